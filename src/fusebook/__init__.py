@@ -1,0 +1,19 @@
+"""Fused GPU kernels in Triton, and the means to show that they are right and how fast they are."""
+
+import importlib.util
+import os
+import sys
+
+# Triton decides when it is imported whether `@triton.jit` compiles or interprets; afterwards is too late. Without a
+# CUDA device only the interpreter can run a kernel, so it is chosen here, before anything below imports triton.
+if "TRITON_INTERPRET" not in os.environ and "triton" not in sys.modules and importlib.util.find_spec("torch"):
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ["TRITON_INTERPRET"] = "1"
+
+from fusebook.kernels.softmax import softmax
+
+__version__ = "0.1.0"
+
+__all__ = ["softmax"]

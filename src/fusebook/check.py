@@ -1,0 +1,199 @@
+"""One number that says how wrong a result is, and the limit that it must stay under.
+
+The score of a result is the largest of ``|got - want| / (|want| + rms of want's row)`` over its elements, where `want`
+is the reference run in float64. It is free of scale: a result of zeros scores at least 0.5 whatever the operator, one
+wrong row is as visible as a wrong tensor, and honest rounding scores a few eps. A constant absolute tolerance has none
+of these: a softmax over a hundred thousand columns that writes 1/N everywhere passes ``atol=1e-3``.
+"""
+
+from __future__ import annotations
+
+import math as _math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fusebook.op import Op
+
+__all__ = ["Verdict", "Yardstick", "judge", "limit", "score", "yardstick"]
+
+# Elements scored at a time: float64 temporaries of a 2 GiB result would otherwise take tens of GiB.
+_CHUNK = 2**26
+
+
+@dataclass(frozen=True)
+class Yardstick:
+    """What a result is held against.
+
+    Attributes
+    ----------
+    inputs : tuple
+        The inputs, floating-point tensors in float64; what `Op.meaning` sees.
+    want : tuple of torch.Tensor
+        The reference in float64, after `Op.meaning`.
+    shapes, dtypes : tuple
+        What each output must be.
+    dtype : torch.dtype
+        The dtype of the first floating-point input, whose eps the limit is made of.
+    rounded : float
+        The score of the reference run in float32 and rounded to the outputs' dtypes; 0 in float64.
+    """
+
+    inputs: tuple[Any, ...]
+    want: tuple[torch.Tensor, ...]
+    shapes: tuple[torch.Size, ...]
+    dtypes: tuple[torch.dtype, ...]
+    dtype: torch.dtype
+    rounded: float
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A score beside its limit."""
+
+    score: float
+    limit: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether the score is within the limit; NaN is not."""
+        return self.score <= self.limit
+
+
+def _tuple(outputs: Any) -> tuple[Any, ...]:
+    return tuple(outputs) if isinstance(outputs, (tuple, list)) else (outputs,)
+
+
+def _cast(inputs: Sequence[Any], dtype: torch.dtype) -> tuple[Any, ...]:
+    return tuple(
+        v.detach().to(dtype) if isinstance(v, torch.Tensor) and v.is_floating_point() else v for v in inputs
+    )
+
+
+def _meaning(op: Op, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
+    return outputs if op.meaning is None else _tuple(op.meaning(inputs, outputs))
+
+
+def yardstick(op: Op, inputs: Sequence[Any]) -> Yardstick:
+    """Run the reference: in float64 for what is right, in float32 for what rounding costs.
+
+    Parameters
+    ----------
+    op : Op
+    inputs : sequence
+        What ``op.make`` returned.
+
+    Returns
+    -------
+    Yardstick
+    """
+    with torch.no_grad():
+        # Shapes and dtypes come from the reference on the inputs as they are; on the meta device that costs nothing.
+        try:
+            like = _tuple(op.reference(*(v.to("meta") if isinstance(v, torch.Tensor) else v for v in inputs)))
+        except (NotImplementedError, RuntimeError):  # a reference whose shapes depend on values
+            like = _tuple(op.reference(*inputs))
+        exact = _cast(inputs, torch.float64)
+        want = _meaning(op, exact, _tuple(op.reference(*exact)))
+        floats = [v.dtype for v in inputs if isinstance(v, torch.Tensor) and v.is_floating_point()]
+        dtype = floats[0] if floats else torch.float32
+        yard = Yardstick(
+            exact, want, tuple(o.shape for o in like), tuple(o.dtype for o in like), dtype, rounded=0.0
+        )
+        if dtype == torch.float64:
+            return yard
+        single = _tuple(op.reference(*_cast(inputs, torch.float32)))
+        rounded = tuple(o.to(d) for o, d in zip(single, yard.dtypes, strict=True))
+        return Yardstick(yard.inputs, want, yard.shapes, yard.dtypes, dtype, score(op, rounded, yard))
+
+
+def score(op: Op, outputs: Any, yard: Yardstick) -> float:
+    """How wrong `outputs` are: 0 is exact, infinity is wrong in kind.
+
+    Parameters
+    ----------
+    op : Op
+    outputs : torch.Tensor or tuple of torch.Tensor
+    yard : Yardstick
+        Of the same inputs.
+
+    Returns
+    -------
+    float
+        The worst output's score. Infinite where the number of outputs, a shape or a dtype differs, where NaN or
+        infinity does not stand where the reference has it, or where a row that is rightly zero is not exactly zero.
+    """
+    got = _tuple(outputs)
+    if len(got) != len(yard.shapes):
+        return _math.inf
+    for out, shape, dtype in zip(got, yard.shapes, yard.dtypes, strict=True):
+        if not isinstance(out, torch.Tensor) or out.shape != shape or out.dtype != dtype:
+            return _math.inf
+    with torch.no_grad():
+        scored = _meaning(op, yard.inputs, tuple(o.detach() for o in got))
+        return max((_distance(g, w) for g, w in zip(scored, yard.want, strict=True)), default=0.0)
+
+
+def _distance(got: torch.Tensor, want: torch.Tensor) -> float:
+    if want.numel() == 0:
+        return 0.0
+    if not want.is_floating_point():  # integers are right or wrong
+        return 0.0 if torch.equal(got, want) else _math.inf
+    columns = want.shape[-1] if want.dim() else 1
+    got, want = got.reshape(-1, columns), want.reshape(-1, columns)
+    step = max(1, _CHUNK // columns)
+    return max(_rows(got[i : i + step], want[i : i + step]) for i in range(0, len(want), step))
+
+
+def _rows(got: torch.Tensor, want: torch.Tensor) -> float:
+    # What float64 holds may be infinite in the result's dtype, so infinities are looked for after rounding.
+    rounded = want.to(got.dtype)
+    finite = rounded.isfinite()
+    alike = torch.where(rounded.isnan(), got.isnan(), got == rounded)
+    if not (alike | finite).all():
+        return _math.inf
+    want = torch.where(finite, want, 0)
+    error = torch.where(finite, (got.double() - want).abs(), 0)
+    scale = want.abs() + want.square().sum(1, keepdim=True).div(finite.sum(1, keepdim=True).clamp(min=1)).sqrt()
+    worst = torch.where(error == 0, 0, error / scale).max().item()  # a zero row divides by zero: infinite if not zero
+    return _math.inf if _math.isnan(worst) else worst  # NaN where the reference has a number
+
+
+def limit(yard: Yardstick, math: str | None = None) -> float:
+    """The score that a right result stays under.
+
+    Eight eps for half types and sixty-four for float32 and float64; except in float64 twice the score of the
+    reference run in float32 and rounded, where that is larger; never above 0.25. No variant is the yardstick.
+
+    Parameters
+    ----------
+    yard : Yardstick
+    math : str, optional
+        ``"tf32"``: float32 multiplied with ten bits of mantissa, whose eps is float16's, 2**-10.
+    """
+    if math == "tf32" and yard.dtype == torch.float32:
+        allowed = 8 * 2.0**-10
+    elif yard.dtype in (torch.float16, torch.bfloat16):
+        allowed = 8 * torch.finfo(yard.dtype).eps
+    else:
+        allowed = 64 * torch.finfo(yard.dtype).eps
+    return min(max(allowed, 2 * yard.rounded), 0.25)
+
+
+def judge(op: Op, outputs: Any, yard: Yardstick, math: str | None = None) -> Verdict:
+    """The score of `outputs` beside its limit.
+
+    Parameters
+    ----------
+    op : Op
+    outputs : torch.Tensor or tuple of torch.Tensor
+    yard : Yardstick
+    math : str, optional
+
+    Returns
+    -------
+    Verdict
+    """
+    return Verdict(score(op, outputs, yard), limit(yard, math))

@@ -1,0 +1,448 @@
+"""The machine that times were taken on: what it is, and how fast anything can be on it.
+
+A ceiling is measured, never read from a datasheet: no kernel of anybody reaches the 4.8 TB/s that an H200's memory is
+sold with, so a share of that number says nothing about the kernel. Bandwidths are the better of torch's own call and a
+plain Triton kernel, on 4 GiB.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import datetime
+import functools
+import importlib.metadata
+import json
+import os
+import pathlib
+import platform
+import re
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from fusebook import timing
+from fusebook.op import Cost
+
+__all__ = ["RECORDS", "Machine", "current", "here", "recorded", "slugs", "versions"]
+
+#: Where the records of the package lie, a folder a GPU.
+RECORDS = pathlib.Path(__file__).parent / "records"
+
+_GIB = 2**30
+# Grids at which the launch floor is measured.
+_GRIDS = (1, 132, 1024, 4096, 16384, 65536, 262144)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A GPU, the software on it, and its measured ceilings.
+
+    Attributes
+    ----------
+    name, slug : str
+        As the driver names it, and as a folder name, e.g. ``nvidia-h200``.
+    sms : int
+        Streaming multiprocessors.
+    l2, memory : int
+        Bytes.
+    capability : tuple of int
+        Compute capability.
+    driver, cuda, python, torch, triton, onnxruntime : str
+        Versions; empty where a thing is not installed.
+    cpu : str
+    cores : int
+    clocks : dict
+        MHz seen while the ceilings were measured: ``sm``, ``memory``.
+    copy, fill, read : float
+        Bytes per second; a copy counts bytes read plus bytes written.
+    rates : dict
+        Matrix products, flop per second, by ``float64``, ``float32``, ``tf32``, ``float16``, ``bfloat16``.
+    floor_cold, floor_warm : dict
+        Seconds that the smallest kernel takes, by the number of its programs (as text, as JSON has it).
+    bandwidth : list of dict
+        Copies by size: ``bytes`` moved, ``cold`` bytes per second.
+    commit, date : str
+    recorded : bool
+        Whether this was read from a record.
+    """
+
+    name: str
+    slug: str
+    sms: int
+    l2: int
+    memory: int
+    capability: tuple[int, int]
+    driver: str
+    cuda: str
+    python: str
+    torch: str
+    triton: str
+    onnxruntime: str
+    cpu: str
+    cores: int
+    clocks: dict[str, int]
+    copy: float
+    fill: float
+    read: float
+    rates: dict[str, float]
+    floor_cold: dict[str, float]
+    floor_warm: dict[str, float]
+    bandwidth: list[dict[str, float]]
+    commit: str
+    date: str
+    recorded: bool = field(default=False)
+
+    def memory_seconds(self, cost: Cost) -> float:
+        """Seconds that the memory alone takes: what is both read and written at the rate of a copy, the rest at its own.
+
+        Parameters
+        ----------
+        cost : Cost
+        """
+        both = min(cost.read, cost.write)
+        rest = cost.read - cost.write
+        return 2 * both / self.copy + abs(rest) / (self.read if rest > 0 else self.fill)
+
+    def roof(self, cost: Cost, rate: str) -> float:
+        """Seconds below which no kernel of this cost can run: the larger of its traffic's time and its arithmetic's.
+
+        Parameters
+        ----------
+        cost : Cost
+        rate : str
+            A key of `rates`.
+
+        Returns
+        -------
+        float
+        """
+        return max(self.memory_seconds(cost), cost.flop / self.rates[rate])
+
+    def floor(self, programs: int = 1, kind: str = "cold") -> float:
+        """Seconds that a kernel of so many programs takes when each loads and stores one element.
+
+        Parameters
+        ----------
+        programs : int
+            Interpolated between the grids that were measured, and extrapolated beyond them.
+        kind : {"cold", "warm"}
+        """
+        table = {int(k): v for k, v in (self.floor_cold if kind == "cold" else self.floor_warm).items()}
+        grids = sorted(table)
+        i = min(max(bisect.bisect_left(grids, programs), 1), len(grids) - 1)
+        a, b = grids[i - 1], grids[i]
+        return max(table[grids[0]], table[a] + (table[b] - table[a]) * (programs - a) / (b - a))
+
+    def zone(self, cost: Cost, rate: str) -> str:
+        """What limits a kernel of this cost here.
+
+        Parameters
+        ----------
+        cost : Cost
+        rate : str
+            A key of `rates`.
+
+        Returns
+        -------
+        {"launch", "L2", "memory", "compute"}
+            ``launch`` where the floor of a launch is longer than the roof; ``L2`` where the traffic is under four
+            times the L2 cache, which then serves part of it; else the larger term of the roof.
+        """
+        if self.roof(cost, rate) < self.floor():
+            return "launch"
+        if cost.flop / self.rates[rate] > self.memory_seconds(cost):
+            return "compute"
+        return "L2" if cost.read + cost.write < 4 * self.l2 else "memory"
+
+
+@triton.jit
+def _copy_probe(y_ptr, x_ptr, n, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(y_ptr + at, tl.load(x_ptr + at, mask=at < n), mask=at < n)
+
+
+@triton.jit
+def _fill_probe(y_ptr, n, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(y_ptr + at, tl.full([BLOCK], 1.0, tl.float32), mask=at < n)
+
+
+@triton.jit
+def _read_probe(y_ptr, x_ptr, n, STEPS: tl.constexpr, BLOCK: tl.constexpr):
+    total = tl.zeros([BLOCK], tl.float32)
+    start = tl.program_id(0).to(tl.int64) * STEPS * BLOCK
+    for step in range(STEPS):
+        at = start + step * BLOCK + tl.arange(0, BLOCK)
+        total += tl.load(x_ptr + at, mask=at < n, other=0.0)
+    tl.store(y_ptr + tl.program_id(0), tl.sum(total))
+
+
+@triton.jit
+def _floor_probe(y_ptr, x_ptr):
+    program = tl.program_id(0)
+    tl.store(y_ptr + program, tl.load(x_ptr + program))
+
+
+def _median(functions: dict[str, Callable[[], Any]], repeat: int = 15) -> dict[str, float]:
+    times = timing.cold(functions, warmup=3, repeat=repeat)
+    return {name: q.q50 for name, q in times.items() if q is not None}
+
+
+def _bandwidths() -> tuple[float, float, float]:
+    n = 4 * _GIB // 4
+    x, y = torch.randn(n, device="cuda"), torch.empty(n, device="cuda")
+    grid, block = (triton.cdiv(n, 8192),), 8192
+    partial = torch.empty(triton.cdiv(n, 4 * 4096), device="cuda")
+    seconds = _median(
+        {
+            "copy torch": lambda: y.copy_(x),
+            "copy triton": lambda: _copy_probe[grid](y, x, n, BLOCK=block, num_warps=8),
+            "fill torch": lambda: y.zero_(),
+            "fill triton": lambda: _fill_probe[grid](y, n, BLOCK=block, num_warps=8),
+            "read torch": lambda: torch.sum(x),
+            "read triton": lambda: _read_probe[(len(partial),)](partial, x, n, STEPS=4, BLOCK=4096, num_warps=8),
+        }
+    )
+    best = {w: min(seconds[f"{w} torch"], seconds[f"{w} triton"]) for w in ("copy", "fill", "read")}
+    return 8 * n / best["copy"], 4 * n / best["fill"], 4 * n / best["read"]
+
+
+def _copies() -> list[dict[str, float]]:
+    """The rate of copies by size, so that a plot can show where the L2 cache and the launch set in."""
+    rows = []
+    for mib in (1, 4, 16, 64, 256, 1024, 4096):
+        n = mib * 2**20 // 8
+        x, y = torch.randn(n, device="cuda"), torch.empty(n, device="cuda")
+        seconds = _median({"copy": functools.partial(y.copy_, x)})["copy"]
+        rows.append({"bytes": 8 * n, "cold": 8 * n / seconds})
+    return rows
+
+
+def _rates(n: int = 8192) -> dict[str, float]:
+    rates = {}
+    before = torch.get_float32_matmul_precision()
+    names = {"float64": torch.float64, "float32": torch.float32, "tf32": torch.float32}
+    names |= {"float16": torch.float16, "bfloat16": torch.bfloat16}
+    try:
+        for name, dtype in names.items():
+            torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
+            a, b = (torch.randn(n, n, device="cuda", dtype=dtype) for _ in range(2))
+            out = torch.empty(n, n, device="cuda", dtype=dtype)
+            product = functools.partial(torch.mm, a, b, out=out)
+            rates[name] = 2 * n**3 / _median({"mm": product}, repeat=7)["mm"]
+    finally:
+        torch.set_float32_matmul_precision(before)
+    return rates
+
+
+def _floors() -> tuple[dict[str, float], dict[str, float]]:
+    x, y = torch.zeros(max(_GRIDS), device="cuda"), torch.zeros(max(_GRIDS), device="cuda")
+    probes = {str(g): functools.partial(_floor_probe[(g,)], y, x, num_warps=4) for g in _GRIDS}
+    warm = timing.warm(probes)
+    return _median(probes, repeat=30), {g: q.q50 for g, q in warm.items() if q is not None}
+
+
+def versions(*packages: str) -> dict[str, str]:
+    """Installed versions by distribution name, of those that are installed.
+
+    Parameters
+    ----------
+    *packages : str
+        Names of distributions, or of the packages that are imported from them.
+    """
+    found = {}
+    provided = importlib.metadata.packages_distributions()
+    for package in packages:
+        for distribution in dict.fromkeys(provided.get(package, [package])):
+            try:
+                found[distribution] = importlib.metadata.version(distribution)
+            except importlib.metadata.PackageNotFoundError:
+                continue
+    return found
+
+
+def _cpu() -> str:
+    try:
+        names = re.findall(r"^model name\s*:\s*(.+)$", pathlib.Path("/proc/cpuinfo").read_text(), re.M)
+    except OSError:
+        names = []
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _commit() -> str:
+    """The commit of the sources: FUSEBOOK_COMMIT where the sources are no checkout."""
+    if given := os.environ.get("FUSEBOOK_COMMIT"):
+        return given
+    answer = subprocess.run(
+        ["git", "-C", str(pathlib.Path(__file__).parent), "rev-parse", "--short=12", "HEAD"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return answer.stdout.strip()
+
+
+def _driver_and_clocks(device: int) -> tuple[str, dict[str, int]]:
+    """The driver's version and the clocks in MHz, by NVML; empty where it cannot be asked."""
+    try:
+        import pynvml  # the module of nvidia-ml-py
+
+        pynvml.nvmlInit()
+        uuid = str(torch.cuda.get_device_properties(device).uuid)
+        handle = pynvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith("GPU-") else f"GPU-{uuid}")
+        clocks = {
+            "sm": pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM),
+            "memory": pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_MEM),
+        }
+        return str(pynvml.nvmlSystemGetDriverVersion()), clocks
+    except Exception:  # not installed, or a container without NVML: the ceilings do not depend on it
+        return "", {}
+
+
+def _measure() -> Machine:
+    device = torch.cuda.current_device()
+    properties = torch.cuda.get_device_properties(device)
+    copy, fill, read = _bandwidths()
+    bandwidth = _copies()
+    torch.cuda.empty_cache()
+    rates = _rates()
+    driver, clocks = _driver_and_clocks(device)  # straight after the matrix products, while the clocks are up
+    floor_cold, floor_warm = _floors()
+    ort = versions("onnxruntime")
+    return Machine(
+        name=properties.name,
+        slug=re.sub(r"[^a-z0-9]+", "-", properties.name.lower()).strip("-"),
+        sms=properties.multi_processor_count,
+        l2=properties.L2_cache_size,
+        memory=properties.total_memory,
+        capability=(properties.major, properties.minor),
+        driver=driver,
+        cuda=torch.version.cuda or "",
+        python=platform.python_version(),
+        torch=torch.__version__,
+        triton=triton.__version__,
+        onnxruntime=next(iter(ort.values()), ""),
+        cpu=_cpu(),
+        cores=os.cpu_count() or 1,
+        clocks=clocks,
+        copy=copy,
+        fill=fill,
+        read=read,
+        rates=rates,
+        floor_cold=floor_cold,
+        floor_warm=floor_warm,
+        bandwidth=bandwidth,
+        commit=_commit(),
+        date=datetime.date.today().isoformat(),
+    )
+
+
+def _cache() -> pathlib.Path:
+    root = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache") / "fusebook"
+    uuid = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
+    return root / f"{uuid}-{torch.__version__}-{triton.__version__}.json"
+
+
+def load(file: pathlib.Path, **changes: Any) -> Machine:
+    """Read a machine from JSON.
+
+    Parameters
+    ----------
+    file : pathlib.Path
+    **changes
+        Fields to replace.
+
+    Raises
+    ------
+    ValueError
+        Where the file is no machine; it says what is wrong with it.
+    """
+    try:
+        values = json.loads(file.read_text())
+        return Machine(**{**values, "capability": tuple(values["capability"]), **changes})
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{file}: not a machine.json of this version ({error}); record it again") from error
+
+
+def save(machine: Machine, file: pathlib.Path) -> None:
+    """Write a machine as JSON; the file is whole or not there."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    values = dataclasses.asdict(machine)
+    del values["recorded"]
+    part = file.with_name(f"{file.name}.{os.getpid()}.part")
+    part.write_text(json.dumps(values, indent=2) + "\n")
+    part.replace(file)
+
+
+def here(*, fresh: bool = False) -> Machine:
+    """This machine, its ceilings measured once and then cached under ``~/.cache/fusebook``.
+
+    Parameters
+    ----------
+    fresh : bool
+        Measure again.
+
+    Raises
+    ------
+    RuntimeError
+        Without a CUDA device.
+    """
+    if not torch.cuda.is_available():
+        raise RuntimeError("machine.here: no CUDA device; machine.recorded() answers for a recorded one")
+    return _here(torch.cuda.current_device(), fresh)
+
+
+_MACHINES: dict[int, Machine] = {}
+
+
+def _here(device: int, fresh: bool) -> Machine:
+    if fresh or device not in _MACHINES:
+        cache = _cache()
+        if not fresh and cache.exists():
+            try:
+                # Clocks, software and commit may have moved on; the ceilings have not.
+                _MACHINES[device] = load(cache, commit=_commit())
+                return _MACHINES[device]
+            except ValueError:
+                pass  # written by another version of this module
+        _MACHINES[device] = _measure()
+        save(_MACHINES[device], cache)
+    return _MACHINES[device]
+
+
+def slugs() -> list[str]:
+    """The GPUs that have a record in the package."""
+    return sorted(f.parent.name for f in RECORDS.glob("*/machine.json"))
+
+
+def recorded(slug: str = "nvidia-h200") -> Machine:
+    """A machine from the package's records; it answers the same questions as a live one.
+
+    Parameters
+    ----------
+    slug : str
+        One of `slugs`.
+
+    Raises
+    ------
+    FileNotFoundError
+        Where there is no such record.
+    """
+    file = RECORDS / slug / "machine.json"
+    if not file.exists():
+        known = ", ".join(slugs()) or "none yet"
+        raise FileNotFoundError(f"machine.recorded: no record of {slug!r}; recorded are: {known}")
+    return load(file, recorded=True)
+
+
+def current() -> Machine:
+    """This machine where it has a GPU, else the recorded one that FUSEBOOK_GPU names (default: nvidia-h200)."""
+    if torch.cuda.is_available():
+        return here()
+    return recorded(os.environ.get("FUSEBOOK_GPU", "nvidia-h200"))

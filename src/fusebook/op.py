@@ -1,0 +1,105 @@
+"""The card of a kernel: what an operator means, costs, and how else it can be computed.
+
+A card is a frozen record of plain functions that stands at the bottom of a kernel's module. Tests, benchmarks, tables,
+records and pages all read the same card. It is silent on tolerance (`fusebook.check`), on timing (`fusebook.timing`)
+and on plots (`fusebook.plots`): those belong to whoever reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+__all__ = ["Cost", "Dims", "Op", "Variant"]
+
+#: One point of a sweep: the sizes of a problem by name, and words that name a kind of input.
+#: ``{"M": 4096, "N": 1024}`` becomes columns of a table and the arguments of ``Op.make`` and ``Op.cost``.
+Dims = Mapping[str, int | str]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a computation moves through device memory, and the arithmetic it does.
+
+    Attributes
+    ----------
+    read, write : int
+        Bytes.
+    flop : int
+        Floating-point operations.
+    """
+
+    read: int
+    write: int
+    flop: int
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to compute an operator.
+
+    Attributes
+    ----------
+    run : callable
+        Takes what `prepare` returns, or the inputs themselves; returns a tensor or a tuple of tensors. Raises
+        ``NotImplementedError(why)`` for what it cannot do.
+    cost : callable, optional
+        ``cost(itemsize, **dims) -> Cost`` where this variant moves more than every variant must.
+    needs : tuple of str
+        What the machine must have: ``"cuda"``, or the name of a package that can be imported.
+    prepare : callable, optional
+        Inputs to what `run` takes, untimed: packed weights, a session and its binding, a forward pass. It is redone
+        whenever the inputs change.
+    math : str, optional
+        ``"tf32"`` where float32 is multiplied in TF32: it is scored and roofed accordingly.
+    recompiles : bool
+        It compiles anew for every shape, for seconds: long sweeps measure it on every eighth point.
+    """
+
+    run: Callable[..., Any]
+    cost: Callable[..., Cost] | None = None
+    needs: tuple[str, ...] = ("cuda",)
+    prepare: Callable[..., tuple[Any, ...]] | None = None
+    math: str | None = None
+    recompiles: bool = False
+
+
+@dataclass(frozen=True)
+class Op:
+    """The card of an operator.
+
+    Attributes
+    ----------
+    name : str
+        The name of its record and of its rows in tables.
+    reference : callable
+        The meaning, in plain PyTorch. The check runs it in float64.
+    make : callable
+        ``make(rng, dtype, **dims) -> inputs``, a tuple of tensors and plain values on the device of ``rng``.
+    cost : callable
+        ``cost(itemsize, **dims) -> Cost``: the least that any variant can do.
+    variants : mapping of str to Variant
+        The first is the baseline.
+    configs : mapping of str to sequence of Dims
+        What benchmarks sweep: workloads.
+    edges : sequence of Dims
+        What tests try: the smallest sizes that reach every branch.
+    dtypes : sequence of torch.dtype
+        The dtypes that are tested.
+    meaning : callable, optional
+        ``meaning(inputs, outputs)`` -> the floating-point tensors that are scored, for outputs that are not numbers to
+        compare, e.g. labels -> distance to the chosen centre, so that ties do not matter.
+    """
+
+    name: str
+    reference: Callable[..., Any]
+    make: Callable[..., tuple[Any, ...]]
+    cost: Callable[..., Cost]
+    variants: Mapping[str, Variant]
+    configs: Mapping[str, Sequence[Dims]]
+    edges: Sequence[Dims]
+    dtypes: Sequence[torch.dtype] = field(default=(torch.float32, torch.float16, torch.bfloat16))
+    meaning: Callable[..., Any] | None = None

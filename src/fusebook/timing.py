@@ -1,0 +1,305 @@
+"""Time on a GPU, three ways, each with its spread. Knows nothing of operators.
+
+* **cold**: CUDA events around one call, its inputs flushed from the L2 cache. What a kernel costs in a program that
+  does other things between two calls.
+* **warm**: many calls captured in a CUDA graph, per call. No launch overhead, inputs in L2 where they fit.
+* **call**: the host's clock around one call, synchronised before and after. What Python waits for.
+
+Variants are interleaved, forward then reversed, because clocks and temperature drift.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+__all__ = ["Quantiles", "call", "cold", "hidden", "measure", "synchronises", "warm"]
+
+Functions = Mapping[str, Callable[[], Any]]
+
+# A variant slower than this per call is timed less often than asked, but never less than `_FEWEST` times.
+_SECONDS = 0.6
+_FEWEST = 7
+# Seconds of work that a call is queued behind to see whether it waits for the device.
+_BUSY = 5e-3
+
+
+@dataclass(frozen=True)
+class Quantiles:
+    """The 20, 50 and 80 % quantiles of a time in seconds, and how many samples they come from."""
+
+    q20: float
+    q50: float
+    q80: float
+    n: int
+
+    @staticmethod
+    def of(samples: Sequence[float]) -> Quantiles:
+        """Quantiles of samples in seconds."""
+        q = torch.tensor(samples, dtype=torch.float64).quantile(torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64))
+        return Quantiles(*q.tolist(), n=len(samples))
+
+
+def _rounds(names: Sequence[str], repeat: int) -> list[str]:
+    """Names in the order to run them: forward, reversed, forward, ..."""
+    return [name for i in range(repeat) for name in (names if i % 2 == 0 else reversed(names))]
+
+
+@functools.lru_cache(maxsize=None)
+def _flush_of(device: int) -> _Flush:
+    return _Flush()
+
+
+def _flush() -> _Flush:
+    return _flush_of(torch.cuda.current_device())
+
+
+class _Flush:
+    """Evict the L2 cache by writing several times its size, on the current stream, without synchronising."""
+
+    def __init__(self) -> None:
+        l2 = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
+        self.buffer = torch.empty(max(4 * l2, 2**26), dtype=torch.int8, device="cuda")
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self.buffer.zero_()
+        start.record()
+        for _ in range(10):
+            self.buffer.zero_()
+        end.record()
+        end.synchronize()
+        self.seconds = start.elapsed_time(end) / 1e3 / 10
+
+    def __call__(self, at_least: float = 0.0) -> None:
+        for _ in range(max(1, math.ceil(at_least / self.seconds))):
+            self.buffer.zero_()
+
+
+def _host_seconds(function: Callable[[], Any]) -> float:
+    """Host time of a call that is not waited for: the least of five."""
+    best = math.inf
+    for _ in range(5):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        function()
+        best = min(best, time.perf_counter() - start)
+    torch.cuda.synchronize()
+    return best
+
+
+def synchronises(function: Callable[[], Any]) -> bool:
+    """Whether a call waits for the device: such a call cannot be timed by events.
+
+    The device is kept busy for some milliseconds; a call that returns only after that work has ended has waited.
+    """
+    flush = _flush()
+    busy = torch.cuda.Event()
+    torch.cuda.synchronize()
+    flush(_BUSY)
+    busy.record()
+    function()
+    waited = busy.query()
+    torch.cuda.synchronize()
+    return waited
+
+
+def hidden(function: Callable[[], Any], tries: int = 5) -> float:
+    """Seconds for which the device still works after the current stream has finished a call.
+
+    Work on a stream that the current one does not wait for escapes CUDA events. A few microseconds are the cost of
+    asking.
+
+    Parameters
+    ----------
+    function : callable
+    tries : int
+        The least of that many.
+    """
+    rest = math.inf
+    end = torch.cuda.Event()
+    for _ in range(tries):
+        torch.cuda.synchronize()
+        function()
+        end.record()
+        end.synchronize()
+        start = time.perf_counter()
+        torch.cuda.synchronize()
+        rest = min(rest, time.perf_counter() - start)
+    return rest
+
+
+def _repeats(seconds: float, repeat: int) -> int:
+    return max(min(repeat, math.ceil(_SECONDS / max(seconds, 1e-9))), min(repeat, _FEWEST))
+
+
+def cold(functions: Functions, *, warmup: int = 5, repeat: int = 30) -> dict[str, Quantiles | None]:
+    """Device time of one call after a flush of the L2 cache, by CUDA events.
+
+    The flush is repeated until it outlasts the host time of the call: otherwise the device would idle between the
+    start event and the kernel, and the launch would be timed.
+
+    Parameters
+    ----------
+    functions : mapping of str to callable
+    warmup, repeat : int
+        Calls before and calls timed; calls of many milliseconds are repeated less.
+
+    Returns
+    -------
+    dict of str to Quantiles or None
+        None where the call waits for the device, so that events cannot time it.
+    """
+    flush = _flush()
+    outlast: dict[str, float] = {}
+    slowest = 0.0
+    for name, function in functions.items():
+        for _ in range(warmup):
+            function()
+        if not synchronises(function):
+            outlast[name] = 2 * _host_seconds(function) + 20e-6
+            start = time.perf_counter()
+            function()
+            torch.cuda.synchronize()
+            slowest = max(slowest, time.perf_counter() - start)
+    events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in outlast}
+    for name in _rounds(list(outlast), _repeats(slowest, repeat)):
+        start_event, end_event = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        flush(outlast[name])
+        start_event.record()
+        functions[name]()
+        end_event.record()
+        events[name].append((start_event, end_event))
+    torch.cuda.synchronize()
+    return {
+        name: Quantiles.of([s.elapsed_time(e) / 1e3 for s, e in events[name]]) if name in events else None
+        for name in functions
+    }
+
+
+def warm(functions: Functions, *, repeat: int = 30, seconds: float = 1e-3) -> dict[str, Quantiles | None]:
+    """Device time per call of many calls in a CUDA graph, without launch overhead.
+
+    Parameters
+    ----------
+    functions : mapping of str to callable
+    repeat : int
+        Replays timed, per function.
+    seconds : float
+        About how long one replay lasts; it holds 1 to 200 calls.
+
+    Returns
+    -------
+    dict of str to Quantiles or None
+        None where capture fails.
+    """
+    graphs: dict[str, tuple[torch.cuda.CUDAGraph, int]] = {}
+    for name, function in functions.items():
+        captured = _capture(function, seconds)
+        if captured is not None:
+            graphs[name] = captured
+    samples: dict[str, list[float]] = {name: [] for name in graphs}
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for graph, _ in graphs.values():
+        graph.replay()
+    for name in _rounds(list(graphs), max(_FEWEST, repeat // 3)):
+        graph, calls = graphs[name]
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        samples[name].append(start.elapsed_time(end) / 1e3 / calls)
+    return {name: Quantiles.of(samples[name]) if name in samples else None for name in functions}
+
+
+def _capture(function: Callable[[], Any], seconds: float) -> tuple[torch.cuda.CUDAGraph, int] | None:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    try:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):  # libraries set themselves up on the stream that captures
+            function()
+            start.record()
+            for _ in range(3):
+                function()
+            end.record()
+        torch.cuda.current_stream().wait_stream(side)
+        end.synchronize()
+        calls = max(1, min(200, math.ceil(seconds / max(start.elapsed_time(end) / 1e3 / 3, 1e-7))))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=side):
+            for _ in range(calls):
+                function()
+        return graph, calls
+    except Exception:  # whatever a library raises when it is captured: it cannot be timed this way
+        torch.cuda.synchronize()
+        return None
+
+
+def call(functions: Functions, *, warmup: int = 5, repeat: int = 30) -> dict[str, Quantiles]:
+    """Host time of one call, synchronised before and after; all that a function of the CPU has.
+
+    Parameters
+    ----------
+    functions : mapping of str to callable
+    warmup, repeat : int
+
+    Returns
+    -------
+    dict of str to Quantiles
+    """
+    wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+    samples: dict[str, list[float]] = {name: [] for name in functions}
+    slowest = 0.0
+    for function in functions.values():
+        for _ in range(warmup):
+            start = time.perf_counter()
+            function()
+            wait()
+            if (last := time.perf_counter() - start) > _SECONDS / _FEWEST:
+                break
+        if warmup:
+            slowest = max(slowest, last)
+    for name in _rounds(list(functions), _repeats(slowest, repeat)):
+        wait()
+        start = time.perf_counter()
+        functions[name]()
+        wait()
+        samples[name].append(time.perf_counter() - start)
+    return {name: Quantiles.of(times) for name, times in samples.items()}
+
+
+def measure(
+    functions: Functions, *, warmup: int = 5, repeat: int = 30, kinds: Sequence[str] = ("cold", "warm", "call")
+) -> dict[str, dict[str, Quantiles | None]]:
+    """All three times of each function.
+
+    Parameters
+    ----------
+    functions : mapping of str to callable
+        Called without arguments; interleaved.
+    warmup, repeat : int
+    kinds : sequence of str
+        Of ``cold``, ``warm`` and ``call``. Without a CUDA device only ``call`` is measured.
+
+    Returns
+    -------
+    dict
+        ``result[name][kind]`` is a `Quantiles` in seconds, or None where it cannot be measured.
+    """
+    known = {
+        "cold": lambda: cold(functions, warmup=warmup, repeat=repeat),
+        "warm": lambda: warm(functions, repeat=repeat),
+        "call": lambda: call(functions, warmup=warmup, repeat=repeat),
+    }
+    if unknown := set(kinds) - set(known):
+        raise ValueError(f"timing: expected kinds of {', '.join(known)}, got {', '.join(sorted(unknown))}")
+    if warmup < 0 or repeat < 1:
+        raise ValueError(f"timing: expected warmup >= 0 and repeat >= 1, got warmup={warmup}, repeat={repeat}")
+    device = torch.cuda.is_available()
+    times = {k: known[k]() if device or k == "call" else {} for k in ("cold", "warm", "call") if k in kinds}
+    return {name: {kind: times.get(kind, {}).get(name) for kind in known} for name in functions}
