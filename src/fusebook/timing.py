@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Quantiles", "call", "cold", "hidden", "measure", "synchronises", "warm"]
+__all__ = ["Quantiles", "call", "cold", "flush", "hidden", "measure", "synchronises", "warm"]
 
 Functions = Mapping[str, Callable[[], Any]]
 
@@ -54,6 +54,11 @@ def _rounds(names: Sequence[str], repeat: int) -> list[str]:
 @functools.lru_cache(maxsize=None)
 def _flush_of(device: int) -> _Flush:
     return _Flush()
+
+
+def flush(at_least: float = 0.0) -> None:
+    """Evict the L2 cache on the current stream, for at least so many seconds, without synchronising."""
+    _flush()(at_least)
 
 
 def _flush() -> _Flush:

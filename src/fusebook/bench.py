@@ -1,0 +1,553 @@
+"""Run a card: score every variant, time those that are right, and refuse what cannot be.
+
+For each point of a sweep the variants are checked first, on poisoned memory and with inputs that change in place under
+them, then timed interleaved with a copy of the same bytes, then checked once more. What is wrong, refused, out of
+memory or faster than the roof is kept as a row with its reason and no times.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import datetime
+import functools
+import hashlib
+import importlib.util
+import inspect
+import math
+import pathlib
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+import torch
+from tqdm.auto import tqdm
+
+from fusebook import check, inputs, timing
+from fusebook import machine as machines
+from fusebook.op import Cost, Dims, Op, Variant
+
+__all__ = ["COLUMNS", "DTYPES", "WrongResult", "dtypes", "missing", "points", "run", "source_hash", "verify"]
+
+#: The dtypes that ``--dtype`` takes.
+DTYPES = {
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float32": torch.float32,
+    "float64": torch.float64,
+}
+
+_TIMES = tuple(f"{kind}_us{q}" for kind in ("cold", "warm", "call") for q in ("_20", "", "_80"))
+
+#: The columns of a result after ``op, config, variant, dtype`` and the dims.
+COLUMNS = (
+    *("status", "note", "score", "limit", "deterministic"),
+    *_TIMES,
+    *("repeat", "first_call_s"),
+    *("read_bytes", "write_bytes", "flop", "moved_bytes", "roof_us"),
+    *("copy_us", "copy_warm_us", "floor_us", "floor_warm_us", "zone", "peak_bytes"),
+    *("math", "source", "versions", "date"),
+)
+
+# A sweep of more points than this measures the variants that recompile on every eighth of them.
+_LONG = 16
+_EVERY = 8
+# Cold times this far under the roof are refused: a copy's rate is known better than the matrix rate, which moves with
+# the power that the data draws.
+_UNDER = {"memory": 0.03, "compute": 0.20}
+_COPY = "copy of the same bytes"
+
+
+def points(op: Op, config: str) -> list[tuple[str, Dims]]:
+    """The points of a sweep, each with the name of its config.
+
+    Parameters
+    ----------
+    op : Op
+    config : str
+        A comma list of names of ``op.configs`` and of sizes: ``781`` sets every integer dimension, ``4096x781`` sets
+        them in order.
+
+    Raises
+    ------
+    ValueError
+        Names what was given and what is accepted.
+    """
+    sizes = [k for k, v in next(iter(op.configs.values()))[0].items() if isinstance(v, int)]
+    words = {k: v for k, v in next(iter(op.configs.values()))[0].items() if not isinstance(v, int)}
+    found: list[tuple[str, Dims]] = []
+    for item in config.split(","):
+        item = item.strip()
+        if item in op.configs:
+            found += [(item, dims) for dims in op.configs[item]]
+            continue
+        parts = item.split("x")
+        if not all(p.isdigit() and int(p) > 0 for p in parts) or len(parts) not in (1, len(sizes)):
+            raise ValueError(
+                f"{op.name}: config {item!r} is none of {', '.join(op.configs)}, a size such as 781, "
+                f"or {'x'.join(sizes)} such as {'x'.join(['781'] * len(sizes))}"
+            )
+        numbers = [int(p) for p in parts] * (len(sizes) if len(parts) == 1 else 1)
+        found.append((item, {**dict(zip(sizes, numbers, strict=True)), **words}))
+    unique = {tuple(dims.items()): (label, dims) for label, dims in reversed(found)}
+    return list(reversed(unique.values()))
+
+
+def dtypes(text: str) -> list[str]:
+    """The names in a comma list of dtypes.
+
+    Raises
+    ------
+    ValueError
+        Names what was given and what is accepted.
+    """
+    names = list(dict.fromkeys(t.strip().removeprefix("torch.") for t in text.split(",")))
+    for name in names:
+        if name not in DTYPES:
+            raise ValueError(f"dtype {name!r} is none of {', '.join(DTYPES)}")
+    return names
+
+
+def missing(variant: Variant) -> str:
+    """What `variant` needs and this machine lacks, as a sentence; empty where nothing is."""
+    for need in variant.needs:
+        if need == "cuda":
+            if not torch.cuda.is_available():
+                return "needs a CUDA device"
+        elif not _importable(need):
+            return f"needs the package {need}, which is not installed"
+    return ""
+
+
+@functools.lru_cache(maxsize=None)
+def _importable(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+def source_hash(op: Op) -> str:
+    """Twelve digits of the sha256 of what a kernel is made of: kernels, launchers, shared device code, tuned settings.
+
+    The functions that the cards of the module name (reference, make, cost, meaning) state the problem and are left out,
+    as are versions of torch and triton, which stand in columns of their own.
+    """
+    module = sys.modules[op.reference.__module__] if op.reference.__module__ in sys.modules else None
+    module = inspect.getmodule(op.make) or module
+    if module is None or not getattr(module, "__file__", None):
+        return ""
+    return _hash(pathlib.Path(str(module.__file__)), op.name, _named(module))
+
+
+def _named(module: Any) -> frozenset[str]:
+    cards = getattr(module, "OPS", ())
+    return frozenset(
+        f.__name__
+        for op in cards
+        for f in (op.reference, op.make, op.cost, op.meaning, *(v.cost for v in op.variants.values()))
+        if f is not None and hasattr(f, "__name__")
+    )
+
+
+@functools.lru_cache(maxsize=None)
+def _hash(file: pathlib.Path, name: str, left_out: frozenset[str]) -> str:
+    text = file.read_text()
+    lines = text.splitlines(keepends=True)
+    parts = []
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.FunctionDef) and node.name not in left_out:
+            first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
+            parts.append("".join(lines[first - 1 : node.end_lineno]))
+    for shared in (file.parent / "_tl.py", file.parent / "tuned" / f"{name}.json"):
+        if shared.exists():
+            parts.append(shared.read_text())
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [v for v in check._tuple(values) if isinstance(v, torch.Tensor)]
+
+
+@dataclass
+class _Data:
+    """Inputs that change in place: the tensors that variants see stay, their values are exchanged."""
+
+    inputs: tuple[Any, ...]
+    values: list[list[torch.Tensor]]
+    yards: list[check.Yardstick]
+
+    @staticmethod
+    def make(op: Op, dtype: torch.dtype, dims: Dims, device: str) -> _Data:
+        sets = [op.make(inputs.generator(seed, device), dtype, **dims) for seed in (0, 1)]
+        yards = [check.yardstick(op, values) for values in sets]
+        seen = tuple(v.clone() if isinstance(v, torch.Tensor) else v for v in sets[0])
+        return _Data(seen, [_tensors(values) for values in sets], yards)
+
+    def load(self, which: int) -> None:
+        for seen, value in zip(_tensors(self.inputs), self.values[which], strict=True):
+            seen.data.copy_(value)  # .data: a graph that saved the tensor does not notice, as it would not in a loop
+
+    def spoil(self) -> None:
+        for seen in _tensors(self.inputs):
+            if seen.is_floating_point():
+                seen.data.fill_(float("nan"))
+
+    def intact(self, which: int) -> bool:
+        pairs = zip(_tensors(self.inputs), self.values[which], strict=True)
+        return all(torch.equal(_bits(a), _bits(b)) for a, b in pairs)
+
+
+def _bits(x: torch.Tensor) -> torch.Tensor:
+    """The bits of a tensor, so that NaN equals itself and -0.0 differs from 0.0."""
+    return x.contiguous().view(torch.uint8) if x.numel() and x.dim() else x.reshape(-1).contiguous().view(torch.uint8)
+
+
+class WrongResult(Exception):
+    """A variant is wrong in a way that its message says; ``score`` holds how much, where that is a number."""
+
+    def __init__(self, why: str, score: float = math.nan) -> None:
+        super().__init__(why)
+        self.score = score
+
+
+def _outputs_like(yard: check.Yardstick, device: torch.device) -> list[torch.Tensor]:
+    return [torch.empty(s, dtype=d, device=device) for s, d in zip(yard.shapes, yard.dtypes, strict=True)]
+
+
+def _attempt(variant: Variant, data: _Data, which: int) -> tuple[Any, Callable[[], Any]]:
+    """One call that a cheat does not survive, and its outputs as the current stream sees them.
+
+    The inputs hold NaN until the device reaches the call, so that work on a stream that does not wait for the current
+    one reads NaN; freed memory of the outputs' size holds NaN; the outputs are copied by the current stream without
+    waiting, so that work it does not wait for is missing.
+    """
+    cuda = torch.cuda.is_available()
+    data.load(which)
+    args = data.inputs if variant.prepare is None else variant.prepare(*data.inputs)
+    call = functools.partial(variant.run, *args)
+    device = next((t.device for t in _tensors(data.inputs)), torch.device("cpu"))
+    inputs.poison(_outputs_like(data.yards[which], device))
+    if cuda:
+        torch.cuda.synchronize()
+        data.spoil()
+        timing.flush(1e-3)
+        data.load(which)
+    out = call()
+    snapshot = tuple(o.detach().clone() if isinstance(o, torch.Tensor) else o for o in check._tuple(out))
+    if cuda:
+        torch.cuda.synchronize()
+    return snapshot, call
+
+
+def _verify(op: Op, variant: Variant, data: _Data) -> tuple[check.Verdict, bool, Callable[[], Any]]:
+    """Score a variant on two sets of values, twice on the second; the last call's arguments are the ones to time."""
+    worst = check.Verdict(0.0, math.inf)
+    outputs: list[Any] = []
+    for which in (0, 1, 1):
+        out, call = _attempt(variant, data, which)
+        verdict = _judged(op, variant, data, which, out)
+        worst = max(worst, verdict, key=lambda v: v.score / v.limit)
+        outputs.append(out)
+    deterministic = all(torch.equal(_bits(a), _bits(b)) for a, b in zip(outputs[1], outputs[2], strict=True))
+    return worst, deterministic, call
+
+
+def verify(op: Op, name: str, dtype: torch.dtype, dims: Dims) -> check.Verdict:
+    """Check one variant at one point as `run` does before it times it.
+
+    Parameters
+    ----------
+    op : Op
+    name : str
+        Of ``op.variants``.
+    dtype : torch.dtype
+    dims : Dims
+
+    Returns
+    -------
+    Verdict
+        The worst of three calls on two sets of inputs.
+
+    Raises
+    ------
+    WrongResult
+        Where it is above the limit or the inputs were changed.
+    NotImplementedError
+        What the variant refuses.
+    """
+    data = _Data.make(op, dtype, dims, "cuda" if torch.cuda.is_available() else "cpu")
+    return _verify(op, _variant(op, name), data)[0]
+
+
+def _judged(op: Op, variant: Variant, data: _Data, which: int, out: Any, when: str = "") -> check.Verdict:
+    if not data.intact(which):
+        raise WrongResult(f"changed its inputs{when}", math.inf)
+    verdict = check.judge(op, out, data.yards[which], variant.math)
+    if not verdict.ok:
+        raise WrongResult(f"score {verdict.score:.3g} is above the limit {verdict.limit:.3g}{when}", verdict.score)
+    return verdict
+
+
+def _first_call(variant: Variant, data: _Data) -> float:
+    """Seconds of the very first call, compilation included."""
+    data.load(0)
+    args = data.inputs if variant.prepare is None else variant.prepare(*data.inputs)
+    start = time.perf_counter()
+    variant.run(*args)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def _peak(variant: Variant, call: Callable[[], Any]) -> float:
+    """Bytes that a call allocates at its peak, outputs included; NaN where torch's allocator does not see them."""
+    if not torch.cuda.is_available() or "onnxruntime" in variant.needs:
+        return math.nan
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    out = call()
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated() - before
+    del out
+    return float(peak)
+
+
+@contextlib.contextmanager
+def _reasons(row: dict[str, Any]) -> Iterator[None]:
+    """Turn what a variant raises into the status and the note of its row."""
+    try:
+        yield
+    except NotImplementedError as error:
+        row.update(status="refused", note=_sentence(error))
+    except torch.cuda.OutOfMemoryError as error:
+        torch.cuda.empty_cache()
+        row.update(status="out of memory", note=_sentence(error))
+    except WrongResult as error:
+        row.update(status="wrong", note=str(error), score=error.score)
+    except Exception as error:  # a library may raise anything; the sweep goes on and the row tells
+        row.update(status="failed", note=f"{type(error).__name__}: {_sentence(error)}")
+
+
+def _sentence(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return (lines[0] if lines else type(error).__name__)[:200]
+
+
+def run(
+    op: Op,
+    *,
+    config: str = "small",
+    dtype: str = "float32",
+    variants: Sequence[str] | None = None,
+    extra: Mapping[str, Callable[..., Any]] | None = None,
+    warmup: int = 5,
+    repeat: int = 30,
+    progress: bool = True,
+    machine: machines.Machine | None = None,
+) -> pd.DataFrame:
+    """Check and time every way of computing an operator.
+
+    Parameters
+    ----------
+    op : Op
+    config : str
+        See `points`. In a sweep of more than sixteen points of one config the variants that recompile for every shape
+        are measured on every eighth.
+    dtype : str
+        A comma list of names, see `DTYPES`.
+    variants : sequence of str, optional
+        Only these; all that this machine can run by default. What it cannot run becomes a row ``absent``.
+    extra : mapping of str to callable, optional
+        A reader's own functions of the card's inputs, held to the same check.
+    warmup, repeat : int
+        See `fusebook.timing`.
+    progress : bool
+        Show a bar where there is a terminal.
+    machine : Machine, optional
+        Whose roof to hold times against; this one by default.
+
+    Returns
+    -------
+    pandas.DataFrame
+        A row for each point, dtype and variant; columns ``op, config, variant, dtype``, the dims and `COLUMNS`.
+        Times in microseconds, sizes in bytes. ``attrs`` holds ``machine``, ``measured`` and ``stale``.
+
+    Raises
+    ------
+    ValueError
+        For a config, dtype or variant that does not exist.
+    """
+    chosen = dict(op.variants) if variants is None else {name: _variant(op, name) for name in variants}
+    for name, function in (extra or {}).items():
+        if name in op.variants:
+            raise ValueError(f"{op.name}: extra variant {name!r} has the name of one that the card has; choose another")
+        chosen[name] = Variant(function, needs=())
+    sweep = [(label, dims, _sparse(op, label, dims)) for label, dims in points(op, config)]
+    names = dtypes(dtype)
+    on = machine or (machines.here() if torch.cuda.is_available() else None)
+    rows: list[dict[str, Any]] = []
+    bar = tqdm(total=len(sweep) * len(names), desc=op.name, disable=None if progress else True, leave=False)
+    with bar:
+        for name in names:
+            for label, dims, sparse in sweep:
+                here = {n: v for n, v in chosen.items() if not (sparse and v.recompiles)}
+                head = {"op": op.name, "config": label, "dtype": name, **dims}
+                rows += _point(op, head, DTYPES[name], dims, here, on, warmup, repeat)
+                bar.update()
+    frame = pd.DataFrame(rows)
+    dims_seen = [k for k in sweep[0][1]] if sweep else []
+    frame = frame.reindex(columns=["op", "config", "variant", "dtype", *dims_seen, *COLUMNS])
+    frame.attrs.update(machine=on, measured=True, stale=[])
+    return frame
+
+
+def _variant(op: Op, name: str) -> Variant:
+    if name not in op.variants:
+        raise ValueError(f"{op.name}: variant {name!r} is none of {', '.join(op.variants)}")
+    return op.variants[name]
+
+
+def _sparse(op: Op, label: str, dims: Dims) -> bool:
+    """Whether this point of a long sweep is one where recompiling variants are left out."""
+    sweep = op.configs.get(label, ())
+    return len(sweep) > _LONG and list(sweep).index(dims) % _EVERY != 0
+
+
+def _blank(op: Op, head: dict[str, Any], name: str, variant: Variant, dims: Dims) -> dict[str, Any]:
+    itemsize = DTYPES[head["dtype"]].itemsize
+    least = op.cost(itemsize, **dims)
+    own = least if variant.cost is None else variant.cost(itemsize, **dims)
+    installed = machines.versions("torch", "triton", *(n for n in variant.needs if n != "cuda"))
+    return {
+        **head,
+        **dict.fromkeys(COLUMNS, math.nan),
+        "variant": name,
+        "status": "ok",
+        "note": "",
+        "deterministic": "",
+        "read_bytes": least.read,
+        "write_bytes": least.write,
+        "flop": least.flop,
+        "moved_bytes": own.read + own.write,
+        "zone": "",
+        "math": variant.math or "",
+        "source": source_hash(op),
+        "versions": "; ".join(f"{k} {v}" for k, v in installed.items()),
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+def _point(
+    op: Op,
+    head: dict[str, Any],
+    dtype: torch.dtype,
+    dims: Dims,
+    variants: Mapping[str, Variant],
+    on: machines.Machine | None,
+    warmup: int,
+    repeat: int,
+) -> list[dict[str, Any]]:
+    rows = {name: _blank(op, head, name, v, dims) for name, v in variants.items()}
+    for name, v in variants.items():
+        if why := missing(v):
+            rows[name].update(status="absent", note=why)
+    cuda = torch.cuda.is_available()
+    try:
+        data = _Data.make(op, dtype, dims, "cuda" if cuda else "cpu")
+    except torch.cuda.OutOfMemoryError as error:
+        for row in rows.values():
+            row.update(status="out of memory", note=f"inputs and reference: {_sentence(error)}")
+        return list(rows.values())
+    if any(v.recompiles for v in variants.values()):
+        torch.compiler.reset()  # each shape compiled for itself, as by a program that has only that shape
+    calls: dict[str, Callable[[], Any]] = {}
+    for name, v in variants.items():
+        row = rows[name]
+        if row["status"] != "ok":
+            continue
+        with _reasons(row):
+            row["first_call_s"] = _first_call(v, data)
+            verdict, deterministic, call = _verify(op, v, data)
+            row.update(score=verdict.score, limit=verdict.limit, deterministic="yes" if deterministic else "no")
+            row["peak_bytes"] = _peak(v, call)
+            calls[name] = call
+    if calls:
+        data.load(1)
+        _time(op, rows, calls, variants, dims, on, warmup, repeat)
+    for name in calls:
+        data.load(1)
+        with _reasons(rows[name]):  # a result that was right before it was timed, and is not afterwards
+            _judged(op, variants[name], data, 1, calls[name](), " once it had been timed")
+            out, _ = _attempt(variants[name], data, 0)
+            _judged(op, variants[name], data, 0, out, " once it had been timed")
+        if rows[name]["status"] != "ok":
+            rows[name].update(dict.fromkeys(_TIMES, math.nan))
+    return list(rows.values())
+
+
+def _time(
+    op: Op,
+    rows: dict[str, dict[str, Any]],
+    calls: dict[str, Callable[[], Any]],
+    variants: Mapping[str, Variant],
+    dims: Dims,
+    on: machines.Machine | None,
+    warmup: int,
+    repeat: int,
+) -> None:
+    timed = dict(calls)
+    if torch.cuda.is_available():
+        for name in calls:
+            if why := _escapes(calls[name]):
+                rows[name].update(status="wrong", note=why)
+                del timed[name]
+        timed[_COPY] = _copy_like(rows[next(iter(calls))])
+    times = timing.measure(timed, warmup=warmup, repeat=repeat)
+    for name in calls:
+        if name not in timed:
+            continue
+        row = rows[name]
+        for kind in ("cold", "warm", "call"):
+            if (q := times[name][kind]) is not None:
+                row.update({f"{kind}_us_20": q.q20 * 1e6, f"{kind}_us": q.q50 * 1e6, f"{kind}_us_80": q.q80 * 1e6})
+        row["repeat"] = max((q.n for q in times[name].values() if q is not None), default=0)
+        if on is None:
+            continue
+        least = Cost(row["read_bytes"], row["write_bytes"], row["flop"])
+        rate = variants[name].math or row["dtype"]
+        row.update(roof_us=on.roof(least, rate) * 1e6, zone=on.zone(least, rate))
+        row.update(floor_us=on.floor() * 1e6, floor_warm_us=on.floor(kind="warm") * 1e6)
+        if _COPY in times:
+            cold, warm = times[_COPY]["cold"], times[_COPY]["warm"]
+            row["copy_us"] = cold.q50 * 1e6 if cold else math.nan
+            row["copy_warm_us"] = warm.q50 * 1e6 if warm else math.nan
+        _refuse_faster_than_roof(row)
+
+
+def _escapes(call: Callable[[], Any]) -> str:
+    """Why events cannot be trusted with this call: it leaves work that the current stream does not wait for."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    call()
+    end.record()
+    end.synchronize()
+    left, seen = timing.hidden(call), start.elapsed_time(end) / 1e3
+    if left > max(50e-6, 0.2 * seen):
+        return f"the device works on for {left * 1e6:.0f} us after the current stream has finished the call"
+    return ""
+
+
+def _copy_like(row: dict[str, Any]) -> Callable[[], Any]:
+    n = max(1, (row["read_bytes"] + row["write_bytes"]) // 8)
+    x, y = torch.randn(n, device="cuda"), torch.empty(n, device="cuda")
+    return functools.partial(y.copy_, x)
+
+
+def _refuse_faster_than_roof(row: dict[str, Any]) -> None:
+    """A cold time under the roof is a mistake in the clock or in the kernel, unless the L2 cache served the traffic."""
+    allowed = _UNDER.get(row["zone"])
+    if allowed is not None and row["cold_us"] < (1 - allowed) * row["roof_us"]:
+        note = f"{row['cold_us']:.4g} us is faster than the roof of {row['roof_us']:.4g} us"
+        row.update(status="too fast", note=note, **dict.fromkeys(_TIMES, math.nan))

@@ -1,0 +1,240 @@
+"""The harness catches those who cheat it. Each planted cheat would win if it were believed."""
+
+import pandas as pd
+import pytest
+import torch
+from toy import machine, toy, variant
+
+from fusebook import bench, timing
+from fusebook.op import Variant
+
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: streams and events")
+
+
+def run(op, **options):
+    return bench.run(op, **{"config": "64", "repeat": 3, "warmup": 1, "progress": False, **options})
+
+
+def row(op, name="cheat", **options):
+    frame = run(op, **options)
+    return frame[frame["variant"] == name].iloc[0]
+
+
+def assert_caught(found, status, *words):
+    assert found["status"] == status, found["note"]
+    assert all(word in found["note"] for word in words), found["note"]
+    times = [c for c in found.index if c[:4] in ("cold", "warm", "call")]
+    assert len(times) == 9 and found[times].isna().all()
+
+
+def test_an_honest_variant_is_timed():
+    found = row(toy(), "honest")
+    assert found["status"] == "ok" and found["call_us"] > 0 and found["deterministic"] == "yes"
+    assert found["score"] <= found["limit"]
+
+
+def test_a_cached_output_is_caught():
+    seen = {}
+
+    def cached(x):  # by address, as a cache of "the same tensor" would
+        return seen.setdefault((x.data_ptr(), x.shape), 2 * x)
+
+    assert_caught(row(toy(cheat=variant(cached))), "wrong", "score")
+
+
+def test_an_output_cached_after_some_calls_is_caught():
+    calls = []
+
+    def tired(x):  # honest while it is watched
+        calls.append(2 * x if len(calls) < 6 else calls[-1])
+        return calls[-1]
+
+    assert_caught(row(toy(cheat=variant(tired)), warmup=5), "wrong", "once it had been timed")
+
+
+def test_a_mutated_input_is_caught():
+    assert_caught(row(toy(cheat=variant(lambda x: x.mul_(2)))), "wrong", "changed its inputs")
+
+
+def test_no_work_is_caught():
+    assert_caught(row(toy(cheat=variant(lambda x: torch.empty_like(x)))), "wrong")
+    assert_caught(row(toy(cheat=variant(lambda x: x))), "wrong", "score")
+
+
+def test_a_partly_unwritten_output_is_caught():
+    kept = {}
+
+    def half(x):  # its buffer still holds the right half of an earlier, honest call
+        if x.shape not in kept:
+            kept[x.shape] = 2 * x
+        y = kept[x.shape]
+        y[: len(y) // 2] = 2 * x[: len(x) // 2]
+        return y
+
+    assert_caught(row(toy(cheat=variant(half))), "wrong", "score")
+
+
+def test_zeros_are_caught():
+    found = row(toy(cheat=variant(torch.zeros_like)))
+    assert_caught(found, "wrong", "score")
+    assert found["score"] >= 0.5
+
+
+def test_a_half_type_inside_float32_is_caught():
+    assert_caught(row(toy(cheat=variant(lambda x: (2 * x.bfloat16()).float()))), "wrong", "score")
+
+
+def test_another_dtype_is_caught():
+    assert_caught(row(toy(cheat=variant(lambda x: 2 * x.double()))), "wrong")
+
+
+def test_faster_than_the_roof_is_refused():
+    """With a roof that no machine can reach, honest work stands in for what is too good to be true."""
+    slow = machine(copy=1.0, fill=1.0, read=1.0, l2=1)
+    found = {"zone": "memory", "cold_us": 1.0, "roof_us": 2.0, "status": "ok", "note": ""}
+    bench._refuse_faster_than_roof(found)
+    assert found["status"] == "too fast" and "roof" in found["note"] and pd.isna(found["cold_us"])
+    within = {"zone": "memory", "cold_us": 1.95, "roof_us": 2.0, "status": "ok", "note": ""}
+    bench._refuse_faster_than_roof(within)
+    assert within["status"] == "ok"
+    served_by_l2 = {"zone": "L2", "cold_us": 1.0, "roof_us": 2.0, "status": "ok", "note": ""}
+    bench._refuse_faster_than_roof(served_by_l2)
+    assert served_by_l2["status"] == "ok"
+    if torch.cuda.is_available():
+        assert_caught(row(toy(), "honest", machine=slow), "too fast", "roof")
+
+
+@gpu
+def test_work_on_another_stream_is_caught():
+    side = torch.cuda.Stream() if torch.cuda.is_available() else None
+
+    def elsewhere(x):  # nothing waits for it, so events see none of it
+        with torch.cuda.stream(side):
+            return 2 * x
+
+    assert_caught(row(toy(cheat=variant(elsewhere)), config="large"), "wrong")
+
+    def half_ordered(x):  # reads in order, but the current stream does not wait for it
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            y = 2 * x
+            for _ in range(20):
+                y = y + 0
+            return y
+
+    assert_caught(row(toy(cheat=variant(half_ordered)), config="large"), "wrong")
+
+
+@gpu
+def test_work_left_on_another_stream_with_a_right_result_is_caught():
+    side = torch.cuda.Stream()
+    scrap = torch.empty(2**28, device="cuda")
+
+    def litter(x):
+        with torch.cuda.stream(side):
+            scrap.fill_(1.0)
+        return x + x
+
+    assert_caught(row(toy(cheat=variant(litter))), "wrong", "works on")
+
+
+@gpu
+def test_a_call_that_synchronises_has_no_cold_time():
+    def waits(x):
+        y = x + x
+        y.sum().item()
+        return y
+
+    found = row(toy(cheat=variant(waits)))
+    assert found["status"] == "ok" and pd.isna(found["cold_us"]) and pd.isna(found["warm_us"])
+    assert found["call_us"] > 0
+
+
+def test_a_refusal_keeps_its_reason():
+    def refuses(x):
+        raise NotImplementedError("rows of more than 32 columns")
+
+    assert_caught(row(toy(cheat=variant(refuses))), "refused", "more than 32 columns")
+
+
+def test_an_error_keeps_its_first_line_and_the_sweep_goes_on():
+    def fails(x):
+        raise RuntimeError("broken\nsecond line")
+
+    frame = run(toy(cheat=variant(fails)))
+    assert list(frame["status"]) == ["ok", "failed"]
+    assert frame["note"].iloc[1] == "RuntimeError: broken"
+
+
+def test_a_variant_whose_needs_are_missing_is_absent():
+    found = row(toy(cheat=Variant(torch.neg, needs=("no_such_package",))))
+    assert_caught(found, "absent", "no_such_package")
+
+
+def test_a_variant_that_differs_from_run_to_run_is_marked():
+    state = []
+
+    def unsteady(x):
+        state.append(0)
+        return 2 * x * (1 + (len(state) % 2) * 2**-22)
+
+    found = row(toy(cheat=variant(unsteady)))
+    assert found["status"] == "ok" and found["deterministic"] == "no"
+
+
+def test_prepare_is_redone_when_the_inputs_change():
+    def packed(x):
+        return (x * 2,)
+
+    found = row(toy(cheat=variant(lambda y: y.clone(), prepare=packed)))
+    assert found["status"] == "ok"
+
+
+def test_a_reader_adds_a_variant_and_it_is_checked():
+    frame = run(toy(), extra={"mine": lambda x: x * 2, "wrong": lambda x: x * 3})
+    assert dict(zip(frame["variant"], frame["status"], strict=True)) == {"honest": "ok", "mine": "ok", "wrong": "wrong"}
+    with pytest.raises(ValueError, match="choose another"):
+        run(toy(), extra={"honest": lambda x: x})
+
+
+def test_configs_are_named_sized_and_refused_by_name():
+    op = toy()
+    assert [d for _, d in bench.points(op, "small")] == [{"M": 16, "N": 16}, {"M": 64, "N": 64}]
+    assert bench.points(op, "7,8x9,small")[:2] == [("7", {"M": 7, "N": 7}), ("8x9", {"M": 8, "N": 9})]
+    for nonsense in ("huge", "1x2x3", "0", "-4", "", "3.5"):
+        with pytest.raises(ValueError, match="small, large, long"):
+            bench.points(op, nonsense)
+    with pytest.raises(ValueError, match="float16, bfloat16, float32, float64"):
+        bench.dtypes("float31")
+    assert bench.dtypes("float32,torch.float16") == ["float32", "float16"]
+
+
+def test_long_sweeps_measure_recompiling_variants_on_every_eighth_point():
+    frame = run(toy(slow=variant(lambda x: x + x, recompiles=True)), config="long")
+    assert (frame["variant"] == "honest").sum() == 25
+    assert list(frame[frame["variant"] == "slow"]["N"]) == [1, 9, 17, 25]
+
+
+def test_columns_are_those_promised():
+    frame = run(toy())
+    assert tuple(frame.columns) == ("op", "config", "variant", "dtype", "M", "N", *bench.COLUMNS)
+    assert frame.attrs["measured"] is True
+
+
+def test_the_source_hash_follows_the_kernel_and_not_its_card(tmp_path):
+    file = tmp_path / "kernel.py"
+    file.write_text("def kernel(x):\n    return x\n\n\ndef cost(n):\n    return n\n")
+    first = bench._hash(file, "k", frozenset({"cost"}))
+    bench._hash.cache_clear()
+    file.write_text('"""New docstring."""\n\ndef kernel(x):\n    return x\n\n\ndef cost(n):\n    return 2 * n\n')
+    assert bench._hash(file, "k", frozenset({"cost"})) == first
+    bench._hash.cache_clear()
+    file.write_text("def kernel(x):\n    return -x\n")
+    assert bench._hash(file, "k", frozenset({"cost"})) != first
+    (tmp_path / "_tl.py").write_text("x = 1\n")
+    bench._hash.cache_clear()
+    assert bench._hash(file, "k", frozenset({"cost"})) not in (first, "")
+
+
+def test_variants_run_forward_then_reversed():
+    assert timing._rounds(["a", "b"], 3) == ["a", "b", "b", "a", "a", "b"]
