@@ -1,0 +1,59 @@
+"""Every op, variant, edge and dtype against the float64 reference: interpreted here, compiled on a GPU.
+
+Not edited when a kernel is added: it reads the cards.
+"""
+
+import pytest
+import torch
+
+from fusebook import bench
+from fusebook.kernels import OPS
+
+
+def _cases():
+    for op in OPS.values():
+        for name, variant in op.variants.items():
+            # What compiles anew for every shape takes seconds a case: one edge per dtype is enough to see it work.
+            edges = op.edges[:1] if variant.recompiles else op.edges
+            for dims in edges:
+                for dtype in op.dtypes:
+                    sizes = "-".join(str(v) for v in dims.values())
+                    yield pytest.param(op, name, dims, dtype, id=f"{op.name}-{name}-{sizes}-{str(dtype)[6:]}")
+
+
+@pytest.mark.parametrize(("op", "name", "dims", "dtype"), _cases())
+def test_a_variant_stays_within_the_limit(op, name, dims, dtype):
+    if why := bench.missing(op.variants[name]):
+        pytest.skip(f"{name} {why}")
+    torch.compiler.reset()
+    try:
+        verdict = bench.verify(op, name, dtype, dims)
+    except NotImplementedError as why:
+        pytest.skip(f"{name} refuses: {why}")
+    assert verdict.ok
+
+
+@pytest.mark.parametrize("op", OPS.values(), ids=OPS)
+def test_a_card_is_whole(op):
+    assert op.configs and op.edges and len(op.variants) >= 2
+    names = {tuple(dims) for config in op.configs.values() for dims in config} | {tuple(d) for d in op.edges}
+    assert len(names) == 1, f"configs and edges of {op.name} name different dims: {names}"
+    for config in op.configs.values():
+        for dims in config:
+            cost = op.cost(4, **dims)
+            assert cost.read >= 0 and cost.write >= 0 and cost.flop >= 0
+            for variant in op.variants.values():
+                if variant.cost is not None:
+                    own = variant.cost(4, **dims)
+                    assert own.read >= cost.read and own.write >= cost.write, "the op's cost is the least there is"
+
+
+@pytest.mark.parametrize("op", OPS.values(), ids=OPS)
+def test_inputs_are_the_same_for_the_same_seed(op, device):
+    from fusebook.inputs import generator
+
+    def made():
+        return op.make(generator(7, device), op.dtypes[0], **op.edges[0])
+
+    for a, b in zip(made(), made(), strict=True):
+        assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
