@@ -1,0 +1,394 @@
+"""Figures of results: a DataFrame in, Axes out. One picture serves a light page and a dark one.
+
+Nothing is painted behind the data, and text and axes are of a middle grey. A variant keeps its colour and its dash on
+every page, and is named at the end of its line. The roof is drawn wherever a rate is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import cycle
+from typing import Any
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+from fusebook import tables
+
+__all__ = ["bandwidth", "copies", "dots", "roofline", "times"]
+
+#: Readable on white and on near-black, and told apart by readers who do not see red and green.
+INK = "#808080"
+_COLOURS = {
+    "fusebook": "#0a84d6",
+    "eager": "#8c8c8c",
+    "torch": "#009e73",
+    "torch.compile": "#b563c4",
+    "Liger": "#c98500",
+    "quack": "#e0562b",
+}
+_DASHES: dict[str, Any] = {
+    "fusebook": "-",
+    "eager": (0, (1, 1)),
+    "torch": (0, (5, 1)),
+    "torch.compile": (0, (3, 1, 1, 1)),
+    "Liger": (0, (7, 2)),
+    "quack": (0, (2, 1)),
+}
+_MARKERS = {"fusebook": "D", "eager": "x", "torch": "s", "torch.compile": "^", "Liger": "v", "quack": "o"}
+_OTHERS = ("#5f7fd0", "#a0803c", "#3f9d9d", "#c2607f")
+_ZONES = {"launch": 0.16, "L2": 0.09, "memory": 0.0, "compute": 0.16}
+_ZONE_NAMES = {"launch": "launch-bound", "L2": "partly L2", "memory": "memory", "compute": "compute"}
+
+
+def _styles(names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    spare = cycle(_OTHERS)
+    return {
+        name: {
+            "color": _COLOURS.get(name) or next(spare),
+            "linestyle": _DASHES.get(name, "--"),
+            "linewidth": 2.2 if name == "fusebook" else 1.5,
+            "zorder": 4 if name == "fusebook" else 3,
+        }
+        for name in names
+    }
+
+
+def _axes(ax: Axes | None, title: str, xlabel: str, ylabel: str, size: tuple[float, float] = (8.0, 4.6)) -> Axes:
+    if ax is None:
+        _, ax = plt.subplots(figsize=size, layout="constrained")
+    ax.figure.patch.set_alpha(0)
+    ax.patch.set_alpha(0)
+    ax.set_title(title, color=INK, loc="left", fontsize=11)
+    ax.set_xlabel(xlabel, color=INK)
+    ax.set_ylabel(ylabel, color=INK)
+    ax.tick_params(colors=INK, which="both")
+    for side, spine in ax.spines.items():
+        spine.set_visible(side in ("left", "bottom"))
+        spine.set_color(INK)
+    ax.grid(axis="y", color=INK, alpha=0.25, linewidth=0.6)
+    return ax
+
+
+def _name_ends(ax: Axes, ends: Mapping[str, tuple[float, float]], colours: Mapping[str, str]) -> None:
+    """Write each line's name behind its end, moved apart where names would overlap."""
+    if not ends:
+        return
+    ax.figure.canvas.draw()  # limits and sizes in pixels are known after a draw only
+    height = 13 * ax.figure.dpi / 72
+    to_pixels, to_data = ax.transData.transform, ax.transData.inverted().transform
+    order = sorted(ends, key=lambda name: to_pixels(ends[name])[1])
+    places: list[float] = []
+    for name in order:
+        wanted = to_pixels(ends[name])[1]
+        places.append(max(wanted, places[-1] + height) if places else wanted)
+    top = ax.bbox.y1 + height / 2
+    for i in range(len(places) - 1, -1, -1):  # pushed above the axes: move the stack down again
+        places[i] = min(places[i], top - (len(places) - 1 - i) * height)
+    right = max(x for x, _ in ends.values())
+    for name, y in zip(order, places, strict=True):
+        at = to_data((0, y))[1]
+        ax.annotate(
+            name,
+            xy=ends[name],
+            xytext=(right, at),
+            textcoords="data",
+            color=colours[name],
+            fontsize=9,
+            va="center",
+            ha="left",
+            annotation_clip=False,
+            fontweight="bold" if name == "fusebook" else "normal",
+        ).set_position((right, at))
+        ax.texts[-1].set_text("  " + name)
+
+
+def _shade(ax: Axes, xs: Sequence[float], zones: Sequence[str]) -> None:
+    """Shade runs of equal zones and name each at its foot; a plot that lies in one zone only needs no shade."""
+    runs: list[list[Any]] = []
+    for x, zone in sorted(zip(xs, zones, strict=True)):
+        if runs and runs[-1][0] == zone:
+            runs[-1][2] = x
+        else:
+            runs.append([zone, x, x])
+    for i, (zone, first, last) in enumerate(runs):
+        left = first if i == 0 else (runs[i - 1][2] + first) / 2
+        right = last if i == len(runs) - 1 else (last + runs[i + 1][1]) / 2
+        if len(runs) > 1 and _ZONES.get(zone):
+            ax.axvspan(left, right, color=INK, alpha=_ZONES[zone], linewidth=0, zorder=0)
+        ax.text(
+            (left * right) ** 0.5 if ax.get_xscale() == "log" else (left + right) / 2,
+            0.015,
+            _ZONE_NAMES.get(zone, zone),
+            transform=ax.get_xaxis_transform(),
+            ha="center",
+            va="bottom",
+            fontsize=8,
+            color=INK,
+        )
+
+
+def bandwidth(
+    df: pd.DataFrame,
+    x: str = "N",
+    *,
+    kind: str = "cold",
+    logx: bool = False,
+    title: str = "",
+    ax: Axes | None = None,
+) -> Axes:
+    """Bandwidth over one size: a line a variant with its 20 to 80 % band, the measured roof, and the zones.
+
+    Parameters
+    ----------
+    df : pandas.DataFrame
+        Results of one operator in one dtype; the other sizes should not vary.
+    x : str
+        The size on the x axis.
+    kind : str
+        ``cold`` or ``warm``.
+    logx : bool
+        A logarithmic x axis.
+    title : str, optional
+    ax : matplotlib.axes.Axes, optional
+
+    Returns
+    -------
+    matplotlib.axes.Axes
+    """
+    found = list(dict.fromkeys(df["dtype"]))
+    if len(found) > 1:
+        raise ValueError(f"plots.bandwidth: expected one dtype, got {', '.join(found)}; draw one figure each")
+    first = df.iloc[0]
+    others = ", ".join(f"{n} = {first[n]}" for n in tables.dims(df) if n != x and df[n].nunique() == 1)
+    rate = "bandwidth of the least traffic (GB/s)"
+    ax = _axes(ax, title or f"{first['op']}: {first['dtype']}, {others}, {kind}", x, rate)
+    if logx:
+        ax.set_xscale("log", base=2)
+        ax.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}"))
+    names = list(dict.fromkeys(df["variant"]))
+    styles = _styles(names)
+    ends: dict[str, tuple[float, float]] = {}
+    for name in names:
+        rows = df[(df["variant"] == name) & (df["status"] == "ok")].dropna(subset=[f"{kind}_us"]).sort_values(x)
+        if rows.empty:
+            continue
+        moved = (rows["read_bytes"] + rows["write_bytes"]) / 1e3
+        marker = "." if len(rows) < 40 else None
+        ax.plot(rows[x], moved / rows[f"{kind}_us"], marker=marker, label=name, **styles[name])
+        ax.fill_between(
+            rows[x].astype(float),
+            (moved / rows[f"{kind}_us_80"]).astype(float),
+            (moved / rows[f"{kind}_us_20"]).astype(float),
+            color=styles[name]["color"],
+            alpha=0.18,
+            linewidth=0,
+        )
+        ends[name] = (float(rows[x].iloc[-1]), float((moved / rows[f"{kind}_us"]).iloc[-1]))
+    points = df.dropna(subset=["roof_us"]).drop_duplicates(x).sort_values(x)
+    colours = {name: styles[name]["color"] for name in ends}
+    if len(points):
+        moved = (points["read_bytes"] + points["write_bytes"]) / 1e3
+        roof = moved / points["roof_us"]
+        ax.plot(points[x], roof, color=INK, linewidth=1.2, zorder=2)
+        ends["roof, measured"] = (float(points[x].iloc[-1]), float(roof.iloc[-1]))
+        copy = moved / points["copy_warm_us" if kind == "warm" else "copy_us"]
+        if copy.notna().any():
+            ax.plot(points[x], copy, color=INK, linewidth=1, linestyle=(0, (1, 2)), zorder=2)
+            ends["copy"] = (float(points[x].iloc[-1]), float(copy.dropna().iloc[-1]))
+        _shade(ax, points[x].astype(float).tolist(), points["zone"].astype(str).tolist())
+        colours |= {"roof, measured": INK, "copy": INK}
+    ax.set_ylim(bottom=0)
+    ax.margins(x=0.01)
+    _name_ends(ax, ends, colours)
+    return ax
+
+
+def dots(df: pd.DataFrame, *, of: str = "copy", kind: str = "cold", title: str = "", ax: Axes | None = None) -> Axes:
+    """What part of a ceiling each variant reaches: a row a point, a mark a variant.
+
+    Parameters
+    ----------
+    df : pandas.DataFrame
+        Results.
+    of : str
+        ``copy`` or ``roof``.
+    kind : str
+        ``cold`` or ``warm``.
+    title : str, optional
+    ax : matplotlib.axes.Axes, optional
+
+    Returns
+    -------
+    matplotlib.axes.Axes
+    """
+    df = df[(df["status"] == "ok") & df[f"{kind}_us"].notna()]
+    several = df["dtype"].nunique() > 1
+    df = df.assign(_row=tables.label(df) + ((" " + df["dtype"]) if several else "") if len(df) else "")
+    rows = list(dict.fromkeys(df["_row"]))
+    place = {row: len(rows) - 1 - i for i, row in enumerate(rows)}
+    name = df["op"].iloc[0] if len(df) else ""
+    size = (8.0, 1.6 + 0.24 * len(rows))
+    ax = _axes(ax, title or f"{name}: share of {of}, {kind}", f"% of {of}", "", size)
+    ax.grid(axis="x", color=INK, alpha=0.25, linewidth=0.6)
+    for y in place.values():
+        ax.axhline(y, color=INK, alpha=0.18, linewidth=0.6, zorder=0)
+    ceiling = "roof_us" if of == "roof" else ("copy_warm_us" if kind == "warm" else "copy_us")
+    names = list(dict.fromkeys(df["variant"]))
+    for variant, style in _styles(names).items():
+        part = df[df["variant"] == variant]
+        ax.plot(
+            100 * part[ceiling] / part[f"{kind}_us"],
+            part["_row"].map(place),
+            linestyle="none",
+            marker=_MARKERS.get(variant, "*"),
+            color=style["color"],
+            markersize=7 if variant == "fusebook" else 6,
+            markerfacecolor=style["color"] if variant == "fusebook" else "none",
+            label=variant,
+            zorder=style["zorder"],
+        )
+    ax.axvline(100, color=INK, linewidth=1.2)
+    ax.set_yticks([place[r] for r in rows], rows, fontsize=8)
+    ax.set_xlim(left=0)
+    ax.set_ylim(-0.7, len(rows) - 0.3)
+    if names:
+        # Points that differ by a percent cannot be labelled one by one; the marks differ in shape as well as colour.
+        ax.legend(
+            ncols=len(names), loc="lower left", bbox_to_anchor=(0, -0.02), frameon=False, labelcolor=INK, fontsize=8
+        ).set_loc("upper left")
+        ax.legend_.set_bbox_to_anchor((0, -1.05 / size[1]), transform=ax.transAxes)
+    return ax
+
+
+def times(df: pd.DataFrame, x: str = "N", *, kind: str = "call", title: str = "", ax: Axes | None = None) -> Axes:
+    """Time in microseconds over one size, on logarithmic axes, with the launch floor.
+
+    Parameters
+    ----------
+    df : pandas.DataFrame
+        Results of one operator in one dtype.
+    x : str
+        The size on the x axis.
+    kind : str
+        ``cold``, ``warm`` or ``call``.
+    title : str, optional
+    ax : matplotlib.axes.Axes, optional
+
+    Returns
+    -------
+    matplotlib.axes.Axes
+    """
+    first = df.iloc[0]
+    ax = _axes(ax, title or f"{first['op']}: {first['dtype']}, {kind}", x, f"{kind} time (microseconds)")
+    ax.set_yscale("log")
+    names = list(dict.fromkeys(df["variant"]))
+    styles = _styles(names)
+    ends = {}
+    for name in names:
+        rows = df[(df["variant"] == name) & (df["status"] == "ok")].dropna(subset=[f"{kind}_us"]).sort_values(x)
+        if rows.empty:
+            continue
+        ax.plot(rows[x], rows[f"{kind}_us"], marker="." if len(rows) < 40 else None, **styles[name])
+        ends[name] = (float(rows[x].iloc[-1]), float(rows[f"{kind}_us"].iloc[-1]))
+    colours = {name: styles[name]["color"] for name in ends}
+    floor = {"cold": "floor_us", "warm": "floor_warm_us"}.get(kind)
+    if floor and df[floor].notna().any():
+        ax.axhline(df[floor].median(), color=INK, linewidth=1)
+        ends["launch floor"] = (float(df[x].max()), float(df[floor].median()))
+        colours["launch floor"] = INK
+    ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    ax.yaxis.set_minor_locator(NullLocator())
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}"))
+    ax.margins(x=0.01)
+    _name_ends(ax, ends, colours)
+    return ax
+
+
+def copies(machine: Any, *, ax: Axes | None = None) -> Axes:
+    """The rate of a copy over its size on a machine: where the launch, the L2 cache and the memory decide.
+
+    Parameters
+    ----------
+    machine : Machine
+        With ``bandwidth``, ``copy`` and ``l2``.
+    ax : matplotlib.axes.Axes, optional
+
+    Returns
+    -------
+    matplotlib.axes.Axes
+    """
+    size = np.array([row["bytes"] for row in machine.bandwidth]) / 1e6
+    rate = np.array([row["cold"] for row in machine.bandwidth]) / 1e9
+    ax = _axes(ax, f"Copies on {machine.name}, cold", "bytes read and written (MB)", "GB/s", (8.0, 3.6))
+    ax.set_xscale("log")
+    ax.plot(size, rate, marker="o", color=_COLOURS["fusebook"], linewidth=2)
+    ax.axhline(machine.copy / 1e9, color=INK, linewidth=1.2)
+    ax.text(size[0], machine.copy / 1e9, "the roof: the best copy of 4 GiB", color=INK, va="bottom", fontsize=9)
+    edge = 4 * machine.l2 / 1e6
+    ax.axvspan(size[0], edge, color=INK, alpha=0.1, linewidth=0, zorder=0)
+    ax.text(edge, 0.03, " 4 x L2", transform=ax.get_xaxis_transform(), color=INK, fontsize=9)
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}"))
+    ax.set_ylim(bottom=0)
+    return ax
+
+
+def roofline(df: pd.DataFrame, machine: Any, *, kind: str = "cold", ax: Axes | None = None) -> Axes:
+    """Arithmetic rate over arithmetic intensity, under the ceilings that the machine was measured to have.
+
+    Parameters
+    ----------
+    df : pandas.DataFrame
+        Results of any operators.
+    machine : Machine
+        With ``copy`` and ``rates``.
+    kind : str
+        ``cold`` or ``warm``.
+    ax : matplotlib.axes.Axes, optional
+
+    Returns
+    -------
+    matplotlib.axes.Axes
+    """
+    df = df[(df["status"] == "ok") & df[f"{kind}_us"].notna() & (df["flop"] > 0)]
+    xlabel, ylabel = "floating-point operations a byte of the least traffic", "GFLOP/s"
+    ax = _axes(ax, f"Every record on {machine.name}, {kind}", xlabel, ylabel, (8.0, 5.0))
+    ax.set_xscale("log")
+    ax.set_yscale("log")
+    moved = df["read_bytes"] + df["write_bytes"]
+    intensity = (df["flop"] / moved).astype(float)
+    rate = (df["flop"] / df[f"{kind}_us"] / 1e3).astype(float)
+    names = list(dict.fromkeys(df["variant"]))
+    for variant, style in _styles(names).items():
+        of = df["variant"] == variant
+        ax.plot(
+            intensity[of],
+            rate[of],
+            linestyle="none",
+            marker=_MARKERS.get(variant, "*"),
+            color=style["color"],
+            markerfacecolor="none",
+            markersize=5,
+            label=variant,
+        )
+    left = min(0.1, float(intensity.min()) / 2) if len(df) else 0.1
+    top = max(machine.rates.values())
+    x = np.geomspace(left, 2 * top / machine.copy, 200)
+    ax.plot(x, np.minimum(x * machine.copy, top) / 1e9, color=INK, linewidth=1.2)
+    for name, value in machine.rates.items():
+        ax.plot([value / machine.copy, x[-1]], [value / 1e9] * 2, color=INK, linewidth=0.8)
+        ax.annotate(f"  {name}", (x[-1], value / 1e9), color=INK, fontsize=8, va="center", annotation_clip=False)
+    ax.annotate(
+        "the roof: memory",
+        (x[0], x[0] * machine.copy / 1e9),
+        xytext=(4, 8),
+        textcoords="offset points",
+        color=INK,
+        fontsize=8,
+    )
+    if names:
+        ax.legend(frameon=False, labelcolor=INK, fontsize=8, loc="lower right")
+    return ax

@@ -1,0 +1,347 @@
+"""Tables of results: a DataFrame in, a DataFrame out. What the columns of results mean stands in `fusebook.bench`.
+
+GB is 1e9 bytes. A bandwidth divides the least bytes that the operator must move by the time, whatever the variant
+moved: it is the rate at which the work got done, and only so can it be compared with the roof.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pandas as pd
+
+__all__ = [
+    "bandwidth",
+    "dims",
+    "label",
+    "pretty",
+    "ratio",
+    "share",
+    "shares",
+    "speedup",
+    "times",
+    "where",
+]
+
+KINDS = ("cold", "warm", "call")
+
+
+def _kind(kind: str) -> str:
+    if kind not in KINDS:
+        raise ValueError(f"tables: expected a time of {', '.join(KINDS)}, got {kind!r}")
+    return kind
+
+
+def dims(df: pd.DataFrame) -> list[str]:
+    """The columns that name a problem's sizes.
+
+    Parameters
+    ----------
+    df : pandas.DataFrame
+        Results.
+
+    Returns
+    -------
+    list of str
+        The columns between ``dtype`` and ``status``, without those that this operator does not have.
+    """
+    columns = list(df.columns)
+    try:
+        found = columns[columns.index("dtype") + 1 : columns.index("status")]
+    except ValueError:
+        raise ValueError(
+            f"tables: expected results with the columns dtype and status, got {', '.join(map(str, columns))}; "
+            "pass what fusebook.bench.run or fusebook.gallery.results returned"
+        ) from None
+    return [name for name in found if not df[name].isna().all()]
+
+
+def label(df: pd.DataFrame) -> pd.Series:
+    """A short name of each row's sizes, e.g. ``32768x4096``; words are put behind.
+
+    Parameters
+    ----------
+    df : pandas.DataFrame
+        Results.
+
+    Returns
+    -------
+    pandas.Series
+        Of str, with the index of `df`.
+    """
+    names = dims(df)
+    labels = []
+    for values in df[names].itertuples(index=False):
+        given = [v for v in values if not pd.isna(v)]
+        sizes = "x".join(str(int(v)) for v in given if not isinstance(v, str))
+        labels.append(" ".join([sizes, *(v for v in given if isinstance(v, str))]).strip())
+    return pd.Series(labels, index=df.index, dtype=object)
+
+
+def where(df: pd.DataFrame, **wanted: Any) -> pd.DataFrame:
+    """Rows whose columns have the wanted values.
+
+    Parameters
+    ----------
+    df : pandas.DataFrame
+        Results.
+    **wanted
+        A value, a list of values or a function from the column to booleans, by column.
+
+    Returns
+    -------
+    pandas.DataFrame
+    """
+    keep = pd.Series(True, index=df.index)
+    for name, value in wanted.items():
+        if callable(value):
+            keep &= value(df[name])
+        else:
+            keep &= df[name].isin(list(value) if isinstance(value, (list, tuple, set)) else [value])
+    return df[keep]
+
+
+def _keys(df: pd.DataFrame) -> list[str]:
+    """What tells one measured point from another: operator, dtype and sizes where there are several of them."""
+    return [c for c in ("op", "dtype") if df[c].nunique() > 1] + dims(df)
+
+
+def _points(df: pd.DataFrame) -> pd.DataFrame:
+    """One row a point and variant: a point that two configs share was measured twice, the later one counts."""
+    return df.drop_duplicates([*_keys(df), "variant"], keep="last")
+
+
+def times(df: pd.DataFrame, kind: str = "cold", words: bool = False) -> pd.DataFrame:
+    """Median times in microseconds: a row a point, a column a variant.
+
+    Parameters
+    ----------
+    df : pandas.DataFrame
+        Results.
+    kind : str
+        ``cold``, ``warm`` or ``call``.
+    words : bool
+        Put the status where there is no time: ``refused``, ``wrong``.
+
+    Returns
+    -------
+    pandas.DataFrame
+        Indexed by sizes; variants in the order in which they stand in `df`.
+    """
+    df, column = _points(df), f"{_kind(kind)}_us"
+    keys = _keys(df)
+    by_point = df.set_index([*keys, "variant"])
+    order = list(dict.fromkeys(df["variant"]))
+    rows = df.drop_duplicates(keys).set_index(keys).index  # unstack sorts; a sweep has an order of its own
+    table = by_point[column].unstack("variant").reindex(index=rows, columns=order)
+    if words:
+        status = by_point["status"].unstack("variant").reindex(index=rows, columns=order)
+        table = table.astype(object).where(table.notna() | status.isin(["ok"]) | status.isna(), status)
+    table.columns.name = None
+    return table
+
+
+def bandwidth(df: pd.DataFrame, kind: str = "cold") -> pd.DataFrame:
+    """Bandwidth in GB/s: a row a point, a column a variant, then the measured roof and the copy.
+
+    Parameters
+    ----------
+    df : pandas.DataFrame
+        Results.
+    kind : str
+        ``cold`` or ``warm``.
+
+    Returns
+    -------
+    pandas.DataFrame
+        Least bytes over time. The columns ``roof`` and ``copy`` stand last.
+    """
+    table = times(df, kind)
+    first = _points(df).drop_duplicates(_keys(df)).set_index(_keys(df)).reindex(table.index)
+    moved = first["read_bytes"] + first["write_bytes"]
+    rates = table.rdiv(moved, axis=0) / 1e3
+    rates["roof"] = moved / first["roof_us"] / 1e3
+    rates["copy"] = moved / first["copy_warm_us" if kind == "warm" else "copy_us"] / 1e3
+    return rates
+
+
+def _timed(df: pd.DataFrame, kind: str) -> pd.DataFrame:
+    return df[(df["status"] == "ok") & df[f"{_kind(kind)}_us"].notna()]
+
+
+def ratio(df: pd.DataFrame, variant: str, over: str, kind: str = "cold") -> pd.Series:
+    """How long a variant takes, in times of another, at each point where both were timed.
+
+    Parameters
+    ----------
+    df : pandas.DataFrame
+        Results.
+    variant, over : str
+        Below 1, `variant` is the faster one.
+    kind : str
+        ``cold``, ``warm`` or ``call``. Only like is compared.
+
+    Returns
+    -------
+    pandas.Series
+        Indexed by the sizes' label and the dtype; empty where the two never met.
+    """
+    df = _timed(_points(df), kind)
+    df = df.assign(label=label(df) if len(df) else "")
+    sides = [df[df["variant"] == name].set_index(["op", "label", "dtype"])[f"{kind}_us"] for name in (variant, over)]
+    both = pd.concat(sides, axis=1, join="inner", keys=["mine", "theirs"])
+    result = both["mine"] / both["theirs"]
+    return result.droplevel("op") if df["op"].nunique() <= 1 else result
+
+
+def share(df: pd.DataFrame, variant: str, of: str = "copy", kind: str = "cold") -> pd.Series:
+    """Which part of a ceiling a variant reaches at each point: 1 is the ceiling.
+
+    Parameters
+    ----------
+    df : pandas.DataFrame
+        Results.
+    variant : str
+    of : str
+        ``copy``, of the same bytes in the same run, or ``roof``, made of the machine's ceilings.
+    kind : str
+        ``cold`` or ``warm``.
+
+    Returns
+    -------
+    pandas.Series
+        Indexed by the sizes' label and the dtype.
+    """
+    df = _timed(where(_points(df), variant=variant), kind)
+    df = df.assign(label=label(df) if len(df) else "")
+    ceilings = {"roof": "roof_us", "copy": "copy_warm_us" if kind == "warm" else "copy_us"}
+    if of not in ceilings:
+        raise ValueError(f"tables.share: expected a ceiling of {', '.join(ceilings)}, got {of!r}")
+    result = df.set_index(["label", "dtype"])
+    return result[ceilings[of]] / result[f"{kind}_us"]
+
+
+def shares(df: pd.DataFrame, kind: str = "cold") -> pd.DataFrame:
+    """What each variant reaches, how right it is and what it takes, over all points of `df`.
+
+    Parameters
+    ----------
+    df : pandas.DataFrame
+        Results.
+    kind : str
+        ``cold`` or ``warm``.
+
+    Returns
+    -------
+    pandas.DataFrame
+        A row a variant: points measured; median and least share of roof and of copy, in percent; the worst score as a
+        part of its limit; whether every point was bitwise the same twice; the most memory beyond the inputs, in MB;
+        the longest first call in seconds; and what was not timed, counted by reason.
+    """
+    rows = {}
+    df = _points(df)
+    for name in dict.fromkeys(df["variant"]):
+        of = df[df["variant"] == name]
+        timed = _timed(of, kind)
+        roof, copy = share(of, name, "roof", kind) * 100, share(of, name, "copy", kind) * 100
+        judged = of[of["score"].notna()]
+        same = of.loc[of["deterministic"].isin(["yes", "no"]), "deterministic"]
+        left = of.loc[of["status"] != "ok", "status"].value_counts()
+        rows[name] = {
+            "points": len(timed),
+            "% of roof, median": roof.median(),
+            "% of roof, least": roof.min(),
+            "% of copy, median": copy.median(),
+            "% of copy, least": copy.min(),
+            "error / limit, worst": (judged["score"] / judged["limit"]).max(),
+            "same bits twice": None if same.empty else bool((same == "yes").all()),
+            "peak MB": of["peak_bytes"].max() / 1e6,
+            "first call s, longest": of["first_call_s"].max(),
+            "not timed": ", ".join(f"{n} {reason}" for reason, n in left.items()),
+        }
+    table = pd.DataFrame.from_dict(rows, orient="index")
+    table.index.name = "variant"
+    return table
+
+
+def speedup(df: pd.DataFrame, over: str = "eager", kind: str = "cold") -> pd.DataFrame:
+    """How many times faster than `over` each variant is: a row a point, a column a variant.
+
+    Parameters
+    ----------
+    df : pandas.DataFrame
+        Results.
+    over : str
+        The variant to compare with.
+    kind : str
+        ``cold``, ``warm`` or ``call``.
+
+    Returns
+    -------
+    pandas.DataFrame
+    """
+    table = times(df, kind)
+    if over not in table:
+        raise ValueError(f"tables.speedup: expected a variant of {', '.join(table.columns)}, got {over!r}")
+    return table.rdiv(table[over], axis=0).drop(columns=over)
+
+
+def number(value: Any) -> str:
+    """A number as a reader wants it: three digits that count, thousands apart, empty for what is missing.
+
+    Parameters
+    ----------
+    value : object
+
+    Returns
+    -------
+    str
+    """
+    if value is None or value is pd.NA or (isinstance(value, float) and math.isnan(value)):
+        return ""
+    if isinstance(value, bool) or type(value).__name__ == "bool_":
+        return "yes" if value else "no"
+    if hasattr(value, "item"):
+        value = value.item()
+        return number(value)
+    if isinstance(value, int):
+        return f"{value:,}" if abs(value) >= 10_000 else str(value)
+    if isinstance(value, float):
+        size = abs(value)
+        if size == 0:
+            return "0"
+        if math.isinf(value):
+            return "inf" if value > 0 else "-inf"
+        if size < 1e-3:
+            return f"{value:.1e}"
+        digits = max(0, 2 - math.floor(math.log10(size)))
+        return f"{value:,.{digits}f}" if size >= 10_000 else f"{value:.{digits}f}"
+    return str(value)
+
+
+def pretty(df: pd.DataFrame, columns: Sequence[str] | None = None) -> pd.DataFrame:
+    """The same table in strings, no digit more than a reader can use.
+
+    Parameters
+    ----------
+    df : pandas.DataFrame
+    columns : sequence of str, optional
+        Those to keep.
+
+    Returns
+    -------
+    pandas.DataFrame
+        Of str. Columns that are whole numbers throughout are written without a point.
+    """
+    df = df if columns is None else df[list(columns)]
+    out = pd.DataFrame(index=df.index)
+    for position, name in enumerate(df.columns):
+        column = df.iloc[:, position]
+        values: list[Any] = column.tolist()
+        given = [v for v in values if isinstance(v, float) and not math.isnan(v)]
+        if column.dtype.kind == "f" and given and all(v.is_integer() and abs(v) < 2**53 for v in given):
+            values = [None if math.isnan(v) else int(v) for v in values]
+        out[name] = [number(v) for v in values]
+    return out
