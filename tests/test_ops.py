@@ -21,7 +21,7 @@ def _cases():
                     yield pytest.param(op, name, dims, dtype, id=f"{op.name}-{name}-{sizes}-{str(dtype)[6:]}")
 
 
-@pytest.mark.parametrize(("op", "name", "dims", "dtype"), _cases())
+@pytest.mark.parametrize(("op", "name", "dims", "dtype"), list(_cases()))
 def test_a_variant_stays_within_the_limit(op, name, dims, dtype):
     if why := bench.missing(op.variants[name]):
         pytest.skip(f"{name} {why}")

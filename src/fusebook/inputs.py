@@ -26,8 +26,9 @@ def generator(seed: int = 0, device: str | torch.device | None = None) -> torch.
 def rough(rng: torch.Generator, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """Random rows of three kinds, in turn: plain normal, with three large values, and far from zero.
 
-    Every third row holds three values twenty times too large, so that exponentials overflow where no maximum is
-    subtracted; every third is shifted by 100, so that differences cancel where sums are kept in too low a precision.
+    Every third row holds three values twenty times too large, which dominate its sums; every third is shifted by 100
+    (by 1000 in float64), so that exponentials overflow where no maximum is subtracted, and differences cancel where
+    sums are kept in too low a precision.
 
     Parameters
     ----------
@@ -49,7 +50,7 @@ def rough(rng: torch.Generator, shape: Sequence[int], dtype: torch.dtype) -> tor
     spikes = rows[1::3]
     where = torch.randint(rows.shape[1], (spikes.shape[0], 3), generator=rng, device=rng.device)
     spikes.scatter_(1, where, spikes.gather(1, where) * 20)
-    rows[2::3] += 100
+    rows[2::3] += 1000 if dtype == torch.float64 else 100  # exp overflows above 709 in float64, 88 in float32
     return x
 
 

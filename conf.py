@@ -1,0 +1,159 @@
+"""Sphinx and gallery settings: ``sphinx-build -c . docs build/html``. The handlers live in docs/_ext.
+
+FUSEBOOK_URL is the address where the site will stand, FUSEBOOK_REPOSITORY that of its source. What needs them is off
+when they are unset.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent
+sys.path[:0] = [str(ROOT / "docs" / "_ext"), str(ROOT / "src")]
+# Where the pages put the tables that they offer; fusebook_site copies them beside the pages.
+os.environ["FUSEBOOK_DOWNLOADS"] = str(ROOT / "docs" / "auto_examples" / "downloads")
+
+import fusebook  # noqa: E402  before triton is imported: it decides whether kernels are interpreted
+import gallery_hooks  # noqa: E402
+import inventories  # noqa: E402
+
+URL = os.environ.get("FUSEBOOK_URL", "").rstrip("/")
+REPOSITORY = os.environ.get("FUSEBOOK_REPOSITORY", "").rstrip("/")
+
+project = "Fusebook"
+author = "The Fusebook developers"
+copyright = "2026, The Fusebook developers"
+release = version = fusebook.__version__
+
+extensions = [
+    "sphinx.ext.autodoc",
+    "sphinx.ext.intersphinx",
+    "myst_parser",
+    "numpydoc",
+    "sphinx_copybutton",
+    "sphinx_design",
+    "sphinx_gallery.gen_gallery",
+    "fusebook_site",
+]
+exclude_patterns = ["_ext", "_inventories", "_static", "auto_examples/downloads"]
+default_role = "code"
+nitpicky = True
+suppress_warnings = ["config.cache"] if URL else []
+
+# API
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "none"  # numpydoc's sections say it, in words
+numpydoc_show_class_members = False
+numpydoc_class_members_toctree = False
+myst_heading_anchors = 3
+
+# Small inventories of the names that are used stand in the repository: a build without a network is the same build.
+intersphinx_mapping = {
+    name: (address, str(ROOT / "docs" / "_inventories" / f"{name}.inv"))
+    for name, address in inventories.ADDRESSES.items()
+}
+
+# Pages
+
+html_theme = "pydata_sphinx_theme"
+html_title = "Fusebook"
+html_static_path = ["docs/_static"]
+templates_path = ["docs/_templates"]
+html_css_files = ["fusebook.css", "gallery.css"]
+html_copy_source = False
+html_show_sourcelink = False
+html_math_renderer = "mathml"
+html_baseurl = f"{URL}/" if URL else ""
+pygments_style = "a11y-high-contrast-light"
+html_theme_options = {
+    "navbar_align": "left",
+    "navbar_end": ["theme-switcher"],
+    "header_links_before_dropdown": 6,
+    "show_toc_level": 2,
+    "use_edit_page_button": bool(REPOSITORY),
+    "secondary_sidebar_items": ["page-toc", "edit-this-page", *(["colab"] if REPOSITORY else [])],
+    "footer_start": ["copyright"],
+    "footer_end": ["theme-version"],
+    "pygments_light_style": "a11y-high-contrast-light",
+    "pygments_dark_style": "a11y-high-contrast-dark",
+}
+html_sidebars = {"index": [], "method": [], "api": [], "contributing": [], "changes": [], "times": []}
+fusebook_repository = REPOSITORY
+if REPOSITORY:
+    html_theme_options["icon_links"] = [{"name": "Source", "url": REPOSITORY, "icon": "fa-solid fa-code-branch"}]
+    html_context = {
+        "edit_page_url_template": REPOSITORY + "/edit/main/{{ file_name }}",
+        "edit_page_provider_name": "the source",
+    }
+if URL:
+    extensions += ["sphinx_sitemap", "sphinxext.opengraph"]
+    sitemap_url_scheme = "{link}"
+    ogp_site_url = f"{URL}/"
+    ogp_social_cards = {"enable": False}
+
+copybutton_prompt_text = r">>> |\.\.\. |\$ "
+copybutton_prompt_is_regexp = True
+copybutton_exclude = ".linenos, .gp, .go"
+
+
+# Gallery
+
+
+def install_line():
+    """What a downloaded notebook does where fusebook is missing: install this very commit, or say how."""
+    if not REPOSITORY:
+        return (
+            '    raise SystemExit("Install fusebook first: pip install PATH, where PATH is a checkout of its source.")'
+        )
+    git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    commit = git.stdout.strip() or "main"
+    return f'    %pip install --quiet "fusebook @ git+{REPOSITORY}@{commit}"'
+
+
+FIRST_CELL = f"""\
+# What this notebook needs: fusebook {release}, and for times of its own a GPU of
+# compute capability 8.0 or later (free Colab's T4 has 7.5, which Triton no
+# longer supports).
+%matplotlib inline
+import importlib.util
+
+if importlib.util.find_spec("fusebook") is None:
+{install_line()}
+
+import fusebook
+import torch
+
+if not torch.cuda.is_available():
+    print("No CUDA GPU: kernels run in Triton's interpreter, and times are replayed from a record.")
+elif torch.cuda.get_device_capability() < (8, 0):
+    print("Triton no longer supports this GPU, a", torch.cuda.get_device_name() + ":")
+    print("choose one of compute capability 8.0 or later, or a runtime without a GPU.")
+"""
+
+sphinx_gallery_conf = {
+    "examples_dirs": ["../examples"],
+    "gallery_dirs": ["auto_examples"],
+    "filename_pattern": r"/plot_\d+",
+    "ignore_pattern": r"(__init__|/solution)",
+    "within_subsection_order": "FileNameSortKey",
+    "nested_sections": False,
+    "doc_module": ("fusebook",),
+    "backreferences_dir": "auto_examples/backreferences",
+    "prefer_full_module": {r"fusebook\.\w+"},
+    "capture_repr": ("_repr_html_", "__repr__"),
+    "ignore_repr_types": r"matplotlib",  # the picture is shown
+    "inspect_global_variables": False,  # it would touch every tensor of the page
+    "reset_argv": "gallery_hooks.reset_argv",
+    "show_memory": gallery_hooks.runner,
+    "image_scrapers": ("gallery_hooks.banner", "matplotlib"),
+    "reset_modules": ("matplotlib", "gallery_hooks.reset_style"),
+    "image_srcset": ["2x"],
+    "write_computation_times": False,  # that page loads from three CDNs; docs/times.rst is ours
+    "min_reported_time": 1,
+    "remove_config_comments": True,
+    "show_signature": False,
+    "first_notebook_cell": FIRST_CELL,
+    "default_thumb_file": str(ROOT / "docs" / "_static" / "thumb.svg"),
+}

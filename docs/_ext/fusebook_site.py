@@ -1,0 +1,227 @@
+"""What the site does that its extensions do not: which pages run again, what is published beside them, and links.
+
+A page is run again when its own text changes; sphinx-gallery sees to that. It also runs again when something that it is made
+from has changed: the library, the records of its ops, or what decides whether it measures or replays. This is kept as a
+hash beside the generated page.
+"""
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import re
+import shutil
+import sys
+from pathlib import Path
+
+from docutils import nodes
+from docutils.utils.math import latex2mathml
+from sphinx.util import logging
+from sphinx.util.docutils import SphinxDirective
+
+logger = logging.getLogger(__name__)
+
+ROOT = Path(__file__).resolve().parents[2]
+
+#: Variables that decide what a page shows, and packages that do.
+SWITCHES = ("FUSEBOOK_GPU", "FUSEBOOK_REPLAY", "FUSEBOOK_REPOSITORY", "FUSEBOOK_STRICT", "TRITON_INTERPRET")
+PACKAGES = ("torch", "triton", "pandas", "matplotlib", "sphinx-gallery")
+
+
+# Which pages run again
+
+
+def used_by(page, root=ROOT):
+    """The files of the library and the records that the text of a page depends on, sorted.
+
+    A page depends on everything but other people's kernels: on all modules that are no kernel, on the kernels whose name it
+    contains, on the records of those kernels' ops, and on the page records it names. A page that names no kernel,
+    or asks for all of them (``OPS``), depends on everything.
+    """
+    source = root / "src" / "fusebook"
+    words = set(re.findall(r"\w+", page))
+    kernels = {path.stem: path for path in (source / "kernels").glob("*.py") if not path.stem.startswith("_")}
+    named = words & set(kernels)
+    if not named or "OPS" in words:
+        named = set(kernels)
+    files = {path for path in source.rglob("*.py") if path.stem in named or path not in kernels.values()}
+    texts = {stem: path.read_text(encoding="utf-8") for stem, path in kernels.items()}
+    for path in [*source.glob("records/**/*"), *source.glob("kernels/tuned/*")]:
+        owners = {stem for stem, text in texts.items() if f'"{path.stem}"' in text}
+        of_page = path.parent.name == "pages"
+        if path.is_file() and ((path.stem in words or "OPS" in words) if of_page else (not owners or owners & named)):
+            files.add(path)
+    return sorted(files)
+
+
+def circumstances():
+    """What else decides what a page shows: switches, the Python, packages, and the GPU."""
+    import torch
+
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+    versions = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = ""
+    hooks = (Path(__file__).parent / "gallery_hooks.py").read_text(encoding="utf-8")
+    return [device, sys.version, versions, {name: os.environ.get(name, "") for name in SWITCHES}, hooks]
+
+
+def stamp(page, around, root=ROOT):
+    """A hash of all that a page is made from, apart from its own text."""
+    digest = hashlib.sha256(json.dumps(around, sort_keys=True).encode())
+    for path in used_by(page, root):
+        digest.update(f"{path.relative_to(root)}\0".encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def forget_stale(examples, generated, around, root=ROOT):
+    """Make sphinx-gallery run those pages again whose stamp has changed; returns their names."""
+    stale = []
+    for page in sorted(examples.glob("plot_*.py")):
+        kept = generated / f"{page.stem}.stamp"
+        now = stamp(page.read_text(encoding="utf-8"), around, root)
+        if kept.exists() and kept.read_text() == now:
+            continue
+        generated.mkdir(parents=True, exist_ok=True)
+        (generated / f"{page.name}.md5").unlink(missing_ok=True)
+        kept.write_text(now)
+        stale.append(page.stem)
+    return stale
+
+
+def clean_orphans(examples, generated, html):
+    """Remove what was generated from pages that are gone: Sphinx would warn of it. Returns their names."""
+    there = {page.stem for page in examples.glob("*.py")}
+    gone = {path.stem for path in generated.glob("*.py")} - there
+    for stem in gone:
+        pictures = [*generated.glob(f"images/**/sphx_glr_{stem}_*"), *html.glob(f"_images/sphx_glr_{stem}_*")]
+        pages = [*generated.glob(f"{stem}.*"), *html.glob(f"auto_examples/{stem}.*")]
+        for path in [*pictures, *pages]:
+            path.unlink()
+    if gone:  # they may be all that refers to a name, and are in lists that are then not written again
+        shutil.rmtree(generated / "backreferences", ignore_errors=True)
+    return sorted(gone)
+
+
+def before_gallery(app):
+    """Clean what is gone, and mark what must run again."""
+    generated = Path(app.srcdir) / "auto_examples"
+    gone = clean_orphans(ROOT / "examples", generated, Path(app.outdir))
+    if gone:
+        logger.info("removed what was generated from pages that are gone: %s", ", ".join(gone))
+    stale = forget_stale(ROOT / "examples", generated, circumstances())
+    if stale:
+        logger.info("to be run, as what they are made from has changed: %s", ", ".join(stale))
+
+
+# What is published beside the pages
+
+
+def publish(app, exception):
+    """Copy the raw records, and the tables that pages offer, to where the pages' links point."""
+    if exception is not None or app.builder.format != "html":
+        return
+    html = Path(app.outdir)
+    for source, target in (
+        (ROOT / "src" / "fusebook" / "records", html / "records"),
+        (Path(app.srcdir) / "auto_examples" / "downloads", html / "auto_examples" / "downloads"),
+    ):
+        shutil.rmtree(target, ignore_errors=True)
+        if source.is_dir():
+            shutil.copytree(source, target, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
+    notebooks = html / "notebooks"
+    shutil.rmtree(notebooks, ignore_errors=True)
+    if app.config.fusebook_repository:  # at an address that a link can name: downloads have a hash in theirs
+        notebooks.mkdir()
+        for notebook in (Path(app.srcdir) / "auto_examples").glob("plot_*.ipynb"):
+            shutil.copy(notebook, notebooks)
+
+
+# The text of pages
+
+
+def without_memory(app, docname, source):
+    """Drop the line on memory that comes with ``show_memory``, which is used to run the code, not to measure it."""
+    source[0] = re.sub(r"^\*\*Estimated memory usage:\*\* .*\n", "", source[0], flags=re.MULTILINE)
+
+
+def add_minigallery(app, what, name, obj, options, lines):
+    """End the description of a function or class with the pages that use it."""
+    used = Path(app.srcdir) / "auto_examples" / "backreferences" / f"{name}.examples"
+    app.env.note_dependency(str(used.with_name("backreferences_all.json")))
+    if what in ("function", "class") and used.exists() and used.stat().st_size:
+        lines += ["", ".. rubric:: Pages that use it", "", f".. minigallery:: {name}", ""]
+
+
+class BuildTimes(SphinxDirective):
+    """A table of how long each page took when it last ran."""
+
+    def run(self):
+        """Read what sphinx-gallery keeps beside each page."""
+        rows = []
+        for cost in sorted((Path(self.env.srcdir) / "auto_examples").glob("plot_*.cost.json")):
+            self.env.note_dependency(str(cost))
+            page = cost.name.removesuffix(".cost.json")
+            rows.append(f"   * - :doc:`/auto_examples/{page}`\n     - {json.loads(cost.read_text())['time']:.1f}\n")
+        if not rows:
+            return [nodes.paragraph(text="No page has run yet.")]
+        table = ".. list-table::\n   :header-rows: 1\n\n   * - Page\n     - Seconds\n" + "".join(rows)
+        return self.parse_text_to_nodes(table)
+
+
+def outdated(app, env, added, changed, removed):
+    """Read the page of build times again when a page has run."""
+    return {"times"} & env.all_docs.keys() if added or changed or removed else set()
+
+
+def edit_links(app, pagename, templatename, context, doctree):
+    """Point "Edit this page" at examples/*.py where the page was generated from one."""
+    repository = app.config.fusebook_repository
+    if not repository or not pagename:
+        return
+    page = pagename.removeprefix("auto_examples/")
+    if pagename == "auto_examples/index":
+        path = "examples/GALLERY_HEADER.rst"
+    elif pagename.startswith("auto_examples/"):
+        path = f"examples/{page}.py"
+    else:
+        path = f"docs/{pagename}{context.get('page_source_suffix') or '.rst'}"
+    context["get_edit_provider_and_url"] = lambda: (None, f"{repository}/edit/main/{path}")
+    match = re.fullmatch(r"https://github\.com/([^/]+/[^/]+)", repository)
+    if match and pagename.startswith("auto_examples/plot_"):
+        context["colab"] = f"https://colab.research.google.com/github/{match[1]}/blob/gh-pages/notebooks/{page}.ipynb"
+
+
+# Formulas as MathML, which browsers draw by themselves: no script, no fonts, no network
+
+
+def inline_math(self, node):
+    """Write an inline formula."""
+    self.body.append(latex2mathml.tex2mathml(node.astext(), as_block=False))
+    raise nodes.SkipNode
+
+
+def block_math(self, node):
+    """Write a formula of its own."""
+    self.body.append(self.starttag(node, "div", CLASS="math"))
+    self.body.append(latex2mathml.tex2mathml(node.astext(), as_block=True))
+    self.body.append("</div>\n")
+    raise nodes.SkipNode
+
+
+def setup(app):
+    """Connect the handlers."""
+    app.add_config_value("fusebook_repository", "", "env", types=[str])
+    app.add_html_math_renderer("mathml", inline_renderers=(inline_math, None), block_renderers=(block_math, None))
+    app.add_directive("build-times", BuildTimes)
+    app.connect("builder-inited", before_gallery, priority=100)  # the gallery runs at 500
+    app.connect("source-read", without_memory)
+    app.connect("env-get-outdated", outdated)
+    app.connect("autodoc-process-docstring", add_minigallery, priority=900)  # after numpydoc
+    app.connect("html-page-context", edit_links, priority=900)  # after the theme
+    app.connect("build-finished", publish)
+    return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}

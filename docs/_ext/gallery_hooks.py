@@ -1,0 +1,82 @@
+"""What sphinx-gallery calls while it runs the pages.
+
+A page whose op has neither a GPU nor a record raises ``fusebook.gallery.NoResults``, which is a SystemExit. Here it becomes a
+banner in the place of the results, and the blocks after it are shown but not run. Under FUSEBOOK_STRICT=1 it ends the
+build instead.
+
+sphinx-gallery has three documented places for this, and each sees a part: ``reset_argv`` is given the variables of the
+script before it runs, ``show_memory`` runs every piece of code, and an image scraper is asked after each block what to show.
+"""
+
+import html
+import os
+
+__all__ = ["Runner", "banner", "reset_argv", "reset_style", "runner", "strict"]
+
+
+def strict():
+    """Whether what is missing or false ends the build."""
+    return os.environ.get("FUSEBOOK_STRICT", "") not in ("", "0")
+
+
+class Runner:
+    """Runs the code of a page, piece by piece, and stops the page when it has no results to show.
+
+    An instance, with this repr, is what sphinx-gallery takes as ``show_memory``: it puts the repr into the
+    configuration that Sphinx compares between builds.
+    """
+
+    def __init__(self):
+        self.script = {}
+
+    def __repr__(self):
+        return "gallery_hooks.Runner()"
+
+    def __reduce__(self):
+        return (Runner, ())  # Sphinx pickles its configuration; the page that runs is no part of it
+
+    def __call__(self, function):
+        if "banner" in self.script:
+            self.script["fake_main"].__dict__["___"] = None  # the block's last expression, which now does not run
+            return 0.0, None
+        try:
+            return 0.0, function()
+        except SystemExit as stop:
+            if strict() or not hasattr(stop, "banner"):
+                raise
+            self.script["banner"] = stop
+            self.script["execute_script"] = False  # nor is its checksum kept: the next build tries the page again
+            self.script["fake_main"].__dict__["___"] = None
+            return 0.0, None
+
+
+#: The one that conf.py hands to sphinx-gallery, and `reset_argv` tells which page is about to run.
+runner = Runner()
+
+
+def reset_argv(gallery_conf, script_vars):
+    """No arguments for the page; and the place to learn which page runs."""
+    runner.script = script_vars
+    return []
+
+
+def banner(block, block_vars, gallery_conf):
+    """The banner of a page without results, shown once, where they would have stood."""
+    stop = block_vars.get("banner")
+    if stop is None or block_vars.get("banner shown"):
+        return ""
+    block_vars["banner shown"] = True
+    shown = stop.banner() if callable(stop.banner) else stop.banner
+    if hasattr(shown, "_repr_html_"):
+        shown = shown._repr_html_()
+    if not isinstance(shown, str) or "<" not in shown:
+        shown = f'<div class="admonition warning fusebook-banner"><p>{html.escape(str(stop))}</p></div>'
+    lines = "\n".join(f"    {line}" for line in shown.splitlines())
+    return f"\n.. raw:: html\n\n{lines}\n"
+
+
+def reset_style(gallery_conf, fname):
+    """Pictures without a background, so that one file serves both themes (see fusebook.css)."""
+    import matplotlib
+
+    matplotlib.rcParams.update({"savefig.transparent": True, "savefig.bbox": "tight"})

@@ -1,0 +1,158 @@
+"""The commands of this repository: ``nox -s docs tests lint``; on request ``record``, ``notebooks`` and ``site``.
+
+All sessions share one environment, `.nox/environment`, which is made once and remade when what it should hold changes:
+torch alone takes a gigabyte. ``nox --no-venv --no-install -s docs`` uses the Python it runs in and installs nothing.
+
+FUSEBOOK_TORCH chooses the torch to install: ``cpu``, ``cuda``, or a version such as ``2.11.0``. Unset, it is the CUDA
+build where ``nvidia-smi -L`` lists a GPU, and the CPU build elsewhere.
+"""
+
+import hashlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import nox
+
+nox.needs_version = ">=2026.4"
+nox.options.sessions = ["docs", "tests", "lint"]
+nox.options.default_venv_backend = "virtualenv"
+nox.options.error_on_missing_interpreters = True
+
+ROOT = Path(__file__).resolve().parent
+HTML = ROOT / "build" / "html"
+RECORDS = ROOT / "src" / "fusebook" / "records"
+PROJECT = nox.project.load_toml(ROOT / "pyproject.toml")
+
+CPU_TORCH = "2.13.0"
+CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+
+#: The Python that the sessions run; `environment` sets it.
+PYTHON = Path(sys.executable)
+
+
+def gpus():
+    """The lines in which ``nvidia-smi -L`` lists GPUs; none where it is missing or fails."""
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [line for line in listed.splitlines() if line.startswith("GPU ")]
+
+
+def torch_choice(wish, found):
+    """What to install for FUSEBOOK_TORCH=`wish` where `found` GPUs were listed: (device, requirement, reason)."""
+    device = "cuda" if found else "cpu"
+    reason = f"nvidia-smi lists {len(found)} GPU" if found else "nvidia-smi lists no GPU"
+    version = ""
+    if wish in ("cpu", "cuda"):
+        device, reason = wish, f"FUSEBOOK_TORCH={wish}"
+    elif wish[:1].isdigit():
+        version, reason = wish, f"FUSEBOOK_TORCH={wish}, {reason}"
+    elif wish:
+        raise ValueError(f"FUSEBOOK_TORCH: expected cpu, cuda or a version such as {CPU_TORCH}, got {wish!r}")
+    if device == "cpu" and not version:
+        version = CPU_TORCH
+    return device, f"torch=={version}" if version else "torch", reason
+
+
+@nox.session(venv_backend="virtualenv", reuse_venv=True, default=False)
+def environment(session):
+    """Make the environment that the other sessions share."""
+    global PYTHON
+    if session.venv_backend == "none":
+        session.log(f"no environment is made: the sessions run {PYTHON}")
+        return
+    PYTHON = Path(session.virtualenv.location).resolve() / "bin" / "python"
+    try:
+        device, torch, reason = torch_choice(os.environ.get("FUSEBOOK_TORCH", ""), gpus())
+    except ValueError as error:
+        session.error(str(error))
+    session.log(f"{torch} for {device}: {reason}")
+    groups = ["docs", "tests", "lint", *(["peers"] if device == "cuda" else [])]
+    wanted = nox.project.dependency_groups(PROJECT, *groups)
+    onnxruntime = "onnxruntime-gpu" if device == "cuda" else "onnxruntime"
+
+    stamp = PYTHON.parent.parent / "fusebook.sha256"
+    text = repr((PROJECT["project"], wanted, device, torch, onnxruntime, sys.version))
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    if stamp.exists() and stamp.read_text() == digest:
+        session.log("the environment holds what it should")
+        return
+    stamp.unlink(missing_ok=True)
+    if device == "cpu":
+        # Alone and first: "+cpu" sorts above the plain version, so a CPU wheel wins wherever it is found, and the
+        # packages that follow are content with it. Where the index cannot be reached this costs two seconds.
+        session.install("--no-deps", "--retries", "1", "--extra-index-url", CPU_INDEX, torch)
+        torch = "torch"
+    session.install("--editable", ".", torch, onnxruntime, *wanted)
+    stamp.write_text(digest)
+
+
+def run(session, *args, **env):
+    """Run the shared environment's Python on `args`."""
+    path = os.pathsep.join([str(PYTHON.parent), os.environ.get("PATH", "")])
+    source = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]))
+    session.run(str(PYTHON), *args, external=True, env={"PATH": path, "PYTHONPATH": source, **env})
+
+
+@nox.session(venv_backend="none", requires=["environment"])
+def docs(session):
+    """Build the site into build/html: measured where there is a GPU, replayed elsewhere."""
+    run(session, "-m", "sphinx", "-W", "--keep-going", "-n", "-c", ".", "docs", "build/html", *session.posargs)
+    session.log(f"open {HTML / 'index.html'}")
+
+
+@nox.session(venv_backend="none", requires=["environment"])
+def tests(session):
+    """Run the tests: interpreted where there is no GPU, compiled where there is one."""
+    # On a GPU one process: times that are taken beside another process mean nothing.
+    workers = [] if gpus() else ["-n", str(min(4, os.cpu_count() or 1))]
+    run(session, "-m", "pytest", *workers, *session.posargs)
+
+
+@nox.session(venv_backend="none", requires=["environment"])
+def lint(session):
+    """Check style, spelling, types and docstrings."""
+    run(session, "-m", "ruff", "check", ".")
+    run(session, "-m", "ruff", "format", "--check", ".")
+    run(session, "-m", "codespell_lib")
+    run(session, "-m", "mypy")
+    modules = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "src").rglob("*.py"))
+    run(session, "-m", "numpydoc.hooks.validate_docstrings", *modules)
+
+
+@nox.session(venv_backend="none", requires=["environment", "docs"], default=False)
+def notebooks(session):
+    """Execute the notebooks of the built site as they are downloaded, each in an empty folder."""
+    run(session, "-m", "pytest", "tests/test_notebooks.py", FUSEBOOK_NOTEBOOKS=str(HTML / "_downloads"))
+
+
+@nox.session(venv_backend="none", requires=["environment"], default=False)
+def record(session):
+    """Measure this GPU and every page (or those named after ``--``) into src/fusebook/records."""
+    if not gpus():
+        session.error("record needs an NVIDIA GPU, and nvidia-smi -L lists none: run it on the machine to be recorded")
+    pages = sorted((ROOT / "examples").glob("plot_*.py"))
+    if session.posargs:
+        chosen = [page for page in pages if any(word in page.stem for word in session.posargs)]
+        if not chosen:
+            session.error(f"record: no page is named like {session.posargs}; there are {[p.stem for p in pages]}")
+        pages = chosen
+    run(session, "-m", "fusebook.record", "--machine", "--out", str(RECORDS))
+    # The pages offer their tables in the current folder; here nobody wants them.
+    folder = session.create_tmp()
+    strict = {"FUSEBOOK_RECORD": str(RECORDS), "FUSEBOOK_STRICT": "1", "MPLBACKEND": "agg"}
+    with session.chdir(folder):
+        for page in pages:
+            run(session, str(page), **strict)
+    run(session, "docs/_ext/readme_figure.py")
+
+
+@nox.session(venv_backend="none", requires=["environment"], default=False)
+def site(session):
+    """Serve the site on this machine and rebuild it when a source changes."""
+    watched = [arg for folder in ("examples", "src") for arg in ("--watch", folder)]
+    ignored = ["--ignore", str(ROOT / "docs" / "auto_examples" / "*")]
+    run(session, "-m", "sphinx_autobuild", "-c", ".", *watched, *ignored, "docs", "build/html", *session.posargs)

@@ -1,0 +1,195 @@
+"""The check catches the mistakes that kernels make, in every dtype, and lets honest rounding pass."""
+
+import math
+
+import pytest
+import torch
+from toy import toy
+
+from fusebook import check
+from fusebook.inputs import generator, poison, rough
+from fusebook.kernels import OPS
+
+SOFTMAX = OPS["softmax"]
+LOWER = {torch.float64: torch.float32, torch.float32: torch.bfloat16}
+
+
+def _exp(x):
+    return (x - x.amax(-1, keepdim=True)).exp()
+
+
+def _up(x):
+    return x.double() if x.dtype == torch.float64 else x.float()
+
+
+def _last_column(x):
+    y = torch.softmax(x, -1)
+    y[..., -1] = 0
+    return y
+
+
+def _last_tile(x):
+    """The mask of the last tile is off by one tile: the sum misses the last columns."""
+    n = x.shape[-1]
+    e = _exp(_up(x))
+    return (e / e[..., : n - max(1, n // 8)].sum(-1, keepdim=True)).to(x.dtype)
+
+
+def _one_row(x):
+    y = torch.softmax(x, -1)
+    y[-1] = y[0]
+    return y
+
+
+def _sum_one_type_lower(x):
+    """Terms are added one by one in the type below, as a running sum in a half-precision register would."""
+    e = _exp(_up(x))
+    low = LOWER.get(x.dtype, x.dtype)
+    total = torch.zeros_like(e[..., :1]).to(low)
+    for column in e.to(low).unbind(-1):
+        total = total + column[..., None]
+    return (e / total.to(e.dtype)).to(x.dtype)
+
+
+def _no_maximum(x):
+    e = x.exp()
+    return e / e.sum(-1, keepdim=True)
+
+
+MISTAKES = {
+    "zeros": torch.zeros_like,
+    "one over N": lambda x: torch.full_like(x, 1 / x.shape[-1]),
+    "last column": _last_column,
+    "last tile": _last_tile,
+    "one wrong row": _one_row,
+    "no maximum": _no_maximum,
+    "sum one type lower": _sum_one_type_lower,
+    "input scaled by 32 eps": lambda x: torch.softmax(_up(x) * (1 + 32 * torch.finfo(x.dtype).eps), -1).to(x.dtype),
+    "softmax of the wrong dim": lambda x: torch.softmax(x, 0),
+    "unwritten": lambda x: torch.full_like(x, float("nan")),
+    "not normalised": lambda x: _exp(_up(x)).to(x.dtype),
+    "base 2": lambda x: torch.softmax(_up(x) * math.log(2), -1).to(x.dtype),
+}
+
+# 512 columns, so that a sum has the terms that lose its tail; 96 rows, so that each kind of row comes often.
+POINTS = [dict(M=96, N=512), *({"M": d["M"], "N": d["N"]} for d in SOFTMAX.edges if d["N"] <= 4096)]
+
+
+@pytest.fixture(scope="module")
+def yards():
+    """Inputs and yardsticks by dtype and point; made once, since every mistake needs them."""
+    made = {}
+    for dtype in SOFTMAX.dtypes:
+        for i, dims in enumerate(POINTS):
+            values = SOFTMAX.make(generator(i, "cpu"), dtype, **dims)
+            made[dtype, i] = values, check.yardstick(SOFTMAX, values)
+    return made
+
+
+@pytest.mark.parametrize("dtype", SOFTMAX.dtypes, ids=str)
+@pytest.mark.parametrize("mistake", MISTAKES.values(), ids=MISTAKES)
+def test_a_mistake_is_caught_on_some_edge(mistake, dtype, yards):
+    verdicts = [check.judge(SOFTMAX, mistake(v[0].clone()), y) for (d, _), (v, y) in yards.items() if d == dtype]
+    assert not all(v.ok for v in verdicts), [f"{v.score:.2g} <= {v.limit:.2g}" for v in verdicts]
+
+
+@pytest.mark.parametrize("dtype", SOFTMAX.dtypes, ids=str)
+def test_an_honest_softmax_passes_on_every_edge(dtype, yards):
+    for (d, _), (values, yard) in yards.items():
+        if d == dtype:
+            assert check.judge(SOFTMAX, torch.softmax(values[0], -1), yard).ok
+
+
+@pytest.mark.parametrize("dtype", SOFTMAX.dtypes, ids=str)
+def test_plain_rows_would_let_a_softmax_without_its_maximum_pass(dtype):
+    """Why inputs are rough: on normal rows the mistake cannot be seen."""
+    plain = (torch.randn(96, 512, dtype=dtype),)
+    hostile = (rough(generator(0, "cpu"), (96, 512), dtype),)
+    one, other = check.yardstick(SOFTMAX, plain), check.yardstick(SOFTMAX, hostile)
+    without = lambda x: (_up(x).exp() / _up(x).exp().sum(-1, keepdim=True)).to(x.dtype)  # noqa: E731
+    assert check.judge(SOFTMAX, without(plain[0]), one).ok
+    assert not check.judge(SOFTMAX, without(hostile[0]), other).ok
+
+
+def verdict(got, want):
+    """The score of `got` where the reference gives `want`."""
+    op = toy()
+    half = want.double() / 2
+    return check.score(op, got, check.yardstick(op, (half.to(want.dtype),)))
+
+
+def test_zeros_score_a_half_at_least():
+    for scale in (1e-30, 1.0, 1e30):
+        want = torch.randn(4, 100) * scale
+        assert verdict(torch.zeros_like(want), want) >= 0.5
+        assert verdict(want.clone(), want) == 0
+
+
+def test_shape_dtype_and_number_of_outputs_must_match():
+    want = torch.ones(2, 3)
+    assert verdict(want, want) == 0
+    for wrong in (want[:1], want.double(), want.T, (want, want), (), None, [1.0], want.reshape(-1)):
+        assert verdict(wrong, want) == math.inf
+
+
+def test_nan_and_infinity_stand_where_the_reference_has_them():
+    want = torch.tensor([[1.0, math.nan, math.inf, -math.inf]])
+    assert verdict(want.clone(), want) == 0
+    for column, wrong in ((0, math.nan), (0, math.inf), (1, 0.0), (2, -math.inf), (2, 1e30), (3, math.nan)):
+        got = want.clone()
+        got[0, column] = wrong
+        assert verdict(got, want) == math.inf
+
+
+def test_a_row_that_is_rightly_zero_must_be_zero():
+    want = torch.tensor([[0.0, 0.0], [1.0, 1.0]])
+    assert verdict(want.clone(), want) == 0
+    assert verdict(torch.tensor([[1e-30, 0.0], [1.0, 1.0]]), want) == math.inf
+
+
+def test_what_overflows_in_the_dtype_may_be_infinite():
+    op = toy()
+    yard = check.yardstick(op, (torch.tensor([[40000.0, 1.0]], dtype=torch.float16),))
+    assert check.score(op, torch.tensor([[math.inf, 2.0]], dtype=torch.float16), yard) == 0
+    assert check.score(op, torch.tensor([[60000.0, 2.0]], dtype=torch.float16), yard) == math.inf
+
+
+def test_empty_scores_zero():
+    assert verdict(torch.empty(0, 3), torch.empty(0, 3)) == 0
+    assert verdict(torch.empty(3, 0), torch.empty(3, 0)) == 0
+
+
+def test_the_score_does_not_depend_on_how_it_is_chunked(monkeypatch):
+    want = torch.randn(37, 11)
+    got = want + torch.randn(37, 11) * 1e-3
+    whole = verdict(got, want)
+    monkeypatch.setattr(check, "_CHUNK", 16)
+    assert verdict(got, want) == whole > 0
+
+
+def test_a_score_of_nan_is_not_ok():
+    assert not check.Verdict(math.nan, 1.0).ok
+
+
+def test_the_limit_is_made_of_eps_and_never_wide():
+    op = toy()
+    for dtype, allowed in ((torch.float16, 8), (torch.bfloat16, 8), (torch.float32, 64), (torch.float64, 64)):
+        yard = check.yardstick(op, (torch.randn(4, 4, dtype=dtype),))
+        assert check.limit(yard) == allowed * torch.finfo(dtype).eps
+    single = check.yardstick(op, (torch.randn(4, 4),))
+    assert check.limit(single, "tf32") == 8 * 2**-10
+
+
+def test_rough_rows_are_of_three_kinds():
+    x = rough(generator(0, "cpu"), (300, 64), torch.float32)
+    assert x[0::3].abs().max() < 10 and x[1::3].abs().max() > 20 and x[2::3].mean() > 90
+    assert ((x[1::3].abs() > 10).sum(1) <= 3).all()
+    assert rough(generator(0, "cpu"), (0, 5), torch.float16).shape == (0, 5)
+
+
+def test_poison_is_found_by_the_next_allocation():
+    if not torch.cuda.is_available():
+        pytest.skip("the CPU's allocator promises nothing about what it hands out")
+    like = torch.empty(1000, 1000, device="cuda")
+    poison([like])
+    assert torch.empty_like(like).isnan().all()
