@@ -1,4 +1,4 @@
-"""Results that nobody measured, for tests of tables, plots and pages: a made-up GPU on which every time is a formula."""
+"""Results that nobody measured, for tests: a made-up GPU on which every time is a formula."""
 
 import json
 import math

@@ -23,7 +23,7 @@ FUSEBOOK_REPOSITORY
 from __future__ import annotations
 
 import argparse
-import datetime
+import datetime as dt
 import hashlib
 import html
 import inspect
@@ -288,7 +288,8 @@ def _replayed(frame: pd.DataFrame, op: Op, config: str, dtype: str, command: str
     A point counts wherever it was measured: under the config that was asked for if it is there, else under another.
     """
     sizes = list(bench.points(op, config)[0][1])
-    frame = frame.assign(_sizes=list(zip(*(frame[k].astype(str) for k in sizes), strict=True)))
+    frame = frame.copy()
+    frame["_sizes"] = pd.Series(list(zip(*(frame[k].astype(str) for k in sizes), strict=True)), dtype=object)
     asked: dict[str, list[tuple[str, ...]]] = {}
     for name, dims in bench.points(op, config):
         asked.setdefault(name, []).append(tuple(str(v) for v in dims.values()))
@@ -337,7 +338,7 @@ def measured(name: str, function: Callable[[], pd.DataFrame]) -> pd.DataFrame:
             measured=True,
             stale=[],
             versions="; ".join(f"{k} {v}" for k, v in installed.items()),
-            date=datetime.date.today().isoformat(),
+            date=dt.date.today().isoformat(),
         )
         if folder := os.environ.get("FUSEBOOK_RECORD"):
             record.write_page(name, frame, Path(folder), frame.attrs["machine"], digest)
@@ -651,14 +652,13 @@ class Claim(_Shown):
 
 def _decide(condition: Any) -> tuple[bool | None, str]:
     """What a condition comes to, and where it fails. No values decide nothing: all() of nothing is true."""
-    if isinstance(condition, (pd.Series, pd.DataFrame)):
-        flat = condition.stack() if isinstance(condition, pd.DataFrame) else condition
-        if not len(flat):
+    if isinstance(condition, pd.Series):
+        if condition.empty:
             return None, ""
-        good = flat.astype(bool)
+        good = condition.astype(bool)
         if good.all():
             return True, f"all {len(good)}" if len(good) > 1 else ""
-        failed = [" ".join(map(str, k)) if isinstance(k, tuple) else str(k) for k in flat.index[~good]]
+        failed = [" ".join(map(str, k)) if isinstance(k, tuple) else str(k) for k in good[~good].index]
         more = f" and {len(failed) - 8} more" if len(failed) > 8 else ""
         return False, f"{len(failed)} of {len(good)} fail: {', '.join(failed[:8])}{more}"
     if condition is None or condition is pd.NA:
@@ -800,9 +800,9 @@ def _plain(function: Any) -> Any:
 
 def _coloured(text: str) -> str:
     try:
-        from pygments import highlight
-        from pygments.formatters import HtmlFormatter
-        from pygments.lexers import PythonLexer
+        from pygments import highlight  # type: ignore[import-untyped]
+        from pygments.formatters import HtmlFormatter  # type: ignore[import-untyped]
+        from pygments.lexers import PythonLexer  # type: ignore[import-untyped]
     except ImportError:
         return html.escape(text)
     return highlight(text, PythonLexer(), HtmlFormatter(nowrap=True))

@@ -81,13 +81,12 @@ def _name_ends(ax: Axes, ends: Mapping[str, tuple[float, float]], colours: Mappi
     height = 13 * ax.figure.dpi / 72
     to_pixels, to_data = ax.transData.transform, ax.transData.inverted().transform
     order = sorted(ends, key=lambda name: to_pixels(ends[name])[1])
-    places: list[float] = []
-    for name in order:
-        wanted = to_pixels(ends[name])[1]
-        places.append(max(wanted, places[-1] + height) if places else wanted)
-    top = ax.bbox.y1 + height / 2
-    for i in range(len(places) - 1, -1, -1):  # pushed above the axes: move the stack down again
-        places[i] = min(places[i], top - (len(places) - 1 - i) * height)
+    places = [float(to_pixels(ends[name])[1]) for name in order]
+    for _ in range(200):  # neighbours push each other apart until none overlap
+        for i in range(len(places) - 1):
+            if (short := height - (places[i + 1] - places[i])) > 0:
+                places[i] -= short / 2
+                places[i + 1] += short / 2
     right = max(x for x, _ in ends.values())
     for name, y in zip(order, places, strict=True):
         at = to_data((0, y))[1]
@@ -106,6 +105,10 @@ def _name_ends(ax: Axes, ends: Mapping[str, tuple[float, float]], colours: Mappi
         ax.texts[-1].set_text("  " + name)
 
 
+def _middle(ax: Axes, left: float, right: float) -> float:
+    return float((left * right) ** 0.5) if ax.get_xscale() == "log" else (left + right) / 2
+
+
 def _shade(ax: Axes, xs: Sequence[float], zones: Sequence[str]) -> None:
     """Shade runs of equal zones and name each at its foot; a plot that lies in one zone only needs no shade."""
     runs: list[list[Any]] = []
@@ -120,11 +123,11 @@ def _shade(ax: Axes, xs: Sequence[float], zones: Sequence[str]) -> None:
         if len(runs) > 1 and _ZONES.get(zone):
             ax.axvspan(left, right, color=INK, alpha=_ZONES[zone], linewidth=0, zorder=0)
         ax.text(
-            (left * right) ** 0.5 if ax.get_xscale() == "log" else (left + right) / 2,
+            left if i == 0 and len(runs) > 1 else _middle(ax, left, right),
             0.015,
             _ZONE_NAMES.get(zone, zone),
             transform=ax.get_xaxis_transform(),
-            ha="center",
+            ha="left" if i == 0 and len(runs) > 1 else "center",
             va="bottom",
             fontsize=8,
             color=INK,
@@ -163,7 +166,7 @@ def bandwidth(
     if len(found) > 1:
         raise ValueError(f"plots.bandwidth: expected one dtype, got {', '.join(found)}; draw one figure each")
     first = df.iloc[0]
-    others = ", ".join(f"{n} = {first[n]}" for n in tables.dims(df) if n != x and df[n].nunique() == 1)
+    others = ", ".join(f"{n} = {first[n]}" for n in tables.dims(df) if n != x and len(df[n].unique()) == 1)
     rate = "bandwidth of the least traffic (GB/s)"
     ax = _axes(ax, title or f"{first['op']}: {first['dtype']}, {others}, {kind}", x, rate)
     if logx:
@@ -226,7 +229,7 @@ def dots(df: pd.DataFrame, *, of: str = "copy", kind: str = "cold", title: str =
     matplotlib.axes.Axes
     """
     df = df[(df["status"] == "ok") & df[f"{kind}_us"].notna()]
-    several = df["dtype"].nunique() > 1
+    several = len(df["dtype"].unique()) > 1
     df = df.assign(_row=tables.label(df) + ((" " + df["dtype"]) if several else "") if len(df) else "")
     rows = list(dict.fromkeys(df["_row"]))
     place = {row: len(rows) - 1 - i for i, row in enumerate(rows)}
@@ -257,10 +260,15 @@ def dots(df: pd.DataFrame, *, of: str = "copy", kind: str = "cold", title: str =
     ax.set_ylim(-0.7, len(rows) - 0.3)
     if names:
         # Points that differ by a percent cannot be labelled one by one; the marks differ in shape as well as colour.
+        below = -0.95 / size[1]  # of the height of the axes: under the label of the x axis
         ax.legend(
-            ncols=len(names), loc="lower left", bbox_to_anchor=(0, -0.02), frameon=False, labelcolor=INK, fontsize=8
-        ).set_loc("upper left")
-        ax.legend_.set_bbox_to_anchor((0, -1.05 / size[1]), transform=ax.transAxes)
+            ncols=len(names),
+            loc="upper left",
+            bbox_to_anchor=(0, below),
+            frameon=False,
+            labelcolor=INK,
+            fontsize=8,
+        )
     return ax
 
 

@@ -105,7 +105,7 @@ def where(df: pd.DataFrame, **wanted: Any) -> pd.DataFrame:
 
 def _keys(df: pd.DataFrame) -> list[str]:
     """What tells one measured point from another: operator, dtype and sizes where there are several of them."""
-    return [c for c in ("op", "dtype") if df[c].nunique() > 1] + dims(df)
+    return [c for c in ("op", "dtype") if len(df[c].unique()) > 1] + dims(df)
 
 
 def _points(df: pd.DataFrame) -> pd.DataFrame:
@@ -132,12 +132,16 @@ def times(df: pd.DataFrame, kind: str = "cold", words: bool = False) -> pd.DataF
     """
     df, column = _points(df), f"{_kind(kind)}_us"
     keys = _keys(df)
-    by_point = df.set_index([*keys, "variant"])
     order = list(dict.fromkeys(df["variant"]))
-    rows = df.drop_duplicates(keys).set_index(keys).index  # unstack sorts; a sweep has an order of its own
-    table = by_point[column].unstack("variant").reindex(index=rows, columns=order)
+    rows = df.drop_duplicates(keys).set_index(keys).index  # a pivot sorts; a sweep has an order of its own
+
+    def pivot(values: str) -> pd.DataFrame:
+        wide = df.pivot_table(values, keys, "variant", aggfunc="first", sort=False)
+        return wide.reindex(index=rows, columns=order)
+
+    table = pivot(column)
     if words:
-        status = by_point["status"].unstack("variant").reindex(index=rows, columns=order)
+        status = pivot("status")
         table = table.astype(object).where(table.notna() | status.isin(["ok"]) | status.isna(), status)
     table.columns.name = None
     return table
@@ -193,7 +197,7 @@ def ratio(df: pd.DataFrame, variant: str, over: str, kind: str = "cold") -> pd.S
     sides = [df[df["variant"] == name].set_index(["op", "label", "dtype"])[f"{kind}_us"] for name in (variant, over)]
     both = pd.concat(sides, axis=1, join="inner", keys=["mine", "theirs"])
     result = both["mine"] / both["theirs"]
-    return result.droplevel("op") if df["op"].nunique() <= 1 else result
+    return result.droplevel("op") if len(df["op"].unique()) <= 1 else result
 
 
 def share(df: pd.DataFrame, variant: str, of: str = "copy", kind: str = "cold") -> pd.Series:
