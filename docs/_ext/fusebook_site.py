@@ -1,8 +1,8 @@
 """What the site does that its extensions do not: which pages run again, what is published beside them, and links.
 
-A page is run again when its own text changes; sphinx-gallery sees to that. It also runs again when something that it is made
-from has changed: the library, the records of its ops, or what decides whether it measures or replays. This is kept as a
-hash beside the generated page.
+A page is run again when its own text changes; sphinx-gallery sees to that. It also runs again when something that it
+is made from has changed: the library, the records of its ops, or what decides whether it measures or replays. This is
+kept as a hash beside the generated page.
 """
 
 import hashlib
@@ -34,9 +34,8 @@ PACKAGES = ("torch", "triton", "pandas", "matplotlib", "sphinx-gallery")
 def used_by(page, root=ROOT):
     """The files of the library and the records that the text of a page depends on, sorted.
 
-    A page depends on everything but other people's kernels: on all modules that are no kernel, on the kernels whose name it
-    contains, on the records of those kernels' ops, and on the page records it names. A page that names no kernel,
-    or asks for all of them (``OPS``), depends on everything.
+    That is: all modules that are no kernel, the kernels whose name it contains, the records of their ops, and the page
+    records that it names. A page that names no kernel, or asks for all of them (``OPS``), depends on everything.
     """
     source = root / "src" / "fusebook"
     words = set(re.findall(r"\w+", page))

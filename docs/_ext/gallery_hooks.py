@@ -1,11 +1,12 @@
 """What sphinx-gallery calls while it runs the pages.
 
-A page whose op has neither a GPU nor a record raises ``fusebook.gallery.NoResults``, which is a SystemExit. Here it becomes a
-banner in the place of the results, and the blocks after it are shown but not run. Under FUSEBOOK_STRICT=1 it ends the
-build instead.
+A page whose op has neither a GPU nor a record raises ``fusebook.gallery.NoResults``, which is a SystemExit. Here it
+becomes a banner in the place of the results, and the blocks after it are shown but not run. Under FUSEBOOK_STRICT=1 it
+ends the build instead.
 
 sphinx-gallery has three documented places for this, and each sees a part: ``reset_argv`` is given the variables of the
-script before it runs, ``show_memory`` runs every piece of code, and an image scraper is asked after each block what to show.
+script before it runs, ``show_memory`` runs every piece of code, and an image scraper is asked after each block what to
+show.
 """
 
 import html

@@ -1,7 +1,7 @@
 """The inventories that intersphinx reads, made from lists of names: ``python docs/_ext/inventories.py``.
 
-Each line of ``docs/_inventories/<project>.txt`` is ``name role address``, where a final ``$`` in the address stands for the
-name. The lists hold the names that pages and docstrings use, no more; add a line where ``-n`` reports a missing
+Each line of ``docs/_inventories/<project>.txt`` is ``name role address``, where a final ``$`` in the address stands for
+the name. The lists hold the names that pages and docstrings use, no more; add a line where ``-n`` reports a missing
 reference, and run this file again.
 """
 
