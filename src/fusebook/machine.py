@@ -256,15 +256,16 @@ def versions(*packages: str) -> dict[str, str]:
     *packages : str
         Names of distributions, or of the packages that are imported from them.
     """
-    found = {}
-    provided = importlib.metadata.packages_distributions()
-    for package in packages:
-        for distribution in dict.fromkeys(provided.get(package, [package])):
-            try:
-                found[distribution] = importlib.metadata.version(distribution)
-            except importlib.metadata.PackageNotFoundError:
-                continue
-    return found
+    return {name: version for package in packages for name, version in _versions(package)}
+
+
+@functools.lru_cache(maxsize=None)  # the list of all distributions takes seconds to read
+def _versions(package: str) -> tuple[tuple[str, str], ...]:
+    try:
+        return ((package, importlib.metadata.version(package)),)
+    except importlib.metadata.PackageNotFoundError:
+        names = dict.fromkeys(importlib.metadata.packages_distributions().get(package, ()))
+        return tuple((name, importlib.metadata.version(name)) for name in names)
 
 
 def _cpu() -> str:
