@@ -100,7 +100,21 @@ def run(session, *args, **env):
 @nox.session(venv_backend="none", requires=["environment"])
 def docs(session):
     """Build the site into build/html: measured where there is a GPU, replayed elsewhere."""
-    run(session, "-m", "sphinx", "-W", "--keep-going", "-n", "-c", ".", "docs", "build/html", *session.posargs)
+    run(
+        session,
+        "-m",
+        "sphinx",
+        "-W",
+        "--keep-going",
+        "-n",
+        "-d",
+        "build/doctrees",
+        "-c",
+        ".",
+        "docs",
+        "build/html",
+        *session.posargs,
+    )
     session.log(f"open {HTML / 'index.html'}")
 
 

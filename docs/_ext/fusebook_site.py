@@ -97,10 +97,9 @@ def clean_orphans(examples, generated, html):
     there = {page.stem for page in examples.glob("*.py")}
     gone = {path.stem for path in generated.glob("*.py")} - there
     for stem in gone:
-        pictures = [*generated.glob(f"images/**/sphx_glr_{stem}_*"), *html.glob(f"_images/sphx_glr_{stem}_*")]
-        pages = [*generated.glob(f"{stem}.*"), *html.glob(f"auto_examples/{stem}.*")]
-        for path in [*pictures, *pages]:
-            path.unlink()
+        for folder in (generated, html):
+            for path in [*folder.rglob(f"{stem}.*"), *folder.rglob(f"sphx_glr_{stem}_[0-9t]*")]:
+                path.unlink()
     if gone:  # they may be all that refers to a name, and are in lists that are then not written again
         shutil.rmtree(generated / "backreferences", ignore_errors=True)
     return sorted(gone)

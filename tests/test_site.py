@@ -1,0 +1,348 @@
+"""The site's own parts: the banner, what runs again, what is cleaned, links, commands. The site itself is not built."""
+
+import html.parser
+import os
+import re
+import shutil
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+import fusebook_site
+import gallery_hooks
+import inventories
+
+ROOT = Path(__file__).resolve().parents[1]
+HTML = ROOT / "build" / "html"
+
+WITHOUT = """\"\"\"
+Nothing here
+============
+\"\"\"
+
+# %%
+# The results
+# -----------
+from fusebook.gallery import NoResults
+
+def results():
+    raise NoResults("No GPU and no record: run `python -m fusebook.record toy`.")
+
+df = results()
+df
+
+# %%
+# Afterwards
+# ----------
+print("this block must not run")
+"""
+
+WITH = """\"\"\"
+Something here
+==============
+\"\"\"
+
+# %%
+# The results
+# -----------
+1 + 1
+"""
+
+
+# A page without results
+
+
+def _script():
+    return {"execute_script": True, "fake_main": types.ModuleType("__main__")}
+
+
+class _Stop(SystemExit):
+    banner = "<p>run it</p>"
+
+
+def _stop():
+    raise _Stop("run it")
+
+
+def test_a_page_without_results_stops_and_shows_a_banner_once(monkeypatch):
+    monkeypatch.delenv("FUSEBOOK_STRICT", raising=False)
+    runner, script, ran = gallery_hooks.Runner(), _script(), []
+    runner.script = script
+    runner(_stop)
+    runner(lambda: ran.append(1))  # the last expression of the same block
+    assert not ran
+    assert script["execute_script"] is False
+    assert script["fake_main"].___ is None
+    assert "<p>run it</p>" in gallery_hooks.banner(None, script, {})
+    assert gallery_hooks.banner(None, script, {}) == ""
+
+
+def test_under_strict_the_sentence_ends_the_build(monkeypatch):
+    monkeypatch.setenv("FUSEBOOK_STRICT", "1")
+    runner = gallery_hooks.Runner()
+    runner.script = _script()
+    with pytest.raises(SystemExit, match="run it"):
+        runner(_stop)
+
+
+def test_a_page_that_just_exits_is_not_taken_for_one_without_results(monkeypatch):
+    monkeypatch.delenv("FUSEBOOK_STRICT", raising=False)
+    runner = gallery_hooks.Runner()
+    runner.script = _script()
+    with pytest.raises(SystemExit):
+        runner(sys.exit)
+
+
+def test_the_next_page_starts_afresh():
+    runner = gallery_hooks.runner
+    runner.script = {"banner": _Stop("run it")}
+    fresh = _script()
+    assert gallery_hooks.reset_argv({}, fresh) == []
+    assert runner(lambda: 1) == (0.0, 1)
+    assert gallery_hooks.banner(None, fresh, {}) == ""
+
+
+@pytest.fixture
+def book(tmp_path):
+    """A site of two pages with this repository's settings."""
+    for name in ("conf.py", "docs", "src"):
+        source = ROOT / name
+        ignore = shutil.ignore_patterns("auto_examples", "__pycache__")
+        shutil.copytree(source, tmp_path / name, ignore=ignore) if source.is_dir() else shutil.copy(source, tmp_path)
+    for page in (tmp_path / "docs").glob("*.*"):
+        if page.suffix in (".rst", ".md"):
+            page.unlink()
+    (tmp_path / "docs" / "index.rst").write_text("Toy\n===\n\n.. toctree::\n\n   auto_examples/index\n")
+    (tmp_path / "examples").mkdir()
+    (tmp_path / "examples" / "GALLERY_HEADER.rst").write_text("Pages\n=====\n\n")
+    (tmp_path / "examples" / "plot_100_with.py").write_text(WITH)
+    (tmp_path / "examples" / "plot_101_without.py").write_text(WITHOUT)
+    return tmp_path
+
+
+def _build(book, **env):
+    return subprocess.run(
+        [sys.executable, "-m", "sphinx", "-W", "-n", "-c", ".", "docs", "build/html"],
+        cwd=book,
+        env={**os.environ, "FUSEBOOK_STRICT": "", "PYTHONPATH": str(book / "src"), **env},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_a_site_builds_without_results_rebuilds_what_changed_and_forgets_what_is_gone(book):
+    pytest.importorskip("sphinx_gallery")
+    built = _build(book)
+    assert built.returncode == 0, built.stdout + built.stderr
+    page = (book / "build/html/auto_examples/plot_101_without.html").read_text()
+    assert "python -m fusebook.record toy" in page
+    assert "this block must not run" in page  # as source
+    assert "sphx-glr-script-out" not in page  # not as output
+    assert "memory usage" not in page
+    assert not _foreign(book / "build/html")
+
+    # A page that replays is left alone while nothing changes; one without results is tried each time.
+    done = book / "docs/auto_examples/plot_100_with.py.md5"
+    first = done.stat().st_mtime_ns
+    assert _build(book).returncode == 0
+    assert done.stat().st_mtime_ns == first
+    module = book / "src/fusebook/tables.py"
+    module.write_text(module.read_text() + "\n# changed\n")
+    assert _build(book).returncode == 0
+    assert done.stat().st_mtime_ns != first
+
+    strict = _build(book, FUSEBOOK_STRICT="1")
+    assert strict.returncode == 1
+    assert "No GPU and no record: run `python -m fusebook.record toy`." in strict.stderr
+    assert "Traceback" not in strict.stderr
+
+    (book / "examples/plot_101_without.py").unlink()
+    built = _build(book, FUSEBOOK_STRICT="1")
+    assert built.returncode == 0, built.stdout + built.stderr
+    assert not list((book / "build/html").rglob("*plot_101_without*"))
+
+
+# What runs again
+
+
+@pytest.fixture
+def library(tmp_path):
+    files = {
+        "bench.py": "",
+        "kernels/__init__.py": "",
+        "kernels/_tl.py": "",
+        "kernels/softmax.py": 'Op("softmax"), Op("softmax_backward")',
+        "kernels/gemm.py": 'Op("concat_gemm")',
+        "kernels/tuned/softmax.json": "{}",
+        "records/gpu/machine.json": "{}",
+        "records/gpu/softmax.csv": "1",
+        "records/gpu/softmax_backward.csv": "1",
+        "records/gpu/concat_gemm.csv": "1",
+        "records/gpu/pages/transfers.csv": "1",
+    }
+    for name, text in files.items():
+        path = tmp_path / "src" / "fusebook" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return tmp_path
+
+
+SOFTMAX = "from fusebook.kernels.softmax import SOFTMAX"
+
+
+@pytest.mark.parametrize(
+    ("page", "file", "again"),
+    [
+        (SOFTMAX, "bench.py", True),
+        (SOFTMAX, "kernels/_tl.py", True),
+        (SOFTMAX, "kernels/softmax.py", True),
+        (SOFTMAX, "kernels/gemm.py", False),
+        (SOFTMAX, "kernels/tuned/softmax.json", True),
+        (SOFTMAX, "records/gpu/softmax_backward.csv", True),
+        (SOFTMAX, "records/gpu/concat_gemm.csv", False),
+        (SOFTMAX, "records/gpu/machine.json", True),
+        (SOFTMAX, "records/gpu/pages/transfers.csv", False),
+        ("import fusebook", "kernels/gemm.py", True),
+        ("from fusebook.kernels import OPS, softmax", "records/gpu/concat_gemm.csv", True),
+        ('measured("transfers", f)', "records/gpu/pages/transfers.csv", True),
+    ],
+    ids=lambda value: str(value).rsplit("/", 1)[-1],
+)
+def test_a_page_runs_again_when_what_it_is_made_from_changes(library, page, file, again):
+    examples, generated = library / "examples", library / "generated"
+    examples.mkdir()
+    (examples / "plot_1.py").write_text(page)
+    assert fusebook_site.forget_stale(examples, generated, {}, library) == ["plot_1"]
+    assert fusebook_site.forget_stale(examples, generated, {}, library) == []
+    done = generated / "plot_1.py.md5"
+    done.write_text("sum")
+    with (library / "src" / "fusebook" / file).open("a") as opened:
+        opened.write("# changed")
+    assert fusebook_site.forget_stale(examples, generated, {}, library) == (["plot_1"] if again else [])
+    assert done.exists() is not again
+
+
+def test_a_page_runs_again_under_other_circumstances(library):
+    examples, generated = library / "examples", library / "generated"
+    examples.mkdir()
+    (examples / "plot_1.py").write_text(SOFTMAX)
+    fusebook_site.forget_stale(examples, generated, {"strict": ""}, library)
+    assert fusebook_site.forget_stale(examples, generated, {"strict": "1"}, library) == ["plot_1"]
+
+
+# Links and inventories
+
+
+def test_inventories_hold_what_their_lists_say():
+    for project in inventories.ADDRESSES:
+        text = (inventories.FOLDER / f"{project}.txt").read_text(encoding="utf-8")
+        kept = (inventories.FOLDER / f"{project}.inv").read_bytes()
+        assert kept == inventories.inventory(project, text), f"run python docs/_ext/inventories.py: {project} differs"
+
+
+@pytest.mark.parametrize(
+    ("page", "path"),
+    [
+        ("auto_examples/plot_102_softmax", "examples/plot_102_softmax.py"),
+        ("auto_examples/index", "examples/GALLERY_HEADER.rst"),
+        ("contributing", "docs/contributing.md"),
+    ],
+)
+def test_edit_links_point_at_sources(page, path):
+    app = types.SimpleNamespace(config=types.SimpleNamespace(fusebook_repository="https://github.com/someone/fusebook"))
+    context = {"page_source_suffix": ".md"}
+    fusebook_site.edit_links(app, page, "page.html", context, None)
+    assert context["get_edit_provider_and_url"]()[1] == f"https://github.com/someone/fusebook/edit/main/{path}"
+    assert ("colab" in context) == ("plot_" in page)
+
+
+class _Loads(html.parser.HTMLParser):
+    """The addresses that a browser fetches by itself when it shows a page; links that a reader follows are none."""
+
+    FETCHED = ("stylesheet", "preload", "prefetch", "preconnect", "modulepreload", "dns-prefetch", "icon", "manifest")
+
+    def __init__(self, text):
+        super().__init__()
+        self.found = []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        given = {name: value or "" for name, value in attributes}
+        self.found += [given[name] for name in ("src", "srcset", "data", "poster") if name in given]
+        if tag == "link" and set(given.get("rel", "").split()) & set(self.FETCHED):
+            self.found.append(given.get("href", ""))
+
+
+def _foreign(folder):
+    """What the pages and style sheets of a site would load from elsewhere, with the file that does."""
+    style = re.compile(r"""(?:@import\s+(?:url\()?|url\()\s*["']?((?:https?:)?//[^"')\s]+)""")
+    found = []
+    for path in [*folder.rglob("*.html"), *folder.rglob("*.css")]:
+        text = path.read_text(encoding="utf-8")
+        loaded = _Loads(text).found if path.suffix == ".html" else []
+        away = [address for address in loaded if re.match(r"\s*(https?:)?//", address)]
+        found += [(path.name, address) for address in away + style.findall(text)]
+    return found
+
+
+def test_the_built_site_loads_nothing_from_elsewhere():
+    if not (HTML / "index.html").exists():
+        pytest.skip("needs a built site: nox -s docs")
+    assert not _foreign(HTML)
+
+
+def test_what_loads_from_elsewhere_is_found(tmp_path):
+    (tmp_path / "a.html").write_text(
+        '<a href="https://fine.org">x</a><script defer src="https://cdn.org/x.js"></script>'
+    )
+    (tmp_path / "b.html").write_text('<link rel="stylesheet" href="//cdn.org/x"><link rel="canonical" href="//x.org">')
+    (tmp_path / "c.css").write_text("@font-face { src: url('https://cdn.org/font.woff2') }")
+    assert sorted(name for name, _ in _foreign(tmp_path)) == ["a.html", "b.html", "c.css"]
+
+
+# Commands
+
+
+def test_the_commands_of_the_readme_exist():
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    noxfile = (ROOT / "noxfile.py").read_text(encoding="utf-8")
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert {"make docs", "make test"} <= set(re.findall(r"make \w+", "\n".join(readme.splitlines()[:25])))
+    for target in re.findall(r"make (docs|test|live|clean)\b", readme):
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE)
+    for session in re.findall(r"nox (?:--[\w-]+ )*-s (\w+)", readme + makefile):
+        assert f"def {session}(session)" in noxfile
+    for page in re.findall(r"python (examples/\w+\.py)", readme):
+        assert (ROOT / page).exists()
+
+
+@pytest.fixture(scope="module")
+def noxfile():
+    pytest.importorskip("nox")
+    import noxfile
+
+    return noxfile
+
+
+@pytest.mark.parametrize(
+    ("wish", "found", "device", "requirement"),
+    [
+        ("", [], "cpu", "torch==2.13.0"),
+        ("", ["GPU 0: NVIDIA H200"], "cuda", "torch"),
+        ("cpu", ["GPU 0: NVIDIA H200"], "cpu", "torch==2.13.0"),
+        ("cuda", [], "cuda", "torch"),
+        ("2.11.0", [], "cpu", "torch==2.11.0"),
+        ("2.11.0", ["GPU 0: NVIDIA H200"], "cuda", "torch==2.11.0"),
+    ],
+)
+def test_torch_is_chosen_by_wish_then_by_gpu(noxfile, wish, found, device, requirement):
+    assert noxfile.torch_choice(wish, found)[:2] == (device, requirement)
+
+
+def test_a_wish_for_an_unknown_torch_is_refused(noxfile):
+    with pytest.raises(ValueError, match=r"expected cpu, cuda or a version such as .*, got 'rocm'"):
+        noxfile.torch_choice("rocm", [])
