@@ -23,6 +23,7 @@ FUSEBOOK_REPOSITORY
 from __future__ import annotations
 
 import argparse
+import ast
 import datetime as dt
 import hashlib
 import html
@@ -32,6 +33,7 @@ import re
 import shutil
 import string
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +43,7 @@ import pandas as pd
 import torch
 
 from fusebook import bench, check, machine, record, tables
+from fusebook.kernels import OPS
 from fusebook.op import Cost, Op
 
 __all__ = [
@@ -55,6 +58,7 @@ __all__ = [
     "holds",
     "measured",
     "provenance",
+    "records",
     "results",
     "say",
     "solution",
@@ -351,6 +355,26 @@ def measured(name: str, function: Callable[[], pd.DataFrame]) -> pd.DataFrame:
             frame.attrs["stale"] = [name]
     frame.attrs["page"] = name
     return frame
+
+
+def records() -> dict[str, pd.DataFrame]:
+    """Every record of the named GPU, by operator; nothing is measured.
+
+    Returns
+    -------
+    dict of str to pandas.DataFrame
+        ``attrs`` as those of `results`.
+
+    Raises
+    ------
+    NoResults
+        Where there is none.
+    """
+    slug = _slug()
+    found = {name: record.read(name, slug) for name in OPS if record.exists(name, slug)}
+    if not found:
+        _nothing(f"any operator on {slug}", "nox -s record")
+    return found
 
 
 def _digest(function: Callable[[], Any]) -> str:
@@ -764,15 +788,18 @@ class Source(_Shown):
     ----------
     *functions : callable
         Functions, kernels under ``triton.jit``, and custom operators.
+    doc : bool
+        Whether docstrings are shown; the API shows them too.
     """
 
-    def __init__(self, *functions: Any) -> None:
+    def __init__(self, *functions: Any, doc: bool = True) -> None:
         self.parts = []
         for function in functions:
             plain = _plain(function)
             lines, first = inspect.getsourcelines(plain)
             path = f"{plain.__module__}.{plain.__qualname__}"
-            self.parts.append((path, first, first + len(lines) - 1, inspect.cleandoc("\n" + "".join(lines))))
+            text = textwrap.dedent("".join(lines)).rstrip()
+            self.parts.append((path, first, first + len(lines) - 1, text if doc else _undocumented(text)))
 
     def _repr_html_(self) -> str:
         return "".join(
@@ -796,6 +823,15 @@ def _plain(function: Any) -> Any:
         else:
             raise TypeError(f"Source: expected a function, a Triton kernel or a custom operator, got {function!r}")
     return inspect.unwrap(function) if inspect.isfunction(function) else function
+
+
+def _undocumented(text: str) -> str:
+    """The source of a function without its docstring."""
+    body = ast.parse(text).body[0].body  # type: ignore[attr-defined]
+    lines = text.splitlines()
+    if len(body) > 1 and isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant):
+        del lines[body[0].lineno - 1 : body[0].end_lineno]
+    return "\n".join(lines)
 
 
 def _coloured(text: str) -> str:
@@ -863,7 +899,8 @@ def solution(path: str) -> Solution:
     -------
     Solution
     """
-    source = Path(path)
+    page = Path(getattr(sys.modules.get("__main__"), "__file__", None) or "page.py")
+    source = next((f for f in (Path(path), page.parent / path) if f.exists()), Path(path))
     if source.exists() and os.environ.get("FUSEBOOK_DOWNLOADS"):
         shutil.copyfile(source, _folder() / source.name)
     return Solution(source)._now()
@@ -879,7 +916,7 @@ class Solution(_Shown):
         if os.environ.get("FUSEBOOK_DOWNLOADS"):
             return _link(self.file)
         if repository := os.environ.get("FUSEBOOK_REPOSITORY"):
-            return f"{repository.rstrip('/')}/blob/main/examples/{self.file.as_posix()}"
+            return f"{repository.rstrip('/')}/blob/main/examples/solutions/{self.file.name}"
         return self.file.as_posix() if self.file.exists() else ""
 
     def _repr_html_(self) -> str:
@@ -888,4 +925,4 @@ class Solution(_Shown):
         return f'<p class="fb-downloads">Solutions to read after trying: {link}</p>'
 
     def __repr__(self) -> str:
-        return f"Solutions to read after trying: examples/{self.file.as_posix()}"
+        return f"Solutions to read after trying: {self.file.as_posix()}"

@@ -1,6 +1,6 @@
 """Figures of results: a DataFrame in, Axes out. One picture serves a light page and a dark one.
 
-Nothing is painted behind the data, and text and axes are of a middle grey. A variant keeps its colour and its dash on
+Nothing is painted behind the data, and text and axes are of a grey that is seen on both. A variant keeps its colour and its dash on
 every page, and is named at the end of its line. The roof is drawn wherever a rate is.
 """
 
@@ -21,10 +21,10 @@ from fusebook import tables
 __all__ = ["bandwidth", "copies", "dots", "roofline", "times"]
 
 #: Readable on white and on near-black, and told apart by readers who do not see red and green.
-INK = "#808080"
+INK = "#6e6e6e"
 _COLOURS = {
     "fusebook": "#0a84d6",
-    "eager": "#8c8c8c",
+    "eager": "#7a7a7a",
     "torch": "#009e73",
     "torch.compile": "#b563c4",
     "Liger": "#c98500",

@@ -16,6 +16,8 @@ __all__ = [
     "bandwidth",
     "dims",
     "label",
+    "losses",
+    "number",
     "pretty",
     "ratio",
     "share",
@@ -290,6 +292,32 @@ def speedup(df: pd.DataFrame, over: str = "eager", kind: str = "cold") -> pd.Dat
     if over not in table:
         raise ValueError(f"tables.speedup: expected a variant of {', '.join(table.columns)}, got {over!r}")
     return table.rdiv(table[over], axis=0).drop(columns=over)
+
+
+def losses(df: pd.DataFrame, variant: str = "fusebook", kind: str = "cold", within: float = 0.02) -> pd.DataFrame:
+    """The points at which another variant is faster: what a page that shows only wins would hide.
+
+    Parameters
+    ----------
+    df : pandas.DataFrame
+        Results.
+    variant : str
+    kind : str
+        ``cold``, ``warm`` or ``call``.
+    within : float
+        Medians this close count as equal.
+
+    Returns
+    -------
+    pandas.DataFrame
+        Indexed by sizes and dtype: the fastest other variant, and how many times as long `variant` takes. The worst
+        loss comes first.
+    """
+    others = [name for name in dict.fromkeys(df["variant"]) if name != variant]
+    table = pd.DataFrame({name: ratio(df, variant, name, kind) for name in others})
+    lost = table[(table > 1 + within).any(axis=1)]
+    result = pd.DataFrame({"faster": lost.idxmax(axis=1), "times as long": lost.max(axis=1)}, index=lost.index)
+    return result.sort_values("times as long", ascending=False)
 
 
 def number(value: Any) -> str:

@@ -1,0 +1,745 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["fusebook"]
+#
+# [tool.uv.sources]
+# fusebook = { path = "..", editable = true }
+# ///
+"""
+Fused softmax
+=============
+
+A softmax written as five operations moves four times as much memory as it
+has to. This page counts that traffic, predicts what fusing it will give,
+writes the kernel in three steps, proves it right on rows that are made to
+break it, and only then takes the time, against PyTorch, ``torch.compile``,
+Liger and quack, under the measured roof of the machine.
+
+With a CUDA GPU everything here is measured as the page runs. Without one, the
+kernels run in Triton's interpreter and the times are replayed from the record
+of a GPU that is named beside them.
+"""
+
+# %%
+# The problem
+# -----------
+#
+# Every row :math:`x` of a matrix with M rows of N columns becomes
+#
+# .. math::
+#
+#    y_i = \frac{e^{x_i - m}}{\sum_j e^{x_j - m}}, \qquad m = \max_j x_j
+#
+# The maximum is there for one reason: in float32 the exponential overflows
+# from 89 on, and one large value in a row would turn all of it into NaN.
+# Shifting a row changes nothing in the result, so we shift it by the value
+# that makes every exponent negative.
+#
+# There are about five floating-point operations an element. A GPU does
+# hundreds in the time it takes to fetch one, so arithmetic is free here:
+# **the time of a softmax is the time of its traffic**. The least traffic is
+# to read each element once and to write each result once, 2MN elements.
+
+import fusebook  # before triton: it decides whether kernels are interpreted
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+import torch
+import triton
+import triton.language as tl
+from fusebook import plots, tables
+from fusebook.check import judge, yardstick
+from fusebook.gallery import (
+    Source,
+    arguments,
+    claim,
+    claims,
+    downloads,
+    exercise,
+    provenance,
+    results,
+    say,
+    solution,
+    table,
+)
+from fusebook.inputs import generator, rough
+from fusebook.kernels.softmax import (
+    SOFTMAX,
+    SOFTMAX_BACKWARD,
+    _softmax_plan,
+    _softmax_rows,
+    softmax_eager,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+
+args = arguments(SOFTMAX, config="triton", dtype="float32")
+
+# %%
+# What eager costs
+# ----------------
+#
+# This is the chain as one would write it, an operation a line. Each line is a
+# kernel of its own: it reads its inputs from memory and writes its output
+# back, and the next line reads that again.
+
+Source(softmax_eager, doc=False)
+
+# %%
+# Comments can be wrong, so let PyTorch count. A dispatch mode sees every
+# operation on its way to the device; the shapes are enough, and tensors on
+# the ``meta`` device have nothing else.
+
+
+class Traffic(TorchDispatchMode):
+    """Note how many elements each operation reads and writes."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        read = sum(a.numel() for a in args if isinstance(a, torch.Tensor))
+        self.rows.append((function.overloadpacket.__name__, read, out.numel()))
+        return out
+
+
+M, N = 4096, 8192
+shape_only = torch.empty(M, N, device="meta")
+with Traffic() as traffic:
+    softmax_eager(shape_only)
+
+chain = pd.DataFrame(traffic.rows, columns=["operation", "read", "written"])
+parts = pd.DataFrame(
+    {
+        "reads MN": chain["read"] // (M * N),
+        "reads M": chain["read"] % (M * N) // M,
+        "writes MN": chain["written"] // (M * N),
+        "writes M": chain["written"] % (M * N) // M,
+    }
+).set_axis(chain["operation"])
+parts.loc["all five"] = parts.sum()
+table(parts, "Traffic of the chain, in multiples of MN and of M elements")
+
+# %%
+# The prediction, made before anything is timed: if every kernel of the chain
+# ran as fast as the memory lets it, fusing them would make the softmax
+# (8MN + 4M) / 2MN times as fast.
+
+total = int(chain["read"].sum() + chain["written"].sum())
+predicted = total / (2 * M * N)
+eager_cost = SOFTMAX.variants["eager"].cost(4, M=M, N=N)
+claims(
+    say(
+        "Predicted: fused, the softmax is {predicted:.2f} times as fast.",
+        predicted=predicted,
+    ),
+    claim(
+        "The chain reads 5MN + 2M elements and writes 3MN + 2M",
+        parts.loc["all five"].tolist() == [5, 2, 3, 2],
+    ),
+    claim(
+        "The card of the operator states the same number of bytes",
+        eager_cost.read + eager_cost.write == 4 * total,
+    ),
+)
+
+# %%
+# The kernel
+# ----------
+#
+# **Step one: one row a program.** Triton runs the same program many times;
+# here program *i* owns row *i*. It loads the row into registers, reduces it
+# there, and stores the result: one read, one write. The number of columns in
+# a tile must be a power of two, so the rest of the tile is masked and filled
+# with minus infinity, which is neutral for the maximum and, after the
+# exponential, for the sum.
+
+
+@triton.jit
+def one_row(y_ptr, x_ptr, N, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)  # past 2**31 elements int32 wraps
+    columns = tl.arange(0, BLOCK)  # [BLOCK]
+    inside = columns < N
+    at = row * N + columns
+    x = tl.load(x_ptr + at, mask=inside, other=float("-inf"))  # read N
+    x = x.to(tl.float32)  # bfloat16 sums lose their tail after 256 terms
+    e = tl.exp(x - tl.max(x, 0))  # [BLOCK]
+    tl.store(y_ptr + at, e / tl.sum(e, 0), mask=inside)  # write N
+
+
+def softmax_one_row(x):
+    M, N = x.shape
+    y = torch.empty_like(x)
+    one_row[(M,)](y, x, N, BLOCK=triton.next_power_of_2(N))
+    return y
+
+
+# %%
+# This is already most of the gain. Two things are left, one at each end of
+# the range of widths.
+#
+# **Step two: rows in tiles.** A row of 256 float32 numbers is 1 KiB. A
+# program that moves 1 KiB has too few loads in flight to hide the latency of
+# memory, and a grid of one row a program pays for starting M of them. So a
+# program takes several rows, as a two-dimensional tile; reductions then run
+# along axis 1, and rows past the end need a mask as columns do.
+
+
+@triton.jit
+def some_rows(y_ptr, x_ptr, M, N, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, BLOCK)
+    live = (rows < M)[:, None]  # [ROWS, 1]
+    inside = live & (columns < N)[None, :]  # [ROWS, BLOCK]
+    at = rows[:, None] * N + columns[None, :]
+    x = tl.load(x_ptr + at, mask=inside, other=float("-inf"))  # read MN
+    # Rows past the end are all -inf, and -inf - -inf is NaN: make them 0.
+    x = tl.where(live, x.to(tl.float32), 0.0)
+    e = tl.exp(x - tl.max(x, 1)[:, None])
+    tl.store(y_ptr + at, e / tl.sum(e, 1)[:, None], mask=inside)  # write MN
+
+
+def softmax_some_rows(x, elements=2**15):
+    M, N = x.shape
+    y = torch.empty_like(x)
+    block = triton.next_power_of_2(N)
+    # A tile of 4096 elements keeps a GPU busy. The interpreter pays by the
+    # program, whatever its size, so it is given larger ones.
+    rows = max(1, (4096 if x.is_cuda else elements) // block)
+    some_rows[(triton.cdiv(M, rows),)](y, x, M, N, ROWS=rows, BLOCK=block)
+    return y
+
+
+# %%
+# **Step three: chunks in registers.** At the other end the power of two
+# hurts: 12672 columns are padded to 16384, and almost a quarter of all lanes
+# carry nothing. Instead, hold the row as several equal chunks, a tuple of
+# tiles that ``tl.static_range`` unrolls at compile time. Only the last chunk
+# is padded, and there is one reduction across threads a row, not one a chunk.
+
+
+@triton.jit
+def in_chunks(y_ptr, x_ptr, N, BLOCK: tl.constexpr, CHUNKS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    chunks = ()
+    tops = tl.full([BLOCK], float("-inf"), tl.float32)
+    for i in tl.static_range(CHUNKS):
+        inside = i * BLOCK + columns < N
+        at = row * N + i * BLOCK + columns
+        x = tl.load(x_ptr + at, mask=inside, other=float("-inf"))  # read N
+        chunks = chunks + (x,)  # in its own dtype: half the registers
+        tops = tl.maximum(tops, x.to(tl.float32))
+    top = tl.max(tops, 0)
+    sums = tl.zeros([BLOCK], tl.float32)
+    for i in tl.static_range(CHUNKS):
+        sums += tl.exp(chunks[i].to(tl.float32) - top)
+    scale = 1 / tl.sum(sums, 0)  # one division a row
+    for i in tl.static_range(CHUNKS):
+        inside = i * BLOCK + columns < N
+        at = row * N + i * BLOCK + columns
+        e = tl.exp(chunks[i].to(tl.float32) - top)  # again: cheaper than kept
+        tl.store(y_ptr + at, e * scale, mask=inside)  # write N
+
+
+def softmax_in_chunks(x, block=1024):
+    M, N = x.shape
+    y = torch.empty_like(x)
+    chunks = triton.cdiv(N, block)
+    in_chunks[(M,)](y, x, N, BLOCK=block, CHUNKS=chunks)
+    return y
+
+
+# %%
+# How many lanes carry nothing, by width:
+
+widths = pd.DataFrame({"N": [781, 1000, 2944, 6016, 12672]}).set_index("N")
+one_tile = [triton.next_power_of_2(n) for n in widths.index]
+in_1024s = [1024 * triton.cdiv(n, 1024) for n in widths.index]
+widths["idle %, one tile"] = [
+    100 * (1 - n / t) for n, t in zip(widths.index, one_tile, strict=True)
+]
+widths["idle %, chunks of 1024"] = [
+    100 * (1 - n / t) for n, t in zip(widths.index, in_1024s, strict=True)
+]
+table(widths, "Lanes that carry nothing, in percent")
+
+# %%
+# **The finished kernel** puts both together, for any axis of any tensor with
+# any strides, and float64 as well. This is the source of the library, read
+# when the page was built.
+
+Source(_softmax_rows)
+
+# %%
+# What to launch for which shape is decided by a function of its own, of plain
+# numbers, so that tests can try it without a GPU. Rows wider than 64 KiB do
+# not stay in registers; a second kernel reads them twice.
+
+Source(_softmax_plan, doc=False)
+
+# %%
+# Is it right?
+# ------------
+#
+# The reference is the same formula in float64. The score of a result is the
+# largest error of an element, relative to its own size plus the root mean
+# square of its row: free of scale, and at least one half for a result of
+# zeros. The limit is 64 eps in float32 and 8 eps in the half types.
+#
+# 1823 x 781 is the shape of the Triton tutorial that this page grew from:
+# neither number is a multiple of anything useful. And the rows are rough: a
+# third are plain normal numbers, a third hold three values twenty times too
+# large, a third are shifted by 100.
+
+
+def judged(x, **ways):
+    """The score of each way to compute a softmax of `x`."""
+    yard = yardstick(SOFTMAX, (x,))
+    verdicts = {
+        name: judge(SOFTMAX, way(x), yard) for name, way in ways.items()
+    }
+    rows = [(v.score, v.limit, v.ok) for v in verdicts.values()]
+    names = pd.Index(verdicts, name="way")
+    return pd.DataFrame(rows, index=names, columns=["score", "limit", "right"])
+
+
+rng = generator(seed=0)
+x = rough(rng, (1823, 781), torch.float32)
+odd = judged(
+    x,
+    eager=softmax_eager,
+    step_two=softmax_some_rows,
+    fusebook=fusebook.softmax,
+)
+table(odd, "1823 x 781, float32, rough rows")
+
+# %%
+# Hostile rows: nothing but minus infinity (NaN, as in PyTorch), one finite
+# value among them, a NaN, a plus infinity, and the largest numbers there are.
+
+inf, nan = float("inf"), float("nan")
+hostile = rough(rng, (8, 1000), torch.float32)
+hostile[0] = -inf
+hostile[1] = -inf
+hostile[1, 7] = 3.0
+hostile[2, 500] = nan
+hostile[3, 999] = inf
+hostile[4, ::2] = -inf
+hostile[5, 0] = torch.finfo(torch.float32).max
+hostile[6] = torch.finfo(torch.float32).min
+with np.errstate(invalid="ignore"):  # the interpreter is NumPy: NaN warns
+    evil = judged(
+        hostile,
+        step_one=softmax_one_row,
+        step_two=softmax_some_rows,
+        step_three=softmax_in_chunks,
+        fusebook=fusebook.softmax,
+    )
+table(evil, "Eight hostile rows of 1000")
+
+# %%
+# A check is worth what it catches. Here is the mistake that everybody makes
+# once, a softmax without its maximum. On plain normal rows it passes; that is
+# why the rows above are not plain.
+
+
+def forgetful(x):
+    e = x.exp()
+    return e / e.sum(-1, keepdim=True)
+
+
+plain = torch.randn(64, 781, generator=rng, device=rng.device)
+tame = judged(plain, no_maximum=forgetful)
+caught = judged(x[:64].contiguous(), no_maximum=forgetful)
+claims(
+    claim("All three steps and the library are right", evil["right"].all()),
+    claim("They are right on 1823 x 781", odd["right"].all()),
+    claim("Without its maximum it passes on plain rows", tame["right"].all()),
+    claim("and is caught on rough ones", not caught["right"].any()),
+    claim(
+        "In half precision too",
+        all(
+            judged(rough(rng, (48, 1000), t), ours=fusebook.softmax)[
+                "right"
+            ].all()
+            for t in (torch.float16, torch.bfloat16)
+        ),
+    ),
+)
+
+# %%
+# How fast?
+# ---------
+#
+# The sweep of the tutorial: 4096 rows of 256 to 12672 columns, in steps of
+# 128. Every way is checked before it is timed. Times here are *cold*: CUDA
+# events around one call, after a flush of the L2 cache. What compiles anew
+# for each width is measured at every eighth.
+
+sweep = results(
+    SOFTMAX,
+    config=args.config,
+    dtype=args.dtype,
+    warmup=args.warmup,
+    repeat=args.repeat,
+)
+one = sweep[sweep["dtype"] == sweep["dtype"].iloc[0]]
+plots.bandwidth(one)
+
+# %%
+# Bandwidth counts the least traffic, 2MN elements, whatever a variant moved.
+# The grey line is the roof, made of copies that were measured on the same
+# machine; no datasheet is involved. Where the shade says *partly L2* the
+# cache absorbs a part of the traffic, so that a point may lie above the roof
+# and says little about memory. *Copy* is ``y.copy_(x)`` of as many bytes, in
+# the same run. The bands reach from the 20 % to the 80 % quantile.
+
+provenance(sweep)
+
+# %%
+downloads(sweep, "softmax")
+
+# %%
+table(
+    tables.times(one, words=True),
+    "Cold time by width, in microseconds; empty: not measured at this width",
+)
+
+# %%
+# The prediction was made for memory that serves every kernel at its full
+# rate. So it is compared where memory decides.
+
+memory = tables.where(one, zone="memory")
+gain = tables.ratio(memory, "eager", "fusebook")
+claims(
+    say(
+        "Predicted {predicted:.2f}; measured {least:.2f} to {most:.2f}, "
+        "{middle:.2f} in the median.",
+        predicted=predicted,
+        least=gain.min(),
+        most=gain.max(),
+        middle=gain.median(),
+    ),
+    claim("Fusing gives at least what was predicted", gain >= predicted),
+    say(
+        "What exceeds the prediction is not traffic: it is how far the "
+        "five kernels of the chain stay under the roof themselves."
+    ),
+)
+
+# %%
+# **Small work is another question.** At 4096 x 256 the kernel lasts a few
+# microseconds, about as long as an empty one, and a host that launches it
+# from Python takes longer than that. Two more clocks tell the parts apart:
+# *warm* is the time per call of many calls in a CUDA graph, without any
+# launch by the host; *call* is what Python waits for.
+
+small = results(
+    SOFTMAX,
+    config="4096x256,4096x1024",
+    dtype="float32",
+    warmup=args.warmup,
+    repeat=args.repeat,
+)
+clocks = pd.concat(
+    {kind: tables.times(small, kind) for kind in ("warm", "cold", "call")},
+    names=["clock"],
+)
+table(clocks.reset_index(["M", "N"]), "Three clocks, in microseconds")
+
+# %%
+warm = tables.times(small, "warm")
+fused = tables.where(small, variant="fusebook").set_index(["M", "N"])
+bound = fused["floor_warm_us"] + fused["roof_us"]
+peers = [name for name in warm if name not in ("eager", "fusebook")]
+claims(
+    claim(
+        "Warm, no peer is faster by more than 2 %",
+        warm["fusebook"] <= 1.02 * warm[peers].min(axis=1),
+    ),
+    claim(
+        "Warm, within 1.3 times the launch floor plus the roof",
+        fused["warm_us"] <= 1.3 * bound,
+    ),
+    say(
+        "At 4096 x 256 a call takes {call:.0f} microseconds of the host's "
+        "time and {warm:.1f} of the device's: put small kernels in a graph.",
+        call=fused["call_us"].iloc[0],
+        warm=fused["warm_us"].iloc[0],
+    ),
+)
+
+# %%
+# How far from the roof?
+# ----------------------
+#
+# Over the sweep, for each way: its share of the roof and of a copy, how wrong
+# it is as a part of the limit, whether two runs give the same bits, the
+# memory it takes beyond its input, and the seconds of the first call, which
+# compiles.
+
+table(tables.shares(one), "Each way over the sweep, cold")
+
+# %%
+# Rows of 4 to 64 KiB with at least four times the L2 cache in traffic: here
+# the memory decides and nothing helps.
+
+large = results(
+    SOFTMAX,
+    config="large",
+    dtype="float32,bfloat16",
+    warmup=args.warmup,
+    repeat=args.repeat,
+)
+plots.dots(large)
+
+# %%
+table(tables.shares(large), "Each way over the large shapes, cold")
+
+# %%
+# Real vocabularies: a row of 32000 fits into registers, one of 128256 does
+# not, and ours is then read twice.
+
+vocabulary = results(
+    SOFTMAX,
+    config="llama",
+    dtype="float32,bfloat16",
+    warmup=args.warmup,
+    repeat=args.repeat,
+)
+plots.dots(vocabulary)
+
+# %%
+table(
+    tables.times(vocabulary, words=True),
+    "Vocabularies: cold time in microseconds",
+    fold=False,
+)
+
+# %%
+# **The gradient** is a kernel of the same shape: with y kept from the forward
+# pass, dx = y (dy - sum(y dy)) reads 2MN elements and writes MN.
+
+backward = results(
+    SOFTMAX_BACKWARD,
+    config="large",
+    dtype="float32,bfloat16",
+    variants=("eager", "torch", "fusebook"),
+    warmup=args.warmup,
+    repeat=args.repeat,
+)
+table(tables.shares(backward), "The gradient over the large shapes, cold")
+
+# %%
+# Lessons
+# -------
+#
+# What follows was decided by the numbers above, not by us.
+
+
+def width(df):
+    """The part of a result that the targets speak of: rows of 4 to 64 KiB."""
+    size = df["dtype"].map(lambda t: getattr(torch, t).itemsize)
+    kib = df["N"] * size / 1024
+    return df[(kib >= 4) & (kib <= 64) & (df["zone"] == "memory")]
+
+
+rows = width(pd.concat([large, vocabulary]))
+power = rows["N"] & (rows["N"] - 1) == 0
+ragged = (rows["N"] > 8192) & ~power
+odd = tables.where(large, N=[781, 1000], zone="memory")
+wide = pd.concat([large, vocabulary])
+claims(
+    claim(
+        "Rows of 4 to 64 KiB: at least 97 % of a copy",
+        tables.share(rows[~ragged], "fusebook") >= 0.97,
+    ),
+    claim(
+        "Beyond 8192 columns that are no power of two: at least 93 %",
+        tables.share(rows[ragged], "fusebook") >= 0.93,
+    ),
+    claim(
+        "On these rows never slower than Liger",
+        tables.ratio(rows, "fusebook", "Liger") <= 1.02,
+    ),
+    claim(
+        "On these rows never slower than quack",
+        tables.ratio(rows, "fusebook", "quack") <= 1.02,
+    ),
+    claim(
+        "Widths 781 and 1000: at least 97 % of a copy",
+        tables.share(odd, "fusebook") >= 0.97,
+    ),
+    claim(
+        "Widths 781 and 1000: never slower than torch.compile",
+        tables.ratio(odd, "fusebook", "torch.compile") <= 1.02,
+    ),
+    claim(
+        "The gradient: at least 95 % of its roof",
+        tables.share(width(backward), "fusebook", of="roof") >= 0.95,
+    ),
+    claim(
+        "It takes no memory beyond its output (to the next 2 MiB)",
+        tables.where(large, variant="fusebook", status="ok").eval(
+            "peak_bytes <= write_bytes + 2 * 2**20"
+        ),
+    ),
+    claim(
+        "Two runs give the same bits, at every point",
+        tables.where(wide, variant="fusebook", status="ok")["deterministic"]
+        == "yes",
+    ),
+)
+
+# %%
+# **Where it does not win.** Every point of all sweeps at which some other way
+# is faster by more than 2 %, the worst first:
+
+everything = pd.concat([sweep, large, vocabulary])
+lost = tables.losses(everything)
+table(lost, "Points lost: the fastest other way, and how far behind we are")
+
+# %%
+# A row read twice cannot pass two thirds of the roof, so wide rows are where
+# the losses should be, if theory is any good.
+
+size = everything["dtype"].map(lambda t: getattr(torch, t).itemsize)
+twice = everything[everything["N"] * size > 64 * 1024]
+met = tables.share(twice, "fusebook", of="roof")
+claims(
+    say(
+        "Lost: {lost} of {all} points.",
+        lost=len(lost),
+        all=len(tables.share(everything, "fusebook")),
+    ),
+    claim("Rows past 64 KiB stay under 70 % of the roof", met < 0.7),
+    say(
+        "For rows past 64 KiB take the least of the table above: a kernel "
+        "that spreads a row over several programs reads it once."
+    ),
+)
+
+# %%
+# What to take to the next kernel:
+#
+# - Count the traffic before you write anything: it is the prediction.
+# - Compare with a copy of the same bytes in the same run. A kernel at the
+#   speed of a copy is finished, whatever its share of a datasheet.
+# - One program, one row is right in the middle of the range. Narrow rows want
+#   tiles, wide ones chunks, and each needs its mask.
+# - Rough inputs find in one run what plain ones never find.
+#
+# Exercises
+# ---------
+#
+# Each has a function that is wrong, and a check that says so. Mend it; run
+# the page, or the notebook, again. The checks are those of the library, and
+# need no GPU.
+#
+# **1. The logarithm.** A loss needs log(softmax(x)). Taking the logarithm
+# afterwards gives minus infinity where the exponential has underflowed. Write
+# it as one kernel that never does.
+
+
+def log_softmax(x):
+    return torch.log(softmax_some_rows(x))
+
+
+exercise(
+    "log_softmax is right where softmax underflows",
+    log_softmax,
+    lambda x: torch.log_softmax(x, -1),
+    [(rough(generator(s), (30, 200), torch.float32) * 4,) for s in (1, 2)],
+)
+
+# %%
+# **2. Temperature.** softmax(x / T) for a T that is given at run time, without
+# a pass over memory for the division, and without overflow for a T of 1/1000.
+
+
+def with_temperature(x, T):
+    return softmax_some_rows(x)
+
+
+exercise(
+    "with_temperature divides by T, and survives a small one",
+    with_temperature,
+    lambda x, T: torch.softmax(x / T, -1),
+    [
+        (rough(generator(3), (30, 200), torch.float32), T)
+        for T in (1.0, 0.5, 8.0, 0.001)
+    ],
+)
+
+# %%
+# **3. Attention's mask.** Row i may see the columns up to i. Setting the rest
+# to zero afterwards leaves rows that do not sum to one. Mask inside, and load
+# nothing that is masked: it halves the traffic.
+
+
+def causal_softmax(x):
+    return torch.tril(softmax_some_rows(x))
+
+
+exercise(
+    "causal_softmax gives rows that sum to one below the diagonal",
+    causal_softmax,
+    lambda x: torch.softmax(
+        x.masked_fill(torch.ones_like(x).triu(1).bool(), -inf), -1
+    ),
+    [(rough(generator(4), (n, n), torch.float32),) for n in (1, 37, 130)],
+)
+
+# %%
+# **4. Find the fault.** This launcher is right on every shape that divides
+# evenly, and writes over its neighbour's memory on all others. The check puts
+# sevens behind the output and looks whether they are still there.
+
+
+@triton.jit
+def rows_unguarded(y_ptr, x_ptr, N, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, BLOCK)
+    inside = (columns < N)[None, :]
+    at = rows[:, None] * N + columns[None, :]
+    x = tl.load(x_ptr + at, mask=inside, other=float("-inf"))
+    e = tl.exp(x - tl.max(x, 1)[:, None])
+    tl.store(y_ptr + at, e / tl.sum(e, 1)[:, None], mask=inside)
+
+
+def into(y, x):
+    """Write the softmax of `x` into `y`."""
+    M, N = x.shape
+    block = triton.next_power_of_2(N)
+    rows_unguarded[(triton.cdiv(M, 8),)](y, x, N, ROWS=8, BLOCK=block)
+
+
+def between_sevens(x):
+    """What `into` does to the memory behind its output."""
+    M, N = x.shape
+    wide = torch.cat([x, x.new_zeros(8, N)])
+    out = torch.full_like(wide, 7.0)
+    into(out[:M], wide[:M])
+    return out
+
+
+exercise(
+    "into stays within its output",
+    between_sevens,
+    lambda x: torch.cat(
+        [torch.softmax(x, -1), x.new_full((8, x.shape[1]), 7)]
+    ),
+    [
+        (rough(generator(5), shape, torch.float32),)
+        for shape in [(8, 64), (13, 50)]
+    ],
+)
+
+# %%
+solution("solutions/plot_102_softmax.py")
+
+# %%
+# sphinx_gallery_thumbnail_number = 1
+plt.close("all")
