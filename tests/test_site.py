@@ -346,3 +346,55 @@ def test_torch_is_chosen_by_wish_then_by_gpu(noxfile, wish, found, device, requi
 def test_a_wish_for_an_unknown_torch_is_refused(noxfile):
     with pytest.raises(ValueError, match=r"expected cpu, cuda or a version such as .*, got 'rocm'"):
         noxfile.torch_choice("rocm", [])
+
+
+# The promise of docs/contributing.md
+
+
+def test_the_kernel_of_contributing_md_needs_two_files_and_one_import_line(tmp_path):
+    text = (ROOT / "docs" / "contributing.md").read_text(encoding="utf-8")
+    line, module, page = re.findall(r"^ *```python\n(.*?)^ *```", text, re.MULTILINE | re.DOTALL)
+    shutil.copytree(ROOT / "src", tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__"))
+    kernels = tmp_path / "src" / "fusebook" / "kernels"
+    (kernels / "squared_relu.py").write_text(module)
+    card = "from fusebook.op import Op\n\n" + "".join(part.strip() + "\n\n" for part in line.splitlines())
+    (kernels / "__init__.py").write_text(card)
+    (tmp_path / "plot_109_squared_relu.py").write_text(page)
+
+    def run(*args, **env):
+        paths = os.pathsep.join([str(tmp_path / "src"), str(ROOT / "tests")])
+        return subprocess.run(
+            [sys.executable, *args],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": paths, "FUSEBOOK_REPLAY": "1", "FUSEBOOK_STRICT": "", **env},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    tried = run("-m", "pytest", "-q", "-o", "addopts=", "-o", f"pythonpath={tmp_path / 'src'}", "-k", "squared_relu",
+                str(ROOT / "tests" / "test_ops.py"), "-p", "no:cacheprovider")  # fmt: skip
+    assert tried.returncode == 0, tried.stdout + tried.stderr
+    assert " passed" in tried.stdout
+    shown = run("plot_109_squared_relu.py", "--config", "small", MPLBACKEND="agg")
+    assert "within the limit" in shown.stdout, shown.stdout + shown.stderr
+    assert shown.returncode == 1  # there is no record of it
+    assert shown.stderr.strip().startswith("There is no CUDA GPU here and no record of squared_relu")
+    assert "Traceback" not in shown.stderr
+    # With a record, of a made-up GPU, the page runs to its end.
+    made_up = """
+import pathlib, fusebook, synthetic, toy
+from fusebook import bench, record
+from fusebook.kernels.squared_relu import SQUARED_RELU
+folder = pathlib.Path(record.__file__).parent / "records"
+on = toy.machine()
+synthetic.machine_json(folder / on.slug, on)
+record.write(synthetic.frame(SQUARED_RELU, "large", on=on), folder)
+"""
+    recorded = run("-c", made_up)
+    assert recorded.returncode == 0, recorded.stdout + recorded.stderr
+    shown = run("plot_109_squared_relu.py", MPLBACKEND="agg", FUSEBOOK_GPU="test-gpu")
+    assert shown.returncode == 0, shown.stdout + shown.stderr
+    assert "Your chain is right" in shown.stdout
+    for path, length in ((kernels / "squared_relu.py", 120), (tmp_path / "plot_109_squared_relu.py", 79)):
+        assert max(map(len, path.read_text().splitlines())) <= length
