@@ -1,0 +1,1027 @@
+"""Softmax along one axis, and its gradient: every row is read once and written once.
+
+For a row of N elements,
+
+    y[i] = exp(x[i] - max_j x[j]) / sum_k exp(x[k] - max_j x[j])
+    dx[i] = y[i] * (dy[i] - sum_k y[k] dy[k])
+
+A tensor of any shape is seen as three axes, ``[OUTER, INNER, N]``: the axis that is normalised comes last, what stands
+before and after it becomes OUTER and INNER, and no element is moved for that. M = OUTER * INNER is the number of rows.
+
+Fused: the maximum, the subtraction, the exponential, the sum and the division. A chain of separate operations reads
+5MN + 2M elements and writes 3MN + 2M; the fused kernel reads MN and writes MN. For the gradient it is 6MN + M and
+3MN + M against 2MN and MN.
+
+Limits: a row of up to 64 KiB stays in registers between its load and its store. A wider row is read twice: once to
+find its maximum and its sum in one pass, once to divide. Where there are fewer such rows than the GPU has room for,
+several programs share a row. Axes that do not fold into OUTER and INNER (a view with three or more strides beside the
+normalised axis) are copied first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fusebook.inputs import rough
+from fusebook.op import Cost, Op, Variant
+
+__all__ = ["OPS", "SOFTMAX", "SOFTMAX_BACKWARD", "softmax", "softmax_backward", "softmax_eager"]
+
+# The unfused chain ---------------------------------------------------------------------------------------------------
+
+
+def softmax_eager(x: Tensor) -> Tensor:
+    """Softmax over the last axis, one operation after another: what fusing saves.
+
+    Parameters
+    ----------
+    x : torch.Tensor
+        M rows of N elements.
+
+    Returns
+    -------
+    torch.Tensor
+        Of the shape and dtype of `x`.
+    """
+    top = x.amax(-1, keepdim=True)  # read MN, write M
+    shifted = x - top  # read MN + M, write MN
+    e = shifted.exp()  # read MN, write MN
+    total = e.sum(-1, keepdim=True)  # read MN, write M
+    return e / total  # read MN + M, write MN: in all read 5MN + 2M, write 3MN + 2M
+
+
+def _softmax_backward_eager(y: Tensor, dy: Tensor) -> Tensor:
+    product = y * dy  # read 2MN, write MN
+    dot = product.sum(-1, keepdim=True)  # read MN, write M
+    centred = dy - dot  # read MN + M, write MN
+    return y * centred  # read 2MN, write MN: in all read 6MN + M, write 3MN + M
+
+
+# Kernels -------------------------------------------------------------------------------------------------------------
+#
+# Every kernel sees its tensors as [OUTER, INNER, N] and takes three strides of each. The output is contiguous. A
+# program takes a tile of ROWS neighbours along INNER: several where rows are short, and 32 where the normalised axis is
+# not the last one, since then it is INNER whose elements lie side by side in memory.
+#
+# N, outer and inner strides are counted in units of ALIGN elements. Triton knows of an integer only whether 16 divides
+# it; in units of ALIGN it can see that rows of 1000 half-precision numbers begin at multiples of 16 bytes, and moves
+# them by 16 bytes instead of 2. Addresses are int64, because tensors may have more than 2**31 elements.
+
+
+@triton.jit
+def _rows_of(program, INNER, ROWS: tl.constexpr):
+    """Of a program, its place along OUTER and its rows along INNER."""
+    tiles = tl.cdiv(INNER, ROWS)
+    outer = (program // tiles).to(tl.int64)
+    rows = (program % tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
+    return outer, rows
+
+
+@triton.jit
+def _softmax_rows(
+    y_ptr,
+    x_ptr,
+    INNER,
+    N,
+    y_outer,
+    y_inner,
+    y_step,
+    x_outer,
+    x_inner,
+    x_step,
+    ALIGN: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+):
+    """ROWS rows in registers, as CHUNKS tiles of BLOCK columns, of which only the last is masked."""
+    FLOAT: tl.constexpr = tl.float64 if x_ptr.dtype.element_ty == tl.float64 else tl.float32
+    N = N * ALIGN
+    outer, rows = _rows_of(tl.program_id(0), INNER, ROWS)
+    columns = tl.arange(0, BLOCK)[None, :]  # [1, BLOCK]
+    live = (rows < INNER)[:, None]  # [ROWS, 1]
+    x_ptr += (outer * x_outer + rows[:, None] * x_inner) * ALIGN  # [ROWS, 1]
+    y_ptr += (outer * y_outer + rows[:, None] * y_inner) * ALIGN  # [ROWS, 1]
+
+    chunks = ()
+    tops = tl.full([ROWS, BLOCK], float("-inf"), FLOAT)
+    for i in tl.static_range(CHUNKS):
+        inside = live if i < CHUNKS - 1 else live & (i * BLOCK + columns < N)
+        at = (i * BLOCK + columns).to(tl.int64)
+        x = tl.load(x_ptr + at * x_step, mask=inside, other=float("-inf"))  # [ROWS, BLOCK]; read MN
+        x = x.to(FLOAT)  # bfloat16 keeps 8 bits: a sum of 256 such terms would lose the next one
+        chunks += (x,)
+        tops = tl.maximum(tops, x)
+    # Chunks are combined element by element first, so that there is one reduction across threads, not one a chunk.
+    top = tl.max(tops, 1)[:, None]  # [ROWS, 1]
+    # Without its maximum, exp overflows from 89 on in float32. A row of nothing but -inf becomes NaN, as it should.
+    exps = ()
+    totals = tl.zeros([ROWS, BLOCK], FLOAT)
+    for i in tl.static_range(CHUNKS):
+        e = tl.exp(chunks[i] - top)
+        exps += (e,)
+        totals += e
+    scale = 1 / tl.sum(totals, 1)[:, None]  # [ROWS, 1]: one division a row, not one an element
+    for i in tl.static_range(CHUNKS):
+        inside = live if i < CHUNKS - 1 else live & (i * BLOCK + columns < N)
+        at = (i * BLOCK + columns).to(tl.int64)
+        tl.store(y_ptr + at * y_step, exps[i] * scale, mask=inside)  # write MN
+
+
+@triton.jit
+def _merge(tops, totals):
+    """Maximum and sum of a row from maxima of its pieces and sums of exponentials relative to them."""
+    top = tl.max(tops, 1)[:, None]  # [ROWS, 1]
+    # A piece that has seen nothing but -inf has the sum 0; relative to 0 it stays 0, relative to -inf it would be NaN.
+    shift = tl.where(top == float("-inf"), 0.0, top)
+    total = tl.sum(totals * tl.exp(tops - shift), 1)[:, None]  # [ROWS, 1]
+    return top, total
+
+
+@triton.jit
+def _top_and_total(x_ptr, live, begin, end, x_step, ROWS: tl.constexpr, BLOCK: tl.constexpr, FLOAT: tl.constexpr):
+    """Maximum and sum of the columns from `begin` to `end`, in one pass: each lane keeps its own and they meet last."""
+    columns = tl.arange(0, BLOCK)[None, :].to(tl.int64)  # [1, BLOCK]
+    tops = tl.full([ROWS, BLOCK], float("-inf"), FLOAT)
+    totals = tl.zeros([ROWS, BLOCK], FLOAT)
+    for start in range(begin, end, BLOCK):
+        at = start + columns
+        x = tl.load(x_ptr + at * x_step, mask=live & (at < end), other=float("-inf"))  # [ROWS, BLOCK]; read MN
+        x = x.to(FLOAT)
+        new = tl.maximum(tops, x)
+        shift = tl.where(new == float("-inf"), 0.0, new)
+        totals = totals * tl.exp(tops - shift) + tl.exp(x - shift)
+        tops = new
+    return _merge(tops, totals)
+
+
+@triton.jit
+def _divided(
+    y_ptr, x_ptr, live, begin, end, y_step, x_step, top, total, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """The second pass, from the end back: what was read last is likeliest to be in a cache still."""
+    scale = 1 / total  # [ROWS, 1]
+    columns = tl.arange(0, BLOCK)[None, :].to(tl.int64)  # [1, BLOCK]
+    last = begin + (tl.cdiv(end - begin, BLOCK) - 1) * BLOCK
+    for start in range(begin, end, BLOCK):
+        at = last - (start - begin) + columns
+        inside = live & (at < end)
+        x = tl.load(x_ptr + at * x_step, mask=inside, other=0.0, eviction_policy="evict_first")  # read MN again
+        y = tl.exp(x.to(top.dtype) - top) * scale  # [ROWS, BLOCK]
+        tl.store(y_ptr + at * y_step, y, mask=inside)  # write MN
+
+
+@triton.jit
+def _softmax_online(
+    y_ptr,
+    x_ptr,
+    INNER,
+    N,
+    y_outer,
+    y_inner,
+    y_step,
+    x_outer,
+    x_inner,
+    x_step,
+    ALIGN: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """ROWS rows of any width, read twice."""
+    FLOAT: tl.constexpr = tl.float64 if x_ptr.dtype.element_ty == tl.float64 else tl.float32
+    N = N.to(tl.int64) * ALIGN
+    outer, rows = _rows_of(tl.program_id(0), INNER, ROWS)
+    live = (rows < INNER)[:, None]  # [ROWS, 1]
+    x_ptr += (outer * x_outer + rows[:, None] * x_inner) * ALIGN  # [ROWS, 1]
+    y_ptr += (outer * y_outer + rows[:, None] * y_inner) * ALIGN  # [ROWS, 1]
+    top, total = _top_and_total(x_ptr, live, 0, N, x_step, ROWS, BLOCK, FLOAT)
+    _divided(y_ptr, x_ptr, live, 0, N, y_step, x_step, top, total, ROWS, BLOCK)
+
+
+@triton.jit
+def _softmax_parts(
+    tops_ptr,
+    totals_ptr,
+    x_ptr,
+    INNER,
+    N,
+    SPAN,
+    x_outer,
+    x_inner,
+    x_step,
+    ALIGN: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """Few wide rows, first half: PARTS programs share a row, and each leaves the maximum and sum of SPAN columns."""
+    FLOAT: tl.constexpr = tl.float64 if x_ptr.dtype.element_ty == tl.float64 else tl.float32
+    N = N.to(tl.int64) * ALIGN
+    part = tl.program_id(0) % PARTS
+    outer, rows = _rows_of(tl.program_id(0) // PARTS, INNER, ROWS)
+    live = (rows < INNER)[:, None]  # [ROWS, 1]
+    x_ptr += (outer * x_outer + rows[:, None] * x_inner) * ALIGN  # [ROWS, 1]
+    begin = part.to(tl.int64) * SPAN
+    top, total = _top_and_total(x_ptr, live, begin, tl.minimum(begin + SPAN, N), x_step, ROWS, BLOCK, FLOAT)
+    at = (outer * INNER + rows[:, None]) * PARTS + part  # [ROWS, 1]
+    tl.store(tops_ptr + at, top, mask=live)
+    tl.store(totals_ptr + at, total, mask=live)
+
+
+@triton.jit
+def _softmax_parts_divided(
+    y_ptr,
+    tops_ptr,
+    totals_ptr,
+    x_ptr,
+    INNER,
+    N,
+    SPAN,
+    y_outer,
+    y_inner,
+    y_step,
+    x_outer,
+    x_inner,
+    x_step,
+    ALIGN: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """Few wide rows, second half: every program merges what all parts of its rows found and divides its own columns."""
+    N = N.to(tl.int64) * ALIGN
+    part = tl.program_id(0) % PARTS
+    outer, rows = _rows_of(tl.program_id(0) // PARTS, INNER, ROWS)
+    live = (rows < INNER)[:, None]  # [ROWS, 1]
+    x_ptr += (outer * x_outer + rows[:, None] * x_inner) * ALIGN  # [ROWS, 1]
+    y_ptr += (outer * y_outer + rows[:, None] * y_inner) * ALIGN  # [ROWS, 1]
+    at = (outer * INNER + rows[:, None]) * PARTS + tl.arange(0, PARTS)[None, :]  # [ROWS, PARTS]
+    tops = tl.load(tops_ptr + at, mask=live, other=float("-inf"))
+    totals = tl.load(totals_ptr + at, mask=live, other=0.0)
+    top, total = _merge(tops, totals)
+    begin = part.to(tl.int64) * SPAN
+    _divided(y_ptr, x_ptr, live, begin, tl.minimum(begin + SPAN, N), y_step, x_step, top, total, ROWS, BLOCK)
+
+
+@triton.jit
+def _softmax_backward_rows(
+    dx_ptr,
+    y_ptr,
+    dy_ptr,
+    INNER,
+    N,
+    y_outer,
+    y_inner,
+    y_step,
+    dy_outer,
+    dy_inner,
+    dy_step,
+    ALIGN: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+):
+    """The gradient of ROWS rows; y and dy stay in registers as CHUNKS tiles. dx lies in memory as y does."""
+    FLOAT: tl.constexpr = tl.float64 if y_ptr.dtype.element_ty == tl.float64 else tl.float32
+    N = N * ALIGN
+    outer, rows = _rows_of(tl.program_id(0), INNER, ROWS)
+    columns = tl.arange(0, BLOCK)[None, :]  # [1, BLOCK]
+    live = (rows < INNER)[:, None]  # [ROWS, 1]
+    dx_ptr += (outer * y_outer + rows[:, None] * y_inner) * ALIGN  # [ROWS, 1]
+    y_ptr += (outer * y_outer + rows[:, None] * y_inner) * ALIGN  # [ROWS, 1]
+    dy_ptr += (outer * dy_outer + rows[:, None] * dy_inner) * ALIGN  # [ROWS, 1]
+
+    ys = ()
+    dys = ()
+    dots = tl.zeros([ROWS, BLOCK], FLOAT)
+    for i in tl.static_range(CHUNKS):
+        inside = live if i < CHUNKS - 1 else live & (i * BLOCK + columns < N)
+        at = (i * BLOCK + columns).to(tl.int64)
+        y = tl.load(y_ptr + at * y_step, mask=inside, other=0.0)  # [ROWS, BLOCK]; read MN
+        dy = tl.load(dy_ptr + at * dy_step, mask=inside, other=0.0)  # [ROWS, BLOCK]; read MN
+        ys += (y,)
+        dys += (dy,)
+        dots += y.to(FLOAT) * dy.to(FLOAT)
+    dot = tl.sum(dots, 1)[:, None]  # [ROWS, 1]
+    for i in tl.static_range(CHUNKS):
+        inside = live if i < CHUNKS - 1 else live & (i * BLOCK + columns < N)
+        at = (i * BLOCK + columns).to(tl.int64)
+        tl.store(dx_ptr + at * y_step, ys[i].to(FLOAT) * (dys[i].to(FLOAT) - dot), mask=inside)  # write MN
+
+
+@triton.jit
+def _dot(
+    y_ptr, dy_ptr, live, begin, end, y_step, dy_step, ROWS: tl.constexpr, BLOCK: tl.constexpr, FLOAT: tl.constexpr
+):
+    """Sum of y dy over the columns from `begin` to `end`."""
+    columns = tl.arange(0, BLOCK)[None, :].to(tl.int64)  # [1, BLOCK]
+    dots = tl.zeros([ROWS, BLOCK], FLOAT)
+    for start in range(begin, end, BLOCK):
+        at = start + columns
+        inside = live & (at < end)
+        y = tl.load(y_ptr + at * y_step, mask=inside, other=0.0)  # [ROWS, BLOCK]; read MN
+        dy = tl.load(dy_ptr + at * dy_step, mask=inside, other=0.0)  # [ROWS, BLOCK]; read MN
+        dots += y.to(FLOAT) * dy.to(FLOAT)
+    return tl.sum(dots, 1)[:, None]  # [ROWS, 1]
+
+
+@triton.jit
+def _centred(
+    dx_ptr, y_ptr, dy_ptr, live, begin, end, y_step, dy_step, dot, BLOCK: tl.constexpr
+):  # fmt: skip
+    """The second pass over y and dy, from the end back."""
+    columns = tl.arange(0, BLOCK)[None, :].to(tl.int64)  # [1, BLOCK]
+    last = begin + (tl.cdiv(end - begin, BLOCK) - 1) * BLOCK
+    for start in range(begin, end, BLOCK):
+        at = last - (start - begin) + columns
+        inside = live & (at < end)
+        y = tl.load(y_ptr + at * y_step, mask=inside, other=0.0, eviction_policy="evict_first")  # read MN again
+        dy = tl.load(dy_ptr + at * dy_step, mask=inside, other=0.0, eviction_policy="evict_first")  # read MN again
+        tl.store(dx_ptr + at * y_step, y.to(dot.dtype) * (dy.to(dot.dtype) - dot), mask=inside)  # write MN
+
+
+@triton.jit
+def _softmax_backward_twice(
+    dx_ptr,
+    y_ptr,
+    dy_ptr,
+    INNER,
+    N,
+    y_outer,
+    y_inner,
+    y_step,
+    dy_outer,
+    dy_inner,
+    dy_step,
+    ALIGN: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The gradient of ROWS rows of any width; y and dy are read twice."""
+    FLOAT: tl.constexpr = tl.float64 if y_ptr.dtype.element_ty == tl.float64 else tl.float32
+    N = N.to(tl.int64) * ALIGN
+    outer, rows = _rows_of(tl.program_id(0), INNER, ROWS)
+    live = (rows < INNER)[:, None]  # [ROWS, 1]
+    dx_ptr += (outer * y_outer + rows[:, None] * y_inner) * ALIGN  # [ROWS, 1]
+    y_ptr += (outer * y_outer + rows[:, None] * y_inner) * ALIGN  # [ROWS, 1]
+    dy_ptr += (outer * dy_outer + rows[:, None] * dy_inner) * ALIGN  # [ROWS, 1]
+    dot = _dot(y_ptr, dy_ptr, live, 0, N, y_step, dy_step, ROWS, BLOCK, FLOAT)
+    _centred(dx_ptr, y_ptr, dy_ptr, live, 0, N, y_step, dy_step, dot, BLOCK)
+
+
+@triton.jit
+def _softmax_backward_parts(
+    dots_ptr,
+    y_ptr,
+    dy_ptr,
+    INNER,
+    N,
+    SPAN,
+    y_outer,
+    y_inner,
+    y_step,
+    dy_outer,
+    dy_inner,
+    dy_step,
+    ALIGN: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """Few wide rows, first half: PARTS programs share a row, and each leaves its sum of y dy over SPAN columns."""
+    FLOAT: tl.constexpr = tl.float64 if y_ptr.dtype.element_ty == tl.float64 else tl.float32
+    N = N.to(tl.int64) * ALIGN
+    part = tl.program_id(0) % PARTS
+    outer, rows = _rows_of(tl.program_id(0) // PARTS, INNER, ROWS)
+    live = (rows < INNER)[:, None]  # [ROWS, 1]
+    y_ptr += (outer * y_outer + rows[:, None] * y_inner) * ALIGN  # [ROWS, 1]
+    dy_ptr += (outer * dy_outer + rows[:, None] * dy_inner) * ALIGN  # [ROWS, 1]
+    begin = part.to(tl.int64) * SPAN
+    dot = _dot(y_ptr, dy_ptr, live, begin, tl.minimum(begin + SPAN, N), y_step, dy_step, ROWS, BLOCK, FLOAT)
+    tl.store(dots_ptr + (outer * INNER + rows[:, None]) * PARTS + part, dot, mask=live)
+
+
+@triton.jit
+def _softmax_backward_parts_centred(
+    dx_ptr,
+    dots_ptr,
+    y_ptr,
+    dy_ptr,
+    INNER,
+    N,
+    SPAN,
+    y_outer,
+    y_inner,
+    y_step,
+    dy_outer,
+    dy_inner,
+    dy_step,
+    ALIGN: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """Few wide rows, second half: every program adds up the sums of its rows and finishes its own columns."""
+    N = N.to(tl.int64) * ALIGN
+    part = tl.program_id(0) % PARTS
+    outer, rows = _rows_of(tl.program_id(0) // PARTS, INNER, ROWS)
+    live = (rows < INNER)[:, None]  # [ROWS, 1]
+    dx_ptr += (outer * y_outer + rows[:, None] * y_inner) * ALIGN  # [ROWS, 1]
+    y_ptr += (outer * y_outer + rows[:, None] * y_inner) * ALIGN  # [ROWS, 1]
+    dy_ptr += (outer * dy_outer + rows[:, None] * dy_inner) * ALIGN  # [ROWS, 1]
+    at = (outer * INNER + rows[:, None]) * PARTS + tl.arange(0, PARTS)[None, :]  # [ROWS, PARTS]
+    dot = tl.sum(tl.load(dots_ptr + at, mask=live, other=0.0), 1)[:, None]  # [ROWS, 1]
+    begin = part.to(tl.int64) * SPAN
+    _centred(dx_ptr, y_ptr, dy_ptr, live, begin, tl.minimum(begin + SPAN, N), y_step, dy_step, dot, BLOCK)
+
+
+# Plans ---------------------------------------------------------------------------------------------------------------
+
+
+class Plan(NamedTuple):
+    """How a launch is made: which kernel, with which constants, by how many programs of how many warps.
+
+    Attributes
+    ----------
+    kernel : str
+        ``"rows"``, ``"twice"`` or ``"parts"``.
+    constants : dict
+        The kernel's ``constexpr`` arguments.
+    programs : int
+        The grid.
+    warps : int
+        Warps per program.
+    span : int
+        Columns of a part; 0 where a row belongs to one program.
+    """
+
+    kernel: str
+    constants: Mapping[str, int]
+    programs: int
+    warps: int
+    span: int = 0
+
+
+def _softmax_plan(
+    sizes: tuple[int, int, int],
+    dtype: torch.dtype,
+    capability: tuple[int, int] | None,
+    *,
+    processors: int = 132,
+    last: bool = True,
+    tensors: int = 1,
+) -> Plan:
+    """Choose the kernel and its constants.
+
+    Parameters
+    ----------
+    sizes : tuple of int
+        OUTER, INNER and N.
+    dtype : torch.dtype
+    capability : tuple of int, optional
+        The GPU's; None for the interpreter.
+    processors : int
+        Its multiprocessors.
+    last : bool
+        Whether the elements of a row lie side by side; otherwise those along INNER do.
+    tensors : int
+        How many tensors a row keeps in registers: 1 for softmax, 2 for its gradient.
+
+    Returns
+    -------
+    Plan
+    """
+    outer, inner, n = sizes
+    size = dtype.itemsize
+    if last:
+        # A row of up to 64 KiB fits the registers of one program with room for a second program beside it.
+        held = n * size * tensors <= 65536 * tensors
+        chunk = 2048 if size == 2 else 1024
+        block = triton.next_power_of_2(n) if n <= 4096 or not held else chunk
+        block = min(block, 4096 if not held else block)
+        chunks = triton.cdiv(n, block) if held else 0
+        rows = max(1, 1024 // block) if held else 1
+        warps = 1 if block <= 256 else 4 if block * chunks <= 4096 else 8
+    else:
+        # 32 neighbours along INNER: a warp reads 64 to 256 bytes in one piece. 16 KiB a tile at most, since a tile
+        # that changes direction between its load and its store passes through shared memory.
+        rows = 32
+        block = triton.next_power_of_2(n)
+        held = block <= 128
+        block = min(block, 64)
+        chunks = triton.cdiv(n, block)
+        warps = 4
+    if capability is None:
+        # The interpreter's cost is programs times operations, whatever their size.
+        rows = max(rows, min(triton.next_power_of_2(inner), 65536 // (block * max(1, chunks)) or 1))
+        warps = 1
+    tiles = outer * triton.cdiv(inner, rows)
+    constants = {"ROWS": rows, "BLOCK": block}
+    if held:
+        return Plan("rows", constants | {"CHUNKS": chunks}, tiles, warps)
+    # Where rows are fewer than multiprocessors, the rest of the GPU would watch: share each row among several programs,
+    # two for each multiprocessor in all, but none with fewer than four blocks of columns.
+    parts = triton.next_power_of_2(min(2 * processors // max(1, tiles), triton.cdiv(n, 4 * block), 256) or 1)
+    if tiles < processors and parts > 1:
+        span = triton.cdiv(triton.cdiv(n, parts), block) * block
+        return Plan("parts", constants | {"PARTS": parts}, tiles * parts, warps, span)
+    return Plan("twice", constants, tiles, warps)
+
+
+# Launchers -----------------------------------------------------------------------------------------------------------
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_INTERPRETED = not isinstance(_softmax_rows, triton.JITFunction)
+
+Strides = tuple[int, int, int]
+
+
+def _axes(dim: int, *tensors: Tensor) -> tuple[tuple[int, int, int], list[Strides]] | None:
+    """See tensors of one shape as [OUTER, INNER, N]: the sizes and each one's strides; None where that needs a copy."""
+    shape = tensors[0].shape
+    if not shape:
+        return (1, 1, 1), [(1, 1, 1) for _ in tensors]
+    strides = [t.stride() for t in tensors]
+    folded: list[tuple[int, list[int]]] = []  # sizes and strides of the axes beside `dim`, after folding neighbours
+    for i, size in enumerate(shape):
+        if i == dim or size == 1:
+            continue
+        here = [s[i] for s in strides]
+        if folded and all(before == now * size for before, now in zip(folded[-1][1], here, strict=True)):
+            folded[-1] = (folded[-1][0] * size, here)
+        else:
+            folded.append((size, here))
+    if len(folded) > 2:
+        return None
+    folded = [(1, [0] * len(tensors))] * (2 - len(folded)) + folded
+    (outer, outers), (inner, inners) = folded
+    steps = [s[dim] for s in strides]
+    return (outer, inner, shape[dim]), list(zip(outers, inners, steps, strict=True))
+
+
+@functools.cache
+def _gpu(index: int | None) -> tuple[tuple[int, int] | None, int]:
+    """Capability and multiprocessors of a GPU; None and 1 for the interpreter."""
+    if _INTERPRETED or index is None:
+        return None, 1
+    properties = torch.cuda.get_device_properties(index)
+    return (properties.major, properties.minor), properties.multi_processor_count
+
+
+_plan = functools.lru_cache(maxsize=4096)(_softmax_plan)
+
+
+def _prepared(name: str, dense: Tensor, free: Tensor, dim: int, tensors: int) -> tuple[Tensor, Plan, int, list[int]]:
+    """What both launchers need: `free` or a copy of it, the plan, ALIGN, and INNER, N and the strides for the kernel.
+
+    `dense` is contiguous; `free` has its shape and any strides.
+    """
+    if not dense.is_cuda and not (dense.device.type == "cpu" and _INTERPRETED):
+        raise ValueError(
+            f"{name}: expected a CUDA tensor, got one on {dense.device.type}; move it to a GPU, or set "
+            "TRITON_INTERPRET=1 before Triton is imported, which runs the kernel in Triton's interpreter on the CPU"
+        )
+    axes = _axes(dim, dense, free)
+    if axes is None:
+        free = free.contiguous()
+        axes = _axes(dim, dense, free)
+        assert axes is not None  # contiguous axes fold into one before `dim` and one after it
+    (outer, inner, n), strides = axes
+    last = n == 1 or all(step == 1 for _, _, step in strides)
+    capability, processors = _gpu(dense.device.index)
+    plan = _plan((outer, inner, n), dense.dtype, capability, processors=processors, last=last, tensors=tensors)
+    align = math.gcd(16 // dense.element_size(), n, *(v for s in strides for v in s[:2])) if last else 1
+    numbers = [inner, n // align]
+    for a, b, step in strides:
+        numbers += [a // align, b // align, step if n > 1 else 1]
+    return free, plan, align, numbers
+
+
+@contextlib.contextmanager
+def _on(tensor: Tensor):
+    """Launch on the tensor's device. In the interpreter NaN shall raise no warning, as it raises none on a GPU."""
+    if tensor.is_cuda:
+        with torch.cuda.device(tensor.device):
+            yield
+    else:
+        import numpy
+
+        with numpy.errstate(all="ignore"):
+            yield
+
+
+def _softmax(x: Tensor, dim: int) -> Tensor:
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if x.numel() == 0:
+        return y
+    x, plan, align, (inner, n, *strides) = _prepared("softmax", y, x, dim, tensors=1)
+    constants = {"ALIGN": align, **plan.constants, "num_warps": plan.warps}
+    grid = (plan.programs,)
+    with _on(x):
+        if plan.kernel == "rows":
+            _softmax_rows[grid](y, x, inner, n, *strides, **constants)
+        elif plan.kernel == "twice":
+            _softmax_online[grid](y, x, inner, n, *strides, **constants)
+        else:
+            # Sums in float32 for half types: the merged sum must not be rounded before the division.
+            found = x.new_empty((2, x.numel() // x.shape[dim], plan.constants["PARTS"]), dtype=_sums(x.dtype))
+            tops, totals = found[0], found[1]
+            _softmax_parts[grid](tops, totals, x, inner, n, plan.span, *strides[3:], **constants)
+            _softmax_parts_divided[grid](y, tops, totals, x, inner, n, plan.span, *strides, **constants)
+    return y
+
+
+def _softmax_backward(y: Tensor, dy: Tensor, dim: int) -> Tensor:
+    y = y.contiguous()
+    dx = torch.empty_like(y)
+    if y.numel() == 0:
+        return dx
+    dy, plan, align, (inner, n, *strides) = _prepared("softmax_backward", y, dy, dim, tensors=2)
+    constants = {"ALIGN": align, **plan.constants, "num_warps": plan.warps}
+    grid = (plan.programs,)
+    with _on(y):
+        if plan.kernel == "rows":
+            _softmax_backward_rows[grid](dx, y, dy, inner, n, *strides, **constants)
+        elif plan.kernel == "twice":
+            _softmax_backward_twice[grid](dx, y, dy, inner, n, *strides, **constants)
+        else:
+            dots = y.new_empty((y.numel() // y.shape[dim], plan.constants["PARTS"]), dtype=_sums(y.dtype))
+            _softmax_backward_parts[grid](dots, y, dy, inner, n, plan.span, *strides, **constants)
+            _softmax_backward_parts_centred[grid](dx, dots, y, dy, inner, n, plan.span, *strides, **constants)
+    return dx
+
+
+def _sums(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+_softmax_op = torch.library.custom_op("fusebook::softmax", _softmax, mutates_args=())
+_softmax_backward_op = torch.library.custom_op("fusebook::softmax_backward", _softmax_backward, mutates_args=())
+
+
+@_softmax_op.register_fake
+def _(x: Tensor, dim: int) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@_softmax_backward_op.register_fake
+def _(y: Tensor, dy: Tensor, dim: int) -> Tensor:
+    return torch.empty_like(y, memory_format=torch.contiguous_format)
+
+
+def _keep_output(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(output)
+    ctx.dim = inputs[1]
+
+
+def _gradient(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+    (y,) = ctx.saved_tensors
+    return softmax_backward(y, dy, ctx.dim), None
+
+
+def _keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    y, dy, dim = inputs
+    ctx.save_for_backward(y, dy)
+    ctx.dim = dim
+
+
+def _second_gradient(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor, None]:
+    """Of dx = y (dy - sum(y dy)), with respect to y in separate operations and with respect to dy fused."""
+    y, dy = ctx.saved_tensors
+    if y.dim() == 0:
+        return torch.zeros_like(y), torch.zeros_like(dy), None
+    # float32 for half types, as in the kernels: both sums cancel.
+    wide = _sums(y.dtype)
+    wide_y, wide_dy, wide_g = y.to(wide), dy.to(wide), g.to(wide)
+    dot = (wide_y * wide_dy).sum(ctx.dim, keepdim=True)
+    for_y = wide_g * (wide_dy - dot) - wide_dy * (wide_y * wide_g).sum(ctx.dim, keepdim=True)
+    return for_y.to(y.dtype), softmax_backward(y, g, ctx.dim), None
+
+
+_softmax_op.register_autograd(_gradient, setup_context=_keep_output)
+_softmax_backward_op.register_autograd(_second_gradient, setup_context=_keep_inputs)
+
+
+def _batched(op: Any) -> Any:
+    """The rule of `op` under torch.vmap: the batch becomes the first axis, and `dim` moves by one."""
+
+    def rule(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[Tensor, int]:
+        *tensors, dim = arguments
+        moved = [
+            t.expand(info.batch_size, *t.shape) if at is None else t.movedim(at, 0)
+            for t, at in zip(tensors, in_dims, strict=False)
+        ]
+        if moved[0].dim() == 1:  # a batch of tensors without axes
+            return op(*(t[:, None] for t in moved), 1)[:, 0], 0
+        return op(*moved, dim + 1), 0
+
+    return rule
+
+
+_softmax_op.register_vmap(_batched(_softmax_op))
+_softmax_backward_op.register_vmap(_batched(_softmax_backward_op))
+
+
+def _checked(name: str, x: Any, dim: Any, what: str = "x") -> int:
+    """Validate; return `dim` counted from the front."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name}: expected {what} to be a torch.Tensor, got {type(x).__name__}; use torch.as_tensor")
+    if x.dtype not in _DTYPES:
+        raise TypeError(
+            f"{name}: expected {what} to be float16, bfloat16, float32 or float64, got {x.dtype}; cast it first"
+        )
+    if x.layout is not torch.strided:
+        raise TypeError(f"{name}: expected {what} to be dense, got {x.layout}; call to_dense() first")
+    if isinstance(dim, bool) or not isinstance(dim, int):
+        raise TypeError(f"{name}: expected dim to be an int, got {type(dim).__name__}; give one axis")
+    axes = max(1, x.dim())  # a tensor without axes counts as one with a single axis, as in torch
+    if not -axes <= dim < axes:
+        raise IndexError(
+            f"{name}: expected dim from {-axes} to {axes - 1} for {what} of shape {tuple(x.shape)}, got {dim}; "
+            "give an axis that the tensor has"
+        )
+    return dim % axes
+
+
+def _direct(*tensors: Tensor) -> bool:
+    """Whether the kernel can be launched at once, which saves a small call the time of torch's dispatcher.
+
+    Not where a gradient is recorded, the call is traced or transformed, or the tensor is a stand-in without memory.
+    """
+    return not (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._are_functorch_transforms_active()
+        or any(type(t) not in (Tensor, torch.nn.Parameter) or t.device.type not in ("cpu", "cuda") for t in tensors)
+        or (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
+    )
+
+
+def softmax(x: Tensor, dim: int = -1) -> Tensor:
+    """Softmax along one axis, in one read and one write.
+
+    Parameters
+    ----------
+    x : torch.Tensor
+        float16, bfloat16, float32 or float64, of any shape and strides, on a CUDA device (or on the CPU where Triton
+        interprets). Half types are computed in float32.
+    dim : int, default -1
+        The axis that is normalised.
+
+    Returns
+    -------
+    torch.Tensor
+        Contiguous, of the shape, dtype and device of `x`. Each row along `dim` sums to one; a row that holds NaN or
+        +inf, or nothing but -inf, is NaN, as in `torch.softmax`.
+
+    Raises
+    ------
+    TypeError
+        If `x` is no dense floating-point tensor or `dim` no integer.
+    IndexError
+        If `x` has no axis `dim`.
+    ValueError
+        If `x` is on the CPU and Triton compiles.
+
+    Notes
+    -----
+    Differentiable, twice as well; works under `torch.compile` and `torch.vmap`. Rows of up to 64 KiB are read once.
+    A view whose axes beside `dim` have three or more independent strides is copied first.
+
+    Examples
+    --------
+    >>> import fusebook, torch
+    >>> y = fusebook.softmax(torch.randn(3, 5, device="cuda"), dim=-1)  # doctest: +SKIP
+    """
+    dim = _checked("softmax", x, dim)
+    return _softmax(x, dim) if _direct(x) else _softmax_op(x, dim)
+
+
+def softmax_backward(y: Tensor, dy: Tensor, dim: int = -1) -> Tensor:
+    """Gradient of softmax along one axis, in two reads and one write.
+
+    Parameters
+    ----------
+    y : torch.Tensor
+        What `softmax` returned.
+    dy : torch.Tensor
+        The gradient with respect to `y`, of its shape and dtype.
+    dim : int, default -1
+        The axis that was normalised.
+
+    Returns
+    -------
+    torch.Tensor
+        The gradient with respect to the input of softmax; contiguous, of the shape and dtype of `y`.
+
+    Raises
+    ------
+    TypeError
+        If `y` or `dy` is no dense floating-point tensor, their dtypes differ, or `dim` is no integer.
+    IndexError
+        If `y` has no axis `dim`.
+    ValueError
+        If shapes or devices differ, or the tensors are on the CPU and Triton compiles.
+    """
+    dim = _checked("softmax_backward", y, dim, "y")
+    _checked("softmax_backward", dy, 0, "dy")
+    if dy.dtype != y.dtype:
+        raise TypeError(f"softmax_backward: expected dy to be {y.dtype} as y is, got {dy.dtype}; cast one of them")
+    if dy.shape != y.shape:
+        raise ValueError(
+            f"softmax_backward: expected dy of shape {tuple(y.shape)} as y has, got {tuple(dy.shape)}; expand it first"
+        )
+    if dy.device != y.device:
+        raise ValueError(f"softmax_backward: expected dy on {y.device} as y is, got {dy.device}; move one of them")
+    return _softmax_backward(y, dy, dim) if _direct(y, dy) else _softmax_backward_op(y, dy, dim)
+
+
+# The cards -----------------------------------------------------------------------------------------------------------
+
+
+def _reference(x: Tensor) -> Tensor:
+    return torch.softmax(x, -1)
+
+
+def _make(rng: torch.Generator, dtype: torch.dtype, *, M: int, N: int) -> tuple[Tensor]:
+    return (rough(rng, (M, N), dtype),)
+
+
+def _cost(itemsize: int, *, M: int, N: int) -> Cost:
+    # An element costs a maximum, a subtraction, an exponential, an addition and a product.
+    return Cost(read=M * N * itemsize, write=M * N * itemsize, flop=5 * M * N)
+
+
+def _cost_eager(itemsize: int, *, M: int, N: int) -> Cost:
+    return Cost(read=(5 * M * N + 2 * M) * itemsize, write=(3 * M * N + 2 * M) * itemsize, flop=5 * M * N)
+
+
+@functools.cache
+def _compiled(function: Any) -> Any:
+    # The default mode, for one shape at a time: what a reader gets from the decorator alone, at its best.
+    return torch.compile(function, dynamic=False)
+
+
+def _torch_compile(x: Tensor) -> Tensor:
+    return _compiled(softmax_eager)(x)
+
+
+def _liger(x: Tensor) -> Tensor:
+    from liger_kernel.ops.softmax import LigerSoftmaxFunction
+
+    _liger_takes(x)
+    return LigerSoftmaxFunction.apply(x)
+
+
+def _liger_takes(x: Tensor) -> None:
+    if x.shape[-1] > 65536:
+        raise NotImplementedError(f"Liger takes rows of at most 65536 columns, got {x.shape[-1]}")
+    if x.numel() == 0:
+        raise NotImplementedError("Liger launches an empty grid on an empty tensor")
+
+
+def _quack(x: Tensor) -> Tensor:
+    from quack.softmax import softmax_fwd
+
+    _quack_takes(x)
+    return softmax_fwd(x)
+
+
+def _quack_takes(x: Tensor) -> None:
+    if x.dtype == torch.float64:
+        raise NotImplementedError("quack takes float16, bfloat16 and float32, got float64")
+
+
+def _reference_backward(x: Tensor, dy: Tensor) -> Tensor:
+    y = torch.softmax(x, -1)
+    return y * (dy - (y * dy).sum(-1, keepdim=True))
+
+
+def _make_backward(rng: torch.Generator, dtype: torch.dtype, *, M: int, N: int) -> tuple[Tensor, Tensor]:
+    # A saturated row has y near 1 and dy - sum(y dy) near 0 at the same element: its gradient is rounding. So x stays
+    # within one of zero. dy alternates in sign, at least one away from a mean of one: differences do not cancel where
+    # rows are short, and a sum left out shows where they are long.
+    x = 2 * torch.rand(M, N, generator=rng, device=rng.device, dtype=dtype) - 1
+    size = 1 + torch.randn(M, N, generator=rng, device=rng.device, dtype=dtype).abs()
+    size[:, 1::2] *= -1
+    return x, 1 + size
+
+
+def _cost_backward(itemsize: int, *, M: int, N: int) -> Cost:
+    # An element costs a product and an addition for the sum, a subtraction and a product.
+    return Cost(read=2 * M * N * itemsize, write=M * N * itemsize, flop=4 * M * N)
+
+
+def _cost_backward_eager(itemsize: int, *, M: int, N: int) -> Cost:
+    return Cost(read=(6 * M * N + M) * itemsize, write=(3 * M * N + M) * itemsize, flop=4 * M * N)
+
+
+def _after_forward(x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.softmax(x, -1), dy
+
+
+def _torch_backward(y: Tensor, dy: Tensor) -> Tensor:
+    return torch.ops.aten._softmax_backward_data(dy, y, -1, y.dtype)
+
+
+def _torch_compile_backward(y: Tensor, dy: Tensor) -> Tensor:
+    return _compiled(_softmax_backward_eager)(y, dy)
+
+
+def _liger_backward(y: Tensor, dy: Tensor) -> Tensor:
+    from liger_kernel.ops.softmax import _softmax_backward as backward
+    from liger_kernel.ops.utils import calculate_settings
+
+    _liger_takes(y)
+    block, warps = calculate_settings(y.shape[-1])
+    return backward(dy, y, block, warps, False)
+
+
+def _quack_backward(y: Tensor, dy: Tensor) -> Tensor:
+    from quack.softmax import softmax_bwd
+
+    _quack_takes(y)
+    return softmax_bwd(dy, y)
+
+
+_CONFIGS: dict[str, tuple[dict[str, int], ...]] = {
+    "small": tuple({"M": n, "N": n} for n in (256, 512, 1024)),
+    "medium": tuple({"M": 4096, "N": n} for n in (256, 1024, 4096, 8192)),
+    # Four times the L2 of an H200 in traffic or more, for rows of 4 to 64 KiB in one dtype or the other; odd widths;
+    # widths that no power of two is near.
+    "large": (
+        {"M": 65536, "N": 781},
+        {"M": 65536, "N": 1000},
+        {"M": 131072, "N": 1024},
+        {"M": 65536, "N": 2048},
+        {"M": 32768, "N": 4096},
+        {"M": 65536, "N": 4096},
+        {"M": 32768, "N": 8192},
+        {"M": 16384, "N": 9000},
+        {"M": 16384, "N": 12672},
+        {"M": 32768, "N": 16384},
+        {"M": 16384, "N": 20000},
+        {"M": 16384, "N": 32768},
+        {"M": 8192, "N": 65536},
+        {"M": 2048, "N": 262144},
+    ),
+    "llama": ({"M": 4096, "N": 32000}, {"M": 4096, "N": 128256}),
+    "triton": tuple({"M": 4096, "N": 128 * i} for i in range(2, 100)),
+}
+
+# One column; several rows a program, the last tile ragged; a row in one tile; a row in chunks, the last one ragged; a
+# row whose parts are shared out, read twice; more such rows than multiprocessors; nothing at all.
+_EDGES = (
+    {"M": 1, "N": 1},
+    {"M": 5, "N": 2},
+    {"M": 37, "N": 100},
+    {"M": 3, "N": 781},
+    {"M": 2, "N": 8200},
+    {"M": 2, "N": 33000},
+    {"M": 0, "N": 5},
+)
+
+SOFTMAX = Op(
+    name="softmax",
+    reference=_reference,
+    make=_make,
+    cost=_cost,
+    variants={
+        "eager": Variant(softmax_eager, cost=_cost_eager, needs=()),
+        "torch": Variant(_reference, needs=()),
+        "torch.compile": Variant(_torch_compile, needs=(), recompiles=True),
+        "fusebook": Variant(softmax, needs=()),
+        "Liger": Variant(_liger, needs=("cuda", "liger_kernel"), recompiles=True),
+        "quack": Variant(_quack, needs=("cuda", "quack"), recompiles=True),
+    },
+    configs=_CONFIGS,
+    edges=_EDGES,
+)
+
+SOFTMAX_BACKWARD = Op(
+    name="softmax_backward",
+    reference=_reference_backward,
+    make=_make_backward,
+    cost=_cost_backward,
+    variants={
+        "eager": Variant(_softmax_backward_eager, cost=_cost_backward_eager, needs=(), prepare=_after_forward),
+        "torch": Variant(_torch_backward, needs=(), prepare=_after_forward),
+        "torch.compile": Variant(_torch_compile_backward, needs=(), prepare=_after_forward, recompiles=True),
+        "fusebook": Variant(softmax_backward, needs=(), prepare=_after_forward),
+        "Liger": Variant(_liger_backward, needs=("cuda", "liger_kernel"), prepare=_after_forward, recompiles=True),
+        "quack": Variant(_quack_backward, needs=("cuda", "quack"), prepare=_after_forward, recompiles=True),
+    },
+    configs=_CONFIGS,
+    edges=_EDGES,
+)
+
+OPS = (SOFTMAX, SOFTMAX_BACKWARD)
