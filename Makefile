@@ -15,7 +15,7 @@ live: $(NOX)  ## serve the site and rebuild it when a source changes
 	$(NOX) -s site
 
 clean:  ## remove everything that was made, the environments too
-	rm -rf .venv .nox build dist docs/auto_examples .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv .nox build dist docs/auto_downloads docs/auto_examples .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 
 $(NOX): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Fusebook needs Python 3.11 or later, and $(PYTHON) is " + sys.version.split()[0] + ": make PYTHON=/path/to/a/newer/python")'

@@ -11,8 +11,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent
 sys.path[:0] = [str(ROOT / "docs" / "_ext"), str(ROOT / "src")]
-# Where the pages put the tables that they offer; fusebook_site copies them beside the pages.
-os.environ["FUSEBOOK_DOWNLOADS"] = str(ROOT / "docs" / "auto_examples" / "downloads")
+# Where the pages put the tables that they offer; fusebook_site copies them beside the pages. Not in auto_examples, where
+# sphinx-gallery would take a script that is offered for a page.
+os.environ["FUSEBOOK_DOWNLOADS"] = str(ROOT / "docs" / "auto_downloads")
 
 import fusebook  # noqa: E402  before triton is imported: it decides whether kernels are interpreted
 import gallery_hooks  # noqa: E402
@@ -36,10 +37,11 @@ extensions = [
     "sphinx_gallery.gen_gallery",
     "fusebook_site",
 ]
-exclude_patterns = ["_ext", "_inventories", "_static", "auto_examples/downloads"]
+exclude_patterns = ["_ext", "_inventories", "_static", "auto_downloads"]
 default_role = "code"
 nitpicky = True
-suppress_warnings = ["config.cache"] if URL else []
+# A solution is named as its page is; sphinx-gallery takes it for a second page, which it is not.
+suppress_warnings = ["sphinx_gallery.duplicate_filename"]
 
 # API
 
@@ -136,7 +138,7 @@ sphinx_gallery_conf = {
     "examples_dirs": ["../examples"],
     "gallery_dirs": ["auto_examples"],
     "filename_pattern": r"/plot_\d+",
-    "ignore_pattern": r"(__init__|/solution)",
+    "ignore_pattern": r"__init__",
     "within_subsection_order": "FileNameSortKey",
     "nested_sections": False,
     "doc_module": ("fusebook",),

@@ -168,5 +168,5 @@ def record(session):
 def site(session):
     """Serve the site on this machine and rebuild it when a source changes."""
     watched = [arg for folder in ("examples", "src") for arg in ("--watch", folder)]
-    ignored = ["--ignore", str(ROOT / "docs" / "auto_examples" / "*")]
+    ignored = ["--ignore", str(ROOT / "docs" / "auto_*" / "*")]
     run(session, "-m", "sphinx_autobuild", "-c", ".", *watched, *ignored, "docs", "build/html", *session.posargs)

@@ -71,7 +71,8 @@ def circumstances():
 def stamp(page, around, root=ROOT):
     """A hash of all that a page is made from, apart from its own text."""
     digest = hashlib.sha256(json.dumps(around, sort_keys=True).encode())
-    for path in used_by(page, root):
+    solutions = [root / "examples" / name for name in re.findall(r'solution\("([^"]+)"', page)]
+    for path in [*used_by(page, root), *(path for path in solutions if path.exists())]:
         digest.update(f"{path.relative_to(root)}\0".encode())
         digest.update(path.read_bytes())
     return digest.hexdigest()
@@ -111,6 +112,9 @@ def before_gallery(app):
     gone = clean_orphans(ROOT / "examples", generated, Path(app.outdir))
     if gone:
         logger.info("removed what was generated from pages that are gone: %s", ", ".join(gone))
+    if not (Path(app.srcdir) / "auto_downloads").is_dir():  # what the pages offer is gone: only they can make it anew
+        for kept in generated.glob("*.stamp"):
+            kept.unlink()
     stale = forget_stale(ROOT / "examples", generated, circumstances())
     if stale:
         logger.info("to be run, as what they are made from has changed: %s", ", ".join(stale))
@@ -126,7 +130,7 @@ def publish(app, exception):
     html = Path(app.outdir)
     for source, target in (
         (ROOT / "src" / "fusebook" / "records", html / "records"),
-        (Path(app.srcdir) / "auto_examples" / "downloads", html / "auto_examples" / "downloads"),
+        (Path(app.srcdir) / "auto_downloads", html / "auto_examples" / "downloads"),
     ):
         shutil.rmtree(target, ignore_errors=True)
         if source.is_dir():
