@@ -56,6 +56,7 @@ from fusebook.gallery import (
     claims,
     downloads,
     exercise,
+    holds,
     provenance,
     results,
     say,
@@ -434,11 +435,12 @@ claims(
 # microseconds, about as long as an empty one, and a host that launches it
 # from Python takes longer than that. Two more clocks tell the parts apart:
 # *warm* is the time per call of many calls in a CUDA graph, without any
-# launch by the host; *call* is what Python waits for.
+# launch by the host; *call* is what Python waits for. The last two shapes
+# have fewer rows than the GPU has multiprocessors.
 
 small = results(
     SOFTMAX,
-    config="4096x256,4096x1024",
+    config="4096x256,4096x1024,64x8192,16x131072",
     dtype="float32",
     warmup=args.warmup,
     repeat=args.repeat,
@@ -457,17 +459,17 @@ peers = [name for name in warm if name not in ("eager", "fusebook")]
 claims(
     claim(
         "Warm, no peer is faster by more than 2 %",
-        warm["fusebook"] <= 1.02 * warm[peers].min(axis=1),
+        (warm["fusebook"] <= 1.02 * warm[peers].min(axis=1)).loc[[4096]],
     ),
     claim(
         "Warm, within 1.3 times the launch floor plus the roof",
-        fused["warm_us"] <= 1.3 * bound,
+        (fused["warm_us"] <= 1.3 * bound).loc[[4096]],
     ),
     say(
         "At 4096 x 256 a call takes {call:.0f} microseconds of the host's "
         "time and {warm:.1f} of the device's: put small kernels in a graph.",
-        call=fused["call_us"].iloc[0],
-        warm=fused["warm_us"].iloc[0],
+        call=fused.loc[(4096, 256), "call_us"],
+        warm=fused.loc[(4096, 256), "warm_us"],
     ),
 )
 
@@ -483,12 +485,38 @@ claims(
 table(tables.shares(one), "Each way over the sweep, cold")
 
 # %%
-# Rows of 4 to 64 KiB with at least four times the L2 cache in traffic: here
-# the memory decides and nothing helps.
+# Against each of the others over the sweep, where both were measured:
+
+
+def against(other):
+    """How long we take, in times of another way, in the sweep."""
+    return tables.ratio(one, "fusebook", other)
+
+
+claims(
+    *(
+        claim(
+            "Over the sweep never slower than {other}: {least:.2f} to "
+            "{most:.2f} times its time",
+            against(other) <= 1.02,
+            fatal=False,
+            other=other,
+            least=against(other).min(),
+            most=against(other).max(),
+        )
+        for other in ("eager", "torch", "torch.compile", "Liger", "quack")
+    )
+)
+
+# %%
+# At least four times the L2 cache in traffic, so that the memory decides, and
+# rows of 2 KiB to 1 MiB. Measured live, these shapes are fewer; a record
+# answers for all.
 
 large = results(
     SOFTMAX,
     config="large",
+    live="65536x781,65536x1000,32768x4096,16384x12672,32768x16384,8192x65536",
     dtype="float32,bfloat16",
     warmup=args.warmup,
     repeat=args.repeat,
@@ -505,7 +533,7 @@ table(tables.shares(large), "Each way over the large shapes, cold")
 vocabulary = results(
     SOFTMAX,
     config="llama",
-    dtype="float32,bfloat16",
+    dtype="bfloat16",
     warmup=args.warmup,
     repeat=args.repeat,
 )
@@ -525,6 +553,7 @@ table(
 backward = results(
     SOFTMAX_BACKWARD,
     config="large",
+    live="65536x781,32768x4096,16384x12672,32768x16384",
     dtype="float32,bfloat16",
     variants=("eager", "torch", "fusebook"),
     warmup=args.warmup,
@@ -539,18 +568,19 @@ table(tables.shares(backward), "The gradient over the large shapes, cold")
 # What follows was decided by the numbers above, not by us.
 
 
-def width(df):
-    """The part of a result that the targets speak of: rows of 4 to 64 KiB."""
-    size = df["dtype"].map(lambda t: getattr(torch, t).itemsize)
-    kib = df["N"] * size / 1024
+def medium_rows(df):
+    """What the targets speak of: rows of 4 to 64 KiB, bound by memory."""
+    kib = (
+        df["N"] * df["dtype"].map(lambda t: getattr(torch, t).itemsize) / 1024
+    )
     return df[(kib >= 4) & (kib <= 64) & (df["zone"] == "memory")]
 
 
-rows = width(pd.concat([large, vocabulary]))
+wide = pd.concat([large, vocabulary])
+rows = medium_rows(wide)
 power = rows["N"] & (rows["N"] - 1) == 0
 ragged = (rows["N"] > 8192) & ~power
 odd = tables.where(large, N=[781, 1000], zone="memory")
-wide = pd.concat([large, vocabulary])
 claims(
     claim(
         "Rows of 4 to 64 KiB: at least 97 % of a copy",
@@ -578,7 +608,7 @@ claims(
     ),
     claim(
         "The gradient: at least 95 % of its roof",
-        tables.share(width(backward), "fusebook", of="roof") >= 0.95,
+        tables.share(medium_rows(backward), "fusebook", of="roof") >= 0.95,
     ),
     claim(
         "It takes no memory beyond its output (to the next 2 MiB)",
@@ -602,22 +632,29 @@ lost = tables.losses(everything)
 table(lost, "Points lost: the fastest other way, and how far behind we are")
 
 # %%
-# A row read twice cannot pass two thirds of the roof, so wide rows are where
-# the losses should be, if theory is any good.
+# A row that does not stay in registers is read twice, so it moves 3MN where
+# 2MN would do. That is where the losses should be, if theory is any good.
 
-size = everything["dtype"].map(lambda t: getattr(torch, t).itemsize)
-twice = everything[everything["N"] * size > 64 * 1024]
-met = tables.share(twice, "fusebook", of="roof")
+kib = everything["N"] / 1024
+kib *= everything["dtype"].map(lambda t: getattr(torch, t).itemsize)
+twice = tables.share(everything[kib > 64], "fusebook", of="roof")
+inside = tables.losses(medium_rows(everything))
 claims(
     say(
-        "Lost: {lost} of {all} points.",
+        "Lost: {lost} of {all} points; {inside} of them bound by memory "
+        "with rows of 4 to 64 KiB.",
         lost=len(lost),
         all=len(tables.share(everything, "fusebook")),
+        inside=len(inside),
     ),
-    claim("Rows past 64 KiB stay under 70 % of the roof", met < 0.7),
+    holds(
+        "Rows past 64 KiB stay under two thirds of the roof, as they must "
+        "where both reads come from memory",
+        twice <= 2 / 3,
+    ),
     say(
-        "For rows past 64 KiB take the least of the table above: a kernel "
-        "that spreads a row over several programs reads it once."
+        "For rows past 64 KiB take the fastest of the tables above. A kernel "
+        "that spreads a row over several programs can read it once."
     ),
 )
 

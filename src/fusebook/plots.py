@@ -1,7 +1,7 @@
 """Figures of results: a DataFrame in, Axes out. One picture serves a light page and a dark one.
 
-Nothing is painted behind the data, and text and axes are of a grey that is seen on both. A variant keeps its colour and its dash on
-every page, and is named at the end of its line. The roof is drawn wherever a rate is.
+Nothing is painted behind the data, and text and axes are of a grey that is seen on both. A variant keeps its colour and
+its dash on every page, and is named at the end of its line. The roof is drawn wherever a rate is.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from fusebook import tables
 
-__all__ = ["bandwidth", "copies", "dots", "roofline", "times"]
+__all__ = ["bandwidth", "copies", "dots", "lines", "roofline", "times"]
 
 #: Readable on white and on near-black, and told apart by readers who do not see red and green.
 INK = "#6e6e6e"
@@ -311,6 +311,46 @@ def times(df: pd.DataFrame, x: str = "N", *, kind: str = "call", title: str = ""
     ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     ax.yaxis.set_minor_locator(NullLocator())
     ax.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}"))
+    ax.margins(x=0.01)
+    _name_ends(ax, ends, colours)
+    return ax
+
+
+def lines(
+    df: pd.DataFrame,
+    *,
+    title: str,
+    ylabel: str,
+    marks: Mapping[str, float] | None = None,
+    ax: Axes | None = None,
+) -> Axes:
+    """Columns over the index, on a logarithmic x axis, each named at its end.
+
+    Parameters
+    ----------
+    df : pandas.DataFrame
+        Its index has a name, with the unit.
+    title, ylabel : str
+    marks : mapping of str to float, optional
+        Horizontal lines to hold the columns against.
+    ax : matplotlib.axes.Axes, optional
+
+    Returns
+    -------
+    matplotlib.axes.Axes
+    """
+    ax = _axes(ax, title, str(df.index.name), ylabel, (8.0, 3.6))
+    ax.set_xscale("log")
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}"))
+    colours = dict(zip(map(str, df.columns), cycle(["#0a84d6", "#e0562b", "#009e73", "#b563c4"]), strict=False))
+    ends = {}
+    for name, colour in colours.items():
+        ax.plot(df.index, df[name], marker="o", markersize=4, color=colour, linewidth=2)
+        ends[name] = (float(df.index[-1]), float(df[name].iloc[-1]))
+    for name, value in (marks or {}).items():
+        ax.axhline(value, color=INK, linewidth=1.2)
+        ax.text(df.index[-1], value, name, color=INK, va="bottom", ha="right", fontsize=9)
+    ax.set_ylim(bottom=0)
     ax.margins(x=0.01)
     _name_ends(ax, ends, colours)
     return ax

@@ -1,0 +1,98 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["fusebook"]
+#
+# [tool.uv.sources]
+# fusebook = { path = "..", editable = true }
+# ///
+"""
+All results
+===========
+
+Every record of one GPU in one table and under one roofline. Nothing is
+measured here: a page of its own measures each operator, and this one reads
+what is in the package. ``FUSEBOOK_GPU`` chooses another GPU.
+"""
+
+# %%
+# The table
+# ---------
+#
+# All shapes and dtypes of an operator together: the median and the least share
+# of the roof and of a copy, the worst error as a part of what is allowed, and
+# what was refused.
+
+import fusebook  # noqa: F401  before triton: it decides how kernels run
+import matplotlib.pyplot as plt
+import pandas as pd
+from fusebook import plots, tables
+from fusebook.gallery import (
+    claim,
+    claims,
+    downloads,
+    provenance,
+    records,
+    say,
+    table,
+)
+from fusebook.kernels import OPS
+
+found = records()
+summary = pd.concat(
+    {name: tables.shares(frame) for name, frame in found.items()},
+    names=["operator"],
+)
+table(summary, "Every record, cold", fold=False)
+
+# %%
+# One roofline
+# ------------
+#
+# Each point is one shape of one operator: its arithmetic per byte of the least
+# traffic, and the arithmetic it did a second. The lines are what this machine
+# was measured to do.
+
+everything = pd.concat(found.values(), ignore_index=True)
+on = next(iter(found.values())).attrs["machine"]
+plots.roofline(everything, on)
+
+# %%
+right = everything[everything["status"] == "ok"]
+claims(
+    say(
+        "{rows} results of {ops} operators, {right} of them right and timed.",
+        rows=len(everything),
+        ops=len(found),
+        right=len(right),
+    ),
+    claim(
+        "Every operator of the library has a record", set(found) == set(OPS)
+    ),
+    claim(
+        "No kernel has changed since it was recorded",
+        not any(frame.attrs["stale"] for frame in found.values()),
+        fatal=False,
+    ),
+    claim(
+        "Ours is wrong nowhere",
+        tables.where(everything, variant="fusebook", status="wrong").empty,
+    ),
+)
+
+# %%
+# Where another way is faster by more than 2 %, over all operators:
+
+lost = pd.concat(
+    {name: tables.losses(frame) for name, frame in found.items()},
+    names=["operator"],
+)
+table(lost, "Points lost, the worst of each operator first")
+
+# %%
+provenance(*found.values())
+
+# %%
+downloads(everything, "all_results")
+
+# %%
+plt.close("all")
