@@ -1,0 +1,89 @@
+"""Compile, for a GPU that need not be there, every kernel that the library's launchers would launch on their edges.
+
+Run by test_compile.py as ``python compile_only.py 90``, in a process of its own, because Triton knows one driver. The
+driver here names an architecture and a limit of shared memory, takes tensors on the CPU, and launches nothing. One
+JSON object a line: what was launched, and the shared memory that the compiled kernel asks for.
+"""
+
+import json
+import sys
+
+import fusebook  # noqa: F401  (before triton, see fusebook/__init__.py)
+import torch
+import triton
+from fusebook import inputs
+from fusebook.kernels import OPS
+from triton.backends.compiler import GPUTarget
+from triton.backends.driver import DriverBase
+
+# KiB a block. Where nothing is tuned, sm_80 here, plans promise 96 KiB, which every architecture since sm_86 has.
+SHARED = {80: 96, 90: 227, 100: 227}
+
+
+class CompileOnly(DriverBase):
+    """A driver for an architecture without a device: kernels are compiled to machine code, loaded by nobody."""
+
+    def __init__(self, arch, launched):
+        self.arch = arch
+        self.launched = launched
+        self.utils = self  # Triton looks for get_device_properties and load_binary there
+
+    @staticmethod
+    def is_active():
+        return True
+
+    def map_python_to_cpp_type(self, ty):
+        raise NotImplementedError("nothing is launched, so no launcher is generated")
+
+    def get_current_target(self):
+        return GPUTarget("cuda", self.arch, 32)
+
+    def get_active_torch_device(self):
+        return torch.device("cpu")
+
+    def get_benchmarker(self):
+        raise NotImplementedError("nothing is launched, so there is nothing to time")
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return 0
+
+    def get_device_properties(self, device):
+        return {"max_shared_mem": SHARED[self.arch] * 1024, "multiprocessor_count": 132, "warpSize": 32}
+
+    def load_binary(self, name, kernel, shared, device):
+        return None, None, 0, 0, 1024  # module, function, registers, spills, most threads a block
+
+    def launcher_cls(self, source, metadata):
+        """What Triton calls to launch: takes note."""
+
+        def launch(*arguments):
+            self.launched.append({"kernel": metadata.name, "shared": metadata.shared, "warps": metadata.num_warps})
+
+        return launch
+
+
+def main(arch):
+    launched = []
+    triton.runtime.driver.set_active(CompileOnly(arch, launched))
+    for op in OPS.values():
+        variants = {name: v for name, v in op.variants.items() if name.startswith("fusebook")}
+        for dims in op.edges:
+            for dtype in op.dtypes:
+                made = op.make(inputs.generator(0, "cpu"), dtype, **dims)
+                for name, variant in variants.items():
+                    launched.clear()
+                    point = {"op": op.name, "variant": name, "dims": dict(dims), "dtype": str(dtype)}
+                    try:
+                        variant.run(*(variant.prepare(*made) if variant.prepare else made))
+                    except NotImplementedError as refusal:
+                        point["refused"] = str(refusal)
+                    except Exception as error:
+                        point["error"] = f"{type(error).__name__}: {error}"
+                    print(json.dumps(point | {"launched": launched}), flush=True)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
