@@ -68,7 +68,6 @@ html_copy_source = False
 html_show_sourcelink = False
 html_math_renderer = "mathml"
 html_baseurl = f"{URL}/" if URL else ""
-pygments_style = "a11y-high-contrast-light"
 html_theme_options = {
     "navbar_align": "left",
     "navbar_end": ["theme-switcher"],
@@ -79,7 +78,7 @@ html_theme_options = {
     "footer_start": ["copyright"],
     "footer_end": ["theme-version"],
     "pygments_light_style": "a11y-high-contrast-light",
-    "pygments_dark_style": "a11y-high-contrast-dark",
+    "pygments_dark_style": "github-dark",
 }
 html_sidebars = {"index": [], "method": [], "api": [], "contributing": [], "changes": [], "times": []}
 fusebook_repository = REPOSITORY
