@@ -286,7 +286,7 @@ claims(
         level=level,
     ),
     claim("Interleaved, it equals itself within 1 %", abs(level - 1) < 0.01),
-    say("That is why a page here says "never slower" of 2 % and not of 0."),
+    say("That is why a page here means 2 % by never slower, and not 0."),
 )
 
 # %%

@@ -5,6 +5,7 @@ import math
 from dataclasses import asdict
 
 import pandas as pd
+
 from fusebook import bench
 from fusebook.op import Cost
 from toy import machine

@@ -1,0 +1,410 @@
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import openpyxl
+import pandas as pd
+import pytest
+import torch
+import triton
+
+import synthetic
+from fusebook import bench, gallery, record
+from fusebook import machine as machines
+from fusebook.kernels.softmax import SOFTMAX, softmax, softmax_eager
+from toy import machine, toy
+
+ROOT = Path(__file__).resolve().parents[1]
+VARIABLES = [name for name in os.environ if name.startswith("FUSEBOOK_")]
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch, tmp_path):
+    """No GPU, no records but those of the test, nothing from the caller's environment."""
+    for name in VARIABLES:
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(gallery, "_live", lambda: False)
+    monkeypatch.setattr(machines, "RECORDS", tmp_path / "records")
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def recorded():
+    """A record of a made-up machine that has the name of the default GPU."""
+    on = machine(slug="nvidia-h200", name="Made-up GPU")
+    frame = synthetic.frame(SOFTMAX, "small,large,triton", "float32,bfloat16", on)
+    record.write(frame, machines.RECORDS)
+    return frame
+
+
+# Arguments
+
+
+def parse(monkeypatch, *argv):
+    monkeypatch.setattr(gallery, "_script", lambda: True)
+    monkeypatch.setattr(sys, "argv", ["plot_x.py", *argv])
+    return gallery.arguments(SOFTMAX, config="triton", dtype="float32")
+
+
+def test_arguments_have_defaults(monkeypatch):
+    args = parse(monkeypatch)
+    assert vars(args) == {"config": "triton", "dtype": "float32", "warmup": 5, "repeat": 30}
+
+
+def test_arguments_are_read(monkeypatch):
+    args = parse(monkeypatch, "--config", "small,4096x781", "--dtype", "bfloat16", "--warmup", "1", "--repeat", "2")
+    assert vars(args) == {"config": "small,4096x781", "dtype": "bfloat16", "warmup": 1, "repeat": 2}
+
+
+@pytest.mark.parametrize(("number", "name"), [("1", "float32"), ("10", "float16")])
+def test_itype_is_onnx_number_of_a_dtype(monkeypatch, number, name):
+    assert parse(monkeypatch, "--itype", number).dtype == name
+
+
+@pytest.mark.parametrize(
+    ("argv", "choices"),
+    [
+        (["--config", "enormous"], "small, medium, large, llama, triton"),
+        (["--dtype", "int8"], "float16, bfloat16, float32, float64"),
+        (["--itype", "2"], "10"),
+        (["--repeat", "0"], "from 1 up"),
+        (["--warmup", "few"], "from 0 up"),
+        (["--fast"], "unrecognized"),
+    ],
+    ids=lambda v: " ".join(v) if isinstance(v, list) else "",
+)
+def test_nonsense_ends_with_code_2_and_the_choices(monkeypatch, capsys, argv, choices):
+    with pytest.raises(SystemExit) as end:
+        parse(monkeypatch, *argv)
+    assert end.value.code == 2
+    assert choices in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("place", ["_notebook", "_sphinx"])
+def test_the_command_line_of_somebody_else_is_not_read(monkeypatch, place):
+    monkeypatch.setattr(gallery, place, lambda: True)
+    assert parse(monkeypatch, "-f", "kernel-1.json").config == "triton"
+
+
+# Results
+
+
+def test_results_are_replayed_for_the_config_and_dtype_asked_for(recorded):
+    frame = gallery.results(SOFTMAX, config="large", dtype="bfloat16")
+    assert set(frame["config"]) == {"large"}
+    assert set(frame["dtype"]) == {"bfloat16"}
+    assert frame.attrs["measured"] is False
+    assert frame.attrs["machine"].name == "Made-up GPU"
+    points = frame[["M", "N"]].drop_duplicates().to_dict("records")
+    assert points == list(SOFTMAX.configs["large"])
+
+
+def test_a_size_is_replayed_from_whatever_config_has_it(recorded):
+    frame = gallery.results(SOFTMAX, config="65536x781,4096x512")
+    assert list(frame["N"].drop_duplicates()) == [781, 512]
+
+
+def test_results_may_be_of_fewer_variants(recorded):
+    frame = gallery.results(SOFTMAX, config="large", variants=("eager", "fusebook"))
+    assert set(frame["variant"]) == {"eager", "fusebook"}
+
+
+def test_without_gpu_and_record_one_sentence_names_the_command():
+    with pytest.raises(gallery.NoResults) as stop:
+        gallery.results(SOFTMAX, config="large", dtype="float16")
+    assert str(stop.value) == (
+        "There is no CUDA GPU here and no record of softmax on nvidia-h200 to replay: run "
+        "`python -m fusebook.record softmax --config large --dtype float16` on a machine with a GPU."
+    )
+    assert "<code>python -m fusebook.record" in stop.value.banner._repr_html_()
+
+
+def test_a_config_that_was_not_recorded_is_missed(recorded):
+    with pytest.raises(gallery.NoResults, match="no record of softmax for llama in float32 on nvidia-h200"):
+        gallery.results(SOFTMAX, config="large,llama")
+
+
+def test_a_script_without_results_exits_with_code_1_and_no_traceback(tmp_path):
+    script = tmp_path / "plot_1.py"
+    script.write_text(
+        "from fusebook.gallery import results\n"
+        "from fusebook.kernels.softmax import SOFTMAX\n"
+        "results(SOFTMAX, config='3x5')\n"
+    )
+    env = {**os.environ, "FUSEBOOK_GPU": "no-such-gpu", "FUSEBOOK_REPLAY": "1", "PYTHONPATH": str(ROOT / "src")}
+    end = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=env, check=False)
+    assert end.returncode == 1
+    assert len(end.stderr.strip().splitlines()) == 1
+    assert "python -m fusebook.record softmax --config 3x5" in end.stderr
+
+
+def test_where_there_is_a_gpu_results_are_measured_and_recorded_on_request(monkeypatch, tmp_path):
+    frame = synthetic.frame(SOFTMAX, "small")
+    asked = {}
+    monkeypatch.setattr(gallery, "_live", lambda: True)
+    monkeypatch.setattr(bench, "run", lambda op, **given: asked.update(given) or frame)
+    assert gallery.results(SOFTMAX, config="large", live="small", repeat=7) is frame
+    assert asked["config"] == "small"
+    assert asked["repeat"] == 7
+    assert not (tmp_path / "out").exists()
+    monkeypatch.setenv("FUSEBOOK_RECORD", str(tmp_path / "out"))
+    gallery.results(SOFTMAX, config="small")
+    assert (tmp_path / "out" / "test-gpu" / "softmax.csv").exists()
+
+
+def test_replay_is_forced_by_the_environment(monkeypatch):
+    monkeypatch.undo()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.delenv("FUSEBOOK_REPLAY", raising=False)
+    assert gallery._live()
+    monkeypatch.setenv("FUSEBOOK_REPLAY", "1")
+    assert not gallery._live()
+
+
+def test_a_changed_kernel_makes_its_results_stale(monkeypatch):
+    on = machine(slug="nvidia-h200")
+    record.write(synthetic.frame(SOFTMAX, "small", on=on, source="0" * 12), machines.RECORDS)
+    frame = gallery.results(SOFTMAX, config="small")
+    assert frame.attrs["stale"] == ["softmax"]
+    assert "Stale" in gallery.provenance(frame)._repr_html_()
+    assert "STALE" in repr(gallery.provenance(frame))
+
+
+def test_records_are_all_of_a_gpu(recorded):
+    assert list(gallery.records()) == ["softmax"]
+
+
+def test_without_any_record_there_are_no_results():
+    with pytest.raises(gallery.NoResults, match="nox -s record"):
+        gallery.records()
+
+
+# measured
+
+
+def drift():
+    return pd.DataFrame({"what": ["a", "b"], "us": [1.5, np.nan]})
+
+
+def other():
+    return pd.DataFrame({"what": ["a", "b"], "us": [1.5, np.nan], "more": [1, 2]})
+
+
+def test_what_a_page_measures_is_recorded_and_replayed(monkeypatch, tmp_path):
+    on = machine(slug="nvidia-h200", name="Made-up GPU")
+    monkeypatch.setattr(gallery, "_live", lambda: True)
+    monkeypatch.setattr(machines, "here", lambda: on)
+    monkeypatch.setenv("FUSEBOOK_RECORD", str(machines.RECORDS))
+    live = gallery.measured("drift", drift)
+    assert live.attrs["measured"] is True
+    monkeypatch.setattr(gallery, "_live", lambda: False)
+    replayed = gallery.measured("drift", drift)
+    pd.testing.assert_frame_equal(live, replayed, check_dtype=False)
+    assert replayed.attrs["measured"] is False
+    assert replayed.attrs["stale"] == []
+    assert replayed.attrs["machine"].name == "Made-up GPU"
+    assert gallery.measured("drift", other).attrs["stale"] == ["drift"]
+
+
+def test_what_a_page_measures_is_missed_by_name():
+    with pytest.raises(gallery.NoResults, match="no record of drift on nvidia-h200"):
+        gallery.measured("drift", drift)
+
+
+# Provenance and downloads
+
+
+def test_provenance_says_where_results_come_from(recorded, monkeypatch, tmp_path):
+    monkeypatch.setenv("FUSEBOOK_DOWNLOADS", str(tmp_path / "downloads"))
+    frame = gallery.results(SOFTMAX, config="small")
+    text = gallery.provenance(frame)._repr_html_()
+    for fact in ("Replayed from the record of", "Made-up GPU", "driver 1.0", "CUDA 13.0", "2000-01-01", "0123456789ab"):
+        assert fact in text
+    assert 'href="downloads/nvidia-h200-softmax.csv"' in text
+    raw = (tmp_path / "downloads" / "nvidia-h200-softmax.csv").read_text()
+    assert raw == Path(frame.attrs["path"]).read_text()
+
+
+def test_provenance_refuses_a_frame_that_has_lost_its_origin():
+    with pytest.raises(ValueError, match=r"expected what results\(\) or measured\(\) returned"):
+        gallery.provenance(pd.DataFrame({"a": [1]}))
+
+
+def test_downloads_are_a_csv_and_a_real_spreadsheet(recorded, tmp_path):
+    frame = gallery.results(SOFTMAX, config="small")
+    shown = gallery.downloads(frame, "softmax")
+    assert zipfile.is_zipfile("softmax.xlsx")
+    sheet = openpyxl.load_workbook("softmax.xlsx").active
+    assert sheet.max_row == len(frame) + 1
+    assert [cell.value for cell in sheet[1]][:6] == ["op", "config", "variant", "dtype", "M", "N"]
+    assert len(pd.read_csv("softmax.csv")) == len(frame)
+    assert 'href="softmax.xlsx"' in shown._repr_html_()
+
+
+def test_downloads_keep_what_the_index_says():
+    gallery.downloads(pd.DataFrame({"t": [1.0]}, index=pd.Index([781], name="N")), "t")
+    assert Path("t.csv").read_text() == "N,t\n781,1.0\n"
+
+
+# What is shown
+
+
+def test_what_is_shown_is_escaped_and_backticks_are_code():
+    assert gallery.say("a < b: `x & y`")._repr_html_() == '<p class="fb-say">a &lt; b: <code>x &amp; y</code></p>'
+    shown = gallery.table(pd.DataFrame({"<n>": ["<b>"]}), "<caption>")._repr_html_()
+    assert "<b>" not in shown
+    assert "<n>" not in shown
+    assert "<caption>" in shown.replace("&lt;caption&gt;", "")
+
+
+def test_say_takes_its_numbers_and_tells_what_is_missing():
+    assert repr(gallery.say("{a:.1f} and {b:.1f}", a=1.25, b=float("nan"))) == "1.2 and (not measured)"
+    assert repr(gallery.say("braces {stay} without numbers")) == "braces {stay} without numbers"
+
+
+def test_a_long_table_is_folded_and_a_short_one_is_not():
+    long = pd.DataFrame({"a": range(50)})
+    assert gallery.table(long, "c")._repr_html_().startswith("<details")
+    assert "<details" not in gallery.table(long, "c", fold=False)._repr_html_()
+    assert "<details" not in gallery.table(long[:5], "c")._repr_html_()
+
+
+def test_a_table_can_be_reached_and_read_without_a_mouse():
+    frame = pd.DataFrame({"t": [1.0]}, index=pd.Index([781], name="N"))
+    text = gallery.table(frame, "times")._repr_html_()
+    for part in ('tabindex="0"', 'aria-label="times"', '<th scope="row">781</th>', '<th scope="col">t</th>'):
+        assert part in text
+
+
+# Claims
+
+
+def test_a_claim_tells_its_verdict_without_colour():
+    shown = gallery.claims(gallery.claim("a", True), gallery.claim("b", False), gallery.holds("c", False))
+    assert repr(shown) == "✓ true: a\n✗ false: b\n✗ no: c"
+    assert 'aria-label="false">✗</span>' in shown._repr_html_()
+
+
+def test_a_claim_over_many_points_tells_where_it_fails():
+    fast = pd.Series([True, False, False], index=pd.Index(["3x5", "4x6", "7x8"]))
+    assert repr(gallery.claim("fast", fast)) == "✗ false: fast (2 of 3 fail: 4x6, 7x8)"
+    assert repr(gallery.claim("fast", fast[:1])) == "✓ true: fast"
+    assert repr(gallery.claim("fast", pd.Series([True] * 9))) == "✓ true: fast (all 9)"
+
+
+def test_nothing_measured_is_neither_true_nor_false():
+    assert gallery.claim("all of none", pd.Series([], dtype=bool)).true is None
+    assert repr(gallery.claim("none", None)) == "– not measured: none"
+
+
+def test_numbers_of_a_claim_come_from_results():
+    assert gallery.claim("within {most:.2f}", True, most=1.019).text == "within 1.02"
+
+
+def test_false_claims_pass_unless_strict():
+    assert gallery.claims(gallery.claim("a", False)).items[0].true is False
+
+
+def test_strict_lists_every_false_claim_that_is_fatal(monkeypatch):
+    monkeypatch.setenv("FUSEBOOK_STRICT", "1")
+    with pytest.raises(AssertionError) as error:
+        gallery.claims(
+            gallery.claim("first", False),
+            gallery.claim("second", True),
+            gallery.claim("third", np.bool_(False)),
+            gallery.claim("fourth", False, fatal=False),
+            gallery.holds("fifth", False),
+            gallery.claim("sixth", None),
+        )
+    assert str(error.value) == "2 of 6 claims are false:\n  ✗ false: first\n  ✗ false: third"
+
+
+def test_strict_set_to_zero_is_not_strict(monkeypatch):
+    monkeypatch.setenv("FUSEBOOK_STRICT", "0")
+    gallery.claims(gallery.claim("a", False))
+
+
+def test_in_a_script_what_a_block_ends_in_is_printed(monkeypatch, capsys):
+    monkeypatch.setattr(gallery, "_script", lambda: True)
+    gallery.claims(gallery.claim("a", True))
+    assert capsys.readouterr().out == "✓ true: a\n\n"
+
+
+# Source and exercises
+
+
+@triton.jit
+def kernel(y_ptr, BLOCK: triton.language.constexpr):
+    pass
+
+
+def test_source_shows_functions_kernels_and_operators():
+    text = repr(gallery.Source(softmax_eager, kernel))
+    assert "top = x.amax(-1, keepdim=True)  # read MN, write M" in text
+    assert "@triton.jit\ndef kernel(y_ptr" in text
+    operator = torch.library.custom_op("fusebook_tests::twice", mutates_args=())(twice)
+    assert "return 2 * x" in repr(gallery.Source(operator))
+
+
+def twice(x: torch.Tensor) -> torch.Tensor:
+    """Two of them."""
+    return 2 * x
+
+
+def test_source_leaves_docstrings_out_on_request():
+    assert '"""' in repr(gallery.Source(twice))
+    assert repr(gallery.Source(twice, doc=False)).splitlines()[1:] == [
+        "def twice(x: torch.Tensor) -> torch.Tensor:",
+        "    return 2 * x",
+    ]
+
+
+def test_source_is_highlighted_and_escaped():
+    text = gallery.Source(twice)._repr_html_()
+    assert 'class="highlight-python notranslate"' in text
+    assert '<span class="k">def</span>' in text
+    assert "-&gt;" in text
+
+
+def test_source_refuses_what_has_none():
+    with pytest.raises(TypeError, match="expected a function, a Triton kernel or a custom operator, got 3"):
+        gallery.Source(3)
+
+
+CASES = [(torch.tensor([[1.0, 2.0, 3.0]]),), (torch.tensor([[1.0, 200.0, 3.0]]),)]
+
+
+def test_an_exercise_is_answered_by_the_check_of_the_library():
+    assert (
+        repr(gallery.exercise("right", lambda x: softmax(x), lambda x: torch.softmax(x, -1), CASES)) == "✓ yes: right"
+    )
+    shown = gallery.exercise("no maximum", lambda x: x.exp() / x.exp().sum(-1), lambda x: torch.softmax(x, -1), CASES)
+    assert repr(shown).startswith("✗ no: no maximum (on 1x3 float32 the score is inf")
+
+
+def test_an_exercise_that_raises_is_answered_too(monkeypatch):
+    monkeypatch.setenv("FUSEBOOK_STRICT", "1")
+
+    def broken(x):
+        raise NotImplementedError("yours to write")
+
+    shown = gallery.exercise("broken", broken, lambda x: torch.softmax(x, -1), CASES)
+    assert repr(shown) == "✗ no: broken (NotImplementedError on 1x3 float32: yours to write)"
+
+
+def test_a_solution_is_offered_for_download(monkeypatch, tmp_path):
+    source = tmp_path / "solutions" / "plot_1.py"
+    source.parent.mkdir()
+    source.write_text("pass\n")
+    monkeypatch.setenv("FUSEBOOK_DOWNLOADS", str(tmp_path / "downloads"))
+    shown = gallery.solution("solutions/plot_1.py")
+    assert 'href="downloads/plot_1.py"' in shown._repr_html_()
+    assert (tmp_path / "downloads" / "plot_1.py").read_text() == "pass\n"
+
+
+def test_results_of_a_card_that_this_library_does_not_have_are_missed():
+    with pytest.raises(gallery.NoResults, match="no record of toy"):
+        gallery.results(toy(), config="small")

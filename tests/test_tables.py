@@ -1,0 +1,198 @@
+import itertools
+import math
+
+import matplotlib
+import numpy as np
+import pandas as pd
+import pytest
+
+import synthetic
+from fusebook import plots, tables
+from fusebook.kernels.softmax import SOFTMAX
+from fusebook.op import Cost, Variant
+from toy import machine, toy, variant
+
+matplotlib.use("agg")
+
+
+@pytest.fixture(scope="module")
+def df():
+    return synthetic.frame(SOFTMAX, "large", "float32,bfloat16")
+
+
+@pytest.fixture(scope="module")
+def sweep():
+    return synthetic.frame(SOFTMAX, "triton")
+
+
+def test_dims_are_the_columns_between_dtype_and_status(df):
+    assert tables.dims(df) == ["M", "N"]
+
+
+def test_what_is_no_result_is_refused_with_what_is_accepted():
+    with pytest.raises(ValueError, match=r"expected results with the columns dtype and status, got a; pass what"):
+        tables.dims(pd.DataFrame({"a": [1]}))
+
+
+def test_labels_name_sizes_and_put_words_behind(df):
+    assert tables.label(df).iloc[0] == "65536x781"
+    op = toy()
+    words = pd.concat([synthetic.frame(op, "small")], ignore_index=True)
+    words.insert(6, "law", "zipf")
+    assert tables.label(words).iloc[0] == "16x16 zipf"
+
+
+def test_times_keep_the_order_of_sweep_and_variants(df):
+    table = tables.times(df)
+    assert list(table.columns) == list(SOFTMAX.variants)
+    assert table.index[0] == ("float32", 65536, 781)
+    assert list(table.index.names) == ["dtype", "M", "N"]
+
+
+def test_times_show_why_there_is_none(df):
+    words = tables.times(df, words=True)
+    assert words.loc[("float32", 65536, 781), "quack"] == "refused"
+    assert isinstance(words.loc[("float32", 65536, 781), "fusebook"], float)
+    assert math.isnan(tables.times(df).loc[("float32", 65536, 781), "quack"])
+
+
+def test_points_of_a_long_sweep_that_were_left_out_stay_empty(sweep):
+    words = tables.times(sweep, words=True)
+    assert words["quack"].notna().sum() == 13
+    assert not (words == "ok").to_numpy().any()
+
+
+def test_bandwidth_divides_the_least_bytes_by_the_time(df):
+    row = df[(df["variant"] == "torch") & (df["dtype"] == "float32")].iloc[0]
+    rates = tables.bandwidth(df)
+    gbs = 2 * 65536 * 781 * 4 / row["cold_us"] / 1e3
+    assert rates.loc[("float32", 65536, 781), "torch"] == pytest.approx(gbs)
+    assert rates.loc[("float32", 65536, 781), "roof"] == pytest.approx(machine().copy / 1e9)
+    assert list(rates.columns)[-2:] == ["roof", "copy"]
+
+
+def test_ratio_compares_where_both_were_timed(df):
+    ratio = tables.ratio(df, "fusebook", "quack")
+    assert ("65536x781", "float32") not in ratio.index
+    assert ratio.loc[("65536x2048", "bfloat16")] == pytest.approx(1.01 / 1.02)
+    assert tables.ratio(df, "fusebook", "nobody").empty
+
+
+def test_share_of_copy_and_roof(df):
+    assert tables.share(df, "fusebook").to_numpy() == pytest.approx(1 / 1.01)
+    assert (tables.share(df, "fusebook", of="roof") < 1 / 1.01).all()
+    with pytest.raises(ValueError, match="expected a ceiling of roof, copy, got 'sky'"):
+        tables.share(df, "fusebook", of="sky")
+
+
+def test_shares_have_a_row_a_variant_and_count_what_was_not_timed(df):
+    shares = tables.shares(df)
+    assert list(shares.index) == list(SOFTMAX.variants)
+    assert shares.loc["quack", "not timed"] == "2 refused"
+    assert shares.loc["fusebook", "% of copy, least"] == pytest.approx(100 / 1.01)
+    assert shares.loc["fusebook", "same bits twice"] == True  # noqa: E712  numpy's
+    assert shares.loc["fusebook", "points"] == 28
+
+
+def test_one_run_that_differs_is_seen_in_shares(df):
+    spoilt = df.copy()
+    spoilt.loc[spoilt.index[3], "deterministic"] = "no"
+    name = spoilt.loc[spoilt.index[3], "variant"]
+    assert tables.shares(spoilt).loc[name, "same bits twice"] == False  # noqa: E712  numpy's
+
+
+def test_losses_are_found_and_the_worst_comes_first(df):
+    assert tables.losses(df).empty
+    slow = df.copy()
+    slow.loc[(slow["variant"] == "fusebook") & (slow["N"] == 16384), "cold_us"] *= 1.5
+    slow.loc[(slow["variant"] == "fusebook") & (slow["N"] == 8192), "cold_us"] *= 1.2
+    lost = tables.losses(slow)
+    assert list(lost["faster"].unique()) == ["quack"]
+    assert lost.index[0][0] == "32768x16384"
+    assert len(lost) == 4
+    assert lost["times as long"].iloc[0] == pytest.approx(1.5 * 1.01 / 1.02)
+
+
+def test_speedup_is_over_the_variant_asked_for(df):
+    assert tables.speedup(df)["torch"].dropna().to_numpy() == pytest.approx(5 / 1.3)
+    with pytest.raises(ValueError, match="expected a variant of eager, torch"):
+        tables.speedup(df, over="nobody")
+
+
+def test_a_kind_that_does_not_exist_is_refused(df):
+    with pytest.raises(ValueError, match="expected a time of cold, warm, call, got 'tepid'"):
+        tables.times(df, "tepid")
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.0, "0"),
+        (1.23456e-7, "1.2e-07"),
+        (0.98765, "0.988"),
+        (9.8765, "9.88"),
+        (98.765, "98.8"),
+        (987.65, "988"),
+        (98765.4, "98,765"),
+        (12672, "12,672"),
+        (781, "781"),
+        (float("nan"), ""),
+        (None, ""),
+        (True, "yes"),
+        (np.bool_(False), "no"),
+        (np.float64(1.5), "1.50"),
+        ("refused", "refused"),
+        (math.inf, "inf"),
+    ],
+)
+def test_numbers_have_the_digits_that_a_reader_can_use(value, text):
+    assert tables.number(value) == text
+
+
+def test_pretty_writes_whole_columns_without_a_point():
+    frame = pd.DataFrame({"n": [1.0, math.nan, 20000.0], "t": [1.0, 2.5, math.nan]})
+    assert tables.pretty(frame).to_numpy().tolist() == [["1", "1.00"], ["", "2.50"], ["20,000", ""]]
+
+
+# Plots
+
+
+def test_bandwidth_plot_names_every_line_and_the_roof(sweep):
+    ax = plots.bandwidth(sweep)
+    names = {t.get_text().strip() for t in ax.texts}
+    assert names >= {*SOFTMAX.variants, "roof, measured", "copy", "memory", "partly L2"}
+    assert "GB/s" in ax.get_ylabel()
+
+
+def test_names_at_the_ends_of_lines_do_not_overlap(sweep):
+    ax = plots.bandwidth(sweep)
+    named = [t for t in ax.texts if t.get_text().strip() in {*SOFTMAX.variants, "roof, measured", "copy"}]
+    boxes = sorted((t.get_window_extent() for t in named), key=lambda b: b.y0)
+    assert all(below.y1 <= above.y0 + 2 for below, above in itertools.pairwise(boxes))
+
+
+def test_a_bandwidth_plot_of_two_dtypes_is_refused(df):
+    with pytest.raises(ValueError, match="expected one dtype, got float32, bfloat16; draw one figure each"):
+        plots.bandwidth(df)
+
+
+def test_plots_have_nothing_painted_behind_them(sweep, df):
+    axes = [plots.bandwidth(sweep), plots.times(sweep), plots.dots(df), plots.roofline(df, machine())]
+    axes.append(plots.copies(machine(bandwidth=[{"bytes": 2**k, "cold": 1e12} for k in (20, 25)])))
+    for ax in axes:
+        assert ax.figure.get_facecolor()[3] == 0
+        assert ax.get_facecolor()[3] == 0
+        assert ax.get_title(loc="left")
+
+
+def test_dots_have_a_row_a_point(df):
+    ax = plots.dots(df)
+    assert len(ax.get_yticks()) == 28
+    assert ax.get_xlabel() == "% of copy"
+
+
+def test_plots_do_without_a_machine_and_with_a_readers_own_variant():
+    op = toy(mine=variant(lambda x: 2 * x), theirs=Variant(lambda x: x, cost=lambda i, M, N: Cost(1, 1, 1), needs=()))
+    frame = synthetic.frame(op, "small")
+    frame[["roof_us", "copy_us", "copy_warm_us", "floor_us"]] = math.nan
+    assert "mine" in {t.get_text().strip() for t in plots.bandwidth(frame).texts}
