@@ -7,6 +7,7 @@ kept as a hash beside the generated page.
 
 import hashlib
 import importlib.metadata
+import inspect
 import json
 import os
 import re
@@ -175,6 +176,38 @@ class BuildTimes(SphinxDirective):
         return self.parse_text_to_nodes(table)
 
 
+class Kernels(SphinxDirective):
+    """The public functions of every kernel module, so that a new kernel is described without a line here."""
+
+    def run(self):
+        """Ask the cards for their modules, and the modules for what they offer."""
+        import fusebook
+        from fusebook import kernels
+
+        self.env.note_dependency(kernels.__file__)
+        lines = []
+        for module in dict.fromkeys(sys.modules[op.make.__module__] for op in kernels.OPS.values()):
+            for name in module.__all__:
+                value = getattr(module, name)
+                if inspect.isfunction(value):
+                    public = getattr(fusebook, name, None) is value
+                    lines.append(f".. autofunction:: {'fusebook' if public else module.__name__}.{name}\n")
+        return self.parse_text_to_nodes("\n".join(lines))
+
+
+class ResultPicture(SphinxDirective):
+    """The picture of the README, where the records that it is drawn from are there."""
+
+    def run(self):
+        """Look for the picture beside the style sheets."""
+        if not (ROOT / "docs" / "_static" / "softmax.svg").exists():
+            return []
+        caption = (ROOT / "docs" / "_static" / "softmax.txt").read_text(encoding="utf-8").strip()
+        return self.parse_text_to_nodes(
+            f".. image:: /_static/softmax.svg\n   :alt: {caption}\n   :class: sphx-glr-single-img\n\n{caption}\n"
+        )
+
+
 def outdated(app, env, added, changed, removed):
     """Read the page of build times again when a page has run."""
     return {"times"} & env.all_docs.keys() if added or changed or removed else set()
@@ -220,6 +253,8 @@ def setup(app):
     app.add_config_value("fusebook_repository", "", "env", types=[str])
     app.add_html_math_renderer("mathml", inline_renderers=(inline_math, None), block_renderers=(block_math, None))
     app.add_directive("build-times", BuildTimes)
+    app.add_directive("kernels", Kernels)
+    app.add_directive("result-picture", ResultPicture)
     app.connect("builder-inited", before_gallery, priority=100)  # the gallery runs at 500
     app.connect("source-read", without_memory)
     app.connect("env-get-outdated", outdated)
