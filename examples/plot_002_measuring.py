@@ -249,9 +249,9 @@ def first_call_and_order():
         both = timing.cold(pair)
         together.append(both["A"].q50 / both["B"].q50)
     rows = [
-        ("first call us", samples[0]),
-        ("mean of 30, first included us", samples.mean()),
-        ("median of 30 us", samples.median()),
+        ("first call (us)", samples[0]),
+        ("mean of 30, first included (us)", samples.mean()),
+        ("median of 30 (us)", samples.median()),
         ("A over A, one after the other, worst", worst(apart)),
         ("A over A, interleaved, worst", worst(together)),
     ]
@@ -273,11 +273,12 @@ level = value["A over A, interleaved, worst"]
 claims(
     claim(
         "The first call takes more than a hundred times the median",
-        value["first call us"] > 100 * value["median of 30 us"],
+        value["first call (us)"] > 100 * value["median of 30 (us)"],
     ),
     claim(
         "The mean is more than twice the median",
-        value["mean of 30, first included us"] > 2 * value["median of 30 us"],
+        value["mean of 30, first included (us)"]
+        > 2 * value["median of 30 (us)"],
     ),
     say(
         "A function against itself: {drift:.3f} when timed apart, {level:.3f} "

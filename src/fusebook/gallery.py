@@ -853,7 +853,7 @@ def exercise(
     attempt: Callable[..., Any],
     reference: Callable[..., Any],
     cases: Sequence[tuple[Any, ...]],
-) -> Claims:
+) -> Exercise:
     """Check a reader's attempt by the rule that the library is checked by; never fatal.
 
     Parameters
@@ -869,7 +869,7 @@ def exercise(
 
     Returns
     -------
-    Claims
+    Exercise
         Yes, or no with the first reason.
     """
     op = Op("exercise", reference, lambda *_: (), lambda *_: Cost(0, 0, 0), {}, {}, ())
@@ -888,7 +888,11 @@ def exercise(
                 reason = f"on {shapes} the score is {verdict.score:.2g}, the limit {verdict.limit:.2g}"
         if reason:
             break
-    return Claims((Claim(text, not reason, False, statement=True, detail=reason),))._now()
+    return Exercise((Claim(text, not reason, False, statement=True, detail=reason),))._now()
+
+
+class Exercise(Claims):
+    """The answer to an attempt, see `exercise`."""
 
 
 def solution(path: str) -> Solution:

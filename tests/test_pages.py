@@ -1,0 +1,160 @@
+"""The pages: their shape, their exercises, and that they replay."""
+
+import ast
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import synthetic
+from fusebook import gallery, record
+from fusebook import machine as machines
+from fusebook.kernels import OPS
+from toy import machine
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+PAGES = sorted(EXAMPLES.glob("plot_*.py"))
+KERNEL_PAGES = [page for page in PAGES if page.stem[5] not in "09"]
+HEADINGS = [
+    "The problem",
+    "What eager costs",
+    "The kernel",
+    "Is it right?",
+    "How fast?",
+    "How far from the roof?",
+    "Lessons",
+    "Exercises",
+]  #: Every point that a page asks for.
+RECORDED = "4096x256,4096x1024,64x8192,16x131072,triton,large,llama,small,medium"
+
+
+def blocks(page):
+    """The code blocks of a page, in order, with the number of their first lines, as sphinx-gallery splits them."""
+    splitter = pytest.importorskip("sphinx_gallery.py_source_parser")
+    return [(b.lineno, b.content) for b in splitter.split_code_and_text_blocks(str(page))[1] if b.type == "code"]
+
+
+def run_block(page, line, text, names, swap=None):
+    """Run a block and return what it ends in; `swap` replaces names before the last expression."""
+    tree = ast.parse("\n" * (line - 1) + text, str(page))
+    last = ast.Expression(tree.body.pop().value) if isinstance(tree.body[-1], ast.Expr) else None
+    exec(compile(tree, str(page), "exec"), names)
+    names.update(swap or {})
+    return eval(compile(last, str(page), "eval"), names) if last is not None else None
+
+
+@pytest.fixture
+def alone(monkeypatch, tmp_path):
+    for name in [n for n in os.environ if n.startswith("FUSEBOOK_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(gallery, "_live", lambda: False)
+    monkeypatch.setattr(machines, "RECORDS", tmp_path / "records")
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def recorded(alone):
+    """A record of everything that the pages ask for, on a made-up GPU."""
+    on = machine(slug="nvidia-h200", name="Made-up GPU")
+    for op in OPS.values():
+        record.write(synthetic.frame(op, RECORDED, "float32,bfloat16", on), machines.RECORDS)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
+def test_a_page_asks_for_results_and_never_for_a_gpu(page):
+    text = page.read_text()
+    assert "is_available" not in text
+    assert not re.search(r"^print\(", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
+def test_a_page_runs_without_being_set_up(page):
+    header, _, rest = page.read_text().partition("# ///\n")
+    assert header.startswith("# /// script\n")
+    assert '"fusebook"' in header
+    assert rest.startswith('"""\n')
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
+def test_code_fits_the_width_of_a_page(page):
+    assert max(len(line) for line in page.read_text().splitlines()) <= 79
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
+def test_fusebook_is_imported_before_triton(page):
+    names = re.findall(r"^import (\w+)", page.read_text(), re.MULTILINE)
+    assert "triton" not in names or names.index("fusebook") < names.index("triton")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
+def test_no_time_of_ours_is_typed_into_prose(page):
+    tree = ast.parse(page.read_text())
+    strings = [n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
+    comments = re.findall(r"^# (.*)$", page.read_text(), re.MULTILINE)
+    for text in strings + comments:
+        assert not re.search(r"\d(\.\d+)? ?(us|microseconds|ms|milliseconds|GB/s)\b", text), text
+
+
+@pytest.mark.parametrize("page", KERNEL_PAGES, ids=lambda p: p.stem)
+def test_a_kernel_page_has_the_eight_headings(page):
+    found = re.findall(r"^# (\S.*)\n# -{3,}$", page.read_text(), re.MULTILINE)
+    assert found == HEADINGS
+
+
+def run_page(page, swap=None):
+    """Run a page and return what its blocks end in; `swap` replaces functions just before an exercise is checked."""
+    names = {"__name__": "__main__"}
+    return [
+        run_block(page, line, text, names, swap if re.search(r"^exercise\(", text, re.MULTILINE) else None)
+        for line, text in blocks(page)
+    ]
+
+
+def exercises(shown):
+    """The verdicts on exercises among what a page shows."""
+    return [item for part in shown if isinstance(part, gallery.Exercise) for item in part.items]
+
+
+def solutions(page):
+    spec = importlib.util.spec_from_file_location("solutions", EXAMPLES / "solutions" / page.name)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return {name: value for name, value in vars(module).items() if not name.startswith("_") and callable(value)}
+
+
+@pytest.mark.parametrize("page", KERNEL_PAGES, ids=lambda p: p.stem)
+def test_a_kernel_page_replays_and_its_exercises_wait_for_the_reader(page, recorded):
+    found = exercises(run_page(page))
+    assert 3 <= len(found) <= 5
+    assert [item.true for item in found] == [False] * len(found)
+    assert all("Error" not in item.detail for item in found), "wrong, and not broken, is what a reader starts from"
+
+
+@pytest.mark.parametrize("page", KERNEL_PAGES, ids=lambda p: p.stem)
+def test_the_solutions_pass_the_checks_of_the_exercises(page, recorded):
+    found = exercises(run_page(page, solutions(page)))
+    assert [repr(item) for item in found if item.true is not True] == []
+
+
+def test_all_results_replay(recorded):
+    run_page(EXAMPLES / "plot_900_all_results.py")
+
+
+@pytest.mark.parametrize("page", KERNEL_PAGES, ids=lambda p: p.stem)
+def test_a_page_is_a_command_with_help_and_without_nonsense(page):
+    def end(*argv):
+        path = {**os.environ, "PYTHONPATH": str(EXAMPLES.parent / "src")}
+        return subprocess.run([sys.executable, str(page), *argv], capture_output=True, text=True, env=path, check=False)
+
+    shown = end("--help")
+    assert shown.returncode == 0
+    for option in ("--config", "--dtype", "--itype", "--warmup", "--repeat"):
+        assert option in shown.stdout
+    refused = end("--config", "enormous")
+    assert refused.returncode == 2
+    assert "small, medium, large" in refused.stderr
+    assert "Traceback" not in refused.stderr
