@@ -8,13 +8,14 @@ JSON object a line: what was launched, and the shared memory that the compiled k
 import json
 import sys
 
-import fusebook  # noqa: F401  (before triton, see fusebook/__init__.py)
 import torch
 import triton
-from fusebook import inputs
-from fusebook.kernels import OPS
 from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
+
+import fusebook  # noqa: F401  (before triton, see fusebook/__init__.py)
+from fusebook import inputs
+from fusebook.kernels import OPS
 
 # KiB a block. Where nothing is tuned, sm_80 here, plans promise 96 KiB, which every architecture since sm_86 has.
 SHARED = {80: 96, 90: 227, 100: 227}

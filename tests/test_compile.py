@@ -6,8 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import fusebook
 import pytest
+
+import fusebook
 from fusebook.kernels import OPS
 
 ARCHITECTURES = (80, 90, 100)

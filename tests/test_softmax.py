@@ -1,0 +1,399 @@
+"""What is special to softmax: axes, strides, NaN, gradients, tracing, bad input, and laws that any rows obey."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fusebook
+from fusebook.kernels import softmax as module
+from fusebook.kernels.softmax import softmax_backward
+
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+NEEDS_CUDA = pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
+
+
+def assert_like_float64(got, want, eps=8.0):
+    """Close to a float64 result, as a share of each element and of the largest; special values in the same places."""
+    assert got.shape == want.shape
+    rounded = want.to(got.dtype)
+    special = ~rounded.isfinite()
+    assert torch.equal(got[special].nan_to_num(7.0), rounded[special].nan_to_num(7.0))
+    error = torch.where(special, 0, (got.double() - want).abs())
+    scale = torch.where(special, 0, want.abs())
+    scale = scale + (scale.max() if scale.numel() else 0)
+    assert (error <= eps * torch.finfo(got.dtype).eps * scale).all()
+
+
+def assert_softmax(x, dim):
+    got = fusebook.softmax(x, dim)
+    assert got.is_contiguous()
+    assert got.dtype == x.dtype
+    assert_like_float64(got, torch.softmax(x.double(), dim))
+
+
+def assert_gradient(y, dy, dim):
+    """Close to float64 as a share of the terms: where they cancel, nothing is left to be close to."""
+    got = softmax_backward(y, dy, dim)
+    assert got.is_contiguous()
+    assert got.dtype == y.dtype
+    assert_gradient_of(got, y, dy, dim)
+
+
+def assert_gradient_of(got, y, dy, dim):
+    y, dy = y.double(), dy.double()
+    want = y * (dy - (y * dy).sum(dim, keepdim=True))
+    terms = y * (dy.abs() + (y * dy).abs().sum(dim, keepdim=True))
+    assert ((got.double() - want).abs() <= 8 * torch.finfo(got.dtype).eps * (terms + terms.max() / 16)).all()
+
+
+# Axes and strides
+
+
+@EVERY_DTYPE
+@pytest.mark.parametrize("dim", range(-4, 4))
+def test_any_axis(dim, dtype):
+    assert_softmax(torch.randn(3, 4, 5, 6, device=DEVICE).to(dtype), dim)
+
+
+@EVERY_DTYPE
+def test_a_long_axis_before_the_last(dtype):
+    assert_softmax(torch.randn(2, 700, 37, device=DEVICE).to(dtype), 1)
+
+
+def test_an_axis_before_the_last_that_one_program_could_not_finish_in_time():
+    assert_softmax(torch.randn(20000, 3, device=DEVICE), 0)
+
+
+VIEWS = {
+    "transposed": lambda: torch.randn(40, 70).t(),
+    "columns cut off": lambda: torch.randn(9, 70)[:, 3:60],
+    "rows left out": lambda: torch.randn(19, 70)[::2],
+    "columns left out": lambda: torch.randn(9, 70)[:, ::3],
+    "one row repeated": lambda: torch.randn(1, 70).expand(9, 70),
+    "one column repeated": lambda: torch.randn(9, 1).expand(9, 70),
+    "one element repeated": lambda: torch.randn(1, 1).expand(9, 70),
+    "axes swapped": lambda: torch.randn(5, 6, 70).transpose(0, 1),
+    "channels last": lambda: torch.randn(2, 8, 5, 6).to(memory_format=torch.channels_last),
+    "four axes permuted": lambda: torch.randn(3, 4, 5, 6).permute(2, 0, 3, 1),
+    "an offset that no vector load starts at": lambda: torch.randn(9 * 64 + 1)[1:].view(9, 64),
+}
+
+
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS.keys())
+def test_any_strides(view):
+    x = view().to(DEVICE)
+    if DEVICE == "cuda":  # a copy to another device may forget the strides
+        x = x.as_strided(view().size(), view().stride()) if view().storage_offset() == 0 and 0 not in x.stride() else x
+    for dim in range(x.dim()):
+        assert_softmax(x, dim)
+
+
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS.keys())
+def test_any_strides_of_a_gradient(view):
+    dy = view().to(DEVICE)
+    for dim in range(dy.dim()):
+        y = torch.softmax(torch.randn(dy.shape, device=DEVICE), dim)
+        assert_gradient(y, dy, dim)
+
+
+@pytest.mark.parametrize("dim", [-1, 0])
+def test_without_axes(dim):
+    x = torch.tensor(3.0, device=DEVICE, requires_grad=True)
+    y = fusebook.softmax(x, dim)
+    assert y.shape == ()
+    assert y.item() == 1
+    y.backward()
+    assert x.grad.item() == 0
+    assert fusebook.softmax(torch.tensor(float("inf"), device=DEVICE)).isnan()
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 5), (5, 0), (2, 0, 3)], ids=str)
+def test_nothing_in_gives_nothing_out(shape):
+    x = torch.empty(shape, device=DEVICE, requires_grad=True)
+    for dim in range(len(shape)):
+        y = fusebook.softmax(x, dim)
+        assert y.shape == shape
+        y.sum().backward()
+        assert x.grad.shape == shape
+
+
+@EVERY_DTYPE
+@pytest.mark.parametrize("n", [1, 2, 31, 128, 129, 1000, 4104, 12672, 70001], ids="{}-columns".format)
+def test_widths_on_both_sides_of_each_choice(n, dtype):
+    x = torch.randn(3, n, device=DEVICE).to(dtype)
+    assert_softmax(x, 1)
+    y, dy = torch.softmax(x, 1), (1 + torch.randn(3, n, device=DEVICE)).to(dtype)
+    assert_gradient(y, dy, 1)
+
+
+def test_a_row_of_more_than_a_million():
+    x = torch.randn(2, 2**20 + 3, device=DEVICE)
+    x[1, -1] = 30  # nearly all the weight, on the last and ragged tile
+    assert_softmax(x, 1)
+
+
+def test_the_interpreter_reaches_every_kernel():
+    kinds = {
+        module._softmax_plan((1, m, n), torch.float32, None, processors=4).kernel
+        for m, n in ((3, 100), (2, 33000), (140, 33000))
+    }
+    assert kinds == {"rows", "parts", "twice"}
+
+
+# Special values
+
+
+@EVERY_DTYPE
+@pytest.mark.parametrize("n", [5, 781, 33000], ids="{}-columns".format)
+def test_special_values_stand_where_torch_has_them(n, dtype):
+    inf, nan = float("inf"), float("nan")
+    x = torch.randn(9, n, device=DEVICE).to(dtype)
+    x[0] = -inf
+    x[1, 0] = inf
+    x[2, n - 1] = nan
+    x[3, : n - 1] = -inf  # all the weight on one
+    x[4, 1:] = -inf
+    x[5] = nan
+    x[6, 0], x[6, 1] = inf, -inf
+    x[7] = torch.finfo(dtype).max
+    x[8, 0], x[8, 1:] = torch.finfo(dtype).max, torch.finfo(dtype).min
+    assert_softmax(x, 1)
+    assert_softmax(x.t().contiguous(), 0)
+
+
+def test_exponentials_do_not_overflow():
+    assert_softmax(torch.tensor([[1000.0, 999.0, -1000.0], [-1000.0, -1001.0, -1002.0]], device=DEVICE), 1)
+
+
+# Gradients
+
+
+@pytest.mark.parametrize("dim", [0, 1, -1])
+def test_gradients_of_both_orders(dim):
+    x = torch.randn(2, 3, 2, dtype=torch.float64, device=DEVICE, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda t: fusebook.softmax(t, dim), x)
+    assert torch.autograd.gradgradcheck(lambda t: fusebook.softmax(t, dim), x)
+
+
+def test_gradient_of_a_wide_row():
+    x = torch.randn(2, 9000, dtype=torch.float64, device=DEVICE, requires_grad=True)
+    assert torch.autograd.gradcheck(fusebook.softmax, x, fast_mode=True)
+
+
+@EVERY_DTYPE
+def test_gradient_is_torchs(dtype):
+    x = torch.randn(7, 100, device=DEVICE).to(dtype)
+    weight = torch.randn(7, 100, device=DEVICE).to(dtype)
+    a, b = x.clone().requires_grad_(), x.double().requires_grad_()
+    (fusebook.softmax(a) * weight).sum().backward()
+    (torch.softmax(b, -1) * weight.double()).sum().backward()
+    assert a.grad.dtype == dtype
+    assert (a.grad.double() - b.grad).abs().max() <= 8 * torch.finfo(dtype).eps * b.grad.abs().max()
+
+
+def test_no_graph_is_kept_where_none_is_asked_for():
+    x = torch.randn(3, 5, device=DEVICE, requires_grad=True)
+    with torch.no_grad():
+        assert not fusebook.softmax(x).requires_grad
+    assert fusebook.softmax(x).requires_grad
+
+
+# Tracing and transforms
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["inference", "training"])
+def test_opcheck(grad):
+    x = torch.randn(3, 5, device=DEVICE, requires_grad=grad)
+    y = torch.softmax(x.detach(), 1).requires_grad_(grad)
+    dy = torch.randn(3, 5, device=DEVICE, requires_grad=grad)
+    torch.library.opcheck(torch.ops.fusebook.softmax.default, (x, 1))
+    torch.library.opcheck(torch.ops.fusebook.softmax_backward.default, (y, dy, 1))
+
+
+def test_both_paths_to_the_kernel_agree():
+    x = torch.randn(3, 100, device=DEVICE)
+    assert torch.equal(fusebook.softmax(x, 0), torch.ops.fusebook.softmax(x, 0))
+
+
+def test_fullgraph_under_torch_compile():
+    torch.compiler.reset()
+
+    def scores(t):
+        return fusebook.softmax(2 * t, 0) + 1
+
+    x = torch.randn(6, 10, device=DEVICE, requires_grad=True)
+    compiled = torch.compile(scores, fullgraph=True, backend="inductor" if CUDA else "aot_eager")
+    torch.testing.assert_close(compiled(x), scores(x))
+    (got,) = torch.autograd.grad((compiled(x) ** 2).sum(), x)
+    (want,) = torch.autograd.grad((scores(x) ** 2).sum(), x)
+    torch.testing.assert_close(got, want)
+
+
+def test_vmap_moves_the_axis():
+    x = torch.randn(4, 3, 5, device=DEVICE)
+    torch.testing.assert_close(torch.vmap(lambda t: fusebook.softmax(t, 0))(x), torch.softmax(x, 1))
+    torch.testing.assert_close(
+        torch.vmap(lambda t: fusebook.softmax(t, -1), in_dims=2)(x), x.permute(2, 0, 1).softmax(2)
+    )
+    torch.testing.assert_close(
+        torch.vmap(fusebook.softmax)(torch.randn(4, device=DEVICE)), torch.ones(4, device=DEVICE)
+    )
+
+
+def test_stand_ins_without_memory():
+    assert fusebook.softmax(torch.empty(3, 5, device="meta")).shape == (3, 5)
+    with torch._subclasses.FakeTensorMode():
+        assert fusebook.softmax(torch.empty(3, 5)).shape == (3, 5)
+
+
+def test_a_parameter_and_a_subclass_are_tensors():
+    class Named(torch.Tensor):
+        pass
+
+    x = torch.randn(3, 5, device=DEVICE)
+    with torch.no_grad():
+        torch.testing.assert_close(fusebook.softmax(torch.nn.Parameter(x)), torch.softmax(x, -1))
+    torch.testing.assert_close(torch.Tensor(fusebook.softmax(x.as_subclass(Named))), torch.softmax(x, -1))
+
+
+# Bad input
+
+BAD = {
+    "a list": (lambda: fusebook.softmax([1.0, 2.0]), TypeError, "torch.Tensor, got list"),
+    "integers": (lambda: fusebook.softmax(torch.arange(3)), TypeError, "got torch.int64; cast it first"),
+    "truth values": (lambda: fusebook.softmax(torch.ones(3, dtype=torch.bool)), TypeError, "got torch.bool"),
+    "complex": (lambda: fusebook.softmax(torch.ones(3, dtype=torch.complex64)), TypeError, "got torch.complex64"),
+    "sparse": (lambda: fusebook.softmax(torch.eye(3).to_sparse()), TypeError, "sparse_coo; call to_dense"),
+    "dim too large": (lambda: fusebook.softmax(torch.ones(3, 5), 2), IndexError, r"from -2 to 1 .*\(3, 5\), got 2"),
+    "dim too small": (lambda: fusebook.softmax(torch.ones(3, 5), -3), IndexError, "got -3"),
+    "dim without axes": (lambda: fusebook.softmax(torch.tensor(1.0), 1), IndexError, "from -1 to 0"),
+    "no dim": (lambda: fusebook.softmax(torch.ones(3), None), TypeError, "dim to be an int, got NoneType"),
+    "two dims": (lambda: fusebook.softmax(torch.ones(3, 5), (0, 1)), TypeError, "got tuple; give one axis"),
+    "an option that does not exist": (lambda: fusebook.softmax(torch.ones(3), fast=True), TypeError, "fast"),
+    "dy no tensor": (lambda: softmax_backward(torch.ones(3), 1.0), TypeError, "expected dy to be a torch.Tensor"),
+    "dy of another shape": (
+        lambda: softmax_backward(torch.ones(3), torch.ones(4)),
+        ValueError,
+        r"expected dy of shape \(3,\) as y has, got \(4,\)",
+    ),
+    "dy of another dtype": (
+        lambda: softmax_backward(torch.ones(3), torch.ones(3).half()),
+        TypeError,
+        "expected dy to be torch.float32 as y is, got torch.float16",
+    ),
+}
+
+
+@pytest.mark.parametrize(("call", "kind", "message"), BAD.values(), ids=BAD.keys())
+def test_bad_input_says_what_was_given(call, kind, message):
+    with pytest.raises(kind, match=message):
+        call()
+
+
+def test_a_cpu_tensor_needs_the_interpreter(monkeypatch):
+    monkeypatch.setattr(module, "_INTERPRETED", False)
+    if CUDA:  # a real driver takes CUDA tensors only
+        message = "expected a CUDA tensor, got one on cpu; .*TRITON_INTERPRET=1"
+    else:
+        message = "expected a CUDA tensor, got one on cpu; move it to a GPU"
+    with pytest.raises(ValueError, match=message):
+        fusebook.softmax(torch.randn(3, 5))
+
+
+# Laws
+
+ROWS = st.tuples(st.integers(1, 5), st.integers(1, 300), st.integers(0, 2**31))
+LAW = settings(max_examples=15, deadline=None)
+
+
+def drawn(size, scale=4.0):
+    m, n, seed = size
+    rng = torch.Generator(device=DEVICE).manual_seed(seed)
+    return scale * torch.randn(m, n, generator=rng, device=DEVICE)
+
+
+@LAW
+@given(ROWS, st.sampled_from(list(DTYPES.values())))
+def test_as_float64_has_it(size, dtype):
+    assert_softmax(drawn(size).to(dtype), -1)
+
+
+@LAW
+@given(ROWS, st.sampled_from([0, 1]))
+def test_rows_sum_to_one(size, dim):
+    y = fusebook.softmax(drawn(size), dim)
+    assert (y >= 0).all()
+    torch.testing.assert_close(y.sum(dim), torch.ones_like(y.sum(dim)))
+
+
+@LAW
+@given(ROWS, st.integers(-64, 64))
+def test_a_shift_changes_nothing(size, shift):
+    x = (drawn(size) * 64).round() / 64  # so that adding a small integer is exact
+    assert torch.equal(fusebook.softmax(x), fusebook.softmax(x + shift))
+
+
+@LAW
+@given(ROWS)
+def test_permuted_columns_give_permuted_results(size):
+    x = drawn(size)
+    order = torch.randperm(x.shape[1], device=DEVICE)
+    torch.testing.assert_close(fusebook.softmax(x[:, order]), fusebook.softmax(x)[:, order])
+
+
+@LAW
+@given(ROWS)
+def test_gradients_of_a_row_sum_to_zero(size):
+    y = fusebook.softmax(drawn(size, 1.0).double())
+    dx = softmax_backward(y, drawn(size).double())
+    torch.testing.assert_close(dx.sum(-1), torch.zeros_like(dx.sum(-1)), atol=1e-12, rtol=0)
+
+
+# What only a GPU has
+
+
+@NEEDS_CUDA
+@pytest.mark.parametrize(("shape", "dim"), [((2**21 + 1, 1025), 1), ((3, 2**30), 1), ((3, 1025, 2**20), 1)], ids=str)
+def test_more_than_2_to_the_31_elements(shape, dim):
+    x = torch.randn(shape, device=DEVICE, dtype=torch.bfloat16)
+    y = fusebook.softmax(x, dim)
+    for part in (slice(0, 1), slice(-1, None)):  # the last rows lie beyond what int32 can address
+        assert_like_float64(y[part], torch.softmax(x[part].double(), dim))
+    dx = softmax_backward(y, x, dim)
+    for part in (slice(0, 1), slice(-1, None)):
+        assert_gradient_of(dx[part], y[part], x[part], dim)
+
+
+@NEEDS_CUDA
+def test_on_a_stream_that_is_not_the_default():
+    x = torch.randn(4096, 4096, device=DEVICE)
+    stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(100_000_000)  # cycles, about 50 ms: work on another stream would overtake this
+        z = torch.softmax(x, 1)
+        y = fusebook.softmax(z.mul_(3))
+    stream.synchronize()
+    assert_like_float64(y[:8], torch.softmax(z[:8].double(), 1))
+
+
+@NEEDS_CUDA
+def test_in_a_cuda_graph():
+    x = torch.randn(64, 1000, device=DEVICE)
+    fusebook.softmax(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = fusebook.softmax(x)
+    x.normal_()
+    graph.replay()
+    assert_like_float64(y, torch.softmax(x.double(), 1))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_on_a_device_that_is_not_the_current_one():
+    x = torch.randn(64, 1000, device="cuda:1")
+    assert_softmax(x, 1)
