@@ -17,6 +17,7 @@ from pathlib import Path
 
 from docutils import nodes
 from docutils.utils.math import latex2mathml
+from sphinx.parsers import Parser
 from sphinx.util import logging
 from sphinx.util.docutils import SphinxDirective
 
@@ -231,6 +232,19 @@ def edit_links(app, pagename, templatename, context, doctree):
         context["colab"] = f"https://colab.research.google.com/github/{match[1]}/blob/gh-pages/notebooks/{page}.ipynb"
 
 
+class PlainMarkdown(Parser):
+    """Markdown as it is written, under its title: for machines without myst-parser."""
+
+    supported = ("markdown",)
+
+    def parse(self, inputstring, document):
+        """Take the first line for the title."""
+        title, _, text = inputstring.partition("\n")
+        section = nodes.section(ids=[nodes.make_id(title)], names=[title.strip("# ").lower()])
+        section += [nodes.title(text=title.strip("# ")), nodes.literal_block(text, text.strip(), language="markdown")]
+        document += section
+
+
 # Formulas as MathML, which browsers draw by themselves: no script, no fonts, no network
 
 
@@ -255,6 +269,9 @@ def setup(app):
     app.add_directive("build-times", BuildTimes)
     app.add_directive("kernels", Kernels)
     app.add_directive("result-picture", ResultPicture)
+    if "myst_parser" not in app.config.extensions:
+        app.add_source_suffix(".md", "markdown")
+        app.add_source_parser(PlainMarkdown)
     app.connect("builder-inited", before_gallery, priority=100)  # the gallery runs at 500
     app.connect("source-read", without_memory)
     app.connect("env-get-outdated", outdated)
