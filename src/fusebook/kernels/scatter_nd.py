@@ -1,0 +1,1327 @@
+"""ScatterND into zeros, masked: rows of updates are added to the rows of a new tensor that their indices name.
+
+For indices ``[n, k]`` into an output whose first k axes hold R rows of D elements each, and updates ``[n, D]``,
+
+    out[r, :] = sum of updates[i, :] over all i whose index names row r and is not masked
+
+Rows that nothing names are zero. A negative index counts from the end, the masked value excepted.
+
+Fused: making the zeros, comparing with the masked value, replacing masked updates and adding. The chain of separate
+operations writes RD zeros, reads and writes the nD updates to mask them, and reads them again to add them to nD
+elements of the output, which it reads and writes. The least is to read nD and to write RD.
+
+Sums are float32 at least (float64 in float64), and rounded once: a sum kept in float16 loses its tail after some
+hundred terms. Limits: the output is contiguous; reductions other than ``add`` are refused.
+
+Three strategies. *Atomic*: zeros, then atomic additions; the order of additions is the hardware's. *Sorted*: updates
+are put in the order of their rows, and every row adds its own, in the order of their numbers: the same bits in every
+run. *Owner*: as sorted, but updates are only grouped, with integer atomics, which costs less than sorting where there
+are many; in both, one kernel writes each row of the output exactly once, zeros included.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fusebook.inputs import rough
+from fusebook.op import Cost, Op, Variant
+
+__all__ = [
+    "EMBEDDING_BACKWARD",
+    "MASKED_SCATTER_ND",
+    "OPS",
+    "SCATTER_ND_OF_SHAPE",
+    "embedding_backward",
+    "masked_scatter_nd_eager",
+    "masked_scatter_nd_of_shape",
+    "scatter_nd_of_shape",
+]
+
+# The unfused chain ---------------------------------------------------------------------------------------------------
+
+
+def masked_scatter_nd_eager(shape: Sequence[int], indices: Tensor, updates: Tensor) -> Tensor:
+    """Masked ScatterND, one operation after another: what fusing saves.
+
+    Parameters
+    ----------
+    shape : sequence of int
+        R, D.
+    indices : torch.Tensor
+        ``[n, 1]``, from -1 to R - 1; -1 is masked.
+    updates : torch.Tensor
+        ``[n, D]``.
+
+    Returns
+    -------
+    torch.Tensor
+        ``[R, D]``, of the dtype of `updates`.
+    """
+    data = updates.new_zeros(shape)  # write RD
+    masked = indices == -1  # read n indices, write n
+    kept = torch.where(masked, 0, updates)  # read nD, write nD
+    rows = indices[:, 0].clamp(min=0)  # read n indices, write n indices
+    return data.index_add_(0, rows, kept)  # read 2nD, write nD: in all read 3nD, write RD + 2nD
+
+
+# Kernels -------------------------------------------------------------------------------------------------------------
+#
+# The output is [R, D] and contiguous, updates are [n, D] with a stride between rows. D and that stride are counted in
+# units of ALIGN elements: Triton knows of an integer only whether 16 divides it; in units of ALIGN it can see that rows
+# begin at multiples of 16 bytes. Addresses are int64, because tensors may have more than 2**31 elements.
+#
+# A *key* is the row that an update goes to, -1 where it goes nowhere. `order` lists the numbers of the updates so that
+# those of one row stand side by side, and `keys` their rows.
+
+
+@triton.jit
+def _row_of(index, R, masked, MASKED: tl.constexpr):
+    """The row that an index names: counted from the end where it is negative; -1 where it is masked or out of range."""
+    index = index.to(tl.int64)
+    row = tl.where(index < 0, index + R, index)
+    live = (row >= 0) & (row < R)
+    if MASKED:
+        live = live & (index != masked)
+    return tl.where(live, row, -1)
+
+
+@triton.jit
+def _scatter_nd_keys(
+    keys_ptr,
+    indices_ptr,
+    n,
+    K,
+    S0,
+    S1,
+    S2,
+    S3,
+    masked,
+    MASKED: tl.constexpr,
+    AXES: tl.constexpr,
+    FIRST: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Up to four components of each index into one row number; further components by further launches."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
+    inside = i < n
+    if FIRST:
+        key = tl.zeros([BLOCK], tl.int64)
+    else:
+        key = tl.load(keys_ptr + i, mask=inside, other=-1).to(tl.int64)
+    for a in tl.static_range(AXES):
+        size = S0 if a == 0 else S1 if a == 1 else S2 if a == 2 else S3
+        at = _row_of(tl.load(indices_ptr + i * K + a, mask=inside, other=0), size, masked, MASKED)
+        key = tl.where((key < 0) | (at < 0), -1, key * size + at)
+    tl.store(keys_ptr + i, key, mask=inside)
+
+
+@triton.jit
+def _scatter_nd_fill(out_ptr, SIZE, BLOCK: tl.constexpr):
+    """Zeros, BLOCK neighbours a program."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
+    tl.store(out_ptr + at, tl.zeros([BLOCK], out_ptr.dtype.element_ty), mask=at < SIZE)  # write RD
+
+
+@triton.jit
+def _scatter_nd_round(out_ptr, sums_ptr, SIZE, BLOCK: tl.constexpr):
+    """Sums into the output's dtype."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
+    sums = tl.load(sums_ptr + at, mask=at < SIZE, other=0.0)  # read RD
+    tl.store(out_ptr + at, sums, mask=at < SIZE)  # write RD
+
+
+@triton.jit
+def _scatter_nd_atomic(
+    sums_ptr,
+    indices_ptr,
+    updates_ptr,
+    R,
+    D,
+    n,
+    stride,
+    masked,
+    MASKED: tl.constexpr,
+    ALIGN: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Add ROWS updates to zeros; hardware orders the additions to one element, and not always alike."""
+    D = D * ALIGN
+    tiles = tl.cdiv(D, BLOCK)
+    i = (tl.program_id(0) // tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
+    columns = (tl.program_id(0) % tiles).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
+    row = _row_of(tl.load(indices_ptr + i, mask=i < n, other=0), R, masked, MASKED)  # [ROWS]
+    live = ((row >= 0) & (i < n))[:, None] & (columns < D)[None, :]  # [ROWS, BLOCK]
+    at = (i * stride * ALIGN)[:, None] + columns[None, :]
+    values = tl.load(updates_ptr + at, mask=live, other=0.0).to(sums_ptr.dtype.element_ty)  # read nD
+    # relaxed: additions need no order among each other, and whoever reads them is another kernel.
+    tl.atomic_add(sums_ptr + (row * D)[:, None] + columns[None, :], values, mask=live, sem="relaxed")  # read, write nD
+
+
+@triton.jit
+def _scatter_nd_rank(
+    order_ptr, keys_ptr, indices_ptr, R, n, masked, MASKED: tl.constexpr, MINE: tl.constexpr, THEIRS: tl.constexpr
+):
+    """Sort by counting: the place of an update is the number of updates that go before it. n * n comparisons."""
+    i = tl.program_id(0) * MINE + tl.arange(0, MINE)  # [MINE]
+    mine = _row_of(tl.load(indices_ptr + i, mask=i < n, other=0), R, masked, MASKED).to(keys_ptr.dtype.element_ty)
+    before = tl.zeros([MINE, THEIRS], tl.int32)
+    for start in range(0, n, THEIRS):
+        j = start + tl.arange(0, THEIRS)  # [THEIRS]
+        theirs = _row_of(tl.load(indices_ptr + j, mask=j < n, other=0), R, masked, MASKED).to(mine.dtype)
+        earlier = (j[None, :] < i[:, None]) & (theirs[None, :] == mine[:, None])  # [MINE, THEIRS]
+        ahead = (earlier | (theirs[None, :] < mine[:, None])) & (j < n)[None, :]
+        before += ahead.to(tl.int32)
+    place = tl.sum(before, 1)  # [MINE]
+    tl.store(order_ptr + place, i, mask=i < n)
+    tl.store(keys_ptr + place, mine, mask=i < n)
+
+
+@triton.jit
+def _scatter_nd_count(
+    slots_ptr, counts_ptr, indices_ptr, R, n, masked, MASKED: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """How many updates each row has; the counter that an update meets is its slot within the row."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
+    row = _row_of(tl.load(indices_ptr + i, mask=i < n, other=0), R, masked, MASKED)
+    live = (i < n) & (row >= 0)
+    slot = tl.atomic_add(counts_ptr + row, tl.full([BLOCK], 1, counts_ptr.dtype.element_ty), mask=live, sem="relaxed")
+    tl.store(slots_ptr + i, slot, mask=live)
+
+
+@triton.jit
+def _scatter_nd_starts(starts_ptr, counts_ptr, R, BLOCK: tl.constexpr):
+    """Where each row's updates begin in `order`. counts[R] is how much of it has been given away."""
+    row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
+    count = tl.load(counts_ptr + row, mask=row < R, other=0)
+    # Blocks of rows take their stretch of `order` in any order: nothing asks for sorted rows, only for neighbours.
+    base = tl.atomic_add(counts_ptr + R, tl.sum(count, 0), sem="relaxed")
+    tl.store(starts_ptr + row, base + tl.cumsum(count, 0) - count, mask=row < R)
+
+
+@triton.jit
+def _scatter_nd_lists(
+    order_ptr, keys_ptr, starts_ptr, slots_ptr, indices_ptr, R, n, masked, MASKED: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Write each update's number into its row's stretch of `order`."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
+    row = _row_of(tl.load(indices_ptr + i, mask=i < n, other=0), R, masked, MASKED)
+    live = (i < n) & (row >= 0)
+    at = tl.load(starts_ptr + row, mask=live, other=0) + tl.load(slots_ptr + i, mask=live, other=0)
+    tl.store(order_ptr + at, i, mask=live)
+    tl.store(keys_ptr + at, row, mask=live)
+
+
+@triton.jit
+def _scatter_nd_chunks(
+    parts_ptr,
+    updates_ptr,
+    order_ptr,
+    keys_ptr,
+    counts_ptr,
+    R,
+    D,
+    n,
+    stride,
+    ALIGN: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    SORTED: tl.constexpr,
+):
+    """Add up each CHUNK of `order` that belongs to one row as a whole, so that no row is left to one program alone."""
+    D = D * ALIGN
+    tiles = tl.cdiv(D, BLOCK)
+    chunk = (tl.program_id(0) // tiles).to(tl.int64)
+    columns = (tl.program_id(0) % tiles).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
+    begin = chunk * CHUNK
+    # Behind the last update that counts, `order` holds masked ones where it is sorted, and nothing where it is not.
+    filled = n if SORTED else tl.load(counts_ptr + R)
+    row = tl.load(keys_ptr + begin)
+    if (begin + CHUNK <= filled) & (row >= 0):
+        if row == tl.load(keys_ptr + begin + CHUNK - 1):
+            acc = tl.zeros([BLOCK], parts_ptr.dtype.element_ty)
+            for t in range(0, CHUNK, TOGETHER):
+                for u in tl.static_range(TOGETHER):
+                    i = tl.load(order_ptr + begin + t + u).to(tl.int64)
+                    values = tl.load(updates_ptr + i * stride * ALIGN + columns, mask=columns < D, other=0.0)
+                    acc += values.to(acc.dtype)  # read up to nD
+            tl.store(parts_ptr + chunk * D + columns, acc, mask=columns < D)
+
+
+@triton.jit
+def _first_at_least(keys_ptr, row, n, STEPS: tl.constexpr):
+    """How many of n sorted keys are less than `row`, by halving."""
+    low = tl.zeros_like(row)  # [ROWS]
+    high = low + n
+    for _ in tl.static_range(STEPS):
+        middle = (low + high) // 2
+        less = tl.load(keys_ptr + middle, mask=middle < high, other=0).to(row.dtype) < row
+        low = tl.where((middle < high) & less, middle + 1, low)
+        high = tl.where((middle < high) & ~less, middle, high)
+    return low
+
+
+@triton.jit
+def _scatter_nd_owner(
+    out_ptr,
+    updates_ptr,
+    order_ptr,
+    keys_ptr,
+    starts_ptr,
+    counts_ptr,
+    parts_ptr,
+    R,
+    D,
+    n,
+    stride,
+    ALIGN: tl.constexpr,
+    CHUNK: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    SORTED: tl.constexpr,
+    STEPS: tl.constexpr,
+):
+    """ROWS rows of the output, each written once: its whole chunks from `parts`, its other updates, or zeros."""
+    FLOAT: tl.constexpr = parts_ptr.dtype.element_ty
+    D = D * ALIGN
+    tiles = tl.cdiv(D, BLOCK)
+    rows = (tl.program_id(0) // tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
+    columns = (tl.program_id(0) % tiles).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[None, :]  # [1, BLOCK]
+    inside = columns < D
+    if SORTED:
+        begin = _first_at_least(keys_ptr, rows, n, STEPS)  # [ROWS]
+        end = _first_at_least(keys_ptr, rows + 1, n, STEPS)
+    else:
+        begin = tl.load(starts_ptr + rows, mask=rows < R, other=0).to(tl.int64)
+        end = begin + tl.load(counts_ptr + rows, mask=rows < R, other=0).to(tl.int64)
+    # Of the stretch from begin to end, the chunks that lie in it as a whole have been added up; before and after them
+    # are at most CHUNK - 1 updates each. `loose` counts those, `head` those before.
+    chunk = (begin + CHUNK - 1) // CHUNK
+    whole = tl.maximum(end // CHUNK - chunk, 0)
+    head = chunk * CHUNK - begin
+    loose = end - begin - whole * CHUNK
+    acc = tl.zeros([ROWS, BLOCK], FLOAT)
+    for t in range(0, tl.max(loose, 0), TOGETHER):
+        for u in tl.static_range(TOGETHER):
+            live = t + u < loose
+            at = begin + t + u + tl.where(t + u >= head, whole * CHUNK, 0)
+            i = tl.load(order_ptr + at, mask=live, other=0).to(tl.int64)  # [ROWS]
+            at = (i * stride * ALIGN)[:, None] + columns
+            values = tl.load(updates_ptr + at, mask=live[:, None] & inside, other=0.0)  # [ROWS, BLOCK]; read nD
+            acc += values.to(FLOAT)
+    for t in range(0, tl.max(whole, 0), TOGETHER):
+        for u in tl.static_range(TOGETHER):
+            at = ((chunk + t + u) * D)[:, None] + columns
+            acc += tl.load(parts_ptr + at, mask=(t + u < whole)[:, None] & inside, other=0.0)
+    tl.store(out_ptr + (rows * D)[:, None] + columns, acc, mask=(rows < R)[:, None] & inside)  # write RD
+
+
+@triton.jit
+def _scatter_nd_scan(
+    out_ptr,
+    indices_ptr,
+    updates_ptr,
+    R,
+    D,
+    n,
+    stride,
+    masked,
+    MASKED: tl.constexpr,
+    ALIGN: tl.constexpr,
+    N: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SLAB: tl.constexpr,
+    TOGETHER: tl.constexpr,
+):
+    """The owner for few updates, in one launch: each program reads all indices and picks those of its rows."""
+    FLOAT: tl.constexpr = tl.float64 if out_ptr.dtype.element_ty == tl.float64 else tl.float32
+    D = D * ALIGN
+    tiles = tl.cdiv(D, BLOCK)
+    first = (tl.program_id(0) // tiles).to(tl.int64) * ROWS
+    columns = (tl.program_id(0) % tiles).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
+    inside = columns < D
+    i = tl.arange(0, N)  # [N]
+    row = _row_of(tl.load(indices_ptr + i, mask=i < n, other=0), R, masked, MASKED)  # [N]; read n indices
+    row = tl.where(i < n, row, -1)
+    for r in range(0, ROWS):
+        mine = row == first + r  # [N]
+        count = tl.sum(mine.to(tl.int32), 0)
+        acc = tl.zeros([BLOCK], FLOAT)
+        if count <= 2 * TOGETHER:
+            # Few: take out their numbers one after another, each the least above the one before.
+            last = tl.full([], -1, tl.int32)
+            for _ in range(0, count, TOGETHER):
+                for _u in tl.static_range(TOGETHER):
+                    last = tl.min(tl.where(mine & (i > last), i, N), 0)
+                    at = last.to(tl.int64) * stride * ALIGN + columns
+                    acc += tl.load(updates_ptr + at, mask=inside & (last < N), other=0.0).to(FLOAT)  # read nD
+        else:
+            # Many: SLAB updates at a time, those of other rows masked, so that many loads are under way at once.
+            for start in range(0, n, SLAB):
+                j = start + tl.arange(0, SLAB)  # [SLAB]
+                theirs = _row_of(tl.load(indices_ptr + j, mask=j < n, other=0), R, masked, MASKED)
+                live = ((theirs == first + r) & (j < n))[:, None] & inside[None, :]  # [SLAB, BLOCK]
+                at = (j.to(tl.int64) * stride * ALIGN)[:, None] + columns[None, :]
+                acc += tl.sum(tl.load(updates_ptr + at, mask=live, other=0.0).to(FLOAT), 0)
+        tl.store(out_ptr + (first + r) * D + columns, acc, mask=inside & (first + r < R))  # write RD
+
+
+@triton.jit
+def _gather_nd_rows(
+    out_ptr,
+    indices_ptr,
+    source_ptr,
+    R,
+    D,
+    n,
+    masked,
+    MASKED: tl.constexpr,
+    ALIGN: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The gradient: the row that each index names, zeros where it names none."""
+    D = D * ALIGN
+    tiles = tl.cdiv(D, BLOCK)
+    i = (tl.program_id(0) // tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
+    columns = (tl.program_id(0) % tiles).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[None, :]  # [1, BLOCK]
+    row = _row_of(tl.load(indices_ptr + i, mask=i < n, other=0), R, masked, MASKED)  # [ROWS]
+    live = ((i < n) & (row >= 0))[:, None] & (columns < D)
+    values = tl.load(source_ptr + (row * D)[:, None] + columns, mask=live, other=0.0)  # read nD
+    tl.store(out_ptr + (i * D)[:, None] + columns, values, mask=(i < n)[:, None] & (columns < D))  # write nD
+
+
+# Plans ---------------------------------------------------------------------------------------------------------------
+
+STRATEGIES = ("atomic", "sorted", "owner")
+
+
+class Plan(NamedTuple):
+    """How a scatter is launched.
+
+    Attributes
+    ----------
+    strategy : str
+        ``"atomic"``, ``"sorted"`` or ``"owner"``.
+    find : str
+        How a row finds its updates: ``"scan"`` (it reads all indices), ``"count"`` (sorted by counting), ``"sort"``
+        (sorted by torch.sort), ``"lists"`` (grouped by integer atomics); empty for atomic.
+    rows, block : int
+        The tile of the output, or of updates for atomic, that a program takes.
+    together : int
+        Updates whose loads are under way at once.
+    chunk : int
+        Updates of one row that are added up by a program of their own.
+    warps : int
+    """
+
+    strategy: str
+    find: str
+    rows: int
+    block: int
+    together: int
+    chunk: int
+    warps: int
+
+
+def _scatter_nd_plan(
+    sizes: tuple[int, int, int],
+    dtype: torch.dtype,
+    capability: tuple[int, int] | None,
+    *,
+    strategy: str | None = None,
+    deterministic: bool = False,
+) -> Plan:
+    """Choose the strategy and its constants.
+
+    Parameters
+    ----------
+    sizes : tuple of int
+        R, D and n.
+    dtype : torch.dtype
+    capability : tuple of int, optional
+        The GPU's; None for the interpreter.
+    strategy : str, optional
+        One of `STRATEGIES`; chosen where None.
+    deterministic : bool
+        Whether the same bits are asked for in every run: then sorted is chosen.
+
+    Returns
+    -------
+    Plan
+    """
+    R, D, n = sizes
+    # The interpreter's cost is programs times operations, whatever their size: it takes larger tiles, and comes to every
+    # kernel with fewer updates, so that tests need not have many.
+    interpreted = capability is None
+    few, some, many = (64, 128, 256) if interpreted else (2048, 4096, 16384)
+    # One launch for small work, where launches are the cost: each program reads all indices itself.
+    small = n <= few and R * n <= 2**21
+    if strategy is None:
+        # Sorting by counting is one short launch up to some thousand updates, and then nothing is cheaper; beyond, its
+        # n * n comparisons cost more than the four launches that group with atomics. Atomic additions never win: they
+        # read and write every row again that zeros were written to just before.
+        strategy = "sorted" if deterministic else "owner" if small or n > some else "sorted"
+    find = {"atomic": "", "sorted": "count" if n <= many else "sort", "owner": "scan" if small else "lists"}[strategy]
+    block = min(triton.next_power_of_2(D), 8192 if interpreted else 8192 // dtype.itemsize)
+    tall = triton.next_power_of_2(max(1, n if strategy == "atomic" else R))
+    rows = max(1, min((65536 if interpreted else 1024) // block, tall))
+    # A row's updates beyond a chunk are added up by other programs. The square root of n balances what is left to the
+    # row's own program: loose updates of up to two chunks, and one partial sum a chunk.
+    chunk = 64 if n <= 2**16 else 256 if n <= 2**20 else 1024
+    if interpreted:
+        return Plan(strategy, find, min(rows, 64), block, 2, 8 if n <= few else 32, 1)
+    warps = 4
+    if find == "scan":
+        rows = 1 if n <= 512 else 4
+        block = min(block, 512)
+        warps = 4 if n > 256 or block > 256 else 2
+    return Plan(strategy, find, rows, block, 4, chunk, warps)
+
+
+# Launchers -----------------------------------------------------------------------------------------------------------
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_REDUCTIONS = ("none", "add", "mul", "max", "min")
+_INTERPRETED = not isinstance(_scatter_nd_owner, triton.JITFunction)
+
+
+@functools.cache
+def _capability(device: torch.device) -> tuple[int, int] | None:
+    """Compute capability of a device; None in the interpreter."""
+    if _INTERPRETED:
+        return None
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device)
+    return divmod(triton.runtime.driver.active.get_current_target().arch, 10)
+
+
+def _runs_on(device: torch.device) -> bool:
+    """Whether Triton can launch a kernel on a tensor of this device."""
+    if device.type == "cuda":
+        return True
+    if _INTERPRETED:
+        return device.type == "cpu"
+    try:
+        return triton.runtime.driver.active.get_active_torch_device().type == device.type
+    except RuntimeError:  # no GPU, so no driver
+        return False
+
+
+_plan = functools.lru_cache(maxsize=4096)(_scatter_nd_plan)
+
+
+@contextlib.contextmanager
+def _on(tensor: Tensor):
+    """Launch on the tensor's device. In the interpreter NaN shall raise no warning, as it raises none on a GPU."""
+    if tensor.is_cuda:
+        with torch.cuda.device(tensor.device):
+            yield
+    else:
+        import numpy
+
+        with numpy.errstate(all="ignore"):
+            yield
+
+
+def _sums(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _unwritten(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Memory for what a kernel writes as a whole.
+
+    Under torch.use_deterministic_algorithms, torch.empty fills its memory with NaN: for an output that is mostly zeros
+    that takes as long as all the rest. Every element is written here, so there is nothing to guard against.
+    """
+    if not torch.are_deterministic_algorithms_enabled():
+        return torch.empty(shape, dtype=dtype, device=device)
+    size = math.prod(shape)
+    storage = torch.UntypedStorage(size * dtype.itemsize, device=device)
+    return torch.empty(0, dtype=dtype, device=device).set_(storage, 0, tuple(shape))
+
+
+def _launch_atomic(
+    out: Tensor, sums: Tensor, indices: Tensor, updates: Tensor, sizes: tuple[int, int, int], masked: int | None, plan: Plan,
+) -> None:  # fmt: skip
+    """Zeros and atomic additions; `sums` is `out` itself, or float32 memory of its size for half types."""
+    R, D, n = sizes
+    stride, align = _steps(updates, D)
+    block = 65536 if _INTERPRETED else 4096
+    grid = (triton.cdiv(R * D, block),)
+    _scatter_nd_fill[grid](sums, R * D, BLOCK=block)
+    _scatter_nd_atomic[(triton.cdiv(n, plan.rows) * triton.cdiv(D, plan.block),)](
+        sums, indices, updates, R, D // align, n, stride // align, masked or 0,
+        MASKED=masked is not None, ALIGN=align, ROWS=plan.rows, BLOCK=plan.block, num_warps=plan.warps,
+    )  # fmt: skip
+    if sums is not out:
+        _scatter_nd_round[grid](out, sums, R * D, BLOCK=block)
+
+
+def _launch_scan(
+    out: Tensor, indices: Tensor, updates: Tensor, sizes: tuple[int, int, int], masked: int | None, plan: Plan
+) -> None:
+    """The owner in one launch."""
+    R, D, n = sizes
+    stride, align = _steps(updates, D)
+    N = triton.next_power_of_2(n)
+    _scatter_nd_scan[(triton.cdiv(R, plan.rows) * triton.cdiv(D, plan.block),)](
+        out, indices, updates, R, D // align, n, stride // align, masked or 0,
+        MASKED=masked is not None, ALIGN=align, N=N, ROWS=plan.rows, BLOCK=plan.block,
+        SLAB=max(1, min(N, (65536 if _INTERPRETED else 8192) // plan.block)), TOGETHER=plan.together, num_warps=plan.warps,
+    )  # fmt: skip
+
+
+def _launch_owner(
+    out: Tensor,
+    updates: Tensor,
+    order: Tensor,
+    keys: Tensor,
+    starts: Tensor,
+    counts: Tensor,
+    parts: Tensor,
+    sizes: tuple[int, int, int],
+    plan: Plan,
+) -> None:
+    """Whole chunks, then every row; `starts` and `counts` are read for lists only, and any memory otherwise."""
+    R, D, n = sizes
+    stride, align = _steps(updates, D)
+    numbers = (R, D // align, n, stride // align)
+    constants = {"ALIGN": align, "CHUNK": plan.chunk, "TOGETHER": plan.together, "SORTED": plan.find != "lists"}
+    if n >= plan.chunk:
+        block = min(plan.block, 512)  # small: chunks are few, and their columns are what is left to share out
+        _scatter_nd_chunks[(n // plan.chunk * triton.cdiv(D, block),)](
+            parts, updates, order, keys, counts, *numbers, BLOCK=block, **constants
+        )
+    steps = n.bit_length() if plan.find != "lists" else 0
+    _scatter_nd_owner[(triton.cdiv(R, plan.rows) * triton.cdiv(D, plan.block),)](
+        out, updates, order, keys, starts, counts, parts, *numbers,
+        ROWS=plan.rows, BLOCK=plan.block, STEPS=steps, num_warps=plan.warps, **constants,
+    )  # fmt: skip
+
+
+def _launch_lists(
+    order: Tensor, keys: Tensor, starts: Tensor, counts: Tensor, slots: Tensor, indices: Tensor, R: int, n: int, masked: int | None
+) -> None:
+    """Group the updates by row with integer atomics; counts has R + 1 elements."""
+    constants = {"MASKED": masked is not None, "BLOCK": 256}
+    grid = (triton.cdiv(n, 256),)
+    _scatter_nd_fill[(triton.cdiv(R + 1, 4096),)](counts, R + 1, BLOCK=4096)
+    _scatter_nd_count[grid](slots, counts, indices, R, n, masked or 0, **constants)
+    _scatter_nd_starts[(triton.cdiv(R, 1024),)](starts, counts, R, BLOCK=1024)
+    _scatter_nd_lists[grid](order, keys, starts, slots, indices, R, n, masked or 0, **constants)
+
+
+def _steps(updates: Tensor, D: int) -> tuple[int, int]:
+    """The stride between updates, and the number of elements whose multiples all rows begin at."""
+    stride = updates.stride(0) if updates.dim() == 2 else D
+    return stride, math.gcd(max(1, 16 // updates.element_size()), D, stride)
+
+
+def _keyed(shape: Sequence[int], indices: Tensor, masked: int | None, dtype: torch.dtype) -> Tensor:
+    """The row of each index ``[n, k]`` as one number, -1 where it is masked or out of range."""
+    n, k = indices.shape
+    if k == 0:  # every index names the whole output
+        return torch.zeros(n, dtype=dtype, device=indices.device)
+    keys = _unwritten((n,), dtype, indices.device)
+    block = 4096 if _INTERPRETED else 256
+    for axis in range(0, k, 4):
+        sizes = tuple(shape[axis : min(axis + 4, k)])
+        # Components after `axis`; the kernel steps over K of them from one index to the next.
+        _scatter_nd_keys[(triton.cdiv(n, block),)](
+            keys, indices.select(1, axis) if axis else indices, n, k, *sizes, *(1,) * (4 - len(sizes)), masked or 0,
+            MASKED=masked is not None, AXES=len(sizes), FIRST=axis == 0, BLOCK=block,
+        )  # fmt: skip
+    return keys
+
+
+def _folded(shape: Sequence[int], indices: Tensor) -> tuple[Tensor, tuple[int, int, int]]:
+    """Indices as ``[n, k]`` without gaps, and R, D and n."""
+    k = indices.shape[-1]
+    n = math.prod(indices.shape[:-1])
+    return indices.reshape(n, k).contiguous(), (math.prod(shape[:k]), math.prod(shape[k:]), n)
+
+
+def _scatter(shape: Sequence[int], indices: Tensor, updates: Tensor, masked: int | None, strategy: str) -> Tensor:
+    """Allocate and launch; arguments are valid. An empty `strategy` leaves the choice to the plan."""
+    dtype, device = updates.dtype, updates.device
+    out = _unwritten(shape, dtype, device)
+    if out.numel() == 0:
+        return out
+    indices, sizes = _folded(shape, indices)
+    R, D, n = sizes
+    if n == 0:
+        return out.zero_()
+    updates = updates.reshape(n, D)
+    if D > 1 and updates.stride(1) != 1:
+        updates = updates.contiguous()
+    plan = _plan(
+        sizes, dtype, _capability(device), strategy=strategy or None,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+    )  # fmt: skip
+    # Numbers of rows and of updates: int32 halves what is read of them.
+    whole = torch.int32 if max(R, n) < 2**31 - 1 else torch.int64
+    with _on(out):
+        if indices.shape[1] != 1 or plan.find == "sort":
+            keys = _keyed(shape, indices, masked, whole)
+            indices, masked = keys, -1  # what names no row is -1 now
+        if plan.strategy == "atomic":
+            sums = out if _sums(dtype) == dtype else _unwritten(shape, torch.float32, device)
+            _launch_atomic(out, sums, indices, updates, sizes, masked, plan)
+            return out
+        if plan.find == "scan":
+            _launch_scan(out, indices, updates, sizes, masked, plan)
+            return out
+        parts = _unwritten((max(1, n // plan.chunk), D), _sums(dtype), device)
+        if plan.find == "sort":
+            keys, order = torch.sort(indices, stable=True)
+            starts = counts = keys
+        else:
+            order, keys = _unwritten((2, n), whole, device)
+            starts = counts = keys
+        if plan.find == "count":
+            _launch_rank(order, keys, indices, R, n, masked)
+        elif plan.find == "lists":
+            starts, counts = _unwritten((2, R + 1), whole, device)
+            slots = _unwritten((n,), whole, device)
+            _launch_lists(order, keys, starts, counts, slots, indices, R, n, masked)
+        _launch_owner(out, updates, order, keys, starts, counts, parts, sizes, plan)
+    return out
+
+
+def _launch_rank(order: Tensor, keys: Tensor, indices: Tensor, R: int, n: int, masked: int | None) -> None:
+    """Sort by counting."""
+    mine, theirs = (256, 256) if _INTERPRETED else (16, 512)
+    _scatter_nd_rank[(triton.cdiv(n, mine),)](
+        order, keys, indices, R, n, masked or 0, MASKED=masked is not None, MINE=mine, THEIRS=theirs
+    )
+
+
+def _gather(source: Tensor, indices: Tensor, masked: int | None) -> Tensor:
+    """The rows of `source` that indices ``[..., k]`` name, zeros where they name none."""
+    k = indices.shape[-1]
+    batch, rest = indices.shape[:-1], source.shape[k:]
+    out = _unwritten((*batch, *rest), source.dtype, source.device)
+    if out.numel() == 0:
+        return out
+    source = source.contiguous()
+    indices, (R, D, n) = _folded(source.shape, indices)
+    if R == 0:
+        return out.zero_()
+    align = math.gcd(max(1, 16 // source.element_size()), D)
+    block = min(triton.next_power_of_2(D), 2048)
+    rows = max(1, min((65536 if _INTERPRETED else 1024) // block, triton.next_power_of_2(n)))
+    with _on(out):
+        if k != 1:
+            indices, masked = _keyed(source.shape, indices, masked, torch.int64), -1
+        _gather_nd_rows[(triton.cdiv(n, rows) * triton.cdiv(D, block),)](
+            out, indices, source, R, D // align, n, masked or 0,
+            MASKED=masked is not None, ALIGN=align, ROWS=rows, BLOCK=block,
+        )  # fmt: skip
+    return out
+
+
+_scatter_op = torch.library.custom_op(
+    "fusebook::scatter_nd",
+    _scatter,
+    mutates_args=(),
+    schema="(SymInt[] shape, Tensor indices, Tensor updates, int? masked, str strategy) -> Tensor",
+)
+_gather_op = torch.library.custom_op(
+    "fusebook::gather_nd",
+    _gather,
+    mutates_args=(),
+    schema="(Tensor source, Tensor indices, int? masked) -> Tensor",
+)
+
+
+@_scatter_op.register_fake
+def _(shape: Sequence[int], indices: Tensor, updates: Tensor, masked: int | None, strategy: str) -> Tensor:
+    return updates.new_empty(shape)
+
+
+@_gather_op.register_fake
+def _(source: Tensor, indices: Tensor, masked: int | None) -> Tensor:
+    return source.new_empty((*indices.shape[:-1], *source.shape[indices.shape[-1] :]))
+
+
+def _keep_for_gather(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, indices, _, ctx.masked, ctx.strategy = inputs
+    ctx.save_for_backward(indices)
+
+
+def _gradient_of_updates(ctx: Any, dy: Tensor) -> tuple[None, None, Tensor, None, None]:
+    (indices,) = ctx.saved_tensors
+    return None, None, _gather_op(dy, indices, ctx.masked), None, None
+
+
+def _keep_for_scatter(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    source, indices, ctx.masked = inputs
+    ctx.shape = source.shape
+    ctx.save_for_backward(indices)
+
+
+def _gradient_of_source(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+    (indices,) = ctx.saved_tensors
+    return _scatter_op(ctx.shape, indices, dy, ctx.masked, ""), None, None
+
+
+_scatter_op.register_autograd(_gradient_of_updates, setup_context=_keep_for_gather)
+_gather_op.register_autograd(_gradient_of_source, setup_context=_keep_for_scatter)
+
+
+def _direct(*tensors: Tensor) -> bool:
+    """Whether the kernels can be launched at once, which saves a small call the time of torch's dispatcher.
+
+    Not where a gradient is recorded, the call is traced or transformed, or a tensor is a stand-in without memory.
+    """
+    return not (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._are_functorch_transforms_active()
+        or any(type(t) not in (Tensor, torch.nn.Parameter) or t.device.type not in ("cpu", "cuda") for t in tensors)
+        or (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
+    )
+
+
+def _shape_of(name: str, shape: Any) -> tuple[int, ...]:
+    """The shape as a tuple of integers."""
+    if isinstance(shape, Tensor):
+        if shape.is_cuda:
+            raise TypeError(
+                f"{name}: expected shape on the host, got a tensor on {shape.device}, and reading it would wait for the "
+                "GPU; pass shape.tolist() once"
+            )
+        if shape.dim() != 1 or shape.dtype not in (torch.int32, torch.int64):
+            raise TypeError(
+                f"{name}: expected a shape tensor with one axis of int32 or int64, got {shape.dtype} of shape "
+                f"{tuple(shape.shape)}; pass a tuple of integers"
+            )
+        shape = shape.tolist()
+    if isinstance(shape, (str, bytes)) or not isinstance(shape, Sequence):
+        raise TypeError(f"{name}: expected shape to be a sequence of integers, got {type(shape).__name__}; pass a tuple")
+    for size in shape:
+        if isinstance(size, bool) or not isinstance(size, (int, torch.SymInt)):
+            raise TypeError(f"{name}: expected shape to hold integers, got {type(size).__name__}; convert it first")
+        if not isinstance(size, torch.SymInt) and size < 0:
+            raise ValueError(f"{name}: expected sizes from 0 up in shape, got {tuple(shape)}; give each axis its length")
+    return tuple(shape)
+
+
+def _checked(name: str, shape: Any, indices: Any, updates: Any, reduction: Any, strategy: Any) -> tuple[int, ...]:
+    """Validate what can be seen without reading values; return the shape."""
+    shape = _shape_of(name, shape)
+    for what, value in (("indices", indices), ("updates", updates)):
+        if not isinstance(value, Tensor):
+            raise TypeError(
+                f"{name}: expected {what} to be a torch.Tensor, got {type(value).__name__}; use torch.as_tensor"
+            )
+        if value.layout is not torch.strided:
+            raise TypeError(f"{name}: expected {what} to be dense, got {value.layout}; call to_dense() first")
+    if indices.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"{name}: expected indices to be int64 or int32, got {indices.dtype}; cast them first")
+    if updates.dtype not in _DTYPES:
+        raise TypeError(
+            f"{name}: expected updates to be float16, bfloat16, float32 or float64, got {updates.dtype}; cast them first"
+        )
+    if reduction not in _REDUCTIONS:
+        raise ValueError(f"{name}: expected reduction to be 'add', got {reduction!r}; ONNX knows {', '.join(_REDUCTIONS)}")
+    if reduction != "add":
+        raise NotImplementedError(
+            f"{name}: expected reduction to be 'add', got {reduction!r}, which is not implemented; use torch's "
+            "index_reduce_ or index_put_ on a tensor of zeros"
+        )
+    if strategy is not None and strategy not in STRATEGIES:
+        raise ValueError(
+            f"{name}: expected strategy to be None or one of {', '.join(STRATEGIES)}, got {strategy!r}; None chooses"
+        )
+    if indices.dim() == 0:
+        raise ValueError(f"{name}: expected indices of shape [..., k], got a single number; add an axis for its components")
+    k = indices.shape[-1]
+    if k > len(shape):
+        raise ValueError(
+            f"{name}: expected indices of at most {len(shape)} components, since shape {shape} has {len(shape)} axes, "
+            f"got {k}; the last axis of indices holds the components"
+        )
+    want = (*indices.shape[:-1], *shape[k:])
+    if tuple(updates.shape) != want:
+        raise ValueError(
+            f"{name}: expected updates of shape {want}, indices.shape[:-1] + shape[{k}:], got {tuple(updates.shape)}; "
+            "reshape or expand them"
+        )
+    if indices.device != updates.device:
+        raise ValueError(
+            f"{name}: expected indices on {updates.device} as updates are, got {indices.device}; move one of them"
+        )
+    if updates.device.type in ("cpu", "cuda") and not _runs_on(updates.device):
+        raise ValueError(
+            f"{name}: expected CUDA tensors, got them on {updates.device.type}; move them to a GPU, or set "
+            "TRITON_INTERPRET=1 before Triton is imported, which runs the kernel in Triton's interpreter on the CPU"
+        )
+    return shape
+
+
+def _refuse_out_of_range(name: str, shape: tuple[int, ...], indices: Tensor, masked: int | None) -> None:
+    """Read the indices and raise IndexError for the first that is out of range. Waits for the GPU.
+
+    Skipped where nothing can be read or waited for: while a graph is captured, and under torch.compile.
+    """
+    if not _direct(indices) or indices.numel() == 0:
+        return
+    if indices.is_cuda and torch.cuda.is_current_stream_capturing():
+        return
+    k = indices.shape[-1]
+    flat = indices.reshape(-1, k)
+    least, most = torch.stack(torch.aminmax(flat, dim=0)).tolist()  # one transfer: the usual case ends here
+    if all(-size <= low and high < size for size, low, high in zip(shape, least, most, strict=False)):
+        return
+    sizes = torch.tensor(shape[:k], device=flat.device)
+    wrong = (flat < -sizes) | (flat >= sizes)
+    if masked is not None:
+        wrong &= ~(flat == masked).any(1, keepdim=True)  # what is masked need not be anywhere
+    positions = wrong.nonzero()
+    if not len(positions):
+        return
+    i, axis = positions[0].tolist()
+    where = []
+    for size in reversed(indices.shape[:-1]):
+        i, at = divmod(i, size)
+        where.insert(0, at)
+    position = (*where, axis)
+    size, got = shape[axis], int(indices[position])
+    raise IndexError(
+        f"{name}: expected indices from {-size} to {size - 1} in component {axis} for shape {shape}, got {got} at "
+        f"indices[{', '.join(map(str, position))}]" + ("" if masked is None else f", and only {masked} is masked")
+        + "; mend it, or pass check=False to leave such updates out"
+    )
+
+
+def _launch(name: str, shape: Any, indices: Any, updates: Any, masked: int | None, reduction: str, check: bool, strategy: Any):  # fmt: skip
+    shape = _checked(name, shape, indices, updates, reduction, strategy)
+    if check:
+        _refuse_out_of_range(name, shape, indices, masked)
+    call = _scatter if _direct(indices, updates) else _scatter_op
+    return call(shape, indices, updates, masked, strategy or "")
+
+
+def scatter_nd_of_shape(
+    shape: Sequence[int] | Tensor,
+    indices: Tensor,
+    updates: Tensor,
+    *,
+    reduction: str = "add",
+    check: bool = True,
+    strategy: str | None = None,
+) -> Tensor:
+    """ONNX's ScatterND with reduction ``add`` into zeros of a shape, each element of the output written once.
+
+    Parameters
+    ----------
+    shape : sequence of int, or torch.Tensor of int64 on the host
+        Of the output.
+    indices : torch.Tensor
+        ``[..., k]``, int64 or int32: each names ``out[index[0], ..., index[k - 1]]``. Negative components count from
+        the end of their axis.
+    updates : torch.Tensor
+        ``indices.shape[:-1] + shape[k:]``, float16, bfloat16, float32 or float64, of any strides, on the device of
+        `indices`: CUDA, or the CPU where Triton interprets.
+    reduction : str, default "add"
+        ONNX's name; the others are refused.
+    check : bool, default True
+        Read the indices first and refuse those out of range, which waits for the GPU. Without it, and under
+        torch.compile and graph capture, an update whose index is out of range is left out; nothing is ever written
+        outside the output.
+    strategy : str, optional
+        ``"atomic"``, ``"sorted"`` or ``"owner"``, see Notes; chosen by size unless given.
+
+    Returns
+    -------
+    torch.Tensor
+        Of `shape`, contiguous, of the dtype of `updates`. Sums are float32 (float64 in float64), rounded once.
+
+    Raises
+    ------
+    TypeError
+        For arguments that are no tensors, dtypes other than those above, a shape on a GPU.
+    ValueError
+        For shapes that do not match, tensors on different devices, an unknown reduction or strategy.
+    NotImplementedError
+        For a reduction other than ``add``.
+    IndexError
+        With `check`, for an index out of range; names its position.
+
+    Notes
+    -----
+    *atomic* writes zeros and adds to them; it takes the order that it meets. *sorted* gives the same bits in every
+    run, and is what torch.use_deterministic_algorithms(True) chooses. *owner* groups the updates by row without
+    sorting them, or, where they are few, lets every row look through all indices. For *sorted* and *owner*, one kernel
+    writes each row of the output exactly once, zeros included.
+
+    Differentiable in `updates`, any number of times; works under torch.compile and in CUDA graphs.
+
+    Examples
+    --------
+    >>> import fusebook, torch
+    >>> indices = torch.tensor([[1], [3], [1]], device="cuda")  # doctest: +SKIP
+    >>> fusebook.scatter_nd_of_shape((4, 2), indices, torch.ones(3, 2, device="cuda"))[:, 0]  # doctest: +SKIP
+    tensor([0., 2., 0., 1.], device='cuda:0')
+    """
+    return _launch("scatter_nd_of_shape", shape, indices, updates, None, reduction, check, strategy)
+
+
+def masked_scatter_nd_of_shape(
+    shape: Sequence[int] | Tensor,
+    indices: Tensor,
+    updates: Tensor,
+    *,
+    masked_value: int = -1,
+    reduction: str = "add",
+    check: bool = True,
+    strategy: str | None = None,
+) -> Tensor:
+    """As `scatter_nd_of_shape`, with updates left out whose index is the masked value.
+
+    Parameters
+    ----------
+    shape, indices, updates, reduction, check, strategy
+        As those of `scatter_nd_of_shape`.
+    masked_value : int, default -1
+        An update counts for nothing where a component of its index equals this value, in or out of range. Other
+        negative components count from the end.
+
+    Returns
+    -------
+    torch.Tensor
+        As from `scatter_nd_of_shape`.
+
+    Raises
+    ------
+    TypeError, ValueError, NotImplementedError, IndexError
+        As `scatter_nd_of_shape`; and TypeError for a masked value that is no integer of 64 bits.
+    """
+    name = "masked_scatter_nd_of_shape"
+    if isinstance(masked_value, bool) or not isinstance(masked_value, int) or not -(2**63) <= masked_value < 2**63:
+        raise TypeError(f"{name}: expected masked_value to be an integer of 64 bits, got {masked_value!r}; give one")
+    return _launch(name, shape, indices, updates, masked_value, reduction, check, strategy)
+
+
+def embedding_backward(
+    dy: Tensor,
+    indices: Tensor,
+    rows: int,
+    *,
+    padding_idx: int | None = None,
+    check: bool = True,
+    strategy: str | None = None,
+) -> Tensor:
+    """The gradient of an embedding table: what each row was looked up for, added up.
+
+    Parameters
+    ----------
+    dy : torch.Tensor
+        ``[..., D]``, the gradient of what was looked up.
+    indices : torch.Tensor
+        ``[...]``, int64 or int32: the rows that were looked up.
+    rows : int
+        Of the table.
+    padding_idx : int, optional
+        A row that gets no gradient.
+    check, strategy
+        As those of `scatter_nd_of_shape`.
+
+    Returns
+    -------
+    torch.Tensor
+        ``[rows, D]``, of the dtype of `dy`.
+
+    Raises
+    ------
+    TypeError, ValueError, IndexError
+        As `scatter_nd_of_shape`.
+    """
+    name = "embedding_backward"
+    if not isinstance(dy, Tensor) or dy.dim() == 0:
+        got = f"shape {tuple(dy.shape)}" if isinstance(dy, Tensor) else type(dy).__name__
+        raise TypeError(f"{name}: expected dy to be a torch.Tensor [..., D], got {got}; pass the gradient of the lookup")
+    if not isinstance(indices, Tensor):
+        raise TypeError(f"{name}: expected indices to be a torch.Tensor, got {type(indices).__name__}; use torch.as_tensor")
+    return _launch(name, (rows, dy.shape[-1]), indices[..., None], dy, padding_idx, "add", check, strategy)
+
+
+# The cards -----------------------------------------------------------------------------------------------------------
+
+
+def _draw(rng: torch.Generator, R: int, n: int, law: str) -> Tensor:
+    """Rows to scatter to, by the law that the card names."""
+    device = rng.device
+    if law == "uniform":
+        return torch.randint(R, (n,), generator=rng, device=device)
+    if law == "equal":
+        return torch.full((n,), R // 2, device=device)
+    if law == "zipf":  # the r-th most frequent row, r**-1.1 times as often as the first; a token's law, roughly
+        weights = torch.arange(1, R + 1, device=device, dtype=torch.float64) ** -1.1
+        drawn = torch.multinomial(weights, n, replacement=True, generator=rng) if n else torch.zeros(0, device=device)
+        return torch.randperm(R, generator=rng, device=device)[drawn.long()]
+    if law == "masked":
+        return torch.full((n,), -1, device=device)
+    raise ValueError(f"scatter_nd: law {law!r} is none of uniform, equal, zipf, masked")
+
+
+def _drawn_updates(rng: torch.Generator, n: int, D: int, dtype: torch.dtype) -> Tensor:
+    # A 64th: a power of two changes no digit, and sums of thousands of rows stay within float16.
+    return rough(rng, (n, D), dtype) / 64
+
+
+def _make_masked(rng: torch.Generator, dtype: torch.dtype, *, R: int, D: int, n: int, law: str) -> tuple[Any, ...]:
+    indices = _draw(rng, R, n, law)
+    if law == "uniform":  # from -1 to R - 1, as the seed of this page draws them
+        indices = torch.where(torch.rand(n, generator=rng, device=rng.device) < 1 / (R + 1), -1, indices)
+    return (R, D), indices[:, None], _drawn_updates(rng, n, D, dtype)
+
+
+def _reference_masked(shape: tuple[int, int], indices: Tensor, updates: Tensor) -> Tensor:
+    live = indices[:, 0] != -1
+    kept = torch.where(live[:, None], updates, 0)
+    return updates.new_zeros(shape).index_add_(0, torch.where(live, indices[:, 0], 0), kept)
+
+
+def _cost(itemsize: int, *, R: int, D: int, n: int, law: str, **_: Any) -> Cost:
+    # What is masked need not be read; indices of 8 bytes. An addition for each element of an update.
+    live = 0 if law == "masked" else n
+    return Cost(read=live * D * itemsize + 8 * n, write=R * D * itemsize, flop=live * D)
+
+
+def _cost_eager(itemsize: int, *, R: int, D: int, n: int, law: str) -> Cost:
+    return Cost(read=3 * n * D * itemsize + 24 * n, write=(R * D + 2 * n * D) * itemsize + 9 * n, flop=n * D)
+
+
+def _cost_atomic(itemsize: int, *, R: int, D: int, n: int, law: str, **_: Any) -> Cost:
+    # Zeros, then each update read and its row read and written again; half types go through float32 sums.
+    live, wide = (0 if law == "masked" else n), max(itemsize, 4)
+    again = (R * D * wide, R * D * itemsize) if wide != itemsize else (0, 0)
+    return Cost(
+        read=live * D * (itemsize + wide) + 8 * n + again[0], write=(R * D + live * D) * wide + again[1], flop=live * D
+    )
+
+
+@functools.cache
+def _compiled(function: Any) -> Any:
+    # The default mode, for one shape at a time: what a reader gets from the decorator alone, at its best.
+    return torch.compile(function, dynamic=False)
+
+
+def _torch_compile(shape: tuple[int, int], indices: Tensor, updates: Tensor) -> Tensor:
+    return _compiled(masked_scatter_nd_eager)(shape, indices, updates)
+
+
+def _fusebook(strategy: str | None = None, check: bool = False) -> Any:
+    return functools.partial(masked_scatter_nd_of_shape, check=check, strategy=strategy)
+
+
+def _fusebook_of_shape(strategy: str | None = None) -> Any:
+    return functools.partial(scatter_nd_of_shape, check=False, strategy=strategy)
+
+
+def _make_of_shape(
+    rng: torch.Generator, dtype: torch.dtype, *, R: int, D: int, n: int, K: int, law: str
+) -> tuple[Any, ...]:
+    # R rows as K axes; where that leaves a remainder, the first axis is the smaller one.
+    shape = (R,) if K == 1 else (R // 4, 4) if K == 2 else (R // 8, 4, 2)
+    row = _draw(rng, math.prod(shape), n, law)
+    components = []
+    for size in reversed(shape):
+        components.insert(0, row % size)
+        row = row // size
+    indices = torch.stack(components, -1)
+    # Every other component is counted from the end: the same place by its other name.
+    flip = torch.rand(indices.shape, generator=rng, device=rng.device) < 0.5
+    indices = torch.where(flip, indices - torch.tensor(shape, device=rng.device), indices)
+    return (*shape, D), indices, _drawn_updates(rng, n, D, dtype)
+
+
+def _reference_of_shape(shape: tuple[int, ...], indices: Tensor, updates: Tensor) -> Tensor:
+    out = updates.new_zeros(shape)
+    return out.index_put_(tuple(indices.unbind(-1)), updates, accumulate=True)
+
+
+def _make_embedding(rng: torch.Generator, dtype: torch.dtype, *, R: int, D: int, n: int, law: str) -> tuple[Any, ...]:
+    return _drawn_updates(rng, n, D, dtype), _draw(rng, R, n, law), R
+
+
+def _reference_embedding(dy: Tensor, indices: Tensor, rows: int) -> Tensor:
+    return dy.new_zeros(rows, dy.shape[1]).index_add_(0, indices, dy)
+
+
+def _torch_embedding(dy: Tensor, indices: Tensor, rows: int) -> Tensor:
+    return torch.ops.aten.embedding_dense_backward(dy, indices, rows, -1, False)
+
+
+def _torch_compile_embedding(dy: Tensor, indices: Tensor, rows: int) -> Tensor:
+    return _compiled(_torch_embedding)(dy, indices, rows)
+
+
+def _fusebook_embedding(strategy: str | None = None) -> Any:
+    return functools.partial(embedding_backward, check=False, strategy=strategy)
+
+
+def _onnx_model(dtype: torch.dtype) -> Any:
+    """ONNX's standard chain: zeros, Equal, Where, ScatterND."""
+    from onnx import TensorProto, helper, numpy_helper
+
+    kinds = {
+        torch.float32: TensorProto.FLOAT,
+        torch.float16: TensorProto.FLOAT16,
+        torch.bfloat16: TensorProto.BFLOAT16,
+        torch.float64: TensorProto.DOUBLE,
+    }
+    kind = kinds[dtype]
+    zero = helper.make_tensor("zero", kind, [1], [0.0])
+    nodes = [
+        helper.make_node("ConstantOfShape", ["shape"], ["data"], value=zero),
+        helper.make_node("Equal", ["indices", "masked"], ["eq"]),
+        helper.make_node("Where", ["eq", "nothing", "updates"], ["kept"]),
+        helper.make_node("ScatterND", ["data", "indices", "kept"], ["out"], reduction="add"),
+    ]
+    constants = [
+        numpy_helper.from_array(torch.tensor([-1]).numpy(), "masked"),
+        helper.make_tensor("nothing", kind, [1], [0.0]),
+    ]
+    inputs = [
+        helper.make_tensor_value_info("shape", TensorProto.INT64, ["axes"]),
+        helper.make_tensor_value_info("indices", TensorProto.INT64, ["n", 1]),
+        helper.make_tensor_value_info("updates", kind, ["n", "D"]),
+    ]
+    outputs = [helper.make_tensor_value_info("out", kind, ["R", "D"])]
+    graph = helper.make_graph(nodes, "masked_scatter_nd", inputs, outputs, constants)
+    return helper.make_model(graph, ir_version=10, opset_imports=[helper.make_opsetid("", 18)])
+
+
+def _onnx_session(shape: tuple[int, int], indices: Tensor, updates: Tensor) -> tuple[Any]:
+    from fusebook.onnx import Graph
+
+    if updates.dtype == torch.bfloat16:
+        raise NotImplementedError("ONNX Runtime's ScatterND adds float16, float32 and float64, got bfloat16")
+    if updates.device.type == "cpu" and updates.dtype == torch.float16:
+        raise NotImplementedError("ONNX Runtime's ScatterND does not add float16 on the CPU")
+    graph = Graph(_onnx_model(updates.dtype), device=updates.device)
+    out = torch.empty(shape, dtype=updates.dtype, device=updates.device)
+    return (graph.bind({"shape": torch.tensor(shape), "indices": indices, "updates": updates}, {"out": out}),)
+
+
+def _onnx_run(bound: Any) -> Tensor:
+    return bound()["out"]
+
+
+def _point(R: int, D: int, n: int, law: str = "uniform") -> dict[str, int | str]:
+    return {"R": R, "D": D, "n": n, "law": law}
+
+
+_CONFIGS: dict[str, tuple[dict[str, int | str], ...]] = {
+    # The seed's: size rows of twice as many columns, and twice as many updates.
+    "small": tuple(_point(s, 2 * s, 2 * s) for s in (256, 512, 1024)),
+    "medium": tuple(_point(s, 2 * s, 2 * s) for s in (512, 1024, 2048)),
+    "large": tuple(_point(s, 2 * s, 2 * s) for s in (1024, 2048, 4096, 6144, 8192)),
+    # The gradient of an embedding of 32000 tokens, of 2 x 1024 of them; of larger batches; of a larger vocabulary.
+    "llama": (
+        _point(32000, 4096, 2048),
+        _point(32000, 4096, 32000),
+        _point(128256, 4096, 16384),
+    ),
+    # The same work with indices that meet: a few rows get most updates, one row gets all, no row gets any.
+    "contention": tuple(_point(32000, 4096, 2048, law) for law in ("uniform", "zipf", "equal", "masked"))
+    + tuple(_point(8192, 16384, 16384, law) for law in ("zipf", "equal")),
+}
+
+# One of everything; several rows a tile, the last ragged, masked ones among them; duplicates enough for chunks; a row
+# wider than a tile; all updates to one row, more than a chunk and less than two; Zipf; everything masked; no updates;
+# no columns; more updates than one scan, one owner's default and one sort by counting take in the interpreter.
+_EDGES = (
+    _point(1, 1, 1),
+    _point(5, 3, 11),
+    _point(7, 100, 60),
+    _point(2, 9000, 9),
+    _point(6, 33, 15, "equal"),
+    _point(50, 12, 100, "zipf"),
+    _point(4, 6, 10, "masked"),
+    _point(5, 3, 0),
+    _point(5, 0, 4),
+    _point(200, 4, 200),
+    _point(70, 2, 300),
+)
+
+MASKED_SCATTER_ND = Op(
+    name="masked_scatter_nd_of_shape",
+    reference=_reference_masked,
+    make=_make_masked,
+    cost=_cost,
+    variants={
+        "eager": Variant(masked_scatter_nd_eager, cost=_cost_eager, needs=()),
+        "torch.compile": Variant(_torch_compile, needs=(), recompiles=True),
+        "ONNX Runtime": Variant(
+            _onnx_run, cost=_cost_eager, needs=("cuda", "onnxruntime", "onnx"), prepare=_onnx_session
+        ),
+        "fusebook": Variant(_fusebook(), needs=()),
+        "fusebook atomic": Variant(_fusebook("atomic"), cost=_cost_atomic, needs=()),
+        "fusebook sorted": Variant(_fusebook("sorted"), needs=()),
+        "fusebook owner": Variant(_fusebook("owner"), needs=()),
+        "fusebook, checked": Variant(_fusebook(check=True), needs=()),
+    },
+    configs=_CONFIGS,
+    edges=_EDGES,
+)
+
+SCATTER_ND_OF_SHAPE = Op(
+    name="scatter_nd_of_shape",
+    reference=_reference_of_shape,
+    make=_make_of_shape,
+    cost=_cost,
+    variants={
+        "eager": Variant(_reference_of_shape, needs=()),
+        "fusebook": Variant(_fusebook_of_shape(), needs=()),
+        "fusebook atomic": Variant(_fusebook_of_shape("atomic"), cost=_cost_atomic, needs=()),
+        "fusebook sorted": Variant(_fusebook_of_shape("sorted"), needs=()),
+        "fusebook owner": Variant(_fusebook_of_shape("owner"), needs=()),
+    },
+    configs={
+        name: tuple({"R": d["R"], "D": d["D"], "n": d["n"], "K": 1, "law": d["law"]} for d in _CONFIGS[name])
+        for name in ("small", "llama")
+    },
+    edges=(
+        {"R": 1, "D": 1, "n": 1, "K": 1, "law": "uniform"},
+        {"R": 16, "D": 5, "n": 30, "K": 2, "law": "uniform"},
+        {"R": 24, "D": 1, "n": 40, "K": 3, "law": "uniform"},
+        {"R": 16, "D": 100, "n": 20, "K": 3, "law": "equal"},
+    ),
+)
+
+EMBEDDING_BACKWARD = Op(
+    name="embedding_backward",
+    reference=_reference_embedding,
+    make=_make_embedding,
+    cost=_cost,
+    variants={
+        "torch": Variant(_torch_embedding, needs=()),
+        "torch.compile": Variant(_torch_compile_embedding, needs=(), recompiles=True),
+        "fusebook": Variant(_fusebook_embedding(), needs=()),
+        "fusebook sorted": Variant(_fusebook_embedding("sorted"), needs=()),
+    },
+    configs={
+        "small": tuple(_point(s, 2 * s, 2 * s, law) for s in (256, 1024) for law in ("uniform", "zipf")),
+        "llama": tuple(_point(32000, 4096, n, law) for n in (2048, 32000) for law in ("uniform", "zipf", "equal")),
+    },
+    edges=(_point(1, 1, 1), _point(7, 100, 70), _point(9, 12, 40, "zipf"), _point(6, 8, 20, "equal"), _point(5, 3, 0)),
+)
+
+OPS = (MASKED_SCATTER_ND, SCATTER_ND_OF_SHAPE, EMBEDDING_BACKWARD)
