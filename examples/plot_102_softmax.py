@@ -41,7 +41,6 @@ of a GPU that is named beside them.
 # to read each element once and to write each result once, 2MN elements.
 
 import fusebook  # before triton: it decides whether kernels are interpreted
-import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import torch
@@ -772,7 +771,3 @@ exercise(
 
 # %%
 solution("solutions/plot_102_softmax.py")
-
-# %%
-# sphinx_gallery_thumbnail_number = 1
-plt.close("all")

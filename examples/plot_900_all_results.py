@@ -23,7 +23,6 @@ what is in the package. ``FUSEBOOK_GPU`` chooses another GPU.
 # what was refused.
 
 import fusebook  # noqa: F401  before triton: it decides how kernels run
-import matplotlib.pyplot as plt
 import pandas as pd
 from fusebook import plots, tables
 from fusebook.gallery import (
@@ -93,6 +92,3 @@ provenance(*found.values())
 
 # %%
 downloads(everything, "all_results")
-
-# %%
-plt.close("all")

@@ -272,6 +272,12 @@ def test_a_long_table_is_folded_and_a_short_one_is_not():
     assert "<details" not in gallery.table(long[:5], "c")._repr_html_()
 
 
+def test_a_table_without_rows_says_so():
+    nothing = pd.DataFrame({"a": []})
+    assert repr(gallery.table(nothing, "Points lost")) == "Points lost: none."
+    assert "Points lost: none." in gallery.table(nothing, "Points lost")._repr_html_()
+
+
 def test_a_table_can_be_reached_and_read_without_a_mouse():
     frame = pd.DataFrame({"t": [1.0]}, index=pd.Index([781], name="N"))
     text = gallery.table(frame, "times")._repr_html_()
@@ -382,7 +388,7 @@ def test_an_exercise_is_answered_by_the_check_of_the_library():
         repr(gallery.exercise("right", lambda x: softmax(x), lambda x: torch.softmax(x, -1), CASES)) == "✓ yes: right"
     )
     shown = gallery.exercise("no maximum", lambda x: x.exp() / x.exp().sum(-1), lambda x: torch.softmax(x, -1), CASES)
-    assert repr(shown).startswith("✗ no: no maximum (on 1x3 float32 the score is inf")
+    assert repr(shown).startswith("✗ not yet: no maximum (on 1x3 float32 the score is inf")
 
 
 def test_an_exercise_that_raises_is_answered_too(monkeypatch):
@@ -392,7 +398,7 @@ def test_an_exercise_that_raises_is_answered_too(monkeypatch):
         raise NotImplementedError("yours to write")
 
     shown = gallery.exercise("broken", broken, lambda x: torch.softmax(x, -1), CASES)
-    assert repr(shown) == "✗ no: broken (NotImplementedError on 1x3 float32: yours to write)"
+    assert repr(shown) == "✗ not yet: broken (NotImplementedError on 1x3 float32: yours to write)"
 
 
 def test_a_solution_is_offered_for_download(monkeypatch, tmp_path):

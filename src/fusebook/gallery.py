@@ -568,6 +568,8 @@ class Table(_Shown):
 
     def _repr_html_(self) -> str:
         frame = self.frame
+        if frame.empty:
+            return f'<p class="fb-say">{_rich(self.caption)}: none.</p>'
         keys = frame.index.to_frame(index=False).astype(object)
         plain = isinstance(frame.index, pd.RangeIndex)
         names = [] if plain else ["" if n is None else str(n) for n in frame.index.names]
@@ -591,6 +593,8 @@ class Table(_Shown):
         return f'<details class="fb-fold"><summary>{caption} ({len(frame)} rows)</summary>{whole}</details>'
 
     def __repr__(self) -> str:
+        if self.frame.empty:
+            return f"{self.caption}: none."
         with pd.option_context("display.width", 160, "display.max_columns", 30, "display.max_rows", 12):
             return f"{self.caption}\n{self.frame}"
 
@@ -648,7 +652,7 @@ class Claim(_Shown):
     text: str
     true: bool | None
     fatal: bool
-    statement: bool = False
+    words: tuple[str, str] = ("true", "false")
     detail: str = ""
 
     @property
@@ -659,8 +663,7 @@ class Claim(_Shown):
     @property
     def verdict(self) -> str:
         """The same in words."""
-        words = ("yes", "no") if self.statement else ("true", "false")
-        return "not measured" if self.true is None else words[0] if self.true else words[1]
+        return "not measured" if self.true is None else self.words[0 if self.true else 1]
 
     def _item(self) -> str:
         kind = "fb-open" if self.true is None else "fb-true" if self.true else "fb-false"
@@ -733,7 +736,7 @@ def holds(text: str, condition: Any, **numbers: Any) -> Claim:
     Claim
     """
     true, detail = _decide(condition)
-    return Claim(_fill(text, numbers), true, False, statement=True, detail=detail)
+    return Claim(_fill(text, numbers), true, False, ("yes", "no"), detail)
 
 
 class Claims(_Shown):
@@ -870,7 +873,7 @@ def exercise(
     Returns
     -------
     Exercise
-        Yes, or no with the first reason.
+        Yes, or not yet with the first reason.
     """
     op = Op("exercise", reference, lambda *_: (), lambda *_: Cost(0, 0, 0), {}, {}, ())
     reason = ""
@@ -888,7 +891,7 @@ def exercise(
                 reason = f"on {shapes} the score is {verdict.score:.2g}, the limit {verdict.limit:.2g}"
         if reason:
             break
-    return Exercise((Claim(text, not reason, False, statement=True, detail=reason),))._now()
+    return Exercise((Claim(text, not reason, False, ("yes", "not yet"), reason),))._now()
 
 
 class Exercise(Claims):
