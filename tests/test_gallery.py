@@ -151,7 +151,8 @@ def test_where_there_is_a_gpu_results_are_measured_and_recorded_on_request(monke
     assert asked["repeat"] == 7
     assert not (tmp_path / "out").exists()
     monkeypatch.setenv("FUSEBOOK_RECORD", str(tmp_path / "out"))
-    gallery.results(SOFTMAX, config="small")
+    gallery.results(SOFTMAX, config="large", live="small")
+    assert asked["config"] == "large"
     assert (tmp_path / "out" / "test-gpu" / "softmax.csv").exists()
 
 
