@@ -382,7 +382,8 @@ sweep = results(
     repeat=args.repeat,
 )
 one = sweep[sweep["dtype"] == sweep["dtype"].iloc[0]]
-plots.bandwidth(one)
+figure = plots.bandwidth(one)
+figure
 
 # %%
 # Bandwidth counts the least traffic, 2MN elements, whatever a variant moved.
@@ -395,7 +396,7 @@ plots.bandwidth(one)
 provenance(sweep)
 
 # %%
-downloads(sweep, "softmax")
+downloads(sweep, "softmax", figure)
 
 # %%
 table(
@@ -555,6 +556,9 @@ backward = results(
     repeat=args.repeat,
 )
 table(tables.shares(backward), "The gradient over the large shapes, cold")
+
+# %%
+provenance(small, large, vocabulary, backward)
 
 # %%
 # Lessons

@@ -12,7 +12,7 @@ import torch
 import triton
 
 import synthetic
-from fusebook import bench, gallery, record
+from fusebook import bench, gallery, plots, record
 from fusebook import machine as machines
 from fusebook.kernels.softmax import SOFTMAX, softmax, softmax_eager
 from toy import machine, toy
@@ -243,6 +243,16 @@ def test_downloads_are_a_csv_and_a_real_spreadsheet(recorded, tmp_path):
     assert [cell.value for cell in sheet[1]][:6] == ["op", "config", "variant", "dtype", "M", "N"]
     assert len(pd.read_csv("softmax.csv")) == len(frame)
     assert 'href="softmax.xlsx"' in shown._repr_html_()
+
+
+def test_a_script_keeps_its_figure(monkeypatch):
+    frame = pd.DataFrame({"t": [1.0, 2.0]}, index=pd.Index([1, 2], name="N"))
+    ax = plots.lines(frame, title="t", ylabel="s")
+    gallery.downloads(frame, "figure", ax)
+    assert not Path("figure.png").exists()
+    monkeypatch.setattr(gallery, "_script", lambda: True)
+    gallery.downloads(frame, "figure", ax)
+    assert Path("figure.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_downloads_keep_what_the_index_says():

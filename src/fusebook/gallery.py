@@ -41,6 +41,7 @@ from typing import Any, NoReturn
 
 import pandas as pd
 import torch
+from matplotlib.axes import Axes
 
 from fusebook import bench, check, machine, record, tables
 from fusebook.kernels import OPS
@@ -430,6 +431,8 @@ def _raw(frame: pd.DataFrame) -> tuple[str, str]:
     source = frame.attrs.get("path")
     if not os.environ.get("FUSEBOOK_DOWNLOADS"):
         return (Path(source).name if source else f"{name}, not recorded"), ""
+    if not source and "config" in frame:  # a page measures several configs, each a file of its own
+        name += f"-{frame['config'].iloc[0]}"
     target = _folder() / f"{frame.attrs['machine'].slug}-{name}.csv"
     if source:
         shutil.copyfile(source, target)
@@ -498,14 +501,16 @@ class Provenance(_Shown):
         return "\n".join(lines + [f"  {k}: {v}" for k, v in self._facts()])
 
 
-def downloads(df: pd.DataFrame, name: str) -> Downloads:
-    """Write a table as CSV and as a real XLSX and offer both.
+def downloads(df: pd.DataFrame, name: str, ax: Axes | None = None) -> Downloads:
+    """Write a table as CSV and as a real XLSX and offer both; a script keeps its figure too.
 
     Parameters
     ----------
     df : pandas.DataFrame
     name : str
         Of the files, without suffix.
+    ax : matplotlib.axes.Axes, optional
+        A figure to keep as PNG where nothing else shows it: in a plain script.
 
     Returns
     -------
@@ -521,6 +526,9 @@ def downloads(df: pd.DataFrame, name: str) -> Downloads:
         files.append(folder / f"{name}.xlsx")
     except ImportError:
         missing = "for an XLSX too, install openpyxl"
+    if ax is not None and _script():
+        files.append(folder / f"{name}.png")
+        ax.figure.savefig(files[-1], dpi=150, facecolor="white", bbox_inches="tight")
     return Downloads(files, len(plain), missing)._now()
 
 
