@@ -170,6 +170,8 @@ class BuildTimes(SphinxDirective):
         for cost in sorted((Path(self.env.srcdir) / "auto_examples").glob("plot_*.cost.json")):
             self.env.note_dependency(str(cost))
             page = cost.name.removesuffix(".cost.json")
+            if not cost.with_name(f"{page}.py.md5").exists():  # it has no results now; the time is of an earlier run
+                continue
             rows.append(f"   * - :doc:`/auto_examples/{page}`\n     - {json.loads(cost.read_text())['time']:.1f}\n")
         if not rows:
             return [nodes.paragraph(text="No page has run yet.")]
@@ -227,8 +229,13 @@ def edit_links(app, pagename, templatename, context, doctree):
     else:
         path = f"docs/{pagename}{context.get('page_source_suffix') or '.rst'}"
     context["get_edit_provider_and_url"] = lambda: (None, f"{repository}/edit/main/{path}")
-    match = re.fullmatch(r"https://github\.com/([^/]+/[^/]+)", repository)
+
+
+def colab_link(app, pagename, templatename, context, doctree):
+    """Offer a page's notebook in Colab, from the branch where the site is published."""
+    match = re.fullmatch(r"https://github\.com/([^/]+/[^/]+)", app.config.fusebook_repository)
     if match and pagename.startswith("auto_examples/plot_"):
+        page = pagename.removeprefix("auto_examples/")
         context["colab"] = f"https://colab.research.google.com/github/{match[1]}/blob/gh-pages/notebooks/{page}.ipynb"
 
 
@@ -276,6 +283,7 @@ def setup(app):
     app.connect("source-read", without_memory)
     app.connect("env-get-outdated", outdated)
     app.connect("autodoc-process-docstring", add_minigallery, priority=900)  # after numpydoc
+    app.connect("html-page-context", colab_link, priority=100)  # before the theme drops what would be empty
     app.connect("html-page-context", edit_links, priority=900)  # after the theme
     app.connect("build-finished", publish)
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}
