@@ -528,7 +528,7 @@ def downloads(df: pd.DataFrame, name: str, ax: Axes | None = None) -> Downloads:
         missing = "for an XLSX too, install openpyxl"
     if ax is not None and _script():
         files.append(folder / f"{name}.png")
-        ax.figure.savefig(files[-1], dpi=150, facecolor="white", bbox_inches="tight")
+        ax.figure.canvas.print_figure(files[-1], dpi=150, facecolor="white", bbox_inches="tight")
     return Downloads(files, len(plain), missing)._now()
 
 
