@@ -114,9 +114,11 @@ def before_gallery(app):
     gone = clean_orphans(ROOT / "examples", generated, Path(app.outdir))
     if gone:
         logger.info("removed what was generated from pages that are gone: %s", ", ".join(gone))
-    if not (Path(app.srcdir) / "auto_downloads").is_dir():  # what the pages offer is gone: only they can make it anew
+    offered = Path(app.srcdir) / "auto_downloads"
+    if not offered.is_dir():  # what the pages offer is gone, and only they can make it anew
         for kept in generated.glob("*.stamp"):
             kept.unlink()
+        offered.mkdir()
     stale = forget_stale(ROOT / "examples", generated, circumstances())
     if stale:
         logger.info("to be run, as what they are made from has changed: %s", ", ".join(stale))
