@@ -41,7 +41,6 @@ replayed from the record of a GPU that is named at the end.
 import time
 
 import fusebook  # before triton: it decides whether kernels are interpreted
-import matplotlib.pyplot as plt
 import pandas as pd
 import torch
 import triton
@@ -551,7 +550,3 @@ provenance(clock, cache, first, lazy, host, second)
 
 # %%
 downloads(second, "second_opinion")
-
-# %%
-# sphinx_gallery_thumbnail_number = 1
-plt.close("all")

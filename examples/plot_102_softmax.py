@@ -41,7 +41,6 @@ of a GPU that is named beside them.
 # to read each element once and to write each result once, 2MN elements.
 
 import fusebook  # before triton: it decides whether kernels are interpreted
-import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import torch
@@ -354,20 +353,16 @@ def forgetful(x):
 plain = torch.randn(64, 781, generator=rng, device=rng.device)
 tame = judged(plain, no_maximum=forgetful)
 caught = judged(x[:64].contiguous(), no_maximum=forgetful)
+halves = [
+    judged(rough(rng, (48, 1000), dtype), ours=fusebook.softmax)["right"].all()
+    for dtype in (torch.float16, torch.bfloat16)
+]
 claims(
     claim("All three steps and the library are right", evil["right"].all()),
     claim("They are right on 1823 x 781", odd["right"].all()),
     claim("Without its maximum it passes on plain rows", tame["right"].all()),
     claim("and is caught on rough ones", not caught["right"].any()),
-    claim(
-        "In half precision too",
-        all(
-            judged(rough(rng, (48, 1000), t), ours=fusebook.softmax)[
-                "right"
-            ].all()
-            for t in (torch.float16, torch.bfloat16)
-        ),
-    ),
+    claim("It is right in half precision too", all(halves)),
 )
 
 # %%
@@ -387,7 +382,8 @@ sweep = results(
     repeat=args.repeat,
 )
 one = sweep[sweep["dtype"] == sweep["dtype"].iloc[0]]
-plots.bandwidth(one)
+figure = plots.bandwidth(one)
+figure
 
 # %%
 # Bandwidth counts the least traffic, 2MN elements, whatever a variant moved.
@@ -400,7 +396,7 @@ plots.bandwidth(one)
 provenance(sweep)
 
 # %%
-downloads(sweep, "softmax")
+downloads(sweep, "softmax", figure)
 
 # %%
 table(
@@ -449,7 +445,7 @@ clocks = pd.concat(
     {kind: tables.times(small, kind) for kind in ("warm", "cold", "call")},
     names=["clock"],
 )
-table(clocks.reset_index(["M", "N"]), "Three clocks, in microseconds")
+table(clocks, "Three clocks, in microseconds")
 
 # %%
 warm = tables.times(small, "warm")
@@ -560,6 +556,9 @@ backward = results(
     repeat=args.repeat,
 )
 table(tables.shares(backward), "The gradient over the large shapes, cold")
+
+# %%
+provenance(small, large, vocabulary, backward)
 
 # %%
 # Lessons
@@ -776,7 +775,3 @@ exercise(
 
 # %%
 solution("solutions/plot_102_softmax.py")
-
-# %%
-# sphinx_gallery_thumbnail_number = 1
-plt.close("all")

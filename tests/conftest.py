@@ -2,9 +2,10 @@
 
 import collections
 
-import fusebook  # noqa: F401  (before triton, see fusebook/__init__.py)
 import pytest
 import torch
+
+import fusebook  # noqa: F401  (before triton, see fusebook/__init__.py)
 
 
 @pytest.fixture(scope="session")

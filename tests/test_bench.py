@@ -3,10 +3,10 @@
 import pandas as pd
 import pytest
 import torch
-from toy import machine, toy, variant
 
 from fusebook import bench, timing
 from fusebook.op import Variant
+from toy import machine, toy, variant
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: streams and events")
 
@@ -106,7 +106,7 @@ def test_faster_than_the_roof_is_refused():
 
 @gpu
 def test_work_on_another_stream_is_caught():
-    side = torch.cuda.Stream() if torch.cuda.is_available() else None
+    side = torch.cuda.Stream()
 
     def elsewhere(x):  # nothing waits for it, so events see none of it
         with torch.cuda.stream(side):
@@ -131,9 +131,11 @@ def test_work_left_on_another_stream_with_a_right_result_is_caught():
     scrap = torch.empty(2**28, device="cuda")
 
     def litter(x):
-        with torch.cuda.stream(side):
+        y = x + x
+        with torch.cuda.stream(side):  # launched first it would delay the sum, and events would see that
+            side.wait_stream(torch.cuda.current_stream())
             scrap.fill_(1.0)
-        return x + x
+        return y
 
     assert_caught(row(toy(cheat=variant(litter))), "wrong", "works on")
 

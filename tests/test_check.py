@@ -4,11 +4,11 @@ import math
 
 import pytest
 import torch
-from toy import toy
 
 from fusebook import check
 from fusebook.inputs import generator, poison, rough
 from fusebook.kernels import OPS
+from toy import toy
 
 SOFTMAX = OPS["softmax"]
 LOWER = {torch.float64: torch.float32, torch.float32: torch.bfloat16}

@@ -12,7 +12,7 @@ import torch
 import triton
 
 import synthetic
-from fusebook import bench, gallery, record
+from fusebook import bench, gallery, plots, record
 from fusebook import machine as machines
 from fusebook.kernels.softmax import SOFTMAX, softmax, softmax_eager
 from toy import machine, toy
@@ -151,7 +151,8 @@ def test_where_there_is_a_gpu_results_are_measured_and_recorded_on_request(monke
     assert asked["repeat"] == 7
     assert not (tmp_path / "out").exists()
     monkeypatch.setenv("FUSEBOOK_RECORD", str(tmp_path / "out"))
-    gallery.results(SOFTMAX, config="small")
+    gallery.results(SOFTMAX, config="large", live="small")
+    assert asked["config"] == "large"
     assert (tmp_path / "out" / "test-gpu" / "softmax.csv").exists()
 
 
@@ -244,6 +245,16 @@ def test_downloads_are_a_csv_and_a_real_spreadsheet(recorded, tmp_path):
     assert 'href="softmax.xlsx"' in shown._repr_html_()
 
 
+def test_a_script_keeps_its_figure(monkeypatch):
+    frame = pd.DataFrame({"t": [1.0, 2.0]}, index=pd.Index([1, 2], name="N"))
+    ax = plots.lines(frame, title="t", ylabel="s")
+    gallery.downloads(frame, "figure", ax)
+    assert not Path("figure.png").exists()
+    monkeypatch.setattr(gallery, "_script", lambda: True)
+    gallery.downloads(frame, "figure", ax)
+    assert Path("figure.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_downloads_keep_what_the_index_says():
     gallery.downloads(pd.DataFrame({"t": [1.0]}, index=pd.Index([781], name="N")), "t")
     assert Path("t.csv").read_text() == "N,t\n781,1.0\n"
@@ -270,6 +281,12 @@ def test_a_long_table_is_folded_and_a_short_one_is_not():
     assert gallery.table(long, "c")._repr_html_().startswith("<details")
     assert "<details" not in gallery.table(long, "c", fold=False)._repr_html_()
     assert "<details" not in gallery.table(long[:5], "c")._repr_html_()
+
+
+def test_a_table_without_rows_says_so():
+    nothing = pd.DataFrame({"a": []})
+    assert repr(gallery.table(nothing, "Points lost")) == "Points lost: none."
+    assert "Points lost: none." in gallery.table(nothing, "Points lost")._repr_html_()
 
 
 def test_a_table_can_be_reached_and_read_without_a_mouse():
@@ -382,7 +399,7 @@ def test_an_exercise_is_answered_by_the_check_of_the_library():
         repr(gallery.exercise("right", lambda x: softmax(x), lambda x: torch.softmax(x, -1), CASES)) == "✓ yes: right"
     )
     shown = gallery.exercise("no maximum", lambda x: x.exp() / x.exp().sum(-1), lambda x: torch.softmax(x, -1), CASES)
-    assert repr(shown).startswith("✗ no: no maximum (on 1x3 float32 the score is inf")
+    assert repr(shown).startswith("✗ not yet: no maximum (on 1x3 float32 the score is inf")
 
 
 def test_an_exercise_that_raises_is_answered_too(monkeypatch):
@@ -392,7 +409,7 @@ def test_an_exercise_that_raises_is_answered_too(monkeypatch):
         raise NotImplementedError("yours to write")
 
     shown = gallery.exercise("broken", broken, lambda x: torch.softmax(x, -1), CASES)
-    assert repr(shown) == "✗ no: broken (NotImplementedError on 1x3 float32: yours to write)"
+    assert repr(shown) == "✗ not yet: broken (NotImplementedError on 1x3 float32: yours to write)"
 
 
 def test_a_solution_is_offered_for_download(monkeypatch, tmp_path):

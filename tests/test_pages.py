@@ -158,3 +158,42 @@ def test_a_page_is_a_command_with_help_and_without_nonsense(page):
     assert refused.returncode == 2
     assert "small, medium, large" in refused.stderr
     assert "Traceback" not in refused.stderr
+
+
+#: Compiles every kernel of a script to a cubin for sm_90, with constants that reach its loops.
+COMPILE = """
+import ast, importlib.util, pathlib, sys
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+constants = {"BLOCK": 1024, "ROWS": 4, "CHUNKS": 13, "SALT": 12345}
+script, copy = map(pathlib.Path, sys.argv[1:])
+tree = ast.parse(script.read_text())
+functions = [n for n in tree.body if isinstance(n, ast.FunctionDef)]
+kernels = [n for n in functions if "triton.jit" in map(ast.unparse, n.decorator_list)]
+copy.write_text("import triton\\nimport triton.language as tl\\n\\n" + "\\n\\n".join(map(ast.unparse, kernels)))
+spec = importlib.util.spec_from_file_location("kernels", copy)
+module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+for node in kernels:
+    kernel = getattr(module, node.name)
+    for pointer in ("*fp32", "*bf16"):
+        kinds = {a: pointer if a.endswith("_ptr") else "fp32" if a == "T" else "i32" for a in kernel.arg_names}
+        given = {(i,): constants[a] for i, a in enumerate(kernel.arg_names) if a in constants}
+        kinds |= {a: "constexpr" for a in kernel.arg_names if a in constants}
+        source = ASTSource(kernel, signature=kinds, constexprs=given)
+        triton.compile(source, target=GPUTarget("cuda", 90, 32))
+        print(node.name, pointer)
+"""
+
+
+@pytest.mark.parametrize(
+    "page", [*PAGES, *sorted(EXAMPLES.glob("solutions/*.py"))], ids=lambda p: f"{p.parent.stem}-{p.stem}"
+)
+def test_the_kernels_of_a_page_compile_without_a_gpu(page, tmp_path):
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path / "cache")}
+    command = [sys.executable, "-c", COMPILE, str(page), str(tmp_path / "kernels.py")]
+    end = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert end.returncode == 0, end.stderr[-2000:]
+    assert len(end.stdout.splitlines()) == 2 * page.read_text().count("@triton.jit")

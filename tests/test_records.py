@@ -7,10 +7,10 @@ import threading
 
 import pandas as pd
 import pytest
-from toy import machine, toy
 
 from fusebook import bench, record
 from fusebook import machine as machines
+from toy import machine, toy
 
 
 @pytest.fixture

@@ -257,6 +257,7 @@ def test_edit_links_point_at_sources(page, path):
     context = {"page_source_suffix": ".md"}
     fusebook_site.edit_links(app, page, "page.html", context, None)
     assert context["get_edit_provider_and_url"]()[1] == f"https://github.com/someone/fusebook/edit/main/{path}"
+    fusebook_site.colab_link(app, page, "page.html", context, None)
     assert ("colab" in context) == ("plot_" in page)
 
 

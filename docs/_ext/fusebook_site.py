@@ -114,9 +114,11 @@ def before_gallery(app):
     gone = clean_orphans(ROOT / "examples", generated, Path(app.outdir))
     if gone:
         logger.info("removed what was generated from pages that are gone: %s", ", ".join(gone))
-    if not (Path(app.srcdir) / "auto_downloads").is_dir():  # what the pages offer is gone: only they can make it anew
+    offered = Path(app.srcdir) / "auto_downloads"
+    if not offered.is_dir():  # what the pages offer is gone, and only they can make it anew
         for kept in generated.glob("*.stamp"):
             kept.unlink()
+        offered.mkdir()
     stale = forget_stale(ROOT / "examples", generated, circumstances())
     if stale:
         logger.info("to be run, as what they are made from has changed: %s", ", ".join(stale))
@@ -170,6 +172,8 @@ class BuildTimes(SphinxDirective):
         for cost in sorted((Path(self.env.srcdir) / "auto_examples").glob("plot_*.cost.json")):
             self.env.note_dependency(str(cost))
             page = cost.name.removesuffix(".cost.json")
+            if not cost.with_name(f"{page}.py.md5").exists():  # it has no results now; the time is of an earlier run
+                continue
             rows.append(f"   * - :doc:`/auto_examples/{page}`\n     - {json.loads(cost.read_text())['time']:.1f}\n")
         if not rows:
             return [nodes.paragraph(text="No page has run yet.")]
@@ -227,8 +231,13 @@ def edit_links(app, pagename, templatename, context, doctree):
     else:
         path = f"docs/{pagename}{context.get('page_source_suffix') or '.rst'}"
     context["get_edit_provider_and_url"] = lambda: (None, f"{repository}/edit/main/{path}")
-    match = re.fullmatch(r"https://github\.com/([^/]+/[^/]+)", repository)
+
+
+def colab_link(app, pagename, templatename, context, doctree):
+    """Offer a page's notebook in Colab, from the branch where the site is published."""
+    match = re.fullmatch(r"https://github\.com/([^/]+/[^/]+)", app.config.fusebook_repository)
     if match and pagename.startswith("auto_examples/plot_"):
+        page = pagename.removeprefix("auto_examples/")
         context["colab"] = f"https://colab.research.google.com/github/{match[1]}/blob/gh-pages/notebooks/{page}.ipynb"
 
 
@@ -276,6 +285,7 @@ def setup(app):
     app.connect("source-read", without_memory)
     app.connect("env-get-outdated", outdated)
     app.connect("autodoc-process-docstring", add_minigallery, priority=900)  # after numpydoc
+    app.connect("html-page-context", colab_link, priority=100)  # before the theme drops what would be empty
     app.connect("html-page-context", edit_links, priority=900)  # after the theme
     app.connect("build-finished", publish)
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}

@@ -67,9 +67,7 @@ def _tuple(outputs: Any) -> tuple[Any, ...]:
 
 
 def _cast(inputs: Sequence[Any], dtype: torch.dtype) -> tuple[Any, ...]:
-    return tuple(
-        v.detach().to(dtype) if isinstance(v, torch.Tensor) and v.is_floating_point() else v for v in inputs
-    )
+    return tuple(v.detach().to(dtype) if isinstance(v, torch.Tensor) and v.is_floating_point() else v for v in inputs)
 
 
 def _meaning(op: Op, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
@@ -100,7 +98,12 @@ def yardstick(op: Op, inputs: Sequence[Any]) -> Yardstick:
         floats = [v.dtype for v in inputs if isinstance(v, torch.Tensor) and v.is_floating_point()]
         dtype = floats[0] if floats else torch.float32
         yard = Yardstick(
-            exact if op.meaning else (), want, tuple(o.shape for o in like), tuple(o.dtype for o in like), dtype, rounded=0.0
+            exact if op.meaning else (),
+            want,
+            tuple(o.shape for o in like),
+            tuple(o.dtype for o in like),
+            dtype,
+            rounded=0.0,
         )
         if dtype == torch.float64:
             return yard

@@ -41,6 +41,7 @@ from typing import Any, NoReturn
 
 import pandas as pd
 import torch
+from matplotlib.axes import Axes
 
 from fusebook import bench, check, machine, record, tables
 from fusebook.kernels import OPS
@@ -259,7 +260,7 @@ def results(
         Fewer than the card has.
     live : str, optional
         The config to measure where there is a GPU, when `config` would take too long for a page: a record answers for
-        all of it at no cost.
+        all of it at no cost. A run that records measures all of it.
 
     Returns
     -------
@@ -272,8 +273,10 @@ def results(
         Where there is neither a GPU nor a record.
     """
     if _live():
-        frame = bench.run(op, config=live or config, dtype=dtype, variants=variants, warmup=warmup, repeat=repeat)
-        if folder := os.environ.get("FUSEBOOK_RECORD"):
+        folder = os.environ.get("FUSEBOOK_RECORD")
+        asked = config if folder else live or config
+        frame = bench.run(op, config=asked, dtype=dtype, variants=variants, warmup=warmup, repeat=repeat)
+        if folder:
             record.write(frame, Path(folder))
         return frame
     slug = _slug()
@@ -428,6 +431,8 @@ def _raw(frame: pd.DataFrame) -> tuple[str, str]:
     source = frame.attrs.get("path")
     if not os.environ.get("FUSEBOOK_DOWNLOADS"):
         return (Path(source).name if source else f"{name}, not recorded"), ""
+    if not source and "config" in frame:  # a page measures several configs, each a file of its own
+        name += f"-{frame['config'].iloc[0]}"
     target = _folder() / f"{frame.attrs['machine'].slug}-{name}.csv"
     if source:
         shutil.copyfile(source, target)
@@ -496,14 +501,16 @@ class Provenance(_Shown):
         return "\n".join(lines + [f"  {k}: {v}" for k, v in self._facts()])
 
 
-def downloads(df: pd.DataFrame, name: str) -> Downloads:
-    """Write a table as CSV and as a real XLSX and offer both.
+def downloads(df: pd.DataFrame, name: str, ax: Axes | None = None) -> Downloads:
+    """Write a table as CSV and as a real XLSX and offer both; a script keeps its figure too.
 
     Parameters
     ----------
     df : pandas.DataFrame
     name : str
         Of the files, without suffix.
+    ax : matplotlib.axes.Axes, optional
+        A figure to keep as PNG where nothing else shows it: in a plain script.
 
     Returns
     -------
@@ -519,6 +526,9 @@ def downloads(df: pd.DataFrame, name: str) -> Downloads:
         files.append(folder / f"{name}.xlsx")
     except ImportError:
         missing = "for an XLSX too, install openpyxl"
+    if ax is not None and _script():
+        files.append(folder / f"{name}.png")
+        ax.figure.canvas.print_figure(files[-1], dpi=150, facecolor="white", bbox_inches="tight")
     return Downloads(files, len(plain), missing)._now()
 
 
@@ -568,6 +578,8 @@ class Table(_Shown):
 
     def _repr_html_(self) -> str:
         frame = self.frame
+        if frame.empty:
+            return f'<p class="fb-say">{_rich(self.caption)}: none.</p>'
         keys = frame.index.to_frame(index=False).astype(object)
         plain = isinstance(frame.index, pd.RangeIndex)
         names = [] if plain else ["" if n is None else str(n) for n in frame.index.names]
@@ -591,6 +603,8 @@ class Table(_Shown):
         return f'<details class="fb-fold"><summary>{caption} ({len(frame)} rows)</summary>{whole}</details>'
 
     def __repr__(self) -> str:
+        if self.frame.empty:
+            return f"{self.caption}: none."
         with pd.option_context("display.width", 160, "display.max_columns", 30, "display.max_rows", 12):
             return f"{self.caption}\n{self.frame}"
 
@@ -648,7 +662,7 @@ class Claim(_Shown):
     text: str
     true: bool | None
     fatal: bool
-    statement: bool = False
+    words: tuple[str, str] = ("true", "false")
     detail: str = ""
 
     @property
@@ -659,8 +673,7 @@ class Claim(_Shown):
     @property
     def verdict(self) -> str:
         """The same in words."""
-        words = ("yes", "no") if self.statement else ("true", "false")
-        return "not measured" if self.true is None else words[0] if self.true else words[1]
+        return "not measured" if self.true is None else self.words[0 if self.true else 1]
 
     def _item(self) -> str:
         kind = "fb-open" if self.true is None else "fb-true" if self.true else "fb-false"
@@ -733,7 +746,7 @@ def holds(text: str, condition: Any, **numbers: Any) -> Claim:
     Claim
     """
     true, detail = _decide(condition)
-    return Claim(_fill(text, numbers), true, False, statement=True, detail=detail)
+    return Claim(_fill(text, numbers), true, False, ("yes", "no"), detail)
 
 
 class Claims(_Shown):
@@ -870,7 +883,7 @@ def exercise(
     Returns
     -------
     Exercise
-        Yes, or no with the first reason.
+        Yes, or not yet with the first reason.
     """
     op = Op("exercise", reference, lambda *_: (), lambda *_: Cost(0, 0, 0), {}, {}, ())
     reason = ""
@@ -888,7 +901,7 @@ def exercise(
                 reason = f"on {shapes} the score is {verdict.score:.2g}, the limit {verdict.limit:.2g}"
         if reason:
             break
-    return Exercise((Claim(text, not reason, False, statement=True, detail=reason),))._now()
+    return Exercise((Claim(text, not reason, False, ("yes", "not yet"), reason),))._now()
 
 
 class Exercise(Claims):

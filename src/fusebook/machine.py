@@ -18,7 +18,6 @@ import pathlib
 import platform
 import re
 import subprocess
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -99,7 +98,7 @@ class Machine:
     recorded: bool = field(default=False)
 
     def memory_seconds(self, cost: Cost) -> float:
-        """Seconds that the memory alone takes: what is both read and written at the rate of a copy, the rest at its own.
+        """Seconds of the traffic alone: what is both read and written at a copy's rate, the rest at its own.
 
         Parameters
         ----------
@@ -189,7 +188,7 @@ def _floor_probe(y_ptr, x_ptr):
     tl.store(y_ptr + program, tl.load(x_ptr + program))
 
 
-def _median(functions: dict[str, Callable[[], Any]], repeat: int = 15) -> dict[str, float]:
+def _median(functions: timing.Functions, repeat: int = 15) -> dict[str, float]:
     times = timing.cold(functions, warmup=3, repeat=repeat)
     return {name: q.q50 for name, q in times.items() if q is not None}
 

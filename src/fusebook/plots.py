@@ -384,6 +384,17 @@ def copies(machine: Any, *, ax: Axes | None = None) -> Axes:
     return ax
 
 
+def _together(rates: Mapping[str, float]) -> list[tuple[float, str]]:
+    """Rates with their names; those that lie too close for two labels share one, at the higher rate."""
+    found: list[tuple[float, str]] = []
+    for name, value in sorted(rates.items(), key=lambda item: -item[1]):
+        if found and value > 0.7 * found[-1][0]:
+            found[-1] = (found[-1][0], f"{found[-1][1]}, {name}")
+        else:
+            found.append((value, name))
+    return found
+
+
 def roofline(df: pd.DataFrame, machine: Any, *, kind: str = "cold", ax: Axes | None = None) -> Axes:
     """Arithmetic rate over arithmetic intensity, under the ceilings that the machine was measured to have.
 
@@ -426,13 +437,13 @@ def roofline(df: pd.DataFrame, machine: Any, *, kind: str = "cold", ax: Axes | N
     top = max(machine.rates.values())
     x = np.geomspace(left, 2 * top / machine.copy, 200)
     ax.plot(x, np.minimum(x * machine.copy, top) / 1e9, color=INK, linewidth=1.2)
-    for name, value in machine.rates.items():
+    for value, name in _together(machine.rates):
         ax.plot([value / machine.copy, x[-1]], [value / 1e9] * 2, color=INK, linewidth=0.8)
         ax.annotate(f"  {name}", (x[-1], value / 1e9), color=INK, fontsize=8, va="center", annotation_clip=False)
     ax.annotate(
-        "the roof: memory",
+        "memory: the measured copy",
         (x[0], x[0] * machine.copy / 1e9),
-        xytext=(4, 8),
+        xytext=(18, -4),
         textcoords="offset points",
         color=INK,
         fontsize=8,

@@ -244,7 +244,7 @@ def shares(df: pd.DataFrame, kind: str = "cold") -> pd.DataFrame:
     pandas.DataFrame
         A row a variant: points measured; median and least share of roof and of copy, in percent; the worst score as a
         part of its limit; whether every point was bitwise the same twice; the most memory beyond the inputs, in MB;
-        the longest first call in seconds; and what was not timed, counted by reason.
+        the longest first call in seconds; and what was not timed, counted by reason, where anything was not.
     """
     rows = {}
     df = _points(df)
@@ -257,19 +257,19 @@ def shares(df: pd.DataFrame, kind: str = "cold") -> pd.DataFrame:
         left = of.loc[of["status"] != "ok", "status"].value_counts()
         rows[name] = {
             "points": len(timed),
-            "% of roof, median": roof.median(),
-            "% of roof, least": roof.min(),
-            "% of copy, median": copy.median(),
-            "% of copy, least": copy.min(),
-            "error / limit, worst": (judged["score"] / judged["limit"]).max(),
+            "% of roof": roof.median(),
+            "least % of roof": roof.min(),
+            "% of copy": copy.median(),
+            "least % of copy": copy.min(),
+            "worst error / limit": (judged["score"] / judged["limit"]).max(),
             "same bits twice": None if same.empty else bool((same == "yes").all()),
             "peak MB": of["peak_bytes"].max() / 1e6,
-            "first call s, longest": of["first_call_s"].max(),
+            "first call, s": of["first_call_s"].max(),
             "not timed": ", ".join(f"{n} {reason}" for reason, n in left.items()),
         }
     table = pd.DataFrame.from_dict(rows, orient="index")
     table.index.name = "variant"
-    return table
+    return table if (table["not timed"] != "").any() else table.drop(columns="not timed")
 
 
 def speedup(df: pd.DataFrame, over: str = "eager", kind: str = "cold") -> pd.DataFrame:
@@ -321,7 +321,7 @@ def losses(df: pd.DataFrame, variant: str = "fusebook", kind: str = "cold", with
 
 
 def number(value: Any) -> str:
-    """A number as a reader wants it: three digits that count, thousands apart, empty for what is missing.
+    """A number as a reader wants it: three digits that count, empty for what is missing.
 
     Parameters
     ----------
@@ -339,7 +339,7 @@ def number(value: Any) -> str:
         value = value.item()
         return number(value)
     if isinstance(value, int):
-        return f"{value:,}" if abs(value) >= 10_000 else str(value)
+        return str(value)  # mostly sizes, which are typed as they are read
     if isinstance(value, float):
         size = abs(value)
         if size == 0:

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Quantiles", "call", "cold", "flush", "hidden", "measure", "synchronises", "warm"]
+__all__ = ["Functions", "Quantiles", "call", "cold", "flush", "hidden", "measure", "synchronises", "warm"]
 
 Functions = Mapping[str, Callable[[], Any]]
 
@@ -43,7 +43,8 @@ class Quantiles:
     def of(samples: Sequence[float]) -> Quantiles:
         """Quantiles of samples in seconds."""
         q = torch.tensor(samples, dtype=torch.float64).quantile(torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64))
-        return Quantiles(*q.tolist(), n=len(samples))
+        q20, q50, q80 = q.tolist()
+        return Quantiles(q20, q50, q80, len(samples))
 
 
 def _rounds(names: Sequence[str], repeat: int) -> list[str]:
@@ -296,7 +297,7 @@ def measure(
     dict
         ``result[name][kind]`` is a `Quantiles` in seconds, or None where it cannot be measured.
     """
-    known = {
+    known: dict[str, Callable[[], Mapping[str, Quantiles | None]]] = {
         "cold": lambda: cold(functions, warmup=warmup, repeat=repeat),
         "warm": lambda: warm(functions, repeat=repeat),
         "call": lambda: call(functions, warmup=warmup, repeat=repeat),
@@ -306,5 +307,5 @@ def measure(
     if warmup < 0 or repeat < 1:
         raise ValueError(f"timing: expected warmup >= 0 and repeat >= 1, got warmup={warmup}, repeat={repeat}")
     device = torch.cuda.is_available()
-    times = {k: known[k]() if device or k == "call" else {} for k in ("cold", "warm", "call") if k in kinds}
-    return {name: {kind: times.get(kind, {}).get(name) for kind in known} for name in functions}
+    times = {k: time_all() for k, time_all in known.items() if k in kinds and (device or k == "call")}
+    return {name: {kind: times[kind].get(name) if kind in times else None for kind in known} for name in functions}

@@ -142,6 +142,102 @@ def _softmax_rows(
 
 
 @triton.jit
+def _unpacked(pairs, HALF: tl.constexpr):
+    """Of pairs of half-precision numbers in 32-bit words, the lower and the upper ones in float32."""
+    if HALF == tl.bfloat16:  # bfloat16 is the upper half of a float32
+        low = (pairs << 16).to(tl.float32, bitcast=True)
+        high = (pairs & -65536).to(tl.float32, bitcast=True)
+    else:
+        low = pairs.to(tl.int16).to(HALF, bitcast=True).to(tl.float32)
+        high = (pairs >> 16).to(tl.int16).to(HALF, bitcast=True).to(tl.float32)
+    return low, high
+
+
+@triton.jit
+def _packed(low, high, HALF: tl.constexpr):
+    low = low.to(HALF).to(tl.int16, bitcast=True).to(tl.int32) & 65535
+    high = high.to(HALF).to(tl.int16, bitcast=True).to(tl.int32) << 16
+    return low | high
+
+
+@triton.jit
+def _softmax_pairs(
+    y_ptr,
+    x_ptr,
+    N,
+    y_inner,
+    x_inner,
+    ALIGN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    TWICE: tl.constexpr,
+):
+    """One row of half-precision numbers, held as CHUNKS tiles of BLOCK pairs: two numbers a register.
+
+    Where ALIGN is 1, rows may begin and end in the middle of a pair: the first and the last number are taken alone, and
+    x and y begin alike. With TWICE, exponentials are computed twice and only the pairs are held.
+    """
+    HALF: tl.constexpr = x_ptr.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64)
+    N = N * ALIGN
+    x_pairs = x_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
+    y_pairs = y_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
+    if ALIGN == 1:
+        begin = row * x_inner
+        head = (begin % 2).to(tl.int32)  # 1 where the row begins with the upper half of a pair
+        tail = (N - head) % 2  # 1 where it ends with the lower half of one
+        PAIRS = (N - head) // 2
+        x_pairs += (begin + 1) // 2
+        y_pairs += (begin + 1) // 2
+        first = tl.load(x_ptr + begin, mask=head == 1, other=float("-inf")).to(tl.float32)
+        final = tl.load(x_ptr + begin + N - 1, mask=tail == 1, other=float("-inf")).to(tl.float32)
+    else:
+        PAIRS = N // 2
+        x_pairs += row * (x_inner * (ALIGN // 2))
+        y_pairs += row * (y_inner * (ALIGN // 2))
+    columns = tl.arange(0, BLOCK)  # [BLOCK]
+    NOTHING: tl.constexpr = -8323200 if HALF == tl.bfloat16 else -67044352  # two -inf
+
+    chunks = ()
+    tops = tl.full([BLOCK], float("-inf"), tl.float32)
+    for i in tl.static_range(CHUNKS):
+        at = i * BLOCK + columns
+        if i < CHUNKS - 1:
+            pairs = tl.load(x_pairs + at)  # [BLOCK]; read MN
+        else:
+            pairs = tl.load(x_pairs + at, mask=at < PAIRS, other=NOTHING)
+        chunks += (pairs,)
+        low, high = _unpacked(pairs, HALF)
+        tops = tl.maximum(tops, tl.maximum(low, high))
+    top = tl.max(tops, 0)
+    if ALIGN == 1:
+        top = tl.maximum(top, tl.maximum(first, final))
+    # Always zero, but the compiler cannot know. Without it, it would see that the numbers and exponentials below are
+    # those above and keep them, in twice the registers that the pairs take.
+    zero = tl.minimum(N, 0) & top.to(tl.int32, bitcast=True)
+    totals = tl.zeros([BLOCK], tl.float32)
+    for i in tl.static_range(CHUNKS):
+        low, high = _unpacked(chunks[i] ^ zero if TWICE else chunks[i], HALF)
+        totals += tl.exp(low - top) + tl.exp(high - top)
+    total = tl.sum(totals, 0)
+    if ALIGN == 1:
+        total += tl.exp(first - top) + tl.exp(final - top)
+    scale = 1 / total
+    zero = tl.minimum(N, 0) & total.to(tl.int32, bitcast=True)
+    for i in tl.static_range(CHUNKS):
+        low, high = _unpacked(chunks[i] ^ zero if TWICE else chunks[i], HALF)
+        y = _packed(tl.exp(low - top) * scale, tl.exp(high - top) * scale, HALF)
+        at = i * BLOCK + columns
+        if i < CHUNKS - 1:
+            tl.store(y_pairs + at, y)  # write MN
+        else:
+            tl.store(y_pairs + at, y, mask=at < PAIRS)
+    if ALIGN == 1:
+        tl.store(y_ptr + begin, tl.exp(first - top) * scale, mask=head == 1)
+        tl.store(y_ptr + begin + N - 1, tl.exp(final - top) * scale, mask=tail == 1)
+
+
+@triton.jit
 def _merge(tops, totals):
     """Maximum and sum of a row from maxima of its pieces and sums of exponentials relative to them."""
     top = tl.max(tops, 1)[:, None]  # [ROWS, 1]
@@ -152,18 +248,32 @@ def _merge(tops, totals):
 
 
 @triton.jit
-def _top_and_total(x_ptr, live, begin, end, x_step, ROWS: tl.constexpr, BLOCK: tl.constexpr, FLOAT: tl.constexpr):
-    """Maximum and sum of the columns from `begin` to `end`, in one pass: each lane keeps its own and they meet last."""
+def _top_and_total(
+    x_ptr,
+    live,
+    begin,
+    end,
+    x_step,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+    FLOAT: tl.constexpr,
+):
+    """Maximum and sum of the columns from `begin` to `end`, in one pass.
+
+    Every GROUP neighbours, which one thread holds, share a running maximum: a sum is rescaled once a group and not once
+    an element, which would double the exponentials. The groups meet at the end.
+    """
     columns = tl.arange(0, BLOCK)[None, :].to(tl.int64)  # [1, BLOCK]
-    tops = tl.full([ROWS, BLOCK], float("-inf"), FLOAT)
-    totals = tl.zeros([ROWS, BLOCK], FLOAT)
+    tops = tl.full([ROWS, BLOCK // GROUP], float("-inf"), FLOAT)
+    totals = tl.zeros([ROWS, BLOCK // GROUP], FLOAT)
     for start in range(begin, end, BLOCK):
         at = start + columns
         x = tl.load(x_ptr + at * x_step, mask=live & (at < end), other=float("-inf"))  # [ROWS, BLOCK]; read MN
-        x = x.to(FLOAT)
-        new = tl.maximum(tops, x)
+        x = tl.reshape(x.to(FLOAT), [ROWS, BLOCK // GROUP, GROUP])
+        new = tl.maximum(tops, tl.max(x, 2))  # [ROWS, BLOCK / GROUP]
         shift = tl.where(new == float("-inf"), 0.0, new)
-        totals = totals * tl.exp(tops - shift) + tl.exp(x - shift)
+        totals = totals * tl.exp(tops - shift) + tl.sum(tl.exp(x - shift[:, :, None]), 2)
         tops = new
     return _merge(tops, totals)
 
@@ -199,6 +309,7 @@ def _softmax_online(
     ALIGN: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
 ):
     """ROWS rows of any width, read twice."""
     FLOAT: tl.constexpr = tl.float64 if x_ptr.dtype.element_ty == tl.float64 else tl.float32
@@ -207,7 +318,7 @@ def _softmax_online(
     live = (rows < INNER)[:, None]  # [ROWS, 1]
     x_ptr += (outer * x_outer + rows[:, None] * x_inner) * ALIGN  # [ROWS, 1]
     y_ptr += (outer * y_outer + rows[:, None] * y_inner) * ALIGN  # [ROWS, 1]
-    top, total = _top_and_total(x_ptr, live, 0, N, x_step, ROWS, BLOCK, FLOAT)
+    top, total = _top_and_total(x_ptr, live, 0, N, x_step, ROWS, BLOCK, GROUP, FLOAT)
     _divided(y_ptr, x_ptr, live, 0, N, y_step, x_step, top, total, ROWS, BLOCK)
 
 
@@ -225,6 +336,7 @@ def _softmax_parts(
     ALIGN: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
     PARTS: tl.constexpr,
 ):
     """Few wide rows, first half: PARTS programs share a row, and each leaves the maximum and sum of SPAN columns."""
@@ -235,7 +347,7 @@ def _softmax_parts(
     live = (rows < INNER)[:, None]  # [ROWS, 1]
     x_ptr += (outer * x_outer + rows[:, None] * x_inner) * ALIGN  # [ROWS, 1]
     begin = part.to(tl.int64) * SPAN
-    top, total = _top_and_total(x_ptr, live, begin, tl.minimum(begin + SPAN, N), x_step, ROWS, BLOCK, FLOAT)
+    top, total = _top_and_total(x_ptr, live, begin, tl.minimum(begin + SPAN, N), x_step, ROWS, BLOCK, GROUP, FLOAT)
     at = (outer * INNER + rows[:, None]) * PARTS + part  # [ROWS, 1]
     tl.store(tops_ptr + at, top, mask=live)
     tl.store(totals_ptr + at, total, mask=live)
@@ -457,7 +569,7 @@ class Plan(NamedTuple):
     Attributes
     ----------
     kernel : str
-        ``"rows"``, ``"twice"`` or ``"parts"``.
+        ``"rows"``, ``"pairs"``, ``"twice"`` or ``"parts"``.
     constants : dict
         The kernel's ``constexpr`` arguments.
     programs : int
@@ -482,6 +594,7 @@ def _softmax_plan(
     *,
     processors: int = 132,
     last: bool = True,
+    pairs: bool = False,
     tensors: int = 1,
 ) -> Plan:
     """Choose the kernel and its constants.
@@ -497,6 +610,8 @@ def _softmax_plan(
         Its multiprocessors.
     last : bool
         Whether the elements of a row lie side by side; otherwise those along INNER do.
+    pairs : bool
+        Whether rows can be read as 32-bit pairs of half-precision numbers.
     tensors : int
         How many tensors a row keeps in registers: 1 for softmax, 2 for its gradient.
 
@@ -506,36 +621,49 @@ def _softmax_plan(
     """
     outer, inner, n = sizes
     size = dtype.itemsize
-    if last:
-        # A row of up to 64 KiB fits the registers of one program with room for a second program beside it.
-        held = n * size * tensors <= 65536 * tensors
-        chunk = 2048 if size == 2 else 1024
-        block = triton.next_power_of_2(n) if n <= 4096 or not held else chunk
-        block = min(block, 4096 if not held else block)
-        chunks = triton.cdiv(n, block) if held else 0
-        rows = max(1, 1024 // block) if held else 1
-        warps = 1 if block <= 256 else 4 if block * chunks <= 4096 else 8
-    else:
-        # 32 neighbours along INNER: a warp reads 64 to 256 bytes in one piece. 16 KiB a tile at most, since a tile
-        # that changes direction between its load and its store passes through shared memory.
-        rows = 32
+    kind, rows, twice = "rows", 1, False
+    if not last:
+        rows = min(32, triton.next_power_of_2(inner))
         block = triton.next_power_of_2(n)
-        held = block <= 128
-        block = min(block, 64)
-        chunks = triton.cdiv(n, block)
+        if block > 128:
+            kind, block = "twice", 64
         warps = 4
+    elif tensors == 1 and pairs and (n % 2 or n > 16384) and n * size <= 131072:
+        kind, rows = "pairs", 1
+        warps = 2 if n < 2048 else 8 if n <= 32768 else 16
+        block = 128 * warps
+        twice = n > 4096
+    elif n * size * tensors <= 131072:
+        if n <= 4096:
+            block = triton.next_power_of_2(n)
+            rows = max(1, 512 // block)
+            warps = 1 if n * size <= 2048 else 4
+        else:
+            warps = 8 if n * size * tensors <= 65536 or size == 2 else 16
+            block = warps * 32 * 16 // size
+    else:
+        kind, block, warps = "twice", 16384 // size * 2, 32
+    group = 16 // size if last else 1
+    columns = n // 2 if kind == "pairs" else n
+    chunks = max(1, triton.cdiv(columns, block))
     if capability is None:
         # The interpreter's cost is programs times operations, whatever their size.
-        rows = max(rows, min(triton.next_power_of_2(inner), 65536 // (block * max(1, chunks)) or 1))
-        warps = 1
+        tile = block * (chunks if kind == "rows" else 1)
+        most = 1 << max(1, 65536 // tile).bit_length() - 1
+        rows = rows if kind == "pairs" else max(rows, min(triton.next_power_of_2(inner), most))
     tiles = outer * triton.cdiv(inner, rows)
+    if kind == "pairs":
+        return Plan("pairs", {"BLOCK": block, "CHUNKS": chunks, "TWICE": twice}, tiles, warps)
     constants = {"ROWS": rows, "BLOCK": block}
-    if held:
+    if kind == "rows":
         return Plan("rows", constants | {"CHUNKS": chunks}, tiles, warps)
+    if tensors == 1:
+        constants["GROUP"] = group
     # Where rows are fewer than multiprocessors, the rest of the GPU would watch: share each row among several programs,
-    # two for each multiprocessor in all, but none with fewer than four blocks of columns.
-    parts = triton.next_power_of_2(min(2 * processors // max(1, tiles), triton.cdiv(n, 4 * block), 256) or 1)
+    # four for each multiprocessor in all, but none with fewer than two blocks of columns.
+    parts = min(4 * processors // max(1, tiles), triton.cdiv(n, 2 * block), 256)
     if tiles < processors and parts > 1:
+        parts = triton.next_power_of_2(parts)
         span = triton.cdiv(triton.cdiv(n, parts), block) * block
         return Plan("parts", constants | {"PARTS": parts}, tiles * parts, warps, span)
     return Plan("twice", constants, tiles, warps)
@@ -615,9 +743,13 @@ def _prepared(name: str, dense: Tensor, free: Tensor, dim: int, tensors: int) ->
         assert axes is not None  # contiguous axes fold into one before `dim` and one after it
     (outer, inner, n), strides = axes
     last = n == 1 or all(step == 1 for _, _, step in strides)
-    capability, processors = _gpu(dense.device)
-    plan = _plan((outer, inner, n), dense.dtype, capability, processors=processors, last=last, tensors=tensors)
     align = math.gcd(16 // dense.element_size(), n, *(v for s in strides for v in s[:2])) if last else 1
+    # Rows that begin in the middle of a pair can be read as pairs if both tensors' rows do.
+    alike = align > 1 or strides[0] == strides[1]
+    pairs = dense.element_size() == 2 and last and outer == 1 and alike and free.data_ptr() % 4 == 0
+    capability, processors = _gpu(dense.device)
+    sizes = (outer, inner, n)
+    plan = _plan(sizes, dense.dtype, capability, processors=processors, last=last, pairs=pairs, tensors=tensors)
     numbers = [inner, n // align]
     for a, b, step in strides:
         numbers += [a // align, b // align, step if n > 1 else 1]
@@ -648,6 +780,8 @@ def _softmax(x: Tensor, dim: int) -> Tensor:
     with _on(x):
         if plan.kernel == "rows":
             _softmax_rows[grid](y, x, inner, n, *strides, **constants)
+        elif plan.kernel == "pairs":
+            _softmax_pairs[grid](y, x, n, strides[1], strides[4], **constants)
         elif plan.kernel == "twice":
             _softmax_online[grid](y, x, inner, n, *strides, **constants)
         else:
@@ -655,6 +789,7 @@ def _softmax(x: Tensor, dim: int) -> Tensor:
             found = x.new_empty((2, x.numel() // x.shape[dim], plan.constants["PARTS"]), dtype=_sums(x.dtype))
             tops, totals = found[0], found[1]
             _softmax_parts[grid](tops, totals, x, inner, n, plan.span, *strides[3:], **constants)
+            constants.pop("GROUP")
             _softmax_parts_divided[grid](y, tops, totals, x, inner, n, plan.span, *strides, **constants)
     return y
 
@@ -1005,6 +1140,7 @@ _EDGES = (
     {"M": 37, "N": 100},
     {"M": 3, "N": 781},
     {"M": 2, "N": 8200},
+    {"M": 2, "N": 24578},
     {"M": 2, "N": 33000},
     {"M": 140, "N": 33000},
     {"M": 0, "N": 5},
