@@ -80,7 +80,7 @@ def masked_scatter_nd_eager(shape: Sequence[int], indices: Tensor, updates: Tens
 # begin at multiples of 16 bytes. Addresses are int64, because tensors may have more than 2**31 elements.
 #
 # A *key* is the row that an update goes to, -1 where it goes nowhere. `order` lists the numbers of the updates so that
-# those of one row stand side by side, and `keys` their rows.
+# those of one row stand side by side, `keys` their rows; a row's *span* is the part of `order` that is its own.
 
 
 @triton.jit
@@ -169,21 +169,38 @@ def _scatter_nd_atomic(
 
 @triton.jit
 def _scatter_nd_rank(
-    order_ptr, keys_ptr, indices_ptr, R, n, masked, MASKED: tl.constexpr, MINE: tl.constexpr, THEIRS: tl.constexpr
+    order_ptr,
+    keys_ptr,
+    spans_ptr,
+    indices_ptr,
+    R,
+    n,
+    masked,
+    MASKED: tl.constexpr,
+    WIDE: tl.constexpr,
+    MINE: tl.constexpr,
+    THEIRS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """Sort by counting: the place of an update is the number of updates that go before it. n * n comparisons."""
+    # Row and number in one integer: all differ, and one comparison sorts by row first and by number within a row.
+    KEY: tl.constexpr = tl.int64 if WIDE else tl.int32
     i = tl.program_id(0) * MINE + tl.arange(0, MINE)  # [MINE]
-    mine = _row_of(tl.load(indices_ptr + i, mask=i < n, other=0), R, masked, MASKED).to(keys_ptr.dtype.element_ty)
+    row = _row_of(tl.load(indices_ptr + i, mask=i < n, other=0), R, masked, MASKED).to(KEY)
+    mine = ((row + 1) * n + i)[:, None]  # [MINE, 1]
     before = tl.zeros([MINE, THEIRS], tl.int32)
     for start in range(0, n, THEIRS):
         j = start + tl.arange(0, THEIRS)  # [THEIRS]
-        theirs = _row_of(tl.load(indices_ptr + j, mask=j < n, other=0), R, masked, MASKED).to(mine.dtype)
-        earlier = (j[None, :] < i[:, None]) & (theirs[None, :] == mine[:, None])  # [MINE, THEIRS]
-        ahead = (earlier | (theirs[None, :] < mine[:, None])) & (j < n)[None, :]
-        before += ahead.to(tl.int32)
+        theirs = _row_of(tl.load(indices_ptr + j, mask=j < n, other=0), R, masked, MASKED).to(KEY)
+        theirs = tl.where(j < n, (theirs + 1) * n + j, (R + 1) * n)[None, :]  # [1, THEIRS]; behind the last: after all
+        before += (theirs < mine).to(tl.int32)  # [MINE, THEIRS]
     place = tl.sum(before, 1)  # [MINE]
     tl.store(order_ptr + place, i, mask=i < n)
-    tl.store(keys_ptr + place, mine, mask=i < n)
+    tl.store(keys_ptr + place, row, mask=i < n)
+    # On the way: zeros for the spans, which the next kernel writes for rows that have updates.
+    for start in range(tl.program_id(0) * BLOCK, 2 * (R + 1), tl.num_programs(0) * BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        tl.store(spans_ptr + at, tl.zeros([BLOCK], spans_ptr.dtype.element_ty), mask=at < 2 * (R + 1))
 
 
 @triton.jit
@@ -199,20 +216,22 @@ def _scatter_nd_count(
 
 
 @triton.jit
-def _scatter_nd_starts(starts_ptr, counts_ptr, R, BLOCK: tl.constexpr):
-    """Where each row's updates begin in `order`. counts[R] is how much of it has been given away."""
+def _scatter_nd_spans(starts_ptr, ends_ptr, R, BLOCK: tl.constexpr):
+    """Of counts, which `ends` holds, make each row's span of `order`. ends[R] is how much of it has been given away."""
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
-    count = tl.load(counts_ptr + row, mask=row < R, other=0)
-    # Blocks of rows take their stretch of `order` in any order: nothing asks for sorted rows, only for neighbours.
-    base = tl.atomic_add(counts_ptr + R, tl.sum(count, 0), sem="relaxed")
-    tl.store(starts_ptr + row, base + tl.cumsum(count, 0) - count, mask=row < R)
+    count = tl.load(ends_ptr + row, mask=row < R, other=0)
+    # Blocks of rows take their part of `order` in any order: nothing asks for sorted rows, only for neighbours.
+    base = tl.atomic_add(ends_ptr + R, tl.sum(count, 0), sem="relaxed")
+    end = base + tl.cumsum(count, 0)
+    tl.store(starts_ptr + row, end - count, mask=row < R)
+    tl.store(ends_ptr + row, end, mask=row < R)
 
 
 @triton.jit
 def _scatter_nd_lists(
     order_ptr, keys_ptr, starts_ptr, slots_ptr, indices_ptr, R, n, masked, MASKED: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Write each update's number into its row's stretch of `order`."""
+    """Write each update's number into its row's span of `order`."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
     row = _row_of(tl.load(indices_ptr + i, mask=i < n, other=0), R, masked, MASKED)
     live = (i < n) & (row >= 0)
@@ -227,7 +246,8 @@ def _scatter_nd_chunks(
     updates_ptr,
     order_ptr,
     keys_ptr,
-    counts_ptr,
+    starts_ptr,
+    ends_ptr,
     R,
     D,
     n,
@@ -242,13 +262,23 @@ def _scatter_nd_chunks(
     D = D * ALIGN
     tiles = tl.cdiv(D, BLOCK)
     chunk = (tl.program_id(0) // tiles).to(tl.int64)
-    columns = (tl.program_id(0) % tiles).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
+    tile = tl.program_id(0) % tiles
     begin = chunk * CHUNK
-    # Behind the last update that counts, `order` holds masked ones where it is sorted, and nothing where it is not.
-    filled = n if SORTED else tl.load(counts_ptr + R)
-    row = tl.load(keys_ptr + begin)
-    if (begin + CHUNK <= filled) & (row >= 0):
-        if row == tl.load(keys_ptr + begin + CHUNK - 1):
+    if SORTED:
+        if tile == 0:  # where the row changes, one span ends and another starts
+            p = begin + tl.arange(0, CHUNK)  # [CHUNK]
+            row = tl.load(keys_ptr + p, mask=p < n, other=-1)
+            earlier = tl.load(keys_ptr + p - 1, mask=(p > 0) & (p < n), other=-1)
+            later = tl.load(keys_ptr + p + 1, mask=p + 1 < n, other=-1)
+            tl.store(starts_ptr + row, p, mask=(row >= 0) & (earlier != row))
+            tl.store(ends_ptr + row, p + 1, mask=(row >= 0) & (later != row))
+        filled = n
+    else:
+        filled = tl.load(ends_ptr + R)  # behind it, `order` holds nothing
+    if begin + CHUNK <= filled:
+        row = tl.load(keys_ptr + begin)
+        if (row >= 0) & (row == tl.load(keys_ptr + begin + CHUNK - 1)):
+            columns = tile.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
             acc = tl.zeros([BLOCK], parts_ptr.dtype.element_ty)
             for t in range(0, CHUNK, TOGETHER):
                 for u in tl.static_range(TOGETHER):
@@ -259,72 +289,56 @@ def _scatter_nd_chunks(
 
 
 @triton.jit
-def _first_at_least(keys_ptr, row, n, STEPS: tl.constexpr):
-    """How many of n sorted keys are less than `row`, by halving."""
-    low = tl.zeros_like(row)  # [ROWS]
-    high = low + n
-    for _ in tl.static_range(STEPS):
-        middle = (low + high) // 2
-        less = tl.load(keys_ptr + middle, mask=middle < high, other=0).to(row.dtype) < row
-        low = tl.where((middle < high) & less, middle + 1, low)
-        high = tl.where((middle < high) & ~less, middle, high)
-    return low
-
-
-@triton.jit
 def _scatter_nd_owner(
     out_ptr,
     updates_ptr,
     order_ptr,
-    keys_ptr,
     starts_ptr,
-    counts_ptr,
+    ends_ptr,
     parts_ptr,
     R,
     D,
-    n,
     stride,
     ALIGN: tl.constexpr,
     CHUNK: tl.constexpr,
+    STEPS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     TOGETHER: tl.constexpr,
-    SORTED: tl.constexpr,
-    STEPS: tl.constexpr,
 ):
-    """ROWS rows of the output, each written once: its whole chunks from `parts`, its other updates, or zeros."""
+    """STEPS times ROWS rows of the output, each written once: its updates and its whole chunks added up, or zeros."""
     FLOAT: tl.constexpr = parts_ptr.dtype.element_ty
     D = D * ALIGN
     tiles = tl.cdiv(D, BLOCK)
-    rows = (tl.program_id(0) // tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
+    first = (tl.program_id(0) // tiles).to(tl.int64) * (STEPS * ROWS)
     columns = (tl.program_id(0) % tiles).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[None, :]  # [1, BLOCK]
     inside = columns < D
-    if SORTED:
-        begin = _first_at_least(keys_ptr, rows, n, STEPS)  # [ROWS]
-        end = _first_at_least(keys_ptr, rows + 1, n, STEPS)
-    else:
-        begin = tl.load(starts_ptr + rows, mask=rows < R, other=0).to(tl.int64)
-        end = begin + tl.load(counts_ptr + rows, mask=rows < R, other=0).to(tl.int64)
-    # Of the stretch from begin to end, the chunks that lie in it as a whole have been added up; before and after them
-    # are at most CHUNK - 1 updates each. `loose` counts those, `head` those before.
-    chunk = (begin + CHUNK - 1) // CHUNK
-    whole = tl.maximum(end // CHUNK - chunk, 0)
-    head = chunk * CHUNK - begin
-    loose = end - begin - whole * CHUNK
-    acc = tl.zeros([ROWS, BLOCK], FLOAT)
-    for t in range(0, tl.max(loose, 0), TOGETHER):
-        for u in tl.static_range(TOGETHER):
-            live = t + u < loose
-            at = begin + t + u + tl.where(t + u >= head, whole * CHUNK, 0)
-            i = tl.load(order_ptr + at, mask=live, other=0).to(tl.int64)  # [ROWS]
-            at = (i * stride * ALIGN)[:, None] + columns
-            values = tl.load(updates_ptr + at, mask=live[:, None] & inside, other=0.0)  # [ROWS, BLOCK]; read nD
-            acc += values.to(FLOAT)
-    for t in range(0, tl.max(whole, 0), TOGETHER):
-        for u in tl.static_range(TOGETHER):
-            at = ((chunk + t + u) * D)[:, None] + columns
-            acc += tl.load(parts_ptr + at, mask=(t + u < whole)[:, None] & inside, other=0.0)
-    tl.store(out_ptr + (rows * D)[:, None] + columns, acc, mask=(rows < R)[:, None] & inside)  # write RD
+    # A loop over rows, not a program a row: most rows are zeros, and to start a program costs as much as to write them.
+    for step in range(0, STEPS):
+        rows = first + step * ROWS + tl.arange(0, ROWS)  # [ROWS]
+        begin = tl.load(starts_ptr + rows, mask=rows < R, other=0)
+        end = tl.load(ends_ptr + rows, mask=rows < R, other=0)
+        acc = tl.zeros([ROWS, BLOCK], FLOAT)
+        if tl.max(end - begin, 0) > 0:
+            # Chunks that lie between begin and end as a whole have been added up; before and after them are at most
+            # CHUNK - 1 updates each. `loose` counts those, `head` those before.
+            chunk = (begin + CHUNK - 1) // CHUNK
+            whole = tl.maximum(end // CHUNK - chunk, 0)
+            head = chunk * CHUNK - begin
+            loose = end - begin - whole * CHUNK
+            for t in range(0, tl.max(loose, 0), TOGETHER):
+                for u in tl.static_range(TOGETHER):
+                    live = t + u < loose
+                    at = begin + t + u + tl.where(t + u >= head, whole * CHUNK, 0)
+                    i = tl.load(order_ptr + at, mask=live, other=0).to(tl.int64)  # [ROWS]
+                    at = (i * stride * ALIGN)[:, None] + columns
+                    values = tl.load(updates_ptr + at, mask=live[:, None] & inside, other=0.0)  # read nD
+                    acc += values.to(FLOAT)
+            for t in range(0, tl.max(whole, 0), TOGETHER):
+                for u in tl.static_range(TOGETHER):
+                    at = ((chunk + t + u).to(tl.int64) * D)[:, None] + columns
+                    acc += tl.load(parts_ptr + at, mask=(t + u < whole)[:, None] & inside, other=0.0)
+        tl.store(out_ptr + (rows * D)[:, None] + columns, acc, mask=(rows < R)[:, None] & inside)  # write RD
 
 
 @triton.jit
@@ -340,42 +354,48 @@ def _scatter_nd_scan(
     MASKED: tl.constexpr,
     ALIGN: tl.constexpr,
     N: tl.constexpr,
-    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-    SLAB: tl.constexpr,
     TOGETHER: tl.constexpr,
 ):
-    """The owner for few updates, in one launch: each program reads all indices and picks those of its rows."""
+    """The owner for few updates, in one launch: each program reads all indices and picks those of its row."""
     FLOAT: tl.constexpr = tl.float64 if out_ptr.dtype.element_ty == tl.float64 else tl.float32
     D = D * ALIGN
     tiles = tl.cdiv(D, BLOCK)
-    first = (tl.program_id(0) // tiles).to(tl.int64) * ROWS
+    row = (tl.program_id(0) // tiles).to(tl.int64)
     columns = (tl.program_id(0) % tiles).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
     inside = columns < D
     i = tl.arange(0, N)  # [N]
-    row = _row_of(tl.load(indices_ptr + i, mask=i < n, other=0), R, masked, MASKED)  # [N]; read n indices
-    row = tl.where(i < n, row, -1)
-    for r in range(0, ROWS):
-        mine = row == first + r  # [N]
-        count = tl.sum(mine.to(tl.int32), 0)
-        acc = tl.zeros([BLOCK], FLOAT)
-        if count <= 2 * TOGETHER:
-            # Few: take out their numbers one after another, each the least above the one before.
-            last = tl.full([], -1, tl.int32)
-            for _ in range(0, count, TOGETHER):
-                for _u in tl.static_range(TOGETHER):
-                    last = tl.min(tl.where(mine & (i > last), i, N), 0)
-                    at = last.to(tl.int64) * stride * ALIGN + columns
-                    acc += tl.load(updates_ptr + at, mask=inside & (last < N), other=0.0).to(FLOAT)  # read nD
+    mine = _row_of(tl.load(indices_ptr + i, mask=i < n, other=0), R, masked, MASKED) == row  # [N]; read n indices
+    mine = mine & (i < n)
+    # The first and the last of them, then those between: two reductions find two updates, whose loads are under way
+    # together, and most rows have no more.
+    low = tl.min(tl.where(mine, i, N), 0)
+    high = tl.max(tl.where(mine, i, -1), 0)
+    at = low.to(tl.int64) * stride * ALIGN + columns
+    acc = tl.load(updates_ptr + at, mask=inside & (low < N), other=0.0).to(FLOAT)  # [BLOCK]; read nD
+    at = high.to(tl.int64) * stride * ALIGN + columns
+    acc += tl.load(updates_ptr + at, mask=inside & (high > low), other=0.0).to(FLOAT)
+    if high > low + 1:
+        mine = mine & (i > low) & (i < high)
+        between = tl.sum(mine.to(tl.int32), 0)
+        if between <= 16:
+            for _ in range(0, between, 2):
+                low = tl.min(tl.where(mine & (i > low), i, N), 0)
+                high = tl.max(tl.where(mine & (i < high), i, -1), 0)
+                at = low.to(tl.int64) * stride * ALIGN + columns
+                acc += tl.load(updates_ptr + at, mask=inside, other=0.0).to(FLOAT)
+                at = high.to(tl.int64) * stride * ALIGN + columns
+                acc += tl.load(updates_ptr + at, mask=inside & (high > low), other=0.0).to(FLOAT)
         else:
-            # Many: SLAB updates at a time, those of other rows masked, so that many loads are under way at once.
-            for start in range(0, n, SLAB):
-                j = start + tl.arange(0, SLAB)  # [SLAB]
-                theirs = _row_of(tl.load(indices_ptr + j, mask=j < n, other=0), R, masked, MASKED)
-                live = ((theirs == first + r) & (j < n))[:, None] & inside[None, :]  # [SLAB, BLOCK]
-                at = (j.to(tl.int64) * stride * ALIGN)[:, None] + columns[None, :]
-                acc += tl.sum(tl.load(updates_ptr + at, mask=live, other=0.0).to(FLOAT), 0)
-        tl.store(out_ptr + (first + r) * D + columns, acc, mask=inside & (first + r < R))  # write RD
+            # Many: look at each between the two in turn, several at a time, so that their loads are under way together.
+            for start in range(low + 1, high, TOGETHER):
+                for u in tl.static_range(TOGETHER):
+                    j = start + u
+                    named = _row_of(tl.load(indices_ptr + j, mask=j < high, other=0), R, masked, MASKED)
+                    at = j.to(tl.int64) * stride * ALIGN + columns
+                    live = inside & (named == row) & (j < high)
+                    acc += tl.load(updates_ptr + at, mask=live, other=0.0).to(FLOAT)
+    tl.store(out_ptr + row * D + columns, acc, mask=inside)  # write RD
 
 
 @triton.jit
@@ -418,8 +438,8 @@ class Plan(NamedTuple):
     find : str
         How a row finds its updates: ``"scan"`` (it reads all indices), ``"count"`` (sorted by counting), ``"sort"``
         (sorted by torch.sort), ``"lists"`` (grouped by integer atomics); empty for atomic.
-    rows, block : int
-        The tile of the output, or of updates for atomic, that a program takes.
+    steps, rows, block : int
+        The tile of the output, or of updates for atomic, and how many of them, one above the other, a program takes.
     together : int
         Updates whose loads are under way at once.
     chunk : int
@@ -429,6 +449,7 @@ class Plan(NamedTuple):
 
     strategy: str
     find: str
+    steps: int
     rows: int
     block: int
     together: int
@@ -466,9 +487,9 @@ def _scatter_nd_plan(
     # The interpreter's cost is programs times operations, whatever their size: it takes larger tiles, and comes to every
     # kernel with fewer updates, so that tests need not have many.
     interpreted = capability is None
-    few, some, many = (64, 128, 256) if interpreted else (2048, 4096, 16384)
+    few, some, many = (64, 128, 256) if interpreted else (1024, 4096, 4096)
     # One launch for small work, where launches are the cost: each program reads all indices itself.
-    small = n <= few and R * n <= 2**21
+    small = n <= few and R * n <= 2**19
     if strategy is None:
         # Sorting by counting is one short launch up to some thousand updates, and then nothing is cheaper; beyond, its
         # n * n comparisons cost more than the four launches that group with atomics. Atomic additions never win: they
@@ -476,19 +497,19 @@ def _scatter_nd_plan(
         strategy = "sorted" if deterministic else "owner" if small or n > some else "sorted"
     find = {"atomic": "", "sorted": "count" if n <= many else "sort", "owner": "scan" if small else "lists"}[strategy]
     block = min(triton.next_power_of_2(D), 8192 if interpreted else 8192 // dtype.itemsize)
+    if find == "scan":
+        return Plan(strategy, find, 1, 1, min(block, 8192 if interpreted else 512), 4, 0, 1 if interpreted else 4)
     tall = triton.next_power_of_2(max(1, n if strategy == "atomic" else R))
     rows = max(1, min((65536 if interpreted else 1024) // block, tall))
     # A row's updates beyond a chunk are added up by other programs. The square root of n balances what is left to the
     # row's own program: loose updates of up to two chunks, and one partial sum a chunk.
-    chunk = 64 if n <= 2**16 else 256 if n <= 2**20 else 1024
+    chunk = 64 if n <= 2**13 else 256 if n <= 2**20 else 1024
     if interpreted:
-        return Plan(strategy, find, min(rows, 64), block, 2, 8 if n <= few else 32, 1)
-    warps = 4
-    if find == "scan":
-        rows = 1 if n <= 512 else 4
-        block = min(block, 512)
-        warps = 4 if n > 256 or block > 256 else 2
-    return Plan(strategy, find, rows, block, 4, chunk, warps)
+        return Plan(strategy, find, 2, min(rows, 64), block, 2, 8 if n <= few else 32, 1)
+    # Some thousand programs: enough to fill the GPU many times over, so that the last ones do not leave it idle.
+    tiles = triton.cdiv(R, rows) * triton.cdiv(D, block)
+    steps = min(16, triton.next_power_of_2(max(1, tiles // 8192)))
+    return Plan(strategy, find, steps, rows, block, 4, chunk, 4)
 
 
 # Launchers -----------------------------------------------------------------------------------------------------------
@@ -576,52 +597,55 @@ def _launch_scan(
     """The owner in one launch."""
     R, D, n = sizes
     stride, align = _steps(updates, D)
-    N = triton.next_power_of_2(n)
-    _scatter_nd_scan[(triton.cdiv(R, plan.rows) * triton.cdiv(D, plan.block),)](
+    _scatter_nd_scan[(R * triton.cdiv(D, plan.block),)](
         out, indices, updates, R, D // align, n, stride // align, masked or 0,
-        MASKED=masked is not None, ALIGN=align, N=N, ROWS=plan.rows, BLOCK=plan.block,
-        SLAB=max(1, min(N, (65536 if _INTERPRETED else 8192) // plan.block)), TOGETHER=plan.together, num_warps=plan.warps,
+        MASKED=masked is not None, ALIGN=align, N=triton.next_power_of_2(n), BLOCK=plan.block,
+        TOGETHER=plan.together, num_warps=plan.warps,
     )  # fmt: skip
 
 
-def _launch_owner(
-    out: Tensor,
-    updates: Tensor,
-    order: Tensor,
-    keys: Tensor,
-    starts: Tensor,
-    counts: Tensor,
-    parts: Tensor,
-    sizes: tuple[int, int, int],
-    plan: Plan,
-) -> None:
-    """Whole chunks, then every row; `starts` and `counts` are read for lists only, and any memory otherwise."""
-    R, D, n = sizes
-    stride, align = _steps(updates, D)
-    numbers = (R, D // align, n, stride // align)
-    constants = {"ALIGN": align, "CHUNK": plan.chunk, "TOGETHER": plan.together, "SORTED": plan.find != "lists"}
-    if n >= plan.chunk:
-        block = min(plan.block, 512)  # small: chunks are few, and their columns are what is left to share out
-        _scatter_nd_chunks[(n // plan.chunk * triton.cdiv(D, block),)](
-            parts, updates, order, keys, counts, *numbers, BLOCK=block, **constants
-        )
-    steps = n.bit_length() if plan.find != "lists" else 0
-    _scatter_nd_owner[(triton.cdiv(R, plan.rows) * triton.cdiv(D, plan.block),)](
-        out, updates, order, keys, starts, counts, parts, *numbers,
-        ROWS=plan.rows, BLOCK=plan.block, STEPS=steps, num_warps=plan.warps, **constants,
+def _launch_rank(
+    order: Tensor, keys: Tensor, spans: Tensor, indices: Tensor, R: int, n: int, masked: int | None
+) -> None:  # fmt: skip
+    """Sort by counting; zeros for the spans."""
+    mine, theirs, warps = (256, 256, 1) if _INTERPRETED else (8, min(2048, max(32, triton.next_power_of_2(n))), 8)
+    _scatter_nd_rank[(triton.cdiv(n, mine),)](
+        order, keys, spans, indices, R, n, masked or 0, MASKED=masked is not None, WIDE=(R + 2) * n >= 2**31,
+        MINE=mine, THEIRS=theirs, BLOCK=4096 if _INTERPRETED else 512, num_warps=warps,
     )  # fmt: skip
 
 
 def _launch_lists(
-    order: Tensor, keys: Tensor, starts: Tensor, counts: Tensor, slots: Tensor, indices: Tensor, R: int, n: int, masked: int | None
-) -> None:
-    """Group the updates by row with integer atomics; counts has R + 1 elements."""
+    order: Tensor, keys: Tensor, spans: Tensor, slots: Tensor, indices: Tensor, R: int, n: int, masked: int | None
+) -> None:  # fmt: skip
+    """Group the updates by row with integer atomics."""
+    starts, ends = spans[0], spans[1]
     constants = {"MASKED": masked is not None, "BLOCK": 256}
     grid = (triton.cdiv(n, 256),)
-    _scatter_nd_fill[(triton.cdiv(R + 1, 4096),)](counts, R + 1, BLOCK=4096)
-    _scatter_nd_count[grid](slots, counts, indices, R, n, masked or 0, **constants)
-    _scatter_nd_starts[(triton.cdiv(R, 1024),)](starts, counts, R, BLOCK=1024)
+    _scatter_nd_fill[(triton.cdiv(R + 1, 4096),)](ends, R + 1, BLOCK=4096)
+    _scatter_nd_count[grid](slots, ends, indices, R, n, masked or 0, **constants)
+    _scatter_nd_spans[(triton.cdiv(R, 1024),)](starts, ends, R, BLOCK=1024)
     _scatter_nd_lists[grid](order, keys, starts, slots, indices, R, n, masked or 0, **constants)
+
+
+def _launch_owner(
+    out: Tensor, updates: Tensor, order: Tensor, keys: Tensor, spans: Tensor, parts: Tensor,
+    sizes: tuple[int, int, int], plan: Plan,
+) -> None:  # fmt: skip
+    """Whole chunks, then every row. Where updates are sorted, the spans are zeros before and written on the way."""
+    R, D, n = sizes
+    stride, align = _steps(updates, D)
+    starts, ends = spans[0], spans[1]
+    constants = {"ALIGN": align, "CHUNK": plan.chunk, "TOGETHER": plan.together}
+    block = min(plan.block, 512)  # small: chunks are few, and their columns are what is left to share out
+    _scatter_nd_chunks[(triton.cdiv(n, plan.chunk) * triton.cdiv(D, block),)](
+        parts, updates, order, keys, starts, ends, R, D // align, n, stride // align,
+        BLOCK=block, SORTED=plan.find != "lists", **constants,
+    )  # fmt: skip
+    _scatter_nd_owner[(triton.cdiv(R, plan.steps * plan.rows) * triton.cdiv(D, plan.block),)](
+        out, updates, order, starts, ends, parts, R, D // align, stride // align,
+        STEPS=plan.steps, ROWS=plan.rows, BLOCK=plan.block, num_warps=plan.warps, **constants,
+    )  # fmt: skip
 
 
 def _steps(updates: Tensor, D: int) -> tuple[int, int]:
@@ -685,28 +709,19 @@ def _scatter(shape: Sequence[int], indices: Tensor, updates: Tensor, masked: int
             _launch_scan(out, indices, updates, sizes, masked, plan)
             return out
         parts = _unwritten((max(1, n // plan.chunk), D), _sums(dtype), device)
+        spans = _unwritten((2, R + 1), whole, device)
         if plan.find == "sort":
+            _scatter_nd_fill[(triton.cdiv(2 * (R + 1), 4096),)](spans, 2 * (R + 1), BLOCK=4096)
             keys, order = torch.sort(indices, stable=True)
-            starts = counts = keys
         else:
-            order, keys = _unwritten((2, n), whole, device)
-            starts = counts = keys
+            keys, order = _unwritten((2, n), whole, device)
         if plan.find == "count":
-            _launch_rank(order, keys, indices, R, n, masked)
+            _launch_rank(order, keys, spans, indices, R, n, masked)
         elif plan.find == "lists":
-            starts, counts = _unwritten((2, R + 1), whole, device)
             slots = _unwritten((n,), whole, device)
-            _launch_lists(order, keys, starts, counts, slots, indices, R, n, masked)
-        _launch_owner(out, updates, order, keys, starts, counts, parts, sizes, plan)
+            _launch_lists(order, keys, spans, slots, indices, R, n, masked)
+        _launch_owner(out, updates, order, keys, spans, parts, sizes, plan)
     return out
-
-
-def _launch_rank(order: Tensor, keys: Tensor, indices: Tensor, R: int, n: int, masked: int | None) -> None:
-    """Sort by counting."""
-    mine, theirs = (256, 256) if _INTERPRETED else (16, 512)
-    _scatter_nd_rank[(triton.cdiv(n, mine),)](
-        order, keys, indices, R, n, masked or 0, MASKED=masked is not None, MINE=mine, THEIRS=theirs
-    )
 
 
 def _gather(source: Tensor, indices: Tensor, masked: int | None) -> Tensor:
