@@ -171,10 +171,13 @@ def _scatter_nd_atomic(
 def _scatter_nd_rank(
     order_ptr,
     keys_ptr,
-    spans_ptr,
+    starts_ptr,
+    ends_ptr,
+    counters_ptr,
     indices_ptr,
     R,
     n,
+    COUNTERS,
     masked,
     MASKED: tl.constexpr,
     WIDE: tl.constexpr,
@@ -187,20 +190,43 @@ def _scatter_nd_rank(
     KEY: tl.constexpr = tl.int64 if WIDE else tl.int32
     i = tl.program_id(0) * MINE + tl.arange(0, MINE)  # [MINE]
     row = _row_of(tl.load(indices_ptr + i, mask=i < n, other=0), R, masked, MASKED).to(KEY)
-    mine = ((row + 1) * n + i)[:, None]  # [MINE, 1]
+    least = ((row + 1) * n)[:, None]  # [MINE, 1]; of the updates of this row
     before = tl.zeros([MINE, THEIRS], tl.int32)
+    ahead = tl.zeros([MINE, THEIRS], tl.int32)
+    upto = tl.zeros([MINE, THEIRS], tl.int32)
     for start in range(0, n, THEIRS):
         j = start + tl.arange(0, THEIRS)  # [THEIRS]
         theirs = _row_of(tl.load(indices_ptr + j, mask=j < n, other=0), R, masked, MASKED).to(KEY)
         theirs = tl.where(j < n, (theirs + 1) * n + j, (R + 1) * n)[None, :]  # [1, THEIRS]; behind the last: after all
-        before += (theirs < mine).to(tl.int32)  # [MINE, THEIRS]
+        before += (theirs < least + i[:, None]).to(tl.int32)  # [MINE, THEIRS]
+        ahead += (theirs < least).to(tl.int32)
+        upto += (theirs < least + n).to(tl.int32)
     place = tl.sum(before, 1)  # [MINE]
     tl.store(order_ptr + place, i, mask=i < n)
     tl.store(keys_ptr + place, row, mask=i < n)
-    # On the way: zeros for the spans, which the next kernel writes for rows that have updates.
-    for start in range(tl.program_id(0) * BLOCK, 2 * (R + 1), tl.num_programs(0) * BLOCK):
+    live = (i < n) & (row >= 0)
+    tl.store(starts_ptr + row, tl.sum(ahead, 1), mask=live)  # by each update of the row, and by each the same
+    tl.store(ends_ptr + row, tl.sum(upto, 1), mask=live)
+    # On the way: zeros for what the next kernel counts with.
+    for start in range(tl.program_id(0) * BLOCK, COUNTERS, tl.num_programs(0) * BLOCK):
         at = start + tl.arange(0, BLOCK)
-        tl.store(spans_ptr + at, tl.zeros([BLOCK], spans_ptr.dtype.element_ty), mask=at < 2 * (R + 1))
+        tl.store(counters_ptr + at, tl.zeros([BLOCK], counters_ptr.dtype.element_ty), mask=at < COUNTERS)
+
+
+@triton.jit
+def _scatter_nd_bounds(
+    starts_ptr, ends_ptr, counters_ptr, keys_ptr, n, COUNTERS, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Of sorted keys, where each row's span begins and ends; zeros for what the next kernel counts with."""
+    p = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
+    row = tl.load(keys_ptr + p, mask=p < n, other=-1)
+    earlier = tl.load(keys_ptr + p - 1, mask=(p > 0) & (p < n), other=-1)
+    later = tl.load(keys_ptr + p + 1, mask=p + 1 < n, other=-1)
+    tl.store(starts_ptr + row, p, mask=(row >= 0) & (earlier != row))
+    tl.store(ends_ptr + row, p + 1, mask=(row >= 0) & (later != row))
+    for start in range(tl.program_id(0) * BLOCK, COUNTERS, tl.num_programs(0) * BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        tl.store(counters_ptr + at, tl.zeros([BLOCK], counters_ptr.dtype.element_ty), mask=at < COUNTERS)
 
 
 @triton.jit
@@ -241,9 +267,11 @@ def _scatter_nd_lists(
 
 
 @triton.jit
-def _scatter_nd_chunks(
-    parts_ptr,
+def _scatter_nd_owner(
+    out_ptr,
     updates_ptr,
+    parts_ptr,
+    counters_ptr,
     order_ptr,
     keys_ptr,
     starts_ptr,
@@ -254,91 +282,86 @@ def _scatter_nd_chunks(
     stride,
     ALIGN: tl.constexpr,
     CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TOGETHER: tl.constexpr,
-    SORTED: tl.constexpr,
-):
-    """Add up each CHUNK of `order` that belongs to one row as a whole, so that no row is left to one program alone."""
-    D = D * ALIGN
-    tiles = tl.cdiv(D, BLOCK)
-    chunk = (tl.program_id(0) // tiles).to(tl.int64)
-    tile = tl.program_id(0) % tiles
-    begin = chunk * CHUNK
-    if SORTED:
-        if tile == 0:  # where the row changes, one span ends and another starts
-            p = begin + tl.arange(0, CHUNK)  # [CHUNK]
-            row = tl.load(keys_ptr + p, mask=p < n, other=-1)
-            earlier = tl.load(keys_ptr + p - 1, mask=(p > 0) & (p < n), other=-1)
-            later = tl.load(keys_ptr + p + 1, mask=p + 1 < n, other=-1)
-            tl.store(starts_ptr + row, p, mask=(row >= 0) & (earlier != row))
-            tl.store(ends_ptr + row, p + 1, mask=(row >= 0) & (later != row))
-        filled = n
-    else:
-        filled = tl.load(ends_ptr + R)  # behind it, `order` holds nothing
-    if begin + CHUNK <= filled:
-        row = tl.load(keys_ptr + begin)
-        if (row >= 0) & (row == tl.load(keys_ptr + begin + CHUNK - 1)):
-            columns = tile.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
-            acc = tl.zeros([BLOCK], parts_ptr.dtype.element_ty)
-            for t in range(0, CHUNK, TOGETHER):
-                for u in tl.static_range(TOGETHER):
-                    i = tl.load(order_ptr + begin + t + u).to(tl.int64)
-                    values = tl.load(updates_ptr + i * stride * ALIGN + columns, mask=columns < D, other=0.0)
-                    acc += values.to(acc.dtype)  # read up to nD
-            tl.store(parts_ptr + chunk * D + columns, acc, mask=columns < D)
-
-
-@triton.jit
-def _scatter_nd_owner(
-    out_ptr,
-    updates_ptr,
-    order_ptr,
-    starts_ptr,
-    ends_ptr,
-    parts_ptr,
-    R,
-    D,
-    stride,
-    ALIGN: tl.constexpr,
-    CHUNK: tl.constexpr,
     STEPS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     TOGETHER: tl.constexpr,
+    SORTED: tl.constexpr,
 ):
-    """STEPS times ROWS rows of the output, each written once: its updates and its whole chunks added up, or zeros."""
+    """Every row of the output, each written once. First the rows that have updates, then the zeros.
+
+    In this order the reads, which have to be waited for, come while nothing saturates the memory with writes. A span
+    of more than CHUNK updates is cut into pieces that different programs add up; the program that is done last adds
+    the pieces, in their order.
+    """
     FLOAT: tl.constexpr = parts_ptr.dtype.element_ty
     D = D * ALIGN
     tiles = tl.cdiv(D, BLOCK)
-    first = (tl.program_id(0) // tiles).to(tl.int64) * (STEPS * ROWS)
-    columns = (tl.program_id(0) % tiles).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[None, :]  # [1, BLOCK]
+    tile = tl.program_id(0) % tiles
+    group = tl.program_id(0) // tiles
+    columns = tile.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[None, :]  # [1, BLOCK]
     inside = columns < D
-    # A loop over rows, not a program a row: most rows are zeros, and to start a program costs as much as to write them.
-    for step in range(0, STEPS):
-        rows = first + step * ROWS + tl.arange(0, ROWS)  # [ROWS]
-        begin = tl.load(starts_ptr + rows, mask=rows < R, other=0)
-        end = tl.load(ends_ptr + rows, mask=rows < R, other=0)
-        acc = tl.zeros([ROWS, BLOCK], FLOAT)
-        if tl.max(end - begin, 0) > 0:
-            # Chunks that lie between begin and end as a whole have been added up; before and after them are at most
-            # CHUNK - 1 updates each. `loose` counts those, `head` those before.
-            chunk = (begin + CHUNK - 1) // CHUNK
-            whole = tl.maximum(end // CHUNK - chunk, 0)
-            head = chunk * CHUNK - begin
-            loose = end - begin - whole * CHUNK
-            for t in range(0, tl.max(loose, 0), TOGETHER):
+    busy = tl.cdiv(n, ROWS)
+    if group < busy:
+        # A position of `order` for each of ROWS. It has work to do if a piece begins there.
+        p = group * ROWS + tl.arange(0, ROWS)  # [ROWS]
+        filled = n if SORTED else tl.load(ends_ptr + R)  # behind it, `order` holds nothing
+        row = tl.load(keys_ptr + p, mask=p < filled, other=-1)
+        start = tl.load(starts_ptr + row, mask=row >= 0, other=0)
+        end = tl.load(ends_ptr + row, mask=row >= 0, other=0)
+        begins = (row >= 0) & ((p - start) % CHUNK == 0)
+        count = tl.where(begins, tl.minimum(end - p, CHUNK), 0)
+        if tl.max(count, 0) > 0:
+            acc = tl.zeros([ROWS, BLOCK], FLOAT)
+            for t in range(0, tl.max(count, 0), TOGETHER):
                 for u in tl.static_range(TOGETHER):
-                    live = t + u < loose
-                    at = begin + t + u + tl.where(t + u >= head, whole * CHUNK, 0)
-                    i = tl.load(order_ptr + at, mask=live, other=0).to(tl.int64)  # [ROWS]
+                    live = t + u < count
+                    i = tl.load(order_ptr + p + t + u, mask=live, other=0).to(tl.int64)  # [ROWS]
                     at = (i * stride * ALIGN)[:, None] + columns
                     values = tl.load(updates_ptr + at, mask=live[:, None] & inside, other=0.0)  # read nD
                     acc += values.to(FLOAT)
-            for t in range(0, tl.max(whole, 0), TOGETHER):
-                for u in tl.static_range(TOGETHER):
-                    at = ((chunk + t + u).to(tl.int64) * D)[:, None] + columns
-                    acc += tl.load(parts_ptr + at, mask=(t + u < whole)[:, None] & inside, other=0.0)
-        tl.store(out_ptr + (rows * D)[:, None] + columns, acc, mask=(rows < R)[:, None] & inside)  # write RD
+            out = out_ptr + (row.to(tl.int64) * D)[:, None] + columns
+            pieces = tl.where(begins, tl.cdiv(end - start, CHUNK), 0)
+            tl.store(out, acc, mask=(pieces == 1)[:, None] & inside)  # write up to nD
+            if tl.max(pieces, 0) > 1:
+                # In a stretch of CHUNK positions begin at most one first piece of several and one later piece.
+                shared = (pieces > 1)[:, None] & inside
+                slot = (2 * (p // CHUNK) + (p == start).to(p.dtype)).to(tl.int64)
+                tl.store(parts_ptr + (slot * D)[:, None] + columns, acc, mask=shared)
+                tl.debug_barrier()  # all threads have stored before one of them says so
+                counter = (2 * (start // CHUNK) + 1) * tiles + tile
+                if ROWS == 1:
+                    met = tl.atomic_add(counters_ptr + tl.max(counter, 0), 1)
+                else:
+                    one = tl.full([ROWS], 1, counters_ptr.dtype.element_ty)
+                    met = tl.atomic_add(counters_ptr + counter, one, mask=pieces > 1)
+                tl.debug_barrier()
+                left = tl.where((pieces > 1) & (met == pieces - 1), pieces, 0)  # [ROWS]; for the last to be done
+                acc = tl.zeros([ROWS, BLOCK], FLOAT)
+                for t in range(0, tl.max(left, 0), TOGETHER):
+                    for u in tl.static_range(TOGETHER):
+                        q = start + (t + u) * CHUNK
+                        slot = (2 * (q // CHUNK) + (q == start).to(q.dtype)).to(tl.int64)
+                        at = parts_ptr + (slot * D)[:, None] + columns
+                        # .cg: from L2, where other multiprocessors' stores are; L1 may hold what was there before.
+                        acc += tl.load(at, mask=(t + u < left)[:, None] & inside, other=0.0, cache_modifier=".cg")
+                tl.store(out, acc, mask=(left > 0)[:, None] & inside)
+    else:
+        first = (group - busy).to(tl.int64) * (STEPS * ROWS)
+        # A loop over rows, not a program a row: to start a program takes as long as to write a row.
+        for step in range(0, STEPS):
+            rows = first + step * ROWS + tl.arange(0, ROWS)  # [ROWS]
+            start = tl.load(starts_ptr + rows, mask=rows < R, other=0)
+            if SORTED:
+                # Where a row has no updates nobody has written its start, and any number may stand there. But
+                # keys[start] is the row only where it has updates; so nothing needs to be set to zero before.
+                sane = (rows < R) & (start >= 0) & (start < n)
+                taken = tl.load(keys_ptr + start, mask=sane, other=-1) == rows
+            else:
+                taken = tl.load(ends_ptr + rows, mask=rows < R, other=0) > start
+            empty = ((rows < R) & ~taken)[:, None] & inside
+            zeros = tl.zeros([ROWS, BLOCK], out_ptr.dtype.element_ty)
+            tl.store(out_ptr + (rows * D)[:, None] + columns, zeros, mask=empty)  # write the rest of RD
 
 
 @triton.jit
@@ -362,40 +385,20 @@ def _scatter_nd_scan(
     D = D * ALIGN
     tiles = tl.cdiv(D, BLOCK)
     row = (tl.program_id(0) // tiles).to(tl.int64)
-    columns = (tl.program_id(0) % tiles).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
+    columns = (tl.program_id(0) % tiles).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[None, :]  # [1, BLOCK]
     inside = columns < D
-    i = tl.arange(0, N)  # [N]
-    mine = _row_of(tl.load(indices_ptr + i, mask=i < n, other=0), R, masked, MASKED) == row  # [N]; read n indices
-    mine = mine & (i < n)
-    # The first and the last of them, then those between: two reductions find two updates, whose loads are under way
-    # together, and most rows have no more.
-    low = tl.min(tl.where(mine, i, N), 0)
-    high = tl.max(tl.where(mine, i, -1), 0)
-    at = low.to(tl.int64) * stride * ALIGN + columns
-    acc = tl.load(updates_ptr + at, mask=inside & (low < N), other=0.0).to(FLOAT)  # [BLOCK]; read nD
-    at = high.to(tl.int64) * stride * ALIGN + columns
-    acc += tl.load(updates_ptr + at, mask=inside & (high > low), other=0.0).to(FLOAT)
-    if high > low + 1:
-        mine = mine & (i > low) & (i < high)
-        between = tl.sum(mine.to(tl.int32), 0)
-        if between <= 16:
-            for _ in range(0, between, 2):
-                low = tl.min(tl.where(mine & (i > low), i, N), 0)
-                high = tl.max(tl.where(mine & (i < high), i, -1), 0)
-                at = low.to(tl.int64) * stride * ALIGN + columns
-                acc += tl.load(updates_ptr + at, mask=inside, other=0.0).to(FLOAT)
-                at = high.to(tl.int64) * stride * ALIGN + columns
-                acc += tl.load(updates_ptr + at, mask=inside & (high > low), other=0.0).to(FLOAT)
-        else:
-            # Many: look at each between the two in turn, several at a time, so that their loads are under way together.
-            for start in range(low + 1, high, TOGETHER):
-                for u in tl.static_range(TOGETHER):
-                    j = start + u
-                    named = _row_of(tl.load(indices_ptr + j, mask=j < high, other=0), R, masked, MASKED)
-                    at = j.to(tl.int64) * stride * ALIGN + columns
-                    live = inside & (named == row) & (j < high)
-                    acc += tl.load(updates_ptr + at, mask=live, other=0.0).to(FLOAT)
-    tl.store(out_ptr + row * D + columns, acc, mask=inside)  # write RD
+    # TOGETHER groups of N updates: one reduction finds the first of each group, and their loads are under way together.
+    i = tl.arange(0, TOGETHER)[:, None] * N + tl.arange(0, N)[None, :]  # [TOGETHER, N]
+    named = _row_of(tl.load(indices_ptr + i, mask=i < n, other=0), R, masked, MASKED)  # read n indices
+    NONE: tl.constexpr = TOGETHER * N
+    next = tl.min(tl.where((named == row) & (i < n), i, NONE), 1)  # [TOGETHER]
+    acc = tl.zeros([TOGETHER, BLOCK], FLOAT)
+    while tl.min(next, 0) < NONE:
+        at = (next.to(tl.int64) * stride * ALIGN)[:, None] + columns
+        acc += tl.load(updates_ptr + at, mask=(next < NONE)[:, None] & inside, other=0.0).to(FLOAT)  # read nD
+        next = tl.min(tl.where((named == row) & (i < n) & (i > next[:, None]), i, NONE), 1)
+    total = tl.sum(acc, 0)[None, :]  # [1, BLOCK]
+    tl.store(out_ptr + row * D + columns, total, mask=inside)  # write RD
 
 
 @triton.jit
@@ -439,11 +442,12 @@ class Plan(NamedTuple):
         How a row finds its updates: ``"scan"`` (it reads all indices), ``"count"`` (sorted by counting), ``"sort"``
         (sorted by torch.sort), ``"lists"`` (grouped by integer atomics); empty for atomic.
     steps, rows, block : int
-        The tile of the output, or of updates for atomic, and how many of them, one above the other, a program takes.
+        The tile of the output, or of updates for atomic, and how many tiles of zeros, one above the other, a program
+        writes.
     together : int
         Updates whose loads are under way at once.
     chunk : int
-        Updates of one row that are added up by a program of their own.
+        Updates of one row that one program adds up; further ones are other programs' work.
     warps : int
     """
 
@@ -498,18 +502,18 @@ def _scatter_nd_plan(
     find = {"atomic": "", "sorted": "count" if n <= many else "sort", "owner": "scan" if small else "lists"}[strategy]
     block = min(triton.next_power_of_2(D), 8192 if interpreted else 8192 // dtype.itemsize)
     if find == "scan":
-        return Plan(strategy, find, 1, 1, min(block, 8192 if interpreted else 512), 4, 0, 1 if interpreted else 4)
+        together = 8 if n > 16 else 1
+        return Plan(strategy, find, 1, 1, block if interpreted else min(block, 512), together, 0, 1 if interpreted else 4)
     tall = triton.next_power_of_2(max(1, n if strategy == "atomic" else R))
     rows = max(1, min((65536 if interpreted else 1024) // block, tall))
-    # A row's updates beyond a chunk are added up by other programs. The square root of n balances what is left to the
-    # row's own program: loose updates of up to two chunks, and one partial sum a chunk.
-    chunk = 64 if n <= 2**13 else 256 if n <= 2**20 else 1024
+    # The square root of n balances the pieces of one row: the updates of one, and the sums of all.
+    chunk = 32 if n <= 2**13 else 128 if n <= 2**17 else 512
     if interpreted:
         return Plan(strategy, find, 2, min(rows, 64), block, 2, 8 if n <= few else 32, 1)
     # Some thousand programs: enough to fill the GPU many times over, so that the last ones do not leave it idle.
     tiles = triton.cdiv(R, rows) * triton.cdiv(D, block)
-    steps = min(16, triton.next_power_of_2(max(1, tiles // 8192)))
-    return Plan(strategy, find, steps, rows, block, 4, chunk, 4)
+    steps = min(32, triton.next_power_of_2(max(1, tiles // 2048)))
+    return Plan(strategy, find, steps, rows, block, 2, chunk, 4)
 
 
 # Launchers -----------------------------------------------------------------------------------------------------------
@@ -599,52 +603,50 @@ def _launch_scan(
     stride, align = _steps(updates, D)
     _scatter_nd_scan[(R * triton.cdiv(D, plan.block),)](
         out, indices, updates, R, D // align, n, stride // align, masked or 0,
-        MASKED=masked is not None, ALIGN=align, N=triton.next_power_of_2(n), BLOCK=plan.block,
+        MASKED=masked is not None, ALIGN=align, N=max(1, triton.next_power_of_2(n) // plan.together), BLOCK=plan.block,
         TOGETHER=plan.together, num_warps=plan.warps,
     )  # fmt: skip
 
 
 def _launch_rank(
-    order: Tensor, keys: Tensor, spans: Tensor, indices: Tensor, R: int, n: int, masked: int | None
+    order: Tensor, keys: Tensor, spans: Tensor, counters: Tensor, indices: Tensor, R: int, n: int, masked: int | None
 ) -> None:  # fmt: skip
-    """Sort by counting; zeros for the spans."""
-    mine, theirs, warps = (256, 256, 1) if _INTERPRETED else (8, min(2048, max(32, triton.next_power_of_2(n))), 8)
+    """Sort by counting."""
+    mine, theirs, warps = (256, 256, 1) if _INTERPRETED else (8, min(1024, max(32, triton.next_power_of_2(n))), 8)
     _scatter_nd_rank[(triton.cdiv(n, mine),)](
-        order, keys, spans, indices, R, n, masked or 0, MASKED=masked is not None, WIDE=(R + 2) * n >= 2**31,
-        MINE=mine, THEIRS=theirs, BLOCK=4096 if _INTERPRETED else 512, num_warps=warps,
+        order, keys, spans[0], spans[1], counters, indices, R, n, len(counters), masked or 0,
+        MASKED=masked is not None, WIDE=(R + 2) * n >= 2**31, MINE=mine, THEIRS=theirs,
+        BLOCK=4096 if _INTERPRETED else 512, num_warps=warps,
     )  # fmt: skip
 
 
 def _launch_lists(
-    order: Tensor, keys: Tensor, spans: Tensor, slots: Tensor, indices: Tensor, R: int, n: int, masked: int | None
+    order: Tensor, keys: Tensor, spans: Tensor, counters: Tensor, slots: Tensor, indices: Tensor, R: int, n: int,
+    masked: int | None,
 ) -> None:  # fmt: skip
-    """Group the updates by row with integer atomics."""
+    """Group the updates by row with integer atomics. `counters` lies behind the spans, so one fill clears both."""
     starts, ends = spans[0], spans[1]
     constants = {"MASKED": masked is not None, "BLOCK": 256}
     grid = (triton.cdiv(n, 256),)
-    _scatter_nd_fill[(triton.cdiv(R + 1, 4096),)](ends, R + 1, BLOCK=4096)
+    size = R + 1 + len(counters)
+    _scatter_nd_fill[(triton.cdiv(size, 4096),)](ends, size, BLOCK=4096)
     _scatter_nd_count[grid](slots, ends, indices, R, n, masked or 0, **constants)
     _scatter_nd_spans[(triton.cdiv(R, 1024),)](starts, ends, R, BLOCK=1024)
     _scatter_nd_lists[grid](order, keys, starts, slots, indices, R, n, masked or 0, **constants)
 
 
 def _launch_owner(
-    out: Tensor, updates: Tensor, order: Tensor, keys: Tensor, spans: Tensor, parts: Tensor,
+    out: Tensor, updates: Tensor, parts: Tensor, counters: Tensor, order: Tensor, keys: Tensor, spans: Tensor,
     sizes: tuple[int, int, int], plan: Plan,
 ) -> None:  # fmt: skip
-    """Whole chunks, then every row. Where updates are sorted, the spans are zeros before and written on the way."""
+    """Every row, from `order` and the spans of the rows in it."""
     R, D, n = sizes
     stride, align = _steps(updates, D)
-    starts, ends = spans[0], spans[1]
-    constants = {"ALIGN": align, "CHUNK": plan.chunk, "TOGETHER": plan.together}
-    block = min(plan.block, 512)  # small: chunks are few, and their columns are what is left to share out
-    _scatter_nd_chunks[(triton.cdiv(n, plan.chunk) * triton.cdiv(D, block),)](
-        parts, updates, order, keys, starts, ends, R, D // align, n, stride // align,
-        BLOCK=block, SORTED=plan.find != "lists", **constants,
-    )  # fmt: skip
-    _scatter_nd_owner[(triton.cdiv(R, plan.steps * plan.rows) * triton.cdiv(D, plan.block),)](
-        out, updates, order, starts, ends, parts, R, D // align, stride // align,
-        STEPS=plan.steps, ROWS=plan.rows, BLOCK=plan.block, num_warps=plan.warps, **constants,
+    groups = triton.cdiv(n, plan.rows) + triton.cdiv(R, plan.steps * plan.rows)
+    _scatter_nd_owner[(groups * triton.cdiv(D, plan.block),)](
+        out, updates, parts, counters, order, keys, spans[0], spans[1], R, D // align, n, stride // align,
+        ALIGN=align, CHUNK=plan.chunk, STEPS=plan.steps, ROWS=plan.rows, BLOCK=plan.block, TOGETHER=plan.together,
+        SORTED=plan.find != "lists", num_warps=plan.warps,
     )  # fmt: skip
 
 
@@ -708,19 +710,21 @@ def _scatter(shape: Sequence[int], indices: Tensor, updates: Tensor, masked: int
         if plan.find == "scan":
             _launch_scan(out, indices, updates, sizes, masked, plan)
             return out
-        parts = _unwritten((max(1, n // plan.chunk), D), _sums(dtype), device)
-        spans = _unwritten((2, R + 1), whole, device)
+        pieces = 2 * (n // plan.chunk + 1)
+        parts = _unwritten((pieces, D), _sums(dtype), device)
+        scratch = _unwritten((2 * (R + 1) + pieces * triton.cdiv(D, plan.block),), whole, device)
+        spans, counters = scratch[: 2 * (R + 1)].view(2, R + 1), scratch[2 * (R + 1) :]
         if plan.find == "sort":
-            _scatter_nd_fill[(triton.cdiv(2 * (R + 1), 4096),)](spans, 2 * (R + 1), BLOCK=4096)
             keys, order = torch.sort(indices, stable=True)
+            _scatter_nd_bounds[(triton.cdiv(n, 1024),)](*spans, counters, keys, n, len(counters), BLOCK=1024)
         else:
             keys, order = _unwritten((2, n), whole, device)
         if plan.find == "count":
-            _launch_rank(order, keys, spans, indices, R, n, masked)
+            _launch_rank(order, keys, spans, counters, indices, R, n, masked)
         elif plan.find == "lists":
             slots = _unwritten((n,), whole, device)
-            _launch_lists(order, keys, spans, slots, indices, R, n, masked)
-        _launch_owner(out, updates, order, keys, spans, parts, sizes, plan)
+            _launch_lists(order, keys, spans, counters, slots, indices, R, n, masked)
+        _launch_owner(out, updates, parts, counters, order, keys, spans, sizes, plan)
     return out
 
 
