@@ -168,13 +168,15 @@ def _scatter_nd_atomic(
 
 
 @triton.jit
-def _scatter_nd_rank(
+def _scatter_nd_sort(
+    out_ptr,
     order_ptr,
     keys_ptr,
     starts_ptr,
     ends_ptr,
     counters_ptr,
     indices_ptr,
+    SIZE,
     R,
     n,
     COUNTERS,
@@ -185,7 +187,15 @@ def _scatter_nd_rank(
     THEIRS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Sort by counting: the place of an update is the number of updates that go before it. n * n comparisons."""
+    """Zeros, and behind them a sort by counting: the place of an update is the number of updates that go before it.
+
+    The first programs compare each of n updates with every other, while the others write zeros, which takes longer.
+    """
+    sorting = tl.cdiv(n, MINE)
+    if tl.program_id(0) >= sorting:
+        at = (tl.program_id(0) - sorting).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
+        tl.store(out_ptr + at, tl.zeros([BLOCK], out_ptr.dtype.element_ty), mask=at < SIZE)  # write RD
+        return
     # Row and number in one integer: all differ, and one comparison sorts by row first and by number within a row.
     KEY: tl.constexpr = tl.int64 if WIDE else tl.int32
     i = tl.program_id(0) * MINE + tl.arange(0, MINE)  # [MINE]
@@ -208,25 +218,9 @@ def _scatter_nd_rank(
     tl.store(starts_ptr + row, tl.sum(ahead, 1), mask=live)  # by each update of the row, and by each the same
     tl.store(ends_ptr + row, tl.sum(upto, 1), mask=live)
     # On the way: zeros for what the next kernel counts with.
-    for start in range(tl.program_id(0) * BLOCK, COUNTERS, tl.num_programs(0) * BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        tl.store(counters_ptr + at, tl.zeros([BLOCK], counters_ptr.dtype.element_ty), mask=at < COUNTERS)
-
-
-@triton.jit
-def _scatter_nd_bounds(
-    starts_ptr, ends_ptr, counters_ptr, keys_ptr, n, COUNTERS, BLOCK: tl.constexpr
-):  # fmt: skip
-    """Of sorted keys, where each row's span begins and ends; zeros for what the next kernel counts with."""
-    p = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
-    row = tl.load(keys_ptr + p, mask=p < n, other=-1)
-    earlier = tl.load(keys_ptr + p - 1, mask=(p > 0) & (p < n), other=-1)
-    later = tl.load(keys_ptr + p + 1, mask=p + 1 < n, other=-1)
-    tl.store(starts_ptr + row, p, mask=(row >= 0) & (earlier != row))
-    tl.store(ends_ptr + row, p + 1, mask=(row >= 0) & (later != row))
-    for start in range(tl.program_id(0) * BLOCK, COUNTERS, tl.num_programs(0) * BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        tl.store(counters_ptr + at, tl.zeros([BLOCK], counters_ptr.dtype.element_ty), mask=at < COUNTERS)
+    for start in range(tl.program_id(0) * THEIRS, COUNTERS, sorting * THEIRS):
+        at = start + tl.arange(0, THEIRS)
+        tl.store(counters_ptr + at, tl.zeros([THEIRS], counters_ptr.dtype.element_ty), mask=at < COUNTERS)
 
 
 @triton.jit
@@ -267,11 +261,84 @@ def _scatter_nd_lists(
 
 
 @triton.jit
-def _scatter_nd_owner(
+def _scatter_nd_segments(
     out_ptr,
     updates_ptr,
     parts_ptr,
     counters_ptr,
+    order_ptr,
+    keys_ptr,
+    starts_ptr,
+    ends_ptr,
+    D,
+    n,
+    stride,
+    ALIGN: tl.constexpr,
+    CHUNK: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TOGETHER: tl.constexpr,
+):
+    """Rows that have updates, written over the zeros: the sum of each stretch of equal keys.
+
+    A stretch of more than CHUNK updates is cut into pieces that different programs add up; the program that is done
+    last adds the pieces, in their order: the same bits in every run.
+    """
+    FLOAT: tl.constexpr = parts_ptr.dtype.element_ty
+    D = D * ALIGN
+    tiles = tl.cdiv(D, BLOCK)
+    tile = tl.program_id(0) % tiles
+    group = tl.program_id(0) // tiles
+    columns = tile.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[None, :]  # [1, BLOCK]
+    inside = columns < D
+    # A position of `order` for each of ROWS. It has work to do if a piece begins there.
+    p = group * ROWS + tl.arange(0, ROWS)  # [ROWS]
+    row = tl.load(keys_ptr + p, mask=p < n, other=-1)
+    start = tl.load(starts_ptr + row, mask=row >= 0, other=0)
+    end = tl.load(ends_ptr + row, mask=row >= 0, other=0)
+    begins = (row >= 0) & ((p - start) % CHUNK == 0)
+    count = tl.where(begins, tl.minimum(end - p, CHUNK), 0)
+    if tl.max(count, 0) > 0:
+        acc = tl.zeros([ROWS, BLOCK], FLOAT)
+        for t in range(0, tl.max(count, 0), TOGETHER):
+            for u in tl.static_range(TOGETHER):
+                live = t + u < count
+                i = tl.load(order_ptr + p + t + u, mask=live, other=0).to(tl.int64)  # [ROWS]
+                at = (i * stride * ALIGN)[:, None] + columns
+                values = tl.load(updates_ptr + at, mask=live[:, None] & inside, other=0.0)  # read nD
+                acc += values.to(FLOAT)
+        out = out_ptr + (row.to(tl.int64) * D)[:, None] + columns
+        pieces = tl.where(begins, tl.cdiv(end - start, CHUNK), 0)
+        tl.store(out, acc, mask=(pieces == 1)[:, None] & inside)  # write up to nD
+        if tl.max(pieces, 0) > 1:
+            # In a stretch of CHUNK positions begin at most one first piece of several and one later piece.
+            shared = (pieces > 1)[:, None] & inside
+            slot = (2 * (p // CHUNK) + (p == start).to(p.dtype)).to(tl.int64)
+            tl.store(parts_ptr + (slot * D)[:, None] + columns, acc, mask=shared)
+            tl.debug_barrier()  # all threads have stored before one of them says so
+            counter = (2 * (start // CHUNK) + 1) * tiles + tile
+            if ROWS == 1:
+                met = tl.atomic_add(counters_ptr + tl.max(counter, 0), 1)
+            else:
+                one = tl.full([ROWS], 1, counters_ptr.dtype.element_ty)
+                met = tl.atomic_add(counters_ptr + counter, one, mask=pieces > 1)
+            tl.debug_barrier()
+            left = tl.where((pieces > 1) & (met == pieces - 1), pieces, 0)  # [ROWS]; for the last to be done
+            acc = tl.zeros([ROWS, BLOCK], FLOAT)
+            for t in range(0, tl.max(left, 0), TOGETHER):
+                for u in tl.static_range(TOGETHER):
+                    q = start + (t + u) * CHUNK
+                    slot = (2 * (q // CHUNK) + (q == start).to(q.dtype)).to(tl.int64)
+                    at = parts_ptr + (slot * D)[:, None] + columns
+                    # .cg: from L2, where other multiprocessors' stores are; L1 may hold what was there before.
+                    acc += tl.load(at, mask=(t + u < left)[:, None] & inside, other=0.0, cache_modifier=".cg")
+            tl.store(out, acc, mask=(left > 0)[:, None] & inside)
+
+
+@triton.jit
+def _scatter_nd_chunks(
+    parts_ptr,
+    updates_ptr,
     order_ptr,
     keys_ptr,
     starts_ptr,
@@ -282,86 +349,91 @@ def _scatter_nd_owner(
     stride,
     ALIGN: tl.constexpr,
     CHUNK: tl.constexpr,
-    STEPS: tl.constexpr,
-    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     TOGETHER: tl.constexpr,
     SORTED: tl.constexpr,
 ):
-    """Every row of the output, each written once. First the rows that have updates, then the zeros.
+    """Add up each CHUNK of `order` that belongs to one row as a whole, so that no row is left to one program alone."""
+    D = D * ALIGN
+    tiles = tl.cdiv(D, BLOCK)
+    chunk = (tl.program_id(0) // tiles).to(tl.int64)
+    tile = tl.program_id(0) % tiles
+    begin = chunk * CHUNK
+    if SORTED:
+        if tile == 0:  # where the row changes, one span ends and another starts
+            p = begin + tl.arange(0, CHUNK)  # [CHUNK]
+            row = tl.load(keys_ptr + p, mask=p < n, other=-1)
+            earlier = tl.load(keys_ptr + p - 1, mask=(p > 0) & (p < n), other=-1)
+            later = tl.load(keys_ptr + p + 1, mask=p + 1 < n, other=-1)
+            tl.store(starts_ptr + row, p, mask=(row >= 0) & (earlier != row))
+            tl.store(ends_ptr + row, p + 1, mask=(row >= 0) & (later != row))
+        filled = n
+    else:
+        filled = tl.load(ends_ptr + R)  # behind it, `order` holds nothing
+    if begin + CHUNK <= filled:
+        row = tl.load(keys_ptr + begin)
+        if (row >= 0) & (row == tl.load(keys_ptr + begin + CHUNK - 1)):
+            columns = tile.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
+            acc = tl.zeros([BLOCK], parts_ptr.dtype.element_ty)
+            for t in range(0, CHUNK, TOGETHER):
+                for u in tl.static_range(TOGETHER):
+                    i = tl.load(order_ptr + begin + t + u).to(tl.int64)
+                    values = tl.load(updates_ptr + i * stride * ALIGN + columns, mask=columns < D, other=0.0)
+                    acc += values.to(acc.dtype)  # read up to nD
+            tl.store(parts_ptr + chunk * D + columns, acc, mask=columns < D)
 
-    In this order the reads, which have to be waited for, come while nothing saturates the memory with writes. A span
-    of more than CHUNK updates is cut into pieces that different programs add up; the program that is done last adds
-    the pieces, in their order.
-    """
+
+@triton.jit
+def _scatter_nd_owner(
+    out_ptr,
+    updates_ptr,
+    order_ptr,
+    starts_ptr,
+    ends_ptr,
+    parts_ptr,
+    R,
+    D,
+    stride,
+    ALIGN: tl.constexpr,
+    CHUNK: tl.constexpr,
+    STEPS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TOGETHER: tl.constexpr,
+):
+    """STEPS times ROWS rows of the output, each written once: its updates and its whole chunks added up, or zeros."""
     FLOAT: tl.constexpr = parts_ptr.dtype.element_ty
     D = D * ALIGN
     tiles = tl.cdiv(D, BLOCK)
-    tile = tl.program_id(0) % tiles
-    group = tl.program_id(0) // tiles
-    columns = tile.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[None, :]  # [1, BLOCK]
+    first = (tl.program_id(0) // tiles).to(tl.int64) * (STEPS * ROWS)
+    columns = (tl.program_id(0) % tiles).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[None, :]  # [1, BLOCK]
     inside = columns < D
-    busy = tl.cdiv(n, ROWS)
-    if group < busy:
-        # A position of `order` for each of ROWS. It has work to do if a piece begins there.
-        p = group * ROWS + tl.arange(0, ROWS)  # [ROWS]
-        filled = n if SORTED else tl.load(ends_ptr + R)  # behind it, `order` holds nothing
-        row = tl.load(keys_ptr + p, mask=p < filled, other=-1)
-        start = tl.load(starts_ptr + row, mask=row >= 0, other=0)
-        end = tl.load(ends_ptr + row, mask=row >= 0, other=0)
-        begins = (row >= 0) & ((p - start) % CHUNK == 0)
-        count = tl.where(begins, tl.minimum(end - p, CHUNK), 0)
-        if tl.max(count, 0) > 0:
-            acc = tl.zeros([ROWS, BLOCK], FLOAT)
-            for t in range(0, tl.max(count, 0), TOGETHER):
+    # A loop over rows, not a program a row: most rows are zeros, and to start a program costs as much as to write them.
+    for step in range(0, STEPS):
+        rows = first + step * ROWS + tl.arange(0, ROWS)  # [ROWS]
+        begin = tl.load(starts_ptr + rows, mask=rows < R, other=0)
+        end = tl.load(ends_ptr + rows, mask=rows < R, other=0)
+        acc = tl.zeros([ROWS, BLOCK], FLOAT)
+        if tl.max(end - begin, 0) > 0:
+            # Chunks that lie between begin and end as a whole have been added up; before and after them are at most
+            # CHUNK - 1 updates each. `loose` counts those, `head` those before.
+            chunk = (begin + CHUNK - 1) // CHUNK
+            whole = tl.maximum(end // CHUNK - chunk, 0)
+            head = chunk * CHUNK - begin
+            loose = end - begin - whole * CHUNK
+            for t in range(0, tl.max(loose, 0), TOGETHER):
                 for u in tl.static_range(TOGETHER):
-                    live = t + u < count
-                    i = tl.load(order_ptr + p + t + u, mask=live, other=0).to(tl.int64)  # [ROWS]
+                    live = t + u < loose
+                    at = begin + t + u + tl.where(t + u >= head, whole * CHUNK, 0)
+                    i = tl.load(order_ptr + at, mask=live, other=0).to(tl.int64)  # [ROWS]
                     at = (i * stride * ALIGN)[:, None] + columns
                     values = tl.load(updates_ptr + at, mask=live[:, None] & inside, other=0.0)  # read nD
                     acc += values.to(FLOAT)
-            out = out_ptr + (row.to(tl.int64) * D)[:, None] + columns
-            pieces = tl.where(begins, tl.cdiv(end - start, CHUNK), 0)
-            tl.store(out, acc, mask=(pieces == 1)[:, None] & inside)  # write up to nD
-            if tl.max(pieces, 0) > 1:
-                # In a stretch of CHUNK positions begin at most one first piece of several and one later piece.
-                shared = (pieces > 1)[:, None] & inside
-                slot = (2 * (p // CHUNK) + (p == start).to(p.dtype)).to(tl.int64)
-                tl.store(parts_ptr + (slot * D)[:, None] + columns, acc, mask=shared)
-                tl.debug_barrier()  # all threads have stored before one of them says so
-                counter = (2 * (start // CHUNK) + 1) * tiles + tile
-                if ROWS == 1:
-                    met = tl.atomic_add(counters_ptr + tl.max(counter, 0), 1)
-                else:
-                    one = tl.full([ROWS], 1, counters_ptr.dtype.element_ty)
-                    met = tl.atomic_add(counters_ptr + counter, one, mask=pieces > 1)
-                tl.debug_barrier()
-                left = tl.where((pieces > 1) & (met == pieces - 1), pieces, 0)  # [ROWS]; for the last to be done
-                acc = tl.zeros([ROWS, BLOCK], FLOAT)
-                for t in range(0, tl.max(left, 0), TOGETHER):
-                    for u in tl.static_range(TOGETHER):
-                        q = start + (t + u) * CHUNK
-                        slot = (2 * (q // CHUNK) + (q == start).to(q.dtype)).to(tl.int64)
-                        at = parts_ptr + (slot * D)[:, None] + columns
-                        # .cg: from L2, where other multiprocessors' stores are; L1 may hold what was there before.
-                        acc += tl.load(at, mask=(t + u < left)[:, None] & inside, other=0.0, cache_modifier=".cg")
-                tl.store(out, acc, mask=(left > 0)[:, None] & inside)
-    else:
-        first = (group - busy).to(tl.int64) * (STEPS * ROWS)
-        # A loop over rows, not a program a row: to start a program takes as long as to write a row.
-        for step in range(0, STEPS):
-            rows = first + step * ROWS + tl.arange(0, ROWS)  # [ROWS]
-            start = tl.load(starts_ptr + rows, mask=rows < R, other=0)
-            if SORTED:
-                # Where a row has no updates nobody has written its start, and any number may stand there. But
-                # keys[start] is the row only where it has updates; so nothing needs to be set to zero before.
-                sane = (rows < R) & (start >= 0) & (start < n)
-                taken = tl.load(keys_ptr + start, mask=sane, other=-1) == rows
-            else:
-                taken = tl.load(ends_ptr + rows, mask=rows < R, other=0) > start
-            empty = ((rows < R) & ~taken)[:, None] & inside
-            zeros = tl.zeros([ROWS, BLOCK], out_ptr.dtype.element_ty)
-            tl.store(out_ptr + (rows * D)[:, None] + columns, zeros, mask=empty)  # write the rest of RD
+            for t in range(0, tl.max(whole, 0), TOGETHER):
+                for u in tl.static_range(TOGETHER):
+                    at = ((chunk + t + u).to(tl.int64) * D)[:, None] + columns
+                    acc += tl.load(parts_ptr + at, mask=(t + u < whole)[:, None] & inside, other=0.0)
+        tl.store(out_ptr + (rows * D)[:, None] + columns, acc, mask=(rows < R)[:, None] & inside)  # write RD
 
 
 @triton.jit
@@ -378,7 +450,7 @@ def _scatter_nd_scan(
     ALIGN: tl.constexpr,
     N: tl.constexpr,
     BLOCK: tl.constexpr,
-    TOGETHER: tl.constexpr,
+    GROUPS: tl.constexpr,
 ):
     """The owner for few updates, in one launch: each program reads all indices and picks those of its row."""
     FLOAT: tl.constexpr = tl.float64 if out_ptr.dtype.element_ty == tl.float64 else tl.float32
@@ -387,18 +459,32 @@ def _scatter_nd_scan(
     row = (tl.program_id(0) // tiles).to(tl.int64)
     columns = (tl.program_id(0) % tiles).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[None, :]  # [1, BLOCK]
     inside = columns < D
-    # TOGETHER groups of N updates: one reduction finds the first of each group, and their loads are under way together.
-    i = tl.arange(0, TOGETHER)[:, None] * N + tl.arange(0, N)[None, :]  # [TOGETHER, N]
-    named = _row_of(tl.load(indices_ptr + i, mask=i < n, other=0), R, masked, MASKED)  # read n indices
-    NONE: tl.constexpr = TOGETHER * N
-    next = tl.min(tl.where((named == row) & (i < n), i, NONE), 1)  # [TOGETHER]
-    acc = tl.zeros([TOGETHER, BLOCK], FLOAT)
-    while tl.min(next, 0) < NONE:
-        at = (next.to(tl.int64) * stride * ALIGN)[:, None] + columns
-        acc += tl.load(updates_ptr + at, mask=(next < NONE)[:, None] & inside, other=0.0).to(FLOAT)  # read nD
-        next = tl.min(tl.where((named == row) & (i < n) & (i > next[:, None]), i, NONE), 1)
-    total = tl.sum(acc, 0)[None, :]  # [1, BLOCK]
-    tl.store(out_ptr + row * D + columns, total, mask=inside)  # write RD
+    i = tl.arange(0, N)  # [N]
+    mine = _row_of(tl.load(indices_ptr + i, mask=i < n, other=0), R, masked, MASKED) == row  # [N]; read n indices
+    mine = mine & (i < n)
+    count = tl.sum(mine.to(tl.int32), 0)
+    if count <= 8:
+        # Few: take out their numbers one after another, each the least above the one before; the loads follow together.
+        acc = tl.zeros([1, BLOCK], FLOAT)
+        last = tl.full([], -1, tl.int32)
+        for _ in range(0, count, 4):
+            for _u in tl.static_range(4):
+                last = tl.min(tl.where(mine & (i > last), i, N), 0)
+                at = last.to(tl.int64) * stride * ALIGN + columns
+                acc += tl.load(updates_ptr + at, mask=inside & (last < N), other=0.0).to(FLOAT)  # read nD
+    else:
+        # Many: the first of each group, then the next of each, so that as many loads as groups are under way.
+        j = tl.arange(0, GROUPS)[:, None] * (N // GROUPS) + tl.arange(0, N // GROUPS)[None, :]  # [GROUPS, N / GROUPS]
+        named = _row_of(tl.load(indices_ptr + j, mask=j < n, other=0), R, masked, MASKED)
+        sums = tl.zeros([GROUPS, BLOCK], FLOAT)
+        following = tl.min(tl.where((named == row) & (j < n), j, N), 1)  # [GROUPS]
+        while tl.min(following, 0) < N:
+            at = (following.to(tl.int64) * stride * ALIGN)[:, None] + columns
+            live = (following < N)[:, None] & inside
+            sums += tl.load(updates_ptr + at, mask=live, other=0.0).to(FLOAT)  # [GROUPS, BLOCK]
+            following = tl.min(tl.where((named == row) & (j < n) & (j > following[:, None]), j, N), 1)
+        acc = tl.sum(sums, 0)[None, :]
+    tl.store(out_ptr + row * D + columns, acc, mask=inside)  # write RD
 
 
 @triton.jit
@@ -442,8 +528,8 @@ class Plan(NamedTuple):
         How a row finds its updates: ``"scan"`` (it reads all indices), ``"count"`` (sorted by counting), ``"sort"``
         (sorted by torch.sort), ``"lists"`` (grouped by integer atomics); empty for atomic.
     steps, rows, block : int
-        The tile of the output, or of updates for atomic, and how many tiles of zeros, one above the other, a program
-        writes.
+        The tile that a program takes: of the output for the owner, which takes `steps` of them one above the other, of
+        updates for the others.
     together : int
         Updates whose loads are under way at once.
     chunk : int
@@ -488,32 +574,38 @@ def _scatter_nd_plan(
     Plan
     """
     R, D, n = sizes
+    size = dtype.itemsize
     # The interpreter's cost is programs times operations, whatever their size: it takes larger tiles, and comes to every
     # kernel with fewer updates, so that tests need not have many.
     interpreted = capability is None
-    few, some, many = (64, 128, 256) if interpreted else (1024, 4096, 4096)
+    few, many = (64, 256) if interpreted else (512, 4096)
     # One launch for small work, where launches are the cost: each program reads all indices itself.
-    small = n <= few and R * n <= 2**19
+    small = n <= few and R <= 512
     if strategy is None:
-        # Sorting by counting is one short launch up to some thousand updates, and then nothing is cheaper; beyond, its
-        # n * n comparisons cost more than the four launches that group with atomics. Atomic additions never win: they
-        # read and write every row again that zeros were written to just before.
-        strategy = "sorted" if deterministic else "owner" if small or n > some else "sorted"
+        if deterministic:
+            strategy = "sorted"
+        elif small:
+            strategy = "owner"
+        elif size >= 4 and R * D * size <= 2**24:
+            # The output stays in L2 between its zeros and its additions, so that these cost no memory traffic.
+            strategy = "atomic"
+        elif n <= many and n <= R // 4:
+            # Rows with updates are few: to write them twice costs less than to look up for each row whether it has any.
+            strategy = "sorted"
+        else:
+            strategy = "owner"
     find = {"atomic": "", "sorted": "count" if n <= many else "sort", "owner": "scan" if small else "lists"}[strategy]
-    block = min(triton.next_power_of_2(D), 8192 if interpreted else 8192 // dtype.itemsize)
+    block = min(triton.next_power_of_2(D), 8192 if interpreted else 8192 // size)
     if find == "scan":
-        together = 8 if n > 16 else 1
-        return Plan(strategy, find, 1, 1, block if interpreted else min(block, 512), together, 0, 1 if interpreted else 4)
-    tall = triton.next_power_of_2(max(1, n if strategy == "atomic" else R))
+        groups = 32 if n > 64 else 2
+        return Plan(strategy, find, 1, 1, block if interpreted else min(block, 512), groups, 0, 1 if interpreted else 4)
+    tall = triton.next_power_of_2(max(1, R if strategy == "owner" or find == "sort" else n))
     rows = max(1, min((65536 if interpreted else 1024) // block, tall))
     # The square root of n balances the pieces of one row: the updates of one, and the sums of all.
     chunk = 32 if n <= 2**13 else 128 if n <= 2**17 else 512
     if interpreted:
         return Plan(strategy, find, 2, min(rows, 64), block, 2, 8 if n <= few else 32, 1)
-    # Some thousand programs: enough to fill the GPU many times over, so that the last ones do not leave it idle.
-    tiles = triton.cdiv(R, rows) * triton.cdiv(D, block)
-    steps = min(32, triton.next_power_of_2(max(1, tiles // 2048)))
-    return Plan(strategy, find, steps, rows, block, 2, chunk, 4)
+    return Plan(strategy, find, 2, rows, block, 2, chunk, 4)
 
 
 # Launchers -----------------------------------------------------------------------------------------------------------
@@ -578,75 +670,87 @@ def _unwritten(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -
     return torch.empty(0, dtype=dtype, device=device).set_(storage, 0, tuple(shape))
 
 
+_FILL = 65536 if _INTERPRETED else 4096  # elements of a program that writes zeros: 8 to 32 KiB
+
+
 def _launch_atomic(
-    out: Tensor, sums: Tensor, indices: Tensor, updates: Tensor, sizes: tuple[int, int, int], masked: int | None, plan: Plan,
+    out: Tensor, sums: Tensor, indices: Tensor, updates: Tensor, sizes: tuple[int, int, int], masked: int | None,
+    plan: Plan,
 ) -> None:  # fmt: skip
     """Zeros and atomic additions; `sums` is `out` itself, or float32 memory of its size for half types."""
     R, D, n = sizes
     stride, align = _steps(updates, D)
-    block = 65536 if _INTERPRETED else 4096
-    grid = (triton.cdiv(R * D, block),)
-    _scatter_nd_fill[grid](sums, R * D, BLOCK=block)
+    grid = (triton.cdiv(R * D, _FILL),)
+    _scatter_nd_fill[grid](sums, R * D, BLOCK=_FILL)
     _scatter_nd_atomic[(triton.cdiv(n, plan.rows) * triton.cdiv(D, plan.block),)](
         sums, indices, updates, R, D // align, n, stride // align, masked or 0,
         MASKED=masked is not None, ALIGN=align, ROWS=plan.rows, BLOCK=plan.block, num_warps=plan.warps,
     )  # fmt: skip
     if sums is not out:
-        _scatter_nd_round[grid](out, sums, R * D, BLOCK=block)
+        _scatter_nd_round[grid](out, sums, R * D, BLOCK=_FILL)
 
 
 def _launch_scan(
     out: Tensor, indices: Tensor, updates: Tensor, sizes: tuple[int, int, int], masked: int | None, plan: Plan
-) -> None:
+) -> None:  # fmt: skip
     """The owner in one launch."""
     R, D, n = sizes
     stride, align = _steps(updates, D)
+    N = max(plan.together, triton.next_power_of_2(n))
     _scatter_nd_scan[(R * triton.cdiv(D, plan.block),)](
         out, indices, updates, R, D // align, n, stride // align, masked or 0,
-        MASKED=masked is not None, ALIGN=align, N=max(1, triton.next_power_of_2(n) // plan.together), BLOCK=plan.block,
-        TOGETHER=plan.together, num_warps=plan.warps,
+        MASKED=masked is not None, ALIGN=align, N=N, BLOCK=plan.block, GROUPS=plan.together, num_warps=plan.warps,
     )  # fmt: skip
 
 
-def _launch_rank(
-    order: Tensor, keys: Tensor, spans: Tensor, counters: Tensor, indices: Tensor, R: int, n: int, masked: int | None
+def _launch_segments(
+    out: Tensor, indices: Tensor, updates: Tensor, parts: Tensor, counters: Tensor, order: Tensor, keys: Tensor,
+    spans: Tensor, sizes: tuple[int, int, int], masked: int | None, plan: Plan,
 ) -> None:  # fmt: skip
-    """Sort by counting."""
-    mine, theirs, warps = (256, 256, 1) if _INTERPRETED else (8, min(1024, max(32, triton.next_power_of_2(n))), 8)
-    _scatter_nd_rank[(triton.cdiv(n, mine),)](
-        order, keys, spans[0], spans[1], counters, indices, R, n, len(counters), masked or 0,
-        MASKED=masked is not None, WIDE=(R + 2) * n >= 2**31, MINE=mine, THEIRS=theirs,
-        BLOCK=4096 if _INTERPRETED else 512, num_warps=warps,
+    """Zeros and a sort by counting in one launch, the rows that have updates in another."""
+    R, D, n = sizes
+    stride, align = _steps(updates, D)
+    mine, theirs = (256, 256) if _INTERPRETED else (8, min(512, max(32, triton.next_power_of_2(n))))
+    _scatter_nd_sort[(triton.cdiv(n, mine) + triton.cdiv(R * D, _FILL),)](
+        out, order, keys, spans[0], spans[1], counters, indices, R * D, R, n, len(counters), masked or 0,
+        MASKED=masked is not None, WIDE=(R + 2) * n >= 2**31, MINE=mine, THEIRS=theirs, BLOCK=_FILL,
+    )  # fmt: skip
+    _scatter_nd_segments[(triton.cdiv(n, plan.rows) * triton.cdiv(D, plan.block),)](
+        out, updates, parts, counters, order, keys, spans[0], spans[1], D // align, n, stride // align,
+        ALIGN=align, CHUNK=plan.chunk, ROWS=plan.rows, BLOCK=plan.block, TOGETHER=plan.together, num_warps=plan.warps,
     )  # fmt: skip
 
 
 def _launch_lists(
-    order: Tensor, keys: Tensor, spans: Tensor, counters: Tensor, slots: Tensor, indices: Tensor, R: int, n: int,
-    masked: int | None,
+    order: Tensor, keys: Tensor, spans: Tensor, slots: Tensor, indices: Tensor, R: int, n: int, masked: int | None
 ) -> None:  # fmt: skip
-    """Group the updates by row with integer atomics. `counters` lies behind the spans, so one fill clears both."""
+    """Group the updates by row with integer atomics."""
     starts, ends = spans[0], spans[1]
     constants = {"MASKED": masked is not None, "BLOCK": 256}
     grid = (triton.cdiv(n, 256),)
-    size = R + 1 + len(counters)
-    _scatter_nd_fill[(triton.cdiv(size, 4096),)](ends, size, BLOCK=4096)
+    _scatter_nd_fill[(triton.cdiv(R + 1, 4096),)](ends, R + 1, BLOCK=4096)
     _scatter_nd_count[grid](slots, ends, indices, R, n, masked or 0, **constants)
     _scatter_nd_spans[(triton.cdiv(R, 1024),)](starts, ends, R, BLOCK=1024)
     _scatter_nd_lists[grid](order, keys, starts, slots, indices, R, n, masked or 0, **constants)
 
 
 def _launch_owner(
-    out: Tensor, updates: Tensor, parts: Tensor, counters: Tensor, order: Tensor, keys: Tensor, spans: Tensor,
+    out: Tensor, updates: Tensor, parts: Tensor, order: Tensor, keys: Tensor, spans: Tensor,
     sizes: tuple[int, int, int], plan: Plan,
 ) -> None:  # fmt: skip
-    """Every row, from `order` and the spans of the rows in it."""
+    """Whole chunks, then every row. Where updates are sorted, the spans are zeros before and written on the way."""
     R, D, n = sizes
     stride, align = _steps(updates, D)
-    groups = triton.cdiv(n, plan.rows) + triton.cdiv(R, plan.steps * plan.rows)
-    _scatter_nd_owner[(groups * triton.cdiv(D, plan.block),)](
-        out, updates, parts, counters, order, keys, spans[0], spans[1], R, D // align, n, stride // align,
-        ALIGN=align, CHUNK=plan.chunk, STEPS=plan.steps, ROWS=plan.rows, BLOCK=plan.block, TOGETHER=plan.together,
-        SORTED=plan.find != "lists", num_warps=plan.warps,
+    starts, ends = spans[0], spans[1]
+    constants = {"ALIGN": align, "CHUNK": plan.chunk, "TOGETHER": plan.together}
+    block = min(plan.block, 512)  # small: chunks are few, and their columns are what is left to share out
+    _scatter_nd_chunks[(triton.cdiv(n, plan.chunk) * triton.cdiv(D, block),)](
+        parts, updates, order, keys, starts, ends, R, D // align, n, stride // align,
+        BLOCK=block, SORTED=plan.find == "sort", **constants,
+    )  # fmt: skip
+    _scatter_nd_owner[(triton.cdiv(R, plan.steps * plan.rows) * triton.cdiv(D, plan.block),)](
+        out, updates, order, starts, ends, parts, R, D // align, stride // align,
+        STEPS=plan.steps, ROWS=plan.rows, BLOCK=plan.block, num_warps=plan.warps, **constants,
     )  # fmt: skip
 
 
@@ -712,19 +816,20 @@ def _scatter(shape: Sequence[int], indices: Tensor, updates: Tensor, masked: int
             return out
         pieces = 2 * (n // plan.chunk + 1)
         parts = _unwritten((pieces, D), _sums(dtype), device)
-        scratch = _unwritten((2 * (R + 1) + pieces * triton.cdiv(D, plan.block),), whole, device)
-        spans, counters = scratch[: 2 * (R + 1)].view(2, R + 1), scratch[2 * (R + 1) :]
+        spans = _unwritten((2, R + 1), whole, device)
+        if plan.find == "count":
+            keys, order = _unwritten((2, n), whole, device)
+            counters = _unwritten((pieces * triton.cdiv(D, plan.block),), torch.int32, device)
+            _launch_segments(out, indices, updates, parts, counters, order, keys, spans, sizes, masked, plan)
+            return out
         if plan.find == "sort":
+            _scatter_nd_fill[(triton.cdiv(2 * (R + 1), 4096),)](spans, 2 * (R + 1), BLOCK=4096)
             keys, order = torch.sort(indices, stable=True)
-            _scatter_nd_bounds[(triton.cdiv(n, 1024),)](*spans, counters, keys, n, len(counters), BLOCK=1024)
         else:
             keys, order = _unwritten((2, n), whole, device)
-        if plan.find == "count":
-            _launch_rank(order, keys, spans, counters, indices, R, n, masked)
-        elif plan.find == "lists":
             slots = _unwritten((n,), whole, device)
-            _launch_lists(order, keys, spans, counters, slots, indices, R, n, masked)
-        _launch_owner(out, updates, parts, counters, order, keys, spans, sizes, plan)
+            _launch_lists(order, keys, spans, slots, indices, R, n, masked)
+        _launch_owner(out, updates, parts, order, keys, spans, sizes, plan)
     return out
 
 
