@@ -12,8 +12,8 @@ Fused: the maximum, the subtraction, the exponential, the sum and the division. 
 5MN + 2M elements and writes 3MN + 2M; the fused kernel reads MN and writes MN. For the gradient it is 6MN + M and
 3MN + M against 2MN and MN.
 
-Limits: a row of up to 64 KiB stays in registers between its load and its store. A wider row is read twice: once to
-find its maximum and its sum in one pass, once to divide. Where there are fewer such rows than the GPU has room for,
+Limits: a row of up to 64 KiB (128 KiB in float32 and in half types) stays in registers between its load and its store,
+for the gradient 64 KiB of each of y and dy. A wider row is read twice: once to find its maximum and its sum in one pass, once to divide. Where there are fewer such rows than the GPU has room for,
 several programs share a row. Axes that do not fold into OUTER and INNER (a view with three or more strides beside the
 normalised axis) are copied first.
 """
@@ -630,6 +630,8 @@ def _softmax_plan(
         # read along one axis and written along the other passes through shared memory.
         rows = min(32, triton.next_power_of_2(inner))
         numbers = rows * triton.next_power_of_2(n) * tensors * max(1, size // 4)
+        if rows == 32 and 32768 < numbers <= 65536:
+            rows, numbers = 16, numbers // 2
         if numbers <= 32768:
             warps = 4 if numbers <= 8192 else 16
             block = max(1, (1024 if warps == 4 else 2048) // rows)
@@ -638,24 +640,29 @@ def _softmax_plan(
             rows = min(64, triton.next_power_of_2(inner))
             block = 65536 // max(4, size) // rows
         block = min(block, triton.next_power_of_2(n))
-    elif pairs and tensors == 1 and (n % 2 or n > 16384) and n <= 40960:
-        # Where rows begin in the middle of a pair, no load is wider than a pair and few warps reach full bandwidth;
-        # otherwise four pairs a thread and a tile make a load of 16 bytes.
+    elif pairs and tensors == 1 and (n % 2 or n > 12800) and n <= 65536:
         kernel = "pairs"
-        if n % 2:
-            warps = 1 if n < 2048 else 4 if n < 8192 else 16 if n < 16384 else 32
-            block = 64 * warps if n < 8192 else 32 * warps
+        if n < 2048:
+            block, warps = 64, 1
+        elif n < 8192:
+            block, warps = 256, 4
+        elif n <= 20480:
+            block, warps = 2048, 8
+        elif n <= 40960:
+            block, warps = 2048, 16
         else:
-            warps = 8 if n <= 20480 else 16
-            block = 128 * warps
-        # Up to 56 numbers a thread the exponentials are kept; beyond that there is more to gain from more rows at once.
-        held_twice = n > 56 * 32 * warps
-    elif n * size <= 131072 and (size > 2 or n <= (16384 if tensors == 1 else 32768)):
+            block, warps = 8192, 32
+        # Up to 80 numbers a thread the exponentials are kept; with more there would be one row at a time on a
+        # multiprocessor, which waits for its loads and then for its stores.
+        held_twice = n > 24576
+    elif n <= {2: 32768, 4: 32768, 8: 16384 // tensors}[size]:
+        # float32 rows of 128 KiB still fit: they leave room for one program of 32 warps, which is enough.
         block, warps = _tile(n, size, tensors)
         rows = max(1, (1024 if size == 2 else 512) // triton.next_power_of_2(n))
     else:
         # The second pass finds in L2 what is left there of the first: the larger the tile, the fewer rows at once.
-        kernel, block, warps = "twice", 131072 // max(4, size) // tensors, 32
+        kernel, warps = "twice", 32
+        block = 32768 if size == 4 and tensors == 1 else 16384 if size < 8 else 8192
     columns = n // 2 if kernel == "pairs" else n
     chunks = max(1, triton.cdiv(columns, block))
     if capability is None and kernel != "pairs":
@@ -670,12 +677,13 @@ def _softmax_plan(
         return Plan(kernel, {"ROWS": rows, "BLOCK": block, "CHUNKS": chunks}, tiles, warps)
     # Where rows are fewer than multiprocessors, the rest of the GPU would watch: share each row among several programs,
     # about eight for each multiprocessor in all, each with a tile of columns at least.
-    if last and tiles < processors:
+    few = tiles < processors if last else 2 * tiles <= processors
+    if last and few:
         block, warps = min(block, 16384 // max(4, size)), 8
     parts = min(8 * processors // max(1, tiles), triton.cdiv(n, block), 512)
     group = {"GROUP": min(block, 16 // size) if last else 1} if tensors == 1 else {}
     constants = {"ROWS": rows, "BLOCK": block, **group}
-    if tiles < processors and parts > 1:
+    if few and parts > 1:
         parts = triton.next_power_of_2(parts)
         span = triton.cdiv(triton.cdiv(n, parts), block) * block
         return Plan("parts", constants | {"PARTS": parts}, tiles * parts, warps, span)
@@ -691,11 +699,11 @@ def _tile(n: int, size: int, tensors: int) -> tuple[int, int]:
     whole = triton.next_power_of_2(n)
     if size == 2:
         if n <= 1024:
-            return (256, 1) if 512 < n <= 768 else (whole, 1)
+            return min(whole, 256 if n > 512 else 512), 1
         if n <= 3072:
             return 512, 2
-        if n == 4096:
-            return whole, 8
+        if n in (4096, 8192):
+            return 4096, 8
         if n <= 6144:
             return 1024, 4
         if tensors == 2 and 12800 < n <= 16384:
@@ -707,6 +715,8 @@ def _tile(n: int, size: int, tensors: int) -> tuple[int, int]:
         if 512 < n <= 3 * whole // 4:
             return whole // 4, 2
         return whole, 1 if n <= 512 or n == 1024 else 4
+    if n < 4096:
+        return 1024 // wide, 8
     if n < 8192:
         return 2048 // wide, 16
     if n <= 20480:
@@ -1186,7 +1196,7 @@ _EDGES = (
     {"M": 3, "N": 781},
     {"M": 2, "N": 8200},
     {"M": 2, "N": 24578},
-    {"M": 2, "N": 33000},
+    {"M": 2, "N": 66000},
     {"M": 140, "N": 33000},
     {"M": 0, "N": 5},
 )
