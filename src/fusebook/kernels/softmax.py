@@ -13,9 +13,9 @@ Fused: the maximum, the subtraction, the exponential, the sum and the division. 
 3MN + M against 2MN and MN.
 
 Limits: a row of up to 64 KiB (128 KiB in float32 and in half types) stays in registers between its load and its store,
-for the gradient 64 KiB of each of y and dy. A wider row is read twice: once to find its maximum and its sum in one pass, once to divide. Where there are fewer such rows than the GPU has room for,
-several programs share a row. Axes that do not fold into OUTER and INNER (a view with three or more strides beside the
-normalised axis) are copied first.
+for the gradient 64 KiB of each of y and dy. A wider row is read twice: once to find its maximum and its sum in one
+pass, once to divide. Where there are fewer such rows than the GPU has room for, several programs share a row. Axes that
+do not fold into OUTER and INNER (a view with three or more strides beside the normalised axis) are copied first.
 """
 
 # Device code grows tuples of tiles; mypy sees a tuple of another length as another type.
