@@ -123,11 +123,16 @@ def book(tmp_path):
     return tmp_path
 
 
+def _paths(*first):
+    """PYTHONPATH with `first` before what is there: a prepared runner finds its packages by it."""
+    return os.pathsep.join([*map(str, first), os.environ.get("PYTHONPATH", "")])
+
+
 def _build(book, **env):
     return subprocess.run(
         [sys.executable, "-m", "sphinx", "-W", "-n", "-c", ".", "docs", "build/html"],
         cwd=book,
-        env={**os.environ, "FUSEBOOK_STRICT": "", "PYTHONPATH": str(book / "src"), **env},
+        env={**os.environ, "FUSEBOOK_STRICT": "", "PYTHONPATH": _paths(book / "src"), **env},
         capture_output=True,
         text=True,
         check=False,
@@ -362,8 +367,9 @@ def test_the_kernel_of_contributing_md_needs_two_files_and_one_import_line(tmp_p
     (kernels / "__init__.py").write_text(card)
     (tmp_path / "plot_109_squared_relu.py").write_text(page)
 
+    paths = _paths(tmp_path / "src", ROOT / "tests")
+
     def run(*args, **env):
-        paths = os.pathsep.join([str(tmp_path / "src"), str(ROOT / "tests")])
         return subprocess.run(
             [sys.executable, *args],
             cwd=tmp_path,

@@ -12,10 +12,10 @@ Fused: the maximum, the subtraction, the exponential, the sum and the division. 
 5MN + 2M elements and writes 3MN + 2M; the fused kernel reads MN and writes MN. For the gradient it is 6MN + M and
 3MN + M against 2MN and MN.
 
-Limits: a row of up to 64 KiB stays in registers between its load and its store. A wider row is read twice: once to
-find its maximum and its sum in one pass, once to divide. Where there are fewer such rows than the GPU has room for,
-several programs share a row. Axes that do not fold into OUTER and INNER (a view with three or more strides beside the
-normalised axis) are copied first.
+Limits: a row of up to 64 KiB (128 KiB in float32 and in half types) stays in registers between its load and its store,
+for the gradient 64 KiB of each of y and dy. A wider row is read twice: once to find its maximum and its sum in one
+pass, once to divide. Where there are fewer such rows than the GPU has room for, several programs share a row. Axes that
+do not fold into OUTER and INNER (a view with three or more strides beside the normalised axis) are copied first.
 """
 
 # Device code grows tuples of tiles; mypy sees a tuple of another length as another type.
@@ -82,6 +82,12 @@ def _softmax_backward_eager(y: Tensor, dy: Tensor) -> Tensor:
 
 
 @triton.jit
+def _exp(x):
+    """By way of exp2, which the hardware has. Unlike tl.exp it may round results below 1e-38 to zero: half the work."""
+    return tl.exp2(x * 1.4426950408889634)  # log2(e)
+
+
+@triton.jit
 def _rows_of(program, INNER, ROWS: tl.constexpr):
     """Of a program, its place along OUTER and its rows along INNER."""
     tiles = tl.cdiv(INNER, ROWS)
@@ -131,7 +137,7 @@ def _softmax_rows(
     exps = ()
     totals = tl.zeros([ROWS, BLOCK], FLOAT)
     for i in tl.static_range(CHUNKS):
-        e = tl.exp(chunks[i] - top)
+        e = _exp(chunks[i] - top)
         exps += (e,)
         totals += e
     scale = 1 / tl.sum(totals, 1)[:, None]  # [ROWS, 1]: one division a row, not one an element
@@ -151,13 +157,6 @@ def _unpacked(pairs, HALF: tl.constexpr):
         low = pairs.to(tl.int16).to(HALF, bitcast=True).to(tl.float32)
         high = (pairs >> 16).to(tl.int16).to(HALF, bitcast=True).to(tl.float32)
     return low, high
-
-
-@triton.jit
-def _packed(low, high, HALF: tl.constexpr):
-    low = low.to(HALF).to(tl.int16, bitcast=True).to(tl.int32) & 65535
-    high = high.to(HALF).to(tl.int16, bitcast=True).to(tl.int32) << 16
-    return low | high
 
 
 @triton.jit
@@ -218,23 +217,26 @@ def _softmax_pairs(
     totals = tl.zeros([BLOCK], tl.float32)
     for i in tl.static_range(CHUNKS):
         low, high = _unpacked(chunks[i] ^ zero if TWICE else chunks[i], HALF)
-        totals += tl.exp(low - top) + tl.exp(high - top)
+        totals += _exp(low - top) + _exp(high - top)
     total = tl.sum(totals, 0)
     if ALIGN == 1:
-        total += tl.exp(first - top) + tl.exp(final - top)
+        total += _exp(first - top) + _exp(final - top)
     scale = 1 / total
     zero = tl.minimum(N, 0) & total.to(tl.int32, bitcast=True)
+    # Stored as single numbers, side by side: so they are also rounded two at a time, by one instruction.
+    y_halves = y_pairs.to(tl.pointer_type(HALF), bitcast=True)
     for i in tl.static_range(CHUNKS):
         low, high = _unpacked(chunks[i] ^ zero if TWICE else chunks[i], HALF)
-        y = _packed(tl.exp(low - top) * scale, tl.exp(high - top) * scale, HALF)
-        at = i * BLOCK + columns
+        y = tl.join(_exp(low - top) * scale, _exp(high - top) * scale)  # [BLOCK, 2]
+        y = tl.reshape(y, [2 * BLOCK]).to(HALF)
+        at = 2 * i * BLOCK + tl.arange(0, 2 * BLOCK)
         if i < CHUNKS - 1:
-            tl.store(y_pairs + at, y)  # write MN
+            tl.store(y_halves + at, y)  # write MN
         else:
-            tl.store(y_pairs + at, y, mask=at < PAIRS)
+            tl.store(y_halves + at, y, mask=at < 2 * PAIRS)
     if ALIGN == 1:
-        tl.store(y_ptr + begin, tl.exp(first - top) * scale, mask=head == 1)
-        tl.store(y_ptr + begin + N - 1, tl.exp(final - top) * scale, mask=tail == 1)
+        tl.store(y_ptr + begin, _exp(first - top) * scale, mask=head == 1)
+        tl.store(y_ptr + begin + N - 1, _exp(final - top) * scale, mask=tail == 1)
 
 
 @triton.jit
@@ -243,7 +245,7 @@ def _merge(tops, totals):
     top = tl.max(tops, 1)[:, None]  # [ROWS, 1]
     # A piece that has seen nothing but -inf has the sum 0; relative to 0 it stays 0, relative to -inf it would be NaN.
     shift = tl.where(top == float("-inf"), 0.0, top)
-    total = tl.sum(totals * tl.exp(tops - shift), 1)[:, None]  # [ROWS, 1]
+    total = tl.sum(totals * _exp(tops - shift), 1)[:, None]  # [ROWS, 1]
     return top, total
 
 
@@ -273,7 +275,7 @@ def _top_and_total(
         x = tl.reshape(x.to(FLOAT), [ROWS, BLOCK // GROUP, GROUP])
         new = tl.maximum(tops, tl.max(x, 2))  # [ROWS, BLOCK / GROUP]
         shift = tl.where(new == float("-inf"), 0.0, new)
-        totals = totals * tl.exp(tops - shift) + tl.sum(tl.exp(x - shift[:, :, None]), 2)
+        totals = totals * _exp(tops - shift) + tl.sum(_exp(x - shift[:, :, None]), 2)
         tops = new
     return _merge(tops, totals)
 
@@ -290,7 +292,7 @@ def _divided(
         at = last - (start - begin) + columns
         inside = live & (at < end)
         x = tl.load(x_ptr + at * x_step, mask=inside, other=0.0, eviction_policy="evict_first")  # read MN again
-        y = tl.exp(x.to(top.dtype) - top) * scale  # [ROWS, BLOCK]
+        y = _exp(x.to(top.dtype) - top) * scale  # [ROWS, BLOCK]
         tl.store(y_ptr + at * y_step, y, mask=inside)  # write MN
 
 
@@ -621,52 +623,105 @@ def _softmax_plan(
     """
     outer, inner, n = sizes
     size = dtype.itemsize
-    kind, rows, twice = "rows", 1, False
+    kernel, rows, held_twice = "rows", 1, False
     if not last:
+        # 32 neighbours along INNER, so that a warp reads 64 bytes and more in one piece. Eight elements a thread and a
+        # tile, 64 in all: more would spill. Beyond that two passes, in tiles of at most 64 KiB, since a tile that is
+        # read along one axis and written along the other passes through shared memory.
         rows = min(32, triton.next_power_of_2(inner))
-        block = triton.next_power_of_2(n)
-        if block > 128:
-            kind, block = "twice", 64
-        warps = 4
-    elif tensors == 1 and pairs and (n % 2 or n > 16384) and n * size <= 131072:
-        kind, rows = "pairs", 1
-        warps = 2 if n < 2048 else 8 if n <= 32768 else 16
-        block = 128 * warps
-        twice = n > 4096
-    elif n * size * tensors <= 131072:
-        if n <= 4096:
-            block = triton.next_power_of_2(n)
-            rows = max(1, 512 // block)
-            warps = 1 if n * size <= 2048 else 4
+        numbers = rows * triton.next_power_of_2(n) * tensors * max(1, size // 4)
+        if rows == 32 and 32768 < numbers <= 65536:
+            rows, numbers = 16, numbers // 2
+        if numbers <= 32768:
+            warps = 4 if numbers <= 8192 else 16
+            block = max(1, (1024 if warps == 4 else 2048) // rows)
         else:
-            warps = 8 if n * size * tensors <= 65536 or size == 2 else 16
-            block = warps * 32 * 16 // size
+            kernel, warps = "twice", 16
+            rows = min(64, triton.next_power_of_2(inner))
+            block = 65536 // max(4, size) // rows
+        block = min(block, triton.next_power_of_2(n))
+    elif pairs and tensors == 1 and (n % 2 or n > 12800) and n <= 65536:
+        kernel = "pairs"
+        if n < 2048:
+            block, warps = 64, 1
+        elif n < 8192:
+            block, warps = 256, 4
+        elif n <= 20480:
+            block, warps = 2048, 8
+        elif n <= 40960:
+            block, warps = 2048, 16
+        else:
+            block, warps = 8192, 32
+        # Up to 80 numbers a thread the exponentials are kept; with more there would be one row at a time on a
+        # multiprocessor, which waits for its loads and then for its stores.
+        held_twice = n > 24576
+    elif n <= {2: 32768, 4: 32768, 8: 16384 // tensors}[size]:
+        # float32 rows of 128 KiB still fit: they leave room for one program of 32 warps, which is enough.
+        block, warps = _tile(n, size, tensors)
+        rows = max(1, (1024 if size == 2 else 512) // triton.next_power_of_2(n))
     else:
-        kind, block, warps = "twice", 16384 // size * 2, 32
-    group = 16 // size if last else 1
-    columns = n // 2 if kind == "pairs" else n
+        # The second pass finds in L2 what is left there of the first: the larger the tile, the fewer rows at once.
+        kernel, warps = "twice", 32
+        block = 32768 if size == 4 and tensors == 1 else 16384 if size < 8 else 8192
+    columns = n // 2 if kernel == "pairs" else n
     chunks = max(1, triton.cdiv(columns, block))
-    if capability is None:
+    if capability is None and kernel != "pairs":
         # The interpreter's cost is programs times operations, whatever their size.
-        tile = block * (chunks if kind == "rows" else 1)
+        tile = block * chunks if kernel == "rows" else block
         most = 1 << max(1, 65536 // tile).bit_length() - 1
-        rows = rows if kind == "pairs" else max(rows, min(triton.next_power_of_2(inner), most))
+        rows = max(rows, min(triton.next_power_of_2(inner), most))
     tiles = outer * triton.cdiv(inner, rows)
-    if kind == "pairs":
-        return Plan("pairs", {"BLOCK": block, "CHUNKS": chunks, "TWICE": twice}, tiles, warps)
-    constants = {"ROWS": rows, "BLOCK": block}
-    if kind == "rows":
-        return Plan("rows", constants | {"CHUNKS": chunks}, tiles, warps)
-    if tensors == 1:
-        constants["GROUP"] = group
+    if kernel == "pairs":
+        return Plan(kernel, {"BLOCK": block, "CHUNKS": chunks, "TWICE": held_twice}, tiles, warps)
+    if kernel == "rows":
+        return Plan(kernel, {"ROWS": rows, "BLOCK": block, "CHUNKS": chunks}, tiles, warps)
     # Where rows are fewer than multiprocessors, the rest of the GPU would watch: share each row among several programs,
-    # four for each multiprocessor in all, but none with fewer than two blocks of columns.
-    parts = min(4 * processors // max(1, tiles), triton.cdiv(n, 2 * block), 256)
-    if tiles < processors and parts > 1:
+    # about eight for each multiprocessor in all, each with a tile of columns at least.
+    few = tiles < processors if last else 2 * tiles <= processors
+    if last and few:
+        block, warps = min(block, 16384 // max(4, size)), 8
+    parts = min(8 * processors // max(1, tiles), triton.cdiv(n, block), 512)
+    group = {"GROUP": min(block, 16 // size) if last else 1} if tensors == 1 else {}
+    constants = {"ROWS": rows, "BLOCK": block, **group}
+    if few and parts > 1:
         parts = triton.next_power_of_2(parts)
         span = triton.cdiv(triton.cdiv(n, parts), block) * block
         return Plan("parts", constants | {"PARTS": parts}, tiles * parts, warps, span)
     return Plan("twice", constants, tiles, warps)
+
+
+def _tile(n: int, size: int, tensors: int) -> tuple[int, int]:
+    """BLOCK and warps for a row of `n` elements of `size` bytes that stays in registers.
+
+    A tile of a power of two wastes up to half its lanes, so a row is cut into tiles of 16 bytes a thread, and only the
+    last has lanes to spare. 16 to 64 numbers a thread keep enough loads in flight while several rows share a processor.
+    """
+    whole = triton.next_power_of_2(n)
+    if size == 2:
+        if n <= 1024:
+            return min(whole, 256 if n > 512 else 512), 1
+        if n <= 3072:
+            return 512, 2
+        if n in (4096, 8192):
+            return 4096, 8
+        if n <= 6144:
+            return 1024, 4
+        if tensors == 2 and 12800 < n <= 16384:
+            return 16384, 16
+        return 2048, 8
+    # float64 takes two registers a number: half the tile for the same bytes a thread.
+    wide = max(1, size // 4)
+    if n <= 2048:
+        if 512 < n <= 3 * whole // 4:
+            return whole // 4, 2
+        return whole, 1 if n <= 512 or n == 1024 else 4
+    if n < 4096:
+        return 1024 // wide, 8
+    if n < 8192:
+        return 2048 // wide, 16
+    if n <= 20480:
+        return 2048 // wide, 8 * wide
+    return 4096 // wide, 32
 
 
 # Launchers -----------------------------------------------------------------------------------------------------------
@@ -1141,7 +1196,7 @@ _EDGES = (
     {"M": 3, "N": 781},
     {"M": 2, "N": 8200},
     {"M": 2, "N": 24578},
-    {"M": 2, "N": 33000},
+    {"M": 2, "N": 66000},
     {"M": 140, "N": 33000},
     {"M": 0, "N": 5},
 )
