@@ -49,6 +49,7 @@ from fusebook.op import Cost, Op
 
 __all__ = [
     "Claims",
+    "Listing",
     "NoResults",
     "Source",
     "arguments",
@@ -828,6 +829,25 @@ class Source(_Shown):
 
     def __repr__(self) -> str:
         return "\n\n".join(f"# {path}, lines {first} to {last}\n{text}" for path, first, last, text in self.parts)
+
+
+class Listing(_Shown):
+    """A text that keeps its lines: a model, a table of a tool.
+
+    Parameters
+    ----------
+    text : str
+    """
+
+    def __init__(self, text: str) -> None:
+        self.text = textwrap.dedent(text).strip("\n")
+        self._now()
+
+    def _repr_html_(self) -> str:
+        return f'<div class="highlight"><pre tabindex="0">{html.escape(self.text)}</pre></div>'
+
+    def __repr__(self) -> str:
+        return self.text
 
 
 def _plain(function: Any) -> Any:
