@@ -601,19 +601,7 @@ table(
 plots.dots(pd.concat([one, llama]), of="roof")
 
 # %%
-table(
-    tables.shares(llama)[
-        [
-            "% of roof, median",
-            "% of roof, least",
-            "error / limit, worst",
-            "same bits twice",
-            "peak MB",
-            "not timed",
-        ]
-    ],
-    "Each way over the Llama's tables, cold",
-)
+table(tables.shares(llama), "Each way over the Llama's tables, cold")
 
 # %%
 # **Contention.** The same number of updates, but they meet: by Zipf's law, as
@@ -641,7 +629,7 @@ table(
 
 table(
     contention[contention["status"] == "wrong"][
-        ["variant", "dtype", "law", "score", "limit"]
+        ["variant", "dtype", "law", "note"]
     ].set_index(["law", "dtype", "variant"]),
     "Refused for their error",
     fold=False,
@@ -880,8 +868,8 @@ def scatter_max(shape, indices, updates):
 exercise(
     "scatter_max keeps the largest, and zero where all are below",
     scatter_max,
-    lambda shape, indices, updates: updates.new_zeros(shape).index_reduce_(
-        0, indices[:, 0], updates, "amax"
+    lambda shape, indices, updates: updates.new_zeros(shape).scatter_reduce_(
+        0, indices.expand_as(updates), updates, "amax"
     ),
     [drawn(6, 10, 33, 20), drawn(7, 5, 8, 4)],
 )

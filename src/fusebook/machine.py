@@ -18,6 +18,7 @@ import pathlib
 import platform
 import re
 import subprocess
+import sys
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -260,6 +261,9 @@ def versions(*packages: str) -> dict[str, str]:
 
 @functools.lru_cache(maxsize=None)  # the list of all distributions takes seconds to read
 def _versions(package: str) -> tuple[tuple[str, str], ...]:
+    # Two distributions may own one import package, as onnxruntime and onnxruntime-gpu do: what was imported counts.
+    if version := getattr(sys.modules.get(package.replace("-", "_")), "__version__", ""):
+        return ((package, str(version)),)
     try:
         return ((package, importlib.metadata.version(package)),)
     except importlib.metadata.PackageNotFoundError:

@@ -534,6 +534,8 @@ class Plan(NamedTuple):
         Updates whose loads are under way at once.
     chunk : int
         Updates of one row that one program adds up; further ones are other programs' work.
+    fill : int
+        Zeros that a program writes.
     warps : int
     """
 
@@ -544,6 +546,7 @@ class Plan(NamedTuple):
     block: int
     together: int
     chunk: int
+    fill: int
     warps: int
 
 
@@ -581,31 +584,41 @@ def _scatter_nd_plan(
     few, many = (64, 256) if interpreted else (512, 4096)
     # One launch for small work, where launches are the cost: each program reads all indices itself.
     small = n <= few and R <= 512
+    # Launches and L2 are what counts below this, memory above.
+    cached = R * D * size <= 2**24
     if strategy is None:
         if deterministic:
             strategy = "sorted"
         elif small:
             strategy = "owner"
-        elif size >= 4 and R * D * size <= 2**24:
+        elif cached and size >= 4:
             # The output stays in L2 between its zeros and its additions, so that these cost no memory traffic.
             strategy = "atomic"
-        elif n <= many and n <= R // 4:
+        elif n <= many and (cached or n <= R // 4):
             # Rows with updates are few: to write them twice costs less than to look up for each row whether it has any.
             strategy = "sorted"
         else:
             strategy = "owner"
     find = {"atomic": "", "sorted": "count" if n <= many else "sort", "owner": "scan" if small else "lists"}[strategy]
-    block = min(triton.next_power_of_2(D), 8192 if interpreted else 8192 // size)
+    # Tuned on an H200: bytes of a row that a program takes, updates whose loads are under way together, updates of one
+    # row that one program adds up, tiles of rows, warps; bytes of zeros that a program writes.
     if find == "scan":
-        groups = 32 if n > 64 else 2
-        return Plan(strategy, find, 1, 1, block if interpreted else min(block, 512), groups, 0, 1 if interpreted else 4)
-    tall = triton.next_power_of_2(max(1, R if strategy == "owner" or find == "sort" else n))
-    rows = max(1, min((65536 if interpreted else 1024) // block, tall))
-    # The square root of n balances the pieces of one row: the updates of one, and the sums of all.
-    chunk = 32 if n <= 2**13 else 128 if n <= 2**17 else 512
+        width, together, chunk, steps, warps, zeros = (2048, 32, 0, 1, 4, 16384)
+        together = together if n > 64 else 2
+    elif find == "":
+        width, together, chunk, steps, warps, zeros = (8192, 1, 0, 1, 4, 16384)
+    elif find == "count":
+        width, together, chunk, steps, warps, zeros = (8192, 2, 32, 1, 4, 16384)
+    else:
+        width, together, chunk, steps, warps, zeros = (8192, 2, 128, 2, 4, 16384)
+        chunk = chunk if n <= 2**17 else 512  # about the root of n balances the pieces: updates of one, sums of all
     if interpreted:
-        return Plan(strategy, find, 2, min(rows, 64), block, 2, 8 if n <= few else 32, 1)
-    return Plan(strategy, find, 2, rows, block, 2, chunk, 4)
+        width, together, chunk, steps, warps, zeros = (65536, 2, 8 if n <= few else 32, 2, 1, 2**18)
+    block = min(triton.next_power_of_2(D), width // size)
+    # Narrow rows share a tile.
+    tall = triton.next_power_of_2(max(1, R if find in ("sort", "lists") else n))
+    rows = 1 if find == "scan" else max(1, min((16384 if interpreted else 1024) // block, tall))
+    return Plan(strategy, find, steps, rows, block, together, chunk, zeros // size, warps)
 
 
 # Launchers -----------------------------------------------------------------------------------------------------------
@@ -670,9 +683,6 @@ def _unwritten(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -
     return torch.empty(0, dtype=dtype, device=device).set_(storage, 0, tuple(shape))
 
 
-_FILL = 65536 if _INTERPRETED else 4096  # elements of a program that writes zeros: 8 to 32 KiB
-
-
 def _launch_atomic(
     out: Tensor, sums: Tensor, indices: Tensor, updates: Tensor, sizes: tuple[int, int, int], masked: int | None,
     plan: Plan,
@@ -680,14 +690,14 @@ def _launch_atomic(
     """Zeros and atomic additions; `sums` is `out` itself, or float32 memory of its size for half types."""
     R, D, n = sizes
     stride, align = _steps(updates, D)
-    grid = (triton.cdiv(R * D, _FILL),)
-    _scatter_nd_fill[grid](sums, R * D, BLOCK=_FILL)
+    grid = (triton.cdiv(R * D, plan.fill),)
+    _scatter_nd_fill[grid](sums, R * D, BLOCK=plan.fill)
     _scatter_nd_atomic[(triton.cdiv(n, plan.rows) * triton.cdiv(D, plan.block),)](
         sums, indices, updates, R, D // align, n, stride // align, masked or 0,
         MASKED=masked is not None, ALIGN=align, ROWS=plan.rows, BLOCK=plan.block, num_warps=plan.warps,
     )  # fmt: skip
     if sums is not out:
-        _scatter_nd_round[grid](out, sums, R * D, BLOCK=_FILL)
+        _scatter_nd_round[grid](out, sums, R * D, BLOCK=plan.fill)
 
 
 def _launch_scan(
@@ -711,9 +721,9 @@ def _launch_segments(
     R, D, n = sizes
     stride, align = _steps(updates, D)
     mine, theirs = (256, 256) if _INTERPRETED else (8, min(512, max(32, triton.next_power_of_2(n))))
-    _scatter_nd_sort[(triton.cdiv(n, mine) + triton.cdiv(R * D, _FILL),)](
+    _scatter_nd_sort[(triton.cdiv(n, mine) + triton.cdiv(R * D, plan.fill),)](
         out, order, keys, spans[0], spans[1], counters, indices, R * D, R, n, len(counters), masked or 0,
-        MASKED=masked is not None, WIDE=(R + 2) * n >= 2**31, MINE=mine, THEIRS=theirs, BLOCK=_FILL,
+        MASKED=masked is not None, WIDE=(R + 2) * n >= 2**31, MINE=mine, THEIRS=theirs, BLOCK=plan.fill,
     )  # fmt: skip
     _scatter_nd_segments[(triton.cdiv(n, plan.rows) * triton.cdiv(D, plan.block),)](
         out, updates, parts, counters, order, keys, spans[0], spans[1], D // align, n, stride // align,
