@@ -606,11 +606,11 @@ def _scatter_nd_plan(
         width, together, chunk, steps, warps, zeros = (2048, 32, 0, 1, 4, 16384)
         together = together if n > 64 else 2
     elif find == "":
-        width, together, chunk, steps, warps, zeros = (8192, 1, 0, 1, 4, 16384)
+        width, together, chunk, steps, warps, zeros = (8192, 1, 0, 1, 4, 4096)
     elif find == "count":
-        width, together, chunk, steps, warps, zeros = (8192, 2, 32, 1, 4, 16384)
+        width, together, chunk, steps, warps, zeros = (4096, 2, 32, 1, 8, 16384)
     else:
-        width, together, chunk, steps, warps, zeros = (8192, 2, 128, 2, 4, 16384)
+        width, together, chunk, steps, warps, zeros = (4096, 4, 128, 4, 4, 16384)
         chunk = chunk if n <= 2**17 else 512  # about the root of n balances the pieces: updates of one, sums of all
     if interpreted:
         width, together, chunk, steps, warps, zeros = (65536, 2, 8 if n <= few else 32, 2, 1, 2**18)

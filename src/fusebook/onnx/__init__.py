@@ -125,6 +125,8 @@ class Graph:
                 "onnx.Graph: ONNX Runtime could not load its CUDA provider and fell back to the CPU; check that its CUDA "
                 "version is torch's, and import torch first"
             )
+        # An empty tensor has no address, and ONNX Runtime takes no null pointer: this one is never read.
+        self._nothing = torch.empty(16, dtype=torch.uint8, device=self.device)
         self.inputs = {node.name: node.type for node in self.session.get_inputs()}
         self.outputs = {node.name: node.type for node in self.session.get_outputs()}
 
@@ -241,7 +243,8 @@ def _place(name: str, value: Any, graph: Graph, type_: str) -> tuple[str, int, i
         raise ValueError(
             f"onnx.Graph: expected {name} on {graph.device} or the CPU, got {value.device}; move it, or make the graph there"
         )
-    return value.device.type, value.device.index or 0, _ELEMENTS[value.dtype], tuple(value.shape), value.data_ptr()
+    memory = value if value.numel() else graph._nothing
+    return memory.device.type, memory.device.index or 0, _ELEMENTS[value.dtype], tuple(value.shape), memory.data_ptr()
 
 
 def _tensor(value: Any) -> Tensor:

@@ -1,0 +1,332 @@
+"""What is special to ScatterND: indices that meet, that are masked, that are wrong; the same bits in every run."""
+
+import fusebook
+import pytest
+import torch
+from fusebook import bench, check
+from fusebook.inputs import generator, poison, rough
+from fusebook.kernels import scatter_nd
+from fusebook.kernels.scatter_nd import EMBEDDING_BACKWARD, MASKED_SCATTER_ND, STRATEGIES
+
+LAWS = ("uniform", "equal", "zipf", "masked", "none masked")
+masked, plain = fusebook.masked_scatter_nd_of_shape, fusebook.scatter_nd_of_shape
+
+
+def made(law, device, R=37, D=20, n=150, dtype=torch.float32, seed=0):
+    rng = generator(seed, device)
+    shape, indices, updates = MASKED_SCATTER_ND.make(
+        rng, dtype, R=R, D=D, n=n, law="uniform" if law == "none masked" else law
+    )
+    if law == "uniform":  # many duplicates and many masks
+        indices = torch.where(torch.rand(n, 1, generator=rng, device=device) < 0.3, -1, indices % 5)
+    if law == "none masked":
+        indices = indices.clamp(min=0)
+    return shape, indices, updates
+
+
+def right(inputs, got):
+    verdict = check.judge(MASKED_SCATTER_ND, got, check.yardstick(MASKED_SCATTER_ND, inputs))
+    return verdict.ok
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("law", LAWS)
+def test_a_hundred_runs_are_right(law, strategy, device):
+    # A race is right most of the time. In the interpreter programs run one after another, so few runs show as much.
+    for run in range(100 if device == "cuda" else 4):
+        inputs = made(law, device, seed=run)
+        poison([inputs[2].new_empty(inputs[0])])
+        assert right(inputs, masked(*inputs, strategy=strategy)), f"run {run}"
+
+
+@pytest.mark.parametrize("law", LAWS)
+def test_sorted_gives_the_same_bits_in_every_run(law, device):
+    inputs = made(law, device, R=37, D=300, n=300)
+    first = masked(*inputs, strategy="sorted")
+    for _ in range(20 if device == "cuda" else 2):
+        poison([first])
+        assert torch.equal(masked(*inputs, strategy="sorted"), first)
+
+
+def test_deterministic_algorithms_choose_sorted(device, monkeypatch):
+    inputs = made("uniform", device)
+    chosen = []
+    plan = scatter_nd._scatter_nd_plan
+    monkeypatch.setattr(scatter_nd, "_plan", lambda *a, **k: chosen.append(plan(*a, **k)) or chosen[-1])
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert right(inputs, masked(*inputs))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert [p.strategy for p in chosen] == ["sorted"]
+
+
+@pytest.mark.parametrize("size", [(256, 512, 512), (1024, 2048, 2048), (32000, 4096, 2048), (8192, 16384, 16384)])
+def test_a_plan_is_one_of_the_strategies(size):
+    for dtype in (torch.float16, torch.float32, torch.float64):
+        plan = scatter_nd._scatter_nd_plan(size, dtype, (9, 0))
+        assert plan.strategy in STRATEGIES
+        assert scatter_nd._scatter_nd_plan(size, dtype, (9, 0), deterministic=True).strategy == "sorted"
+        for strategy in STRATEGIES:
+            assert scatter_nd._scatter_nd_plan(size, dtype, (9, 0), strategy=strategy).strategy == strategy
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_hot_row_among_others_is_cut_into_pieces(strategy, device):
+    # Longer than several chunks, beginning and ending in the middle of one, between rows of one update.
+    n = 200 if device == "cpu" else 5000
+    row = torch.arange(n, device=device)
+    k = torch.where((row > n // 7) & (row < n - 5), 9, row % 8 + 1)[:, None]
+    u = rough(generator(1, device), (n, 50), torch.float32)
+    inputs = (12, 50), k, u
+    assert right(inputs, masked(*inputs, strategy=strategy))
+
+
+def test_the_seeds_wrong_shared_index_is_caught(device):
+    """It took index i mod 128: right up to 128 updates, and not seen by a page that compared nothing."""
+    for n, fine in ((128, True), (150, False)):
+        inputs = made("none masked", device, n=n)
+        shape, k, u = inputs
+        wrong = k[torch.arange(n, device=device) % 128]
+        assert right(inputs, scatter_nd.masked_scatter_nd_eager(shape, wrong, u)) is fine
+
+
+def test_sums_of_half_types_are_float32(device):
+    n = 4096 if device == "cuda" else 600
+    u = torch.full((n, 8), 1.0, dtype=torch.float16, device=device)
+    u[0] = 2048.0  # float16 cannot add one to it
+    k = torch.zeros(n, 1, dtype=torch.int64, device=device)
+    for strategy in STRATEGIES:
+        y = masked((2, 8), k, u, strategy=strategy)
+        assert y[0].tolist() == [2048.0 + (n - 1) - (n - 1) % 2 + (n - 1) % 2 * (n - 1 > 2048)] * 8 or torch.equal(
+            y[0], torch.full((8,), 2047.0 + n, device=device).half()
+        )
+
+
+# Indices --------------------------------------------------------------------------------------------------------------
+
+
+def test_negative_indices_count_from_the_end_and_the_masked_value_does_not(device):
+    u = torch.arange(1.0, 5.0, device=device)[:, None].expand(4, 2)
+    k = torch.tensor([[-2], [-1], [0], [3]], device=device)
+    assert plain((4, 2), k, u)[:, 0].tolist() == [3.0, 0.0, 1.0, 6.0]
+    assert masked((4, 2), k, u)[:, 0].tolist() == [3.0, 0.0, 1.0, 4.0]
+    assert masked((4, 2), k, u, masked_value=-2)[:, 0].tolist() == [3.0, 0.0, 0.0, 6.0]
+    assert masked((4, 2), k, u, masked_value=0)[:, 0].tolist() == [0.0, 0.0, 1.0, 6.0]
+
+
+def test_a_row_is_masked_when_any_component_is(device):
+    k = torch.tensor([[0, 1], [-1, 1], [2, -1], [1, -2]], device=device)
+    u = torch.ones(4, 3, device=device)
+    want = torch.zeros(3, 4, 3, device=device)
+    want[0, 1] = want[1, 2] = 1
+    assert torch.equal(masked((3, 4, 3), k, u), want)
+
+
+@pytest.mark.parametrize("k", range(6))
+def test_any_number_of_components(k, device):
+    """As index_put_ does; more than four are folded in two launches; none names the whole output."""
+    shape = (2, 3, 2, 2, 3)
+    rng = generator(k, device)
+    indices = torch.stack(
+        [torch.randint(-s, s, (4, 5), generator=rng, device=device) for s in shape[:k]], -1
+    ) if k else torch.zeros(4, 5, 0, dtype=torch.int64, device=device)  # fmt: skip
+    updates = torch.randn(4, 5, *shape[k:], generator=rng, device=device)
+    want = torch.zeros(shape, device=device)
+    if k:
+        want.index_put_(tuple(indices.unbind(-1)), updates, accumulate=True)
+    else:
+        want = updates.sum((0, 1))
+    for strategy in STRATEGIES:
+        got = plain(shape, indices, updates, strategy=strategy)
+        torch.testing.assert_close(got, want)
+        torch.testing.assert_close(plain(shape, indices.int(), updates, strategy=strategy), want)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_unchecked_indices_out_of_range_write_nowhere(strategy, device):
+    k = torch.tensor([[0], [7], [-8], [2**40], [6], [-(2**62)]], device=device)
+    u = torch.ones(6, 3, device=device)
+    y = plain((7, 3), k, u, check=False, strategy=strategy)
+    assert y[:, 0].tolist() == [1.0, 0, 0, 0, 0, 0, 1.0]
+
+
+def test_checked_indices_out_of_range_are_named_by_their_position(device):
+    k = torch.zeros(2, 3, 2, dtype=torch.int64, device=device)
+    k[1, 2, 1] = 9
+    u = torch.ones(2, 3, 4, device=device)
+    with pytest.raises(IndexError, match=r"got 9 at indices\[1, 2, 1\]"):
+        plain((5, 6, 4), k, u)
+    with pytest.raises(IndexError, match=r"from -6 to 5 in component 1 .* only -1 is masked"):
+        masked((5, 6, 4), k, u)
+    assert masked((5, 6, 4), k, u, masked_value=9)[0, 0, 0].item() == 5  # what is masked may be out of range
+    k[0, 0, 0] = -6
+    with pytest.raises(IndexError, match=r"got -6 at indices\[0, 0, 0\]"):
+        plain((5, 6, 4), k, u)
+
+
+def test_what_is_masked_is_not_read(device):
+    u = torch.full((3, 2), float("nan"), device=device)
+    k = torch.full((3, 1), -1, device=device)
+    for strategy in STRATEGIES:
+        assert torch.equal(masked((4, 2), k, u, strategy=strategy), torch.zeros(4, 2, device=device))
+
+
+# Input ----------------------------------------------------------------------------------------------------------------
+
+
+def test_updates_of_any_strides(device):
+    rng = generator(3, device)
+    k = torch.randint(6, (10, 1), generator=rng, device=device)
+    base = torch.randn(20, 24, generator=rng, device=device)
+    for u in (base[::2, ::3], base[:10, :8].flip(0), base.T[:10, :8], base[:1, :8].expand(10, 8), base[5:15, 3:11]):
+        torch.testing.assert_close(plain((6, 8), k, u), plain((6, 8), k, u.contiguous()))
+    wide = torch.randint(6, (10, 4), generator=rng, device=device)[:, ::4]
+    torch.testing.assert_close(plain((6, 8), wide, base[:10, :8]), plain((6, 8), wide.contiguous(), base[:10, :8]))
+
+
+@pytest.mark.parametrize("strategy", (None, *STRATEGIES))
+def test_empty_in_every_way(strategy, device):
+    i = torch.zeros(0, 1, dtype=torch.int64, device=device)
+    assert torch.equal(plain((3, 4), i, torch.zeros(0, 4, device=device), strategy=strategy).cpu(), torch.zeros(3, 4))
+    assert plain((0, 4), i, torch.zeros(0, 4, device=device), strategy=strategy).shape == (0, 4)
+    some = torch.zeros(2, 1, dtype=torch.int64, device=device)
+    assert plain((3, 0), some, torch.zeros(2, 0, device=device), strategy=strategy).shape == (3, 0)
+    none = torch.zeros(5, 0, dtype=torch.int64, device=device)
+    assert plain((), none, torch.ones(5, device=device), strategy=strategy).item() == 5
+
+
+def test_a_shape_may_be_a_tensor_on_the_host(device):
+    k, u = torch.zeros(1, 1, dtype=torch.int64, device=device), torch.ones(1, 2, device=device)
+    assert plain(torch.tensor([3, 2]), k, u).shape == (3, 2)
+    assert plain(torch.Size([3, 2]), k, u).shape == (3, 2)
+    assert plain([3, 2], k, u).shape == (3, 2)
+
+
+REFUSED = {
+    "shape of floats": (TypeError, "to hold integers", dict(shape=(3.0, 2))),
+    "shape is a number": (TypeError, "sequence of integers", dict(shape=3)),
+    "shape is text": (TypeError, "sequence of integers", dict(shape="32")),
+    "shape of two axes": (TypeError, "one axis", dict(shape=torch.ones(1, 2, dtype=torch.int64))),
+    "negative size": (ValueError, "sizes from 0 up", dict(shape=(-3, 2))),
+    "empty shape": (ValueError, "at most 0 components", dict(shape=())),
+    "indices is a list": (TypeError, "indices to be a torch.Tensor", dict(indices=[[0]])),
+    "indices of floats": (TypeError, "int64 or int32", dict(indices=torch.zeros(4, 1))),
+    "indices of bools": (TypeError, "int64 or int32", dict(indices=torch.zeros(4, 1, dtype=torch.bool))),
+    "indices is a number": (ValueError, "a single number", dict(indices=torch.tensor(1))),
+    "k beyond the rank": (ValueError, "at most 2 components", dict(indices=torch.zeros(4, 3, dtype=torch.int64))),
+    "updates of integers": (TypeError, "updates to be float16", dict(updates=torch.ones(4, 2, dtype=torch.int64))),
+    "updates are sparse": (TypeError, "dense", dict(updates=torch.ones(4, 2).to_sparse())),
+    "updates too wide": (ValueError, r"updates of shape \(4, 2\)", dict(updates=torch.ones(4, 3))),
+    "updates too few": (ValueError, r"updates of shape \(4, 2\)", dict(updates=torch.ones(3, 2))),
+    "updates elsewhere": (ValueError, "move one of them", dict(updates=torch.ones(4, 2, device="meta"))),
+    "reduction max": (NotImplementedError, "not implemented", dict(reduction="max")),
+    "reduction none": (NotImplementedError, "not implemented", dict(reduction="none")),
+    "reduction unknown": (ValueError, "reduction to be 'add'", dict(reduction="sum")),
+    "strategy unknown": (ValueError, "atomic, sorted, owner", dict(strategy="fast")),
+    "masked value of float": (TypeError, "64 bits", dict(masked_value=-1.0)),
+    "masked value of 65 bits": (TypeError, "64 bits", dict(masked_value=2**63)),
+}
+
+
+@pytest.mark.parametrize(("error", "message", "changed"), REFUSED.values(), ids=REFUSED)
+def test_bad_input_is_refused_in_one_sentence(error, message, changed, device):
+    given = {"shape": (3, 2), "indices": torch.zeros(4, 1, dtype=torch.int64), "updates": torch.ones(4, 2)} | changed
+    for name in ("indices", "updates"):
+        if isinstance(given[name], torch.Tensor) and given[name].device.type == "cpu":
+            given[name] = given[name].to(device)
+    with pytest.raises(error, match=message) as raised:
+        masked(given.pop("shape"), given.pop("indices"), given.pop("updates"), **given)
+    assert "\n" not in str(raised.value)
+
+
+# Gradients and transformations ----------------------------------------------------------------------------------------
+
+
+def test_gradients_agree_with_differences(device):
+    k = torch.tensor([[[0], [-1]], [[2], [0]], [[-3], [7]]], device=device)
+    u = torch.randn(3, 2, 4, dtype=torch.float64, device=device, requires_grad=True)
+    for function, value in ((masked, -1), (masked, 2)):
+        call = lambda u, f=function, v=value: f((5, 4), k, u, masked_value=v, check=False)  # noqa: E731
+        assert torch.autograd.gradcheck(call, u, nondet_tol=1e-12)
+        assert torch.autograd.gradgradcheck(call, u, nondet_tol=1e-12)
+
+
+def test_gradient_of_components_is_a_gather(device):
+    k = torch.tensor([[0, 1], [-1, 3], [1, -2], [1, 9]], device=device)
+    u = torch.randn(4, 3, device=device, requires_grad=True)
+    dy = torch.randn(2, 4, 3, device=device)
+    masked((2, 4, 3), k, u, check=False).backward(dy)
+    assert torch.equal(u.grad, torch.stack([dy[0, 1], torch.zeros_like(dy[0, 0]), dy[1, 2], torch.zeros_like(dy[0, 0])]))
+
+
+def test_custom_operators_are_registered_whole(device):
+    k = torch.tensor([[0], [-1], [2]], device=device)
+    u = torch.randn(3, 4, device=device, requires_grad=True)
+    for strategy in ("sorted", "owner"):
+        torch.library.opcheck(torch.ops.fusebook.scatter_nd, ([5, 4], k, u, -1, strategy))
+    torch.library.opcheck(torch.ops.fusebook.gather_nd, (torch.randn(5, 4, device=device, requires_grad=True), k, None))
+
+
+def test_under_compile_the_check_is_left_out(device):
+    k = torch.tensor([[0], [9], [2]], device=device)
+    u = torch.randn(3, 4, device=device)
+    torch.compiler.reset()
+    compiled = torch.compile(lambda k, u: masked((5, 4), k, u) * 2, fullgraph=True)
+    torch.testing.assert_close(compiled(k, u), masked((5, 4), k, u, check=False) * 2)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_strategy_runs_in_a_graph(strategy):
+    inputs = made("zipf", "cuda", R=2000, D=64, n=6000)
+    masked(*inputs, strategy=strategy)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = masked(*inputs, strategy=strategy)  # the check, which would wait, is left out
+    y.fill_(7)
+    graph.replay()
+    assert right(inputs, y)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_beyond_two_to_the_31_elements(strategy):
+    if torch.cuda.mem_get_info()[0] < 40 * 2**30:
+        pytest.skip("needs 40 GiB of GPU memory")
+    R, D = 2**19 + 3, 4096  # the last rows begin beyond 2**31
+    k = torch.tensor([[R - 1], [0], [R - 1], [R - 2]], device="cuda")
+    u = torch.randn(4, D, device="cuda", dtype=torch.float16)
+    y = masked((R, D), k, u, strategy=strategy)
+    torch.testing.assert_close(y[[0, R - 1, R - 2]].float(), torch.stack([u[1], u[0] + u[2], u[3]]).float(), atol=1e-2, rtol=1e-2)
+    assert not y[1 : R - 2 : 4099].any()
+
+
+def test_the_gradient_of_an_embedding_is_torchs(device):
+    dy, k, rows = EMBEDDING_BACKWARD.make(generator(0, device), torch.float32, R=11, D=6, n=40, law="zipf")
+    want = torch.ops.aten.embedding_dense_backward(dy, k, rows, -1, False)
+    torch.testing.assert_close(fusebook.embedding_backward(dy, k, rows), want)
+    want = torch.ops.aten.embedding_dense_backward(dy, k, rows, 3, False)
+    torch.testing.assert_close(fusebook.embedding_backward(dy.view(4, 10, 6), k.view(4, 10), rows, padding_idx=3), want)
+    with pytest.raises(TypeError, match="dy to be a torch.Tensor"):
+        fusebook.embedding_backward(None, k, rows)
+
+
+def test_a_deterministic_output_is_not_filled_twice(device):
+    """torch.empty writes NaN into what it returns under deterministic algorithms: as much traffic as the zeros."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        kept = scatter_nd._unwritten((1000, 100), torch.float32, torch.device(device))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert kept.shape == (1000, 100) and kept.is_contiguous() and not kept.isnan().all()
+
+
+def test_the_card_draws_what_it_says():
+    for law in ("uniform", "zipf", "equal", "masked"):
+        _, k, _ = MASKED_SCATTER_ND.make(generator(0, "cpu"), torch.float32, R=20, D=1, n=2000, law=law)
+        count = torch.bincount(k[:, 0] + 1, minlength=21)
+        assert {"equal": count.max() == 2000, "masked": count[0] == 2000}.get(law, count[1:].min() > 0)
+    with pytest.raises(ValueError, match="none of uniform"):
+        MASKED_SCATTER_ND.make(generator(0, "cpu"), torch.float32, R=20, D=1, n=2, law="pareto")
+    assert bench.points(MASKED_SCATTER_ND, "4x5x6") == [("4x5x6", {"R": 4, "D": 5, "n": 6, "law": "uniform"})]
