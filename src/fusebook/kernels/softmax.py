@@ -90,7 +90,7 @@ def _exp(x):
 def _rows_of(program, INNER, ROWS: tl.constexpr, FLAT: tl.constexpr = False):
     """Of a program, its place along OUTER and its rows along INNER; FLAT where OUTER is 1."""
     tiles = 1 if FLAT else tl.cdiv(INNER, ROWS)
-    # Two integer divisions are a twentieth of a program that has half a microsecond to live.
+    # Two integer divisions are a visible part of a program that only loads, reduces and stores a kilobyte.
     outer = tl.zeros([], tl.int64) if FLAT else (program // tiles).to(tl.int64)
     tile = program if FLAT else program % tiles
     rows = tile.to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
