@@ -155,8 +155,8 @@ def record(session):
             session.error(f"record: no page is named like {session.posargs}; there are {[p.stem for p in pages]}")
         pages = chosen
     run(session, "-m", "fusebook.record", "--machine", "--out", str(RECORDS))
-    # The pages offer their tables in the current folder; here nobody wants them. A false claim must not cost the results
-    # after it, so pages are judged once everything is recorded: replayed, strictly.
+    # The pages offer their tables in the current folder; here nobody wants them. A false claim must not cost the
+    # results after it, so pages are judged once everything is recorded: replayed, strictly.
     folder = session.create_tmp()
     with session.chdir(folder):
         for page in pages:
