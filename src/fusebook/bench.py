@@ -296,7 +296,10 @@ def _judged(op: Op, variant: Variant, data: _Data, which: int, out: Any, when: s
         raise WrongResult(f"changed its inputs{when}", math.inf)
     verdict = check.judge(op, out, data.yards[which], variant.math)
     if not verdict.ok:
-        raise WrongResult(f"score {verdict.score:.3g} is above the limit {verdict.limit:.3g}{when}", verdict.score)
+        where = check.worst(op, out, data.yards[which])
+        raise WrongResult(
+            f"score {verdict.score:.3g} is above the limit {verdict.limit:.3g}{when}; {where}", verdict.score
+        )
     return verdict
 
 
