@@ -32,6 +32,9 @@ _BUSY = 5e-3
 # kernel with it. So calls short enough to live in L2 are timed warm with outputs in several places.
 _PLACEMENTS = 3
 _SMALL = 50e-6
+# Calls in the graph that estimates, and the most in the one that is timed.
+_PILOT = 5
+_MOST = 500
 
 
 @dataclass(frozen=True)
@@ -202,7 +205,7 @@ def warm(functions: Functions, *, repeat: int = 30, seconds: float = 1e-3) -> di
     repeat : int
         Replays timed, per function.
     seconds : float
-        About how long one replay lasts; it holds 1 to 200 calls.
+        About how long one replay lasts; it holds 1 to 500 calls.
 
     Returns
     -------
@@ -231,23 +234,31 @@ def warm(functions: Functions, *, repeat: int = 30, seconds: float = 1e-3) -> di
 
 def _capture(function: Callable[[], Any], seconds: float) -> tuple[torch.cuda.CUDAGraph, int] | None:
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    try:
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):  # libraries set themselves up on the stream that captures
-            function()
-            start.record()
-            for _ in range(3):
-                function()
-            end.record()
-        torch.cuda.current_stream().wait_stream(side)
-        end.synchronize()
-        calls = max(1, min(200, math.ceil(seconds / max(start.elapsed_time(end) / 1e3 / 3, 1e-7))))
+    side = torch.cuda.Stream()
+
+    def captured(calls: int) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=side):
             for _ in range(calls):
                 function()
-        return graph, calls
+        return graph
+
+    try:
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):  # libraries set themselves up on the stream that captures
+            function()
+        torch.cuda.current_stream().wait_stream(side)
+        # A replay has a cost of its own, which the calls in it share: their number follows from the time of the device,
+        # as a graph shows it, not from that of the host, or variants with a slow launcher would bear more of it.
+        pilot = captured(_PILOT)
+        pilot.replay()
+        start.record()
+        pilot.replay()
+        end.record()
+        end.synchronize()
+        each = start.elapsed_time(end) / 1e3 / _PILOT
+        calls = max(1, min(_MOST, math.ceil(seconds / max(each, 1e-7))))
+        return captured(calls), calls
     except Exception:  # whatever a library raises when it is captured: it cannot be timed this way
         torch.cuda.synchronize()
         return None

@@ -88,7 +88,7 @@ def _exp(x):
 
 @triton.jit
 def _rows_of(program, INNER, ROWS: tl.constexpr, FLAT: tl.constexpr = False):
-    """Of a program, its place along OUTER and its rows along INNER; FLAT where OUTER is 1."""
+    """Of a program, its place along OUTER and its rows along INNER; with FLAT, OUTER is 1 and rows lie side by side."""
     tiles = 1 if FLAT else tl.cdiv(INNER, ROWS)
     # Two integer divisions are a visible part of a program that only loads, reduces and stores a kilobyte.
     outer = tl.zeros([], tl.int64) if FLAT else (program // tiles).to(tl.int64)
@@ -121,8 +121,9 @@ def _softmax_rows(
     outer, rows = _rows_of(tl.program_id(0), INNER, ROWS, FLAT)
     columns = tl.arange(0, BLOCK)[None, :]  # [1, BLOCK]
     live = (rows < INNER)[:, None]  # [ROWS, 1]
-    x_ptr += (outer * x_outer + rows[:, None] * x_inner) * ALIGN  # [ROWS, 1]
-    y_ptr += (outer * y_outer + rows[:, None] * y_inner) * ALIGN  # [ROWS, 1]
+    # One product in int64 instead of four, for the same reason.
+    x_ptr += rows[:, None] * N if FLAT else (outer * x_outer + rows[:, None] * x_inner) * ALIGN  # [ROWS, 1]
+    y_ptr += rows[:, None] * N if FLAT else (outer * y_outer + rows[:, None] * y_inner) * ALIGN  # [ROWS, 1]
 
     chunks = ()
     tops = tl.full([ROWS, BLOCK], float("-inf"), FLOAT)
@@ -600,6 +601,7 @@ def _softmax_plan(
     processors: int = 132,
     last: bool = True,
     pairs: bool = False,
+    flat: bool = False,
     tensors: int = 1,
 ) -> Plan:
     """Choose the kernel and its constants.
@@ -617,6 +619,8 @@ def _softmax_plan(
         Whether the elements of a row lie side by side; otherwise those along INNER do.
     pairs : bool
         Whether rows can be read as 32-bit pairs of half-precision numbers.
+    flat : bool
+        Whether OUTER is 1 and rows lie side by side in every tensor.
     tensors : int
         How many tensors a row keeps in registers: 1 for softmax, 2 for its gradient.
 
@@ -649,6 +653,8 @@ def _softmax_plan(
             block, warps = 64, 1
         elif n < 8192:
             block, warps = 256, 4
+        elif n <= 16384:
+            block, warps = 2048, 16
         elif n <= 20480:
             block, warps = 2048, 8
         elif n <= 40960:
@@ -657,7 +663,8 @@ def _softmax_plan(
             block, warps = 8192, 32
         # Up to 80 numbers a thread the exponentials are kept; with more there would be one row at a time on a
         # multiprocessor, which waits for its loads and then for its stores.
-        held_twice = n > 24576
+        # With 16 warps for 16384 columns it is the other way round: two rows fit if only the pairs are held.
+        held_twice = 12800 < n <= 16384 or n > 24576
     elif n <= {2: 32768, 4: 32768, 8: 16384 // tensors}[size]:
         # float32 rows of 128 KiB still fit: they leave room for one program of 32 warps, which is enough.
         block, warps = _tile(n, size, tensors)
@@ -677,7 +684,7 @@ def _softmax_plan(
     if kernel == "pairs":
         return Plan(kernel, {"BLOCK": block, "CHUNKS": chunks, "TWICE": held_twice}, tiles, warps)
     if kernel == "rows":
-        return Plan(kernel, {"ROWS": rows, "BLOCK": block, "CHUNKS": chunks, "FLAT": outer == 1}, tiles, warps)
+        return Plan(kernel, {"ROWS": rows, "BLOCK": block, "CHUNKS": chunks, "FLAT": flat}, tiles, warps)
     # Where rows are fewer than multiprocessors, the rest of the GPU would watch: share each row among several programs,
     # about eight for each multiprocessor in all, each with a tile of columns at least.
     few = tiles < processors if last else 2 * tiles <= processors
@@ -778,8 +785,9 @@ def _prepared(name: str, dense: Tensor, free: Tensor, dim: int, tensors: int) ->
     alike = align > 1 or strides[0] == strides[1]
     pairs = dense.element_size() == 2 and last and outer == 1 and alike and free.data_ptr() % 4 == 0
     capability, processors = gpu(dense.device)
-    sizes = (outer, inner, n)
-    plan = _plan(sizes, dense.dtype, capability, processors=processors, last=last, pairs=pairs, tensors=tensors)
+    flat = outer == 1 and last and (inner == 1 or all(along == n for _, along, _ in strides))
+    known = {"processors": processors, "last": last, "pairs": pairs, "flat": flat, "tensors": tensors}
+    plan = _plan((outer, inner, n), dense.dtype, capability, **known)
     numbers = [inner, n // align]
     for a, b, step in strides:
         numbers += [a // align, b // align, step if n > 1 else 1]
