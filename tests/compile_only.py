@@ -1,8 +1,9 @@
 """Compile, for a GPU that need not be there, every kernel that the library's launchers would launch on their edges.
 
-Run by test_compile.py as ``python compile_only.py 90``, in a process of its own, because Triton knows one driver. The
-driver here names an architecture and a limit of shared memory, takes tensors on the CPU, and launches nothing. One
-JSON object a line: what was launched, and the shared memory that the compiled kernel asks for.
+Run by test_compile.py as ``python compile_only.py 90 softmax``, with any number of ops, in a process of its own,
+because Triton knows one driver. The driver here names an architecture and a limit of shared memory, takes tensors on
+the CPU, and launches nothing. One JSON object a line: what was launched, and the shared memory that the compiled kernel
+asks for.
 """
 
 import json
@@ -66,10 +67,10 @@ class CompileOnly(DriverBase):
         return launch
 
 
-def main(arch):
+def main(arch, ops):
     launched = []
     triton.runtime.driver.set_active(CompileOnly(arch, launched))
-    for op in OPS.values():
+    for op in map(OPS.get, ops):
         variants = {name: v for name, v in op.variants.items() if name.startswith("fusebook")}
         for dims in op.edges:
             for dtype in op.dtypes:
@@ -87,4 +88,4 @@ def main(arch):
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), sys.argv[2:])

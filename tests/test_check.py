@@ -167,6 +167,38 @@ def test_the_score_does_not_depend_on_how_it_is_chunked(monkeypatch):
     assert verdict(got, want) == whole > 0
 
 
+def worst(got, want):
+    """What is said of `got` where the reference gives `want`."""
+    half = want.double() / 2
+    return check.worst(toy(), got, check.yardstick(toy(), (half.to(want.dtype),)))
+
+
+@pytest.mark.parametrize("chunk", [2**26, 8])
+def test_the_worst_element_is_named_with_its_position(chunk, monkeypatch):
+    monkeypatch.setattr(check, "_CHUNK", chunk)
+    want = torch.arange(1.0, 25.0).reshape(2, 3, 4)
+    got = want.clone()
+    assert worst(got, want) == ""
+    got[0, 0, 1] += 0.5
+    got[1, 2, 0] = -3
+    assert worst(got, want) == "worst at [1, 2, 0]: got -3, expected 21"
+    got[0, 1, 3] = math.nan
+    assert worst(got, want) == "worst at [0, 1, 3]: got nan, expected 8"
+    assert worst(torch.tensor(3.0), torch.tensor(2.0)) == "worst at []: got 3, expected 2"
+    assert worst(torch.empty(0, 3), torch.empty(0, 3)) == ""
+    counts = torch.tensor([1, 2])
+    assert check.worst(toy(), counts * 3, check.yardstick(toy(), (counts,))) == "worst at [0]: got 3, expected 2"
+
+
+def test_what_is_wrong_in_kind_is_said():
+    want = torch.ones(2, 3)
+    assert worst((want, want), want) == "got 2 outputs, expected 1"
+    assert worst(None, want) == "output 0: got NoneType, expected torch.float32 of shape (2, 3)"
+    assert worst(want.T.double(), want) == (
+        "output 0: got torch.float64 of shape (3, 2), expected torch.float32 of shape (2, 3)"
+    )
+
+
 def test_a_score_of_nan_is_not_ok():
     assert not check.Verdict(math.nan, 1.0).ok
 

@@ -1,4 +1,7 @@
-"""The pages: their shape, their exercises, and that they replay."""
+"""The pages: their shape, their exercises, and that they replay.
+
+Not edited when a page or a kernel is added: it reads the pages and the cards.
+"""
 
 import ast
 import importlib.util
@@ -11,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import synthetic
-from fusebook import gallery, record
+from fusebook import bench, gallery, record
 from fusebook import machine as machines
 from fusebook.kernels import OPS
 from toy import machine
@@ -28,8 +31,28 @@ HEADINGS = [
     "How far from the roof?",
     "Lessons",
     "Exercises",
-]  #: Every point that a page asks for.
-RECORDED = "4096x256,4096x1024,64x8192,16x131072,triton,large,llama,small,medium"
+]
+
+
+def asked(keyword):
+    """The words in all comma lists that pages give for `keyword`."""
+    calls = [n for page in PAGES for n in ast.walk(ast.parse(page.read_text())) if isinstance(n, ast.Call)]
+    given = [k.value.value for c in calls for k in c.keywords if k.arg == keyword and isinstance(k.value, ast.Constant)]
+    return dict.fromkeys(word for text in given if isinstance(text, str) for word in text.split(","))
+
+
+def takes(read, *given):
+    """Whether `read` knows what is given."""
+    try:
+        return bool(read(*given))
+    except ValueError:
+        return False
+
+
+def everything(op):
+    """The configs of a card, and the sizes and dtypes that pages ask of any."""
+    configs = [*op.configs, *(word for word in asked("config") if takes(bench.points, op, word))]
+    return ",".join(configs), ",".join(word for word in asked("dtype") if takes(bench.dtypes, word))
 
 
 def blocks(page):
@@ -61,7 +84,7 @@ def recorded(alone):
     """A record of everything that the pages ask for, on a made-up GPU."""
     on = machine(slug="nvidia-h200", name="Made-up GPU")
     for op in OPS.values():
-        record.write(synthetic.frame(op, RECORDED, "float32,bfloat16", on), machines.RECORDS)
+        record.write(synthetic.frame(op, *everything(op), on), machines.RECORDS)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
@@ -129,7 +152,7 @@ def solutions(page):
 @pytest.mark.parametrize("page", KERNEL_PAGES, ids=lambda p: p.stem)
 def test_a_kernel_page_replays_and_its_exercises_wait_for_the_reader(page, recorded):
     found = exercises(run_page(page))
-    assert 3 <= len(found) <= 5
+    assert found
     assert [item.true for item in found] == [False] * len(found)
     assert all("Error" not in item.detail for item in found), "wrong, and not broken, is what a reader starts from"
 
@@ -156,7 +179,7 @@ def test_a_page_is_a_command_with_help_and_without_nonsense(page):
         assert option in shown.stdout
     refused = end("--config", "enormous")
     assert refused.returncode == 2
-    assert "small, medium, large" in refused.stderr
+    assert any(f"'enormous' is none of {', '.join(op.configs)}, a size" in refused.stderr for op in OPS.values())
     assert "Traceback" not in refused.stderr
 
 
@@ -167,21 +190,24 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-constants = {"BLOCK": 1024, "ROWS": 4, "CHUNKS": 13, "SALT": 12345}
+constants = {"BLOCK": 1024, "ROWS": 4, "CHUNKS": 13, "SALT": 12345}  # and 16 for others
 script, copy = map(pathlib.Path, sys.argv[1:])
 tree = ast.parse(script.read_text())
 functions = [n for n in tree.body if isinstance(n, ast.FunctionDef)]
 kernels = [n for n in functions if "triton.jit" in map(ast.unparse, n.decorator_list)]
+called = {getattr(n.func, "id", "") for k in kernels for n in ast.walk(k) if isinstance(n, ast.Call)}
 copy.write_text("import triton\\nimport triton.language as tl\\n\\n" + "\\n\\n".join(map(ast.unparse, kernels)))
 spec = importlib.util.spec_from_file_location("kernels", copy)
 module = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
 for node in kernels:
+    if node.name in called:  # a part of others, and compiled with them
+        continue
     kernel = getattr(module, node.name)
     for pointer in ("*fp32", "*bf16"):
         kinds = {a: pointer if a.endswith("_ptr") else "fp32" if a == "T" else "i32" for a in kernel.arg_names}
-        given = {(i,): constants[a] for i, a in enumerate(kernel.arg_names) if a in constants}
-        kinds |= {a: "constexpr" for a in kernel.arg_names if a in constants}
+        given = {(p.num,): constants.get(p.name, 16) for p in kernel.params if p.is_constexpr}
+        kinds |= {p.name: "constexpr" for p in kernel.params if p.is_constexpr}
         source = ASTSource(kernel, signature=kinds, constexprs=given)
         triton.compile(source, target=GPUTarget("cuda", 90, 32))
         print(node.name, pointer)
@@ -196,4 +222,4 @@ def test_the_kernels_of_a_page_compile_without_a_gpu(page, tmp_path):
     command = [sys.executable, "-c", COMPILE, str(page), str(tmp_path / "kernels.py")]
     end = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert end.returncode == 0, end.stderr[-2000:]
-    assert len(end.stdout.splitlines()) == 2 * page.read_text().count("@triton.jit")
+    assert bool(end.stdout) == ("@triton.jit" in page.read_text())

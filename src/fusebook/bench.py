@@ -128,7 +128,7 @@ def _importable(package: str) -> bool:
 
 
 def source_hash(op: Op) -> str:
-    """Twelve digits of the sha256 of what a kernel is made of: kernels, launchers, shared device code, tuned settings.
+    """Twelve digits of the sha256 of what a kernel is made of: kernels, launchers, what they share, tuned settings.
 
     The functions that the cards of the module name (reference, make, cost, meaning) state the problem and are left out,
     as are versions of torch and triton, which stand in columns of their own.
@@ -159,7 +159,7 @@ def _hash(file: pathlib.Path, name: str, left_out: frozenset[str]) -> str:
         if isinstance(node, ast.FunctionDef) and node.name not in left_out:
             first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
             parts.append("".join(lines[first - 1 : node.end_lineno]))
-    for shared in (file.parent / "_tl.py", file.parent / "tuned" / f"{name}.json"):
+    for shared in (file.parent / "_launch.py", file.parent / "_tl.py", file.parent / "tuned" / f"{name}.json"):
         if shared.exists():
             parts.append(shared.read_text())
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]
@@ -296,7 +296,10 @@ def _judged(op: Op, variant: Variant, data: _Data, which: int, out: Any, when: s
         raise WrongResult(f"changed its inputs{when}", math.inf)
     verdict = check.judge(op, out, data.yards[which], variant.math)
     if not verdict.ok:
-        raise WrongResult(f"score {verdict.score:.3g} is above the limit {verdict.limit:.3g}{when}", verdict.score)
+        where = check.worst(op, out, data.yards[which])
+        raise WrongResult(
+            f"score {verdict.score:.3g} is above the limit {verdict.limit:.3g}{when}; {where}", verdict.score
+        )
     return verdict
 
 

@@ -17,7 +17,7 @@ import torch
 
 from fusebook.op import Op
 
-__all__ = ["Verdict", "Yardstick", "judge", "limit", "score", "yardstick"]
+__all__ = ["Verdict", "Yardstick", "judge", "limit", "score", "worst", "yardstick"]
 
 # Elements scored at a time: float64 temporaries of a 2 GiB result would otherwise take tens of GiB.
 _CHUNK = 2**26
@@ -147,21 +147,70 @@ def _distance(got: torch.Tensor, want: torch.Tensor) -> float:
     columns = want.shape[-1] if want.dim() else 1
     got, want = got.reshape(-1, columns), want.reshape(-1, columns)
     step = max(1, _CHUNK // columns)
-    return max(_rows(got[i : i + step], want[i : i + step]) for i in range(0, len(want), step))
+    return max(_rows(got[i : i + step], want[i : i + step]).max().item() for i in range(0, len(want), step))
 
 
-def _rows(got: torch.Tensor, want: torch.Tensor) -> float:
+def _rows(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
+    """How wrong each element is."""
     # What float64 holds may be infinite in the result's dtype, so infinities are looked for after rounding.
     rounded = want.to(got.dtype)
     finite = rounded.isfinite()
     alike = torch.where(rounded.isnan(), got.isnan(), got == rounded)
-    if not (alike | finite).all():
-        return _math.inf
     want = torch.where(finite, want, 0)
     error = torch.where(finite, (got.double() - want).abs(), 0)
     scale = want.abs() + want.square().sum(1, keepdim=True).div(finite.sum(1, keepdim=True).clamp(min=1)).sqrt()
-    worst = torch.where(error == 0, 0, error / scale).max().item()  # a zero row divides by zero: infinite if not zero
-    return _math.inf if _math.isnan(worst) else worst  # NaN where the reference has a number
+    ratio = torch.where(error == 0, 0, error / scale)  # a zero row divides by zero: infinite if not zero
+    ratio = torch.where(ratio.isnan(), _math.inf, ratio)  # NaN where the reference has a number
+    return torch.where(alike | finite, ratio, _math.inf)
+
+
+def worst(op: Op, outputs: Any, yard: Yardstick) -> str:
+    """Where `outputs` are most wrong, for messages.
+
+    Parameters
+    ----------
+    op : Op
+    outputs : torch.Tensor or tuple of torch.Tensor
+    yard : Yardstick
+        Of the same inputs.
+
+    Returns
+    -------
+    str
+        What was returned and what was expected: the number of outputs, a shape and dtype, or the worst element with its
+        position. Empty where everything is exact.
+    """
+    got = _tuple(outputs)
+    if len(got) != len(yard.shapes):
+        return f"got {len(got)} outputs, expected {len(yard.shapes)}"
+    for i, (out, shape, dtype) in enumerate(zip(got, yard.shapes, yard.dtypes, strict=True)):
+        like = (out.shape, out.dtype) if isinstance(out, torch.Tensor) else None
+        if like != (shape, dtype):
+            given = f"{like[1]} of shape {tuple(like[0])}" if like else type(out).__name__
+            return f"output {i}: got {given}, expected {dtype} of shape {tuple(shape)}"
+    found: tuple[float, str] = (0.0, "")
+    with torch.no_grad():
+        scored = _meaning(op, yard.inputs, tuple(o.detach() for o in got))
+        for i, (g, w) in enumerate(zip(scored, yard.want, strict=True)):
+            if w.numel() == 0:
+                continue
+            of = f" of output {i}" if len(scored) > 1 else ""
+            columns = w.shape[-1] if w.dim() else 1
+            step = max(1, _CHUNK // columns)
+            rows, wanted = g.reshape(-1, columns), w.reshape(-1, columns)
+            for start in range(0, len(wanted), step):
+                a, b = rows[start : start + step], wanted[start : start + step]
+                ratio = _rows(a, b) if w.is_floating_point() else torch.where(a == b, 0.0, _math.inf)
+                at = int(ratio.argmax())
+                if (most := ratio.view(-1)[at].item()) > found[0]:
+                    here = start * columns + at
+                    place: list[int] = []
+                    for size in reversed(w.shape):
+                        here, along = divmod(here, size)
+                        place.insert(0, along)
+                    values = f"got {a.reshape(-1)[at].item():.6g}, expected {b.reshape(-1)[at].item():.6g}"
+                    found = most, f"worst at {place}{of}: {values}"
+    return found[1]
 
 
 def limit(yard: Yardstick, math: str | None = None) -> float:

@@ -913,12 +913,14 @@ def exercise(
             for v in inputs
         )
         try:
-            verdict = check.judge(op, attempt(*inputs), check.yardstick(op, inputs))
+            got, yard = attempt(*inputs), check.yardstick(op, inputs)
+            verdict = check.judge(op, got, yard)
         except Exception as error:  # a reader's function may fail in any way: that is an answer too
             reason = f"{type(error).__name__} on {shapes}: {(str(error).splitlines() or [''])[0]}"
         else:
             if not verdict.ok:
-                reason = f"on {shapes} the score is {verdict.score:.2g}, the limit {verdict.limit:.2g}"
+                where = check.worst(op, got, yard)
+                reason = f"on {shapes} the score is {verdict.score:.2g}, the limit {verdict.limit:.2g}; {where}"
         if reason:
             break
     return Exercise((Claim(text, not reason, False, ("yes", "not yet"), reason),))._now()

@@ -23,10 +23,8 @@ do not fold into OUTER and INNER (a view with three or more strides beside the n
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
-import warnings
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -36,6 +34,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fusebook.inputs import rough
+from fusebook.kernels._launch import check_device, gpu, launching
 from fusebook.op import Cost, Op, Variant
 
 __all__ = ["OPS", "SOFTMAX", "SOFTMAX_BACKWARD", "softmax", "softmax_backward", "softmax_eager"]
@@ -88,11 +87,13 @@ def _exp(x):
 
 
 @triton.jit
-def _rows_of(program, INNER, ROWS: tl.constexpr):
-    """Of a program, its place along OUTER and its rows along INNER."""
-    tiles = tl.cdiv(INNER, ROWS)
-    outer = (program // tiles).to(tl.int64)
-    rows = (program % tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
+def _rows_of(program, INNER, ROWS: tl.constexpr, FLAT: tl.constexpr = False):
+    """Of a program, its place along OUTER and its rows along INNER; with FLAT, OUTER is 1 and rows lie side by side."""
+    tiles = 1 if FLAT else tl.cdiv(INNER, ROWS)
+    # Two integer divisions are a visible part of a program that only loads, reduces and stores a kilobyte.
+    outer = tl.zeros([], tl.int64) if FLAT else (program // tiles).to(tl.int64)
+    tile = program if FLAT else program % tiles
+    rows = tile.to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
     return outer, rows
 
 
@@ -112,15 +113,17 @@ def _softmax_rows(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     CHUNKS: tl.constexpr,
+    FLAT: tl.constexpr,
 ):
     """ROWS rows in registers, as CHUNKS tiles of BLOCK columns, of which only the last is masked."""
     FLOAT: tl.constexpr = tl.float64 if x_ptr.dtype.element_ty == tl.float64 else tl.float32
     N = N * ALIGN
-    outer, rows = _rows_of(tl.program_id(0), INNER, ROWS)
+    outer, rows = _rows_of(tl.program_id(0), INNER, ROWS, FLAT)
     columns = tl.arange(0, BLOCK)[None, :]  # [1, BLOCK]
     live = (rows < INNER)[:, None]  # [ROWS, 1]
-    x_ptr += (outer * x_outer + rows[:, None] * x_inner) * ALIGN  # [ROWS, 1]
-    y_ptr += (outer * y_outer + rows[:, None] * y_inner) * ALIGN  # [ROWS, 1]
+    # One product in int64 instead of four, for the same reason.
+    x_ptr += rows[:, None] * N if FLAT else (outer * x_outer + rows[:, None] * x_inner) * ALIGN  # [ROWS, 1]
+    y_ptr += rows[:, None] * N if FLAT else (outer * y_outer + rows[:, None] * y_inner) * ALIGN  # [ROWS, 1]
 
     chunks = ()
     tops = tl.full([ROWS, BLOCK], float("-inf"), FLOAT)
@@ -407,11 +410,12 @@ def _softmax_backward_rows(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     CHUNKS: tl.constexpr,
+    FLAT: tl.constexpr,
 ):
     """The gradient of ROWS rows; y and dy stay in registers as CHUNKS tiles. dx lies in memory as y does."""
     FLOAT: tl.constexpr = tl.float64 if y_ptr.dtype.element_ty == tl.float64 else tl.float32
     N = N * ALIGN
-    outer, rows = _rows_of(tl.program_id(0), INNER, ROWS)
+    outer, rows = _rows_of(tl.program_id(0), INNER, ROWS, FLAT)
     columns = tl.arange(0, BLOCK)[None, :]  # [1, BLOCK]
     live = (rows < INNER)[:, None]  # [ROWS, 1]
     dx_ptr += (outer * y_outer + rows[:, None] * y_inner) * ALIGN  # [ROWS, 1]
@@ -597,6 +601,7 @@ def _softmax_plan(
     processors: int = 132,
     last: bool = True,
     pairs: bool = False,
+    flat: bool = False,
     tensors: int = 1,
 ) -> Plan:
     """Choose the kernel and its constants.
@@ -614,6 +619,8 @@ def _softmax_plan(
         Whether the elements of a row lie side by side; otherwise those along INNER do.
     pairs : bool
         Whether rows can be read as 32-bit pairs of half-precision numbers.
+    flat : bool
+        Whether OUTER is 1 and rows lie side by side in every tensor.
     tensors : int
         How many tensors a row keeps in registers: 1 for softmax, 2 for its gradient.
 
@@ -646,6 +653,8 @@ def _softmax_plan(
             block, warps = 64, 1
         elif n < 8192:
             block, warps = 256, 4
+        elif n <= 16384:
+            block, warps = 2048, 16
         elif n <= 20480:
             block, warps = 2048, 8
         elif n <= 40960:
@@ -654,7 +663,8 @@ def _softmax_plan(
             block, warps = 8192, 32
         # Up to 80 numbers a thread the exponentials are kept; with more there would be one row at a time on a
         # multiprocessor, which waits for its loads and then for its stores.
-        held_twice = n > 24576
+        # With 16 warps for 16384 columns it is the other way round: two rows fit if only the pairs are held.
+        held_twice = 12800 < n <= 16384 or n > 24576
     elif n <= {2: 32768, 4: 32768, 8: 16384 // tensors}[size]:
         # float32 rows of 128 KiB still fit: they leave room for one program of 32 warps, which is enough.
         block, warps = _tile(n, size, tensors)
@@ -674,7 +684,7 @@ def _softmax_plan(
     if kernel == "pairs":
         return Plan(kernel, {"BLOCK": block, "CHUNKS": chunks, "TWICE": held_twice}, tiles, warps)
     if kernel == "rows":
-        return Plan(kernel, {"ROWS": rows, "BLOCK": block, "CHUNKS": chunks}, tiles, warps)
+        return Plan(kernel, {"ROWS": rows, "BLOCK": block, "CHUNKS": chunks, "FLAT": flat}, tiles, warps)
     # Where rows are fewer than multiprocessors, the rest of the GPU would watch: share each row among several programs,
     # about eight for each multiprocessor in all, each with a tile of columns at least.
     few = tiles < processors if last else 2 * tiles <= processors
@@ -714,7 +724,7 @@ def _tile(n: int, size: int, tensors: int) -> tuple[int, int]:
     if n <= 2048:
         if 512 < n <= 3 * whole // 4:
             return whole // 4, 2
-        return whole, 1 if n <= 512 or n == 1024 else 4
+        return whole, 1 if n <= 512 else 2 if n == 1024 else 4
     if n < 4096:
         return 1024 // wide, 8
     if n < 8192:
@@ -727,7 +737,6 @@ def _tile(n: int, size: int, tensors: int) -> tuple[int, int]:
 # Launchers -----------------------------------------------------------------------------------------------------------
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_INTERPRETED = not isinstance(_softmax_rows, triton.JITFunction)
 
 Strides = tuple[int, int, int]
 
@@ -755,29 +764,6 @@ def _axes(dim: int, *tensors: Tensor) -> tuple[tuple[int, int, int], list[Stride
     return (outer, inner, shape[dim]), list(zip(outers, inners, steps, strict=True))
 
 
-@functools.cache
-def _gpu(device: torch.device) -> tuple[tuple[int, int] | None, int]:
-    """Capability and multiprocessors of a device; in the interpreter None, and few enough for small tests to share."""
-    if _INTERPRETED:
-        return None, 4
-    if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        return (properties.major, properties.minor), properties.multi_processor_count
-    return divmod(triton.runtime.driver.active.get_current_target().arch, 10), 132
-
-
-def _runs_on(device: torch.device) -> bool:
-    """Whether Triton can launch a kernel on a tensor of this device."""
-    if device.type == "cuda":
-        return True
-    if _INTERPRETED:
-        return device.type == "cpu"
-    try:
-        return triton.runtime.driver.active.get_active_torch_device().type == device.type
-    except RuntimeError:  # no GPU, so no driver
-        return False
-
-
 _plan = functools.lru_cache(maxsize=4096)(_softmax_plan)
 
 
@@ -786,11 +772,7 @@ def _prepared(name: str, dense: Tensor, free: Tensor, dim: int, tensors: int) ->
 
     `dense` is contiguous; `free` has its shape and any strides.
     """
-    if not _runs_on(dense.device):
-        raise ValueError(
-            f"{name}: expected a CUDA tensor, got one on {dense.device.type}; move it to a GPU, or set "
-            "TRITON_INTERPRET=1 before Triton is imported, which runs the kernel in Triton's interpreter on the CPU"
-        )
+    check_device(name, dense)
     axes = _axes(dim, dense, free)
     if axes is None:
         free = free.contiguous()
@@ -802,27 +784,14 @@ def _prepared(name: str, dense: Tensor, free: Tensor, dim: int, tensors: int) ->
     # Rows that begin in the middle of a pair can be read as pairs if both tensors' rows do.
     alike = align > 1 or strides[0] == strides[1]
     pairs = dense.element_size() == 2 and last and outer == 1 and alike and free.data_ptr() % 4 == 0
-    capability, processors = _gpu(dense.device)
-    sizes = (outer, inner, n)
-    plan = _plan(sizes, dense.dtype, capability, processors=processors, last=last, pairs=pairs, tensors=tensors)
+    capability, processors = gpu(dense.device)
+    flat = outer == 1 and last and (inner == 1 or all(along == n for _, along, _ in strides))
+    known = {"processors": processors, "last": last, "pairs": pairs, "flat": flat, "tensors": tensors}
+    plan = _plan((outer, inner, n), dense.dtype, capability, **known)
     numbers = [inner, n // align]
     for a, b, step in strides:
         numbers += [a // align, b // align, step if n > 1 else 1]
     return free, plan, align, numbers
-
-
-@contextlib.contextmanager
-def _on(tensor: Tensor):
-    """Launch on the tensor's device. In the interpreter NaN shall raise no warning, as it raises none on a GPU."""
-    if tensor.is_cuda:
-        with torch.cuda.device(tensor.device):
-            yield
-    else:
-        import numpy
-
-        with numpy.errstate(all="ignore"), warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)
-            yield
 
 
 def _softmax(x: Tensor, dim: int) -> Tensor:
@@ -832,7 +801,7 @@ def _softmax(x: Tensor, dim: int) -> Tensor:
     x, plan, align, (inner, n, *strides) = _prepared("softmax", y, x, dim, tensors=1)
     constants = {"ALIGN": align, **plan.constants, "num_warps": plan.warps}
     grid = (plan.programs,)
-    with _on(x):
+    with launching(x):
         if plan.kernel == "rows":
             _softmax_rows[grid](y, x, inner, n, *strides, **constants)
         elif plan.kernel == "pairs":
@@ -857,7 +826,7 @@ def _softmax_backward(y: Tensor, dy: Tensor, dim: int) -> Tensor:
     dy, plan, align, (inner, n, *strides) = _prepared("softmax_backward", y, dy, dim, tensors=2)
     constants = {"ALIGN": align, **plan.constants, "num_warps": plan.warps}
     grid = (plan.programs,)
-    with _on(y):
+    with launching(y):
         if plan.kernel == "rows":
             _softmax_backward_rows[grid](dx, y, dy, inner, n, *strides, **constants)
         elif plan.kernel == "twice":
@@ -1108,6 +1077,8 @@ def _quack(x: Tensor) -> Tensor:
 def _quack_takes(x: Tensor) -> None:
     if x.dtype == torch.float64:
         raise NotImplementedError("quack takes float16, bfloat16 and float32, got float64")
+    if x.shape[-1] * x.element_size() % 16:
+        raise NotImplementedError(f"quack takes rows of whole 16-byte vectors, got {x.shape[-1]} columns of {x.dtype}")
 
 
 def _reference_backward(x: Tensor, dy: Tensor) -> Tensor:
