@@ -8,6 +8,7 @@ onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
 
 import onnx.helper as oh  # noqa: E402
+
 from fusebook import onnx as fonnx  # noqa: E402
 from fusebook.kernels.scatter_nd import _onnx_model  # noqa: E402
 from fusebook.onnx import Graph  # noqa: E402
@@ -89,7 +90,9 @@ def test_tf32_is_off_unless_asked_for():
     usable("cuda")
     a, b = torch.randn(2, 512, 512, device="cuda").unbind()
     want = a.double() @ b.double()
-    error = {tf32: (Graph(matmul(), tf32=tf32)({"a": a, "b": b})["c"] - want).abs().max().item() for tf32 in (False, True)}
+    error = {
+        tf32: (Graph(matmul(), tf32=tf32)({"a": a, "b": b})["c"] - want).abs().max().item() for tf32 in (False, True)
+    }
     assert error[False] < 1e-3 < error[True]
 
 

@@ -1,8 +1,9 @@
 """What is special to ScatterND: indices that meet, that are masked, that are wrong; the same bits in every run."""
 
-import fusebook
 import pytest
 import torch
+
+import fusebook
 from fusebook import bench, check
 from fusebook.inputs import generator, poison, rough
 from fusebook.kernels import scatter_nd
@@ -98,9 +99,7 @@ def test_sums_of_half_types_are_float32(device):
     k = torch.zeros(n, 1, dtype=torch.int64, device=device)
     for strategy in STRATEGIES:
         y = masked((2, 8), k, u, strategy=strategy)
-        assert y[0].tolist() == [2048.0 + (n - 1) - (n - 1) % 2 + (n - 1) % 2 * (n - 1 > 2048)] * 8 or torch.equal(
-            y[0], torch.full((8,), 2047.0 + n, device=device).half()
-        )
+        assert torch.equal(y[0], torch.full((8,), 2047.0 + n, device=device).half())
 
 
 # Indices --------------------------------------------------------------------------------------------------------------
@@ -185,7 +184,7 @@ def test_updates_of_any_strides(device):
     torch.testing.assert_close(plain((6, 8), wide, base[:10, :8]), plain((6, 8), wide.contiguous(), base[:10, :8]))
 
 
-@pytest.mark.parametrize("strategy", (None, *STRATEGIES))
+@pytest.mark.parametrize("strategy", [None, *STRATEGIES])
 def test_empty_in_every_way(strategy, device):
     i = torch.zeros(0, 1, dtype=torch.int64, device=device)
     assert torch.equal(plain((3, 4), i, torch.zeros(0, 4, device=device), strategy=strategy).cpu(), torch.zeros(3, 4))
@@ -257,7 +256,8 @@ def test_gradient_of_components_is_a_gather(device):
     u = torch.randn(4, 3, device=device, requires_grad=True)
     dy = torch.randn(2, 4, 3, device=device)
     masked((2, 4, 3), k, u, check=False).backward(dy)
-    assert torch.equal(u.grad, torch.stack([dy[0, 1], torch.zeros_like(dy[0, 0]), dy[1, 2], torch.zeros_like(dy[0, 0])]))
+    nothing = torch.zeros_like(dy[0, 0])
+    assert torch.equal(u.grad, torch.stack([dy[0, 1], nothing, dy[1, 2], nothing]))
 
 
 def test_custom_operators_are_registered_whole(device):
@@ -298,7 +298,8 @@ def test_beyond_two_to_the_31_elements(strategy):
     k = torch.tensor([[R - 1], [0], [R - 1], [R - 2]], device="cuda")
     u = torch.randn(4, D, device="cuda", dtype=torch.float16)
     y = masked((R, D), k, u, strategy=strategy)
-    torch.testing.assert_close(y[[0, R - 1, R - 2]].float(), torch.stack([u[1], u[0] + u[2], u[3]]).float(), atol=1e-2, rtol=1e-2)
+    want = torch.stack([u[1], u[0] + u[2], u[3]])
+    torch.testing.assert_close(y[[0, R - 1, R - 2]], want, atol=1e-2, rtol=1e-2)
     assert not y[1 : R - 2 : 4099].any()
 
 

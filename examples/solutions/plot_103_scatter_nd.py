@@ -29,7 +29,7 @@ def _mean(y_ptr, k_ptr, u_ptr, D, n, N: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(y_ptr + r * D + columns, total / count, mask=columns < D)
 
 
-# 2. The same walk; the running value starts at zero, which is what the row was.
+# 2. The same walk; the running value starts at zero, as the row did.
 
 
 @triton.jit

@@ -1274,7 +1274,7 @@ def _make_of_shape(
     # R rows as K axes; where that leaves a remainder, the first axis is the smaller one.
     shape = (R,) if K == 1 else (R // 4, 4) if K == 2 else (R // 8, 4, 2)
     row = _draw(rng, math.prod(shape), n, law)
-    components = []
+    components: list[Tensor] = []
     for size in reversed(shape):
         components.insert(0, row % size)
         row = row // size

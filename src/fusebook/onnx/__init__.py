@@ -111,7 +111,7 @@ class Graph:
             providers.insert(0, ("CUDAExecutionProvider", cuda))
             if "CUDAExecutionProvider" not in ort.get_available_providers():
                 raise RuntimeError(
-                    f"onnx.Graph: onnxruntime {ort.__version__} has no CUDA provider; install onnxruntime-gpu instead of it"
+                    f"onnx.Graph: onnxruntime {ort.__version__} has no CUDA provider; install onnxruntime-gpu"
                 )
             # Otherwise every run ends in waiting for the GPU.
             self._run.add_run_config_entry("disable_synchronize_execution_providers", "1")
@@ -122,8 +122,8 @@ class Graph:
         self.session = ort.InferenceSession(model, settings, providers=providers)
         if self.stream is not None and "CUDAExecutionProvider" not in self.session.get_providers():
             raise RuntimeError(
-                "onnx.Graph: ONNX Runtime could not load its CUDA provider and fell back to the CPU; check that its CUDA "
-                "version is torch's, and import torch first"
+                "onnx.Graph: ONNX Runtime could not load its CUDA provider and fell back to the CPU; check that its "
+                "CUDA version is torch's, and import torch first"
             )
         # An empty tensor has no address, and ONNX Runtime takes no null pointer: this one is never read.
         self._nothing = torch.empty(16, dtype=torch.uint8, device=self.device)
@@ -214,7 +214,8 @@ def _onnxruntime() -> Any:
         import onnxruntime
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            "onnx.Graph: needs ONNX Runtime, which is not installed; install onnxruntime-gpu, or onnxruntime without a GPU"
+            "onnx.Graph: needs ONNX Runtime, which is not installed; install onnxruntime-gpu, or onnxruntime without "
+            "a GPU"
         ) from error
     return onnxruntime
 
@@ -234,14 +235,19 @@ def _named(what: str, given: Mapping[str, Any], known: Mapping[str, str], *, all
 def _place(name: str, value: Any, graph: Graph, type_: str) -> tuple[str, int, int, Sequence[int], int]:
     """Device, element type, shape and address of a tensor, as ONNX Runtime wants to be told."""
     if not isinstance(value, Tensor):
-        raise TypeError(f"onnx.Graph: expected {name} to be a torch.Tensor, got {type(value).__name__}; use torch.as_tensor")
+        raise TypeError(
+            f"onnx.Graph: expected {name} to be a torch.Tensor, got {type(value).__name__}; use torch.as_tensor"
+        )
     if _NAMES.get(value.dtype) != type_:
         raise TypeError(f"onnx.Graph: expected {name} to be {type_}, got {value.dtype}; cast it first")
     if not value.is_contiguous():
-        raise ValueError(f"onnx.Graph: expected {name} to be contiguous, since its memory is bound; call contiguous() first")
+        raise ValueError(
+            f"onnx.Graph: expected {name} to be contiguous, since its memory is bound; call contiguous() first"
+        )
     if value.device.type != "cpu" and value.device != graph.device:
         raise ValueError(
-            f"onnx.Graph: expected {name} on {graph.device} or the CPU, got {value.device}; move it, or make the graph there"
+            f"onnx.Graph: expected {name} on {graph.device} or the CPU, got {value.device}; move it, or make the graph "
+            "there"
         )
     memory = value if value.numel() else graph._nothing
     return memory.device.type, memory.device.index or 0, _ELEMENTS[value.dtype], tuple(value.shape), memory.data_ptr()
