@@ -21,7 +21,6 @@ are many; in both, one kernel writes each row of the output exactly once, zeros 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 from collections.abc import Sequence
@@ -33,6 +32,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fusebook.inputs import rough
+from fusebook.kernels._launch import INTERPRETED, check_device, gpu, launching
 from fusebook.op import Cost, Op, Variant
 
 __all__ = [
@@ -409,7 +409,7 @@ def _scatter_nd_owner(
     columns = (tl.program_id(0) % tiles).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[None, :]  # [1, BLOCK]
     inside = columns < D
     # A loop over rows, not a program a row: most rows are zeros, and to start a program costs as much as to write them.
-    for step in range(0, STEPS):
+    for step in range(STEPS):
         rows = first + step * ROWS + tl.arange(0, ROWS)  # [ROWS]
         begin = tl.load(starts_ptr + rows, mask=rows < R, other=0)
         end = tl.load(ends_ptr + rows, mask=rows < R, other=0)
@@ -578,8 +578,8 @@ def _scatter_nd_plan(
     """
     R, D, n = sizes
     size = dtype.itemsize
-    # The interpreter's cost is programs times operations, whatever their size: it takes larger tiles, and comes to every
-    # kernel with fewer updates, so that tests need not have many.
+    # The interpreter's cost is programs times operations, whatever their size: it takes larger tiles, and comes to
+    # every kernel with fewer updates, so that tests need not have many.
     interpreted = capability is None
     few, many = (64, 256) if interpreted else (512, 4096)
     # One launch for small work, where launches are the cost: each program reads all indices itself.
@@ -625,45 +625,7 @@ def _scatter_nd_plan(
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _REDUCTIONS = ("none", "add", "mul", "max", "min")
-_INTERPRETED = not isinstance(_scatter_nd_owner, triton.JITFunction)
-
-
-@functools.cache
-def _capability(device: torch.device) -> tuple[int, int] | None:
-    """Compute capability of a device; None in the interpreter."""
-    if _INTERPRETED:
-        return None
-    if device.type == "cuda":
-        return torch.cuda.get_device_capability(device)
-    return divmod(triton.runtime.driver.active.get_current_target().arch, 10)
-
-
-def _runs_on(device: torch.device) -> bool:
-    """Whether Triton can launch a kernel on a tensor of this device."""
-    if device.type == "cuda":
-        return True
-    if _INTERPRETED:
-        return device.type == "cpu"
-    try:
-        return triton.runtime.driver.active.get_active_torch_device().type == device.type
-    except RuntimeError:  # no GPU, so no driver
-        return False
-
-
 _plan = functools.lru_cache(maxsize=4096)(_scatter_nd_plan)
-
-
-@contextlib.contextmanager
-def _on(tensor: Tensor):
-    """Launch on the tensor's device. In the interpreter NaN shall raise no warning, as it raises none on a GPU."""
-    if tensor.is_cuda:
-        with torch.cuda.device(tensor.device):
-            yield
-    else:
-        import numpy
-
-        with numpy.errstate(all="ignore"):
-            yield
 
 
 def _sums(dtype: torch.dtype) -> torch.dtype:
@@ -680,7 +642,8 @@ def _unwritten(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -
         return torch.empty(shape, dtype=dtype, device=device)
     size = math.prod(shape)
     storage = torch.UntypedStorage(size * dtype.itemsize, device=device)
-    return torch.empty(0, dtype=dtype, device=device).set_(storage, 0, tuple(shape))
+    memory = torch.empty(0, dtype=dtype, device=device).set_(storage)  # type: ignore[call-overload]
+    return memory.view(tuple(shape))
 
 
 def _launch_atomic(
@@ -720,7 +683,7 @@ def _launch_segments(
     """Zeros and a sort by counting in one launch, the rows that have updates in another."""
     R, D, n = sizes
     stride, align = _steps(updates, D)
-    mine, theirs = (256, 256) if _INTERPRETED else (8, min(512, max(32, triton.next_power_of_2(n))))
+    mine, theirs = (256, 256) if INTERPRETED else (8, min(512, max(32, triton.next_power_of_2(n))))
     _scatter_nd_sort[(triton.cdiv(n, mine) + triton.cdiv(R * D, plan.fill),)](
         out, order, keys, spans[0], spans[1], counters, indices, R * D, R, n, len(counters), masked or 0,
         MASKED=masked is not None, WIDE=(R + 2) * n >= 2**31, MINE=mine, THEIRS=theirs, BLOCK=plan.fill,
@@ -776,7 +739,7 @@ def _keyed(shape: Sequence[int], indices: Tensor, masked: int | None, dtype: tor
     if k == 0:  # every index names the whole output
         return torch.zeros(n, dtype=dtype, device=indices.device)
     keys = _unwritten((n,), dtype, indices.device)
-    block = 4096 if _INTERPRETED else 256
+    block = 4096 if INTERPRETED else 256
     for axis in range(0, k, 4):
         sizes = tuple(shape[axis : min(axis + 4, k)])
         # Components after `axis`; the kernel steps over K of them from one index to the next.
@@ -808,12 +771,12 @@ def _scatter(shape: Sequence[int], indices: Tensor, updates: Tensor, masked: int
     if D > 1 and updates.stride(1) != 1:
         updates = updates.contiguous()
     plan = _plan(
-        sizes, dtype, _capability(device), strategy=strategy or None,
+        sizes, dtype, gpu(device)[0], strategy=strategy or None,
         deterministic=torch.are_deterministic_algorithms_enabled(),
     )  # fmt: skip
     # Numbers of rows and of updates: int32 halves what is read of them.
     whole = torch.int32 if max(R, n) < 2**31 - 1 else torch.int64
-    with _on(out):
+    with launching(out):
         if indices.shape[1] != 1 or plan.find == "sort":
             keys = _keyed(shape, indices, masked, whole)
             indices, masked = keys, -1  # what names no row is -1 now
@@ -856,8 +819,8 @@ def _gather(source: Tensor, indices: Tensor, masked: int | None) -> Tensor:
         return out.zero_()
     align = math.gcd(max(1, 16 // source.element_size()), D)
     block = min(triton.next_power_of_2(D), 2048)
-    rows = max(1, min((65536 if _INTERPRETED else 1024) // block, triton.next_power_of_2(n)))
-    with _on(out):
+    rows = max(1, min((65536 if INTERPRETED else 1024) // block, triton.next_power_of_2(n)))
+    with launching(out):
         if k != 1:
             indices, masked = _keyed(source.shape, indices, masked, torch.int64), -1
         _gather_nd_rows[(triton.cdiv(n, rows) * triton.cdiv(D, block),)](
@@ -935,8 +898,8 @@ def _shape_of(name: str, shape: Any) -> tuple[int, ...]:
     if isinstance(shape, Tensor):
         if shape.is_cuda:
             raise TypeError(
-                f"{name}: expected shape on the host, got a tensor on {shape.device}, and reading it would wait for the "
-                "GPU; pass shape.tolist() once"
+                f"{name}: expected shape on the host, got a tensor on {shape.device}, and reading it would wait for "
+                "the GPU; pass shape.tolist() once"
             )
         if shape.dim() != 1 or shape.dtype not in (torch.int32, torch.int64):
             raise TypeError(
@@ -945,12 +908,16 @@ def _shape_of(name: str, shape: Any) -> tuple[int, ...]:
             )
         shape = shape.tolist()
     if isinstance(shape, (str, bytes)) or not isinstance(shape, Sequence):
-        raise TypeError(f"{name}: expected shape to be a sequence of integers, got {type(shape).__name__}; pass a tuple")
+        raise TypeError(
+            f"{name}: expected shape to be a sequence of integers, got {type(shape).__name__}; pass a tuple"
+        )
     for size in shape:
         if isinstance(size, bool) or not isinstance(size, (int, torch.SymInt)):
             raise TypeError(f"{name}: expected shape to hold integers, got {type(size).__name__}; convert it first")
         if not isinstance(size, torch.SymInt) and size < 0:
-            raise ValueError(f"{name}: expected sizes from 0 up in shape, got {tuple(shape)}; give each axis its length")
+            raise ValueError(
+                f"{name}: expected sizes from 0 up in shape, got {tuple(shape)}; give each axis its length"
+            )
     return tuple(shape)
 
 
@@ -968,10 +935,12 @@ def _checked(name: str, shape: Any, indices: Any, updates: Any, reduction: Any, 
         raise TypeError(f"{name}: expected indices to be int64 or int32, got {indices.dtype}; cast them first")
     if updates.dtype not in _DTYPES:
         raise TypeError(
-            f"{name}: expected updates to be float16, bfloat16, float32 or float64, got {updates.dtype}; cast them first"
+            f"{name}: expected updates to be float16, bfloat16, float32 or float64, got {updates.dtype}; cast first"
         )
     if reduction not in _REDUCTIONS:
-        raise ValueError(f"{name}: expected reduction to be 'add', got {reduction!r}; ONNX knows {', '.join(_REDUCTIONS)}")
+        raise ValueError(
+            f"{name}: expected reduction to be 'add', got {reduction!r}; ONNX knows {', '.join(_REDUCTIONS)}"
+        )
     if reduction != "add":
         raise NotImplementedError(
             f"{name}: expected reduction to be 'add', got {reduction!r}, which is not implemented; use torch's "
@@ -982,7 +951,9 @@ def _checked(name: str, shape: Any, indices: Any, updates: Any, reduction: Any, 
             f"{name}: expected strategy to be None or one of {', '.join(STRATEGIES)}, got {strategy!r}; None chooses"
         )
     if indices.dim() == 0:
-        raise ValueError(f"{name}: expected indices of shape [..., k], got a single number; add an axis for its components")
+        raise ValueError(
+            f"{name}: expected indices of shape [..., k], got a single number; add an axis for its components"
+        )
     k = indices.shape[-1]
     if k > len(shape):
         raise ValueError(
@@ -999,11 +970,8 @@ def _checked(name: str, shape: Any, indices: Any, updates: Any, reduction: Any, 
         raise ValueError(
             f"{name}: expected indices on {updates.device} as updates are, got {indices.device}; move one of them"
         )
-    if updates.device.type in ("cpu", "cuda") and not _runs_on(updates.device):
-        raise ValueError(
-            f"{name}: expected CUDA tensors, got them on {updates.device.type}; move them to a GPU, or set "
-            "TRITON_INTERPRET=1 before Triton is imported, which runs the kernel in Triton's interpreter on the CPU"
-        )
+    if updates.device.type in ("cpu", "cuda"):  # a stand-in on another device is only asked for its shape
+        check_device(name, updates)
     return shape
 
 
@@ -1029,20 +997,23 @@ def _refuse_out_of_range(name: str, shape: tuple[int, ...], indices: Tensor, mas
     if not len(positions):
         return
     i, axis = positions[0].tolist()
-    where = []
+    place: list[int] = []
     for size in reversed(indices.shape[:-1]):
         i, at = divmod(i, size)
-        where.insert(0, at)
-    position = (*where, axis)
+        place.insert(0, at)
+    position = (*place, axis)
     size, got = shape[axis], int(indices[position])
     raise IndexError(
         f"{name}: expected indices from {-size} to {size - 1} in component {axis} for shape {shape}, got {got} at "
-        f"indices[{', '.join(map(str, position))}]" + ("" if masked is None else f", and only {masked} is masked")
+        f"indices[{', '.join(map(str, position))}]"
+        + ("" if masked is None else f", and only {masked} is masked")
         + "; mend it, or pass check=False to leave such updates out"
     )
 
 
-def _launch(name: str, shape: Any, indices: Any, updates: Any, masked: int | None, reduction: str, check: bool, strategy: Any):  # fmt: skip
+def _launch(
+    name: str, shape: Any, indices: Any, updates: Any, masked: int | None, reduction: str, check: bool, strategy: Any
+) -> Tensor:  # fmt: skip
     shape = _checked(name, shape, indices, updates, reduction, strategy)
     if check:
         _refuse_out_of_range(name, shape, indices, masked)
@@ -1188,9 +1159,13 @@ def embedding_backward(
     name = "embedding_backward"
     if not isinstance(dy, Tensor) or dy.dim() == 0:
         got = f"shape {tuple(dy.shape)}" if isinstance(dy, Tensor) else type(dy).__name__
-        raise TypeError(f"{name}: expected dy to be a torch.Tensor [..., D], got {got}; pass the gradient of the lookup")
+        raise TypeError(
+            f"{name}: expected dy to be a torch.Tensor [..., D], got {got}; pass the gradient of the lookup"
+        )
     if not isinstance(indices, Tensor):
-        raise TypeError(f"{name}: expected indices to be a torch.Tensor, got {type(indices).__name__}; use torch.as_tensor")
+        raise TypeError(
+            f"{name}: expected indices to be a torch.Tensor, got {type(indices).__name__}; use torch.as_tensor"
+        )
     return _launch(name, (rows, dy.shape[-1]), indices[..., None], dy, padding_idx, "add", check, strategy)
 
 
@@ -1346,9 +1321,10 @@ def _onnx_session(shape: tuple[int, int], indices: Tensor, updates: Tensor) -> t
     from fusebook.onnx import Graph
 
     if updates.dtype == torch.bfloat16:
-        raise NotImplementedError("ONNX Runtime's ScatterND adds float16, float32 and float64, got bfloat16")
-    if updates.device.type == "cpu" and updates.dtype == torch.float16:
-        raise NotImplementedError("ONNX Runtime's ScatterND does not add float16 on the CPU")
+        raise NotImplementedError("ONNX Runtime's ScatterND does not add bfloat16")
+    unable = {"cpu": torch.float16, "cuda": torch.float64}.get(updates.device.type)
+    if updates.dtype == unable:
+        raise NotImplementedError(f"ONNX Runtime's ScatterND does not add {str(unable)[6:]} on {updates.device.type}")
     graph = Graph(_onnx_model(updates.dtype), device=updates.device)
     out = torch.empty(shape, dtype=updates.dtype, device=updates.device)
     return (graph.bind({"shape": torch.tensor(shape), "indices": indices, "updates": updates}, {"out": out}),)
