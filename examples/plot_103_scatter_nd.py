@@ -294,7 +294,7 @@ claims(
 @triton.jit
 def add_rows(y_ptr, k_ptr, u_ptr, R, D, BLOCK: tl.constexpr):
     i = tl.program_id(0).to(tl.int64)
-    row = tl.load(k_ptr + i)  # an index of 8 bytes
+    row = tl.load(k_ptr + i).to(tl.int64)  # read one index of 8 bytes
     masked = row == -1
     row = tl.where(row < 0, row + R, row)  # from the end, as in ONNX
     live = (row >= 0) & (row < R) & ~masked
