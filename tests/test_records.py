@@ -199,6 +199,16 @@ def test_without_a_gpu_the_command_line_says_so(monkeypatch, capsys):
     assert capsys.readouterr().err.count("\n") == 1
 
 
+@pytest.mark.parametrize(("given", "config"), [([], "small,large,long"), (["--config", "8"], "8")])
+def test_the_command_line_records_the_configs_of_the_card(given, config, frame, tmp_path, monkeypatch):
+    ran = []
+    monkeypatch.setattr(record, "OPS", {"toy": toy()})
+    monkeypatch.setattr(machines, "here", lambda fresh: machine())
+    monkeypatch.setattr(bench, "run", lambda op, config, **_: ran.append(config) or frame)
+    assert record.main(["toy", *given, "--out", str(tmp_path)]) == 0
+    assert ran == [config]
+
+
 def test_a_machine_survives_json(tmp_path):
     machines.save(machine(), tmp_path / "m.json")
     assert machines.load(tmp_path / "m.json") == machine()

@@ -285,7 +285,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m fusebook.record", description="Measure ops and write records.")
     parser.add_argument("ops", nargs="*", metavar="op", help=f"any of {', '.join(OPS)}")
-    parser.add_argument("--config", default="small,medium,large,llama", help="names of configs and sizes, by commas")
+    parser.add_argument("--config", help="names of configs and sizes, by commas; all configs of an op if not given")
     parser.add_argument("--dtype", default="float32", help=f"by commas, of {', '.join(bench.DTYPES)}")
     parser.add_argument("--warmup", type=int, default=5)
     parser.add_argument("--repeat", type=int, default=30)
@@ -296,7 +296,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for op in args.ops:
             if op not in OPS:
                 raise ValueError(f"op {op!r} is none of {', '.join(OPS)}")
-            bench.points(OPS[op], args.config)
+            bench.points(OPS[op], args.config or ",".join(OPS[op].configs))
         bench.dtypes(args.dtype)
     except ValueError as error:
         parser.error(str(error))
@@ -313,7 +313,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         machines.save(on, args.out / on.slug / "machine.json")
         print(args.out / on.slug / "machine.json")
     for op in args.ops:
-        frame = bench.run(OPS[op], config=args.config, dtype=args.dtype, warmup=args.warmup, repeat=args.repeat)
+        config = args.config or ",".join(OPS[op].configs)
+        frame = bench.run(OPS[op], config=config, dtype=args.dtype, warmup=args.warmup, repeat=args.repeat)
         print(write(frame, args.out))
     return 0
 

@@ -647,7 +647,7 @@ def _softmax_plan(
             rows = min(64, triton.next_power_of_2(inner))
             block = 65536 // max(4, size) // rows
         block = min(block, triton.next_power_of_2(n))
-    elif pairs and tensors == 1 and (n % 2 or n > 12800) and n <= 65536:
+    elif pairs and tensors == 1 and (n % 2 or n == 4096 or n > 12800) and n <= 65536:
         kernel = "pairs"
         if n < 2048:
             block, warps = 64, 1
@@ -658,13 +658,13 @@ def _softmax_plan(
         elif n <= 20480:
             block, warps = 2048, 8
         elif n <= 40960:
-            block, warps = 2048, 16
+            block, warps = (4096, 32) if 24576 < n < 32768 else (2048, 16)
         else:
             block, warps = 8192, 32
         # Up to 80 numbers a thread the exponentials are kept; with more there would be one row at a time on a
         # multiprocessor, which waits for its loads and then for its stores.
-        # With 16 warps for 16384 columns it is the other way round: two rows fit if only the pairs are held.
-        held_twice = 12800 < n <= 16384 or n > 24576
+        # Where one row more fits on a multiprocessor if only the pairs are held, that is faster for fewer numbers too.
+        held_twice = n == 4096 or 12800 < n <= 16384 or n > 24576
     elif n <= {2: 32768, 4: 32768, 8: 16384 // tensors}[size]:
         # float32 rows of 128 KiB still fit: they leave room for one program of 32 warps, which is enough.
         block, warps = _tile(n, size, tensors)
