@@ -604,7 +604,8 @@ table(
 # were measured on the same machine. Small sizes are launches, not memory:
 # there the floor counts.
 
-plots.dots(pd.concat([one, llama]), of="roof")
+shown = [*ways, "fusebook sorted"]
+plots.dots(tables.where(pd.concat([one, llama]), variant=shown), of="roof")
 
 # %%
 table(tables.shares(llama), "Each way over the Llama's tables, cold")

@@ -262,7 +262,7 @@ def dots(df: pd.DataFrame, *, of: str = "copy", kind: str = "cold", title: str =
         # Points that differ by a percent cannot be labelled one by one; the marks differ in shape as well as colour.
         below = -0.95 / size[1]  # of the height of the axes: under the label of the x axis
         ax.legend(
-            ncols=len(names),
+            ncols=min(len(names), 4),  # in rows, so that many names do not push the axes aside
             loc="upper left",
             bbox_to_anchor=(0, below),
             frameon=False,
