@@ -13,10 +13,11 @@ elements of the output, which it reads and writes. The least is to read nD and t
 Sums are float32 at least (float64 in float64), and rounded once: a sum kept in float16 loses its tail after some
 hundred terms. Limits: the output is contiguous; reductions other than ``add`` are refused.
 
-Three strategies. *Atomic*: zeros, then atomic additions; the order of additions is the hardware's. *Sorted*: updates
-are put in the order of their rows, and every row adds its own, in the order of their numbers: the same bits in every
-run. *Owner*: as sorted, but updates are only grouped, with integer atomics, which costs less than sorting where there
-are many; in both, one kernel writes each row of the output exactly once, zeros included.
+Three strategies. *Atomic*: zeros, then atomic additions, in the order that the hardware takes. *Sorted*: the updates
+are put in the order of their rows, and each stretch of one row is added up in the order of their numbers: the same bits
+in every run. Up to some thousand updates the sort is hidden behind the zeros, and rows with updates are written over
+them. *Owner*: updates are grouped by row with integer atomics (or, where they are few, each row looks through all
+indices), and one kernel writes each row of the output exactly once, zeros included.
 """
 
 from __future__ import annotations
@@ -1069,10 +1070,11 @@ def scatter_nd_of_shape(
 
     Notes
     -----
-    *atomic* writes zeros and adds to them; it takes the order that it meets. *sorted* gives the same bits in every
+    *atomic* writes zeros and adds to them, in the order that the hardware takes. *sorted* gives the same bits in every
     run, and is what torch.use_deterministic_algorithms(True) chooses. *owner* groups the updates by row without
-    sorting them, or, where they are few, lets every row look through all indices. For *sorted* and *owner*, one kernel
-    writes each row of the output exactly once, zeros included.
+    sorting them, or, where they are few, lets every row look through all indices; it writes each row of the output
+    exactly once, zeros included. Unless one is asked for, an output that stays in the L2 cache is atomic (owner where
+    there are few updates, or in half precision), one of which few rows have updates is sorted, and others are owner.
 
     Differentiable in `updates`, any number of times; works under torch.compile and in CUDA graphs.
 
