@@ -1327,6 +1327,8 @@ def _onnx_session(shape: tuple[int, int], indices: Tensor, updates: Tensor) -> t
     unable = {"cpu": torch.float16, "cuda": torch.float64}.get(updates.device.type)
     if updates.dtype == unable:
         raise NotImplementedError(f"ONNX Runtime's ScatterND does not add {str(unable)[6:]} on {updates.device.type}")
+    if 0 in shape:
+        raise NotImplementedError(f"an output without elements has no memory to bind, got shape {shape}")
     graph = Graph(_onnx_model(updates.dtype), device=updates.device)
     out = torch.empty(shape, dtype=updates.dtype, device=updates.device)
     return (graph.bind({"shape": torch.tensor(shape), "indices": indices, "updates": updates}, {"out": out}),)
