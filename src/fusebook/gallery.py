@@ -421,6 +421,7 @@ def provenance(*frames: pd.DataFrame) -> Provenance:
         measured=all(f.attrs.get("measured") for f in frames),
         dates=seen("date") or [str(first.date)],
         versions=seen("versions"),
+        commits=seen("commit") or [str(first.commit)],
         stale=sorted({str(s) for f in frames for s in f.attrs.get("stale", ())}),
         raw=list(dict.fromkeys(raw)),
     )._now()
@@ -450,6 +451,7 @@ class Provenance(_Shown):
     measured: bool
     dates: list[str]
     versions: list[str]
+    commits: list[str]
     stale: list[str]
     raw: list[tuple[str, str]]
 
@@ -461,7 +463,8 @@ class Provenance(_Shown):
             ("Versions", f"Python {m.python}; {versions}"),
             ("Date", self.dates[0] if len(self.dates) == 1 else f"{self.dates[0]} to {self.dates[-1]}"),
         ]
-        return facts + ([("Commit", str(m.commit)[:12])] if m.commit else [])
+        commits = ", ".join(commit[:12] for commit in self.commits if commit)
+        return facts + ([("Commit", commits)] if commits else [])
 
     def _versions(self) -> str:
         """Each library and its versions, once."""

@@ -181,7 +181,8 @@ def read(op: str, slug: str = "nvidia-h200", root: pathlib.Path | None = None) -
         Where the file is missing, corrupt, truncated, edited, or of something else; it names the file and the row.
     """
     file = path(slug, op, root)
-    frame, _ = _load(file, "record", op)
+    frame, more = _load(file, "record", op)
+    frame.attrs.update(more)
     now = bench.source_hash(OPS[op]) if op in OPS else ""
     stale = [op] if now and (frame["source"] != now).any() else []
     frame.attrs.update(machine=_machine_beside(file), measured=False, stale=stale, path=str(file))
@@ -234,9 +235,18 @@ def write(frame: pd.DataFrame, root: pathlib.Path | str) -> pathlib.Path:
             new = set(kept[key].astype(str).itertuples(index=False, name=None))
             old = before[[t not in new for t in before[key].astype(str).itertuples(index=False, name=None)]]
             kept = pd.concat([old.astype(object), kept.astype(object)], ignore_index=True)
-    machines.save(on, file.parent / "machine.json")
-    _save(file, "record", names[0], kept.sort_values(["dtype", "config"], kind="stable"))
+    _save(file, "record", names[0], kept.sort_values(["dtype", "config"], kind="stable"), f" | commit={on.commit}")
+    _introduce(on, file.parent)
     return file
+
+
+def _introduce(on: machines.Machine, folder: pathlib.Path) -> None:
+    """Leave the machine beside its records; one that is there keeps the ceilings that other records were taken under.
+
+    Each row holds the roof of its own run.
+    """
+    if not (folder / "machine.json").exists():
+        machines.save(on, folder / "machine.json")
 
 
 def read_page(name: str, slug: str = "nvidia-h200", root: pathlib.Path | None = None) -> pd.DataFrame:
@@ -273,11 +283,10 @@ def write_page(
         raise RecordError(f"record.write_page: {name} has no rows")
     installed = "; ".join(f"{k} {v}" for k, v in machines.versions("torch", "triton").items())
     more = f" | source={source} | versions={installed} | date={pd.Timestamp.now().date().isoformat()}"
+    more += f" | commit={on.commit}"
     file = page_path(on.slug, name, pathlib.Path(root))
     _save(file, "page", name, frame, more)
-    beside = file.parent.parent / "machine.json"
-    if not beside.exists():
-        machines.save(on, beside)
+    _introduce(on, file.parent.parent)
     return file
 
 
