@@ -472,7 +472,9 @@ def _scatter_nd_scan(
             for _u in tl.static_range(4):
                 last = tl.min(tl.where(mine & (i > last), i, N), 0)
                 at = last.to(tl.int64) * stride * ALIGN + columns
-                acc += tl.load(updates_ptr + at, mask=inside & (last < N), other=0.0).to(FLOAT)  # read nD
+                # A bound, not a mask of one element: Triton 3.9 interprets no load under a mask that is made of one.
+                reach = tl.where(last < N, D, 0)
+                acc += tl.load(updates_ptr + at, mask=columns < reach, other=0.0).to(FLOAT)  # read nD
     else:
         # Many: the first of each group, then the next of each, so that as many loads as groups are under way.
         j = tl.arange(0, GROUPS)[:, None] * (N // GROUPS) + tl.arange(0, N // GROUPS)[None, :]  # [GROUPS, N / GROUPS]
