@@ -297,9 +297,10 @@ def add_rows(y_ptr, k_ptr, u_ptr, R, D, BLOCK: tl.constexpr):
     row = tl.load(k_ptr + i).to(tl.int64)  # read one index of 8 bytes
     masked = row == -1
     row = tl.where(row < 0, row + R, row)  # from the end, as in ONNX
-    live = (row >= 0) & (row < R) & ~masked
+    row = tl.where(masked, R, row)  # out of range, so that one test is enough
+    reach = tl.where((row >= 0) & (row < R), D, 0)  # no column where masked
     columns = tl.arange(0, BLOCK)  # [BLOCK]
-    inside = (columns < D) & live
+    inside = columns < reach
     u = tl.load(u_ptr + i * D + columns, mask=inside, other=0.0)  # read D
     tl.atomic_add(y_ptr + row * D + columns, u, mask=inside, sem="relaxed")
 
