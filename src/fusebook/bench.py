@@ -16,7 +16,6 @@ import importlib.util
 import inspect
 import math
 import pathlib
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -133,8 +132,7 @@ def source_hash(op: Op) -> str:
     The functions that the cards of the module name (reference, make, cost, meaning) state the problem and are left out,
     as are versions of torch and triton, which stand in columns of their own.
     """
-    module = sys.modules[op.reference.__module__] if op.reference.__module__ in sys.modules else None
-    module = inspect.getmodule(op.make) or module
+    module = inspect.getmodule(op.make)
     if module is None or not getattr(module, "__file__", None):
         return ""
     return _hash(pathlib.Path(str(module.__file__)), op.name, _named(module))

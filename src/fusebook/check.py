@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math as _math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -109,7 +109,7 @@ def yardstick(op: Op, inputs: Sequence[Any]) -> Yardstick:
             return yard
         single = _tuple(op.reference(*_cast(inputs, torch.float32)))
         rounded = tuple(o.to(d) for o, d in zip(single, yard.dtypes, strict=True))
-        return Yardstick(yard.inputs, want, yard.shapes, yard.dtypes, dtype, score(op, rounded, yard))
+        return replace(yard, rounded=score(op, rounded, yard))
 
 
 def score(op: Op, outputs: Any, yard: Yardstick) -> float:

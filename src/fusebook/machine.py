@@ -259,7 +259,7 @@ def versions(*packages: str) -> dict[str, str]:
     return {name: version for package in packages for name, version in _versions(package)}
 
 
-@functools.lru_cache(maxsize=None)  # the list of all distributions takes seconds to read
+@functools.lru_cache(maxsize=None)  # the list of all distributions is slow to read
 def _versions(package: str) -> tuple[tuple[str, str], ...]:
     # Two distributions may own one import package, as onnxruntime and onnxruntime-gpu do: what was imported counts.
     if version := getattr(sys.modules.get(package.replace("-", "_")), "__version__", ""):

@@ -56,7 +56,7 @@ class Variant:
     math : str, optional
         ``"tf32"`` where float32 is multiplied in TF32: it is scored and roofed accordingly.
     recompiles : bool
-        It compiles anew for every shape, for seconds: long sweeps measure it on every eighth point.
+        It compiles anew for every shape, which outlasts all timing of it: long sweeps measure it on every eighth point.
     """
 
     run: Callable[..., Any]
