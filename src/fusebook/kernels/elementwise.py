@@ -29,6 +29,7 @@ operand or each other.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -279,23 +280,77 @@ def _fold(shape: Sequence[int], out: Sequence[int], ins: Sequence[Sequence[int]]
     return folded
 
 
-def _flat_plan(size: int, itemsize: int, capability: tuple[int, int] | None) -> dict[str, int]:
-    """Constants of `_elementwise_flat`; `capability` is None in the interpreter, whose cost is that of programs."""
-    block = 2**16 if capability is None else 8192 // itemsize
-    return {"BLOCK": min(block, triton.next_power_of_2(size)), "num_warps": 4}
+class Plan(NamedTuple):
+    """How an expression is launched.
 
-
-def _tile_plan(axes: Sequence[Axis], itemsize: int, capability: tuple[int, int] | None) -> dict[str, int]:
-    """Constants of `_elementwise_tiles`.
-
-    Where an operand lies across, its rows are the neighbours: a square tile reads lines of both kinds whole.
+    Attributes
+    ----------
+    flat : bool
+        Whether `_elementwise_flat` is launched, or else `_elementwise_tiles`.
+    copied : bool
+        Whether operands are first copied into the layout of the results.
+    programs : int
+        Of the grid.
+    B, R, C : Axis
+        For tiles.
+    constants : dict
+        Constant arguments and the number of warps.
     """
-    area = 2**16 if capability is None else 16384 // itemsize
-    rows = axes[-2].size if len(axes) > 1 else 1
-    across = len(axes) > 1 and any(step == 1 for step in axes[-2].ins)
-    block = min(triton.next_power_of_2(axes[-1].size), (area if capability is None else 64) if across else 1024)
-    block = min(block, area)
-    return {"ROWS": max(1, min(area // block, triton.next_power_of_2(rows))), "BLOCK": block, "num_warps": 4}
+
+    flat: bool
+    copied: bool
+    programs: int
+    B: Axis
+    R: Axis
+    C: Axis
+    constants: dict[str, int]
+
+
+def _elementwise_plan(
+    shape: tuple[int, ...],
+    out: tuple[int, ...],
+    ins: tuple[tuple[int, ...], ...],
+    itemsize: int,
+    capability: tuple[int, int] | None,
+) -> Plan:
+    """Choose the kernel and its constants.
+
+    Parameters
+    ----------
+    shape, out, ins
+        As those of `_fold`.
+    itemsize : int
+        Bytes of an element of the widest tensor.
+    capability : tuple of int, optional
+        The GPU's; None for the interpreter, whose cost is the number of programs.
+
+    Returns
+    -------
+    Plan
+    """
+    size = math.prod(shape)
+    axes = _fold(shape, out, ins)
+    copied = len(axes) > 3
+    if copied or not axes:
+        axes = [Axis(size, 1, (1,) * len(ins))]
+    one = Axis(1, 0, (0,) * len(ins))
+    B, R, C = ([one] * 3 + axes)[-3:]
+    interpreted = capability is None
+    if len(axes) == 1 and set(C.ins) == {1}:
+        # Tried on an H200: one load of 16 bytes a thread, of each operand; what is under way in many small programs
+        # beats loops and larger blocks. Half types have two such loads.
+        block, warps = (2**16, 1) if interpreted else (4096 // itemsize, 8 if itemsize >= 4 else 4)
+        block = min(block, triton.next_power_of_2(size))
+        return Plan(True, copied, -(-size // block), B, R, C, {"BLOCK": block, "num_warps": warps})
+    if 1 in R.ins and R.size > 1:
+        # An operand lies across, and the neighbours of its elements are in its rows: in a square tile both kinds of
+        # lines are whole.
+        rows, block, warps = (256, 256, 1) if interpreted else (64, 64, 8)
+    else:
+        rows, block, warps = (64, 1024, 1) if interpreted else (8, 2048 // itemsize, 4)
+    block, rows = min(block, triton.next_power_of_2(C.size)), min(rows, triton.next_power_of_2(R.size))
+    programs = B.size * -(-R.size // rows) * -(-C.size // block)
+    return Plan(False, copied, programs, B, R, C, {"ROWS": rows, "BLOCK": block, "num_warps": warps})
 
 
 # Launchers -----------------------------------------------------------------------------------------------------------
@@ -327,6 +382,9 @@ _EXPRESSIONS = {
 }  # fmt: skip
 
 
+_plan = functools.lru_cache(maxsize=4096)(_elementwise_plan)
+
+
 def _dtype_of(operands: Sequence[Tensor]) -> torch.dtype:
     """The dtype of the results, as PyTorch has it: single numbers do not widen tensors."""
     counting = [t for t in operands if t.dim()] or operands
@@ -350,29 +408,25 @@ def _copied_like(x: Tensor, out: Tensor) -> Tensor:
 def _elementwise(name: str, operands: Sequence[Tensor]) -> list[Tensor]:
     """Allocate and launch; operands are valid."""
     outs = _allocate(name, operands)
-    out, kernel = outs[0], _EXPRESSIONS[name].kernel
-    size = out.numel()
-    if size == 0:
+    out, shape = outs[0], outs[0].shape
+    if out.numel() == 0:
         return outs
-    ins = [t.expand(out.shape) for t in operands]
-    axes = _fold(out.shape, out.stride(), [t.stride() for t in ins])
-    if len(axes) > 3:
-        ins = [_copied_like(t, out) for t in ins]
-        axes = _fold(out.shape, out.stride(), [t.stride() for t in ins])
+    ins = [t if t.shape == shape else t.expand(shape) for t in operands]
     itemsize = max(t.element_size() for t in (out, *ins))
-    capability, _ = gpu(out.device)
+    plan = _plan(shape, out.stride(), tuple(t.stride() for t in ins), itemsize, gpu(out.device)[0])
+    if plan.copied:
+        ins = [_copied_like(t, out) for t in ins]
+    expression, (B, R, C) = _EXPRESSIONS[name].kernel, plan[3:6]
     with launching(out):
-        if not axes or (len(axes) == 1 and set(axes[0].ins) == {1}):
-            plan = _flat_plan(size, itemsize, capability)
-            grid = (triton.cdiv(size, plan["BLOCK"]),)
-            _elementwise_flat[grid](tuple(outs), tuple(ins), size, EXPRESSION=kernel, **plan)
+        if plan.flat:
+            _elementwise_flat[(plan.programs,)](
+                tuple(outs), tuple(ins), out.numel(), EXPRESSION=expression, **plan.constants
+            )
         else:
-            plan = _tile_plan(axes, itemsize, capability)
-            B, R, C = ([Axis(1, 0, (0,) * len(ins))] * 3 + axes)[-3:]
-            tiles = B.size * triton.cdiv(R.size, plan["ROWS"]) * triton.cdiv(C.size, plan["BLOCK"])
-            _elementwise_tiles[(tiles,)](
+            _elementwise_tiles[(plan.programs,)](
                 tuple(outs), tuple(ins), R.size, C.size,
-                (B.out, R.out, C.out), tuple(zip(B.ins, R.ins, C.ins, strict=True)), EXPRESSION=kernel, **plan,
+                (B.out, R.out, C.out), tuple(zip(B.ins, R.ins, C.ins, strict=True)),
+                EXPRESSION=expression, **plan.constants,
             )  # fmt: skip
     return outs
 
@@ -727,7 +781,7 @@ def cuda_source(name: str) -> str:
     statements = body.replace("; ", ";\n        ")
     return f"""\
 extern "C" __global__
-void {name}({pointers}, long long n)
+void {name}_kernel({pointers}, long long n)
 {{
     long long i = (long long) blockIdx.x * blockDim.x + threadIdx.x;
     if (i < n) {{
@@ -741,7 +795,7 @@ void {name}({pointers}, long long n)
 def _cuda_kernel(name: str, options: tuple[str, ...] = ()) -> Any:
     import cupy
 
-    return cupy.RawKernel(cuda_source(name), name, options=options)
+    return cupy.RawKernel(cuda_source(name), f"{name}_kernel", options=options)
 
 
 def _cuda_c(name: str, results: int = 1, options: tuple[str, ...] = ()) -> Variant:
