@@ -56,6 +56,7 @@ __all__ = [
     "add_add_multiply_eager",
     "add_sub",
     "add_sub_eager",
+    "cuda_source",
     "double",
     "exp",
     "multiply",
@@ -853,6 +854,8 @@ def _onnx(name: str, cost: Any) -> Variant:
         shape = torch.broadcast_shapes(*(t.shape for t in operands))
         if 0 in shape:
             raise NotImplementedError(f"an output without elements has no memory to bind, got shape {tuple(shape)}")
+        if not all(t.is_contiguous() for t in operands):
+            raise NotImplementedError("memory is bound as it lies, so operands must be contiguous")
         graph = Graph(_onnx_model(chain, names, operands[0].dtype), device=operands[0].device)
         out = operands[0].new_empty(shape)
         return (graph.bind(dict(zip(names.split(), operands, strict=True)), {"out": out}),)
