@@ -532,7 +532,10 @@ shapes = together(
 table(times(shapes), "Shapes: cold time in microseconds", fold=False)
 
 # %%
-# **Half the bytes.** The same chains in bfloat16, 8192 x 8192.
+# **Half the bytes.** The same chains in bfloat16, 8192 x 8192. Where it says
+# *wrong*, each operation has rounded its result to 8 bits before the next one
+# took it, and where a sum cancels that is above the limit; a fused chain
+# rounds once. The CUDA C here knows float32 only, and says so.
 
 half = together(
     [
@@ -646,6 +649,11 @@ claims(
     claim(
         "Wherever 256 MiB and more are moved: at least 95 % of the roof",
         share[memory] >= 0.95,
+        fatal=False,
+    ),
+    claim(
+        "and at least 95 % of the launch floor plus the roof",
+        by_size.loc[memory, "% of launch floor + roof"] >= 95,
         fatal=False,
     ),
     claim(

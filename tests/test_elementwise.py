@@ -164,7 +164,9 @@ def test_special_numbers(name, device):
     got = tuple_of(getattr(fusebook, name)(*operands))
     plain = tuple_of(MEANING[name][0](*operands))
     for a, b, c in zip(got, wanted, plain, strict=True):
-        # Infinite where PyTorch's float32 is; the product that overflows before it is added to, too.
+        if name == "multiply_add" and device == "cuda":
+            c = b.float()  # fma has no product in between that could overflow
+        # Elsewhere infinite where PyTorch's float32 is, with what overflows on the way.
         assert torch.equal(a.isnan(), c.isnan())
         assert torch.equal(a.isinf(), c.isinf())
         fine = c.isfinite() & (b.abs() > 1e-37)
