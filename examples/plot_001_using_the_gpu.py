@@ -269,8 +269,8 @@ table(shown, "exp of 230400 numbers, microseconds a time", fold=False)
 
 # %%
 # Where does it go? A picture of the first moments of each, with forty calls
-# in place of a thousand. Grey is what the host does; blue are kernels, red are
-# copies. (The profiler that took it makes each call of the host longer.)
+# in place of a thousand: above what the host does, below it kernels, and below
+# these copies. (The profiler that took it makes each call of the host longer.)
 
 
 def trace():
@@ -304,7 +304,7 @@ spans = measured("using_timeline", trace)
 ax = plots.timeline(spans, until=400, title="exp of 230400 numbers")
 
 # %%
-# On the GPU the work itself is the thin blue line. Brought back, each result
+# On the GPU the work itself is a thin line. Brought back, each result
 # costs a copy, and more than the copy: the host waits for it before it starts
 # the next. Left there, the host is the slow one; kernels are done before it
 # has launched the next. A graph takes the host out of the loop, and one kernel

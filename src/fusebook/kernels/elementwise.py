@@ -886,6 +886,8 @@ _SEVERAL: dict[str, list[dict[str, int | str]]] = {
     "large": [_with(*s) for s in _LARGE],
     "shapes": [_with(8192, 8192, how) for how in ("row", "column", "transposed")],
 }
+# All have the same kernels: three of them are tried in every type, the others in two.
+_TWO_TYPES = (torch.float32, torch.bfloat16)
 _ONE_EDGES = (_of(3, 781), _of(0, 5))
 _SEVERAL_EDGES = (_with(3, 781), _with(0, 5), _with(37, 50, "row"), _with(70, 45, "transposed"))
 
@@ -915,6 +917,7 @@ DOUBLE = Op(
     },
     configs=_ONE,
     edges=(*_ONE_EDGES, _of(1, 1)),
+    dtypes=_TWO_TYPES,
 )
 
 ADD_SUB = Op(
@@ -930,6 +933,7 @@ ADD_SUB = Op(
     },
     configs=_SEVERAL,
     edges=_SEVERAL_EDGES,
+    dtypes=_TWO_TYPES,
 )
 
 MULTIPLY_ADD = Op(
@@ -947,6 +951,7 @@ MULTIPLY_ADD = Op(
     },
     configs=_SEVERAL,
     edges=_SEVERAL_EDGES,
+    dtypes=_TWO_TYPES,
 )
 
 SILU = Op(
@@ -978,6 +983,7 @@ ADD_ADD_MULTIPLY = Op(
     },
     configs=_SEVERAL,
     edges=_SEVERAL_EDGES,
+    dtypes=_TWO_TYPES,
 )
 
 EXP = Op(
