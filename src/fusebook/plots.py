@@ -18,7 +18,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from fusebook import tables
 
-__all__ = ["bandwidth", "copies", "dots", "lines", "roofline", "times"]
+__all__ = ["bandwidth", "copies", "dots", "lines", "roofline", "timeline", "times"]
 
 #: Readable on white and on near-black, and told apart by readers who do not see red and green.
 INK = "#6e6e6e"
@@ -450,4 +450,44 @@ def roofline(df: pd.DataFrame, machine: Any, *, kind: str = "cold", ax: Axes | N
     )
     if names:
         ax.legend(frameon=False, labelcolor=INK, fontsize=8, loc="lower right")
+    return ax
+
+
+def timeline(df: pd.DataFrame, *, until: float, title: str = "", ax: Axes | None = None) -> Axes:
+    """Where the time goes: for each way a row of what the host does, what kernels do and what copies do.
+
+    Parameters
+    ----------
+    df : pandas.DataFrame
+        One span a row: ``way``, ``lane`` (host, kernel or copy), ``start us`` and ``us``.
+    until : float
+        Where the picture ends, in microseconds.
+    title : str, optional
+    ax : matplotlib.axes.Axes, optional
+
+    Returns
+    -------
+    matplotlib.axes.Axes
+    """
+    ways = list(dict.fromkeys(df["way"]))
+    ax = _axes(ax, title or "Where the time goes", "microseconds", "", (8.0, 0.9 + 0.62 * len(ways)))
+    ax.grid(visible=False, axis="y")
+    lanes = {"host": _COLOURS["eager"], "kernel": _COLOURS["fusebook"], "copy": _COLOURS["quack"]}
+    for i, way in enumerate(ways):
+        for j, (lane, colour) in enumerate(lanes.items()):
+            spans = df[(df["way"] == way) & (df["lane"] == lane) & (df["start us"] < until)]
+            # A thin line between neighbours, and no span too short to be seen.
+            bars = [
+                (s, max(min(t, until - s) - 0.001 * until, 0.002 * until))
+                for s, t in zip(spans["start us"], spans["us"], strict=True)
+            ]
+            ax.broken_barh(bars, (-i - 0.27 * j, 0.23), facecolors=colour, label=lane if i == 0 else None)
+        ax.axhline(-i - 0.66, color=INK, alpha=0.25, linewidth=0.6)
+    ax.set_yticks([-i - 0.15 for i in range(len(ways))], ways)
+    ax.tick_params(axis="y", length=0)
+    ax.set_xlim(0, until)
+    ax.set_ylim(-len(ways) + 0.3, 0.35)
+    ax.legend(
+        ncols=3, loc="lower right", bbox_to_anchor=(1, 1), frameon=False, labelcolor=INK, fontsize=8, borderaxespad=0.2
+    )
     return ax
