@@ -246,7 +246,11 @@ def _sent(to, value, step, mask):
 
 @triton.jit
 def _received(of, step, mask):
-    """Wait until all numbers belong to the step, and return them."""
+    """Wait until all numbers belong to the step, and return them.
+
+    There must be as many words as threads at least. Of fewer, several threads would hold a copy, each of a load of its
+    own, and only one copy would be looked at.
+    """
     # volatile: from L2, where the others' words arrive, and anew each time.
     word = tl.load(of, mask=mask, other=0, volatile=True)
     while tl.max(tl.where(mask, (word >> 32).to(tl.int32) != step, False).to(tl.int32)) > 0:
@@ -254,7 +258,7 @@ def _received(of, step, mask):
     return (word & 0xFFFFFFFF).to(tl.uint32).to(tl.float32, bitcast=True)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "steps"])
 def _logistic_fit_rows(
     w_out_ptr,
     b_out_ptr,
@@ -358,6 +362,7 @@ class FitPlan(NamedTuple):
     rows: int
     block: int
     slice: int
+    parts: int
     programs: int
     warps: int
 
@@ -386,10 +391,16 @@ def _logistic_step_plan(
     widest = 512 if interpreted else 65536 // itemsize
     tall = triton.next_power_of_2(N)
     if block > widest:
-        block, rows = (256, 8) if interpreted else (2048, 4)
-        return StepPlan(False, rows, block, triton.cdiv(N, rows), 1, 4, 128, 1, 1024)
-    rows, warps, times = (16384 // block, 1, 1) if interpreted else (32768 // itemsize // block, 4, 4)
+        rows, block, update = (8, 4096, 4096) if interpreted else (4, 2048, 128)
+        return StepPlan(False, rows, block, triton.cdiv(N, rows), 1, 4, update, 1, block)
+    # A tile of 32 KiB: enough loads are under way when each multiprocessor has four, and with 4 warps they are few
+    # enough to agree on a sum quickly. Where a row has many elements, one row is a tile; where it has few, or they are
+    # wide, half of the tile is better. 64 registers a thread hold it.
+    tile = 4096 if block <= 32 or block >= 4096 else 8192
+    rows = 16384 // block if interpreted else max(tile * 4 // itemsize // (2 if itemsize > 4 else 1) // block, 1)
     rows = max(1, min(rows, tall))
+    warps = 1 if interpreted else 8 if block >= 8192 else 4
+    times = 1 if interpreted else 2 if block > 8192 else 4
     programs = min(triton.cdiv(N, rows), times * multiprocessors)
     parts = min(64, triton.next_power_of_2(programs))
     return StepPlan(True, rows, block, programs, 1, warps, 1024 if interpreted else 32, parts, 1024)
@@ -417,7 +428,9 @@ def _logistic_fit_plan(
     block = triton.next_power_of_2(max(D, 1))
     if capability is None:  # programs that wait for each other cannot run one after the other: a single one
         rows = triton.next_power_of_2(N)
-        return FitPlan(rows, block, block, 1, 1) if rows * block <= 2**17 else None
+        return FitPlan(rows, block, block, 1, 1, 1) if rows * block <= 2**17 else None
+    # At least a word for each thread, see _received; so of 256 features 8 warps at most.
+    block = max(block, 256)
     # Half of a multiprocessor's registers for X, the rest for everything else.
     most = 2**17 // max(itemsize, 4) // block
     rows = min(4, most, triton.next_power_of_2(N))
@@ -426,8 +439,9 @@ def _logistic_fit_plan(
     if not 0 < rows <= most:
         return None
     programs = triton.cdiv(N, rows)
-    warps = 16 if rows * block > 16384 else 8 if rows * block > 4096 else 4
-    return FitPlan(rows, block, triton.next_power_of_2(triton.cdiv(max(D, 1), programs)), programs, warps)
+    warps = max(4, min(16, block // 32, rows * block // 4096))  # 128 registers a thread: few warps agree sooner
+    parts = max(triton.next_power_of_2(programs), 32 * warps)
+    return FitPlan(rows, block, triton.next_power_of_2(triton.cdiv(max(D, 1), programs)), parts, programs, warps)
 
 
 # Launchers -----------------------------------------------------------------------------------------------------------
@@ -532,7 +546,6 @@ def _launch_fit(
     words = torch.zeros(2 * P * D + 2 * D + 2 * P, dtype=torch.int64, device=X.device)
     gradients, weights, slopes = words.split((2 * P * D, 2 * D, 2 * P))
     shares = torch.empty(min(len(losses), _TOGETHER), P, device=X.device)
-    parts = triton.next_power_of_2(P)
     for start in range(0, len(losses), _TOGETHER):
         steps = min(_TOGETHER, len(losses) - start)
         into = torch.empty_like(w), torch.empty_like(b)
@@ -540,11 +553,13 @@ def _launch_fit(
         _logistic_fit_rows[(P,)](
             *into, shares, gradients, weights, slopes, X, y, w, b,
             N, D // align, X.stride(0) // align, start, steps, lr, l2,
-            ALIGN=align, ROWS=plan.rows, BLOCK=plan.block, SLICE=plan.slice, PARTS=parts,
+            ALIGN=align, ROWS=plan.rows, BLOCK=plan.block, SLICE=plan.slice, PARTS=plan.parts,
             num_warps=plan.warps, launch_cooperative_grid=True,
         )  # fmt: skip
-        rows = max(1, 4096 // parts)
-        _logistic_fit_losses[(triton.cdiv(steps, rows),)](losses[start:], shares, P, steps, STEPS=rows, PARTS=parts)
+        rows = max(1, 4096 // plan.parts)
+        _logistic_fit_losses[(triton.cdiv(steps, rows),)](
+            losses[start:], shares, P, steps, STEPS=rows, PARTS=plan.parts
+        )
         w, b = into
     return w, b
 
@@ -757,7 +772,7 @@ def logistic_fit(
     Notes
     -----
     X fits where each multiprocessor can hold its part of the rows in half of its registers, with the features padded
-    to a power of two, and is not float64: 16 MiB on a GPU of 132 multiprocessors. What does not fit becomes a loop of
+    to a power of two, 256 at least, and is not float64: some 16 MB on a GPU of 132 multiprocessors. What does not fit becomes a loop of
     fused steps, which reads X once a step.
 
     On the chip all programs run at the same time and wait for each other, so the launch is a cooperative one: a GPU
@@ -937,11 +952,11 @@ def _back(outputs: tuple[Tensor, ...], device: torch.device) -> tuple[Tensor, ..
     return moved
 
 
-def _eager_fit(*inputs: Any) -> Any:
-    return _loop(_eager, *inputs)
+def _fit_of(step: Any) -> Any:
+    return functools.partial(_loop, step)
 
 
-def _captured(function: Any, *inputs: Any) -> tuple[Any, ...]:
+def _captured(function: Any, *inputs: Any) -> tuple[Any, Any]:
     """A CUDA graph of the whole function, and the memory of its results."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -957,6 +972,32 @@ def _captured(function: Any, *inputs: Any) -> tuple[Any, ...]:
 def _replay(graph: Any, outputs: Any) -> Any:
     graph.replay()
     return outputs
+
+
+def _captured_fit(X: Tensor, y: Tensor, w: Tensor, b: Tensor, lr: float, l2: float, steps: int) -> tuple[Any, ...]:
+    """A CUDA graph of up to a hundred steps, which leaves the weights where it finds them."""
+    if steps == 0:
+        raise NotImplementedError("a graph of no steps has nothing to replay")
+    together = max(n for n in range(1, min(steps, 100) + 1) if steps % n == 0)
+    state = w.clone(), b.clone()
+
+    def some() -> Tensor:
+        *new, losses = _loop(_eager, X, y, *state, lr, l2, together)
+        for old, value in zip(state, new, strict=True):
+            old.copy_(value)
+        return losses
+
+    return *_captured(some), state, (w, b), steps // together
+
+
+def _replay_fit(graph: Any, losses: Tensor, state: Any, start: Any, times: int) -> tuple[Tensor, ...]:
+    for old, value in zip(state, start, strict=True):
+        old.copy_(value)
+    found = losses.new_empty(times, len(losses))
+    for part in found:
+        graph.replay()
+        part.copy_(losses)
+    return *state, found.view(-1)
 
 
 def _fusebook_step(check: bool = False) -> Any:
@@ -991,18 +1032,19 @@ LOGISTIC_STEP = Op(
     },
     configs={
         "seed": ({"N": 400, "D": 784},),
+        "roof": ({"N": 1_000_000, "D": 784},),
         "small": ({"N": 400, "D": 784}, {"N": 4000, "D": 784}, {"N": 400, "D": 64}),
         "medium": ({"N": 40_000, "D": 784}, {"N": 400_000, "D": 64}, {"N": 4000, "D": 16_384}),
         "large": ({"N": 1_000_000, "D": 784}, {"N": 100_000, "D": 10_000}, {"N": 10_000_000, "D": 64}),
     },
     # One of everything; several tiles, the last ragged; rows whose length no power of two divides; a single feature of
-    # many rows; rows too wide to be kept, in the interpreter; no features at all.
+    # many rows; rows too wide to be kept; no features at all.
     edges=(
         {"N": 1, "D": 1},
         {"N": 13, "D": 7},
         {"N": 150, "D": 784 // 4},
         {"N": 300, "D": 1},
-        {"N": 9, "D": 600},
+        {"N": 3, "D": 16_500},
         {"N": 5, "D": 0},
     ),
     dtypes=(torch.float32, torch.float64, torch.bfloat16),
@@ -1014,12 +1056,23 @@ LOGISTIC_FIT = Op(
     make=_make_fit,
     cost=_cost_fit,
     variants={
-        "eager": Variant(_eager_fit, cost=_cost_fit_eager, needs=()),
-        "fusebook": Variant(_fusebook_fit(None), needs=()),
+        "eager": Variant(_fit_of(_eager), cost=_cost_fit_eager, needs=()),
+        "NumPy": Variant(
+            _run_numpy, cost=_cost_fit_eager, needs=(), prepare=functools.partial(_on_host, _numpy_fit)
+        ),
+        "torch on the CPU": Variant(
+            _run_cpu, cost=_cost_fit_eager, needs=("cuda",), prepare=functools.partial(_on_host, _fit_of(_eager))
+        ),
+        "torch.compile": Variant(_fit_of(_torch_compile), cost=_cost_fit_eager, recompiles=True),
+        "reduce-overhead": Variant(_fit_of(_reduce_overhead), cost=_cost_fit_eager, recompiles=True),
+        "eager in a graph": Variant(_replay_fit, cost=_cost_fit_eager, prepare=_captured_fit),
         "fusebook steps": Variant(_fusebook_fit(False), cost=_cost_fit_steps, needs=()),
+        "fusebook": Variant(_fusebook_fit(None), needs=()),
     },
     configs={
         "seed": ({"N": 400, "D": 784, "steps": 200},),
+        "rows": tuple({"N": n, "D": 784, "steps": 50} for n in (100, 400, 1600, 4000, 16_000, 64_000)),
+        "features": tuple({"N": 400, "D": d, "steps": 50} for d in (16, 64, 256, 784, 4096, 16_384)),
     },
     edges=(
         {"N": 1, "D": 1, "steps": 1},
