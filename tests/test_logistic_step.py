@@ -114,14 +114,14 @@ def test_half_precision_data_has_sums_in_float32(dtype, device):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_loss_is_right_at_any_margin(dtype, device):
-    """By itself for each margin, so that no other row hides it, and relative to a loss that may be as small as 1e-30."""
+    """Each margin by itself, so that no other row hides it, and relative to a loss that may be as small as 1e-30."""
     for margin in (0.0, 1e-6, 0.3, 3.0, 17.0, 40.0, 70.0, 95.0, 200.0, 3e5):
         for sign in (-1, 1):
             for target in (0.0, 1.0):
                 X = torch.full((1, 1), sign * margin, dtype=dtype, device=device)
                 y = torch.full((1,), target, dtype=dtype, device=device)
                 one = torch.ones(1, dtype=dtype, device=device)
-                w, b, loss = logistic_step(X, y, one, one[0] * 0, 1.0, 0.0)
+                _, b, loss = logistic_step(X, y, one, one[0] * 0, 1.0, 0.0)
                 z = sign * X[0, 0].double().abs() * (-1 if target else 1)
                 want = z.clamp(min=0) + z.abs().neg().exp().log1p()
                 # A GPU's exponential is right to some eps of its argument.
@@ -291,8 +291,9 @@ def test_a_plan_covers_the_data_and_fits_the_chip(N, D):
         assert plan.programs <= 132, "they wait for each other, so all must have a place"
         assert plan.rows * plan.programs >= N and plan.block >= D and plan.slice * plan.programs >= D
         assert plan.rows * plan.block * 4 <= 2**17
-        assert min(plan.parts, plan.block) >= max(plan.programs, 32 * plan.warps), "a word for each thread"
-    assert plan is not None or N * max(D, 256) > 10**6
+        assert min(plan.words, plan.parts * plan.slice, plan.block) >= 32 * plan.warps, "a word for each thread"
+        assert min(plan.words, plan.parts) >= plan.programs
+    assert plan is not None or N * max(D, 256) > 10**6 or D > 10**4
 
 
 # Runs -----------------------------------------------------------------------------------------------------------------
@@ -310,7 +311,7 @@ def test_every_run_gives_the_same_bits(on_chip, device):
         assert alike(fit(*inputs, on_chip=on_chip), first), f"run {run}"
 
 
-LARGE = [(4000, 784), (400, 4096), (130, 1000), (2100, 500), (132, 30000), (1, 5000), (16000, 3)]
+LARGE = [(4000, 784), (400, 4096), (130, 1000), (2100, 500), (1, 5000), (16000, 3)]
 SMALL = [(400, 64), (400, 1), (13, 7), (2, 1000), (129, 3), (520, 100), (400, 0)]
 
 
@@ -362,7 +363,7 @@ def test_beyond_two_to_the_31_elements():
         X = torch.zeros(N, D, device="cuda", dtype=torch.float16)
         X[-1] = 1 / 64
         y, w = torch.zeros(N, device="cuda", dtype=torch.float16), torch.full((D,), 1e-9, device="cuda")
-        new, b, loss = logistic_step(X, y, w, torch.zeros((), device="cuda"), float(N), 0.0)
+        new, _, loss = logistic_step(X, y, w, torch.zeros((), device="cuda"), float(N), 0.0)
         z = torch.tensor(D * 1e-9 / 64)
         torch.testing.assert_close(new.cpu(), 1e-9 - torch.sigmoid(z).expand(D) / 64, rtol=1e-5, atol=0)
         assert abs(loss.item() - math.log(2)) < 1e-3

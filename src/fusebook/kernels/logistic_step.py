@@ -1,4 +1,4 @@
-"""Logistic regression by gradient descent: one step in one pass over the data, and many steps with the data on the chip.
+"""Logistic regression by gradient descent: a step in one pass over the data, and many steps with the data on the chip.
 
 With data ``X [N, D]``, targets ``y [N]`` from 0 to 1, weights ``w [D]`` and a bias ``b``,
 
@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fusebook.kernels._arguments import check_alike, check_tensor
-from fusebook.kernels._launch import INTERPRETED, check_device, gpu, launching
+from fusebook.kernels._launch import check_device, gpu, launching
 from fusebook.op import Cost, Op, Variant
 
 __all__ = ["LOGISTIC_FIT", "LOGISTIC_STEP", "OPS", "logistic_fit", "logistic_step", "logistic_step_eager"]
@@ -282,6 +282,7 @@ def _logistic_fit_rows(
     BLOCK: tl.constexpr,
     SLICE: tl.constexpr,
     PARTS: tl.constexpr,
+    WORDS: tl.constexpr,
 ):
     """All steps in one launch. Each program keeps ROWS rows of X, and answers for SLICE of the weights.
 
@@ -303,6 +304,7 @@ def _logistic_fit_rows(
     mine = p * SLICE + tl.arange(0, SLICE)  # [SLICE]; the weights that this program answers for
     own = tl.load(w_ptr + mine, mask=mine < D, other=0.0)
     q = tl.arange(0, PARTS)  # [PARTS]; all programs
+    every = tl.arange(0, WORDS)  # [WORDS]; all programs too
     for t in range(steps):
         turn = t % 2
         tag = first + t + 1
@@ -320,7 +322,8 @@ def _logistic_fit_rows(
             own -= lr * (tl.sum(tl.where(wanted, parts, 0.0), 0) + 2.0 * l2 * own)
             _sent(weights_ptr + turn * D + mine, own, tag, mine < D)
         # Everybody needs the bias, and everybody adds it up, in the same order.
-        b -= lr * tl.sum(tl.where(q < P, _received(slopes_ptr + turn * P + q, tag, q < P), 0.0), 0)
+        slopes = _received(slopes_ptr + turn * P + every, tag, every < P)
+        b -= lr * tl.sum(tl.where(every < P, slopes, 0.0), 0)
         w = tl.where(inside, _received(weights_ptr + turn * D + columns, tag, inside), 0.0)
     tl.store(w_out_ptr + mine, own, mask=mine < D)
     if p == 0:
@@ -363,6 +366,7 @@ class FitPlan(NamedTuple):
     block: int
     slice: int
     parts: int
+    words: int
     programs: int
     warps: int
 
@@ -428,7 +432,7 @@ def _logistic_fit_plan(
     block = triton.next_power_of_2(max(D, 1))
     if capability is None:  # programs that wait for each other cannot run one after the other: a single one
         rows = triton.next_power_of_2(N)
-        return FitPlan(rows, block, block, 1, 1, 1) if rows * block <= 2**17 else None
+        return FitPlan(rows, block, block, 1, 1, 1, 1) if rows * block <= 2**17 else None
     # At least a word for each thread, see _received; so of 256 features 8 warps at most.
     block = max(block, 256)
     # Half of a multiprocessor's registers for X, the rest for everything else.
@@ -440,8 +444,12 @@ def _logistic_fit_plan(
         return None
     programs = triton.cdiv(N, rows)
     warps = max(4, min(16, block // 32, rows * block // 4096))  # 128 registers a thread: few warps agree sooner
-    parts = max(triton.next_power_of_2(programs), 32 * warps)
-    return FitPlan(rows, block, triton.next_power_of_2(triton.cdiv(max(D, 1), programs)), parts, programs, warps)
+    slice = triton.next_power_of_2(triton.cdiv(max(D, 1), programs))
+    words = max(triton.next_power_of_2(programs), 32 * warps)
+    parts = max(triton.next_power_of_2(programs), 32 * warps // slice)
+    if parts * slice > 2**14:  # what a program receives of all others would not fit into its registers
+        return None
+    return FitPlan(rows, block, slice, parts, words, programs, warps)
 
 
 # Launchers -----------------------------------------------------------------------------------------------------------
@@ -553,12 +561,12 @@ def _launch_fit(
         _logistic_fit_rows[(P,)](
             *into, shares, gradients, weights, slopes, X, y, w, b,
             N, D // align, X.stride(0) // align, start, steps, lr, l2,
-            ALIGN=align, ROWS=plan.rows, BLOCK=plan.block, SLICE=plan.slice, PARTS=plan.parts,
+            ALIGN=align, ROWS=plan.rows, BLOCK=plan.block, SLICE=plan.slice, PARTS=plan.parts, WORDS=plan.words,
             num_warps=plan.warps, launch_cooperative_grid=True,
         )  # fmt: skip
-        rows = max(1, 4096 // plan.parts)
+        rows = max(1, 4096 // plan.words)
         _logistic_fit_losses[(triton.cdiv(steps, rows),)](
-            losses[start:], shares, P, steps, STEPS=rows, PARTS=plan.parts
+            losses[start:], shares, P, steps, STEPS=rows, PARTS=plan.words
         )
         w, b = into
     return w, b
@@ -772,8 +780,8 @@ def logistic_fit(
     Notes
     -----
     X fits where each multiprocessor can hold its part of the rows in half of its registers, with the features padded
-    to a power of two, 256 at least, and is not float64: some 16 MB on a GPU of 132 multiprocessors. What does not fit becomes a loop of
-    fused steps, which reads X once a step.
+    to a power of two, 256 at least, and is not float64: some 16 MB on a GPU of 132 multiprocessors. What does not fit
+    becomes a loop of fused steps, which reads X once a step.
 
     On the chip all programs run at the same time and wait for each other, so the launch is a cooperative one: a GPU
     that is busy with other work starts it when all its programs find a place.
@@ -1018,9 +1026,7 @@ LOGISTIC_STEP = Op(
     cost=_cost_step,
     variants={
         "eager": Variant(_eager, cost=_cost_step_eager, needs=()),
-        "NumPy": Variant(
-            _run_numpy, cost=_cost_step_eager, needs=(), prepare=functools.partial(_on_host, _numpy_step)
-        ),
+        "NumPy": Variant(_run_numpy, cost=_cost_step_eager, needs=(), prepare=functools.partial(_on_host, _numpy_step)),
         "torch on the CPU": Variant(
             _run_cpu, cost=_cost_step_eager, needs=("cuda",), prepare=functools.partial(_on_host, _eager)
         ),
@@ -1057,9 +1063,7 @@ LOGISTIC_FIT = Op(
     cost=_cost_fit,
     variants={
         "eager": Variant(_fit_of(_eager), cost=_cost_fit_eager, needs=()),
-        "NumPy": Variant(
-            _run_numpy, cost=_cost_fit_eager, needs=(), prepare=functools.partial(_on_host, _numpy_fit)
-        ),
+        "NumPy": Variant(_run_numpy, cost=_cost_fit_eager, needs=(), prepare=functools.partial(_on_host, _numpy_fit)),
         "torch on the CPU": Variant(
             _run_cpu, cost=_cost_fit_eager, needs=("cuda",), prepare=functools.partial(_on_host, _fit_of(_eager))
         ),
