@@ -1048,7 +1048,7 @@ LOGISTIC_STEP = Op(
     edges=(
         {"N": 1, "D": 1},
         {"N": 13, "D": 7},
-        {"N": 150, "D": 784 // 4},
+        {"N": 70, "D": 196},
         {"N": 300, "D": 1},
         {"N": 3, "D": 16_500},
         {"N": 5, "D": 0},
@@ -1080,12 +1080,11 @@ LOGISTIC_FIT = Op(
     },
     edges=(
         {"N": 1, "D": 1, "steps": 1},
-        {"N": 13, "D": 7, "steps": 5},
-        {"N": 40, "D": 100, "steps": 3},
+        {"N": 13, "D": 7, "steps": 3},
         {"N": 5, "D": 0, "steps": 2},
         {"N": 3, "D": 4, "steps": 0},
     ),
-    dtypes=(torch.float32, torch.float64, torch.bfloat16),
+    dtypes=(torch.float32, torch.float64),
 )
 
 OPS = (LOGISTIC_STEP, LOGISTIC_FIT)
