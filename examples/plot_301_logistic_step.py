@@ -520,7 +520,9 @@ claims(
 #
 # First one step of the seed's problem, 400 x 784. *call* is what Python waits
 # for, *cold* and *warm* what the device needs, without and with X in the L2
-# cache. Eager's *warm* time is that of eager PyTorch in a CUDA graph.
+# cache. Eager's *warm* time is that of eager PyTorch in a CUDA graph. What a
+# CPU takes for so little depends on what its threads did before: compare with
+# the loop further down.
 
 one = results(
     LOGISTIC_STEP,
@@ -565,7 +567,9 @@ def ten_thousand():
 
     def run(name, inputs):
         variant = variants[name]
-        for steps in (20, inputs[-1]):  # the first call compiles
+        # The first call compiles, and ours for a number of steps.
+        first = inputs[-1] if name.startswith("fusebook") else 20
+        for steps in (first, inputs[-1]):
             given = (*inputs[:-1], steps)
             ready = variant.prepare(*given) if variant.prepare else given
             torch.cuda.synchronize()
@@ -753,7 +757,8 @@ provenance(large, others, sweep)
 # -------
 #
 # The seed asked three questions. **Is there an increase in speed from CPU to
-# GPU?**
+# GPU?** For this problem, and for one operation at a time, it is the other way
+# round.
 
 each = by_way["seconds"]
 claims(
@@ -765,15 +770,20 @@ claims(
         eager=each["eager"],
     ),
     claim(
-        "Eager on the GPU is at least twice as fast as NumPy",
-        each["eager"] <= each["NumPy"] / 2,
+        "Eager PyTorch on the GPU is slower than NumPy on the CPU",
+        each["eager"] > each["NumPy"],
+        fatal=False,
+    ),
+    claim(
+        "On the chip, the GPU is at least five times as fast as NumPy",
+        each["fusebook"] <= each["NumPy"] / 5,
         fatal=False,
     ),
 )
 
 # %%
-# **Where does it come from?** Not from arithmetic: what the device does in an
-# eager step is a fraction of what Python takes to ask for it.
+# **Where does it come from?** What is slow is not the device: what it does in
+# an eager step is a fraction of what Python takes to ask for it.
 
 claims(
     say(
@@ -853,13 +863,26 @@ claims(
 
 # %%
 # **Where it does not win.** Every point of the step at which another way is
-# faster by more than 2 %:
+# faster by more than 2 %, by the device's clock and then by that of a caller
+# who waits for each step:
 
 table(
     tables.losses(pd.concat([one, both])),
-    "Points lost: the fastest other way, and how far behind we are",
+    "Points lost, cold: the fastest other way, and how far behind we are",
     fold=False,
 )
+
+# %%
+
+table(
+    tables.losses(one, kind="call"),
+    "Points lost by the clock of the call",
+    fold=False,
+)
+
+# %%
+# Two launches from Python take longer than the replay of one graph, however
+# much is in it. A fused step in a graph of your own has both.
 
 # %%
 # And what the fit loses beyond the chip:
