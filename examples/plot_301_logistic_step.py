@@ -567,9 +567,7 @@ def ten_thousand():
 
     def run(name, inputs):
         variant = variants[name]
-        # The first call compiles, and ours for a number of steps.
-        first = inputs[-1] if name.startswith("fusebook") else 20
-        for steps in (first, inputs[-1]):
+        for steps in (20, inputs[-1]):  # the first call compiles
             given = (*inputs[:-1], steps)
             ready = variant.prepare(*given) if variant.prepare else given
             torch.cuda.synchronize()
@@ -651,26 +649,6 @@ claims(
 provenance(seconds, losses)
 
 # %%
-# **Where the time of a small step goes.** The launches of eager's operations,
-# one after the other in a graph, and what an empty launch takes on this
-# machine; and before that, without a graph, Python.
-
-eager = tables.where(one, variant="eager").iloc[0]
-ours = tables.where(one, variant="fusebook").iloc[0]
-budget = {
-    "Python waits for an eager step": eager["call_us"],
-    "the device works on it (in a graph)": eager["warm_us"],
-    "that many empty launches": counted.operations * eager["floor_warm_us"],
-    "Python waits for a fused step": ours["call_us"],
-    "the device works on it": ours["warm_us"],
-    "two empty launches": 2 * ours["floor_warm_us"],
-    "a step on the chip": by_way.loc["fusebook", "microseconds a step"],
-    "X from memory, once": ours["roof_us"],
-}
-budget = pd.DataFrame({"microseconds": budget})
-table(budget, "A step of 400 x 784", fold=False)
-
-# %%
 # **Over rows and features.** Fifty steps at a time, the device's time of one
 # of them. Eager is in a graph, and so is everything: launches by Python would
 # hide the rest. Up to some thousand rows the data fits on the chip, and
@@ -707,14 +685,51 @@ ax.set_xscale("log")
 # %%
 on = sweep.attrs["machine"]
 points = a_step.pivot_table(
-    index=["N", "D"], columns="variant", values="warm_us", sort=False
+    index=["N", "D"], columns="variant", values="warm_us"
 )
-points["MB"] = [4e-6 * N * D for N, D in points.index]
+points["MB of X"] = [4e-6 * N * D for N, D in points.index]
 points["on the chip"] = [
     _logistic_fit_plan(N, D, 4, on.capability, on.sms) is not None
     for N, D in points.index
 ]
 table(points, "One step of many, in microseconds", fold=False)
+
+# %%
+# Ten thousand steps of ours are quicker than the table of them says, which is
+# of a program that has never taken so many: Triton compiles a kernel once more
+# for an integer that 16 divides, and the small kernel that adds up the losses
+# has met none before. Compilation is no step, but who runs a program once
+# waits for it.
+
+on_chip = points.loc[(400, 784), "fusebook"]
+claims(
+    say(
+        "Ten thousand times a step of the sweep are {steps:.3f} s; the other "
+        "{rest:.2f} s are no steps.",
+        steps=1e-2 * on_chip,
+        rest=by_way.loc["fusebook", "seconds"] - 1e-2 * on_chip,
+    ),
+)
+
+# %%
+# **Where the time of a small step goes.** The launches of eager's operations,
+# one after the other in a graph, and what an empty launch takes on this
+# machine; and before that, without a graph, Python.
+
+eager = tables.where(one, variant="eager").iloc[0]
+ours = tables.where(one, variant="fusebook").iloc[0]
+budget = {
+    "Python waits for an eager step": eager["call_us"],
+    "the device works on it (in a graph)": eager["warm_us"],
+    "that many empty launches": counted.operations * eager["floor_warm_us"],
+    "Python waits for a fused step": ours["call_us"],
+    "the device works on it": ours["warm_us"],
+    "two empty launches": 2 * ours["floor_warm_us"],
+    "a step on the chip (of fifty)": on_chip,
+    "X from memory, once": ours["roof_us"],
+}
+budget = pd.DataFrame({"microseconds": budget})
+table(budget, "A step of 400 x 784", fold=False)
 
 # %%
 # How far from the roof?
@@ -731,26 +746,22 @@ large = results(
     warmup=args.warmup,
     repeat=args.repeat,
 )
-others = results(
-    LOGISTIC_STEP,
-    config="small,medium",
-    dtype="float32",
-    variants=["eager", "fusebook"],
-    warmup=args.warmup,
-    repeat=args.repeat,
-)
-both = pd.concat([large, others])
+device = ["eager", "torch.compile", "eager in a graph", "fusebook"]
+both = pd.concat([tables.where(one, variant=device), large])
 plots.dots(both, of="roof")
 
 # %%
 table(
-    tables.times(both, words=True),
-    "A step over many shapes: cold time in microseconds",
+    tables.shares(large),
+    "A step of a million rows, against the roof of one read",
     fold=False,
 )
 
 # %%
-provenance(large, others, sweep)
+# With four hundred rows nobody is near the roof: there is too little to read,
+# and what counts is how often somebody has to be waited for.
+
+provenance(large, sweep)
 
 # %%
 # Lessons
@@ -775,8 +786,8 @@ claims(
         fatal=False,
     ),
     claim(
-        "On the chip, the GPU is at least five times as fast as NumPy",
-        each["fusebook"] <= each["NumPy"] / 5,
+        "On the chip, a step is at least ten times as fast as in NumPy",
+        on_chip <= by_way.loc["NumPy", "microseconds a step"] / 10,
         fatal=False,
     ),
 )
@@ -813,17 +824,16 @@ claims(
         "times. From NumPy all the way: {all:.0f} times.",
         graph=each["eager"] / each["eager in a graph"],
         fused=eager["warm_us"] / ours["warm_us"],
-        chip=ours["warm_us"] / by_way.loc["fusebook", "microseconds a step"],
-        all=each["NumPy"] / each["fusebook"],
+        chip=ours["warm_us"] / on_chip,
+        all=by_way.loc["NumPy", "microseconds a step"] / on_chip,
     ),
     claim(
         "A fused step takes at most half of an eager one in a graph",
         ours["warm_us"] <= eager["warm_us"] / 2,
     ),
     claim(
-        "On the chip, ten thousand steps take at most 5 millionths of a "
-        "second each",
-        by_way.loc["fusebook", "microseconds a step"] <= 5,
+        "A step on the chip takes at most 5 millionths of a second",
+        on_chip <= 5,
     ),
     claim(
         "A million rows of 784: at least 85 % of the roof of one read",
@@ -835,9 +845,9 @@ claims(
     ),
     claim(
         "Two runs give the same bits, at every size",
-        tables.where(
-            pd.concat([one, large, others, sweep]), variant="fusebook"
-        )["deterministic"]
+        tables.where(pd.concat([one, large, sweep]), variant="fusebook")[
+            "deterministic"
+        ]
         == "yes",
     ),
 )
@@ -867,7 +877,7 @@ claims(
 # who waits for each step:
 
 table(
-    tables.losses(pd.concat([one, both])),
+    tables.losses(both),
     "Points lost, cold: the fastest other way, and how far behind we are",
     fold=False,
 )
