@@ -396,6 +396,12 @@ Source(_sent, _received)
 Source(_logistic_fit_rows)
 
 # %%
+# A word is looked at by the thread that will use it, so there must be as many
+# words as threads. Were there fewer, several threads would load a copy each,
+# one copy would be looked at for all of them, and another might still be old:
+# wrong once in a while, in the last digits of a few weights, and only a
+# comparison of many runs, bit by bit, would show it.
+#
 # What fits is decided by half of the registers; the other half is for
 # everything else. Data that does not fit is fitted by a loop of fused steps,
 # and so is float64, of which a word has no room beside the step.
