@@ -399,8 +399,8 @@ Source(_logistic_fit_rows)
 # A word is looked at by the thread that will use it, so there must be as many
 # words as threads. Were there fewer, several threads would load a copy each,
 # one copy would be looked at for all of them, and another might still be old:
-# wrong once in a while, in the last digits of a few weights, and only a
-# comparison of many runs, bit by bit, would show it.
+# wrong by a little and once in a while, which only a comparison of many runs,
+# bit by bit, is sure to show.
 #
 # What fits is decided by half of the registers; the other half is for
 # everything else. Data that does not fit is fitted by a loop of fused steps,
