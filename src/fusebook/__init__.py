@@ -13,6 +13,7 @@ if "TRITON_INTERPRET" not in os.environ and "triton" not in sys.modules and impo
         os.environ["TRITON_INTERPRET"] = "1"
 
 from fusebook.kernels.elementwise import add_add_multiply, add_sub, double, exp, multiply, multiply_add, silu
+from fusebook.kernels.logistic_step import logistic_fit, logistic_step
 from fusebook.kernels.scatter_nd import embedding_backward, masked_scatter_nd_of_shape, scatter_nd_of_shape
 from fusebook.kernels.softmax import softmax
 
@@ -24,6 +25,8 @@ __all__ = [
     "double",
     "embedding_backward",
     "exp",
+    "logistic_fit",
+    "logistic_step",
     "masked_scatter_nd_of_shape",
     "multiply",
     "multiply_add",
