@@ -18,7 +18,8 @@ that says so.
 
 Two of its exercises have pages of their own: programming a GPU directly is
 :doc:`plot_101_elementwise`, and the training step of a logistic regression is
-page 301. How to measure at all is :doc:`plot_002_measuring`.
+:doc:`plot_301_logistic_step`. How to measure at all is
+:doc:`plot_002_measuring`.
 
 With a CUDA GPU everything is measured as the page runs. Without one, it is
 replayed from the record of a GPU that is named at the end.
