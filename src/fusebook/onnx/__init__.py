@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Bound", "Graph"]
+from fusebook.onnx.custom import CustomOp, custom_op, register
+
+__all__ = ["Bound", "CustomOp", "Graph", "custom_op", "register"]
 
 # Numbers of onnx.TensorProto, so that running a graph does not need the package onnx.
 _ELEMENTS = {
@@ -58,6 +60,8 @@ class Graph:
         Of an operator on the CPU.
     library : path, optional
         A library of custom operators to register.
+    ops : sequence of CustomOp
+        Operators whose kernels are Python functions, see `custom_op`.
     options : mapping of str to str, optional
         Further options of the CUDA provider, e.g. ``{"enable_cuda_graph": "1"}``.
 
@@ -82,6 +86,7 @@ class Graph:
         tf32: bool = False,
         threads: int = 1,
         library: str | os.PathLike[str] | None = None,
+        ops: Sequence[CustomOp] = (),
         options: Mapping[str, str] | None = None,
     ) -> None:
         ort = _onnxruntime()
@@ -94,6 +99,7 @@ class Graph:
         settings.log_severity_level = 3  # errors; where a node is placed is not a warning to a caller
         if library is not None:
             settings.register_custom_ops_library(os.fspath(library))
+        register(settings, *ops)
         self.stream: torch.cuda.Stream | None = None
         providers: list[Any] = ["CPUExecutionProvider"]
         self._run = ort.RunOptions()
