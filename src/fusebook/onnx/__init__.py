@@ -121,6 +121,9 @@ class Graph:
                 )
             # Otherwise every run ends in waiting for the GPU.
             self._run.add_run_config_entry("disable_synchronize_execution_providers", "1")
+        # The default, said aloud: ONNX Runtime 1.31 looks for it in every run, and finds out that it is missing by an
+        # exception thrown in C++, which takes longer than all the rest of a small run.
+        self._run.add_run_config_entry("gpu_graph_id", "0")
         if not isinstance(model, (str, bytes, os.PathLike)):
             model = model.SerializeToString()
         elif isinstance(model, os.PathLike):
@@ -182,6 +185,9 @@ class Bound:
         self._binding = graph.session.io_binding()
         self._kept = inputs  # their memory is bound by address
         self._given = outputs
+        if graph.stream is not None:
+            # Made once: to make an event takes as long as to record one.
+            self._before, self._after = torch.cuda.Event(), torch.cuda.Event()
         _named("inputs", inputs, graph.inputs, all_of=True)
         _named("outputs", outputs, graph.outputs, all_of=False)
         for name, value in inputs.items():
@@ -205,10 +211,12 @@ class Bound:
         if graph.stream is None:
             graph.session.run_with_iobinding(self._binding, graph._run)
         else:
-            current = torch.cuda.current_stream(graph.device)
-            graph.stream.wait_stream(current)
+            current = torch.cuda.current_stream(graph.device.index)
+            self._before.record(current)
+            graph.stream.wait_event(self._before)
             graph.session.run_with_iobinding(self._binding, graph._run)
-            current.wait_stream(graph.stream)
+            self._after.record(graph.stream)
+            current.wait_event(self._after)
         if len(self._given) == len(graph.outputs):
             return dict(self._given)
         values = zip(graph.outputs, self._binding.get_outputs(), strict=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -11,10 +12,18 @@ from torch import Tensor
 from fusebook.kernels import scatter_nd as _scatter
 from fusebook.kernels import softmax as _softmax
 from fusebook.kernels._arguments import FLOATING
-from fusebook.kernels._launch import check_device, gpu, launching
+from fusebook.kernels._launch import gpu, launching
 from fusebook.onnx import custom_op
 
 __all__ = ["MASKED_SCATTER_ND", "NODES", "SCATTER_ND", "SOFTMAX"]
+
+
+def _where(out: Tensor) -> Any:
+    """Where kernels are launched: ONNX Runtime has made the device of its tensors the current one."""
+    return _HERE if out.is_cuda else launching(out)
+
+
+_HERE = contextlib.nullcontext()
 
 
 def softmax_into(x: Tensor, out: Tensor, *, axis: int = -1) -> None:
@@ -33,7 +42,7 @@ def softmax_into(x: Tensor, out: Tensor, *, axis: int = -1) -> None:
     x, plan, align, (inner, n, *strides) = _softmax._prepared("Softmax", out, x, dim, tensors=1)
     constants = {"ALIGN": align, **plan.constants, "num_warps": plan.warps}
     grid = (plan.programs,)
-    with launching(out):
+    with _where(out):
         if plan.kernel == "rows":
             _softmax._softmax_rows[grid](out, x, inner, n, *strides, **constants)
         elif plan.kernel == "pairs":
@@ -75,7 +84,7 @@ def scatter_into(indices: Tensor, updates: Tensor, out: Tensor, masked: int | No
     def empty(*size: int, dtype: torch.dtype = whole) -> Tensor:
         return torch.empty(size, dtype=dtype, device=device)
 
-    with launching(out):
+    with _where(out):
         if indices.shape[1] != 1 or plan.find == "sort":
             indices, masked = _scatter._keyed(shape, indices, masked, whole), -1
         if plan.strategy == "atomic":
@@ -102,9 +111,17 @@ def scatter_into(indices: Tensor, updates: Tensor, out: Tensor, masked: int | No
 def _scatter_node(
     name: str, shape: Tensor, indices: Tensor, updates: Tensor, out: Tensor, masked: int | None, reduction: str
 ) -> None:  # fmt: skip
-    _scatter._checked(name, tuple(out.shape), indices, updates, reduction, None)
-    check_device(name, updates)
+    key = name, out.shape, indices.shape, updates.shape, updates.dtype, indices.dtype, updates.device, reduction
+    if key not in _seen:
+        _scatter._checked(name, tuple(out.shape), indices, updates, reduction, None)
+        if len(_seen) > 4096:
+            _seen.clear()
+        _seen.add(key)
     scatter_into(indices, updates, out, masked)
+
+
+#: What has been found valid: a node mostly sees the same shapes again, and to look at them takes as long as a launch.
+_seen: set[Any] = set()
 
 
 def _of_shape(shape: Tensor, indices: Tensor, updates: Tensor, out: Tensor, *, reduction: str) -> None:
