@@ -112,16 +112,40 @@ def _scatter_node(
     name: str, shape: Tensor, indices: Tensor, updates: Tensor, out: Tensor, masked: int | None, reduction: str
 ) -> None:  # fmt: skip
     key = name, out.shape, indices.shape, updates.shape, updates.dtype, indices.dtype, updates.device, reduction
+    if (ready := _ready.get(key)) is not None:
+        kernel, numbers, constants = ready
+        kernel(out, indices, updates, *numbers, masked or 0, MASKED=masked is not None, **constants)
+        return
     if key not in _seen:
         _scatter._checked(name, tuple(out.shape), indices, updates, reduction, None)
         if len(_seen) > 4096:
             _seen.clear()
+            _ready.clear()
         _seen.add(key)
+        if (scan := _scan(indices, updates, out)) is not None:
+            _ready[key] = scan
     scatter_into(indices, updates, out, masked)
 
 
 #: What has been found valid: a node mostly sees the same shapes again, and to look at them takes as long as a launch.
 _seen: set[Any] = set()
+#: Of those with few updates, on a GPU, the launch itself but for its tensors.
+_ready: dict[Any, tuple[Any, tuple[int, ...], dict[str, int]]] = {}
+
+
+def _scan(indices: Tensor, updates: Tensor, out: Tensor) -> tuple[Any, tuple[int, ...], dict[str, int]] | None:
+    """The one launch of a scatter of few updates, where it is one: kernel and grid, sizes, constants."""
+    if not out.is_cuda or out.numel() == 0 or indices.shape[-1] != 1 or indices.numel() == 0:
+        return None
+    sizes = R, D, n = out.shape[0], out.numel() // out.shape[0], indices.numel()
+    plan = _scatter._plan(sizes, out.dtype, gpu(out.device)[0], strategy=None, deterministic=False)
+    if plan.find != "scan":
+        return None
+    stride, align = _scatter._steps(updates.reshape(n, D), D)
+    constants = {"ALIGN": align, "N": max(plan.together, triton.next_power_of_2(n)), "BLOCK": plan.block}
+    constants |= {"GROUPS": plan.together, "num_warps": plan.warps}
+    grid = (R * triton.cdiv(D, plan.block),)
+    return _scatter._scatter_nd_scan[grid], (R, D // align, n, stride // align), constants
 
 
 def _of_shape(shape: Tensor, indices: Tensor, updates: Tensor, out: Tensor, *, reduction: str) -> None:
