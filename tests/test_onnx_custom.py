@@ -2,7 +2,11 @@
 
 import ctypes
 import gc
+import os
+import pathlib
 import resource
+import subprocess
+import sys
 import threading
 import weakref
 
@@ -458,3 +462,16 @@ def test_the_shim_is_not_registered_by_hand():
     with pytest.raises(Exception, match="registered by fusebook.onnx.register"):
         unary()._defined()
         ort.SessionOptions().register_custom_ops_library(str(custom._library_path()))
+
+
+def test_a_session_may_outlive_the_interpreter(tmp_path):
+    code = """
+import builtins, sys, torch
+from test_onnx_custom import graph, unary
+builtins.kept = graph(unary())
+builtins.kept({"x": torch.ones(3)})
+"""
+    here = pathlib.Path(__file__).parent
+    path = {**os.environ, "PYTHONPATH": os.pathsep.join([str(here), str(here.parent / "src")])}
+    end = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=path, check=False)
+    assert end.returncode == 0, end.stderr[-2000:]

@@ -8,6 +8,7 @@ ONNX Runtime's stream.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import functools
 import hashlib
@@ -134,6 +135,8 @@ class _Shim:
         self.lock = threading.Lock()
         self.callbacks = (_CREATE_CALLBACK, _COMPUTE_CALLBACK, _DESTROY_CALLBACK)
         library.fusebook_callbacks(*self.callbacks)
+        # A session may outlive the interpreter, which must not be called back then.
+        atexit.register(library.fusebook_callbacks, None, None, None)
         library.fusebook_define.restype = _pointer
         library.fusebook_together.restype = _pointer
         library.fusebook_select.argtypes = [_pointer]

@@ -126,7 +126,7 @@ static Status failed(Api api, const char *message, const char *name) {
 static Status create_kernel(const CustomOp *op, Api api, const void *info, void **out) {
   char message[MESSAGE] = "";
   Kernel *kernel = malloc(sizeof *kernel);
-  if (!kernel) return CreateStatus(api)(ORT_FAIL, "fusebook: out of memory");
+  if (!kernel || !create) return free(kernel), CreateStatus(api)(ORT_FAIL, "fusebook: out of memory, or Python has ended");
   kernel->op = OVERLOAD(op);
   kernel->api = api;
   if (!create(kernel->op->number, api, info, &kernel->number, message)) {
@@ -139,7 +139,7 @@ static Status create_kernel(const CustomOp *op, Api api, const void *info, void 
 
 static void destroy_kernel(void *pointer) {
   Kernel *kernel = pointer;
-  destroy(kernel->number);
+  if (destroy) destroy(kernel->number); /* Python may have ended before the session has */
   free(kernel);
 }
 
@@ -161,6 +161,7 @@ static Status compute_kernel(void *pointer, void *context) {
   Status status = NULL;
   size_t given = 0, i;
 
+  if (!compute) return CreateStatus(api)(ORT_FAIL, "fusebook: Python has ended, and its functions with it");
   if (kernel->op->cuda && (status = KernelContext_GetGPUComputeStream(api)(context, &stream))) return status;
   if ((status = KernelContext_GetInputCount(api)(context, &given))) return status;
   if (given > kernel->op->inputs) given = kernel->op->inputs;

@@ -4,7 +4,7 @@ In process, the nodes of `NODES` call the library's launchers. `build` compiles 
 ONNX Runtime loads, without Python, torch or Triton. `translations` and `fuse` bring models to these nodes.
 """
 
-from fusebook.ort.build import build
+from fusebook.ort.aot import build
 from fusebook.ort.export import fuse, translations
 from fusebook.ort.nodes import MASKED_SCATTER_ND, NODES, SCATTER_ND, SOFTMAX
 

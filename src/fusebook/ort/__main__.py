@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from fusebook.ort.build import ARCHITECTURES, TYPES, build
+from fusebook.ort.aot import ARCHITECTURES, TYPES, build
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -18,7 +18,7 @@ from fusebook import check, inputs, timing
 from fusebook.kernels import scatter_nd
 from fusebook.onnx import Bound, Graph, custom_op
 from fusebook.op import Cost, Op, Variant
-from fusebook.ort.build import cached
+from fusebook.ort.aot import cached
 from fusebook.ort.nodes import NODES
 
 __all__ = ["MODELS", "NODES_OF_ONNX_RUNTIME", "OPS", "alone", "captured", "model", "overhead"]

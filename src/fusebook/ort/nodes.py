@@ -111,10 +111,11 @@ def scatter_into(indices: Tensor, updates: Tensor, out: Tensor, masked: int | No
 def _scatter_node(
     name: str, shape: Tensor, indices: Tensor, updates: Tensor, out: Tensor, masked: int | None, reduction: str
 ) -> None:  # fmt: skip
-    key = name, out.shape, indices.shape, updates.shape, updates.dtype, indices.dtype, updates.device, reduction
-    if (ready := _ready.get(key)) is not None:
-        kernel, numbers, constants = ready
-        kernel(out, indices, updates, *numbers, masked or 0, MASKED=masked is not None, **constants)
+    key = name, out.shape, indices.shape, updates.shape, updates.dtype, indices.dtype, updates.device, masked, reduction
+    at = out.data_ptr() | indices.data_ptr() | updates.data_ptr()
+    if at % 16 == 0 and (ready := _ready.get(key)) is not None:
+        launch, numbers = ready
+        launch(out, indices, updates, *numbers)
         return
     if key not in _seen:
         _scatter._checked(name, tuple(out.shape), indices, updates, reduction, None)
@@ -122,19 +123,21 @@ def _scatter_node(
             _seen.clear()
             _ready.clear()
         _seen.add(key)
-        if (scan := _scan(indices, updates, out)) is not None:
-            _ready[key] = scan
-    scatter_into(indices, updates, out, masked)
+    if at % 16 == 0 and (scan := _scanned(indices, updates, out, masked)) is not None:
+        _ready[key] = scan
+    else:
+        scatter_into(indices, updates, out, masked)
 
 
 #: What has been found valid: a node mostly sees the same shapes again, and to look at them takes as long as a launch.
 _seen: set[Any] = set()
-#: Of those with few updates, on a GPU, the launch itself but for its tensors.
-_ready: dict[Any, tuple[Any, tuple[int, ...], dict[str, int]]] = {}
+#: Of those with few updates, on a GPU: the compiled kernel with its grid, and what follows the tensors. Triton finds
+#: out at every call for what a kernel must be compiled; the key and the addresses say that it is what it was.
+_ready: dict[Any, tuple[Any, tuple[Any, ...]]] = {}
 
 
-def _scan(indices: Tensor, updates: Tensor, out: Tensor) -> tuple[Any, tuple[int, ...], dict[str, int]] | None:
-    """The one launch of a scatter of few updates, where it is one: kernel and grid, sizes, constants."""
+def _scanned(indices: Tensor, updates: Tensor, out: Tensor, masked: int | None) -> tuple[Any, tuple[Any, ...]] | None:
+    """Launch a scatter of few updates, where it is one launch, and return how to launch it again."""
     if not out.is_cuda or out.numel() == 0 or indices.shape[-1] != 1 or indices.numel() == 0:
         return None
     sizes = R, D, n = out.shape[0], out.numel() // out.shape[0], indices.numel()
@@ -142,10 +145,13 @@ def _scan(indices: Tensor, updates: Tensor, out: Tensor) -> tuple[Any, tuple[int
     if plan.find != "scan":
         return None
     stride, align = _scatter._steps(updates.reshape(n, D), D)
-    constants = {"ALIGN": align, "N": max(plan.together, triton.next_power_of_2(n)), "BLOCK": plan.block}
-    constants |= {"GROUPS": plan.together, "num_warps": plan.warps}
-    grid = (R * triton.cdiv(D, plan.block),)
-    return _scatter._scatter_nd_scan[grid], (R, D // align, n, stride // align), constants
+    constants = {"MASKED": masked is not None, "ALIGN": align, "N": max(plan.together, triton.next_power_of_2(n))}
+    constants |= {"BLOCK": plan.block, "GROUPS": plan.together}
+    grid = (R * triton.cdiv(D, plan.block), 1, 1)
+    numbers = R, D // align, n, stride // align, masked or 0
+    kernel = _scatter._scatter_nd_scan
+    compiled = kernel[grid](out, indices, updates, *numbers, **constants, num_warps=plan.warps)
+    return compiled[grid], (*numbers, *(constants[name] for name in kernel.arg_names if name in constants))
 
 
 def _of_shape(shape: Tensor, indices: Tensor, updates: Tensor, out: Tensor, *, reduction: str) -> None:

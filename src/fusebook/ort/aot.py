@@ -223,7 +223,7 @@ def _compiled(wanted: list[tuple[int, Spec]], folder: pathlib.Path, workers: int
     for i in range(min(workers, len(wanted))):
         job = folder / f"{i}.json"
         job.write_text(json.dumps([(arch, asdict(spec)) for arch, spec in wanted[i::workers]]))
-        code = "import pathlib, sys; from fusebook.ort import build; build._worker(pathlib.Path(sys.argv[1]))"
+        code = "import pathlib, sys; from fusebook.ort import aot; aot._worker(pathlib.Path(sys.argv[1]))"
         with job.with_suffix(".err").open("w") as errors:
             process = subprocess.Popen([sys.executable, "-c", code, str(job)], env=environment, stderr=errors)
         running.append((job, process))
@@ -335,7 +335,7 @@ def cached(arch: Sequence[int], dtype: Sequence[str]) -> pathlib.Path:
     """
     from importlib.metadata import version
 
-    files = [_HERE / "library.c", _HERE / "build.py", _HERE.parent / "onnx" / "ort_api.h"]
+    files = [_HERE / "library.c", _HERE / "aot.py", _HERE.parent / "onnx" / "ort_api.h"]
     files += [_HERE.parent / "kernels" / f"{name}.py" for name in ("scatter_nd", "softmax")]
     text = b"".join(f.read_bytes() for f in files) + repr((tuple(arch), tuple(dtype), version("triton"))).encode()
     out = cache_folder() / f"fusebook-ort-{hashlib.sha256(text).hexdigest()[:16]}.so"
