@@ -477,7 +477,9 @@ def _reader_of(op: str, name: str, default: Any) -> Callable[[int, int], Any]:
             last = (buffer,) if other in ("int", "float") else (None, ctypes.byref(count))
             there = getattr(library, f"fusebook_{other}")(*where, *last)
             if (there or count.value) and word != words[kind]:
-                raise TypeError(f"expected the attribute {name} to be {words[kind]}, got {word}; set it as {words[kind]}")
+                raise TypeError(
+                    f"expected the attribute {name} to be {words[kind]}, got {word}; set it as {words[kind]}"
+                )
         if isinstance(default, type):
             raise ValueError(f"expected the attribute {name}, got a node without it; set it")
         return default
