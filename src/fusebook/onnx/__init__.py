@@ -96,13 +96,14 @@ class Graph:
         settings = ort.SessionOptions()
         settings.intra_op_num_threads = threads
         settings.inter_op_num_threads = 1
-        settings.log_severity_level = 3  # errors; where a node is placed is not a warning to a caller
+        settings.log_severity_level = 4  # errors are raised, and need not be printed as well
         if library is not None:
             settings.register_custom_ops_library(os.fspath(library))
         register(settings, *ops)
         self.stream: torch.cuda.Stream | None = None
         providers: list[Any] = ["CPUExecutionProvider"]
         self._run = ort.RunOptions()
+        self._run.log_severity_level = 4
         if self.device.type == "cuda":
             if self.device.index is None:
                 self.device = torch.device("cuda", torch.cuda.current_device())
