@@ -385,11 +385,11 @@ provenance(sweep, before, by_itself)
 downloads(sweep, "onnxruntime_nodes")
 
 # %%
-# **The Llama's table**, with larger batches and a larger vocabulary:
+# **The Llama's table**, 2048 updates for 32000 rows of 4096 numbers:
 
 llama = results(
     NODES_OF_ONNX_RUNTIME,
-    config="llama",
+    config="32000x4096x2048",
     dtype="float32,float16",
     warmup=args.warmup,
     repeat=args.repeat,
@@ -421,8 +421,10 @@ table(
 # How far from the roof?
 # ----------------------
 #
-# A roof is a matter of memory, and a run has more to do. So a node is held
-# against the roof of its traffic plus a run of the Identity.
+# A roof is a matter of memory, and a run has more to do: what an Identity
+# costs is taken off the time of a run before it is held against the roof of
+# the node's traffic. Small work has next to no roof, so that what is left is
+# the launch.
 
 identity = least.loc["Identity", "call_us"]
 everything = pd.concat([sweep, llama])
@@ -434,11 +436,11 @@ ours = tables.where(
 )
 held = ours.assign(
     size=tables.label(ours),
-    times=ours["call_us"] / (ours["roof_us"] + identity),
+    times=(ours["call_us"] - identity) / ours["roof_us"],
 )
 table(
     held.pivot_table("times", "size", "variant", sort=False),
-    "Time of a run, in times of the roof plus a run of the Identity",
+    "Time of a run less that of the Identity, in times of the roof",
     fold=False,
 )
 
@@ -522,8 +524,15 @@ claims(
         fatal=False,
     ),
     claim(
-        "32000 x 4096: within 1.15 times the roof plus an Identity",
-        held[held["size"] == LLAMA]["times"] <= 1.15,
+        "32000 x 4096, ahead of time: 1.15 times the roof plus an Identity",
+        held[(held["size"] == LLAMA) & (held["variant"] == BUILT)]["times"]
+        <= 1.15,
+        fatal=False,
+    ),
+    claim(
+        "and by the callback",
+        held[(held["size"] == LLAMA) & (held["variant"] == MASKED)]["times"]
+        <= 1.15,
         fatal=False,
     ),
     claim(

@@ -30,7 +30,7 @@ ARCHITECTURES = (80, 90, 100)
 TYPES = {"float32": ("fp32", 4), "float16": ("fp16", 2), "bfloat16": ("bf16", 2), "float64": ("fp64", 8)}
 
 # What library.c must know of the kernels, under these names.
-_CONSTANTS = {"SCAN_MOST": 512, "SORT_MOST": 4096, "SORT_MINE": 8, "CHUNK": 32, "KEYS_BLOCK": 256}
+_CONSTANTS = {"SCAN_MOST": 512, "SORT_MOST": 4096, "SORT_MINE": 4, "CHUNK": 32, "KEYS_BLOCK": 256}
 # Softmax by rows: the width of a tile, its rows, its warps.
 _ROWS = (
     (128, 4, 1), (512, 1, 1), (1024, 1, 2), (2048, 1, 4), (4096, 1, 8), (8192, 1, 16), (16384, 1, 32), (32768, 1, 32)
@@ -110,10 +110,10 @@ def specs(types: Sequence[str]) -> Iterator[Spec]:
             )  # fmt: skip
         for wide in (False, True):
             yield Spec(
-                "SORT", type_, False, int(wide), 16384 // size, scatter, "_scatter_nd_sort",
+                "SORT", type_, False, int(wide), 4096 // size, scatter, "_scatter_nd_sort",
                 {"out_ptr": pointer, "counters_ptr": "*i32", "indices_ptr": "*i64", "SIZE": "i64", "COUNTERS": "i32"}
                 | {f"{x}_ptr": "*i32" for x in ("order", "keys", "starts", "ends")} | sizes,
-                {"MASKED": True, "WIDE": wide, "MINE": _CONSTANTS["SORT_MINE"], "THEIRS": 512, "BLOCK": 16384 // size},
+                {"MASKED": True, "WIDE": wide, "MINE": _CONSTANTS["SORT_MINE"], "THEIRS": 256, "BLOCK": 4096 // size},
                 4,
             )  # fmt: skip
         for aligned in (True, False):
@@ -136,7 +136,7 @@ def specs(types: Sequence[str]) -> Iterator[Spec]:
                     "SEGMENTS", type_, aligned, block, rows, scatter, "_scatter_nd_segments",
                     {"out_ptr": pointer, "updates_ptr": pointer, "parts_ptr": sums, "counters_ptr": "*i32"}
                     | {f"{x}_ptr": "*i32" for x in ("order", "keys", "starts", "ends")} | sizes,
-                    {"ALIGN": align, "CHUNK": _CONSTANTS["CHUNK"], "ROWS": rows, "BLOCK": block, "TOGETHER": 2}, 8,
+                    {"ALIGN": align, "CHUNK": _CONSTANTS["CHUNK"], "ROWS": rows, "BLOCK": block, "TOGETHER": 8}, 8,
                 )  # fmt: skip
             strides = {"INNER": "i32", "N": "i32"} | {
                 f"{t}_{axis}": "i32" for t in "yx" for axis in ("outer", "inner", "step")
@@ -175,8 +175,10 @@ def compile_one(spec: Spec, arch: int, folder: pathlib.Path) -> dict[str, object
 
     kernel = getattr(importlib.import_module(spec.module), spec.function)
     names = list(kernel.arg_names)
-    signature = {name: "constexpr" if name in spec.constants else spec.signature[name] for name in names}
-    constants = {(names.index(name),): value for name, value in spec.constants.items()}
+    # A constant that the kernel has a default for may be left out, as in a launch.
+    chosen = {p.name: p.default for p in kernel.params if p.is_constexpr and p.has_default} | spec.constants
+    signature = {name: "constexpr" if name in chosen else spec.signature[name] for name in names}
+    constants = {(names.index(name),): value for name, value in chosen.items()}
     # Only what is aligned is promised to be.
     attributes = {
         (i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if spec.aligned and name.endswith("_ptr")
@@ -188,7 +190,7 @@ def compile_one(spec: Spec, arch: int, folder: pathlib.Path) -> dict[str, object
     code = made.asm["cubin"]
     file = folder / f"{hashlib.sha256(code).hexdigest()}.cubin"
     file.write_bytes(code)
-    arguments = len(names) - len(spec.constants)
+    arguments = len(names) - len(chosen)
     parameters = entry[1].count(".param")
     if made.metadata.global_scratch_size or parameters < arguments:
         raise RuntimeError(f"fusebook.ort: Triton {triton.__version__} compiled {spec.function} to another interface")
@@ -228,7 +230,7 @@ def _compiled(wanted: list[tuple[int, Spec]], folder: pathlib.Path, workers: int
             process = subprocess.Popen([sys.executable, "-c", code, str(job)], env=environment, stderr=errors)
         running.append((job, process))
     try:
-        failed = [job for job, process in running if process.wait()]
+        failed = [job for job, process in running if process.wait(timeout=900)]
     finally:
         for _, process in running:
             process.kill()

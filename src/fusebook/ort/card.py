@@ -310,7 +310,7 @@ def alone(library: Any = None, provider: str = "CUDAExecutionProvider") -> pd.Da
         file.write(model(MODELS[2]).SerializeToString())
         file.flush()
         command = [sys.executable, "-c", _ALONE, str(library), file.name, provider]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     if done.returncode:
         raise RuntimeError(f"fusebook.ort: {(done.stderr.strip().splitlines() or ['the process died'])[-1]}")
     return pd.DataFrame([json.loads(done.stdout.strip().splitlines()[-1])])

@@ -123,10 +123,10 @@ def _scatter_node(
             _seen.clear()
             _ready.clear()
         _seen.add(key)
-    if at % 16 == 0 and (scan := _scanned(indices, updates, out, masked)) is not None:
-        _ready[key] = scan
-    else:
+    if (scan := _scanned(indices, updates, out, masked)) is None:
         scatter_into(indices, updates, out, masked)
+    elif out.is_cuda and at % 16 == 0:
+        _ready[key] = scan
 
 
 #: What has been found valid: a node mostly sees the same shapes again, and to look at them takes as long as a launch.
@@ -137,11 +137,14 @@ _ready: dict[Any, tuple[Any, tuple[Any, ...]]] = {}
 
 
 def _scanned(indices: Tensor, updates: Tensor, out: Tensor, masked: int | None) -> tuple[Any, tuple[Any, ...]] | None:
-    """Launch a scatter of few updates, where it is one launch, and return how to launch it again."""
-    if not out.is_cuda or out.numel() == 0 or indices.shape[-1] != 1 or indices.numel() == 0:
+    """Launch a scatter of few updates to few rows as one kernel, and return how to launch it again.
+
+    A callback is the host's time first of all, and one launch is the least of it.
+    """
+    if out.numel() == 0 or indices.shape[-1] != 1 or indices.numel() == 0:
         return None
     sizes = R, D, n = out.shape[0], out.numel() // out.shape[0], indices.numel()
-    plan = _scatter._plan(sizes, out.dtype, gpu(out.device)[0], strategy=None, deterministic=False)
+    plan = _scatter._plan(sizes, out.dtype, gpu(out.device)[0], strategy="owner", deterministic=False)
     if plan.find != "scan":
         return None
     stride, align = _scatter._steps(updates.reshape(n, D), D)
@@ -150,8 +153,9 @@ def _scanned(indices: Tensor, updates: Tensor, out: Tensor, masked: int | None) 
     grid = (R * triton.cdiv(D, plan.block), 1, 1)
     numbers = R, D // align, n, stride // align, masked or 0
     kernel = _scatter._scatter_nd_scan
-    compiled = kernel[grid](out, indices, updates, *numbers, **constants, num_warps=plan.warps)
-    return compiled[grid], (*numbers, *(constants[name] for name in kernel.arg_names if name in constants))
+    with _where(out):
+        compiled = kernel[grid](out, indices, updates, *numbers, **constants, num_warps=plan.warps)
+    return compiled and compiled[grid], (*numbers, *(constants[name] for name in kernel.arg_names if name in constants))
 
 
 def _of_shape(shape: Tensor, indices: Tensor, updates: Tensor, out: Tensor, *, reduction: str) -> None:
