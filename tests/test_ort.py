@@ -62,7 +62,7 @@ def small(dims):
     return CUDA or sum(v for v in dims.values() if isinstance(v, int)) < 500
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64], ids=lambda d: str(d)[6:])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=lambda d: str(d)[6:])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_node_computes_what_its_card_says(name, dtype, device):
     op = OPS[name]

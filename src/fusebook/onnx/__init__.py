@@ -15,23 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusebook.onnx.custom import CustomOp, custom_op, register
+from fusebook.onnx.custom import _ELEMENTS, CustomOp, custom_op, register
 
 __all__ = ["Bound", "CustomOp", "Graph", "custom_op", "register"]
 
-# Numbers of onnx.TensorProto, so that running a graph does not need the package onnx.
-_ELEMENTS = {
-    torch.float32: 1,
-    torch.uint8: 2,
-    torch.int8: 3,
-    torch.int16: 5,
-    torch.int32: 6,
-    torch.int64: 7,
-    torch.bool: 9,
-    torch.float16: 10,
-    torch.float64: 11,
-    torch.bfloat16: 16,
-}
 _NAMES = {
     torch.float32: "tensor(float)",
     torch.uint8: "tensor(uint8)",

@@ -31,6 +31,7 @@ __all__ = ["CustomOp", "custom_op", "register"]
 
 _HERE = pathlib.Path(__file__).parent
 _MESSAGE = 2048  # as in shim.c
+# Numbers of onnx.TensorProto, so that running a graph does not need the package onnx.
 _ELEMENTS = {
     torch.float32: 1,
     torch.uint8: 2,
@@ -100,6 +101,7 @@ def compile_c(sources: Sequence[pathlib.Path], out: pathlib.Path, *options: str)
         if done.returncode:
             first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip()[:200])
             raise RuntimeError(f"fusebook.onnx: {compiler} failed: {first}; set CC to a compiler of C11")
+        part.chmod(0o755)  # the temporary file is nobody else's
         part.replace(out)
     finally:
         part.unlink(missing_ok=True)
