@@ -30,7 +30,15 @@ ARCHITECTURES = (80, 90, 100)
 TYPES = {"float32": ("fp32", 4), "float16": ("fp16", 2), "bfloat16": ("bf16", 2), "float64": ("fp64", 8)}
 
 # What library.c must know of the kernels, under these names.
-_CONSTANTS = {"SCAN_MOST": 512, "SORT_MOST": 4096, "SORT_MINE": 4, "CHUNK": 32, "KEYS_BLOCK": 256}
+_CONSTANTS = {
+    "SCAN_MOST": 512,
+    "SORT_MOST": 4096,
+    "SORT_MINE": 4,
+    "CHUNK": 32,
+    "KEYS_BLOCK": 256,
+    "BESIDE": 2**26,  # bytes of zeros that are written while updates are sorted, if rows have at least
+    "ZEROS_FROM": 4096,  # bytes
+}
 # Softmax by rows: the width of a tile, its rows, its warps.
 _ROWS = (
     (128, 4, 1), (512, 1, 1), (1024, 1, 2), (2048, 1, 4), (4096, 1, 8), (8192, 1, 16), (16384, 1, 32), (32768, 1, 32)
@@ -69,6 +77,8 @@ class Spec:
     signature: dict[str, str]
     constants: dict[str, int | bool]
     warps: int
+    late: str = ""
+    early: str = ""
 
 
 def specs(types: Sequence[str]) -> Iterator[Spec]:
@@ -96,10 +106,14 @@ def specs(types: Sequence[str]) -> Iterator[Spec]:
         triton_type, size = TYPES[name]
         # float32 sums of half types begin as float32 zeros.
         if name in types or (type_ == 0 and {"float16", "bfloat16"} & set(types)):
-            yield Spec(
-                "FILL", type_, False, 0, 4096 // size, scatter, "_scatter_nd_fill",
-                {"out_ptr": f"*{triton_type}", "SIZE": "i64"}, {"BLOCK": 4096 // size}, 4,
-            )  # fmt: skip
+            # Small outputs stay in the cache: there fewer programs start quicker, and the next kernel may start early.
+            for cached, early in ((0, ""), (1, "EARLY")):
+                block = (16384 if cached else 4096) // size
+                yield Spec(
+                    "FILL", type_, False, cached, block, scatter, "_scatter_nd_fill",
+                    {"out_ptr": f"*{triton_type}", "SIZE": "i64"}, {"BLOCK": block}, 8 if block >= 4096 else 4,
+                    early=early,
+                )  # fmt: skip
         if name not in types:
             continue
         pointer, sums = f"*{triton_type}", "*fp64" if size == 8 else "*fp32"
@@ -114,7 +128,7 @@ def specs(types: Sequence[str]) -> Iterator[Spec]:
                 {"out_ptr": pointer, "counters_ptr": "*i32", "indices_ptr": "*i64", "SIZE": "i64", "COUNTERS": "i32"}
                 | {f"{x}_ptr": "*i32" for x in ("order", "keys", "starts", "ends")} | sizes,
                 {"MASKED": True, "WIDE": wide, "MINE": _CONSTANTS["SORT_MINE"], "THEIRS": 256, "BLOCK": 4096 // size},
-                4,
+                4, early="EARLY",
             )  # fmt: skip
         for aligned in (True, False):
             align = 16 // size if aligned else 1
@@ -125,11 +139,11 @@ def specs(types: Sequence[str]) -> Iterator[Spec]:
                     {"MASKED": True, "ALIGN": align, "N": n, "BLOCK": 2048 // size, "GROUPS": groups}, 4,
                 )  # fmt: skip
             # Narrow rows share a tile; wide ones are cut into tiles.
-            for block, rows in ((128, 8), (8192 // size, 1)):
+            for block, rows in ((128, 4), (2048 // size, 1), (8192 // size, 1)):
                 yield Spec(
                     "ATOMIC", type_, aligned, block, rows, scatter, "_scatter_nd_atomic",
                     {"sums_ptr": sums, "indices_ptr": "*i64", "updates_ptr": pointer} | sizes,
-                    {"MASKED": True, "ALIGN": align, "ROWS": rows, "BLOCK": block}, 4,
+                    {"MASKED": True, "ALIGN": align, "ROWS": rows, "BLOCK": block}, 4, late="LATE",
                 )  # fmt: skip
             for block, rows in ((128, 8), (4096 // size, 1)):
                 yield Spec(
@@ -137,6 +151,14 @@ def specs(types: Sequence[str]) -> Iterator[Spec]:
                     {"out_ptr": pointer, "updates_ptr": pointer, "parts_ptr": sums, "counters_ptr": "*i32"}
                     | {f"{x}_ptr": "*i32" for x in ("order", "keys", "starts", "ends")} | sizes,
                     {"ALIGN": align, "CHUNK": _CONSTANTS["CHUNK"], "ROWS": rows, "BLOCK": block, "TOGETHER": 8}, 8,
+                    late="LATE",
+                )  # fmt: skip
+            if aligned:
+                block = _CONSTANTS["ZEROS_FROM"] // size
+                yield Spec(
+                    "ZEROS", type_, aligned, block, 1, scatter, "_scatter_nd_zeros",
+                    {"out_ptr": pointer, "keys_ptr": "*i32", "starts_ptr": "*i32", "FIRST": "i32"} | sizes,
+                    {"ALIGN": align, "BLOCK": block}, 4, late="LATE",
                 )  # fmt: skip
             strides = {"INNER": "i32", "N": "i32"} | {
                 f"{t}_{axis}": "i32" for t in "yx" for axis in ("outer", "inner", "step")
@@ -177,6 +199,8 @@ def compile_one(spec: Spec, arch: int, folder: pathlib.Path) -> dict[str, object
     names = list(kernel.arg_names)
     # A constant that the kernel has a default for may be left out, as in a launch.
     chosen = {p.name: p.default for p in kernel.params if p.is_constexpr and p.has_default} | spec.constants
+    overlaps = arch >= 90
+    chosen |= {name: True for name in (spec.late, spec.early) if name and overlaps}
     signature = {name: "constexpr" if name in chosen else spec.signature[name] for name in names}
     constants = {(names.index(name),): value for name, value in chosen.items()}
     # Only what is aligned is promised to be.
@@ -184,7 +208,8 @@ def compile_one(spec: Spec, arch: int, folder: pathlib.Path) -> dict[str, object
         (i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if spec.aligned and name.endswith("_ptr")
     }
     source = ASTSource(kernel, signature=signature, constexprs=constants, attrs=attributes)
-    made = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": spec.warps})
+    options = {"num_warps": spec.warps, **({"launch_pdl": True} if spec.late and overlaps else {})}
+    made = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     entry = re.search(r"\.entry\s+\w+\s*\(([^)]*)\)", made.asm["ptx"])
     assert entry is not None
     code = made.asm["cubin"]
@@ -205,6 +230,7 @@ def compile_one(spec: Spec, arch: int, folder: pathlib.Path) -> dict[str, object
         "size": len(code),
         "shared": made.metadata.shared,
         "threads": spec.warps * 32,
+        "late": int(bool(spec.late) and overlaps),
         "parameters": parameters,
         "name": made.metadata.name,
     }
@@ -253,7 +279,7 @@ def _table(rows: list[dict[str, object]], kernels: pathlib.Path, types: Sequence
             places[name] = len(data)
             data += (kernels.parent / name).read_bytes()
         keys = ("arch", "kind", "type", "aligned", "limit", "rows")
-        after = ("size", "shared", "threads", "parameters")
+        after = ("size", "shared", "threads", "late", "parameters")
         values = [*(str(row[k]) for k in keys), str(places[name]), *(str(row[k]) for k in after)]
         lines.append(f'  {{{", ".join(values)}, "{row["name"]}"}},')
     kernels.write_bytes(data)

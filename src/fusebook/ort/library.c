@@ -21,11 +21,11 @@ typedef struct {
   int arch, kind, type, aligned;
   int limit, rows;
   size_t begin, size;
-  int shared, threads, parameters;
+  int shared, threads, late, parameters;
   const char *name;
 } Entry;
 
-enum { KEYS, SCAN, FILL, ATOMIC, ROUND, SORT, SEGMENTS, SOFTMAX_ROWS, SOFTMAX_WIDE, SOFTMAX_AXIS };
+enum { KEYS, SCAN, FILL, ATOMIC, ROUND, SORT, SEGMENTS, ZEROS, SOFTMAX_ROWS, SOFTMAX_WIDE, SOFTMAX_AXIS };
 
 #include "table.h" /* ENTRIES, ARCHITECTURES, TYPES, and the constants that plan and kernels must agree on */
 
@@ -54,6 +54,17 @@ typedef struct {
   unsigned char reserved[56];
 } PoolProperties;
 
+typedef struct {
+  int id, unused;
+  union { int allowed; char reserved[64]; } value;
+} Attribute;
+typedef struct {
+  unsigned grid[3], block[3], shared;
+  void *stream;
+  Attribute *attributes;
+  unsigned count;
+} Configuration;
+
 static struct {
   int (*cuInit)(unsigned);
   int (*cuCtxGetDevice)(int *);
@@ -63,6 +74,7 @@ static struct {
   int (*cuFuncSetAttribute)(void *, int, int);
   int (*cuLaunchKernel)(void *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void *, void **,
                         void **);
+  int (*cuLaunchKernelEx)(const Configuration *, void *, void **, void **); /* NULL in a driver before CUDA 11.8 */
   int (*cuMemPoolCreate)(void **, const PoolProperties *);
   int (*cuMemPoolSetAttribute)(void *, int, void *);
   int (*cuMemAllocFromPoolAsync)(uint64_t *, size_t, void *, void *);
@@ -99,6 +111,7 @@ static Status find_driver(Api api) {
   FIND(cuFuncSetAttribute) FIND(cuLaunchKernel) FIND(cuMemPoolCreate) FIND(cuMemPoolSetAttribute)
   FIND(cuMemAllocFromPoolAsync) FIND(cuMemFreeAsync) FIND(cuMemsetD8Async) FIND(cuGetErrorString)
 #undef FIND
+  *(void **)&driver.cuLaunchKernelEx = dlsym(library, "cuLaunchKernelEx");
   return cuda(api, driver.cuInit(0), "starting the CUDA driver");
 }
 
@@ -174,7 +187,7 @@ static const Entry *choose(const Run *run, int kind, int type, int aligned, int6
   return found;
 }
 
-static Status launch(const Run *run, const Entry *e, int64_t programs, void **given, int count) {
+static Status launch(const Run *run, const Entry *e, int overlap, int64_t programs, void **given, int count) {
   void *function, *parameters[MOST_PARAMETERS], *nothing = NULL;
   if (!e) return refuse(run->api, ORT_NOT_IMPLEMENTED, "fusebook: this library was built without this type; build it with --dtype");
   if (programs > INT32_MAX) return refuse(run->api, ORT_NOT_IMPLEMENTED, "fusebook: the tensors are too large for one launch");
@@ -189,13 +202,20 @@ static Status launch(const Run *run, const Entry *e, int64_t programs, void **gi
     if (status) return status;
   }
   for (int i = 0; i < e->parameters; i++) parameters[i] = i < count ? given[i] : &nothing; /* Triton's own, unused */
+  if (overlap && e->late && driver.cuLaunchKernelEx) {
+    /* It starts while the kernel ahead of it still runs, and waits in its own code for what it needs of that one. */
+    Attribute early = {.id = 6, .value = {.allowed = 1}}; /* programmatic stream serialization */
+    Configuration how = {{(unsigned)programs, 1, 1}, {e->threads, 1, 1}, e->shared, run->stream, &early, 1};
+    return cuda(run->api, driver.cuLaunchKernelEx(&how, function, parameters, NULL), e->name);
+  }
   return cuda(run->api,
               driver.cuLaunchKernel(function, (unsigned)programs, 1, 1, e->threads, 1, 1, e->shared, run->stream,
                                     parameters, NULL),
               e->name);
 }
-#define LAUNCH(run, entry, programs, ...)                                                                      \
-  launch(run, entry, programs, (void *[]){__VA_ARGS__}, sizeof((void *[]){__VA_ARGS__}) / sizeof(void *))
+#define LAUNCH_WHEN(overlap, run, entry, programs, ...)                                                        \
+  launch(run, entry, overlap, programs, (void *[]){__VA_ARGS__}, sizeof((void *[]){__VA_ARGS__}) / sizeof(void *))
+#define LAUNCH(...) LAUNCH_WHEN(0, __VA_ARGS__)
 
 static int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 static int64_t padded(int64_t bytes) { return (bytes + 255) / 256 * 256; }
@@ -352,20 +372,27 @@ static Status scatter(Kernel *kernel, void *context, const char *name) {
   } else if (sorted) {
     uint64_t order = run.scratch + order_at, row = run.scratch + row_at, start = run.scratch + start_at;
     uint64_t end = run.scratch + end_at, counters = run.scratch + count_at, parts = run.scratch + parts_at;
-    int32_t counted = pieces * tiles;
-    const Entry *e = choose(&run, SORT, type, 0, wide);
-    status = LAUNCH(&run, e, ceil_div(n, SORT_MINE) + ceil_div(elements, e ? e->rows : 1), &out, &order, &row, &start,
-                    &end, &counters, &from, &elements, &rows, &count, &counted, &masked);
+    int32_t counted = pieces * tiles, beside = R;
+    if (aligned && D * bytes >= ZEROS_FROM && BESIDE / (D * bytes) < R) beside = BESIDE / (D * bytes);
+    int64_t first = beside * D;
+    const Entry *e = choose(&run, SORT, type, 0, wide), *zeros = choose(&run, ZEROS, type, aligned, D);
+    status = LAUNCH(&run, e, ceil_div(n, SORT_MINE) + ceil_div(first, e ? e->rows : 1), &out, &order, &row, &start,
+                    &end, &counters, &from, &first, &rows, &count, &counted, &masked);
     if (!status)
-      status = LAUNCH(&run, segments, ceil_div(n, segments->rows) * tiles, &out, &source, &parts, &counters, &order,
-                      &row, &start, &end, &columns, &count, &columns);
+      status = LAUNCH_WHEN(1, &run, segments, ceil_div(n, segments->rows) * tiles, &out, &source, &parts, &counters,
+                           &order, &row, &start, &end, &columns, &count, &columns);
+    if (!status && beside < R)
+      status = LAUNCH_WHEN(1, &run, zeros, (R - beside) * ceil_div(D, zeros ? zeros->limit : 1), &out, &row, &start,
+                           &beside, &columns, &count);
   } else {
     uint64_t sums = half ? run.scratch + sums_at : out;
-    const Entry *fill = choose(&run, FILL, half ? 0 : type, 0, 0), *e = choose(&run, ATOMIC, type, aligned, D);
+    int small = R * D * (half ? 4 : bytes) <= 1 << 24;
+    const Entry *fill = choose(&run, FILL, half ? 0 : type, 0, small);
+    const Entry *e = choose(&run, ATOMIC, type, aligned, small && D > 128 ? 129 : D);
     status = LAUNCH(&run, fill, ceil_div(elements, fill ? fill->rows : 1), &sums, &elements);
     if (!status)
-      status = LAUNCH(&run, e, ceil_div(n, e ? e->rows : 1) * ceil_div(D, e ? e->limit : 1), &sums, &from, &source,
-                      &rows, &columns, &count, &columns, &masked);
+      status = LAUNCH_WHEN(small, &run, e, ceil_div(n, e ? e->rows : 1) * ceil_div(D, e ? e->limit : 1), &sums, &from,
+                           &source, &rows, &columns, &count, &columns, &masked);
     if (!status && half) {
       const Entry *round = choose(&run, ROUND, type, 0, 0);
       status = LAUNCH(&run, round, ceil_div(elements, round ? round->rows : 1), &out, &sums, &elements);
