@@ -347,9 +347,11 @@ least = before.set_index("run")[["host_us", "call_us", "cold_us"]]
 table(least, "Graphs of one node on 4 KiB, in microseconds", fold=False)
 
 # %%
-# Over the Identity there is, for the library compiled ahead of time, a plan in
-# C and the driver's launch. The callback adds Python: to enter it, to make a
-# tensor for each input and output, and then what the launcher does anyway.
+# An Identity whose result leaves the graph is a copy, and CUDA takes as long to
+# start a copy as a kernel. So a node of the library compiled ahead of time,
+# which adds a plan in C, is about as cheap. The callback adds Python: to enter
+# it, to make a tensor for each input and output, and then what the launcher
+# does anyway.
 #
 # **Three sessions.** The seed of this page timed the run of its sessions, so
 # this is the *call*: one run, waited for. All outputs were compared with

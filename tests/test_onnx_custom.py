@@ -278,6 +278,15 @@ def test_operators_of_one_name_in_different_sessions_and_several_domains_in_one(
     assert Graph(proto, device="cpu", ops=[twice, there])({"x": x})["y"][0].item() == 3
 
 
+def test_a_domain_comes_once_to_a_session():
+    options = ort.SessionOptions()
+    register(options, unary())
+    register(options, unary())
+    proto = model("Unary", {"x": torch.float32}, {"y": torch.float32}).SerializeToString()
+    with pytest.raises(Exception, match="Domain already set"):
+        ort.InferenceSession(proto, options, providers=["CPUExecutionProvider"])
+
+
 def test_sessions_and_runs_leave_nothing_behind(device):
     seen = []
 

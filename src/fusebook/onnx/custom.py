@@ -569,7 +569,8 @@ def register(options: Any, *ops: CustomOp) -> None:
     Raises
     ------
     RuntimeError
-        Where there is no C compiler, or no folder to keep the compiled library in.
+        Where there is no C compiler, or no folder to keep the compiled library in; from ONNX Runtime, where the options
+        know the domain of the operators already: a session takes one set of operators for each domain.
     TypeError, ValueError
         For something else than operators, and for two of one name.
     """
