@@ -432,9 +432,12 @@ table(
 # A roof is a matter of memory, and a run has more to do: what an Identity
 # costs is taken off the time of a run before it is held against the roof of
 # the node's traffic. Small work has next to no roof, so that what is left is
-# the launch.
+# the launch. Of all the Identity's times it is the least, that of a captured
+# run: what else the machine does makes a time longer, and to take off too much
+# would flatter us.
 
-identity = least.loc["Identity", "call_us"]
+of_identity = replayed[replayed["run"] == "Identity"]["call_us"]
+identity = min(least.loc["Identity", "call_us"], of_identity.min())
 everything = pd.concat([sweep, llama])
 ours = tables.where(
     everything,
@@ -500,6 +503,9 @@ def over_identity(run):
 
 
 near_roof = held[held["size"] == LLAMA].set_index("variant")["times"]
+big = runs[(runs["R"] == 32000) & runs["run"].str.startswith("Masked")]
+roof = ours[ours["R"] == 32000]["roof_us"].iloc[0]
+replayed_near_roof = (big.set_index("run")["call_us"] - identity) / roof
 replay = runs.set_index(["run", "size"])["call_us"]
 small_chain = tables.where(
     everything, variant="ScatterND", R=256, D=512, dtype="float32"
@@ -537,9 +543,10 @@ claims(
         near_roof[BUILT] <= 1.15,
         fatal=False,
     ),
+    claim("and by the callback", near_roof[MASKED] <= 1.15, fatal=False),
     claim(
-        "and by the callback",
-        near_roof[MASKED] <= 1.15,
+        "and where these runs are captured",
+        replayed_near_roof <= 1.15,
         fatal=False,
     ),
     claim(
