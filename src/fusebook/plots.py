@@ -398,6 +398,8 @@ def _together(rates: Mapping[str, float]) -> list[tuple[float, str]]:
 def roofline(df: pd.DataFrame, machine: Any, *, kind: str = "cold", ax: Axes | None = None) -> Axes:
     """Arithmetic rate over arithmetic intensity, under the ceilings that the machine was measured to have.
 
+    Our kernels have a mark for each operator; all other ways share one.
+
     Parameters
     ----------
     df : pandas.DataFrame
@@ -414,24 +416,28 @@ def roofline(df: pd.DataFrame, machine: Any, *, kind: str = "cold", ax: Axes | N
     """
     df = df[(df["status"] == "ok") & df[f"{kind}_us"].notna() & (df["flop"] > 0)]
     xlabel, ylabel = "floating-point operations a byte of the least traffic", "GFLOP/s"
-    ax = _axes(ax, f"Every record on {machine.name}, {kind}", xlabel, ylabel, (8.0, 5.0))
+    ax = _axes(ax, f"Every record on {machine.name}, {kind}", xlabel, ylabel, (8.0, 6.0))
     ax.set_xscale("log")
     ax.set_yscale("log")
     moved = df["read_bytes"] + df["write_bytes"]
     intensity = (df["flop"] / moved).astype(float)
     rate = (df["flop"] / df[f"{kind}_us"] / 1e3).astype(float)
-    names = list(dict.fromkeys(df["variant"]))
-    for variant, style in _styles(names).items():
-        of = df["variant"] == variant
+    # The other ways show where ours stand; which is which stands on each operator's own page.
+    ours = df["variant"].str.startswith("fusebook")
+    ax.plot(intensity[~ours], rate[~ours], ".", color=INK, alpha=0.45, markersize=4, label="any other way")
+    names = list(dict.fromkeys(df["op"][ours]))
+    marks = zip(cycle("Dos^vP*X"), cycle((*_COLOURS.values(), *_OTHERS)), strict=False)
+    for name, (marker, colour) in zip(names, marks, strict=False):
+        of = ours & (df["op"] == name)
         ax.plot(
             intensity[of],
             rate[of],
             linestyle="none",
-            marker=_MARKERS.get(variant, "*"),
-            color=style["color"],
+            marker=marker,
+            color=colour,
             markerfacecolor="none",
             markersize=5,
-            label=variant,
+            label=name.replace("_", " "),
         )
     left = min(0.1, float(intensity.min()) / 2) if len(df) else 0.1
     top = max(machine.rates.values())
@@ -442,14 +448,15 @@ def roofline(df: pd.DataFrame, machine: Any, *, kind: str = "cold", ax: Axes | N
         ax.annotate(f"  {name}", (x[-1], value / 1e9), color=INK, fontsize=8, va="center", annotation_clip=False)
     ax.annotate(
         "memory: the measured copy",
-        (x[0], x[0] * machine.copy / 1e9),
-        xytext=(18, -4),
+        (8, 8 * machine.copy / 1e9),  # above the line, where no point can be
+        xytext=(-6, 4),
         textcoords="offset points",
+        ha="right",
         color=INK,
         fontsize=8,
     )
-    if names:
-        ax.legend(frameon=False, labelcolor=INK, fontsize=8, loc="lower right")
+    # Below, in rows: inside it would lie on the points of one operator or another.
+    ax.legend(ncols=4, loc="upper left", bbox_to_anchor=(0, -0.13), frameon=False, labelcolor=INK, fontsize=8)
     return ax
 
 
