@@ -65,7 +65,7 @@ from fusebook.kernels.gemm import (
     swiglu_eager,
 )
 
-args = arguments(SWIGLU, config="llama,small", dtype="bfloat16")
+args = arguments(SWIGLU, config="llama,small", dtype="bfloat16", repeat=20)
 
 # %%
 # What eager costs
