@@ -884,5 +884,5 @@ exercise(
 solution("solutions/plot_201_gemm_concat.py")
 
 # %%
-# sphinx_gallery_thumbnail_number = 3
+# sphinx_gallery_thumbnail_number = 4
 plt.close("all")
