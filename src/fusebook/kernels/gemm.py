@@ -1370,6 +1370,7 @@ CONCAT_GEMM = Op(
         {"M": 0, "K": 4, "N": 4, "weights": "two"},
         {"M": 4, "K": 0, "N": 4, "weights": "two"},
     ),
+    dtypes=(torch.float32, torch.bfloat16),  # each kernel compiles for seconds; float16 has tests of its own
 )
 
 
@@ -1495,7 +1496,7 @@ SWIGLU = Op(
     # One of everything; few rows, nothing aligned, and sums that are cut in parts; descriptors, with several tiles and
     # steps; no rows; nothing to add.
     edges=(_layer(1, 1, 1), _layer(7, 150, 65), _layer(100, 96, 72), _layer(0, 4, 4), _layer(4, 0, 4)),
-    dtypes=(torch.float32, torch.bfloat16),  # each kernel compiles for seconds; float16 has tests of its own
+    dtypes=(torch.float32, torch.bfloat16),
 )
 
 OPS = (CONCAT_GEMM, SWIGLU)
