@@ -1,4 +1,6 @@
-"""Every kernel compiles for GPUs that are not there: on every edge and dtype, for three generations of hardware.
+"""Every kernel compiles for GPUs that are not there: on every edge, for three generations of hardware.
+
+In every dtype for the one in the middle; for the others the edges take turns with the dtypes.
 
 Not edited when a kernel is added: it reads the cards.
 """
@@ -48,11 +50,12 @@ def running(request, tmp_path_factory):
 def test_every_launcher_compiles_on_every_edge(op, arch, running):
     process, folder = running[arch]
     assert process.wait(timeout=600) == 0, (folder / "err").read_text()[-4000:]
-    # One record for each variant, edge and dtype.
+    # One record for each variant, edge and dtype that is asked for.
     points = [json.loads(line) for line in (folder / "out").read_text().splitlines()]
     points = [p for p in points if p["op"] == op]
     variants = [name for name in OPS[op].variants if name.startswith("fusebook")]
-    assert len(points) == len(variants) * len(OPS[op].edges) * len(OPS[op].dtypes)
+    dtypes = len(OPS[op].dtypes) if arch == 90 else 1
+    assert len(points) == len(variants) * len(OPS[op].edges) * dtypes
     errors = [f"{p['variant']} {p['dims']} {p['dtype']}: {p['error'][:500]}" for p in points if "error" in p]
     assert not errors, "\n".join(errors)
     # An edge that launches nothing has nothing to compute or is refused with its reason; otherwise nothing was tested.
