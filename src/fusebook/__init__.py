@@ -12,9 +12,18 @@ if "TRITON_INTERPRET" not in os.environ and "triton" not in sys.modules and impo
     if not torch.cuda.is_available():
         os.environ["TRITON_INTERPRET"] = "1"
 
+from fusebook.kernels.kmeans import kmeans, kmeans_assign, kmeans_update
 from fusebook.kernels.scatter_nd import embedding_backward, masked_scatter_nd_of_shape, scatter_nd_of_shape
 from fusebook.kernels.softmax import softmax
 
 __version__ = "0.1.0"
 
-__all__ = ["embedding_backward", "masked_scatter_nd_of_shape", "scatter_nd_of_shape", "softmax"]
+__all__ = [
+    "embedding_backward",
+    "kmeans",
+    "kmeans_assign",
+    "kmeans_update",
+    "masked_scatter_nd_of_shape",
+    "scatter_nd_of_shape",
+    "softmax",
+]
