@@ -24,6 +24,7 @@ from __future__ import annotations
 import functools
 import math
 import random
+import warnings
 from typing import Any, NamedTuple
 
 import numpy
@@ -979,14 +980,16 @@ def _tensors(name: str, **given: Any) -> tuple[list[Any], bool]:
                 f"{name}: expected {what} to be a NumPy array as {next(iter(arrays))} is, got {type(value).__name__}; "
                 "give arrays only, or tensors only"
             )
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     found = []
     for value in given.values():
-        # A copy where torch cannot share: an array that is read-only, byte-swapped or counted backwards.
-        value = None if value is None else numpy.require(value, requirements=["W", "A"])
-        if value is not None and any(s < 0 for s in value.strides):
-            value = value.copy()
-        found.append(None if value is None else torch.from_numpy(value).to(device))
+        if value is None:
+            found.append(None)
+        elif torch.cuda.is_available():
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)  # it may be read-only: nobody writes to it
+                found.append(torch.from_numpy(numpy.ascontiguousarray(value)).cuda())
+        else:  # the interpreter wants memory of its own, which the points and the first centres may share
+            found.append(torch.from_numpy(numpy.array(value, order="C")))
     return found, True
 
 
@@ -1533,7 +1536,7 @@ KMEANS_ASSIGN = Op(
             _point(65536, 128, 1024, law="near"),
         ),
         # The same, clustered; far from the origin; and where every point is in doubt.
-        "laws": tuple(_point(_MILLION, 64, 256, law=law) for law in ("near", "blobs", "far", "rough")),
+        "laws": tuple(_point(_MILLION, 64, 256, law=law) for law in ("blobs", "far", "rough")),
     },
     edges=_EDGES,
     dtypes=_DTYPES,
@@ -1551,7 +1554,7 @@ KMEANS_UPDATE = Op(
         "fusebook": Variant(_fusebook_update, needs=()),
     },
     configs={
-        "plane": tuple(_point(20 * _MILLION, 2, 2, labels) for labels in ("int64", "int32", "uint8")),
+        "plane": tuple(_point(20 * _MILLION, 2, 2, labels) for labels in ("int64", "uint8")),
         "wide": (_point(_MILLION, 64, 256), _point(65536, 128, 1024), _point(_MILLION, 64, 256, law="skewed")),
     },
     edges=(
@@ -1578,7 +1581,7 @@ KMEANS_STEP = Op(
     },
     configs={
         "plane": (_point(20 * _MILLION, 2, 2), _point(20 * _MILLION, 2, 2, "uint8")),
-        "wide": (_point(_MILLION, 64, 256), _point(65536, 128, 1024)),
+        "wide": (_point(_MILLION, 64, 256),),
     },
     edges=(_point(2100, 2, 2), _point(50, 3, 3, "uint8"), _point(64, 16, 5, "int32")),
     dtypes=_DTYPES,
