@@ -980,7 +980,7 @@ def _tensors(name: str, **given: Any) -> tuple[list[Any], bool]:
                 f"{name}: expected {what} to be a NumPy array as {next(iter(arrays))} is, got {type(value).__name__}; "
                 "give arrays only, or tensors only"
             )
-    found = []
+    found: list[Any] = []
     for value in given.values():
         if value is None:
             found.append(None)
