@@ -332,8 +332,8 @@ def measured(name: str, function: Callable[[], pd.DataFrame], live: bool | None 
     function : callable
         Measures and returns a DataFrame.
     live : bool, optional
-        Whether this machine can run the function, where that is not a matter of a GPU: what needs a compiler, say. Only
-        where there is a GPU too is it recorded.
+        Whether this machine can run the function, where that is not a matter of a GPU: what needs a compiler, say. It
+        is replayed where this is false, and recorded where there is a GPU too.
 
     Returns
     -------
@@ -349,7 +349,7 @@ def measured(name: str, function: Callable[[], pd.DataFrame], live: bool | None 
     if live and not torch.cuda.is_available():
         frame = function()
         frame.attrs.update(measured=True, stale=[], date=dt.date.today().isoformat())
-    elif _live():
+    elif live is not False and _live():
         frame = function()
         installed = machine.versions("torch", "triton")
         frame.attrs.update(
