@@ -598,11 +598,13 @@ def zeros():
 
 
 FRESH = """
+import sys
 import numpy as np
 import torch
 
 torch._dynamo.config.numpy_default_float = "float32"
-print(torch.compile(lambda: np.zeros(3), backend="eager")().dtype)
+zeros = torch.compile(lambda: np.zeros(3), backend="eager")
+sys.stdout.write(zeros().dtype.name)
 """
 fresh, _ = run(FRESH)
 default = compiled(zeros)().dtype
