@@ -915,8 +915,8 @@ Source(_screened, doc=False)
 # %%
 # The list is screened again, by three TF32 products of the leading and the
 # remaining bits, which are nearly as good as float32. What is still in doubt
-# then, a point in a thousand or less, is compared by differences. How long the
-# lists are, only the GPU knows: a fixed number of programs takes turns.
+# after that is compared by differences. How long the lists are, only the GPU
+# knows: a fixed number of programs takes turns.
 
 Source(_kmeans_differences, doc=False)
 
@@ -1042,8 +1042,8 @@ claims(
 # ---------
 #
 # **The plane**: 20 million points and two centres, by the width of a label.
-# ``check=False``: reading every point to see whether it is finite would take
-# about as long again.
+# ``check=False``: to see whether all points are finite, they would have to be
+# read once more, and the host would have to wait for the answer.
 
 plane_ways = (
     "eager",
