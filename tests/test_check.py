@@ -190,6 +190,13 @@ def test_the_worst_element_is_named_with_its_position(chunk, monkeypatch):
     assert check.worst(toy(), counts * 3, check.yardstick(toy(), (counts,))) == "worst at [0]: got 3, expected 2"
 
 
+def test_the_worst_element_is_found_in_results_that_lie_across():
+    want = torch.arange(1.0, 13.0).view(4, 3).T
+    got = want.clone()
+    got[1, 2] += 7
+    assert worst(got, want) == "worst at [1, 2]: got 15, expected 8"
+
+
 def test_what_is_wrong_in_kind_is_said():
     want = torch.ones(2, 3)
     assert worst((want, want), want) == "got 2 outputs, expected 1"

@@ -1,4 +1,5 @@
 import os
+import re
 import subprocess
 import sys
 import zipfile
@@ -398,6 +399,27 @@ def test_source_is_highlighted_and_escaped():
     assert 'class="highlight-python notranslate"' in text
     assert '<span class="k">def</span>' in text
     assert "-&gt;" in text
+
+
+def test_a_listing_keeps_its_lines_and_is_highlighted_on_request():
+    text = "if (i < n)\n    y[i] = 2;"
+    assert "if (i &lt; n)\n" in gallery.Listing(text)._repr_html_()
+    coloured = gallery.Listing(text, "cuda")._repr_html_()
+    assert '<span class="k">if</span>' in coloured and "i &lt; n" not in coloured
+    assert repr(gallery.Listing(text, "cuda")) == text
+
+
+def test_tabs_stand_side_by_side_on_the_site_and_below_each_other_elsewhere(monkeypatch):
+    tabs = gallery.Tabs({"Triton & co": gallery.Listing("one"), "CUDA C": gallery.Listing("two")})
+    elsewhere = tabs._repr_html_()
+    assert elsewhere.index("<strong>Triton &amp; co") < elsewhere.index("one") < elsewhere.index("CUDA C")
+    assert "input" not in elsewhere
+    assert repr(tabs) == "# Triton & co\none\n\n# CUDA C\ntwo"
+    monkeypatch.setattr(gallery, "_sphinx", lambda: True)
+    site = tabs._repr_html_()
+    assert site.count('type="radio"') == 2 and site.count("checked") == 1
+    names, ids, labels = (re.findall(rf' {key}="([^"]+)"', site) for key in ("name", "id", "for"))
+    assert len(set(names)) == 1 and len(set(ids)) == 2 and ids == labels
 
 
 def test_source_refuses_what_has_none():

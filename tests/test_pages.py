@@ -18,6 +18,7 @@ import synthetic
 from fusebook import bench, gallery, record
 from fusebook import machine as machines
 from fusebook.kernels import OPS
+from fusebook.ort import card
 from toy import machine
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
@@ -85,7 +86,7 @@ def alone(monkeypatch, tmp_path):
 def recorded(alone):
     """A record of everything that the pages ask for, on a made-up GPU."""
     on = machine(slug="nvidia-h200", name="Made-up GPU")
-    for op in OPS.values():
+    for op in (*OPS.values(), *card.OPS):
         record.write(synthetic.frame(op, *everything(op), on), machines.RECORDS)
     # What a page measured by itself has a shape of its own, so it is taken as it was recorded.
     shutil.copytree(REAL / "nvidia-h200" / "pages", machines.RECORDS / "nvidia-h200" / "pages")

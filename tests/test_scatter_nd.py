@@ -83,6 +83,32 @@ def test_a_hot_row_among_others_is_cut_into_pieces(strategy, device):
     assert right(inputs, masked(*inputs, strategy=strategy))
 
 
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("beside", [0, 20, 37])
+@pytest.mark.parametrize("law", ["equal", "zipf", "masked"])
+def test_zeros_are_written_beside_the_sort_beside_the_rows_or_both(law, beside, rows, device, monkeypatch):
+    plan = scatter_nd._scatter_nd_plan
+    monkeypatch.setattr(scatter_nd, "_plan", lambda *a, **k: plan(*a, **k)._replace(beside=beside, rows=rows, chunk=8))
+    inputs = made(law, device, n=50)
+    poison([inputs[2].new_empty(inputs[0])])
+    assert right(inputs, masked(*inputs, strategy="sorted"))
+
+
+def test_what_memory_held_before_names_no_row(device, monkeypatch):
+    """Starts of rows without updates are never written: there may stand what looks like a start."""
+    unwritten = scatter_nd._unwritten
+
+    def held(shape, dtype, device):
+        memory = unwritten(shape, dtype, device)
+        return memory.random_(0, 50) if dtype == torch.int32 else memory
+
+    monkeypatch.setattr(scatter_nd, "_unwritten", held)
+    for seed in range(3):
+        inputs = made("uniform", device, R=300, n=50, seed=seed)
+        poison([inputs[2].new_empty(inputs[0])])
+        assert right(inputs, masked(*inputs, strategy="sorted"))
+
+
 def test_the_seeds_wrong_shared_index_is_caught(device):
     """It took index i mod 128: right up to 128 updates, and not seen by a page that compared nothing."""
     for n, fine in ((128, True), (150, False)):
@@ -287,6 +313,31 @@ def test_every_strategy_runs_in_a_graph(strategy):
     y.fill_(7)
     graph.replay()
     assert right(inputs, y)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("size", [(32000, 4096, 2048), (1024, 2048, 2048)])
+def test_kernels_that_overlap_wait_for_each_other(size, law):
+    """Kernels that start before the one ahead has ended, a hundred times, and in a graph, into poisoned memory."""
+    R, D, n = size
+    inputs = made(law, "cuda", R=R, D=D, n=n)
+    for strategy in ("sorted", "atomic"):
+        run = lambda s=strategy: masked(*inputs, check=False, strategy=s)  # noqa: E731
+        first = run()
+        assert right(inputs, first)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = run()
+            copied = y.clone()  # what comes next in the stream must find all of it
+        for _ in range(100):
+            y.fill_(float("nan"))
+            graph.replay()
+            poison([first])
+            got = run().clone()
+            if strategy == "sorted":
+                assert torch.equal(copied, first) and torch.equal(got, first)
+        assert right(inputs, copied) and right(inputs, got)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

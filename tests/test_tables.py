@@ -196,3 +196,17 @@ def test_plots_do_without_a_machine_and_with_a_readers_own_variant():
     frame = synthetic.frame(op, "small")
     frame[["roof_us", "copy_us", "copy_warm_us", "floor_us"]] = math.nan
     assert "mine" in {t.get_text().strip() for t in plots.bandwidth(frame).texts}
+
+
+def test_a_timeline_has_a_row_a_way_and_ends_where_it_is_told():
+    spans = [
+        ("loop", "host", 0, 50),
+        ("loop", "kernel", 20, 1),
+        ("graph", "kernel", 30, 500),
+        ("graph", "host", 900, 5),
+    ]
+    ax = plots.timeline(pd.DataFrame(spans, columns=["way", "lane", "start us", "us"]), until=100)
+    assert [t.get_text() for t in ax.get_yticklabels()] == ["loop", "graph"]
+    assert ax.get_xlim() == (0, 100)
+    ends = [p.get_extents().x1 for c in ax.collections for p in c.get_paths()]
+    assert len(ends) == 3 and max(ends) <= 100

@@ -198,7 +198,9 @@ class _Data:
 
 def _bits(x: torch.Tensor) -> torch.Tensor:
     """The bits of a tensor, so that NaN equals itself and -0.0 differs from 0.0."""
-    return x.contiguous().view(torch.uint8) if x.numel() and x.dim() else x.reshape(-1).contiguous().view(torch.uint8)
+    if x.numel() == 0:  # where strides may be zero, which a view of other elements does not take
+        return torch.empty(0, dtype=torch.uint8)
+    return x.reshape(-1).contiguous().view(torch.uint8)
 
 
 class WrongResult(Exception):

@@ -202,7 +202,7 @@ def worst(op: Op, outputs: Any, yard: Yardstick) -> str:
                 a, b = rows[start : start + step], wanted[start : start + step]
                 ratio = _rows(a, b) if w.is_floating_point() else torch.where(a == b, 0.0, _math.inf)
                 at = int(ratio.argmax())
-                if (most := ratio.view(-1)[at].item()) > found[0]:
+                if (most := ratio.reshape(-1)[at].item()) > found[0]:
                     here = start * columns + at
                     place: list[int] = []
                     for size in reversed(w.shape):

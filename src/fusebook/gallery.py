@@ -34,7 +34,7 @@ import shutil
 import string
 import sys
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -53,6 +53,7 @@ __all__ = [
     "Listing",
     "NoResults",
     "Source",
+    "Tabs",
     "arguments",
     "claim",
     "claims",
@@ -283,6 +284,8 @@ def results(
         return frame
     slug = _slug()
     command = f"python -m fusebook.record {op.name} --config {config} --dtype {dtype}"
+    if op.name not in OPS:  # a card of its own page: what records kernels does not know it
+        command = "nox -s record"
     if not record.exists(op.name, slug):
         _nothing(f"{op.name} on {slug}", command)
     frame = _replayed(record.read(op.name, slug), op, config, dtype, command)
@@ -847,17 +850,49 @@ class Listing(_Shown):
     Parameters
     ----------
     text : str
+    language : str, optional
+        What it is highlighted as, by a name that Pygments knows, such as ``"cuda"``.
     """
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, language: str = "") -> None:
         self.text = textwrap.dedent(text).strip("\n")
+        self.language = language
         self._now()
 
     def _repr_html_(self) -> str:
-        return f'<div class="highlight"><pre tabindex="0">{html.escape(self.text)}</pre></div>'
+        text = _coloured(self.text, self.language) if self.language else html.escape(self.text)
+        return f'<div class="highlight notranslate"><pre tabindex="0">{text}</pre></div>'
 
     def __repr__(self) -> str:
         return self.text
+
+
+class Tabs(_Shown):
+    """The same thing said in several ways, side by side: tabs on the site, one under the other elsewhere.
+
+    Parameters
+    ----------
+    parts : mapping of str to object
+        By the name of its tab, what a block could end in: a `Source`, a `Listing`.
+    """
+
+    def __init__(self, parts: Mapping[str, Any]) -> None:
+        self.parts = dict(parts)
+
+    def _repr_html_(self) -> str:
+        shown = {name: part._repr_html_() for name, part in self.parts.items()}
+        if not _sphinx():
+            return "".join(f"<p><strong>{_rich(name)}</strong></p>{part}" for name, part in shown.items())
+        group = "fb-tab-" + hashlib.sha256(repr(shown).encode()).hexdigest()[:8]
+        tabs = "".join(
+            f'<input type="radio" name="{group}" id="{group}-{i}"{"" if i else " checked"}>'
+            f'<label for="{group}-{i}">{_rich(name)}</label><div class="fb-tab">{part}</div>'
+            for i, (name, part) in enumerate(shown.items())
+        )
+        return f'<div class="fb-tabs">{tabs}</div>'
+
+    def __repr__(self) -> str:
+        return "\n\n".join(f"# {name}\n{part!r}" for name, part in self.parts.items())
 
 
 def _plain(function: Any) -> Any:
@@ -881,14 +916,14 @@ def _undocumented(text: str) -> str:
     return "\n".join(lines)
 
 
-def _coloured(text: str) -> str:
+def _coloured(text: str, language: str = "python") -> str:
     try:
         from pygments import highlight  # type: ignore[import-untyped]
         from pygments.formatters import HtmlFormatter  # type: ignore[import-untyped]
-        from pygments.lexers import PythonLexer  # type: ignore[import-untyped]
+        from pygments.lexers import get_lexer_by_name  # type: ignore[import-untyped]
     except ImportError:
         return html.escape(text)
-    return highlight(text, PythonLexer(), HtmlFormatter(nowrap=True))
+    return highlight(text, get_lexer_by_name(language), HtmlFormatter(nowrap=True))
 
 
 def exercise(

@@ -18,7 +18,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from fusebook import tables
 
-__all__ = ["bandwidth", "copies", "dots", "lines", "roofline", "times"]
+__all__ = ["bandwidth", "copies", "dots", "lines", "roofline", "timeline", "times"]
 
 #: Readable on white and on near-black, and told apart by readers who do not see red and green.
 INK = "#6e6e6e"
@@ -398,6 +398,8 @@ def _together(rates: Mapping[str, float]) -> list[tuple[float, str]]:
 def roofline(df: pd.DataFrame, machine: Any, *, kind: str = "cold", ax: Axes | None = None) -> Axes:
     """Arithmetic rate over arithmetic intensity, under the ceilings that the machine was measured to have.
 
+    Our kernels have a mark for each operator; all other ways share one.
+
     Parameters
     ----------
     df : pandas.DataFrame
@@ -414,24 +416,28 @@ def roofline(df: pd.DataFrame, machine: Any, *, kind: str = "cold", ax: Axes | N
     """
     df = df[(df["status"] == "ok") & df[f"{kind}_us"].notna() & (df["flop"] > 0)]
     xlabel, ylabel = "floating-point operations a byte of the least traffic", "GFLOP/s"
-    ax = _axes(ax, f"Every record on {machine.name}, {kind}", xlabel, ylabel, (8.0, 5.0))
+    ax = _axes(ax, f"Every record on {machine.name}, {kind}", xlabel, ylabel, (8.0, 6.0))
     ax.set_xscale("log")
     ax.set_yscale("log")
     moved = df["read_bytes"] + df["write_bytes"]
     intensity = (df["flop"] / moved).astype(float)
     rate = (df["flop"] / df[f"{kind}_us"] / 1e3).astype(float)
-    names = list(dict.fromkeys(df["variant"]))
-    for variant, style in _styles(names).items():
-        of = df["variant"] == variant
+    # The other ways show where ours stand; which is which stands on each operator's own page.
+    ours = df["variant"].str.startswith("fusebook")
+    ax.plot(intensity[~ours], rate[~ours], ".", color=INK, alpha=0.45, markersize=4, label="any other way")
+    names = list(dict.fromkeys(df["op"][ours]))
+    marks = zip(cycle("Dos^vP*X"), cycle((*_COLOURS.values(), *_OTHERS)), strict=False)
+    for name, (marker, colour) in zip(names, marks, strict=False):
+        of = ours & (df["op"] == name)
         ax.plot(
             intensity[of],
             rate[of],
             linestyle="none",
-            marker=_MARKERS.get(variant, "*"),
-            color=style["color"],
+            marker=marker,
+            color=colour,
             markerfacecolor="none",
             markersize=5,
-            label=variant,
+            label=name.replace("_", " "),
         )
     left = min(0.1, float(intensity.min()) / 2) if len(df) else 0.1
     top = max(machine.rates.values())
@@ -442,12 +448,53 @@ def roofline(df: pd.DataFrame, machine: Any, *, kind: str = "cold", ax: Axes | N
         ax.annotate(f"  {name}", (x[-1], value / 1e9), color=INK, fontsize=8, va="center", annotation_clip=False)
     ax.annotate(
         "memory: the measured copy",
-        (x[0], x[0] * machine.copy / 1e9),
-        xytext=(18, -4),
+        (8, 8 * machine.copy / 1e9),  # above the line, where no point can be
+        xytext=(-6, 4),
         textcoords="offset points",
+        ha="right",
         color=INK,
         fontsize=8,
     )
-    if names:
-        ax.legend(frameon=False, labelcolor=INK, fontsize=8, loc="lower right")
+    # Below, in rows: inside it would lie on the points of one operator or another.
+    ax.legend(ncols=4, loc="upper left", bbox_to_anchor=(0, -0.13), frameon=False, labelcolor=INK, fontsize=8)
+    return ax
+
+
+def timeline(df: pd.DataFrame, *, until: float, title: str = "", ax: Axes | None = None) -> Axes:
+    """Where the time goes: for each way a row of what the host does, what kernels do and what copies do.
+
+    Parameters
+    ----------
+    df : pandas.DataFrame
+        One span a row: ``way``, ``lane`` (host, kernel or copy), ``start us`` and ``us``.
+    until : float
+        Where the picture ends, in microseconds.
+    title : str, optional
+    ax : matplotlib.axes.Axes, optional
+
+    Returns
+    -------
+    matplotlib.axes.Axes
+    """
+    ways = list(dict.fromkeys(df["way"]))
+    ax = _axes(ax, title or "Where the time goes", "microseconds", "", (8.0, 0.9 + 0.62 * len(ways)))
+    ax.grid(visible=False, axis="y")
+    lanes = {"host": _COLOURS["eager"], "kernel": _COLOURS["fusebook"], "copy": _COLOURS["quack"]}
+    for i, way in enumerate(ways):
+        for j, (lane, colour) in enumerate(lanes.items()):
+            spans = df[(df["way"] == way) & (df["lane"] == lane) & (df["start us"] < until)]
+            # A thin line between neighbours, and no span too short to be seen.
+            bars = [
+                (s, max(min(t, until - s) - 0.001 * until, 0.002 * until))
+                for s, t in zip(spans["start us"], spans["us"], strict=True)
+            ]
+            ax.broken_barh(bars, (-i - 0.27 * j, 0.23), facecolors=colour, label=lane if i == 0 else None)
+        ax.axhline(-i - 0.66, color=INK, alpha=0.25, linewidth=0.6)
+    ax.set_yticks([-i - 0.15 for i in range(len(ways))], ways)
+    ax.tick_params(axis="y", length=0)
+    ax.set_xlim(0, until)
+    ax.set_ylim(-len(ways) + 0.3, 0.35)
+    ax.legend(
+        ncols=3, loc="lower right", bbox_to_anchor=(1, 1), frameon=False, labelcolor=INK, fontsize=8, borderaxespad=0.2
+    )
     return ax

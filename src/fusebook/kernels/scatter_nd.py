@@ -15,9 +15,9 @@ hundred terms. Limits: the output is contiguous; reductions other than ``add`` a
 
 Three strategies. *Atomic*: zeros, then atomic additions, in the order that the hardware takes. *Sorted*: the updates
 are put in the order of their rows, and each stretch of one row is added up in the order of their numbers: the same bits
-in every run. Up to some thousand updates the sort is hidden behind the zeros, and rows with updates are written over
-them. *Owner*: updates are grouped by row with integer atomics (or, where they are few, each row looks through all
-indices), and one kernel writes each row of the output exactly once, zeros included.
+in every run. Up to some thousand updates the sort is hidden behind the first zeros, and the rows with updates are added
+up while the other rows are still being filled. *Owner*: updates are grouped by row with integer atomics (or, where they
+are few, each row looks through all indices), and one kernel writes each row of the output exactly once, zeros included.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fusebook.inputs import rough
+from fusebook.kernels._arguments import check_alike, check_tensor
 from fusebook.kernels._launch import INTERPRETED, check_device, gpu, launching
 from fusebook.op import Cost, Op, Variant
 
@@ -126,8 +127,10 @@ def _scatter_nd_keys(
 
 
 @triton.jit
-def _scatter_nd_fill(out_ptr, SIZE, BLOCK: tl.constexpr):
+def _scatter_nd_fill(out_ptr, SIZE, BLOCK: tl.constexpr, EARLY: tl.constexpr = False):
     """Zeros, BLOCK neighbours a program."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
     tl.store(out_ptr + at, tl.zeros([BLOCK], out_ptr.dtype.element_ty), mask=at < SIZE)  # write RD
 
@@ -154,6 +157,7 @@ def _scatter_nd_atomic(
     ALIGN: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    LATE: tl.constexpr = False,
 ):
     """Add ROWS updates to zeros; hardware orders the additions to one element, and not always alike."""
     D = D * ALIGN
@@ -164,6 +168,8 @@ def _scatter_nd_atomic(
     live = ((row >= 0) & (i < n))[:, None] & (columns < D)[None, :]  # [ROWS, BLOCK]
     at = (i * stride * ALIGN)[:, None] + columns[None, :]
     values = tl.load(updates_ptr + at, mask=live, other=0.0).to(sums_ptr.dtype.element_ty)  # read nD
+    if LATE:
+        tl.extra.cuda.gdc_wait()  # for the zeros; the updates are on their way already
     # relaxed: additions need no order among each other, and whoever reads them is another kernel.
     tl.atomic_add(sums_ptr + (row * D)[:, None] + columns[None, :], values, mask=live, sem="relaxed")  # read, write nD
 
@@ -187,16 +193,19 @@ def _scatter_nd_sort(
     MINE: tl.constexpr,
     THEIRS: tl.constexpr,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr = False,
 ):
-    """Zeros, and behind them a sort by counting: the place of an update is the number of updates that go before it.
+    """SIZE zeros, and behind them a sort by counting: an update's place is the number of updates that go before it.
 
-    The first programs compare each of n updates with every other, while the others write zeros, which takes longer.
+    The first programs compare each of n updates with every other, while the others write zeros.
     """
     sorting = tl.cdiv(n, MINE)
     if tl.program_id(0) >= sorting:
         at = (tl.program_id(0) - sorting).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
         tl.store(out_ptr + at, tl.zeros([BLOCK], out_ptr.dtype.element_ty), mask=at < SIZE)  # write RD
         return
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
     # Row and number in one integer: all differ, and one comparison sorts by row first and by number within a row.
     KEY: tl.constexpr = tl.int64 if WIDE else tl.int32
     i = tl.program_id(0) * MINE + tl.arange(0, MINE)  # [MINE]
@@ -279,12 +288,16 @@ def _scatter_nd_segments(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     TOGETHER: tl.constexpr,
+    LATE: tl.constexpr = False,
 ):
-    """Rows that have updates, written over the zeros: the sum of each stretch of equal keys.
+    """Rows that have updates: the sum of each stretch of equal keys.
 
-    A stretch of more than CHUNK updates is cut into pieces that different programs add up; the program that is done
-    last adds the pieces, in their order: the same bits in every run.
+    A stretch that crosses a multiple of CHUNK is cut there into pieces that different programs add up; the program that
+    is done last adds the pieces, in their order: the same bits in every run.
     """
+    if LATE:
+        tl.extra.cuda.gdc_wait()  # for the sort, before anything is read that it writes
+        tl.extra.cuda.gdc_launch_dependents()
     FLOAT: tl.constexpr = parts_ptr.dtype.element_ty
     D = D * ALIGN
     tiles = tl.cdiv(D, BLOCK)
@@ -292,48 +305,91 @@ def _scatter_nd_segments(
     group = tl.program_id(0) // tiles
     columns = tile.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[None, :]  # [1, BLOCK]
     inside = columns < D
-    # A position of `order` for each of ROWS. It has work to do if a piece begins there.
+    # A position of `order` for each of ROWS, and the keys from there on. None of these loads waits for another.
     p = group * ROWS + tl.arange(0, ROWS)  # [ROWS]
+    q = p[:, None] + tl.arange(0, CHUNK)[None, :]  # [ROWS, CHUNK]
     row = tl.load(keys_ptr + p, mask=p < n, other=-1)
-    start = tl.load(starts_ptr + row, mask=row >= 0, other=0)
-    end = tl.load(ends_ptr + row, mask=row >= 0, other=0)
-    begins = (row >= 0) & ((p - start) % CHUNK == 0)
-    count = tl.where(begins, tl.minimum(end - p, CHUNK), 0)
-    if tl.max(count, 0) > 0:
-        acc = tl.zeros([ROWS, BLOCK], FLOAT)
-        for t in range(0, tl.max(count, 0), TOGETHER):
+    i = tl.load(order_ptr + p, mask=p < n, other=0).to(tl.int64)
+    first = row != tl.load(keys_ptr + p - 1, mask=(p > 0) & (p < n), other=-1)
+    theirs = tl.load(keys_ptr + q, mask=(q < n) & (q // CHUNK == (p // CHUNK)[:, None]), other=-1)
+    begins = (row >= 0) & (first | (p % CHUNK == 0))
+    if tl.max(begins.to(tl.int32), 0) > 0:
+        at = (i * stride * ALIGN)[:, None] + columns
+        acc = tl.load(updates_ptr + at, mask=begins[:, None] & inside, other=0.0).to(FLOAT)  # read nD, with those below
+        count = tl.where(begins, tl.sum((theirs == row[:, None]).to(tl.int32), 1), 0)
+        for t in range(1, tl.max(count, 0), TOGETHER):
             for u in tl.static_range(TOGETHER):
                 live = t + u < count
                 i = tl.load(order_ptr + p + t + u, mask=live, other=0).to(tl.int64)  # [ROWS]
                 at = (i * stride * ALIGN)[:, None] + columns
-                values = tl.load(updates_ptr + at, mask=live[:, None] & inside, other=0.0)  # read nD
-                acc += values.to(FLOAT)
+                acc += tl.load(updates_ptr + at, mask=live[:, None] & inside, other=0.0).to(FLOAT)
         out = out_ptr + (row.to(tl.int64) * D)[:, None] + columns
-        pieces = tl.where(begins, tl.cdiv(end - start, CHUNK), 0)
-        tl.store(out, acc, mask=(pieces == 1)[:, None] & inside)  # write up to nD
-        if tl.max(pieces, 0) > 1:
+        goes_on = row == tl.load(keys_ptr + p + count, mask=begins & (p + count < n), other=-1)
+        whole = first & (goes_on == 0)
+        tl.store(out, acc, mask=(begins & whole)[:, None] & inside)  # write up to nD
+        shared = begins & (whole == 0)
+        if tl.max(shared.to(tl.int32), 0) > 0:
+            start = tl.load(starts_ptr + row, mask=shared, other=0)
+            end = tl.load(ends_ptr + row, mask=shared, other=0)
+            base = start // CHUNK
+            pieces = tl.where(shared, (end - 1) // CHUNK - base + 1, 0)
             # In a stretch of CHUNK positions begin at most one first piece of several and one later piece.
-            shared = (pieces > 1)[:, None] & inside
-            slot = (2 * (p // CHUNK) + (p == start).to(p.dtype)).to(tl.int64)
-            tl.store(parts_ptr + (slot * D)[:, None] + columns, acc, mask=shared)
+            slot = (2 * (p // CHUNK) + (p % CHUNK != 0).to(p.dtype)).to(tl.int64)
+            tl.store(parts_ptr + (slot * D)[:, None] + columns, acc, mask=shared[:, None] & inside)
             tl.debug_barrier()  # all threads have stored before one of them says so
-            counter = (2 * (start // CHUNK) + 1) * tiles + tile
+            counter = base * tiles + tile
             if ROWS == 1:
                 met = tl.atomic_add(counters_ptr + tl.max(counter, 0), 1)
             else:
                 one = tl.full([ROWS], 1, counters_ptr.dtype.element_ty)
-                met = tl.atomic_add(counters_ptr + counter, one, mask=pieces > 1)
+                met = tl.atomic_add(counters_ptr + counter, one, mask=shared)
             tl.debug_barrier()
-            left = tl.where((pieces > 1) & (met == pieces - 1), pieces, 0)  # [ROWS]; for the last to be done
+            left = tl.where(shared & (met == pieces - 1), pieces, 0)  # [ROWS]; for the last to be done
             acc = tl.zeros([ROWS, BLOCK], FLOAT)
             for t in range(0, tl.max(left, 0), TOGETHER):
                 for u in tl.static_range(TOGETHER):
-                    q = start + (t + u) * CHUNK
-                    slot = (2 * (q // CHUNK) + (q == start).to(q.dtype)).to(tl.int64)
-                    at = parts_ptr + (slot * D)[:, None] + columns
+                    within = (t + u == 0) & (start % CHUNK != 0)  # the first piece may begin within its chunk
+                    slot = (2 * (base + t + u) + within.to(base.dtype)).to(tl.int64)
+                    part = parts_ptr + (slot * D)[:, None] + columns
                     # .cg: from L2, where other multiprocessors' stores are; L1 may hold what was there before.
-                    acc += tl.load(at, mask=(t + u < left)[:, None] & inside, other=0.0, cache_modifier=".cg")
+                    acc += tl.load(part, mask=(t + u < left)[:, None] & inside, other=0.0, cache_modifier=".cg")
             tl.store(out, acc, mask=(left > 0)[:, None] & inside)
+
+
+@triton.jit
+def _scatter_nd_zeros(
+    out_ptr,
+    keys_ptr,
+    starts_ptr,
+    FIRST,
+    D,
+    n,
+    ALIGN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LATE: tl.constexpr = False,
+):
+    """Zeros for the rows from FIRST on that no update names, while others add up those that one names.
+
+    A row that is named knows where its keys start. What stands there for another row is whatever was in memory before,
+    so it is believed only where the key at that place is this very row.
+    """
+    D = D * ALIGN
+    tiles = tl.cdiv(D, BLOCK)
+    row = FIRST + tl.program_id(0) // tiles
+    columns = (tl.program_id(0) % tiles).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
+    # Through L1, which neighbouring programs share: a program is over as soon as it has asked, so that is its time.
+    at = tl.load(starts_ptr + row)
+    known = (at >= 0) & (at < n)
+    key = tl.load(keys_ptr + tl.where(known, at, 0))
+    reach = tl.where(known & (key == row), 0, D)
+    zeros = tl.zeros([BLOCK], out_ptr.dtype.element_ty)
+    tl.store(
+        out_ptr + row.to(tl.int64) * D + columns, zeros, mask=columns < reach
+    )  # write RD, together with the others
+    if LATE:
+        if tl.program_id(0) == tl.num_programs(0) - 1:
+            # Who waits for this kernel waits for the one before, too.
+            tl.extra.cuda.gdc_wait()
 
 
 @triton.jit
@@ -519,6 +575,9 @@ def _gather_nd_rows(
 
 STRATEGIES = ("atomic", "sorted", "owner")
 
+# Bytes of zeros that are written beside the sort by counting.
+_BESIDE = 2**26
+
 
 class Plan(NamedTuple):
     """How a scatter is launched.
@@ -540,6 +599,8 @@ class Plan(NamedTuple):
     fill : int
         Zeros that a program writes.
     warps : int
+    beside : int
+        Rows of zeros that are written while the updates are sorted by counting, those with updates among them.
     """
 
     strategy: str
@@ -551,6 +612,7 @@ class Plan(NamedTuple):
     chunk: int
     fill: int
     warps: int
+    beside: int
 
 
 def _scatter_nd_plan(
@@ -598,7 +660,7 @@ def _scatter_nd_plan(
             # The output stays in L2 between its zeros and its additions, so that these cost no memory traffic.
             strategy = "atomic"
         elif n <= many and (cached or n <= R // 4):
-            # Rows with updates are few: to write them twice costs less than to look up for each row whether it has any.
+            # Rows with updates are few: the sort is short, and what they take is done beside the zeros of the others.
             strategy = "sorted"
         else:
             strategy = "owner"
@@ -609,9 +671,11 @@ def _scatter_nd_plan(
         width, together, chunk, steps, warps, zeros = (2048, 32, 0, 1, 4, 16384)
         together = together if n > 64 else 2
     elif find == "":
-        width, together, chunk, steps, warps, zeros = (8192, 1, 0, 1, 4, 4096)
+        # Few programs start quickly; where memory counts, small ones in the order of addresses fill faster.
+        width, together, chunk, steps, warps, zeros = (2048, 1, 0, 1, 4, 16384) if cached else (8192, 1, 0, 1, 4, 4096)
     elif find == "count":
-        width, together, chunk, steps, warps, zeros = (4096, 2, 32, 1, 8, 16384)
+        together, zeros = (2, 16384) if cached else (8, 4096)
+        width, chunk, steps, warps = (4096, 32, 1, 8 if cached or size >= 4 else 4)
     else:
         width, together, chunk, steps, warps, zeros = (4096, 4, 128, 4, 4, 16384)
         chunk = chunk if n <= 2**17 else 512  # about the root of n balances the pieces: updates of one, sums of all
@@ -620,13 +684,17 @@ def _scatter_nd_plan(
     block = min(triton.next_power_of_2(D), width // size)
     # Narrow rows share a tile.
     tall = triton.next_power_of_2(max(1, R if find in ("sort", "lists") else n))
-    rows = 1 if find == "scan" else max(1, min((16384 if interpreted else 1024) // block, tall))
-    return Plan(strategy, find, steps, rows, block, together, chunk, zeros // size, warps)
+    tile = 16384 if interpreted else 512 if find == "" and cached else 1024
+    rows = 1 if find == "scan" else max(1, min(tile // block, tall))
+    # Zeros beside the sort, as many as outlast it. All of them where rows are narrow or odd: to ask whether a row has
+    # updates pays where the answer is worth a program's tile, written in pieces of 16 bytes.
+    wide = D * size >= zeros and D * size % 16 == 0
+    beside = R // 2 if interpreted else min(R, _BESIDE // (D * size)) if wide else R
+    return Plan(strategy, find, steps, rows, block, together, chunk, zeros // size, warps, beside)
 
 
 # Launchers -----------------------------------------------------------------------------------------------------------
 
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _REDUCTIONS = ("none", "add", "mul", "max", "min")
 _plan = functools.lru_cache(maxsize=4096)(_scatter_nd_plan)
 
@@ -656,11 +724,15 @@ def _launch_atomic(
     """Zeros and atomic additions; `sums` is `out` itself, or float32 memory of its size for half types."""
     R, D, n = sizes
     stride, align = _steps(updates, D)
-    grid = (triton.cdiv(R * D, plan.fill),)
-    _scatter_nd_fill[grid](sums, R * D, BLOCK=plan.fill)
+    programs = triton.cdiv(R * D, plan.fill)
+    grid = (programs,)
+    # Each program signals; where there are many, that costs more than it saves.
+    early = _overlapping(out) if programs <= 4096 else {}
+    _scatter_nd_fill[grid](sums, R * D, BLOCK=plan.fill, EARLY=bool(early), num_warps=8 if plan.fill >= 4096 else 4)
     _scatter_nd_atomic[(triton.cdiv(n, plan.rows) * triton.cdiv(D, plan.block),)](
         sums, indices, updates, R, D // align, n, stride // align, masked or 0,
-        MASKED=masked is not None, ALIGN=align, ROWS=plan.rows, BLOCK=plan.block, num_warps=plan.warps,
+        MASKED=masked is not None, ALIGN=align, ROWS=plan.rows, BLOCK=plan.block, LATE=bool(early),
+        num_warps=plan.warps, **early,
     )  # fmt: skip
     if sums is not out:
         _scatter_nd_round[grid](out, sums, R * D, BLOCK=plan.fill)
@@ -683,18 +755,30 @@ def _launch_segments(
     out: Tensor, indices: Tensor, updates: Tensor, parts: Tensor, counters: Tensor, order: Tensor, keys: Tensor,
     spans: Tensor, sizes: tuple[int, int, int], masked: int | None, plan: Plan,
 ) -> None:  # fmt: skip
-    """Zeros and a sort by counting in one launch, the rows that have updates in another."""
+    """A sort by counting beside the first zeros; rows that have updates; beside them, zeros for the other rows.
+
+    Where the GPU can, each kernel starts while the one before it still runs. The third needs the first, but not the
+    second: it starts when all programs of the second have waited for the first, and does not wait itself.
+    """
     R, D, n = sizes
     stride, align = _steps(updates, D)
-    mine, theirs = (256, 256) if INTERPRETED else (8, min(512, max(32, triton.next_power_of_2(n))))
-    _scatter_nd_sort[(triton.cdiv(n, mine) + triton.cdiv(R * D, plan.fill),)](
-        out, order, keys, spans[0], spans[1], counters, indices, R * D, R, n, len(counters), masked or 0,
+    early = _overlapping(out)
+    mine, theirs = (256, 256) if INTERPRETED else (4, min(256, max(32, triton.next_power_of_2(n))))
+    _scatter_nd_sort[(triton.cdiv(n, mine) + triton.cdiv(plan.beside * D, plan.fill),)](
+        out, order, keys, spans[0], spans[1], counters, indices, plan.beside * D, R, n, len(counters), masked or 0,
         MASKED=masked is not None, WIDE=(R + 2) * n >= 2**31, MINE=mine, THEIRS=theirs, BLOCK=plan.fill,
+        EARLY=bool(early),
     )  # fmt: skip
     _scatter_nd_segments[(triton.cdiv(n, plan.rows) * triton.cdiv(D, plan.block),)](
         out, updates, parts, counters, order, keys, spans[0], spans[1], D // align, n, stride // align,
-        ALIGN=align, CHUNK=plan.chunk, ROWS=plan.rows, BLOCK=plan.block, TOGETHER=plan.together, num_warps=plan.warps,
+        ALIGN=align, CHUNK=plan.chunk, ROWS=plan.rows, BLOCK=plan.block, TOGETHER=plan.together, LATE=bool(early),
+        num_warps=plan.warps, **early,
     )  # fmt: skip
+    if plan.beside < R:
+        block = min(triton.next_power_of_2(D), plan.fill)
+        _scatter_nd_zeros[((R - plan.beside) * triton.cdiv(D, block),)](
+            out, keys, spans[0], plan.beside, D // align, n, ALIGN=align, BLOCK=block, LATE=bool(early), **early
+        )
 
 
 def _launch_lists(
@@ -728,6 +812,16 @@ def _launch_owner(
         out, updates, order, starts, ends, parts, R, D // align, stride // align,
         STEPS=plan.steps, ROWS=plan.rows, BLOCK=plan.block, num_warps=plan.warps, **constants,
     )  # fmt: skip
+
+
+def _overlapping(out: Tensor) -> dict[str, bool]:
+    """How a kernel is launched that starts before the one ahead of it has ended, where the GPU can: Hopper and later.
+
+    Such a kernel sees what the one ahead has written only behind a wait of its own, `gdc_wait`. On other GPUs, and for
+    whoever launches the kernels without this, neither the signal nor the wait is there and nothing else changes.
+    """
+    capability, _ = gpu(out.device)
+    return {"launch_pdl": True} if capability is not None and capability >= (9, 0) else {}
 
 
 def _steps(updates: Tensor, D: int) -> tuple[int, int]:
@@ -927,19 +1021,8 @@ def _shape_of(name: str, shape: Any) -> tuple[int, ...]:
 def _checked(name: str, shape: Any, indices: Any, updates: Any, reduction: Any, strategy: Any) -> tuple[int, ...]:
     """Validate what can be seen without reading values; return the shape."""
     shape = _shape_of(name, shape)
-    for what, value in (("indices", indices), ("updates", updates)):
-        if not isinstance(value, Tensor):
-            raise TypeError(
-                f"{name}: expected {what} to be a torch.Tensor, got {type(value).__name__}; use torch.as_tensor"
-            )
-        if value.layout is not torch.strided:
-            raise TypeError(f"{name}: expected {what} to be dense, got {value.layout}; call to_dense() first")
-    if indices.dtype not in (torch.int64, torch.int32):
-        raise TypeError(f"{name}: expected indices to be int64 or int32, got {indices.dtype}; cast them first")
-    if updates.dtype not in _DTYPES:
-        raise TypeError(
-            f"{name}: expected updates to be float16, bfloat16, float32 or float64, got {updates.dtype}; cast first"
-        )
+    check_tensor(name, "indices", indices, (torch.int64, torch.int32))
+    check_tensor(name, "updates", updates)
     if reduction not in _REDUCTIONS:
         raise ValueError(
             f"{name}: expected reduction to be 'add', got {reduction!r}; ONNX knows {', '.join(_REDUCTIONS)}"
@@ -969,10 +1052,7 @@ def _checked(name: str, shape: Any, indices: Any, updates: Any, reduction: Any, 
             f"{name}: expected updates of shape {want}, indices.shape[:-1] + shape[{k}:], got {tuple(updates.shape)}; "
             "reshape or expand them"
         )
-    if indices.device != updates.device:
-        raise ValueError(
-            f"{name}: expected indices on {updates.device} as updates are, got {indices.device}; move one of them"
-        )
+    check_alike(name, "indices", indices, "updates", updates, dtype=False)
     if updates.device.type in ("cpu", "cuda"):  # a stand-in on another device is only asked for its shape
         check_device(name, updates)
     return shape
@@ -1161,15 +1241,10 @@ def embedding_backward(
         As `scatter_nd_of_shape`.
     """
     name = "embedding_backward"
-    if not isinstance(dy, Tensor) or dy.dim() == 0:
-        got = f"shape {tuple(dy.shape)}" if isinstance(dy, Tensor) else type(dy).__name__
-        raise TypeError(
-            f"{name}: expected dy to be a torch.Tensor [..., D], got {got}; pass the gradient of the lookup"
-        )
-    if not isinstance(indices, Tensor):
-        raise TypeError(
-            f"{name}: expected indices to be a torch.Tensor, got {type(indices).__name__}; use torch.as_tensor"
-        )
+    check_tensor(name, "dy", dy)
+    check_tensor(name, "indices", indices, (torch.int64, torch.int32))
+    if dy.dim() == 0:
+        raise ValueError(f"{name}: expected dy of shape [..., D], got a single number; pass the gradient of the lookup")
     return _launch(name, (rows, dy.shape[-1]), indices[..., None], dy, padding_idx, "add", check, strategy)
 
 
@@ -1413,7 +1488,9 @@ SCATTER_ND_OF_SHAPE = Op(
     configs={
         name: tuple({"R": d["R"], "D": d["D"], "n": d["n"], "K": 1, "law": d["law"]} for d in _CONFIGS[name])
         for name in ("small", "llama")
-    },
+    }
+    # The same rows, named by indices of one, two and three components.
+    | {"components": tuple({"R": 32000, "D": 4096, "n": 2048, "K": K, "law": "uniform"} for K in (1, 2, 3))},
     edges=(
         {"R": 1, "D": 1, "n": 1, "K": 1, "law": "uniform"},
         {"R": 16, "D": 5, "n": 30, "K": 2, "law": "uniform"},

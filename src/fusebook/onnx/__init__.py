@@ -15,21 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Bound", "Graph"]
+from fusebook.onnx.custom import _ELEMENTS, CustomOp, custom_op, register
 
-# Numbers of onnx.TensorProto, so that running a graph does not need the package onnx.
-_ELEMENTS = {
-    torch.float32: 1,
-    torch.uint8: 2,
-    torch.int8: 3,
-    torch.int16: 5,
-    torch.int32: 6,
-    torch.int64: 7,
-    torch.bool: 9,
-    torch.float16: 10,
-    torch.float64: 11,
-    torch.bfloat16: 16,
-}
+__all__ = ["Bound", "CustomOp", "Graph", "custom_op", "register"]
+
 _NAMES = {
     torch.float32: "tensor(float)",
     torch.uint8: "tensor(uint8)",
@@ -58,6 +47,8 @@ class Graph:
         Of an operator on the CPU.
     library : path, optional
         A library of custom operators to register.
+    ops : sequence of CustomOp
+        Operators whose kernels are Python functions, see `custom_op`.
     options : mapping of str to str, optional
         Further options of the CUDA provider, e.g. ``{"enable_cuda_graph": "1"}``.
 
@@ -82,6 +73,7 @@ class Graph:
         tf32: bool = False,
         threads: int = 1,
         library: str | os.PathLike[str] | None = None,
+        ops: Sequence[CustomOp] = (),
         options: Mapping[str, str] | None = None,
     ) -> None:
         ort = _onnxruntime()
@@ -91,12 +83,14 @@ class Graph:
         settings = ort.SessionOptions()
         settings.intra_op_num_threads = threads
         settings.inter_op_num_threads = 1
-        settings.log_severity_level = 3  # errors; where a node is placed is not a warning to a caller
+        settings.log_severity_level = 4  # errors are raised, and need not be printed as well
         if library is not None:
             settings.register_custom_ops_library(os.fspath(library))
+        register(settings, *ops)
         self.stream: torch.cuda.Stream | None = None
         providers: list[Any] = ["CPUExecutionProvider"]
         self._run = ort.RunOptions()
+        self._run.log_severity_level = 4
         if self.device.type == "cuda":
             if self.device.index is None:
                 self.device = torch.device("cuda", torch.cuda.current_device())
@@ -115,6 +109,9 @@ class Graph:
                 )
             # Otherwise every run ends in waiting for the GPU.
             self._run.add_run_config_entry("disable_synchronize_execution_providers", "1")
+        # The default, said aloud: ONNX Runtime 1.31 looks for it in every run, and finds out that it is missing by an
+        # exception thrown in C++, which takes longer than all the rest of a small run.
+        self._run.add_run_config_entry("gpu_graph_id", "0")
         if not isinstance(model, (str, bytes, os.PathLike)):
             model = model.SerializeToString()
         elif isinstance(model, os.PathLike):
@@ -176,6 +173,9 @@ class Bound:
         self._binding = graph.session.io_binding()
         self._kept = inputs  # their memory is bound by address
         self._given = outputs
+        if graph.stream is not None:
+            # Made once: to make an event takes as long as to record one.
+            self._before, self._after = torch.cuda.Event(), torch.cuda.Event()
         _named("inputs", inputs, graph.inputs, all_of=True)
         _named("outputs", outputs, graph.outputs, all_of=False)
         for name, value in inputs.items():
@@ -199,10 +199,12 @@ class Bound:
         if graph.stream is None:
             graph.session.run_with_iobinding(self._binding, graph._run)
         else:
-            current = torch.cuda.current_stream(graph.device)
-            graph.stream.wait_stream(current)
+            current = torch.cuda.current_stream(graph.device.index)
+            self._before.record(current)
+            graph.stream.wait_event(self._before)
             graph.session.run_with_iobinding(self._binding, graph._run)
-            current.wait_stream(graph.stream)
+            self._after.record(graph.stream)
+            current.wait_event(self._after)
         if len(self._given) == len(graph.outputs):
             return dict(self._given)
         values = zip(graph.outputs, self._binding.get_outputs(), strict=True)

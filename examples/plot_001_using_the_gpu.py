@@ -1,0 +1,1315 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["fusebook"]
+#
+# [tool.uv.sources]
+# fusebook = { path = "..", editable = true }
+# ///
+"""
+Using the GPU: old advice, measured again
+=========================================
+
+Between 2012 and 2014 the manual of Theano, an ancestor of today's frameworks,
+had a chapter on using the GPU: how to see that it is used, what to keep there,
+what it is good at, and a list of tips. Much of that has become folklore. This
+page asks the chapter's questions again, in its order, of one GPU of today, and
+ends in a table: each piece of advice, what became of it, and the measurement
+that says so.
+
+Two of its exercises have pages of their own: programming a GPU directly is
+:doc:`plot_101_elementwise`, and the training step of a logistic regression is
+:doc:`plot_301_logistic_step`. How to measure at all is
+:doc:`plot_002_measuring`.
+
+With a CUDA GPU everything is measured as the page runs. Without one, it is
+replayed from the record of a GPU that is named at the end.
+"""
+
+# %%
+# Am I using the GPU?
+# -------------------
+#
+# The manual's first program computes the exponential of 10 * 30 * 768 numbers
+# a thousand times and then searches its graph for operators of the CPU, since
+# a compiler decided what ran where. Today the data decides: an operation runs
+# where its operands are, and a tensor tells.
+
+import contextlib
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+
+import fusebook  # before triton: it decides whether kernels are interpreted
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+import torch
+import triton
+import triton.language as tl
+from fusebook import plots, tables, timing
+from fusebook.gallery import (
+    claim,
+    claims,
+    downloads,
+    holds,
+    measured,
+    provenance,
+    results,
+    say,
+    table,
+)
+from fusebook.inputs import generator
+from fusebook.kernels.elementwise import ADD_SUB, EXP, silu_eager
+from torch.profiler import ProfilerActivity, profile, record_function
+
+n = 10 * 30 * 768  # 10 numbers for each of 768 threads on each of 30 cores
+
+x = torch.rand(n, generator=generator(22), device=generator(22).device)
+y = torch.exp(x)
+here = pd.Series(
+    {"device": str(y.device), "dtype": str(y.dtype)}, name="on this machine"
+)
+table(here.to_frame(), "exp(x), asked where it is", fold=False)
+
+# %%
+# What the manual looked for can be looked for as well. The profiler names the
+# kernels that ran, and a kernel of ours shows its machine code: somewhere in
+# it must stand the instruction that the exponential is made of.
+
+
+@triton.jit
+def once(y_ptr, x_ptr, n, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + at, mask=at < n)
+    tl.store(y_ptr + at, tl.exp(x.to(tl.float32)), mask=at < n)
+
+
+def link():
+    """The lanes between host and GPU, by NVML: generation, width, GB/s."""
+    try:
+        import pynvml  # the module of nvidia-ml-py
+
+        pynvml.nvmlInit()
+        gpu = pynvml.nvmlDeviceGetHandleByIndex(0)
+        generation = pynvml.nvmlDeviceGetMaxPcieLinkGeneration(gpu)
+        width = pynvml.nvmlDeviceGetMaxPcieLinkWidth(gpu)
+    except Exception:  # a container without NVML, or a GPU without PCIe
+        return {"PCIe GB/s, each way": "nan"}
+    # 8 GT/s in generation 3, doubled in each since; 128 of 130 bits are data.
+    rate = 8 * 2 ** (generation - 3) * width * 128 / 130 / 8
+    return {
+        "PCIe generation": str(generation),
+        "PCIe lanes": str(width),
+        "PCIe GB/s, each way": f"{rate:.1f}",
+    }
+
+
+def refusal(function):
+    """What an operation says when it raises."""
+    try:
+        function()
+    except RuntimeError as error:
+        return str(error).splitlines()[0]
+    return "nothing"
+
+
+def ask():
+    x = torch.rand(n, device="cuda")
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        y = torch.exp(x)
+        torch.cuda.synchronize()
+    ran = [e.name for e in seen.events() if e.device_type.name == "CUDA"]
+    out = torch.empty_like(x)
+    built = once[(triton.cdiv(n, 1024),)](out, x, n, BLOCK=1024)
+    lines = [line.split() for line in built.asm["ptx"].splitlines()]
+    code = [w[0] for w in lines if w and w[0].startswith("ex2")]
+    on_cpu = torch.exp(x.cpu())
+    apart = ((y.cpu() - on_cpu).abs() / on_cpu).max().item()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        torch.exp(x, out=out)
+    x.copy_(torch.rand(n))
+    graph.replay()
+    new = torch.equal(out, torch.exp(x))
+    torch.cuda.set_sync_debug_mode("error")
+    waits = refusal(lambda: x[0].item())
+    torch.cuda.set_sync_debug_mode("default")
+    tiny = torch.full((1,), 1e-40, device="cuda") * 1
+    whole = torch.ones(1, dtype=torch.int32, device="cuda")
+    wave = torch.exp(torch.full((1,), 1j, device="cuda"))
+    answers = {
+        "device": str(y.device),
+        "dtype": str(y.dtype),
+        "kernel": ran[0][:64] if ran else "none",
+        "instruction": code[0] if code else "none",
+        "CPU and GPU differ by, in eps": f"{apart / 2**-23:.2f}",
+        "1e-40 times 1": f"{tiny.item():.0e}",
+        "int32 times float32": str((whole * x[:1]).dtype),
+        "mean of float32": str(x.mean().dtype),
+        "exp of i": f"{wave.item():.3f}",
+        "a tensor of the GPU plus one of the CPU": refusal(
+            lambda: x + torch.rand(n)
+        ),
+        "item() where waiting is an error": waits,
+        "a graph sees values copied in": "yes" if new else "no",
+        "GPUs that this process sees": str(torch.cuda.device_count()),
+        "name": torch.cuda.get_device_name(),
+        "compute capability": "{}.{}".format(
+            *torch.cuda.get_device_capability()
+        ),
+        **link(),
+    }
+    return pd.DataFrame(answers.items(), columns=["question", "answer"])
+
+
+asked = measured("using_answers", ask)
+answer = asked.set_index("question")["answer"].astype(str)
+table(asked.set_index("question").iloc[:4], "Asked of the GPU", fold=False)
+
+# %%
+claims(
+    claim("The result is on the GPU", answer["device"].startswith("cuda")),
+    claim("and an elementwise kernel ran", "elementwise" in answer["kernel"]),
+    claim(
+        "The exponential is one instruction, a power of two",
+        answer["instruction"].startswith("ex2"),
+    ),
+    holds(
+        "The GPU will not always produce the exact same floating-point "
+        "numbers as the CPU (Theano's manual, 2012)",
+        float(answer["CPU and GPU differ by, in eps"]) > 0,
+    ),
+    say(
+        "The largest difference is {eps} eps of float32.",
+        eps=answer["CPU and GPU differ by, in eps"],
+    ),
+)
+
+# %%
+# A thousand exponentials
+# -----------------------
+#
+# The same loop in seven ways. In NumPy and in PyTorch on the CPU; on the GPU,
+# each result brought back to the host; on the GPU, results left there, which
+# the manual calls returning a handle, in new memory each or always in the
+# same. Then two ways that it did not have: a CUDA graph, which is the thousand
+# launches recorded once and started by one call, and a single kernel that goes
+# over the numbers a thousand times. For comparison, each is what a thousand
+# times the work costs; none leaves any of it out. (The last reads and writes
+# all numbers in each round, as the others do, from the L2 cache.)
+
+
+@triton.jit
+def many(y_ptr, x_ptr, n, TIMES, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    for _ in range(TIMES):
+        # volatile: the compiler may not take the load out of the loop.
+        x = tl.load(x_ptr + at, mask=at < n, volatile=True)
+        tl.store(y_ptr + at, tl.exp(x.to(tl.float32)), mask=at < n)
+
+
+def seven_ways(calls, mark=contextlib.nullcontext):
+    """Ways to compute exp of n numbers `calls` times, each call marked."""
+    host = np.random.default_rng(22).random(n, dtype=np.float32)
+    on_cpu, x = torch.from_numpy(host), torch.from_numpy(host).cuda()
+    out = torch.empty_like(x)
+    graph = torch.cuda.CUDAGraph()
+    torch.exp(x, out=out)
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        for _ in range(calls):
+            torch.exp(x, out=out)
+    grid = (triton.cdiv(n, 1024),)
+
+    def loop(function, times=calls):
+        def run():
+            for _ in range(times):
+                with mark():
+                    function()
+
+        return run
+
+    return {
+        "NumPy": loop(lambda: np.exp(host)),
+        "PyTorch, CPU": loop(lambda: torch.exp(on_cpu)),
+        "GPU, copied back": loop(lambda: torch.exp(x).cpu()),
+        "GPU, left there": loop(lambda: torch.exp(x)),
+        "the same, into one tensor": loop(lambda: torch.exp(x, out=out)),
+        "CUDA graph": loop(graph.replay, 1),
+        "one kernel": loop(
+            lambda: many[grid](out, x, n, calls, BLOCK=1024), 1
+        ),
+    }
+
+
+def thousand():
+    rows = []
+    for name, run in seven_ways(1000).items():
+        run()
+        took = []
+        for _ in range(5):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            run()
+            called = time.perf_counter() - start
+            torch.cuda.synchronize()
+            took.append((time.perf_counter() - start, called))
+        whole, called = sorted(took)[2]
+        rows.append({"way": name, "us": whole * 1e3, "host us": called * 1e3})
+    return pd.DataFrame(rows)
+
+
+ways = measured("using_thousand", thousand)
+us = ways.set_index("way")["us"]
+shown = ways.set_index("way")
+shown["times as fast as NumPy"] = us["NumPy"] / us
+table(shown, "exp of 230400 numbers, microseconds a time", fold=False)
+
+# %%
+# Where does it go? A picture of the first moments of each, with forty calls
+# in place of a thousand: above what the host does, below it kernels, and below
+# these copies. (The profiler that took it makes each call of the host longer.)
+
+
+def trace():
+    rows = []
+    kinds = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+    marked = seven_ways(40, lambda: record_function("call"))
+    del marked["the same, into one tensor"]  # it looks like the one before
+    for name, run in marked.items():
+        run()
+        with profile(activities=kinds) as seen:
+            for _ in range(2):  # the profiler's own first calls are slow
+                run()
+                torch.cuda.synchronize()
+        found = [
+            (e.name, e.device_type.name, e.time_range) for e in seen.events()
+        ]
+        calls = [t for k, on, t in found if k == "call" and on == "CPU"]
+        calls = sorted(calls, key=lambda t: t.start)[len(calls) // 2 :]
+        spans = [("host", t) for t in calls]
+        for k, on, t in found:
+            if on == "CUDA" and k != "call":
+                spans.append(("copy" if "emcpy" in k else "kernel", t))
+        for lane, t in spans:
+            start = t.start - calls[0].start
+            if 0 <= start < 1000:
+                rows.append((name, lane, start, t.end - t.start))
+    return pd.DataFrame(rows, columns=["way", "lane", "start us", "us"])
+
+
+spans = measured("using_timeline", trace)
+ax = plots.timeline(spans, until=400, title="exp of 230400 numbers")
+
+# %%
+# On the GPU the work itself is a thin line. Brought back, each result
+# costs a copy, and more than the copy: the host waits for it before it starts
+# the next. Left there, the host is the slow one; kernels are done before it
+# has launched the next. A graph takes the host out of the loop, and one kernel
+# takes the launches out.
+
+busy = spans.groupby(["way", "lane"])["us"].median()
+claims(
+    claim(
+        "Left on the GPU at least 5 times as fast as brought back",
+        us["GPU, copied back"] > 5 * us["GPU, left there"],
+    ),
+    say(
+        "The manual saved about half by it in 2012. Here, brought back takes "
+        "{ratio:.0f} times as long: the GPU has become faster by more than "
+        "the way to it.",
+        ratio=us["GPU, copied back"] / us["GPU, left there"],
+    ),
+    say(
+        "Brought back, a GPU is {ratio:.2f} times as fast as NumPy, and "
+        "{other:.2f} times as fast as PyTorch on all cores of its own host.",
+        ratio=us["NumPy"] / us["GPU, copied back"],
+        other=us["PyTorch, CPU"] / us["GPU, copied back"],
+    ),
+    claim(
+        "One kernel's work takes less than a quarter of a call that "
+        "launches it",
+        busy["GPU, left there", "kernel"] < us["GPU, left there"] / 4,
+    ),
+    claim(
+        "A graph is at least 3 times as fast as a loop in Python",
+        us["CUDA graph"] < us["GPU, left there"] / 3,
+    ),
+    claim(
+        "One kernel is at least twice as fast as the graph",
+        us["one kernel"] < us["CUDA graph"] / 2,
+    ),
+)
+
+# %%
+# What can be accelerated
+# -----------------------
+#
+# The manual has a list, "to give a rough idea of what to expect". Here it is
+# with numbers, on one GPU and on the CPU of the same machine, all its cores at
+# work. The third column brings the operands from the host and the result back
+# to it, in memory as programs have it: that is what a program pays which uses
+# the GPU for this one operation.
+
+
+def seconds(function, repeat=5):
+    """The median of a call, waited for."""
+    times = timing.call({"it": function}, warmup=2, repeat=repeat)
+    return times["it"].q50
+
+
+def operations():
+    rng = torch.Generator().manual_seed(0)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=rng)
+
+    square, image = normal(4096, 4096), normal(32, 64, 56, 56)
+    wide, index = normal(8192, 8192), torch.randperm(8192, generator=rng)
+    work = {
+        "matrix product, 4096": (torch.mm, (square, square)),
+        "convolution, 3 x 3": (torch.conv2d, (image, normal(64, 64, 3, 3))),
+        "exp of 67 million": (torch.exp, (wide,)),
+        "exp of 230400": (torch.exp, (normal(n),)),
+        "rows by index": (lambda x, i: x[i], (wide, index)),
+        "transposed, a view": (lambda x: x.T, (wide,)),
+        "transposed, moved": (lambda x: x.T.contiguous(), (wide,)),
+        "sum of each row": (lambda x: x.sum(1), (wide,)),
+        "sum of each column": (lambda x: x.sum(0), (wide,)),
+        "copy": (torch.clone, (wide,)),
+    }
+
+    def timed(function, given):
+        there = [v.cuda() for v in given]
+
+        def both_ways():
+            return function(*(v.cuda() for v in given)).cpu()
+
+        times = {
+            "CPU us": seconds(lambda: function(*given), 3),
+            "GPU us": seconds(lambda: function(*there), 9),
+            "there and back us": seconds(both_ways, 3),
+        }
+        return {what: 1e6 * t for what, t in times.items()}
+
+    rows = [{"what": name, **timed(*one)} for name, one in work.items()]
+    frame = pd.DataFrame(rows)
+    frame["threads"] = torch.get_num_threads()
+    return frame
+
+
+work = measured("using_operations", operations).set_index("what")
+faster = pd.DataFrame(
+    {
+        "CPU us": work["CPU us"],
+        "GPU us": work["GPU us"],
+        "there and back us": work["there and back us"],
+        "GPU, times as fast": work["CPU us"] / work["GPU us"],
+        "there and back, times": work["CPU us"] / work["there and back us"],
+    }
+)
+threads = int(work["threads"].iloc[0])
+table(
+    faster,
+    f"One operation, a call: GPU against {threads} threads of the CPU",
+    fold=False,
+)
+
+# %%
+gains, paid = faster["GPU, times as fast"], faster["there and back, times"]
+heavy = ["matrix product, 4096", "convolution, 3 x 3", "exp of 67 million"]
+sums = ["sum of each row", "sum of each column"]
+claims(
+    holds(
+        "Matrix products, convolutions and large elementwise operations are "
+        "accelerated 5 to 50 times (2012)",
+        gains[heavy].between(5, 50),
+    ),
+    claim("They are accelerated, by 5 times at least", gains[heavy] >= 5),
+    holds(
+        "Indexing, dimension-shuffling and constant-time reshaping are "
+        "equally fast on both (2012): those that move nothing",
+        0.5 < gains["transposed, a view"] < 2,
+    ),
+    holds(
+        "those that move something",
+        gains[["rows by index", "transposed, moved"]].between(0.5, 2),
+    ),
+    holds(
+        "Summation over rows or columns can be a little slower on the GPU "
+        "(2012)",
+        bool((gains[sums] < 1).any()),
+    ),
+    holds(
+        "Copying often cancels most of the advantage of one operation (2012)",
+        bool((paid < gains / 2).sum() > len(paid) / 2),
+    ),
+    say(
+        "There and back, {lost} of {all} operations are slower than on the "
+        "CPU that they came from.",
+        lost=int((paid < 1).sum()),
+        all=len(paid),
+    ),
+    claim(
+        "What is small gains nothing: 230400 numbers less than 5 times",
+        gains["exp of 230400"] < 5,
+    ),
+)
+
+# %%
+# **float32 only?** In 2012 nothing else could be accelerated, and float64 was
+# "still relatively slow". What elementwise operations cost is their bytes:
+# twice as many for float64, half as many for the half types. What matrix
+# products cost is another matter. There are units for each type, and the
+# ceilings of this GPU, measured, are far apart. TF32 is float32 with ten bits
+# of mantissa in the product.
+
+
+def types():
+    rows = []
+    x = 8 * torch.rand(2**27, device="cuda", dtype=torch.float64)
+    right = torch.exp(x)
+    for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+        given = x.to(dtype)
+        out = torch.empty_like(given)
+        way = {"exp": lambda given=given, out=out: torch.exp(given, out=out)}
+        cold = timing.cold(way)["exp"].q50
+        error = ((out.double() - right).abs() / right).max().item()
+        rows.append((str(dtype)[6:], cold * 1e6, error))
+    return pd.DataFrame(rows, columns=["dtype", "exp us", "exp, error"])
+
+
+kinds = measured("using_types", types)
+on = kinds.attrs["machine"]
+kind = kinds.set_index("dtype")
+rates = pd.Series(on.rates) / 1e12
+precision = kind.join(rates.rename("products, TFLOP/s"), how="outer")
+order = ["float64", "float32", "tf32", "float16", "bfloat16"]
+table(
+    precision.reindex(order),
+    "exp of 134 million numbers, cold, and the rate of matrix products",
+    fold=False,
+)
+
+# %%
+double, single, halved = (
+    kind.loc[name, "exp us"] for name in ("float64", "float32", "bfloat16")
+)
+claims(
+    claim(
+        "float64 takes twice the time of float32, within a tenth, and "
+        "bfloat16 half of it: its bytes",
+        abs(double / single - 2) < 0.2 and abs(halved / single - 0.5) < 0.05,
+    ),
+    say(
+        "In matrix products float64 reaches {double:.2f} times the rate of "
+        "float32, TF32 {tf32:.1f} times and bfloat16 {half:.1f} times.",
+        double=rates["float64"] / rates["float32"],
+        tf32=rates["tf32"] / rates["float32"],
+        half=rates["bfloat16"] / rates["float32"],
+    ),
+    holds(
+        "Only computations with float32 can be accelerated (2012)",
+        rates["float64"] < 0.5 * rates["float32"],
+    ),
+)
+
+# %%
+# Moving data
+# -----------
+#
+# Between host and GPU are lanes of PCI Express, and NVML tells how many and
+# how fast. Memory that the operating system may move, *pageable*, has to be
+# copied into memory that it may not before the GPU can fetch it. *Pinned*
+# memory is fetched directly, and with ``non_blocking=True`` while the host
+# goes on.
+
+
+def copies_of(size):
+    there = torch.empty(size, dtype=torch.uint8, device="cuda")
+    pageable = torch.ones(size, dtype=torch.uint8)
+    pinned = torch.ones(size, dtype=torch.uint8).pin_memory()
+    return {
+        "pageable, to the GPU": lambda: there.copy_(pageable),
+        "pinned, to the GPU": lambda: there.copy_(pinned),
+        "pinned, non_blocking": lambda: there.copy_(pinned, non_blocking=True),
+        "pageable, from the GPU": lambda: pageable.copy_(there),
+        "pinned, from the GPU": lambda: pinned.copy_(there),
+    }
+
+
+def transfers():
+    rows = []
+    for mib in (1 / 16, 1, 4, 16, 64, 256):
+        size = int(mib * 2**20)
+        for way, copy in copies_of(size).items():
+            took = seconds(copy, 9)
+            returns = []
+            for _ in range(5):
+                torch.cuda.synchronize()
+                start = time.perf_counter()
+                copy()
+                returns.append(time.perf_counter() - start)
+            torch.cuda.synchronize()
+            host = sorted(returns)[2] * 1e6
+            rows.append((way, mib, size / took / 1e9, host))
+    return pd.DataFrame(rows, columns=["way", "MiB", "GB/s", "host us"])
+
+
+moved = measured("using_transfers", transfers)
+wide = moved.pivot_table("GB/s", "MiB", "way", sort=False)
+lanes = float(answer["PCIe GB/s, each way"])
+drawn = wide.drop(columns="pinned, non_blocking")
+ax = plots.lines(
+    drawn,
+    title="Between host and GPU",
+    ylabel="GB/s",
+    marks={"the link": lanes} if lanes > 0 else {},
+)
+
+# %%
+link_facts = [name for name in answer.index if name.startswith("PCIe")]
+table(answer[link_facts].to_frame("answer"), "The link, by NVML", fold=False)
+
+# %%
+waits = moved.pivot_table("host us", "MiB", "way", sort=False)
+table(waits, "When the call returns: microseconds of the host", fold=False)
+
+# %%
+best, plain = wide["pinned, to the GPU"].max(), wide.loc[256]
+claims(
+    say(
+        "Pinned, {best:.1f} GB/s is {share:.0%} of the link; pageable memory "
+        "of 256 MiB goes to the GPU at {slow:.1f} GB/s.",
+        best=best,
+        share=best / lanes,
+        slow=plain["pageable, to the GPU"],
+    ),
+    claim(
+        "At 256 MiB pinned memory is at least 3 times as fast, both ways",
+        plain["pinned, to the GPU"] > 3 * plain["pageable, to the GPU"]
+        and plain["pinned, from the GPU"]
+        > 3 * plain["pageable, from the GPU"],
+    ),
+    claim(
+        "Without blocking, the call returns before a hundredth of the copy "
+        "is done",
+        waits.loc[256, "pinned, non_blocking"]
+        < waits.loc[256, "pinned, to the GPU"] / 100,
+    ),
+    say(
+        "The memory of this GPU copies within itself {ratio:.0f} times as "
+        "fast as the link brings data.",
+        ratio=on.copy / 2 / 1e9 / best,
+    ),
+)
+
+# %%
+# **Overlap.** What must be copied need not be waited for: while one chunk is
+# multiplied, the next one comes on a second stream, into the other of two
+# slots. Events keep the two streams from running into each other.
+
+
+def overlap():
+    chunks, size = 16, 4096
+    host = torch.rand(chunks, size, size).pin_memory()  # 64 MiB each
+    weights = torch.rand(size, 1024, device="cuda")
+    slot = torch.empty(2, size, size, device="cuda")
+    y = torch.empty(2, size, 1024, device="cuda")
+    compute = torch.cuda.current_stream()
+    copier = torch.cuda.Stream()
+
+    def bring(i):
+        slot[i % 2].copy_(host[i], non_blocking=True)
+
+    def use(i):
+        torch.mm(slot[i % 2], weights, out=y[i % 2])
+
+    def one_stream():
+        for i in range(chunks):
+            bring(i)
+            use(i)
+
+    def two_streams():
+        free = [compute.record_event() for _ in range(2)]
+        for i in range(chunks):
+            copier.wait_event(free[i % 2])  # its last user is done
+            with torch.cuda.stream(copier):
+                bring(i)
+            compute.wait_stream(copier)
+            use(i)
+            free[i % 2] = compute.record_event()
+
+    ways = {
+        "copies alone": lambda: [bring(i) for i in range(chunks)],
+        "products alone": lambda: [use(i) for i in range(chunks)],
+        "one stream": one_stream,
+        "two streams": two_streams,
+    }
+    rows = [(way, seconds(run) * 1e3) for way, run in ways.items()]
+    return pd.DataFrame(rows, columns=["way", "ms"])
+
+
+streams = measured("using_overlap", overlap)
+ms = streams.set_index("way")["ms"]
+table(
+    streams.set_index("way"),
+    "16 chunks of 64 MiB, copied and multiplied, in milliseconds",
+    fold=False,
+)
+
+# %%
+claims(
+    claim(
+        "In one stream, copies and products add up, within a tenth",
+        abs(ms["one stream"] / ms.iloc[:2].sum() - 1) < 0.1,
+    ),
+    claim(
+        "In two, the shorter is hidden behind the longer, within a tenth",
+        ms["two streams"] < 1.1 * ms.iloc[:2].max(),
+    ),
+)
+
+# %%
+# Tips, then and now
+# ------------------
+#
+# The manual's tips are about float32, about leaving data where it is, about
+# profiling, and about switches of the compiler. The first two are above.
+#
+# **A short profile.** "Is time being used sensibly?" was asked of
+# ``profile=True``, which split the time into operators of the CPU, of the GPU
+# and transfers. ``torch.profiler`` does the same. The program is ten steps of
+# a small network, with a batch that comes from the host and a number that is
+# printed: both are the usual way to write it.
+
+
+def short_profile():
+    rng = torch.Generator(device="cuda").manual_seed(0)
+    x = torch.randn(8192, 1024, device="cuda", generator=rng)
+    w = torch.randn(1024, 1024, device="cuda", generator=rng)
+    pageable = torch.randn(10, 8192, 1024)
+    pinned = pageable.pin_memory()
+
+    def steps(batches):
+        for batch in batches:
+            x.copy_(batch, non_blocking=True)
+            hidden = x @ w
+            (hidden * torch.sigmoid(hidden)).mean().item()
+
+    whole = {
+        "wall us": seconds(lambda: steps(pageable)) * 1e6,
+        "wall us, pinned": seconds(lambda: steps(pinned)) * 1e6,
+    }
+    with profile(
+        activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]
+    ) as seen:
+        steps(pageable)
+        torch.cuda.synchronize()
+    rows = [
+        {
+            "operation": e.key,
+            "calls": e.count,
+            "host us": e.self_cpu_time_total,
+            "GPU us": e.self_device_time_total,
+        }
+        for e in seen.key_averages()
+        if e.device_type.name == "CPU" and e.self_device_time_total > 0
+    ]
+    frame = pd.DataFrame(rows).sort_values("GPU us", ascending=False)
+    return frame.assign(**whole).reset_index(drop=True)
+
+
+profiled = measured("using_profile", short_profile)
+parts = profiled.set_index("operation")
+parts = parts[parts.index.str.startswith("aten::")]  # not the profiler's own
+wall, wall_pinned = parts["wall us"].iloc[0], parts["wall us, pinned"].iloc[0]
+table(
+    parts[["calls", "host us", "GPU us"]],
+    "Ten steps by torch.profiler, in microseconds",
+    fold=False,
+)
+
+# %%
+is_copy = parts.index.str.contains("copy_|local_scalar")
+carried = parts.loc[is_copy, "GPU us"].sum() / parts["GPU us"].sum()
+claims(
+    say(
+        "Of the GPU's time, {share:.0%} are transfers. Pinning the batches "
+        "makes the ten steps {gain:.1f} times as fast, and no kernel was "
+        "touched.",
+        share=carried,
+        gain=wall / wall_pinned,
+    ),
+    claim("More than half of the GPU's time is transfers", carried > 0.5),
+)
+
+# %%
+# **Switches of the compiler.** ``--use_fast_math`` flushes numbers below
+# 1e-38 to zero and takes shorter ways to divide and to exponentiate. It was
+# advised for speed. Here is the same CUDA C with and without it, checked as
+# everything on these pages is.
+
+switch = results(
+    EXP, config="8192x8192", variants=["CUDA C", "CUDA C, fast math"]
+)
+fast = switch.set_index("variant")
+table(
+    fast[["cold_us", "score", "limit"]].rename(columns={"cold_us": "cold us"}),
+    "exp of 67 million numbers in CUDA C",
+    fold=False,
+)
+
+# %%
+gain = fast.loc["CUDA C", "cold_us"] / fast.loc["CUDA C, fast math", "cold_us"]
+loss = fast.loc["CUDA C, fast math", "score"] / fast.loc["CUDA C", "score"]
+claims(
+    say(
+        "With the switch it is {gain:.2f} times as fast, and the error is "
+        "{loss:.1f} times as large.",
+        gain=gain,
+        loss=loss,
+    ),
+    claim("The switch gains less than a tenth", gain < 1.1),
+    claim(
+        "PyTorch's kernels keep small numbers: 1e-40 times 1 is no zero",
+        answer["1e-40 times 1"] == "1e-40",
+    ),
+)
+
+# %%
+# **No operator on the CPU by accident.** ``assert_no_cpu_op`` stopped a
+# program that had left the GPU without being told. PyTorch never moves data by
+# itself; it refuses. What it does do silently is wait, and there is a mode in
+# which it refuses that, too.
+
+accidents = [
+    "a tensor of the GPU plus one of the CPU",
+    "item() where waiting is an error",
+]
+table(answer[accidents].to_frame("says"), "Refused", fold=False)
+
+# %%
+# Asynchrony
+# ----------
+#
+# A call on the GPU returns when it has been queued. The manual says so to
+# explain two things that are as true today: a clock that does not wait shows a
+# speed-up that is none, and an error is raised later than it occurs.
+
+
+def clock():
+    a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    out = torch.empty_like(a)
+    rows = []
+    for _ in range(9):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        torch.mm(a, a, out=out)
+        returned = time.perf_counter() - start
+        torch.cuda.synchronize()
+        done = time.perf_counter() - start
+        rows.append((returned * 1e6, done * 1e6))
+    frame = pd.DataFrame(rows, columns=["returns us", "done us"])
+    return frame.median().to_frame().T
+
+
+clocks = measured("using_clock", clock)
+table(clocks, "One matrix product of 8192 x 8192, in bfloat16", fold=False)
+
+# %%
+# For errors, a program of three lines: it takes an element that does not
+# exist, computes something with it, and waits. An error on the device ends
+# every use of the GPU by its process, so the program runs in a process of its
+# own; once as it is, and once with ``CUDA_LAUNCH_BLOCKING=1``, under which
+# each launch is waited for.
+
+PROGRAM = """
+import json, os, time, torch
+
+x = torch.rand(230400, device="cuda")
+for times in (100, 1000):
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(times):
+        torch.exp(x)
+    torch.cuda.synchronize()
+    each = (time.perf_counter() - start) / times
+
+wrong = torch.tensor([10**6], device="cuda")
+torch.cuda.synchronize()
+said = after = "nothing"
+try:
+    line = "y = x[wrong]"
+    y = x[wrong]
+    line = "z = torch.exp(y)"
+    z = torch.exp(y)
+    line = "torch.cuda.synchronize()"
+    torch.cuda.synchronize()
+except RuntimeError as error:
+    said = str(error).splitlines()[0]
+try:
+    torch.zeros(1, device="cuda")
+except RuntimeError as error:
+    after = str(error).splitlines()[0]
+os.write(1, json.dumps([line, said, after, each * 1e6]).encode())
+os._exit(0)  # without the usual farewell to a device that no longer answers
+"""
+
+
+def late_errors():
+    rows = []
+    for blocking in ("0", "1"):
+        environment = {**os.environ, "CUDA_LAUNCH_BLOCKING": blocking}
+        end = subprocess.run(
+            [sys.executable, "-c", PROGRAM],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=120,
+        )
+        rows.append([blocking, *json.loads(end.stdout.splitlines()[-1])])
+    columns = ["blocking", "raised at", "says", "the next call says", "us"]
+    return pd.DataFrame(rows, columns=columns)
+
+
+late = measured("using_errors", late_errors)
+late["blocking"] = late["blocking"].astype(str)
+error = late.set_index("blocking").rename(columns={"us": "exp, us a call"})
+error.index.name = "CUDA_LAUNCH_BLOCKING"
+table(error, "Where an error shows up", fold=False)
+
+# %%
+claims(
+    claim(
+        "A clock that does not wait sees less than a tenth of the product",
+        clocks["returns us"].iloc[0] < clocks["done us"].iloc[0] / 10,
+    ),
+    claim(
+        "The error is raised behind the line that makes it",
+        error.loc["0", "raised at"] != "y = x[wrong]",
+    ),
+    claim(
+        "With CUDA_LAUNCH_BLOCKING=1, at the line itself",
+        error.loc["1", "raised at"] == "y = x[wrong]",
+    ),
+    claim(
+        "Either way, the process has lost its GPU",
+        error["the next call says"] != "nothing",
+    ),
+    say(
+        "Waiting for each launch, exp takes {ratio:.1f} times as long.",
+        ratio=error.loc["1", "exp, us a call"]
+        / error.loc["0", "exp, us a call"],
+    ),
+)
+
+# %%
+# Memory
+# ------
+#
+# ``allow_gc=False`` told Theano to keep intermediate results instead of giving
+# their memory back after each operation, since to give it back is to wait.
+# PyTorch keeps blocks for itself and hands them out again. To see what that is
+# worth, give them back after each call, and for comparison write into one
+# tensor always.
+
+
+def memory():
+    def state(what):
+        torch.cuda.synchronize()
+        rows.append(
+            {
+                "what": what,
+                "allocated MiB": torch.cuda.memory_allocated() / 2**20 - base,
+                "reserved MiB": torch.cuda.memory_reserved() / 2**20 - held,
+            }
+        )
+
+    def given_back():
+        torch.exp(x)
+        torch.cuda.empty_cache()
+
+    rows = []
+    x = torch.rand(n, device="cuda")
+    out = torch.empty_like(x)
+    torch.cuda.empty_cache()
+    for what, run in {
+        "a block that was kept": lambda: torch.exp(x),
+        "a block that is given back": given_back,
+        "one tensor, always": lambda: torch.exp(x, out=out),
+    }.items():
+        rows.append({"what": what, "us": seconds(run, 99) * 1e6})
+    x = torch.rand(2**26, device="cuda")  # 256 MiB
+    for what, run in {
+        "two operations": silu_eager,
+        "one kernel": fusebook.silu,
+    }.items():
+        run(x)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        run(x)
+        peak = torch.cuda.max_memory_allocated() - before
+        rows.append({"what": what, "peak MiB": peak / 2**20})
+    x = out = None
+    torch.cuda.empty_cache()
+    base = torch.cuda.memory_allocated() / 2**20
+    held = torch.cuda.memory_reserved() / 2**20
+    blocks = [torch.empty(2**24, device="cuda") for _ in range(64)]
+    state("64 blocks of 64 MiB")
+    del blocks[::2]
+    state("every second one freed")
+    large = torch.empty(2**28, device="cuda")
+    state("and 1 GiB asked for, in one piece")
+    del large, blocks
+    state("all freed")
+    torch.cuda.empty_cache()
+    state("empty_cache()")
+    return pd.DataFrame(rows)
+
+
+spent = measured("using_memory", memory).set_index("what")
+table(
+    spent[["us"]].dropna(),
+    "exp of 230400 numbers into: microseconds a call, waited for",
+    fold=False,
+)
+
+# %%
+# The peak is what decides whether a model fits. A fused chain has no
+# intermediate results, so it needs less, too: here ``x * sigmoid(x)`` of
+# 256 MiB.
+
+table(
+    spent[["peak MiB"]].dropna(),
+    "x * sigmoid(x): MiB beyond its operand",
+    fold=False,
+)
+
+# %%
+# What the cache keeps is not always what is asked for next. *Allocated* is
+# what tensors hold, *reserved* what PyTorch has taken from the GPU. Half of 64
+# blocks are freed, and there would be room for 1 GiB, but not in one piece.
+
+table(
+    spent[["allocated MiB", "reserved MiB"]].dropna(),
+    "Fragments",
+    fold=False,
+)
+
+# %%
+kept = spent["us"]
+pieces = spent.loc["and 1 GiB asked for, in one piece"]
+claims(
+    say(
+        "Giving the block back makes a call {ratio:.2f} times as long; "
+        "writing into one tensor always, {other:.2f} times.",
+        ratio=kept["a block that is given back"]
+        / kept["a block that was kept"],
+        other=kept["one tensor, always"] / kept["a block that was kept"],
+    ),
+    claim(
+        "One kernel needs half the memory of two operations",
+        spent.loc["one kernel", "peak MiB"]
+        == spent.loc["two operations", "peak MiB"] / 2,
+    ),
+    claim(
+        "The 1 GiB did not fit into what had been freed",
+        pieces["reserved MiB"] >= pieces["allocated MiB"] + 1024,
+    ),
+)
+
+# %%
+# Changing values
+# ---------------
+#
+# A *shared variable* was a tensor on the device with a name, and
+# ``set_value`` put new numbers into it. Today every tensor is one:
+# ``x.copy_(new)`` writes into its memory. That is more than a habit where a
+# CUDA graph is replayed, since a graph knows addresses and not names.
+
+claims(
+    claim(
+        "A graph sees what was copied into its operand",
+        answer["a graph sees values copied in"] == "yes",
+    ),
+)
+
+# %%
+# Which GPU, and how many
+# -----------------------
+#
+# "There is a limit of one GPU per process", chosen by ``device=gpu1``. Today
+# a process sees all that ``CUDA_VISIBLE_DEVICES`` leaves it, and each tensor
+# says on which it is: ``torch.device("cuda", 1)``. Other types than float32
+# are no trouble; mixed ones no longer widen to float64.
+
+facts = [
+    "GPUs that this process sees",
+    "name",
+    "compute capability",
+    "int32 times float32",
+    "mean of float32",
+    "exp of i",
+]
+table(answer[facts].to_frame("answer"), "This GPU", fold=False)
+
+# %%
+# Programming it directly
+# -----------------------
+#
+# The manual lists CUDA, OpenCL, PyCUDA and PyOpenCL. What has changed is that
+# one need not leave Python: kernels are written in Triton, or in CUDA C and
+# compiled as the program runs, by CuPy or by NVIDIA's own `cuda.core`. The
+# first examples of the manual, a product, a double, a sum and a difference,
+# stand side by side in both on :doc:`plot_101_elementwise`. One of its notes
+# can be tested at once: that fusion handles expressions of a single result
+# only.
+
+pair = results(
+    ADD_SUB, config="8192x8192", variants=["eager", "torch.compile"]
+)
+two_results = tables.ratio(pair, "eager", "torch.compile").iloc[0]
+claims(
+    say(
+        "`torch.compile` makes x + y and x - y {ratio:.2f} times as fast as "
+        "two operations. Reading the operands once predicts 1.5.",
+        ratio=two_results,
+    ),
+    holds(
+        "Fusion is only applicable to computations with a single output "
+        "(2012)",
+        two_results < 1.1,
+    ),
+)
+
+# %%
+# The old advice, line by line
+# ----------------------------
+#
+# *Holds* is decided by the number beside it.
+
+lines = []
+
+
+def line(advice, today, true, text, **numbers):
+    """One piece of advice, with the measurement that decides on it."""
+    lines.append(
+        {
+            "advice, 2012 to 2014": advice,
+            "holds": "yes" if true else "no",
+            "measured": text.format(**numbers),
+            "today": today,
+        }
+    )
+
+
+line(
+    "Check that the GPU is used",
+    "Ask a tensor for its device; profile",
+    answer["device"].startswith("cuda"),
+    "the result is on {device}",
+    device=answer["device"],
+)
+line(
+    "Leave results on the GPU",
+    "The default; .cpu() only where it must be",
+    us["GPU, copied back"] > 1.1 * us["GPU, left there"],
+    "copied back, {r:.0f} times as long",
+    r=us["GPU, copied back"] / us["GPU, left there"],
+)
+line(
+    "Reuse the memory of results (borrow)",
+    "out=, where the host is what is waited for",
+    us["the same, into one tensor"] < 0.9 * us["GPU, left there"],
+    "into one tensor, {r:.2f} times the time",
+    r=us["the same, into one tensor"] / us["GPU, left there"],
+)
+line(
+    "Only float32 is accelerated",
+    "Every type is; bytes decide, and the matrix units",
+    rates["float64"] < 0.5 * rates["float32"],
+    "products in float64 at {r:.2f} times the rate of float32",
+    r=rates["float64"] / rates["float32"],
+)
+line(
+    "Use float32 wherever you can",
+    "TF32 or half types in products, float32 for sums",
+    rates["float32"] > 0.9 * rates.max(),
+    "bfloat16 multiplies {r:.0f} times as fast as float32",
+    r=rates["bfloat16"] / rates["float32"],
+)
+line(
+    "Large products, convolutions and elementwise: 5 to 50 times",
+    "More, against all cores of a CPU",
+    bool(gains[heavy].between(5, 50).all()),
+    "{a:.0f}, {b:.0f} and {c:.0f} times",
+    a=gains[heavy[0]],
+    b=gains[heavy[1]],
+    c=gains[heavy[2]],
+)
+line(
+    "Arguments must be large enough",
+    "Larger than ever: there are more processors to feed",
+    gains["exp of 230400"] < gains["exp of 67 million"] / 2,
+    "exp of 230400: {a:.1f} times; of 67 million: {b:.0f} times",
+    a=gains["exp of 230400"],
+    b=gains["exp of 67 million"],
+)
+line(
+    "Reshaping and shuffling: equally fast on both",
+    "Views cost nothing on both",
+    0.5 < gains["transposed, a view"] < 2,
+    "a transposed view: {r:.2f} times as fast",
+    r=gains["transposed, a view"],
+)
+line(
+    "Indexing: equally fast on both",
+    "It moves data, and the GPU moves more",
+    0.5 < gains["rows by index"] < 2,
+    "rows by index: {r:.0f} times as fast",
+    r=gains["rows by index"],
+)
+line(
+    "Row and column sums can be slower",
+    "They are reads, at the bandwidth of memory",
+    bool((gains[sums] < 1).any()),
+    "rows {a:.0f}, columns {b:.0f} times as fast",
+    a=gains[sums[0]],
+    b=gains[sums[1]],
+)
+line(
+    "Copies often cancel the advantage",
+    "Keep data there, pin what must move, overlap",
+    bool((paid < 1).sum() >= len(paid) / 2),
+    "there and back, {k} of {m} operations lose to the CPU",
+    k=int((paid < 1).sum()),
+    m=len(paid),
+)
+line(
+    "allow_gc=False: keep memory",
+    "The caching allocator does",
+    kept["a block that is given back"] > 1.02 * kept["a block that was kept"],
+    "given back each time, {r:.2f} times the time",
+    r=kept["a block that is given back"] / kept["a block that was kept"],
+)
+line(
+    "Profile: is time used sensibly?",
+    "torch.profiler",
+    carried > 0.5,
+    "{share:.0%} of a small program was transfers",
+    share=carried,
+)
+line(
+    "nvcc --use_fast_math",
+    "No: memory is the limit, not arithmetic",
+    gain > 1.1,
+    "{gain:.2f} times as fast, {loss:.1f} times the error",
+    gain=gain,
+    loss=loss,
+)
+line(
+    "assert_no_cpu_op",
+    "Nothing moves by itself; set_sync_debug_mode for waits",
+    answer[accidents[0]] == "nothing",
+    "GPU plus CPU tensor: refused",
+)
+line(
+    "Times of single calls mislead: they are asynchronous",
+    "Synchronise, or use events",
+    clocks["returns us"].iloc[0] < clocks["done us"].iloc[0] / 2,
+    "the call is back after {r:.1%} of the time",
+    r=clocks["returns us"].iloc[0] / clocks["done us"].iloc[0],
+)
+line(
+    "CUDA_LAUNCH_BLOCKING=1 to find errors",
+    "The same",
+    error.loc["1", "raised at"] == "y = x[wrong]",
+    "raised at {a}; without, at {b}",
+    a=error.loc["1", "raised at"],
+    b=error.loc["0", "raised at"],
+)
+line(
+    "set_value to change shared data",
+    "x.copy_(new), and graphs see it",
+    answer["a graph sees values copied in"] == "yes",
+    "a replayed graph saw the new values",
+)
+line(
+    "int32 with float32 gives float64: cast",
+    "It gives float32",
+    answer["int32 times float32"] == "torch.float64",
+    "{t}",
+    t=answer["int32 times float32"],
+)
+line(
+    "Cast around the mean",
+    "The mean of float32 is float32",
+    answer["mean of float32"] == "torch.float64",
+    "{t}",
+    t=answer["mean of float32"],
+)
+line(
+    "Complex numbers are broken",
+    "They work",
+    not re.fullmatch(r"\(?0\.540\+0\.841j\)?", answer["exp of i"]),
+    "exp of i is {z}",
+    z=answer["exp of i"],
+)
+line(
+    "Results differ from the CPU's",
+    "By roundings",
+    float(answer["CPU and GPU differ by, in eps"]) > 0,
+    "exp by up to {e} eps",
+    e=answer["CPU and GPU differ by, in eps"],
+)
+line(
+    "Fusion is for single outputs only",
+    "Compilers fuse several",
+    two_results < 1.1,
+    "x + y and x - y compiled: {r:.2f} times as fast",
+    r=two_results,
+)
+
+advice = pd.DataFrame(lines).set_index("advice, 2012 to 2014")
+table(advice, "What became of it", fold=False)
+
+# %%
+old = advice.index[advice["holds"] == "no"]
+claims(
+    say(
+        "Of {all} pieces of advice, {no} no longer hold.",
+        all=len(advice),
+        no=len(old),
+    ),
+    claim(
+        "Those about where data is still hold",
+        advice.loc[
+            ["Leave results on the GPU", "Copies often cancel the advantage"],
+            "holds",
+        ]
+        == "yes",
+    ),
+    say(
+        "What has not changed is the distance: to the host, and to memory. "
+        "What has changed is what is done about types, about small work, and "
+        "about memory: that is the library's business now."
+    ),
+)
+
+# %%
+# One piece could not be measured: "one GPU per process" needs a second GPU,
+# and the page says how many it sees.
+
+provenance(ways, spans, moved, work, late)
+
+# %%
+downloads(advice, "old_advice")
+
+# %%
+# sphinx_gallery_thumbnail_number = 1
+plt.close("all")

@@ -1,0 +1,835 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["fusebook"]
+#
+# [tool.uv.sources]
+# fusebook = { path = "..", editable = true }
+# ///
+"""
+Programming a GPU directly: element by element
+==============================================
+
+The smallest kernels there are: a product, a double, a sum and a difference.
+They teach what every kernel has to say, which element is mine and where it
+lies, and why the gain of fusing is counted in passes over memory. Four small
+exercises of an old manual stand at the end, each with a check.
+
+With a CUDA GPU everything here is measured as the page runs. Without one, the
+kernels run in Triton's interpreter and the times are replayed from the record
+of a GPU that is named beside them.
+"""
+
+# %%
+# The problem
+# -----------
+#
+# An expression of neighbours: result i depends on element i of each operand
+# and on nothing else.
+#
+# .. math::
+#
+#    (x y)_i = x_i y_i \qquad (x \pm y)_i = x_i \pm y_i \qquad
+#    \mathrm{silu}(x)_i = \frac{x_i}{1 + e^{-x_i}}
+#
+# There is no arithmetic to speak of. An operation on a float32 reads and
+# writes 4 bytes for each operand and result, and while these are on their way,
+# a GPU could do dozens of operations. So the time of such a kernel is the
+# number of its bytes over the bandwidth, and whoever wants it faster must move
+# fewer of them. The least is to read each operand once and to write each
+# result once.
+
+import fusebook  # before triton: it decides whether kernels are interpreted
+import matplotlib.pyplot as plt
+import pandas as pd
+import torch
+import triton
+import triton.language as tl
+from fusebook import plots, tables
+from fusebook.check import judge, yardstick
+from fusebook.gallery import (
+    Listing,
+    Source,
+    Tabs,
+    arguments,
+    claim,
+    claims,
+    downloads,
+    exercise,
+    provenance,
+    results,
+    say,
+    solution,
+    table,
+)
+from fusebook.inputs import generator, poison, rough
+from fusebook.kernels.elementwise import (
+    ADD_ADD_MULTIPLY,
+    ADD_SUB,
+    DOUBLE,
+    EXP,
+    MULTIPLY,
+    MULTIPLY_ADD,
+    OPS,
+    SILU,
+    _add_sub,
+    _cuda_c,
+    _elementwise_flat,
+    _elementwise_plan,
+    _elementwise_tiles,
+    _exp,
+    _load,
+    _multiply_add,
+    _neighbours,
+    _silu,
+    add_add_multiply_eager,
+    add_sub_eager,
+    cuda_source,
+    multiply_add_eager,
+    silu_eager,
+)
+from torch.profiler import ProfilerActivity, profile
+
+args = arguments(MULTIPLY_ADD, config="large", dtype="float32")
+
+# %%
+# What eager costs
+# ----------------
+#
+# PyTorch runs one operation after another. Each is a launch of its own and a
+# pass of its own over memory; what one of them has computed the next one reads
+# back.
+
+Source(add_sub_eager, multiply_add_eager, silu_eager, add_add_multiply_eager)
+
+# %%
+# Counting is the whole theory. For each chain: how many operations PyTorch
+# runs, which its profiler counts here and now, how many times SIZE elements
+# are read and written, and how many times they would have to be. The ratio is
+# the prediction: fused, the chain can be that many times as fast, and no more.
+
+device = generator(0).device
+CHAINS = {
+    "add_sub": (ADD_SUB, add_sub_eager),
+    "multiply_add": (MULTIPLY_ADD, multiply_add_eager),
+    "silu": (SILU, silu_eager),
+    "add_add_multiply": (ADD_ADD_MULTIPLY, add_add_multiply_eager),
+}
+
+
+def launches(function, operands):
+    """Operations that the profiler sees in a call."""
+    with profile(activities=[ProfilerActivity.CPU]) as seen:
+        function(*operands)
+    return sum(
+        e.count for e in seen.key_averages() if e.key.startswith("aten::")
+    )
+
+
+counted = {}
+for name, (op, eager) in CHAINS.items():
+    dims = op.configs["large"][0]
+    SIZE = dims["M"] * dims["N"]
+    least = op.cost(1, **dims)
+    chain = op.variants["eager"].cost(1, **dims)
+    small = op.make(generator(0), torch.float32, **op.configs["small"][0])
+    counted[name] = {
+        "launches, eager": launches(eager, small),
+        "reads": chain.read / SIZE,
+        "writes": chain.write / SIZE,
+        "least reads": least.read / SIZE,
+        "least writes": least.write / SIZE,
+        "at most as fast": (chain.read + chain.write)
+        / (least.read + least.write),
+    }
+passes = pd.DataFrame.from_dict(counted, orient="index")
+predicted = passes["at most as fast"]
+table(passes, "Passes over memory, in tensors of SIZE elements", fold=False)
+
+# %%
+# The kernel
+# ----------
+#
+# **Step one: who am I?** A GPU runs one program many times, and each run asks
+# for its number. In CUDA C the unit is a thread, and a thread has one element;
+# threads come in blocks. In Triton the unit is the block, here called a
+# program, and it has a whole vector of elements at once; how they are dealt to
+# threads is the compiler's business. Below is the same product in both, for
+# a single block: an old manual's first example, which had 400 numbers.
+
+
+@triton.jit
+def multiply_block(y_ptr, a_ptr, b_ptr, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)  # [BLOCK]: every element of this program
+    a = tl.load(a_ptr + i)
+    b = tl.load(b_ptr + i)
+    tl.store(y_ptr + i, a * b)
+
+
+MULTIPLY_BLOCK = """
+extern "C" __global__
+void multiply_block(float* y, const float* a, const float* b)
+{
+    const int i = threadIdx.x;  // this thread's element, one of 512
+    y[i] = a[i] * b[i];
+}
+"""
+Tabs(
+    {
+        "Triton": Source(multiply_block),
+        "CUDA C": Listing(MULTIPLY_BLOCK, "cuda"),
+    }
+)
+
+# %%
+# It is right for a vector as long as the block, and silently wrong for any
+# other. Behind the end of a shorter one it reads and writes what belongs to
+# somebody else; of a longer one it leaves the rest as it was. The output below
+# is filled with NaN first, so that what nobody wrote can be seen.
+
+
+def step_one(a, b):
+    y = torch.full_like(a, float("nan"))
+    multiply_block[(1,)](y, a, b, BLOCK=512)
+    return y
+
+
+def written(step, sizes):
+    """The share of elements that a step writes."""
+    share = {}
+    for size in sizes:
+        a = torch.ones(size, device=device)
+        share[size] = step(a, a).isfinite().float().mean().item()
+    return pd.Series(share)
+
+
+shares = pd.DataFrame({"one program": written(step_one, (512, 1000, 4096))})
+shares.index.name = "elements"
+table(100 * shares, "Written, in percent", fold=False)
+
+# %%
+# **Step two: a grid, and a mask.** As many programs as are needed, each with
+# its own stretch, and the last one told where the vector ends. Three habits
+# are in these lines. The number of an element is 64 bits wide, because tensors
+# may have more than 2**31 of them. The mask is on the load and on the store.
+# And the block is a power of two, of which 128 threads take 16 bytes each in
+# one instruction.
+
+
+@triton.jit
+def multiply_grid(y_ptr, a_ptr, b_ptr, SIZE, BLOCK: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < SIZE
+    a = tl.load(a_ptr + i, mask=inside)
+    b = tl.load(b_ptr + i, mask=inside)
+    tl.store(y_ptr + i, a * b, mask=inside)
+
+
+def step_two(a, b):
+    y = torch.full_like(a, float("nan"))
+    SIZE = a.numel()
+    multiply_grid[(triton.cdiv(SIZE, 512),)](y, a, b, SIZE, BLOCK=512)
+    return y
+
+
+Tabs(
+    {
+        "Triton": Source(multiply_grid),
+        "CUDA C": Listing(cuda_source("multiply"), "cuda"),
+    }
+)
+
+# %%
+
+shares["a grid"] = written(step_two, (512, 1000, 4096))
+table(100 * shares, "Written, in percent", fold=False)
+
+# %%
+# **Step three: two results.** A manual of 2012 asks for x + y and x - y, and
+# notes that the fusion of its time could not do it: it knew expressions of one
+# result only. By hand nothing is simpler, and it is worth more than it looks:
+# the operands are read once, for both.
+
+
+@triton.jit
+def add_and_subtract(s_ptr, d_ptr, a_ptr, b_ptr, SIZE, BLOCK: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < SIZE
+    a = tl.load(a_ptr + i, mask=inside)  # read SIZE
+    b = tl.load(b_ptr + i, mask=inside)  # read SIZE
+    tl.store(s_ptr + i, a + b, mask=inside)  # write SIZE
+    tl.store(d_ptr + i, a - b, mask=inside)  # write SIZE
+
+
+Tabs(
+    {
+        "Triton": Source(add_and_subtract),
+        "CUDA C": Listing(cuda_source("add_sub"), "cuda"),
+    }
+)
+
+# %%
+# **Step four: strides.** So far element i of each tensor lay at address i. A
+# transposed matrix, every second column, a row that stands for all rows: these
+# are views, the same memory with other steps. A kernel that ignores the steps
+# reads the right numbers in the wrong order. So pass them, and let the kernel
+# compute addresses from a row and a column. A step of zero costs nothing to
+# support and is all there is to broadcasting.
+
+
+@triton.jit
+def multiply_strided(
+    y_ptr, a_ptr, b_ptr, M, N, a_row, a_col, b_row, b_col, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    col = tl.arange(0, BLOCK).to(tl.int64)  # [BLOCK], N or more
+    inside = col < N
+    a = tl.load(a_ptr + row * a_row + col * a_col, mask=inside)
+    b = tl.load(b_ptr + row * b_row + col * b_col, mask=inside)
+    tl.store(y_ptr + row * N + col, a * b, mask=inside)
+
+
+def step_four(a, b):
+    a, b = torch.broadcast_tensors(a, b)
+    M, N = a.shape
+    y = a.new_empty(M, N)
+    block = triton.next_power_of_2(N)
+    multiply_strided[(M,)](
+        y, a, b, M, N, *a.stride(), *b.stride(), BLOCK=block
+    )
+    return y
+
+
+base = torch.randn(40, 40, device=device, generator=generator(1))
+views = {
+    "transposed": (base[:20, :10], base[:10, :20].T),
+    "every second": (base[:20, :20:2], base[::2, 20::2][:, :10]),
+    "a row for all rows": (base[:20, :10], base[3:4, :10]),
+    "a column for all columns": (base[:20, :10], base[:20, 5:6]),
+}
+claims(
+    *(
+        claim(f"Right: {name}", torch.equal(step_four(a, b), a * b))
+        for name, (a, b) in views.items()
+    )
+)
+
+# %%
+# **The finished kernels.** The library has one kernel for operands that lie
+# alike and one for operands that do not, and the expression is an argument: a
+# small function of as many values as there are operands, which returns as many
+# as there are results. Triton compiles the kernel anew for each expression, so
+# that nothing of this is left at run time.
+
+Source(_add_sub, _multiply_add, _silu)
+
+# %%
+
+Source(_load, _neighbours, _elementwise_flat)
+
+# %%
+# Two paths lead through it, and only the last block takes the one with a mask.
+# A mask that may end anywhere keeps the compiler from wide loads: it could not
+# say that four neighbours are all inside or all outside. Without one, each
+# thread takes 16 bytes at a time, whatever SIZE is.
+#
+# What does not lie alike goes through tiles. Before that, axes that are
+# neighbours in all tensors are folded into one: a matrix times a column is two
+# axes, and so is a batch of images with a bias for each channel, once height
+# and width are one.
+
+Source(_elementwise_tiles, _elementwise_plan)
+
+# %%
+# In the exponential is a trap that no timing shows. The hardware has powers of
+# two, so :math:`e^x` is computed as :math:`2^{x \log_2 e}`; the product is
+# rounded, and its error, a part of *the exponent*, grows with x. Two more
+# operations give back what was lost. They are free: the kernel waits for
+# memory.
+
+Source(_exp)
+
+# %%
+# **CUDA C from Python** needs a compiler at run time and a launcher. CuPy has
+# both: it compiles the source by NVRTC when it is first called, and takes
+# addresses of PyTorch's tensors and PyTorch's stream. What it does not have is
+# a check: a wrong number of arguments, a grid that is too short, a tensor with
+# other strides go through, and the result is wrong.
+
+Source(_cuda_c)
+
+# %%
+# Is it right?
+# ------------
+#
+# Every expression, on inputs that are plain, spiked and far from zero, of a
+# width that no block divides, against the same in float64.
+
+rows = []
+for op in OPS:
+    dims = {"M": 24, "N": 781}
+    dims |= {"y": "row"} if "y" in op.edges[0] else {}
+    for dtype in (torch.float32, torch.bfloat16):
+        inputs = op.make(generator(0), dtype, **dims)
+        verdict = judge(
+            op,
+            op.variants["fusebook"].run(*inputs),
+            yardstick(op, inputs),
+        )
+        rows.append((op.name, str(dtype)[6:], verdict.score, verdict.limit))
+scores = pd.DataFrame(rows, columns=["op", "dtype", "score", "limit"])
+scores = scores.set_index(["op", "dtype"])
+table(scores, "Scores, and what is allowed", fold=False)
+
+# %%
+# Two results are two chances to be wrong. Here are three ways that a test of
+# the first result alone would let through, judged by the check that all pages
+# use: it scores each result, and the worst counts.
+
+x, y = ADD_SUB.make(generator(2), torch.float32, M=33, N=50, y="matrix")
+yard = yardstick(ADD_SUB, (x, y))
+poison([x, x])  # memory that is handed out next holds NaN
+mistakes = {
+    "the second forgotten": (x + y, torch.empty_like(x)),
+    "the second negated": (x + y, y - x),
+    "the second in half precision": (x + y, (x.half() - y.half()).float()),
+}
+claims(
+    claim("Every score is within its limit", scores.score <= scores.limit),
+    *(
+        claim(f"Caught: {name}", not judge(ADD_SUB, pair, yard).ok)
+        for name, pair in mistakes.items()
+    ),
+)
+
+# %%
+# Results are always new memory, so that none can overlap an operand or the
+# other result. What PyTorch would do with shapes that do not broadcast, we do
+# too; other refusals say what to do.
+
+
+def refusal(function, *operands):
+    try:
+        function(*operands)
+    except (TypeError, ValueError) as error:
+        return str(error)
+    return "nothing"
+
+
+refused = pd.DataFrame(
+    {
+        "says": [
+            refusal(fusebook.multiply, x, y.T),
+            refusal(fusebook.multiply, x, y.long()),
+            refusal(fusebook.add_sub, x, 2.0),
+            refusal(fusebook.silu, x.to_sparse()),
+        ]
+    },
+    index=["shapes", "integers", "a number", "a sparse tensor"],
+)
+table(refused, "Refused", fold=False)
+
+# %%
+# How fast?
+# ---------
+#
+# **The chains**, each way: eager, PyTorch's own fused operator where it has
+# one, ``torch.compile``, the graph in ONNX Runtime, CUDA C with a thread for
+# each element, and ours. All are checked before they are timed. Of float32
+# tensors of 8192 x 8192, each is 256 MiB.
+
+asked = {"dtype": args.dtype, "warmup": args.warmup, "repeat": args.repeat}
+chains = {
+    op.name: results(op, config=args.config, **asked)
+    for op in (ADD_SUB, MULTIPLY_ADD, SILU, ADD_ADD_MULTIPLY)
+}
+
+
+def together(frames):
+    """Frames of several operators as one, with the operator among the dims."""
+    parts = []
+    for frame in frames:
+        part = frame.copy()
+        at = list(part.columns).index("dtype") + 1
+        part.insert(at, "of", part["op"].str.replace("_", " "))
+        parts.append(part)
+    whole = pd.concat(parts, ignore_index=True)
+    whole.attrs.update(frames[0].attrs)
+    if "y" in whole:  # a matrix everywhere: nothing to tell apart
+        whole.loc[whole["y"].eq("matrix"), "y"] = None
+    return whole
+
+
+def times(frame, kind="cold"):
+    """Microseconds: a row an operator and size, a column a variant."""
+    frame = frame.assign(point=tables.label(frame))
+    shown = frame["status"].where(frame["status"] != "ok", frame[f"{kind}_us"])
+    wide = frame.assign(shown=shown).pivot_table(
+        "shown", "point", "variant", aggfunc="first", sort=False
+    )
+    order = list(dict.fromkeys(frame["variant"]))
+    return wide.reindex(columns=[v for v in order if v in wide])
+
+
+every = together(list(chains.values()))
+table(times(every), "Chains: cold time in microseconds", fold=False)
+
+# %%
+# What was predicted from the passes, and what came of it:
+
+gain = pd.DataFrame(
+    {
+        "predicted": predicted,
+        **{
+            label: {
+                name: tables.ratio(frame, "eager", "fusebook").iloc[at]
+                for name, frame in chains.items()
+            }
+            for label, at in (("smallest", 0), ("largest", -1))
+        },
+    }
+)
+table(gain, "Eager's time over ours", fold=False)
+
+# %%
+# **Single operations.** There is nothing to fuse in a product, a double or an
+# exponential. They are here as the yardstick of the others: what a kernel of
+# one operation takes in PyTorch, in CUDA C, and in ours.
+
+alone = [
+    results(op, config="large", **asked) for op in (MULTIPLY, DOUBLE, EXP)
+]
+singles = together(alone)
+table(times(singles), "Single operations: cold, microseconds", fold=False)
+
+# %%
+# **Small tensors** are launches. Of 20 x 10 numbers, the matrix of the old
+# exercise, and of 480 x 480 = 10 * 30 * 768, the vector of its first example,
+# the warm time is told: many calls in a CUDA graph, without the host. Beside
+# it the least that any kernel takes here.
+
+little = together([results(op, config="small", **asked) for op in OPS])
+warm = times(little, "warm")
+floor = little.assign(point=tables.label(little)).groupby("point", sort=False)
+warm["launch floor + roof"] = (
+    floor["floor_warm_us"].first() + floor["roof_us"].first()
+)
+table(warm, "Small: warm time in microseconds", fold=False)
+
+# %%
+# In eager mode the host pays. A call as Python sees it, waited for:
+
+table(times(little, "call"), "Small: a call, in microseconds", fold=False)
+
+# %%
+# **Shapes.** The second operand as one row for all rows, one column for all
+# columns, and as a matrix that lies across. A row is read from memory once; it
+# stays in the cache for the others. A matrix that lies across is where tiles
+# earn their keep: whoever walks along the rows of one operand reads the other
+# in steps, and fetches 32 bytes for every 4 that it uses.
+
+shapes = together(
+    [results(op, config="shapes", **asked) for op in (MULTIPLY, MULTIPLY_ADD)]
+)
+table(times(shapes), "Shapes: cold time in microseconds", fold=False)
+
+# %%
+# **Half the bytes.** The same chains in bfloat16, 8192 x 8192. Where it says
+# *wrong*, each operation has rounded its result to 8 bits before the next one
+# took it, and where a sum cancels that is above the limit; a fused chain
+# rounds once. The CUDA C here knows float32 only, and says so.
+
+half = together(
+    [
+        results(
+            op,
+            config="8192x8192",
+            dtype="bfloat16",
+            warmup=args.warmup,
+            repeat=args.repeat,
+        )
+        for op in OPS
+    ]
+)
+table(times(half), "bfloat16: cold time in microseconds", fold=False)
+
+# %%
+provenance(*chains.values(), *alone)
+
+# %%
+downloads(pd.concat([every, singles, little, shapes, half]), "elementwise")
+
+# %%
+# How far from the roof?
+# ----------------------
+#
+# The roof is the time of the least bytes at the bandwidths that were measured
+# on this machine, with tensors of 4 GiB: what is read and written at the rate
+# of a copy, what is read beyond that at the rate of a sum.
+
+largest = tables.where(pd.concat([every, singles]), M=8192)
+ax = plots.dots(largest, of="roof", title="8192 x 8192, float32, cold")
+
+# %%
+# Smaller tensors reach less of it, and so does a copy: the first bytes are
+# late by a launch, and the last ones leave some multiprocessors idle. At
+# 256 MiB in all that is some percent, for anybody.
+
+ours = tables.where(pd.concat([every, singles]), variant="fusebook")
+moved = (ours["read_bytes"] + ours["write_bytes"]) / 2**20
+by_size = pd.DataFrame(
+    {
+        "MiB in all": moved,
+        "% of roof": 100 * ours["roof_us"] / ours["cold_us"],
+        "% of copy": 100 * ours["copy_us"] / ours["cold_us"],
+        "% of launch floor + roof": 100
+        * (ours["floor_us"] + ours["roof_us"])
+        / ours["cold_us"],
+    }
+).set_axis(tables.label(ours), axis=0)
+by_size = by_size.sort_values("MiB in all", kind="stable")
+table(by_size, "Ours, by what is moved", fold=False)
+
+# %%
+# Lessons
+# -------
+#
+# What was asked of these kernels, and what came of it.
+
+share = by_size["% of roof"] / 100
+chain = ~by_size.index.str.contains("multiply$|double|exp") | (
+    by_size.index.str.contains("add multiply")
+)
+memory = by_size["MiB in all"] >= 256
+sums = by_size.index.str.contains("add sub")
+tiny = tables.where(little, variant="fusebook", of="exp", M=480).iloc[0]
+fused = pd.concat(
+    [
+        tables.ratio(frame, "fusebook", "torch.compile")
+        for frame in chains.values()
+    ]
+)
+claims(
+    claim(
+        "Chains of tensors of 256 MiB: at least 95 % of the roof",
+        share[chain & by_size.index.str.startswith("8192x8192")] >= 0.95,
+    ),
+    claim(
+        "x + y and x - y of 256 MiB: at least 95 % of a roof of two reads "
+        "and two writes",
+        share[sums & by_size.index.str.startswith("8192x8192")] >= 0.95,
+    ),
+    claim(
+        "Where 256 MiB and more are moved: at least 95 % of a copy",
+        by_size.loc[memory, "% of copy"] >= 95,
+    ),
+    claim(
+        "exp of 230400 numbers, warm: at most 1.1 times the launch floor "
+        "plus the roof",
+        tiny["warm_us"] <= 1.1 * (tiny["floor_warm_us"] + tiny["roof_us"]),
+    ),
+    claim(
+        "At 8192 x 8192 each chain gains what was predicted, within a tenth",
+        (gain["largest"] / gain["predicted"] - 1).abs() <= 0.1,
+    ),
+    claim(
+        "Ours is wrong nowhere",
+        tables.where(
+            pd.concat([every, singles, little, shapes, half]),
+            variant="fusebook",
+        )["status"]
+        == "ok",
+    ),
+)
+
+# %%
+# These were hoped for, too, or bound to fail, and are shown as they came out:
+
+large = fused[fused.index.get_level_values(0).str.startswith("8192")]
+own = tables.ratio(little, "fusebook", "eager", "call")
+claims(
+    claim(
+        "Wherever 256 MiB and more are moved: at least 95 % of the roof",
+        share[memory] >= 0.95,
+        fatal=False,
+    ),
+    claim(
+        "and at least 95 % of the launch floor plus the roof",
+        by_size.loc[memory, "% of launch floor + roof"] >= 95,
+        fatal=False,
+    ),
+    claim(
+        "Never slower than torch.compile, where memory binds",
+        large <= 1.02,
+        fatal=False,
+    ),
+    claim(
+        "A small call takes no longer than PyTorch's own, as Python sees it",
+        own <= 1.02,
+        fatal=False,
+    ),
+    say(
+        "What `torch.compile` makes of a chain is one kernel, too, and at "
+        "8192 x 8192 ours takes {least:.2f} to {most:.2f} times its time: "
+        "a chain of neighbours is what compilers are good at, and no reason "
+        "to write a kernel.",
+        least=fused[
+            fused.index.get_level_values(0).str.startswith("8192")
+        ].min(),
+        most=fused[
+            fused.index.get_level_values(0).str.startswith("8192")
+        ].max(),
+    ),
+)
+
+# %%
+# **What the others teach.** The CUDA C of this page gives each thread one
+# element, as the first examples of every manual do. It asks memory for 4 bytes
+# at a time where ours asks for 16, so that fewer bytes are under way. And ONNX
+# Runtime fuses chains that it knows by name; any other runs as it stands.
+
+single = pd.concat([every, singles])
+narrow = tables.ratio(tables.where(single, M=8192), "CUDA C", "fusebook")
+onnx = {
+    name: tables.ratio(chains[name], "ONNX Runtime", "eager").iloc[-1]
+    for name in ("silu", "multiply_add", "add_add_multiply")
+}
+claims(
+    claim(
+        "At 8192 x 8192 one element a thread takes at least a tenth longer",
+        narrow >= 1.1,
+        fatal=False,
+    ),
+    say(
+        "In ONNX Runtime the chains take {silu:.2f} (silu), "
+        "{multiply_add:.2f} (multiply_add) and {add_add_multiply:.2f} "
+        "(add_add_multiply) times the time of PyTorch's separate operations.",
+        **onnx,
+    ),
+)
+
+# %%
+# **Where it does not win**, every point at which another way is faster by more
+# than 2 %, the worst first. An operand that is one column for all columns is
+# loaded by our tiles once for each element that it meets, if only from the
+# cache; the compiler sees that a load does not change along a row, and loads
+# it once.
+
+table(
+    tables.losses(pd.concat([every, singles, shapes, half])),
+    "Points lost, cold: the fastest other way, and how far behind we are",
+    fold=False,
+)
+
+# %%
+# What to take to the next kernel:
+#
+# - Count reads and writes before anything else. The count is the prediction,
+#   and for expressions of neighbours it comes true.
+# - A block of 4 KiB and one wide load a thread of each operand are enough. The
+#   hardware keeps many small programs in flight better than a loop does.
+# - Keep the mask away from all blocks but the last.
+# - Strides are arguments. A kernel without them is right until somebody
+#   transposes.
+# - Do not write these kernels: let the compiler fuse them. Write the ones that
+#   it cannot, and put expressions like these inside.
+#
+# Exercises
+# ---------
+#
+# Four of the old manual, each with a function that runs and is wrong, and a
+# check that says so. Mend it; run the page, or the notebook, again. The checks
+# are those of the library, and need no GPU.
+#
+# **1. A matrix of shape (20, 10).** This product is right for vectors of up to
+# 512 numbers. Of a matrix it takes the first row.
+
+
+def multiply_matrix(x, y):
+    out = torch.zeros_like(x)
+    multiply_grid[(1,)](out, x, y, x.shape[-1], BLOCK=512)
+    return out
+
+
+def matrices(seed, *shape, transposed=False):
+    """Two matrices, which lie across if asked."""
+    rng = generator(seed)
+    pair = [rough(rng, shape, torch.float32) for _ in range(2)]
+    return tuple(v.T.contiguous().T if transposed else v for v in pair)
+
+
+exercise(
+    "multiply_matrix multiplies matrices of any shape",
+    multiply_matrix,
+    torch.mul,
+    [matrices(3, 20, 10), matrices(4, 33, 70)],
+)
+
+# %%
+# **2. Two matrices.** The old operator doubled its input. Make it take two,
+# and multiply them.
+
+
+@triton.jit
+def twice(y_ptr, a_ptr, SIZE, BLOCK: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    a = tl.load(a_ptr + i, mask=i < SIZE)
+    tl.store(y_ptr + i, a * 2, mask=i < SIZE)
+
+
+def product(x, y):
+    out = torch.empty_like(x)
+    SIZE = x.numel()
+    twice[(triton.cdiv(SIZE, 512),)](out, x, SIZE, BLOCK=512)
+    return out
+
+
+exercise(
+    "product returns x * y",
+    product,
+    torch.mul,
+    [matrices(5, 4, 5), matrices(6, 40, 50)],
+)
+
+# %%
+# **3. Two outputs.** Return x + y and x - y, from one kernel that reads x and
+# y once.
+
+
+def sum_and_difference(x, y):
+    return x + y, x + y
+
+
+exercise(
+    "sum_and_difference returns x + y and x - y",
+    sum_and_difference,
+    lambda x, y: (x + y, x - y),
+    [matrices(7, 4, 5), matrices(8, 40, 50)],
+)
+
+# %%
+# **4. Strides.** This one takes memory as it comes, and so multiplies a matrix
+# that lies across in the wrong order. Do it without a copy.
+
+
+def multiply_as_it_lies(x, y):
+    out = torch.empty(x.shape, device=x.device)
+    SIZE = x.numel()
+    multiply_grid[(triton.cdiv(SIZE, 512),)](out, x, y, SIZE, BLOCK=512)
+    return out
+
+
+x, y = matrices(9, 20, 10)
+across, _ = matrices(10, 20, 10, transposed=True)
+exercise(
+    "multiply_as_it_lies is right for operands of any strides",
+    multiply_as_it_lies,
+    torch.mul,
+    [(x, y), (across, y), matrices(11, 33, 70, transposed=True)],
+)
+
+# %%
+solution("solutions/plot_101_elementwise.py")
+
+# %%
+# sphinx_gallery_thumbnail_number = 1
+plt.close("all")

@@ -1,0 +1,540 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["fusebook"]
+#
+# [tool.uv.sources]
+# fusebook = { path = "..", editable = true }
+# ///
+"""
+SwiGLU: two products that are never written
+===========================================
+
+The feed-forward layer of a Llama multiplies its input with two weights, bends
+one product and multiplies it with the other. The products are large, and
+nobody wants them. This page keeps both in registers, and asks what that is
+worth where matrices are large, and where they are a few rows.
+
+With a CUDA GPU everything here is measured as the page runs. Without one, the
+kernels run in Triton's interpreter and the times are replayed from the record
+of a GPU that is named beside them.
+"""
+
+# %%
+# The problem
+# -----------
+#
+# For x of shape M x K and two weights of shape K x N,
+#
+# .. math::
+#
+#    y = \mathrm{silu}(x\,w_\mathrm{gate}) \cdot (x\,w_\mathrm{up}),
+#    \qquad \mathrm{silu}(z) = \frac{z}{1 + e^{-z}}
+#
+# element by element. In Llama 2 7B K is 4096 and N is 11008, in Llama 3 8B
+# 14336; M is the number of tokens. `torch.nn.Linear` keeps its weight as
+# N x K and multiplies with the transpose: seen as K x N, its columns lie side
+# by side in memory. That is how the weights of this page lie.
+
+import fusebook  # before triton: it decides whether kernels are interpreted
+import matplotlib.pyplot as plt
+import pandas as pd
+import torch
+import triton
+import triton.language as tl
+from fusebook import machine, plots, tables
+from fusebook.check import judge, yardstick
+from fusebook.gallery import (
+    Source,
+    arguments,
+    claim,
+    claims,
+    downloads,
+    exercise,
+    provenance,
+    results,
+    say,
+    solution,
+    table,
+)
+from fusebook.inputs import generator, poison
+from fusebook.kernels.gemm import (
+    CONCAT_GEMM,
+    SWIGLU,
+    _gated,
+    _swiglu_stacked,
+    swiglu_eager,
+)
+
+args = arguments(SWIGLU, config="llama,small", dtype="bfloat16", repeat=20)
+
+# %%
+# What eager costs
+# ----------------
+
+Source(swiglu_eager, doc=False)
+
+# %%
+# The products need their time whatever we do. What is left to save is the
+# traffic around them: eager writes both products, reads one to bend it, writes
+# that, and reads two to multiply them. The least is to write y. What the
+# difference can be worth at most follows from what this machine was measured
+# to do: the rate of its matrix units for the products, the rate of its memory
+# for the rest.
+#
+# Packing the weights into one, so that there is one product, saves a reading
+# of x and nothing else; and a compiler can do all that comes after the
+# product in one kernel, but the product must be written for it.
+
+on = machine.current()
+LAYERS = {
+    "Llama 2 7B, 4096 tokens": {"M": 4096, "K": 4096, "N": 11008},
+    "Llama 3 8B, 8192 tokens": {"M": 8192, "K": 4096, "N": 14336},
+    "Llama 2 7B, 16 tokens": {"M": 16, "K": 4096, "N": 11008},
+}
+rows = {}
+for name, dims in LAYERS.items():
+    least = SWIGLU.cost(2, **dims)
+    needed = on.roof(least, "bfloat16")
+    row = {"products alone": 1e6 * needed}
+    for way in ("eager", "packed + compiled"):
+        own = SWIGLU.variants[way].cost(2, **dims)
+        more = on.memory_seconds(own) - on.memory_seconds(least)
+        row[way] = (needed + more) / needed
+    rows[name] = row
+predicted = pd.DataFrame.from_dict(rows, orient="index")
+table(
+    predicted,
+    "Predicted in bfloat16: the products in microseconds, then each way in "
+    "times of them, launches not counted",
+    fold=False,
+)
+
+# %%
+gain = predicted["packed + compiled"].iloc[0]
+claims(
+    say(
+        "Predicted: for 4096 tokens eager takes {eager:.2f} times the "
+        "products, packed and compiled {compiled:.2f} times.",
+        eager=predicted["eager"].iloc[0],
+        compiled=gain,
+    ),
+    claim(
+        "With a few tokens there is no traffic to save: weights are all of it",
+        predicted["eager"].iloc[2] < 1.05,
+    ),
+)
+
+# %%
+# The kernel
+# ----------
+#
+# **Step one: two sums.** A program owns a tile of the output. It walks along
+# K, and multiplies each tile of x with a tile of either weight: two sums in
+# registers, one reading of x. When it is through, the sums are bent and
+# multiplied where they are.
+
+
+@triton.jit
+def two_sums(
+    y_ptr,
+    x_ptr,
+    gate_ptr,
+    up_ptr,
+    M,
+    N,
+    K,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+):
+    m = tl.program_id(0) * BM + tl.arange(0, BM)
+    n = tl.program_id(1) * BN + tl.arange(0, BN)
+    g = tl.zeros([BM, BN], tl.float32)
+    u = tl.zeros([BM, BN], tl.float32)
+    for k0 in range(0, K, BK):
+        k = k0 + tl.arange(0, BK)
+        x_mask = (m < M)[:, None] & (k < K)[None, :]
+        w_mask = (k < K)[:, None] & (n < N)[None, :]
+        at = n[None, :] * K + k[:, None]  # columns side by side
+        x = tl.load(x_ptr + m[:, None] * K + k[None, :], mask=x_mask, other=0)
+        gate = tl.load(gate_ptr + at, mask=w_mask, other=0)
+        up = tl.load(up_ptr + at, mask=w_mask, other=0)
+        # float32: the interpreter multiplies bfloat16 wrongly
+        x = x.to(tl.float32)
+        g = tl.dot(x, gate.to(tl.float32), g, input_precision="ieee")
+        u = tl.dot(x, up.to(tl.float32), u, input_precision="ieee")
+    y = g / (1 + tl.exp(-g)) * u
+    y_ptrs = y_ptr + m[:, None] * N + n[None, :]
+    tl.store(y_ptrs, y, mask=(m < M)[:, None] & (n < N)[None, :])
+
+
+def step_one(x, gate, up):
+    (M, K), N = x.shape, gate.shape[1]
+    y = x.new_empty(M, N)
+    grid = triton.cdiv(M, 64), triton.cdiv(N, 64)
+    two_sums[grid](y, x, gate, up, M, N, K, BM=64, BN=64, BK=64)
+    return y
+
+
+# %%
+# **Step two: one sum of twice the width.** Hopper's matrix units are fed from
+# shared memory, and read the tile of x again for each product. One product of
+# 256 columns reads it half as often as two of 128. So we would like the tiles
+# of both weights to be one tile.
+#
+# They are, if the weights are one tensor, and two weights of one shape always
+# are: the distance between their addresses is the stride of a third axis. A
+# descriptor of three axes then fetches 2 x 128 columns at once, from two
+# places in memory, and they arrive as 256. The sum holds both products, and a
+# thread finds a column of the gate and the same column of the other in its
+# own registers.
+
+Source(_swiglu_stacked)
+
+# %%
+# What is done at the end is common to all our kernels of this page. It is in
+# float32: eager has rounded both products to half precision by then.
+
+Source(_gated)
+
+# %%
+# **A few rows** are another problem. The matrix units take 64 rows at once, or
+# 16 in their older form; with one token most of them carry nothing, and it
+# does not matter: the weights must come from memory, and that takes as long as
+# it takes. What counts is that every multiprocessor reads all the time. The
+# kernel for few rows is step one with narrow tiles, so that there are several
+# programs on each multiprocessor; where there are too few of them, K is cut in
+# parts as well.
+#
+# Is it right?
+# ------------
+#
+# The inputs are such that silu bends: products of a few units, some rows with
+# large values, some far from zero. Freed memory is filled with NaN before
+# each call.
+
+
+def ours(x, gate, up):
+    return fusebook.swiglu(x, gate, up, tf32=False)
+
+
+def judged(dtype, M, K, N, **ways):
+    """The score of each way on inputs that the card of the operator makes."""
+    inputs = SWIGLU.make(generator(2), dtype, M=M, K=K, N=N)
+    yard = yardstick(SWIGLU, inputs)
+    rows = []
+    for name, way in ways.items():
+        poison([yard.want[0].to(dtype)])
+        verdict = judge(SWIGLU, way(*inputs), yard)
+        found = verdict.score, verdict.limit, verdict.ok
+        rows.append((f"{M} x {K} x {N}", str(dtype)[6:], name, *found))
+    names = ["size", "dtype", "way", "score", "limit", "right"]
+    return pd.DataFrame(rows, columns=names)
+
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+found = pd.concat(
+    [
+        judged(
+            dtype,
+            70,
+            96,
+            72,
+            eager=swiglu_eager,
+            step_one=step_one,
+            fusebook=ours,
+        )
+        for dtype in DTYPES
+    ]
+    + [
+        judged(torch.bfloat16, *size, fusebook=ours)
+        for size in ((65, 63, 81), (1, 200, 65))
+    ],
+    ignore_index=True,
+)
+table(found, "Scores, each within its limit", fold=False)
+
+# %%
+half = found[
+    (found["dtype"] == "bfloat16") & (found["size"] == "70 x 96 x 72")
+]
+error = half.set_index("way")["score"]
+claims(
+    claim("Every way is within its limit", found["right"]),
+    claim(
+        "Sums that are not rounded on the way are no less exact than eager's",
+        error["fusebook"] <= error["eager"],
+    ),
+)
+
+# %%
+# How fast?
+# ---------
+#
+# *Packed* is one product with both weights side by side, then the rest one
+# operation after another; *packed + compiled* leaves the rest to the compiler,
+# and Liger has a kernel for it. Liger's takes dense halves, so the halves of
+# the packed product are copied before: with two products of its own it would
+# be spared that. quack has a product that ends in SwiGLU as ours does, for
+# weights whose columns were put in turn before; with the versions on this
+# machine it raises an error, so it has no times. What *failed* is kept in the
+# record with its message.
+
+layers = results(
+    SWIGLU,
+    config=args.config,
+    dtype=args.dtype,
+    warmup=args.warmup,
+    repeat=args.repeat,
+)
+table(
+    tables.times(layers, words=True),
+    "SwiGLU: cold time in microseconds",
+    fold=False,
+)
+
+# %%
+# The mark is the product alone: one product with both weights packed, nothing
+# bent, nothing multiplied. It computes less than we do, so it stands in a
+# record of its own, that of the page on :doc:`plot_201_gemm_concat`. It was
+# timed in the same run, but not in turn with the others: a percent or two may
+# be the clock's.
+
+bare = results(
+    CONCAT_GEMM,
+    config="llama,decode",
+    dtype="bfloat16",
+    variants=["packed", "views", "fusebook"],
+    warmup=args.warmup,
+    repeat=args.repeat,
+)
+SIZES = ["M", "K", "N"]
+
+
+def beside(df, kind):
+    """Times of SwiGLU in times of the packed product alone."""
+    wide = df.pivot_table(f"{kind}_us", SIZES, "variant", sort=False)
+    product = bare[bare["variant"] == "packed"].set_index(SIZES)
+    return wide.div(product[f"{kind}_us"], axis=0).dropna(how="all")
+
+
+table(
+    beside(layers[layers["dtype"] == "bfloat16"], "cold"),
+    "In times of the packed product alone, cold, bfloat16",
+    fold=False,
+)
+
+# %%
+# **A few tokens.** The weights are read once; the roof is the rate at which
+# this machine reads. A cold call begins with a cache full of what the flush
+# has written, which must go to memory before there is room: nobody reaches the
+# roof there, and the smaller the weights, the less. The last layer is that of
+# Llama 3 70B, whose weights are many times the cache.
+
+decode = results(
+    SWIGLU,
+    config="decode",
+    dtype="bfloat16",
+    variants=["eager", "packed", "quack", "fusebook"],
+    warmup=args.warmup,
+    repeat=args.repeat,
+)
+table(
+    tables.times(decode, words=True),
+    "A few tokens: cold time in microseconds",
+    fold=False,
+)
+
+# %%
+shares = decode.assign(
+    cold=100 * decode["roof_us"] / decode["cold_us"],
+    warm=100 * decode["roof_us"] / decode["warm_us"],
+)
+reading = shares.pivot_table(["cold", "warm"], SIZES, "variant", sort=False)
+reading.columns = [f"{name}, {kind}" for kind, name in reading.columns]
+SHOWN = ["eager", "packed", "quack", "fusebook"]
+columns = [f"{name}, {kind}" for name in SHOWN for kind in ("cold", "warm")]
+table(
+    reading[[name for name in columns if name in reading]],
+    "A few tokens: percent of the roof of reading the weights",
+    fold=False,
+)
+
+# %%
+provenance(layers)
+
+# %%
+downloads(layers, "swiglu")
+
+# %%
+# How far from the roof?
+# ----------------------
+#
+# For many tokens the roof is the rate of the matrix units, as PyTorch's own
+# product reached it when this machine was measured. It moves with the power
+# that the data draws; small layers are launches.
+
+plots.dots(
+    tables.where(layers, variant=lambda c: ~c.str.contains("TF32")), of="roof"
+)
+
+# %%
+plots.dots(
+    tables.where(decode, variant=lambda c: ~c.str.contains("TF32")),
+    of="roof",
+    title="swiglu: share of reading the weights, cold",
+)
+
+# %%
+table(tables.shares(pd.concat([layers, decode])), "Each way, cold")
+
+# %%
+# **Float32 and float16**, on the small layers.
+
+others = results(
+    SWIGLU,
+    config="small",
+    dtype="float16,float32",
+    variants=["eager", "packed", "fusebook", "fusebook, TF32"],
+    warmup=args.warmup,
+    repeat=args.repeat,
+)
+table(
+    tables.times(others, words=True),
+    "Other dtypes: cold time in microseconds",
+    fold=False,
+)
+
+# %%
+# Lessons
+# -------
+#
+# The targets were set before the kernel was written.
+
+llama = layers[(layers["M"] >= 4096) & (layers["dtype"] == "bfloat16")]
+against = beside(llama, "cold")
+few = decode[(decode["M"] == 16) & (decode["variant"] == "fusebook")]
+few = few.set_index(SIZES)
+claims(
+    claim(
+        "At most 1.08 times the packed product alone",
+        against["fusebook"] <= 1.08,
+    ),
+    claim(
+        "Faster than eager, and than packed and compiled",
+        pd.concat(
+            [
+                tables.ratio(llama, "fusebook", "eager"),
+                tables.ratio(llama, "fusebook", "packed + compiled"),
+            ]
+        )
+        < 1,
+    ),
+    claim(
+        "16 tokens, warm: at least 90 % of the roof of reading the weights",
+        few["roof_us"] / few["warm_us"] >= 0.9,
+        fatal=False,
+    ),
+    claim(
+        "and cold",
+        few["roof_us"] / few["cold_us"] >= 0.9,
+        fatal=False,
+    ),
+    claim(
+        "Packed and compiled takes about what was predicted, within 10 %",
+        abs(against["packed + compiled"].iloc[0] / gain - 1) <= 0.1,
+        fatal=False,
+    ),
+    say(
+        "For 4096 tokens SwiGLU takes {ours:.2f} times the bare product here, "
+        "{compiled:.2f} packed and compiled, {eager:.2f} eager.",
+        ours=against["fusebook"].iloc[0],
+        compiled=against["packed + compiled"].iloc[0],
+        eager=against["eager"].iloc[0],
+    ),
+)
+
+# %%
+# **Where it does not win.** Every point at which some other way is faster by
+# more than 2 %, the worst first:
+
+every = pd.concat([layers, decode, others])
+alike = every[every["math"] != "tf32"]  # only like is compared
+table(
+    tables.losses(alike),
+    "Points lost: the fastest other way, and how far behind",
+    fold=False,
+)
+
+# %%
+single = others[others["dtype"] == "float32"]
+claims(
+    claim(
+        "In float32 eager wins: without tensor cores our kernel is no match "
+        "for PyTorch's product",
+        tables.ratio(single, "fusebook", "eager") > 1,
+        fatal=False,
+    ),
+)
+
+# %%
+# What to take to the next kernel:
+#
+# - What comes after a product is nearly free, as long as the product is still
+#   in registers.
+# - Fusing saves traffic, and a large product has little of it: predict what
+#   there is to win before you start.
+# - Two tensors of one shape are one tensor with one more axis.
+#
+# Exercises
+# ---------
+#
+# **1. GeGLU.** Other models bend with another function:
+# ``gelu(z) = z * (1 + erf(z / sqrt(2))) / 2``. Triton has ``tl.math.erf``, or
+# ``tl.erf``.
+
+
+def geglu(x, gate, up):
+    return step_one(x, gate, up)
+
+
+def drawn(seed, M, K, N):
+    """Inputs as the card draws them."""
+    return SWIGLU.make(generator(seed), torch.float32, M=M, K=K, N=N)
+
+
+exercise(
+    "geglu bends by the error function",
+    geglu,
+    lambda x, gate, up: torch.nn.functional.gelu(x @ gate) * (x @ up),
+    [drawn(3, 33, 40, 70), drawn(4, 5, 64, 64)],
+)
+
+# %%
+# **2. A clamp.** Some models bound what they multiply, so that one large value
+# does not drown the others: both products are clamped to [-7, 7] before they
+# are used. In which line does it go, and what does it cost?
+
+
+def clamped(x, gate, up):
+    return step_one(x, gate, up)
+
+
+exercise(
+    "clamped bounds both products",
+    clamped,
+    lambda x, gate, up: torch.nn.functional.silu(
+        (x @ gate).clamp(-7, 7)
+    ) * (x @ up).clamp(-7, 7),
+    [
+        (20 * x, gate, up)
+        for x, gate, up in (drawn(5, 33, 40, 70), drawn(6, 5, 64, 64))
+    ],
+)  # fmt: skip
+
+# %%
+solution("solutions/plot_202_swiglu.py")
+
+# %%
+# sphinx_gallery_thumbnail_number = 1
+plt.close("all")

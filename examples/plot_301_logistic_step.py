@@ -1,0 +1,1038 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["fusebook"]
+#
+# [tool.uv.sources]
+# fusebook = { path = "..", editable = true }
+# ///
+"""
+A training step in one kernel
+=============================
+
+Four hundred pictures of 784 pixels, a weight for each pixel, and ten thousand
+steps of gradient descent: a small problem of the year 2012, whose text asked
+what can be done to make the GPU faster, and left the answer as an exercise.
+This page is an answer. It writes a step that reads the data once, and then a
+kernel that reads the data once in all the ten thousand steps.
+
+With a CUDA GPU everything here is measured as the page runs. Without one, the
+kernels run in Triton's interpreter and the times are replayed from the record
+of a GPU that is named beside them.
+"""
+
+# %%
+# The problem
+# -----------
+#
+# Logistic regression says how likely a row :math:`x_i` is of the second kind:
+# :math:`p_i = \sigma(z_i)`, with the *margin* :math:`z_i = x_i w + b`. Its
+# loss is the mean cross entropy of the targets :math:`y_i`, and a penalty that
+# keeps the weights small:
+#
+# .. math::
+#
+#    L = \frac{1}{N} \sum_i \left( -y_i \log p_i
+#        - (1 - y_i) \log (1 - p_i) \right) + \lambda \sum_j w_j^2
+#
+# Its gradient is short, and that is all that a step needs:
+#
+# .. math::
+#
+#    w \leftarrow w - \eta \left( \frac{1}{N} X^T (p - y) + 2 \lambda w
+#    \right), \qquad
+#    b \leftarrow b - \eta \, \frac{1}{N} \sum_i (p_i - y_i)
+#
+# X is used twice, once row by row for the margins and once column by column
+# for the gradient. Everything else is small: N or D numbers.
+
+import functools
+import time
+
+import fusebook  # before triton: it decides whether kernels are interpreted
+import matplotlib.pyplot as plt
+import pandas as pd
+import torch
+import triton
+import triton.language as tl
+from fusebook import plots, tables
+from fusebook.check import judge, yardstick
+from fusebook.gallery import (
+    Source,
+    arguments,
+    claim,
+    claims,
+    downloads,
+    exercise,
+    measured,
+    provenance,
+    results,
+    say,
+    solution,
+    table,
+)
+from fusebook.inputs import generator
+from fusebook.kernels._launch import gpu
+from fusebook.kernels.logistic_step import (
+    LOGISTIC_FIT,
+    LOGISTIC_STEP,
+    _cross_entropy,
+    _logistic_fit_plan,
+    _logistic_fit_rows,
+    _logistic_step_rows,
+    _logistic_step_update,
+    _received,
+    _sent,
+    logistic_step_eager,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+
+args = arguments(LOGISTIC_STEP, config="seed", dtype="float32")
+
+
+def seeds_problem(N=400, D=784, device=None):
+    """Data, targets and first weights as the text of 2012 draws them."""
+    rng = generator(301, device)
+    at = {"generator": rng, "device": rng.device}
+    X = torch.randn(N, D, **at)
+    y = torch.randint(0, 2, (N,), **at).float()
+    return X, y, torch.randn(D, **at), torch.zeros((), device=rng.device)
+
+
+X, y, w, b = seeds_problem(40, 60)
+w, b, loss = fusebook.logistic_step(X, y, w, b, lr=0.01, l2=0.01)
+claims(say("The loss before the first step: {loss:.4f}", loss=loss.item()))
+
+# %%
+# What eager costs
+# ----------------
+
+Source(logistic_step_eager)
+
+# %%
+# The data passes by twice. For a million rows that is most of the cost, and a
+# fused step can be twice as fast, because it reads once.
+#
+# For four hundred rows it is none of the cost: X has 1.25 MB and stays in the
+# L2 cache. There, a step costs its launches. Let us count: each operation
+# that PyTorch dispatches below is a launch, or several, and each launch has to
+# be prepared by Python.
+
+
+class Counted(TorchDispatchMode):
+    """Counts the operations that are not just another view of a tensor."""
+
+    operations = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.operations += not function.is_view
+        return function(*args, **(kwargs or {}))
+
+
+with Counted() as counted:
+    logistic_step_eager(X, y, w, b, 0.01, 0.01)
+
+big, small = {"N": 1_000_000, "D": 784}, {"N": 400, "D": 784}
+chain = LOGISTIC_STEP.variants["eager"].cost(4, **big)
+least = LOGISTIC_STEP.cost(4, **big)
+predicted = (chain.read + chain.write) / (least.read + least.write)
+claims(
+    say(
+        "Predicted from traffic, for a million rows: {gain:.2f} times as "
+        "fast.",
+        gain=predicted,
+    ),
+    say(
+        "Predicted from launches, for four hundred: {n} operations become "
+        "two launches.",
+        n=counted.operations,
+    ),
+)
+
+# %%
+# The kernel
+# ----------
+#
+# **Step one: keep the row.** A program takes some rows of X into its
+# registers, forms their margins, and from these how far each prediction is
+# off. The rows are still there, so the second use of X costs no memory
+# traffic. The gradient is a sum over all rows, to which each program adds its
+# part.
+
+
+@triton.jit
+def step_rows(
+    g_ptr,
+    x_ptr,
+    y_ptr,
+    w_ptr,
+    b_ptr,
+    N,
+    D,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)  # [ROWS]
+    j = tl.arange(0, BLOCK)  # [BLOCK]
+    inside = (i < N)[:, None] & (j < D)[None, :]
+    at = i[:, None] * D + j[None, :]
+    x = tl.load(x_ptr + at, mask=inside, other=0.0)  # [ROWS, BLOCK]; read ND
+    w = tl.load(w_ptr + j, mask=j < D, other=0.0)
+    y = tl.load(y_ptr + i, mask=i < N, other=0.0)
+    z = tl.sum(x * w[None, :], 1) + tl.load(b_ptr)  # [ROWS]
+    e = tl.exp(-tl.abs(z.to(tl.float32)))  # between 0 and 1
+    p = tl.where(z >= 0, 1.0, e) / (1.0 + e)
+    r = tl.where(i < N, (p - y) / N, 0.0)
+    g = tl.sum(x * r[:, None], 0)  # [BLOCK]; x once more, from registers
+    tl.atomic_add(g_ptr + j, g.to(g_ptr.dtype.element_ty), mask=j < D)
+    total = tl.sum(r, 0).to(g_ptr.dtype.element_ty)
+    tl.atomic_add(g_ptr + D, total)  # the gradient of the bias
+
+
+def step_one(X, y, w, b, lr, l2):
+    (N, D), rows = X.shape, 16
+    g = X.new_zeros(D + 1)
+    grid = (triton.cdiv(N, rows),)
+    block = triton.next_power_of_2(D)
+    step_rows[grid](g, X, y, w, b, N, D, ROWS=rows, BLOCK=block)
+    return w - lr * (g[:D] + 2 * l2 * w), b - lr * g[D]
+
+
+# %%
+# Three things are missing. There is no loss. Additions by many programs to
+# one address come in the order of the hardware, so two runs differ in their
+# last bits, and after ten thousand steps in more than these. And the weights
+# are updated by five launches of PyTorch.
+#
+# **Step two: the same sum, always in the same order.** Each program goes over
+# many tiles of rows and keeps one partial gradient, which it writes beside
+# those of the others: a few hundred rows of D numbers, whatever N.
+
+Source(_logistic_step_rows)
+
+# %%
+# A second launch adds them up in their order and takes the step. Two launches
+# are one more than one; but a launch is also the cheapest way to wait for all
+# programs of the launch before.
+
+Source(_logistic_step_update)
+
+# %%
+# The **loss** is where a textbook's formula fails. At a margin of 20 the
+# float32 number nearest to p is 1, and the logarithm of 1 - p is minus
+# infinity. What is small must be computed as something small: with
+# :math:`e = \exp(-|z|)`, which never overflows, the loss is a sum of positive
+# terms, and the smaller of p and 1 - p is e / (1 + e).
+
+Source(_cross_entropy)
+
+# %%
+# **Step three: many steps in one launch.** The next step reads the same X.
+# It is gone from the registers only because the launch has ended. So let it
+# not end: one program that holds all rows needs nobody else.
+
+
+@triton.jit
+def fit_alone(
+    w_ptr,
+    b_ptr,
+    x_ptr,
+    y_ptr,
+    N,
+    D,
+    steps,
+    lr,
+    l2,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    i = tl.arange(0, ROWS)
+    j = tl.arange(0, BLOCK)
+    inside = (i < N)[:, None] & (j < D)[None, :]
+    at = i[:, None] * D + j[None, :]
+    x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    y = tl.load(y_ptr + i, mask=i < N, other=0.0).to(tl.float32)
+    w = tl.load(w_ptr + j, mask=j < D, other=0.0).to(tl.float32)
+    b = tl.load(b_ptr).to(tl.float32)
+    for _ in range(steps):  # no memory is touched in here
+        z = tl.sum(x * w[None, :], 1) + b
+        e = tl.exp(-tl.abs(z))
+        p = tl.where(z >= 0, 1.0, e) / (1.0 + e)
+        r = tl.where(i < N, (p - y) / N, 0.0)
+        w -= lr * (tl.sum(x * r[:, None], 0) + 2 * l2 * w)
+        b -= lr * tl.sum(r, 0)
+    tl.store(w_ptr + j, w, mask=j < D)
+    tl.store(b_ptr, b)
+
+
+def step_three(X, y, w, b, lr, l2, steps):
+    (N, D), (w, b) = X.shape, (w.clone(), b.clone())
+    rows, block = triton.next_power_of_2(N), triton.next_power_of_2(D)
+    fit_alone[(1,)](w, b, X, y, N, D, steps, lr, l2, ROWS=rows, BLOCK=block)
+    return w, b
+
+
+# %%
+# That is all of training, for data of one multiprocessor's registers: 256 KB
+# on an H200. The pictures have five times as much. All multiprocessors
+# together hold 33 MB, but then they have to talk: each step, everybody's part
+# of the gradient must reach everybody's weights.
+#
+# **Step four: a barrier.** Programs of one launch can wait for each other if
+# all of them run at the same time, which a *cooperative* launch promises.
+# Each adds one to a counter and waits until the counter says that all have.
+# The counter only ever grows, so nobody has to set it back.
+
+
+@triton.jit
+def wait_for_all(counter_ptr, target):
+    counter = counter_ptr.to(tl.pointer_type(tl.int32))
+    tl.debug_barrier()  # all threads of this program have stored
+    tl.atomic_add(counter, 1, sem="release")  # what they stored is seen first
+    while tl.load(counter, volatile=True) < target:
+        pass
+    tl.atomic_add(counter, 0, sem="acquire")
+    tl.debug_barrier()
+
+
+@triton.jit
+def fit_barriers(
+    w_ptr,
+    b_ptr,
+    parts_ptr,
+    counter_ptr,
+    x_ptr,
+    y_ptr,
+    N,
+    D,
+    steps,
+    lr,
+    l2,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SLICE: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    P, me = tl.num_programs(0), tl.program_id(0)
+    i = me * ROWS + tl.arange(0, ROWS)
+    j = tl.arange(0, BLOCK)
+    inside = (i < N)[:, None] & (j < D)[None, :]
+    at = i[:, None] * D + j[None, :]
+    x = tl.load(x_ptr + at, mask=inside, other=0.0)  # my rows, for all steps
+    y = tl.load(y_ptr + i, mask=i < N, other=0.0)
+    w = tl.load(w_ptr + j, mask=j < D, other=0.0).to(tl.float32)
+    b = tl.load(b_ptr).to(tl.float32)
+    mine = me * SLICE + tl.arange(0, SLICE)  # the weights I answer for
+    q = tl.arange(0, PARTS)
+    theirs = q[:, None] * (D + 1) + mine[None, :]  # [PARTS, SLICE]
+    wanted = (q < P)[:, None] & (mine < D)[None, :]
+    for t in range(steps):
+        z = tl.sum(x * w[None, :], 1) + b
+        e = tl.exp(-tl.abs(z.to(tl.float32)))
+        p = tl.where(z >= 0, 1.0, e) / (1.0 + e)
+        r = tl.where(i < N, (p - y) / N, 0.0)
+        part = parts_ptr + me * (D + 1)
+        tl.store(part + j, tl.sum(x * r[:, None], 0), mask=j < D)
+        tl.store(part + D, tl.sum(r, 0))
+        wait_for_all(counter_ptr, (2 * t + 1) * P)  # all parts are written
+        # .cg: past L1, where what was read in the last step may still be
+        g = tl.load(
+            parts_ptr + theirs, mask=wanted, other=0.0, cache_modifier=".cg"
+        )
+        own = tl.load(
+            w_ptr + mine, mask=mine < D, other=0.0, cache_modifier=".cg"
+        )
+        own = own - lr * (tl.sum(g, 0) + 2 * l2 * own)
+        tl.store(w_ptr + mine, own, mask=mine < D)
+        slopes = parts_ptr + q * (D + 1) + D
+        b -= lr * tl.sum(
+            tl.load(slopes, mask=q < P, other=0.0, cache_modifier=".cg"), 0
+        )
+        wait_for_all(counter_ptr, (2 * t + 2) * P)  # all weights are new
+        w = tl.load(w_ptr + j, mask=j < D, other=0.0, cache_modifier=".cg").to(
+            tl.float32
+        )
+    if me == 0:
+        tl.store(b_ptr, b)
+
+
+def step_four(X, y, w, b, lr, l2, steps):
+    (N, D), (w, b) = X.shape, (w.clone(), b.clone())
+    # Interpreted, programs run one after the other: one must hold all rows.
+    alone = gpu(X.device)[0] is None
+    rows = triton.next_power_of_2(N) if alone else 4
+    programs = triton.cdiv(N, rows)
+    sizes = (rows, D, triton.cdiv(D, programs), programs)
+    names = ("ROWS", "BLOCK", "SLICE", "PARTS")
+    constants = zip(names, map(triton.next_power_of_2, sizes), strict=True)
+    parts = X.new_empty(programs, D + 1)
+    counter = X.new_zeros(1)
+    fit_barriers[(programs,)](
+        w, b, parts, counter, X, y, N, D, steps, lr, l2,
+        **dict(constants), launch_cooperative_grid=True,
+    )  # fmt: skip
+    return w, b
+
+
+# %%
+# Who sums what? Were every program to add up all parts, each would read D
+# numbers from each of the others. So each adds up its own slice of the
+# weights and publishes them, and reads everybody's slices. That makes two
+# barriers a step, and each is three trips to the L2 cache: the data, the
+# counter, and the news of the counter.
+#
+# **Step five: the message is the signal.** A machine word of 64 bits is
+# written and read as a whole. Half of it is enough for a float32; the other
+# half can hold the number of the step. Who waits for a number looks at the
+# number itself until its step is right. There is no counter, no barrier, and
+# one trip less each way.
+
+Source(_sent, _received)
+
+# %%
+# With these, the kernel of the library. Buffers are used in turn, even steps
+# and odd ones: a program can only be writing the next step's message into one
+# when everybody's answer to the last message that was in it has reached it.
+
+Source(_logistic_fit_rows)
+
+# %%
+# A word is looked at by the thread that will use it, so there must be as many
+# words as threads. Were there fewer, several threads would load a copy each,
+# one copy would be looked at for all of them, and another might still be old:
+# wrong by a little and once in a while, which only a comparison of many runs,
+# bit by bit, is sure to show.
+#
+# What fits is decided by half of the registers; the other half is for
+# everything else. Data that does not fit is fitted by a loop of fused steps,
+# and so is float64, of which a word has no room beside the step.
+
+Source(_logistic_fit_plan)
+
+# %%
+# Is it right?
+# ------------
+#
+# A step is held against the chain in float64: new weights, new bias and loss,
+# and the worst of the three counts. The inputs are two clouds of points and
+# weights that know nothing of them, so that a step changes the weights
+# visibly; every tenth row is forty times too long, and its margin so large
+# that an exponential overflows.
+
+inputs = LOGISTIC_STEP.make(generator(0), torch.float32, N=100, D=60)
+yard = yardstick(LOGISTIC_STEP, inputs)
+
+
+def textbook(X, y, w, b, lr, l2):
+    """The step in the words of the formula, loss included."""
+    p = torch.sigmoid(X @ w + b)
+    loss = -(y * p.log() + (1 - y) * (1 - p).log()).mean()
+    r = (p - y) / len(y)
+    new = w - lr * (X.T @ r + 2 * l2 * w)
+    return new, b - lr * r.sum(), loss + l2 * (w * w).sum()
+
+
+def without_penalty(*inputs):
+    return fusebook.logistic_step(*inputs[:5], 0.0)
+
+
+def loss_afterwards(X, y, w, b, lr, l2):
+    w, b, _ = fusebook.logistic_step(X, y, w, b, lr, l2)
+    return w, b, fusebook.logistic_step(X, y, w, b, lr, l2)[2]
+
+
+def with_our_loss(step):
+    """New weights by `step`, which has no loss."""
+    return lambda *a: (*step(*a), fusebook.logistic_step(*a)[2])
+
+
+ways = {
+    "fusebook": fusebook.logistic_step,
+    "step one, its weights": with_our_loss(step_one),
+    "the formula as it is written": textbook,
+    "without the penalty": without_penalty,
+    "the loss after the step": loss_afterwards,
+}
+verdicts = {
+    name: judge(LOGISTIC_STEP, f(*inputs), yard) for name, f in ways.items()
+}
+scores = pd.DataFrame(
+    {
+        name: {"score": v.score, "limit": v.limit, "right": v.ok}
+        for name, v in verdicts.items()
+    }
+).T
+table(
+    scores,
+    "One step of 100 x 60, and what it must not be mistaken for",
+    fold=False,
+)
+
+# %%
+claims(
+    claim("Ours is right", verdicts["fusebook"].ok),
+    claim("and so is step one", verdicts["step one, its weights"].ok),
+    *(
+        claim(f"Caught: {name}", not verdicts[name].ok)
+        for name in list(ways)[2:]
+    ),
+)
+
+# %%
+# **Many steps** are right if errors do not grow from step to step. With a
+# penalty on the weights they do not: a step that is small enough pulls all
+# starting points together.
+
+many = LOGISTIC_FIT.make(generator(1), torch.float32, N=50, D=30, steps=40)
+fit_yard = yardstick(LOGISTIC_FIT, many)
+*given, steps = many
+whole = fusebook.logistic_fit(*given, steps=steps)
+
+
+def of_fit(outputs):
+    """The verdict on weights and bias, with the losses of `whole`."""
+    return judge(LOGISTIC_FIT, (*outputs[:2], whole[2]), fit_yard).ok
+
+
+claims(
+    claim("logistic_fit is right after 40 steps", of_fit(whole)),
+    claim("So is one program alone", of_fit(step_three(*many))),
+    claim("and programs with barriers", of_fit(step_four(*many))),
+    claim("The loss falls at every step", whole[2].diff().max().item() < 0),
+)
+
+# %%
+# **Bad input** has one sentence for an answer. Targets are read first, which
+# waits for the GPU; ``check=False`` does not, and then a target may be a
+# probability. A learning rate of NaN would make every weight NaN.
+
+bad = list(given)
+bad[1] = bad[1].clone()
+bad[1][7] = 2.0
+said = []
+for wrong in (bad, [*given[:4], float("nan"), 0.01]):
+    try:
+        fusebook.logistic_step(*wrong)
+    except ValueError as error:
+        said.append(str(error))
+claims(
+    *(say("{sentence}", sentence=sentence) for sentence in said),
+    claim("The target is named by its position", "y[7]" in said[0]),
+    claim("and the learning rate by its value", "nan" in said[1]),
+)
+
+# %%
+# How fast?
+# ---------
+#
+# First one step of the seed's problem, 400 x 784. *call* is what Python waits
+# for, *cold* and *warm* what the device needs, without and with X in the L2
+# cache. Eager's *warm* time is that of eager PyTorch in a CUDA graph. What a
+# CPU takes for so little depends on what its threads did before: compare with
+# the loop further down.
+
+one = results(
+    LOGISTIC_STEP,
+    config=args.config,
+    dtype=args.dtype,
+    warmup=args.warmup,
+    repeat=args.repeat,
+)
+shown = one.set_index("variant")[["call_us", "cold_us", "warm_us"]]
+table(
+    shown, "One step of 400 x 784, in microseconds by each clock", fold=False
+)
+
+# %%
+provenance(one)
+
+# %%
+downloads(one, "logistic_step")
+
+# %%
+# Now the seed's loop: ten thousand steps, and the loss before each. Every way
+# starts from the same weights. The yardstick is the chain in float64.
+
+WAYS = (
+    "NumPy",
+    "torch on the CPU",
+    "eager",
+    "torch.compile",
+    "reduce-overhead",
+    "eager in a graph",
+    "fusebook steps",
+    "fusebook",
+)
+
+
+@functools.cache
+def ten_thousand():
+    """Each way's seconds and losses, and how its predictions differ."""
+    inputs = (*seeds_problem(), 0.01, 0.01, 10_000)
+    exact = [v.double() for v in inputs[:4]]
+    variants = LOGISTIC_FIT.variants
+
+    def run(name, inputs):
+        variant = variants[name]
+        for steps in (20, inputs[-1]):  # the first call compiles
+            given = (*inputs[:-1], steps)
+            ready = variant.prepare(*given) if variant.prepare else given
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            w, b, losses = variant.run(*ready)
+            torch.cuda.synchronize()
+            seconds = time.perf_counter() - start
+        return seconds, inputs[0].to(w.dtype) @ w + b > 0, losses.double()
+
+    _, truth, want = run("eager in a graph", (*exact, *inputs[4:]))
+    scale = want.abs() + want.square().mean().sqrt()
+    rows, curves = [], {"float64": want}
+    for name in WAYS:
+        seconds, predicted, losses = run(name, inputs)
+        error = (losses - want).abs() / scale
+        differ = int((predicted != truth).sum())
+        rows.append((name, seconds, differ, error.max().item()))
+        curves |= {name: losses, f"score of {name}": error}
+    columns = ["way", "seconds", "predictions that differ", "score"]
+    ways = pd.DataFrame(rows, columns=columns)
+    # As the check has it: 64 eps, or twice what float32 costs the chain.
+    rounded = ways.set_index("way")["score"]["eager"]
+    limit = max(64 * torch.finfo(torch.float32).eps, 2 * rounded)
+    return ways.assign(limit=limit), curves
+
+
+def seconds_of_each_way():
+    return ten_thousand()[0]
+
+
+def losses_of_each_way():
+    at = sorted({round(10 ** (k / 8)) for k in range(33)})
+    index = [t - 1 for t in at]
+    curves = ten_thousand()[1].items()
+    picked = {name: curve[index].cpu().numpy() for name, curve in curves}
+    return pd.DataFrame({"step": at} | picked)
+
+
+seconds = measured("logistic_seconds", seconds_of_each_way)
+by_way = seconds.set_index("way")
+by_way["microseconds a step"] = 100 * by_way["seconds"]
+table(by_way, "Ten thousand steps of 400 x 784", fold=False)
+
+# %%
+losses = measured("logistic_losses", losses_of_each_way)
+curves = losses.set_index("step")
+ax = plots.lines(
+    curves[["float64", "fusebook"]],
+    title="The loss on the way: float64, and float32 on the chip",
+    ylabel="loss",
+)
+
+# %%
+# The two lines are one. What lies between such lines shows in units of what
+# the check allows:
+
+four = ["NumPy", "eager", "fusebook steps", "fusebook"]
+apart = curves[[f"score of {name}" for name in four]] / by_way["limit"].iloc[0]
+apart.columns = four
+ax = plots.lines(
+    apart,
+    title="Distance of the losses from those in float64",
+    ylabel="parts of the limit",
+)
+
+# %%
+claims(
+    claim(
+        "Every loss curve lies on that of float64, within the limit",
+        by_way["score"] <= by_way["limit"],
+    ),
+    claim(
+        "and every way predicts the same for all 400 rows",
+        by_way["predictions that differ"] == 0,
+    ),
+)
+
+# %%
+provenance(seconds, losses)
+
+# %%
+# **Over rows and features.** Fifty steps at a time, the device's time of one
+# of them. Eager is in a graph, and so is everything: launches by Python would
+# hide the rest. Up to some thousand rows the data fits on the chip, and
+# beyond, `logistic_fit` is a loop of fused steps.
+
+sweep = results(
+    LOGISTIC_FIT,
+    config="rows,features",
+    dtype="float32",
+    variants=["eager", "fusebook steps", "fusebook"],
+    warmup=args.warmup,
+    repeat=args.repeat,
+)
+a_step = sweep.assign(warm_us=sweep["warm_us"] / sweep["steps"])
+rows = tables.where(a_step, D=784).drop_duplicates(["N", "variant"])
+ax = plots.times(
+    rows,
+    x="N",
+    kind="warm",
+    title="One step of many, over the rows, with 784 features",
+)
+ax.set_xscale("log")
+
+# %%
+columns = tables.where(a_step, N=400).drop_duplicates(["D", "variant"])
+ax = plots.times(
+    columns,
+    x="D",
+    kind="warm",
+    title="One step of many, over the features, with 400 rows",
+)
+ax.set_xscale("log")
+
+# %%
+on = sweep.attrs["machine"]
+points = a_step.pivot_table(
+    index=["N", "D"], columns="variant", values="warm_us"
+)
+points["MB of X"] = [4e-6 * N * D for N, D in points.index]
+points["on the chip"] = [
+    _logistic_fit_plan(N, D, 4, on.capability, on.sms) is not None
+    for N, D in points.index
+]
+table(points, "One step of many, in microseconds", fold=False)
+
+# %%
+# Ten thousand steps of ours are quicker than the table of them says, which is
+# of a program that has never taken so many: Triton compiles a kernel once more
+# for an integer that 16 divides, and the small kernel that adds up the losses
+# has met none before. Compilation is no step, but who runs a program once
+# waits for it.
+
+on_chip = points.loc[(400, 784), "fusebook"]
+claims(
+    say(
+        "Ten thousand times a step of the sweep are {steps:.3f} s; the other "
+        "{rest:.2f} s are no steps.",
+        steps=1e-2 * on_chip,
+        rest=by_way.loc["fusebook", "seconds"] - 1e-2 * on_chip,
+    ),
+)
+
+# %%
+# **Where the time of a small step goes.** The launches of eager's operations,
+# one after the other in a graph, and what an empty launch takes on this
+# machine; and before that, without a graph, Python.
+
+eager = tables.where(one, variant="eager").iloc[0]
+ours = tables.where(one, variant="fusebook").iloc[0]
+budget = {
+    "Python waits for an eager step": eager["call_us"],
+    "the device works on it (in a graph)": eager["warm_us"],
+    "that many empty launches": counted.operations * eager["floor_warm_us"],
+    "Python waits for a fused step": ours["call_us"],
+    "the device works on it": ours["warm_us"],
+    "two empty launches": 2 * ours["floor_warm_us"],
+    "a step on the chip (of fifty)": on_chip,
+    "X from memory, once": ours["roof_us"],
+}
+budget = pd.DataFrame({"microseconds": budget})
+table(budget, "A step of 400 x 784", fold=False)
+
+# %%
+# How far from the roof?
+# ----------------------
+#
+# Where X does not fit into the L2 cache, the roof of a step is to read it
+# once, at the rate that a sum of as many numbers reaches on this machine.
+
+large = results(
+    LOGISTIC_STEP,
+    config="roof",
+    dtype="float32",
+    variants=["eager", "torch.compile", "fusebook"],
+    warmup=args.warmup,
+    repeat=args.repeat,
+)
+device = ["eager", "torch.compile", "eager in a graph", "fusebook"]
+both = pd.concat([tables.where(one, variant=device), large])
+plots.dots(both, of="roof")
+
+# %%
+table(
+    tables.shares(large),
+    "A step of a million rows, against the roof of one read",
+    fold=False,
+)
+
+# %%
+# With four hundred rows nobody is near the roof: there is too little to read,
+# and what counts is how often somebody has to be waited for.
+
+provenance(large, sweep)
+
+# %%
+# Lessons
+# -------
+#
+# The seed asked three questions. **Is there an increase in speed from CPU to
+# GPU?** For this problem, and for one operation at a time, it is the other way
+# round.
+
+each = by_way["seconds"]
+claims(
+    say(
+        "Ten thousand steps take NumPy {numpy:.2f} s, torch on the CPU "
+        "{torch:.2f} s, and eager PyTorch on the GPU {eager:.2f} s.",
+        numpy=each["NumPy"],
+        torch=each["torch on the CPU"],
+        eager=each["eager"],
+    ),
+    claim(
+        "Eager PyTorch on the GPU is slower than NumPy on the CPU",
+        each["eager"] > each["NumPy"],
+        fatal=False,
+    ),
+    claim(
+        "On the chip, a step is at least ten times as fast as in NumPy",
+        on_chip <= by_way.loc["NumPy", "microseconds a step"] / 10,
+        fatal=False,
+    ),
+)
+
+# %%
+# **Where does it come from?** What is slow is not the device: what it does in
+# an eager step is a fraction of what Python takes to ask for it.
+
+claims(
+    say(
+        "The device is busy for {share:.0%} of an eager step.",
+        share=eager["warm_us"] / eager["call_us"],
+    ),
+    claim(
+        "Less than half of an eager step is work of the device",
+        eager["warm_us"] < eager["call_us"] / 2,
+    ),
+)
+
+# %%
+# **What can be done to further increase the speed?** Ask less often: a graph
+# asks once for many launches, fusion needs fewer of them, and a kernel that
+# stays needs none.
+
+chip = tables.where(rows, variant="fusebook").set_index("N")["warm_us"]
+fits = points["on the chip"]
+faster = points["fusebook"] <= 1.02 * points[["eager", "fusebook steps"]].min(
+    axis=1
+)
+claims(
+    say(
+        "From eager to a graph: {graph:.1f} times as fast. From there to a "
+        "fused step: {fused:.1f} times. From there to the chip: {chip:.1f} "
+        "times. From NumPy all the way: {all:.0f} times.",
+        graph=each["eager"] / each["eager in a graph"],
+        fused=eager["warm_us"] / ours["warm_us"],
+        chip=ours["warm_us"] / on_chip,
+        all=by_way.loc["NumPy", "microseconds a step"] / on_chip,
+    ),
+    claim(
+        "A fused step takes at most half of an eager one in a graph",
+        ours["warm_us"] <= eager["warm_us"] / 2,
+    ),
+    claim(
+        "A step on the chip takes at most 5 millionths of a second",
+        on_chip <= 5,
+    ),
+    claim(
+        "A million rows of 784: at least 85 % of the roof of one read",
+        tables.share(large, "fusebook", of="roof") >= 0.85,
+    ),
+    claim(
+        "Where the data fits on the chip, that is the fastest way",
+        faster[fits],
+    ),
+    claim(
+        "Two runs give the same bits, at every size",
+        tables.where(pd.concat([one, large, sweep]), variant="fusebook")[
+            "deterministic"
+        ]
+        == "yes",
+    ),
+)
+
+# %%
+# For a million rows the prediction was made from bytes, before anything was
+# timed:
+
+gain = tables.ratio(large, "eager", "fusebook").iloc[0]
+claims(
+    say(
+        "Predicted {predicted:.2f} times as fast as eager, measured "
+        "{gain:.2f}.",
+        predicted=predicted,
+        gain=gain,
+    ),
+    claim(
+        "The prediction is right within a quarter",
+        abs(gain / predicted - 1) < 0.25,
+        fatal=False,
+    ),
+)
+
+# %%
+# **Where it does not win.** Every point of the step at which another way is
+# faster by more than 2 %, by the device's clock and then by that of a caller
+# who waits for each step:
+
+table(
+    tables.losses(both),
+    "Points lost, cold: the fastest other way, and how far behind we are",
+    fold=False,
+)
+
+# %%
+
+table(
+    tables.losses(one, kind="call"),
+    "Points lost by the clock of the call",
+    fold=False,
+)
+
+# %%
+# Two launches from Python take longer than the replay of one graph, however
+# much is in it. A fused step in a graph of your own has both.
+
+# %%
+# And what the fit loses beyond the chip:
+
+claims(
+    say(
+        "At 400 rows, 784 features cost {small:.1f} times as much on the "
+        "chip as 16, which are 49 times less data: messages, not numbers, "
+        "are what is left.",
+        small=points.loc[(400, 784), "fusebook"]
+        / points.loc[(400, 16), "fusebook"],
+    ),
+    claim(
+        "What does not fit is never slower than single fused steps",
+        (points["fusebook"] <= 1.05 * points["fusebook steps"])[~fits],
+        fatal=False,
+    ),
+)
+
+# %%
+# What to take to the next kernel:
+#
+# - Count launches before bytes. A small problem costs what it asks for, not
+#   what it computes.
+# - Data that is used twice should be read once: keep the tile, and turn the
+#   loops so that both uses meet it.
+# - A launch is a barrier that costs a trip to the host's queue. Programs that
+#   run at the same time can do with less: a message that says itself when it
+#   has arrived.
+# - Add up in a fixed order. It costs nothing here, and ten thousand steps
+#   later the result is still the same.
+# - The loss is for people to look at, and the first thing to overflow.
+#
+# Exercises
+# ---------
+#
+# Each has a function that is wrong, and a check that says so. Mend it; run the
+# page, or the notebook, again. The checks are those of the library, and need
+# no GPU.
+#
+# **1. The logarithm that overflows.** The cross entropy of a margin, without
+# ever computing 1 - p. Margins of 100 are asked for.
+
+
+def cross_entropy(z, y):
+    p = torch.sigmoid(z)
+    return -(y * torch.log(p) + (1 - y) * torch.log(1 - p))
+
+
+def margins(seed):
+    rng = generator(seed)
+    z = 40 * torch.randn(200, generator=rng, device=rng.device)
+    return z, (z > 0).float().roll(1)
+
+
+exercise(
+    "cross_entropy is finite and right at every margin",
+    cross_entropy,
+    lambda z, y: torch.nn.functional.binary_cross_entropy_with_logits(
+        z, y, reduction="none"
+    ),
+    [margins(2), margins(3)],
+)
+
+# %%
+# **2. Momentum.** A ball that rolls: :math:`v \leftarrow \mu v - \eta g` and
+# then :math:`w \leftarrow w + v`, for the weights and for the bias. The
+# velocities start at zero and need not leave the registers. Write it into
+# ``fit_alone``; this attempt knows nothing of it.
+
+
+def fit_with_momentum(X, y, w, b, lr, l2, mu, steps):
+    return step_three(X, y, w, b, lr, l2, steps)
+
+
+def rolled(X, y, w, b, lr, l2, mu, steps):
+    """The same in PyTorch, one step after another."""
+    v, u = torch.zeros_like(w), torch.zeros_like(b)
+    for _ in range(steps):
+        r = (torch.sigmoid(X @ w + b) - y) / len(y)
+        v = mu * v - lr * (X.T @ r + 2 * l2 * w)
+        u = mu * u - lr * r.sum()
+        w, b = w + v, b + u
+    return w, b
+
+
+def drawn(seed, N, D):
+    """Data, targets and weights, as the card draws them."""
+    return LOGISTIC_FIT.make(
+        generator(seed), torch.float32, N=N, D=D, steps=1
+    )[:4]
+
+
+exercise(
+    "fit_with_momentum rolls for eight steps",
+    fit_with_momentum,
+    rolled,
+    [
+        (*drawn(4, 30, 12), 0.1, 0.01, 0.9, 8),
+        (*drawn(5, 9, 3), 0.2, 0, 0.5, 8),
+    ],
+)
+
+# %%
+# **3. Rows that count more.** Give each row a weight :math:`s_i`, by which its
+# part of the gradient is multiplied; the mean is still over N rows. One load
+# and one product more in ``step_rows``.
+
+
+def weighted_step(X, y, s, w, b, lr, l2):
+    return step_one(X, y, w, b, lr, l2)
+
+
+def weighted(X, y, s, w, b, lr, l2):
+    """The same in PyTorch."""
+    r = s * (torch.sigmoid(X @ w + b) - y) / len(y)
+    return w - lr * (X.T @ r + 2 * l2 * w), b - lr * r.sum()
+
+
+def rows_that_count(seed, N, D):
+    X, y, w, b = drawn(seed, N, D)
+    return X, y, torch.where(y > 0, 1.0, 5.0), w, b, 0.5, 0.01
+
+
+exercise(
+    "weighted_step multiplies the part of each row",
+    weighted_step,
+    weighted,
+    [rows_that_count(6, 40, 20), rows_that_count(7, 21, 5)],
+)
+
+# %%
+solution("solutions/plot_301_logistic_step.py")
+
+# %%
+# sphinx_gallery_thumbnail_number = 1
+plt.close("all")

@@ -1,0 +1,700 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["fusebook", "onnx", "onnxruntime", "onnxscript"]
+#
+# [tool.uv.sources]
+# fusebook = { path = "..", editable = true }
+# ///
+"""
+Kernels as nodes of ONNX Runtime
+================================
+
+A fused kernel is worth something where models run, and many of them run in
+ONNX Runtime. Its custom operators are a C interface, and their kernels are
+usually written in C++ and CUDA. Here a node is a Python function that launches
+a Triton kernel, and then a library that needs neither Python nor Triton.
+
+Masked ScatterND, which has a page of its own, becomes three graphs and three
+sessions. They are timed, and the time is told apart: what fusion gives, what
+leaving ONNX Runtime's own ScatterND gives, and what a run costs before any
+kernel has begun.
+"""
+
+# %%
+# The problem
+# -----------
+#
+# There are n updates of D numbers each, and indices that say to which of R
+# rows they are added. An index of -1 is masked. ONNX says that with a chain of
+# four nodes; two operators of our own say it with three, and with one.
+
+import fusebook  # noqa: F401  before triton: it decides who runs kernels
+import matplotlib.pyplot as plt
+import onnx
+import onnx.helper as oh
+import pandas as pd
+import torch
+import triton
+import triton.language as tl
+from fusebook import plots, tables
+from fusebook.check import judge, yardstick
+from fusebook.gallery import (
+    Listing,
+    Source,
+    arguments,
+    claim,
+    claims,
+    downloads,
+    exercise,
+    measured,
+    provenance,
+    results,
+    say,
+    solution,
+    table,
+)
+from fusebook.inputs import generator, poison
+from fusebook.onnx import Graph, custom_op
+from fusebook.ort import NODES, fuse
+from fusebook.ort.aot import specs
+from fusebook.ort.card import (
+    MODELS,
+    NODES_OF_ONNX_RUNTIME,
+    alone,
+    captured,
+    model,
+    overhead,
+)
+from fusebook.ort.nodes import MASKED_SCATTER_ND, softmax_into
+
+args = arguments(
+    NODES_OF_ONNX_RUNTIME, config="small,medium,large", dtype="float32"
+)
+Listing("\n\n".join(onnx.printer.to_text(model(name)) for name in MODELS))
+
+# %%
+# ONNX Runtime executes node after node, and each has its kernels for each
+# type and each *provider*: the CPU is one, CUDA another. To run the second and
+# third graph it needs to be told of two operators: their names, the types of
+# their inputs and outputs, and for each provider a function that is called
+# with the tensors when the node's turn has come. That function must allocate
+# the outputs, so it must know how large they are, and it must launch on the
+# stream that the nodes before and after it use.
+#
+# What eager costs
+# ----------------
+#
+# Eager is here the chain. Between two nodes everything passes through memory;
+# the comparison with -1 alone reads the updates and writes them.
+
+shapes = {"square, n = 2R": (1024, 2048, 2048), "Llama": (32000, 4096, 2048)}
+variants = NODES_OF_ONNX_RUNTIME.variants
+chosen = {
+    "ScatterND": variants["ScatterND"].cost,
+    "ScatterNDOfShape": variants["fusebook OfShape, callback"].cost,
+    "MaskedScatterNDOfShape": NODES_OF_ONNX_RUNTIME.cost,
+}
+moved = {}
+for label, (R, D, n) in shapes.items():
+    for name, cost in chosen.items():
+        c = cost(4, R=R, D=D, n=n, law="uniform")
+        moved.setdefault(name, {})[label] = (c.read + c.write) / 1e6
+traffic = pd.DataFrame.from_dict(moved, orient="index")
+table(traffic, "Traffic of the three graphs in float32, in MB", fold=False)
+
+# %%
+
+gain = traffic.loc["ScatterND"] / traffic.loc["MaskedScatterNDOfShape"]
+claims(
+    say(
+        "Predicted from traffic: one node is {square:.1f} times as fast as "
+        "the chain on the square, and {llama:.2f} times on the Llama's table.",
+        square=gain.iloc[0],
+        llama=gain.iloc[1],
+    ),
+)
+
+# %%
+# The kernel
+# ----------
+#
+# **Step one: a kernel and its launcher.** A program for each row of the
+# output: it reads all indices, adds the updates that are its own in registers,
+# and writes its row once. What is special is the launcher's last argument: it
+# does not allocate its output. It is told where to write.
+
+
+@triton.jit
+def own_row(y_ptr, k_ptr, u_ptr, D, n, N: tl.constexpr, BLOCK: tl.constexpr):
+    r = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, N)  # [N]
+    mine = tl.load(k_ptr + i, mask=i < n, other=-1) == r
+    columns = tl.arange(0, BLOCK)  # [BLOCK]
+    total = tl.zeros([BLOCK], tl.float32)
+    at = tl.min(tl.where(mine, i, N), 0)  # the first of mine, N if none
+    while at < N:
+        u_row = u_ptr + at.to(tl.int64) * D + columns
+        total += tl.load(u_row, mask=columns < D, other=0.0).to(tl.float32)
+        at = tl.min(tl.where(mine & (i > at), i, N), 0)  # the next
+    tl.store(y_ptr + r * D + columns, total, mask=columns < D)
+
+
+def add_rows(shape, indices, updates, out):
+    n, D = updates.shape
+    block, N = triton.next_power_of_2(D), triton.next_power_of_2(n)
+    own_row[(out.shape[0],)](out, indices, updates, D, n, N=N, BLOCK=block)
+
+
+# %%
+# **Step two: an operator.** Names and types, and where the shape of the output
+# comes from. ``T`` stands for a type that is the same wherever it is named.
+# The input ``shape`` is wanted on the host, since its *values* say how large
+# the output is, and to fetch them from a GPU would mean to wait for it.
+
+adding = custom_op(
+    "AddRows",
+    add_rows,
+    inputs={"shape": torch.int64, "indices": torch.int64, "updates": "T"},
+    outputs={"y": "T"},
+    shape="shape",
+    types={"T": (torch.float32, torch.float16, torch.bfloat16)},
+    host=["shape"],
+)
+
+
+def one_node(op, **attributes):
+    """A graph of one node of our domain, in float32."""
+    kinds = {"shape": 7, "indices": 7}  # int64; the others are floats
+    infos = {
+        name: oh.make_tensor_value_info(name, kinds.get(name, 1), None)
+        for name in [*op.inputs, *op.outputs]
+    }
+    node = oh.make_node(
+        op.name,
+        list(op.inputs),
+        list(op.outputs),
+        domain=op.domain,
+        **attributes,
+    )
+    graph = oh.make_graph(
+        [node],
+        op.name,
+        [infos[name] for name in op.inputs],
+        [infos[name] for name in op.outputs],
+    )
+    opsets = [oh.make_opsetid("", 18), oh.make_opsetid(op.domain, 1)]
+    return oh.make_model(graph, ir_version=10, opset_imports=opsets)
+
+
+device = generator(0).device
+k = torch.tensor([[3], [-1], [0], [3]], device=device)
+u = torch.arange(8.0, device=device).view(4, 2)
+session = Graph(one_node(adding), ops=[adding])
+y = session({"shape": torch.tensor([5, 2]), "indices": k, "updates": u})["y"]
+pd.DataFrame(y.cpu().numpy())
+
+# %%
+# That was all. What stands between ONNX Runtime and Python is a C file of a
+# few hundred lines that knows no operator. It is compiled by the system's C
+# compiler when it is first needed, as Triton compiles its own launchers, and
+# it needs no header: ONNX Runtime's interface is a table of functions whose
+# places never change. When a node runs it hands over pointers with shapes and
+# types, and they become tensors over *the same memory*: nothing is copied, in
+# neither direction. On a GPU, ONNX Runtime's stream is the current one while
+# the launcher runs, so a launcher need not know where it is.
+#
+# **Step three: what goes wrong** must not end in C. An exception in a launcher
+# becomes the error of the run, with its message, and the session lives on.
+
+
+def picky(x, out):
+    raise ValueError("picky: expected nothing at all; give less")
+
+
+wants_less = custom_op(
+    "Picky", picky, {"x": torch.float32}, {"y": torch.float32}, "x"
+)
+try:
+    Graph(one_node(wants_less), ops=[wants_less])({"x": u})
+    said = ""
+except RuntimeError as error:
+    said = str(error)
+claims(
+    say("ONNX Runtime says: {said}", said=said),
+    claim("The launcher's words are in it", "give less" in said),
+)
+
+# %%
+# **Step four: the library's own kernels** as nodes. Their launchers allocate
+# what they return, so each has a second form that is given its output. Here is
+# Softmax, with an attribute:
+
+Source(softmax_into)
+
+# %%
+# **Step five: ahead of time.** A program that serves a model may have no
+# Python at all. ``python -m fusebook.ort build --arch 80,90,100`` compiles the
+# kernels to machine code, which needs no GPU, and packs them into one library
+# with a plan in C. It finds CUDA's driver when its first node runs, takes the
+# code for the GPU that is there, and says so if it has none.
+#
+# The price is that everything must be chosen before anything is known. Triton
+# compiles a kernel anew for another tile or for rows that begin at odd
+# addresses; a library has those that somebody listed. This is the list for one
+# type.
+
+listed = pd.DataFrame(
+    [
+        {
+            "kernel": spec.function,
+            "rows at multiples of 16 bytes": spec.aligned,
+            "up to": spec.limit or "any",
+            "warps": spec.warps,
+        }
+        for spec in specs(["float32"])
+    ]
+)
+table(listed, "What is compiled for float32, for each architecture")
+
+# %%
+# **Step six: from a model.** Nobody writes graphs by hand. A torch module that
+# calls ``fusebook.softmax`` is exported with
+#
+# .. code-block:: python
+#
+#    torch.onnx.export(
+#        module, inputs, dynamo=True,
+#        custom_translation_table=fusebook.ort.translations(),
+#    )
+#
+# and a graph that somebody else has exported is searched for the chain. Four
+# nodes go in, one comes out; it keeps the chain where that means something
+# else, say if the zeros are ones or somebody else reads them.
+
+fused = fuse(model("ScatterND"))
+Listing(onnx.printer.to_text(fused))
+
+# %%
+# Is it right?
+# ------------
+#
+# The three graphs, and the one that was rewritten, run on this machine, on
+# indices that are uniform, follow Zipf's law, are all equal, or all masked,
+# and are held against `index_add_` in float64. Freed memory of the output's
+# size is filled with NaN before each run.
+
+sizes = {"R": 12, "D": 33, "n": 40}
+graphs = {name: model(name) for name in MODELS} | {"rewritten": fused}
+rows = []
+for law in ("uniform", "zipf", "equal", "masked"):
+    made = NODES_OF_ONNX_RUNTIME.make(
+        generator(2), torch.float32, law=law, **sizes
+    )
+    yard = yardstick(NODES_OF_ONNX_RUNTIME, made)
+    shape, indices, updates = made
+    feeds = {
+        "shape": torch.tensor(shape),
+        "indices": indices,
+        "updates": updates,
+    }
+    for name, graph in graphs.items():
+        poison([updates.new_empty(shape)])
+        got = Graph(graph, ops=NODES)(feeds)["y"]
+        verdict = judge(NODES_OF_ONNX_RUNTIME, got, yard)
+        rows.append((law, name, verdict.score, verdict.limit, verdict.ok))
+scores = pd.DataFrame(
+    rows, columns=["indices", "graph", "score", "limit", "right"]
+).set_index(["indices", "graph"])
+table(scores, "Scores")
+
+# %%
+# The node that we wrote in step one is held to the same rule. And the library
+# that is compiled ahead of time is loaded by a process in which the import of
+# torch, triton and fusebook fails; that was done where the rest was measured.
+
+own = judge(
+    NODES_OF_ONNX_RUNTIME,
+    session(feeds)["y"],
+    yard,
+)
+by_itself = measured("onnxruntime_alone", alone)
+table(by_itself, "A process without Python's GPU stack", fold=False)
+
+# %%
+
+claims(
+    claim("All graphs are right on all indices", scores["right"]),
+    claim("So is the node of step one", own.ok),
+    claim(
+        "Alone, the library computes every element rightly, on a GPU",
+        (by_itself["wrong"] == 0)
+        & (by_itself["modules"] == "none")
+        & (by_itself["provider"] == "CUDAExecutionProvider"),
+    ),
+)
+
+# %%
+# How fast?
+# ---------
+#
+# **What a run costs before a kernel has begun.** A graph of one Identity on
+# 4 KiB is as little as ONNX Runtime can be asked for. *host* is the time until
+# the run returns to Python, which a busy program pays; *call* waits for the
+# GPU as well; *cold* is the time on the GPU alone.
+
+before = measured("onnxruntime_overhead", overhead)
+least = before.set_index("run")[["host_us", "call_us", "cold_us"]]
+table(least, "Graphs of one node on 4 KiB, in microseconds", fold=False)
+
+# %%
+# An Identity whose result leaves the graph is a copy, and CUDA takes as long
+# to start a copy as a kernel. So a node of the library compiled ahead of time,
+# which adds a plan in C, is about as cheap. The callback adds Python: to enter
+# it, to make a tensor for each input and output, and then what the launcher
+# does anyway.
+#
+# **Three sessions.** The seed of this page timed the run of its sessions, so
+# this is the *call*: one run, waited for. All outputs were compared with
+# float64 on the GPU before and after they were timed.
+
+sweep = results(
+    NODES_OF_ONNX_RUNTIME,
+    config=args.config,
+    dtype=args.dtype,
+    warmup=args.warmup,
+    repeat=args.repeat,
+)
+table(
+    tables.times(sweep, "call", words=True),
+    "Time of a run, in microseconds",
+    fold=False,
+)
+
+# %%
+table(
+    tables.speedup(sweep, "ScatterND", "call"),
+    "Times as fast as the standard graph",
+    fold=False,
+)
+
+# %%
+# In most of these times the host has its part, which moves with whatever else
+# the machine does just then: the quantiles are in the file below.
+
+ways = [name for name in variants if "OfShape" not in name]
+plots.times(
+    tables.where(sweep, dtype=sweep["dtype"].iloc[0], variant=ways), x="R"
+)
+
+# %%
+provenance(sweep, before, by_itself)
+
+# %%
+downloads(sweep, "onnxruntime_nodes")
+
+# %%
+# **The Llama's table**, 2048 updates for 32000 rows of 4096 numbers:
+
+llama = results(
+    NODES_OF_ONNX_RUNTIME,
+    config="32000x4096x2048",
+    dtype="float32,float16",
+    warmup=args.warmup,
+    repeat=args.repeat,
+)
+table(
+    tables.times(llama, "call", words=True),
+    "The gradient of an embedding: time of a run, in microseconds",
+    fold=False,
+)
+
+# %%
+# **Captured.** ONNX Runtime can record a run in a CUDA graph and replay it.
+# Then no node is executed any more, and no callback is called: what Python
+# launched is launched by the GPU itself. What a launcher allocated meanwhile
+# is kept for as long as the session, since the graph goes on to use it. The
+# price: one set of shapes, inputs and outputs at fixed places, and whatever a
+# launcher decides by looking at values on the host is decided once.
+
+replayed = measured("onnxruntime_captured", captured)
+names = replayed[["R", "D", "n"]].itertuples(index=False)
+runs = replayed.assign(size=[f"{R}x{D}, {n}" for R, D, n in names])
+table(
+    runs.pivot_table("call_us", "run", "size", sort=False),
+    "Captured in a CUDA graph: time of a run, in microseconds",
+    fold=False,
+)
+
+# %%
+# How far from the roof?
+# ----------------------
+#
+# A roof is a matter of memory, and a run has more to do: what an Identity
+# costs is taken off the time of a run before it is held against the roof of
+# the node's traffic. Small work has next to no roof, so that what is left is
+# the launch. Of all the Identity's times it is the least, that of a captured
+# run: what else the machine does makes a time longer, and to take off too much
+# would flatter us.
+
+of_identity = replayed[replayed["run"] == "Identity"]["call_us"]
+identity = min(least.loc["Identity", "call_us"], of_identity.min())
+everything = pd.concat([sweep, llama])
+ours = tables.where(
+    everything,
+    variant=["fusebook Masked, callback", "fusebook Masked, ahead of time"],
+    dtype="float32",
+    status="ok",
+)
+held = ours.assign(
+    size=tables.label(ours),
+    times=(ours["call_us"] - identity) / ours["roof_us"],
+)
+table(
+    held.pivot_table("times", "size", "variant", sort=False),
+    "Time of a run less that of the Identity, in times of the roof",
+    fold=False,
+)
+
+# %%
+# Without what a run costs, by events on the GPU:
+
+plots.dots(tables.where(everything, dtype="float32", variant=ways), of="roof")
+
+# %%
+# Lessons
+# -------
+#
+# **What fusion gives and what leaving gives.** From the standard graph to
+# ScatterNDOfShape hardly anything is fused: the zeros are. Equal and Where
+# stay as they were. What changes is whose kernel adds. From there to
+# MaskedScatterNDOfShape is fusion of the mask. The times are those of the GPU.
+
+
+def step(a, b, df=everything, kind="cold"):
+    """How many times as fast b is as a."""
+    return tables.ratio(df, a, b, kind)
+
+
+OF_SHAPE, MASKED = "fusebook OfShape, callback", "fusebook Masked, callback"
+BUILT = "fusebook Masked, ahead of time"
+apart = pd.DataFrame(
+    {
+        "leaving ONNX Runtime's ScatterND": step("ScatterND", OF_SHAPE),
+        "fusing the mask": step(OF_SHAPE, MASKED),
+        "both": step("ScatterND", MASKED),
+    }
+)
+table(apart, "Times as fast on the GPU, by what was changed", fold=False)
+
+# %%
+
+LLAMA = "32000x4096x2048 uniform"
+SMALL = "256x512x512 uniform"
+
+
+def at(series, label):
+    """The value at a size, in float32."""
+    return series.get((label, "float32"))
+
+
+def over_identity(run):
+    """Host time of a run beyond that of the Identity."""
+    return least.loc[run, "host_us"] - least.loc["Identity", "host_us"]
+
+
+near_roof = held[held["size"] == LLAMA].set_index("variant")["times"]
+big = runs[(runs["R"] == 32000) & runs["run"].str.startswith("Masked")]
+roof = ours[ours["R"] == 32000]["roof_us"].iloc[0]
+replayed_near_roof = (big.set_index("run")["call_us"] - identity) / roof
+replay = runs.set_index(["run", "size"])["call_us"]
+small_chain = tables.where(
+    everything, variant="ScatterND", R=256, D=512, dtype="float32"
+)["call_us"].iloc[0]
+claims(
+    claim(
+        "Leaving its ScatterND gives more than fusing the mask, everywhere",
+        apart["leaving ONNX Runtime's ScatterND"] > apart["fusing the mask"],
+    ),
+    claim(
+        "32000 x 4096: at least 10 times as fast as the chain, on the GPU",
+        at(apart["both"], LLAMA) >= 10,
+    ),
+    claim(
+        "256 x 512: at least 6 times as fast ahead of time, the whole run",
+        at(step("ScatterND", BUILT, kind="call"), SMALL) >= 6,
+        fatal=False,
+    ),
+    claim(
+        "256 x 512: at least 4 times as fast by the callback, the whole run",
+        at(step("ScatterND", MASKED, kind="call"), SMALL) >= 4,
+        fatal=False,
+    ),
+    claim(
+        "and 4 times where the callback's run is captured",
+        small_chain / replay["Masked, callback", "256x512, 512"] >= 4,
+    ),
+    claim(
+        "32000 x 4096: at least 10 times as fast, the whole run",
+        at(step("ScatterND", BUILT, kind="call"), LLAMA) >= 10,
+        fatal=False,
+    ),
+    claim(
+        "32000 x 4096, ahead of time: 1.15 times the roof plus an Identity",
+        near_roof[BUILT] <= 1.15,
+        fatal=False,
+    ),
+    claim("and by the callback", near_roof[MASKED] <= 1.15, fatal=False),
+    claim(
+        "and where these runs are captured",
+        replayed_near_roof <= 1.15,
+        fatal=False,
+    ),
+    claim(
+        "Ahead of time, a launch costs the host at most ten microseconds "
+        "more than an Identity",
+        over_identity("Softmax, ahead of time") <= 10,
+    ),
+    claim("Replayed graphs read new values and are right", replayed["right"]),
+    say(
+        "Against an Identity, a callback that does nothing costs the host "
+        "{nothing:+.0f} microseconds, one that launches Softmax "
+        "{softmax:+.0f}, and Softmax compiled ahead of time {built:+.0f}.",
+        nothing=over_identity("a callback that does nothing"),
+        softmax=over_identity("Softmax, callback"),
+        built=over_identity("Softmax, ahead of time"),
+    ),
+)
+
+# %%
+# **Where it does not win.** The library compiled ahead of time has fewer ways
+# to scatter than Python has: with very many updates it adds atomically where
+# the callback groups them first. So it is not the faster one everywhere,
+# although it never enters Python.
+
+table(
+    tables.losses(
+        tables.where(everything, variant=[MASKED, BUILT]), BUILT, "cold"
+    ),
+    "Points where the callback's kernels are faster, on the GPU",
+    fold=False,
+)
+
+# %%
+
+many = tables.where(sweep, n=lambda n: n >= 8192)
+claims(
+    claim(
+        "With 8192 updates and more, the callback is faster on the GPU",
+        tables.ratio(many, MASKED, BUILT) < 1,
+    ),
+    claim(
+        "With 4096 and fewer, the library is the faster run",
+        tables.ratio(
+            tables.where(everything, n=lambda n: n <= 4096),
+            BUILT,
+            MASKED,
+            "call",
+        )
+        < 1,
+    ),
+)
+
+# %%
+# What to take along:
+#
+# - Ask what an empty run costs before you tune what is in it. With small work
+#   that is most of it.
+# - A node that returns before the GPU is done costs the host; one that is
+#   captured costs nobody. Capture what has fixed shapes.
+# - Let whoever runs the graph allocate. A launcher that takes ``out`` can
+#   stand anywhere, one that allocates has to be copied from.
+# - A callback is the way to try an operator, a library the way to ship it. It
+#   is the same kernel.
+#
+# ONNX Runtime's interface sets limits of its own. A domain comes once to a
+# session, so there the callback and the library exclude each other. Ours list
+# an operator anew for each choice of types and each provider. And most of the
+# host's time of a small run is ONNX Runtime's: a node has no say in it, unless
+# the run is captured.
+#
+# Exercises
+# ---------
+#
+# Each has a function that is wrong, and a check that says so. Mend it and run
+# the page again. The checks are those of the library, and need no GPU.
+#
+# **1. An attribute.** A node may carry numbers. This launcher gets ``alpha``,
+# and forgets it.
+
+
+def leaky(x, out, *, alpha):
+    torch.clamp(x, min=0, out=out)
+
+
+def as_node(launcher, **attributes):
+    """Run a launcher of one input as a node with attributes."""
+    kinds = {"x": torch.float32}, {"y": torch.float32}
+    op = custom_op("Mine", launcher, *kinds, "x", attributes=attributes)
+    graph = Graph(one_node(op, **attributes), ops=[op])
+    return lambda x: graph({"x": x})["y"]
+
+
+x = torch.randn(7, 9, generator=generator(3), device=device)
+exercise(
+    "leaky lets a part of what is below zero through",
+    as_node(leaky, alpha=0.125),
+    lambda x: torch.where(x > 0, x, x * 0.125),
+    [(x,), (x[:0],)],
+)
+
+# %%
+# **2. Another mask.** The graph's author may mask by another number than -1,
+# which then is an index as any other that counts from the end. This launcher
+# does not listen.
+
+
+def masked_by(shape, indices, updates, out, *, maskedValue):
+    live = indices[:, 0] != -1
+    out.zero_()
+    out.index_add_(0, indices[live, 0], updates[live])
+
+
+def scattered(launcher):
+    """Run a launcher as a node that masks by 2."""
+    kinds = MASKED_SCATTER_ND.inputs | {"indices": torch.int64}
+    op = custom_op(
+        "Mine",
+        launcher,
+        kinds | {"updates": torch.float32},
+        {"y": torch.float32},
+        "shape",
+        attributes={"maskedValue": int},
+        host=["shape"],
+    )
+    graph = Graph(one_node(op, maskedValue=2), ops=[op])
+    return lambda shape, indices, updates: graph(
+        {"shape": torch.tensor(shape), "indices": indices, "updates": updates}
+    )["y"]
+
+
+def masked_by_two(shape, indices, updates):
+    y = updates.new_zeros(shape)
+    rows = indices[:, 0] % shape[0]
+    kept = torch.where(indices == 2, 0, updates)
+    return y.index_add_(0, rows, kept)
+
+
+drawn = torch.tensor([[0], [2], [-1], [3], [2], [-1]], device=device)
+exercise(
+    "masked_by leaves out what equals its attribute, and nothing else",
+    scattered(masked_by),
+    masked_by_two,
+    [((5, 9), drawn, x[:6])],
+)
+
+# %%
+solution("solutions/plot_501_onnxruntime.py")
+
+# %%
+# sphinx_gallery_thumbnail_number = 1
+plt.close("all")

@@ -1,0 +1,1077 @@
+"""Logistic regression by gradient descent: a step in one pass over the data, and many steps with the data on the chip.
+
+With data ``X [N, D]``, targets ``y [N]`` from 0 to 1, weights ``w [D]`` and a bias ``b``,
+
+    z[i]  = sum_j X[i, j] * w[j] + b
+    loss  = mean_i (log(1 + exp(z[i])) - y[i] * z[i]) + l2 * sum_j w[j]**2
+    w[j] -= lr * (mean_i X[i, j] * (sigmoid(z[i]) - y[i]) + 2 * l2 * w[j])
+    b    -= lr * mean_i (sigmoid(z[i]) - y[i])
+
+Fused, a step: a program keeps a few rows of X while it computes their margins z, and uses the same rows once more for
+the gradient. X is read once, where a chain of operations reads it twice: once for X w and once for X^T r. The programs'
+partial gradients, far smaller than X, are added up by a second launch, always in the same order.
+
+Fused, a fit: where X fits into the registers of all multiprocessors together, each keeps its rows there for all steps,
+and what moves is two messages a step, of the size of w. X is read once in a whole fit.
+
+Sums are float32 at least, float64 where X is float64; w and b have that dtype. Two runs give the same bits. Limits:
+a step with more than 16384 features reads X twice; a fit whose X does not fit on the chip is a loop of fused steps.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn import functional as F
+
+from fusebook.kernels._arguments import check_alike, check_tensor
+from fusebook.kernels._launch import check_device, gpu, launching
+from fusebook.op import Cost, Op, Variant
+
+__all__ = ["LOGISTIC_FIT", "LOGISTIC_STEP", "OPS", "logistic_fit", "logistic_step", "logistic_step_eager"]
+
+# The unfused chain ---------------------------------------------------------------------------------------------------
+
+
+def logistic_step_eager(
+    X: Tensor, y: Tensor, w: Tensor, b: Tensor, lr: float, l2: float
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """One step of gradient descent, one operation after another: what fusing saves.
+
+    Parameters
+    ----------
+    X, y, w, b : torch.Tensor
+        ``[N, D]``, ``[N]``, ``[D]`` and a single number, of one dtype.
+    lr, l2 : float
+
+    Returns
+    -------
+    tuple of torch.Tensor
+        New w, new b, and the loss before the step.
+    """
+    z = X @ w + b  # read ND
+    loss = F.binary_cross_entropy_with_logits(z, y) + l2 * (w * w).sum()  # a few launches of N or D elements each
+    r = (torch.sigmoid(z) - y) / len(y)
+    return w - lr * (X.T @ r + 2 * l2 * w), b - lr * r.sum(), loss  # read ND: in all read 2ND
+
+
+# Kernels -------------------------------------------------------------------------------------------------------------
+#
+# Rows of X are contiguous, with a stride between them. D and that stride are counted in units of ALIGN elements: Triton
+# knows of an integer only whether 16 divides it; in units of ALIGN it can see that rows begin at multiples of 16 bytes.
+# Row numbers are int64, because X may have more than 2**31 elements.
+#
+# What is kept in FLOAT: float64 where w is, else float32.
+
+
+@triton.jit
+def _cross_entropy(z, y):
+    """The loss of margins z, and its slope: sigmoid(z) - y. Both are exact to rounding however large the margin."""
+    e = tl.exp(-tl.abs(z))  # from 0 to 1: no overflow
+    # log(1 + e) where 1 + e has lost digits of e: the quotient puts them back.
+    u = 1.0 + e
+    log1p = tl.where(u == 1.0, e, tl.log(u) * (e / (u - 1.0)))
+    loss = (tl.maximum(-z, 0.0, propagate_nan=tl.PropagateNan.ALL) + (1.0 - y) * z) + log1p
+    tail = e / u  # the smaller of sigmoid(z) and 1 - sigmoid(z)
+    return loss, tl.where(z >= 0.0, (1.0 - y) - tail, tail - y)
+
+
+@triton.jit
+def _logistic_step_rows(
+    parts_ptr,
+    sums_ptr,
+    x_ptr,
+    y_ptr,
+    w_ptr,
+    b_ptr,
+    N,
+    D,
+    stride,
+    ALIGN: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Every so many tiles of whole rows: margins, and with the rows still at hand, their part of the gradient."""
+    FLOAT: tl.constexpr = parts_ptr.dtype.element_ty
+    D = D * ALIGN
+    p = tl.program_id(0)
+    columns = tl.arange(0, BLOCK)  # [BLOCK]
+    inside = columns < D
+    w = tl.load(w_ptr + columns, mask=inside, other=0.0)  # [BLOCK]
+    b = tl.load(b_ptr)
+    gradient = tl.zeros([BLOCK], FLOAT)
+    slopes = tl.zeros([ROWS], FLOAT)
+    losses = tl.zeros([ROWS], FLOAT)
+    for start in tl.range(p.to(tl.int64) * ROWS, N, tl.num_programs(0) * ROWS, num_stages=STAGES):
+        i = start + tl.arange(0, ROWS)  # [ROWS]
+        at = (i * stride * ALIGN)[:, None] + columns[None, :]
+        x = tl.load(x_ptr + at, mask=(i < N)[:, None] & inside[None, :], other=0.0).to(FLOAT)  # [ROWS, BLOCK]; read ND
+        y = tl.load(y_ptr + i, mask=i < N, other=0.0).to(FLOAT)  # [ROWS]
+        loss, slope = _cross_entropy(tl.sum(x * w[None, :], 1) + b, y)
+        slope = tl.where(i < N, slope, 0.0)
+        gradient += tl.sum(x * slope[:, None], 0)  # the same x: nothing is read again
+        slopes += slope
+        losses += tl.where(i < N, loss, 0.0)
+    tl.store(parts_ptr + p.to(tl.int64) * D + columns, gradient, mask=inside)
+    tl.store(sums_ptr + 2 * p, tl.sum(slopes, 0))
+    tl.store(sums_ptr + 2 * p + 1, tl.sum(losses, 0))
+
+
+@triton.jit
+def _logistic_step_update(
+    w_out_ptr,
+    b_out_ptr,
+    loss_ptr,
+    parts_ptr,
+    sums_ptr,
+    w_ptr,
+    b_ptr,
+    P,
+    S,
+    N,
+    D,
+    lr: tl.float64,
+    l2: tl.float64,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """Add up P partial gradients, in their order, and take the step; the first program does the bias and the loss."""
+    FLOAT: tl.constexpr = parts_ptr.dtype.element_ty
+    rate = tl.full([1], lr, FLOAT)
+    decay = tl.full([1], l2, FLOAT)
+    # Where N is beyond 2**24 float32 rounds it: one rounding among many.
+    n = tl.full([1], N, FLOAT)
+    columns = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
+    p = tl.arange(0, PARTS)  # [PARTS]
+    gradient = tl.zeros([PARTS, BLOCK], FLOAT)
+    for start in range(0, P, PARTS):
+        at = (start + p).to(tl.int64)[:, None] * D + columns[None, :]
+        inside = (start + p < P)[:, None] & (columns < D)[None, :]
+        gradient += tl.load(parts_ptr + at, mask=inside, other=0.0)  # [PARTS, BLOCK]
+    w = tl.load(w_ptr + columns, mask=columns < D, other=0.0)
+    new = w - rate * (tl.sum(gradient, 0) / n + 2.0 * decay * w)
+    tl.store(w_out_ptr + columns, new, mask=columns < D)
+    if tl.program_id(0) == 0:
+        slopes = tl.zeros([WIDE], FLOAT)
+        losses = tl.zeros([WIDE], FLOAT)
+        squares = tl.zeros([WIDE], FLOAT)
+        for start in range(0, S, WIDE):
+            s = start + tl.arange(0, WIDE)
+            slopes += tl.load(sums_ptr + 2 * s, mask=s < S, other=0.0)
+            losses += tl.load(sums_ptr + 2 * s + 1, mask=s < S, other=0.0)
+        for start in range(0, D, WIDE):
+            j = start + tl.arange(0, WIDE)
+            wide = tl.load(w_ptr + j, mask=j < D, other=0.0)
+            squares += wide * wide
+        one = tl.arange(0, 1)
+        tl.store(b_out_ptr + one, tl.load(b_ptr + one) - rate * (tl.sum(slopes, 0) / n))
+        tl.store(loss_ptr + one, tl.sum(losses, 0) / n + decay * tl.sum(squares, 0))
+
+
+@triton.jit
+def _logistic_step_margins(
+    slopes_ptr,
+    sums_ptr,
+    x_ptr,
+    y_ptr,
+    w_ptr,
+    b_ptr,
+    N,
+    D,
+    stride,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Margins of rows too wide to be kept: the slope of each loss, and the sums of a program's rows."""
+    FLOAT: tl.constexpr = slopes_ptr.dtype.element_ty
+    i = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
+    z = tl.zeros([ROWS, BLOCK], FLOAT)
+    for start in range(0, D, BLOCK):
+        j = start + tl.arange(0, BLOCK)  # [BLOCK]
+        inside = (i < N)[:, None] & (j < D)[None, :]
+        x = tl.load(x_ptr + (i * stride)[:, None] + j[None, :], mask=inside, other=0.0).to(FLOAT)  # read ND
+        z += x * tl.load(w_ptr + j, mask=j < D, other=0.0)[None, :]
+    y = tl.load(y_ptr + i, mask=i < N, other=0.0).to(FLOAT)
+    loss, slope = _cross_entropy(tl.sum(z, 1) + tl.load(b_ptr), y)
+    slope = tl.where(i < N, slope, 0.0)
+    tl.store(slopes_ptr + i, slope, mask=i < N)
+    tl.store(sums_ptr + 2 * tl.program_id(0), tl.sum(slope, 0))
+    tl.store(sums_ptr + 2 * tl.program_id(0) + 1, tl.sum(tl.where(i < N, loss, 0.0), 0))
+
+
+@triton.jit
+def _logistic_step_columns(
+    parts_ptr,
+    slopes_ptr,
+    x_ptr,
+    N,
+    D,
+    stride,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The gradient of BLOCK features of rows too wide to be kept, from the slopes of all rows."""
+    FLOAT: tl.constexpr = slopes_ptr.dtype.element_ty
+    j = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
+    gradient = tl.zeros([ROWS, BLOCK], FLOAT)
+    for start in range(0, N, ROWS):
+        i = start + tl.arange(0, ROWS).to(tl.int64)  # [ROWS]
+        inside = (i < N)[:, None] & (j < D)[None, :]
+        x = tl.load(x_ptr + (i * stride)[:, None] + j[None, :], mask=inside, other=0.0).to(FLOAT)  # read ND again
+        gradient += x * tl.load(slopes_ptr + i, mask=i < N, other=0.0)[:, None]
+    tl.store(parts_ptr + j, tl.sum(gradient, 0), mask=j < D)
+
+
+# A message between programs of one launch is a word of 64 bits: a float32 in the lower half, and above it the number of
+# the step that it belongs to. The hardware reads and writes such a word as a whole. So who waits for a number looks at
+# the number itself until it is of the right step, and there is no barrier beside it that would have to be waited for
+# as well.
+
+
+@triton.jit
+def _sent(to, value, step, mask):
+    """Write numbers with the step that they belong to."""
+    bits = value.to(tl.uint32, bitcast=True).to(tl.uint64)
+    word = (step.to(tl.uint64) << 32) | bits
+    tl.store(to, word.to(tl.int64, bitcast=True), mask=mask)
+
+
+@triton.jit
+def _received(of, step, mask):
+    """Wait until all numbers belong to the step, and return them.
+
+    There must be as many words as threads at least. Of fewer, several threads would hold a copy, each of a load of its
+    own, and only one copy would be looked at.
+    """
+    # volatile: from L2, where the others' words arrive, and anew each time.
+    word = tl.load(of, mask=mask, other=0, volatile=True)
+    while tl.max(tl.where(mask, (word >> 32).to(tl.int32) != step, False).to(tl.int32)) > 0:
+        word = tl.load(of, mask=mask, other=0, volatile=True)
+    return (word & 0xFFFFFFFF).to(tl.uint32).to(tl.float32, bitcast=True)
+
+
+@triton.jit(do_not_specialize=["first", "steps"])
+def _logistic_fit_rows(
+    w_out_ptr,
+    b_out_ptr,
+    losses_ptr,
+    gradients_ptr,
+    weights_ptr,
+    slopes_ptr,
+    x_ptr,
+    y_ptr,
+    w_ptr,
+    b_ptr,
+    N,
+    D,
+    stride,
+    first,
+    steps,
+    lr,
+    l2,
+    ALIGN: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SLICE: tl.constexpr,
+    PARTS: tl.constexpr,
+    WORDS: tl.constexpr,
+):
+    """All steps in one launch. Each program keeps ROWS rows of X, and answers for SLICE of the weights.
+
+    Two messages a step: each program sends its part of the gradient to those who answer for it; they add up the parts,
+    take the step, and send the new weights to all. Buffers are used in turn: who writes to one again has heard from
+    all programs since they read it.
+    """
+    D = D * ALIGN
+    P = tl.num_programs(0)
+    p = tl.program_id(0)
+    columns = tl.arange(0, BLOCK)  # [BLOCK]
+    inside = columns < D
+    i = p * ROWS + tl.arange(0, ROWS)  # [ROWS]
+    at = (i.to(tl.int64) * stride * ALIGN)[:, None] + columns[None, :]
+    x = tl.load(x_ptr + at, mask=(i < N)[:, None] & inside[None, :], other=0.0)  # [ROWS, BLOCK]; read ND, once for all
+    y = tl.load(y_ptr + i, mask=i < N, other=0.0).to(tl.float32)  # [ROWS]
+    w = tl.load(w_ptr + columns, mask=inside, other=0.0)  # [BLOCK]
+    b = tl.load(b_ptr)
+    mine = p * SLICE + tl.arange(0, SLICE)  # [SLICE]; the weights that this program answers for
+    own = tl.load(w_ptr + mine, mask=mine < D, other=0.0)
+    q = tl.arange(0, PARTS)  # [PARTS]; all programs
+    every = tl.arange(0, WORDS)  # [WORDS]; all programs too
+    for t in range(steps):
+        turn = t % 2
+        tag = first + t + 1
+        loss, slope = _cross_entropy(tl.sum(x.to(tl.float32) * w[None, :], 1) + b, y)
+        slope = tl.where(i < N, slope, 0.0) / N
+        part = tl.sum(x.to(tl.float32) * slope[:, None], 0)  # [BLOCK]
+        _sent(gradients_ptr + (turn * P + p) * D + columns, part, tag, inside)
+        _sent(slopes_ptr + turn * P + p, tl.sum(slope, 0), tag, True)
+        # Each program's share of the loss is added to the others' when all steps are done.
+        share = tl.sum(tl.where(i < N, loss, 0.0), 0) / N + l2 * tl.sum(own * own, 0)
+        tl.store(losses_ptr + t * P + p, share)
+        if p * SLICE < D:
+            wanted = (q < P)[:, None] & (mine < D)[None, :]
+            parts = _received(gradients_ptr + (turn * P + q)[:, None] * D + mine[None, :], tag, wanted)
+            own -= lr * (tl.sum(tl.where(wanted, parts, 0.0), 0) + 2.0 * l2 * own)
+            _sent(weights_ptr + turn * D + mine, own, tag, mine < D)
+        # Everybody needs the bias, and everybody adds it up, in the same order.
+        slopes = _received(slopes_ptr + turn * P + every, tag, every < P)
+        b -= lr * tl.sum(tl.where(every < P, slopes, 0.0), 0)
+        w = tl.where(inside, _received(weights_ptr + turn * D + columns, tag, inside), 0.0)
+    tl.store(w_out_ptr + mine, own, mask=mine < D)
+    if p == 0:
+        tl.store(b_out_ptr, b)
+
+
+@triton.jit
+def _logistic_fit_losses(losses_ptr, shares_ptr, P, steps, STEPS: tl.constexpr, PARTS: tl.constexpr):
+    """The loss of each step from the shares of P programs."""
+    t = tl.program_id(0) * STEPS + tl.arange(0, STEPS)  # [STEPS]
+    q = tl.arange(0, PARTS)  # [PARTS]
+    shares = tl.load(shares_ptr + t[:, None] * P + q[None, :], mask=(t < steps)[:, None] & (q < P)[None, :], other=0.0)
+    tl.store(losses_ptr + t, tl.sum(shares, 1), mask=t < steps)
+
+
+# Plans ---------------------------------------------------------------------------------------------------------------
+
+# A launch of the fit that keeps X on the chip does at most so many steps, to bound the memory for their losses.
+_TOGETHER = 8192
+
+
+class StepPlan(NamedTuple):
+    """Constants of a step: see `_logistic_step_plan`."""
+
+    kept: bool  # whether a program can keep a whole row; else X is read twice
+    rows: int
+    block: int
+    programs: int
+    stages: int
+    warps: int
+    update: int  # weights that a program of the update answers for
+    parts: int  # partial gradients that it reads at a time
+    wide: int  # elements that its first program adds up at a time
+
+
+class FitPlan(NamedTuple):
+    """Constants of a fit on the chip: see `_logistic_fit_plan`."""
+
+    rows: int
+    block: int
+    slice: int
+    parts: int
+    words: int
+    programs: int
+    warps: int
+
+
+def _logistic_step_plan(
+    N: int, D: int, itemsize: int, capability: tuple[int, int] | None, multiprocessors: int
+) -> StepPlan:
+    """Choose the constants of a step.
+
+    Parameters
+    ----------
+    N, D : int
+        Rows and features.
+    itemsize : int
+        Bytes of an element of the sums.
+    capability : tuple of int, optional
+        The GPU's; None for the interpreter.
+    multiprocessors : int
+
+    Returns
+    -------
+    StepPlan
+    """
+    interpreted = capability is None
+    block = triton.next_power_of_2(max(D, 1))
+    widest = 512 if interpreted else 65536 // itemsize
+    tall = triton.next_power_of_2(N)
+    if block > widest:
+        rows, block, update = (8, 4096, 4096) if interpreted else (4, 2048, 128)
+        return StepPlan(False, rows, block, triton.cdiv(N, rows), 1, 4, update, 1, block)
+    # A tile of 32 KiB: enough loads are under way when each multiprocessor has four, and with 4 warps they are few
+    # enough to agree on a sum quickly. Where a row has many elements, one row is a tile; where it has few, or they are
+    # wide, half of the tile is better. 64 registers a thread hold it.
+    tile = 4096 if block <= 32 or block >= 4096 else 8192
+    rows = 16384 // block if interpreted else max(tile * 4 // itemsize // (2 if itemsize > 4 else 1) // block, 1)
+    rows = max(1, min(rows, tall))
+    warps = 1 if interpreted else 8 if block >= 8192 else 4
+    times = 1 if interpreted else 2 if block > 8192 else 4
+    programs = min(triton.cdiv(N, rows), times * multiprocessors)
+    parts = min(64, triton.next_power_of_2(programs))
+    return StepPlan(True, rows, block, programs, 1, warps, 1024 if interpreted else 32, parts, 1024)
+
+
+def _logistic_fit_plan(
+    N: int, D: int, itemsize: int, capability: tuple[int, int] | None, multiprocessors: int
+) -> FitPlan | None:
+    """Choose the constants of a fit with X on the chip, or None where it is too large for that.
+
+    Parameters
+    ----------
+    N, D : int
+        Rows and features.
+    itemsize : int
+        Bytes of an element of X.
+    capability : tuple of int, optional
+        The GPU's; None for the interpreter.
+    multiprocessors : int
+
+    Returns
+    -------
+    FitPlan or None
+    """
+    block = triton.next_power_of_2(max(D, 1))
+    if capability is None:  # programs that wait for each other cannot run one after the other: a single one
+        rows = triton.next_power_of_2(N)
+        return FitPlan(rows, block, block, 1, 1, 1, 1) if rows * block <= 2**17 else None
+    # Half of a multiprocessor's registers for X, the rest for everything else; a quarter where most of it is padding.
+    most = 2**17 // max(itemsize, 4) // (block if block >= 256 else 512)
+    # At least a word for each thread, see _received; so of 256 features 8 warps at most.
+    block = max(block, 256)
+    rows = min(4, most, triton.next_power_of_2(N))
+    while 0 < rows <= most and triton.cdiv(N, rows) > multiprocessors:
+        rows *= 2
+    if not 0 < rows <= most:
+        return None
+    programs = triton.cdiv(N, rows)
+    warps = max(4, min(16, block // 32, rows * block // 4096))  # 128 registers a thread: few warps agree sooner
+    slice = triton.next_power_of_2(triton.cdiv(max(D, 1), programs))
+    words = max(triton.next_power_of_2(programs), 32 * warps)
+    parts = max(triton.next_power_of_2(programs), 32 * warps // slice)
+    if parts * slice > 2**14:  # what a program receives of all others would not fit into its registers
+        return None
+    return FitPlan(rows, block, slice, parts, words, programs, warps)
+
+
+# Launchers -----------------------------------------------------------------------------------------------------------
+
+_step_plan = functools.lru_cache(maxsize=4096)(_logistic_step_plan)
+_fit_plan = functools.lru_cache(maxsize=4096)(_logistic_fit_plan)
+
+
+def _sums(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _align(X: Tensor) -> int:
+    """The number of elements whose multiples all rows begin at, and end at."""
+    return math.gcd(max(1, 16 // X.element_size()), X.shape[1], X.stride(0))
+
+
+def _launch_step(
+    X: Tensor, y: Tensor, w: Tensor, b: Tensor, lr: float, l2: float, into: tuple[Tensor, Tensor, Tensor],
+    work: tuple[Tensor, Tensor, Tensor], plan: StepPlan,
+) -> None:  # fmt: skip
+    """Two launches, or three where rows are too wide to be kept."""
+    N, D = X.shape
+    parts, sums, slopes = work
+    if plan.kept:
+        align = _align(X)
+        _logistic_step_rows[(plan.programs,)](
+            parts, sums, X, y, w, b, N, D // align, X.stride(0) // align,
+            ALIGN=align, ROWS=plan.rows, BLOCK=plan.block, STAGES=plan.stages, num_warps=plan.warps,
+        )  # fmt: skip
+    else:
+        _logistic_step_margins[(plan.programs,)](
+            slopes, sums, X, y, w, b, N, D, X.stride(0), ROWS=plan.rows, BLOCK=plan.block, num_warps=plan.warps
+        )
+        _logistic_step_columns[(triton.cdiv(D, plan.update),)](
+            parts, slopes, X, N, D, X.stride(0), ROWS=32, BLOCK=plan.update, num_warps=plan.warps
+        )
+    _logistic_step_update[(max(1, triton.cdiv(D, plan.update)),)](
+        *into, parts, sums, w, b, len(parts), len(sums), N, D, lr, l2,
+        PARTS=plan.parts, BLOCK=plan.update, WIDE=plan.wide, num_warps=4,
+    )  # fmt: skip
+
+
+def _workspace(X: Tensor, plan: StepPlan) -> tuple[Tensor, Tensor, Tensor]:
+    """Memory for partial gradients, for sums of slopes and losses, and for slopes where X is read twice."""
+    dtype, device = _sums(X.dtype), X.device
+    parts = torch.empty(plan.programs if plan.kept else 1, X.shape[1], dtype=dtype, device=device)
+    sums = torch.empty(plan.programs, 2, dtype=dtype, device=device)
+    return parts, sums, torch.empty(0 if plan.kept else len(X), dtype=dtype, device=device)
+
+
+def _packed(X: Tensor, y: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows, targets and weights without gaps; X is copied where its rows have some."""
+    if X.shape[1] > 1 and X.stride(1) != 1:
+        X = X.contiguous()
+    return X, y.contiguous(), w.contiguous()
+
+
+def _step(X: Tensor, y: Tensor, w: Tensor, b: Tensor, lr: float, l2: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Allocate and launch; arguments are valid."""
+    X, y, w = _packed(X, y, w)
+    capability, multiprocessors = gpu(X.device)
+    plan = _step_plan(*X.shape, w.element_size(), capability, multiprocessors)
+    into = torch.empty_like(w), torch.empty_like(b), torch.empty((), dtype=w.dtype, device=w.device)
+    with launching(X):
+        _launch_step(X, y, w, b, lr, l2, into, _workspace(X, plan), plan)
+    return into
+
+
+def _fit(
+    X: Tensor, y: Tensor, w: Tensor, b: Tensor, lr: float, l2: float, steps: int, on_chip: bool | None
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Allocate and launch; arguments are valid."""
+    X, y, w = _packed(X, y, w)
+    capability, multiprocessors = gpu(X.device)
+    losses = torch.empty(steps, dtype=w.dtype, device=w.device)
+    if steps == 0:
+        return w.clone(), b.clone(), losses
+    chip = None
+    if on_chip is not False and w.dtype == torch.float32:
+        chip = _fit_plan(*X.shape, X.element_size(), capability, multiprocessors)
+    with launching(X):
+        if chip is not None:
+            return *_launch_fit(X, y, w, b, lr, l2, losses, chip), losses
+        plan = _step_plan(*X.shape, w.element_size(), capability, multiprocessors)
+        work = _workspace(X, plan)
+        two = [(torch.empty_like(w), torch.empty_like(b)) for _ in range(min(2, steps))]
+        for t in range(steps):
+            into = two[t % 2]
+            _launch_step(X, y, w, b, lr, l2, (*into, losses[t]), work, plan)
+            w, b = into
+    return w, b, losses
+
+
+def _launch_fit(
+    X: Tensor, y: Tensor, w: Tensor, b: Tensor, lr: float, l2: float, losses: Tensor, plan: FitPlan
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The fit on the chip; launched several times where there are very many steps."""
+    (N, D), P = X.shape, plan.programs
+    align = _align(X)
+    # Words of no step: the first is number 1.
+    words = torch.zeros(2 * P * D + 2 * D + 2 * P, dtype=torch.int64, device=X.device)
+    gradients, weights, slopes = words.split((2 * P * D, 2 * D, 2 * P))
+    shares = torch.empty(min(len(losses), _TOGETHER), P, device=X.device)
+    for start in range(0, len(losses), _TOGETHER):
+        steps = min(_TOGETHER, len(losses) - start)
+        into = torch.empty_like(w), torch.empty_like(b)
+        # Cooperative: all programs at once or none, since they wait for each other.
+        _logistic_fit_rows[(P,)](
+            *into, shares, gradients, weights, slopes, X, y, w, b,
+            N, D // align, X.stride(0) // align, start, steps, lr, l2,
+            ALIGN=align, ROWS=plan.rows, BLOCK=plan.block, SLICE=plan.slice, PARTS=plan.parts, WORDS=plan.words,
+            num_warps=plan.warps, launch_cooperative_grid=True,
+        )  # fmt: skip
+        rows = max(1, 4096 // plan.words)
+        _logistic_fit_losses[(triton.cdiv(steps, rows),)](
+            losses[start:], shares, P, steps, STEPS=rows, PARTS=plan.words
+        )
+        w, b = into
+    return w, b
+
+
+_step_op = torch.library.custom_op(
+    "fusebook::logistic_step",
+    _step,
+    mutates_args=(),
+    schema="(Tensor X, Tensor y, Tensor w, Tensor b, float lr, float l2) -> (Tensor, Tensor, Tensor)",
+)
+_fit_op = torch.library.custom_op(
+    "fusebook::logistic_fit",
+    _fit,
+    mutates_args=(),
+    schema=(
+        "(Tensor X, Tensor y, Tensor w, Tensor b, float lr, float l2, int steps, bool? on_chip) "
+        "-> (Tensor, Tensor, Tensor)"
+    ),
+)
+
+
+@_step_op.register_fake
+def _(X: Tensor, y: Tensor, w: Tensor, b: Tensor, lr: float, l2: float) -> tuple[Tensor, Tensor, Tensor]:
+    return w.new_empty(w.shape), torch.empty_like(b), w.new_empty(())
+
+
+@_fit_op.register_fake
+def _(
+    X: Tensor, y: Tensor, w: Tensor, b: Tensor, lr: float, l2: float, steps: int, on_chip: bool | None
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    return w.new_empty(w.shape), torch.empty_like(b), w.new_empty((steps,))
+
+
+def _direct(*tensors: Tensor) -> bool:
+    """Whether the kernels can be launched at once, which saves a small call the time of torch's dispatcher.
+
+    Not where a gradient is recorded, the call is traced or transformed, or a tensor is a stand-in without memory.
+    """
+    return not (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._are_functorch_transforms_active()
+        or any(type(t) not in (Tensor, torch.nn.Parameter) or t.device.type not in ("cpu", "cuda") for t in tensors)
+        or (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
+    )
+
+
+def _checked(name: str, X: Any, y: Any, w: Any, b: Any, lr: Any, l2: Any) -> None:
+    """Validate what can be seen without reading values."""
+    check_tensor(name, "X", X)
+    check_tensor(name, "y", y)
+    dtype = _sums(X.dtype)
+    for what, value in (("w", w), ("b", b)):
+        check_tensor(name, what, value)
+        if value.dtype != dtype:
+            raise TypeError(
+                f"{name}: expected {what} to be {dtype} where X is {X.dtype}, got {value.dtype}; cast it, since steps "
+                "are too small for fewer digits"
+            )
+        check_alike(name, what, value, "X", X, dtype=False)
+    check_alike(name, "y", y, "X", X)
+    if X.dim() != 2:
+        raise ValueError(f"{name}: expected X of shape [N, D], got {tuple(X.shape)}; reshape it to rows of features")
+    N, D = X.shape
+    for what, value, want in (("y", y, (N,)), ("w", w, (D,))):
+        if tuple(value.shape) != want:
+            raise ValueError(
+                f"{name}: expected {what} of shape {want} where X is {tuple(X.shape)}, got {tuple(value.shape)}; "
+                "reshape it"
+            )
+    if tuple(b.shape) not in ((), (1,)):
+        raise ValueError(f"{name}: expected b to be a single number, got shape {tuple(b.shape)}; give one bias")
+    if N == 0:
+        raise ValueError(
+            f"{name}: expected at least one row, got X of shape {tuple(X.shape)}; the mean loss of no rows is no number"
+        )
+    for what, value in (("lr", lr), ("l2", l2)):
+        if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymFloat, torch.SymInt)):
+            raise TypeError(
+                f"{name}: expected {what} to be a number, got {type(value).__name__}; pass a Python float, since "
+                "reading a tensor would wait for the GPU"
+            )
+        if isinstance(value, (int, float)) and not math.isfinite(value):
+            raise ValueError(f"{name}: expected {what} to be finite, got {value}; every weight would become NaN")
+    if X.device.type in ("cpu", "cuda"):  # a stand-in on another device is only asked for its shape
+        check_device(name, X)
+
+
+def _refuse_other_targets(name: str, y: Tensor) -> None:
+    """Read the targets and raise ValueError for the first that is neither 0 nor 1. Waits for the GPU.
+
+    Skipped where nothing can be read or waited for: while a graph is captured, and under torch.compile.
+    """
+    if not _direct(y) or (y.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return
+    wrong = (y != 0) & (y != 1)
+    if not wrong.any():
+        return
+    i = int(wrong.nonzero()[0])
+    raise ValueError(
+        f"{name}: expected targets of 0 and 1, got {y[i].item():g} at y[{i}]; mend it, or pass check=False if "
+        "targets between them are meant"
+    )
+
+
+def logistic_step(
+    X: Tensor, y: Tensor, w: Tensor, b: Tensor, lr: float, l2: float, *, check: bool = True
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """One step of gradient descent on the cross entropy of logistic regression, with one pass over the data.
+
+    Parameters
+    ----------
+    X : torch.Tensor
+        ``[N, D]``, float16, bfloat16, float32 or float64, on a CUDA device, or on the CPU where Triton interprets.
+        Rows that are not contiguous are copied first.
+    y : torch.Tensor
+        ``[N]``, targets of 0 and 1, in the dtype of `X`.
+    w : torch.Tensor
+        ``[D]``, weights, float32; float64 where `X` is float64.
+    b : torch.Tensor
+        The bias, a single number in the dtype of `w`, of shape ``[]`` or ``[1]``.
+    lr : float
+        The learning rate.
+    l2 : float
+        Weight of the sum of squares of `w` in the loss.
+    check : bool, default True
+        Read the targets first and refuse others than 0 and 1, which waits for the GPU. Without it, and under
+        torch.compile and graph capture, a target is a probability and what lies outside of 0 to 1 is computed with.
+
+    Returns
+    -------
+    w : torch.Tensor
+        ``[D]``, new weights; what was given is not changed.
+    b : torch.Tensor
+        The new bias, of the shape of `b`.
+    loss : torch.Tensor
+        ``[]``, the mean cross entropy plus `l2` times the sum of squares of `w`, before the step.
+
+    Raises
+    ------
+    TypeError
+        For arguments that are no tensors, and other dtypes than those above.
+    ValueError
+        For shapes that do not match, no rows at all, tensors on different devices, a learning rate or an `l2` that is
+        not finite, and with `check` for targets other than 0 and 1.
+
+    Notes
+    -----
+    Sums are float32 at least, and always in the same order: two runs on a machine give the same bits. Where a step
+    diverges, infinities and NaN come out as they do in PyTorch. The step is not differentiable.
+
+    See Also
+    --------
+    logistic_fit : Many steps.
+
+    Examples
+    --------
+    >>> import fusebook, torch
+    >>> X = torch.tensor([[1.0, 0.0], [0.0, 1.0]], device="cuda")  # doctest: +SKIP
+    >>> y, w, b = X[:, 0], torch.zeros_like(X[0]), torch.zeros_like(X[0, 0])  # doctest: +SKIP
+    >>> fusebook.logistic_step(X, y, w, b, lr=1.0, l2=0.0)  # doctest: +SKIP
+    (tensor([ 0.2500, -0.2500], device='cuda:0'), tensor(0., device='cuda:0'), tensor(0.6931, device='cuda:0'))
+    """
+    _checked("logistic_step", X, y, w, b, lr, l2)
+    if check:
+        _refuse_other_targets("logistic_step", y)
+    call = _step if _direct(X, y, w, b) else _step_op
+    return call(X, y, w, b, lr, l2)
+
+
+def logistic_fit(
+    X: Tensor,
+    y: Tensor,
+    w: Tensor,
+    b: Tensor,
+    lr: float,
+    l2: float,
+    *,
+    steps: int,
+    check: bool = True,
+    on_chip: bool | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Many steps of `logistic_step`, in one launch where the data fits on the chip.
+
+    Parameters
+    ----------
+    X, y, w, b, lr, l2, check
+        As those of `logistic_step`.
+    steps : int
+        How many, from 0 up.
+    on_chip : bool, optional
+        True refuses what does not fit on the chip, False takes single steps; chosen by size unless given.
+
+    Returns
+    -------
+    w : torch.Tensor
+        ``[D]``, the weights after the last step; what was given is not changed.
+    b : torch.Tensor
+        The bias after the last step, of the shape of `b`.
+    losses : torch.Tensor
+        ``[steps]``, the loss before each step.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `logistic_step`; TypeError for `steps` that are no whole number, ValueError for negative ones.
+    NotImplementedError
+        With ``on_chip=True``, where X does not fit on the chip or is float64.
+
+    Notes
+    -----
+    X fits where each multiprocessor can hold its part of the rows in half of its registers, with the features padded
+    to a power of two, 256 at least, and is not float64: some 16 MB on a GPU of 132 multiprocessors. What does not fit
+    becomes a loop of fused steps, which reads X once a step.
+
+    On the chip all programs run at the same time and wait for each other, so the launch is a cooperative one: a GPU
+    that is busy with other work starts it when all its programs find a place.
+
+    See Also
+    --------
+    logistic_step : One step.
+    """
+    name = "logistic_fit"
+    _checked(name, X, y, w, b, lr, l2)
+    if isinstance(steps, bool) or not isinstance(steps, (int, torch.SymInt)):
+        raise TypeError(f"{name}: expected steps to be a whole number, got {type(steps).__name__}; pass an int")
+    if not 0 <= steps < 2**31:
+        raise ValueError(f"{name}: expected steps from 0 to 2**31 - 1, got {steps}; give how many to take")
+    if on_chip and X.device.type in ("cpu", "cuda") and not _fits(X):
+        raise NotImplementedError(
+            f"{name}: expected X to fit on the chip, got {X.dtype} of shape {tuple(X.shape)}; leave on_chip to be "
+            "chosen, which takes single steps"
+        )
+    if check:
+        _refuse_other_targets(name, y)
+    call = _fit if _direct(X, y, w, b) else _fit_op
+    return call(X, y, w, b, lr, l2, steps, on_chip)
+
+
+def _fits(X: Tensor) -> bool:
+    """Whether a fit would keep X on the chip."""
+    capability, multiprocessors = gpu(X.device)
+    plan = _fit_plan(*X.shape, X.element_size(), capability, multiprocessors)
+    return X.dtype != torch.float64 and plan is not None
+
+
+# The cards -----------------------------------------------------------------------------------------------------------
+
+
+def _clouds(rng: torch.Generator, dtype: torch.dtype, N: int, D: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Two clouds of points, seven tenths in the second, and weights that know nothing of them.
+
+    Their centres differ in every feature, so that sums over rows do not cancel; margins are about one whatever D.
+    """
+    kind, device = _sums(dtype), rng.device
+    y = (torch.rand(N, generator=rng, device=device) < 0.7).to(kind)
+    centre = 2 * torch.randn(D, generator=rng, device=device, dtype=kind).sign() / max(D, 1) ** 0.5
+    X = torch.randn(N, D, generator=rng, device=device, dtype=kind)
+    X += (2 * y - 1)[:, None] * centre
+    w = torch.randn(D, generator=rng, device=device, dtype=kind) / max(D, 1) ** 0.5
+    return X, y, w, torch.full((), 0.5, dtype=kind, device=device)
+
+
+def _make_step(rng: torch.Generator, dtype: torch.dtype, *, N: int, D: int) -> tuple[Any, ...]:
+    X, y, w, b = _clouds(rng, dtype, N, D)
+    X[::10] *= 40  # margins at which an exponential overflows, and the logarithm of 1 - p is minus infinity
+    return X.to(dtype), y.to(dtype), w, b, 0.5, 0.01
+
+
+def _make_fit(rng: torch.Generator, dtype: torch.dtype, *, N: int, D: int, steps: int) -> tuple[Any, ...]:
+    X, y, w, b = _clouds(rng, dtype, N, D)
+    # The largest curvature is about 1 + D / N: below its inverse a step goes down, and errors die out.
+    return X.to(dtype), y.to(dtype), w, b, 0.5 / (1 + D / N), 0.01, steps
+
+
+def _reference_step(
+    X: Tensor, y: Tensor, w: Tensor, b: Tensor, lr: float, l2: float
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    return logistic_step_eager(X.to(w.dtype), y.to(w.dtype), w, b, lr, l2)
+
+
+def _loop(
+    step: Any, X: Tensor, y: Tensor, w: Tensor, b: Tensor, lr: float, l2: float, steps: int
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    losses = []
+    for _ in range(steps):
+        w, b, loss = step(X, y, w, b, lr, l2)
+        losses.append(loss)
+    return w, b, torch.stack(losses) if losses else w.new_empty(0)
+
+
+def _reference_fit(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return _loop(_reference_step, *inputs)
+
+
+def _cost_step(itemsize: int, *, N: int, D: int) -> Cost:
+    wide = max(itemsize, 4)
+    return Cost(read=N * (D + 1) * itemsize + (D + 1) * wide, write=(D + 2) * wide, flop=4 * N * D)
+
+
+def _cost_step_eager(itemsize: int, *, N: int, D: int) -> Cost:
+    least = _cost_step(itemsize, N=N, D=D)
+    return Cost(read=least.read + N * D * itemsize, write=least.write, flop=least.flop)
+
+
+def _cost_fit(itemsize: int, *, N: int, D: int, steps: int) -> Cost:
+    wide = max(itemsize, 4)
+    return Cost(
+        read=N * (D + 1) * itemsize + (D + 1) * wide, write=(D + 1 + steps) * wide, flop=4 * N * D * steps
+    )  # fmt: skip
+
+
+def _cost_fit_steps(itemsize: int, *, N: int, D: int, steps: int) -> Cost:
+    one = _cost_step(itemsize, N=N, D=D)
+    return Cost(read=one.read * steps, write=one.write * steps, flop=one.flop * steps)
+
+
+def _cost_fit_eager(itemsize: int, *, N: int, D: int, steps: int) -> Cost:
+    one = _cost_step_eager(itemsize, N=N, D=D)
+    return Cost(read=one.read * steps, write=one.write * steps, flop=one.flop * steps)
+
+
+@functools.cache
+def _compiled(mode: str | None) -> Any:
+    return torch.compile(logistic_step_eager, dynamic=False, mode=mode)
+
+
+def _one_dtype(X: Tensor, y: Tensor, w: Tensor) -> None:
+    if X.dtype != w.dtype:
+        raise NotImplementedError(f"the chain takes one dtype, got X of {X.dtype} and w of {w.dtype}")
+
+
+def _eager(X: Tensor, y: Tensor, w: Tensor, *rest: Any) -> Any:
+    _one_dtype(X, y, w)
+    return logistic_step_eager(X, y, w, *rest)
+
+
+def _torch_compile(X: Tensor, y: Tensor, w: Tensor, *rest: Any) -> Any:
+    _one_dtype(X, y, w)
+    return _compiled(None)(X, y, w, *rest)
+
+
+def _reduce_overhead(X: Tensor, y: Tensor, w: Tensor, *rest: Any) -> Any:
+    _one_dtype(X, y, w)
+    # Its outputs are the graph's memory, which the next call overwrites.
+    torch.compiler.cudagraph_mark_step_begin()
+    return tuple(v.clone() for v in _compiled("reduce-overhead")(X, y, w, *rest))
+
+
+def _numpy_step(X: Any, y: Any, w: Any, b: Any, lr: float, l2: float) -> tuple[Any, Any, Any]:
+    """The chain in NumPy."""
+    import numpy as np
+
+    z = X @ w + b
+    e = np.exp(-np.abs(z))
+    loss = (np.maximum(-z, 0) + (1 - y) * z + np.log1p(e)).mean() + l2 * (w * w).sum()
+    r = (np.where(z >= 0, 1, e) / (1 + e) - y) / w.dtype.type(len(y))
+    return w - lr * (r @ X + 2 * l2 * w), b - lr * r.sum(), loss
+
+
+def _numpy_fit(X: Any, y: Any, w: Any, b: Any, lr: float, l2: float, steps: int) -> tuple[Any, Any, Any]:
+    import numpy as np
+
+    losses = np.empty(steps, w.dtype)
+    for t in range(steps):
+        w, b, losses[t] = _numpy_step(X, y, w, b, lr, l2)
+    return w, b, losses
+
+
+def _on_host(function: Any, X: Tensor, y: Tensor, w: Tensor, *rest: Any) -> tuple[Any, ...]:
+    """The function, and its inputs in the host's memory."""
+    _one_dtype(X, y, w)
+    return function, X.device, *(v.cpu() if isinstance(v, Tensor) else v for v in (X, y, w, *rest))
+
+
+def _run_numpy(function: Any, device: torch.device, *inputs: Any) -> tuple[Tensor, ...]:
+    out = function(*(v.numpy() if isinstance(v, Tensor) else v for v in inputs))
+    return _back(tuple(torch.as_tensor(v, dtype=inputs[2].dtype) for v in out), device)
+
+
+def _run_cpu(function: Any, device: torch.device, *inputs: Any) -> tuple[Tensor, ...]:
+    return _back(function(*inputs), device)
+
+
+def _back(outputs: tuple[Tensor, ...], device: torch.device) -> tuple[Tensor, ...]:
+    """The results where they are compared; waits, so that only the host's clock can time what the host does."""
+    moved = tuple(v.to(device) for v in outputs)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return moved
+
+
+def _fit_of(step: Any) -> Any:
+    return functools.partial(_loop, step)
+
+
+def _captured(function: Any, *inputs: Any) -> tuple[Any, Any]:
+    """A CUDA graph of the whole function, and the memory of its results."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        function(*inputs)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = function(*inputs)
+    return graph, outputs
+
+
+def _replay(graph: Any, outputs: Any) -> Any:
+    graph.replay()
+    return outputs
+
+
+def _captured_fit(X: Tensor, y: Tensor, w: Tensor, b: Tensor, lr: float, l2: float, steps: int) -> tuple[Any, ...]:
+    """A CUDA graph of up to a hundred steps, which leaves the weights where it finds them."""
+    if steps == 0:
+        raise NotImplementedError("a graph of no steps has nothing to replay")
+    together = max(n for n in range(1, min(steps, 100) + 1) if steps % n == 0)
+    state = w.clone(), b.clone()
+
+    def some() -> Tensor:
+        *new, losses = _loop(_eager, X, y, *state, lr, l2, together)
+        for old, value in zip(state, new, strict=True):
+            old.copy_(value)
+        return losses
+
+    return *_captured(some), state, (w, b), steps // together
+
+
+def _replay_fit(graph: Any, losses: Tensor, state: Any, start: Any, times: int) -> tuple[Tensor, ...]:
+    for old, value in zip(state, start, strict=True):
+        old.copy_(value)
+    found = losses.new_empty(times, len(losses))
+    for part in found:
+        graph.replay()
+        part.copy_(losses)
+    return *state, found.view(-1)
+
+
+def _fusebook_step(check: bool = False) -> Any:
+    return functools.partial(logistic_step, check=check)
+
+
+def _fusebook_fit(on_chip: bool | None) -> Any:
+    def fit(X: Tensor, y: Tensor, w: Tensor, b: Tensor, lr: float, l2: float, steps: int) -> Any:
+        return logistic_fit(X, y, w, b, lr, l2, steps=steps, check=False, on_chip=on_chip)
+
+    return fit
+
+
+LOGISTIC_STEP = Op(
+    name="logistic_step",
+    reference=_reference_step,
+    make=_make_step,
+    cost=_cost_step,
+    variants={
+        "eager": Variant(_eager, cost=_cost_step_eager, needs=()),
+        "NumPy": Variant(_run_numpy, cost=_cost_step_eager, needs=(), prepare=functools.partial(_on_host, _numpy_step)),
+        "torch on the CPU": Variant(
+            _run_cpu, cost=_cost_step_eager, needs=("cuda",), prepare=functools.partial(_on_host, _eager)
+        ),
+        "torch.compile": Variant(_torch_compile, cost=_cost_step_eager, recompiles=True),
+        "reduce-overhead": Variant(_reduce_overhead, cost=_cost_step_eager, recompiles=True),
+        "eager in a graph": Variant(_replay, cost=_cost_step_eager, prepare=functools.partial(_captured, _eager)),
+        "fusebook": Variant(_fusebook_step(), needs=()),
+        "fusebook, checked": Variant(_fusebook_step(check=True), needs=()),
+    },
+    configs={
+        "seed": ({"N": 400, "D": 784},),
+        "roof": ({"N": 1_000_000, "D": 784},),
+        "small": ({"N": 4000, "D": 784}, {"N": 400, "D": 64}),
+        "medium": ({"N": 40_000, "D": 784}, {"N": 400_000, "D": 64}, {"N": 4000, "D": 16_384}),
+        "large": ({"N": 10_000_000, "D": 64}, {"N": 100_000, "D": 10_000}),
+    },
+    # A single ragged tile; several tiles, the last ragged; rows too wide to be kept; no features at all.
+    edges=({"N": 13, "D": 7}, {"N": 70, "D": 196}, {"N": 3, "D": 16_500}, {"N": 5, "D": 0}),
+    dtypes=(torch.float32, torch.float64, torch.bfloat16),
+)
+
+LOGISTIC_FIT = Op(
+    name="logistic_fit",
+    reference=_reference_fit,
+    make=_make_fit,
+    cost=_cost_fit,
+    variants={
+        "eager": Variant(_fit_of(_eager), cost=_cost_fit_eager, needs=()),
+        "NumPy": Variant(_run_numpy, cost=_cost_fit_eager, needs=(), prepare=functools.partial(_on_host, _numpy_fit)),
+        "torch on the CPU": Variant(
+            _run_cpu, cost=_cost_fit_eager, needs=("cuda",), prepare=functools.partial(_on_host, _fit_of(_eager))
+        ),
+        "torch.compile": Variant(_fit_of(_torch_compile), cost=_cost_fit_eager, recompiles=True),
+        "reduce-overhead": Variant(_fit_of(_reduce_overhead), cost=_cost_fit_eager, recompiles=True),
+        "eager in a graph": Variant(_replay_fit, cost=_cost_fit_eager, prepare=_captured_fit),
+        "fusebook steps": Variant(_fusebook_fit(False), cost=_cost_fit_steps, needs=()),
+        "fusebook": Variant(_fusebook_fit(None), needs=()),
+    },
+    configs={
+        "seed": ({"N": 400, "D": 784, "steps": 200},),
+        "rows": tuple({"N": n, "D": 784, "steps": 50} for n in (100, 400, 1600, 4000, 16_000)),
+        "features": tuple({"N": 400, "D": d, "steps": 50} for d in (16, 256, 784, 4096)),
+    },
+    edges=({"N": 13, "D": 7, "steps": 3}, {"N": 5, "D": 0, "steps": 2}, {"N": 3, "D": 4, "steps": 0}),
+    dtypes=(torch.float32, torch.float64),
+)
+
+OPS = (LOGISTIC_STEP, LOGISTIC_FIT)

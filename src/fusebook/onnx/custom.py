@@ -1,0 +1,598 @@
+"""Operators of ONNX Runtime whose kernels are Python functions: a Triton launcher becomes a node of a graph.
+
+ONNX Runtime takes operators from a shared library. Fusebook's is a small C file that knows no operator at all; it is
+compiled by the system's C compiler when it is first needed, as Triton compiles its own launchers, and kept in a cache.
+When a node runs, it hands its tensors to Python as DLPack structs over ONNX Runtime's memory, and Python launches on
+ONNX Runtime's stream.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import functools
+import hashlib
+import inspect
+import itertools
+import os
+import pathlib
+import shutil
+import subprocess
+import tempfile
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.dlpack import from_dlpack
+
+__all__ = ["CustomOp", "custom_op", "register"]
+
+_HERE = pathlib.Path(__file__).parent
+_MESSAGE = 2048  # as in shim.c
+# Numbers of onnx.TensorProto, so that running a graph does not need the package onnx.
+_ELEMENTS = {
+    torch.float32: 1,
+    torch.uint8: 2,
+    torch.int8: 3,
+    torch.int16: 5,
+    torch.int32: 6,
+    torch.int64: 7,
+    torch.bool: 9,
+    torch.float16: 10,
+    torch.float64: 11,
+    torch.bfloat16: 16,
+}
+
+# The library -----------------------------------------------------------------------------------------------------
+
+
+def cache_folder() -> pathlib.Path:
+    """Where compiled libraries are kept: ``FUSEBOOK_CACHE``, or ``fusebook`` in the user's cache."""
+    root = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+    return pathlib.Path(os.environ.get("FUSEBOOK_CACHE") or pathlib.Path(root) / "fusebook")
+
+
+def compile_c(sources: Sequence[pathlib.Path], out: pathlib.Path, *options: str) -> pathlib.Path:
+    """Make a shared library with the system's C compiler.
+
+    Parameters
+    ----------
+    sources : sequence of pathlib.Path
+    out : pathlib.Path
+        Whole or not there, whatever happens meanwhile.
+    *options : str
+        Further options of the compiler.
+
+    Returns
+    -------
+    pathlib.Path
+        `out`.
+
+    Raises
+    ------
+    RuntimeError
+        Where there is no compiler, it fails, or `out` cannot be written; in one sentence.
+    """
+    asked = os.environ.get("CC")
+    compiler = shutil.which(asked) if asked else next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
+    if compiler is None:
+        raise RuntimeError(
+            f"fusebook.onnx: found no C compiler ({asked or 'cc, gcc or clang'}), which operators of ONNX Runtime are "
+            "made with; install gcc, or set CC to the one to use"
+        )
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(suffix=".so", dir=out.parent)
+    except OSError as error:
+        raise RuntimeError(
+            f"fusebook.onnx: cannot write to {out.parent} ({error.strerror}); set FUSEBOOK_CACHE to a folder that can "
+            "be written"
+        ) from error
+    os.close(handle)
+    part = pathlib.Path(name)
+    flags = ["-std=gnu11", "-O2", "-shared", "-fPIC", "-fvisibility=hidden", f"-I{_HERE}"]
+    try:
+        done = subprocess.run(
+            [compiler, *flags, *map(str, sources), "-o", str(part), *options],
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        if done.returncode:
+            first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip()[:200])
+            raise RuntimeError(f"fusebook.onnx: {compiler} failed: {first}; set CC to a compiler of C11")
+        part.chmod(0o755)  # the temporary file is nobody else's
+        part.replace(out)
+    finally:
+        part.unlink(missing_ok=True)
+    return out
+
+
+def _library_path() -> pathlib.Path:
+    """The compiled shim of this version of the library; compiled where it is not there yet."""
+    text = b"".join((_HERE / name).read_bytes() for name in ("ort_api.h", "shim.c"))
+    path = cache_folder() / f"shim-{hashlib.sha256(text).hexdigest()[:16]}.so"
+    return path if path.exists() else compile_c([_HERE / "shim.c"], path)
+
+
+_pointer, _size = ctypes.c_void_p, ctypes.c_size_t
+_CREATE = ctypes.PYFUNCTYPE(ctypes.c_int, _size, _pointer, _pointer, ctypes.POINTER(_size), _pointer)
+_COMPUTE = ctypes.CFUNCTYPE(ctypes.c_int, _size, ctypes.POINTER(_pointer), _pointer, _pointer, ctypes.c_int, _pointer)
+_DESTROY = ctypes.CFUNCTYPE(None, _size)
+
+
+class _Shim:
+    """The compiled library, as Python sees it."""
+
+    def __init__(self) -> None:
+        self.path = _library_path()
+        try:
+            library = ctypes.CDLL(str(self.path))
+            self.fast = ctypes.PyDLL(str(self.path))  # the same library; keeps the GIL, for calls that take no time
+        except OSError as error:
+            raise RuntimeError(
+                f"fusebook.onnx: cannot load {self.path} ({error}); delete it, so that it is compiled for this machine"
+            ) from error
+        self.library = library
+        self.lock = threading.Lock()
+        self.callbacks = (_CREATE_CALLBACK, _COMPUTE_CALLBACK, _DESTROY_CALLBACK)
+        library.fusebook_callbacks(*self.callbacks)
+        # A session may outlive the interpreter, which must not be called back then.
+        atexit.register(library.fusebook_callbacks, None, None, None)
+        library.fusebook_define.restype = _pointer
+        library.fusebook_together.restype = _pointer
+        library.fusebook_select.argtypes = [_pointer]
+        self.output = self.fast.fusebook_output
+        self.output.restype = _pointer
+        self.output.argtypes = [_pointer, _size, _pointer, _size]
+        self.selections: dict[tuple[str, tuple[int, ...]], int] = {}
+
+
+@functools.cache
+def _shim() -> _Shim:
+    return _Shim()
+
+
+_SIZES = [ctypes.c_int64 * axes for axes in range(65)]
+
+# A DLPack struct becomes a capsule, which from_dlpack takes over together with the struct.
+_capsule = ctypes.pythonapi.PyCapsule_New
+_capsule.restype = ctypes.py_object
+_capsule.argtypes = [_pointer, ctypes.c_char_p, _pointer]
+
+
+def _tensor(managed: int) -> Tensor:
+    return from_dlpack(_capsule(managed, b"dltensor", None))
+
+
+# Kernels ---------------------------------------------------------------------------------------------------------
+
+
+class _Kernel:
+    """A node of a session: an operator and the attributes of the node."""
+
+    __slots__ = ("attributes", "op", "outputs", "pool", "written")
+
+    def __init__(self, op: CustomOp, attributes: dict[str, Any]) -> None:
+        self.op = op
+        self.attributes = attributes
+        self.pool: Any = None  # what a launcher allocates while a graph is captured belongs to that graph
+
+    def run(self, inputs: Any, running: int, stream: int, device: int) -> None:
+        op = self.op
+        given: list[Tensor | None] = []
+        for i in range(len(op.inputs)):
+            managed = inputs[i]
+            inputs[i] = None
+            given.append(_tensor(managed) if managed else None)
+        if device < 0:
+            self._launch(given, running)
+            return
+        # ONNX Runtime's stream becomes the current one of this thread, as by torch.cuda.stream in a third of its time.
+        before = torch.cuda.current_stream(device)
+        torch.cuda.set_stream(_stream(stream, device))
+        try:
+            if not torch.cuda.is_current_stream_capturing():
+                self._launch(given, running)
+                return
+            # The captured graph is replayed without us: what its kernels use besides its inputs and outputs must stay.
+            self.pool = self.pool or torch.cuda.MemPool()
+            with torch.cuda.use_mem_pool(self.pool, device=torch.device("cuda", device)):
+                self._launch(given, running)
+        finally:
+            torch.cuda.set_stream(before)
+
+    def _launch(self, given: list[Tensor | None], running: int) -> None:
+        op = self.op
+        if op.shape is None:
+            results = op.launcher(*given, **self.attributes)
+            results = results if isinstance(results, (tuple, list)) else (results,)
+            op._complete(results)
+            for i, result in enumerate(results):
+                self._output(running, i, tuple(result.shape)).copy_(result)
+            return
+        shapes = op._shapes(given, self.attributes)
+        memory = [self._output(running, i, shape) for i, shape in enumerate(shapes)]
+        results = op.launcher(*given, out=memory[0] if len(memory) == 1 else tuple(memory), **self.attributes)
+        if results is None:
+            return
+        results = results if isinstance(results, (tuple, list)) else (results,)
+        op._complete(results)
+        for name, result, out in zip(op.outputs, results, memory, strict=True):
+            if not isinstance(result, Tensor) or result.shape != out.shape or result.data_ptr() != out.data_ptr():
+                raise ValueError(
+                    f"{op.name}: expected the launcher to write {name} into the memory given as out, got another "
+                    "tensor; write to out and return it, or leave shape out so that the result is copied"
+                )
+
+    def _output(self, running: int, i: int, shape: tuple[int, ...]) -> Tensor:
+        managed = _shim().output(running, i, _SIZES[len(shape)](*shape), len(shape))
+        if not managed:
+            raise _Refused
+        return _tensor(managed)
+
+
+class _Refused(Exception):
+    """ONNX Runtime has a status of its own, which ends the run."""
+
+
+@functools.lru_cache(maxsize=256)
+def _stream(address: int, device: int) -> torch.cuda.Stream:
+    if address == 0:
+        return torch.cuda.default_stream(device)
+    return torch.cuda.ExternalStream(address, device=device)  # type: ignore[no-any-return]
+
+
+_OPS: dict[int, CustomOp] = {}
+_KERNELS: dict[int, _Kernel] = {}
+_numbers = itertools.count(1)
+
+
+def _say(error: BaseException, name: str, into: int) -> None:
+    """Leave one line of an exception where C takes it from."""
+    line = (str(error).strip().splitlines() or [""])[0]
+    text = f"{name}: {type(error).__name__}: {line}" if line else f"{name}: {type(error).__name__}"
+    ctypes.memmove(into, (data := text.encode()[: _MESSAGE - 1].decode(errors="ignore").encode() + b"\0"), len(data))
+
+
+def _create(op: int, api: int, info: int, kernel: Any, message: int) -> int:
+    try:
+        made = _Kernel(_OPS[op], _OPS[op]._attributes_of(api, info))
+        number = next(_numbers)
+        _KERNELS[number] = made
+        kernel[0] = number
+    except BaseException as error:  # nothing may leave a callback: C would go on as if nothing had happened
+        _say(error, _OPS[op].name if op in _OPS else "fusebook", message)
+        return 0
+    return 1
+
+
+def _compute(kernel: int, inputs: Any, running: int, stream: int | None, device: int, message: int) -> int:
+    try:
+        _KERNELS[kernel].run(inputs, running, stream or 0, device)
+    except _Refused:
+        return 0
+    except BaseException as error:
+        _say(error, _KERNELS[kernel].op.name, message)
+        return 0
+    return 1
+
+
+def _destroy(kernel: int) -> None:
+    _KERNELS.pop(kernel, None)
+
+
+_CREATE_CALLBACK = _CREATE(_create)
+_COMPUTE_CALLBACK = _COMPUTE(_compute)
+_DESTROY_CALLBACK = _DESTROY(_destroy)
+
+
+# Operators -------------------------------------------------------------------------------------------------------
+
+Kinds = Mapping[str, torch.dtype | str]
+Shape = str | Callable[..., Any]
+
+
+class CustomOp:
+    """An operator of ONNX Runtime; made by `custom_op`, given to `register` or to `fusebook.onnx.Graph`."""
+
+    def __init__(
+        self,
+        name: str,
+        launcher: Callable[..., Any],
+        inputs: Kinds,
+        outputs: Kinds,
+        shape: Shape | None,
+        types: Mapping[str, Sequence[torch.dtype]],
+        attributes: Mapping[str, Any],
+        host: Sequence[str],
+        optional: Sequence[str],
+        domain: str,
+    ) -> None:
+        self.name = name
+        self.launcher = launcher
+        self.inputs = dict(inputs)
+        self.outputs = dict(outputs)
+        self.shape = shape
+        self.types = {key: tuple(value) for key, value in types.items()}
+        self.attributes = dict(attributes)
+        self.host = tuple(host)
+        self.optional = tuple(optional)
+        self.domain = domain
+        self._check()
+        self.number = next(_numbers)
+        self._overloads: list[int] = []
+
+    def __repr__(self) -> str:
+        return f"CustomOp({self.domain}::{self.name}({', '.join(self.inputs)}) -> {', '.join(self.outputs)})"
+
+    def _check(self) -> None:
+        def refuse(what: str) -> None:
+            raise ValueError(f"onnx.custom_op: {self.name}: {what}")
+
+        if not self.name.isidentifier():
+            raise ValueError(f"onnx.custom_op: expected a name such as MaskedScatter, got {self.name!r}; use letters")
+        if not callable(self.launcher):
+            raise TypeError(
+                f"onnx.custom_op: {self.name}: expected launcher to be a function, got "
+                f"{type(self.launcher).__name__}; pass the function itself"
+            )
+        if not self.outputs:
+            refuse("expected at least one output, got none; name them with their types")
+        if max(len(self.inputs), len(self.outputs)) > 32:
+            refuse("expected at most 32 inputs and 32 outputs; split the operator")
+        for name, kind in {**self.inputs, **self.outputs}.items():
+            known = self.types if isinstance(kind, str) else _ELEMENTS
+            if kind not in known:
+                refuse(
+                    f"expected the type of {name} to be a torch dtype or one of types ({', '.join(self.types)}), got "
+                    f"{kind!r}; name it in types"
+                )
+        for key, kinds in self.types.items():
+            if not kinds or any(kind not in _ELEMENTS for kind in kinds):
+                refuse(f"expected types[{key!r}] to list torch dtypes, got {kinds!r}; list those to accept")
+        if lost := {k for k in self.outputs.values() if isinstance(k, str)} - set(self.inputs.values()):
+            refuse(f"expected each type of an output to be that of an input, got {', '.join(lost)}; give a dtype")
+        for what, names in (("host", self.host), ("optional", self.optional)):
+            if unknown := [name for name in names if name not in self.inputs]:
+                refuse(f"expected {what} to name inputs ({', '.join(self.inputs)}), got {', '.join(unknown)}")
+        for key, value in self.attributes.items():
+            _reader_of(self.name, key, value)
+        if isinstance(self.shape, str) and self.shape not in self.inputs:
+            refuse(f"expected shape to name an input ({', '.join(self.inputs)}) or be a function, got {self.shape!r}")
+        if self.shape is not None and "out" not in _parameters(self.launcher):
+            refuse(
+                "expected the launcher to take out=, the memory to write to, as a shape is given; leave shape out to "
+                "have its results copied"
+            )
+
+    def _shapes(self, given: Sequence[Tensor | None], attributes: Mapping[str, Any]) -> list[tuple[int, ...]]:
+        """The shapes of all outputs."""
+        if isinstance(self.shape, str):
+            of = given[list(self.inputs).index(self.shape)]
+            if of is None:
+                raise ValueError(f"expected the input {self.shape}, whose shape the output has; the node leaves it out")
+            if self.shape not in self.host:
+                return [tuple(of.shape)] * len(self.outputs)
+            if of.dim() != 1:
+                raise ValueError(f"expected {self.shape} to have one axis, got {tuple(of.shape)}; pass a vector")
+            shapes: Any = tuple(of.tolist())
+            if len(self.outputs) == 1 and (not shapes or min(shapes) >= 0):
+                return [shapes]
+        else:
+            assert self.shape is not None
+            shapes = self.shape(*given, **attributes)
+        shapes = [shapes] if not shapes or isinstance(shapes[0], int) else list(shapes)
+        if len(shapes) != len(self.outputs):
+            raise ValueError(f"expected {len(self.outputs)} shapes, got {len(shapes)}; shape must give one an output")
+        for shape in shapes:
+            if any(size < 0 for size in shape):
+                raise ValueError(f"expected sizes from 0 up in a shape, got {tuple(shape)}; give each axis its length")
+        return [tuple(shape) for shape in shapes]
+
+    def _complete(self, results: Sequence[Any]) -> None:
+        if len(results) != len(self.outputs):
+            raise ValueError(
+                f"expected {len(self.outputs)} outputs ({', '.join(self.outputs)}) from the launcher, got "
+                f"{len(results)}; return them as a tuple"
+            )
+        for name, result in zip(self.outputs, results, strict=True):
+            if not isinstance(result, Tensor):
+                raise TypeError(
+                    f"expected the launcher to return a tensor for {name}, got {type(result).__name__}; return a tensor"
+                )
+
+    def _attributes_of(self, api: int, info: int) -> dict[str, Any]:
+        return {name: _reader_of(self.name, name, value)(api, info) for name, value in self.attributes.items()}
+
+    def _defined(self) -> list[int]:
+        """Pointers to the overloads, each choice of types for each provider; made when they are first asked for."""
+        if not self._overloads:
+            library = _shim().library
+            _OPS[self.number] = self
+            used = [key for key in self.types if key in {*self.inputs.values(), *self.outputs.values()}]
+            for chosen in itertools.product(*(self.types[key] for key in used)):
+                known = dict(zip(used, chosen, strict=True))
+
+                def elements(kinds: Kinds, known: dict[str, torch.dtype] = known) -> Any:
+                    values = [_ELEMENTS[known[k] if isinstance(k, str) else k] for k in kinds.values()]
+                    return (ctypes.c_int * len(values))(*values)
+
+                flags = ctypes.c_int * len(self.inputs)
+                for cuda in (0, 1):
+                    pointer = library.fusebook_define(
+                        _size(self.number), self.name.encode(), cuda,
+                        _size(len(self.inputs)), elements(self.inputs),
+                        flags(*(name in self.optional for name in self.inputs)),
+                        flags(*(name in self.host for name in self.inputs)),
+                        _size(len(self.outputs)), elements(self.outputs),
+                    )  # fmt: skip
+                    self._overloads.append(pointer)
+        return self._overloads
+
+
+def _parameters(function: Callable[..., Any]) -> set[str]:
+    try:
+        found = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return {"out"}
+    return set(found) | ({"out"} if any(p.kind is p.VAR_KEYWORD for p in found.values()) else set())
+
+
+def _reader_of(op: str, name: str, default: Any) -> Callable[[int, int], Any]:
+    """How an attribute is read from a node; `default` is its value, or its type where a node must have it."""
+    kind = default if isinstance(default, type) else type(default)
+    words = {int: "int", float: "float", str: "string", tuple: "ints"}
+    if kind not in words:
+        raise TypeError(
+            f"onnx.custom_op: {op}: expected the attribute {name} to be an int, a float, a str or a tuple of numbers, "
+            f"got {kind.__name__}; give its default, or its type"
+        )
+    floats = kind is tuple and not isinstance(default, type) and any(isinstance(v, float) for v in default)
+
+    def read(api: int, info: int) -> Any:
+        library, key = _shim().library, name.encode()
+        where = (_pointer(api), _pointer(info), key)
+        count = _size(0)
+        if kind is int:
+            whole = ctypes.c_int64()
+            if library.fusebook_int(*where, ctypes.byref(whole)):
+                return whole.value
+        elif kind is float:
+            real = ctypes.c_float()
+            if library.fusebook_float(*where, ctypes.byref(real)):
+                return real.value
+        elif kind is str:
+            # Asked for its size first; ONNX Runtime then says no, as there is no room, or yes, as there need be none.
+            library.fusebook_string(*where, None, ctypes.byref(count))
+            text = ctypes.create_string_buffer(max(1, count.value))
+            if count.value and library.fusebook_string(*where, text, ctypes.byref(count)):
+                return text.value.decode()
+        else:
+            call = library.fusebook_floats if floats else library.fusebook_ints
+            call(*where, None, ctypes.byref(count))
+            room = ((ctypes.c_float if floats else ctypes.c_int64) * max(1, count.value))()
+            if count.value and call(*where, room, ctypes.byref(count)):
+                return tuple(room[: count.value])
+        # Absent, or of another kind: tell them apart, so that a wrong one is not taken for the default.
+        for other, word in (("int", "int"), ("float", "float"), ("string", "string"), ("ints", "ints")):
+            count = _size(0)
+            buffer = ctypes.create_string_buffer(8)
+            last = (buffer,) if other in ("int", "float") else (None, ctypes.byref(count))
+            there = getattr(library, f"fusebook_{other}")(*where, *last)
+            if (there or count.value) and word != words[kind]:
+                raise TypeError(
+                    f"expected the attribute {name} to be {words[kind]}, got {word}; set it as {words[kind]}"
+                )
+        if isinstance(default, type):
+            raise ValueError(f"expected the attribute {name}, got a node without it; set it")
+        return default
+
+    return read
+
+
+def custom_op(
+    name: str,
+    launcher: Callable[..., Any],
+    inputs: Kinds,
+    outputs: Kinds,
+    shape: Shape | None = None,
+    *,
+    types: Mapping[str, Sequence[torch.dtype]] | None = None,
+    attributes: Mapping[str, Any] | None = None,
+    host: Sequence[str] = (),
+    optional: Sequence[str] = (),
+    domain: str = "fusebook",
+) -> CustomOp:
+    """Make an operator of ONNX Runtime out of a function of torch tensors.
+
+    Parameters
+    ----------
+    name : str
+        Of the operator in a graph.
+    launcher : callable
+        Called with a tensor for each input (None for an optional one that a node leaves out) and the node's attributes
+        by name. The tensors lie over ONNX Runtime's memory, the current stream is ONNX Runtime's. With a `shape` it
+        also takes ``out``, a tensor or a tuple of them over the memory of the outputs, and writes there.
+    inputs, outputs : mapping of str to torch.dtype or str
+        Names in their order, each with its dtype, or with the name of one of `types`.
+    shape : str or callable, optional
+        What the outputs are as large as. The name of an input: as that input; of an input on the host: as its values
+        say. A function: of all that the launcher gets, it returns a shape, or one for each output. Without it, the
+        launcher returns its results, and these are copied into ONNX Runtime's memory.
+    types : mapping of str to sequence of torch.dtype, optional
+        What a name among the types may stand for: ``{"T": (torch.float32, torch.float16)}``.
+    attributes : mapping of str to int, float, str, tuple or type, optional
+        Of the node, each with its default, or with its type where a node must have it.
+    host : sequence of str
+        Inputs that are wanted on the CPU, such as a shape.
+    optional : sequence of str
+        Inputs that a node may leave out.
+    domain : str, default "fusebook"
+
+    Returns
+    -------
+    CustomOp
+        For `register`, or for ``ops`` of `fusebook.onnx.Graph`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For a description that contradicts itself.
+
+    Notes
+    -----
+    What the launcher raises becomes an error of ONNX Runtime with its message. A tensor that it keeps is worth nothing
+    once it has returned. While ONNX Runtime captures a CUDA graph, what it allocates is kept for as long as the
+    session; the graph is then replayed without calling it.
+
+    Examples
+    --------
+    >>> def twice(x, out):
+    ...     torch.mul(x, 2, out=out)
+    >>> op = custom_op("Twice", twice, {"x": torch.float32}, {"y": torch.float32}, shape="x")
+    >>> graph = fusebook.onnx.Graph("model.onnx", ops=[op])  # doctest: +SKIP
+    """
+    return CustomOp(
+        name, launcher, inputs, outputs, shape, types or {}, attributes or {}, host, optional, domain
+    )  # fmt: skip
+
+
+def register(options: Any, *ops: CustomOp) -> None:
+    """Make operators known to the sessions that are made with these options.
+
+    Parameters
+    ----------
+    options : onnxruntime.SessionOptions
+    *ops : CustomOp
+
+    Raises
+    ------
+    RuntimeError
+        Where there is no C compiler, or no folder to keep the compiled library in; from ONNX Runtime, where the options
+        know the domain of the operators already: a session takes one set of operators for each domain.
+    TypeError, ValueError
+        For something else than operators, and for two of one name.
+    """
+    for op in ops:
+        if not isinstance(op, CustomOp):
+            raise TypeError(
+                f"onnx.register: expected operators from onnx.custom_op, got {type(op).__name__}; make one of it"
+            )
+    for domain in dict.fromkeys(op.domain for op in ops):
+        chosen = [op for op in ops if op.domain == domain]
+        names = [op.name for op in chosen]
+        if len(set(names)) < len(names):
+            raise ValueError(f"onnx.register: expected names that differ in {domain}, got {', '.join(names)}")
+        shim = _shim()
+        with shim.lock:
+            key = domain, tuple(op.number for op in chosen)
+            if key not in shim.selections:
+                overloads = [pointer for op in chosen for pointer in op._defined()]
+                array = (_pointer * len(overloads))(*overloads)
+                shim.selections[key] = shim.library.fusebook_together(domain.encode(), array, _size(len(overloads)))
+            shim.library.fusebook_select(shim.selections[key])
+            try:
+                options.register_custom_ops_library(str(shim.path))
+            finally:
+                shim.library.fusebook_select(None)

@@ -1,0 +1,104 @@
+/* What Fusebook uses of ONNX Runtime's C API, so that no header of its need be installed.
+ *
+ * OrtApi is a table of functions whose places never change: a function is reached by its number. OrtCustomOp only grows
+ * at its end, and `version` says how much of it is there; 16 is the first whose kernels return a status, and every
+ * ONNX Runtime from 1.16 on accepts it.
+ */
+#ifndef FUSEBOOK_ORT_API_H
+#define FUSEBOOK_ORT_API_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#define FUSEBOOK_API_VERSION 16
+
+typedef void *Status; /* NULL is success */
+typedef const void *const *Api;
+
+typedef struct {
+  Api (*GetApi)(uint32_t version);
+  const char *(*GetVersionString)(void);
+} ApiBase;
+
+typedef struct CustomOp {
+  uint32_t version;
+  void *(*CreateKernel)(const struct CustomOp *, Api, const void *info);
+  const char *(*GetName)(const struct CustomOp *);
+  const char *(*GetExecutionProviderType)(const struct CustomOp *);
+  int (*GetInputType)(const struct CustomOp *, size_t);
+  size_t (*GetInputTypeCount)(const struct CustomOp *);
+  int (*GetOutputType)(const struct CustomOp *, size_t);
+  size_t (*GetOutputTypeCount)(const struct CustomOp *);
+  void (*KernelCompute)(void *kernel, void *context);
+  void (*KernelDestroy)(void *kernel);
+  int (*GetInputCharacteristic)(const struct CustomOp *, size_t);
+  int (*GetOutputCharacteristic)(const struct CustomOp *, size_t);
+  int (*GetInputMemoryType)(const struct CustomOp *, size_t);
+  int (*GetVariadicInputMinArity)(const struct CustomOp *);
+  int (*GetVariadicInputHomogeneity)(const struct CustomOp *);
+  int (*GetVariadicOutputMinArity)(const struct CustomOp *);
+  int (*GetVariadicOutputHomogeneity)(const struct CustomOp *);
+  Status (*CreateKernelV2)(const struct CustomOp *, Api, const void *info, void **kernel);
+  Status (*KernelComputeV2)(void *kernel, void *context);
+} CustomOp;
+
+enum { ORT_FAIL = 1, ORT_INVALID_ARGUMENT = 2, ORT_NOT_IMPLEMENTED = 9 };
+enum { REQUIRED = 0, OPTIONAL = 1 };
+enum { MEMORY_OF_PROVIDER = 0, MEMORY_OF_HOST = -2 };
+enum { FLOAT32 = 1, UINT8 = 2, INT8 = 3, INT16 = 5, INT32 = 6, INT64 = 7, BOOL = 9, FLOAT16 = 10, FLOAT64 = 11,
+       BFLOAT16 = 16 };
+
+#define CreateStatus(api) ((Status(*)(int, const char *))(api)[0])
+#define GetErrorMessage(api) ((const char *(*)(Status))(api)[2])
+#define CreateCustomOpDomain(api) ((Status(*)(const char *, void **))(api)[26])
+#define CustomOpDomain_Add(api) ((Status(*)(void *, const CustomOp *))(api)[27])
+#define AddCustomOpDomain(api) ((Status(*)(void *options, void *))(api)[28])
+#define GetTensorMutableData(api) ((Status(*)(void *, void **))(api)[51])
+#define GetTensorElementType(api) ((Status(*)(const void *, int *))(api)[60])
+#define GetDimensionsCount(api) ((Status(*)(const void *, size_t *))(api)[61])
+#define GetDimensions(api) ((Status(*)(const void *, int64_t *, size_t))(api)[62])
+#define GetTensorTypeAndShape(api) ((Status(*)(const void *, void **))(api)[65])
+#define MemoryInfoGetId(api) ((Status(*)(const void *, int *))(api)[72])
+#define KernelInfoGetAttribute_float(api) ((Status(*)(const void *, const char *, float *))(api)[85])
+#define KernelInfoGetAttribute_int64(api) ((Status(*)(const void *, const char *, int64_t *))(api)[86])
+#define KernelInfoGetAttribute_string(api) ((Status(*)(const void *, const char *, char *, size_t *))(api)[87])
+#define KernelContext_GetInputCount(api) ((Status(*)(const void *, size_t *))(api)[88])
+#define KernelContext_GetInput(api) ((Status(*)(const void *, size_t, const void **))(api)[90])
+#define KernelContext_GetOutput(api) ((Status(*)(void *, size_t, const int64_t *, size_t, void **))(api)[91])
+#define ReleaseStatus(api) ((void (*)(Status))(api)[93])
+#define ReleaseTensorTypeAndShapeInfo(api) ((void (*)(void *))(api)[99])
+#define KernelInfoGetAttributeArray_float(api) ((Status(*)(const void *, const char *, float *, size_t *))(api)[162])
+#define KernelInfoGetAttributeArray_int64(api) ((Status(*)(const void *, const char *, int64_t *, size_t *))(api)[163])
+#define KernelContext_GetGPUComputeStream(api) ((Status(*)(const void *, void **))(api)[193])
+#define GetTensorMemoryInfo(api) ((Status(*)(const void *, const void **))(api)[194])
+
+/* The shape, type and address of a tensor. */
+enum { MOST_AXES = 16 };
+typedef struct {
+  void *data;
+  int type;
+  size_t axes;
+  int64_t sizes[MOST_AXES];
+} View;
+
+static inline Status view(Api api, const void *value, View *out) {
+  void *info = NULL;
+  Status status = GetTensorTypeAndShape(api)(value, &info);
+  if (status) return status;
+  status = GetDimensionsCount(api)(info, &out->axes);
+  if (!status && out->axes > MOST_AXES)
+    status = CreateStatus(api)(ORT_INVALID_ARGUMENT, "fusebook: expected a tensor of at most 16 axes; reshape it");
+  if (!status) status = GetTensorElementType(api)(info, &out->type);
+  if (!status) status = GetDimensions(api)(info, out->sizes, out->axes);
+  ReleaseTensorTypeAndShapeInfo(api)(info);
+  if (!status) status = GetTensorMutableData(api)((void *)value, &out->data);
+  return status;
+}
+
+static inline Status device_of(Api api, const void *value, int *device) {
+  const void *memory = NULL;
+  Status status = GetTensorMemoryInfo(api)(value, &memory);
+  return status ? status : MemoryInfoGetId(api)(memory, device);
+}
+
+#endif

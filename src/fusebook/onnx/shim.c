@@ -1,0 +1,313 @@
+/* ONNX Runtime on one side, Python on the other: operators whose kernels are Python functions.
+ *
+ * Python loads this library too, and describes its operators by fusebook_define before it asks ONNX Runtime to register
+ * the library. Tensors are handed over as DLPack structs over ONNX Runtime's memory: nothing is copied.
+ */
+#include "ort_api.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define EXPORT __attribute__((visibility("default")))
+
+enum { MOST_VALUES = 32, MESSAGE = 2048 };
+
+/* DLPack 0.x, as every framework takes it. */
+typedef struct {
+  void *data;
+  struct { int32_t type, id; } device;
+  int32_t ndim;
+  struct { uint8_t code, bits; uint16_t lanes; } dtype;
+  int64_t *shape, *strides;
+  uint64_t byte_offset;
+} DLTensor;
+
+typedef struct DLManagedTensor {
+  DLTensor tensor;
+  void *context;
+  void (*deleter)(struct DLManagedTensor *);
+} DLManagedTensor;
+
+typedef struct {
+  DLManagedTensor managed;
+  int64_t sizes[MOST_AXES];
+} Handed;
+
+static void forget(DLManagedTensor *managed) { free(managed); }
+
+static DLManagedTensor *hand_over(const View *seen, int device) {
+  Handed *handed = malloc(sizeof *handed); /* sizes follow it; freed by whoever took it */
+  if (!handed) return NULL;
+  memset(&handed->managed, 0, sizeof handed->managed);
+  memcpy(handed->sizes, seen->sizes, seen->axes * sizeof *seen->sizes);
+  DLTensor *t = &handed->managed.tensor;
+  t->data = seen->data;
+  t->device.type = device < 0 ? 1 : 2; /* kDLCPU, kDLCUDA */
+  t->device.id = device < 0 ? 0 : device;
+  t->ndim = (int32_t)seen->axes;
+  t->shape = handed->sizes;
+  t->dtype.lanes = 1;
+  switch (seen->type) {
+    case FLOAT32: t->dtype.code = 2, t->dtype.bits = 32; break;
+    case FLOAT64: t->dtype.code = 2, t->dtype.bits = 64; break;
+    case FLOAT16: t->dtype.code = 2, t->dtype.bits = 16; break;
+    case BFLOAT16: t->dtype.code = 4, t->dtype.bits = 16; break;
+    case INT8: t->dtype.code = 0, t->dtype.bits = 8; break;
+    case INT16: t->dtype.code = 0, t->dtype.bits = 16; break;
+    case INT32: t->dtype.code = 0, t->dtype.bits = 32; break;
+    case INT64: t->dtype.code = 0, t->dtype.bits = 64; break;
+    case UINT8: t->dtype.code = 1, t->dtype.bits = 8; break;
+    case BOOL: t->dtype.code = 6, t->dtype.bits = 8; break;
+    default: free(handed); return NULL;
+  }
+  handed->managed.deleter = forget;
+  return &handed->managed;
+}
+
+/* Each returns 1 for success, 0 with a message; a callback that could not even run returns 0 as well. */
+typedef int (*Create)(size_t op, Api api, const void *info, size_t *kernel, char *message);
+typedef int (*Compute)(size_t kernel, DLManagedTensor **inputs, void *context, void *stream, int device, char *message);
+typedef void (*Destroy)(size_t kernel);
+
+typedef struct {
+  CustomOp op; /* first: a pointer to it is a pointer to the whole */
+  size_t number;
+  char *name;
+  int cuda;
+  size_t inputs, outputs;
+  int input_types[MOST_VALUES], output_types[MOST_VALUES];
+  int characteristics[MOST_VALUES], on_host[MOST_VALUES];
+} Overload;
+
+typedef struct {
+  const Overload *op;
+  Api api;
+  size_t number;
+} Kernel;
+
+static Create create;
+static Compute compute;
+static Destroy destroy;
+
+/* Operators that a session takes together. ONNX Runtime keeps pointers to its domain, so it lives as long as the process. */
+typedef struct {
+  const char *name;
+  void *domain; /* made when it is registered first */
+  size_t count;
+  Overload *overloads[];
+} Selection;
+
+static Selection *selected;
+
+#define OVERLOAD(op) ((const Overload *)(op))
+static const char *get_name(const CustomOp *op) { return OVERLOAD(op)->name; }
+static const char *get_provider(const CustomOp *op) {
+  return OVERLOAD(op)->cuda ? "CUDAExecutionProvider" : "CPUExecutionProvider";
+}
+static int get_input_type(const CustomOp *op, size_t i) { return OVERLOAD(op)->input_types[i]; }
+static size_t get_input_count(const CustomOp *op) { return OVERLOAD(op)->inputs; }
+static int get_output_type(const CustomOp *op, size_t i) { return OVERLOAD(op)->output_types[i]; }
+static size_t get_output_count(const CustomOp *op) { return OVERLOAD(op)->outputs; }
+static int get_characteristic(const CustomOp *op, size_t i) { return OVERLOAD(op)->characteristics[i]; }
+static int always_required(const CustomOp *op, size_t i) { return (void)op, (void)i, REQUIRED; }
+static int get_memory(const CustomOp *op, size_t i) {
+  return OVERLOAD(op)->on_host[i] ? MEMORY_OF_HOST : MEMORY_OF_PROVIDER;
+}
+static int one(const CustomOp *op) { return (void)op, 1; }
+
+static Status failed(Api api, const char *message, const char *name) {
+  char whole[MESSAGE + 256];
+  if (message[0]) return CreateStatus(api)(ORT_FAIL, message);
+  snprintf(whole, sizeof whole, "fusebook: the Python function behind %s could not be called", name);
+  return CreateStatus(api)(ORT_FAIL, whole);
+}
+
+static Status create_kernel(const CustomOp *op, Api api, const void *info, void **out) {
+  char message[MESSAGE] = "";
+  Kernel *kernel = malloc(sizeof *kernel);
+  if (!kernel || !create) return free(kernel), CreateStatus(api)(ORT_FAIL, "fusebook: out of memory, or Python has ended");
+  kernel->op = OVERLOAD(op);
+  kernel->api = api;
+  if (!create(kernel->op->number, api, info, &kernel->number, message)) {
+    free(kernel);
+    return failed(api, message, OVERLOAD(op)->name);
+  }
+  *out = kernel;
+  return NULL;
+}
+
+static void destroy_kernel(void *pointer) {
+  Kernel *kernel = pointer;
+  if (destroy) destroy(kernel->number); /* Python may have ended before the session has */
+  free(kernel);
+}
+
+/* What a running kernel needs to allocate its outputs; Python passes it back. */
+typedef struct {
+  const Kernel *kernel;
+  void *context;
+  int device;
+  Status status; /* why the last output could not be had */
+} Running;
+
+static Status compute_kernel(void *pointer, void *context) {
+  const Kernel *kernel = pointer;
+  Api api = kernel->api;
+  DLManagedTensor *handed[MOST_VALUES] = {0};
+  char message[MESSAGE] = "";
+  void *stream = NULL;
+  Running running = {kernel, context, kernel->op->cuda ? 0 : -1, NULL};
+  Status status = NULL;
+  size_t given = 0, i;
+
+  if (!compute) return CreateStatus(api)(ORT_FAIL, "fusebook: Python has ended, and its functions with it");
+  if (kernel->op->cuda && (status = KernelContext_GetGPUComputeStream(api)(context, &stream))) return status;
+  if ((status = KernelContext_GetInputCount(api)(context, &given))) return status;
+  if (given > kernel->op->inputs) given = kernel->op->inputs;
+  for (i = 0; i < given && !status; i++) {
+    const void *value = NULL;
+    View seen;
+    if ((status = KernelContext_GetInput(api)(context, i, &value)) || !value) continue;
+    if ((status = view(api, value, &seen))) continue;
+    int on_device = kernel->op->cuda && !kernel->op->on_host[i];
+    if (on_device && (status = device_of(api, value, &running.device))) continue;
+    if (!(handed[i] = hand_over(&seen, on_device ? running.device : -1)))
+      status = CreateStatus(api)(ORT_FAIL, "fusebook: an input has an element type that no tensor of torch has");
+  }
+  if (status) {
+    for (i = 0; i < given; i++) free(handed[i]);
+    return status;
+  }
+  int done = compute(kernel->number, handed, &running, stream, running.device, message);
+  for (i = 0; i < given; i++) free(handed[i]); /* those that Python has taken are NULL now */
+  if (running.status) {
+    if (!done && !message[0]) return running.status;
+    ReleaseStatus(api)(running.status);
+  }
+  return done ? NULL : failed(api, message, kernel->op->name);
+}
+
+/* For Python ---------------------------------------------------------------------------------------------------- */
+
+EXPORT int fusebook_shim_version(void) { return 1; }
+
+EXPORT void fusebook_callbacks(Create c, Compute run, Destroy d) {
+  create = c;
+  compute = run;
+  destroy = d;
+}
+
+/* An operator for one choice of types and one provider. It lives as long as the process: sessions point to it. */
+EXPORT void *fusebook_define(size_t number, const char *name, int cuda, size_t inputs, const int *input_types,
+                             const int *characteristics, const int *on_host, size_t outputs, const int *output_types) {
+  if (inputs > MOST_VALUES || outputs > MOST_VALUES) return NULL;
+  Overload *o = calloc(1, sizeof *o);
+  if (!o || !(o->name = strdup(name))) return free(o), NULL;
+  o->number = number;
+  o->cuda = cuda;
+  o->inputs = inputs;
+  o->outputs = outputs;
+  memcpy(o->input_types, input_types, inputs * sizeof *input_types);
+  memcpy(o->characteristics, characteristics, inputs * sizeof *characteristics);
+  memcpy(o->on_host, on_host, inputs * sizeof *on_host);
+  memcpy(o->output_types, output_types, outputs * sizeof *output_types);
+  o->op.version = FUSEBOOK_API_VERSION;
+  o->op.GetName = get_name;
+  o->op.GetExecutionProviderType = get_provider;
+  o->op.GetInputType = get_input_type;
+  o->op.GetInputTypeCount = get_input_count;
+  o->op.GetOutputType = get_output_type;
+  o->op.GetOutputTypeCount = get_output_count;
+  o->op.KernelDestroy = destroy_kernel;
+  o->op.GetInputCharacteristic = get_characteristic;
+  o->op.GetOutputCharacteristic = always_required;
+  o->op.GetInputMemoryType = get_memory;
+  o->op.GetVariadicInputMinArity = o->op.GetVariadicOutputMinArity = one;
+  o->op.GetVariadicInputHomogeneity = o->op.GetVariadicOutputHomogeneity = one;
+  o->op.CreateKernelV2 = create_kernel;
+  o->op.KernelComputeV2 = compute_kernel;
+  return o;
+}
+
+EXPORT Selection *fusebook_together(const char *domain, Overload *const *overloads, size_t count) {
+  Selection *s = calloc(1, sizeof *s + count * sizeof *overloads);
+  if (!s || !(s->name = strdup(domain))) return free(s), NULL;
+  s->count = count;
+  memcpy(s->overloads, overloads, count * sizeof *overloads);
+  return s;
+}
+
+/* What the next RegisterCustomOps registers; Python holds a lock until that has happened. */
+EXPORT void fusebook_select(Selection *s) { selected = s; }
+
+/* Let ONNX Runtime allocate an output. NULL where it cannot: the run then ends with its status. */
+EXPORT DLManagedTensor *fusebook_output(Running *running, size_t i, const int64_t *sizes, size_t axes) {
+  Api api = running->kernel->api;
+  View seen;
+  void *value = NULL;
+  if (running->status) return NULL;
+  if (axes > MOST_AXES) {
+    running->status = CreateStatus(api)(ORT_INVALID_ARGUMENT, "fusebook: an output has at most 16 axes");
+    return NULL;
+  }
+  running->status = KernelContext_GetOutput(api)(running->context, i, sizes, axes, &value);
+  if (!running->status) running->status = GetTensorMutableData(api)(value, &seen.data);
+  if (!running->status && running->kernel->op->cuda) running->status = device_of(api, value, &running->device);
+  if (running->status) return NULL;
+  seen.type = running->kernel->op->output_types[i];
+  seen.axes = axes;
+  memcpy(seen.sizes, sizes, axes * sizeof *sizes);
+  return hand_over(&seen, running->kernel->op->cuda ? running->device : -1);
+}
+
+/* An attribute of a node, or 0 where it has none of that name and kind. */
+EXPORT int fusebook_int(Api api, const void *info, const char *name, int64_t *out) {
+  Status status = KernelInfoGetAttribute_int64(api)(info, name, out);
+  if (status) ReleaseStatus(api)(status);
+  return !status;
+}
+EXPORT int fusebook_float(Api api, const void *info, const char *name, float *out) {
+  Status status = KernelInfoGetAttribute_float(api)(info, name, out);
+  if (status) ReleaseStatus(api)(status);
+  return !status;
+}
+EXPORT int fusebook_string(Api api, const void *info, const char *name, char *out, size_t *size) {
+  Status status = KernelInfoGetAttribute_string(api)(info, name, out, size);
+  if (status) ReleaseStatus(api)(status);
+  return !status;
+}
+EXPORT int fusebook_ints(Api api, const void *info, const char *name, int64_t *out, size_t *count) {
+  Status status = KernelInfoGetAttributeArray_int64(api)(info, name, out, count);
+  if (status) ReleaseStatus(api)(status);
+  return !status;
+}
+EXPORT int fusebook_floats(Api api, const void *info, const char *name, float *out, size_t *count) {
+  Status status = KernelInfoGetAttributeArray_float(api)(info, name, out, count);
+  if (status) ReleaseStatus(api)(status);
+  return !status;
+}
+
+/* For ONNX Runtime ---------------------------------------------------------------------------------------------- */
+
+EXPORT Status RegisterCustomOps(void *options, const ApiBase *base) {
+  Api api = base->GetApi(FUSEBOOK_API_VERSION);
+  if (!api) {
+    char message[256];
+    snprintf(message, sizeof message, "fusebook: needs ONNX Runtime 1.%d or later, got %s; install a later one",
+             FUSEBOOK_API_VERSION, base->GetVersionString());
+    api = base->GetApi(1);
+    return api ? CreateStatus(api)(ORT_NOT_IMPLEMENTED, message) : NULL;
+  }
+  if (!selected || !create)
+    return CreateStatus(api)(ORT_INVALID_ARGUMENT, "fusebook: this library is registered by fusebook.onnx.register");
+  if (!selected->domain) {
+    void *domain = NULL;
+    Status status = CreateCustomOpDomain(api)(selected->name, &domain);
+    for (size_t i = 0; i < selected->count && !status; i++)
+      status = CustomOpDomain_Add(api)(domain, &selected->overloads[i]->op);
+    if (status) return status;
+    selected->domain = domain;
+  }
+  return AddCustomOpDomain(api)(options, selected->domain);
+}

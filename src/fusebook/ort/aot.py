@@ -1,0 +1,370 @@
+"""Kernels compiled ahead of time into one library that ONNX Runtime loads: no Python, torch or Triton where it runs.
+
+Triton compiles a kernel to machine code without a GPU, in a process that does not interpret. `specs` lists what is
+compiled: each kernel for each dtype, once for rows that begin at multiples of 16 bytes and once for others, and for a
+few sizes of tile. ``library.c`` chooses among them where it runs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+
+from fusebook.onnx.custom import cache_folder, compile_c
+
+__all__ = ["ARCHITECTURES", "TYPES", "build"]
+
+_HERE = pathlib.Path(__file__).parent
+
+#: Ampere, Hopper and Blackwell in data centres.
+ARCHITECTURES = (80, 90, 100)
+#: Triton's names and bytes of the dtypes, in the order of library.c.
+TYPES = {"float32": ("fp32", 4), "float16": ("fp16", 2), "bfloat16": ("bf16", 2), "float64": ("fp64", 8)}
+
+# What library.c must know of the kernels, under these names.
+_CONSTANTS = {
+    "SCAN_MOST": 512,
+    "SORT_MOST": 4096,
+    "SORT_MINE": 4,
+    "CHUNK": 32,
+    "KEYS_BLOCK": 256,
+    "BESIDE": 2**26,  # bytes of zeros that are written while updates are sorted, if rows have at least
+    "ZEROS_FROM": 4096,  # bytes
+}
+# Softmax by rows: the width of a tile, its rows, its warps.
+_ROWS = (
+    (128, 4, 1), (512, 1, 1), (1024, 1, 2), (2048, 1, 4), (4096, 1, 8), (8192, 1, 16), (16384, 1, 32), (32768, 1, 32)
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A kernel to compile.
+
+    Attributes
+    ----------
+    kind : str
+        Its name in library.c.
+    type : int
+        Place of its dtype in `TYPES`.
+    aligned : bool
+        Whether rows begin at multiples of 16 bytes.
+    limit, rows : int
+        The largest size that it takes at once, and how much of the other axis a program takes.
+    module, function : str
+        Where the kernel stands in the library.
+    signature : dict of str to str
+        Triton's types of the arguments.
+    constants : dict of str to int or bool
+    warps : int
+    """
+
+    kind: str
+    type: int
+    aligned: bool
+    limit: int
+    rows: int
+    module: str
+    function: str
+    signature: dict[str, str]
+    constants: dict[str, int | bool]
+    warps: int
+    late: str = ""
+    early: str = ""
+
+
+def specs(types: Sequence[str]) -> Iterator[Spec]:
+    """What is compiled for dtypes.
+
+    Parameters
+    ----------
+    types : sequence of str
+        Names of `TYPES`.
+
+    Yields
+    ------
+    Spec
+    """
+    scatter, softmax = "fusebook.kernels.scatter_nd", "fusebook.kernels.softmax"
+    sizes = {"R": "i32", "D": "i32", "n": "i32", "stride": "i32", "masked": "i64"}
+    for axes in (1, 2, 3, 4):
+        yield Spec(
+            "KEYS", 0, False, axes, 0, scatter, "_scatter_nd_keys",
+            {"keys_ptr": "*i64", "indices_ptr": "*i64", "n": "i32", "K": "i32", "masked": "i64"}
+            | {f"S{i}": "i32" for i in range(4)},
+            {"MASKED": True, "AXES": axes, "FIRST": True, "BLOCK": _CONSTANTS["KEYS_BLOCK"]}, 4,
+        )  # fmt: skip
+    for type_, name in enumerate(TYPES):
+        triton_type, size = TYPES[name]
+        # float32 sums of half types begin as float32 zeros.
+        if name in types or (type_ == 0 and {"float16", "bfloat16"} & set(types)):
+            # Small outputs stay in the cache: there fewer programs start quicker, and the next kernel may start early.
+            for cached, early in ((0, ""), (1, "EARLY")):
+                block = (16384 if cached else 4096) // size
+                yield Spec(
+                    "FILL", type_, False, cached, block, scatter, "_scatter_nd_fill",
+                    {"out_ptr": f"*{triton_type}", "SIZE": "i64"}, {"BLOCK": block}, 8 if block >= 4096 else 4,
+                    early=early,
+                )  # fmt: skip
+        if name not in types:
+            continue
+        pointer, sums = f"*{triton_type}", "*fp64" if size == 8 else "*fp32"
+        if size == 2:
+            yield Spec(
+                "ROUND", type_, False, 0, 2048, scatter, "_scatter_nd_round",
+                {"out_ptr": pointer, "sums_ptr": "*fp32", "SIZE": "i64"}, {"BLOCK": 2048}, 4,
+            )  # fmt: skip
+        for wide in (False, True):
+            yield Spec(
+                "SORT", type_, False, int(wide), 4096 // size, scatter, "_scatter_nd_sort",
+                {"out_ptr": pointer, "counters_ptr": "*i32", "indices_ptr": "*i64", "SIZE": "i64", "COUNTERS": "i32"}
+                | {f"{x}_ptr": "*i32" for x in ("order", "keys", "starts", "ends")} | sizes,
+                {"MASKED": True, "WIDE": wide, "MINE": _CONSTANTS["SORT_MINE"], "THEIRS": 256, "BLOCK": 4096 // size},
+                4, early="EARLY",
+            )  # fmt: skip
+        for aligned in (True, False):
+            align = 16 // size if aligned else 1
+            for n, groups in ((64, 2), (_CONSTANTS["SCAN_MOST"], 32)):
+                yield Spec(
+                    "SCAN", type_, aligned, n, 2048 // size, scatter, "_scatter_nd_scan",
+                    {"out_ptr": pointer, "indices_ptr": "*i64", "updates_ptr": pointer} | sizes,
+                    {"MASKED": True, "ALIGN": align, "N": n, "BLOCK": 2048 // size, "GROUPS": groups}, 4,
+                )  # fmt: skip
+            # Narrow rows share a tile; wide ones are cut into tiles.
+            for block, rows in ((128, 4), (2048 // size, 1), (8192 // size, 1)):
+                yield Spec(
+                    "ATOMIC", type_, aligned, block, rows, scatter, "_scatter_nd_atomic",
+                    {"sums_ptr": sums, "indices_ptr": "*i64", "updates_ptr": pointer} | sizes,
+                    {"MASKED": True, "ALIGN": align, "ROWS": rows, "BLOCK": block}, 4, late="LATE",
+                )  # fmt: skip
+            for block, rows in ((128, 8), (4096 // size, 1)):
+                yield Spec(
+                    "SEGMENTS", type_, aligned, block, rows, scatter, "_scatter_nd_segments",
+                    {"out_ptr": pointer, "updates_ptr": pointer, "parts_ptr": sums, "counters_ptr": "*i32"}
+                    | {f"{x}_ptr": "*i32" for x in ("order", "keys", "starts", "ends")} | sizes,
+                    {"ALIGN": align, "CHUNK": _CONSTANTS["CHUNK"], "ROWS": rows, "BLOCK": block, "TOGETHER": 8}, 8,
+                    late="LATE",
+                )  # fmt: skip
+            if aligned:
+                block = _CONSTANTS["ZEROS_FROM"] // size
+                yield Spec(
+                    "ZEROS", type_, aligned, block, 1, scatter, "_scatter_nd_zeros",
+                    {"out_ptr": pointer, "keys_ptr": "*i32", "starts_ptr": "*i32", "FIRST": "i32"} | sizes,
+                    {"ALIGN": align, "BLOCK": block}, 4, late="LATE",
+                )  # fmt: skip
+            strides = {"INNER": "i32", "N": "i32"} | {
+                f"{t}_{axis}": "i32" for t in "yx" for axis in ("outer", "inner", "step")
+            }
+            tensors = {"y_ptr": pointer, "x_ptr": pointer}
+            # Rows in registers, a tile for each: lanes to spare cost no traffic. Beyond 64 KiB two passes.
+            for width, rows, warps in _ROWS:
+                if width * size <= 65536:
+                    yield Spec(
+                        "SOFTMAX_ROWS", type_, aligned, width, rows, softmax, "_softmax_rows", tensors | strides,
+                        {"ALIGN": align, "ROWS": rows, "BLOCK": width, "CHUNKS": 1, "FLAT": True},
+                        warps,
+                    )  # fmt: skip
+            block = 32768 // size
+            yield Spec(
+                "SOFTMAX_WIDE", type_, aligned, 0, 1, softmax, "_softmax_online", tensors | strides,
+                {"ALIGN": align, "ROWS": 1, "BLOCK": block, "GROUP": 16 // size}, 16,
+            )  # fmt: skip
+            if not aligned:
+                yield Spec(
+                    "SOFTMAX_AXIS", type_, False, 0, 32, softmax, "_softmax_online", tensors | strides,
+                    {"ALIGN": 1, "ROWS": 32, "BLOCK": 256 // size, "GROUP": 1}, 4,
+                )  # fmt: skip
+
+
+# Compiling ---------------------------------------------------------------------------------------------------------
+
+
+def compile_one(spec: Spec, arch: int, folder: pathlib.Path) -> dict[str, object]:
+    """Compile a kernel; in a process in which Triton does not interpret. Returns its row of the table."""
+    import importlib
+
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    kernel = getattr(importlib.import_module(spec.module), spec.function)
+    names = list(kernel.arg_names)
+    # A constant that the kernel has a default for may be left out, as in a launch.
+    chosen = {p.name: p.default for p in kernel.params if p.is_constexpr and p.has_default} | spec.constants
+    overlaps = arch >= 90
+    chosen |= {name: True for name in (spec.late, spec.early) if name and overlaps}
+    signature = {name: "constexpr" if name in chosen else spec.signature[name] for name in names}
+    constants = {(names.index(name),): value for name, value in chosen.items()}
+    # Only what is aligned is promised to be.
+    attributes = {
+        (i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if spec.aligned and name.endswith("_ptr")
+    }
+    source = ASTSource(kernel, signature=signature, constexprs=constants, attrs=attributes)
+    options = {"num_warps": spec.warps, **({"launch_pdl": True} if spec.late and overlaps else {})}
+    made = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    entry = re.search(r"\.entry\s+\w+\s*\(([^)]*)\)", made.asm["ptx"])
+    assert entry is not None
+    code = made.asm["cubin"]
+    file = folder / f"{hashlib.sha256(code).hexdigest()}.cubin"
+    file.write_bytes(code)
+    arguments = len(names) - len(chosen)
+    parameters = entry[1].count(".param")
+    if made.metadata.global_scratch_size or parameters < arguments:
+        raise RuntimeError(f"fusebook.ort: Triton {triton.__version__} compiled {spec.function} to another interface")
+    return {
+        "arch": arch,
+        "kind": spec.kind,
+        "type": spec.type,
+        "aligned": int(spec.aligned),
+        "limit": spec.limit,
+        "rows": spec.rows,
+        "file": file.name,
+        "size": len(code),
+        "shared": made.metadata.shared,
+        "threads": spec.warps * 32,
+        "late": int(bool(spec.late) and overlaps),
+        "parameters": parameters,
+        "name": made.metadata.name,
+    }
+
+
+def _worker(job: pathlib.Path) -> None:
+    """Compile a share of the kernels: what each process that `build` starts does."""
+    wanted = json.loads(job.read_text())
+    rows = [compile_one(Spec(**spec), arch, job.parent) for arch, spec in wanted]
+    job.with_suffix(".rows").write_text(json.dumps(rows))
+
+
+def _compiled(wanted: list[tuple[int, Spec]], folder: pathlib.Path, workers: int) -> list[dict[str, object]]:
+    environment = os.environ | {"TRITON_INTERPRET": "0"}
+    source = str(_HERE.parents[1])
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [source, environment.get("PYTHONPATH", "")]))
+    running = []
+    for i in range(min(workers, len(wanted))):
+        job = folder / f"{i}.json"
+        job.write_text(json.dumps([(arch, asdict(spec)) for arch, spec in wanted[i::workers]]))
+        code = "import pathlib, sys; from fusebook.ort import aot; aot._worker(pathlib.Path(sys.argv[1]))"
+        with job.with_suffix(".err").open("w") as errors:
+            process = subprocess.Popen([sys.executable, "-c", code, str(job)], env=environment, stderr=errors)
+        running.append((job, process))
+    try:
+        failed = [job for job, process in running if process.wait(timeout=900)]
+    finally:
+        for _, process in running:
+            process.kill()
+    if failed:
+        lines = failed[0].with_suffix(".err").read_text().strip().splitlines()
+        raise RuntimeError(
+            f"fusebook.ort: the kernels do not compile: {lines[-1] if lines else 'a process died'}; this needs a "
+            "Triton of 3.6 to 3.9"
+        )
+    return [row for job, _ in running for row in json.loads(job.with_suffix(".rows").read_text())]
+
+
+def _table(rows: list[dict[str, object]], kernels: pathlib.Path, types: Sequence[str]) -> str:
+    """table.h, and the kernels one behind the other."""
+    lines, data, places = [], bytearray(), {}
+    for row in rows:
+        name = str(row["file"])
+        if name not in places:
+            data += b"\0" * (-len(data) % 64)
+            places[name] = len(data)
+            data += (kernels.parent / name).read_bytes()
+        keys = ("arch", "kind", "type", "aligned", "limit", "rows")
+        after = ("size", "shared", "threads", "late", "parameters")
+        values = [*(str(row[k]) for k in keys), str(places[name]), *(str(row[k]) for k in after)]
+        lines.append(f'  {{{", ".join(values)}, "{row["name"]}"}},')
+    kernels.write_bytes(data)
+    architectures = sorted({int(str(row["arch"])) for row in rows})
+    return "\n".join(
+        [
+            f"static const Entry ENTRIES[] = {{\n{chr(10).join(lines)}\n}};",
+            f"static const int ARCHITECTURES[] = {{{', '.join(map(str, architectures))}}};",
+            f'#define ARCHITECTURE_NAMES "{", ".join(f"sm_{a}" for a in architectures)}"',
+            f"enum {{ TYPES = {len(TYPES)} }};",
+            f"static const int BUILT[] = {{{', '.join(str(int(name in types)) for name in TYPES)}}};",
+            f"enum {{ {', '.join(f'{k} = {v}' for k, v in _CONSTANTS.items())} }};",
+            f'#define KERNELS "{kernels}"',
+            "",
+        ]
+    )
+
+
+def build(
+    out: str | os.PathLike[str],
+    *,
+    arch: Sequence[int] = ARCHITECTURES,
+    dtype: Sequence[str] = tuple(TYPES),
+    workers: int | None = None,
+) -> pathlib.Path:
+    """Make the library. It needs Triton and a C compiler, and no GPU.
+
+    Parameters
+    ----------
+    out : path
+        The file to write, e.g. ``libfusebook_ort.so``.
+    arch : sequence of int
+        Compute capabilities times ten: 90 is sm_90.
+    dtype : sequence of str
+        Names of `TYPES`.
+    workers : int, optional
+        Processes that compile side by side; one a core by default.
+
+    Returns
+    -------
+    pathlib.Path
+        `out`.
+
+    Raises
+    ------
+    ValueError
+        For an architecture or a dtype that is not known.
+    RuntimeError
+        Where there is no C compiler, a kernel does not compile, or `out` cannot be written.
+    """
+    for number in arch:
+        if not 80 <= number < 200:
+            raise ValueError(f"fusebook.ort: expected architectures from 80 on, such as 90 for sm_90, got {number}")
+    for name in dtype:
+        if name not in TYPES:
+            raise ValueError(f"fusebook.ort: expected dtypes of {', '.join(TYPES)}, got {name!r}")
+    if not arch or not dtype:
+        raise ValueError("fusebook.ort: expected an architecture and a dtype at least, got none; see --help")
+    wanted = [(number, spec) for number in dict.fromkeys(arch) for spec in specs(dtype)]
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = pathlib.Path(temporary)
+        rows = _compiled(wanted, folder, workers or os.cpu_count() or 1)
+        # Variants of one kernel from the smallest up: library.c takes the first that is large enough.
+        rows.sort(key=lambda r: tuple(r[k] for k in ("arch", "kind", "type", "aligned", "limit")))  # type: ignore[return-value]
+        (folder / "table.h").write_text(_table(rows, folder / "kernels.bin", dtype))
+        options = [f"-I{folder}", "-ldl", "-lpthread"]
+        return compile_c([_HERE / "library.c"], pathlib.Path(out), *options)
+
+
+def cached(arch: Sequence[int], dtype: Sequence[str]) -> pathlib.Path:
+    """A library that was built before from the same sources, or one that is built now.
+
+    Parameters
+    ----------
+    arch, dtype
+        As those of `build`.
+
+    Returns
+    -------
+    pathlib.Path
+    """
+    from importlib.metadata import version
+
+    files = [_HERE / "library.c", _HERE / "aot.py", _HERE.parent / "onnx" / "ort_api.h"]
+    files += [_HERE.parent / "kernels" / f"{name}.py" for name in ("scatter_nd", "softmax")]
+    text = b"".join(f.read_bytes() for f in files) + repr((tuple(arch), tuple(dtype), version("triton"))).encode()
+    out = cache_folder() / f"fusebook-ort-{hashlib.sha256(text).hexdigest()[:16]}.so"
+    return out if out.exists() else build(out, arch=arch, dtype=dtype)

@@ -1,0 +1,168 @@
+"""From a model to nodes of the domain ``fusebook``: exported from torch, or found in a graph and replaced."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from fusebook.onnx import CustomOp
+from fusebook.ort.nodes import NODES
+
+__all__ = ["fuse", "translations"]
+
+
+def _onnxscript() -> Any:
+    try:
+        import onnxscript
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "fusebook.ort: exporting and rewriting models needs onnxscript, which is not installed; install it"
+        ) from error
+    return onnxscript
+
+
+def _symbol(onnxscript: Any, op: CustomOp) -> Any:
+    """An operator as onnxscript calls it: with a schema, which it learns what the arguments are from."""
+    from onnx.defs import OpSchema
+
+    kinds = {torch.int64: "tensor(int64)", torch.int32: "tensor(int32)", torch.float32: "tensor(float)"}
+    kinds |= {torch.float16: "tensor(float16)", torch.bfloat16: "tensor(bfloat16)", torch.float64: "tensor(double)"}
+
+    def formal(names: Mapping[str, torch.dtype | str]) -> list[Any]:
+        return [OpSchema.FormalParameter(n, k if isinstance(k, str) else kinds[k]) for n, k in names.items()]
+
+    schema = OpSchema(
+        op.name,
+        op.domain,
+        1,
+        inputs=formal(op.inputs),
+        outputs=formal(op.outputs),
+        type_constraints=[(name, [kinds[k] for k in of], "") for name, of in op.types.items()],
+        attributes=[
+            OpSchema.Attribute(name, OpSchema.AttrType.INT if isinstance(value, int) else OpSchema.AttrType.STRING, "")
+            for name, value in op.attributes.items()
+        ],
+    )
+    return onnxscript.values.Op(onnxscript.values.Opset(op.domain, 1), op.name, schema)
+
+
+def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
+    """What Fusebook's torch operators become in ONNX.
+
+    Returns
+    -------
+    dict
+        For ``custom_translation_table`` of ``torch.onnx.export(..., dynamo=True)``.
+
+    Raises
+    ------
+    ModuleNotFoundError
+        Where onnxscript is not installed.
+
+    Examples
+    --------
+    >>> torch.onnx.export(module, (x,), dynamo=True, custom_translation_table=translations())  # doctest: +SKIP
+    """
+    onnxscript = _onnxscript()
+    standard = onnxscript.opset18
+    softmax_node, scatter_node, masked_node = (_symbol(onnxscript, op) for op in NODES)
+
+    def softmax(x, dim: int):  # type: ignore[no-untyped-def]
+        return softmax_node(x, axis=dim)
+
+    def scatter_nd(shape, indices, updates, masked: int | None = None, strategy: str = ""):  # type: ignore[no-untyped-def]
+        if isinstance(shape, (list, tuple)):  # sizes, some of them known only when the graph runs
+            sizes = [
+                standard.Constant(value_ints=[s]) if isinstance(s, int) else standard.Reshape(s, one(standard))
+                for s in shape
+            ]
+            shape = standard.Concat(*sizes, axis=0)
+        if masked is None:
+            return scatter_node(shape, indices, updates, reduction="add")
+        return masked_node(shape, indices, updates, reduction="add", maskedValue=masked)
+
+    def one(op: Any) -> Any:
+        return op.Constant(value_ints=[1])
+
+    return {
+        torch.ops.fusebook.softmax.default: softmax,
+        torch.ops.fusebook.scatter_nd.default: scatter_nd,
+    }
+
+
+def _number(value: Any) -> Any:
+    """The one number that a value is known to be, else None."""
+    tensor = value.const_value if value is not None else None
+    if tensor is None or math.prod(tensor.shape) != 1:
+        return None
+    return tensor.numpy().reshape(()).item()
+
+
+def _is_zero(attribute: Any) -> bool:
+    """Whether ConstantOfShape makes zeros: it does unless it is told otherwise."""
+    return attribute is None or not np.any(attribute.as_tensor().numpy())
+
+
+def fuse(model: Any) -> Any:
+    """Replace chains of standard operators by Fusebook's.
+
+    ``ScatterND(ConstantOfShape(shape), indices, Where(Equal(indices, masked), 0, updates), reduction="add")`` becomes
+    MaskedScatterNDOfShape; without Equal and Where it becomes ScatterNDOfShape.
+
+    Parameters
+    ----------
+    model : onnx.ModelProto or onnx_ir.Model
+
+    Returns
+    -------
+    onnx.ModelProto or onnx_ir.Model
+        A model of the kind that was given. A chain that means something else (other constants, indices of several
+        components under a mask, zeros that somebody else reads) stays as it is.
+
+    Raises
+    ------
+    ModuleNotFoundError
+        Where onnxscript is not installed.
+    """
+    _onnxscript()
+    from onnxscript.rewriter import pattern, rewrite
+
+    def masked(op, shape, indices, masked, nothing, updates):  # type: ignore[no-untyped-def]
+        zeros = op.ConstantOfShape(shape, _allow_other_attributes=True, _outputs=["zeros"])
+        kept = op.Where(op.Equal(indices, masked), nothing, updates)
+        return op.ScatterND(zeros, indices, kept, reduction="add")
+
+    def masked_fits(_, shape, indices, masked, nothing, updates, zeros):  # type: ignore[no-untyped-def]
+        whole = _number(masked)
+        # A mask of several components is compared with each of them, and broadcast otherwise than a node masks.
+        one = indices.shape is not None and indices.shape[-1] == 1
+        made = zeros.producer().attributes.get("value")
+        return one and isinstance(whole, int) and _number(nothing) == 0 and _is_zero(made)
+
+    def masked_fused(op, shape, indices, masked, nothing, updates, zeros):  # type: ignore[no-untyped-def]
+        return op.MaskedScatterNDOfShape(
+            shape, indices, updates, reduction="add", maskedValue=_number(masked), _domain="fusebook", _version=1
+        )
+
+    def plain(op, shape, indices, updates):  # type: ignore[no-untyped-def]
+        zeros = op.ConstantOfShape(shape, _allow_other_attributes=True, _outputs=["zeros"])
+        return op.ScatterND(zeros, indices, updates, reduction="add")
+
+    def plain_fits(_, shape, indices, updates, zeros):  # type: ignore[no-untyped-def]
+        return _is_zero(zeros.producer().attributes.get("value"))
+
+    def plain_fused(op, shape, indices, updates, zeros):  # type: ignore[no-untyped-def]
+        return op.ScatterNDOfShape(shape, indices, updates, reduction="add", _domain="fusebook", _version=1)
+
+    rules = pattern.RewriteRuleSet(
+        [
+            pattern.RewriteRule(masked, masked_fused, masked_fits, name="MaskedScatterNDOfShape"),
+            pattern.RewriteRule(plain, plain_fused, plain_fits, name="ScatterNDOfShape"),
+        ],
+        commute=True,
+    )
+    return rewrite(model, pattern_rewrite_rules=rules)

@@ -1,0 +1,525 @@
+/* Fusebook's kernels as a library that any ONNX Runtime loads: no Python, no torch, no Triton where it runs.
+ *
+ * `python -m fusebook.ort build` compiles the kernels and writes table.h: which kernel for which type, alignment and
+ * size lies where in kernels.bin, and how it is launched. This file is the rest: the plan, in C, and the CUDA driver,
+ * which is looked for when the first node runs, so that the library loads on a machine without a GPU too.
+ */
+#include "ort_api.h"
+
+#include <dlfcn.h>
+#include <pthread.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define EXPORT __attribute__((visibility("default")))
+
+/* One compiled kernel. `limit` is the largest size that this variant takes at once; where none is large enough, the
+ * last one goes on in tiles. */
+typedef struct {
+  int arch, kind, type, aligned;
+  int limit, rows;
+  size_t begin, size;
+  int shared, threads, late, parameters;
+  const char *name;
+} Entry;
+
+enum { KEYS, SCAN, FILL, ATOMIC, ROUND, SORT, SEGMENTS, ZEROS, SOFTMAX_ROWS, SOFTMAX_WIDE, SOFTMAX_AXIS };
+
+#include "table.h" /* ENTRIES, ARCHITECTURES, TYPES, and the constants that plan and kernels must agree on */
+
+extern const unsigned char fusebook_kernels[];
+__asm__(".section .rodata\n.balign 16\nfusebook_kernels: .incbin \"" KERNELS "\"\n.previous\n");
+
+enum { COUNT = sizeof ENTRIES / sizeof *ENTRIES, MOST_DEVICES = 64, MOST_PARAMETERS = 32 };
+
+static Status refuse(Api api, int code, const char *format, ...) {
+  char message[512];
+  va_list more;
+  va_start(more, format);
+  vsnprintf(message, sizeof message, format, more);
+  va_end(more);
+  return CreateStatus(api)(code, message);
+}
+
+/* The CUDA driver ----------------------------------------------------------------------------------------------- */
+
+typedef struct { int type, id; } Location;
+typedef struct {
+  int allocation, handles;
+  Location location;
+  void *security;
+  size_t most;
+  unsigned char reserved[56];
+} PoolProperties;
+
+typedef struct {
+  int id, unused;
+  union { int allowed; char reserved[64]; } value;
+} Attribute;
+typedef struct {
+  unsigned grid[3], block[3], shared;
+  void *stream;
+  Attribute *attributes;
+  unsigned count;
+} Configuration;
+
+static struct {
+  int (*cuInit)(unsigned);
+  int (*cuCtxGetDevice)(int *);
+  int (*cuDeviceGetAttribute)(int *, int, int);
+  int (*cuModuleLoadData)(void **, const void *);
+  int (*cuModuleGetFunction)(void **, void *, const char *);
+  int (*cuFuncSetAttribute)(void *, int, int);
+  int (*cuLaunchKernel)(void *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void *, void **,
+                        void **);
+  int (*cuLaunchKernelEx)(const Configuration *, void *, void **, void **); /* NULL in a driver before CUDA 11.8 */
+  int (*cuMemPoolCreate)(void **, const PoolProperties *);
+  int (*cuMemPoolSetAttribute)(void *, int, void *);
+  int (*cuMemAllocFromPoolAsync)(uint64_t *, size_t, void *, void *);
+  int (*cuMemFreeAsync)(uint64_t, void *);
+  int (*cuMemsetD8Async)(uint64_t, unsigned char, size_t, void *);
+  int (*cuGetErrorString)(int, const char **);
+} driver;
+
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static int have_driver;
+
+/* What is loaded on a device: its pool for scratch memory, and the kernels that have been launched. */
+static struct {
+  int arch;
+  void *pool;
+  void *functions[COUNT];
+} devices[MOST_DEVICES];
+
+static Status cuda(Api api, int code, const char *doing) {
+  const char *why = NULL;
+  if (!code) return NULL;
+  driver.cuGetErrorString(code, &why);
+  return refuse(api, ORT_FAIL, "fusebook: %s: CUDA error %d, %s", doing, code, why ? why : "unknown");
+}
+
+static Status find_driver(Api api) {
+  void *library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
+  if (!library)
+    return refuse(api, ORT_FAIL, "fusebook: found no CUDA driver (libcuda.so.1); install NVIDIA's driver");
+#define FIND(name)                                                                                             \
+  if (!(*(void **)&driver.name = dlsym(library, #name)))                                                       \
+    return refuse(api, ORT_FAIL, "fusebook: this CUDA driver has no " #name "; install a driver of CUDA 11.4 or later");
+  FIND(cuInit) FIND(cuCtxGetDevice) FIND(cuDeviceGetAttribute) FIND(cuModuleLoadData) FIND(cuModuleGetFunction)
+  FIND(cuFuncSetAttribute) FIND(cuLaunchKernel) FIND(cuMemPoolCreate) FIND(cuMemPoolSetAttribute)
+  FIND(cuMemAllocFromPoolAsync) FIND(cuMemFreeAsync) FIND(cuMemsetD8Async) FIND(cuGetErrorString)
+#undef FIND
+  *(void **)&driver.cuLaunchKernelEx = dlsym(library, "cuLaunchKernelEx");
+  return cuda(api, driver.cuInit(0), "starting the CUDA driver");
+}
+
+static Status open_device(Api api, int device) {
+  int major = 0, minor = 0, best = 0;
+  driver.cuDeviceGetAttribute(&major, 75, device);
+  driver.cuDeviceGetAttribute(&minor, 76, device);
+  for (size_t i = 0; i < sizeof ARCHITECTURES / sizeof *ARCHITECTURES; i++) {
+    int arch = ARCHITECTURES[i];
+    /* Machine code runs on its own generation, from its own step on. */
+    if (arch / 10 == major && arch % 10 <= minor && arch > best) best = arch;
+  }
+  if (!best)
+    return refuse(api, ORT_FAIL,
+                  "fusebook: this library holds machine code for the architectures " ARCHITECTURE_NAMES
+                  ", and device %d is sm_%d%d; build it with --arch %d%d",
+                  device, major, minor, major, minor);
+  PoolProperties properties = {.allocation = 1, .location = {1, device}};
+  Status status = cuda(api, driver.cuMemPoolCreate(&devices[device].pool, &properties), "making a pool of memory");
+  uint64_t keep = UINT64_MAX; /* what has been freed stays for the next run */
+  if (!status) status = cuda(api, driver.cuMemPoolSetAttribute(devices[device].pool, 4, &keep), "setting up a pool");
+  if (!status) devices[device].arch = best;
+  return status;
+}
+
+static Status load(Api api, int device, const Entry *e, void **function) {
+  void *module = NULL;
+  Status status = cuda(api, driver.cuModuleLoadData(&module, fusebook_kernels + e->begin), "loading a kernel");
+  if (!status) status = cuda(api, driver.cuModuleGetFunction(function, module, e->name), e->name);
+  if (!status && e->shared > 48 * 1024) status = cuda(api, driver.cuFuncSetAttribute(*function, 8, e->shared), e->name);
+  if (!status) __atomic_store_n(&devices[device].functions[e - ENTRIES], *function, __ATOMIC_RELEASE);
+  return status;
+}
+
+/* Running ------------------------------------------------------------------------------------------------------- */
+
+typedef struct {
+  Api api;
+  int device;
+  void *stream;
+  uint64_t scratch; /* one block a run, handed out in pieces */
+} Run;
+
+static Status begin(Run *run, Api api, void *context) {
+  Status status = NULL;
+  memset(run, 0, sizeof *run);
+  run->api = api;
+  if (!__atomic_load_n(&have_driver, __ATOMIC_ACQUIRE)) {
+    pthread_mutex_lock(&lock);
+    if (!have_driver && !(status = find_driver(api))) __atomic_store_n(&have_driver, 1, __ATOMIC_RELEASE);
+    pthread_mutex_unlock(&lock);
+    if (status) return status;
+  }
+  if ((status = KernelContext_GetGPUComputeStream(api)(context, &run->stream))) return status;
+  if ((status = cuda(api, driver.cuCtxGetDevice(&run->device), "asking for the device"))) return status;
+  if (run->device >= MOST_DEVICES) return refuse(api, ORT_FAIL, "fusebook: expected at most 64 devices");
+  if (!__atomic_load_n(&devices[run->device].arch, __ATOMIC_ACQUIRE)) {
+    pthread_mutex_lock(&lock);
+    if (!devices[run->device].arch) status = open_device(api, run->device);
+    pthread_mutex_unlock(&lock);
+  }
+  return status;
+}
+
+/* The variant of a kernel for a size: the first whose limit is not below it, else the last. */
+static const Entry *choose(const Run *run, int kind, int type, int aligned, int64_t size) {
+  const Entry *found = NULL;
+  for (const Entry *e = ENTRIES; e < ENTRIES + COUNT; e++) {
+    if (e->kind != kind || e->type != type || e->aligned != aligned || e->arch != devices[run->device].arch) continue;
+    found = e;
+    if (e->limit >= size) break;
+  }
+  return found;
+}
+
+static Status launch(const Run *run, const Entry *e, int overlap, int64_t programs, void **given, int count) {
+  void *function, *parameters[MOST_PARAMETERS], *nothing = NULL;
+  if (!e) return refuse(run->api, ORT_NOT_IMPLEMENTED, "fusebook: this library was built without this type; build it with --dtype");
+  if (programs > INT32_MAX) return refuse(run->api, ORT_NOT_IMPLEMENTED, "fusebook: the tensors are too large for one launch");
+  if (programs < 1) return NULL;
+  function = __atomic_load_n(&devices[run->device].functions[e - ENTRIES], __ATOMIC_ACQUIRE);
+  if (!function) {
+    Status status = NULL;
+    pthread_mutex_lock(&lock);
+    function = devices[run->device].functions[e - ENTRIES];
+    if (!function) status = load(run->api, run->device, e, &function);
+    pthread_mutex_unlock(&lock);
+    if (status) return status;
+  }
+  for (int i = 0; i < e->parameters; i++) parameters[i] = i < count ? given[i] : &nothing; /* Triton's own, unused */
+  if (overlap && e->late && driver.cuLaunchKernelEx) {
+    /* It starts while the kernel ahead of it still runs, and waits in its own code for what it needs of that one. */
+    Attribute early = {.id = 6, .value = {.allowed = 1}}; /* programmatic stream serialization */
+    Configuration how = {{(unsigned)programs, 1, 1}, {e->threads, 1, 1}, e->shared, run->stream, &early, 1};
+    return cuda(run->api, driver.cuLaunchKernelEx(&how, function, parameters, NULL), e->name);
+  }
+  return cuda(run->api,
+              driver.cuLaunchKernel(function, (unsigned)programs, 1, 1, e->threads, 1, 1, e->shared, run->stream,
+                                    parameters, NULL),
+              e->name);
+}
+#define LAUNCH_WHEN(overlap, run, entry, programs, ...)                                                        \
+  launch(run, entry, overlap, programs, (void *[]){__VA_ARGS__}, sizeof((void *[]){__VA_ARGS__}) / sizeof(void *))
+#define LAUNCH(...) LAUNCH_WHEN(0, __VA_ARGS__)
+
+static int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+static int64_t padded(int64_t bytes) { return (bytes + 255) / 256 * 256; }
+
+static int type_of(int element) {
+  switch (element) {
+    case FLOAT32: return 0;
+    case FLOAT16: return 1;
+    case BFLOAT16: return 2;
+    case FLOAT64: return 3;
+    default: return -1;
+  }
+}
+static const int SIZES[] = {4, 2, 2, 8};
+
+/* Kernels and their attributes ------------------------------------------------------------------------------------ */
+
+typedef struct {
+  Api api;
+  int64_t axis, masked;
+} Kernel;
+
+static Status softmax(Kernel *kernel, void *context) {
+  Api api = kernel->api;
+  const void *value = NULL;
+  void *made = NULL;
+  View x;
+  Run run;
+  uint64_t y;
+  Status status = KernelContext_GetInput(api)(context, 0, &value);
+  if (status || (status = view(api, value, &x))) return status;
+  int64_t axes = x.axes ? (int64_t)x.axes : 1, axis = kernel->axis < 0 ? kernel->axis + axes : kernel->axis;
+  if (axis < 0 || axis >= axes)
+    return refuse(api, ORT_INVALID_ARGUMENT, "Softmax: expected axis from %lld to %lld, got %lld; give one that x has",
+                  (long long)-axes, (long long)axes - 1, (long long)kernel->axis);
+  status = KernelContext_GetOutput(api)(context, 0, x.sizes, x.axes, &made);
+  if (status || (status = GetTensorMutableData(api)(made, (void **)&y))) return status;
+  int64_t outer64 = 1, n64 = x.axes ? x.sizes[axis] : 1, inner64 = 1;
+  for (int64_t i = 0; i < axis; i++) outer64 *= x.sizes[i];
+  for (int64_t i = axis + 1; i < axes; i++) inner64 *= x.sizes[i];
+  if (!outer64 || !n64 || !inner64) return NULL;
+  if (inner64 == 1) inner64 = outer64, outer64 = 1; /* rows lie side by side */
+  int last = inner64 * outer64 == 1 || axis == axes - 1 || outer64 == 1;
+  for (int64_t i = axis + 1; i < axes; i++) last = last && x.sizes[i] == 1;
+  if (n64 > INT32_MAX / 2 || inner64 > INT32_MAX || (!last && n64 * inner64 > INT32_MAX))
+    return refuse(api, ORT_NOT_IMPLEMENTED, "Softmax: expected rows and axes of less than 2**31 elements, got more; split x");
+  if ((status = begin(&run, api, context))) return status;
+  int type = type_of(x.type), unit = 16 / SIZES[type];
+  int aligned = last && n64 % unit == 0 && ((uintptr_t)x.data | y) % 16 == 0;
+  int align = aligned ? unit : 1;
+  int32_t n = n64 / align, inner = inner64, along, across, step;
+  if (last) along = n, across = 0, step = 1;
+  else along = 1, across = (int32_t)(n64 * inner64), step = inner;
+  if (!last) {
+    const Entry *e = choose(&run, SOFTMAX_AXIS, type, 0, n64);
+    return LAUNCH(&run, e, outer64 * ceil_div(inner64, e ? e->rows : 1), &y, &x.data, &inner, &n, &across, &along,
+                  &step, &across, &along, &step);
+  }
+  const Entry *e = choose(&run, SOFTMAX_ROWS, type, aligned, n64);
+  if (e && e->limit < n64) e = choose(&run, SOFTMAX_WIDE, type, aligned, n64);
+  return LAUNCH(&run, e, ceil_div(inner64, e ? e->rows : 1), &y, &x.data, &inner, &n, &across, &along, &step, &across,
+                &along, &step);
+}
+
+static Status scatter(Kernel *kernel, void *context, const char *name) {
+  Api api = kernel->api;
+  const void *values[3];
+  void *made = NULL;
+  View shape, indices, updates;
+  View *views[] = {&shape, &indices, &updates};
+  uint64_t out;
+  Run run;
+  Status status = NULL;
+  for (int i = 0; i < 3; i++) {
+    if ((status = KernelContext_GetInput(api)(context, i, &values[i]))) return status;
+    if ((status = view(api, values[i], views[i]))) return status;
+  }
+  if (shape.axes != 1 || shape.sizes[0] > MOST_AXES)
+    return refuse(api, ORT_INVALID_ARGUMENT, "%s: expected shape to be a vector of at most 16 numbers; pass the sizes", name);
+  const int64_t *size = shape.data;
+  int64_t axes = shape.sizes[0], R = 1, D = 1, n = 1;
+  for (int64_t i = 0; i < axes; i++)
+    if (size[i] < 0)
+      return refuse(api, ORT_INVALID_ARGUMENT, "%s: expected sizes from 0 up in shape, got %lld; give each axis its length",
+                    name, (long long)size[i]);
+  if (!indices.axes)
+    return refuse(api, ORT_INVALID_ARGUMENT, "%s: expected indices of shape [..., k], got a number; add an axis", name);
+  int64_t k = indices.sizes[indices.axes - 1];
+  if (k > axes)
+    return refuse(api, ORT_INVALID_ARGUMENT, "%s: expected indices of at most %lld components, got %lld; shape has no more axes",
+                  name, (long long)axes, (long long)k);
+  int fits = updates.axes == indices.axes - 1 + (size_t)(axes - k);
+  for (size_t i = 0; fits && i < updates.axes; i++)
+    fits = updates.sizes[i] == (i + 1 < indices.axes ? indices.sizes[i] : size[k + (int64_t)i - (int64_t)(indices.axes - 1)]);
+  if (!fits)
+    return refuse(api, ORT_INVALID_ARGUMENT,
+                  "%s: expected updates of shape indices.shape[:-1] + shape[%lld:], got another; reshape or expand them",
+                  name, (long long)k);
+  for (int64_t i = 0; i < axes; i++) *(i < k ? &R : &D) *= size[i];
+  for (size_t i = 0; i + 1 < indices.axes; i++) n *= indices.sizes[i];
+  status = KernelContext_GetOutput(api)(context, 0, size, (size_t)axes, &made);
+  if (status || (status = GetTensorMutableData(api)(made, (void **)&out))) return status;
+  if (!R || !D) return NULL;
+  if (R >= INT32_MAX || D >= INT32_MAX / 2 || n >= INT32_MAX)
+    return refuse(api, ORT_NOT_IMPLEMENTED, "%s: expected less than 2**31 rows, columns and updates, got more; split them", name);
+  if (k > 4)
+    return refuse(api, ORT_NOT_IMPLEMENTED, "%s: expected indices of at most 4 components, got %lld; fold axes of shape",
+                  name, (long long)k);
+  if ((status = begin(&run, api, context))) return status;
+
+  int type = type_of(updates.type), bytes = SIZES[type], half = bytes == 2, unit = 16 / bytes;
+  int aligned = D % unit == 0 && ((uintptr_t)updates.data | out) % 16 == 0;
+  int64_t elements = R * D, masked = kernel->masked;
+  int32_t rows = R, count = n, columns = D / (aligned ? unit : 1);
+  uint64_t from = (uintptr_t)indices.data, source = (uintptr_t)updates.data;
+  if (n == 0) return cuda(api, driver.cuMemsetD8Async(out, 0, elements * bytes, run.stream), "writing zeros");
+
+  /* The plan: as in fusebook.kernels.scatter_nd, without what needs a general sort. */
+  int cached = elements * bytes <= 1 << 24;
+  int scan = n <= SCAN_MOST && R <= SCAN_MOST;
+  int sorted = !scan && n <= SORT_MOST && (cached ? half : n <= R / 4);
+  int wide = (R + 2) * n >= (int64_t)1 << 31;
+  int64_t pieces = 2 * (n / CHUNK + 1);
+  const Entry *segments = choose(&run, SEGMENTS, type, aligned, D);
+  int64_t tiles = segments ? ceil_div(D, segments->limit) : 1;
+
+  int64_t keys_at = 0, at = k == 1 ? 0 : padded(8 * n);
+  int64_t sums_at = at, order_at = 0, row_at = 0, start_at = 0, end_at = 0, count_at = 0, parts_at = 0;
+  if (sorted) {
+    order_at = at, row_at = order_at + padded(4 * n), start_at = row_at + padded(4 * n);
+    end_at = start_at + padded(4 * R), count_at = end_at + padded(4 * R);
+    parts_at = count_at + padded(4 * pieces * tiles), at = parts_at + padded(pieces * D * (bytes == 8 ? 8 : 4));
+  } else if (!scan && half) {
+    at = sums_at + padded(4 * elements);
+  }
+  if (at && (status = cuda(api, driver.cuMemAllocFromPoolAsync(&run.scratch, at, devices[run.device].pool, run.stream),
+                           "allocating scratch memory")))
+    return status;
+
+  if (k != 1) {
+    uint64_t keys = run.scratch + keys_at;
+    int32_t K = k, S[4] = {1, 1, 1, 1};
+    for (int64_t i = 0; i < k; i++) S[i] = (int32_t)size[i];
+    if (k == 0) status = cuda(api, driver.cuMemsetD8Async(keys, 0, 8 * n, run.stream), "writing zeros");
+    else status = LAUNCH(&run, choose(&run, KEYS, 0, 0, k), ceil_div(n, KEYS_BLOCK), &keys, &from, &count, &K, &S[0], &S[1], &S[2],
+                         &S[3], &masked);
+    from = keys, masked = -1;
+  }
+  if (status) {
+  } else if (scan) {
+    const Entry *e = choose(&run, SCAN, type, aligned, n);
+    status = LAUNCH(&run, e, R * ceil_div(D, e ? e->rows : 1), &out, &from, &source, &rows, &columns, &count, &columns,
+                    &masked);
+  } else if (sorted) {
+    uint64_t order = run.scratch + order_at, row = run.scratch + row_at, start = run.scratch + start_at;
+    uint64_t end = run.scratch + end_at, counters = run.scratch + count_at, parts = run.scratch + parts_at;
+    int32_t counted = pieces * tiles, beside = R;
+    if (aligned && D * bytes >= ZEROS_FROM && BESIDE / (D * bytes) < R) beside = BESIDE / (D * bytes);
+    int64_t first = beside * D;
+    const Entry *e = choose(&run, SORT, type, 0, wide), *zeros = choose(&run, ZEROS, type, aligned, D);
+    status = LAUNCH(&run, e, ceil_div(n, SORT_MINE) + ceil_div(first, e ? e->rows : 1), &out, &order, &row, &start,
+                    &end, &counters, &from, &first, &rows, &count, &counted, &masked);
+    if (!status)
+      status = LAUNCH_WHEN(1, &run, segments, ceil_div(n, segments->rows) * tiles, &out, &source, &parts, &counters,
+                           &order, &row, &start, &end, &columns, &count, &columns);
+    if (!status && beside < R)
+      status = LAUNCH_WHEN(1, &run, zeros, (R - beside) * ceil_div(D, zeros ? zeros->limit : 1), &out, &row, &start,
+                           &beside, &columns, &count);
+  } else {
+    uint64_t sums = half ? run.scratch + sums_at : out;
+    int small = R * D * (half ? 4 : bytes) <= 1 << 24;
+    const Entry *fill = choose(&run, FILL, half ? 0 : type, 0, small);
+    const Entry *e = choose(&run, ATOMIC, type, aligned, small && D > 128 ? 129 : D);
+    status = LAUNCH(&run, fill, ceil_div(elements, fill ? fill->rows : 1), &sums, &elements);
+    if (!status)
+      status = LAUNCH_WHEN(small, &run, e, ceil_div(n, e ? e->rows : 1) * ceil_div(D, e ? e->limit : 1), &sums, &from,
+                           &source, &rows, &columns, &count, &columns, &masked);
+    if (!status && half) {
+      const Entry *round = choose(&run, ROUND, type, 0, 0);
+      status = LAUNCH(&run, round, ceil_div(elements, round ? round->rows : 1), &out, &sums, &elements);
+    }
+  }
+  if (run.scratch) { /* in the order of the stream: after the last kernel has read it */
+    Status freed = cuda(api, driver.cuMemFreeAsync(run.scratch, run.stream), "freeing scratch memory");
+    if (freed && status) ReleaseStatus(api)(freed);
+    else if (freed) status = freed;
+  }
+  return status;
+}
+
+static Status compute_softmax(void *kernel, void *context) { return softmax(kernel, context); }
+static Status compute_scatter(void *kernel, void *context) { return scatter(kernel, context, "ScatterNDOfShape"); }
+static Status compute_masked(void *kernel, void *context) { return scatter(kernel, context, "MaskedScatterNDOfShape"); }
+
+/* Operators ----------------------------------------------------------------------------------------------------- */
+
+enum { OP_SOFTMAX, OP_SCATTER, OP_MASKED };
+static const char *const NAMES[] = {"Softmax", "ScatterNDOfShape", "MaskedScatterNDOfShape"};
+static const int ELEMENTS[] = {FLOAT32, FLOAT16, BFLOAT16, FLOAT64};
+
+typedef struct {
+  CustomOp op;
+  int which, element, cuda;
+} Overload;
+
+#define OVERLOAD(op) ((const Overload *)(op))
+static const char *get_name(const CustomOp *op) { return NAMES[OVERLOAD(op)->which]; }
+static const char *get_provider(const CustomOp *op) {
+  return OVERLOAD(op)->cuda ? "CUDAExecutionProvider" : "CPUExecutionProvider";
+}
+static size_t get_input_count(const CustomOp *op) { return OVERLOAD(op)->which == OP_SOFTMAX ? 1 : 3; }
+static size_t get_output_count(const CustomOp *op) { return (void)op, 1; }
+static int get_input_type(const CustomOp *op, size_t i) {
+  return OVERLOAD(op)->which == OP_SOFTMAX || i == 2 ? OVERLOAD(op)->element : INT64;
+}
+static int get_output_type(const CustomOp *op, size_t i) { return (void)i, OVERLOAD(op)->element; }
+static int get_characteristic(const CustomOp *op, size_t i) { return (void)op, (void)i, REQUIRED; }
+static int get_memory(const CustomOp *op, size_t i) {
+  return OVERLOAD(op)->which != OP_SOFTMAX && i == 0 ? MEMORY_OF_HOST : MEMORY_OF_PROVIDER;
+}
+static int one(const CustomOp *op) { return (void)op, 1; }
+
+/* An attribute that a node may leave out. One that is there with another type is refused, not taken for absent. */
+static Status integer(Api api, const void *info, const char *op, const char *name, int64_t *out) {
+  float real;
+  size_t length = 0;
+  Status status = KernelInfoGetAttribute_int64(api)(info, name, out), other;
+  if (!status) return NULL;
+  ReleaseStatus(api)(status);
+  other = KernelInfoGetAttribute_float(api)(info, name, &real);
+  if (other) {
+    ReleaseStatus(api)(other);
+    other = KernelInfoGetAttribute_string(api)(info, name, NULL, &length);
+    if (other) ReleaseStatus(api)(other);
+    if (other && !length) return NULL;
+  }
+  return refuse(api, ORT_INVALID_ARGUMENT, "%s: expected the attribute %s to be an int; set it as int", op, name);
+}
+
+static Status create_kernel(const CustomOp *op, Api api, const void *info, void **out) {
+  int which = OVERLOAD(op)->which;
+  Kernel made = {api, -1, which == OP_MASKED ? -1 : INT64_MIN};
+  Status status = NULL;
+  if (!OVERLOAD(op)->cuda)
+    return refuse(api, ORT_NOT_IMPLEMENTED,
+                  "%s: this library is compiled for GPUs, and the session has none; make it with CUDAExecutionProvider",
+                  NAMES[which]);
+  if (which == OP_SOFTMAX) status = integer(api, info, NAMES[which], "axis", &made.axis);
+  if (which == OP_MASKED) status = integer(api, info, NAMES[which], "maskedValue", &made.masked);
+  if (!status && which != OP_SOFTMAX) {
+    char reduction[32] = "add";
+    size_t length = sizeof reduction;
+    Status absent = KernelInfoGetAttribute_string(api)(info, "reduction", reduction, &length);
+    if (absent) ReleaseStatus(api)(absent);
+    if (length > sizeof reduction || strcmp(reduction, "add"))
+      status = refuse(api, ORT_NOT_IMPLEMENTED, "%s: expected reduction to be add, which is all that is implemented",
+                      NAMES[which]);
+  }
+  if (status) return status;
+  Kernel *kernel = malloc(sizeof *kernel);
+  if (!kernel) return refuse(api, ORT_FAIL, "fusebook: out of memory");
+  *kernel = made;
+  *out = kernel;
+  return NULL;
+}
+
+static void destroy_kernel(void *kernel) { free(kernel); }
+
+static Overload overloads[3 * TYPES * 2];
+static void *domain;
+
+static Status define(Api api) {
+  static Status (*const compute[])(void *, void *) = {compute_softmax, compute_scatter, compute_masked};
+  void *made = NULL;
+  Overload *o = overloads;
+  Status status = CreateCustomOpDomain(api)("fusebook", &made);
+  for (int which = 0; which < 3; which++)
+    for (int type = 0; type < 4; type++)
+      for (int on_gpu = 0; on_gpu < 2 && BUILT[type]; on_gpu++, o++) {
+        *o = (Overload){.which = which, .element = ELEMENTS[type], .cuda = on_gpu};
+        o->op = (CustomOp){
+            .version = FUSEBOOK_API_VERSION, .GetName = get_name, .GetExecutionProviderType = get_provider,
+            .GetInputType = get_input_type, .GetInputTypeCount = get_input_count, .GetOutputType = get_output_type,
+            .GetOutputTypeCount = get_output_count, .KernelDestroy = destroy_kernel,
+            .GetInputCharacteristic = get_characteristic, .GetOutputCharacteristic = get_characteristic,
+            .GetInputMemoryType = get_memory, .GetVariadicInputMinArity = one, .GetVariadicInputHomogeneity = one,
+            .GetVariadicOutputMinArity = one, .GetVariadicOutputHomogeneity = one, .CreateKernelV2 = create_kernel,
+            .KernelComputeV2 = compute[which]};
+        if (!status) status = CustomOpDomain_Add(api)(made, &o->op);
+      }
+  if (!status) domain = made;
+  return status;
+}
+
+EXPORT Status RegisterCustomOps(void *options, const ApiBase *base) {
+  Api api = base->GetApi(FUSEBOOK_API_VERSION);
+  Status status = NULL;
+  if (!api) {
+    api = base->GetApi(1);
+    return api ? refuse(api, ORT_NOT_IMPLEMENTED, "fusebook: needs ONNX Runtime 1.%d or later, got %s; install a later one",
+                        FUSEBOOK_API_VERSION, base->GetVersionString()) : NULL;
+  }
+  pthread_mutex_lock(&lock);
+  if (!domain) status = define(api);
+  pthread_mutex_unlock(&lock);
+  return status ? status : AddCustomOpDomain(api)(options, domain);
+}

@@ -1,0 +1,162 @@
+"""Choose the constants of a kernel on this GPU: ``python -m fusebook.tune concat_gemm``.
+
+A module whose kernels are tuned says which classes of problems have a plan of their own (``classes``), which plans are
+worth a try (``candidates``), how a problem of a class looks (``problem``) and how it is launched by a plan
+(``attempt``). Each plan is checked and timed, cold and warm, and the one with the least product of both times is kept
+in ``kernels/tuned/<op>.json`` under the GPU's compute capability; what stands there for others is left alone. Where
+torch's own way is faster still, that is noted beside it.
+
+Times of a plan depend on the machine's other work: run it on a GPU that nothing else uses, and record again afterwards,
+since the tuned constants are part of what a record is taken from.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import functools
+import json
+import math
+import multiprocessing
+import os
+import pathlib
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from tqdm.auto import tqdm
+
+from fusebook import check, timing
+from fusebook.kernels import OPS
+
+__all__ = ["main", "tunable", "tune"]
+
+#: Torch's way is chosen where it is faster by more than this: medians that are closer count as equal.
+_WITHIN = 0.02
+
+
+def tunable() -> dict[str, Any]:
+    """The operators whose module can be tuned, each with its module."""
+    modules = {name: sys.modules[op.make.__module__] for name, op in OPS.items()}
+    return {name: module for name, module in modules.items() if hasattr(module, "candidates")}
+
+
+def _label(key: Sequence[str]) -> str:
+    return " ".join(key)
+
+
+def _compile(name: str, key: tuple[str, str, str], plans: Sequence[Any]) -> None:
+    """Fill Triton's cache, in a process of its own; what cannot be compiled shows when it is timed."""
+    module = tunable()[name]
+    inputs = module.problem(*key, torch.device("cuda"))
+    for plan in plans:
+        try:
+            module.attempt(name, key[0], inputs, plan)
+            torch.cuda.synchronize()
+        except Exception:  # asks for more shared memory than there is, for one
+            continue
+
+
+def _precompile(name: str, module: Any, keys: Sequence[tuple[str, str, str]], workers: int) -> None:
+    seen: set[tuple[str, str, Any]] = set()
+    with concurrent.futures.ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+        waiting = []
+        for key in sorted(keys, key=lambda k: len(k[2])):  # small problems first: kernels do not depend on the size
+            new = [plan for plan in module.candidates(name, *key) if (key[0], key[1], plan) not in seen]
+            seen.update((key[0], key[1], plan) for plan in new)
+            waiting += [pool.submit(_compile, name, key, new[i : i + 4]) for i in range(0, len(new), 4)]
+        for done in tqdm(concurrent.futures.as_completed(waiting), total=len(waiting), desc="compile", disable=None):
+            done.result()
+
+
+def _fastest(ways: Mapping[Any, Callable[[], Any]], repeat: int) -> dict[Any, float]:
+    """The geometric mean of cold and warm time, in seconds."""
+    functions = {str(way): call for way, call in ways.items()}
+    cold, warm = timing.cold(functions, warmup=2, repeat=repeat), timing.warm(functions, repeat=repeat)
+    times = {}
+    for way in ways:
+        a, b = cold[str(way)], warm[str(way)]
+        if a is not None and b is not None:
+            times[way] = math.sqrt(a.q50 * b.q50)
+    return times
+
+
+def tune(name: str, *, repeat: int = 10, workers: int | None = None) -> dict[str, dict[str, dict[str, Any]]]:
+    """Time the candidates of every class of problems and keep the best of each.
+
+    Parameters
+    ----------
+    name : str
+        An operator of `tunable`.
+    repeat : int
+        Calls timed of each plan and clock.
+    workers : int, optional
+        Processes that compile; as many as there are cores, but sixteen at most.
+
+    Returns
+    -------
+    dict
+        The plan of each class: by math and layout, then by shape.
+
+    Raises
+    ------
+    RuntimeError
+        Where there is no GPU, or no candidate of a class is right.
+    """
+    if not torch.cuda.is_available():
+        raise RuntimeError("fusebook.tune: expected a CUDA device, got none; plans are chosen on a GPU")
+    module = tunable()[name]
+    keys = module.classes(name)
+    _precompile(name, module, keys, workers or min(16, os.cpu_count() or 1))
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for key in tqdm(keys, desc=name, disable=None):
+        inputs = module.problem(*key, torch.device("cuda"))
+        yard = check.yardstick(OPS[name], inputs)
+        ways: dict[Any, Callable[[], Any]] = {}
+        for plan in (None, *module.candidates(name, *key)):
+            try:
+                out = module.attempt(name, key[0], inputs, plan)
+                torch.cuda.synchronize()
+            except Exception as error:  # a plan that this GPU cannot launch is no candidate
+                print(f"{_label(key)}: {plan}: {type(error).__name__}: {str(error)[:80]}", file=sys.stderr)
+                continue
+            if out is not None and check.judge(OPS[name], out, yard, key[0]).ok:
+                ways[plan] = functools.partial(module.attempt, name, key[0], inputs, plan)
+        times = _fastest(ways, repeat)
+        plans = [plan for plan in times if plan is not None]
+        if not plans:
+            raise RuntimeError(f"fusebook.tune: expected a plan for {_label(key)}, got none that runs; add a candidate")
+        best = min(plans, key=times.__getitem__)
+        views = None in times and times[None] * (1 + _WITHIN) < times[best]
+        found.setdefault(_label(key[:2]), {})[key[2]] = {**best._asdict(), "views": views}
+        ratio = f", torch {times[None] / times[best]:.3f} times as long" if None in times else ""
+        print(f"{_label(key)}: {times[best] * 1e6:.1f} us by {best}{ratio}", flush=True)
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m fusebook.tune", description="Choose the constants of kernels.")
+    parser.add_argument("ops", nargs="+", metavar="op", choices=sorted(tunable()), help=", ".join(tunable()))
+    parser.add_argument("--repeat", type=int, default=10)
+    parser.add_argument("--out", type=pathlib.Path, help="folder of the plans; the package's")
+    args = parser.parse_args(argv)
+    try:
+        for name in args.ops:
+            folder = args.out or pathlib.Path(str(tunable()[name].__file__)).parent / "tuned"
+            folder.mkdir(parents=True, exist_ok=True)
+            file = folder / f"{name}.json"
+            plans = json.loads(file.read_text()) if file.exists() else {}
+            major, minor = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
+            plans[f"{major}{minor}"] = tune(name, repeat=args.repeat)
+            file.write_text(json.dumps(plans, indent=1, sort_keys=True) + "\n")
+            print(file)
+    except RuntimeError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,378 @@
+"""What is special to products: widths and layouts of weights, TF32, gradients, and plans that were tuned."""
+
+import json
+
+import pytest
+import torch
+
+import fusebook
+from fusebook import check, tune
+from fusebook.inputs import poison
+from fusebook.kernels import gemm
+from fusebook.kernels.gemm import CONCAT_GEMM, SWIGLU, Plan, concat_gemm_eager, swiglu_eager
+
+RAGGED = (1, 7, 63, 65)
+DEPTHS = (1, 65)  # of K: less than a step, and a step and one more
+
+
+def drawn(*shape, dtype=torch.float32, device="cpu"):
+    return torch.randn(shape, device=device).to(dtype) / 4
+
+
+def is_right(op, got, inputs, math=None):
+    return check.judge(op, got, check.yardstick(op, inputs), math).ok
+
+
+@pytest.fixture
+def allow_tf32():
+    """Set torch's own switch; it is put back."""
+    before = torch.backends.cuda.matmul.allow_tf32
+
+    def switch(on):
+        torch.backends.cuda.matmul.allow_tf32 = on
+
+    yield switch
+    switch(before)
+
+
+def stored(w, how):
+    """The same weight, its columns or its rows side by side, or neither, or neither and with gaps."""
+    if how == "columns":
+        return w.T.contiguous().T
+    if how == "slice":  # of a wider weight, one column in, so that nothing is aligned
+        return torch.cat([w[:, :1], w, w[:, :1]], 1)[:, 1:-1]
+    if how == "gaps":
+        return w.repeat_interleave(2, 0).repeat_interleave(2, 1)[::2, ::2]
+    return w
+
+
+@pytest.mark.parametrize("M", RAGGED)
+@pytest.mark.parametrize("K", DEPTHS)
+def test_ragged_shapes_are_right(M, K, device):
+    # One dtype for each shape of x keeps the interpreter's time down; the cards try all of them on other shapes.
+    dtype = (torch.float32, torch.float16, torch.bfloat16)[(M + K) % 3]
+    x, *weights = drawn(M, K, dtype=dtype), *(drawn(K, N, dtype=dtype) for N in RAGGED)
+    x, *weights = (t.to(device) for t in (x, *weights))
+    poison([x.new_empty(M, sum(RAGGED))])
+    assert is_right(CONCAT_GEMM, fusebook.concat_gemm(x, weights, strategy="fused"), (x, *weights))
+    assert is_right(SWIGLU, fusebook.swiglu(x, weights[-1], weights[-1] + 1), (x, weights[-1], weights[-1] + 1))
+
+
+def test_a_wide_and_a_long_product_are_right(device):
+    x, w = drawn(2, 781, device=device), drawn(781, 781, device=device)
+    assert is_right(CONCAT_GEMM, fusebook.concat_gemm(x, [w, w[:, :5]], strategy="fused"), (x, w, w[:, :5]))
+
+
+@pytest.mark.parametrize("how", ["rows", "columns", "slice", "gaps"])
+@pytest.mark.parametrize("strategy", gemm.STRATEGIES)
+def test_weights_of_any_layout_are_not_copied(how, strategy, device, monkeypatch):
+    x, a, b = drawn(20, 64, device=device), *(stored(drawn(64, n, device=device), how) for n in (48, 48))
+    monkeypatch.setattr(torch.Tensor, "contiguous", lambda *_: pytest.fail("copied"))
+    got = fusebook.concat_gemm(x, [a, b], strategy=strategy)
+    also = fusebook.swiglu(x, a, b)
+    monkeypatch.undo()
+    assert is_right(CONCAT_GEMM, got, (x, a, b))
+    assert is_right(SWIGLU, also, (x, a, b))
+
+
+@pytest.mark.parametrize("how", ["rows", "columns"])
+def test_float16_is_right_by_descriptors_too(how, device):
+    x, a, b = (drawn(*s, dtype=torch.float16, device=device) for s in ((70, 72), (72, 48), (72, 48)))
+    a, b = stored(a, how), stored(b, how)
+    assert is_right(CONCAT_GEMM, fusebook.concat_gemm(x, [a, b], strategy="fused"), (x, a, b))
+    assert is_right(SWIGLU, fusebook.swiglu(x, a, b), (x, a, b))
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+@pytest.mark.parametrize("how", ["rows", "columns"])
+def test_the_weight_with_the_higher_address_may_come_first(how, swapped, device):
+    both = drawn(2, 64, 48, device=device) if how == "rows" else drawn(2, 48, 64, device=device).mT
+    a, b = (both[1], both[0]) if swapped else (both[0], both[1])
+    assert gemm._stack((a, b), "row" if how == "rows" else "column") == (64 * 48, int(swapped))
+    x = drawn(70, 64, device=device)
+    assert is_right(CONCAT_GEMM, fusebook.concat_gemm(x, [a, b], strategy="fused"), (x, a, b))
+    assert is_right(SWIGLU, fusebook.swiglu(x, a, b), (x, a, b))
+
+
+def test_weights_that_are_no_stack_are_told_from_those_that_are(device):
+    both = drawn(4, 8, 16, device=device)
+    assert gemm._stack(list(both), "row") == (128, 0)
+    assert gemm._stack([both[0], both[0]], "row") is None, "a stride of zero is none"
+    assert gemm._stack([both[0], both[1], both[3]], "row") is None, "unequal distances"
+    assert gemm._stack([both[0], both[1, :, :8]], "row") is None, "unequal widths"
+
+
+def test_views_that_overlap_are_read_as_they_are(device):
+    whole = drawn(64, 80, device=device)
+    x, a, b = drawn(9, 64, device=device), whole[:, :64], whole[:, 16:]
+    assert is_right(CONCAT_GEMM, fusebook.concat_gemm(x, [a, b], strategy="fused"), (x, a, b))
+    expanded = drawn(64, 1, device=device).expand(64, 24)
+    assert is_right(CONCAT_GEMM, fusebook.concat_gemm(x, [expanded, a], strategy="fused"), (x, expanded, a))
+
+
+@pytest.mark.parametrize("strategy", [*gemm.STRATEGIES, None])
+def test_one_weight_and_many(strategy, device):
+    x = drawn(5, 16, device=device)
+    weights = [drawn(16, n, device=device) for n in (8, 8, 24, 0, 8, 16, 8, 3)]
+    weights[4] = stored(weights[4], "columns")
+    for some in (weights[:1], weights[3:4], weights):
+        got = fusebook.concat_gemm(x, some, strategy=strategy)
+        assert got.is_contiguous()
+        assert is_right(CONCAT_GEMM, got, (x, *some))
+
+
+def test_leading_axes_are_kept(device):
+    x, a, b = drawn(2, 3, 16, device=device), drawn(16, 8, device=device), drawn(16, 8, device=device)
+    assert torch.equal(fusebook.concat_gemm(x, [a, b])[1, 2], fusebook.concat_gemm(x[1, 2:], [a, b])[0])
+    assert fusebook.concat_gemm(x[0, 0], [a, b]).shape == (16,)
+    assert fusebook.swiglu(x, a, b).shape == (2, 3, 8)
+
+
+@pytest.mark.parametrize(("M", "K", "N"), [(0, 8, 8), (8, 0, 8), (8, 8, 0)])
+def test_empty_in_every_way(M, K, N, device):
+    x, w = drawn(M, K, device=device), drawn(K, N, device=device)
+    for strategy in (*gemm.STRATEGIES, None):
+        assert torch.equal(fusebook.concat_gemm(x, [w, w], strategy=strategy), concat_gemm_eager(x, w, w))
+    assert torch.equal(fusebook.swiglu(x, w, w), swiglu_eager(x, w, w))
+
+
+@pytest.mark.parametrize("N", [33, 72])
+def test_a_bias_is_added_before_silu(N, device):
+    x, gate, up = drawn(20, 64, device=device), drawn(64, N, device=device), drawn(64, N, device=device)
+    bias = drawn(N, 2, device=device).T
+    got, want = fusebook.swiglu(x, gate, up, bias), swiglu_eager(x, gate, up, bias)
+    assert torch.allclose(got, want, atol=1e-5)
+
+
+def test_nan_and_infinity_go_where_they_belong(device):
+    x, w = drawn(6, 16, device=device), drawn(16, 24, device=device)
+    x[1, 3], x[2, 4] = torch.nan, torch.inf
+    got = fusebook.concat_gemm(x, [w, w], strategy="fused")
+    assert torch.equal(got.isfinite().all(1), torch.tensor([True, False, False, True, True, True], device=device))
+    assert got[1].isnan().all()
+    # A gate far below zero closes, and does not become NaN.
+    far = torch.full((1, 16), 1e4, device=device)
+    closed = fusebook.swiglu(far, -torch.ones(16, 8, device=device), torch.ones(16, 8, device=device))
+    assert torch.equal(closed, torch.zeros_like(closed))
+
+
+def test_sums_of_half_types_are_float32(device):
+    # 4096 times one: in float16, sums end at 2048, where the next number is two further.
+    x, w = (
+        torch.ones(1, 4096, dtype=torch.float16, device=device),
+        torch.ones(4096, 16, dtype=torch.float16, device=device),
+    )
+    assert (fusebook.concat_gemm(x, [w, w], strategy="fused") == 4096).all()
+
+
+def test_tf32_follows_torch_unless_it_is_asked_for(device, monkeypatch, allow_tf32):
+    x, w = drawn(4, 16, device=device), drawn(16, 16, device=device)
+    seen = []
+    launch = gemm._launch_concat
+    monkeypatch.setattr(gemm, "_launch_concat", lambda *a: seen.append(a[3]) or launch(*a))
+    for setting in (False, True):
+        allow_tf32(setting)
+        for tf32 in (None, False, True):
+            fusebook.concat_gemm(x, [w], tf32=tf32, strategy="fused")
+    assert seen == ["float32", "float32", "tf32", "tf32", "float32", "tf32"]
+    fusebook.concat_gemm(x.half(), [w.half()], tf32=True, strategy="fused")
+    assert seen[-1] == "half"
+
+
+def test_torchs_setting_of_tf32_is_left_as_it_was(device, allow_tf32):
+    x, w = drawn(4, 16, device=device), drawn(16, 16, device=device)
+    for setting in (False, True):
+        allow_tf32(setting)
+        fusebook.concat_gemm(x, [w], tf32=not setting, strategy="views")
+        assert torch.backends.cuda.matmul.allow_tf32 is setting
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="TF32 is not interpreted")
+def test_tf32_has_its_own_error_and_its_own_limit(device):
+    dims = {"M": 256, "K": 512, "N": 256, "weights": "two"}
+    inputs = CONCAT_GEMM.make(fusebook.inputs.generator(0, device), torch.float32, **dims)
+    yard = check.yardstick(CONCAT_GEMM, inputs)
+    x, *weights = inputs
+    exact = check.judge(CONCAT_GEMM, fusebook.concat_gemm(x, weights, tf32=False, strategy="fused"), yard)
+    fast = check.judge(CONCAT_GEMM, fusebook.concat_gemm(x, weights, tf32=True, strategy="fused"), yard, "tf32")
+    assert exact.ok and fast.ok
+    assert fast.score > exact.limit, "TF32 would not pass for float32"
+
+
+X = torch.zeros(4, 8)
+W = torch.zeros(8, 6)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda x, w: fusebook.concat_gemm(x, []), ValueError, "one weight at least, got none; pass a list"),
+        (lambda x, w: fusebook.concat_gemm(x, w), TypeError, "weights to be a sequence of tensors, got Tensor"),
+        (lambda x, w: fusebook.concat_gemm(x, [w, w[:7]]), ValueError, r"weights\[1\] of shape \[8, N\]"),
+        (lambda x, w: fusebook.concat_gemm(x, [w.half()]), TypeError, r"weights\[0\] to be torch.float32 as x is"),
+        (lambda x, w: fusebook.concat_gemm(x, [w.to("meta")]), ValueError, r"weights\[0\] on .* as x is, got meta"),
+        (lambda x, w: fusebook.concat_gemm(x.int(), [w]), TypeError, "x to be float16, bfloat16 or float32, got"),
+        (lambda x, w: fusebook.concat_gemm(x.double(), [w]), TypeError, "got torch.float64; cast it first"),
+        (lambda x, w: fusebook.concat_gemm(x, [[1.0]]), TypeError, r"weights\[0\] to be a torch.Tensor, got list"),
+        (lambda x, w: fusebook.concat_gemm(x, [w[0]]), ValueError, r"weights\[0\] of shape \[8, N\]"),
+        (lambda x, w: fusebook.concat_gemm(x[0, 0], [w]), ValueError, "got a single number; give it an axis"),
+        (lambda x, w: fusebook.concat_gemm(x.to_sparse(), [w]), TypeError, "x to be dense"),
+        (lambda x, w: fusebook.concat_gemm(x, [w], strategy="fast"), ValueError, "fused, views, got 'fast'"),
+        (lambda x, w: fusebook.concat_gemm(x, [w], tf32=1), TypeError, "tf32 to be True, False or None, got 1"),
+        (lambda x, w: fusebook.swiglu(x, w, w[:, :5]), ValueError, r"up of shape \(8, 6\) as gate has"),
+        (lambda x, w: fusebook.swiglu(x, w, w.T), ValueError, r"up of shape \[8, N\]"),
+        (lambda x, w: fusebook.swiglu(x, w, w, w[0]), ValueError, r"bias of shape \(2, 6\), a row for gate"),
+        (lambda x, w: fusebook.swiglu(x, w, w, w[:2].half()), TypeError, "bias to be torch.float32 as x is"),
+    ],
+)
+def test_bad_input_is_refused_in_one_sentence(call, error, message, device):
+    with pytest.raises(error, match=message) as caught:
+        call(X.to(device), W.to(device))
+    assert "\n" not in str(caught.value)
+
+
+def test_gradients_are_those_of_the_chain(device):
+    inputs = [drawn(*shape, device=device).requires_grad_() for shape in ((6, 8), (8, 5), (8, 7), (2, 5))]
+    x, a, b, bias = inputs
+
+    def gradients(y, seed):
+        torch.manual_seed(seed)
+        return torch.autograd.grad((y * torch.randn_like(y)).sum(), inputs, allow_unused=True)
+
+    pairs = [
+        (fusebook.concat_gemm(x, [a, b]), concat_gemm_eager(x, a, b)),
+        (fusebook.swiglu(x, a, b[:, :5], bias), swiglu_eager(x, a, b[:, :5], bias)),
+    ]
+    for mine, theirs in pairs:
+        assert torch.allclose(mine, theirs, atol=1e-5)
+        for got, want in zip(gradients(mine, 1), gradients(theirs, 1), strict=True):
+            assert (got is None) == (want is None)
+            assert got is None or torch.allclose(got, want, atol=1e-5)
+
+
+def test_gradients_are_differentiable_once_more(device):
+    x, a, b = (drawn(*shape, device=device).requires_grad_() for shape in ((3, 4), (4, 5), (4, 5)))
+
+    def second(y):
+        (first,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+        return torch.autograd.grad(first.sum(), a)[0]
+
+    assert torch.allclose(second(fusebook.swiglu(x, a, b)), second(swiglu_eager(x, a, b)), atol=1e-4)
+    mine, theirs = fusebook.concat_gemm(x, [a, b]), concat_gemm_eager(x, a, b)
+    assert torch.allclose(second(mine), second(theirs), atol=1e-4)
+
+
+def test_custom_operators_are_registered_whole(device):
+    x, a, b = (drawn(*shape, device=device).requires_grad_() for shape in ((3, 4), (4, 5), (4, 6)))
+    torch.library.opcheck(torch.ops.fusebook.concat_gemm, (x, [a, b], False, "fused"))
+    bias = drawn(2, 5, device=device).requires_grad_()
+    torch.library.opcheck(torch.ops.fusebook.swiglu, (x, a, b[:, :5].detach(), bias, False))
+
+
+def test_under_compile(device):
+    x, w = drawn(3, 4, device=device), drawn(4, 5, device=device)
+    both = torch.compile(lambda x, w: fusebook.swiglu(fusebook.concat_gemm(x, [w, w])[:, :4], w, w), backend="eager")
+    assert torch.equal(both(x, w), fusebook.swiglu(fusebook.concat_gemm(x, [w, w])[:, :4], w, w))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs 13 GB of a GPU")
+def test_beyond_two_to_the_31_elements(device):
+    M, K, N = 2**17, 16, 2**14
+    x, w = drawn(M, K, dtype=torch.float16, device=device), drawn(K, N + 8, dtype=torch.float16, device=device)
+    for wide in (w[:, :N], w[:, 1 : N + 1]):  # with descriptors, and without
+        y = fusebook.concat_gemm(x, [wide, wide[:, :8]], strategy="fused")
+        assert y.numel() > 2**31
+        assert is_right(CONCAT_GEMM, y[-64:], (x[-64:], wide, wide[:, :8]))
+        assert is_right(SWIGLU, fusebook.swiglu(x, wide, wide)[-64:], (x[-64:], wide, wide))
+        del y
+
+
+# Plans
+
+
+def tuned(name):
+    return gemm._tuned(name)
+
+
+@pytest.mark.parametrize("name", ["concat_gemm", "swiglu"])
+def test_every_class_of_problems_has_a_plan_that_was_tuned(name):
+    for math, layout, shape in gemm.classes(name):
+        plan = dict(tuned(name)["90"][f"{math} {layout}"][shape])
+        assert isinstance(plan.pop("views"), bool)
+        assert Plan(**plan) in gemm.candidates(name, math, layout, shape)
+
+
+@pytest.mark.parametrize("name", ["concat_gemm", "swiglu"])
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0), None])
+def test_a_plan_is_made_for_every_size(name, capability):
+    for math in ("half", "tf32", "float32"):
+        for layout in ("row", "column", "any"):
+            for M in (1, 17, 64, 65, 1000, 100_000):
+                for strategy in gemm.STRATEGIES:
+                    plan = gemm._gemm_plan(name, (M, 777), math, layout, layout != "any", capability, strategy)
+                    assert plan.kernel in (("views",) if strategy == "views" else ("tiles", "strided"))
+                    assert layout != "any" or plan.kernel != "tiles"
+
+
+def test_a_gpu_that_nobody_tuned_gets_96_kib_at_most():
+    for math, itemsize in (("half", 2), ("tf32", 4), ("float32", 4)):
+        for M in (1, 32, 64, 1000, 100_000):
+            for name in ("concat_gemm", "swiglu"):
+                plan = gemm._gemm_plan(name, (M, 4096), math, "row", True, (8, 6))
+                weights = 2 if name == "swiglu" else 1
+                assert plan.stages * plan.bk * (plan.bm + weights * plan.bn) * itemsize <= 96 * 1024
+
+
+def test_the_launcher_chooses_views_where_they_were_faster(device, monkeypatch):
+    plans = {"90": {"half row": {"2**15": {**Plan("tiles", 64, 64, 64)._asdict(), "views": True}}}}
+    monkeypatch.setattr(gemm, "_tuned", lambda name: plans)
+    sizes = (100, 100), "half", "row", True, (9, 0)
+    assert gemm._gemm_plan("concat_gemm", *sizes, None).kernel == "views"
+    assert gemm._gemm_plan("concat_gemm", *sizes, "fused").kernel == "tiles"
+
+
+def test_classes_of_shapes_meet_without_gaps():
+    assert [gemm.shape_class(M, 4096) for M in (1, 16, 17, 64)] == ["rows 16", "rows 16", "rows 32", "rows 64"]
+    assert gemm.shape_class(256, 512) == "2**17"
+    assert gemm.shape_class(511, 512) == "2**17"
+    assert gemm.shape_class(512, 512) == "2**19"
+    assert gemm.shape_class(65, 1) == "2**15"
+    assert gemm.shape_class(2**20, 2**20) == "2**27"
+
+
+# Tuning
+
+
+def test_tuning_keeps_the_fastest_right_plan_and_the_plans_of_others(monkeypatch, tmp_path, capsys):
+    fast, slow, wrong = (Plan("strided", 64, 64, bk) for bk in (64, 32, 16))
+    seconds = {None: 3.0, fast: 1.0, slow: 2.0, wrong: 0.1}
+
+    def attempt(name, math, inputs, plan):
+        return concat_gemm_eager(*inputs) + (1 if plan == wrong else 0)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 0))
+    monkeypatch.setattr(tune, "_precompile", lambda *a: None)
+    monkeypatch.setattr(tune, "_fastest", lambda ways, repeat: {way: seconds[way] for way in ways})
+    monkeypatch.setattr(gemm, "classes", lambda name: (("half", "row", "2**15"),))
+    monkeypatch.setattr(gemm, "candidates", lambda *key: (wrong, slow, fast))
+    monkeypatch.setattr(gemm, "problem", lambda *key: (drawn(4, 8), drawn(8, 5), drawn(8, 5)))
+    monkeypatch.setattr(gemm, "attempt", attempt)
+    (tmp_path / "concat_gemm.json").write_text('{"80": {}}')
+    assert tune.main(["concat_gemm", "--out", str(tmp_path)]) == 0
+    found = json.loads((tmp_path / "concat_gemm.json").read_text())
+    assert found == {"80": {}, "70": {"half row": {"2**15": {**fast._asdict(), "views": False}}}}
+    seconds[None] = 0.5
+    assert tune.tune("concat_gemm")["half row"]["2**15"]["views"] is True
+    monkeypatch.setattr(gemm, "candidates", lambda *key: (wrong,))
+    assert tune.main(["concat_gemm", "--out", str(tmp_path)]) == 1
+    assert "expected a plan for half row 2**15, got none that runs" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_tuning_needs_a_gpu_and_a_known_operator(capsys):
+    assert tune.main(["swiglu"]) == 1
+    assert "expected a CUDA device, got none" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        tune.main(["softmax"])

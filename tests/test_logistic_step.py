@@ -1,0 +1,409 @@
+"""What is special to logistic regression: margins of any size, steps that diverge, targets, and data on the chip."""
+
+import math
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import fusebook
+from fusebook import check
+from fusebook.inputs import generator, poison
+from fusebook.kernels import logistic_step as module
+from fusebook.kernels.logistic_step import LOGISTIC_FIT, LOGISTIC_STEP, logistic_fit, logistic_step, logistic_step_eager
+
+ON_CHIP = [True, False]
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def made(device, N=13, D=7, dtype=torch.float32, seed=0):
+    return LOGISTIC_STEP.make(generator(seed, device), dtype, N=N, D=D)
+
+
+def made_fit(device, N=13, D=7, steps=4, dtype=torch.float32, seed=0):
+    return LOGISTIC_FIT.make(generator(seed, device), dtype, N=N, D=D, steps=steps)
+
+
+def fit(X, y, w, b, lr, l2, steps, **options):
+    return logistic_fit(X, y, w, b, lr, l2, steps=steps, **options)
+
+
+def right(op, inputs, got):
+    return check.judge(op, got, check.yardstick(op, inputs)).ok
+
+
+def alike(got, want):
+    return all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+# The meaning ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_step_goes_down_the_gradient_of_torch(device):
+    X, y, w, b, lr, l2 = made(device, N=40, D=9, dtype=torch.float64)
+    v, c = w.clone().requires_grad_(), b.clone().requires_grad_()
+    loss = F.binary_cross_entropy_with_logits(X @ v + c, y) + l2 * (v * v).sum()
+    loss.backward()
+    got = logistic_step(X, y, w, b, lr, l2)
+    for a, want in zip(got, (v - lr * v.grad, c - lr * c.grad, loss), strict=True):
+        torch.testing.assert_close(a, want.detach(), rtol=1e-13, atol=1e-13)
+
+
+def test_what_was_given_is_not_changed(device):
+    inputs = made(device)
+    before = [v.clone() for v in inputs[:4]]
+    logistic_step(*inputs)
+    fit(*inputs, 3)
+    fit(*inputs, 0)
+    assert alike(before, inputs[:4])
+
+
+def test_no_steps_give_a_copy(device):
+    inputs = made(device)
+    w, b, losses = fit(*inputs, 0)
+    assert torch.equal(w, inputs[2]) and w.data_ptr() != inputs[2].data_ptr()
+    assert torch.equal(b, inputs[3]) and b.data_ptr() != inputs[3].data_ptr()
+    assert losses.shape == (0,) and losses.dtype == w.dtype
+
+
+@pytest.mark.parametrize("on_chip", ON_CHIP)
+def test_a_fit_is_a_loop_of_steps(on_chip, device):
+    X, y, w, b, lr, l2, steps = inputs = made_fit(device, N=30, D=20, steps=6)
+    assert right(LOGISTIC_FIT, inputs, fit(*inputs, on_chip=on_chip))
+    losses = []
+    for _ in range(steps):
+        w, b, loss = logistic_step(X, y, w, b, lr, l2)
+        losses.append(loss)
+    assert right(LOGISTIC_FIT, inputs, (w, b, torch.stack(losses)))
+
+
+def test_a_fit_of_several_launches_is_the_same_to_the_bit(device, monkeypatch):
+    inputs = made_fit(device, steps=11)
+    whole = fit(*inputs, on_chip=True)
+    monkeypatch.setattr(module, "_TOGETHER", 4)
+    assert alike(fit(*inputs, on_chip=True), whole)
+
+
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_the_bias_keeps_its_shape(shape, device):
+    X, y, w, b, lr, l2 = made(device)
+    b = b.reshape(shape)
+    assert logistic_step(X, y, w, b, lr, l2)[1].shape == shape
+    assert fit(X, y, w, b, lr, l2, 2)[1].shape == fit(X, y, w, b, lr, l2, 0)[1].shape == shape
+
+
+def test_a_learning_rate_is_not_rounded_in_float64(device):
+    X, y, w, b, _, _ = made(device, dtype=torch.float64)
+    got, want = logistic_step(X, y, w, b, 0.1, 0.3), logistic_step_eager(X, y, w, b, 0.1, 0.3)
+    for a, c in zip(got, want, strict=True):
+        torch.testing.assert_close(a, c, rtol=1e-14, atol=1e-15)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_data_has_sums_in_float32(dtype, device):
+    """The limit for half types is wide; the data alone is rounded, so that of float32 must do."""
+    X, y, w, b, lr, l2 = made(device, N=60, D=50, dtype=dtype)
+    single = X.float(), y.float(), w, b, lr, l2
+    assert right(LOGISTIC_STEP, single, logistic_step(X, y, w, b, lr, l2))
+    X, y, *rest = made_fit(device, N=60, D=50, dtype=dtype)
+    assert right(LOGISTIC_FIT, (X.float(), y.float(), *rest), fit(X, y, *rest))
+
+
+# Margins --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_loss_is_right_at_any_margin(dtype, device):
+    """Each margin by itself, so that no other row hides it, and relative to a loss that may be as small as 1e-30."""
+    for margin in (0.0, 1e-6, 0.3, 3.0, 17.0, 40.0, 70.0, 95.0, 200.0, 3e5):
+        for sign in (-1, 1):
+            for target in (0.0, 1.0):
+                X = torch.full((1, 1), sign * margin, dtype=dtype, device=device)
+                y = torch.full((1,), target, dtype=dtype, device=device)
+                one = torch.ones(1, dtype=dtype, device=device)
+                _, b, loss = logistic_step(X, y, one, one[0] * 0, 1.0, 0.0)
+                z = sign * X[0, 0].double().abs() * (-1 if target else 1)
+                want = z.clamp(min=0) + z.abs().neg().exp().log1p()
+                # A GPU's exponential is right to some eps of its argument.
+                rtol = max(1e-6, margin * torch.finfo(torch.float32).eps)
+                torch.testing.assert_close(loss.double(), want, rtol=rtol, atol=1e-37)
+                slope = torch.sigmoid(z) * (-1 if target else 1)  # sigmoid(z) - 1 is -sigmoid(-z)
+                torch.testing.assert_close(b.double(), -slope, rtol=rtol, atol=1e-37)
+
+
+def test_the_naive_loss_is_caught(device):
+    def naive(X, y, w, b, lr, l2):
+        p = torch.sigmoid(X @ w + b)
+        loss = -(y * p.log() + (1 - y) * (1 - p).log()).mean() + l2 * (w * w).sum()
+        return (*logistic_step(X, y, w, b, lr, l2)[:2], loss)
+
+    inputs = made(device, N=300, D=20)
+    assert right(LOGISTIC_STEP, inputs, logistic_step(*inputs))
+    assert not right(LOGISTIC_STEP, inputs, naive(*inputs))
+
+
+def test_usual_mistakes_are_caught(device):
+    X, y, w, b, lr, l2 = inputs = made(device, N=300, D=20)
+    new, c, loss = logistic_step(*inputs)
+    after = logistic_step(X, y, new, c, lr, l2)[2]
+    wrong = {
+        "no step": (w, b, loss),
+        "the loss after the step": (new, c, after),
+        "no l2 in the loss": (new, c, logistic_step(X, y, w, b, lr, 0.0)[2]),
+        "no l2 in the step": (*logistic_step(X, y, w, b, lr, 0.0)[:2], loss),
+        "half of the l2": (*logistic_step(X, y, w, b, lr, l2 / 2)[:2], loss),
+        "the sum, not the mean": (*logistic_step(X, y, w, b, lr * 300, l2 / 300)[:2], loss),
+        "a row left out": logistic_step(X[1:], y[1:], w, b, lr, l2),
+    }
+    assert right(LOGISTIC_STEP, inputs, (new, c, loss))
+    for name, got in wrong.items():
+        assert not right(LOGISTIC_STEP, inputs, got), name
+
+
+# Bad input ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("on_chip", ON_CHIP)
+@pytest.mark.parametrize("lr", [1e30, 1e38, -1e38])
+def test_a_step_that_diverges_is_as_torch_is(on_chip, lr, device):
+    # One feature, so that torch and we add up the same numbers, whatever the order.
+    X = torch.tensor([[1.0], [2.0], [3.0]], device=device)
+    y, w, b = torch.tensor([0.0, 1.0, 0.0], device=device), torch.ones(1, device=device), torch.zeros((), device=device)
+    got = fit(X, y, w, b, lr, 0.5, 5, on_chip=on_chip)
+    losses = []
+    for _ in range(5):
+        w, b, loss = logistic_step_eager(X, y, w, b, lr, 0.5)
+        losses.append(loss)
+    want = w, b, torch.stack(losses)
+    assert any(not v.isfinite().all() for v in want)
+    for a, c in zip(got, want, strict=True):
+        torch.testing.assert_close(a, c, equal_nan=True, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("which", [0, 2, 3])
+def test_nan_and_infinity_go_where_they_go_in_torch(which, bad, device):
+    inputs = list(made(device))
+    inputs[which] = inputs[which].clone()
+    inputs[which].view(-1)[0] = bad
+    got, want = logistic_step(*inputs), logistic_step_eager(*inputs)
+    for a, c in zip(got, want, strict=True):
+        torch.testing.assert_close(a, c, equal_nan=True, rtol=1e-4, atol=1e-5)
+    chip = fit(*inputs, 1, on_chip=True)
+    for a, c in zip((chip[0], chip[1], chip[2][0]), want, strict=True):
+        torch.testing.assert_close(a, c, equal_nan=True, rtol=1e-4, atol=1e-5)
+
+
+def test_targets_other_than_0_and_1_are_named(device):
+    X, y, *rest = made(device)
+    for bad in (0.5, -1.0, 2.0, math.nan):
+        y[9] = bad
+        for call in (logistic_step, lambda *a, **k: fit(*a, 2, **k)):
+            with pytest.raises(ValueError, match=rf"got {bad:g} at y\[9\]") as raised:
+                call(X, y, *rest)
+            assert "\n" not in str(raised.value)
+    y[9] = 0.5  # unchecked, a target is a probability
+    assert right(LOGISTIC_STEP, (X, y, *rest), logistic_step(X, y, *rest, check=False))
+    assert right(LOGISTIC_FIT, (X, y, *rest, 2), fit(X, y, *rest, 2, check=False))
+
+
+REFUSED = {
+    "X is a list": (TypeError, "X to be a torch.Tensor", dict(X=[[1.0]])),
+    "X of integers": (TypeError, "int64", dict(X=torch.ones(4, 3, dtype=torch.int64))),
+    "X is sparse": (TypeError, "dense", dict(X=torch.ones(4, 3).to_sparse())),
+    "X of one axis": (ValueError, r"shape \[N, D\]", dict(X=torch.ones(4))),
+    "no rows": (ValueError, "at least one row", dict(X=torch.ones(0, 3), y=torch.ones(0))),
+    "y of bools": (TypeError, "bool", dict(y=torch.ones(4, dtype=torch.bool))),
+    "y of another dtype": (TypeError, "torch.float32 as X is", dict(y=torch.ones(4, dtype=torch.float64))),
+    "y is a column": (ValueError, r"y of shape \(4,\)", dict(y=torch.ones(4, 1))),
+    "y too short": (ValueError, r"y of shape \(4,\)", dict(y=torch.ones(3))),
+    "w of half precision": (TypeError, "w to be torch.float32 where X", dict(w=torch.ones(3, dtype=torch.float16))),
+    "w of float64": (TypeError, "w to be torch.float32 where X", dict(w=torch.ones(3, dtype=torch.float64))),
+    "w is a column": (ValueError, r"w of shape \(3,\)", dict(w=torch.ones(3, 1))),
+    "w elsewhere": (ValueError, "move one of them", dict(w=torch.ones(3, device="meta"))),
+    "b is a number": (TypeError, "b to be a torch.Tensor", dict(b=0.0)),
+    "b for each feature": (ValueError, "b to be a single number", dict(b=torch.ones(3))),
+    "lr is NaN": (ValueError, "lr to be finite, got nan", dict(lr=math.nan)),
+    "lr is infinite": (ValueError, "lr to be finite, got inf", dict(lr=math.inf)),
+    "lr is a tensor": (TypeError, "lr to be a number", dict(lr=torch.tensor(0.1))),
+    "lr is text": (TypeError, "lr to be a number", dict(lr="0.1")),
+    "l2 is NaN": (ValueError, "l2 to be finite, got nan", dict(l2=math.nan)),
+    "steps of floats": (TypeError, "steps to be a whole number", dict(steps=2.0)),
+    "steps below zero": (ValueError, "steps from 0", dict(steps=-1)),
+    "float64 on the chip": (
+        NotImplementedError,
+        "fit on the chip",
+        dict(
+            X=torch.ones(4, 3, dtype=torch.float64),
+            y=torch.ones(4, dtype=torch.float64),
+            w=torch.ones(3, dtype=torch.float64),
+            b=torch.zeros((), dtype=torch.float64),
+            on_chip=True,
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize(("error", "message", "changed"), REFUSED.values(), ids=REFUSED)
+def test_bad_input_is_refused_in_one_sentence(error, message, changed, device):
+    given = {"X": torch.ones(4, 3), "y": torch.ones(4), "w": torch.ones(3), "b": torch.zeros(()), "lr": 0.1, "l2": 0.0}
+    given |= changed
+    for name, value in given.items():
+        if isinstance(value, torch.Tensor) and value.device.type == "cpu":
+            given[name] = value.to(device)
+    only_fit = {"steps", "on_chip"} & set(given)
+    for call in (logistic_fit,) if only_fit else (logistic_step, logistic_fit):
+        options = {"steps": 2} if call is logistic_fit else {}
+        with pytest.raises(error, match=message) as raised:
+            call(**(options | given))
+        assert "\n" not in str(raised.value)
+
+
+def test_what_does_not_fit_on_the_chip_is_refused_or_taken_in_steps(device, monkeypatch):
+    inputs = made_fit(device)
+    monkeypatch.setattr(module, "_fit_plan", lambda *sizes: None)
+    with pytest.raises(NotImplementedError, match="leave on_chip to be chosen"):
+        fit(*inputs, on_chip=True)
+    assert right(LOGISTIC_FIT, inputs, fit(*inputs))
+
+
+def test_rows_of_any_strides(device):
+    X, y, w, b, lr, l2 = made(device, N=24, D=20)
+    for some in (X[::2], X[:12, 3:11], X.T[:12, 2:9], X[:12].flip(0), X[:1].expand(12, 20), X[3:15, ::3]):
+        v = w[: some.shape[1]]
+        inputs = some, y[:12], v, b, lr, l2
+        assert right(LOGISTIC_STEP, inputs, logistic_step(*inputs))
+        inputs = some, y[::2], v, b, 0.01, l2, 2
+        assert right(LOGISTIC_FIT, inputs, fit(*inputs))
+
+
+# Plans ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("N", [1, 100, 400, 1000, 4000, 5000, 10**6])
+@pytest.mark.parametrize("D", [0, 1, 64, 784, 4096, 30000])
+def test_a_plan_covers_the_data_and_fits_the_chip(N, D):
+    step = module._logistic_step_plan(N, D, 4, (9, 0), 132)
+    assert step.block >= D or not step.kept
+    assert step.rows * step.block <= 2**15
+    plan = module._logistic_fit_plan(N, D, 4, (9, 0), 132)
+    if plan is not None:
+        assert plan.programs <= 132, "they wait for each other, so all must have a place"
+        assert plan.rows * plan.programs >= N and plan.block >= D and plan.slice * plan.programs >= D
+        assert plan.rows * plan.block * 4 <= 2**17
+        assert min(plan.words, plan.parts * plan.slice, plan.block) >= 32 * plan.warps, "a word for each thread"
+        assert min(plan.words, plan.parts) >= plan.programs
+    assert plan is not None or N * max(D, 256) > 10**6 or D > 10**4
+
+
+# Runs -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("on_chip", ON_CHIP)
+def test_every_run_gives_the_same_bits(on_chip, device):
+    # In the interpreter one program runs alone, so few runs show as much.
+    N, D, runs = (400, 784, 100) if device == "cuda" else (20, 9, 3)
+    inputs = made_fit(device, N=N, D=D, steps=50 if device == "cuda" else 3)
+    first = fit(*inputs, on_chip=on_chip)
+    assert right(LOGISTIC_FIT, inputs, first)
+    for run in range(runs):
+        poison(first)
+        assert alike(fit(*inputs, on_chip=on_chip), first), f"run {run}"
+
+
+LARGE = [(4000, 784), (400, 4096), (130, 1000), (2100, 500), (1, 5000), (8000, 3)]
+SMALL = [(400, 64), (400, 1), (13, 7), (2, 1000), (129, 3), (520, 100), (400, 0)]
+
+
+@needs_cuda
+@pytest.mark.parametrize("sizes", LARGE + SMALL)
+def test_fits_of_any_size_on_the_chip_are_right_in_every_run(sizes):
+    inputs = made_fit("cuda", *sizes, steps=60)
+    first = fit(*inputs, on_chip=True)
+    assert right(LOGISTIC_FIT, inputs, first)
+    for run in range(50):
+        assert alike(fit(*inputs, on_chip=True), first), f"run {run}"
+
+
+@needs_cuda
+def test_two_fits_at_once_do_not_wait_for_each_other():
+    pairs = [made_fit("cuda", 400, 784, steps=300, seed=seed) for seed in (0, 1)]
+    want = [fit(*inputs, on_chip=True) for inputs in pairs]
+    streams = [torch.cuda.Stream() for _ in pairs]
+    torch.cuda.synchronize()
+    got = []
+    for _ in range(10):
+        for stream, inputs in zip(streams, pairs, strict=True):
+            with torch.cuda.stream(stream):
+                got.append(fit(*inputs, on_chip=True, check=False))
+    torch.cuda.synchronize()
+    assert all(alike(outputs, want[i % 2]) for i, outputs in enumerate(got))
+
+
+@needs_cuda
+def test_a_step_and_a_fit_run_in_a_graph():
+    step, chip = made("cuda", 400, 784), made_fit("cuda", 400, 784, steps=10)
+    logistic_step(*step), fit(*chip, on_chip=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):  # the check, which would wait, is left out
+        one, many = logistic_step(*step), fit(*chip, on_chip=True)
+    for _ in range(3):
+        for v in (*one, *many):
+            v.fill_(7)
+        graph.replay()
+        assert right(LOGISTIC_STEP, step, one) and right(LOGISTIC_FIT, chip, many)
+
+
+@needs_cuda
+def test_beyond_two_to_the_31_elements():
+    if torch.cuda.mem_get_info()[0] < 40 * 2**30:
+        pytest.skip("needs 40 GiB of GPU memory")
+    # The gradient of rows beyond 2**31 elements, and of features beyond them, against that of the same rows by itself.
+    for N, D in ((2**21 + 3, 1030), (5, 2**29 + 1)):
+        X = torch.zeros(N, D, device="cuda", dtype=torch.float16)
+        X[-1] = 1 / 64
+        y, w = torch.zeros(N, device="cuda", dtype=torch.float16), torch.full((D,), 1e-9, device="cuda")
+        new, _, loss = logistic_step(X, y, w, torch.zeros((), device="cuda"), float(N), 0.0)
+        want = 1e-9 - torch.sigmoid(torch.tensor(D * 1e-9 / 64)).item() / 64
+        assert (new - want).abs().max() < 1e-3 * abs(want)
+        assert abs(loss.item() - math.log(2)) < 1e-2
+        del X, new
+
+
+# Transformations ------------------------------------------------------------------------------------------------------
+
+
+def test_custom_operators_are_registered_whole(device):
+    X, y, w, b, lr, l2 = made(device)
+    torch.library.opcheck(torch.ops.fusebook.logistic_step, (X, y, w, b, lr, l2))
+    torch.library.opcheck(torch.ops.fusebook.logistic_fit, (X, y, w, b, lr, l2, 3, None))
+
+
+def test_under_compile_the_check_is_left_out(device):
+    X, y, w, b, lr, l2 = made(device)
+    y[3] = 0.25
+    torch.compiler.reset()
+    compiled = torch.compile(lambda *a: logistic_step(*a)[0] * 2, fullgraph=True)
+    want = logistic_step(X, y, w, b, lr, l2, check=False)[0] * 2
+    torch.testing.assert_close(compiled(X, y, w, b, lr, l2), want)
+
+
+def test_a_gradient_through_a_step_is_refused_and_not_zero(device):
+    X, y, w, b, lr, l2 = made(device)
+    w.requires_grad_()
+    out = logistic_step(X, y, w, b, lr, l2)[0]
+    with pytest.raises(RuntimeError, match="autograd"):
+        out.sum().backward()
+    with torch.no_grad():
+        assert not logistic_step(X, y, w, b, lr, l2)[0].requires_grad
+
+
+def test_the_card_draws_states_that_a_step_changes(device):
+    X, y, w, b, lr, l2 = made(device, N=400, D=100)
+    new, c, _ = logistic_step(X, y, w, b, lr, l2)
+    assert (new - w).square().mean() > 0.1 * w.square().mean() and (c - b).abs() > 0.01
+    assert (X @ w + b).abs().max() > 88, "margins whose exponential overflows"
+    X, y, w, b, lr, l2, steps = made_fit(device, N=40, D=100, steps=30)
+    losses = fit(X, y, w, b, lr, l2, steps)[2]
+    assert losses[-1] < 0.5 * losses[0] and (losses.diff() < 0).all()
+    assert fusebook.logistic_fit is logistic_fit and fusebook.logistic_step is logistic_step

@@ -1,0 +1,487 @@
+"""Operators of ONNX Runtime whose kernels are Python functions. On a machine with a GPU both providers are tried."""
+
+import ctypes
+import gc
+import os
+import pathlib
+import resource
+import subprocess
+import sys
+import threading
+import weakref
+
+import pytest
+import torch
+
+onnx = pytest.importorskip("onnx")
+ort = pytest.importorskip("onnxruntime")
+
+import onnx.helper as oh  # noqa: E402
+
+from fusebook.onnx import Graph, custom, custom_op, register  # noqa: E402
+
+KINDS = {
+    torch.float32: 1, torch.uint8: 2, torch.int8: 3, torch.int16: 5, torch.int32: 6, torch.int64: 7, torch.bool: 9,
+    torch.float16: 10, torch.float64: 11, torch.bfloat16: 16,
+}  # fmt: skip
+FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+
+def model(name, inputs, outputs, nodes=None, **attributes):
+    """A graph of one node, or of `nodes`, from names with dtypes."""
+
+    def infos(names):
+        return [oh.make_tensor_value_info(key, KINDS[dtype], None) for key, dtype in names.items()]
+
+    node = oh.make_node(name, list(inputs), list(outputs), domain="fusebook", **attributes)
+    graph = oh.make_graph(nodes or [node], "g", infos(inputs), infos(outputs))
+    opsets = [oh.make_opsetid("", 18), oh.make_opsetid("fusebook", 1)]
+    return oh.make_model(graph, ir_version=10, opset_imports=opsets)
+
+
+def into(function):
+    """A launcher that writes what `function` returns."""
+    return lambda *inputs, out, **attributes: out.copy_(function(*inputs, **attributes))
+
+
+def unary(function=lambda x: x * 2, **more):
+    given = {"launcher": into(function), "inputs": {"x": "T"}, "outputs": {"y": "T"}, "shape": "x"}
+    return custom_op("Unary", **given | {"types": {"T": FLOATS}} | more)
+
+
+def graph(op, device="cpu", inputs=None, outputs=None, **attributes):
+    f = torch.float32
+    return Graph(model(op.name, inputs or {"x": f}, outputs or {"y": f}, **attributes), device=device, ops=[op])
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=lambda d: str(d)[6:])
+def test_a_function_is_a_node_for_each_of_its_types(dtype, device):
+    op = unary()
+    x = torch.arange(6, device=device).view(2, 3).to(dtype)
+    y = graph(op, device, {"x": dtype}, {"y": dtype})({"x": x})["y"]
+    assert y.dtype == dtype and y.device.type == device and torch.equal(y, x * 2)
+
+
+@pytest.mark.parametrize("dtype", [d for d in KINDS if d not in FLOATS], ids=lambda d: str(d)[6:])
+def test_whole_numbers_and_booleans_pass(dtype, device):
+    op = custom_op("Flip", into(lambda x: x.flip(0)), {"x": dtype}, {"y": dtype}, "x")
+    x = torch.tensor([0, 1, 1], device=device).to(dtype)
+    assert torch.equal(graph(op, device, {"x": dtype}, {"y": dtype})({"x": x})["y"], x.flip(0))
+
+
+def test_nothing_is_copied(device):
+    seen = []
+    op = unary(launcher=lambda x, out: seen.extend([x.data_ptr(), out.data_ptr()]) or out.copy_(x))
+    x, y = torch.randn(2, 64, device=device).unbind()
+    bound = graph(op, device).bind({"x": x}, {"y": y})
+    bound()
+    assert seen == [x.data_ptr(), y.data_ptr()] and torch.equal(x, y)
+
+
+def test_a_result_that_is_returned_is_copied_and_needs_no_shape(device):
+    op = custom_op("Halves", lambda x: x.chunk(2), {"x": "T"}, {"a": "T", "b": "T"}, types={"T": FLOATS})
+    f = torch.float32
+    x = torch.randn(6, 3, device=device)
+    out = graph(op, device, {"x": f}, {"a": f, "b": f})({"x": x})
+    assert torch.equal(torch.cat([out["a"], out["b"]]), x)
+
+
+def test_several_outputs_of_several_types_and_shapes(device):
+    def launcher(x, out, *, axis):
+        out[0].copy_(x.amax(axis))
+        out[1].copy_(x.argmax(axis))
+
+    def shape(x, *, axis):
+        rest = [size for i, size in enumerate(x.shape) if i != axis]
+        return rest, rest
+
+    op = custom_op(
+        "Top", launcher, {"x": "T"}, {"top": "T", "at": torch.int64}, shape, types={"T": FLOATS},
+        attributes={"axis": 0},
+    )  # fmt: skip
+    f = torch.float32
+    for axis in (0, 1):
+        g = graph(op, device, {"x": f}, {"top": f, "at": torch.int64}, axis=axis)
+        x = torch.randn(4, 5, device=device)
+        out = g({"x": x})
+        assert torch.equal(out["top"], x.amax(axis)) and torch.equal(out["at"], x.argmax(axis))
+
+
+def test_attributes_have_defaults_or_must_be_there(device):
+    def launcher(x, out, **attributes):
+        seen.update(attributes)
+        out.copy_(x)
+
+    seen = {}
+    given = {"a": 1, "b": 0.5, "c": "word", "d": (1, 2), "e": (0.5, 1.5), "f": int}
+    op = unary(launcher=launcher, attributes=given)
+    x = torch.ones(2, device=device)
+    graph(op, device, f=7)({"x": x})
+    assert seen == given | {"f": 7}
+    graph(op, device, a=-(2**40), b=2.25, c="é", d=[3, 4, 5], e=[2.5], f=0)({"x": x})
+    assert seen == {"a": -(2**40), "b": 2.25, "c": "é", "d": (3, 4, 5), "e": (2.5,), "f": 0}
+    with pytest.raises(Exception, match="expected the attribute f, got a node without it"):
+        graph(op, device)
+
+
+def test_an_input_on_the_host_gives_the_shape(device):
+    def launcher(shape, x, out):
+        assert shape.device.type == "cpu" and x.device.type == device
+        out.copy_(x.expand(out.shape))
+
+    op = custom_op(
+        "Expanded", launcher, {"shape": torch.int64, "x": torch.float32}, {"y": torch.float32}, "shape", host=["shape"]
+    )
+    g = graph(op, device, {"shape": torch.int64, "x": torch.float32})
+    x = torch.randn(1, 3, device=device)
+    for rows in (4, 1, 0):  # dynamic, and empty
+        y = g({"shape": torch.tensor([rows, 3]), "x": x})["y"]
+        assert torch.equal(y, x.expand(rows, 3))
+
+
+def test_an_optional_input_may_be_left_out(device):
+    op = custom_op(
+        "Plus", into(lambda x, b: x if b is None else x + b), {"x": torch.float32, "b": torch.float32},
+        {"y": torch.float32}, "x", optional=["b"],
+    )  # fmt: skip
+    x = torch.ones(3, device=device)
+    f = torch.float32
+    assert graph(op, device, {"x": f, "b": f})({"x": x, "b": x})["y"].tolist() == [2, 2, 2]
+    node = oh.make_node("Plus", ["x"], ["y"], domain="fusebook")
+    g = Graph(model("Plus", {"x": f}, {"y": f}, [node]), device=device, ops=[op])
+    assert g({"x": x})["y"].tolist() == [1, 1, 1]
+
+
+def test_empty_and_scalar_tensors(device):
+    g = graph(unary(), device)
+    for shape in ((0,), (3, 0), (), (2, 1, 1, 1, 1, 1)):
+        x = torch.ones(shape, device=device)
+        y = g({"x": x})["y"]
+        assert y.shape == x.shape and bool((y == 2).all())
+
+
+def test_nodes_follow_one_another_and_standard_ones(device):
+    op = unary()
+    nodes = [
+        oh.make_node("Unary", ["x"], ["a"], domain="fusebook"),
+        oh.make_node("Neg", ["a"], ["b"]),
+        oh.make_node("Unary", ["b"], ["y"], domain="fusebook"),
+    ]
+    f = torch.float32
+    g = Graph(model("", {"x": f}, {"y": f}, nodes), device=device, ops=[op])
+    x = torch.randn(1000, device=device)
+    assert torch.equal(g({"x": x})["y"], x * -4)
+
+
+def refused(message, call, *arguments):
+    """`call` fails with an error of ONNX Runtime that says `message`, in one line."""
+    with pytest.raises(Exception, match=message) as raised:
+        call(*arguments)
+    assert type(raised.value).__module__.startswith("onnxruntime") or isinstance(raised.value, RuntimeError)
+    assert "\n" not in str(raised.value).strip()
+
+
+def test_what_a_launcher_raises_is_an_error_of_onnx_runtime(device):
+    x = torch.ones(3, device=device)
+
+    def fails(x, out):
+        raise KeyError("an é that is lost\nand more")
+
+    refused("Unary: KeyError: .*an é that is lost", graph(unary(launcher=fails), device), {"x": x})
+    g = graph(unary(launcher=lambda x, out: 1 // 0), device)
+    for _ in range(3):
+        refused("Unary: ZeroDivisionError", g, {"x": x})
+
+    def interrupted(x, out):
+        raise KeyboardInterrupt
+
+    refused("Unary: KeyboardInterrupt", graph(unary(launcher=interrupted), device), {"x": x})
+    refused("Unary: ValueError: x{300}", graph(unary(lambda x: exec('raise ValueError("x" * 9999)')), device), {"x": x})
+
+
+def test_what_a_launcher_must_return(device):
+    x = torch.ones(3, device=device)
+    f = torch.float32
+    two = {"inputs": {"x": f}, "outputs": {"a": f, "b": f}, "types": {}}
+    wanted = ({"x": f}, {"a": f, "b": f})
+    op = custom_op("Pair", lambda x: x, **two)
+    refused(r"expected 2 outputs \(a, b\) from the launcher, got 1", graph(op, device, *wanted), {"x": x})
+    op = custom_op("Pair", lambda x: (x, None), **two)
+    refused("expected the launcher to return a tensor for b, got NoneType", graph(op, device, *wanted), {"x": x})
+    op = custom_op("Pair", lambda x, out: None, shape=lambda x: x.shape, **two)
+    refused("expected 2 shapes, got 1", graph(op, device, *wanted), {"x": x})
+    op = unary(launcher=lambda x, out: x * 2)
+    refused("expected the launcher to write y into the memory given as out", graph(op, device), {"x": x})
+    op = unary(shape=lambda x: (-1,))
+    refused("expected sizes from 0 up in a shape, got", graph(op, device), {"x": x})
+    op = unary(shape=lambda x: (2**60,), launcher=lambda x, out: None)
+    with pytest.raises(RuntimeError):  # ONNX Runtime's own words: it cannot allocate that
+        graph(op, device)({"x": x})
+
+
+def test_nodes_that_do_not_fit_are_refused(device):
+    op = unary(attributes={"axis": -1}, launcher=lambda x, out, *, axis: out.copy_(x))
+    f = torch.float32
+    with pytest.raises(Exception, match="Unary"):
+        graph(op, device, {"x": f, "z": f})
+    two = custom_op("Two", into(torch.add), {"a": f, "b": f}, {"y": f}, "a")
+    with pytest.raises(Exception, match="Two"):
+        graph(two, device, {"a": f})
+    with pytest.raises(Exception, match=r"tensor\(int64\)"):
+        graph(op, device, {"x": torch.int64})
+    for wrong, word in ((2.5, "float"), ("a", "string"), ([1, 2], "ints")):
+        refused(f"expected the attribute axis to be int, got {word}", lambda w=wrong: graph(op, device, axis=w))
+    with pytest.raises(Exception, match="Unary"):
+        Graph(model("Unary", {"x": f}, {"y": f}), device=device, ops=[two])
+
+
+def test_descriptions_that_contradict_themselves_are_refused():
+    f = torch.float32
+    one = {"inputs": {"x": f}, "outputs": {"y": f}, "launcher": lambda x, out: None, "shape": "x"}
+    wrong = [
+        (ValueError, "a name such as", {"name": "no name"}),
+        (TypeError, "launcher to be a function, got int", {"launcher": 3}),
+        (ValueError, "at least one output", {"outputs": {}}),
+        (ValueError, "the type of x to be a torch dtype or one of types", {"inputs": {"x": "T"}}),
+        (ValueError, "list torch dtypes", {"types": {"T": (torch.complex64,)}}),
+        (ValueError, "each type of an output to be that of an input", {"outputs": {"y": "T"}, "types": {"T": (f,)}}),
+        (ValueError, "host to name inputs", {"host": ["s"]}),
+        (ValueError, "optional to name inputs", {"optional": ["s"]}),
+        (ValueError, "shape to name an input", {"shape": "s"}),
+        (ValueError, "take out=", {"launcher": lambda x: x}),
+        (TypeError, "attribute a to be an int", {"attributes": {"a": None}}),
+        (ValueError, "at most 32", {"inputs": {f"x{i}": f for i in range(33)}, "shape": "x0"}),
+    ]
+    for error, message, given in wrong:
+        with pytest.raises(error, match=message) as raised:
+            custom_op(**{"name": "Some", **one, **given})
+        assert "\n" not in str(raised.value)
+    op = unary()
+    with pytest.raises(TypeError, match="operators from onnx.custom_op, got str"):
+        register(ort.SessionOptions(), "Unary")
+    with pytest.raises(ValueError, match="names that differ"):
+        register(ort.SessionOptions(), op, unary())
+
+
+def test_operators_of_one_name_in_different_sessions_and_several_domains_in_one():
+    x = torch.ones(2)
+    twice, thrice = unary(), unary(lambda x: x * 3)
+    assert [graph(op)({"x": x})["y"][0].item() for op in (twice, thrice, twice)] == [2, 3, 2]
+    f = torch.float32
+    there = custom_op("Unary", into(lambda x: x + 1), {"x": f}, {"y": f}, "x", domain="elsewhere")
+    nodes = [
+        oh.make_node("Unary", ["x"], ["a"], domain="fusebook"),
+        oh.make_node("Unary", ["a"], ["y"], domain="elsewhere"),
+    ]
+    proto = model("", {"x": f}, {"y": f}, nodes)
+    proto.opset_import.append(oh.make_opsetid("elsewhere", 1))
+    assert Graph(proto, device="cpu", ops=[twice, there])({"x": x})["y"][0].item() == 3
+
+
+def test_a_domain_comes_once_to_a_session():
+    options = ort.SessionOptions()
+    register(options, unary())
+    register(options, unary())
+    proto = model("Unary", {"x": torch.float32}, {"y": torch.float32}).SerializeToString()
+    with pytest.raises(Exception, match="Domain already set"):
+        ort.InferenceSession(proto, options, providers=["CPUExecutionProvider"])
+
+
+def test_sessions_and_runs_leave_nothing_behind(device):
+    seen = []
+
+    def launcher(x, out):
+        seen.append(weakref.ref(x))
+        out.copy_(x)
+
+    def fails(x, out):
+        seen.append(weakref.ref(out))
+        raise ValueError
+
+    good, bad = unary(launcher=launcher), unary(launcher=fails)
+    x = torch.ones(1000, device=device)
+    gc.collect()  # sessions of other tests
+    before = len(custom._KERNELS)
+    for _ in range(5):
+        g, b = graph(good, device), graph(bad, device)
+        assert len(custom._KERNELS) == before + 2
+        g({"x": x})
+        with pytest.raises(RuntimeError):
+            b({"x": x})
+        del g, b
+        gc.collect()
+        assert len(custom._KERNELS) == before
+    assert len(seen) == 10 and [ref() for ref in seen] == [None] * 10
+    bound = graph(unary(lambda x: x), device).bind({"x": x})
+    for _ in range(500):
+        bound()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for _ in range(5000):
+        bound()
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak < 4096  # KiB
+
+
+def test_a_tensor_that_is_kept_crashes_nothing():
+    kept = []
+    g = graph(unary(launcher=lambda x, out: kept.extend([x, out]) or out.copy_(x)))
+    for _ in range(3):
+        g({"x": torch.ones(10)})
+    del g
+    gc.collect()
+    assert [t.shape for t in kept] == [(10,)] * 6
+    kept.clear()
+
+
+def test_threads_share_a_session(device):
+    g = graph(unary(), device)
+    wrong = []
+
+    def work(value):
+        # A session on a GPU has one stream, and a binding one set of tensors: each thread brings its own session.
+        mine = g if device == "cpu" else graph(unary(), device)
+        x = torch.full((256,), float(value), device=device)
+        bound = mine.bind({"x": x})
+        for _ in range(50):
+            if not torch.equal(bound()["y"], x * 2):
+                wrong.append(value)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_launcher_runs_on_the_stream_of_onnx_runtime_and_beside_others():
+    streams = []
+    op = unary(launcher=lambda x, out: streams.append(torch.cuda.current_stream()) or torch.mul(x, 2, out=out))
+    x = torch.ones(1000, device="cuda")
+    g = graph(op, "cuda")
+    bound = g.bind({"x": x})
+    bound()
+    assert streams[0].cuda_stream == g.stream.cuda_stream
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
+    other = torch.cuda.Stream()
+    big = torch.randn(8192, 8192, device="cuda")
+    torch.cuda.synchronize()
+    with torch.cuda.stream(other):
+        for _ in range(5):
+            big @ big
+        busy = torch.cuda.Event()
+        busy.record()
+    bound()
+    done = torch.cuda.Event()
+    done.record()
+    done.synchronize()
+    assert not busy.query()
+    torch.cuda.synchronize()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_what_a_launcher_allocates_stays_while_its_graph_can_be_replayed():
+    op = unary(lambda x: (x * 3) - x)
+    x, y = torch.randn(2, 2**20, device="cuda").unbind()
+    proto = model("Unary", {"x": torch.float32}, {"y": torch.float32})
+    bound = Graph(proto, ops=[op], options={"enable_cuda_graph": "1"}).bind({"x": x}, {"y": y})
+    for _ in range(3):
+        bound()
+    junk = [torch.full_like(x, 7.0) for _ in range(8)]
+    x.normal_()
+    bound()
+    torch.testing.assert_close(y, x * 2)
+    assert all(bool((j == 7).all()) for j in junk)
+
+
+# The library ---------------------------------------------------------------------------------------------------------
+
+
+def test_without_a_compiler_there_is_a_sentence(monkeypatch, tmp_path):
+    monkeypatch.setenv("FUSEBOOK_CACHE", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    with pytest.raises(RuntimeError, match="found no C compiler .*; install gcc"):
+        custom._library_path()
+    monkeypatch.setenv("CC", "no-such-compiler")
+    with pytest.raises(RuntimeError, match="found no C compiler \\(no-such-compiler\\)"):
+        custom._library_path()
+
+
+def test_a_compiler_that_fails_leaves_nothing(monkeypatch, tmp_path):
+    monkeypatch.setenv("FUSEBOOK_CACHE", str(tmp_path))
+    source = tmp_path / "wrong.c"
+    source.write_text("int f(void) { return }\n")
+    with pytest.raises(RuntimeError, match="failed: .*error: .*; set CC"):
+        custom.compile_c([source], tmp_path / "made.so")
+    assert [f.name for f in tmp_path.iterdir()] == ["wrong.c"]
+
+
+def test_a_cache_that_cannot_be_written_is_named(monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("FUSEBOOK_CACHE", str(tmp_path / "file" / "folder"))
+    with pytest.raises(RuntimeError, match="cannot write to .*folder .*; set FUSEBOOK_CACHE"):
+        custom._library_path()
+
+
+def test_the_library_is_compiled_once(monkeypatch, tmp_path):
+    monkeypatch.setenv("FUSEBOOK_CACHE", str(tmp_path))
+    first = custom._library_path()
+    at = first.stat().st_mtime_ns
+    assert custom._library_path() == first and first.stat().st_mtime_ns == at
+    assert [f.name for f in tmp_path.iterdir()] == [first.name]
+
+
+class ApiBase(ctypes.Structure):
+    _fields_ = [("get_api", ctypes.c_void_p), ("get_version", ctypes.c_void_p)]
+
+
+def registered_by_an_old_onnx_runtime(path):
+    """What a library says to an ONNX Runtime that has only the first version of the API."""
+    said = []
+
+    @ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_int, ctypes.c_char_p)
+    def create_status(code, message):
+        said.append(message.decode())
+        return 1
+
+    table = (ctypes.c_void_p * 300)(ctypes.cast(create_status, ctypes.c_void_p).value)
+
+    @ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_uint32)
+    def get_api(version):
+        return ctypes.addressof(table) if version == 1 else None
+
+    @ctypes.CFUNCTYPE(ctypes.c_void_p)
+    def get_version():
+        return ctypes.addressof(old)
+
+    old = ctypes.create_string_buffer(b"1.10.0")
+    base = ApiBase(ctypes.cast(get_api, ctypes.c_void_p), ctypes.cast(get_version, ctypes.c_void_p))
+    library = ctypes.CDLL(str(path))
+    library.RegisterCustomOps.restype = ctypes.c_void_p
+    assert library.RegisterCustomOps(None, ctypes.byref(base))
+    return said
+
+
+def test_an_onnx_runtime_that_is_too_old_is_told_so():
+    (message,) = registered_by_an_old_onnx_runtime(custom._library_path())
+    assert message == "fusebook: needs ONNX Runtime 1.16 or later, got 1.10.0; install a later one"
+
+
+def test_the_shim_is_not_registered_by_hand():
+    unary()._defined()
+    with pytest.raises(Exception, match="registered by fusebook.onnx.register"):
+        ort.SessionOptions().register_custom_ops_library(str(custom._library_path()))
+
+
+def test_a_session_may_outlive_the_interpreter(tmp_path):
+    code = """
+import builtins, sys, torch
+from test_onnx_custom import graph, unary
+builtins.kept = graph(unary())
+builtins.kept({"x": torch.ones(3)})
+"""
+    here = pathlib.Path(__file__).parent
+    path = {**os.environ, "PYTHONPATH": os.pathsep.join([str(here), str(here.parent / "src")])}
+    end = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=path, check=False)
+    assert end.returncode == 0, end.stderr[-2000:]

@@ -1,0 +1,341 @@
+"""Fusebook's nodes in ONNX Runtime: in process, compiled ahead of time, exported and rewritten.
+
+The library is compiled once for one architecture and dtype; where there is a GPU, for that GPU and for all dtypes.
+"""
+
+import ctypes
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+onnx = pytest.importorskip("onnx")
+onnxruntime = pytest.importorskip("onnxruntime")
+
+import onnx.helper as oh  # noqa: E402
+
+import fusebook  # noqa: E402
+from fusebook import check, inputs  # noqa: E402
+from fusebook.kernels import OPS  # noqa: E402
+from fusebook.kernels.scatter_nd import _onnx_model  # noqa: E402
+from fusebook.onnx import Graph  # noqa: E402
+from fusebook.ort import NODES, aot, build, card, export  # noqa: E402
+
+CUDA = torch.cuda.is_available()
+KINDS = {
+    torch.float32: 1, torch.int32: 6, torch.int64: 7, torch.float16: 10, torch.float64: 11, torch.bfloat16: 16
+}  # fmt: skip
+NAMES = {
+    "softmax": "Softmax",
+    "scatter_nd_of_shape": "ScatterNDOfShape",
+    "masked_scatter_nd_of_shape": "MaskedScatterNDOfShape",
+}
+
+
+def node(name, feeds, dtype, **attributes):
+    """A graph of one node of ours."""
+    taken = [oh.make_tensor_value_info(key, KINDS[value.dtype], [None] * value.dim()) for key, value in feeds.items()]
+    made = [oh.make_tensor_value_info("y", KINDS[dtype], None)]
+    graph = oh.make_graph([oh.make_node(name, list(feeds), ["y"], domain="fusebook", **attributes)], "g", taken, made)
+    return oh.make_model(graph, ir_version=10, opset_imports=[oh.make_opsetid("", 18), oh.make_opsetid("fusebook", 1)])
+
+
+def run(name, made, dtype, device, **given):
+    """A node on the inputs of a card."""
+    feeds = {"x": made[0]} if name == "Softmax" else dict(zip(("shape", "indices", "updates"), made, strict=True))
+    if "shape" in feeds:
+        feeds["shape"] = torch.tensor(feeds["shape"])
+    attributes = {"axis": made[1]} if name == "Softmax" and len(made) > 1 else {}
+    return Graph(node(name, feeds, dtype, **attributes), device=device, **given)(feeds)["y"]
+
+
+def assert_right(op, got, made):
+    yard = check.yardstick(op, made)
+    verdict = check.judge(op, got, yard)
+    assert verdict.ok, check.worst(op, got, yard)
+
+
+def small(dims):
+    """Whether the interpreter is done with this in no time."""
+    return CUDA or sum(v for v in dims.values() if isinstance(v, int)) < 500
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=lambda d: str(d)[6:])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_node_computes_what_its_card_says(name, dtype, device):
+    op = OPS[name]
+    for dims in filter(small, op.edges):
+        made = op.make(inputs.generator(0), dtype, **dims)
+        assert_right(op, run(NAMES[name], made, dtype, device, ops=NODES), made)
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2, -1])
+def test_softmax_along_any_axis(axis, device):
+    x = torch.randn(3, 5, 7, device=device)
+    y = Graph(node("Softmax", {"x": x}, x.dtype, axis=axis), device=device, ops=NODES)({"x": x})["y"]
+    torch.testing.assert_close(y, torch.softmax(x, axis))
+
+
+def test_int32_indices_and_another_masked_value(device):
+    indices = torch.tensor([[0], [3], [-1], [7]], dtype=torch.int32, device=device)
+    updates = torch.ones(4, 2, device=device)
+    feeds = {"shape": torch.tensor([5, 2]), "indices": indices, "updates": updates}
+    y = Graph(node("MaskedScatterNDOfShape", feeds, updates.dtype, maskedValue=3), device=device, ops=NODES)(feeds)["y"]
+    assert y[:, 0].tolist() == [1, 0, 0, 0, 1]  # 3 is masked, -1 is the last row, 7 is out of range
+
+
+def test_what_a_node_refuses_is_said_in_one_sentence(device):
+    k, u = torch.zeros(4, 1, dtype=torch.int64, device=device), torch.ones(4, 2, device=device)
+    feeds = {"shape": torch.tensor([5, 2]), "indices": k, "updates": u}
+    proto = node("MaskedScatterNDOfShape", feeds, u.dtype)
+    wrong = [
+        (proto, {"updates": torch.ones(4, 3, device=device)}, r"expected updates of shape \(4, 2\)"),
+        (proto, {"shape": torch.tensor([5, -2])}, "expected sizes from 0 up"),
+        (proto, {"shape": torch.tensor([[5, 2]])}, "expected shape to have one axis"),
+        (node("MaskedScatterNDOfShape", feeds, u.dtype, reduction="max"), {}, "expected reduction to be 'add'"),
+        (node("ScatterNDOfShape", feeds, u.dtype, reduction="sum"), {}, "expected reduction to be 'add', got 'sum'"),
+    ]
+    for model, given, message in wrong:
+        changed = feeds | given
+        model = onnx.ModelProto.FromString(model.SerializeToString())
+        for info in model.graph.input:  # as many axes as are given
+            info.type.tensor_type.ClearField("shape")
+        with pytest.raises(RuntimeError, match=message) as raised:
+            Graph(model, device=device, ops=NODES)(changed)
+        assert "\n" not in str(raised.value).strip()
+    with pytest.raises(Exception, match="expected dim from -2 to 1"):
+        Graph(node("Softmax", {"x": u}, u.dtype, axis=2), device=device, ops=NODES)({"x": u})
+
+
+def test_the_three_models_mean_the_same(device):
+    made = OPS["masked_scatter_nd_of_shape"].make(inputs.generator(0), torch.float32, R=9, D=5, n=20, law="uniform")
+    for name in card.MODELS:
+        y = card._bound(card._session(name, torch.float32, torch.device(device), "callback"), *made)()["y"]
+        assert_right(card.NODES_OF_ONNX_RUNTIME, y, made)
+
+
+# Ahead of time --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    out = tmp_path_factory.mktemp("library") / "libfusebook_ort.so"
+    major, minor = torch.cuda.get_device_capability() if CUDA else (9, 0)
+    types = ",".join(aot.TYPES) if CUDA else "float32"
+    command = [sys.executable, "-m", "fusebook.ort", "build", "--arch", f"{major}{minor}", "--dtype", types]
+    subprocess.run([*command, "--out", str(out)], check=True)
+    return out
+
+
+def test_the_library_needs_neither_python_nor_cuda_to_be_loaded(library):
+    needed = subprocess.run(["ldd", str(library)], capture_output=True, text=True, check=True).stdout
+    assert not re.search("python|cuda|torch|triton", needed)
+    ctypes.CDLL(str(library))
+    made = ctypes.CDLL(str(library))
+    assert made.RegisterCustomOps and not hasattr(made, "fusebook_define")
+
+
+@pytest.mark.skipif(CUDA, reason="needs a machine without a CUDA device")
+def test_without_a_gpu_the_library_says_so_to_a_process_without_torch(library):
+    with pytest.raises(RuntimeError, match="compiled for GPUs, and the session has none") as raised:
+        card.alone(library, "CPUExecutionProvider")
+    assert "\n" not in str(raised.value)
+
+
+def test_the_library_checks_its_attributes_and_types(library):
+    u = torch.ones(4, 2)
+    feeds = {"shape": torch.tensor([5, 2]), "indices": torch.zeros(4, 1, dtype=torch.int32), "updates": u}
+    with pytest.raises(Exception, match=r"tensor\(int32\)"):  # it takes ONNX's type of indices alone
+        Graph(node("ScatterNDOfShape", feeds, u.dtype), device="cpu", library=library)
+    with pytest.raises(Exception, match="Softmax"):
+        Graph(node("Softmax", {"x": u, "z": u}, u.dtype), device="cpu", library=library)
+
+
+def test_the_library_tells_an_onnx_runtime_that_is_too_old(library):
+    from test_onnx_custom import registered_by_an_old_onnx_runtime
+
+    (message,) = registered_by_an_old_onnx_runtime(library)
+    assert message == "fusebook: needs ONNX Runtime 1.16 or later, got 1.10.0; install a later one"
+
+
+@pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
+def test_the_library_alone_computes_the_right_thing(library):
+    (row,) = card.alone(library).to_dict("records")
+    assert row["provider"] == "CUDAExecutionProvider" and row["wrong"] == 0 and row["modules"] == "none"
+
+
+@pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_compiled_node_computes_what_its_card_says(name, dtype, library):
+    op = OPS[name]
+    more = {
+        "softmax": [{"M": 3, "N": n} for n in (1, 129, 512, 1025, 8192, 16385, 40001)],
+        "scatter_nd_of_shape": [{"R": 4000, "D": 60, "n": 900, "K": 3, "law": "uniform"}],
+        "masked_scatter_nd_of_shape": [
+            {"R": R, "D": D, "n": n, "law": law}
+            for R, D, n in ((300, 703, 600), (9000, 64, 2000), (20000, 2051, 4000), (3000, 4096, 9000))
+            for law in ("uniform", "zipf", "equal")
+        ],
+    }
+    for dims in [*op.edges, *more[name]]:
+        made = op.make(inputs.generator(0), dtype, **dims)
+        assert_right(op, run(NAMES[name], made, dtype, "cuda", library=library), made)
+
+
+@pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
+def test_another_architecture_is_named(tmp_path):
+    major, _ = torch.cuda.get_device_capability()
+    other = 80 if major != 8 else 90
+    x = torch.ones(2, 2, device="cuda")
+    graph = Graph(node("Softmax", {"x": x}, x.dtype), library=build(tmp_path / "l.so", arch=[other], dtype=["float32"]))
+    with pytest.raises(RuntimeError, match=f"holds machine code for the architectures sm_{other}, and device 0 is"):
+        graph({"x": x})
+
+
+@pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
+def test_compiled_nodes_refuse_in_one_sentence(library):
+    k, u = torch.zeros(4, 1, dtype=torch.int64, device="cuda"), torch.ones(4, 2, device="cuda")
+    feeds = {"shape": torch.tensor([5, 2]), "indices": k, "updates": u}
+    for given, attributes, message in (
+        ({"updates": torch.ones(4, 3, device="cuda")}, {}, "expected updates of shape"),
+        ({"shape": torch.tensor([5, -2])}, {}, "expected sizes from 0 up"),
+        ({}, {"reduction": "max"}, "expected reduction to be add"),
+        ({}, {"maskedValue": "a"}, "expected the attribute maskedValue to be an int"),
+    ):
+        proto = node("MaskedScatterNDOfShape", feeds, u.dtype, **attributes)
+        for info in proto.graph.input:
+            info.type.tensor_type.ClearField("shape")
+        with pytest.raises(Exception, match=message) as raised:
+            Graph(proto, library=library)(feeds | given)
+        assert "\n" not in str(raised.value).strip()
+
+
+def test_what_cannot_be_built_is_refused(tmp_path, monkeypatch):
+    for given, message in (({"arch": [70]}, "architectures from 80"), ({"dtype": ["int8"]}, "dtypes of float32"),
+                           ({"arch": []}, "an architecture and a dtype at least")):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            build(tmp_path / "x.so", **given)
+    command = [sys.executable, "-m", "fusebook.ort", "build", "--out", str(tmp_path / "x.so")]
+    end = subprocess.run([*command, "--arch", "hopper"], capture_output=True, text=True, check=False)
+    assert end.returncode == 2 and "expected numbers by commas such as 80,90, got 'hopper'" in end.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_every_kernel_of_the_library_has_a_variant_for_every_size():
+    for name in aot.TYPES:
+        specs = [spec for spec in aot.specs([name])]
+        kinds = {spec.kind for spec in specs}
+        assert {"KEYS", "SCAN", "FILL", "ATOMIC", "SORT", "SEGMENTS", "SOFTMAX_ROWS", "SOFTMAX_WIDE"} <= kinds
+        assert ("ROUND" in kinds) == (name in ("float16", "bfloat16"))
+        by = [(s.kind, s.type, s.aligned, s.limit) for s in specs]
+        assert len(set(by)) == len(by)
+
+
+# From a model ---------------------------------------------------------------------------------------------------------
+
+
+class Module(torch.nn.Module):
+    """Two of our operators; the number of columns is known only when it runs."""
+
+    def forward(self, indices, updates):
+        y = fusebook.masked_scatter_nd_of_shape((7, updates.shape[1]), indices, updates, check=False)
+        return fusebook.softmax(y, dim=0)
+
+
+def test_a_module_exports_to_our_nodes():
+    pytest.importorskip("onnxscript")
+    pytest.importorskip("networkx")  # torch's export needs it
+    made = OPS["masked_scatter_nd_of_shape"].make(inputs.generator(0, "cpu"), torch.float32, R=7, D=6, n=9, law="zipf")
+    sizes = ({0: "n"}, {0: "n", 1: "D"})
+    program = torch.onnx.export(
+        Module().eval(), made[1:], dynamo=True, custom_translation_table=export.translations(), dynamic_shapes=sizes,
+        opset_version=18, verbose=False,
+    )  # fmt: skip
+    proto = program.model_proto
+    ours = [n.op_type for n in proto.graph.node if n.domain == "fusebook"]
+    assert ours == ["MaskedScatterNDOfShape", "Softmax"]
+    proto.ir_version = min(10, proto.ir_version)
+    graph = Graph(proto, device="cpu", ops=NODES)
+    if CUDA:  # the exported module is the same; its meaning on the CPU is the interpreter's
+        pytest.skip("needs the interpreter")
+    for n, D in ((9, 6), (4, 11)):
+        indices, updates = made[1][:n], torch.randn(n, D)
+        (y,) = graph(dict(zip(graph.inputs, (indices, updates), strict=True))).values()
+        torch.testing.assert_close(y, Module()(indices, updates))
+
+
+def changed(change):
+    """The standard chain, with a change that makes it mean something else."""
+    proto = onnx.ModelProto.FromString(_onnx_model(torch.float32).SerializeToString())
+    change(proto.graph)
+    return proto
+
+
+def domains(proto):
+    return [(node.domain, node.op_type) for node in proto.graph.node]
+
+
+def test_the_standard_chain_is_rewritten_to_one_node():
+    pytest.importorskip("onnxscript")
+    fused = export.fuse(_onnx_model(torch.float32))
+    assert domains(fused) == [("fusebook", "MaskedScatterNDOfShape")]
+    made = OPS["masked_scatter_nd_of_shape"].make(inputs.generator(0, "cpu"), torch.float32, R=7, D=6, n=9, law="zipf")
+    feeds = {"shape": torch.tensor(made[0]), "indices": made[1], "updates": made[2]}
+    want = Graph(_onnx_model(torch.float32), device="cpu")(feeds)["out"]
+    if not CUDA:
+        torch.testing.assert_close(Graph(fused, device="cpu", ops=NODES)(feeds)["out"], want)
+    onnx.checker.check_model(fused)
+
+
+def test_a_chain_without_a_mask_loses_its_zeros():
+    pytest.importorskip("onnxscript")
+
+    def unmasked(graph):
+        del graph.node[1:3]
+        graph.node[1].input[2] = "updates"
+
+    assert domains(export.fuse(changed(unmasked))) == [("fusebook", "ScatterNDOfShape")]
+
+
+def _ones(graph):
+    graph.node[0].attribute[0].t.float_data[:] = [1.0]
+
+
+def _kept_elsewhere(graph):
+    graph.output.append(oh.make_tensor_value_info("data", 1, None))
+
+
+def _maximum(graph):
+    graph.node[3].attribute[0].s = b"max"
+
+
+@pytest.mark.parametrize("change", [_ones, _kept_elsewhere, _maximum], ids=lambda f: f.__name__[1:])
+def test_a_chain_that_means_something_else_stays(change):
+    pytest.importorskip("onnxscript")
+    assert ("fusebook", "MaskedScatterNDOfShape") not in domains(export.fuse(changed(change)))
+    assert ("", "ScatterND") in domains(export.fuse(changed(change)))
+
+
+def _other_filling(graph):
+    graph.initializer[1].float_data[:] = [2.0]
+
+
+def _two_components(graph):
+    graph.input[1].type.tensor_type.shape.dim[1].dim_value = 2
+
+
+@pytest.mark.parametrize("change", [_other_filling, _two_components], ids=lambda f: f.__name__[1:])
+def test_a_mask_that_means_something_else_stays(change):
+    pytest.importorskip("onnxscript")
+    found = domains(export.fuse(changed(change)))
+    assert ("", "Where") in found and ("fusebook", "ScatterNDOfShape") in found
+
+
+def test_without_onnxscript_there_is_a_sentence(monkeypatch):
+    monkeypatch.setitem(sys.modules, "onnxscript", None)
+    for call in (export.translations, lambda: export.fuse(None)):
+        with pytest.raises(ModuleNotFoundError, match="needs onnxscript, which is not installed; install it"):
+            call()
