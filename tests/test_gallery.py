@@ -211,6 +211,20 @@ def test_what_a_page_measures_is_recorded_and_replayed(monkeypatch, tmp_path):
     assert gallery.measured("drift", other).attrs["stale"] == ["drift"]
 
 
+def test_what_needs_no_gpu_is_measured_where_it_can_be(monkeypatch):
+    monkeypatch.setattr(gallery, "_live", lambda: False)
+    monkeypatch.setattr(gallery.torch.cuda, "is_available", lambda: False)
+    assert gallery.measured("drift", drift, live=True).attrs["measured"] is True
+    with pytest.raises(gallery.NoResults, match="no record of drift"):
+        gallery.measured("drift", drift, live=False)
+
+
+def test_what_is_long_is_shown_on_demand():
+    shown = gallery.Folded("What was <generated>", gallery.Listing("x = 1\ny = 2"))
+    assert "<summary>What was &lt;generated&gt;</summary>" in shown._repr_html_()
+    assert "x = 1" in shown._repr_html_() and repr(shown) == "What was <generated>\nx = 1\ny = 2"
+
+
 def test_what_a_page_measures_is_missed_by_name():
     with pytest.raises(gallery.NoResults, match="no record of drift on nvidia-h200"):
         gallery.measured("drift", drift)

@@ -14,6 +14,7 @@ if "TRITON_INTERPRET" not in os.environ and "triton" not in sys.modules and impo
 
 from fusebook.kernels.elementwise import add_add_multiply, add_sub, double, exp, multiply, multiply_add, silu
 from fusebook.kernels.gemm import concat_gemm, swiglu
+from fusebook.kernels.kmeans import kmeans, kmeans_assign, kmeans_update
 from fusebook.kernels.logistic_step import logistic_fit, logistic_step
 from fusebook.kernels.scatter_nd import embedding_backward, masked_scatter_nd_of_shape, scatter_nd_of_shape
 from fusebook.kernels.softmax import softmax
@@ -27,6 +28,9 @@ __all__ = [
     "double",
     "embedding_backward",
     "exp",
+    "kmeans",
+    "kmeans_assign",
+    "kmeans_update",
     "logistic_fit",
     "logistic_step",
     "masked_scatter_nd_of_shape",

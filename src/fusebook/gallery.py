@@ -49,6 +49,7 @@ from fusebook.op import Cost, Op
 
 __all__ = [
     "Claims",
+    "Folded",
     "Listing",
     "NoResults",
     "Source",
@@ -324,7 +325,7 @@ def _replayed(frame: pd.DataFrame, op: Op, config: str, dtype: str, command: str
     return found
 
 
-def measured(name: str, function: Callable[[], pd.DataFrame]) -> pd.DataFrame:
+def measured(name: str, function: Callable[[], pd.DataFrame], live: bool | None = None) -> pd.DataFrame:
     """What no card measures: runs a function where there is a GPU, replays its record where there is none.
 
     Parameters
@@ -333,6 +334,9 @@ def measured(name: str, function: Callable[[], pd.DataFrame]) -> pd.DataFrame:
         Of the record, ``records/<gpu>/pages/<name>.csv``.
     function : callable
         Measures and returns a DataFrame.
+    live : bool, optional
+        Whether this machine can run the function, where that is not a matter of a GPU: what needs a compiler, say. It
+        is replayed where this is false, and recorded where there is a GPU too.
 
     Returns
     -------
@@ -345,7 +349,10 @@ def measured(name: str, function: Callable[[], pd.DataFrame]) -> pd.DataFrame:
         Where there is neither a GPU nor a record.
     """
     digest = _digest(function)
-    if _live():
+    if live and not torch.cuda.is_available():
+        frame = function()
+        frame.attrs.update(measured=True, stale=[], date=dt.date.today().isoformat())
+    elif live is not False and _live():
         frame = function()
         installed = machine.versions("torch", "triton")
         frame.attrs.update(
@@ -1007,3 +1014,25 @@ class Solution(_Shown):
 
     def __repr__(self) -> str:
         return f"Solutions to read after trying: {self.file.as_posix()}"
+
+
+class Folded(_Shown):
+    """Something long, shown on demand: the code that a compiler generated.
+
+    Parameters
+    ----------
+    caption : str
+        What the reader sees of it before.
+    part : object
+        What a block could end in: a `Listing`, a `Source`.
+    """
+
+    def __init__(self, caption: str, part: Any) -> None:
+        self.caption = caption
+        self.part = part
+
+    def _repr_html_(self) -> str:
+        return f'<details class="fb-fold"><summary>{_rich(self.caption)}</summary>{self.part._repr_html_()}</details>'
+
+    def __repr__(self) -> str:
+        return f"{self.caption}\n{self.part!r}"

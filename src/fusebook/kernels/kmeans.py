@@ -1,0 +1,1591 @@
+"""K-means: which of k centres is nearest to each of n points, and where the centres should be instead.
+
+For points ``x [n, d]`` and centres ``c [k, d]``,
+
+    label[i]  = the j with the least |x[i] - c[j]|, the lowest such j where several are equally near
+    centre[j] = mean of x[i] over all i with label[i] == j
+
+Fused: differences, squares, their sums over d, and the search for the least over k; the update may share the pass. The
+chain of separate operations writes nkd differences and reads them again, then nk distances. The least is to read nd
+and to write n labels.
+
+Few coordinates: a point lives in registers, and its distances are sums of squared differences. More coordinates: the
+distances are a matrix product, since ``|x - c|**2 = |x|**2 - 2 x.c + |c|**2``, which is fast on tensor cores and loses
+digits twice: in what they round, and where large terms cancel. So the product only *screens*: a point whose best two
+candidates are closer to each other than the product's error can tell apart is put on a list, and the points of that
+list are compared again by differences. Labels are those of differences in either way.
+
+Sums are float32 at least (float64 in float64) and always added in the same order: the same bits in every run. Limits:
+points and centres that are not contiguous are copied first.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import random
+import warnings
+from typing import Any, NamedTuple
+
+import numpy
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from fusebook.inputs import rough
+from fusebook.kernels._arguments import check_alike, check_tensor
+from fusebook.kernels._launch import check_device, gpu, launching
+from fusebook.op import Cost, Op, Variant
+
+__all__ = [
+    "KMEANS_ASSIGN",
+    "KMEANS_STEP",
+    "KMEANS_UPDATE",
+    "OPS",
+    "KMeans",
+    "kmeans",
+    "kmeans_assign",
+    "kmeans_assign_eager",
+    "kmeans_update",
+    "kmeans_update_eager",
+]
+
+# The unfused chain ---------------------------------------------------------------------------------------------------
+
+
+def kmeans_assign_eager(points: Tensor, centres: Tensor, label_dtype: torch.dtype = torch.int64) -> Tensor:
+    """The nearest centre of each point, one operation after another: what fusing saves.
+
+    Parameters
+    ----------
+    points : torch.Tensor
+        ``[n, d]``.
+    centres : torch.Tensor
+        ``[k, d]``.
+    label_dtype : torch.dtype
+
+    Returns
+    -------
+    torch.Tensor
+        ``[n]``, of `label_dtype`.
+    """
+    difference = points - centres[:, None]  # read nd, write nkd
+    distance = torch.linalg.vector_norm(difference, dim=2)  # read nkd, write nk
+    return distance.argmin(0).to(label_dtype)  # read nk, write n labels
+
+
+def kmeans_update_eager(points: Tensor, labels: Tensor, k: int) -> Tensor:
+    """The mean of the points of each label, by atomic additions: what their order costs.
+
+    Parameters
+    ----------
+    points : torch.Tensor
+        ``[n, d]``.
+    labels : torch.Tensor
+        ``[n]``.
+    k : int
+
+    Returns
+    -------
+    torch.Tensor
+        ``[k, d]``, of the dtype of `points`; NaN where a label has no points.
+    """
+    wide = points if points.dtype == torch.float64 else points.float()
+    sums = wide.new_zeros(k, points.shape[1]).index_add_(0, labels.long(), wide)  # read nd and n labels
+    counts = wide.new_zeros(k).index_add_(0, labels.long(), wide.new_ones(()).expand(len(labels)))  # read n labels
+    return (sums / counts[:, None]).to(points.dtype)
+
+
+# Kernels -------------------------------------------------------------------------------------------------------------
+#
+# Points are [n, D] and contiguous. Addresses are int64, because n D may be more than 2**31.
+
+
+@triton.jit
+def _coordinates(
+    points_ptr, first, n, D: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr, EVICT: tl.constexpr,
+    FLOAT: tl.constexpr,
+):  # fmt: skip
+    """The D coordinates of BLOCK points from `first` on, as D tensors [BLOCK]. WHOLE: all of them are there."""
+    points_ptr += first * D
+    left = n - first
+    i = tl.arange(0, BLOCK)
+    if D == 2 or D == 4 or D == 8:
+        # Neighbours are loaded side by side, 16 bytes a thread, and told apart in registers.
+        at = tl.arange(0, BLOCK * D)  # [BLOCK * D]
+        if WHOLE:
+            x = tl.load(points_ptr + at, eviction_policy=EVICT)  # read nD
+        else:
+            x = tl.load(points_ptr + at, mask=at < left * D, other=0.0)
+        x = x.to(FLOAT)
+        if D == 2:
+            a, b = tl.split(tl.reshape(x, [BLOCK, 2]))
+            xs = (a, b)
+        elif D == 4:
+            even, odd = tl.split(tl.reshape(x, [BLOCK, 2, 2]))
+            a, c = tl.split(even)
+            b, d = tl.split(odd)
+            xs = (a, b, c, d)  # type: ignore[assignment]
+        else:
+            even, odd = tl.split(tl.reshape(x, [BLOCK, 2, 2, 2]))
+            even, other = tl.split(even)  # 0 and 4, 2 and 6
+            a, e = tl.split(even)
+            c, g = tl.split(other)
+            odd, other = tl.split(odd)
+            b, f = tl.split(odd)
+            d, h = tl.split(other)
+            xs = (a, b, c, d, e, f, g, h)  # type: ignore[assignment]
+    else:
+        xs = ()  # type: ignore[assignment]
+        for a in tl.static_range(D):
+            # Every D-th number: the L1 cache keeps the line for the other coordinates.
+            if WHOLE:
+                x = tl.load(points_ptr + i * D + a)  # [BLOCK]; read nD
+            else:
+                x = tl.load(points_ptr + i * D + a, mask=i < left, other=0.0)
+            xs += (x.to(FLOAT),)  # type: ignore[assignment]
+    return xs
+
+
+@triton.jit
+def _nearest(
+    xs, FIRST: tl.constexpr, centres_ptr, K, D: tl.constexpr, FEW: tl.constexpr, BLOCK: tl.constexpr,
+    FLOAT: tl.constexpr,
+):  # fmt: skip
+    """The nearest centre [BLOCK] of the points whose coordinates are xs[FIRST] and the next ones.
+
+    FEW: that many centres, unrolled; 0 where they are in a loop.
+    """
+    best = tl.full([BLOCK], float("inf"), FLOAT)
+    label = tl.zeros([BLOCK], tl.int32)
+    if FEW > 0:
+        for j in tl.static_range(FEW):
+            distance = tl.zeros([BLOCK], FLOAT)
+            for a in tl.static_range(D):
+                difference = xs[FIRST + a] - tl.load(centres_ptr + j * D + a).to(FLOAT)
+                distance += difference * difference
+            closer = distance < best  # NaN is not closer, so a point with NaN keeps label 0
+            best = tl.where(closer, distance, best)
+            label = tl.where(closer, j, label)
+    else:
+        for j in range(K):
+            distance = tl.zeros([BLOCK], FLOAT)
+            for a in tl.static_range(D):
+                difference = xs[FIRST + a] - tl.load(centres_ptr + j * D + a).to(FLOAT)
+                distance += difference * difference
+            closer = distance < best
+            best = tl.where(closer, distance, best)
+            label = tl.where(closer, j, label)
+    return label
+
+
+@triton.jit
+def _few_steps(
+    labels_ptr, sums_ptr, points_ptr, centres_ptr, start, n, K,
+    D: tl.constexpr, FEW: tl.constexpr, ASSIGN: tl.constexpr, SUMS: tl.constexpr, STEPS: tl.constexpr,
+    BLOCK: tl.constexpr, WHOLE: tl.constexpr, EVICT: tl.constexpr, FLOAT: tl.constexpr,
+):  # fmt: skip
+    """STEPS times BLOCK points from `start` on; WHOLE: all of them are there."""
+    i = tl.arange(0, BLOCK)
+    # All loads before the first store: a compiler that cannot know whether they overlap would keep them in turn.
+    xs = ()
+    labels = ()
+    for step in tl.static_range(STEPS):
+        first = start + step * BLOCK
+        xs += _coordinates(points_ptr, first, n, D, BLOCK, WHOLE, EVICT, FLOAT)
+        if not ASSIGN:
+            if WHOLE:
+                label = tl.load(labels_ptr + first + i)  # read n labels
+            else:
+                label = tl.load(labels_ptr + first + i, mask=i < n - first, other=0)
+            labels += (label,)  # type: ignore[assignment]
+    sums = ()
+    if SUMS:
+        for _ in tl.static_range(FEW * (D + 1)):
+            sums += (tl.zeros([BLOCK], FLOAT),)  # type: ignore[assignment]
+    for step in tl.static_range(STEPS):
+        first = start + step * BLOCK
+        if ASSIGN:
+            label = _nearest(xs, step * D, centres_ptr, K, D, FEW, BLOCK, FLOAT)
+            if WHOLE:
+                tl.store(labels_ptr + first + i, label.to(labels_ptr.dtype.element_ty))  # write n labels
+            else:
+                tl.store(labels_ptr + first + i, label.to(labels_ptr.dtype.element_ty), mask=i < n - first)
+        else:
+            label = labels[step]
+        if SUMS:
+            more = ()
+            for j in tl.static_range(FEW):
+                mine = label == j
+                if not WHOLE:
+                    mine = mine & (i < n - first)
+                for a in tl.static_range(D):
+                    more += (sums[j * (D + 1) + a] + tl.where(mine, xs[step * D + a], 0.0),)  # type: ignore[assignment]
+                more += (sums[j * (D + 1) + D] + mine.to(FLOAT),)  # type: ignore[assignment]
+            sums = more
+    if SUMS:
+        for s in tl.static_range(FEW * (D + 1)):
+            tl.store(sums_ptr + s, tl.sum(sums[s], 0))
+
+
+@triton.jit
+def _kmeans_few(
+    labels_ptr,
+    sums_ptr,
+    points_ptr,
+    centres_ptr,
+    n,
+    K,
+    D: tl.constexpr,
+    FEW: tl.constexpr,
+    ASSIGN: tl.constexpr,
+    SUMS: tl.constexpr,
+    STEPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Few coordinates: STEPS times BLOCK points a program, in registers.
+
+    ASSIGN: find and store their labels; else load them. SUMS: leave what the program's points of each centre add up to,
+    coordinate by coordinate, and how many they are.
+    """
+    FLOAT: tl.constexpr = tl.float64 if points_ptr.dtype.element_ty == tl.float64 else tl.float32
+    # Nothing is read twice, so points need not push out what the cache holds and has yet to write. That pays where
+    # little is written, and costs a little where much is.
+    EVICT: tl.constexpr = "evict_first" if labels_ptr.dtype.element_ty == tl.uint8 else ""
+    start = tl.program_id(0).to(tl.int64) * (STEPS * BLOCK)
+    sums_ptr += tl.program_id(0).to(tl.int64) * (FEW * (D + 1))
+    if start + STEPS * BLOCK <= n:  # without masks, so that loads and stores are 16 bytes wide whatever n is
+        _few_steps(
+            labels_ptr, sums_ptr, points_ptr, centres_ptr, start, n, K,
+            D, FEW, ASSIGN, SUMS, STEPS, BLOCK, True, EVICT, FLOAT,
+        )  # fmt: skip
+    else:
+        _few_steps(
+            labels_ptr, sums_ptr, points_ptr, centres_ptr, start, n, K,
+            D, FEW, ASSIGN, SUMS, STEPS, BLOCK, False, EVICT, FLOAT,
+        )  # fmt: skip
+
+
+@triton.jit
+def _kmeans_groups(groups_ptr, sums_ptr, PARTS, WIDTH, EACH, BLOCK: tl.constexpr, BLOCK_W: tl.constexpr):
+    """EACH neighbouring parts of sums [PARTS, WIDTH] added in float64, in a fixed order."""
+    begin = tl.program_id(0) * EACH
+    end = tl.minimum(begin + EACH, PARTS)
+    columns = tl.arange(0, BLOCK_W)
+    total = tl.zeros([BLOCK, BLOCK_W], tl.float64)
+    for first in range(begin, end, BLOCK):
+        part = first + tl.arange(0, BLOCK)
+        live = (part < end)[:, None] & (columns < WIDTH)[None, :]
+        at = part.to(tl.int64)[:, None] * WIDTH + columns[None, :]
+        total += tl.load(sums_ptr + at, mask=live, other=0.0).to(tl.float64)
+    tl.store(groups_ptr + tl.program_id(0) * WIDTH + columns, tl.sum(total, 0), mask=columns < WIDTH)
+
+
+@triton.jit
+def _kmeans_means(
+    out_ptr, sums_ptr, old_ptr, PARTS, K, D, KEEP: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr
+):
+    """A centre: the parts of its sum, and of its number, added in float64 in a fixed order, and divided."""
+    j = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)  # [BLOCK_D]
+    part = tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK, BLOCK_D], tl.float64)
+    count = tl.zeros([BLOCK], tl.float64)
+    for first in range(0, PARTS, BLOCK):
+        live = first + part < PARTS
+        at = ((first + part).to(tl.int64) * K + j) * (D + 1)  # [BLOCK]
+        inside = live[:, None] & (columns < D)[None, :]
+        total += tl.load(sums_ptr + at[:, None] + columns[None, :], mask=inside, other=0.0).to(tl.float64)
+        count += tl.load(sums_ptr + at + D, mask=live, other=0.0).to(tl.float64)
+    many = tl.sum(count, 0)
+    mean = tl.sum(total, 0) / many  # [BLOCK_D]; NaN where nothing was added: the mean of nothing
+    if KEEP:
+        old = tl.load(old_ptr + j * D + columns, mask=columns < D, other=0.0).to(tl.float64)
+        mean = tl.where(many > 0, mean, old)
+    tl.store(out_ptr + j * D + columns, mean.to(out_ptr.dtype.element_ty), mask=columns < D)
+
+
+@triton.jit
+def _kmeans_shift(shift_ptr, counts_ptr, centres_ptr, K, D, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr):
+    """The mean of the centres, zero behind D; and two zeros for the next kernels to count with."""
+    columns = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)  # [BLOCK_D]
+    rows = tl.arange(0, BLOCK_K)
+    total = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
+    for first in range(0, K, BLOCK_K):
+        live = (first + rows < K)[:, None] & (columns < D)[None, :]
+        at = (first + rows).to(tl.int64)[:, None] * D + columns[None, :]
+        total += tl.load(centres_ptr + at, mask=live, other=0.0).to(tl.float32)  # read kD
+    tl.store(shift_ptr + columns, tl.sum(total, 0) / K)
+    if tl.program_id(0) == 0:
+        tl.store(counts_ptr, 0)
+        tl.store(counts_ptr + 1, 0)
+
+
+@triton.jit
+def _tf32(x):
+    """Rounded to what TF32 keeps, half of what cutting loses; infinities and NaN stay what they are."""
+    bits = x.to(tl.int32, bitcast=True)
+    near = ((bits + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+    return tl.where(tl.abs(x) < 3.0e38, near, x)
+
+
+@triton.jit
+def _kmeans_centred(
+    moved_ptr,
+    short_ptr,
+    norms_ptr,
+    turned_ptr,
+    shift_ptr,
+    centres_ptr,
+    K,
+    D,
+    K_PAD,
+    D_PAD,
+    D_TURNED,
+    MOVED: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Centres made ready: turned [D_TURNED, K_PAD], zeros where there are none.
+
+    MOVED: also less the shift [K_PAD, D_PAD], the same in TF32, and their squared norms [K_PAD].
+    """
+    FLOAT: tl.constexpr = turned_ptr.dtype.element_ty
+    rows = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)  # [BLOCK_K]
+    columns = tl.arange(0, BLOCK_D)
+    norm = tl.zeros([BLOCK_K], FLOAT)
+    for first in range(0, D_PAD, BLOCK_D):
+        at = first + columns
+        live = (rows < K)[:, None] & (at < D)[None, :]
+        c = tl.load(centres_ptr + rows.to(tl.int64)[:, None] * D + at[None, :], mask=live, other=0.0).to(FLOAT)
+        where = at.to(tl.int64)[None, :] * K_PAD + rows[:, None]
+        tl.store(turned_ptr + where, c, mask=(at < D_TURNED)[None, :] & (rows < K_PAD)[:, None])
+        if MOVED:
+            shift = tl.load(shift_ptr + at, mask=at < D, other=0.0)
+            c = tl.where(live, c - shift[None, :], 0.0)
+            place = rows.to(tl.int64)[:, None] * D_PAD + at[None, :]
+            inside = (at < D_PAD)[None, :] & (rows < K_PAD)[:, None]
+            tl.store(moved_ptr + place, c, mask=inside)
+            tl.store(short_ptr + place, _tf32(c), mask=inside)
+            norm += tl.sum(c * c, 1)
+    if MOVED:
+        # What pads is never the nearest.
+        tl.store(norms_ptr + rows, tl.where(rows < K, norm, float("inf")), mask=rows < K_PAD)
+
+
+@triton.jit
+def _screened(
+    labels_ptr, doubtful_ptr, count_ptr, points_ptr, shift_ptr, moved_ptr, norms_ptr, i, live, D, K_PAD, loose,
+    D_PAD: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """Points `i` [BLOCK]: their labels by a product, and the list of those for which it cannot tell."""
+    HIGHEST: tl.constexpr = 0x7FFFFFFF
+    ONCE: tl.constexpr = D_PAD == CHUNK  # a point's coordinates are loaded once
+    columns = tl.arange(0, CHUNK)
+    number = tl.arange(0, BLOCK_K)
+    x_ptr = points_ptr + i[:, None] * D  # [BLOCK, 1]
+    square = tl.zeros([BLOCK], tl.float32)
+    x = tl.zeros([BLOCK, CHUNK], tl.float32)
+    for at in range(0, D_PAD, CHUNK):
+        inside = at + columns < D
+        x = tl.load(x_ptr + (at + columns)[None, :], mask=live[:, None] & inside[None, :], other=0.0).to(tl.float32)
+        shift = tl.load(shift_ptr + at + columns)
+        x = tl.where(inside[None, :], x - shift[None, :], 0.0)  # [BLOCK, CHUNK]; read nD
+        square += tl.sum(x * x, 1)
+    if ONCE and PRECISION == "tf32":
+        x = _tf32(x)
+
+    best = tl.full([BLOCK], HIGHEST, tl.int32)
+    second = tl.full([BLOCK], HIGHEST, tl.int32)
+    label = tl.zeros([BLOCK], tl.int32)
+    reach = tl.zeros([BLOCK_K], tl.float32)
+    for start in tl.range(0, K_PAD, BLOCK_K, num_stages=STAGES):
+        c_ptr = moved_ptr + (start + number).to(tl.int64)[None, :] * D_PAD  # [1, BLOCK_K]
+        if ONCE:
+            c = tl.load(c_ptr + columns[:, None])  # [CHUNK, BLOCK_K]
+            product = tl.dot(x, c, input_precision=PRECISION)  # [BLOCK, BLOCK_K]
+        else:
+            product = tl.zeros([BLOCK, BLOCK_K], tl.float32)
+            for at in range(0, D_PAD, CHUNK):
+                inside = at + columns < D
+                x = tl.load(x_ptr + (at + columns)[None, :], mask=live[:, None] & inside[None, :], other=0.0)
+                shift = tl.load(shift_ptr + at + columns)
+                x = tl.where(inside[None, :], x.to(tl.float32) - shift[None, :], 0.0)
+                if PRECISION == "tf32":
+                    x = _tf32(x)
+                c = tl.load(c_ptr + (at + columns)[:, None])
+                product = tl.dot(x, c, product, input_precision=PRECISION)
+        norm = tl.load(norms_ptr + start + number)  # [BLOCK_K]
+        reach = tl.maximum(reach, tl.where(norm < float("inf"), norm, 0.0))
+        # Squared distances as integers, which order positive floats; their last bits carry the number in the tile.
+        distance = tl.maximum(square[:, None] + norm[None, :] - 2.0 * product, 0.0)
+        key = (distance.to(tl.int32, bitcast=True) & (-BLOCK_K)) | number[None, :]  # [BLOCK, BLOCK_K]
+        least = tl.min(key, 1)  # [BLOCK]
+        after = tl.min(tl.where(key == least[:, None], HIGHEST, key), 1)
+        closer = least < best
+        second = tl.where(closer, tl.minimum(best, after), tl.minimum(second, least))
+        label = tl.where(closer, start + (least & (BLOCK_K - 1)), label)
+        best = tl.where(closer, least, best)
+    # Two squared distances may each be wrong by twice the product's error, |x| |c| times `loose`, by the rounding of
+    # the norms and of their sum, and by the bits that carry a number.
+    low = (best & (-BLOCK_K)).to(tl.float32, bitcast=True)
+    high = (second & (-BLOCK_K)).to(tl.float32, bitcast=True)
+    farthest = tl.max(reach, 0)
+    LOST: tl.constexpr = BLOCK_K * 2.0**-22
+    error = 4.0 * loose * tl.sqrt(square * farthest) + 2.0**-18 * (square + farthest) + LOST * low
+    sure = high - low > error  # NaN is never sure
+    tl.store(labels_ptr + i, label.to(labels_ptr.dtype.element_ty), mask=live)  # write n labels
+    unsure = (live & (sure == 0)).to(tl.int32)
+    many = tl.sum(unsure, 0)
+    if many > 0:
+        # The list is in the order in which programs come by; what becomes of a point does not depend on its place.
+        place = tl.atomic_add(count_ptr, many.to(count_ptr.dtype.element_ty), sem="relaxed")
+        place += tl.cumsum(unsure, 0) - unsure
+        tl.store(doubtful_ptr + place, i.to(doubtful_ptr.dtype.element_ty), mask=unsure != 0)
+
+
+@triton.jit
+def _kmeans_screen(
+    labels_ptr,
+    doubtful_ptr,
+    count_ptr,
+    points_ptr,
+    shift_ptr,
+    moved_ptr,
+    norms_ptr,
+    list_ptr,
+    length_ptr,
+    n,
+    D,
+    K_PAD,
+    loose,
+    D_PAD: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PRECISION: tl.constexpr,
+    LISTED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """The nearest centre by a matrix product, of all points or of those LISTED, whose number only the GPU knows.
+
+    `loose` is the largest relative error of a term of the product.
+    """
+    first = tl.program_id(0).to(tl.int64) * BLOCK
+    if LISTED:
+        total = tl.load(length_ptr).to(tl.int64)
+        step = tl.num_programs(0).to(tl.int64) * BLOCK
+        while first < total:
+            slot = first + tl.arange(0, BLOCK)
+            i = tl.load(list_ptr + slot, mask=slot < total, other=0).to(tl.int64)
+            _screened(
+                labels_ptr, doubtful_ptr, count_ptr, points_ptr, shift_ptr, moved_ptr, norms_ptr, i, slot < total, D,
+                K_PAD, loose, D_PAD, CHUNK, PRECISION, BLOCK, BLOCK_K, STAGES,
+            )  # fmt: skip
+            first += step
+    else:
+        i = first + tl.arange(0, BLOCK)
+        _screened(
+            labels_ptr, doubtful_ptr, count_ptr, points_ptr, shift_ptr, moved_ptr, norms_ptr, i, i < n, D,
+            K_PAD, loose, D_PAD, CHUNK, PRECISION, BLOCK, BLOCK_K, STAGES,
+        )  # fmt: skip
+
+
+@triton.jit
+def _kmeans_differences(
+    labels_ptr,
+    points_ptr,
+    turned_ptr,
+    list_ptr,
+    count_ptr,
+    n,
+    D,
+    K,
+    K_PAD,
+    LISTED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """The nearest centre by differences, of every point or of those LISTED: right wherever the points are."""
+    FLOAT: tl.constexpr = turned_ptr.dtype.element_ty
+    number = tl.arange(0, BLOCK_K)
+    total = n.to(tl.int64)
+    if LISTED:
+        total = tl.load(count_ptr).to(tl.int64)
+    step = tl.num_programs(0).to(tl.int64) * BLOCK
+    first = tl.program_id(0).to(tl.int64) * BLOCK
+    while first < total:
+        slot = first + tl.arange(0, BLOCK)
+        live = slot < total
+        i = slot
+        if LISTED:
+            i = tl.load(list_ptr + slot, mask=live, other=0).to(tl.int64)
+        best = tl.full([BLOCK], float("inf"), FLOAT)
+        label = tl.zeros([BLOCK], tl.int32)
+        for start in range(0, K_PAD, BLOCK_K):
+            distance = tl.zeros([BLOCK, BLOCK_K], FLOAT)
+            x_ptr = points_ptr + i * D  # [BLOCK]
+            c_ptr = turned_ptr + start + number  # [BLOCK_K]
+            for a in range(0, D, 8):
+                for u in tl.static_range(8):  # so many loads on their way at once: a short list is all waiting
+                    x = tl.load(x_ptr + u, mask=live & (a + u < D), other=0.0).to(FLOAT)
+                    difference = x[:, None] - tl.load(c_ptr)[None, :]
+                    distance += difference * difference
+                    c_ptr += K_PAD
+                x_ptr += 8
+            distance = tl.where((start + number < K)[None, :], distance, float("inf"))
+            least = tl.min(distance, 1)  # [BLOCK]
+            at = tl.min(tl.where(distance == least[:, None], number[None, :], BLOCK_K), 1)  # the lowest of equals
+            closer = least < best
+            label = tl.where(closer, start + at, label)
+            best = tl.where(closer, least, best)
+        tl.store(labels_ptr + i, label.to(labels_ptr.dtype.element_ty), mask=live)
+        first += step
+
+
+@triton.jit
+def _kmeans_segments(
+    sums_ptr,
+    points_ptr,
+    order_ptr,
+    bounds_ptr,
+    D,
+    K,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """One of PARTS of a centre's points, which stand side by side in `order`: their sum and their number."""
+    FLOAT: tl.constexpr = sums_ptr.dtype.element_ty
+    j = tl.program_id(0) // PARTS
+    part = tl.program_id(0) % PARTS
+    columns = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)  # [BLOCK_D]
+    begin = tl.load(bounds_ptr + j).to(tl.int64)
+    count = tl.load(bounds_ptr + j + 1).to(tl.int64) - begin
+    low = begin + count * part // PARTS
+    high = begin + count * (part + 1) // PARTS
+    rows = tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK, BLOCK_D], FLOAT)
+    while low < high:
+        live = low + rows < high
+        i = tl.load(order_ptr + low + rows, mask=live, other=0).to(tl.int64)  # [BLOCK]
+        inside = live[:, None] & (columns < D)[None, :]
+        total += tl.load(points_ptr + i[:, None] * D + columns[None, :], mask=inside, other=0.0).to(FLOAT)  # read nD
+        low += BLOCK
+    sums_ptr += (part.to(tl.int64) * K + j) * (D + 1)
+    tl.store(sums_ptr + columns, tl.sum(total, 0), mask=columns < D)
+    if tl.program_id(1) == 0:
+        size = count * (part + 1) // PARTS - count * part // PARTS
+        tl.store(sums_ptr + D, size.to(FLOAT))
+
+
+@triton.jit
+def _kmeans_spread(
+    squares_ptr,
+    sums_ptr,
+    points_ptr,
+    centres_ptr,
+    labels_ptr,
+    n,
+    D,
+    ONE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """How far BLOCK points are from their centres, squared and summed.
+
+    ONE: from one centre, or from one that was chosen earlier where that is nearer; each is kept, to draw the next by.
+    """
+    FLOAT: tl.constexpr = sums_ptr.dtype.element_ty
+    first = tl.program_id(0).to(tl.int64) * BLOCK
+    i = tl.arange(0, BLOCK)
+    live = i < n - first
+    c_ptr = centres_ptr
+    at = tl.zeros([BLOCK], tl.int64)
+    if not ONE:
+        at = tl.load(labels_ptr + first + i, mask=live, other=0).to(tl.int64) * D
+    square = tl.zeros([BLOCK], FLOAT)
+    for start in range(0, D, BLOCK_D):
+        columns = start + tl.arange(0, BLOCK_D)
+        inside = live[:, None] & (columns < D)[None, :]
+        x = tl.load(points_ptr + (first + i)[:, None] * D + columns[None, :], mask=inside, other=0.0).to(FLOAT)
+        c = tl.load(c_ptr + at[:, None] + columns[None, :], mask=inside, other=0.0).to(FLOAT)
+        square += tl.sum((x - c) * (x - c), 1)
+    if ONE:
+        square = tl.minimum(square, tl.load(squares_ptr + first + i, mask=live, other=0.0))
+        tl.store(squares_ptr + first + i, square, mask=live)
+    tl.store(sums_ptr + tl.program_id(0), tl.sum(square, 0))
+
+
+# Plans ---------------------------------------------------------------------------------------------------------------
+
+
+#: Programs that share the addition of many parts.
+_GROUPS = 64
+
+
+class Plan(NamedTuple):
+    """How labels are found: ``few`` coordinates in registers, a ``product`` that screens, or ``differences``."""
+
+    how: str
+    block: int  # points a program
+    block_k: int = 1  # centres a tile
+    chunk: int = 1  # coordinates a tile
+    few: int = 0  # centres unrolled, 0 for a loop
+    steps: int = 1  # blocks of points a program
+    stages: int = 1
+    warps: int = 4
+
+
+def _loose(precision: str, d: int) -> float:
+    """The largest relative error of a product's term: what both factors lose, and what the sum of d terms does.
+
+    Rounded to TF32, a factor is off by 2**-11 at most. Three products of what TF32 keeps and of what it cuts off, which
+    is cut itself, are off by 2**-20 three times. Tensor cores cut sums, too: 2**-23 for every eight terms.
+    """
+    sums = triton.cdiv(d, 8) * 2.0**-23
+    return 2.0**-10 + 2.0**-22 + sums if precision == "tf32" else 3 * 2.0**-20 + 3 * sums
+
+
+def _kmeans_plan(
+    d: int,
+    k: int,
+    dtype: torch.dtype,
+    label_size: int,
+    capability: tuple[int, int] | None,
+    how: str | None = None,
+    again: bool = False,
+) -> Plan:
+    """Choose how labels of so many bytes are found; `capability` is None in the interpreter, where programs cost.
+
+    `again` is the second screen, of the points that the first could not tell.
+    """
+    if how is None:
+        # float64 has no tensor core that is worth its while on most GPUs, and no screen would be finer than it.
+        how = "few" if d <= 8 else "differences" if dtype == torch.float64 else "product"
+    if how == "few":
+        few = k if k * d <= 32 else 0  # unrolled, centres stay in registers; beyond, the code would only grow
+        # Stores of 16 bytes a thread, and as many loads on their way as that allows.
+        block = {8: 256, 4: 512, 1: 1024}[label_size] if few and capability else 512
+        return Plan(how, block=block, few=few, steps=2 if few and label_size == 1 else 1)
+    if how == "differences":
+        if capability is None:
+            return Plan(how, block=32, block_k=32)
+        # Many centres, few points a program: a short list is shared among all processors.
+        return Plan(how, block=8, block_k=max(64, min(256, triton.next_power_of_2(k))))
+    chunk = max(16, min(128, triton.next_power_of_2(d)))
+    if capability is None:
+        return Plan(how, block=64, block_k=32, chunk=chunk)
+    roomy = capability[0] in (9, 10) and d <= 128  # with 227 KiB of shared memory a point's coordinates stay there
+    if again:
+        # Three products need three times the shared memory; their points are few.
+        return Plan(how, block=64, block_k=64, chunk=chunk if roomy else min(chunk, 32), stages=2)
+    if chunk < 128:
+        return Plan(how, block=128, block_k=64, chunk=chunk, stages=3)
+    if roomy:
+        return Plan(how, block=128, block_k=128, chunk=chunk, stages=2, warps=8)
+    return Plan(how, block=64, block_k=64, chunk=32, stages=2)
+
+
+def _sums_fit(d: int, k: int) -> bool:
+    """Whether a program can hold the sums of all centres in registers."""
+    return d <= 8 and k * (d + 1) <= 24
+
+
+# Launchers -----------------------------------------------------------------------------------------------------------
+
+_DTYPES = (torch.float16, torch.float32, torch.float64)
+_LABELS = (torch.int64, torch.int32, torch.uint8)
+
+
+def _unwritten(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Memory for what a kernel writes as a whole; torch.empty fills it with NaN under deterministic algorithms."""
+    if not torch.are_deterministic_algorithms_enabled():
+        return torch.empty(shape, dtype=dtype, device=device)
+    storage = torch.UntypedStorage(math.prod(shape) * dtype.itemsize, device=device)
+    memory = torch.empty(0, dtype=dtype, device=device).set_(storage)  # type: ignore[call-overload]
+    return memory.view(shape)
+
+
+def _accumulated(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _launch_few(
+    labels: Tensor, points: Tensor, centres: Tensor | None, k: int, *, assign: bool, sums: bool, few: int, block: int,
+    steps: int, warps: int,
+) -> Tensor:  # fmt: skip
+    """Labels, sums or both in one pass; returns the sums, one part a program, empty where there are none."""
+    n, d = points.shape
+    programs = triton.cdiv(n, steps * block)
+    parts = _unwritten((programs if sums else 0, k * (d + 1)), _accumulated(points.dtype), points.device)
+    _kmeans_few[(programs,)](
+        labels, parts, points, points if centres is None else centres, n, k,
+        D=d, FEW=few, ASSIGN=assign, SUMS=sums, STEPS=steps, BLOCK=block, num_warps=warps,
+    )  # fmt: skip
+    return parts
+
+
+def _launch_means(parts: Tensor, old: Tensor | None, k: int, d: int, dtype: torch.dtype) -> Tensor:
+    """Centres from parts ``[PARTS, k (d + 1)]`` of their sums."""
+    out = _unwritten((k, d), dtype, parts.device)
+    many, width = parts.shape
+    if many > 8 * _GROUPS and width <= 64:
+        # k programs alone would take longer to add thousands of parts than all others took to leave them.
+        groups = _unwritten((_GROUPS, width), torch.float64, parts.device)
+        _kmeans_groups[(_GROUPS,)](
+            groups, parts, many, width, triton.cdiv(many, _GROUPS), BLOCK=64, BLOCK_W=triton.next_power_of_2(width)
+        )
+        parts = groups
+    wide = min(triton.next_power_of_2(d), 128)
+    block = min(max(1, 2048 // wide), triton.next_power_of_2(len(parts)))
+    _kmeans_means[(k, triton.cdiv(d, wide))](
+        out, parts, parts if old is None else old, len(parts), k, d,
+        KEEP=old is not None, BLOCK=block, BLOCK_D=wide, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def _launch_product(labels: Tensor, points: Tensor, centres: Tensor, plan: Plan) -> None:
+    """Screen by products, a fast one and a finer one, then compare by differences what they could not tell apart."""
+    (n, d), k = points.shape, len(centres)
+    device, single = points.device, torch.float32
+    capability, processors = gpu(device)
+    size = labels.element_size()
+    finer = _kmeans_plan(d, k, points.dtype, size, capability, "product", again=True)
+    exact = _kmeans_plan(d, k, points.dtype, size, capability, "differences")
+    d_pad = triton.cdiv(d, plan.chunk) * plan.chunk  # the finer plan's chunks divide it
+    k_pad = _padded(k, max(plan.block_k, exact.block_k))
+    whole = torch.int32 if n < 2**31 else torch.int64
+    lists, counts = _unwritten((2, n), whole, device), _unwritten((2,), whole, device)
+    shift, norms = _unwritten((d_pad,), single, device), _unwritten((k_pad,), single, device)
+    (short, moved), turned = (
+        _unwritten((2, k_pad, d_pad), single, device),
+        _unwritten((_padded(d, 8), k_pad), single, device),
+    )
+    _kmeans_shift[(triton.cdiv(d_pad, 16),)](shift, counts, centres, k, d, BLOCK_K=64, BLOCK_D=16)
+    _kmeans_centred[(triton.cdiv(k_pad, 32),)](
+        moved, short, norms, turned, shift, centres, k, d, k_pad, d_pad, len(turned),
+        MOVED=True, BLOCK_K=32, BLOCK_D=16,
+    )  # fmt: skip
+    for turn, (here, precision) in enumerate(((plan, "tf32"), (finer, "tf32x3"))):
+        programs = triton.cdiv(n, here.block)
+        _kmeans_screen[(min(programs, _turns(capability, processors)) if turn else programs,)](
+            labels, lists[turn], counts[turn:], points, shift, moved if turn else short, norms, lists[0], counts,
+            n, d, k_pad,
+            _loose(precision, d), D_PAD=d_pad, CHUNK=here.chunk, PRECISION=precision, LISTED=turn > 0,
+            BLOCK=here.block, BLOCK_K=here.block_k, STAGES=here.stages, num_warps=here.warps,
+        )  # fmt: skip
+    _launch_differences(labels, points, turned, k, exact, lists[1], counts[1:])
+
+
+def _padded(size: int, tile: int) -> int:
+    return triton.cdiv(size, tile) * tile
+
+
+def _turns(capability: tuple[int, int] | None, processors: int) -> int:
+    """Programs that take turns at a list, whose length is known to the GPU only."""
+    return processors * (1 if capability is None else 8)
+
+
+def _launch_differences(
+    labels: Tensor, points: Tensor, turned: Tensor, k: int, plan: Plan, doubtful: Tensor | None, count: Tensor | None
+) -> None:
+    """Compare all points, or the doubtful ones, by differences."""
+    n, d = points.shape
+    capability, processors = gpu(points.device)
+    programs = triton.cdiv(n, plan.block)
+    if doubtful is not None:
+        programs = min(programs, _turns(capability, processors))
+    _kmeans_differences[(programs,)](
+        labels, points, turned, points if doubtful is None else doubtful, points if count is None else count,
+        n, d, k, turned.shape[1], LISTED=doubtful is not None, BLOCK=plan.block, BLOCK_K=plan.block_k,
+        num_warps=plan.warps,
+    )  # fmt: skip
+
+
+def _launch_segments(points: Tensor, labels: Tensor, k: int, trusted: bool) -> Tensor:
+    """Sort by label, add up what stands side by side; returns parts of sums."""
+    d, device = points.shape[1], points.device
+    capability, _ = gpu(device)
+    # Narrow keys are sorted in fewer passes. k stands for what is out of range: it comes last and belongs to nobody.
+    narrow = torch.uint8 if k < 256 else torch.int16 if k < 2**15 else torch.int32
+    if not trusted:
+        labels = torch.where((labels >= 0) & (labels < k), labels.to(torch.int32), k)
+    keys, order = torch.sort(labels.to(narrow), stable=True)
+    bounds = torch.searchsorted(keys.to(torch.int32), torch.arange(k + 1, dtype=torch.int32, device=device))
+    # Programs enough to fill a GPU, sums of sums few enough; in the interpreter each program costs.
+    parts = max(1, min(64, (64 if capability is None else 8192) // k))
+    sums = _unwritten((parts, k * (d + 1)), _accumulated(points.dtype), device)
+    wide = min(triton.next_power_of_2(d), 128)
+    _kmeans_segments[(k * parts, triton.cdiv(d, wide))](
+        sums, points, order, bounds, d, k, PARTS=parts, BLOCK=max(1, 1024 // wide), BLOCK_D=wide
+    )
+    return sums
+
+
+def _assign(points: Tensor, centres: Tensor, label_dtype: torch.dtype) -> Tensor:
+    """Allocate and launch; arguments are valid."""
+    (n, d), k = points.shape, len(centres)
+    labels = _unwritten((n,), label_dtype, points.device)
+    if n == 0:
+        return labels
+    if d == 0 or k == 1:
+        return labels.zero_()
+    points, centres = points.contiguous(), centres.contiguous()
+    capability, _ = gpu(points.device)
+    plan = _kmeans_plan(d, k, points.dtype, labels.element_size(), capability)
+    with launching(points):
+        if plan.how == "few":
+            _launch_few(
+                labels, points, centres, k, assign=True, sums=False, few=plan.few, block=plan.block, steps=plan.steps,
+                warps=plan.warps,
+            )  # fmt: skip
+        elif plan.how == "product":
+            _launch_product(labels, points, centres, plan)
+        else:
+            k_pad = _padded(k, plan.block_k)
+            turned = _unwritten((_padded(d, 8), k_pad), _accumulated(points.dtype), points.device)
+            _kmeans_centred[(triton.cdiv(k_pad, 32),)](
+                turned, turned, turned, turned, turned, centres, k, d, k_pad, _padded(d, 16), len(turned),
+                MOVED=False, BLOCK_K=32, BLOCK_D=16,
+            )  # fmt: skip
+            _launch_differences(labels, points, turned, k, plan, None, None)
+    return labels
+
+
+def _update(points: Tensor, labels: Tensor, k: int, old: Tensor | None, trusted: bool) -> Tensor:
+    """Allocate and launch; arguments are valid, and labels too where they are `trusted`."""
+    n, d = points.shape
+    if n == 0 or d == 0:
+        return torch.full((k, d), math.nan, dtype=points.dtype, device=points.device) if old is None else old.clone()
+    points, labels = points.contiguous(), labels.contiguous()
+    old = None if old is None else old.contiguous()
+    with launching(points):
+        if _sums_fit(d, k):
+            # Loads enough on their way, and registers enough for them.
+            steps = max(1, 16 // d)
+            parts = _launch_few(
+                labels, points, None, k, assign=False, sums=True, few=k, block=256, steps=steps, warps=4
+            )  # fmt: skip
+        else:
+            parts = _launch_segments(points, labels, k, trusted)
+        return _launch_means(parts, old, k, d, points.dtype)
+
+
+def _step(points: Tensor, centres: Tensor, label_dtype: torch.dtype = torch.int64) -> tuple[Tensor, Tensor]:
+    """Labels and new centres: an iteration of k-means, in one pass over the points where the sums fit in registers."""
+    (n, d), k = points.shape, len(centres)
+    if n == 0 or d == 0 or not _sums_fit(d, k):
+        labels = _assign(points, centres, label_dtype)
+        return labels, _update(points, labels, k, centres, True)
+    points, centres = points.contiguous(), centres.contiguous()
+    labels = _unwritten((n,), label_dtype, points.device)
+    with launching(points):
+        steps = max(1, 8 // d)
+        parts = _launch_few(labels, points, centres, k, assign=True, sums=True, few=k, block=512, steps=steps, warps=4)
+        return labels, _launch_means(parts, centres, k, d, points.dtype)
+
+
+_assign_op = torch.library.custom_op(
+    "fusebook::kmeans_assign",
+    _assign,
+    mutates_args=(),
+    schema="(Tensor points, Tensor centres, ScalarType label_dtype) -> Tensor",
+)
+_update_op = torch.library.custom_op(
+    "fusebook::kmeans_update",
+    _update,
+    mutates_args=(),
+    schema="(Tensor points, Tensor labels, SymInt k, Tensor? old, bool trusted) -> Tensor",
+)
+
+
+@_assign_op.register_fake
+def _(points: Tensor, centres: Tensor, label_dtype: torch.dtype) -> Tensor:
+    return points.new_empty(points.shape[:1], dtype=label_dtype)
+
+
+@_update_op.register_fake
+def _(points: Tensor, labels: Tensor, k: int, old: Tensor | None, trusted: bool) -> Tensor:
+    return points.new_empty((k, points.shape[1]))
+
+
+def _direct(*tensors: Tensor) -> bool:
+    """Whether kernels can be launched at once, and values be read: no trace, no transform, no stand-in."""
+    return not (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._are_functorch_transforms_active()
+        or any(type(t) not in (Tensor, torch.nn.Parameter) or t.device.type not in ("cpu", "cuda") for t in tensors)
+    )
+
+
+def _readable(*tensors: Tensor) -> bool:
+    """Whether the host may wait for values: not where a graph is captured or traced."""
+    return _direct(*tensors) and not (tensors[0].is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def _refuse_not_finite(name: str, what: str, x: Tensor, remedy: str) -> None:
+    """Read all of `x` once and refuse NaN and infinities, naming the first."""
+    if x.numel() == 0 or bool(torch.isfinite(x.sum(dtype=torch.float64))):
+        return
+    wrong = torch.isfinite(x).logical_not_()
+    if not bool(wrong.any()):  # the sum alone overflowed
+        return
+    at = int(wrong.view(-1).to(torch.uint8).argmax())
+    row, column = divmod(at, x.shape[1])
+    raise ValueError(
+        f"{name}: expected finite {what}, got {x[row, column].item()} at {what}[{row}, {column}]; {remedy}"
+    )
+
+
+def _check_points(name: str, points: Tensor, what: str = "points") -> None:
+    check_tensor(name, what, points, _DTYPES)
+    if points.dim() != 2:
+        rows = "n" if what == "points" else "k"
+        raise ValueError(
+            f"{name}: expected {what} of shape [{rows}, d], got {tuple(points.shape)}; give each one a row"
+        )
+
+
+def _check_centres(name: str, points: Tensor, centres: Tensor, what: str = "centres") -> None:
+    _check_points(name, centres, what)
+    check_alike(name, what, centres, "points", points)
+    if centres.shape[1] != points.shape[1]:
+        raise ValueError(
+            f"{name}: expected {what} of {points.shape[1]} coordinates as points have, got {centres.shape[1]}; "
+            "give both the same width"
+        )
+
+
+def _check_k(name: str, k: Any) -> None:
+    if isinstance(k, bool) or not isinstance(k, (int, torch.SymInt)):
+        raise TypeError(f"{name}: expected k to be an integer, got {type(k).__name__}; give the number of centres")
+    if not isinstance(k, torch.SymInt) and not 1 <= k < 2**31:
+        raise ValueError(f"{name}: expected k from 1 to 2**31 - 1, got {k}; give the number of centres")
+
+
+def _tensors(name: str, **given: Any) -> tuple[list[Any], bool]:
+    """NumPy arrays as tensors where the kernels run, and whether they were arrays: all of them or none."""
+    arrays = {what: v for what, v in given.items() if isinstance(v, numpy.ndarray)}
+    if not arrays:
+        return list(given.values()), False
+    for what, value in given.items():
+        if value is not None and what not in arrays:
+            raise TypeError(
+                f"{name}: expected {what} to be a NumPy array as {next(iter(arrays))} is, got {type(value).__name__}; "
+                "give arrays only, or tensors only"
+            )
+    found: list[Any] = []
+    for value in given.values():
+        if value is None:
+            found.append(None)
+        elif torch.cuda.is_available():
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)  # it may be read-only: nobody writes to it
+                found.append(torch.from_numpy(numpy.ascontiguousarray(value)).cuda())
+        else:  # the interpreter wants memory of its own, which the points and the first centres may share
+            found.append(torch.from_numpy(numpy.array(value, order="C")))
+    return found, True
+
+
+def kmeans_assign(
+    points: Any, centres: Any, *, label_dtype: torch.dtype = torch.int64, check: bool = True
+) -> Any:  # fmt: skip
+    """Which centre is nearest to each point, in one pass over the points.
+
+    Parameters
+    ----------
+    points : torch.Tensor or numpy.ndarray
+        ``[n, d]``, float16, float32 or float64; on a GPU, or on the CPU where Triton interprets. Arrays are copied to
+        the GPU, and the labels back from it.
+    centres : torch.Tensor or numpy.ndarray
+        ``[k, d]``, of the dtype and on the device of `points`.
+    label_dtype : torch.dtype, default torch.int64
+        int64, int32 or uint8. Labels are all that is written, and for few coordinates their width decides the time.
+    check : bool, default True
+        Read the points and the centres first and refuse NaN and infinities, which waits for the GPU. Skipped under
+        torch.compile and graph capture.
+
+    Returns
+    -------
+    torch.Tensor or numpy.ndarray
+        ``[n]``, of `label_dtype`: the lowest number among equally near centres, as ``argmin`` gives. Without `check`, a
+        point whose distances are all NaN or infinite gets 0, and a centre with NaN is nearest to none.
+
+    Raises
+    ------
+    TypeError
+        For what is neither a tensor nor an array, another dtype, centres of another dtype than the points.
+    ValueError
+        For other shapes or devices, no centres, a `label_dtype` that cannot count to k, and, with `check`, NaN or
+        infinities; names the first.
+
+    Notes
+    -----
+    Up to eight coordinates, and in float64, distances are sums of squared differences. With more, a matrix product on
+    tensor cores sorts out the points whose nearest centre is beyond doubt; the others are compared by differences. So
+    the labels do not depend on how far from the origin the points lie, but the time does: where clusters are much
+    farther from each other than they are wide, more points are in doubt.
+
+    Points and centres that are not contiguous are copied first. No gradient: labels have none.
+
+    Examples
+    --------
+    >>> import fusebook, torch
+    >>> points = torch.tensor([[0.0, 1.0], [5.0, 5.0], [0.0, 0.0]], device="cuda")  # doctest: +SKIP
+    >>> fusebook.kmeans_assign(points, points[:2])  # doctest: +SKIP
+    tensor([0, 1, 0], device='cuda:0')
+    """
+    name = "kmeans_assign"
+    (points, centres), arrays = _tensors(name, points=points, centres=centres)
+    _check_points(name, points)
+    _check_centres(name, points, centres)
+    k = len(centres)
+    if k == 0:
+        raise ValueError(f"{name}: expected one centre at least, got none; give [k, d] centres")
+    _check_labels(name, label_dtype, k)
+    if points.device.type in ("cpu", "cuda"):  # a stand-in on another device is only asked for its shape
+        check_device(name, points)
+    if check and _readable(points, centres):
+        remedy = "mend it, or pass check=False, which gives such a point label 0"
+        _refuse_not_finite(name, "points", points, remedy)
+        _refuse_not_finite(
+            name, "centres", centres, "mend it, or pass check=False, which chooses such a centre for none"
+        )
+    labels = (_assign if _direct(points, centres) else _assign_op)(points, centres, label_dtype)
+    return labels.cpu().numpy() if arrays else labels
+
+
+def _check_labels(name: str, dtype: Any, k: int) -> None:
+    if dtype not in _LABELS:
+        raise TypeError(f"{name}: expected label_dtype to be torch.int64, int32 or uint8, got {dtype}; choose one")
+    if k - 1 > torch.iinfo(dtype).max:
+        raise ValueError(
+            f"{name}: expected a label_dtype that counts to {k - 1}, got {dtype} for {k} centres; "
+            "use torch.int32 or torch.int64"
+        )
+
+
+def kmeans_update(points: Any, labels: Any, k: int, *, centres: Any = None, check: bool = True) -> Any:
+    """The mean of the points of each label, the same bits in every run.
+
+    Parameters
+    ----------
+    points : torch.Tensor or numpy.ndarray
+        ``[n, d]``, float16, float32 or float64.
+    labels : torch.Tensor or numpy.ndarray
+        ``[n]``, int64, int32 or uint8, from 0 to k - 1.
+    k : int
+        The number of centres.
+    centres : torch.Tensor or numpy.ndarray, optional
+        ``[k, d]``, the centres so far: one without points keeps its place. Where they are not given, the mean of
+        nothing is NaN.
+    check : bool, default True
+        Read the labels and the points first and refuse labels out of range and points that are not finite, which waits
+        for the GPU. Without it, and under torch.compile and graph capture, a point whose label is out of range is left
+        out.
+
+    Returns
+    -------
+    torch.Tensor or numpy.ndarray
+        ``[k, d]``, of the dtype of `points`.
+
+    Raises
+    ------
+    TypeError
+        For what is neither a tensor nor an array, other dtypes, a `k` that is no integer.
+    ValueError
+        For shapes or devices that do not match, and, with `check`, NaN or infinities in points; names the first.
+    IndexError
+        With `check`, for a label out of range; names its position.
+
+    Notes
+    -----
+    Each program adds up its own points in float32 (float64 in float64), and these parts are added in float64, in the
+    order of the programs. Where the sums of all centres do not fit in a program's registers, points are sorted by label
+    first, with torch.sort, which is stable.
+    """
+    name = "kmeans_update"
+    (points, labels, centres), arrays = _tensors(name, points=points, labels=labels, centres=centres)
+    _check_points(name, points)
+    check_tensor(name, "labels", labels, _LABELS)
+    check_alike(name, "labels", labels, "points", points, dtype=False)
+    if labels.shape != points.shape[:1]:
+        raise ValueError(
+            f"{name}: expected labels of shape [{points.shape[0]}], one for each point, got {tuple(labels.shape)}; "
+            "give each point one"
+        )
+    _check_k(name, k)
+    if centres is not None:
+        _check_centres(name, points, centres)
+        if centres.shape[0] != k:
+            raise ValueError(f"{name}: expected k = {k} centres, got {centres.shape[0]}; give one for each label")
+    if points.device.type in ("cpu", "cuda"):
+        check_device(name, points)
+    trusted = check and _readable(points, labels)
+    if trusted:
+        _refuse_not_finite(name, "points", points, "mend it, or pass check=False, which lets it spoil its centre")
+        if labels.numel():
+            low, high = torch.stack(torch.aminmax(labels)).tolist()
+            if low < 0 or high >= k:
+                at = int(((labels < 0) | (labels >= k)).to(torch.uint8).argmax())
+                raise IndexError(
+                    f"{name}: expected labels from 0 to {k - 1}, got {int(labels[at])} at labels[{at}]; mend it, or "
+                    "pass check=False to leave such points out"
+                )
+    new = (_update if _direct(points, labels) else _update_op)(points, labels, k, centres, trusted)
+    return new.cpu().numpy() if arrays else new
+
+
+class KMeans(NamedTuple):
+    """What `kmeans` found.
+
+    Attributes
+    ----------
+    centres : torch.Tensor or numpy.ndarray
+        ``[k, d]``.
+    labels : torch.Tensor or numpy.ndarray
+        ``[n]``, int64: the nearest of `centres`.
+    inertia : float
+        The sum of squared distances to them.
+    iterations : int
+        How many times centres were moved.
+    """
+
+    centres: Any
+    labels: Any
+    inertia: float
+    iterations: int
+
+
+#: Points a program of the spread kernel.
+_SPREAD = 1024
+
+
+def _spread(points: Tensor, centres: Tensor, labels: Tensor | None, squares: Tensor | None) -> Tensor:
+    """Squared distances to the centres of `labels`, or to one centre where it is nearer than `squares`: their sums."""
+    n, d = points.shape
+    sums = _unwritten((triton.cdiv(n, _SPREAD),), _accumulated(points.dtype), points.device)
+    with launching(points):
+        _kmeans_spread[(len(sums),)](
+            sums if squares is None else squares, sums, points, centres, points if labels is None else labels, n, d,
+            ONE=labels is None, BLOCK=_SPREAD, BLOCK_D=min(16, triton.next_power_of_2(d)), num_warps=8,
+        )  # fmt: skip
+    return sums
+
+
+def _plus_plus(points: Tensor, k: int, draw: random.Random) -> Tensor:
+    """k-means++: each centre is a point, drawn with a weight of its squared distance to the nearest centre so far."""
+    n, d = points.shape
+    centres = _unwritten((k, d), points.dtype, points.device)
+    centres[0] = points[draw.randrange(n)]
+    squares = torch.full((n,), math.inf, dtype=_accumulated(points.dtype), device=points.device)
+    for j in range(1, k):
+        # The sums of whole blocks choose the block, on the host, where running sums are always added in one order.
+        blocks = _spread(points, centres[j - 1], None, squares).double().cpu().cumsum(0)
+        at = draw.random() * float(blocks[-1])
+        block = min(int(torch.searchsorted(blocks, at, right=True)), len(blocks) - 1)
+        within = squares[block * _SPREAD : (block + 1) * _SPREAD].double().cpu().cumsum(0)
+        rest = at - (float(blocks[block - 1]) if block else 0.0)
+        i = block * _SPREAD + min(int(torch.searchsorted(within, rest, right=True)), len(within) - 1)
+        centres[j] = points[i]
+    return centres
+
+
+def kmeans(
+    points: Any, k: int, *, init: Any = "k-means++", max_iter: int = 300, tol: float = 1e-4, seed: int = 0
+) -> KMeans:  # fmt: skip
+    """Cluster points around k centres by Lloyd's iteration.
+
+    Parameters
+    ----------
+    points : torch.Tensor or numpy.ndarray
+        ``[n, d]``, float16, float32 or float64, all finite. An array is copied to the GPU once, and what is found is
+        copied back; a tensor stays where it is.
+    k : int
+        The number of centres, at most n.
+    init : {"k-means++", "random"} or torch.Tensor or numpy.ndarray
+        How the first centres are chosen, in scikit-learn's words: points drawn far from each other, points drawn at
+        random, or ``[k, d]`` centres that are given.
+    max_iter : int, default 300
+        The most iterations.
+    tol : float, default 1e-4
+        Stop when the squared length of all centres' movement is at most `tol` times the mean variance of a coordinate.
+        0: until they stand still, which they do exactly, since the same labels give the same bits.
+    seed : int, default 0
+        Of the choice of the first centres. The same seed gives the same bits.
+
+    Returns
+    -------
+    KMeans
+        ``centres``, ``labels``, ``inertia``, ``iterations``; arrays where `points` is one.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `kmeans_assign` and `kmeans_update`; also for no points, for more centres than points, and for an unknown
+        `init`.
+
+    Notes
+    -----
+    An empty cluster keeps its centre (scikit-learn moves it to the point that is farthest from its own). k-means++
+    draws one candidate a centre, scikit-learn the best of several. A bar shows the iterations where there is a
+    terminal.
+    """
+    name = "kmeans"
+    given = init if not isinstance(init, str) else None
+    (points, given), arrays = _tensors(name, points=points, init=given)
+    _check_points(name, points)
+    _check_k(name, k)
+    n = points.shape[0]
+    if n == 0:
+        raise ValueError(f"{name}: expected points, got none of shape {tuple(points.shape)}; give one at least")
+    if k > n:
+        raise ValueError(f"{name}: expected k to be at most the number of points, {n}, got {k}; ask for fewer centres")
+    if given is not None:
+        _check_centres(name, points, given, "init")
+        if given.shape[0] != k:
+            raise ValueError(f"{name}: expected k = {k} centres in init, got {given.shape[0]}; give k of them")
+    elif init not in ("k-means++", "random"):
+        raise ValueError(f"{name}: expected init to be 'k-means++', 'random' or centres, got {init!r}; choose one")
+    if isinstance(max_iter, bool) or not isinstance(max_iter, int) or max_iter < 1:
+        raise ValueError(f"{name}: expected max_iter to be an integer from 1 up, got {max_iter!r}; give one")
+    if not tol >= 0:
+        raise ValueError(f"{name}: expected tol to be 0 or more, got {tol!r}; 0 iterates until the centres stand still")
+    check_device(name, points)
+    _refuse_not_finite(name, "points", points, "leave such points out")
+    points = points.contiguous()
+    if given is not None:
+        _refuse_not_finite(name, "init", given, "give finite centres")
+        centres = given.contiguous()
+    elif init == "random":
+        rows = random.Random(seed).sample(range(n), k)
+        centres = points[torch.tensor(rows, device=points.device)]
+    else:
+        centres = _plus_plus(points, k, random.Random(seed))
+    wide = points if points.dtype == torch.float64 else points.float()
+    least = tol * float(wide.var(0, correction=0).mean()) if tol and points.numel() else 0.0
+    narrow = torch.uint8 if k <= 256 else torch.int32  # labels on the way: nobody sees them
+    iterations = 0
+    with tqdm(total=max_iter, desc=name, unit="iteration", disable=None, leave=False) as bar:
+        while iterations < max_iter:
+            _, new = _step(points, centres, narrow)
+            moved = float((new.double() - centres.double()).square().sum())  # waits
+            centres = new
+            iterations += 1
+            bar.update()
+            if moved <= least:
+                break
+    labels = _assign(points, centres, torch.int64)
+    inertia = float(_spread(points, centres, labels, None).double().sum()) if points.numel() else 0.0
+    if arrays:
+        return KMeans(centres.cpu().numpy(), labels.cpu().numpy(), inertia, iterations)
+    return KMeans(centres, labels, inertia, iterations)
+
+
+# The cards -----------------------------------------------------------------------------------------------------------
+
+_WORDS = {str(dtype).removeprefix("torch."): dtype for dtype in _LABELS}
+
+
+def _draw(rng: torch.Generator, dtype: torch.dtype, n: int, d: int, k: int, law: str) -> tuple[Tensor, Tensor]:
+    """Points and centres by the law that the card names."""
+
+    def normal(rows: int) -> Tensor:
+        return torch.randn(rows, d, generator=rng, dtype=dtype, device=rng.device)
+
+    if law == "rough":
+        return rough(rng, (n, d), dtype), rough(rng, (k, d), dtype)
+    if law in ("near", "far"):  # no clusters, so that candidates are many; far: products cancel
+        away = 100 if law == "far" else 0
+        return normal(n) + away, normal(k) + away
+    if law in ("blobs", "skewed", "empty"):
+        centres = 3 * normal(k) + 10
+        return normal(n) + centres[_planted(rng, n, k, law)], centres
+    raise ValueError(f"kmeans: law {law!r} is none of near, far, rough, blobs, skewed, empty")
+
+
+def _planted(rng: torch.Generator, n: int, k: int, law: str) -> Tensor:
+    """Which cluster each point belongs to: all alike, nine of ten to the first, or none to the last."""
+    label = torch.randint(max(1, k - 1) if law == "empty" else k, (n,), generator=rng, device=rng.device)
+    if law == "skewed":
+        label = torch.where(torch.rand(n, generator=rng, device=rng.device) < 0.9, 0, label)
+    return label
+
+
+def _make_assign(
+    rng: torch.Generator, dtype: torch.dtype, *, n: int, d: int, k: int, labels: str, law: str
+) -> tuple[Any, ...]:
+    return *_draw(rng, dtype, n, d, k, law), _WORDS[labels]
+
+
+def _reference_assign(points: Tensor, centres: Tensor, label_dtype: torch.dtype) -> Tensor:
+    # A centre at a time: all nkd differences of a benchmark do not fit in memory in float64.
+    best = torch.full_like(points[:, 0], math.inf)
+    labels = torch.zeros_like(best, dtype=torch.int64)
+    for j in range(len(centres)):
+        distance = (points - centres[j]).square().sum(1)
+        closer = distance < best
+        best = torch.where(closer, distance, best)
+        labels = torch.where(closer, j, labels)
+    return labels.to(label_dtype)
+
+
+def _distances(points: Tensor, centres: Tensor, labels: Tensor) -> Tensor:
+    """From each point to the centre of its label; infinite where there is no such centre."""
+    at = labels.long()
+    real = (at >= 0) & (at < len(centres))
+    distance = (points - centres[torch.where(real, at, 0)]).norm(dim=1)
+    return torch.where(real, distance, math.inf)
+
+
+def _meaning_assign(inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> Tensor:
+    points, centres, _ = inputs
+    return _distances(points, centres, outputs[0])
+
+
+def _cost_assign(itemsize: int, *, n: int, d: int, k: int, labels: str, law: str) -> Cost:
+    # A difference, a square and a sum for each coordinate: as a product, a multiplication and a sum.
+    return Cost(read=(n + k) * d * itemsize, write=n * _WORDS[labels].itemsize, flop=2 * n * k * d)
+
+
+def _cost_assign_eager(itemsize: int, *, n: int, d: int, k: int, labels: str, law: str) -> Cost:
+    # argmin writes int64; narrower labels are a pass of their own.
+    size = _WORDS[labels].itemsize
+    again = n * 8 if size < 8 else 0
+    return Cost(
+        read=(n + k) * d * itemsize + n * k * d * itemsize + n * k * itemsize + again,
+        write=n * k * d * itemsize + n * k * itemsize + again + n * size,
+        flop=3 * n * k * d,
+    )
+
+
+def _cost_assign_product(itemsize: int, *, n: int, d: int, k: int, labels: str, law: str) -> Cost:
+    least = _cost_assign(itemsize, n=n, d=d, k=k, labels=labels, law=law)
+    return Cost(read=least.read + n * k * itemsize, write=least.write + n * k * itemsize, flop=least.flop)
+
+
+#: Bytes of differences beyond which the eager chain is not tried.
+_TOO_MUCH = 32e9
+
+
+def _eager_assign(points: Tensor, centres: Tensor, label_dtype: torch.dtype) -> Tensor:
+    size = points.numel() * len(centres) * points.element_size()
+    if size > _TOO_MUCH:
+        raise NotImplementedError(f"the differences of all points and centres would take {size / 1e9:.0f} GB")
+    return kmeans_assign_eager(points, centres, label_dtype)
+
+
+def _cdist_assign(points: Tensor, centres: Tensor, label_dtype: torch.dtype) -> Tensor:
+    if points.dtype == torch.float16:
+        raise NotImplementedError("torch.cdist does not take float16")
+    return torch.cdist(points, centres).argmin(1).to(label_dtype)
+
+
+def _product_assign(points: Tensor, centres: Tensor, label_dtype: torch.dtype) -> Tensor:
+    """As scikit-learn does: the square of the point is the same for all centres, and left out."""
+    return (centres.square().sum(1) - 2 * (points @ centres.T)).argmin(1).to(label_dtype)
+
+
+@functools.cache
+def _compiled(function: Any) -> Any:
+    # The default mode, for one shape at a time: what a reader gets from the decorator alone, at its best.
+    return torch.compile(function, dynamic=False)
+
+
+def _compiled_assign(points: Tensor, centres: Tensor, label_dtype: torch.dtype) -> Tensor:
+    return _compiled(kmeans_assign_eager)(points, centres, label_dtype)
+
+
+def _compiled_product(points: Tensor, centres: Tensor, label_dtype: torch.dtype) -> Tensor:
+    if points.dtype == torch.float16:
+        raise NotImplementedError("a product that is rounded to float16 cannot tell centres apart")
+    return _compiled(_product_assign)(points, centres, label_dtype)
+
+
+def _fusebook_assign(check: bool = False) -> Any:
+    return lambda points, centres, label_dtype: kmeans_assign(points, centres, label_dtype=label_dtype, check=check)
+
+
+def _make_update(
+    rng: torch.Generator, dtype: torch.dtype, *, n: int, d: int, k: int, labels: str, law: str
+) -> tuple[Any, ...]:
+    points, _ = _draw(rng, dtype, n, d, k, "rough" if law == "blobs" else "blobs")
+    return points, _planted(rng, n, k, law).to(_WORDS[labels]), k
+
+
+def _cost_update(itemsize: int, *, n: int, d: int, k: int, labels: str, law: str) -> Cost:
+    return Cost(read=n * d * itemsize + n * _WORDS[labels].itemsize, write=k * d * itemsize, flop=n * d)
+
+
+def _compiled_update(points: Tensor, labels: Tensor, k: int) -> Tensor:
+    return _compiled(kmeans_update_eager)(points, labels, k)
+
+
+def _fusebook_update(points: Tensor, labels: Tensor, k: int) -> Tensor:
+    return kmeans_update(points, labels, k, check=False)
+
+
+def _make_step(
+    rng: torch.Generator, dtype: torch.dtype, *, n: int, d: int, k: int, labels: str, law: str
+) -> tuple[Any, ...]:
+    return *_draw(rng, dtype, n, d, k, law), _WORDS[labels]
+
+
+def _reference_step(points: Tensor, centres: Tensor, label_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    labels = _reference_assign(points, centres, label_dtype)
+    return labels, _kept(kmeans_update_eager(points, labels, len(centres)), centres)
+
+
+def _kept(new: Tensor, old: Tensor) -> Tensor:
+    """A centre without points keeps its place."""
+    return torch.where(new.isnan(), old, new)
+
+
+def _meaning_step(inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+    points, centres, _ = inputs
+    return _distances(points, centres, outputs[0]), outputs[1]
+
+
+def _cost_step(itemsize: int, *, n: int, d: int, k: int, labels: str, law: str) -> Cost:
+    least = _cost_assign(itemsize, n=n, d=d, k=k, labels=labels, law=law)
+    return Cost(read=least.read, write=least.write + k * d * itemsize, flop=least.flop + n * d)
+
+
+def _cost_step_apart(itemsize: int, *, n: int, d: int, k: int, labels: str, law: str) -> Cost:
+    # Points are read twice, and labels are read again.
+    least = _cost_step(itemsize, n=n, d=d, k=k, labels=labels, law=law)
+    more = n * d * itemsize + n * _WORDS[labels].itemsize
+    return Cost(read=least.read + more, write=least.write, flop=least.flop)
+
+
+def _chain_step(points: Tensor, centres: Tensor, label_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    labels = kmeans_assign_eager(points, centres, label_dtype)
+    return labels, _kept(kmeans_update_eager(points, labels, len(centres)), centres)
+
+
+def _eager_step(points: Tensor, centres: Tensor, label_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    size = points.numel() * len(centres) * points.element_size()
+    if size > _TOO_MUCH:
+        raise NotImplementedError(f"the differences of all points and centres would take {size / 1e9:.0f} GB")
+    return _chain_step(points, centres, label_dtype)
+
+
+def _compiled_step(points: Tensor, centres: Tensor, label_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return _compiled(_chain_step)(points, centres, label_dtype)
+
+
+def _fusebook_step(points: Tensor, centres: Tensor, label_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    _check_points("kmeans", points)
+    _check_centres("kmeans", points, centres)
+    return _step(points, centres, label_dtype)
+
+
+def _two_calls(points: Tensor, centres: Tensor, label_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    labels = kmeans_assign(points, centres, label_dtype=label_dtype, check=False)
+    return labels, kmeans_update(points, labels, len(centres), centres=centres, check=False)
+
+
+def _point(n: int, d: int, k: int, labels: str = "int64", law: str = "blobs") -> dict[str, int | str]:
+    return {"n": n, "d": d, "k": k, "labels": labels, "law": law}
+
+
+_MILLION = 1_000_000
+
+# Few coordinates: pairs, one, three and four of them, unrolled and in a loop, more than a program, ragged; sums that
+# fit in registers. Many: one tile and several of points, of centres and of coordinates, all points in doubt; none.
+_EDGES = (
+    _point(2, 2, 1),
+    _point(1100, 2, 2),
+    _point(70, 1, 3, "int32", "rough"),
+    _point(40, 3, 5, "uint8", "rough"),
+    _point(33, 4, 20, "int64", "rough"),
+    _point(70, 20, 40, "int32", "rough"),
+    _point(90, 17, 20, "int64", "near"),
+    _point(20, 140, 3, "uint8", "near"),
+    _point(0, 2, 2),
+)
+
+KMEANS_ASSIGN = Op(
+    name="kmeans_assign",
+    reference=_reference_assign,
+    make=_make_assign,
+    cost=_cost_assign,
+    variants={
+        "eager": Variant(_eager_assign, cost=_cost_assign_eager, needs=()),
+        "torch.cdist": Variant(_cdist_assign, cost=_cost_assign_product, needs=()),
+        "torch.compile": Variant(_compiled_assign, needs=(), recompiles=True),
+        "torch.compile, product": Variant(_compiled_product, cost=_cost_assign_product, needs=(), recompiles=True),
+        "fusebook": Variant(_fusebook_assign(), needs=()),
+        "fusebook, checked": Variant(_fusebook_assign(check=True), needs=()),
+    },
+    configs={
+        # The plane, by the width of a label.
+        "plane": tuple(_point(20 * _MILLION, 2, 2, labels) for labels in ("int64", "int32", "uint8")),
+        # Few coordinates and few centres.
+        "few": tuple(_point(5 * _MILLION, d, k) for d in (2, 3, 4, 8) for k in (2, 16)),
+        # Distances as a matrix product.
+        "wide": (
+            _point(_MILLION, 16, 16, law="near"),
+            _point(_MILLION, 64, 256, law="near"),
+            _point(65536, 128, 1024, law="near"),
+        ),
+        # The same, clustered; far from the origin; and where every point is in doubt.
+        "laws": tuple(_point(_MILLION, 64, 256, law=law) for law in ("blobs", "far", "rough")),
+    },
+    edges=_EDGES,
+    dtypes=_DTYPES,
+    meaning=_meaning_assign,
+)
+
+KMEANS_UPDATE = Op(
+    name="kmeans_update",
+    reference=kmeans_update_eager,
+    make=_make_update,
+    cost=_cost_update,
+    variants={
+        "eager": Variant(kmeans_update_eager, needs=()),
+        "torch.compile": Variant(_compiled_update, needs=(), recompiles=True),
+        "fusebook": Variant(_fusebook_update, needs=()),
+    },
+    configs={
+        "plane": tuple(_point(20 * _MILLION, 2, 2, labels) for labels in ("int64", "uint8")),
+        "wide": (_point(_MILLION, 64, 256), _point(65536, 128, 1024), _point(_MILLION, 64, 256, law="skewed")),
+    },
+    edges=(
+        _point(2100, 2, 2, "uint8"),
+        _point(5, 1, 1),
+        _point(60, 3, 3, "int32", "empty"),
+        _point(150, 20, 6, "int64", "skewed"),
+        _point(40, 150, 3, "uint8", "empty"),
+        _point(0, 2, 2),
+    ),
+    dtypes=_DTYPES,
+)
+
+KMEANS_STEP = Op(
+    name="kmeans_step",
+    reference=_reference_step,
+    make=_make_step,
+    cost=_cost_step,
+    variants={
+        "eager": Variant(_eager_step, cost=_cost_step_apart, needs=()),
+        "torch.compile": Variant(_compiled_step, cost=_cost_step_apart, needs=(), recompiles=True),
+        "fusebook": Variant(_fusebook_step, needs=()),
+        "fusebook, two calls": Variant(_two_calls, cost=_cost_step_apart, needs=()),
+    },
+    configs={
+        "plane": (_point(20 * _MILLION, 2, 2), _point(20 * _MILLION, 2, 2, "uint8")),
+        "wide": (_point(_MILLION, 64, 256),),
+    },
+    edges=(_point(2100, 2, 2), _point(50, 3, 3, "uint8"), _point(64, 16, 5, "int32")),
+    dtypes=_DTYPES,
+    meaning=_meaning_step,
+)
+
+OPS = (KMEANS_ASSIGN, KMEANS_UPDATE, KMEANS_STEP)

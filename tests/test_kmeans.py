@@ -1,0 +1,342 @@
+"""What is special to k-means: ties, doubt, NaN, empty clusters, the same bits in every run, arrays in and out."""
+
+import math
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+import fusebook
+from fusebook.inputs import generator
+from fusebook.kernels import kmeans as module
+from fusebook.kernels.kmeans import KMEANS_ASSIGN, kmeans_assign_eager, kmeans_update_eager
+
+assign, update, cluster = fusebook.kmeans_assign, fusebook.kmeans_update, fusebook.kmeans
+
+
+def drawn(law, device, n=150, d=20, k=40, dtype=torch.float32, seed=0):
+    return module._draw(generator(seed, device), dtype, n, d, k, law)
+
+
+def planted(device, n=100, seed=0):
+    """Three clusters that are no mirror image of each other when the axes change places."""
+    rng = generator(seed, device)
+    middle = torch.tensor([[5.0, 1.0], [0.0, 9.0], [-8.0, 3.0]], device=device)
+    points = [torch.randn(n + 40 * j, 2, generator=rng, device=device) + middle[j] for j in range(3)]
+    return torch.cat(points), middle
+
+
+def nearest(points, centres):
+    """By differences in float64, the lowest of equals."""
+    return module._reference_assign(points.double(), centres.double(), torch.int64)
+
+
+# Assignment -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("law", ["near", "far", "rough", "blobs"])
+def test_labels_are_those_of_differences_however_far_the_points(law, device):
+    points, centres = drawn(law, device)
+    got = assign(points, centres)
+    distance = module._distances(points.double(), centres.double(), got)
+    least = module._distances(points.double(), centres.double(), nearest(points, centres))
+    assert ((distance - least) / least).max() < 1e-6
+
+
+def test_a_plain_product_is_wrong_where_ours_is_right(device):
+    """What screening is for: |c|**2 - 2 x.c, as everybody writes it, cancels far from the origin."""
+    points, centres = drawn("far", device, n=400)
+    exact = nearest(points, centres)
+    plain = module._product_assign(points, centres, torch.int64)
+    ours = assign(points, centres)
+    inputs = points.double(), centres.double(), torch.int64
+    least, off, kept = (module._meaning_assign(inputs, (labels,)) for labels in (exact, plain, ours))
+    assert (off / least - 1).max() > 1e-5
+    assert (kept / least - 1).max() < 1e-6
+
+
+@pytest.mark.parametrize("d", [2, 3, 20])
+def test_the_lowest_of_equally_near_centres_wins(d, device):
+    points, centres = drawn("near", device, n=60, d=d, k=5)
+    twice = torch.cat([centres, centres, centres])
+    assert torch.equal(assign(points, twice), nearest(points, centres))
+    equal = assign(torch.zeros(3, d, device=device), torch.ones(17, d, device=device))
+    assert equal.tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("precision", ["tf32", "tf32x3"])
+def test_what_a_product_may_lose_is_more_than_rounding_loses(precision):
+    """The bound of the screen against products of factors that are rounded to TF32, or cut, as tensor cores do."""
+    rng = generator(3, "cpu")
+    for d in (16, 64, 300):
+        x, c = (torch.randn(200, d, generator=rng) for _ in range(2))
+
+        def cut(v):
+            return (v.view(torch.int32) & -(2**13)).view(torch.float32)
+
+        def rounded(v):
+            return cut((v.view(torch.int32) + 2**12).view(torch.float32))
+
+        keep = rounded if precision == "tf32" else cut
+        high = keep(x).double(), keep(c).double()
+        got = (high[0] * high[1]).sum(1)
+        if precision == "tf32x3":
+            low = cut(x - cut(x)).double(), cut(c - cut(c)).double()
+            got += (high[0] * low[1] + low[0] * high[1]).sum(1)
+        lost = (got - (x.double() * c.double()).sum(1)).abs()
+        assert (lost <= module._loose(precision, d) * x.norm(dim=1) * c.norm(dim=1)).all()
+
+
+def test_points_with_nan_get_label_0_and_a_centre_with_nan_is_nearest_to_none(device):
+    for d in (2, 20):
+        points, centres = drawn("near", device, n=40, d=d, k=4)
+        points[7, 1], points[9, 0] = math.nan, math.inf
+        want = nearest(points, centres)
+        assert want[7] == 0 and want[9] == 0
+        assert torch.equal(assign(points, centres, check=False), want)
+        spoilt = centres.clone()
+        spoilt[2, 0] = math.nan
+        assert not (assign(points[:5], spoilt, check=False) == 2).any()
+
+
+@pytest.mark.parametrize(("what", "value"), [("points", math.nan), ("points", -math.inf), ("centres", math.inf)])
+def test_values_that_are_not_finite_are_named(what, value, device):
+    given = dict(zip(("points", "centres"), drawn("near", device, n=30, d=3, k=4), strict=True))
+    given[what][2, 1] = value
+    with pytest.raises(ValueError, match=rf"kmeans_assign: expected finite {what}, got .* at {what}\[2, 1\]"):
+        assign(**given)
+
+
+def test_large_finite_values_pass_the_check(device):
+    x = torch.full((4, 2), 1e308, dtype=torch.float64, device=device)
+    assert assign(x, torch.zeros(1, 2, dtype=torch.float64, device=device)).tolist() == [0, 0, 0, 0]
+
+
+def test_strided_transposed_and_sliced_points_are_right(device):
+    points, centres = drawn("near", device, n=64, d=6, k=3)
+    want = nearest(points, centres)
+    for given in (points.T.contiguous().T, torch.stack([points, points], 1)[:, 1], points.repeat(1, 2)[:, 6:]):
+        assert not given.is_contiguous()
+        assert torch.equal(assign(given, centres), want)
+        assert torch.allclose(update(given, want, 3), update(points, want, 3))
+
+
+# The update -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("d", "k"), [(2, 2), (20, 5)])
+def test_an_empty_cluster_keeps_its_centre_and_has_none_without_one(d, k, device):
+    points, old = drawn("near", device, n=30, d=d, k=k)
+    labels = torch.zeros(30, dtype=torch.int64, device=device)
+    kept = update(points, labels, k, centres=old)
+    assert torch.equal(kept[1:], old[1:])
+    assert torch.allclose(kept[0], points.mean(0), atol=1e-6)
+    assert update(points, labels, k)[1:].isnan().all()
+
+
+@pytest.mark.parametrize(("d", "k"), [(2, 2), (20, 5)])
+def test_labels_out_of_range_are_left_out_unless_checked(d, k, device):
+    points, _ = drawn("near", device, n=40, d=d, k=1)
+    labels = torch.arange(40, device=device) % min(k, 5)
+    astray = labels.clone()
+    astray[3], astray[4], astray[5], astray[6] = -1, k, k + 256, -(2**40)
+    live = torch.ones(40, dtype=torch.bool, device=device)
+    live[3:7] = False
+    got, want = update(points, astray, k, check=False), update(points[live], labels[live], k)
+    assert torch.allclose(got, want, equal_nan=True, atol=1e-6)
+    with pytest.raises(IndexError, match=rf"expected labels from 0 to {k - 1}, got -1 at labels\[3\]"):
+        update(points, astray, k)
+
+
+def test_a_mean_of_many_halves_is_not_a_sum_in_halves(device):
+    n = 200_000 if device == "cuda" else 5000
+    points = torch.full((n, 2), 40.0, dtype=torch.float16, device=device)  # the sum is beyond float16
+    labels = torch.zeros(n, dtype=torch.uint8, device=device)
+    assert update(points, labels, 1).tolist() == [[40.0, 40.0]]
+
+
+@pytest.mark.parametrize(("n", "d", "k"), [(2100, 2, 2), (100, 20, 9)])
+def test_every_run_gives_the_same_bits(n, d, k, device):
+    points, centres = drawn("blobs", device, n=n, d=d, k=k)
+    labels, moved = module._step(points, centres)
+    for _ in range(100 if device == "cuda" else 2):
+        again, also = module._step(points, centres)
+        assert torch.equal(labels, again) and torch.equal(moved, also)
+        assert torch.equal(update(points, labels, k, centres=centres), moved) or module._sums_fit(d, k)
+
+
+# The whole ------------------------------------------------------------------------------------------------------------
+
+
+def test_planted_clusters_are_found_with_their_coordinates_in_place(device):
+    """Centres with swapped axes would be far from all of these; on a symmetric example nobody could see it."""
+    points, middle = planted(device)
+    found = cluster(points, 3, tol=0)
+    order = torch.cdist(middle, found.centres).argmin(1)
+    assert (found.centres[order] - middle).abs().max() < 0.4
+    assert torch.cdist(middle.flip(1), found.centres).min() > 2
+    want = (points.double() - found.centres.double()[found.labels]).square().sum().item()
+    assert found.inertia == pytest.approx(want, rel=1e-5)
+    # The centres stand still: each is the mean of its points, bit for bit.
+    assert torch.equal(module._step(points, found.centres)[1], found.centres)
+
+
+@pytest.mark.parametrize("init", ["k-means++", "random"])
+def test_the_same_seed_gives_the_same_bits(init, device):
+    points, _ = planted(device)
+    a, b = (cluster(points, 3, init=init, seed=5) for _ in range(2))
+    assert torch.equal(a.centres, b.centres) and torch.equal(a.labels, b.labels) and a[2:] == b[2:]
+
+
+def test_scikit_learn_goes_the_same_way_from_the_same_start(device):
+    sklearn = pytest.importorskip("sklearn.cluster")
+    points, _ = planted(device)
+    start = points[[0, 1, 2]]
+    ours = cluster(points.cpu().numpy(), 3, init=start.cpu().numpy(), tol=0)
+    theirs = sklearn.KMeans(3, init=start.cpu().numpy(), n_init=1, tol=0, algorithm="lloyd").fit(points.cpu().numpy())
+    assert np.allclose(ours.centres, theirs.cluster_centers_, rtol=1e-4)
+    assert np.array_equal(ours.labels, theirs.labels_)
+    assert ours.inertia == pytest.approx(theirs.inertia_, rel=1e-5)
+
+
+def test_points_that_are_all_equal_and_as_many_centres_as_points(device):
+    same = cluster(torch.ones(5, 3, device=device), 3)
+    assert same.inertia == 0 and same.labels.tolist() == [0] * 5
+    each, _ = planted(device, n=2)
+    assert cluster(each[:6], 6, init=each[:6]).inertia == 0
+
+
+def test_arrays_give_arrays_and_are_not_changed(device):
+    points, centres = (v.cpu().numpy() for v in drawn("near", device, n=50, d=3, k=4))
+    points.flags.writeable = False
+    labels = assign(points, centres, label_dtype=torch.int32)
+    assert isinstance(labels, np.ndarray) and labels.dtype == np.int32
+    want = nearest(torch.tensor(points), torch.tensor(centres)).numpy()
+    assert np.array_equal(labels, want)
+    assert np.array_equal(assign(points[::-1], centres), want[::-1])
+    moved = update(points, labels, 4, centres=centres)
+    assert isinstance(moved, np.ndarray) and moved.dtype == points.dtype
+    found = cluster(points, 4, max_iter=2)
+    assert isinstance(found.centres, np.ndarray) and isinstance(found.labels, np.ndarray) and found.iterations <= 2
+
+
+def test_no_bar_is_drawn_where_there_is_no_terminal():
+    code = (
+        "import fusebook, torch; "
+        "x = torch.randn(50, 2, device='cuda' if torch.cuda.is_available() else 'cpu'); fusebook.kmeans(x, 3)"
+    )
+    end = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert end.stdout == "" and "kmeans" not in end.stderr
+
+
+# What is refused ------------------------------------------------------------------------------------------------------
+
+
+def refusals(device):
+    x, c = drawn("near", device, n=10, d=3, k=4)
+    labels = torch.zeros(10, dtype=torch.int64, device=device)
+    many = torch.zeros(300, 3, device=device)
+    yield TypeError, "expected points to be a torch.Tensor, got list", lambda: assign([[1.0]], c)
+    yield TypeError, "expected points to be float16, float32 or float64, got torch.int64", lambda: assign(x.long(), c)
+    yield TypeError, "expected points to be float16, .* got torch.bfloat16", lambda: assign(x.bfloat16(), c)
+    yield (
+        TypeError,
+        "expected centres to be torch.float32 as points is, got torch.float64",
+        lambda: assign(x, c.double()),
+    )
+    yield TypeError, "arrays only, or tensors only", lambda: assign(x.cpu().numpy(), c)
+    yield ValueError, r"expected points of shape \[n, d\], got \(3,\)", lambda: assign(x[0], c)
+    yield ValueError, "expected centres of 3 coordinates as points have, got 2", lambda: assign(x, c[:, :2])
+    yield ValueError, "expected one centre at least, got none", lambda: assign(x, c[:0])
+    yield TypeError, "expected label_dtype to be .* got torch.int16", lambda: assign(x, c, label_dtype=torch.int16)
+    yield ValueError, "counts to 299, got torch.uint8", lambda: assign(x, many, label_dtype=torch.uint8)
+    yield TypeError, "expected labels to be int64, int32 or uint8", lambda: update(x, labels.float(), 4)
+    yield ValueError, r"expected labels of shape \[10\]", lambda: update(x, labels[:9], 4)
+    yield TypeError, "expected k to be an integer, got float", lambda: update(x, labels, 4.0)
+    yield ValueError, "expected k from 1 to", lambda: update(x, labels, 0)
+    yield ValueError, "expected k = 5 centres, got 4", lambda: update(x, labels, 5, centres=c)
+    yield ValueError, "expected k to be at most the number of points, 10, got 11", lambda: cluster(x, 11)
+    yield ValueError, r"expected points, got none of shape \(0, 3\)", lambda: cluster(x[:0], 1)
+    yield ValueError, "expected init to be 'k-means\\+\\+', 'random' or centres", lambda: cluster(x, 2, init="best")
+    yield ValueError, "expected k = 3 centres in init, got 4", lambda: cluster(x, 3, init=c)
+    yield ValueError, "expected max_iter to be an integer from 1 up", lambda: cluster(x, 2, max_iter=0)
+    yield ValueError, "expected tol to be 0 or more", lambda: cluster(x, 2, tol=math.nan)
+    yield (
+        ValueError,
+        "expected finite points, got nan at points",
+        lambda: cluster(x / x.new_tensor([1, 1, math.nan]), 2),
+    )
+
+
+def test_bad_input_is_refused_in_one_sentence(device):
+    for kind, text, call in refusals(device):
+        with pytest.raises(kind, match=text) as caught:
+            call()
+        assert "\n" not in str(caught.value) and "; " in str(caught.value), "says what to do, too"
+
+
+def test_no_points_have_no_labels_and_no_coordinates_are_all_alike(device):
+    none = assign(torch.zeros(0, 3, device=device), torch.zeros(2, 3, device=device), label_dtype=torch.uint8)
+    assert none.shape == (0,) and none.dtype == torch.uint8
+    assert assign(torch.zeros(4, 0, device=device), torch.zeros(2, 0, device=device)).tolist() == [0, 0, 0, 0]
+    assert update(torch.zeros(0, 3, device=device), none, 2).isnan().all()
+
+
+# Operators ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("d", [2, 20])
+def test_operators_are_well_formed(d, device):
+    points, centres = drawn("near", device, n=40, d=d, k=3)
+    torch.library.opcheck(module._assign_op, (points, centres, torch.int32))
+    labels = assign(points, centres)
+    torch.library.opcheck(module._update_op, (points, labels, 3, centres, False))
+
+
+def test_they_run_under_torch_compile(device):
+    points, centres = drawn("near", device, n=40, d=2, k=3)
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def step(x, c):
+        labels = fusebook.kmeans_assign(x, c)
+        return fusebook.kmeans_update(x, labels, 3, centres=c)
+
+    assert torch.allclose(step(points, centres), module._step(points, centres)[1], atol=1e-6)
+
+
+def test_the_baselines_of_the_cards_agree(device):
+    points, centres = drawn("blobs", device, n=60, d=3, k=4)
+    labels = kmeans_assign_eager(points, centres)
+    assert torch.equal(labels, nearest(points, centres))
+    assert torch.allclose(kmeans_update_eager(points, labels, 4), update(points, labels, 4), atol=1e-5, equal_nan=True)
+
+
+def test_a_plan_keeps_to_what_the_kernels_can(device):
+    for dtype in module._DTYPES:
+        for d in (1, 2, 8, 9, 64, 100, 128, 129, 4096):
+            for k in (1, 2, 16, 17, 1024):
+                for capability in ((8, 0), (9, 0), (10, 0), None):
+                    plan = module._kmeans_plan(d, k, dtype, 8, capability)
+                    assert (plan.how == "few") == (d <= 8)
+                    assert plan.how != "product" or dtype != torch.float64
+                    finer = module._kmeans_plan(d, k, dtype, 8, capability, "product", again=True)
+                    assert plan.how != "product" or plan.chunk % finer.chunk == 0
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device with room")
+def test_more_than_two_to_the_31_numbers():
+    n = 2**30 + 1000
+    points = torch.zeros(n, 2, dtype=torch.float16, device="cuda")
+    points[-7:] = 5
+    centres = torch.tensor([[0.0, 0.0], [4.0, 4.0]], dtype=torch.float16, device="cuda")
+    labels = assign(points, centres, label_dtype=torch.uint8, check=False)
+    assert int(labels.sum()) == 7 and bool(labels[-7:].all())
+    assert update(points, labels, 2, check=False).tolist() == [[0.0, 0.0], [5.0, 5.0]]
+
+
+def test_the_card_says_which_label_is_out_of_range(device):
+    points, centres = drawn("near", device, n=4, d=2, k=2)
+    inputs = points.double(), centres.double(), torch.int64
+    assert KMEANS_ASSIGN.meaning(inputs, (torch.tensor([0, 1, 2, -1], device=device),)).isinf().tolist() == [0, 0, 1, 1]
