@@ -43,7 +43,6 @@ import sys
 import time
 
 import fusebook  # before triton: it decides whether kernels are interpreted
-import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import torch
@@ -1206,7 +1205,7 @@ line(
 )
 line(
     "nvcc --use_fast_math",
-    "No: memory is the limit, not arithmetic",
+    "No: such kernels wait for loads, not for arithmetic",
     gain > 1.1,
     "{gain:.2f} times as fast, {loss:.1f} times the error",
     gain=gain,
@@ -1309,7 +1308,3 @@ provenance(ways, spans, moved, work, late)
 
 # %%
 downloads(advice, "old_advice")
-
-# %%
-# sphinx_gallery_thumbnail_number = 1
-plt.close("all")

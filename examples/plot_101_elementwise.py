@@ -39,7 +39,6 @@ of a GPU that is named beside them.
 # result once.
 
 import fusebook  # before triton: it decides whether kernels are interpreted
-import matplotlib.pyplot as plt
 import pandas as pd
 import torch
 import triton
@@ -669,7 +668,7 @@ claims(
     ),
     say(
         "What `torch.compile` makes of a chain is one kernel, too, and at "
-        "8192 x 8192 ours takes {least:.2f} to {most:.2f} times its time: "
+        "8192 x 8192 ours takes {least:.3f} to {most:.3f} times its time: "
         "a chain of neighbours is what compilers are good at, and no reason "
         "to write a kernel.",
         least=fused[
@@ -829,7 +828,3 @@ exercise(
 
 # %%
 solution("solutions/plot_101_elementwise.py")
-
-# %%
-# sphinx_gallery_thumbnail_number = 1
-plt.close("all")

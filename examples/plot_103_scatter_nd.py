@@ -41,7 +41,6 @@ of a GPU that is named beside them.
 # zeros, the other masks as well.
 
 import fusebook  # before triton: it decides whether kernels are interpreted
-import matplotlib.pyplot as plt
 import numpy as np
 import onnx
 import onnx.helper as oh
@@ -502,7 +501,7 @@ claims(
     claim("All steps and strategies are right, by every law", steps["right"]),
     claim("In half types too, whose sums are float32", halves["right"]),
     claim(
-        "The seed's wrong index passes with 128 updates",
+        "The old page's wrong index passes with 128 updates",
         most(wrong_shared_index, n=128),
     ),
     claim("and is caught with 150", not most(wrong_shared_index)),
@@ -1004,7 +1003,3 @@ exercise(
 
 # %%
 solution("solutions/plot_103_scatter_nd.py")
-
-# %%
-# sphinx_gallery_thumbnail_number = 1
-plt.close("all")

@@ -158,8 +158,10 @@ Source(concat_gemm_eager)
 # - the Concat at the rate of its memory, reading and writing what it joins;
 # - for each launch beyond the first the time of an empty kernel.
 #
-# That is the most that Concat and launches can cost: small matrices do not go
-# to memory but to the L2 cache, and a launch may hide behind its predecessor.
+# That is about the most that Concat and launches can cost: small matrices do
+# not go to memory but to the L2 cache, and a launch may hide behind its
+# predecessor. For large n it will be hard to see: a product's own time moves
+# by more than what is predicted.
 
 SIZES = (256, 512, 1024, 2048, 4096, 8192)
 on = machine.current()
@@ -195,8 +197,8 @@ claims(
         small=predicted["two + cat"].iloc[0] - 1,
         large=predicted["two + cat"].iloc[-1] - 1,
     ),
-    claim("They can matter most where matrices are small", slight.iloc[-1]),
-    claim("and hardly where they are large", not slight.iloc[0]),
+    claim("They can matter most where matrices are small", not slight.iloc[0]),
+    claim("and hardly where they are large", slight.iloc[-1]),
 )
 
 # %%
@@ -395,10 +397,11 @@ table(
 )
 
 # %%
-# The page this one grew from had a table like that (n of 256, 512 and 1024,
-# float32), drew it under the title *Fused/Unfused element wise
-# multiplication*, and closed with a sentence: "It seems the fused operator is
-# 33% faster." Here is what its own table said, and what ours says.
+# The page this one grew from, ``plot_op_gemm2_cuda`` in the gallery of
+# onnx-extended, had a table like that (n of 256, 512 and 1024, float32),
+# drew it under the title *Fused/Unfused element wise multiplication*, and
+# closed with a sentence: "It seems the fused operator is 33% faster." Here is
+# what its own table said, and what ours says.
 
 THEIRS = pd.Series({256: 0.675043, 512: 1.128154, 1024: 0.914766})
 
@@ -758,11 +761,18 @@ claims(
         fatal=False,
     ),
     claim(
-        "Concat and launches never cost more than predicted, with 10 % of "
-        "the product for its own spread",
+        "Up to n = 2048, Concat and launches cost no more than predicted, "
+        "with 10 % of the product for its own spread",
         (measured - allowed.reindex(measured.index)).le(
             0.1 * lines["packed"], axis=0
-        ).all(axis=1),
+        ).all(axis=1).loc[:2048],
+        fatal=False,
+    ),
+    claim(
+        "and beyond it, too, though the prediction is smaller than the spread",
+        (measured - allowed.reindex(measured.index)).le(
+            0.1 * lines["packed"], axis=0
+        ).all(axis=1).loc[2049:],
         fatal=False,
     ),
 )  # fmt: skip
@@ -780,9 +790,7 @@ claims(
         fatal=False,
     ),
     claim(
-        "In TF32 from n = 1024 they win as well: the matrix units take TF32 "
-        "only with K side by side in memory, and weights by rows must be "
-        "turned over on the way",
+        "In TF32 from n = 1024 they win as well",
         tables.ratio(
             single[single["N"] >= 1024], "fusebook, TF32", "views, TF32"
         ) > 1,
@@ -815,11 +823,12 @@ table(
 )
 
 # %%
-# The worst of them is a matter of arithmetic. At n = 3000 the output has just
-# over four tiles for each multiprocessor, so there are five rounds, and the
-# last is almost empty; and tiles hang over the edge on two sides. cuBLAS has
-# more sizes of tiles to choose from, and chooses better there. Our plans are
-# tuned at powers of two.
+# TF32 is lost because the matrix units take it only with K side by side in
+# memory: weights by rows must be turned over on the way. And the worst point
+# in half precision is partly a matter of arithmetic: at n = 3000 the tiles are
+# not a whole number of rounds over the multiprocessors, and they hang over the
+# edge on two sides. That explains about half of what is missing; the rest is
+# not explained. Our plans are tuned at powers of two.
 
 # %%
 # What to take to the next kernel:
@@ -882,7 +891,4 @@ exercise(
 
 # %%
 solution("solutions/plot_201_gemm_concat.py")
-
-# %%
 # sphinx_gallery_thumbnail_number = 4
-plt.close("all")

@@ -49,7 +49,6 @@ import functools
 import time
 
 import fusebook  # before triton: it decides whether kernels are interpreted
-import matplotlib.pyplot as plt
 import pandas as pd
 import torch
 import triton
@@ -201,7 +200,7 @@ def step_one(X, y, w, b, lr, l2):
 # Three things are missing. There is no loss. Additions by many programs to
 # one address come in the order of the hardware, so two runs differ in their
 # last bits, and after ten thousand steps in more than these. And the weights
-# are updated by five launches of PyTorch.
+# are updated by six launches of PyTorch.
 #
 # **Step two: the same sum, always in the same order.** Each program goes over
 # many tiles of rows and keeps one partial gradient, which it writes beside
@@ -524,7 +523,7 @@ claims(
 # How fast?
 # ---------
 #
-# First one step of the seed's problem, 400 x 784. *call* is what Python waits
+# First one step of the problem of 2012, 400 x 784. *call* is what Python waits
 # for, *cold* and *warm* what the device needs, without and with X in the L2
 # cache. Eager's *warm* time is that of eager PyTorch in a CUDA graph. What a
 # CPU takes for so little depends on what its threads did before: compare with
@@ -549,7 +548,7 @@ provenance(one)
 downloads(one, "logistic_step")
 
 # %%
-# Now the seed's loop: ten thousand steps, and the loss before each. Every way
+# Now the loop of 2012: ten thousand steps, and the loss before each. Every way
 # starts from the same weights. The yardstick is the chain in float64.
 
 WAYS = (
@@ -773,9 +772,9 @@ provenance(large, sweep)
 # Lessons
 # -------
 #
-# The seed asked three questions. **Is there an increase in speed from CPU to
-# GPU?** For this problem, and for one operation at a time, it is the other way
-# round.
+# The old text asked three questions. **Is there an increase in speed from CPU
+# to GPU?** For this problem, and for one operation at a time, it is the other
+# way round.
 
 each = by_way["seconds"]
 claims(
@@ -1032,7 +1031,3 @@ exercise(
 
 # %%
 solution("solutions/plot_301_logistic_step.py")
-
-# %%
-# sphinx_gallery_thumbnail_number = 1
-plt.close("all")

@@ -29,7 +29,6 @@ kernel has begun.
 # four nodes; two operators of our own say it with three, and with one.
 
 import fusebook  # noqa: F401  before triton: it decides who runs kernels
-import matplotlib.pyplot as plt
 import onnx
 import onnx.helper as oh
 import pandas as pd
@@ -85,7 +84,8 @@ Listing("\n\n".join(onnx.printer.to_text(model(name)) for name in MODELS))
 # ----------------
 #
 # Eager is here the chain. Between two nodes everything passes through memory;
-# the comparison with -1 alone reads the updates and writes them.
+# putting zeros in place of masked updates alone reads all updates and writes
+# them.
 
 shapes = {"square, n = 2R": (1024, 2048, 2048), "Llama": (32000, 4096, 2048)}
 variants = NODES_OF_ONNX_RUNTIME.variants
@@ -191,7 +191,7 @@ k = torch.tensor([[3], [-1], [0], [3]], device=device)
 u = torch.arange(8.0, device=device).view(4, 2)
 session = Graph(one_node(adding), ops=[adding])
 y = session({"shape": torch.tensor([5, 2]), "indices": k, "updates": u})["y"]
-pd.DataFrame(y.cpu().numpy())
+table(pd.DataFrame(y.cpu().numpy()), "y", fold=False)
 
 # %%
 # That was all. What stands between ONNX Runtime and Python is a C file of a
@@ -351,11 +351,12 @@ table(least, "Graphs of one node on 4 KiB, in microseconds", fold=False)
 # to start a copy as a kernel. So a node of the library compiled ahead of time,
 # which adds a plan in C, is about as cheap. The callback adds Python: to enter
 # it, to make a tensor for each input and output, and then what the launcher
-# does anyway.
+# does anyway. Together that is more than its parts are when each is timed by
+# itself.
 #
-# **Three sessions.** The seed of this page timed the run of its sessions, so
-# this is the *call*: one run, waited for. All outputs were compared with
-# float64 on the GPU before and after they were timed.
+# **Three sessions.** The page this one grew from timed the run of its
+# sessions, so this is the *call*: one run, waited for. All outputs were
+# compared with float64 on the GPU before and after they were timed.
 
 sweep = results(
     NODES_OF_ONNX_RUNTIME,
@@ -604,18 +605,18 @@ claims(
 #
 # - Ask what an empty run costs before you tune what is in it. With small work
 #   that is most of it.
-# - A node that returns before the GPU is done costs the host; one that is
-#   captured costs nobody. Capture what has fixed shapes.
+# - A run of many nodes costs the host at each of them; one that is captured
+#   costs about as much as an empty one. Capture what has fixed shapes.
 # - Let whoever runs the graph allocate. A launcher that takes ``out`` can
 #   stand anywhere, one that allocates has to be copied from.
-# - A callback is the way to try an operator, a library the way to ship it. It
-#   is the same kernel.
+# - A callback is the way to try an operator, a library the way to ship it: the
+#   same kernels, though fewer of them.
 #
 # ONNX Runtime's interface sets limits of its own. A domain comes once to a
 # session, so there the callback and the library exclude each other. Ours list
-# an operator anew for each choice of types and each provider. And most of the
-# host's time of a small run is ONNX Runtime's: a node has no say in it, unless
-# the run is captured.
+# an operator anew for each choice of types and each provider. And with nodes
+# that were compiled ahead of time, most of the host's time of a small run is
+# ONNX Runtime's own: a node has no say in it, unless the run is captured.
 #
 # Exercises
 # ---------
@@ -694,7 +695,3 @@ exercise(
 
 # %%
 solution("solutions/plot_501_onnxruntime.py")
-
-# %%
-# sphinx_gallery_thumbnail_number = 1
-plt.close("all")

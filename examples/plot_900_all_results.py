@@ -9,9 +9,10 @@
 All results
 ===========
 
-Every record of one GPU in one table and under one roofline. Nothing is
-measured here: a page of its own measures each operator, and this one reads
-what is in the package. ``FUSEBOOK_GPU`` chooses another GPU.
+The records of the library's operators on one GPU, in one table and under one
+roofline; the nodes of ONNX Runtime are on their own page. Nothing is measured
+here: a page of its own measures each operator, and this one reads what is in
+the package. ``FUSEBOOK_GPU`` chooses another GPU.
 """
 
 # %%
@@ -80,15 +81,25 @@ claims(
     ),
     claim(
         "Ours is wrong nowhere",
-        tables.where(everything, variant="fusebook", status="wrong").empty,
+        not (
+            everything["variant"].str.startswith("fusebook")
+            & everything["status"].eq("wrong")
+        ).any(),
     ),
 )
 
 # %%
-# Where another way is faster by more than 2 %, over all operators:
+# Where another way of the same arithmetic is faster by more than 2 %, over all
+# operators. Variants of ours are not counted as other ways.
+
+
+def alike(frame):
+    own = frame["variant"].str.match(r"fusebook[ ,(]")
+    return frame[~own & frame["math"].isna()]
+
 
 lost = pd.concat(
-    {name: tables.losses(frame) for name, frame in found.items()},
+    {name: tables.losses(alike(frame)) for name, frame in found.items()},
     names=["operator"],
 )
 table(lost, "Points lost, the worst of each operator first")

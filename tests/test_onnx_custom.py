@@ -229,8 +229,10 @@ def test_nodes_that_do_not_fit_are_refused(device):
         graph(two, device, {"a": f})
     with pytest.raises(Exception, match=r"tensor\(int64\)"):
         graph(op, device, {"x": torch.int64})
-    for wrong, word in ((2.5, "float"), ("a", "string"), ([1, 2], "ints")):
+    for wrong, word in ((2.5, "float"), ("a", "string"), ([1, 2], "ints"), ([0.5], "floats")):
         refused(f"expected the attribute axis to be int, got {word}", lambda w=wrong: graph(op, device, axis=w))
+    several = unary(attributes={"axes": (1, 2)}, launcher=lambda x, out, *, axes: out.copy_(x))
+    refused("expected the attribute axes to be ints, got floats", lambda: graph(several, device, axes=[0.5]))
     with pytest.raises(Exception, match="Unary"):
         Graph(model("Unary", {"x": f}, {"y": f}), device=device, ops=[two])
 

@@ -101,9 +101,13 @@ def tune(name: str, *, repeat: int = 10, workers: int | None = None) -> dict[str
 
     Raises
     ------
+    ValueError
+        Where no operator of that name has plans to choose.
     RuntimeError
         Where there is no GPU, or no candidate of a class is right.
     """
+    if name not in tunable():
+        raise ValueError(f"fusebook.tune: expected one of {', '.join(tunable())}, got {name!r}")
     if not torch.cuda.is_available():
         raise RuntimeError("fusebook.tune: expected a CUDA device, got none; plans are chosen on a GPU")
     module = tunable()[name]

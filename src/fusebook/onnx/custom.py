@@ -439,6 +439,10 @@ def _parameters(function: Callable[..., Any]) -> set[str]:
     return set(found) | ({"out"} if any(p.kind is p.VAR_KEYWORD for p in found.values()) else set())
 
 
+#: The kinds of attributes that the C library can read, by the names of its functions.
+_ATTRIBUTES = ("int", "float", "string", "ints", "floats")
+
+
 def _reader_of(op: str, name: str, default: Any) -> Callable[[int, int], Any]:
     """How an attribute is read from a node; `default` is its value, or its type where a node must have it."""
     kind = default if isinstance(default, type) else type(default)
@@ -449,6 +453,8 @@ def _reader_of(op: str, name: str, default: Any) -> Callable[[int, int], Any]:
             f"got {kind.__name__}; give its default, or its type"
         )
     floats = kind is tuple and not isinstance(default, type) and any(isinstance(v, float) for v in default)
+    if floats:
+        words[tuple] = "floats"
 
     def read(api: int, info: int) -> Any:
         library, key = _shim().library, name.encode()
@@ -475,12 +481,15 @@ def _reader_of(op: str, name: str, default: Any) -> Callable[[int, int], Any]:
             if count.value and call(*where, room, ctypes.byref(count)):
                 return tuple(room[: count.value])
         # Absent, or of another kind: tell them apart, so that a wrong one is not taken for the default.
-        for other, word in (("int", "int"), ("float", "float"), ("string", "string"), ("ints", "ints")):
+        for word in _ATTRIBUTES:
             count = _size(0)
             buffer = ctypes.create_string_buffer(8)
-            last = (buffer,) if other in ("int", "float") else (None, ctypes.byref(count))
-            there = getattr(library, f"fusebook_{other}")(*where, *last)
-            if (there or count.value) and word != words[kind]:
+            single = word in ("int", "float")
+            there = getattr(library, f"fusebook_{word}")(
+                *where, *((buffer,) if single else (None, ctypes.byref(count)))
+            )
+            # An array of the other kind of numbers is there, ONNX Runtime says, and has no elements.
+            if (there if single else count.value) and word != words[kind]:
                 raise TypeError(
                     f"expected the attribute {name} to be {words[kind]}, got {word}; set it as {words[kind]}"
                 )
@@ -523,7 +532,7 @@ def custom_op(
     types : mapping of str to sequence of torch.dtype, optional
         What a name among the types may stand for: ``{"T": (torch.float32, torch.float16)}``.
     attributes : mapping of str to int, float, str, tuple or type, optional
-        Of the node, each with its default, or with its type where a node must have it.
+        Of the node, each with its default, or with its type where a node must have it; ``tuple`` is one of integers.
     host : sequence of str
         Inputs that are wanted on the CPU, such as a shape.
     optional : sequence of str
