@@ -485,9 +485,8 @@ def _reader_of(op: str, name: str, default: Any) -> Callable[[int, int], Any]:
             count = _size(0)
             buffer = ctypes.create_string_buffer(8)
             single = word in ("int", "float")
-            there = getattr(library, f"fusebook_{word}")(
-                *where, *((buffer,) if single else (None, ctypes.byref(count)))
-            )
+            last = (buffer,) if single else (None, ctypes.byref(count))
+            there = getattr(library, f"fusebook_{word}")(*where, *last)
             # An array of the other kind of numbers is there, ONNX Runtime says, and has no elements.
             if (there if single else count.value) and word != words[kind]:
                 raise TypeError(
