@@ -57,6 +57,11 @@ def test_a_plain_product_is_wrong_where_ours_is_right(device):
     assert (kept / least - 1).max() < 1e-6
 
 
+def test_one_centre_is_the_nearest_to_all(device):
+    points, _ = drawn("near", device, n=40, d=2, k=2)
+    assert fusebook.kmeans_assign(points, points[:1]).tolist() == [0] * 40
+
+
 @pytest.mark.parametrize("d", [2, 3, 20])
 def test_the_lowest_of_equally_near_centres_wins(d, device):
     points, centres = drawn("near", device, n=60, d=d, k=5)

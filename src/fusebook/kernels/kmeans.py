@@ -531,7 +531,8 @@ def _kmeans_differences(
             c_ptr = turned_ptr + start + number  # [BLOCK_K]
             for a in range(0, D, 8):
                 for u in tl.static_range(8):  # so many loads on their way at once: a short list is all waiting
-                    x = tl.load(x_ptr + u, mask=live & (a + u < D), other=0.0).to(FLOAT)
+                    # A bound and not `live & (a + u < D)`, a mask of one element, which Triton 3.9 cannot interpret.
+                    x = tl.load(x_ptr + u, mask=slot < tl.where(a + u < D, total, 0), other=0.0).to(FLOAT)
                     difference = x[:, None] - tl.load(c_ptr)[None, :]
                     distance += difference * difference
                     c_ptr += K_PAD
@@ -1500,7 +1501,7 @@ _MILLION = 1_000_000
 # Few coordinates: pairs, one, three and four of them, unrolled and in a loop, more than a program, ragged; sums that
 # fit in registers. Many: one tile and several of points, of centres and of coordinates, all points in doubt; none.
 _EDGES = (
-    _point(2, 2, 1),
+    _point(2, 2, 2),
     _point(1100, 2, 2),
     _point(70, 1, 3, "int32", "rough"),
     _point(40, 3, 5, "uint8", "rough"),
