@@ -4,6 +4,7 @@ Not edited when a page or a kernel is added: it reads the pages and the cards.
 """
 
 import ast
+import functools
 import importlib.util
 import os
 import re
@@ -12,6 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import matplotlib.pyplot as plt
 import pytest
 
 import synthetic
@@ -37,6 +39,7 @@ HEADINGS = [
 ]
 
 
+@functools.cache
 def asked(keyword):
     """The words in all comma lists that pages give for `keyword`."""
     calls = [n for page in PAGES for n in ast.walk(ast.parse(page.read_text())) if isinstance(n, ast.Call)]
@@ -82,15 +85,24 @@ def alone(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
 
 
-@pytest.fixture
-def recorded(alone):
-    """A record of everything that the pages ask for, on a made-up GPU."""
+@pytest.fixture(scope="session")
+def made_up(tmp_path_factory):
+    """A record of everything that the pages ask for, on a made-up GPU; pages only read it."""
+    folder = tmp_path_factory.mktemp("records")
     on = machine(slug="nvidia-h200", name="Made-up GPU")
     for op in (*OPS.values(), *card.OPS):
-        record.write(synthetic.frame(op, *everything(op), on), machines.RECORDS)
+        record.write(synthetic.frame(op, *everything(op), on), folder)
     # What a page measured by itself has a shape of its own, so it is taken as it was recorded.
     if REAL.exists():
-        shutil.copytree(REAL / "nvidia-h200" / "pages", machines.RECORDS / "nvidia-h200" / "pages")
+        shutil.copytree(REAL / "nvidia-h200" / "pages", folder / "nvidia-h200" / "pages")
+    return folder
+
+
+@pytest.fixture
+def recorded(alone, made_up, monkeypatch):
+    monkeypatch.setattr(machines, "RECORDS", made_up)
+    yield
+    plt.close("all")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
