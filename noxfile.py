@@ -122,7 +122,7 @@ def docs(session):
 def tests(session):
     """Run the tests: interpreted where there is no GPU, compiled where there is one."""
     # On a GPU one process: times that are taken beside another process mean nothing.
-    workers = [] if gpus() else ["-n", str(min(4, os.cpu_count() or 1)), "--dist", "loadgroup"]
+    workers = [] if gpus() else ["-n", str(min(4, os.cpu_count() or 1))]
     run(session, "-m", "pytest", *workers, *session.posargs)
 
 

@@ -16,9 +16,6 @@ import pytest
 import fusebook
 from fusebook.kernels import OPS
 
-# One worker for all: each would start compilers of its own, for everything.
-pytestmark = pytest.mark.xdist_group("compile")
-
 ARCHITECTURES = (80, 90, 100)
 
 
