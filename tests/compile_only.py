@@ -72,9 +72,8 @@ def main(arch, ops):
     triton.runtime.driver.set_active(CompileOnly(arch, launched))
     for op in map(OPS.get, ops):
         variants = {name: v for name, v in op.variants.items() if name.startswith("fusebook")}
-        for i, dims in enumerate(op.edges):
-            # All dtypes where kernels are tuned; elsewhere they take turns, since what differs is the instructions.
-            for dtype in op.dtypes if arch == 90 else [op.dtypes[i % len(op.dtypes)]]:
+        for dims in op.edges:
+            for dtype in op.dtypes:
                 made = op.make(inputs.generator(0, "cpu"), dtype, **dims)
                 for name, variant in variants.items():
                     launched.clear()
