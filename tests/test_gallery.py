@@ -166,11 +166,15 @@ def test_replay_is_forced_by_the_environment(monkeypatch):
     assert not gallery._live()
 
 
-def test_a_changed_kernel_makes_its_results_stale(monkeypatch):
+# A card of the library, and one of a page that the library does not know.
+@pytest.mark.parametrize("op", [SOFTMAX, toy()], ids=lambda op: op.name)
+def test_a_changed_kernel_makes_its_results_stale(op):
     on = machine(slug="nvidia-h200")
-    record.write(synthetic.frame(SOFTMAX, "small", on=on, source="0" * 12), machines.RECORDS)
-    frame = gallery.results(SOFTMAX, config="small")
-    assert frame.attrs["stale"] == ["softmax"]
+    record.write(synthetic.frame(op, "small", on=on), machines.RECORDS)
+    assert gallery.results(op, config="small").attrs["stale"] == []
+    record.write(synthetic.frame(op, "small", on=on, source="0" * 12), machines.RECORDS)
+    frame = gallery.results(op, config="small")
+    assert frame.attrs["stale"] == [op.name]
     assert "Stale" in gallery.provenance(frame)._repr_html_()
     assert "STALE" in repr(gallery.provenance(frame))
 

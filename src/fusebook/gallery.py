@@ -288,7 +288,7 @@ def results(
         command = "nox -s record"
     if not record.exists(op.name, slug):
         _nothing(f"{op.name} on {slug}", command)
-    frame = _replayed(record.read(op.name, slug), op, config, dtype, command)
+    frame = _replayed(record.read(op, slug), op, config, dtype, command)
     return frame if variants is None else tables.where(frame, variant=list(variants))
 
 

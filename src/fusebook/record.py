@@ -25,6 +25,7 @@ import pandas as pd
 from fusebook import bench
 from fusebook import machine as machines
 from fusebook.kernels import OPS
+from fusebook.op import Op
 
 __all__ = [
     "RecordError",
@@ -158,12 +159,14 @@ def _sound(file: pathlib.Path, name: str, columns: Sequence[str], rows: Sequence
                 raise RecordError(f"{file}: row {i} has {column} = {values[column]!r}, not a number") from None
 
 
-def read(op: str, slug: str = "nvidia-h200", root: pathlib.Path | None = None) -> pd.DataFrame:
+def read(op: str | Op, slug: str = "nvidia-h200", root: pathlib.Path | None = None) -> pd.DataFrame:
     """The recorded rows of an op.
 
     Parameters
     ----------
-    op : str
+    op : str or Op
+        The card itself where it is none of `fusebook.kernels.OPS`: of a mere name that the library does not know, the
+        source that may have changed is unknown.
     slug : str
         The GPU's folder.
     root : pathlib.Path, optional
@@ -180,11 +183,13 @@ def read(op: str, slug: str = "nvidia-h200", root: pathlib.Path | None = None) -
     RecordError
         Where the file is missing, corrupt, truncated, edited, or of something else; it names the file and the row.
     """
-    file = path(slug, op, root)
-    frame, more = _load(file, "record", op)
+    card = OPS.get(op) if isinstance(op, str) else op
+    name = op if isinstance(op, str) else op.name
+    file = path(slug, name, root)
+    frame, more = _load(file, "record", name)
     frame.attrs.update(more)
-    now = bench.source_hash(OPS[op]) if op in OPS else ""
-    stale = [op] if now and (frame["source"] != now).any() else []
+    now = bench.source_hash(card) if card else ""
+    stale = [name] if now and (frame["source"] != now).any() else []
     frame.attrs.update(machine=_machine_beside(file), measured=False, stale=stale, path=str(file))
     return frame
 
