@@ -171,7 +171,7 @@ def _tensor(managed: int) -> Tensor:
 class _Kernel:
     """A node of a session: an operator and the attributes of the node."""
 
-    __slots__ = ("attributes", "op", "outputs", "pool", "written")
+    __slots__ = ("attributes", "op", "pool")
 
     def __init__(self, op: CustomOp, attributes: dict[str, Any]) -> None:
         self.op = op

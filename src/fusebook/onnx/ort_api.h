@@ -49,7 +49,6 @@ enum { FLOAT32 = 1, UINT8 = 2, INT8 = 3, INT16 = 5, INT32 = 6, INT64 = 7, BOOL =
        BFLOAT16 = 16 };
 
 #define CreateStatus(api) ((Status(*)(int, const char *))(api)[0])
-#define GetErrorMessage(api) ((const char *(*)(Status))(api)[2])
 #define CreateCustomOpDomain(api) ((Status(*)(const char *, void **))(api)[26])
 #define CustomOpDomain_Add(api) ((Status(*)(void *, const CustomOp *))(api)[27])
 #define AddCustomOpDomain(api) ((Status(*)(void *options, void *))(api)[28])

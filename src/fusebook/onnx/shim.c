@@ -190,8 +190,6 @@ static Status compute_kernel(void *pointer, void *context) {
 
 /* For Python ---------------------------------------------------------------------------------------------------- */
 
-EXPORT int fusebook_shim_version(void) { return 1; }
-
 EXPORT void fusebook_callbacks(Create c, Compute run, Destroy d) {
   create = c;
   compute = run;

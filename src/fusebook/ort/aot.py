@@ -65,6 +65,9 @@ class Spec:
         Triton's types of the arguments.
     constants : dict of str to int or bool
     warps : int
+    late, early : str
+        Names of constants that are true where kernels may overlap, from sm_90 on: of one that starts while the kernel
+        ahead still runs and waits in its own code, and of one that lets the next kernel start so.
     """
 
     kind: str
