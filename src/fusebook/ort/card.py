@@ -17,6 +17,7 @@ from torch import Tensor
 from fusebook import check, inputs, timing
 from fusebook.kernels import scatter_nd
 from fusebook.onnx import Bound, Graph, custom_op
+from fusebook.onnx.custom import _ELEMENTS
 from fusebook.op import Cost, Op, Variant
 from fusebook.ort.aot import cached
 from fusebook.ort.nodes import NODES
@@ -25,8 +26,6 @@ __all__ = ["MODELS", "NODES_OF_ONNX_RUNTIME", "OPS", "alone", "captured", "model
 
 #: From the standard chain to one node.
 MODELS = ("ScatterND", "ScatterNDOfShape", "MaskedScatterNDOfShape")
-
-_DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float64: "float64"}
 
 
 @functools.cache
@@ -47,7 +46,7 @@ def model(name: str, dtype: torch.dtype = torch.float32) -> Any:
     """
     from onnx import TensorProto, helper, numpy_helper
 
-    kind = {"float32": 1, "float16": 10, "bfloat16": 16, "float64": 11}[_DTYPES[dtype]]
+    kind = _ELEMENTS[dtype]
     zero = helper.make_tensor("zero", kind, [1], [0.0])
     mask = [
         helper.make_node("Equal", ["indices", "masked"], ["is_masked"]),
@@ -92,7 +91,7 @@ def _session(name: str, dtype: torch.dtype, device: torch.device, how: str, capt
     options = {"enable_cuda_graph": "1"} if captured else None
     if how == "ahead of time":
         major, minor = torch.cuda.get_device_capability(device)
-        library = cached((10 * major + minor,), (_DTYPES[dtype],))
+        library = cached((10 * major + minor,), (str(dtype).removeprefix("torch."),))
         return Graph(model(name, dtype), device=device, library=library, options=options)
     return Graph(model(name, dtype), device=device, ops=NODES if how == "callback" else (), options=options)
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fusebook.onnx import CustomOp
+from fusebook.onnx import _NAMES, CustomOp
 from fusebook.ort.nodes import NODES
 
 __all__ = ["fuse", "translations"]
@@ -29,11 +29,8 @@ def _symbol(onnxscript: Any, op: CustomOp) -> Any:
     """An operator as onnxscript calls it: with a schema, which it learns what the arguments are from."""
     from onnx.defs import OpSchema
 
-    kinds = {torch.int64: "tensor(int64)", torch.int32: "tensor(int32)", torch.float32: "tensor(float)"}
-    kinds |= {torch.float16: "tensor(float16)", torch.bfloat16: "tensor(bfloat16)", torch.float64: "tensor(double)"}
-
     def formal(names: Mapping[str, torch.dtype | str]) -> list[Any]:
-        return [OpSchema.FormalParameter(n, k if isinstance(k, str) else kinds[k]) for n, k in names.items()]
+        return [OpSchema.FormalParameter(n, k if isinstance(k, str) else _NAMES[k]) for n, k in names.items()]
 
     schema = OpSchema(
         op.name,
@@ -41,7 +38,7 @@ def _symbol(onnxscript: Any, op: CustomOp) -> Any:
         1,
         inputs=formal(op.inputs),
         outputs=formal(op.outputs),
-        type_constraints=[(name, [kinds[k] for k in of], "") for name, of in op.types.items()],
+        type_constraints=[(name, [_NAMES[k] for k in of], "") for name, of in op.types.items()],
         attributes=[
             OpSchema.Attribute(name, OpSchema.AttrType.INT if isinstance(value, int) else OpSchema.AttrType.STRING, "")
             for name, value in op.attributes.items()
