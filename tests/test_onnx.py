@@ -12,25 +12,13 @@ import onnx.helper as oh  # noqa: E402
 from fusebook import onnx as fonnx  # noqa: E402
 from fusebook.kernels.scatter_nd import _onnx_model  # noqa: E402
 from fusebook.onnx import Graph  # noqa: E402
-
-KINDS = {torch.float32: 1, torch.int64: 7, torch.bool: 9, torch.float16: 10, torch.float64: 11}
-
-
-def graph_of(nodes, inputs, outputs):
-    def infos(names):
-        return [oh.make_tensor_value_info(name, KINDS[dtype], shape) for name, (dtype, shape) in names.items()]
-
-    graph = oh.make_graph(nodes, "g", infos(inputs), infos(outputs))
-    return oh.make_model(graph, ir_version=10, opset_imports=[oh.make_opsetid("", 18)])
+from graphs import model  # noqa: E402
 
 
 def matmul():
     f = torch.float32
-    return graph_of(
-        [oh.make_node("MatMul", ["a", "b"], ["c"]), oh.make_node("Greater", ["c", "a"], ["d"])],
-        {"a": (f, ["n", "n"]), "b": (f, ["n", "n"])},
-        {"c": (f, ["n", "n"]), "d": (torch.bool, ["n", "n"])},
-    )
+    nodes = [oh.make_node("MatMul", ["a", "b"], ["c"]), oh.make_node("Greater", ["c", "a"], ["d"])]
+    return model(nodes, {"a": f, "b": f}, {"c": f, "d": torch.bool}, ["n", "n"])
 
 
 def usable(device):
@@ -115,8 +103,8 @@ def test_empty_tensors_and_bytes_and_files(tmp_path):
     file = tmp_path / "g.onnx"
     onnx.save(matmul(), file)
     a = torch.zeros(0, 0)
-    for model in (matmul().SerializeToString(), file, str(file)):
-        assert Graph(model, device="cpu")({"a": a, "b": a})["c"].shape == (0, 0)
+    for given in (matmul().SerializeToString(), file, str(file)):
+        assert Graph(given, device="cpu")({"a": a, "b": a})["c"].shape == (0, 0)
 
 
 def test_wrong_calls_are_refused_in_one_sentence():

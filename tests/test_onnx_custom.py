@@ -1,6 +1,5 @@
 """Operators of ONNX Runtime whose kernels are Python functions. On a machine with a GPU both providers are tried."""
 
-import ctypes
 import gc
 import os
 import pathlib
@@ -19,24 +18,9 @@ ort = pytest.importorskip("onnxruntime")
 import onnx.helper as oh  # noqa: E402
 
 from fusebook.onnx import Graph, custom, custom_op, register  # noqa: E402
+from graphs import KINDS, model, one_node, registered_by_an_old_onnx_runtime  # noqa: E402
 
-KINDS = {
-    torch.float32: 1, torch.uint8: 2, torch.int8: 3, torch.int16: 5, torch.int32: 6, torch.int64: 7, torch.bool: 9,
-    torch.float16: 10, torch.float64: 11, torch.bfloat16: 16,
-}  # fmt: skip
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-
-
-def model(name, inputs, outputs, nodes=None, **attributes):
-    """A graph of one node, or of `nodes`, from names with dtypes."""
-
-    def infos(names):
-        return [oh.make_tensor_value_info(key, KINDS[dtype], None) for key, dtype in names.items()]
-
-    node = oh.make_node(name, list(inputs), list(outputs), domain="fusebook", **attributes)
-    graph = oh.make_graph(nodes or [node], "g", infos(inputs), infos(outputs))
-    opsets = [oh.make_opsetid("", 18), oh.make_opsetid("fusebook", 1)]
-    return oh.make_model(graph, ir_version=10, opset_imports=opsets)
 
 
 def into(function):
@@ -51,7 +35,7 @@ def unary(function=lambda x: x * 2, **more):
 
 def graph(op, device="cpu", inputs=None, outputs=None, **attributes):
     f = torch.float32
-    return Graph(model(op.name, inputs or {"x": f}, outputs or {"y": f}, **attributes), device=device, ops=[op])
+    return Graph(one_node(op.name, inputs or {"x": f}, outputs or {"y": f}, **attributes), device=device, ops=[op])
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=lambda d: str(d)[6:])
@@ -148,7 +132,7 @@ def test_an_optional_input_may_be_left_out(device):
     f = torch.float32
     assert graph(op, device, {"x": f, "b": f})({"x": x, "b": x})["y"].tolist() == [2, 2, 2]
     node = oh.make_node("Plus", ["x"], ["y"], domain="fusebook")
-    g = Graph(model("Plus", {"x": f}, {"y": f}, [node]), device=device, ops=[op])
+    g = Graph(model([node], {"x": f}, {"y": f}), device=device, ops=[op])
     assert g({"x": x})["y"].tolist() == [1, 1, 1]
 
 
@@ -168,7 +152,7 @@ def test_nodes_follow_one_another_and_standard_ones(device):
         oh.make_node("Unary", ["b"], ["y"], domain="fusebook"),
     ]
     f = torch.float32
-    g = Graph(model("", {"x": f}, {"y": f}, nodes), device=device, ops=[op])
+    g = Graph(model(nodes, {"x": f}, {"y": f}), device=device, ops=[op])
     x = torch.randn(1000, device=device)
     assert torch.equal(g({"x": x})["y"], x * -4)
 
@@ -234,7 +218,7 @@ def test_nodes_that_do_not_fit_are_refused(device):
     several = unary(attributes={"axes": (1, 2)}, launcher=lambda x, out, *, axes: out.copy_(x))
     refused("expected the attribute axes to be ints, got floats", lambda: graph(several, device, axes=[0.5]))
     with pytest.raises(Exception, match="Unary"):
-        Graph(model("Unary", {"x": f}, {"y": f}), device=device, ops=[two])
+        Graph(one_node("Unary", {"x": f}, {"y": f}), device=device, ops=[two])
 
 
 def test_descriptions_that_contradict_themselves_are_refused():
@@ -275,7 +259,7 @@ def test_operators_of_one_name_in_different_sessions_and_several_domains_in_one(
         oh.make_node("Unary", ["x"], ["a"], domain="fusebook"),
         oh.make_node("Unary", ["a"], ["y"], domain="elsewhere"),
     ]
-    proto = model("", {"x": f}, {"y": f}, nodes)
+    proto = model(nodes, {"x": f}, {"y": f})
     proto.opset_import.append(oh.make_opsetid("elsewhere", 1))
     assert Graph(proto, device="cpu", ops=[twice, there])({"x": x})["y"][0].item() == 3
 
@@ -284,7 +268,7 @@ def test_a_domain_comes_once_to_a_session():
     options = ort.SessionOptions()
     register(options, unary())
     register(options, unary())
-    proto = model("Unary", {"x": torch.float32}, {"y": torch.float32}).SerializeToString()
+    proto = one_node("Unary", {"x": torch.float32}, {"y": torch.float32}).SerializeToString()
     with pytest.raises(Exception, match="Domain already set"):
         ort.InferenceSession(proto, options, providers=["CPUExecutionProvider"])
 
@@ -385,7 +369,7 @@ def test_a_launcher_runs_on_the_stream_of_onnx_runtime_and_beside_others():
 def test_what_a_launcher_allocates_stays_while_its_graph_can_be_replayed():
     op = unary(lambda x: (x * 3) - x)
     x, y = torch.randn(2, 2**20, device="cuda").unbind()
-    proto = model("Unary", {"x": torch.float32}, {"y": torch.float32})
+    proto = one_node("Unary", {"x": torch.float32}, {"y": torch.float32})
     bound = Graph(proto, ops=[op], options={"enable_cuda_graph": "1"}).bind({"x": x}, {"y": y})
     for _ in range(3):
         bound()
@@ -432,37 +416,6 @@ def test_the_library_is_compiled_once(monkeypatch, tmp_path):
     at = first.stat().st_mtime_ns
     assert custom._library_path() == first and first.stat().st_mtime_ns == at
     assert [f.name for f in tmp_path.iterdir()] == [first.name]
-
-
-class ApiBase(ctypes.Structure):
-    _fields_ = [("get_api", ctypes.c_void_p), ("get_version", ctypes.c_void_p)]
-
-
-def registered_by_an_old_onnx_runtime(path):
-    """What a library says to an ONNX Runtime that has only the first version of the API."""
-    said = []
-
-    @ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_int, ctypes.c_char_p)
-    def create_status(code, message):
-        said.append(message.decode())
-        return 1
-
-    table = (ctypes.c_void_p * 300)(ctypes.cast(create_status, ctypes.c_void_p).value)
-
-    @ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_uint32)
-    def get_api(version):
-        return ctypes.addressof(table) if version == 1 else None
-
-    @ctypes.CFUNCTYPE(ctypes.c_void_p)
-    def get_version():
-        return ctypes.addressof(old)
-
-    old = ctypes.create_string_buffer(b"1.10.0")
-    base = ApiBase(ctypes.cast(get_api, ctypes.c_void_p), ctypes.cast(get_version, ctypes.c_void_p))
-    library = ctypes.CDLL(str(path))
-    library.RegisterCustomOps.restype = ctypes.c_void_p
-    assert library.RegisterCustomOps(None, ctypes.byref(base))
-    return said
 
 
 def test_an_onnx_runtime_that_is_too_old_is_told_so():
