@@ -578,12 +578,13 @@ sweep = results(
 )
 one = sweep[sweep["dtype"] == sweep["dtype"].iloc[0]]
 ways = ["ONNX Runtime", "eager", "torch.compile", "fusebook"]
-seed = tables.where(one, variant=ways)
-table(tables.times(seed, words=True), "Cold time in microseconds", fold=False)
+squares = tables.where(one, variant=ways)
+times = tables.times(squares, words=True)
+table(times, "Cold time in microseconds", fold=False)
 
 # %%
 table(
-    tables.speedup(seed, over="ONNX Runtime"),
+    tables.speedup(squares, over="ONNX Runtime"),
     "Times as fast as the standard graph in ONNX Runtime",
     fold=False,
 )

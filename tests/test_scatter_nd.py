@@ -109,7 +109,7 @@ def test_what_memory_held_before_names_no_row(device, monkeypatch):
         assert right(inputs, masked(*inputs, strategy="sorted"))
 
 
-def test_the_seeds_wrong_shared_index_is_caught(device):
+def test_a_wrong_shared_index_of_old_is_caught(device):
     """It took index i mod 128: right up to 128 updates, and not seen by a page that compared nothing."""
     for n, fine in ((128, True), (150, False)):
         inputs = made("none masked", device, n=n)

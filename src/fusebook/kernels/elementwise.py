@@ -873,8 +873,8 @@ def _with(M: int, N: int, y: str = "matrix") -> dict[str, int | str]:
     return {"M": M, "N": N, "y": y}
 
 
-# The seed of the page had matrices of 20 x 10, and 480 x 480 = 10 * 30 * 768 numbers. Of the large ones, float32 moves
-# 256 MiB at least, for which the roof is that of memory.
+# Small are those of the manuals of 2012: matrices of 20 x 10, and 480 x 480 = 10 * 30 * 768 numbers. Of the large ones,
+# float32 moves 256 MiB at least, for which the roof is that of memory.
 _SMALL = ((20, 10), (480, 480))
 _LARGE = ((2048, 8192), (4096, 8192), (8192, 8192))
 _ONE = {
