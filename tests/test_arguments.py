@@ -24,6 +24,13 @@ def test_what_is_no_floating_tensor_is_refused_with_what_to_do(value, said):
         check_tensor("f", "x", value)
 
 
+def test_a_view_that_negates_is_refused_with_what_to_do():
+    x = torch.ones(3, dtype=torch.complex64).conj().imag
+    with pytest.raises(ValueError, match="f: expected x to stand in memory as it is, .* call resolve_neg\\(\\) first"):
+        check_tensor("f", "x", x)
+    check_tensor("f", "x", x.resolve_neg())
+
+
 def test_only_the_dtypes_that_are_asked_for_pass():
     with pytest.raises(TypeError, match="expected i to be int64, got torch.float32"):
         check_tensor("f", "i", torch.zeros(2), (torch.int64,))

@@ -84,6 +84,11 @@ def _transposed(x):
     return x.mT.contiguous().mT if x.dim() > 1 else x
 
 
+def _negated(x):
+    """The same numbers, of the other sign in memory: a view that negates, as the imaginary part of a conjugate is."""
+    return torch._neg_view(-x)
+
+
 def _changed(arguments, change, which):
     """`arguments` with the tensors among them changed: all that `which` accepts, and then each of these alone."""
     at = [i for i, v in enumerate(arguments) if isinstance(v, torch.Tensor) and v.dim() and which(v)]
@@ -96,9 +101,12 @@ def _arguments(op, variant, dims, device):
     return made, variant.prepare(*made) if variant.prepare else made
 
 
-@pytest.mark.parametrize("change", [_with_gaps, _transposed])
+@pytest.mark.parametrize("change", [_with_gaps, _transposed, _negated])
 @pytest.mark.parametrize(("op", "variant"), OURS)
-def test_strided_input_is_right_or_refused(op, variant, change, device):
+def test_a_view_is_right_or_refused(op, variant, change, device, request):
+    if change is _negated and op.name.startswith("softmax"):
+        why = "softmax looks at its tensors itself, and not for this; to be mended when it is recorded again"
+        request.applymarker(pytest.mark.xfail(reason=why, raises=AssertionError))
     tried = 0
     for dims in op.edges:
         if why := bench.missing(variant):

@@ -14,7 +14,7 @@ FLOATING: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16, torch.float3
 
 
 def check_tensor(name: str, what: str, value: object, dtypes: Sequence[torch.dtype] = FLOATING) -> None:
-    """Refuse what is not a dense tensor of one of `dtypes`.
+    """Refuse what is not a dense tensor of one of `dtypes`, whose numbers stand in memory as they are.
 
     Parameters
     ----------
@@ -29,6 +29,9 @@ def check_tensor(name: str, what: str, value: object, dtypes: Sequence[torch.dty
     ------
     TypeError
         Where `value` is no tensor, of another dtype, or not dense.
+    ValueError
+        Where `value` is a view that negates what it shows, as the imaginary part of a conjugate is: a kernel would read
+        the numbers with their old sign.
     """
     if not isinstance(value, Tensor):
         raise TypeError(
@@ -40,6 +43,11 @@ def check_tensor(name: str, what: str, value: object, dtypes: Sequence[torch.dty
         raise TypeError(f"{name}: expected {what} to be {accepted}, got {value.dtype}; cast it first")
     if value.layout is not torch.strided:
         raise TypeError(f"{name}: expected {what} to be dense, got {value.layout}; call to_dense() first")
+    # Compiled code passes torch's dispatcher, which negates; there this cannot be asked.
+    if not torch.compiler.is_compiling() and value.is_neg():
+        raise ValueError(
+            f"{name}: expected {what} to stand in memory as it is, got a view that negates; call resolve_neg() first"
+        )
 
 
 def check_alike(name: str, what: str, value: Tensor, model: str, other: Tensor, *, dtype: bool = True) -> None:
