@@ -1,6 +1,10 @@
 """What is special to logistic regression: margins of any size, steps that diverge, targets, and data on the chip."""
 
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -294,6 +298,30 @@ def test_a_plan_covers_the_data_and_fits_the_chip(N, D):
         assert min(plan.words, plan.parts * plan.slice, plan.block) >= 32 * plan.warps, "a word for each thread"
         assert min(plan.words, plan.parts) >= plan.programs
     assert plan is not None or N * max(D, 256) > 10**6 or D > 10**4
+
+
+#: Compiles what fits of several numbers of steps launch, for a GPU that need not be there.
+COMPILE = """
+import torch, triton
+from compile_only import CompileOnly
+triton.runtime.driver.set_active(CompileOnly(90, launched := []))
+from test_logistic_step import fit, made_fit
+*inputs, _ = made_fit("cpu", N=40, D=16)
+for steps in (3, 1, 16, 50):
+    fit(*inputs, steps, on_chip=True, check=False)
+print(len(launched))
+"""
+
+
+def test_another_number_of_steps_compiles_nothing(tmp_path):
+    """Triton compiles anew for an integer that is 1 or that 16 divides, unless it is told not to."""
+    here = Path(__file__).parent
+    path = os.pathsep.join([str(here), str(here.parent / "src")])
+    settings = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": path}
+    command = [sys.executable, "-c", COMPILE]
+    end = subprocess.run(command, capture_output=True, text=True, env=os.environ | settings, check=False)
+    assert end.stdout == "8\n", end.stderr[-2000:]  # rows and losses, four times
+    assert len(list(tmp_path.glob("*/*.cubin"))) == 2
 
 
 # Runs -----------------------------------------------------------------------------------------------------------------

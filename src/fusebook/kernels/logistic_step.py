@@ -330,7 +330,7 @@ def _logistic_fit_rows(
         tl.store(b_out_ptr, b)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["steps"])
 def _logistic_fit_losses(losses_ptr, shares_ptr, P, steps, STEPS: tl.constexpr, PARTS: tl.constexpr):
     """The loss of each step from the shares of P programs."""
     t = tl.program_id(0) * STEPS + tl.arange(0, STEPS)  # [STEPS]
