@@ -96,7 +96,6 @@ def _logistic_step_rows(
     ALIGN: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
     """Every so many tiles of whole rows: margins, and with the rows still at hand, their part of the gradient."""
     FLOAT: tl.constexpr = parts_ptr.dtype.element_ty
@@ -109,7 +108,7 @@ def _logistic_step_rows(
     gradient = tl.zeros([BLOCK], FLOAT)
     slopes = tl.zeros([ROWS], FLOAT)
     losses = tl.zeros([ROWS], FLOAT)
-    for start in tl.range(p.to(tl.int64) * ROWS, N, tl.num_programs(0) * ROWS, num_stages=STAGES):
+    for start in tl.range(p.to(tl.int64) * ROWS, N, tl.num_programs(0) * ROWS, num_stages=1):
         i = start + tl.arange(0, ROWS)  # [ROWS]
         at = (i * stride * ALIGN)[:, None] + columns[None, :]
         x = tl.load(x_ptr + at, mask=(i < N)[:, None] & inside[None, :], other=0.0).to(FLOAT)  # [ROWS, BLOCK]; read ND
@@ -352,7 +351,6 @@ class StepPlan(NamedTuple):
     rows: int
     block: int
     programs: int
-    stages: int
     warps: int
     update: int  # weights that a program of the update answers for
     parts: int  # partial gradients that it reads at a time
@@ -396,7 +394,7 @@ def _logistic_step_plan(
     tall = triton.next_power_of_2(N)
     if block > widest:
         rows, block, update = (8, 4096, 4096) if interpreted else (4, 2048, 128)
-        return StepPlan(False, rows, block, triton.cdiv(N, rows), 1, 4, update, 1, block)
+        return StepPlan(False, rows, block, triton.cdiv(N, rows), 4, update, 1, block)
     # A tile of 32 KiB: enough loads are under way when each multiprocessor has four, and with 4 warps they are few
     # enough to agree on a sum quickly. Where a row has many elements, one row is a tile; where it has few, or they are
     # wide, half of the tile is better. 64 registers a thread hold it.
@@ -407,7 +405,7 @@ def _logistic_step_plan(
     times = 1 if interpreted else 2 if block > 8192 else 4
     programs = min(triton.cdiv(N, rows), times * multiprocessors)
     parts = min(64, triton.next_power_of_2(programs))
-    return StepPlan(True, rows, block, programs, 1, warps, 1024 if interpreted else 32, parts, 1024)
+    return StepPlan(True, rows, block, programs, warps, 1024 if interpreted else 32, parts, 1024)
 
 
 def _logistic_fit_plan(
@@ -478,7 +476,7 @@ def _launch_step(
         align = _align(X)
         _logistic_step_rows[(plan.programs,)](
             parts, sums, X, y, w, b, N, D // align, X.stride(0) // align,
-            ALIGN=align, ROWS=plan.rows, BLOCK=plan.block, STAGES=plan.stages, num_warps=plan.warps,
+            ALIGN=align, ROWS=plan.rows, BLOCK=plan.block, num_warps=plan.warps,
         )  # fmt: skip
     else:
         _logistic_step_margins[(plan.programs,)](
