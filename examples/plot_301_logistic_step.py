@@ -85,10 +85,10 @@ from fusebook.kernels.logistic_step import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-args = arguments(LOGISTIC_STEP, config="seed", dtype="float32")
+args = arguments(LOGISTIC_STEP, config="classic", dtype="float32")
 
 
-def seeds_problem(N=400, D=784, device=None):
+def problem_of_2012(N=400, D=784, device=None):
     """Data, targets and first weights as the text of 2012 draws them."""
     rng = generator(301, device)
     at = {"generator": rng, "device": rng.device}
@@ -97,7 +97,7 @@ def seeds_problem(N=400, D=784, device=None):
     return X, y, torch.randn(D, **at), torch.zeros((), device=rng.device)
 
 
-X, y, w, b = seeds_problem(40, 60)
+X, y, w, b = problem_of_2012(40, 60)
 w, b, loss = fusebook.logistic_step(X, y, w, b, lr=0.01, l2=0.01)
 claims(say("The loss before the first step: {loss:.4f}", loss=loss.item()))
 
@@ -566,7 +566,7 @@ WAYS = (
 @functools.cache
 def ten_thousand():
     """Each way's seconds and losses, and how its predictions differ."""
-    inputs = (*seeds_problem(), 0.01, 0.01, 10_000)
+    inputs = (*problem_of_2012(), 0.01, 0.01, 10_000)
     exact = [v.double() for v in inputs[:4]]
     variants = LOGISTIC_FIT.variants
 

@@ -1035,7 +1035,7 @@ LOGISTIC_STEP = Op(
         "fusebook, checked": Variant(_fusebook_step(check=True), needs=()),
     },
     configs={
-        "seed": ({"N": 400, "D": 784},),
+        "classic": ({"N": 400, "D": 784},),
         "roof": ({"N": 1_000_000, "D": 784},),
         "small": ({"N": 4000, "D": 784}, {"N": 400, "D": 64}),
         "medium": ({"N": 40_000, "D": 784}, {"N": 400_000, "D": 64}, {"N": 4000, "D": 16_384}),
@@ -1064,7 +1064,7 @@ LOGISTIC_FIT = Op(
         "fusebook": Variant(_fusebook_fit(None), needs=()),
     },
     configs={
-        "seed": ({"N": 400, "D": 784, "steps": 200},),
+        "classic": ({"N": 400, "D": 784, "steps": 200},),
         "rows": tuple({"N": n, "D": 784, "steps": 50} for n in (100, 400, 1600, 4000, 16_000)),
         "features": tuple({"N": 400, "D": d, "steps": 50} for d in (16, 256, 784, 4096)),
     },
