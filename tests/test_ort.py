@@ -233,10 +233,10 @@ class Module(torch.nn.Module):
         return fusebook.softmax(y, dim=0)
 
 
-def test_a_module_exports_to_our_nodes():
+def test_a_module_exports_to_our_nodes(device):
     pytest.importorskip("onnxscript")
     pytest.importorskip("networkx")  # torch's export needs it
-    made = OPS["masked_scatter_nd_of_shape"].make(inputs.generator(0, "cpu"), torch.float32, R=7, D=6, n=9, law="zipf")
+    made = OPS["masked_scatter_nd_of_shape"].make(inputs.generator(0), torch.float32, R=7, D=6, n=9, law="zipf")
     sizes = ({0: "n"}, {0: "n", 1: "D"})
     program = torch.onnx.export(
         Module().eval(), made[1:], dynamo=True, custom_translation_table=export.translations(), dynamic_shapes=sizes,
@@ -246,11 +246,9 @@ def test_a_module_exports_to_our_nodes():
     ours = [n.op_type for n in proto.graph.node if n.domain == "fusebook"]
     assert ours == ["MaskedScatterNDOfShape", "Softmax"]
     proto.ir_version = min(10, proto.ir_version)
-    graph = Graph(proto, device="cpu", ops=NODES)
-    if CUDA:  # the exported module is the same; its meaning on the CPU is the interpreter's
-        pytest.skip("needs the interpreter")
+    graph = Graph(proto, device=device, ops=NODES)
     for n, D in ((9, 6), (4, 11)):
-        indices, updates = made[1][:n], torch.randn(n, D)
+        indices, updates = made[1][:n], torch.randn(n, D, device=device)
         (y,) = graph(dict(zip(graph.inputs, (indices, updates), strict=True))).values()
         torch.testing.assert_close(y, Module()(indices, updates))
 
@@ -266,15 +264,14 @@ def domains(proto):
     return [(node.domain, node.op_type) for node in proto.graph.node]
 
 
-def test_the_standard_chain_is_rewritten_to_one_node():
+def test_the_standard_chain_is_rewritten_to_one_node(device):
     pytest.importorskip("onnxscript")
     fused = export.fuse(_onnx_model(torch.float32))
     assert domains(fused) == [("fusebook", "MaskedScatterNDOfShape")]
-    made = OPS["masked_scatter_nd_of_shape"].make(inputs.generator(0, "cpu"), torch.float32, R=7, D=6, n=9, law="zipf")
+    made = OPS["masked_scatter_nd_of_shape"].make(inputs.generator(0), torch.float32, R=7, D=6, n=9, law="zipf")
     feeds = {"shape": torch.tensor(made[0]), "indices": made[1], "updates": made[2]}
-    want = Graph(_onnx_model(torch.float32), device="cpu")(feeds)["out"]
-    if not CUDA:
-        torch.testing.assert_close(Graph(fused, device="cpu", ops=NODES)(feeds)["out"], want)
+    want = Graph(_onnx_model(torch.float32), device=device)(feeds)["out"]
+    torch.testing.assert_close(Graph(fused, device=device, ops=NODES)(feeds)["out"], want)
     onnx.checker.check_model(fused)
 
 
