@@ -273,7 +273,9 @@ def test_what_does_not_fit_on_the_chip_is_refused_or_taken_in_steps(device, monk
 
 def test_rows_of_any_strides(device):
     X, y, w, b, lr, l2 = made(device, N=24, D=20)
-    for some in (X[::2], X[:12, 3:11], X.T[:12, 2:9], X[:12].flip(0), X[:1].expand(12, 20), X[3:15, ::3]):
+    odd = torch.randn(12, 21, device=device)[:, 1:9]  # rows of 8 that begin anywhere
+    w = torch.stack([w, w], 1).view(-1)[::2]
+    for some in (X[::2], X[:12, 3:11], X.T[:12, 2:9], X[:12].flip(0), X[:1].expand(12, 20), X[3:15, ::3], odd):
         v = w[: some.shape[1]]
         inputs = some, y[:12], v, b, lr, l2
         assert right(LOGISTIC_STEP, inputs, logistic_step(*inputs))
