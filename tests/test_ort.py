@@ -38,12 +38,13 @@ def node(name, feeds, dtype, **attributes):
 
 
 def run(name, made, dtype, device, **given):
-    """A node on the inputs of a card."""
+    """A node on the inputs of a card, into memory that holds NaN."""
     feeds = {"x": made[0]} if name == "Softmax" else dict(zip(("shape", "indices", "updates"), made, strict=True))
+    y = torch.full(made[0].shape if name == "Softmax" else made[0], torch.nan, dtype=dtype, device=device)
     if "shape" in feeds:
         feeds["shape"] = torch.tensor(feeds["shape"])
     attributes = {"axis": made[1]} if name == "Softmax" and len(made) > 1 else {}
-    return Graph(node(name, feeds, dtype, **attributes), device=device, **given)(feeds)["y"]
+    return Graph(node(name, feeds, dtype, **attributes), device=device, **given)(feeds, {"y": y})["y"]
 
 
 def assert_right(op, got, made):
@@ -73,18 +74,39 @@ def test_softmax_along_any_axis(axis, device):
     torch.testing.assert_close(y, torch.softmax(x, axis))
 
 
-def test_int32_indices_and_another_masked_value(device):
-    indices = torch.tensor([[0], [3], [-1], [7]], dtype=torch.int32, device=device)
+@pytest.mark.parametrize("kind", [torch.int64, torch.int32])
+def test_each_node_masks_by_its_own_value(kind, device):
+    indices = torch.tensor([[0], [3], [-1], [7]], dtype=kind, device=device)
     updates = torch.ones(4, 2, device=device)
     feeds = {"shape": torch.tensor([5, 2]), "indices": indices, "updates": updates}
-    y = Graph(node("MaskedScatterNDOfShape", feeds, updates.dtype, maskedValue=3), device=device, ops=NODES)(feeds)["y"]
-    assert y[:, 0].tolist() == [1, 0, 0, 0, 1]  # 3 is masked, -1 is the last row, 7 is out of range
+    want = {-1: [1, 0, 0, 1, 0], 3: [1, 0, 0, 0, 1], None: [1, 0, 0, 1, 1]}  # -1 is the last row, 7 is out of range
+    graphs = {
+        value: Graph(node("MaskedScatterNDOfShape", feeds, updates.dtype, maskedValue=value), device=device, ops=NODES)
+        for value in (-1, 3)
+    }
+    graphs[None] = Graph(node("ScatterNDOfShape", feeds, updates.dtype), device=device, ops=NODES)
+    for _ in range(3):  # what is found out in the first run is kept for the next
+        for value, graph in graphs.items():
+            assert graph(feeds)["y"][:, 0].tolist() == want[value]
+
+
+def test_a_launch_that_is_kept_is_for_rows_at_the_same_addresses(device):
+    updates = torch.randn(4 * 8 + 1, device=device)
+    feeds = {"shape": torch.tensor([5, 8]), "indices": torch.tensor([[0], [3], [-1], [4]], device=device)}
+    graph = Graph(node("MaskedScatterNDOfShape", feeds | {"updates": updates[:-1].view(4, 8)}, updates.dtype),
+                  device=device, ops=NODES)  # fmt: skip
+    for start in (0, 1, 0, 1):  # the rows of the second begin at no multiple of 16 bytes
+        given = updates[start : start + 32].view(4, 8)
+        y = graph(feeds | {"updates": given})["y"]
+        assert torch.equal(y[[0, 3, 4]], given[[0, 1, 3]]) and not y[1:3].any()
 
 
 def test_what_a_node_refuses_is_said_in_one_sentence(device):
     k, u = torch.zeros(4, 1, dtype=torch.int64, device=device), torch.ones(4, 2, device=device)
     feeds = {"shape": torch.tensor([5, 2]), "indices": k, "updates": u}
     proto = node("MaskedScatterNDOfShape", feeds, u.dtype)
+    Graph(proto, device=device, ops=NODES)(feeds)  # what is found valid is not looked at again
+    Graph(node("ScatterNDOfShape", feeds, u.dtype), device=device, ops=NODES)(feeds)
     wrong = [
         (proto, {"updates": torch.ones(4, 3, device=device)}, r"expected updates of shape \(4, 2\)"),
         (proto, {"shape": torch.tensor([5, -2])}, "expected sizes from 0 up"),
@@ -273,6 +295,17 @@ def test_the_standard_chain_is_rewritten_to_one_node(device):
     want = Graph(_onnx_model(torch.float32), device=device)(feeds)["out"]
     torch.testing.assert_close(Graph(fused, device=device, ops=NODES)(feeds)["out"], want)
     onnx.checker.check_model(fused)
+
+
+def test_a_chain_with_another_mask_keeps_it():
+    pytest.importorskip("onnxscript")
+
+    def masks_by_two(graph):
+        (masked,) = (value for value in graph.initializer if value.name == graph.node[1].input[1])
+        masked.CopyFrom(onnx.numpy_helper.from_array(torch.tensor([2]).numpy(), masked.name))
+
+    (fused,) = export.fuse(changed(masks_by_two)).graph.node
+    assert {a.name: a.i for a in fused.attribute}["maskedValue"] == 2
 
 
 def test_a_chain_without_a_mask_loses_its_zeros():
