@@ -1,5 +1,6 @@
 """What is special to products: widths and layouts of weights, TF32, gradients, and plans that were tuned."""
 
+import contextvars
 import json
 
 import pytest
@@ -113,12 +114,20 @@ def test_views_that_overlap_are_read_as_they_are(device):
 @pytest.mark.parametrize("strategy", [*gemm.STRATEGIES, None])
 def test_one_weight_and_many(strategy, device):
     x = drawn(5, 16, device=device)
-    weights = [drawn(16, n, device=device) for n in (8, 8, 24, 0, 8, 16, 8, 3)]
-    weights[4] = stored(weights[4], "columns")
+    weights = [drawn(16, n, device=device) for n in (8, 24, 16, 0, 8, 16, 8, 3)]  # four of different widths first
+    weights[5] = stored(weights[5], "columns")
     for some in (weights[:1], weights[3:4], weights):
         got = fusebook.concat_gemm(x, some, strategy=strategy)
         assert got.is_contiguous()
         assert is_right(CONCAT_GEMM, got, (x, *some))
+
+
+def test_an_allocator_that_the_caller_has_set_stays_theirs(device):
+    """Triton keeps the allocator of what a kernel needs besides its arguments in the context of the caller."""
+    x, w = drawn(5, 16, device=device), drawn(16, 8, device=device)
+    before = dict(contextvars.copy_context())
+    fusebook.concat_gemm(x, [w, drawn(16, 24, device=device)], strategy="fused")
+    assert dict(contextvars.copy_context()) == before
 
 
 def test_leading_axes_are_kept(device):
