@@ -662,21 +662,24 @@ def _kmeans_plan(
 ) -> Plan:
     """Choose how labels of so many bytes are found; `capability` is None in the interpreter, where programs cost.
 
-    `again` is the second screen, of the points that the first could not tell.
+    `again` is for the points that the first screen could not tell: the second screen, and the differences after it.
     """
     if how is None:
         # float64 has no tensor core that is worth its while on most GPUs, and no screen would be finer than it.
         how = "few" if d <= 8 else "differences" if dtype == torch.float64 else "product"
     if how == "few":
         few = k if k * d <= 32 else 0  # unrolled, centres stay in registers; beyond, the code would only grow
-        # Stores of 16 bytes a thread, and as many loads on their way as that allows.
-        block = {8: 256, 4: 512, 1: 1024}[label_size] if few and capability else 512
-        return Plan(how, block=block, few=few, steps=2 if few and label_size == 1 else 1)
+        # Small programs: they come and go, and loads of the next are on their way while the last ones store. Labels of
+        # int64 fill 16 bytes with two points, so that half as many keep a thread as busy; for a byte, half the threads.
+        block = 256 if few and capability and label_size == 8 else 512
+        return Plan(how, block=block, few=few, warps=2 if few and label_size == 1 else 4)
     if how == "differences":
         if capability is None:
             return Plan(how, block=32, block_k=32)
-        # Many centres, few points a program: a short list is shared among all processors.
-        return Plan(how, block=8, block_k=max(64, min(256, triton.next_power_of_2(k))))
+        # Many centres, few points a program: a short list is shared among all processors, and waiting for its points is
+        # most of the work, so that twice the threads do it in less time.
+        block_k = max(64, min(256, triton.next_power_of_2(k)))
+        return Plan(how, block=4, block_k=block_k, warps=8) if again else Plan(how, block=8, block_k=block_k)
     chunk = max(16, min(128, triton.next_power_of_2(d)))
     if capability is None:
         return Plan(how, block=64, block_k=32, chunk=chunk)
@@ -757,7 +760,7 @@ def _launch_product(labels: Tensor, points: Tensor, centres: Tensor, plan: Plan)
     capability, processors = gpu(device)
     size = labels.element_size()
     finer = _kmeans_plan(d, k, points.dtype, size, capability, "product", again=True)
-    exact = _kmeans_plan(d, k, points.dtype, size, capability, "differences")
+    exact = _kmeans_plan(d, k, points.dtype, size, capability, "differences", again=True)
     d_pad = triton.cdiv(d, plan.chunk) * plan.chunk  # the finer plan's chunks divide it
     k_pad = _padded(k, max(plan.block_k, exact.block_k))
     whole = torch.int32 if n < 2**31 else torch.int64
