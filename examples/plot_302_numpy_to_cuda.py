@@ -168,7 +168,7 @@ passes = pd.DataFrame(
         ("the square root", n * k * 8, n * k * 8),
         ("argmin over axis 0", n * k * 8, n * 8),
     ],
-    columns=["operation", "read, bytes", "written, bytes"],
+    columns=["operation", "read", "written"],
 ).set_index("operation")
 chain = passes.to_numpy().sum()
 least = KMEANS_ASSIGN.cost(
@@ -191,6 +191,11 @@ say(
 # **Compiled for the CPU.** A program of its own, so that its log can be read
 # and its threads can be counted. It is NumPy, and one line more. The number of
 # threads is given to the compiler, too: it is written into the code.
+#
+# ``TORCH_LOGS=output_code`` in its environment is all that it takes to see
+# what was generated. The next two settings save time on a machine that has
+# compiled nothing yet: Inductor need not try every set of vector instructions
+# that the CPU says it has, nor start a pool of compilers for three functions.
 
 SCRIPT = """
 import json, sys, time
@@ -229,13 +234,6 @@ for way in sys.argv[2:]:
     row["compiled"] = seconds(lambda: compiled(x, m))
     print(json.dumps(row))
 """
-Listing(SCRIPT, "python")
-
-# %%
-# ``TORCH_LOGS=output_code`` in its environment is all that it takes to see
-# what was generated. The other two settings save time on a machine that has
-# compiled nothing yet: Inductor need not try every set of vector instructions
-# that the CPU says it has, nor start a pool of compilers for three functions.
 
 
 def generated(log):
