@@ -670,16 +670,17 @@ def _kmeans_plan(
     if how == "few":
         few = k if k * d <= 32 else 0  # unrolled, centres stay in registers; beyond, the code would only grow
         # Small programs: they come and go, and loads of the next are on their way while the last ones store. Labels of
-        # int64 fill 16 bytes with two points, so that half as many keep a thread as busy; for a byte, half the threads.
-        block = 256 if few and capability and label_size == 8 else 512
-        return Plan(how, block=block, few=few, warps=2 if few and label_size == 1 else 4)
+        # int64 fill 16 bytes with two points, so that half as many keep a thread as busy.
+        return Plan(how, block=256 if few and capability and label_size == 8 else 512, few=few)
     if how == "differences":
         if capability is None:
             return Plan(how, block=32, block_k=32)
-        # Many centres, few points a program: a short list is shared among all processors, and waiting for its points is
-        # most of the work, so that twice the threads do it in less time.
+        if k <= 32 and not again:  # a program's centres fit beside many points
+            return Plan(how, block=64, block_k=32)
+        # Many centres, few points a program: a short list is shared among all processors. The more centres, the longer
+        # it waits for the last of its points, and the fewer points, by more threads, a program should take.
         block_k = max(64, min(256, triton.next_power_of_2(k)))
-        return Plan(how, block=4, block_k=block_k, warps=8) if again else Plan(how, block=8, block_k=block_k)
+        return Plan(how, block=4, block_k=block_k, warps=8) if again and k > 512 else Plan(how, 8, block_k)
     chunk = max(16, min(128, triton.next_power_of_2(d)))
     if capability is None:
         return Plan(how, block=64, block_k=32, chunk=chunk)
