@@ -823,7 +823,7 @@ def _launch_segments(points: Tensor, labels: Tensor, k: int, trusted: bool) -> T
     keys, order = torch.sort(labels.to(narrow), stable=True)
     bounds = torch.searchsorted(keys.to(torch.int32), torch.arange(k + 1, dtype=torch.int32, device=device))
     # Programs enough to fill a GPU, sums of sums few enough; in the interpreter each program costs.
-    parts = max(1, min(64, (64 if capability is None else 8192) // k))
+    parts = max(1, min(64, (12 if capability is None else 8192) // k))
     sums = _unwritten((parts, k * (d + 1)), _accumulated(points.dtype), device)
     wide = min(triton.next_power_of_2(d), 128)
     _kmeans_segments[(k * parts, triton.cdiv(d, wide))](
