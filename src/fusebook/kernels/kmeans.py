@@ -1526,8 +1526,8 @@ KMEANS_ASSIGN = Op(
         "torch.cdist": Variant(_cdist_assign, cost=_cost_assign_product, needs=()),
         "torch.compile": Variant(_compiled_assign, needs=(), recompiles=True),
         "torch.compile, product": Variant(_compiled_product, cost=_cost_assign_product, needs=(), recompiles=True),
-        "fusebook": Variant(_fusebook_assign(), needs=()),
-        "fusebook, checked": Variant(_fusebook_assign(check=True), needs=()),
+        "fusebook": Variant(_fusebook_assign(), needs=(), rate="tf32"),
+        "fusebook, checked": Variant(_fusebook_assign(check=True), needs=(), rate="tf32"),
     },
     configs={
         # The plane, by the width of a label.
@@ -1581,8 +1581,8 @@ KMEANS_STEP = Op(
     variants={
         "eager": Variant(_eager_step, cost=_cost_step_apart, needs=()),
         "torch.compile": Variant(_compiled_step, cost=_cost_step_apart, needs=(), recompiles=True),
-        "fusebook": Variant(_fusebook_step, needs=()),
-        "fusebook, two calls": Variant(_two_calls, cost=_cost_step_apart, needs=()),
+        "fusebook": Variant(_fusebook_step, needs=(), rate="tf32"),
+        "fusebook, two calls": Variant(_two_calls, cost=_cost_step_apart, needs=(), rate="tf32"),
     },
     configs={
         "plane": (_point(20 * _MILLION, 2, 2), _point(20 * _MILLION, 2, 2, "uint8")),
