@@ -104,6 +104,14 @@ def test_faster_than_the_roof_is_refused():
         assert_caught(row(toy(), "honest", machine=slow), "too fast", "roof")
 
 
+def test_what_tensor_cores_help_to_find_in_float32_has_their_roof():
+    slow = machine(rates={name: 1e6 for name in ("float64", "float32", "tf32", "float16", "bfloat16")} | {"tf32": 4e6})
+    op = toy(screened=variant(lambda x: x + x, rate="tf32"))
+    found = run(op, config="64", dtype="float32,float64", machine=slow).set_index(["variant", "dtype"])["roof_us"]
+    assert found["screened", "float32"] == pytest.approx(found["honest", "float32"] / 4)
+    assert found["screened", "float64"] == found["honest", "float64"]
+
+
 @gpu
 def test_work_on_another_stream_is_caught():
     side = torch.cuda.Stream()

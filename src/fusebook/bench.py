@@ -530,7 +530,7 @@ def _time(
         if on is None:
             continue
         least = Cost(row["read_bytes"], row["write_bytes"], row["flop"])
-        rate = variants[name].math or row["dtype"]
+        rate = variants[name].math or (variants[name].rate if row["dtype"] == "float32" else None) or row["dtype"]
         row.update(roof_us=on.roof(least, rate) * 1e6, zone=on.zone(least, rate))
         row.update(floor_us=on.floor() * 1e6, floor_warm_us=on.floor(kind="warm") * 1e6)
         if _COPY in times:

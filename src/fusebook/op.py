@@ -57,6 +57,9 @@ class Variant:
         ``"tf32"`` where float32 is multiplied in TF32: it is scored and roofed accordingly.
     recompiles : bool
         It compiles anew for every shape, which outlasts all timing of it: long sweeps measure it on every eighth point.
+    rate : str, optional
+        ``"tf32"`` where what is float32 and scored as such is found with the help of products in TF32, whose rate is
+        its roof.
     """
 
     run: Callable[..., Any]
@@ -65,6 +68,7 @@ class Variant:
     prepare: Callable[..., tuple[Any, ...]] | None = None
     math: str | None = None
     recompiles: bool = False
+    rate: str | None = None
 
 
 @dataclass(frozen=True)

@@ -662,21 +662,25 @@ def _kmeans_plan(
 ) -> Plan:
     """Choose how labels of so many bytes are found; `capability` is None in the interpreter, where programs cost.
 
-    `again` is the second screen, of the points that the first could not tell.
+    `again` is for the points that the first screen could not tell: the second screen, and the differences after it.
     """
     if how is None:
         # float64 has no tensor core that is worth its while on most GPUs, and no screen would be finer than it.
         how = "few" if d <= 8 else "differences" if dtype == torch.float64 else "product"
     if how == "few":
         few = k if k * d <= 32 else 0  # unrolled, centres stay in registers; beyond, the code would only grow
-        # Stores of 16 bytes a thread, and as many loads on their way as that allows.
-        block = {8: 256, 4: 512, 1: 1024}[label_size] if few and capability else 512
-        return Plan(how, block=block, few=few, steps=2 if few and label_size == 1 else 1)
+        # Small programs: they come and go, and loads of the next are on their way while the last ones store. Labels of
+        # int64 fill 16 bytes with two points, so that half as many keep a thread as busy.
+        return Plan(how, block=256 if few and capability and label_size == 8 else 512, few=few)
     if how == "differences":
         if capability is None:
             return Plan(how, block=32, block_k=32)
-        # Many centres, few points a program: a short list is shared among all processors.
-        return Plan(how, block=8, block_k=max(64, min(256, triton.next_power_of_2(k))))
+        if k <= 32 and not again:  # a program's centres fit beside many points
+            return Plan(how, block=64, block_k=32)
+        # Many centres, few points a program: a short list is shared among all processors. The more centres, the longer
+        # it waits for the last of its points, and the fewer points, by more threads, a program should take.
+        block_k = max(64, min(256, triton.next_power_of_2(k)))
+        return Plan(how, block=4, block_k=block_k, warps=8) if again and k > 512 else Plan(how, 8, block_k)
     chunk = max(16, min(128, triton.next_power_of_2(d)))
     if capability is None:
         return Plan(how, block=64, block_k=32, chunk=chunk)
@@ -757,7 +761,7 @@ def _launch_product(labels: Tensor, points: Tensor, centres: Tensor, plan: Plan)
     capability, processors = gpu(device)
     size = labels.element_size()
     finer = _kmeans_plan(d, k, points.dtype, size, capability, "product", again=True)
-    exact = _kmeans_plan(d, k, points.dtype, size, capability, "differences")
+    exact = _kmeans_plan(d, k, points.dtype, size, capability, "differences", again=True)
     d_pad = triton.cdiv(d, plan.chunk) * plan.chunk  # the finer plan's chunks divide it
     k_pad = _padded(k, max(plan.block_k, exact.block_k))
     whole = torch.int32 if n < 2**31 else torch.int64
@@ -819,7 +823,7 @@ def _launch_segments(points: Tensor, labels: Tensor, k: int, trusted: bool) -> T
     keys, order = torch.sort(labels.to(narrow), stable=True)
     bounds = torch.searchsorted(keys.to(torch.int32), torch.arange(k + 1, dtype=torch.int32, device=device))
     # Programs enough to fill a GPU, sums of sums few enough; in the interpreter each program costs.
-    parts = max(1, min(64, (64 if capability is None else 8192) // k))
+    parts = max(1, min(64, (12 if capability is None else 8192) // k))
     sums = _unwritten((parts, k * (d + 1)), _accumulated(points.dtype), device)
     wide = min(triton.next_power_of_2(d), 128)
     _kmeans_segments[(k * parts, triton.cdiv(d, wide))](
@@ -1522,8 +1526,8 @@ KMEANS_ASSIGN = Op(
         "torch.cdist": Variant(_cdist_assign, cost=_cost_assign_product, needs=()),
         "torch.compile": Variant(_compiled_assign, needs=(), recompiles=True),
         "torch.compile, product": Variant(_compiled_product, cost=_cost_assign_product, needs=(), recompiles=True),
-        "fusebook": Variant(_fusebook_assign(), needs=()),
-        "fusebook, checked": Variant(_fusebook_assign(check=True), needs=()),
+        "fusebook": Variant(_fusebook_assign(), needs=(), rate="tf32"),
+        "fusebook, checked": Variant(_fusebook_assign(check=True), needs=(), rate="tf32"),
     },
     configs={
         # The plane, by the width of a label.
@@ -1577,8 +1581,8 @@ KMEANS_STEP = Op(
     variants={
         "eager": Variant(_eager_step, cost=_cost_step_apart, needs=()),
         "torch.compile": Variant(_compiled_step, cost=_cost_step_apart, needs=(), recompiles=True),
-        "fusebook": Variant(_fusebook_step, needs=()),
-        "fusebook, two calls": Variant(_two_calls, cost=_cost_step_apart, needs=()),
+        "fusebook": Variant(_fusebook_step, needs=(), rate="tf32"),
+        "fusebook, two calls": Variant(_two_calls, cost=_cost_step_apart, needs=(), rate="tf32"),
     },
     configs={
         "plane": (_point(20 * _MILLION, 2, 2), _point(20 * _MILLION, 2, 2, "uint8")),
