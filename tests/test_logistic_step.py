@@ -81,10 +81,11 @@ def test_a_fit_is_a_loop_of_steps(on_chip, device):
     assert right(LOGISTIC_FIT, inputs, (w, b, torch.stack(losses)))
 
 
-def test_a_fit_of_several_launches_is_the_same_to_the_bit(device, monkeypatch):
-    inputs = made_fit(device, steps=11)
+@pytest.mark.parametrize("together", [1, 4])
+def test_a_fit_of_several_launches_is_the_same_to_the_bit(together, device, monkeypatch):
+    inputs = made_fit(device, N=40, steps=11)
     whole = fit(*inputs, on_chip=True)
-    monkeypatch.setattr(module, "_TOGETHER", 4)
+    monkeypatch.setattr(module, "_TOGETHER", together)
     assert alike(fit(*inputs, on_chip=True), whole)
 
 

@@ -91,12 +91,13 @@ def test_each_node_masks_by_its_own_value(kind, device):
 
 
 def test_a_launch_that_is_kept_is_for_rows_at_the_same_addresses(device):
-    updates = torch.randn(4 * 8 + 1, device=device)
-    feeds = {"shape": torch.tensor([5, 8]), "indices": torch.tensor([[0], [3], [-1], [4]], device=device)}
-    graph = Graph(node("MaskedScatterNDOfShape", feeds | {"updates": updates[:-1].view(4, 8)}, updates.dtype),
-                  device=device, ops=NODES)  # fmt: skip
+    D = 1024  # so that a thread loads 16 bytes at once
+    updates = torch.randn(4 * D + 1, device=device)
+    feeds = {"shape": torch.tensor([5, D]), "indices": torch.tensor([[0], [3], [-1], [4]], device=device)}
+    proto = node("MaskedScatterNDOfShape", feeds | {"updates": updates.view(-1, 1)}, updates.dtype)
+    graph = Graph(proto, device=device, ops=NODES)
     for start in (0, 1, 0, 1):  # the rows of the second begin at no multiple of 16 bytes
-        given = updates[start : start + 32].view(4, 8)
+        given = updates[start : start + 4 * D].view(4, D)
         y = graph(feeds | {"updates": given})["y"]
         assert torch.equal(y[[0, 3, 4]], given[[0, 1, 3]]) and not y[1:3].any()
 
