@@ -223,6 +223,14 @@ def test_columns_are_those_promised():
     assert frame.attrs["measured"] is True
 
 
+def test_bits_tell_apart_what_is_equal_and_compare_what_is_not():
+    zero, nan = torch.zeros(3), torch.full((3,), torch.nan)
+    assert not torch.equal(bench._bits(zero), bench._bits(-zero)) and torch.equal(bench._bits(nan), bench._bits(nan))
+    nothing = torch.empty_strided((0,), (0,))  # as what is made of an empty array of NumPy
+    for x in (nothing, torch.ones(()), torch.ones(3, 4).T, torch.ones(1).expand(5), torch.ones(0, 3)):
+        assert torch.equal(bench._bits(x), bench._bits(x.clone()))
+
+
 def test_the_source_hash_follows_the_kernel_and_not_its_card(tmp_path):
     file = tmp_path / "kernel.py"
     file.write_text("def kernel(x):\n    return x\n\n\ndef cost(n):\n    return n\n")

@@ -123,6 +123,11 @@ def test_without_gpu_and_record_one_sentence_names_the_command():
     assert "<code>python -m fusebook.record" in stop.value.banner._repr_html_()
 
 
+def test_the_record_of_a_card_that_only_a_page_knows_is_made_with_the_pages():
+    with pytest.raises(gallery.NoResults, match="no record of toy on nvidia-h200 to replay: run `nox -s record` on"):
+        gallery.results(toy(), config="small")
+
+
 def test_a_config_that_was_not_recorded_is_missed(recorded):
     with pytest.raises(gallery.NoResults, match="no record of softmax for llama in float32 on nvidia-h200"):
         gallery.results(SOFTMAX, config="large,llama")
@@ -219,8 +224,10 @@ def test_what_needs_no_gpu_is_measured_where_it_can_be(monkeypatch):
     monkeypatch.setattr(gallery, "_live", lambda: False)
     monkeypatch.setattr(gallery.torch.cuda, "is_available", lambda: False)
     assert gallery.measured("drift", drift, live=True).attrs["measured"] is True
-    with pytest.raises(gallery.NoResults, match="no record of drift"):
-        gallery.measured("drift", drift, live=False)
+    for gpu in (False, True):  # what cannot be run here is replayed, whatever GPU there is
+        monkeypatch.setattr(gallery, "_live", lambda gpu=gpu: gpu)
+        with pytest.raises(gallery.NoResults, match="no record of drift"):
+            gallery.measured("drift", drift, live=False)
 
 
 def test_what_is_long_is_shown_on_demand():

@@ -1,6 +1,7 @@
 """What is special to k-means: ties, doubt, NaN, empty clusters, the same bits in every run, arrays in and out."""
 
 import math
+import random
 import subprocess
 import sys
 
@@ -193,6 +194,22 @@ def test_the_same_seed_gives_the_same_bits(init, device):
     points, _ = planted(device)
     a, b = (cluster(points, 3, init=init, seed=5) for _ in range(2))
     assert torch.equal(a.centres, b.centres) and torch.equal(a.labels, b.labels) and a[2:] == b[2:]
+
+
+def test_every_first_centre_is_drawn_by_its_distance_wherever_it_lies(device):
+    """In one of many blocks of points there is a second place, and nothing else has any distance."""
+    points = torch.zeros(3 * module._SPREAD + 7, 2, device=device)
+    far = 2 * module._SPREAD + 5
+    points[far] = 3.0
+    for seed in range(3):
+        centres = module._plus_plus(points, 2, random.Random(seed))
+        assert sorted(centres[:, 0].tolist()) == [0, 3]
+
+
+def test_the_tolerance_is_of_the_data_s_own_scale(device):
+    generous = [cluster(planted(device)[0] * scale, 3, tol=0.5, seed=1) for scale in (1.0, 1024.0)]
+    assert generous[0].iterations == generous[1].iterations
+    assert generous[0].iterations < cluster(planted(device)[0], 3, tol=0, seed=1).iterations
 
 
 def test_scikit_learn_goes_the_same_way_from_the_same_start(device):

@@ -198,6 +198,15 @@ def test_plots_do_without_a_machine_and_with_a_readers_own_variant():
     assert "mine" in {t.get_text().strip() for t in plots.bandwidth(frame).texts}
 
 
+def test_a_roofline_tells_our_kernels_from_all_other_ways(df):
+    ours = df["variant"].isin(["fusebook", "quack"])
+    named = df.assign(variant=df["variant"].replace({"quack": "fusebook, TF32"}))
+    ax = plots.roofline(named, machine())
+    points = {line.get_label(): len(line.get_xdata()) for line in ax.lines}
+    timed = df["cold_us"].notna() & (df["status"] == "ok")
+    assert points["softmax"] == (ours & timed).sum() and points["any other way"] == (~ours & timed).sum()
+
+
 def test_a_timeline_has_a_row_a_way_and_ends_where_it_is_told():
     spans = [
         ("loop", "host", 0, 50),
