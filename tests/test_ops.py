@@ -103,10 +103,7 @@ def _arguments(op, variant, dims, device):
 
 @pytest.mark.parametrize("change", [_with_gaps, _transposed, _negated])
 @pytest.mark.parametrize(("op", "variant"), OURS)
-def test_a_view_is_right_or_refused(op, variant, change, device, request):
-    if change is _negated and op.name.startswith("softmax"):
-        why = "softmax looks at its tensors itself, and not for this; to be mended when it is recorded again"
-        request.applymarker(pytest.mark.xfail(reason=why, raises=AssertionError))
+def test_a_view_is_right_or_refused(op, variant, change, device):
     tried = 0
     for dims in op.edges:
         if why := bench.missing(variant):

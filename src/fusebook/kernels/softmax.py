@@ -34,6 +34,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fusebook.inputs import rough
+from fusebook.kernels._arguments import FLOATING, check_alike, check_tensor
 from fusebook.kernels._launch import check_device, gpu, launching
 from fusebook.op import Cost, Op, Variant
 
@@ -736,8 +737,6 @@ def _tile(n: int, size: int, tensors: int) -> tuple[int, int]:
 
 # Launchers -----------------------------------------------------------------------------------------------------------
 
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-
 Strides = tuple[int, int, int]
 
 
@@ -911,14 +910,7 @@ _softmax_backward_op.register_vmap(_batched(_softmax_backward_op))
 
 def _checked(name: str, x: Any, dim: Any, what: str = "x") -> int:
     """Validate; return `dim` counted from the front."""
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name}: expected {what} to be a torch.Tensor, got {type(x).__name__}; use torch.as_tensor")
-    if x.dtype not in _DTYPES:
-        raise TypeError(
-            f"{name}: expected {what} to be float16, bfloat16, float32 or float64, got {x.dtype}; cast it first"
-        )
-    if x.layout is not torch.strided:
-        raise TypeError(f"{name}: expected {what} to be dense, got {x.layout}; call to_dense() first")
+    check_tensor(name, what, x)
     if isinstance(dim, bool) or not isinstance(dim, int):
         raise TypeError(f"{name}: expected dim to be an int, got {type(dim).__name__}; give one axis")
     axes = max(1, x.dim())  # a tensor without axes counts as one with a single axis, as in torch
@@ -968,7 +960,7 @@ def softmax(x: Tensor, dim: int = -1) -> Tensor:
     IndexError
         If `x` has no axis `dim`.
     ValueError
-        If `x` is on the CPU and Triton compiles.
+        If `x` is on the CPU and Triton compiles, or a view that negates.
 
     Notes
     -----
@@ -1008,18 +1000,15 @@ def softmax_backward(y: Tensor, dy: Tensor, dim: int = -1) -> Tensor:
     IndexError
         If `y` has no axis `dim`.
     ValueError
-        If shapes or devices differ, or the tensors are on the CPU and Triton compiles.
+        If shapes or devices differ, or the tensors are on the CPU and Triton compiles, or views that negate.
     """
     dim = _checked("softmax_backward", y, dim, "y")
     _checked("softmax_backward", dy, 0, "dy")
-    if dy.dtype != y.dtype:
-        raise TypeError(f"softmax_backward: expected dy to be {y.dtype} as y is, got {dy.dtype}; cast one of them")
+    check_alike("softmax_backward", "dy", dy, "y", y)
     if dy.shape != y.shape:
         raise ValueError(
             f"softmax_backward: expected dy of shape {tuple(y.shape)} as y has, got {tuple(dy.shape)}; expand it first"
         )
-    if dy.device != y.device:
-        raise ValueError(f"softmax_backward: expected dy on {y.device} as y is, got {dy.device}; move one of them")
     return _softmax_backward(y, dy, dim) if _direct(y, dy) else _softmax_backward_op(y, dy, dim)
 
 
@@ -1189,7 +1178,7 @@ SOFTMAX = Op(
     },
     configs=_CONFIGS,
     edges=_EDGES,
-    dtypes=_DTYPES,
+    dtypes=FLOATING,
 )
 
 SOFTMAX_BACKWARD = Op(
@@ -1207,7 +1196,7 @@ SOFTMAX_BACKWARD = Op(
     },
     configs=_CONFIGS,
     edges=_EDGES,
-    dtypes=_DTYPES,
+    dtypes=FLOATING,
 )
 
 OPS = (SOFTMAX, SOFTMAX_BACKWARD)
