@@ -95,7 +95,7 @@ claims(
 
 def alike(frame):
     own = frame["variant"].str.match(r"fusebook[ ,(]")
-    return frame[~own & frame["math"].isna()]
+    return frame[~own & frame["math"].eq("")]
 
 
 lost = pd.concat(

@@ -181,8 +181,18 @@ def test_the_solutions_pass_the_checks_of_the_exercises(page, recorded):
     assert [repr(item) for item in found if item.true is not True] == []
 
 
-def test_all_results_replay(recorded):
-    run_page(EXAMPLES / "plot_900_all_results.py")
+def test_all_results_replay_and_points_lost_are_among_them(recorded, tmp_path, monkeypatch):
+    folder = tmp_path / "records"
+    shutil.copytree(machines.RECORDS, folder)
+    op = OPS["double"]
+    frame = synthetic.frame(op, *everything(op), machine(slug="nvidia-h200", name="Made-up GPU"))
+    faster = frame["variant"].eq("eager")
+    frame.loc[faster, frame.columns.str.startswith("cold_us")] /= 10
+    record.write(frame, folder)
+    monkeypatch.setattr(machines, "RECORDS", folder)
+    (lost,) = [repr(part) for part in run_page(EXAMPLES / "plot_900_all_results.py") if "Points lost" in repr(part)]
+    assert "double" in lost
+    assert "eager" in lost
 
 
 @pytest.mark.parametrize("page", KERNEL_PAGES, ids=lambda p: p.stem)
