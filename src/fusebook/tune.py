@@ -80,7 +80,7 @@ def _fastest(ways: Mapping[Any, Callable[[], Any]], repeat: int) -> dict[Any, fl
 
 
 def tune(
-    name: str, *, repeat: int = 10, workers: int | None = None, only: Sequence[str] = ("",)
+    name: str, *, repeat: int = 30, workers: int | None = None, only: Sequence[str] = ("",)
 ) -> dict[str, dict[str, dict[str, Any]]]:
     """Time the candidates of every class of problems and keep the best of each.
 
@@ -147,7 +147,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m fusebook.tune", description="Choose the constants of kernels.")
     parser.add_argument("ops", nargs="+", metavar="op", choices=sorted(tunable()), help=", ".join(tunable()))
-    parser.add_argument("--repeat", type=int, default=10)
+    parser.add_argument("--repeat", type=int, default=30)
     parser.add_argument("--only", default="", metavar="CLASSES", help='comma list: "half row,tf32" for what begins so')
     parser.add_argument("--out", type=pathlib.Path, help="folder of the plans; the package's")
     args = parser.parse_args(argv)

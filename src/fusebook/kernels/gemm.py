@@ -372,8 +372,12 @@ def _swiglu_stacked(
     """As `_swiglu_tiles`, of weights in one descriptor: a tile has columns of both, so one sum suffices.
 
     SWAP multiplies the transposes, for few rows: Hopper's matrix units take 64 rows at least, but as few as 8 columns.
+    There the next kernel is let in at the end only: its programs would take places unevenly, and bandwidth is all.
     """
-    _take_over(LATE)
+    if not SWAP:
+        _take_over(LATE)
+    elif LATE:
+        tl.extra.cuda.gdc_wait()
     rows = tl.cdiv(M, BM)
     columns = tl.cdiv(N, BN)
     steps = tl.cdiv(K, BK)
@@ -396,6 +400,8 @@ def _swiglu_stacked(
                 both = tl.dot(x, w.T, both, input_precision=PRECISION)
         if SWAP:
             both = both.T
+            if LATE:
+                tl.extra.cuda.gdc_launch_dependents()
         # A thread holds the same columns of either half, so that nothing is exchanged here.
         first, second = both.reshape(BM, 2, BN).permute(0, 2, 1).split()
         g = tl.where(LAST == 0, first, second)  # the weight with the lower address comes first
@@ -1225,7 +1231,7 @@ def candidates(name: str, math: str, layout: str, shape: str) -> tuple[Plan, ...
             plans += [tiles(64, 64, 64, 4, 4, waves=0), tiles(64, 32, 128, 4, 4, waves=0)]
         if name == "swiglu" and order == "column":
             turned = ((64, 128, 3), (64, 128, 2), (64, 256, 2), (32, 256, 2), (32, 128, 3), (128, 128, 3), (128, 64, 4))
-            plans += [tiles(bm, bn, bk, stages, 4, waves=0, swap=True) for bn, bk, stages in turned]
+            plans += [tiles(bm, bn, bk, stages, 4, waves=0, swap=True, late=True) for bn, bk, stages in turned]
     elif math == "float32":  # no tensor cores
         plans = [strided(128, 64, 16, 3, 8), strided(64, 64, 16, 2, 4), strided(128, 128, 16, 3, 8),
                  strided(32, 64, 32, 3, 4)]  # fmt: skip
