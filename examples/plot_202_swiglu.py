@@ -520,6 +520,31 @@ claims(
 )
 
 # %%
+# **What a few rows would not give.** The weights were fetched by pointers,
+# with a hint that nobody would need them again, and by the copy engine; 16 to
+# 64 columns of each at once, 2 to 12 steps under way, with a program for each
+# tile and with programs that walk. Many programs with narrow tiles came
+# nearest to the roof, and walking, which is best for large products, was worst
+# by far. A kernel that only reads the same bytes does not reach the roof
+# either: what it takes to launch, to fill the first loads and to drain the
+# last is a larger part of a call, the smaller the weights.
+
+claims(
+    *[
+        say(
+            "16 tokens, {K} x {N}: {warm:.1%} of the roof warm, {cold:.1%} "
+            "cold, {flushed:.1%} if the cache is written as well.",
+            K=K,
+            N=N,
+            warm=row["roof_us"] / row["warm_us"],
+            cold=row["roof_us"] / row["cold_us"],
+            flushed=row["flushed_us"] / row["cold_us"],
+        )
+        for (_, K, N), row in few.iterrows()
+    ],
+)
+
+# %%
 # **Where it does not win.** Every point at which some other way is faster by
 # more than 2 %, the worst first:
 
@@ -543,14 +568,17 @@ claims(
         fatal=False,
     ),
     claim(
-        "So what the launcher chooses is not slower than eager or packed, by "
-        "more than 3 %",
-        chosen["fusebook (chosen)"]
-        <= 1.03 * chosen[["eager", "packed"]].min(axis=1),
+        "What the launcher chooses is not slower than eager, by more than 3 %",
+        chosen["fusebook (chosen)"] <= 1.03 * chosen["eager"],
         fatal=False,
     ),
     claim(
-        "nor in TF32 than packed",
+        "nor than packed, though nobody has packed the weights for it",
+        chosen["fusebook (chosen)"] <= 1.03 * chosen["packed"],
+        fatal=False,
+    ),
+    claim(
+        "and in TF32 not slower than packed",
         chosen["fusebook (chosen), TF32"] <= 1.03 * chosen["packed, TF32"],
         fatal=False,
     ),
