@@ -145,12 +145,26 @@ def test_empty_in_every_way(M, K, N, device):
     assert torch.equal(fusebook.swiglu(x, w, w), swiglu_eager(x, w, w))
 
 
+@pytest.mark.parametrize("strategy", gemm.STRATEGIES)
 @pytest.mark.parametrize("N", [33, 72])
-def test_a_bias_is_added_before_silu(N, device):
+def test_a_bias_is_added_before_silu(N, strategy, device):
     x, gate, up = drawn(20, 64, device=device), drawn(64, N, device=device), drawn(64, N, device=device)
     bias = drawn(N, 2, device=device).T
-    got, want = fusebook.swiglu(x, gate, up, bias), swiglu_eager(x, gate, up, bias)
+    got, want = fusebook.swiglu(x, gate, up, bias, strategy=strategy), swiglu_eager(x, gate, up, bias)
     assert torch.allclose(got, want, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_swiglu_of_torchs_products_is_right_in_every_dtype(dtype, device):
+    x, gate, up = (drawn(*shape, dtype=dtype, device=device) for shape in ((70, 40), (40, 81), (40, 81)))
+    poison([x.new_empty(70, 81)])
+    assert is_right(SWIGLU, fusebook.swiglu(x, gate, up, strategy="views"), (x, gate, up))
+
+
+def test_float64_is_multiplied_by_torch(device):
+    x, a, b = (drawn(*shape, dtype=torch.float64, device=device) for shape in ((9, 40), (40, 24), (40, 24)))
+    assert torch.equal(fusebook.concat_gemm(x, [a, b]), concat_gemm_eager(x, a, b))
+    assert is_right(SWIGLU, fusebook.swiglu(x, a, b), (x, a, b))
 
 
 def test_nan_and_infinity_go_where_they_belong(device):
@@ -220,8 +234,14 @@ W = torch.zeros(8, 6)
         (lambda x, w: fusebook.concat_gemm(x, [w, w[:7]]), ValueError, r"weights\[1\] of shape \[8, N\]"),
         (lambda x, w: fusebook.concat_gemm(x, [w.half()]), TypeError, r"weights\[0\] to be torch.float32 as x is"),
         (lambda x, w: fusebook.concat_gemm(x, [w.to("meta")]), ValueError, r"weights\[0\] on .* as x is, got meta"),
-        (lambda x, w: fusebook.concat_gemm(x.int(), [w]), TypeError, "x to be float16, bfloat16 or float32, got"),
-        (lambda x, w: fusebook.concat_gemm(x.double(), [w]), TypeError, "got torch.float64; cast it first"),
+        (lambda x, w: fusebook.concat_gemm(x.int(), [w]), TypeError, "x to be float16, bfloat16, float32 or float64"),
+        (lambda x, w: fusebook.concat_gemm(x.cfloat(), [w]), TypeError, "got torch.complex64; cast it first"),
+        (lambda x, w: fusebook.concat_gemm(x.double(), [w]), TypeError, r"weights\[0\] to be torch.float64 as x is"),
+        (
+            lambda x, w: fusebook.concat_gemm(x.double(), [w.double()], strategy="fused"),
+            TypeError,
+            "the strategy 'fused', got torch.float64; leave the strategy at None",
+        ),
         (lambda x, w: fusebook.concat_gemm(x, [[1.0]]), TypeError, r"weights\[0\] to be a torch.Tensor, got list"),
         (lambda x, w: fusebook.concat_gemm(x, [w[0]]), ValueError, r"weights\[0\] of shape \[8, N\]"),
         (lambda x, w: fusebook.concat_gemm(x[0, 0], [w]), ValueError, "got a single number; give it an axis"),
@@ -230,6 +250,7 @@ W = torch.zeros(8, 6)
         (lambda x, w: fusebook.concat_gemm(x, [w], tf32=1), TypeError, "tf32 to be True, False or None, got 1"),
         (lambda x, w: fusebook.swiglu(x, w, w[:, :5]), ValueError, r"up of shape \(8, 6\) as gate has"),
         (lambda x, w: fusebook.swiglu(x, w, w.T), ValueError, r"up of shape \[8, N\]"),
+        (lambda x, w: fusebook.swiglu(x, w, w, strategy="fast"), ValueError, "fused, views, got 'fast'"),
         (lambda x, w: fusebook.swiglu(x, w, w, w[0]), ValueError, r"bias of shape \(2, 6\), a row for gate"),
         (lambda x, w: fusebook.swiglu(x, w, w, w[:2].half()), TypeError, "bias to be torch.float32 as x is"),
     ],
@@ -259,6 +280,12 @@ def test_gradients_are_those_of_the_chain(device):
             assert got is None or torch.allclose(got, want, atol=1e-5)
 
 
+def test_gradients_agree_with_differences(device):
+    inputs = [drawn(*s, dtype=torch.float64, device=device).requires_grad_() for s in ((3, 4), (4, 5), (4, 5), (2, 5))]
+    assert torch.autograd.gradcheck(lambda x, a, b: fusebook.concat_gemm(x, [a, b]), inputs[:3])
+    assert torch.autograd.gradcheck(fusebook.swiglu, inputs)
+
+
 def test_gradients_are_differentiable_once_more(device):
     x, a, b = (drawn(*shape, device=device).requires_grad_() for shape in ((3, 4), (4, 5), (4, 5)))
 
@@ -275,7 +302,7 @@ def test_custom_operators_are_registered_whole(device):
     x, a, b = (drawn(*shape, device=device).requires_grad_() for shape in ((3, 4), (4, 5), (4, 6)))
     torch.library.opcheck(torch.ops.fusebook.concat_gemm, (x, [a, b], False, "fused"))
     bias = drawn(2, 5, device=device).requires_grad_()
-    torch.library.opcheck(torch.ops.fusebook.swiglu, (x, a, b[:, :5].detach(), bias, False))
+    torch.library.opcheck(torch.ops.fusebook.swiglu, (x, a, b[:, :5].detach(), bias, False, ""))
 
 
 def test_under_compile(device):
@@ -307,19 +334,21 @@ def tuned(name):
 def test_every_class_of_problems_has_a_plan_that_was_tuned(name):
     for math, layout, shape in gemm.classes(name):
         plan = dict(tuned(name)["90"][f"{math} {layout}"][shape])
-        assert isinstance(plan.pop("views"), bool)
+        views = plan.pop("views")
+        assert views is None if name == "swiglu" and math == "half" else views > 0
         assert Plan(**plan) in gemm.candidates(name, math, layout, shape)
 
 
 @pytest.mark.parametrize("name", ["concat_gemm", "swiglu"])
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0), None])
 def test_a_plan_is_made_for_every_size(name, capability):
-    for math in ("half", "tf32", "float32"):
+    for math in ("half", "tf32", "float32", "float64"):
         for layout in ("row", "column", "any"):
             for M in (1, 17, 64, 65, 1000, 100_000):
                 for strategy in gemm.STRATEGIES:
-                    plan = gemm._gemm_plan(name, (M, 777), math, layout, layout != "any", capability, strategy)
-                    assert plan.kernel in (("views",) if strategy == "views" else ("tiles", "strided"))
+                    plan = gemm._gemm_plan(name, (M, 777), math, layout, layout != "any", (capability, 132), strategy)
+                    torchs = strategy == "views" or math == "float64"
+                    assert plan.kernel in (("views",) if torchs else ("tiles", "strided"))
                     assert layout != "any" or plan.kernel != "tiles"
 
 
@@ -327,17 +356,40 @@ def test_a_gpu_that_nobody_tuned_gets_96_kib_at_most():
     for math, itemsize in (("half", 2), ("tf32", 4), ("float32", 4)):
         for M in (1, 32, 64, 1000, 100_000):
             for name in ("concat_gemm", "swiglu"):
-                plan = gemm._gemm_plan(name, (M, 4096), math, "row", True, (8, 6))
+                plan = gemm._gemm_plan(name, (M, 4096), math, "row", True, ((8, 6), 84))
                 weights = 2 if name == "swiglu" else 1
                 assert plan.stages * plan.bk * (plan.bm + weights * plan.bn) * itemsize <= 96 * 1024
 
 
-def test_the_launcher_chooses_views_where_they_were_faster(device, monkeypatch):
-    plans = {"90": {"half row": {"2**15": {**Plan("tiles", 64, 64, 64)._asdict(), "views": True}}}}
-    monkeypatch.setattr(gemm, "_tuned", lambda name: plans)
-    sizes = (100, 100), "half", "row", True, (9, 0)
-    assert gemm._gemm_plan("concat_gemm", *sizes, None).kernel == "views"
-    assert gemm._gemm_plan("concat_gemm", *sizes, "fused").kernel == "tiles"
+def noted(monkeypatch, shape, views, **more):
+    """One tuned plan, and what was noted of torch's time."""
+    plan = {**Plan("tiles", 128, 256, 64, **more)._asdict(), "views": views}
+    monkeypatch.setattr(gemm, "_tuned", lambda name: {"90": {"half row": {shape: plan}}})
+    return lambda M, N, strategy=None: (
+        gemm._gemm_plan("concat_gemm", (M, N), "half", "row", True, ((9, 0), 132), strategy).kernel
+    )
+
+
+def test_the_launcher_chooses_views_where_they_were_faster(monkeypatch):
+    for views, chosen in ((0.9, "views"), (0.99, "tiles"), (1.1, "tiles"), (None, "tiles")):
+        kernel = noted(monkeypatch, "2**15", views, waves=0)
+        assert kernel(100, 100) == chosen
+        assert kernel(100, 100, "fused") == "tiles"
+
+
+def test_the_launcher_chooses_views_where_tiles_fill_their_rounds_badly(monkeypatch):
+    kernel = noted(monkeypatch, "2**23", 1.05)
+    assert kernel(2048, 4096) == "tiles", "256 tiles over 132 multiprocessors: two rounds, nearly full"
+    assert kernel(2048, 4352) == "views", "272 tiles: a third round for eight of them"
+    assert kernel(2000, 4090) == "tiles", "tiles hang over by little"
+    assert noted(monkeypatch, "2**23", 1.05, waves=0)(2048, 4352) == "tiles", "several programs share a multiprocessor"
+
+
+def test_what_is_larger_than_all_that_was_tuned_takes_the_largest(monkeypatch):
+    kernel = noted(monkeypatch, "2**23", 0.5)
+    assert kernel(2**15, 2**15) == "views"
+    assert kernel(100, 100) == "tiles", "what is smaller takes the plan of a GPU that nobody tuned"
+    assert kernel(16, 4096) == "strided", "and few rows as well"
 
 
 def test_classes_of_shapes_meet_without_gaps():
@@ -368,13 +420,15 @@ def test_tuning_keeps_the_fastest_right_plan_and_the_plans_of_others(monkeypatch
     monkeypatch.setattr(gemm, "candidates", lambda *key: (wrong, slow, fast))
     monkeypatch.setattr(gemm, "problem", lambda *key: (drawn(4, 8), drawn(8, 5), drawn(8, 5)))
     monkeypatch.setattr(gemm, "attempt", attempt)
-    (tmp_path / "concat_gemm.json").write_text('{"80": {}}')
+    (tmp_path / "concat_gemm.json").write_text('{"80": {}, "70": {"half row": {"2**17": {}}}}')
     assert tune.main(["concat_gemm", "--out", str(tmp_path)]) == 0
     found = json.loads((tmp_path / "concat_gemm.json").read_text())
-    assert found == {"80": {}, "70": {"half row": {"2**15": {**fast._asdict(), "views": False}}}}
-    for torchs, chosen in ((0.5, True), (0.99, False)):  # medians within 2 % count as equal
-        seconds[None] = torchs
-        assert tune.tune("concat_gemm")["half row"]["2**15"]["views"] is chosen
+    tuned_now = {"2**15": {**fast._asdict(), "views": 3.0}, "2**17": {}}
+    assert found == {"80": {}, "70": {"half row": tuned_now}}
+    assert tune.main(["concat_gemm", "--out", str(tmp_path), "--only", "tf32,half column"]) == 1
+    assert "expected the beginning of one of half row 2**15, got tf32, half column" in capsys.readouterr().err
+    seconds[None] = 0.5
+    assert tune.tune("concat_gemm", only=["half"])["half row"]["2**15"]["views"] == 0.5
     monkeypatch.setattr(gemm, "candidates", lambda *key: (wrong,))
     assert tune.main(["concat_gemm", "--out", str(tmp_path)]) == 1
     assert "expected a plan for half row 2**15, got none that runs" in capsys.readouterr().err

@@ -3,8 +3,8 @@
 A module whose kernels are tuned says which classes of problems have a plan of their own (``classes``), which plans are
 worth a try (``candidates``), how a problem of a class looks (``problem``) and how it is launched by a plan
 (``attempt``). Each plan is checked and timed, cold and warm, and the one with the least product of both times is kept
-in ``kernels/tuned/<op>.json`` under the GPU's compute capability; what stands there for others is left alone. Where
-torch's own way is faster still, that is noted beside it.
+in ``kernels/tuned/<op>.json`` under the GPU's compute capability; what stands there for others is left alone. The time
+of torch's own way, in times of the best plan's, is noted beside it: the launcher chooses by it.
 
 Times of a plan depend on the machine's other work: run it on a GPU that nothing else uses, and record again afterwards,
 since the tuned constants are part of what a record is taken from.
@@ -31,9 +31,6 @@ from fusebook import check, timing
 from fusebook.kernels import OPS
 
 __all__ = ["main", "tunable", "tune"]
-
-#: Torch's way is chosen where it is faster by more than this: medians that are closer count as equal.
-_WITHIN = 0.02
 
 
 def tunable() -> dict[str, Any]:
@@ -82,7 +79,9 @@ def _fastest(ways: Mapping[Any, Callable[[], Any]], repeat: int) -> dict[Any, fl
     return times
 
 
-def tune(name: str, *, repeat: int = 10, workers: int | None = None) -> dict[str, dict[str, dict[str, Any]]]:
+def tune(
+    name: str, *, repeat: int = 30, workers: int | None = None, only: Sequence[str] = ("",)
+) -> dict[str, dict[str, dict[str, Any]]]:
     """Time the candidates of every class of problems and keep the best of each.
 
     Parameters
@@ -93,6 +92,8 @@ def tune(name: str, *, repeat: int = 10, workers: int | None = None) -> dict[str
         Calls timed of each plan and clock.
     workers : int, optional
         Processes that compile; as many as there are cores, but sixteen at most.
+    only : sequence of str
+        The classes whose name begins with one of these, such as ``"half row"`` or ``"tf32 row 2**23"``; all by default.
 
     Returns
     -------
@@ -102,7 +103,7 @@ def tune(name: str, *, repeat: int = 10, workers: int | None = None) -> dict[str
     Raises
     ------
     ValueError
-        Where no operator of that name has plans to choose.
+        Where no operator of that name has plans to choose, or no class begins so.
     RuntimeError
         Where there is no GPU, or no candidate of a class is right.
     """
@@ -111,7 +112,10 @@ def tune(name: str, *, repeat: int = 10, workers: int | None = None) -> dict[str
     if not torch.cuda.is_available():
         raise RuntimeError("fusebook.tune: expected a CUDA device, got none; plans are chosen on a GPU")
     module = tunable()[name]
-    keys = module.classes(name)
+    keys = [key for key in module.classes(name) if _label(key).startswith(tuple(only))]
+    if not keys:
+        labels = ", ".join(map(_label, module.classes(name)))
+        raise ValueError(f"fusebook.tune: expected the beginning of one of {labels}, got {', '.join(only)}")
     _precompile(name, module, keys, workers or min(16, os.cpu_count() or 1))
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for key in tqdm(keys, desc=name, disable=None):
@@ -132,9 +136,9 @@ def tune(name: str, *, repeat: int = 10, workers: int | None = None) -> dict[str
         if not plans:
             raise RuntimeError(f"fusebook.tune: expected a plan for {_label(key)}, got none that runs; add a candidate")
         best = min(plans, key=times.__getitem__)
-        views = None in times and times[None] * (1 + _WITHIN) < times[best]
+        views = round(times[None] / times[best], 3) if None in times else None
         found.setdefault(_label(key[:2]), {})[key[2]] = {**best._asdict(), "views": views}
-        ratio = f", torch {times[None] / times[best]:.3f} times as long" if None in times else ""
+        ratio = f", torch {views} times as long" if views else ""
         print(f"{_label(key)}: {times[best] * 1e6:.1f} us by {best}{ratio}", flush=True)
     return found
 
@@ -143,7 +147,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m fusebook.tune", description="Choose the constants of kernels.")
     parser.add_argument("ops", nargs="+", metavar="op", choices=sorted(tunable()), help=", ".join(tunable()))
-    parser.add_argument("--repeat", type=int, default=10)
+    parser.add_argument("--repeat", type=int, default=30)
+    parser.add_argument("--only", default="", metavar="CLASSES", help='comma list: "half row,tf32" for what begins so')
     parser.add_argument("--out", type=pathlib.Path, help="folder of the plans; the package's")
     args = parser.parse_args(argv)
     try:
@@ -153,10 +158,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             file = folder / f"{name}.json"
             plans = json.loads(file.read_text()) if file.exists() else {}
             major, minor = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
-            plans[f"{major}{minor}"] = tune(name, repeat=args.repeat)
+            here = plans.setdefault(f"{major}{minor}", {})
+            for kind, shapes in tune(name, repeat=args.repeat, only=args.only.split(",")).items():
+                here.setdefault(kind, {}).update(shapes)
             file.write_text(json.dumps(plans, indent=1, sort_keys=True) + "\n")
             print(file)
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         print(error, file=sys.stderr)
         return 1
     return 0

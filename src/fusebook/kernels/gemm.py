@@ -10,9 +10,10 @@ product is written at all. Two products and a concatenation write 2MN each and r
 after another writes 4MN more than MN and reads as much. All weights go through one launch, whose programs meet the same
 tiles of x in the L2 cache.
 
-Sums are float32. Float32 is multiplied as such, or in TF32 where that is asked for. Limits: float16, bfloat16 and
-float32; the output is contiguous; more than four weights, and weights whose layouts differ, take several launches into
-the same output.
+Sums are float32. Float32 is multiplied as such, or in TF32 where that is asked for. Where torch's products were faster
+when a kind of GPU was tuned, the launchers take them, as they do for float64: each writes into its own columns of one
+matrix, and of SwiGLU one kernel does the rest. Limits: the output is contiguous; more than four weights, and weights
+whose layouts differ, take several launches into the same output.
 
 Two kernels each. *Tiles*: a fixed number of programs walks over the tiles of the output; tensor descriptors fetch the
 tiles of x and of the weights, whose addresses must be multiples of 16 bytes. *Strided*: any strides, by pointers and
@@ -28,7 +29,7 @@ import itertools
 import json
 import math
 import pathlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -139,6 +140,17 @@ def _ends(N0, N1, N2, N3, BN: tl.constexpr, COUNT: tl.constexpr):
 
 
 @triton.jit
+def _take_over(LATE: tl.constexpr):
+    """LATE: this kernel was launched before the one ahead had ended, and touches no memory until it has.
+
+    Then it lets the next kernel be launched as early, which thus finds its place before this one is over.
+    """
+    if LATE:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
 def _store(out_ptr, y, m, n, M, N, LD):
     """A tile of the output; m and n are its rows and columns."""
     at = m.to(tl.int64)[:, None] * LD + n[None, :]  # [BM, BN]; int64: an output may have more than 2**31 elements
@@ -186,9 +198,10 @@ def _concat_gemm_tiles(
 def _concat_gemm_stacked(
     out_ptr, y_tiles, x_tiles, w_tiles, M, K, N, LD, LAST, PROGRAMS, COUNT: tl.constexpr, COLUMN: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, FLAT: tl.constexpr,
-    BULK: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
+    BULK: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr, LATE: tl.constexpr = False,
 ):  # fmt: skip
     """As `_concat_gemm_tiles`, of weights that one descriptor describes: its first axis goes from weight to weight."""
+    _take_over(LATE)
     rows = tl.cdiv(M, BM)
     columns = tl.cdiv(N, BN)
     steps = tl.cdiv(K, BK)
@@ -208,7 +221,13 @@ def _concat_gemm_stacked(
                 x = x.to(tl.float32)
                 w = w.to(tl.float32)
             y = tl.dot(x, w, y, input_precision=PRECISION)
-        if BULK:  # the copy engine stores, and cuts off what is out of range
+        # BULK: the copy engine stores, and cuts off what is out of range; in two halves, a tile needs half the shared
+        # memory for it, which leaves room for one more step under way.
+        if BULK == 2:
+            left, right = y.to(y_tiles.dtype).reshape(BM, 2, BN // 2).permute(0, 2, 1).split()
+            y_tiles.store([r * BM, which, n], left.reshape(BM, 1, BN // 2))  # write MN, with the next line
+            y_tiles.store([r * BM, which, n + BN // 2], right.reshape(BM, 1, BN // 2))
+        elif BULK == 1:
             y_tiles.store([r * BM, which, n], y.to(y_tiles.dtype).reshape(BM, 1, BN))  # write MN
         else:
             start = which.to(tl.int64) * N
@@ -285,11 +304,27 @@ def _sum_of_parts(parts_ptr, m, n, M, N, LD, BM: tl.constexpr, BN: tl.constexpr,
 
 @triton.jit
 def _gated(g, u, bias_ptr, n, N, BIAS: tl.constexpr):
-    """The products of a tile become its output, in float32 registers."""
+    """The products of a tile become its output, in registers and in the dtype of the products."""
     if BIAS:
-        g += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
-        u += tl.load(bias_ptr + N + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+        g += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(g.dtype)[None, :]
+        u += tl.load(bias_ptr + N + n, mask=n < N, other=0.0).to(g.dtype)[None, :]
     return g / (1 + tl.exp(-g)) * u
+
+
+@triton.jit
+def _swiglu_gate(out_ptr, both_ptr, bias_ptr, M, N, BIAS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
+    """A tile of the output of SwiGLU, from both products side by side in memory."""
+    columns = tl.cdiv(N, BN)
+    m = tl.program_id(0) // columns * BM + tl.arange(0, BM)  # [BM]
+    n = tl.program_id(0) % columns * BN + tl.arange(0, BN)  # [BN]
+    at = both_ptr + m.to(tl.int64)[:, None] * (2 * N) + n[None, :]  # [BM, BN]
+    mask = (m < M)[:, None] & (n < N)[None, :]
+    g = tl.load(at, mask=mask, other=0.0)  # read MN
+    u = tl.load(at + N, mask=mask, other=0.0)  # read MN
+    if g.dtype != tl.float64:
+        g = g.to(tl.float32)
+        u = u.to(tl.float32)
+    _store(out_ptr, _gated(g, u, bias_ptr, n, N, BIAS), m, n, M, N, N)  # write MN
 
 
 @triton.jit(do_not_specialize=["M", "PROGRAMS"])
@@ -332,23 +367,41 @@ def _swiglu_tiles(
 def _swiglu_stacked(
     out_ptr, y_tiles, x_tiles, w_tiles, bias_ptr, M, K, N, LAST, PROGRAMS, BIAS: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, FLAT: tl.constexpr, BULK: tl.constexpr,
-    PRECISION: tl.constexpr, WIDE: tl.constexpr,
+    PRECISION: tl.constexpr, WIDE: tl.constexpr, SWAP: tl.constexpr = False, LATE: tl.constexpr = False,
 ):  # fmt: skip
-    """As `_swiglu_tiles`, of weights in one descriptor: a tile has columns of both, so one sum suffices."""
+    """As `_swiglu_tiles`, of weights in one descriptor: a tile has columns of both, so one sum suffices.
+
+    SWAP multiplies the transposes, for few rows: Hopper's matrix units take 64 rows at least, but as few as 8 columns.
+    There the next kernel is let in at the end only: its programs would take places unevenly, and bandwidth is all.
+    """
+    if not SWAP:
+        _take_over(LATE)
+    elif LATE:
+        tl.extra.cuda.gdc_wait()
     rows = tl.cdiv(M, BM)
     columns = tl.cdiv(N, BN)
     steps = tl.cdiv(K, BK)
     for tile in tl.range(tl.program_id(0), rows * columns, PROGRAMS, flatten=FLAT):
         r, c = _place(tile, rows, columns, GROUP)
         n = c * BN
-        both = tl.zeros([BM, 2 * BN], tl.float32)
+        if SWAP:
+            both = tl.zeros([2 * BN, BM], tl.float32)
+        else:
+            both = tl.zeros([BM, 2 * BN], tl.float32)
         for k in range(steps):
             x = x_tiles.load([r * BM, k * BK])  # [BM, BK]
-            w = w_tiles.load([0, n, k * BK]).reshape(2 * BN, BK).T  # [BK, 2 BN]
+            w = w_tiles.load([0, n, k * BK]).reshape(2 * BN, BK)  # [2 BN, BK]
             if WIDE:
                 x = x.to(tl.float32)
                 w = w.to(tl.float32)
-            both = tl.dot(x, w, both, input_precision=PRECISION)
+            if SWAP:
+                both = tl.dot(w, x.T, both, input_precision=PRECISION)
+            else:
+                both = tl.dot(x, w.T, both, input_precision=PRECISION)
+        if SWAP:
+            both = both.T
+            if LATE:
+                tl.extra.cuda.gdc_launch_dependents()
         # A thread holds the same columns of either half, so that nothing is exchanged here.
         first, second = both.reshape(BM, 2, BN).permute(0, 2, 1).split()
         g = tl.where(LAST == 0, first, second)  # the weight with the lower address comes first
@@ -421,8 +474,9 @@ def _swiglu_strided(
 # Plans ---------------------------------------------------------------------------------------------------------------
 
 STRATEGIES = ("fused", "views")
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _MOST = 4  # weights of one launch
+_WITHIN = 0.01  # times that are closer count as equal, and then the kernel is ours
 
 
 class Plan(NamedTuple):
@@ -431,7 +485,7 @@ class Plan(NamedTuple):
     Attributes
     ----------
     kernel : str
-        ``"tiles"``, ``"strided"``, or ``"views"``: torch's own products into columns of the output.
+        ``"tiles"``, ``"strided"``, or ``"views"``: torch's own products, each into its columns of one matrix.
     bm, bn, bk : int
         The tile of the output, and the step along K.
     group : int
@@ -441,10 +495,14 @@ class Plan(NamedTuple):
     stages : int
         Steps whose tiles are under way at once.
     warps : int
-    flat, bulk : bool
-        Fetch for the next tile while this one is finished; store by the copy engine.
+    flat : bool
+        Fetch for the next tile while this one is finished.
+    bulk : int
+        In how many parts the copy engine stores a tile; 0 where threads store it.
     waves : int
         Programs on each multiprocessor that walk over tiles; 0 for a program a tile.
+    swap, late : bool
+        Multiply transposes; be launched before the kernel ahead has ended. Of weights in one descriptor only.
     """
 
     kernel: str
@@ -456,8 +514,10 @@ class Plan(NamedTuple):
     stages: int = 3
     warps: int = 8
     flat: bool = False
-    bulk: bool = False
+    bulk: int = 0
     waves: int = 1
+    swap: bool = False
+    late: bool = False
 
 
 @functools.cache
@@ -468,16 +528,19 @@ def _tuned(name: str) -> dict[str, Any]:
 
 
 def shape_class(M: int, N: int) -> str:
-    """The class of an output's shape, whose members share a plan: few rows, or the power of two below its size.
+    """The class of an output's shape, whose members share a plan.
 
     Parameters
     ----------
     M, N : int
+        Rows, and the columns of all weights together.
 
     Returns
     -------
     str
-        ``"rows 16"``, ``"rows 32"`` or ``"rows 64"`` up to so many rows; ``"2**21"`` and so on above.
+        ``"rows 16"``, ``"rows 32"`` or ``"rows 64"`` up to so many rows. Above, ``"2**k"`` with an odd k for sizes
+        M * N from ``2**(k - 1)`` to below ``2**(k + 1)``; the first class, k = 15, takes what is smaller and the last,
+        k = 27, what is larger.
     """
     for rows in (16, 32, 64):
         if M <= rows:
@@ -485,8 +548,31 @@ def shape_class(M: int, N: int) -> str:
     return f"2**{min(27, max(15, (M * N).bit_length() - 1 | 1))}"
 
 
+def _square_of(shape: str) -> int:
+    """The side n of the problem in the middle of a class: n x n, with two weights of n x n."""
+    return 2 ** ((int(shape.removeprefix("2**")) - 1) // 2)
+
+
+def _nearest(shape: str, known: Mapping[str, Any]) -> str | None:
+    """The class itself or, of what is larger than all that was tuned, the largest."""
+    if shape in known or shape.startswith("rows"):
+        return shape if shape in known else None
+    smaller = [k for k in known if k.startswith("2**") and _square_of(k) < _square_of(shape)]
+    return max(smaller, key=_square_of, default=None)
+
+
+def _filled(M: int, N: int, plan: Plan, multiprocessors: int) -> float:
+    """The share of its rounds over the multiprocessors that a plan spends on the output.
+
+    The rest is lost where tiles hang over the edges, and in the last round, which is seldom full.
+    """
+    programs = plan.waves * multiprocessors
+    rounds = triton.cdiv(triton.cdiv(M, plan.bm) * triton.cdiv(N, plan.bn), programs)
+    return M * N / (rounds * programs * plan.bm * plan.bn)
+
+
 def _math(dtype: torch.dtype, tf32: bool) -> str:
-    return "half" if dtype.itemsize == 2 else "tf32" if tf32 else "float32"
+    return "half" if dtype.itemsize == 2 else "float64" if dtype == torch.float64 else "tf32" if tf32 else "float32"
 
 
 def _gemm_plan(
@@ -495,7 +581,7 @@ def _gemm_plan(
     math: str,
     layout: str,
     aligned: bool,
-    capability: tuple[int, int] | None,
+    hardware: tuple[tuple[int, int] | None, int],
     strategy: str | None = "fused",
 ) -> Plan:
     """Choose the kernel and its constants.
@@ -507,13 +593,14 @@ def _gemm_plan(
     sizes : tuple of int
         M, and the columns of all weights together.
     math : str
-        ``"half"``, ``"tf32"`` or ``"float32"``.
+        ``"half"``, ``"tf32"``, ``"float32"`` or ``"float64"``, for which there is no kernel of ours.
     layout : str
-        Of the weights: ``"row"``, ``"column"`` or ``"any"``.
+        Of the weights: ``"row"``, ``"column"`` or ``"any"``, and behind the former ``" apart"`` or ``" short"`` where
+        `_kind` says so.
     aligned : bool
         Whether tensor descriptors can be made.
-    capability : tuple of int, optional
-        The GPU's; None for the interpreter.
+    hardware : tuple
+        The GPU's capability, None for the interpreter, and its multiprocessors.
     strategy : str, optional
         One of `STRATEGIES`; the faster one where None.
 
@@ -521,23 +608,35 @@ def _gemm_plan(
     -------
     Plan
     """
-    if strategy == "views":
+    if strategy == "views" or math == "float64":
         return Plan("views", 0, 0, 0)
     M, N = sizes
+    capability, multiprocessors = hardware
     halves = 2 if name == "swiglu" else 1
     if capability is None:
-        # The interpreter's cost is programs times operations. Several tiles and steps even where tests are small.
+        # The interpreter's cost is programs times operations. Several tiles and steps even where tests are small, and
+        # now one way to store, now the other.
         if aligned:
-            return Plan("tiles", 64, 64 // halves, 64, group=2)
+            swap = name == "swiglu" and M <= 16
+            return Plan("tiles", 16 if swap else 64, 64 // halves, 64, group=2, bulk=2 if M % 2 else 1, swap=swap)
         return Plan("strided", 16 if M <= 16 else 64, 256 // halves, 64, group=2, split=2 if M <= 16 else 1)
     found = _tuned(name).get(f"{capability[0]}{capability[1]}", {})
-    chosen = found.get(f"{math} {layout if aligned else 'any'}", {}).get(shape_class(M, N))
-    if chosen is not None:
-        if strategy is None and chosen["views"]:
-            return Plan("views", 0, 0, 0)
-        return Plan(**{key: value for key, value in chosen.items() if key != "views"})
-    if strategy is None and math == "float32" and M * N >= 2**21:
-        return Plan("views", 0, 0, 0)  # without tensor cores, ours is no match for torch's
+    layout, _, kind = layout.partition(" ") if aligned else ("any", "", "")
+    shapes = found.get(f"{math} {layout}", {}) | found.get(f"{math} {layout} {kind}", {})
+    if (shape := _nearest(shape_class(M, N), shapes)) is not None:
+        constants = dict(shapes[shape])
+        views, plan = constants.pop("views"), Plan(**constants)
+        if strategy is None and views is not None:
+            if plan.kernel == "tiles" and plan.waves and shape.startswith("2**"):
+                # Torch has tiles of many sizes, so that its time is taken to follow the work; ours follows the rounds.
+                n = _square_of(shape)
+                noted = _filled(n, 2 * n // halves, plan, multiprocessors)
+                views *= _filled(M, N // halves, plan, multiprocessors) / noted
+            if views < 1 - _WITHIN:
+                return Plan("views", 0, 0, 0)
+        return plan
+    if strategy is None and M * N >= 2**21 and (math == "float32" or (math, layout) == ("tf32", "any")):
+        return Plan("views", 0, 0, 0)  # without tensor cores, or fed by pointers, ours is no match for torch's
     # Not tuned: at most 96 KiB of shared memory. A step of K that is 128 bytes wide fills whole lines of the cache.
     bk = 64 if math == "half" else 32
     if M <= 64:
@@ -607,6 +706,13 @@ def _options(plan: Plan, dtype: torch.dtype, math: str) -> dict[str, Any]:
     }
 
 
+def _late(plan: Plan, x: Tensor) -> dict[str, bool]:
+    """How a kernel is launched that waits by itself for the one ahead, where the GPU can: Hopper and later."""
+    capability, _ = gpu(x.device)
+    late = plan.late and capability is not None and capability >= (9, 0)
+    return {"LATE": True, "launch_pdl": True} if late else {}
+
+
 def _programs(plan: Plan, tiles: int, device: torch.device) -> int:
     return min(tiles, plan.waves * gpu(device)[1]) if plan.waves else tiles
 
@@ -632,6 +738,18 @@ def _stack(weights: Sequence[Tensor], layout: str) -> tuple[int, int] | None:
     if distances or not 16 <= abs(distance) < 2**40:
         return None
     return abs(distance) // first.element_size(), len(weights) - 1 if distance < 0 else 0
+
+
+def _kind(x: Tensor, weights: Sequence[Tensor], layout: str) -> str:
+    """What makes an aligned product slower than others of its size, as a word behind the layout.
+
+    " short": rows that do not begin at multiples of 128 bytes, so that a fetch touches two lines of the cache instead
+    of one. " apart": weights that one descriptor does not describe, so that programs make a descriptor for each tile.
+    """
+    pitches = [_leading(x, "row"), *(_leading(w, layout) for w in weights)]
+    if any(pitch * x.element_size() % 128 for pitch in pitches):
+        return " short"
+    return "" if _stack(weights, layout) else " apart"
 
 
 def _workspace(plan: Plan, tiles: int, sums: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -664,15 +782,15 @@ def _launch_concat(out: Tensor, x: Tensor, weights: Sequence[Tensor], math: str,
             )  # fmt: skip
             return
         distance, last = stack
-        bulk = plan.bulk and all(size * out.element_size() % 16 == 0 for size in (LD, N)) and out.data_ptr() % 16 == 0
+        bulk = plan.bulk if out.data_ptr() % 16 == 0 and all(n * out.element_size() % 16 == 0 for n in (LD, N)) else 0
         sizes, tile = ([N, K], [plan.bn, plan.bk]) if column else ([K, N], [plan.bk, plan.bn])
         w = TensorDescriptor(
             weights[last], [len(weights), *sizes], [distance, _leading(weights[0], layout), 1], [1, *tile]
         )
-        y = TensorDescriptor(out, [M, len(weights), N], [LD, N, 1], [plan.bm, 1, plan.bn]) if bulk else None
+        y = TensorDescriptor(out, [M, len(weights), N], [LD, N, 1], [plan.bm, 1, plan.bn // bulk]) if bulk else None
         _concat_gemm_stacked[(programs,)](
             out, y, _tiles_of(x, "row", plan.bm, plan.bk), w, M, K, N, LD, last, programs,
-            COLUMN=column, FLAT=plan.flat, BULK=bulk, **options,
+            COLUMN=column, FLAT=plan.flat, BULK=bulk, **options, **_late(plan, x),
         )  # fmt: skip
         return
     # The parts are laid out as the columns of `out` are, but without its other columns.
@@ -697,7 +815,7 @@ def _launch_swiglu(
     biases = x if bias is None else bias.contiguous()
     if plan.kernel == "tiles":
         programs = _programs(plan, tiles, x.device)
-        bulk = plan.bulk and N * out.element_size() % 16 == 0
+        bulk = plan.bulk > 0 and N * out.element_size() % 16 == 0
         options |= {"FLAT": plan.flat, "BULK": bulk}
         y = _tiles_of(out, "row", plan.bm, plan.bn) if bulk else None
         x_tiles = _tiles_of(x, "row", plan.bm, plan.bk)
@@ -707,7 +825,9 @@ def _launch_swiglu(
             lower = up if last else gate
             strides = [distance, _leading(lower, layout), 1]
             w = TensorDescriptor(lower, [2, N, K], strides, [2, plan.bn, plan.bk])
-            _swiglu_stacked[(programs,)](out, y, x_tiles, w, biases, M, K, N, last, programs, **options)
+            _swiglu_stacked[(programs,)](
+                out, y, x_tiles, w, biases, M, K, N, last, programs, SWAP=plan.swap, **options, **_late(plan, x)
+            )
             return
         _swiglu_tiles[(programs,)](
             out, y, x_tiles, _tiles_of(gate, layout, plan.bk, plan.bn), _tiles_of(up, layout, plan.bk, plan.bn),
@@ -743,6 +863,17 @@ def _views(out: Tensor, x: Tensor, weights: Sequence[Tensor], tf32: bool) -> Ten
     return out
 
 
+def _gate_views(out: Tensor, x: Tensor, gate: Tensor, up: Tensor, bias: Tensor | None, tf32: bool) -> Tensor:
+    """SwiGLU where torch's products are faster by more than it costs to write and read them: one kernel more."""
+    M, N = out.shape
+    both = _views(out.new_empty(M, 2 * N), x, (gate, up), tf32)
+    bm, bn = (64, 64) if INTERPRETED else (1, 1024)  # the interpreter's cost is the number of programs
+    grid = triton.cdiv(M, bm) * triton.cdiv(N, bn)
+    biases = out if bias is None else bias.contiguous()
+    _swiglu_gate[(grid,)](out, both, biases, M, N, BIAS=bias is not None, BM=bm, BN=bn)
+    return out
+
+
 def _concat(x: Tensor, weights: Sequence[Tensor], tf32: bool, strategy: str) -> Tensor:
     """Allocate and launch; arguments are valid. An empty `strategy` leaves the choice to the plan."""
     M, K = x.shape
@@ -752,7 +883,7 @@ def _concat(x: Tensor, weights: Sequence[Tensor], tf32: bool, strategy: str) -> 
         return out
     if K == 0:
         return out.zero_()
-    math, capability = _math(x.dtype, tf32), gpu(x.device)[0]
+    math, hardware = _math(x.dtype, tf32), gpu(x.device)
     weights = [w for w in weights if w.shape[1]]
     layouts = [_layout(w) for w in weights]
     fetchable = _layout(x) == "row" and _describable(x, "row")
@@ -765,7 +896,8 @@ def _concat(x: Tensor, weights: Sequence[Tensor], tf32: bool, strategy: str) -> 
                 end += 1
             group, layout = weights[at:end], layouts[at]
             aligned = fetchable and all(_describable(w, layout) for w in group)
-            plan = _plan("concat_gemm", (M, N), math, layout, aligned, capability, strategy or None)
+            kind = _kind(x, group, layout) if aligned else ""
+            plan = _plan("concat_gemm", (M, N), math, layout + kind, aligned, hardware, strategy or None)
             width = sum(w.shape[1] for w in group)
             columns = out.narrow(1, start, width)
             if plan.kernel == "views":
@@ -776,8 +908,8 @@ def _concat(x: Tensor, weights: Sequence[Tensor], tf32: bool, strategy: str) -> 
     return out
 
 
-def _swiglu(x: Tensor, gate: Tensor, up: Tensor, bias: Tensor | None, tf32: bool) -> Tensor:
-    """Allocate and launch; arguments are valid."""
+def _swiglu(x: Tensor, gate: Tensor, up: Tensor, bias: Tensor | None, tf32: bool, strategy: str) -> Tensor:
+    """Allocate and launch; arguments are valid. An empty `strategy` leaves the choice to the plan."""
     (M, K), N = x.shape, gate.shape[1]
     out = torch.empty(M, N, dtype=x.dtype, device=x.device)
     if out.numel() == 0:
@@ -786,9 +918,12 @@ def _swiglu(x: Tensor, gate: Tensor, up: Tensor, bias: Tensor | None, tf32: bool
     layout = _layout(gate) if _layout(gate) == _layout(up) else "any"
     aligned = _layout(x) == "row" and all(_describable(t, s) for t, s in ((x, "row"), (gate, layout), (up, layout)))
     aligned = aligned and K > 0  # a descriptor has no empty axis
-    plan = _plan("swiglu", (M, 2 * N), math, layout, aligned, gpu(x.device)[0])
+    plan = _plan("swiglu", (M, 2 * N), math, layout, aligned, gpu(x.device), strategy or None)
     with launching(x):
-        _launch_swiglu(out, x, gate, up, bias, math, layout, plan)
+        if plan.kernel == "views":
+            _gate_views(out, x, gate, up, bias, tf32)
+        else:
+            _launch_swiglu(out, x, gate, up, bias, math, layout, plan)
     return out
 
 
@@ -802,7 +937,7 @@ _swiglu_op = torch.library.custom_op(
     "fusebook::swiglu",
     _swiglu,
     mutates_args=(),
-    schema="(Tensor x, Tensor gate, Tensor up, Tensor? bias, bool tf32) -> Tensor",
+    schema="(Tensor x, Tensor gate, Tensor up, Tensor? bias, bool tf32, str strategy) -> Tensor",
 )
 
 
@@ -812,7 +947,7 @@ def _(x: Tensor, weights: Sequence[Tensor], tf32: bool, strategy: str) -> Tensor
 
 
 @_swiglu_op.register_fake
-def _(x: Tensor, gate: Tensor, up: Tensor, bias: Tensor | None, tf32: bool) -> Tensor:
+def _(x: Tensor, gate: Tensor, up: Tensor, bias: Tensor | None, tf32: bool, strategy: str) -> Tensor:
     return x.new_empty(x.shape[0], gate.shape[1])
 
 
@@ -830,7 +965,7 @@ def _gradients_of_concat(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
 
 
 def _keep_for_swiglu(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, gate, up, bias, _ = inputs
+    x, gate, up, bias, *_ = inputs
     ctx.save_for_backward(x, gate, up, bias)
 
 
@@ -844,7 +979,7 @@ def _gradients_of_swiglu(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     for_u = dy * g * s
     for_g = dy * u * s * (1 + g * (1 - s))
     for_bias = None if bias is None else torch.stack([for_g.sum(0), for_u.sum(0)])
-    return for_g @ gate.mT + for_u @ up.mT, x.mT @ for_g, x.mT @ for_u, for_bias, None
+    return for_g @ gate.mT + for_u @ up.mT, x.mT @ for_g, x.mT @ for_u, for_bias, None, None
 
 
 _concat_op.register_autograd(_gradients_of_concat, setup_context=_keep_for_concat)
@@ -865,8 +1000,12 @@ def _direct(*tensors: Tensor) -> bool:
     )
 
 
-def _checked(name: str, x: Any, weights: Sequence[Any], words: Sequence[str], tf32: Any) -> bool:
-    """Validate x and its weights; return whether float32 is multiplied in TF32."""
+def _checked(name: str, x: Any, weights: Sequence[Any], words: Sequence[str], tf32: Any, strategy: Any) -> bool:
+    """Validate what both operators take; return whether float32 is multiplied in TF32."""
+    if strategy is not None and strategy not in STRATEGIES:
+        raise ValueError(
+            f"{name}: expected strategy to be None or one of {', '.join(STRATEGIES)}, got {strategy!r}; None chooses"
+        )
     check_tensor(name, "x", x, _DTYPES)
     if x.dim() == 0:
         raise ValueError(f"{name}: expected x of shape [..., K], got a single number; give it an axis")
@@ -881,11 +1020,21 @@ def _checked(name: str, x: Any, weights: Sequence[Any], words: Sequence[str], tf
             )
     if tf32 is not None and not isinstance(tf32, bool):
         raise TypeError(f"{name}: expected tf32 to be True, False or None, got {tf32!r}; None follows torch's setting")
+    if x.dtype == torch.float64 and strategy == "fused":
+        raise TypeError(
+            f"{name}: expected float16, bfloat16 or float32 for the strategy 'fused', got torch.float64; leave the "
+            "strategy at None, which multiplies float64 by torch's products"
+        )
     if x.device.type in ("cpu", "cuda"):  # a stand-in on another device is only asked for its shape
         check_device(name, x)
     if x.dtype != torch.float32:
         return False
     return bool(torch.backends.cuda.matmul.allow_tf32 if tf32 is None else tf32)
+
+
+def _flat(x: Tensor) -> Tensor:
+    """All axes but the last as one."""
+    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
 
 
 def concat_gemm(
@@ -896,26 +1045,28 @@ def concat_gemm(
     Parameters
     ----------
     x : torch.Tensor
-        ``[..., K]``, float16, bfloat16 or float32, on a CUDA device (or on the CPU where Triton interprets).
+        ``[..., K]``, float16, bfloat16, float32 or float64, on a CUDA device (or on the CPU where Triton interprets).
     weights : sequence of torch.Tensor
         ``[K, N_i]`` each, of any widths and strides, of the dtype and on the device of `x`. Neither rows nor columns
         that lie side by side in memory are copied, so ``linear.weight.T`` is taken as it is.
     tf32 : bool, optional
         Whether float32 is multiplied in TF32, with ten bits of mantissa. ``torch.backends.cuda.matmul.allow_tf32``
-        where None. Half types do not ask.
+        where None. Other dtypes do not ask.
     strategy : str, optional
-        ``"fused"``: one launch of Fusebook's kernel. ``"views"``: a product of torch's for each weight, each into its
-        own columns of the output. The one that was faster for such sizes where None.
+        ``"fused"``: one launch of Fusebook's kernel, which float64 does not have. ``"views"``: a product of torch's for
+        each weight, each into its own columns of the output. Where None, the one that was faster for such sizes when
+        this kind of GPU was tuned.
 
     Returns
     -------
     torch.Tensor
-        ``[..., N_0 + N_1 + ...]``, contiguous, of the dtype of `x`. Sums are float32, rounded once.
+        ``[..., N_0 + N_1 + ...]``, contiguous, of the dtype of `x`. The fused kernel's sums are float32, rounded once.
 
     Raises
     ------
     TypeError
-        For arguments that are no dense tensors, other dtypes, or dtypes that differ.
+        For arguments that are no dense tensors, other dtypes, dtypes that differ, and float64 where the fused kernel is
+        asked for.
     ValueError
         For no weights, shapes that do not match, tensors on different devices, an unknown strategy.
 
@@ -923,7 +1074,8 @@ def concat_gemm(
     -----
     Up to four neighbouring weights of one layout share a launch; more take further launches into the same output.
     Tensor descriptors need addresses and strides that are multiples of 16 bytes; where they are not, a slower kernel
-    takes over. Differentiable, by torch's products and its own setting of TF32; works under `torch.compile`.
+    takes over. Works under `torch.compile`. Differentiable: gradients are torch's products, which follow
+    ``torch.backends.cuda.matmul.allow_tf32`` whatever `tf32` was.
 
     Examples
     --------
@@ -939,47 +1091,58 @@ def concat_gemm(
         )
     if not weights:
         raise ValueError(f"{name}: expected one weight at least, got none; pass a list of matrices [K, N]")
-    if strategy is not None and strategy not in STRATEGIES:
-        raise ValueError(
-            f"{name}: expected strategy to be None or one of {', '.join(STRATEGIES)}, got {strategy!r}; None chooses"
-        )
-    fast = _checked(name, x, weights, [f"weights[{i}]" for i in range(len(weights))], tf32)
+    fast = _checked(name, x, weights, [f"weights[{i}]" for i in range(len(weights))], tf32, strategy)
     call = _concat if _direct(x, *weights) else _concat_op
-    flat = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-    out = call(flat, list(weights), fast, strategy or "")
+    out = call(_flat(x), list(weights), fast, strategy or "")
     return out if x.dim() == 2 else out.view(*x.shape[:-1], out.shape[1])
 
 
-def swiglu(x: Tensor, gate: Tensor, up: Tensor, bias: Tensor | None = None, *, tf32: bool | None = None) -> Tensor:
+def swiglu(
+    x: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    bias: Tensor | None = None,
+    *,
+    tf32: bool | None = None,
+    strategy: str | None = None,
+) -> Tensor:
     """SwiGLU of two products, ``silu(x @ gate) * (x @ up)``, of which neither is ever written to memory.
 
     Parameters
     ----------
     x : torch.Tensor
-        ``[..., K]``, float16, bfloat16 or float32, on a CUDA device (or on the CPU where Triton interprets).
+        ``[..., K]``, float16, bfloat16, float32 or float64, on a CUDA device (or on the CPU where Triton interprets).
     gate, up : torch.Tensor
         ``[K, N]``, of any strides, of the dtype and on the device of `x`.
     bias : torch.Tensor, optional
         ``[2, N]``: what is added to the gate's product, and to the other one.
     tf32 : bool, optional
         As in `concat_gemm`.
+    strategy : str, optional
+        ``"fused"``: one launch of Fusebook's kernel, which float64 does not have. ``"views"``: torch's two products,
+        written side by side after all, and one kernel that reads them. Where None, half types are fused, so that
+        products are never rounded; float32, in TF32 or not, takes the one that was faster for such sizes when this kind
+        of GPU was tuned.
 
     Returns
     -------
     torch.Tensor
-        ``[..., N]``, contiguous, of the dtype of `x`. Sums, biases, silu and the product are float32, rounded once.
+        ``[..., N]``, contiguous, of the dtype of `x`. Biases, silu and the last product are float32 for all dtypes but
+        float64; fused, the sums are float32 as well, and all is rounded once.
 
     Raises
     ------
     TypeError
-        For arguments that are no dense tensors, other dtypes, or dtypes that differ.
+        For arguments that are no dense tensors, other dtypes, dtypes that differ, and float64 where the fused kernel is
+        asked for.
     ValueError
-        For shapes that do not match, or tensors on different devices.
+        For shapes that do not match, tensors on different devices, an unknown strategy.
 
     Notes
     -----
-    Differentiable: the backward pass computes the two products again, with torch, instead of keeping them. Works under
-    `torch.compile`.
+    Weights that differ in layout, or that no tensor descriptor describes, take a slower kernel, as in `concat_gemm`.
+    Works under `torch.compile`. Differentiable: the backward pass computes the two products again instead of keeping
+    them, and all its products are torch's, which follow ``torch.backends.cuda.matmul.allow_tf32`` whatever `tf32` was.
 
     Examples
     --------
@@ -990,7 +1153,7 @@ def swiglu(x: Tensor, gate: Tensor, up: Tensor, bias: Tensor | None = None, *, t
     torch.Size([8, 96])
     """
     name = "swiglu"
-    fast = _checked(name, x, (gate, up), ("gate", "up"), tf32)
+    fast = _checked(name, x, (gate, up), ("gate", "up"), tf32, strategy)
     if up.shape != gate.shape:
         raise ValueError(
             f"{name}: expected up of shape {tuple(gate.shape)} as gate has, got {tuple(up.shape)}; slice one of them"
@@ -1005,8 +1168,7 @@ def swiglu(x: Tensor, gate: Tensor, up: Tensor, bias: Tensor | None = None, *, t
             )
     tensors = (x, gate, up) if bias is None else (x, gate, up, bias)
     call = _swiglu if _direct(*tensors) else _swiglu_op
-    flat = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-    out = call(flat, gate, up, bias, fast)
+    out = call(_flat(x), gate, up, bias, fast, strategy or "")
     return out if x.dim() == 2 else out.view(*x.shape[:-1], out.shape[1])
 
 
@@ -1024,12 +1186,15 @@ def classes(name: str) -> tuple[tuple[str, str, str], ...]:
     Returns
     -------
     tuple of tuple of str
-        The layout ``"any"`` stands for what no descriptor describes.
+        The layout ``"any"`` stands for what no descriptor describes; `_kind` says what a second word means.
     """
     rows = tuple(f"rows {n}" for n in (16, 32, 64))
     sizes = tuple(f"2**{n}" for n in range(15, 29, 2))
     found = [("half", layout, shape) for layout in ("row", "column") for shape in rows + sizes]
     found += [("half", "any", shape) for shape in (*rows, *sizes[:5])]
+    if name == "concat_gemm":  # in half types SwiGLU has nothing to choose
+        kinds = ("row apart", "row short", "column apart", "column short")
+        found += [("half", layout, shape) for layout in kinds for shape in sizes[3:]]
     found += [("tf32", layout, shape) for layout in ("row", "column") for shape in sizes[1:6]]
     found += [("float32", layout, shape) for layout in ("row", "column") for shape in sizes[1:5]]
     return tuple(found)
@@ -1057,33 +1222,40 @@ def candidates(name: str, math: str, layout: str, shape: str) -> tuple[Plan, ...
         return Plan("strided", bm, bn, bk, stages=stages, warps=warps, split=split)
 
     plans: list[Plan]
+    order, _, kind = layout.partition(" ")
     if shape.startswith("rows"):
         bm = int(shape.split()[1])
         steps = ((32, 128, 3), (32, 128, 4), (32, 64, 6), (64, 128, 3), (64, 64, 4))
         plans = [strided(bm, bn, bk, stages, 4, split) for bn, bk, stages in steps for split in (1, 2)]
-        if bm == 64 and layout != "any":
+        if bm == 64 and order != "any":
             plans += [tiles(64, 64, 64, 4, 4, waves=0), tiles(64, 32, 128, 4, 4, waves=0)]
-        return tuple(plans)
-    if math == "float32":  # no tensor cores
+        if name == "swiglu" and order == "column":
+            turned = ((64, 128, 3), (64, 128, 2), (64, 256, 2), (32, 256, 2), (32, 128, 3), (128, 128, 3), (128, 64, 4))
+            plans += [tiles(bm, bn, bk, stages, 4, waves=0, swap=True, late=True) for bn, bk, stages in turned]
+    elif math == "float32":  # no tensor cores
         plans = [strided(128, 64, 16, 3, 8), strided(64, 64, 16, 2, 4), strided(128, 128, 16, 3, 8),
                  strided(32, 64, 32, 3, 4)]  # fmt: skip
-    elif layout == "any":
+    elif order == "any":
         plans = [strided(128, 256, 64, 3, 8), strided(128, 128, 64, 3, 8), strided(64, 128, 64, 3, 4),
                  strided(64, 64, 64, 4, 4), strided(64, 64, 128, 3, 4)]  # fmt: skip
     elif int(shape.removeprefix("2**")) <= 21:  # few tiles: a program each, and small ones
-        few = ((64, 32, 256, 2, 4), (64, 32, 128, 3, 4), (64, 64, 128, 3, 4), (64, 64, 64, 4, 4), (64, 128, 64, 4, 4),
-               (128, 64, 64, 4, 4), (128, 128, 64, 4, 4), (128, 128, 64, 4, 8), (64, 256, 64, 4, 4))  # fmt: skip
-        plans = [tiles(*sizes, waves=0) for sizes in few]
-        plans += [tiles(64, 64, 128, 3, 4, waves=0, bulk=True), tiles(128, 128, 64, 3, 8, waves=0, bulk=True)]
-        plans += [strided(64, 32, 64, 5, 4), strided(64, 64, 64, 4, 4)]
+        few = ((64, 32, 256, 2, 4), (64, 32, 128, 3, 4), (64, 64, 128, 3, 4), (64, 64, 128, 4, 4), (64, 128, 64, 4, 4),
+               (64, 256, 64, 4, 4), (128, 64, 64, 4, 4), (128, 128, 64, 4, 4), (128, 128, 64, 4, 8))  # fmt: skip
+        plans = [tiles(*sizes, waves=0, late=True) for sizes in few]
+        plans += [tiles(64, 64, 128, 3, 4, waves=0, late=True, bulk=1)]
+        plans += [tiles(128, 128, 64, 4, 8, waves=0, late=True, bulk=bulk) for bulk in (1, 2)]
+        plans += [strided(64, 32, 64, 5, 4)]
     else:
-        plans = [tiles(128, 256, 64, 3, 8, group=group, flat=True, bulk=True) for group in (4, 8, 16)]
-        plans += [tiles(128, 256, 64, 4, 8, group=group, flat=flat) for group in (8, 16) for flat in (False, True)]
-        plans += [tiles(128, 128, 64, 4, 8, waves=0), tiles(64, 256, 64, 4, 4, waves=0)]
+        plans = [tiles(128, 256, 64, 4, 8, group=group, flat=True, bulk=2, late=True) for group in (8, 16)]
+        plans += [tiles(128, 256, 64, 3, 8, group=group, flat=True, bulk=1, late=True) for group in (8, 16)]
+        plans += [tiles(128, 256, 64, 4, 8, group=16, flat=flat, late=True) for flat in (False, True)]
+        plans += [tiles(128, 128, 64, 4, 8, waves=0, late=True)]
     if math == "tf32":  # elements of twice the size
         plans = [plan._replace(bk=plan.bk // 2) for plan in plans]
-    if name == "swiglu":  # two sums
-        plans = [plan._replace(bn=plan.bn // 2) for plan in plans]
+    if name == "swiglu":  # two sums, and one store
+        plans = [plan._replace(bn=plan.bn // 2, bulk=min(plan.bulk, 1)) for plan in plans]
+    if kind == "apart" or (name == "swiglu" and order == "row"):  # no kernel of these is launched late
+        plans = [plan._replace(bulk=0 if kind else plan.bulk, late=False) for plan in plans]
     return tuple(dict.fromkeys(plans))
 
 
@@ -1105,17 +1277,20 @@ def problem(math: str, layout: str, shape: str, device: torch.device) -> tuple[T
     if shape.startswith("rows"):
         M, K, N = int(shape.split()[1]), 4096, 11008
     else:
-        n = 2 ** ((int(shape.removeprefix("2**")) - 1) // 2)
-        M, K, N = n, n, n
-    if layout == "any":
+        M = K = N = _square_of(shape)
+    order, _, kind = layout.partition(" ")
+    if order == "any":
         K, N = K - 3, N - 3
+    elif kind == "short":
+        K, N = K - 8, N - 8
+    widths = (N + N // 4, N - N // 4) if kind == "apart" else (N, N)
     draw = functools.partial(torch.randn, dtype=dtype, device=device)
-    weights = [draw(N, K).T if layout == "column" else draw(K, N) for _ in range(2)]
+    weights = [draw(width, K).T if order == "column" else draw(K, width) for width in widths]
     return draw(M, K), *weights
 
 
 def attempt(name: str, math: str, inputs: Sequence[Tensor], plan: Plan | None) -> Tensor | None:
-    """One call by a plan, or by torch's products into views where None.
+    """One call by a plan, or by torch's products where None.
 
     Parameters
     ----------
@@ -1130,15 +1305,17 @@ def attempt(name: str, math: str, inputs: Sequence[Tensor], plan: Plan | None) -
     Returns
     -------
     torch.Tensor or None
-        None where torch has no such way.
+        None where torch's way is no choice: SwiGLU in half types, whose products it would round.
     """
     x, *weights = inputs
     layout = _layout(weights[0])
     if name == "swiglu":
-        if plan is None:
+        if plan is None and math == "half":
             return None
         out = x.new_empty(len(x), weights[0].shape[1])
         gate, up = weights
+        if plan is None:
+            return _gate_views(out, x, gate, up, None, math == "tf32")
         _launch_swiglu(out, x, gate, up, None, math, layout, plan)
         return out
     out = x.new_empty(len(x), sum(w.shape[1] for w in weights))
@@ -1274,7 +1451,7 @@ def _onnx_graph(dtype: torch.dtype, nodes: Sequence[Any], names: Sequence[str]) 
 
 
 def _onnx_concat(one: bool, tf32: bool) -> Callable[..., tuple[Any]]:
-    """The two graphs of the seed of this page: two Gemm and a Concat, or a Concat and one Gemm."""
+    """The two graphs of the question: two Gemm and a Concat, or a Concat and one Gemm."""
 
     def prepare(x: Tensor, *weights: Tensor) -> tuple[Any]:
         from onnx import helper
@@ -1337,6 +1514,7 @@ CONCAT_GEMM = Op(
         "packed, TF32": Variant(_in_tf32(_packed), prepare=_pack, math="tf32"),
         "views, TF32": Variant(_in_tf32(_in_views), cost=_cost_views, math="tf32"),
         "fusebook, TF32": Variant(_fusebook("fused", True), needs=(), math="tf32"),
+        "fusebook (chosen), TF32": Variant(_fusebook(None, True), needs=(), math="tf32"),
         "ORT two + Concat, TF32": Variant(
             _onnx_run, cost=_cost_two, needs=_ORT, prepare=_onnx_concat(False, True), math="tf32"
         ),
@@ -1353,8 +1531,9 @@ CONCAT_GEMM = Op(
             {"M": 4096, "K": 4096, "N": 11008, "weights": "columns"},
             {"M": 8192, "K": 4096, "N": 14336, "weights": "columns"},
         ),
-        # Rows that begin anywhere; tiles that hang over; the weights of torch.nn.Linear; widths that differ.
-        "odd": (_square(781), _square(3000), _square(2048, "columns"), _square(4096, "uneven")),
+        # Rows that begin anywhere; tiles that fill their rounds badly, with rows that begin amid a line of the cache
+        # and with others; the weights of torch.nn.Linear; widths that differ.
+        "odd": (_square(781), _square(3000), _square(3072), _square(2048, "columns"), _square(4096, "uneven")),
         # What takes seconds to compile, where it is compared.
         "compiled": tuple(_square(n) for n in (256, 1024, 4096)),
         "decode": tuple({"M": M, "K": 4096, "N": 11008, "weights": "columns"} for M in (1, 16, 64)),
@@ -1401,6 +1580,18 @@ def _cost_swiglu_written(itemsize: int, *, M: int, K: int, N: int) -> Cost:
     return Cost(least.read + 2 * M * N * itemsize, least.write + 2 * M * N * itemsize, least.flop)
 
 
+def _cost_swiglu_packed(itemsize: int, *, M: int, K: int, N: int) -> Cost:
+    # As eager, but x is read by one product.
+    own = _cost_swiglu_eager(itemsize, M=M, K=K, N=N)
+    return Cost(own.read - M * K * itemsize, own.write, own.flop)
+
+
+def _cost_swiglu_two(itemsize: int, *, M: int, K: int, N: int) -> Cost:
+    # Both products written and read again by one kernel; x is read by either.
+    own = _cost_swiglu_written(itemsize, M=M, K=K, N=N)
+    return Cost(own.read + M * K * itemsize, own.write, own.flop)
+
+
 def _swiglu_packed(x: Tensor, packed: Tensor) -> Tensor:
     g, u = (x @ packed).chunk(2, 1)
     return torch.nn.functional.silu(g) * u
@@ -1410,13 +1601,13 @@ def _swiglu_compiled(x: Tensor, packed: Tensor) -> Tensor:
     return _compiled(_swiglu_packed)(x, packed)
 
 
-def _liger(x: Tensor, packed: Tensor) -> Tensor:
+def _liger(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
     from liger_kernel.ops.swiglu import LigerSiLUMulFunction
 
     if x.shape[0] == 0:
         raise NotImplementedError("Liger launches an empty grid on an empty tensor")
-    g, u = (x @ packed).chunk(2, 1)
-    return LigerSiLUMulFunction.apply(g, u)
+    # Two products, as in its own layer: the halves of a packed one are not dense, and it would copy them.
+    return LigerSiLUMulFunction.apply(x @ gate, x @ up)
 
 
 def _interleave(x: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
@@ -1435,13 +1626,13 @@ def _quack(x: Tensor, interleaved: Tensor) -> Tensor:
     return gemm_gated(x, interleaved, activation="swiglu", store_preact=False, tuned=False)[1]
 
 
-def _fusebook_swiglu(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
-    return swiglu(x, gate, up, tf32=False)
+def _fusebook_swiglu(strategy: str | None, tf32: bool = False) -> Callable[..., Tensor]:
+    def run(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
+        if tf32:
+            _needs_float32(x)
+        return swiglu(x, gate, up, tf32=tf32, strategy=strategy)
 
-
-def _fusebook_swiglu_tf32(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
-    _needs_float32(x)
-    return swiglu(x, gate, up, tf32=True)
+    return run
 
 
 def _onnx_swiglu(x: Tensor, gate: Tensor, up: Tensor) -> tuple[Any]:
@@ -1474,17 +1665,18 @@ SWIGLU = Op(
     cost=_cost_swiglu,
     variants={
         "eager": Variant(swiglu_eager, cost=_cost_swiglu_eager, needs=()),
-        "packed": Variant(_swiglu_packed, cost=_cost_swiglu_eager, needs=(), prepare=_pack),
+        "packed": Variant(_swiglu_packed, cost=_cost_swiglu_packed, needs=(), prepare=_pack),
         "packed + compiled": Variant(
             _swiglu_compiled, cost=_cost_swiglu_written, needs=(), prepare=_pack, recompiles=True
         ),
-        "fusebook": Variant(_fusebook_swiglu, needs=()),
-        "Liger": Variant(
-            _liger, cost=_cost_swiglu_written, needs=("cuda", "liger_kernel"), prepare=_pack, recompiles=True
-        ),
+        "fusebook": Variant(_fusebook_swiglu("fused"), needs=()),
+        "fusebook (chosen)": Variant(_fusebook_swiglu(None), cost=_cost_swiglu_two, needs=()),
+        "Liger": Variant(_liger, cost=_cost_swiglu_two, needs=("cuda", "liger_kernel"), recompiles=True),
         "quack": Variant(_quack, needs=("cuda", "quack"), prepare=_interleave, recompiles=True),
         "ONNX Runtime": Variant(_onnx_run, cost=_cost_swiglu_eager, needs=_ORT, prepare=_onnx_swiglu),
-        "fusebook, TF32": Variant(_fusebook_swiglu_tf32, needs=(), math="tf32"),
+        "packed, TF32": Variant(_in_tf32(_swiglu_packed), cost=_cost_swiglu_packed, prepare=_pack, math="tf32"),
+        "fusebook, TF32": Variant(_fusebook_swiglu("fused", True), needs=(), math="tf32"),
+        "fusebook (chosen), TF32": Variant(_fusebook_swiglu(None, True), cost=_cost_swiglu_two, needs=(), math="tf32"),
     },
     configs={
         "small": (_layer(256, 1024, 2816), _layer(1024, 4096, 11008)),
