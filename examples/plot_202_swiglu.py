@@ -191,7 +191,9 @@ def step_one(x, gate, up):
 # descriptor of three axes then fetches 2 x 128 columns at once, from two
 # places in memory, and they arrive as 256. The sum holds both products, and a
 # thread finds a column of the gate and the same column of the other in its
-# own registers.
+# own registers. Two of the constants below are not of this step: with ``LATE``
+# the kernel is launched before the one ahead of it has ended, as on the page
+# on :doc:`plot_201_gemm_concat`, and ``SWAP`` is for a few rows.
 
 Source(_swiglu_stacked)
 
@@ -368,7 +370,8 @@ table(
 # has written, which must go to memory before there is room for anything else:
 # nobody reaches that roof, and the smaller the weights, the less. So there is
 # a second roof for cold calls, at which a cache full of lines is written while
-# the weights are read. The last layer is that of Llama 3 70B, whose weights
+# the weights are read. It is an estimate, since a cache does not tell how many
+# of its lines still wait. The last layer is that of Llama 3 70B, whose weights
 # are many times the cache.
 
 decode = results(
@@ -401,12 +404,8 @@ shares = decode.assign(
     flushed=100 * flushed / decode["cold_us"],
 ).rename(columns={"flushed": "cold, cache written"})
 KINDS = ["warm", "cold", "cold, cache written"]
-reading = shares.pivot_table(KINDS, SIZES, "variant", sort=False)
-reading.columns = [f"{name}, {kind}" for kind, name in reading.columns]
-SHOWN = ["eager", "packed", "quack", "fusebook"]
-columns = [f"{name}, {kind}" for name in SHOWN for kind in KINDS]
 table(
-    reading[[name for name in columns if name in reading]],
+    shares.set_index([*SIZES, "variant"])[KINDS].dropna(how="all"),
     "A few tokens: percent of the roof of reading the weights, and of that at "
     "which the cache is written as well",
     fold=False,

@@ -202,6 +202,17 @@ def test_tf32_follows_torch_unless_it_is_asked_for(device, monkeypatch, allow_tf
     assert seen[-1] == "half"
 
 
+def test_a_kernel_that_is_launched_early_waits_for_what_it_reads(device):
+    """Each product reads what the one ahead has just written: columns, turned by one place, again and again."""
+    n, times = (256, 300) if torch.cuda.is_available() else (64, 2)
+    x = drawn(n, n, dtype=torch.float16, device=device)
+    turn = torch.eye(n, dtype=torch.float16, device=device).roll(1, 1)
+    y = x
+    for _ in range(times):
+        y = fusebook.concat_gemm(y, [turn], strategy="fused")
+    assert torch.equal(y, x.roll(times, 1))
+
+
 def test_torchs_setting_of_tf32_is_left_as_it_was(device, allow_tf32):
     x, w = drawn(4, 16, device=device), drawn(16, 16, device=device)
     for setting in (False, True):
