@@ -63,9 +63,11 @@ def test_work_is_ordered_with_the_current_stream():
     a, b = torch.randn(2, 2048, 2048, device="cuda").unbind()
     run = graph.bind({"a": a, "b": b})
     other = torch.cuda.Stream()
+    busy = torch.randn(4096, 4096, device="cuda")
     for stream in (torch.cuda.current_stream(), other):
         with torch.cuda.stream(stream):
             for _ in range(5):
+                busy @ busy  # takes longer than the host needs to launch the graph
                 a.normal_()
                 c = run()["c"].clone()
                 a.mul_(2)  # must not overtake the graph

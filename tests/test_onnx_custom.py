@@ -374,10 +374,12 @@ def test_what_a_launcher_allocates_stays_while_its_graph_can_be_replayed():
     op = unary(lambda x: (x * 3) - x)
     x, y = torch.randn(2, 2**20, device="cuda").unbind()
     proto = one_node("Unary", {"x": torch.float32}, {"y": torch.float32})
-    bound = Graph(proto, ops=[op], options={"enable_cuda_graph": "1"}).bind({"x": x}, {"y": y})
+    graph = Graph(proto, ops=[op], options={"enable_cuda_graph": "1"})
+    bound = graph.bind({"x": x}, {"y": y})
     for _ in range(3):
         bound()
-    junk = [torch.full_like(x, 7.0) for _ in range(8)]
+    with torch.cuda.stream(graph.stream):  # memory that is free goes to its own stream first
+        junk = [torch.full_like(x, 7.0) for _ in range(8)]
     x.normal_()
     bound()
     torch.testing.assert_close(y, x * 2)
