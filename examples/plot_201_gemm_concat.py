@@ -859,10 +859,14 @@ lost = pd.concat([half, odd, decode])
 lost = lost[lost["variant"] != "fusebook (chosen)"]
 table(
     tables.losses(lost),
-    "Points lost by our kernel in half precision: the fastest other way, and "
-    "how far behind we are",
+    "Points lost by our kernel in half precision, cold: the fastest other "
+    "way, and how far behind we are",
     fold=False,
 )
+
+# %%
+
+table(tables.losses(lost, kind="warm"), "The same, warm", fold=False)
 
 # %%
 # TF32 is lost because the matrix units take it only with K side by side in

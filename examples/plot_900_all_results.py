@@ -98,11 +98,19 @@ def alike(frame):
     return frame[~own & frame["math"].eq("")]
 
 
-lost = pd.concat(
-    {name: tables.losses(alike(frame)) for name, frame in found.items()},
-    names=["operator"],
-)
-table(lost, "Points lost, the worst of each operator first")
+def lost(kind):
+    losses = {
+        name: tables.losses(alike(frame), kind=kind)
+        for name, frame in found.items()
+    }
+    return pd.concat(losses, names=["operator"])
+
+
+table(lost("cold"), "Points lost cold, the worst of each operator first")
+
+# %%
+
+table(lost("warm"), "Points lost warm")
 
 # %%
 provenance(*found.values())
