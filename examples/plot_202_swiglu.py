@@ -402,8 +402,8 @@ shares = decode.assign(
     cold=100 * decode["roof_us"] / decode["cold_us"],
     warm=100 * decode["roof_us"] / decode["warm_us"],
     flushed=100 * flushed / decode["cold_us"],
-).rename(columns={"flushed": "cold, cache written"})
-KINDS = ["warm", "cold", "cold, cache written"]
+).rename(columns={"flushed": "cold, written"})
+KINDS = ["warm", "cold", "cold, written"]
 table(
     shares.set_index([*SIZES, "variant"])[KINDS].dropna(how="all"),
     "A few tokens: percent of the roof of reading the weights, and of that at "

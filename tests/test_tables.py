@@ -189,6 +189,9 @@ def test_dots_have_a_row_a_point(df):
     ax = plots.dots(df)
     assert len(ax.get_yticks()) == 28
     assert ax.get_xlabel() == "% of copy"
+    many = pd.concat([df, *(df[df["variant"] == "eager"].assign(variant=f"way {i}") for i in range(6))])
+    marks = {line.get_label(): line.get_marker() for line in plots.dots(many).lines if line.get_linestyle() == "None"}
+    assert len(set(marks.values())) == len(marks) >= 10, "a reader tells them apart without colours"
 
 
 def test_plots_do_without_a_machine_and_with_a_readers_own_variant():

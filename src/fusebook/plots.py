@@ -40,6 +40,7 @@ _DASHES: dict[str, Any] = {
 }
 _MARKERS = {"fusebook": "D", "eager": "x", "torch": "s", "torch.compile": "^", "Liger": "v", "quack": "o"}
 _OTHERS = ("#5f7fd0", "#a0803c", "#3f9d9d", "#c2607f")
+_OTHER_MARKERS = ("*", "P", "p", "<", ">", "h", "d")  # no multiple of the colours: both together tell more apart
 _ZONES = {"launch": 0.16, "L2": 0.09, "memory": 0.0, "compute": 0.16}
 _ZONE_NAMES = {"launch": "launch-bound", "L2": "partly L2", "memory": "memory", "compute": "compute"}
 
@@ -241,13 +242,14 @@ def dots(df: pd.DataFrame, *, of: str = "copy", kind: str = "cold", title: str =
         ax.axhline(y, color=INK, alpha=0.18, linewidth=0.6, zorder=0)
     ceiling = "roof_us" if of == "roof" else ("copy_warm_us" if kind == "warm" else "copy_us")
     names = list(dict.fromkeys(df["variant"]))
+    spare = cycle(_OTHER_MARKERS)
     for variant, style in _styles(names).items():
         part = df[df["variant"] == variant]
         ax.plot(
             100 * part[ceiling] / part[f"{kind}_us"],
             part["_row"].map(place),
             linestyle="none",
-            marker=_MARKERS.get(variant, "*"),
+            marker=_MARKERS.get(variant) or next(spare),
             color=style["color"],
             markersize=7 if variant == "fusebook" else 6,
             markerfacecolor=style["color"] if variant == "fusebook" else "none",
