@@ -1274,7 +1274,7 @@ def _drawn_updates(rng: torch.Generator, n: int, D: int, dtype: torch.dtype) -> 
 
 def _make_masked(rng: torch.Generator, dtype: torch.dtype, *, R: int, D: int, n: int, law: str) -> tuple[Any, ...]:
     indices = _draw(rng, R, n, law)
-    if law == "uniform":  # from -1 to R - 1, as the seed of this page draws them
+    if law == "uniform":  # from -1 to R - 1, each as likely as the others
         indices = torch.where(torch.rand(n, generator=rng, device=rng.device) < 1 / (R + 1), -1, indices)
     return (R, D), indices[:, None], _drawn_updates(rng, n, D, dtype)
 
@@ -1420,7 +1420,7 @@ def _point(R: int, D: int, n: int, law: str = "uniform") -> dict[str, int | str]
 
 
 _CONFIGS: dict[str, tuple[dict[str, int | str], ...]] = {
-    # The seed's: size rows of twice as many columns, and twice as many updates.
+    # size rows of twice as many columns, and twice as many updates.
     "small": tuple(_point(s, 2 * s, 2 * s) for s in (256, 512, 1024)),
     "medium": tuple(_point(s, 2 * s, 2 * s) for s in (512, 1024, 2048)),
     "large": tuple(_point(s, 2 * s, 2 * s) for s in (1024, 2048, 4096, 6144, 8192)),
