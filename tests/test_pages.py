@@ -126,6 +126,14 @@ def test_code_fits_the_width_of_a_page(page):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
+def test_what_is_said_to_sphinx_gallery_is_no_prose(page):
+    """A comment right after ``# %%`` is text, which a reader would see; among code it is taken out."""
+    splitter = pytest.importorskip("sphinx_gallery.py_source_parser")
+    prose = [b.content for b in splitter.split_code_and_text_blocks(str(page))[1] if b.type == "text"]
+    assert not any("sphinx_gallery_" in text for text in prose)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
 def test_fusebook_is_imported_before_triton(page):
     names = re.findall(r"^import (\w+)", page.read_text(), re.MULTILINE)
     assert "triton" not in names or names.index("fusebook") < names.index("triton")
