@@ -13,6 +13,9 @@ from toy import machine
 #: How much longer than the copy each variant takes here. quack is the one that refuses odd widths.
 SLOWER = {"eager": 5.0, "torch": 1.3, "torch.compile": 1.2, "fusebook": 1.01, "Liger": 1.05, "quack": 1.02}
 
+#: What it takes the host to queue a call, in microseconds, far from what any way needs.
+HOST = {"eager": 40.0, "torch": 8.0, "torch.compile": 30.0, "fusebook": 20.0, "Liger": 40.0, "quack": 25.0}
+
 
 def frame(op, config, dtype="float32", on=None, source=None):
     """Rows as `fusebook.bench.run` returns them, for every variant of a card."""
@@ -35,6 +38,8 @@ def frame(op, config, dtype="float32", on=None, source=None):
                 for kind, more in (("cold", 0), ("warm", -floor / 2), ("call", 20)):
                     middle = copy * SLOWER.get(variant, 2.0) + more
                     row |= {f"{kind}_us_20": 0.99 * middle, f"{kind}_us": middle, f"{kind}_us_80": 1.02 * middle}
+                host = HOST.get(variant, 10.0)
+                row |= {"host_us_20": 0.99 * host, "host_us": host, "host_us_80": 1.02 * host}
                 row |= {"repeat": 30, "first_call_s": 0.5, "read_bytes": least.read, "write_bytes": least.write}
                 row |= {"flop": least.flop, "moved_bytes": moved.read + moved.write, "roof_us": roof}
                 row |= {"copy_us": copy, "copy_warm_us": copy - floor / 2, "floor_us": floor}
@@ -43,7 +48,7 @@ def frame(op, config, dtype="float32", on=None, source=None):
                 row |= {"versions": "torch 0.0; triton 0.0", "date": "2000-01-01"}
                 if variant == "quack" and any(isinstance(v, int) and v % 8 for v in dims.values()):
                     row |= {"status": "refused", "note": "made up: width not divisible by 8", "score": math.nan}
-                    row |= {c: math.nan for c in row if c.startswith(("cold_us", "warm_us", "call_us"))}
+                    row |= {c: math.nan for c in row if c.startswith(("cold_us", "warm_us", "host_us", "call_us"))}
                 rows.append(row)
     df = pd.DataFrame(rows)
     df = df[["op", "config", "variant", "dtype", *dims, *bench.COLUMNS]]

@@ -1,5 +1,8 @@
 """The harness catches those who cheat it. Each planted cheat would win if it were believed."""
 
+import math
+import time
+
 import pandas as pd
 import pytest
 import torch
@@ -23,8 +26,8 @@ def row(op, name="cheat", **options):
 def assert_caught(found, status, *words):
     assert found["status"] == status, found["note"]
     assert all(word in found["note"] for word in words), found["note"]
-    times = [c for c in found.index if c[:4] in ("cold", "warm", "call")]
-    assert len(times) == 9 and found[times].isna().all()
+    times = [c for c in found.index if c[:4] in timing.KINDS]
+    assert len(times) == 12 and found[times].isna().all()
 
 
 def test_an_honest_variant_is_timed():
@@ -91,17 +94,78 @@ def test_another_dtype_is_caught():
 def test_faster_than_the_roof_is_refused():
     """With a roof that no machine can reach, honest work stands in for what is too good to be true."""
     slow = machine(copy=1.0, fill=1.0, read=1.0, l2=1)
-    found = {"zone": "memory", "cold_us": 1.0, "roof_us": 2.0, "status": "ok", "note": ""}
-    bench._refuse_faster_than_roof(found)
+
+    def judged(on=slow, **row):
+        row = {"zone": "memory", "roof_us": 2.0, "write_bytes": 0, "status": "ok", "note": "", **row}
+        bench._refuse_faster_than_roof(row, on)
+        return row
+
+    found = judged(cold_us=1.0)
     assert found["status"] == "too fast" and "roof" in found["note"] and pd.isna(found["cold_us"])
-    within = {"zone": "memory", "cold_us": 1.95, "roof_us": 2.0, "status": "ok", "note": ""}
-    bench._refuse_faster_than_roof(within)
-    assert within["status"] == "ok"
-    served_by_l2 = {"zone": "L2", "cold_us": 1.0, "roof_us": 2.0, "status": "ok", "note": ""}
-    bench._refuse_faster_than_roof(served_by_l2)
-    assert served_by_l2["status"] == "ok"
+    assert judged(cold_us=1.95)["status"] == "ok"
+    assert judged(cold_us=1.0, zone="L2")["status"] == "ok", "served by L2"
     if torch.cuda.is_available():
         assert_caught(row(toy(), "honest", machine=slow), "too fast", "roof")
+
+
+def test_what_the_cache_takes_in_is_not_too_fast():
+    on = machine(l2=50_000_000, fill=5e12)  # a cache is written in 10 us
+    for written, cold_us, status in ((10**9, 90.0, "ok"), (10**9, 85.0, "too fast"), (4, 90.0, "too fast")):
+        found = {"zone": "memory", "roof_us": 100.0, "cold_us": cold_us, "write_bytes": written, "status": "ok"}
+        bench._refuse_faster_than_roof(found, on)
+        assert found["status"] == status
+
+
+@pytest.mark.parametrize("apart", ["call", "host", "cold", "warm"])
+def test_a_clock_that_is_charged_for_something_else_is_refused(apart):
+    alike = {"cold_us": 100.0, "warm_us": 90.0, "host_us": 40.0, "call_us": 120.0, "status": "ok", "note": ""}
+    bench._refuse_a_clock_apart(alike)
+    assert alike["status"] == "ok"
+    found = alike | {f"{apart}_us": 3000.0}
+    bench._refuse_a_clock_apart(found)
+    assert found["status"] == "too slow" and found["note"].startswith(f"{apart} of 3000 us")
+    assert all(pd.isna(found[f"{kind}_us"]) for kind in timing.KINDS)
+
+
+def test_a_clock_that_is_missing_contradicts_nothing():
+    for given in ("call", "cold", "warm"):
+        found = {f"{kind}_us": math.nan for kind in timing.KINDS} | {f"{given}_us": 1e6, "status": "ok", "note": ""}
+        bench._refuse_a_clock_apart(found)
+        assert found["status"] == "ok"
+
+
+def test_a_planted_sleep_is_refused(monkeypatch):
+    """It sleeps where nobody else is in the queue, as a call that is synchronised finds it."""
+    times = {"cold": 1e-5, "warm": 1e-5, "host": 1e-5}
+
+    def measure(functions, **_):  # what a GPU would show of it
+        own = {kind: timing.Quantiles(t, t, t, 3) for kind, t in times.items()}
+        return {name: {**own, "call": timing.call({name: f}, repeat=3)[name]} for name, f in functions.items()}
+
+    monkeypatch.setattr(timing, "measure", measure)
+    found = row(toy(cheat=variant(lambda x: (time.sleep(0.005), x + x)[1])))
+    assert_caught(found, "too slow", "call of", "20 times host and cold")
+
+
+def test_what_computes_on_the_cpu_is_timed_without_the_way_back(monkeypatch):
+    brought = []
+
+    def bring(outputs, device):
+        brought.append(device)
+        return outputs
+
+    asked = {}
+
+    def measure(functions, kinds=timing.KINDS, **_):
+        asked.update(dict.fromkeys(functions, kinds))
+        return {name: {kind: None for kind in timing.KINDS} for name in functions}
+
+    monkeypatch.setattr(bench, "_brought", bring)
+    monkeypatch.setattr(timing, "measure", measure)
+    found = row(toy(cheat=variant(lambda x: x + x, on_cpu=True)))
+    assert found["status"] == "ok" and pd.isna(found["peak_bytes"])
+    assert asked["cheat"] == ("call",) and asked["honest"] == timing.KINDS
+    assert len(brought) == 5, "all that is judged, and nothing else"
 
 
 def test_what_tensor_cores_help_to_find_in_float32_has_their_roof():

@@ -44,6 +44,19 @@ def test_writing_again_replaces_the_same_points_and_keeps_the_others(frame, file
     assert (again[again["N"] == 64]["call_us"] != 12345).all()
 
 
+def test_a_record_that_was_taken_before_there_was_a_clock_is_read_without_it(frame, tmp_path):
+    later = [c for c in frame if c.startswith("host_us")]
+    file = record.path("test-gpu", "toy", tmp_path)
+    record._save(file, "record", "toy", frame.drop(columns=later), " | commit=x")
+    machines.save(machine(), file.parent / "machine.json")
+    again = record.read("toy", "test-gpu", tmp_path)
+    assert len(later) == 3 and list(again.columns) == list(frame.columns)
+    assert again[later].isna().all().all() and (again["call_us"] > 0).any()
+    frame.loc[:, "host_us"] = 7.0
+    record.write(frame[frame["N"] == 16].copy(), tmp_path)
+    assert list(record.read("toy", "test-gpu", tmp_path)["host_us"].isna()) == [True, True, False, False]
+
+
 def damage(file, what):
     lines = file.read_text().splitlines(keepends=True)
     fields = lines[2].split(",")

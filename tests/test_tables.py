@@ -120,8 +120,76 @@ def test_speedup_is_over_the_variant_asked_for(df):
 
 
 def test_a_kind_that_does_not_exist_is_refused(df):
-    with pytest.raises(ValueError, match="expected a time of cold, warm, call, got 'tepid'"):
+    with pytest.raises(ValueError, match="expected a time of cold, warm, host, call, paid, got 'tepid'"):
         tables.times(df, "tepid")
+
+
+def clock(**columns):
+    """One point of softmax by made-up clocks: a list of (cold, host, call) a variant, for problems of growing size."""
+    frames = []
+    for i, points in enumerate(zip(*columns.values(), strict=True)):
+        for name, (cold, host, call) in zip(columns, points, strict=True):
+            row = {"op": "softmax", "config": "c", "variant": name, "dtype": "float32", "M": 2**i, "N": 8}
+            row |= {"status": "ok", "math": "", "cold_us": cold, "warm_us": cold, "host_us": host, "call_us": call}
+            frames.append(row | {"roof_us": 10.0**i})
+    return pd.DataFrame(frames)
+
+
+def test_what_is_paid_is_the_larger_of_host_and_device():
+    nan = math.nan
+    points = [(5.0, 40.0, 60.0), (400.0, 40.0, 420.0), (nan, nan, 70.0), (5.0, nan, 60.0), (nan, nan, nan)]
+    df = clock(fusebook=points)
+    assert tables.paid(df).iloc[:3].tolist() == [40.0, 400.0, 70.0]
+    assert tables.paid(df).iloc[3:].isna().all(), "half of it is no answer"
+    old = df.drop(columns="host_us")
+    assert tables.paid(old).iloc[2] == 70.0 and tables.paid(old).isna().sum() == 4
+    assert tables.times(df, "paid")["fusebook"].iloc[1] == 400.0
+
+
+def test_a_record_without_the_hosts_clock_is_empty_there_and_loses_nothing():
+    df = clock(fusebook=[(5.0, 40.0, 60.0)], torch=[(6.0, 7.0, 20.0)]).drop(columns="host_us")
+    assert tables.clocks(df)["host"].isna().all() and tables.clocks(df)["paid"].isna().all()
+    assert tables.times(df, "host").isna().all().all()
+    assert tables.losses(df, kind="paid").empty and tables.behind(df, kind="host").empty
+    assert tables.standing(df).loc["paid", "points"] == 0
+    assert tables.pays_from(df) is None and tables.pays_from(df, kind="call") == ""
+
+
+def test_a_kernel_pays_from_where_its_launch_is_hidden():
+    ours = [(2.0, 40.0, 60.0), (20.0, 40.0, 60.0), (50.0, 40.0, 90.0), (500.0, 40.0, 540.0)]
+    torchs = [(4.0, 7.0, 20.0), (30.0, 7.0, 45.0), (60.0, 7.0, 75.0), (600.0, 7.0, 620.0)]
+    df = clock(fusebook=ours, torch=torchs)
+    assert tables.pays_from(df) == "4x8 float32 (100 us at the least)"
+    assert tables.pays_from(df, kind="call") == "8x8 float32 (1000 us at the least)"
+    assert tables.pays_from(df, kind="cold") == "1x8 float32 (1.00 us at the least)"
+    assert tables.pays_from(df.iloc[:4]) == "", "the largest is lost"
+    slow = df.copy()
+    slow.loc[(slow["variant"] == "fusebook") & (slow["M"] == 8), "cold_us"] = 900.0
+    assert tables.pays_from(slow) == "4x8 float32 (100 us at the least)", "what is lost on the device is not asked"
+
+
+def test_standing_counts_by_each_clock():
+    df = clock(fusebook=[(2.0, 40.0, 60.0), (50.0, 40.0, 90.0)], torch=[(4.0, 7.0, 20.0), (50.5, 7.0, 75.0)])
+    found = tables.standing(df)
+    assert found.loc["cold", ["points", "faster", "equal", "slower"]].tolist() == [2, 1, 1, 0]
+    assert found.loc["paid", ["faster", "equal", "slower"]].tolist() == [0, 1, 1]
+    assert found.loc["call", "slower"] == 2
+    assert found.loc["call", "worst at"] == "1x8 float32, torch"
+    assert found.loc["paid", "worst, times as long"] == pytest.approx(40 / 7)
+
+
+def test_clocks_stand_side_by_side():
+    df = clock(fusebook=[(2.0, 40.0, 60.0)], torch=[(4.0, 7.0, 20.0)])
+    found = tables.clocks(df, ["torch"])
+    assert list(found.columns) == ["cold", "warm", "host", "call", "paid"]
+    assert found.iloc[0].tolist() == [4.0, 4.0, 7.0, 20.0, 7.0]
+
+
+def test_alike_leaves_out_our_other_ways_and_other_arithmetic():
+    names = ["fusebook", "fusebook, checked", "fusebook (chosen)", "fusebook sorted", "torch", "packed, TF32"]
+    df = clock(**{name: [(2.0, 40.0, 60.0)] for name in names})
+    df.loc[df["variant"] == "packed, TF32", "math"] = "tf32"
+    assert list(tables.alike(df)["variant"]) == ["fusebook", "torch"]
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 For each point of a sweep the variants are checked first, on poisoned memory and with inputs that change in place under
 them, then timed interleaved with a copy of the same bytes, then checked once more. What is wrong, refused, out of
-memory or faster than the roof is kept as a row with its reason and no times.
+memory, faster than the roof or slow by one clock only is kept as a row with its reason and no times.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ DTYPES = {
     "float64": torch.float64,
 }
 
-_TIMES = tuple(f"{kind}_us{q}" for kind in ("cold", "warm", "call") for q in ("_20", "", "_80"))
+_TIMES = tuple(f"{kind}_us{q}" for kind in timing.KINDS for q in ("_20", "", "_80"))
 
 #: The columns of a result after ``op, config, variant, dtype`` and the dims.
 COLUMNS = (
@@ -57,6 +57,8 @@ _EVERY = 8
 # Cold times this far under the roof are refused: a copy's rate is known better than the matrix rate, which moves with
 # the power that the data draws.
 _UNDER = {"memory": 0.03, "compute": 0.20}
+# A time that is so many times what the other clocks allow for the same work is charged for something else.
+_APART = 20
 _COPY = "copy of the same bytes"
 
 
@@ -182,6 +184,10 @@ class _Data:
         seen = tuple(v.clone() if isinstance(v, torch.Tensor) else v for v in sets[0])
         return _Data(seen, [_tensors(values) for values in sets], yards)
 
+    @property
+    def device(self) -> torch.device:
+        return next((t.device for t in _tensors(self.inputs)), torch.device("cpu"))
+
     def load(self, which: int) -> None:
         for seen, value in zip(_tensors(self.inputs), self.values[which], strict=True):
             seen.data.copy_(value)  # .data: a graph that saved the tensor does not notice, as it would not in a loop
@@ -225,7 +231,10 @@ def _attempt(variant: Variant, data: _Data, which: int) -> tuple[Any, Callable[[
     data.load(which)
     args = data.inputs if variant.prepare is None else variant.prepare(*data.inputs)
     call = functools.partial(variant.run, *args)
-    device = next((t.device for t in _tensors(data.inputs)), torch.device("cpu"))
+    device = data.device
+    if variant.on_cpu:
+        inputs.poison(_outputs_like(data.yards[which], torch.device("cpu")))
+        return _brought(call(), device), call
     inputs.poison(_outputs_like(data.yards[which], device))
     if device.type == "cuda":
         # A host that is slower than the delay (it compiled, or allocating waited for the device) calls when the inputs
@@ -249,6 +258,11 @@ def _attempt(variant: Variant, data: _Data, which: int) -> tuple[Any, Callable[[
 
 def _copied(outputs: Any) -> tuple[Any, ...]:
     return tuple(o.detach().clone() if isinstance(o, torch.Tensor) else o for o in check._tuple(outputs))
+
+
+def _brought(outputs: Any, device: torch.device) -> tuple[Any, ...]:
+    """What was computed in the host's memory, where it can be compared."""
+    return tuple(o.detach().to(device) if isinstance(o, torch.Tensor) else o for o in check._tuple(outputs))
 
 
 def _verify(op: Op, variant: Variant, data: _Data) -> tuple[check.Verdict, bool, Callable[[], Any]]:
@@ -316,7 +330,7 @@ def _first_call(variant: Variant, data: _Data) -> float:
 
 def _peak(variant: Variant, call: Callable[[], Any]) -> float:
     """Bytes that a call allocates at its peak, outputs included; NaN where torch's allocator does not see them."""
-    if not torch.cuda.is_available() or "onnxruntime" in variant.needs:
+    if not torch.cuda.is_available() or variant.on_cpu or "onnxruntime" in variant.needs:
         return math.nan
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -493,7 +507,10 @@ def _point(
     for name in calls:
         data.load(1)
         with _reasons(rows[name]):  # a result that was right before it was timed, and is not afterwards
-            _judged(op, variants[name], data, 1, calls[name](), " once it had been timed")
+            out = calls[name]()
+            if variants[name].on_cpu:
+                out = _brought(out, data.device)
+            _judged(op, variants[name], data, 1, out, " once it had been timed")
             out, _ = _attempt(variants[name], data, 0)
             _judged(op, variants[name], data, 0, out, " once it had been timed")
         if rows[name]["status"] != "ok":
@@ -511,22 +528,25 @@ def _time(
     warmup: int,
     repeat: int,
 ) -> None:
-    timed = dict(calls)
-    if torch.cuda.is_available():
-        for name in calls:
+    on_cpu = {name: function for name, function in calls.items() if variants[name].on_cpu}
+    timed = {name: function for name, function in calls.items() if name not in on_cpu}
+    if torch.cuda.is_available() and timed:
+        for name in list(timed):
             if why := _escapes(calls[name]):
                 rows[name].update(status="wrong", note=why)
                 del timed[name]
         timed[_COPY] = _copy_like(rows[next(iter(calls))])
     times = timing.measure(timed, warmup=warmup, repeat=repeat)
+    times |= timing.measure(on_cpu, warmup=warmup, repeat=repeat, kinds=("call",))
     for name in calls:
-        if name not in timed:
+        if name not in times:
             continue
         row = rows[name]
-        for kind in ("cold", "warm", "call"):
+        for kind in timing.KINDS:
             if (q := times[name][kind]) is not None:
                 row.update({f"{kind}_us_20": q.q20 * 1e6, f"{kind}_us": q.q50 * 1e6, f"{kind}_us_80": q.q80 * 1e6})
         row["repeat"] = max((q.n for q in times[name].values() if q is not None), default=0)
+        _refuse_a_clock_apart(row)
         if on is None:
             continue
         least = Cost(row["read_bytes"], row["write_bytes"], row["flop"])
@@ -537,7 +557,7 @@ def _time(
             cold, warm = times[_COPY]["cold"], times[_COPY]["warm"]
             row["copy_us"] = cold.q50 * 1e6 if cold else math.nan
             row["copy_warm_us"] = warm.q50 * 1e6 if warm else math.nan
-        _refuse_faster_than_roof(row)
+        _refuse_faster_than_roof(row, on)
 
 
 def _escapes(call: Callable[[], Any]) -> str:
@@ -559,9 +579,30 @@ def _copy_like(row: dict[str, Any]) -> Callable[[], Any]:
     return functools.partial(y.copy_, x)
 
 
-def _refuse_faster_than_roof(row: dict[str, Any]) -> None:
-    """A cold time under the roof is a mistake in the clock or in the kernel, unless the L2 cache served the traffic."""
+def _refuse_a_clock_apart(row: dict[str, Any]) -> None:
+    """A time that the other clocks of the same work contradict is charged for something else, and nobody knows which.
+
+    A call is at most its queueing, its work and some waiting; queueing takes no longer than the whole call; and a cold
+    call reads from memory what a warm one finds in the cache. A clock that is missing contradicts nothing.
+    """
+    bounds = {"call": ("host", "cold"), "host": ("call",), "cold": ("warm",), "warm": ("cold",)}
+    for kind, others in bounds.items():
+        time, most = row[f"{kind}_us"], _APART * sum(row[f"{other}_us"] for other in others)
+        if time > most:
+            note = f"{kind} of {time:.4g} us is more than {_APART} times {' and '.join(others)} of the same work"
+            row.update(status="too slow", note=note, **dict.fromkeys(_TIMES, math.nan))
+            return
+
+
+def _refuse_faster_than_roof(row: dict[str, Any], on: machines.Machine) -> None:
+    """A cold time under the roof is a mistake in the clock or in the kernel, unless the L2 cache served the traffic.
+
+    What is written last stays in a cache that the flush left clean, and is not awaited: as much as fits is no cost.
+    """
     allowed = _UNDER.get(row["zone"])
-    if allowed is not None and row["cold_us"] < (1 - allowed) * row["roof_us"]:
+    if allowed is None:
+        return
+    kept = on.memory_seconds(Cost(0, int(min(row["write_bytes"], on.l2)), 0)) * 1e6 if row["zone"] == "memory" else 0.0
+    if row["cold_us"] < (1 - allowed) * (row["roof_us"] - kept):
         note = f"{row['cold_us']:.4g} us is faster than the roof of {row['roof_us']:.4g} us"
         row.update(status="too fast", note=note, **dict.fromkeys(_TIMES, math.nan))

@@ -60,6 +60,9 @@ class Variant:
     rate : str, optional
         ``"tf32"`` where what is float32 and scored as such is found with the help of products in TF32, whose rate is
         its roof.
+    on_cpu : bool
+        It computes in the host's memory, from copies that `prepare` has made. Only the host's clock times it, without
+        the way of its results to where they are compared.
     """
 
     run: Callable[..., Any]
@@ -69,6 +72,7 @@ class Variant:
     math: str | None = None
     recompiles: bool = False
     rate: str | None = None
+    on_cpu: bool = False
 
 
 @dataclass(frozen=True)

@@ -284,7 +284,7 @@ def times(df: pd.DataFrame, x: str = "N", *, kind: str = "call", title: str = ""
     x : str
         The size on the x axis.
     kind : str
-        ``cold``, ``warm`` or ``call``.
+        Of `fusebook.tables.KINDS`.
     title : str, optional
     ax : matplotlib.axes.Axes, optional
 
@@ -299,7 +299,7 @@ def times(df: pd.DataFrame, x: str = "N", *, kind: str = "call", title: str = ""
     styles = _styles(names)
     ends = {}
     for name in names:
-        rows = df[(df["variant"] == name) & (df["status"] == "ok")].dropna(subset=[f"{kind}_us"]).sort_values(x)
+        rows = tables.timed(df[df["variant"] == name], kind).sort_values(x)
         if rows.empty:
             continue
         ax.plot(rows[x], rows[f"{kind}_us"], marker="." if len(rows) < 40 else None, **styles[name])

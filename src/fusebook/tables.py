@@ -2,6 +2,9 @@
 
 GB is 1e9 bytes. A bandwidth divides the least bytes that the operator must move by the time, whatever the variant
 moved: it is the rate at which the work got done, and only so can it be compared with the roof.
+
+A kind of time is one of the clocks of `fusebook.timing`, or ``paid``: what an eager program of many calls pays for
+each, the larger of the host's time and the device's.
 """
 
 from __future__ import annotations
@@ -12,28 +15,86 @@ from typing import Any
 
 import pandas as pd
 
+from fusebook import timing
+
 __all__ = [
+    "KINDS",
+    "alike",
     "bandwidth",
+    "behind",
+    "clocks",
     "dims",
     "label",
     "losses",
     "number",
+    "paid",
+    "pays_from",
     "pretty",
     "ratio",
     "share",
     "shares",
     "speedup",
+    "standing",
+    "timed",
     "times",
     "where",
 ]
 
-KINDS = ("cold", "warm", "call")
+#: The kinds of time that a table can show.
+KINDS = (*timing.KINDS, "paid")
 
 
 def _kind(kind: str) -> str:
     if kind not in KINDS:
         raise ValueError(f"tables: expected a time of {', '.join(KINDS)}, got {kind!r}")
     return kind
+
+
+def paid(df: pd.DataFrame) -> pd.Series:
+    """What an eager program of many calls pays for each: the larger of what the host and what the device needs, cold.
+
+    Parameters
+    ----------
+    df : pandas.DataFrame
+        Results.
+
+    Returns
+    -------
+    pandas.Series
+        Microseconds, with the index of `df`. What waits for the device, and so has neither of the two times, pays its
+        whole call. Missing where nothing was timed, and in records that were taken without the host's clock.
+    """
+    device = df["cold_us"].astype(float)
+    host = df["host_us"].astype(float) if "host_us" in df else device * math.nan
+    larger = device.where((device >= host) | host.isna(), host).where(device.notna() & host.notna())
+    return larger.where(device.notna() | host.notna(), df["call_us"].astype(float))
+
+
+def timed(df: pd.DataFrame, kind: str) -> pd.DataFrame:
+    """The rows that have a time of a kind, in the column ``<kind>_us``.
+
+    Parameters
+    ----------
+    df : pandas.DataFrame
+        Results.
+    kind : str
+        Of `KINDS`.
+
+    Returns
+    -------
+    pandas.DataFrame
+        None of the rows where the record lacks the clock.
+    """
+    df = _with(df, kind)
+    return df[(df["status"] == "ok") & df[f"{kind}_us"].notna()]
+
+
+def _with(df: pd.DataFrame, kind: str) -> pd.DataFrame:
+    """The same rows with a column of the kind's times, whether the record has it or not."""
+    column = f"{_kind(kind)}_us"
+    if kind == "paid":
+        return df.assign(**{column: paid(df)})
+    return df if column in df else df.assign(**{column: math.nan})
 
 
 def dims(df: pd.DataFrame) -> list[str]:
@@ -123,7 +184,7 @@ def times(df: pd.DataFrame, kind: str = "cold", words: bool = False) -> pd.DataF
     df : pandas.DataFrame
         Results.
     kind : str
-        ``cold``, ``warm`` or ``call``.
+        Of `KINDS`.
     words : bool
         Put the status where there is no time: ``refused``, ``wrong``.
 
@@ -132,7 +193,7 @@ def times(df: pd.DataFrame, kind: str = "cold", words: bool = False) -> pd.DataF
     pandas.DataFrame
         Indexed by sizes; variants in the order in which they stand in `df`.
     """
-    df, column = _points(df), f"{_kind(kind)}_us"
+    df, column = _with(_points(df), kind), f"{kind}_us"
     keys = _keys(df)
     order = list(dict.fromkeys(df["variant"]))
     rows = df.drop_duplicates(keys).set_index(keys).index  # a pivot sorts; a sweep has an order of its own
@@ -173,10 +234,6 @@ def bandwidth(df: pd.DataFrame, kind: str = "cold") -> pd.DataFrame:
     return rates
 
 
-def _timed(df: pd.DataFrame, kind: str) -> pd.DataFrame:
-    return df[(df["status"] == "ok") & df[f"{_kind(kind)}_us"].notna()]
-
-
 def ratio(df: pd.DataFrame, variant: str, over: str, kind: str = "cold") -> pd.Series:
     """How long a variant takes, in times of another, at each point where both were timed.
 
@@ -187,14 +244,14 @@ def ratio(df: pd.DataFrame, variant: str, over: str, kind: str = "cold") -> pd.S
     variant, over : str
         Below 1, `variant` is the faster one.
     kind : str
-        ``cold``, ``warm`` or ``call``. Only like is compared.
+        Of `KINDS`. Only like is compared.
 
     Returns
     -------
     pandas.Series
         Indexed by the sizes' label and the dtype; empty where the two never met.
     """
-    df = _timed(_points(df), kind)
+    df = timed(_points(df), kind)
     df = df.assign(label=label(df) if len(df) else "")
     sides = [df[df["variant"] == name].set_index(["op", "label", "dtype"])[f"{kind}_us"] for name in (variant, over)]
     both = pd.concat(sides, axis=1, join="inner", keys=["mine", "theirs"])
@@ -220,7 +277,7 @@ def share(df: pd.DataFrame, variant: str, of: str = "copy", kind: str = "cold") 
     pandas.Series
         Indexed by the sizes' label and the dtype.
     """
-    df = _timed(where(_points(df), variant=variant), kind)
+    df = timed(where(_points(df), variant=variant), kind)
     df = df.assign(label=label(df) if len(df) else "")
     ceilings = {"roof": "roof_us", "copy": "copy_warm_us" if kind == "warm" else "copy_us"}
     if of not in ceilings:
@@ -250,13 +307,12 @@ def shares(df: pd.DataFrame, kind: str = "cold") -> pd.DataFrame:
     df = _points(df)
     for name in dict.fromkeys(df["variant"]):
         of = df[df["variant"] == name]
-        timed = _timed(of, kind)
         roof, copy = share(of, name, "roof", kind) * 100, share(of, name, "copy", kind) * 100
         judged = of[of["score"].notna()]
         same = of.loc[of["deterministic"].isin(["yes", "no"]), "deterministic"]
         left = of.loc[of["status"] != "ok", "status"].value_counts()
         rows[name] = {
-            "points": len(timed),
+            "points": len(timed(of, kind)),
             "% of roof": roof.median(),
             "least % of roof": roof.min(),
             "% of copy": copy.median(),
@@ -282,7 +338,7 @@ def speedup(df: pd.DataFrame, over: str = "eager", kind: str = "cold") -> pd.Dat
     over : str
         The variant to compare with.
     kind : str
-        ``cold``, ``warm`` or ``call``.
+        Of `KINDS`.
 
     Returns
     -------
@@ -303,7 +359,7 @@ def losses(df: pd.DataFrame, variant: str = "fusebook", kind: str = "cold", with
         Results.
     variant : str
     kind : str
-        ``cold``, ``warm`` or ``call``.
+        Of `KINDS`.
     within : float
         Medians this close count as equal.
 
@@ -318,6 +374,156 @@ def losses(df: pd.DataFrame, variant: str = "fusebook", kind: str = "cold", with
     lost = table[(table > 1 + within).any(axis=1)]
     result = pd.DataFrame({"faster": lost.idxmax(axis=1), "times as long": lost.max(axis=1)}, index=lost.index)
     return result.sort_values("times as long", ascending=False)
+
+
+def alike(df: pd.DataFrame, variant: str = "fusebook") -> pd.DataFrame:
+    """A variant and what it can be compared with: other ways of the same arithmetic, and not others of our own.
+
+    Parameters
+    ----------
+    df : pandas.DataFrame
+        Results.
+    variant : str
+        Rows of variants whose name goes on behind this one, as ``fusebook, checked`` does, are left out.
+
+    Returns
+    -------
+    pandas.DataFrame
+    """
+    own = df["variant"].str.startswith(tuple(variant + mark for mark in " ,("))
+    return df[~own & df["math"].fillna("").eq("")]
+
+
+def behind(df: pd.DataFrame, variant: str = "fusebook", kind: str = "cold") -> pd.DataFrame:
+    """How a variant stands against the fastest other one at each point, the smallest problem first.
+
+    Parameters
+    ----------
+    df : pandas.DataFrame
+        Results.
+    variant : str
+    kind : str
+        Of `KINDS`.
+
+    Returns
+    -------
+    pandas.DataFrame
+        Indexed by sizes and dtype: ``best other``, ``times as long`` (below 1 the variant is the faster one), and
+        ``least us``, the time that the roof leaves to any way of computing it, by which points are ordered. Only points
+        at which both were timed by this clock.
+    """
+    df = timed(_points(df), kind)
+    df = df.assign(label=label(df) if len(df) else "")
+    keys = ["op", "label", "dtype"]
+    mine = df[df["variant"] == variant].set_index(keys)
+    best = df[df["variant"] != variant].sort_values(f"{kind}_us", kind="stable").drop_duplicates(keys).set_index(keys)
+    found = mine.index.intersection(best.index, sort=False)
+    mine, best = mine.loc[found], best.loc[found]
+    result = pd.DataFrame(
+        {
+            "best other": best["variant"],
+            "times as long": mine[f"{kind}_us"] / best[f"{kind}_us"],
+            "least us": mine["roof_us"],
+        }
+    ).sort_values("least us", kind="stable")
+    return result.droplevel("op") if len(df["op"].unique()) <= 1 else result
+
+
+def pays_from(df: pd.DataFrame, variant: str = "fusebook", kind: str = "paid", within: float = 0.02) -> str | None:
+    """The problem from which on what a variant does on the device pays by another clock as well.
+
+    Points at which it is slower on the device, cold, are not asked: no clock of the caller's can mend those.
+
+    Parameters
+    ----------
+    df : pandas.DataFrame
+        Results, of one operator.
+    variant : str
+    kind : str
+        ``paid`` or ``call``.
+    within : float
+        Medians this close count as equal.
+
+    Returns
+    -------
+    str or None
+        Sizes, dtype and least time of the smallest point from which on none is lost, in the order of the time that the
+        roof leaves. Empty where the largest of the points is lost. None where there is nothing to compare: the record
+        may lack the clock.
+    """
+    cold, table = behind(df, variant, "cold"), behind(df, variant, kind)
+    table = table[table.index.isin(cold.index[cold["times as long"] <= 1 + within])]
+    if table.empty:
+        return None
+    lost = (table["times as long"] > 1 + within).to_numpy()
+    first = len(lost) - int(lost[::-1].argmax()) if lost.any() else 0
+    if first == len(lost):
+        return ""
+    return f"{' '.join(table.index[first])} ({number(float(table['least us'].iloc[first]))} us at the least)"
+
+
+def standing(df: pd.DataFrame, variant: str = "fusebook", within: float = 0.02) -> pd.DataFrame:
+    """By each clock, at how many points a variant wins and loses against the fastest other way.
+
+    Parameters
+    ----------
+    df : pandas.DataFrame
+        Results.
+    variant : str
+    within : float
+        Medians this close count as equal.
+
+    Returns
+    -------
+    pandas.DataFrame
+        A row for ``cold``, ``warm``, ``paid`` and ``call``: points compared, those at which it is faster, equal and
+        slower, how many times as long it takes in the median and at worst, and where that is. Clocks that the record
+        lacks compare no points.
+    """
+    rows = {}
+    for kind in ("cold", "warm", "paid", "call"):
+        table = behind(df, variant, kind)
+        ratios = table["times as long"]
+        slower, faster = (ratios > 1 + within).sum(), (ratios < 1 - within).sum()
+        at = int(ratios.to_numpy().argmax()) if len(table) else 0
+        rows[kind] = {
+            "points": len(table),
+            "faster": faster,
+            "equal": len(table) - faster - slower,
+            "slower": slower,
+            "median, times as long": ratios.median(),
+            "worst, times as long": ratios.max(),
+            "worst at": ", ".join((" ".join(table.index[at]), table["best other"].iloc[at])) if len(table) else "",
+        }
+    result = pd.DataFrame.from_dict(rows, orient="index")
+    result.index.name = "clock"
+    return result
+
+
+def clocks(df: pd.DataFrame, variants: Sequence[str] | None = None) -> pd.DataFrame:
+    """Median times by every clock, side by side, in microseconds.
+
+    Parameters
+    ----------
+    df : pandas.DataFrame
+        Results.
+    variants : sequence of str, optional
+        Only these, in this order.
+
+    Returns
+    -------
+    pandas.DataFrame
+        A row a point and variant; columns ``cold``, ``warm``, ``host``, ``call`` and ``paid``, see `paid`. A clock that
+        the record lacks is an empty column.
+    """
+    df = _points(df)
+    if variants is not None:
+        df = where(df, variant=list(variants))
+    df = df[(df["status"] == "ok")]
+    for kind in KINDS:
+        df = _with(df, kind)
+    table = df.set_index([*_keys(df), "variant"])[[f"{kind}_us" for kind in KINDS]]
+    return table.set_axis(list(KINDS), axis=1)
 
 
 def number(value: Any) -> str:

@@ -1,25 +1,44 @@
-"""Time on a GPU, three ways, each with its spread. Knows nothing of operators.
+"""Time on a GPU, four ways, each with its spread. Knows nothing of operators.
 
 * **cold**: CUDA events around one call, its inputs flushed from the L2 cache. What a kernel costs in a program that
   does other things between two calls.
 * **warm**: many calls captured in a CUDA graph, per call. No launch overhead, inputs in L2 where they fit.
+* **host**: the host's clock around many calls, per call, the device not waited for. What Python does to queue one.
 * **call**: the host's clock around one call, synchronised before and after. What Python waits for.
 
+The device works while the host queues more, so a program of many calls pays the larger of *host* and *cold* for each.
 Variants are interleaved, forward then reversed, because clocks and temperature drift.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import gc
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-__all__ = ["Functions", "Quantiles", "call", "cold", "flush", "hidden", "measure", "synchronises", "warm"]
+__all__ = [
+    "KINDS",
+    "Functions",
+    "Quantiles",
+    "call",
+    "cold",
+    "flush",
+    "hidden",
+    "host",
+    "measure",
+    "synchronises",
+    "warm",
+]
+
+#: The clocks, from the device's to the caller's.
+KINDS = ("cold", "warm", "host", "call")
 
 Functions = Mapping[str, Callable[[], Any]]
 
@@ -35,6 +54,15 @@ _SMALL = 50e-6
 # Calls in the graph that estimates, and the most in the one that is timed.
 _PILOT = 5
 _MOST = 500
+# The most calls whose queueing is timed together, and the least. The device's queue holds about a thousand launches:
+# when it is full the host waits. So calls of more than some twenty launches are queued few at a time.
+_BATCH = 50
+_FEW = 4
+# Seconds of device work in a batch, and of all batches of a function: what the device does there, nobody times.
+_QUEUED = 2e-3
+_BATCHES = 0.1
+# Floats in a row of the buffer that flushes, 64 KiB: one block sums it.
+_ROW = 2**14
 
 
 @dataclass(frozen=True)
@@ -65,7 +93,10 @@ def _flush_of(device: int) -> _Flush:
 
 
 def flush(at_least: float = 0.0) -> None:
-    """Evict the L2 cache on the current stream, for at least so many seconds, without synchronising."""
+    """Evict the L2 cache on the current stream, for at least so many seconds, without synchronising.
+
+    It ends in reads, so that no line is left that must be written to memory while the next kernel is timed.
+    """
     _flush()(at_least)
 
 
@@ -74,23 +105,33 @@ def _flush() -> _Flush:
 
 
 class _Flush:
-    """Evict the L2 cache by writing several times its size, on the current stream, without synchronising."""
+    """Evict the L2 cache on the current stream, without synchronising: write several times its size, then read that.
+
+    Lines that are only in the cache are written to memory when the next kernel needs their place, and at the cost of
+    that kernel. After the reading there are none: memory holds all that the cache holds.
+    """
 
     def __init__(self) -> None:
         l2 = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
-        self.buffer = torch.empty(max(4 * l2, 2**26), dtype=torch.int8, device="cuda")
+        # Summed by rows, since a sum of everything borrows memory: it might be that of a poisoned output.
+        self.buffer = torch.empty(max(4 * l2, 2**26) // (4 * _ROW), _ROW, device="cuda")
+        self.sums = torch.empty(len(self.buffer), device="cuda")
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        self.buffer.zero_()
+        self._once()
         start.record()
         for _ in range(10):
-            self.buffer.zero_()
+            self._once()
         end.record()
         end.synchronize()
         self.seconds = start.elapsed_time(end) / 1e3 / 10
 
+    def _once(self) -> None:
+        self.buffer.zero_()
+        torch.sum(self.buffer, 1, out=self.sums)
+
     def __call__(self, at_least: float = 0.0) -> None:
         for _ in range(max(1, math.ceil(at_least / self.seconds))):
-            self.buffer.zero_()
+            self._once()
 
 
 def _host_seconds(function: Callable[[], Any]) -> float:
@@ -146,8 +187,8 @@ def hidden(function: Callable[[], Any], tries: int = 5) -> float:
     return rest
 
 
-def _repeats(seconds: float, repeat: int) -> int:
-    return max(min(repeat, math.ceil(_SECONDS / max(seconds, 1e-9))), min(repeat, _FEWEST))
+def _repeats(seconds: float, repeat: int, within: float = _SECONDS) -> int:
+    return max(min(repeat, math.ceil(within / max(seconds, 1e-9))), min(repeat, _FEWEST))
 
 
 def cold(functions: Functions, *, warmup: int = 5, repeat: int = 30) -> dict[str, Quantiles | None]:
@@ -264,6 +305,88 @@ def _capture(function: Callable[[], Any], seconds: float) -> tuple[torch.cuda.CU
         return None
 
 
+def _wait() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Keep the garbage collector from charging one call with what many left behind."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _queued(function: Callable[[], Any], calls: int) -> float:
+    """Host seconds of a call among so many, queued one behind the other to a device that has nothing else to do."""
+    _wait()
+    function()  # the first launch to an idle device takes longer
+    with _no_collection():
+        start = time.perf_counter()
+        for _ in range(calls):
+            function()
+        return (time.perf_counter() - start) / calls
+
+
+def _calls_to_queue(function: Callable[[], Any]) -> int:
+    """How many calls fit into a batch: their work is short, and the device's queue does not fill.
+
+    A full queue shows itself: among many calls each takes longer than among few.
+    """
+    _wait()
+    start = time.perf_counter()
+    function()
+    _wait()
+    calls = max(_FEW, min(_BATCH, int(_QUEUED / max(time.perf_counter() - start, 1e-9))))
+    if calls > _FEW:
+        many, few = (min(_queued(function, n) for _ in range(3)) for n in (calls, _FEW))
+        if many > 1.5 * few:
+            return _FEW
+    return calls
+
+
+def host(functions: Functions, *, warmup: int = 5, repeat: int = 30) -> dict[str, Quantiles | None]:
+    """Host time of a call among many, the device not waited for: what Python and the driver do to queue it.
+
+    The device works meanwhile, as in a program of many calls, where each takes the larger of this and its time on the
+    device. A sample is the mean of a batch of 4 to 50 calls; the device ends its work between batches, outside the
+    clock, and a batch never fills the device's queue, whereupon the host would wait. No garbage is collected in it.
+
+    Parameters
+    ----------
+    functions : mapping of str to callable
+    warmup, repeat : int
+        Calls before and batches timed; batches of many milliseconds are repeated less.
+
+    Returns
+    -------
+    dict of str to Quantiles or None
+        None where the call waits for the device: its host time is then that of `call`.
+    """
+    calls: dict[str, int] = {}
+    samples: dict[str, list[float]] = {}
+    longest = 0.0
+    for name, function in functions.items():
+        for _ in range(warmup):
+            function()
+        if torch.cuda.is_available() and synchronises(function):
+            continue
+        calls[name] = _calls_to_queue(function)
+        start = time.perf_counter()
+        _queued(function, calls[name])
+        _wait()
+        longest = max(longest, time.perf_counter() - start)
+    for name in _rounds(list(calls), _repeats(longest, repeat, _BATCHES)):
+        samples.setdefault(name, []).append(_queued(functions[name], calls[name]))
+    _wait()
+    return {name: Quantiles.of(samples[name]) if name in samples else None for name in functions}
+
+
 def call(functions: Functions, *, warmup: int = 5, repeat: int = 30) -> dict[str, Quantiles]:
     """Host time of one call, synchronised before and after; all that a function of the CPU has.
 
@@ -276,31 +399,30 @@ def call(functions: Functions, *, warmup: int = 5, repeat: int = 30) -> dict[str
     -------
     dict of str to Quantiles
     """
-    wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
     samples: dict[str, list[float]] = {name: [] for name in functions}
     slowest = 0.0
     for function in functions.values():
         for _ in range(warmup):
             start = time.perf_counter()
             function()
-            wait()
+            _wait()
             if (last := time.perf_counter() - start) > _SECONDS / _FEWEST:
                 break
         if warmup:
             slowest = max(slowest, last)
     for name in _rounds(list(functions), _repeats(slowest, repeat)):
-        wait()
+        _wait()
         start = time.perf_counter()
         functions[name]()
-        wait()
+        _wait()
         samples[name].append(time.perf_counter() - start)
     return {name: Quantiles.of(times) for name, times in samples.items()}
 
 
 def measure(
-    functions: Functions, *, warmup: int = 5, repeat: int = 30, kinds: Sequence[str] = ("cold", "warm", "call")
+    functions: Functions, *, warmup: int = 5, repeat: int = 30, kinds: Sequence[str] = KINDS
 ) -> dict[str, dict[str, Quantiles | None]]:
-    """All three times of each function.
+    """All four times of each function.
 
     Parameters
     ----------
@@ -308,7 +430,7 @@ def measure(
         Called without arguments; interleaved.
     warmup, repeat : int
     kinds : sequence of str
-        Of ``cold``, ``warm`` and ``call``. Without a CUDA device only ``call`` is measured.
+        Of `KINDS`. Without a CUDA device only ``call`` is measured.
 
     Returns
     -------
@@ -318,6 +440,7 @@ def measure(
     known: dict[str, Callable[[], Mapping[str, Quantiles | None]]] = {
         "cold": lambda: cold(functions, warmup=warmup, repeat=repeat),
         "warm": lambda: warm(functions, repeat=repeat),
+        "host": lambda: host(functions, warmup=warmup, repeat=repeat),
         "call": lambda: call(functions, warmup=warmup, repeat=repeat),
     }
     if unknown := set(kinds) - set(known):
