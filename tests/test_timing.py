@@ -1,8 +1,8 @@
 """The clocks: quantiles anywhere, events and graphs on a GPU."""
 
 import gc
-import math
 import time
+import types
 
 import pytest
 import torch
@@ -55,43 +55,55 @@ def test_a_flush_ends_in_reads_and_lasts_as_long_as_it_must():
         assert done == [("zero_", 128), ("sum", 128)] * times
 
 
-def test_host_times_a_call_and_collects_no_garbage():
+class Clock:
+    """A host's clock that only moves when a function says so, and a device that is waited for."""
+
+    def __init__(self, patch, room=1000):
+        self.now, self.queued, self.room = 0.0, 0, room
+        patch.setattr(timing, "time", types.SimpleNamespace(perf_counter=lambda: self.now))
+        patch.setattr(timing, "_wait", self.wait)
+
+    def wait(self):
+        self.queued = 0
+
+    def launch(self, seconds=1e-5, device=0.0):
+        self.now += seconds
+        self.queued += 1
+        if self.queued > self.room:  # the host waits until the device has taken one out
+            self.now += device
+
+
+def test_host_times_a_call_and_collects_no_garbage(monkeypatch):
+    clock = Clock(monkeypatch)
     collected = []
 
-    def nap():
-        time.sleep(0.002)
+    def slow():
+        clock.launch(2e-5)
         collected.append(gc.isenabled())
 
-    found = timing.host({"nap": nap, "nothing": lambda: None}, warmup=0, repeat=3)
-    assert 0.002 <= found["nap"].q50 < 0.01 and found["nothing"].q50 < 1e-4
-    assert found["nap"].n == found["nothing"].n == 3
-    assert not all(collected) and not any(collected[-timing._FEW :]) and gc.isenabled()
+    found = timing.host({"slow": slow, "fast": lambda: clock.launch(1e-5)}, warmup=0, repeat=3)
+    assert found["slow"].q50 == pytest.approx(2e-5) and found["fast"].q50 == pytest.approx(1e-5)
+    assert found["slow"].n == found["fast"].n == 3
+    assert not any(collected[-timing._FEW :]) and gc.isenabled()
 
 
-def test_a_batch_ends_before_the_queue_is_full():
-    """A queue of so many launches, after which the host waits for a device that needs much longer than it."""
-    room = 8
-    state = {"queued": 0}
+def test_a_batch_ends_before_the_queue_is_full(monkeypatch):
+    clock = Clock(monkeypatch, room=8)
+    assert timing._calls_to_queue(lambda: clock.now) == timing._BATCH
 
     def launch():
-        state["queued"] += 1
-        if state["queued"] > room:
-            time.sleep(0.0005)  # the device takes one out
+        clock.launch(1e-5, device=1e-3)
 
-    def device_ends_its_work():
-        state["queued"] = 0
-
-    patch = pytest.MonkeyPatch()
-    patch.setattr(timing, "_wait", device_ends_its_work)
-    assert timing._calls_to_queue(lambda: None) == timing._BATCH
-    assert timing._calls_to_queue(launch) == timing._FEW < room
-    assert timing.host({"launch": launch}, repeat=3)["launch"].q80 < 1e-4
-    patch.undo()
+    assert timing._calls_to_queue(launch) == timing._FEW < clock.room
+    assert timing.host({"launch": launch}, repeat=3)["launch"].q80 == pytest.approx(1e-5)
+    clock.room = 1000
+    assert timing._calls_to_queue(launch) == timing._BATCH
 
 
-def test_batches_of_long_calls_are_short():
-    assert timing._calls_to_queue(lambda: time.sleep(0.01)) == timing._FEW
-    assert timing._FEW < timing._calls_to_queue(lambda: time.sleep(1e-4)) <= math.ceil(timing._QUEUED / 1e-4)
+def test_batches_of_long_calls_are_short(monkeypatch):
+    clock = Clock(monkeypatch)
+    assert timing._calls_to_queue(lambda: clock.launch(1e-2)) == timing._FEW
+    assert timing._calls_to_queue(lambda: clock.launch(1.001e-4)) == int(timing._QUEUED / 1.001e-4)
 
 
 @gpu
