@@ -120,10 +120,14 @@ def docs(session):
 
 @nox.session(venv_backend="none", requires=["environment"])
 def tests(session):
-    """Run the tests: interpreted where there is no GPU, compiled where there is one."""
-    # On a GPU one process: times that are taken beside another process mean nothing.
-    workers = [] if gpus() else ["-n", str(min(4, os.cpu_count() or 1))]
-    run(session, "-m", "pytest", *workers, *session.posargs)
+    """Run the tests: interpreted where there is no GPU, compiled where there is one; with CI=1 the slow ones too."""
+    # On a GPU one process: times that are taken beside another process mean nothing. Elsewhere as many as there are
+    # cores, each with one thread: the interpreter's arrays are small.
+    workers = str(min(4, os.cpu_count() or 1))
+    if gpus():
+        run(session, "-m", "pytest", *session.posargs)
+    else:
+        run(session, "-m", "pytest", "-n", workers, *session.posargs, OMP_NUM_THREADS="1")
 
 
 @nox.session(venv_backend="none", requires=["environment"])
@@ -140,7 +144,7 @@ def lint(session):
 @nox.session(venv_backend="none", requires=["environment", "docs"], default=False)
 def notebooks(session):
     """Execute the notebooks of the built site as they are downloaded, each in an empty folder."""
-    run(session, "-m", "pytest", "tests/test_notebooks.py", FUSEBOOK_NOTEBOOKS=str(HTML / "_downloads"))
+    run(session, "-m", "pytest", "--slow", "tests/test_notebooks.py")
 
 
 @nox.session(venv_backend="none", requires=["environment"], default=False)

@@ -1,13 +1,18 @@
 """Compile, for a GPU that need not be there, every kernel that the library's launchers would launch on their edges.
 
-Run by test_compile.py as ``python compile_only.py 90 softmax``, with any number of ops, in a process of its own,
-because Triton knows one driver. The driver here names an architecture and a limit of shared memory, takes tensors on
-the CPU, and launches nothing. One JSON object a line: what was launched, and the shared memory that the compiled kernel
-asks for.
+Run by compiling.py as ``python compile_only.py FOLDER sm_90/softmax sm_80/softmax``, with any number of these tasks. A
+task is done by a process of its own, because Triton knows one driver; it is forked, because importing takes longer than
+many a task. The driver here names an architecture and a limit of shared memory, takes tensors on the CPU, and launches
+nothing. The answer to a task is the file of its name: one JSON object a line, what was launched, and the shared memory
+that the compiled kernel asks for.
 """
 
 import json
+import multiprocessing
+import multiprocessing.connection
+import os
 import sys
+from pathlib import Path
 
 import torch
 import triton
@@ -67,25 +72,58 @@ class CompileOnly(DriverBase):
         return launch
 
 
-def main(arch, ops):
+def points(op, launched):
+    """What each variant of ours launches on each edge and dtype."""
+    variants = {name: v for name, v in op.variants.items() if name.startswith("fusebook")}
+    for dims in op.edges:
+        for dtype in op.dtypes:
+            made = op.make(inputs.generator(0, "cpu"), dtype, **dims)
+            for name, variant in variants.items():
+                launched.clear()
+                point = {"variant": name, "dims": dict(dims), "dtype": str(dtype)}
+                try:
+                    variant.run(*(variant.prepare(*made) if variant.prepare else made))
+                except NotImplementedError as refusal:
+                    point["refused"] = str(refusal)
+                except Exception as error:
+                    point["error"] = f"{type(error).__name__}: {error}"
+                yield point | {"launched": list(launched)}
+
+
+def answer(file):
+    """Do the task whose answer is to be `file`."""
     launched = []
-    triton.runtime.driver.set_active(CompileOnly(arch, launched))
-    for op in map(OPS.get, ops):
-        variants = {name: v for name, v in op.variants.items() if name.startswith("fusebook")}
-        for dims in op.edges:
-            for dtype in op.dtypes:
-                made = op.make(inputs.generator(0, "cpu"), dtype, **dims)
-                for name, variant in variants.items():
-                    launched.clear()
-                    point = {"op": op.name, "variant": name, "dims": dict(dims), "dtype": str(dtype)}
-                    try:
-                        variant.run(*(variant.prepare(*made) if variant.prepare else made))
-                    except NotImplementedError as refusal:
-                        point["refused"] = str(refusal)
-                    except Exception as error:
-                        point["error"] = f"{type(error).__name__}: {error}"
-                    print(json.dumps(point | {"launched": launched}), flush=True)
+    triton.runtime.driver.set_active(CompileOnly(int(file.parent.name.removeprefix("sm_")), launched))
+    write(file, "\n".join(json.dumps(point) for point in points(OPS[file.name], launched)))
+
+
+def write(file, text):
+    """Write `file` so that it appears when it is whole."""
+    partly = file.with_suffix(".partly")
+    partly.write_text(text)
+    partly.rename(file)
+
+
+def main(files, most):
+    """Do the tasks, `most` at a time; where a compiler crashes, its task has an empty answer."""
+    waiting, running = list(files), {}
+    while waiting or running:
+        if waiting and len(running) < most:
+            file = waiting.pop(0)
+            process = multiprocessing.get_context("fork").Process(target=answer, args=(file,))
+            process.start()
+            running[process.sentinel] = process, file
+            continue
+        for sentinel in multiprocessing.connection.wait(running):
+            process, file = running.pop(sentinel)
+            process.join()
+            if process.exitcode:
+                print(f"{file.parent.name}/{file.name}: ended with {process.exitcode}", file=sys.stderr, flush=True)
+                write(file, "")
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2:])
+    torch.set_num_threads(1)
+    triton.runtime.cache.triton_key()  # reads all of Triton: once, and not in each process
+    folder, *tasks = sys.argv[1:]
+    main([Path(folder, task) for task in tasks], min(4, os.cpu_count() or 1))

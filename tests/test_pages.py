@@ -6,6 +6,7 @@ Not edited when a page or a kernel is added: it reads the pages and the cards.
 import ast
 import functools
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -16,6 +17,7 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import pytest
 
+import compiling
 import synthetic
 from fusebook import bench, gallery, record
 from fusebook import machine as machines
@@ -67,13 +69,12 @@ def blocks(page):
     return [(b.lineno, b.content) for b in splitter.split_code_and_text_blocks(str(page))[1] if b.type == "code"]
 
 
-def run_block(page, line, text, names, swap=None):
-    """Run a block and return what it ends in; `swap` replaces names before the last expression."""
+def run_block(page, line, text, names):
+    """Run a block but for the expression it ends in, which is returned compiled, or None."""
     tree = ast.parse("\n" * (line - 1) + text, str(page))
     last = ast.Expression(tree.body.pop().value) if isinstance(tree.body[-1], ast.Expr) else None
     exec(compile(tree, str(page), "exec"), names)
-    names.update(swap or {})
-    return eval(compile(last, str(page), "eval"), names) if last is not None else None
+    return compile(last, str(page), "eval") if last is not None else None
 
 
 @pytest.fixture
@@ -154,13 +155,22 @@ def test_a_kernel_page_has_the_eight_headings(page):
     assert found == HEADINGS
 
 
-def run_page(page, swap=None):
-    """Run a page and return what its blocks end in; `swap` replaces functions just before an exercise is checked."""
-    names = {"__name__": "__main__"}
-    return [
-        run_block(page, line, text, names, swap if re.search(r"^exercise\(", text, re.MULTILINE) else None)
-        for line, text in blocks(page)
-    ]
+def run_page(page, solved=None):
+    """Run a page and return what its blocks end in.
+
+    With functions of `solved`, by their names, each exercise is checked twice: as the page has it, and with these in
+    the place of the page's own; the result is then both lists.
+    """
+    names, shown, passed = {"__name__": "__main__"}, [], []
+    for line, text in blocks(page):
+        last = run_block(page, line, text, names)
+        shown.append(eval(last, names) if last is not None else None)
+        if solved and re.search(r"^exercise\(", text, re.MULTILINE):
+            own = names.copy()
+            names.update(solved)
+            passed.append(eval(last, names))
+            names.update(own)
+    return (shown, passed) if solved else shown
 
 
 def exercises(shown):
@@ -176,17 +186,14 @@ def solutions(page):
 
 
 @pytest.mark.parametrize("page", KERNEL_PAGES, ids=lambda p: p.stem)
-def test_a_kernel_page_replays_and_its_exercises_wait_for_the_reader(page, recorded):
-    found = exercises(run_page(page))
+def test_a_kernel_page_replays_and_its_exercises_fail_until_they_are_solved(page, recorded):
+    shown, passed = run_page(page, solutions(page))
+    found = exercises(shown)
     assert found
     assert [item.true for item in found] == [False] * len(found)
     assert all("Error" not in item.detail for item in found), "wrong, and not broken, is what a reader starts from"
-
-
-@pytest.mark.parametrize("page", KERNEL_PAGES, ids=lambda p: p.stem)
-def test_the_solutions_pass_the_checks_of_the_exercises(page, recorded):
-    found = exercises(run_page(page, solutions(page)))
-    assert [repr(item) for item in found if item.true is not True] == []
+    assert len(exercises(passed)) == len(found)
+    assert [repr(item) for item in exercises(passed) if item.true is not True] == []
 
 
 def test_all_results_replay_and_points_lost_are_among_them(recorded, tmp_path, monkeypatch):
@@ -204,59 +211,102 @@ def test_all_results_replay_and_points_lost_are_among_them(recorded, tmp_path, m
     assert "double" not in warm
 
 
-@pytest.mark.parametrize("page", KERNEL_PAGES, ids=lambda p: p.stem)
-def test_a_page_is_a_command_with_help_and_without_nonsense(page):
-    def end(*argv):
-        path = {**os.environ, "PYTHONPATH": str(EXAMPLES.parent / "src")}
-        return subprocess.run([sys.executable, str(page), *argv], capture_output=True, text=True, env=path, check=False)
+#: Runs each script that it is given as a command, for help and with nonsense; one JSON object a command.
+COMMANDS = """
+import contextlib, io, json, runpy, sys
 
-    shown = end("--help")
-    assert shown.returncode == 0
-    for option in ("--config", "--dtype", "--itype", "--warmup", "--repeat"):
-        assert option in shown.stdout
-    refused = end("--config", "enormous")
-    assert refused.returncode == 2
-    assert any(f"'enormous' is none of {', '.join(op.configs)}, a size" in refused.stderr for op in OPS.values())
-    assert "Traceback" not in refused.stderr
+for script in sys.argv[1:]:
+    for given in (["--help"], ["--config", "enormous"]):
+        sys.argv = [script, *given]
+        said = {"script": script, "given": given, "code": None}
+        with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+            try:
+                runpy.run_path(script, run_name="__main__")
+            except SystemExit as ending:
+                said["code"] = ending.code or 0
+        print(json.dumps(said | {"out": out.getvalue(), "err": err.getvalue()}))
+"""
 
 
-#: Compiles every kernel of a script to a cubin for sm_90, with constants that reach its loops.
+def ended(*command, environment=None):
+    """A process of the tests' Python that has ended, with the library in its path."""
+    path = os.pathsep.join([str(EXAMPLES.parent / "src"), os.environ.get("PYTHONPATH", "")])
+    environment = environment or os.environ | {"PYTHONPATH": path}
+    return subprocess.run([sys.executable, *command], capture_output=True, text=True, env=environment, check=False)
+
+
+def test_pages_are_commands_with_help_and_without_nonsense():
+    """All of them in one process, which imports the library once."""
+    end = ended("-c", COMMANDS, *map(str, KERNEL_PAGES))
+    assert end.returncode == 0, end.stderr[-2000:]
+    said = [json.loads(line) for line in end.stdout.splitlines()]
+    assert len(said) == 2 * len(KERNEL_PAGES)
+    for helped, refused in zip(said[::2], said[1::2], strict=True):
+        assert helped["code"] == 0, helped
+        for option in ("--config", "--dtype", "--itype", "--warmup", "--repeat"):
+            assert option in helped["out"], helped
+        assert refused["code"] == 2, refused
+        choices = [f"'enormous' is none of {', '.join(op.configs)}, a size" for op in OPS.values()]
+        assert any(choice in refused["err"] for choice in choices), refused
+
+
+def test_a_page_is_a_script():
+    end = ended(str(KERNEL_PAGES[-1]), "--config", "enormous")
+    assert end.returncode == 2
+    assert "'enormous' is none of" in end.stderr
+    assert "Traceback" not in end.stderr
+
+
+#: Compiles every kernel of the scripts it is given to a cubin for sm_90, with constants that reach their loops. One
+#: JSON object a script: its kernels, and the error that ended them. Copies of the kernels go into the first argument.
 COMPILE = """
-import ast, importlib.util, pathlib, sys
+import ast, importlib.util, json, pathlib, sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 constants = {"BLOCK": 1024, "ROWS": 4, "CHUNKS": 13, "SALT": 12345}  # and 16 for others
-script, copy = map(pathlib.Path, sys.argv[1:])
-tree = ast.parse(script.read_text())
-functions = [n for n in tree.body if isinstance(n, ast.FunctionDef)]
-kernels = [n for n in functions if "triton.jit" in map(ast.unparse, n.decorator_list)]
-called = {getattr(n.func, "id", "") for k in kernels for n in ast.walk(k) if isinstance(n, ast.Call)}
-copy.write_text("import triton\\nimport triton.language as tl\\n\\n" + "\\n\\n".join(map(ast.unparse, kernels)))
-spec = importlib.util.spec_from_file_location("kernels", copy)
-module = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(module)
-for node in kernels:
-    if node.name in called:  # a part of others, and compiled with them
-        continue
-    kernel = getattr(module, node.name)
-    for pointer in ("*fp32", "*bf16"):
-        kinds = {a: pointer if a.endswith("_ptr") else "fp32" if a == "T" else "i32" for a in kernel.arg_names}
-        given = {(p.num,): constants.get(p.name, 16) for p in kernel.params if p.is_constexpr}
-        kinds |= {p.name: "constexpr" for p in kernel.params if p.is_constexpr}
-        source = ASTSource(kernel, signature=kinds, constexprs=given)
-        triton.compile(source, target=GPUTarget("cuda", 90, 32))
-        print(node.name, pointer)
+
+
+def compiled(script, copy):
+    functions = [n for n in ast.parse(script.read_text()).body if isinstance(n, ast.FunctionDef)]
+    kernels = [n for n in functions if "triton.jit" in map(ast.unparse, n.decorator_list)]
+    called = {getattr(n.func, "id", "") for k in kernels for n in ast.walk(k) if isinstance(n, ast.Call)}
+    copy.write_text("import triton\\nimport triton.language as tl\\n\\n" + "\\n\\n".join(map(ast.unparse, kernels)))
+    spec = importlib.util.spec_from_file_location(copy.stem, copy)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    for node in kernels:
+        if node.name in called:  # a part of others, and compiled with them
+            continue
+        kernel = getattr(module, node.name)
+        for pointer in ("*fp32", "*bf16"):
+            kinds = {a: pointer if a.endswith("_ptr") else "fp32" if a == "T" else "i32" for a in kernel.arg_names}
+            given = {(p.num,): constants.get(p.name, 16) for p in kernel.params if p.is_constexpr}
+            kinds |= {p.name: "constexpr" for p in kernel.params if p.is_constexpr}
+            source = ASTSource(kernel, signature=kinds, constexprs=given)
+            triton.compile(source, target=GPUTarget("cuda", 90, 32))
+            yield f"{node.name} {pointer}"
+
+
+folder, *scripts = map(pathlib.Path, sys.argv[1:])
+for script in scripts:
+    said = {"script": str(script), "kernels": [], "error": ""}
+    try:
+        for kernel in compiled(script, folder / f"{script.parent.stem}_{script.name}"):
+            said["kernels"].append(kernel)
+    except Exception as error:
+        said["error"] = f"{type(error).__name__}: {error}"
+    print(json.dumps(said))
 """
 
 
-@pytest.mark.parametrize(
-    "page", [*PAGES, *sorted(EXAMPLES.glob("solutions/*.py"))], ids=lambda p: f"{p.parent.stem}-{p.stem}"
-)
-def test_the_kernels_of_a_page_compile_without_a_gpu(page, tmp_path):
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path / "cache")}
-    command = [sys.executable, "-c", COMPILE, str(page), str(tmp_path / "kernels.py")]
-    end = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+def test_the_kernels_of_pages_and_solutions_compile_without_a_gpu(tmp_path):
+    scripts = [*PAGES, *sorted(EXAMPLES.glob("solutions/*.py"))]
+    end = ended("-c", COMPILE, str(tmp_path), *map(str, scripts), environment=compiling.environment())
     assert end.returncode == 0, end.stderr[-2000:]
-    assert bool(end.stdout) == ("@triton.jit" in page.read_text())
+    said = [json.loads(line) for line in end.stdout.splitlines()]
+    assert [Path(one["script"]) for one in said] == scripts
+    assert [f"{one['script']}: {one['error'][-2000:]}" for one in said if one["error"]] == []
+    for one in said:
+        assert bool(one["kernels"]) == ("@triton.jit" in Path(one["script"]).read_text()), one
