@@ -8,9 +8,11 @@ build where ``nvidia-smi -L`` lists a GPU, and the CPU build elsewhere.
 """
 
 import hashlib
+import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import nox
@@ -162,9 +164,15 @@ def record(session):
     # The pages offer their tables in the current folder; here nobody wants them. A false claim must not cost the
     # results after it, so pages are judged once everything is recorded: replayed, strictly.
     folder = session.create_tmp()
+    # What the progress bar of the site begins with, beside the machine.json that was just written.
+    kept = max(RECORDS.glob("*/machine.json"), key=lambda file: file.stat().st_mtime).with_name("seconds.json")
+    seconds = json.loads(kept.read_text()) if kept.exists() else {}
     with session.chdir(folder):
         for page in pages:
+            start = time.monotonic()
             run(session, str(page), FUSEBOOK_RECORD=str(RECORDS), FUSEBOOK_STRICT="0", MPLBACKEND="agg")
+            seconds[page.stem] = round(time.monotonic() - start, 1)
+        kept.write_text(json.dumps(dict(sorted(seconds.items())), indent=2) + "\n")
         false = []
         for page in pages:
             try:

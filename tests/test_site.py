@@ -2,6 +2,7 @@
 
 import html.parser
 import importlib.util
+import io
 import os
 import re
 import shutil
@@ -16,6 +17,7 @@ import pytest
 import fusebook_site
 import gallery_hooks
 import inventories
+import progress
 
 ROOT = Path(__file__).resolve().parents[1]
 HTML = ROOT / "build" / "html"
@@ -175,6 +177,94 @@ def test_a_site_builds_without_results_rebuilds_what_changed_and_forgets_what_is
     assert not list((book / "build/html").rglob("*plot_101_without*"))
 
 
+CUT = """\"\"\"
+{name}
+======
+\"\"\"
+
+# %%
+# The results
+# -----------
+import os
+import sys
+from pathlib import Path
+
+ran = Path({folder!r}) / "ran.txt"
+ran.write_text(ran.read_text() + "{name} " if ran.exists() else "{name} ")
+os.write(2, b"2026-11-22 03:00:00.1 [W:onnxruntime:, session.cc:1 operator()] a warning from C++\\n")
+if "{name}" == "second" and os.environ.get("CUT"):
+    os._exit(9)
+"""
+
+
+def test_a_build_that_was_cut_off_goes_on_where_it_was_and_warnings_lie_in_a_log(book):
+    pytest.importorskip("sphinx_gallery")
+    for page in (book / "examples").glob("plot_*.py"):
+        page.unlink()
+    for i, name in enumerate(("first", "second", "third")):
+        (book / "examples" / f"plot_{i}.py").write_text(CUT.format(name=name, folder=str(book)))
+    assert _build(book, CUT="1").returncode == 9
+    built = _build(book)
+    assert built.returncode == 0, built.stdout + built.stderr
+    assert (book / "ran.txt").read_text().split() == ["first", "second", "second", "third"]
+    assert "a warning from C++" not in built.stderr + built.stdout
+    assert (book / "build/docs.log").read_text().count("a warning from C++") == 2
+    assert "docs.log holds what the pages wrote to standard error: 1 of ONNX Runtime, 2 lines" in built.stdout
+    assert len(list((book / "build/html/auto_examples").glob("plot_*.html"))) == 3
+
+
+# What is seen while pages run
+
+
+def test_the_bar_says_page_part_and_time_left(tmp_path):
+    out = io.StringIO()
+    bar = progress.Progress({"plot_1": 30.0, "plot_2": 10.0}, out, always=True)
+    page = "\n".join(['"""', "Title", "=====", '"""', "# %%", "# How fast?", "# ---------", "x = 1", "y = 2"])
+    bar.begin(_written(tmp_path, page, "plot_1.py"))
+    block = types.SimpleNamespace(code=compile("\n" * 7 + "x = 1", "page", "exec"))
+    bar.step(block)
+    bar.end_page()
+    assert bar.bar.n == 30.0
+    bar.begin(_written(tmp_path, page, "plot_2.py"))
+    bar.step(lambda: None)
+    bar.close()
+    shown = out.getvalue()
+    assert "1 of 2, plot_1: How fast?" in shown and "2 of 2, plot_2," in shown
+    assert " 67 % |" in shown and " 75 % |" in shown and " left" in shown
+
+
+def _written(folder, text, name):
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+def test_a_page_takes_what_it_took_here_or_when_it_was_recorded(tmp_path):
+    (tmp_path / "plot_1.cost.json").write_text('{"time": 20.0, "memory": 0}')
+    (tmp_path / "plot_2.cost.json").write_text("{")
+    recorded = tmp_path / "seconds.json"
+    recorded.write_text('{"plot_1": 5.0, "plot_2": 7.0}')
+    pages = ["plot_1", "plot_2", "plot_3"]
+    assert progress.seconds_of(pages, tmp_path, recorded) == {"plot_1": 20.0, "plot_2": 7.0, "plot_3": 20.0}
+    assert progress.seconds_of(pages, tmp_path / "no", None) == dict.fromkeys(pages, 1.0)
+
+
+def test_the_log_takes_what_anybody_writes_and_counts_messages_not_lines(tmp_path):
+    log = progress.Log(tmp_path / "build" / "docs.log")
+    assert log.summary() == ""
+    log.head("plot_1")
+    error = "E1122 03:00:00.123000 77 torch/_inductor/select_algorithm.py:3021] [0/0] "
+    with log.taking():
+        os.write(2, b"\x1b[0;93m2026-11-22 03:00:00.1 [W:onnxruntime:, a.cc:1 F()] first\x1b[m\n")
+        subprocess.run([sys.executable, "-c", f"import sys; sys.stderr.write({error!r} + 'one\\n')"], check=True)
+        sys.stderr.flush()
+        os.write(2, f"{error}two, of the same message\n".encode())
+        os.write(2, b"/page.py:3: UserWarning: beware\n  code\n")
+    os.write(2, b"not taken\n")
+    assert "not taken" not in log.path.read_text()
+    assert log.summary().endswith("1 of ONNX Runtime, 1 of PyTorch, 1 of Python, 5 lines")
+
+
 # What runs again
 
 
@@ -192,6 +282,7 @@ def library(tmp_path):
         "records/gpu/softmax_backward.csv": "1",
         "records/gpu/concat_gemm.csv": "1",
         "records/gpu/pages/transfers.csv": "1",
+        "records/gpu/seconds.json": "{}",
     }
     for name, text in files.items():
         path = tmp_path / "src" / "fusebook" / name
@@ -201,6 +292,12 @@ def library(tmp_path):
 
 
 SOFTMAX = "from fusebook.kernels.softmax import SOFTMAX"
+
+
+def _complete(stale):
+    """As `gallery_hooks.done` does for each page."""
+    for path, stamp in stale.values():
+        path.write_text(stamp)
 
 
 @pytest.mark.parametrize(
@@ -215,6 +312,7 @@ SOFTMAX = "from fusebook.kernels.softmax import SOFTMAX"
         (SOFTMAX, "records/gpu/concat_gemm.csv", False),
         (SOFTMAX, "records/gpu/machine.json", True),
         (SOFTMAX, "records/gpu/pages/transfers.csv", False),
+        (SOFTMAX, "records/gpu/seconds.json", False),
         ("import fusebook", "kernels/gemm.py", True),
         ("from fusebook.kernels import OPS, softmax", "records/gpu/concat_gemm.csv", True),
         ('measured("transfers", f)', "records/gpu/pages/transfers.csv", True),
@@ -225,13 +323,13 @@ def test_a_page_runs_again_when_what_it_is_made_from_changes(library, page, file
     examples, generated = library / "examples", library / "generated"
     examples.mkdir()
     (examples / "plot_1.py").write_text(page)
-    assert fusebook_site.forget_stale(examples, generated, {}, library) == ["plot_1"]
-    assert fusebook_site.forget_stale(examples, generated, {}, library) == []
+    _complete(fusebook_site.forget_stale(examples, generated, {}, library))
+    assert not fusebook_site.forget_stale(examples, generated, {}, library)
     done = generated / "plot_1.py.md5"
     done.write_text("sum")
     with (library / "src" / "fusebook" / file).open("a") as opened:
         opened.write("# changed")
-    assert fusebook_site.forget_stale(examples, generated, {}, library) == (["plot_1"] if again else [])
+    assert list(fusebook_site.forget_stale(examples, generated, {}, library)) == (["plot_1"] if again else [])
     assert done.exists() is not again
 
 
@@ -239,8 +337,20 @@ def test_a_page_runs_again_under_other_circumstances(library):
     examples, generated = library / "examples", library / "generated"
     examples.mkdir()
     (examples / "plot_1.py").write_text(SOFTMAX)
-    fusebook_site.forget_stale(examples, generated, {"strict": ""}, library)
-    assert fusebook_site.forget_stale(examples, generated, {"strict": "1"}, library) == ["plot_1"]
+    _complete(fusebook_site.forget_stale(examples, generated, {"strict": ""}, library))
+    assert not fusebook_site.forget_stale(examples, generated, {"strict": ""}, library)
+    assert list(fusebook_site.forget_stale(examples, generated, {"strict": "1"}, library)) == ["plot_1"]
+
+
+def test_a_page_that_was_not_completed_runs_again(library):
+    """sphinx-gallery has kept its checksum, but the build was cut off before the page was written."""
+    examples, generated = library / "examples", library / "generated"
+    examples.mkdir()
+    (examples / "plot_1.py").write_text(SOFTMAX)
+    fusebook_site.forget_stale(examples, generated, {}, library)
+    done = generated / "plot_1.py.md5"
+    done.write_text("sum")
+    assert fusebook_site.forget_stale(examples, generated, {}, library) and not done.exists()
 
 
 # Links and inventories

@@ -20,6 +20,10 @@ from docutils.utils.math import latex2mathml
 from sphinx.parsers import Parser
 from sphinx.util import logging
 from sphinx.util.docutils import SphinxDirective
+from sphinx_gallery.utils import get_md5sum
+
+import gallery_hooks
+import progress
 
 logger = logging.getLogger(__name__)
 
@@ -47,10 +51,15 @@ def used_by(page, root=ROOT):
         named = set(kernels)
     files = {path for path in source.rglob("*.py") if path.stem in named or path not in kernels.values()}
     texts = {stem: path.read_text(encoding="utf-8") for stem, path in kernels.items()}
-    for path in [*source.glob("records/**/*"), *source.glob("kernels/tuned/*")]:
+    seconds = {*source.glob("records/*/seconds.json")}  # what the bar begins with is on no page
+    for path in [*({*source.glob("records/**/*")} - seconds), *source.glob("kernels/tuned/*")]:
         owners = {stem for stem, text in texts.items() if f'"{path.stem}"' in text}
         of_page = path.parent.name == "pages"
-        if path.is_file() and ((path.stem in words or "OPS" in words) if of_page else (not owners or owners & named)):
+        if (
+            path.name != "seconds.json"
+            and path.is_file()
+            and ((path.stem in words or "OPS" in words) if of_page else (not owners or owners & named))
+        ):
             files.add(path)
     return sorted(files)
 
@@ -81,8 +90,12 @@ def stamp(page, around, root=ROOT):
 
 
 def forget_stale(examples, generated, around, root=ROOT):
-    """Make sphinx-gallery run those pages again whose stamp has changed; returns their names."""
-    stale = []
+    """Make sphinx-gallery run those pages again whose stamp has changed.
+
+    Returns, by their names, where the new stamps belong once the pages have run, and the stamps: a build that is cut
+    off goes on with the first page that was not complete.
+    """
+    stale = {}
     for page in sorted(examples.glob("plot_*.py")):
         kept = generated / f"{page.stem}.stamp"
         now = stamp(page.read_text(encoding="utf-8"), around, root)
@@ -90,9 +103,19 @@ def forget_stale(examples, generated, around, root=ROOT):
             continue
         generated.mkdir(parents=True, exist_ok=True)
         (generated / f"{page.name}.md5").unlink(missing_ok=True)
-        kept.write_text(now)
-        stale.append(page.stem)
+        kept.unlink(missing_ok=True)
+        stale[page.stem] = kept, now
     return stale
+
+
+def to_run(examples, generated):
+    """The names of the pages that sphinx-gallery will run: their text is not the one that it ran."""
+    names = []
+    for page in sorted(examples.glob("plot_*.py")):
+        kept = generated / f"{page.name}.md5"
+        if not kept.exists() or kept.read_text() != get_md5sum(page, mode="t"):
+            names.append(page.stem)
+    return names
 
 
 def clean_orphans(examples, generated, html):
@@ -122,6 +145,37 @@ def before_gallery(app):
     stale = forget_stale(ROOT / "examples", generated, circumstances())
     if stale:
         logger.info("to be run, as what they are made from has changed: %s", ", ".join(stale))
+    runner = gallery_hooks.runner
+    runner.stamps = stale
+    names = to_run(ROOT / "examples", generated)
+    if names:
+        seconds = progress.seconds_of(names, generated, recorded_seconds())
+        runner.log, runner.progress = progress.Log(ROOT / "build" / "docs.log"), progress.Progress(seconds)
+
+
+def recorded_seconds():
+    """The file of the seconds that each page took when this GPU was recorded; None where pages replay."""
+    import torch
+
+    from fusebook import machine
+
+    if not torch.cuda.is_available() or os.environ.get("FUSEBOOK_REPLAY", "") not in ("", "0"):
+        return None
+    return machine.RECORDS / machine.slug_of(torch.cuda.get_device_name()) / "seconds.json"
+
+
+def after_gallery(app):
+    """The last page is complete."""
+    gallery_hooks.done()
+    if gallery_hooks.runner.progress:
+        gallery_hooks.runner.progress.close()
+    gallery_hooks.runner.progress = None
+
+
+def count_messages(app, exception):
+    """Say what went into the log instead of onto the terminal."""
+    if gallery_hooks.runner.log and (told := gallery_hooks.runner.log.summary()):
+        logger.info(told)
 
 
 # What is published beside the pages
@@ -282,10 +336,12 @@ def setup(app):
         app.add_source_suffix(".md", "markdown")
         app.add_source_parser(PlainMarkdown)
     app.connect("builder-inited", before_gallery, priority=100)  # the gallery runs at 500
+    app.connect("builder-inited", after_gallery, priority=900)
     app.connect("source-read", without_memory)
     app.connect("env-get-outdated", outdated)
     app.connect("autodoc-process-docstring", add_minigallery, priority=900)  # after numpydoc
     app.connect("html-page-context", colab_link, priority=100)  # before the theme drops what would be empty
     app.connect("html-page-context", edit_links, priority=900)  # after the theme
     app.connect("build-finished", publish)
+    app.connect("build-finished", count_messages, priority=900)
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}

@@ -9,10 +9,12 @@ script before it runs, ``show_memory`` runs every piece of code, and an image sc
 show.
 """
 
+import contextlib
 import html
 import os
+from pathlib import Path
 
-__all__ = ["Runner", "banner", "reset_argv", "reset_style", "runner", "strict"]
+__all__ = ["Runner", "banner", "done", "reset_argv", "reset_style", "runner", "strict"]
 
 
 def strict():
@@ -29,6 +31,9 @@ class Runner:
 
     def __init__(self):
         self.script = {}
+        self.progress = None
+        self.log = None
+        self.stamps = {}
 
     def __repr__(self):
         return "gallery_hooks.Runner()"
@@ -37,11 +42,14 @@ class Runner:
         return (Runner, ())  # Sphinx pickles its configuration; the page that runs is no part of it
 
     def __call__(self, function):
+        if self.progress:
+            self.progress.step(function)
         if "banner" in self.script:
             self.script["fake_main"].__dict__["___"] = None  # the block's last expression, which now does not run
             return 0.0, None
         try:
-            return 0.0, function()
+            with self.log.taking() if self.log else contextlib.nullcontext():
+                return 0.0, function()
         except SystemExit as stop:
             if strict() or not hasattr(stop, "banner"):
                 raise
@@ -57,8 +65,27 @@ runner = Runner()
 
 def reset_argv(gallery_conf, script_vars):
     """No arguments for the page; and the place to learn which page runs."""
+    done()
     runner.script = script_vars
+    page = script_vars.get("src_file", "")
+    if runner.log:
+        runner.log.head(Path(page).stem)
+    if runner.progress:
+        runner.progress.begin(page)
     return []
+
+
+def done():
+    """The page that ran is complete, with all that is made from it: only now it need not run again.
+
+    sphinx-gallery keeps a page's checksum before it has written the page, and a build may be cut off at any time.
+    """
+    stamp = runner.stamps.pop(Path(runner.script.get("src_file", "")).stem, None)
+    if stamp:
+        path, text = stamp
+        path.write_text(text)
+    if runner.progress:
+        runner.progress.end_page()
 
 
 def banner(block, block_vars, gallery_conf):

@@ -29,7 +29,7 @@ import triton.language as tl
 from fusebook import timing
 from fusebook.op import Cost
 
-__all__ = ["RECORDS", "Machine", "current", "here", "recorded", "slugs", "versions"]
+__all__ = ["RECORDS", "Machine", "current", "here", "recorded", "slug_of", "slugs", "versions"]
 
 #: Where the records of the package lie, a folder a GPU.
 RECORDS = pathlib.Path(__file__).parent / "records"
@@ -321,7 +321,7 @@ def _measure() -> Machine:
     ort = versions("onnxruntime")
     return Machine(
         name=properties.name,
-        slug=re.sub(r"[^a-z0-9]+", "-", properties.name.lower()).strip("-"),
+        slug=slug_of(properties.name),
         sms=properties.multi_processor_count,
         l2=properties.L2_cache_size,
         memory=properties.total_memory,
@@ -418,6 +418,11 @@ def _here(device: int, fresh: bool) -> Machine:
         _MACHINES[device] = _measure()
         save(_MACHINES[device], cache)
     return _MACHINES[device]
+
+
+def slug_of(name: str) -> str:
+    """The folder of the records of a GPU that has this name."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
 def slugs() -> list[str]:
