@@ -49,7 +49,10 @@ import torch
 import triton
 import triton.language as tl
 from fusebook import plots, tables, timing
-from fusebook.gallery import (
+from fusebook.cards.elementwise import ADD_SUB, EXP
+from fusebook.inputs import generator
+from fusebook.kernels.elementwise import silu_eager
+from fusebook.page import (
     claim,
     claims,
     downloads,
@@ -60,8 +63,6 @@ from fusebook.gallery import (
     say,
     table,
 )
-from fusebook.inputs import generator
-from fusebook.kernels.elementwise import ADD_SUB, EXP, silu_eager
 from torch.profiler import ProfilerActivity, profile, record_function
 
 n = 10 * 30 * 768  # 10 numbers for each of 768 threads on each of 30 cores

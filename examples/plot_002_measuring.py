@@ -46,7 +46,7 @@ import torch
 import triton
 import triton.language as tl
 from fusebook import machine, plots, timing
-from fusebook.gallery import (
+from fusebook.page import (
     claim,
     claims,
     downloads,

@@ -44,8 +44,36 @@ import torch
 import triton
 import triton.language as tl
 from fusebook import plots, tables
+from fusebook.cards.elementwise import (
+    ADD_ADD_MULTIPLY,
+    ADD_SUB,
+    DOUBLE,
+    EXP,
+    MULTIPLY,
+    MULTIPLY_ADD,
+    OPS,
+    SILU,
+    _cuda_c,
+    cuda_source,
+)
 from fusebook.check import judge, yardstick
-from fusebook.gallery import (
+from fusebook.inputs import generator, poison, rough
+from fusebook.kernels.elementwise import (
+    _add_sub,
+    _elementwise_flat,
+    _elementwise_plan,
+    _elementwise_tiles,
+    _exp,
+    _load,
+    _multiply_add,
+    _neighbours,
+    _silu,
+    add_add_multiply_eager,
+    add_sub_eager,
+    multiply_add_eager,
+    silu_eager,
+)
+from fusebook.page import (
     Listing,
     Source,
     Tabs,
@@ -59,32 +87,6 @@ from fusebook.gallery import (
     say,
     solution,
     table,
-)
-from fusebook.inputs import generator, poison, rough
-from fusebook.kernels.elementwise import (
-    ADD_ADD_MULTIPLY,
-    ADD_SUB,
-    DOUBLE,
-    EXP,
-    MULTIPLY,
-    MULTIPLY_ADD,
-    OPS,
-    SILU,
-    _add_sub,
-    _cuda_c,
-    _elementwise_flat,
-    _elementwise_plan,
-    _elementwise_tiles,
-    _exp,
-    _load,
-    _multiply_add,
-    _neighbours,
-    _silu,
-    add_add_multiply_eager,
-    add_sub_eager,
-    cuda_source,
-    multiply_add_eager,
-    silu_eager,
 )
 from torch.profiler import ProfilerActivity, profile
 

@@ -47,8 +47,15 @@ import torch
 import triton
 import triton.language as tl
 from fusebook import plots, tables
+from fusebook.cards.softmax import SOFTMAX, SOFTMAX_BACKWARD
 from fusebook.check import judge, yardstick
-from fusebook.gallery import (
+from fusebook.inputs import generator, rough
+from fusebook.kernels.softmax import (
+    _softmax_plan,
+    _softmax_rows,
+    softmax_eager,
+)
+from fusebook.page import (
     Source,
     arguments,
     claim,
@@ -61,14 +68,6 @@ from fusebook.gallery import (
     say,
     solution,
     table,
-)
-from fusebook.inputs import generator, rough
-from fusebook.kernels.softmax import (
-    SOFTMAX,
-    SOFTMAX_BACKWARD,
-    _softmax_plan,
-    _softmax_rows,
-    softmax_eager,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -49,8 +49,23 @@ import torch
 import triton
 import triton.language as tl
 from fusebook import plots, tables
+from fusebook.cards.scatter_nd import (
+    EMBEDDING_BACKWARD,
+    MASKED_SCATTER_ND,
+    SCATTER_ND_OF_SHAPE,
+)
 from fusebook.check import judge, yardstick
-from fusebook.gallery import (
+from fusebook.inputs import generator, poison, rough
+from fusebook.kernels.scatter_nd import (
+    _scatter_nd_owner,
+    _scatter_nd_plan,
+    _scatter_nd_segments,
+    _scatter_nd_sort,
+    _scatter_nd_zeros,
+    masked_scatter_nd_eager,
+)
+from fusebook.ort import Graph
+from fusebook.page import (
     Listing,
     Source,
     arguments,
@@ -65,19 +80,6 @@ from fusebook.gallery import (
     solution,
     table,
 )
-from fusebook.inputs import generator, poison, rough
-from fusebook.kernels.scatter_nd import (
-    EMBEDDING_BACKWARD,
-    MASKED_SCATTER_ND,
-    SCATTER_ND_OF_SHAPE,
-    _scatter_nd_owner,
-    _scatter_nd_plan,
-    _scatter_nd_segments,
-    _scatter_nd_sort,
-    _scatter_nd_zeros,
-    masked_scatter_nd_eager,
-)
-from fusebook.onnx import Graph
 from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
 

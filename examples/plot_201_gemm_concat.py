@@ -43,8 +43,17 @@ import torch
 import triton
 import triton.language as tl
 from fusebook import machine, plots, tables
+from fusebook.cards.concat_gemm import CONCAT_GEMM, _in_views
 from fusebook.check import judge, yardstick
-from fusebook.gallery import (
+from fusebook.inputs import generator, poison, rough
+from fusebook.kernels._products import _filled, _gemm_plan, _stack, _take_over
+from fusebook.kernels.concat_gemm import (
+    _concat_gemm_stacked,
+    concat_gemm_eager,
+)
+from fusebook.op import Cost
+from fusebook.ort import Graph
+from fusebook.page import (
     Listing,
     Source,
     arguments,
@@ -59,19 +68,6 @@ from fusebook.gallery import (
     solution,
     table,
 )
-from fusebook.inputs import generator, poison, rough
-from fusebook.kernels.gemm import (
-    CONCAT_GEMM,
-    _concat_gemm_stacked,
-    _filled,
-    _gemm_plan,
-    _in_views,
-    _stack,
-    _take_over,
-    concat_gemm_eager,
-)
-from fusebook.onnx import Graph
-from fusebook.op import Cost
 
 args = arguments(
     CONCAT_GEMM,

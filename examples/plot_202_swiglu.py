@@ -43,8 +43,12 @@ import torch
 import triton
 import triton.language as tl
 from fusebook import machine, plots, tables
+from fusebook.cards.swiglu import SWIGLU
 from fusebook.check import judge, yardstick
-from fusebook.gallery import (
+from fusebook.inputs import generator, poison
+from fusebook.kernels.swiglu import _gated, _swiglu_stacked, swiglu_eager
+from fusebook.op import Cost
+from fusebook.page import (
     Source,
     arguments,
     claim,
@@ -58,14 +62,6 @@ from fusebook.gallery import (
     solution,
     table,
 )
-from fusebook.inputs import generator, poison
-from fusebook.kernels.gemm import (
-    SWIGLU,
-    _gated,
-    _swiglu_stacked,
-    swiglu_eager,
-)
-from fusebook.op import Cost
 from fusebook.timing import measure
 
 args = arguments(SWIGLU, config="llama,small", dtype="bfloat16", repeat=20)

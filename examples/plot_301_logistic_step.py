@@ -54,8 +54,21 @@ import torch
 import triton
 import triton.language as tl
 from fusebook import plots, tables
+from fusebook.cards.logistic_step import LOGISTIC_FIT, LOGISTIC_STEP
 from fusebook.check import judge, yardstick
-from fusebook.gallery import (
+from fusebook.inputs import generator
+from fusebook.kernels._operator import gpu
+from fusebook.kernels.logistic_step import (
+    _cross_entropy,
+    _logistic_fit_plan,
+    _logistic_fit_rows,
+    _logistic_step_rows,
+    _logistic_step_update,
+    _received,
+    _sent,
+    logistic_step_eager,
+)
+from fusebook.page import (
     Source,
     arguments,
     claim,
@@ -68,20 +81,6 @@ from fusebook.gallery import (
     say,
     solution,
     table,
-)
-from fusebook.inputs import generator
-from fusebook.kernels._launch import gpu
-from fusebook.kernels.logistic_step import (
-    LOGISTIC_FIT,
-    LOGISTIC_STEP,
-    _cross_entropy,
-    _logistic_fit_plan,
-    _logistic_fit_rows,
-    _logistic_step_rows,
-    _logistic_step_update,
-    _received,
-    _sent,
-    logistic_step_eager,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 

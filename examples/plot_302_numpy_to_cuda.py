@@ -61,8 +61,16 @@ import torch
 import triton
 import triton.language as tl
 from fusebook import plots, tables, timing
+from fusebook.cards.kmeans import KMEANS_ASSIGN, KMEANS_STEP, KMEANS_UPDATE
 from fusebook.check import judge, yardstick
-from fusebook.gallery import (
+from fusebook.inputs import generator
+from fusebook.kernels.kmeans import (
+    _few_steps,
+    _kmeans_differences,
+    _nearest,
+    _screened,
+)
+from fusebook.page import (
     Folded,
     Listing,
     Source,
@@ -78,16 +86,6 @@ from fusebook.gallery import (
     say,
     solution,
     table,
-)
-from fusebook.inputs import generator
-from fusebook.kernels.kmeans import (
-    KMEANS_ASSIGN,
-    KMEANS_STEP,
-    KMEANS_UPDATE,
-    _few_steps,
-    _kmeans_differences,
-    _nearest,
-    _screened,
 )
 
 args = arguments(KMEANS_ASSIGN, config="plane", dtype="float32", repeat=20)

@@ -36,8 +36,20 @@ import torch
 import triton
 import triton.language as tl
 from fusebook import plots, tables
+from fusebook.cards.onnxruntime import (
+    MODELS,
+    NODES_OF_ONNX_RUNTIME,
+    alone,
+    captured,
+    model,
+    overhead,
+)
 from fusebook.check import judge, yardstick
-from fusebook.gallery import (
+from fusebook.inputs import generator, poison
+from fusebook.ort import NODES, Graph, custom_op, fuse
+from fusebook.ort.aot import specs
+from fusebook.ort.nodes import MASKED_SCATTER_ND, softmax_into
+from fusebook.page import (
     Listing,
     Source,
     arguments,
@@ -52,19 +64,6 @@ from fusebook.gallery import (
     solution,
     table,
 )
-from fusebook.inputs import generator, poison
-from fusebook.onnx import Graph, custom_op
-from fusebook.ort import NODES, fuse
-from fusebook.ort.aot import specs
-from fusebook.ort.card import (
-    MODELS,
-    NODES_OF_ONNX_RUNTIME,
-    alone,
-    captured,
-    model,
-    overhead,
-)
-from fusebook.ort.nodes import MASKED_SCATTER_ND, softmax_into
 
 args = arguments(
     NODES_OF_ONNX_RUNTIME, config="small,medium,large", dtype="float32"

@@ -26,7 +26,8 @@ the package. ``FUSEBOOK_GPU`` chooses another GPU.
 import fusebook  # noqa: F401  before triton: it decides how kernels run
 import pandas as pd
 from fusebook import plots, tables
-from fusebook.gallery import (
+from fusebook.cards import OPS
+from fusebook.page import (
     claim,
     claims,
     downloads,
@@ -35,7 +36,6 @@ from fusebook.gallery import (
     say,
     table,
 )
-from fusebook.kernels import OPS
 
 found = records()
 bound = ("memory", "compute", "")  # no zone: it was not timed

@@ -21,7 +21,7 @@ from triton.backends.driver import DriverBase
 
 import fusebook  # noqa: F401  (before triton, see fusebook/__init__.py)
 from fusebook import inputs
-from fusebook.kernels import OPS
+from fusebook.cards import OPS
 
 # KiB a block. Where nothing is tuned, sm_80 here, plans promise 96 KiB, which every architecture since sm_86 has.
 SHARED = {80: 96, 90: 227, 100: 227}
@@ -73,8 +73,8 @@ class CompileOnly(DriverBase):
 
 
 def points(op, launched):
-    """What each variant of ours launches on each edge and dtype."""
-    variants = {name: v for name, v in op.variants.items() if name.startswith("fusebook")}
+    """What each variant of ours launches, called from torch, on each edge and dtype."""
+    variants = {name: v for name, v in op.variants.items() if name.startswith("fusebook") and set(v.needs) <= {"cuda"}}
     for dims in op.edges:
         for dtype in op.dtypes:
             made = op.make(inputs.generator(0, "cpu"), dtype, **dims)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fusebook.kernels._arguments import check_alike, check_tensor
+from fusebook.kernels._operator import check_alike, check_tensor
 
 
 def test_floating_tensors_pass():

@@ -314,7 +314,7 @@ def test_the_source_hash_follows_the_kernel_and_not_its_card(tmp_path):
     file.write_text("def kernel(x):\n    return -x\n")
     assert bench._hash(file, "k", frozenset({"cost"})) != first
     seen = {first}
-    for shared in ("_tl.py", "_launch.py"):
+    for shared in ("_tl.py", "_operator.py"):
         (tmp_path / shared).write_text("x = 1\n")
         bench._hash.cache_clear()
         seen.add(bench._hash(file, "k", frozenset({"cost"})))

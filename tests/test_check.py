@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from fusebook import check
+from fusebook.cards import OPS
 from fusebook.inputs import generator, poison, rough
-from fusebook.kernels import OPS
 from toy import toy
 
 SOFTMAX = OPS["softmax"]

@@ -8,9 +8,15 @@ import torch
 
 import fusebook
 from fusebook import check, tune
+from fusebook.cards.concat_gemm import CONCAT_GEMM
+from fusebook.cards.swiglu import SWIGLU
 from fusebook.inputs import poison
-from fusebook.kernels import gemm
-from fusebook.kernels.gemm import CONCAT_GEMM, SWIGLU, Plan, concat_gemm_eager, swiglu_eager
+from fusebook.kernels import _products
+from fusebook.kernels import concat_gemm as concat
+from fusebook.kernels._products import Plan
+from fusebook.kernels.concat_gemm import concat_gemm_eager
+from fusebook.kernels.swiglu import swiglu_eager
+from fusebook.tune import products
 
 RAGGED = (1, 7, 63, 65)
 DEPTHS = (1, 65)  # of K: less than a step, and a step and one more
@@ -65,7 +71,7 @@ def test_a_wide_and_a_long_product_are_right(device):
 
 
 @pytest.mark.parametrize("how", ["rows", "columns", "slice", "gaps"])
-@pytest.mark.parametrize("strategy", gemm.STRATEGIES)
+@pytest.mark.parametrize("strategy", _products.STRATEGIES)
 def test_weights_of_any_layout_are_not_copied(how, strategy, device, monkeypatch):
     x, a, b = drawn(20, 64, device=device), *(stored(drawn(64, n, device=device), how) for n in (48, 48))
     monkeypatch.setattr(torch.Tensor, "contiguous", lambda *_: pytest.fail("copied"))
@@ -89,7 +95,7 @@ def test_float16_is_right_by_descriptors_too(how, device):
 def test_the_weight_with_the_higher_address_may_come_first(how, swapped, device):
     both = drawn(2, 64, 48, device=device) if how == "rows" else drawn(2, 48, 64, device=device).mT
     a, b = (both[1], both[0]) if swapped else (both[0], both[1])
-    assert gemm._stack((a, b), "row" if how == "rows" else "column") == (64 * 48, int(swapped))
+    assert _products._stack((a, b), "row" if how == "rows" else "column") == (64 * 48, int(swapped))
     x = drawn(70, 64, device=device)
     assert is_right(CONCAT_GEMM, fusebook.concat_gemm(x, [a, b], strategy="fused"), (x, a, b))
     assert is_right(SWIGLU, fusebook.swiglu(x, a, b), (x, a, b))
@@ -97,10 +103,10 @@ def test_the_weight_with_the_higher_address_may_come_first(how, swapped, device)
 
 def test_weights_that_are_no_stack_are_told_from_those_that_are(device):
     both = drawn(4, 8, 16, device=device)
-    assert gemm._stack(list(both), "row") == (128, 0)
-    assert gemm._stack([both[0], both[0]], "row") is None, "a stride of zero is none"
-    assert gemm._stack([both[0], both[1], both[3]], "row") is None, "unequal distances"
-    assert gemm._stack([both[0], both[1, :, :8]], "row") is None, "unequal widths"
+    assert _products._stack(list(both), "row") == (128, 0)
+    assert _products._stack([both[0], both[0]], "row") is None, "a stride of zero is none"
+    assert _products._stack([both[0], both[1], both[3]], "row") is None, "unequal distances"
+    assert _products._stack([both[0], both[1, :, :8]], "row") is None, "unequal widths"
 
 
 def test_views_that_overlap_are_read_as_they_are(device):
@@ -111,7 +117,7 @@ def test_views_that_overlap_are_read_as_they_are(device):
     assert is_right(CONCAT_GEMM, fusebook.concat_gemm(x, [expanded, a], strategy="fused"), (x, expanded, a))
 
 
-@pytest.mark.parametrize("strategy", [*gemm.STRATEGIES, None])
+@pytest.mark.parametrize("strategy", [*_products.STRATEGIES, None])
 def test_one_weight_and_many(strategy, device):
     x = drawn(5, 16, device=device)
     weights = [drawn(16, n, device=device) for n in (8, 24, 16, 0, 8, 16, 8, 3)]  # four of different widths first
@@ -140,12 +146,12 @@ def test_leading_axes_are_kept(device):
 @pytest.mark.parametrize(("M", "K", "N"), [(0, 8, 8), (8, 0, 8), (8, 8, 0)])
 def test_empty_in_every_way(M, K, N, device):
     x, w = drawn(M, K, device=device), drawn(K, N, device=device)
-    for strategy in (*gemm.STRATEGIES, None):
+    for strategy in (*_products.STRATEGIES, None):
         assert torch.equal(fusebook.concat_gemm(x, [w, w], strategy=strategy), concat_gemm_eager(x, w, w))
     assert torch.equal(fusebook.swiglu(x, w, w), swiglu_eager(x, w, w))
 
 
-@pytest.mark.parametrize("strategy", gemm.STRATEGIES)
+@pytest.mark.parametrize("strategy", _products.STRATEGIES)
 @pytest.mark.parametrize("N", [33, 72])
 def test_a_bias_is_added_before_silu(N, strategy, device):
     x, gate, up = drawn(20, 64, device=device), drawn(64, N, device=device), drawn(64, N, device=device)
@@ -191,8 +197,8 @@ def test_sums_of_half_types_are_float32(device):
 def test_tf32_follows_torch_unless_it_is_asked_for(device, monkeypatch, allow_tf32):
     x, w = drawn(4, 16, device=device), drawn(16, 16, device=device)
     seen = []
-    launch = gemm._launch_concat
-    monkeypatch.setattr(gemm, "_launch_concat", lambda *a: seen.append(a[3]) or launch(*a))
+    launch = concat._launch_concat
+    monkeypatch.setattr(concat, "_launch_concat", lambda *a: seen.append(a[3]) or launch(*a))
     for setting in (False, True):
         allow_tf32(setting)
         for tf32 in (None, False, True):
@@ -338,16 +344,16 @@ def test_beyond_two_to_the_31_elements(device):
 
 
 def tuned(name):
-    return gemm._tuned(name)
+    return _products._tuned(name)
 
 
 @pytest.mark.parametrize("name", ["concat_gemm", "swiglu"])
 def test_every_class_of_problems_has_a_plan_that_was_tuned(name):
-    for math, layout, shape in gemm.classes(name):
+    for math, layout, shape in products.classes(name):
         plan = dict(tuned(name)["90"][f"{math} {layout}"][shape])
         views = plan.pop("views")
         assert views is None if name == "swiglu" and math == "half" else views > 0
-        assert Plan(**plan) in gemm.candidates(name, math, layout, shape)
+        assert Plan(**plan) in products.candidates(name, math, layout, shape)
 
 
 @pytest.mark.parametrize("name", ["concat_gemm", "swiglu"])
@@ -356,8 +362,10 @@ def test_a_plan_is_made_for_every_size(name, capability):
     for math in ("half", "tf32", "float32", "float64"):
         for layout in ("row", "column", "any"):
             for M in (1, 17, 64, 65, 1000, 100_000):
-                for strategy in gemm.STRATEGIES:
-                    plan = gemm._gemm_plan(name, (M, 777), math, layout, layout != "any", (capability, 132), strategy)
+                for strategy in _products.STRATEGIES:
+                    plan = _products._gemm_plan(
+                        name, (M, 777), math, layout, layout != "any", (capability, 132), strategy
+                    )
                     torchs = strategy == "views" or math == "float64"
                     assert plan.kernel in (("views",) if torchs else ("tiles", "strided"))
                     assert layout != "any" or plan.kernel != "tiles"
@@ -367,7 +375,7 @@ def test_a_gpu_that_nobody_tuned_gets_96_kib_at_most():
     for math, itemsize in (("half", 2), ("tf32", 4), ("float32", 4)):
         for M in (1, 32, 64, 1000, 100_000):
             for name in ("concat_gemm", "swiglu"):
-                plan = gemm._gemm_plan(name, (M, 4096), math, "row", True, ((8, 6), 84))
+                plan = _products._gemm_plan(name, (M, 4096), math, "row", True, ((8, 6), 84))
                 weights = 2 if name == "swiglu" else 1
                 assert plan.stages * plan.bk * (plan.bm + weights * plan.bn) * itemsize <= 96 * 1024
 
@@ -375,9 +383,9 @@ def test_a_gpu_that_nobody_tuned_gets_96_kib_at_most():
 def noted(monkeypatch, shape, views, **more):
     """One tuned plan, and what was noted of torch's time."""
     plan = {**Plan("tiles", 128, 256, 64, **more)._asdict(), "views": views}
-    monkeypatch.setattr(gemm, "_tuned", lambda name: {"90": {"half row": {shape: plan}}})
+    monkeypatch.setattr(_products, "_tuned", lambda name: {"90": {"half row": {shape: plan}}})
     return lambda M, N, strategy=None: (
-        gemm._gemm_plan("concat_gemm", (M, N), "half", "row", True, ((9, 0), 132), strategy).kernel
+        _products._gemm_plan("concat_gemm", (M, N), "half", "row", True, ((9, 0), 132), strategy).kernel
     )
 
 
@@ -404,12 +412,12 @@ def test_what_is_larger_than_all_that_was_tuned_takes_the_largest(monkeypatch):
 
 
 def test_classes_of_shapes_meet_without_gaps():
-    assert [gemm.shape_class(M, 4096) for M in (1, 16, 17, 64)] == ["rows 16", "rows 16", "rows 32", "rows 64"]
-    assert gemm.shape_class(256, 512) == "2**17"
-    assert gemm.shape_class(511, 512) == "2**17"
-    assert gemm.shape_class(512, 512) == "2**19"
-    assert gemm.shape_class(65, 1) == "2**15"
-    assert gemm.shape_class(2**20, 2**20) == "2**27"
+    assert [_products.shape_class(M, 4096) for M in (1, 16, 17, 64)] == ["rows 16", "rows 16", "rows 32", "rows 64"]
+    assert _products.shape_class(256, 512) == "2**17"
+    assert _products.shape_class(511, 512) == "2**17"
+    assert _products.shape_class(512, 512) == "2**19"
+    assert _products.shape_class(65, 1) == "2**15"
+    assert _products.shape_class(2**20, 2**20) == "2**27"
 
 
 # Tuning
@@ -427,10 +435,10 @@ def test_tuning_keeps_the_fastest_right_plan_and_the_plans_of_others(monkeypatch
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 0))
     monkeypatch.setattr(tune, "_precompile", lambda *a: None)
     monkeypatch.setattr(tune, "_fastest", lambda ways, repeat: {way: seconds[way] for way in ways})
-    monkeypatch.setattr(gemm, "classes", lambda name: (("half", "row", "2**15"),))
-    monkeypatch.setattr(gemm, "candidates", lambda *key: (wrong, slow, fast))
-    monkeypatch.setattr(gemm, "problem", lambda *key: (drawn(4, 8), drawn(8, 5), drawn(8, 5)))
-    monkeypatch.setattr(gemm, "attempt", attempt)
+    monkeypatch.setattr(products, "classes", lambda name: (("half", "row", "2**15"),))
+    monkeypatch.setattr(products, "candidates", lambda *key: (wrong, slow, fast))
+    monkeypatch.setattr(products, "problem", lambda *key: (drawn(4, 8), drawn(8, 5), drawn(8, 5)))
+    monkeypatch.setattr(products, "attempt", attempt)
     (tmp_path / "concat_gemm.json").write_text('{"80": {}, "70": {"half row": {"2**17": {}}}}')
     assert tune.main(["concat_gemm", "--out", str(tmp_path)]) == 0
     found = json.loads((tmp_path / "concat_gemm.json").read_text())
@@ -440,7 +448,7 @@ def test_tuning_keeps_the_fastest_right_plan_and_the_plans_of_others(monkeypatch
     assert "expected the beginning of one of half row 2**15, got tf32, half column" in capsys.readouterr().err
     seconds[None] = 0.5
     assert tune.tune("concat_gemm", only=["half"])["half row"]["2**15"]["views"] == 0.5
-    monkeypatch.setattr(gemm, "candidates", lambda *key: (wrong,))
+    monkeypatch.setattr(products, "candidates", lambda *key: (wrong,))
     assert tune.main(["concat_gemm", "--out", str(tmp_path)]) == 1
     assert "expected a plan for half row 2**15, got none that runs" in capsys.readouterr().err
 

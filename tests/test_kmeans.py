@@ -10,15 +10,18 @@ import pytest
 import torch
 
 import fusebook
+from fusebook.cards import kmeans as card
+from fusebook.cards.kmeans import KMEANS_ASSIGN
 from fusebook.inputs import generator
 from fusebook.kernels import kmeans as module
-from fusebook.kernels.kmeans import KMEANS_ASSIGN, kmeans_assign_eager, kmeans_update_eager
+from fusebook.kernels import lloyd
+from fusebook.kernels.kmeans import kmeans_assign_eager, kmeans_update_eager
 
 assign, update, cluster = fusebook.kmeans_assign, fusebook.kmeans_update, fusebook.kmeans
 
 
 def drawn(law, device, n=150, d=20, k=40, dtype=torch.float32, seed=0):
-    return module._draw(generator(seed, device), dtype, n, d, k, law)
+    return card._draw(generator(seed, device), dtype, n, d, k, law)
 
 
 def planted(device, n=100, seed=0):
@@ -31,7 +34,7 @@ def planted(device, n=100, seed=0):
 
 def nearest(points, centres):
     """By differences in float64, the lowest of equals."""
-    return module._reference_assign(points.double(), centres.double(), torch.int64)
+    return card._reference_assign(points.double(), centres.double(), torch.int64)
 
 
 # Assignment -----------------------------------------------------------------------------------------------------------
@@ -41,8 +44,8 @@ def nearest(points, centres):
 def test_labels_are_those_of_differences_however_far_the_points(law, device):
     points, centres = drawn(law, device)
     got = assign(points, centres)
-    distance = module._distances(points.double(), centres.double(), got)
-    least = module._distances(points.double(), centres.double(), nearest(points, centres))
+    distance = card._distances(points.double(), centres.double(), got)
+    least = card._distances(points.double(), centres.double(), nearest(points, centres))
     assert ((distance - least) / least).max() < 1e-6
 
 
@@ -50,10 +53,10 @@ def test_a_plain_product_is_wrong_where_ours_is_right(device):
     """What screening is for: |c|**2 - 2 x.c, as everybody writes it, cancels far from the origin."""
     points, centres = drawn("far", device, n=400)
     exact = nearest(points, centres)
-    plain = module._product_assign(points, centres, torch.int64)
+    plain = card._product_assign(points, centres, torch.int64)
     ours = assign(points, centres)
     inputs = points.double(), centres.double(), torch.int64
-    least, off, kept = (module._meaning_assign(inputs, (labels,)) for labels in (exact, plain, ours))
+    least, off, kept = (card._meaning_assign(inputs, (labels,)) for labels in (exact, plain, ours))
     assert (off / least - 1).max() > 1e-5
     assert (kept / least - 1).max() < 1e-6
 
@@ -198,11 +201,11 @@ def test_the_same_seed_gives_the_same_bits(init, device):
 
 def test_every_first_centre_is_drawn_by_its_distance_wherever_it_lies(device):
     """In one of many blocks of points there is a second place, and nothing else has any distance."""
-    points = torch.zeros(3 * module._SPREAD + 7, 2, device=device)
-    far = 2 * module._SPREAD + 5
+    points = torch.zeros(3 * lloyd._SPREAD + 7, 2, device=device)
+    far = 2 * lloyd._SPREAD + 5
     points[far] = 3.0
     for seed in range(3):
-        centres = module._plus_plus(points, 2, random.Random(seed))
+        centres = lloyd._plus_plus(points, 2, random.Random(seed))
         assert sorted(centres[:, 0].tolist()) == [0, 3]
 
 

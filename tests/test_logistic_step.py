@@ -12,9 +12,10 @@ from torch.nn import functional as F
 
 import fusebook
 from fusebook import check
+from fusebook.cards.logistic_step import LOGISTIC_FIT, LOGISTIC_STEP
 from fusebook.inputs import generator, poison
 from fusebook.kernels import logistic_step as module
-from fusebook.kernels.logistic_step import LOGISTIC_FIT, LOGISTIC_STEP, logistic_fit, logistic_step, logistic_step_eager
+from fusebook.kernels.logistic_step import logistic_fit, logistic_step, logistic_step_eager
 
 ON_CHIP = [True, False]
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -9,9 +9,8 @@ pytest.importorskip("onnxruntime")
 
 import onnx.helper as oh  # noqa: E402
 
-from fusebook import onnx as fonnx  # noqa: E402
-from fusebook.kernels.scatter_nd import _onnx_model  # noqa: E402
-from fusebook.onnx import Graph  # noqa: E402
+from fusebook.cards.scatter_nd import _onnx_model  # noqa: E402
+from fusebook.ort import Graph  # noqa: E402
 from graphs import model  # noqa: E402
 
 
@@ -132,4 +131,4 @@ def test_wrong_calls_are_refused_in_one_sentence():
 def test_without_onnx_runtime_there_is_a_sentence(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "onnxruntime", None)
     with pytest.raises(ModuleNotFoundError, match="install onnxruntime-gpu"):
-        fonnx.Graph(matmul(), device="cpu")
+        Graph(matmul(), device="cpu")

@@ -17,7 +17,7 @@ ort = pytest.importorskip("onnxruntime")
 
 import onnx.helper as oh  # noqa: E402
 
-from fusebook.onnx import Graph, custom, custom_op, register  # noqa: E402
+from fusebook.ort import Graph, custom, custom_op, register  # noqa: E402
 from graphs import KINDS, model, one_node, registered_by_an_old_onnx_runtime  # noqa: E402
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -431,7 +431,7 @@ def test_an_onnx_runtime_that_is_too_old_is_told_so():
 
 def test_the_shim_is_not_registered_by_hand():
     unary()._defined()
-    with pytest.raises(Exception, match="registered by fusebook.onnx.register"):
+    with pytest.raises(Exception, match="registered by fusebook.ort.register"):
         ort.SessionOptions().register_custom_ops_library(str(custom._library_path()))
 
 

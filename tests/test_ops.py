@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from fusebook import bench, check
+from fusebook.cards import OPS
 from fusebook.inputs import generator
-from fusebook.kernels import OPS
 
 
 def _cases():

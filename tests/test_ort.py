@@ -18,10 +18,10 @@ import onnx.helper as oh  # noqa: E402
 
 import fusebook  # noqa: E402
 from fusebook import check, inputs  # noqa: E402
-from fusebook.kernels import OPS  # noqa: E402
-from fusebook.kernels.scatter_nd import _onnx_model  # noqa: E402
-from fusebook.onnx import Graph  # noqa: E402
-from fusebook.ort import NODES, aot, build, card, export  # noqa: E402
+from fusebook.cards import OPS  # noqa: E402
+from fusebook.cards import onnxruntime as card  # noqa: E402
+from fusebook.cards.scatter_nd import _onnx_model  # noqa: E402
+from fusebook.ort import NODES, Graph, aot, build, export  # noqa: E402
 from graphs import one_node, registered_by_an_old_onnx_runtime  # noqa: E402
 
 CUDA = torch.cuda.is_available()

@@ -19,10 +19,11 @@ import pytest
 
 import compiling
 import synthetic
-from fusebook import bench, gallery, record
+from fusebook import bench, record
 from fusebook import machine as machines
-from fusebook.kernels import OPS
-from fusebook.ort import card
+from fusebook.cards import OPS
+from fusebook.page import _place
+from fusebook.page.claims import Exercise
 from toy import machine
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
@@ -81,7 +82,7 @@ def run_block(page, line, text, names):
 def alone(monkeypatch, tmp_path):
     for name in [n for n in os.environ if n.startswith("FUSEBOOK_")]:
         monkeypatch.delenv(name)
-    monkeypatch.setattr(gallery, "_live", lambda: False)
+    monkeypatch.setattr(_place, "live", lambda: False)
     monkeypatch.setattr(machines, "RECORDS", tmp_path / "records")
     monkeypatch.chdir(tmp_path)
 
@@ -91,7 +92,7 @@ def made_up(tmp_path_factory):
     """A record of everything that the pages ask for, on a made-up GPU; pages only read it."""
     folder = tmp_path_factory.mktemp("records")
     on = machine(slug="nvidia-h200", name="Made-up GPU")
-    for op in (*OPS.values(), *card.OPS):
+    for op in OPS.values():
         record.write(synthetic.frame(op, *everything(op), on), folder)
     # What a page measured by itself has a shape of its own, so it is taken as it was recorded.
     if REAL.exists():
@@ -175,7 +176,7 @@ def run_page(page, solved=None):
 
 def exercises(shown):
     """The verdicts on exercises among what a page shows."""
-    return [item for part in shown if isinstance(part, gallery.Exercise) for item in part.items]
+    return [item for part in shown if isinstance(part, Exercise) for item in part.items]
 
 
 def solutions(page):

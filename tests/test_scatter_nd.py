@@ -5,9 +5,10 @@ import torch
 
 import fusebook
 from fusebook import bench, check
+from fusebook.cards.scatter_nd import EMBEDDING_BACKWARD, MASKED_SCATTER_ND
 from fusebook.inputs import generator, poison, rough
 from fusebook.kernels import scatter_nd
-from fusebook.kernels.scatter_nd import EMBEDDING_BACKWARD, MASKED_SCATTER_ND, STRATEGIES
+from fusebook.kernels.scatter_nd import STRATEGIES
 
 LAWS = ("uniform", "equal", "zipf", "masked", "none masked")
 masked, plain = fusebook.masked_scatter_nd_of_shape, fusebook.scatter_nd_of_shape

@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-import textwrap
 import types
 from pathlib import Path
 
@@ -30,7 +29,7 @@ Nothing here
 # %%
 # The results
 # -----------
-from fusebook.gallery import NoResults
+from fusebook.page import NoResults
 
 def results():
     raise NoResults("No GPU and no record: run `python -m fusebook.record toy`.")
@@ -274,13 +273,15 @@ def library(tmp_path):
         "bench.py": "",
         "kernels/__init__.py": "",
         "kernels/_tl.py": "",
-        "kernels/softmax.py": 'Op("softmax"), Op("softmax_backward")',
-        "kernels/gemm.py": 'Op("concat_gemm")',
+        "kernels/softmax.py": "",
+        "kernels/swiglu.py": "",
+        "cards/softmax.py": 'Op("softmax"), Op("softmax_backward")',
+        "cards/swiglu.py": 'Op("swiglu")',
         "kernels/tuned/softmax.json": "{}",
         "records/gpu/machine.json": "{}",
         "records/gpu/softmax.csv": "1",
         "records/gpu/softmax_backward.csv": "1",
-        "records/gpu/concat_gemm.csv": "1",
+        "records/gpu/swiglu.csv": "1",
         "records/gpu/pages/transfers.csv": "1",
         "records/gpu/seconds.json": "{}",
     }
@@ -291,7 +292,7 @@ def library(tmp_path):
     return tmp_path
 
 
-SOFTMAX = "from fusebook.kernels.softmax import SOFTMAX"
+SOFTMAX = "from fusebook.cards.softmax import SOFTMAX"
 
 
 def _complete(stale):
@@ -306,15 +307,17 @@ def _complete(stale):
         (SOFTMAX, "bench.py", True),
         (SOFTMAX, "kernels/_tl.py", True),
         (SOFTMAX, "kernels/softmax.py", True),
-        (SOFTMAX, "kernels/gemm.py", False),
+        (SOFTMAX, "cards/softmax.py", True),
+        (SOFTMAX, "cards/swiglu.py", False),
+        (SOFTMAX, "kernels/swiglu.py", False),
         (SOFTMAX, "kernels/tuned/softmax.json", True),
         (SOFTMAX, "records/gpu/softmax_backward.csv", True),
-        (SOFTMAX, "records/gpu/concat_gemm.csv", False),
+        (SOFTMAX, "records/gpu/swiglu.csv", False),
         (SOFTMAX, "records/gpu/machine.json", True),
         (SOFTMAX, "records/gpu/pages/transfers.csv", False),
         (SOFTMAX, "records/gpu/seconds.json", False),
-        ("import fusebook", "kernels/gemm.py", True),
-        ("from fusebook.kernels import OPS, softmax", "records/gpu/concat_gemm.csv", True),
+        ("import fusebook", "kernels/swiglu.py", True),
+        ("from fusebook.cards import OPS, softmax", "records/gpu/swiglu.csv", True),
         ('measured("transfers", f)', "records/gpu/pages/transfers.csv", True),
     ],
     ids=lambda value: str(value).rsplit("/", 1)[-1],
@@ -471,9 +474,9 @@ def test_a_wish_for_an_unknown_torch_is_refused(noxfile):
 # The promise of docs/contributing.md
 
 
-def test_the_kernel_of_contributing_md_needs_two_files_their_solutions_and_one_import_line(tmp_path):
+def test_the_kernel_of_contributing_md_needs_four_files_and_no_list(tmp_path):
     text = (ROOT / "docs" / "contributing.md").read_text(encoding="utf-8")
-    line, module, page, solutions = re.findall(r"^ *```python\n(.*?)^ *```", text, re.MULTILINE | re.DOTALL)
+    module, card, page, solutions = re.findall(r"^ *```python\n(.*?)^ *```", text, re.MULTILINE | re.DOTALL)
     for name in ("src", "tests", "pyproject.toml", "examples/ruff.toml"):
         copy = tmp_path / name
         copy.parent.mkdir(exist_ok=True)
@@ -481,7 +484,7 @@ def test_the_kernel_of_contributing_md_needs_two_files_their_solutions_and_one_i
         shutil.copytree(ROOT / name, copy, ignore=ignore) if (ROOT / name).is_dir() else shutil.copy(ROOT / name, copy)
     files = {
         "src/fusebook/kernels/squared_relu.py": module,
-        "src/fusebook/kernels/__init__.py": "from fusebook.op import Op\n\n" + textwrap.dedent(line),
+        "src/fusebook/cards/squared_relu.py": card,
         "examples/plot_109_squared_relu.py": page,
         "examples/solutions/plot_109_squared_relu.py": solutions,
     }
@@ -507,7 +510,7 @@ def test_the_kernel_of_contributing_md_needs_two_files_their_solutions_and_one_i
         assert re.search(rf"{passed}.* PASSED", tried.stdout), tried.stdout
     if importlib.util.find_spec("ruff"):
         for how in (["check"], ["format", "--check"]):
-            ruff = run("-m", "ruff", *how, "--no-cache", *list(files)[2:], "src/fusebook/kernels/squared_relu.py")
+            ruff = run("-m", "ruff", *how, "--no-cache", *files)
             assert ruff.returncode == 0, ruff.stdout + ruff.stderr
     shown = run("examples/plot_109_squared_relu.py", "--config", "small", FUSEBOOK_REPLAY="1", MPLBACKEND="agg")
     assert "within the limit" in shown.stdout, shown.stdout + shown.stderr

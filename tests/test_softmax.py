@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fusebook
-from fusebook.kernels import _launch
+from fusebook.cards.softmax import _quack_takes
+from fusebook.kernels import _operator
 from fusebook.kernels import softmax as module
 from fusebook.kernels.softmax import softmax_backward
 
@@ -306,13 +307,13 @@ def test_bad_input_says_what_was_given(call, kind, message):
 
 
 def test_quack_refuses_rows_that_its_vectors_do_not_fill():
-    module._quack_takes(torch.ones(2, 1000, dtype=torch.float16))
+    _quack_takes(torch.ones(2, 1000, dtype=torch.float16))
     with pytest.raises(NotImplementedError, match="quack takes rows of whole 16-byte vectors, got 781 columns of"):
-        module._quack_takes(torch.ones(2, 781, dtype=torch.float16))
+        _quack_takes(torch.ones(2, 781, dtype=torch.float16))
 
 
 def test_a_cpu_tensor_needs_the_interpreter(monkeypatch):
-    monkeypatch.setattr(_launch, "INTERPRETED", False)
+    monkeypatch.setattr(_operator, "INTERPRETED", False)
     if CUDA:  # a real driver takes CUDA tensors only
         message = "expected a CUDA tensor, got one on cpu; .*TRITON_INTERPRET=1"
     else:

@@ -8,7 +8,7 @@ import pytest
 
 import synthetic
 from fusebook import plots, tables
-from fusebook.kernels.softmax import SOFTMAX
+from fusebook.cards.softmax import SOFTMAX
 from fusebook.op import Cost, Variant
 from toy import machine, toy, variant
 

@@ -40,17 +40,20 @@ PACKAGES = ("torch", "triton", "pandas", "matplotlib", "sphinx-gallery")
 def used_by(page, root=ROOT):
     """The files of the library and the records that the text of a page depends on, sorted.
 
-    That is: all modules that are no kernel, the kernels whose name it contains, the records of their ops, and the page
-    records that it names. A page that names no kernel, or asks for all of them (``OPS``), depends on everything.
+    That is: all modules that are no kernel and no card, those whose name it contains, the records of their ops, and the
+    page records that it names. A page that names no kernel, or asks for all of them (``OPS``), depends on everything.
     """
     source = root / "src" / "fusebook"
     words = set(re.findall(r"\w+", page))
+    cards = {path.stem: path for path in (source / "cards").glob("*.py") if not path.stem.startswith("_")}
     kernels = {path.stem: path for path in (source / "kernels").glob("*.py") if not path.stem.startswith("_")}
-    named = words & set(kernels)
+    families = {*cards, *kernels}
+    named = words & families
     if not named or "OPS" in words:
-        named = set(kernels)
-    files = {path for path in source.rglob("*.py") if path.stem in named or path not in kernels.values()}
-    texts = {stem: path.read_text(encoding="utf-8") for stem, path in kernels.items()}
+        named = families
+    own = {*cards.values(), *kernels.values()}
+    files = {path for path in source.rglob("*.py") if path.stem in named or path not in own}
+    texts = {stem: path.read_text(encoding="utf-8") for stem, path in cards.items()}
     seconds = {*source.glob("records/*/seconds.json")}  # what the bar begins with is on no page
     for path in [*({*source.glob("records/**/*")} - seconds), *source.glob("kernels/tuned/*")]:
         owners = {stem for stem, text in texts.items() if f'"{path.stem}"' in text}
@@ -239,18 +242,13 @@ class Kernels(SphinxDirective):
     """The public functions of every kernel module, so that a new kernel is described without a line here."""
 
     def run(self):
-        """Ask the cards for their modules, and the modules for what they offer."""
+        """Ask the library what it offers."""
         import fusebook
-        from fusebook import kernels
 
-        self.env.note_dependency(kernels.__file__)
-        lines = []
-        for module in dict.fromkeys(sys.modules[op.make.__module__] for op in kernels.OPS.values()):
-            for name in module.__all__:
-                value = getattr(module, name)
-                if inspect.isfunction(value):
-                    public = getattr(fusebook, name, None) is value
-                    lines.append(f".. autofunction:: {'fusebook' if public else module.__name__}.{name}\n")
+        for module in Path(fusebook.kernels.__file__).parent.glob("*.py"):
+            self.env.note_dependency(str(module))
+        functions = [name for name in fusebook.__all__ if inspect.isfunction(getattr(fusebook, name))]
+        lines = [f".. autofunction:: fusebook.{name}\n" for name in functions]
         return self.parse_text_to_nodes("\n".join(lines))
 
 

@@ -137,7 +137,9 @@ def source_hash(op: Op) -> str:
     module = inspect.getmodule(op.make)
     if module is None or not getattr(module, "__file__", None):
         return ""
-    return _hash(pathlib.Path(str(module.__file__)), op.name, _named(module))
+    file = pathlib.Path(str(module.__file__))
+    kernels = file.parents[1] / "kernels" / file.name
+    return _hash(kernels if kernels.exists() else file, op.name, _named(module))
 
 
 def _named(module: Any) -> frozenset[str]:
@@ -159,9 +161,9 @@ def _hash(file: pathlib.Path, name: str, left_out: frozenset[str]) -> str:
         if isinstance(node, ast.FunctionDef) and node.name not in left_out:
             first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
             parts.append("".join(lines[first - 1 : node.end_lineno]))
-    for shared in (file.parent / "_launch.py", file.parent / "_tl.py", file.parent / "tuned" / f"{name}.json"):
-        if shared.exists():
-            parts.append(shared.read_text())
+    for shared in ("_operator.py", "_products.py", "_tl.py", f"tuned/{name}.json"):
+        if (file.parent / shared).exists():
+            parts.append((file.parent / shared).read_text())
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]
 
 

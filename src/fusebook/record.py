@@ -24,7 +24,7 @@ import pandas as pd
 
 from fusebook import bench
 from fusebook import machine as machines
-from fusebook.kernels import OPS
+from fusebook.cards import OPS
 from fusebook.op import Op
 
 __all__ = [
@@ -171,7 +171,7 @@ def read(op: str | Op, slug: str = "nvidia-h200", root: pathlib.Path | None = No
     Parameters
     ----------
     op : str or Op
-        The card itself where it is none of `fusebook.kernels.OPS`: of a mere name that the library does not know, the
+        The card itself where it is none of `fusebook.cards.OPS`: of a mere name that the library does not know, the
         source that may have changed is unknown.
     slug : str
         The GPU's folder.

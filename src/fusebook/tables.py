@@ -116,7 +116,7 @@ def dims(df: pd.DataFrame) -> list[str]:
     except ValueError:
         raise ValueError(
             f"tables: expected results with the columns dtype and status, got {', '.join(map(str, columns))}; "
-            "pass what fusebook.bench.run or fusebook.gallery.results returned"
+            "pass what fusebook.bench.run or fusebook.page.results returned"
         ) from None
     return [name for name in found if not df[name].isna().all()]
 

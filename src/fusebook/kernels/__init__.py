@@ -1,11 +1,5 @@
-"""One module per family of kernels; each ends in its cards, ``OPS``."""
+"""The kernels: one module per family, of kernels, plans and launchers, in torch and Triton alone.
 
-from fusebook.kernels import elementwise, gemm, kmeans, logistic_step, scatter_nd, softmax
-from fusebook.op import Op
-
-__all__ = ["OPS"]
-
-_MODULES = (elementwise, softmax, scatter_nd, gemm, logistic_step, kmeans)
-
-#: Every card of the library by its name, in reading order. A new kernel adds one import and one name here.
-OPS: dict[str, Op] = {op.name: op for module in _MODULES for op in module.OPS}
+Nothing here imports anything else of Fusebook, and modules import each other by relative names: the folder can be
+copied into another project as it stands. What a module's ``__all__`` names is public, as ``fusebook.<name>``.
+"""

@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 
-from fusebook.onnx.custom import cache_folder, compile_c
+from fusebook.ort.custom import C, cache_folder, compile_c
 
 __all__ = ["ARCHITECTURES", "TYPES", "build"]
 
@@ -349,7 +349,7 @@ def build(
         rows.sort(key=lambda r: tuple(r[k] for k in ("arch", "kind", "type", "aligned", "limit")))  # type: ignore[return-value]
         (folder / "table.h").write_text(_table(rows, folder / "kernels.bin", dtype))
         options = [f"-I{folder}", "-ldl", "-lpthread"]
-        return compile_c([_HERE / "library.c"], pathlib.Path(out), *options)
+        return compile_c([C / "library.c"], pathlib.Path(out), *options)
 
 
 def cached(arch: Sequence[int], dtype: Sequence[str]) -> pathlib.Path:
@@ -366,7 +366,7 @@ def cached(arch: Sequence[int], dtype: Sequence[str]) -> pathlib.Path:
     """
     from importlib.metadata import version
 
-    files = [_HERE / "library.c", _HERE / "aot.py", _HERE.parent / "onnx" / "ort_api.h"]
+    files = [C / "library.c", C / "ort_api.h", _HERE / "aot.py"]
     files += [_HERE.parent / "kernels" / f"{name}.py" for name in ("scatter_nd", "softmax")]
     text = b"".join(f.read_bytes() for f in files) + repr((tuple(arch), tuple(dtype), version("triton"))).encode()
     out = cache_folder() / f"fusebook-ort-{hashlib.sha256(text).hexdigest()[:16]}.so"

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from fusebook.onnx import _NAMES, CustomOp
+from fusebook.ort.custom import CustomOp
+from fusebook.ort.graph import _NAMES
 from fusebook.ort.nodes import NODES
 
 __all__ = ["fuse", "translations"]

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from fusebook.kernels import scatter_nd as _scatter
 from fusebook.kernels import softmax as _softmax
-from fusebook.kernels._arguments import FLOATING
-from fusebook.kernels._launch import gpu, launching
-from fusebook.onnx import custom_op
+from fusebook.kernels._operator import FLOATING, gpu, launching
+from fusebook.ort.custom import custom_op
 
 __all__ = ["MASKED_SCATTER_ND", "NODES", "SCATTER_ND", "SOFTMAX"]
 

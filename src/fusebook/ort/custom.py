@@ -29,7 +29,7 @@ from torch.utils.dlpack import from_dlpack
 
 __all__ = ["CustomOp", "custom_op", "register"]
 
-_HERE = pathlib.Path(__file__).parent
+C = pathlib.Path(__file__).parent / "c"
 _MESSAGE = 2048  # as in shim.c
 # Numbers of onnx.TensorProto, so that running a graph does not need the package onnx.
 _ELEMENTS = {
@@ -79,7 +79,7 @@ def compile_c(sources: Sequence[pathlib.Path], out: pathlib.Path, *options: str)
     compiler = shutil.which(asked) if asked else next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
     if compiler is None:
         raise RuntimeError(
-            f"fusebook.onnx: found no C compiler ({asked or 'cc, gcc or clang'}), which operators of ONNX Runtime are "
+            f"fusebook.ort: found no C compiler ({asked or 'cc, gcc or clang'}), which operators of ONNX Runtime are "
             "made with; install gcc, or set CC to the one to use"
         )
     try:
@@ -87,12 +87,12 @@ def compile_c(sources: Sequence[pathlib.Path], out: pathlib.Path, *options: str)
         handle, name = tempfile.mkstemp(suffix=".so", dir=out.parent)
     except OSError as error:
         raise RuntimeError(
-            f"fusebook.onnx: cannot write to {out.parent} ({error.strerror}); set FUSEBOOK_CACHE to a folder that can "
+            f"fusebook.ort: cannot write to {out.parent} ({error.strerror}); set FUSEBOOK_CACHE to a folder that can "
             "be written"
         ) from error
     os.close(handle)
     part = pathlib.Path(name)
-    flags = ["-std=gnu11", "-O2", "-shared", "-fPIC", "-fvisibility=hidden", f"-I{_HERE}"]
+    flags = ["-std=gnu11", "-O2", "-shared", "-fPIC", "-fvisibility=hidden", f"-I{C}"]
     try:
         done = subprocess.run(
             [compiler, *flags, *map(str, sources), "-o", str(part), *options],
@@ -100,7 +100,7 @@ def compile_c(sources: Sequence[pathlib.Path], out: pathlib.Path, *options: str)
         )  # fmt: skip
         if done.returncode:
             first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip()[:200])
-            raise RuntimeError(f"fusebook.onnx: {compiler} failed: {first}; set CC to a compiler of C11")
+            raise RuntimeError(f"fusebook.ort: {compiler} failed: {first}; set CC to a compiler of C11")
         part.chmod(0o755)  # the temporary file is nobody else's
         part.replace(out)
     finally:
@@ -110,9 +110,9 @@ def compile_c(sources: Sequence[pathlib.Path], out: pathlib.Path, *options: str)
 
 def _library_path() -> pathlib.Path:
     """The compiled shim of this version of the library; compiled where it is not there yet."""
-    text = b"".join((_HERE / name).read_bytes() for name in ("ort_api.h", "shim.c"))
+    text = b"".join((C / name).read_bytes() for name in ("ort_api.h", "shim.c"))
     path = cache_folder() / f"shim-{hashlib.sha256(text).hexdigest()[:16]}.so"
-    return path if path.exists() else compile_c([_HERE / "shim.c"], path)
+    return path if path.exists() else compile_c([C / "shim.c"], path)
 
 
 _pointer, _size = ctypes.c_void_p, ctypes.c_size_t
@@ -131,7 +131,7 @@ class _Shim:
             self.fast = ctypes.PyDLL(str(self.path))  # the same library; keeps the GIL, for calls that take no time
         except OSError as error:
             raise RuntimeError(
-                f"fusebook.onnx: cannot load {self.path} ({error}); delete it, so that it is compiled for this machine"
+                f"fusebook.ort: cannot load {self.path} ({error}); delete it, so that it is compiled for this machine"
             ) from error
         self.library = library
         self.lock = threading.Lock()
@@ -294,7 +294,7 @@ Shape = str | Callable[..., Any]
 
 
 class CustomOp:
-    """An operator of ONNX Runtime; made by `custom_op`, given to `register` or to `fusebook.onnx.Graph`."""
+    """An operator of ONNX Runtime; made by `custom_op`, given to `register` or to `fusebook.ort.Graph`."""
 
     def __init__(
         self,
@@ -541,7 +541,7 @@ def custom_op(
     Returns
     -------
     CustomOp
-        For `register`, or for ``ops`` of `fusebook.onnx.Graph`.
+        For `register`, or for ``ops`` of `fusebook.ort.Graph`.
 
     Raises
     ------
@@ -559,7 +559,7 @@ def custom_op(
     >>> def twice(x, out):
     ...     torch.mul(x, 2, out=out)
     >>> op = custom_op("Twice", twice, {"x": torch.float32}, {"y": torch.float32}, shape="x")
-    >>> graph = fusebook.onnx.Graph("model.onnx", ops=[op])  # doctest: +SKIP
+    >>> graph = fusebook.ort.Graph("model.onnx", ops=[op])  # doctest: +SKIP
     """
     return CustomOp(
         name, launcher, inputs, outputs, shape, types or {}, attributes or {}, host, optional, domain

@@ -1,6 +1,6 @@
 """Choose the constants of a kernel on this GPU: ``python -m fusebook.tune concat_gemm``.
 
-A module whose kernels are tuned says which classes of problems have a plan of their own (``classes``), which plans are
+A module here says of some kernels which classes of problems have a plan of their own (``classes``), which plans are
 worth a try (``candidates``), how a problem of a class looks (``problem``) and how it is launched by a plan
 (``attempt``). Each plan is checked and timed, cold and warm, and the one with the least product of both times is kept
 in ``kernels/tuned/<op>.json`` under the GPU's compute capability; what stands there for others is left alone. The time
@@ -27,16 +27,16 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
-from fusebook import check, timing
-from fusebook.kernels import OPS
+from fusebook import check, kernels, timing
+from fusebook.cards import OPS
+from fusebook.tune import products
 
 __all__ = ["main", "tunable", "tune"]
 
 
 def tunable() -> dict[str, Any]:
-    """The operators whose module can be tuned, each with its module."""
-    modules = {name: sys.modules[op.make.__module__] for name, op in OPS.items()}
-    return {name: module for name, module in modules.items() if hasattr(module, "candidates")}
+    """The operators that can be tuned, each with the module that says how."""
+    return dict.fromkeys(("concat_gemm", "swiglu"), products)
 
 
 def _label(key: Sequence[str]) -> str:
@@ -153,7 +153,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         for name in args.ops:
-            folder = args.out or pathlib.Path(str(tunable()[name].__file__)).parent / "tuned"
+            folder = args.out or pathlib.Path(kernels.__path__[0]) / "tuned"
             folder.mkdir(parents=True, exist_ok=True)
             file = folder / f"{name}.json"
             plans = json.loads(file.read_text()) if file.exists() else {}
@@ -167,7 +167,3 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 1
     return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

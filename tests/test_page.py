@@ -13,9 +13,11 @@ import torch
 import triton
 
 import synthetic
-from fusebook import bench, gallery, plots, record
+from fusebook import bench, page, plots, record
 from fusebook import machine as machines
-from fusebook.kernels.softmax import SOFTMAX, softmax, softmax_eager
+from fusebook.cards.softmax import SOFTMAX
+from fusebook.kernels.softmax import softmax, softmax_eager
+from fusebook.page import _place
 from toy import machine, toy
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -27,7 +29,7 @@ def alone(monkeypatch, tmp_path):
     """No GPU, no records but those of the test, nothing from the caller's environment."""
     for name in VARIABLES:
         monkeypatch.delenv(name)
-    monkeypatch.setattr(gallery, "_live", lambda: False)
+    monkeypatch.setattr(_place, "live", lambda: False)
     monkeypatch.setattr(machines, "RECORDS", tmp_path / "records")
     monkeypatch.chdir(tmp_path)
 
@@ -45,9 +47,9 @@ def recorded():
 
 
 def parse(monkeypatch, *argv):
-    monkeypatch.setattr(gallery, "_script", lambda: True)
+    monkeypatch.setattr(_place, "script", lambda: True)
     monkeypatch.setattr(sys, "argv", ["plot_x.py", *argv])
-    return gallery.arguments(SOFTMAX, config="triton", dtype="float32")
+    return page.arguments(SOFTMAX, config="triton", dtype="float32")
 
 
 def test_arguments_have_defaults(monkeypatch):
@@ -84,9 +86,9 @@ def test_nonsense_ends_with_code_2_and_the_choices(monkeypatch, capsys, argv, ch
     assert choices in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("place", ["_notebook", "_sphinx"])
+@pytest.mark.parametrize("place", ["notebook", "sphinx"])
 def test_the_command_line_of_somebody_else_is_not_read(monkeypatch, place):
-    monkeypatch.setattr(gallery, place, lambda: True)
+    monkeypatch.setattr(_place, place, lambda: True)
     assert parse(monkeypatch, "-f", "kernel-1.json").config == "triton"
 
 
@@ -94,7 +96,7 @@ def test_the_command_line_of_somebody_else_is_not_read(monkeypatch, place):
 
 
 def test_results_are_replayed_for_the_config_and_dtype_asked_for(recorded):
-    frame = gallery.results(SOFTMAX, config="large", dtype="bfloat16")
+    frame = page.results(SOFTMAX, config="large", dtype="bfloat16")
     assert set(frame["config"]) == {"large"}
     assert set(frame["dtype"]) == {"bfloat16"}
     assert frame.attrs["measured"] is False
@@ -104,18 +106,18 @@ def test_results_are_replayed_for_the_config_and_dtype_asked_for(recorded):
 
 
 def test_a_size_is_replayed_from_whatever_config_has_it(recorded):
-    frame = gallery.results(SOFTMAX, config="65536x781,4096x512")
+    frame = page.results(SOFTMAX, config="65536x781,4096x512")
     assert list(frame["N"].drop_duplicates()) == [781, 512]
 
 
 def test_results_may_be_of_fewer_variants(recorded):
-    frame = gallery.results(SOFTMAX, config="large", variants=("eager", "fusebook"))
+    frame = page.results(SOFTMAX, config="large", variants=("eager", "fusebook"))
     assert set(frame["variant"]) == {"eager", "fusebook"}
 
 
 def test_without_gpu_and_record_one_sentence_names_the_command():
-    with pytest.raises(gallery.NoResults) as stop:
-        gallery.results(SOFTMAX, config="large", dtype="float16")
+    with pytest.raises(page.NoResults) as stop:
+        page.results(SOFTMAX, config="large", dtype="float16")
     assert str(stop.value) == (
         "There is no CUDA GPU here and no record of softmax on nvidia-h200 to replay: run "
         "`python -m fusebook.record softmax --config large --dtype float16` on a machine with a GPU."
@@ -124,20 +126,20 @@ def test_without_gpu_and_record_one_sentence_names_the_command():
 
 
 def test_the_record_of_a_card_that_only_a_page_knows_is_made_with_the_pages():
-    with pytest.raises(gallery.NoResults, match="no record of toy on nvidia-h200 to replay: run `nox -s record` on"):
-        gallery.results(toy(), config="small")
+    with pytest.raises(page.NoResults, match="no record of toy on nvidia-h200 to replay: run `nox -s record` on"):
+        page.results(toy(), config="small")
 
 
 def test_a_config_that_was_not_recorded_is_missed(recorded):
-    with pytest.raises(gallery.NoResults, match="no record of softmax for llama in float32 on nvidia-h200"):
-        gallery.results(SOFTMAX, config="large,llama")
+    with pytest.raises(page.NoResults, match="no record of softmax for llama in float32 on nvidia-h200"):
+        page.results(SOFTMAX, config="large,llama")
 
 
 def test_a_script_without_results_exits_with_code_1_and_no_traceback(tmp_path):
     script = tmp_path / "plot_1.py"
     script.write_text(
-        "from fusebook.gallery import results\n"
-        "from fusebook.kernels.softmax import SOFTMAX\n"
+        "from fusebook.page import results\n"
+        "from fusebook.cards.softmax import SOFTMAX\n"
         "results(SOFTMAX, config='3x5')\n"
     )
     env = {**os.environ, "FUSEBOOK_GPU": "no-such-gpu", "FUSEBOOK_REPLAY": "1", "PYTHONPATH": str(ROOT / "src")}
@@ -150,14 +152,14 @@ def test_a_script_without_results_exits_with_code_1_and_no_traceback(tmp_path):
 def test_where_there_is_a_gpu_results_are_measured_and_recorded_on_request(monkeypatch, tmp_path):
     frame = synthetic.frame(SOFTMAX, "small")
     asked = {}
-    monkeypatch.setattr(gallery, "_live", lambda: True)
+    monkeypatch.setattr(_place, "live", lambda: True)
     monkeypatch.setattr(bench, "run", lambda op, **given: asked.update(given) or frame)
-    assert gallery.results(SOFTMAX, config="large", live="small", repeat=7) is frame
+    assert page.results(SOFTMAX, config="large", live="small", repeat=7) is frame
     assert asked["config"] == "small"
     assert asked["repeat"] == 7
     assert not (tmp_path / "out").exists()
     monkeypatch.setenv("FUSEBOOK_RECORD", str(tmp_path / "out"))
-    gallery.results(SOFTMAX, config="large", live="small")
+    page.results(SOFTMAX, config="large", live="small")
     assert asked["config"] == "large"
     assert (tmp_path / "out" / "test-gpu" / "softmax.csv").exists()
 
@@ -166,9 +168,9 @@ def test_replay_is_forced_by_the_environment(monkeypatch):
     monkeypatch.undo()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.delenv("FUSEBOOK_REPLAY", raising=False)
-    assert gallery._live()
+    assert _place.live()
     monkeypatch.setenv("FUSEBOOK_REPLAY", "1")
-    assert not gallery._live()
+    assert not _place.live()
 
 
 # A card of the library, and one of a page that the library does not know.
@@ -176,21 +178,21 @@ def test_replay_is_forced_by_the_environment(monkeypatch):
 def test_a_changed_kernel_makes_its_results_stale(op):
     on = machine(slug="nvidia-h200")
     record.write(synthetic.frame(op, "small", on=on), machines.RECORDS)
-    assert gallery.results(op, config="small").attrs["stale"] == []
+    assert page.results(op, config="small").attrs["stale"] == []
     record.write(synthetic.frame(op, "small", on=on, source="0" * 12), machines.RECORDS)
-    frame = gallery.results(op, config="small")
+    frame = page.results(op, config="small")
     assert frame.attrs["stale"] == [op.name]
-    assert "Stale" in gallery.provenance(frame)._repr_html_()
-    assert "STALE" in repr(gallery.provenance(frame))
+    assert "Stale" in page.provenance(frame)._repr_html_()
+    assert "STALE" in repr(page.provenance(frame))
 
 
 def test_records_are_all_of_a_gpu(recorded):
-    assert list(gallery.records()) == ["softmax"]
+    assert list(page.records()) == ["softmax"]
 
 
 def test_without_any_record_there_are_no_results():
-    with pytest.raises(gallery.NoResults, match="nox -s record"):
-        gallery.records()
+    with pytest.raises(page.NoResults, match="nox -s record"):
+        page.records()
 
 
 # measured
@@ -206,39 +208,39 @@ def other():
 
 def test_what_a_page_measures_is_recorded_and_replayed(monkeypatch, tmp_path):
     on = machine(slug="nvidia-h200", name="Made-up GPU")
-    monkeypatch.setattr(gallery, "_live", lambda: True)
+    monkeypatch.setattr(_place, "live", lambda: True)
     monkeypatch.setattr(machines, "here", lambda: on)
     monkeypatch.setenv("FUSEBOOK_RECORD", str(machines.RECORDS))
-    live = gallery.measured("drift", drift)
+    live = page.measured("drift", drift)
     assert live.attrs["measured"] is True
-    monkeypatch.setattr(gallery, "_live", lambda: False)
-    replayed = gallery.measured("drift", drift)
+    monkeypatch.setattr(_place, "live", lambda: False)
+    replayed = page.measured("drift", drift)
     pd.testing.assert_frame_equal(live, replayed, check_dtype=False)
     assert replayed.attrs["measured"] is False
     assert replayed.attrs["stale"] == []
     assert replayed.attrs["machine"].name == "Made-up GPU"
-    assert gallery.measured("drift", other).attrs["stale"] == ["drift"]
+    assert page.measured("drift", other).attrs["stale"] == ["drift"]
 
 
 def test_what_needs_no_gpu_is_measured_where_it_can_be(monkeypatch):
-    monkeypatch.setattr(gallery, "_live", lambda: False)
-    monkeypatch.setattr(gallery.torch.cuda, "is_available", lambda: False)
-    assert gallery.measured("drift", drift, live=True).attrs["measured"] is True
+    monkeypatch.setattr(_place, "live", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert page.measured("drift", drift, live=True).attrs["measured"] is True
     for gpu in (False, True):  # what cannot be run here is replayed, whatever GPU there is
-        monkeypatch.setattr(gallery, "_live", lambda gpu=gpu: gpu)
-        with pytest.raises(gallery.NoResults, match="no record of drift"):
-            gallery.measured("drift", drift, live=False)
+        monkeypatch.setattr(_place, "live", lambda gpu=gpu: gpu)
+        with pytest.raises(page.NoResults, match="no record of drift"):
+            page.measured("drift", drift, live=False)
 
 
 def test_what_is_long_is_shown_on_demand():
-    shown = gallery.Folded("What was <generated>", gallery.Listing("x = 1\ny = 2"))
+    shown = page.Folded("What was <generated>", page.Listing("x = 1\ny = 2"))
     assert "<summary>What was &lt;generated&gt;</summary>" in shown._repr_html_()
     assert "x = 1" in shown._repr_html_() and repr(shown) == "What was <generated>\nx = 1\ny = 2"
 
 
 def test_what_a_page_measures_is_missed_by_name():
-    with pytest.raises(gallery.NoResults, match="no record of drift on nvidia-h200"):
-        gallery.measured("drift", drift)
+    with pytest.raises(page.NoResults, match="no record of drift on nvidia-h200"):
+        page.measured("drift", drift)
 
 
 # Provenance and downloads
@@ -246,8 +248,8 @@ def test_what_a_page_measures_is_missed_by_name():
 
 def test_provenance_says_where_results_come_from(recorded, monkeypatch, tmp_path):
     monkeypatch.setenv("FUSEBOOK_DOWNLOADS", str(tmp_path / "downloads"))
-    frame = gallery.results(SOFTMAX, config="small")
-    text = gallery.provenance(frame)._repr_html_()
+    frame = page.results(SOFTMAX, config="small")
+    text = page.provenance(frame)._repr_html_()
     for fact in ("Replayed from the record of", "Made-up GPU", "driver 1.0", "CUDA 13.0", "2000-01-01", "0123456789ab"):
         assert fact in text
     assert 'href="downloads/nvidia-h200-softmax.csv"' in text
@@ -257,12 +259,12 @@ def test_provenance_says_where_results_come_from(recorded, monkeypatch, tmp_path
 
 def test_provenance_refuses_a_frame_that_has_lost_its_origin():
     with pytest.raises(ValueError, match=r"expected what results\(\) or measured\(\) returned"):
-        gallery.provenance(pd.DataFrame({"a": [1]}))
+        page.provenance(pd.DataFrame({"a": [1]}))
 
 
 def test_downloads_are_a_csv_and_a_real_spreadsheet(recorded, tmp_path):
-    frame = gallery.results(SOFTMAX, config="small")
-    shown = gallery.downloads(frame, "softmax")
+    frame = page.results(SOFTMAX, config="small")
+    shown = page.downloads(frame, "softmax")
     assert zipfile.is_zipfile("softmax.xlsx")
     sheet = openpyxl.load_workbook("softmax.xlsx").active
     assert sheet.max_row == len(frame) + 1
@@ -274,15 +276,15 @@ def test_downloads_are_a_csv_and_a_real_spreadsheet(recorded, tmp_path):
 def test_a_script_keeps_its_figure(monkeypatch):
     frame = pd.DataFrame({"t": [1.0, 2.0]}, index=pd.Index([1, 2], name="N"))
     ax = plots.lines(frame, title="t", ylabel="s")
-    gallery.downloads(frame, "figure", ax)
+    page.downloads(frame, "figure", ax)
     assert not Path("figure.png").exists()
-    monkeypatch.setattr(gallery, "_script", lambda: True)
-    gallery.downloads(frame, "figure", ax)
+    monkeypatch.setattr(_place, "script", lambda: True)
+    page.downloads(frame, "figure", ax)
     assert Path("figure.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_downloads_keep_what_the_index_says():
-    gallery.downloads(pd.DataFrame({"t": [1.0]}, index=pd.Index([781], name="N")), "t")
+    page.downloads(pd.DataFrame({"t": [1.0]}, index=pd.Index([781], name="N")), "t")
     assert Path("t.csv").read_text() == "N,t\n781,1.0\n"
 
 
@@ -290,34 +292,34 @@ def test_downloads_keep_what_the_index_says():
 
 
 def test_what_is_shown_is_escaped_and_backticks_are_code():
-    assert gallery.say("a < b: `x & y`")._repr_html_() == '<p class="fb-say">a &lt; b: <code>x &amp; y</code></p>'
-    shown = gallery.table(pd.DataFrame({"<n>": ["<b>"]}), "<caption>")._repr_html_()
+    assert page.say("a < b: `x & y`")._repr_html_() == '<p class="fb-say">a &lt; b: <code>x &amp; y</code></p>'
+    shown = page.table(pd.DataFrame({"<n>": ["<b>"]}), "<caption>")._repr_html_()
     assert "<b>" not in shown
     assert "<n>" not in shown
     assert "<caption>" in shown.replace("&lt;caption&gt;", "")
 
 
 def test_say_takes_its_numbers_and_tells_what_is_missing():
-    assert repr(gallery.say("{a:.1f} and {b:.1f}", a=1.25, b=float("nan"))) == "1.2 and (not measured)"
-    assert repr(gallery.say("braces {stay} without numbers")) == "braces {stay} without numbers"
+    assert repr(page.say("{a:.1f} and {b:.1f}", a=1.25, b=float("nan"))) == "1.2 and (not measured)"
+    assert repr(page.say("braces {stay} without numbers")) == "braces {stay} without numbers"
 
 
 def test_a_long_table_is_folded_and_a_short_one_is_not():
     long = pd.DataFrame({"a": range(50)})
-    assert gallery.table(long, "c")._repr_html_().startswith("<details")
-    assert "<details" not in gallery.table(long, "c", fold=False)._repr_html_()
-    assert "<details" not in gallery.table(long[:5], "c")._repr_html_()
+    assert page.table(long, "c")._repr_html_().startswith("<details")
+    assert "<details" not in page.table(long, "c", fold=False)._repr_html_()
+    assert "<details" not in page.table(long[:5], "c")._repr_html_()
 
 
 def test_a_table_without_rows_says_so():
     nothing = pd.DataFrame({"a": []})
-    assert repr(gallery.table(nothing, "Points lost")) == "Points lost: none."
-    assert "Points lost: none." in gallery.table(nothing, "Points lost")._repr_html_()
+    assert repr(page.table(nothing, "Points lost")) == "Points lost: none."
+    assert "Points lost: none." in page.table(nothing, "Points lost")._repr_html_()
 
 
 def test_a_table_can_be_reached_and_read_without_a_mouse():
     frame = pd.DataFrame({"t": [1.0]}, index=pd.Index([781], name="N"))
-    text = gallery.table(frame, "times")._repr_html_()
+    text = page.table(frame, "times")._repr_html_()
     for part in ('tabindex="0"', 'aria-label="times"', '<th scope="row">781</th>', '<th scope="col">t</th>'):
         assert part in text
 
@@ -326,53 +328,53 @@ def test_a_table_can_be_reached_and_read_without_a_mouse():
 
 
 def test_a_claim_tells_its_verdict_without_colour():
-    shown = gallery.claims(gallery.claim("a", True), gallery.claim("b", False), gallery.holds("c", False))
+    shown = page.claims(page.claim("a", True), page.claim("b", False), page.holds("c", False))
     assert repr(shown) == "✓ true: a\n✗ false: b\n✗ no: c"
     assert 'aria-label="false">✗</span>' in shown._repr_html_()
 
 
 def test_a_claim_over_many_points_tells_where_it_fails():
     fast = pd.Series([True, False, False], index=pd.Index(["3x5", "4x6", "7x8"]))
-    assert repr(gallery.claim("fast", fast)) == "✗ false: fast (2 of 3 fail: 4x6, 7x8)"
-    assert repr(gallery.claim("fast", fast[:1])) == "✓ true: fast"
-    assert repr(gallery.claim("fast", pd.Series([True] * 9))) == "✓ true: fast (all 9)"
+    assert repr(page.claim("fast", fast)) == "✗ false: fast (2 of 3 fail: 4x6, 7x8)"
+    assert repr(page.claim("fast", fast[:1])) == "✓ true: fast"
+    assert repr(page.claim("fast", pd.Series([True] * 9))) == "✓ true: fast (all 9)"
 
 
 def test_nothing_measured_is_neither_true_nor_false():
-    assert gallery.claim("all of none", pd.Series([], dtype=bool)).true is None
-    assert repr(gallery.claim("none", None)) == "– not measured: none"
+    assert page.claim("all of none", pd.Series([], dtype=bool)).true is None
+    assert repr(page.claim("none", None)) == "– not measured: none"
 
 
 def test_numbers_of_a_claim_come_from_results():
-    assert gallery.claim("within {most:.2f}", True, most=1.019).text == "within 1.02"
+    assert page.claim("within {most:.2f}", True, most=1.019).text == "within 1.02"
 
 
 def test_false_claims_pass_unless_strict():
-    assert gallery.claims(gallery.claim("a", False)).items[0].true is False
+    assert page.claims(page.claim("a", False)).items[0].true is False
 
 
 def test_strict_lists_every_false_claim_that_is_fatal(monkeypatch):
     monkeypatch.setenv("FUSEBOOK_STRICT", "1")
     with pytest.raises(AssertionError) as error:
-        gallery.claims(
-            gallery.claim("first", False),
-            gallery.claim("second", True),
-            gallery.claim("third", np.bool_(False)),
-            gallery.claim("fourth", False, fatal=False),
-            gallery.holds("fifth", False),
-            gallery.claim("sixth", None),
+        page.claims(
+            page.claim("first", False),
+            page.claim("second", True),
+            page.claim("third", np.bool_(False)),
+            page.claim("fourth", False, fatal=False),
+            page.holds("fifth", False),
+            page.claim("sixth", None),
         )
     assert str(error.value) == "2 of 6 claims are false:\n  ✗ false: first\n  ✗ false: third"
 
 
 def test_strict_set_to_zero_is_not_strict(monkeypatch):
     monkeypatch.setenv("FUSEBOOK_STRICT", "0")
-    gallery.claims(gallery.claim("a", False))
+    page.claims(page.claim("a", False))
 
 
 def test_in_a_script_what_a_block_ends_in_is_printed(monkeypatch, capsys):
-    monkeypatch.setattr(gallery, "_script", lambda: True)
-    gallery.claims(gallery.claim("a", True))
+    monkeypatch.setattr(_place, "script", lambda: True)
+    page.claims(page.claim("a", True))
     assert capsys.readouterr().out == "✓ true: a\n\n"
 
 
@@ -385,11 +387,11 @@ def kernel(y_ptr, BLOCK: triton.language.constexpr):
 
 
 def test_source_shows_functions_kernels_and_operators():
-    text = repr(gallery.Source(softmax_eager, kernel))
+    text = repr(page.Source(softmax_eager, kernel))
     assert "top = x.amax(-1, keepdim=True)  # read MN, write M" in text
     assert "@triton.jit\ndef kernel(y_ptr" in text
     operator = torch.library.custom_op("fusebook_tests::twice", mutates_args=())(twice)
-    assert "return 2 * x" in repr(gallery.Source(operator))
+    assert "return 2 * x" in repr(page.Source(operator))
 
 
 def twice(x: torch.Tensor) -> torch.Tensor:
@@ -398,15 +400,15 @@ def twice(x: torch.Tensor) -> torch.Tensor:
 
 
 def test_source_leaves_docstrings_out_on_request():
-    assert '"""' in repr(gallery.Source(twice))
-    assert repr(gallery.Source(twice, doc=False)).splitlines()[1:] == [
+    assert '"""' in repr(page.Source(twice))
+    assert repr(page.Source(twice, doc=False)).splitlines()[1:] == [
         "def twice(x: torch.Tensor) -> torch.Tensor:",
         "    return 2 * x",
     ]
 
 
 def test_source_is_highlighted_and_escaped():
-    text = gallery.Source(twice)._repr_html_()
+    text = page.Source(twice)._repr_html_()
     assert 'class="highlight-python notranslate"' in text
     assert '<span class="k">def</span>' in text
     assert "-&gt;" in text
@@ -414,19 +416,19 @@ def test_source_is_highlighted_and_escaped():
 
 def test_a_listing_keeps_its_lines_and_is_highlighted_on_request():
     text = "if (i < n)\n    y[i] = 2;"
-    assert "if (i &lt; n)\n" in gallery.Listing(text)._repr_html_()
-    coloured = gallery.Listing(text, "cuda")._repr_html_()
+    assert "if (i &lt; n)\n" in page.Listing(text)._repr_html_()
+    coloured = page.Listing(text, "cuda")._repr_html_()
     assert '<span class="k">if</span>' in coloured and "i &lt; n" not in coloured
-    assert repr(gallery.Listing(text, "cuda")) == text
+    assert repr(page.Listing(text, "cuda")) == text
 
 
 def test_tabs_stand_side_by_side_on_the_site_and_below_each_other_elsewhere(monkeypatch):
-    tabs = gallery.Tabs({"Triton & co": gallery.Listing("one"), "CUDA C": gallery.Listing("two")})
+    tabs = page.Tabs({"Triton & co": page.Listing("one"), "CUDA C": page.Listing("two")})
     elsewhere = tabs._repr_html_()
     assert elsewhere.index("<strong>Triton &amp; co") < elsewhere.index("one") < elsewhere.index("CUDA C")
     assert "input" not in elsewhere
     assert repr(tabs) == "# Triton & co\none\n\n# CUDA C\ntwo"
-    monkeypatch.setattr(gallery, "_sphinx", lambda: True)
+    monkeypatch.setattr(_place, "sphinx", lambda: True)
     site = tabs._repr_html_()
     assert site.count('type="radio"') == 2 and site.count("checked") == 1
     names, ids, labels = (re.findall(rf' {key}="([^"]+)"', site) for key in ("name", "id", "for"))
@@ -435,17 +437,15 @@ def test_tabs_stand_side_by_side_on_the_site_and_below_each_other_elsewhere(monk
 
 def test_source_refuses_what_has_none():
     with pytest.raises(TypeError, match="expected a function, a Triton kernel or a custom operator, got 3"):
-        gallery.Source(3)
+        page.Source(3)
 
 
 CASES = [(torch.tensor([[1.0, 2.0, 3.0]]),), (torch.tensor([[1.0, 200.0, 3.0]]),)]
 
 
 def test_an_exercise_is_answered_by_the_check_of_the_library():
-    assert (
-        repr(gallery.exercise("right", lambda x: softmax(x), lambda x: torch.softmax(x, -1), CASES)) == "✓ yes: right"
-    )
-    shown = gallery.exercise("no maximum", lambda x: x.exp() / x.exp().sum(-1), lambda x: torch.softmax(x, -1), CASES)
+    assert repr(page.exercise("right", lambda x: softmax(x), lambda x: torch.softmax(x, -1), CASES)) == "✓ yes: right"
+    shown = page.exercise("no maximum", lambda x: x.exp() / x.exp().sum(-1), lambda x: torch.softmax(x, -1), CASES)
     assert repr(shown).startswith("✗ not yet: no maximum (on 1x3 float32 the score is inf")
 
 
@@ -455,7 +455,7 @@ def test_an_exercise_that_raises_is_answered_too(monkeypatch):
     def broken(x):
         raise NotImplementedError("yours to write")
 
-    shown = gallery.exercise("broken", broken, lambda x: torch.softmax(x, -1), CASES)
+    shown = page.exercise("broken", broken, lambda x: torch.softmax(x, -1), CASES)
     assert repr(shown) == "✗ not yet: broken (NotImplementedError on 1x3 float32: yours to write)"
 
 
@@ -464,11 +464,11 @@ def test_a_solution_is_offered_for_download(monkeypatch, tmp_path):
     source.parent.mkdir()
     source.write_text("pass\n")
     monkeypatch.setenv("FUSEBOOK_DOWNLOADS", str(tmp_path / "downloads"))
-    shown = gallery.solution("solutions/plot_1.py")
+    shown = page.solution("solutions/plot_1.py")
     assert 'href="downloads/plot_1.py"' in shown._repr_html_()
     assert (tmp_path / "downloads" / "plot_1.py").read_text() == "pass\n"
 
 
 def test_results_of_a_card_that_this_library_does_not_have_are_missed():
-    with pytest.raises(gallery.NoResults, match="no record of toy"):
-        gallery.results(toy(), config="small")
+    with pytest.raises(page.NoResults, match="no record of toy"):
+        page.results(toy(), config="small")

@@ -15,14 +15,18 @@ import torch
 from torch import Tensor
 
 from fusebook import check, inputs, timing
-from fusebook.kernels import scatter_nd
-from fusebook.onnx import Bound, Graph, custom_op
-from fusebook.onnx.custom import _ELEMENTS
+from fusebook.cards.scatter_nd import MASKED_SCATTER_ND
+from fusebook.kernels.scatter_nd import masked_scatter_nd_of_shape
 from fusebook.op import Cost, Op, Variant
+from fusebook.ort import Bound, Graph, custom_op
 from fusebook.ort.aot import cached
+from fusebook.ort.custom import _ELEMENTS
 from fusebook.ort.nodes import NODES
 
-__all__ = ["MODELS", "NODES_OF_ONNX_RUNTIME", "OPS", "alone", "captured", "model", "overhead"]
+__all__ = ["MODELS", "NODES_OF_ONNX_RUNTIME", "OPS", "PAGE", "alone", "captured", "model", "overhead"]
+
+#: The page that tells of them.
+PAGE = 501
 
 #: From the standard chain to one node.
 MODELS = ("ScatterND", "ScatterNDOfShape", "MaskedScatterNDOfShape")
@@ -123,11 +127,11 @@ def _of_shape_cost(itemsize: int, *, R: int, D: int, n: int, law: str) -> Cost:
 
 
 def _in_torch(shape: tuple[int, int], indices: Tensor, updates: Tensor) -> Tensor:
-    return scatter_nd.masked_scatter_nd_of_shape(shape, indices, updates, check=False)
+    return masked_scatter_nd_of_shape(shape, indices, updates, check=False)
 
 
 _NEEDS = ("cuda", "onnxruntime", "onnx")
-_card = scatter_nd.MASKED_SCATTER_ND
+_card = MASKED_SCATTER_ND
 
 NODES_OF_ONNX_RUNTIME = Op(
     name="onnxruntime_nodes",

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusebook.onnx.custom import _ELEMENTS, CustomOp, custom_op, register
+from fusebook.ort.custom import _ELEMENTS, CustomOp, register
 
-__all__ = ["Bound", "CustomOp", "Graph", "custom_op", "register"]
+__all__ = ["Bound", "Graph"]
 
 _NAMES = {
     torch.float32: "tensor(float)",
@@ -79,7 +79,7 @@ class Graph:
         ort = _onnxruntime()
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         if self.device.type not in ("cpu", "cuda"):
-            raise ValueError(f"onnx.Graph: expected device to be cpu or cuda, got {self.device}; choose one of them")
+            raise ValueError(f"ort.Graph: expected device to be cpu or cuda, got {self.device}; choose one of them")
         settings = ort.SessionOptions()
         settings.intra_op_num_threads = threads
         settings.inter_op_num_threads = 1
@@ -105,7 +105,7 @@ class Graph:
             providers.insert(0, ("CUDAExecutionProvider", cuda))
             if "CUDAExecutionProvider" not in ort.get_available_providers():
                 raise RuntimeError(
-                    f"onnx.Graph: onnxruntime {ort.__version__} has no CUDA provider; install onnxruntime-gpu"
+                    f"ort.Graph: onnxruntime {ort.__version__} has no CUDA provider; install onnxruntime-gpu"
                 )
             # Otherwise every run ends in waiting for the GPU.
             self._run.add_run_config_entry("disable_synchronize_execution_providers", "1")
@@ -119,7 +119,7 @@ class Graph:
         self.session = ort.InferenceSession(model, settings, providers=providers)
         if self.stream is not None and "CUDAExecutionProvider" not in self.session.get_providers():
             raise RuntimeError(
-                "onnx.Graph: ONNX Runtime could not load its CUDA provider and fell back to the CPU; check that its "
+                "ort.Graph: ONNX Runtime could not load its CUDA provider and fell back to the CPU; check that its "
                 "CUDA version is torch's, and import torch first"
             )
         # An empty tensor has no address, and ONNX Runtime takes no null pointer: this one is never read.
@@ -216,7 +216,7 @@ def _onnxruntime() -> Any:
         import onnxruntime
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            "onnx.Graph: needs ONNX Runtime, which is not installed; install onnxruntime-gpu, or onnxruntime without "
+            "ort.Graph: needs ONNX Runtime, which is not installed; install onnxruntime-gpu, or onnxruntime without "
             "a GPU"
         ) from error
     return onnxruntime
@@ -231,24 +231,24 @@ def _named(what: str, given: Mapping[str, Any], known: Mapping[str, str], *, all
     lacking = [name for name in known if name not in given] if all_of else []
     if unknown or lacking:
         wrong = f"unknown {', '.join(unknown)}" if unknown else f"no {', '.join(lacking)}"
-        raise ValueError(f"onnx.Graph: expected {what} of {', '.join(known)}, got {wrong}; name them as the graph does")
+        raise ValueError(f"ort.Graph: expected {what} of {', '.join(known)}, got {wrong}; name them as the graph does")
 
 
 def _place(name: str, value: Any, graph: Graph, type_: str) -> tuple[str, int, int, Sequence[int], int]:
     """Device, element type, shape and address of a tensor, as ONNX Runtime wants to be told."""
     if not isinstance(value, Tensor):
         raise TypeError(
-            f"onnx.Graph: expected {name} to be a torch.Tensor, got {type(value).__name__}; use torch.as_tensor"
+            f"ort.Graph: expected {name} to be a torch.Tensor, got {type(value).__name__}; use torch.as_tensor"
         )
     if _NAMES.get(value.dtype) != type_:
-        raise TypeError(f"onnx.Graph: expected {name} to be {type_}, got {value.dtype}; cast it first")
+        raise TypeError(f"ort.Graph: expected {name} to be {type_}, got {value.dtype}; cast it first")
     if not value.is_contiguous():
         raise ValueError(
-            f"onnx.Graph: expected {name} to be contiguous, since its memory is bound; call contiguous() first"
+            f"ort.Graph: expected {name} to be contiguous, since its memory is bound; call contiguous() first"
         )
     if value.device.type != "cpu" and value.device != graph.device:
         raise ValueError(
-            f"onnx.Graph: expected {name} on {graph.device} or the CPU, got {value.device}; move it, or make the graph "
+            f"ort.Graph: expected {name} on {graph.device} or the CPU, got {value.device}; move it, or make the graph "
             "there"
         )
     memory = value if value.numel() else graph._nothing

@@ -298,7 +298,7 @@ EXPORT Status RegisterCustomOps(void *options, const ApiBase *base) {
     return api ? CreateStatus(api)(ORT_NOT_IMPLEMENTED, message) : NULL;
   }
   if (!selected || !create)
-    return CreateStatus(api)(ORT_INVALID_ARGUMENT, "fusebook: this library is registered by fusebook.onnx.register");
+    return CreateStatus(api)(ORT_INVALID_ARGUMENT, "fusebook: this library is registered by fusebook.ort.register");
   if (!selected->domain) {
     void *domain = NULL;
     Status status = CreateCustomOpDomain(api)(selected->name, &domain);

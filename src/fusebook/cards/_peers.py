@@ -1,0 +1,75 @@
+"""What several cards share: torch.compile as a reader uses it, products in TF32, weights, graphs of ONNX."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusebook.kernels._products import _layout, _torch_in_tf32
+
+__all__ = ["ORT", "compiled", "in_tf32", "needs_float32", "onnx_graph", "onnx_run", "pack", "side_by_side", "weight"]
+
+
+def weight(rng: torch.Generator, K: int, N: int, dtype: torch.dtype, scale: float, columns: bool) -> Tensor:
+    shape = (N, K) if columns else (K, N)
+    w = torch.randn(shape, generator=rng, dtype=dtype, device=rng.device) * scale
+    return w.T if columns else w
+
+
+def side_by_side(weights: Sequence[Tensor]) -> Tensor:
+    """One weight of several, in the layout that they have."""
+    if all(_layout(w) == "column" for w in weights):
+        return torch.cat([w.T for w in weights]).T
+    return torch.cat(list(weights), 1)
+
+
+def pack(x: Tensor, *weights: Tensor) -> tuple[Tensor, Tensor]:
+    return x, side_by_side(weights)
+
+
+def in_tf32(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same with float32 in TF32, as torch multiplies where its setting allows it."""
+
+    @functools.wraps(function)
+    def run(x: Tensor, *rest: Any) -> Any:
+        needs_float32(x)
+        with _torch_in_tf32(True):
+            return function(x, *rest)
+
+    return run
+
+
+def needs_float32(x: Tensor) -> None:
+    if x.dtype in (torch.float16, torch.bfloat16):
+        raise NotImplementedError(f"TF32 is a way to multiply float32, got {str(x.dtype)[6:]}")
+
+
+@functools.cache
+def compiled(function: Any, mode: str | None = None) -> Any:
+    # For one shape at a time: what a reader gets from the decorator, at its best.
+    return torch.compile(function, dynamic=False, mode=mode)
+
+
+def onnx_graph(dtype: torch.dtype, nodes: Sequence[Any], names: Sequence[str]) -> Any:
+    """A graph of matrices: inputs by name, and the output y."""
+    from onnx import TensorProto, helper
+
+    kinds = {
+        torch.float32: TensorProto.FLOAT,
+        torch.float16: TensorProto.FLOAT16,
+        torch.bfloat16: TensorProto.BFLOAT16,
+    }
+    shaped = [helper.make_tensor_value_info(name, kinds[dtype], [None, None]) for name in (*names, "y")]
+    graph = helper.make_graph(nodes, "gemm", shaped[:-1], shaped[-1:])
+    return helper.make_model(graph, ir_version=10, opset_imports=[helper.make_opsetid("", 18)])
+
+
+def onnx_run(bound: Any) -> Tensor:
+    return bound()["y"]
+
+
+ORT = ("cuda", "onnxruntime", "onnx")

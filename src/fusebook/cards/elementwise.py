@@ -1,0 +1,378 @@
+"""Expressions of neighbouring elements: what they mean, what they must cost, and who else computes them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from fusebook.cards._peers import compiled
+from fusebook.inputs import rough
+from fusebook.kernels.elementwise import (
+    add_add_multiply,
+    add_add_multiply_eager,
+    add_sub,
+    add_sub_eager,
+    double,
+    exp,
+    multiply,
+    multiply_add,
+    multiply_add_eager,
+    silu,
+    silu_eager,
+)
+from fusebook.op import Cost, Op, Variant
+
+__all__ = [
+    "ADD_ADD_MULTIPLY",
+    "ADD_SUB",
+    "DOUBLE",
+    "EXP",
+    "MULTIPLY",
+    "MULTIPLY_ADD",
+    "OPS",
+    "PAGE",
+    "SILU",
+    "cuda_source",
+]
+
+#: The page that tells of them.
+PAGE = 101
+
+
+def _twice(x: Tensor) -> Tensor:
+    return x + x
+
+
+def _operand(rng: torch.Generator, dtype: torch.dtype, M: int, N: int, how: str) -> Tensor:
+    """A matrix, one that lies across, a row or a column."""
+    if how == "transposed":
+        return rough(rng, (N, M), dtype).mT
+    return rough(rng, {"matrix": (M, N), "row": (1, N), "column": (M, 1)}[how], dtype)
+
+
+def _make_one(rng: torch.Generator, dtype: torch.dtype, *, M: int, N: int) -> tuple[Tensor, ...]:
+    return (rough(rng, (M, N), dtype),)
+
+
+def _make_exponents(rng: torch.Generator, dtype: torch.dtype, *, M: int, N: int) -> tuple[Tensor, ...]:
+    # A 16th, so that float16 holds the results.
+    return (rough(rng, (M, N), dtype) / 16,)
+
+
+def _make_two(rng: torch.Generator, dtype: torch.dtype, *, M: int, N: int, y: str) -> tuple[Tensor, ...]:
+    return rough(rng, (M, N), dtype), _operand(rng, dtype, M, N, y)
+
+
+def _make_three(rng: torch.Generator, dtype: torch.dtype, *, M: int, N: int, y: str) -> tuple[Tensor, ...]:
+    return rough(rng, (M, N), dtype), *(_operand(rng, dtype, M, N, y) for _ in range(2))
+
+
+def _make_four(rng: torch.Generator, dtype: torch.dtype, *, M: int, N: int, y: str) -> tuple[Tensor, ...]:
+    return rough(rng, (M, N), dtype), *(_operand(rng, dtype, M, N, y) for _ in range(3))
+
+
+def _bytes(itemsize: int, M: int, N: int, y: str, others: int, read: int, write: int, flop: int) -> Cost:
+    """`others` operands are of the shape that `y` names, x is a matrix; so many reads and writes of matrices beyond."""
+    least = {"row": N, "column": M}.get(y, M * N)
+    return Cost((read * M * N + others * least) * itemsize, write * M * N * itemsize, flop * M * N)
+
+
+def _cost_one(itemsize: int, *, M: int, N: int) -> Cost:
+    return _bytes(itemsize, M, N, "", 0, 1, 1, 1)
+
+
+def _cost_silu(itemsize: int, *, M: int, N: int) -> Cost:
+    return _bytes(itemsize, M, N, "", 0, 1, 1, 4)
+
+
+def _cost_silu_eager(itemsize: int, *, M: int, N: int) -> Cost:
+    return _bytes(itemsize, M, N, "", 0, 3, 2, 4)
+
+
+def _cost_two(itemsize: int, *, M: int, N: int, y: str) -> Cost:
+    return _bytes(itemsize, M, N, y, 1, 1, 1, 1)
+
+
+def _cost_add_sub(itemsize: int, *, M: int, N: int, y: str) -> Cost:
+    return _bytes(itemsize, M, N, y, 1, 1, 2, 2)
+
+
+def _cost_add_sub_eager(itemsize: int, *, M: int, N: int, y: str) -> Cost:
+    return _bytes(itemsize, M, N, y, 2, 2, 2, 2)
+
+
+def _cost_three(itemsize: int, *, M: int, N: int, y: str) -> Cost:
+    return _bytes(itemsize, M, N, y, 2, 1, 1, 2)
+
+
+def _cost_three_eager(itemsize: int, *, M: int, N: int, y: str) -> Cost:
+    return _bytes(itemsize, M, N, y, 2, 2, 2, 2)
+
+
+def _cost_four(itemsize: int, *, M: int, N: int, y: str) -> Cost:
+    return _bytes(itemsize, M, N, y, 3, 1, 1, 3)
+
+
+def _cost_four_eager(itemsize: int, *, M: int, N: int, y: str) -> Cost:
+    return _bytes(itemsize, M, N, y, 3, 3, 3, 3)
+
+
+def _torch_compile(function: Any) -> Variant:
+    return Variant(lambda *operands: compiled(function)(*operands), recompiles=True)
+
+
+#: The bodies of CUDA C kernels that say the same, for element i of n.
+_CUDA_BODIES = {
+    "multiply": "out[i] = x[i] * y[i];",
+    "double": "out[i] = 2 * x[i];",
+    "add_sub": "out[i] = x[i] + y[i]; also[i] = x[i] - y[i];",
+    "multiply_add": "out[i] = x[i] * y[i] + z[i];",
+    "exp": "out[i] = expf(x[i]);",
+}
+
+
+def cuda_source(name: str) -> str:
+    """The expression in CUDA C, for float32: a thread for each element.
+
+    Parameters
+    ----------
+    name : str
+        ``multiply``, ``double``, ``add_sub``, ``multiply_add`` or ``exp``.
+
+    Returns
+    -------
+    str
+    """
+    body = _CUDA_BODIES[name]
+    outs = [p for p in ("out", "also") if f"{p}[" in body]
+    ins = [p for p in ("x", "y", "z") if f"{p}[i]" in body]
+    pointers = ", ".join([f"float* {p}" for p in outs] + [f"const float* {p}" for p in ins])
+    statements = body.replace("; ", ";\n        ")
+    return f"""\
+extern "C" __global__
+void {name}_kernel({pointers}, long long n)
+{{
+    long long i = (long long) blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < n) {{
+        {statements}
+    }}
+}}
+"""
+
+
+@functools.cache
+def _cuda_kernel(name: str, options: tuple[str, ...] = ()) -> Any:
+    import cupy
+
+    return cupy.RawKernel(cuda_source(name), f"{name}_kernel", options=options)
+
+
+def _cuda_c(name: str, results: int = 1, options: tuple[str, ...] = ()) -> Variant:
+    """CUDA C by way of CuPy, on torch's memory and torch's stream."""
+
+    def run(*operands: Tensor) -> Any:
+        import cupy
+        import numpy as np
+
+        x = operands[0]
+        if x.dtype != torch.float32:
+            raise NotImplementedError(f"written for float32, got {x.dtype}")
+        if any(t.shape != x.shape or not t.is_contiguous() for t in operands):
+            raise NotImplementedError("written for contiguous operands of one shape")
+        outs = [torch.empty_like(x) for _ in range(results)]
+        n = x.numel()
+        with cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream):
+            arguments = [np.uint64(t.data_ptr()) for t in (*outs, *operands)]
+            _cuda_kernel(name, options)((triton.cdiv(n, 512),), (512,), (*arguments, np.int64(n)))
+        return outs[0] if results == 1 else tuple(outs)
+
+    return Variant(run, needs=("cuda", "cupy"))
+
+
+def _onnx_model(chain: Sequence[tuple[str, str, str]], operands: str, dtype: torch.dtype) -> Any:
+    """A chain of operators; each names its kind, its operands and its result. The last one's is ``out``."""
+    from onnx import TensorProto, helper
+
+    kinds = {
+        torch.float32: TensorProto.FLOAT,
+        torch.float16: TensorProto.FLOAT16,
+        torch.bfloat16: TensorProto.BFLOAT16,
+        torch.float64: TensorProto.DOUBLE,
+    }
+    kind = kinds[dtype]
+    nodes = [helper.make_node(op, names.split(), [result]) for op, names, result in chain]
+    inputs = [helper.make_tensor_value_info(name, kind, [f"{name}M", f"{name}N"]) for name in operands.split()]
+    output = helper.make_tensor_value_info("out", kind, ["M", "N"])
+    graph = helper.make_graph(nodes, "chain", inputs, [output])
+    return helper.make_model(graph, ir_version=10, opset_imports=[helper.make_opsetid("", 18)])
+
+
+_CHAINS = {
+    "multiply_add": ("x y z", (("Mul", "x y", "product"), ("Add", "product z", "out"))),
+    "silu": ("x", (("Sigmoid", "x", "gate"), ("Mul", "x gate", "out"))),
+    "add_add_multiply": ("x y z w", (("Add", "x y", "two"), ("Add", "two z", "three"), ("Mul", "three w", "out"))),
+}
+
+
+def _onnx(name: str, cost: Any) -> Variant:
+    def prepare(*operands: Tensor) -> tuple[Any]:
+        from fusebook.ort import Graph
+
+        names, chain = _CHAINS[name]
+        shape = torch.broadcast_shapes(*(t.shape for t in operands))
+        if 0 in shape:
+            raise NotImplementedError(f"an output without elements has no memory to bind, got shape {tuple(shape)}")
+        if not all(t.is_contiguous() for t in operands):
+            raise NotImplementedError("memory is bound as it lies, so operands must be contiguous")
+        graph = Graph(_onnx_model(chain, names, operands[0].dtype), device=operands[0].device)
+        out = operands[0].new_empty(shape)
+        return (graph.bind(dict(zip(names.split(), operands, strict=True)), {"out": out}),)
+
+    return Variant(
+        lambda bound: bound()["out"], cost=cost, needs=("cuda", "onnxruntime", "onnx"), prepare=prepare
+    )  # fmt: skip
+
+
+def _of(M: int, N: int) -> dict[str, int]:
+    return {"M": M, "N": N}
+
+
+def _with(M: int, N: int, y: str = "matrix") -> dict[str, int | str]:
+    return {"M": M, "N": N, "y": y}
+
+
+# Small are those of the manuals of 2012: matrices of 20 x 10, and 480 x 480 = 10 * 30 * 768 numbers. Of the large ones,
+# float32 moves 256 MiB at least, for which the roof is that of memory.
+_SMALL = ((20, 10), (480, 480))
+_LARGE = ((2048, 8192), (4096, 8192), (8192, 8192))
+_ONE = {
+    "small": [_of(*s) for s in _SMALL],
+    "large": [_of(*s) for s in _LARGE],
+}
+_SEVERAL: dict[str, list[dict[str, int | str]]] = {
+    "small": [_with(*s) for s in _SMALL],
+    "large": [_with(*s) for s in _LARGE],
+    "shapes": [_with(8192, 8192, how) for how in ("row", "column", "transposed")],
+}
+
+# All have the same kernels: three of them are tried in every type, the others in two.
+_TWO_TYPES = (torch.float32, torch.bfloat16)
+_ONE_EDGES = (_of(3, 781), _of(0, 5))
+_SEVERAL_EDGES = (_with(3, 781), _with(0, 5), _with(37, 50, "row"), _with(70, 45, "transposed"))
+MULTIPLY = Op(
+    name="multiply",
+    reference=torch.mul,
+    make=_make_two,
+    cost=_cost_two,
+    variants={
+        "eager": Variant(torch.mul, needs=()),
+        "CUDA C": _cuda_c("multiply"),
+        "fusebook": Variant(multiply, needs=()),
+    },
+    configs=_SEVERAL,
+    edges=(*_SEVERAL_EDGES, _with(1, 1), _with(37, 50, "column")),
+)
+DOUBLE = Op(
+    name="double",
+    reference=_twice,
+    make=_make_one,
+    cost=_cost_one,
+    variants={
+        "eager": Variant(lambda x: 2 * x, needs=()),
+        "CUDA C": _cuda_c("double"),
+        "fusebook": Variant(double, needs=()),
+    },
+    configs=_ONE,
+    edges=(*_ONE_EDGES, _of(1, 1)),
+    dtypes=_TWO_TYPES,
+)
+ADD_SUB = Op(
+    name="add_sub",
+    reference=add_sub_eager,
+    make=_make_two,
+    cost=_cost_add_sub,
+    variants={
+        "eager": Variant(add_sub_eager, cost=_cost_add_sub_eager, needs=()),
+        "torch.compile": _torch_compile(add_sub_eager),
+        "CUDA C": _cuda_c("add_sub", results=2),
+        "fusebook": Variant(add_sub, needs=()),
+    },
+    configs=_SEVERAL,
+    edges=_SEVERAL_EDGES,
+    dtypes=_TWO_TYPES,
+)
+MULTIPLY_ADD = Op(
+    name="multiply_add",
+    reference=multiply_add_eager,
+    make=_make_three,
+    cost=_cost_three,
+    variants={
+        "eager": Variant(multiply_add_eager, cost=_cost_three_eager, needs=()),
+        "torch": Variant(lambda x, y, z: torch.addcmul(z, x, y), needs=()),
+        "torch.compile": _torch_compile(multiply_add_eager),
+        "ONNX Runtime": _onnx("multiply_add", _cost_three_eager),
+        "CUDA C": _cuda_c("multiply_add"),
+        "fusebook": Variant(multiply_add, needs=()),
+    },
+    configs=_SEVERAL,
+    edges=_SEVERAL_EDGES,
+    dtypes=_TWO_TYPES,
+)
+SILU = Op(
+    name="silu",
+    reference=silu_eager,
+    make=_make_one,
+    cost=_cost_silu,
+    variants={
+        "eager": Variant(silu_eager, cost=_cost_silu_eager, needs=()),
+        "torch": Variant(torch.nn.functional.silu, needs=()),
+        "torch.compile": _torch_compile(silu_eager),
+        "ONNX Runtime": _onnx("silu", None),
+        "fusebook": Variant(silu, needs=()),
+    },
+    configs=_ONE,
+    edges=_ONE_EDGES,
+)
+ADD_ADD_MULTIPLY = Op(
+    name="add_add_multiply",
+    reference=add_add_multiply_eager,
+    make=_make_four,
+    cost=_cost_four,
+    variants={
+        "eager": Variant(add_add_multiply_eager, cost=_cost_four_eager, needs=()),
+        "torch.compile": _torch_compile(add_add_multiply_eager),
+        "ONNX Runtime": _onnx("add_add_multiply", _cost_four_eager),
+        "fusebook": Variant(add_add_multiply, needs=()),
+    },
+    configs=_SEVERAL,
+    edges=_SEVERAL_EDGES,
+    dtypes=_TWO_TYPES,
+)
+EXP = Op(
+    name="exp",
+    reference=torch.exp,
+    make=_make_exponents,
+    cost=_cost_one,
+    variants={
+        "eager": Variant(torch.exp, needs=()),
+        "CUDA C": _cuda_c("exp"),
+        "CUDA C, fast math": _cuda_c("exp", options=("--use_fast_math",)),
+        "fusebook": Variant(exp, needs=()),
+    },
+    configs=_ONE,
+    edges=_ONE_EDGES,
+)
+OPS = (
+    MULTIPLY,
+    DOUBLE,
+    ADD_SUB,
+    MULTIPLY_ADD,
+    SILU,
+    ADD_ADD_MULTIPLY,
+    EXP,
+)

@@ -1,0 +1,200 @@
+"""Softmax and its gradient: what they mean, what they must cost, at which sizes, and who else computes them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fusebook.cards._peers import compiled
+from fusebook.inputs import rough
+from fusebook.kernels._operator import FLOATING
+from fusebook.kernels.softmax import _softmax_backward_eager, softmax, softmax_backward, softmax_eager
+from fusebook.op import Cost, Op, Variant
+
+__all__ = ["OPS", "PAGE", "SOFTMAX", "SOFTMAX_BACKWARD"]
+
+#: The page that tells of them.
+PAGE = 102
+
+
+def _reference(x: Tensor) -> Tensor:
+    # Not torch.softmax: in float64 on the CPU it is off by hundreds of eps in wide rows.
+    e = (x - x.amax(-1, keepdim=True)).exp()
+    return e / e.sum(-1, keepdim=True)
+
+
+def _make(rng: torch.Generator, dtype: torch.dtype, *, M: int, N: int) -> tuple[Tensor]:
+    return (rough(rng, (M, N), dtype),)
+
+
+def _cost(itemsize: int, *, M: int, N: int) -> Cost:
+    # An element costs a maximum, a subtraction, an exponential, an addition and a product.
+    return Cost(read=M * N * itemsize, write=M * N * itemsize, flop=5 * M * N)
+
+
+def _cost_eager(itemsize: int, *, M: int, N: int) -> Cost:
+    return Cost(read=(5 * M * N + 2 * M) * itemsize, write=(3 * M * N + 2 * M) * itemsize, flop=5 * M * N)
+
+
+def _torch_compile(x: Tensor) -> Tensor:
+    return compiled(softmax_eager)(x)
+
+
+def _liger(x: Tensor) -> Tensor:
+    from liger_kernel.ops.softmax import LigerSoftmaxFunction
+
+    _liger_takes(x)
+    return LigerSoftmaxFunction.apply(x)
+
+
+def _liger_takes(x: Tensor) -> None:
+    if x.shape[-1] > 65536:
+        raise NotImplementedError(f"Liger takes rows of at most 65536 columns, got {x.shape[-1]}")
+    if x.numel() == 0:
+        raise NotImplementedError("Liger launches an empty grid on an empty tensor")
+
+
+def _quack(x: Tensor) -> Tensor:
+    from quack.softmax import softmax_fwd
+
+    _quack_takes(x)
+    return softmax_fwd(x)
+
+
+def _quack_takes(x: Tensor) -> None:
+    if x.dtype == torch.float64:
+        raise NotImplementedError("quack takes float16, bfloat16 and float32, got float64")
+    if x.shape[-1] * x.element_size() % 16:
+        raise NotImplementedError(f"quack takes rows of whole 16-byte vectors, got {x.shape[-1]} columns of {x.dtype}")
+
+
+def _reference_backward(x: Tensor, dy: Tensor) -> Tensor:
+    y = torch.softmax(x, -1)
+    return y * (dy - (y * dy).sum(-1, keepdim=True))
+
+
+def _make_backward(rng: torch.Generator, dtype: torch.dtype, *, M: int, N: int) -> tuple[Tensor, Tensor]:
+    # A saturated row has y near 1 and dy - sum(y dy) near 0 at the same element: its gradient is rounding. So x stays
+    # within one of zero. dy alternates in sign, at least one away from a mean of one: differences do not cancel where
+    # rows are short, and a sum left out shows where they are long.
+    x = 2 * torch.rand(M, N, generator=rng, device=rng.device, dtype=dtype) - 1
+    size = 1 + torch.randn(M, N, generator=rng, device=rng.device, dtype=dtype).abs()
+    size[:, 1::2] *= -1
+    return x, 1 + size
+
+
+def _cost_backward(itemsize: int, *, M: int, N: int) -> Cost:
+    # An element costs a product and an addition for the sum, a subtraction and a product.
+    return Cost(read=2 * M * N * itemsize, write=M * N * itemsize, flop=4 * M * N)
+
+
+def _cost_backward_eager(itemsize: int, *, M: int, N: int) -> Cost:
+    return Cost(read=(6 * M * N + M) * itemsize, write=(3 * M * N + M) * itemsize, flop=4 * M * N)
+
+
+def _after_forward(x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.softmax(x, -1), dy
+
+
+def _torch_backward(y: Tensor, dy: Tensor) -> Tensor:
+    return torch.ops.aten._softmax_backward_data(dy, y, -1, y.dtype)
+
+
+def _torch_compile_backward(y: Tensor, dy: Tensor) -> Tensor:
+    return compiled(_softmax_backward_eager)(y, dy)
+
+
+def _liger_backward(y: Tensor, dy: Tensor) -> Tensor:
+    from liger_kernel.ops.softmax import _softmax_backward as backward
+    from liger_kernel.ops.utils import calculate_settings
+
+    _liger_takes(y)
+    block, warps = calculate_settings(y.shape[-1])
+    return backward(dy, y, block, warps, False)
+
+
+def _quack_backward(y: Tensor, dy: Tensor) -> Tensor:
+    from quack.softmax import softmax_bwd
+
+    _quack_takes(y)
+    return softmax_bwd(dy, y)
+
+
+_CONFIGS: dict[str, tuple[dict[str, int], ...]] = {
+    "small": tuple({"M": n, "N": n} for n in (256, 512, 1024)),
+    "medium": tuple({"M": 4096, "N": n} for n in (256, 1024, 4096, 8192)),
+    # Four times the L2 of an H200 in traffic or more, for rows of 4 to 64 KiB in one dtype or the other; odd widths;
+    # widths that no power of two is near.
+    "large": (
+        {"M": 65536, "N": 781},
+        {"M": 65536, "N": 1000},
+        {"M": 131072, "N": 1024},
+        {"M": 65536, "N": 2048},
+        {"M": 32768, "N": 4096},
+        {"M": 65536, "N": 4096},
+        {"M": 32768, "N": 8192},
+        {"M": 16384, "N": 9000},
+        {"M": 16384, "N": 12672},
+        {"M": 32768, "N": 16384},
+        {"M": 16384, "N": 20000},
+        {"M": 16384, "N": 32768},
+        {"M": 8192, "N": 65536},
+        {"M": 2048, "N": 262144},
+    ),
+    "llama": ({"M": 4096, "N": 32000}, {"M": 4096, "N": 128256}),
+    "triton": tuple({"M": 4096, "N": 128 * i} for i in range(2, 100)),
+}
+
+# One column; several rows a program, the last tile ragged; a row in one tile; a row in chunks, the last one ragged; a
+# row whose parts are shared out, read twice; more such rows than multiprocessors of the interpreter, and of a GPU;
+# nothing at all.
+_EDGES = (
+    {"M": 1, "N": 1},
+    {"M": 5, "N": 2},
+    {"M": 37, "N": 100},
+    {"M": 3, "N": 781},
+    {"M": 2, "N": 8200},
+    {"M": 2, "N": 24578},
+    {"M": 2, "N": 66000},
+    {"M": 25, "N": 33000},
+    {"M": 140, "N": 33000},
+    {"M": 0, "N": 5},
+)
+SOFTMAX = Op(
+    name="softmax",
+    reference=_reference,
+    make=_make,
+    cost=_cost,
+    variants={
+        "eager": Variant(softmax_eager, cost=_cost_eager, needs=()),
+        "torch": Variant(lambda x: torch.softmax(x, -1)),
+        "torch.compile": Variant(_torch_compile, needs=(), recompiles=True),
+        "fusebook": Variant(softmax, needs=()),
+        "Liger": Variant(_liger, needs=("cuda", "liger_kernel"), recompiles=True),
+        "quack": Variant(_quack, needs=("cuda", "quack"), recompiles=True),
+    },
+    configs=_CONFIGS,
+    edges=_EDGES,
+    dtypes=FLOATING,
+)
+SOFTMAX_BACKWARD = Op(
+    name="softmax_backward",
+    reference=_reference_backward,
+    make=_make_backward,
+    cost=_cost_backward,
+    variants={
+        "eager": Variant(_softmax_backward_eager, cost=_cost_backward_eager, needs=(), prepare=_after_forward),
+        "torch": Variant(_torch_backward, needs=(), prepare=_after_forward),
+        "torch.compile": Variant(_torch_compile_backward, needs=(), prepare=_after_forward, recompiles=True),
+        "fusebook": Variant(softmax_backward, needs=(), prepare=_after_forward),
+        "Liger": Variant(_liger_backward, needs=("cuda", "liger_kernel"), prepare=_after_forward, recompiles=True),
+        "quack": Variant(_quack_backward, needs=("cuda", "quack"), prepare=_after_forward, recompiles=True),
+    },
+    configs=_CONFIGS,
+    edges=_EDGES,
+    dtypes=FLOATING,
+)
+OPS = (
+    SOFTMAX,
+    SOFTMAX_BACKWARD,
+)

@@ -1,0 +1,471 @@
+"""What the operators that are made of matrix products share: how products are cut, planned and launched.
+
+A product has x ``[M, K]`` on its left side and one or more weights ``[K, N_i]`` on its right. All weights go through
+one launch, whose programs meet the same tiles of x in the L2 cache. Sums are float32. Float32 is multiplied as such, or
+in TF32 where that is asked for. Where torch's products were faster when a kind of GPU was tuned, the launchers take
+them, as they do for float64: each writes into its own columns of one matrix.
+
+Each operator has two kernels. *Tiles*: a fixed number of programs walks over the tiles of the output; tensor
+descriptors fetch the tiles of x and of the weights, whose addresses must be multiples of 16 bytes. *Strided*: any
+strides, by pointers and masks; a program may take a part of K only, which is what a few rows need, where reading the
+weights is all the work.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+import itertools
+import json
+import pathlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ._operator import INTERPRETED, check_alike, check_device, check_tensor, gpu
+
+# Kernels -------------------------------------------------------------------------------------------------------------
+#
+# Up to four weights, w0 to w3, of which COUNT are there; LD is the width of the output. A layout is "row" where the
+# columns of a weight lie side by side in memory, "column" where its rows do (the transposed weight of torch.nn.Linear),
+# and "any" otherwise. WIDE converts tiles to float32 before they are multiplied, for the interpreter, whose products of
+# bfloat16 are wrong. What changes from call to call and aligns nothing is not specialised.
+
+
+@triton.jit
+def _place(tile, ROWS, COLUMNS, GROUP: tl.constexpr):
+    """Row and column of a tile. GROUP rows are walked together, column by column: what they share stays in L2."""
+    span = GROUP * COLUMNS
+    first = tile // span * GROUP
+    height = tl.minimum(ROWS - first, GROUP)
+    inside = tile % span
+    return first + inside % height, inside // height
+
+
+@triton.jit
+def _pick(c, C0, C1, C2, a0, a1, a2, a3, COUNT: tl.constexpr):
+    """Of one value for each weight, the one of the weight to which column tile c belongs."""
+    a = a0
+    if COUNT > 1:
+        a = tl.where(c < C0, a, a1)
+    if COUNT > 2:
+        a = tl.where(c < C1, a, a2)
+    if COUNT > 3:
+        a = tl.where(c < C2, a, a3)
+    return a
+
+
+@triton.jit
+def _ends(N0, N1, N2, N3, BN: tl.constexpr, COUNT: tl.constexpr):
+    """The column tiles of the weights, added up."""
+    C0 = tl.cdiv(N0, BN)
+    C1 = C0
+    if COUNT > 1:
+        C1 = C0 + tl.cdiv(N1, BN)
+    C2 = C1
+    if COUNT > 2:
+        C2 = C1 + tl.cdiv(N2, BN)
+    C3 = C2
+    if COUNT > 3:
+        C3 = C2 + tl.cdiv(N3, BN)
+    return C0, C1, C2, C3
+
+
+@triton.jit
+def _take_over(LATE: tl.constexpr):
+    """LATE: this kernel was launched before the one ahead had ended, and touches no memory until it has.
+
+    Then it lets the next kernel be launched as early, which thus finds its place before this one is over.
+    """
+    if LATE:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def _store(out_ptr, y, m, n, M, N, LD):
+    """A tile of the output; m and n are its rows and columns."""
+    at = m.to(tl.int64)[:, None] * LD + n[None, :]  # [BM, BN]; int64: an output may have more than 2**31 elements
+    tl.store(out_ptr + at, y.to(out_ptr.dtype.element_ty), mask=(m < M)[:, None] & (n < N)[None, :])
+
+
+@triton.jit
+def _sum_of_parts(parts_ptr, m, n, M, N, LD, BM: tl.constexpr, BN: tl.constexpr, SPLIT: tl.constexpr):
+    """The parts of a tile in the order of K, whoever came last: the same bits in every run."""
+    at = m.to(tl.int64)[:, None] * LD + n[None, :]  # [BM, BN]
+    mask = (m < M)[:, None] & (n < N)[None, :]
+    y = tl.zeros([BM, BN], tl.float32)
+    for _ in range(SPLIT):
+        # .cg: from L2, where the other programs' parts are; this multiprocessor's L1 may not know of them.
+        y += tl.load(parts_ptr + at, mask=mask, other=0.0, cache_modifier=".cg")
+        at += tl.cast(M, tl.int64) * LD
+    return y
+
+
+# Plans ---------------------------------------------------------------------------------------------------------------
+
+STRATEGIES = ("fused", "views")
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_MOST = 4  # weights of one launch
+_WITHIN = 0.01  # times that are closer count as equal, and then the kernel is ours
+
+
+class Plan(NamedTuple):
+    """How a product is launched.
+
+    Attributes
+    ----------
+    kernel : str
+        ``"tiles"``, ``"strided"``, or ``"views"``: torch's own products, each into its columns of one matrix.
+    bm, bn, bk : int
+        The tile of the output, and the step along K.
+    group : int
+        Rows of tiles that are walked together.
+    split : int
+        Parts that a sum is cut into; 1 for tiles.
+    stages : int
+        Steps whose tiles are under way at once.
+    warps : int
+    flat : bool
+        Fetch for the next tile while this one is finished.
+    bulk : int
+        In how many parts the copy engine stores a tile; 0 where threads store it.
+    waves : int
+        Programs on each multiprocessor that walk over tiles; 0 for a program a tile.
+    swap, late : bool
+        Multiply transposes; be launched before the kernel ahead has ended. Of weights in one descriptor only.
+    """
+
+    kernel: str
+    bm: int
+    bn: int
+    bk: int
+    group: int = 8
+    split: int = 1
+    stages: int = 3
+    warps: int = 8
+    flat: bool = False
+    bulk: int = 0
+    waves: int = 1
+    swap: bool = False
+    late: bool = False
+
+
+@functools.cache
+def _tuned(name: str) -> dict[str, Any]:
+    """What ``python -m fusebook.tune`` found: by capability, by math and layout, by class of shape."""
+    file = pathlib.Path(__file__).parent / "tuned" / f"{name}.json"
+    return json.loads(file.read_text()) if file.exists() else {}
+
+
+def shape_class(M: int, N: int) -> str:
+    """The class of an output's shape, whose members share a plan.
+
+    Parameters
+    ----------
+    M, N : int
+        Rows, and the columns of all weights together.
+
+    Returns
+    -------
+    str
+        ``"rows 16"``, ``"rows 32"`` or ``"rows 64"`` up to so many rows. Above, ``"2**k"`` with an odd k for sizes
+        M * N from ``2**(k - 1)`` to below ``2**(k + 1)``; the first class, k = 15, takes what is smaller and the last,
+        k = 27, what is larger.
+    """
+    for rows in (16, 32, 64):
+        if M <= rows:
+            return f"rows {rows}"
+    return f"2**{min(27, max(15, (M * N).bit_length() - 1 | 1))}"
+
+
+def _square_of(shape: str) -> int:
+    """The side n of the problem in the middle of a class: n x n, with two weights of n x n."""
+    return 2 ** ((int(shape.removeprefix("2**")) - 1) // 2)
+
+
+def _nearest(shape: str, known: Mapping[str, Any]) -> str | None:
+    """The class itself or, of what is larger than all that was tuned, the largest."""
+    if shape in known or shape.startswith("rows"):
+        return shape if shape in known else None
+    smaller = [k for k in known if k.startswith("2**") and _square_of(k) < _square_of(shape)]
+    return max(smaller, key=_square_of, default=None)
+
+
+def _filled(M: int, N: int, plan: Plan, multiprocessors: int) -> float:
+    """The share of its rounds over the multiprocessors that a plan spends on the output.
+
+    The rest is lost where tiles hang over the edges, and in the last round, which is seldom full.
+    """
+    programs = plan.waves * multiprocessors
+    rounds = triton.cdiv(triton.cdiv(M, plan.bm) * triton.cdiv(N, plan.bn), programs)
+    return M * N / (rounds * programs * plan.bm * plan.bn)
+
+
+def _math(dtype: torch.dtype, tf32: bool) -> str:
+    return "half" if dtype.itemsize == 2 else "float64" if dtype == torch.float64 else "tf32" if tf32 else "float32"
+
+
+def _gemm_plan(
+    name: str,
+    sizes: tuple[int, int],
+    math: str,
+    layout: str,
+    aligned: bool,
+    hardware: tuple[tuple[int, int] | None, int],
+    strategy: str | None = "fused",
+) -> Plan:
+    """Choose the kernel and its constants.
+
+    Parameters
+    ----------
+    name : str
+        ``"concat_gemm"`` or ``"swiglu"``: the latter keeps two sums, so its tiles are half as wide.
+    sizes : tuple of int
+        M, and the columns of all weights together.
+    math : str
+        ``"half"``, ``"tf32"``, ``"float32"`` or ``"float64"``, for which there is no kernel of ours.
+    layout : str
+        Of the weights: ``"row"``, ``"column"`` or ``"any"``, and behind the former ``" apart"`` or ``" short"`` where
+        `_kind` says so.
+    aligned : bool
+        Whether tensor descriptors can be made.
+    hardware : tuple
+        The GPU's capability, None for the interpreter, and its multiprocessors.
+    strategy : str, optional
+        One of `STRATEGIES`; the faster one where None.
+
+    Returns
+    -------
+    Plan
+    """
+    if strategy == "views" or math == "float64":
+        return Plan("views", 0, 0, 0)
+    M, N = sizes
+    capability, multiprocessors = hardware
+    halves = 2 if name == "swiglu" else 1
+    if capability is None:
+        # The interpreter's cost is programs times operations. Several tiles and steps even where tests are small, and
+        # now one way to store, now the other.
+        if aligned:
+            swap = name == "swiglu" and M <= 16
+            return Plan("tiles", 16 if swap else 64, 64 // halves, 64, group=2, bulk=2 if M % 2 else 1, swap=swap)
+        return Plan("strided", 16 if M <= 16 else 64, 256 // halves, 64, group=2, split=2 if M <= 16 else 1)
+    found = _tuned(name).get(f"{capability[0]}{capability[1]}", {})
+    layout, _, kind = layout.partition(" ") if aligned else ("any", "", "")
+    shapes = found.get(f"{math} {layout}", {}) | found.get(f"{math} {layout} {kind}", {})
+    if (shape := _nearest(shape_class(M, N), shapes)) is not None:
+        constants = dict(shapes[shape])
+        views, plan = constants.pop("views"), Plan(**constants)
+        if strategy is None and views is not None:
+            if plan.kernel == "tiles" and plan.waves and shape.startswith("2**"):
+                # Torch has tiles of many sizes, so that its time is taken to follow the work; ours follows the rounds.
+                n = _square_of(shape)
+                noted = _filled(n, 2 * n // halves, plan, multiprocessors)
+                views *= _filled(M, N // halves, plan, multiprocessors) / noted
+            if views < 1 - _WITHIN:
+                return Plan("views", 0, 0, 0)
+        return plan
+    if strategy is None and M * N >= 2**21 and (math == "float32" or (math, layout) == ("tf32", "any")):
+        return Plan("views", 0, 0, 0)  # without tensor cores, or fed by pointers, ours is no match for torch's
+    # Not tuned: at most 96 KiB of shared memory. A step of K that is 128 bytes wide fills whole lines of the cache.
+    bk = 64 if math == "half" else 32
+    if M <= 64:
+        # A tensor core multiplies 16 rows at least; few rows leave room for many weights under way.
+        bm = 16 if M <= 16 else 32 if M <= 32 else 64
+        return Plan("strided", bm, 64 // halves, bk, split=4, stages=3, warps=4)
+    if math == "float32":  # without tensor cores
+        return Plan("strided", 64, 64 // halves, 16, stages=2, warps=8)
+    kernel = "tiles" if aligned else "strided"
+    if M * N < 2**21:  # few tiles: smaller ones, so that every multiprocessor has one
+        return Plan(kernel, 64, 64 // halves, bk, stages=3, warps=4)
+    return Plan(kernel, 128, 128 // halves, bk, stages=2, warps=8)
+
+
+# Launchers -----------------------------------------------------------------------------------------------------------
+
+_plan = functools.lru_cache(maxsize=4096)(_gemm_plan)
+
+
+def _layout(w: Tensor) -> str:
+    """Which axis of a weight lies side by side in memory; an axis of length one may count as either."""
+    K, N = w.shape
+    rows, columns = w.stride()
+    if (columns == 1 or N == 1) and (rows >= N or K == 1):
+        return "row"
+    if (rows == 1 or K == 1) and (columns >= K or N == 1):
+        return "column"
+    return "any"
+
+
+def _leading(w: Tensor, layout: str) -> int:
+    """The stride of the other axis."""
+    K, N = w.shape
+    if layout == "row":
+        return w.stride(0) if K > 1 else N
+    return w.stride(1) if N > 1 else K
+
+
+def _describable(x: Tensor, layout: str) -> bool:
+    """Whether a tensor descriptor can be made: rows that begin at multiples of 16 bytes."""
+    if layout == "any":
+        return False
+    return x.data_ptr() % 16 == 0 and _leading(x, layout) * x.element_size() % 16 == 0
+
+
+def _with_workspace(device: torch.device, launch: Callable[[], None]) -> None:
+    """Launch a kernel that makes descriptors: Triton asks for some memory to keep them in, and torch gives it."""
+
+    def run() -> None:
+        triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device=device))
+        launch()
+
+    contextvars.copy_context().run(run)  # an allocator that the caller has set stays theirs
+
+
+def _options(plan: Plan, dtype: torch.dtype, math: str) -> dict[str, Any]:
+    """The constants that all kernels share."""
+    return {
+        "BM": plan.bm,
+        "BN": plan.bn,
+        "BK": plan.bk,
+        "GROUP": plan.group,
+        "PRECISION": "ieee" if math == "float32" else "tf32",
+        "WIDE": INTERPRETED and dtype == torch.bfloat16,
+        "num_warps": plan.warps,
+        "num_stages": plan.stages,
+    }
+
+
+def _late(plan: Plan, x: Tensor) -> dict[str, bool]:
+    """How a kernel is launched that waits by itself for the one ahead, where the GPU can: Hopper and later."""
+    capability, _ = gpu(x.device)
+    late = plan.late and capability is not None and capability >= (9, 0)
+    return {"LATE": True, "launch_pdl": True} if late else {}
+
+
+def _programs(plan: Plan, tiles: int, device: torch.device) -> int:
+    return min(tiles, plan.waves * gpu(device)[1]) if plan.waves else tiles
+
+
+def _tiles_of(x: Tensor, layout: str, rows: int, columns: int) -> TensorDescriptor:
+    """A descriptor of a matrix, or of its transpose where it is stored by columns: the last axis is dense."""
+    sizes, tile = (x.shape, [rows, columns]) if layout == "row" else (x.shape[::-1], [columns, rows])
+    return TensorDescriptor(x, list(sizes), [_leading(x, layout), 1], tile)
+
+
+def _stack(weights: Sequence[Tensor], layout: str) -> tuple[int, int] | None:
+    """The distance between weights, in elements, where it is always the same, and whether it leads backwards.
+
+    Two weights of one shape are one tensor with three axes, wherever in memory they are.
+    """
+    first = weights[0]
+    if any(w.shape != first.shape or _leading(w, layout) != _leading(first, layout) for w in weights):
+        return None
+    places = [w.data_ptr() for w in weights]
+    distances = {b - a for a, b in itertools.pairwise(places)} or {16}
+    distance = distances.pop()
+    # Descriptors take strides from 16 bytes up to 2**40.
+    if distances or not 16 <= abs(distance) < 2**40:
+        return None
+    return abs(distance) // first.element_size(), len(weights) - 1 if distance < 0 else 0
+
+
+def _kind(x: Tensor, weights: Sequence[Tensor], layout: str) -> str:
+    """What makes an aligned product slower than others of its size, as a word behind the layout.
+
+    " short": rows that do not begin at multiples of 128 bytes, so that a fetch touches two lines of the cache instead
+    of one. " apart": weights that one descriptor does not describe, so that programs make a descriptor for each tile.
+    """
+    pitches = [_leading(x, "row"), *(_leading(w, layout) for w in weights)]
+    if any(pitch * x.element_size() % 128 for pitch in pitches):
+        return " short"
+    return "" if _stack(weights, layout) else " apart"
+
+
+def _workspace(plan: Plan, tiles: int, sums: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Memory for the parts of sums, and a counter for each tile, at zero."""
+    if plan.split == 1:
+        nothing = torch.empty(0, dtype=torch.float32, device=device)
+        return nothing, nothing
+    parts = torch.empty(plan.split * sums, dtype=torch.float32, device=device)
+    return parts, torch.zeros(tiles, dtype=torch.int32, device=device)
+
+
+@contextlib.contextmanager
+def _torch_in_tf32(on: bool) -> Iterator[None]:
+    """Torch's own products of float32 in TF32, or not."""
+    matmul = torch.backends.cuda.matmul
+    before = matmul.allow_tf32
+    try:
+        if before != on:
+            matmul.allow_tf32 = on
+        yield
+    finally:
+        if before != on:
+            matmul.allow_tf32 = before
+
+
+def _views(out: Tensor, x: Tensor, weights: Sequence[Tensor], tf32: bool) -> Tensor:
+    """Torch's products, each into its own columns: nothing is concatenated, and no kernel of ours is needed."""
+    with _torch_in_tf32(tf32):
+        for w, columns in zip(weights, out.split([w.shape[1] for w in weights], 1), strict=True):
+            torch.mm(x, w, out=columns)
+    return out
+
+
+def _direct(*tensors: Tensor) -> bool:
+    """Whether the kernels can be launched at once, which saves a small call the time of torch's dispatcher.
+
+    Not where a gradient is recorded, the call is traced or transformed, or a tensor is a stand-in without memory.
+    """
+    return not (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._are_functorch_transforms_active()
+        or any(type(t) not in (Tensor, torch.nn.Parameter) or t.device.type not in ("cpu", "cuda") for t in tensors)
+        or (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
+    )
+
+
+def _checked(name: str, x: Any, weights: Sequence[Any], words: Sequence[str], tf32: Any, strategy: Any) -> bool:
+    """Validate what both operators take; return whether float32 is multiplied in TF32."""
+    if strategy is not None and strategy not in STRATEGIES:
+        raise ValueError(
+            f"{name}: expected strategy to be None or one of {', '.join(STRATEGIES)}, got {strategy!r}; None chooses"
+        )
+    check_tensor(name, "x", x, _DTYPES)
+    if x.dim() == 0:
+        raise ValueError(f"{name}: expected x of shape [..., K], got a single number; give it an axis")
+    K = x.shape[-1]
+    for what, w in zip(words, weights, strict=True):
+        check_tensor(name, what, w, _DTYPES)
+        check_alike(name, what, w, "x", x)
+        if w.dim() != 2 or w.shape[0] != K:
+            raise ValueError(
+                f"{name}: expected {what} of shape [{K}, N], since x has {K} columns, got {tuple(w.shape)}; transpose "
+                "or slice it"
+            )
+    if tf32 is not None and not isinstance(tf32, bool):
+        raise TypeError(f"{name}: expected tf32 to be True, False or None, got {tf32!r}; None follows torch's setting")
+    if x.dtype == torch.float64 and strategy == "fused":
+        raise TypeError(
+            f"{name}: expected float16, bfloat16 or float32 for the strategy 'fused', got torch.float64; leave the "
+            "strategy at None, which multiplies float64 by torch's products"
+        )
+    if x.device.type in ("cpu", "cuda"):  # a stand-in on another device is only asked for its shape
+        check_device(name, x)
+    if x.dtype != torch.float32:
+        return False
+    return bool(torch.backends.cuda.matmul.allow_tf32 if tf32 is None else tf32)
+
+
+def _flat(x: Tensor) -> Tensor:
+    """All axes but the last as one."""
+    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])

@@ -1,0 +1,380 @@
+"""Matrix products that share their left side, side by side in one output.
+
+For x ``[M, K]`` and weights ``w_i`` ``[K, N_i]``,
+
+    y = [x @ w_0, x @ w_1, ...]        [M, N_0 + N_1 + ...]
+
+Fused: every product writes into its own columns of one output, so that nothing is concatenated. Two products and a
+concatenation write 2MN each and read 2MN to copy it. Kernels and plans are those of `_products`.
+
+Limits: the output is contiguous; more than four weights, and weights whose layouts differ, take several launches into
+the same output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ._operator import gpu, launching
+from ._products import (
+    _MOST,
+    Plan,
+    _checked,
+    _describable,
+    _direct,
+    _ends,
+    _flat,
+    _kind,
+    _late,
+    _layout,
+    _leading,
+    _math,
+    _options,
+    _pick,
+    _place,
+    _plan,
+    _programs,
+    _stack,
+    _store,
+    _sum_of_parts,
+    _take_over,
+    _tiles_of,
+    _views,
+    _with_workspace,
+    _workspace,
+)
+
+__all__ = ["concat_gemm", "concat_gemm_eager"]
+
+# The unfused chain ---------------------------------------------------------------------------------------------------
+
+
+def concat_gemm_eager(x: Tensor, *weights: Tensor) -> Tensor:
+    """Products side by side, one operation after another: what fusing saves.
+
+    Parameters
+    ----------
+    x : torch.Tensor
+        ``[M, K]``.
+    *weights : torch.Tensor
+        ``[K, N_i]``; N is the sum of their widths.
+
+    Returns
+    -------
+    torch.Tensor
+        ``[M, N]``.
+    """
+    products = [x @ w for w in weights]  # read MK for each weight, read KN, write MN
+    return torch.cat(products, 1)  # read MN, write MN
+
+
+# Kernels -------------------------------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["M", "PROGRAMS"])
+def _concat_gemm_tiles(
+    out_ptr, x_ptr, w0_ptr, w1_ptr, w2_ptr, w3_ptr, M, K, N0, N1, N2, N3, XS, S0, S1, S2, S3, LD, PROGRAMS,
+    COUNT: tl.constexpr, COLUMN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    GROUP: tl.constexpr, FLAT: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Every PROGRAMS-th tile of the output, from whichever weight it comes."""
+    C0, C1, C2, C3 = _ends(N0, N1, N2, N3, BN, COUNT)
+    rows = tl.cdiv(M, BM)
+    steps = tl.cdiv(K, BK)
+    x_tiles = tl.make_tensor_descriptor(x_ptr, [M, K], [XS, 1], [BM, BK])
+    # FLAT: the first steps of the next tile are fetched while this one is finished.
+    for tile in tl.range(tl.program_id(0), rows * C3, PROGRAMS, flatten=FLAT):
+        r, c = _place(tile, rows, C3, GROUP)
+        w_ptr = _pick(c, C0, C1, C2, w0_ptr, w1_ptr, w2_ptr, w3_ptr, COUNT)
+        N = _pick(c, C0, C1, C2, N0, N1, N2, N3, COUNT)
+        S = _pick(c, C0, C1, C2, S0, S1, S2, S3, COUNT)
+        n = (c - _pick(c, C0, C1, C2, 0, C0, C1, C2, COUNT)) * BN  # within its weight
+        start = _pick(c, C0, C1, C2, 0, N0, N0 + N1, N0 + N1 + N2, COUNT)  # of its weight, in the output
+        if COLUMN:
+            w_tiles = tl.make_tensor_descriptor(w_ptr, [N, K], [S, 1], [BN, BK])
+        else:
+            w_tiles = tl.make_tensor_descriptor(w_ptr, [K, N], [S, 1], [BK, BN])
+        y = tl.zeros([BM, BN], tl.float32)
+        for k in range(steps):
+            x = x_tiles.load([r * BM, k * BK])  # [BM, BK]; read MK for each column of tiles, from L2 after the first
+            if COLUMN:
+                w = w_tiles.load([n, k * BK]).T  # [BK, BN]; read KN for each row of tiles, likewise
+            else:
+                w = w_tiles.load([k * BK, n])  # [BK, BN]
+            if WIDE:
+                x = x.to(tl.float32)
+                w = w.to(tl.float32)
+            y = tl.dot(x, w, y, input_precision=PRECISION)
+        _store(out_ptr + start, y, r * BM + tl.arange(0, BM), n + tl.arange(0, BN), M, N, LD)  # write MN
+
+
+@triton.jit(do_not_specialize=["M", "LAST", "PROGRAMS"])
+def _concat_gemm_stacked(
+    out_ptr, y_tiles, x_tiles, w_tiles, M, K, N, LD, LAST, PROGRAMS, COUNT: tl.constexpr, COLUMN: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, FLAT: tl.constexpr,
+    BULK: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr, LATE: tl.constexpr = False,
+):  # fmt: skip
+    """As `_concat_gemm_tiles`, of weights that one descriptor describes: its first axis goes from weight to weight."""
+    _take_over(LATE)
+    rows = tl.cdiv(M, BM)
+    columns = tl.cdiv(N, BN)
+    steps = tl.cdiv(K, BK)
+    for tile in tl.range(tl.program_id(0), rows * columns * COUNT, PROGRAMS, flatten=FLAT):
+        r, c = _place(tile, rows, columns * COUNT, GROUP)
+        which = c // columns
+        place = tl.abs(LAST - which)  # LAST is 0, or COUNT - 1 where the last weight has the lowest address
+        n = c % columns * BN
+        y = tl.zeros([BM, BN], tl.float32)
+        for k in range(steps):
+            x = x_tiles.load([r * BM, k * BK])  # [BM, BK]; read MK for each column of tiles, from L2 after the first
+            if COLUMN:
+                w = w_tiles.load([place, n, k * BK]).reshape(BN, BK).T  # [BK, BN]; read KN for each row of tiles
+            else:
+                w = w_tiles.load([place, k * BK, n]).reshape(BK, BN)  # [BK, BN]
+            if WIDE:
+                x = x.to(tl.float32)
+                w = w.to(tl.float32)
+            y = tl.dot(x, w, y, input_precision=PRECISION)
+        # BULK: the copy engine stores, and cuts off what is out of range; in two halves, a tile needs half the shared
+        # memory for it, which leaves room for one more step under way.
+        if BULK == 2:
+            left, right = y.to(y_tiles.dtype).reshape(BM, 2, BN // 2).permute(0, 2, 1).split()
+            y_tiles.store([r * BM, which, n], left.reshape(BM, 1, BN // 2))  # write MN, with the next line
+            y_tiles.store([r * BM, which, n + BN // 2], right.reshape(BM, 1, BN // 2))
+        elif BULK == 1:
+            y_tiles.store([r * BM, which, n], y.to(y_tiles.dtype).reshape(BM, 1, BN))  # write MN
+        else:
+            start = which.to(tl.int64) * N
+            _store(out_ptr + start, y, r * BM + tl.arange(0, BM), n + tl.arange(0, BN), M, N, LD)  # write MN
+
+
+@triton.jit(do_not_specialize=["M"])
+def _concat_gemm_strided(
+    out_ptr, parts_ptr, counts_ptr, x_ptr, w0_ptr, w1_ptr, w2_ptr, w3_ptr, M, K, N0, N1, N2, N3, LD, XM, XK,
+    K0, K1, K2, K3, S0, S1, S2, S3, COUNT: tl.constexpr, LAYOUT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, GROUP: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """One tile of the output, or one of SPLIT parts of its sum; the last program to finish adds the parts."""
+    C0, C1, C2, C3 = _ends(N0, N1, N2, N3, BN, COUNT)
+    tile = tl.program_id(0) // SPLIT
+    part = tl.program_id(0) % SPLIT
+    r, c = _place(tile, tl.cdiv(M, BM), C3, GROUP)
+    w_ptr = _pick(c, C0, C1, C2, w0_ptr, w1_ptr, w2_ptr, w3_ptr, COUNT)
+    N = _pick(c, C0, C1, C2, N0, N1, N2, N3, COUNT)
+    start = _pick(c, C0, C1, C2, 0, N0, N0 + N1, N0 + N1 + N2, COUNT)
+    m = r * BM + tl.arange(0, BM)  # [BM]
+    n = (c - _pick(c, C0, C1, C2, 0, C0, C1, C2, COUNT)) * BN + tl.arange(0, BN)  # [BN]
+    k = tl.arange(0, BK)  # [BK]
+    # Strides from row to row of a weight and from column to column; one of them is 1 unless the layout is "any".
+    if LAYOUT == "row":
+        WK = tl.cast(_pick(c, C0, C1, C2, K0, K1, K2, K3, COUNT), tl.int64)
+        w_ptrs = w_ptr + k[:, None] * WK + n[None, :]  # [BK, BN]
+    elif LAYOUT == "column":
+        WK = 1
+        WN = tl.cast(_pick(c, C0, C1, C2, S0, S1, S2, S3, COUNT), tl.int64)
+        w_ptrs = w_ptr + n[None, :] * WN + k[:, None]
+    else:
+        WK = tl.cast(_pick(c, C0, C1, C2, K0, K1, K2, K3, COUNT), tl.int64)
+        WN = tl.cast(_pick(c, C0, C1, C2, S0, S1, S2, S3, COUNT), tl.int64)
+        w_ptrs = w_ptr + n[None, :] * WN + k[:, None] * WK
+    x_ptrs = x_ptr + m.to(tl.int64)[:, None] * XM + k[None, :] * XK  # [BM, BK]
+    share = tl.cdiv(tl.cdiv(K, BK), SPLIT) * BK
+    first = part * share
+    x_ptrs += first.to(tl.int64) * XK
+    w_ptrs += first.to(tl.int64) * WK
+    y = tl.zeros([BM, BN], tl.float32)
+    for k0 in range(first, tl.minimum(K, first + share), BK):
+        there = k < K - k0
+        x = tl.load(x_ptrs, mask=(m < M)[:, None] & there[None, :], other=0.0)  # [BM, BK]; read MK, from L2 mostly
+        w = tl.load(w_ptrs, mask=there[:, None] & (n < N)[None, :], other=0.0)  # [BK, BN]; read KN, M / BM times
+        if WIDE:
+            x = x.to(tl.float32)
+            w = w.to(tl.float32)
+        y = tl.dot(x, w, y, input_precision=PRECISION)
+        x_ptrs += BK * XK
+        w_ptrs += BK * WK
+    if SPLIT > 1:
+        _store(parts_ptr + part.to(tl.int64) * M * LD + start, y, m, n, M, N, LD)
+        tl.debug_barrier()  # all threads have stored before the counter says so
+        if tl.atomic_add(counts_ptr + tile, 1, sem="acq_rel") == SPLIT - 1:
+            y = _sum_of_parts(parts_ptr + start, m, n, M, N, LD, BM, BN, SPLIT)
+            _store(out_ptr + start, y, m, n, M, N, LD)
+    else:
+        _store(out_ptr + start, y, m, n, M, N, LD)  # write MN
+
+
+# Launchers -----------------------------------------------------------------------------------------------------------
+
+
+def _launch_concat(out: Tensor, x: Tensor, weights: Sequence[Tensor], math: str, layout: str, plan: Plan) -> None:
+    """Up to four weights of one layout into neighbouring columns: `out`, a part of an output of LD columns."""
+    (M, K), LD, N = x.shape, out.stride(0), weights[0].shape[1]
+    all_of = [*weights, *[weights[0]] * (_MOST - len(weights))]
+    widths = [w.shape[1] for w in all_of]
+    tiles = triton.cdiv(M, plan.bm) * sum(triton.cdiv(w.shape[1], plan.bn) for w in weights)
+    options = {"COUNT": len(weights), **_options(plan, x.dtype, math)}
+    if plan.kernel == "tiles":
+        column = layout == "column"
+        programs = _programs(plan, tiles, x.device)
+        if (stack := _stack(weights, layout)) is None:
+            strides = [_leading(w, layout) for w in all_of]
+            _with_workspace(
+                x.device,
+                lambda: _concat_gemm_tiles[(programs,)](
+                    out, x, *all_of, M, K, *widths, _leading(x, "row"), *strides, LD, programs,
+                    COLUMN=column, FLAT=plan.flat, **options,
+                ),
+            )  # fmt: skip
+            return
+        distance, last = stack
+        bulk = plan.bulk if out.data_ptr() % 16 == 0 and all(n * out.element_size() % 16 == 0 for n in (LD, N)) else 0
+        sizes, tile = ([N, K], [plan.bn, plan.bk]) if column else ([K, N], [plan.bk, plan.bn])
+        w = TensorDescriptor(
+            weights[last], [len(weights), *sizes], [distance, _leading(weights[0], layout), 1], [1, *tile]
+        )
+        y = TensorDescriptor(out, [M, len(weights), N], [LD, N, 1], [plan.bm, 1, plan.bn // bulk]) if bulk else None
+        _concat_gemm_stacked[(programs,)](
+            out, y, _tiles_of(x, "row", plan.bm, plan.bk), w, M, K, N, LD, last, programs,
+            COLUMN=column, FLAT=plan.flat, BULK=bulk, **options, **_late(plan, x),
+        )  # fmt: skip
+        return
+    # The parts are laid out as the columns of `out` are, but without its other columns.
+    width = sum(w.shape[1] for w in weights)
+    if plan.split > 1 and width != LD:
+        plan = plan._replace(split=1)
+    parts, counts = _workspace(plan, tiles, M * width, x.device)
+    steps = [w.stride(i) for i in (0, 1) for w in all_of]
+    _concat_gemm_strided[(tiles * plan.split,)](
+        out, parts, counts, x, *all_of, M, K, *widths, LD, *x.stride(), *steps,
+        LAYOUT=layout, SPLIT=plan.split, **options,
+    )  # fmt: skip
+
+
+def _concat(x: Tensor, weights: Sequence[Tensor], tf32: bool, strategy: str) -> Tensor:
+    """Allocate and launch; arguments are valid. An empty `strategy` leaves the choice to the plan."""
+    M, K = x.shape
+    N = sum(w.shape[1] for w in weights)
+    out = torch.empty(M, N, dtype=x.dtype, device=x.device)
+    if out.numel() == 0:
+        return out
+    if K == 0:
+        return out.zero_()
+    math, hardware = _math(x.dtype, tf32), gpu(x.device)
+    weights = [w for w in weights if w.shape[1]]
+    layouts = [_layout(w) for w in weights]
+    fetchable = _layout(x) == "row" and _describable(x, "row")
+    start = at = 0
+    with launching(x):
+        while at < len(weights):
+            # The weights that follow and have the same layout, as many as one launch takes.
+            end = at + 1
+            while end < min(at + _MOST, len(weights)) and layouts[end] == layouts[at]:
+                end += 1
+            group, layout = weights[at:end], layouts[at]
+            aligned = fetchable and all(_describable(w, layout) for w in group)
+            kind = _kind(x, group, layout) if aligned else ""
+            plan = _plan("concat_gemm", (M, N), math, layout + kind, aligned, hardware, strategy or None)
+            width = sum(w.shape[1] for w in group)
+            columns = out.narrow(1, start, width)
+            if plan.kernel == "views":
+                _views(columns, x, group, tf32)
+            else:
+                _launch_concat(columns, x, group, math, layout, plan)
+            start, at = start + width, end
+    return out
+
+
+_concat_op = torch.library.custom_op(
+    "fusebook::concat_gemm",
+    _concat,
+    mutates_args=(),
+    schema="(Tensor x, Tensor[] weights, bool tf32, str strategy) -> Tensor",
+)
+
+
+@_concat_op.register_fake
+def _(x: Tensor, weights: Sequence[Tensor], tf32: bool, strategy: str) -> Tensor:
+    return x.new_empty(x.shape[0], sum(w.shape[1] for w in weights))
+
+
+def _keep_for_concat(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weights, *_ = inputs
+    ctx.save_for_backward(x, *weights)
+
+
+def _gradients_of_concat(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+    """Two products of torch's for each weight."""
+    x, *weights = ctx.saved_tensors
+    parts = dy.split([w.shape[1] for w in weights], 1)
+    for_x = sum(part @ w.mT for part, w in zip(parts, weights, strict=True)) if ctx.needs_input_grad[0] else None
+    return for_x, [x.mT @ part for part in parts], None, None
+
+
+_concat_op.register_autograd(_gradients_of_concat, setup_context=_keep_for_concat)
+
+
+def concat_gemm(
+    x: Tensor, weights: Sequence[Tensor], *, tf32: bool | None = None, strategy: str | None = None
+) -> Tensor:
+    """Products of one matrix with several, side by side in one output; nothing is concatenated.
+
+    Parameters
+    ----------
+    x : torch.Tensor
+        ``[..., K]``, float16, bfloat16, float32 or float64, on a CUDA device (or on the CPU where Triton interprets).
+    weights : sequence of torch.Tensor
+        ``[K, N_i]`` each, of any widths and strides, of the dtype and on the device of `x`. Neither rows nor columns
+        that lie side by side in memory are copied, so ``linear.weight.T`` is taken as it is.
+    tf32 : bool, optional
+        Whether float32 is multiplied in TF32, with ten bits of mantissa. ``torch.backends.cuda.matmul.allow_tf32``
+        where None. Other dtypes do not ask.
+    strategy : str, optional
+        ``"fused"``: one launch of Fusebook's kernel, which float64 does not have. ``"views"``: a product of torch's for
+        each weight, each into its own columns of the output. Where None, the one that was faster for such sizes when
+        this kind of GPU was tuned.
+
+    Returns
+    -------
+    torch.Tensor
+        ``[..., N_0 + N_1 + ...]``, contiguous, of the dtype of `x`. The fused kernel's sums are float32, rounded once.
+
+    Raises
+    ------
+    TypeError
+        For arguments that are no dense tensors, other dtypes, dtypes that differ, and float64 where the fused kernel is
+        asked for.
+    ValueError
+        For no weights, shapes that do not match, tensors on different devices, an unknown strategy.
+
+    Notes
+    -----
+    Up to four neighbouring weights of one layout share a launch; more take further launches into the same output.
+    Tensor descriptors need addresses and strides that are multiples of 16 bytes; where they are not, a slower kernel
+    takes over. Works under `torch.compile`. Differentiable: gradients are torch's products, which follow
+    ``torch.backends.cuda.matmul.allow_tf32`` whatever `tf32` was.
+
+    Examples
+    --------
+    >>> import fusebook, torch
+    >>> x, w = torch.randn(8, 64, device="cuda"), torch.randn(64, 96, device="cuda")  # doctest: +SKIP
+    >>> fusebook.concat_gemm(x, [w, w[:, :32]]).shape  # doctest: +SKIP
+    torch.Size([8, 128])
+    """
+    name = "concat_gemm"
+    if isinstance(weights, Tensor) or not isinstance(weights, Sequence):
+        raise TypeError(
+            f"{name}: expected weights to be a sequence of tensors, got {type(weights).__name__}; pass a list"
+        )
+    if not weights:
+        raise ValueError(f"{name}: expected one weight at least, got none; pass a list of matrices [K, N]")
+    fast = _checked(name, x, weights, [f"weights[{i}]" for i in range(len(weights))], tf32, strategy)
+    call = _concat if _direct(x, *weights) else _concat_op
+    out = call(_flat(x), list(weights), fast, strategy or "")
+    return out if x.dim() == 2 else out.view(*x.shape[:-1], out.shape[1])

@@ -1,0 +1,218 @@
+"""K-means, the whole of it: centres drawn by k-means++, then Lloyd's iterations, for NumPy arrays and torch tensors."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from ._operator import check_device, launching
+from .kmeans import (
+    _accumulated,
+    _assign,
+    _check_centres,
+    _check_k,
+    _check_points,
+    _refuse_not_finite,
+    _step,
+    _tensors,
+    _unwritten,
+)
+
+__all__ = ["KMeans", "kmeans"]
+
+
+# The kernel ----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _kmeans_spread(
+    squares_ptr,
+    sums_ptr,
+    points_ptr,
+    centres_ptr,
+    labels_ptr,
+    n,
+    D,
+    ONE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """How far BLOCK points are from their centres, squared and summed.
+
+    ONE: from one centre, or from one that was chosen earlier where that is nearer; each is kept, to draw the next by.
+    """
+    FLOAT: tl.constexpr = sums_ptr.dtype.element_ty
+    first = tl.program_id(0).to(tl.int64) * BLOCK
+    i = tl.arange(0, BLOCK)
+    live = i < n - first
+    c_ptr = centres_ptr
+    at = tl.zeros([BLOCK], tl.int64)
+    if not ONE:
+        at = tl.load(labels_ptr + first + i, mask=live, other=0).to(tl.int64) * D
+    square = tl.zeros([BLOCK], FLOAT)
+    for start in range(0, D, BLOCK_D):
+        columns = start + tl.arange(0, BLOCK_D)
+        inside = live[:, None] & (columns < D)[None, :]
+        x = tl.load(points_ptr + (first + i)[:, None] * D + columns[None, :], mask=inside, other=0.0).to(FLOAT)
+        c = tl.load(c_ptr + at[:, None] + columns[None, :], mask=inside, other=0.0).to(FLOAT)
+        square += tl.sum((x - c) * (x - c), 1)
+    if ONE:
+        square = tl.minimum(square, tl.load(squares_ptr + first + i, mask=live, other=0.0))
+        tl.store(squares_ptr + first + i, square, mask=live)
+    tl.store(sums_ptr + tl.program_id(0), tl.sum(square, 0))
+
+
+# Launchers -----------------------------------------------------------------------------------------------------------
+
+
+class KMeans(NamedTuple):
+    """What `kmeans` found.
+
+    Attributes
+    ----------
+    centres : torch.Tensor or numpy.ndarray
+        ``[k, d]``.
+    labels : torch.Tensor or numpy.ndarray
+        ``[n]``, int64: the nearest of `centres`.
+    inertia : float
+        The sum of squared distances to them.
+    iterations : int
+        How many times centres were moved.
+    """
+
+    centres: Any
+    labels: Any
+    inertia: float
+    iterations: int
+
+
+#: Points a program of the spread kernel.
+_SPREAD = 1024
+
+
+def _spread(points: Tensor, centres: Tensor, labels: Tensor | None, squares: Tensor | None) -> Tensor:
+    """Squared distances to the centres of `labels`, or to one centre where it is nearer than `squares`: their sums."""
+    n, d = points.shape
+    sums = _unwritten((triton.cdiv(n, _SPREAD),), _accumulated(points.dtype), points.device)
+    with launching(points):
+        _kmeans_spread[(len(sums),)](
+            sums if squares is None else squares, sums, points, centres, points if labels is None else labels, n, d,
+            ONE=labels is None, BLOCK=_SPREAD, BLOCK_D=min(16, triton.next_power_of_2(d)), num_warps=8,
+        )  # fmt: skip
+    return sums
+
+
+def _plus_plus(points: Tensor, k: int, draw: random.Random) -> Tensor:
+    """k-means++: each centre is a point, drawn with a weight of its squared distance to the nearest centre so far."""
+    n, d = points.shape
+    centres = _unwritten((k, d), points.dtype, points.device)
+    centres[0] = points[draw.randrange(n)]
+    squares = torch.full((n,), math.inf, dtype=_accumulated(points.dtype), device=points.device)
+    for j in range(1, k):
+        # The sums of whole blocks choose the block, on the host, where running sums are always added in one order.
+        blocks = _spread(points, centres[j - 1], None, squares).double().cpu().cumsum(0)
+        at = draw.random() * float(blocks[-1])
+        block = min(int(torch.searchsorted(blocks, at, right=True)), len(blocks) - 1)
+        within = squares[block * _SPREAD : (block + 1) * _SPREAD].double().cpu().cumsum(0)
+        rest = at - (float(blocks[block - 1]) if block else 0.0)
+        i = block * _SPREAD + min(int(torch.searchsorted(within, rest, right=True)), len(within) - 1)
+        centres[j] = points[i]
+    return centres
+
+
+def kmeans(
+    points: Any, k: int, *, init: Any = "k-means++", max_iter: int = 300, tol: float = 1e-4, seed: int = 0
+) -> KMeans:  # fmt: skip
+    """Cluster points around k centres by Lloyd's iteration.
+
+    Parameters
+    ----------
+    points : torch.Tensor or numpy.ndarray
+        ``[n, d]``, float16, float32 or float64, all finite. An array is copied to the GPU once, and what is found is
+        copied back; a tensor stays where it is.
+    k : int
+        The number of centres, at most n.
+    init : {"k-means++", "random"} or torch.Tensor or numpy.ndarray
+        How the first centres are chosen, in scikit-learn's words: points drawn far from each other, points drawn at
+        random, or ``[k, d]`` centres that are given.
+    max_iter : int, default 300
+        The most iterations.
+    tol : float, default 1e-4
+        Stop when the squared length of all centres' movement is at most `tol` times the mean variance of a coordinate.
+        0: until they stand still, which they do exactly, since the same labels give the same bits.
+    seed : int, default 0
+        Of the choice of the first centres. The same seed gives the same bits.
+
+    Returns
+    -------
+    KMeans
+        ``centres``, ``labels``, ``inertia``, ``iterations``; arrays where `points` is one.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `kmeans_assign` and `kmeans_update`; also for no points, for more centres than points, and for an unknown
+        `init`.
+
+    Notes
+    -----
+    An empty cluster keeps its centre (scikit-learn moves it to the point that is farthest from its own). k-means++
+    draws one candidate a centre, scikit-learn the best of several. A bar shows the iterations where there is a
+    terminal.
+    """
+    name = "kmeans"
+    given = init if not isinstance(init, str) else None
+    (points, given), arrays = _tensors(name, points=points, init=given)
+    _check_points(name, points)
+    _check_k(name, k)
+    n = points.shape[0]
+    if n == 0:
+        raise ValueError(f"{name}: expected points, got none of shape {tuple(points.shape)}; give one at least")
+    if k > n:
+        raise ValueError(f"{name}: expected k to be at most the number of points, {n}, got {k}; ask for fewer centres")
+    if given is not None:
+        _check_centres(name, points, given, "init")
+        if given.shape[0] != k:
+            raise ValueError(f"{name}: expected k = {k} centres in init, got {given.shape[0]}; give k of them")
+    elif init not in ("k-means++", "random"):
+        raise ValueError(f"{name}: expected init to be 'k-means++', 'random' or centres, got {init!r}; choose one")
+    if isinstance(max_iter, bool) or not isinstance(max_iter, int) or max_iter < 1:
+        raise ValueError(f"{name}: expected max_iter to be an integer from 1 up, got {max_iter!r}; give one")
+    if not tol >= 0:
+        raise ValueError(f"{name}: expected tol to be 0 or more, got {tol!r}; 0 iterates until the centres stand still")
+    check_device(name, points)
+    _refuse_not_finite(name, "points", points, "leave such points out")
+    points = points.contiguous()
+    if given is not None:
+        _refuse_not_finite(name, "init", given, "give finite centres")
+        centres = given.contiguous()
+    elif init == "random":
+        rows = random.Random(seed).sample(range(n), k)
+        centres = points[torch.tensor(rows, device=points.device)]
+    else:
+        centres = _plus_plus(points, k, random.Random(seed))
+    wide = points if points.dtype == torch.float64 else points.float()
+    least = tol * float(wide.var(0, correction=0).mean()) if tol and points.numel() else 0.0
+    narrow = torch.uint8 if k <= 256 else torch.int32  # labels on the way: nobody sees them
+    iterations = 0
+    with tqdm(total=max_iter, desc=name, unit="iteration", disable=None, leave=False) as bar:
+        while iterations < max_iter:
+            _, new = _step(points, centres, narrow)
+            moved = float((new.double() - centres.double()).square().sum())  # waits
+            centres = new
+            iterations += 1
+            bar.update()
+            if moved <= least:
+                break
+    labels = _assign(points, centres, torch.int64)
+    inertia = float(_spread(points, centres, labels, None).double().sum()) if points.numel() else 0.0
+    if arrays:
+        return KMeans(centres.cpu().numpy(), labels.cpu().numpy(), inertia, iterations)
+    return KMeans(centres, labels, inertia, iterations)

@@ -1,0 +1,423 @@
+"""SwiGLU: two matrix products that share their left side, and what combines them, in one kernel.
+
+For x ``[M, K]``, gate and up ``[K, N]``,
+
+    y = silu(x @ gate) * (x @ up)      [M, N], with silu(z) = z / (1 + exp(-z))
+
+Fused: neither product is written at all. One operation after another writes 4MN more than MN and reads as much. Kernels
+and plans are those of `_products`; where torch's products are taken, one kernel does the rest.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ._operator import INTERPRETED, check_alike, check_tensor, gpu, launching
+from ._products import (
+    _DTYPES,
+    Plan,
+    _checked,
+    _describable,
+    _direct,
+    _flat,
+    _late,
+    _layout,
+    _leading,
+    _math,
+    _options,
+    _place,
+    _plan,
+    _programs,
+    _stack,
+    _store,
+    _sum_of_parts,
+    _take_over,
+    _tiles_of,
+    _views,
+    _workspace,
+)
+
+__all__ = ["swiglu", "swiglu_eager"]
+
+# The unfused chain ---------------------------------------------------------------------------------------------------
+
+
+def swiglu_eager(x: Tensor, gate: Tensor, up: Tensor, bias: Tensor | None = None) -> Tensor:
+    """SwiGLU, one operation after another: what fusing saves.
+
+    Parameters
+    ----------
+    x : torch.Tensor
+        ``[M, K]``.
+    gate, up : torch.Tensor
+        ``[K, N]``.
+    bias : torch.Tensor, optional
+        ``[2, N]``, of the gate and of the other product.
+
+    Returns
+    -------
+    torch.Tensor
+        ``[M, N]``.
+    """
+    g = x @ gate  # read MK + KN, write MN
+    u = x @ up  # read MK + KN, write MN
+    if bias is not None:
+        g, u = g + bias[0], u + bias[1]  # read 2MN, write 2MN
+    s = torch.nn.functional.silu(g)  # read MN, write MN
+    return s * u  # read 2MN, write MN
+
+
+# Kernels -------------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _gated(g, u, bias_ptr, n, N, BIAS: tl.constexpr):
+    """The products of a tile become its output, in registers and in the dtype of the products."""
+    if BIAS:
+        g += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(g.dtype)[None, :]
+        u += tl.load(bias_ptr + N + n, mask=n < N, other=0.0).to(g.dtype)[None, :]
+    return g / (1 + tl.exp(-g)) * u
+
+
+@triton.jit
+def _swiglu_gate(out_ptr, both_ptr, bias_ptr, M, N, BIAS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
+    """A tile of the output of SwiGLU, from both products side by side in memory."""
+    columns = tl.cdiv(N, BN)
+    m = tl.program_id(0) // columns * BM + tl.arange(0, BM)  # [BM]
+    n = tl.program_id(0) % columns * BN + tl.arange(0, BN)  # [BN]
+    at = both_ptr + m.to(tl.int64)[:, None] * (2 * N) + n[None, :]  # [BM, BN]
+    mask = (m < M)[:, None] & (n < N)[None, :]
+    g = tl.load(at, mask=mask, other=0.0)  # read MN
+    u = tl.load(at + N, mask=mask, other=0.0)  # read MN
+    if g.dtype != tl.float64:
+        g = g.to(tl.float32)
+        u = u.to(tl.float32)
+    _store(out_ptr, _gated(g, u, bias_ptr, n, N, BIAS), m, n, M, N, N)  # write MN
+
+
+@triton.jit(do_not_specialize=["M", "PROGRAMS"])
+def _swiglu_tiles(
+    out_ptr, y_tiles, x_tiles, gate_tiles, up_tiles, bias_ptr, M, K, N, PROGRAMS, COLUMN: tl.constexpr,
+    BIAS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+    FLAT: tl.constexpr, BULK: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Every PROGRAMS-th tile of the output: two sums in registers, which share each tile of x."""
+    rows = tl.cdiv(M, BM)
+    columns = tl.cdiv(N, BN)
+    steps = tl.cdiv(K, BK)
+    for tile in tl.range(tl.program_id(0), rows * columns, PROGRAMS, flatten=FLAT):
+        r, c = _place(tile, rows, columns, GROUP)
+        n = c * BN
+        g = tl.zeros([BM, BN], tl.float32)
+        u = tl.zeros([BM, BN], tl.float32)
+        for k in range(steps):
+            x = x_tiles.load([r * BM, k * BK])  # [BM, BK]
+            if COLUMN:
+                gate = gate_tiles.load([n, k * BK]).T  # [BK, BN]
+                up = up_tiles.load([n, k * BK]).T
+            else:
+                gate = gate_tiles.load([k * BK, n])
+                up = up_tiles.load([k * BK, n])
+            if WIDE:
+                x = x.to(tl.float32)
+                gate = gate.to(tl.float32)
+                up = up.to(tl.float32)
+            g = tl.dot(x, gate, g, input_precision=PRECISION)
+            u = tl.dot(x, up, u, input_precision=PRECISION)
+        y = _gated(g, u, bias_ptr, n + tl.arange(0, BN), N, BIAS)  # no traffic: neither product leaves the registers
+        if BULK:  # the copy engine stores, and cuts off what is out of range
+            y_tiles.store([r * BM, n], y.to(y_tiles.dtype))  # write MN
+        else:
+            _store(out_ptr, y, r * BM + tl.arange(0, BM), n + tl.arange(0, BN), M, N, N)  # write MN
+
+
+@triton.jit(do_not_specialize=["M", "LAST", "PROGRAMS"])
+def _swiglu_stacked(
+    out_ptr, y_tiles, x_tiles, w_tiles, bias_ptr, M, K, N, LAST, PROGRAMS, BIAS: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, FLAT: tl.constexpr, BULK: tl.constexpr,
+    PRECISION: tl.constexpr, WIDE: tl.constexpr, SWAP: tl.constexpr = False, LATE: tl.constexpr = False,
+):  # fmt: skip
+    """As `_swiglu_tiles`, of weights in one descriptor: a tile has columns of both, so one sum suffices.
+
+    SWAP multiplies the transposes, for few rows: Hopper's matrix units take 64 rows at least, but as few as 8 columns.
+    There the next kernel is let in at the end only: its programs would take places unevenly, and bandwidth is all.
+    """
+    if not SWAP:
+        _take_over(LATE)
+    elif LATE:
+        tl.extra.cuda.gdc_wait()
+    rows = tl.cdiv(M, BM)
+    columns = tl.cdiv(N, BN)
+    steps = tl.cdiv(K, BK)
+    for tile in tl.range(tl.program_id(0), rows * columns, PROGRAMS, flatten=FLAT):
+        r, c = _place(tile, rows, columns, GROUP)
+        n = c * BN
+        if SWAP:
+            both = tl.zeros([2 * BN, BM], tl.float32)
+        else:
+            both = tl.zeros([BM, 2 * BN], tl.float32)
+        for k in range(steps):
+            x = x_tiles.load([r * BM, k * BK])  # [BM, BK]
+            w = w_tiles.load([0, n, k * BK]).reshape(2 * BN, BK)  # [2 BN, BK]
+            if WIDE:
+                x = x.to(tl.float32)
+                w = w.to(tl.float32)
+            if SWAP:
+                both = tl.dot(w, x.T, both, input_precision=PRECISION)
+            else:
+                both = tl.dot(x, w.T, both, input_precision=PRECISION)
+        if SWAP:
+            both = both.T
+            if LATE:
+                tl.extra.cuda.gdc_launch_dependents()
+        # A thread holds the same columns of either half, so that nothing is exchanged here.
+        first, second = both.reshape(BM, 2, BN).permute(0, 2, 1).split()
+        g = tl.where(LAST == 0, first, second)  # the weight with the lower address comes first
+        u = tl.where(LAST == 0, second, first)
+        y = _gated(g, u, bias_ptr, n + tl.arange(0, BN), N, BIAS)  # no traffic: neither product leaves the registers
+        if BULK:  # the copy engine stores, and cuts off what is out of range
+            y_tiles.store([r * BM, n], y.to(y_tiles.dtype))  # write MN
+        else:
+            _store(out_ptr, y, r * BM + tl.arange(0, BM), n + tl.arange(0, BN), M, N, N)  # write MN
+
+
+@triton.jit(do_not_specialize=["M"])
+def _swiglu_strided(
+    out_ptr, parts_ptr, counts_ptr, x_ptr, gate_ptr, up_ptr, bias_ptr, M, K, N, XM, XK, GK, GN, UK, UN,
+    LAYOUT: tl.constexpr, BIAS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    GROUP: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """One tile of the output, or one of SPLIT parts of its two sums; the last program to finish adds the parts."""
+    tile = tl.program_id(0) // SPLIT
+    part = tl.program_id(0) % SPLIT
+    r, c = _place(tile, tl.cdiv(M, BM), tl.cdiv(N, BN), GROUP)
+    m = r * BM + tl.arange(0, BM)  # [BM]
+    n = c * BN + tl.arange(0, BN)  # [BN]
+    k = tl.arange(0, BK)  # [BK]
+    if LAYOUT == "row":
+        GN = 1
+        UN = 1
+    elif LAYOUT == "column":
+        GK = 1
+        UK = 1
+    wide_k = k.to(tl.int64)[:, None]
+    wide_n = n.to(tl.int64)[None, :]
+    x_ptrs = x_ptr + m.to(tl.int64)[:, None] * XM + k[None, :] * XK  # [BM, BK]
+    gate_ptrs = gate_ptr + wide_k * GK + wide_n * GN  # [BK, BN]
+    up_ptrs = up_ptr + wide_k * UK + wide_n * UN
+    share = tl.cdiv(tl.cdiv(K, BK), SPLIT) * BK
+    first = part * share
+    x_ptrs += first.to(tl.int64) * XK
+    gate_ptrs += first.to(tl.int64) * GK
+    up_ptrs += first.to(tl.int64) * UK
+    g = tl.zeros([BM, BN], tl.float32)
+    u = tl.zeros([BM, BN], tl.float32)
+    for k0 in range(first, tl.minimum(K, first + share), BK):
+        there = k < K - k0
+        mask = there[:, None] & (n < N)[None, :]
+        x = tl.load(x_ptrs, mask=(m < M)[:, None] & there[None, :], other=0.0)  # [BM, BK]; read MK, from L2 mostly
+        gate = tl.load(gate_ptrs, mask=mask, other=0.0)  # [BK, BN]; read KN, M / BM times
+        up = tl.load(up_ptrs, mask=mask, other=0.0)  # [BK, BN]; read KN, M / BM times
+        x_ptrs += BK * XK
+        gate_ptrs += BK * tl.cast(GK, tl.int64)
+        up_ptrs += BK * tl.cast(UK, tl.int64)
+        if WIDE:
+            x = x.to(tl.float32)
+            gate = gate.to(tl.float32)
+            up = up.to(tl.float32)
+        g = tl.dot(x, gate, g, input_precision=PRECISION)
+        u = tl.dot(x, up, u, input_precision=PRECISION)
+    if SPLIT > 1:
+        _store(parts_ptr + part.to(tl.int64) * M * N, g, m, n, M, N, N)
+        _store(parts_ptr + (SPLIT + part.to(tl.int64)) * M * N, u, m, n, M, N, N)
+        tl.debug_barrier()  # all threads have stored before the counter says so
+        if tl.atomic_add(counts_ptr + tile, 1, sem="acq_rel") == SPLIT - 1:
+            g = _sum_of_parts(parts_ptr, m, n, M, N, N, BM, BN, SPLIT)
+            u = _sum_of_parts(parts_ptr + tl.cast(SPLIT, tl.int64) * M * N, m, n, M, N, N, BM, BN, SPLIT)
+            _store(out_ptr, _gated(g, u, bias_ptr, n, N, BIAS), m, n, M, N, N)
+    else:
+        _store(out_ptr, _gated(g, u, bias_ptr, n, N, BIAS), m, n, M, N, N)  # write MN
+
+
+# Launchers -----------------------------------------------------------------------------------------------------------
+
+
+def _launch_swiglu(
+    out: Tensor, x: Tensor, gate: Tensor, up: Tensor, bias: Tensor | None, math: str, layout: str, plan: Plan
+) -> None:  # fmt: skip
+    """One launch."""
+    (M, K), N = x.shape, gate.shape[1]
+    tiles = triton.cdiv(M, plan.bm) * triton.cdiv(N, plan.bn)
+    options = {"BIAS": bias is not None, **_options(plan, x.dtype, math)}
+    biases = x if bias is None else bias.contiguous()
+    if plan.kernel == "tiles":
+        programs = _programs(plan, tiles, x.device)
+        bulk = plan.bulk > 0 and N * out.element_size() % 16 == 0
+        options |= {"FLAT": plan.flat, "BULK": bulk}
+        y = _tiles_of(out, "row", plan.bm, plan.bn) if bulk else None
+        x_tiles = _tiles_of(x, "row", plan.bm, plan.bk)
+        stack = _stack((gate, up), layout)
+        if layout == "column" and stack is not None:
+            distance, last = stack
+            lower = up if last else gate
+            strides = [distance, _leading(lower, layout), 1]
+            w = TensorDescriptor(lower, [2, N, K], strides, [2, plan.bn, plan.bk])
+            _swiglu_stacked[(programs,)](
+                out, y, x_tiles, w, biases, M, K, N, last, programs, SWAP=plan.swap, **options, **_late(plan, x)
+            )
+            return
+        _swiglu_tiles[(programs,)](
+            out, y, x_tiles, _tiles_of(gate, layout, plan.bk, plan.bn), _tiles_of(up, layout, plan.bk, plan.bn),
+            biases, M, K, N, programs, COLUMN=layout == "column", **options,
+        )  # fmt: skip
+        return
+    parts, counts = _workspace(plan, tiles, 2 * M * N, x.device)
+    _swiglu_strided[(tiles * plan.split,)](
+        out, parts, counts, x, gate, up, biases, M, K, N, *x.stride(), *gate.stride(), *up.stride(),
+        LAYOUT=layout, SPLIT=plan.split, **options,
+    )  # fmt: skip
+
+
+def _gate_views(out: Tensor, x: Tensor, gate: Tensor, up: Tensor, bias: Tensor | None, tf32: bool) -> Tensor:
+    """SwiGLU where torch's products are faster by more than it costs to write and read them: one kernel more."""
+    M, N = out.shape
+    both = _views(out.new_empty(M, 2 * N), x, (gate, up), tf32)
+    bm, bn = (64, 64) if INTERPRETED else (1, 1024)  # the interpreter's cost is the number of programs
+    grid = triton.cdiv(M, bm) * triton.cdiv(N, bn)
+    biases = out if bias is None else bias.contiguous()
+    _swiglu_gate[(grid,)](out, both, biases, M, N, BIAS=bias is not None, BM=bm, BN=bn)
+    return out
+
+
+def _swiglu(x: Tensor, gate: Tensor, up: Tensor, bias: Tensor | None, tf32: bool, strategy: str) -> Tensor:
+    """Allocate and launch; arguments are valid. An empty `strategy` leaves the choice to the plan."""
+    (M, K), N = x.shape, gate.shape[1]
+    out = torch.empty(M, N, dtype=x.dtype, device=x.device)
+    if out.numel() == 0:
+        return out
+    math = _math(x.dtype, tf32)
+    layout = _layout(gate) if _layout(gate) == _layout(up) else "any"
+    aligned = _layout(x) == "row" and all(_describable(t, s) for t, s in ((x, "row"), (gate, layout), (up, layout)))
+    aligned = aligned and K > 0  # a descriptor has no empty axis
+    plan = _plan("swiglu", (M, 2 * N), math, layout, aligned, gpu(x.device), strategy or None)
+    with launching(x):
+        if plan.kernel == "views":
+            _gate_views(out, x, gate, up, bias, tf32)
+        else:
+            _launch_swiglu(out, x, gate, up, bias, math, layout, plan)
+    return out
+
+
+_swiglu_op = torch.library.custom_op(
+    "fusebook::swiglu",
+    _swiglu,
+    mutates_args=(),
+    schema="(Tensor x, Tensor gate, Tensor up, Tensor? bias, bool tf32, str strategy) -> Tensor",
+)
+
+
+@_swiglu_op.register_fake
+def _(x: Tensor, gate: Tensor, up: Tensor, bias: Tensor | None, tf32: bool, strategy: str) -> Tensor:
+    return x.new_empty(x.shape[0], gate.shape[1])
+
+
+def _keep_for_swiglu(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, gate, up, bias, *_ = inputs
+    ctx.save_for_backward(x, gate, up, bias)
+
+
+def _gradients_of_swiglu(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+    """The two products once more, since neither was kept; then torch's products of their gradients."""
+    x, gate, up, bias = ctx.saved_tensors
+    g, u = x @ gate, x @ up
+    if bias is not None:
+        g, u = g + bias[0], u + bias[1]
+    s = torch.sigmoid(g)
+    for_u = dy * g * s
+    for_g = dy * u * s * (1 + g * (1 - s))
+    for_bias = None if bias is None else torch.stack([for_g.sum(0), for_u.sum(0)])
+    return for_g @ gate.mT + for_u @ up.mT, x.mT @ for_g, x.mT @ for_u, for_bias, None, None
+
+
+_swiglu_op.register_autograd(_gradients_of_swiglu, setup_context=_keep_for_swiglu)
+
+
+def swiglu(
+    x: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    bias: Tensor | None = None,
+    *,
+    tf32: bool | None = None,
+    strategy: str | None = None,
+) -> Tensor:
+    """SwiGLU of two products, ``silu(x @ gate) * (x @ up)``, of which neither is ever written to memory.
+
+    Parameters
+    ----------
+    x : torch.Tensor
+        ``[..., K]``, float16, bfloat16, float32 or float64, on a CUDA device (or on the CPU where Triton interprets).
+    gate, up : torch.Tensor
+        ``[K, N]``, of any strides, of the dtype and on the device of `x`.
+    bias : torch.Tensor, optional
+        ``[2, N]``: what is added to the gate's product, and to the other one.
+    tf32 : bool, optional
+        As in `concat_gemm`.
+    strategy : str, optional
+        ``"fused"``: one launch of Fusebook's kernel, which float64 does not have. ``"views"``: torch's two products,
+        written side by side after all, and one kernel that reads them. Where None, half types are fused, so that
+        products are never rounded; float32, in TF32 or not, takes the one that was faster for such sizes when this kind
+        of GPU was tuned.
+
+    Returns
+    -------
+    torch.Tensor
+        ``[..., N]``, contiguous, of the dtype of `x`. Biases, silu and the last product are float32 for all dtypes but
+        float64; fused, the sums are float32 as well, and all is rounded once.
+
+    Raises
+    ------
+    TypeError
+        For arguments that are no dense tensors, other dtypes, dtypes that differ, and float64 where the fused kernel is
+        asked for.
+    ValueError
+        For shapes that do not match, tensors on different devices, an unknown strategy.
+
+    Notes
+    -----
+    Weights that differ in layout, or that no tensor descriptor describes, take a slower kernel, as in `concat_gemm`.
+    Works under `torch.compile`. Differentiable: the backward pass computes the two products again instead of keeping
+    them, and all its products are torch's, which follow ``torch.backends.cuda.matmul.allow_tf32`` whatever `tf32` was.
+
+    Examples
+    --------
+    >>> import fusebook, torch
+    >>> layer = torch.nn.Linear(64, 2 * 96, device="cuda")  # doctest: +SKIP
+    >>> gate, up = layer.weight.T.chunk(2, 1)  # doctest: +SKIP
+    >>> fusebook.swiglu(torch.randn(8, 64, device="cuda"), gate, up).shape  # doctest: +SKIP
+    torch.Size([8, 96])
+    """
+    name = "swiglu"
+    fast = _checked(name, x, (gate, up), ("gate", "up"), tf32, strategy)
+    if up.shape != gate.shape:
+        raise ValueError(
+            f"{name}: expected up of shape {tuple(gate.shape)} as gate has, got {tuple(up.shape)}; slice one of them"
+        )
+    if bias is not None:
+        check_tensor(name, "bias", bias, _DTYPES)
+        check_alike(name, "bias", bias, "x", x)
+        if bias.shape != (2, gate.shape[1]):
+            raise ValueError(
+                f"{name}: expected bias of shape (2, {gate.shape[1]}), a row for gate and one for up, got "
+                f"{tuple(bias.shape)}; stack the two"
+            )
+    tensors = (x, gate, up) if bias is None else (x, gate, up, bias)
+    call = _swiglu if _direct(*tensors) else _swiglu_op
+    out = call(_flat(x), gate, up, bias, fast, strategy or "")
+    return out if x.dim() == 2 else out.view(*x.shape[:-1], out.shape[1])

@@ -1,0 +1,47 @@
+"""What a page needs: its arguments, its results, and prose that cannot go stale.
+
+A page asks for results and never whether there is a GPU. With one, they are measured; without, they are read from the
+records of a named GPU and say so. What a block ends in is an object that renders itself in the gallery and in a
+notebook, and prints itself when the page runs as a script.
+
+Environment
+-----------
+FUSEBOOK_STRICT
+    ``1``: a false claim and a page without results are errors.
+FUSEBOOK_REPLAY
+    ``1``: replay the record on a machine that could measure.
+FUSEBOOK_GPU
+    The recorded machine to replay, ``nvidia-h200`` unless set.
+FUSEBOOK_RECORD
+    A folder of records: what is measured is written there too.
+FUSEBOOK_DOWNLOADS
+    Where downloads go; the current folder unless set.
+FUSEBOOK_REPOSITORY
+    The address of the repository, for links to it.
+"""
+
+from fusebook.page.claims import Claims, claim, claims, exercise, holds, say
+from fusebook.page.results import NoResults, arguments, measured, records, results
+from fusebook.page.show import Folded, Listing, Source, Tabs, downloads, provenance, solution, table
+
+__all__ = [
+    "Claims",
+    "Folded",
+    "Listing",
+    "NoResults",
+    "Source",
+    "Tabs",
+    "arguments",
+    "claim",
+    "claims",
+    "downloads",
+    "exercise",
+    "holds",
+    "measured",
+    "provenance",
+    "records",
+    "results",
+    "say",
+    "solution",
+    "table",
+]

@@ -1,0 +1,47 @@
+"""Where a page runs, and where it leaves files."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+
+def sphinx() -> bool:
+    return "sphinx_gallery.gen_rst" in sys.modules
+
+
+def notebook() -> bool:
+    return "ipykernel" in sys.modules and not sphinx()
+
+
+def script() -> bool:
+    """A plain ``python page.py``, where an expression at the end of a block shows nothing by itself."""
+    if sphinx() or notebook() or hasattr(sys, "ps1"):
+        return False
+    return bool(getattr(sys.modules.get("__main__"), "__file__", "")) and "pytest" not in sys.modules
+
+
+def flag(name: str) -> bool:
+    return os.environ.get(name, "") not in ("", "0")
+
+
+def live() -> bool:
+    return torch.cuda.is_available() and not flag("FUSEBOOK_REPLAY")
+
+
+def slug() -> str:
+    return os.environ.get("FUSEBOOK_GPU") or "nvidia-h200"
+
+
+def folder() -> Path:
+    folder = Path(os.environ.get("FUSEBOOK_DOWNLOADS") or ".")
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def link(file: Path) -> str:
+    """The address of a download as seen from the page."""
+    return f"downloads/{file.name}" if os.environ.get("FUSEBOOK_DOWNLOADS") else file.name

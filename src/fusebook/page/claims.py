@@ -1,0 +1,256 @@
+"""Prose that cannot go stale: sentences that take their numbers from results, conclusions with their conditions."""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+import torch
+
+from fusebook import check
+from fusebook.op import Cost, Op
+from fusebook.page import _place
+from fusebook.page.show import _rich, _Shown
+
+__all__ = ["Claims", "claim", "claims", "exercise", "holds", "say"]
+
+
+# Prose ----------------------------------------------------------------------------------------------------------------
+
+
+class _Numbers(string.Formatter):
+    """Formats what was measured, and says so where it was not."""
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        if value is None or value is pd.NA or (isinstance(value, float) and value != value):
+            return "(not measured)"
+        return super().format_field(value, format_spec)
+
+
+def _fill(text: str, numbers: dict[str, Any]) -> str:
+    return _Numbers().format(text, **numbers) if numbers else text
+
+
+@dataclass(frozen=True, repr=False)
+class Say(_Shown):
+    """See `say`."""
+
+    text: str
+
+    def _repr_html_(self) -> str:
+        return f'<p class="fb-say">{_rich(self.text)}</p>'
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+def say(text: str, **numbers: Any) -> Say:
+    """A sentence that takes its numbers from results.
+
+    Parameters
+    ----------
+    text : str
+        With fields as those of `str.format`; what stands between backticks is code.
+    **numbers
+        Values of the fields; a missing one is written as not measured.
+
+    Returns
+    -------
+    Say
+    """
+    return Say(_fill(text, numbers))
+
+
+@dataclass(frozen=True, repr=False)
+class Claim(_Shown):
+    """See `claim` and `holds`."""
+
+    text: str
+    true: bool | None
+    fatal: bool
+    words: tuple[str, str] = ("true", "false")
+    detail: str = ""
+
+    @property
+    def mark(self) -> str:
+        """A sign that needs no colour."""
+        return "–" if self.true is None else "✓" if self.true else "✗"
+
+    @property
+    def verdict(self) -> str:
+        """The same in words."""
+        return "not measured" if self.true is None else self.words[0 if self.true else 1]
+
+    def _item(self) -> str:
+        kind = "fb-open" if self.true is None else "fb-true" if self.true else "fb-false"
+        detail = f' <span class="fb-detail">({_rich(self.detail)})</span>' if self.detail else ""
+        return (
+            f'<li class="{kind}"><span class="fb-mark" role="img" aria-label="{self.verdict}">{self.mark}</span> '
+            f'<span><span class="fb-verdict">{self.verdict}:</span> {_rich(self.text)}{detail}</span></li>'
+        )
+
+    def _repr_html_(self) -> str:
+        return f'<ul class="fb-claims">{self._item()}</ul>'
+
+    def __repr__(self) -> str:
+        detail = f" ({self.detail})" if self.detail else ""
+        return f"{self.mark} {self.verdict}: {self.text}{detail}"
+
+
+def _decide(condition: Any) -> tuple[bool | None, str]:
+    """What a condition comes to, and where it fails. No values decide nothing: all() of nothing is true."""
+    if isinstance(condition, pd.Series):
+        if condition.empty:
+            return None, ""
+        good = condition.astype(bool)
+        if good.all():
+            return True, f"all {len(good)}" if len(good) > 1 else ""
+        failed = [" ".join(map(str, k)) if isinstance(k, tuple) else str(k) for k in good[~good].index]
+        more = f" and {len(failed) - 8} more" if len(failed) > 8 else ""
+        return False, f"{len(failed)} of {len(good)} fail: {', '.join(failed[:8])}{more}"
+    if condition is None or condition is pd.NA:
+        return None, ""
+    return bool(condition), ""
+
+
+def claim(text: str, condition: Any, fatal: bool = True, **numbers: Any) -> Claim:
+    """A conclusion with the condition under which it is true.
+
+    Parameters
+    ----------
+    text : str
+        With fields as those of `say`.
+    condition : bool, pandas.Series of bool or None
+        A series is true where all of it is, and tells where not; an empty one, and None, are undecided.
+    fatal : bool
+        Whether `claims` raises under FUSEBOOK_STRICT=1 where it is false.
+    **numbers
+        Values of the fields.
+
+    Returns
+    -------
+    Claim
+    """
+    true, detail = _decide(condition)
+    return Claim(_fill(text, numbers), true, fatal, detail=detail)
+
+
+def holds(text: str, condition: Any, **numbers: Any) -> Claim:
+    """A statement of others, answered yes or no and never fatal.
+
+    Parameters
+    ----------
+    text : str
+        With its source and date.
+    condition : bool, pandas.Series of bool or None
+        As in `claim`.
+    **numbers
+        Values of the fields.
+
+    Returns
+    -------
+    Claim
+    """
+    true, detail = _decide(condition)
+    return Claim(_fill(text, numbers), true, False, ("yes", "no"), detail)
+
+
+class Claims(_Shown):
+    """See `claims`.
+
+    Parameters
+    ----------
+    items : sequence of Claim or Say
+    """
+
+    def __init__(self, items: Sequence[Claim | Say]) -> None:
+        self.items = tuple(items)
+
+    def _repr_html_(self) -> str:
+        lines = "".join(
+            item._item() if isinstance(item, Claim) else f'<li class="fb-say">{_rich(item.text)}</li>'
+            for item in self.items
+        )
+        return f'<ul class="fb-claims">{lines}</ul>'
+
+    def __repr__(self) -> str:
+        return "\n".join(f"- {item!r}" if isinstance(item, Say) else repr(item) for item in self.items)
+
+
+def claims(*items: Claim | Say) -> Claims:
+    """Conclusions, each with its verdict.
+
+    Parameters
+    ----------
+    *items : Claim or Say
+
+    Returns
+    -------
+    Claims
+
+    Raises
+    ------
+    AssertionError
+        Under FUSEBOOK_STRICT=1, with every false claim that is fatal.
+    """
+    shown = Claims(items)._now()
+    wrong = [item for item in items if isinstance(item, Claim) and item.fatal and item.true is False]
+    if wrong and _place.flag("FUSEBOOK_STRICT"):
+        lines = "\n".join(f"  {item!r}" for item in wrong)
+        raise AssertionError(f"{len(wrong)} of {len(items)} claims are false:\n{lines}")
+    return shown
+
+
+# Source and exercises -------------------------------------------------------------------------------------------------
+
+
+def exercise(
+    text: str,
+    attempt: Callable[..., Any],
+    reference: Callable[..., Any],
+    cases: Sequence[tuple[Any, ...]],
+) -> Exercise:
+    """Check a reader's attempt by the rule that the library is checked by; never fatal.
+
+    Parameters
+    ----------
+    text : str
+        What the attempt must do.
+    attempt : callable
+        The reader's function.
+    reference : callable
+        The meaning in plain PyTorch, run in float64.
+    cases : sequence of tuple
+        Inputs to try, each the arguments of both.
+
+    Returns
+    -------
+    Exercise
+        Yes, or not yet with the first reason.
+    """
+    op = Op("exercise", reference, lambda *_: (), lambda *_: Cost(0, 0, 0), {}, {}, ())
+    reason = ""
+    for inputs in cases:
+        shapes = ", ".join(
+            f"{'x'.join(map(str, v.shape))} {str(v.dtype)[6:]}" if isinstance(v, torch.Tensor) else repr(v)
+            for v in inputs
+        )
+        try:
+            got, yard = attempt(*inputs), check.yardstick(op, inputs)
+            verdict = check.judge(op, got, yard)
+        except Exception as error:  # a reader's function may fail in any way: that is an answer too
+            reason = f"{type(error).__name__} on {shapes}: {(str(error).splitlines() or [''])[0]}"
+        else:
+            if not verdict.ok:
+                where = check.worst(op, got, yard)
+                reason = f"on {shapes} the score is {verdict.score:.2g}, the limit {verdict.limit:.2g}; {where}"
+        if reason:
+            break
+    return Exercise((Claim(text, not reason, False, ("yes", "not yet"), reason),))._now()
+
+
+class Exercise(Claims):
+    """The answer to an attempt, see `exercise`."""
