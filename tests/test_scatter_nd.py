@@ -97,13 +97,13 @@ def test_zeros_are_written_beside_the_sort_beside_the_rows_or_both(law, beside, 
 
 def test_what_memory_held_before_names_no_row(device, monkeypatch):
     """Starts of rows without updates are never written: there may stand what looks like a start."""
-    unwritten = scatter_nd._unwritten
+    empty = scatter_nd.empty
 
     def held(shape, dtype, device):
-        memory = unwritten(shape, dtype, device)
+        memory = empty(shape, dtype, device)
         return memory.random_(0, 50) if dtype == torch.int32 else memory
 
-    monkeypatch.setattr(scatter_nd, "_unwritten", held)
+    monkeypatch.setattr(scatter_nd, "empty", held)
     for seed in range(3):
         inputs = made("uniform", device, R=300, n=50, seed=seed)
         poison([inputs[2].new_empty(inputs[0])])
@@ -363,16 +363,6 @@ def test_the_gradient_of_an_embedding_is_torchs(device):
     torch.testing.assert_close(fusebook.embedding_backward(dy.view(4, 10, 6), k.view(4, 10), rows, padding_idx=3), want)
     with pytest.raises(TypeError, match="dy to be a torch.Tensor"):
         fusebook.embedding_backward(None, k, rows)
-
-
-def test_a_deterministic_output_is_not_filled_twice(device):
-    """torch.empty writes NaN into what it returns under deterministic algorithms: as much traffic as the zeros."""
-    torch.use_deterministic_algorithms(True)
-    try:
-        kept = scatter_nd._unwritten((1000, 100), torch.float32, torch.device(device))
-    finally:
-        torch.use_deterministic_algorithms(False)
-    assert kept.shape == (1000, 100) and kept.is_contiguous() and not kept.isnan().all()
 
 
 def test_the_card_draws_what_it_says():

@@ -1,6 +1,4 @@
-"""What launchers share on the host's side: what they say of their arguments, and where and how a kernel is launched.
-
-Of the tensors that they are given they say one sentence each, the same words for every operator.
+"""What launchers share on the host's side: an operator of PyTorch whose second call is cheap, and checks of arguments.
 
 A launcher that asks here, and not ``x.is_cuda``, also takes tensors on the CPU: in Triton's interpreter, and where a
 test puts a driver in the GPU's place to compile without one.
@@ -10,15 +8,100 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
+from torch._library.autograd import Info, make_autograd_impl
+from torch.nn import Parameter
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-__all__ = ["FLOATING", "INTERPRETED", "check_alike", "check_device", "check_tensor", "gpu", "launching", "runs_on"]
+__all__ = [
+    "FLOATING",
+    "INTERPRETED",
+    "Operator",
+    "apply",
+    "check_alike",
+    "check_device",
+    "check_tensor",
+    "empty",
+    "empty_like",
+    "gpu",
+    "launch",
+    "launching",
+    "plans_aside",
+    "runs_on",
+]
 
+#: Whether Triton interprets; decided when it is imported.
+INTERPRETED: bool = triton.knobs.runtime.interpret
+
+
+@functools.cache
+def gpu(device: torch.device) -> tuple[tuple[int, int] | None, int]:
+    """Capability and multiprocessors of a device; in the interpreter None, and few enough for small tests to share."""
+    if INTERPRETED:
+        return None, 4
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        return (properties.major, properties.minor), properties.multi_processor_count
+    return divmod(triton.runtime.driver.active.get_current_target().arch, 10), 132
+
+
+def runs_on(device: torch.device) -> bool:
+    """Whether Triton can launch a kernel on a tensor of this device."""
+    if device.type == "cuda":
+        return True
+    if INTERPRETED:
+        return device.type == "cpu"
+    try:
+        return triton.runtime.driver.active.get_active_torch_device().type == device.type
+    except RuntimeError:  # no GPU, so no driver
+        return False
+
+
+def check_device(name: str, tensor: Tensor) -> None:
+    """Refuse a tensor on a device where Triton cannot launch a kernel.
+
+    Parameters
+    ----------
+    name : str
+        The function that was called, for the message.
+    tensor : torch.Tensor
+
+    Raises
+    ------
+    ValueError
+        Where `tensor` is on the CPU and Triton does not interpret.
+    """
+    # A stand-in on another device, meta for instance, is only asked for its shape.
+    if tensor.device.type in ("cpu", "cuda") and not runs_on(tensor.device):
+        raise ValueError(
+            f"{name}: expected a CUDA tensor, got one on {tensor.device.type}; move it to a GPU, or set "
+            "TRITON_INTERPRET=1 before Triton is imported, which runs the kernel in Triton's interpreter on the CPU"
+        )
+
+
+@contextlib.contextmanager
+def launching(tensor: Tensor) -> Iterator[None]:
+    """Launch on the tensor's device. In the interpreter NaN shall raise no warning, as it raises none on a GPU."""
+    if tensor.is_cuda:
+        with torch.cuda.device(tensor.device):
+            yield
+    else:
+        import numpy
+
+        with numpy.errstate(all="ignore"), warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)
+            yield
+
+
+# Arguments ------------------------------------------------------------------------------------------------------------
 
 #: The dtypes that floating-point kernels take.
 FLOATING: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -94,63 +177,587 @@ def check_alike(name: str, what: str, value: Tensor, model: str, other: Tensor, 
         )
 
 
-#: Whether Triton interprets; decided when it is imported.
-INTERPRETED: bool = triton.knobs.runtime.interpret
+# Launching ------------------------------------------------------------------------------------------------------------
+
+#: Memory of given sizes and strides on the current GPU; torch.compile's own call, which skips torch's dispatcher.
+_memory = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
+_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+#: The current GPU's number; of a machine without one, nothing that a tensor's device could equal.
+_current: Callable[[], int | None] = torch._C._cuda_getDevice if torch.cuda.is_available() else lambda: None
+_modes = torch._C._len_torch_dispatch_stack
+_transforms = torch._C._are_functorch_transforms_active
 
 
-@functools.cache
-def gpu(device: torch.device) -> tuple[tuple[int, int] | None, int]:
-    """Capability and multiprocessors of a device; in the interpreter None, and few enough for small tests to share."""
-    if INTERPRETED:
-        return None, 4
-    if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        return (properties.major, properties.minor), properties.multi_processor_count
-    return divmod(triton.runtime.driver.active.get_current_target().arch, 10), 132
+#: Launches of a plan at most. What takes more is no small call.
+_LONGEST = 64
 
 
-def runs_on(device: torch.device) -> bool:
-    """Whether Triton can launch a kernel on a tensor of this device."""
-    if device.type == "cuda":
-        return True
-    if INTERPRETED:
-        return device.type == "cpu"
+class _State(threading.local):
+    """What a thread is recording, if anything."""
+
+    tape: _Tape | None = None
+
+
+_state = _State()
+
+
+def empty(
+    shape: Sequence[int], dtype: torch.dtype, device: torch.device, strides: Sequence[int] | None = None
+) -> Tensor:
+    """Memory that kernels write as a whole, contiguous unless strides are given.
+
+    Under torch.use_deterministic_algorithms, torch.empty fills its memory with NaN. A plan does not: kernels write
+    every element, so there is nothing to guard against.
+    """
+    if strides is None:
+        memory = torch.empty(shape, dtype=dtype, device=device)
+    else:
+        memory = torch.empty_strided(shape, strides, dtype=dtype, device=device)
+    if _state.tape is not None:
+        _state.tape.allocated(memory)
+    return memory
+
+
+def empty_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Memory that kernels write as a whole, laid out as `x` where that has no gaps."""
+    memory = torch.empty_like(x, dtype=dtype)
+    if _state.tape is not None:
+        _state.tape.allocated(memory)
+    return memory
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> Any:
+    """Launch a kernel: ``kernel[grid](*args, **constants)``, taken down where a plan is being made."""
+    tape = _state.tape
+    if tape is None:
+        return kernel[grid](*args, **constants)
+    with tape.heard():
+        compiled = kernel[grid](*args, **constants)
+    tape.launched(kernel, grid, args, constants, compiled)
+    return compiled
+
+
+def apply(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Call what is no kernel of ours, an operation of torch for instance, taken down where a plan is being made."""
+    tape = _state.tape
+    if tape is None:
+        return function(*args, **options)
+    with tape.heard():
+        result = function(*args, **options)
+    tape.applied(function, args, options, result)
+    return result
+
+
+#: Operations of torch that leave nothing behind that a replay would miss, views aside.
+_HARMLESS = ("empty", "empty_like", "empty_strided", "detach", "_unsafe_view")
+
+
+class _Overheard(TorchDispatchMode):
+    """Notices operations of torch that a tape does not hold: what they do would be missing from a replay."""
+
+    def __init__(self, tape: _Tape) -> None:
+        super().__init__()
+        self.tape = tape
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if not (self.tape.quiet or func.is_view or name in _HARMLESS):
+            self.tape.spoiled = True
+        return func(*args, **(kwargs or {}))
+
+
+class _At:
+    """An address that passes for a tensor where Triton only asks for its address."""
+
+    __slots__ = ("address",)
+
+    def __init__(self, address: int) -> None:
+        self.address = address
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+def _descriptor(values: dict[str, Any], address: int) -> TensorDescriptor:
+    """A tensor descriptor as it was, at another address."""
+    made = object.__new__(TensorDescriptor)
+    made.__dict__.update(values, base=_At(address))
+    return made
+
+
+class _Tape:
+    """What one call of a launcher does, as the source of a function that does it again.
+
+    A launcher computes its plan from shapes, strides, dtypes, devices and plain arguments, all of which are in the key
+    of a plan. What remains at each call is to allocate, and to launch the same kernels with other addresses. Triton's
+    own ``kernel[grid](...)`` derives everything anew: which specialisation, which options, which device.
+    """
+
+    def __init__(self, given: Sequence[Tensor]) -> None:
+        self.quiet = False
+        self.spoiled = False
+        self.lines: list[str] = []
+        self.names: dict[str, Any] = {"memory": _memory, "descriptor": _descriptor}
+        self.known: list[tuple[Tensor, str]] = [(t, f"a{i}") for i, t in enumerate(given)]  # alive, so ids are unique
+        self.made = self.launches = 0
+        self.devices = {t.get_device() for t in given}
+
+    @contextlib.contextmanager
+    def heard(self) -> Iterator[None]:
+        """What happens inside is taken down by the caller."""
+        self.quiet = True
+        try:
+            yield
+        finally:
+            self.quiet = False
+
+    def constant(self, value: Any) -> str:
+        """How a value is written in the source."""
+        if value is None or type(value) in (bool, int):
+            return repr(value)
+        if type(value) is tuple:
+            return f"({''.join(self.constant(v) + ', ' for v in value)})"
+        name = f"v{len(self.names)}"
+        self.names[name] = value
+        return name
+
+    def tensor(self, t: Tensor) -> tuple[str, int]:
+        """Which tensor it is, or shares the memory of, and how many bytes behind that one's beginning it begins."""
+        for other, name in self.known:
+            if other is t:
+                return name, 0
+        sharing = [(o, n) for o, n in self.known if o.untyped_storage().data_ptr() == t.untyped_storage().data_ptr()]
+        if len(sharing) != 1:  # a stranger; or two arguments in one memory, which need not lie so in the next call
+            self.spoiled = True
+            return "a0", 0
+        other, name = sharing[0]
+        return name, t.data_ptr() - other.data_ptr()
+
+    def address(self, t: Tensor) -> str:
+        name, offset = self.tensor(t)
+        return f"{name}.data_ptr(){f' + {offset}' if offset else ''}"
+
+    def argument(self, value: Any) -> str:
+        """An argument of a kernel."""
+        if isinstance(value, Tensor):
+            return self.address(value)
+        if isinstance(value, TensorDescriptor):
+            values = {k: v for k, v in value.__dict__.items() if k != "base"}
+            return f"descriptor({self.constant(values)}, {self.address(value.base)})"
+        if type(value) is tuple:
+            return f"({''.join(self.argument(v) + ', ' for v in value)})"
+        return self.constant(value)
+
+    def whole(self, value: Any) -> str:
+        """An argument of an operation of torch, which needs the tensor itself."""
+        if isinstance(value, Tensor):
+            name, offset = self.tensor(value)
+            same = any(other is value for other, _ in self.known)
+            if not same and not self.spoiled:
+                base = next(other for other, n in self.known if n == name)
+                start = base.storage_offset() + offset // value.element_size()
+                view = f"{name}.as_strided({tuple(value.shape)}, {tuple(value.stride())}, "
+                # Of an argument, where it begins in its memory is another matter at each call.
+                view += f"{name}.storage_offset() + {start - base.storage_offset()})"
+                if value.dtype != base.dtype:
+                    self.spoiled = True
+                return view
+            return name
+        if type(value) in (tuple, list):
+            inside = "".join(self.whole(v) + ", " for v in value)
+            return f"({inside})" if type(value) is tuple else f"[{inside}]"
+        return self.constant(value)
+
+    def allocated(self, memory: Tensor) -> None:
+        name = f"t{self.made}"
+        self.made += 1
+        self.known.append((memory, name))
+        self.lines.append(
+            f"{name} = memory({tuple(memory.shape)}, {tuple(memory.stride())}, {self.constant(memory.dtype)})"
+        )
+
+    def launched(
+        self, kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constants: dict[str, Any], compiled: Any
+    ) -> None:
+        self.launches += 1
+        if not hasattr(compiled, "packed_metadata") or kernel.pre_run_hooks or self.launches > _LONGEST:
+            self.spoiled = True
+            return
+        bound = dict(zip(kernel.arg_names, args, strict=False)) | constants
+        values = [bound[p.name] if p.name in bound else p.default for p in kernel.params]
+        name = f"k{len(self.names)}"
+        self.names[name] = compiled.run
+        sizes = ", ".join(str(n) for n in (*grid, 1, 1)[:3])
+        known = f"{self.constant(compiled.function)}, {self.constant(compiled.packed_metadata)}, None, None, None"
+        self.lines.append(f"{name}({sizes}, stream, {known}, {', '.join(self.argument(v) for v in values)})")
+
+    def applied(self, function: Any, args: tuple[Any, ...], options: dict[str, Any], result: Any) -> None:
+        call = f"{self.constant(function)}({''.join(self.whole(a) + ', ' for a in args)}"
+        call += "".join(f"{k}={self.whole(v)}, " for k, v in options.items()) + ")"
+        results = result if isinstance(result, (tuple, list)) else (result,)
+        if not all(isinstance(r, Tensor) for r in results):
+            self.lines.append(call)
+            return
+        targets = []
+        for r in results:
+            if any(r is other for other, _ in self.known):  # out=, or a view that needed no copy
+                targets.append("_")
+                continue
+            name = f"t{self.made}"
+            self.made += 1
+            self.known.append((r, name))
+            targets.append(name)
+        self.lines.append(f"{', '.join(targets)}{',' if isinstance(result, (tuple, list)) else ''} = {call}")
+
+    def finished(self, result: Any) -> Callable[..., Any] | None:
+        """The function; None where the call did something that it would not do again."""
+        index = next(iter(self.devices))
+        results = result if isinstance(result, (tuple, list)) else () if result is None else (result,)
+        found = [next((n for other, n in self.known if other is r), "") for r in results]
+        if self.spoiled or len(self.devices) != 1 or "" in found or _memory is None:
+            return None
+        returned = found[0] if isinstance(result, Tensor) else f"({''.join(n + ', ' for n in found)})"
+        if isinstance(result, list):
+            returned = f"[{', '.join(found)}]"
+        lines = list(self.lines)
+        if self.launches:
+            self.names["current_stream"] = _stream
+            lines.insert(0, f"stream = current_stream({index})")
+        lines.append(f"return {returned if results else None}")
+        source = f"def replay({', '.join(n for _, n in self.known if n[0] == 'a')}):\n" + "".join(
+            f"    {x}\n" for x in lines
+        )
+        exec(compile(source, "<plan>", "exec"), self.names)
+        replay = self.names["replay"]
+        replay.source = source
+        return replay
+
+
+def record(tensors: Sequence[Tensor], call: Callable[[], Any]) -> tuple[Any, Callable[..., Any] | None]:
+    """Make a call, and return its result and a function of `tensors` that does the same with others of their kind.
+
+    None instead of the function where the call did what `empty`, `launch` and `apply` do not know of. The function
+    takes anything with ``data_ptr`` for a tensor, unless `apply` was used.
+    """
+    tape = _state.tape = _Tape(tensors)
     try:
-        return triton.runtime.driver.active.get_active_torch_device().type == device.type
-    except RuntimeError:  # no GPU, so no driver
-        return False
+        with _Overheard(tape):
+            result = call()
+    finally:
+        _state.tape = None
+    return result, tape.finished(result)
 
 
-def check_device(name: str, tensor: Tensor) -> None:
-    """Refuse a tensor on a device where Triton cannot launch a kernel.
+# Operators ------------------------------------------------------------------------------------------------------------
+
+#: Plans that an operator keeps; with one more it begins anew. A plan takes some kilobytes.
+_PLANS = 1024
+
+_LIBRARY = torch.library.Library("fusebook", "FRAGMENT")
+
+_knobs = triton.knobs.runtime
+_compilation = triton.knobs.compilation.__dict__
+_compiling = torch.compiler.is_compiling
+_grad_enabled = torch.is_grad_enabled
+_aside = 0
+
+
+@contextlib.contextmanager
+def plans_aside() -> Iterator[None]:
+    """Inside, every call goes through its launcher, as the first one does."""
+    global _aside
+    _aside += 1
+    try:
+        yield
+    finally:
+        _aside -= 1
+
+
+def _unhooked() -> bool:
+    """Whether nobody asked Triton to tell of launches, or to compile kernels otherwise than is usual."""
+    enter, leave = _knobs.launch_enter_hook, _knobs.launch_exit_hook
+    return not (
+        _aside
+        or (enter is not None and getattr(enter, "calls", True))
+        or (leave is not None and getattr(leave, "calls", True))
+        or _knobs.debug
+        or "instrumentation_mode" in _compilation
+    )
+
+
+def _described(args: Sequence[Any], tensors: list[Tensor]) -> tuple[Any, ...] | None:
+    """All of the arguments that a plan can depend on, collecting the tensors; None where no plan may be kept.
+
+    It is finer than what Triton specialises kernels for: sizes and strides themselves, not what divides them.
+    """
+    parts: list[Any] = []
+    for a in args:
+        kind = type(a)
+        if kind is Tensor or kind is Parameter:
+            tensors.append(a)
+            parts.append((a.get_device(), a.dtype, a.shape, a.stride(), a.data_ptr() & 15, a.is_neg(), a.requires_grad))
+        elif kind is int or a is None:
+            parts.append(a)
+        elif kind is tuple or kind is list:
+            inside = _described(a, tensors)
+            if inside is None:
+                return None
+            parts.append((kind, inside))
+        elif isinstance(a, Tensor):
+            return None  # a subclass may mean something else by any of this
+        else:
+            parts.append((kind, a))
+    return tuple(parts)
+
+
+def _flat(args: Sequence[Any]) -> list[Tensor]:
+    """The tensors among arguments, those in lists too."""
+    found: list[Tensor] = []
+    for a in args:
+        found += [a] if isinstance(a, Tensor) else _flat(a) if isinstance(a, (list, tuple)) else []
+    return found
+
+
+_HOLE = object()
+
+
+def _template(args: Sequence[Any]) -> tuple[Any, ...]:
+    """Arguments with a hole for each tensor."""
+    return tuple(
+        _HOLE if isinstance(a, Tensor) else (type(a), _template(a)) if isinstance(a, (list, tuple)) else a for a in args
+    )
+
+
+def _filled(template: Sequence[Any], tensors: Iterator[Tensor]) -> tuple[Any, ...]:
+    """Arguments again."""
+    return tuple(
+        next(tensors) if a is _HOLE else a[0](_filled(a[1], tensors)) if type(a) is tuple else a for a in template
+    )
+
+
+class _Plan(NamedTuple):
+    """What a call does: ``replay(*tensors)`` on a device, and the operator's arguments but for the tensors."""
+
+    device: int
+    replay: Callable[..., Any]
+    template: tuple[Any, ...]
+
+
+class Operator:
+    """A launcher as an operator of PyTorch: called at once, or by the dispatcher where somebody traces or transforms.
+
+    Calling it is cheap the second time: the plan of a call is kept under all that it depends on, which are shapes,
+    strides, dtypes, devices, alignments, plain arguments and `modes`, and done again with other addresses.
 
     Parameters
     ----------
     name : str
-        The function that was called, for the message.
-    tensor : torch.Tensor
+        The operator is ``torch.ops.fusebook.<name>``.
+    schema : str
+        Of the operator, in torch's notation: ``"(Tensor x, int dim) -> Tensor"``.
+    check : callable
+        Takes what callers give. Returns the operator's arguments, or raises a sentence.
+    outputs : callable
+        Takes the operator's arguments. Returns memory for the results, by `empty`: a tensor, or a tuple or list of
+        tensors. It is asked for tensors without memory too.
+    into : callable
+        ``into(outputs, *arguments)`` launches kernels, by `launch`, that write the results as a whole.
+    modes : callable, optional
+        Returns a hashable value of the global modes that `into` asks for, such as determinism.
+    read : callable, optional
+        Takes what callers give, after it has been checked; reads values, in every call, to refuse some.
+    gradient : tuple of two callables, optional
+        ``backward(ctx, *gradients)``, which returns a gradient or None for each argument of the operator, and
+        ``keep(ctx, inputs, output)``, which saves what it needs: see `torch.library.register_autograd`. Without them a
+        gradient that is asked for is refused.
+    batched : callable, optional
+        The rule for `torch.vmap`, see `torch.library.register_vmap`. Without one each member of a batch has a call of
+        its own.
 
-    Raises
-    ------
-    ValueError
-        Where `tensor` is on the CPU and Triton does not interpret, or on a device that Triton does not know.
+    Notes
+    -----
+    No plan is kept for tensors on the CPU, in the interpreter, for subclasses of tensors, on a device that is not the
+    current one, where Triton has hooks or debugs, where a launcher did something that `empty`, `launch` and `apply` do
+    not know of, and while torch traces or transforms.
     """
-    if not runs_on(tensor.device):
-        raise ValueError(
-            f"{name}: expected a CUDA tensor, got one on {tensor.device.type}; move it to a GPU, or set "
-            "TRITON_INTERPRET=1 before Triton is imported, which runs the kernel in Triton's interpreter on the CPU"
+
+    def __init__(
+        self,
+        name: str,
+        schema: str,
+        *,
+        check: Callable[..., tuple[Any, ...]],
+        outputs: Callable[..., Any],
+        into: Callable[..., None],
+        modes: Callable[[], Hashable] | None = None,
+        read: Callable[..., None] | None = None,
+        gradient: tuple[Callable[..., Any], Callable[..., None]] | None = None,
+        batched: Callable[..., Any] | None = None,
+    ) -> None:
+        self.name = name
+        self.check = check
+        self.outputs = outputs
+        self.into = into
+        self.modes = modes
+        self.read = read
+        self.listed = schema.endswith("[]")
+        self.plans: dict[Hashable, _Plan] = {}  # by what callers give
+        self.checked: dict[Hashable, _Plan] = {}  # by the operator's arguments
+        # Not torch.library.custom_op, whose guards against operators that keep or change their inputs take longer than
+        # a launch.
+        _LIBRARY.define(name + schema, tags=torch.Tag.pt2_compliant_tag)
+        for device in ("CUDA", "CPU"):
+            _LIBRARY.impl(name, self._launched, device)
+        self.custom = getattr(torch.ops.fusebook, name).default
+        torch.library.register_fake(f"fusebook::{name}", outputs, lib=_LIBRARY)
+        torch.library.register_vmap(f"fusebook::{name}", batched or self._one_by_one, lib=_LIBRARY)
+        self._differentiated(*(gradient or (self._no_gradient, lambda ctx, inputs, output: None)))
+
+    # Calls --------------------------------------------------------------------------------------------------------
+
+    def __call__(self, *args: Any) -> Any:
+        """Check and compute, with a gradient where one is recorded."""
+        if _compiling() or _modes() or _transforms():
+            return self.custom(*self.check(*args))
+        tensors: list[Tensor] = []
+        key = self._key(args, tensors)
+        plan = self.plans.get(key)
+        if plan is not None and plan.device == _current() and _unhooked():
+            if self.read is not None:
+                self.read(*args)
+            if key[0]:
+                result = self._apply(plan.replay, plan.template, *tensors)
+                return list(result) if self.listed else result
+            return plan.replay(*tensors)
+        return self._first(args, key, tensors)
+
+    def _key(self, args: Sequence[Any], tensors: list[Tensor]) -> Any:
+        """What a plan is kept under: whether gradients are recorded, modes, arguments. None where none is kept."""
+        try:
+            described = _described(args, tensors)
+            if described is None:
+                return None
+            recorded = _grad_enabled() and any([t.requires_grad for t in tensors])
+            key = recorded, self.modes() if self.modes is not None else None, described
+            hash(key)
+        except (RuntimeError, TypeError):  # a layout without strides, an argument that cannot be hashed
+            return None
+        return key
+
+    def _first(self, args: tuple[Any, ...], key: Any, tensors: list[Tensor]) -> Any:
+        """A call for which there is no plan: checked, launched, and remembered."""
+        inputs = self.check(*args)
+        found = _flat(inputs)
+        if any(type(t) not in (Tensor, Parameter) or t.device.type not in ("cpu", "cuda") for t in found):
+            return self.custom(*inputs)
+        if self.read is not None:
+            self.read(*args)
+        if _grad_enabled() and any(t.requires_grad for t in found):
+            result = self._eager.apply(lambda *_: self._launched(*inputs), _template(inputs), *found)
+            result = list(result) if self.listed else result
+        else:
+            result = self._launched(*inputs)
+        if key is not None and len(found) == len(tensors) and all(a is b for a, b in zip(found, tensors, strict=True)):
+            with torch.no_grad():
+                plan = self.checked.get(self._key(inputs, []))
+            if plan is not None:
+                _keep(self.plans, key, plan)
+        return result
+
+    def _launched(self, *inputs: Any) -> Any:
+        """Allocate and launch; the arguments are checked."""
+        if INTERPRETED or _memory is None or _state.tape is not None:
+            return self._computed(*inputs)
+        tensors: list[Tensor] = []
+        with torch.no_grad():
+            key = self._key(inputs, tensors)
+        device = _current()
+        if key is None or any(t.get_device() != device for t in tensors) or not _unhooked():
+            return self._computed(*inputs)
+        plan = self.checked.get(key)
+        if plan is not None:
+            return plan.replay(*tensors)
+        # A tensor that is given twice is two arguments: another call may give two.
+        apart = [t if all(t is not o for o in tensors[:i]) else t.view_as(t) for i, t in enumerate(tensors)]
+        inputs = _filled(_template(inputs), iter(apart))
+        result, replay = record(apart, lambda: self._computed(*inputs))
+        if replay is not None:
+            _keep(self.checked, key, _Plan(device, replay, _template(inputs)))
+        return result
+
+    def _computed(self, *inputs: Any) -> Any:
+        found = self.outputs(*inputs)
+        outs = _flat([found])
+        if any(o.numel() for o in outs):
+            with launching(outs[0]):
+                self.into(found, *inputs)
+        return found
+
+    # Gradients, batches -------------------------------------------------------------------------------------------
+
+    def _differentiated(self, backward: Callable[..., Any], keep: Callable[..., None]) -> None:
+        """Register the gradient twice: with torch's dispatcher, and without it, which takes a fraction of the time."""
+        traced = make_autograd_impl(self.custom, Info(backward, keep))
+
+        def kernel(keyset: Any, *args: Any) -> Any:
+            # From compiled code: neither traced, nor to be differentiated, nor for the first time.
+            if not (_modes() or _transforms()):
+                tensors: list[Tensor] = []
+                plan = self.checked.get(self._key(args, tensors))
+                if plan is not None and plan.device == _current() and _unhooked():
+                    return plan.replay(*tensors)
+            return traced(keyset, *args)
+
+        _LIBRARY.impl(self.name, kernel, "Autograd", with_keyset=True)
+
+        class Eager(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, call: Callable[..., Any], template: tuple[Any, ...], *tensors: Tensor) -> Any:
+                result = call(*tensors)
+                ctx.template = template
+                keep(ctx, _filled(template, iter(tensors)), result)
+                return tuple(result) if isinstance(result, list) else result
+
+            @staticmethod
+            def backward(ctx: Any, *gradients: Any) -> Any:
+                found = backward(ctx, list(gradients)) if self.listed else backward(ctx, *gradients)
+                flat: list[Any] = []
+                for g, a in zip(found if isinstance(found, tuple) else (found,), ctx.template, strict=True):
+                    if a is _HOLE:
+                        flat.append(g)
+                    elif type(a) is tuple:
+                        flat += [None] * a[1].count(_HOLE) if g is None else [v for v in g if v is not None]
+                return None, None, *flat
+
+        self._eager = Eager
+        # Torch's own `apply` first looks for transforms, which is done here already.
+        self._apply = super(torch.autograd.Function, Eager).apply
+
+    def _no_gradient(self, ctx: Any, *gradients: Any) -> Any:
+        raise NotImplementedError(
+            f"{self.name}: expected no gradient to be asked for, since it has none; detach its arguments, or call it "
+            "under torch.no_grad()"
         )
 
+    def _one_by_one(self, info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
+        """The rule of an operator without one: each member of the batch by itself."""
 
-@contextlib.contextmanager
-def launching(tensor: Tensor) -> Iterator[None]:
-    """Launch on the tensor's device. In the interpreter NaN shall raise no warning, as it raises none on a GPU."""
-    if tensor.is_cuda:
-        with torch.cuda.device(tensor.device):
-            yield
-    else:
-        import numpy
+        def member(i: int, a: Any, at: Any) -> Any:
+            if isinstance(a, Tensor):
+                return a if at is None else a.select(at, i)
+            if isinstance(a, (list, tuple)) and at is not None:
+                return [member(i, v, d) for v, d in zip(a, at, strict=True)]
+            return a
 
-        with numpy.errstate(all="ignore"), warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)
-            yield
+        found = [self.custom(*(member(i, a, d) for a, d in zip(args, in_dims, strict=True)))
+                 for i in range(info.batch_size)]  # fmt: skip
+        if isinstance(found[0], Tensor):
+            return torch.stack(found), 0
+        stacked = [torch.stack(members) for members in zip(*found, strict=True)]
+        return type(found[0])(stacked), type(found[0])(0 for _ in stacked)
+
+
+def _keep(plans: dict[Hashable, Any], key: Hashable, plan: Any) -> None:
+    if len(plans) >= _PLANS:
+        plans.clear()
+    plans[key] = plan

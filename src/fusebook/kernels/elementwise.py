@@ -38,7 +38,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._operator import check_alike, check_device, check_tensor, gpu, launching
+from ._operator import (
+    Operator,
+    apply,
+    check_alike,
+    check_device,
+    check_tensor,
+    empty,
+    empty_like,
+    gpu,
+    launch,
+)
 
 __all__ = [
     "add_add_multiply",
@@ -346,9 +356,10 @@ def _elementwise_plan(
 
 
 class Expression(NamedTuple):
-    """What is computed of each element, in how many results, and its gradients in plain PyTorch."""
+    """What is computed of each element, of which operands, in how many results; its gradients in plain PyTorch."""
 
     kernel: Any
+    operands: str
     results: int
     gradients: Callable[..., tuple[Tensor, ...]]
 
@@ -359,15 +370,15 @@ def _silu_gradient(x: Tensor, dy: Tensor) -> tuple[Tensor]:
 
 
 _EXPRESSIONS = {
-    "multiply": Expression(_multiply, 1, lambda x, y, d: (d * y, d * x)),
-    "double": Expression(_double, 1, lambda x, d: (d + d,)),
-    "add_sub": Expression(_add_sub, 2, lambda x, y, d, e: (d + e, d - e)),
-    "multiply_add": Expression(_multiply_add, 1, lambda x, y, z, d: (d * y, d * x, d)),
-    "silu": Expression(_silu, 1, _silu_gradient),
+    "multiply": Expression(_multiply, "xy", 1, lambda x, y, d: (d * y, d * x)),
+    "double": Expression(_double, "x", 1, lambda x, d: (d + d,)),
+    "add_sub": Expression(_add_sub, "xy", 2, lambda x, y, d, e: (d + e, d - e)),
+    "multiply_add": Expression(_multiply_add, "xyz", 1, lambda x, y, z, d: (d * y, d * x, d)),
+    "silu": Expression(_silu, "x", 1, _silu_gradient),
     "add_add_multiply": Expression(
-        _add_add_multiply, 1, lambda x, y, z, w, d: (d * w, d * w, d * w, d * (x + y + z))
+        _add_add_multiply, "xyzw", 1, lambda x, y, z, w, d: (d * w, d * w, d * w, d * (x + y + z))
     ),
-    "exp": Expression(_exponential, 1, lambda x, d: (d * torch.exp(x),)),
+    "exp": Expression(_exponential, "x", 1, lambda x, d: (d * torch.exp(x),)),
 }  # fmt: skip
 _plan = functools.lru_cache(maxsize=4096)(_elementwise_plan)
 
@@ -378,13 +389,15 @@ def _dtype_of(operands: Sequence[Tensor]) -> torch.dtype:
     return functools.reduce(torch.promote_types, (t.dtype for t in counting))
 
 
-def _allocate(name: str, operands: Sequence[Tensor]) -> list[Tensor]:
+def _outputs(results: int, *operands: Tensor) -> Tensor | tuple[Tensor, ...]:
     """Memory for the results: laid out as the operands where all lie alike, and contiguous otherwise."""
     x, dtype = operands[0], _dtype_of(operands)
     if all(t.shape == x.shape and t.stride() == x.stride() for t in operands[1:]):
-        return [torch.empty_like(x, dtype=dtype) for _ in range(_EXPRESSIONS[name].results)]
-    shape = torch.broadcast_shapes(*(t.shape for t in operands))
-    return [x.new_empty(shape, dtype=dtype) for _ in range(_EXPRESSIONS[name].results)]
+        outs = tuple(empty_like(x, dtype) for _ in range(results))
+    else:
+        shape = torch.broadcast_shapes(*(t.shape for t in operands))
+        outs = tuple(empty(shape, dtype, x.device) for _ in range(results))
+    return outs if results > 1 else outs[0]
 
 
 def _copied_like(x: Tensor, out: Tensor) -> Tensor:
@@ -392,98 +405,73 @@ def _copied_like(x: Tensor, out: Tensor) -> Tensor:
     return torch.empty_strided(out.shape, out.stride(), dtype=x.dtype, device=x.device).copy_(x)
 
 
-def _elementwise(name: str, operands: Sequence[Tensor]) -> list[Tensor]:
-    """Allocate and launch; operands are valid."""
-    outs = _allocate(name, operands)
+def _elementwise_into(expression: Any, outs: Tensor | tuple[Tensor, ...], *operands: Tensor) -> None:
+    outs = outs if isinstance(outs, tuple) else (outs,)
     out, shape = outs[0], outs[0].shape
-    if out.numel() == 0:
-        return outs
-    ins = [t if t.shape == shape else t.expand(shape) for t in operands]
+    ins = tuple(t if t.shape == shape else t.expand(shape) for t in operands)
     itemsize = max(t.element_size() for t in (out, *ins))
     plan = _plan(shape, out.stride(), tuple(t.stride() for t in ins), itemsize, gpu(out.device)[0])
     if plan.copied:
-        ins = [_copied_like(t, out) for t in ins]
-    expression, (B, R, C) = _EXPRESSIONS[name].kernel, plan[3:6]
-    with launching(out):
-        if plan.flat:
-            _elementwise_flat[(plan.programs,)](
-                tuple(outs), tuple(ins), out.numel(), EXPRESSION=expression, **plan.constants
-            )
-        else:
-            _elementwise_tiles[(plan.programs,)](
-                tuple(outs), tuple(ins), R.size, C.size,
-                (B.out, R.out, C.out), tuple(zip(B.ins, R.ins, C.ins, strict=True)),
-                EXPRESSION=expression, **plan.constants,
-            )  # fmt: skip
-    return outs
-
-
-# A custom operator, so that torch.compile takes the kernels as they are and autograd knows their gradients.
-_elementwise_op = torch.library.custom_op(
-    "fusebook::elementwise", _elementwise, mutates_args=(), schema="(str name, Tensor[] operands) -> Tensor[]"
-)
-
-
-@_elementwise_op.register_fake
-def _(name: str, operands: Sequence[Tensor]) -> list[Tensor]:
-    return _allocate(name, operands)
+        ins = tuple(apply(_copied_like, t, out) for t in ins)
+    if plan.flat:
+        launch(
+            _elementwise_flat, (plan.programs,), outs, ins, out.numel(), EXPRESSION=expression, **plan.constants
+        )  # fmt: skip
+        return
+    B, R, C = plan.B, plan.R, plan.C
+    launch(
+        _elementwise_tiles, (plan.programs,), outs, ins, R.size, C.size,
+        (B.out, R.out, C.out), tuple(zip(B.ins, R.ins, C.ins, strict=True)),
+        EXPRESSION=expression, **plan.constants,
+    )  # fmt: skip
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    ctx.name, operands = inputs
-    ctx.save_for_backward(*operands)
+    ctx.save_for_backward(*inputs)
 
 
-def _gradients(ctx: Any, dys: Sequence[Tensor | None]) -> tuple[None, list[Tensor]]:
-    """Each in its operand's shape: what was broadcast is summed up."""
+def _gradients(expression: Expression, ctx: Any, *dys: Tensor | None) -> tuple[Tensor, ...]:
+    """Each in its operand's shape and dtype: what was broadcast is summed up."""
     operands = ctx.saved_tensors
-    like = _allocate_meta(ctx.name, operands)
-    given = [torch.zeros(o.shape, dtype=o.dtype, device=operands[0].device) if d is None else d
-             for d, o in zip(dys, like, strict=True)]  # fmt: skip
-    found = _EXPRESSIONS[ctx.name].gradients(*operands, *given)
-    return None, [g.sum_to_size(x.shape).to(x.dtype) for g, x in zip(found, operands, strict=True)]
+    shape, dtype = torch.broadcast_shapes(*(t.shape for t in operands)), _dtype_of(operands)
+    given = [torch.zeros(shape, dtype=dtype, device=operands[0].device) if d is None else d for d in dys]
+    found = expression.gradients(*operands, *given)
+    return tuple(g.sum_to_size(x.shape).to(x.dtype) for g, x in zip(found, operands, strict=True))
 
 
-def _allocate_meta(name: str, operands: Sequence[Tensor]) -> list[Tensor]:
-    return _allocate(name, [t.detach().to("meta") for t in operands])
-
-
-_elementwise_op.register_autograd(_gradients, setup_context=_keep)
-
-
-def _direct(operands: Sequence[Tensor]) -> bool:
-    """Whether the kernels can be launched at once, which saves a small call the time of torch's dispatcher.
-
-    Not where a gradient is recorded, the call is traced or transformed, or a tensor is a stand-in without memory.
-    """
-    return not (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._are_functorch_transforms_active()
-        or any(type(t) not in (Tensor, torch.nn.Parameter) or t.device.type not in ("cpu", "cuda") for t in operands)
-        or (torch.is_grad_enabled() and any(t.requires_grad for t in operands))
-    )
-
-
-def _call(name: str, **operands: Any) -> list[Tensor]:
-    """Validate, and launch."""
-    first = next(iter(operands))
-    for what, value in operands.items():
+def _check(name: str, *operands: Any) -> tuple[Tensor, ...]:
+    letters = _EXPRESSIONS[name].operands
+    for what, value in zip(letters, operands, strict=True):
         check_tensor(name, what, value)
-        check_alike(name, what, value, first, operands[first], dtype=False)
-    tensors = list(operands.values())
-    if any(t.shape != tensors[0].shape for t in tensors):
+        check_alike(name, what, value, "x", operands[0], dtype=False)
+    if any(t.shape != operands[0].shape for t in operands):
         try:
-            torch.broadcast_shapes(*(t.shape for t in tensors))
+            torch.broadcast_shapes(*(t.shape for t in operands))
         except RuntimeError:
-            shapes = " and ".join(str(tuple(t.shape)) for t in tensors)
+            shapes = " and ".join(str(tuple(t.shape)) for t in operands)
             raise ValueError(
                 f"{name}: expected shapes that broadcast, got {shapes}; sizes must be equal or 1, counted from the "
                 "last axis"
             ) from None
-    if tensors[0].device.type in ("cpu", "cuda"):  # a stand-in on another device is only asked for its shape
-        check_device(name, tensors[0])
-    return _elementwise(name, tensors) if _direct(tensors) else _elementwise_op(name, tensors)
+    check_device(name, operands[0])
+    return operands
+
+
+def _operator(name: str) -> Operator:
+    expression = _EXPRESSIONS[name]
+    operands = ", ".join(f"Tensor {letter}" for letter in expression.operands)
+    results = ", ".join(["Tensor"] * expression.results)
+    return Operator(
+        name,
+        f"({operands}) -> {results if expression.results == 1 else f'({results})'}",
+        check=functools.partial(_check, name),
+        outputs=functools.partial(_outputs, expression.results),
+        into=functools.partial(_elementwise_into, expression.kernel),
+        gradient=(functools.partial(_gradients, expression), _keep),
+    )
+
+
+_OPERATORS = {name: _operator(name) for name in _EXPRESSIONS}
 
 
 def multiply(x: Tensor, y: Tensor) -> Tensor:
@@ -518,7 +506,7 @@ def multiply(x: Tensor, y: Tensor) -> Tensor:
     >>> import fusebook, torch
     >>> fusebook.multiply(torch.ones(20, 10, device="cuda"), torch.arange(10.0, device="cuda"))  # doctest: +SKIP
     """
-    return _call("multiply", x=x, y=y)[0]
+    return _OPERATORS["multiply"](x, y)
 
 
 def double(x: Tensor) -> Tensor:
@@ -539,7 +527,7 @@ def double(x: Tensor) -> Tensor:
     TypeError, ValueError
         As `multiply`.
     """
-    return _call("double", x=x)[0]
+    return _OPERATORS["double"](x)
 
 
 def add_sub(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -560,8 +548,7 @@ def add_sub(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     TypeError, ValueError
         As `multiply`.
     """
-    total, difference = _call("add_sub", x=x, y=y)
-    return total, difference
+    return _OPERATORS["add_sub"](x, y)
 
 
 def multiply_add(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
@@ -582,7 +569,7 @@ def multiply_add(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
     TypeError, ValueError
         As `multiply`.
     """
-    return _call("multiply_add", x=x, y=y, z=z)[0]
+    return _OPERATORS["multiply_add"](x, y, z)
 
 
 def silu(x: Tensor) -> Tensor:
@@ -603,7 +590,7 @@ def silu(x: Tensor) -> Tensor:
     TypeError, ValueError
         As `multiply`.
     """
-    return _call("silu", x=x)[0]
+    return _OPERATORS["silu"](x)
 
 
 def add_add_multiply(x: Tensor, y: Tensor, z: Tensor, w: Tensor) -> Tensor:
@@ -624,7 +611,7 @@ def add_add_multiply(x: Tensor, y: Tensor, z: Tensor, w: Tensor) -> Tensor:
     TypeError, ValueError
         As `multiply`.
     """
-    return _call("add_add_multiply", x=x, y=y, z=z, w=w)[0]
+    return _OPERATORS["add_add_multiply"](x, y, z, w)
 
 
 def exp(x: Tensor) -> Tensor:
@@ -645,4 +632,4 @@ def exp(x: Tensor) -> Tensor:
     TypeError, ValueError
         As `multiply`.
     """
-    return _call("exp", x=x)[0]
+    return _OPERATORS["exp"](x)

@@ -30,7 +30,17 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from ._operator import check_alike, check_device, check_tensor, gpu, launching
+from ._operator import (
+    Operator,
+    apply,
+    check_alike,
+    check_device,
+    check_tensor,
+    empty,
+    empty_like,
+    gpu,
+    launch,
+)
 
 __all__ = ["logistic_fit", "logistic_step", "logistic_step_eager"]
 
@@ -464,150 +474,125 @@ def _align(X: Tensor) -> int:
 
 def _launch_step(
     X: Tensor, y: Tensor, w: Tensor, b: Tensor, lr: float, l2: float, into: tuple[Tensor, Tensor, Tensor],
-    work: tuple[Tensor, Tensor, Tensor], plan: StepPlan,
+    work: tuple[Tensor, Tensor, Tensor | None], plan: StepPlan,
 ) -> None:  # fmt: skip
     """Two launches, or three where rows are too wide to be kept."""
     N, D = X.shape
     parts, sums, slopes = work
     if plan.kept:
         align = _align(X)
-        _logistic_step_rows[(plan.programs,)](
+        launch(
+            _logistic_step_rows, (plan.programs,),
             parts, sums, X, y, w, b, N, D // align, X.stride(0) // align,
             ALIGN=align, ROWS=plan.rows, BLOCK=plan.block, num_warps=plan.warps,
         )  # fmt: skip
     else:
-        _logistic_step_margins[(plan.programs,)](
-            slopes, sums, X, y, w, b, N, D, X.stride(0), ROWS=plan.rows, BLOCK=plan.block, num_warps=plan.warps
-        )
-        _logistic_step_columns[(triton.cdiv(D, plan.update),)](
-            parts, slopes, X, N, D, X.stride(0), ROWS=32, BLOCK=plan.update, num_warps=plan.warps
-        )
-    _logistic_step_update[(max(1, triton.cdiv(D, plan.update)),)](
+        launch(
+            _logistic_step_margins, (plan.programs,),
+            slopes, sums, X, y, w, b, N, D, X.stride(0), ROWS=plan.rows, BLOCK=plan.block, num_warps=plan.warps,
+        )  # fmt: skip
+        launch(
+            _logistic_step_columns, (triton.cdiv(D, plan.update),),
+            parts, slopes, X, N, D, X.stride(0), ROWS=32, BLOCK=plan.update, num_warps=plan.warps,
+        )  # fmt: skip
+    launch(
+        _logistic_step_update, (max(1, triton.cdiv(D, plan.update)),),
         *into, parts, sums, w, b, len(parts), len(sums), N, D, lr, l2,
         PARTS=plan.parts, BLOCK=plan.update, WIDE=plan.wide, num_warps=4,
     )  # fmt: skip
 
 
-def _workspace(X: Tensor, plan: StepPlan) -> tuple[Tensor, Tensor, Tensor]:
+def _workspace(X: Tensor, plan: StepPlan) -> tuple[Tensor, Tensor, Tensor | None]:
     """Memory for partial gradients, for sums of slopes and losses, and for slopes where X is read twice."""
     dtype, device = _sums(X.dtype), X.device
-    parts = torch.empty(plan.programs if plan.kept else 1, X.shape[1], dtype=dtype, device=device)
-    sums = torch.empty(plan.programs, 2, dtype=dtype, device=device)
-    return parts, sums, torch.empty(0 if plan.kept else len(X), dtype=dtype, device=device)
+    parts = empty((plan.programs if plan.kept else 1, X.shape[1]), dtype, device)
+    sums = empty((plan.programs, 2), dtype, device)
+    return parts, sums, None if plan.kept else empty((len(X),), dtype, device)
 
 
 def _packed(X: Tensor, y: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Rows, targets and weights without gaps; X is copied where its rows have some."""
     if X.shape[1] > 1 and X.stride(1) != 1:
-        X = X.contiguous()
-    return X, y.contiguous(), w.contiguous()
+        X = apply(Tensor.contiguous, X)
+    if not y.is_contiguous():
+        y = apply(Tensor.contiguous, y)
+    if not w.is_contiguous():
+        w = apply(Tensor.contiguous, w)
+    return X, y, w
 
 
-def _step(X: Tensor, y: Tensor, w: Tensor, b: Tensor, lr: float, l2: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Allocate and launch; arguments are valid."""
+def _step_outputs(X: Tensor, y: Tensor, w: Tensor, b: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return empty(w.shape, w.dtype, w.device), empty_like(b), empty((), w.dtype, w.device)
+
+
+def _step_into(
+    outs: tuple[Tensor, Tensor, Tensor], X: Tensor, y: Tensor, w: Tensor, b: Tensor, lr: float, l2: float
+) -> None:
     X, y, w = _packed(X, y, w)
-    capability, multiprocessors = gpu(X.device)
-    plan = _step_plan(*X.shape, w.element_size(), capability, multiprocessors)
-    into = torch.empty_like(w), torch.empty_like(b), torch.empty((), dtype=w.dtype, device=w.device)
-    with launching(X):
-        _launch_step(X, y, w, b, lr, l2, into, _workspace(X, plan), plan)
-    return into
+    plan = _step_plan(*X.shape, w.element_size(), *gpu(X.device))
+    _launch_step(X, y, w, b, lr, l2, outs, _workspace(X, plan), plan)
 
 
-def _fit(
+def _fit_outputs(
     X: Tensor, y: Tensor, w: Tensor, b: Tensor, lr: float, l2: float, steps: int, on_chip: bool | None
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Allocate and launch; arguments are valid."""
+    return empty(w.shape, w.dtype, w.device), empty_like(b), empty((steps,), w.dtype, w.device)
+
+
+def _fit_into(
+    outs: tuple[Tensor, Tensor, Tensor], X: Tensor, y: Tensor, w: Tensor, b: Tensor, lr: float, l2: float, steps: int,
+    on_chip: bool | None,
+) -> None:  # fmt: skip
+    *last, losses = outs
+    if steps == 0:
+        apply(Tensor.copy_, last[0], w)
+        apply(Tensor.copy_, last[1], b)
+        return
     X, y, w = _packed(X, y, w)
     capability, multiprocessors = gpu(X.device)
-    losses = torch.empty(steps, dtype=w.dtype, device=w.device)
-    if steps == 0:
-        return w.clone(), b.clone(), losses
-    chip = None
     if on_chip is not False and w.dtype == torch.float32:
         chip = _fit_plan(*X.shape, X.element_size(), capability, multiprocessors)
-    with launching(X):
         if chip is not None:
-            return *_launch_fit(X, y, w, b, lr, l2, losses, chip), losses
-        plan = _step_plan(*X.shape, w.element_size(), capability, multiprocessors)
-        work = _workspace(X, plan)
-        two = [(torch.empty_like(w), torch.empty_like(b)) for _ in range(min(2, steps))]
-        for t in range(steps):
-            into = two[t % 2]
-            _launch_step(X, y, w, b, lr, l2, (*into, losses[t]), work, plan)
-            w, b = into
-    return w, b, losses
+            _launch_fit(X, y, w, b, lr, l2, (last[0], last[1]), losses, chip)
+            return
+    plan = _step_plan(*X.shape, w.element_size(), capability, multiprocessors)
+    work = _workspace(X, plan)
+    spare = (empty(w.shape, w.dtype, w.device), empty_like(b)) if steps > 1 else last
+    for t in range(steps):
+        into = last if (steps - t) % 2 else spare  # the last step writes where the results are wanted
+        _launch_step(X, y, w, b, lr, l2, (*into, losses[t]), work, plan)
+        w, b = into
 
 
 def _launch_fit(
-    X: Tensor, y: Tensor, w: Tensor, b: Tensor, lr: float, l2: float, losses: Tensor, plan: FitPlan
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    X: Tensor, y: Tensor, w: Tensor, b: Tensor, lr: float, l2: float, last: tuple[Tensor, Tensor], losses: Tensor,
+    plan: FitPlan,
+) -> None:  # fmt: skip
     """The fit on the chip; launched several times where there are very many steps."""
     (N, D), P = X.shape, plan.programs
     align = _align(X)
     # Words of no step: the first is number 1.
-    words = torch.zeros(2 * P * D + 2 * D + 2 * P, dtype=torch.int64, device=X.device)
-    gradients, weights, slopes = words.split((2 * P * D, 2 * D, 2 * P))
-    shares = torch.empty(min(len(losses), _TOGETHER), P, device=X.device)
+    sizes = (2 * P * D, 2 * D, 2 * P)
+    words = apply(torch.zeros, sum(sizes), dtype=torch.int64, device=X.device)
+    gradients, weights, slopes = words.split(sizes)
+    shares = empty((min(len(losses), _TOGETHER), P), torch.float32, X.device)
     for start in range(0, len(losses), _TOGETHER):
         steps = min(_TOGETHER, len(losses) - start)
-        into = torch.empty_like(w), torch.empty_like(b)
+        into = last if start + steps == len(losses) else (empty(w.shape, w.dtype, w.device), empty_like(b))
         # Cooperative: all programs at once or none, since they wait for each other.
-        _logistic_fit_rows[(P,)](
+        launch(
+            _logistic_fit_rows, (P,),
             *into, shares, gradients, weights, slopes, X, y, w, b,
             N, D // align, X.stride(0) // align, start, steps, lr, l2,
             ALIGN=align, ROWS=plan.rows, BLOCK=plan.block, SLICE=plan.slice, PARTS=plan.parts, WORDS=plan.words,
             num_warps=plan.warps, launch_cooperative_grid=True,
         )  # fmt: skip
         rows = max(1, 4096 // plan.words)
-        _logistic_fit_losses[(triton.cdiv(steps, rows),)](
-            losses[start:], shares, P, steps, STEPS=rows, PARTS=plan.words
-        )
+        launch(
+            _logistic_fit_losses, (triton.cdiv(steps, rows),),
+            losses[start:], shares, P, steps, STEPS=rows, PARTS=plan.words,
+        )  # fmt: skip
         w, b = into
-    return w, b
-
-
-_step_op = torch.library.custom_op(
-    "fusebook::logistic_step",
-    _step,
-    mutates_args=(),
-    schema="(Tensor X, Tensor y, Tensor w, Tensor b, float lr, float l2) -> (Tensor, Tensor, Tensor)",
-)
-_fit_op = torch.library.custom_op(
-    "fusebook::logistic_fit",
-    _fit,
-    mutates_args=(),
-    schema=(
-        "(Tensor X, Tensor y, Tensor w, Tensor b, float lr, float l2, int steps, bool? on_chip) "
-        "-> (Tensor, Tensor, Tensor)"
-    ),
-)
-
-
-@_step_op.register_fake
-def _(X: Tensor, y: Tensor, w: Tensor, b: Tensor, lr: float, l2: float) -> tuple[Tensor, Tensor, Tensor]:
-    return w.new_empty(w.shape), torch.empty_like(b), w.new_empty(())
-
-
-@_fit_op.register_fake
-def _(
-    X: Tensor, y: Tensor, w: Tensor, b: Tensor, lr: float, l2: float, steps: int, on_chip: bool | None
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    return w.new_empty(w.shape), torch.empty_like(b), w.new_empty((steps,))
-
-
-def _direct(*tensors: Tensor) -> bool:
-    """Whether the kernels can be launched at once, which saves a small call the time of torch's dispatcher.
-
-    Not where a gradient is recorded, the call is traced or transformed, or a tensor is a stand-in without memory.
-    """
-    return not (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._are_functorch_transforms_active()
-        or any(type(t) not in (Tensor, torch.nn.Parameter) or t.device.type not in ("cpu", "cuda") for t in tensors)
-        or (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
-    )
 
 
 def _checked(name: str, X: Any, y: Any, w: Any, b: Any, lr: Any, l2: Any) -> None:
@@ -647,8 +632,7 @@ def _checked(name: str, X: Any, y: Any, w: Any, b: Any, lr: Any, l2: Any) -> Non
             )
         if isinstance(value, (int, float)) and not math.isfinite(value):
             raise ValueError(f"{name}: expected {what} to be finite, got {value}; every weight would become NaN")
-    if X.device.type in ("cpu", "cuda"):  # a stand-in on another device is only asked for its shape
-        check_device(name, X)
+    check_device(name, X)
 
 
 def _refuse_other_targets(name: str, y: Tensor) -> None:
@@ -656,7 +640,7 @@ def _refuse_other_targets(name: str, y: Tensor) -> None:
 
     Skipped where nothing can be read or waited for: while a graph is captured, and under torch.compile.
     """
-    if not _direct(y) or (y.is_cuda and torch.cuda.is_current_stream_capturing()):
+    if y.is_cuda and torch.cuda.is_current_stream_capturing():
         return
     wrong = (y != 0) & (y != 1)
     if not wrong.any():
@@ -666,6 +650,52 @@ def _refuse_other_targets(name: str, y: Tensor) -> None:
         f"{name}: expected targets of 0 and 1, got {y[i].item():g} at y[{i}]; mend it, or pass check=False if "
         "targets between them are meant"
     )
+
+
+def _check_step(X: Any, y: Any, w: Any, b: Any, lr: Any, l2: Any, check: bool) -> tuple[Any, ...]:
+    _checked("logistic_step", X, y, w, b, lr, l2)
+    return X, y, w, b, lr, l2
+
+
+def _check_fit(
+    X: Any, y: Any, w: Any, b: Any, lr: Any, l2: Any, check: bool, steps: Any, on_chip: Any
+) -> tuple[Any, ...]:
+    name = "logistic_fit"
+    _checked(name, X, y, w, b, lr, l2)
+    if isinstance(steps, bool) or not isinstance(steps, (int, torch.SymInt)):
+        raise TypeError(f"{name}: expected steps to be a whole number, got {type(steps).__name__}; pass an int")
+    if not 0 <= steps < 2**31:
+        raise ValueError(f"{name}: expected steps from 0 to 2**31 - 1, got {steps}; give how many to take")
+    if on_chip and X.device.type in ("cpu", "cuda") and not _fits(X):
+        raise NotImplementedError(
+            f"{name}: expected X to fit on the chip, got {X.dtype} of shape {tuple(X.shape)}; leave on_chip to be "
+            "chosen, which takes single steps"
+        )
+    return X, y, w, b, lr, l2, steps, on_chip
+
+
+def _read(name: str, X: Tensor, y: Tensor, w: Tensor, b: Tensor, lr: float, l2: float, check: bool, *_: Any) -> None:
+    if check:
+        _refuse_other_targets(name, y)
+
+
+_step = Operator(
+    "logistic_step",
+    "(Tensor X, Tensor y, Tensor w, Tensor b, float lr, float l2) -> (Tensor, Tensor, Tensor)",
+    check=_check_step,
+    outputs=_step_outputs,
+    into=_step_into,
+    read=functools.partial(_read, "logistic_step"),
+)
+_fit = Operator(
+    "logistic_fit",
+    "(Tensor X, Tensor y, Tensor w, Tensor b, float lr, float l2, int steps, bool? on_chip)"
+    " -> (Tensor, Tensor, Tensor)",
+    check=_check_fit,
+    outputs=_fit_outputs,
+    into=_fit_into,
+    read=functools.partial(_read, "logistic_fit"),
+)
 
 
 def logistic_step(
@@ -726,11 +756,7 @@ def logistic_step(
     >>> fusebook.logistic_step(X, y, w, b, lr=1.0, l2=0.0)  # doctest: +SKIP
     (tensor([ 0.2500, -0.2500], device='cuda:0'), tensor(0., device='cuda:0'), tensor(0.6931, device='cuda:0'))
     """
-    _checked("logistic_step", X, y, w, b, lr, l2)
-    if check:
-        _refuse_other_targets("logistic_step", y)
-    call = _step if _direct(X, y, w, b) else _step_op
-    return call(X, y, w, b, lr, l2)
+    return _step(X, y, w, b, lr, l2, check)
 
 
 def logistic_fit(
@@ -785,21 +811,7 @@ def logistic_fit(
     --------
     logistic_step : One step.
     """
-    name = "logistic_fit"
-    _checked(name, X, y, w, b, lr, l2)
-    if isinstance(steps, bool) or not isinstance(steps, (int, torch.SymInt)):
-        raise TypeError(f"{name}: expected steps to be a whole number, got {type(steps).__name__}; pass an int")
-    if not 0 <= steps < 2**31:
-        raise ValueError(f"{name}: expected steps from 0 to 2**31 - 1, got {steps}; give how many to take")
-    if on_chip and X.device.type in ("cpu", "cuda") and not _fits(X):
-        raise NotImplementedError(
-            f"{name}: expected X to fit on the chip, got {X.dtype} of shape {tuple(X.shape)}; leave on_chip to be "
-            "chosen, which takes single steps"
-        )
-    if check:
-        _refuse_other_targets(name, y)
-    call = _fit if _direct(X, y, w, b) else _fit_op
-    return call(X, y, w, b, lr, l2, steps, on_chip)
+    return _fit(X, y, w, b, lr, l2, check, steps, on_chip)
 
 
 def _fits(X: Tensor) -> bool:

@@ -32,7 +32,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._operator import INTERPRETED, check_alike, check_device, check_tensor, gpu, launching
+from ._operator import (
+    INTERPRETED,
+    Operator,
+    apply,
+    check_alike,
+    check_device,
+    check_tensor,
+    empty,
+    gpu,
+    launch,
+)
 
 __all__ = ["embedding_backward", "masked_scatter_nd_eager", "masked_scatter_nd_of_shape", "scatter_nd_of_shape"]
 
@@ -691,20 +701,6 @@ def _sums(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _unwritten(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Memory for what a kernel writes as a whole.
-
-    Under torch.use_deterministic_algorithms, torch.empty fills its memory with NaN: for an output that is mostly zeros
-    that takes as long as all the rest. Every element is written here, so there is nothing to guard against.
-    """
-    if not torch.are_deterministic_algorithms_enabled():
-        return torch.empty(shape, dtype=dtype, device=device)
-    size = math.prod(shape)
-    storage = torch.UntypedStorage(size * dtype.itemsize, device=device)
-    memory = torch.empty(0, dtype=dtype, device=device).set_(storage)  # type: ignore[call-overload]
-    return memory.view(tuple(shape))
-
-
 def _launch_atomic(
     out: Tensor, sums: Tensor, indices: Tensor, updates: Tensor, sizes: tuple[int, int, int], masked: int | None,
     plan: Plan,
@@ -716,14 +712,17 @@ def _launch_atomic(
     grid = (programs,)
     # Each program signals; where there are many, that costs more than it saves.
     early = _overlapping(out) if programs <= 4096 else {}
-    _scatter_nd_fill[grid](sums, R * D, BLOCK=plan.fill, EARLY=bool(early), num_warps=8 if plan.fill >= 4096 else 4)
-    _scatter_nd_atomic[(triton.cdiv(n, plan.rows) * triton.cdiv(D, plan.block),)](
+    launch(
+        _scatter_nd_fill, grid, sums, R * D, BLOCK=plan.fill, EARLY=bool(early), num_warps=8 if plan.fill >= 4096 else 4
+    )
+    launch(
+        _scatter_nd_atomic, (triton.cdiv(n, plan.rows) * triton.cdiv(D, plan.block),),
         sums, indices, updates, R, D // align, n, stride // align, masked or 0,
         MASKED=masked is not None, ALIGN=align, ROWS=plan.rows, BLOCK=plan.block, LATE=bool(early),
         num_warps=plan.warps, **early,
     )  # fmt: skip
     if sums is not out:
-        _scatter_nd_round[grid](out, sums, R * D, BLOCK=plan.fill)
+        launch(_scatter_nd_round, grid, out, sums, R * D, BLOCK=plan.fill)
 
 
 def _launch_scan(
@@ -733,7 +732,8 @@ def _launch_scan(
     R, D, n = sizes
     stride, align = _steps(updates, D)
     N = max(plan.together, triton.next_power_of_2(n))
-    _scatter_nd_scan[(R * triton.cdiv(D, plan.block),)](
+    launch(
+        _scatter_nd_scan, (R * triton.cdiv(D, plan.block),),
         out, indices, updates, R, D // align, n, stride // align, masked or 0,
         MASKED=masked is not None, ALIGN=align, N=N, BLOCK=plan.block, GROUPS=plan.together, num_warps=plan.warps,
     )  # fmt: skip
@@ -752,20 +752,33 @@ def _launch_segments(
     stride, align = _steps(updates, D)
     early = _overlapping(out)
     mine, theirs = (256, 256) if INTERPRETED else (4, min(256, max(32, triton.next_power_of_2(n))))
-    _scatter_nd_sort[(triton.cdiv(n, mine) + triton.cdiv(plan.beside * D, plan.fill),)](
+    launch(
+        _scatter_nd_sort, (triton.cdiv(n, mine) + triton.cdiv(plan.beside * D, plan.fill),),
         out, order, keys, spans[0], spans[1], counters, indices, plan.beside * D, R, n, len(counters), masked or 0,
         MASKED=masked is not None, WIDE=(R + 2) * n >= 2**31, MINE=mine, THEIRS=theirs, BLOCK=plan.fill,
         EARLY=bool(early),
     )  # fmt: skip
-    _scatter_nd_segments[(triton.cdiv(n, plan.rows) * triton.cdiv(D, plan.block),)](
+    launch(
+        _scatter_nd_segments, (triton.cdiv(n, plan.rows) * triton.cdiv(D, plan.block),),
         out, updates, parts, counters, order, keys, spans[0], spans[1], D // align, n, stride // align,
         ALIGN=align, CHUNK=plan.chunk, ROWS=plan.rows, BLOCK=plan.block, TOGETHER=plan.together, LATE=bool(early),
         num_warps=plan.warps, **early,
     )  # fmt: skip
     if plan.beside < R:
         block = min(triton.next_power_of_2(D), plan.fill)
-        _scatter_nd_zeros[((R - plan.beside) * triton.cdiv(D, block),)](
-            out, keys, spans[0], plan.beside, D // align, n, ALIGN=align, BLOCK=block, LATE=bool(early), **early
+        launch(
+            _scatter_nd_zeros,
+            ((R - plan.beside) * triton.cdiv(D, block),),
+            out,
+            keys,
+            spans[0],
+            plan.beside,
+            D // align,
+            n,
+            ALIGN=align,
+            BLOCK=block,
+            LATE=bool(early),
+            **early,
         )
 
 
@@ -776,10 +789,10 @@ def _launch_lists(
     starts, ends = spans[0], spans[1]
     constants = {"MASKED": masked is not None, "BLOCK": 256}
     grid = (triton.cdiv(n, 256),)
-    _scatter_nd_fill[(triton.cdiv(R + 1, 4096),)](ends, R + 1, BLOCK=4096)
-    _scatter_nd_count[grid](slots, ends, indices, R, n, masked or 0, **constants)
-    _scatter_nd_spans[(triton.cdiv(R, 1024),)](starts, ends, R, BLOCK=1024)
-    _scatter_nd_lists[grid](order, keys, starts, slots, indices, R, n, masked or 0, **constants)
+    launch(_scatter_nd_fill, (triton.cdiv(R + 1, 4096),), ends, R + 1, BLOCK=4096)
+    launch(_scatter_nd_count, grid, slots, ends, indices, R, n, masked or 0, **constants)
+    launch(_scatter_nd_spans, (triton.cdiv(R, 1024),), starts, ends, R, BLOCK=1024)
+    launch(_scatter_nd_lists, grid, order, keys, starts, slots, indices, R, n, masked or 0, **constants)
 
 
 def _launch_owner(
@@ -792,11 +805,13 @@ def _launch_owner(
     starts, ends = spans[0], spans[1]
     constants = {"ALIGN": align, "CHUNK": plan.chunk, "TOGETHER": plan.together}
     block = min(plan.block, 512)  # small: chunks are few, and their columns are what is left to share out
-    _scatter_nd_chunks[(triton.cdiv(n, plan.chunk) * triton.cdiv(D, block),)](
+    launch(
+        _scatter_nd_chunks, (triton.cdiv(n, plan.chunk) * triton.cdiv(D, block),),
         parts, updates, order, keys, starts, ends, R, D // align, n, stride // align,
         BLOCK=block, SORTED=plan.find == "sort", **constants,
     )  # fmt: skip
-    _scatter_nd_owner[(triton.cdiv(R, plan.steps * plan.rows) * triton.cdiv(D, plan.block),)](
+    launch(
+        _scatter_nd_owner, (triton.cdiv(R, plan.steps * plan.rows) * triton.cdiv(D, plan.block),),
         out, updates, order, starts, ends, parts, R, D // align, stride // align,
         STEPS=plan.steps, ROWS=plan.rows, BLOCK=plan.block, num_warps=plan.warps, **constants,
     )  # fmt: skip
@@ -822,13 +837,14 @@ def _keyed(shape: Sequence[int], indices: Tensor, masked: int | None, dtype: tor
     """The row of each index ``[n, k]`` as one number, -1 where it is masked or out of range."""
     n, k = indices.shape
     if k == 0:  # every index names the whole output
-        return torch.zeros(n, dtype=dtype, device=indices.device)
-    keys = _unwritten((n,), dtype, indices.device)
+        return apply(torch.zeros, n, dtype=dtype, device=indices.device)
+    keys = empty((n,), dtype, indices.device)
     block = 4096 if INTERPRETED else 256
     for axis in range(0, k, 4):
         sizes = tuple(shape[axis : min(axis + 4, k)])
         # Components after `axis`; the kernel steps over K of them from one index to the next.
-        _scatter_nd_keys[(triton.cdiv(n, block),)](
+        launch(
+            _scatter_nd_keys, (triton.cdiv(n, block),),
             keys, indices.select(1, axis) if axis else indices, n, k, *sizes, *(1,) * (4 - len(sizes)), masked or 0,
             MASKED=masked is not None, AXES=len(sizes), FIRST=axis == 0, BLOCK=block,
         )  # fmt: skip
@@ -839,104 +855,94 @@ def _folded(shape: Sequence[int], indices: Tensor) -> tuple[Tensor, tuple[int, i
     """Indices as ``[n, k]`` without gaps, and R, D and n."""
     k = indices.shape[-1]
     n = math.prod(indices.shape[:-1])
-    return indices.reshape(n, k).contiguous(), (math.prod(shape[:k]), math.prod(shape[k:]), n)
+    if not indices.is_contiguous():
+        indices = apply(Tensor.contiguous, indices)
+    return indices.view(n, k), (math.prod(shape[:k]), math.prod(shape[k:]), n)
 
 
-def _scatter(shape: Sequence[int], indices: Tensor, updates: Tensor, masked: int | None, strategy: str) -> Tensor:
-    """Allocate and launch; arguments are valid. An empty `strategy` leaves the choice to the plan."""
+def _rows(updates: Tensor, n: int, D: int) -> Tensor:
+    """Updates as ``[n, D]`` whose rows have no gaps."""
+    try:
+        rows = updates.view(n, D)
+    except RuntimeError:  # axes that no stride can fold
+        return apply(Tensor.contiguous, updates).view(n, D)
+    return apply(Tensor.contiguous, rows) if D > 1 and rows.stride(1) != 1 else rows
+
+
+def _scatter_outputs(
+    shape: Sequence[int], indices: Tensor, updates: Tensor, masked: int | None, strategy: str
+) -> Tensor:
+    return empty(shape, updates.dtype, updates.device)
+
+
+def _scatter_into(
+    out: Tensor, shape: Sequence[int], indices: Tensor, updates: Tensor, masked: int | None, strategy: str
+) -> None:
+    """An empty `strategy` leaves the choice to the plan."""
     dtype, device = updates.dtype, updates.device
-    out = _unwritten(shape, dtype, device)
-    if out.numel() == 0:
-        return out
     indices, sizes = _folded(shape, indices)
     R, D, n = sizes
     if n == 0:
-        return out.zero_()
-    updates = updates.reshape(n, D)
-    if D > 1 and updates.stride(1) != 1:
-        updates = updates.contiguous()
+        apply(Tensor.zero_, out)
+        return
+    updates = _rows(updates, n, D)
     plan = _plan(
         sizes, dtype, gpu(device)[0], strategy=strategy or None,
         deterministic=torch.are_deterministic_algorithms_enabled(),
     )  # fmt: skip
     # Numbers of rows and of updates: int32 halves what is read of them.
     whole = torch.int32 if max(R, n) < 2**31 - 1 else torch.int64
-    with launching(out):
-        if indices.shape[1] != 1 or plan.find == "sort":
-            keys = _keyed(shape, indices, masked, whole)
-            indices, masked = keys, -1  # what names no row is -1 now
-        if plan.strategy == "atomic":
-            sums = out if _sums(dtype) == dtype else _unwritten(shape, torch.float32, device)
-            _launch_atomic(out, sums, indices, updates, sizes, masked, plan)
-            return out
-        if plan.find == "scan":
-            _launch_scan(out, indices, updates, sizes, masked, plan)
-            return out
-        pieces = 2 * (n // plan.chunk + 1)
-        parts = _unwritten((pieces, D), _sums(dtype), device)
-        spans = _unwritten((2, R + 1), whole, device)
-        if plan.find == "count":
-            keys, order = _unwritten((2, n), whole, device)
-            counters = _unwritten((pieces * triton.cdiv(D, plan.block),), torch.int32, device)
-            _launch_segments(out, indices, updates, parts, counters, order, keys, spans, sizes, masked, plan)
-            return out
-        if plan.find == "sort":
-            _scatter_nd_fill[(triton.cdiv(2 * (R + 1), 4096),)](spans, 2 * (R + 1), BLOCK=4096)
-            keys, order = torch.sort(indices, stable=True)
-        else:
-            keys, order = _unwritten((2, n), whole, device)
-            slots = _unwritten((n,), whole, device)
-            _launch_lists(order, keys, spans, slots, indices, R, n, masked)
-        _launch_owner(out, updates, parts, order, keys, spans, sizes, plan)
-    return out
+    if indices.shape[1] != 1 or plan.find == "sort":
+        keys = _keyed(shape, indices, masked, whole)
+        indices, masked = keys, -1  # what names no row is -1 now
+    if plan.strategy == "atomic":
+        sums = out if _sums(dtype) == dtype else empty(shape, torch.float32, device)
+        _launch_atomic(out, sums, indices, updates, sizes, masked, plan)
+        return
+    if plan.find == "scan":
+        _launch_scan(out, indices, updates, sizes, masked, plan)
+        return
+    pieces = 2 * (n // plan.chunk + 1)
+    parts = empty((pieces, D), _sums(dtype), device)
+    spans = empty((2, R + 1), whole, device)
+    if plan.find == "count":
+        keys, order = empty((2, n), whole, device)
+        counters = empty((pieces * triton.cdiv(D, plan.block),), torch.int32, device)
+        _launch_segments(out, indices, updates, parts, counters, order, keys, spans, sizes, masked, plan)
+        return
+    if plan.find == "sort":
+        launch(_scatter_nd_fill, (triton.cdiv(2 * (R + 1), 4096),), spans, 2 * (R + 1), BLOCK=4096)
+        keys, order = apply(torch.sort, indices, stable=True)
+    else:
+        keys, order = empty((2, n), whole, device)
+        slots = empty((n,), whole, device)
+        _launch_lists(order, keys, spans, slots, indices, R, n, masked)
+    _launch_owner(out, updates, parts, order, keys, spans, sizes, plan)
 
 
-def _gather(source: Tensor, indices: Tensor, masked: int | None) -> Tensor:
+def _gather_outputs(source: Tensor, indices: Tensor, masked: int | None) -> Tensor:
+    return empty((*indices.shape[:-1], *source.shape[indices.shape[-1] :]), source.dtype, source.device)
+
+
+def _gather_into(out: Tensor, source: Tensor, indices: Tensor, masked: int | None) -> None:
     """The rows of `source` that indices ``[..., k]`` name, zeros where they name none."""
     k = indices.shape[-1]
-    batch, rest = indices.shape[:-1], source.shape[k:]
-    out = _unwritten((*batch, *rest), source.dtype, source.device)
-    if out.numel() == 0:
-        return out
-    source = source.contiguous()
+    if not source.is_contiguous():
+        source = apply(Tensor.contiguous, source)
     indices, (R, D, n) = _folded(source.shape, indices)
     if R == 0:
-        return out.zero_()
+        apply(Tensor.zero_, out)
+        return
     align = math.gcd(max(1, 16 // source.element_size()), D)
     block = min(triton.next_power_of_2(D), 2048)
     rows = max(1, min((65536 if INTERPRETED else 1024) // block, triton.next_power_of_2(n)))
-    with launching(out):
-        if k != 1:
-            indices, masked = _keyed(source.shape, indices, masked, torch.int64), -1
-        _gather_nd_rows[(triton.cdiv(n, rows) * triton.cdiv(D, block),)](
-            out, indices, source, R, D // align, n, masked or 0,
-            MASKED=masked is not None, ALIGN=align, ROWS=rows, BLOCK=block,
-        )  # fmt: skip
-    return out
-
-
-_scatter_op = torch.library.custom_op(
-    "fusebook::scatter_nd",
-    _scatter,
-    mutates_args=(),
-    schema="(SymInt[] shape, Tensor indices, Tensor updates, int? masked, str strategy) -> Tensor",
-)
-_gather_op = torch.library.custom_op(
-    "fusebook::gather_nd",
-    _gather,
-    mutates_args=(),
-    schema="(Tensor source, Tensor indices, int? masked) -> Tensor",
-)
-
-
-@_scatter_op.register_fake
-def _(shape: Sequence[int], indices: Tensor, updates: Tensor, masked: int | None, strategy: str) -> Tensor:
-    return updates.new_empty(shape)
-
-
-@_gather_op.register_fake
-def _(source: Tensor, indices: Tensor, masked: int | None) -> Tensor:
-    return source.new_empty((*indices.shape[:-1], *source.shape[indices.shape[-1] :]))
+    if k != 1:
+        indices, masked = _keyed(source.shape, indices, masked, torch.int64), -1
+    launch(
+        _gather_nd_rows, (triton.cdiv(n, rows) * triton.cdiv(D, block),),
+        out, indices, source, R, D // align, n, masked or 0,
+        MASKED=masked is not None, ALIGN=align, ROWS=rows, BLOCK=block,
+    )  # fmt: skip
 
 
 def _keep_for_gather(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -946,7 +952,7 @@ def _keep_for_gather(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _gradient_of_updates(ctx: Any, dy: Tensor) -> tuple[None, None, Tensor, None, None]:
     (indices,) = ctx.saved_tensors
-    return None, None, _gather_op(dy, indices, ctx.masked), None, None
+    return None, None, _gather(dy, indices, ctx.masked), None, None
 
 
 def _keep_for_scatter(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -957,25 +963,7 @@ def _keep_for_scatter(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None
 
 def _gradient_of_source(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
     (indices,) = ctx.saved_tensors
-    return _scatter_op(ctx.shape, indices, dy, ctx.masked, ""), None, None
-
-
-_scatter_op.register_autograd(_gradient_of_updates, setup_context=_keep_for_gather)
-_gather_op.register_autograd(_gradient_of_source, setup_context=_keep_for_scatter)
-
-
-def _direct(*tensors: Tensor) -> bool:
-    """Whether the kernels can be launched at once, which saves a small call the time of torch's dispatcher.
-
-    Not where a gradient is recorded, the call is traced or transformed, or a tensor is a stand-in without memory.
-    """
-    return not (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._are_functorch_transforms_active()
-        or any(type(t) not in (Tensor, torch.nn.Parameter) or t.device.type not in ("cpu", "cuda") for t in tensors)
-        or (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
-    )
+    return _scatter("scatter_nd_of_shape", ctx.shape, indices, dy, ctx.masked, "add", False, None), None, None
 
 
 def _shape_of(name: str, shape: Any) -> tuple[int, ...]:
@@ -1041,8 +1029,7 @@ def _checked(name: str, shape: Any, indices: Any, updates: Any, reduction: Any, 
             "reshape or expand them"
         )
     check_alike(name, "indices", indices, "updates", updates, dtype=False)
-    if updates.device.type in ("cpu", "cuda"):  # a stand-in on another device is only asked for its shape
-        check_device(name, updates)
+    check_device(name, updates)
     return shape
 
 
@@ -1051,9 +1038,7 @@ def _refuse_out_of_range(name: str, shape: tuple[int, ...], indices: Tensor, mas
 
     Skipped where nothing can be read or waited for: while a graph is captured, and under torch.compile.
     """
-    if not _direct(indices) or indices.numel() == 0:
-        return
-    if indices.is_cuda and torch.cuda.is_current_stream_capturing():
+    if indices.numel() == 0 or (indices.is_cuda and torch.cuda.is_current_stream_capturing()):
         return
     k = indices.shape[-1]
     flat = indices.reshape(-1, k)
@@ -1082,14 +1067,37 @@ def _refuse_out_of_range(name: str, shape: tuple[int, ...], indices: Tensor, mas
     )
 
 
-def _launch(
+def _check(
     name: str, shape: Any, indices: Any, updates: Any, masked: int | None, reduction: str, check: bool, strategy: Any
-) -> Tensor:  # fmt: skip
-    shape = _checked(name, shape, indices, updates, reduction, strategy)
+) -> tuple[Any, ...]:  # fmt: skip
+    return _checked(name, shape, indices, updates, reduction, strategy), indices, updates, masked, strategy or ""
+
+
+def _read(
+    name: str, shape: Any, indices: Tensor, updates: Tensor, masked: int | None, reduction: str, check: bool, *_: Any
+) -> None:  # fmt: skip
     if check:
-        _refuse_out_of_range(name, shape, indices, masked)
-    call = _scatter if _direct(indices, updates) else _scatter_op
-    return call(shape, indices, updates, masked, strategy or "")
+        _refuse_out_of_range(name, _shape_of(name, shape), indices, masked)
+
+
+_scatter = Operator(
+    "scatter_nd",
+    "(SymInt[] shape, Tensor indices, Tensor updates, int? masked, str strategy) -> Tensor",
+    check=_check,
+    outputs=_scatter_outputs,
+    into=_scatter_into,
+    modes=torch.are_deterministic_algorithms_enabled,
+    read=_read,
+    gradient=(_gradient_of_updates, _keep_for_gather),
+)
+_gather = Operator(
+    "gather_nd",
+    "(Tensor source, Tensor indices, int? masked) -> Tensor",
+    check=lambda *valid: valid,
+    outputs=_gather_outputs,
+    into=_gather_into,
+    gradient=(_gradient_of_source, _keep_for_scatter),
+)
 
 
 def scatter_nd_of_shape(
@@ -1155,7 +1163,7 @@ def scatter_nd_of_shape(
     >>> fusebook.scatter_nd_of_shape((4, 2), indices, torch.ones(3, 2, device="cuda"))[:, 0]  # doctest: +SKIP
     tensor([0., 2., 0., 1.], device='cuda:0')
     """
-    return _launch("scatter_nd_of_shape", shape, indices, updates, None, reduction, check, strategy)
+    return _scatter("scatter_nd_of_shape", shape, indices, updates, None, reduction, check, strategy)
 
 
 def masked_scatter_nd_of_shape(
@@ -1191,7 +1199,7 @@ def masked_scatter_nd_of_shape(
     name = "masked_scatter_nd_of_shape"
     if isinstance(masked_value, bool) or not isinstance(masked_value, int) or not -(2**63) <= masked_value < 2**63:
         raise TypeError(f"{name}: expected masked_value to be an integer of 64 bits, got {masked_value!r}; give one")
-    return _launch(name, shape, indices, updates, masked_value, reduction, check, strategy)
+    return _scatter(name, shape, indices, updates, masked_value, reduction, check, strategy)
 
 
 def embedding_backward(
@@ -1233,4 +1241,4 @@ def embedding_backward(
     check_tensor(name, "indices", indices, (torch.int64, torch.int32))
     if dy.dim() == 0:
         raise ValueError(f"{name}: expected dy of shape [..., D], got a single number; pass the gradient of the lookup")
-    return _launch(name, (rows, dy.shape[-1]), indices[..., None], dy, padding_idx, "add", check, strategy)
+    return _scatter(name, (rows, dy.shape[-1]), indices[..., None], dy, padding_idx, "add", check, strategy)

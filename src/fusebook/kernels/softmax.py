@@ -33,7 +33,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._operator import check_alike, check_device, check_tensor, gpu, launching
+from ._operator import (
+    Operator,
+    apply,
+    check_alike,
+    check_device,
+    check_tensor,
+    empty,
+    gpu,
+    launch,
+)
 
 __all__ = ["softmax", "softmax_backward", "softmax_eager"]
 
@@ -763,15 +772,14 @@ def _axes(dim: int, *tensors: Tensor) -> tuple[tuple[int, int, int], list[Stride
 _plan = functools.lru_cache(maxsize=4096)(_softmax_plan)
 
 
-def _prepared(name: str, dense: Tensor, free: Tensor, dim: int, tensors: int) -> tuple[Tensor, Plan, int, list[int]]:
+def _prepared(dense: Tensor, free: Tensor, dim: int, tensors: int) -> tuple[Tensor, Plan, int, list[int]]:
     """What both launchers need: `free` or a copy of it, the plan, ALIGN, and INNER, N and the strides for the kernel.
 
     `dense` is contiguous; `free` has its shape and any strides.
     """
-    check_device(name, dense)
     axes = _axes(dim, dense, free)
     if axes is None:
-        free = free.contiguous()
+        free = apply(Tensor.contiguous, free)
         axes = _axes(dim, dense, free)
         assert axes is not None  # contiguous axes fold into one before `dim` and one after it
     (outer, inner, n), strides = axes
@@ -790,66 +798,43 @@ def _prepared(name: str, dense: Tensor, free: Tensor, dim: int, tensors: int) ->
     return free, plan, align, numbers
 
 
-def _softmax(x: Tensor, dim: int) -> Tensor:
-    y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    if x.numel() == 0:
-        return y
-    x, plan, align, (inner, n, *strides) = _prepared("softmax", y, x, dim, tensors=1)
+def _softmax_into(y: Tensor, x: Tensor, dim: int) -> None:
+    x, plan, align, (inner, n, *strides) = _prepared(y, x, dim, tensors=1)
     constants = {"ALIGN": align, **plan.constants, "num_warps": plan.warps}
     grid = (plan.programs,)
-    with launching(x):
-        if plan.kernel == "rows":
-            _softmax_rows[grid](y, x, inner, n, *strides, **constants)
-        elif plan.kernel == "pairs":
-            _softmax_pairs[grid](y, x, n, strides[1], strides[4], **constants)
-        elif plan.kernel == "twice":
-            _softmax_online[grid](y, x, inner, n, *strides, **constants)
-        else:
-            # Sums in float32 for half types: the merged sum must not be rounded before the division.
-            found = x.new_empty((2, x.numel() // x.shape[dim], plan.constants["PARTS"]), dtype=_sums(x.dtype))
-            tops, totals = found[0], found[1]
-            _softmax_parts[grid](tops, totals, x, inner, n, plan.span, *strides[3:], **constants)
-            constants.pop("GROUP")
-            _softmax_parts_divided[grid](y, tops, totals, x, inner, n, plan.span, *strides, **constants)
-    return y
+    if plan.kernel == "rows":
+        launch(_softmax_rows, grid, y, x, inner, n, *strides, **constants)
+    elif plan.kernel == "pairs":
+        launch(_softmax_pairs, grid, y, x, n, strides[1], strides[4], **constants)
+    elif plan.kernel == "twice":
+        launch(_softmax_online, grid, y, x, inner, n, *strides, **constants)
+    else:
+        # Sums in float32 for half types: the merged sum must not be rounded before the division.
+        rows = x.numel() // x.shape[dim]
+        tops, totals = empty((2, rows, plan.constants["PARTS"]), _sums(x.dtype), x.device)
+        launch(_softmax_parts, grid, tops, totals, x, inner, n, plan.span, *strides[3:], **constants)
+        constants.pop("GROUP")
+        launch(_softmax_parts_divided, grid, y, tops, totals, x, inner, n, plan.span, *strides, **constants)
 
 
-def _softmax_backward(y: Tensor, dy: Tensor, dim: int) -> Tensor:
-    y = y.contiguous()
-    dx = torch.empty_like(y)
-    if y.numel() == 0:
-        return dx
-    dy, plan, align, (inner, n, *strides) = _prepared("softmax_backward", y, dy, dim, tensors=2)
+def _softmax_backward_into(dx: Tensor, y: Tensor, dy: Tensor, dim: int) -> None:
+    if not y.is_contiguous():
+        y = apply(Tensor.contiguous, y)
+    dy, plan, align, (inner, n, *strides) = _prepared(y, dy, dim, tensors=2)
     constants = {"ALIGN": align, **plan.constants, "num_warps": plan.warps}
     grid = (plan.programs,)
-    with launching(y):
-        if plan.kernel == "rows":
-            _softmax_backward_rows[grid](dx, y, dy, inner, n, *strides, **constants)
-        elif plan.kernel == "twice":
-            _softmax_backward_twice[grid](dx, y, dy, inner, n, *strides, **constants)
-        else:
-            dots = y.new_empty((y.numel() // y.shape[dim], plan.constants["PARTS"]), dtype=_sums(y.dtype))
-            _softmax_backward_parts[grid](dots, y, dy, inner, n, plan.span, *strides, **constants)
-            _softmax_backward_parts_centred[grid](dx, dots, y, dy, inner, n, plan.span, *strides, **constants)
-    return dx
+    if plan.kernel == "rows":
+        launch(_softmax_backward_rows, grid, dx, y, dy, inner, n, *strides, **constants)
+    elif plan.kernel == "twice":
+        launch(_softmax_backward_twice, grid, dx, y, dy, inner, n, *strides, **constants)
+    else:
+        dots = empty((y.numel() // y.shape[dim], plan.constants["PARTS"]), _sums(y.dtype), y.device)
+        launch(_softmax_backward_parts, grid, dots, y, dy, inner, n, plan.span, *strides, **constants)
+        launch(_softmax_backward_parts_centred, grid, dx, dots, y, dy, inner, n, plan.span, *strides, **constants)
 
 
 def _sums(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-_softmax_op = torch.library.custom_op("fusebook::softmax", _softmax, mutates_args=())
-_softmax_backward_op = torch.library.custom_op("fusebook::softmax_backward", _softmax_backward, mutates_args=())
-
-
-@_softmax_op.register_fake
-def _(x: Tensor, dim: int) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-@_softmax_backward_op.register_fake
-def _(y: Tensor, dy: Tensor, dim: int) -> Tensor:
-    return torch.empty_like(y, memory_format=torch.contiguous_format)
 
 
 def _keep_output(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -881,32 +866,20 @@ def _second_gradient(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor, None]:
     return for_y.to(y.dtype), softmax_backward(y, g, ctx.dim), None
 
 
-_softmax_op.register_autograd(_gradient, setup_context=_keep_output)
-_softmax_backward_op.register_autograd(_second_gradient, setup_context=_keep_inputs)
+def _batched(op: Operator, info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[Tensor, int]:
+    """The rule under torch.vmap: the batch becomes the first axis, and `dim` moves by one."""
+    *tensors, dim = arguments
+    moved = [
+        t.expand(info.batch_size, *t.shape) if at is None else t.movedim(at, 0)
+        for t, at in zip(tensors, in_dims, strict=False)
+    ]
+    if moved[0].dim() == 1:  # a batch of tensors without axes
+        return op.custom(*(t[:, None] for t in moved), 1)[:, 0], 0
+    return op.custom(*moved, dim + 1), 0
 
 
-def _batched(op: Any) -> Any:
-    """The rule of `op` under torch.vmap: the batch becomes the first axis, and `dim` moves by one."""
-
-    def rule(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[Tensor, int]:
-        *tensors, dim = arguments
-        moved = [
-            t.expand(info.batch_size, *t.shape) if at is None else t.movedim(at, 0)
-            for t, at in zip(tensors, in_dims, strict=False)
-        ]
-        if moved[0].dim() == 1:  # a batch of tensors without axes
-            return op(*(t[:, None] for t in moved), 1)[:, 0], 0
-        return op(*moved, dim + 1), 0
-
-    return rule
-
-
-_softmax_op.register_vmap(_batched(_softmax_op))
-_softmax_backward_op.register_vmap(_batched(_softmax_backward_op))
-
-
-def _checked(name: str, x: Any, dim: Any, what: str = "x") -> int:
-    """Validate; return `dim` counted from the front."""
+def _check(x: Any, dim: Any, what: str = "x", name: str = "softmax") -> tuple[Tensor, int]:
+    """The arguments, with `dim` counted from the front."""
     check_tensor(name, what, x)
     if isinstance(dim, bool) or not isinstance(dim, int):
         raise TypeError(f"{name}: expected dim to be an int, got {type(dim).__name__}; give one axis")
@@ -916,21 +889,44 @@ def _checked(name: str, x: Any, dim: Any, what: str = "x") -> int:
             f"{name}: expected dim from {-axes} to {axes - 1} for {what} of shape {tuple(x.shape)}, got {dim}; "
             "give an axis that the tensor has"
         )
-    return dim % axes
+    check_device(name, x)
+    return x, dim % axes
 
 
-def _direct(*tensors: Tensor) -> bool:
-    """Whether the kernel can be launched at once, which saves a small call the time of torch's dispatcher.
+def _check_backward(y: Any, dy: Any, dim: Any) -> tuple[Tensor, Tensor, int]:
+    name = "softmax_backward"
+    y, dim = _check(y, dim, "y", name)
+    check_tensor(name, "dy", dy)
+    check_alike(name, "dy", dy, "y", y)
+    if dy.shape != y.shape:
+        raise ValueError(
+            f"{name}: expected dy of shape {tuple(y.shape)} as y has, got {tuple(dy.shape)}; expand it first"
+        )
+    return y, dy, dim
 
-    Not where a gradient is recorded, the call is traced or transformed, or the tensor is a stand-in without memory.
-    """
-    return not (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._are_functorch_transforms_active()
-        or any(type(t) not in (Tensor, torch.nn.Parameter) or t.device.type not in ("cpu", "cuda") for t in tensors)
-        or (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
-    )
+
+def _like(x: Tensor, *_: Any) -> Tensor:
+    return empty(x.shape, x.dtype, x.device)
+
+
+_softmax = Operator(
+    "softmax",
+    "(Tensor x, SymInt dim) -> Tensor",
+    check=_check,
+    outputs=_like,
+    into=_softmax_into,
+    gradient=(_gradient, _keep_output),
+    batched=lambda *batch: _batched(_softmax, *batch),
+)
+_softmax_backward = Operator(
+    "softmax_backward",
+    "(Tensor y, Tensor dy, SymInt dim) -> Tensor",
+    check=_check_backward,
+    outputs=_like,
+    into=_softmax_backward_into,
+    gradient=(_second_gradient, _keep_inputs),
+    batched=lambda *batch: _batched(_softmax_backward, *batch),
+)
 
 
 def softmax(x: Tensor, dim: int = -1) -> Tensor:
@@ -969,8 +965,7 @@ def softmax(x: Tensor, dim: int = -1) -> Tensor:
     >>> import fusebook, torch
     >>> y = fusebook.softmax(torch.randn(3, 5, device="cuda"), dim=-1)  # doctest: +SKIP
     """
-    dim = _checked("softmax", x, dim)
-    return _softmax(x, dim) if _direct(x) else _softmax_op(x, dim)
+    return _softmax(x, dim)
 
 
 def softmax_backward(y: Tensor, dy: Tensor, dim: int = -1) -> Tensor:
@@ -999,11 +994,4 @@ def softmax_backward(y: Tensor, dy: Tensor, dim: int = -1) -> Tensor:
     ValueError
         If shapes or devices differ, or the tensors are on the CPU and Triton compiles, or views that negate.
     """
-    dim = _checked("softmax_backward", y, dim, "y")
-    _checked("softmax_backward", dy, 0, "dy")
-    check_alike("softmax_backward", "dy", dy, "y", y)
-    if dy.shape != y.shape:
-        raise ValueError(
-            f"softmax_backward: expected dy of shape {tuple(y.shape)} as y has, got {tuple(dy.shape)}; expand it first"
-        )
-    return _softmax_backward(y, dy, dim) if _direct(y, dy) else _softmax_backward_op(y, dy, dim)
+    return _softmax_backward(y, dy, dim)
