@@ -24,6 +24,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 __all__ = [
     "FLOATING",
     "INTERPRETED",
+    "OPERATORS",
     "Operator",
     "apply",
     "check_alike",
@@ -455,6 +456,9 @@ _PLANS = 1024
 
 _LIBRARY = torch.library.Library("fusebook", "FRAGMENT")
 
+#: Every operator by its name.
+OPERATORS: dict[str, Operator] = {}
+
 _knobs = triton.knobs.runtime
 _compilation = triton.knobs.compilation.__dict__
 _compiling = torch.compiler.is_compiling
@@ -528,10 +532,10 @@ def _template(args: Sequence[Any]) -> tuple[Any, ...]:
     )
 
 
-def _filled(template: Sequence[Any], tensors: Iterator[Tensor]) -> tuple[Any, ...]:
+def _refilled(template: Sequence[Any], tensors: Iterator[Tensor]) -> tuple[Any, ...]:
     """Arguments again."""
     return tuple(
-        next(tensors) if a is _HOLE else a[0](_filled(a[1], tensors)) if type(a) is tuple else a for a in template
+        next(tensors) if a is _HOLE else a[0](_refilled(a[1], tensors)) if type(a) is tuple else a for a in template
     )
 
 
@@ -603,6 +607,8 @@ class Operator:
         self.listed = schema.endswith("[]")
         self.plans: dict[Hashable, _Plan] = {}  # by what callers give
         self.checked: dict[Hashable, _Plan] = {}  # by the operator's arguments
+        self.written: dict[Hashable, _Plan] = {}  # by memory for the results and what callers give
+        OPERATORS[name] = self
         # Not torch.library.custom_op, whose guards against operators that keep or change their inputs take longer than
         # a launch.
         _LIBRARY.define(name + schema, tags=torch.Tag.pt2_compliant_tag)
@@ -679,7 +685,7 @@ class Operator:
             return plan.replay(*tensors)
         # A tensor that is given twice is two arguments: another call may give two.
         apart = [t if all(t is not o for o in tensors[:i]) else t.view_as(t) for i, t in enumerate(tensors)]
-        inputs = _filled(_template(inputs), iter(apart))
+        inputs = _refilled(_template(inputs), iter(apart))
         result, replay = record(apart, lambda: self._computed(*inputs))
         if replay is not None:
             _keep(self.checked, key, _Plan(device, replay, _template(inputs)))
@@ -687,11 +693,44 @@ class Operator:
 
     def _computed(self, *inputs: Any) -> Any:
         found = self.outputs(*inputs)
+        self._filled(found, inputs)
+        return found
+
+    def _filled(self, found: Any, inputs: Sequence[Any]) -> None:
         outs = _flat([found])
         if any(o.numel() for o in outs):
             with launching(outs[0]):
                 self.into(found, *inputs)
-        return found
+
+    def write(self, out: Any, *args: Any) -> None:
+        """Check and compute into memory that is given; no gradient is recorded.
+
+        Parameters
+        ----------
+        out : torch.Tensor or tuple of torch.Tensor
+            As `outputs` would return; what it holds does not matter. It overlaps no argument.
+        *args
+            As of a call.
+        """
+        tensors: list[Tensor] = []
+        with torch.no_grad():
+            key = self._key((out, *args), tensors)
+        plan = self.written.get(key)
+        if plan is not None and plan.device == _current() and _unhooked():
+            if self.read is not None:
+                self.read(*args)
+            plan.replay(*tensors)
+            return
+        inputs = self.check(*args)
+        if self.read is not None:
+            self.read(*args)
+        device = _current()
+        if key is None or any(t.get_device() != device for t in tensors) or not _unhooked():
+            self._filled(out, inputs)
+            return
+        _, replay = record(tensors, lambda: self._filled(out, inputs))
+        if replay is not None:
+            _keep(self.written, key, _Plan(device, replay, ()))
 
     # Gradients, batches -------------------------------------------------------------------------------------------
 
@@ -715,7 +754,7 @@ class Operator:
             def forward(ctx: Any, call: Callable[..., Any], template: tuple[Any, ...], *tensors: Tensor) -> Any:
                 result = call(*tensors)
                 ctx.template = template
-                keep(ctx, _filled(template, iter(tensors)), result)
+                keep(ctx, _refilled(template, iter(tensors)), result)
                 return tuple(result) if isinstance(result, list) else result
 
             @staticmethod
