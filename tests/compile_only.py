@@ -2,9 +2,8 @@
 
 Run by compiling.py as ``python compile_only.py FOLDER sm_90/softmax sm_80/softmax``, with any number of these tasks. A
 task is done by a process of its own, because Triton knows one driver; it is forked, because importing takes longer than
-many a task. The driver here names an architecture and a limit of shared memory, takes tensors on the CPU, and launches
-nothing. The answer to a task is the file of its name: one JSON object a line, what was launched, and the shared memory
-that the compiled kernel asks for.
+many a task. Its driver is that of a GPU that is not there. The answer is the file of the task's name: one JSON object a
+line, what was launched, and the shared memory that the compiled kernel asks for.
 """
 
 import json
@@ -16,60 +15,14 @@ from pathlib import Path
 
 import torch
 import triton
-from triton.backends.compiler import GPUTarget
-from triton.backends.driver import DriverBase
 
 import fusebook  # noqa: F401  (before triton, see fusebook/__init__.py)
 from fusebook import inputs
 from fusebook.cards import OPS
+from fusebook.launches import AbsentGPU
 
 # KiB a block. Where nothing is tuned, sm_80 here, plans promise 96 KiB, which every architecture since sm_86 has.
 SHARED = {80: 96, 90: 227, 100: 227}
-
-
-class CompileOnly(DriverBase):
-    """A driver for an architecture without a device: kernels are compiled to machine code, loaded by nobody."""
-
-    def __init__(self, arch, launched):
-        self.arch = arch
-        self.launched = launched
-        self.utils = self  # Triton looks for get_device_properties and load_binary there
-
-    @staticmethod
-    def is_active():
-        return True
-
-    def map_python_to_cpp_type(self, ty):
-        raise NotImplementedError("nothing is launched, so no launcher is generated")
-
-    def get_current_target(self):
-        return GPUTarget("cuda", self.arch, 32)
-
-    def get_active_torch_device(self):
-        return torch.device("cpu")
-
-    def get_benchmarker(self):
-        raise NotImplementedError("nothing is launched, so there is nothing to time")
-
-    def get_current_device(self):
-        return 0
-
-    def get_current_stream(self, device):
-        return 0
-
-    def get_device_properties(self, device):
-        return {"max_shared_mem": SHARED[self.arch] * 1024, "multiprocessor_count": 132, "warpSize": 32}
-
-    def load_binary(self, name, kernel, shared, device):
-        return None, None, 0, 0, 1024  # module, function, registers, spills, most threads a block
-
-    def launcher_cls(self, source, metadata):
-        """What Triton calls to launch: takes note."""
-
-        def launch(*arguments):
-            self.launched.append({"kernel": metadata.name, "shared": metadata.shared, "warps": metadata.num_warps})
-
-        return launch
 
 
 def points(op, launched):
@@ -93,7 +46,12 @@ def points(op, launched):
 def answer(file):
     """Do the task whose answer is to be `file`."""
     launched = []
-    triton.runtime.driver.set_active(CompileOnly(int(file.parent.name.removeprefix("sm_")), launched))
+
+    def note(metadata):
+        launched.append({"kernel": metadata.name, "shared": metadata.shared, "warps": metadata.num_warps})
+
+    arch = int(file.parent.name.removeprefix("sm_"))
+    triton.runtime.driver.set_active(AbsentGPU(divmod(arch, 10), shared=SHARED[arch] * 1024, launched=note))
     write(file, "\n".join(json.dumps(point) for point in points(OPS[file.name], launched)))
 
 

@@ -1,0 +1,846 @@
+"""What a call launches, as a fingerprint: whether a recorded time is still that of the code, told without a GPU.
+
+A time belongs to what was launched. `launches` names it before anything is compiled: in order, each Triton kernel by
+its syntax tree (without docstrings, comments, annotations and the names that it chose, and with every global that it
+uses replaced by what that stands for), with its constants, grid, options, dtypes and integers; and each call of torch
+that is neither a view nor an allocation. `code` names it afterwards: the kernels by their PTX. So a kernel can be
+renamed, moved and commented upon, and cleaned as long as it compiles to the same.
+
+Nothing runs to find this out. `nowhere` puts a GPU that is not there in Triton's place, hands out memory that nobody
+touches, and takes down what launchers ask of torch and Triton. `observed` takes down the same of calls that do run.
+
+    python -m fusebook.launches fusebook.cards:OPS < asked.json > found.json
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import importlib
+import inspect
+import json
+import linecache
+import mmap
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import sysconfig
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
+from triton.backends.compiler import GPUTarget
+from triton.backends.driver import DriverBase
+from triton.runtime.jit import JITFunction
+
+from fusebook import inputs
+from fusebook.op import Dims, Op, Variant
+
+__all__ = [
+    "REFUSED",
+    "AbsentGPU",
+    "Trace",
+    "Unknown",
+    "digest",
+    "elsewhere",
+    "found",
+    "launching",
+    "nowhere",
+    "observed",
+    "of_wrapper",
+]
+
+#: What stands for the launches of a call that was refused.
+REFUSED = "refused"
+
+
+# What a function is, whatever it is called and wherever it stands ---------------------------------------------------
+
+_HOUSE = "fusebook"
+_ABROAD = re.compile(rf"<frozen|.*[-/](site|dist)-packages/|{re.escape(sysconfig.get_paths()['stdlib'])}")
+
+
+def digest(thing: Any) -> str:
+    """Twelve digits of the sha256 of what a function does, with all that it uses.
+
+    Parameters
+    ----------
+    thing : object
+        A kernel, a function, a class or a value. Functions are followed as long as they are of this library or of a
+        page; what lies outside, in torch, Triton or Python, is known by its name.
+
+    Returns
+    -------
+    str
+        The same wherever the functions stand and whatever they and their variables are called. Docstrings, comments,
+        annotations and the wording of errors do not count.
+    """
+    met: list[Any] = []
+    texts = [_said(thing, met)]
+    for function in met:  # which grows
+        text, used = _written(function)
+        texts.append(text + "".join(f"|{_said(value, met)}" for value in used))
+    return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:12]
+
+
+def _said(value: Any, met: list[Any]) -> str:
+    """A value as text; functions that are followed are numbered in the order in which they are met."""
+    if isinstance(value, functools.partial):
+        return f"partial({_said([value.func, value.args, value.keywords], met)})"
+    if isinstance(value, types.MethodType):
+        return f"method({_said([value.__func__, value.__self__], met)})"
+    if isinstance(value, (str, bytes, bool, int, float, complex, types.NoneType, types.EllipsisType)):
+        return repr(value)
+    if isinstance(value, tl.constexpr):
+        return _said(value.value, met)
+    if isinstance(value, (list, tuple)):
+        return f"[{','.join(_said(v, met) for v in value)}]"
+    if isinstance(value, Mapping):
+        return f"{{{','.join(f'{_said(k, met)}:{_said(v, met)}' for k, v in value.items())}}}"
+    if isinstance(value, (set, frozenset)):
+        return f"set({','.join(sorted(_said(v, met) for v in value))})"
+    value = _bare(value)
+    if isinstance(value, (types.FunctionType, type)):
+        if not _followed(value):
+            return f"{(value.__module__ or '').partition('.')[0]}:{value.__qualname__}"
+        if not any(value is other for other in met):
+            met.append(value)
+        return f"#{next(i for i, other in enumerate(met) if value is other)}"
+    if dataclasses.is_dataclass(value):
+        return _said([getattr(value, field.name) for field in dataclasses.fields(value)], met)
+    if isinstance(value, types.ModuleType):
+        return f"module {value.__name__}"
+    if isinstance(value, (torch.dtype, tl.dtype)):
+        return str(value)
+    return f"{type(value).__module__.partition('.')[0]}:{getattr(value, '__name__', type(value).__qualname__)}"
+
+
+def _bare(value: Any) -> Any:
+    """The function inside a kernel, a cache, or whatever else keeps what it wraps."""
+    while not isinstance(value, (types.FunctionType, type, types.ModuleType)):
+        inner = getattr(value, "fn", None) or getattr(value, "__wrapped__", None)
+        if not callable(inner):
+            break
+        value = inner
+    return value
+
+
+def _followed(value: Any) -> bool:
+    """Whether a function or class is this library's or a page's, and can be read."""
+    house = (value.__module__ or "").partition(".")[0]
+    if house in (_HOUSE, "torch", "triton"):
+        return house == _HOUSE
+    file = value.__code__.co_filename if isinstance(value, types.FunctionType) else ""
+    return bool(file) and not _ABROAD.match(file) and bool(linecache.getlines(file))
+
+
+def _written(function: Any) -> tuple[str, list[Any]]:
+    """The text of a function or class, and the values of the globals that it uses, in order."""
+    node = _node(function)
+    if node is None:  # made by exec, or C
+        return f"unwritten {function.__qualname__}", []
+    scope = dict(vars(sys.modules.get(function.__module__, builtins)))
+    if isinstance(function, types.FunctionType):
+        scope = dict(function.__globals__)
+        cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+        for name, cell in cells:
+            with contextlib.suppress(ValueError):  # not bound yet
+                scope[name] = cell.cell_contents
+    writer = _Writer(node, scope)
+    defaults = [function.__defaults__, function.__kwdefaults__] if isinstance(function, types.FunctionType) else []
+    return writer.text(node, root=True), [*writer.used, *(d for d in defaults if d)]
+
+
+@functools.lru_cache(maxsize=None)
+def _tree(file: str) -> ast.Module | None:
+    text = "".join(linecache.getlines(file))
+    try:
+        return ast.parse(text) if text else None
+    except SyntaxError:
+        return None
+
+
+@functools.lru_cache(maxsize=None)
+def _places(file: str) -> dict[int, list[ast.AST]]:
+    """The functions of a file by the line where they begin, decorators included."""
+    found: dict[int, list[ast.AST]] = {}
+    tree = _tree(file)
+    for node in ast.walk(tree) if tree else ():
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            found.setdefault(min([node.lineno, *(d.lineno for d in node.decorator_list)]), []).append(node)
+        elif isinstance(node, ast.Lambda):
+            found.setdefault(node.lineno, []).append(node)
+    return found
+
+
+def _node(function: Any) -> Any:
+    """Where a function or class is written."""
+    if isinstance(function, type):
+        module = sys.modules.get(function.__module__)
+        at: Any = _tree(str(getattr(module, "__file__", "")))
+        for part in function.__qualname__.split("."):
+            body = getattr(at, "body", ())
+            at = next((n for n in body if isinstance(n, (ast.ClassDef, ast.FunctionDef)) and n.name == part), None)
+        return at
+    code = function.__code__
+    nodes = _places(code.co_filename).get(code.co_firstlineno, [])
+    if code.co_name != "<lambda>":
+        return next((n for n in nodes if getattr(n, "name", "") == code.co_name), None)
+    lambdas = [n for n in nodes if isinstance(n, ast.Lambda)]
+    places = [p for p in code.co_positions() if p[2] is not None]
+    for node in lambdas:  # several may begin on one line
+        body = node.body
+        if (body.lineno, body.end_lineno, body.col_offset, body.end_col_offset) in places:
+            return node
+    return lambdas[0] if len(lambdas) == 1 else None
+
+
+class _Writer:
+    """A syntax tree as text, in which chosen names are numbers and globals stand aside as values."""
+
+    def __init__(self, node: ast.AST, scope: Mapping[str, Any]) -> None:
+        self.scope = scope
+        self.used: list[Any] = []
+        self.names: dict[str, int] = {}
+        self.local = set()
+        self.imported: dict[str, Any] = {}
+        for n in ast.walk(node):
+            if isinstance(n, ast.arg):
+                self.local.add(n.arg)
+            elif isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load):
+                self.local.add(n.id)
+            elif isinstance(n, (ast.FunctionDef, ast.ClassDef)) and n is not node:
+                self.local.add(n.name)
+            elif isinstance(n, (ast.Import, ast.ImportFrom)):
+                self._imports(n)
+
+    def _imports(self, node: ast.Import | ast.ImportFrom) -> None:
+        for alias in node.names:
+            if isinstance(node, ast.Import):
+                name = alias.name if alias.asname else alias.name.partition(".")[0]
+                self.imported[alias.asname or name] = name
+            elif node.module and node.module.partition(".")[0] == _HOUSE:
+                module = importlib.import_module(node.module)
+                if not hasattr(module, alias.name):
+                    module = importlib.import_module(f"{node.module}.{alias.name}")
+                    self.scope = {**self.scope, (alias.asname or alias.name): module}
+                else:
+                    self.scope = {**self.scope, (alias.asname or alias.name): getattr(module, alias.name)}
+            else:
+                self.imported[alias.asname or alias.name] = f"{(node.module or '').partition('.')[0]}:{alias.name}"
+
+    def resolved(self, node: ast.AST) -> Any:
+        """The global that a name, or a chain of names through modules, stands for; `self` where it is none."""
+        if isinstance(node, ast.Name):
+            if node.id in self.local or node.id in self.imported:
+                return self
+            return self.scope.get(node.id, self)
+        if isinstance(node, ast.Attribute):
+            base = self.resolved(node.value)
+            if isinstance(base, types.ModuleType):
+                return getattr(base, node.attr, self)
+        return self
+
+    def text(self, node: Any, root: bool = False) -> str:
+        if isinstance(node, list):
+            return f"[{','.join(self.text(n) for n in node)}]"
+        if not isinstance(node, ast.AST):
+            return repr(node)
+        if isinstance(node, ast.Constant):
+            return repr(node.value)
+        if (value := self.resolved(node)) is not self:
+            self.used.append(value)
+            return "@"
+        if isinstance(node, ast.Name):
+            if node.id in self.imported:
+                return str(self.imported[node.id])
+            return f"v{self.names.setdefault(node.id, len(self.names))}" if node.id in self.local else node.id
+        if isinstance(node, ast.arg):
+            kind = "" if node.annotation is None else ast.unparse(node.annotation)
+            return f"v{self.names.setdefault(node.arg, len(self.names))}{':' + kind if 'tl.' in kind else ''}"
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            return ""  # what is imported stands where it is used
+        if isinstance(node, ast.Raise):
+            exc = node.exc.func if isinstance(node.exc, ast.Call) else node.exc
+            return f"Raise({'' if exc is None else self.text(exc)})"
+        if isinstance(node, ast.Assert):
+            return f"Assert({self.text(node.test)})"
+        if isinstance(node, ast.AnnAssign):
+            kind = ":constexpr" if "constexpr" in ast.unparse(node.annotation) else ""
+            value = node.value or ast.Constant(...)
+            return self.text(ast.Assign([node.target], value)) + kind
+        if isinstance(node, ast.Call):
+            return self._call(node)
+        fields = {name: getattr(node, name, None) for name in node._fields}
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.Lambda)):
+            fields.pop("returns", None)
+            fields.pop("type_params", None)
+            if isinstance(node, ast.FunctionDef) and not root:
+                fields["name"] = f"v{self.names.setdefault(node.name, len(self.names))}"
+            else:
+                fields.pop("name", None)
+            if not isinstance(node, ast.Lambda):
+                # @triton.jit says nothing; @triton.jit(do_not_specialize=...) does.
+                fields["decorator_list"] = [d.keywords for d in node.decorator_list if isinstance(d, ast.Call)]
+                fields["body"] = node.body[ast.get_docstring(node) is not None :]
+        told = {k: v for k, v in fields.items() if k not in ("ctx", "type_comment", "kind") and v not in (None, [])}
+        return f"{type(node).__name__}({','.join(f'{k}={self.text(v)}' for k, v in told.items())})"
+
+    def _call(self, node: ast.Call) -> str:
+        """Arguments that are passed by name to a kernel's helper stand at their place: their names are its choice."""
+        target = self.resolved(node.func)
+        helper = _bare(target) if target is not self and hasattr(target, "fn") else None
+        places = list(inspect.signature(helper).parameters) if isinstance(helper, types.FunctionType) else []
+        named = [
+            f"{places.index(k.arg) if k.arg in places else k.arg}={self.text(k.value)}"
+            for k in node.keywords
+        ]  # fmt: skip
+        return f"Call({self.text(node.func)},{self.text(node.args)},{','.join(named)})"
+
+
+def of_wrapper(variant: Variant) -> str:
+    """The fingerprint of a way to compute that is not ours: the functions that call it.
+
+    Parameters
+    ----------
+    variant : Variant
+
+    Returns
+    -------
+    str
+        The digest of ``run`` and ``prepare``.
+    """
+    return digest([variant.run, variant.prepare])
+
+
+def launching(name: str, variant: Variant) -> bool:
+    """Whether a variant launches kernels of this library by Triton, so that its launches can be taken down.
+
+    Parameters
+    ----------
+    name : str
+        Of the variant; ours begin with "fusebook".
+    variant : Variant
+    """
+    return name.startswith("fusebook") and "onnxruntime" not in variant.needs
+
+
+# What a call launches -------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Trace:
+    """What was launched, in order.
+
+    Attributes
+    ----------
+    steps : list of tuple
+        Launches of kernels before they are compiled, and calls of torch.
+    compiled : list
+        The same for kernels that were compiled: what the GPU is given. None where one was not.
+    """
+
+    steps: list[Any] = dataclasses.field(default_factory=list)
+    compiled: list[Any] = dataclasses.field(default_factory=list)
+
+    @property
+    def launches(self) -> str:
+        """Twelve digits of the sha256 of the launches."""
+        return hashlib.sha256(repr(self.steps).encode()).hexdigest()[:12]
+
+    @property
+    def code(self) -> str:
+        """Twelve digits of the sha256 of the code that the GPU runs; empty where a kernel was not compiled."""
+        if any(step is None for step in self.compiled):
+            return ""
+        return hashlib.sha256(repr(self.compiled).encode()).hexdigest()[:12]
+
+    def clear(self) -> None:
+        """Forget."""
+        self.steps.clear()
+        self.compiled.clear()
+
+    def launched(self, kernel: Any, args: Sequence[Any], grid: Any, given: Mapping[str, Any], compiled: Any) -> None:
+        """Take down a launch of a kernel."""
+        names = [p.name for p in kernel.params]
+        bound = dict(zip(names, args, strict=False)) | {k: v for k, v in given.items() if k in names}
+        bound |= {p.name: p.default for p in kernel.params if p.name not in bound and p.has_default}
+        options = sorted((k, v) for k, v in given.items() if k not in names)
+        if callable(grid):
+            grid = grid({**bound, **dict(options)})
+        grid = (*(int(n) for n in grid), 1, 1)[:3]
+        values = tuple(_argument(bound.get(name)) for name in names)
+        self.steps.append((_of_kernel(kernel), values, grid, options))
+        text = getattr(compiled, "asm", {}).get("ptx") if compiled is not None else None
+        if text is None:
+            self.compiled.append(None)
+            return
+        numbers = [n for p in kernel.params if not p.is_constexpr for n in _numbers(bound.get(p.name))]
+        how = [(k, v) for k, v in options if k.startswith("launch_")]
+        self.compiled.append((_ptx(text, compiled.metadata.name), grid, numbers, how))
+
+    def called(self, name: str, args: Any, kwargs: Any) -> None:
+        """Take down a call of torch."""
+        tf32 = bool(torch.backends.cuda.matmul.allow_tf32)
+        step = (name.strip("_"), _argument(args, shaped=True), _argument(kwargs, shaped=True), tf32)
+        self.steps.append(step)
+        self.compiled.append(step)
+
+
+@functools.lru_cache(maxsize=None)
+def _of_kernel(kernel: Any) -> str:
+    return digest(kernel)
+
+
+def _argument(value: Any, shaped: bool = False) -> Any:
+    """What of an argument a launch depends on. Where memory lies is chance; that it begins at 16 bytes is not."""
+    if isinstance(value, torch.Tensor):
+        if shaped:
+            return str(value.dtype), tuple(value.shape), tuple(value.stride())
+        return str(value.dtype), value.data_ptr() % 16 == 0
+    if hasattr(value, "block_shape"):  # its strides may be distances between tensors, which are chance too
+        return "tiles", str(value.base.dtype), list(value.shape), list(value.block_shape), value.padding
+    if isinstance(value, (list, tuple)):
+        return tuple(_argument(v, shaped) for v in value)
+    if isinstance(value, dict):
+        return tuple(sorted((k, _argument(v, shaped)) for k, v in value.items() if k not in ("device", "generator")))
+    if isinstance(value, tl.constexpr):
+        return _argument(value.value)
+    if isinstance(value, JITFunction):
+        return _of_kernel(value)
+    if isinstance(value, (bool, int, float, str, types.NoneType)):
+        return value
+    return str(value)
+
+
+def _numbers(value: Any) -> list[Any]:
+    """The numbers among arguments as a kernel gets them; ones and None are part of its code."""
+    if isinstance(value, (list, tuple)):
+        return [n for v in value for n in _numbers(v)]
+    return [value] if isinstance(value, (bool, int, float)) and value != 1 else []
+
+
+def _ptx(text: str, name: str) -> str:
+    """The digest of PTX without comments, lines of the source, sections for debuggers, the kernel's name and spaces."""
+    text = re.sub(r"//.*", "", text)
+    text = re.sub(r"(?m)^\s*\.(file|loc)\b.*$", "", text)
+    text = re.sub(r"\$L__tmp\d+:", "", text)
+    text = re.sub(r"(?m)^\s*\.section\s+\.debug[\s\S]*", "", text)
+    text = text.replace(name, "kernel")
+    return hashlib.sha256(" ".join(text.split()).encode()).hexdigest()[:12]
+
+
+# Names of what only hands out memory, of what is memory already, and of what waits for values.
+_EMPTY = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"}
+_VALUES = {"tensor", "as_tensor", "from_numpy", "scalar_tensor"}
+_READS = {
+    *("item", "tolist", "numpy", "equal", "allclose", "is_nonzero"),
+    *("__bool__", "__int__", "__float__", "__index__", "__complex__", "__contains__", "__array__"),
+}
+_NOTHING = {"set_", "requires_grad_", "detach_", "retain_grad"}
+_MAKES = _EMPTY | {
+    *("zeros", "ones", "full", "arange", "linspace", "eye"),
+    *("rand", "randn", "randint", "randperm", "normal"),
+}
+_IN_PLACE = re.compile(r"__i\w+__|__setitem__|(?!__)\w*[a-z0-9]_")
+
+
+class _Watched(TorchFunctionMode):
+    """Takes down what is asked of torch, and lets it happen."""
+
+    def __init__(self, trace: Trace) -> None:
+        super().__init__()
+        self.trace = trace
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        if name in ("__get__", "__set__") or name in _EMPTY | _VALUES | _READS | _NOTHING:
+            return func(*args, **kwargs)
+        given = _tensors((args, kwargs))
+        before = len(self.trace.steps), len(self.trace.compiled)
+        out = func(*args, **kwargs)
+        if len(self.trace.steps) == before[0] and _works(name, kwargs, given, _tensors(out)):
+            self.trace.called(name, args, kwargs)
+        return out
+
+
+def _works(name: str, kwargs: Any, given: list[torch.Tensor], made: list[torch.Tensor]) -> bool:
+    """Whether a call of torch did something: wrote in place, or made memory that is not its arguments'."""
+    if _IN_PLACE.fullmatch(name) or kwargs.get("out") is not None:
+        return True
+    memory = {t.untyped_storage()._cdata for t in given}
+    return any(t.untyped_storage()._cdata not in memory for t in made)
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    tree_map_only(torch.Tensor, found.append, values)
+    return found
+
+
+@contextlib.contextmanager
+def observed() -> Iterator[Trace]:
+    """Take down what the calls in this block launch, while they run.
+
+    Yields
+    ------
+    Trace
+    """
+    trace = Trace()
+    run = JITFunction.run
+
+    def launch(self: Any, *args: Any, grid: Any, warmup: bool = False, **kwargs: Any) -> Any:
+        with torch._C.DisableTorchFunction():
+            compiled = run(self, *args, grid=grid, warmup=warmup, **kwargs)
+            if not warmup:
+                trace.launched(self, args, grid, kwargs, compiled)
+        return compiled
+
+    JITFunction.run = launch
+    try:
+        with _Watched(trace):
+            yield trace
+    finally:
+        JITFunction.run = run
+
+
+# The same without a GPU -----------------------------------------------------------------------------------------------
+
+
+class AbsentGPU(DriverBase):
+    """A driver of Triton for a GPU that is not there: it names an architecture, takes tensors of the CPU, runs nothing.
+
+    Parameters
+    ----------
+    capability : tuple of int
+        (9, 0) is Hopper.
+    multiprocessors : int
+    shared : int
+        Bytes of shared memory a block may take.
+    launched : callable, optional
+        Called with the metadata of each kernel that was compiled and would be launched.
+    """
+
+    def __init__(
+        self,
+        capability: tuple[int, int] = (9, 0),
+        multiprocessors: int = 132,
+        shared: int = 227 * 1024,
+        launched: Callable[[Any], None] = lambda metadata: None,
+    ) -> None:
+        self.arch = 10 * capability[0] + capability[1]
+        self.properties = {"max_shared_mem": shared, "multiprocessor_count": multiprocessors, "warpSize": 32}
+        self.launched = launched
+        self.utils = self  # Triton looks for get_device_properties and load_binary there
+
+    # What Triton asks of a driver; numpydoc has nothing to add to its names.
+    # numpydoc ignore=GL08
+    @staticmethod
+    def is_active() -> bool:
+        return True
+
+    def map_python_to_cpp_type(self, ty: str) -> str:
+        raise NotImplementedError("nothing is launched, so no launcher is generated")
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.arch, 32)
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def get_benchmarker(self) -> Any:
+        raise NotImplementedError("nothing is launched, so there is nothing to time")
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return self.properties
+
+    def load_binary(self, name: str, kernel: bytes, shared: int, device: int) -> tuple[Any, ...]:
+        return None, None, 0, 0, 1024  # module, function, registers, spills, most threads a block
+
+    def launcher_cls(self, source: Any, metadata: Any) -> Callable[..., None]:
+        return lambda *arguments: self.launched(metadata)
+
+
+class _Nowhere(TorchFunctionMode):
+    """Takes down what is asked of torch and does none of it: results are memory of the right shape, all zeros.
+
+    The memory is one range of addresses that the system has promised and never gives, handed out in ascending order;
+    so sizes do not matter, and where tensors lie does not differ from one call to the next. Only where a launcher reads
+    a value is that value computed, and what it was made of.
+    """
+
+    RANGE = 2**40
+
+    def __init__(self) -> None:
+        super().__init__()
+        unreserved = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Python names it from 3.13 on
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | unreserved
+        self.memory = mmap.mmap(-1, self.RANGE, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        self.trace = Trace()
+        self.kept = self.at = 0
+        self.later: dict[int, tuple[Any, Any, Any, Any]] = {}  # how memory would be filled
+        self.touched = False
+
+    def keep(self) -> None:
+        """What there is now stays: inputs are zeros, whatever they were made of."""
+        self.kept = self.at
+        self.later.clear()
+        self.trace.clear()
+
+    def again(self) -> None:
+        """Hand out the memory behind what was kept once more."""
+        self.at = self.kept
+        self.later.clear()
+        self.trace.clear()
+        if self.touched:
+            self.memory.madvise(mmap.MADV_DONTNEED)  # zeros once more
+            self.touched = False
+
+    def forget(self) -> None:
+        """Hand out all of the memory once more."""
+        self.kept = 0
+        self.again()
+
+    def hand_out(self, like: torch.Tensor) -> torch.Tensor:
+        """Memory for a tensor of the meta device."""
+        shape, stride = like.shape, like.stride()
+        last = sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) + 1 if like.numel() else 0
+        size = last * like.element_size()
+        if not size:
+            return torch.empty_strided(shape, stride, dtype=like.dtype)
+        if self.at + size > self.RANGE:
+            raise MemoryError(f"launches: more than {self.RANGE} bytes in one call")
+        flat = torch.frombuffer(self.memory, dtype=torch.uint8, count=size, offset=self.at).view(like.dtype)
+        self.at += -(-size // 512) * 512
+        return flat.as_strided(shape, stride)
+
+    def read(self, tensor: torch.Tensor) -> None:
+        """Fill memory whose values are asked for."""
+        key = tensor.untyped_storage().data_ptr()
+        if key in self.later:
+            out, func, args, kwargs = self.later.pop(key)
+            for t in _tensors((args, kwargs)):
+                self.read(t)
+            self.touched = True
+            made = func(*args, **kwargs)
+            for to, value in zip(_tensors(out), _tensors(made), strict=True):
+                self.later.pop(to.untyped_storage().data_ptr(), None)
+                to.copy_(value)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        if name in ("__get__", "__set__") or name in _VALUES | _NOTHING:
+            return func(*args, **kwargs)
+        given = _tensors((args, kwargs))
+        if not given and name not in _MAKES:
+            return func(*args, **kwargs)
+        if name in _READS:
+            for tensor in given:
+                self.read(tensor)
+            return func(*args, **kwargs)
+        twins: dict[int, torch.Tensor] = {}
+
+        def twin(t: torch.Tensor) -> torch.Tensor:
+            return twins.setdefault(id(t), torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta"))
+
+        stand_ins = tree_map_only(torch.Tensor, twin, (args, {k: v for k, v in kwargs.items() if k != "generator"}))
+        if not given or "device" in kwargs:
+            stand_ins[1]["device"] = "meta"
+        return self._answered(name, func, args, kwargs, stand_ins, {id(v): k for k, v in twins.items()})
+
+    def _answered(self, name: str, func: Any, args: Any, kwargs: Any, stand_ins: Any, real: dict[int, int]) -> Any:
+        given = _tensors((args, kwargs))
+        try:
+            out = func(*stand_ins[0], **stand_ins[1])
+        except (RuntimeError, NotImplementedError):
+            if not given:
+                raise
+            for tensor in given:  # the shape of the result depends on values, or there is an error to tell
+                self.read(tensor)
+            return func(*args, **kwargs)
+        made = _tensors(out)
+        if name not in _EMPTY and _works(name, stand_ins[1], _tensors(stand_ins), made):
+            self.trace.called(name, args, kwargs)
+        elif given and name not in _EMPTY:
+            return func(*args, **kwargs)  # a view, or a number
+        by_id = {id(t): t for t in given}
+
+        def answer(t: torch.Tensor) -> torch.Tensor:
+            return by_id[real[id(t)]] if id(t) in real else self.hand_out(t)
+
+        result = tree_map_only(torch.Tensor, answer, out)
+        if name not in _EMPTY:
+            for tensor in _tensors(result):
+                if id(tensor) not in by_id:
+                    self.later[tensor.untyped_storage().data_ptr()] = (result, func, args, kwargs)
+        return result
+
+
+@contextlib.contextmanager
+def nowhere(gpu: AbsentGPU, compile: bool = False) -> Iterator[_Nowhere]:
+    """A place where calls are taken down and nothing runs. A process in which Triton compiles; the driver is for good.
+
+    Parameters
+    ----------
+    gpu : AbsentGPU
+        For which launchers plan.
+    compile : bool
+        Compile what is launched, so that `Trace.code` is known.
+    """
+    triton.runtime.driver.set_active(gpu)
+    place = _Nowhere()
+    run = JITFunction.run
+
+    def launch(self: Any, *args: Any, grid: Any, warmup: bool = False, **kwargs: Any) -> Any:
+        with torch._C.DisableTorchFunction():
+            compiled = run(self, *args, grid=grid, warmup=True, **dict(kwargs)) if compile else None
+            place.trace.launched(self, args, grid, kwargs, compiled)
+        return compiled
+
+    JITFunction.run = launch
+    try:
+        yield place
+    finally:
+        JITFunction.run = run
+
+
+def found(
+    op: Op, points: Iterable[tuple[str, str, Dims]], gpu: AbsentGPU, compile: bool = False
+) -> list[tuple[str, str]]:
+    """What variants of an operator would launch on a GPU that need not be there; of others, their wrappers.
+
+    Parameters
+    ----------
+    op : Op
+    points : iterable of (variant, dtype, dims)
+        A variant's name, a dtype's name such as ``"float16"``, and sizes.
+    gpu : AbsentGPU
+    compile : bool
+        Whether `code` is asked for too.
+
+    Returns
+    -------
+    list of (launches, code)
+        Empty `code` where nothing was compiled. `REFUSED` for what a variant refuses; ``"failed: why"`` where it
+        could not be found out.
+    """
+    results: list[tuple[str, str]] = []
+    with nowhere(gpu, compile) as place:
+        before: Any = None
+        made: Any = ()
+        for name, dtype, dims in points:
+            if not launching(name, op.variants[name]):
+                results.append((of_wrapper(op.variants[name]), ""))
+                continue
+            if before != (dtype, dims):
+                before = (dtype, dims)
+                place.forget()
+                with place:
+                    made = op.make(inputs.generator(0, "cpu"), getattr(torch, dtype), **dims)
+                place.keep()
+            place.again()
+            results.append(_one(op.variants[name], made, place))
+    return results
+
+
+def _one(variant: Variant, made: tuple[Any, ...], place: _Nowhere) -> tuple[str, str]:
+    try:
+        with place:
+            args = made if variant.prepare is None else variant.prepare(*made)
+            place.trace.clear()
+            variant.run(*args)
+    except NotImplementedError:
+        return REFUSED, ""
+    except Exception as error:  # whatever a launcher raises: what it launches is unknown
+        return f"failed: {type(error).__name__}: {error}"[:200], ""
+    return place.trace.launches, place.trace.code
+
+
+class Unknown(RuntimeError):
+    """What would be launched cannot be found out here; the message says why."""
+
+
+def elsewhere(
+    asked: Mapping[str, Sequence[tuple[str, str, Dims]]],
+    capability: tuple[int, int],
+    multiprocessors: int,
+    compile: bool = False,
+    cards: str = "fusebook.cards:OPS",
+    library: pathlib.Path = pathlib.Path(__file__).parents[1],
+) -> dict[str, list[tuple[str, str]]]:
+    """`found`, in a process where Triton compiles: this one may interpret, or have a GPU.
+
+    Parameters
+    ----------
+    asked : mapping of str to sequence of (variant, dtype, dims)
+        By operator.
+    capability, multiprocessors
+        Of the GPU for which launchers plan.
+    compile : bool
+        Whether `code` is asked for too.
+    cards : str
+        A module and the name of a mapping of operators in it.
+    library : pathlib.Path
+        The folder where the package is imported from.
+
+    Returns
+    -------
+    dict of str to list of (launches, code)
+
+    Raises
+    ------
+    Unknown
+        Where Triton cannot be used without a GPU here.
+    """
+    paths = [str(library), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    request = {"capability": capability, "sms": multiprocessors, "compile": compile, "asked": asked}
+    command = [sys.executable, "-W", "ignore", "-m", "fusebook.launches", cards]
+    process = subprocess.run(
+        command, input=json.dumps(request), capture_output=True, text=True, env=environment, check=False
+    )  # fmt: skip
+    if process.returncode:
+        raise Unknown((process.stderr.strip().splitlines() or [f"exit code {process.returncode}"])[-1])
+    answers: dict[str, Any] = {}
+    for line in process.stdout.splitlines():
+        answers |= json.loads(line)
+    return {name: [tuple(pair) for pair in pairs] for name, pairs in answers.items()}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Read what is asked as JSON from standard input, and print what was found.
+
+    Parameters
+    ----------
+    argv : sequence of str
+        The cards: a module and the name of a mapping in it, ``fusebook.cards:OPS``. Standard input holds the GPU's
+        ``capability`` and ``sms``, whether to ``compile``, and ``asked``: (variant, dtype, dims) by operator.
+    """
+    module, _, name = argv[0].partition(":")
+    cards = getattr(importlib.import_module(module), name)
+    given = json.load(sys.stdin)
+    gpu = AbsentGPU(tuple(given["capability"]), given["sms"])
+    for op, points in given["asked"].items():
+        print(json.dumps({op: found(cards[op], points, gpu, given.get("compile", False))}), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

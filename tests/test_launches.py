@@ -1,0 +1,243 @@
+"""What a call launches: found without a GPU, changed by what changes it, and by nothing else."""
+
+import functools
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import fusebook
+from fusebook import launches
+
+HOPPER = (9, 0), 132
+LIBRARY = Path(fusebook.__file__).parent
+
+#: A cheap point of each operator that is looked at, and of two rivals.
+POINTS = {
+    "softmax": [("fusebook", "float32", {"M": 64, "N": 1000}), ("Liger", "float32", {"M": 64, "N": 1000})],
+    "softmax_backward": [("fusebook", "float32", {"M": 64, "N": 1000})],
+    "masked_scatter_nd_of_shape": [
+        (name, "float16", {"R": 2**16, "D": 4096, "n": 4096, "law": "uniform"})
+        for name in ("fusebook", "fusebook atomic")
+    ],
+    "silu": [("fusebook", "float32", {"M": 64, "N": 64}), ("torch.compile", "float32", {"M": 64, "N": 64})],
+    "exp": [("fusebook", "float32", {"M": 64, "N": 64})],
+    "swiglu": [("fusebook", "float16", {"M": 4096, "K": 4096, "N": 11008})],
+    "concat_gemm": [
+        ("fusebook", "float16", {"M": 512, "K": 512, "N": 512, "weights": "two"}),
+        ("fusebook, TF32", "float16", {"M": 512, "K": 512, "N": 512, "weights": "two"}),
+    ],
+    "logistic_step": [("fusebook", "float32", {"N": 4096, "D": 64})],
+    "logistic_fit": [("fusebook", "float32", {"N": 4096, "D": 64, "steps": 100})],
+    "kmeans_assign": [("fusebook", "float32", {"n": 4096, "d": 2, "k": 8, "labels": "int64", "law": "blobs"})],
+}  # fmt: skip
+
+
+class Copy:
+    """A copy of the library to be changed."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        ignored = shutil.ignore_patterns("__pycache__", "records")
+        shutil.copytree(LIBRARY, folder / "fusebook", ignore=ignored)
+
+    def change(self, old, new, folder="."):
+        """Replace what a pattern matches, wherever it stands; it must stand somewhere."""
+        count = 0
+        for file in (self.folder / "fusebook" / folder).rglob("*"):
+            if file.suffix in (".py", ".json", ".csv"):
+                text, n = re.subn(old, new, file.read_text())
+                count += n
+                if n:
+                    file.write_text(text)
+        assert count, f"nothing in {folder} matches {old!r}"
+
+    def found(self, compile=False, **points):
+        found = launches.elsewhere(points or POINTS, *HOPPER, compile=compile, library=self.folder)
+        return {(op, point[0]): pair for op, asked in (points or POINTS).items()
+                for point, pair in zip(asked, found[op], strict=True)}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def original():
+    return {
+        (op, point[0]): pair[0]
+        for op, pairs in launches.elsewhere(POINTS, *HOPPER).items()
+        for point, pair in zip(POINTS[op], pairs, strict=True)
+    }
+
+
+def test_every_launch_is_found_or_refused(original):
+    assert original.pop(("concat_gemm", "fusebook, TF32")) == launches.REFUSED  # of float16
+    assert all(re.fullmatch("[0-9a-f]{12}", found) for found in original.values()), original
+    ours = [found for (_, variant), found in original.items() if variant.startswith("fusebook")]
+    assert len(set(ours)) == len(ours)
+
+
+#: What is changed, and what by: a pattern, its replacement, and the variants that launch something else then.
+NOTICED = {
+    "a token of a kernel": (r"tl\.maximum\(tops, x\)", "tl.maximum(x, tops)", {("softmax", "fusebook")}),
+    "a global constant": (
+        r"_BESIDE = 2\*\*26", "_BESIDE = 2**20", {("masked_scatter_nd_of_shape", "fusebook")},
+    ),
+    "a default of a NamedTuple": (r"warps: int = 4\b", "warps: int = 2", {("kmeans_assign", "fusebook")}),
+    "a dict of expressions": (
+        r'"silu": Expression\(_silu', '"silu": Expression(_double', {("silu", "fusebook")},
+    ),
+    "a tuned row": (r'"bm": 128', '"bm": 64', {("swiglu", "fusebook")}),
+    "another number of warps": (
+        r"WIDE=plan\.wide, num_warps=4", "WIDE=plan.wide, num_warps=8", {("logistic_step", "fusebook")},
+    ),
+    "another grid": (
+        r"_logistic_fit_losses\[\(triton\.cdiv\(steps, rows\),\)\]",
+        "_logistic_fit_losses[(triton.cdiv(steps, rows) + 1,)]",
+        {("logistic_fit", "fusebook")},
+    ),
+    "a rival's wrapper": (r"LigerSoftmaxFunction\.apply\(", "LigerSoftmaxFunction.apply(*", {("softmax", "Liger")}),
+}  # fmt: skip
+
+
+def test_what_changes_the_launches_is_noticed_and_nowhere_else(original, tmp_path):
+    copy = Copy(tmp_path)
+    for old, new, _ in NOTICED.values():
+        copy.change(old, new)
+    now = {key: pair[0] for key, pair in copy.found().items()}
+    changed = {key for key in original if now[key] != original[key]}
+    for what, (*_, which) in NOTICED.items():
+        assert which <= changed, what
+    # What shares a module or a dict with something that has changed has not.
+    assert changed == set().union(*(which for *_, which in NOTICED.values()))
+
+
+UNNOTICED = {
+    "a docstring": (r'"""ROWS rows of any width, read twice\."""', '"""Rows, and not one of them read once."""'),
+    "a comment": (r"(\n    tops = tl\.full)", r"\n    # So small that anything is larger.\1"),
+    "a comment at the end": (r"(program = tl\.program_id\(0\))\n", r"\1  # whoever we are\n"),
+    "an annotation": (r"def _load\(ptr, inside\):", 'def _load(ptr: "pointer", inside) -> "tile":'),
+    "a renamed kernel": (r"\b_softmax_rows\b", "_rows_kept_in_registers"),
+    "a renamed helper": (r"\b_rows_of\b", "_mine"),
+    "a renamed function of the host": (r"\b_launch_fit\b", "_go"),
+    "renamed variables of a kernel": (r"\bEXPRESSION\b", "FUNCTION"),
+    "an error message": (r"move it to a GPU", "carry it to a GPU"),
+    "a constant by its value": (r"2\*\*26", "67108864"),
+}
+
+
+def test_what_changes_no_launch_is_not_noticed(original, tmp_path):
+    copy = Copy(tmp_path)
+    for old, new in UNNOTICED.values():
+        copy.change(old, new)
+    # A renamed file.
+    (tmp_path / "fusebook/kernels/logistic_step.py").rename(tmp_path / "fusebook/kernels/descent.py")
+    copy.change(r"fusebook\.kernels\.logistic_step\b", "fusebook.kernels.descent")
+    now = {key: pair[0] for key, pair in copy.found().items()}
+    assert {key for key in original if now[key] != original[key]} == set()
+
+
+def test_code_is_the_same_where_the_gpu_does_the_same(tmp_path):
+    """A kernel written otherwise, whose PTX is equal, on one side; another grid and another constant on the other."""
+    asked = {name: POINTS[name][:1] for name in ("exp", "silu")}
+    before = Copy(tmp_path / "before").found(True, **asked)
+    same, other = Copy(tmp_path / "same"), Copy(tmp_path / "other")
+    same.change(r"at = start \+ tl\.arange\(0, BLOCK\)", "at = tl.arange(0, BLOCK) + start")
+    same.change(r"\b_elementwise_flat\b", "_neighbours_of_all")
+    after = same.found(True, **asked)
+    for key in before:
+        assert before[key][0] != after[key][0] and before[key][1] == after[key][1] != "", key
+    other.change(r"_elementwise_flat\[\(plan\.programs,\)\]", "_elementwise_flat[(plan.programs + 1,)]")
+    other.change(r"lost \* 0\.6931471805599453", "lost * 0.69")
+    after = other.found(True, **asked)
+    assert all(before[key][1] != after[key][1] for key in before)
+
+
+SAME_BOTH_WAYS = """
+import fusebook, torch
+from fusebook import inputs, launches
+from fusebook.cards import OPS
+
+points = [
+    ("exp", "fusebook", {"M": 64, "N": 64}),
+    ("masked_scatter_nd_of_shape", "fusebook, checked", {"R": 2000, "D": 16, "n": 100, "law": "uniform"}),
+    ("embedding_backward", "fusebook sorted", {"R": 40, "D": 16, "n": 5000, "law": "uniform"}),
+]
+for op, variant, dims in points:
+    op = OPS[op]
+    [(there, _)] = launches.found(op, [(variant, "float32", dims)], launches.AbsentGPU())
+    made = op.make(inputs.generator(0, "cpu"), torch.float32, **dims)
+    with launches.observed() as trace:
+        op.variants[variant].run(*made)
+    assert trace.launches == there, (op.name, trace.steps)
+    assert trace.code and any(isinstance(step[0], str) for step in trace.steps)
+"""
+
+
+def test_calls_that_run_are_taken_down_as_those_that_do_not():
+    """With tensors that are there, a driver that launches nothing, and kernels that are compiled."""
+    environment = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": str(LIBRARY.parent)}
+    command = [sys.executable, "-W", "ignore", "-c", SAME_BOTH_WAYS]
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr[-3000:]
+
+
+def test_where_nothing_can_be_found_out_the_reason_is_told(tmp_path):
+    with pytest.raises(launches.Unknown, match="no_such_module"):
+        launches.elsewhere(POINTS, *HOPPER, cards="no_such_module:OPS")
+
+
+# Functions of the host, by which rivals are known ---------------------------------------------------------------------
+
+SCALE = 3
+
+
+def helper(x):
+    return SCALE * x
+
+
+def uses(x):
+    """Calls a helper."""
+    y = helper(x)
+    if y is None:
+        raise ValueError(f"expected a number, got {y}")
+    return y
+
+
+def uses_too(number: int) -> int:
+    # Not a word is the same.
+    scaled: int = helper(number)
+    if scaled is None:
+        raise ValueError("nothing")
+    return scaled
+
+
+def uses_otherwise(x):
+    y = helper(x)
+    if y is not None:
+        raise ValueError(f"expected a number, got {y}")
+    return y
+
+
+def again(n):
+    return 0 if n == 0 else again(n - 1)
+
+
+def test_a_function_is_what_it_does(monkeypatch):
+    assert launches.digest(uses) == launches.digest(uses_too) != launches.digest(uses_otherwise)
+    assert launches.digest(again) == launches.digest(again)
+    before = launches.digest(uses), launches.digest(functools.partial(uses, 1))
+    assert before[1] != launches.digest(functools.partial(uses, 2)) != before[0]
+    monkeypatch.setitem(globals(), "SCALE", 4)
+    assert launches.digest(uses) != before[0]
+
+
+def test_functions_of_one_line_are_told_apart():
+    one, two, three = (lambda x: x + 1), (lambda y: y + 1), (lambda x: x + 2)
+    assert launches.digest(one) == launches.digest(two) != launches.digest(three)
+
+    def adds(n):
+        return lambda x: x + n
+
+    assert launches.digest(adds(1)) == launches.digest(adds(1)) != launches.digest(adds(2))
