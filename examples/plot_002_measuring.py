@@ -170,7 +170,7 @@ ax = plots.lines(
 
 # %%
 large = cache[cache["MB read and written"] * 1e6 >= 4 * on.l2]
-# The part of the traffic that may stay in the cache, and that nobody waits for.
+# The part of the traffic that may stay in the cache: nobody waits for it.
 kept = on.l2 / (large["MB read and written"] * 1e6)
 claims(
     say(
@@ -192,7 +192,8 @@ claims(
     say(
         "Even a flushed copy is partly served by the cache, which takes in "
         "what is written: of {edge:.0f} MB up to a quarter, of a gigabyte up "
-        "to {part:.0%}. Bandwidth is claimed for more than {edge:.0f} MB only.",
+        "to {part:.0%}. Bandwidth is claimed for more than {edge:.0f} MB "
+        "only.",
         edge=4 * on.l2 / 1e6,
         part=on.l2 / 1e9,
     ),
