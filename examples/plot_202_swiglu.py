@@ -47,7 +47,6 @@ from fusebook.cards.swiglu import SWIGLU
 from fusebook.check import judge, yardstick
 from fusebook.inputs import generator, poison
 from fusebook.kernels.swiglu import _gated, _swiglu_stacked, swiglu_eager
-from fusebook.op import Cost
 from fusebook.page import (
     Source,
     arguments,
