@@ -50,6 +50,7 @@ from fusebook.kernels.swiglu import _gated, _swiglu_stacked, swiglu_eager
 from fusebook.page import (
     Source,
     arguments,
+    by_clock,
     claim,
     claims,
     downloads,
@@ -533,6 +534,22 @@ table(
 # differ, it is not the arithmetic, which is the same in both.
 
 table(tables.losses(alike, kind="warm"), "Points lost, warm", fold=False)
+
+# %%
+# **By the caller's clock.** The device works while the host queues what comes
+# next. So an eager program of many calls pays the larger of the two times for
+# each, *paid*, and a short kernel is as fast as its launch.
+
+by_clock(alike)
+
+# %%
+table(tables.clocks(alike), "Every way by every clock, in microseconds")
+
+# %%
+table(tables.losses(alike, kind="paid"), "Points lost by an eager program")
+
+# %%
+table(tables.losses(alike, kind="call"), "Points lost by a call, waited for")
 
 # %%
 single = others[others["dtype"] == "float32"]

@@ -20,7 +20,7 @@ FUSEBOOK_REPOSITORY
     The address of the repository, for links to it.
 """
 
-from fusebook.page.claims import Claims, claim, claims, exercise, holds, say
+from fusebook.page.claims import Claims, by_clock, claim, claims, exercise, holds, say
 from fusebook.page.results import NoResults, arguments, measured, records, results
 from fusebook.page.show import Folded, Listing, Source, Tabs, downloads, provenance, solution, table
 
@@ -32,6 +32,7 @@ __all__ = [
     "Source",
     "Tabs",
     "arguments",
+    "by_clock",
     "claim",
     "claims",
     "downloads",
