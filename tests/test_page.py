@@ -13,7 +13,7 @@ import torch
 import triton
 
 import synthetic
-from fusebook import bench, page, plots, record
+from fusebook import bench, page, plots, record, tables
 from fusebook import machine as machines
 from fusebook.cards.softmax import SOFTMAX
 from fusebook.kernels.softmax import softmax, softmax_eager
