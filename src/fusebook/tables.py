@@ -367,7 +367,7 @@ def losses(df: pd.DataFrame, variant: str = "fusebook", kind: str = "cold", with
     -------
     pandas.DataFrame
         Indexed by sizes and dtype: the fastest other variant, and how many times as long `variant` takes. The worst
-        loss comes first. ``attrs["compared"]`` is how many points were timed both ways: where it is 0, nothing is known.
+        loss comes first. ``attrs["compared"]`` is how many points were timed both ways: 0 tells nothing.
     """
     others = [name for name in dict.fromkeys(df["variant"]) if name != variant]
     table = pd.DataFrame({name: ratio(df, variant, name, kind) for name in others})
