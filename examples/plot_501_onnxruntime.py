@@ -1,6 +1,6 @@
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["fusebook", "onnx", "onnxruntime", "onnxscript"]
+# dependencies = ["fusebook[book,ort]", "onnxruntime"]
 #
 # [tool.uv.sources]
 # fusebook = { path = "..", editable = true }
@@ -28,26 +28,18 @@ kernel has begun.
 # rows they are added. An index of -1 is masked. ONNX says that with a chain of
 # four nodes; two operators of our own say it with three, and with one.
 
-import fusebook  # noqa: F401  before triton: it decides who runs kernels
-import onnx
-import onnx.helper as oh
-import pandas as pd
-import torch
-import triton
-import triton.language as tl
-from fusebook import plots, tables
+import fusebook  # before triton: it decides who runs kernels
+from fusebook import plots, tables, timing
 from fusebook.cards.onnxruntime import (
     MODELS,
     NODES_OF_ONNX_RUNTIME,
-    alone,
-    captured,
     model,
-    overhead,
 )
 from fusebook.check import judge, yardstick
 from fusebook.inputs import generator, poison
 from fusebook.ort import NODES, Graph, custom_op, fuse
-from fusebook.ort.aot import specs
+from fusebook.ort.alone import alone
+from fusebook.ort.aot import cached, specs
 from fusebook.ort.nodes import MASKED_SCATTER_ND, softmax_into
 from fusebook.page import (
     Listing,
@@ -57,6 +49,7 @@ from fusebook.page import (
     claims,
     downloads,
     exercise,
+    extra,
     measured,
     provenance,
     results,
@@ -64,6 +57,15 @@ from fusebook.page import (
     solution,
     table,
 )
+
+import pandas as pd
+import torch
+import triton
+import triton.language as tl
+
+with extra("ort"):
+    import onnx
+    import onnx.helper as oh
 
 args = arguments(
     NODES_OF_ONNX_RUNTIME, config="small,medium,large", dtype="float32"
@@ -316,7 +318,19 @@ own = judge(
     session(feeds)["y"],
     yard,
 )
-by_itself = measured("onnxruntime_alone", alone)
+
+
+def library():
+    """For this GPU, compiled when it is asked for the first time."""
+    major, minor = torch.cuda.get_device_capability()
+    return cached((10 * major + minor,), ("float32",))
+
+
+def without_python():
+    return pd.DataFrame([alone(model(MODELS[2]), library())])
+
+
+by_itself = measured("onnxruntime_alone", without_python)
 table(by_itself, "A process without Python's GPU stack", fold=False)
 
 # %%
@@ -340,6 +354,50 @@ claims(
 # 4 KiB is as little as ONNX Runtime can be asked for. *host* is the time until
 # the run returns to Python, which a busy program pays; *call* waits for the
 # GPU as well; *cold* is the time on the GPU alone.
+
+
+def unary(name, domain):
+    """A graph of one node that takes a matrix and returns one."""
+    x, y = (oh.make_tensor_value_info(n, 1, ["M", "N"]) for n in "xy")
+    node = oh.make_node(name, ["x"], ["y"], domain=domain)
+    graph = oh.make_graph([node], name, [x], [y])
+    opsets = [oh.make_opsetid("", 18), oh.make_opsetid("fusebook", 1)]
+    return oh.make_model(graph, ir_version=10, opset_imports=opsets)
+
+
+def timed(functions, **more):
+    """A row for each function; times in microseconds."""
+    kinds = ("cold", "call", "host")
+    times = timing.measure(functions, warmup=20, repeat=100, kinds=kinds)
+    rows = [{"run": name, **more} for name in functions]
+    for row in rows:
+        for kind in kinds:
+            if (q := times[row["run"]][kind]) is not None:
+                row[f"{kind}_us_20"] = q.q20 * 1e6
+                row[f"{kind}_us"] = q.q50 * 1e6
+                row[f"{kind}_us_80"] = q.q80 * 1e6
+    return rows
+
+
+def overhead():
+    x = torch.randn(8, 128, device="cuda")
+
+    def bound(name, domain="fusebook", **given):
+        graph = Graph(unary(name, domain), **given)
+        return graph.bind({"x": x}, {"y": torch.empty_like(x)})
+
+    kind = {"inputs": {"x": torch.float32}, "outputs": {"y": torch.float32}}
+    empty = custom_op("Nothing", lambda x, out: None, shape="x", **kind)
+    runs = {
+        "Identity": bound("Identity", ""),
+        "Softmax of ONNX Runtime": bound("Softmax", ""),
+        "Softmax, ahead of time": bound("Softmax", library=library()),
+        "a callback that does nothing": bound("Nothing", ops=[empty]),
+        "Softmax, callback": bound("Softmax", ops=NODES),
+        "fusebook.softmax from torch": lambda: fusebook.softmax(x),
+    }
+    return pd.DataFrame(timed(runs))
+
 
 before = measured("onnxruntime_overhead", overhead)
 least = before.set_index("run")[["host_us", "call_us", "cold_us"]]
@@ -415,6 +473,50 @@ table(
 # is kept for as long as the session, since the graph goes on to use it. The
 # price: one set of shapes, inputs and outputs at fixed places, and whatever a
 # launcher decides by looking at values on the host is decided once.
+
+
+def captured():
+    rows, options = [], {"enable_cuda_graph": "1"}
+    for R, D, n in ((256, 512, 512), (32000, 4096, 2048)):
+        made = NODES_OF_ONNX_RUNTIME.make(
+            generator(0), torch.float32, R=R, D=D, n=n, law="uniform"
+        )
+        shape, indices, updates = made
+        feeds = {
+            "shape": torch.tensor(shape),
+            "indices": indices,
+            "updates": updates,
+        }
+        ways = {
+            "ScatterND": (model("ScatterND"), {}),
+            "Masked, callback": (model(MODELS[2]), {"ops": NODES}),
+            "Masked, ahead of time": (
+                model(MODELS[2]),
+                {"library": library()},
+            ),
+        }
+        runs, right = {}, {"Identity": True}
+        for name, (graph, how) in ways.items():
+            y = updates.new_empty(shape)
+            run = Graph(graph, options=options, **how).bind(feeds, {"y": y})
+            for _ in range(3):
+                run()
+            # Values change in place, and the captured graph reads them anew;
+            # what it does not write stays NaN.
+            updates.mul_(-1.5)
+            y.fill_(torch.nan)
+            yard = yardstick(NODES_OF_ONNX_RUNTIME, made)
+            verdict = judge(NODES_OF_ONNX_RUNTIME, run()["y"], yard)
+            runs[name], right[name] = run, verdict.ok
+        x = torch.zeros(8, 128, device=updates.device)
+        graph = Graph(unary("Identity", ""), options=options)
+        runs["Identity"] = graph.bind({"x": x}, {"y": torch.empty_like(x)})
+        sizes = {"R": R, "D": D, "n": n}
+        rows += [
+            row | {"right": right[row["run"]]} for row in timed(runs, **sizes)
+        ]
+    return pd.DataFrame(rows)
+
 
 replayed = measured("onnxruntime_captured", captured)
 names = replayed[["R", "D", "n"]].itertuples(index=False)

@@ -22,6 +22,7 @@ from fusebook.cards import OPS  # noqa: E402
 from fusebook.cards import onnxruntime as card  # noqa: E402
 from fusebook.cards.scatter_nd import _onnx_model  # noqa: E402
 from fusebook.ort import NODES, Graph, aot, build, export  # noqa: E402
+from fusebook.ort.alone import alone  # noqa: E402
 from graphs import one_node, registered_by_an_old_onnx_runtime  # noqa: E402
 
 CUDA = torch.cuda.is_available()
@@ -155,7 +156,7 @@ def test_the_library_needs_neither_python_nor_cuda_to_be_loaded(library):
 @pytest.mark.skipif(CUDA, reason="needs a machine without a CUDA device")
 def test_without_a_gpu_the_library_says_so_to_a_process_without_torch(library):
     with pytest.raises(RuntimeError, match="compiled for GPUs, and the session has none") as raised:
-        card.alone(library, "CPUExecutionProvider")
+        alone(card.model(card.MODELS[2]), library, "CPUExecutionProvider")
     assert "\n" not in str(raised.value)
 
 
@@ -175,7 +176,7 @@ def test_the_library_tells_an_onnx_runtime_that_is_too_old(library):
 
 @pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
 def test_the_library_alone_computes_the_right_thing(library):
-    (row,) = card.alone(library).to_dict("records")
+    row = alone(card.model(card.MODELS[2]), library)
     assert row["provider"] == "CUDAExecutionProvider" and row["wrong"] == 0 and row["modules"] == "none"
 
 

@@ -1,29 +1,22 @@
-"""Masked ScatterND as a graph of ONNX Runtime: three models that mean the same, and what a run of them costs."""
+"""Masked ScatterND as a graph of ONNX Runtime: three models that mean the same."""
 
 from __future__ import annotations
 
 import functools
-import itertools
-import json
-import subprocess
-import sys
-import tempfile
 from typing import Any
 
-import pandas as pd
 import torch
 from torch import Tensor
 
-from fusebook import check, inputs, timing
 from fusebook.cards.scatter_nd import MASKED_SCATTER_ND
 from fusebook.kernels.scatter_nd import masked_scatter_nd_of_shape
 from fusebook.op import Cost, Op, Variant
-from fusebook.ort import Bound, Graph, custom_op
+from fusebook.ort import Bound, Graph
 from fusebook.ort.aot import cached
 from fusebook.ort.custom import _ELEMENTS
 from fusebook.ort.nodes import NODES
 
-__all__ = ["MODELS", "NODES_OF_ONNX_RUNTIME", "OPS", "PAGE", "alone", "captured", "model", "overhead"]
+__all__ = ["MODELS", "NODES_OF_ONNX_RUNTIME", "OPS", "PAGE", "model"]
 
 #: The page that tells of them.
 PAGE = 501
@@ -91,13 +84,12 @@ def model(name: str, dtype: torch.dtype = torch.float32) -> Any:
     return helper.make_model(graph, ir_version=10, opset_imports=opsets)
 
 
-def _session(name: str, dtype: torch.dtype, device: torch.device, how: str, captured: bool = False) -> Graph:
-    options = {"enable_cuda_graph": "1"} if captured else None
+def _session(name: str, dtype: torch.dtype, device: torch.device, how: str) -> Graph:
     if how == "ahead of time":
         major, minor = torch.cuda.get_device_capability(device)
         library = cached((10 * major + minor,), (str(dtype).removeprefix("torch."),))
-        return Graph(model(name, dtype), device=device, library=library, options=options)
-    return Graph(model(name, dtype), device=device, ops=NODES if how == "callback" else (), options=options)
+        return Graph(model(name, dtype), device=device, library=library)
+    return Graph(model(name, dtype), device=device, ops=NODES if how == "callback" else ())
 
 
 _kept_session = functools.cache(_session)  # to make one takes longer than all that is asked of it here
@@ -151,169 +143,3 @@ NODES_OF_ONNX_RUNTIME = Op(
 )
 
 OPS = (NODES_OF_ONNX_RUNTIME,)
-
-
-# What no card measures ---------------------------------------------------------------------------------------------
-
-
-def _timed(functions: dict[str, Any], **more: Any) -> list[dict[str, Any]]:
-    # The host alone: calls that are not waited for, which is what a program with more to do pays.
-    host = {name: timing._host_seconds(function) for name, function in functions.items()}
-    times = timing.measure(functions, warmup=20, repeat=100, kinds=("cold", "call"))
-    rows = []
-    for name, by_kind in times.items():
-        row = {"run": name, **more, "host_us": host[name] * 1e6}
-        for kind in ("cold", "call"):
-            if (q := by_kind[kind]) is not None:
-                row |= {f"{kind}_us_20": q.q20 * 1e6, f"{kind}_us": q.q50 * 1e6, f"{kind}_us_80": q.q80 * 1e6}
-        rows.append(row)
-    return rows
-
-
-def overhead() -> pd.DataFrame:
-    """What a run costs before a kernel has done anything: graphs of one node on a tensor of 4 KiB.
-
-    Returns
-    -------
-    pandas.DataFrame
-        A row for each graph; times in microseconds: `cold` and `call` as in `fusebook.timing`, `host` is the time until
-        the call returns.
-    """
-    device = torch.device("cuda", torch.cuda.current_device())
-    x = torch.randn(8, 128, device=device)
-
-    def bound(name: str, domain: str, **given: Any) -> Bound:
-        return Graph(_unary(name, domain), device=device, **given).bind({"x": x}, {"y": torch.empty_like(x)})
-
-    empty = custom_op("Nothing", lambda x, out: None, {"x": torch.float32}, {"y": torch.float32}, "x")
-    major, minor = torch.cuda.get_device_capability(device)
-    library = cached((10 * major + minor,), ("float32",))
-    return pd.DataFrame(
-        _timed(
-            {
-                "Identity": bound("Identity", ""),
-                "Softmax of ONNX Runtime": bound("Softmax", ""),
-                "Softmax, ahead of time": bound("Softmax", "fusebook", library=library),
-                "a callback that does nothing": bound("Nothing", "fusebook", ops=[empty]),
-                "Softmax, callback": bound("Softmax", "fusebook", ops=NODES),
-                "fusebook.softmax from torch": functools.partial(_softmax, x),
-            }
-        )
-    )
-
-
-def _softmax(x: Tensor) -> Tensor:
-    import fusebook
-
-    return fusebook.softmax(x)
-
-
-def _unary(name: str, domain: str) -> Any:
-    from onnx import TensorProto, helper
-
-    graph = helper.make_graph(
-        [helper.make_node(name, ["x"], ["y"], domain=domain)],
-        name,
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["M", "N"])],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["M", "N"])],
-    )
-    opsets = [helper.make_opsetid("", 18), helper.make_opsetid("fusebook", 1)]
-    return helper.make_model(graph, ir_version=10, opset_imports=opsets)
-
-
-def captured() -> pd.DataFrame:
-    """The same runs when ONNX Runtime captures them in a CUDA graph and replays it.
-
-    Returns
-    -------
-    pandas.DataFrame
-        As `overhead`, with R, D and n, and whether a replay on new values gives the right result.
-    """
-    device = torch.device("cuda", torch.cuda.current_device())
-    rows = []
-    for R, D, n in ((256, 512, 512), (32000, 4096, 2048)):
-        dims = {"R": R, "D": D, "n": n}
-        made = _card.make(inputs.generator(0), torch.float32, **dims, law="uniform")
-        functions, right = {}, {}
-        for name, how in (("ScatterND", ""), *itertools.product(MODELS[2:], ("callback", "ahead of time"))):
-            bound = _bound(_session(name, torch.float32, device, how, captured=True), *made)
-            for _ in range(3):
-                bound()
-            # Values change in place, the captured graph reads them anew; what it does not write stays NaN.
-            made[2].mul_(-1.5)
-            bound._given["y"].fill_(torch.nan)
-            verdict = check.judge(_card, _run(bound), check.yardstick(_card, made))
-            label = f"Masked, {how}" if how else name
-            functions[label], right[label] = bound, verdict.ok
-        small = torch.zeros(8, 128, device=device)
-        identity = Graph(_unary("Identity", ""), device=device, options={"enable_cuda_graph": "1"})
-        functions["Identity"] = identity.bind({"x": small}, {"y": torch.empty_like(small)})
-        rows += [row | {"right": right.get(row["run"], True)} for row in _timed(functions, **dims)]
-    return pd.DataFrame(rows)
-
-
-_ALONE = """
-import json, sys
-
-class Absent:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in ("torch", "triton", "fusebook"):
-            raise ImportError(name)
-
-sys.meta_path.insert(0, Absent())
-import numpy as np
-import onnxruntime
-
-if hasattr(onnxruntime, "preload_dlls"):
-    onnxruntime.preload_dlls()
-library, model, provider = sys.argv[1:]
-options = onnxruntime.SessionOptions()
-options.log_severity_level = 3
-options.register_custom_ops_library(library)
-session = onnxruntime.InferenceSession(model, options, providers=[provider])
-rng = np.random.default_rng(0)
-indices, updates = rng.integers(-1, 300, (600, 1)), rng.integers(-9, 9, (600, 128)).astype(np.float32)
-want = np.zeros((300, 128), np.float32)
-live = indices[:, 0] != -1
-np.add.at(want, indices[live, 0], updates[live])
-(got,) = session.run(None, {"shape": np.array(want.shape), "indices": indices, "updates": updates})
-print(json.dumps({
-    "provider": session.get_providers()[0],
-    "onnxruntime": onnxruntime.__version__,
-    "elements": got.size,
-    "wrong": int((got != want).sum()),
-    "modules": ", ".join(sorted({"torch", "triton", "fusebook"} & set(sys.modules))) or "none",
-}))
-"""
-
-
-def alone(library: Any = None, provider: str = "CUDAExecutionProvider") -> pd.DataFrame:
-    """Load the library in a process that can import neither torch nor triton nor fusebook, and run it.
-
-    Parameters
-    ----------
-    library : path, optional
-        What ``python -m fusebook.ort build`` made; made for this GPU by default.
-    provider : str
-
-    Returns
-    -------
-    pandas.DataFrame
-        One row: the provider, elements computed and elements wrong, and which of the three modules were there.
-
-    Raises
-    ------
-    RuntimeError
-        With the last line of what that process said where it failed.
-    """
-    if library is None:
-        major, minor = torch.cuda.get_device_capability()
-        library = cached((10 * major + minor,), ("float32",))
-    with tempfile.NamedTemporaryFile(suffix=".onnx") as file:
-        file.write(model(MODELS[2]).SerializeToString())
-        file.flush()
-        command = [sys.executable, "-c", _ALONE, str(library), file.name, provider]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
-    if done.returncode:
-        raise RuntimeError(f"fusebook.ort: {(done.stderr.strip().splitlines() or ['the process died'])[-1]}")
-    return pd.DataFrame([json.loads(done.stdout.strip().splitlines()[-1])])
