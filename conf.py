@@ -111,11 +111,12 @@ def install_line():
     """What a downloaded notebook does where fusebook is missing: install this very commit, or say how."""
     if not REPOSITORY:
         return (
-            '    raise SystemExit("Install fusebook first: pip install PATH, where PATH is a checkout of its source.")'
+            '    raise SystemExit("Install fusebook first: pip install PATH[book,ort], where PATH is a checkout of its '
+            'source.")'
         )
     git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
     commit = git.stdout.strip() or "main"
-    return f'    %pip install --quiet "fusebook @ git+{REPOSITORY}@{commit}"'
+    return f'    %pip install --quiet "fusebook[book,ort] @ git+{REPOSITORY}@{commit}"'
 
 
 FIRST_CELL = f"""\

@@ -72,12 +72,12 @@ def environment(session):
     except ValueError as error:
         session.error(str(error))
     session.log(f"{torch} for {device}: {reason}")
-    groups = ["docs", "tests", "lint", *(["peers"] if device == "cuda" else [])]
-    wanted = nox.project.dependency_groups(PROJECT, *groups)
+    wanted = nox.project.dependency_groups(PROJECT, "docs", "tests", "lint")
+    library = ".[book,ort,peers]" if device == "cuda" else ".[book,ort]"
     onnxruntime = "onnxruntime-gpu" if device == "cuda" else "onnxruntime"
 
     stamp = PYTHON.parent.parent / "fusebook.sha256"
-    text = repr((PROJECT["project"], wanted, device, torch, onnxruntime, sys.version))
+    text = repr((PROJECT["project"], wanted, library, device, torch, onnxruntime, sys.version))
     digest = hashlib.sha256(text.encode()).hexdigest()
     if stamp.exists() and stamp.read_text() == digest:
         session.log("the environment holds what it should")
@@ -88,7 +88,7 @@ def environment(session):
         # packages that follow are content with it. Where the index cannot be reached this costs two seconds.
         session.install("--no-deps", "--retries", "1", "--extra-index-url", CPU_INDEX, torch)
         torch = "torch"
-    session.install("--editable", ".", torch, onnxruntime, *wanted)
+    session.install("--editable", library, torch, onnxruntime, *wanted)
     stamp.write_text(digest)
 
 

@@ -1,6 +1,6 @@
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["fusebook"]
+# dependencies = ["fusebook[book]"]
 #
 # [tool.uv.sources]
 # fusebook = { path = "..", editable = true }
@@ -39,10 +39,6 @@ of a GPU that is named beside them.
 # result once.
 
 import fusebook  # before triton: it decides whether kernels are interpreted
-import pandas as pd
-import torch
-import triton
-import triton.language as tl
 from fusebook import plots, tables
 from fusebook.cards.elementwise import (
     ADD_ADD_MULTIPLY,
@@ -78,7 +74,6 @@ from fusebook.page import (
     Source,
     Tabs,
     arguments,
-    by_clock,
     claim,
     claims,
     downloads,
@@ -89,6 +84,11 @@ from fusebook.page import (
     solution,
     table,
 )
+
+import pandas as pd
+import torch
+import triton
+import triton.language as tl
 from torch.profiler import ProfilerActivity, profile
 
 args = arguments(MULTIPLY_ADD, config="large", dtype="float32")
@@ -518,12 +518,8 @@ warm["launch floor + roof"] = (
 table(warm, "Small: warm time in microseconds", fold=False)
 
 # %%
-# In eager mode the host pays. What Python does to queue a call, and a call as
-# Python sees it, waited for:
+# In eager mode the host pays. A call as Python sees it, waited for:
 
-table(times(little, "host"), "Small: the host's time of a call", fold=False)
-
-# %%
 table(times(little, "call"), "Small: a call, in microseconds", fold=False)
 
 # %%
@@ -725,23 +721,6 @@ table(
     "Points lost, cold: the fastest other way, and how far behind we are",
     fold=False,
 )
-
-# %%
-# **By the caller's clock.** The device works while the host queues what comes
-# next. So an eager program of many calls pays the larger of the two times for
-# each, *paid*, and a short kernel is as fast as its launch.
-
-callers = tables.alike(pd.concat([every, singles, little, shapes, half]))
-by_clock(callers)
-
-# %%
-table(tables.clocks(callers), "Every way by every clock, in microseconds")
-
-# %%
-table(tables.losses(callers, kind="paid"), "Points lost by an eager program")
-
-# %%
-table(tables.losses(callers, kind="call"), "Points lost by a call, waited for")
 
 # %%
 # What to take to the next kernel:

@@ -1,6 +1,6 @@
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["fusebook", "onnx", "onnxruntime"]
+# dependencies = ["fusebook[book,ort]", "onnxruntime"]
 #
 # [tool.uv.sources]
 # fusebook = { path = "..", editable = true }
@@ -41,13 +41,6 @@ of a GPU that is named beside them.
 # zeros, the other masks as well.
 
 import fusebook  # before triton: it decides whether kernels are interpreted
-import numpy as np
-import onnx
-import onnx.helper as oh
-import pandas as pd
-import torch
-import triton
-import triton.language as tl
 from fusebook import plots, tables
 from fusebook.cards.scatter_nd import (
     EMBEDDING_BACKWARD,
@@ -69,11 +62,11 @@ from fusebook.page import (
     Listing,
     Source,
     arguments,
-    by_clock,
     claim,
     claims,
     downloads,
     exercise,
+    extra,
     holds,
     provenance,
     results,
@@ -81,8 +74,18 @@ from fusebook.page import (
     solution,
     table,
 )
-from onnx.reference import ReferenceEvaluator
-from onnx.reference.op_run import OpRun
+
+import numpy as np
+import pandas as pd
+import torch
+import triton
+import triton.language as tl
+
+with extra("ort"):
+    import onnx
+    import onnx.helper as oh
+    from onnx.reference import ReferenceEvaluator
+    from onnx.reference.op_run import OpRun
 
 args = arguments(
     MASKED_SCATTER_ND, config="small,medium,large", dtype="float32"
@@ -891,23 +894,6 @@ table(
     "Points lost: the fastest other way, and how far behind we are",
     fold=False,
 )
-
-# %%
-# **By the caller's clock.** The device works while the host queues what comes
-# next. So an eager program of many calls pays the larger of the two times for
-# each, *paid*, and a short kernel is as fast as its launch.
-
-callers = tables.alike(everything)
-by_clock(callers)
-
-# %%
-table(tables.clocks(callers), "Every way by every clock, in microseconds")
-
-# %%
-table(tables.losses(callers, kind="paid"), "Points lost by an eager program")
-
-# %%
-table(tables.losses(callers, kind="call"), "Points lost by a call, waited for")
 
 # %%
 # What to take to the next kernel:

@@ -1,6 +1,6 @@
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["fusebook", "onnx", "onnxruntime"]
+# dependencies = ["fusebook[book,ort]", "onnxruntime"]
 #
 # [tool.uv.sources]
 # fusebook = { path = "..", editable = true }
@@ -35,13 +35,6 @@ of a GPU that is named beside them.
 # what comes out, the other what goes in.
 
 import fusebook  # before triton: it decides whether kernels are interpreted
-import matplotlib.pyplot as plt
-import onnx
-import onnx.helper as oh
-import pandas as pd
-import torch
-import triton
-import triton.language as tl
 from fusebook import machine, plots, tables
 from fusebook.cards.concat_gemm import CONCAT_GEMM, _in_views
 from fusebook.check import judge, yardstick
@@ -57,11 +50,11 @@ from fusebook.page import (
     Listing,
     Source,
     arguments,
-    by_clock,
     claim,
     claims,
     downloads,
     exercise,
+    extra,
     holds,
     provenance,
     results,
@@ -69,6 +62,16 @@ from fusebook.page import (
     solution,
     table,
 )
+
+import matplotlib.pyplot as plt
+import pandas as pd
+import torch
+import triton
+import triton.language as tl
+
+with extra("ort"):
+    import onnx
+    import onnx.helper as oh
 
 args = arguments(
     CONCAT_GEMM,
@@ -864,23 +867,6 @@ table(
 # %%
 
 table(tables.losses(lost, kind="warm"), "The same, warm", fold=False)
-
-# %%
-# **By the caller's clock.** The device works while the host queues what comes
-# next. So an eager program of many calls pays the larger of the two times for
-# each, *paid*, and a short kernel is as fast as its launch.
-
-callers = tables.alike(lost)
-by_clock(callers)
-
-# %%
-table(tables.clocks(callers), "Every way by every clock, in microseconds")
-
-# %%
-table(tables.losses(callers, kind="paid"), "Points lost by an eager program")
-
-# %%
-table(tables.losses(callers, kind="call"), "Points lost by a call, waited for")
 
 # %%
 # TF32 is lost because the matrix units take it only with K side by side in

@@ -5,6 +5,7 @@ whether kernels are interpreted.
 """
 
 import fusebook  # noqa: F401  before triton
+
 import torch
 import triton
 import triton.language as tl

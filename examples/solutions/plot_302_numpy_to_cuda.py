@@ -1,6 +1,7 @@
 """Solutions to the exercises of the k-means page."""
 
 import fusebook  # noqa: F401  before triton
+
 import torch
 import triton
 import triton.language as tl

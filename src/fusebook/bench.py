@@ -21,13 +21,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import pandas as pd
 import torch
-from tqdm.auto import tqdm
 
 from fusebook import check, inputs, timing
 from fusebook import machine as machines
+from fusebook.extras import extra
 from fusebook.op import Cost, Dims, Op, Variant
+
+with extra("book"):
+    import pandas as pd
+    from tqdm.auto import tqdm
 
 __all__ = ["COLUMNS", "DTYPES", "WrongResult", "dtypes", "missing", "points", "run", "source_hash", "verify"]
 

@@ -10,13 +10,16 @@ from collections.abc import Mapping, Sequence
 from itertools import cycle
 from typing import Any
 
-import matplotlib.pyplot as plt
-import numpy as np
-import pandas as pd
-from matplotlib.axes import Axes
-from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
-
 from fusebook import tables
+from fusebook.extras import extra
+
+with extra("book"):
+    import matplotlib.pyplot as plt
+    import numpy as np
+    import pandas as pd
+    from matplotlib.axes import Axes
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
 
 __all__ = ["bandwidth", "copies", "dots", "lines", "roofline", "timeline", "times"]
 

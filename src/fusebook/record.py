@@ -20,12 +20,15 @@ import re
 import sys
 from collections.abc import Sequence
 
-import pandas as pd
-
 from fusebook import bench
 from fusebook import machine as machines
 from fusebook.cards import OPS
+from fusebook.extras import extra
 from fusebook.op import Op
+
+with extra("book"):
+    import pandas as pd
+
 
 __all__ = [
     "RecordError",

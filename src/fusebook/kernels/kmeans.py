@@ -22,10 +22,10 @@ points and centres that are not contiguous are copied first.
 from __future__ import annotations
 
 import math
+import sys
 import warnings
 from typing import Any, NamedTuple
 
-import numpy
 import torch
 import triton
 import triton.language as tl
@@ -921,7 +921,8 @@ def _check_k(name: str, k: Any) -> None:
 
 def _tensors(name: str, **given: Any) -> tuple[list[Any], bool]:
     """NumPy arrays as tensors where the kernels run, and whether they were arrays: all of them or none."""
-    arrays = {what: v for what, v in given.items() if isinstance(v, numpy.ndarray)}
+    numpy: Any = sys.modules.get("numpy")  # who passes an array has imported it, and nobody else needs it
+    arrays = {what: v for what, v in given.items() if numpy is not None and isinstance(v, numpy.ndarray)}
     if not arrays:
         return list(given.values()), False
     for what, value in given.items():

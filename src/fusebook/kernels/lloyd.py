@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from ._operator import check_device, launching
 from .kmeans import (
@@ -127,6 +127,15 @@ def _plus_plus(points: Tensor, k: int, draw: random.Random) -> Tensor:
     return centres
 
 
+def _shown(iterations: range, name: str) -> Iterable[int]:
+    """The iterations, with a bar where there is a terminal and tqdm is installed."""
+    try:
+        from tqdm.auto import tqdm
+    except ModuleNotFoundError:
+        return iterations
+    return tqdm(iterations, desc=name, unit="iteration", disable=None, leave=False)
+
+
 def kmeans(
     points: Any, k: int, *, init: Any = "k-means++", max_iter: int = 300, tol: float = 1e-4, seed: int = 0
 ) -> KMeans:  # fmt: skip
@@ -165,7 +174,7 @@ def kmeans(
     -----
     An empty cluster keeps its centre (scikit-learn moves it to the point that is farthest from its own). k-means++
     draws one candidate a centre, scikit-learn the best of several. A bar shows the iterations where there is a
-    terminal.
+    terminal and tqdm is installed.
     """
     name = "kmeans"
     given = init if not isinstance(init, str) else None
@@ -201,16 +210,12 @@ def kmeans(
     wide = points if points.dtype == torch.float64 else points.float()
     least = tol * float(wide.var(0, correction=0).mean()) if tol and points.numel() else 0.0
     narrow = torch.uint8 if k <= 256 else torch.int32  # labels on the way: nobody sees them
-    iterations = 0
-    with tqdm(total=max_iter, desc=name, unit="iteration", disable=None, leave=False) as bar:
-        while iterations < max_iter:
-            _, new = _step(points, centres, narrow)
-            moved = float((new.double() - centres.double()).square().sum())  # waits
-            centres = new
-            iterations += 1
-            bar.update()
-            if moved <= least:
-                break
+    for iterations in _shown(range(1, max_iter + 1), name):  # noqa: B007  (told at the end)
+        _, new = _step(points, centres, narrow)
+        moved = float((new.double() - centres.double()).square().sum())  # waits
+        centres = new
+        if moved <= least:
+            break
     labels = _assign(points, centres, torch.int64)
     inertia = float(_spread(points, centres, labels, None).double().sum()) if points.numel() else 0.0
     if arrays:

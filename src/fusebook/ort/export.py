@@ -6,9 +6,9 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import numpy as np
 import torch
 
+from fusebook.extras import extra
 from fusebook.ort.custom import CustomOp
 from fusebook.ort.graph import _NAMES
 from fusebook.ort.nodes import NODES
@@ -17,12 +17,8 @@ __all__ = ["fuse", "translations"]
 
 
 def _onnxscript() -> Any:
-    try:
+    with extra("ort"):
         import onnxscript
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "fusebook.ort: exporting and rewriting models needs onnxscript, which is not installed; install it"
-        ) from error
     return onnxscript
 
 
@@ -102,7 +98,7 @@ def _number(value: Any) -> Any:
 
 def _is_zero(attribute: Any) -> bool:
     """Whether ConstantOfShape makes zeros: it does unless it is told otherwise."""
-    return attribute is None or not np.any(attribute.as_tensor().numpy())
+    return attribute is None or not attribute.as_tensor().numpy().any()
 
 
 def fuse(model: Any) -> Any:

@@ -20,9 +20,12 @@ FUSEBOOK_REPOSITORY
     The address of the repository, for links to it.
 """
 
-from fusebook.page.claims import Claims, by_clock, claim, claims, exercise, holds, say
-from fusebook.page.results import NoResults, arguments, measured, records, results
-from fusebook.page.show import Folded, Listing, Source, Tabs, downloads, provenance, solution, table
+from fusebook.extras import extra
+
+with extra("book"):
+    from fusebook.page.claims import Claims, claim, claims, exercise, holds, say
+    from fusebook.page.results import NoResults, arguments, measured, records, results
+    from fusebook.page.show import Folded, Listing, Source, Tabs, downloads, provenance, solution, table
 
 __all__ = [
     "Claims",
@@ -32,11 +35,11 @@ __all__ = [
     "Source",
     "Tabs",
     "arguments",
-    "by_clock",
     "claim",
     "claims",
     "downloads",
     "exercise",
+    "extra",
     "holds",
     "measured",
     "provenance",

@@ -219,8 +219,7 @@ def table(df: pd.DataFrame, caption: str, fold: bool | None = None) -> Table:
     ----------
     df : pandas.DataFrame
     caption : str
-        What the reader sees in it, with units. An empty table says that there is none of it, or, where its
-        ``attrs["compared"]`` is 0, that it was not measured.
+        What the reader sees in it, with units.
     fold : bool, optional
         Whether it is shown on demand only; from 20 rows up unless told.
 
@@ -228,8 +227,7 @@ def table(df: pd.DataFrame, caption: str, fold: bool | None = None) -> Table:
     -------
     Table
     """
-    nothing = "not measured" if df.attrs.get("compared") == 0 else "none"
-    return Table(tables.pretty(df), caption, len(df) > 20 if fold is None else fold, nothing)._now()
+    return Table(tables.pretty(df), caption, len(df) > 20 if fold is None else fold)._now()
 
 
 @dataclass(frozen=True, repr=False)
@@ -239,12 +237,11 @@ class Table(_Shown):
     frame: pd.DataFrame
     caption: str
     fold: bool
-    nothing: str = "none"
 
     def _repr_html_(self) -> str:
         frame = self.frame
         if frame.empty:
-            return f'<p class="fb-say">{_rich(self.caption)}: {self.nothing}.</p>'
+            return f'<p class="fb-say">{_rich(self.caption)}: none.</p>'
         keys = frame.index.to_frame(index=False).astype(object)
         plain = isinstance(frame.index, pd.RangeIndex)
         names = [] if plain else ["" if n is None else str(n) for n in frame.index.names]
@@ -269,7 +266,7 @@ class Table(_Shown):
 
     def __repr__(self) -> str:
         if self.frame.empty:
-            return f"{self.caption}: {self.nothing}."
+            return f"{self.caption}: none."
         with pd.option_context("display.width", 160, "display.max_columns", 30, "display.max_rows", 12):
             return f"{self.caption}\n{self.frame}"
 

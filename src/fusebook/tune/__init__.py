@@ -25,11 +25,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from tqdm.auto import tqdm
 
 from fusebook import check, kernels, timing
 from fusebook.cards import OPS
+from fusebook.extras import extra
 from fusebook.tune import products
+
+with extra("book"):
+    from tqdm.auto import tqdm
 
 __all__ = ["main", "tunable", "tune"]
 

@@ -1,0 +1,112 @@
+"""What importing the library loads and needs: torch and Triton; all else comes with an extra, which is named."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+#: What comes with an extra.
+EXTRAS = (
+    *("matplotlib", "openpyxl", "pandas", "pynvml", "tqdm"),
+    *("cupy", "liger_kernel", "onnx", "onnxruntime", "onnxscript", "quack", "sklearn"),
+)
+
+#: Makes modules look as if they were not installed.
+HIDE = """
+import sys
+
+class Hidden:
+    names = ()
+
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in self.names:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+hidden = Hidden()
+sys.meta_path.insert(0, hidden)
+"""
+
+
+def python(code, *arguments):
+    """What a process of its own prints; here everything is loaded already."""
+    path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    done = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_library_loads_torch_and_triton_and_takes_half_a_second_more():
+    """Of the processor's time, which a busy machine does not lengthen."""
+    code = (
+        "import sys, time, torch, triton; before = set(sys.modules); begin = time.process_time(); import fusebook;"
+        "print(time.process_time() - begin, *{name.split('.')[0] for name in set(sys.modules) - before})"
+    )
+    best = 1e9
+    for _ in range(3):
+        seconds, *loaded = python(code).split()
+        assert "fusebook" in loaded
+        assert not {*loaded} & {*EXTRAS}
+        best = min(best, float(seconds))
+        if best <= 0.5:
+            break
+    assert best <= 0.5
+
+
+def test_kernels_run_and_cards_are_read_where_no_extra_is_installed():
+    code = HIDE + (
+        f"hidden.names = {EXTRAS}\n"
+        "import fusebook, torch\n"
+        "x = torch.randn(3, 5, device='cuda' if torch.cuda.is_available() else 'cpu')\n"
+        "torch.testing.assert_close(fusebook.softmax(x), torch.softmax(x, -1))\n"
+        "assert fusebook.kmeans(x, 2).labels.shape == (3,)\n"
+        "from fusebook.cards import OPS\n"
+        "print(*OPS)"
+    )
+    assert "softmax" in python(code).split()
+
+
+#: A module or page, what is not installed, and the extra that is to be named.
+MISSING = [
+    ("fusebook.bench", "pandas", "book"),
+    ("fusebook.bench", "tqdm", "book"),
+    ("fusebook.tables", "pandas", "book"),
+    ("fusebook.plots", "matplotlib", "book"),
+    ("fusebook.record", "pandas", "book"),
+    ("fusebook.tune", "tqdm", "book"),
+    ("fusebook.page", "matplotlib", "book"),
+    ("plot_102_softmax.py", "pandas", "book"),
+    ("plot_501_onnxruntime.py", "onnx", "ort"),
+]
+
+
+def test_a_missing_extra_is_named():
+    code = HIDE + (
+        "import importlib, json, runpy, fusebook\n"
+        "kept = ('fusebook.kernels', 'fusebook.extras')\n"
+        "said = []\n"
+        "for name, *hidden.names, extra in json.loads(sys.argv[2]):\n"
+        "    for loaded in [*sys.modules]:\n"
+        "        ours = loaded.startswith('fusebook.') and not loaded.startswith(kept)\n"
+        "        if ours or loaded.split('.')[0] in hidden.names:\n"
+        "            del sys.modules[loaded]\n"
+        "    try:\n"
+        "        if name.endswith('.py'):\n"
+        "            runpy.run_path(f'{sys.argv[1]}/{name}')\n"
+        "        else:\n"
+        "            importlib.import_module(name)\n"
+        "    except ModuleNotFoundError as error:\n"
+        "        said.append(str(error))\n"
+        "print(json.dumps(said))"
+    )
+    said = json.loads(python(code, ROOT / "examples", json.dumps(MISSING)))
+    assert said == [
+        f"the module {hidden} is not installed; it comes with Fusebook's extra {extra!r}: "
+        f"pip install 'PATH[{extra}]', where PATH is a checkout of its source"
+        for _, hidden, extra in MISSING
+    ]
