@@ -74,6 +74,7 @@ from fusebook.page import (
     Source,
     Tabs,
     arguments,
+    by_clock,
     claim,
     claims,
     downloads,
@@ -518,8 +519,12 @@ warm["launch floor + roof"] = (
 table(warm, "Small: warm time in microseconds", fold=False)
 
 # %%
-# In eager mode the host pays. A call as Python sees it, waited for:
+# In eager mode the host pays. What Python does to queue a call, and a call as
+# Python sees it, waited for:
 
+table(times(little, "host"), "Small: the host's time of a call", fold=False)
+
+# %%
 table(times(little, "call"), "Small: a call, in microseconds", fold=False)
 
 # %%
@@ -721,6 +726,23 @@ table(
     "Points lost, cold: the fastest other way, and how far behind we are",
     fold=False,
 )
+
+# %%
+# **By the caller's clock.** The device works while the host queues what comes
+# next. So an eager program of many calls pays the larger of the two times for
+# each, *paid*, and a short kernel is as fast as its launch.
+
+callers = tables.alike(pd.concat([every, singles, little, shapes, half]))
+by_clock(callers)
+
+# %%
+table(tables.clocks(callers), "Every way by every clock, in microseconds")
+
+# %%
+table(tables.losses(callers, kind="paid"), "Points lost by an eager program")
+
+# %%
+table(tables.losses(callers, kind="call"), "Points lost by a call, waited for")
 
 # %%
 # What to take to the next kernel:

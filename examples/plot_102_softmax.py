@@ -41,7 +41,7 @@ of a GPU that is named beside them.
 # to read each element once and to write each result once, 2MN elements.
 
 import fusebook  # before triton: it decides whether kernels are interpreted
-from fusebook import plots, tables
+from fusebook import plots, tables, timing
 from fusebook.cards.softmax import SOFTMAX, SOFTMAX_BACKWARD
 from fusebook.check import judge, yardstick
 from fusebook.inputs import generator, rough
@@ -53,6 +53,7 @@ from fusebook.kernels.softmax import (
 from fusebook.page import (
     Source,
     arguments,
+    by_clock,
     claim,
     claims,
     downloads,
@@ -429,10 +430,11 @@ claims(
 # %%
 # **Small work is another question.** At 4096 x 256 the kernel lasts a few
 # microseconds, about as long as an empty one, and a host that launches it
-# from Python takes longer than that. Two more clocks tell the parts apart:
-# *warm* is the time per call of many calls in a CUDA graph, without any
-# launch by the host; *call* is what Python waits for. The last two shapes
-# have fewer rows than the GPU has multiprocessors.
+# from Python may take longer than that. Three more clocks tell the parts
+# apart: *warm* is the time per call of many calls in a CUDA graph, without any
+# launch by the host; *host* is what Python does to queue a call; *call* is
+# what Python waits for. The last two shapes have fewer rows than the GPU has
+# multiprocessors.
 
 small = results(
     SOFTMAX,
@@ -442,10 +444,10 @@ small = results(
     repeat=args.repeat,
 )
 clocks = pd.concat(
-    {kind: tables.times(small, kind) for kind in ("warm", "cold", "call")},
+    {kind: tables.times(small, kind) for kind in timing.KINDS},
     names=["clock"],
 )
-table(clocks, "Three clocks, in microseconds")
+table(clocks, "Four clocks, in microseconds")
 
 # %%
 warm = tables.times(small, "warm")
@@ -462,9 +464,11 @@ claims(
         (fused["warm_us"] <= 1.3 * bound).loc[[4096]],
     ),
     say(
-        "At 4096 x 256 a call takes {call:.0f} microseconds of the host's "
-        "time and {warm:.1f} of the device's: put small kernels in a graph.",
-        call=fused.loc[(4096, 256), "call_us"],
+        "At 4096 x 256 our call takes {host:.1f} microseconds to queue, "
+        "PyTorch's {theirs:.1f}, and {warm:.1f} of the device: put small "
+        "kernels in a graph.",
+        host=fused.loc[(4096, 256), "host_us"],
+        theirs=tables.times(small, "host").loc[(4096, 256), "torch"],
         warm=fused.loc[(4096, 256), "warm_us"],
     ),
 )
@@ -630,6 +634,23 @@ claims(
 everything = pd.concat([sweep, large, vocabulary])
 lost = tables.losses(everything)
 table(lost, "Points lost: the fastest other way, and how far behind we are")
+
+# %%
+# **By the caller's clock.** The device works while the host queues what comes
+# next. So an eager program of many calls pays the larger of the two times for
+# each, *paid*, and a short kernel is as fast as its launch.
+
+callers = tables.alike(pd.concat([everything, small]))
+by_clock(callers)
+
+# %%
+table(tables.clocks(callers), "Every way by every clock, in microseconds")
+
+# %%
+table(tables.losses(callers, kind="paid"), "Points lost by an eager program")
+
+# %%
+table(tables.losses(callers, kind="call"), "Points lost by a call, waited for")
 
 # %%
 # A row that does not stay in registers is read twice, so it moves 3MN where

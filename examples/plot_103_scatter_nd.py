@@ -62,6 +62,7 @@ from fusebook.page import (
     Listing,
     Source,
     arguments,
+    by_clock,
     claim,
     claims,
     downloads,
@@ -894,6 +895,23 @@ table(
     "Points lost: the fastest other way, and how far behind we are",
     fold=False,
 )
+
+# %%
+# **By the caller's clock.** The device works while the host queues what comes
+# next. So an eager program of many calls pays the larger of the two times for
+# each, *paid*, and a short kernel is as fast as its launch.
+
+callers = tables.alike(everything)
+by_clock(callers)
+
+# %%
+table(tables.clocks(callers), "Every way by every clock, in microseconds")
+
+# %%
+table(tables.losses(callers, kind="paid"), "Points lost by an eager program")
+
+# %%
+table(tables.losses(callers, kind="call"), "Points lost by a call, waited for")
 
 # %%
 # What to take to the next kernel:

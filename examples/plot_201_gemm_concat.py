@@ -50,6 +50,7 @@ from fusebook.page import (
     Listing,
     Source,
     arguments,
+    by_clock,
     claim,
     claims,
     downloads,
@@ -867,6 +868,23 @@ table(
 # %%
 
 table(tables.losses(lost, kind="warm"), "The same, warm", fold=False)
+
+# %%
+# **By the caller's clock.** The device works while the host queues what comes
+# next. So an eager program of many calls pays the larger of the two times for
+# each, *paid*, and a short kernel is as fast as its launch.
+
+callers = tables.alike(lost)
+by_clock(callers)
+
+# %%
+table(tables.clocks(callers), "Every way by every clock, in microseconds")
+
+# %%
+table(tables.losses(callers, kind="paid"), "Points lost by an eager program")
+
+# %%
+table(tables.losses(callers, kind="call"), "Points lost by a call, waited for")
 
 # %%
 # TF32 is lost because the matrix units take it only with K side by side in

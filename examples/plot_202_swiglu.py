@@ -43,10 +43,10 @@ from fusebook.cards.swiglu import SWIGLU
 from fusebook.check import judge, yardstick
 from fusebook.inputs import generator, poison
 from fusebook.kernels.swiglu import _gated, _swiglu_stacked, swiglu_eager
-from fusebook.op import Cost
 from fusebook.page import (
     Source,
     arguments,
+    by_clock,
     claim,
     claims,
     downloads,
@@ -363,13 +363,8 @@ table(
 
 # %%
 # **A few tokens.** The weights are read once; the roof is the rate at which
-# this machine reads. A cold call begins with a cache full of what the flush
-# has written, which must go to memory before there is room for anything else:
-# nobody reaches that roof, and the smaller the weights, the less. So there is
-# a second roof for cold calls, at which a cache full of lines is written while
-# the weights are read. It is an estimate, since a cache does not tell how many
-# of its lines still wait. The last layer is that of Llama 3 70B, whose weights
-# are many times the cache.
+# this machine reads. The last layer is that of Llama 3 70B, whose weights are
+# many times the cache.
 
 decode = results(
     SWIGLU,
@@ -386,25 +381,13 @@ table(
 )
 
 # %%
-
-
-def with_the_cache(row):
-    """Seconds to read the weights and to write one cache full of lines."""
-    least = SWIGLU.cost(2, **{name: int(row[name]) for name in SIZES})
-    return on.memory_seconds(Cost(least.read, least.write + on.l2, 0))
-
-
-flushed = 1e6 * decode.apply(with_the_cache, axis=1)
 shares = decode.assign(
     cold=100 * decode["roof_us"] / decode["cold_us"],
     warm=100 * decode["roof_us"] / decode["warm_us"],
-    flushed=100 * flushed / decode["cold_us"],
-).rename(columns={"flushed": "cold, written"})
-KINDS = ["warm", "cold", "cold, written"]
+)
 table(
-    shares.set_index([*SIZES, "variant"])[KINDS].dropna(how="all"),
-    "A few tokens: percent of the roof of reading the weights, and of that at "
-    "which the cache is written as well",
+    shares.set_index([*SIZES, "variant"])[["warm", "cold"]].dropna(how="all"),
+    "A few tokens: percent of the roof of reading the weights",
     fold=False,
 )
 
@@ -476,7 +459,7 @@ table(
 
 against = beside("cold")
 few = decode[(decode["M"] == 16) & (decode["variant"] == "fusebook")]
-few = few.assign(flushed_us=flushed).set_index(SIZES)
+few = few.set_index(SIZES)
 claims(
     claim(
         "At most 1.08 times the packed product alone",
@@ -494,11 +477,6 @@ claims(
     claim(
         "and cold",
         few["roof_us"] / few["cold_us"] >= 0.9,
-        fatal=False,
-    ),
-    claim(
-        "or cold, if what the flush left in the cache is written as well",
-        few["flushed_us"] / few["cold_us"] >= 0.9,
         fatal=False,
     ),
     claim(
@@ -529,12 +507,11 @@ claims(
     *[
         say(
             "16 tokens, {K} x {N}: {warm:.1%} of the roof warm, {cold:.1%} "
-            "cold, {flushed:.1%} if the cache is written as well.",
+            "cold.",
             K=K,
             N=N,
             warm=row["roof_us"] / row["warm_us"],
             cold=row["roof_us"] / row["cold_us"],
-            flushed=row["flushed_us"] / row["cold_us"],
         )
         for (_, K, N), row in few.iterrows()
     ],
@@ -558,6 +535,22 @@ table(
 # differ, it is not the arithmetic, which is the same in both.
 
 table(tables.losses(alike, kind="warm"), "Points lost, warm", fold=False)
+
+# %%
+# **By the caller's clock.** The device works while the host queues what comes
+# next. So an eager program of many calls pays the larger of the two times for
+# each, *paid*, and a short kernel is as fast as its launch.
+
+by_clock(alike)
+
+# %%
+table(tables.clocks(alike), "Every way by every clock, in microseconds")
+
+# %%
+table(tables.losses(alike, kind="paid"), "Points lost by an eager program")
+
+# %%
+table(tables.losses(alike, kind="call"), "Points lost by a call, waited for")
 
 # %%
 single = others[others["dtype"] == "float32"]

@@ -90,28 +90,85 @@ claims(
 )
 
 # %%
+# Should I use it?
+# ----------------
+#
+# For each operator, how it stands against the fastest other way of the same
+# arithmetic, by each clock: at how many points it is faster, equal within 2 %,
+# and slower. *Cold* and *warm* are the device's. *Paid* is what an eager
+# program of many calls pays for each, the larger of the host's time and the
+# device's. *Call* is one call that is waited for. Variants of ours are not
+# counted as other ways.
+
+alike = {
+    name: tables.alike(frame)
+    for name, frame in found.items()
+    if frame["variant"].eq("fusebook").any()
+}
+standing = pd.concat(
+    {name: tables.standing(frame) for name, frame in alike.items()},
+    names=["operator"],
+)
+table(standing, "Ours against the fastest other way", fold=False)
+
+# %%
+# Where a kernel is slower by the caller's clock and not by the device's, what
+# is slow is its launch. From some size on the device takes longer than that:
+# there it pays.
+
+pays = {
+    name: {
+        f"pays from, {kind}": tables.pays_from(frame, kind=kind)
+        for kind in ("paid", "call")
+    }
+    for name, frame in alike.items()
+}
+pays = pd.DataFrame.from_dict(pays, orient="index").fillna("not measured")
+table(
+    pays.replace("", "at no point all the way up"),
+    "What wins on the device pays for the caller from",
+    fold=False,
+)
+
+# %%
+points = standing["points"].groupby("clock", sort=False).sum()
+slower = standing["slower"].groupby("clock", sort=False).sum()
+claims(
+    *(
+        say(
+            "By {clock}, {slower} of {points} points are lost.",
+            clock=clock,
+            slower=slower[clock] if points[clock] else None,
+            points=points[clock],
+        )
+        for clock in points.index
+    ),
+)
+
+# %%
 # Where another way of the same arithmetic is faster by more than 2 %, over all
-# operators. Variants of ours are not counted as other ways.
-
-
-def alike(frame):
-    own = frame["variant"].str.match(r"fusebook[ ,(]")
-    return frame[~own & frame["math"].eq("")]
+# operators:
 
 
 def lost(kind):
     losses = {
-        name: tables.losses(alike(frame), kind=kind)
-        for name, frame in found.items()
+        name: tables.losses(frame, kind=kind) for name, frame in alike.items()
     }
-    return pd.concat(losses, names=["operator"])
+    every = pd.concat(losses, names=["operator"])
+    every.attrs["compared"] = standing.xs(kind, level="clock")["points"].sum()
+    return every
 
 
 table(lost("cold"), "Points lost cold, the worst of each operator first")
 
 # %%
-
 table(lost("warm"), "Points lost warm")
+
+# %%
+table(lost("paid"), "Points lost by an eager program of many calls")
+
+# %%
+table(lost("call"), "Points lost by one call that is waited for")
 
 # %%
 provenance(*found.values())

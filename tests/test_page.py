@@ -13,12 +13,12 @@ import torch
 import triton
 
 import synthetic
-from fusebook import bench, page, plots, record
+from fusebook import bench, page, plots, record, tables
 from fusebook import machine as machines
 from fusebook.cards.softmax import SOFTMAX
 from fusebook.kernels.softmax import softmax, softmax_eager
 from fusebook.page import _place
-from toy import machine, toy
+from toy import machine, toy, variant
 
 ROOT = Path(__file__).resolve().parents[1]
 VARIABLES = [name for name in os.environ if name.startswith("FUSEBOOK_")]
@@ -315,6 +315,24 @@ def test_a_table_without_rows_says_so():
     nothing = pd.DataFrame({"a": []})
     assert repr(page.table(nothing, "Points lost")) == "Points lost: none."
     assert "Points lost: none." in page.table(nothing, "Points lost")._repr_html_()
+
+
+def test_a_table_of_losses_that_nobody_measured_does_not_say_none():
+    df = synthetic.frame(toy(fusebook=variant(lambda x: x + x)), "small")
+    assert repr(page.table(tables.losses(df), "Lost")) == "Lost: none."
+    old = page.table(tables.losses(df.drop(columns="host_us"), kind="paid"), "Lost")
+    assert repr(old) == "Lost: not measured." and "Lost: not measured." in old._repr_html_()
+
+
+def test_what_a_kernel_is_worth_is_told_by_each_clock():
+    df = synthetic.frame(toy(fusebook=variant(lambda x: x + x)), "small")
+    df.loc[df["variant"] == "fusebook", "host_us"] = 1000.0
+    cold, paid, call = map(repr, page.by_clock(df).items)
+    assert "faster than any other way by more than 2 % at 2 of 2 points, and slower at 0." in cold
+    assert "at 0 of 2 points, and slower at 2; what it wins on the device pays at none of them" in paid
+    assert "pays from 16x16 float32" in call
+    _, paid, call = map(repr, page.by_clock(df.drop(columns="host_us")).items)
+    assert paid.endswith("not measured, the results lack a clock that it needs.") and "16x16" in call
 
 
 def test_a_table_can_be_reached_and_read_without_a_mouse():

@@ -151,6 +151,7 @@ def test_a_record_without_the_hosts_clock_is_empty_there_and_loses_nothing():
     assert tables.clocks(df)["host"].isna().all() and tables.clocks(df)["paid"].isna().all()
     assert tables.times(df, "host").isna().all().all()
     assert tables.losses(df, kind="paid").empty and tables.behind(df, kind="host").empty
+    assert tables.losses(df, kind="paid").attrs["compared"] == 0 and tables.losses(df).attrs["compared"] == 1
     assert tables.standing(df).loc["paid", "points"] == 0
     assert tables.pays_from(df) is None and tables.pays_from(df, kind="call") == ""
 

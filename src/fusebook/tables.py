@@ -370,13 +370,15 @@ def losses(df: pd.DataFrame, variant: str = "fusebook", kind: str = "cold", with
     -------
     pandas.DataFrame
         Indexed by sizes and dtype: the fastest other variant, and how many times as long `variant` takes. The worst
-        loss comes first.
+        loss comes first. ``attrs["compared"]`` is how many points were timed both ways: 0 tells nothing.
     """
     others = [name for name in dict.fromkeys(df["variant"]) if name != variant]
     table = pd.DataFrame({name: ratio(df, variant, name, kind) for name in others})
     lost = table[(table > 1 + within).any(axis=1)]
     result = pd.DataFrame({"faster": lost.idxmax(axis=1), "times as long": lost.max(axis=1)}, index=lost.index)
-    return result.sort_values("times as long", ascending=False)
+    result = result.sort_values("times as long", ascending=False)
+    result.attrs["compared"] = int(table.notna().any(axis=1).sum())
+    return result
 
 
 def alike(df: pd.DataFrame, variant: str = "fusebook") -> pd.DataFrame:

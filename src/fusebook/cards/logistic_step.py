@@ -136,24 +136,21 @@ def _numpy_fit(X: Any, y: Any, w: Any, b: Any, lr: float, l2: float, steps: int)
 def _on_host(function: Any, X: Tensor, y: Tensor, w: Tensor, *rest: Any) -> tuple[Any, ...]:
     """The function, and its inputs in the host's memory."""
     _one_dtype(X, y, w)
-    return function, X.device, *(v.cpu() if isinstance(v, Tensor) else v for v in (X, y, w, *rest))
+    return function, *(v.cpu() if isinstance(v, Tensor) else v for v in (X, y, w, *rest))
 
 
-def _run_numpy(function: Any, device: torch.device, *inputs: Any) -> tuple[Tensor, ...]:
-    out = function(*(v.numpy() if isinstance(v, Tensor) else v for v in inputs))
-    return _back(tuple(torch.as_tensor(v, dtype=inputs[2].dtype) for v in out), device)
+def _in_arrays(function: Any, *inputs: Any) -> tuple[Any, ...]:
+    """The same for a function of NumPy, and the dtype of its results."""
+    function, *rest = _on_host(function, *inputs)
+    return function, inputs[2].dtype, *(v.numpy() if isinstance(v, Tensor) else v for v in rest)
 
 
-def _run_cpu(function: Any, device: torch.device, *inputs: Any) -> tuple[Tensor, ...]:
-    return _back(function(*inputs), device)
+def _run_numpy(function: Any, dtype: torch.dtype, *inputs: Any) -> tuple[Tensor, ...]:
+    return tuple(torch.as_tensor(v, dtype=dtype) for v in function(*inputs))
 
 
-def _back(outputs: tuple[Tensor, ...], device: torch.device) -> tuple[Tensor, ...]:
-    """The results where they are compared; waits, so that only the host's clock can time what the host does."""
-    moved = tuple(v.to(device) for v in outputs)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return moved
+def _run_cpu(function: Any, *inputs: Any) -> tuple[Tensor, ...]:
+    return function(*inputs)
 
 
 def _fit_of(step: Any) -> Any:
@@ -222,9 +219,19 @@ LOGISTIC_STEP = Op(
     cost=_cost_step,
     variants={
         "eager": Variant(_eager, cost=_cost_step_eager, needs=()),
-        "NumPy": Variant(_run_numpy, cost=_cost_step_eager, needs=(), prepare=functools.partial(_on_host, _numpy_step)),
+        "NumPy": Variant(
+            _run_numpy,
+            cost=_cost_step_eager,
+            needs=(),
+            prepare=functools.partial(_in_arrays, _numpy_step),
+            on_cpu=True,
+        ),
         "torch on the CPU": Variant(
-            _run_cpu, cost=_cost_step_eager, needs=("cuda",), prepare=functools.partial(_on_host, _eager)
+            _run_cpu,
+            cost=_cost_step_eager,
+            needs=("cuda",),
+            prepare=functools.partial(_on_host, _eager),
+            on_cpu=True,
         ),
         "torch.compile": Variant(_torch_compile, cost=_cost_step_eager, recompiles=True),
         "reduce-overhead": Variant(_reduce_overhead, cost=_cost_step_eager, recompiles=True),
@@ -250,9 +257,19 @@ LOGISTIC_FIT = Op(
     cost=_cost_fit,
     variants={
         "eager": Variant(_fit_of(_eager), cost=_cost_fit_eager, needs=()),
-        "NumPy": Variant(_run_numpy, cost=_cost_fit_eager, needs=(), prepare=functools.partial(_on_host, _numpy_fit)),
+        "NumPy": Variant(
+            _run_numpy,
+            cost=_cost_fit_eager,
+            needs=(),
+            prepare=functools.partial(_in_arrays, _numpy_fit),
+            on_cpu=True,
+        ),
         "torch on the CPU": Variant(
-            _run_cpu, cost=_cost_fit_eager, needs=("cuda",), prepare=functools.partial(_on_host, _fit_of(_eager))
+            _run_cpu,
+            cost=_cost_fit_eager,
+            needs=("cuda",),
+            prepare=functools.partial(_on_host, _fit_of(_eager)),
+            on_cpu=True,
         ),
         "torch.compile": Variant(_fit_of(_torch_compile), cost=_cost_fit_eager, recompiles=True),
         "reduce-overhead": Variant(_fit_of(_reduce_overhead), cost=_cost_fit_eager, recompiles=True),

@@ -23,7 +23,7 @@ FUSEBOOK_REPOSITORY
 from fusebook.extras import extra
 
 with extra("book"):
-    from fusebook.page.claims import Claims, claim, claims, exercise, holds, say
+    from fusebook.page.claims import Claims, by_clock, claim, claims, exercise, holds, say
     from fusebook.page.results import NoResults, arguments, measured, records, results
     from fusebook.page.show import Folded, Listing, Source, Tabs, downloads, provenance, solution, table
 
@@ -35,6 +35,7 @@ __all__ = [
     "Source",
     "Tabs",
     "arguments",
+    "by_clock",
     "claim",
     "claims",
     "downloads",

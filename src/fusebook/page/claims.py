@@ -10,12 +10,12 @@ from typing import Any
 import pandas as pd
 import torch
 
-from fusebook import check
+from fusebook import check, tables
 from fusebook.op import Cost, Op
 from fusebook.page import _place
 from fusebook.page.show import _rich, _Shown
 
-__all__ = ["Claims", "claim", "claims", "exercise", "holds", "say"]
+__all__ = ["Claims", "by_clock", "claim", "claims", "exercise", "holds", "say"]
 
 
 # Prose ----------------------------------------------------------------------------------------------------------------
@@ -205,6 +205,49 @@ def claims(*items: Claim | Say) -> Claims:
 
 
 # Source and exercises -------------------------------------------------------------------------------------------------
+
+
+_CLOCKS = {
+    "cold": "On the device, cold",
+    "paid": "In an eager program of many calls, each of which takes the longer of the host's time and the device's",
+    "call": "By the clock of one call that is waited for",
+}
+
+
+def by_clock(df: pd.DataFrame, variant: str = "fusebook") -> Claims:
+    """What a variant is worth by each clock, the caller's among them: where it wins, loses, and from where on it pays.
+
+    Parameters
+    ----------
+    df : pandas.DataFrame
+        Results of one operator; the variant is compared with all others in it, see `fusebook.tables.alike`.
+    variant : str
+
+    Returns
+    -------
+    Claims
+        A sentence a clock. A clock that the record lacks is said to be missing.
+    """
+    standing = tables.standing(df, variant)
+    told = []
+    for kind, by in _CLOCKS.items():
+        row = standing.loc[kind]
+        if not row["points"]:
+            told.append(say("{by}: not measured, the results lack a clock that it needs.", by=by))
+            continue
+        text = (
+            "{by}, {variant} is faster than any other way by more than 2 % at {faster} of {points} points, and slower "
+            "at {slower}"
+        )
+        start = tables.pays_from(df, variant, kind) if kind != "cold" else None
+        if start == "":
+            text += "; what it wins on the device pays at none of them all the way up."
+        elif start:
+            text += "; what it wins on the device pays from {start} on."
+        else:
+            text += "."
+        told.append(say(text, by=by, variant=variant, start=start, **row[["faster", "points", "slower"]]))
+    return claims(*told)
 
 
 def exercise(

@@ -219,7 +219,8 @@ def table(df: pd.DataFrame, caption: str, fold: bool | None = None) -> Table:
     ----------
     df : pandas.DataFrame
     caption : str
-        What the reader sees in it, with units.
+        What the reader sees in it, with units. An empty table says that there is none of it, or, where its
+        ``attrs["compared"]`` is 0, that it was not measured.
     fold : bool, optional
         Whether it is shown on demand only; from 20 rows up unless told.
 
@@ -227,7 +228,8 @@ def table(df: pd.DataFrame, caption: str, fold: bool | None = None) -> Table:
     -------
     Table
     """
-    return Table(tables.pretty(df), caption, len(df) > 20 if fold is None else fold)._now()
+    nothing = "not measured" if df.attrs.get("compared") == 0 else "none"
+    return Table(tables.pretty(df), caption, len(df) > 20 if fold is None else fold, nothing)._now()
 
 
 @dataclass(frozen=True, repr=False)
@@ -237,11 +239,12 @@ class Table(_Shown):
     frame: pd.DataFrame
     caption: str
     fold: bool
+    nothing: str = "none"
 
     def _repr_html_(self) -> str:
         frame = self.frame
         if frame.empty:
-            return f'<p class="fb-say">{_rich(self.caption)}: none.</p>'
+            return f'<p class="fb-say">{_rich(self.caption)}: {self.nothing}.</p>'
         keys = frame.index.to_frame(index=False).astype(object)
         plain = isinstance(frame.index, pd.RangeIndex)
         names = [] if plain else ["" if n is None else str(n) for n in frame.index.names]
@@ -266,7 +269,7 @@ class Table(_Shown):
 
     def __repr__(self) -> str:
         if self.frame.empty:
-            return f"{self.caption}: none."
+            return f"{self.caption}: {self.nothing}."
         with pd.option_context("display.width", 160, "display.max_columns", 30, "display.max_rows", 12):
             return f"{self.caption}\n{self.frame}"
 
