@@ -250,7 +250,7 @@ def apply(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
 
 
 #: Operations of torch that leave nothing behind that a replay would miss, views aside.
-_HARMLESS = ("empty", "empty_like", "empty_strided", "detach", "_unsafe_view")
+_HARMLESS = ("empty", "empty_like", "empty_strided", "detach", "promote_types", "_unsafe_view")
 
 
 class _Overheard(TorchDispatchMode):
@@ -539,10 +539,15 @@ def _refilled(template: Sequence[Any], tensors: Iterator[Tensor]) -> tuple[Any, 
     )
 
 
+def _places(a: Any, places: Iterator[Any]) -> Any:
+    """Along which axes the tensors of one argument of a template are batches."""
+    return next(places) if a is _HOLE else [_places(v, places) for v in a[1]] if type(a) is tuple else None
+
+
 class _Plan(NamedTuple):
     """What a call does: ``replay(*tensors)`` on a device, and the operator's arguments but for the tensors."""
 
-    device: int
+    device: int | None
     replay: Callable[..., Any]
     template: tuple[Any, ...]
 
@@ -616,7 +621,8 @@ class Operator:
             _LIBRARY.impl(name, self._launched, device)
         self.custom = getattr(torch.ops.fusebook, name).default
         torch.library.register_fake(f"fusebook::{name}", outputs, lib=_LIBRARY)
-        torch.library.register_vmap(f"fusebook::{name}", batched or self._one_by_one, lib=_LIBRARY)
+        self.batched = batched or self._one_by_one
+        torch.library.register_vmap(f"fusebook::{name}", self.batched, lib=_LIBRARY)
         self._differentiated(*(gradient or (self._no_gradient, lambda ctx, inputs, output: None)))
 
     # Calls --------------------------------------------------------------------------------------------------------
@@ -624,7 +630,7 @@ class Operator:
     def __call__(self, *args: Any) -> Any:
         """Check and compute, with a gradient where one is recorded."""
         if _compiling() or _modes() or _transforms():
-            return self.custom(*self.check(*args))
+            return self.dispatched(*self.check(*args))
         tensors: list[Tensor] = []
         key = self._key(args, tensors)
         plan = self.plans.get(key)
@@ -632,10 +638,19 @@ class Operator:
             if self.read is not None:
                 self.read(*args)
             if key[0]:
-                result = self._apply(plan.replay, plan.template, *tensors)
-                return list(result) if self.listed else result
+                return self._again(self._apply(plan.replay, plan.template, *tensors))
             return plan.replay(*tensors)
         return self._first(args, key, tensors)
+
+    def dispatched(self, *inputs: Any) -> Any:
+        """Through torch's dispatcher, for whoever traces or transforms; arguments as of the operator."""
+        if _compiling() or not _transforms():
+            return self.custom(*inputs)
+        return self._again(self._transformed.apply(_template(inputs), *_flat(inputs)))
+
+    def _again(self, result: Any) -> Any:
+        """A list again, of which autograd's functions have made a tuple."""
+        return list(result) if self.listed else result
 
     def _key(self, args: Sequence[Any], tensors: list[Tensor]) -> Any:
         """What a plan is kept under: whether gradients are recorded, modes, arguments. None where none is kept."""
@@ -659,8 +674,7 @@ class Operator:
         if self.read is not None:
             self.read(*args)
         if _grad_enabled() and any(t.requires_grad for t in found):
-            result = self._eager.apply(lambda *_: self._launched(*inputs), _template(inputs), *found)
-            result = list(result) if self.listed else result
+            result = self._again(self._eager.apply(lambda *_: self._launched(*inputs), _template(inputs), *found))
         else:
             result = self._launched(*inputs)
         if key is not None and len(found) == len(tensors) and all(a is b for a, b in zip(found, tensors, strict=True)):
@@ -749,6 +763,17 @@ class Operator:
 
         _LIBRARY.impl(self.name, kernel, "Autograd", with_keyset=True)
 
+        def flattened(ctx: Any, *gradients: Any) -> list[Any]:
+            """A gradient for each tensor among the arguments."""
+            found = backward(ctx, list(gradients)) if self.listed else backward(ctx, *gradients)
+            flat: list[Any] = []
+            for g, a in zip(found if isinstance(found, tuple) else (found,), ctx.template, strict=True):
+                if a is _HOLE:
+                    flat.append(g)
+                elif type(a) is tuple:
+                    flat += [None] * a[1].count(_HOLE) if g is None else [v for v in g if v is not None]
+            return flat
+
         class Eager(torch.autograd.Function):
             @staticmethod
             def forward(ctx: Any, call: Callable[..., Any], template: tuple[Any, ...], *tensors: Tensor) -> Any:
@@ -759,16 +784,39 @@ class Operator:
 
             @staticmethod
             def backward(ctx: Any, *gradients: Any) -> Any:
-                found = backward(ctx, list(gradients)) if self.listed else backward(ctx, *gradients)
-                flat: list[Any] = []
-                for g, a in zip(found if isinstance(found, tuple) else (found,), ctx.template, strict=True):
-                    if a is _HOLE:
-                        flat.append(g)
-                    elif type(a) is tuple:
-                        flat += [None] * a[1].count(_HOLE) if g is None else [v for v in g if v is not None]
-                return None, None, *flat
+                return None, None, *flattened(ctx, *gradients)
 
-        self._eager = Eager
+        class Transformed(torch.autograd.Function):
+            """For torch.func, which wants to see what a function saves, and its rule for batches."""
+
+            @staticmethod
+            def forward(template: tuple[Any, ...], *tensors: Tensor) -> Any:
+                result = self.custom(*_refilled(template, iter(tensors)))
+                return tuple(result) if isinstance(result, list) else result
+
+            @staticmethod
+            def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+                ctx.template = inputs[0]
+                keep(ctx, _refilled(inputs[0], iter(inputs[1:])), output)
+
+            @staticmethod
+            def backward(ctx: Any, *gradients: Any) -> Any:
+                return None, *flattened(ctx, *gradients)
+
+            @staticmethod
+            def jvp(ctx: Any, *tangents: Any) -> Any:
+                raise NotImplementedError(
+                    f"{self.name}: expected derivatives in reverse mode, got forward mode, for which it has no rule; "
+                    "use torch.func.jacrev for torch.func.jacfwd, twice for torch.func.hessian"
+                )
+
+            @staticmethod
+            def vmap(info: Any, in_dims: Sequence[Any], template: tuple[Any, ...], *tensors: Tensor) -> Any:
+                places = iter(in_dims[1:])
+                along = tuple(_places(a, places) for a in template)
+                return self.batched(info, along, *_refilled(template, iter(tensors)))
+
+        self._eager, self._transformed = Eager, Transformed
         # Torch's own `apply` first looks for transforms, which is done here already.
         self._apply = super(torch.autograd.Function, Eager).apply
 
@@ -788,7 +836,7 @@ class Operator:
                 return [member(i, v, d) for v, d in zip(a, at, strict=True)]
             return a
 
-        found = [self.custom(*(member(i, a, d) for a, d in zip(args, in_dims, strict=True)))
+        found = [self.dispatched(*(member(i, a, d) for a, d in zip(args, in_dims, strict=True)))
                  for i in range(info.batch_size)]  # fmt: skip
         if isinstance(found[0], Tensor):
             return torch.stack(found), 0

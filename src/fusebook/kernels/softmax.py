@@ -874,8 +874,8 @@ def _batched(op: Operator, info: Any, in_dims: tuple[int | None, ...], *argument
         for t, at in zip(tensors, in_dims, strict=False)
     ]
     if moved[0].dim() == 1:  # a batch of tensors without axes
-        return op.custom(*(t[:, None] for t in moved), 1)[:, 0], 0
-    return op.custom(*moved, dim + 1), 0
+        return op.dispatched(*(t[:, None] for t in moved), 1)[:, 0], 0
+    return op.dispatched(*moved, dim + 1), 0
 
 
 def _check(x: Any, dim: Any, what: str = "x", name: str = "softmax") -> tuple[Tensor, int]:
@@ -909,7 +909,7 @@ def _like(x: Tensor, *_: Any) -> Tensor:
     return empty(x.shape, x.dtype, x.device)
 
 
-_softmax = Operator(
+_softmax: Operator = Operator(
     "softmax",
     "(Tensor x, SymInt dim) -> Tensor",
     check=_check,
@@ -918,7 +918,7 @@ _softmax = Operator(
     gradient=(_gradient, _keep_output),
     batched=lambda *batch: _batched(_softmax, *batch),
 )
-_softmax_backward = Operator(
+_softmax_backward: Operator = Operator(
     "softmax_backward",
     "(Tensor y, Tensor dy, SymInt dim) -> Tensor",
     check=_check_backward,

@@ -1,0 +1,325 @@
+"""An operator's plans: what a second call does is what a first one would do.
+
+Plans exist only where Triton compiles. Without a GPU these tests run in a process of their own, on a driver that
+compiles for a GPU that is not there and takes down what would be launched: which kernel, on which stream, with which
+addresses and numbers.
+"""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+
+import fusebook
+from fusebook.kernels import _operator
+from fusebook.kernels._operator import INTERPRETED, OPERATORS, plans_aside
+from fusebook.launches import AbsentGPU
+
+ABSENT = "FUSEBOOK_TEST_ABSENT"  # set in the process that the first test starts
+absent = pytest.mark.skipif(ABSENT not in os.environ, reason="runs on a driver without a GPU, in a process of its own")
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="runs the tests below where kernels are interpreted")
+def test_plans_without_a_gpu():
+    env = {**os.environ, "TRITON_INTERPRET": "0", ABSENT: "1"}
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        __file__,
+        "-k",
+        "not (without_a_gpu or torch_func or batch)",
+    ]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=Path(__file__).parent.parent)
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert " passed" in done.stdout
+
+
+class Recorder(AbsentGPU):
+    """Takes down every launch: Triton's own arguments, then the kernel's."""
+
+    def __init__(self):
+        super().__init__((9, 0))
+        self.seen = []
+
+    def launcher_cls(self, source, metadata):
+        return lambda *arguments: self.seen.append((metadata.name, arguments[3], arguments[9:]))
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    """CPU tensors stand for tensors of a GPU whose current stream is `driver.stream`."""
+    made = Recorder()
+    made.stream = 0
+    triton.runtime.driver.set_active(made)
+    monkeypatch.setattr(_operator, "_current", lambda: -1)
+    monkeypatch.setattr(_operator, "_stream", lambda index: made.stream)
+    monkeypatch.setattr(_operator, "_memory", lambda n, s, dtype: torch.empty_strided(n, s, dtype=dtype))
+    for operator in OPERATORS.values():
+        for plans in (operator.plans, operator.checked, operator.written):
+            plans.clear()
+    return made
+
+
+def addresses(arguments):
+    """A kernel's arguments, with the addresses of tensors: Triton takes both."""
+    return [
+        tuple(addresses(a)) if isinstance(a, tuple) else a.data_ptr() if isinstance(a, torch.Tensor) else a
+        for a in arguments
+    ]
+
+
+@absent
+def test_a_second_call_launches_the_same_kernel_with_other_addresses(driver):
+    x, z = torch.randn(8, 100), torch.randn(8, 100)
+    y = fusebook.softmax(x)
+    w = fusebook.softmax(z)
+    first, second = (addresses(arguments) for _, _, arguments in driver.seen)
+    assert first[:2] == [y.data_ptr(), x.data_ptr()] and second[:2] == [w.data_ptr(), z.data_ptr()]
+    assert first[2:] == second[2:] and driver.seen[0][0] == driver.seen[1][0]
+    assert len(OPERATORS["softmax"].plans) == 1
+
+
+@absent
+def test_whatever_a_plan_depends_on_has_a_plan_of_its_own(driver):
+    memory = torch.randn(64 * 100 + 1)
+    x = memory[:6400].view(64, 100)
+    others = {
+        "shape": (x[:32], -1),
+        "strides": (x.t().contiguous().t(), -1),
+        "dtype": (x.half(), -1),
+        "address": (memory[1:].view(64, 100), -1),
+        "dim": (x, 0),
+    }
+    fusebook.softmax(x)
+    for name, args in others.items():
+        before = len(OPERATORS["softmax"].plans)
+        fusebook.softmax(*args)
+        with plans_aside():
+            fusebook.softmax(*args)
+        assert len(OPERATORS["softmax"].plans) == before + 1, name
+        fusebook.softmax(*args)
+        planned, launched = addresses(driver.seen[-1][2]), addresses(driver.seen[-2][2])
+        assert planned[1:] == launched[1:], name  # but for the memory of the result
+
+
+@absent
+def test_the_current_stream_is_asked_for_in_every_call(driver):
+    x = torch.randn(8, 100)
+    for stream in (0, 7, 0):
+        driver.stream = stream
+        fusebook.softmax(x)
+        assert driver.seen[-1][1] == stream
+
+
+@absent
+def test_true_is_no_axis_even_where_there_is_a_plan_for_1(driver):
+    x = torch.randn(8, 100)
+    fusebook.softmax(x, 1)
+    with pytest.raises(TypeError, match="dim to be an int, got bool"):
+        fusebook.softmax(x, True)
+
+
+@absent
+def test_a_view_that_negates_is_refused_where_there_is_a_plan_for_its_like(driver):
+    x = torch.randn(8, 100, dtype=torch.complex64)
+    fusebook.softmax(x.imag)
+    with pytest.raises(ValueError, match="negates"):
+        fusebook.softmax(x.conj().imag)
+
+
+@absent
+def test_a_tensor_given_twice_is_two_arguments(driver):
+    x, y = torch.randn(8, 100), torch.randn(8, 100)
+    fusebook.multiply(x, x)
+    fusebook.multiply(x, y)
+    assert driver.seen[-1][2][1] == (x.data_ptr(), y.data_ptr())  # by a plan, which knows addresses alone
+
+
+@absent
+def test_two_views_of_one_memory_are_not_taken_for_each_other(driver):
+    buffer = torch.randn(160, 1)
+    for _ in range(2):
+        fusebook.multiply(buffer[:80].expand(80, 70), buffer[80:])
+    assert addresses(driver.seen[-1][2])[1] == (buffer.data_ptr(), buffer[80:].data_ptr())
+
+
+@absent
+def test_modes_are_asked_for_in_every_call(driver):
+    index, dy = torch.randint(0, 50, (40,)), torch.randn(40, 16)
+    kernels = []
+    for deterministic in (False, True, False, True):
+        torch.use_deterministic_algorithms(deterministic)
+        try:
+            driver.seen.clear()
+            fusebook.embedding_backward(dy, index, 50, check=False)
+        finally:
+            torch.use_deterministic_algorithms(False)
+        kernels.append([name for name, *_ in driver.seen])
+    assert kernels[0] == kernels[2] != kernels[1] == kernels[3]
+
+
+@absent
+def test_values_are_read_in_every_call(driver):
+    index, dy = torch.randint(0, 50, (40,)), torch.randn(40, 16)
+    for _ in range(2):
+        fusebook.embedding_backward(dy, index, 50)
+    index[3] = 50
+    with pytest.raises(IndexError, match=r"indices\[3, 0\]"):
+        fusebook.embedding_backward(dy, index, 50)
+
+
+@absent
+def test_plans_are_put_aside_while_triton_has_hooks(driver):
+    x = torch.randn(8, 100)
+    fusebook.softmax(x)
+    told = []
+    hook = told.append
+    triton.knobs.runtime.launch_enter_hook.add(hook)
+    try:
+        fusebook.softmax(x)
+        assert driver.seen[-1][2] and isinstance(driver.seen[-1][2][0], torch.Tensor)  # by Triton's own way
+    finally:
+        triton.knobs.runtime.launch_enter_hook.remove(hook)
+    fusebook.softmax(x)
+    assert isinstance(driver.seen[-1][2][0], int)
+
+
+@absent
+def test_what_a_launcher_does_besides_spoils_its_plan(driver):
+    def into(out, x):
+        out.zero_()  # neither launched nor applied
+        _operator.launch(sys.modules["fusebook.kernels.elementwise"]._elementwise_flat, (1,), (out,), (x,), 5,
+                         EXPRESSION=sys.modules["fusebook.kernels.elementwise"]._double, BLOCK=8)  # fmt: skip
+
+    x = torch.randn(5)
+    _, replay = _operator.record([x], lambda: into(torch.empty(5), x))
+    assert replay is None
+
+
+@absent
+def test_plans_are_bounded(driver, monkeypatch):
+    monkeypatch.setattr(_operator, "_PLANS", 4)
+    for n in range(1, 12):
+        fusebook.softmax(torch.randn(2, n))
+    assert 0 < len(OPERATORS["softmax"].plans) <= 4
+
+
+@absent
+def test_threads_share_plans(driver):
+    wrong = []
+
+    def work(rows):
+        for i in range(30):
+            x = torch.randn(rows, 64 * (1 + i % 3))
+            if fusebook.softmax(x).shape != x.shape:
+                wrong.append(rows)
+
+    threads = [threading.Thread(target=work, args=(rows,)) for rows in range(4, 10)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+@absent
+def test_a_gradient_is_recorded_only_where_it_is_wanted(driver):
+    x = torch.randn(8, 100)
+    for grad in (False, True, False, True):
+        x.requires_grad_(grad)
+        assert fusebook.softmax(x).requires_grad == grad
+        with torch.no_grad():
+            assert not fusebook.softmax(x).requires_grad
+
+
+@absent
+def test_the_path_of_a_planned_call_is_short(driver):
+    """Relative to torch's own call, so that it holds on any machine: the best of many rounds, taken in turn."""
+    x = torch.randn(4, 16)
+
+    def seconds(function, calls=300):
+        start = time.perf_counter()
+        for _ in range(calls):
+            function()
+        return (time.perf_counter() - start) / calls
+
+    with plans_aside():
+        slow = min(seconds(lambda: fusebook.softmax(x), 20) for _ in range(5))
+    rounds = [(seconds(lambda: fusebook.softmax(x)), seconds(lambda: torch.softmax(x, -1))) for _ in range(15)]
+    planned, torchs = (min(times) for times in zip(*rounds, strict=True))
+    assert planned < 6 * torchs  # a call of torch's that computes 64 numbers
+    assert planned < slow / 4
+
+
+@gpu
+def test_graphs_streams_and_reused_addresses():
+    x = torch.randn(64, 1000, device="cuda")
+    fusebook.softmax(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = fusebook.softmax(x)
+    for _ in range(3):
+        x.normal_()
+        graph.replay()
+        torch.testing.assert_close(y, torch.softmax(x, -1))
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(10_000_000)
+        x.normal_()
+        z = fusebook.softmax(x)
+    side.synchronize()
+    torch.testing.assert_close(z, torch.softmax(x, -1))
+    for _ in range(100):  # freed at once, and had again
+        w = torch.randn(64, 1000, device="cuda")
+        torch.testing.assert_close(fusebook.softmax(w), torch.softmax(w, -1))
+
+
+@gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_another_device_than_the_current_one():
+    for device in ("cuda:1", "cuda:0", "cuda:1"):
+        x = torch.randn(64, 1000, device=device)
+        for _ in range(2):
+            torch.testing.assert_close(fusebook.softmax(x), torch.softmax(x, -1))
+
+
+# Transforms
+
+
+PAIRS = {"softmax": lambda t: torch.softmax(t, -1), "exp": torch.exp}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_transforms_of_torch_func(name, device):
+    ours, theirs = getattr(fusebook, name), PAIRS[name]
+    x = torch.randn(4, 5, device=device)
+
+    def loss(function):
+        return lambda t: function(t).sin().sum()
+
+    torch.testing.assert_close(torch.vmap(ours)(x), torch.vmap(theirs)(x))
+    for transform in (torch.func.grad, torch.func.jacrev, lambda f: torch.vmap(torch.func.grad(f))):
+        torch.testing.assert_close(transform(loss(ours))(x), transform(loss(theirs))(x), atol=1e-5, rtol=1e-4)
+    twice = torch.func.jacrev(torch.func.jacrev(loss(ours)))(x[0])
+    torch.testing.assert_close(twice, torch.func.hessian(loss(theirs))(x[0]), atol=1e-5, rtol=1e-4)
+    with pytest.raises(NotImplementedError, match="reverse mode"):
+        torch.func.hessian(loss(ours))(x[0])
+
+
+def test_a_batch_of_an_operator_without_a_rule(device):
+    index = torch.tensor([0, 1, 1], device=device)
+    dy = torch.randn(6, 3, 2, device=device)
+    found = torch.vmap(lambda t: fusebook.embedding_backward(t, index, 4, check=False))(dy)
+    for a, t in zip(found, dy, strict=True):
+        torch.testing.assert_close(a, fusebook.embedding_backward(t, index, 4))
