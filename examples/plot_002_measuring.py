@@ -368,7 +368,7 @@ def fresh_and_reused():
     rows = {}
     for (what, how), time_ in times.items():
         rows.setdefault(what, {"what": what})[f"{how} ms"] = 1e3 * time_.q50
-    return pd.DataFrame(rows.values())
+    return pd.DataFrame(list(rows.values()))
 
 
 pages = measured("measuring_fresh", fresh_and_reused)
@@ -603,7 +603,9 @@ plots.copies(on)
 #
 # A harness of one's own should agree with somebody else's where both apply.
 # ``triton.testing.do_bench`` also flushes the cache and uses events; asked for
-# its median it must give the same time for large work.
+# its median it must give the same time for large work. Its flush ends in
+# writes, though, and one cache full of them is on its clock: the smaller the
+# work, the more that shows.
 
 
 def second_opinion():
@@ -639,11 +641,22 @@ apart["ratio"] = apart["fusebook us"] / apart["do_bench us"]
 table(apart, "The same work by two harnesses, medians in microseconds")
 
 # %%
+most = second["MiB read and written"] * 2**20
+charged = (second["do_bench us"] - second["fusebook us"]) * 1e-6 * on.copy
 claims(
     claim(
-        "Both agree within 3 % from 256 MiB up",
-        (apart["ratio"] - 1).abs() <= 0.03,
-    )
+        "At 4 GiB both agree within 3 %",
+        (apart["ratio"].xs(4096, level=1) - 1).abs() <= 0.03,
+    ),
+    claim(
+        "What do_bench measures beyond is less than one cache full of writes, "
+        "within 3 % of the bytes",
+        pd.Series(charged <= on.l2 + 0.03 * most),
+    ),
+    say(
+        "At 256 MiB a copy takes {more:.1%} longer by do_bench.",
+        more=1 / apart["ratio"].loc[("copy", 256)] - 1,
+    ),
 )
 
 # %%
