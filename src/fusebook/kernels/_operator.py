@@ -632,15 +632,14 @@ class Operator:
         if _compiling() or _modes() or _transforms():
             return self.dispatched(*self.check(*args))
         tensors: list[Tensor] = []
-        key = self._key(args, tensors)
-        plan = self.plans.get(key)
-        if plan is not None and plan.device == _current() and _unhooked():
-            if self.read is not None:
-                self.read(*args)
-            if key[0]:
-                return self._again(self._apply(plan.replay, plan.template, *tensors))
-            return plan.replay(*tensors)
-        return self._first(args, key, tensors)
+        key, plan = self._planned(self.plans, args, tensors, _grad_enabled())
+        if plan is None:
+            return self._first(args, key, tensors)
+        if self.read is not None:
+            self.read(*args)
+        if key[0]:
+            return self._again(self._apply(plan.replay, plan.template, *tensors))
+        return plan.replay(*tensors)
 
     def dispatched(self, *inputs: Any) -> Any:
         """Through torch's dispatcher, for whoever traces or transforms; arguments as of the operator."""
@@ -652,18 +651,23 @@ class Operator:
         """A list again, of which autograd's functions have made a tuple."""
         return list(result) if self.listed else result
 
-    def _key(self, args: Sequence[Any], tensors: list[Tensor]) -> Any:
-        """What a plan is kept under: whether gradients are recorded, modes, arguments. None where none is kept."""
+    def _planned(
+        self, plans: dict[Hashable, _Plan], args: Sequence[Any], tensors: list[Tensor], grad: bool
+    ) -> tuple[Any, _Plan | None]:
+        """The key of a call and its plan, collecting the tensors; two None where no plan may be kept or used."""
         try:
             described = _described(args, tensors)
             if described is None:
-                return None
-            recorded = _grad_enabled() and any([t.requires_grad for t in tensors])
+                return None, None
+            recorded = grad and any([t.requires_grad for t in tensors])
             key = recorded, self.modes() if self.modes is not None else None, described
-            hash(key)
+            plan = plans.get(key)
         except (RuntimeError, TypeError):  # a layout without strides, an argument that cannot be hashed
-            return None
-        return key
+            return None, None
+        device = _current()
+        if plan is None and any([t.get_device() != device for t in tensors]):
+            return None, None
+        return (key, plan) if (plan is None or plan.device == device) and _unhooked() else (None, None)
 
     def _first(self, args: tuple[Any, ...], key: Any, tensors: list[Tensor]) -> Any:
         """A call for which there is no plan: checked, launched, and remembered."""
@@ -678,8 +682,7 @@ class Operator:
         else:
             result = self._launched(*inputs)
         if key is not None and len(found) == len(tensors) and all(a is b for a, b in zip(found, tensors, strict=True)):
-            with torch.no_grad():
-                plan = self.checked.get(self._key(inputs, []))
+            _, plan = self._planned(self.checked, inputs, [], False)
             if plan is not None:
                 _keep(self.plans, key, plan)
         return result
@@ -689,20 +692,17 @@ class Operator:
         if INTERPRETED or _memory is None or _state.tape is not None:
             return self._computed(*inputs)
         tensors: list[Tensor] = []
-        with torch.no_grad():
-            key = self._key(inputs, tensors)
-        device = _current()
-        if key is None or any(t.get_device() != device for t in tensors) or not _unhooked():
-            return self._computed(*inputs)
-        plan = self.checked.get(key)
+        key, plan = self._planned(self.checked, inputs, tensors, False)
         if plan is not None:
             return plan.replay(*tensors)
+        if key is None:
+            return self._computed(*inputs)
         # A tensor that is given twice is two arguments: another call may give two.
         apart = [t if all(t is not o for o in tensors[:i]) else t.view_as(t) for i, t in enumerate(tensors)]
         inputs = _refilled(_template(inputs), iter(apart))
         result, replay = record(apart, lambda: self._computed(*inputs))
         if replay is not None:
-            _keep(self.checked, key, _Plan(device, replay, _template(inputs)))
+            _keep(self.checked, key, _Plan(_current(), replay, _template(inputs)))
         return result
 
     def _computed(self, *inputs: Any) -> Any:
@@ -727,24 +727,18 @@ class Operator:
             As of a call.
         """
         tensors: list[Tensor] = []
-        with torch.no_grad():
-            key = self._key((out, *args), tensors)
-        plan = self.written.get(key)
-        if plan is not None and plan.device == _current() and _unhooked():
-            if self.read is not None:
-                self.read(*args)
-            plan.replay(*tensors)
-            return
-        inputs = self.check(*args)
+        key, plan = self._planned(self.written, (out, *args), tensors, False)
+        inputs = self.check(*args) if plan is None else ()
         if self.read is not None:
             self.read(*args)
-        device = _current()
-        if key is None or any(t.get_device() != device for t in tensors) or not _unhooked():
+        if plan is not None:
+            plan.replay(*tensors)
+        elif key is None:
             self._filled(out, inputs)
-            return
-        _, replay = record(tensors, lambda: self._filled(out, inputs))
-        if replay is not None:
-            _keep(self.written, key, _Plan(device, replay, ()))
+        else:
+            _, replay = record(tensors, lambda: self._filled(out, inputs))
+            if replay is not None:
+                _keep(self.written, key, _Plan(_current(), replay, ()))
 
     # Gradients, batches -------------------------------------------------------------------------------------------
 
@@ -756,8 +750,8 @@ class Operator:
             # From compiled code: neither traced, nor to be differentiated, nor for the first time.
             if not (_modes() or _transforms()):
                 tensors: list[Tensor] = []
-                plan = self.checked.get(self._key(args, tensors))
-                if plan is not None and plan.device == _current() and _unhooked():
+                _, plan = self._planned(self.checked, args, tensors, _grad_enabled())
+                if plan is not None:
                     return plan.replay(*tensors)
             return traced(keyset, *args)
 
