@@ -318,7 +318,7 @@ def where_and_when(frame):
     when = "just now" if frame.attrs.get("measured") else "as recorded"
     return (
         f"{frame['points'][0]} points on a CPU of {frame['cores'][0]} cores, "
-        f"torch {frame['torch'][0]}, {when}"
+        f"a fresh result a call, torch {frame['torch'][0]}, {when}"
     )
 
 

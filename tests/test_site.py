@@ -15,8 +15,8 @@ import pytest
 
 import fusebook_site
 import gallery_hooks
+import gallery_progress
 import inventories
-import progress
 
 ROOT = Path(__file__).resolve().parents[1]
 HTML = ROOT / "build" / "html"
@@ -217,7 +217,7 @@ def test_a_build_that_was_cut_off_goes_on_where_it_was_and_warnings_lie_in_a_log
 
 def test_the_bar_says_page_part_and_time_left(tmp_path):
     out = io.StringIO()
-    bar = progress.Progress({"plot_1": 30.0, "plot_2": 10.0}, out, always=True)
+    bar = gallery_progress.Progress({"plot_1": 30.0, "plot_2": 10.0}, out, always=True)
     page = "\n".join(['"""', "Title", "=====", '"""', "# %%", "# How fast?", "# ---------", "x = 1", "y = 2"])
     bar.begin(_written(tmp_path, page, "plot_1.py"))
     block = types.SimpleNamespace(code=compile("\n" * 7 + "x = 1", "page", "exec"))
@@ -244,12 +244,12 @@ def test_a_page_takes_what_it_took_here_or_when_it_was_recorded(tmp_path):
     recorded = tmp_path / "seconds.json"
     recorded.write_text('{"plot_1": 5.0, "plot_2": 7.0}')
     pages = ["plot_1", "plot_2", "plot_3"]
-    assert progress.seconds_of(pages, tmp_path, recorded) == {"plot_1": 20.0, "plot_2": 7.0, "plot_3": 20.0}
-    assert progress.seconds_of(pages, tmp_path / "no", None) == dict.fromkeys(pages, 1.0)
+    assert gallery_progress.seconds_of(pages, tmp_path, recorded) == {"plot_1": 20.0, "plot_2": 7.0, "plot_3": 20.0}
+    assert gallery_progress.seconds_of(pages, tmp_path / "no", None) == dict.fromkeys(pages, 1.0)
 
 
 def test_the_log_takes_what_anybody_writes_and_counts_messages_not_lines(tmp_path):
-    log = progress.Log(tmp_path / "build" / "docs.log")
+    log = gallery_progress.Log(tmp_path / "build" / "docs.log")
     assert log.summary() == ""
     log.head("plot_1")
     error = "E1122 03:00:00.123000 77 torch/_inductor/select_algorithm.py:3021] [0/0] "

@@ -23,7 +23,7 @@ from sphinx.util.docutils import SphinxDirective
 from sphinx_gallery.utils import get_md5sum
 
 import gallery_hooks
-import progress
+import gallery_progress
 
 logger = logging.getLogger(__name__)
 
@@ -152,8 +152,11 @@ def before_gallery(app):
     runner.stamps = stale
     names = to_run(ROOT / "examples", generated)
     if names:
-        seconds = progress.seconds_of(names, generated, recorded_seconds())
-        runner.log, runner.progress = progress.Log(ROOT / "build" / "docs.log"), progress.Progress(seconds)
+        seconds = gallery_progress.seconds_of(names, generated, recorded_seconds())
+        runner.log, runner.progress = (
+            gallery_progress.Log(ROOT / "build" / "docs.log"),
+            gallery_progress.Progress(seconds),
+        )
 
 
 def recorded_seconds():
