@@ -1,6 +1,7 @@
 """What is special to softmax: axes, strides, NaN, gradients, tracing, bad input, and laws that any rows obey."""
 
 import functools
+import random
 
 import pytest
 import torch
@@ -150,10 +151,98 @@ def test_a_row_of_more_than_a_million():
 
 def test_the_interpreter_reaches_every_kernel():
     kinds = {
-        module._softmax_plan((1, m, n), torch.float32, None, processors=4).kernel
-        for m, n in ((3, 100), (2, 66000), (140, 33000))
+        module._softmax_plan((1, m, n), dtype, None, processors=4, last=last, pairs=pairs).kernel
+        for m, n, dtype, last, pairs in (
+            (3, 100, torch.float32, True, False),
+            (3, 781, torch.float16, True, True),
+            (3, 50257, torch.float16, True, True),
+            (2, 66000, torch.float32, True, False),
+            (2, 66000, torch.float64, True, False),
+            (140, 33000, torch.float32, True, False),
+        )
     }
-    assert kinds == {"rows", "parts", "twice"}
+    assert kinds == {"rows", "pairs", "whole", "shared", "parts", "twice"}
+
+
+# Rows beyond the registers of one program
+
+WIDE = {
+    "an odd width": lambda randn: randn(5, 50257),
+    "an odd width at an odd offset": lambda randn: randn(3 * 40963 + 1)[1:].view(3, 40963),
+    "columns cut off": lambda randn: randn(5, 33300)[:, 3:33100],
+    "columns cut off at a whole vector": lambda randn: randn(5, 33312)[:, 16:33101],
+    "two outer strides": lambda randn: randn(4, 3, 33000)[::2, :, 1:].transpose(0, 1),
+    "one row repeated": lambda randn: randn(1, 66001).expand(3, 66001),
+    "a width that a row's beginning pushes into one more tile": lambda randn: randn(4, 12 * 4096 - 1),
+}
+
+
+@TWO_DTYPES
+@pytest.mark.parametrize("view", WIDE.values(), ids=WIDE.keys())
+def test_wide_rows_of_any_strides(view, dtype):
+    x = view(functools.partial(torch.randn, device=DEVICE, dtype=dtype))
+    if 0 not in x.stride():
+        x[0, ..., -1], x[-1, ..., 0] = 10, 11  # what a row begins and ends with counts
+    assert_softmax(x, -1)
+
+
+@TWO_DTYPES
+@pytest.mark.parametrize("n", [50257, 66000])
+def test_a_wide_row_is_the_same_whatever_rows_it_comes_with(n, dtype):
+    x = torch.randn(6, n, device=DEVICE, dtype=dtype)
+    assert torch.equal(fusebook.softmax(x)[:2], fusebook.softmax(x[:2]))
+
+
+@NEEDS_CUDA  # interpreted, nobody can wait
+def test_what_other_programs_left_is_what_a_program_finds_out_for_itself(monkeypatch):
+    x = torch.randn(2, 66001, device=DEVICE)
+    want = fusebook.softmax(x)
+    plan = module._shared_plan
+
+    def impatient(*arguments):
+        made = plan(*arguments)
+        return made._replace(constants=made.constants | {"TRIES": 0})
+
+    monkeypatch.setattr(module, "_shared_plan", impatient)
+    module._plan.cache_clear()
+    with _operator.plans_aside():
+        assert torch.equal(fusebook.softmax(x), want)
+    module._plan.cache_clear()
+
+
+@pytest.mark.parametrize("processors", [24, 132])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("aligned", [True, False])
+def test_plans_of_wide_rows_hold_every_number_once(processors, dtype, aligned):
+    rng = random.Random(0)
+    vector = 16 // dtype.itemsize if aligned else 1
+    seen = set()
+    for n in [
+        *(2**i + j for i in range(15, 24) for j in (-1, 0, 1)),
+        *(rng.randrange(32768, 2**22) for _ in range(200)),
+    ]:
+        for capability in ((9, 0), (8, 0)):
+            known = {"processors": processors, "pairs": aligned and dtype.itemsize == 2, "vector": vector, "flat": True}
+            plan = module._softmax_plan((1, 7, n), dtype, capability, **known)
+            seen.add(plan.kernel)
+            reach = n + vector - 1  # where the row begins with the last number of a vector
+            held = plan.constants["BLOCK"] * plan.constants.get("CHUNKS", 1)
+            if plan.kernel == "shared":
+                assert plan.programs == 7 * plan.parts
+                assert (plan.parts - 1) * plan.span < reach <= plan.parts * plan.span
+                assert plan.span <= held
+                assert plan.span * dtype.itemsize % 128 == 0
+                # A word a thread at most, and all programs of a row at once: 64 of 65536 registers a thread.
+                assert max(plan.parts, 32 * plan.warps) <= plan.constants["LANES"]
+                assert plan.parts <= processors * (65536 // (plan.registers * 32 * plan.warps))
+                assert plan == module._softmax_plan((1, 70, n), dtype, capability, **known)._replace(
+                    programs=plan.programs
+                )
+            elif plan.kernel == "whole":
+                assert reach <= held
+                assert (plan.constants["CHUNKS"] - 2) * plan.constants["BLOCK"] <= n  # these are loaded without a mask
+                assert held <= 104 * 32 * plan.warps  # numbers a thread, two a register
+    assert "shared" in seen
 
 
 # Special values

@@ -146,8 +146,8 @@ _CONFIGS: dict[str, tuple[dict[str, int], ...]] = {
 }
 
 # One column; several rows a program, the last tile ragged; a row in one tile; a row in chunks, the last one ragged; a
-# row whose parts are shared out, read twice; more such rows than multiprocessors of the interpreter, and of a GPU;
-# nothing at all.
+# row of one program in one dtype and of several in another, which begins anywhere; a row of several programs; more such
+# rows than multiprocessors of the interpreter, and of a GPU; nothing at all.
 _EDGES = (
     {"M": 1, "N": 1},
     {"M": 5, "N": 2},
@@ -155,6 +155,7 @@ _EDGES = (
     {"M": 3, "N": 781},
     {"M": 2, "N": 8200},
     {"M": 2, "N": 24578},
+    {"M": 3, "N": 50257},
     {"M": 2, "N": 66000},
     {"M": 25, "N": 33000},
     {"M": 140, "N": 33000},

@@ -35,6 +35,7 @@ __all__ = [
     "gpu",
     "launch",
     "launching",
+    "overlapping",
     "plans_aside",
     "runs_on",
 ]
@@ -236,6 +237,16 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
         compiled = kernel[grid](*args, **constants)
     tape.launched(kernel, grid, args, constants, compiled)
     return compiled
+
+
+def overlapping(device: torch.device) -> dict[str, bool]:
+    """How a kernel is launched that starts before the one ahead of it has ended, where the GPU can: Hopper and later.
+
+    Such a kernel sees what the one ahead has written only behind a wait of its own, `gdc_wait`. On other GPUs, and for
+    whoever launches the kernels without this, neither the signal nor the wait is there and nothing else changes.
+    """
+    capability, _ = gpu(device)
+    return {"launch_pdl": True} if capability is not None and capability >= (9, 0) else {}
 
 
 def apply(function: Callable[..., Any], *args: Any, **options: Any) -> Any:

@@ -42,7 +42,9 @@ from ._operator import (
     empty,
     gpu,
     launch,
+    overlapping,
 )
+from ._tl import fill
 
 __all__ = ["embedding_backward", "masked_scatter_nd_eager", "masked_scatter_nd_of_shape", "scatter_nd_of_shape"]
 
@@ -122,15 +124,6 @@ def _scatter_nd_keys(
         at = _row_of(tl.load(indices_ptr + i * K + a, mask=inside, other=0), size, masked, MASKED)
         key = tl.where((key < 0) | (at < 0), -1, key * size + at)
     tl.store(keys_ptr + i, key, mask=inside)
-
-
-@triton.jit
-def _scatter_nd_fill(out_ptr, SIZE, BLOCK: tl.constexpr, EARLY: tl.constexpr = False):
-    """Zeros, BLOCK neighbours a program."""
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
-    tl.store(out_ptr + at, tl.zeros([BLOCK], out_ptr.dtype.element_ty), mask=at < SIZE)  # write RD
 
 
 @triton.jit
@@ -711,10 +704,8 @@ def _launch_atomic(
     programs = triton.cdiv(R * D, plan.fill)
     grid = (programs,)
     # Each program signals; where there are many, that costs more than it saves.
-    early = _overlapping(out) if programs <= 4096 else {}
-    launch(
-        _scatter_nd_fill, grid, sums, R * D, BLOCK=plan.fill, EARLY=bool(early), num_warps=8 if plan.fill >= 4096 else 4
-    )
+    early = overlapping(out.device) if programs <= 4096 else {}
+    launch(fill, grid, sums, R * D, BLOCK=plan.fill, EARLY=bool(early), num_warps=8 if plan.fill >= 4096 else 4)
     launch(
         _scatter_nd_atomic, (triton.cdiv(n, plan.rows) * triton.cdiv(D, plan.block),),
         sums, indices, updates, R, D // align, n, stride // align, masked or 0,
@@ -750,7 +741,7 @@ def _launch_segments(
     """
     R, D, n = sizes
     stride, align = _steps(updates, D)
-    early = _overlapping(out)
+    early = overlapping(out.device)
     mine, theirs = (256, 256) if INTERPRETED else (4, min(256, max(32, triton.next_power_of_2(n))))
     launch(
         _scatter_nd_sort, (triton.cdiv(n, mine) + triton.cdiv(plan.beside * D, plan.fill),),
@@ -789,7 +780,7 @@ def _launch_lists(
     starts, ends = spans[0], spans[1]
     constants = {"MASKED": masked is not None, "BLOCK": 256}
     grid = (triton.cdiv(n, 256),)
-    launch(_scatter_nd_fill, (triton.cdiv(R + 1, 4096),), ends, R + 1, BLOCK=4096)
+    launch(fill, (triton.cdiv(R + 1, 4096),), ends, R + 1, BLOCK=4096)
     launch(_scatter_nd_count, grid, slots, ends, indices, R, n, masked or 0, **constants)
     launch(_scatter_nd_spans, (triton.cdiv(R, 1024),), starts, ends, R, BLOCK=1024)
     launch(_scatter_nd_lists, grid, order, keys, starts, slots, indices, R, n, masked or 0, **constants)
@@ -815,16 +806,6 @@ def _launch_owner(
         out, updates, order, starts, ends, parts, R, D // align, stride // align,
         STEPS=plan.steps, ROWS=plan.rows, BLOCK=plan.block, num_warps=plan.warps, **constants,
     )  # fmt: skip
-
-
-def _overlapping(out: Tensor) -> dict[str, bool]:
-    """How a kernel is launched that starts before the one ahead of it has ended, where the GPU can: Hopper and later.
-
-    Such a kernel sees what the one ahead has written only behind a wait of its own, `gdc_wait`. On other GPUs, and for
-    whoever launches the kernels without this, neither the signal nor the wait is there and nothing else changes.
-    """
-    capability, _ = gpu(out.device)
-    return {"launch_pdl": True} if capability is not None and capability >= (9, 0) else {}
 
 
 def _steps(updates: Tensor, D: int) -> tuple[int, int]:
@@ -911,7 +892,7 @@ def _scatter_into(
         _launch_segments(out, indices, updates, parts, counters, order, keys, spans, sizes, masked, plan)
         return
     if plan.find == "sort":
-        launch(_scatter_nd_fill, (triton.cdiv(2 * (R + 1), 4096),), spans, 2 * (R + 1), BLOCK=4096)
+        launch(fill, (triton.cdiv(2 * (R + 1), 4096),), spans, 2 * (R + 1), BLOCK=4096)
         keys, order = apply(torch.sort, indices, stable=True)
     else:
         keys, order = empty((2, n), whole, device)

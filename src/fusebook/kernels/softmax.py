@@ -12,10 +12,14 @@ Fused: the maximum, the subtraction, the exponential, the sum and the division. 
 5MN + 2M elements and writes 3MN + 2M; the fused kernel reads MN and writes MN. For the gradient it is 6MN + M and
 3MN + M against 2MN and MN.
 
-Limits: a row of up to 64 KiB (128 KiB in float32 and in half types) stays in registers between its load and its store,
-for the gradient 64 KiB of each of y and dy. A wider row is read twice: once to find its maximum and its sum in one
-pass, once to divide. Where there are fewer such rows than the GPU has room for, several programs share a row. Axes that
-do not fold into OUTER and INNER (a view with three or more strides beside the normalised axis) are copied first.
+A row of up to 128 KiB in float32, and 104 KiB and more in half types, stays in the registers of one program between its
+load and its store. A wider one is shared by several programs: each holds a part of it, and they tell one another what
+they found there. So it is read once, too.
+
+Limits: for the gradient 64 KiB of each of y and dy stay in registers. A wider row of it, a row of float64 of more than
+128 KiB, and a wide row whose numbers do not lie side by side are read twice: once to find the maximum and the sum in
+one pass, once to divide. Where there are fewer such rows than the GPU has room for, several programs share a row. Axes
+that do not fold into OUTER and INNER (a view with three or more strides beside the normalised axis) are copied first.
 """
 
 # Device code grows tuples of tiles; mypy sees a tuple of another length as another type.
@@ -42,7 +46,9 @@ from ._operator import (
     empty,
     gpu,
     launch,
+    overlapping,
 )
+from ._tl import fill
 
 __all__ = ["softmax", "softmax_backward", "softmax_eager"]
 
@@ -400,6 +406,208 @@ def _softmax_parts_divided(
     _divided(y_ptr, x_ptr, live, begin, tl.minimum(begin + SPAN, N), y_step, x_step, top, total, ROWS, BLOCK)
 
 
+# Rows beyond the registers of one program ----------------------------------------------------------------------------
+#
+# Rows of any width and beginning are taken by whole vectors of VEC numbers, 16 bytes. The first and the last vector of
+# a row may hold numbers of its neighbours: these are read and passed over, and written by whoever owns them. Both
+# tensors' rows must begin at the same place within a vector; where they do not, VEC is 1.
+
+
+@triton.jit
+def _window(begin, N, first, SIZE, VEC: tl.constexpr):
+    """SIZE numbers of a row that begins at `begin`, the first of them `first` behind the row's first vector.
+
+    Returns where they stand, and from which on and below which they are the row's own.
+    """
+    head = (begin % VEC).to(tl.int32)
+    return (begin // VEC) * VEC + first, head - first, tl.minimum(SIZE, head + N - first)
+
+
+@triton.jit
+def _taken(x_ptr, at, inner, low, high, OTHER: tl.constexpr, VEC: tl.constexpr):
+    """Numbers `inner` of a window, OTHER in place of what is not the row's own."""
+    x = tl.load(x_ptr + at + inner, mask=inner < (high + VEC - 1) // VEC * VEC, other=OTHER)
+    if VEC > 1:
+        if (low > 0) | (high % VEC != 0):
+            x = tl.where((inner >= low) & (inner < high), x, OTHER).to(x.dtype)
+    return x
+
+
+@triton.jit
+def _put(y_ptr, y, inner, low, high, VEC: tl.constexpr):
+    """Store the row's own numbers of a window: whole vectors, and at the row's ends single numbers."""
+    y = y.to(y_ptr.dtype.element_ty)
+    if VEC == 1:
+        tl.store(y_ptr + inner, y, mask=inner < high)
+    else:
+        begin = (tl.maximum(low, 0) + VEC - 1) // VEC * VEC
+        end = high // VEC * VEC
+        tl.store(y_ptr + inner, y, mask=(inner >= begin) & (inner < end))
+        if (low > 0) | (high % VEC != 0):
+            own = (inner >= low) & (inner < high)
+            tl.store(y_ptr + inner, y, mask=own & ((inner < begin) | (inner >= end)))
+
+
+@triton.jit
+def _softmax_whole(
+    y_ptr,
+    x_ptr,
+    INNER,
+    N,
+    y_outer,
+    y_inner,
+    x_outer,
+    x_inner,
+    VEC: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+):
+    """One row, one program: CHUNKS tiles, held as they were loaded. Half types take half the registers so."""
+    outer = (tl.program_id(0) // INNER).to(tl.int64)
+    inner = (tl.program_id(0) % INNER).to(tl.int64)
+    at, low, high = _window(outer * x_outer + inner * x_inner, N, 0, CHUNKS * BLOCK, VEC)
+    columns = tl.arange(0, BLOCK)  # [BLOCK]
+    chunks = ()
+    tops = tl.full([BLOCK], float("-inf"), tl.float32)
+    for i in tl.static_range(CHUNKS):
+        if i < CHUNKS - 2:
+            x = tl.load(x_ptr + at + i * BLOCK + columns)  # [BLOCK]; read MN
+        else:  # the last tile may hold nothing but what a first vector has pushed there
+            inside = i * BLOCK + columns < (high + VEC - 1) // VEC * VEC
+            x = tl.load(x_ptr + at + i * BLOCK + columns, mask=inside, other=float("-inf"))
+        if i == 0 or i >= CHUNKS - 2:
+            own = (i * BLOCK + columns >= low) & (i * BLOCK + columns < high)
+            x = tl.where(own, x, float("-inf")).to(x_ptr.dtype.element_ty)
+        chunks += (x,)
+        tops = tl.maximum(tops, x.to(tl.float32))
+    top = tl.max(tops, 0)
+    totals = tl.zeros([BLOCK], tl.float32)
+    for i in tl.static_range(CHUNKS):
+        totals += _exp(chunks[i].to(tl.float32) - top)
+    scale = 1 / tl.sum(totals, 0)
+    y_ptr += _window(outer * y_outer + inner * y_inner, N, 0, CHUNKS * BLOCK, VEC)[0]
+    for i in tl.static_range(CHUNKS):
+        y = _exp(chunks[i].to(tl.float32) - top) * scale  # once more, so that only x is held
+        if i == 0 or i >= CHUNKS - 2:
+            _put(y_ptr + i * BLOCK, y, columns, low - i * BLOCK, tl.minimum(high - i * BLOCK, BLOCK), VEC)  # write MN
+        else:
+            tl.store(y_ptr + i * BLOCK + columns, y.to(y_ptr.dtype.element_ty))
+
+
+# Several programs share a row: each takes a part of it, and leaves what it found there on a board, one word a part, for
+# the others to read. A word is zero until it is written, and never zero afterwards, so that nobody reads half of one.
+#
+# All programs of a row run at once, or nearly so, and the words of the others come soon. But nothing promises that: a
+# GPU may start programs in any order, and be busy with something else. So nobody waits for ever. A program that has
+# looked TRIES times finds out for itself what is missing, by the very steps of the program that did not come, and so to
+# the same bits. Whatever the order of the programs, each of them ends, and each comes to the same result. (Interpreted
+# programs run one after another: there the first of each row does this.)
+
+
+@triton.jit
+def _words(board_ptr, lanes, PARTS, NOTHING: tl.constexpr, TRIES: tl.constexpr):
+    """The words of a row [LANES], as soon as all are there or after so many tries; and the first that is not, or LANES.
+
+    There are as many lanes as threads or more: each word is loaded by one thread, and the number that is returned has
+    gone through memory that all threads share. So all of them take the same way from here.
+    """
+    # volatile: from where other multiprocessors' words arrive, each time anew.
+    words = tl.load(board_ptr + lanes, mask=lanes < PARTS, other=NOTHING, volatile=True)
+    missing = _missing(words, lanes)
+    tries = 0
+    while (missing < lanes.shape[0]) & (tries < TRIES):
+        words = tl.load(board_ptr + lanes, mask=lanes < PARTS, other=NOTHING, volatile=True)
+        missing = _missing(words, lanes)
+        tries += 1
+    return words, missing
+
+
+@triton.jit
+def _missing(words, lanes):
+    """The first word that is zero, or their number."""
+    return tl.min(tl.where(words == 0, lanes, lanes.shape[0]), 0)
+
+
+@triton.jit
+def _left(board_ptr, word):
+    """Leave a word, whole and at once. No order is asked for: it is all that there is to see."""
+    tl.atomic_xchg(board_ptr, word, sem="relaxed")
+
+
+@triton.jit
+def _part(x_ptr, begin, N, part, SPAN, VEC: tl.constexpr, BLOCK: tl.constexpr):
+    """Exponentials [BLOCK] of a part of a row, relative to the part's maximum; that and their sum, in one word."""
+    at, low, high = _window(begin, N, part * SPAN, SPAN, VEC)
+    x = _taken(x_ptr, at, tl.arange(0, BLOCK), low, high, float("-inf"), VEC).to(tl.float32)  # [BLOCK]; read MN
+    top = tl.max(x, 0)
+    e = _exp(x - tl.where(top == float("-inf"), 0.0, top))
+    total = tl.sum(e, 0)
+    # Never zero: the sum is one at least, or the maximum is -inf.
+    upper = top.to(tl.int32, bitcast=True).to(tl.int64) << 32
+    return e, top, upper | (total.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF)
+
+
+@triton.jit
+def _divided_part(y_ptr, e, top, words, begin, N, part, SPAN, VEC: tl.constexpr, BLOCK: tl.constexpr):
+    """Store a part of a row: its exponentials over the sum of all, by the words of all parts."""
+    tops = (words >> 32).to(tl.int32).to(tl.float32, bitcast=True)  # [LANES]
+    totals = words.to(tl.int32).to(tl.float32, bitcast=True)
+    highest = tl.max(tops, 0)
+    total = tl.sum(totals * _exp(tops - tl.where(highest == float("-inf"), 0.0, highest)), 0)
+    _, low, high = _window(begin, N, part * SPAN, SPAN, VEC)
+    _put(y_ptr, e * (_exp(top - highest) / total), tl.arange(0, BLOCK), low, high, VEC)  # write MN
+
+
+@triton.jit
+def _softmax_shared(
+    y_ptr,
+    x_ptr,
+    board_ptr,
+    INNER,
+    N,
+    y_outer,
+    y_inner,
+    x_outer,
+    x_inner,
+    SPAN,
+    PARTS,
+    VEC: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LANES: tl.constexpr,
+    TRIES: tl.constexpr,
+    LATE: tl.constexpr,
+):
+    """A row of any width by PARTS programs, each of which holds up to SPAN of its numbers: SPAN in vectors."""
+    NOTHING: tl.constexpr = -36028797018963968  # the word of a part without numbers: -inf and 0
+    row = tl.program_id(0) // PARTS
+    part = tl.program_id(0) % PARTS
+    outer = (row // INNER).to(tl.int64)
+    inner = (row % INNER).to(tl.int64)
+    begin = outer * x_outer + inner * x_inner
+    SPAN = SPAN * VEC
+    e, top, word = _part(x_ptr, begin, N, part, SPAN, VEC, BLOCK)
+    if LATE:
+        tl.extra.cuda.gdc_wait()  # for the zeros on the board; the row is here already
+    board_ptr += row.to(tl.int64) * PARTS
+    _left(board_ptr + part, word)
+    lanes = tl.arange(0, LANES)  # [LANES]
+    words, missing = _words(board_ptr, lanes, PARTS, NOTHING, TRIES)
+    y_ptr += _window(outer * y_outer + inner * y_inner, N, part * SPAN, SPAN, VEC)[0]
+    if missing == LANES:
+        _divided_part(y_ptr, e, top, words, begin, N, part, SPAN, VEC, BLOCK)
+    else:
+        while missing < LANES:
+            _, _, word = _part(x_ptr, begin, N, missing, SPAN, VEC, BLOCK)
+            _left(board_ptr + missing, word)  # so that others find it
+            words = tl.where(lanes == missing, word, words)
+            missing = _missing(words, lanes)
+        # Its own numbers again, rather than held meanwhile. missing - LANES is zero here, but the compiler cannot know,
+        # and keeps no addresses for it.
+        part += missing - LANES
+        e, top, _ = _part(x_ptr, begin, N, part, SPAN, VEC, BLOCK)
+        _divided_part(y_ptr, e, top, words, begin, N, part, SPAN, VEC, BLOCK)
+
+
 @triton.jit
 def _softmax_backward_rows(
     dx_ptr,
@@ -582,7 +790,7 @@ class Plan(NamedTuple):
     Attributes
     ----------
     kernel : str
-        ``"rows"``, ``"pairs"``, ``"twice"`` or ``"parts"``.
+        ``"rows"``, ``"pairs"``, ``"whole"``, ``"shared"``, ``"twice"`` or ``"parts"``.
     constants : dict
         The kernel's ``constexpr`` arguments.
     programs : int
@@ -591,6 +799,10 @@ class Plan(NamedTuple):
         Warps per program.
     span : int
         Columns of a part; 0 where a row belongs to one program.
+    parts : int
+        Programs that share a row.
+    registers : int, optional
+        The most that a thread takes; None leaves it to the compiler.
     """
 
     kernel: str
@@ -598,6 +810,8 @@ class Plan(NamedTuple):
     programs: int
     warps: int
     span: int = 0
+    parts: int = 1
+    registers: int | None = None
 
 
 def _softmax_plan(
@@ -608,6 +822,7 @@ def _softmax_plan(
     processors: int = 132,
     last: bool = True,
     pairs: bool = False,
+    vector: int = 1,
     flat: bool = False,
     tensors: int = 1,
 ) -> Plan:
@@ -626,6 +841,8 @@ def _softmax_plan(
         Whether the elements of a row lie side by side; otherwise those along INNER do.
     pairs : bool
         Whether rows can be read as 32-bit pairs of half-precision numbers.
+    vector : int
+        Numbers in 16 bytes, where each row begins at the same place within 16 bytes in every tensor; otherwise 1.
     flat : bool
         Whether OUTER is 1 and rows lie side by side in every tensor.
     tensors : int
@@ -654,6 +871,10 @@ def _softmax_plan(
             rows = min(64, triton.next_power_of_2(inner))
             block = 65536 // max(4, size) // rows
         block = min(block, triton.next_power_of_2(n))
+    elif size == 2 and tensors == 1 and (40960 if pairs else 32768) < n <= 13 * 4096:
+        # 13 tiles are 52 registers of each of 512 threads; more would spill.
+        chunks = triton.cdiv(n + vector - 1, 4096)
+        return Plan("whole", {"VEC": vector, "BLOCK": 4096, "CHUNKS": chunks}, outer * inner, 16)
     elif pairs and tensors == 1 and (n % 2 or n == 4096 or n > 12800) and n <= 65536:
         kernel = "pairs"
         if n < 2048:
@@ -676,6 +897,8 @@ def _softmax_plan(
         # float32 rows of 128 KiB still fit: they leave room for one program of 32 warps, which is enough.
         block, warps = _tile(n, size, tensors)
         rows = max(1, (1024 if size == 2 else 512) // triton.next_power_of_2(n))
+    elif size < 8 and tensors == 1 and (plan := _shared_plan(sizes, size, capability, processors, vector)):
+        return plan
     else:
         # The second pass finds in L2 what is left there of the first: the larger the tile, the fewer rows at once.
         kernel, warps = "twice", 32
@@ -705,6 +928,39 @@ def _softmax_plan(
         span = triton.cdiv(triton.cdiv(n, parts), block) * block
         return Plan("parts", constants | {"PARTS": parts}, tiles * parts, warps, span)
     return Plan("twice", constants, tiles, warps)
+
+
+def _shared_plan(
+    sizes: tuple[int, int, int], size: int, capability: tuple[int, int] | None, processors: int, vector: int
+) -> Plan | None:
+    """Rows whose parts are held by several programs; None where the GPU has no room for all parts of a row at once.
+
+    The width alone decides how a row is cut: so a row's result is the same, bit for bit, however many rows there are.
+    """
+    outer, inner, n = sizes
+    # Small parts start and end quickly, large ones are few: both count where all parts of a row meet.
+    block, warps = (4096, 4) if n <= 2**18 else (8192, 8)
+    if capability is None:
+        # The interpreter's cost is programs times operations: few large parts, and of few rows only.
+        if outer * inner > 8:
+            return None
+        block = 16384
+    # Parts are whole lines of 128 bytes, and a row may lie across one vector more than it fills.
+    line = 128 // size
+    reach = n + vector - 1
+    span = triton.cdiv(triton.cdiv(reach, triton.cdiv(reach, block)), line) * line
+    parts = triton.cdiv(reach, span)
+    if parts > 2 * processors:
+        return None
+    constants = {
+        "VEC": vector,
+        "BLOCK": block,
+        "LANES": max(32 * warps, triton.next_power_of_2(parts)),
+        "TRIES": 0 if capability is None else 4096,  # some milliseconds
+    }
+    # 64 registers a thread, of which 32 hold numbers: left to itself, the compiler takes more, and fewer parts at once
+    # are under way.
+    return Plan("shared", constants, outer * inner * parts, warps, span, parts, 64)
 
 
 def _tile(n: int, size: int, tensors: int) -> tuple[int, int]:
@@ -764,8 +1020,12 @@ def _axes(dim: int, *tensors: Tensor) -> tuple[tuple[int, int, int], list[Stride
     if len(folded) > 2:
         return None
     folded = [(1, [0] * len(tensors))] * (2 - len(folded)) + folded
-    (outer, outers), (inner, inners) = folded
     steps = [s[dim] for s in strides]
+    # Where the numbers of a row lie apart, those of INNER shall lie together.
+    apart = [i for i, step in enumerate(steps) if step != 1]
+    if apart and min(folded[0][1][i] for i in apart) < min(folded[1][1][i] for i in apart) and folded[0][0] > 1:
+        folded.reverse()
+    (outer, outers), (inner, inners) = folded
     return (outer, inner, shape[dim]), list(zip(outers, inners, steps, strict=True))
 
 
@@ -788,14 +1048,30 @@ def _prepared(dense: Tensor, free: Tensor, dim: int, tensors: int) -> tuple[Tens
     # Rows that begin in the middle of a pair can be read as pairs if both tensors' rows do.
     alike = align > 1 or strides[0] == strides[1]
     pairs = dense.element_size() == 2 and last and outer == 1 and alike and free.data_ptr() % 4 == 0
+    whole = 16 // dense.element_size()
+    begin_alike = all((a - b) % whole == 0 for a, b in zip(strides[0][:2], strides[1][:2], strict=True))
+    vector = whole if begin_alike and dense.data_ptr() % 16 == free.data_ptr() % 16 == 0 else 1
     capability, processors = gpu(dense.device)
     flat = outer == 1 and last and (inner == 1 or all(along == n for _, along, _ in strides))
-    known = {"processors": processors, "last": last, "pairs": pairs, "flat": flat, "tensors": tensors}
+    known = {"processors": processors, "last": last, "pairs": pairs, "vector": vector, "flat": flat, "tensors": tensors}
     plan = _plan((outer, inner, n), dense.dtype, capability, **known)
+    if plan.kernel in ("whole", "shared"):
+        align = 1  # these find out where a row begins
     numbers = [inner, n // align]
     for a, b, step in strides:
         numbers += [a // align, b // align, step if n > 1 else 1]
     return free, plan, align, numbers
+
+
+def _board(plan: Plan, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, dict[str, bool]]:
+    """A word of zeros for each program, and how the kernel is launched that reads its rows while they are written."""
+    early = overlapping(device)
+    board = empty((plan.programs,), dtype, device)
+    block = 16384 // dtype.itemsize
+    launch(
+        fill, (triton.cdiv(plan.programs, block),), board, plan.programs, BLOCK=block, EARLY=bool(early), num_warps=8
+    )
+    return board, early
 
 
 def _softmax_into(y: Tensor, x: Tensor, dim: int) -> None:
@@ -806,6 +1082,16 @@ def _softmax_into(y: Tensor, x: Tensor, dim: int) -> None:
         launch(_softmax_rows, grid, y, x, inner, n, *strides, **constants)
     elif plan.kernel == "pairs":
         launch(_softmax_pairs, grid, y, x, n, strides[1], strides[4], **constants)
+    elif plan.kernel == "whole":
+        del constants["ALIGN"]
+        launch(_softmax_whole, grid, y, x, inner, n, *strides[:2], *strides[3:5], **constants)
+    elif plan.kernel == "shared":
+        board, early = _board(plan, torch.int64, x.device)
+        launch(
+            _softmax_shared, grid, y, x, board, inner, n, *strides[:2], *strides[3:5],
+            plan.span // plan.constants["VEC"], plan.parts, **plan.constants, num_warps=plan.warps,
+            maxnreg=plan.registers, LATE=bool(early), **early,
+        )  # fmt: skip
     elif plan.kernel == "twice":
         launch(_softmax_online, grid, y, x, inner, n, *strides, **constants)
     else:
@@ -957,8 +1243,8 @@ def softmax(x: Tensor, dim: int = -1) -> Tensor:
 
     Notes
     -----
-    Differentiable, twice as well; works under `torch.compile` and `torch.vmap`. Rows of up to 64 KiB are read once.
-    A view whose axes beside `dim` have three or more independent strides is copied first.
+    Differentiable, twice as well; works under `torch.compile` and `torch.vmap`. A view whose axes beside `dim` have
+    three or more independent strides is copied first.
 
     Examples
     --------

@@ -113,7 +113,7 @@ def specs(types: Sequence[str]) -> Iterator[Spec]:
             for cached, early in ((0, ""), (1, "EARLY")):
                 block = (16384 if cached else 4096) // size
                 yield Spec(
-                    "FILL", type_, False, cached, block, scatter, "_scatter_nd_fill",
+                    "FILL", type_, False, cached, block, scatter, "fill",
                     {"out_ptr": f"*{triton_type}", "SIZE": "i64"}, {"BLOCK": block}, 8 if block >= 4096 else 4,
                     early=early,
                 )  # fmt: skip
