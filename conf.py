@@ -36,13 +36,6 @@ extensions = [
     "sphinx_gallery.gen_gallery",
     "fusebook_site",
 ]
-try:
-    import myst_parser  # noqa: F401
-
-    extensions.append("myst_parser")
-    myst_heading_anchors = 3
-except ImportError:  # a prepared runner may lack it: fusebook_site then shows Markdown as it is written
-    pass
 exclude_patterns = ["_ext", "_inventories", "_static", "auto_downloads"]
 default_role = "code"
 nitpicky = True
@@ -56,11 +49,8 @@ autodoc_typehints = "none"  # numpydoc's sections say it, in words
 numpydoc_show_class_members = False
 numpydoc_class_members_toctree = False
 
-# Small inventories of the names that are used stand in the repository: a build without a network is the same build.
-intersphinx_mapping = {
-    name: (address, str(ROOT / "docs" / "_inventories" / f"{name}.inv"))
-    for name, address in inventories.ADDRESSES.items()
-}
+# Small inventories, of the names that are used, from lists in the repository: without a network it is the same build.
+intersphinx_mapping = inventories.write(ROOT / "build" / "inventories")
 
 # Pages
 

@@ -17,7 +17,6 @@ from pathlib import Path
 
 from docutils import nodes
 from docutils.utils.math import latex2mathml
-from sphinx.parsers import Parser
 from sphinx.util import logging
 from sphinx.util.docutils import SphinxDirective
 from sphinx_gallery.utils import get_md5sum
@@ -284,7 +283,7 @@ def edit_links(app, pagename, templatename, context, doctree):
     elif pagename.startswith("auto_examples/"):
         path = f"examples/{page}.py"
     else:
-        path = f"docs/{pagename}{context.get('page_source_suffix') or '.rst'}"
+        path = f"docs/{pagename}.rst"
     context["get_edit_provider_and_url"] = lambda: (None, f"{repository}/edit/main/{path}")
 
 
@@ -294,19 +293,6 @@ def colab_link(app, pagename, templatename, context, doctree):
     if match and pagename.startswith("auto_examples/plot_"):
         page = pagename.removeprefix("auto_examples/")
         context["colab"] = f"https://colab.research.google.com/github/{match[1]}/blob/gh-pages/notebooks/{page}.ipynb"
-
-
-class PlainMarkdown(Parser):
-    """Markdown as it is written, under its title: for machines without myst-parser."""
-
-    supported = ("markdown",)
-
-    def parse(self, inputstring, document):
-        """Take the first line for the title."""
-        title, _, text = inputstring.partition("\n")
-        section = nodes.section(ids=[nodes.make_id(title)], names=[title.strip("# ").lower()])
-        section += [nodes.title(text=title.strip("# ")), nodes.literal_block(text, text.strip(), language="markdown")]
-        document += section
 
 
 # Formulas as MathML, which browsers draw by themselves: no script, no fonts, no network
@@ -333,9 +319,6 @@ def setup(app):
     app.add_directive("build-times", BuildTimes)
     app.add_directive("kernels", Kernels)
     app.add_directive("result-picture", ResultPicture)
-    if "myst_parser" not in app.config.extensions:
-        app.add_source_suffix(".md", "markdown")
-        app.add_source_parser(PlainMarkdown)
     app.connect("builder-inited", before_gallery, priority=100)  # the gallery runs at 500
     app.connect("builder-inited", after_gallery, priority=900)
     app.connect("source-read", without_memory)

@@ -1,8 +1,8 @@
-"""The inventories that intersphinx reads, made from lists of names: ``python docs/_ext/inventories.py``.
+"""The inventories that intersphinx reads, made from lists of names when conf.py is read: the build needs no network.
 
 Each line of ``docs/_inventories/<project>.txt`` is ``name role address``, where a final ``$`` in the address stands for
 the name. The lists hold the names that pages and docstrings use, no more; add a line where ``-n`` reports a missing
-reference, and run this file again.
+reference.
 """
 
 import zlib
@@ -37,12 +37,10 @@ def inventory(project: str, text: str) -> bytes:
     return head.encode() + zlib.compress("".join(sorted(lines)).encode(), 9)
 
 
-def write() -> None:
-    """Write the inventory of every project."""
+def write(folder: Path) -> dict[str, tuple[str, str]]:
+    """Write the inventory of every project into `folder`; returns what intersphinx is told of them."""
+    folder.mkdir(parents=True, exist_ok=True)
     for project in ADDRESSES:
         text = (FOLDER / f"{project}.txt").read_text(encoding="utf-8")
-        (FOLDER / f"{project}.inv").write_bytes(inventory(project, text))
-
-
-if __name__ == "__main__":
-    write()
+        (folder / f"{project}.inv").write_bytes(inventory(project, text))
+    return {project: (address, str(folder / f"{project}.inv")) for project, address in ADDRESSES.items()}
