@@ -404,6 +404,28 @@ def kernel(y_ptr, BLOCK: triton.language.constexpr):
     pass
 
 
+def test_a_page_notes_what_it_reads(monkeypatch, recorded, tmp_path):
+    notes = tmp_path / "notes"
+    monkeypatch.setenv("FUSEBOOK_DEPS", str(notes))
+
+    def noted():
+        lines = {Path(line).name for line in notes.read_text().splitlines()}
+        notes.unlink()
+        return lines
+
+    page.results(SOFTMAX, config="large")
+    assert noted() == {"softmax.csv", "machine.json"}
+    page.records()
+    assert noted() == {"nvidia-h200", "softmax.csv", "machine.json"}
+    page.Source(softmax_eager)
+    assert noted() == {"softmax.py"}
+    page.solution("solutions/plot_1.py")
+    assert noted() == {"plot_1.py"}
+    record.write_page("drift", drift(), machines.RECORDS, machine(slug="nvidia-h200"), "")
+    page.measured("drift", drift)
+    assert noted() == {"drift.csv", "machine.json"}
+
+
 def test_source_shows_functions_kernels_and_operators():
     text = repr(page.Source(softmax_eager, kernel))
     assert "top = x.amax(-1, keepdim=True)  # read MN, write M" in text

@@ -14,10 +14,13 @@ from pathlib import Path
 
 import pytest
 
+import fusebook
 import fusebook_site
 import gallery_hooks
 import gallery_progress
 import inventories
+from fusebook.cards import OPS
+from fusebook.page import _place
 
 ROOT = Path(__file__).resolve().parents[1]
 HTML = ROOT / "build" / "html"
@@ -269,92 +272,93 @@ def test_the_log_takes_what_anybody_writes_and_counts_messages_not_lines(tmp_pat
 
 
 @pytest.fixture
-def library(tmp_path):
-    files = {
-        "bench.py": "",
-        "kernels/__init__.py": "",
-        "kernels/_tl.py": "",
-        "kernels/softmax.py": "",
-        "kernels/swiglu.py": "",
-        "cards/softmax.py": 'Op("softmax"), Op("softmax_backward")',
-        "cards/swiglu.py": 'Op("swiglu")',
-        "kernels/tuned/softmax.json": "{}",
-        "records/gpu/machine.json": "{}",
-        "records/gpu/softmax.csv": "1",
-        "records/gpu/softmax_backward.csv": "1",
-        "records/gpu/swiglu.csv": "1",
-        "records/gpu/pages/transfers.csv": "1",
-        "records/gpu/seconds.json": "{}",
-    }
-    for name, text in files.items():
+def library(tmp_path, monkeypatch):
+    """A library, and one page that is complete; it has noted a record, a kernel and the folder of records."""
+    monkeypatch.setattr(fusebook_site, "families", lambda page, names: [tmp_path / "src/fusebook/cards/softmax.py"])
+    monkeypatch.delenv(fusebook_site.NOTES, raising=False)
+    names = (
+        *("bench.py", "kernels/_tl.py", "kernels/tuned/softmax.json"),
+        *("cards/softmax.py", "cards/swiglu.py", "kernels/softmax.py", "kernels/swiglu.py"),
+        *("records/gpu/machine.json", "records/gpu/softmax.csv", "records/gpu/swiglu.csv", "records/gpu/seconds.json"),
+    )
+    for name in names:
         path = tmp_path / "src" / "fusebook" / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+        path.write_text("")
+    for name in ("examples", "generated"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "examples" / "plot_1.py").write_text("1 + 1")
     return tmp_path
 
 
-SOFTMAX = "from fusebook.cards.softmax import SOFTMAX"
+def _stale(library, **around):
+    return fusebook_site.forget_stale(library / "examples", library / "generated", around, library)
 
 
-def _complete(stale):
-    """As `gallery_hooks.done` does for each page."""
-    for path, stamp in stale.values():
-        path.write_text(stamp)
+def _run(library, *noted, **around):
+    """As `gallery_hooks` does when the page runs."""
+    fusebook_site.begin_page(library / "generated", "plot_1")
+    _place.note(*(library / "src" / "fusebook" / name for name in noted))
+    fusebook_site.end_page(library / "generated", around, library, "plot_1", {})
+    (library / "generated" / "plot_1.py.md5").write_text("sum")
 
 
 @pytest.mark.parametrize(
-    ("page", "file", "again"),
+    ("file", "again"),
     [
-        (SOFTMAX, "bench.py", True),
-        (SOFTMAX, "kernels/_tl.py", True),
-        (SOFTMAX, "kernels/softmax.py", True),
-        (SOFTMAX, "cards/softmax.py", True),
-        (SOFTMAX, "cards/swiglu.py", False),
-        (SOFTMAX, "kernels/swiglu.py", False),
-        (SOFTMAX, "kernels/tuned/softmax.json", True),
-        (SOFTMAX, "records/gpu/softmax_backward.csv", True),
-        (SOFTMAX, "records/gpu/swiglu.csv", False),
-        (SOFTMAX, "records/gpu/machine.json", True),
-        (SOFTMAX, "records/gpu/pages/transfers.csv", False),
-        (SOFTMAX, "records/gpu/seconds.json", False),
-        ("import fusebook", "kernels/swiglu.py", True),
-        ("from fusebook.cards import OPS, softmax", "records/gpu/swiglu.csv", True),
-        ('measured("transfers", f)', "records/gpu/pages/transfers.csv", True),
+        ("bench.py", True),
+        ("kernels/_tl.py", True),
+        ("kernels/tuned/softmax.json", True),
+        ("cards/softmax.py", True),
+        ("cards/swiglu.py", False),
+        ("kernels/softmax.py", True),
+        ("kernels/swiglu.py", False),
+        ("records/gpu/machine.json", False),
+        ("records/gpu/softmax.csv", True),
+        ("records/gpu/swiglu.csv", False),
     ],
-    ids=lambda value: str(value).rsplit("/", 1)[-1],
 )
-def test_a_page_runs_again_when_what_it_is_made_from_changes(library, page, file, again):
-    examples, generated = library / "examples", library / "generated"
-    examples.mkdir()
-    (examples / "plot_1.py").write_text(page)
-    _complete(fusebook_site.forget_stale(examples, generated, {}, library))
-    assert not fusebook_site.forget_stale(examples, generated, {}, library)
-    done = generated / "plot_1.py.md5"
-    done.write_text("sum")
+def test_a_page_runs_again_when_what_it_is_made_from_changes(library, file, again):
+    assert _stale(library) == ["plot_1"]  # it has never run
+    _run(library, "kernels/softmax.py", "records/gpu/softmax.csv")
+    assert _stale(library) == []
     with (library / "src" / "fusebook" / file).open("a") as opened:
         opened.write("# changed")
-    assert list(fusebook_site.forget_stale(examples, generated, {}, library)) == (["plot_1"] if again else [])
-    assert done.exists() is not again
+    assert _stale(library) == (["plot_1"] if again else [])
+    assert (library / "generated" / "plot_1.py.md5").exists() is not again
+
+
+def test_a_page_of_all_records_runs_again_when_one_is_added_or_gone(library):
+    _run(library, "records/gpu")
+    (library / "src/fusebook/records/gpu/seconds.json").write_text("{}")
+    assert _stale(library) == []
+    (library / "src/fusebook/records/gpu/double.csv").write_text("1")
+    assert _stale(library) == ["plot_1"]
 
 
 def test_a_page_runs_again_under_other_circumstances(library):
-    examples, generated = library / "examples", library / "generated"
-    examples.mkdir()
-    (examples / "plot_1.py").write_text(SOFTMAX)
-    _complete(fusebook_site.forget_stale(examples, generated, {"strict": ""}, library))
-    assert not fusebook_site.forget_stale(examples, generated, {"strict": ""}, library)
-    assert list(fusebook_site.forget_stale(examples, generated, {"strict": "1"}, library)) == ["plot_1"]
+    _run(library, strict="")
+    assert _stale(library, strict="") == []
+    assert _stale(library, strict="1") == ["plot_1"]
 
 
 def test_a_page_that_was_not_completed_runs_again(library):
     """sphinx-gallery has kept its checksum, but the build was cut off before the page was written."""
-    examples, generated = library / "examples", library / "generated"
-    examples.mkdir()
-    (examples / "plot_1.py").write_text(SOFTMAX)
-    fusebook_site.forget_stale(examples, generated, {}, library)
-    done = generated / "plot_1.py.md5"
+    fusebook_site.begin_page(library / "generated", "plot_1")
+    done = library / "generated" / "plot_1.py.md5"
     done.write_text("sum")
-    assert fusebook_site.forget_stale(examples, generated, {}, library) and not done.exists()
+    assert _stale(library) == ["plot_1"] and not done.exists()
+
+
+def test_a_page_is_made_from_the_families_that_its_variables_come_from():
+    def found(page, **names):
+        return {f"{path.parent.name}/{path.stem}" for path in fusebook_site.families(page, names)}
+
+    assert found("", SOFTMAX=OPS["softmax"], x=1) == {"cards/softmax", "kernels/softmax"}
+    assert found("y = fusebook.swiglu(x)", fusebook=fusebook) == {"kernels/swiglu"}
+    assert found("", cluster=fusebook.kmeans) == {"kernels/lloyd", "kernels/kmeans"}
+    assert {"cards/softmax", "cards/swiglu", "kernels/kmeans"} <= found("", OPS=OPS)
+    assert found("import pandas as pd", pd=re) == set()
 
 
 # Links and inventories

@@ -1,10 +1,11 @@
 """What the site does that its extensions do not: which pages run again, what is published beside them, and links.
 
 A page is run again when its own text changes; sphinx-gallery sees to that. It also runs again when something that it
-is made from has changed: the library, the records of its ops, or what decides whether it measures or replays. This is
-kept as a hash beside the generated page.
+is made from has changed: the library, what it noted that it read, or what decides whether it measures or replays. The
+notes and a hash of all this are kept beside the generated page.
 """
 
+import functools
 import hashlib
 import importlib.metadata
 import inspect
@@ -36,34 +37,39 @@ PACKAGES = ("torch", "triton", "pandas", "matplotlib", "sphinx-gallery")
 # Which pages run again
 
 
-def used_by(page, root=ROOT):
-    """The files of the library and the records that the text of a page depends on, sorted.
+#: Where a page that runs notes what it reads, see `fusebook.page`.
+NOTES = "FUSEBOOK_DEPS"
 
-    That is: all modules that are no kernel and no card, those whose name it contains, the records of their ops, and the
-    page records that it names. A page that names no kernel, or asks for all of them (``OPS``), depends on everything.
-    """
+
+def common(root=ROOT):
+    """What every page is made from: all modules but those of families of kernels, and the tuned plans."""
     source = root / "src" / "fusebook"
-    words = set(re.findall(r"\w+", page))
-    cards = {path.stem: path for path in (source / "cards").glob("*.py") if not path.stem.startswith("_")}
-    kernels = {path.stem: path for path in (source / "kernels").glob("*.py") if not path.stem.startswith("_")}
-    families = {*cards, *kernels}
-    named = words & families
-    if not named or "OPS" in words:
-        named = families
-    own = {*cards.values(), *kernels.values()}
-    files = {path for path in source.rglob("*.py") if path.stem in named or path not in own}
-    texts = {stem: path.read_text(encoding="utf-8") for stem, path in cards.items()}
-    seconds = {*source.glob("records/*/seconds.json")}  # what the bar begins with is on no page
-    for path in [*({*source.glob("records/**/*")} - seconds), *source.glob("kernels/tuned/*")]:
-        owners = {stem for stem, text in texts.items() if f'"{path.stem}"' in text}
-        of_page = path.parent.name == "pages"
-        if (
-            path.name != "seconds.json"
-            and path.is_file()
-            and ((path.stem in words or "OPS" in words) if of_page else (not owners or owners & named))
-        ):
-            files.add(path)
-    return sorted(files)
+    families = {p for name in ("cards", "kernels") for p in (source / name).glob("*.py") if p.stem[0] != "_"}
+    return sorted({*source.rglob("*.py"), *source.glob("kernels/tuned/*")} - families)
+
+
+def families(page, names):
+    """The modules of kernels and cards that a page uses: by the values of its variables `names`, and of ``fusebook``.
+
+    A card is made of a module's functions, and a module of what it takes from others.
+    """
+    import fusebook
+    from fusebook.op import Op
+
+    found = set()
+    waiting = [*names.values()]
+    waiting += [getattr(fusebook, name, None) for name in re.findall(r"\bfusebook\.(\w+)", page)]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, dict | tuple):
+            waiting += [v for v in (value.values() if isinstance(value, dict) else value) if isinstance(v, Op)]
+            continue
+        value = value.make if isinstance(value, Op) else value
+        name = value.__name__ if inspect.ismodule(value) else getattr(value, "__module__", None)
+        if re.match(r"fusebook\.(cards|kernels)\.[a-z]", str(name)) and name not in found:
+            found.add(name)
+            waiting += vars(sys.modules[name]).values()
+    return [Path(sys.modules[name].__file__) for name in sorted(found)]
 
 
 def circumstances():
@@ -81,33 +87,49 @@ def circumstances():
     return [device, sys.version, versions, {name: os.environ.get(name, "") for name in SWITCHES}, hooks]
 
 
-def stamp(page, around, root=ROOT):
-    """A hash of all that a page is made from, apart from its own text."""
+def stamp(noted, around, root=ROOT):
+    """A hash of all that a page is made from, apart from its own text: what it noted, and what all are made from."""
     digest = hashlib.sha256(json.dumps(around, sort_keys=True).encode())
-    solutions = [root / "examples" / name for name in re.findall(r'solution\("([^"]+)"', page)]
-    for path in [*used_by(page, root), *(path for path in solutions if path.exists())]:
-        digest.update(f"{path.relative_to(root)}\0".encode())
-        digest.update(path.read_bytes())
+    for path in [*common(root), *sorted({Path(line) for line in noted.splitlines()})]:
+        digest.update(f"{path.relative_to(root) if path.is_relative_to(root) else path}\0".encode())
+        if path.is_dir():
+            digest.update("\0".join(sorted(p.name for p in path.glob("*.csv"))).encode())
+        elif path.exists():
+            digest.update(path.read_bytes())
     return digest.hexdigest()
 
 
 def forget_stale(examples, generated, around, root=ROOT):
-    """Make sphinx-gallery run those pages again whose stamp has changed.
+    """Make sphinx-gallery run those pages again that are made from something else now; returns their names.
 
-    Returns, by their names, where the new stamps belong once the pages have run, and the stamps: a build that is cut
-    off goes on with the first page that was not complete.
+    A page that was not complete when a build was cut off has no stamp, and the next build goes on with it.
     """
-    stale = {}
+    stale = []
     for page in sorted(examples.glob("plot_*.py")):
-        kept = generated / f"{page.stem}.stamp"
-        now = stamp(page.read_text(encoding="utf-8"), around, root)
-        if kept.exists() and kept.read_text() == now:
+        kept, notes = (generated / f"{page.stem}.{kind}" for kind in ("stamp", "deps"))
+        if kept.exists() and notes.exists() and kept.read_text() == stamp(notes.read_text(), around, root):
             continue
-        generated.mkdir(parents=True, exist_ok=True)
         (generated / f"{page.name}.md5").unlink(missing_ok=True)
         kept.unlink(missing_ok=True)
-        stale[page.stem] = kept, now
+        stale.append(page.stem)
     return stale
+
+
+def begin_page(generated, name):
+    """The page `name` is about to run, and notes what it reads beside what is generated from it."""
+    notes = generated / f"{name}.deps"
+    notes.write_text("")
+    os.environ[NOTES] = str(notes)
+
+
+def end_page(generated, around, root, name, names):
+    """The page `name` is complete, its variables are `names`: leave the stamp of what it was made from."""
+    notes = generated / f"{name}.deps"
+    page = (root / "examples" / f"{name}.py").read_text(encoding="utf-8")
+    noted = {*notes.read_text().splitlines(), *map(str, families(page, names))}
+    text = "".join(f"{line}\n" for line in sorted(noted))
+    notes.write_text(text)
+    (generated / f"{name}.stamp").write_text(stamp(text, around, root))
 
 
 def to_run(examples, generated):
@@ -144,11 +166,13 @@ def before_gallery(app):
         for kept in generated.glob("*.stamp"):
             kept.unlink()
         offered.mkdir()
-    stale = forget_stale(ROOT / "examples", generated, circumstances())
+    around = circumstances()
+    stale = forget_stale(ROOT / "examples", generated, around)
     if stale:
         logger.info("to be run, as what they are made from has changed: %s", ", ".join(stale))
     runner = gallery_hooks.runner
-    runner.stamps = stale
+    runner.begin = functools.partial(begin_page, generated)
+    runner.finish = functools.partial(end_page, generated, around, ROOT)
     names = to_run(ROOT / "examples", generated)
     if names:
         seconds = gallery_progress.seconds_of(names, generated, recorded_seconds())
@@ -174,7 +198,8 @@ def after_gallery(app):
     gallery_hooks.done()
     if gallery_hooks.runner.progress:
         gallery_hooks.runner.progress.close()
-    gallery_hooks.runner.progress = None
+    gallery_hooks.runner.progress = gallery_hooks.runner.begin = gallery_hooks.runner.finish = None
+    os.environ.pop(NOTES, None)
 
 
 def count_messages(app, exception):

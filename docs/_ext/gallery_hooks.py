@@ -33,7 +33,7 @@ class Runner:
         self.script = {}
         self.progress = None
         self.log = None
-        self.stamps = {}
+        self.begin = self.finish = None  # called with the name of a page; when it ends, also with its variables
 
     def __repr__(self):
         return "gallery_hooks.Runner()"
@@ -68,6 +68,8 @@ def reset_argv(gallery_conf, script_vars):
     done()
     runner.script = script_vars
     page = script_vars.get("src_file", "")
+    if runner.begin:
+        runner.begin(Path(page).stem)
     if runner.log:
         runner.log.head(Path(page).stem)
     if runner.progress:
@@ -80,10 +82,9 @@ def done():
 
     sphinx-gallery keeps a page's checksum before it has written the page, and a build may be cut off at any time.
     """
-    stamp = runner.stamps.pop(Path(runner.script.get("src_file", "")).stem, None)
-    if stamp:
-        path, text = stamp
-        path.write_text(text)
+    if runner.finish and "src_file" in runner.script:
+        runner.finish(Path(runner.script["src_file"]).stem, vars(runner.script["fake_main"]))
+        runner.script = {}
     if runner.progress:
         runner.progress.end_page()
 

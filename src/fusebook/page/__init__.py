@@ -16,6 +16,9 @@ FUSEBOOK_RECORD
     A folder of records: what is measured is written there too.
 FUSEBOOK_DOWNLOADS
     Where downloads go; the current folder unless set.
+FUSEBOOK_DEPS
+    A file in which a page notes what it reads: records, sources that it shows, solutions. The site sets it, and runs a
+    page again when one of them has changed.
 FUSEBOOK_REPOSITORY
     The address of the repository, for links to it.
 """

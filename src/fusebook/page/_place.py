@@ -45,3 +45,10 @@ def folder() -> Path:
 def link(file: Path) -> str:
     """The address of a download as seen from the page."""
     return f"downloads/{file.name}" if os.environ.get("FUSEBOOK_DOWNLOADS") else file.name
+
+
+def note(*paths: str | Path) -> None:
+    """Write down files and folders that the page is made from, where the site asks for it by ``FUSEBOOK_DEPS``."""
+    if target := os.environ.get("FUSEBOOK_DEPS"):
+        with open(target, "a", encoding="utf-8") as file:
+            file.writelines(f"{Path(path).resolve()}\n" for path in paths)

@@ -179,7 +179,7 @@ def results(
         command = "nox -s record"
     if not record.exists(op.name, slug):
         _nothing(f"{op.name} on {slug}", command)
-    frame = _replayed(record.read(op, slug), op, config, dtype, command)
+    frame = _noted(_replayed(record.read(op, slug), op, config, dtype, command))
     return frame if variants is None else tables.where(frame, variant=list(variants))
 
 
@@ -214,6 +214,12 @@ def _replayed(frame: pd.DataFrame, op: Op, config: str, dtype: str, command: str
     found = pd.concat(parts).drop(columns=["_sizes", "_order", "_other"]).reset_index(drop=True)
     found.attrs.update(frame.attrs)
     return found
+
+
+def _noted(frame: pd.DataFrame) -> pd.DataFrame:
+    """What was read from a record, noted as something that the page is made from."""
+    _place.note(frame.attrs["path"], machine.RECORDS / _place.slug() / "machine.json")
+    return frame
 
 
 def measured(name: str, function: Callable[[], pd.DataFrame], live: bool | None = None) -> pd.DataFrame:
@@ -259,7 +265,7 @@ def measured(name: str, function: Callable[[], pd.DataFrame], live: bool | None 
         slug = _place.slug()
         if not record.page_exists(name, slug):
             _nothing(f"{name} on {slug}", "nox -s record")
-        frame = record.read_page(name, slug)
+        frame = _noted(record.read_page(name, slug))
         if digest and frame.attrs.get("source") != digest:
             frame.attrs["stale"] = [name]
     frame.attrs["page"] = name
@@ -280,7 +286,8 @@ def records() -> dict[str, pd.DataFrame]:
         Where there is none.
     """
     slug = _place.slug()
-    found = {name: record.read(name, slug) for name in OPS if record.exists(name, slug)}
+    _place.note(machine.RECORDS / slug)  # a record that is added belongs to them
+    found = {name: _noted(record.read(name, slug)) for name in OPS if record.exists(name, slug)}
     if not found:
         _nothing(f"any operator on {slug}", "nox -s record")
     return found

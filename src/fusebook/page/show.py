@@ -293,6 +293,7 @@ class Source(_Shown):
         for function in functions:
             plain = _plain(function)
             lines, first = inspect.getsourcelines(plain)
+            _place.note(inspect.getfile(plain))
             path = f"{plain.__module__}.{plain.__qualname__}"
             text = textwrap.dedent("".join(lines)).rstrip()
             self.parts.append((path, first, first + len(lines) - 1, text if doc else _undocumented(text)))
@@ -405,6 +406,7 @@ def solution(path: str) -> Solution:
     """
     page = Path(getattr(sys.modules.get("__main__"), "__file__", None) or "page.py")
     source = next((f for f in (Path(path), page.parent / path) if f.exists()), Path(path))
+    _place.note(source)
     if source.exists() and os.environ.get("FUSEBOOK_DOWNLOADS"):
         shutil.copyfile(source, _place.folder() / source.name)
     return Solution(source)._now()
