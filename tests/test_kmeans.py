@@ -15,9 +15,11 @@ from fusebook.cards.kmeans import KMEANS_ASSIGN
 from fusebook.inputs import generator
 from fusebook.kernels import kmeans as module
 from fusebook.kernels import lloyd
+from fusebook.kernels._operator import OPERATORS
 from fusebook.kernels.kmeans import kmeans_assign_eager, kmeans_update_eager
 
 assign, update, cluster = fusebook.kmeans_assign, fusebook.kmeans_update, fusebook.kmeans
+step = OPERATORS["kmeans_step"]
 
 
 def drawn(law, device, n=150, d=20, k=40, dtype=torch.float32, seed=0):
@@ -98,6 +100,16 @@ def test_what_a_product_may_lose_is_more_than_rounding_loses(precision):
         assert (lost <= module._loose(precision, d) * x.norm(dim=1) * c.norm(dim=1)).all()
 
 
+def test_a_product_that_rounding_turns_around_is_in_doubt(device):
+    """Every coordinate is rounded to TF32 so that the farther of two centres looks nearer, by half of the bound."""
+    d = 256
+    sign = torch.where(torch.arange(d, device=device) % 2 == 0, 1.0, -1.0)
+    halfway = 1 + 2.0**-11  # between two numbers of TF32
+    point = halfway - sign * 2.0**-20  # with the sign of the nearer centre rounded down, against it up
+    point[0] += 2.0**-6
+    assert assign(point.repeat(40, 1), torch.stack([sign, -sign])).tolist() == [0] * 40
+
+
 def test_points_with_nan_get_label_0_and_a_centre_with_nan_is_nearest_to_none(device):
     for d in (2, 20):
         points, centres = drawn("near", device, n=40, d=d, k=4)
@@ -159,6 +171,42 @@ def test_labels_out_of_range_are_left_out_unless_checked(d, k, device):
         update(points, astray, k)
 
 
+def test_labels_in_range_count_even_where_k_is_beyond_their_dtype(device):
+    points, _ = drawn("near", device, n=60, d=9, k=1)
+    labels = (torch.arange(60, device=device) * 4 + 19).to(torch.uint8)  # to 255
+    got, want = update(points, labels, 260, check=False), kmeans_update_eager(points, labels, 260)
+    assert torch.allclose(got, want, equal_nan=True, atol=1e-6)
+    astray = labels.to(torch.int32)
+    astray[0] = 256  # beyond k = 256, and 0 in eight bits
+    assert update(points, astray, 256, check=False)[0].isnan().all()
+
+
+def test_keys_hold_the_number_that_stands_for_labels_out_of_range():
+    narrow = {255: torch.uint8, 256: torch.int16, 2**15 - 1: torch.int16, 2**15: torch.int32, 2**31 - 1: torch.int32}
+    assert {k: module._narrowest(k) for k in narrow} == narrow
+
+
+@pytest.mark.parametrize(("d", "k"), [(2, 3), (20, 3)])
+def test_a_cluster_of_one_point_moves_there(d, k, device):
+    points, old = drawn("near", device, n=9, d=d, k=k)
+    labels = torch.tensor([0] * 8 + [2], device=device)
+    assert torch.equal(update(points, labels, k, centres=old)[1:], torch.stack([old[1], points[8]]))
+
+
+def test_a_gradient_that_is_asked_for_is_refused(device):
+    points, centres = drawn("near", device, n=20, d=2, k=3)
+    points.requires_grad_()
+    labels = assign(points, centres)
+    assert not labels.requires_grad
+    new = update(points, labels, 3, centres=centres)
+    with pytest.raises(NotImplementedError, match="kmeans_update: expected no gradient to be asked for"):
+        new.sum().backward()
+    with pytest.raises(NotImplementedError, match="kmeans: expected points and init that require no gradient"):
+        cluster(points, 3)
+    with torch.no_grad():
+        assert not cluster(points, 3, max_iter=1).centres.requires_grad
+
+
 def test_a_mean_of_many_halves_is_not_a_sum_in_halves(device):
     n = 200_000 if device == "cuda" else 5000
     points = torch.full((n, 2), 40.0, dtype=torch.float16, device=device)  # the sum is beyond float16
@@ -169,9 +217,9 @@ def test_a_mean_of_many_halves_is_not_a_sum_in_halves(device):
 @pytest.mark.parametrize(("n", "d", "k"), [(2100, 2, 2), (100, 20, 9)])
 def test_every_run_gives_the_same_bits(n, d, k, device):
     points, centres = drawn("blobs", device, n=n, d=d, k=k)
-    labels, moved = module._step(points, centres)
+    labels, moved = step(points, centres, torch.int64)
     for _ in range(100 if device == "cuda" else 2):
-        again, also = module._step(points, centres)
+        again, also = step(points, centres, torch.int64)
         assert torch.equal(labels, again) and torch.equal(moved, also)
         assert torch.equal(update(points, labels, k, centres=centres), moved) or module._sums_fit(d, k)
 
@@ -189,7 +237,7 @@ def test_planted_clusters_are_found_with_their_coordinates_in_place(device):
     want = (points.double() - found.centres.double()[found.labels]).square().sum().item()
     assert found.inertia == pytest.approx(want, rel=1e-5)
     # The centres stand still: each is the mean of its points, bit for bit.
-    assert torch.equal(module._step(points, found.centres)[1], found.centres)
+    assert torch.equal(step(points, found.centres, torch.int64)[1], found.centres)
 
 
 @pytest.mark.parametrize("init", ["k-means++", "random"])
@@ -213,6 +261,26 @@ def test_the_tolerance_is_of_the_data_s_own_scale(device):
     generous = [cluster(planted(device)[0] * scale, 3, tol=0.5, seed=1) for scale in (1.0, 1024.0)]
     assert generous[0].iterations == generous[1].iterations
     assert generous[0].iterations < cluster(planted(device)[0], 3, tol=0, seed=1).iterations
+
+
+def test_the_tolerance_is_of_a_coordinate_s_variance_wherever_the_data_lies(device):
+    """Of all numbers together, the variance would be that of how far apart the axes lie."""
+    points, _ = planted(device)
+    here, there = (cluster(p, 3, init=p[:3], tol=1e-3) for p in (points, points + points.new_tensor([0.0, 512.0])))
+    assert here.iterations == there.iterations > 1
+
+
+def test_labels_are_those_of_the_centres_that_are_returned(device):
+    points, _ = planted(device)
+    found = cluster(points, 3, init=points[:3], max_iter=1)
+    assert torch.equal(found.labels, nearest(points, found.centres))
+    assert not torch.equal(found.labels, nearest(points, points[:3])), "else any labels would do"
+
+
+def test_more_centres_than_a_byte_counts(device):
+    points = torch.arange(257.0, device=device)[:, None]
+    found = cluster(points, 257, init=points, max_iter=1)
+    assert found.inertia == 0 and torch.equal(found.centres, points)
 
 
 def test_scikit_learn_goes_the_same_way_from_the_same_start(device):
@@ -315,20 +383,21 @@ def test_no_points_have_no_labels_and_no_coordinates_are_all_alike(device):
 @pytest.mark.parametrize("d", [2, 20])
 def test_operators_are_well_formed(d, device):
     points, centres = drawn("near", device, n=40, d=d, k=3)
-    torch.library.opcheck(module._assign_op, (points, centres, torch.int32))
+    torch.library.opcheck(OPERATORS["kmeans_assign"].custom, (points, centres, torch.int32))
     labels = assign(points, centres)
-    torch.library.opcheck(module._update_op, (points, labels, 3, centres, False))
+    torch.library.opcheck(OPERATORS["kmeans_update"].custom, (points, labels, 3, centres))
+    torch.library.opcheck(OPERATORS["kmeans_step"].custom, (points, centres, torch.uint8))
 
 
 def test_they_run_under_torch_compile(device):
     points, centres = drawn("near", device, n=40, d=2, k=3)
 
     @torch.compile(fullgraph=True, backend="eager")
-    def step(x, c):
+    def iterated(x, c):
         labels = fusebook.kmeans_assign(x, c)
         return fusebook.kmeans_update(x, labels, 3, centres=c)
 
-    assert torch.allclose(step(points, centres), module._step(points, centres)[1], atol=1e-6)
+    assert torch.allclose(iterated(points, centres), step(points, centres, torch.int64)[1], atol=1e-6)
 
 
 def test_the_baselines_of_the_cards_agree(device):
@@ -339,7 +408,7 @@ def test_the_baselines_of_the_cards_agree(device):
 
 
 def test_a_plan_keeps_to_what_the_kernels_can(device):
-    for dtype in module._DTYPES:
+    for dtype in module.DTYPES:
         for d in (1, 2, 8, 9, 64, 100, 128, 129, 4096):
             for k in (1, 2, 16, 17, 1024):
                 for capability in ((8, 0), (9, 0), (10, 0), None):

@@ -10,12 +10,10 @@ from torch import Tensor
 
 from fusebook.cards._peers import compiled
 from fusebook.inputs import rough
+from fusebook.kernels._operator import OPERATORS
 from fusebook.kernels.kmeans import (
-    _DTYPES,
-    _LABELS,
-    _check_centres,
-    _check_points,
-    _step,
+    DTYPES,
+    LABELS,
     kmeans_assign,
     kmeans_assign_eager,
     kmeans_update,
@@ -27,7 +25,7 @@ __all__ = ["KMEANS_ASSIGN", "KMEANS_STEP", "KMEANS_UPDATE", "OPS", "PAGE"]
 
 #: The page that tells of them.
 PAGE = 302
-_WORDS = {str(dtype).removeprefix("torch."): dtype for dtype in _LABELS}
+_WORDS = {str(dtype).removeprefix("torch."): dtype for dtype in LABELS}
 
 
 def _draw(rng: torch.Generator, dtype: torch.dtype, n: int, d: int, k: int, law: str) -> tuple[Tensor, Tensor]:
@@ -212,9 +210,7 @@ def _compiled_step(points: Tensor, centres: Tensor, label_dtype: torch.dtype) ->
 
 
 def _fusebook_step(points: Tensor, centres: Tensor, label_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    _check_points("kmeans", points)
-    _check_centres("kmeans", points, centres)
-    return _step(points, centres, label_dtype)
+    return OPERATORS["kmeans_step"](points, centres, label_dtype)
 
 
 def _two_calls(points: Tensor, centres: Tensor, label_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -269,7 +265,7 @@ KMEANS_ASSIGN = Op(
         "laws": tuple(_point(_MILLION, 64, 256, law=law) for law in ("blobs", "far", "rough")),
     },
     edges=_EDGES,
-    dtypes=_DTYPES,
+    dtypes=DTYPES,
     meaning=_meaning_assign,
 )
 KMEANS_UPDATE = Op(
@@ -294,7 +290,7 @@ KMEANS_UPDATE = Op(
         _point(40, 150, 3, "uint8", "empty"),
         _point(0, 2, 2),
     ),
-    dtypes=_DTYPES,
+    dtypes=DTYPES,
 )
 KMEANS_STEP = Op(
     name="kmeans_step",
@@ -312,7 +308,7 @@ KMEANS_STEP = Op(
         "wide": (_point(_MILLION, 64, 256),),
     },
     edges=(_point(2100, 2, 2), _point(50, 3, 3, "uint8"), _point(64, 16, 5, "int32")),
-    dtypes=_DTYPES,
+    dtypes=DTYPES,
     meaning=_meaning_step,
 )
 OPS = (

@@ -21,6 +21,7 @@ points and centres that are not contiguous are copied first.
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
 import warnings
@@ -31,9 +32,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._operator import check_alike, check_device, check_tensor, gpu, launching
+from ._operator import Operator, apply, check_alike, check_device, check_tensor, empty, gpu, launch
 
 __all__ = ["kmeans_assign", "kmeans_assign_eager", "kmeans_update", "kmeans_update_eager"]
+
+#: What points and centres may be, and labels.
+DTYPES = (torch.float16, torch.float32, torch.float64)
+LABELS = (torch.int64, torch.int32, torch.uint8)
 
 # The unfused chain ---------------------------------------------------------------------------------------------------
 
@@ -223,22 +228,23 @@ def _kmeans_few(
     K,
     D: tl.constexpr,
     FEW: tl.constexpr,
-    ASSIGN: tl.constexpr,
-    SUMS: tl.constexpr,
     STEPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Few coordinates: STEPS times BLOCK points a program, in registers.
 
-    ASSIGN: find and store their labels; else load them. SUMS: leave what the program's points of each centre add up to,
-    coordinate by coordinate, and how many they are.
+    With centres, labels are found and stored; else they are loaded. With sums, the program leaves what its points of
+    each centre add up to, coordinate by coordinate, and how many they are.
     """
+    ASSIGN: tl.constexpr = centres_ptr is not None
+    SUMS: tl.constexpr = sums_ptr is not None
     FLOAT: tl.constexpr = tl.float64 if points_ptr.dtype.element_ty == tl.float64 else tl.float32
     # Nothing is read twice, so points need not push out what the cache holds and has yet to write. That pays where
     # little is written, and costs a little where much is.
     EVICT: tl.constexpr = "evict_first" if labels_ptr.dtype.element_ty == tl.uint8 else ""
     start = tl.program_id(0).to(tl.int64) * (STEPS * BLOCK)
-    sums_ptr += tl.program_id(0).to(tl.int64) * (FEW * (D + 1))
+    if sums_ptr is not None:
+        sums_ptr += tl.program_id(0).to(tl.int64) * (FEW * (D + 1))
     if start + STEPS * BLOCK <= n:  # without masks, so that loads and stores are 16 bytes wide whatever n is
         _few_steps(
             labels_ptr, sums_ptr, points_ptr, centres_ptr, start, n, K,
@@ -268,9 +274,12 @@ def _kmeans_groups(groups_ptr, sums_ptr, PARTS, WIDTH, EACH, BLOCK: tl.constexpr
 
 @triton.jit
 def _kmeans_means(
-    out_ptr, sums_ptr, old_ptr, PARTS, K, D, KEEP: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr
-):
-    """A centre: the parts of its sum, and of its number, added in float64 in a fixed order, and divided."""
+    out_ptr, sums_ptr, old_ptr, PARTS, K, D, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr
+):  # fmt: skip
+    """A centre: the parts of its sum, and of its number, added in float64 in a fixed order, and divided.
+
+    One without points is the old one, where there are old ones.
+    """
     j = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)  # [BLOCK_D]
     part = tl.arange(0, BLOCK)
@@ -284,7 +293,7 @@ def _kmeans_means(
         count += tl.load(sums_ptr + at + D, mask=live, other=0.0).to(tl.float64)
     many = tl.sum(count, 0)
     mean = tl.sum(total, 0) / many  # [BLOCK_D]; NaN where nothing was added: the mean of nothing
-    if KEEP:
+    if old_ptr is not None:
         old = tl.load(old_ptr + j * D + columns, mask=columns < D, other=0.0).to(tl.float64)
         mean = tl.where(many > 0, mean, old)
     tl.store(out_ptr + j * D + columns, mean.to(out_ptr.dtype.element_ty), mask=columns < D)
@@ -327,13 +336,12 @@ def _kmeans_centred(
     K_PAD,
     D_PAD,
     D_TURNED,
-    MOVED: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     """Centres made ready: turned [D_TURNED, K_PAD], zeros where there are none.
 
-    MOVED: also less the shift [K_PAD, D_PAD], the same in TF32, and their squared norms [K_PAD].
+    With a shift: also less that [K_PAD, D_PAD], the same in TF32, and their squared norms [K_PAD].
     """
     FLOAT: tl.constexpr = turned_ptr.dtype.element_ty
     rows = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)  # [BLOCK_K]
@@ -345,7 +353,7 @@ def _kmeans_centred(
         c = tl.load(centres_ptr + rows.to(tl.int64)[:, None] * D + at[None, :], mask=live, other=0.0).to(FLOAT)
         where = at.to(tl.int64)[None, :] * K_PAD + rows[:, None]
         tl.store(turned_ptr + where, c, mask=(at < D_TURNED)[None, :] & (rows < K_PAD)[:, None])
-        if MOVED:
+        if shift_ptr is not None:
             shift = tl.load(shift_ptr + at, mask=at < D, other=0.0)
             c = tl.where(live, c - shift[None, :], 0.0)
             place = rows.to(tl.int64)[:, None] * D_PAD + at[None, :]
@@ -353,7 +361,7 @@ def _kmeans_centred(
             tl.store(moved_ptr + place, c, mask=inside)
             tl.store(short_ptr + place, _tf32(c), mask=inside)
             norm += tl.sum(c * c, 1)
-    if MOVED:
+    if shift_ptr is not None:
         # What pads is never the nearest.
         tl.store(norms_ptr + rows, tl.where(rows < K, norm, float("inf")), mask=rows < K_PAD)
 
@@ -448,17 +456,16 @@ def _kmeans_screen(
     D_PAD: tl.constexpr,
     CHUNK: tl.constexpr,
     PRECISION: tl.constexpr,
-    LISTED: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """The nearest centre by a matrix product, of all points or of those LISTED, whose number only the GPU knows.
+    """The nearest centre by a matrix product, of all points or of those on a list, whose length only the GPU knows.
 
     `loose` is the largest relative error of a term of the product.
     """
     first = tl.program_id(0).to(tl.int64) * BLOCK
-    if LISTED:
+    if list_ptr is not None:
         total = tl.load(length_ptr).to(tl.int64)
         step = tl.num_programs(0).to(tl.int64) * BLOCK
         while first < total:
@@ -488,15 +495,14 @@ def _kmeans_differences(
     D,
     K,
     K_PAD,
-    LISTED: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """The nearest centre by differences, of every point or of those LISTED: right wherever the points are."""
+    """The nearest centre by differences, of every point or of those on a list: right wherever the points are."""
     FLOAT: tl.constexpr = turned_ptr.dtype.element_ty
     number = tl.arange(0, BLOCK_K)
     total = n.to(tl.int64)
-    if LISTED:
+    if list_ptr is not None:
         total = tl.load(count_ptr).to(tl.int64)
     step = tl.num_programs(0).to(tl.int64) * BLOCK
     first = tl.program_id(0).to(tl.int64) * BLOCK
@@ -504,7 +510,7 @@ def _kmeans_differences(
         slot = first + tl.arange(0, BLOCK)
         live = slot < total
         i = slot
-        if LISTED:
+        if list_ptr is not None:
             i = tl.load(list_ptr + slot, mask=live, other=0).to(tl.int64)
         best = tl.full([BLOCK], float("inf"), FLOAT)
         label = tl.zeros([BLOCK], tl.int32)
@@ -528,6 +534,15 @@ def _kmeans_differences(
             best = tl.where(closer, least, best)
         tl.store(labels_ptr + i, label.to(labels_ptr.dtype.element_ty), mask=live)
         first += step
+
+
+@triton.jit
+def _kmeans_keys(keys_ptr, labels_ptr, n, K, BLOCK: tl.constexpr):
+    """Labels in a narrow dtype that holds K, which stands for all that are out of range."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    label = tl.load(labels_ptr + i, mask=i < n, other=0).to(tl.int64)  # read n labels; compared before it is narrowed
+    key = tl.where((label >= 0) & (label < K), label, K)
+    tl.store(keys_ptr + i, key.to(keys_ptr.dtype.element_ty), mask=i < n)
 
 
 @triton.jit
@@ -645,58 +660,90 @@ def _sums_fit(d: int, k: int) -> bool:
     return d <= 8 and k * (d + 1) <= 24
 
 
+def _sums_plan(d: int, k: int, assign: bool) -> Plan:
+    """How a pass leaves sums in registers, where labels are given, or with `assign` found in the same pass."""
+    # Loads enough on their way, and registers enough for them.
+    return Plan("few", block=512 if assign else 256, few=k, steps=max(1, (8 if assign else 16) // d))
+
+
+class Sums(NamedTuple):
+    """How many rows are added up, of so many columns each."""
+
+    parts: int  # programs, or groups of parts, that share what is added
+    block: int  # rows that are added at a time
+    wide: int  # columns a program
+
+
+def _narrowest(most: int) -> torch.dtype:
+    """The narrowest dtype that counts to a number: narrow keys are sorted in fewer passes."""
+    return next(dtype for dtype in (torch.uint8, torch.int16, torch.int32) if most <= torch.iinfo(dtype).max)
+
+
+def _segments_plan(d: int, k: int, capability: tuple[int, int] | None) -> Sums:
+    """How points that are sorted by label are added up."""
+    wide = min(triton.next_power_of_2(d), 128)
+    # Programs enough to fill a GPU, sums of sums few enough; in the interpreter each program costs.
+    return Sums(max(1, min(64, (12 if capability is None else 8192) // k)), max(1, 1024 // wide), wide)
+
+
+def _groups_plan(parts: int, d: int, k: int) -> Sums | None:
+    """How parts of sums are added up in groups; None where they are few, or wide."""
+    if parts <= 8 * _GROUPS or k * (d + 1) > 64:
+        return None
+    # k programs alone would take longer to add thousands of parts than all others took to leave them.
+    return Sums(_GROUPS, 64, triton.next_power_of_2(k * (d + 1)))
+
+
+def _means_plan(parts: int, d: int) -> Sums:
+    """How the last parts of sums become centres."""
+    wide = min(triton.next_power_of_2(d), 128)
+    return Sums(parts, min(max(1, 2048 // wide), triton.next_power_of_2(parts)), wide)
+
+
 # Launchers -----------------------------------------------------------------------------------------------------------
 
-_DTYPES = (torch.float16, torch.float32, torch.float64)
-_LABELS = (torch.int64, torch.int32, torch.uint8)
 
-
-def _unwritten(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Memory for what a kernel writes as a whole; torch.empty fills it with NaN under deterministic algorithms."""
-    if not torch.are_deterministic_algorithms_enabled():
-        return torch.empty(shape, dtype=dtype, device=device)
-    storage = torch.UntypedStorage(math.prod(shape) * dtype.itemsize, device=device)
-    memory = torch.empty(0, dtype=dtype, device=device).set_(storage)  # type: ignore[call-overload]
-    return memory.view(shape)
-
-
-def _accumulated(dtype: torch.dtype) -> torch.dtype:
+def accumulated(dtype: torch.dtype) -> torch.dtype:
+    """What numbers of a dtype are added up in."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def _whole(x: Tensor) -> Tensor:
+    """Without gaps; copied where it has some."""
+    return x if x.is_contiguous() else apply(Tensor.contiguous, x)
+
+
 def _launch_few(
-    labels: Tensor, points: Tensor, centres: Tensor | None, k: int, *, assign: bool, sums: bool, few: int, block: int,
-    steps: int, warps: int,
-) -> Tensor:  # fmt: skip
-    """Labels, sums or both in one pass; returns the sums, one part a program, empty where there are none."""
+    labels: Tensor, points: Tensor, centres: Tensor | None, k: int, plan: Plan, *, sums: bool = False
+) -> Tensor | None:  # fmt: skip
+    """Labels where there are centres, sums, or both, in one pass; returns the sums, one part a program."""
     n, d = points.shape
-    programs = triton.cdiv(n, steps * block)
-    parts = _unwritten((programs if sums else 0, k * (d + 1)), _accumulated(points.dtype), points.device)
-    _kmeans_few[(programs,)](
-        labels, parts, points, points if centres is None else centres, n, k,
-        D=d, FEW=few, ASSIGN=assign, SUMS=sums, STEPS=steps, BLOCK=block, num_warps=warps,
+    programs = triton.cdiv(n, plan.steps * plan.block)
+    parts = empty((programs, k * (d + 1)), accumulated(points.dtype), points.device) if sums else None
+    launch(
+        _kmeans_few, (programs,),
+        labels, parts, points, centres, n, k,
+        D=d, FEW=plan.few, STEPS=plan.steps, BLOCK=plan.block, num_warps=plan.warps,
     )  # fmt: skip
     return parts
 
 
-def _launch_means(parts: Tensor, old: Tensor | None, k: int, d: int, dtype: torch.dtype) -> Tensor:
+def _launch_means(out: Tensor, parts: Tensor, old: Tensor | None) -> None:
     """Centres from parts ``[PARTS, k (d + 1)]`` of their sums."""
-    out = _unwritten((k, d), dtype, parts.device)
-    many, width = parts.shape
-    if many > 8 * _GROUPS and width <= 64:
-        # k programs alone would take longer to add thousands of parts than all others took to leave them.
-        groups = _unwritten((_GROUPS, width), torch.float64, parts.device)
-        _kmeans_groups[(_GROUPS,)](
-            groups, parts, many, width, triton.cdiv(many, _GROUPS), BLOCK=64, BLOCK_W=triton.next_power_of_2(width)
-        )
+    (k, d), (many, width) = out.shape, parts.shape
+    together = _groups_plan(many, d, k)
+    if together is not None:
+        groups = empty((together.parts, width), torch.float64, parts.device)
+        launch(
+            _kmeans_groups, (together.parts,),
+            groups, parts, many, width, triton.cdiv(many, together.parts), BLOCK=together.block, BLOCK_W=together.wide,
+        )  # fmt: skip
         parts = groups
-    wide = min(triton.next_power_of_2(d), 128)
-    block = min(max(1, 2048 // wide), triton.next_power_of_2(len(parts)))
-    _kmeans_means[(k, triton.cdiv(d, wide))](
-        out, parts, parts if old is None else old, len(parts), k, d,
-        KEEP=old is not None, BLOCK=block, BLOCK_D=wide, num_warps=4,
+    plan = _means_plan(len(parts), d)
+    launch(
+        _kmeans_means, (k, triton.cdiv(d, plan.wide)),
+        out, parts, old, len(parts), k, d, BLOCK=plan.block, BLOCK_D=plan.wide,
     )  # fmt: skip
-    return out
 
 
 def _launch_product(labels: Tensor, points: Tensor, centres: Tensor, plan: Plan) -> None:
@@ -710,24 +757,23 @@ def _launch_product(labels: Tensor, points: Tensor, centres: Tensor, plan: Plan)
     d_pad = triton.cdiv(d, plan.chunk) * plan.chunk  # the finer plan's chunks divide it
     k_pad = _padded(k, max(plan.block_k, exact.block_k))
     whole = torch.int32 if n < 2**31 else torch.int64
-    lists, counts = _unwritten((2, n), whole, device), _unwritten((2,), whole, device)
-    shift, norms = _unwritten((d_pad,), single, device), _unwritten((k_pad,), single, device)
-    (short, moved), turned = (
-        _unwritten((2, k_pad, d_pad), single, device),
-        _unwritten((_padded(d, 8), k_pad), single, device),
-    )
-    _kmeans_shift[(triton.cdiv(d_pad, 16),)](shift, counts, centres, k, d, BLOCK_K=64, BLOCK_D=16)
-    _kmeans_centred[(triton.cdiv(k_pad, 32),)](
-        moved, short, norms, turned, shift, centres, k, d, k_pad, d_pad, len(turned),
-        MOVED=True, BLOCK_K=32, BLOCK_D=16,
+    lists, counts = empty((2, n), whole, device), empty((2,), whole, device)
+    shift, norms = empty((d_pad,), single, device), empty((k_pad,), single, device)
+    short, moved = empty((2, k_pad, d_pad), single, device)
+    turned = empty((_padded(d, 8), k_pad), single, device)
+    launch(_kmeans_shift, (triton.cdiv(d_pad, 16),), shift, counts, centres, k, d, BLOCK_K=64, BLOCK_D=16)
+    launch(
+        _kmeans_centred, (triton.cdiv(k_pad, 32),),
+        moved, short, norms, turned, shift, centres, k, d, k_pad, d_pad, len(turned), BLOCK_K=32, BLOCK_D=16,
     )  # fmt: skip
     for turn, (here, precision) in enumerate(((plan, "tf32"), (finer, "tf32x3"))):
         programs = triton.cdiv(n, here.block)
-        _kmeans_screen[(min(programs, _turns(capability, processors)) if turn else programs,)](
-            labels, lists[turn], counts[turn:], points, shift, moved if turn else short, norms, lists[0], counts,
-            n, d, k_pad,
-            _loose(precision, d), D_PAD=d_pad, CHUNK=here.chunk, PRECISION=precision, LISTED=turn > 0,
-            BLOCK=here.block, BLOCK_K=here.block_k, STAGES=here.stages, num_warps=here.warps,
+        listed, length = (lists[0], counts) if turn else (None, None)
+        launch(
+            _kmeans_screen, (min(programs, _turns(capability, processors)) if turn else programs,),
+            labels, lists[turn], counts[turn:], points, shift, moved if turn else short, norms, listed, length,
+            n, d, k_pad, _loose(precision, d), D_PAD=d_pad, CHUNK=here.chunk, PRECISION=precision, BLOCK=here.block,
+            BLOCK_K=here.block_k, STAGES=here.stages, num_warps=here.warps,
         )  # fmt: skip
     _launch_differences(labels, points, turned, k, exact, lists[1], counts[1:])
 
@@ -750,151 +796,114 @@ def _launch_differences(
     programs = triton.cdiv(n, plan.block)
     if doubtful is not None:
         programs = min(programs, _turns(capability, processors))
-    _kmeans_differences[(programs,)](
-        labels, points, turned, points if doubtful is None else doubtful, points if count is None else count,
-        n, d, k, turned.shape[1], LISTED=doubtful is not None, BLOCK=plan.block, BLOCK_K=plan.block_k,
-        num_warps=plan.warps,
+    launch(
+        _kmeans_differences, (programs,),
+        labels, points, turned, doubtful, count, n, d, k, turned.shape[1],
+        BLOCK=plan.block, BLOCK_K=plan.block_k, num_warps=plan.warps,
     )  # fmt: skip
 
 
-def _launch_segments(points: Tensor, labels: Tensor, k: int, trusted: bool) -> Tensor:
+def _launch_segments(points: Tensor, labels: Tensor, k: int) -> Tensor:
     """Sort by label, add up what stands side by side; returns parts of sums."""
-    d, device = points.shape[1], points.device
-    capability, _ = gpu(device)
-    # Narrow keys are sorted in fewer passes. k stands for what is out of range: it comes last and belongs to nobody.
-    narrow = torch.uint8 if k < 256 else torch.int16 if k < 2**15 else torch.int32
-    if not trusted:
-        labels = torch.where((labels >= 0) & (labels < k), labels.to(torch.int32), k)
-    keys, order = torch.sort(labels.to(narrow), stable=True)
-    bounds = torch.searchsorted(keys.to(torch.int32), torch.arange(k + 1, dtype=torch.int32, device=device))
-    # Programs enough to fill a GPU, sums of sums few enough; in the interpreter each program costs.
-    parts = max(1, min(64, (12 if capability is None else 8192) // k))
-    sums = _unwritten((parts, k * (d + 1)), _accumulated(points.dtype), device)
-    wide = min(triton.next_power_of_2(d), 128)
-    _kmeans_segments[(k * parts, triton.cdiv(d, wide))](
-        sums, points, order, bounds, d, k, PARTS=parts, BLOCK=max(1, 1024 // wide), BLOCK_D=wide
-    )
+    (n, d), device = points.shape, points.device
+    # k stands for what is out of range: it comes last and belongs to nobody.
+    keys = empty((n,), _narrowest(k), device)
+    launch(_kmeans_keys, (triton.cdiv(n, 1024),), keys, labels, n, k, BLOCK=1024)
+    keys, order = apply(torch.sort, keys, stable=True)
+    numbers = apply(torch.arange, k + 1, dtype=torch.int32, device=device)
+    bounds = apply(torch.searchsorted, apply(Tensor.to, keys, torch.int32), numbers)
+    plan = _segments_plan(d, k, gpu(device)[0])
+    sums = empty((plan.parts, k * (d + 1)), accumulated(points.dtype), device)
+    launch(
+        _kmeans_segments, (k * plan.parts, triton.cdiv(d, plan.wide)),
+        sums, points, order, bounds, d, k, PARTS=plan.parts, BLOCK=plan.block, BLOCK_D=plan.wide,
+    )  # fmt: skip
     return sums
 
 
-def _assign(points: Tensor, centres: Tensor, label_dtype: torch.dtype) -> Tensor:
-    """Allocate and launch; arguments are valid."""
-    (n, d), k = points.shape, len(centres)
-    labels = _unwritten((n,), label_dtype, points.device)
-    if n == 0:
-        return labels
+def _assign_outputs(points: Tensor, centres: Tensor, label_dtype: torch.dtype) -> Tensor:
+    return empty(points.shape[:1], label_dtype, points.device)
+
+
+def _assign_into(labels: Tensor, points: Tensor, centres: Tensor, label_dtype: torch.dtype) -> None:
+    d, k = points.shape[1], len(centres)
     if d == 0 or k == 1:
-        return labels.zero_()
-    points, centres = points.contiguous(), centres.contiguous()
-    capability, _ = gpu(points.device)
-    plan = _kmeans_plan(d, k, points.dtype, labels.element_size(), capability)
-    with launching(points):
-        if plan.how == "few":
-            _launch_few(
-                labels, points, centres, k, assign=True, sums=False, few=plan.few, block=plan.block, steps=plan.steps,
-                warps=plan.warps,
-            )  # fmt: skip
-        elif plan.how == "product":
-            _launch_product(labels, points, centres, plan)
-        else:
-            k_pad = _padded(k, plan.block_k)
-            turned = _unwritten((_padded(d, 8), k_pad), _accumulated(points.dtype), points.device)
-            _kmeans_centred[(triton.cdiv(k_pad, 32),)](
-                turned, turned, turned, turned, turned, centres, k, d, k_pad, _padded(d, 16), len(turned),
-                MOVED=False, BLOCK_K=32, BLOCK_D=16,
-            )  # fmt: skip
-            _launch_differences(labels, points, turned, k, plan, None, None)
-    return labels
+        apply(Tensor.zero_, labels)
+        return
+    points, centres = _whole(points), _whole(centres)
+    plan = _kmeans_plan(d, k, points.dtype, labels.element_size(), gpu(points.device)[0])
+    if plan.how == "few":
+        _launch_few(labels, points, centres, k, plan)
+    elif plan.how == "product":
+        _launch_product(labels, points, centres, plan)
+    else:
+        k_pad = _padded(k, plan.block_k)
+        turned = empty((_padded(d, 8), k_pad), accumulated(points.dtype), points.device)
+        launch(
+            _kmeans_centred, (triton.cdiv(k_pad, 32),),
+            None, None, None, turned, None, centres, k, d, k_pad, _padded(d, 16), len(turned), BLOCK_K=32, BLOCK_D=16,
+        )  # fmt: skip
+        _launch_differences(labels, points, turned, k, plan, None, None)
 
 
-def _update(points: Tensor, labels: Tensor, k: int, old: Tensor | None, trusted: bool) -> Tensor:
-    """Allocate and launch; arguments are valid, and labels too where they are `trusted`."""
+def _update_outputs(points: Tensor, labels: Tensor, k: int, old: Tensor | None) -> Tensor:
+    return empty((k, points.shape[1]), points.dtype, points.device)
+
+
+def _update_into(out: Tensor, points: Tensor, labels: Tensor, k: int, old: Tensor | None) -> None:
     n, d = points.shape
-    if n == 0 or d == 0:
-        return torch.full((k, d), math.nan, dtype=points.dtype, device=points.device) if old is None else old.clone()
-    points, labels = points.contiguous(), labels.contiguous()
-    old = None if old is None else old.contiguous()
-    with launching(points):
-        if _sums_fit(d, k):
-            # Loads enough on their way, and registers enough for them.
-            steps = max(1, 16 // d)
-            parts = _launch_few(
-                labels, points, None, k, assign=False, sums=True, few=k, block=256, steps=steps, warps=4
-            )  # fmt: skip
-        else:
-            parts = _launch_segments(points, labels, k, trusted)
-        return _launch_means(parts, old, k, d, points.dtype)
+    if n == 0:
+        apply(Tensor.fill_, out, math.nan) if old is None else apply(Tensor.copy_, out, old)
+        return
+    points, labels = _whole(points), _whole(labels)
+    if _sums_fit(d, k):
+        parts = _launch_few(labels, points, None, k, _sums_plan(d, k, assign=False), sums=True)
+    else:
+        parts = _launch_segments(points, labels, k)
+    _launch_means(out, parts, None if old is None else _whole(old))
 
 
-def _step(points: Tensor, centres: Tensor, label_dtype: torch.dtype = torch.int64) -> tuple[Tensor, Tensor]:
-    """Labels and new centres: an iteration of k-means, in one pass over the points where the sums fit in registers."""
-    (n, d), k = points.shape, len(centres)
-    if n == 0 or d == 0 or not _sums_fit(d, k):
-        labels = _assign(points, centres, label_dtype)
-        return labels, _update(points, labels, k, centres, True)
-    points, centres = points.contiguous(), centres.contiguous()
-    labels = _unwritten((n,), label_dtype, points.device)
-    with launching(points):
-        steps = max(1, 8 // d)
-        parts = _launch_few(labels, points, centres, k, assign=True, sums=True, few=k, block=512, steps=steps, warps=4)
-        return labels, _launch_means(parts, centres, k, d, points.dtype)
+def _step_outputs(points: Tensor, centres: Tensor, label_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return _assign_outputs(points, centres, label_dtype), empty(centres.shape, centres.dtype, centres.device)
 
 
-_assign_op = torch.library.custom_op(
-    "fusebook::kmeans_assign",
-    _assign,
-    mutates_args=(),
-    schema="(Tensor points, Tensor centres, ScalarType label_dtype) -> Tensor",
-)
-_update_op = torch.library.custom_op(
-    "fusebook::kmeans_update",
-    _update,
-    mutates_args=(),
-    schema="(Tensor points, Tensor labels, SymInt k, Tensor? old, bool trusted) -> Tensor",
-)
+def _step_into(
+    outs: tuple[Tensor, Tensor], points: Tensor, centres: Tensor, label_dtype: torch.dtype
+) -> None:  # fmt: skip
+    """In one pass over the points where the sums fit in registers."""
+    (labels, new), (n, d), k = outs, points.shape, len(centres)
+    points, centres = _whole(points), _whole(centres)
+    if n and d and _sums_fit(d, k):
+        parts = _launch_few(labels, points, centres, k, _sums_plan(d, k, assign=True), sums=True)
+        _launch_means(new, parts, centres)
+        return
+    if n:
+        _assign_into(labels, points, centres, label_dtype)
+    if d:
+        _update_into(new, points, labels, k, centres)
 
 
-@_assign_op.register_fake
-def _(points: Tensor, centres: Tensor, label_dtype: torch.dtype) -> Tensor:
-    return points.new_empty(points.shape[:1], dtype=label_dtype)
+# Arguments -----------------------------------------------------------------------------------------------------------
 
 
-@_update_op.register_fake
-def _(points: Tensor, labels: Tensor, k: int, old: Tensor | None, trusted: bool) -> Tensor:
-    return points.new_empty((k, points.shape[1]))
-
-
-def _direct(*tensors: Tensor) -> bool:
-    """Whether kernels can be launched at once, and values be read: no trace, no transform, no stand-in."""
-    return not (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._are_functorch_transforms_active()
-        or any(type(t) not in (Tensor, torch.nn.Parameter) or t.device.type not in ("cpu", "cuda") for t in tensors)
-    )
-
-
-def _readable(*tensors: Tensor) -> bool:
-    """Whether the host may wait for values: not where a graph is captured or traced."""
-    return _direct(*tensors) and not (tensors[0].is_cuda and torch.cuda.is_current_stream_capturing())
-
-
-def _refuse_not_finite(name: str, what: str, x: Tensor, remedy: str) -> None:
-    """Read all of `x` once and refuse NaN and infinities, naming the first."""
+def refuse_not_finite(name: str, what: str, x: Tensor, remedy: str) -> None:
+    """Read all of `x` once and refuse NaN and infinities, naming the first. Waits for the GPU."""
+    x = x.detach()
     if x.numel() == 0 or bool(torch.isfinite(x.sum(dtype=torch.float64))):
         return
     wrong = torch.isfinite(x).logical_not_()
     if not bool(wrong.any()):  # the sum alone overflowed
         return
-    at = int(wrong.view(-1).to(torch.uint8).argmax())
+    at = int(wrong.reshape(-1).to(torch.uint8).argmax())
     row, column = divmod(at, x.shape[1])
     raise ValueError(
         f"{name}: expected finite {what}, got {x[row, column].item()} at {what}[{row}, {column}]; {remedy}"
     )
 
 
-def _check_points(name: str, points: Tensor, what: str = "points") -> None:
-    check_tensor(name, what, points, _DTYPES)
+def check_points(name: str, points: Tensor, what: str = "points") -> None:
+    """Refuse what is not ``[n, d]``, or ``[k, d]``, of a dtype that kernels take."""
+    check_tensor(name, what, points, DTYPES)
     if points.dim() != 2:
         rows = "n" if what == "points" else "k"
         raise ValueError(
@@ -902,8 +911,9 @@ def _check_points(name: str, points: Tensor, what: str = "points") -> None:
         )
 
 
-def _check_centres(name: str, points: Tensor, centres: Tensor, what: str = "centres") -> None:
-    _check_points(name, centres, what)
+def check_centres(name: str, points: Tensor, centres: Tensor, what: str = "centres") -> None:
+    """Refuse what are no centres of these points."""
+    check_points(name, centres, what)
     check_alike(name, what, centres, "points", points)
     if centres.shape[1] != points.shape[1]:
         raise ValueError(
@@ -912,14 +922,15 @@ def _check_centres(name: str, points: Tensor, centres: Tensor, what: str = "cent
         )
 
 
-def _check_k(name: str, k: Any) -> None:
+def check_k(name: str, k: Any) -> None:
+    """Refuse what is not a number of centres."""
     if isinstance(k, bool) or not isinstance(k, (int, torch.SymInt)):
         raise TypeError(f"{name}: expected k to be an integer, got {type(k).__name__}; give the number of centres")
     if not isinstance(k, torch.SymInt) and not 1 <= k < 2**31:
         raise ValueError(f"{name}: expected k from 1 to 2**31 - 1, got {k}; give the number of centres")
 
 
-def _tensors(name: str, **given: Any) -> tuple[list[Any], bool]:
+def tensors(name: str, **given: Any) -> tuple[list[Any], bool]:
     """NumPy arrays as tensors where the kernels run, and whether they were arrays: all of them or none."""
     numpy: Any = sys.modules.get("numpy")  # who passes an array has imported it, and nobody else needs it
     arrays = {what: v for what, v in given.items() if numpy is not None and isinstance(v, numpy.ndarray)}
@@ -942,6 +953,102 @@ def _tensors(name: str, **given: Any) -> tuple[list[Any], bool]:
         else:  # the interpreter wants memory of its own, which the points and the first centres may share
             found.append(torch.from_numpy(numpy.array(value, order="C")))
     return found, True
+
+
+def _capturing(x: Tensor) -> bool:
+    """Whether a graph is captured, so that nobody may wait for values."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _check_assign(
+    points: Any, centres: Any, label_dtype: Any, check: bool = False, name: str = "kmeans_assign"
+) -> tuple[Any, ...]:  # fmt: skip
+    check_points(name, points)
+    check_centres(name, points, centres)
+    k = centres.shape[0]
+    if k == 0:
+        raise ValueError(f"{name}: expected one centre at least, got none; give [k, d] centres")
+    if label_dtype not in LABELS:
+        raise TypeError(
+            f"{name}: expected label_dtype to be torch.int64, int32 or uint8, got {label_dtype}; choose one"
+        )
+    if k - 1 > torch.iinfo(label_dtype).max:
+        raise ValueError(
+            f"{name}: expected a label_dtype that counts to {k - 1}, got {label_dtype} for {k} centres; "
+            "use torch.int32 or torch.int64"
+        )
+    check_device(name, points)
+    return points, centres, label_dtype
+
+
+def _read_assign(points: Tensor, centres: Tensor, label_dtype: torch.dtype, check: bool) -> None:
+    name = "kmeans_assign"
+    if not check or _capturing(points):
+        return
+    refuse_not_finite(name, "points", points, "mend it, or pass check=False, which gives such a point label 0")
+    refuse_not_finite(name, "centres", centres, "mend it, or pass check=False, which chooses such a centre for none")
+
+
+def _check_update(points: Any, labels: Any, k: Any, centres: Any, check: bool) -> tuple[Any, ...]:
+    name = "kmeans_update"
+    check_points(name, points)
+    check_tensor(name, "labels", labels, LABELS)
+    check_alike(name, "labels", labels, "points", points, dtype=False)
+    if labels.shape != points.shape[:1]:
+        raise ValueError(
+            f"{name}: expected labels of shape [{points.shape[0]}], one for each point, got {tuple(labels.shape)}; "
+            "give each point one"
+        )
+    check_k(name, k)
+    if centres is not None:
+        check_centres(name, points, centres)
+        if centres.shape[0] != k:
+            raise ValueError(f"{name}: expected k = {k} centres, got {centres.shape[0]}; give one for each label")
+    check_device(name, points)
+    return points, labels, k, centres
+
+
+def _read_update(points: Tensor, labels: Tensor, k: int, centres: Tensor | None, check: bool) -> None:
+    name = "kmeans_update"
+    if not check or _capturing(points):
+        return
+    refuse_not_finite(name, "points", points, "mend it, or pass check=False, which lets it spoil its centre")
+    if labels.numel() == 0:
+        return
+    low, high = torch.stack(torch.aminmax(labels)).tolist()
+    if low < 0 or high >= k:
+        wide = labels.long()  # k need not fit into the dtype of labels
+        at = int(((wide < 0) | (wide >= k)).to(torch.uint8).argmax())
+        raise IndexError(
+            f"{name}: expected labels from 0 to {k - 1}, got {int(labels[at])} at labels[{at}]; mend it, or "
+            "pass check=False to leave such points out"
+        )
+
+
+_assign = Operator(
+    "kmeans_assign",
+    "(Tensor points, Tensor centres, ScalarType label_dtype) -> Tensor",
+    check=_check_assign,
+    outputs=_assign_outputs,
+    into=_assign_into,
+    read=_read_assign,
+)
+_update = Operator(
+    "kmeans_update",
+    "(Tensor points, Tensor labels, SymInt k, Tensor? centres) -> Tensor",
+    check=_check_update,
+    outputs=_update_outputs,
+    into=_update_into,
+    read=_read_update,
+)
+#: Labels and new centres, an iteration of k-means: ``OPERATORS["kmeans_step"](points, centres, label_dtype)``.
+_step = Operator(
+    "kmeans_step",
+    "(Tensor points, Tensor centres, ScalarType label_dtype) -> (Tensor, Tensor)",
+    check=functools.partial(_check_assign, name="kmeans_step"),
+    outputs=_step_outputs,
+    into=_step_into,
+)
 
 
 def kmeans_assign(
@@ -983,7 +1090,7 @@ def kmeans_assign(
     the labels do not depend on how far from the origin the points lie, but the time does: where clusters are much
     farther from each other than they are wide, more points are in doubt.
 
-    Points and centres that are not contiguous are copied first. No gradient: labels have none.
+    Points and centres that are not contiguous are copied first. Labels have no gradient.
 
     Examples
     --------
@@ -992,34 +1099,9 @@ def kmeans_assign(
     >>> fusebook.kmeans_assign(points, points[:2])  # doctest: +SKIP
     tensor([0, 1, 0], device='cuda:0')
     """
-    name = "kmeans_assign"
-    (points, centres), arrays = _tensors(name, points=points, centres=centres)
-    _check_points(name, points)
-    _check_centres(name, points, centres)
-    k = len(centres)
-    if k == 0:
-        raise ValueError(f"{name}: expected one centre at least, got none; give [k, d] centres")
-    _check_labels(name, label_dtype, k)
-    if points.device.type in ("cpu", "cuda"):  # a stand-in on another device is only asked for its shape
-        check_device(name, points)
-    if check and _readable(points, centres):
-        remedy = "mend it, or pass check=False, which gives such a point label 0"
-        _refuse_not_finite(name, "points", points, remedy)
-        _refuse_not_finite(
-            name, "centres", centres, "mend it, or pass check=False, which chooses such a centre for none"
-        )
-    labels = (_assign if _direct(points, centres) else _assign_op)(points, centres, label_dtype)
+    (points, centres), arrays = tensors("kmeans_assign", points=points, centres=centres)
+    labels = _assign(points, centres, label_dtype, check)
     return labels.cpu().numpy() if arrays else labels
-
-
-def _check_labels(name: str, dtype: Any, k: int) -> None:
-    if dtype not in _LABELS:
-        raise TypeError(f"{name}: expected label_dtype to be torch.int64, int32 or uint8, got {dtype}; choose one")
-    if k - 1 > torch.iinfo(dtype).max:
-        raise ValueError(
-            f"{name}: expected a label_dtype that counts to {k - 1}, got {dtype} for {k} centres; "
-            "use torch.int32 or torch.int64"
-        )
 
 
 def kmeans_update(points: Any, labels: Any, k: int, *, centres: Any = None, check: bool = True) -> Any:
@@ -1060,34 +1142,9 @@ def kmeans_update(points: Any, labels: Any, k: int, *, centres: Any = None, chec
     Each program adds up its own points in float32 (float64 in float64), and these parts are added in float64, in the
     order of the programs. Where the sums of all centres do not fit in a program's registers, points are sorted by label
     first, with torch.sort, which is stable.
+
+    Centres have no gradient: asking for one, of points that require it, raises NotImplementedError.
     """
-    name = "kmeans_update"
-    (points, labels, centres), arrays = _tensors(name, points=points, labels=labels, centres=centres)
-    _check_points(name, points)
-    check_tensor(name, "labels", labels, _LABELS)
-    check_alike(name, "labels", labels, "points", points, dtype=False)
-    if labels.shape != points.shape[:1]:
-        raise ValueError(
-            f"{name}: expected labels of shape [{points.shape[0]}], one for each point, got {tuple(labels.shape)}; "
-            "give each point one"
-        )
-    _check_k(name, k)
-    if centres is not None:
-        _check_centres(name, points, centres)
-        if centres.shape[0] != k:
-            raise ValueError(f"{name}: expected k = {k} centres, got {centres.shape[0]}; give one for each label")
-    if points.device.type in ("cpu", "cuda"):
-        check_device(name, points)
-    trusted = check and _readable(points, labels)
-    if trusted:
-        _refuse_not_finite(name, "points", points, "mend it, or pass check=False, which lets it spoil its centre")
-        if labels.numel():
-            low, high = torch.stack(torch.aminmax(labels)).tolist()
-            if low < 0 or high >= k:
-                at = int(((labels < 0) | (labels >= k)).to(torch.uint8).argmax())
-                raise IndexError(
-                    f"{name}: expected labels from 0 to {k - 1}, got {int(labels[at])} at labels[{at}]; mend it, or "
-                    "pass check=False to leave such points out"
-                )
-    new = (_update if _direct(points, labels) else _update_op)(points, labels, k, centres, trusted)
+    (points, labels, centres), arrays = tensors("kmeans_update", points=points, labels=labels, centres=centres)
+    new = _update(points, labels, k, centres, check)
     return new.cpu().numpy() if arrays else new

@@ -12,17 +12,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._operator import check_device, launching
+from ._operator import OPERATORS, check_device, empty, launch, launching
 from .kmeans import (
-    _accumulated,
-    _assign,
-    _check_centres,
-    _check_k,
-    _check_points,
-    _refuse_not_finite,
-    _step,
-    _tensors,
-    _unwritten,
+    accumulated,
+    check_centres,
+    check_k,
+    check_points,
+    kmeans_assign,
+    refuse_not_finite,
+    tensors,
 )
 
 __all__ = ["KMeans", "kmeans"]
@@ -40,13 +38,13 @@ def _kmeans_spread(
     labels_ptr,
     n,
     D,
-    ONE: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """How far BLOCK points are from their centres, squared and summed.
+    """How far BLOCK points are from the centres of their labels, squared and summed.
 
-    ONE: from one centre, or from one that was chosen earlier where that is nearer; each is kept, to draw the next by.
+    Without labels: from one centre, or from one that was chosen earlier where that is nearer; each square is kept, to
+    draw the next centre by.
     """
     FLOAT: tl.constexpr = sums_ptr.dtype.element_ty
     first = tl.program_id(0).to(tl.int64) * BLOCK
@@ -54,7 +52,7 @@ def _kmeans_spread(
     live = i < n - first
     c_ptr = centres_ptr
     at = tl.zeros([BLOCK], tl.int64)
-    if not ONE:
+    if labels_ptr is not None:
         at = tl.load(labels_ptr + first + i, mask=live, other=0).to(tl.int64) * D
     square = tl.zeros([BLOCK], FLOAT)
     for start in range(0, D, BLOCK_D):
@@ -63,7 +61,7 @@ def _kmeans_spread(
         x = tl.load(points_ptr + (first + i)[:, None] * D + columns[None, :], mask=inside, other=0.0).to(FLOAT)
         c = tl.load(c_ptr + at[:, None] + columns[None, :], mask=inside, other=0.0).to(FLOAT)
         square += tl.sum((x - c) * (x - c), 1)
-    if ONE:
+    if squares_ptr is not None:
         square = tl.minimum(square, tl.load(squares_ptr + first + i, mask=live, other=0.0))
         tl.store(squares_ptr + first + i, square, mask=live)
     tl.store(sums_ptr + tl.program_id(0), tl.sum(square, 0))
@@ -100,11 +98,12 @@ _SPREAD = 1024
 def _spread(points: Tensor, centres: Tensor, labels: Tensor | None, squares: Tensor | None) -> Tensor:
     """Squared distances to the centres of `labels`, or to one centre where it is nearer than `squares`: their sums."""
     n, d = points.shape
-    sums = _unwritten((triton.cdiv(n, _SPREAD),), _accumulated(points.dtype), points.device)
+    sums = empty((triton.cdiv(n, _SPREAD),), accumulated(points.dtype), points.device)
     with launching(points):
-        _kmeans_spread[(len(sums),)](
-            sums if squares is None else squares, sums, points, centres, points if labels is None else labels, n, d,
-            ONE=labels is None, BLOCK=_SPREAD, BLOCK_D=min(16, triton.next_power_of_2(d)), num_warps=8,
+        launch(
+            _kmeans_spread, (len(sums),),
+            squares, sums, points, centres, labels, n, d,
+            BLOCK=_SPREAD, BLOCK_D=min(16, triton.next_power_of_2(d)), num_warps=8,
         )  # fmt: skip
     return sums
 
@@ -112,9 +111,9 @@ def _spread(points: Tensor, centres: Tensor, labels: Tensor | None, squares: Ten
 def _plus_plus(points: Tensor, k: int, draw: random.Random) -> Tensor:
     """k-means++: each centre is a point, drawn with a weight of its squared distance to the nearest centre so far."""
     n, d = points.shape
-    centres = _unwritten((k, d), points.dtype, points.device)
+    centres = empty((k, d), points.dtype, points.device)
     centres[0] = points[draw.randrange(n)]
-    squares = torch.full((n,), math.inf, dtype=_accumulated(points.dtype), device=points.device)
+    squares = torch.full((n,), math.inf, dtype=accumulated(points.dtype), device=points.device)
     for j in range(1, k):
         # The sums of whole blocks choose the block, on the host, where running sums are always added in one order.
         blocks = _spread(points, centres[j - 1], None, squares).double().cpu().cumsum(0)
@@ -169,6 +168,8 @@ def kmeans(
     TypeError, ValueError
         As `kmeans_assign` and `kmeans_update`; also for no points, for more centres than points, and for an unknown
         `init`.
+    NotImplementedError
+        For points or an `init` that require a gradient, which centres do not have.
 
     Notes
     -----
@@ -178,16 +179,16 @@ def kmeans(
     """
     name = "kmeans"
     given = init if not isinstance(init, str) else None
-    (points, given), arrays = _tensors(name, points=points, init=given)
-    _check_points(name, points)
-    _check_k(name, k)
+    (points, given), arrays = tensors(name, points=points, init=given)
+    check_points(name, points)
+    check_k(name, k)
     n = points.shape[0]
     if n == 0:
         raise ValueError(f"{name}: expected points, got none of shape {tuple(points.shape)}; give one at least")
     if k > n:
         raise ValueError(f"{name}: expected k to be at most the number of points, {n}, got {k}; ask for fewer centres")
     if given is not None:
-        _check_centres(name, points, given, "init")
+        check_centres(name, points, given, "init")
         if given.shape[0] != k:
             raise ValueError(f"{name}: expected k = {k} centres in init, got {given.shape[0]}; give k of them")
     elif init not in ("k-means++", "random"):
@@ -197,10 +198,15 @@ def kmeans(
     if not tol >= 0:
         raise ValueError(f"{name}: expected tol to be 0 or more, got {tol!r}; 0 iterates until the centres stand still")
     check_device(name, points)
-    _refuse_not_finite(name, "points", points, "leave such points out")
+    if torch.is_grad_enabled() and (points.requires_grad or (given is not None and given.requires_grad)):
+        raise NotImplementedError(
+            f"{name}: expected points and init that require no gradient, since what is found has none; detach them, "
+            "or call it under torch.no_grad()"
+        )
+    refuse_not_finite(name, "points", points, "leave such points out")
     points = points.contiguous()
     if given is not None:
-        _refuse_not_finite(name, "init", given, "give finite centres")
+        refuse_not_finite(name, "init", given, "give finite centres")
         centres = given.contiguous()
     elif init == "random":
         rows = random.Random(seed).sample(range(n), k)
@@ -211,12 +217,12 @@ def kmeans(
     least = tol * float(wide.var(0, correction=0).mean()) if tol and points.numel() else 0.0
     narrow = torch.uint8 if k <= 256 else torch.int32  # labels on the way: nobody sees them
     for iterations in _shown(range(1, max_iter + 1), name):  # noqa: B007  (told at the end)
-        _, new = _step(points, centres, narrow)
+        _, new = OPERATORS["kmeans_step"](points, centres, narrow)
         moved = float((new.double() - centres.double()).square().sum())  # waits
         centres = new
         if moved <= least:
             break
-    labels = _assign(points, centres, torch.int64)
+    labels = kmeans_assign(points, centres, check=False)
     inertia = float(_spread(points, centres, labels, None).double().sum()) if points.numel() else 0.0
     if arrays:
         return KMeans(centres.cpu().numpy(), labels.cpu().numpy(), inertia, iterations)
