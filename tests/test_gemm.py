@@ -1,7 +1,6 @@
 """What is special to products: widths and layouts of weights, TF32, gradients, and plans that were tuned."""
 
 import contextvars
-import json
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from fusebook.cards.swiglu import SWIGLU
 from fusebook.inputs import poison
 from fusebook.kernels import _products
 from fusebook.kernels import concat_gemm as concat
-from fusebook.kernels._products import Plan
+from fusebook.kernels._products import Plan, Tuned
 from fusebook.kernels.concat_gemm import concat_gemm_eager
 from fusebook.kernels.swiglu import swiglu_eager
 from fusebook.tune import products
@@ -343,17 +342,24 @@ def test_beyond_two_to_the_31_elements(device):
 # Plans
 
 
-def tuned(name):
-    return _products._tuned(name)
-
-
 @pytest.mark.parametrize("name", ["concat_gemm", "swiglu"])
 def test_every_class_of_problems_has_a_plan_that_was_tuned(name):
     for math, layout, shape in products.classes(name):
-        plan = dict(tuned(name)["90"][f"{math} {layout}"][shape])
-        views = plan.pop("views")
-        assert views is None if name == "swiglu" and math == "half" else views > 0
-        assert Plan(**plan) in products.candidates(name, math, layout, shape)
+        plan, torchs = _products._tuned(name)["90", f"{math} {layout}"][shape]
+        if plan == Plan("torch"):
+            assert torchs is None
+            continue
+        assert torchs is None if name == "swiglu" and math == "half" else torchs >= 1 - _products._WITHIN
+        assert plan in products.candidates(name, math, layout, shape)
+
+
+@pytest.mark.parametrize("name", ["concat_gemm", "swiglu"])
+def test_plans_that_are_written_are_read_again(name, tmp_path):
+    file = tmp_path / "plans.csv"
+    plans = _products.read(_products.pathlib.Path(_products.__file__).parent / "tuned" / f"{name}.csv")
+    assert any(plan.flat for plan, _ in plans.values()) and len(plans) == len(products.classes(name))
+    tune.write(file, plans)
+    assert _products.read(file) == plans
 
 
 @pytest.mark.parametrize("name", ["concat_gemm", "swiglu"])
@@ -367,7 +373,7 @@ def test_a_plan_is_made_for_every_size(name, capability):
                         name, (M, 777), math, layout, layout != "any", (capability, 132), strategy
                     )
                     torchs = strategy == "views" or math == "float64"
-                    assert plan.kernel in (("views",) if torchs else ("tiles", "strided"))
+                    assert plan.kernel in (("torch",) if torchs else ("tiles", "strided"))
                     assert layout != "any" or plan.kernel != "tiles"
 
 
@@ -380,35 +386,42 @@ def test_a_gpu_that_nobody_tuned_gets_96_kib_at_most():
                 assert plan.stages * plan.bk * (plan.bm + weights * plan.bn) * itemsize <= 96 * 1024
 
 
-def noted(monkeypatch, shape, views, **more):
-    """One tuned plan, and what was noted of torch's time."""
-    plan = {**Plan("tiles", 128, 256, 64, **more)._asdict(), "views": views}
-    monkeypatch.setattr(_products, "_tuned", lambda name: {"90": {"half row": {shape: plan}}})
-    return lambda M, N, strategy=None: (
-        _products._gemm_plan("concat_gemm", (M, N), "half", "row", True, ((9, 0), 132), strategy).kernel
+def noted(monkeypatch, shape, *known, smaller=()):
+    """What is chosen where one class was tuned, and what is in `smaller`."""
+    rows = {"2**15": Tuned(*smaller)} if smaller else {}
+    monkeypatch.setattr(_products, "_tuned", lambda name: {("90", "half row"): rows | {shape: Tuned(*known)}})
+    return lambda M, N, strategy=None: _products._gemm_plan(
+        "concat_gemm", (M, N), "half", "row", True, ((9, 0), 132), strategy
     )
 
 
-def test_the_launcher_chooses_views_where_they_were_faster(monkeypatch):
-    for views, chosen in ((0.9, "views"), (0.99, "tiles"), (1.1, "tiles"), (None, "tiles")):
-        kernel = noted(monkeypatch, "2**15", views, waves=0)
-        assert kernel(100, 100) == chosen
-        assert kernel(100, 100, "fused") == "tiles"
+TILES = Plan("tiles", 128, 256, 64)
 
 
-def test_the_launcher_chooses_views_where_tiles_fill_their_rounds_badly(monkeypatch):
-    kernel = noted(monkeypatch, "2**23", 1.05)
-    assert kernel(2048, 4096) == "tiles", "256 tiles over 132 multiprocessors: two rounds, nearly full"
-    assert kernel(2048, 4352) == "views", "272 tiles: a third round for eight of them"
-    assert kernel(2000, 4090) == "tiles", "tiles hang over by little"
-    assert noted(monkeypatch, "2**23", 1.05, waves=0)(2048, 4352) == "tiles", "several programs share a multiprocessor"
+def test_the_launcher_takes_torchs_products_where_they_were_faster(monkeypatch):
+    chosen = noted(monkeypatch, "2**23", Plan("torch"), None, smaller=(TILES, 2.0))
+    assert chosen(2048, 4096) == Plan("torch")
+    assert chosen(2048, 4096, "fused") == TILES, "of what is ours, the nearest"
+    assert noted(monkeypatch, "2**23", Plan("torch"), None)(2048, 4096, "fused").kernel == "tiles"
+    for torchs in (0.9, 1.1, None):
+        assert noted(monkeypatch, "2**23", TILES._replace(waves=0), torchs)(2048, 4096).kernel == "tiles"
+
+
+def test_the_launcher_takes_torchs_products_where_tiles_fill_their_rounds_badly(monkeypatch):
+    chosen = noted(monkeypatch, "2**23", TILES, 1.05)
+    assert chosen(2048, 4096) == TILES, "256 tiles over 132 multiprocessors: two rounds, nearly full"
+    assert chosen(2048, 4352) == Plan("torch"), "272 tiles: a third round for eight of them"
+    assert chosen(2048, 4352, "fused") == TILES
+    assert chosen(2000, 4090) == TILES, "tiles hang over by little"
+    several = TILES._replace(waves=0)
+    assert noted(monkeypatch, "2**23", several, 1.05)(2048, 4352) == several, "programs share a multiprocessor"
 
 
 def test_what_is_larger_than_all_that_was_tuned_takes_the_largest(monkeypatch):
-    kernel = noted(monkeypatch, "2**23", 0.5)
-    assert kernel(2**15, 2**15) == "views"
-    assert kernel(100, 100) == "tiles", "what is smaller takes the plan of a GPU that nobody tuned"
-    assert kernel(16, 4096) == "strided", "and few rows as well"
+    chosen = noted(monkeypatch, "2**23", Plan("torch"), None)
+    assert chosen(2**15, 2**15) == Plan("torch")
+    assert chosen(100, 100).kernel == "tiles", "what is smaller takes the plan of a GPU that nobody tuned"
+    assert chosen(16, 4096).kernel == "strided", "and few rows as well"
 
 
 def test_classes_of_shapes_meet_without_gaps():
@@ -439,15 +452,15 @@ def test_tuning_keeps_the_fastest_right_plan_and_the_plans_of_others(monkeypatch
     monkeypatch.setattr(products, "candidates", lambda *key: (wrong, slow, fast))
     monkeypatch.setattr(products, "problem", lambda *key: (drawn(4, 8), drawn(8, 5), drawn(8, 5)))
     monkeypatch.setattr(products, "attempt", attempt)
-    (tmp_path / "concat_gemm.json").write_text('{"80": {}, "70": {"half row": {"2**17": {}}}}')
+    file = tmp_path / "concat_gemm.csv"
+    others = {("70", "half", "row", "2**17"): Tuned(slow, 1.5), ("80", "half", "row", "2**15"): Tuned(slow, None)}
+    tune.write(file, others | {("70", "half", "row", "2**15"): Tuned(slow, 2.0)})
     assert tune.main(["concat_gemm", "--out", str(tmp_path)]) == 0
-    found = json.loads((tmp_path / "concat_gemm.json").read_text())
-    tuned_now = {"2**15": {**fast._asdict(), "views": 3.0}, "2**17": {}}
-    assert found == {"80": {}, "70": {"half row": tuned_now}}
+    assert _products.read(file) == others | {("70", "half", "row", "2**15"): Tuned(fast, 3.0)}
     assert tune.main(["concat_gemm", "--out", str(tmp_path), "--only", "tf32,half column"]) == 1
     assert "expected the beginning of one of half row 2**15, got tf32, half column" in capsys.readouterr().err
     seconds[None] = 0.5
-    assert tune.tune("concat_gemm", only=["half"])["half row"]["2**15"]["views"] == 0.5
+    assert tune.tune("concat_gemm", only=["half"])["half", "row", "2**15"] == Tuned(Plan("torch"), None)
     monkeypatch.setattr(products, "candidates", lambda *key: (wrong,))
     assert tune.main(["concat_gemm", "--out", str(tmp_path)]) == 1
     assert "expected a plan for half row 2**15, got none that runs" in capsys.readouterr().err

@@ -88,7 +88,7 @@ NOTICED = {
     "a dict of expressions": (
         r'"silu": Expression\(_silu', '"silu": Expression(_double', {("silu", "fusebook")},
     ),
-    "a tuned row": (r'"bm": 128', '"bm": 64', {("swiglu", "fusebook")}),
+    "a tuned row": (r"tiles,128", "tiles,64", {("swiglu", "fusebook")}),
     "another number of warps": (
         r"WIDE=plan\.wide, num_warps=4", "WIDE=plan.wide, num_warps=8", {("logistic_step", "fusebook")},
     ),

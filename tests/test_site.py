@@ -277,7 +277,7 @@ def library(tmp_path, monkeypatch):
     monkeypatch.setattr(fusebook_site, "families", lambda page, names: [tmp_path / "src/fusebook/cards/softmax.py"])
     monkeypatch.delenv(fusebook_site.NOTES, raising=False)
     names = (
-        *("bench.py", "kernels/_tl.py", "kernels/tuned/softmax.json"),
+        *("bench.py", "kernels/_tl.py", "kernels/tuned/softmax.csv"),
         *("cards/softmax.py", "cards/swiglu.py", "kernels/softmax.py", "kernels/swiglu.py"),
         *("records/gpu/machine.json", "records/gpu/softmax.csv", "records/gpu/swiglu.csv", "records/gpu/seconds.json"),
     )
@@ -308,7 +308,7 @@ def _run(library, *noted, **around):
     [
         ("bench.py", True),
         ("kernels/_tl.py", True),
-        ("kernels/tuned/softmax.json", True),
+        ("kernels/tuned/softmax.csv", True),
         ("cards/softmax.py", True),
         ("cards/swiglu.py", False),
         ("kernels/softmax.py", True),

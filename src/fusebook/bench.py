@@ -164,7 +164,7 @@ def _hash(file: pathlib.Path, name: str, left_out: frozenset[str]) -> str:
         if isinstance(node, ast.FunctionDef) and node.name not in left_out:
             first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
             parts.append("".join(lines[first - 1 : node.end_lineno]))
-    for shared in ("_operator.py", "_products.py", "_tl.py", f"tuned/{name}.json"):
+    for shared in ("_operator.py", "_products.py", "_tl.py", f"tuned/{name}.csv"):
         if (file.parent / shared).exists():
             parts.append((file.parent / shared).read_text())
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]

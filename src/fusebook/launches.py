@@ -392,7 +392,7 @@ class Trace:
 
     def called(self, name: str, args: Any, kwargs: Any) -> None:
         """Take down a call of torch."""
-        tf32 = bool(torch.backends.cuda.matmul.allow_tf32)
+        tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"
         step = (name.strip("_"), _argument(args, shaped=True), _argument(kwargs, shaped=True), tf32)
         self.steps.append(step)
         self.compiled.append(step)

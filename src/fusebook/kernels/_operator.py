@@ -7,6 +7,7 @@ test puts a driver in the GPU's place to compile without one.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
 import threading
 import warnings
@@ -25,6 +26,7 @@ __all__ = [
     "FLOATING",
     "INTERPRETED",
     "OPERATORS",
+    "Distance",
     "Operator",
     "apply",
     "check_alike",
@@ -228,13 +230,27 @@ def empty_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return memory
 
 
+def _with_scratch(run: Callable[..., Any], *args: Any, **constants: Any) -> Any:
+    """Launch where Triton gets memory, from torch, for descriptors that a kernel makes.
+
+    An allocator that the caller has set stays theirs.
+    """
+
+    def inside() -> Any:
+        # On the CPU, where Triton interprets, or only compiles, no memory is asked for.
+        triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device="cuda"))
+        return run(*args, **constants)
+
+    return contextvars.copy_context().run(inside)
+
+
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> Any:
     """Launch a kernel: ``kernel[grid](*args, **constants)``, taken down where a plan is being made."""
     tape = _state.tape
     if tape is None:
-        return kernel[grid](*args, **constants)
+        return _with_scratch(kernel[grid], *args, **constants)
     with tape.heard():
-        compiled = kernel[grid](*args, **constants)
+        compiled = _with_scratch(kernel[grid], *args, **constants)
     tape.launched(kernel, grid, args, constants, compiled)
     return compiled
 
@@ -290,10 +306,24 @@ class _At:
         return self.address
 
 
-def _descriptor(values: dict[str, Any], address: int) -> TensorDescriptor:
+class Distance(int):
+    """How many elements behind the beginning of one tensor another begins, as a stride of a tensor descriptor.
+
+    A plan computes it anew, since two tensors need not lie so in the next call.
+    """
+
+    ends: tuple[Tensor, Tensor]
+
+    def __new__(cls, start: Tensor, end: Tensor) -> Distance:
+        made = super().__new__(cls, (end.data_ptr() - start.data_ptr()) // start.element_size())
+        made.ends = start, end
+        return made
+
+
+def _descriptor(values: dict[str, Any], address: int, strides: list[int]) -> TensorDescriptor:
     """A tensor descriptor as it was, at another address."""
     made = object.__new__(TensorDescriptor)
-    made.__dict__.update(values, base=_At(address))
+    made.__dict__.update(values, base=_At(address), strides=strides)
     return made
 
 
@@ -311,6 +341,8 @@ class _Tape:
         self.lines: list[str] = []
         self.names: dict[str, Any] = {"memory": _memory, "descriptor": _descriptor}
         self.known: list[tuple[Tensor, str]] = [(t, f"a{i}") for i, t in enumerate(given)]  # alive, so ids are unique
+        self.fresh: set[str] = set()  # begin where their memory does
+        self.views: list[tuple[Tensor, str]] = []
         self.made = self.launches = 0
         self.devices = {t.get_device() for t in given}
 
@@ -354,27 +386,38 @@ class _Tape:
         if isinstance(value, Tensor):
             return self.address(value)
         if isinstance(value, TensorDescriptor):
-            values = {k: v for k, v in value.__dict__.items() if k != "base"}
-            return f"descriptor({self.constant(values)}, {self.address(value.base)})"
+            values = {k: v for k, v in value.__dict__.items() if k not in ("base", "strides")}
+            strides = ", ".join(self.stride(n) for n in value.strides)
+            return f"descriptor({self.constant(values)}, {self.address(value.base)}, [{strides}])"
         if type(value) is tuple:
             return f"({''.join(self.argument(v) + ', ' for v in value)})"
         return self.constant(value)
 
+    def stride(self, value: int) -> str:
+        """A stride of a tensor descriptor."""
+        if isinstance(value, Distance):
+            start, end = value.ends
+            return f"({self.address(end)} - {self.address(start)}) // {start.element_size()}"
+        return repr(int(value))
+
     def whole(self, value: Any) -> str:
         """An argument of an operation of torch, which needs the tensor itself."""
         if isinstance(value, Tensor):
+            for view, name in self.views:
+                if view is value:
+                    return name
             name, offset = self.tensor(value)
-            same = any(other is value for other, _ in self.known)
-            if not same and not self.spoiled:
-                base = next(other for other, n in self.known if n == name)
-                start = base.storage_offset() + offset // value.element_size()
-                view = f"{name}.as_strided({tuple(value.shape)}, {tuple(value.stride())}, "
-                # Of an argument, where it begins in its memory is another matter at each call.
-                view += f"{name}.storage_offset() + {start - base.storage_offset()})"
-                if value.dtype != base.dtype:
-                    self.spoiled = True
-                return view
-            return name
+            base = next(other for other, n in self.known if n == name)
+            if base is value or self.spoiled:
+                return name
+            self.spoiled = value.dtype != base.dtype
+            start = str(offset // value.element_size())
+            if name not in self.fresh:  # where it begins in its memory is another matter at each call
+                start = f"{name}.storage_offset() + {start}"
+            self.views.append((value, f"s{len(self.views)}"))
+            shape, strides = tuple(value.shape), tuple(value.stride())
+            self.lines.append(f"{self.views[-1][1]} = {name}.as_strided({shape}, {strides}, {start})")
+            return self.views[-1][1]
         if type(value) in (tuple, list):
             inside = "".join(self.whole(v) + ", " for v in value)
             return f"({inside})" if type(value) is tuple else f"[{inside}]"
@@ -384,6 +427,7 @@ class _Tape:
         name = f"t{self.made}"
         self.made += 1
         self.known.append((memory, name))
+        self.fresh.add(name)
         self.lines.append(
             f"{name} = memory({tuple(memory.shape)}, {tuple(memory.stride())}, {self.constant(memory.dtype)})"
         )
@@ -398,7 +442,8 @@ class _Tape:
         bound = dict(zip(kernel.arg_names, args, strict=False)) | constants
         values = [bound[p.name] if p.name in bound else p.default for p in kernel.params]
         name = f"k{len(self.names)}"
-        self.names[name] = compiled.run
+        scratch = getattr(compiled.metadata, "global_scratch_size", 0)
+        self.names[name] = functools.partial(_with_scratch, compiled.run) if scratch else compiled.run
         sizes = ", ".join(str(n) for n in (*grid, 1, 1)[:3])
         known = f"{self.constant(compiled.function)}, {self.constant(compiled.packed_metadata)}, None, None, None"
         self.lines.append(f"{name}({sizes}, stream, {known}, {', '.join(self.argument(v) for v in values)})")
@@ -412,7 +457,7 @@ class _Tape:
             return
         targets = []
         for r in results:
-            if any(r is other for other, _ in self.known):  # out=, or a view that needed no copy
+            if any(r is other for other, _ in (*self.known, *self.views)):  # out=, or what needed no copy
                 targets.append("_")
                 continue
             name = f"t{self.made}"
@@ -584,6 +629,9 @@ class Operator:
         ``into(outputs, *arguments)`` launches kernels, by `launch`, that write the results as a whole.
     modes : callable, optional
         Returns a hashable value of the global modes that `into` asks for, such as determinism.
+    places : callable, optional
+        ``places(*arguments)`` returns a hashable value of how tensors lie to each other in memory, where `into` asks
+        for that. Called before `check`, too.
     read : callable, optional
         Takes what callers give, after it has been checked; reads values, in every call, to refuse some.
     gradient : tuple of two callables, optional
@@ -610,6 +658,7 @@ class Operator:
         outputs: Callable[..., Any],
         into: Callable[..., None],
         modes: Callable[[], Hashable] | None = None,
+        places: Callable[..., Hashable] | None = None,
         read: Callable[..., None] | None = None,
         gradient: tuple[Callable[..., Any], Callable[..., None]] | None = None,
         batched: Callable[..., Any] | None = None,
@@ -619,6 +668,7 @@ class Operator:
         self.outputs = outputs
         self.into = into
         self.modes = modes
+        self.places = places
         self.read = read
         self.listed = schema.endswith("[]")
         self.plans: dict[Hashable, _Plan] = {}  # by what callers give
@@ -663,17 +713,25 @@ class Operator:
         return list(result) if self.listed else result
 
     def _planned(
-        self, plans: dict[Hashable, _Plan], args: Sequence[Any], tensors: list[Tensor], grad: bool
+        self,
+        plans: dict[Hashable, _Plan],
+        args: Sequence[Any],
+        tensors: list[Tensor],
+        grad: bool,
+        outs: tuple[Any, ...] = (),
     ) -> tuple[Any, _Plan | None]:
         """The key of a call and its plan, collecting the tensors; two None where no plan may be kept or used."""
         try:
-            described = _described(args, tensors)
+            described = _described((*outs, *args) if outs else args, tensors)
             if described is None:
                 return None, None
             recorded = grad and any([t.requires_grad for t in tensors])
-            key = recorded, self.modes() if self.modes is not None else None, described
+            modes = self.modes() if self.modes is not None else None
+            places = self.places(*args) if self.places is not None else None
+            key = recorded, modes, described, places
             plan = plans.get(key)
-        except (RuntimeError, TypeError):  # a layout without strides, an argument that cannot be hashed
+        # Without strides, not to be hashed, or about to be refused.
+        except (AttributeError, RuntimeError, TypeError):
             return None, None
         device = _current()
         if plan is None and any([t.get_device() != device for t in tensors]):
@@ -738,7 +796,7 @@ class Operator:
             As of a call.
         """
         tensors: list[Tensor] = []
-        key, plan = self._planned(self.written, (out, *args), tensors, False)
+        key, plan = self._planned(self.written, args, tensors, False, (out,))
         inputs = self.check(*args) if plan is None else ()
         if self.read is not None:
             self.read(*args)
@@ -776,7 +834,8 @@ class Operator:
                 if a is _HOLE:
                     flat.append(g)
                 elif type(a) is tuple:
-                    flat += [None] * a[1].count(_HOLE) if g is None else [v for v in g if v is not None]
+                    inside = [None] * len(a[1]) if g is None else g
+                    flat += [v for v, b in zip(inside, a[1], strict=True) if b is _HOLE]
             return flat
 
         class Eager(torch.autograd.Function):

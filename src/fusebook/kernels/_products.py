@@ -14,12 +14,11 @@ weights is all the work.
 from __future__ import annotations
 
 import contextlib
-import contextvars
+import csv
 import functools
 import itertools
-import json
 import pathlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -28,14 +27,14 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ._operator import INTERPRETED, check_alike, check_device, check_tensor, gpu
+from ._operator import INTERPRETED, Distance, apply, check_alike, check_device, check_tensor, empty, gpu
 
 # Kernels -------------------------------------------------------------------------------------------------------------
 #
-# Up to four weights, w0 to w3, of which COUNT are there; LD is the width of the output. A layout is "row" where the
-# columns of a weight lie side by side in memory, "column" where its rows do (the transposed weight of torch.nn.Linear),
-# and "any" otherwise. WIDE converts tiles to float32 before they are multiplied, for the interpreter, whose products of
-# bfloat16 are wrong. What changes from call to call and aligns nothing is not specialised.
+# COUNT weights, with the first one again in the places behind them; LD is the width of the output. A layout is "row"
+# where the columns of a weight lie side by side in memory, "column" where its rows do (the transposed weight of
+# torch.nn.Linear), and "any" otherwise. WIDE converts tiles to float32 before they are multiplied, for the interpreter,
+# whose products of bfloat16 are wrong. What changes from call to call and aligns nothing is not specialised.
 
 
 @triton.jit
@@ -49,32 +48,33 @@ def _place(tile, ROWS, COLUMNS, GROUP: tl.constexpr):
 
 
 @triton.jit
-def _pick(c, C0, C1, C2, a0, a1, a2, a3, COUNT: tl.constexpr):
+def _pick(c, ends, values, COUNT: tl.constexpr):
     """Of one value for each weight, the one of the weight to which column tile c belongs."""
-    a = a0
-    if COUNT > 1:
-        a = tl.where(c < C0, a, a1)
-    if COUNT > 2:
-        a = tl.where(c < C1, a, a2)
-    if COUNT > 3:
-        a = tl.where(c < C2, a, a3)
-    return a
+    picked = values[0]
+    for i in tl.static_range(1, COUNT):
+        picked = tl.where(c < ends[i - 1], picked, values[i])
+    return picked
 
 
 @triton.jit
-def _ends(N0, N1, N2, N3, BN: tl.constexpr, COUNT: tl.constexpr):
+def _ends(widths, BN: tl.constexpr, COUNT: tl.constexpr):
     """The column tiles of the weights, added up."""
-    C0 = tl.cdiv(N0, BN)
-    C1 = C0
-    if COUNT > 1:
-        C1 = C0 + tl.cdiv(N1, BN)
-    C2 = C1
-    if COUNT > 2:
-        C2 = C1 + tl.cdiv(N2, BN)
-    C3 = C2
-    if COUNT > 3:
-        C3 = C2 + tl.cdiv(N3, BN)
-    return C0, C1, C2, C3
+    end = tl.cdiv(widths[0], BN)
+    ends = (end,)
+    for i in tl.static_range(1, COUNT):
+        end += tl.cdiv(widths[i], BN)
+        ends += (end,)
+    return ends
+
+
+@triton.jit
+def _starts(zero, lengths, COUNT: tl.constexpr):
+    """Where each begins that stands behind the others: zero, and their lengths added up."""
+    starts = (zero,)
+    for i in tl.static_range(1, COUNT):
+        zero += lengths[i - 1]
+        starts += (zero,)
+    return starts
 
 
 @triton.jit
@@ -122,7 +122,7 @@ class Plan(NamedTuple):
     Attributes
     ----------
     kernel : str
-        ``"tiles"``, ``"strided"``, or ``"views"``: torch's own products, each into its columns of one matrix.
+        ``"tiles"``, ``"strided"``, or ``"torch"``: torch's own products, and then no more is said.
     bm, bn, bk : int
         The tile of the output, and the step along K.
     group : int
@@ -143,9 +143,9 @@ class Plan(NamedTuple):
     """
 
     kernel: str
-    bm: int
-    bn: int
-    bk: int
+    bm: int = 0
+    bn: int = 0
+    bk: int = 0
     group: int = 8
     split: int = 1
     stages: int = 3
@@ -157,11 +157,45 @@ class Plan(NamedTuple):
     late: bool = False
 
 
+class Tuned(NamedTuple):
+    """A plan that was tuned, and the time of torch's products in times of its own, where that was a choice."""
+
+    plan: Plan
+    torch: float | None
+
+
+def read(file: pathlib.Path) -> dict[tuple[str, str, str, str], Tuned]:
+    """What ``python -m fusebook.tune`` has written: a row a plan.
+
+    Parameters
+    ----------
+    file : pathlib.Path
+
+    Returns
+    -------
+    dict
+        By capability, math, layout and class of shape; empty where there is no such file.
+    """
+    if not file.exists():
+        return {}
+    found = {}
+    with file.open(newline="") as lines:
+        for row in csv.DictReader(lines):
+            key = row["capability"], row["math"], row["layout"], row["shape"]
+            given = {k: int(row[k]) for k in Plan._fields[1:] if row[k]}
+            switches = {k: bool(given[k]) for k in ("flat", "swap", "late") if k in given}
+            found[key] = Tuned(Plan(row["kernel"], **given | switches), float(row["torch"]) if row["torch"] else None)
+    return found
+
+
 @functools.cache
-def _tuned(name: str) -> dict[str, Any]:
-    """What ``python -m fusebook.tune`` found: by capability, by math and layout, by class of shape."""
-    file = pathlib.Path(__file__).parent / "tuned" / f"{name}.json"
-    return json.loads(file.read_text()) if file.exists() else {}
+def _tuned(name: str) -> dict[tuple[str, str], dict[str, Tuned]]:
+    """By capability and math, layout behind it; then by class of shape."""
+    kinds: dict[tuple[str, str], dict[str, Tuned]] = {}
+    rows = read(pathlib.Path(__file__).parent / "tuned" / f"{name}.csv")
+    for (capability, math, layout, shape), tuned in rows.items():
+        kinds.setdefault((capability, f"{math} {layout}"), {})[shape] = tuned
+    return kinds
 
 
 def shape_class(M: int, N: int) -> str:
@@ -246,7 +280,7 @@ def _gemm_plan(
     Plan
     """
     if strategy == "views" or math == "float64":
-        return Plan("views", 0, 0, 0)
+        return Plan("torch")
     M, N = sizes
     capability, multiprocessors = hardware
     halves = 2 if name == "swiglu" else 1
@@ -257,23 +291,22 @@ def _gemm_plan(
             swap = name == "swiglu" and M <= 16
             return Plan("tiles", 16 if swap else 64, 64 // halves, 64, group=2, bulk=2 if M % 2 else 1, swap=swap)
         return Plan("strided", 16 if M <= 16 else 64, 256 // halves, 64, group=2, split=2 if M <= 16 else 1)
-    found = _tuned(name).get(f"{capability[0]}{capability[1]}", {})
+    tuned, here = _tuned(name), f"{capability[0]}{capability[1]}"
     layout, _, kind = layout.partition(" ") if aligned else ("any", "", "")
-    shapes = found.get(f"{math} {layout}", {}) | found.get(f"{math} {layout} {kind}", {})
+    shapes = tuned.get((here, f"{math} {layout}"), {}) | tuned.get((here, f"{math} {layout} {kind}"), {})
+    if strategy is not None:
+        shapes = {shape: row for shape, row in shapes.items() if row.plan.kernel != "torch"}
     if (shape := _nearest(shape_class(M, N), shapes)) is not None:
-        constants = dict(shapes[shape])
-        views, plan = constants.pop("views"), Plan(**constants)
-        if strategy is None and views is not None:
-            if plan.kernel == "tiles" and plan.waves and shape.startswith("2**"):
-                # Torch has tiles of many sizes, so that its time is taken to follow the work; ours follows the rounds.
-                n = _square_of(shape)
-                noted = _filled(n, 2 * n // halves, plan, multiprocessors)
-                views *= _filled(M, N // halves, plan, multiprocessors) / noted
-            if views < 1 - _WITHIN:
-                return Plan("views", 0, 0, 0)
+        plan, torchs = shapes[shape]
+        if strategy is None and torchs is not None and plan.kernel == "tiles" and plan.waves and shape[0] == "2":
+            # Torch has tiles of many sizes, so that its time is taken to follow the work; ours follows the rounds.
+            n = _square_of(shape)
+            noted = _filled(n, 2 * n // halves, plan, multiprocessors)
+            if torchs * _filled(M, N // halves, plan, multiprocessors) / noted < 1 - _WITHIN:
+                return Plan("torch")
         return plan
     if strategy is None and M * N >= 2**21 and (math == "float32" or (math, layout) == ("tf32", "any")):
-        return Plan("views", 0, 0, 0)  # without tensor cores, or fed by pointers, ours is no match for torch's
+        return Plan("torch")  # without tensor cores, or fed by pointers, ours is no match for torch's
     # Not tuned: at most 96 KiB of shared memory. A step of K that is 128 bytes wide fills whole lines of the cache.
     bk = 64 if math == "half" else 32
     if M <= 64:
@@ -319,16 +352,6 @@ def _describable(x: Tensor, layout: str) -> bool:
     return x.data_ptr() % 16 == 0 and _leading(x, layout) * x.element_size() % 16 == 0
 
 
-def _with_workspace(device: torch.device, launch: Callable[[], None]) -> None:
-    """Launch a kernel that makes descriptors: Triton asks for some memory to keep them in, and torch gives it."""
-
-    def run() -> None:
-        triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device=device))
-        launch()
-
-    contextvars.copy_context().run(run)  # an allocator that the caller has set stays theirs
-
-
 def _options(plan: Plan, dtype: torch.dtype, math: str) -> dict[str, Any]:
     """The constants that all kernels share."""
     return {
@@ -368,13 +391,21 @@ def _stack(weights: Sequence[Tensor], layout: str) -> tuple[int, int] | None:
     first = weights[0]
     if any(w.shape != first.shape or _leading(w, layout) != _leading(first, layout) for w in weights):
         return None
-    places = [w.data_ptr() for w in weights]
-    distances = {b - a for a, b in itertools.pairwise(places)} or {16}
+    if len(weights) == 1:
+        return 16 // first.element_size(), 0
+    distances = {b.data_ptr() - a.data_ptr() for a, b in itertools.pairwise(weights)}
     distance = distances.pop()
     # Descriptors take strides from 16 bytes up to 2**40.
     if distances or not 16 <= abs(distance) < 2**40:
         return None
-    return abs(distance) // first.element_size(), len(weights) - 1 if distance < 0 else 0
+    return (Distance(weights[1], first), len(weights) - 1) if distance < 0 else (Distance(first, weights[1]), 0)
+
+
+def _places(weights: Sequence[Tensor]) -> Hashable:
+    """How weights lie to each other, as far as `_stack` asks: plans compute the distance itself."""
+    distances = [b.data_ptr() - a.data_ptr() for a, b in itertools.pairwise(w for w in weights if w.numel())]
+    directions = tuple(d > 0 if 16 <= abs(d) < 2**40 else None for d in distances)
+    return directions, *(a == b for a, b in itertools.pairwise(distances))
 
 
 def _kind(x: Tensor, weights: Sequence[Tensor], layout: str) -> str:
@@ -389,49 +420,50 @@ def _kind(x: Tensor, weights: Sequence[Tensor], layout: str) -> str:
     return "" if _stack(weights, layout) else " apart"
 
 
-def _workspace(plan: Plan, tiles: int, sums: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Memory for the parts of sums, and a counter for each tile, at zero."""
+def _workspace(plan: Plan, tiles: int, sums: int, out: Tensor) -> tuple[Tensor, Tensor]:
+    """Memory for the parts of sums, and a counter for each tile, at zero; `out` where sums have no parts."""
     if plan.split == 1:
-        nothing = torch.empty(0, dtype=torch.float32, device=device)
-        return nothing, nothing
-    parts = torch.empty(plan.split * sums, dtype=torch.float32, device=device)
-    return parts, torch.zeros(tiles, dtype=torch.int32, device=device)
+        return out, out
+    return (
+        empty((plan.split * sums,), torch.float32, out.device),
+        apply(torch.zeros, tiles, dtype=torch.int32, device=out.device),
+    )
+
+
+def _tf32_allowed() -> bool:
+    """Whether torch multiplies float32 in TF32 by itself."""
+    matmul = torch.backends.cuda.matmul
+    if torch.compiler.is_compiling():  # what is traced can ask for this one only
+        return matmul.allow_tf32
+    return matmul.fp32_precision == "tf32"  # the other one cannot be asked where somebody has set this one
 
 
 @contextlib.contextmanager
 def _torch_in_tf32(on: bool) -> Iterator[None]:
     """Torch's own products of float32 in TF32, or not."""
     matmul = torch.backends.cuda.matmul
-    before = matmul.allow_tf32
+    before = matmul.fp32_precision
+    if on == (before == "tf32"):
+        yield
+        return
     try:
-        if before != on:
-            matmul.allow_tf32 = on
+        matmul.fp32_precision = "tf32" if on else "ieee"
         yield
     finally:
-        if before != on:
-            matmul.allow_tf32 = before
+        matmul.fp32_precision = before
 
 
-def _views(out: Tensor, x: Tensor, weights: Sequence[Tensor], tf32: bool) -> Tensor:
-    """Torch's products, each into its own columns: nothing is concatenated, and no kernel of ours is needed."""
+def _mm(x: Tensor, w: Tensor, out: Tensor, tf32: bool) -> None:
     with _torch_in_tf32(tf32):
-        for w, columns in zip(weights, out.split([w.shape[1] for w in weights], 1), strict=True):
-            torch.mm(x, w, out=columns)
-    return out
+        torch.mm(x, w, out=out)
 
 
-def _direct(*tensors: Tensor) -> bool:
-    """Whether the kernels can be launched at once, which saves a small call the time of torch's dispatcher.
-
-    Not where a gradient is recorded, the call is traced or transformed, or a tensor is a stand-in without memory.
-    """
-    return not (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._are_functorch_transforms_active()
-        or any(type(t) not in (Tensor, torch.nn.Parameter) or t.device.type not in ("cpu", "cuda") for t in tensors)
-        or (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
-    )
+def _product(x: Tensor, w: Tensor, out: Tensor, tf32: bool) -> None:
+    """Torch's product, written where it is wanted."""
+    if x.dtype == torch.float32:
+        apply(_mm, x, w, out, tf32)
+    else:
+        apply(torch.mm, x, w, out=out)
 
 
 def _checked(name: str, x: Any, weights: Sequence[Any], words: Sequence[str], tf32: Any, strategy: Any) -> bool:
@@ -463,9 +495,15 @@ def _checked(name: str, x: Any, weights: Sequence[Any], words: Sequence[str], tf
         check_device(name, x)
     if x.dtype != torch.float32:
         return False
-    return bool(torch.backends.cuda.matmul.allow_tf32 if tf32 is None else tf32)
+    return _tf32_allowed() if tf32 is None else tf32
 
 
-def _flat(x: Tensor) -> Tensor:
+def _matrix(x: Tensor) -> Tensor:
     """All axes but the last as one."""
-    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    if x.dim() == 2:
+        return x
+    shape = x.shape[:-1].numel(), x.shape[-1]
+    try:
+        return x.view(shape)
+    except RuntimeError:  # axes that no stride can fold
+        return apply(Tensor.reshape, x, shape)

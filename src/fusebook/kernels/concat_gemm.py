@@ -22,32 +22,33 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ._operator import gpu, launching
+from ._operator import Operator, apply, empty, gpu, launch
 from ._products import (
     _MOST,
     Plan,
     _checked,
     _describable,
-    _direct,
     _ends,
-    _flat,
     _kind,
     _late,
     _layout,
     _leading,
     _math,
+    _matrix,
     _options,
     _pick,
     _place,
+    _places,
     _plan,
+    _product,
     _programs,
     _stack,
+    _starts,
     _store,
     _sum_of_parts,
     _take_over,
+    _tf32_allowed,
     _tiles_of,
-    _views,
-    _with_workspace,
     _workspace,
 )
 
@@ -80,23 +81,26 @@ def concat_gemm_eager(x: Tensor, *weights: Tensor) -> Tensor:
 
 @triton.jit(do_not_specialize=["M", "PROGRAMS"])
 def _concat_gemm_tiles(
-    out_ptr, x_ptr, w0_ptr, w1_ptr, w2_ptr, w3_ptr, M, K, N0, N1, N2, N3, XS, S0, S1, S2, S3, LD, PROGRAMS,
+    out_ptr, x_ptr, w_ptrs, M, K, widths, XS, strides, LD, PROGRAMS,
     COUNT: tl.constexpr, COLUMN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     GROUP: tl.constexpr, FLAT: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Every PROGRAMS-th tile of the output, from whichever weight it comes."""
-    C0, C1, C2, C3 = _ends(N0, N1, N2, N3, BN, COUNT)
+    first = (0,)
+    ends = _ends(widths, BN, COUNT)
+    starts = _starts(0, widths, COUNT)
+    columns = ends[COUNT - 1]
     rows = tl.cdiv(M, BM)
     steps = tl.cdiv(K, BK)
     x_tiles = tl.make_tensor_descriptor(x_ptr, [M, K], [XS, 1], [BM, BK])
     # FLAT: the first steps of the next tile are fetched while this one is finished.
-    for tile in tl.range(tl.program_id(0), rows * C3, PROGRAMS, flatten=FLAT):
-        r, c = _place(tile, rows, C3, GROUP)
-        w_ptr = _pick(c, C0, C1, C2, w0_ptr, w1_ptr, w2_ptr, w3_ptr, COUNT)
-        N = _pick(c, C0, C1, C2, N0, N1, N2, N3, COUNT)
-        S = _pick(c, C0, C1, C2, S0, S1, S2, S3, COUNT)
-        n = (c - _pick(c, C0, C1, C2, 0, C0, C1, C2, COUNT)) * BN  # within its weight
-        start = _pick(c, C0, C1, C2, 0, N0, N0 + N1, N0 + N1 + N2, COUNT)  # of its weight, in the output
+    for tile in tl.range(tl.program_id(0), rows * columns, PROGRAMS, flatten=FLAT):
+        r, c = _place(tile, rows, columns, GROUP)
+        w_ptr = _pick(c, ends, w_ptrs, COUNT)
+        N = _pick(c, ends, widths, COUNT)
+        S = _pick(c, ends, strides, COUNT)
+        n = (c - _pick(c, ends, first + ends, COUNT)) * BN  # within its weight
+        start = _pick(c, ends, starts, COUNT)  # of its weight, in the output
         if COLUMN:
             w_tiles = tl.make_tensor_descriptor(w_ptr, [N, K], [S, 1], [BN, BK])
         else:
@@ -157,32 +161,33 @@ def _concat_gemm_stacked(
 
 @triton.jit(do_not_specialize=["M"])
 def _concat_gemm_strided(
-    out_ptr, parts_ptr, counts_ptr, x_ptr, w0_ptr, w1_ptr, w2_ptr, w3_ptr, M, K, N0, N1, N2, N3, LD, XM, XK,
-    K0, K1, K2, K3, S0, S1, S2, S3, COUNT: tl.constexpr, LAYOUT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    BK: tl.constexpr, GROUP: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
+    out_ptr, parts_ptr, counts_ptr, x_ptr, weights, M, K, widths, LD, XM, XK, row_steps, column_steps,
+    COUNT: tl.constexpr, LAYOUT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    GROUP: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """One tile of the output, or one of SPLIT parts of its sum; the last program to finish adds the parts."""
-    C0, C1, C2, C3 = _ends(N0, N1, N2, N3, BN, COUNT)
+    first = (0,)
+    ends = _ends(widths, BN, COUNT)
     tile = tl.program_id(0) // SPLIT
     part = tl.program_id(0) % SPLIT
-    r, c = _place(tile, tl.cdiv(M, BM), C3, GROUP)
-    w_ptr = _pick(c, C0, C1, C2, w0_ptr, w1_ptr, w2_ptr, w3_ptr, COUNT)
-    N = _pick(c, C0, C1, C2, N0, N1, N2, N3, COUNT)
-    start = _pick(c, C0, C1, C2, 0, N0, N0 + N1, N0 + N1 + N2, COUNT)
+    r, c = _place(tile, tl.cdiv(M, BM), ends[COUNT - 1], GROUP)
+    w_ptr = _pick(c, ends, weights, COUNT)
+    N = _pick(c, ends, widths, COUNT)
+    start = _pick(c, ends, _starts(0, widths, COUNT), COUNT)
     m = r * BM + tl.arange(0, BM)  # [BM]
-    n = (c - _pick(c, C0, C1, C2, 0, C0, C1, C2, COUNT)) * BN + tl.arange(0, BN)  # [BN]
+    n = (c - _pick(c, ends, first + ends, COUNT)) * BN + tl.arange(0, BN)  # [BN]
     k = tl.arange(0, BK)  # [BK]
     # Strides from row to row of a weight and from column to column; one of them is 1 unless the layout is "any".
     if LAYOUT == "row":
-        WK = tl.cast(_pick(c, C0, C1, C2, K0, K1, K2, K3, COUNT), tl.int64)
+        WK = tl.cast(_pick(c, ends, row_steps, COUNT), tl.int64)
         w_ptrs = w_ptr + k[:, None] * WK + n[None, :]  # [BK, BN]
     elif LAYOUT == "column":
         WK = 1
-        WN = tl.cast(_pick(c, C0, C1, C2, S0, S1, S2, S3, COUNT), tl.int64)
+        WN = tl.cast(_pick(c, ends, column_steps, COUNT), tl.int64)
         w_ptrs = w_ptr + n[None, :] * WN + k[:, None]
     else:
-        WK = tl.cast(_pick(c, C0, C1, C2, K0, K1, K2, K3, COUNT), tl.int64)
-        WN = tl.cast(_pick(c, C0, C1, C2, S0, S1, S2, S3, COUNT), tl.int64)
+        WK = tl.cast(_pick(c, ends, row_steps, COUNT), tl.int64)
+        WN = tl.cast(_pick(c, ends, column_steps, COUNT), tl.int64)
         w_ptrs = w_ptr + n[None, :] * WN + k[:, None] * WK
     x_ptrs = x_ptr + m.to(tl.int64)[:, None] * XM + k[None, :] * XK  # [BM, BK]
     share = tl.cdiv(tl.cdiv(K, BK), SPLIT) * BK
@@ -216,21 +221,18 @@ def _concat_gemm_strided(
 def _launch_concat(out: Tensor, x: Tensor, weights: Sequence[Tensor], math: str, layout: str, plan: Plan) -> None:
     """Up to four weights of one layout into neighbouring columns: `out`, a part of an output of LD columns."""
     (M, K), LD, N = x.shape, out.stride(0), weights[0].shape[1]
-    all_of = [*weights, *[weights[0]] * (_MOST - len(weights))]
-    widths = [w.shape[1] for w in all_of]
+    all_of = (*weights, *[weights[0]] * (_MOST - len(weights)))
+    widths = tuple(w.shape[1] for w in all_of)
     tiles = triton.cdiv(M, plan.bm) * sum(triton.cdiv(w.shape[1], plan.bn) for w in weights)
     options = {"COUNT": len(weights), **_options(plan, x.dtype, math)}
     if plan.kernel == "tiles":
         column = layout == "column"
         programs = _programs(plan, tiles, x.device)
         if (stack := _stack(weights, layout)) is None:
-            strides = [_leading(w, layout) for w in all_of]
-            _with_workspace(
-                x.device,
-                lambda: _concat_gemm_tiles[(programs,)](
-                    out, x, *all_of, M, K, *widths, _leading(x, "row"), *strides, LD, programs,
-                    COLUMN=column, FLAT=plan.flat, **options,
-                ),
+            launch(
+                _concat_gemm_tiles, (programs,),
+                out, x, all_of, M, K, widths, _leading(x, "row"), tuple(_leading(w, layout) for w in all_of), LD,
+                programs, COLUMN=column, FLAT=plan.flat, **options,
             )  # fmt: skip
             return
         distance, last = stack
@@ -240,7 +242,8 @@ def _launch_concat(out: Tensor, x: Tensor, weights: Sequence[Tensor], math: str,
             weights[last], [len(weights), *sizes], [distance, _leading(weights[0], layout), 1], [1, *tile]
         )
         y = TensorDescriptor(out, [M, len(weights), N], [LD, N, 1], [plan.bm, 1, plan.bn // bulk]) if bulk else None
-        _concat_gemm_stacked[(programs,)](
+        launch(
+            _concat_gemm_stacked, (programs,),
             out, y, _tiles_of(x, "row", plan.bm, plan.bk), w, M, K, N, LD, last, programs,
             COLUMN=column, FLAT=plan.flat, BULK=bulk, **options, **_late(plan, x),
         )  # fmt: skip
@@ -249,75 +252,93 @@ def _launch_concat(out: Tensor, x: Tensor, weights: Sequence[Tensor], math: str,
     width = sum(w.shape[1] for w in weights)
     if plan.split > 1 and width != LD:
         plan = plan._replace(split=1)
-    parts, counts = _workspace(plan, tiles, M * width, x.device)
-    steps = [w.stride(i) for i in (0, 1) for w in all_of]
-    _concat_gemm_strided[(tiles * plan.split,)](
-        out, parts, counts, x, *all_of, M, K, *widths, LD, *x.stride(), *steps,
+    parts, counts = _workspace(plan, tiles, M * width, out)
+    row_steps, column_steps = (tuple(w.stride(i) for w in all_of) for i in (0, 1))
+    launch(
+        _concat_gemm_strided, (tiles * plan.split,),
+        out, parts, counts, x, all_of, M, K, widths, LD, *x.stride(), row_steps, column_steps,
         LAYOUT=layout, SPLIT=plan.split, **options,
     )  # fmt: skip
 
 
-def _concat(x: Tensor, weights: Sequence[Tensor], tf32: bool, strategy: str) -> Tensor:
-    """Allocate and launch; arguments are valid. An empty `strategy` leaves the choice to the plan."""
-    M, K = x.shape
-    N = sum(w.shape[1] for w in weights)
-    out = torch.empty(M, N, dtype=x.dtype, device=x.device)
-    if out.numel() == 0:
-        return out
-    if K == 0:
-        return out.zero_()
+def _outputs(x: Tensor, weights: Sequence[Tensor], tf32: bool, strategy: str) -> Tensor:
+    return empty((*x.shape[:-1], sum(w.shape[1] for w in weights)), x.dtype, x.device)
+
+
+def _into(out: Tensor, x: Tensor, weights: Sequence[Tensor], tf32: bool, strategy: str) -> None:
+    """An empty `strategy` leaves the choice to the plan."""
+    if x.shape[-1] == 0:
+        apply(Tensor.zero_, out)
+        return
+    x = _matrix(x)
+    M, N = len(x), out.shape[-1]
+    out = out.view(M, N)
     math, hardware = _math(x.dtype, tf32), gpu(x.device)
     weights = [w for w in weights if w.shape[1]]
     layouts = [_layout(w) for w in weights]
     fetchable = _layout(x) == "row" and _describable(x, "row")
     start = at = 0
-    with launching(x):
-        while at < len(weights):
-            # The weights that follow and have the same layout, as many as one launch takes.
-            end = at + 1
-            while end < min(at + _MOST, len(weights)) and layouts[end] == layouts[at]:
-                end += 1
-            group, layout = weights[at:end], layouts[at]
-            aligned = fetchable and all(_describable(w, layout) for w in group)
-            kind = _kind(x, group, layout) if aligned else ""
-            plan = _plan("concat_gemm", (M, N), math, layout + kind, aligned, hardware, strategy or None)
-            width = sum(w.shape[1] for w in group)
-            columns = out.narrow(1, start, width)
-            if plan.kernel == "views":
-                _views(columns, x, group, tf32)
-            else:
-                _launch_concat(columns, x, group, math, layout, plan)
-            start, at = start + width, end
-    return out
+    while at < len(weights):
+        # The weights that follow and have the same layout, as many as one launch takes.
+        end = at + 1
+        while end < min(at + _MOST, len(weights)) and layouts[end] == layouts[at]:
+            end += 1
+        group, layout = weights[at:end], layouts[at]
+        aligned = fetchable and all(_describable(w, layout) for w in group)
+        kind = _kind(x, group, layout) if aligned else ""
+        plan = _plan("concat_gemm", (M, N), math, layout + kind, aligned, hardware, strategy or None)
+        width = sum(w.shape[1] for w in group)
+        columns = out.narrow(1, start, width)
+        if plan.kernel == "torch":
+            _products_of(columns, x, group, tf32)
+        else:
+            _launch_concat(columns, x, group, math, layout, plan)
+        start, at = start + width, end
 
 
-_concat_op = torch.library.custom_op(
-    "fusebook::concat_gemm",
-    _concat,
-    mutates_args=(),
-    schema="(Tensor x, Tensor[] weights, bool tf32, str strategy) -> Tensor",
-)
+def _products_of(out: Tensor, x: Tensor, weights: Sequence[Tensor], tf32: bool) -> None:
+    """Torch's products, each into its own columns: nothing is concatenated, and no kernel of ours is needed."""
+    for w, columns in zip(weights, out.split([w.shape[1] for w in weights], 1), strict=True):
+        _product(x, w, columns, tf32)
 
 
-@_concat_op.register_fake
-def _(x: Tensor, weights: Sequence[Tensor], tf32: bool, strategy: str) -> Tensor:
-    return x.new_empty(x.shape[0], sum(w.shape[1] for w in weights))
-
-
-def _keep_for_concat(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, weights, *_ = inputs
     ctx.save_for_backward(x, *weights)
 
 
-def _gradients_of_concat(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+def _gradients(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     """Two products of torch's for each weight."""
     x, *weights = ctx.saved_tensors
-    parts = dy.split([w.shape[1] for w in weights], 1)
-    for_x = sum(part @ w.mT for part, w in zip(parts, weights, strict=True)) if ctx.needs_input_grad[0] else None
-    return for_x, [x.mT @ part for part in parts], None, None
+    parts = dy.split([w.shape[1] for w in weights], -1)
+    for_x = sum(part @ w.mT for part, w in zip(parts, weights, strict=True)) if x.requires_grad else None
+    turned = x.reshape(-1, x.shape[-1]).mT
+    for_weights = [turned @ part.reshape(-1, part.shape[-1]) for part in parts]
+    return for_x, for_weights, None, None
 
 
-_concat_op.register_autograd(_gradients_of_concat, setup_context=_keep_for_concat)
+def _check(x: Any, weights: Any, tf32: Any, strategy: Any) -> tuple[Tensor, list[Tensor], bool, str]:
+    name = "concat_gemm"
+    if isinstance(weights, Tensor) or not isinstance(weights, Sequence):
+        raise TypeError(
+            f"{name}: expected weights to be a sequence of tensors, got {type(weights).__name__}; pass a list"
+        )
+    if not weights:
+        raise ValueError(f"{name}: expected one weight at least, got none; pass a list of matrices [K, N]")
+    fast = _checked(name, x, weights, [f"weights[{i}]" for i in range(len(weights))], tf32, strategy)
+    return x, list(weights), fast, strategy or ""
+
+
+_concat_gemm = Operator(
+    "concat_gemm",
+    "(Tensor x, Tensor[] weights, bool tf32, str strategy) -> Tensor",
+    check=_check,
+    outputs=_outputs,
+    into=_into,
+    modes=_tf32_allowed,
+    places=lambda x, weights, *_: _places(weights),
+    gradient=(_gradients, _keep),
+)
 
 
 def concat_gemm(
@@ -367,14 +388,4 @@ def concat_gemm(
     >>> fusebook.concat_gemm(x, [w, w[:, :32]]).shape  # doctest: +SKIP
     torch.Size([8, 128])
     """
-    name = "concat_gemm"
-    if isinstance(weights, Tensor) or not isinstance(weights, Sequence):
-        raise TypeError(
-            f"{name}: expected weights to be a sequence of tensors, got {type(weights).__name__}; pass a list"
-        )
-    if not weights:
-        raise ValueError(f"{name}: expected one weight at least, got none; pass a list of matrices [K, N]")
-    fast = _checked(name, x, weights, [f"weights[{i}]" for i in range(len(weights))], tf32, strategy)
-    call = _concat if _direct(x, *weights) else _concat_op
-    out = call(_flat(x), list(weights), fast, strategy or "")
-    return out if x.dim() == 2 else out.view(*x.shape[:-1], out.shape[1])
+    return _concat_gemm(x, weights, tf32, strategy)

@@ -18,28 +18,29 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ._operator import INTERPRETED, check_alike, check_tensor, gpu, launching
+from ._operator import INTERPRETED, Operator, apply, check_alike, check_tensor, empty, gpu, launch
 from ._products import (
     _DTYPES,
     Plan,
     _checked,
     _describable,
-    _direct,
-    _flat,
     _late,
     _layout,
     _leading,
     _math,
+    _matrix,
     _options,
     _place,
+    _places,
     _plan,
+    _product,
     _programs,
     _stack,
     _store,
     _sum_of_parts,
     _take_over,
+    _tf32_allowed,
     _tiles_of,
-    _views,
     _workspace,
 )
 
@@ -86,19 +87,29 @@ def _gated(g, u, bias_ptr, n, N, BIAS: tl.constexpr):
 
 
 @triton.jit
-def _swiglu_gate(out_ptr, both_ptr, bias_ptr, M, N, BIAS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
-    """A tile of the output of SwiGLU, from both products side by side in memory."""
-    columns = tl.cdiv(N, BN)
-    m = tl.program_id(0) // columns * BM + tl.arange(0, BM)  # [BM]
-    n = tl.program_id(0) % columns * BN + tl.arange(0, BN)  # [BN]
-    at = both_ptr + m.to(tl.int64)[:, None] * (2 * N) + n[None, :]  # [BM, BN]
-    mask = (m < M)[:, None] & (n < N)[None, :]
-    g = tl.load(at, mask=mask, other=0.0)  # read MN
-    u = tl.load(at + N, mask=mask, other=0.0)  # read MN
+def _gated_ones(out_ptr, g_ptr, u_ptr, bias_ptr, at, inside, N, BIAS: tl.constexpr):
+    g = tl.load(g_ptr + at, mask=inside)  # read MN
+    u = tl.load(u_ptr + at, mask=inside)  # read MN
     if g.dtype != tl.float64:
         g = g.to(tl.float32)
         u = u.to(tl.float32)
-    _store(out_ptr, _gated(g, u, bias_ptr, n, N, BIAS), m, n, M, N, N)  # write MN
+    if BIAS:
+        g += tl.load(bias_ptr + at % N, mask=inside).to(g.dtype)
+        u += tl.load(bias_ptr + N + at % N, mask=inside).to(g.dtype)
+    y = g / (1 + tl.exp(-g)) * u
+    tl.store(out_ptr + at, y.to(out_ptr.dtype.element_ty), mask=inside)  # write MN
+
+
+@triton.jit
+def _swiglu_gate(out_ptr, g_ptr, u_ptr, bias_ptr, SIZE, N, BIAS: tl.constexpr, BLOCK: tl.constexpr):
+    """BLOCK elements of the output of SwiGLU, from both products; it may take the place of one of them."""
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    at = start + tl.arange(0, BLOCK)  # [BLOCK]
+    # A mask that ends anywhere forces loads of one element each. Only the last block has need of one.
+    if start + BLOCK <= SIZE:
+        _gated_ones(out_ptr, g_ptr, u_ptr, bias_ptr, at, None, N, BIAS)
+    else:
+        _gated_ones(out_ptr, g_ptr, u_ptr, bias_ptr, at, at < SIZE, N, BIAS)
 
 
 @triton.jit(do_not_specialize=["M", "PROGRAMS"])
@@ -255,7 +266,7 @@ def _launch_swiglu(
     (M, K), N = x.shape, gate.shape[1]
     tiles = triton.cdiv(M, plan.bm) * triton.cdiv(N, plan.bn)
     options = {"BIAS": bias is not None, **_options(plan, x.dtype, math)}
-    biases = x if bias is None else bias.contiguous()
+    biases = x if bias is None else _dense(bias)  # without a bias it is not followed
     if plan.kernel == "tiles":
         programs = _programs(plan, tiles, x.device)
         bulk = plan.bulk > 0 and N * out.element_size() % 16 == 0
@@ -268,73 +279,74 @@ def _launch_swiglu(
             lower = up if last else gate
             strides = [distance, _leading(lower, layout), 1]
             w = TensorDescriptor(lower, [2, N, K], strides, [2, plan.bn, plan.bk])
-            _swiglu_stacked[(programs,)](
-                out, y, x_tiles, w, biases, M, K, N, last, programs, SWAP=plan.swap, **options, **_late(plan, x)
-            )
+            launch(
+                _swiglu_stacked, (programs,),
+                out, y, x_tiles, w, biases, M, K, N, last, programs, SWAP=plan.swap, **options, **_late(plan, x),
+            )  # fmt: skip
             return
-        _swiglu_tiles[(programs,)](
+        launch(
+            _swiglu_tiles, (programs,),
             out, y, x_tiles, _tiles_of(gate, layout, plan.bk, plan.bn), _tiles_of(up, layout, plan.bk, plan.bn),
             biases, M, K, N, programs, COLUMN=layout == "column", **options,
         )  # fmt: skip
         return
-    parts, counts = _workspace(plan, tiles, 2 * M * N, x.device)
-    _swiglu_strided[(tiles * plan.split,)](
+    parts, counts = _workspace(plan, tiles, 2 * M * N, out)
+    launch(
+        _swiglu_strided, (tiles * plan.split,),
         out, parts, counts, x, gate, up, biases, M, K, N, *x.stride(), *gate.stride(), *up.stride(),
         LAYOUT=layout, SPLIT=plan.split, **options,
     )  # fmt: skip
 
 
-def _gate_views(out: Tensor, x: Tensor, gate: Tensor, up: Tensor, bias: Tensor | None, tf32: bool) -> Tensor:
-    """SwiGLU where torch's products are faster by more than it costs to write and read them: one kernel more."""
-    M, N = out.shape
-    both = _views(out.new_empty(M, 2 * N), x, (gate, up), tf32)
-    bm, bn = (64, 64) if INTERPRETED else (1, 1024)  # the interpreter's cost is the number of programs
-    grid = triton.cdiv(M, bm) * triton.cdiv(N, bn)
-    biases = out if bias is None else bias.contiguous()
-    _swiglu_gate[(grid,)](out, both, biases, M, N, BIAS=bias is not None, BM=bm, BN=bn)
-    return out
+def _products_gated(out: Tensor, x: Tensor, gate: Tensor, up: Tensor, bias: Tensor | None, tf32: bool) -> None:
+    """Torch's products, and one kernel that does the rest."""
+    other = empty(out.shape, out.dtype, out.device)
+    _product(x, gate, out, tf32)
+    _product(x, up, other, tf32)
+    # The interpreter's cost is the number of programs.
+    block, warps = (2**16, 1) if INTERPRETED else (4096 // out.element_size(), 8 if out.element_size() >= 4 else 4)
+    launch(
+        _swiglu_gate, (triton.cdiv(out.numel(), block),),
+        out, out, other, out if bias is None else _dense(bias), out.numel(), out.shape[1],
+        BIAS=bias is not None, BLOCK=block, num_warps=warps,
+    )  # fmt: skip
 
 
-def _swiglu(x: Tensor, gate: Tensor, up: Tensor, bias: Tensor | None, tf32: bool, strategy: str) -> Tensor:
-    """Allocate and launch; arguments are valid. An empty `strategy` leaves the choice to the plan."""
+def _dense(bias: Tensor) -> Tensor:
+    return bias if bias.is_contiguous() else apply(Tensor.contiguous, bias)
+
+
+def _outputs(x: Tensor, gate: Tensor, up: Tensor, bias: Tensor | None, tf32: bool, strategy: str) -> Tensor:
+    return empty((*x.shape[:-1], gate.shape[1]), x.dtype, x.device)
+
+
+def _into(
+    out: Tensor, x: Tensor, gate: Tensor, up: Tensor, bias: Tensor | None, tf32: bool, strategy: str
+) -> None:  # fmt: skip
+    """An empty `strategy` leaves the choice to the plan."""
+    x = _matrix(x)
     (M, K), N = x.shape, gate.shape[1]
-    out = torch.empty(M, N, dtype=x.dtype, device=x.device)
-    if out.numel() == 0:
-        return out
+    out = out.view(M, N)
     math = _math(x.dtype, tf32)
     layout = _layout(gate) if _layout(gate) == _layout(up) else "any"
     aligned = _layout(x) == "row" and all(_describable(t, s) for t, s in ((x, "row"), (gate, layout), (up, layout)))
     aligned = aligned and K > 0  # a descriptor has no empty axis
     plan = _plan("swiglu", (M, 2 * N), math, layout, aligned, gpu(x.device), strategy or None)
-    with launching(x):
-        if plan.kernel == "views":
-            _gate_views(out, x, gate, up, bias, tf32)
-        else:
-            _launch_swiglu(out, x, gate, up, bias, math, layout, plan)
-    return out
+    if plan.kernel == "torch":
+        _products_gated(out, x, gate, up, bias, tf32)
+    else:
+        _launch_swiglu(out, x, gate, up, bias, math, layout, plan)
 
 
-_swiglu_op = torch.library.custom_op(
-    "fusebook::swiglu",
-    _swiglu,
-    mutates_args=(),
-    schema="(Tensor x, Tensor gate, Tensor up, Tensor? bias, bool tf32, str strategy) -> Tensor",
-)
-
-
-@_swiglu_op.register_fake
-def _(x: Tensor, gate: Tensor, up: Tensor, bias: Tensor | None, tf32: bool, strategy: str) -> Tensor:
-    return x.new_empty(x.shape[0], gate.shape[1])
-
-
-def _keep_for_swiglu(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, gate, up, bias, *_ = inputs
     ctx.save_for_backward(x, gate, up, bias)
 
 
-def _gradients_of_swiglu(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+def _gradients(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     """The two products once more, since neither was kept; then torch's products of their gradients."""
     x, gate, up, bias = ctx.saved_tensors
+    shape, x, dy = x.shape, x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
     g, u = x @ gate, x @ up
     if bias is not None:
         g, u = g + bias[0], u + bias[1]
@@ -342,10 +354,40 @@ def _gradients_of_swiglu(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     for_u = dy * g * s
     for_g = dy * u * s * (1 + g * (1 - s))
     for_bias = None if bias is None else torch.stack([for_g.sum(0), for_u.sum(0)])
-    return for_g @ gate.mT + for_u @ up.mT, x.mT @ for_g, x.mT @ for_u, for_bias, None, None
+    for_x = (for_g @ gate.mT + for_u @ up.mT).view(shape)
+    return for_x, x.mT @ for_g, x.mT @ for_u, for_bias, None, None
 
 
-_swiglu_op.register_autograd(_gradients_of_swiglu, setup_context=_keep_for_swiglu)
+def _check(
+    x: Any, gate: Any, up: Any, bias: Any, tf32: Any, strategy: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, bool, str]:
+    name = "swiglu"
+    fast = _checked(name, x, (gate, up), ("gate", "up"), tf32, strategy)
+    if up.shape != gate.shape:
+        raise ValueError(
+            f"{name}: expected up of shape {tuple(gate.shape)} as gate has, got {tuple(up.shape)}; slice one of them"
+        )
+    if bias is not None:
+        check_tensor(name, "bias", bias, _DTYPES)
+        check_alike(name, "bias", bias, "x", x)
+        if bias.shape != (2, gate.shape[1]):
+            raise ValueError(
+                f"{name}: expected bias of shape (2, {gate.shape[1]}), a row for gate and one for up, got "
+                f"{tuple(bias.shape)}; stack the two"
+            )
+    return x, gate, up, bias, fast, strategy or ""
+
+
+_swiglu = Operator(
+    "swiglu",
+    "(Tensor x, Tensor gate, Tensor up, Tensor? bias, bool tf32, str strategy) -> Tensor",
+    check=_check,
+    outputs=_outputs,
+    into=_into,
+    modes=_tf32_allowed,
+    places=lambda x, gate, up, *_: _places((gate, up)),
+    gradient=(_gradients, _keep),
+)
 
 
 def swiglu(
@@ -403,21 +445,4 @@ def swiglu(
     >>> fusebook.swiglu(torch.randn(8, 64, device="cuda"), gate, up).shape  # doctest: +SKIP
     torch.Size([8, 96])
     """
-    name = "swiglu"
-    fast = _checked(name, x, (gate, up), ("gate", "up"), tf32, strategy)
-    if up.shape != gate.shape:
-        raise ValueError(
-            f"{name}: expected up of shape {tuple(gate.shape)} as gate has, got {tuple(up.shape)}; slice one of them"
-        )
-    if bias is not None:
-        check_tensor(name, "bias", bias, _DTYPES)
-        check_alike(name, "bias", bias, "x", x)
-        if bias.shape != (2, gate.shape[1]):
-            raise ValueError(
-                f"{name}: expected bias of shape (2, {gate.shape[1]}), a row for gate and one for up, got "
-                f"{tuple(bias.shape)}; stack the two"
-            )
-    tensors = (x, gate, up) if bias is None else (x, gate, up, bias)
-    call = _swiglu if _direct(*tensors) else _swiglu_op
-    out = call(_flat(x), gate, up, bias, fast, strategy or "")
-    return out if x.dim() == 2 else out.view(*x.shape[:-1], out.shape[1])
+    return _swiglu(x, gate, up, bias, tf32, strategy)

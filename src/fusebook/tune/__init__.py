@@ -3,8 +3,8 @@
 A module here says of some kernels which classes of problems have a plan of their own (``classes``), which plans are
 worth a try (``candidates``), how a problem of a class looks (``problem``) and how it is launched by a plan
 (``attempt``). Each plan is checked and timed, cold and warm, and the one with the least product of both times is kept
-in ``kernels/tuned/<op>.json`` under the GPU's compute capability; what stands there for others is left alone. The time
-of torch's own way, in times of the best plan's, is noted beside it: the launcher chooses by it.
+in ``kernels/tuned/<op>.csv``, a row a plan, under the GPU's compute capability; rows of others are left alone. The time
+of torch's own way, in times of the plan's, is noted beside it; where torch's is shorter, the row says torch.
 
 Times of a plan depend on the machine's other work: run it on a GPU that nothing else uses, and record again afterwards,
 since the tuned constants are part of what a record is taken from.
@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import csv
 import functools
-import json
 import math
 import multiprocessing
 import os
@@ -29,12 +29,13 @@ import torch
 from fusebook import check, kernels, timing
 from fusebook.cards import OPS
 from fusebook.extras import extra
+from fusebook.kernels._products import _WITHIN, Plan, Tuned, read
 from fusebook.tune import products
 
 with extra("book"):
     from tqdm.auto import tqdm
 
-__all__ = ["main", "tunable", "tune"]
+__all__ = ["main", "tunable", "tune", "write"]
 
 
 def tunable() -> dict[str, Any]:
@@ -84,7 +85,7 @@ def _fastest(ways: Mapping[Any, Callable[[], Any]], repeat: int) -> dict[Any, fl
 
 def tune(
     name: str, *, repeat: int = 30, workers: int | None = None, only: Sequence[str] = ("",)
-) -> dict[str, dict[str, dict[str, Any]]]:
+) -> dict[tuple[str, str, str], Tuned]:
     """Time the candidates of every class of problems and keep the best of each.
 
     Parameters
@@ -101,7 +102,7 @@ def tune(
     Returns
     -------
     dict
-        The plan of each class: by math and layout, then by shape.
+        The plan of each class, by math, layout and shape.
 
     Raises
     ------
@@ -120,7 +121,7 @@ def tune(
         labels = ", ".join(map(_label, module.classes(name)))
         raise ValueError(f"fusebook.tune: expected the beginning of one of {labels}, got {', '.join(only)}")
     _precompile(name, module, keys, workers or min(16, os.cpu_count() or 1))
-    found: dict[str, dict[str, dict[str, Any]]] = {}
+    found: dict[tuple[str, str, str], Tuned] = {}
     for key in tqdm(keys, desc=name, disable=None):
         inputs = module.problem(*key, torch.device("cuda"))
         yard = check.yardstick(OPS[name], inputs)
@@ -139,11 +140,35 @@ def tune(
         if not plans:
             raise RuntimeError(f"fusebook.tune: expected a plan for {_label(key)}, got none that runs; add a candidate")
         best = min(plans, key=times.__getitem__)
-        views = round(times[None] / times[best], 3) if None in times else None
-        found.setdefault(_label(key[:2]), {})[key[2]] = {**best._asdict(), "views": views}
-        ratio = f", torch {views} times as long" if views else ""
+        torchs = round(times[None] / times[best], 3) if None in times else None
+        ratio = f", torch {torchs} times as long" if torchs else ""
         print(f"{_label(key)}: {times[best] * 1e6:.1f} us by {best}{ratio}", flush=True)
+        shorter = torchs is not None and torchs < 1 - _WITHIN
+        found[key] = Tuned(Plan("torch"), None) if shorter else Tuned(best, torchs)
     return found
+
+
+def write(file: pathlib.Path, plans: Mapping[tuple[str, str, str, str], Tuned]) -> None:
+    """Write what `fusebook.kernels._products.read` reads.
+
+    Parameters
+    ----------
+    file : pathlib.Path
+    plans : mapping of tuple of str to Tuned
+        By capability, math, layout and class of shape. In the rows of torch, constants are left out.
+    """
+
+    def order(key: tuple[str, str, str, str]) -> tuple[str, str, str, int, int]:
+        *kind, shape = key
+        return *kind, not shape.startswith("rows"), int(shape.removeprefix("rows ").removeprefix("2**"))
+
+    with file.open("w", newline="") as lines:
+        writer = csv.writer(lines, lineterminator="\n")
+        writer.writerow(["capability", "math", "layout", "shape", *Plan._fields, "torch"])
+        for key in sorted(plans, key=order):
+            plan, torchs = plans[key]
+            constants = [""] * (len(plan) - 1) if plan.kernel == "torch" else [int(value) for value in plan[1:]]
+            writer.writerow([*key, plan.kernel, *constants, "" if torchs is None else torchs])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -158,13 +183,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name in args.ops:
             folder = args.out or pathlib.Path(kernels.__path__[0]) / "tuned"
             folder.mkdir(parents=True, exist_ok=True)
-            file = folder / f"{name}.json"
-            plans = json.loads(file.read_text()) if file.exists() else {}
+            file = folder / f"{name}.csv"
             major, minor = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
-            here = plans.setdefault(f"{major}{minor}", {})
-            for kind, shapes in tune(name, repeat=args.repeat, only=args.only.split(",")).items():
-                here.setdefault(kind, {}).update(shapes)
-            file.write_text(json.dumps(plans, indent=1, sort_keys=True) + "\n")
+            found = tune(name, repeat=args.repeat, only=args.only.split(","))
+            write(file, read(file) | {(f"{major}{minor}", *key): tuned for key, tuned in found.items()})
             print(file)
     except (RuntimeError, ValueError) as error:
         print(error, file=sys.stderr)

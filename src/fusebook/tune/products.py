@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusebook.kernels._products import Plan, _layout, _square_of, _views
-from fusebook.kernels.concat_gemm import _launch_concat
-from fusebook.kernels.swiglu import _gate_views, _launch_swiglu
+from fusebook.kernels._products import Plan, _layout, _square_of
+from fusebook.kernels.concat_gemm import _launch_concat, _products_of
+from fusebook.kernels.swiglu import _launch_swiglu, _products_gated
 
 __all__ = ["attempt", "candidates", "classes", "problem"]
 
@@ -156,11 +156,13 @@ def attempt(name: str, math: str, inputs: Sequence[Tensor], plan: Plan | None) -
         out = x.new_empty(len(x), weights[0].shape[1])
         gate, up = weights
         if plan is None:
-            return _gate_views(out, x, gate, up, None, math == "tf32")
-        _launch_swiglu(out, x, gate, up, None, math, layout, plan)
+            _products_gated(out, x, gate, up, None, math == "tf32")
+        else:
+            _launch_swiglu(out, x, gate, up, None, math, layout, plan)
         return out
     out = x.new_empty(len(x), sum(w.shape[1] for w in weights))
     if plan is None:
-        return _views(out, x, weights, math == "tf32")
-    _launch_concat(out, x, weights, math, layout, plan)
+        _products_of(out, x, weights, math == "tf32")
+    else:
+        _launch_concat(out, x, weights, math, layout, plan)
     return out
