@@ -179,7 +179,7 @@ def record(session):
                 run(session, str(page), FUSEBOOK_REPLAY="1", FUSEBOOK_STRICT="1", MPLBACKEND="agg")
             except nox.command.CommandFailed:
                 false.append(page.stem)
-    run(session, "docs/_ext/readme_figure.py")
+    run(session, "docs/_ext/readme.py")
     if false:
         session.error(f"recorded; these pages make claims that the records deny: {', '.join(false)}")
 

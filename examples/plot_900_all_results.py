@@ -10,9 +10,9 @@ All results
 ===========
 
 The records of the library's operators on one GPU, in one table and under one
-roofline; the nodes of ONNX Runtime are on their own page. Nothing is measured
-here: a page of its own measures each operator, and this one reads what is in
-the package. ``FUSEBOOK_GPU`` chooses another GPU.
+roofline. Nothing is measured here: a page of its own measures each operator,
+and this one reads what is in the package. ``FUSEBOOK_GPU`` chooses another
+GPU.
 """
 
 # %%

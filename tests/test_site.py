@@ -19,6 +19,7 @@ import fusebook_site
 import gallery_hooks
 import gallery_progress
 import inventories
+import readme
 from fusebook.cards import OPS
 from fusebook.page import _place
 
@@ -450,6 +451,12 @@ def test_the_commands_of_the_readme_exist():
         assert f"def {session}(session)" in noxfile
     for page in re.findall(r"python (examples/\w+\.py)", readme):
         assert (ROOT / page).exists()
+
+
+def test_the_readme_tells_of_every_page():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert text == readme.between(text, "pages", readme.pages()), "run python docs/_ext/readme.py"
+    assert all(page.name in text for page in (ROOT / "examples").glob("plot_*.py"))
 
 
 @pytest.fixture(scope="module")

@@ -9,13 +9,17 @@ import pkgutil
 
 from fusebook.op import Op
 
-__all__ = ["OPS"]
+__all__ = ["MODULES", "OPS"]
 
-_MODULES = [
-    importlib.import_module(f"{__name__}.{found.name}")
-    for found in pkgutil.iter_modules(__path__)
-    if not found.name.startswith("_")
-]
+#: The modules, in reading order: as the pages that tell of them are numbered.
+MODULES = sorted(
+    (
+        importlib.import_module(f"{__name__}.{found.name}")
+        for found in pkgutil.iter_modules(__path__)
+        if not found.name.startswith("_")
+    ),
+    key=lambda module: module.PAGE,
+)
 
-#: Every card of the library by its name, in reading order: as the pages that tell of them are numbered.
-OPS: dict[str, Op] = {op.name: op for module in sorted(_MODULES, key=lambda module: module.PAGE) for op in module.OPS}
+#: Every card of the library by its name, in reading order.
+OPS: dict[str, Op] = {op.name: op for module in MODULES for op in module.OPS}
