@@ -34,7 +34,7 @@ def frame(op, config, dtype="float32", on=None, source=None):
                 copy = on.memory_seconds(Cost(least.read, least.write, 0)) * 1e6 + floor
                 row = dict.fromkeys(bench.COLUMNS, math.nan)
                 row |= {"op": op.name, "config": config_name, "variant": variant, "dtype": name, **dims}
-                row |= {"status": "ok", "note": "", "score": 1e-7, "limit": 1e-5, "deterministic": "yes"}
+                row |= {"status": "ok", "note": "", "score": 1e-7, "limit": 1e-5, "deterministic": "yes", "alone": ""}
                 for kind, more in (("cold", 0), ("warm", -floor / 2), ("call", 20)):
                     middle = copy * SLOWER.get(variant, 2.0) + more
                     row |= {f"{kind}_us_20": 0.99 * middle, f"{kind}_us": middle, f"{kind}_us_80": 1.02 * middle}

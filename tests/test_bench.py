@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 import torch
 
-from fusebook import bench, timing
+from fusebook import bench, check, timing
 from fusebook.op import Variant
 from toy import machine, toy, variant
 
@@ -297,10 +297,10 @@ def test_columns_are_those_promised():
 
 def test_bits_tell_apart_what_is_equal_and_compare_what_is_not():
     zero, nan = torch.zeros(3), torch.full((3,), torch.nan)
-    assert not torch.equal(bench._bits(zero), bench._bits(-zero)) and torch.equal(bench._bits(nan), bench._bits(nan))
+    assert not torch.equal(check._bits(zero), check._bits(-zero)) and torch.equal(check._bits(nan), check._bits(nan))
     nothing = torch.empty_strided((0,), (0,))  # as what is made of an empty array of NumPy
     for x in (nothing, torch.ones(()), torch.ones(3, 4).T, torch.ones(1).expand(5), torch.ones(0, 3)):
-        assert torch.equal(bench._bits(x), bench._bits(x.clone()))
+        assert torch.equal(check._bits(x), check._bits(x.clone()))
 
 
 def test_the_source_hash_follows_the_kernel_and_not_its_card(tmp_path):

@@ -18,6 +18,10 @@ def cost(itemsize, *, M, N):
     return Cost(read=M * N * itemsize, write=M * N * itemsize, flop=M * N)
 
 
+def draw(rng):
+    return {"M": rng.randint(1, 9), "N": rng.randint(1, 9), "dtype": "float32", "layout": "contiguous"}
+
+
 def toy(**variants):
     """The card, with more variants after the honest one."""
     return Op(
@@ -31,6 +35,8 @@ def toy(**variants):
             "large": [{"M": 16384, "N": 16384}],
             "long": [{"M": 4, "N": n} for n in range(1, 26)],
         },
+        draw=draw,
+        rows=(0,),
         edges=[{"M": 3, "N": 5}],
     )
 

@@ -46,7 +46,7 @@ _TIMES = tuple(f"{kind}_us{q}" for kind in timing.KINDS for q in ("_20", "", "_8
 
 #: The columns of a result after ``op, config, variant, dtype`` and the dims.
 COLUMNS = (
-    *("status", "note", "score", "limit", "deterministic"),
+    *("status", "note", "score", "limit", "deterministic", "alone"),
     *_TIMES,
     *("repeat", "first_call_s"),
     *("read_bytes", "write_bytes", "flop", "moved_bytes", "roof_us"),
@@ -204,14 +204,7 @@ class _Data:
 
     def intact(self, which: int) -> bool:
         pairs = zip(_tensors(self.inputs), self.values[which], strict=True)
-        return all(torch.equal(_bits(a), _bits(b)) for a, b in pairs)
-
-
-def _bits(x: torch.Tensor) -> torch.Tensor:
-    """The bits of a tensor, so that NaN equals itself and -0.0 differs from 0.0."""
-    if x.numel() == 0:  # where strides may be zero, which a view of other elements does not take
-        return torch.empty(0, dtype=torch.uint8)
-    return x.reshape(-1).contiguous().view(torch.uint8)
+        return all(torch.equal(check._bits(a), check._bits(b)) for a, b in pairs)
 
 
 class WrongResult(Exception):
@@ -279,7 +272,9 @@ def _verify(op: Op, variant: Variant, data: _Data) -> tuple[check.Verdict, bool,
         verdict = _judged(op, variant, data, which, out)
         worst = max(worst, verdict, key=lambda v: v.score / v.limit)
         outputs.append(out)
-    deterministic = all(torch.equal(_bits(a), _bits(b)) for a, b in zip(outputs[1], outputs[2], strict=True))
+    deterministic = all(
+        torch.equal(check._bits(a), check._bits(b)) for a, b in zip(outputs[1], outputs[2], strict=True)
+    )
     return worst, deterministic, call
 
 
@@ -331,6 +326,22 @@ def _first_call(variant: Variant, data: _Data) -> float:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter() - start
+
+
+def _alone(op: Op, variant: Variant, data: _Data) -> str:
+    """Whether a row depends on how many there are; not asked of what takes long to be set up for another number."""
+    if variant.recompiles or variant.on_cpu or "onnxruntime" in variant.needs:
+        return ""
+
+    def call(*given: Any) -> Any:
+        return variant.run(*(given if variant.prepare is None else variant.prepare(*given)))
+
+    data.load(1)
+    try:
+        found = check.alone(op, call, data.inputs)
+    except NotImplementedError:  # it takes all of the rows, and not some of them
+        return ""
+    return "" if found is None else "yes" if found else "no"
 
 
 def _peak(variant: Variant, call: Callable[[], Any]) -> float:
@@ -460,6 +471,7 @@ def _blank(op: Op, head: dict[str, Any], name: str, variant: Variant, dims: Dims
         "status": "ok",
         "note": "",
         "deterministic": "",
+        "alone": "",
         "read_bytes": least.read,
         "write_bytes": least.write,
         "flop": least.flop,
@@ -504,6 +516,7 @@ def _point(
             row["first_call_s"] = _first_call(v, data)
             verdict, deterministic, call = _verify(op, v, data)
             row.update(score=verdict.score, limit=verdict.limit, deterministic="yes" if deterministic else "no")
+            row["alone"] = _alone(op, v, data)
             row["peak_bytes"] = _peak(v, call)
             calls[name] = call
     if calls:

@@ -9,7 +9,7 @@ of these: a softmax over a hundred thousand columns that writes 1/N everywhere p
 from __future__ import annotations
 
 import math as _math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 
 from fusebook.op import Op
 
-__all__ = ["Verdict", "Yardstick", "judge", "limit", "score", "worst", "yardstick"]
+__all__ = ["Verdict", "Yardstick", "alone", "judge", "limit", "score", "worst", "yardstick"]
 
 # Elements scored at a time: float64 temporaries of a 2 GiB result would otherwise take tens of GiB.
 _CHUNK = 2**26
@@ -249,3 +249,50 @@ def judge(op: Op, outputs: Any, yard: Yardstick, math: str | None = None) -> Ver
     Verdict
     """
     return Verdict(score(op, outputs, yard), limit(yard, math))
+
+
+# Whether rows are alone ----------------------------------------------------------------------------------------------
+
+
+def _bits(x: torch.Tensor) -> torch.Tensor:
+    """The bits of a tensor, so that NaN equals itself and -0.0 differs from 0.0."""
+    if x.numel() == 0:  # where strides may be zero, which a view of other elements does not take
+        return torch.empty(0, dtype=torch.uint8)
+    return x.reshape(-1).contiguous().view(torch.uint8)
+
+
+def alone(op: Op, call: Callable[..., Any], inputs: Sequence[Any]) -> bool | None:
+    """Whether each row is the same, bit for bit, whatever number of rows it comes with: batch invariance.
+
+    The first and the last row alone, sixteen of them, and half of all are computed once more and compared with the same
+    rows of the whole.
+
+    Parameters
+    ----------
+    op : Op
+        Its ``rows`` says which inputs have rows.
+    call : callable
+        The inputs to the outputs, preparation included.
+    inputs : sequence
+        What ``op.make`` returned.
+
+    Returns
+    -------
+    bool or None
+        None where the operator has no rows, or the inputs have less than two.
+    """
+    count = len(inputs[op.rows[0]]) if op.rows else 0
+    if count < 2:
+        return None
+    whole = _tuple(call(*inputs))
+    some = {(0, 1), (count - 1, count), (0, min(16, count - 1)), (count - count // 2, count)}
+    for first, last in sorted(some):
+        # Copies, as a batch of so many rows would be: a view might begin at an address that is aligned less.
+        given = [
+            v[first:last].clone() if i in op.rows and len(v) == count else v  # what is broadcast has one row for all
+            for i, v in enumerate(inputs)
+        ]
+        for part, of in zip(_tuple(call(*given)), whole, strict=True):
+            if not torch.equal(_bits(part), _bits(of[first:last])):
+                return False
+    return True

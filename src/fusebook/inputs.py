@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 
-__all__ = ["generator", "poison", "rough"]
+__all__ = ["LAYOUTS", "generator", "laid", "poison", "rough"]
+
+#: The words of `laid`.
+LAYOUTS = ("contiguous", "across", "permuted", "sliced", "offset")
+
+# Columns of the matrix that a slice is cut from and does not have: whole vectors, so that its rows stay aligned.
+_BESIDE = 64
 
 
 def generator(seed: int = 0, device: str | torch.device | None = None) -> torch.Generator:
@@ -52,6 +59,48 @@ def rough(rng: torch.Generator, shape: Sequence[int], dtype: torch.dtype) -> tor
     spikes.scatter_(1, where, spikes.gather(1, where) * 20)
     rows[2::3] += 1000 if dtype == torch.float64 else 100  # exp overflows above 709 in float64, 88 in float32
     return x
+
+
+def laid(x: torch.Tensor, how: str) -> torch.Tensor:
+    """The same values laid out in memory another way, as the views that users bring.
+
+    Parameters
+    ----------
+    x : torch.Tensor
+        Of two or more axes; others are returned as they are.
+    how : str
+        ``contiguous``: as it is. ``across``: the last two axes change places in memory, so that the last one is
+        strided, as for an operation along another axis. ``permuted``: the rows become two axes, of which the second is
+        the first in memory and the first one the last, so that no two axes can be taken together. ``sliced``: some
+        columns of a wider matrix, whose others hold NaN. ``offset``: begun one element off in memory.
+
+    Returns
+    -------
+    torch.Tensor
+        Of the shape of `x`; of one axis more where it is ``permuted``.
+
+    Raises
+    ------
+    ValueError
+        Where `how` is another word.
+    """
+    if how not in LAYOUTS:
+        raise ValueError(f"inputs.laid: expected a layout of {', '.join(LAYOUTS)}, got {how!r}")
+    if how == "contiguous" or x.dim() < 2 or x.numel() == 0:
+        return x
+    if how == "across":
+        return x.mT.contiguous().mT
+    if how == "permuted":
+        first = next(n for n in range(math.isqrt(len(x)), 0, -1) if len(x) % n == 0)
+        return x.reshape(first, -1, *x.shape[1:]).movedim(0, -1).contiguous().movedim(-1, 0)
+    if not x.is_contiguous() and x.mT.is_contiguous():  # it lies across, and stays so
+        return laid(x.mT, how).mT
+    if how == "sliced":
+        gap = math.nan if x.is_floating_point() else 0
+        view = x.new_full((*x.shape[:-1], x.shape[-1] + _BESIDE), gap)[..., : x.shape[-1]]
+    else:
+        view = x.new_empty(x.numel() + 1)[1:].view(x.shape)
+    return view.copy_(x)
 
 
 def poison(outputs: Sequence[torch.Tensor]) -> None:

@@ -7,6 +7,7 @@ and on plots (`fusebook.plots`): those belong to whoever reads it.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +18,7 @@ __all__ = ["Cost", "Dims", "Op", "Variant"]
 
 #: One point of a sweep: the sizes of a problem by name, and words that name a kind of input.
 #: ``{"M": 4096, "N": 1024}`` becomes columns of a table and the arguments of ``Op.make`` and ``Op.cost``.
+#: What ``Op.draw`` returns has two words more, ``dtype`` and ``layout``, which those do not take.
 Dims = Mapping[str, int | str]
 
 
@@ -93,6 +95,9 @@ class Op:
         The first is the baseline.
     configs : mapping of str to sequence of Dims
         What benchmarks sweep: workloads.
+    draw : callable
+        ``draw(rng) -> Dims``, with `rng` a `random.Random`: a problem that somebody has and nobody chose. It also names
+        its ``dtype`` and its ``layout``, a word of `fusebook.inputs.laid`, and knows nothing of our plans.
     edges : sequence of Dims
         What tests try: the smallest sizes that reach every branch.
     dtypes : sequence of torch.dtype
@@ -100,6 +105,9 @@ class Op:
     meaning : callable, optional
         ``meaning(inputs, outputs)`` -> the floating-point tensors that are scored, for outputs that are not numbers to
         compare, e.g. labels -> distance to the chosen centre, so that ties do not matter.
+    rows : tuple of int
+        The places of the inputs whose first axis is that of the outputs, row by row; empty where an operator has no
+        rows that are computed each for itself.
     """
 
     name: str
@@ -108,6 +116,8 @@ class Op:
     cost: Callable[..., Cost]
     variants: Mapping[str, Variant]
     configs: Mapping[str, Sequence[Dims]]
+    draw: Callable[[random.Random], Dims]
     edges: Sequence[Dims]
     dtypes: Sequence[torch.dtype] = field(default=(torch.float32, torch.float16, torch.bfloat16))
     meaning: Callable[..., Any] | None = None
+    rows: tuple[int, ...] = ()

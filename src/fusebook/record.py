@@ -45,10 +45,10 @@ __all__ = [
 _FORMAT = 1
 _HEAD = re.compile(r"# fusebook (record|page) (\d+) \| name=(\S+) \| rows=(\d+) \| sha256=([0-9a-f]{64})(.*)")
 _KEYS = ("op", "config", "variant", "dtype")
-_TEXT = {*_KEYS, "status", "note", "deterministic", "zone", "math", "source", "versions", "date"}
+_TEXT = {*_KEYS, "status", "note", "deterministic", "alone", "zone", "math", "source", "versions", "date"}
 _STATUS = {"ok", "wrong", "refused", "out of memory", "failed", "too fast", "too slow"}
 # Columns that records of before lack: they are read as not measured.
-_LATER = ("host_us_20", "host_us", "host_us_80")
+_LATER = ("alone", "host_us_20", "host_us", "host_us_80")
 
 
 class RecordError(ValueError):
@@ -121,10 +121,12 @@ def _load(file: pathlib.Path, kind: str, name: str) -> tuple[pd.DataFrame, dict[
         raise RecordError(f"{file}: a record of {match[3]!r}, expected {name!r}")
     rows = list(csv.reader(io.StringIO(body)))
     columns, rows = (rows[0], rows[1:]) if rows else ([], [])
-    if kind == "record" and "host_us" not in columns and "call_us_20" in columns:
-        at = columns.index("call_us_20")
-        columns = [*columns[:at], *_LATER, *columns[at:]]
-        rows = [[*row[:at], *[""] * len(_LATER), *row[at:]] for row in rows]
+    for later in reversed(_LATER if kind == "record" else ()):
+        following = bench.COLUMNS[bench.COLUMNS.index(later) + 1]
+        if later not in columns and following in columns:
+            at = columns.index(following)
+            columns = [*columns[:at], later, *columns[at:]]
+            rows = [[*row[:at], "", *row[at:]] for row in rows]
     for i, row in enumerate(rows, 1):
         if len(row) != len(columns):
             raise RecordError(f"{file}: row {i} has {len(row)} fields of {len(columns)}; record it again")

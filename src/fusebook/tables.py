@@ -303,8 +303,9 @@ def shares(df: pd.DataFrame, kind: str = "cold") -> pd.DataFrame:
     -------
     pandas.DataFrame
         A row a variant: points measured; median and least share of roof and of copy, in percent; the worst score as a
-        part of its limit; whether every point was bitwise the same twice; the most memory beyond the inputs, in MB;
-        the longest first call in seconds; and what was not timed, counted by reason, where anything was not.
+        part of its limit; whether every point was bitwise the same twice, and each row whatever number of rows it comes
+        with, where an operator has rows; the most memory beyond the inputs, in MB; the longest first call in seconds;
+        and what was not timed, counted by reason, where anything was not.
     """
     rows = {}
     df = _points(df)
@@ -312,7 +313,6 @@ def shares(df: pd.DataFrame, kind: str = "cold") -> pd.DataFrame:
         of = df[df["variant"] == name]
         roof, copy = share(of, name, "roof", kind) * 100, share(of, name, "copy", kind) * 100
         judged = of[of["score"].notna()]
-        same = of.loc[of["deterministic"].isin(["yes", "no"]), "deterministic"]
         left = of.loc[of["status"] != "ok", "status"].value_counts()
         rows[name] = {
             "points": len(timed(of, kind)),
@@ -321,14 +321,22 @@ def shares(df: pd.DataFrame, kind: str = "cold") -> pd.DataFrame:
             "% of copy": copy.median(),
             "least % of copy": copy.min(),
             "worst error / limit": (judged["score"] / judged["limit"]).max(),
-            "same bits twice": None if same.empty else bool((same == "yes").all()),
+            "same bits twice": _always(of, "deterministic"),
+            "rows alone": _always(of, "alone"),
             "peak MB": of["peak_bytes"].max() / 1e6,
             "first call, s": of["first_call_s"].max(),
             "not timed": ", ".join(f"{n} {reason}" for reason, n in left.items()),
         }
     table = pd.DataFrame.from_dict(rows, orient="index")
     table.index.name = "variant"
-    return table if (table["not timed"] != "").any() else table.drop(columns="not timed")
+    silent = [name for name in ("rows alone",) if table[name].isna().all()]
+    return table.drop(columns=silent if (table["not timed"] != "").any() else [*silent, "not timed"])
+
+
+def _always(df: pd.DataFrame, column: str) -> bool | None:
+    """Whether a column says yes wherever it says anything; None where it never does."""
+    said = df.loc[df[column].isin(["yes", "no"]), column] if column in df else pd.Series()
+    return None if said.empty else bool((said == "yes").all())
 
 
 def speedup(df: pd.DataFrame, over: str = "eager", kind: str = "cold") -> pd.DataFrame:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fusebook.cards import _draws
 from fusebook.cards._peers import (
     ORT,
     compiled,
@@ -21,7 +23,7 @@ from fusebook.cards._peers import (
 )
 from fusebook.inputs import rough
 from fusebook.kernels.concat_gemm import concat_gemm, concat_gemm_eager
-from fusebook.op import Cost, Op, Variant
+from fusebook.op import Cost, Dims, Op, Variant
 
 __all__ = ["CONCAT_GEMM", "OPS", "PAGE"]
 
@@ -30,14 +32,25 @@ PAGE = 201
 
 
 def _make_concat(rng: torch.Generator, dtype: torch.dtype, *, M: int, K: int, N: int, weights: str) -> tuple[Any, ...]:
-    widths = {"two": (N, N), "columns": (N, N), "uneven": (N, N // 16 * 8), "ragged": (N, N // 2 + 1, 1)}[weights]
+    widths = _widths(N, weights)
     # A 16th: a power of two changes no digit, and rows of x that lie far from zero stay within float16.
-    made = [weight(rng, K, width, dtype, 1 / 16, weights == "columns") for width in widths]
+    columns = weights in ("columns", "grouped")
+    made = [weight(rng, K, width, dtype, 1 / 16, columns) for width in widths]
     return rough(rng, (M, K), dtype), *made
 
 
+def _widths(N: int, weights: str) -> tuple[int, ...]:
+    return {
+        "two": (N, N),
+        "columns": (N, N),
+        "uneven": (N, N // 16 * 8),
+        "ragged": (N, N // 2 + 1, 1),
+        "grouped": (N, max(1, N // 4), max(1, N // 4)),
+    }[weights]
+
+
 def _width(N: int, weights: str) -> int:
-    return {"two": 2 * N, "columns": 2 * N, "uneven": N + N // 16 * 8, "ragged": N + N // 2 + 2}[weights]
+    return sum(_widths(N, weights))
 
 
 def _cost_concat(itemsize: int, *, M: int, K: int, N: int, weights: str) -> Cost:
@@ -47,7 +60,7 @@ def _cost_concat(itemsize: int, *, M: int, K: int, N: int, weights: str) -> Cost
 
 def _cost_two(itemsize: int, *, M: int, K: int, N: int, weights: str) -> Cost:
     # x for each weight; the products once more on their way into the concatenation.
-    W, count = _width(N, weights), 3 if weights == "ragged" else 2
+    W, count = _width(N, weights), len(_widths(N, weights))
     return Cost(
         read=(count * M * K + K * W + M * W) * itemsize, write=2 * M * W * itemsize, flop=2 * M * K * W
     )  # fmt: skip
@@ -60,7 +73,7 @@ def _cost_cat(itemsize: int, *, M: int, K: int, N: int, weights: str) -> Cost:
 
 
 def _cost_views(itemsize: int, *, M: int, K: int, N: int, weights: str) -> Cost:
-    W, count = _width(N, weights), 3 if weights == "ragged" else 2
+    W, count = _width(N, weights), len(_widths(N, weights))
     return Cost(read=(count * M * K + K * W) * itemsize, write=M * W * itemsize, flop=2 * M * K * W)
 
 
@@ -134,6 +147,24 @@ def _square(n: int, weights: str = "two") -> dict[str, int | str]:
     return {"M": n, "K": n, "N": n, "weights": weights}
 
 
+def _draw(rng: random.Random) -> Dims:
+    """Gate and up of models and experts, keys and values, queries with their fewer keys and values, and others.
+
+    Half of the weights are columns, as torch.nn.Linear keeps them.
+    """
+    dtype = _draws.dtype(rng, (torch.float32, torch.float16, torch.bfloat16))
+    weights = rng.choice(["columns", "columns", "grouped", "two", "uneven", "ragged"])
+    K, N = _draws.layer(rng, dtype)
+    if weights == "grouped":
+        N = K  # as many queries as the token is wide
+    elif rng.randrange(4) == 0:
+        N = rng.choice([256, 512, 1024, 2048])  # 2 to 16 heads of keys and of values
+    W = _width(N, weights)
+    M = _draws.count(rng, _draws.most_rows(dtype, moved=K + W, held=K * W, flop=2 * K * W))
+    layout = _draws.layout(rng, _draws.ROWS)
+    return {"M": M, "K": K, "N": N, "weights": weights, "dtype": dtype, "layout": layout}
+
+
 CONCAT_GEMM = Op(
     name="concat_gemm",
     reference=concat_gemm_eager,
@@ -178,6 +209,7 @@ CONCAT_GEMM = Op(
         "compiled": tuple(_square(n) for n in (256, 1024, 4096)),
         "decode": tuple({"M": M, "K": 4096, "N": 11008, "weights": "columns"} for M in (1, 16, 64)),
     },
+    draw=_draw,
     # One of everything; few rows, nothing aligned, widths that differ, and a sum that is cut in parts; descriptors with
     # several tiles and steps, of rows and of columns; widths that differ but are aligned; no rows; nothing to add.
     edges=(
@@ -189,6 +221,7 @@ CONCAT_GEMM = Op(
         {"M": 0, "K": 4, "N": 4, "weights": "two"},
         {"M": 4, "K": 0, "N": 4, "weights": "two"},
     ),
+    rows=(0,),
     dtypes=(torch.float32, torch.bfloat16),  # each kernel compiles for seconds; float16 has tests of its own
 )
 OPS = (CONCAT_GEMM,)

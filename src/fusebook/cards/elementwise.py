@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 import triton
 from torch import Tensor
 
+from fusebook.cards import _draws
 from fusebook.cards._peers import compiled
 from fusebook.inputs import rough
 from fusebook.kernels.elementwise import (
@@ -25,7 +27,7 @@ from fusebook.kernels.elementwise import (
     silu,
     silu_eager,
 )
-from fusebook.op import Cost, Op, Variant
+from fusebook.op import Cost, Dims, Op, Variant
 
 __all__ = [
     "ADD_ADD_MULTIPLY",
@@ -260,6 +262,38 @@ _SEVERAL: dict[str, list[dict[str, int | str]]] = {
     "shapes": [_with(8192, 8192, how) for how in ("row", "column", "transposed")],
 }
 
+
+def _draw(rng: random.Random, tensors: int = 2) -> Dims:
+    """Matrices from one number to gigabytes; the width is drawn first."""
+    dtype = _draws.dtype(rng)
+    N = _draws.size(rng, 1, 2**18, rng.choice([_draws.VOCABULARIES, _draws.HIDDEN]))
+    M = _draws.count(rng, min(2**24, _draws.BYTES // (tensors * N * _draws.itemsize(dtype))))
+    return {"M": M, "N": N, "dtype": dtype, "layout": _draws.layout(rng)}
+
+
+def _draw_several(rng: random.Random, tensors: int) -> Dims:
+    """As of one operand; half of the time the others are of its shape, else a row, a column, or lie across."""
+    dims = _draw(rng, tensors)
+    y = "matrix" if rng.randrange(2) == 0 else rng.choice(["row", "column", "transposed"])
+    sizes = {"M": dims["M"], "N": dims["N"], "y": y}
+    return {**sizes, "dtype": dims["dtype"], "layout": dims["layout"]}
+
+
+def _draw_two(rng: random.Random) -> Dims:
+    """Of three tensors."""
+    return _draw_several(rng, 3)
+
+
+def _draw_four(rng: random.Random) -> Dims:
+    """Of four tensors: three operands or two results."""
+    return _draw_several(rng, 4)
+
+
+def _draw_five(rng: random.Random) -> Dims:
+    """Of five tensors."""
+    return _draw_several(rng, 5)
+
+
 # All have the same kernels: three of them are tried in every type, the others in two.
 _TWO_TYPES = (torch.float32, torch.bfloat16)
 _ONE_EDGES = (_of(3, 781), _of(0, 5))
@@ -275,7 +309,9 @@ MULTIPLY = Op(
         "fusebook": Variant(multiply, needs=()),
     },
     configs=_SEVERAL,
+    draw=_draw_two,
     edges=(*_SEVERAL_EDGES, _with(1, 1), _with(37, 50, "column")),
+    rows=(0, 1),
 )
 DOUBLE = Op(
     name="double",
@@ -288,8 +324,10 @@ DOUBLE = Op(
         "fusebook": Variant(double, needs=()),
     },
     configs=_ONE,
+    draw=_draw,
     edges=(*_ONE_EDGES, _of(1, 1)),
     dtypes=_TWO_TYPES,
+    rows=(0,),
 )
 ADD_SUB = Op(
     name="add_sub",
@@ -303,8 +341,10 @@ ADD_SUB = Op(
         "fusebook": Variant(add_sub, needs=()),
     },
     configs=_SEVERAL,
+    draw=_draw_four,
     edges=_SEVERAL_EDGES,
     dtypes=_TWO_TYPES,
+    rows=(0, 1),
 )
 MULTIPLY_ADD = Op(
     name="multiply_add",
@@ -320,8 +360,10 @@ MULTIPLY_ADD = Op(
         "fusebook": Variant(multiply_add, needs=()),
     },
     configs=_SEVERAL,
+    draw=_draw_four,
     edges=_SEVERAL_EDGES,
     dtypes=_TWO_TYPES,
+    rows=(0, 1, 2),
 )
 SILU = Op(
     name="silu",
@@ -336,7 +378,9 @@ SILU = Op(
         "fusebook": Variant(silu, needs=()),
     },
     configs=_ONE,
+    draw=_draw,
     edges=_ONE_EDGES,
+    rows=(0,),
 )
 ADD_ADD_MULTIPLY = Op(
     name="add_add_multiply",
@@ -350,8 +394,10 @@ ADD_ADD_MULTIPLY = Op(
         "fusebook": Variant(add_add_multiply, needs=()),
     },
     configs=_SEVERAL,
+    draw=_draw_five,
     edges=_SEVERAL_EDGES,
     dtypes=_TWO_TYPES,
+    rows=(0, 1, 2, 3),
 )
 EXP = Op(
     name="exp",
@@ -365,7 +411,9 @@ EXP = Op(
         "fusebook": Variant(exp, needs=()),
     },
     configs=_ONE,
+    draw=_draw,
     edges=_ONE_EDGES,
+    rows=(0,),
 )
 OPS = (
     MULTIPLY,

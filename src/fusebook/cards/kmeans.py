@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import random
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fusebook.cards import _draws
 from fusebook.cards._peers import compiled
 from fusebook.inputs import rough
 from fusebook.kernels._operator import OPERATORS
@@ -19,7 +21,7 @@ from fusebook.kernels.kmeans import (
     kmeans_update,
     kmeans_update_eager,
 )
-from fusebook.op import Cost, Op, Variant
+from fusebook.op import Cost, Dims, Op, Variant
 
 __all__ = ["KMEANS_ASSIGN", "KMEANS_STEP", "KMEANS_UPDATE", "OPS", "PAGE"]
 
@@ -222,6 +224,40 @@ def _point(n: int, d: int, k: int, labels: str = "int64", law: str = "blobs") ->
     return {"n": n, "d": d, "k": k, "labels": labels, "law": law}
 
 
+#: Coordinates of a point: of the plane and of space, of pixels and of embeddings.
+_COORDINATES = (2, 3, 4, 8, 16, 28, 32, 64, 96, 128, 256, 300, 384, 512, 768, 784, 1024, 1536, 3072)
+
+
+def _draw_problem(rng: random.Random, laws: tuple[str, ...]) -> Dims:
+    """Points of the plane and up to embeddings, a few and up to millions; two centres and up to thousands.
+
+    A gibibyte of points and 2**36 products of a point's and a centre's coordinate at most, which the reference computes
+    one after another. Labels are as wide as they come, or as narrow as the centres allow.
+    """
+    dtype = _draws.dtype(rng, _DTYPES)
+    d = _draws.size(rng, 1, 4096, _COORDINATES)
+    k = _draws.log_uniform(rng, 2, 4096)
+    n = _draws.count(rng, min(2**24, 2**30 // (d * _draws.itemsize(dtype)), 2**36 // (d * k)))
+    labels = rng.choice(["int64", "int64", "int32", "uint8" if k <= 256 else "int32"])
+    layout = _draws.layout(rng, ("sliced", "offset", "across"))
+    return {"n": n, "d": d, "k": k, "labels": labels, "law": rng.choice(laws), "dtype": dtype, "layout": layout}
+
+
+def _draw_assign(rng: random.Random) -> Dims:
+    """Points in clusters or in none, near the origin or far from it, and of all sizes."""
+    return _draw_problem(rng, ("blobs", "skewed", "near", "far", "rough"))
+
+
+def _draw_update(rng: random.Random) -> Dims:
+    """Labels that are alike, of which nine of ten are the same, or of which one does not occur."""
+    return _draw_problem(rng, ("blobs", "skewed", "empty"))
+
+
+def _draw_step(rng: random.Random) -> Dims:
+    """Points in clusters, which stay where they are for another step."""
+    return _draw_problem(rng, ("blobs", "skewed"))
+
+
 _MILLION = 1_000_000
 
 # Few coordinates: pairs, one, three and four of them, unrolled and in a loop, more than a program, ragged; sums that
@@ -264,9 +300,11 @@ KMEANS_ASSIGN = Op(
         # The same, clustered; far from the origin; and where every point is in doubt.
         "laws": tuple(_point(_MILLION, 64, 256, law=law) for law in ("blobs", "far", "rough")),
     },
+    draw=_draw_assign,
     edges=_EDGES,
     dtypes=DTYPES,
     meaning=_meaning_assign,
+    rows=(0,),
 )
 KMEANS_UPDATE = Op(
     name="kmeans_update",
@@ -282,6 +320,7 @@ KMEANS_UPDATE = Op(
         "plane": tuple(_point(20 * _MILLION, 2, 2, labels) for labels in ("int64", "uint8")),
         "wide": (_point(_MILLION, 64, 256), _point(65536, 128, 1024), _point(_MILLION, 64, 256, law="skewed")),
     },
+    draw=_draw_update,
     edges=(
         _point(2100, 2, 2, "uint8"),
         _point(5, 1, 1),
@@ -307,6 +346,7 @@ KMEANS_STEP = Op(
         "plane": (_point(20 * _MILLION, 2, 2), _point(20 * _MILLION, 2, 2, "uint8")),
         "wide": (_point(_MILLION, 64, 256),),
     },
+    draw=_draw_step,
     edges=(_point(2100, 2, 2), _point(50, 3, 3, "uint8"), _point(64, 16, 5, "int32")),
     dtypes=DTYPES,
     meaning=_meaning_step,

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import functools
+import random
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fusebook.cards import _draws
 from fusebook.cards._peers import compiled
 from fusebook.kernels.logistic_step import _sums, logistic_fit, logistic_step, logistic_step_eager
-from fusebook.op import Cost, Op, Variant
+from fusebook.op import Cost, Dims, Op, Variant
 
 __all__ = ["LOGISTIC_FIT", "LOGISTIC_STEP", "OPS", "PAGE"]
 
@@ -212,6 +214,28 @@ def _fusebook_fit(on_chip: bool | None) -> Any:
     return fit
 
 
+#: Features of tables, images, texts and embeddings.
+_FEATURES = (4, 13, 28, 30, 54, 64, 128, 256, 300, 512, 768, 784, 1024, 1536, 2048, 3072, 4096, 10_000)
+
+
+def _draw_step(rng: random.Random) -> Dims:
+    """A few rows and up to millions, of one feature and up to tens of thousands."""
+    dtype = _draws.dtype(rng, (torch.float32, torch.float64, torch.bfloat16))
+    D = _draws.size(rng, 1, 2**15, _FEATURES)
+    N = _draws.count(rng, min(2**24, 2**30 // (D * _draws.itemsize(dtype))))
+    return {"N": N, "D": D, "dtype": dtype, "layout": _draws.layout(rng, ("sliced", "offset", "across"))}
+
+
+def _draw_fit(rng: random.Random) -> Dims:
+    """As of a step, some of which are taken, but of 2**33 numbers in all."""
+    dtype = _draws.dtype(rng, (torch.float32, torch.float64))
+    steps = _draws.log_uniform(rng, 1, 500)
+    D = _draws.size(rng, 1, 2**15, _FEATURES)
+    N = _draws.count(rng, min(2**24, 2**30 // (D * _draws.itemsize(dtype)), 2**33 // (D * steps)))
+    layout = _draws.layout(rng, ("sliced", "offset", "across"))
+    return {"N": N, "D": D, "steps": steps, "dtype": dtype, "layout": layout}
+
+
 LOGISTIC_STEP = Op(
     name="logistic_step",
     reference=_reference_step,
@@ -246,6 +270,7 @@ LOGISTIC_STEP = Op(
         "medium": ({"N": 40_000, "D": 784}, {"N": 400_000, "D": 64}, {"N": 4000, "D": 16_384}),
         "large": ({"N": 10_000_000, "D": 64}, {"N": 100_000, "D": 10_000}),
     },
+    draw=_draw_step,
     # A single ragged tile; several tiles, the last ragged; rows too wide to be kept; no features at all.
     edges=({"N": 13, "D": 7}, {"N": 70, "D": 196}, {"N": 3, "D": 16_500}, {"N": 5, "D": 0}),
     dtypes=(torch.float32, torch.float64, torch.bfloat16),
@@ -282,6 +307,7 @@ LOGISTIC_FIT = Op(
         "rows": tuple({"N": n, "D": 784, "steps": 50} for n in (100, 400, 1600, 4000, 16_000)),
         "features": tuple({"N": 400, "D": d, "steps": 50} for d in (16, 256, 784, 4096)),
     },
+    draw=_draw_fit,
     edges=({"N": 13, "D": 7, "steps": 3}, {"N": 5, "D": 0, "steps": 2}, {"N": 3, "D": 4, "steps": 0}),
     dtypes=(torch.float32, torch.float64),
 )

@@ -139,6 +139,7 @@ NODES_OF_ONNX_RUNTIME = Op(
         "fusebook from torch": Variant(_in_torch),
     },
     configs=_card.configs,
+    draw=_card.draw,
     edges=_card.edges,
 )
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import math
+import random
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fusebook.cards import _draws
 from fusebook.cards._peers import compiled
 from fusebook.inputs import rough
 from fusebook.kernels.scatter_nd import (
@@ -17,7 +19,7 @@ from fusebook.kernels.scatter_nd import (
     masked_scatter_nd_of_shape,
     scatter_nd_of_shape,
 )
-from fusebook.op import Cost, Op, Variant
+from fusebook.op import Cost, Dims, Op, Variant
 
 __all__ = ["EMBEDDING_BACKWARD", "MASKED_SCATTER_ND", "OPS", "PAGE", "SCATTER_ND_OF_SHAPE"]
 
@@ -187,6 +189,34 @@ def _point(R: int, D: int, n: int, law: str = "uniform") -> dict[str, int | str]
     return {"R": R, "D": D, "n": n, "law": law}
 
 
+def _draw_masked(rng: random.Random, laws: tuple[str, ...] = ("uniform", "zipf", "equal", "masked")) -> Dims:
+    """Tables as long as a vocabulary or of any length, rows of one number or as wide as a token; few updates and many.
+
+    Where they go is uniform or by Zipf's law, each two times of five; rarely all meet in one row, or all are masked. In
+    float16 they are at most 65536, whose sum it can hold.
+    """
+    dtype = _draws.dtype(rng)
+    itemsize = _draws.itemsize(dtype)
+    D = _draws.size(rng, 1, 8192)
+    R = min(_draws.size(rng, 8, 2**21, _draws.VOCABULARIES), _draws.BYTES // 2 // (D * itemsize))
+    n = _draws.count(rng, min(2**20 if itemsize > 2 else 2**16, _draws.BYTES // 2 // (D * itemsize + 8)))
+    law = rng.choices(laws, [4, 4, 1, 1][: len(laws)])[0]
+    layout = _draws.layout(rng, _draws.ROWS)
+    return {"R": R, "D": D, "n": n, "law": law, "dtype": dtype, "layout": layout}
+
+
+def _draw_of_shape(rng: random.Random) -> Dims:
+    """As of the masked one; indices of one to three components."""
+    dims = _draw_masked(rng, ("uniform", "zipf", "equal"))
+    K = rng.choice([1, 2, 3])
+    return {name: dims[name] for name in ("R", "D", "n")} | {"K": K} | {n: dims[n] for n in ("law", "dtype", "layout")}
+
+
+def _draw_embedding(rng: random.Random) -> Dims:
+    """As of the masked one; no lookup is masked."""
+    return _draw_masked(rng, ("uniform", "zipf", "equal"))
+
+
 _CONFIGS: dict[str, tuple[dict[str, int | str], ...]] = {
     # size rows of twice as many columns, and twice as many updates.
     "small": tuple(_point(s, 2 * s, 2 * s) for s in (256, 512, 1024)),
@@ -237,6 +267,7 @@ MASKED_SCATTER_ND = Op(
         "fusebook, checked": Variant(_fusebook(check=True), needs=()),
     },
     configs=_CONFIGS,
+    draw=_draw_masked,
     edges=_EDGES,
 )
 SCATTER_ND_OF_SHAPE = Op(
@@ -257,6 +288,7 @@ SCATTER_ND_OF_SHAPE = Op(
     }
     # The same rows, named by indices of one, two and three components.
     | {"components": tuple({"R": 32000, "D": 4096, "n": 2048, "K": K, "law": "uniform"} for K in (1, 2, 3))},
+    draw=_draw_of_shape,
     edges=(
         {"R": 1, "D": 1, "n": 1, "K": 1, "law": "uniform"},
         {"R": 16, "D": 5, "n": 30, "K": 2, "law": "uniform"},
@@ -279,6 +311,7 @@ EMBEDDING_BACKWARD = Op(
         "small": tuple(_point(s, 2 * s, 2 * s, law) for s in (256, 1024) for law in ("uniform", "zipf")),
         "llama": tuple(_point(32000, 4096, n, law) for n in (2048, 32000) for law in ("uniform", "zipf", "equal")),
     },
+    draw=_draw_embedding,
     edges=(_point(1, 1, 1), _point(7, 100, 70), _point(9, 12, 40, "zipf"), _point(6, 8, 20, "equal"), _point(5, 3, 0)),
 )
 OPS = (

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import random
+
 import torch
 from torch import Tensor
 
+from fusebook.cards import _draws
 from fusebook.cards._peers import compiled
 from fusebook.inputs import rough
 from fusebook.kernels._operator import FLOATING
 from fusebook.kernels.softmax import _softmax_backward_eager, softmax, softmax_backward, softmax_eager
-from fusebook.op import Cost, Op, Variant
+from fusebook.op import Cost, Dims, Op, Variant
 
 __all__ = ["OPS", "PAGE", "SOFTMAX", "SOFTMAX_BACKWARD"]
 
@@ -120,6 +123,19 @@ def _quack_backward(y: Tensor, dy: Tensor) -> Tensor:
     return softmax_bwd(dy, y)
 
 
+def _draw(rng: random.Random, tensors: int = 2) -> Dims:
+    """Rows of 2 to 262144 numbers, from attention's to those of a vocabulary; one of them, and up to millions."""
+    dtype = _draws.dtype(rng, FLOATING)
+    N = _draws.size(rng, 2, 2**18, rng.choice([_draws.VOCABULARIES, _draws.HIDDEN]))
+    M = _draws.count(rng, min(2**24, _draws.BYTES // (tensors * N * _draws.itemsize(dtype))))
+    return {"M": M, "N": N, "dtype": dtype, "layout": _draws.layout(rng)}
+
+
+def _draw_backward(rng: random.Random) -> Dims:
+    """As of the softmax itself; three tensors are moved."""
+    return _draw(rng, 3)
+
+
 _CONFIGS: dict[str, tuple[dict[str, int], ...]] = {
     "small": tuple({"M": n, "N": n} for n in (256, 512, 1024)),
     "medium": tuple({"M": 4096, "N": n} for n in (256, 1024, 4096, 8192)),
@@ -175,8 +191,10 @@ SOFTMAX = Op(
         "quack": Variant(_quack, needs=("cuda", "quack"), recompiles=True),
     },
     configs=_CONFIGS,
+    draw=_draw,
     edges=_EDGES,
     dtypes=FLOATING,
+    rows=(0,),
 )
 SOFTMAX_BACKWARD = Op(
     name="softmax_backward",
@@ -192,8 +210,10 @@ SOFTMAX_BACKWARD = Op(
         "quack": Variant(_quack_backward, needs=("cuda", "quack"), prepare=_after_forward, recompiles=True),
     },
     configs=_CONFIGS,
+    draw=_draw_backward,
     edges=_EDGES,
     dtypes=FLOATING,
+    rows=(0, 1),
 )
 OPS = (
     SOFTMAX,

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fusebook.cards import _draws
 from fusebook.cards._peers import ORT, compiled, in_tf32, needs_float32, onnx_graph, onnx_run, pack, weight
 from fusebook.inputs import rough
 from fusebook.kernels.swiglu import swiglu, swiglu_eager
-from fusebook.op import Cost, Op, Variant
+from fusebook.op import Cost, Dims, Op, Variant
 
 __all__ = ["OPS", "PAGE", "SWIGLU"]
 
@@ -125,6 +127,14 @@ def _layer(M: int, K: int, N: int) -> dict[str, int]:
     return {"M": M, "K": K, "N": N}
 
 
+def _draw(rng: random.Random) -> Dims:
+    """Layers of models and of single experts, and others; from one token to as many as memory and arithmetic allow."""
+    dtype = _draws.dtype(rng, (torch.float32, torch.float16, torch.bfloat16))
+    K, N = _draws.layer(rng, dtype)
+    M = _draws.count(rng, _draws.most_rows(dtype, moved=K + N, held=2 * K * N, flop=4 * K * N))
+    return {"M": M, "K": K, "N": N, "dtype": dtype, "layout": _draws.layout(rng, _draws.ROWS)}
+
+
 SWIGLU = Op(
     name="swiglu",
     reference=_reference_swiglu,
@@ -152,9 +162,11 @@ SWIGLU = Op(
         # A few tokens; the last is Llama 3 70B, whose weights are many times the L2 cache.
         "decode": (_layer(1, 4096, 11008), _layer(16, 4096, 11008), _layer(64, 4096, 11008), _layer(16, 8192, 28672)),
     },
+    draw=_draw,
     # One of everything; few rows, nothing aligned, and sums that are cut in parts; descriptors, with several tiles and
     # steps; no rows; nothing to add.
     edges=(_layer(1, 1, 1), _layer(7, 150, 65), _layer(100, 96, 72), _layer(0, 4, 4), _layer(4, 0, 4)),
     dtypes=(torch.float32, torch.bfloat16),
+    rows=(0,),
 )
 OPS = (SWIGLU,)

@@ -1,0 +1,129 @@
+"""The law by which cards draw problems that people have and nobody chose.
+
+Sizes are log-uniform over the range that users meet: between 64 and 128 there are as many as between 8192 and 16384. A
+third of them are those of models that people run, a third are odd, a third are even. Counts (of rows, tokens, points)
+are log-uniform as well, from one to what the bytes allow. Half of all problems lie contiguous in memory, the others are
+views. bfloat16 and float32 are drawn twice as often as float16, float64 seldom. No problem moves more than 2 GiB.
+
+The law knows nothing of plans and tiles. A generator of Python's `random` draws: its numbers are the same in all
+versions, so that a seed names a problem for good.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+
+import torch
+
+__all__ = [
+    "ANY",
+    "BYTES",
+    "FLOP",
+    "HIDDEN",
+    "LAYERS",
+    "ROWS",
+    "VOCABULARIES",
+    "count",
+    "dtype",
+    "itemsize",
+    "layer",
+    "layout",
+    "log_uniform",
+    "most_rows",
+    "size",
+]
+
+#: The most that a problem moves, in bytes; the most that it computes in half types. Others are a tenth as fast.
+BYTES = 2**31
+FLOP = 2**42
+
+#: Tokens that a model knows: Llama 2, GPT-2, GPT-2 padded, GPT-4, Llama 3, Qwen 2.5, gpt-oss, Gemma.
+VOCABULARIES = (32000, 50257, 50304, 100277, 128256, 151936, 201088, 256000)
+
+#: Widths of a token within a model: of the hidden state, and within feed-forward layers.
+HIDDEN = (
+    *(768, 896, 1024, 1152, 1280, 1536, 1600, 2048, 2304, 2560, 2880, 3072, 3584, 4096, 4608, 5120, 5376, 6144, 6656),
+    *(7168, 8192, 8960, 9216, 9728, 11008, 12288, 13824, 14336, 16384, 18432, 18944, 22016, 24576, 27648, 28672),
+)
+
+#: Hidden state and feed-forward layer together, of whole models and of single experts: GPT-2, Qwen 2.5 0.5B to 32B,
+#: Qwen 3 4B and 8B, TinyLlama, Llama 3.2 1B and 3B, Llama 2 7B and 13B, Llama 3 8B and 70B, Gemma 2 9B, DeepSeek V3;
+#: experts of Qwen 3 30B and 235B, gpt-oss, DeepSeek V3 and Mixtral.
+LAYERS = (
+    *((768, 3072), (896, 4864), (1536, 8960), (3584, 18944), (5120, 27648), (2560, 9728), (4096, 12288)),
+    *((2048, 5632), (2048, 8192), (3072, 8192), (4096, 11008), (5120, 13824), (4096, 14336), (8192, 28672)),
+    *((3584, 14336), (7168, 18432), (2048, 768), (4096, 1536), (2880, 2880), (7168, 2048), (4096, 14336)),
+)
+
+#: Ways to lie in memory, see `fusebook.inputs.laid`: those of rows that are read once, and of any tensor.
+ROWS = ("sliced", "offset")
+ANY = (*ROWS, "across", "permuted")
+
+_OFTEN = {torch.float32: 6, torch.bfloat16: 6, torch.float16: 3, torch.float64: 1}
+
+
+def log_uniform(rng: random.Random, least: int, most: int) -> int:
+    """A whole number from `least` to `most`, each octave as likely as the others."""
+    return min(most, max(least, math.floor(math.exp(rng.uniform(math.log(least), math.log(most + 1))))))
+
+
+def size(rng: random.Random, least: int, most: int, real: Sequence[int] = HIDDEN) -> int:
+    """A width: a third are of `real`, a third odd, a third even; without `real`, half and half."""
+    known = [n for n in real if least <= n <= most]
+    kind = rng.randrange(3) if known else rng.randrange(1, 3)
+    if kind == 0:
+        return rng.choice(known)
+    drawn = log_uniform(rng, least, most)
+    if drawn % 2 == kind % 2:
+        return drawn
+    return drawn + 1 if drawn < most else max(least, drawn - 1)
+
+
+def count(rng: random.Random, most: int) -> int:
+    """How many rows, tokens or points: from one to what the bytes allow, few as often as many."""
+    return log_uniform(rng, 1, max(1, most))
+
+
+def layer(rng: random.Random, kind: str) -> tuple[int, int]:
+    """The two widths of a weight: a third are of `LAYERS`; of the others half are odd, each for itself.
+
+    Two such weights of the dtype called `kind` leave room for what they are multiplied with.
+    """
+    real = rng.randrange(3) == 0
+    while True:
+        K, N = rng.choice(LAYERS) if real else (size(rng, 32, 16384, ()), size(rng, 32, 28672, ()))
+        if 3 * K * N * itemsize(kind) <= BYTES:
+            return K, N
+
+
+def most_rows(kind: str, *, moved: int, held: int, flop: int) -> int:
+    """How many rows a problem can have: each moves and computes so much, and something is held beside them.
+
+    Parameters
+    ----------
+    kind : str
+        The name of a dtype.
+    moved, held : int
+        Numbers of that dtype, of a row and in all.
+    flop : int
+        Of a row.
+    """
+    numbers = BYTES // itemsize(kind) - held
+    return min(numbers // max(1, moved), (FLOP if itemsize(kind) == 2 else FLOP // 10) // max(1, flop))
+
+
+def dtype(rng: random.Random, known: Sequence[torch.dtype] = tuple(_OFTEN)) -> str:
+    """The name of a dtype among those that an operator knows."""
+    return str(rng.choices(known, [_OFTEN[kind] for kind in known])[0]).removeprefix("torch.")
+
+
+def itemsize(kind: str) -> int:
+    """Bytes of a number of the dtype of that name."""
+    return getattr(torch, kind).itemsize
+
+
+def layout(rng: random.Random, views: Sequence[str] = ANY) -> str:
+    """How the data lies in memory: contiguous half of the time, else one of `views`."""
+    return "contiguous" if rng.randrange(2) == 0 else rng.choice(list(views))

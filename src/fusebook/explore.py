@@ -1,0 +1,780 @@
+"""Problems that nobody chose: ``python -m fusebook.explore softmax --cases 100 --seed 100``.
+
+An operator's card draws problems that people have (`Op.draw`), without a thought of how ours are computed. Each is
+checked, and a wrong result of ours ends the run with the line of Python that shows it again. Then all that a user would
+pick is timed, in turn: on the device after a flush of the cache, and on the host. What is compiled for a shape is
+compiled beforehand, by as many processes as there are cores.
+
+``records/<gpu>/explored/<op>.csv`` grows with every problem, and a run that was cut off goes on where it ended. Each of
+its rows ends in a digest of itself and of all before it, so that an edited file is refused.
+
+Seeds 0 to 99 are there to tune by. What is recorded has a seed from 100 up, which nothing was ever tuned on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import functools
+import hashlib
+import io
+import math
+import multiprocessing
+import os
+import pathlib
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import pandas as pd
+import torch
+from tqdm.auto import tqdm
+
+from fusebook import bench, check, inputs, timing
+from fusebook import machine as machines
+from fusebook.cards import OPS
+from fusebook.op import Dims, Op, Variant
+
+__all__ = [
+    "COLUMNS",
+    "RECORDED_FROM",
+    "ExploredError",
+    "Wrong",
+    "explore",
+    "ours",
+    "path",
+    "problem",
+    "problems",
+    "quantiles",
+    "read",
+    "refusals",
+    "standing",
+    "worst",
+]
+
+#: The seeds before this one are those that plans are tuned by; they are not recorded.
+RECORDED_FROM = 100
+
+_FRONT = ("case", "op", "variant", "dtype", "layout")
+_BACK = (
+    *("status", "note", "score", "limit", "cold_us", "host_us", "call_us"),
+    *("math", "read_bytes", "write_bytes", "flop"),
+)
+#: The columns of what was explored; the dims stand after ``layout``.
+COLUMNS = (*_FRONT, *_BACK)
+_TEXT = {"op", "variant", "dtype", "layout", "status", "note", "math"}
+
+# What computes in the host's memory is no choice where the data lies in the device's.
+_ON_HOST = ("NumPy", "torch on the CPU")
+# The host's clock is started where queueing takes at least this part of the device's time: below, nobody waits for it.
+_NOTICED = 0.25
+# Problems that are compiled together, for each process that compiles; and the seconds after which they are not awaited.
+_TOGETHER = 2
+_COMPILED_WITHIN = 150
+
+
+class Wrong(Exception):
+    """A result of ours is wrong; the message ends in the line of Python that shows it."""
+
+
+class ExploredError(ValueError):
+    """A file of explored problems that cannot be trusted; the message names it."""
+
+
+# Problems -------------------------------------------------------------------------------------------------------------
+
+
+def problems(op: Op, seed: int = 0, cases: int = 100) -> list[Dims]:
+    """The problems of a seed, each drawn by itself: the tenth is the same however many are asked for.
+
+    Parameters
+    ----------
+    op : Op
+    seed, cases : int
+
+    Returns
+    -------
+    list of Dims
+        What ``op.draw`` returns.
+    """
+    return [op.draw(random.Random(f"{op.name} {seed} {case}")) for case in range(cases)]
+
+
+def _small(dims: Dims) -> Dims:
+    """The same problem at a size that the interpreter computes: odd sizes stay odd, and few stay few."""
+    return {k: v if isinstance(v, str) or v <= 16 else 16 + v % 32 for k, v in dims.items()}
+
+
+def _line(op: Op, dims: Dims) -> str:
+    """The line of Python that does it again."""
+    given = "".join(f", {k}={v!r}" for k, v in dims.items())
+    return f"from fusebook import explore; explore.problem({op.name!r}{given})"
+
+
+def ours(op: Op, math: str = "") -> str:
+    """The variant that a user of ours gets: it may choose a library's product.
+
+    Parameters
+    ----------
+    op : Op
+    math : str
+        ``"tf32"`` for float32 that is multiplied so.
+
+    Raises
+    ------
+    ValueError
+        Where the card has none.
+    """
+    more = ", TF32" if math == "tf32" else ""
+    found = [name for name in (f"fusebook (chosen){more}", f"fusebook{more}") if name in op.variants]
+    if not found:
+        raise ValueError(f"explore: expected an operator with the variant fusebook, got {op.name}; take another one")
+    return found[0]
+
+
+def _chosen(op: Op, without: Sequence[str]) -> dict[str, Variant]:
+    """All variants that a user would pick, and that this machine can run."""
+    return {
+        name: v
+        for name, v in op.variants.items()
+        if not (v.on_cpu or name in _ON_HOST or bench.missing(v) or any(word in name for word in without))
+    }
+
+
+def _split(dims: Dims) -> tuple[torch.dtype, str, dict[str, Any]]:
+    sizes = dict(dims)
+    kind, how = bench.DTYPES[str(sizes.pop("dtype"))], str(sizes.pop("layout"))
+    return kind, how, sizes
+
+
+def _made(op: Op, dims: Dims, device: str) -> tuple[Any, ...]:
+    """Inputs, of which the data lies as the problem says: the first matrix of floats, and those of as many rows."""
+    kind, how, sizes = _split(dims)
+    made = op.make(inputs.generator(0, device), kind, **sizes)
+    data = [v for v in made if isinstance(v, torch.Tensor) and v.is_floating_point() and v.dim() > 1]
+    rows = len(data[0]) if data else 0
+    return tuple(inputs.laid(v, how) if any(v is d for d in data) and len(v) == rows else v for v in made)
+
+
+# One problem ----------------------------------------------------------------------------------------------------------
+
+
+def problem(
+    op: str | Op, /, *, check_only: bool = False, repeat: int = 7, without: Sequence[str] = (), **dims: Any
+) -> pd.DataFrame:
+    """Check one problem, and time all that a user would pick for it.
+
+    Parameters
+    ----------
+    op : str or Op
+    check_only : bool
+        Take no times; without a GPU none are taken.
+    repeat : int
+        Calls timed.
+    without : sequence of str
+        Variants whose name contains one of these are left out.
+    **dims
+        Of the card, ``dtype`` and ``layout`` among them.
+
+    Returns
+    -------
+    pandas.DataFrame
+        A row a variant, with `COLUMNS` and the dims. Times in microseconds, sizes in bytes.
+
+    Raises
+    ------
+    Wrong
+        Where a result of ours is above the limit.
+    """
+    card = OPS[op] if isinstance(op, str) else op
+    rows = _explored(card, dims, _chosen(card, without), repeat, check_only or not torch.cuda.is_available())
+    return pd.DataFrame([{"case": 0, **row} for row in rows])
+
+
+def _explored(
+    op: Op, dims: Dims, variants: Mapping[str, Variant], repeat: int, check_only: bool
+) -> list[dict[str, Any]]:
+    kind, how, sizes = _split(dims)
+    least = op.cost(kind.itemsize, **sizes)
+    rows = {
+        name: {
+            "op": op.name,
+            "variant": name,
+            "dtype": str(kind)[6:],
+            "layout": how,
+            **sizes,
+            **dict.fromkeys(_BACK, math.nan),
+            "status": "ok",
+            "note": "",
+            "math": v.math or "",
+            "read_bytes": least.read,
+            "write_bytes": least.write,
+            "flop": least.flop,
+        }
+        for name, v in variants.items()
+    }
+    try:
+        made = _made(op, dims, "cuda" if torch.cuda.is_available() else "cpu")
+        yard = check.yardstick(op, made)
+    except torch.cuda.OutOfMemoryError as error:
+        for row in rows.values():
+            row.update(status="out of memory", note=f"inputs and reference: {bench._sentence(error)}")
+        return list(rows.values())
+    if any(v.recompiles for v in variants.values()):
+        torch.compiler.reset()  # each shape compiled for itself, as by a program that has only that shape
+    calls: dict[str, Callable[[], Any]] = {}
+    for name, v in variants.items():
+        with torch.no_grad(), bench._reasons(rows[name]):
+            calls[name] = _checked(op, v, made, yard, rows[name])
+        if rows[name]["status"] == "ok":
+            continue
+        calls.pop(name, None)
+        if name.startswith("fusebook") and rows[name]["status"] in ("wrong", "failed"):
+            raise Wrong(f"{op.name}: {name} is {rows[name]['status']}: {rows[name]['note']}\n{_line(op, dims)}")
+    if calls and not check_only:
+        _time(calls, rows, repeat)
+    return list(rows.values())
+
+
+def _checked(
+    op: Op, variant: Variant, made: tuple[Any, ...], yard: check.Yardstick, row: dict[str, Any]
+) -> Callable[[], Any]:
+    """The call to time, once its result is right."""
+    given = made if variant.prepare is None else variant.prepare(*made)
+    call = functools.partial(variant.run, *given)
+    inputs.poison(bench._outputs_like(yard, next(v for v in made if isinstance(v, torch.Tensor)).device))
+    out = call()
+    verdict = check.judge(op, out, yard, variant.math)
+    row.update(score=verdict.score, limit=verdict.limit)
+    if not verdict.ok:
+        where = check.worst(op, out, yard)
+        raise bench.WrongResult(
+            f"score {verdict.score:.3g} is above the limit {verdict.limit:.3g}; {where}", verdict.score
+        )
+    return call
+
+
+def _time(calls: Mapping[str, Callable[[], Any]], rows: Mapping[str, dict[str, Any]], repeat: int) -> None:
+    """Cold for all; the host's clock where it may be noticed; the whole call of what waits for the device."""
+    try:
+        with torch.no_grad():
+            cold = timing.cold(calls, warmup=2, repeat=repeat)
+            waits = {name: call for name, call in calls.items() if cold[name] is None}
+            noticed = {
+                name: call
+                for name, call in calls.items()
+                if (q := cold[name]) is not None and timing._host_seconds(call) > _NOTICED * q.q50
+            }
+            host = timing.host(noticed, warmup=0, repeat=repeat) if noticed else {}
+            whole = timing.call(waits, warmup=1, repeat=repeat) if waits else {}
+    except torch.cuda.OutOfMemoryError as error:
+        torch.cuda.empty_cache()
+        for name in calls:
+            rows[name].update(status="out of memory", note=f"while timed: {bench._sentence(error)}")
+        return
+    for clock, times in (("cold_us", cold), ("host_us", host), ("call_us", whole)):
+        for name, q in times.items():
+            if q is not None:
+                rows[name][clock] = q.q50 * 1e6
+
+
+# Many problems --------------------------------------------------------------------------------------------------------
+
+
+def _compiled(name: str, dims: Dims, variants: Sequence[str]) -> None:
+    """Fill the caches of torch, Triton and others, in a process of its own; what fails will fail when it is checked."""
+    op = OPS[name]
+    torch.compiler.reset()
+    try:
+        made = _made(op, dims, "cuda")
+        for variant in (op.variants[v] for v in variants):
+            try:
+                with torch.no_grad():
+                    variant.run(*(made if variant.prepare is None else variant.prepare(*made)))
+                torch.cuda.synchronize()
+            except Exception:
+                continue
+    except torch.cuda.OutOfMemoryError:
+        pass
+    finally:
+        made = ()
+        torch.cuda.empty_cache()
+
+
+def _began() -> None:
+    torch.set_num_threads(1)
+
+
+class _Compilers:
+    """Processes that compile; none where there is no GPU to compile for.
+
+    Parameters
+    ----------
+    workers : int
+    """
+
+    def __init__(self, workers: int) -> None:
+        self.workers = workers
+        self.pool: Any = None
+
+    def __enter__(self) -> _Compilers:
+        if torch.cuda.is_available() and self.workers > 1:
+            # Each of them compiles by itself; torch would have as many helpers again for each.
+            os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+            import torch._inductor.config as settings
+
+            settings.compile_threads = 1
+            self.pool = multiprocessing.get_context("spawn").Pool(self.workers, _began)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        if self.pool is not None:
+            self.pool.terminate()
+
+    def compile(self, op: Op, some: Sequence[Dims], variants: Mapping[str, Variant], until: float) -> None:
+        """Compile for some problems what is compiled for a shape; return at `until` at the latest."""
+        names = [name for name, v in variants.items() if v.recompiles or name.startswith("fusebook")]
+        if self.pool is None or op.name not in OPS:
+            return
+        waiting = [self.pool.apply_async(_compiled, (op.name, dims, names)) for dims in some]
+        until = min(until, time.monotonic() + _COMPILED_WITHIN)
+        for one in waiting:
+            one.wait(max(0.0, until - time.monotonic()))
+
+
+def explore(
+    op: Op,
+    *,
+    seed: int = 0,
+    cases: int = 100,
+    seconds: float = math.inf,
+    repeat: int = 7,
+    without: Sequence[str] = (),
+    check_only: bool = False,
+    root: pathlib.Path | None = None,
+    compilers: _Compilers | None = None,
+    progress: bool = True,
+) -> pd.DataFrame:
+    """Check and time the problems of a seed.
+
+    Parameters
+    ----------
+    op : Op
+    seed, cases : int
+        Which problems, see `problems`.
+    seconds : float
+        No problem begins later than that.
+    repeat : int
+        Calls timed.
+    without : sequence of str
+        Variants whose name contains one of these are left out.
+    check_only : bool
+        Take no times and write nothing. Without a GPU the problems are those of the seed at small sizes.
+    root : pathlib.Path, optional
+        The folder of records in which ``<gpu>/explored/<op>.csv`` grows; nothing is written where it is not given.
+    compilers : optional
+        Processes that compile, kept from operator to operator by the command line.
+    progress : bool
+        Show a bar where there is a terminal.
+
+    Returns
+    -------
+    pandas.DataFrame
+        A row a problem and variant, with `COLUMNS` and the dims; ``attrs`` as those of `read`.
+
+    Raises
+    ------
+    Wrong
+        Where a result of ours is wrong.
+    RuntimeError
+        Where there is no GPU, and times were asked for.
+    ValueError
+        Where the operator has no variant of ours, or its seed is one to tune by and the folder is the package's.
+    """
+    until = time.monotonic() + seconds
+    ours(op)
+    cuda = torch.cuda.is_available()
+    if not cuda and not check_only:
+        raise RuntimeError(
+            "fusebook.explore: expected a CUDA device, got none; problems are timed on a GPU, and --check-only checks "
+            "them at small sizes in Triton's interpreter"
+        )
+    asked = problems(op, seed, cases)
+    if not cuda:
+        asked = [_small(dims) for dims in asked]
+    variants = _chosen(op, without)
+    file = None
+    if root is not None and not check_only:
+        if seed < RECORDED_FROM and root == machines.RECORDS:
+            raise ValueError(f"explore: expected a seed from {RECORDED_FROM} up to record, got {seed}; see --out")
+        file = _File(path(machines.slug_of(torch.cuda.get_device_name()), op.name, root), op, seed, without)
+    rows: list[dict[str, Any]] = list(file.rows) if file else []
+    done = {int(row["case"]) for row in rows}
+    todo = [case for case in range(cases) if case not in done]
+    bar = tqdm(total=cases, initial=cases - len(todo), desc=op.name, disable=None if progress else True, leave=False)
+    with bar:
+        for some in _batches(todo, _TOGETHER * compilers.workers if compilers else cases):
+            if compilers:
+                compilers.compile(op, [asked[case] for case in some], variants, until)
+            for case in some:
+                if time.monotonic() > until:
+                    return _framed(op, rows, file)
+                found = [{"case": case, **row} for row in _explored(op, asked[case], variants, repeat, check_only)]
+                if file:
+                    file.append(found)
+                rows += found
+                _tidy()
+                bar.update()
+    return _framed(op, rows, file)
+
+
+def _batches(todo: Sequence[int], size: int) -> Iterator[Sequence[int]]:
+    for i in range(0, len(todo), max(1, size)):
+        yield todo[i : i + size]
+
+
+def _tidy() -> None:
+    """Give memory back before it is in pieces; nothing where little is held."""
+    if torch.cuda.is_available():
+        free, total = torch.cuda.mem_get_info()
+        if free < total / 2:
+            torch.cuda.empty_cache()
+
+
+def _framed(op: Op, rows: Sequence[Mapping[str, Any]], file: _File | None) -> pd.DataFrame:
+    dims = [k for k in problems(op, 0, 1)[0] if k not in ("dtype", "layout")]
+    frame = pd.DataFrame(rows, columns=[*_FRONT, *dims, *_BACK])
+    frame.attrs.update(measured=True, stale=[], **(file.about if file else {}))
+    return frame
+
+
+# Files ----------------------------------------------------------------------------------------------------------------
+
+_FORMAT = "# fusebook explored 1"
+
+
+def path(slug: str, op: str, root: pathlib.Path | None = None) -> pathlib.Path:
+    """Where the explored problems of an op on a GPU lie."""
+    return (root or machines.RECORDS) / slug / "explored" / f"{op}.csv"
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return "" if math.isnan(value) else f"{value:.6g}"
+    return str(value)
+
+
+def _text(fields: Sequence[Any]) -> str:
+    out = io.StringIO()
+    csv.writer(out, lineterminator="").writerow([_cell(v) for v in fields])
+    return out.getvalue().replace("\n", " ")
+
+
+def _link(before: str, text: str) -> str:
+    """The digest of a row and of all before it."""
+    return hashlib.sha256(f"{before}\n{text}".encode()).hexdigest()[:12]
+
+
+class _File:
+    """Explored problems on their way into a file, each as soon as it is known.
+
+    A file of other versions, of another commit or seed begins anew; one of the same goes on.
+    """
+
+    def __init__(self, file: pathlib.Path, op: Op, seed: int, without: Sequence[str]) -> None:
+        self.file = file
+        dims = [k for k in problems(op, 0, 1)[0] if k not in ("dtype", "layout")]
+        self.columns = [*_FRONT, *dims, *_BACK]
+        versions = machines.versions("torch", "triton", "liger_kernel", "quack", "onnxruntime")
+        self.about = {
+            "seed": str(seed),
+            "without": ",".join(without),
+            "source": bench.source_hash(op),
+            "commit": machines._commit(),
+            "versions": "; ".join(f"{k} {v}" for k, v in versions.items() if v),
+        }
+        law = f"seeds 0 to {RECORDED_FROM - 1} are for tuning and recorded nowhere"
+        told = " | ".join(f"{k}={v}" for k, v in self.about.items())
+        self.head = f"{_FORMAT} | name={op.name} | {law} | {told}"
+        self.rows: list[dict[str, Any]] = []
+        self.end = _link("", self.head + "\n" + _text(self.columns))
+        if file.exists() and file.read_text().startswith(self.head + "\n"):
+            known, _ = _load(file)
+            self.rows = known.to_dict("records")
+        # Anew, without what was cut off in the middle.
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"{self.head}\n{_text([*self.columns, 'chain'])}\n")
+        kept, self.rows = self.rows, []
+        self.append(kept)
+
+    def append(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Add the rows of a problem."""
+        lines = []
+        for row in rows:
+            text = _text([row[c] for c in self.columns])
+            self.end = _link(self.end, text)
+            lines.append(f"{text},{self.end}\n")
+        with self.file.open("a") as out:
+            out.write("".join(lines))
+        self.rows += [dict(row) for row in rows]
+
+
+def _load(file: pathlib.Path) -> tuple[pd.DataFrame, dict[str, str]]:
+    """The whole problems of a file, and what its head says; the last problem is left out where it was cut off."""
+    head, _, body = file.read_text().partition("\n")
+    if not head.startswith(_FORMAT + " | "):
+        raise ExploredError(f"{file}: not explored problems: its first line is {head[:60]!r}")
+    about = dict(part.split("=", 1) for part in head.split(" | ") if "=" in part)
+    lines = body.split("\n")
+    columns = lines[0].split(",")
+    cut = lines[-1] != "" or len(lines) < 2  # every line that was written whole ends in a new one
+    end, rows = _link("", f"{head}\n{','.join(columns[:-1])}"), []
+    for i, line in enumerate(lines[1:-1], 1):
+        text, _, digest = line.rpartition(",")
+        end = _link(end, text)
+        if digest != end:
+            raise ExploredError(f"{file}: row {i} is not what was explored; explore again instead of editing it")
+        rows.append(dict(zip(columns[:-1], next(csv.reader([text])), strict=True)))
+    if cut and rows:
+        rows = [row for row in rows if row["case"] != rows[-1]["case"]]
+    frame = pd.DataFrame(rows, columns=columns[:-1])
+    for column in frame:
+        if column not in _TEXT:
+            try:
+                frame[column] = pd.to_numeric(frame[column].replace("", None))
+            except (ValueError, TypeError):
+                frame[column] = frame[column].astype(object)
+    return frame, about
+
+
+def read(op: Op, slug: str = "nvidia-h200", root: pathlib.Path | None = None) -> pd.DataFrame:
+    """The explored problems of an operator.
+
+    Parameters
+    ----------
+    op : Op
+    slug : str
+        The GPU's folder.
+    root : pathlib.Path, optional
+        The package's records by default.
+
+    Returns
+    -------
+    pandas.DataFrame
+        As of `explore`; ``attrs`` holds ``machine``, ``measured`` (False), ``stale``, ``path``, ``seed``, ``without``,
+        ``versions`` and ``commit``.
+
+    Raises
+    ------
+    ExploredError
+        Where the file is missing, or is not what was explored.
+    """
+    file = path(slug, op.name, root)
+    if not file.exists():
+        raise ExploredError(
+            f"{file}: no such file; python -m fusebook.explore {op.name} --seed {RECORDED_FROM} makes it"
+        )
+    frame, about = _load(file)
+    now = bench.source_hash(op)
+    stale = [op.name] if now and about.get("source") != now else []
+    beside = file.parent.parent / "machine.json"
+    machine = machines.load(beside, recorded=True) if beside.exists() else None
+    frame.attrs.update(machine=machine, measured=False, stale=stale, path=str(file), **about)
+    return frame
+
+
+# What was found -------------------------------------------------------------------------------------------------------
+
+
+def _torchs(op: Op) -> set[str]:
+    """The variants that need nothing but torch, torch.compile included."""
+    return {name for name, v in op.variants.items() if set(v.needs) <= {"cuda"} and not name.startswith("fusebook")}
+
+
+def standing(op: Op, frame: pd.DataFrame, kind: str = "cold") -> pd.DataFrame:
+    """Ours against the best of the others, problem by problem.
+
+    Parameters
+    ----------
+    op : Op
+    frame : pandas.DataFrame
+        Of `explore` or `read`.
+    kind : str
+        ``cold``, the device's time; or ``paid``, what a program of many calls pays for each: the larger of the device's
+        and the host's.
+
+    Returns
+    -------
+    pandas.DataFrame
+        A row for each problem that ours computes, and its arithmetic: ``case``, ``math``, ``ours_us``, the best of what
+        torch has and of all (``torch``, ``torch_us``, ``best``, ``best_us``), ours ``over torch`` and ``over all``, and
+        ``line``, which does it again. Microseconds.
+    """
+    if kind not in ("cold", "paid"):
+        raise ValueError(f"explore.standing: expected cold or paid, got {kind!r}")
+    columns = ["cold_us"] if kind == "cold" else ["cold_us", "host_us", "call_us"]
+    right = frame[frame["status"] == "ok"]
+    right = right.assign(time=right[columns].astype(float).max(axis=1), math=right["math"].fillna(""))
+    right = right[right["time"].notna()]
+    dims = [c for c in frame.columns if c not in (*_FRONT, *_BACK)]
+    found = []
+    for (case, way), rows in right.groupby(["case", "math"], sort=True):
+        own = rows[rows["variant"] == ours(op, way)]
+        others = rows[~rows["variant"].str.startswith("fusebook")].set_index("variant")["time"]
+        if own.empty or others.empty:
+            continue
+        first, time_ = own.iloc[0], own["time"].iloc[0]
+        row = {"case": case, "math": way, "dtype": first["dtype"], "layout": first["layout"]}
+        row |= {k: first[k] for k in dims} | {"ours_us": time_}
+        for name, among in (("torch", others[others.index.isin(_torchs(op))]), ("best", others)):
+            row |= {name: among.idxmin() if len(among) else "", f"{name}_us": among.min()}
+        row |= {"over torch": time_ / row["torch_us"], "over all": time_ / row["best_us"]}
+        given = {k: v if isinstance(v, str) else int(v) for k, v in first[[*dims, "dtype", "layout"]].items()}
+        found.append(row | {"line": _line(op, given)})
+    names = ["case", "math", "dtype", "layout", *dims, "ours_us", "torch", "torch_us", "best", "best_us"]
+    return pd.DataFrame(found, columns=[*names, "over torch", "over all", "line"])
+
+
+def quantiles(op: Op, frame: pd.DataFrame) -> pd.DataFrame:
+    """How long ours takes, in times of the best of the others: the median, what 90 % stay under, and the worst.
+
+    Parameters
+    ----------
+    op : Op
+    frame : pandas.DataFrame
+
+    Returns
+    -------
+    pandas.DataFrame
+        A row for each clock and company.
+    """
+    rows = {}
+    for kind in ("cold", "paid"):
+        found = standing(op, frame, kind)
+        for company in ("over torch", "over all"):
+            ratio = found[company].dropna()
+            rows[kind, company] = {
+                "problems": len(ratio),
+                "median": ratio.median(),
+                "90 %": ratio.quantile(0.9),
+                "worst": ratio.max(),
+                "at most 1.02": (ratio <= 1.02).mean() if len(ratio) else math.nan,
+            }
+    table = pd.DataFrame.from_dict(rows, orient="index")
+    table.index = pd.MultiIndex.from_tuples(rows, names=["clock", "ours"])
+    return table
+
+
+def worst(op: Op, frame: pd.DataFrame, kind: str = "cold", count: int = 10) -> pd.DataFrame:
+    """The problems at which ours is furthest behind the best of all.
+
+    Parameters
+    ----------
+    op : Op
+    frame : pandas.DataFrame
+    kind : str
+        As of `standing`.
+    count : int
+
+    Returns
+    -------
+    pandas.DataFrame
+        Rows of `standing`, the worst first.
+    """
+    return standing(op, frame, kind).sort_values("over all", ascending=False).head(count).reset_index(drop=True)
+
+
+def refusals(frame: pd.DataFrame) -> pd.DataFrame:
+    """What was not timed, by variant and reason.
+
+    Parameters
+    ----------
+    frame : pandas.DataFrame
+
+    Returns
+    -------
+    pandas.DataFrame
+        A row for each variant and status: how many problems, and the first note.
+    """
+    left = frame[frame["status"] != "ok"]
+    return left.groupby(["variant", "status"], sort=True).agg(problems=("case", "nunique"), note=("note", "first"))
+
+
+# The command line -----------------------------------------------------------------------------------------------------
+
+
+def _told(op: Op, frame: pd.DataFrame) -> str:
+    """What is said of an operator when it is done."""
+    cases = frame["case"].nunique()
+    parts = [f"{op.name}: {cases} problems"]
+    with pd.option_context("display.width", 200, "display.max_colwidth", 90, "display.float_format", "{:.3g}".format):
+        if frame[["cold_us", "call_us"]].notna().to_numpy().any():
+            parts.append(f"ours, in times of the best of torch and torch.compile, and of all\n{quantiles(op, frame)}")
+            lines = [f"{row['over all']:.2f} of {row['best']}: {row['line']}" for _, row in worst(op, frame).iterrows()]
+            parts.append("\n".join(["the worst, cold", *lines]))
+        if len(left := refusals(frame)):
+            parts.append(f"not timed\n{left}")
+    return "\n\n".join(parts)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit code."""
+    known = [name for name, op in OPS.items() if any(v in op.variants for v in ("fusebook", "fusebook (chosen)"))]
+    parser = argparse.ArgumentParser(
+        prog="python -m fusebook.explore", description="Check and time problems that nobody chose."
+    )
+    parser.add_argument("ops", nargs="+", metavar="op", choices=[*known, "all"], help=f"all, or {', '.join(known)}")
+    parser.add_argument("--cases", type=int, default=100, help="problems of each op (default: 100)")
+    parser.add_argument(
+        "--seed", type=int, default=0, help=f"up to {RECORDED_FROM - 1} to tune by, above to record (default: 0)"
+    )
+    parser.add_argument("--seconds", type=float, default=math.inf, help="of all ops together; each has the same share")
+    parser.add_argument("--repeat", type=int, default=7, help="calls timed (default: 7)")
+    parser.add_argument(
+        "--without", default="", metavar="WORDS", help="comma list: leave variants out that contain one"
+    )
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes that compile; all cores")
+    parser.add_argument("--check-only", action="store_true", help="no times; without a GPU at small sizes")
+    parser.add_argument(
+        "--out",
+        type=pathlib.Path,
+        help=f"folder of records; the package's from seed {RECORDED_FROM} up, else explored/seed-<seed> here",
+    )
+    args = parser.parse_args(argv)
+    if args.cases < 1 or args.repeat < 1 or args.seconds <= 0 or args.seed < 0:
+        parser.error("expected --cases, --repeat and --seconds above 0, and --seed from 0 up")
+    names = list(dict.fromkeys(known if "all" in args.ops else args.ops))
+    out = args.out or (
+        machines.RECORDS if args.seed >= RECORDED_FROM else pathlib.Path("explored", f"seed-{args.seed}")
+    )
+    until, wrong = time.monotonic() + args.seconds, 0
+    with _Compilers(0 if args.check_only else args.workers) as compilers:
+        for i, name in enumerate(names):
+            share = (until - time.monotonic()) / (len(names) - i)
+            try:
+                frame = explore(
+                    OPS[name],
+                    seed=args.seed,
+                    cases=args.cases,
+                    seconds=share,
+                    repeat=args.repeat,
+                    without=[word for word in args.without.split(",") if word],
+                    check_only=args.check_only,
+                    root=out,
+                    compilers=compilers if compilers.pool else None,
+                )
+            except Wrong as error:
+                wrong += 1
+                print(error, file=sys.stderr, flush=True)
+                continue
+            except (RuntimeError, ValueError) as error:
+                print(error, file=sys.stderr)
+                return 1
+            print(_told(OPS[name], frame), flush=True)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
