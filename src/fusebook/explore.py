@@ -70,9 +70,8 @@ _TEXT = {"op", "variant", "dtype", "layout", "status", "note", "math"}
 _ON_HOST = ("NumPy", "torch on the CPU")
 # The host's clock is started where queueing takes at least this part of the device's time: below, nobody waits for it.
 _NOTICED = 0.25
-# Problems that are compiled together, for each process that compiles; and the seconds after which they are not awaited.
-_TOGETHER = 2
-_COMPILED_WITHIN = 150
+# Seconds after which problems that are compiled are not awaited: a process may have died with one.
+_AT_LEAST, _EACH = 60, 30
 
 
 class Wrong(Exception):
@@ -307,46 +306,28 @@ def _began() -> None:
     torch.set_num_threads(1)
 
 
-class _Compilers:
-    """Processes that compile; none where there is no GPU to compile for.
+def _compile_beforehand(asked: Sequence[tuple[Op, Dims, Sequence[str]]], workers: int, seconds: float) -> None:
+    """Compile for problems what is compiled for a shape, in so many processes; they end before anything is timed."""
+    if not (torch.cuda.is_available() and asked and workers > 1):
+        return
+    until = time.monotonic() + min(seconds, _AT_LEAST + _EACH * len(asked) / workers)
+    # Each of them compiles by itself; torch would have as many helpers again for each.
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+    import torch._inductor.config as settings
 
-    Parameters
-    ----------
-    workers : int
-    """
-
-    def __init__(self, workers: int) -> None:
-        self.workers = workers
-        self.pool: Any = None
-
-    def __enter__(self) -> _Compilers:
-        if torch.cuda.is_available() and self.workers > 1:
-            # Each of them compiles by itself; torch would have as many helpers again for each.
-            os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
-            import torch._inductor.config as settings
-
-            settings.compile_threads = 1
-            self.pool = multiprocessing.get_context("spawn").Pool(self.workers, _began)
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        if self.pool is not None:
-            self.pool.terminate()
-
-    def compile(self, op: Op, some: Sequence[Dims], variants: Mapping[str, Variant], until: float) -> None:
-        """Compile for some problems what is compiled for a shape; return at `until` at the latest."""
-        names = [name for name, v in variants.items() if v.recompiles or name.startswith("fusebook")]
-        if self.pool is None or op.name not in OPS:
-            return
-        waiting = [self.pool.apply_async(_compiled, (op.name, dims, names)) for dims in some]
-        until = min(until, time.monotonic() + _COMPILED_WITHIN)
-        for one in waiting:
+    settings.compile_threads = 1
+    pool = multiprocessing.get_context("spawn").Pool(min(workers, len(asked)), _began)
+    try:
+        waiting = [pool.apply_async(_compiled, (op.name, dims, names)) for op, dims, names in asked]
+        for one in tqdm(waiting, desc="compile", disable=None, leave=False):
             one.wait(max(0.0, until - time.monotonic()))
+    finally:
+        pool.terminate()
+        pool.join()
 
 
 def explore(
-    op: Op,
-    *,
+    *ops: Op,
     seed: int = 0,
     cases: int = 100,
     seconds: float = math.inf,
@@ -354,18 +335,18 @@ def explore(
     without: Sequence[str] = (),
     check_only: bool = False,
     root: pathlib.Path | None = None,
-    compilers: _Compilers | None = None,
-    progress: bool = True,
-) -> pd.DataFrame:
-    """Check and time the problems of a seed.
+    workers: int | None = None,
+) -> Iterator[tuple[Op, pd.DataFrame | Wrong]]:
+    """Check and time the problems of a seed, operator by operator.
 
     Parameters
     ----------
-    op : Op
+    *ops : Op
     seed, cases : int
         Which problems, see `problems`.
     seconds : float
-        No problem begins later than that.
+        Of all together. No problem begins later, and each operator has the same share of what is left once everything
+        is compiled, for which three fifths are taken at most.
     repeat : int
         Calls timed.
     without : sequence of str
@@ -374,65 +355,82 @@ def explore(
         Take no times and write nothing. Without a GPU the problems are those of the seed at small sizes.
     root : pathlib.Path, optional
         The folder of records in which ``<gpu>/explored/<op>.csv`` grows; nothing is written where it is not given.
-    compilers : optional
-        Processes that compile, kept from operator to operator by the command line.
-    progress : bool
-        Show a bar where there is a terminal.
+    workers : int, optional
+        Processes that compile; as many as there are cores.
 
-    Returns
-    -------
-    pandas.DataFrame
-        A row a problem and variant, with `COLUMNS` and the dims; ``attrs`` as those of `read`.
+    Yields
+    ------
+    tuple
+        The operator, and a row a problem and variant, with `COLUMNS` and the dims; ``attrs`` as those of `read`. Where
+        a result of ours is wrong, what was found until then is in the file alone, and `Wrong` stands in its place.
 
     Raises
     ------
-    Wrong
-        Where a result of ours is wrong.
     RuntimeError
         Where there is no GPU, and times were asked for.
     ValueError
-        Where the operator has no variant of ours, or its seed is one to tune by and the folder is the package's.
+        Where an operator has no variant of ours, or the seed is one to tune by and the folder is the package's.
     """
     until = time.monotonic() + seconds
-    ours(op)
-    cuda = torch.cuda.is_available()
-    if not cuda and not check_only:
+    for op in ops:
+        ours(op)
+    if not check_only and not _gpu():
         raise RuntimeError(
             "fusebook.explore: expected a CUDA device, got none; problems are timed on a GPU, and --check-only checks "
             "them at small sizes in Triton's interpreter"
         )
-    asked = problems(op, seed, cases)
-    if not cuda:
-        asked = [_small(dims) for dims in asked]
-    variants = _chosen(op, without)
-    file = None
-    if root is not None and not check_only:
-        if seed < RECORDED_FROM and root == machines.RECORDS:
-            raise ValueError(f"explore: expected a seed from {RECORDED_FROM} up to record, got {seed}; see --out")
-        file = _File(path(machines.slug_of(torch.cuda.get_device_name()), op.name, root), op, seed, without)
-    rows: list[dict[str, Any]] = list(file.rows) if file else []
-    done = {int(row["case"]) for row in rows}
-    todo = [case for case in range(cases) if case not in done]
-    bar = tqdm(total=cases, initial=cases - len(todo), desc=op.name, disable=None if progress else True, leave=False)
-    with bar:
-        for some in _batches(todo, _TOGETHER * compilers.workers if compilers else cases):
-            if compilers:
-                compilers.compile(op, [asked[case] for case in some], variants, until)
-            for case in some:
-                if time.monotonic() > until:
-                    return _framed(op, rows, file)
-                found = [{"case": case, **row} for row in _explored(op, asked[case], variants, repeat, check_only)]
-                if file:
-                    file.append(found)
-                rows += found
-                _tidy()
-                bar.update()
-    return _framed(op, rows, file)
+    if root == machines.RECORDS and seed < RECORDED_FROM and not check_only:
+        raise ValueError(f"explore: expected a seed from {RECORDED_FROM} up to record, got {seed}; see --out")
+    runs = [_Run(op, seed, cases, without, None if check_only else root) for op in ops]
+    if not check_only:
+        # The first problems of all come before the second ones, in case there is no time for the last.
+        asked = [(run.op, run.asked[i], run.compiling) for i in range(cases) for run in runs if i in run.todo]
+        _compile_beforehand(asked, workers or os.cpu_count() or 1, 0.6 * seconds)
+    for i, run in enumerate(runs):
+        share = (until - time.monotonic()) / (len(runs) - i)
+        try:
+            yield run.op, run.go(time.monotonic() + share, repeat, check_only)
+        except Wrong as wrong:
+            yield run.op, wrong
 
 
-def _batches(todo: Sequence[int], size: int) -> Iterator[Sequence[int]]:
-    for i in range(0, len(todo), max(1, size)):
-        yield todo[i : i + size]
+def _gpu() -> bool:
+    return torch.cuda.is_available()
+
+
+class _Run:
+    """The problems of one operator, and what is known of them."""
+
+    def __init__(self, op: Op, seed: int, cases: int, without: Sequence[str], root: pathlib.Path | None) -> None:
+        self.op = op
+        self.variants = _chosen(op, without)
+        self.compiling = [name for name, v in self.variants.items() if v.recompiles or name.startswith("fusebook")]
+        self.asked = problems(op, seed, cases)
+        if not _gpu():
+            self.asked = [_small(dims) for dims in self.asked]
+        self.file = None
+        if root is not None:
+            self.file = _File(path(machines.slug_of(torch.cuda.get_device_name()), op.name, root), op, seed, without)
+        self.rows: list[dict[str, Any]] = list(self.file.rows) if self.file else []
+        done = {int(row["case"]) for row in self.rows}
+        self.todo = [case for case in range(cases) if case not in done]
+
+    def go(self, until: float, repeat: int, check_only: bool) -> pd.DataFrame:
+        done = len(self.asked) - len(self.todo)
+        for case in tqdm(
+            self.todo, total=done + len(self.todo), initial=done, desc=self.op.name, disable=None, leave=False
+        ):
+            if time.monotonic() > until:
+                break
+            found = _explored(self.op, self.asked[case], self.variants, repeat, check_only)
+            found = [{"case": case, **row} for row in found]
+            if self.file:
+                self.file.append(found)
+            self.rows += found
+            _tidy()
+        frame = pd.DataFrame(self.rows, columns=[*_FRONT, *_dims(self.op), *_BACK])
+        frame.attrs.update(measured=True, stale=[], **(self.file.about if self.file else {}))
+        return frame
 
 
 def _tidy() -> None:
@@ -443,11 +441,8 @@ def _tidy() -> None:
             torch.cuda.empty_cache()
 
 
-def _framed(op: Op, rows: Sequence[Mapping[str, Any]], file: _File | None) -> pd.DataFrame:
-    dims = [k for k in problems(op, 0, 1)[0] if k not in ("dtype", "layout")]
-    frame = pd.DataFrame(rows, columns=[*_FRONT, *dims, *_BACK])
-    frame.attrs.update(measured=True, stale=[], **(file.about if file else {}))
-    return frame
+def _dims(op: Op) -> list[str]:
+    return [k for k in problems(op, 0, 1)[0] if k not in ("dtype", "layout")]
 
 
 # Files ----------------------------------------------------------------------------------------------------------------
@@ -485,8 +480,7 @@ class _File:
 
     def __init__(self, file: pathlib.Path, op: Op, seed: int, without: Sequence[str]) -> None:
         self.file = file
-        dims = [k for k in problems(op, 0, 1)[0] if k not in ("dtype", "layout")]
-        self.columns = [*_FRONT, *dims, *_BACK]
+        self.columns = [*_FRONT, *_dims(op), *_BACK]
         versions = machines.versions("torch", "triton", "liger_kernel", "quack", "onnxruntime")
         self.about = {
             "seed": str(seed),
@@ -730,7 +724,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--seed", type=int, default=0, help=f"up to {RECORDED_FROM - 1} to tune by, above to record (default: 0)"
     )
-    parser.add_argument("--seconds", type=float, default=math.inf, help="of all ops together; each has the same share")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="of all ops together, compiling included")
     parser.add_argument("--repeat", type=int, default=7, help="calls timed (default: 7)")
     parser.add_argument(
         "--without", default="", metavar="WORDS", help="comma list: leave variants out that contain one"
@@ -749,30 +743,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     out = args.out or (
         machines.RECORDS if args.seed >= RECORDED_FROM else pathlib.Path("explored", f"seed-{args.seed}")
     )
-    until, wrong = time.monotonic() + args.seconds, 0
-    with _Compilers(0 if args.check_only else args.workers) as compilers:
-        for i, name in enumerate(names):
-            share = (until - time.monotonic()) / (len(names) - i)
-            try:
-                frame = explore(
-                    OPS[name],
-                    seed=args.seed,
-                    cases=args.cases,
-                    seconds=share,
-                    repeat=args.repeat,
-                    without=[word for word in args.without.split(",") if word],
-                    check_only=args.check_only,
-                    root=out,
-                    compilers=compilers if compilers.pool else None,
-                )
-            except Wrong as error:
+    wrong = 0
+    try:
+        for op, found in explore(
+            *(OPS[name] for name in names),
+            seed=args.seed,
+            cases=args.cases,
+            seconds=args.seconds,
+            repeat=args.repeat,
+            without=[word for word in args.without.split(",") if word],
+            check_only=args.check_only,
+            root=out,
+            workers=args.workers,
+        ):
+            if isinstance(found, Wrong):
                 wrong += 1
-                print(error, file=sys.stderr, flush=True)
-                continue
-            except (RuntimeError, ValueError) as error:
-                print(error, file=sys.stderr)
-                return 1
-            print(_told(OPS[name], frame), flush=True)
+                print(found, file=sys.stderr, flush=True)
+            else:
+                print(_told(op, found), flush=True)
+    except (RuntimeError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 1
     return 1 if wrong else 0
 
 

@@ -1,0 +1,353 @@
+"""Problems that nobody chose: the law they are drawn by, and that a wrong result, a cut and an edit do not pass."""
+
+import math
+import random
+from collections import Counter
+
+import pandas as pd
+import pytest
+import torch
+
+from fusebook import bench, check, explore, inputs, timing
+from fusebook import machine as machines
+from fusebook.cards import OPS, _draws
+from fusebook.op import Variant
+from toy import toy, variant
+
+MANY = 1500
+
+
+def drawn(op, count=MANY, seed=0):
+    rng = random.Random(seed)
+    return [op.draw(rng) for _ in range(count)]
+
+
+# The law
+
+
+@pytest.mark.parametrize("op", OPS.values(), ids=OPS)
+def test_a_draw_is_a_problem_of_its_card(op):
+    asked = {*next(iter(op.configs.values()))[0], "dtype", "layout"}
+    for dims in drawn(op, 300):
+        assert set(dims) == asked
+        assert all(isinstance(v, str) or (isinstance(v, int) and v > 0) for v in dims.values())
+        assert dims["dtype"] in bench.DTYPES and dims["layout"] in inputs.LAYOUTS
+    assert drawn(op, 20) == drawn(op, 20) != drawn(op, 20, seed=1)
+
+
+@pytest.mark.parametrize("op", OPS.values(), ids=OPS)
+def test_no_draw_moves_more_than_is_allowed(op):
+    most = 0
+    for dims in drawn(op):
+        sizes = {k: v for k, v in dims.items() if k not in ("dtype", "layout")}
+        cost = op.cost(_draws.itemsize(dims["dtype"]), **sizes)
+        most = max(most, cost.read + cost.write)
+    assert _draws.BYTES / 8 < most <= _draws.BYTES
+
+
+@pytest.mark.parametrize("op", OPS.values(), ids=OPS)
+def test_draws_are_of_all_kinds(op):
+    found = drawn(op)
+    layouts = Counter(dims["layout"] for dims in found)
+    assert 0.45 < layouts["contiguous"] / MANY < 0.55
+    assert {"sliced", "offset"} < set(layouts)
+    assert len({dims["dtype"] for dims in found}) >= 2
+    first = next(k for k, v in found[0].items() if isinstance(v, int))
+    few = sum(dims[first] <= 64 for dims in found) / MANY
+    assert few > 0.05 and any(dims[first] > 10_000 for dims in found)
+
+
+# What a third of is a width from models, and how its card calls it.
+WIDTHS = {
+    "softmax": "N",
+    "softmax_backward": "N",
+    "silu": "N",
+    "add_add_multiply": "N",
+    "swiglu": "K",
+    "concat_gemm": "K",
+    "embedding_backward": "D",
+    "scatter_nd_of_shape": "D",
+}
+
+
+@pytest.mark.parametrize(("name", "width"), WIDTHS.items())
+def test_a_third_of_widths_are_real_and_a_third_odd(name, width):
+    widths = [dims[width] for dims in drawn(OPS[name])]
+    odd = sum(w % 2 and w not in _draws.VOCABULARIES for w in widths) / MANY
+    real = sum(w in _draws.HIDDEN + _draws.VOCABULARIES for w in widths) / MANY
+    assert abs(odd - 1 / 3) < 0.05 and abs(real - 1 / 3) < 0.05
+
+
+def test_sizes_are_log_uniform():
+    rng = random.Random(0)
+    octaves = Counter(_draws.log_uniform(rng, 1, 2**12 - 1).bit_length() for _ in range(12 * MANY))
+    assert set(octaves) == set(range(1, 13))
+    assert all(abs(n / MANY - 1) < 0.15 for n in octaves.values())
+    assert {_draws.log_uniform(rng, 3, 4) for _ in range(50)} == {3, 4}
+    assert _draws.count(rng, 0) == 1 and _draws.size(rng, 5, 5, ()) == 5
+
+
+# The layouts
+
+
+@pytest.mark.parametrize("how", inputs.LAYOUTS)
+@pytest.mark.parametrize("across", [False, True])
+def test_a_layout_changes_no_value(how, across):
+    x = torch.arange(6.0 * 10).view(6, 10)
+    x = x.mT.contiguous().mT if across else x
+    y = inputs.laid(x, how)
+    assert torch.equal(y.reshape(6, 10), x)
+    if how in ("sliced", "offset"):
+        assert y.mT.is_contiguous() is (across and how == "offset")
+        assert (y.stride(0) == 1) is across, "what lies across stays so"
+
+
+def test_layouts_are_what_they_are_called():
+    x = torch.arange(6.0 * 10).view(6, 10)
+    assert inputs.laid(x, "contiguous") is x
+    assert inputs.laid(x, "across").stride() == (1, 6)
+    permuted = inputs.laid(x, "permuted")
+    assert permuted.shape == (2, 3, 10) and permuted.stride() == (1, 20, 2)
+    sliced = inputs.laid(x, "sliced")
+    assert sliced.stride() == (74, 1) and sliced.as_strided((6, 74), (74, 1))[:, 10:].isnan().all()
+    offset = inputs.laid(x, "offset")
+    assert offset.is_contiguous() and offset.storage_offset() == 1
+    flat, none = torch.ones(3), torch.ones(0, 3)
+    assert inputs.laid(flat, "across") is flat and inputs.laid(none, "sliced") is none
+    with pytest.raises(ValueError, match="contiguous, across, permuted, sliced, offset, got 'round'"):
+        inputs.laid(x, "round")
+
+
+def test_a_problem_lays_its_matrices_out_and_nothing_else():
+    dims = {"M": 6, "N": 8, "y": "row", "dtype": "float32", "layout": "permuted"}
+    x, y = explore._made(OPS["multiply"], dims, "cpu")
+    assert x.shape == (2, 3, 8) and y.shape == (1, 8)
+    x, gate, up = explore._made(
+        OPS["swiglu"], {"M": 3, "K": 8, "N": 16, "dtype": "bfloat16", "layout": "offset"}, "cpu"
+    )
+    assert x.storage_offset() == 1 and gate.storage_offset() == up.storage_offset() == 0
+    assert x.dtype == torch.bfloat16
+
+
+# Exploring
+
+
+@pytest.fixture
+def op():
+    return toy(fusebook=variant(lambda x: x + x), slow=variant(lambda x: 2 * x))
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """Times of a device that is not there: the variant's name tells how long it takes."""
+    took = {"fusebook": 10e-6, "honest": 8e-6, "slow": 30e-6}
+
+    def clock(kind):
+        def times(functions, **_):
+            return {name: timing.Quantiles(*[took[name] * (kind == "cold" or 3)] * 3, 1) for name in functions}
+
+        return times
+
+    monkeypatch.setattr(explore, "_gpu", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda *_: "Test GPU")
+    monkeypatch.setattr(timing, "cold", clock("cold"))
+    monkeypatch.setattr(timing, "host", clock("host"))
+    monkeypatch.setattr(timing, "_host_seconds", lambda _: 1.0)
+
+
+def explored(*ops, **options):
+    return [found for _, found in explore.explore(*ops, **{"cases": 3, "seed": 100, **options})]
+
+
+def test_problems_are_the_same_however_many_are_asked_for():
+    op = OPS["softmax"]
+    assert explore.problems(op, 7, 5) == explore.problems(op, 7, 9)[:5]
+    assert explore.problems(op, 7, 5) != explore.problems(op, 8, 5)
+
+
+def test_problems_are_checked_and_timed(op, gpu):
+    (frame,) = explored(op)
+    assert len(frame) == 9 and (frame["status"] == "ok").all()
+    assert list(frame.columns) == [*explore.COLUMNS[:5], "M", "N", *explore.COLUMNS[5:]]
+    found = explore.standing(op, frame)
+    assert list(found["over all"]) == [1.25] * 3 and set(found["best"]) == {"honest"}
+    assert list(explore.standing(op, frame, "paid")["ours_us"]) == pytest.approx([30.0] * 3)
+    told = explore.quantiles(op, frame)
+    assert told.loc[("cold", "over torch"), "worst"] == 1.25 and told.loc[("cold", "over all"), "at most 1.02"] == 0
+    assert len(explore.worst(op, frame, count=2)) == 2 and explore.refusals(frame).empty
+
+
+def test_the_best_of_torch_needs_nothing_but_torch(op, gpu, monkeypatch):
+    monkeypatch.setattr(bench, "missing", lambda _: "")
+    op = toy(fusebook=variant(lambda x: x + x), slow=Variant(lambda x: 2 * x, needs=("cuda", "a_library")))
+    monkeypatch.setattr(timing, "cold", lambda fs, **_: {n: timing.Quantiles(*[len(n) * 1e-6] * 3, 1) for n in fs})
+    found = explore.standing(op, explored(op)[0])
+    assert set(found["torch"]) == {"honest"} and set(found["best"]) == {"slow"}
+    assert list(found["over torch"]) == [8 / 6] * 3 and list(found["over all"]) == [2.0] * 3
+
+
+def test_a_wrong_result_of_ours_ends_it_with_the_line_that_shows_it(op, monkeypatch):
+    wrong = toy(fusebook=variant(lambda x: x * (3 if x.shape[0] > 4 else 2)))
+    (found,) = explored(wrong, cases=20, check_only=True)
+    assert isinstance(found, explore.Wrong) and "score" in str(found)
+    line = str(found).splitlines()[-1]
+    monkeypatch.setattr(explore, "OPS", {"toy": wrong})
+    with pytest.raises(explore.Wrong):
+        exec(line)
+    monkeypatch.setattr(explore, "OPS", {"toy": op})
+    exec(line)
+
+
+def test_what_others_do_wrong_is_noted_and_not_timed(gpu):
+    def refuses(x):
+        raise NotImplementedError("takes nothing")
+
+    op = toy(fusebook=variant(lambda x: x + x), bad=variant(torch.zeros_like), refusing=variant(refuses))
+    (frame,) = explored(op)
+    bad = frame[frame["variant"] == "bad"]
+    assert set(bad["status"]) == {"wrong"} and bad["cold_us"].isna().all() and (bad["score"] >= 0.5).all()
+    told = explore.refusals(frame)
+    assert told.loc[("refusing", "refused"), "problems"] == 3 and told["note"].iloc[1] == "takes nothing"
+
+
+def test_what_waits_for_the_device_has_its_whole_call(op, gpu, monkeypatch):
+    cold = timing.cold
+    monkeypatch.setattr(timing, "cold", lambda fs, **_: cold(fs) | {"slow": None})
+    (frame,) = explored(op)
+    slow = frame[frame["variant"] == "slow"]
+    assert slow["cold_us"].isna().all() and slow["host_us"].isna().all() and (slow["call_us"] > 0).all()
+
+
+def test_seconds_end_it(op, gpu, tmp_path):
+    (frame,) = explored(op, seconds=1e-9, root=tmp_path)
+    assert frame.empty and list(frame.columns)[:2] == ["case", "op"]
+
+
+def test_a_run_that_was_cut_off_goes_on(op, gpu, tmp_path):
+    explored(op, root=tmp_path)
+    file = explore.path("test-gpu", "toy", tmp_path)
+    whole = file.read_text()
+    file.write_text(whole[:-30])  # in the last row of the last problem
+    asked = []
+    more = toy(fusebook=variant(lambda x: (asked.append(0), x + x)[1]), slow=variant(lambda x: 2 * x))
+    (frame,) = explored(more, root=tmp_path, cases=4)
+    assert len(asked) == 2, "the problem that was cut off, and the fourth"
+    assert sorted(frame["case"]) == sorted([0, 1, 2, 3] * 3)
+    again = explore.read(op, "test-gpu", tmp_path)
+    pd.testing.assert_frame_equal(again, frame, check_dtype=False, rtol=1e-5)
+    assert again.attrs["seed"] == "100" and again.attrs["stale"] == []
+    assert file.read_text().startswith(whole.rsplit("\n", 4)[0])
+    assert "seeds 0 to 99 are for tuning" in whole.partition("\n")[0]
+
+
+def test_another_seed_begins_anew(op, gpu, tmp_path):
+    explored(op, root=tmp_path)
+    (frame,) = explored(op, root=tmp_path, seed=101, cases=2)
+    assert set(frame["case"]) == {0, 1} and len(explore.read(op, "test-gpu", tmp_path)) == 6
+
+
+@pytest.mark.parametrize("what", ["a number", "the head", "a row gone", "two rows"])
+def test_an_edited_file_is_refused(op, gpu, tmp_path, what):
+    explored(op, root=tmp_path)
+    file = explore.path("test-gpu", "toy", tmp_path)
+    lines = file.read_text().splitlines(keepends=True)
+    match what:
+        case "a number":
+            lines[3] = lines[3].replace(",10,", ",9,")
+        case "the head":
+            lines[0] = lines[0].replace("seed=100", "seed=123")
+        case "a row gone":
+            del lines[4]
+        case "two rows":
+            lines[3], lines[4] = lines[4], lines[3]
+    file.write_text("".join(lines))
+    with pytest.raises(explore.ExploredError, match="instead of editing"):
+        explore.read(op, "test-gpu", tmp_path)
+
+
+def test_a_missing_file_names_the_command(op, tmp_path):
+    with pytest.raises(explore.ExploredError, match=r"python -m fusebook.explore toy --seed 100"):
+        explore.read(op, "test-gpu", tmp_path)
+
+
+def test_seeds_to_tune_by_are_not_recorded(op, gpu):
+    with pytest.raises(ValueError, match="from 100 up"):
+        explored(op, seed=99, root=machines.RECORDS)
+
+
+def test_small_problems_keep_what_makes_them_hard():
+    small = explore._small({"M": 1, "N": 50257, "K": 8192, "law": "zipf"})
+    assert small == {"M": 1, "N": 16 + 50257 % 32, "K": 16, "law": "zipf"} and small["N"] % 2
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_without_a_gpu_problems_are_only_checked(capsys):
+    assert explore.main(["double"]) == 1
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1 and "--check-only" in told
+    assert explore.main(["double", "--check-only", "--cases", "2"]) == 0
+    assert capsys.readouterr().out.strip() == "double: 2 problems"
+
+
+@pytest.mark.parametrize("argv", [["no_such_op"], ["double", "--cases", "0"], ["double", "--seed", "-1"], []])
+def test_nonsense_on_the_command_line_exits_with_2(argv, capsys):
+    with pytest.raises(SystemExit) as stop:
+        explore.main(argv)
+    assert stop.value.code == 2 and capsys.readouterr().err
+
+
+def test_every_operator_of_ours_can_be_explored():
+    for op in OPS.values():
+        if "onnxruntime" not in op.name:
+            assert explore.ours(op) in op.variants and explore._torchs(op)
+    with pytest.raises(ValueError, match="variant fusebook"):
+        explore.ours(OPS["onnxruntime_nodes"])
+
+
+# Rows alone
+
+
+def by_count(x):
+    """Right, and a little different where rows are few: as what sums in parts is."""
+    return 2 * x * (1 + 2**-23) if len(x) < 4 else 2 * x
+
+
+def test_rows_that_depend_on_their_number_are_found():
+    op = toy()
+    for rows in (5, 40):
+        x = inputs.rough(inputs.generator(0, "cpu"), (rows, 7), torch.float32)
+        assert check.alone(op, by_count, (x,)) is False
+        assert check.alone(op, lambda x: 2 * x, (x,)) is True
+        assert check.alone(op, lambda x: (2 * x, 2 * x + (len(x) > 20)), (x,)) is (rows < 20)
+        assert check.alone(op, lambda x: torch.cat([2 * x[:-1], -2 * x[-1:]]), (x,)) is False
+    assert check.alone(op, by_count, (x[:1],)) is None
+    assert check.alone(OPS["kmeans_update"], by_count, (x,)) is None
+
+
+def test_what_is_broadcast_belongs_to_every_row():
+    op = OPS["multiply"]
+    for y in ("matrix", "row", "column"):
+        made = op.make(inputs.generator(0, "cpu"), torch.float32, M=9, N=4, y=y)
+        assert check.alone(op, torch.mul, made) is True
+        assert check.alone(op, lambda x, y: x * y + (len(x) < 3), made) is False
+
+
+def test_results_say_whether_rows_are_alone():
+    prepared = variant(lambda y: by_count(y) / 2, prepare=lambda x: (2 * x,))
+    refuses = []
+
+    def only_all(x):
+        if refuses and len(x) < 16:
+            raise NotImplementedError("takes sixteen rows")
+        refuses.append(0)
+        return 2 * x
+
+    op = toy(parts=prepared, slow=variant(lambda x: x + x, recompiles=True), all=variant(only_all))
+    frame = bench.run(op, config="16", repeat=1, warmup=0, progress=False)
+    assert dict(zip(frame["variant"], frame["alone"], strict=True)) == {
+        "honest": "yes",
+        "parts": "no",
+        "slow": "",
+        "all": "",
+    }
+    assert (frame["status"] == "ok").all() and math.isfinite(frame["call_us"].max())
