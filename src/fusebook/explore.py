@@ -496,7 +496,7 @@ class _File:
         self.end = _link("", self.head + "\n" + _text(self.columns))
         if file.exists() and file.read_text().startswith(self.head + "\n"):
             known, _ = _load(file)
-            self.rows = known.to_dict("records")
+            self.rows = [{str(k): v for k, v in row.items()} for row in known.to_dict("records")]
         # Anew, without what was cut off in the middle.
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(f"{self.head}\n{_text([*self.columns, 'chain'])}\n")
@@ -615,7 +615,7 @@ def standing(op: Op, frame: pd.DataFrame, kind: str = "cold") -> pd.DataFrame:
     dims = [c for c in frame.columns if c not in (*_FRONT, *_BACK)]
     found = []
     for (case, way), rows in right.groupby(["case", "math"], sort=True):
-        own = rows[rows["variant"] == ours(op, way)]
+        own = rows[rows["variant"] == ours(op, str(way))]
         others = rows[~rows["variant"].str.startswith("fusebook")].set_index("variant")["time"]
         if own.empty or others.empty:
             continue
@@ -625,7 +625,7 @@ def standing(op: Op, frame: pd.DataFrame, kind: str = "cold") -> pd.DataFrame:
         for name, among in (("torch", others[others.index.isin(_torchs(op))]), ("best", others)):
             row |= {name: among.idxmin() if len(among) else "", f"{name}_us": among.min()}
         row |= {"over torch": time_ / row["torch_us"], "over all": time_ / row["best_us"]}
-        given = {k: v if isinstance(v, str) else int(v) for k, v in first[[*dims, "dtype", "layout"]].items()}
+        given = {k: v if isinstance(v := first[k], str) else int(v) for k in (*dims, "dtype", "layout")}
         found.append(row | {"line": _line(op, given)})
     names = ["case", "math", "dtype", "layout", *dims, "ours_us", "torch", "torch_us", "best", "best_us"]
     return pd.DataFrame(found, columns=[*names, "over torch", "over all", "line"])
