@@ -96,8 +96,8 @@ class Op:
     configs : mapping of str to sequence of Dims
         What benchmarks sweep: workloads.
     draw : callable
-        ``draw(rng) -> Dims``, with `rng` a `random.Random`: a problem that somebody has and nobody chose. It also names
-        its ``dtype`` and its ``layout``, a word of `fusebook.inputs.laid`, and knows nothing of our plans.
+        ``draw(rng) -> Dims``, with `rng` a ``random.Random``: a problem that somebody has and nobody chose. It names
+        its ``dtype`` and its ``layout`` too, a word of `fusebook.inputs.laid`, and knows nothing of our plans.
     edges : sequence of Dims
         What tests try: the smallest sizes that reach every branch.
     dtypes : sequence of torch.dtype

@@ -5,7 +5,7 @@ third of them are those of models that people run, a third are odd, a third are 
 are log-uniform as well, from one to what the bytes allow. Half of all problems lie contiguous in memory, the others are
 views. bfloat16 and float32 are drawn twice as often as float16, float64 seldom. No problem moves more than 2 GiB.
 
-The law knows nothing of plans and tiles. A generator of Python's `random` draws: its numbers are the same in all
+The law knows nothing of plans and tiles. A generator of Python's ``random`` draws: its numbers are the same in all
 versions, so that a seed names a problem for good.
 """
 

@@ -234,7 +234,7 @@ def _draw_problem(rng: random.Random, laws: tuple[str, ...]) -> Dims:
     A gibibyte of points and 2**36 products of a point's and a centre's coordinate at most, which the reference computes
     one after another. Labels are as wide as they come, or as narrow as the centres allow.
     """
-    dtype = _draws.dtype(rng, _DTYPES)
+    dtype = _draws.dtype(rng, DTYPES)
     d = _draws.size(rng, 1, 4096, _COORDINATES)
     k = _draws.log_uniform(rng, 2, 4096)
     n = _draws.count(rng, min(2**24, 2**30 // (d * _draws.itemsize(dtype)), 2**36 // (d * k)))
