@@ -630,7 +630,8 @@ def _checked(name: str, X: Any, y: Any, w: Any, b: Any, lr: Any, l2: Any) -> Non
                 f"{name}: expected {what} to be a number, got {type(value).__name__}; pass a Python float, since "
                 "reading a tensor would wait for the GPU"
             )
-        if isinstance(value, (int, float)) and not math.isfinite(value):
+        # torch.compile may take the number for one that varies, and then it has no value yet.
+        if not torch.compiler.is_compiling() and isinstance(value, (int, float)) and not math.isfinite(value):
             raise ValueError(f"{name}: expected {what} to be finite, got {value}; every weight would become NaN")
     check_device(name, X)
 
@@ -689,7 +690,7 @@ _step = Operator(
 )
 _fit = Operator(
     "logistic_fit",
-    "(Tensor X, Tensor y, Tensor w, Tensor b, float lr, float l2, int steps, bool? on_chip)"
+    "(Tensor X, Tensor y, Tensor w, Tensor b, float lr, float l2, SymInt steps, bool? on_chip)"
     " -> (Tensor, Tensor, Tensor)",
     check=_check_fit,
     outputs=_fit_outputs,
