@@ -321,12 +321,6 @@ def test_custom_operators_are_registered_whole(device):
     torch.library.opcheck(torch.ops.fusebook.swiglu, (x, a, b[:, :5].detach(), bias, False, ""))
 
 
-def test_under_compile(device):
-    x, w = drawn(3, 4, device=device), drawn(4, 5, device=device)
-    both = torch.compile(lambda x, w: fusebook.swiglu(fusebook.concat_gemm(x, [w, w])[:, :4], w, w), backend="eager")
-    assert torch.equal(both(x, w), fusebook.swiglu(fusebook.concat_gemm(x, [w, w])[:, :4], w, w))
-
-
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs 13 GB of a GPU")
 def test_beyond_two_to_the_31_elements(device):
     M, K, N = 2**17, 16, 2**14

@@ -380,26 +380,6 @@ def test_no_points_have_no_labels_and_no_coordinates_are_all_alike(device):
 # Operators ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("d", [2, 20])
-def test_operators_are_well_formed(d, device):
-    points, centres = drawn("near", device, n=40, d=d, k=3)
-    torch.library.opcheck(OPERATORS["kmeans_assign"].custom, (points, centres, torch.int32))
-    labels = assign(points, centres)
-    torch.library.opcheck(OPERATORS["kmeans_update"].custom, (points, labels, 3, centres))
-    torch.library.opcheck(OPERATORS["kmeans_step"].custom, (points, centres, torch.uint8))
-
-
-def test_they_run_under_torch_compile(device):
-    points, centres = drawn("near", device, n=40, d=2, k=3)
-
-    @torch.compile(fullgraph=True, backend="eager")
-    def iterated(x, c):
-        labels = fusebook.kmeans_assign(x, c)
-        return fusebook.kmeans_update(x, labels, 3, centres=c)
-
-    assert torch.allclose(iterated(points, centres), step(points, centres, torch.int64)[1], atol=1e-6)
-
-
 def test_the_baselines_of_the_cards_agree(device):
     points, centres = drawn("blobs", device, n=60, d=3, k=4)
     labels = kmeans_assign_eager(points, centres)

@@ -373,20 +373,6 @@ def test_two_fits_at_once_do_not_wait_for_each_other():
 
 
 @needs_cuda
-def test_a_step_and_a_fit_run_in_a_graph():
-    step, chip = made("cuda", 400, 784), made_fit("cuda", 400, 784, steps=10)
-    logistic_step(*step), fit(*chip, on_chip=True)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):  # the check, which would wait, is left out
-        one, many = logistic_step(*step), fit(*chip, on_chip=True)
-    for _ in range(3):
-        for v in (*one, *many):
-            v.fill_(7)
-        graph.replay()
-        assert right(LOGISTIC_STEP, step, one) and right(LOGISTIC_FIT, chip, many)
-
-
-@needs_cuda
 def test_beyond_two_to_the_31_elements():
     if torch.cuda.mem_get_info()[0] < 40 * 2**30:
         pytest.skip("needs 40 GiB of GPU memory")
@@ -403,12 +389,6 @@ def test_beyond_two_to_the_31_elements():
 
 
 # Transformations ------------------------------------------------------------------------------------------------------
-
-
-def test_custom_operators_are_registered_whole(device):
-    X, y, w, b, lr, l2 = made(device)
-    torch.library.opcheck(torch.ops.fusebook.logistic_step, (X, y, w, b, lr, l2))
-    torch.library.opcheck(torch.ops.fusebook.logistic_fit, (X, y, w, b, lr, l2, 3, None))
 
 
 def test_under_compile_the_check_is_left_out(device):

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from fusebook import bench, check
+from fusebook import bench
 from fusebook.cards import OPS
 from fusebook.inputs import generator
 

@@ -27,23 +27,14 @@ each_of_ours = pytest.mark.parametrize(("op", "variant"), OURS)
 on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
-#: Promises that are not kept yet.
-NOT_YET = {
-    ("kmeans_step", "test_its_operators_are_registered_whole"),
-    ("kmeans_step", "test_it_is_one_graph_under_torch_compile_and_stays_it_at_other_sizes"),
-    ("kmeans_step", "test_gradients_agree_with_differences_or_are_refused"),
-    ("kmeans_update", "test_gradients_agree_with_differences_or_are_refused"),
-}
-
-
 @pytest.fixture(autouse=True)
 def _what_is_here(request):
-    if "variant" in request.fixturenames and (why := bench.missing(request.getfixturevalue("variant"))):
-        pytest.skip(why)
-    if "variant" in request.fixturenames and not torch.cuda.is_available() and request.getfixturevalue("variant").math:
-        pytest.skip("TF32 is not interpreted: its variants are the others")
-    if "op" in request.fixturenames and (request.getfixturevalue("op").name, request.function.__name__) in NOT_YET:
-        request.applymarker(pytest.mark.xfail(reason="not kept yet"))
+    if "variant" in request.fixturenames:
+        variant = request.getfixturevalue("variant")
+        if why := bench.missing(variant):
+            pytest.skip(why)
+        if variant.math and not torch.cuda.is_available():
+            pytest.skip("TF32 is not interpreted: its variants are the others")
 
 
 def usual(op):
