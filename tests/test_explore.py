@@ -2,17 +2,20 @@
 
 import math
 import random
+import sys
 from collections import Counter
 
 import pandas as pd
 import pytest
 import torch
 
-from fusebook import bench, check, explore, inputs, timing
+from fusebook import bench, check, explore, inputs, plots, timing
 from fusebook import machine as machines
 from fusebook.cards import OPS, _draws
 from fusebook.op import Variant
-from toy import toy, variant
+from fusebook.page import NoResults, _place, options
+from fusebook.page import explored as explored_by_a_page
+from toy import machine, toy, variant
 
 MANY = 1500
 
@@ -302,6 +305,64 @@ def test_every_operator_of_ours_can_be_explored():
             assert explore.ours(op) in op.variants and explore._torchs(op)
     with pytest.raises(ValueError, match="variant fusebook"):
         explore.ours(OPS["onnxruntime_nodes"])
+
+
+# Pages
+
+
+@pytest.fixture
+def recorded(op, gpu, tmp_path, monkeypatch):
+    """Three problems of the toy on a made-up GPU, as a page finds them."""
+    monkeypatch.setattr(machines, "RECORDS", tmp_path)
+    monkeypatch.setattr(sys.modules["fusebook.page.results"], "OPS", {"toy": op})
+    monkeypatch.setenv("FUSEBOOK_GPU", "test-gpu")
+    monkeypatch.setattr(_place, "live", lambda: False)
+    machines.save(machine(), tmp_path / "test-gpu" / "machine.json")
+    explored(op, root=tmp_path)
+    return tmp_path
+
+
+def test_a_page_replays_what_was_explored(recorded):
+    found = explored_by_a_page(seed=7)
+    assert list(found) == ["toy"] and len(found["toy"]) == 9
+    attrs = found["toy"].attrs
+    assert attrs["seed"] == "100" and attrs["machine"].name == "Test GPU" and attrs["page"] == "toy-explored"
+    assert attrs["measured"] is False and attrs["stale"] == [] and attrs["date"] and attrs["path"].endswith("toy.csv")
+
+
+def test_a_page_without_a_record_names_the_command(recorded, monkeypatch):
+    monkeypatch.setenv("FUSEBOOK_GPU", "another-gpu")
+    with pytest.raises(NoResults, match="python -m fusebook.explore all --seed 100"):
+        explored_by_a_page()
+
+
+def test_a_page_explores_where_there_is_a_gpu_and_records_where_it_is_told(recorded, monkeypatch, tmp_path):
+    monkeypatch.setattr(_place, "live", lambda: True)
+    monkeypatch.setattr(machines, "here", machine)
+    monkeypatch.setenv("FUSEBOOK_RECORD", str(tmp_path / "new"))
+    found = explored_by_a_page(seed=105, cases=2)
+    assert set(found["toy"]["case"]) == {0, 1} and found["toy"].attrs["machine"] == machine()
+    assert (tmp_path / "new" / "test-gpu" / "explored" / "toy.csv").exists()
+
+
+def test_options_of_a_page(monkeypatch, capsys):
+    assert vars(options(seed=100, without="")) == {"seed": 100, "without": ""}
+    monkeypatch.setattr(_place, "script", lambda: True)
+    monkeypatch.setattr("sys.argv", ["page", "--seed", "7", "--without", "a,b"])
+    assert vars(options(seed=100, without="")) == {"seed": 7, "without": "a,b"}
+    monkeypatch.setattr("sys.argv", ["page", "--seed", "-7"])
+    with pytest.raises(SystemExit):
+        options(seed=100)
+    assert "expected a whole number from 0 up, got '-7'" in capsys.readouterr().err
+
+
+def test_a_spread_shows_each_ratio_once():
+    ax = plots.spread({"a": pd.Series([0.5, 2.0, None]), "b": pd.Series([], dtype=float)}, title="t", xlabel="x")
+    dots = [x for line in ax.lines if line.get_marker() == "o" for x in line.get_xdata()]
+    assert dots == [0.5, 2.0] and ax.get_xscale() == "log"
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["b", "a"]
+    medians = [line.get_xdata()[0] for line in ax.lines if line.get_linewidth() == 2 and line.get_marker() != "o"]
+    assert medians == [1.25]
 
 
 # Rows alone

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import datetime
 import functools
 import hashlib
 import io
@@ -23,25 +24,30 @@ import multiprocessing
 import os
 import pathlib
 import random
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import pandas as pd
 import torch
-from tqdm.auto import tqdm
 
 from fusebook import bench, check, inputs, timing
 from fusebook import machine as machines
 from fusebook.cards import OPS
+from fusebook.extras import extra
 from fusebook.op import Dims, Op, Variant
+
+with extra("book"):
+    import pandas as pd
+    from tqdm.auto import tqdm
 
 __all__ = [
     "COLUMNS",
     "RECORDED_FROM",
     "ExploredError",
     "Wrong",
+    "explorable",
     "explore",
     "ours",
     "path",
@@ -50,6 +56,7 @@ __all__ = [
     "quantiles",
     "read",
     "refusals",
+    "several",
     "standing",
     "worst",
 ]
@@ -112,6 +119,16 @@ def _line(op: Op, dims: Dims) -> str:
     return f"from fusebook import explore; explore.problem({op.name!r}{given})"
 
 
+def explorable(op: Op) -> bool:
+    """Whether an operator has a variant of ours to hold against the others.
+
+    Parameters
+    ----------
+    op : Op
+    """
+    return "fusebook" in op.variants or "fusebook (chosen)" in op.variants
+
+
 def ours(op: Op, math: str = "") -> str:
     """The variant that a user of ours gets: it may choose a library's product.
 
@@ -140,6 +157,11 @@ def _chosen(op: Op, without: Sequence[str]) -> dict[str, Variant]:
         for name, v in op.variants.items()
         if not (v.on_cpu or name in _ON_HOST or bench.missing(v) or any(word in name for word in without))
     }
+
+
+def _compiling(variants: Mapping[str, Variant]) -> list[str]:
+    """Those that compile for a shape."""
+    return [name for name, v in variants.items() if v.recompiles or name.startswith("fusebook")]
 
 
 def _split(dims: Dims) -> tuple[torch.dtype, str, dict[str, Any]]:
@@ -192,6 +214,33 @@ def problem(
     return pd.DataFrame([{"case": 0, **row} for row in rows])
 
 
+def several(asked: Sequence[tuple[str, Dims]], *, repeat: int = 7, without: Sequence[str] = ()) -> list[pd.DataFrame]:
+    """As `problem`, of several, for which everything is compiled beforehand.
+
+    Parameters
+    ----------
+    asked : sequence of tuple
+        The name of an operator, and the dims of a problem.
+    repeat : int
+        Calls timed.
+    without : sequence of str
+        Variants whose name contains one of these are left out.
+
+    Returns
+    -------
+    list of pandas.DataFrame
+        Of each problem.
+
+    Raises
+    ------
+    Wrong
+        Where a result of ours is above the limit.
+    """
+    beforehand = [(OPS[name], dims, _compiling(_chosen(OPS[name], without))) for name, dims in asked]
+    _compile_beforehand(beforehand, os.cpu_count() or 1, math.inf)
+    return [problem(name, repeat=repeat, without=without, **dims) for name, dims in asked]
+
+
 def _explored(
     op: Op, dims: Dims, variants: Mapping[str, Variant], repeat: int, check_only: bool
 ) -> list[dict[str, Any]]:
@@ -213,6 +262,7 @@ def _explored(
             "flop": least.flop,
         }
         for name, v in variants.items()
+        if v.math != "tf32" or kind == torch.float32
     }
     try:
         made = _made(op, dims, "cuda" if torch.cuda.is_available() else "cpu")
@@ -224,9 +274,9 @@ def _explored(
     if any(v.recompiles for v in variants.values()):
         torch.compiler.reset()  # each shape compiled for itself, as by a program that has only that shape
     calls: dict[str, Callable[[], Any]] = {}
-    for name, v in variants.items():
+    for name in rows:
         with torch.no_grad(), bench._reasons(rows[name]):
-            calls[name] = _checked(op, v, made, yard, rows[name])
+            calls[name] = _checked(op, variants[name], made, yard, rows[name])
         if rows[name]["status"] == "ok":
             continue
         calls.pop(name, None)
@@ -404,7 +454,7 @@ class _Run:
     def __init__(self, op: Op, seed: int, cases: int, without: Sequence[str], root: pathlib.Path | None) -> None:
         self.op = op
         self.variants = _chosen(op, without)
-        self.compiling = [name for name, v in self.variants.items() if v.recompiles or name.startswith("fusebook")]
+        self.compiling = _compiling(self.variants)
         self.asked = problems(op, seed, cases)
         if not _gpu():
             self.asked = [_small(dims) for dims in self.asked]
@@ -472,6 +522,10 @@ def _link(before: str, text: str) -> str:
     return hashlib.sha256(f"{before}\n{text}".encode()).hexdigest()[:12]
 
 
+def _undated(head: str) -> str:
+    return re.sub(r" \| date=[-0-9]*", "", head)
+
+
 class _File:
     """Explored problems on their way into a file, each as soon as it is known.
 
@@ -484,6 +538,7 @@ class _File:
         versions = machines.versions("torch", "triton", "liger_kernel", "quack", "onnxruntime")
         self.about = {
             "seed": str(seed),
+            "date": datetime.date.today().isoformat(),
             "without": ",".join(without),
             "source": bench.source_hash(op),
             "commit": machines._commit(),
@@ -493,11 +548,12 @@ class _File:
         told = " | ".join(f"{k}={v}" for k, v in self.about.items())
         self.head = f"{_FORMAT} | name={op.name} | {law} | {told}"
         self.rows: list[dict[str, Any]] = []
-        self.end = _link("", self.head + "\n" + _text(self.columns))
-        if file.exists() and file.read_text().startswith(self.head + "\n"):
+        if file.exists() and _undated(head := file.read_text().partition("\n")[0]) == _undated(self.head):
+            self.head = head  # the day that it began
             known, _ = _load(file)
             self.rows = [{str(k): v for k, v in row.items()} for row in known.to_dict("records")]
         # Anew, without what was cut off in the middle.
+        self.end = _link("", self.head + "\n" + _text(self.columns))
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(f"{self.head}\n{_text([*self.columns, 'chain'])}\n")
         kept, self.rows = self.rows, []
@@ -575,7 +631,7 @@ def read(op: Op, slug: str = "nvidia-h200", root: pathlib.Path | None = None) ->
     stale = [op.name] if now and about.get("source") != now else []
     beside = file.parent.parent / "machine.json"
     machine = machines.load(beside, recorded=True) if beside.exists() else None
-    frame.attrs.update(machine=machine, measured=False, stale=stale, path=str(file), **about)
+    frame.attrs.update(about, machine=machine, measured=False, stale=stale, path=str(file))
     return frame
 
 
@@ -602,9 +658,9 @@ def standing(op: Op, frame: pd.DataFrame, kind: str = "cold") -> pd.DataFrame:
     Returns
     -------
     pandas.DataFrame
-        A row for each problem that ours computes, and its arithmetic: ``case``, ``math``, ``ours_us``, the best of what
-        torch has and of all (``torch``, ``torch_us``, ``best``, ``best_us``), ours ``over torch`` and ``over all``, and
-        ``line``, which does it again. Microseconds.
+        A row for each problem that ours computes, and its arithmetic: ``case``, ``math``, the dims, ``bytes`` moved,
+        ``ours_us``, the best of what torch has and of all (``torch``, ``torch_us``, ``best``, ``best_us``), ours ``over
+        torch`` and ``over all``, and ``line``, which does it again. Microseconds.
     """
     if kind not in ("cold", "paid"):
         raise ValueError(f"explore.standing: expected cold or paid, got {kind!r}")
@@ -621,13 +677,14 @@ def standing(op: Op, frame: pd.DataFrame, kind: str = "cold") -> pd.DataFrame:
             continue
         first, time_ = own.iloc[0], own["time"].iloc[0]
         row = {"case": case, "math": way, "dtype": first["dtype"], "layout": first["layout"]}
-        row |= {k: first[k] for k in dims} | {"ours_us": time_}
+        row |= {k: first[k] for k in dims}
+        row |= {"bytes": first["read_bytes"] + first["write_bytes"], "ours_us": time_}
         for name, among in (("torch", others[others.index.isin(_torchs(op))]), ("best", others)):
             row |= {name: among.idxmin() if len(among) else "", f"{name}_us": among.min()}
         row |= {"over torch": time_ / row["torch_us"], "over all": time_ / row["best_us"]}
         given = {k: v if isinstance(v := first[k], str) else int(v) for k in (*dims, "dtype", "layout")}
         found.append(row | {"line": _line(op, given)})
-    names = ["case", "math", "dtype", "layout", *dims, "ours_us", "torch", "torch_us", "best", "best_us"]
+    names = ["case", "math", "dtype", "layout", *dims, "bytes", "ours_us", "torch", "torch_us", "best", "best_us"]
     return pd.DataFrame(found, columns=[*names, "over torch", "over all", "line"])
 
 
@@ -715,7 +772,7 @@ def _told(op: Op, frame: pd.DataFrame) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code."""
-    known = [name for name, op in OPS.items() if any(v in op.variants for v in ("fusebook", "fusebook (chosen)"))]
+    known = [name for name, op in OPS.items() if explorable(op)]
     parser = argparse.ArgumentParser(
         prog="python -m fusebook.explore", description="Check and time problems that nobody chose."
     )

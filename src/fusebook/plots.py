@@ -21,7 +21,7 @@ with extra("book"):
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 
-__all__ = ["bandwidth", "copies", "dots", "lines", "roofline", "timeline", "times"]
+__all__ = ["bandwidth", "copies", "dots", "lines", "roofline", "spread", "timeline", "times"]
 
 #: Readable on white and on near-black, and told apart by readers who do not see red and green.
 INK = "#6e6e6e"
@@ -502,4 +502,39 @@ def timeline(df: pd.DataFrame, *, until: float, title: str = "", ax: Axes | None
     ax.legend(
         ncols=3, loc="lower right", bbox_to_anchor=(1, 1), frameon=False, labelcolor=INK, fontsize=8, borderaxespad=0.2
     )
+    return ax
+
+
+def spread(ratios: Mapping[str, pd.Series], *, title: str, xlabel: str, ax: Axes | None = None) -> Axes:
+    """How ratios are spread: a row a name, a dot a ratio, a bar at the median, and a line where both are equal.
+
+    Parameters
+    ----------
+    ratios : mapping of str to pandas.Series
+        By the name of its row; what is missing is left out.
+    title, xlabel : str
+    ax : matplotlib.axes.Axes, optional
+
+    Returns
+    -------
+    matplotlib.axes.Axes
+        The ratios are on a logarithmic axis.
+    """
+    ax = _axes(ax, title, xlabel, "", (8.0, 1.6 + 0.32 * len(ratios)))
+    ax.grid(axis="x", color=INK, alpha=0.25, linewidth=0.6)
+    names = list(reversed(ratios))
+    for y, name in enumerate(names):
+        values = ratios[name].dropna().astype(float).sort_values().to_numpy()
+        # Side by side within the row in the order of their size, so that equal ones are all seen.
+        height = y + 0.5 * (np.arange(len(values)) % 5 / 4 - 0.5)
+        ax.plot(values, height, linestyle="none", marker="o", markersize=3, color=_COLOURS["fusebook"], alpha=0.6)
+        if len(values):
+            ax.plot([np.median(values)] * 2, [y - 0.4, y + 0.4], color=INK, linewidth=2)
+    ax.axvline(1, color=INK, linewidth=1)
+    ax.set_xscale("log")
+    ax.xaxis.set_major_locator(LogLocator(base=2.0))
+    ax.xaxis.set_minor_locator(NullLocator())
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    ax.set_yticks(range(len(names)), names)
+    ax.set_ylim(-0.7, len(names) - 0.3)
     return ax

@@ -27,7 +27,7 @@ from fusebook.extras import extra
 
 with extra("book"):
     from fusebook.page.claims import Claims, by_clock, claim, claims, exercise, holds, say
-    from fusebook.page.results import NoResults, arguments, measured, records, results
+    from fusebook.page.results import NoResults, arguments, explored, measured, options, records, results
     from fusebook.page.show import Folded, Listing, Source, Tabs, downloads, provenance, solution, table
 
 __all__ = [
@@ -43,9 +43,11 @@ __all__ = [
     "claims",
     "downloads",
     "exercise",
+    "explored",
     "extra",
     "holds",
     "measured",
+    "options",
     "provenance",
     "records",
     "results",

@@ -16,13 +16,13 @@ from typing import Any, NoReturn
 import pandas as pd
 import torch
 
-from fusebook import bench, machine, record, tables
+from fusebook import bench, explore, machine, record, tables
 from fusebook.cards import OPS
 from fusebook.op import Op
 from fusebook.page import _place
 from fusebook.page.show import _rich, _Shown
 
-__all__ = ["NoResults", "arguments", "measured", "records", "results"]
+__all__ = ["NoResults", "arguments", "explored", "measured", "options", "records", "results"]
 
 
 def arguments(
@@ -98,6 +98,40 @@ def arguments(
         given.dtype = onnx[given.itype]
     del given.itype
     return given
+
+
+def options(**defaults: int | str) -> argparse.Namespace:
+    """What a page without a card of its own was asked for on its command line.
+
+    Parameters
+    ----------
+    **defaults
+        By the name of its option; numbers are whole and not negative.
+
+    Returns
+    -------
+    argparse.Namespace
+        In a notebook and under Sphinx the defaults.
+
+    Raises
+    ------
+    SystemExit
+        With code 2, on nonsense.
+    """
+
+    def number(text: str) -> int:
+        if not text.isdigit():
+            raise argparse.ArgumentTypeError(f"expected a whole number from 0 up, got {text!r}")
+        return int(text)
+
+    about = (getattr(sys.modules.get("__main__"), "__doc__", None) or "A page").strip().splitlines()[0]
+    parser = argparse.ArgumentParser(
+        description=f"{about}: with a CUDA GPU this page measures, without one it replays recorded results."
+    )
+    for name, default in defaults.items():
+        kind: Any = number if isinstance(default, int) else str
+        parser.add_argument(f"--{name}", type=kind, default=default, help=f"default: {default!r}")
+    return parser.parse_args([] if _place.notebook() or _place.sphinx() or not _place.script() else None)
 
 
 class NoResults(SystemExit):
@@ -291,6 +325,55 @@ def records() -> dict[str, pd.DataFrame]:
     if not found:
         _nothing(f"any operator on {slug}", "nox -s record")
     return found
+
+
+def explored(
+    *, seed: int = explore.RECORDED_FROM, cases: int = 100, seconds: float = 600.0, without: Sequence[str] = ()
+) -> dict[str, pd.DataFrame]:
+    """What was found at problems that nobody chose, see `fusebook.explore`, by operator.
+
+    Parameters
+    ----------
+    seed, cases : int
+        Which problems, and how many of each operator, where there is a GPU; a record has those that it has.
+    seconds : float
+        Where there is a GPU, of all together.
+    without : sequence of str
+        Variants whose name contains one of these are not timed.
+
+    Returns
+    -------
+    dict of str to pandas.DataFrame
+        Of `fusebook.explore.explore`; ``attrs`` as those of `results`.
+
+    Raises
+    ------
+    NoResults
+        Where there is neither a GPU nor a record.
+    fusebook.explore.Wrong
+        Where a result of ours is wrong.
+    """
+    ours = {name: op for name, op in OPS.items() if explore.explorable(op)}
+    found: dict[str, pd.DataFrame] = {}
+    if _place.live():
+        folder = os.environ.get("FUSEBOOK_RECORD")
+        root = Path(folder) if folder else None
+        for op, frame in explore.explore(
+            *ours.values(), seed=seed, cases=cases, seconds=seconds, without=without, root=root
+        ):
+            if isinstance(frame, explore.Wrong):
+                raise frame
+            frame.attrs.update(machine=machine.here(), date=dt.date.today().isoformat(), page=f"{op.name}-explored")
+            found[op.name] = frame
+    else:
+        slug = _place.slug()
+        for name, op in ours.items():
+            if explore.path(slug, name).exists():
+                found[name] = _noted(explore.read(op, slug))
+                found[name].attrs["page"] = f"{name}-explored"
+        if not found:
+            _nothing(f"explored problems on {slug}", f"python -m fusebook.explore all --seed {seed}")
+    return {name: frame for name, frame in found.items() if len(frame)}
 
 
 def _digest(function: Callable[[], Any]) -> str:
