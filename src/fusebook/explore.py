@@ -238,7 +238,7 @@ def several(asked: Sequence[tuple[str, Dims]], *, repeat: int = 7, without: Sequ
     """
     beforehand = [(OPS[name], dims, _compiling(_chosen(OPS[name], without))) for name, dims in asked]
     _compile_beforehand(beforehand, os.cpu_count() or 1, math.inf)
-    return [problem(name, repeat=repeat, without=without, **dims) for name, dims in asked]
+    return [problem(name, repeat=repeat, without=without, **dict[str, Any](dims)) for name, dims in asked]
 
 
 def _explored(

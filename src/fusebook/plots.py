@@ -522,7 +522,7 @@ def spread(ratios: Mapping[str, pd.Series], *, title: str, xlabel: str, ax: Axes
     """
     ax = _axes(ax, title, xlabel, "", (8.0, 1.6 + 0.32 * len(ratios)))
     ax.grid(axis="x", color=INK, alpha=0.25, linewidth=0.6)
-    names = list(reversed(ratios))
+    names = list(ratios)[::-1]
     for y, name in enumerate(names):
         values = ratios[name].dropna().astype(float).sort_values().to_numpy()
         # Side by side within the row in the order of their size, so that equal ones are all seen.
