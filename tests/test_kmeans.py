@@ -43,8 +43,11 @@ def nearest(points, centres):
 
 
 @pytest.mark.parametrize("law", ["near", "far", "rough", "blobs"])
-def test_labels_are_those_of_differences_however_far_the_points(law, device):
-    points, centres = drawn(law, device)
+@pytest.mark.parametrize(
+    ("n", "d", "k"), [(150, 20, 40), (40, 20, 140), (70, 140, 17)], ids=["tile", "product", "wide"]
+)
+def test_labels_are_those_of_differences_however_far_the_points(law, n, d, k, device):
+    points, centres = drawn(law, device, n=n, d=d, k=k)
     got = assign(points, centres)
     distance = card._distances(points.double(), centres.double(), got)
     least = card._distances(points.double(), centres.double(), nearest(points, centres))
@@ -108,6 +111,16 @@ def test_a_product_that_rounding_turns_around_is_in_doubt(device):
     point = halfway - sign * 2.0**-20  # with the sign of the nearer centre rounded down, against it up
     point[0] += 2.0**-6
     assert assign(point.repeat(40, 1), torch.stack([sign, -sign])).tolist() == [0] * 40
+
+
+def test_of_candidates_that_are_equally_near_the_lowest_wins_and_no_other_centre_counts(device):
+    """In doubt between centres 3, 9 and 25 of 30, in two groups of eight that are read and two that are not."""
+    points = torch.zeros(5, 200, device=device)
+    centres = torch.full((30, 200), 50.0, device=device)
+    centres[[3, 9, 25]] = 1.0
+    assert assign(points, centres).tolist() == [3] * 5
+    centres[[9, 25], 7] -= 2.0**-10
+    assert assign(points, centres).tolist() == [9] * 5
 
 
 def test_points_with_nan_get_label_0_and_a_centre_with_nan_is_nearest_to_none(device):
@@ -394,7 +407,8 @@ def test_a_plan_keeps_to_what_the_kernels_can(device):
                 for capability in ((8, 0), (9, 0), (10, 0), None):
                     plan = module._kmeans_plan(d, k, dtype, 8, capability)
                     assert (plan.how == "few") == (d <= 8)
-                    assert plan.how != "product" or dtype != torch.float64
+                    assert plan.how not in ("tile", "product") or dtype != torch.float64
+                    assert plan.how != "tile" or (k <= plan.block_k and plan.block_k % 8 == 0 and plan.precision)
                     finer = module._kmeans_plan(d, k, dtype, 8, capability, "product", again=True)
                     assert plan.how != "product" or plan.chunk % finer.chunk == 0
 

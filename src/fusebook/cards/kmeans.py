@@ -261,7 +261,8 @@ def _draw_step(rng: random.Random) -> Dims:
 _MILLION = 1_000_000
 
 # Few coordinates: pairs, one, three and four of them, unrolled and in a loop, more than a program, ragged; sums that
-# fit in registers. Many: one tile and several of points, of centres and of coordinates, all points in doubt; none.
+# fit in registers. Many: one tile and several of points, of centres and of coordinates, all points in doubt; none. More
+# centres than a tile holds.
 _EDGES = (
     _point(2, 2, 2),
     _point(1100, 2, 2),
@@ -271,6 +272,7 @@ _EDGES = (
     _point(70, 20, 40, "int32", "rough"),
     _point(90, 17, 20, "int64", "near"),
     _point(20, 140, 3, "uint8", "near"),
+    _point(30, 20, 140, "uint8", "near"),
     _point(0, 2, 2),
 )
 KMEANS_ASSIGN = Op(

@@ -13,7 +13,8 @@ Few coordinates: a point lives in registers, and its distances are sums of squar
 distances are a matrix product, since ``|x - c|**2 = |x|**2 - 2 x.c + |c|**2``, which is fast on tensor cores and loses
 digits twice: in what they round, and where large terms cancel. So the product only *screens*: a point whose best two
 candidates are closer to each other than the product's error can tell apart is put on a list, and the points of that
-list are compared again by differences. Labels are those of differences in either way.
+list are compared again by differences. Labels are those of differences in either way. Up to 128 centres are one tile of
+the product: a point is read once, and who is in doubt is compared with the candidates alone.
 
 Sums are float32 at least (float64 in float64) and always added in the same order: the same bits in every run. Limits:
 points and centres that are not contiguous are copied first.
@@ -367,6 +368,17 @@ def _kmeans_centred(
 
 
 @triton.jit
+def _doubt(square, farthest, low, loose, BLOCK_K: tl.constexpr):
+    """How much farther than `low`, the least, a squared distance must look to be farther indeed.
+
+    Both may be wrong by twice the product's error, |x| |c| times `loose`, by the rounding of the norms and of their
+    sum, and by the bits that carry a number.
+    """
+    LOST: tl.constexpr = BLOCK_K * 2.0**-22
+    return 4.0 * loose * tl.sqrt(square * farthest) + 2.0**-18 * (square + farthest) + LOST * low
+
+
+@triton.jit
 def _screened(
     labels_ptr, doubtful_ptr, count_ptr, points_ptr, shift_ptr, moved_ptr, norms_ptr, i, live, D, K_PAD, loose,
     D_PAD: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -420,13 +432,9 @@ def _screened(
         second = tl.where(closer, tl.minimum(best, after), tl.minimum(second, least))
         label = tl.where(closer, start + (least & (BLOCK_K - 1)), label)
         best = tl.where(closer, least, best)
-    # Two squared distances may each be wrong by twice the product's error, |x| |c| times `loose`, by the rounding of
-    # the norms and of their sum, and by the bits that carry a number.
     low = (best & (-BLOCK_K)).to(tl.float32, bitcast=True)
     high = (second & (-BLOCK_K)).to(tl.float32, bitcast=True)
-    farthest = tl.max(reach, 0)
-    LOST: tl.constexpr = BLOCK_K * 2.0**-22
-    error = 4.0 * loose * tl.sqrt(square * farthest) + 2.0**-18 * (square + farthest) + LOST * low
+    error = _doubt(square, tl.max(reach, 0), low, loose, BLOCK_K)
     sure = high - low > error  # NaN is never sure
     tl.store(labels_ptr + i, label.to(labels_ptr.dtype.element_ty), mask=live)  # write n labels
     unsure = (live & (sure == 0)).to(tl.int32)
@@ -482,6 +490,138 @@ def _kmeans_screen(
             labels_ptr, doubtful_ptr, count_ptr, points_ptr, shift_ptr, moved_ptr, norms_ptr, i, i < n, D,
             K_PAD, loose, D_PAD, CHUNK, PRECISION, BLOCK, BLOCK_K, STAGES,
         )  # fmt: skip
+
+
+# Where all centres are one tile, a point is read once, for its norm and for the product. For points in doubt, the tile
+# also tells which centres they cannot tell apart: their candidates, a bit each.
+
+
+@triton.jit
+def _kmeans_tile_centres(
+    moved_ptr, shift_ptr, norms_ptr, count_ptr, centres_ptr, K, D, D_PAD,
+    PRECISION: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_D coordinates of all centres: their mean, the centres less that, and what they add to the squared norms.
+
+    Zeros where there are no centres, and no coordinates; and a zero for the next kernel to count with.
+    """
+    part = tl.program_id(0)
+    number = tl.arange(0, BLOCK_K)
+    columns = part * BLOCK_D + tl.arange(0, BLOCK_D)
+    live = (number < K)[:, None] & (columns < D)[None, :]
+    c = tl.load(centres_ptr + number[:, None] * D + columns[None, :], mask=live, other=0.0).to(tl.float32)  # read kD
+    shift = tl.sum(c, 0) / K
+    tl.store(shift_ptr + columns, shift)
+    c = tl.where(live, c - shift[None, :], 0.0)
+    tl.store(norms_ptr + part * BLOCK_K + number, tl.sum(c * c, 1))
+    if PRECISION == "tf32":
+        c = _tf32(c)
+    tl.store(moved_ptr + number[:, None] * D_PAD + columns[None, :], c)
+    if part == 0:
+        tl.store(count_ptr, 0)
+
+
+@triton.jit
+def _kmeans_tile(
+    labels_ptr, list_ptr, candidates_ptr, count_ptr, points_ptr, shift_ptr, moved_ptr, norms_ptr,
+    n, K, D, D_PAD, PARTS, loose,
+    ALIGN: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_P: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """The nearest of few centres by a matrix product, and a list of the points for which it cannot tell.
+
+    D is counted in units of ALIGN, so that Triton sees how rows are aligned. `loose` is the largest relative error of a
+    term of the product.
+    """
+    HIGHEST: tl.constexpr = 0x7FFFFFFF
+    D = D * ALIGN
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
+    live = i < n
+    columns = tl.arange(0, CHUNK)
+    number = tl.arange(0, BLOCK_K)
+    x_ptr = points_ptr + (i * D)[:, None]  # [BLOCK, 1]
+    c_ptr = moved_ptr + (number * D_PAD)[None, :]  # [1, BLOCK_K]
+    squares = tl.zeros([BLOCK, CHUNK], tl.float32)
+    product = tl.zeros([BLOCK, BLOCK_K], tl.float32)
+    for first in tl.range(0, D, CHUNK, num_stages=STAGES):
+        at = first + columns
+        x = tl.load(x_ptr + at[None, :], mask=live[:, None] & (at < D)[None, :], other=0.0)  # [BLOCK, CHUNK]; read nD
+        x = x.to(tl.float32) - tl.load(shift_ptr + at)[None, :]  # the shift is zero behind D
+        squares += x * x
+        if PRECISION == "tf32":
+            x = _tf32(x)
+        product = tl.dot(x, tl.load(c_ptr + at[:, None]), product, input_precision=PRECISION)
+    part = tl.arange(0, BLOCK_P)
+    norms = tl.zeros([BLOCK_P, BLOCK_K], tl.float32)
+    for first in range(0, PARTS, BLOCK_P):
+        at = (first + part)[:, None] * BLOCK_K + number[None, :]
+        norms += tl.load(norms_ptr + at, mask=(first + part < PARTS)[:, None], other=0.0)
+    norm = tl.sum(norms, 0)  # [BLOCK_K]
+    square = tl.sum(squares, 1)  # [BLOCK]
+    # Squared distances as integers, which order positive floats; their last bits carry the number of the centre.
+    distance = tl.maximum(square[:, None] + norm[None, :] - 2.0 * product, 0.0)
+    key = (distance.to(tl.int32, bitcast=True) & (-BLOCK_K)) | number[None, :]  # [BLOCK, BLOCK_K]
+    key = tl.where((number < K)[None, :], key, HIGHEST)
+    best = tl.min(key, 1)  # [BLOCK]
+    low = (best & (-BLOCK_K)).to(tl.float32, bitcast=True)
+    error = _doubt(square, tl.max(norm, 0), low, loose, BLOCK_K)
+    # A candidate is not farther; what is NaN is not farther than anything, and padding never is a candidate.
+    farther = (key & (-BLOCK_K)).to(tl.float32, bitcast=True) - low[:, None] > error[:, None]
+    near = ((farther == 0) & (number < K)[None, :]).to(tl.int32)  # [BLOCK, BLOCK_K]
+    tl.store(labels_ptr + i, (best & (BLOCK_K - 1)).to(labels_ptr.dtype.element_ty), mask=live)  # write n labels
+    unsure = (live & (tl.sum(near, 1) > 1)).to(tl.int32)
+    many = tl.sum(unsure, 0)
+    if many > 0:
+        # The list is in the order in which programs come by; what becomes of a point does not depend on its place.
+        place = tl.atomic_add(count_ptr, many.to(count_ptr.dtype.element_ty), sem="relaxed")
+        place = place.to(tl.int64) + tl.cumsum(unsure, 0) - unsure
+        tl.store(list_ptr + place, i.to(list_ptr.dtype.element_ty), mask=unsure != 0)
+        GROUPS: tl.constexpr = BLOCK_K // 8
+        bits = tl.reshape(near << (number % 8)[None, :], [BLOCK, GROUPS, 8])
+        at = place[:, None] * GROUPS + tl.arange(0, GROUPS)[None, :]
+        tl.store(candidates_ptr + at, tl.sum(bits, 2).to(tl.uint8), mask=unsure[:, None] != 0)
+
+
+@triton.jit
+def _kmeans_candidates(
+    labels_ptr, points_ptr, centres_ptr, list_ptr, candidates_ptr, count_ptr, D, GROUPS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """The nearest candidate by differences, of each point on a list: right wherever the points are.
+
+    Candidates come eight at a time; where none of eight is one, nothing is read.
+    """
+    columns = tl.arange(0, BLOCK_D)
+    eight = tl.arange(0, 8)
+    total = tl.load(count_ptr).to(tl.int64)
+    slot = tl.program_id(0).to(tl.int64)
+    while slot < total:
+        i = tl.load(list_ptr + slot).to(tl.int64)
+        best = tl.full([], float("inf"), tl.float32)
+        label = tl.zeros([], tl.int32)
+        for group in range(GROUPS):
+            bits = tl.load(candidates_ptr + slot * GROUPS + group).to(tl.int32)
+            if bits != 0:
+                wanted = (bits >> eight) & 1
+                number = group * 8 + eight
+                squares = tl.zeros([8, BLOCK_D], tl.float32)
+                for first in range(0, D, BLOCK_D):
+                    at = first + columns
+                    x = tl.load(points_ptr + i * D + at, mask=at < D, other=0.0).to(tl.float32)  # [BLOCK_D]
+                    live = (wanted != 0)[:, None] & (at < D)[None, :]
+                    c = tl.load(centres_ptr + number[:, None] * D + at[None, :], mask=live, other=0.0)
+                    difference = tl.where(live, x[None, :] - c.to(tl.float32), 0.0)
+                    squares += difference * difference
+                distance = tl.sum(squares, 1)
+                distance = tl.where(
+                    (wanted != 0) & (distance < float("inf")), distance, float("inf")
+                )  # NaN is infinite
+                least = tl.min(distance, 0)
+                at = tl.min(tl.where(distance == least, number, 0x7FFFFFFF), 0)  # the lowest of equals
+                label = tl.where(least < best, at, label)
+                best = tl.minimum(best, least)
+        tl.store(labels_ptr + i, label.to(labels_ptr.dtype.element_ty))
+        slot += tl.num_programs(0)
 
 
 @triton.jit
@@ -584,12 +724,19 @@ def _kmeans_segments(
 # Plans ---------------------------------------------------------------------------------------------------------------
 
 
+#: Centres that one tile holds.
+_TILE = 128
+
 #: Programs that share the addition of many parts.
 _GROUPS = 64
 
 
 class Plan(NamedTuple):
-    """How labels are found: ``few`` coordinates in registers, a ``product`` that screens, or ``differences``."""
+    """How labels are found.
+
+    ``few`` coordinates in registers, a ``tile`` of all centres that screens, a ``product`` of many that does, or
+    ``differences``.
+    """
 
     how: str
     block: int  # points a program
@@ -599,6 +746,7 @@ class Plan(NamedTuple):
     steps: int = 1  # blocks of points a program
     stages: int = 1
     warps: int = 4
+    precision: str = ""  # of the product
 
 
 def _loose(precision: str, d: int) -> float:
@@ -626,7 +774,7 @@ def _kmeans_plan(
     """
     if how is None:
         # float64 has no tensor core that is worth its while on most GPUs, and no screen would be finer than it.
-        how = "few" if d <= 8 else "differences" if dtype == torch.float64 else "product"
+        how = "few" if d <= 8 else "differences" if dtype == torch.float64 else "tile" if k <= _TILE else "product"
     if how == "few":
         few = k if k * d <= 32 else 0  # unrolled, centres stay in registers; beyond, the code would only grow
         # Small programs: they come and go, and loads of the next are on their way while the last ones store. Labels of
@@ -641,6 +789,19 @@ def _kmeans_plan(
         # it waits for the last of its points, and the fewer points, by more threads, a program should take.
         block_k = max(64, min(256, triton.next_power_of_2(k)))
         return Plan(how, block=4, block_k=block_k, warps=8) if again and k > 512 else Plan(how, 8, block_k)
+    if how == "tile":
+        # Narrow, the points are all that costs, and three products leave next to none in doubt. Wide, a single product
+        # costs less than reading the doubtful points again.
+        chunk = max(16, min(32, triton.next_power_of_2(d)))
+        stages = 4 if capability and capability[0] in (9, 10) else 2
+        return Plan(
+            how,
+            64,
+            max(16, triton.next_power_of_2(k)),
+            chunk,
+            stages=stages,
+            precision="tf32x3" if d <= 128 else "tf32",
+        )
     chunk = max(16, min(128, triton.next_power_of_2(d)))
     if capability is None:
         return Plan(how, block=64, block_k=32, chunk=chunk)
@@ -713,19 +874,22 @@ def _whole(x: Tensor) -> Tensor:
     return x if x.is_contiguous() else apply(Tensor.contiguous, x)
 
 
-def _launch_few(
-    labels: Tensor, points: Tensor, centres: Tensor | None, k: int, plan: Plan, *, sums: bool = False
-) -> Tensor | None:  # fmt: skip
-    """Labels where there are centres, sums, or both, in one pass; returns the sums, one part a program."""
+def _parts(points: Tensor, k: int, plan: Plan) -> Tensor:
+    """Memory for the sums of a pass, one part a program."""
     n, d = points.shape
-    programs = triton.cdiv(n, plan.steps * plan.block)
-    parts = empty((programs, k * (d + 1)), accumulated(points.dtype), points.device) if sums else None
+    return empty((triton.cdiv(n, plan.steps * plan.block), k * (d + 1)), accumulated(points.dtype), points.device)
+
+
+def _launch_few(
+    labels: Tensor, parts: Tensor | None, points: Tensor, centres: Tensor | None, k: int, plan: Plan
+) -> None:  # fmt: skip
+    """Labels where there are centres, parts of sums, or both, in one pass."""
+    n, d = points.shape
     launch(
-        _kmeans_few, (programs,),
+        _kmeans_few, (triton.cdiv(n, plan.steps * plan.block),),
         labels, parts, points, centres, n, k,
         D=d, FEW=plan.few, STEPS=plan.steps, BLOCK=plan.block, num_warps=plan.warps,
     )  # fmt: skip
-    return parts
 
 
 def _launch_means(out: Tensor, parts: Tensor, old: Tensor | None) -> None:
@@ -743,6 +907,39 @@ def _launch_means(out: Tensor, parts: Tensor, old: Tensor | None) -> None:
     launch(
         _kmeans_means, (k, triton.cdiv(d, plan.wide)),
         out, parts, old, len(parts), k, d, BLOCK=plan.block, BLOCK_D=plan.wide,
+    )  # fmt: skip
+
+
+def _launch_tile(labels: Tensor, points: Tensor, centres: Tensor, plan: Plan) -> None:
+    """Screen by a product, then compare by differences what it could not tell apart."""
+    (n, d), k = points.shape, len(centres)
+    device, single = points.device, torch.float32
+    capability, processors = gpu(device)
+    slab = min(128, max(plan.chunk, triton.next_power_of_2(d)))  # coordinates that a program makes ready
+    parts = triton.cdiv(d, slab)
+    whole = torch.int32 if n < 2**31 else torch.int64
+    groups = plan.block_k // 8
+    doubtful, count = empty((n,), whole, device), empty((1,), whole, device)
+    candidates = empty((n, groups), torch.uint8, device)
+    moved, shift = empty((plan.block_k, parts * slab), single, device), empty((parts * slab,), single, device)
+    norms = empty((parts, plan.block_k), single, device)
+    launch(
+        _kmeans_tile_centres, (parts,),
+        moved, shift, norms, count, centres, k, d, parts * slab,
+        PRECISION=plan.precision, BLOCK_K=plan.block_k, BLOCK_D=slab, num_warps=8,
+    )  # fmt: skip
+    align = math.gcd(16 // points.element_size(), d)
+    launch(
+        _kmeans_tile, (triton.cdiv(n, plan.block),),
+        labels, doubtful, candidates, count, points, shift, moved, norms,
+        n, k, d // align, parts * slab, parts, _loose(plan.precision, d),
+        ALIGN=align, CHUNK=plan.chunk, PRECISION=plan.precision, BLOCK=plan.block, BLOCK_K=plan.block_k,
+        BLOCK_P=min(32, triton.next_power_of_2(parts)), STAGES=plan.stages, num_warps=plan.warps,
+    )  # fmt: skip
+    launch(
+        _kmeans_candidates, (min(n, _turns(capability, processors)),),
+        labels, points, centres, doubtful, candidates, count, d,
+        GROUPS=groups, BLOCK_D=min(512, triton.next_power_of_2(d)), num_warps=4 if d > 128 else 1,
     )  # fmt: skip
 
 
@@ -833,7 +1030,9 @@ def _assign_into(labels: Tensor, points: Tensor, centres: Tensor, label_dtype: t
     points, centres = _whole(points), _whole(centres)
     plan = _kmeans_plan(d, k, points.dtype, labels.element_size(), gpu(points.device)[0])
     if plan.how == "few":
-        _launch_few(labels, points, centres, k, plan)
+        _launch_few(labels, None, points, centres, k, plan)
+    elif plan.how == "tile":
+        _launch_tile(labels, points, centres, plan)
     elif plan.how == "product":
         _launch_product(labels, points, centres, plan)
     else:
@@ -857,7 +1056,9 @@ def _update_into(out: Tensor, points: Tensor, labels: Tensor, k: int, old: Tenso
         return
     points, labels = _whole(points), _whole(labels)
     if _sums_fit(d, k):
-        parts = _launch_few(labels, points, None, k, _sums_plan(d, k, assign=False), sums=True)
+        plan = _sums_plan(d, k, assign=False)
+        parts = _parts(points, k, plan)
+        _launch_few(labels, parts, points, None, k, plan)
     else:
         parts = _launch_segments(points, labels, k)
     _launch_means(out, parts, None if old is None else _whole(old))
@@ -874,7 +1075,9 @@ def _step_into(
     (labels, new), (n, d), k = outs, points.shape, len(centres)
     points, centres = _whole(points), _whole(centres)
     if n and d and _sums_fit(d, k):
-        parts = _launch_few(labels, points, centres, k, _sums_plan(d, k, assign=True), sums=True)
+        plan = _sums_plan(d, k, assign=True)
+        parts = _parts(points, k, plan)
+        _launch_few(labels, parts, points, centres, k, plan)
         _launch_means(new, parts, centres)
         return
     if n:
@@ -1086,9 +1289,10 @@ def kmeans_assign(
     Notes
     -----
     Up to eight coordinates, and in float64, distances are sums of squared differences. With more, a matrix product on
-    tensor cores sorts out the points whose nearest centre is beyond doubt; the others are compared by differences. So
-    the labels do not depend on how far from the origin the points lie, but the time does: where clusters are much
-    farther from each other than they are wide, more points are in doubt.
+    tensor cores sorts out the points whose nearest centre is beyond doubt; the others are compared by differences, with
+    up to 128 centres only to those that the product could not tell apart. So the labels do not depend on how far from
+    the origin the points lie, but the time does: where clusters are much farther from each other than they are wide,
+    more points are in doubt.
 
     Points and centres that are not contiguous are copied first. Labels have no gradient.
 
