@@ -60,6 +60,7 @@ from fusebook.check import judge, yardstick
 from fusebook.inputs import generator
 from fusebook.kernels.kmeans import (
     _few_steps,
+    _kmeans_candidates,
     _kmeans_differences,
     _nearest,
     _screened,
@@ -1116,6 +1117,15 @@ Source(_screened, doc=False)
 # knows: a fixed number of programs takes turns.
 
 Source(_kmeans_differences, doc=False)
+
+# %%
+# **Few centres, any number of coordinates.** Up to 128 centres are one tile
+# of the product, so a point is read once, for its norm and for the product.
+# And the tile knows more than that a point is in doubt: it knows between
+# which centres. A bit for each goes on the list, and only these candidates
+# are compared by differences.
+
+Source(_kmeans_candidates, doc=False)
 
 # %%
 # Is it right?
