@@ -185,6 +185,13 @@ def record(session):
 
 
 @nox.session(venv_backend="none", requires=["environment"], default=False)
+def restamp(session):
+    """Stamp records anew whose code is written otherwise now but compiles to the same; needs no GPU."""
+    run(session, "-m", "fusebook.record", "--restamp")
+    run(session, "-m", "fusebook.record", "--check")
+
+
+@nox.session(venv_backend="none", requires=["environment"], default=False)
 def site(session):
     """Serve the site on this machine and rebuild it when a source changes."""
     watched = [arg for folder in ("examples", "src") for arg in ("--watch", folder)]

@@ -511,7 +511,7 @@ def types():
 
 
 kinds = measured("using_types", types)
-on = kinds.attrs["machine"]
+on = kinds.attrs["origin"].machine
 kind = kinds.set_index("dtype")
 rates = pd.Series(on.rates) / 1e12
 precision = kind.join(rates.rename("products, TFLOP/s"), how="outer")

@@ -161,7 +161,7 @@ def cache_not_emptied():
 
 
 cache = measured("measuring_cache", cache_not_emptied)
-on = cache.attrs["machine"]
+on = cache.attrs["origin"].machine
 ax = plots.lines(
     cache.set_index("MB read and written"),
     title="A copy in a loop, and after a flush",
@@ -537,7 +537,7 @@ def host_as_kernel():
 
 
 host = measured("measuring_host", host_as_kernel)
-on = host.attrs["machine"]
+on = host.attrs["origin"].machine
 table(host, "exp of 230400 floats, in microseconds")
 
 # %%

@@ -694,7 +694,7 @@ ax = plots.times(
 ax.set_xscale("log")
 
 # %%
-on = sweep.attrs["machine"]
+on = sweep.attrs["origin"].machine
 points = a_step.pivot_table(
     index=["N", "D"], columns="variant", values="warm_us"
 )

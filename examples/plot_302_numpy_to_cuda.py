@@ -316,7 +316,7 @@ def by_threads(frame):
 
 
 def where_and_when(frame):
-    when = "just now" if frame.attrs.get("measured") else "as recorded"
+    when = "just now" if frame.attrs["origin"].measured else "as recorded"
     return (
         f"{frame['points'][0]} points on a CPU of {frame['cores'][0]} cores, "
         f"a fresh result a call, torch {frame['torch'][0]}, {when}"
@@ -336,7 +336,7 @@ table(
 
 served = cpu
 if (
-    "machine" not in cpu.attrs
+    cpu.attrs["origin"].machine is None
 ):  # taken here and now, and on no record's machine
     served = measured("kmeans_cpu", compiled_for_the_cpu, live=False)
 far = by_threads(served).set_index(["dtype", "threads"])["times as fast"]

@@ -58,7 +58,7 @@ table(summary, "Every record, cold", fold=False)
 # was measured to do.
 
 everything = pd.concat(found.values(), ignore_index=True)
-on = next(iter(found.values())).attrs["machine"]
+on = next(iter(found.values())).attrs["origin"].machine
 plots.roofline(everything, on)
 
 # %%
@@ -77,7 +77,7 @@ claims(
     ),
     claim(
         "No kernel has changed since it was recorded",
-        not any(frame.attrs["stale"] for frame in found.values()),
+        not any(frame.attrs["origin"].stale for frame in found.values()),
         fatal=False,
     ),
     claim(

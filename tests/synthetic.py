@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 import pandas as pd
 
-from fusebook import bench
+from fusebook import bench, launches
 from fusebook.op import Cost
 from toy import machine
 
@@ -17,7 +17,12 @@ SLOWER = {"eager": 5.0, "torch": 1.3, "torch.compile": 1.2, "fusebook": 1.01, "L
 HOST = {"eager": 40.0, "torch": 8.0, "torch.compile": 30.0, "fusebook": 20.0, "Liger": 40.0, "quack": 25.0}
 
 
-def frame(op, config, dtype="float32", on=None, source=None):
+def stamp(name, variant):
+    """What a row says of its launches. To know those of our kernels takes a process; nothing is said of them."""
+    return "" if launches.launching(name, variant) else launches.of_wrapper(variant)
+
+
+def frame(op, config, dtype="float32", on=None):
     """Rows as `fusebook.bench.run` returns them, for every variant of a card."""
     on = on or machine()
     rows = []
@@ -44,7 +49,7 @@ def frame(op, config, dtype="float32", on=None, source=None):
                 row |= {"flop": least.flop, "moved_bytes": moved.read + moved.write, "roof_us": roof}
                 row |= {"copy_us": copy, "copy_warm_us": copy - floor / 2, "floor_us": floor}
                 row |= {"floor_warm_us": on.floor(kind="warm") * 1e6, "zone": on.zone(least, name)}
-                row |= {"peak_bytes": least.write, "math": "", "source": source or bench.source_hash(op)}
+                row |= {"peak_bytes": least.write, "math": "", "launches": stamp(variant, how), "code": ""}
                 row |= {"versions": "torch 0.0; triton 0.0", "date": "2000-01-01"}
                 if variant == "quack" and any(isinstance(v, int) and v % 8 for v in dims.values()):
                     row |= {"status": "refused", "note": "made up: width not divisible by 8", "score": math.nan}
@@ -52,7 +57,7 @@ def frame(op, config, dtype="float32", on=None, source=None):
                 rows.append(row)
     df = pd.DataFrame(rows)
     df = df[["op", "config", "variant", "dtype", *dims, *bench.COLUMNS]]
-    df.attrs.update(machine=on, measured=True, stale=[])
+    df.attrs["origin"] = bench.Origin(on, measured=True)
     return df
 
 

@@ -311,7 +311,7 @@ def test_several_results_are_benchmarked_and_recorded(tmp_path, device):
     assert coarse["status"] == "wrong" and "of output 1" in coarse["note"]
     made = synthetic.frame(ADD_SUB, "small,large")
     record.write(made, tmp_path)
-    back = record.read("add_sub", made.attrs["machine"].slug, tmp_path)
+    back = record.read("add_sub", made.attrs["origin"].machine.slug, tmp_path)
     assert tables.where(back, variant="fusebook", M=20)["write_bytes"].tolist() == [2 * 20 * 10 * 4]
 
 

@@ -238,7 +238,7 @@ def test_a_run_that_was_cut_off_goes_on(op, gpu, tmp_path):
     assert sorted(frame["case"]) == sorted([0, 1, 2, 3] * 3)
     again = explore.read(op, "test-gpu", tmp_path)
     pd.testing.assert_frame_equal(again, frame, check_dtype=False, rtol=1e-5)
-    assert again.attrs["seed"] == "100" and again.attrs["stale"] == []
+    assert again.attrs["seed"] == "100" and again.attrs["origin"].stale == ()
     assert file.read_text().startswith(whole.rsplit("\n", 4)[0])
     assert "seeds 0 to 99 are for tuning" in whole.partition("\n")[0]
 
@@ -326,8 +326,9 @@ def test_a_page_replays_what_was_explored(recorded):
     found = explored_by_a_page(seed=7)
     assert list(found) == ["toy"] and len(found["toy"]) == 9
     attrs = found["toy"].attrs
-    assert attrs["seed"] == "100" and attrs["machine"].name == "Test GPU" and attrs["page"] == "toy-explored"
-    assert attrs["measured"] is False and attrs["stale"] == [] and attrs["date"] and attrs["path"].endswith("toy.csv")
+    origin = attrs["origin"]
+    assert attrs["seed"] == "100" and origin.machine.name == "Test GPU" and origin.page == "toy-explored"
+    assert not origin.measured and origin.stale == () and origin.date and origin.path.name == "toy.csv"
 
 
 def test_a_page_without_a_record_names_the_command(recorded, monkeypatch):
@@ -341,7 +342,7 @@ def test_a_page_explores_where_there_is_a_gpu_and_records_where_it_is_told(recor
     monkeypatch.setattr(machines, "here", machine)
     monkeypatch.setenv("FUSEBOOK_RECORD", str(tmp_path / "new"))
     found = explored_by_a_page(seed=105, cases=2)
-    assert set(found["toy"]["case"]) == {0, 1} and found["toy"].attrs["machine"] == machine()
+    assert set(found["toy"]["case"]) == {0, 1} and found["toy"].attrs["origin"].machine == machine()
     assert (tmp_path / "new" / "test-gpu" / "explored" / "toy.csv").exists()
 
 

@@ -99,8 +99,8 @@ def test_results_are_replayed_for_the_config_and_dtype_asked_for(recorded):
     frame = page.results(SOFTMAX, config="large", dtype="bfloat16")
     assert set(frame["config"]) == {"large"}
     assert set(frame["dtype"]) == {"bfloat16"}
-    assert frame.attrs["measured"] is False
-    assert frame.attrs["machine"].name == "Made-up GPU"
+    assert frame.attrs["origin"].measured is False
+    assert frame.attrs["origin"].machine.name == "Made-up GPU"
     points = frame[["M", "N"]].drop_duplicates().to_dict("records")
     assert points == list(SOFTMAX.configs["large"])
 
@@ -173,17 +173,14 @@ def test_replay_is_forced_by_the_environment(monkeypatch):
     assert not _place.live()
 
 
-# A card of the library, and one of a page that the library does not know.
-@pytest.mark.parametrize("op", [SOFTMAX, toy()], ids=lambda op: op.name)
-def test_a_changed_kernel_makes_its_results_stale(op):
-    on = machine(slug="nvidia-h200")
-    record.write(synthetic.frame(op, "small", on=on), machines.RECORDS)
-    assert page.results(op, config="small").attrs["stale"] == []
-    record.write(synthetic.frame(op, "small", on=on, source="0" * 12), machines.RECORDS)
-    frame = page.results(op, config="small")
-    assert frame.attrs["stale"] == [op.name]
-    assert "Stale" in page.provenance(frame)._repr_html_()
-    assert "STALE" in repr(page.provenance(frame))
+def test_a_changed_wrapper_makes_its_results_stale():
+    op = toy()
+    record.write(synthetic.frame(op, "small", on=machine(slug="nvidia-h200")), machines.RECORDS)
+    assert page.results(op, config="small").attrs["origin"].stale == ()
+    frame = page.results(toy(honest=variant(lambda x: 2 * x)), config="small")
+    assert frame.attrs["origin"].stale == ("toy has another wrapper now",)
+    assert "toy has another wrapper now" in page.provenance(frame)._repr_html_()
+    assert "STALE: toy has another" in repr(page.provenance(frame))
 
 
 def test_records_are_all_of_a_gpu(recorded):
@@ -212,20 +209,20 @@ def test_what_a_page_measures_is_recorded_and_replayed(monkeypatch, tmp_path):
     monkeypatch.setattr(machines, "here", lambda: on)
     monkeypatch.setenv("FUSEBOOK_RECORD", str(machines.RECORDS))
     live = page.measured("drift", drift)
-    assert live.attrs["measured"] is True
+    assert live.attrs["origin"].measured is True
     monkeypatch.setattr(_place, "live", lambda: False)
     replayed = page.measured("drift", drift)
     pd.testing.assert_frame_equal(live, replayed, check_dtype=False)
-    assert replayed.attrs["measured"] is False
-    assert replayed.attrs["stale"] == []
-    assert replayed.attrs["machine"].name == "Made-up GPU"
-    assert page.measured("drift", other).attrs["stale"] == ["drift"]
+    assert replayed.attrs["origin"].measured is False
+    assert replayed.attrs["origin"].stale == ()
+    assert replayed.attrs["origin"].machine.name == "Made-up GPU"
+    assert page.measured("drift", other).attrs["origin"].stale == ("drift is measured by another function now",)
 
 
 def test_what_needs_no_gpu_is_measured_where_it_can_be(monkeypatch):
     monkeypatch.setattr(_place, "live", lambda: False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert page.measured("drift", drift, live=True).attrs["measured"] is True
+    assert page.measured("drift", drift, live=True).attrs["origin"].measured is True
     for gpu in (False, True):  # what cannot be run here is replayed, whatever GPU there is
         monkeypatch.setattr(_place, "live", lambda gpu=gpu: gpu)
         with pytest.raises(page.NoResults, match="no record of drift"):
@@ -254,7 +251,7 @@ def test_provenance_says_where_results_come_from(recorded, monkeypatch, tmp_path
         assert fact in text
     assert 'href="downloads/nvidia-h200-softmax.csv"' in text
     raw = (tmp_path / "downloads" / "nvidia-h200-softmax.csv").read_text()
-    assert raw == Path(frame.attrs["path"]).read_text()
+    assert raw == frame.attrs["origin"].path.read_text()
 
 
 def test_provenance_refuses_a_frame_that_has_lost_its_origin():
@@ -421,7 +418,9 @@ def test_a_page_notes_what_it_reads(monkeypatch, recorded, tmp_path):
     assert noted() == {"softmax.py"}
     page.solution("solutions/plot_1.py")
     assert noted() == {"plot_1.py"}
-    record.write_page("drift", drift(), machines.RECORDS, machine(slug="nvidia-h200"), "")
+    rows = drift()
+    rows.attrs["origin"] = bench.Origin(machine(slug="nvidia-h200"), measured=True)
+    record.write(rows, machines.RECORDS, "pages/drift")
     page.measured("drift", drift)
     assert noted() == {"drift.csv", "machine.json"}
 

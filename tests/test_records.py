@@ -7,16 +7,20 @@ import threading
 
 import pandas as pd
 import pytest
+import triton
 
-from fusebook import bench, record
+import synthetic
+from fusebook import bench, launches, record, tables
 from fusebook import machine as machines
-from toy import machine, toy
+from fusebook.bench import Origin
+from fusebook.cards.elementwise import EXP
+from toy import machine, toy, variant
 
 
 @pytest.fixture
 def frame():
     found = bench.run(toy(), config="small", repeat=3, warmup=1, progress=False, extra={"wrong": lambda x: 3 * x})
-    found.attrs.update(machine=machine(), measured=True)
+    found.attrs["origin"] = Origin(machine(), measured=True)
     return found
 
 
@@ -27,9 +31,9 @@ def file(frame, tmp_path):
 
 def test_what_was_written_is_read(frame, file, tmp_path):
     again = record.read("toy", "test-gpu", tmp_path)
-    assert list(again.columns) == list(frame.columns)
+    assert list(again.columns) == [c for c in frame if c != "config"] + ["stale"]
     assert list(again["status"]) == ["ok", "wrong"] * 2
-    assert again.attrs["measured"] is False and again.attrs["machine"] == machine(recorded=True)
+    assert again.attrs["origin"].measured is False and again.attrs["origin"].machine == machine(recorded=True)
     for column in ("M", "call_us", "score", "read_bytes", "cold_us"):
         pd.testing.assert_series_equal(again[column], frame[column], rtol=1e-5, check_dtype=False)
     assert again["note"].iloc[1] == frame["note"].iloc[1]
@@ -46,15 +50,101 @@ def test_writing_again_replaces_the_same_points_and_keeps_the_others(frame, file
 
 def test_a_record_that_was_taken_before_there_was_a_clock_is_read_without_it(frame, tmp_path):
     later = [c for c in frame if c.startswith("host_us")]
-    file = record.path("test-gpu", "toy", tmp_path)
-    record._save(file, "record", "toy", frame.drop(columns=later), " | commit=x")
+    file = record.path("toy", "test-gpu", tmp_path)
+    record._save(file, "toy", frame.drop(columns=["config", *later]), commit="x")
     machines.save(machine(), file.parent / "machine.json")
     again = record.read("toy", "test-gpu", tmp_path)
-    assert len(later) == 3 and list(again.columns) == list(frame.columns)
+    assert len(later) == 3 and list(again.columns) == [c for c in frame if c != "config"] + ["stale"]
     assert again[later].isna().all().all() and (again["call_us"] > 0).any()
     frame.loc[:, "host_us"] = 7.0
     record.write(frame[frame["N"] == 16].copy(), tmp_path)
-    assert list(record.read("toy", "test-gpu", tmp_path)["host_us"].isna()) == [True, True, False, False]
+    assert list(record.read("toy", "test-gpu", tmp_path)["host_us"].isna()) == [False, False, True, True]
+
+
+def test_a_record_by_the_older_rule_is_read_and_says_so(frame, tmp_path):
+    """It named the query of each row, so a point may stand twice, and stamped the source of a module."""
+    old = frame.drop(columns=["launches", "code"]).assign(source="0" * 12, date="2026-01-01")
+    again = old[old["N"] == 16].assign(config="16", date="2026-01-02", call_us=5.0)
+    file = record.path("toy", "test-gpu", tmp_path)
+    record._save(file, "toy", pd.concat([again, old]))
+    file.write_text(file.read_text().replace("record 2", "record 1"))
+    machines.save(machine(), file.parent / "machine.json")
+    read = record.read(toy(), "test-gpu", tmp_path)
+    assert len(read) == 4 and (read[read["N"] == 16]["call_us"] == 5).all()
+    assert set(read["stale"]) == {"stamped by an older rule", "is no variant of its card any more"}
+    assert read.attrs["origin"].stale[0] == "toy (honest) stamped by an older rule"
+
+
+def test_a_wrapper_that_changed_makes_its_rows_stale_and_a_peer_of_another_version(frame, tmp_path, monkeypatch):
+    record.write(frame[frame["variant"] == "honest"].copy(), tmp_path)
+    assert record.read(toy(), "test-gpu", tmp_path).attrs["origin"].stale == ()
+    other = record.read(toy(honest=variant(lambda x: 2 * x)), "test-gpu", tmp_path)
+    assert other.attrs["origin"].stale == ("toy has another wrapper now",)
+    monkeypatch.setattr(bench, "software", lambda of=None: {"torch": "9", "peer": "0.7"})
+    assert record.read(toy(), "test-gpu", tmp_path).attrs["origin"].stale == ()
+    file = record.path("toy", "test-gpu", tmp_path)
+    rows, more = record._load(file, "toy")
+    record._save(file, "toy", rows.assign(versions="torch 2; peer 0.6.5"), **more)
+    stale = record.read(toy(), "test-gpu", tmp_path).attrs["origin"].stale
+    assert stale == ("toy was recorded with peer 0.6.5, installed is 0.7",)
+
+
+def recorded(tmp_path, stamps):
+    """A record of two points of exp, stamped as given."""
+    rows = synthetic.frame(EXP, "64x64,64x128", on=machine())
+    rows = rows[rows["variant"] == "fusebook"].assign(versions=f"triton {triton.__version__}")
+    rows["launches"], rows["code"] = zip(*stamps, strict=True)
+    rows.attrs["origin"] = Origin(machine(), measured=True)
+    return record.write(rows, tmp_path)
+
+
+def test_rows_that_launch_something_else_are_stale_and_stamped_anew_if_they_compile_to_the_same(tmp_path, monkeypatch):
+    monkeypatch.setenv("FUSEBOOK_CACHE", str(tmp_path / "cache"))
+    points = [("fusebook", "float32", {"M": 64, "N": n}) for n in (64, 128)]
+    now = launches.elsewhere({"exp": points}, (9, 0), 10, compile=True)["exp"]
+    recorded(tmp_path, now)
+    assert list(record.read("exp", "test-gpu", tmp_path)["stale"]) == ["", ""]
+    monkeypatch.setattr(launches, "elsewhere", None)  # remembered
+    assert list(record.read("exp", "test-gpu", tmp_path)["stale"]) == ["", ""]
+    monkeypatch.undo()
+    # The first is written otherwise and compiles to the same; the second does not.
+    file = recorded(tmp_path, [("0" * 12, now[0][1]), ("0" * 12, "0" * 12)])
+    assert list(record.read("exp", "test-gpu", tmp_path)["stale"]) == ["launches something else now"] * 2
+    before, _ = record._load(file, "exp")
+    assert record.restamp("test-gpu", tmp_path) == {"exp": (1, 1)}
+    after, _ = record._load(file, "exp")
+    assert list(after["launches"]) == [now[0][0], "0" * 12]
+    pd.testing.assert_frame_equal(before.drop(columns="launches"), after.drop(columns="launches"))
+
+
+def test_restamp_without_the_recorded_triton_says_how_to_get_it(tmp_path, monkeypatch, capsys):
+    file = recorded(tmp_path, [("0" * 12, "1" * 12)] * 2)
+    rows, more = record._load(file, "exp")
+    record._save(file, "exp", rows.assign(versions="torch 2; triton 0.0.1"), **more)
+    monkeypatch.setenv("FUSEBOOK_GPU", "test-gpu")
+    assert record.main(["--restamp", "--out", str(tmp_path)]) == 1
+    assert "pip install --no-deps --target DIR triton==0.0.1" in capsys.readouterr().err
+
+
+def test_what_cannot_be_found_out_is_never_fresh(tmp_path, monkeypatch):
+    def no(*_, **__):
+        raise launches.Unknown("no Triton")
+
+    recorded(tmp_path, [("0" * 12, "1" * 12)] * 2)
+    monkeypatch.setenv("FUSEBOOK_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(launches, "elsewhere", no)
+    assert all(
+        "may be stale" in why and "no Triton" in why for why in record.read("exp", "test-gpu", tmp_path)["stale"]
+    )
+
+
+def test_rows_are_selected_by_a_query_in_its_order(frame, file, tmp_path):
+    rows = record.read(toy(), "test-gpu", tmp_path)
+    found = record.select(rows, toy(), "64,16x16")
+    assert list(found["config"]) == ["64", "64", "16x16", "16x16"] and list(found["N"]) == [64, 64, 16, 16]
+    assert list(found.columns) == [*frame.columns, "stale"]
+    with pytest.raises(record.Missing, match="toy for large in float32"):
+        record.select(rows, toy(), "large")
 
 
 def damage(file, what):
@@ -77,7 +167,7 @@ def damage(file, what):
         case "another op":
             lines[0] = lines[0].replace("name=toy", "name=other")
         case "newer format":
-            lines[0] = lines[0].replace("record 1", "record 9")
+            lines[0] = lines[0].replace("record 2", "record 9")
         case "unknown status":
             lines[2] = lines[2].replace(",ok,", ",great,")
         case "empty":
@@ -92,13 +182,13 @@ def damage(file, what):
     ("what", "words"),
     [
         ("truncated at a row", "ends after row 3 of 4"),
-        ("truncated in a row", "row 4 has"),
+        ("truncated in a row", "ends after row 3 of 4"),
         ("edited", "instead of editing"),
-        ("not a number", "row 1 has call_us = 'fast'"),
+        ("not a number", "instead of editing"),
         ("foreign", "first line is 'a,b'"),
         ("another op", "a record of 'other'"),
         ("newer format", "format 9"),
-        ("unknown status", "row 1 has status 'great'"),
+        ("unknown status", "instead of editing"),
         ("empty", "first line is ''"),
         ("binary", "not text"),
     ],
@@ -125,7 +215,7 @@ def test_a_record_that_is_missing_is_named(tmp_path):
 
 
 def test_only_what_was_measured_on_a_gpu_is_recorded(frame, tmp_path):
-    frame.attrs["measured"] = False
+    frame.attrs["origin"] = Origin(machine(), measured=False)
     with pytest.raises(record.RecordError, match="only what was measured"):
         record.write(frame, tmp_path)
     assert not list(tmp_path.iterdir())
@@ -139,7 +229,7 @@ def test_a_write_that_fails_leaves_the_old_record(file, tmp_path, frame, monkeyp
 
     monkeypatch.setattr("pathlib.Path.write_text", full)
     with pytest.raises(OSError, match="disk full"):
-        record._save(file, "record", "toy", frame)
+        record._save(file, "toy", frame)
     monkeypatch.undo()
     assert file.read_text() == before
     assert sorted(p.name for p in file.parent.iterdir()) == ["machine.json", "toy.csv"]
@@ -167,26 +257,29 @@ def test_readers_never_see_half_a_record(file, tmp_path, frame):
 
 def test_a_page_is_written_and_read(tmp_path):
     rows = pd.DataFrame({"what": ["a", "b"], "seconds": [1.5, None]})
-    file = record.write_page("transfers", rows, tmp_path, machine(), source="abc")
-    again = record.read_page("transfers", "test-gpu", tmp_path)
+    rows.attrs["origin"] = Origin(machine(), measured=True, date="2026-01-02", versions="torch 1", function="abc")
+    file = record.write(rows, tmp_path, "pages/transfers")
+    again = record.read("pages/transfers", "test-gpu", tmp_path)
     assert list(again["what"]) == ["a", "b"] and again["seconds"].iloc[0] == 1.5 and pd.isna(again["seconds"].iloc[1])
-    assert again.attrs["source"] == "abc" and again.attrs["date"] and again.attrs["machine"].name == "Test GPU"
+    origin = again.attrs["origin"]
+    assert (origin.function, origin.date, origin.versions) == ("abc", "2026-01-02", "torch 1")
+    assert origin.machine.name == "Test GPU" and not origin.measured
     file.write_text(file.read_text().replace("1.5", "0.5"))
     with pytest.raises(record.RecordError, match="instead of editing"):
-        record.read_page("transfers", "test-gpu", tmp_path)
-    with pytest.raises(record.RecordError, match="lower-case"):
-        record.write_page("../up", rows, tmp_path, machine())
+        record.read("pages/transfers", "test-gpu", tmp_path)
+    with pytest.raises(record.RecordError, match="pages/transfers"):
+        record.write(rows, tmp_path, "../up")
     with pytest.raises(record.RecordError, match="no rows"):
-        record.write_page("none", rows[:0], tmp_path, machine())
+        record.write(rows[:0], tmp_path, "pages/none")
 
 
 def test_the_records_of_the_package_can_be_read():
     files = [f for f in machines.RECORDS.glob("*/*.csv")]
     for file in files:
-        frame = record.read(file.stem, file.parent.name)
-        assert len(frame) and frame.attrs["machine"].recorded
+        frame, more = record._load(file, file.stem)
+        assert len(frame) and more["commit"] and not frame.duplicated(["variant", "dtype", *tables.dims(frame)]).any()
     for file in machines.RECORDS.glob("*/pages/*.csv"):
-        assert len(record.read_page(file.stem, file.parent.parent.name))
+        assert len(record.read(f"pages/{file.stem}", file.parent.parent.name))
     assert files or not machines.slugs()
 
 

@@ -5,7 +5,6 @@ the numbers come from. The table of pages is made from the pages and the cards. 
 """
 
 import ast
-import os
 import sys
 from pathlib import Path
 
@@ -24,13 +23,12 @@ def caption():
     # The same record gives the same file.
     mpl.rcParams.update({"svg.hashsalt": "fusebook", "savefig.transparent": True})
     from fusebook import plots, record
+    from fusebook.cards.softmax import SOFTMAX
 
-    slug = os.environ.get("FUSEBOOK_GPU", "nvidia-h200")
-    df = record.read("softmax", slug)
-    df = df[(df["config"] == "triton") & (df["dtype"] == "float32")]
+    df = record.select(record.read("softmax"), SOFTMAX, "triton")
     axes = plots.bandwidth(df)
     axes.figure.savefig(STATIC / "softmax.svg", bbox_inches="tight", metadata={"Date": None, "Creator": None})
-    machine = df.attrs["machine"]
+    machine = df.attrs["origin"].machine
     return (
         f"Softmax of 4096 rows in float32 on one {machine.name}, cold, by the width of a row: bandwidth of the least "
         f"traffic, under the measured roof. {df['versions'].iloc[0]}; {df['date'].iloc[0]}."

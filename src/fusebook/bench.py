@@ -7,13 +7,10 @@ memory, faster than the roof or slow by one clock only is kept as a row with its
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import datetime
 import functools
-import hashlib
 import importlib.util
-import inspect
 import math
 import pathlib
 import time
@@ -23,7 +20,7 @@ from typing import Any
 
 import torch
 
-from fusebook import check, inputs, timing
+from fusebook import check, inputs, launches, timing
 from fusebook import machine as machines
 from fusebook.extras import extra
 from fusebook.op import Cost, Dims, Op, Variant
@@ -32,7 +29,18 @@ with extra("book"):
     import pandas as pd
     from tqdm.auto import tqdm
 
-__all__ = ["COLUMNS", "DTYPES", "WrongResult", "dtypes", "missing", "points", "run", "source_hash", "verify"]
+__all__ = [
+    "COLUMNS",
+    "DTYPES",
+    "Origin",
+    "WrongResult",
+    "dtypes",
+    "missing",
+    "points",
+    "run",
+    "software",
+    "verify",
+]
 
 #: The dtypes that ``--dtype`` takes.
 DTYPES = {
@@ -51,7 +59,7 @@ COLUMNS = (
     *("repeat", "first_call_s"),
     *("read_bytes", "write_bytes", "flop", "moved_bytes", "roof_us"),
     *("copy_us", "copy_warm_us", "floor_us", "floor_warm_us", "zone", "peak_bytes"),
-    *("math", "source", "versions", "date"),
+    *("math", "launches", "code", "versions", "date"),
 )
 
 # A sweep of more points than this measures the variants that recompile on every eighth of them.
@@ -131,43 +139,53 @@ def _importable(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
 
 
-def source_hash(op: Op) -> str:
-    """Twelve digits of the sha256 of what a kernel is made of: kernels, launchers, what they share, tuned settings.
+@dataclass(frozen=True)
+class Origin:
+    """Where results come from: what ``attrs["origin"]`` of a frame holds.
 
-    The functions that the cards of the module name (reference, make, cost, meaning) state the problem and are left out,
-    as are versions of torch and triton, which stand in columns of their own.
+    Attributes
+    ----------
+    machine : Machine or None
+        None where no GPU took part.
+    measured : bool
+        In this run; otherwise it was read from a record.
+    stale : tuple of str
+        Why rows are not what the code does today; empty where they are.
+    path : pathlib.Path or None
+        The record.
+    page : str
+        The name of what a page measured by itself.
+    date, versions, commit : str
+        Of the run, where rows do not say so themselves.
+    function, source : str
+        Digest of the function by which a page measured; `source` of its text, in older records.
     """
-    module = inspect.getmodule(op.make)
-    if module is None or not getattr(module, "__file__", None):
-        return ""
-    file = pathlib.Path(str(module.__file__))
-    kernels = file.parents[1] / "kernels" / file.name
-    return _hash(kernels if kernels.exists() else file, op.name, _named(module))
+
+    machine: machines.Machine | None
+    measured: bool
+    stale: tuple[str, ...] = ()
+    path: pathlib.Path | None = None
+    page: str = ""
+    date: str = ""
+    versions: str = ""
+    commit: str = ""
+    function: str = ""
+    source: str = ""
 
 
-def _named(module: Any) -> frozenset[str]:
-    cards = getattr(module, "OPS", ())
-    return frozenset(
-        f.__name__
-        for op in cards
-        for f in (op.reference, op.make, op.cost, op.meaning, *(v.cost for v in op.variants.values()))
-        if f is not None and hasattr(f, "__name__")
-    )
+def software(variant: Variant | None = None) -> dict[str, str]:
+    """Versions of what a variant runs on: torch and what it hands work to, Triton, and the packages that it needs.
 
+    Parameters
+    ----------
+    variant : Variant, optional
 
-@functools.lru_cache(maxsize=None)
-def _hash(file: pathlib.Path, name: str, left_out: frozenset[str]) -> str:
-    text = file.read_text()
-    lines = text.splitlines(keepends=True)
-    parts = []
-    for node in ast.parse(text).body:
-        if isinstance(node, ast.FunctionDef) and node.name not in left_out:
-            first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
-            parts.append("".join(lines[first - 1 : node.end_lineno]))
-    for shared in ("_operator.py", "_products.py", "_tl.py", f"tuned/{name}.csv"):
-        if (file.parent / shared).exists():
-            parts.append((file.parent / shared).read_text())
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]
+    Returns
+    -------
+    dict of str to str
+    """
+    needs = [name for name in (variant.needs if variant else ()) if name != "cuda"]
+    return machines.versions("torch", "triton", *needs) | machines.beside_torch()
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:
@@ -187,6 +205,7 @@ class _Data:
         sets = [op.make(inputs.generator(seed, device), dtype, **dims) for seed in (0, 1)]
         yards = [check.yardstick(op, values) for values in sets]
         seen = tuple(v.clone() if isinstance(v, torch.Tensor) else v for v in sets[0])
+        _in_order(_tensors(seen))
         return _Data(seen, [_tensors(values) for values in sets], yards)
 
     @property
@@ -205,6 +224,17 @@ class _Data:
     def intact(self, which: int) -> bool:
         pairs = zip(_tensors(self.inputs), self.values[which], strict=True)
         return all(torch.equal(check._bits(a), check._bits(b)) for a, b in pairs)
+
+
+def _in_order(tensors: list[torch.Tensor]) -> None:
+    """Let tensors that are alike lie in memory in their order, which kernels may ask for and which is chance."""
+    alike: dict[Any, list[torch.Tensor]] = {}
+    for t in tensors:
+        alike.setdefault((t.shape, t.stride(), t.dtype), []).append(t)
+    for group in alike.values():
+        memory = sorted((t.data for t in group), key=lambda t: t.data_ptr())
+        for t, place in zip(group, memory, strict=True):
+            t.data = place  # values are loaded before each call
 
 
 class WrongResult(Exception):
@@ -344,6 +374,14 @@ def _alone(op: Op, variant: Variant, data: _Data) -> str:
     return "" if found is None else "yes" if found else "no"
 
 
+def _launched(variant: Variant, data: _Data) -> dict[str, str]:
+    """What a call launches, and the code that the GPU runs, as columns."""
+    args = data.inputs if variant.prepare is None else variant.prepare(*data.inputs)
+    with launches.observed() as trace:
+        variant.run(*args)
+    return {"launches": trace.launches, "code": trace.code}
+
+
 def _peak(variant: Variant, call: Callable[[], Any]) -> float:
     """Bytes that a call allocates at its peak, outputs included; NaN where torch's allocator does not see them."""
     if not torch.cuda.is_available() or variant.on_cpu or "onnxruntime" in variant.needs:
@@ -416,7 +454,7 @@ def run(
     -------
     pandas.DataFrame
         A row for each point, dtype and variant; columns ``op, config, variant, dtype``, the dims and `COLUMNS`.
-        Times in microseconds, sizes in bytes. ``attrs`` holds ``machine``, ``measured`` and ``stale``.
+        Times in microseconds, sizes in bytes. ``attrs["origin"]`` is an `Origin`.
 
     Raises
     ------
@@ -443,7 +481,7 @@ def run(
     frame = pd.DataFrame(rows)
     dims_seen = [k for k in sweep[0][1]] if sweep else []
     frame = frame.reindex(columns=["op", "config", "variant", "dtype", *dims_seen, *COLUMNS])
-    frame.attrs.update(machine=on, measured=True, stale=[])
+    frame.attrs["origin"] = Origin(on, measured=True)
     return frame
 
 
@@ -463,7 +501,6 @@ def _blank(op: Op, head: dict[str, Any], name: str, variant: Variant, dims: Dims
     itemsize = DTYPES[head["dtype"]].itemsize
     least = op.cost(itemsize, **dims)
     own = least if variant.cost is None else variant.cost(itemsize, **dims)
-    installed = machines.versions("torch", "triton", *(n for n in variant.needs if n != "cuda"))
     return {
         **head,
         **dict.fromkeys(COLUMNS, math.nan),
@@ -478,8 +515,9 @@ def _blank(op: Op, head: dict[str, Any], name: str, variant: Variant, dims: Dims
         "moved_bytes": own.read + own.write,
         "zone": "",
         "math": variant.math or "",
-        "source": source_hash(op),
-        "versions": "; ".join(f"{k} {v}" for k, v in installed.items()),
+        "launches": "" if launches.launching(name, variant) else launches.of_wrapper(variant),
+        "code": "",
+        "versions": "; ".join(f"{k} {v}" for k, v in software(variant).items()),
         "date": datetime.date.today().isoformat(),
     }
 
@@ -514,11 +552,15 @@ def _point(
             continue
         with _reasons(row):
             row["first_call_s"] = _first_call(v, data)
+            if cuda and launches.launching(name, v):
+                row.update(_launched(v, data))
             verdict, deterministic, call = _verify(op, v, data)
             row.update(score=verdict.score, limit=verdict.limit, deterministic="yes" if deterministic else "no")
             row["alone"] = _alone(op, v, data)
             row["peak_bytes"] = _peak(v, call)
             calls[name] = call
+        if row["status"] == "refused" and launches.launching(name, v):
+            row["launches"] = launches.REFUSED
     if calls:
         data.load(1)
         _time(op, rows, calls, variants, dims, on, warmup, repeat)

@@ -14,10 +14,12 @@ Seeds 0 to 99 are there to tune by. What is recorded has a seed from 100 up, whi
 from __future__ import annotations
 
 import argparse
+import ast
 import csv
 import datetime
 import functools
 import hashlib
+import inspect
 import io
 import math
 import multiprocessing
@@ -479,7 +481,9 @@ class _Run:
             self.rows += found
             _tidy()
         frame = pd.DataFrame(self.rows, columns=[*_FRONT, *_dims(self.op), *_BACK])
-        frame.attrs.update(measured=True, stale=[], **(self.file.about if self.file else {}))
+        today = datetime.date.today().isoformat()
+        origin = bench.Origin(None, measured=True, page=f"{self.op.name}-explored", date=today)
+        frame.attrs.update(self.file.about if self.file else {}, origin=origin)
         return frame
 
 
@@ -503,6 +507,18 @@ _FORMAT = "# fusebook explored 1"
 def path(slug: str, op: str, root: pathlib.Path | None = None) -> pathlib.Path:
     """Where the explored problems of an op on a GPU lie."""
     return (root or machines.RECORDS) / slug / "explored" / f"{op}.csv"
+
+
+def _source(op: Op) -> str:
+    """Twelve digits of the sha256 of what an operator is made of, comments aside: its card, all kernels, their plans.
+
+    Problems are explored in layouts of their own, so what was launched cannot be asked for as it is of records.
+    """
+    card = pathlib.Path(inspect.getfile(op.make))
+    files = [card, *sorted((pathlib.Path(__file__).parent / "kernels").rglob("*"))]
+    text = [ast.dump(ast.parse(f.read_text())) if f.suffix == ".py" else f.read_text() for f in files if f.is_file()
+            and f.suffix in (".py", ".csv")]  # fmt: skip
+    return hashlib.sha256("\n".join(text).encode()).hexdigest()[:12]
 
 
 def _cell(value: Any) -> str:
@@ -540,7 +556,7 @@ class _File:
             "seed": str(seed),
             "date": datetime.date.today().isoformat(),
             "without": ",".join(without),
-            "source": bench.source_hash(op),
+            "source": _source(op),
             "commit": machines._commit(),
             "versions": "; ".join(f"{k} {v}" for k, v in versions.items() if v),
         }
@@ -613,8 +629,8 @@ def read(op: Op, slug: str = "nvidia-h200", root: pathlib.Path | None = None) ->
     Returns
     -------
     pandas.DataFrame
-        As of `explore`; ``attrs`` holds ``machine``, ``measured`` (False), ``stale``, ``path``, ``seed``, ``without``,
-        ``versions`` and ``commit``.
+        As of `explore`; ``attrs`` holds ``origin``, a `fusebook.bench.Origin`, and ``seed``, ``without``, ``versions``
+        and ``commit``.
 
     Raises
     ------
@@ -627,11 +643,12 @@ def read(op: Op, slug: str = "nvidia-h200", root: pathlib.Path | None = None) ->
             f"{file}: no such file; python -m fusebook.explore {op.name} --seed {RECORDED_FROM} makes it"
         )
     frame, about = _load(file)
-    now = bench.source_hash(op)
-    stale = [op.name] if now and about.get("source") != now else []
+    stale = () if about.get("source") == _source(op) else (f"{op.name} is made from other sources now",)
     beside = file.parent.parent / "machine.json"
     machine = machines.load(beside, recorded=True) if beside.exists() else None
-    frame.attrs.update(about, machine=machine, measured=False, stale=stale, path=str(file))
+    told = {k: about.get(k, "") for k in ("date", "versions", "commit")}
+    origin = bench.Origin(machine, measured=False, stale=stale, path=file, page=f"{op.name}-explored", **told)
+    frame.attrs.update(about, origin=origin)
     return frame
 
 

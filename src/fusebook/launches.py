@@ -45,6 +45,7 @@ from triton.backends.driver import DriverBase
 from triton.runtime.jit import JITFunction
 
 from fusebook import inputs
+from fusebook.kernels import _operator
 from fusebook.op import Dims, Op, Variant
 
 __all__ = [
@@ -106,7 +107,7 @@ def _said(value: Any, met: list[Any]) -> str:
         return _said(value.value, met)
     if isinstance(value, (list, tuple)):
         return f"[{','.join(_said(v, met) for v in value)}]"
-    if isinstance(value, Mapping):
+    if isinstance(value, (dict, types.MappingProxyType)):
         return f"{{{','.join(f'{_said(k, met)}:{_said(v, met)}' for k, v in value.items())}}}"
     if isinstance(value, (set, frozenset)):
         return f"set({','.join(sorted(_said(v, met) for v in value))})"
@@ -249,7 +250,10 @@ class _Writer:
         if isinstance(node, ast.Attribute):
             base = self.resolved(node.value)
             if isinstance(base, types.ModuleType):
-                return getattr(base, node.attr, self)
+                value = getattr(base, node.attr, self)
+                # A table of another library is its own matter, and may be the state of this process.
+                house = base.__name__.partition(".")[0] == _HOUSE
+                return value if house or not isinstance(value, (dict, list, set)) else self
         return self
 
     def text(self, node: Any, root: bool = False) -> str:
@@ -509,7 +513,7 @@ def observed() -> Iterator[Trace]:
 
     JITFunction.run = launch
     try:
-        with _Watched(trace):
+        with _operator.plans_aside(), _Watched(trace):
             yield trace
     finally:
         JITFunction.run = run
@@ -782,6 +786,7 @@ def elsewhere(
     capability: tuple[int, int],
     multiprocessors: int,
     compile: bool = False,
+    triton: str = "",
     cards: str = "fusebook.cards:OPS",
     library: pathlib.Path = pathlib.Path(__file__).parents[1],
 ) -> dict[str, list[tuple[str, str]]]:
@@ -795,6 +800,8 @@ def elsewhere(
         Of the GPU for which launchers plan.
     compile : bool
         Whether `code` is asked for too.
+    triton : str
+        The version of Triton that must be used; the folder FUSEBOOK_TRITON is looked through first.
     cards : str
         A module and the name of a mapping of operators in it.
     library : pathlib.Path
@@ -807,11 +814,11 @@ def elsewhere(
     Raises
     ------
     Unknown
-        Where Triton cannot be used without a GPU here.
+        Where Triton cannot be used without a GPU here, or not the version that is asked for; it says how to get it.
     """
-    paths = [str(library), os.environ.get("PYTHONPATH", "")]
+    paths = [os.environ.get("FUSEBOOK_TRITON", ""), str(library), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    request = {"capability": capability, "sms": multiprocessors, "compile": compile, "asked": asked}
+    request = {"capability": capability, "sms": multiprocessors, "compile": compile, "triton": triton, "asked": asked}
     command = [sys.executable, "-W", "ignore", "-m", "fusebook.launches", cards]
     process = subprocess.run(
         command, input=json.dumps(request), capture_output=True, text=True, env=environment, check=False
@@ -831,11 +838,17 @@ def main(argv: Sequence[str]) -> int:
     ----------
     argv : sequence of str
         The cards: a module and the name of a mapping in it, ``fusebook.cards:OPS``. Standard input holds the GPU's
-        ``capability`` and ``sms``, whether to ``compile``, and ``asked``: (variant, dtype, dims) by operator.
+        ``capability`` and ``sms``, whether to ``compile`` and with which ``triton``, and ``asked``: (variant, dtype,
+        dims) by operator.
     """
+    given = json.load(sys.stdin)
+    if given.get("triton") not in (None, "", triton.__version__):
+        raise SystemExit(
+            f"what was compiled by Triton {given['triton']} needs that version, and here is {triton.__version__}: "
+            f"`pip install --no-deps --target DIR triton=={given['triton']}`, then set FUSEBOOK_TRITON=DIR"
+        )
     module, _, name = argv[0].partition(":")
     cards = getattr(importlib.import_module(module), name)
-    given = json.load(sys.stdin)
     gpu = AbsentGPU(tuple(given["capability"]), given["sms"])
     for op, points in given["asked"].items():
         print(json.dumps({op: found(cards[op], points, gpu, given.get("compile", False))}), flush=True)

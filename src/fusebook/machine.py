@@ -29,7 +29,20 @@ import triton.language as tl
 from fusebook import timing
 from fusebook.op import Cost
 
-__all__ = ["RECORDS", "Machine", "current", "here", "recorded", "slug_of", "slugs", "versions"]
+__all__ = [
+    "RECORDS",
+    "Machine",
+    "beside_torch",
+    "cache_folder",
+    "current",
+    "here",
+    "overrides",
+    "recorded",
+    "slug",
+    "slug_of",
+    "slugs",
+    "versions",
+]
 
 #: Where the records of the package lie, a folder a GPU.
 RECORDS = pathlib.Path(__file__).parent / "records"
@@ -68,6 +81,8 @@ class Machine:
     bandwidth : list of dict
         Copies by size: ``bytes`` moved, ``cold`` bytes per second.
     commit, date : str
+    beside : dict
+        See `beside_torch`.
     recorded : bool
         Whether this was read from a record.
     """
@@ -96,6 +111,7 @@ class Machine:
     bandwidth: list[dict[str, float]]
     commit: str
     date: str
+    beside: dict[str, str] = field(default_factory=dict)
     recorded: bool = field(default=False)
 
     def memory_seconds(self, cost: Cost) -> float:
@@ -271,6 +287,46 @@ def _versions(package: str) -> tuple[tuple[str, str], ...]:
         return tuple((name, importlib.metadata.version(name)) for name in names)
 
 
+def beside_torch() -> dict[str, str]:
+    """What decides which kernels torch and Triton run, beside their versions; nothing where it is as it always was.
+
+    From torch 2.13 on, torch hands operations to kernels in other languages where the packages of these are installed
+    in versions that it knows; Triton contracts products and sums to one operation unless it is told not to.
+
+    Returns
+    -------
+    dict of str to str
+        Versions of ``nvidia-cutlass-dsl`` and ``apache-tvm-ffi`` where they are installed; ``torch-overrides``, the
+        operations that torch hands over; ``TRITON_DEFAULT_FP_FUSION`` where it is set.
+    """
+    found = versions("nvidia-cutlass-dsl", "apache-tvm-ffi")
+    if (names := overrides()) is not None:
+        found["torch-overrides"] = names
+    if (fusion := os.environ.get("TRITON_DEFAULT_FP_FUSION")) is not None:
+        found["TRITON_DEFAULT_FP_FUSION"] = fusion
+    return found
+
+
+@functools.cache
+def overrides() -> str | None:
+    """The operations that torch hands to kernels that are not ATen's, joined by +.
+
+    Returns
+    -------
+    str or None
+        ``"none"``, ``"unknown"`` where torch does not tell, None for a torch that hands over nothing: before 2.13.
+    """
+    try:
+        native = importlib.import_module("torch.backends.python_native")
+    except ImportError:
+        return None
+    try:
+        names = {name for dsl in native.available_dsls for name in native.get_dsl_operations(dsl)}
+    except Exception:  # young, and not said to stay as it is
+        return "unknown"
+    return "+".join(sorted(names)) or "none"
+
+
 def _cpu() -> str:
     try:
         names = re.findall(r"^model name\s*:\s*(.+)$", pathlib.Path("/proc/cpuinfo").read_text(), re.M)
@@ -344,13 +400,19 @@ def _measure() -> Machine:
         bandwidth=bandwidth,
         commit=_commit(),
         date=datetime.date.today().isoformat(),
+        beside=beside_torch(),
     )
 
 
+def cache_folder() -> pathlib.Path:
+    """Where is kept what takes long to find out or to make: ``FUSEBOOK_CACHE``, or ``fusebook`` in the user's cache."""
+    root = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+    return pathlib.Path(os.environ.get("FUSEBOOK_CACHE") or pathlib.Path(root) / "fusebook")
+
+
 def _cache() -> pathlib.Path:
-    root = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache") / "fusebook"
     uuid = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
-    return root / f"{uuid}-{torch.__version__}-{triton.__version__}.json"
+    return cache_folder() / f"{uuid}-{torch.__version__}-{triton.__version__}.json"
 
 
 def load(file: pathlib.Path, **changes: Any) -> Machine:
@@ -430,28 +492,34 @@ def slugs() -> list[str]:
     return sorted(f.parent.name for f in RECORDS.glob("*/machine.json"))
 
 
-def recorded(slug: str = "nvidia-h200") -> Machine:
+def slug() -> str:
+    """The folder of the recorded GPU that is replayed: FUSEBOOK_GPU, ``nvidia-h200`` unless set."""
+    return os.environ.get("FUSEBOOK_GPU") or "nvidia-h200"
+
+
+def recorded(name: str = "") -> Machine:
     """A machine from the package's records; it answers the same questions as a live one.
 
     Parameters
     ----------
-    slug : str
-        One of `slugs`.
+    name : str
+        One of `slugs`; that of `slug` by default.
 
     Raises
     ------
     FileNotFoundError
         Where there is no such record.
     """
-    file = RECORDS / slug / "machine.json"
+    name = name or slug()
+    file = RECORDS / name / "machine.json"
     if not file.exists():
         known = ", ".join(slugs()) or "none yet"
-        raise FileNotFoundError(f"machine.recorded: no record of {slug!r}; recorded are: {known}")
+        raise FileNotFoundError(f"machine.recorded: no record of {name!r}; recorded are: {known}")
     return load(file, recorded=True)
 
 
 def current() -> Machine:
-    """This machine where it has a GPU, else the recorded one that FUSEBOOK_GPU names (default: nvidia-h200)."""
+    """This machine where it has a GPU, else the recorded one, see `slug`."""
     if torch.cuda.is_available():
         return here()
-    return recorded(os.environ.get("FUSEBOOK_GPU", "nvidia-h200"))
+    return recorded()

@@ -5,83 +5,73 @@ ceilings, ``records/<gpu>/pages/<name>.csv`` what a page measured that no card c
 what it is, how many rows follow and their sha256, so that a truncated or edited file is refused.
 
     python -m fusebook.record softmax --config triton,large,llama --out DIR
+    python -m fusebook.record --check       # which rows are of what the code does today
+    python -m fusebook.record --restamp     # rows that are written otherwise now, but compile to the same
 """
 
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
+import contextlib
 import csv
+import dataclasses
+import functools
 import hashlib
 import io
+import json
 import math
 import os
 import pathlib
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from fusebook import bench
+import torch
+import triton
+
+from fusebook import bench, launches
 from fusebook import machine as machines
+from fusebook.bench import Origin
 from fusebook.cards import OPS
 from fusebook.extras import extra
-from fusebook.op import Op
+from fusebook.op import Dims, Op
 
 with extra("book"):
     import pandas as pd
 
+__all__ = ["Missing", "RecordError", "exists", "path", "read", "read_all", "restamp", "select", "write"]
 
-__all__ = [
-    "RecordError",
-    "exists",
-    "page_exists",
-    "page_path",
-    "path",
-    "read",
-    "read_page",
-    "write",
-    "write_page",
-]
-
-_FORMAT = 1
-_HEAD = re.compile(r"# fusebook (record|page) (\d+) \| name=(\S+) \| rows=(\d+) \| sha256=([0-9a-f]{64})(.*)")
-_KEYS = ("op", "config", "variant", "dtype")
-_TEXT = {*_KEYS, "status", "note", "deterministic", "alone", "zone", "math", "source", "versions", "date"}
-_STATUS = {"ok", "wrong", "refused", "out of memory", "failed", "too fast", "too slow"}
-# Columns that records of before lack: they are read as not measured.
-_LATER = ("alone", "host_us_20", "host_us", "host_us_80")
+_FORMAT = 2
+_HEAD = re.compile(r"# fusebook (?:record|page) (\d+) \| name=(\S+) \| rows=(\d+) \| sha256=([0-9a-f]{64})(.*)")
+_KEYS = ("op", "variant", "dtype")
+_TEXT = (*_KEYS, "status", "note", "deterministic", "alone", "zone", "math", "launches", "code", "versions", "date")
+# What decides what is launched, beside kernels and cards.
+_DECIDE = ("inputs.py", "op.py", "launches.py")
+_OLDER = "stamped by an older rule"
+_OTHERWISE = "launches something else now"
 
 
 class RecordError(ValueError):
-    """A record that cannot be trusted; the message names the file and, where there is one, the row."""
+    """A record that cannot be trusted; the message names the file."""
 
 
-def path(slug: str, op: str, root: pathlib.Path | None = None) -> pathlib.Path:
-    """Where the record of an op on a GPU lies."""
-    return (root or machines.RECORDS) / slug / f"{op}.csv"
+class Missing(LookupError):
+    """A record has no row of what was asked for; the message names that."""
 
 
-def page_path(slug: str, name: str, root: pathlib.Path | None = None) -> pathlib.Path:
-    """Where a page's own measurement lies."""
-    return (root or machines.RECORDS) / slug / "pages" / f"{name}.csv"
+def path(name: str, gpu: str | None = None, root: pathlib.Path | None = None) -> pathlib.Path:
+    """Where a record lies: ``softmax`` of an operator, ``pages/transfers`` of what a page measured by itself."""
+    return (root or machines.RECORDS) / (gpu or machines.slug()) / f"{name}.csv"
 
 
-def exists(op: str, slug: str = "nvidia-h200") -> bool:
-    """Whether the package has a record of an op."""
-    return path(slug, op).exists()
+def exists(name: str, gpu: str | None = None) -> bool:
+    """Whether the package has a record of this name."""
+    return path(name, gpu).exists()
 
 
-def page_exists(name: str, slug: str = "nvidia-h200") -> bool:
-    """Whether the package has a record of a page's measurement."""
-    return page_path(slug, name).exists()
-
-
-def _body(frame: pd.DataFrame) -> str:
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(frame.columns)
-    for row in frame.itertuples(index=False):
-        writer.writerow(_cell(v) for v in row)
-    return out.getvalue()
+# Files ----------------------------------------------------------------------------------------------------------------
 
 
 def _cell(value: object) -> str:
@@ -92,20 +82,25 @@ def _cell(value: object) -> str:
     return str(value)
 
 
-def _save(file: pathlib.Path, kind: str, name: str, frame: pd.DataFrame, more: str = "") -> None:
-    body = _body(frame)
-    digest = hashlib.sha256(body.encode()).hexdigest()
-    head = f"# fusebook {kind} {_FORMAT} | name={name} | rows={len(frame)} | sha256={digest}{more}\n"
+def _save(file: pathlib.Path, name: str, frame: pd.DataFrame, **more: str) -> None:
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(frame.columns)
+    writer.writerows([_cell(v) for v in row] for row in frame.itertuples(index=False))
+    body = out.getvalue()
+    told = {"name": name, "rows": len(frame), "sha256": hashlib.sha256(body.encode()).hexdigest(), **more}
+    head = " | ".join([f"# fusebook record {_FORMAT}", *(f"{k}={v}" for k, v in told.items())])
     file.parent.mkdir(parents=True, exist_ok=True)
     part = file.with_name(f".{file.name}.{os.getpid()}.part")
     try:
-        part.write_text(head + body)
+        part.write_text(f"{head}\n{body}")
         part.replace(file)  # atomic: a reader sees the old file or the new one
     finally:
         part.unlink(missing_ok=True)
 
 
-def _load(file: pathlib.Path, kind: str, name: str) -> tuple[pd.DataFrame, dict[str, str]]:
+def _load(file: pathlib.Path, name: str) -> tuple[pd.DataFrame, dict[str, str]]:
+    """The rows of a file, and what its first line says beside them."""
     if not file.exists():
         raise RecordError(f"{file}: no such record")
     try:
@@ -113,117 +108,124 @@ def _load(file: pathlib.Path, kind: str, name: str) -> tuple[pd.DataFrame, dict[
     except UnicodeDecodeError as error:
         raise RecordError(f"{file}: not text ({error.reason}); record it again") from error
     match = _HEAD.fullmatch(head)
-    if not match or match[1] != kind:
-        raise RecordError(f"{file}: not a fusebook {kind}: its first line is {head[:60]!r}")
-    if int(match[2]) != _FORMAT:
-        raise RecordError(f"{file}: format {match[2]}, this version reads {_FORMAT}; record it again")
-    if match[3] != name:
-        raise RecordError(f"{file}: a record of {match[3]!r}, expected {name!r}")
-    rows = list(csv.reader(io.StringIO(body)))
-    columns, rows = (rows[0], rows[1:]) if rows else ([], [])
-    for later in reversed(_LATER if kind == "record" else ()):
-        following = bench.COLUMNS[bench.COLUMNS.index(later) + 1]
-        if later not in columns and following in columns:
-            at = columns.index(following)
-            columns = [*columns[:at], later, *columns[at:]]
-            rows = [[*row[:at], "", *row[at:]] for row in rows]
-    for i, row in enumerate(rows, 1):
-        if len(row) != len(columns):
-            raise RecordError(f"{file}: row {i} has {len(row)} fields of {len(columns)}; record it again")
-    if len(rows) != int(match[4]):
-        raise RecordError(f"{file}: ends after row {len(rows)} of {match[4]}; record it again")
-    if kind == "record":
-        _sound(file, name, columns, rows)
-    if hashlib.sha256(body.encode()).hexdigest() != match[5]:
+    if not match:
+        raise RecordError(f"{file}: not a fusebook record: its first line is {head[:60]!r}")
+    if int(match[1]) > _FORMAT:
+        raise RecordError(f"{file}: format {match[1]}, this version reads {_FORMAT}; record it again")
+    if match[2].split("/")[-1] != name.split("/")[-1]:
+        raise RecordError(f"{file}: a record of {match[2]!r}, expected {name!r}")
+    if (rows := body.count("\n") - 1) < int(match[3]):
+        raise RecordError(f"{file}: ends after row {max(rows, 0)} of {match[3]}; record it again")
+    if hashlib.sha256(body.encode()).hexdigest() != match[4]:
         raise RecordError(f"{file}: its rows are not those that were recorded; record it again instead of editing it")
-    more = dict(part.split("=", 1) for part in match[6].split(" | ") if "=" in part)
-    frame = pd.DataFrame(rows, columns=columns)
-    text = _TEXT if kind == "record" else set()
-    for column in frame:
-        frame[column] = _typed(frame[column], column in text)
+    text = dict.fromkeys(_TEXT, str)
+    frame = pd.read_csv(io.StringIO(body), dtype=text, keep_default_na=False, na_values=[""])  # type: ignore[arg-type]
+    more = dict(part.split("=", 1) for part in match[5].split(" | ") if "=" in part)
+    if "/" in name:
+        return frame, more
+    dims = [c for c in frame if c not in (*_KEYS, *bench.COLUMNS, "config", "source")]
+    # A record of today has all columns. An older one names a query, which may have asked for a point twice, knows
+    # neither `launches` nor `code`, and not every clock.
+    if "config" in frame:
+        frame = frame.sort_values("date", kind="stable").drop_duplicates([*_KEYS, *dims], keep="last").sort_index()
+    frame = frame.reindex(columns=[*_KEYS, *dims, *bench.COLUMNS]).reset_index(drop=True)
+    frame[list(_TEXT)] = frame[list(_TEXT)].astype(object).fillna("")
     return frame, more
 
 
-def _typed(column: pd.Series, text: bool) -> pd.Series:
-    if text:
-        return column.astype(object)
-    try:
-        return pd.to_numeric(column.replace("", None))
-    except (ValueError, TypeError):
-        return column.astype(object)
-
-
-def _sound(file: pathlib.Path, name: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    if tuple(columns[: len(_KEYS)]) != _KEYS or tuple(columns[-len(bench.COLUMNS) :]) != bench.COLUMNS:
-        raise RecordError(f"{file}: its columns are not those of this version; record it again")
-    numbers = [c for c in columns[len(_KEYS) :] if c in bench.COLUMNS and c not in _TEXT]
-    for i, row in enumerate(rows, 1):
-        values = dict(zip(columns, row, strict=True))
-        if values["op"] != name:
-            raise RecordError(f"{file}: row {i} is of {values['op']!r}, expected {name!r}")
-        if values["status"] not in _STATUS:
-            raise RecordError(f"{file}: row {i} has status {values['status']!r}, none of {', '.join(sorted(_STATUS))}")
-        for column in numbers:
-            try:
-                float(values[column] or "nan")
-            except ValueError:
-                raise RecordError(f"{file}: row {i} has {column} = {values[column]!r}, not a number") from None
-
-
-def read(op: str | Op, slug: str = "nvidia-h200", root: pathlib.Path | None = None) -> pd.DataFrame:
-    """The recorded rows of an op.
+def read(name: str | Op, gpu: str | None = None, root: pathlib.Path | None = None) -> pd.DataFrame:
+    """The recorded rows of an operator, or of what a page measured by itself.
 
     Parameters
     ----------
-    op : str or Op
-        The card itself where it is none of `fusebook.cards.OPS`: of a mere name that the library does not know, the
-        source that may have changed is unknown.
-    slug : str
-        The GPU's folder.
+    name : str or Op
+        Of an operator, or ``pages/transfers``; the card itself where it is none of `fusebook.cards.OPS`: of a mere name
+        that the library does not know, it is not known what has changed.
+    gpu : str, optional
+        The GPU's folder; see `fusebook.machine.slug`.
     root : pathlib.Path, optional
         The package's records by default.
 
     Returns
     -------
     pandas.DataFrame
-        As of `fusebook.bench.run`; ``attrs`` holds ``machine``, ``measured`` (False), ``stale`` (the ops whose kernel
-        has changed since) and ``path``.
+        ``attrs["origin"]`` is an `Origin`. Rows of an operator are as of `fusebook.bench.run`, but for the column
+        ``config``, and with a column ``stale``: why the row is not what the code does today, empty where it is.
 
     Raises
     ------
     RecordError
-        Where the file is missing, corrupt, truncated, edited, or of something else; it names the file and the row.
+        Where the file is missing, corrupt, truncated, edited, or of something else; it names the file.
     """
-    card = OPS.get(op) if isinstance(op, str) else op
-    name = op if isinstance(op, str) else op.name
-    file = path(slug, name, root)
-    frame, more = _load(file, "record", name)
-    frame.attrs.update(more)
-    now = bench.source_hash(card) if card else ""
-    stale = [name] if now and (frame["source"] != now).any() else []
-    frame.attrs.update(machine=_machine_beside(file), measured=False, stale=stale, path=str(file))
+    card = OPS.get(name) if isinstance(name, str) else name
+    name = name if isinstance(name, str) else name.name
+    file = path(name, gpu, root)
+    frame, more = _load(file, name)
+    on = _machine_beside(file if "/" not in name else file.parent)
+    if "/" not in name:
+        frame["stale"] = _reasons(frame, card, on) if card else ""
+    told = {k: more[k] for k in ("versions", "date", "commit", "function", "source") if k in more}
+    frame.attrs["origin"] = Origin(on, measured=False, path=file, stale=_summed(frame), **told)
     return frame
 
 
 def _machine_beside(file: pathlib.Path) -> machines.Machine:
-    beside = file.parent / "machine.json"
     try:
-        return machines.load(beside, recorded=True)
+        return machines.load(file.parent / "machine.json", recorded=True)
     except FileNotFoundError as error:
         raise RecordError(f"{file}: no machine.json beside it, so its machine is unknown") from error
     except ValueError as error:
         raise RecordError(str(error)) from error
 
 
-def write(frame: pd.DataFrame, root: pathlib.Path | str) -> pathlib.Path:
+def select(frame: pd.DataFrame, op: Op, config: str, dtype: str = "float32") -> pd.DataFrame:
+    """The rows of a record that are asked for, in the order asked, with the name of their config.
+
+    Parameters
+    ----------
+    frame : pandas.DataFrame
+        Of `read`.
+    op : Op
+    config, dtype : str
+        Comma lists, as `fusebook.bench.run` takes them.
+
+    Returns
+    -------
+    pandas.DataFrame
+        As of `fusebook.bench.run`, with the column ``stale``.
+
+    Raises
+    ------
+    Missing
+        Where there is no row of a whole config in a dtype.
+    """
+    points = bench.points(op, config)
+    dims = list(points[0][1])
+    asked = pd.DataFrame([{"config": label, **point} for label, point in points])
+    parts = []
+    for name in bench.dtypes(dtype):
+        part = asked.merge(frame[frame["dtype"] == name], on=dims)
+        for label in dict.fromkeys(asked["config"]):
+            if label not in set(part["config"]):
+                raise Missing(f"{op.name} for {label} in {name}")
+        parts.append(part)
+    found = pd.concat(parts, ignore_index=True)
+    found = found[["op", "config", "variant", "dtype", *dims, *bench.COLUMNS, "stale"]]
+    found.attrs["origin"] = dataclasses.replace(frame.attrs["origin"], stale=_summed(found))
+    return found
+
+
+def write(frame: pd.DataFrame, root: pathlib.Path | str, name: str = "") -> pathlib.Path:
     """Write what was measured, over the rows of the same point, dtype and variant, and keep the others.
 
     Parameters
     ----------
     frame : pandas.DataFrame
-        Of `fusebook.bench.run`, of one op, measured on a GPU.
+        Of `fusebook.bench.run`, of one operator; or what a page measured by itself. Measured on a GPU.
     root : path
-        Becomes ``root/<gpu>/<op>.csv`` beside ``root/<gpu>/machine.json``.
+        Becomes ``root/<gpu>/<name>.csv`` beside ``root/<gpu>/machine.json``.
+    name : str
+        ``pages/transfers``, where this is no operator's; it replaces all that was there.
 
     Returns
     -------
@@ -235,75 +237,221 @@ def write(frame: pd.DataFrame, root: pathlib.Path | str) -> pathlib.Path:
     RecordError
         Where there is nothing to record, or nothing that was measured on a GPU.
     """
-    on = frame.attrs.get("machine")
-    if on is None or not frame.attrs.get("measured"):
+    origin: Origin | None = frame.attrs.get("origin")
+    if origin is None or origin.machine is None or not origin.measured:
         raise RecordError("record.write: only what was measured on a GPU in this run is recorded")
-    kept = frame[frame["status"] != "absent"]
-    names = list(dict.fromkeys(kept["op"]))
-    if len(names) != 1:
-        raise RecordError(f"record.write: expected the rows of one op, got {names or 'none'}")
-    file = path(on.slug, names[0], pathlib.Path(root))
-    dims = [c for c in frame.columns if c not in _KEYS and c not in bench.COLUMNS]
-    if file.exists():
-        before, _ = _load(file, "record", names[0])
-        if list(before.columns) == list(kept.columns):
-            key = [*_KEYS, *dims]
-            new = set(kept[key].astype(str).itertuples(index=False, name=None))
-            old = before[[t not in new for t in before[key].astype(str).itertuples(index=False, name=None)]]
-            kept = pd.concat([old.astype(object), kept.astype(object)], ignore_index=True)
-    _save(file, "record", names[0], kept.sort_values(["dtype", "config"], kind="stable"), f" | commit={on.commit}")
-    _introduce(on, file.parent)
+    on = origin.machine
+    root = pathlib.Path(root)
+    if name:
+        if not re.fullmatch(r"[a-z0-9_]+/[a-z0-9_]+", name):
+            raise RecordError(f"record.write: expected a name like pages/transfers, of a-z, 0-9 and _, got {name!r}")
+        if frame.empty:
+            raise RecordError(f"record.write: {name} has no rows")
+        told = {"function": origin.function, "versions": origin.versions, "date": origin.date, "commit": on.commit}
+        file = path(name, on.slug, root)
+        _save(file, name, frame, **told)
+    else:
+        kept = frame[frame["status"] != "absent"].drop(columns=["config", "stale"], errors="ignore")
+        names = list(dict.fromkeys(kept["op"]))
+        if len(names) != 1:
+            raise RecordError(f"record.write: expected the rows of one op, got {names or 'none'}")
+        file = path(names[0], on.slug, root)
+        key = [c for c in kept if c not in bench.COLUMNS]
+        if file.exists():
+            before, _ = _load(file, names[0])
+            if list(before.columns) == list(kept.columns):
+                kept = pd.concat([before.astype(object), kept.astype(object)], ignore_index=True)
+        kept = kept.drop_duplicates(key, keep="last").sort_values(["dtype", *map(str, key[3:])], kind="stable")
+        _save(file, names[0], kept, commit=on.commit)
+    # Each row holds the roof of its own run: a machine that is there keeps the ceilings that other records were under.
+    if not (beside := root / on.slug / "machine.json").exists():
+        machines.save(on, beside)
     return file
 
 
-def _introduce(on: machines.Machine, folder: pathlib.Path) -> None:
-    """Leave the machine beside its records; one that is there keeps the ceilings that other records were taken under.
-
-    Each row holds the roof of its own run.
-    """
-    if not (folder / "machine.json").exists():
-        machines.save(on, folder / "machine.json")
+# Whether a record is of what the code does today ----------------------------------------------------------------------
 
 
-def read_page(name: str, slug: str = "nvidia-h200", root: pathlib.Path | None = None) -> pd.DataFrame:
-    """What a page measured with a function of its own; see `read` for attrs and errors.
+def _summed(frame: pd.DataFrame) -> tuple[str, ...]:
+    """The reasons of all rows, each once."""
+    if "stale" not in frame:
+        return ()
+    old = frame[frame["stale"] != ""]
+    found = []
+    for (op, why), rows in old.groupby(["op", "stale"], sort=False):
+        names = dict.fromkeys(rows["variant"])
+        whose = "" if set(names) == set(frame.loc[frame["op"] == op, "variant"]) else f" ({', '.join(names)})"
+        found.append(f"{op}{whose} {why}")
+    return tuple(found)
 
-    ``attrs`` also holds ``source``, ``versions`` and ``date`` of the run.
-    """
-    file = page_path(slug, name, root)
-    frame, more = _load(file, "page", name)
-    frame.attrs.update(more)
-    beside = file.parent.parent / file.name  # machine.json lies beside the ops' records
-    frame.attrs.update(machine=_machine_beside(beside), measured=False, stale=[], path=str(file))
-    return frame
+
+def _reasons(frame: pd.DataFrame, op: Op, on: machines.Machine) -> list[str]:
+    """Why each row is not what the code does today; empty where it is."""
+    wrappers: dict[str, str] = {}
+    asked: dict[int, tuple[str, str, Dims]] = {}
+    reasons = []
+    for i, row in enumerate(frame.to_dict("records")):
+        name = row["variant"]
+        variant = op.variants.get(name)
+        if variant is None:
+            reasons.append("is no variant of its card any more")
+        elif not row["launches"]:
+            reasons.append("" if row["status"] in ("failed", "out of memory") else _OLDER)
+        elif launches.launching(name, variant):
+            reasons.append("")
+            asked[i] = _point(row)
+        else:
+            if name not in wrappers:
+                wrappers[name] = launches.of_wrapper(variant)
+            changed = "has another wrapper now" if row["launches"] != wrappers[name] else _other_version(row, variant)
+            reasons.append(changed)
+    if asked:
+        try:
+            found = _today(op.name, list(asked.values()), on)
+        except launches.Unknown as error:
+            found = [(f"failed: {error}", "")] * len(asked)
+        for i, (now, _) in zip(asked, found, strict=True):
+            if now.startswith("failed"):
+                reasons[i] = f"may be stale, which could not be found out here ({now.removeprefix('failed: ')})"
+            elif now != frame["launches"].iloc[i]:
+                reasons[i] = _OTHERWISE
+    return reasons
 
 
-def write_page(
-    name: str, frame: pd.DataFrame, root: pathlib.Path | str, on: machines.Machine, source: str = ""
-) -> pathlib.Path:
-    """Write what a page measured with a function of its own.
+def _point(row: Mapping[Any, Any]) -> tuple[str, str, Dims]:
+    beside = {*_KEYS, *bench.COLUMNS, "config", "stale"}
+    return row["variant"], row["dtype"], {k: v for k, v in row.items() if k not in beside}
+
+
+def _other_version(row: Mapping[Any, Any], variant: Any) -> str:
+    """Whether a peer was recorded in another version than would be measured here, if it can be."""
+    if bench.missing(variant):
+        return ""
+    then = dict(part.split(" ", 1) for part in row["versions"].split("; ") if " " in part)
+    for package, version in bench.software(variant).items():
+        if package not in ("torch", "triton") and then.get(package, version) != version:
+            return f"was recorded with {package} {then[package]}, installed is {version}"
+    return ""
+
+
+@functools.lru_cache(maxsize=None)
+def _library() -> str:
+    """The sha256 of all that decides what launchers launch."""
+    here = pathlib.Path(__file__).parent
+    found = hashlib.sha256(repr((sys.version, torch.__version__, triton.__version__)).encode())
+    files = [*here.glob("kernels/**/*"), *here.glob("cards/**/*"), *map(here.joinpath, _DECIDE)]
+    for file in sorted(f for f in files if f.suffix in (".py", ".csv", ".json")):
+        found.update(str(file.relative_to(here)).encode() + file.read_bytes())
+    return found.hexdigest()
+
+
+def _kept(op: str, points: Sequence[Any], on: machines.Machine) -> pathlib.Path:
+    """Where it is remembered what the code of today launches."""
+    text = json.dumps([_library(), points, on.capability, on.sms])
+    return machines.cache_folder() / "launches" / f"{op}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
+
+
+def _today(op: str, points: list[tuple[str, str, Dims]], on: machines.Machine) -> list[Sequence[str]]:
+    file = _kept(op, points, on)
+    try:
+        return json.loads(file.read_text())  # type: ignore[no-any-return]
+    except (OSError, ValueError):
+        found: list[Any] = launches.elsewhere({op: points}, on.capability, on.sms)[op]
+        _remember(file, found)
+        return found
+
+
+def _remember(file: pathlib.Path, found: Any) -> None:
+    with contextlib.suppress(OSError):  # where nothing can be remembered, it is found out again
+        file.parent.mkdir(parents=True, exist_ok=True)
+        part = file.with_name(f"{file.name}.{os.getpid()}.part")
+        part.write_text(json.dumps(found))
+        part.replace(file)
+
+
+def read_all(gpu: str | None = None) -> dict[str, pd.DataFrame]:
+    """The records of all operators; two processes share the work of finding out whether they are stale.
 
     Parameters
     ----------
-    name : str
-    frame : pandas.DataFrame
-    root : path
-    on : Machine
-        Where it was measured.
-    source : str
-        Hash of the function, so that a replay can tell that it has changed.
+    gpu : str, optional
+        See `fusebook.machine.slug`.
+
+    Returns
+    -------
+    dict of str to pandas.DataFrame
+        As of `read`, by operator. What was found out is remembered until the code changes.
     """
-    if not re.fullmatch(r"[a-z0-9_]+", name):
-        raise RecordError(f"record.write_page: expected a name of lower-case letters, digits and _, got {name!r}")
-    if frame.empty:
-        raise RecordError(f"record.write_page: {name} has no rows")
-    installed = "; ".join(f"{k} {v}" for k, v in machines.versions("torch", "triton").items())
-    more = f" | source={source} | versions={installed} | date={pd.Timestamp.now().date().isoformat()}"
-    more += f" | commit={on.commit}"
-    file = page_path(on.slug, name, pathlib.Path(root))
-    _save(file, "page", name, frame, more)
-    _introduce(on, file.parent.parent)
-    return file
+    names = [name for name in OPS if exists(name, gpu)]
+    asked: dict[str, list[Any]] = {}
+    for name in names:
+        frame, _ = _load(path(name, gpu), name)
+        on = _machine_beside(path(name, gpu))
+        ours = [
+            _point(row)
+            for row in frame.to_dict("records")
+            if row["launches"]
+            and row["variant"] in OPS[name].variants
+            and launches.launching(row["variant"], OPS[name].variants[row["variant"]])
+        ]
+        if ours and not _kept(name, ours, on).exists():
+            asked[name] = ours
+    halves: list[dict[str, list[Any]]] = [{}, {}]
+    for name in sorted(asked, key=lambda name: -len(asked[name])):
+        min(halves, key=lambda half: sum(map(len, half.values())))[name] = asked[name]
+
+    def find(half: dict[str, list[Any]]) -> None:
+        with contextlib.suppress(launches.Unknown):  # which the rows will say
+            for name, found in launches.elsewhere(half, on.capability, on.sms).items():
+                _remember(_kept(name, half[name], on), found)
+
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        list(pool.map(find, [half for half in halves if half]))
+    return {name: read(name, gpu) for name in names}
+
+
+def restamp(gpu: str | None = None, root: pathlib.Path | None = None) -> dict[str, tuple[int, int]]:
+    """Stamp rows anew whose launches are written otherwise now, but compile to the code that was recorded.
+
+    Parameters
+    ----------
+    gpu : str, optional
+        See `fusebook.machine.slug`.
+    root : pathlib.Path, optional
+        The package's records by default.
+
+    Returns
+    -------
+    dict of str to (int, int)
+        By operator, rows that were stamped anew, and rows that the GPU would run otherwise and that stay stale.
+
+    Raises
+    ------
+    fusebook.launches.Unknown
+        Where the Triton that compiled them is not here; it says how to get it.
+    """
+    counts = {}
+    for name in [name for name in OPS if path(name, gpu, root).exists()]:
+        file = path(name, gpu, root)
+        frame, more = _load(file, name)
+        on = _machine_beside(file)
+        reasons = _reasons(frame, OPS[name], on)
+        rows = [i for i, why in enumerate(reasons) if why == _OTHERWISE and frame["code"].iloc[i]]
+        if not rows:
+            continue
+        done = 0
+        with_triton = frame["versions"].str.extract(r"triton ([^;]+)")[0].iloc[rows]
+        for version, group in pd.Series(rows).groupby(with_triton.to_numpy()):
+            points = [_point(frame.iloc[i].to_dict()) for i in group]
+            found = launches.elsewhere({name: points}, on.capability, on.sms, compile=True, triton=str(version))[name]
+            for i, (now, code) in zip(group, found, strict=True):
+                if code == frame["code"].iloc[i]:
+                    frame.loc[i, "launches"] = now
+                    done += 1
+        if done:
+            _save(file, name, frame, **more)
+        counts[name] = done, len(rows) - done
+    return counts
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -315,6 +463,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--warmup", type=int, default=5)
     parser.add_argument("--repeat", type=int, default=30)
     parser.add_argument("--machine", action="store_true", help="measure the ceilings anew and write machine.json")
+    parser.add_argument("--check", action="store_true", help="say which rows are stale and why; needs no GPU")
+    parser.add_argument("--restamp", action="store_true", help="stamp rows anew that compile to what was recorded")
     parser.add_argument("--out", type=pathlib.Path, default=machines.RECORDS, help="folder of records; the package's")
     args = parser.parse_args(argv)
     try:
@@ -325,6 +475,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         bench.dtypes(args.dtype)
     except ValueError as error:
         parser.error(str(error))
+    if args.check:
+        for name, frame in read_all().items():
+            print(f"{name}: {'; '.join(frame.attrs['origin'].stale) or 'fresh'}")
+        return 0
+    if args.restamp:
+        try:
+            for name, (done, left) in restamp(root=args.out).items():
+                print(f"{name}: {done} rows stamped anew, {left} stay stale")
+        except launches.Unknown as error:
+            print(f"fusebook.record: {error}", file=sys.stderr)
+            return 1
+        return 0
     if not args.ops and not args.machine:
         parser.error("nothing to record: name an op, or pass --machine")
     if args.warmup < 0 or args.repeat < 1:

@@ -18,7 +18,8 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 
-from fusebook.ort.custom import C, cache_folder, compile_c
+from fusebook.machine import cache_folder
+from fusebook.ort.custom import C, compile_c
 
 __all__ = ["ARCHITECTURES", "TYPES", "build"]
 

@@ -27,6 +27,8 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
+from fusebook.machine import cache_folder
+
 __all__ = ["CustomOp", "custom_op", "register"]
 
 C = pathlib.Path(__file__).parent / "c"
@@ -46,12 +48,6 @@ _ELEMENTS = {
 }
 
 # The library -----------------------------------------------------------------------------------------------------
-
-
-def cache_folder() -> pathlib.Path:
-    """Where compiled libraries are kept: ``FUSEBOOK_CACHE``, or ``fusebook`` in the user's cache."""
-    root = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
-    return pathlib.Path(os.environ.get("FUSEBOOK_CACHE") or pathlib.Path(root) / "fusebook")
 
 
 def compile_c(sources: Sequence[pathlib.Path], out: pathlib.Path, *options: str) -> pathlib.Path:

@@ -32,10 +32,6 @@ def live() -> bool:
     return torch.cuda.is_available() and not flag("FUSEBOOK_REPLAY")
 
 
-def slug() -> str:
-    return os.environ.get("FUSEBOOK_GPU") or "nvidia-h200"
-
-
 def folder() -> Path:
     folder = Path(os.environ.get("FUSEBOOK_DOWNLOADS") or ".")
     folder.mkdir(parents=True, exist_ok=True)

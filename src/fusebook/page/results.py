@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import datetime as dt
 import hashlib
 import inspect
@@ -16,7 +17,8 @@ from typing import Any, NoReturn
 import pandas as pd
 import torch
 
-from fusebook import bench, explore, machine, record, tables
+from fusebook import bench, explore, launches, machine, record, tables
+from fusebook.bench import Origin
 from fusebook.cards import OPS
 from fusebook.op import Op
 from fusebook.page import _place
@@ -193,7 +195,8 @@ def results(
     Returns
     -------
     pandas.DataFrame
-        The columns of `fusebook.bench.run`. ``attrs`` says on which machine, whether just now, and what is stale.
+        The columns of `fusebook.bench.run`. ``attrs["origin"]``, a `fusebook.bench.Origin`, says on which machine,
+        whether just now, and what is stale; what is replayed says so of each row in the column ``stale``.
 
     Raises
     ------
@@ -207,13 +210,15 @@ def results(
         if folder:
             record.write(frame, Path(folder))
         return frame
-    slug = _place.slug()
     command = f"python -m fusebook.record {op.name} --config {config} --dtype {dtype}"
     if op.name not in OPS:  # a card of its own page: what records kernels does not know it
         command = "nox -s record"
-    if not record.exists(op.name, slug):
-        _nothing(f"{op.name} on {slug}", command)
-    frame = _noted(_replayed(record.read(op, slug), op, config, dtype, command))
+    if not record.exists(op.name):
+        _nothing(f"{op.name} on {machine.slug()}", command)
+    try:
+        frame = record.select(_noted(record.read(op)), op, config, dtype)
+    except record.Missing as missing:
+        _nothing(f"{missing} on {machine.slug()}", command)
     return frame if variants is None else tables.where(frame, variant=list(variants))
 
 
@@ -223,36 +228,9 @@ def _nothing(what: str, command: str) -> NoReturn:
     )
 
 
-def _replayed(frame: pd.DataFrame, op: Op, config: str, dtype: str, command: str) -> pd.DataFrame:
-    """The rows of a record that were asked for, in the order asked; refuses where a whole config is missing.
-
-    A point counts wherever it was measured: under the config that was asked for if it is there, else under another.
-    """
-    sizes = list(bench.points(op, config)[0][1])
-    frame = frame.copy()
-    frame["_sizes"] = pd.Series(list(zip(*(frame[k].astype(str) for k in sizes), strict=True)), dtype=object)
-    asked: dict[str, list[tuple[str, ...]]] = {}
-    for name, dims in bench.points(op, config):
-        asked.setdefault(name, []).append(tuple(str(v) for v in dims.values()))
-    parts = []
-    for name in bench.dtypes(dtype):
-        for label, points in asked.items():
-            part = frame[frame["_sizes"].isin(points) & (frame["dtype"] == name)]
-            if part.empty:
-                _nothing(f"{op.name} for {label} in {name} on {frame.attrs['machine'].slug}", command)
-            order = part["_sizes"].map(points.index)
-            part = part.assign(_order=order, _other=part["config"] != label).sort_values(
-                ["_order", "_other"], kind="stable"
-            )
-            parts.append(part.drop_duplicates(["_sizes", "variant"]))
-    found = pd.concat(parts).drop(columns=["_sizes", "_order", "_other"]).reset_index(drop=True)
-    found.attrs.update(frame.attrs)
-    return found
-
-
 def _noted(frame: pd.DataFrame) -> pd.DataFrame:
     """What was read from a record, noted as something that the page is made from."""
-    _place.note(frame.attrs["path"], machine.RECORDS / _place.slug() / "machine.json")
+    _place.note(frame.attrs["origin"].path, machine.RECORDS / machine.slug() / "machine.json")
     return frame
 
 
@@ -272,37 +250,37 @@ def measured(name: str, function: Callable[[], pd.DataFrame], live: bool | None 
     Returns
     -------
     pandas.DataFrame
-        ``attrs`` as those of `results`, and ``page``, the record's name.
+        ``attrs["origin"]`` as of `results`.
 
     Raises
     ------
     NoResults
         Where there is neither a GPU nor a record.
     """
-    digest = _digest(function)
+    record_name = f"pages/{name}"
     if live and not torch.cuda.is_available():
         frame = function()
-        frame.attrs.update(measured=True, stale=[], date=dt.date.today().isoformat())
+        frame.attrs["origin"] = Origin(None, measured=True, page=name, date=dt.date.today().isoformat())
     elif live is not False and _place.live():
         frame = function()
-        installed = machine.versions("torch", "triton")
-        frame.attrs.update(
-            machine=machine.here(),
+        frame.attrs["origin"] = Origin(
+            machine.here(),
             measured=True,
-            stale=[],
-            versions="; ".join(f"{k} {v}" for k, v in installed.items()),
+            page=name,
             date=dt.date.today().isoformat(),
+            versions="; ".join(f"{k} {v}" for k, v in bench.software().items()),
+            function=launches.digest(function),
         )
         if folder := os.environ.get("FUSEBOOK_RECORD"):
-            record.write_page(name, frame, Path(folder), frame.attrs["machine"], digest)
+            record.write(frame, Path(folder), record_name)
     else:
-        slug = _place.slug()
-        if not record.page_exists(name, slug):
-            _nothing(f"{name} on {slug}", "nox -s record")
-        frame = _noted(record.read_page(name, slug))
-        if digest and frame.attrs.get("source") != digest:
-            frame.attrs["stale"] = [name]
-    frame.attrs["page"] = name
+        if not record.exists(record_name):
+            _nothing(f"{name} on {machine.slug()}", "nox -s record")
+        frame = _noted(record.read(record_name))
+        was = frame.attrs["origin"]
+        same = was.function == launches.digest(function) if was.function else was.source == _text(function)
+        stale = () if same else (f"{name} is measured by another function now",)
+        frame.attrs["origin"] = dataclasses.replace(was, stale=stale, page=name)
     return frame
 
 
@@ -312,18 +290,17 @@ def records() -> dict[str, pd.DataFrame]:
     Returns
     -------
     dict of str to pandas.DataFrame
-        ``attrs`` as those of `results`.
+        As of `fusebook.record.read`.
 
     Raises
     ------
     NoResults
         Where there is none.
     """
-    slug = _place.slug()
-    _place.note(machine.RECORDS / slug)  # a record that is added belongs to them
-    found = {name: _noted(record.read(name, slug)) for name in OPS if record.exists(name, slug)}
+    _place.note(machine.RECORDS / machine.slug())  # a record that is added belongs to them
+    found = {name: _noted(frame) for name, frame in record.read_all().items()}
     if not found:
-        _nothing(f"any operator on {slug}", "nox -s record")
+        _nothing(f"any operator on {machine.slug()}", "nox -s record")
     return found
 
 
@@ -344,7 +321,7 @@ def explored(
     Returns
     -------
     dict of str to pandas.DataFrame
-        Of `fusebook.explore.explore`; ``attrs`` as those of `results`.
+        Of `fusebook.explore.explore`; ``attrs["origin"]`` as of `results`.
 
     Raises
     ------
@@ -363,20 +340,20 @@ def explored(
         ):
             if isinstance(frame, explore.Wrong):
                 raise frame
-            frame.attrs.update(machine=machine.here(), date=dt.date.today().isoformat(), page=f"{op.name}-explored")
+            frame.attrs["origin"] = dataclasses.replace(frame.attrs["origin"], machine=machine.here())
             found[op.name] = frame
     else:
-        slug = _place.slug()
+        slug = machine.slug()
         for name, op in ours.items():
             if explore.path(slug, name).exists():
                 found[name] = _noted(explore.read(op, slug))
-                found[name].attrs["page"] = f"{name}-explored"
         if not found:
             _nothing(f"explored problems on {slug}", f"python -m fusebook.explore all --seed {seed}")
     return {name: frame for name, frame in found.items() if len(frame)}
 
 
-def _digest(function: Callable[[], Any]) -> str:
+def _text(function: Callable[[], Any]) -> str:
+    """The text of a function, by which older records know it."""
     try:
         return hashlib.sha256(inspect.getsource(function).encode()).hexdigest()[:16]
     except (OSError, TypeError):

@@ -20,6 +20,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 
 from fusebook import tables
+from fusebook.bench import Origin
 from fusebook.page import _place
 
 __all__ = ["Folded", "Listing", "Source", "Tabs", "downloads", "provenance", "solution", "table"]
@@ -63,37 +64,37 @@ def provenance(*frames: pd.DataFrame) -> Provenance:
     -------
     Provenance
     """
-    if not frames or not all("machine" in frame.attrs for frame in frames):
+    origins = [o for frame in frames if isinstance(o := frame.attrs.get("origin"), Origin) and o.machine]
+    if not frames or len(origins) < len(frames):
         raise ValueError("page.provenance: expected what results() or measured() returned, whose attrs are kept")
-    raw = [_raw(frame) for frame in frames]
 
-    def seen(name: str) -> list[str]:
-        values = {str(v) for f in frames if name in f for v in f[name].dropna()}
-        return sorted(values | {str(f.attrs[name]) for f in frames if name in f.attrs})
+    def seen(column: str, field: str) -> list[str]:
+        values = {str(v) for f in frames if column in f for v in f[column].dropna()}
+        return sorted(filter(None, values | {getattr(o, field) for o in origins}))
 
-    first = frames[0].attrs["machine"]
+    first: Any = origins[0].machine
     return Provenance(
         machine=first,
-        measured=all(f.attrs.get("measured") for f in frames),
-        dates=seen("date") or [str(first.date)],
-        versions=seen("versions"),
-        commits=seen("commit") or [str(first.commit)],
-        stale=sorted({str(s) for f in frames for s in f.attrs.get("stale", ())}),
-        raw=list(dict.fromkeys(raw)),
+        measured=all(o.measured for o in origins),
+        dates=seen("date", "date") or [str(first.date)],
+        versions=seen("versions", "versions"),
+        commits=seen("commit", "commit") or [str(first.commit)],
+        stale=sorted({why for o in origins for why in o.stale}),
+        raw=list(dict.fromkeys(_raw(frame) for frame in frames)),
     )._now()
 
 
 def _raw(frame: pd.DataFrame) -> tuple[str, str]:
     """The name of the raw record and its address; no address where nothing is offered for download."""
-    name = frame.attrs.get("page") or "-".join(dict.fromkeys(frame["op"]))
-    source = frame.attrs.get("path")
+    origin: Origin = frame.attrs["origin"]
+    name = origin.page or "-".join(dict.fromkeys(frame["op"]))
     if not os.environ.get("FUSEBOOK_DOWNLOADS"):
-        return (Path(source).name if source else f"{name}, not recorded"), ""
-    if not source and "config" in frame:  # a page measures several configs, each a file of its own
+        return (origin.path.name if origin.path else f"{name}, not recorded"), ""
+    if not origin.path and "config" in frame:  # a page measures several configs, each a file of its own
         name += f"-{frame['config'].iloc[0]}"
-    target = _place.folder() / f"{frame.attrs['machine'].slug}-{name}.csv"
-    if source:
-        shutil.copyfile(source, target)
+    target = _place.folder() / f"{origin.machine.slug if origin.machine else 'cpu'}-{name}.csv"
+    if origin.path:
+        shutil.copyfile(origin.path, target)
     else:
         frame.to_csv(target, index=False)
     return target.name, _place.link(target)
@@ -147,8 +148,8 @@ class Provenance(_Shown):
         stale = ""
         if self.stale:
             stale = (
-                f'<p class="fb-stale">Stale: the source of {_rich(", ".join(self.stale))} has changed since these '
-                "results were recorded.</p>"
+                '<p class="fb-stale">The code has changed since these results were recorded: '
+                f"{_rich('; '.join(self.stale))}.</p>"
             )
         return (
             f'<div class="fb-provenance{" fb-stale-box" if self.stale else ""}">'
@@ -159,7 +160,7 @@ class Provenance(_Shown):
     def __repr__(self) -> str:
         lines = [f"{self._headline()} {self.machine.name}"]
         if self.stale:
-            lines.append(f"  STALE: the source of {', '.join(self.stale)} has changed since")
+            lines.append(f"  STALE: {'; '.join(self.stale)}")
         return "\n".join(lines + [f"  {k}: {v}" for k, v in self._facts()])
 
 
