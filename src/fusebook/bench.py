@@ -476,7 +476,7 @@ def run(
             for label, dims, sparse in sweep:
                 here = {n: v for n, v in chosen.items() if not (sparse and v.recompiles)}
                 head = {"op": op.name, "config": label, "dtype": name, **dims}
-                rows += _point(op, head, DTYPES[name], dims, here, on, warmup, repeat)
+                rows += _point(op, head, DTYPES[name], dims, here, on, warmup, repeat, alone=not sparse)
                 bar.update()
     frame = pd.DataFrame(rows)
     dims_seen = [k for k in sweep[0][1]] if sweep else []
@@ -531,6 +531,7 @@ def _point(
     on: machines.Machine | None,
     warmup: int,
     repeat: int,
+    alone: bool,
 ) -> list[dict[str, Any]]:
     rows = {name: _blank(op, head, name, v, dims) for name, v in variants.items()}
     for name, v in variants.items():
@@ -556,7 +557,7 @@ def _point(
                 row.update(_launched(v, data))
             verdict, deterministic, call = _verify(op, v, data)
             row.update(score=verdict.score, limit=verdict.limit, deterministic="yes" if deterministic else "no")
-            row["alone"] = _alone(op, v, data)
+            row["alone"] = _alone(op, v, data) if alone else ""
             row["peak_bytes"] = _peak(v, call)
             calls[name] = call
         if row["status"] == "refused" and launches.launching(name, v):

@@ -373,6 +373,13 @@ def _compile_beforehand(asked: Sequence[tuple[Op, Dims, Sequence[str]]], workers
         waiting = [pool.apply_async(_compiled, (op.name, dims, names)) for op, dims, names in asked]
         for one in tqdm(waiting, desc="compile", disable=None, leave=False):
             one.wait(max(0.0, until - time.monotonic()))
+        failed = [one for one in waiting if one.ready() and not one.successful()]
+        if failed:
+            try:
+                failed[0].get()
+            except Exception as error:
+                told = f"{type(error).__name__}: {bench._sentence(error)}"
+                print(f"{len(failed)} of {len(waiting)} not compiled beforehand: {told}", file=sys.stderr)
     finally:
         pool.terminate()
         pool.join()
