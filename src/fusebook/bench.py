@@ -14,6 +14,7 @@ import importlib.util
 import math
 import pathlib
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -375,11 +376,15 @@ def _alone(op: Op, variant: Variant, data: _Data) -> str:
 
 
 def _launched(variant: Variant, data: _Data) -> dict[str, str]:
-    """What a call launches, and the code that the GPU runs, as columns."""
+    """What a call launches, and the code that the GPU runs, as columns; a time without them is worth more than none."""
     args = data.inputs if variant.prepare is None else variant.prepare(*data.inputs)
-    with launches.observed() as trace:
-        variant.run(*args)
-    return {"launches": trace.launches, "code": trace.code}
+    try:
+        with launches.observed() as trace:
+            variant.run(*args)
+        return {"launches": trace.launches, "code": trace.code}
+    except Exception as error:  # what a variant raises for itself is seen in all other calls
+        warnings.warn(f"bench: what was launched is not known: {type(error).__name__}: {error}", stacklevel=2)
+        return {}
 
 
 def _peak(variant: Variant, call: Callable[[], Any]) -> float:
