@@ -148,6 +148,7 @@ def _build(book, **env):
     )
 
 
+@pytest.mark.slow
 def test_a_site_builds_without_results_rebuilds_what_changed_and_forgets_what_is_gone(book):
     pytest.importorskip("sphinx_gallery")
     built = _build(book)
@@ -201,6 +202,7 @@ if "{name}" == "second" and os.environ.get("CUT"):
 """
 
 
+@pytest.mark.slow
 def test_a_build_that_was_cut_off_goes_on_where_it_was_and_warnings_lie_in_a_log(book):
     pytest.importorskip("sphinx_gallery")
     for page in (book / "examples").glob("plot_*.py"):
