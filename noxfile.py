@@ -192,6 +192,12 @@ def restamp(session):
 
 
 @nox.session(venv_backend="none", requires=["environment"], default=False)
+def explore(session):
+    """Check and time problems that nobody chose: ``nox -s explore -- softmax --seed 7``."""
+    run(session, "-m", "fusebook.explore", *session.posargs)
+
+
+@nox.session(venv_backend="none", requires=["environment"], default=False)
 def site(session):
     """Serve the site on this machine and rebuild it when a source changes."""
     watched = [arg for folder in ("examples", "src") for arg in ("--watch", folder)]
