@@ -609,6 +609,126 @@ def _softmax_shared(
 
 
 @triton.jit
+def _softmax_backward_whole(
+    dx_ptr,
+    y_ptr,
+    dy_ptr,
+    INNER,
+    N,
+    y_outer,
+    y_inner,
+    dy_outer,
+    dy_inner,
+    VEC: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+):
+    """The gradient of one row by one program, y and dy held as CHUNKS tiles of whole vectors. dx lies as y does."""
+    outer = (tl.program_id(0) // INNER).to(tl.int64)
+    inner = (tl.program_id(0) % INNER).to(tl.int64)
+    at, low, high = _window(outer * y_outer + inner * y_inner, N, 0, CHUNKS * BLOCK, VEC)
+    y_ptr += at
+    dx_ptr += at
+    dy_ptr += _window(outer * dy_outer + inner * dy_inner, N, 0, CHUNKS * BLOCK, VEC)[0]
+    columns = tl.arange(0, BLOCK)  # [BLOCK]
+    ys = ()
+    dys = ()
+    dots = tl.zeros([BLOCK], tl.float32)
+    for i in tl.static_range(CHUNKS):
+        inside = i * BLOCK + columns < (high + VEC - 1) // VEC * VEC
+        mask = None if i < CHUNKS - 2 else inside
+        y = tl.load(y_ptr + i * BLOCK + columns, mask=mask)  # [BLOCK]; read MN
+        dy = tl.load(dy_ptr + i * BLOCK + columns, mask=mask)  # [BLOCK]; read MN
+        product = y.to(tl.float32) * dy.to(tl.float32)
+        if i == 0 or i >= CHUNKS - 2:
+            product = tl.where((i * BLOCK + columns >= low) & (i * BLOCK + columns < high), product, 0.0)
+        ys += (y,)
+        dys += (dy,)
+        dots += product
+    dot = tl.sum(dots, 0)
+    for i in tl.static_range(CHUNKS):
+        dx = ys[i].to(tl.float32) * (dys[i].to(tl.float32) - dot)
+        if i == 0 or i >= CHUNKS - 2:
+            _put(dx_ptr + i * BLOCK, dx, columns, low - i * BLOCK, tl.minimum(high - i * BLOCK, BLOCK), VEC)  # write MN
+        else:
+            tl.store(dx_ptr + i * BLOCK + columns, dx.to(dx_ptr.dtype.element_ty))
+
+
+@triton.jit
+def _part_dot(y_ptr, dy_ptr, y_begin, dy_begin, N, part, SPAN, VEC: tl.constexpr, BLOCK: tl.constexpr):
+    """y and dy [BLOCK] in a part of a row, neighbours' numbers at its ends included; the sum of their products as a word."""
+    inner = tl.arange(0, BLOCK)
+    at, low, high = _window(y_begin, N, part * SPAN, SPAN, VEC)
+    inside = inner < (high + VEC - 1) // VEC * VEC
+    y = tl.load(y_ptr + at + inner, mask=inside, other=0.0)  # [BLOCK]; read MN
+    at = _window(dy_begin, N, part * SPAN, SPAN, VEC)[0]
+    dy = tl.load(dy_ptr + at + inner, mask=inside, other=0.0)  # [BLOCK]; read MN
+    products = y.to(tl.float32) * dy.to(tl.float32)
+    if VEC > 1:
+        if (low > 0) | (high % VEC != 0):
+            products = tl.where((inner >= low) & (inner < high), products, 0.0)
+    word = tl.sum(products, 0).to(tl.int32, bitcast=True)
+    return y, dy, tl.where(word == 0, -2147483648, word)  # -0.0 in place of 0.0, whose word would be zero
+
+
+@triton.jit
+def _centred_part(dx_ptr, y, dy, words, begin, N, part, SPAN, VEC: tl.constexpr, BLOCK: tl.constexpr):
+    """Store a part of a gradient, by the words of all parts."""
+    dot = tl.sum(words.to(tl.float32, bitcast=True), 0)
+    at, low, high = _window(begin, N, part * SPAN, SPAN, VEC)
+    _put(dx_ptr + at, y.to(tl.float32) * (dy.to(tl.float32) - dot), tl.arange(0, BLOCK), low, high, VEC)  # write MN
+
+
+@triton.jit
+def _softmax_backward_shared(
+    dx_ptr,
+    y_ptr,
+    dy_ptr,
+    board_ptr,
+    INNER,
+    N,
+    y_outer,
+    y_inner,
+    dy_outer,
+    dy_inner,
+    SPAN,
+    PARTS,
+    VEC: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LANES: tl.constexpr,
+    TRIES: tl.constexpr,
+    LATE: tl.constexpr,
+):
+    """The gradient of a row of any width by PARTS programs, as `_softmax_shared`: a word is a sum of y dy."""
+    NOTHING: tl.constexpr = -2147483648  # -0.0
+    row = tl.program_id(0) // PARTS
+    part = tl.program_id(0) % PARTS
+    outer = (row // INNER).to(tl.int64)
+    inner = (row % INNER).to(tl.int64)
+    y_begin = outer * y_outer + inner * y_inner
+    dy_begin = outer * dy_outer + inner * dy_inner
+    SPAN = SPAN * VEC
+    y, dy, word = _part_dot(y_ptr, dy_ptr, y_begin, dy_begin, N, part, SPAN, VEC, BLOCK)
+    if LATE:
+        tl.extra.cuda.gdc_wait()  # for the zeros on the board; the row is here already
+    board_ptr += row.to(tl.int64) * PARTS
+    _left(board_ptr + part, word)
+    lanes = tl.arange(0, LANES)  # [LANES]
+    words, missing = _words(board_ptr, lanes, PARTS, NOTHING, TRIES)
+    if missing == LANES:
+        _centred_part(dx_ptr, y, dy, words, y_begin, N, part, SPAN, VEC, BLOCK)
+    else:
+        while missing < LANES:
+            _, _, word = _part_dot(y_ptr, dy_ptr, y_begin, dy_begin, N, missing, SPAN, VEC, BLOCK)
+            _left(board_ptr + missing, word)
+            words = tl.where(lanes == missing, word, words)
+            missing = _missing(words, lanes)
+        part += missing - LANES
+        y, dy, _ = _part_dot(y_ptr, dy_ptr, y_begin, dy_begin, N, part, SPAN, VEC, BLOCK)
+        _centred_part(dx_ptr, y, dy, words, y_begin, N, part, SPAN, VEC, BLOCK)
+
+
+@triton.jit
 def _softmax_backward_rows(
     dx_ptr,
     y_ptr,
@@ -893,11 +1013,20 @@ def _softmax_plan(
         # multiprocessor, which waits for its loads and then for its stores.
         # Where one row more fits on a multiprocessor if only the pairs are held, that is faster for fewer numbers too.
         held_twice = n == 4096 or 12800 < n <= 16384 or n > 24576
+    elif size == 2 and tensors == 2 and vector > 1 and n % 4 and 512 < n <= 32768:
+        # Odd widths, whose rows lie across vectors.
+        block, warps = (4096, 16) if n > 16384 else _tile(n, size, tensors)
+        chunks = triton.cdiv(n + vector - 1, block)
+        return Plan("whole", {"VEC": vector, "BLOCK": block, "CHUNKS": chunks}, outer * inner, warps)
     elif n <= {2: 32768, 4: 32768, 8: 16384 // tensors}[size]:
         # float32 rows of 128 KiB still fit: they leave room for one program of 32 warps, which is enough.
         block, warps = _tile(n, size, tensors)
         rows = max(1, (1024 if size == 2 else 512) // triton.next_power_of_2(n))
-    elif size < 8 and tensors == 1 and (plan := _shared_plan(sizes, size, capability, processors, vector)):
+    elif (
+        # A gradient's aligned rows of half types are as fast read twice.
+        (size == 4 or (size == 2 and (tensors == 1 or n % 8)))
+        and (plan := _shared_plan(sizes, size, capability, processors, vector, tensors))
+    ):
         return plan
     else:
         # The second pass finds in L2 what is left there of the first: the larger the tile, the fewer rows at once.
@@ -931,7 +1060,12 @@ def _softmax_plan(
 
 
 def _shared_plan(
-    sizes: tuple[int, int, int], size: int, capability: tuple[int, int] | None, processors: int, vector: int
+    sizes: tuple[int, int, int],
+    size: int,
+    capability: tuple[int, int] | None,
+    processors: int,
+    vector: int,
+    tensors: int,
 ) -> Plan | None:
     """Rows whose parts are held by several programs; None where the GPU has no room for all parts of a row at once.
 
@@ -939,7 +1073,12 @@ def _shared_plan(
     """
     outer, inner, n = sizes
     # Small parts start and end quickly, large ones are few: both count where all parts of a row meet.
-    block, warps = (4096, 4) if n <= 2**18 else (8192, 8)
+    block, warps, registers = (4096, 4, 64) if n <= 2**18 else (8192, 8, 64)
+    if tensors == 2:
+        if size == 4:
+            warps *= 2  # two numbers in place of one
+        else:
+            registers = 80
     if capability is None:
         # The interpreter's cost is programs times operations: few large parts, and of few rows only.
         if outer * inner > 8:
@@ -958,9 +1097,9 @@ def _shared_plan(
         "LANES": max(32 * warps, triton.next_power_of_2(parts)),
         "TRIES": 0 if capability is None else 4096,  # some milliseconds
     }
-    # 64 registers a thread, of which 32 hold numbers: left to itself, the compiler takes more, and fewer parts at once
+    # About half of a thread's registers hold numbers. Left to itself, the compiler takes more, and fewer parts at once
     # are under way.
-    return Plan("shared", constants, outer * inner * parts, warps, span, parts, 64)
+    return Plan("shared", constants, outer * inner * parts, warps, span, parts, registers)
 
 
 def _tile(n: int, size: int, tensors: int) -> tuple[int, int]:
@@ -1113,6 +1252,16 @@ def _softmax_backward_into(dx: Tensor, y: Tensor, dy: Tensor, dim: int) -> None:
         launch(_softmax_backward_rows, grid, dx, y, dy, inner, n, *strides, **constants)
     elif plan.kernel == "twice":
         launch(_softmax_backward_twice, grid, dx, y, dy, inner, n, *strides, **constants)
+    elif plan.kernel == "whole":
+        del constants["ALIGN"]
+        launch(_softmax_backward_whole, grid, dx, y, dy, inner, n, *strides[:2], *strides[3:5], **constants)
+    elif plan.kernel == "shared":
+        board, early = _board(plan, torch.int32, y.device)
+        launch(
+            _softmax_backward_shared, grid, dx, y, dy, board, inner, n, *strides[:2], *strides[3:5],
+            plan.span // plan.constants["VEC"], plan.parts, **plan.constants, num_warps=plan.warps,
+            maxnreg=plan.registers, LATE=bool(early), **early,
+        )  # fmt: skip
     else:
         dots = empty((y.numel() // y.shape[dim], plan.constants["PARTS"]), _sums(y.dtype), y.device)
         launch(_softmax_backward_parts, grid, dots, y, dy, inner, n, plan.span, *strides, **constants)
