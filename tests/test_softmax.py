@@ -187,16 +187,37 @@ def test_wide_rows_of_any_strides(view, dtype):
 
 
 @TWO_DTYPES
+@pytest.mark.parametrize("view", WIDE.values(), ids=WIDE.keys())
+def test_a_gradient_of_wide_rows_of_any_strides(view, dtype):
+    dy = view(functools.partial(torch.randn, device=DEVICE, dtype=dtype))
+    assert_gradient(torch.softmax(torch.randn_like(dy), -1), dy, -1)
+
+
+@TWO_DTYPES
+def test_nothing_of_a_neighbour_enters_a_gradient(dtype):
+    y = torch.softmax(torch.randn(3, 50257, device=DEVICE, dtype=dtype), -1)
+    dy = torch.randn_like(y)
+    want = softmax_backward(y, dy, -1)[1]
+    dy[0], dy[2] = float("nan"), float("inf")
+    assert torch.equal(softmax_backward(y, dy, -1)[1], want)
+    assert torch.equal(softmax_backward(y[:, :1001].contiguous(), dy[:, :1001], -1)[1].isnan(), torch.zeros(1001) == 1)
+
+
+@TWO_DTYPES
 @pytest.mark.parametrize("n", [50257, 66000])
 def test_a_wide_row_is_the_same_whatever_rows_it_comes_with(n, dtype):
     x = torch.randn(6, n, device=DEVICE, dtype=dtype)
-    assert torch.equal(fusebook.softmax(x)[:2], fusebook.softmax(x[:2]))
+    y, dy = fusebook.softmax(x), torch.randn_like(x)
+    assert torch.equal(y[:2], fusebook.softmax(x[:2]))
+    if n % 8:
+        assert torch.equal(softmax_backward(y, dy, -1)[:2], softmax_backward(y[:2], dy[:2], -1))
 
 
 @NEEDS_CUDA  # interpreted, nobody can wait
 def test_what_other_programs_left_is_what_a_program_finds_out_for_itself(monkeypatch):
     x = torch.randn(2, 66001, device=DEVICE)
     want = fusebook.softmax(x)
+    gradient = softmax_backward(want, x, 1)
     plan = module._shared_plan
 
     def impatient(*arguments):
@@ -207,13 +228,15 @@ def test_what_other_programs_left_is_what_a_program_finds_out_for_itself(monkeyp
     module._plan.cache_clear()
     with _operator.plans_aside():
         assert torch.equal(fusebook.softmax(x), want)
+        assert torch.equal(softmax_backward(want, x, 1), gradient)
     module._plan.cache_clear()
 
 
 @pytest.mark.parametrize("processors", [24, 132])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("aligned", [True, False])
-def test_plans_of_wide_rows_hold_every_number_once(processors, dtype, aligned):
+@pytest.mark.parametrize("tensors", [1, 2])
+def test_plans_of_wide_rows_hold_every_number_once(processors, dtype, aligned, tensors):
     rng = random.Random(0)
     vector = 16 // dtype.itemsize if aligned else 1
     seen = set()
@@ -222,7 +245,13 @@ def test_plans_of_wide_rows_hold_every_number_once(processors, dtype, aligned):
         *(rng.randrange(32768, 2**22) for _ in range(200)),
     ]:
         for capability in ((9, 0), (8, 0)):
-            known = {"processors": processors, "pairs": aligned and dtype.itemsize == 2, "vector": vector, "flat": True}
+            known = {
+                "processors": processors,
+                "tensors": tensors,
+                "pairs": aligned and dtype.itemsize == 2,
+                "vector": vector,
+                "flat": True,
+            }
             plan = module._softmax_plan((1, 7, n), dtype, capability, **known)
             seen.add(plan.kernel)
             reach = n + vector - 1  # where the row begins with the last number of a vector
@@ -241,7 +270,8 @@ def test_plans_of_wide_rows_hold_every_number_once(processors, dtype, aligned):
             elif plan.kernel == "whole":
                 assert reach <= held
                 assert (plan.constants["CHUNKS"] - 2) * plan.constants["BLOCK"] <= n  # these are loaded without a mask
-                assert held <= 104 * 32 * plan.warps  # numbers a thread, two a register
+                # Numbers a thread, two a register.
+                assert tensors * held <= {16: 104}.get(plan.warps, 17 * 16) * 32 * plan.warps
     assert "shared" in seen
 
 

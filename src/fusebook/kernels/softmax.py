@@ -12,14 +12,14 @@ Fused: the maximum, the subtraction, the exponential, the sum and the division. 
 5MN + 2M elements and writes 3MN + 2M; the fused kernel reads MN and writes MN. For the gradient it is 6MN + M and
 3MN + M against 2MN and MN.
 
-A row of up to 128 KiB in float32, and 104 KiB and more in half types, stays in the registers of one program between its
-load and its store. A wider one is shared by several programs: each holds a part of it, and they tell one another what
-they found there. So it is read once, too.
+A row of up to 128 KiB in float32, 104 KiB and more in half types and 64 KiB in the gradient of these, stays in the
+registers of one program between its load and its store. A wider one is shared by several programs: each holds a part of
+it, and they tell one another what they found there. So it is read once, too.
 
-Limits: for the gradient 64 KiB of each of y and dy stay in registers. A wider row of it, a row of float64 of more than
-128 KiB, and a wide row whose numbers do not lie side by side are read twice: once to find the maximum and the sum in
-one pass, once to divide. Where there are fewer such rows than the GPU has room for, several programs share a row. Axes
-that do not fold into OUTER and INNER (a view with three or more strides beside the normalised axis) are copied first.
+Limits: a row of float64 of more than 128 KiB, a wide row whose numbers do not lie side by side, and in half types the
+gradient of a wide row of whole 16-byte vectors are read twice: once to find the maximum and the sum in one pass, once
+to divide. Where there are fewer such rows than the GPU has room for, several programs share a row. Axes that do not
+fold into OUTER and INNER (a view with three or more strides beside the normalised axis) are copied first.
 """
 
 # Device code grows tuples of tiles; mypy sees a tuple of another length as another type.
@@ -656,7 +656,7 @@ def _softmax_backward_whole(
 
 @triton.jit
 def _part_dot(y_ptr, dy_ptr, y_begin, dy_begin, N, part, SPAN, VEC: tl.constexpr, BLOCK: tl.constexpr):
-    """y and dy [BLOCK] in a part of a row, neighbours' numbers at its ends included; the sum of their products as a word."""
+    """y and dy [BLOCK] of a part of a row, with neighbours' numbers at its ends; the sum of their products, as a word."""
     inner = tl.arange(0, BLOCK)
     at, low, high = _window(y_begin, N, part * SPAN, SPAN, VEC)
     inside = inner < (high + VEC - 1) // VEC * VEC
@@ -1015,7 +1015,7 @@ def _softmax_plan(
         held_twice = n == 4096 or 12800 < n <= 16384 or n > 24576
     elif size == 2 and tensors == 2 and vector > 1 and n % 4 and 512 < n <= 32768:
         # Odd widths, whose rows lie across vectors.
-        block, warps = (4096, 16) if n > 16384 else _tile(n, size, tensors)
+        block, warps = _tile(n, size, tensors)
         chunks = triton.cdiv(n + vector - 1, block)
         return Plan("whole", {"VEC": vector, "BLOCK": block, "CHUNKS": chunks}, outer * inner, warps)
     elif n <= {2: 32768, 4: 32768, 8: 16384 // tensors}[size]:
