@@ -566,6 +566,10 @@ def _gather_nd_rows(
 
 STRATEGIES = ("atomic", "sorted", "owner")
 
+# What grouping costs, on an H200, in bytes of float32 updates that are added meanwhile: for each update, and for all.
+_GROUPING = 576
+_GROUPED = {"sorted": 14 * 2**20, "owner": 48 * 2**20}
+
 # Bytes of zeros that are written beside the sort by counting.
 _BESIDE = 2**26
 
@@ -647,14 +651,14 @@ def _scatter_nd_plan(
             strategy = "sorted"
         elif small:
             strategy = "owner"
-        elif cached and size >= 4:
-            # The output stays in L2 between its zeros and its additions, so that these cost no memory traffic.
-            strategy = "atomic"
-        elif n <= many and (cached or n <= R // 4):
-            # Rows with updates are few: the sort is short, and what they take is done beside the zeros of the others.
-            strategy = "sorted"
         else:
-            strategy = "owner"
+            # Rows with updates are few: the sort is short, and what they take is done beside the zeros of the others.
+            strategy = "sorted" if n <= many and (cached or n <= R // 4) else "owner"
+            # Additions move some bytes a nanosecond less than loads do. What is to be saved by grouping must first be
+            # earned: its launches, and about as much for each update as half a kilobyte of additions takes. And in a
+            # small output, which stays in L2 between its zeros and its additions, nothing is to be saved.
+            if size >= 4 and (cached or n * (D * size - _GROUPING) <= _GROUPED[strategy]):
+                strategy = "atomic"
     find = {"atomic": "", "sorted": "count" if n <= many else "sort", "owner": "scan" if small else "lists"}[strategy]
     # Tuned on an H200: bytes of a row that a program takes, updates whose loads are under way together, updates of one
     # row that one program adds up, tiles of rows, warps; bytes of zeros that a program writes.

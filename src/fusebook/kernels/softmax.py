@@ -449,6 +449,14 @@ def _put(y_ptr, y, inner, low, high, VEC: tl.constexpr):
 
 
 @triton.jit
+def _again(x, zero, ANEW: tl.constexpr):
+    """Half-precision numbers in float32; ANEW: converted again, not held meanwhile in twice the registers."""
+    if ANEW:
+        x = (x.to(tl.int16, bitcast=True) ^ zero).to(x.dtype, bitcast=True)
+    return x.to(tl.float32)
+
+
+@triton.jit
 def _softmax_whole(
     y_ptr,
     x_ptr,
@@ -461,6 +469,7 @@ def _softmax_whole(
     VEC: tl.constexpr,
     BLOCK: tl.constexpr,
     CHUNKS: tl.constexpr,
+    ANEW: tl.constexpr,
 ):
     """One row, one program: CHUNKS tiles, held as they were loaded. Half types take half the registers so."""
     outer = (tl.program_id(0) // INNER).to(tl.int64)
@@ -481,13 +490,17 @@ def _softmax_whole(
         chunks += (x,)
         tops = tl.maximum(tops, x.to(tl.float32))
     top = tl.max(tops, 0)
+    # Always zero, but the compiler cannot know, as in `_softmax_pairs`.
+    zero = (tl.minimum(N, 0) & top.to(tl.int32, bitcast=True)).to(tl.int16)
     totals = tl.zeros([BLOCK], tl.float32)
     for i in tl.static_range(CHUNKS):
-        totals += _exp(chunks[i].to(tl.float32) - top)
-    scale = 1 / tl.sum(totals, 0)
+        totals += _exp(_again(chunks[i], zero, ANEW) - top)
+    total = tl.sum(totals, 0)
+    scale = 1 / total
+    zero = (tl.minimum(N, 0) & total.to(tl.int32, bitcast=True)).to(tl.int16)
     y_ptr += _window(outer * y_outer + inner * y_inner, N, 0, CHUNKS * BLOCK, VEC)[0]
     for i in tl.static_range(CHUNKS):
-        y = _exp(chunks[i].to(tl.float32) - top) * scale  # once more, so that only x is held
+        y = _exp(_again(chunks[i], zero, ANEW) - top) * scale
         if i == 0 or i >= CHUNKS - 2:
             _put(y_ptr + i * BLOCK, y, columns, low - i * BLOCK, tl.minimum(high - i * BLOCK, BLOCK), VEC)  # write MN
         else:
@@ -656,7 +669,7 @@ def _softmax_backward_whole(
 
 @triton.jit
 def _part_dot(y_ptr, dy_ptr, y_begin, dy_begin, N, part, SPAN, VEC: tl.constexpr, BLOCK: tl.constexpr):
-    """y and dy [BLOCK] of a part of a row, with neighbours' numbers at its ends; the sum of their products, as a word."""
+    """y and dy [BLOCK] of a part of a row, with neighbours' numbers at its ends; the sum of products, as a word."""
     inner = tl.arange(0, BLOCK)
     at, low, high = _window(y_begin, N, part * SPAN, SPAN, VEC)
     inside = inner < (high + VEC - 1) // VEC * VEC
@@ -975,6 +988,8 @@ def _softmax_plan(
     outer, inner, n = sizes
     size = dtype.itemsize
     kernel, rows, held_twice = "rows", 1, False
+    # Rows of half types that lie across 16-byte vectors are slow as pairs where they are wide.
+    least = 12800 if vector > 1 and n % vector else 40960 if pairs else 32768
     if not last:
         # 32 neighbours along INNER, so that a warp reads 64 bytes and more in one piece. Eight elements a thread and a
         # tile, 64 in all: more would spill. Beyond that two passes, in tiles of at most 64 KiB, since a tile that is
@@ -991,10 +1006,11 @@ def _softmax_plan(
             rows = min(64, triton.next_power_of_2(inner))
             block = 65536 // max(4, size) // rows
         block = min(block, triton.next_power_of_2(n))
-    elif size == 2 and tensors == 1 and (40960 if pairs else 32768) < n <= 13 * 4096:
+    elif size == 2 and tensors == 1 and least < n <= 13 * 4096:
         # 13 tiles are 52 registers of each of 512 threads; more would spill.
         chunks = triton.cdiv(n + vector - 1, 4096)
-        return Plan("whole", {"VEC": vector, "BLOCK": 4096, "CHUNKS": chunks}, outer * inner, 16)
+        constants = {"VEC": vector, "BLOCK": 4096, "CHUNKS": chunks, "ANEW": 0}
+        return Plan("whole", constants, outer * inner, 16)
     elif pairs and tensors == 1 and (n % 2 or n == 4096 or n > 12800) and n <= 65536:
         kernel = "pairs"
         if n < 2048:
@@ -1223,7 +1239,7 @@ def _softmax_into(y: Tensor, x: Tensor, dim: int) -> None:
         launch(_softmax_pairs, grid, y, x, n, strides[1], strides[4], **constants)
     elif plan.kernel == "whole":
         del constants["ALIGN"]
-        launch(_softmax_whole, grid, y, x, inner, n, *strides[:2], *strides[3:5], **constants)
+        launch(_softmax_whole, grid, y, x, inner, n, *strides[:2], *strides[3:5], maxnreg=plan.registers, **constants)
     elif plan.kernel == "shared":
         board, early = _board(plan, torch.int64, x.device)
         launch(
@@ -1254,7 +1270,19 @@ def _softmax_backward_into(dx: Tensor, y: Tensor, dy: Tensor, dim: int) -> None:
         launch(_softmax_backward_twice, grid, dx, y, dy, inner, n, *strides, **constants)
     elif plan.kernel == "whole":
         del constants["ALIGN"]
-        launch(_softmax_backward_whole, grid, dx, y, dy, inner, n, *strides[:2], *strides[3:5], **constants)
+        launch(
+            _softmax_backward_whole,
+            grid,
+            dx,
+            y,
+            dy,
+            inner,
+            n,
+            *strides[:2],
+            *strides[3:5],
+            maxnreg=plan.registers,
+            **constants,
+        )
     elif plan.kernel == "shared":
         board, early = _board(plan, torch.int32, y.device)
         launch(
