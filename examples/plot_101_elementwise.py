@@ -52,7 +52,7 @@ from fusebook.cards.elementwise import (
     _cuda_c,
     cuda_source,
 )
-from fusebook.check import judge, yardstick
+from fusebook.check import yardstick
 from fusebook.inputs import generator, poison, rough
 from fusebook.kernels.elementwise import (
     _add_sub,
@@ -373,11 +373,8 @@ for op in OPS:
     dims |= {"y": "row"} if "y" in op.edges[0] else {}
     for dtype in (torch.float32, torch.bfloat16):
         inputs = op.make(generator(0), dtype, **dims)
-        verdict = judge(
-            op,
-            op.variants["fusebook"].run(*inputs),
-            yardstick(op, inputs),
-        )
+        got = op.variants["fusebook"].run(*inputs)
+        verdict = yardstick(op, inputs).judge(got)
         rows.append((op.name, str(dtype)[6:], verdict.score, verdict.limit))
 scores = pd.DataFrame(rows, columns=["op", "dtype", "score", "limit"])
 scores = scores.set_index(["op", "dtype"])
@@ -399,7 +396,7 @@ mistakes = {
 claims(
     claim("Every score is within its limit", scores.score <= scores.limit),
     *(
-        claim(f"Caught: {name}", not judge(ADD_SUB, pair, yard).ok)
+        claim(f"Caught: {name}", not yard.judge(pair).ok)
         for name, pair in mistakes.items()
     ),
 )

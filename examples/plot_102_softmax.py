@@ -43,7 +43,7 @@ of a GPU that is named beside them.
 import fusebook  # before triton: it decides whether kernels are interpreted
 from fusebook import plots, tables, timing
 from fusebook.cards.softmax import SOFTMAX, SOFTMAX_BACKWARD
-from fusebook.check import judge, yardstick
+from fusebook.check import yardstick
 from fusebook.inputs import generator, rough
 from fusebook.kernels.softmax import (
     _softmax_plan,
@@ -298,9 +298,7 @@ Source(_softmax_plan, doc=False)
 def judged(x, **ways):
     """The score of each way to compute a softmax of `x`."""
     yard = yardstick(SOFTMAX, (x,))
-    verdicts = {
-        name: judge(SOFTMAX, way(x), yard) for name, way in ways.items()
-    }
+    verdicts = {name: yard.judge(way(x)) for name, way in ways.items()}
     rows = [(v.score, v.limit, v.ok) for v in verdicts.values()]
     names = pd.Index(verdicts, name="way")
     return pd.DataFrame(rows, index=names, columns=["score", "limit", "right"])

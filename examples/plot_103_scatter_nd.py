@@ -47,7 +47,7 @@ from fusebook.cards.scatter_nd import (
     MASKED_SCATTER_ND,
     SCATTER_ND_OF_SHAPE,
 )
-from fusebook.check import judge, yardstick
+from fusebook.check import yardstick
 from fusebook.inputs import generator, poison, rough
 from fusebook.kernels.scatter_nd import (
     _scatter_nd_owner,
@@ -431,7 +431,7 @@ def judged(dims, dtype, **ways):
     rows = []
     for name, way in ways.items():
         poison([inputs[2].new_empty(inputs[0])])
-        verdict = judge(MASKED_SCATTER_ND, way(*inputs), yard)
+        verdict = yard.judge(way(*inputs))
         found = verdict.score, verdict.limit, verdict.ok
         rows.append((dims["law"], str(dtype)[6:], name, *found))
     columns = ["law", "dtype", "way", "score", "limit", "right"]

@@ -37,7 +37,7 @@ of a GPU that is named beside them.
 import fusebook  # before triton: it decides whether kernels are interpreted
 from fusebook import machine, plots, tables
 from fusebook.cards.concat_gemm import CONCAT_GEMM, _in_views
-from fusebook.check import judge, yardstick
+from fusebook.check import yardstick
 from fusebook.inputs import generator, poison, rough
 from fusebook.kernels._products import _filled, _gemm_plan, _stack, _take_over
 from fusebook.kernels.concat_gemm import (
@@ -350,7 +350,7 @@ def judged(weights, dtype, M, K, N, **ways):
     rows = []
     for name, way in ways.items():
         poison([yard.want[0].to(dtype)])
-        verdict = judge(CONCAT_GEMM, way(*inputs), yard)
+        verdict = yard.judge(way(*inputs))
         size = f"{M} x {K} x {N}"
         found = verdict.score, verdict.limit, verdict.ok
         rows.append((weights, size, str(dtype)[6:], name, *found))

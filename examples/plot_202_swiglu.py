@@ -40,7 +40,7 @@ from functools import partial
 import fusebook  # before triton: it decides whether kernels are interpreted
 from fusebook import machine, plots, tables
 from fusebook.cards.swiglu import SWIGLU
-from fusebook.check import judge, yardstick
+from fusebook.check import yardstick
 from fusebook.inputs import generator, poison
 from fusebook.kernels.swiglu import _gated, _swiglu_stacked, swiglu_eager
 from fusebook.page import (
@@ -230,7 +230,7 @@ def judged(dtype, M, K, N, **ways):
     rows = []
     for name, way in ways.items():
         poison([yard.want[0].to(dtype)])
-        verdict = judge(SWIGLU, way(*inputs), yard)
+        verdict = yard.judge(way(*inputs))
         found = verdict.score, verdict.limit, verdict.ok
         rows.append((f"{M} x {K} x {N}", str(dtype)[6:], name, *found))
     names = ["size", "dtype", "way", "score", "limit", "right"]

@@ -51,7 +51,7 @@ import time
 import fusebook  # before triton: it decides whether kernels are interpreted
 from fusebook import plots, tables
 from fusebook.cards.logistic_step import LOGISTIC_FIT, LOGISTIC_STEP
-from fusebook.check import judge, yardstick
+from fusebook.check import yardstick
 from fusebook.inputs import generator
 from fusebook.kernels._operator import gpu
 from fusebook.kernels.logistic_step import (
@@ -452,9 +452,7 @@ ways = {
     "without the penalty": without_penalty,
     "the loss after the step": loss_afterwards,
 }
-verdicts = {
-    name: judge(LOGISTIC_STEP, f(*inputs), yard) for name, f in ways.items()
-}
+verdicts = {name: yard.judge(f(*inputs)) for name, f in ways.items()}
 scores = pd.DataFrame(
     {
         name: {"score": v.score, "limit": v.limit, "right": v.ok}
@@ -490,7 +488,7 @@ whole = fusebook.logistic_fit(*given, steps=steps)
 
 def of_fit(outputs):
     """The verdict on weights and bias, with the losses of `whole`."""
-    return judge(LOGISTIC_FIT, (*outputs[:2], whole[2]), fit_yard).ok
+    return fit_yard.judge((*outputs[:2], whole[2])).ok
 
 
 claims(

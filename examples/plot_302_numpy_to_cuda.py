@@ -56,7 +56,7 @@ import warnings
 import fusebook  # before triton: it decides whether kernels are interpreted
 from fusebook import plots, tables, timing
 from fusebook.cards.kmeans import KMEANS_ASSIGN, KMEANS_STEP, KMEANS_UPDATE
-from fusebook.check import judge, yardstick
+from fusebook.check import yardstick
 from fusebook.inputs import generator
 from fusebook.kernels.kmeans import (
     _few_steps,
@@ -1149,7 +1149,7 @@ def judged(way, n, d, k, dtype, laws):
         dims = {"n": n, "d": d, "k": k, "labels": "int64", "law": law}
         inputs = KMEANS_ASSIGN.make(generator(1), dtype, **dims)
         yard = yardstick(KMEANS_ASSIGN, inputs)
-        verdict = judge(KMEANS_ASSIGN, way(*inputs[:2]), yard)
+        verdict = yard.judge(way(*inputs[:2]))
         found = verdict.score, verdict.limit, verdict.ok
         rows.append((law, d, str(dtype)[6:], way.__name__, *found))
     return rows

@@ -35,7 +35,7 @@ from fusebook.cards.onnxruntime import (
     NODES_OF_ONNX_RUNTIME,
     model,
 )
-from fusebook.check import judge, yardstick
+from fusebook.check import yardstick
 from fusebook.inputs import generator, poison
 from fusebook.ort import NODES, Graph, custom_op, fuse
 from fusebook.ort.alone import alone
@@ -301,7 +301,7 @@ for law in ("uniform", "zipf", "equal", "masked"):
     for name, graph in graphs.items():
         poison([updates.new_empty(shape)])
         got = Graph(graph, ops=NODES)(feeds)["y"]
-        verdict = judge(NODES_OF_ONNX_RUNTIME, got, yard)
+        verdict = yard.judge(got)
         rows.append((law, name, verdict.score, verdict.limit, verdict.ok))
 scores = pd.DataFrame(
     rows, columns=["indices", "graph", "score", "limit", "right"]
@@ -313,11 +313,7 @@ table(scores, "Scores")
 # that is compiled ahead of time is loaded by a process in which the import of
 # torch, triton and fusebook fails; that was done where the rest was measured.
 
-own = judge(
-    NODES_OF_ONNX_RUNTIME,
-    session(feeds)["y"],
-    yard,
-)
+own = yard.judge(session(feeds)["y"])
 
 
 def library():
@@ -506,7 +502,7 @@ def captured():
             updates.mul_(-1.5)
             y.fill_(torch.nan)
             yard = yardstick(NODES_OF_ONNX_RUNTIME, made)
-            verdict = judge(NODES_OF_ONNX_RUNTIME, run()["y"], yard)
+            verdict = yard.judge(run()["y"])
             runs[name], right[name] = run, verdict.ok
         x = torch.zeros(8, 128, device=updates.device)
         graph = Graph(unary("Identity", ""), options=options)

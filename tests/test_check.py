@@ -89,7 +89,7 @@ def yards():
 @pytest.mark.parametrize("dtype", SOFTMAX.dtypes, ids=str)
 @pytest.mark.parametrize("mistake", MISTAKES.values(), ids=MISTAKES)
 def test_a_mistake_is_caught_on_some_edge(mistake, dtype, yards):
-    verdicts = [check.judge(SOFTMAX, mistake(v[0].clone()), y) for (d, _), (v, y) in yards.items() if d == dtype]
+    verdicts = [y.judge(mistake(v[0].clone())) for (d, _), (v, y) in yards.items() if d == dtype]
     assert not all(v.ok for v in verdicts), [f"{v.score:.2g} <= {v.limit:.2g}" for v in verdicts]
 
 
@@ -97,7 +97,7 @@ def test_a_mistake_is_caught_on_some_edge(mistake, dtype, yards):
 def test_an_honest_softmax_passes_on_every_edge(dtype, yards):
     for (d, _), (values, yard) in yards.items():
         if d == dtype:
-            assert check.judge(SOFTMAX, torch.softmax(values[0], -1), yard).ok
+            assert yard.judge(torch.softmax(values[0], -1)).ok
 
 
 @pytest.mark.parametrize("dtype", SOFTMAX.dtypes, ids=str)
@@ -107,15 +107,15 @@ def test_plain_rows_would_let_a_softmax_without_its_maximum_pass(dtype):
     hostile = (rough(generator(0, "cpu"), (96, 512), dtype),)
     one, other = check.yardstick(SOFTMAX, plain), check.yardstick(SOFTMAX, hostile)
     without = lambda x: (_up(x).exp() / _up(x).exp().sum(-1, keepdim=True)).to(x.dtype)  # noqa: E731
-    assert check.judge(SOFTMAX, without(plain[0]), one).ok
-    assert not check.judge(SOFTMAX, without(hostile[0]), other).ok
+    assert one.judge(without(plain[0])).ok
+    assert not other.judge(without(hostile[0])).ok
 
 
 def verdict(got, want):
     """The score of `got` where the reference gives `want`."""
     op = toy()
     half = want.double() / 2
-    return check.score(op, got, check.yardstick(op, (half.to(want.dtype),)))
+    return check.yardstick(op, (half.to(want.dtype),)).score(got)
 
 
 def test_zeros_score_a_half_at_least():
@@ -150,8 +150,8 @@ def test_a_row_that_is_rightly_zero_must_be_zero():
 def test_what_overflows_in_the_dtype_may_be_infinite():
     op = toy()
     yard = check.yardstick(op, (torch.tensor([[40000.0, 1.0]], dtype=torch.float16),))
-    assert check.score(op, torch.tensor([[math.inf, 2.0]], dtype=torch.float16), yard) == 0
-    assert check.score(op, torch.tensor([[60000.0, 2.0]], dtype=torch.float16), yard) == math.inf
+    assert yard.score(torch.tensor([[math.inf, 2.0]], dtype=torch.float16)) == 0
+    assert yard.score(torch.tensor([[60000.0, 2.0]], dtype=torch.float16)) == math.inf
 
 
 def test_empty_scores_zero():
@@ -170,7 +170,7 @@ def test_the_score_does_not_depend_on_how_it_is_chunked(monkeypatch):
 def worst(got, want):
     """What is said of `got` where the reference gives `want`."""
     half = want.double() / 2
-    return check.worst(toy(), got, check.yardstick(toy(), (half.to(want.dtype),)))
+    return check.yardstick(toy(), (half.to(want.dtype),)).where(got)
 
 
 @pytest.mark.parametrize("chunk", [2**26, 8])
@@ -187,7 +187,7 @@ def test_the_worst_element_is_named_with_its_position(chunk, monkeypatch):
     assert worst(torch.tensor(3.0), torch.tensor(2.0)) == "worst at []: got 3, expected 2"
     assert worst(torch.empty(0, 3), torch.empty(0, 3)) == ""
     counts = torch.tensor([1, 2])
-    assert check.worst(toy(), counts * 3, check.yardstick(toy(), (counts,))) == "worst at [0]: got 3, expected 2"
+    assert check.yardstick(toy(), (counts,)).where(counts * 3) == "worst at [0]: got 3, expected 2"
 
 
 def test_the_worst_element_is_found_in_results_that_lie_across():
@@ -214,9 +214,9 @@ def test_the_limit_is_made_of_eps_and_never_wide():
     op = toy()
     for dtype, allowed in ((torch.float16, 8), (torch.bfloat16, 8), (torch.float32, 64), (torch.float64, 64)):
         yard = check.yardstick(op, (torch.randn(4, 4, dtype=dtype),))
-        assert check.limit(yard) == allowed * torch.finfo(dtype).eps
+        assert yard.limit() == allowed * torch.finfo(dtype).eps
     single = check.yardstick(op, (torch.randn(4, 4),))
-    assert check.limit(single, "tf32") == 8 * 2**-10
+    assert single.limit("tf32") == 8 * 2**-10
 
 
 def test_rough_rows_are_of_three_kinds():

@@ -26,7 +26,7 @@ def drawn(*shape, dtype=torch.float32, device="cpu"):
 
 
 def is_right(op, got, inputs, math=None):
-    return check.judge(op, got, check.yardstick(op, inputs), math).ok
+    return check.yardstick(op, inputs).judge(got, math).ok
 
 
 @pytest.fixture
@@ -232,8 +232,8 @@ def test_tf32_has_its_own_error_and_its_own_limit(device):
     inputs = CONCAT_GEMM.make(fusebook.inputs.generator(0, device), torch.float32, **dims)
     yard = check.yardstick(CONCAT_GEMM, inputs)
     x, *weights = inputs
-    exact = check.judge(CONCAT_GEMM, fusebook.concat_gemm(x, weights, tf32=False, strategy="fused"), yard)
-    fast = check.judge(CONCAT_GEMM, fusebook.concat_gemm(x, weights, tf32=True, strategy="fused"), yard, "tf32")
+    exact = yard.judge(fusebook.concat_gemm(x, weights, tf32=False, strategy="fused"))
+    fast = yard.judge(fusebook.concat_gemm(x, weights, tf32=True, strategy="fused"), "tf32")
     assert exact.ok and fast.ok
     assert fast.score > exact.limit, "TF32 would not pass for float32"
 

@@ -50,8 +50,8 @@ def run(name, made, dtype, device, **given):
 
 def assert_right(op, got, made):
     yard = check.yardstick(op, made)
-    verdict = check.judge(op, got, yard)
-    assert verdict.ok, check.worst(op, got, yard)
+    verdict = yard.judge(got)
+    assert verdict.ok, yard.where(got)
 
 
 def small(dims):

@@ -85,7 +85,7 @@ def problem(op, variant, dims, device, seed=0, dtype=None, numbers=None):
 
 def assert_right(op, variant, made, out):
     yard = check.yardstick(op, made)
-    assert check.judge(op, out, yard, variant.math).ok, check.worst(op, out, yard)
+    assert yard.judge(out, variant.math).ok, yard.where(out)
 
 
 def flat(value):
@@ -247,7 +247,7 @@ def test_a_view_is_right_or_refused(op, variant, change, least, device):
             except (NotImplementedError, ValueError) as refusal:
                 fine, said = bool(str(refusal)), "refused without a message"
             else:
-                fine, said = check.judge(op, out, yard, variant.math).ok, check.worst(op, out, yard)
+                fine, said = yard.judge(out, variant.math).ok, yard.where(out)
             assert fine, f"{dims}: {said}"
     assert tried or least
 

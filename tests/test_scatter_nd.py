@@ -27,7 +27,7 @@ def made(law, device, R=37, D=20, n=150, dtype=torch.float32, seed=0):
 
 
 def right(inputs, got):
-    verdict = check.judge(MASKED_SCATTER_ND, got, check.yardstick(MASKED_SCATTER_ND, inputs))
+    verdict = check.yardstick(MASKED_SCATTER_ND, inputs).judge(got)
     return verdict.ok
 
 

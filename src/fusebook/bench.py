@@ -300,7 +300,7 @@ def _verify(op: Op, variant: Variant, data: _Data) -> tuple[check.Verdict, bool,
     outputs: list[Any] = []
     for which in (0, 1, 1):
         out, call = _attempt(variant, data, which)
-        verdict = _judged(op, variant, data, which, out)
+        verdict = _judged(variant, data, which, out)
         worst = max(worst, verdict, key=lambda v: v.score / v.limit)
         outputs.append(out)
     deterministic = all(
@@ -336,12 +336,12 @@ def verify(op: Op, name: str, dtype: torch.dtype, dims: Dims) -> check.Verdict:
     return _verify(op, _variant(op, name), data)[0]
 
 
-def _judged(op: Op, variant: Variant, data: _Data, which: int, out: Any, when: str = "") -> check.Verdict:
+def _judged(variant: Variant, data: _Data, which: int, out: Any, when: str = "") -> check.Verdict:
     if not data.intact(which):
         raise WrongResult(f"changed its inputs{when}", math.inf)
-    verdict = check.judge(op, out, data.yards[which], variant.math)
+    verdict = data.yards[which].judge(out, variant.math)
     if not verdict.ok:
-        where = check.worst(op, out, data.yards[which])
+        where = data.yards[which].where(out)
         raise WrongResult(
             f"score {verdict.score:.3g} is above the limit {verdict.limit:.3g}{when}; {where}", verdict.score
         )
@@ -576,9 +576,9 @@ def _point(
             out = calls[name]()
             if variants[name].on_cpu:
                 out = _brought(out, data.device)
-            _judged(op, variants[name], data, 1, out, " once it had been timed")
+            _judged(variants[name], data, 1, out, " once it had been timed")
             out, _ = _attempt(variants[name], data, 0)
-            _judged(op, variants[name], data, 0, out, " once it had been timed")
+            _judged(variants[name], data, 0, out, " once it had been timed")
         if rows[name]["status"] != "ok":
             rows[name].update(dict.fromkeys(_TIMES, math.nan))
     return list(rows.values())

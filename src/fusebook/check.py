@@ -17,36 +17,10 @@ import torch
 
 from fusebook.op import Op
 
-__all__ = ["Verdict", "Yardstick", "alone", "judge", "limit", "score", "worst", "yardstick"]
+__all__ = ["Verdict", "Yardstick", "alone", "yardstick"]
 
 # Elements scored at a time: float64 temporaries of a 2 GiB result would otherwise take tens of GiB.
 _CHUNK = 2**26
-
-
-@dataclass(frozen=True)
-class Yardstick:
-    """What a result is held against.
-
-    Attributes
-    ----------
-    inputs : tuple
-        The inputs, floating-point tensors in float64, for `Op.meaning`; empty where the card has none.
-    want : tuple of torch.Tensor
-        The reference in float64, after `Op.meaning`.
-    shapes, dtypes : tuple
-        What each output must be.
-    dtype : torch.dtype
-        The dtype of the first floating-point input, whose eps the limit is made of.
-    rounded : float
-        The score of the reference run in float32 and rounded to the outputs' dtypes; 0 in float64.
-    """
-
-    inputs: tuple[Any, ...]
-    want: tuple[torch.Tensor, ...]
-    shapes: tuple[torch.Size, ...]
-    dtypes: tuple[torch.dtype, ...]
-    dtype: torch.dtype
-    rounded: float
 
 
 @dataclass(frozen=True)
@@ -62,16 +36,137 @@ class Verdict:
         return self.score <= self.limit
 
 
-def _tuple(outputs: Any) -> tuple[Any, ...]:
-    return tuple(outputs) if isinstance(outputs, (tuple, list)) else (outputs,)
+@dataclass(frozen=True)
+class Yardstick:
+    """What a result is held against.
 
+    Attributes
+    ----------
+    op : Op
+    inputs : tuple
+        The inputs, floating-point tensors in float64, for `Op.meaning`; empty where the card has none.
+    want : tuple of torch.Tensor
+        The reference in float64, after `Op.meaning`.
+    shapes, dtypes : tuple
+        What each output must be.
+    dtype : torch.dtype
+        The dtype of the first floating-point input, whose eps the limit is made of.
+    rounded : float
+        The score of the reference run in float32 and rounded to the outputs' dtypes; 0 in float64.
+    """
 
-def _cast(inputs: Sequence[Any], dtype: torch.dtype) -> tuple[Any, ...]:
-    return tuple(v.detach().to(dtype) if isinstance(v, torch.Tensor) and v.is_floating_point() else v for v in inputs)
+    op: Op
+    inputs: tuple[Any, ...]
+    want: tuple[torch.Tensor, ...]
+    shapes: tuple[torch.Size, ...]
+    dtypes: tuple[torch.dtype, ...]
+    dtype: torch.dtype
+    rounded: float
 
+    def judge(self, outputs: Any, math: str | None = None) -> Verdict:
+        """The score of `outputs` beside its limit.
 
-def _meaning(op: Op, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
-    return outputs if op.meaning is None else _tuple(op.meaning(inputs, outputs))
+        Parameters
+        ----------
+        outputs : torch.Tensor or tuple of torch.Tensor
+        math : str, optional
+
+        Returns
+        -------
+        Verdict
+        """
+        return Verdict(self.score(outputs), self.limit(math))
+
+    def score(self, outputs: Any) -> float:
+        """How wrong `outputs` are: 0 is exact, infinity is wrong in kind.
+
+        Parameters
+        ----------
+        outputs : torch.Tensor or tuple of torch.Tensor
+
+        Returns
+        -------
+        float
+            The worst output's score. Infinite where the number of outputs, a shape or a dtype differs, where NaN or
+            infinity does not stand where the reference has it, or where a row that is rightly zero is not exactly zero.
+        """
+        got = _tuple(outputs)
+        if len(got) != len(self.shapes):
+            return _math.inf
+        for out, shape, dtype in zip(got, self.shapes, self.dtypes, strict=True):
+            if not isinstance(out, torch.Tensor) or out.shape != shape or out.dtype != dtype:
+                return _math.inf
+        with torch.no_grad():
+            scored = self._meant(tuple(o.detach() for o in got))
+            return max((_distance(g, w) for g, w in zip(scored, self.want, strict=True)), default=0.0)
+
+    def limit(self, math: str | None = None) -> float:
+        """The score that a right result stays under.
+
+        Eight eps for half types and sixty-four for float32 and float64; except in float64 twice the score of the
+        reference run in float32 and rounded, where that is larger; never above 0.25. No variant is the yardstick.
+
+        Parameters
+        ----------
+        math : str, optional
+            ``"tf32"``: float32 multiplied with ten bits of mantissa, whose eps is float16's, 2**-10.
+        """
+        if math == "tf32" and self.dtype == torch.float32:
+            allowed = 8 * 2.0**-10
+        elif self.dtype in (torch.float16, torch.bfloat16):
+            allowed = 8 * torch.finfo(self.dtype).eps
+        else:
+            allowed = 64 * torch.finfo(self.dtype).eps
+        return min(max(allowed, 2 * self.rounded), 0.25)
+
+    def where(self, outputs: Any) -> str:
+        """Where `outputs` are most wrong, for messages.
+
+        Parameters
+        ----------
+        outputs : torch.Tensor or tuple of torch.Tensor
+
+        Returns
+        -------
+        str
+            What was returned and what was expected: the number of outputs, a shape and dtype, or the worst element with
+            its position. Empty where everything is exact.
+        """
+        got = _tuple(outputs)
+        if len(got) != len(self.shapes):
+            return f"got {len(got)} outputs, expected {len(self.shapes)}"
+        for i, (out, shape, dtype) in enumerate(zip(got, self.shapes, self.dtypes, strict=True)):
+            like = (out.shape, out.dtype) if isinstance(out, torch.Tensor) else None
+            if like != (shape, dtype):
+                given = f"{like[1]} of shape {tuple(like[0])}" if like else type(out).__name__
+                return f"output {i}: got {given}, expected {dtype} of shape {tuple(shape)}"
+        found: tuple[float, str] = (0.0, "")
+        with torch.no_grad():
+            scored = self._meant(tuple(o.detach() for o in got))
+            for i, (g, w) in enumerate(zip(scored, self.want, strict=True)):
+                if w.numel() == 0:
+                    continue
+                of = f" of output {i}" if len(scored) > 1 else ""
+                columns = w.shape[-1] if w.dim() else 1
+                step = max(1, _CHUNK // columns)
+                rows, wanted = g.reshape(-1, columns), w.reshape(-1, columns)
+                for start in range(0, len(wanted), step):
+                    a, b = rows[start : start + step], wanted[start : start + step]
+                    ratio = _rows(a, b) if w.is_floating_point() else torch.where(a == b, 0.0, _math.inf)
+                    at = int(ratio.argmax())
+                    if (most := ratio.reshape(-1)[at].item()) > found[0]:
+                        here = start * columns + at
+                        place: list[int] = []
+                        for size in reversed(w.shape):
+                            here, along = divmod(here, size)
+                            place.insert(0, along)
+                        values = f"got {a.reshape(-1)[at].item():.6g}, expected {b.reshape(-1)[at].item():.6g}"
+                        found = most, f"worst at {place}{of}: {values}"
+        return found[1]
+
+    def _meant(self, outputs: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
+        """The floating-point tensors that are scored."""
+        return outputs if self.op.meaning is None else _tuple(self.op.meaning(self.inputs, outputs))
 
 
 def yardstick(op: Op, inputs: Sequence[Any]) -> Yardstick:
@@ -94,10 +189,12 @@ def yardstick(op: Op, inputs: Sequence[Any]) -> Yardstick:
         except (NotImplementedError, RuntimeError):  # a reference whose shapes depend on values
             like = _tuple(op.reference(*inputs))
         exact = _cast(inputs, torch.float64)
-        want = _meaning(op, exact, _tuple(op.reference(*exact)))
+        want = _tuple(op.reference(*exact))
+        want = want if op.meaning is None else _tuple(op.meaning(exact, want))
         floats = [v.dtype for v in inputs if isinstance(v, torch.Tensor) and v.is_floating_point()]
         dtype = floats[0] if floats else torch.float32
         yard = Yardstick(
+            op,
             exact if op.meaning else (),
             want,
             tuple(o.shape for o in like),
@@ -109,34 +206,15 @@ def yardstick(op: Op, inputs: Sequence[Any]) -> Yardstick:
             return yard
         single = _tuple(op.reference(*_cast(inputs, torch.float32)))
         rounded = tuple(o.to(d) for o, d in zip(single, yard.dtypes, strict=True))
-        return replace(yard, rounded=score(op, rounded, yard))
+        return replace(yard, rounded=yard.score(rounded))
 
 
-def score(op: Op, outputs: Any, yard: Yardstick) -> float:
-    """How wrong `outputs` are: 0 is exact, infinity is wrong in kind.
+def _tuple(outputs: Any) -> tuple[Any, ...]:
+    return tuple(outputs) if isinstance(outputs, (tuple, list)) else (outputs,)
 
-    Parameters
-    ----------
-    op : Op
-    outputs : torch.Tensor or tuple of torch.Tensor
-    yard : Yardstick
-        Of the same inputs.
 
-    Returns
-    -------
-    float
-        The worst output's score. Infinite where the number of outputs, a shape or a dtype differs, where NaN or
-        infinity does not stand where the reference has it, or where a row that is rightly zero is not exactly zero.
-    """
-    got = _tuple(outputs)
-    if len(got) != len(yard.shapes):
-        return _math.inf
-    for out, shape, dtype in zip(got, yard.shapes, yard.dtypes, strict=True):
-        if not isinstance(out, torch.Tensor) or out.shape != shape or out.dtype != dtype:
-            return _math.inf
-    with torch.no_grad():
-        scored = _meaning(op, yard.inputs, tuple(o.detach() for o in got))
-        return max((_distance(g, w) for g, w in zip(scored, yard.want, strict=True)), default=0.0)
+def _cast(inputs: Sequence[Any], dtype: torch.dtype) -> tuple[Any, ...]:
+    return tuple(v.detach().to(dtype) if isinstance(v, torch.Tensor) and v.is_floating_point() else v for v in inputs)
 
 
 def _distance(got: torch.Tensor, want: torch.Tensor) -> float:
@@ -164,94 +242,7 @@ def _rows(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
     return torch.where(alike | finite, ratio, _math.inf)
 
 
-def worst(op: Op, outputs: Any, yard: Yardstick) -> str:
-    """Where `outputs` are most wrong, for messages.
-
-    Parameters
-    ----------
-    op : Op
-    outputs : torch.Tensor or tuple of torch.Tensor
-    yard : Yardstick
-        Of the same inputs.
-
-    Returns
-    -------
-    str
-        What was returned and what was expected: the number of outputs, a shape and dtype, or the worst element with its
-        position. Empty where everything is exact.
-    """
-    got = _tuple(outputs)
-    if len(got) != len(yard.shapes):
-        return f"got {len(got)} outputs, expected {len(yard.shapes)}"
-    for i, (out, shape, dtype) in enumerate(zip(got, yard.shapes, yard.dtypes, strict=True)):
-        like = (out.shape, out.dtype) if isinstance(out, torch.Tensor) else None
-        if like != (shape, dtype):
-            given = f"{like[1]} of shape {tuple(like[0])}" if like else type(out).__name__
-            return f"output {i}: got {given}, expected {dtype} of shape {tuple(shape)}"
-    found: tuple[float, str] = (0.0, "")
-    with torch.no_grad():
-        scored = _meaning(op, yard.inputs, tuple(o.detach() for o in got))
-        for i, (g, w) in enumerate(zip(scored, yard.want, strict=True)):
-            if w.numel() == 0:
-                continue
-            of = f" of output {i}" if len(scored) > 1 else ""
-            columns = w.shape[-1] if w.dim() else 1
-            step = max(1, _CHUNK // columns)
-            rows, wanted = g.reshape(-1, columns), w.reshape(-1, columns)
-            for start in range(0, len(wanted), step):
-                a, b = rows[start : start + step], wanted[start : start + step]
-                ratio = _rows(a, b) if w.is_floating_point() else torch.where(a == b, 0.0, _math.inf)
-                at = int(ratio.argmax())
-                if (most := ratio.reshape(-1)[at].item()) > found[0]:
-                    here = start * columns + at
-                    place: list[int] = []
-                    for size in reversed(w.shape):
-                        here, along = divmod(here, size)
-                        place.insert(0, along)
-                    values = f"got {a.reshape(-1)[at].item():.6g}, expected {b.reshape(-1)[at].item():.6g}"
-                    found = most, f"worst at {place}{of}: {values}"
-    return found[1]
-
-
-def limit(yard: Yardstick, math: str | None = None) -> float:
-    """The score that a right result stays under.
-
-    Eight eps for half types and sixty-four for float32 and float64; except in float64 twice the score of the
-    reference run in float32 and rounded, where that is larger; never above 0.25. No variant is the yardstick.
-
-    Parameters
-    ----------
-    yard : Yardstick
-    math : str, optional
-        ``"tf32"``: float32 multiplied with ten bits of mantissa, whose eps is float16's, 2**-10.
-    """
-    if math == "tf32" and yard.dtype == torch.float32:
-        allowed = 8 * 2.0**-10
-    elif yard.dtype in (torch.float16, torch.bfloat16):
-        allowed = 8 * torch.finfo(yard.dtype).eps
-    else:
-        allowed = 64 * torch.finfo(yard.dtype).eps
-    return min(max(allowed, 2 * yard.rounded), 0.25)
-
-
-def judge(op: Op, outputs: Any, yard: Yardstick, math: str | None = None) -> Verdict:
-    """The score of `outputs` beside its limit.
-
-    Parameters
-    ----------
-    op : Op
-    outputs : torch.Tensor or tuple of torch.Tensor
-    yard : Yardstick
-    math : str, optional
-
-    Returns
-    -------
-    Verdict
-    """
-    return Verdict(score(op, outputs, yard), limit(yard, math))
-
-
-# Whether rows are alone ----------------------------------------------------------------------------------------------
+# Whether rows are alone -----------------------------------------------------------------------------------------------
 
 
 def _bits(x: torch.Tensor) -> torch.Tensor:

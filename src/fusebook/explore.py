@@ -297,10 +297,10 @@ def _checked(
     call = functools.partial(variant.run, *given)
     inputs.poison(bench._outputs_like(yard, next(v for v in made if isinstance(v, torch.Tensor)).device))
     out = call()
-    verdict = check.judge(op, out, yard, variant.math)
+    verdict = yard.judge(out, variant.math)
     row.update(score=verdict.score, limit=verdict.limit)
     if not verdict.ok:
-        where = check.worst(op, out, yard)
+        where = yard.where(out)
         raise bench.WrongResult(
             f"score {verdict.score:.3g} is above the limit {verdict.limit:.3g}; {where}", verdict.score
         )

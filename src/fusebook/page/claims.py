@@ -283,12 +283,12 @@ def exercise(
         )
         try:
             got, yard = attempt(*inputs), check.yardstick(op, inputs)
-            verdict = check.judge(op, got, yard)
+            verdict = yard.judge(got)
         except Exception as error:  # a reader's function may fail in any way: that is an answer too
             reason = f"{type(error).__name__} on {shapes}: {(str(error).splitlines() or [''])[0]}"
         else:
             if not verdict.ok:
-                where = check.worst(op, got, yard)
+                where = yard.where(got)
                 reason = f"on {shapes} the score is {verdict.score:.2g}, the limit {verdict.limit:.2g}; {where}"
         if reason:
             break
