@@ -1,0 +1,497 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["fusebook[book]"]
+#
+# [tool.uv.sources]
+# fusebook = { path = "..", editable = true }
+# ///
+"""
+Launching: where the microseconds go
+====================================
+
+A small kernel is over before Python has launched the next one. What such a
+program waits for is the host: Python that looks at its arguments, PyTorch that
+allocates, Triton that finds the compiled kernel, the driver that queues it.
+This page measures each of these, and builds what the kernels of this book
+launch with: a **plan cache**, in some thirty lines, with every trap that such
+a cache must not step into.
+
+With a CUDA GPU everything is measured as the page runs. Without one, it is
+replayed from the record of a GPU that is named at the end, and the cache is
+checked in Triton's interpreter.
+"""
+
+# %%
+# One operation, a dozen ways to call it
+# --------------------------------------
+#
+# The work is the same in each: the exponential of 4096 numbers, which the
+# device finishes in a time that nobody would notice. The *host* clock counts
+# what Python and the driver do to queue one call among many; *warm* is what
+# the device needs, from a **CUDA graph**.
+
+import threading
+import time
+
+import fusebook  # before triton: it decides whether kernels are interpreted
+from fusebook import timing
+from fusebook.page import (
+    claim,
+    claims,
+    downloads,
+    exercise,
+    measured,
+    provenance,
+    say,
+    solution,
+    table,
+)
+
+import pandas as pd
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def exponential(y_ptr, x_ptr, SIZE, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + i, mask=i < SIZE)
+    tl.store(y_ptr + i, tl.exp(x), mask=i < SIZE)
+
+
+def by_brackets(x):
+    """What every tutorial shows: allocate, and launch with brackets."""
+    y = torch.empty_like(x)
+    SIZE = x.numel()
+    exponential[(triton.cdiv(SIZE, 1024),)](y, x, SIZE, BLOCK=1024)
+    return y
+
+
+# %%
+# ``torch.library.custom_op`` makes such a function an operator that
+# ``torch.compile`` leaves whole. It guards against operators that return or
+# change their inputs, on every call. ``torch.library.Library`` registers the
+# same function with PyTorch's dispatcher, and trusts it.
+
+as_custom_op = torch.library.custom_op(
+    "launching::custom",
+    by_brackets,
+    mutates_args=(),
+    schema="(Tensor x) -> Tensor",
+)
+as_custom_op.register_fake(torch.empty_like)
+
+library = torch.library.Library("launching", "FRAGMENT")
+library.define("plain(Tensor x) -> Tensor")
+for device in ("CPU", "CUDA"):
+    library.impl("plain", by_brackets, device)
+
+# %%
+# A plan cache in thirty lines
+# ----------------------------
+#
+# ``kernel[grid](...)`` asks the same questions at every call: of which dtype
+# is each tensor, which numbers does 16 divide, for which of these was a kernel
+# compiled, how many warps has it. The answers depend on what can be seen of
+# the arguments without reading them. So they can be kept under just that:
+
+
+def key_of(x):
+    """All that a launch depends on, besides where the numbers stand."""
+    return (
+        x.shape,
+        x.stride(),
+        x.dtype,
+        x.get_device(),
+        x.data_ptr() % 16,  # Triton compiles for aligned addresses
+        x.is_neg(),  # a view that negates: its memory holds other numbers
+    )
+
+
+# %%
+# What is kept is a function that launches: the compiled kernel's own ``run``,
+# with everything filled in but the addresses and the stream. The stream is
+# asked for at every call, since a captured graph and a ``with`` block change
+# it. In the interpreter nothing is compiled, and brackets must do.
+
+
+def plan_of(x):
+    """Launch once in the usual way, and keep what that found out."""
+    SIZE, grid = x.numel(), (triton.cdiv(x.numel(), 1024), 1, 1)
+    if not x.is_cuda:
+        return lambda y, x: exponential[grid](y, x, SIZE, BLOCK=1024)
+    compiled = exponential[grid](torch.empty_like(x), x, SIZE, BLOCK=1024)
+    run, kernel = compiled.run, compiled.function
+    options, device = compiled.packed_metadata, x.get_device()
+
+    def launch(y, x):
+        stream = torch.cuda.current_stream(device).cuda_stream
+        # No metadata for hooks, and no hook before or after the launch.
+        before = (stream, kernel, options, None, None, None)
+        run(*grid, *before, y.data_ptr(), x.data_ptr(), SIZE, 1024)
+
+    return launch
+
+
+plans = {}
+
+
+def planned(x):
+    """The exponential of a dense tensor; the second call is the cheap one."""
+    key = key_of(x)
+    launch = plans.get(key)
+    if launch is None:
+        if x.is_neg() or not x.is_contiguous():
+            x = x.resolve_neg().contiguous()
+            return planned(x)
+        if len(plans) > 1000:  # bounded: shapes may never come again
+            plans.clear()
+        launch = plans[key] = plan_of(x)
+    y = torch.empty_like(x)
+    launch(y, x)
+    return y
+
+
+# %%
+# The library's plans (``fusebook.kernels._operator``) are these, for any
+# number of tensors, allocations and kernels: the first call of a launcher is
+# written down, and what was written down becomes a function.
+#
+# A gradient takes more. An operator of PyTorch finds its gradient through the
+# dispatcher; called directly, ``torch.autograd.Function`` records it.
+
+
+class Differentiable(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        y = planned(x)
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        (y,) = ctx.saved_tensors
+        return dy * y
+
+
+# %%
+# Traps
+# -----
+#
+# A cache that forgets one thing is right until that thing changes. Each line
+# changes one thing after a first call, and compares with PyTorch.
+
+
+def same(x, result=None):
+    got = planned(x) if result is None else result
+    return bool(torch.allclose(got, torch.exp(x), rtol=1e-5))
+
+
+def traps(device):
+    memory = torch.randn(64 * 33 + 1, device=device)
+    x = memory[:-1].view(64, 33)
+    planned(x)
+    rows = [
+        ("the same again", same(x)),
+        ("other numbers in the same memory", same(x.copy_(x.flip(0)))),
+        ("another address", same(x.clone())),
+        ("another shape", same(x[:5])),
+        ("an address that 16 does not divide", same(memory[1:].view(64, 33))),
+        ("another dtype", same(x.double())),
+        ("transposed", same(x.mT)),
+        ("every second column", same(x[:, ::2])),
+        ("a view that negates", same(torch.complex(x, x).conj().imag)),
+    ]
+    reused = []
+    for i in range(50):  # freed at once, and handed out again
+        y = torch.full((64, 33), i / 50, device=device)
+        reused.append(same(y))
+    rows.append(("memory that was freed and had again", all(reused)))
+    found = []
+    threads = [
+        threading.Thread(target=lambda n=n: found.append(same(x[:n])))
+        for n in (3, 4, 3, 4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    rows.append(("four threads", found == [True] * 4))
+    leaf = x.clone().requires_grad_()
+    Differentiable.apply(leaf).sum().backward()
+    rows.append(("a gradient", same(x, leaf.grad)))
+    if device == "cuda":
+        side, late = torch.cuda.Stream(), torch.zeros_like(x)
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(2_000_000)  # the side stream is late
+            late.copy_(x)
+            result = planned(late)
+        side.synchronize()
+        rows.append(("another stream", same(x, result)))
+        graph, still = torch.cuda.CUDAGraph(), x.clone()
+        with torch.cuda.graph(graph):
+            result = planned(still)
+        still.copy_(x + 1)
+        graph.replay()
+        rows.append(("a captured graph", same(x + 1, result)))
+    return pd.DataFrame(
+        [(what, "yes" if right else "no") for what, right in rows],
+        columns=["after a first call", "right"],
+    )
+
+
+trapped = traps("cuda" if torch.cuda.is_available() else "cpu")
+table(trapped, "The plan cache where things change", fold=False)
+
+# %%
+claims(
+    claim(
+        "The cache is right in every line",
+        trapped["right"] == "yes",
+    ),
+)
+
+# %%
+# What a call costs
+# -----------------
+
+
+def ways_to_call():
+    x = torch.randn(4096, device="cuda")
+    out = torch.empty_like(x)
+    leaf = x.clone().requires_grad_()
+    compiled = torch.compile(torch.exp)
+    compiled(x)
+    graph = torch.cuda.CUDAGraph()
+    by_brackets(x)
+    with torch.cuda.graph(graph):
+        for _ in range(100):
+            by_brackets(x)
+    grid = (4,)
+    ways = {
+        "torch.exp": lambda: torch.exp(x),
+        "kernel[grid], old memory": lambda: exponential[grid](
+            out, x, 4096, BLOCK=1024
+        ),
+        "kernel[grid]": lambda: by_brackets(x),
+        "custom_op": lambda: as_custom_op(x),
+        "Library.impl": lambda: torch.ops.launching.plain(x),
+        "torch.compile": lambda: compiled(x),
+        "this page's plan": lambda: planned(x),
+        "fusebook.exp": lambda: fusebook.exp(x),
+        "torch.exp, gradient recorded": lambda: torch.exp(leaf),
+        "this page's plan, gradient recorded": lambda: Differentiable.apply(
+            leaf
+        ),
+        "fusebook.exp, gradient recorded": lambda: fusebook.exp(leaf),
+    }
+    times = timing.measure(ways, kinds=("host", "warm"))
+    rows = []
+    for name, kinds in times.items():
+        kinds = {k: q.q50 * 1e6 for k, q in kinds.items() if q is not None}
+        rows.append({"way": name, **{f"{k} us": v for k, v in kinds.items()}})
+    replay = timing.host({"graph": graph.replay})["graph"]
+    rows.append({"way": "CUDA graph of 100", "host us": replay.q50 * 1e4})
+    return pd.DataFrame(rows)
+
+
+ways = measured("launching_ways", ways_to_call)
+table(ways, "The exponential of 4096 numbers, in microseconds a call")
+
+# %%
+each = ways.set_index("way")["host us"]
+warm = ways.set_index("way")["warm us"]
+eager, graph = each["torch.exp"], each["CUDA graph of 100"]
+brackets, plan = each["kernel[grid]"], each["this page's plan"]
+claims(
+    say(
+        "The device needs {device:.1f} us for it. By brackets the host needs "
+        "{brackets:.1f} us, {times:.0f} times as long.",
+        device=warm["kernel[grid]"],
+        brackets=brackets,
+        times=brackets / warm["kernel[grid]"],
+    ),
+    claim(
+        "Every way but the graph costs the host more than the device",
+        each.drop("CUDA graph of 100") > warm["torch.exp"],
+    ),
+    claim(
+        "The cache of this page takes less than half of the time of brackets",
+        plan < brackets / 2,
+    ),
+    claim(
+        "The library's plan takes at most twice the time of torch.exp",
+        each["fusebook.exp"] <= 2 * eager,
+    ),
+    claim(
+        "torch.library.custom_op takes more than twice what Library.impl adds "
+        "to the brackets",
+        each["custom_op"] - brackets > 2 * (each["Library.impl"] - brackets),
+    ),
+    claim(
+        "A recorded gradient costs the library less than brackets cost "
+        "without one",
+        each["fusebook.exp, gradient recorded"] < brackets,
+    ),
+    say(
+        "In a graph a call costs the host {graph:.2f} us: whoever runs the "
+        "same shapes again and again should capture them.",
+        graph=graph,
+    ),
+)
+
+# %%
+dearest = ways.dropna(subset=["host us"]).sort_values("host us")
+ax = dearest.plot.barh(x="way", y="host us", legend=False, figsize=(8, 4.6))
+ax.set(
+    title="Host time of one small call, by way of calling",
+    xlabel="microseconds a call, host's clock",
+    ylabel="",
+)
+ax.figure.tight_layout()
+ax
+
+# %%
+# Where the rest goes
+# -------------------
+#
+# What is left of a planned call is measured part by part, each alone in a
+# loop. The loop itself and the calls of Python functions are in all of them,
+# so that parts add up to more than the whole.
+
+
+def parts_of_a_call():
+    x = torch.randn(4096, device="cuda")
+    y = planned(x)
+    key, launch = key_of(x), plans[key_of(x)]
+    compiled = exponential[(4,)](y, x, 4096, BLOCK=1024)
+    run, kernel = compiled.run, compiled.function
+    before = (kernel, compiled.packed_metadata, None, None, None)
+    stream = torch.cuda.current_stream().cuda_stream
+    to, at = y.data_ptr(), x.data_ptr()
+
+    parts = {
+        "nothing: the loop and a function": lambda: None,
+        "the key": lambda: key_of(x),
+        "the lookup": lambda: plans.get(key),
+        "torch.empty_like": lambda: torch.empty_like(x),
+        "the current stream": lambda: torch.cuda.current_stream().cuda_stream,
+        "two addresses": lambda: (y.data_ptr(), x.data_ptr()),
+        "Triton's launcher and the driver": lambda: run(
+            4, 1, 1, stream, *before, to, at, 4096, 1024
+        ),
+        "launch(y, x)": lambda: launch(y, x),
+        "the whole call": lambda: planned(x),
+    }
+    rows = []
+    for name, part in parts.items():
+        best = float("inf")
+        for _ in range(9):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(200):
+                part()
+            best = min(best, (time.perf_counter() - start) / 200)
+        torch.cuda.synchronize()
+        rows.append({"part": name, "us": best * 1e6})
+    return pd.DataFrame(rows)
+
+
+parts = measured("launching_parts", parts_of_a_call)
+table(parts, "Parts of a planned call, the best of nine loops", fold=False)
+
+# %%
+of = parts.set_index("part")["us"]
+claims(
+    say(
+        "The launcher that Triton generates, and the driver behind it, take "
+        "{run:.0%} of the whole call; the key and the lookup {key:.0%}, the "
+        "memory of the result {memory:.0%}.",
+        run=of["Triton's launcher and the driver"] / of["the whole call"],
+        key=(of["the key"] + of["the lookup"]) / of["the whole call"],
+        memory=of["torch.empty_like"] / of["the whole call"],
+    ),
+    claim(
+        "Key and lookup cost less than the launch that they find",
+        of["the key"] + of["the lookup"]
+        < of["Triton's launcher and the driver"],
+    ),
+)
+
+# %%
+# What is left could only go with Python. A library that was compiled ahead of
+# time has no key and no interpreter: see :doc:`plot_501_onnxruntime`, whose
+# operators run in a process without Python.
+#
+# Lessons
+# -------
+#
+# - A small call is the host's time first. Look at the *host* clock before
+#   tuning a kernel for small sizes.
+# - Most of a launch by brackets is finding out what the last one found out.
+#   What it depends on can be seen without the device: keep it under that.
+# - The key is the contract. What a launcher looks at belongs into it: shapes,
+#   strides, dtypes, devices, alignment, plain arguments, and global modes such
+#   as determinism. What changes from call to call is asked for at each: the
+#   stream, the addresses, the memory.
+# - Step aside where somebody watches: while PyTorch traces or transforms, for
+#   subclasses of tensors, and while Triton has hooks.
+# - A **CUDA graph** beats every cache, and fixes shapes and addresses.
+#
+# Exercises
+# ---------
+#
+# **1. A key that forgets.** This cache keeps plans under shape and dtype. It
+# is right until a tensor lies in memory in another way. Mend the key.
+
+
+def forgetful(first, second):
+    """The exponential of `second`, after one of `first`."""
+    kept = {}
+
+    def call(x):
+        key = (x.shape, x.dtype)
+        if key not in kept:
+            kept[key] = x.stride()
+        values = torch.exp(torch.as_strided(x, (x.numel(),), (1,)))
+        return torch.as_strided(values, x.shape, kept[key])
+
+    call(first)
+    return call(second)
+
+
+x = torch.arange(12.0).view(4, 3)
+exercise(
+    "forgetful is right for a transposed matrix after a contiguous one",
+    forgetful,
+    lambda first, second: torch.exp(second),
+    [(x, x + 1), (x, (x + 1).view(3, 4).mT)],
+)
+
+# %%
+# **2. Two operands.** Make a planned sum of two tensors of one shape. Either
+# may begin where 16 divides its address or not: how many plans are there for
+# one shape?
+
+
+def planned_sum(x, y):
+    return planned(x)
+
+
+exercise(
+    "planned_sum adds",
+    planned_sum,
+    torch.add,
+    [(x, x + 1), (x + 1, x), (x.flatten()[1:], x.flatten()[:-1])],
+)
+
+# %%
+solution("solutions/plot_003_launching.py")
+
+# %%
+provenance(ways, parts)
+
+# %%
+downloads(ways, "launching")
