@@ -23,6 +23,7 @@ points and centres that are not contiguous are copied first.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import sys
 import warnings
@@ -576,43 +577,52 @@ def _kmeans_tile(
         place = tl.atomic_add(count_ptr, many.to(count_ptr.dtype.element_ty), sem="relaxed")
         place = place.to(tl.int64) + tl.cumsum(unsure, 0) - unsure
         tl.store(list_ptr + place, i.to(list_ptr.dtype.element_ty), mask=unsure != 0)
-        GROUPS: tl.constexpr = BLOCK_K // 8
-        bits = tl.reshape(near << (number % 8)[None, :], [BLOCK, GROUPS, 8])
-        at = place[:, None] * GROUPS + tl.arange(0, GROUPS)[None, :]
-        tl.store(candidates_ptr + at, tl.sum(bits, 2).to(tl.uint8), mask=unsure[:, None] != 0)
+        WORDS: tl.constexpr = (BLOCK_K + 31) // 32
+        bits = tl.reshape(near << (number % 32)[None, :], [BLOCK, WORDS, BLOCK_K // WORDS])
+        at = place[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
+        tl.store(candidates_ptr + at, tl.sum(bits, 2), mask=unsure[:, None] != 0)
 
 
 @triton.jit
 def _kmeans_candidates(
-    labels_ptr, points_ptr, centres_ptr, list_ptr, candidates_ptr, count_ptr, D, GROUPS: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    labels_ptr, points_ptr, centres_ptr, list_ptr, candidates_ptr, count_ptr, D,
+    ALIGN: tl.constexpr, WORDS: tl.constexpr, GROUP: tl.constexpr, BLOCK_D: tl.constexpr, ONCE: tl.constexpr,
 ):  # fmt: skip
     """The nearest candidate by differences, of each point on a list: right wherever the points are.
 
-    Candidates come eight at a time; where none of eight is one, nothing is read.
+    GROUP neighbouring centres are looked at together, those that are candidates; where none is, nothing is read. D is
+    counted in units of ALIGN. ONCE: a point's coordinates are loaded once.
     """
+    D = D * ALIGN
     columns = tl.arange(0, BLOCK_D)
-    eight = tl.arange(0, 8)
+    member = tl.arange(0, GROUP)
     total = tl.load(count_ptr).to(tl.int64)
     slot = tl.program_id(0).to(tl.int64)
     while slot < total:
         i = tl.load(list_ptr + slot).to(tl.int64)
+        x_ptr = points_ptr + i * D
+        x = tl.load(x_ptr + columns, mask=columns < D, other=0.0).to(tl.float32)  # [BLOCK_D]
         best = tl.full([], float("inf"), tl.float32)
         label = tl.zeros([], tl.int32)
-        for group in range(GROUPS):
-            bits = tl.load(candidates_ptr + slot * GROUPS + group).to(tl.int32)
-            if bits != 0:
-                wanted = (bits >> eight) & 1
-                number = group * 8 + eight
-                squares = tl.zeros([8, BLOCK_D], tl.float32)
-                for first in range(0, D, BLOCK_D):
-                    at = first + columns
-                    x = tl.load(points_ptr + i * D + at, mask=at < D, other=0.0).to(tl.float32)  # [BLOCK_D]
+        for word in tl.static_range(WORDS):
+            bits = tl.load(candidates_ptr + slot * WORDS + word)
+            while bits != 0:
+                # The lowest bit is a power of two, and a float32 says which: by its exponent.
+                power = (bits & -bits).to(tl.float32).to(tl.int32, bitcast=True)
+                first = (((power >> 23) & 255) - 127) // GROUP * GROUP
+                wanted = (bits >> (first + member)) & 1  # [GROUP]
+                bits = bits & ~(tl.full([], 2**GROUP - 1, tl.int32) << first)
+                number = word * 32 + first + member
+                squares = tl.zeros([GROUP, BLOCK_D], tl.float32)
+                for start in range(0, D, BLOCK_D):
+                    at = start + columns
+                    if not ONCE:
+                        x = tl.load(x_ptr + at, mask=at < D, other=0.0).to(tl.float32)
                     live = (wanted != 0)[:, None] & (at < D)[None, :]
-                    c = tl.load(centres_ptr + number[:, None] * D + at[None, :], mask=live, other=0.0)
+                    c = tl.load(centres_ptr + (number * D)[:, None] + at[None, :], mask=live, other=0.0)
                     difference = tl.where(live, x[None, :] - c.to(tl.float32), 0.0)
                     squares += difference * difference
-                distance = tl.sum(squares, 1)
+                distance = tl.sum(squares, 1)  # [GROUP]
                 distance = tl.where(
                     (wanted != 0) & (distance < float("inf")), distance, float("inf")
                 )  # NaN is infinite
@@ -874,6 +884,15 @@ def _whole(x: Tensor) -> Tensor:
     return x if x.is_contiguous() else apply(Tensor.contiguous, x)
 
 
+def _memory(device: torch.device, *wanted: tuple[tuple[int, ...], torch.dtype]) -> list[Tensor]:
+    """Memory for tensors of given shapes and dtypes, side by side: one allocation takes the time of one."""
+    sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in wanted]
+    starts = [0, *itertools.accumulate(_padded(size, 256) for size in sizes)]
+    memory = empty(starts[-1:], torch.uint8, device)
+    cut = zip(wanted, sizes, starts, strict=False)
+    return [memory[start : start + size].view(dtype).view(shape) for (shape, dtype), size, start in cut]
+
+
 def _parts(points: Tensor, k: int, plan: Plan) -> Tensor:
     """Memory for the sums of a pass, one part a program."""
     n, d = points.shape
@@ -918,11 +937,11 @@ def _launch_tile(labels: Tensor, points: Tensor, centres: Tensor, plan: Plan) ->
     slab = min(128, max(plan.chunk, triton.next_power_of_2(d)))  # coordinates that a program makes ready
     parts = triton.cdiv(d, slab)
     whole = torch.int32 if n < 2**31 else torch.int64
-    groups = plan.block_k // 8
-    doubtful, count = empty((n,), whole, device), empty((1,), whole, device)
-    candidates = empty((n, groups), torch.uint8, device)
-    moved, shift = empty((plan.block_k, parts * slab), single, device), empty((parts * slab,), single, device)
-    norms = empty((parts, plan.block_k), single, device)
+    words = triton.cdiv(plan.block_k, 32)
+    doubtful, count, candidates, moved, shift, norms = _memory(
+        device, ((n,), whole), ((1,), whole), ((n, words), torch.int32), ((plan.block_k, parts * slab), single),
+        ((parts * slab,), single), ((parts, plan.block_k), single),
+    )  # fmt: skip
     launch(
         _kmeans_tile_centres, (parts,),
         moved, shift, norms, count, centres, k, d, parts * slab,
@@ -936,10 +955,12 @@ def _launch_tile(labels: Tensor, points: Tensor, centres: Tensor, plan: Plan) ->
         ALIGN=align, CHUNK=plan.chunk, PRECISION=plan.precision, BLOCK=plan.block, BLOCK_K=plan.block_k,
         BLOCK_P=min(32, triton.next_power_of_2(parts)), STAGES=plan.stages, num_warps=plan.warps,
     )  # fmt: skip
+    wide = min(4096, triton.next_power_of_2(d))
     launch(
         _kmeans_candidates, (min(n, _turns(capability, processors)),),
-        labels, points, centres, doubtful, candidates, count, d,
-        GROUPS=groups, BLOCK_D=min(512, triton.next_power_of_2(d)), num_warps=4 if d > 128 else 1,
+        labels, points, centres, doubtful, candidates, count, d // align,
+        ALIGN=align, WORDS=words, GROUP=min(8, 4096 // wide), BLOCK_D=wide, ONCE=d <= wide,
+        num_warps=1 if d <= 128 else 4,
     )  # fmt: skip
 
 
@@ -954,10 +975,10 @@ def _launch_product(labels: Tensor, points: Tensor, centres: Tensor, plan: Plan)
     d_pad = triton.cdiv(d, plan.chunk) * plan.chunk  # the finer plan's chunks divide it
     k_pad = _padded(k, max(plan.block_k, exact.block_k))
     whole = torch.int32 if n < 2**31 else torch.int64
-    lists, counts = empty((2, n), whole, device), empty((2,), whole, device)
-    shift, norms = empty((d_pad,), single, device), empty((k_pad,), single, device)
-    short, moved = empty((2, k_pad, d_pad), single, device)
-    turned = empty((_padded(d, 8), k_pad), single, device)
+    lists, counts, shift, norms, short, moved, turned = _memory(
+        device, ((2, n), whole), ((2,), whole), ((d_pad,), single), ((k_pad,), single), ((k_pad, d_pad), single),
+        ((k_pad, d_pad), single), ((_padded(d, 8), k_pad), single),
+    )  # fmt: skip
     launch(_kmeans_shift, (triton.cdiv(d_pad, 16),), shift, counts, centres, k, d, BLOCK_K=64, BLOCK_D=16)
     launch(
         _kmeans_centred, (triton.cdiv(k_pad, 32),),
