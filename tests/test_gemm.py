@@ -411,6 +411,33 @@ def test_the_launcher_takes_torchs_products_where_tiles_fill_their_rounds_badly(
     assert noted(monkeypatch, "2**23", several, 1.05)(2048, 4352) == several, "programs share a multiprocessor"
 
 
+@pytest.mark.parametrize(
+    ("widths", "kernel"),
+    [((3000, 3000), "torch"), ((3001, 3001), "tiles"), ((3000, 3001), "tiles"), ((3004, 3004), "tiles")],
+)
+def test_torchs_products_are_not_written_into_columns_that_begin_at_no_multiple_of_16_bytes(
+    monkeypatch, widths, kernel
+):
+    def planned(name, sizes, math, layout, aligned, hardware, strategy):
+        assert aligned and layout == "column short"
+        plans.append(_products._gemm_plan(name, sizes, math, layout, aligned, ((9, 0), 132), strategy))
+        return plans[-1]
+
+    plans = []
+    for name, replacement in {"_plan": planned, "_launch_concat": ignored, "_products_of": ignored}.items():
+        monkeypatch.setattr(concat, name, replacement)
+    x, weights = torch.empty(1000, 24).bfloat16(), [torch.empty(n, 24).bfloat16().T for n in widths]
+    out = torch.empty(1000, sum(widths), dtype=torch.bfloat16)
+    concat._into(out, x, weights, False, "")
+    assert [plan.kernel for plan in plans] == [kernel]
+    concat._into(out, x, weights, False, "views")
+    assert plans[-1] == Plan("torch"), "what is asked for"
+
+
+def ignored(*_):
+    """Neither launched nor multiplied."""
+
+
 def test_what_is_larger_than_all_that_was_tuned_takes_the_largest(monkeypatch):
     chosen = noted(monkeypatch, "2**23", Plan("torch"), None)
     assert chosen(2**15, 2**15) == Plan("torch")

@@ -18,7 +18,7 @@ import csv
 import functools
 import itertools
 import pathlib
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -418,6 +418,15 @@ def _kind(x: Tensor, weights: Sequence[Tensor], layout: str) -> str:
     if any(pitch * x.element_size() % 128 for pitch in pitches):
         return " short"
     return "" if _stack(weights, layout) else " apart"
+
+
+def _ragged(widths: Iterable[int], itemsize: int) -> bool:
+    """Whether products side by side leave some row of theirs beginning at no multiple of 16 bytes.
+
+    Torch's products into such rows were much slower where that was measured: its fastest kernels want whole 16 bytes.
+    Ours fetches by descriptors all the same; only its threads store, one by one.
+    """
+    return any(width * itemsize % 16 for width in widths)
 
 
 def _workspace(plan: Plan, tiles: int, sums: int, out: Tensor) -> tuple[Tensor, Tensor]:
