@@ -1,4 +1,4 @@
-"""The commands of this repository: ``nox -s docs tests lint``; on request ``record``, ``notebooks`` and ``site``.
+"""The commands: ``nox -s docs tests lint``; on request ``record``, ``restamp``, ``notebooks`` and ``site``.
 
 All sessions share one environment, `.nox/environment`, which is made once and remade when what it should hold changes:
 torch alone takes a gigabyte. ``nox --no-venv --no-install -s docs`` uses the Python it runs in and installs nothing.

@@ -73,16 +73,15 @@ from fusebook.page import (
     Listing,
     Source,
     Tabs,
-    arguments,
     by_clock,
     claim,
     claims,
     downloads,
     exercise,
     provenance,
-    results,
     say,
     solution,
+    study,
     table,
 )
 
@@ -92,7 +91,7 @@ import triton
 import triton.language as tl
 from torch.profiler import ProfilerActivity, profile
 
-args = arguments(MULTIPLY_ADD, config="large", dtype="float32")
+asked = study(MULTIPLY_ADD, config="large", dtype="float32")
 
 # %%
 # What eager costs
@@ -437,9 +436,8 @@ table(refused, "Refused", fold=False)
 # each element, and ours. All are checked before they are timed. Of float32
 # tensors of 8192 x 8192, each is 256 MiB.
 
-asked = {"dtype": args.dtype, "warmup": args.warmup, "repeat": args.repeat}
 chains = {
-    op.name: results(op, config=args.config, **asked)
+    op.name: asked.results(op)
     for op in (ADD_SUB, MULTIPLY_ADD, SILU, ADD_ADD_MULTIPLY)
 }
 
@@ -495,9 +493,7 @@ table(gain, "Eager's time over ours", fold=False)
 # exponential. They are here as the yardstick of the others: what a kernel of
 # one operation takes in PyTorch, in CUDA C, and in ours.
 
-alone = [
-    results(op, config="large", **asked) for op in (MULTIPLY, DOUBLE, EXP)
-]
+alone = [asked.results(op, config="large") for op in (MULTIPLY, DOUBLE, EXP)]
 singles = together(alone)
 table(times(singles), "Single operations: cold, microseconds", fold=False)
 
@@ -507,7 +503,7 @@ table(times(singles), "Single operations: cold, microseconds", fold=False)
 # the warm time is told: many calls in a CUDA graph, without the host. Beside
 # it the least that any kernel takes here.
 
-little = together([results(op, config="small", **asked) for op in OPS])
+little = together([asked.results(op, config="small") for op in OPS])
 warm = times(little, "warm")
 floor = little.assign(point=tables.label(little)).groupby("point", sort=False)
 warm["launch floor + roof"] = (
@@ -532,7 +528,7 @@ table(times(little, "call"), "Small: a call, in microseconds", fold=False)
 # in steps, and fetches 32 bytes for every 4 that it uses.
 
 shapes = together(
-    [results(op, config="shapes", **asked) for op in (MULTIPLY, MULTIPLY_ADD)]
+    [asked.results(op, config="shapes") for op in (MULTIPLY, MULTIPLY_ADD)]
 )
 table(times(shapes), "Shapes: cold time in microseconds", fold=False)
 
@@ -543,16 +539,7 @@ table(times(shapes), "Shapes: cold time in microseconds", fold=False)
 # rounds once. The CUDA C here knows float32 only, and says so.
 
 half = together(
-    [
-        results(
-            op,
-            config="8192x8192",
-            dtype="bfloat16",
-            warmup=args.warmup,
-            repeat=args.repeat,
-        )
-        for op in OPS
-    ]
+    [asked.results(op, config="8192x8192", dtype="bfloat16") for op in OPS]
 )
 table(times(half), "bfloat16: cold time in microseconds", fold=False)
 

@@ -52,7 +52,6 @@ from fusebook.kernels.softmax import (
 )
 from fusebook.page import (
     Source,
-    arguments,
     by_clock,
     claim,
     claims,
@@ -60,9 +59,9 @@ from fusebook.page import (
     exercise,
     holds,
     provenance,
-    results,
     say,
     solution,
+    study,
     table,
 )
 
@@ -73,7 +72,7 @@ import triton
 import triton.language as tl
 from torch.utils._python_dispatch import TorchDispatchMode
 
-args = arguments(SOFTMAX, config="triton", dtype="float32")
+asked = study(SOFTMAX, config="triton", dtype="float32")
 
 # %%
 # What eager costs
@@ -373,13 +372,7 @@ claims(
 # events around one call, after a flush of the L2 cache. What compiles anew
 # for each width is measured at every eighth.
 
-sweep = results(
-    SOFTMAX,
-    config=args.config,
-    dtype=args.dtype,
-    warmup=args.warmup,
-    repeat=args.repeat,
-)
+sweep = asked.results()
 one = sweep[sweep["dtype"] == sweep["dtype"].iloc[0]]
 figure = plots.bandwidth(one)
 figure
@@ -434,12 +427,8 @@ claims(
 # what Python waits for. The last two shapes have fewer rows than the GPU has
 # multiprocessors.
 
-small = results(
-    SOFTMAX,
-    config="4096x256,4096x1024,64x8192,16x131072",
-    dtype="float32",
-    warmup=args.warmup,
-    repeat=args.repeat,
+small = asked.results(
+    config="4096x256,4096x1024,64x8192,16x131072", dtype="float32"
 )
 clocks = pd.concat(
     {kind: tables.times(small, kind) for kind in timing.KINDS},
@@ -511,13 +500,10 @@ claims(
 # rows of 2 KiB to 1 MiB. Measured live, these shapes are fewer; a record
 # answers for all.
 
-large = results(
-    SOFTMAX,
+large = asked.results(
     config="large",
     live="65536x781,65536x1000,32768x4096,16384x12672,32768x16384,8192x65536",
     dtype="float32,bfloat16",
-    warmup=args.warmup,
-    repeat=args.repeat,
 )
 plots.dots(large)
 
@@ -528,13 +514,7 @@ table(tables.shares(large), "Each way over the large shapes, cold")
 # Real vocabularies: a row of 32000 fits into registers, one of 128256 does
 # not, and ours is then read twice.
 
-vocabulary = results(
-    SOFTMAX,
-    config="llama",
-    dtype="bfloat16",
-    warmup=args.warmup,
-    repeat=args.repeat,
-)
+vocabulary = asked.results(config="llama", dtype="bfloat16")
 plots.dots(vocabulary)
 
 # %%
@@ -548,14 +528,12 @@ table(
 # **The gradient** is a kernel of the same shape: with y kept from the forward
 # pass, dx = y (dy - sum(y dy)) reads 2MN elements and writes MN.
 
-backward = results(
+backward = asked.results(
     SOFTMAX_BACKWARD,
     config="large",
     live="65536x781,32768x4096,16384x12672,32768x16384",
     dtype="float32,bfloat16",
     variants=("eager", "torch", "fusebook"),
-    warmup=args.warmup,
-    repeat=args.repeat,
 )
 table(tables.shares(backward), "The gradient over the large shapes, cold")
 

@@ -47,8 +47,7 @@ from fusebook.cards.scatter_nd import (
     MASKED_SCATTER_ND,
     SCATTER_ND_OF_SHAPE,
 )
-from fusebook.check import yardstick
-from fusebook.inputs import generator, poison, rough
+from fusebook.inputs import generator, rough
 from fusebook.kernels.scatter_nd import (
     _scatter_nd_owner,
     _scatter_nd_plan,
@@ -61,7 +60,6 @@ from fusebook.ort import Graph
 from fusebook.page import (
     Listing,
     Source,
-    arguments,
     by_clock,
     claim,
     claims,
@@ -70,9 +68,9 @@ from fusebook.page import (
     extra,
     holds,
     provenance,
-    results,
     say,
     solution,
+    study,
     table,
 )
 
@@ -88,9 +86,7 @@ with extra("ort"):
     from onnx.reference import ReferenceEvaluator
     from onnx.reference.op_run import OpRun
 
-args = arguments(
-    MASKED_SCATTER_ND, config="small,medium,large", dtype="float32"
-)
+asked = study(MASKED_SCATTER_ND, config="small,medium,large", dtype="float32")
 
 FLOAT, INT64 = onnx.TensorProto.FLOAT, onnx.TensorProto.INT64
 
@@ -424,20 +420,6 @@ Source(_scatter_nd_plan)
 # all masked.
 
 
-def judged(dims, dtype, **ways):
-    """The score of each way on inputs that the card of the operator makes."""
-    inputs = MASKED_SCATTER_ND.make(generator(2), dtype, **dims)
-    yard = yardstick(MASKED_SCATTER_ND, inputs)
-    rows = []
-    for name, way in ways.items():
-        poison([inputs[2].new_empty(inputs[0])])
-        verdict = yard.judge(way(*inputs))
-        found = verdict.score, verdict.limit, verdict.ok
-        rows.append((dims["law"], str(dtype)[6:], name, *found))
-    columns = ["law", "dtype", "way", "score", "limit", "right"]
-    return pd.DataFrame(rows, columns=columns)
-
-
 def by(strategy):
     """The library's function by one strategy."""
     return lambda *a: fusebook.masked_scatter_nd_of_shape(
@@ -448,7 +430,7 @@ def by(strategy):
 LAWS = ("uniform", "zipf", "equal", "masked")
 sizes = {"R": 37, "D": 100, "n": 150}
 steps = pd.concat(
-    judged(
+    asked.judged(
         {**sizes, "law": law},
         torch.float32,
         eager=masked_scatter_nd_eager,
@@ -461,7 +443,7 @@ steps = pd.concat(
     for law in LAWS
 )
 halves = pd.concat(
-    judged(
+    asked.judged(
         {**sizes, "law": law},
         dtype,
         atomic=by("atomic"),
@@ -471,7 +453,8 @@ halves = pd.concat(
     for law in LAWS
     for dtype in (torch.float16, torch.bfloat16)
 )
-table(pd.concat([steps, halves]).set_index(["law", "dtype", "way"]), "Scores")
+scores = pd.concat([steps, halves]).set_index(["law", "dtype", "way"])
+table(scores[["score", "limit", "right"]], "Scores")
 
 # %%
 # A check is worth what it catches. The page that this one grew from read its
@@ -501,7 +484,7 @@ def most(*ways, law="uniform", **changed):
     """Whether each of the ways is right at the sizes above."""
     named = {way.__name__: way for way in ways}
     dims = {**sizes, "law": law, **changed}
-    return judged(dims, torch.float32, **named)["right"].all()
+    return asked.judged(dims, torch.float32, **named)["right"].all()
 
 
 claims(
@@ -576,13 +559,7 @@ claims(
 # of the L2 cache. Every row has been compared with float64 before it was
 # timed.
 
-sweep = results(
-    MASKED_SCATTER_ND,
-    config=args.config,
-    dtype=args.dtype,
-    warmup=args.warmup,
-    repeat=args.repeat,
-)
+sweep = asked.results()
 one = sweep[sweep["dtype"] == sweep["dtype"].iloc[0]]
 ways = ["ONNX Runtime", "eager", "torch.compile", "fusebook"]
 squares = tables.where(one, variant=ways)
@@ -609,13 +586,7 @@ downloads(sweep, "masked_scatter_nd")
 # **The Llama's table**, in float32 and in float16, with larger batches and a
 # larger vocabulary.
 
-llama = results(
-    MASKED_SCATTER_ND,
-    config="llama",
-    dtype="float32,float16",
-    warmup=args.warmup,
-    repeat=args.repeat,
-)
+llama = asked.results(config="llama", dtype="float32,float16")
 forced = [f"fusebook {name}" for name in ("atomic", "sorted", "owner")]
 table(
     tables.times(tables.where(llama, variant=[*ways, *forced]), words=True),
@@ -629,12 +600,8 @@ table(
 # rows: an axis of 32000, or 8000 by 4, or 4000 by 4 by 2. Where there is more
 # than one, a launch of its own folds them into one number.
 
-unmasked = results(
-    SCATTER_ND_OF_SHAPE,
-    config="components",
-    dtype="float32",
-    warmup=args.warmup,
-    repeat=args.repeat,
+unmasked = asked.results(
+    SCATTER_ND_OF_SHAPE, config="components", dtype="float32"
 )
 table(
     tables.times(unmasked, words=True),
@@ -662,13 +629,7 @@ table(tables.shares(llama), "Each way over the Llama's tables, cold")
 # stand in line, and for an owner, which works alone while others watch. That
 # is what the pieces are for.
 
-contention = results(
-    MASKED_SCATTER_ND,
-    config="contention",
-    dtype="float32,float16",
-    warmup=args.warmup,
-    repeat=args.repeat,
-)
+contention = asked.results(config="contention", dtype="float32,float16")
 table(
     tables.times(
         tables.where(contention, variant=[*ways, *forced]), words=True
@@ -694,13 +655,7 @@ table(
 # **The gradient of an embedding** without masking is PyTorch's own business:
 # `embedding_dense_backward` sorts, too.
 
-embedding = results(
-    EMBEDDING_BACKWARD,
-    config="llama",
-    dtype="float32",
-    warmup=args.warmup,
-    repeat=args.repeat,
-)
+embedding = asked.results(EMBEDDING_BACKWARD, config="llama", dtype="float32")
 table(
     tables.times(embedding, words=True),
     "The gradient of an embedding, in PyTorch and here: cold, microseconds",
@@ -739,12 +694,9 @@ def at(df, kind="cold", **wanted):
 
 LLAMA = {"R": 32000, "D": 4096, "n": 2048, "law": "uniform"}
 BIG = {"R": 8192, "D": 16384, "n": 16384, "law": "uniform"}
-targets = results(
-    MASKED_SCATTER_ND,
+targets = asked.results(
     config="32000x4096x2048,8192x16384x16384,256x512x512,1024x2048x2048",
     dtype="float32,float16",
-    warmup=args.warmup,
-    repeat=args.repeat,
 )
 single = tables.where(targets, dtype="float32")
 tiny = tables.where(single, R=[256, 1024])

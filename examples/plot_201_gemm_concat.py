@@ -37,8 +37,7 @@ of a GPU that is named beside them.
 import fusebook  # before triton: it decides whether kernels are interpreted
 from fusebook import machine, plots, tables
 from fusebook.cards.concat_gemm import CONCAT_GEMM, _in_views
-from fusebook.check import yardstick
-from fusebook.inputs import generator, poison, rough
+from fusebook.inputs import generator, rough
 from fusebook.kernels._products import _filled, _gemm_plan, _stack, _take_over
 from fusebook.kernels.concat_gemm import (
     _concat_gemm_stacked,
@@ -49,7 +48,6 @@ from fusebook.ort import Graph
 from fusebook.page import (
     Listing,
     Source,
-    arguments,
     by_clock,
     claim,
     claims,
@@ -58,9 +56,9 @@ from fusebook.page import (
     extra,
     holds,
     provenance,
-    results,
     say,
     solution,
+    study,
     table,
 )
 
@@ -74,7 +72,7 @@ with extra("ort"):
     import onnx
     import onnx.helper as oh
 
-args = arguments(
+asked = study(
     CONCAT_GEMM,
     config="small,medium,large",
     dtype="bfloat16,float16",
@@ -342,22 +340,6 @@ Source(_gemm_plan, doc=False)
 # nobody wrote shows.
 
 
-def judged(weights, dtype, M, K, N, **ways):
-    """The score of each way on inputs that the card of the operator makes."""
-    dims = {"M": M, "K": K, "N": N, "weights": weights}
-    inputs = CONCAT_GEMM.make(generator(2), dtype, **dims)
-    yard = yardstick(CONCAT_GEMM, inputs)
-    rows = []
-    for name, way in ways.items():
-        poison([yard.want[0].to(dtype)])
-        verdict = yard.judge(way(*inputs))
-        size = f"{M} x {K} x {N}"
-        found = verdict.score, verdict.limit, verdict.ok
-        rows.append((weights, size, str(dtype)[6:], name, *found))
-    names = ["weights", "size", "dtype", "way", "score", "limit", "right"]
-    return pd.DataFrame(rows, columns=names)
-
-
 def ours(x, *weights):
     return fusebook.concat_gemm(x, weights, tf32=False, strategy="fused")
 
@@ -365,11 +347,20 @@ def ours(x, *weights):
 HALF = (torch.bfloat16, torch.float16)
 found = pd.concat(
     [
-        judged("two", dtype, 70, 96, 72, step_one=step_one, fusebook=ours)
+        asked.judged(
+            {"M": 70, "K": 96, "N": 72, "weights": "two"},
+            dtype,
+            step_one=step_one,
+            fusebook=ours,
+        )
         for dtype in (torch.float32, *HALF)
     ]
     + [
-        judged(kind, torch.float32, 65, 63, 81, fusebook=ours)
+        asked.judged(
+            {"M": 65, "K": 63, "N": 81, "weights": kind},
+            torch.float32,
+            fusebook=ours,
+        )
         for kind in ("columns", "uneven", "ragged")
     ],
     ignore_index=True,
@@ -397,13 +388,10 @@ claims(
 # asked. A comparison that leaves this unsaid compares two kinds of numbers.
 
 COMPILED = ["torch.compile", "max-autotune"]
-single = results(
-    CONCAT_GEMM,
+single = asked.results(
     config="small,medium",
     dtype="float32",
     variants=[n for n in CONCAT_GEMM.variants if n not in COMPILED],
-    warmup=args.warmup,
-    repeat=args.repeat,
 )
 
 
@@ -516,14 +504,7 @@ table(
 WAYS = ["two + cat", "cat + one", "packed", "views"]
 OURS = ["fusebook", "fusebook (chosen)"]
 ORT = ["ORT two + Concat", "ORT Concat + one"]
-half = results(
-    CONCAT_GEMM,
-    config=args.config,
-    dtype=args.dtype,
-    variants=WAYS + OURS + ORT,
-    warmup=args.warmup,
-    repeat=args.repeat,
-)
+half = asked.results(variants=WAYS + OURS + ORT)
 table(
     by_n(tables.times(half, words=True)),
     "Cold time in microseconds",
@@ -581,14 +562,7 @@ table(
 # columns, as `torch.nn.Linear` has them; and widths that differ (*uneven*: the
 # second weight has half the columns).
 
-odd = results(
-    CONCAT_GEMM,
-    config="odd",
-    dtype="bfloat16",
-    variants=WAYS + OURS,
-    warmup=args.warmup,
-    repeat=args.repeat,
-)
+odd = asked.results(config="odd", dtype="bfloat16", variants=WAYS + OURS)
 table(
     tables.times(odd, words=True),
     "Awkward shapes in bfloat16: cold time in microseconds",
@@ -602,14 +576,7 @@ table(
 # there is nothing to gain from a clever product. But two launches, or one that
 # leaves multiprocessors idle, still cost.
 
-decode = results(
-    CONCAT_GEMM,
-    config="decode",
-    dtype="bfloat16",
-    variants=WAYS + OURS,
-    warmup=args.warmup,
-    repeat=args.repeat,
-)
+decode = asked.results(config="decode", dtype="bfloat16", variants=WAYS + OURS)
 shares = decode.assign(
     cold=100 * decode["roof_us"] / decode["cold_us"],
     warm=100 * decode["roof_us"] / decode["warm_us"],
@@ -629,13 +596,10 @@ table(
 # and libraries (``max-autotune``). The default finds the views by itself: it
 # lets both products write into their halves of one output.
 
-compiled = results(
-    CONCAT_GEMM,
+compiled = asked.results(
     config="compiled",
     dtype="bfloat16",
     variants=[*WAYS, *COMPILED, "fusebook"],
-    warmup=args.warmup,
-    repeat=args.repeat,
 )
 table(
     by_n(tables.times(compiled, words=True)),

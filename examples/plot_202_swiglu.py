@@ -40,12 +40,10 @@ from functools import partial
 import fusebook  # before triton: it decides whether kernels are interpreted
 from fusebook import machine, plots, tables
 from fusebook.cards.swiglu import SWIGLU
-from fusebook.check import yardstick
-from fusebook.inputs import generator, poison
+from fusebook.inputs import generator
 from fusebook.kernels.swiglu import _gated, _swiglu_stacked, swiglu_eager
 from fusebook.page import (
     Source,
-    arguments,
     by_clock,
     claim,
     claims,
@@ -53,9 +51,9 @@ from fusebook.page import (
     exercise,
     measured,
     provenance,
-    results,
     say,
     solution,
+    study,
     table,
 )
 from fusebook.timing import measure
@@ -65,7 +63,7 @@ import torch
 import triton
 import triton.language as tl
 
-args = arguments(SWIGLU, config="llama,small", dtype="bfloat16", repeat=20)
+asked = study(SWIGLU, config="llama,small", dtype="bfloat16", repeat=20)
 
 # %%
 # What eager costs
@@ -223,28 +221,12 @@ def ours(x, gate, up):
     return fusebook.swiglu(x, gate, up, tf32=False)
 
 
-def judged(dtype, M, K, N, **ways):
-    """The score of each way on inputs that the card of the operator makes."""
-    inputs = SWIGLU.make(generator(2), dtype, M=M, K=K, N=N)
-    yard = yardstick(SWIGLU, inputs)
-    rows = []
-    for name, way in ways.items():
-        poison([yard.want[0].to(dtype)])
-        verdict = yard.judge(way(*inputs))
-        found = verdict.score, verdict.limit, verdict.ok
-        rows.append((f"{M} x {K} x {N}", str(dtype)[6:], name, *found))
-    names = ["size", "dtype", "way", "score", "limit", "right"]
-    return pd.DataFrame(rows, columns=names)
-
-
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 found = pd.concat(
     [
-        judged(
+        asked.judged(
+            {"M": 70, "K": 96, "N": 72},
             dtype,
-            70,
-            96,
-            72,
             eager=swiglu_eager,
             step_one=step_one,
             fusebook=ours,
@@ -252,17 +234,15 @@ found = pd.concat(
         for dtype in DTYPES
     ]
     + [
-        judged(torch.bfloat16, *size, fusebook=ours)
-        for size in ((65, 63, 81), (1, 200, 65))
+        asked.judged({"M": M, "K": K, "N": N}, torch.bfloat16, fusebook=ours)
+        for M, K, N in ((65, 63, 81), (1, 200, 65))
     ],
     ignore_index=True,
 )
 table(found, "Scores, each within its limit", fold=False)
 
 # %%
-half = found[
-    (found["dtype"] == "bfloat16") & (found["size"] == "70 x 96 x 72")
-]
+half = found[(found["dtype"] == "bfloat16") & (found["M"] == 70)]
 error = half.set_index("way")["score"]
 claims(
     claim("Every way is within its limit", found["right"]),
@@ -287,17 +267,12 @@ claims(
 # fit each other it raises an error, and it is not for us to mend that.
 
 HERE = ["TF32", "chosen"]  # of float32, further down
-layers = results(
-    SWIGLU,
-    config=args.config,
-    dtype=args.dtype,
+layers = asked.results(
     variants=[
         name
         for name in SWIGLU.variants
         if not any(word in name for word in HERE)
-    ],
-    warmup=args.warmup,
-    repeat=args.repeat,
+    ]
 )
 table(
     tables.times(layers, words=True),
@@ -335,7 +310,7 @@ def in_turn():
                 way = SWIGLU.variants[name]
                 given = way.prepare(*inputs) if way.prepare else inputs
                 calls[name] = partial(way.run, *given)
-        times = measure(calls, repeat=args.repeat, kinds=("cold", "warm"))
+        times = measure(calls, repeat=asked.repeat, kinds=("cold", "warm"))
         for name, kinds in times.items():
             medians = {
                 f"{kind}_us": 1e6 * q.q50
@@ -366,13 +341,10 @@ table(
 # this machine reads. The last layer is that of Llama 3 70B, whose weights are
 # many times the cache.
 
-decode = results(
-    SWIGLU,
+decode = asked.results(
     config="decode",
     dtype="bfloat16",
     variants=["eager", "packed", "quack", "fusebook"],
-    warmup=args.warmup,
-    repeat=args.repeat,
 )
 table(
     tables.times(decode, words=True),
@@ -429,8 +401,7 @@ table(tables.shares(pd.concat([layers, decode])), "Each way, cold")
 # both products to half precision. Float64 has no kernel of ours and always
 # takes PyTorch's products.
 
-others = results(
-    SWIGLU,
+others = asked.results(
     config="small",
     dtype="float16,float32",
     variants=[
@@ -442,8 +413,6 @@ others = results(
         "fusebook, TF32",
         "fusebook (chosen), TF32",
     ],
-    warmup=args.warmup,
-    repeat=args.repeat,
 )
 table(
     tables.times(others, words=True),

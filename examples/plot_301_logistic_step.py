@@ -66,7 +66,6 @@ from fusebook.kernels.logistic_step import (
 )
 from fusebook.page import (
     Source,
-    arguments,
     by_clock,
     claim,
     claims,
@@ -74,9 +73,9 @@ from fusebook.page import (
     exercise,
     measured,
     provenance,
-    results,
     say,
     solution,
+    study,
     table,
 )
 
@@ -86,7 +85,7 @@ import triton
 import triton.language as tl
 from torch.utils._python_dispatch import TorchDispatchMode
 
-args = arguments(LOGISTIC_STEP, config="classic", dtype="float32")
+asked = study(LOGISTIC_STEP, config="classic", dtype="float32")
 
 
 def problem_of_2012(N=400, D=784, device=None):
@@ -531,13 +530,7 @@ claims(
 # little depends on what its threads did before: compare with the loop further
 # down.
 
-one = results(
-    LOGISTIC_STEP,
-    config=args.config,
-    dtype=args.dtype,
-    warmup=args.warmup,
-    repeat=args.repeat,
-)
+one = asked.results()
 table(
     tables.clocks(one),
     "One step of 400 x 784, in microseconds by each clock",
@@ -663,13 +656,11 @@ provenance(seconds, losses)
 # hide the rest. Up to some thousand rows the data fits on the chip, and
 # beyond, `logistic_fit` is a loop of fused steps.
 
-sweep = results(
+sweep = asked.results(
     LOGISTIC_FIT,
     config="rows,features",
     dtype="float32",
     variants=["eager", "fusebook steps", "fusebook"],
-    warmup=args.warmup,
-    repeat=args.repeat,
 )
 a_step = sweep.assign(warm_us=sweep["warm_us"] / sweep["steps"])
 rows = tables.where(a_step, D=784).drop_duplicates(["N", "variant"])
@@ -750,13 +741,10 @@ table(budget, "A step of 400 x 784", fold=False)
 # Where X does not fit into the L2 cache, the roof of a step is to read it
 # once, at the rate that a sum of as many numbers reaches on this machine.
 
-large = results(
-    LOGISTIC_STEP,
+large = asked.results(
     config="roof",
     dtype="float32",
     variants=["eager", "torch.compile", "fusebook"],
-    warmup=args.warmup,
-    repeat=args.repeat,
 )
 device = ["eager", "torch.compile", "eager in a graph", "fusebook"]
 both = pd.concat([tables.where(one, variant=device), large])

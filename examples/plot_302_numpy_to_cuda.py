@@ -69,7 +69,6 @@ from fusebook.page import (
     Folded,
     Listing,
     Source,
-    arguments,
     by_clock,
     claim,
     claims,
@@ -78,9 +77,9 @@ from fusebook.page import (
     holds,
     measured,
     provenance,
-    results,
     say,
     solution,
+    study,
     table,
 )
 
@@ -91,7 +90,7 @@ import torch
 import triton
 import triton.language as tl
 
-args = arguments(KMEANS_ASSIGN, config="plane", dtype="float32", repeat=20)
+asked = study(KMEANS_ASSIGN, config="plane", dtype="float32", repeat=20)
 
 
 def nearest(X, means):
@@ -1269,20 +1268,10 @@ plane_ways = (
     "fusebook",
     "fusebook, checked",
 )
-plane = results(
-    KMEANS_ASSIGN,
-    config=args.config,
-    dtype=args.dtype,
-    warmup=args.warmup,
-    repeat=args.repeat,
-    variants=plane_ways,
-)
-double = results(
-    KMEANS_ASSIGN,
+plane = asked.results(variants=plane_ways)
+double = asked.results(
     config="20000000x2x2",
     dtype="float64",
-    warmup=args.warmup,
-    repeat=args.repeat,
     variants=("eager", "torch.compile", "fusebook"),
 )
 both = pd.concat([plane, double])
@@ -1365,12 +1354,9 @@ claims(
 # differences alone take dozens of gigabytes. ``torch.cdist`` and the compiled
 # product write n k distances and read them again.
 
-wide = results(
-    KMEANS_ASSIGN,
+wide = asked.results(
     config="wide",
     dtype="float32",
-    warmup=args.warmup,
-    repeat=args.repeat,
     variants=(
         "torch.cdist",
         "torch.compile",
@@ -1427,13 +1413,8 @@ table(
 # the shift takes care of it. *Rough* is the worst case: centres as far apart
 # as the clusters are from the origin, and every point is compared three times.
 
-laws = results(
-    KMEANS_ASSIGN,
-    config="laws",
-    dtype="float32",
-    warmup=args.warmup,
-    repeat=args.repeat,
-    variants=("torch.cdist", "fusebook"),
+laws = asked.results(
+    config="laws", dtype="float32", variants=("torch.cdist", "fusebook")
 )
 table(
     tables.times(laws, words=True),
@@ -1454,20 +1435,16 @@ table(
 # additions: with two centres, millions of points wait for the same six
 # numbers. *Skewed* means that nine of ten points belong to one cluster.
 
-update = results(
+update = asked.results(
     KMEANS_UPDATE,
     config="plane,wide",
     dtype="float32",
-    warmup=args.warmup,
-    repeat=args.repeat,
     variants=("eager", "fusebook"),
 )
-step = results(
+step = asked.results(
     KMEANS_STEP,
     config="plane,wide",
     dtype="float32",
-    warmup=args.warmup,
-    repeat=args.repeat,
     variants=("eager", "fusebook", "fusebook, two calls"),
 )
 table(

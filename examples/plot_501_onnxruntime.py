@@ -44,7 +44,6 @@ from fusebook.ort.nodes import MASKED_SCATTER_ND, softmax_into
 from fusebook.page import (
     Listing,
     Source,
-    arguments,
     claim,
     claims,
     downloads,
@@ -52,9 +51,9 @@ from fusebook.page import (
     extra,
     measured,
     provenance,
-    results,
     say,
     solution,
+    study,
     table,
 )
 
@@ -67,7 +66,7 @@ with extra("ort"):
     import onnx
     import onnx.helper as oh
 
-args = arguments(
+asked = study(
     NODES_OF_ONNX_RUNTIME, config="small,medium,large", dtype="float32"
 )
 Listing("\n\n".join(onnx.printer.to_text(model(name)) for name in MODELS))
@@ -411,13 +410,7 @@ table(least, "Graphs of one node on 4 KiB, in microseconds", fold=False)
 # sessions, so this is the *call*: one run, waited for. All outputs were
 # compared with float64 on the GPU before and after they were timed.
 
-sweep = results(
-    NODES_OF_ONNX_RUNTIME,
-    config=args.config,
-    dtype=args.dtype,
-    warmup=args.warmup,
-    repeat=args.repeat,
-)
+sweep = asked.results()
 table(
     tables.times(sweep, "call", words=True),
     "Time of a run, in microseconds",
@@ -449,13 +442,7 @@ downloads(sweep, "onnxruntime_nodes")
 # %%
 # **The Llama's table**, 2048 updates for 32000 rows of 4096 numbers:
 
-llama = results(
-    NODES_OF_ONNX_RUNTIME,
-    config="32000x4096x2048",
-    dtype="float32,float16",
-    warmup=args.warmup,
-    repeat=args.repeat,
-)
+llama = asked.results(config="32000x4096x2048", dtype="float32,float16")
 table(
     tables.times(llama, "call", words=True),
     "The gradient of an embedding: time of a run, in microseconds",

@@ -246,10 +246,6 @@ class WrongResult(Exception):
         self.score = score
 
 
-def _outputs_like(yard: check.Yardstick, device: torch.device) -> list[torch.Tensor]:
-    return [torch.empty(s, dtype=d, device=device) for s, d in zip(yard.shapes, yard.dtypes, strict=True)]
-
-
 def _attempt(variant: Variant, data: _Data, which: int) -> tuple[Any, Callable[[], Any]]:
     """One call that a cheat does not survive, and its outputs as the current stream sees them.
 
@@ -262,9 +258,9 @@ def _attempt(variant: Variant, data: _Data, which: int) -> tuple[Any, Callable[[
     call = functools.partial(variant.run, *args)
     device = data.device
     if variant.on_cpu:
-        inputs.poison(_outputs_like(data.yards[which], torch.device("cpu")))
+        inputs.poison(data.yards[which].outputs(torch.device("cpu")))
         return _brought(call(), device), call
-    inputs.poison(_outputs_like(data.yards[which], device))
+    inputs.poison(data.yards[which].outputs(device))
     if device.type == "cuda":
         # A host that is slower than the delay (it compiled, or allocating waited for the device) calls when the inputs
         # are whole already, and nothing is shown: once more, with a longer delay. A call that waits always does that.

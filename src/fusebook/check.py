@@ -164,6 +164,10 @@ class Yardstick:
                         found = most, f"worst at {place}{of}: {values}"
         return found[1]
 
+    def outputs(self, device: torch.device) -> list[torch.Tensor]:
+        """Memory of the shapes and dtypes that results have, on a device."""
+        return [torch.empty(s, dtype=d, device=device) for s, d in zip(self.shapes, self.dtypes, strict=True)]
+
     def _meant(self, outputs: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
         """The floating-point tensors that are scored."""
         return outputs if self.op.meaning is None else _tuple(self.op.meaning(self.inputs, outputs))

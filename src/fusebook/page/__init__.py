@@ -27,7 +27,7 @@ from fusebook.extras import extra
 
 with extra("book"):
     from fusebook.page.claims import Claims, by_clock, claim, claims, exercise, holds, say
-    from fusebook.page.results import NoResults, arguments, explored, measured, options, records, results
+    from fusebook.page.results import NoResults, Study, arguments, explored, measured, options, records, results, study
     from fusebook.page.show import Folded, Listing, Source, Tabs, downloads, provenance, solution, table
 
 __all__ = [
@@ -36,6 +36,7 @@ __all__ = [
     "Listing",
     "NoResults",
     "Source",
+    "Study",
     "Tabs",
     "arguments",
     "by_clock",
@@ -53,5 +54,6 @@ __all__ = [
     "results",
     "say",
     "solution",
+    "study",
     "table",
 ]

@@ -17,14 +17,14 @@ from typing import Any, NoReturn
 import pandas as pd
 import torch
 
-from fusebook import bench, explore, launches, machine, record, tables
+from fusebook import bench, check, explore, inputs, launches, machine, record, tables
 from fusebook.bench import Origin
 from fusebook.cards import OPS
-from fusebook.op import Op
+from fusebook.op import Dims, Op
 from fusebook.page import _place
 from fusebook.page.show import _rich, _Shown
 
-__all__ = ["NoResults", "arguments", "explored", "measured", "options", "records", "results"]
+__all__ = ["NoResults", "Study", "arguments", "explored", "measured", "options", "records", "results", "study"]
 
 
 def arguments(
@@ -134,6 +134,87 @@ def options(**defaults: int | str) -> argparse.Namespace:
         kind: Any = number if isinstance(default, int) else str
         parser.add_argument(f"--{name}", type=kind, default=default, help=f"default: {default!r}")
     return parser.parse_args([] if _place.notebook() or _place.sphinx() or not _place.script() else None)
+
+
+@dataclass(frozen=True)
+class Study:
+    """What a page was asked for, remembered by all of its results. See `study`.
+
+    Attributes
+    ----------
+    op : Op
+    config, dtype : str
+        Comma lists.
+    warmup, repeat : int
+        Calls before the clock and calls timed.
+    """
+
+    op: Op
+    config: str
+    dtype: str
+    warmup: int
+    repeat: int
+
+    def results(self, op: Op | None = None, **other: Any) -> pd.DataFrame:
+        """Results as the page was asked for them, see `fusebook.page.results`.
+
+        Parameters
+        ----------
+        op : Op, optional
+            Another operator than the page's.
+        **other
+            Arguments of `fusebook.page.results` to be given otherwise: ``config``, ``dtype``, ``variants``, ``live``.
+
+        Returns
+        -------
+        pandas.DataFrame
+        """
+        asked = {"config": self.config, "dtype": self.dtype, "warmup": self.warmup, "repeat": self.repeat}
+        return results(op or self.op, **{**asked, **other})
+
+    def judged(self, dims: Dims, dtype: torch.dtype, **ways: Callable[..., Any]) -> pd.DataFrame:
+        """The score of ways to compute the operator, on inputs that its card makes and memory that holds NaN.
+
+        Parameters
+        ----------
+        dims : Dims
+        dtype : torch.dtype
+        **ways : callable
+            Take the inputs.
+
+        Returns
+        -------
+        pandas.DataFrame
+            A row a way: the dims, ``dtype``, ``way``, ``score``, ``limit``, and ``right``, whether it is within it.
+        """
+        made = self.op.make(inputs.generator(2), dtype, **dims)
+        yard = check.yardstick(self.op, made)
+        device = next(t.device for t in made if isinstance(t, torch.Tensor))
+        rows = []
+        for name, way in ways.items():
+            inputs.poison(yard.outputs(device))
+            verdict = yard.judge(way(*made))
+            found = {"score": verdict.score, "limit": verdict.limit, "right": verdict.ok}
+            rows.append({**dims, "dtype": str(dtype).removeprefix("torch."), "way": name, **found})
+        return pd.DataFrame(rows)
+
+
+def study(op: Op, *, config: str, dtype: str = "float32", warmup: int = 5, repeat: int = 30) -> Study:
+    """What a page studies: an operator, as its command line asks for it. Asked once, and remembered.
+
+    Parameters
+    ----------
+    op : Op
+    config, dtype : str
+        Defaults: comma lists.
+    warmup, repeat : int
+        Defaults.
+
+    Returns
+    -------
+    Study
+    """
+    return Study(op, **vars(arguments(op, config=config, dtype=dtype, warmup=warmup, repeat=repeat)))
 
 
 class NoResults(SystemExit):
