@@ -86,6 +86,7 @@ VIEWS = {
     "axes swapped": lambda randn: randn(5, 6, 70).transpose(0, 1),
     "channels last": lambda randn: randn(2, 8, 5, 6).to(memory_format=torch.channels_last),
     "four axes permuted": lambda randn: randn(3, 4, 5, 6).permute(2, 0, 3, 1),
+    "five axes, of which no two fold": lambda randn: randn(3, 2, 4, 3, 8).permute(2, 0, 4, 3, 1)[:, :, :7],
     "an offset that no vector load starts at": lambda randn: randn(9 * 64 + 1)[1:].view(9, 64),
     "an odd width at an odd offset": lambda randn: randn(9 * 71 + 1)[1:].view(9, 71),
 }
@@ -106,6 +107,17 @@ def test_any_strides_of_a_gradient(view, dtype):
     dy = view(functools.partial(torch.randn, device=DEVICE, dtype=dtype))
     for dim in range(dy.dim()):
         assert_gradient(torch.softmax(torch.randn_like(dy), dim), dy, dim)
+
+
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS.keys())
+def test_no_view_is_copied(view, monkeypatch):
+    monkeypatch.setattr(module, "apply", None)
+    x = view(functools.partial(torch.randn, device=DEVICE))
+    y = torch.empty(x.shape, device=DEVICE)
+    with _operator.launching(x):
+        for dim in range(x.dim()):
+            module._softmax_into(y, x, dim)
+            module._softmax_backward_into(torch.empty_like(y), y, x, dim)
 
 
 @pytest.mark.parametrize("dim", [-1, 0])
@@ -172,6 +184,7 @@ WIDE = {
     "columns cut off": lambda randn: randn(5, 33300)[:, 3:33100],
     "columns cut off at a whole vector": lambda randn: randn(5, 33312)[:, 16:33101],
     "two outer strides": lambda randn: randn(4, 3, 33000)[::2, :, 1:].transpose(0, 1),
+    "three outer strides": lambda randn: randn(2, 3, 2, 33100)[..., 4:33004].permute(2, 0, 1, 3)[:, :, :2],
     "one row repeated": lambda randn: randn(1, 66001).expand(3, 66001),
     "a width that a row's beginning pushes into one more tile": lambda randn: randn(4, 12 * 4096 - 1),
 }

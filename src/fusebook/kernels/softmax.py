@@ -5,8 +5,8 @@ For a row of N elements,
     y[i] = exp(x[i] - max_j x[j]) / sum_k exp(x[k] - max_j x[j])
     dx[i] = y[i] * (dy[i] - sum_k y[k] dy[k])
 
-A tensor of any shape is seen as three axes, ``[OUTER, INNER, N]``: the axis that is normalised comes last, what stands
-before and after it becomes OUTER and INNER, and no element is moved for that. M = OUTER * INNER is the number of rows.
+A tensor of any shape and strides is seen as three axes, ``[OUTER, INNER, N]``: the axis that is normalised comes last,
+the others become OUTER and INNER, and no element is moved for that. M = OUTER * INNER is the number of rows.
 
 Fused: the maximum, the subtraction, the exponential, the sum and the division. A chain of separate operations reads
 5MN + 2M elements and writes 3MN + 2M; the fused kernel reads MN and writes MN. For the gradient it is 6MN + M and
@@ -18,8 +18,7 @@ it, and they tell one another what they found there. So it is read once, too.
 
 Limits: a row of float64 of more than 128 KiB, a wide row whose numbers do not lie side by side, and in half types the
 gradient of a wide row of whole 16-byte vectors are read twice: once to find the maximum and the sum in one pass, once
-to divide. Where there are fewer such rows than the GPU has room for, several programs share a row. Axes that do not
-fold into OUTER and INNER (a view with three or more strides beside the normalised axis) are copied first.
+to divide. Where there are fewer such rows than the GPU has room for, several programs share a row.
 """
 
 # Device code grows tuples of tiles; mypy sees a tuple of another length as another type.
@@ -111,6 +110,20 @@ def _rows_of(program, INNER, ROWS: tl.constexpr, FLAT: tl.constexpr = False):
 
 
 @triton.jit
+def _along(outer, OUTERS, strides):
+    """Where a place along OUTER begins. OUTER may be several axes: `OUTERS` are their sizes but that of the slowest."""
+    if OUTERS is None:
+        at = outer * strides
+    else:
+        at = tl.zeros([], tl.int64)
+        for i in tl.static_range(len(OUTERS)):
+            at += (outer % OUTERS[i]) * strides[i]
+            outer = outer // OUTERS[i]
+        at += outer * strides[len(OUTERS)]
+    return at
+
+
+@triton.jit
 def _softmax_rows(
     y_ptr,
     x_ptr,
@@ -127,6 +140,7 @@ def _softmax_rows(
     BLOCK: tl.constexpr,
     CHUNKS: tl.constexpr,
     FLAT: tl.constexpr,
+    OUTERS=None,
 ):
     """ROWS rows in registers, as CHUNKS tiles of BLOCK columns, of which only the last is masked."""
     FLOAT: tl.constexpr = tl.float64 if x_ptr.dtype.element_ty == tl.float64 else tl.float32
@@ -135,8 +149,12 @@ def _softmax_rows(
     columns = tl.arange(0, BLOCK)[None, :]  # [1, BLOCK]
     live = (rows < INNER)[:, None]  # [ROWS, 1]
     # One product in int64 instead of four, for the same reason.
-    x_ptr += rows[:, None] * N if FLAT else (outer * x_outer + rows[:, None] * x_inner) * ALIGN  # [ROWS, 1]
-    y_ptr += rows[:, None] * N if FLAT else (outer * y_outer + rows[:, None] * y_inner) * ALIGN  # [ROWS, 1]
+    x_ptr += (
+        rows[:, None] * N if FLAT else (_along(outer, OUTERS, x_outer) + rows[:, None] * x_inner) * ALIGN
+    )  # [ROWS, 1]
+    y_ptr += (
+        rows[:, None] * N if FLAT else (_along(outer, OUTERS, y_outer) + rows[:, None] * y_inner) * ALIGN
+    )  # [ROWS, 1]
 
     chunks = ()
     tops = tl.full([ROWS, BLOCK], float("-inf"), FLOAT)
@@ -328,14 +346,15 @@ def _softmax_online(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
+    OUTERS=None,
 ):
     """ROWS rows of any width, read twice."""
     FLOAT: tl.constexpr = tl.float64 if x_ptr.dtype.element_ty == tl.float64 else tl.float32
     N = N.to(tl.int64) * ALIGN
     outer, rows = _rows_of(tl.program_id(0), INNER, ROWS)
     live = (rows < INNER)[:, None]  # [ROWS, 1]
-    x_ptr += (outer * x_outer + rows[:, None] * x_inner) * ALIGN  # [ROWS, 1]
-    y_ptr += (outer * y_outer + rows[:, None] * y_inner) * ALIGN  # [ROWS, 1]
+    x_ptr += (_along(outer, OUTERS, x_outer) + rows[:, None] * x_inner) * ALIGN  # [ROWS, 1]
+    y_ptr += (_along(outer, OUTERS, y_outer) + rows[:, None] * y_inner) * ALIGN  # [ROWS, 1]
     top, total = _top_and_total(x_ptr, live, 0, N, x_step, ROWS, BLOCK, GROUP, FLOAT)
     _divided(y_ptr, x_ptr, live, 0, N, y_step, x_step, top, total, ROWS, BLOCK)
 
@@ -356,6 +375,7 @@ def _softmax_parts(
     BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
     PARTS: tl.constexpr,
+    OUTERS=None,
 ):
     """Few wide rows, first half: PARTS programs share a row, and each leaves the maximum and sum of SPAN columns."""
     FLOAT: tl.constexpr = tl.float64 if x_ptr.dtype.element_ty == tl.float64 else tl.float32
@@ -363,7 +383,7 @@ def _softmax_parts(
     part = tl.program_id(0) % PARTS
     outer, rows = _rows_of(tl.program_id(0) // PARTS, INNER, ROWS)
     live = (rows < INNER)[:, None]  # [ROWS, 1]
-    x_ptr += (outer * x_outer + rows[:, None] * x_inner) * ALIGN  # [ROWS, 1]
+    x_ptr += (_along(outer, OUTERS, x_outer) + rows[:, None] * x_inner) * ALIGN  # [ROWS, 1]
     begin = part.to(tl.int64) * SPAN
     top, total = _top_and_total(x_ptr, live, begin, tl.minimum(begin + SPAN, N), x_step, ROWS, BLOCK, GROUP, FLOAT)
     at = (outer * INNER + rows[:, None]) * PARTS + part  # [ROWS, 1]
@@ -390,14 +410,15 @@ def _softmax_parts_divided(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     PARTS: tl.constexpr,
+    OUTERS=None,
 ):
     """Few wide rows, second half: every program merges what all parts of its rows found and divides its own columns."""
     N = N.to(tl.int64) * ALIGN
     part = tl.program_id(0) % PARTS
     outer, rows = _rows_of(tl.program_id(0) // PARTS, INNER, ROWS)
     live = (rows < INNER)[:, None]  # [ROWS, 1]
-    x_ptr += (outer * x_outer + rows[:, None] * x_inner) * ALIGN  # [ROWS, 1]
-    y_ptr += (outer * y_outer + rows[:, None] * y_inner) * ALIGN  # [ROWS, 1]
+    x_ptr += (_along(outer, OUTERS, x_outer) + rows[:, None] * x_inner) * ALIGN  # [ROWS, 1]
+    y_ptr += (_along(outer, OUTERS, y_outer) + rows[:, None] * y_inner) * ALIGN  # [ROWS, 1]
     at = (outer * INNER + rows[:, None]) * PARTS + tl.arange(0, PARTS)[None, :]  # [ROWS, PARTS]
     tops = tl.load(tops_ptr + at, mask=live, other=float("-inf"))
     totals = tl.load(totals_ptr + at, mask=live, other=0.0)
@@ -470,11 +491,12 @@ def _softmax_whole(
     BLOCK: tl.constexpr,
     CHUNKS: tl.constexpr,
     ANEW: tl.constexpr,
+    OUTERS=None,
 ):
     """One row, one program: CHUNKS tiles, held as they were loaded. Half types take half the registers so."""
     outer = (tl.program_id(0) // INNER).to(tl.int64)
     inner = (tl.program_id(0) % INNER).to(tl.int64)
-    at, low, high = _window(outer * x_outer + inner * x_inner, N, 0, CHUNKS * BLOCK, VEC)
+    at, low, high = _window(_along(outer, OUTERS, x_outer) + inner * x_inner, N, 0, CHUNKS * BLOCK, VEC)
     columns = tl.arange(0, BLOCK)  # [BLOCK]
     chunks = ()
     tops = tl.full([BLOCK], float("-inf"), tl.float32)
@@ -498,7 +520,7 @@ def _softmax_whole(
     total = tl.sum(totals, 0)
     scale = 1 / total
     zero = (tl.minimum(N, 0) & total.to(tl.int32, bitcast=True)).to(tl.int16)
-    y_ptr += _window(outer * y_outer + inner * y_inner, N, 0, CHUNKS * BLOCK, VEC)[0]
+    y_ptr += _window(_along(outer, OUTERS, y_outer) + inner * y_inner, N, 0, CHUNKS * BLOCK, VEC)[0]
     for i in tl.static_range(CHUNKS):
         y = _exp(_again(chunks[i], zero, ANEW) - top) * scale
         if i == 0 or i >= CHUNKS - 2:
@@ -589,6 +611,7 @@ def _softmax_shared(
     LANES: tl.constexpr,
     TRIES: tl.constexpr,
     LATE: tl.constexpr,
+    OUTERS=None,
 ):
     """A row of any width by PARTS programs, each of which holds up to SPAN of its numbers: SPAN in vectors."""
     NOTHING: tl.constexpr = -36028797018963968  # the word of a part without numbers: -inf and 0
@@ -596,7 +619,7 @@ def _softmax_shared(
     part = tl.program_id(0) % PARTS
     outer = (row // INNER).to(tl.int64)
     inner = (row % INNER).to(tl.int64)
-    begin = outer * x_outer + inner * x_inner
+    begin = _along(outer, OUTERS, x_outer) + inner * x_inner
     SPAN = SPAN * VEC
     e, top, word = _part(x_ptr, begin, N, part, SPAN, VEC, BLOCK)
     if LATE:
@@ -605,7 +628,7 @@ def _softmax_shared(
     _left(board_ptr + part, word)
     lanes = tl.arange(0, LANES)  # [LANES]
     words, missing = _words(board_ptr, lanes, PARTS, NOTHING, TRIES)
-    y_ptr += _window(outer * y_outer + inner * y_inner, N, part * SPAN, SPAN, VEC)[0]
+    y_ptr += _window(_along(outer, OUTERS, y_outer) + inner * y_inner, N, part * SPAN, SPAN, VEC)[0]
     if missing == LANES:
         _divided_part(y_ptr, e, top, words, begin, N, part, SPAN, VEC, BLOCK)
     else:
@@ -635,14 +658,15 @@ def _softmax_backward_whole(
     VEC: tl.constexpr,
     BLOCK: tl.constexpr,
     CHUNKS: tl.constexpr,
+    OUTERS=None,
 ):
     """The gradient of one row by one program, y and dy held as CHUNKS tiles of whole vectors. dx lies as y does."""
     outer = (tl.program_id(0) // INNER).to(tl.int64)
     inner = (tl.program_id(0) % INNER).to(tl.int64)
-    at, low, high = _window(outer * y_outer + inner * y_inner, N, 0, CHUNKS * BLOCK, VEC)
+    at, low, high = _window(_along(outer, OUTERS, y_outer) + inner * y_inner, N, 0, CHUNKS * BLOCK, VEC)
     y_ptr += at
     dx_ptr += at
-    dy_ptr += _window(outer * dy_outer + inner * dy_inner, N, 0, CHUNKS * BLOCK, VEC)[0]
+    dy_ptr += _window(_along(outer, OUTERS, dy_outer) + inner * dy_inner, N, 0, CHUNKS * BLOCK, VEC)[0]
     columns = tl.arange(0, BLOCK)  # [BLOCK]
     ys = ()
     dys = ()
@@ -711,6 +735,7 @@ def _softmax_backward_shared(
     LANES: tl.constexpr,
     TRIES: tl.constexpr,
     LATE: tl.constexpr,
+    OUTERS=None,
 ):
     """The gradient of a row of any width by PARTS programs, as `_softmax_shared`: a word is a sum of y dy."""
     NOTHING: tl.constexpr = -2147483648  # -0.0
@@ -718,8 +743,8 @@ def _softmax_backward_shared(
     part = tl.program_id(0) % PARTS
     outer = (row // INNER).to(tl.int64)
     inner = (row % INNER).to(tl.int64)
-    y_begin = outer * y_outer + inner * y_inner
-    dy_begin = outer * dy_outer + inner * dy_inner
+    y_begin = _along(outer, OUTERS, y_outer) + inner * y_inner
+    dy_begin = _along(outer, OUTERS, dy_outer) + inner * dy_inner
     SPAN = SPAN * VEC
     y, dy, word = _part_dot(y_ptr, dy_ptr, y_begin, dy_begin, N, part, SPAN, VEC, BLOCK)
     if LATE:
@@ -759,6 +784,7 @@ def _softmax_backward_rows(
     BLOCK: tl.constexpr,
     CHUNKS: tl.constexpr,
     FLAT: tl.constexpr,
+    OUTERS=None,
 ):
     """The gradient of ROWS rows; y and dy stay in registers as CHUNKS tiles. dx lies in memory as y does."""
     FLOAT: tl.constexpr = tl.float64 if y_ptr.dtype.element_ty == tl.float64 else tl.float32
@@ -766,9 +792,9 @@ def _softmax_backward_rows(
     outer, rows = _rows_of(tl.program_id(0), INNER, ROWS, FLAT)
     columns = tl.arange(0, BLOCK)[None, :]  # [1, BLOCK]
     live = (rows < INNER)[:, None]  # [ROWS, 1]
-    dx_ptr += (outer * y_outer + rows[:, None] * y_inner) * ALIGN  # [ROWS, 1]
-    y_ptr += (outer * y_outer + rows[:, None] * y_inner) * ALIGN  # [ROWS, 1]
-    dy_ptr += (outer * dy_outer + rows[:, None] * dy_inner) * ALIGN  # [ROWS, 1]
+    dx_ptr += (_along(outer, OUTERS, y_outer) + rows[:, None] * y_inner) * ALIGN  # [ROWS, 1]
+    y_ptr += (_along(outer, OUTERS, y_outer) + rows[:, None] * y_inner) * ALIGN  # [ROWS, 1]
+    dy_ptr += (_along(outer, OUTERS, dy_outer) + rows[:, None] * dy_inner) * ALIGN  # [ROWS, 1]
 
     ys = ()
     dys = ()
@@ -835,15 +861,16 @@ def _softmax_backward_twice(
     ALIGN: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    OUTERS=None,
 ):
     """The gradient of ROWS rows of any width; y and dy are read twice."""
     FLOAT: tl.constexpr = tl.float64 if y_ptr.dtype.element_ty == tl.float64 else tl.float32
     N = N.to(tl.int64) * ALIGN
     outer, rows = _rows_of(tl.program_id(0), INNER, ROWS)
     live = (rows < INNER)[:, None]  # [ROWS, 1]
-    dx_ptr += (outer * y_outer + rows[:, None] * y_inner) * ALIGN  # [ROWS, 1]
-    y_ptr += (outer * y_outer + rows[:, None] * y_inner) * ALIGN  # [ROWS, 1]
-    dy_ptr += (outer * dy_outer + rows[:, None] * dy_inner) * ALIGN  # [ROWS, 1]
+    dx_ptr += (_along(outer, OUTERS, y_outer) + rows[:, None] * y_inner) * ALIGN  # [ROWS, 1]
+    y_ptr += (_along(outer, OUTERS, y_outer) + rows[:, None] * y_inner) * ALIGN  # [ROWS, 1]
+    dy_ptr += (_along(outer, OUTERS, dy_outer) + rows[:, None] * dy_inner) * ALIGN  # [ROWS, 1]
     dot = _dot(y_ptr, dy_ptr, live, 0, N, y_step, dy_step, ROWS, BLOCK, FLOAT)
     _centred(dx_ptr, y_ptr, dy_ptr, live, 0, N, y_step, dy_step, dot, BLOCK)
 
@@ -866,6 +893,7 @@ def _softmax_backward_parts(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     PARTS: tl.constexpr,
+    OUTERS=None,
 ):
     """Few wide rows, first half: PARTS programs share a row, and each leaves its sum of y dy over SPAN columns."""
     FLOAT: tl.constexpr = tl.float64 if y_ptr.dtype.element_ty == tl.float64 else tl.float32
@@ -873,8 +901,8 @@ def _softmax_backward_parts(
     part = tl.program_id(0) % PARTS
     outer, rows = _rows_of(tl.program_id(0) // PARTS, INNER, ROWS)
     live = (rows < INNER)[:, None]  # [ROWS, 1]
-    y_ptr += (outer * y_outer + rows[:, None] * y_inner) * ALIGN  # [ROWS, 1]
-    dy_ptr += (outer * dy_outer + rows[:, None] * dy_inner) * ALIGN  # [ROWS, 1]
+    y_ptr += (_along(outer, OUTERS, y_outer) + rows[:, None] * y_inner) * ALIGN  # [ROWS, 1]
+    dy_ptr += (_along(outer, OUTERS, dy_outer) + rows[:, None] * dy_inner) * ALIGN  # [ROWS, 1]
     begin = part.to(tl.int64) * SPAN
     dot = _dot(y_ptr, dy_ptr, live, begin, tl.minimum(begin + SPAN, N), y_step, dy_step, ROWS, BLOCK, FLOAT)
     tl.store(dots_ptr + (outer * INNER + rows[:, None]) * PARTS + part, dot, mask=live)
@@ -899,15 +927,16 @@ def _softmax_backward_parts_centred(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     PARTS: tl.constexpr,
+    OUTERS=None,
 ):
     """Few wide rows, second half: every program adds up the sums of its rows and finishes its own columns."""
     N = N.to(tl.int64) * ALIGN
     part = tl.program_id(0) % PARTS
     outer, rows = _rows_of(tl.program_id(0) // PARTS, INNER, ROWS)
     live = (rows < INNER)[:, None]  # [ROWS, 1]
-    dx_ptr += (outer * y_outer + rows[:, None] * y_inner) * ALIGN  # [ROWS, 1]
-    y_ptr += (outer * y_outer + rows[:, None] * y_inner) * ALIGN  # [ROWS, 1]
-    dy_ptr += (outer * dy_outer + rows[:, None] * dy_inner) * ALIGN  # [ROWS, 1]
+    dx_ptr += (_along(outer, OUTERS, y_outer) + rows[:, None] * y_inner) * ALIGN  # [ROWS, 1]
+    y_ptr += (_along(outer, OUTERS, y_outer) + rows[:, None] * y_inner) * ALIGN  # [ROWS, 1]
+    dy_ptr += (_along(outer, OUTERS, dy_outer) + rows[:, None] * dy_inner) * ALIGN  # [ROWS, 1]
     at = (outer * INNER + rows[:, None]) * PARTS + tl.arange(0, PARTS)[None, :]  # [ROWS, PARTS]
     dot = tl.sum(tl.load(dots_ptr + at, mask=live, other=0.0), 1)[:, None]  # [ROWS, 1]
     begin = part.to(tl.int64) * SPAN
@@ -1154,14 +1183,30 @@ def _tile(n: int, size: int, tensors: int) -> tuple[int, int]:
 
 # Launchers -----------------------------------------------------------------------------------------------------------
 
-Strides = tuple[int, int, int]
+
+class Layout(NamedTuple):
+    """Tensors of one shape seen as [OUTER, INNER, N].
+
+    Attributes
+    ----------
+    sizes : tuple of int
+        OUTER, INNER and N.
+    outers : tuple of int
+        OUTER's axes, from the fastest to the slowest, where it is more than one that no strides fold.
+    strides : list of tuple
+        Of each tensor: those of OUTER's axes, that of INNER, that of N.
+    """
+
+    sizes: tuple[int, int, int]
+    outers: tuple[int, ...]
+    strides: list[tuple[tuple[int, ...], int, int]]
 
 
-def _axes(dim: int, *tensors: Tensor) -> tuple[tuple[int, int, int], list[Strides]] | None:
-    """See tensors of one shape as [OUTER, INNER, N]: the sizes and each one's strides; None where that needs a copy."""
+def _layout(dim: int, *tensors: Tensor) -> Layout:
+    """See tensors of one shape as [OUTER, INNER, N], where N is the axis `dim`."""
     shape = tensors[0].shape
     if not shape:
-        return (1, 1, 1), [(1, 1, 1) for _ in tensors]
+        return Layout((1, 1, 1), (1,), [((1,), 1, 1) for _ in tensors])
     strides = [t.stride() for t in tensors]
     folded: list[tuple[int, list[int]]] = []  # sizes and strides of the axes beside `dim`, after folding neighbours
     for i, size in enumerate(shape):
@@ -1172,50 +1217,52 @@ def _axes(dim: int, *tensors: Tensor) -> tuple[tuple[int, int, int], list[Stride
             folded[-1] = (folded[-1][0] * size, here)
         else:
             folded.append((size, here))
-    if len(folded) > 2:
-        return None
     folded = [(1, [0] * len(tensors))] * (2 - len(folded)) + folded
     steps = [s[dim] for s in strides]
     # Where the numbers of a row lie apart, those of INNER shall lie together.
     apart = [i for i, step in enumerate(steps) if step != 1]
-    if apart and min(folded[0][1][i] for i in apart) < min(folded[1][1][i] for i in apart) and folded[0][0] > 1:
-        folded.reverse()
-    (outer, outers), (inner, inners) = folded
-    return (outer, inner, shape[dim]), list(zip(outers, inners, steps, strict=True))
+    axes = [k for k, (size, _) in enumerate(folded) if size > 1]
+    nearest = (
+        min(reversed(axes), key=lambda k: min(folded[k][1][i] or math.inf for i in apart)) if apart and axes else -1
+    )
+    inner, inners = folded.pop(nearest)
+    outers = tuple(size for size, _ in reversed(folded))
+    along = [tuple(axis[i] for _, axis in reversed(folded)) for i in range(len(tensors))]
+    return Layout((math.prod(outers), inner, shape[dim]), outers, list(zip(along, inners, steps, strict=True)))
 
 
 _plan = functools.lru_cache(maxsize=4096)(_softmax_plan)
 
 
-def _prepared(dense: Tensor, free: Tensor, dim: int, tensors: int) -> tuple[Tensor, Plan, int, list[int]]:
-    """What both launchers need: `free` or a copy of it, the plan, ALIGN, and INNER, N and the strides for the kernel.
+def _prepared(
+    dense: Tensor, free: Tensor, dim: int, tensors: int
+) -> tuple[Plan, list[int | tuple[int, ...]], dict[str, Any]]:
+    """What both launchers need: the plan; INNER, N and the strides for the kernel; ALIGN and OUTER's axes.
 
     `dense` is contiguous; `free` has its shape and any strides.
     """
-    axes = _axes(dim, dense, free)
-    if axes is None:
-        free = apply(Tensor.contiguous, free)
-        axes = _axes(dim, dense, free)
-        assert axes is not None  # contiguous axes fold into one before `dim` and one after it
-    (outer, inner, n), strides = axes
+    (outer, inner, n), outers, strides = _layout(dim, dense, free)
     last = n == 1 or all(step == 1 for _, _, step in strides)
-    align = math.gcd(16 // dense.element_size(), n, *(v for s in strides for v in s[:2])) if last else 1
-    # Rows that begin in the middle of a pair can be read as pairs if both tensors' rows do.
-    alike = align > 1 or strides[0] == strides[1]
-    pairs = dense.element_size() == 2 and last and outer == 1 and alike and free.data_ptr() % 4 == 0
+    starts = [(*along, step) for along, step, _ in strides]
     whole = 16 // dense.element_size()
-    begin_alike = all((a - b) % whole == 0 for a, b in zip(strides[0][:2], strides[1][:2], strict=True))
-    vector = whole if begin_alike and dense.data_ptr() % 16 == free.data_ptr() % 16 == 0 else 1
+    align = math.gcd(whole, n, *(v for s in starts for v in s)) if last else 1
+    # Rows that begin in the middle of a pair can be read as pairs if both tensors' rows do.
+    alike = align > 1 or starts[0] == starts[1]
+    pairs = dense.element_size() == 2 and last and outer == 1 and alike and free.data_ptr() % 4 == 0
+    alike = all((a - b) % whole == 0 for a, b in zip(*starts, strict=True))
+    vector = whole if alike and dense.data_ptr() % 16 == free.data_ptr() % 16 == 0 else 1
     capability, processors = gpu(dense.device)
     flat = outer == 1 and last and (inner == 1 or all(along == n for _, along, _ in strides))
     known = {"processors": processors, "last": last, "pairs": pairs, "vector": vector, "flat": flat, "tensors": tensors}
     plan = _plan((outer, inner, n), dense.dtype, capability, **known)
-    if plan.kernel in ("whole", "shared"):
-        align = 1  # these find out where a row begins
-    numbers = [inner, n // align]
-    for a, b, step in strides:
-        numbers += [a // align, b // align, step if n > 1 else 1]
-    return free, plan, align, numbers
+    windowed = plan.kernel in ("whole", "shared")  # these find out where a row begins
+    align = 1 if windowed else align
+    numbers: list[int | tuple[int, ...]] = [inner, n // align]
+    for along, b, step in strides:
+        a = tuple(v // align for v in along)
+        numbers += [a if len(a) > 1 else a[0], b // align, step if n > 1 else 1]
+    layout = {} if windowed else {"ALIGN": align}
+    return plan, numbers, layout | ({"OUTERS": outers[:-1]} if len(outers) > 1 else {})
 
 
 def _board(plan: Plan, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, dict[str, bool]]:
@@ -1230,22 +1277,21 @@ def _board(plan: Plan, dtype: torch.dtype, device: torch.device) -> tuple[Tensor
 
 
 def _softmax_into(y: Tensor, x: Tensor, dim: int) -> None:
-    x, plan, align, (inner, n, *strides) = _prepared(y, x, dim, tensors=1)
-    constants = {"ALIGN": align, **plan.constants, "num_warps": plan.warps}
+    plan, (inner, n, *strides), layout = _prepared(y, x, dim, tensors=1)
+    constants = {**layout, **plan.constants, "num_warps": plan.warps}
     grid = (plan.programs,)
     if plan.kernel == "rows":
         launch(_softmax_rows, grid, y, x, inner, n, *strides, **constants)
     elif plan.kernel == "pairs":
         launch(_softmax_pairs, grid, y, x, n, strides[1], strides[4], **constants)
     elif plan.kernel == "whole":
-        del constants["ALIGN"]
         launch(_softmax_whole, grid, y, x, inner, n, *strides[:2], *strides[3:5], maxnreg=plan.registers, **constants)
     elif plan.kernel == "shared":
         board, early = _board(plan, torch.int64, x.device)
         launch(
             _softmax_shared, grid, y, x, board, inner, n, *strides[:2], *strides[3:5],
-            plan.span // plan.constants["VEC"], plan.parts, **plan.constants, num_warps=plan.warps,
-            maxnreg=plan.registers, LATE=bool(early), **early,
+            plan.span // plan.constants["VEC"], plan.parts, LATE=bool(early), maxnreg=plan.registers,
+            **constants, **early,
         )  # fmt: skip
     elif plan.kernel == "twice":
         launch(_softmax_online, grid, y, x, inner, n, *strides, **constants)
@@ -1261,15 +1307,14 @@ def _softmax_into(y: Tensor, x: Tensor, dim: int) -> None:
 def _softmax_backward_into(dx: Tensor, y: Tensor, dy: Tensor, dim: int) -> None:
     if not y.is_contiguous():
         y = apply(Tensor.contiguous, y)
-    dy, plan, align, (inner, n, *strides) = _prepared(y, dy, dim, tensors=2)
-    constants = {"ALIGN": align, **plan.constants, "num_warps": plan.warps}
+    plan, (inner, n, *strides), layout = _prepared(y, dy, dim, tensors=2)
+    constants = {**layout, **plan.constants, "num_warps": plan.warps}
     grid = (plan.programs,)
     if plan.kernel == "rows":
         launch(_softmax_backward_rows, grid, dx, y, dy, inner, n, *strides, **constants)
     elif plan.kernel == "twice":
         launch(_softmax_backward_twice, grid, dx, y, dy, inner, n, *strides, **constants)
     elif plan.kernel == "whole":
-        del constants["ALIGN"]
         launch(
             _softmax_backward_whole,
             grid,
@@ -1287,8 +1332,8 @@ def _softmax_backward_into(dx: Tensor, y: Tensor, dy: Tensor, dim: int) -> None:
         board, early = _board(plan, torch.int32, y.device)
         launch(
             _softmax_backward_shared, grid, dx, y, dy, board, inner, n, *strides[:2], *strides[3:5],
-            plan.span // plan.constants["VEC"], plan.parts, **plan.constants, num_warps=plan.warps,
-            maxnreg=plan.registers, LATE=bool(early), **early,
+            plan.span // plan.constants["VEC"], plan.parts, LATE=bool(early), maxnreg=plan.registers,
+            **constants, **early,
         )  # fmt: skip
     else:
         dots = empty((y.numel() // y.shape[dim], plan.constants["PARTS"]), _sums(y.dtype), y.device)
@@ -1420,8 +1465,7 @@ def softmax(x: Tensor, dim: int = -1) -> Tensor:
 
     Notes
     -----
-    Differentiable, twice as well; works under `torch.compile` and `torch.vmap`. A view whose axes beside `dim` have
-    three or more independent strides is copied first.
+    Differentiable, twice as well; works under `torch.compile` and `torch.vmap`.
 
     Examples
     --------

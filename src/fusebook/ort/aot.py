@@ -201,8 +201,9 @@ def compile_one(spec: Spec, arch: int, folder: pathlib.Path) -> dict[str, object
 
     kernel = getattr(importlib.import_module(spec.module), spec.function)
     names = list(kernel.arg_names)
-    # A constant that the kernel has a default for may be left out, as in a launch.
-    chosen = {p.name: p.default for p in kernel.params if p.is_constexpr and p.has_default} | spec.constants
+    # What the kernel has a default for may be left out, as in a launch.
+    left_out = {p.name: p.default for p in kernel.params if p.has_default and p.name not in spec.signature}
+    chosen = left_out | spec.constants
     overlaps = arch >= 90
     chosen |= {name: True for name in (spec.late, spec.early) if name and overlaps}
     signature = {name: "constexpr" if name in chosen else spec.signature[name] for name in names}
