@@ -102,6 +102,8 @@ def run(session, *args, **env):
 @nox.session(venv_backend="none", requires=["environment"])
 def docs(session):
     """Build the site into build/html: measured where there is a GPU, replayed elsewhere."""
+    if not gpus():  # says which records are stale; all at once is sooner than page by page
+        run(session, "-m", "fusebook.record", "--check")
     run(
         session,
         "-m",

@@ -295,7 +295,7 @@ def _checked(
     """The call to time, once its result is right."""
     given = made if variant.prepare is None else variant.prepare(*made)
     call = functools.partial(variant.run, *given)
-    inputs.poison(bench._outputs_like(yard, next(v for v in made if isinstance(v, torch.Tensor)).device))
+    inputs.poison(yard.outputs(next(v for v in made if isinstance(v, torch.Tensor)).device))
     out = call()
     verdict = yard.judge(out, variant.math)
     row.update(score=verdict.score, limit=verdict.limit)

@@ -39,7 +39,6 @@ import torch
 import triton
 import triton.language as tl
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map_only
 from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 from triton.runtime.jit import JITFunction
@@ -452,7 +451,11 @@ _READS = {
     *("item", "tolist", "numpy", "equal", "allclose", "is_nonzero"),
     *("__bool__", "__int__", "__float__", "__index__", "__complex__", "__contains__", "__array__"),
 }
-_NOTHING = {"set_", "requires_grad_", "detach_", "retain_grad"}
+_NOTHING = {
+    *("__get__", "__set__", "__len__", "__hash__", "__repr__", "dim", "size", "stride", "numel", "element_size"),
+    *("data_ptr", "storage_offset", "untyped_storage", "get_device", "is_contiguous", "is_neg", "is_floating_point"),
+    *("set_", "requires_grad_", "detach_", "retain_grad"),
+}
 _MAKES = _EMPTY | {
     *("zeros", "ones", "full", "arange", "linspace", "eye"),
     *("rand", "randn", "randint", "randperm", "normal"),
@@ -469,7 +472,7 @@ class _Watched(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
-        if name in ("__get__", "__set__") or name in _EMPTY | _VALUES | _READS | _NOTHING:
+        if name in _NOTHING or name in _EMPTY | _VALUES | _READS:
             return func(*args, **kwargs)
         given = _tensors((args, kwargs))
         before = len(self.trace.steps), len(self.trace.compiled)
@@ -487,9 +490,21 @@ def _works(name: str, kwargs: Any, given: list[torch.Tensor], made: list[torch.T
     return any(t.untyped_storage()._cdata not in memory for t in made)
 
 
+def _mapped(function: Callable[[torch.Tensor], Any], values: Any) -> Any:
+    """The same nest of tuples, lists and dicts with a function of each tensor in it."""
+    if isinstance(values, torch.Tensor):
+        return function(values)
+    if isinstance(values, (tuple, list)):
+        made = [_mapped(function, v) for v in values]
+        return made if isinstance(values, list) else tuple(made) if type(values) is tuple else type(values)(made)
+    if isinstance(values, dict):
+        return {k: _mapped(function, v) for k, v in values.items()}
+    return values
+
+
 def _tensors(values: Any) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
-    tree_map_only(torch.Tensor, found.append, values)
+    _mapped(found.append, values)
     return found
 
 
@@ -650,7 +665,7 @@ class _Nowhere(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
-        if name in ("__get__", "__set__") or name in _VALUES | _NOTHING:
+        if name in _NOTHING or name in _VALUES:
             return func(*args, **kwargs)
         given = _tensors((args, kwargs))
         if not given and name not in _MAKES:
@@ -664,7 +679,7 @@ class _Nowhere(TorchFunctionMode):
         def twin(t: torch.Tensor) -> torch.Tensor:
             return twins.setdefault(id(t), torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta"))
 
-        stand_ins = tree_map_only(torch.Tensor, twin, (args, {k: v for k, v in kwargs.items() if k != "generator"}))
+        stand_ins = _mapped(twin, (args, {k: v for k, v in kwargs.items() if k != "generator"}))
         if not given or "device" in kwargs:
             stand_ins[1]["device"] = "meta"
         return self._answered(name, func, args, kwargs, stand_ins, {id(v): k for k, v in twins.items()})
@@ -689,7 +704,7 @@ class _Nowhere(TorchFunctionMode):
         def answer(t: torch.Tensor) -> torch.Tensor:
             return by_id[real[id(t)]] if id(t) in real else self.hand_out(t)
 
-        result = tree_map_only(torch.Tensor, answer, out)
+        result = _mapped(answer, out)
         if name not in _EMPTY:
             for tensor in _tensors(result):
                 if id(tensor) not in by_id:
@@ -818,6 +833,7 @@ def elsewhere(
     """
     paths = [os.environ.get("FUSEBOOK_TRITON", ""), str(library), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    environment["OMP_NUM_THREADS"] = "1"  # nothing is computed
     request = {"capability": capability, "sms": multiprocessors, "compile": compile, "triton": triton, "asked": asked}
     command = [sys.executable, "-W", "ignore", "-m", "fusebook.launches", cards]
     process = subprocess.run(
