@@ -1,5 +1,6 @@
 """The harness catches those who cheat it. Each planted cheat would win if it were believed."""
 
+import contextlib
 import math
 import time
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 from fusebook import bench, check, timing
+from fusebook import machine as machines
 from fusebook.op import Variant
 from toy import machine, toy, variant
 
@@ -302,6 +304,58 @@ def test_bits_tell_apart_what_is_equal_and_compare_what_is_not():
     nothing = torch.empty_strided((0,), (0,))  # as what is made of an empty array of NumPy
     for x in (nothing, torch.ones(()), torch.ones(3, 4).T, torch.ones(1).expand(5), torch.ones(0, 3)):
         assert torch.equal(check._bits(x), check._bits(x.clone()))
+
+
+@pytest.mark.parametrize("handed_over", ["add", "softmax+aten::add", "none", "unknown", "softmax", None])
+def test_torch_computes_by_aten_and_once_more_as_installed_where_that_differs(monkeypatch, handed_over):
+    def run(x):
+        where.append(inside)
+        return x + x
+
+    @contextlib.contextmanager
+    def aten():
+        nonlocal inside
+        inside = True
+        yield
+        inside = False
+
+    inside, where = False, []
+    monkeypatch.setattr(machines, "overrides", lambda: handed_over)
+    monkeypatch.setattr(machines, "aten", aten)
+    found = bench.run(toy(torch=variant(run)), config="16", repeat=2, warmup=0, progress=False)
+    differs = "add" in str(handed_over)
+    assert list(found["variant"]) == ["honest", "torch", *["torch (as installed)"] * differs]
+    assert set(found["status"]) == {"ok"} and where[0]
+    outside = where.count(False)  # one call finds out what it calls, where anything is handed over at all
+    assert outside > 1 if differs else outside == (handed_over == "softmax")
+
+
+def test_what_torch_hands_over_is_listed_or_unknown(monkeypatch):
+    class Native:
+        available_dsls = ("triton", "other")
+
+        def get_dsl_operations(self, dsl):
+            return {"triton": ["topk", "norm"], "other": ["norm"]}[dsl]
+
+    def missing(name):
+        raise ModuleNotFoundError(name)
+
+    def overrides():
+        machines.overrides.cache_clear()
+        return machines.overrides()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(machines.importlib, "import_module", lambda name: Native())
+        assert overrides() == "norm+topk"
+        patch.setattr(Native, "available_dsls", ())
+        assert overrides() == "none"
+        patch.delattr(Native, "available_dsls")
+        assert overrides() == "unknown"
+        patch.setattr(machines.importlib, "import_module", missing)
+        assert overrides() is None
+    machines.overrides.cache_clear()
+    with machines.aten():  # whatever torch this is
+        assert torch.ones(2).sum() == 2
 
 
 def test_tensors_that_are_alike_lie_in_their_order():

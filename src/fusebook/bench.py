@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusebook import check, inputs, launches, timing
 from fusebook import machine as machines
@@ -441,7 +442,9 @@ def run(
     dtype : str
         A comma list of names, see `DTYPES`.
     variants : sequence of str, optional
-        Only these; all that this machine can run by default. What it cannot run becomes a row ``absent``.
+        Only these; all that this machine can run by default. What it cannot run becomes a row ``absent``. Torch
+        computes by ATen's kernels; where the one that is installed would take others, ``torch (as installed)`` is a row
+        more.
     extra : mapping of str to callable, optional
         A reader's own functions of the card's inputs, held to the same check.
     warmup, repeat : int
@@ -477,13 +480,39 @@ def run(
             for label, dims, sparse in sweep:
                 here = {n: v for n, v in chosen.items() if not (sparse and v.recompiles)}
                 head = {"op": op.name, "config": label, "dtype": name, **dims}
-                rows += _point(op, head, DTYPES[name], dims, here, on, warmup, repeat, alone=not sparse)
+                with machines.aten():
+                    rows += _point(op, head, DTYPES[name], dims, here, on, warmup, repeat, alone=not sparse)
+                if again := _as_installed(op, here, DTYPES[name], dims):
+                    rows += _point(op, head, DTYPES[name], dims, again, on, warmup, repeat, alone=not sparse)
                 bar.update()
     frame = pd.DataFrame(rows)
     dims_seen = [k for k in sweep[0][1]] if sweep else []
     frame = frame.reindex(columns=["op", "config", "variant", "dtype", *dims_seen, *COLUMNS])
     frame.attrs["origin"] = Origin(on, measured=True)
     return frame
+
+
+#: Behind ``torch``: not by ATen alone, but as the torch that is installed computes it.
+AS_INSTALLED = " (as installed)"
+
+
+def _as_installed(op: Op, variants: Mapping[str, Variant], dtype: torch.dtype, dims: Dims) -> dict[str, Variant]:
+    """The variant ``torch`` once more, where it calls something that torch hands to kernels that are not ATen's."""
+    handed_over = {name.rpartition("::")[2] for name in (machines.overrides() or "none").split("+")}
+    variant = variants.get("torch")
+    if handed_over <= {"none", "unknown"} or variant is None or missing(variant):
+        return {}
+    called = set()
+
+    class Names(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            called.add(func.overloadpacket.__name__)
+            return func(*args, **(kwargs or {}))
+
+    given = op.make(inputs.generator(), dtype, **dims)
+    with contextlib.suppress(NotImplementedError), Names():
+        variant.run(*(given if variant.prepare is None else variant.prepare(*given)))
+    return {f"torch{AS_INSTALLED}": variant} if called & handed_over else {}
 
 
 def _variant(op: Op, name: str) -> Variant:

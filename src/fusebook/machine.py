@@ -8,6 +8,7 @@ plain Triton kernel, on 4 GiB.
 from __future__ import annotations
 
 import bisect
+import contextlib
 import dataclasses
 import datetime
 import functools
@@ -19,6 +20,7 @@ import platform
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +34,7 @@ from fusebook.op import Cost
 __all__ = [
     "RECORDS",
     "Machine",
+    "aten",
     "beside_torch",
     "cache_folder",
     "current",
@@ -325,6 +328,18 @@ def overrides() -> str | None:
     except Exception:  # young, and not said to stay as it is
         return "unknown"
     return "+".join(sorted(names)) or "none"
+
+
+@contextlib.contextmanager
+def aten() -> Iterator[None]:
+    """Inside, torch computes by ATen's kernels alone: what it would hand over, see `overrides`, it does itself."""
+    names = overrides() or "none"
+    if names in ("none", "unknown"):
+        yield
+        return
+    native: Any = importlib.import_module("torch.backends.python_native")
+    with native.operations_disabled(*names.split("+")):
+        yield
 
 
 def _cpu() -> str:

@@ -292,7 +292,7 @@ def _reasons(frame: pd.DataFrame, op: Op, on: machines.Machine) -> list[str]:
     reasons = []
     for i, row in enumerate(frame.to_dict("records")):
         name = row["variant"]
-        variant = op.variants.get(name)
+        variant = op.variants.get(name.removesuffix(bench.AS_INSTALLED))
         if variant is None:
             reasons.append("is no variant of its card any more")
         elif not row["launches"]:
