@@ -78,6 +78,12 @@ def test_every_launch_is_found_or_refused(original):
     assert len(set(ours)) == len(ours)
 
 
+def test_another_gpu_is_another_matter(original):
+    asked = {"concat_gemm": POINTS["concat_gemm"][:1]}
+    for gpu in (((9, 0), 66), ((8, 0), 132)):
+        assert launches.elsewhere(asked, *gpu)["concat_gemm"][0][0] != original["concat_gemm", "fusebook"]
+
+
 #: What is changed, and what by: a pattern, its replacement, and the variants that launch something else then.
 NOTICED = {
     "a token of a kernel": (r"tl\.maximum\(tops, x\)", "tl.maximum(x, tops)", {("softmax", "fusebook")}),

@@ -54,7 +54,8 @@ def gpu(device: torch.device) -> tuple[tuple[int, int] | None, int]:
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         return (properties.major, properties.minor), properties.multi_processor_count
-    return divmod(triton.runtime.driver.active.get_current_target().arch, 10), 132
+    driver = triton.runtime.driver.active  # of a GPU that is not there
+    return divmod(driver.get_current_target().arch, 10), driver.utils.get_device_properties(0)["multiprocessor_count"]
 
 
 def runs_on(device: torch.device) -> bool:
