@@ -78,10 +78,10 @@ def test_every_launch_is_found_or_refused(original):
     assert len(set(ours)) == len(ours)
 
 
-def test_another_gpu_is_another_matter(original):
-    asked = {"concat_gemm": POINTS["concat_gemm"][:1]}
-    for gpu in (((9, 0), 66), ((8, 0), 132)):
-        assert launches.elsewhere(asked, *gpu)["concat_gemm"][0][0] != original["concat_gemm", "fusebook"]
+def test_another_gpu_is_another_matter():
+    point = ("fusebook", "float16", {"M": 4096, "K": 4096, "N": 1024, "weights": "columns"})
+    gpus = HOPPER, ((9, 0), 66), ((8, 0), 132)
+    assert len({launches.elsewhere({"concat_gemm": [point]}, *gpu)["concat_gemm"][0] for gpu in gpus}) == 3
 
 
 #: What is changed, and what by: a pattern, its replacement, and the variants that launch something else then.
