@@ -651,7 +651,7 @@ def _kmeans_differences(
     """The nearest centre by differences, of every point or of those on a list: right wherever the points are."""
     FLOAT: tl.constexpr = turned_ptr.dtype.element_ty
     number = tl.arange(0, BLOCK_K)
-    total = n.to(tl.int64)
+    total = tl.zeros((), tl.int64) + n  # a number that is 1 is no tensor
     if list_ptr is not None:
         total = tl.load(count_ptr).to(tl.int64)
     step = tl.num_programs(0).to(tl.int64) * BLOCK
