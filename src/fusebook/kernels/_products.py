@@ -63,7 +63,7 @@ def _ends(widths, BN: tl.constexpr, COUNT: tl.constexpr):
     ends = (end,)
     for i in tl.static_range(1, COUNT):
         end += tl.cdiv(widths[i], BN)
-        ends += (end,)
+        ends += (end,)  # type: ignore[assignment]
     return ends
 
 
@@ -73,7 +73,7 @@ def _starts(zero, lengths, COUNT: tl.constexpr):
     starts = (zero,)
     for i in tl.static_range(1, COUNT):
         zero += lengths[i - 1]
-        starts += (zero,)
+        starts += (zero,)  # type: ignore[assignment]
     return starts
 
 
@@ -182,7 +182,7 @@ def read(file: pathlib.Path) -> dict[tuple[str, str, str, str], Tuned]:
     with file.open(newline="") as lines:
         for row in csv.DictReader(lines):
             key = row["capability"], row["math"], row["layout"], row["shape"]
-            given = {k: int(row[k]) for k in Plan._fields[1:] if row[k]}
+            given: dict[str, Any] = {k: int(row[k]) for k in Plan._fields[1:] if row[k]}
             switches = {k: bool(given[k]) for k in ("flat", "swap", "late") if k in given}
             found[key] = Tuned(Plan(row["kernel"], **given | switches), float(row["torch"]) if row["torch"] else None)
     return found

@@ -159,8 +159,14 @@ def write(file: pathlib.Path, plans: Mapping[tuple[str, str, str, str], Tuned]) 
     """
 
     def order(key: tuple[str, str, str, str]) -> tuple[str, str, str, int, int]:
-        *kind, shape = key
-        return *kind, not shape.startswith("rows"), int(shape.removeprefix("rows ").removeprefix("2**"))
+        capability, math, layout, shape = key
+        return (
+            capability,
+            math,
+            layout,
+            not shape.startswith("rows"),
+            int(shape.removeprefix("rows ").removeprefix("2**")),
+        )
 
     with file.open("w", newline="") as lines:
         writer = csv.writer(lines, lineterminator="\n")
