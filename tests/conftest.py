@@ -37,9 +37,10 @@ def pytest_addoption(parser):
 
 def pytest_collection_modifyitems(config, items):
     items.sort(key=lambda item: "compiled" in item.fixturenames)  # last, as they wait for what begins with the first
+    names = ["slow"] if torch.cuda.is_available() else ["slow", "slow_interpreted"]
     if not config.getoption("--slow"):
         for item in items:
-            if item.get_closest_marker("slow"):
+            if any(item.get_closest_marker(name) for name in names):
                 item.add_marker(pytest.mark.skip(LEFT_OUT))
 
 

@@ -1,5 +1,6 @@
 """Results that nobody measured, for tests: a made-up GPU on which every time is a formula."""
 
+import functools
 import json
 import math
 from dataclasses import asdict
@@ -17,6 +18,7 @@ SLOWER = {"eager": 5.0, "torch": 1.3, "torch.compile": 1.2, "fusebook": 1.01, "L
 HOST = {"eager": 40.0, "torch": 8.0, "torch.compile": 30.0, "fusebook": 20.0, "Liger": 40.0, "quack": 25.0}
 
 
+@functools.cache
 def stamp(name, variant):
     """What a row says of its launches. To know those of our kernels takes a process; nothing is said of them."""
     return "" if launches.launching(name, variant) else launches.of_wrapper(variant)

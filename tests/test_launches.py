@@ -144,6 +144,7 @@ def test_what_changes_no_launch_is_not_noticed(original, tmp_path):
     assert {key for key in original if now[key] != original[key]} == set()
 
 
+@pytest.mark.slow
 def test_code_is_the_same_where_the_gpu_does_the_same(tmp_path):
     """A kernel written otherwise, whose PTX is equal, on one side; another grid and another constant on the other."""
     asked = {name: POINTS[name][:1] for name in ("exp", "silu")}

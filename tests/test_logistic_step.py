@@ -307,8 +307,10 @@ def test_a_plan_covers_the_data_and_fits_the_chip(N, D):
 #: Compiles what fits of several numbers of steps launch, for a GPU that need not be there.
 COMPILE = """
 import torch, triton
-from compile_only import CompileOnly
-triton.runtime.driver.set_active(CompileOnly(90, launched := []))
+import fusebook
+from fusebook.launches import AbsentGPU
+launched = []
+triton.runtime.driver.set_active(AbsentGPU(launched=launched.append))
 from test_logistic_step import fit, made_fit
 *inputs, _ = made_fit("cpu", N=40, D=16)
 for steps in (3, 1, 16, 50):

@@ -21,11 +21,9 @@ def _cases():
             for dims in edges:
                 for dtype in op.dtypes:
                     sizes = "-".join(str(v) for v in dims.values())
-                    marks = []
-                    if not torch.cuda.is_available():
-                        # Interpreted, float16 takes the ways of bfloat16; and how others compile is no news of ours.
-                        twin = dtype == torch.float16 and torch.bfloat16 in op.dtypes
-                        marks = [pytest.mark.slow] if twin or variant.recompiles else []
+                    # Interpreted, float16 takes the ways of bfloat16; and how others compile is no news of ours.
+                    twin = dtype == torch.float16 and torch.bfloat16 in op.dtypes
+                    marks = [pytest.mark.slow_interpreted] if twin or variant.recompiles else []
                     yield pytest.param(
                         op, name, dims, dtype, id=f"{op.name}-{name}-{sizes}-{str(dtype)[6:]}", marks=marks
                     )

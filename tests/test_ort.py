@@ -357,5 +357,7 @@ def test_a_mask_that_means_something_else_stays(change):
 def test_without_onnxscript_there_is_a_sentence(monkeypatch):
     monkeypatch.setitem(sys.modules, "onnxscript", None)
     for call in (export.translations, lambda: export.fuse(None)):
-        with pytest.raises(ModuleNotFoundError, match="needs onnxscript, which is not installed; install it"):
+        with pytest.raises(
+            ModuleNotFoundError, match="onnxscript is not installed; it comes with Fusebook's extra 'ort'"
+        ):
             call()
