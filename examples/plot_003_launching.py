@@ -57,7 +57,7 @@ import triton.language as tl
 @triton.jit
 def exponential(y_ptr, x_ptr, SIZE, BLOCK: tl.constexpr):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + i, mask=i < SIZE)
+    x = tl.load(x_ptr + i, mask=i < SIZE).to(tl.float32)
     tl.store(y_ptr + i, tl.exp(x), mask=i < SIZE)
 
 

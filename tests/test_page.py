@@ -30,6 +30,8 @@ def alone(monkeypatch, tmp_path):
     for name in VARIABLES:
         monkeypatch.delenv(name)
     monkeypatch.setattr(_place, "live", lambda: False)
+    for other in ("sphinx", "notebook"):  # another test of this process may have loaded the gallery
+        monkeypatch.setattr(_place, other, lambda: False)
     monkeypatch.setattr(machines, "RECORDS", tmp_path / "records")
     monkeypatch.chdir(tmp_path)
 
