@@ -488,12 +488,15 @@ claims(
 )
 
 # %%
-# **float32 only?** In 2012 nothing else could be accelerated, and float64 was
-# "still relatively slow". What elementwise operations cost is their bytes:
-# twice as many for float64, half as many for the half types. What matrix
-# products cost is another matter. There are units for each type, and the
-# ceilings of this GPU, measured, are far apart. TF32 is float32 with ten bits
-# of mantissa in the product.
+# float32 only?
+# ~~~~~~~~~~~~~
+#
+# In 2012 nothing else could be accelerated, and float64 was "still relatively
+# slow". What elementwise operations cost is their bytes: twice as many for
+# float64, half as many for the half types. What matrix products cost is
+# another matter. There are units for each type, and the ceilings of this GPU,
+# measured, are far apart. TF32 is float32 with ten bits of mantissa in the
+# product.
 
 
 def types():
@@ -637,9 +640,12 @@ claims(
 )
 
 # %%
-# **Overlap.** What must be copied need not be waited for: while one chunk is
-# multiplied, the next one comes on a second stream, into the other of two
-# slots. Events keep the two streams from running into each other.
+# Overlap
+# ~~~~~~~
+#
+# What must be copied need not be waited for: while one chunk is multiplied,
+# the next one comes on a second stream, into the other of two slots. Events
+# keep the two streams from running into each other.
 
 
 def overlap():
@@ -709,11 +715,14 @@ claims(
 # The manual's tips are about float32, about leaving data where it is, about
 # profiling, and about switches of the compiler. The first two are above.
 #
-# **A short profile.** "Is time being used sensibly?" was asked of
-# ``profile=True``, which split the time into operators of the CPU, of the GPU
-# and transfers. ``torch.profiler`` does the same. The program is ten steps of
-# a small network, with a batch that comes from the host and a number that is
-# printed: both are the usual way to write it.
+# A short profile
+# ~~~~~~~~~~~~~~~
+#
+# "Is time being used sensibly?" was asked of ``profile=True``, which split the
+# time into operators of the CPU, of the GPU and transfers. ``torch.profiler``
+# does the same. The program is ten steps of a small network, with a batch that
+# comes from the host and a number that is printed: both are the usual way to
+# write it.
 
 
 def short_profile():
@@ -777,10 +786,12 @@ claims(
 )
 
 # %%
-# **Switches of the compiler.** ``--use_fast_math`` flushes numbers below
-# 1e-38 to zero and takes shorter ways to divide and to exponentiate. It was
-# advised for speed. Here is the same CUDA C with and without it, checked as
-# everything on these pages is.
+# Switches of the compiler
+# ~~~~~~~~~~~~~~~~~~~~~~~~
+#
+# ``--use_fast_math`` flushes numbers below 1e-38 to zero and takes shorter
+# ways to divide and to exponentiate. It was advised for speed. Here is the
+# same CUDA C with and without it, checked as everything on these pages is.
 
 switch = results(
     EXP, config="8192x8192", variants=["CUDA C", "CUDA C, fast math"]
@@ -810,10 +821,12 @@ claims(
 )
 
 # %%
-# **No operator on the CPU by accident.** ``assert_no_cpu_op`` stopped a
-# program that had left the GPU without being told. PyTorch never moves data by
-# itself; it refuses. What it does do silently is wait, and there is a mode in
-# which it refuses that, too.
+# No operator on the CPU by accident
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+#
+# ``assert_no_cpu_op`` stopped a program that had left the GPU without being
+# told. PyTorch never moves data by itself; it refuses. What it does do
+# silently is wait, and there is a mode in which it refuses that, too.
 
 accidents = [
     "a tensor of the GPU plus one of the CPU",

@@ -207,10 +207,13 @@ claims(
 # A clock cannot tell whose work it times. Three bills are handed to the wrong
 # one more often than any other.
 #
-# **The compiler's.** The first call of a Triton kernel compiles it. One such
-# call in a mean of thirty is all that the mean shows. So: warm up, take the
-# median, show the quantiles, and report the first call by itself, since a
-# program that runs once pays it.
+# The compiler's bill
+# ~~~~~~~~~~~~~~~~~~~
+#
+# The first call of a Triton kernel compiles it. One such call in a mean of
+# thirty is all that the mean shows. So: warm up, take the median, show the
+# quantiles, and report the first call by itself, since a program that runs
+# once pays it.
 
 
 @triton.jit
@@ -262,13 +265,15 @@ claims(
 )
 
 # %%
-# **The flush's.** The usual flush fills a large buffer with zeros. It empties
-# the cache of what was there, and leaves it full of zeros that memory has not
-# seen. Somebody must write them, when the place of their lines is needed: the
-# next kernel, which is on the clock. The smaller its own traffic, the larger
-# the part that is not its own. The remedy costs one line: read the buffer
-# after it was written. What is read is in memory already, and makes room for
-# nothing.
+# The flush's bill
+# ~~~~~~~~~~~~~~~~
+#
+# The usual flush fills a large buffer with zeros. It empties the cache of what
+# was there, and leaves it full of zeros that memory has not seen. Somebody
+# must write them, when the place of their lines is needed: the next kernel,
+# which is on the clock. The smaller its own traffic, the larger the part that
+# is not its own. The remedy costs one line: read the buffer after it was
+# written. What is read is in memory already, and makes room for nothing.
 
 
 def three_works():
@@ -344,12 +349,14 @@ claims(
 )
 
 # %%
-# **The memory's.** A function of the CPU that returns a large fresh array pays
-# for its pages: the system hands out each one, filled with zeros, when it is
-# first touched. The GPU's function seems the faster for it, since PyTorch
-# keeps the memory of the GPU and hands it out again. And a copy to the host
-# seems to tell of the bus. Give both a result to write to, or say that the
-# result is fresh.
+# The memory's bill
+# ~~~~~~~~~~~~~~~~~
+#
+# A function of the CPU that returns a large fresh array pays for its pages:
+# the system hands out each one, filled with zeros, when it is first touched.
+# The GPU's function seems the faster for it, since PyTorch keeps the memory of
+# the GPU and hands it out again. And a copy to the host seems to tell of the
+# bus. Give both a result to write to, or say that the result is fresh.
 
 
 def fresh_and_reused():

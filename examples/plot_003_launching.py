@@ -445,8 +445,11 @@ claims(
 # Exercises
 # ---------
 #
-# **1. A key that forgets.** This cache keeps plans under shape and dtype. It
-# is right until a tensor lies in memory in another way. Mend the key.
+# 1. A key that forgets
+# ~~~~~~~~~~~~~~~~~~~~~
+#
+# This cache keeps plans under shape and dtype. It is right until a tensor lies
+# in memory in another way. Mend the key.
 
 
 def forgetful(first, second):
@@ -473,9 +476,11 @@ exercise(
 )
 
 # %%
-# **2. Two operands.** Make a planned sum of two tensors of one shape. Either
-# may begin where 16 divides its address or not: how many plans are there for
-# one shape?
+# 2. Two operands
+# ~~~~~~~~~~~~~~~
+#
+# Make a planned sum of two tensors of one shape. Either may begin where 16
+# divides its address or not: how many plans are there for one shape?
 
 
 def planned_sum(x, y):

@@ -151,12 +151,15 @@ table(passes, "Passes over memory, in tensors of SIZE elements", fold=False)
 # The kernel
 # ----------
 #
-# **Step one: who am I?** A GPU runs one program many times, and each run asks
-# for its number. In CUDA C the unit is a thread, and a thread has one element;
-# threads come in blocks. In Triton the unit is the block, here called a
-# program, and it has a whole vector of elements at once; how they are dealt to
-# threads is the compiler's business. Below is the same product in both, for
-# a single block: an old manual's first example, which had 400 numbers.
+# Step one: who am I?
+# ~~~~~~~~~~~~~~~~~~~
+#
+# A GPU runs one program many times, and each run asks for its number. In CUDA
+# C the unit is a thread, and a thread has one element; threads come in blocks.
+# In Triton the unit is the block, here called a program, and it has a whole
+# vector of elements at once; how they are dealt to threads is the compiler's
+# business. Below is the same product in both, for a single block: an old
+# manual's first example, which had 400 numbers.
 
 
 @triton.jit
@@ -209,12 +212,14 @@ shares.index.name = "elements"
 table(100 * shares, "Written, in percent", fold=False)
 
 # %%
-# **Step two: a grid, and a mask.** As many programs as are needed, each with
-# its own stretch, and the last one told where the vector ends. Three habits
-# are in these lines. The number of an element is 64 bits wide, because tensors
-# may have more than 2**31 of them. The mask is on the load and on the store.
-# And the block is a power of two, of which 128 threads take 16 bytes each in
-# one instruction.
+# Step two: a grid, and a mask
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+#
+# As many programs as are needed, each with its own stretch, and the last one
+# told where the vector ends. Three habits are in these lines. The number of an
+# element is 64 bits wide, because tensors may have more than 2**31 of them.
+# The mask is on the load and on the store. And the block is a power of two, of
+# which 128 threads take 16 bytes each in one instruction.
 
 
 @triton.jit
@@ -246,10 +251,13 @@ shares["a grid"] = written(step_two, (512, 1000, 4096))
 table(100 * shares, "Written, in percent", fold=False)
 
 # %%
-# **Step three: two results.** A manual of 2012 asks for x + y and x - y, and
-# notes that the fusion of its time could not do it: it knew expressions of one
-# result only. By hand nothing is simpler, and it is worth more than it looks:
-# the operands are read once, for both.
+# Step three: two results
+# ~~~~~~~~~~~~~~~~~~~~~~~
+#
+# A manual of 2012 asks for x + y and x - y, and notes that the fusion of its
+# time could not do it: it knew expressions of one result only. By hand nothing
+# is simpler, and it is worth more than it looks: the operands are read once,
+# for both.
 
 
 @triton.jit
@@ -270,12 +278,15 @@ Tabs(
 )
 
 # %%
-# **Step four: strides.** So far element i of each tensor lay at address i. A
-# transposed matrix, every second column, a row that stands for all rows: these
-# are views, the same memory with other steps. A kernel that ignores the steps
-# reads the right numbers in the wrong order. So pass them, and let the kernel
-# compute addresses from a row and a column. A step of zero costs nothing to
-# support and is all there is to broadcasting.
+# Step four: strides
+# ~~~~~~~~~~~~~~~~~~
+#
+# So far element i of each tensor lay at address i. A transposed matrix, every
+# second column, a row that stands for all rows: these are views, the same
+# memory with other steps. A kernel that ignores the steps reads the right
+# numbers in the wrong order. So pass them, and let the kernel compute
+# addresses from a row and a column. A step of zero costs nothing to support
+# and is all there is to broadcasting.
 
 
 @triton.jit
@@ -316,11 +327,14 @@ claims(
 )
 
 # %%
-# **The finished kernels.** The library has one kernel for operands that lie
-# alike and one for operands that do not, and the expression is an argument: a
-# small function of as many values as there are operands, which returns as many
-# as there are results. Triton compiles the kernel anew for each expression, so
-# that nothing of this is left at run time.
+# The finished kernels
+# ~~~~~~~~~~~~~~~~~~~~
+#
+# The library has one kernel for operands that lie alike and one for operands
+# that do not, and the expression is an argument: a small function of as many
+# values as there are operands, which returns as many as there are results.
+# Triton compiles the kernel anew for each expression, so that nothing of this
+# is left at run time.
 
 Source(_add_sub, _multiply_add, _silu)
 
@@ -351,7 +365,10 @@ Source(_elementwise_tiles, _elementwise_plan)
 Source(_exp)
 
 # %%
-# **CUDA C from Python** needs a compiler at run time and a launcher. CuPy has
+# CUDA C from Python
+# ~~~~~~~~~~~~~~~~~~
+#
+# CUDA C from Python needs a compiler at run time and a launcher. CuPy has
 # both: it compiles the source by NVRTC when it is first called, and takes
 # addresses of PyTorch's tensors and PyTorch's stream. What it does not have is
 # a check: a wrong number of arguments, a grid that is too short, a tensor with
@@ -431,10 +448,13 @@ table(refused, "Refused", fold=False)
 # How fast?
 # ---------
 #
-# **The chains**, each way: eager, PyTorch's own fused operator where it has
-# one, ``torch.compile``, the graph in ONNX Runtime, CUDA C with a thread for
-# each element, and ours. All are checked before they are timed. Of float32
-# tensors of 8192 x 8192, each is 256 MiB.
+# The chains
+# ~~~~~~~~~~
+#
+# Each way: eager, PyTorch's own fused operator where it has one,
+# ``torch.compile``, the graph in ONNX Runtime, CUDA C with a thread for each
+# element, and ours. All are checked before they are timed. Of float32 tensors
+# of 8192 x 8192, each is 256 MiB.
 
 chains = {
     op.name: asked.results(op)
@@ -489,16 +509,22 @@ gain = pd.DataFrame(
 table(gain, "Eager's time over ours", fold=False)
 
 # %%
-# **Single operations.** There is nothing to fuse in a product, a double or an
-# exponential. They are here as the yardstick of the others: what a kernel of
-# one operation takes in PyTorch, in CUDA C, and in ours.
+# Single operations
+# ~~~~~~~~~~~~~~~~~
+#
+# There is nothing to fuse in a product, a double or an exponential. They are
+# here as the yardstick of the others: what a kernel of one operation takes in
+# PyTorch, in CUDA C, and in ours.
 
 alone = [asked.results(op, config="large") for op in (MULTIPLY, DOUBLE, EXP)]
 singles = together(alone)
 table(times(singles), "Single operations: cold, microseconds", fold=False)
 
 # %%
-# **Small tensors** are launches. Of 20 x 10 numbers, the matrix of the old
+# Small tensors
+# ~~~~~~~~~~~~~
+#
+# Small tensors are launches. Of 20 x 10 numbers, the matrix of the old
 # exercise, and of 480 x 480 = 10 * 30 * 768, the vector of its first example,
 # the warm time is told: many calls in a CUDA graph, without the host. Beside
 # it the least that any kernel takes here.
@@ -521,11 +547,14 @@ table(times(little, "host"), "Small: the host's time of a call", fold=False)
 table(times(little, "call"), "Small: a call, in microseconds", fold=False)
 
 # %%
-# **Shapes.** The second operand as one row for all rows, one column for all
-# columns, and as a matrix that lies across. A row is read from memory once; it
-# stays in the cache for the others. A matrix that lies across is where tiles
-# earn their keep: whoever walks along the rows of one operand reads the other
-# in steps, and fetches 32 bytes for every 4 that it uses.
+# Shapes
+# ~~~~~~
+#
+# The second operand as one row for all rows, one column for all columns, and
+# as a matrix that lies across. A row is read from memory once; it stays in the
+# cache for the others. A matrix that lies across is where tiles earn their
+# keep: whoever walks along the rows of one operand reads the other in steps,
+# and fetches 32 bytes for every 4 that it uses.
 
 shapes = together(
     [asked.results(op, config="shapes") for op in (MULTIPLY, MULTIPLY_ADD)]
@@ -533,10 +562,13 @@ shapes = together(
 table(times(shapes), "Shapes: cold time in microseconds", fold=False)
 
 # %%
-# **Half the bytes.** The same chains in bfloat16, 8192 x 8192. Where it says
-# *wrong*, each operation has rounded its result to 8 bits before the next one
-# took it, and where a sum cancels that is above the limit; a fused chain
-# rounds once. The CUDA C here knows float32 only, and says so.
+# Half the bytes
+# ~~~~~~~~~~~~~~
+#
+# The same chains in bfloat16, 8192 x 8192. Where it says *wrong*, each
+# operation has rounded its result to 8 bits before the next one took it, and
+# where a sum cancels that is above the limit; a fused chain rounds once. The
+# CUDA C here knows float32 only, and says so.
 
 half = together(
     [asked.results(op, config="8192x8192", dtype="bfloat16") for op in OPS]
@@ -674,10 +706,13 @@ claims(
 )
 
 # %%
-# **What the others teach.** The CUDA C of this page gives each thread one
-# element, as the first examples of every manual do. It asks memory for 4 bytes
-# at a time where ours asks for 16, so that fewer bytes are under way. And ONNX
-# Runtime fuses chains that it knows by name; any other runs as it stands.
+# What the others teach
+# ~~~~~~~~~~~~~~~~~~~~~
+#
+# The CUDA C of this page gives each thread one element, as the first examples
+# of every manual do. It asks memory for 4 bytes at a time where ours asks for
+# 16, so that fewer bytes are under way. And ONNX Runtime fuses chains that it
+# knows by name; any other runs as it stands.
 
 single = pd.concat([every, singles])
 narrow = tables.ratio(tables.where(single, M=8192), "CUDA C", "fusebook")
@@ -700,11 +735,13 @@ claims(
 )
 
 # %%
-# **Where it does not win**, every point at which another way is faster by more
-# than 2 %, the worst first. An operand that is one column for all columns is
-# loaded by our tiles once for each element that it meets, if only from the
-# cache; the compiler sees that a load does not change along a row, and loads
-# it once.
+# Where it does not win
+# ~~~~~~~~~~~~~~~~~~~~~
+#
+# Every point at which another way is faster by more than 2 %, the worst first.
+# An operand that is one column for all columns is loaded by our tiles once for
+# each element that it meets, if only from the cache; the compiler sees that a
+# load does not change along a row, and loads it once.
 
 table(
     tables.losses(pd.concat([every, singles, shapes, half])),
@@ -713,9 +750,12 @@ table(
 )
 
 # %%
-# **By the caller's clock.** The device works while the host queues what comes
-# next. So an eager program of many calls pays the larger of the two times for
-# each, *paid*, and a short kernel is as fast as its launch.
+# By the caller's clock
+# ~~~~~~~~~~~~~~~~~~~~~
+#
+# The device works while the host queues what comes next. So an eager program
+# of many calls pays the larger of the two times for each, *paid*, and a short
+# kernel is as fast as its launch.
 
 callers = tables.alike(pd.concat([every, singles, little, shapes, half]))
 by_clock(callers)
@@ -749,8 +789,11 @@ table(tables.losses(callers, kind="call"), "Points lost by a call, waited for")
 # check that says so. Mend it; run the page, or the notebook, again. The checks
 # are those of the library, and need no GPU.
 #
-# **1. A matrix of shape (20, 10).** This product is right for vectors of up to
-# 512 numbers. Of a matrix it takes the first row.
+# 1. A matrix of shape (20, 10)
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+#
+# This product is right for vectors of up to 512 numbers. Of a matrix it takes
+# the first row.
 
 
 def multiply_matrix(x, y):
@@ -774,8 +817,10 @@ exercise(
 )
 
 # %%
-# **2. Two matrices.** The old operator doubled its input. Make it take two,
-# and multiply them.
+# 2. Two matrices
+# ~~~~~~~~~~~~~~~
+#
+# The old operator doubled its input. Make it take two, and multiply them.
 
 
 @triton.jit
@@ -800,8 +845,10 @@ exercise(
 )
 
 # %%
-# **3. Two outputs.** Return x + y and x - y, from one kernel that reads x and
-# y once.
+# 3. Two outputs
+# ~~~~~~~~~~~~~~
+#
+# Return x + y and x - y, from one kernel that reads x and y once.
 
 
 def sum_and_difference(x, y):
@@ -816,8 +863,11 @@ exercise(
 )
 
 # %%
-# **4. Strides.** This one takes memory as it comes, and so multiplies a matrix
-# that lies across in the wrong order. Do it without a copy.
+# 4. Strides
+# ~~~~~~~~~~
+#
+# This one takes memory as it comes, and so multiplies a matrix that lies
+# across in the wrong order. Do it without a copy.
 
 
 def multiply_as_it_lies(x, y):

@@ -148,12 +148,14 @@ claims(
 # The kernel
 # ----------
 #
-# **Step one: one row a program.** Triton runs the same program many times;
-# here program *i* owns row *i*. It loads the row into registers, reduces it
-# there, and stores the result: one read, one write. The number of columns in
-# a tile must be a power of two, so the rest of the tile is masked and filled
-# with minus infinity, which is neutral for the maximum and, after the
-# exponential, for the sum.
+# Step one: one row a program
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~~
+#
+# Triton runs the same program many times; here program *i* owns row *i*. It
+# loads the row into registers, reduces it there, and stores the result: one
+# read, one write. The number of columns in a tile must be a power of two, so
+# the rest of the tile is masked and filled with minus infinity, which is
+# neutral for the maximum and, after the exponential, for the sum.
 
 
 @triton.jit
@@ -179,11 +181,14 @@ def softmax_one_row(x):
 # This is already most of the gain. Two things are left, one at each end of
 # the range of widths.
 #
-# **Step two: rows in tiles.** A row of 256 float32 numbers is 1 KiB. A
-# program that moves 1 KiB has too few loads in flight to hide the latency of
-# memory, and a grid of one row a program pays for starting M of them. So a
-# program takes several rows, as a two-dimensional tile; reductions then run
-# along axis 1, and rows past the end need a mask as columns do.
+# Step two: rows in tiles
+# ~~~~~~~~~~~~~~~~~~~~~~~
+#
+# A row of 256 float32 numbers is 1 KiB. A program that moves 1 KiB has too few
+# loads in flight to hide the latency of memory, and a grid of one row a
+# program pays for starting M of them. So a program takes several rows, as a
+# two-dimensional tile; reductions then run along axis 1, and rows past the end
+# need a mask as columns do.
 
 
 @triton.jit
@@ -212,11 +217,14 @@ def softmax_some_rows(x, elements=2**15):
 
 
 # %%
-# **Step three: chunks in registers.** At the other end the power of two
-# hurts: 12672 columns are padded to 16384, and almost a quarter of all lanes
-# carry nothing. Instead, hold the row as several equal chunks, a tuple of
-# tiles that ``tl.static_range`` unrolls at compile time. Only the last chunk
-# is padded, and there is one reduction across threads a row, not one a chunk.
+# Step three: chunks in registers
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+#
+# At the other end the power of two hurts: 12672 columns are padded to 16384,
+# and almost a quarter of all lanes carry nothing. Instead, hold the row as
+# several equal chunks, a tuple of tiles that ``tl.static_range`` unrolls at
+# compile time. Only the last chunk is padded, and there is one reduction
+# across threads a row, not one a chunk.
 
 
 @triton.jit
@@ -266,9 +274,12 @@ widths["idle %, chunks of 1024"] = [
 table(widths, "Lanes that carry nothing, in percent")
 
 # %%
-# **The finished kernel** puts both together, for any axis of any tensor with
-# any strides, and float64 as well. This is the source of the library, read
-# when the page was built.
+# The finished kernel
+# ~~~~~~~~~~~~~~~~~~~
+#
+# The finished kernel puts both together, for any axis of any tensor with any
+# strides, and float64 as well. This is the source of the library, read when
+# the page was built.
 
 Source(_softmax_rows)
 
@@ -422,13 +433,15 @@ claims(
 )
 
 # %%
-# **Small work is another question.** At 4096 x 256 the kernel lasts a few
-# microseconds, about as long as an empty one, and a host that launches it
-# from Python may take longer than that. Three more clocks tell the parts
-# apart: *warm* is the time per call of many calls in a CUDA graph, without any
-# launch by the host; *host* is what Python does to queue a call; *call* is
-# what Python waits for. The last two shapes have fewer rows than the GPU has
-# multiprocessors.
+# Small work is another question
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+#
+# At 4096 x 256 the kernel lasts a few microseconds, about as long as an empty
+# one, and a host that launches it from Python may take longer than that. Three
+# more clocks tell the parts apart: *warm* is the time per call of many calls
+# in a CUDA graph, without any launch by the host; *host* is what Python does
+# to queue a call; *call* is what Python waits for. The last two shapes have
+# fewer rows than the GPU has multiprocessors.
 
 small = asked.results(
     config="4096x256,4096x1024,64x8192,16x131072", dtype="float32"
@@ -528,7 +541,10 @@ table(
 )
 
 # %%
-# **The gradient** is a kernel of the same shape: with y kept from the forward
+# The gradient
+# ~~~~~~~~~~~~
+#
+# The gradient is a kernel of the same shape: with y kept from the forward
 # pass, dx = y (dy - sum(y dy)) reads 2MN elements and writes MN.
 
 backward = asked.results(
@@ -607,17 +623,23 @@ claims(
 )
 
 # %%
-# **Where it does not win.** Every point of all sweeps at which some other way
-# is faster by more than 2 %, the worst first:
+# Where it does not win
+# ~~~~~~~~~~~~~~~~~~~~~
+#
+# Every point of all sweeps at which some other way is faster by more than 2 %,
+# the worst first:
 
 everything = pd.concat([sweep, large, vocabulary])
 lost = tables.losses(everything)
 table(lost, "Points lost: the fastest other way, and how far behind we are")
 
 # %%
-# **By the caller's clock.** The device works while the host queues what comes
-# next. So an eager program of many calls pays the larger of the two times for
-# each, *paid*, and a short kernel is as fast as its launch.
+# By the caller's clock
+# ~~~~~~~~~~~~~~~~~~~~~
+#
+# The device works while the host queues what comes next. So an eager program
+# of many calls pays the larger of the two times for each, *paid*, and a short
+# kernel is as fast as its launch.
 
 callers = tables.alike(pd.concat([everything, small]))
 by_clock(callers)
@@ -673,9 +695,12 @@ claims(
 # the page, or the notebook, again. The checks are those of the library, and
 # need no GPU.
 #
-# **1. The logarithm.** A loss needs log(softmax(x)). Taking the logarithm
-# afterwards gives minus infinity where the exponential has underflowed. Write
-# it as one kernel that never does.
+# 1. The logarithm
+# ~~~~~~~~~~~~~~~~
+#
+# A loss needs log(softmax(x)). Taking the logarithm afterwards gives minus
+# infinity where the exponential has underflowed. Write it as one kernel that
+# never does.
 
 
 def log_softmax(x):
@@ -690,8 +715,11 @@ exercise(
 )
 
 # %%
-# **2. Temperature.** softmax(x / T) for a T that is given at run time, without
-# a pass over memory for the division, and without overflow for a T of 1/1000.
+# 2. Temperature
+# ~~~~~~~~~~~~~~
+#
+# Compute softmax(x / T) for a T that is given at run time, without a pass over
+# memory for the division, and without overflow for a T of 1/1000.
 
 
 def with_temperature(x, T):
@@ -709,9 +737,12 @@ exercise(
 )
 
 # %%
-# **3. Attention's mask.** Row i may see the columns up to i. Setting the rest
-# to zero afterwards leaves rows that do not sum to one. Mask inside, and load
-# nothing that is masked: it halves the traffic.
+# 3. Attention's mask
+# ~~~~~~~~~~~~~~~~~~~
+#
+# Row i may see the columns up to i. Setting the rest to zero afterwards leaves
+# rows that do not sum to one. Mask inside, and load nothing that is masked: it
+# halves the traffic.
 
 
 def causal_softmax(x):
@@ -728,9 +759,12 @@ exercise(
 )
 
 # %%
-# **4. Find the fault.** This launcher is right on every shape that divides
-# evenly, and writes over its neighbour's memory on all others. The check puts
-# sevens behind the output and looks whether they are still there.
+# 4. Find the fault
+# ~~~~~~~~~~~~~~~~~
+#
+# This launcher is right on every shape that divides evenly, and writes over
+# its neighbour's memory on all others. The check puts sevens behind the output
+# and looks whether they are still there.
 
 
 @triton.jit

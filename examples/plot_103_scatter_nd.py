@@ -289,11 +289,13 @@ claims(
 # The kernel
 # ----------
 #
-# **Step one: atomic.** A program for each update: find its row, add. Several
-# programs may add to one row, so the additions are atomic, and the zeros must
-# be there before. Masking costs a comparison in registers. An index that is
-# out of range is masked as well: a kernel never trusts a number that it uses
-# as an address.
+# Step one: atomic
+# ~~~~~~~~~~~~~~~~
+#
+# A program for each update: find its row, add. Several programs may add to one
+# row, so the additions are atomic, and the zeros must be there before. Masking
+# costs a comparison in registers. An index that is out of range is masked as
+# well: a kernel never trusts a number that it uses as an address.
 
 
 @triton.jit
@@ -325,9 +327,12 @@ def step_one(shape, indices, updates):
 # be worse: each addition rounds, and a sum of a thousand numbers has lost its
 # tail.
 #
-# **Step two: the output owner.** Turn it round: a program for each row of the
-# output, which looks for its updates and writes its row once, zeros included.
-# It adds in registers, in float32, in the order of the updates.
+# Step two: the output owner
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~
+#
+# Turn it round: a program for each row of the output, which looks for its
+# updates and writes its row once, zeros included. It adds in registers, in
+# float32, in the order of the updates.
 
 
 @triton.jit
@@ -360,12 +365,15 @@ def step_two(shape, indices, updates):
 # the library looks through all indices only where there are few. Where there
 # are more, updates are first brought into the order of their rows.
 #
-# **Step three: sorted segments.** Sort the updates by row, keeping the order
-# of those of one row, and each stretch of equal keys is one row's sum. For
-# some thousand updates the quickest sort is the most wasteful one: the place
-# of an update is the number of updates that go before it, and a GPU compares
-# each with every other in microseconds. Other programs of the same launch
-# write the first zeros meanwhile.
+# Step three: sorted segments
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~~
+#
+# Sort the updates by row, keeping the order of those of one row, and each
+# stretch of equal keys is one row's sum. For some thousand updates the
+# quickest sort is the most wasteful one: the place of an update is the number
+# of updates that go before it, and a GPU compares each with every other in
+# microseconds. Other programs of the same launch write the first zeros
+# meanwhile.
 
 Source(_scatter_nd_sort)
 
@@ -506,9 +514,12 @@ claims(
 )
 
 # %%
-# **Wrong indices.** ``check=True``, the default, reads the indices first and
-# names the first that is out of range. That costs a wait for the GPU; without
-# the check, such updates are left out, and nothing is written elsewhere.
+# Wrong indices
+# ~~~~~~~~~~~~~
+#
+# ``check=True``, the default, reads the indices first and names the first that
+# is out of range. That costs a wait for the GPU; without the check, such
+# updates are left out, and nothing is written elsewhere.
 
 x = rough(generator(3), (3, 4), torch.float32)
 bad = torch.tensor([[0], [5], [-2]], device=x.device)
@@ -529,8 +540,11 @@ claims(
 )
 
 # %%
-# **The gradient** of the updates is a gather: each update gets the gradient of
-# the row that it went to, and masked ones get zeros.
+# The gradient
+# ~~~~~~~~~~~~
+#
+# The gradient of the updates is a gather: each update gets the gradient of the
+# row that it went to, and masked ones get zeros.
 
 u = x.double().requires_grad_()
 k = torch.tensor([[1], [-1], [1]], device=x.device)
@@ -583,8 +597,10 @@ provenance(sweep)
 downloads(sweep, "masked_scatter_nd")
 
 # %%
-# **The Llama's table**, in float32 and in float16, with larger batches and a
-# larger vocabulary.
+# The Llama's table
+# ~~~~~~~~~~~~~~~~~
+#
+# In float32 and in float16, with larger batches and a larger vocabulary.
 
 llama = asked.results(config="llama", dtype="float32,float16")
 forced = [f"fusebook {name}" for name in ("atomic", "sorted", "owner")]
@@ -595,10 +611,13 @@ table(
 )
 
 # %%
-# **Without a mask** it is the other operator, `scatter_nd_of_shape`, and here
-# with indices of one, two and three components, which name the same kind of
-# rows: an axis of 32000, or 8000 by 4, or 4000 by 4 by 2. Where there is more
-# than one, a launch of its own folds them into one number.
+# Without a mask
+# ~~~~~~~~~~~~~~
+#
+# Without a mask it is the other operator, `scatter_nd_of_shape`, and here with
+# indices of one, two and three components, which name the same kind of rows:
+# an axis of 32000, or 8000 by 4, or 4000 by 4 by 2. Where there is more than
+# one, a launch of its own folds them into one number.
 
 unmasked = asked.results(
     SCATTER_ND_OF_SHAPE, config="components", dtype="float32"
@@ -624,10 +643,13 @@ plots.dots(tables.where(pd.concat([one, llama]), variant=shown), of="roof")
 table(tables.shares(llama), "Each way over the Llama's tables, cold")
 
 # %%
-# **Contention.** The same number of updates, but they meet: by Zipf's law, as
-# tokens do, or all in one row. One row for all is the worst for atomics, which
-# stand in line, and for an owner, which works alone while others watch. That
-# is what the pieces are for.
+# Contention
+# ~~~~~~~~~~
+#
+# The same number of updates, but they meet: by Zipf's law, as tokens do, or
+# all in one row. One row for all is the worst for atomics, which stand in
+# line, and for an owner, which works alone while others watch. That is what
+# the pieces are for.
 
 contention = asked.results(config="contention", dtype="float32,float16")
 table(
@@ -652,7 +674,10 @@ table(
 )
 
 # %%
-# **The gradient of an embedding** without masking is PyTorch's own business:
+# The gradient of an embedding
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+#
+# The gradient of an embedding without masking is PyTorch's own business:
 # `embedding_dense_backward` sorts, too.
 
 embedding = asked.results(EMBEDDING_BACKWARD, config="llama", dtype="float32")
@@ -663,8 +688,11 @@ table(
 )
 
 # %%
-# **What the check costs** is in the time of the call, since it waits: the
-# device's own time hardly changes.
+# What the check costs
+# ~~~~~~~~~~~~~~~~~~~~
+#
+# What the check costs is in the time of the call, since it waits: the device's
+# own time hardly changes.
 
 checked = tables.ratio(one, "fusebook, checked", "fusebook", kind="call")
 claims(
@@ -794,10 +822,12 @@ claims(
 )
 
 # %%
-# **What the 7 to 50 times really measured.** Take the whole way from the
-# standard graph in ONNX Runtime to our kernel apart. One part is leaving its
-# ScatterND for PyTorch's chain, which has not fused anything. The other part,
-# from the chain to one kernel, is fusion.
+# What the 7 to 50 times really measured
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+#
+# Take the whole way from the standard graph in ONNX Runtime to our kernel
+# apart. One part is leaving its ScatterND for PyTorch's chain, which has not
+# fused anything. The other part, from the chain to one kernel, is fusion.
 
 parts = pd.DataFrame(
     {
@@ -835,10 +865,13 @@ claims(
 )
 
 # %%
-# **Where it does not win.** Every point at which some other way is faster by
-# more than 2 %, cold, the worst first. In half precision ``torch.compile``
-# adds in float16, which is *wrong* in the table above where many indices meet;
-# a kernel of ours never does.
+# Where it does not win
+# ~~~~~~~~~~~~~~~~~~~~~
+#
+# Every point at which some other way is faster by more than 2 %, cold, the
+# worst first. In half precision ``torch.compile`` adds in float16, which is
+# *wrong* in the table above where many indices meet; a kernel of ours never
+# does.
 
 everything = pd.concat([sweep, llama, contention, targets])
 others = everything[~everything["variant"].str.startswith("fusebook ")]
@@ -849,9 +882,12 @@ table(
 )
 
 # %%
-# **By the caller's clock.** The device works while the host queues what comes
-# next. So an eager program of many calls pays the larger of the two times for
-# each, *paid*, and a short kernel is as fast as its launch.
+# By the caller's clock
+# ~~~~~~~~~~~~~~~~~~~~~
+#
+# The device works while the host queues what comes next. So an eager program
+# of many calls pays the larger of the two times for each, *paid*, and a short
+# kernel is as fast as its launch.
 
 callers = tables.alike(everything)
 by_clock(callers)
@@ -886,9 +922,12 @@ table(tables.losses(callers, kind="call"), "Points lost by a call, waited for")
 # page, or the notebook, again. The checks are those of the library, and need
 # no GPU.
 #
-# **1. The mean.** Some losses want the mean of a row's updates in place of
-# their sum, and zero where there are none. Do it in one kernel, without a
-# second pass over memory: the owner knows how many it has added.
+# 1. The mean
+# ~~~~~~~~~~~
+#
+# Some losses want the mean of a row's updates in place of their sum, and zero
+# where there are none. Do it in one kernel, without a second pass over memory:
+# the owner knows how many it has added.
 
 
 def scatter_mean(shape, indices, updates):
@@ -917,8 +956,11 @@ exercise(
 )
 
 # %%
-# **2. The maximum.** ONNX's ScatterND has a reduction ``max``: each row
-# becomes the larger of what it was, here zero, and its updates.
+# 2. The maximum
+# ~~~~~~~~~~~~~~
+#
+# ONNX's ScatterND has a reduction ``max``: each row becomes the larger of what
+# it was, here zero, and its updates.
 
 
 def scatter_max(shape, indices, updates):
@@ -935,8 +977,11 @@ exercise(
 )
 
 # %%
-# **3. Find the fault.** This owner is right on every index that counts from
-# the front. ONNX lets them count from the end as well.
+# 3. Find the fault
+# ~~~~~~~~~~~~~~~~~
+#
+# This owner is right on every index that counts from the front. ONNX lets them
+# count from the end as well.
 
 
 @triton.jit

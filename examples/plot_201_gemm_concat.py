@@ -221,12 +221,15 @@ Source(_in_views, doc=False)
 # The kernel
 # ----------
 #
-# **Step one: a program picks its weight.** A matrix product on a GPU is cut
-# into tiles of the output, and a program computes one of them: it walks along
-# K, takes a tile of x and a tile of the weight at each step, and adds their
-# product to a sum in registers. Which weight is nothing but an address. So
-# the tiles of both weights are numbered together, and a program chooses its
-# pointer and its place in the output by its number.
+# Step one: a program picks its weight
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+#
+# A matrix product on a GPU is cut into tiles of the output, and a program
+# computes one of them: it walks along K, takes a tile of x and a tile of the
+# weight at each step, and adds their product to a sum in registers. Which
+# weight is nothing but an address. So the tiles of both weights are numbered
+# together, and a program chooses its pointer and its place in the output by
+# its number.
 
 
 @triton.jit
@@ -277,12 +280,15 @@ def step_one(x, w0, w1):
 # cache. But loads by pointers keep threads busy with addresses, and Hopper's
 # matrix units are so fast that feeding them is all the art.
 #
-# **Step two: tensor descriptors.** A descriptor tells the copy engine of a
-# multiprocessor the base, the sizes and the strides of a tensor. One thread
-# asks for a tile by its coordinates, and the engine fetches it while others
-# multiply, cuts off what is out of range, and stores what they give it. Its
-# price: rows must begin at multiples of 16 bytes, and a descriptor has one
-# base. We have two weights, in two places.
+# Step two: tensor descriptors
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+#
+# A descriptor tells the copy engine of a multiprocessor the base, the sizes
+# and the strides of a tensor. One thread asks for a tile by its coordinates,
+# and the engine fetches it while others multiply, cuts off what is out of
+# range, and stores what they give it. Its price: rows must begin at multiples
+# of 16 bytes, and a descriptor has one base. We have two weights, in two
+# places.
 #
 # Unless they are one tensor. Two weights of one shape always are: the distance
 # between their addresses is the stride of a third axis, which has two entries.
@@ -290,18 +296,24 @@ def step_one(x, w0, w1):
 Source(_stack, doc=False)
 
 # %%
-# **Step three: stay.** Launching a program for each tile means to fill and to
-# drain its queue of loads each time. Instead there is a program for each
-# multiprocessor, which walks over tiles, and fetches the first steps of the
-# next one while it finishes the last. Tiles are walked in groups of rows, so
-# that what neighbours share stays in L2.
+# Step three: stay
+# ~~~~~~~~~~~~~~~~
 #
-# **Step four: come early.** Between two kernels of one stream the GPU idles
-# for as long as it takes to launch, which is a large part of a small product.
-# Hopper can launch a kernel while the one ahead still runs: its programs take
-# their places, and wait there until all that was written ahead of them can be
-# read. A single call gains nothing by it, a chain of them does. The constant
-# is called ``LATE``, after what the kernel must be: late to touch memory.
+# Launching a program for each tile means to fill and to drain its queue of
+# loads each time. Instead there is a program for each multiprocessor, which
+# walks over tiles, and fetches the first steps of the next one while it
+# finishes the last. Tiles are walked in groups of rows, so that what
+# neighbours share stays in L2.
+#
+# Step four: come early
+# ~~~~~~~~~~~~~~~~~~~~~
+#
+# Between two kernels of one stream the GPU idles for as long as it takes to
+# launch, which is a large part of a small product. Hopper can launch a kernel
+# while the one ahead still runs: its programs take their places, and wait
+# there until all that was written ahead of them can be read. A single call
+# gains nothing by it, a chain of them does. The constant is called ``LATE``,
+# after what the kernel must be: late to touch memory.
 
 Source(_take_over)
 
@@ -316,13 +328,16 @@ Source(_concat_gemm_stacked)
 # How large tiles are depends on how many there are: the constants were chosen
 # on the GPU, once for each class of shapes (``python -m fusebook.tune``).
 #
-# **Ours or PyTorch's?** A class of shapes has one size of tiles here. Of 128 x
-# 256 numbers they serve large products best, but 288 of them on 132
-# multiprocessors take three rounds, of which the last is a fifth full. PyTorch
-# has tiles of many sizes. So beside the plan of each class stands how long
-# PyTorch's views took, in times of ours, on a product whose rounds were full.
-# For another one of that class the launcher corrects the number by how full
-# the rounds are, and takes the views where they should be faster.
+# Ours or PyTorch's?
+# ~~~~~~~~~~~~~~~~~~
+#
+# A class of shapes has one size of tiles here. Of 128 x 256 numbers they serve
+# large products best, but 288 of them on 132 multiprocessors take three
+# rounds, of which the last is a fifth full. PyTorch has tiles of many sizes.
+# So beside the plan of each class stands how long PyTorch's views took, in
+# times of ours, on a product whose rounds were full. For another one of that
+# class the launcher corrects the number by how full the rounds are, and takes
+# the views where they should be faster.
 
 Source(_filled, doc=False)
 
@@ -495,11 +510,14 @@ table(
 )
 
 # %%
-# **Half precision** is where the question is asked today. All ways, n x n,
-# each cold and warm: after a flush of the L2 cache, and again and again in a
-# CUDA graph, where launches cost least. The two ONNX graphs are compared in
-# float16 only, beside the float32 in which they were asked about: the others
-# of their cells say *refused*.
+# Half precision
+# ~~~~~~~~~~~~~~
+#
+# Half precision is where the question is asked today. All ways, n x n, each
+# cold and warm: after a flush of the L2 cache, and again and again in a CUDA
+# graph, where launches cost least. The two ONNX graphs are compared in float16
+# only, beside the float32 in which they were asked about: the others of their
+# cells say *refused*.
 
 WAYS = ["two + cat", "cat + one", "packed", "views"]
 OURS = ["fusebook", "fusebook (chosen)"]
@@ -556,11 +574,14 @@ table(
 )
 
 # %%
-# **Where shapes are awkward**: rows that begin anywhere, so that descriptors
-# do not apply (781); tiles that leave the last round nearly empty (3072), and
-# rows that begin amid a line of the cache as well (3000); weights stored by
-# columns, as `torch.nn.Linear` has them; and widths that differ (*uneven*: the
-# second weight has half the columns).
+# Where shapes are awkward
+# ~~~~~~~~~~~~~~~~~~~~~~~~
+#
+# Rows that begin anywhere, so that descriptors do not apply (781); tiles that
+# leave the last round nearly empty (3072), and rows that begin amid a line of
+# the cache as well (3000); weights stored by columns, as `torch.nn.Linear` has
+# them; and widths that differ (*uneven*: the second weight has half the
+# columns).
 
 odd = asked.results(config="odd", dtype="bfloat16", variants=WAYS + OURS)
 table(
@@ -570,11 +591,14 @@ table(
 )
 
 # %%
-# **Decode.** A language model that writes one token at a time multiplies one
-# row for each reader: M is 1 to 64, and the weights are as large as ever. All
-# the work is to read them once, so the roof is the memory's bandwidth, and
-# there is nothing to gain from a clever product. But two launches, or one that
-# leaves multiprocessors idle, still cost.
+# Decode
+# ~~~~~~
+#
+# A language model that writes one token at a time multiplies one row for each
+# reader: M is 1 to 64, and the weights are as large as ever. All the work is
+# to read them once, so the roof is the memory's bandwidth, and there is
+# nothing to gain from a clever product. But two launches, or one that leaves
+# multiprocessors idle, still cost.
 
 decode = asked.results(config="decode", dtype="bfloat16", variants=WAYS + OURS)
 shares = decode.assign(
@@ -592,9 +616,12 @@ table(
 )  # fmt: skip
 
 # %%
-# **torch.compile**, at three sizes: the default, and a search over templates
-# and libraries (``max-autotune``). The default finds the views by itself: it
-# lets both products write into their halves of one output.
+# torch.compile
+# ~~~~~~~~~~~~~
+#
+# At three sizes: the default, and a search over templates and libraries
+# (``max-autotune``). The default finds the views by itself: it lets both
+# products write into their halves of one output.
 
 compiled = asked.results(
     config="compiled",
@@ -642,9 +669,11 @@ plots.dots(tables.where(one, variant=WAYS + OURS[:1]), of="roof")
 # Lessons
 # -------
 #
-# **A map of who wins.** For each size and dtype the fastest way among those
-# that leave the weights where they are, and how many times as long each of the
-# others takes.
+# A map of who wins
+# ~~~~~~~~~~~~~~~~~
+#
+# For each size and dtype the fastest way among those that leave the weights
+# where they are, and how many times as long each of the others takes.
 
 FREE = ["two + cat", "cat + one", "views", "fusebook"]
 everything = pd.concat(
@@ -840,9 +869,12 @@ table(
 table(tables.losses(lost, kind="warm"), "The same, warm", fold=False)
 
 # %%
-# **By the caller's clock.** The device works while the host queues what comes
-# next. So an eager program of many calls pays the larger of the two times for
-# each, *paid*, and a short kernel is as fast as its launch.
+# By the caller's clock
+# ~~~~~~~~~~~~~~~~~~~~~
+#
+# The device works while the host queues what comes next. So an eager program
+# of many calls pays the larger of the two times for each, *paid*, and a short
+# kernel is as fast as its launch.
 
 callers = tables.alike(lost)
 by_clock(callers)
@@ -912,8 +944,11 @@ claims(
 # Exercises
 # ---------
 #
-# **1. Unequal widths.** The kernel of step one takes two weights of one width.
-# Teach it a second width: queries are often wider than keys.
+# 1. Unequal widths
+# ~~~~~~~~~~~~~~~~~
+#
+# The kernel of step one takes two weights of one width. Teach it a second
+# width: queries are often wider than keys.
 
 
 def two_widths(x, w0, w1):
@@ -935,9 +970,11 @@ exercise(
 )
 
 # %%
-# **2. A bias for nothing.** What is added to every row of the output can be
-# added before it is stored, without any traffic but its own. This attempt
-# forgets it.
+# 2. A bias for nothing
+# ~~~~~~~~~~~~~~~~~~~~~
+#
+# What is added to every row of the output can be added before it is stored,
+# without any traffic but its own. This attempt forgets it.
 
 
 def with_bias(x, w0, w1, bias):

@@ -127,10 +127,12 @@ claims(
 # The kernel
 # ----------
 #
-# **Step one: two sums.** A program owns a tile of the output. It walks along
-# K, and multiplies each tile of x with a tile of either weight: two sums in
-# registers, one reading of x. When it is through, the sums are bent and
-# multiplied where they are.
+# Step one: two sums
+# ~~~~~~~~~~~~~~~~~~
+#
+# A program owns a tile of the output. It walks along K, and multiplies each
+# tile of x with a tile of either weight: two sums in registers, one reading of
+# x. When it is through, the sums are bent and multiplied where they are.
 
 
 @triton.jit
@@ -176,10 +178,12 @@ def step_one(x, gate, up):
 
 
 # %%
-# **Step two: one sum of twice the width.** Hopper's matrix units are fed from
-# shared memory, and read the tile of x again for each product. One product of
-# 256 columns reads it half as often as two of 128. So we would like the tiles
-# of both weights to be one tile.
+# Step two: one sum of twice the width
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+#
+# Hopper's matrix units are fed from shared memory, and read the tile of x
+# again for each product. One product of 256 columns reads it half as often as
+# two of 128. So we would like the tiles of both weights to be one tile.
 #
 # They are, if the weights are one tensor, and two weights of one shape always
 # are: the distance between their addresses is the stride of a third axis. A
@@ -199,11 +203,14 @@ Source(_swiglu_stacked)
 Source(_gated)
 
 # %%
-# **A few rows** are another problem. Hopper's matrix units take 64 rows at
-# once, so that with one token nearly all of them carry nothing. They take as
-# few as 8 columns, though: multiplied the other way round, as transposes, the
-# columns of the weights become the rows, and there are thousands of them. That
-# is ``SWAP`` in the kernel above. Even so the units have little to do: the
+# A few rows
+# ~~~~~~~~~~
+#
+# A few rows are another problem. Hopper's matrix units take 64 rows at once,
+# so that with one token nearly all of them carry nothing. They take as few as
+# 8 columns, though: multiplied the other way round, as transposes, the columns
+# of the weights become the rows, and there are thousands of them. That is
+# ``SWAP`` in the kernel above. Even so the units have little to do: the
 # weights must come from memory, and that takes as long as it takes. What
 # counts is that every multiprocessor reads all the time. So tiles are narrow
 # there, and there are several programs on each multiprocessor, none of which
@@ -337,9 +344,12 @@ table(
 )
 
 # %%
-# **A few tokens.** The weights are read once; the roof is the rate at which
-# this machine reads. The last layer is that of Llama 3 70B, whose weights are
-# many times the cache.
+# A few tokens
+# ~~~~~~~~~~~~
+#
+# The weights are read once; the roof is the rate at which this machine reads.
+# The last layer is that of Llama 3 70B, whose weights are many times the
+# cache.
 
 decode = asked.results(
     config="decode",
@@ -392,9 +402,12 @@ plots.dots(
 table(tables.shares(pd.concat([layers, decode])), "Each way, cold")
 
 # %%
-# **Float32 and float16**, on the small layers. Float32 without TF32 has no
-# matrix units, and there PyTorch's product is better than ours by more than
-# the traffic around it costs: so the launcher may take PyTorch's two products,
+# Float32 and float16
+# ~~~~~~~~~~~~~~~~~~~
+#
+# Float32 and float16, on the small layers. Float32 without TF32 has no matrix
+# units, and there PyTorch's product is better than ours by more than the
+# traffic around it costs: so the launcher may take PyTorch's two products,
 # side by side in one buffer, and one kernel that does the rest. It chooses by
 # what was measured when it was tuned; that is the row *chosen*, and beside it
 # stands our kernel as it is. Half types are always fused: PyTorch would round
@@ -463,14 +476,17 @@ claims(
 )
 
 # %%
-# **What a few rows would not give.** The weights were fetched by pointers,
-# with a hint that nobody would need them again, and by the copy engine; 16 to
-# 64 columns of each at once, 2 to 12 steps under way, with a program for each
-# tile and with programs that walk. Many programs with narrow tiles came
-# nearest to the roof, and walking, which is best for large products, was worst
-# by far. A kernel that only reads the same bytes does not reach the roof
-# either: what it takes to launch, to fill the first loads and to drain the
-# last is a larger part of a call, the smaller the weights.
+# What a few rows would not give
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+#
+# The weights were fetched by pointers, with a hint that nobody would need them
+# again, and by the copy engine; 16 to 64 columns of each at once, 2 to 12
+# steps under way, with a program for each tile and with programs that walk.
+# Many programs with narrow tiles came nearest to the roof, and walking, which
+# is best for large products, was worst by far. A kernel that only reads the
+# same bytes does not reach the roof either: what it takes to launch, to fill
+# the first loads and to drain the last is a larger part of a call, the smaller
+# the weights.
 
 claims(
     *[
@@ -487,8 +503,11 @@ claims(
 )
 
 # %%
-# **Where it does not win.** Every point at which some other way is faster by
-# more than 2 %, the worst first:
+# Where it does not win
+# ~~~~~~~~~~~~~~~~~~~~~
+#
+# Every point at which some other way is faster by more than 2 %, the worst
+# first:
 
 every = pd.concat([layers, decode, others])
 alike = every[every["math"] != "tf32"]  # only like is compared
@@ -506,9 +525,12 @@ table(
 table(tables.losses(alike, kind="warm"), "Points lost, warm", fold=False)
 
 # %%
-# **By the caller's clock.** The device works while the host queues what comes
-# next. So an eager program of many calls pays the larger of the two times for
-# each, *paid*, and a short kernel is as fast as its launch.
+# By the caller's clock
+# ~~~~~~~~~~~~~~~~~~~~~
+#
+# The device works while the host queues what comes next. So an eager program
+# of many calls pays the larger of the two times for each, *paid*, and a short
+# kernel is as fast as its launch.
 
 by_clock(alike)
 
@@ -560,9 +582,11 @@ claims(
 # Exercises
 # ---------
 #
-# **1. GeGLU.** Other models bend with another function:
-# ``gelu(z) = z * (1 + erf(z / sqrt(2))) / 2``. Triton has ``tl.math.erf``, or
-# ``tl.erf``.
+# 1. GeGLU
+# ~~~~~~~~
+#
+# Other models bend with another function: ``gelu(z) = z * (1 + erf(z /
+# sqrt(2))) / 2``. Triton has ``tl.math.erf``, or ``tl.erf``.
 
 
 def geglu(x, gate, up):
@@ -582,9 +606,12 @@ exercise(
 )
 
 # %%
-# **2. A clamp.** Some models bound what they multiply, so that one large value
-# does not drown the others: both products are clamped to [-7, 7] before they
-# are used. In which line does it go, and what does it cost?
+# 2. A clamp
+# ~~~~~~~~~~
+#
+# Some models bound what they multiply, so that one large value does not drown
+# the others: both products are clamped to [-7, 7] before they are used. In
+# which line does it go, and what does it cost?
 
 
 def clamped(x, gate, up):

@@ -151,11 +151,13 @@ claims(
 # The kernel
 # ----------
 #
-# **Step one: keep the row.** A program takes some rows of X into its
-# registers, forms their margins, and from these how far each prediction is
-# off. The rows are still there, so the second use of X costs no memory
-# traffic. The gradient is a sum over all rows, to which each program adds its
-# part.
+# Step one: keep the row
+# ~~~~~~~~~~~~~~~~~~~~~~
+#
+# A program takes some rows of X into its registers, forms their margins, and
+# from these how far each prediction is off. The rows are still there, so the
+# second use of X costs no memory traffic. The gradient is a sum over all rows,
+# to which each program adds its part.
 
 
 @triton.jit
@@ -202,9 +204,12 @@ def step_one(X, y, w, b, lr, l2):
 # last bits, and after ten thousand steps in more than these. And the weights
 # are updated by six launches of PyTorch.
 #
-# **Step two: the same sum, always in the same order.** Each program goes over
-# many tiles of rows and keeps one partial gradient, which it writes beside
-# those of the others: a few hundred rows of D numbers, whatever N.
+# Step two: the same sum, always in the same order
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+#
+# Each program goes over many tiles of rows and keeps one partial gradient,
+# which it writes beside those of the others: a few hundred rows of D numbers,
+# whatever N.
 
 Source(_logistic_step_rows)
 
@@ -225,9 +230,12 @@ Source(_logistic_step_update)
 Source(_cross_entropy)
 
 # %%
-# **Step three: many steps in one launch.** The next step reads the same X.
-# It is gone from the registers only because the launch has ended. So let it
-# not end: one program that holds all rows needs nobody else.
+# Step three: many steps in one launch
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+#
+# The next step reads the same X. It is gone from the registers only because
+# the launch has ended. So let it not end: one program that holds all rows
+# needs nobody else.
 
 
 @triton.jit
@@ -276,10 +284,13 @@ def step_three(X, y, w, b, lr, l2, steps):
 # together hold 33 MB, but then they have to talk: each step, everybody's part
 # of the gradient must reach everybody's weights.
 #
-# **Step four: a barrier.** Programs of one launch can wait for each other if
-# all of them run at the same time, which a *cooperative* launch promises.
-# Each adds one to a counter and waits until the counter says that all have.
-# The counter only ever grows, so nobody has to set it back.
+# Step four: a barrier
+# ~~~~~~~~~~~~~~~~~~~~
+#
+# Programs of one launch can wait for each other if all of them run at the same
+# time, which a *cooperative* launch promises. Each adds one to a counter and
+# waits until the counter says that all have. The counter only ever grows, so
+# nobody has to set it back.
 
 
 @triton.jit
@@ -379,11 +390,13 @@ def step_four(X, y, w, b, lr, l2, steps):
 # barriers a step, and each is three trips to the L2 cache: the data, the
 # counter, and the news of the counter.
 #
-# **Step five: the message is the signal.** A machine word of 64 bits is
-# written and read as a whole. Half of it is enough for a float32; the other
-# half can hold the number of the step. Who waits for a number looks at the
-# number itself until its step is right. There is no counter, no barrier, and
-# one trip less each way.
+# Step five: the message is the signal
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+#
+# A machine word of 64 bits is written and read as a whole. Half of it is
+# enough for a float32; the other half can hold the number of the step. Who
+# waits for a number looks at the number itself until its step is right. There
+# is no counter, no barrier, and one trip less each way.
 
 Source(_sent, _received)
 
@@ -475,9 +488,12 @@ claims(
 )
 
 # %%
-# **Many steps** are right if errors do not grow from step to step. With a
-# penalty on the weights they do not: a step that is small enough pulls all
-# starting points together.
+# Many steps
+# ~~~~~~~~~~
+#
+# Many steps are right if errors do not grow from step to step. With a penalty
+# on the weights they do not: a step that is small enough pulls all starting
+# points together.
 
 many = LOGISTIC_FIT.make(generator(1), torch.float32, N=50, D=30, steps=40)
 fit_yard = yardstick(LOGISTIC_FIT, many)
@@ -498,8 +514,11 @@ claims(
 )
 
 # %%
-# **Bad input** has one sentence for an answer. Targets are read first, which
-# waits for the GPU; ``check=False`` does not, and then a target may be a
+# Bad input
+# ~~~~~~~~~
+#
+# Bad input has one sentence for an answer. Targets are read first, which waits
+# for the GPU; ``check=False`` does not, and then a target may be a
 # probability. A learning rate of NaN would make every weight NaN.
 
 bad = list(given)
@@ -651,10 +670,13 @@ claims(
 provenance(seconds, losses)
 
 # %%
-# **Over rows and features.** Fifty steps at a time, the device's time of one
-# of them. Eager is in a graph, and so is everything: launches by Python would
-# hide the rest. Up to some thousand rows the data fits on the chip, and
-# beyond, `logistic_fit` is a loop of fused steps.
+# Over rows and features
+# ~~~~~~~~~~~~~~~~~~~~~~
+#
+# Fifty steps at a time, the device's time of one of them. Eager is in a graph,
+# and so is everything: launches by Python would hide the rest. Up to some
+# thousand rows the data fits on the chip, and beyond, `logistic_fit` is a loop
+# of fused steps.
 
 sweep = asked.results(
     LOGISTIC_FIT,
@@ -715,9 +737,12 @@ claims(
 )
 
 # %%
-# **Where the time of a small step goes.** The launches of eager's operations,
-# one after the other in a graph, and what an empty launch takes on this
-# machine; and before that, without a graph, Python.
+# Where the time of a small step goes
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+#
+# The launches of eager's operations, one after the other in a graph, and what
+# an empty launch takes on this machine; and before that, without a graph,
+# Python.
 
 eager = tables.where(one, variant="eager").iloc[0]
 ours = tables.where(one, variant="fusebook").iloc[0]
@@ -793,8 +818,11 @@ claims(
 )
 
 # %%
-# **Where does it come from?** What is slow is not the device: what it does in
-# an eager step is a fraction of what Python takes to ask for it.
+# Where does it come from?
+# ~~~~~~~~~~~~~~~~~~~~~~~~
+#
+# What is slow is not the device: what it does in an eager step is a fraction
+# of what Python takes to ask for it.
 
 claims(
     say(
@@ -808,9 +836,11 @@ claims(
 )
 
 # %%
-# **What can be done to further increase the speed?** Ask less often: a graph
-# asks once for many launches, fusion needs fewer of them, and a kernel that
-# stays needs none.
+# What can be done to further increase the speed?
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+#
+# Ask less often: a graph asks once for many launches, fusion needs fewer of
+# them, and a kernel that stays needs none.
 
 chip = tables.where(rows, variant="fusebook").set_index("N")["warm_us"]
 fits = points["on the chip"]
@@ -872,9 +902,11 @@ claims(
 )
 
 # %%
-# **Where it does not win.** Every point of the step at which another way is
-# faster by more than 2 %, by the device's clock and then by that of a caller
-# who waits for each step:
+# Where it does not win
+# ~~~~~~~~~~~~~~~~~~~~~
+#
+# Every point of the step at which another way is faster by more than 2 %, by
+# the device's clock and then by that of a caller who waits for each step:
 
 table(
     tables.losses(both),
@@ -891,9 +923,12 @@ table(
 )
 
 # %%
-# **In a loop** nobody waits for each step. The device works while the host
-# queues what comes next, and an eager program of many calls pays the larger of
-# the two times for each, *paid*.
+# In a loop
+# ~~~~~~~~~
+#
+# In a loop nobody waits for each step. The device works while the host queues
+# what comes next, and an eager program of many calls pays the larger of the
+# two times for each, *paid*.
 
 callers = tables.alike(pd.concat([one, large]))
 by_clock(callers)
@@ -944,8 +979,11 @@ claims(
 # page, or the notebook, again. The checks are those of the library, and need
 # no GPU.
 #
-# **1. The logarithm that overflows.** The cross entropy of a margin, without
-# ever computing 1 - p. Margins of 100 are asked for.
+# 1. The logarithm that overflows
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+#
+# The cross entropy of a margin, without ever computing 1 - p. Margins of 100
+# are asked for.
 
 
 def cross_entropy(z, y):
@@ -969,10 +1007,13 @@ exercise(
 )
 
 # %%
-# **2. Momentum.** A ball that rolls: :math:`v \leftarrow \mu v - \eta g` and
-# then :math:`w \leftarrow w + v`, for the weights and for the bias. The
-# velocities start at zero and need not leave the registers. Write it into
-# ``fit_alone``; this attempt knows nothing of it.
+# 2. Momentum
+# ~~~~~~~~~~~
+#
+# A ball that rolls: :math:`v \leftarrow \mu v - \eta g` and then :math:`w
+# \leftarrow w + v`, for the weights and for the bias. The velocities start at
+# zero and need not leave the registers. Write it into ``fit_alone``; this
+# attempt knows nothing of it.
 
 
 def fit_with_momentum(X, y, w, b, lr, l2, mu, steps):
@@ -1008,9 +1049,12 @@ exercise(
 )
 
 # %%
-# **3. Rows that count more.** Give each row a weight :math:`s_i`, by which its
-# part of the gradient is multiplied; the mean is still over N rows. One load
-# and one product more in ``step_rows``.
+# 3. Rows that count more
+# ~~~~~~~~~~~~~~~~~~~~~~~
+#
+# Give each row a weight :math:`s_i`, by which its part of the gradient is
+# multiplied; the mean is still over N rows. One load and one product more in
+# ``step_rows``.
 
 
 def weighted_step(X, y, s, w, b, lr, l2):

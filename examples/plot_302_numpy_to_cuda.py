@@ -115,11 +115,14 @@ ax.set(title="Planted clusters and their centres", xlabel="x", ylabel="y")
 ax
 
 # %%
-# **Which clusters?** The published example plants two, around (5, 5) and
-# (10, 10). Both lie on the diagonal, so the picture is its own mirror image.
-# Exchange x and y, in the points, in a formula, in the printed code, and every
-# label stays right: a mistake of that kind can be published, and nobody can
-# see it. Ours are crooked on purpose.
+# Which clusters?
+# ~~~~~~~~~~~~~~~
+#
+# The published example plants two, around (5, 5) and (10, 10). Both lie on the
+# diagonal, so the picture is its own mirror image. Exchange x and y, in the
+# points, in a formula, in the printed code, and every label stays right: a
+# mistake of that kind can be published, and nobody can see it. Ours are
+# crooked on purpose.
 
 
 def axes_exchanged(X, means):
@@ -158,8 +161,11 @@ claims(
 # What eager costs
 # ----------------
 #
-# **NumPy.** Each operation of the line is a pass over memory that writes all
-# it has found. For n points in the plane and two centres, in float64:
+# NumPy
+# ~~~~~
+#
+# Each operation of the line is a pass over memory that writes all it has
+# found. For n points in the plane and two centres, in float64:
 
 n, d, k = 20_000_000, 2, 2
 passes = pd.DataFrame(
@@ -190,9 +196,12 @@ say(
 )
 
 # %%
-# **Compiled for the CPU.** A program of its own, so that its log can be read
-# and its threads can be counted. It is NumPy, and one line more. The number of
-# threads is given to the compiler, too: it is written into the code.
+# Compiled for the CPU
+# ~~~~~~~~~~~~~~~~~~~~
+#
+# A program of its own, so that its log can be read and its threads can be
+# counted. It is NumPy, and one line more. The number of threads is given to
+# the compiler, too: it is written into the code.
 #
 # ``TORCH_LOGS=output_code`` in its environment is all that it takes to see
 # what was generated. The next two settings save time on a machine that has
@@ -398,9 +407,11 @@ claims(
 )
 
 # %%
-# **Compiled for CUDA.** The announcement calls the compiled function under
-# ``torch.device("cuda")``, and that is all. Does that still work? Any device
-# will tell, the CPU too:
+# Compiled for CUDA
+# ~~~~~~~~~~~~~~~~~
+#
+# The announcement calls the compiled function under ``torch.device("cuda")``,
+# and that is all. Does that still work? Any device will tell, the CPU too:
 
 
 def attempt(function, *values, device="cpu"):
@@ -562,13 +573,16 @@ its_code = inductor["code"][0]
 Folded("The Triton that Inductor generated", Listing(its_code, "python"))
 
 # %%
-# **The ladder.** From arrays in and arrays out to tensors that never leave the
-# GPU, and what each step takes away: passes over memory first, then the bytes
-# of a number, then the way over the bus, where the points go, 16 bytes each in
-# float64, and from where the labels return, 8 bytes each. All results are
-# fresh, as they are in such a program: labels that return into a new array
-# wait for its memory too. The second line of copies has them return into an
-# array that is there already: the difference is no way over the bus.
+# The ladder
+# ~~~~~~~~~~
+#
+# From arrays in and arrays out to tensors that never leave the GPU, and what
+# each step takes away: passes over memory first, then the bytes of a number,
+# then the way over the bus, where the points go, 16 bytes each in float64, and
+# from where the labels return, 8 bytes each. All results are fresh, as they
+# are in such a program: labels that return into a new array wait for its
+# memory too. The second line of copies has them return into an array that is
+# there already: the difference is no way over the bus.
 
 
 def wall(function, tries=5):
@@ -719,10 +733,13 @@ claims(
 )
 
 # %%
-# **The advice**, each piece as a check that passes or fails as the page is
-# built. ``numpy_default_float`` decides what creation functions make. The
-# program above set it before anything else, and then added ``np.zeros(3)`` to
-# an array of float32, as this function does:
+# The advice
+# ~~~~~~~~~~
+#
+# Each piece as a check that passes or fails as the page is built.
+# ``numpy_default_float`` decides what creation functions make. The program
+# above set it before anything else, and then added ``np.zeros(3)`` to an array
+# of float32, as this function does:
 
 
 def compiled(function, **more):
@@ -1007,9 +1024,11 @@ claims(
 # The kernel
 # ----------
 #
-# **Step one: what the compiler made, by hand.** A program takes BLOCK points,
-# finds the nearest of two centres in registers, and writes labels. Nothing
-# else exists.
+# Step one: what the compiler made, by hand
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+#
+# A program takes BLOCK points, finds the nearest of two centres in registers,
+# and writes labels. Nothing else exists.
 
 
 @triton.jit
@@ -1033,12 +1052,14 @@ def step_one(points, centres, label_dtype=torch.int64):
 
 
 # %%
-# **Step two: both coordinates by one load.** x and y lie side by side. Read as
-# 2 BLOCK neighbouring numbers, a thread gets 16 bytes, two whole points, in
-# one instruction; ``tl.split`` tells x from y without leaving the registers.
-# The mask is the other half of the trick: a mask that may end anywhere makes
-# the compiler load number by number, so programs whose points are all there
-# have none.
+# Step two: both coordinates by one load
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+#
+# The coordinates x and y lie side by side. Read as 2 BLOCK neighbouring
+# numbers, a thread gets 16 bytes, two whole points, in one instruction;
+# ``tl.split`` tells x from y without leaving the registers. The mask is the
+# other half of the trick: a mask that may end anywhere makes the compiler load
+# number by number, so programs whose points are all there have none.
 
 
 @triton.jit
@@ -1070,18 +1091,24 @@ def step_two(points, centres, label_dtype=torch.int64):
 
 
 # %%
-# **The library's** takes up to eight coordinates and any number of centres,
+# The library's kernel
+# ~~~~~~~~~~~~~~~~~~~~
+#
+# The library's kernel takes up to eight coordinates and any number of centres,
 # unrolled where there are few.
 
 Source(_nearest, doc=False)
 
 # %%
-# **The update in the same pass.** While a point is in registers, it can be
-# added to its centre's sum, and the points need not be read again. Each
-# program adds up its own points, one sum for each centre and coordinate, and
-# leaves them as a part; a second kernel adds the parts in float64, in the
-# order of the programs. No atomics: the same bits in every run. So centres
-# that stand still stand *exactly* still, and the iteration knows its end.
+# The update in the same pass
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~~
+#
+# While a point is in registers, it can be added to its centre's sum, and the
+# points need not be read again. Each program adds up its own points, one sum
+# for each centre and coordinate, and leaves them as a part; a second kernel
+# adds the parts in float64, in the order of the programs. No atomics: the same
+# bits in every run. So centres that stand still stand *exactly* still, and the
+# iteration knows its end.
 
 Source(_few_steps, doc=False)
 
@@ -1090,8 +1117,11 @@ Source(_few_steps, doc=False)
 # first and each cluster is added up as a stretch, again in one order. A
 # cluster without points keeps its centre.
 #
-# **More coordinates: a product.** With d = 64 and k = 256 there are 16384
-# differences a point, and they do not fit anywhere. But
+# More coordinates: a product
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~~
+#
+# With d = 64 and k = 256 there are 16384 differences a point, and they do not
+# fit anywhere. But
 #
 # .. math::
 #
@@ -1118,11 +1148,13 @@ Source(_screened, doc=False)
 Source(_kmeans_differences, doc=False)
 
 # %%
-# **Few centres, any number of coordinates.** Up to 128 centres are one tile
-# of the product, so a point is read once, for its norm and for the product.
-# And the tile knows more than that a point is in doubt: it knows between
-# which centres. A bit for each goes on the list, and only these candidates
-# are compared by differences.
+# Few centres, any number of coordinates
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+#
+# Up to 128 centres are one tile of the product, so a point is read once, for
+# its norm and for the product. And the tile knows more than that a point is in
+# doubt: it knows between which centres. A bit for each goes on the list, and
+# only these candidates are compared by differences.
 
 Source(_kmeans_candidates, doc=False)
 
@@ -1199,8 +1231,11 @@ claims(
 )
 
 # %%
-# **K-means to its end.** From the same start, in float64 NumPy, line by line,
-# and by the library, until the centres stand still.
+# K-means to its end
+# ~~~~~~~~~~~~~~~~~~
+#
+# From the same start, in float64 NumPy, line by line, and by the library,
+# until the centres stand still.
 
 
 def lloyd(X, means):
@@ -1257,7 +1292,10 @@ claims(
 # How fast?
 # ---------
 #
-# **The plane**: 20 million points and two centres, by the width of a label.
+# The plane
+# ~~~~~~~~~
+#
+# There are 20 million points and two centres, by the width of a label.
 # ``check=False``: to see whether all points are finite, they would have to be
 # read once more, and the host would have to wait for the answer.
 
@@ -1350,9 +1388,12 @@ claims(
 # halves. The less there is to move, the more each instruction counts.
 
 # %%
-# **More of both.** Eager PyTorch is left out: in the larger rows its
-# differences alone take dozens of gigabytes. ``torch.cdist`` and the compiled
-# product write n k distances and read them again.
+# More of both
+# ~~~~~~~~~~~~
+#
+# Eager PyTorch is left out: in the larger rows its differences alone take
+# dozens of gigabytes. ``torch.cdist`` and the compiled product write n k
+# distances and read them again.
 
 wide = asked.results(
     config="wide",
@@ -1409,9 +1450,12 @@ table(
 )
 
 # %%
-# **Where the points are** decides how many are in doubt. Far from the origin
-# the shift takes care of it. *Rough* is the worst case: centres as far apart
-# as the clusters are from the origin, and every point is compared three times.
+# Where the points are
+# ~~~~~~~~~~~~~~~~~~~~
+#
+# Where the points are decides how many are in doubt. Far from the origin the
+# shift takes care of it. *Rough* is the worst case: centres as far apart as
+# the clusters are from the origin, and every point is compared three times.
 
 laws = asked.results(
     config="laws", dtype="float32", variants=("torch.cdist", "fusebook")
@@ -1429,11 +1473,14 @@ table(
 )
 
 # %%
-# **The update and the whole iteration.** One pass where the sums fit in
-# registers; the two public functions one after the other elsewhere, which is
-# also what a program does that calls them by itself. Eager updates by atomic
-# additions: with two centres, millions of points wait for the same six
-# numbers. *Skewed* means that nine of ten points belong to one cluster.
+# The update and the whole iteration
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+#
+# One pass where the sums fit in registers; the two public functions one after
+# the other elsewhere, which is also what a program does that calls them by
+# itself. Eager updates by atomic additions: with two centres, millions of
+# points wait for the same six numbers. *Skewed* means that nine of ten points
+# belong to one cluster.
 
 update = asked.results(
     KMEANS_UPDATE,
@@ -1505,8 +1552,11 @@ table(
 )
 
 # %%
-# **Beyond NumPy.** The announcement ends with SciPy and scikit-learn, which
-# had begun to take PyTorch's tensors as they are.
+# Beyond NumPy
+# ~~~~~~~~~~~~
+#
+# The announcement ends with SciPy and scikit-learn, which had begun to take
+# PyTorch's tensors as they are.
 
 
 def beyond():
@@ -1546,9 +1596,12 @@ table(
 )
 
 # %%
-# **K-means whole**, beside scikit-learn on the same machine's CPU, from the
-# same start until the centres stand still. The time of ours is with the points
-# on the GPU; *arrays* copies them there and the result back. In the plane the
+# K-means whole
+# ~~~~~~~~~~~~~
+#
+# K-means whole, beside scikit-learn on the same machine's CPU, from the same
+# start until the centres stand still. The time of ours is with the points on
+# the GPU; *arrays* copies them there and the result back. In the plane the
 # clusters are far apart, and both go the same way. The wide points start from
 # sixteen of their own number, several of one cluster: a point halfway between
 # two centres may go either way by its last bit, and from there on the paths
@@ -1796,10 +1849,13 @@ claims(
 )
 
 # %%
-# **Where it does not win.** Every point at which some other way is faster by
-# more than 2 % when both are cold; the verdict by the host's clock stands at
-# the ladder. An update of many centres with few points each is the atomics'
-# own ground: they hardly meet, and nothing has to be sorted first.
+# Where it does not win
+# ~~~~~~~~~~~~~~~~~~~~~
+#
+# Every point at which some other way is faster by more than 2 % when both are
+# cold; the verdict by the host's clock stands at the ladder. An update of many
+# centres with few points each is the atomics' own ground: they hardly meet,
+# and nothing has to be sorted first.
 
 table(
     tables.losses(pd.concat([both, wide, laws])),
@@ -1815,9 +1871,12 @@ table(
 )
 
 # %%
-# **By the caller's clock.** The device works while the host queues what comes
-# next. So an eager program of many calls pays the larger of the two times for
-# each, *paid*, and a short kernel is as fast as its launch.
+# By the caller's clock
+# ~~~~~~~~~~~~~~~~~~~~~
+#
+# The device works while the host queues what comes next. So an eager program
+# of many calls pays the larger of the two times for each, *paid*, and a short
+# kernel is as fast as its launch.
 
 callers = tables.alike(pd.concat([both, wide, laws, update]))
 by_clock(callers)
@@ -1832,8 +1891,11 @@ table(tables.losses(callers, kind="paid"), "Points lost by an eager program")
 table(tables.losses(callers, kind="call"), "Points lost by a call, waited for")
 
 # %%
-# **What became of the statements of 2023.** The main ones in one list, in the
-# order of the announcement, on the versions of this page and of the record:
+# What became of the statements of 2023
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+#
+# The main ones in one list, in the order of the announcement, on the versions
+# of this page and of the record:
 
 runs = ways.set_index("way")["runs"]
 statements = {
@@ -1913,8 +1975,11 @@ claims(*(holds(f"{text} (2023)", true) for text, true in statements.items()))
 # Each has a function that is wrong, and a check that says so. Mend it; run the
 # page, or the notebook, again. The checks need no GPU.
 #
-# **1. City blocks.** In a city one walks along the streets: the distance is
-# the sum of the absolute differences. Change the kernel of step two.
+# 1. City blocks
+# ~~~~~~~~~~~~~~
+#
+# In a city one walks along the streets: the distance is the sum of the
+# absolute differences. Change the kernel of step two.
 
 
 def city(points, centres):
@@ -1943,8 +2008,11 @@ exercise(
 )
 
 # %%
-# **2. Far from home.** The usual product is right near the origin and wrong a
-# thousand away. One line mends it.
+# 2. Far from home
+# ~~~~~~~~~~~~~~~~
+#
+# The usual product is right near the origin and wrong a thousand away. One
+# line mends it.
 
 
 def far_product(points, centres):
@@ -1963,8 +2031,11 @@ exercise(
 )
 
 # %%
-# **3. Nobody came.** This update divides by zero where a cluster has lost all
-# its points. Let such a centre keep its place.
+# 3. Nobody came
+# ~~~~~~~~~~~~~~
+#
+# This update divides by zero where a cluster has lost all its points. Let such
+# a centre keep its place.
 
 
 def moved(points, labels, centres):

@@ -118,10 +118,13 @@ claims(
 # The kernel
 # ----------
 #
-# **Step one: a kernel and its launcher.** A program for each row of the
-# output: it reads all indices, adds the updates that are its own in registers,
-# and writes its row once. What is special is the launcher's last argument: it
-# does not allocate its output. It is told where to write.
+# Step one: a kernel and its launcher
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+#
+# A program for each row of the output: it reads all indices, adds the updates
+# that are its own in registers, and writes its row once. What is special is
+# the launcher's last argument: it does not allocate its output. It is told
+# where to write.
 
 
 @triton.jit
@@ -146,10 +149,13 @@ def add_rows(shape, indices, updates, out):
 
 
 # %%
-# **Step two: an operator.** Names and types, and where the shape of the output
-# comes from. ``T`` stands for a type that is the same wherever it is named.
-# The input ``shape`` is wanted on the host, since its *values* say how large
-# the output is, and to fetch them from a GPU would mean to wait for it.
+# Step two: an operator
+# ~~~~~~~~~~~~~~~~~~~~~
+#
+# Names and types, and where the shape of the output comes from. ``T`` stands
+# for a type that is the same wherever it is named. The input ``shape`` is
+# wanted on the host, since its *values* say how large the output is, and to
+# fetch them from a GPU would mean to wait for it.
 
 adding = custom_op(
     "AddRows",
@@ -203,8 +209,11 @@ table(pd.DataFrame(y.cpu().numpy()), "y", fold=False)
 # neither direction. On a GPU, ONNX Runtime's stream is the current one while
 # the launcher runs, so a launcher need not know where it is.
 #
-# **Step three: what goes wrong** must not end in C. An exception in a launcher
-# becomes the error of the run, with its message, and the session lives on.
+# Step three: what goes wrong
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~~
+#
+# What goes wrong must not end in C. An exception in a launcher becomes the
+# error of the run, with its message, and the session lives on.
 
 
 def picky(x, out):
@@ -225,18 +234,24 @@ claims(
 )
 
 # %%
-# **Step four: the library's own kernels** as nodes. Their launchers allocate
-# what they return, so each has a second form that is given its output. Here is
+# Step four: the library's own kernels
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+#
+# The library's own kernels can be nodes, too. Their launchers allocate what
+# they return, so each has a second form that is given its output. Here is
 # Softmax, with an attribute:
 
 Source(softmax_into)
 
 # %%
-# **Step five: ahead of time.** A program that serves a model may have no
-# Python at all. ``python -m fusebook.ort build --arch 80,90,100`` compiles the
-# kernels to machine code, which needs no GPU, and packs them into one library
-# with a plan in C. It finds CUDA's driver when its first node runs, takes the
-# code for the GPU that is there, and says so if it has none.
+# Step five: ahead of time
+# ~~~~~~~~~~~~~~~~~~~~~~~~
+#
+# A program that serves a model may have no Python at all. ``python -m
+# fusebook.ort build --arch 80,90,100`` compiles the kernels to machine code,
+# which needs no GPU, and packs them into one library with a plan in C. It
+# finds CUDA's driver when its first node runs, takes the code for the GPU that
+# is there, and says so if it has none.
 #
 # The price is that everything must be chosen before anything is known. Triton
 # compiles a kernel anew for another tile or for rows that begin at odd
@@ -257,8 +272,11 @@ listed = pd.DataFrame(
 table(listed, "What is compiled for float32, for each architecture")
 
 # %%
-# **Step six: from a model.** Nobody writes graphs by hand. A torch module that
-# calls ``fusebook.softmax`` is exported with
+# Step six: from a model
+# ~~~~~~~~~~~~~~~~~~~~~~
+#
+# Nobody writes graphs by hand. A torch module that calls ``fusebook.softmax``
+# is exported with
 #
 # .. code-block:: python
 #
@@ -345,10 +363,12 @@ claims(
 # How fast?
 # ---------
 #
-# **What a run costs before a kernel has begun.** A graph of one Identity on
-# 4 KiB is as little as ONNX Runtime can be asked for. *host* is the time until
-# the run returns to Python, which a busy program pays; *call* waits for the
-# GPU as well; *cold* is the time on the GPU alone.
+# What a run costs before a kernel has begun
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+#
+# A graph of one Identity on 4 KiB is as little as ONNX Runtime can be asked
+# for. *host* is the time until the run returns to Python, which a busy program
+# pays; *call* waits for the GPU as well; *cold* is the time on the GPU alone.
 
 
 def unary(name, domain):
@@ -406,9 +426,12 @@ table(least, "Graphs of one node on 4 KiB, in microseconds", fold=False)
 # does anyway. Together that is more than its parts are when each is timed by
 # itself.
 #
-# **Three sessions.** The page this one grew from timed the run of its
-# sessions, so this is the *call*: one run, waited for. All outputs were
-# compared with float64 on the GPU before and after they were timed.
+# Three sessions
+# ~~~~~~~~~~~~~~
+#
+# The page this one grew from timed the run of its sessions, so this is the
+# *call*: one run, waited for. All outputs were compared with float64 on the
+# GPU before and after they were timed.
 
 sweep = asked.results()
 table(
@@ -440,7 +463,10 @@ provenance(sweep, before, by_itself)
 downloads(sweep, "onnxruntime_nodes")
 
 # %%
-# **The Llama's table**, 2048 updates for 32000 rows of 4096 numbers:
+# The Llama's table
+# ~~~~~~~~~~~~~~~~~
+#
+# The Llama's table: 2048 updates for 32000 rows of 4096 numbers:
 
 llama = asked.results(config="32000x4096x2048", dtype="float32,float16")
 table(
@@ -450,12 +476,15 @@ table(
 )
 
 # %%
-# **Captured.** ONNX Runtime can record a run in a CUDA graph and replay it.
-# Then no node is executed any more, and no callback is called: what Python
-# launched is launched by the GPU itself. What a launcher allocated meanwhile
-# is kept for as long as the session, since the graph goes on to use it. The
-# price: one set of shapes, inputs and outputs at fixed places, and whatever a
-# launcher decides by looking at values on the host is decided once.
+# Captured
+# ~~~~~~~~
+#
+# ONNX Runtime can record a run in a CUDA graph and replay it. Then no node is
+# executed any more, and no callback is called: what Python launched is
+# launched by the GPU itself. What a launcher allocated meanwhile is kept for
+# as long as the session, since the graph goes on to use it. The price: one set
+# of shapes, inputs and outputs at fixed places, and whatever a launcher
+# decides by looking at values on the host is decided once.
 
 
 def captured():
@@ -549,10 +578,13 @@ plots.dots(tables.where(everything, dtype="float32", variant=ways), of="roof")
 # Lessons
 # -------
 #
-# **What fusion gives and what leaving gives.** From the standard graph to
-# ScatterNDOfShape hardly anything is fused: the zeros are. Equal and Where
-# stay as they were. What changes is whose kernel adds. From there to
-# MaskedScatterNDOfShape is fusion of the mask. The times are those of the GPU.
+# What fusion gives and what leaving gives
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+#
+# From the standard graph to ScatterNDOfShape hardly anything is fused: the
+# zeros are. Equal and Where stay as they were. What changes is whose kernel
+# adds. From there to MaskedScatterNDOfShape is fusion of the mask. The times
+# are those of the GPU.
 
 
 def step(a, b, df=everything, kind="cold"):
@@ -651,10 +683,13 @@ claims(
 )
 
 # %%
-# **Where it does not win.** The library compiled ahead of time has fewer ways
-# to scatter than Python has: with very many updates it adds atomically where
-# the callback groups them first. So it is not the faster one everywhere,
-# although it never enters Python.
+# Where it does not win
+# ~~~~~~~~~~~~~~~~~~~~~
+#
+# The library compiled ahead of time has fewer ways to scatter than Python has:
+# with very many updates it adds atomically where the callback groups them
+# first. So it is not the faster one everywhere, although it never enters
+# Python.
 
 table(
     tables.losses(
@@ -708,8 +743,10 @@ claims(
 # Each has a function that is wrong, and a check that says so. Mend it and run
 # the page again. The checks are those of the library, and need no GPU.
 #
-# **1. An attribute.** A node may carry numbers. This launcher gets ``alpha``,
-# and forgets it.
+# 1. An attribute
+# ~~~~~~~~~~~~~~~
+#
+# A node may carry numbers. This launcher gets ``alpha``, and forgets it.
 
 
 def leaky(x, out, *, alpha):
@@ -733,9 +770,11 @@ exercise(
 )
 
 # %%
-# **2. Another mask.** The graph's author may mask by another number than -1,
-# which then is an index as any other that counts from the end. This launcher
-# does not listen.
+# 2. Another mask
+# ~~~~~~~~~~~~~~~
+#
+# The graph's author may mask by another number than -1, which then is an index
+# as any other that counts from the end. This launcher does not listen.
 
 
 def masked_by(shape, indices, updates, out, *, maskedValue):
