@@ -1,4 +1,4 @@
-"""The commands: ``nox -s docs tests lint``; on request ``record``, ``restamp``, ``notebooks`` and ``site``.
+"""The commands: ``nox -s docs tests lint``; on request ``browser``, ``record``, ``restamp``, ``notebooks``, ``site``.
 
 All sessions share one environment, `.nox/environment`, which is made once and remade when what it should hold changes:
 torch alone takes a gigabyte. ``nox --no-venv --no-install -s docs`` uses the Python it runs in and installs nothing.
@@ -149,6 +149,14 @@ def lint(session):
 def notebooks(session):
     """Execute the notebooks of the built site as they are downloaded, each in an empty folder."""
     run(session, "-m", "pytest", "--slow", "tests/test_notebooks.py")
+
+
+@nox.session(venv_backend="none", requires=["environment"], default=False)
+def browser(session):
+    """Try the gates of the built site: that its links lead somewhere, and what a reader meets in a browser."""
+    if not (HTML / "index.html").exists():
+        session.error("browser looks at build/html, and there is no site in it: run nox -s docs first")
+    run(session, "docs/_ext/crawl.py", str(HTML))
 
 
 @nox.session(venv_backend="none", requires=["environment"], default=False)

@@ -1,6 +1,5 @@
 """The site's own parts: the banner, what runs again, what is cleaned, links, commands. The site itself is not built."""
 
-import html.parser
 import importlib.util
 import io
 import os
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+import crawl
 import fusebook
 import fusebook_site
 import gallery_hooks
@@ -24,7 +24,6 @@ from fusebook.cards import OPS
 from fusebook.page import _place
 
 ROOT = Path(__file__).resolve().parents[1]
-HTML = ROOT / "build" / "html"
 
 WITHOUT = """\"\"\"
 Nothing here
@@ -158,7 +157,8 @@ def test_a_site_builds_without_results_rebuilds_what_changed_and_forgets_what_is
     assert "this block must not run" in page  # as source
     assert "sphx-glr-script-out" not in page  # not as output
     assert "memory usage" not in page
-    assert not _foreign(book / "build/html")
+    site = crawl.Site(book / "build/html")
+    assert not crawl.foreign(site) + crawl.dead_links(site)
 
     # A page that replays is left alone while nothing changes; one without results is tried each time.
     done = book / "docs/auto_examples/plot_100_with.py.md5"
@@ -393,50 +393,6 @@ def test_edit_links_point_at_sources(page, path):
     assert context["get_edit_provider_and_url"]()[1] == f"https://github.com/someone/fusebook/edit/main/{path}"
     fusebook_site.colab_link(app, page, "page.html", context, None)
     assert ("colab" in context) == ("plot_" in page)
-
-
-class _Loads(html.parser.HTMLParser):
-    """The addresses that a browser fetches by itself when it shows a page; links that a reader follows are none."""
-
-    FETCHED = ("stylesheet", "preload", "prefetch", "preconnect", "modulepreload", "dns-prefetch", "icon", "manifest")
-
-    def __init__(self, text):
-        super().__init__()
-        self.found = []
-        self.feed(text)
-
-    def handle_starttag(self, tag, attributes):
-        given = {name: value or "" for name, value in attributes}
-        self.found += [given[name] for name in ("src", "srcset", "data", "poster") if name in given]
-        if tag == "link" and set(given.get("rel", "").split()) & set(self.FETCHED):
-            self.found.append(given.get("href", ""))
-
-
-def _foreign(folder):
-    """What the pages and style sheets of a site would load from elsewhere, with the file that does."""
-    style = re.compile(r"""(?:@import\s+(?:url\()?|url\()\s*["']?((?:https?:)?//[^"')\s]+)""")
-    found = []
-    for path in [*folder.rglob("*.html"), *folder.rglob("*.css")]:
-        text = path.read_text(encoding="utf-8")
-        loaded = _Loads(text).found if path.suffix == ".html" else []
-        away = [address for address in loaded if re.match(r"\s*(https?:)?//", address)]
-        found += [(path.name, address) for address in away + style.findall(text)]
-    return found
-
-
-def test_the_built_site_loads_nothing_from_elsewhere():
-    if not (HTML / "index.html").exists():
-        pytest.skip("needs a built site: nox -s docs")
-    assert not _foreign(HTML)
-
-
-def test_what_loads_from_elsewhere_is_found(tmp_path):
-    (tmp_path / "a.html").write_text(
-        '<a href="https://fine.org">x</a><script defer src="https://cdn.org/x.js"></script>'
-    )
-    (tmp_path / "b.html").write_text('<link rel="stylesheet" href="//cdn.org/x"><link rel="canonical" href="//x.org">')
-    (tmp_path / "c.css").write_text("@font-face { src: url('https://cdn.org/font.woff2') }")
-    assert sorted(name for name, _ in _foreign(tmp_path)) == ["a.html", "b.html", "c.css"]
 
 
 # Commands

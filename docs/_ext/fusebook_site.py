@@ -222,7 +222,7 @@ def publish(app, exception):
     ):
         shutil.rmtree(target, ignore_errors=True)
         if source.is_dir():
-            shutil.copytree(source, target, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
+            shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
     notebooks = html / "notebooks"
     shutil.rmtree(notebooks, ignore_errors=True)
     if app.config.fusebook_repository:  # at an address that a link can name: downloads have a hash in theirs
