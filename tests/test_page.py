@@ -346,15 +346,38 @@ def test_a_table_can_be_reached_and_read_without_a_mouse():
 
 def test_a_claim_tells_its_verdict_without_colour():
     shown = page.claims(page.claim("a", True), page.claim("b", False), page.holds("c", False))
-    assert repr(shown) == "✓ true: a\n✗ false: b\n✗ no: c"
+    assert repr(shown) == "✓ true: a\n✗ false: b\n≠ does not hold: c"
     assert 'aria-label="false">✗</span>' in shown._repr_html_()
+
+
+def test_statements_of_others_and_exercises_are_no_claims_of_ours_and_counted_apart():
+    shown = page.claims(
+        page.claim("a", True), page.claim("b", False), page.claim("c", True), page.holds("d", False), page.say("e")
+    )
+    assert repr(shown).splitlines()[-1] == "Our claims: 2 true, 1 false. Statements of others: 1 does not hold."
+    text = shown._repr_html_()
+    assert text.count('class="fb-claim fb-true"') == 2
+    assert text.count('class="fb-claim fb-false"') == 1
+    assert text.count('class="fb-statement fb-false"') == 1
+    assert "Our claims" not in repr(page.claims(page.claim("a", True), page.claim("b", False)))
+    right = page.exercise("f", lambda x: softmax(x), lambda x: torch.softmax(x, -1), CASES)
+    assert 'class="fb-exercise fb-true"' in right._repr_html_()
 
 
 def test_a_claim_over_many_points_tells_where_it_fails():
     fast = pd.Series([True, False, False], index=pd.Index(["3x5", "4x6", "7x8"]))
-    assert repr(page.claim("fast", fast)) == "✗ false: fast (2 of 3 fail: 4x6, 7x8)"
+    assert repr(page.claim("fast", fast)) == "✗ false: fast (all 3 rows looked at, fails at 2: 4x6, 7x8)"
     assert repr(page.claim("fast", fast[:1])) == "✓ true: fast"
-    assert repr(page.claim("fast", pd.Series([True] * 9))) == "✓ true: fast (all 9)"
+    assert repr(page.claim("fast", pd.Series([True] * 9))) == "✓ true: fast (all 9 rows looked at)"
+
+
+def test_a_claim_tells_how_many_rows_of_its_table_it_looked_at():
+    fast = pd.Series([True, True, False], index=pd.Index(["3x5", "4x6", "7x8"]))
+    assert repr(page.claim("fast", fast[:2], of=fast)) == "✓ true: fast (2 of 3 rows looked at)"
+    assert repr(page.claim("fast", fast[2:], of=3)) == "✗ false: fast (1 of 3 rows looked at, fails at 1: 7x8)"
+    assert repr(page.holds("fast", fast[:1], of=fast)) == "= holds: fast (1 of 3 rows looked at)"
+    with pytest.raises(ValueError, match="at least 3, got 2"):
+        page.claim("fast", fast, of=2)
 
 
 def test_nothing_measured_is_neither_true_nor_false():
@@ -485,9 +508,9 @@ CASES = [(torch.tensor([[1.0, 2.0, 3.0]]),), (torch.tensor([[1.0, 200.0, 3.0]]),
 
 
 def test_an_exercise_is_answered_by_the_check_of_the_library():
-    assert repr(page.exercise("right", lambda x: softmax(x), lambda x: torch.softmax(x, -1), CASES)) == "✓ yes: right"
+    assert repr(page.exercise("right", lambda x: softmax(x), lambda x: torch.softmax(x, -1), CASES)) == "☑ done: right"
     shown = page.exercise("no maximum", lambda x: x.exp() / x.exp().sum(-1), lambda x: torch.softmax(x, -1), CASES)
-    assert repr(shown).startswith("✗ not yet: no maximum (on 1x3 float32 the score is inf")
+    assert repr(shown).startswith("☐ to do: no maximum (on 1x3 float32 the score is inf")
 
 
 def test_an_exercise_that_raises_is_answered_too(monkeypatch):
@@ -497,7 +520,7 @@ def test_an_exercise_that_raises_is_answered_too(monkeypatch):
         raise NotImplementedError("yours to write")
 
     shown = page.exercise("broken", broken, lambda x: torch.softmax(x, -1), CASES)
-    assert repr(shown) == "✗ not yet: broken (NotImplementedError on 1x3 float32: yours to write)"
+    assert repr(shown) == "☐ to do: broken (NotImplementedError on 1x3 float32: yours to write)"
 
 
 def test_a_solution_is_offered_for_download(monkeypatch, tmp_path):

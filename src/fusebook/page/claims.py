@@ -64,32 +64,41 @@ def say(text: str, **numbers: Any) -> Say:
     return Say(_fill(text, numbers))
 
 
+#: What is said of each kind: in words where it is true and where not, the signs of both, and what many are called.
+_KINDS = {
+    "claim": (("true", "false"), "✓✗", "Our claims"),
+    "statement": (("holds", "does not hold"), "=≠", "Statements of others"),
+    "exercise": (("done", "to do"), "☑☐", "Exercises"),
+}
+
+
 @dataclass(frozen=True, repr=False)
 class Claim(_Shown):
-    """See `claim` and `holds`."""
+    """See `claim`, `holds` and `exercise`, which are the three kinds."""
 
     text: str
     true: bool | None
     fatal: bool
-    words: tuple[str, str] = ("true", "false")
+    kind: str = "claim"
     detail: str = ""
 
     @property
     def mark(self) -> str:
         """A sign that needs no colour."""
-        return "–" if self.true is None else "✓" if self.true else "✗"
+        return "–" if self.true is None else _KINDS[self.kind][1][0 if self.true else 1]
 
     @property
     def verdict(self) -> str:
         """The same in words."""
-        return "not measured" if self.true is None else self.words[0 if self.true else 1]
+        return "not measured" if self.true is None else _KINDS[self.kind][0][0 if self.true else 1]
 
     def _item(self) -> str:
-        kind = "fb-open" if self.true is None else "fb-true" if self.true else "fb-false"
+        came = "fb-open" if self.true is None else "fb-true" if self.true else "fb-false"
         detail = f' <span class="fb-detail">({_rich(self.detail)})</span>' if self.detail else ""
         return (
-            f'<li class="{kind}"><span class="fb-mark" role="img" aria-label="{self.verdict}">{self.mark}</span> '
-            f'<span><span class="fb-verdict">{self.verdict}:</span> {_rich(self.text)}{detail}</span></li>'
+            f'<li class="fb-{self.kind} {came}"><span class="fb-mark" role="img" aria-label="{self.verdict}">'
+            f'{self.mark}</span> <span><span class="fb-verdict">{self.verdict}:</span> {_rich(self.text)}{detail}'
+            "</span></li>"
         )
 
     def _repr_html_(self) -> str:
@@ -100,52 +109,67 @@ class Claim(_Shown):
         return f"{self.mark} {self.verdict}: {self.text}{detail}"
 
 
-def _decide(condition: Any) -> tuple[bool | None, str]:
-    """What a condition comes to, and where it fails. No values decide nothing: all() of nothing is true."""
-    if isinstance(condition, pd.Series):
-        if condition.empty:
-            return None, ""
-        good = condition.astype(bool)
-        if good.all():
-            return True, f"all {len(good)}" if len(good) > 1 else ""
-        failed = [" ".join(map(str, k)) if isinstance(k, tuple) else str(k) for k in good[~good].index]
-        more = f" and {len(failed) - 8} more" if len(failed) > 8 else ""
-        return False, f"{len(failed)} of {len(good)} fail: {', '.join(failed[:8])}{more}"
-    if condition is None or condition is pd.NA:
+def _decide(condition: Any, of: Any = None) -> tuple[bool | None, str]:
+    """What a condition comes to, at how many rows, and where it fails. No values decide nothing: all() of nothing is
+    true.
+    """
+    if not isinstance(condition, pd.Series):
+        return (None if condition is None or condition is pd.NA else bool(condition)), ""
+    if condition.empty:
         return None, ""
-    return bool(condition), ""
+    good = condition.astype(bool)
+    total = len(good) if of is None else of if isinstance(of, int) else len(of)
+    if total < len(good):
+        raise ValueError(f"claim: expected the rows of the whole table, at least {len(good)}, got {total}")
+    rows = f"{len(good)} of {total} rows looked at" if total > len(good) else f"all {total} rows looked at"
+    if good.all():
+        return True, rows if total > 1 else ""
+    failed = [" ".join(map(str, k)) if isinstance(k, tuple) else str(k) for k in good[~good].index]
+    more = f" and {len(failed) - 8} more" if len(failed) > 8 else ""
+    return False, f"{rows}, fails at {len(failed)}: {', '.join(failed[:8])}{more}"
 
 
-def claim(text: str, condition: Any, fatal: bool = True, **numbers: Any) -> Claim:
-    """A conclusion with the condition under which it is true.
+def claim(text: str, condition: Any, fatal: bool = True, of: Any = None, **numbers: Any) -> Claim:
+    """A conclusion of ours with the condition under which it is true.
 
     Parameters
     ----------
     text : str
-        With fields as those of `say`.
+        A whole sentence, with fields as those of `say`. Where `condition` looks at some rows of a table only, it names
+        those that it leaves out, and why.
     condition : bool, pandas.Series of bool or None
-        A series is true where all of it is, and tells where not; an empty one, and None, are undecided.
+        A series is true where all of it is, and tells at how many rows it looked and at which it fails; an empty one,
+        and None, are undecided.
     fatal : bool
         Whether `claims` raises under FUSEBOOK_STRICT=1 where it is false.
+    of : int or sized, optional
+        The rows of the table that the claim stands under, or how many there are; those of `condition` unless given.
     **numbers
         Values of the fields.
 
     Returns
     -------
     Claim
+
+    Raises
+    ------
+    ValueError
+        Where `of` is less than the rows looked at.
     """
-    true, detail = _decide(condition)
+    true, detail = _decide(condition, of)
     return Claim(_fill(text, numbers), true, fatal, detail=detail)
 
 
-def holds(text: str, condition: Any, **numbers: Any) -> Claim:
-    """A statement of others, answered yes or no and never fatal.
+def holds(text: str, condition: Any, of: Any = None, **numbers: Any) -> Claim:
+    """A statement of others: it holds or does not, is never fatal, and is not counted among our claims.
 
     Parameters
     ----------
     text : str
         With its source and date.
     condition : bool, pandas.Series of bool or None
+        As in `claim`.
+    of : int or sized, optional
         As in `claim`.
     **numbers
         Values of the fields.
@@ -154,8 +178,8 @@ def holds(text: str, condition: Any, **numbers: Any) -> Claim:
     -------
     Claim
     """
-    true, detail = _decide(condition)
-    return Claim(_fill(text, numbers), true, False, ("yes", "no"), detail)
+    true, detail = _decide(condition, of)
+    return Claim(_fill(text, numbers), true, False, "statement", detail)
 
 
 class Claims(_Shown):
@@ -169,15 +193,28 @@ class Claims(_Shown):
     def __init__(self, items: Sequence[Claim | Say]) -> None:
         self.items = tuple(items)
 
+    @property
+    def count(self) -> str:
+        """How many of each kind came out how; empty where one look tells, for a list of three or fewer."""
+        told = []
+        judged = [item for item in self.items if isinstance(item, Claim)]
+        for kind, (_, _, many) in _KINDS.items() if len(judged) > 3 else ():
+            verdicts = pd.Series([item.verdict for item in judged if item.kind == kind], dtype=object).value_counts()
+            if len(verdicts):
+                told.append(f"{many}: " + ", ".join(f"{n} {verdict}" for verdict, n in verdicts.items()))
+        return ". ".join(told) + "." if told else ""
+
     def _repr_html_(self) -> str:
         lines = "".join(
             item._item() if isinstance(item, Claim) else f'<li class="fb-say">{_rich(item.text)}</li>'
             for item in self.items
         )
-        return f'<ul class="fb-claims">{lines}</ul>'
+        count = f'<li class="fb-count">{self.count}</li>' if self.count else ""
+        return f'<ul class="fb-claims">{lines}{count}</ul>'
 
     def __repr__(self) -> str:
-        return "\n".join(f"- {item!r}" if isinstance(item, Say) else repr(item) for item in self.items)
+        lines = [f"- {item!r}" if isinstance(item, Say) else repr(item) for item in self.items]
+        return "\n".join(lines + ([self.count] if self.count else []))
 
 
 def claims(*items: Claim | Say) -> Claims:
@@ -272,7 +309,7 @@ def exercise(
     Returns
     -------
     Exercise
-        Yes, or not yet with the first reason.
+        Done, or to do with the first reason.
     """
     op = Op("exercise", reference, lambda *_: (), lambda *_: Cost(0, 0, 0), {}, {}, lambda _: {}, ())
     reason = ""
@@ -292,7 +329,7 @@ def exercise(
                 reason = f"on {shapes} the score is {verdict.score:.2g}, the limit {verdict.limit:.2g}; {where}"
         if reason:
             break
-    return Exercise((Claim(text, not reason, False, ("yes", "not yet"), reason),))._now()
+    return Exercise((Claim(text, not reason, False, "exercise", reason),))._now()
 
 
 class Exercise(Claims):
