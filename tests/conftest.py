@@ -8,6 +8,9 @@ import torch
 
 import compiling
 import fusebook  # noqa: F401  (before triton, see fusebook/__init__.py)
+import interpreting
+
+interpreting.hasten()
 
 
 @pytest.fixture(scope="session")
