@@ -222,17 +222,9 @@ def _few_steps(
 
 @triton.jit
 def _kmeans_few(
-    labels_ptr,
-    sums_ptr,
-    points_ptr,
-    centres_ptr,
-    n,
-    K,
-    D: tl.constexpr,
-    FEW: tl.constexpr,
-    STEPS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    labels_ptr, sums_ptr, points_ptr, centres_ptr, n, K,
+    D: tl.constexpr, FEW: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Few coordinates: STEPS times BLOCK points a program, in registers.
 
     With centres, labels are found and stored; else they are loaded. With sums, the program leaves what its points of
@@ -275,9 +267,7 @@ def _kmeans_groups(groups_ptr, sums_ptr, PARTS, WIDTH, EACH, BLOCK: tl.constexpr
 
 
 @triton.jit
-def _kmeans_means(
-    out_ptr, sums_ptr, old_ptr, PARTS, K, D, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr
-):  # fmt: skip
+def _kmeans_means(out_ptr, sums_ptr, old_ptr, PARTS, K, D, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
     """A centre: the parts of its sum, and of its number, added in float64 in a fixed order, and divided.
 
     One without points is the old one, where there are old ones.
@@ -327,20 +317,9 @@ def _tf32(x):
 
 @triton.jit
 def _kmeans_centred(
-    moved_ptr,
-    short_ptr,
-    norms_ptr,
-    turned_ptr,
-    shift_ptr,
-    centres_ptr,
-    K,
-    D,
-    K_PAD,
-    D_PAD,
-    D_TURNED,
-    BLOCK_K: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    moved_ptr, short_ptr, norms_ptr, turned_ptr, shift_ptr, centres_ptr, K, D, K_PAD, D_PAD, D_TURNED,
+    BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """Centres made ready: turned [D_TURNED, K_PAD], zeros where there are none.
 
     With a shift: also less that [K_PAD, D_PAD], the same in TF32, and their squared norms [K_PAD].
@@ -449,26 +428,11 @@ def _screened(
 
 @triton.jit
 def _kmeans_screen(
-    labels_ptr,
-    doubtful_ptr,
-    count_ptr,
-    points_ptr,
-    shift_ptr,
-    moved_ptr,
-    norms_ptr,
-    list_ptr,
-    length_ptr,
-    n,
-    D,
-    K_PAD,
+    labels_ptr, doubtful_ptr, count_ptr, points_ptr, shift_ptr, moved_ptr, norms_ptr, list_ptr, length_ptr, n, D, K_PAD,
     loose,
-    D_PAD: tl.constexpr,
-    CHUNK: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    D_PAD: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
-):
+):  # fmt: skip
     """The nearest centre by a matrix product, of all points or of those on a list, whose length only the GPU knows.
 
     `loose` is the largest relative error of a term of the product.
@@ -636,18 +600,8 @@ def _kmeans_candidates(
 
 @triton.jit
 def _kmeans_differences(
-    labels_ptr,
-    points_ptr,
-    turned_ptr,
-    list_ptr,
-    count_ptr,
-    n,
-    D,
-    K,
-    K_PAD,
-    BLOCK: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
+    labels_ptr, points_ptr, turned_ptr, list_ptr, count_ptr, n, D, K, K_PAD, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr
+):  # fmt: skip
     """The nearest centre by differences, of every point or of those on a list: right wherever the points are."""
     FLOAT: tl.constexpr = turned_ptr.dtype.element_ty
     number = tl.arange(0, BLOCK_K)
@@ -697,16 +651,8 @@ def _kmeans_keys(keys_ptr, labels_ptr, n, K, BLOCK: tl.constexpr):
 
 @triton.jit
 def _kmeans_segments(
-    sums_ptr,
-    points_ptr,
-    order_ptr,
-    bounds_ptr,
-    D,
-    K,
-    PARTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    sums_ptr, points_ptr, order_ptr, bounds_ptr, D, K, PARTS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr
+):  # fmt: skip
     """One of PARTS of a centre's points, which stand side by side in `order`: their sum and their number."""
     FLOAT: tl.constexpr = sums_ptr.dtype.element_ty
     j = tl.program_id(0) // PARTS

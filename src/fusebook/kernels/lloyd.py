@@ -31,16 +31,8 @@ __all__ = ["KMeans", "kmeans"]
 
 @triton.jit
 def _kmeans_spread(
-    squares_ptr,
-    sums_ptr,
-    points_ptr,
-    centres_ptr,
-    labels_ptr,
-    n,
-    D,
-    BLOCK: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    squares_ptr, sums_ptr, points_ptr, centres_ptr, labels_ptr, n, D, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr
+):  # fmt: skip
     """How far BLOCK points are from the centres of their labels, squared and summed.
 
     Without labels: from one centre, or from one that was chosen earlier where that is nearer; each square is kept, to

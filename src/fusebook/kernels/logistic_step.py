@@ -92,19 +92,9 @@ def _cross_entropy(z, y):
 
 @triton.jit
 def _logistic_step_rows(
-    parts_ptr,
-    sums_ptr,
-    x_ptr,
-    y_ptr,
-    w_ptr,
-    b_ptr,
-    N,
-    D,
-    stride,
-    ALIGN: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    parts_ptr, sums_ptr, x_ptr, y_ptr, w_ptr, b_ptr, N, D, stride,
+    ALIGN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Every so many tiles of whole rows: margins, and with the rows still at hand, their part of the gradient."""
     FLOAT: tl.constexpr = parts_ptr.dtype.element_ty
     D = D * ALIGN
@@ -133,23 +123,9 @@ def _logistic_step_rows(
 
 @triton.jit
 def _logistic_step_update(
-    w_out_ptr,
-    b_out_ptr,
-    loss_ptr,
-    parts_ptr,
-    sums_ptr,
-    w_ptr,
-    b_ptr,
-    P,
-    S,
-    N,
-    D,
-    lr: tl.float64,
-    l2: tl.float64,
-    PARTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    WIDE: tl.constexpr,
-):
+    w_out_ptr, b_out_ptr, loss_ptr, parts_ptr, sums_ptr, w_ptr, b_ptr, P, S, N, D, lr: tl.float64, l2: tl.float64,
+    PARTS: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
     """Add up P partial gradients, in their order, and take the step; the first program does the bias and the loss."""
     FLOAT: tl.constexpr = parts_ptr.dtype.element_ty
     rate = tl.full([1], lr, FLOAT)
@@ -185,18 +161,8 @@ def _logistic_step_update(
 
 @triton.jit
 def _logistic_step_margins(
-    slopes_ptr,
-    sums_ptr,
-    x_ptr,
-    y_ptr,
-    w_ptr,
-    b_ptr,
-    N,
-    D,
-    stride,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    slopes_ptr, sums_ptr, x_ptr, y_ptr, w_ptr, b_ptr, N, D, stride, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
     """Margins of rows too wide to be kept: the slope of each loss, and the sums of a program's rows."""
     FLOAT: tl.constexpr = slopes_ptr.dtype.element_ty
     i = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
@@ -215,16 +181,7 @@ def _logistic_step_margins(
 
 
 @triton.jit
-def _logistic_step_columns(
-    parts_ptr,
-    slopes_ptr,
-    x_ptr,
-    N,
-    D,
-    stride,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def _logistic_step_columns(parts_ptr, slopes_ptr, x_ptr, N, D, stride, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """The gradient of BLOCK features of rows too wide to be kept, from the slopes of all rows."""
     FLOAT: tl.constexpr = slopes_ptr.dtype.element_ty
     j = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
@@ -265,30 +222,11 @@ def _received(of, step, mask):
 
 @triton.jit(do_not_specialize=["first", "steps"])
 def _logistic_fit_rows(
-    w_out_ptr,
-    b_out_ptr,
-    losses_ptr,
-    gradients_ptr,
-    weights_ptr,
-    slopes_ptr,
-    x_ptr,
-    y_ptr,
-    w_ptr,
-    b_ptr,
-    N,
-    D,
-    stride,
-    first,
-    steps,
-    lr,
-    l2,
-    ALIGN: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SLICE: tl.constexpr,
-    PARTS: tl.constexpr,
+    w_out_ptr, b_out_ptr, losses_ptr, gradients_ptr, weights_ptr, slopes_ptr, x_ptr, y_ptr, w_ptr, b_ptr, N, D, stride,
+    first, steps, lr, l2,
+    ALIGN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, SLICE: tl.constexpr, PARTS: tl.constexpr,
     WORDS: tl.constexpr,
-):
+):  # fmt: skip
     """All steps in one launch. Each program keeps ROWS rows of X, and answers for SLICE of the weights.
 
     Two messages a step: each program sends its part of the gradient to those who answer for it; they add up the parts,

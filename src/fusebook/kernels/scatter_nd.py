@@ -98,20 +98,9 @@ def _row_of(index, R, masked, MASKED: tl.constexpr):
 
 @triton.jit
 def _scatter_nd_keys(
-    keys_ptr,
-    indices_ptr,
-    n,
-    K,
-    S0,
-    S1,
-    S2,
-    S3,
-    masked,
-    MASKED: tl.constexpr,
-    AXES: tl.constexpr,
-    FIRST: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    keys_ptr, indices_ptr, n, K, S0, S1, S2, S3, masked,
+    MASKED: tl.constexpr, AXES: tl.constexpr, FIRST: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Up to four components of each index into one row number; further components by further launches."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
     inside = i < n
@@ -136,20 +125,9 @@ def _scatter_nd_round(out_ptr, sums_ptr, SIZE, BLOCK: tl.constexpr):
 
 @triton.jit
 def _scatter_nd_atomic(
-    sums_ptr,
-    indices_ptr,
-    updates_ptr,
-    R,
-    D,
-    n,
-    stride,
-    masked,
-    MASKED: tl.constexpr,
-    ALIGN: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    LATE: tl.constexpr = False,
-):
+    sums_ptr, indices_ptr, updates_ptr, R, D, n, stride, masked,
+    MASKED: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, LATE: tl.constexpr = False,
+):  # fmt: skip
     """Add ROWS updates to zeros; hardware orders the additions to one element, and not always alike."""
     D = D * ALIGN
     tiles = tl.cdiv(D, BLOCK)
@@ -167,25 +145,10 @@ def _scatter_nd_atomic(
 
 @triton.jit
 def _scatter_nd_sort(
-    out_ptr,
-    order_ptr,
-    keys_ptr,
-    starts_ptr,
-    ends_ptr,
-    counters_ptr,
-    indices_ptr,
-    SIZE,
-    R,
-    n,
-    COUNTERS,
-    masked,
-    MASKED: tl.constexpr,
-    WIDE: tl.constexpr,
-    MINE: tl.constexpr,
-    THEIRS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    out_ptr, order_ptr, keys_ptr, starts_ptr, ends_ptr, counters_ptr, indices_ptr, SIZE, R, n, COUNTERS, masked,
+    MASKED: tl.constexpr, WIDE: tl.constexpr, MINE: tl.constexpr, THEIRS: tl.constexpr, BLOCK: tl.constexpr,
     EARLY: tl.constexpr = False,
-):
+):  # fmt: skip
     """SIZE zeros, and behind them a sort by counting: an update's place is the number of updates that go before it.
 
     The first programs compare each of n updates with every other, while the others write zeros.
@@ -225,9 +188,7 @@ def _scatter_nd_sort(
 
 
 @triton.jit
-def _scatter_nd_count(
-    slots_ptr, counts_ptr, indices_ptr, R, n, masked, MASKED: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
+def _scatter_nd_count(slots_ptr, counts_ptr, indices_ptr, R, n, masked, MASKED: tl.constexpr, BLOCK: tl.constexpr):
     """How many updates each row has; the counter that an update meets is its slot within the row."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
     row = _row_of(tl.load(indices_ptr + i, mask=i < n, other=0), R, masked, MASKED)
@@ -263,24 +224,10 @@ def _scatter_nd_lists(
 
 @triton.jit
 def _scatter_nd_segments(
-    out_ptr,
-    updates_ptr,
-    parts_ptr,
-    counters_ptr,
-    order_ptr,
-    keys_ptr,
-    starts_ptr,
-    ends_ptr,
-    D,
-    n,
-    stride,
-    ALIGN: tl.constexpr,
-    CHUNK: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TOGETHER: tl.constexpr,
+    out_ptr, updates_ptr, parts_ptr, counters_ptr, order_ptr, keys_ptr, starts_ptr, ends_ptr, D, n, stride,
+    ALIGN: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, TOGETHER: tl.constexpr,
     LATE: tl.constexpr = False,
-):
+):  # fmt: skip
     """Rows that have updates: the sum of each stretch of equal keys.
 
     A stretch that crosses a multiple of CHUNK is cut there into pieces that different programs add up; the program that
@@ -349,16 +296,8 @@ def _scatter_nd_segments(
 
 @triton.jit
 def _scatter_nd_zeros(
-    out_ptr,
-    keys_ptr,
-    starts_ptr,
-    FIRST,
-    D,
-    n,
-    ALIGN: tl.constexpr,
-    BLOCK: tl.constexpr,
-    LATE: tl.constexpr = False,
-):
+    out_ptr, keys_ptr, starts_ptr, FIRST, D, n, ALIGN: tl.constexpr, BLOCK: tl.constexpr, LATE: tl.constexpr = False
+):  # fmt: skip
     """Zeros for the rows from FIRST on that no update names, while others add up those that one names.
 
     A row that is named knows where its keys start. What stands there for another row is whatever was in memory before,
@@ -385,22 +324,9 @@ def _scatter_nd_zeros(
 
 @triton.jit
 def _scatter_nd_chunks(
-    parts_ptr,
-    updates_ptr,
-    order_ptr,
-    keys_ptr,
-    starts_ptr,
-    ends_ptr,
-    R,
-    D,
-    n,
-    stride,
-    ALIGN: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TOGETHER: tl.constexpr,
-    SORTED: tl.constexpr,
-):
+    parts_ptr, updates_ptr, order_ptr, keys_ptr, starts_ptr, ends_ptr, R, D, n, stride,
+    ALIGN: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, TOGETHER: tl.constexpr, SORTED: tl.constexpr,
+):  # fmt: skip
     """Add up each CHUNK of `order` that belongs to one row as a whole, so that no row is left to one program alone."""
     D = D * ALIGN
     tiles = tl.cdiv(D, BLOCK)
@@ -433,22 +359,10 @@ def _scatter_nd_chunks(
 
 @triton.jit
 def _scatter_nd_owner(
-    out_ptr,
-    updates_ptr,
-    order_ptr,
-    starts_ptr,
-    ends_ptr,
-    parts_ptr,
-    R,
-    D,
-    stride,
-    ALIGN: tl.constexpr,
-    CHUNK: tl.constexpr,
-    STEPS: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    out_ptr, updates_ptr, order_ptr, starts_ptr, ends_ptr, parts_ptr, R, D, stride,
+    ALIGN: tl.constexpr, CHUNK: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     TOGETHER: tl.constexpr,
-):
+):  # fmt: skip
     """STEPS times ROWS rows of the output, each written once: its updates and its whole chunks added up, or zeros."""
     FLOAT: tl.constexpr = parts_ptr.dtype.element_ty
     D = D * ALIGN
@@ -486,20 +400,9 @@ def _scatter_nd_owner(
 
 @triton.jit
 def _scatter_nd_scan(
-    out_ptr,
-    indices_ptr,
-    updates_ptr,
-    R,
-    D,
-    n,
-    stride,
-    masked,
-    MASKED: tl.constexpr,
-    ALIGN: tl.constexpr,
-    N: tl.constexpr,
-    BLOCK: tl.constexpr,
-    GROUPS: tl.constexpr,
-):
+    out_ptr, indices_ptr, updates_ptr, R, D, n, stride, masked,
+    MASKED: tl.constexpr, ALIGN: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
     """The owner for few updates, in one launch: each program reads all indices and picks those of its row."""
     FLOAT: tl.constexpr = tl.float64 if out_ptr.dtype.element_ty == tl.float64 else tl.float32
     D = D * ALIGN
@@ -539,18 +442,9 @@ def _scatter_nd_scan(
 
 @triton.jit
 def _gather_nd_rows(
-    out_ptr,
-    indices_ptr,
-    source_ptr,
-    R,
-    D,
-    n,
-    masked,
-    MASKED: tl.constexpr,
-    ALIGN: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    out_ptr, indices_ptr, source_ptr, R, D, n, masked,
+    MASKED: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """The gradient: the row that each index names, zeros where it names none."""
     D = D * ALIGN
     tiles = tl.cdiv(D, BLOCK)

@@ -125,23 +125,9 @@ def _along(outer, OUTERS, strides):
 
 @triton.jit
 def _softmax_rows(
-    y_ptr,
-    x_ptr,
-    INNER,
-    N,
-    y_outer,
-    y_inner,
-    y_step,
-    x_outer,
-    x_inner,
-    x_step,
-    ALIGN: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    FLAT: tl.constexpr,
-    OUTERS=None,
-):
+    y_ptr, x_ptr, INNER, N, y_outer, y_inner, y_step, x_outer, x_inner, x_step,
+    ALIGN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, FLAT: tl.constexpr, OUTERS=None,
+):  # fmt: skip
     """ROWS rows in registers, as CHUNKS tiles of BLOCK columns, of which only the last is masked."""
     FLOAT: tl.constexpr = tl.float64 if x_ptr.dtype.element_ty == tl.float64 else tl.float32
     N = N * ALIGN
@@ -195,16 +181,9 @@ def _unpacked(pairs, HALF: tl.constexpr):
 
 @triton.jit
 def _softmax_pairs(
-    y_ptr,
-    x_ptr,
-    N,
-    y_inner,
-    x_inner,
-    ALIGN: tl.constexpr,
-    BLOCK: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    TWICE: tl.constexpr,
-):
+    y_ptr, x_ptr, N, y_inner, x_inner,
+    ALIGN: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, TWICE: tl.constexpr,
+):  # fmt: skip
     """One row of half-precision numbers, held as CHUNKS tiles of BLOCK pairs: two numbers a register.
 
     Where ALIGN is 1, rows may begin and end in the middle of a pair: the first and the last number are taken alone, and
@@ -285,16 +264,8 @@ def _merge(tops, totals):
 
 @triton.jit
 def _top_and_total(
-    x_ptr,
-    live,
-    begin,
-    end,
-    x_step,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    GROUP: tl.constexpr,
-    FLOAT: tl.constexpr,
-):
+    x_ptr, live, begin, end, x_step, ROWS: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, FLOAT: tl.constexpr
+):  # fmt: skip
     """Maximum and sum of the columns from `begin` to `end`, in one pass.
 
     Every GROUP neighbours, which one thread holds, share a running maximum: a sum is rescaled once a group and not once
@@ -315,9 +286,7 @@ def _top_and_total(
 
 
 @triton.jit
-def _divided(
-    y_ptr, x_ptr, live, begin, end, y_step, x_step, top, total, ROWS: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
+def _divided(y_ptr, x_ptr, live, begin, end, y_step, x_step, top, total, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """The second pass, from the end back: what was read last is likeliest to be in a cache still."""
     scale = 1 / total  # [ROWS, 1]
     columns = tl.arange(0, BLOCK)[None, :].to(tl.int64)  # [1, BLOCK]
@@ -332,22 +301,9 @@ def _divided(
 
 @triton.jit
 def _softmax_online(
-    y_ptr,
-    x_ptr,
-    INNER,
-    N,
-    y_outer,
-    y_inner,
-    y_step,
-    x_outer,
-    x_inner,
-    x_step,
-    ALIGN: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    GROUP: tl.constexpr,
-    OUTERS=None,
-):
+    y_ptr, x_ptr, INNER, N, y_outer, y_inner, y_step, x_outer, x_inner, x_step,
+    ALIGN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, OUTERS=None,
+):  # fmt: skip
     """ROWS rows of any width, read twice."""
     FLOAT: tl.constexpr = tl.float64 if x_ptr.dtype.element_ty == tl.float64 else tl.float32
     N = N.to(tl.int64) * ALIGN
@@ -361,22 +317,9 @@ def _softmax_online(
 
 @triton.jit
 def _softmax_parts(
-    tops_ptr,
-    totals_ptr,
-    x_ptr,
-    INNER,
-    N,
-    SPAN,
-    x_outer,
-    x_inner,
-    x_step,
-    ALIGN: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    GROUP: tl.constexpr,
-    PARTS: tl.constexpr,
-    OUTERS=None,
-):
+    tops_ptr, totals_ptr, x_ptr, INNER, N, SPAN, x_outer, x_inner, x_step,
+    ALIGN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr, OUTERS=None,
+):  # fmt: skip
     """Few wide rows, first half: PARTS programs share a row, and each leaves the maximum and sum of SPAN columns."""
     FLOAT: tl.constexpr = tl.float64 if x_ptr.dtype.element_ty == tl.float64 else tl.float32
     N = N.to(tl.int64) * ALIGN
@@ -393,25 +336,9 @@ def _softmax_parts(
 
 @triton.jit
 def _softmax_parts_divided(
-    y_ptr,
-    tops_ptr,
-    totals_ptr,
-    x_ptr,
-    INNER,
-    N,
-    SPAN,
-    y_outer,
-    y_inner,
-    y_step,
-    x_outer,
-    x_inner,
-    x_step,
-    ALIGN: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PARTS: tl.constexpr,
-    OUTERS=None,
-):
+    y_ptr, tops_ptr, totals_ptr, x_ptr, INNER, N, SPAN, y_outer, y_inner, y_step, x_outer, x_inner, x_step,
+    ALIGN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, OUTERS=None,
+):  # fmt: skip
     """Few wide rows, second half: every program merges what all parts of its rows found and divides its own columns."""
     N = N.to(tl.int64) * ALIGN
     part = tl.program_id(0) % PARTS
@@ -479,20 +406,9 @@ def _again(x, zero, ANEW: tl.constexpr):
 
 @triton.jit
 def _softmax_whole(
-    y_ptr,
-    x_ptr,
-    INNER,
-    N,
-    y_outer,
-    y_inner,
-    x_outer,
-    x_inner,
-    VEC: tl.constexpr,
-    BLOCK: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    ANEW: tl.constexpr,
-    OUTERS=None,
-):
+    y_ptr, x_ptr, INNER, N, y_outer, y_inner, x_outer, x_inner,
+    VEC: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, ANEW: tl.constexpr, OUTERS=None,
+):  # fmt: skip
     """One row, one program: CHUNKS tiles, held as they were loaded. Half types take half the registers so."""
     outer = (tl.program_id(0) // INNER).to(tl.int64)
     inner = (tl.program_id(0) % INNER).to(tl.int64)
@@ -595,24 +511,9 @@ def _divided_part(y_ptr, e, top, words, begin, N, part, SPAN, VEC: tl.constexpr,
 
 @triton.jit
 def _softmax_shared(
-    y_ptr,
-    x_ptr,
-    board_ptr,
-    INNER,
-    N,
-    y_outer,
-    y_inner,
-    x_outer,
-    x_inner,
-    SPAN,
-    PARTS,
-    VEC: tl.constexpr,
-    BLOCK: tl.constexpr,
-    LANES: tl.constexpr,
-    TRIES: tl.constexpr,
-    LATE: tl.constexpr,
-    OUTERS=None,
-):
+    y_ptr, x_ptr, board_ptr, INNER, N, y_outer, y_inner, x_outer, x_inner, SPAN, PARTS,
+    VEC: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr, TRIES: tl.constexpr, LATE: tl.constexpr, OUTERS=None,
+):  # fmt: skip
     """A row of any width by PARTS programs, each of which holds up to SPAN of its numbers: SPAN in vectors."""
     NOTHING: tl.constexpr = -36028797018963968  # the word of a part without numbers: -inf and 0
     row = tl.program_id(0) // PARTS
@@ -646,20 +547,9 @@ def _softmax_shared(
 
 @triton.jit
 def _softmax_backward_whole(
-    dx_ptr,
-    y_ptr,
-    dy_ptr,
-    INNER,
-    N,
-    y_outer,
-    y_inner,
-    dy_outer,
-    dy_inner,
-    VEC: tl.constexpr,
-    BLOCK: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    OUTERS=None,
-):
+    dx_ptr, y_ptr, dy_ptr, INNER, N, y_outer, y_inner, dy_outer, dy_inner,
+    VEC: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, OUTERS=None,
+):  # fmt: skip
     """The gradient of one row by one program, y and dy held as CHUNKS tiles of whole vectors. dx lies as y does."""
     outer = (tl.program_id(0) // INNER).to(tl.int64)
     inner = (tl.program_id(0) % INNER).to(tl.int64)
@@ -718,25 +608,9 @@ def _centred_part(dx_ptr, y, dy, words, begin, N, part, SPAN, VEC: tl.constexpr,
 
 @triton.jit
 def _softmax_backward_shared(
-    dx_ptr,
-    y_ptr,
-    dy_ptr,
-    board_ptr,
-    INNER,
-    N,
-    y_outer,
-    y_inner,
-    dy_outer,
-    dy_inner,
-    SPAN,
-    PARTS,
-    VEC: tl.constexpr,
-    BLOCK: tl.constexpr,
-    LANES: tl.constexpr,
-    TRIES: tl.constexpr,
-    LATE: tl.constexpr,
-    OUTERS=None,
-):
+    dx_ptr, y_ptr, dy_ptr, board_ptr, INNER, N, y_outer, y_inner, dy_outer, dy_inner, SPAN, PARTS,
+    VEC: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr, TRIES: tl.constexpr, LATE: tl.constexpr, OUTERS=None,
+):  # fmt: skip
     """The gradient of a row of any width by PARTS programs, as `_softmax_shared`: a word is a sum of y dy."""
     NOTHING: tl.constexpr = -2147483648  # -0.0
     row = tl.program_id(0) // PARTS
@@ -768,24 +642,9 @@ def _softmax_backward_shared(
 
 @triton.jit
 def _softmax_backward_rows(
-    dx_ptr,
-    y_ptr,
-    dy_ptr,
-    INNER,
-    N,
-    y_outer,
-    y_inner,
-    y_step,
-    dy_outer,
-    dy_inner,
-    dy_step,
-    ALIGN: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    FLAT: tl.constexpr,
-    OUTERS=None,
-):
+    dx_ptr, y_ptr, dy_ptr, INNER, N, y_outer, y_inner, y_step, dy_outer, dy_inner, dy_step,
+    ALIGN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, FLAT: tl.constexpr, OUTERS=None,
+):  # fmt: skip
     """The gradient of ROWS rows; y and dy stay in registers as CHUNKS tiles. dx lies in memory as y does."""
     FLOAT: tl.constexpr = tl.float64 if y_ptr.dtype.element_ty == tl.float64 else tl.float32
     N = N * ALIGN
@@ -831,9 +690,7 @@ def _dot(
 
 
 @triton.jit
-def _centred(
-    dx_ptr, y_ptr, dy_ptr, live, begin, end, y_step, dy_step, dot, BLOCK: tl.constexpr
-):  # fmt: skip
+def _centred(dx_ptr, y_ptr, dy_ptr, live, begin, end, y_step, dy_step, dot, BLOCK: tl.constexpr):
     """The second pass over y and dy, from the end back."""
     columns = tl.arange(0, BLOCK)[None, :].to(tl.int64)  # [1, BLOCK]
     last = begin + (tl.cdiv(end - begin, BLOCK) - 1) * BLOCK
@@ -847,22 +704,9 @@ def _centred(
 
 @triton.jit
 def _softmax_backward_twice(
-    dx_ptr,
-    y_ptr,
-    dy_ptr,
-    INNER,
-    N,
-    y_outer,
-    y_inner,
-    y_step,
-    dy_outer,
-    dy_inner,
-    dy_step,
-    ALIGN: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    OUTERS=None,
-):
+    dx_ptr, y_ptr, dy_ptr, INNER, N, y_outer, y_inner, y_step, dy_outer, dy_inner, dy_step,
+    ALIGN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, OUTERS=None,
+):  # fmt: skip
     """The gradient of ROWS rows of any width; y and dy are read twice."""
     FLOAT: tl.constexpr = tl.float64 if y_ptr.dtype.element_ty == tl.float64 else tl.float32
     N = N.to(tl.int64) * ALIGN
@@ -877,24 +721,9 @@ def _softmax_backward_twice(
 
 @triton.jit
 def _softmax_backward_parts(
-    dots_ptr,
-    y_ptr,
-    dy_ptr,
-    INNER,
-    N,
-    SPAN,
-    y_outer,
-    y_inner,
-    y_step,
-    dy_outer,
-    dy_inner,
-    dy_step,
-    ALIGN: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PARTS: tl.constexpr,
-    OUTERS=None,
-):
+    dots_ptr, y_ptr, dy_ptr, INNER, N, SPAN, y_outer, y_inner, y_step, dy_outer, dy_inner, dy_step,
+    ALIGN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, OUTERS=None,
+):  # fmt: skip
     """Few wide rows, first half: PARTS programs share a row, and each leaves its sum of y dy over SPAN columns."""
     FLOAT: tl.constexpr = tl.float64 if y_ptr.dtype.element_ty == tl.float64 else tl.float32
     N = N.to(tl.int64) * ALIGN
@@ -910,25 +739,9 @@ def _softmax_backward_parts(
 
 @triton.jit
 def _softmax_backward_parts_centred(
-    dx_ptr,
-    dots_ptr,
-    y_ptr,
-    dy_ptr,
-    INNER,
-    N,
-    SPAN,
-    y_outer,
-    y_inner,
-    y_step,
-    dy_outer,
-    dy_inner,
-    dy_step,
-    ALIGN: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PARTS: tl.constexpr,
-    OUTERS=None,
-):
+    dx_ptr, dots_ptr, y_ptr, dy_ptr, INNER, N, SPAN, y_outer, y_inner, y_step, dy_outer, dy_inner, dy_step,
+    ALIGN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, OUTERS=None,
+):  # fmt: skip
     """Few wide rows, second half: every program adds up the sums of its rows and finishes its own columns."""
     N = N.to(tl.int64) * ALIGN
     part = tl.program_id(0) % PARTS
