@@ -35,6 +35,7 @@ extensions = [
     "sphinx_design",
     "sphinx_gallery.gen_gallery",
     "fusebook_site",
+    "front",
 ]
 exclude_patterns = ["_ext", "_inventories", "_static", "auto_downloads"]
 default_role = "code"
@@ -58,14 +59,14 @@ html_theme = "pydata_sphinx_theme"
 html_title = "Fusebook"
 html_static_path = ["docs/_static"]
 templates_path = ["docs/_templates"]
-html_css_files = ["fusebook.css", "gallery.css"]
+html_css_files = ["fusebook.css", "gallery.css", "front.css"]
 html_copy_source = False
 html_show_sourcelink = False
 html_math_renderer = "mathml"
 html_baseurl = f"{URL}/" if URL else ""
 html_theme_options = {
     "navbar_align": "left",
-    "navbar_end": ["theme-switcher"],
+    "navbar_end": ["theme-switcher", "navbar-icon-links"],
     "header_links_before_dropdown": 6,
     "show_toc_level": 2,
     "use_edit_page_button": bool(REPOSITORY),

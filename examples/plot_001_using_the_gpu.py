@@ -23,6 +23,8 @@ Two of its exercises have pages of their own: programming a GPU directly is
 
 With a CUDA GPU everything is measured as the page runs. Without one, it is
 replayed from the record of a GPU that is named at the end.
+
+Read before: nothing.
 """
 
 # %%

@@ -20,6 +20,8 @@ is right here; the definitions stand in :doc:`/method`.
 
 With a CUDA GPU everything is measured as the page runs. Without one, it is
 replayed from the record of a GPU that is named at the end.
+
+Read before: nothing.
 """
 
 # %%

@@ -19,6 +19,8 @@ a cache must not step into.
 With a CUDA GPU everything is measured as the page runs. Without one, it is
 replayed from the record of a GPU that is named at the end, and the cache is
 checked in Triton's interpreter.
+
+Read before: 002.
 """
 
 # %%

@@ -17,6 +17,8 @@ exercises of an old manual stand at the end, each with a check.
 With a CUDA GPU everything here is measured as the page runs. Without one, the
 kernels run in Triton's interpreter and the times are replayed from the record
 of a GPU that is named beside them.
+
+Read before: 002.
 """
 
 # %%

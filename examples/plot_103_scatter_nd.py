@@ -18,6 +18,8 @@ times was fusion.
 With a CUDA GPU everything here is measured as the page runs. Without one, the
 kernels run in Triton's interpreter and the times are replayed from the record
 of a GPU that is named beside them.
+
+Read before: 002, 101.
 """
 
 # %%

@@ -17,6 +17,8 @@ worth where matrices are large, and where they are a few rows.
 With a CUDA GPU everything here is measured as the page runs. Without one, the
 kernels run in Triton's interpreter and the times are replayed from the record
 of a GPU that is named beside them.
+
+Read before: 201.
 """
 
 # %%

@@ -18,6 +18,8 @@ kernel that reads the data once in all the ten thousand steps.
 With a CUDA GPU everything here is measured as the page runs. Without one, the
 kernels run in Triton's interpreter and the times are replayed from the record
 of a GPU that is named beside them.
+
+Read before: 003, 102.
 """
 
 # %%

@@ -21,6 +21,8 @@ With a CUDA GPU everything here is measured as the page runs. Without one, the
 kernels run in Triton's interpreter and the times are replayed from the record
 of a GPU that is named beside them. What is compiled for the CPU is compiled
 as the page is built, where there is a C++ compiler.
+
+Read before: 002, 101.
 """
 
 # %%

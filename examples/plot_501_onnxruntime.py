@@ -18,6 +18,8 @@ Masked ScatterND, which has a page of its own, becomes three graphs and three
 sessions. They are timed, and the time is told apart: what fusion gives, what
 leaving ONNX Runtime's own ScatterND gives, and what a run costs before any
 kernel has begun.
+
+Read before: 103.
 """
 
 # %%

@@ -13,6 +13,8 @@ The records of the library's operators on one GPU, in one table and under one
 roofline. Nothing is measured here: a page of its own measures each operator,
 and this one reads what is in the package. ``FUSEBOOK_GPU`` chooses another
 GPU.
+
+Read before: 002.
 """
 
 # %%

@@ -417,6 +417,15 @@ def test_the_readme_tells_of_every_page():
     assert all(page.name in text for page in (ROOT / "examples").glob("plot_*.py"))
 
 
+def test_the_readme_shows_what_the_records_say(monkeypatch):
+    monkeypatch.delenv("FUSEBOOK_GPU", raising=False)
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    for part in (readme.figure, readme.verdicts):
+        assert text == readme.between(text, part.__name__, part()), "run python docs/_ext/readme.py"
+    for file in re.findall(r"docs/_static/[\w.-]+", text):
+        assert (ROOT / file).exists()
+
+
 @pytest.fixture(scope="module")
 def noxfile():
     pytest.importorskip("nox")

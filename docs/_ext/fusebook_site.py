@@ -279,19 +279,6 @@ class Kernels(SphinxDirective):
         return self.parse_text_to_nodes("\n".join(lines))
 
 
-class ResultPicture(SphinxDirective):
-    """The picture of the README, where the records that it is drawn from are there."""
-
-    def run(self):
-        """Look for the picture beside the style sheets."""
-        if not (ROOT / "docs" / "_static" / "softmax.svg").exists():
-            return []
-        caption = (ROOT / "docs" / "_static" / "softmax.txt").read_text(encoding="utf-8").strip()
-        return self.parse_text_to_nodes(
-            f".. image:: /_static/softmax.svg\n   :alt: {caption}\n   :class: sphx-glr-single-img\n\n{caption}\n"
-        )
-
-
 def outdated(app, env, added, changed, removed):
     """Read the page of build times again when a page has run."""
     return {"times"} & env.all_docs.keys() if added or changed or removed else set()
@@ -343,7 +330,6 @@ def setup(app):
     app.add_html_math_renderer("mathml", inline_renderers=(inline_math, None), block_renderers=(block_math, None))
     app.add_directive("build-times", BuildTimes)
     app.add_directive("kernels", Kernels)
-    app.add_directive("result-picture", ResultPicture)
     app.connect("builder-inited", before_gallery, priority=100)  # the gallery runs at 500
     app.connect("builder-inited", after_gallery, priority=900)
     app.connect("source-read", without_memory)

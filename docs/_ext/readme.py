@@ -1,52 +1,66 @@
 """Make the parts of the README that follow from other files: ``python docs/_ext/readme.py``.
 
-The figure is drawn from the record of softmax into docs/_static/softmax.svg; its caption, in softmax.txt, says where
-the numbers come from. The table of pages is made from the pages and the cards. Both stand between markers.
+The figure is drawn from the records into docs/_static, once for a light page and once for a dark one; the table of
+verdicts is the front page's in short, the table of pages is made from the pages and the cards. All stand between
+markers.
 """
 
-import ast
 import sys
 from pathlib import Path
 
-__all__ = ["between", "caption", "pages"]
-
 ROOT = Path(__file__).resolve().parents[2]
 STATIC = ROOT / "docs" / "_static"
-sys.path.insert(0, str(ROOT / "src"))
+sys.path[:0] = [str(ROOT / "src"), str(ROOT / "docs" / "_ext")]
+
+import front  # noqa: E402
+import pages as site  # noqa: E402
+
+__all__ = ["between", "figure", "pages", "verdicts"]
+
+#: What text and axes are drawn in on a light page and on a dark one: 7 to 1 on GitHub's backgrounds.
+INKS = {"light": "#57606a", "dark": "#b3bac2"}
 
 
-def caption():
-    """Draw bandwidth over width, under the measured roof; returns what stands below the figure."""
-    import matplotlib as mpl
-
-    mpl.use("svg")
-    # The same record gives the same file.
-    mpl.rcParams.update({"svg.hashsalt": "fusebook", "savefig.transparent": True})
-    from fusebook import plots, record
-    from fusebook.cards.softmax import SOFTMAX
-
-    df = record.select(record.read("softmax"), SOFTMAX, "triton")
-    axes = plots.bandwidth(df)
-    axes.figure.savefig(STATIC / "softmax.svg", bbox_inches="tight", metadata={"Date": None, "Creator": None})
-    machine = df.attrs["origin"].machine
+def figure():
+    """The figure, in the theme of who reads it, and what stands below."""
+    title, below = front.headline()
     return (
-        f"Softmax of 4096 rows in float32 on one {machine.name}, cold, by the width of a row: bandwidth of the least "
-        f"traffic, under the measured roof. {df['versions'].iloc[0]}; {df['date'].iloc[0]}."
+        "<picture>\n"
+        '  <source media="(prefers-color-scheme: dark)" srcset="docs/_static/standings-dark.svg">\n'
+        f'  <img alt="{title}" src="docs/_static/standings-light.svg">\n'
+        f"</picture>\n\n{below}"
     )
 
 
+def verdicts():
+    """The table of verdicts: by the device's clock and the caller's against torch, and the caller's against all."""
+    rows = [
+        "| operator | write it? | on the device, over torch and torch.compile | for the caller, over the same "
+        "| for the caller, over the best of all |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for verdict in front.verdicts():
+        page = front.page_of(verdict.op)
+        told = [
+            " ".join(filter(None, (spread, f"({counts})" if counts else ""))) for spread, counts in front.cells(verdict)
+        ]
+        name = f"[`{verdict.op.name}`](examples/{page.path.name})"
+        rows.append(f"| {name} | {front.word(verdict)} | {told[0]} | {told[2]} | {told[3]} |")
+    return "\n".join([*rows, "", front.caption()])
+
+
 def pages():
-    """The table of pages: the title of each, and the operators whose cards say that it tells of them."""
+    """The table of pages: the title of each, what to have read before, and its operators."""
     from fusebook import cards
 
     told = {}
     for module in cards.MODULES:
-        told.setdefault(module.PAGE, []).extend(f"`{op.name}`" for op in module.OPS)
-    rows = ["| page | operators |", "| --- | --- |"]
-    for page in sorted((ROOT / "examples").glob("plot_*.py")):
-        title = ast.get_docstring(ast.parse(page.read_text(encoding="utf-8"))).splitlines()[0]
-        names = ", ".join(told.get(int(page.stem.split("_")[1]), ()))
-        rows.append(f"| [{title}](examples/{page.name}) | {names} |".replace("|  |", "| |"))
+        told.setdefault(f"{module.PAGE:03}", []).extend(f"`{op.name}`" for op in module.OPS)
+    rows = ["| page | to have read | operators |", "| --- | --- | --- |"]
+    for number, page in site.pages().items():
+        title = f"{number} [{page.title}](examples/{page.path.name})"
+        names = ", ".join(told.get(number, ()))
+        rows.append(f"| {title} | {', '.join(page.before)} | {names} |".replace("|  |", "| |").replace("|  |", "| |"))
     return "\n".join(rows)
 
 
@@ -59,12 +73,17 @@ def between(text, name, part):
 
 
 def main():
-    """Write the figure, its caption, and the README."""
+    """Write the figure and the README."""
+    import matplotlib as mpl
+
+    mpl.use("svg")
+    for theme, ink in INKS.items():
+        front.draw(STATIC / f"standings-{theme}.svg", ink)
     readme = ROOT / "README.md"
-    said = caption()
-    (STATIC / "softmax.txt").write_text(said + "\n", encoding="utf-8")
-    text = between(readme.read_text(encoding="utf-8"), "figure", f"![{said}](docs/_static/softmax.svg)\n\n{said}")
-    readme.write_text(between(text, "pages", pages()), encoding="utf-8")
+    text = readme.read_text(encoding="utf-8")
+    for part in (figure, verdicts, pages):
+        text = between(text, part.__name__, part())
+    readme.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -174,6 +174,10 @@ class Origin:
     function: str = ""
     source: str = ""
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Origin:
+        """Itself, which nobody can change: pandas copies a frame's attrs at every step, deeply."""
+        return self
+
 
 def software(variant: Variant | None = None) -> dict[str, str]:
     """Versions of what a variant runs on: torch and what it hands work to, Triton, and the packages that it needs.

@@ -21,7 +21,7 @@ with extra("book"):
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 
-__all__ = ["bandwidth", "copies", "dots", "lines", "roofline", "spread", "timeline", "times"]
+__all__ = ["bandwidth", "copies", "dots", "lines", "roofline", "spread", "standings", "timeline", "times"]
 
 #: Readable on white and on near-black, and told apart by readers who do not see red and green.
 INK = "#6e6e6e"
@@ -462,6 +462,61 @@ def roofline(df: pd.DataFrame, machine: Any, *, kind: str = "cold", ax: Axes | N
     )
     # Below, in rows: inside it would lie on the points of one operator or another.
     ax.legend(ncols=4, loc="upper left", bbox_to_anchor=(0, -0.13), frameon=False, labelcolor=INK, fontsize=8)
+    return ax
+
+
+def standings(parts: Mapping[str, pd.DataFrame], *, title: str, xlabel: str, ax: Axes | None = None) -> Axes:
+    """How far each operator is from its roof: ours filled, the best other way hollow, a row an operator.
+
+    Parameters
+    ----------
+    parts : mapping of str to pandas.DataFrame
+        By the name of its row: shares of a ceiling in the columns ``ours`` and ``other``, a row a point.
+    title, xlabel : str
+    ax : matplotlib.axes.Axes, optional
+
+    Returns
+    -------
+    matplotlib.axes.Axes
+        Marks are medians, bars go from the worst point to the best. In percent.
+    """
+    ax = _axes(ax, title, xlabel, "", (8.0, 1.5 + 0.36 * len(parts)))
+    ax.grid(axis="x", color=INK, alpha=0.25, linewidth=0.6)
+    names = list(parts)[::-1]
+    ways = (
+        ("other", "the best other way", _COLOURS["quack"], "o", -0.16),
+        ("ours", "ours", _COLOURS["fusebook"], "D", 0.16),
+    )
+    for column, label, colour, marker, up in ways:
+        for y, name in enumerate(names):
+            values = 100 * parts[name][column].astype(float)
+            ax.plot([values.min(), values.max()], [y + up] * 2, color=colour, linewidth=2, alpha=0.45)
+            ax.plot(
+                values.median(),
+                y + up,
+                linestyle="none",
+                marker=marker,
+                markersize=7,
+                color=colour,
+                markerfacecolor=colour if column == "ours" else "none",
+                label=label if y == 0 else None,
+            )
+    ax.axvline(100, color=INK, linewidth=1.2)
+    ax.set_yticks(range(len(names)), names)
+    ax.tick_params(axis="y", length=0)
+    ax.set_xlim(left=0)
+    ax.set_ylim(-0.6, len(names) - 0.4)
+    handles, labels = ax.get_legend_handles_labels()
+    ax.legend(
+        handles[::-1],
+        labels[::-1],
+        ncols=2,
+        loc="upper left",
+        bbox_to_anchor=(0, -0.5 / (1.5 + 0.36 * len(parts))),  # under the label of the x axis
+        frameon=False,
+        labelcolor=INK,
+        fontsize=9,
+    )
     return ax
 
 

@@ -1,0 +1,311 @@
+"""The front page: what records say about each operator, one picture of all, the pages as cards, and how to begin.
+
+Everything is made from the records of the GPU that is replayed, and from the pages; nothing is typed that data could
+decide. The README shows the same in short.
+"""
+
+import functools
+import html
+import os
+import statistics
+from pathlib import Path
+
+from docutils import nodes
+from sphinx.util.docutils import SphinxDirective
+
+import pages
+
+__all__ = ["Begin", "Cards", "Path_", "Picture", "Should", "caption", "draw", "found", "headline", "setup", "table"]
+
+ROOT = Path(__file__).resolve().parents[2]
+
+HEAD = "Operator", "Write it?", "On the device", "For the caller", "torch, torch.compile", "the best of all"
+PAYS = "Pays for the caller from"
+
+
+# What records say -----------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def found():
+    """The records of the GPU that is replayed, by operator; none where it has none."""
+    from fusebook import record
+
+    return record.read_all()
+
+
+@functools.cache
+def verdicts():
+    """What they say about every operator, see `fusebook.page.verdicts`."""
+    from fusebook.page import verdicts as made
+
+    return made.verdicts(found())
+
+
+def origins(frames):
+    """On what the results were measured: the GPU, the dates, the versions of torch and Triton."""
+    on = next(iter(frames)).attrs["origin"].machine
+    dates = sorted({str(date) for frame in frames for date in frame["date"].dropna()})
+    told = {part for frame in frames for row in frame["versions"].dropna().unique() for part in row.split("; ")}
+    versions = sorted(part for part in told if part.split()[0] in ("torch", "triton"))
+    return on.name, " to ".join(dict.fromkeys((dates[0], dates[-1]))), ", ".join(versions)
+
+
+def caption():
+    """What stands over the table of verdicts."""
+    name, dates, versions = origins(list(found().values()))
+    return (
+        f"Our time over the other's, from the best size to the worst, on one {name}: below 1 ours is faster. "
+        f"Within 2 % is equal. {versions}; {dates}."
+    )
+
+
+def page_of(op):
+    """The page that tells of an operator."""
+    from fusebook.page.verdicts import page_of
+
+    return pages.pages()[f"{page_of(op):03}"]
+
+
+def cells(verdict):
+    """By clock and by what ours is held against: the range, and wins, ties and losses."""
+    return [
+        (against[kind].range, against[kind].counts)
+        for kind in ("cold", "paid")
+        for against in (verdict.torch, verdict.every)
+    ]
+
+
+def pays(verdict):
+    """From which problem on the caller gains."""
+    return {None: "not measured", "": "at no size"}.get(verdict.start, verdict.start)
+
+
+def word(verdict):
+    """Whether to write it, and the library that is faster where one is."""
+    return verdict.word + (f"; {verdict.library} is faster" if verdict.library else "")
+
+
+def left_out():
+    """A sentence on records that the table cannot show, and one on those of earlier code; empty where there is none."""
+    told = {verdict.op.name for verdict in verdicts()}
+    missing = [name for name in found() if name not in told]
+    stale = [name for name, frame in found().items() if frame.attrs["origin"].stale]
+    sentences = []
+    if missing:
+        sentences.append(f"Compared on a page of its own: {', '.join(missing)}.")
+    if stale:
+        sentences.append(f"Code that launches or compares has changed since it was recorded: {', '.join(stale)}.")
+    return " ".join(sentences)
+
+
+def split(text):
+    """A cell whose parenthesis stands small below."""
+    first, _, rest = text.partition(" (")
+    return f"<td><span>{html.escape(first)}</span><small>{html.escape(rest.rstrip(')'))}</small></td>"
+
+
+def table(link=lambda op: f"{page_of(op).document}.html"):
+    """The table of verdicts as HTML; `link` makes an operator's address."""
+    escape = html.escape
+    rows = []
+    for verdict in verdicts():
+        name = escape(verdict.op.name)
+        measured = "".join(
+            f"<td><span>{escape(range_)}</span><small>{counts}</small></td>" for range_, counts in cells(verdict)
+        )
+        kind = verdict.word.split(",")[0].split()[0]
+        rows.append(
+            f'<tr><th scope="row"><a href="{link(verdict.op)}"><code>{name.replace("_", "_<wbr>")}</code></a></th>'
+            f'<td class="fb-word fb-word-{kind}">{escape(word(verdict))}</td>{measured}{split(pays(verdict))}</tr>'
+        )
+    op, write, device, caller, plain, every = HEAD
+    return (
+        '<div class="fb-scroll fb-should-scroll" role="region" tabindex="0" aria-label="Should I write a kernel?">'
+        f'<table class="fb-should"><caption>{escape(caption())}</caption><thead>'
+        f'<tr><th scope="col" rowspan="2">{op}</th><th scope="col" rowspan="2">{write}</th>'
+        f'<th scope="colgroup" colspan="2">{device}, over</th><th scope="colgroup" colspan="2">{caller}, over</th>'
+        f'<th scope="col" rowspan="2">{PAYS}</th></tr>'
+        f"<tr>{''.join(f'<th scope=col>{name}</th>' for _ in range(2) for name in (plain, every))}</tr></thead>"
+        f"<tbody>{''.join(rows)}</tbody></table></div>"
+    )
+
+
+# The picture ----------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def reached():
+    """By operator, the shares of the roof that ours and the best other way reach; operators that have any."""
+    from fusebook.page import verdicts as made
+
+    parts = {verdict.op.name: made.shares(verdict.op, found()[verdict.op.name]) for verdict in verdicts()}
+    return {name: part for name, part in parts.items() if len(part)}
+
+
+def headline():
+    """The finding of the picture, in a sentence, and what the marks are."""
+    parts = reached()
+    name, dates, versions = origins(list(found().values()))
+    more = sum(part["ours"].median() > 1.02 * part["other"].median() for part in parts.values())
+    less = sum(part["ours"].median() < 0.98 * part["other"].median() for part in parts.values())
+    middle = {
+        side: 100 * statistics.median(part[side].median() for part in parts.values()) for side in ("ours", "other")
+    }
+    return (
+        f"Nearer to the roof than the best other way: {more} of {len(parts)} operators; farther: {less}",
+        f"Share of the measured roof on one {name}, cold, where memory or arithmetic binds: medians, with bars from "
+        f"the worst size to the best. Over the operators the median is {middle['ours']:.0f} % for ours and "
+        f"{middle['other']:.0f} % for the best other way. {versions}; {dates}.",
+    )
+
+
+def draw(target, ink=None):
+    """Draw the picture into a file; the same records give the same file."""
+    import matplotlib as mpl
+
+    from fusebook import plots
+
+    title, _ = headline()
+    settings = {"svg.hashsalt": "fusebook", "savefig.transparent": True, "svg.fonttype": "path"}
+    with mpl.rc_context(settings):
+        axes = plots.standings(
+            reached(), title=title, xlabel=f"% of the roof, cold, on one {origins(list(found().values()))[0]}"
+        )
+        axes.figure.savefig(target, bbox_inches="tight", metadata={"Date": None, "Creator": None})
+        mpl.pyplot.close(axes.figure)
+    if ink:
+        text = target.read_text(encoding="utf-8")
+        target.write_text(text.replace(plots.INK, ink), encoding="utf-8")
+
+
+# Directives -----------------------------------------------------------------------------------------------------------
+
+
+class _FromRecords(SphinxDirective):
+    """What is made from records: read again when one of them, or what they are of, has changed."""
+
+    def watch(self):
+        """Name the files to Sphinx."""
+        from fusebook import machine
+
+        library = ROOT / "src" / "fusebook"
+        for folder, pattern in (
+            (machine.RECORDS / machine.slug(), "*.csv"),
+            (library / "kernels", "*.py"),
+            (library / "cards", "*.py"),
+            (library / "page", "verdicts.py"),
+            (ROOT / "examples", "*.py"),
+            (ROOT / "docs" / "_ext", "*.py"),
+        ):
+            for file in folder.glob(pattern):
+                self.env.note_dependency(str(file))
+
+
+class Should(_FromRecords):
+    """The table: should one write a kernel?"""
+
+    def run(self):
+        """Ask the records."""
+        self.watch()
+        if not found():
+            return self.parse_text_to_nodes("No GPU is recorded yet.")
+        notes = left_out()
+        return [nodes.raw("", table(), format="html"), *(self.parse_text_to_nodes(notes) if notes else [])]
+
+
+class Picture(_FromRecords):
+    """The picture of all operators."""
+
+    def run(self):
+        """Draw it beside what the gallery generates."""
+        self.watch()
+        if not found() or not reached():
+            return []
+        folder = Path(self.env.srcdir) / "auto_examples" / "images"
+        folder.mkdir(parents=True, exist_ok=True)
+        draw(folder / "standings.svg")
+        title, below = headline()
+        return self.parse_text_to_nodes(
+            f".. image:: /auto_examples/images/standings.svg\n   :alt: {title}. {below}\n"
+            f"   :class: sphx-glr-single-img\n\n{below}\n"
+        )
+
+
+def verdict_line(page):
+    """What the records say about the operators of a page, in a line; empty where it has none."""
+    mine = [verdict for verdict in verdicts() if page_of(verdict.op) == page]
+    return "; ".join(f"``{verdict.op.name}``: {verdict.word}" for verdict in mine)
+
+
+class Cards(_FromRecords):
+    """The pages, a card each, by section."""
+
+    def run(self):
+        """Ask the pages."""
+        self.watch()
+        lines = []
+        thumbs = Path(self.env.srcdir) / "auto_examples" / "images" / "thumb"
+        for digit, section in pages.sections().items():
+            lines += [f".. rubric:: {section}", "   :class: fb-section", "", ".. grid:: 1 2 3 3", "   :gutter: 3", ""]
+            for page in pages.pages().values():
+                if page.number[0] != digit:
+                    continue
+                lines += [f"   .. grid-item-card:: {page.number} · {page.title}", f"      :link: /{page.document}"]
+                lines += ["      :link-type: doc", "      :class-card: fb-card"]
+                thumb = f"sphx_glr_{page.path.stem}_thumb"
+                if file := next(thumbs.glob(f"{thumb}.*"), None):
+                    lines += [
+                        f"      :img-top: /auto_examples/images/thumb/{file.name}",
+                        f"      :img-alt: {page.title}",
+                    ]
+                told = verdict_line(page)
+                lines += ["", f"      {page.purpose.split('. ')[0].rstrip('.').replace(':doc:', '')}.", ""]
+                lines += [f"      {told}", ""] if told else []
+                lines += ["      .. rst-class:: fb-minutes", "", f"      {page.minutes} minutes", ""]
+        return self.parse_text_to_nodes("\n".join(lines))
+
+
+class Path_(SphinxDirective):
+    """The reading path: every page with its minutes and what to have read before."""
+
+    def run(self):
+        """Ask the pages."""
+        lines = [".. list-table::", "   :header-rows: 1", "   :class: fb-path", ""]
+        lines += ["   * - Page", "     - Minutes", "     - To have read"]
+        every = pages.pages()
+        for page in every.values():
+            self.env.note_dependency(str(page.path))
+            before = ", ".join(f":doc:`{number} <{every[number].document}>`" for number in page.before)
+            lines += [f"   * - {page.number} :doc:`/{page.document}`", f"     - {page.minutes}"]
+            lines += [f"     - {before.replace('<auto', '</auto') or 'nothing'}"]
+        return self.parse_text_to_nodes("\n".join(lines) + "\n")
+
+
+class Begin(SphinxDirective):
+    """How to install the library: from the repository where its address is known, from a checkout elsewhere."""
+
+    def run(self):
+        """Write the line."""
+        return self.parse_text_to_nodes(f".. code-block:: bash\n\n   {install(self.config.fusebook_repository)}\n")
+
+
+def install(repository=None):
+    """The line that installs the library with what its pages need."""
+    repository = os.environ.get("FUSEBOOK_REPOSITORY", "").rstrip("/") if repository is None else repository
+    return (
+        f'pip install "fusebook[book] @ git+{repository}"' if repository else 'pip install ".[book]"  # in a checkout'
+    )
+
+
+def setup(app):
+    """Add the directives."""
+    for name, directive in {
+        "should-i-write": Should,
+        "picture-of-all": Picture,
+        "page-cards": Cards,
+        "reading-path": Path_,
+        "install-line": Begin,
+    }.items():
+        app.add_directive(name, directive)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -1,0 +1,80 @@
+"""What is known of the pages: number, title, what each is for, what to have read before it, and how long it takes.
+
+All of it stands in the page: the number in its name, the rest in its docstring, whose last line says ``Read before:``.
+"""
+
+import ast
+import functools
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["Page", "pages", "sections"]
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples"
+
+#: Of prose a reader takes so many words a minute, and of code so many lines.
+WORDS, LINES = 200, 50
+
+BEFORE = re.compile(r"^Read before: (.*)\.$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Page:
+    """One page."""
+
+    path: Path
+    title: str
+    purpose: str  # the first sentences of its docstring
+    before: tuple[str, ...]  # the numbers of the pages to have read
+    minutes: int
+
+    @property
+    def number(self):
+        """Three digits; the first is the page's section."""
+        return self.path.stem.split("_")[1]
+
+    @property
+    def document(self):
+        """The page's name within the site."""
+        return f"auto_examples/{self.path.stem}"
+
+
+def page(path):
+    """What a page says of itself.
+
+    Raises
+    ------
+    ValueError
+        Where it does not say what to have read before.
+    """
+    text = path.read_text(encoding="utf-8")
+    about = ast.get_docstring(ast.parse(text))
+    found = BEFORE.search(about)
+    if not found:
+        raise ValueError(
+            f"{path.name}: its docstring ends in no line 'Read before: 002, 101.' or 'Read before: nothing.'"
+        )
+    prose = [line[1:] for line in text.splitlines() if line.startswith("#")]
+    words = len(re.findall(r"\w+", " ".join([about, *prose])))
+    lines = sum(bool(line.strip()) and not line.startswith("#") for line in text.splitlines())
+    paragraphs = re.split(r"\n\s*\n", about)
+    return Page(
+        path,
+        title=about.splitlines()[0],
+        purpose=" ".join(paragraphs[1].split()),
+        before=tuple(re.findall(r"\d{3}", found[1])),
+        minutes=max(1, round(words / WORDS + lines / LINES)),
+    )
+
+
+@functools.cache
+def pages(examples=EXAMPLES):
+    """All pages by their number, in reading order."""
+    return {found.number: found for found in map(page, sorted(examples.glob("plot_*.py")))}
+
+
+def sections(header=EXAMPLES / "GALLERY_HEADER.rst"):
+    """What the first digit of a page's number means, by that digit, as the head of the gallery says it."""
+    return dict(re.findall(r"^ (\d)   (.+)$", header.read_text(encoding="utf-8"), re.MULTILINE))

@@ -1,0 +1,282 @@
+"""Should one write a kernel? What records answer: how ours stands against torch, torch.compile and libraries.
+
+Two clocks decide. ``cold`` is the device's. ``paid`` is the caller's: the larger of what the host and what the device
+needs for one of many calls, see `fusebook.tables.paid`. Medians within 2 % are equal.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import pandas as pd
+
+from fusebook import bench, cards, tables
+from fusebook.op import Op
+
+__all__ = ["CLOCKS", "GROUPS", "Standing", "Verdict", "choices", "group", "page_of", "shares", "verdict", "verdicts"]
+
+#: What one would use instead, and what is meant by each.
+GROUPS = ("torch", "torch.compile", "libraries")
+#: The clocks that a verdict is given by, in words.
+CLOCKS = {"cold": "on the device", "paid": "for the caller", "call": "for one call that is waited for"}
+#: Medians this close are equal.
+WITHIN = 0.02
+
+
+def group(op: Op, variant: str) -> str:
+    """To which of the ways that a reader chooses from a variant belongs.
+
+    Parameters
+    ----------
+    op : Op
+    variant : str
+        A name of its card, or of a record of it.
+
+    Returns
+    -------
+    str
+        ``ours``; one of `GROUPS`; empty for other variants of ours and for what its card no longer has. What needs
+        another package than torch, or computes on the CPU, is a library; what torch compiles anew for every shape is
+        torch.compile, in whatever mode.
+    """
+    if variant.startswith("fusebook"):
+        return "ours" if variant == "fusebook" else ""
+    way = op.variants.get(variant.removesuffix(bench.AS_INSTALLED))
+    if way is None:
+        return ""
+    if way.on_cpu or set(way.needs) - {"cuda"}:
+        return "libraries"
+    return "torch.compile" if way.recompiles else "torch"
+
+
+def _ways(op: Op, frame: pd.DataFrame, groups: Sequence[str] = GROUPS) -> pd.DataFrame:
+    """Ours and the ways of some groups that compute by the same arithmetic."""
+    alike = tables.alike(frame)
+    groups_of = alike["variant"].map(lambda name: group(op, name))
+    return alike[groups_of.isin(["ours", *groups])].assign(group=groups_of)
+
+
+@dataclass(frozen=True)
+class Standing:
+    """How ours stands against the fastest of some ways, by one clock.
+
+    Attributes
+    ----------
+    wins, ties, losses : int
+        Points at which it is faster, equal within 2 % and slower.
+    least, median, most : float
+        Our time over that of the fastest other, over all points; NaN where there are none.
+    """
+
+    wins: int
+    ties: int
+    losses: int
+    least: float = math.nan
+    median: float = math.nan
+    most: float = math.nan
+
+    @property
+    def points(self) -> int:
+        """At how many points both were timed."""
+        return self.wins + self.ties + self.losses
+
+    @property
+    def range(self) -> str:
+        """Our time over the other's, from the best point to the worst."""
+        if not self.points:
+            return "not measured"
+        return f"{_factor(self.least)} to {_factor(self.most)}" if self.points > 1 else _factor(self.most)
+
+    @property
+    def counts(self) -> str:
+        """Wins, ties and losses in words."""
+        return f"{self.wins} won, {self.ties} equal, {self.losses} lost" if self.points else ""
+
+
+def _factor(value: float) -> str:
+    return f"{value:.2f}" if value >= 0.095 else f"{value:.1g}"
+
+
+def _standing(table: pd.DataFrame) -> Standing:
+    ratios = table["times as long"]
+    if ratios.empty:
+        return Standing(0, 0, 0)
+    wins, losses = int((ratios < 1 - WITHIN).sum()), int((ratios > 1 + WITHIN).sum())
+    spread = float(ratios.min()), float(ratios.median()), float(ratios.max())
+    return Standing(wins, len(ratios) - wins - losses, losses, *spread)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a record says about one operator.
+
+    Attributes
+    ----------
+    op : Op
+    torch, every : mapping of str to Standing
+        By each of `CLOCKS`, against the best of torch and torch.compile, and against the best of all ways.
+    start : str or None
+        From which problem on it pays for the caller, against torch and torch.compile, see `fusebook.tables.pays_from`.
+    word : str
+        Whether to write the kernel: ``yes``, ``yes, from a size on``, ``yes, but not in float32``, ``yes at most
+        sizes``, ``no gain``, ``no``, ``it depends`` or ``not measured``. What the caller pays decides, against torch and
+        torch.compile: yes means faster at more than half of the points and slower at none.
+    library : str
+        The library that beats ours for the caller at more points than it loses, if one does.
+    """
+
+    op: Op
+    torch: Mapping[str, Standing]
+    every: Mapping[str, Standing]
+    start: str | None
+    word: str
+    library: str = ""
+
+
+def page_of(op: Op) -> int:
+    """The number of the page that tells of an operator.
+
+    Parameters
+    ----------
+    op : Op
+
+    Returns
+    -------
+    int
+        Of the module of its card.
+    """
+    return next(module.PAGE for module in cards.MODULES if any(card.name == op.name for card in module.OPS))
+
+
+def verdict(op: Op, frame: pd.DataFrame) -> Verdict:
+    """What results say about an operator.
+
+    Parameters
+    ----------
+    op : Op
+    frame : pandas.DataFrame
+        Of `fusebook.record.read`, or of `fusebook.bench.run`.
+
+    Returns
+    -------
+    Verdict
+    """
+    plain, every = _ways(op, frame, GROUPS[:2]), _ways(op, frame)
+    behind = {kind: tables.behind(plain, kind=kind) for kind in CLOCKS}
+    torch = {kind: _standing(table) for kind, table in behind.items()}
+    start = tables.pays_from(plain, kind="paid")
+    return Verdict(
+        op,
+        torch,
+        {kind: _standing(tables.behind(every, kind=kind)) for kind in CLOCKS},
+        start,
+        _word(torch["paid"], behind["paid"], start),
+        _library(op, frame),
+    )
+
+
+def _word(standing: Standing, behind: pd.DataFrame, start: str | None) -> str:
+    """The answer in a word or two, see `Verdict`."""
+    if not standing.points:
+        return "not measured"
+    if standing.wins * 2 > standing.points:
+        if not standing.losses:
+            return "yes"
+        lost = behind["times as long"] > 1 + WITHIN
+        # Where the losses are the smallest problems of all, a size tells them apart; where they are of one dtype, that.
+        if start and lost.to_numpy().argmin() == lost.sum():
+            return "yes, from a size on"
+        dtypes = behind.index.get_level_values("dtype")
+        bad = set(dtypes[lost])
+        if len(bad) == 1 and len(set(dtypes)) > 1:
+            return f"yes, but not in {bad.pop()}"
+        return "yes at most sizes"
+    if standing.losses * 2 >= standing.points:
+        return "no"
+    return "it depends" if standing.wins + standing.losses > standing.ties else "no gain"
+
+
+def _library(op: Op, frame: pd.DataFrame) -> str:
+    ways = _ways(op, frame, GROUPS[2:])
+    for name in dict.fromkeys(ways.loc[ways["group"] == "libraries", "variant"]):
+        standing = _standing(tables.behind(ways[ways["variant"].isin(["fusebook", name])], kind="paid"))
+        if standing.losses > standing.wins:
+            return str(name)
+    return ""
+
+
+def verdicts(found: Mapping[str, pd.DataFrame]) -> list[Verdict]:
+    """What records say about every operator that has one and a variant of our own.
+
+    Parameters
+    ----------
+    found : mapping of str to pandas.DataFrame
+        Of `fusebook.record.read_all`.
+
+    Returns
+    -------
+    list of Verdict
+        In reading order.
+    """
+    ours = [name for name in cards.OPS if name in found and found[name]["variant"].eq("fusebook").any()]
+    return [verdict(cards.OPS[name], found[name]) for name in ours]
+
+
+def choices(op: Op, frame: pd.DataFrame, kind: str = "paid") -> pd.DataFrame:
+    """Which way to take at each size: a row a point, the smallest first.
+
+    Parameters
+    ----------
+    op : Op
+    frame : pandas.DataFrame
+        Results of `op`.
+    kind : str
+        Of `fusebook.tables.KINDS`.
+
+    Returns
+    -------
+    pandas.DataFrame
+        Indexed by sizes and dtype: the least time of each of `GROUPS` and of ``ours`` in microseconds, ``best``, the
+        variant that takes the least, and ``take``, all groups within 2 % of it, torch's first.
+    """
+    ways = tables.timed(_ways(op, frame), kind)
+    ways = ways.assign(size=tables.label(ways) if len(ways) else "")
+    keys, column = ["size", "dtype"], f"{kind}_us"
+    columns = [*GROUPS, "ours"]
+    order = ways.sort_values("roof_us", kind="stable").drop_duplicates(keys).set_index(keys).index
+    fastest = ways.sort_values(column, kind="stable")
+    wide = fastest.pivot_table(column, keys, "group", aggfunc="min").reindex(index=order, columns=columns)
+    least = wide.min(axis=1)
+    wide["best"] = fastest.drop_duplicates(keys).set_index(keys)["variant"].reindex(order)
+    wide["take"] = [
+        ", ".join(name for name in columns if wide.loc[at, name] <= (1 + WITHIN) * least.loc[at]) for at in wide.index
+    ]
+    wide.columns.name = None
+    return wide
+
+
+def shares(op: Op, frame: pd.DataFrame, kind: str = "cold") -> pd.DataFrame:
+    """Which part of the roof ours and the best other way reach, where memory or arithmetic binds.
+
+    Parameters
+    ----------
+    op : Op
+    frame : pandas.DataFrame
+        Results of `op`.
+    kind : str
+        ``cold`` or ``warm``.
+
+    Returns
+    -------
+    pandas.DataFrame
+        Indexed by sizes and dtype, with ``ours``, ``other`` and ``best other``, the variant. What a launch or the L2
+        cache decides has no share of the roof worth the name.
+    """
+    ways = _ways(op, frame)
+    behind = tables.behind(ways[ways["zone"].isin(["memory", "compute"])], kind=kind)
+    ours = tables.share(ways, "fusebook", "roof", kind).reindex(behind.index)
+    return pd.DataFrame(
+        {"ours": ours, "other": ours * behind["times as long"], "best other": behind["best other"]}, index=behind.index
+    )

@@ -1,0 +1,158 @@
+"""Whether to write a kernel is decided by records alone: made-up ones here, whose answer is known."""
+
+import pandas as pd
+import pytest
+
+import front
+import pages
+import synthetic
+from fusebook.cards import OPS
+from fusebook.cards.logistic_step import LOGISTIC_STEP
+from fusebook.cards.softmax import SOFTMAX
+from fusebook.page import verdicts
+
+
+@pytest.fixture(scope="module")
+def df():
+    return synthetic.frame(SOFTMAX, "small,medium,large", "float32,bfloat16")
+
+
+def scaled(df, variant, factor, where=None):
+    """The same results, but a variant takes so many times as long by every clock."""
+    rows = df["variant"].eq(variant) & (True if where is None else where)
+    changed = df.copy()
+    for kind in ("cold", "warm", "host", "call"):
+        changed.loc[rows, f"{kind}_us"] *= factor
+    return changed
+
+
+def test_variants_belong_to_what_a_reader_chooses_from():
+    told = {name: verdicts.group(SOFTMAX, name) for name in SOFTMAX.variants}
+    assert told == {
+        "eager": "torch",
+        "torch": "torch",
+        "torch.compile": "torch.compile",
+        "fusebook": "ours",
+        "Liger": "libraries",
+        "quack": "libraries",
+    }
+    assert verdicts.group(SOFTMAX, "torch (as installed)") == "torch"
+    assert verdicts.group(SOFTMAX, "fusebook, checked") == ""
+    assert verdicts.group(SOFTMAX, "gone") == ""
+    assert verdicts.group(LOGISTIC_STEP, "NumPy") == "libraries"
+    assert verdicts.group(LOGISTIC_STEP, "reduce-overhead") == "torch.compile"
+
+
+def test_every_variant_of_every_card_belongs_somewhere():
+    for op in OPS.values():
+        for name in op.variants:
+            assert verdicts.group(op, name) or name.startswith("fusebook"), (op.name, name)
+
+
+def test_the_device_and_the_caller_are_asked_apart(df):
+    found = verdicts.verdict(SOFTMAX, df)
+    device, caller = found.torch["cold"], found.torch["paid"]
+    points = len(df.drop_duplicates(["dtype", "M", "N"]))
+    assert (device.wins, device.ties, device.losses) == (points, 0, 0)  # 1.01 against 1.2 of a copy
+    assert device.most == pytest.approx(1.01 / 1.2)
+    assert caller.points == points
+    assert caller.losses > 0  # it queues in 20 us, torch in 8
+    assert caller.most > 1.02 > device.most
+    assert found.word == "yes, from a size on"
+
+
+def test_libraries_count_among_all_and_not_beside_torch(df):
+    slow = scaled(df, "fusebook", 1.1)
+    found = verdicts.verdict(SOFTMAX, slow)
+    assert found.torch["cold"].losses == 0
+    assert found.every["cold"].losses > 0
+    assert found.every["cold"].most == pytest.approx(1.1 * 1.01 / 1.02)  # quack
+    assert found.library == "Liger"  # the first that is faster
+    assert verdicts.verdict(SOFTMAX, df).library == ""
+
+
+def test_two_percent_are_a_tie(df):
+    even = verdicts.verdict(SOFTMAX, scaled(df, "fusebook", 1.2 / 1.01 * 1.015)).torch["cold"]
+    assert (even.wins, even.losses) == (0, 0)
+    worse = verdicts.verdict(SOFTMAX, scaled(df, "fusebook", 1.2 / 1.01 * 1.025)).torch["cold"]
+    assert worse.losses == worse.points
+
+
+def test_the_word_follows_the_caller(df):
+    def word(frame):
+        return verdicts.verdict(SOFTMAX, frame).word
+
+    large = df[df["config"] == "large"]
+    assert word(large) == "yes"
+    assert word(scaled(large, "fusebook", 3)) == "no"
+    assert word(scaled(large, "fusebook", 1.2 / 1.01)) == "no gain"
+    assert word(scaled(large, "fusebook", 3, large["dtype"] == "float32")) == "no"  # half of the points
+    assert (
+        word(scaled(large, "fusebook", 3, (large["dtype"] == "float32") & (large["N"] < 4096)))
+        == "yes, but not in float32"
+    )
+    assert word(scaled(large, "fusebook", 3, large["N"] == 32768)) == "yes at most sizes"
+    assert word(large[large["variant"] == "fusebook"]) == "not measured"
+    some = scaled(large, "fusebook", 3, large["N"] < 2048)
+    assert word(scaled(some, "fusebook", 1.2 / 1.01, some["N"].between(2048, 9000))) == "it depends"
+
+
+def test_other_arithmetic_is_no_rival(df):
+    cheat = df[df["variant"] == "torch"].assign(variant="eager", math="tf32", cold_us=1e-3, host_us=1e-3)
+    both = pd.concat([df[df["variant"] != "eager"], cheat], ignore_index=True)
+    assert verdicts.verdict(SOFTMAX, both).torch["cold"].losses == 0
+
+
+def test_choices_name_every_way_within_two_percent(df):
+    large = df[df["config"] == "large"]
+    table = verdicts.choices(SOFTMAX, large)
+    assert set(table["best"]) == {"fusebook"}
+    assert table.loc[("65536x1000", "float32"), "take"] == "libraries, ours"  # quack: 1.02 against 1.01
+    assert table.loc[("65536x781", "float32"), "take"] == "ours"  # which quack refuses
+    even = verdicts.choices(SOFTMAX, scaled(large, "torch", 1.01 / 1.3))
+    assert even.loc[("65536x781", "float32"), "take"] == "torch, ours"
+    small = verdicts.choices(SOFTMAX, df[df["config"] == "small"])
+    assert set(small["take"]) == {"torch"}  # whose host is the quickest
+
+
+def test_shares_of_the_roof_leave_out_what_memory_does_not_bind(df):
+    part = verdicts.shares(SOFTMAX, df)
+    bound = df[df["zone"].isin(["memory", "compute"])].drop_duplicates(["dtype", "M", "N"])
+    assert 0 < len(part) == len(bound) < len(df.drop_duplicates(["dtype", "M", "N"]))
+    assert (part["ours"] / part["other"]).median() == pytest.approx(1.02 / 1.01)
+
+
+# The pages
+
+
+def test_each_page_says_what_to_have_read_and_only_earlier_pages():
+    every = pages.pages()
+    assert len(every) >= 12
+    for number, page in every.items():
+        assert set(page.before) < set(every)
+        assert all(before < number for before in page.before), number
+        assert page.minutes > 0
+        assert page.number[0] in pages.sections()
+
+
+def test_a_page_that_says_nothing_is_an_error(tmp_path):
+    page = tmp_path / "plot_104_x.py"
+    page.write_text('"""\nX\n=\n\nAn X.\n"""\n')
+    with pytest.raises(ValueError, match=r"plot_104_x.py: its docstring ends in no line 'Read before"):
+        pages.page(page)
+
+
+def test_the_line_that_installs_invents_no_address():
+    assert front.install("") == 'pip install ".[book]"  # in a checkout'
+    assert front.install("https://x.org/a/b") == 'pip install "fusebook[book] @ git+https://x.org/a/b"'
+
+
+def test_the_table_of_verdicts_has_every_operator_and_links_to_its_page(monkeypatch, df):
+    found = {"softmax": df}
+    monkeypatch.setattr(front, "found", lambda: found)
+    monkeypatch.setattr(front, "verdicts", lambda: verdicts.verdicts(found))
+    shown = front.table()
+    assert 'href="auto_examples/plot_102_softmax.html"><code>softmax</code>' in shown
+    standing = verdicts.verdict(SOFTMAX, df).torch["paid"]
+    assert f"<span>{standing.range}</span><small>{standing.counts}</small>" in shown
+    assert "Test GPU" in shown
