@@ -121,8 +121,8 @@ class Verdict:
         From which problem on it pays for the caller, against torch and torch.compile, see `fusebook.tables.pays_from`.
     word : str
         Whether to write the kernel: ``yes``, ``yes, from a size on``, ``yes, but not in float32``, ``yes at most
-        sizes``, ``no gain``, ``no``, ``it depends`` or ``not measured``. What the caller pays decides, against torch and
-        torch.compile: yes means faster at more than half of the points and slower at none.
+        sizes``, ``no gain``, ``no``, ``it depends`` or ``not measured``. What the caller pays decides, against torch
+        and torch.compile: yes means faster at more than half of the points and slower at none.
     library : str
         The library that beats ours for the caller at more points than it loses, if one does.
     """
