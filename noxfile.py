@@ -1,4 +1,4 @@
-"""The commands: ``nox -s docs tests lint``; on request ``browser``, ``record``, ``restamp``, ``notebooks``, ``site``.
+"""The commands: ``nox -s docs tests lint``; on request ``browser``, ``record``, ``restamp``, ``versions``, ``site``.
 
 All sessions share one environment, `.nox/environment`, which is made once and remade when what it should hold changes:
 torch alone takes a gigabyte. ``nox --no-venv --no-install -s docs`` uses the Python it runs in and installs nothing.
@@ -205,6 +205,37 @@ def restamp(session):
 def explore(session):
     """Check and time problems that nobody chose: ``nox -s explore -- softmax --seed 7``."""
     run(session, "-m", "fusebook.explore", *session.posargs)
+
+
+#: What tells one Triton from another: every kernel compiled, and interpreted where a GPU is missing.
+PROMISED = ["tests/test_compile.py", "tests/test_softmax.py", "tests/test_elementwise.py", "tests/test_scatter_nd.py"]
+
+
+@nox.session(venv_backend="none", requires=["environment"], default=False)
+def versions(session):
+    """Run the kernels' tests (or those named after ``--``) under the oldest Triton that is promised, and the newest.
+
+    The newest runs twice, the second time without fused multiply-adds, which later releases leave out. For another
+    torch: ``FUSEBOOK_TORCH=2.11.0 nox -s tests``.
+    """
+    wanted = next(line for line in PROJECT["project"]["dependencies"] if line.startswith("triton"))
+    oldest = wanted.partition(">=")[2].partition(",")[0]
+    folder = ROOT / ".nox" / f"triton-{oldest}"
+    if not folder.exists():
+        # A folder beside the shared environment: torch stays. This Triton's interpreter takes arrays of one number for
+        # numbers, which NumPy allowed until 2.3.
+        made = folder.with_name(f"{folder.name}.part")
+        tools = ["-m", "pip", "install", "--quiet", "--upgrade", "--no-deps", "--target", str(made)]
+        run(session, *tools, f"triton=={oldest}.*", "numpy<2.4")
+        made.rename(folder)
+    chosen = session.posargs or PROMISED
+    workers = [] if gpus() else ["-n", str(min(4, os.cpu_count() or 1))]
+    before = os.environ.get("PYTHONPATH", "")
+    for path, fused in ((str(folder), "1"), ("", "1"), ("", "0")):
+        session.log(f"{path or 'the newest'}, TRITON_DEFAULT_FP_FUSION={fused}")
+        source = os.pathsep.join(filter(None, [path, str(ROOT / "src"), before]))
+        told = {"PYTHONPATH": source, "TRITON_DEFAULT_FP_FUSION": fused, "OMP_NUM_THREADS": "1"}
+        run(session, "-m", "pytest", "-q", *workers, *chosen, **told)
 
 
 @nox.session(venv_backend="none", requires=["environment"], default=False)
