@@ -1,9 +1,9 @@
 """Compile, for a GPU that need not be there, every kernel that the library's launchers would launch on their edges.
 
-Run by compiling.py as ``python compile_only.py FOLDER sm_90/softmax sm_80/softmax``, with any number of these tasks. A
-task is done by a process of its own, because Triton knows one driver; it is forked, because importing takes longer than
-many a task. Its driver is that of a GPU that is not there. The answer is the file of the task's name: one JSON object a
-line, what was launched, and the shared memory that the compiled kernel asks for.
+Run by compiling.py as ``python compile_only.py FOLDER sm_90/softmax/float32 sm_80/softmax/float32``, with any number of
+these tasks. A task is done by a process of its own, because Triton knows one driver; it is forked, because importing
+takes longer than many a task. Its driver is that of a GPU that is not there. The answer is the file of the task's name:
+one JSON object a line, what was launched, and the shared memory that the compiled kernel asks for.
 """
 
 import json
@@ -25,22 +25,21 @@ from fusebook.launches import AbsentGPU
 SHARED = {80: 96, 90: 227, 100: 227}
 
 
-def points(op, launched):
-    """What each variant of ours launches, called from torch, on each edge and dtype."""
+def points(op, dtype, launched):
+    """What each variant of ours launches, called from torch, on each edge."""
     variants = {name: v for name, v in op.variants.items() if name.startswith("fusebook") and set(v.needs) <= {"cuda"}}
     for dims in op.edges:
-        for dtype in op.dtypes:
-            made = op.make(inputs.generator(0, "cpu"), dtype, **dims)
-            for name, variant in variants.items():
-                launched.clear()
-                point = {"variant": name, "dims": dict(dims), "dtype": str(dtype)}
-                try:
-                    variant.run(*(variant.prepare(*made) if variant.prepare else made))
-                except NotImplementedError as refusal:
-                    point["refused"] = str(refusal)
-                except Exception as error:
-                    point["error"] = f"{type(error).__name__}: {error}"
-                yield point | {"launched": list(launched)}
+        made = op.make(inputs.generator(0, "cpu"), dtype, **dims)
+        for name, variant in variants.items():
+            launched.clear()
+            point = {"variant": name, "dims": dict(dims)}
+            try:
+                variant.run(*(variant.prepare(*made) if variant.prepare else made))
+            except NotImplementedError as refusal:
+                point["refused"] = str(refusal)
+            except Exception as error:
+                point["error"] = f"{type(error).__name__}: {error}"
+            yield point | {"launched": list(launched)}
 
 
 def answer(file):
@@ -50,9 +49,10 @@ def answer(file):
     def note(metadata):
         launched.append({"kernel": metadata.name, "shared": metadata.shared, "warps": metadata.num_warps})
 
-    arch = int(file.parent.name.removeprefix("sm_"))
+    arch, op, dtype = file.parts[-3:]
+    arch = int(arch.removeprefix("sm_"))
     triton.runtime.driver.set_active(AbsentGPU(divmod(arch, 10), shared=SHARED[arch] * 1024, launched=note))
-    write(file, "\n".join(json.dumps(point) for point in points(OPS[file.name], launched)))
+    write(file, "\n".join(json.dumps(point) for point in points(OPS[op], getattr(torch, dtype), launched)))
 
 
 def write(file, text):
@@ -76,7 +76,7 @@ def main(files, most):
             process, file = running.pop(sentinel)
             process.join()
             if process.exitcode:
-                print(f"{file.parent.name}/{file.name}: ended with {process.exitcode}", file=sys.stderr, flush=True)
+                print(f"{'/'.join(file.parts[-3:])}: ended with {process.exitcode}", file=sys.stderr, flush=True)
                 write(file, "")
 
 

@@ -26,9 +26,9 @@ def environment():
 
 
 def start(folder, tasks):
-    """Start a process that compiles `tasks`, such as ``sm_90/softmax``, and writes what it finds into `folder`."""
+    """Start a process that does `tasks`, such as ``sm_90/softmax/float32``, and writes what it finds into `folder`."""
     for task in tasks:
-        (folder / task).parent.mkdir(exist_ok=True)
+        (folder / task).parent.mkdir(parents=True, exist_ok=True)
     # That it has ended as a file, for workers whose child it is not.
     script = ["sh", "-c", '"$@" 2> err; touch end', "sh"]
     command = [sys.executable, str(Path(__file__).with_name("compile_only.py")), str(folder), *tasks]
@@ -36,7 +36,7 @@ def start(folder, tasks):
 
 
 def answer(folder, task, limit=1700):
-    """What a task found, waited for: one record for each variant, edge and dtype."""
+    """What a task found, waited for: one record for each variant and edge."""
     until = time.monotonic() + limit
     while not (folder / task).exists() and not (folder / "end").exists():
         assert time.monotonic() < until, f"{task}: not compiled after {limit} s"

@@ -78,7 +78,7 @@ def compiled(request, tmp_path_factory):
     It begins with the first test, whichever that is, and of several workers the first to come starts it, for all.
     """
     asked = [
-        f"{item.callspec.params['arch']}/{item.callspec.params['op']}"
+        item.callspec.params["task"]
         for item in request.session.items
         if item.path.name == "test_compile.py" and not item.get_closest_marker("skip")
     ]
