@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import fusebook
+from elsewhere import elsewhere
 from fusebook import launches
 
 HOPPER = (9, 0), 132
@@ -57,7 +58,7 @@ class Copy:
         assert count, f"nothing in {folder} matches {old!r}"
 
     def found(self, compile=False, **points):
-        found = launches.elsewhere(points or POINTS, *HOPPER, compile=compile, library=self.folder)
+        found = elsewhere(points or POINTS, *HOPPER, compile=compile, library=self.folder)
         return {(op, point[0]): pair for op, asked in (points or POINTS).items()
                 for point, pair in zip(asked, found[op], strict=True)}  # fmt: skip
 
@@ -81,7 +82,7 @@ def test_every_launch_is_found_or_refused(original):
 def test_another_gpu_is_another_matter():
     point = ("fusebook", "float16", {"M": 4096, "K": 4096, "N": 1024, "weights": "columns"})
     gpus = HOPPER, ((9, 0), 66), ((8, 0), 132)
-    assert len({launches.elsewhere({"concat_gemm": [point]}, *gpu)["concat_gemm"][0] for gpu in gpus}) == 3
+    assert len({elsewhere({"concat_gemm": [point]}, *gpu)["concat_gemm"][0] for gpu in gpus}) == 3
 
 
 #: What is changed, and what by: a pattern, its replacement, and the variants that launch something else then.

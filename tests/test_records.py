@@ -10,6 +10,7 @@ import pytest
 import triton
 
 import synthetic
+from elsewhere import elsewhere
 from fusebook import bench, launches, record, tables
 from fusebook import machine as machines
 from fusebook.bench import Origin
@@ -98,16 +99,16 @@ def recorded(tmp_path, stamps):
     return record.write(rows, tmp_path)
 
 
-@pytest.mark.slow
 def test_rows_that_launch_something_else_are_stale_and_stamped_anew_if_they_compile_to_the_same(tmp_path, monkeypatch):
     monkeypatch.setenv("FUSEBOOK_CACHE", str(tmp_path / "cache"))
     points = [("fusebook", "float32", {"M": 64, "N": n}) for n in (64, 128)]
+    monkeypatch.setattr(launches, "elsewhere", elsewhere)
     now = launches.elsewhere({"exp": points}, (9, 0), 10, compile=True)["exp"]
     recorded(tmp_path, now)
     assert list(record.read("exp", "test-gpu", tmp_path)["stale"]) == ["", ""]
-    monkeypatch.setattr(launches, "elsewhere", None)  # remembered
-    assert list(record.read("exp", "test-gpu", tmp_path)["stale"]) == ["", ""]
-    monkeypatch.undo()
+    with monkeypatch.context() as without:
+        without.setattr(launches, "elsewhere", None)  # remembered
+        assert list(record.read("exp", "test-gpu", tmp_path)["stale"]) == ["", ""]
     # The first is written otherwise and compiles to the same; the second does not.
     file = recorded(tmp_path, [("0" * 12, now[0][1]), ("0" * 12, "0" * 12)])
     assert list(record.read("exp", "test-gpu", tmp_path)["stale"]) == ["launches something else now"] * 2
