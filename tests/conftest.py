@@ -9,6 +9,7 @@ import torch
 import compiling
 import fusebook  # noqa: F401  (before triton, see fusebook/__init__.py)
 import interpreting
+from fusebook.page import _place
 
 interpreting.hasten()
 
@@ -21,6 +22,15 @@ def device():
 @pytest.fixture(autouse=True)
 def _same_seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_page_is_shown():
+    """The library tells by what is loaded whether Sphinx or a notebook shows a page; other tests load both."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_place, "sphinx", lambda: False)
+        patch.setattr(_place, "notebook", lambda: False)
+        yield
 
 
 # Slow tests

@@ -245,14 +245,14 @@ def test_a_gradient_is_recorded_only_where_it_is_wanted(driver):
 
 @absent
 def test_the_path_of_a_planned_call_is_short(driver):
-    """Relative to torch's own call, so that it holds on any machine: the best of many rounds, taken in turn."""
+    """Relative to torch's own call, in this thread's time, so that it holds on any machine, however busy."""
     x = torch.randn(4, 16)
 
     def seconds(function, calls=300):
-        start = time.perf_counter()
+        start = time.thread_time()
         for _ in range(calls):
             function()
-        return (time.perf_counter() - start) / calls
+        return (time.thread_time() - start) / calls
 
     with plans_aside():
         slow = min(seconds(lambda: fusebook.softmax(x), 20) for _ in range(5))
