@@ -131,7 +131,8 @@ def tests(session):
     if gpus():
         run(session, "-m", "pytest", *session.posargs)
     else:
-        run(session, "-m", "pytest", "-n", workers, *session.posargs, OMP_NUM_THREADS="1")
+        spread = ["-n", workers, "--dist", "worksteal"]  # neighbours stay together, as they share what is made once
+        run(session, "-m", "pytest", *spread, *session.posargs, OMP_NUM_THREADS="1")
 
 
 @nox.session(venv_backend="none", requires=["environment"])

@@ -86,7 +86,7 @@ VIEWS = {
     "axes swapped": lambda randn: randn(5, 6, 70).transpose(0, 1),
     "channels last": lambda randn: randn(2, 8, 5, 6).to(memory_format=torch.channels_last),
     "four axes permuted": lambda randn: randn(3, 4, 5, 6).permute(2, 0, 3, 1),
-    "five axes, of which no two fold": lambda randn: randn(3, 2, 4, 3, 8).permute(2, 0, 4, 3, 1)[:, :, :7],
+    "five axes, of which no two fold": lambda randn: randn(2, 2, 3, 2, 5).permute(2, 0, 4, 3, 1)[:, :, :4],
     "an offset that no vector load starts at": lambda randn: randn(9 * 64 + 1)[1:].view(9, 64),
     "an odd width at an odd offset": lambda randn: randn(9 * 71 + 1)[1:].view(9, 71),
 }
@@ -320,7 +320,7 @@ def test_exponentials_do_not_overflow():
 def test_gradients_of_both_orders(dim):
     x = torch.randn(2, 3, 2, dtype=torch.float64, device=DEVICE, requires_grad=True)
     assert torch.autograd.gradcheck(lambda t: fusebook.softmax(t, dim), x)
-    assert torch.autograd.gradgradcheck(lambda t: fusebook.softmax(t, dim), x)
+    assert torch.autograd.gradgradcheck(lambda t: fusebook.softmax(t, dim), x, fast_mode=True)
 
 
 def test_gradient_of_a_wide_row():
