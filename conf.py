@@ -76,7 +76,7 @@ html_theme_options = {
     "pygments_light_style": "a11y-high-contrast-light",
     "pygments_dark_style": "github-dark",
 }
-html_sidebars = {"index": [], "method": [], "api": [], "contributing": [], "changes": [], "times": []}
+html_sidebars = {"index": [], "method": [], "glossary": [], "api": [], "contributing": [], "changes": [], "times": []}
 fusebook_repository = REPOSITORY
 if REPOSITORY:
     html_theme_options["icon_links"] = [{"name": "Source", "url": REPOSITORY, "icon": "fa-solid fa-code-branch"}]

@@ -368,6 +368,7 @@ def test_a_claim_over_many_points_tells_where_it_fails():
     fast = pd.Series([True, False, False], index=pd.Index(["3x5", "4x6", "7x8"]))
     assert repr(page.claim("fast", fast)) == "✗ false: fast (all 3 rows looked at, fails at 2: 4x6, 7x8)"
     assert repr(page.claim("fast", fast[:1])) == "✓ true: fast"
+    assert repr(page.claim("fast", fast[1:2])) == "✗ false: fast (fails at 4x6)"
     assert repr(page.claim("fast", pd.Series([True] * 9))) == "✓ true: fast (all 9 rows looked at)"
 
 

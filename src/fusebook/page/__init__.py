@@ -26,6 +26,7 @@ FUSEBOOK_REPOSITORY
 from fusebook.extras import extra
 
 with extra("book"):
+    from fusebook.page import draw
     from fusebook.page.claims import Claims, by_clock, claim, claims, exercise, holds, say
     from fusebook.page.results import NoResults, Study, arguments, explored, measured, options, records, results, study
     from fusebook.page.show import Folded, Listing, Source, Tabs, downloads, provenance, solution, table
@@ -43,6 +44,7 @@ __all__ = [
     "claim",
     "claims",
     "downloads",
+    "draw",
     "exercise",
     "explored",
     "extra",

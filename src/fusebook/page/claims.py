@@ -122,11 +122,13 @@ def _decide(condition: Any, of: Any = None) -> tuple[bool | None, str]:
     if total < len(good):
         raise ValueError(f"claim: expected the rows of the whole table, at least {len(good)}, got {total}")
     rows = f"{len(good)} of {total} rows looked at" if total > len(good) else f"all {total} rows looked at"
+    rows *= total > 1
     if good.all():
-        return True, rows if total > 1 else ""
+        return True, rows
     failed = [" ".join(map(str, k)) if isinstance(k, tuple) else str(k) for k in good[~good].index]
     more = f" and {len(failed) - 8} more" if len(failed) > 8 else ""
-    return False, f"{rows}, fails at {len(failed)}: {', '.join(failed[:8])}{more}"
+    where = f"fails at {len(failed)}: {', '.join(failed[:8])}{more}" if rows else f"fails at {failed[0]}"
+    return False, f"{rows}, {where}" if rows else where
 
 
 def claim(text: str, condition: Any, fatal: bool = True, of: Any = None, **numbers: Any) -> Claim:

@@ -1,0 +1,223 @@
+"""Drawings where words fail, made from data: SVG in the colour of the text around it, which serves both themes."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Mapping, Sequence
+
+from fusebook.op import Cost
+from fusebook.page.show import _rich, _Shown
+
+__all__ = ["Drawing", "lanes", "owners", "traffic", "waves"]
+
+_WIDTH = 720
+_BLUE, _AMBER = "#0a84d6", "#c98500"  # told apart without red and green, and seen on white and on near-black
+
+
+class Drawing(_Shown):
+    """An SVG with its caption, and with words for who cannot see it.
+
+    Parameters
+    ----------
+    caption : str
+    alt : str
+        What is to be seen, in reading order.
+    height : float
+        Of a drawing that is 720 wide.
+    *parts : str
+        Elements of the SVG.
+    """
+
+    def __init__(self, caption: str, alt: str, height: float, *parts: str) -> None:
+        self.caption = caption
+        self.alt = alt
+        self.height = height
+        self.parts = parts
+
+    def _repr_html_(self) -> str:
+        return (
+            f'<figure class="fb-drawing"><svg viewBox="0 0 {_WIDTH} {self.height:g}" role="img" '
+            f'xmlns="http://www.w3.org/2000/svg" aria-label="{html.escape(self.alt)}" font-size="13" '
+            f'style="max-width: {_WIDTH}px; width: 100%; color: inherit">{"".join(self.parts)}</svg>'
+            f"<figcaption>{_rich(self.caption)}</figcaption></figure>"
+        )
+
+    def __repr__(self) -> str:
+        return f"{self.caption}\n{self.alt}"
+
+
+def _text(x: float, y: float, text: str, anchor: str = "start") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="currentColor">{html.escape(text)}</text>'
+
+
+def _box(x: float, y: float, width: float, height: float, colour: str, filled: bool = True) -> str:
+    """A box whose frame is solid and whose inside is pale, so that text is read on it in either theme."""
+    inside = f'fill="{colour}" fill-opacity="0.25"' if filled else 'fill="none" stroke-dasharray="3 3"'
+    return (
+        f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" rx="2" {inside} stroke="{colour}"/>'
+    )
+
+
+def _arrow(x0: float, y0: float, x1: float, y1: float) -> str:
+    """A line with a head of its own: a marker would need an id that no other drawing of the page has."""
+    length = max(((x1 - x0) ** 2 + (y1 - y0) ** 2) ** 0.5, 1e-9)
+    dx, dy = (x1 - x0) / length, (y1 - y0) / length
+    left = f"{x1 - 8 * dx + 4 * dy:.1f},{y1 - 8 * dy - 4 * dx:.1f}"
+    right = f"{x1 - 8 * dx - 4 * dy:.1f},{y1 - 8 * dy + 4 * dx:.1f}"
+    return (
+        f'<line x1="{x0:.1f}" y1="{y0:.1f}" x2="{x1:.1f}" y2="{y1:.1f}" stroke="currentColor"/>'
+        f'<polygon points="{x1:.1f},{y1:.1f} {left} {right}" fill="currentColor"/>'
+    )
+
+
+def lanes(
+    caption: str,
+    spans: Mapping[str, Sequence[tuple[float, float, str]]],
+    arrows: Sequence[tuple[str, float, str, float]] = (),
+    waiting: str = "waits",
+) -> Drawing:
+    """Who does what when: a lane for each actor, time from left to right, arrows from one lane to another.
+
+    Parameters
+    ----------
+    caption : str
+    spans : mapping of str to sequence of (float, float, str)
+        For each actor the begin, the end and the name of what it does, in any unit of time.
+    arrows : sequence of (str, float, str, float)
+        From an actor at a time to an actor at a time.
+    waiting : str
+        Spans of names that begin so are drawn empty.
+
+    Returns
+    -------
+    Drawing
+
+    Raises
+    ------
+    KeyError
+        Where an arrow names an actor that has no lane.
+    """
+    left, top, step, bar = 150.0, 8.0, 46.0, 26.0
+    last = max(end for row in spans.values() for _, end, _ in row)
+    scale = (_WIDTH - left - 8) / last
+    at = {name: top + step * i for i, name in enumerate(spans)}
+    parts, told = [], []
+    for name, row in spans.items():
+        parts.append(_text(left - 10, at[name] + 18, name, "end"))
+        for begin, end, what in row:
+            idle = what.startswith(waiting)
+            x, width = left + scale * begin, scale * (end - begin)
+            parts.append(_box(x, at[name], width, bar, _AMBER if idle else _BLUE, not idle))
+            parts.append(_text(x + width / 2, at[name] + 18, what, "middle"))
+        told.append(f"{name}: " + ", then ".join(what for _, _, what in row))
+    for source, begin, target, end in arrows:
+        down = at[target] > at[source]
+        y0 = at[source] + (bar if down else 0)
+        y1 = at[target] + (0 if down else bar)
+        parts.append(_arrow(left + scale * begin, y0, left + scale * end, y1))
+        told.append(f"an arrow from {source} to {target}")
+    height = top + step * len(spans) + 12
+    parts.append(_arrow(left, height - 14, _WIDTH - 8, height - 14))
+    parts.append(_text(left - 10, height - 9, "time", "end"))
+    return Drawing(caption, "; ".join(told) + ".", height, *parts)
+
+
+def owners(caption: str, keys: Sequence[int], rows: int, masked: int = -1) -> Drawing:
+    """Which update goes to which row of the output, and which rows are zeros.
+
+    Parameters
+    ----------
+    caption : str
+    keys : sequence of int
+        The row of each update.
+    rows : int
+        Rows of the output.
+    masked : int
+        The key of an update that goes nowhere.
+
+    Returns
+    -------
+    Drawing
+    """
+    step, bar, left, right, width = 27.0, 20.0, 130.0, 440.0, 110.0
+    height = step * max(len(keys), rows) + 12
+    shift = (height - 12 - step * rows) / 2  # the rows stand in the middle beside the updates
+    parts, told = [], []
+    for i, key in enumerate(keys):
+        y = 4 + step * i
+        gone = key == masked
+        parts.append(_box(left, y, width, bar, _BLUE, not gone))
+        parts.append(_text(left + width / 2, y + 15, f"update {i}", "middle"))
+        parts.append(_text(left - 10, y + 15, f"k = {key}", "end"))
+        if not gone:
+            parts.append(_arrow(left + width, y + bar / 2, right - 3, 4 + shift + step * key + bar / 2))
+    for r in range(rows):
+        y = 4 + shift + step * r
+        mine = [i for i, key in enumerate(keys) if key == r]
+        parts.append(_box(right, y, width, bar, _AMBER, bool(mine)))
+        parts.append(_text(right + width / 2, y + 15, f"row {r}", "middle"))
+        sums = " + ".join(f"u{i}" for i in mine) or "zeros"
+        parts.append(_text(right + width + 10, y + 15, sums))
+        told.append(f"row {r} is {sums}")
+    lost = [str(i) for i, key in enumerate(keys) if key == masked]
+    if lost:
+        told.append(f"masked, and nowhere: update {', '.join(lost)}")
+    return Drawing(caption, "; ".join(told) + ".", height, *parts)
+
+
+def waves(caption: str, tiles: int, places: int) -> Drawing:
+    """Tiles in rounds of as many as run at once.
+
+    Parameters
+    ----------
+    caption : str
+    tiles : int
+    places : int
+        How many run at once, one for each multiprocessor for example.
+
+    Returns
+    -------
+    Drawing
+    """
+    left, step, bar = 80.0, 30.0, 22.0
+    rounds = -(-tiles // places)
+    full = _WIDTH - left - 160
+    parts, told = [], []
+    for i in range(rounds):
+        mine = min(places, tiles - i * places)
+        y = 4 + step * i
+        parts.append(_text(left - 10, y + 16, f"round {i + 1}", "end"))
+        parts.append(_box(left, y, full, bar, _AMBER, False))
+        parts.append(_box(left, y, full * mine / places, bar, _BLUE))
+        parts.append(_text(left + full + 10, y + 16, f"{mine} tiles of {places}"))
+        told.append(f"round {i + 1}: {mine} of {places}")
+    told.append(f"{rounds} round{'s' * (rounds > 1)} for the work of {tiles / places:.2f}")
+    return Drawing(caption, "; ".join(told) + ".", step * rounds + 8, *parts)
+
+
+def traffic(caption: str, costs: Mapping[str, Cost]) -> Drawing:
+    """The bytes that ways of computing read and write, as a card states them.
+
+    Parameters
+    ----------
+    caption : str
+    costs : mapping of str to Cost
+
+    Returns
+    -------
+    Drawing
+    """
+    left, step, bar = 150.0, 34.0, 24.0
+    most = max(cost.read + cost.write for cost in costs.values())
+    scale = (_WIDTH - left - 230) / most
+    parts, told = [], []
+    for i, (name, cost) in enumerate(costs.items()):
+        y, x = 4 + step * i, left
+        parts.append(_text(left - 10, y + 17, name, "end"))
+        for amount, colour in ((cost.read, _BLUE), (cost.write, _AMBER)):
+            parts.append(_box(x, y, scale * amount, bar, colour))
+            x += scale * amount
+        words = f"reads {cost.read / 1e6:,.0f} MB, writes {cost.write / 1e6:,.0f} MB"
+        parts.append(_text(x + 8, y + 17, words))
+        told.append(f"{name} {words}")
+    return Drawing(caption, "; ".join(told) + ".", step * len(costs) + 8, *parts)
