@@ -245,3 +245,9 @@ def site(session):
     watched = [arg for folder in ("examples", "src") for arg in ("--watch", folder)]
     ignored = ["--ignore", str(ROOT / "docs" / "auto_*" / "*")]
     run(session, "-m", "sphinx_autobuild", "-c", ".", *watched, *ignored, "docs", "build/html", *session.posargs)
+
+
+@nox.session(venv_backend="none", requires=["environment"], default=False)
+def mutants(session):
+    """Plant known mistakes one at a time and see which tests notice: ``nox -s mutants -- softmax``."""
+    run(session, "tests/mutants.py", *session.posargs, OMP_NUM_THREADS="1")

@@ -9,9 +9,11 @@ import torch
 import compiling
 import fusebook  # noqa: F401  (before triton, see fusebook/__init__.py)
 import interpreting
+import memcheck
 from fusebook.page import _place
 
 interpreting.hasten()
+memcheck.guard()
 
 
 @pytest.fixture(scope="session")

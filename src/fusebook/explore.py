@@ -513,7 +513,7 @@ _FORMAT = "# fusebook explored 1"
 
 def path(slug: str, op: str, root: pathlib.Path | None = None) -> pathlib.Path:
     """Where the explored problems of an op on a GPU lie."""
-    return (root or machines.RECORDS) / slug / "explored" / f"{op}.csv"
+    return (root or machines.RECORDS) / machines.checked_slug(slug) / "explored" / f"{op}.csv"
 
 
 def _source(op: Op) -> str:

@@ -446,6 +446,7 @@ def load(file: pathlib.Path, **changes: Any) -> Machine:
     """
     try:
         values = json.loads(file.read_text())
+        checked_slug(values["slug"])
         return Machine(**{**values, "capability": tuple(values["capability"]), **changes})
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{file}: not a machine.json of this version ({error}); record it again") from error
@@ -502,6 +503,19 @@ def slug_of(name: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
+def checked_slug(slug: str) -> str:
+    """The same slug; refused where it is none, so that no name leads out of the folder of records.
+
+    Raises
+    ------
+    ValueError
+        Names what was given.
+    """
+    if not slug or slug_of(slug) != slug:
+        raise ValueError(f"machine: expected the folder of a GPU such as nvidia-h200, of a-z, 0-9 and -, got {slug!r}")
+    return slug
+
+
 def slugs() -> list[str]:
     """The GPUs that have a record in the package."""
     return sorted(f.parent.name for f in RECORDS.glob("*/machine.json"))
@@ -526,7 +540,7 @@ def recorded(name: str = "") -> Machine:
         Where there is no such record.
     """
     name = name or slug()
-    file = RECORDS / name / "machine.json"
+    file = RECORDS / checked_slug(name) / "machine.json"
     if not file.exists():
         known = ", ".join(slugs()) or "none yet"
         raise FileNotFoundError(f"machine.recorded: no record of {name!r}; recorded are: {known}")

@@ -31,7 +31,7 @@ from typing import Any
 import torch
 import triton
 
-from fusebook import bench, launches
+from fusebook import bench, launches, tables
 from fusebook import machine as machines
 from fusebook.bench import Origin
 from fusebook.cards import OPS
@@ -63,7 +63,10 @@ class Missing(LookupError):
 
 def path(name: str, gpu: str | None = None, root: pathlib.Path | None = None) -> pathlib.Path:
     """Where a record lies: ``softmax`` of an operator, ``pages/transfers`` of what a page measured by itself."""
-    return (root or machines.RECORDS) / (gpu or machines.slug()) / f"{name}.csv"
+    gpu = machines.checked_slug(gpu or machines.slug())
+    if not re.fullmatch(r"\w+(/\w+)?", name):
+        raise RecordError(f"record: expected a name like softmax or pages/transfers, got {name!r}; no path leads here")
+    return (root or machines.RECORDS) / gpu / f"{name}.csv"
 
 
 def exists(name: str, gpu: str | None = None) -> bool:
@@ -79,13 +82,13 @@ def _cell(value: object) -> str:
         if math.isnan(value):
             return ""
         return str(int(value)) if value.is_integer() and abs(value) < 2**53 else f"{value:.6g}"
-    return str(value)
+    return str(tables.harmless(str(value)))
 
 
 def _save(file: pathlib.Path, name: str, frame: pd.DataFrame, **more: str) -> None:
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(frame.columns)
+    writer.writerow(map(tables.harmless, frame.columns))
     writer.writerows([_cell(v) for v in row] for row in frame.itertuples(index=False))
     body = out.getvalue()
     told = {"name": name, "rows": len(frame), "sha256": hashlib.sha256(body.encode()).hexdigest(), **more}

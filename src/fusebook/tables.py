@@ -27,6 +27,7 @@ __all__ = [
     "behind",
     "clocks",
     "dims",
+    "harmless",
     "label",
     "losses",
     "number",
@@ -537,6 +538,20 @@ def clocks(df: pd.DataFrame, variants: Sequence[str] | None = None) -> pd.DataFr
         df = _with(df, kind)
     table = df.set_index([*_keys(df), "variant"])[[f"{kind}_us" for kind in KINDS]]
     return table.set_axis(list(KINDS), axis=1)
+
+
+def harmless(value: Any) -> Any:
+    """Text that a spreadsheet would take for a formula, with an apostrophe before it; anything else as it is.
+
+    Parameters
+    ----------
+    value : object
+
+    Returns
+    -------
+    object
+    """
+    return f"'{value}" if isinstance(value, str) and value[:1] in tuple("=+-@\t\r") else value
 
 
 def number(value: Any) -> str:

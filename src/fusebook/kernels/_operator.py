@@ -191,6 +191,7 @@ _stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 _current: Callable[[], int | None] = torch._C._cuda_getDevice if torch.cuda.is_available() else lambda: None
 _modes = torch._C._len_torch_dispatch_stack
 _transforms = torch._C._are_functorch_transforms_active
+_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 #: Launches of a plan at most. What takes more is no small call.
@@ -743,7 +744,10 @@ class Operator:
         """A call for which there is no plan: checked, launched, and remembered."""
         inputs = self.check(*args)
         found = _flat(inputs)
-        if any(type(t) not in (Tensor, Parameter) or t.device.type not in ("cpu", "cuda") for t in found):
+        # What torch.func.vjp returns is called with wrapped tensors when nothing is transformed any more.
+        if any(
+            type(t) not in (Tensor, Parameter) or t.device.type not in ("cpu", "cuda") or _wrapped(t) for t in found
+        ):
             return self.custom(*inputs)
         if self.read is not None:
             self.read(*args)

@@ -89,23 +89,27 @@ def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
 
 
 def _number(value: Any) -> Any:
-    """The one number that a value is known to be, else None."""
-    tensor = value.const_value if value is not None else None
+    """The one number that a value is known to be, else None; what a caller of the graph may replace is not known."""
+    tensor = value.const_value if value is not None and not value.is_graph_input() else None
     if tensor is None or math.prod(tensor.shape) != 1:
         return None
     return tensor.numpy().reshape(()).item()
 
 
 def _is_zero(attribute: Any) -> bool:
-    """Whether ConstantOfShape makes zeros: it does unless it is told otherwise."""
-    return attribute is None or not attribute.as_tensor().numpy().any()
+    """Whether ConstantOfShape makes zeros that our nodes can add to: those of float32, unless it is told otherwise."""
+    if attribute is None:
+        return True
+    made = attribute.as_tensor()
+    return made.dtype.name in ("FLOAT", "FLOAT16", "BFLOAT16", "DOUBLE") and not made.numpy().any()
 
 
 def fuse(model: Any) -> Any:
     """Replace chains of standard operators by Fusebook's.
 
     ``ScatterND(ConstantOfShape(shape), indices, Where(Equal(indices, masked), 0, updates), reduction="add")`` becomes
-    MaskedScatterNDOfShape; without Equal and Where it becomes ScatterNDOfShape.
+    MaskedScatterNDOfShape; without Equal and Where it becomes ScatterNDOfShape. A model
+    is data: nothing in it is run.
 
     Parameters
     ----------
@@ -114,8 +118,9 @@ def fuse(model: Any) -> Any:
     Returns
     -------
     onnx.ModelProto or onnx_ir.Model
-        A model of the kind that was given. A chain that means something else (other constants, indices of several
-        components under a mask, zeros that somebody else reads) stays as it is.
+        A model of the kind that was given. A chain that means something else (other constants, those that a caller may
+        replace, integers, indices of several components under a mask, or updates of another number of axes, zeros that
+        somebody else reads), or of which that is not known, stays as it is.
 
     Raises
     ------
@@ -132,8 +137,9 @@ def fuse(model: Any) -> Any:
 
     def masked_fits(_, shape, indices, masked, nothing, updates, zeros):  # type: ignore[no-untyped-def]
         whole = _number(masked)
-        # A mask of several components is compared with each of them, and broadcast otherwise than a node masks.
-        one = indices.shape is not None and indices.shape[-1] == 1
+        # A mask of several components, or of updates with further axes, is broadcast otherwise than a node masks.
+        known = indices.shape is not None and updates.shape is not None
+        one = known and indices.shape[-1] == 1 and len(indices.shape) == len(updates.shape)
         made = zeros.producer().attributes.get("value")
         return one and isinstance(whole, int) and _number(nothing) == 0 and _is_zero(made)
 

@@ -92,12 +92,22 @@ def _raw(frame: pd.DataFrame) -> tuple[str, str]:
         return (origin.path.name if origin.path else f"{name}, not recorded"), ""
     if not origin.path and "config" in frame:  # a page measures several configs, each a file of its own
         name += f"-{frame['config'].iloc[0]}"
+    name = re.sub(r"[^\w.,+-]+", "-", name)  # of a record, which may say anything: no path, and no folder
     target = _place.folder() / f"{origin.machine.slug if origin.machine else 'cpu'}-{name}.csv"
     if origin.path:
         shutil.copyfile(origin.path, target)
     else:
-        frame.to_csv(target, index=False)
+        _harmless(frame).to_csv(target, index=False)
     return target.name, _place.link(target)
+
+
+def _harmless(frame: pd.DataFrame) -> pd.DataFrame:
+    """The same rows, without text that a spreadsheet would compute."""
+    safe = frame.rename(columns=tables.harmless)
+    for position in range(safe.shape[1]):
+        if not pd.api.types.is_numeric_dtype(safe.dtypes.iloc[position]):
+            safe.isetitem(position, safe.iloc[:, position].map(tables.harmless))
+    return safe
 
 
 @dataclass(frozen=True, repr=False)
@@ -171,16 +181,25 @@ def downloads(df: pd.DataFrame, name: str, ax: Axes | None = None) -> Downloads:
     ----------
     df : pandas.DataFrame
     name : str
-        Of the files, without suffix.
+        Of the files, without suffix or folder.
     ax : matplotlib.axes.Axes, optional
         A figure to keep as PNG where nothing else shows it: in a plain script.
 
     Returns
     -------
     Downloads
+
+    Raises
+    ------
+    ValueError
+        For a name that leads into another folder.
     """
+    if not re.fullmatch(r"\w[\w.+-]*", name):
+        raise ValueError(
+            f"page.downloads: expected a name of letters, digits, ., +, - and _, got {name!r}; give no folder"
+        )
     folder = _place.folder()
-    plain = df if isinstance(df.index, pd.RangeIndex) else df.reset_index()
+    plain = _harmless(df if isinstance(df.index, pd.RangeIndex) else df.reset_index())
     files = [folder / f"{name}.csv"]
     plain.to_csv(files[0], index=False)
     missing = ""

@@ -1,0 +1,95 @@
+"""Triton's interpreter with a guard of memory: what a kernel reads or writes belongs to its tensors, and is aligned.
+
+On a GPU an access outside of all memory, or one that is not aligned, is an error, and one into a neighbour's memory is
+seen by compute-sanitizer. The interpreter takes addresses as they come: it would return whatever stands there.
+"""
+
+import threading
+
+import numpy as np
+import triton.runtime.interpreter as interpreter
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+_here = threading.local()
+
+
+def _memory(values, found):
+    """The memory of all tensors among arguments, as pairs of first and last address."""
+    for value in values:
+        if isinstance(value, (tuple, list)):
+            _memory(value, found)
+        elif isinstance(value, TensorDescriptor):
+            _memory([value.base], found)
+        elif hasattr(value, "data_ptr"):
+            storage = interpreter._unwrap_tensor(value).untyped_storage()
+            found.append((storage.data_ptr(), storage.data_ptr() + storage.nbytes()))
+    return found
+
+
+def _checked(what, pointers, mask, size):
+    """Refuse the first access that is none of the launch's."""
+    ranges = getattr(_here, "ranges", None)
+    if ranges is None:
+        return
+    active = pointers[mask] if mask is not None else pointers.reshape(-1)
+    if active.size == 0:
+        return
+    if size > 1 and (active & np.uint64(size - 1)).any():
+        raise AssertionError(f"{what} of {size} bytes at an address that is no multiple of {size}")
+    low, high = int(active.min()), int(active.max()) + size
+    starts, ends = ranges
+    at = int(np.searchsorted(starts, low, "right")) - 1
+    if at >= 0 and high <= ends[at]:
+        return
+    each = np.searchsorted(starts, active, "right").astype(np.int64) - 1
+    wrong = (each < 0) | (active + np.uint64(size) > ends[each])
+    if wrong.any():
+        address = int(active[wrong][0])
+        near = int(each[wrong][0])
+        beside = f"{address - int(ends[near])} bytes behind the end of a tensor" if near >= 0 else "before all tensors"
+        raise AssertionError(f"{what} of {size} bytes outside of the kernel's tensors: {beside}")
+
+
+class _Guarded:
+    """The interpreter's accesses of memory, each checked first."""
+
+    def __init__(self, inner):
+        self._inner = inner
+
+    def __getattr__(self, name):
+        return getattr(self._inner, name)
+
+    def load(self, pointers, mask, other, dtype):
+        _checked("a load", pointers, mask, np.dtype(dtype).itemsize)
+        return self._inner.load(pointers, mask, other, dtype)
+
+    def store(self, pointers, value, mask):
+        _checked("a store", pointers, mask, value.dtype.itemsize)
+        return self._inner.store(pointers, value, mask)
+
+    def atomic_rmw(self, operation, pointers, value, mask, sem):
+        _checked("an atomic operation", pointers, mask, value.dtype.itemsize)
+        return self._inner.atomic_rmw(operation, pointers, value, mask, sem)
+
+    def atomic_cas(self, pointers, compare, value, sem):
+        _checked("an atomic operation", pointers, None, value.dtype.itemsize)
+        return self._inner.atomic_cas(pointers, compare, value, sem)
+
+
+def guard():
+    """Check the memory accesses of every kernel that is interpreted from now on."""
+    if isinstance(interpreter._interpreter, _Guarded):
+        return
+    interpreter._interpreter = _Guarded(interpreter._interpreter)
+    launch = interpreter.GridExecutor.__call__
+
+    def guarded(self, *args, **kwargs):
+        found = sorted(set(_memory([*args, *kwargs.values()], [])))
+        before = getattr(_here, "ranges", None)
+        _here.ranges = tuple(np.array([r[i] for r in found], dtype=np.uint64) for i in (0, 1))
+        try:
+            return launch(self, *args, **kwargs)
+        finally:
+            _here.ranges = before
+
+    interpreter.GridExecutor.__call__ = guarded

@@ -1,0 +1,253 @@
+"""Files that others wrote are data: nothing in them is run, and names in them lead nowhere and mean nothing else."""
+
+import itertools
+import json
+
+import pandas as pd
+import pytest
+import torch
+
+from fusebook import bench, explore, record, tables
+from fusebook import machine as machines
+from fusebook.bench import Origin
+from fusebook.inputs import generator
+from fusebook.kernels import _products
+from fusebook.page import claims, downloads, provenance, say, table
+from toy import machine, toy
+
+HOSTILE = "<script>alert('x')</script>\"&"
+OUTSIDE = ["../elsewhere", "/tmp/elsewhere", "a/../../b", "..", "pages/../x", "a\x00b", "con\\x"]
+
+
+# Names
+
+
+@pytest.fixture
+def frame(tmp_path, monkeypatch):
+    """Results in which all that is text would be a mark in HTML."""
+    monkeypatch.setenv("FUSEBOOK_DOWNLOADS", str(tmp_path / "downloads"))
+    found = bench.run(toy(), config="small", repeat=2, warmup=0, progress=False)
+    for column in ("op", "variant", "note", "zone", "versions", "date", "status"):
+        found[column] = found[column].astype(object)
+        found.loc[:, column] = HOSTILE
+    on = machine(
+        **dict.fromkeys(("name", "driver", "cuda", "python", "torch", "triton", "cpu", "commit", "date"), HOSTILE)
+    )
+    found.attrs["origin"] = Origin(on, measured=True, stale=(HOSTILE,), page="", versions=HOSTILE, commit=HOSTILE)
+    return found
+
+
+def test_names_are_escaped_in_html(frame):
+    shown = [
+        provenance(frame),
+        table(frame.set_index("variant"), HOSTILE),
+        table(frame[:0], HOSTILE),
+        claims(say("{x}", x=HOSTILE)),
+    ]
+    for one in shown:
+        text = one._repr_html_()
+        assert "<script" not in text and "alert(" in text
+
+
+def test_a_file_that_is_offered_lies_in_its_folder(frame, tmp_path):
+    frame.loc[:, "op"] = "../../elsewhere"
+    provenance(frame)
+    assert [f.parent for f in tmp_path.rglob("*.csv")] == [tmp_path / "downloads"]
+    for name in OUTSIDE[:4]:
+        with pytest.raises(ValueError, match="no folder"):
+            downloads(frame, name)
+
+
+FORMULAS = ["=1+1", "+1", "-1+1", "@SUM(A1)", "\t=1", "\r=1"]
+
+
+def test_no_cell_of_a_file_is_a_formula(tmp_path, monkeypatch):
+    openpyxl = pytest.importorskip("openpyxl")
+    monkeypatch.setenv("FUSEBOOK_DOWNLOADS", str(tmp_path))
+    df = pd.DataFrame({"=A1": FORMULAS[:4], "number": [-1.5, 2, -3, 4], "plain": ["a=b", "", "x-y", "1+1"]})
+    downloads(df, "offered")
+    again = pd.read_csv(tmp_path / "offered.csv")
+    assert list(again) == ["'=A1", "number", "plain"] and again["'=A1"].tolist() == [f"'{f}" for f in FORMULAS[:4]]
+    assert again["number"].tolist() == [-1.5, 2, -3, 4] and again["plain"].tolist()[::2] == ["a=b", "x-y"]
+    cells = itertools.chain(*openpyxl.load_workbook(tmp_path / "offered.xlsx").active.iter_rows())
+    assert "f" not in {cell.data_type for cell in cells}
+    assert [tables.harmless(f) for f in FORMULAS] == [f"'{f}" for f in FORMULAS]
+    assert tables.harmless(-1.5) == -1.5 and tables.harmless("") == ""
+
+
+def test_no_cell_of_a_record_is_a_formula(tmp_path):
+    found = bench.run(toy(), config="small", repeat=2, warmup=0, progress=False)
+    found["note"] = "=HYPERLINK()"
+    found.attrs["origin"] = Origin(machine(), measured=True)
+    file = record.write(found, tmp_path)
+    assert ",'=HYPERLINK()," in file.read_text() and ",=" not in file.read_text()
+    assert record.read("toy", "test-gpu", tmp_path)["note"].tolist() == ["'=HYPERLINK()"] * 2
+
+
+@pytest.mark.parametrize("name", OUTSIDE, ids=repr)
+def test_no_name_leads_out_of_the_folder_of_records(name, tmp_path):
+    with pytest.raises(record.RecordError):
+        record.path(name, "test-gpu", tmp_path)
+    for asked in (lambda: record.path("toy", name, tmp_path), lambda: explore.path(name, "toy", tmp_path)):
+        with pytest.raises(ValueError, match="expected the folder of a GPU"):
+            asked()
+    frame = pd.DataFrame({"x": [1]})
+    frame.attrs["origin"] = Origin(machine(), measured=True, page="x")
+    with pytest.raises(record.RecordError):
+        record.write(frame, tmp_path, f"pages/{name}")
+    frame.attrs["origin"] = Origin(machine(slug=name), measured=True, page="x")
+    with pytest.raises(ValueError):
+        record.write(frame, tmp_path, "pages/x")
+    assert not list(tmp_path.rglob("*"))
+
+
+def test_a_machine_that_names_another_folder_is_refused(tmp_path):
+    file = tmp_path / "machine.json"
+    machines.save(machine(), file)
+    values = json.loads(file.read_text()) | {"slug": "../../elsewhere"}
+    file.write_text(json.dumps(values))
+    with pytest.raises(ValueError, match="folder of a GPU"):
+        machines.load(file)
+
+
+# Values
+
+
+@pytest.fixture
+def witness(tmp_path, monkeypatch):
+    """Text that leaves a file behind where somebody evaluates it, and the file."""
+    file = tmp_path / "evaluated"
+    monkeypatch.setenv("WITNESS", str(file))
+    yield "__import__('os').system('touch $WITNESS')", file
+    assert not file.exists()
+
+
+def test_nothing_in_a_record_is_run(witness, tmp_path):
+    text, _ = witness
+    found = bench.run(toy(), config="small", repeat=2, warmup=0, progress=False)
+    for column in ("note", "variant", "launches", "code", "versions"):
+        found[column] = text
+    found.attrs["origin"] = Origin(machine(commit=text, driver=text), measured=True)
+    record.write(found, tmp_path)
+    again = record.read(toy(), "test-gpu", tmp_path)
+    assert again["note"].tolist() == [text] * 2 and set(again["stale"]) == {"is no variant of its card any more"}
+    table(again, text)._repr_html_()
+
+
+def test_nothing_in_a_tuned_table_is_run(witness, tmp_path):
+    text, _ = witness
+    head = "capability,math,layout,shape,torch," + ",".join(_products.Plan._fields)
+    for column in ("torch", "bm", "flat"):
+        cells = [text if c == column else "1" for c in head.split(",")]
+        (tmp_path / "t.csv").write_text(f"{head}\n{','.join(cells)}\n")
+        with pytest.raises(ValueError):
+            _products.read(tmp_path / "t.csv")
+
+
+# ONNX models
+
+
+def opsets(kind):
+    """All of them for the plain chain; for others those at which something changed, and the last."""
+    return range(13, 24) if kind == "plain" else (15, 16, 18, 23)
+
+
+def chain(opset, dtype, kind):
+    """A model with the standard chain, as somebody else may write it, and its inputs."""
+    import numpy as np
+    import onnx
+    import onnx.helper as oh
+    from onnx import numpy_helper as nh
+
+    number = {torch.float32: 1, torch.float16: 10, torch.int64: 7}[dtype]
+    zero = np.zeros(1, {1: np.float32, 10: np.float16, 7: np.int64}[number])
+    axes = 3 if kind == "further axes" else 2
+    sizes = (5, 4, 4)[:axes]
+    n = 4
+    names = {k: k for k in ("zeros", "masked", "hit", "kept", "y")}
+    if kind == "names that collide":
+        names |= {"zeros": "fusebook", "kept": "MaskedScatterNDOfShape_0", "hit": "val_0", "masked": "anonymous:0"}
+    constants = [nh.from_array(np.array([-1]), names["masked"]), nh.from_array(zero, "nothing")]
+    nodes = [
+        oh.make_node("ConstantOfShape", ["shape"], [names["zeros"]], value=nh.from_array(zero, "v")),
+        oh.make_node("Equal", ["indices", names["masked"]], [names["hit"]]),
+        oh.make_node("Where", [names["hit"], "nothing", "updates"], [names["kept"]]),
+        oh.make_node("ScatterND", [names["zeros"], "indices", names["kept"]], [names["y"]], reduction="add"),
+    ]
+    if opset < 16:
+        del nodes[3].attribute[:]
+    known = kind != "missing shapes"
+    inputs = [
+        oh.make_tensor_value_info("shape", 7, [axes]),
+        oh.make_tensor_value_info("indices", 7, [n, 1] if known else None),
+        oh.make_tensor_value_info("updates", number, [n, *sizes[1:]] if known else None),
+    ]
+    out = [oh.make_tensor_value_info(names["y"], number, [None] * axes)]
+    functions, imports = [], [oh.make_opsetid("", opset)]
+    if kind == "a mask that a caller may replace":
+        inputs.append(oh.make_tensor_value_info(names["masked"], 7, [1]))
+    if kind == "a subgraph":
+        branch = oh.make_graph(nodes, "then", [], out)
+        other = oh.make_graph(
+            [oh.make_node("ConstantOfShape", ["shape"], ["o"], value=nh.from_array(zero, "v"))],
+            "else", [], [oh.make_tensor_value_info("o", number, [None] * axes)],
+        )  # fmt: skip
+        constants.append(nh.from_array(np.array(True), "yes"))
+        nodes = [oh.make_node("If", ["yes"], ["y"], then_branch=branch, else_branch=other)]
+    if kind == "a function":
+        body = [oh.make_node("Constant", [], ["masked"], value=constants[0])]
+        body += [oh.make_node("Constant", [], ["nothing"], value=constants[1]), *nodes]
+        functions = [oh.make_function("local", "Scatter", ["shape", "indices", "updates"], ["y"], body, imports)]
+        nodes = [oh.make_node("Scatter", ["shape", "indices", "updates"], ["y"], domain="local")]
+        imports = [*imports, oh.make_opsetid("local", 1)]
+    graph = oh.make_graph(nodes, "g", inputs, out, constants)
+    made = oh.make_model(graph, ir_version=8 if opset < 20 else 10, opset_imports=imports, functions=functions)
+    if known:
+        onnx.checker.check_model(made)
+    rng = generator(opset, "cpu")
+    updates = torch.randint(-9, 9, (n, *sizes[1:]), generator=rng).to(dtype)
+    feeds = {"shape": torch.tensor(sizes), "indices": torch.tensor([[1], [-1], [2], [1]]), "updates": updates}
+    return made, feeds
+
+
+def operators(model):
+    """Domain and name of every node, those of functions and subgraphs too."""
+    found, graphs = [], [model.graph, *model.functions]
+    while graphs:
+        for node in graphs.pop().node:
+            found.append((node.domain, node.op_type))
+            graphs += [a.g for a in node.attribute if a.HasField("g")]
+    return found
+
+
+KINDS = [
+    "plain", "missing shapes", "names that collide", "a subgraph", "a function", "further axes",
+    "a mask that a caller may replace",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_rewritten_equals_onnx_runtime_on_the_original(kind):
+    for name in ("onnx", "onnxscript", "onnxruntime"):
+        pytest.importorskip(name)
+    from fusebook.ort import Graph, export
+    from fusebook.ort.nodes import NODES
+
+    rewritten = 0
+    for opset in opsets(kind):
+        for dtype in (torch.float32,) if opset not in (16, 18) else (torch.float32, torch.int64):
+            model, feeds = chain(opset, dtype, kind)
+            before = model.SerializeToString()
+            fused = export.fuse(model)
+            assert model.SerializeToString() == before
+            ours = [op for domain, op in operators(fused) if domain == "fusebook"]
+            if opset < 16 or dtype == torch.int64:
+                assert not ours
+            if kind in ("a mask that a caller may replace", "missing shapes", "further axes"):
+                assert "MaskedScatterNDOfShape" not in ours
+            rewritten += len(ours)
+            want = Graph(model, device="cpu")(feeds)
+            got = Graph(fused, device="cpu", ops=NODES)(feeds)
+            for a, b in zip(got.values(), want.values(), strict=True):
+                torch.testing.assert_close(a, b, rtol=0, atol=0)
+    assert rewritten >= 3, "nothing was tried"
