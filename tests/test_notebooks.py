@@ -31,7 +31,9 @@ def test_a_notebook_runs_as_downloaded(path, tmp_path, kernel):
     notebook = nbformat.read(path, as_version=4)
     afresh = nbformat.v4.new_code_cell(f"%reset -f\nimport os\nos.chdir({str(tmp_path)!r})\ndel os")
     notebook.cells.insert(0, afresh)
-    nbclient.NotebookClient(notebook, km=kernel, timeout=1200).execute()
+    client = nbclient.NotebookClient(notebook, km=kernel, timeout=1200)
+    client.execute()
+    client.kc.stop_channels()
     cells = [cell for cell in notebook.cells[1:] if cell.cell_type == "code"]
     assert len(cells) > 1
     assert all(cell.execution_count for cell in cells if cell.source.strip())
