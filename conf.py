@@ -14,6 +14,8 @@ sys.path[:0] = [str(ROOT / "docs" / "_ext"), str(ROOT / "src")]
 # Where the pages put what they offer; fusebook_site copies it beside them. Not in auto_examples, where sphinx-gallery
 # would take a script for a page.
 os.environ["FUSEBOOK_DOWNLOADS"] = str(ROOT / "docs" / "auto_downloads")
+if os.environ.get("FUSEBOOK_RECORDS"):  # pages run in a folder of their own
+    os.environ["FUSEBOOK_RECORDS"] = os.path.abspath(os.environ["FUSEBOOK_RECORDS"])
 
 import fusebook  # noqa: E402  before triton is imported: it decides whether kernels are interpreted
 import gallery_hooks  # noqa: E402
@@ -76,7 +78,9 @@ html_theme_options = {
     "pygments_light_style": "a11y-high-contrast-light",
     "pygments_dark_style": "github-dark",
 }
-html_sidebars = {"index": [], "method": [], "glossary": [], "api": [], "contributing": [], "changes": [], "times": []}
+html_sidebars = {
+    name: [] for name in ("index", "method", "glossary", "your_gpu", "api", "contributing", "changes", "times")
+}
 fusebook_repository = REPOSITORY
 if REPOSITORY:
     html_theme_options["icon_links"] = [{"name": "Source", "url": REPOSITORY, "icon": "fa-solid fa-code-branch"}]
@@ -145,7 +149,7 @@ sphinx_gallery_conf = {
     "inspect_global_variables": False,  # it would touch every tensor of the page
     "reset_argv": "gallery_hooks.reset_argv",
     "show_memory": gallery_hooks.runner,
-    "image_scrapers": ("gallery_hooks.banner", "matplotlib"),
+    "image_scrapers": ("gallery_hooks.banner", "side_by_side.scraper", "matplotlib"),
     "reset_modules": ("matplotlib", "gallery_hooks.reset_style"),
     "image_srcset": ["2x"],
     "write_computation_times": False,  # that page loads from three CDNs; docs/times.rst is ours

@@ -12,8 +12,11 @@ import inspect
 import json
 import os
 import re
+import shlex
 import shutil
+import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 from docutils import nodes
@@ -24,13 +27,21 @@ from sphinx_gallery.utils import get_md5sum
 
 import gallery_hooks
 import gallery_progress
+import side_by_side
 
 logger = logging.getLogger(__name__)
 
 ROOT = Path(__file__).resolve().parents[2]
 
 #: Variables that decide what a page shows, and packages that do.
-SWITCHES = ("FUSEBOOK_GPU", "FUSEBOOK_REPLAY", "FUSEBOOK_REPOSITORY", "FUSEBOOK_STRICT", "TRITON_INTERPRET")
+SWITCHES = (
+    "FUSEBOOK_GPU",
+    "FUSEBOOK_RECORDS",
+    "FUSEBOOK_REPLAY",
+    "FUSEBOOK_REPOSITORY",
+    "FUSEBOOK_STRICT",
+    "TRITON_INTERPRET",
+)
 PACKAGES = ("torch", "triton", "pandas", "matplotlib", "sphinx-gallery")
 
 
@@ -171,6 +182,8 @@ def before_gallery(app):
     if stale:
         logger.info("to be run, as what they are made from has changed: %s", ", ".join(stale))
     runner = gallery_hooks.runner
+    records = os.environ.get("FUSEBOOK_RECORDS")
+    runner.twins = side_by_side.Twins(records) if records else None
     runner.begin = functools.partial(begin_page, generated)
     runner.finish = functools.partial(end_page, generated, around, ROOT)
     names = to_run(ROOT / "examples", generated)
@@ -279,6 +292,30 @@ class Kernels(SphinxDirective):
         return self.parse_text_to_nodes("\n".join(lines))
 
 
+class Ran(SphinxDirective):
+    """A Python command of the library, and what it prints: it is run, in an empty folder, and sees no GPU."""
+
+    required_arguments = 1
+    final_argument_whitespace = True
+
+    def run(self):
+        """Run it again only when what it is made from changes."""
+        python, *words = shlex.split(self.arguments[0])
+        if python != "python":
+            raise self.error(f"ran: expected a command that begins with python, got {self.arguments[0]!r}")
+        source = ROOT / "src"
+        for path in [source / f"{words[1].replace('.', '/')}.py", *source.glob("fusebook/records/*/machine.json")]:
+            self.env.note_dependency(str(path))
+        before = os.environ.get("PYTHONPATH")
+        env = {name: value for name, value in os.environ.items() if not name.startswith("FUSEBOOK_")}
+        env |= {"PYTHONPATH": os.pathsep.join(filter(None, [str(source), before])), "CUDA_VISIBLE_DEVICES": ""}
+        with tempfile.TemporaryDirectory() as folder:
+            ran = subprocess.run([sys.executable, *words], cwd=folder, env=env, capture_output=True, text=True)
+        said = f"$ {self.arguments[0]}\n{ran.stdout}{ran.stderr}".replace(str(ROOT), "...").rstrip()
+        block = nodes.literal_block(said, said, language="text")
+        return [block]
+
+
 def outdated(app, env, added, changed, removed):
     """Read the page of build times again when a page has run."""
     return {"times"} & env.all_docs.keys() if added or changed or removed else set()
@@ -330,6 +367,7 @@ def setup(app):
     app.add_html_math_renderer("mathml", inline_renderers=(inline_math, None), block_renderers=(block_math, None))
     app.add_directive("build-times", BuildTimes)
     app.add_directive("kernels", Kernels)
+    app.add_directive("ran", Ran)
     app.connect("builder-inited", before_gallery, priority=100)  # the gallery runs at 500
     app.connect("builder-inited", after_gallery, priority=900)
     app.connect("source-read", without_memory)

@@ -32,6 +32,7 @@ class Runner:
     def __init__(self):
         self.script = {}
         self.progress = None
+        self.twins = None  # of `side_by_side`, where the site shows two GPUs
         self.log = None
         self.begin = self.finish = None  # called with the name of a page; when it ends, also with its variables
 
@@ -49,6 +50,8 @@ class Runner:
             return 0.0, None
         try:
             with self.log.taking() if self.log else contextlib.nullcontext():
+                if self.twins:
+                    return 0.0, self.twins.run(self.script["fake_main"], function)
                 return 0.0, function()
         except SystemExit as stop:
             if strict() or not hasattr(stop, "banner"):
@@ -68,6 +71,8 @@ def reset_argv(gallery_conf, script_vars):
     done()
     runner.script = script_vars
     page = script_vars.get("src_file", "")
+    if runner.twins:
+        runner.twins.begin()
     if runner.begin:
         runner.begin(Path(page).stem)
     if runner.log:

@@ -426,7 +426,7 @@ def _sentence(error: BaseException) -> str:
 def run(
     op: Op,
     *,
-    config: str = "small",
+    config: str | Sequence[tuple[str, Dims]] = "small",
     dtype: str = "float32",
     variants: Sequence[str] | None = None,
     extra: Mapping[str, Callable[..., Any]] | None = None,
@@ -440,9 +440,9 @@ def run(
     Parameters
     ----------
     op : Op
-    config : str
-        See `points`. In a sweep of more than sixteen points of one config the variants that recompile for every shape
-        are measured on every eighth.
+    config : str or sequence of (str, Dims)
+        See `points`, or what that returns. In a sweep of more than sixteen points of one config the variants that
+        recompile for every shape are measured on every eighth.
     dtype : str
         A comma list of names, see `DTYPES`.
     variants : sequence of str, optional
@@ -474,7 +474,8 @@ def run(
         if name in op.variants:
             raise ValueError(f"{op.name}: extra variant {name!r} has the name of one that the card has; choose another")
         chosen[name] = Variant(function, needs=())
-    sweep = [(label, dims, _sparse(op, label, dims)) for label, dims in points(op, config)]
+    asked = points(op, config) if isinstance(config, str) else list(config)
+    sweep = [(label, dims, _sparse(op, label, dims)) for label, dims in asked]
     names = dtypes(dtype)
     on = machine or (machines.here() if torch.cuda.is_available() else None)
     rows: list[dict[str, Any]] = []

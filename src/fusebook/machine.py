@@ -33,6 +33,7 @@ from fusebook.op import Cost
 
 __all__ = [
     "RECORDS",
+    "SHIPPED",
     "Machine",
     "aten",
     "beside_torch",
@@ -40,6 +41,7 @@ __all__ = [
     "current",
     "here",
     "overrides",
+    "places",
     "recorded",
     "slug",
     "slug_of",
@@ -49,6 +51,9 @@ __all__ = [
 
 #: Where the records of the package lie, a folder a GPU.
 RECORDS = pathlib.Path(__file__).parent / "records"
+
+#: The GPU whose records are replayed unless another is asked for.
+SHIPPED = "nvidia-h200"
 
 _GIB = 2**30
 # Grids at which the launch floor is measured.
@@ -214,7 +219,8 @@ def _median(functions: timing.Functions, repeat: int = 15) -> dict[str, float]:
 
 
 def _bandwidths() -> tuple[float, float, float]:
-    n = 4 * _GIB // 4
+    free, _ = torch.cuda.mem_get_info()
+    n = min(4 * _GIB, free // 3 // 2**20 * 2**20) // 4  # two such arrays, on a GPU of less memory than they ask for too
     x, y = torch.randn(n, device="cuda"), torch.empty(n, device="cuda")
     grid, block = (triton.cdiv(n, 8192),), 8192
     partial = torch.empty(triton.cdiv(n, 4 * 4096), device="cuda")
@@ -237,6 +243,8 @@ def _copies() -> list[dict[str, float]]:
     rows = []
     for mib in (1, 4, 16, 64, 256, 1024, 4096):
         n = mib * 2**20 // 8
+        if 12 * n > torch.cuda.mem_get_info()[0]:
+            break
         x, y = torch.randn(n, device="cuda"), torch.empty(n, device="cuda")
         seconds = _median({"copy": functools.partial(y.copy_, x)})["copy"]
         rows.append({"bytes": 8 * n, "cold": 8 * n / seconds})
@@ -351,16 +359,17 @@ def _cpu() -> str:
 
 
 def _commit() -> str:
-    """The commit of the sources: FUSEBOOK_COMMIT where the sources are no checkout."""
+    """The commit of the sources: FUSEBOOK_COMMIT where they are no checkout, else the version that is installed."""
     if given := os.environ.get("FUSEBOOK_COMMIT"):
         return given
-    answer = subprocess.run(
-        ["git", "-C", str(pathlib.Path(__file__).parent), "rev-parse", "--short=12", "HEAD"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return answer.stdout.strip()
+    source = pathlib.Path(__file__).parents[1]
+    if (
+        source.name == "src" and (source.parent / ".git").exists()
+    ):  # and not that of another project, in whose folder this one is installed
+        with contextlib.suppress(OSError):
+            git = ["git", "-C", str(source), "rev-parse", "--short=12", "HEAD"]
+            return subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    return "".join(f"version {version}" for version in versions("fusebook").values())
 
 
 def _driver_and_clocks(device: int) -> tuple[str, dict[str, int]]:
@@ -521,9 +530,39 @@ def slugs() -> list[str]:
     return sorted(f.parent.name for f in RECORDS.glob("*/machine.json"))
 
 
+def places() -> list[pathlib.Path]:
+    """The folders of the recorded GPUs that are replayed, the first that has what is asked for.
+
+    Returns
+    -------
+    list of pathlib.Path
+        That of FUSEBOOK_RECORDS, a folder as ``python -m fusebook.record --all`` writes, where it is set; then that of
+        FUSEBOOK_GPU in the package, ``nvidia-h200`` unless set.
+
+    Raises
+    ------
+    FileNotFoundError
+        Where FUSEBOOK_RECORDS names no folder with the records of one GPU.
+    """
+    wish = os.environ.get("FUSEBOOK_GPU", "")
+    shipped = RECORDS / checked_slug(wish or SHIPPED)
+    if not (given := os.environ.get("FUSEBOOK_RECORDS")):
+        return [shipped]
+    found = sorted(f.parent for f in pathlib.Path(given).resolve().glob("*/machine.json"))
+    if len(found) > 1 and wish:
+        found = [folder for folder in found if folder.name == wish]
+    if len(found) != 1:
+        there = ", ".join(folder.name for folder in found) or "none"
+        raise FileNotFoundError(
+            f"FUSEBOOK_RECORDS={given}: expected a folder with the records of one GPU, found those of {there}; "
+            f"`python -m fusebook.record --all --out {given}` makes one, and FUSEBOOK_GPU chooses one of several"
+        )
+    return [*found, shipped]
+
+
 def slug() -> str:
-    """The folder of the recorded GPU that is replayed: FUSEBOOK_GPU, ``nvidia-h200`` unless set."""
-    return os.environ.get("FUSEBOOK_GPU") or "nvidia-h200"
+    """The name of the recorded GPU that is replayed, see `places`."""
+    return places()[0].name
 
 
 def recorded(name: str = "") -> Machine:
@@ -539,8 +578,8 @@ def recorded(name: str = "") -> Machine:
     FileNotFoundError
         Where there is no such record.
     """
-    name = name or slug()
-    file = RECORDS / checked_slug(name) / "machine.json"
+    file = (RECORDS / checked_slug(name) if name else places()[0]) / "machine.json"
+    name = file.parent.name
     if not file.exists():
         known = ", ".join(slugs()) or "none yet"
         raise FileNotFoundError(f"machine.recorded: no record of {name!r}; recorded are: {known}")

@@ -5,6 +5,7 @@ ceilings, ``records/<gpu>/pages/<name>.csv`` what a page measured that no card c
 what it is, how many rows follow and their sha256, so that a truncated or edited file is refused.
 
     python -m fusebook.record softmax --config triton,large,llama --out DIR
+    python -m fusebook.record --all --out my-gpu   # ceilings and all points that the package has of another GPU
     python -m fusebook.record --check       # which rows are of what the code does today
     python -m fusebook.record --restamp     # rows that are written otherwise now, but compile to the same
 """
@@ -24,8 +25,9 @@ import math
 import os
 import pathlib
 import re
+import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -40,8 +42,9 @@ from fusebook.op import Dims, Op
 
 with extra("book"):
     import pandas as pd
+    from tqdm.auto import tqdm
 
-__all__ = ["Missing", "RecordError", "exists", "path", "read", "read_all", "restamp", "select", "write"]
+__all__ = ["Missing", "RecordError", "everything", "exists", "path", "read", "read_all", "restamp", "select", "write"]
 
 _FORMAT = 2
 _HEAD = re.compile(r"# fusebook (?:record|page) (\d+) \| name=(\S+) \| rows=(\d+) \| sha256=([0-9a-f]{64})(.*)")
@@ -63,10 +66,11 @@ class Missing(LookupError):
 
 def path(name: str, gpu: str | None = None, root: pathlib.Path | None = None) -> pathlib.Path:
     """Where a record lies: ``softmax`` of an operator, ``pages/transfers`` of what a page measured by itself."""
-    gpu = machines.checked_slug(gpu or machines.slug())
     if not re.fullmatch(r"\w+(/\w+)?", name):
         raise RecordError(f"record: expected a name like softmax or pages/transfers, got {name!r}; no path leads here")
-    return (root or machines.RECORDS) / gpu / f"{name}.csv"
+    if root is None and gpu is None:
+        return machines.places()[0] / f"{name}.csv"
+    return (root or machines.RECORDS) / machines.checked_slug(gpu or machines.slug()) / f"{name}.csv"
 
 
 def exists(name: str, gpu: str | None = None) -> bool:
@@ -457,6 +461,72 @@ def restamp(gpu: str | None = None, root: pathlib.Path | None = None) -> dict[st
     return counts
 
 
+# A whole GPU ----------------------------------------------------------------------------------------------------------
+
+
+def everything(op: Op) -> list[tuple[str, str, Dims]]:
+    """What ``--all`` measures of an operator: what the package has of a GPU, and the rest of the card's configs.
+
+    Parameters
+    ----------
+    op : Op
+
+    Returns
+    -------
+    list of (str, str, Dims)
+        Dtype, name of the config and dims of each point. Points of a config that the package has no record of are in
+        float32.
+    """
+    labels = {tuple(dims.items()): label for label, dims in bench.points(op, ",".join(op.configs))}
+    recompiled: dict[Any, bool] = {}  # by dtype and dims, whether the record has a variant that sweeps may leave out
+    if (file := machines.RECORDS / machines.SHIPPED / f"{op.name}.csv").exists():
+        for row in _load(file, op.name)[0].to_dict("records"):
+            name, dtype, dims = _point(row)
+            key = dtype, tuple(dims.items())
+            recompiles = name in op.variants and op.variants[name].recompiles
+            recompiled[key] = recompiles or recompiled.get(key, False)
+    there = {dims for _, dims in recompiled}
+    recompiled |= {("float32", dims): False for dims in labels if dims not in there}
+    return [(dtype, "" if all_ else labels.get(dims, ""), dict(dims)) for (dtype, dims), all_ in recompiled.items()]
+
+
+def _left(op: Op, file: pathlib.Path) -> list[tuple[str, str, Dims]]:
+    """The points of `everything` that a record does not have by the torch and the Triton that are here."""
+    done = set()
+    if file.exists():
+        here = "; ".join(f"{name} {version}" for name, version in machines.versions("torch", "triton").items())
+        for row in _load(file, op.name)[0].to_dict("records"):
+            if row["versions"].startswith(here):
+                _, dtype, dims = _point(row)
+                done.add((dtype, tuple(dims.items())))
+    return [point for point in everything(op) if (point[0], tuple(point[2].items())) not in done]
+
+
+def _record_all(op: Op, root: pathlib.Path, on: machines.Machine, **how: int) -> Iterator[str]:
+    """Measure and write what a record lacks, point by point, so that what was cut off goes on; say what was done."""
+    if whys := {why for variant in op.variants.values() if (why := bench.missing(variant))}:
+        if all(map(bench.missing, op.variants.values())):
+            yield f"{op.name}: left out, as every way of computing it {' or '.join(sorted(whys))}"
+            return
+    points, left = everything(op), _left(op, path(op.name, on.slug, root))
+    for dtype, label, dims in tqdm(left, desc=op.name, disable=None, leave=False):
+        write(bench.run(op, config=[(label, dims)], dtype=dtype, progress=False, **how), root)
+    yield f"{op.name}: {len(left)} points measured, {len(points) - len(left)} were there"
+
+
+def _record_each(out: pathlib.Path, on: machines.Machine, argv: Sequence[str]) -> int:
+    """Record every operator in a process of its own, so that one that fails costs no other; the exit code."""
+    failed = [name for name in OPS if subprocess.run([sys.executable, "-m", __spec__.name, name, *argv]).returncode]
+    if failed:
+        print(
+            f"fusebook.record: {', '.join(failed)} failed; the same command goes on with what is missing",
+            file=sys.stderr,
+        )
+        return 1
+    print(f"{out / on.slug} is whole; next: python -m fusebook.compare {out} {machines.SHIPPED}")
+    return 0
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m fusebook.record", description="Measure ops and write records.")
@@ -466,6 +536,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--warmup", type=int, default=5)
     parser.add_argument("--repeat", type=int, default=30)
     parser.add_argument("--machine", action="store_true", help="measure the ceilings anew and write machine.json")
+    parser.add_argument(
+        "--all",
+        action="store_true",
+        help="the ceilings, and all that the package has of a GPU; needs --out, and goes on where it was cut off",
+    )
     parser.add_argument("--check", action="store_true", help="say which rows are stale and why; needs no GPU")
     parser.add_argument("--restamp", action="store_true", help="stamp rows anew that compile to what was recorded")
     parser.add_argument("--out", type=pathlib.Path, default=machines.RECORDS, help="folder of records; the package's")
@@ -490,8 +565,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"fusebook.record: {error}", file=sys.stderr)
             return 1
         return 0
-    if not args.ops and not args.machine:
-        parser.error("nothing to record: name an op, or pass --machine")
+    if not (args.ops or args.machine or args.all):
+        parser.error("nothing to record: name an op, or pass --machine or --all")
+    if args.all and args.out == machines.RECORDS:
+        parser.error("--all needs --out DIR, a folder of your own: the package's records stay as they are")
     if args.warmup < 0 or args.repeat < 1:
         parser.error(f"expected --warmup >= 0 and --repeat >= 1, got {args.warmup} and {args.repeat}")
     try:
@@ -499,10 +576,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RuntimeError:
         print("fusebook.record: no CUDA device here; records are taken on a GPU", file=sys.stderr)
         return 1
-    if args.machine:
-        machines.save(on, args.out / on.slug / "machine.json")
-        print(args.out / on.slug / "machine.json")
+    beside = args.out / on.slug / "machine.json"
+    if args.machine or (args.all and not beside.exists()):
+        machines.save(on, beside)
+        print(beside)
+    if args.all and not args.ops:
+        return _record_each(args.out, on, list(sys.argv[1:] if argv is None else argv))
     for op in args.ops:
+        if args.all:
+            for line in _record_all(OPS[op], args.out, on, warmup=args.warmup, repeat=args.repeat):
+                print(line, flush=True)
+            continue
         config = args.config or ",".join(OPS[op].configs)
         frame = bench.run(OPS[op], config=config, dtype=args.dtype, warmup=args.warmup, repeat=args.repeat)
         print(write(frame, args.out))

@@ -12,6 +12,8 @@ FUSEBOOK_REPLAY
     ``1``: replay the record on a machine that could measure.
 FUSEBOOK_GPU
     The recorded machine to replay, ``nvidia-h200`` unless set.
+FUSEBOOK_RECORDS
+    A folder of your own GPU's records, to be replayed before the package's; see `fusebook.machine.places`.
 FUSEBOOK_RECORD
     A folder of records: what is measured is written there too.
 FUSEBOOK_DOWNLOADS

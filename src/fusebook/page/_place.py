@@ -29,7 +29,7 @@ def flag(name: str) -> bool:
 
 
 def live() -> bool:
-    return torch.cuda.is_available() and not flag("FUSEBOOK_REPLAY")
+    return torch.cuda.is_available() and not (flag("FUSEBOOK_REPLAY") or os.environ.get("FUSEBOOK_RECORDS"))
 
 
 def folder() -> Path:

@@ -294,13 +294,14 @@ def results(
     command = f"python -m fusebook.record {op.name} --config {config} --dtype {dtype}"
     if op.name not in OPS:  # a card of its own page: what records kernels does not know it
         command = "nox -s record"
-    if not record.exists(op.name):
-        _nothing(f"{op.name} on {machine.slug()}", command)
-    try:
-        frame = record.select(_noted(record.read(op)), op, config, dtype)
-    except record.Missing as missing:
-        _nothing(f"{missing} on {machine.slug()}", command)
-    return frame if variants is None else tables.where(frame, variant=list(variants))
+    what: object = op.name
+    for folder in _recorded(op.name):
+        try:
+            frame = record.select(_noted(record.read(op, folder.name, folder.parent)), op, config, dtype)
+            return frame if variants is None else tables.where(frame, variant=list(variants))
+        except record.Missing as missing:
+            what = missing
+    return _nothing(f"{what} on {machine.slug()}", command)
 
 
 def _nothing(what: str, command: str) -> NoReturn:
@@ -311,8 +312,16 @@ def _nothing(what: str, command: str) -> NoReturn:
 
 def _noted(frame: pd.DataFrame) -> pd.DataFrame:
     """What was read from a record, noted as something that the page is made from."""
-    _place.note(frame.attrs["origin"].path, machine.RECORDS / machine.slug() / "machine.json")
+    file = frame.attrs["origin"].path
+    _place.note(file, *(folder / "machine.json" for folder in file.parents[:2]))
     return frame
+
+
+def _recorded(name: str) -> list[Path]:
+    """The folders that have a record of this name, in the order in which they are asked."""
+    places = machine.places()
+    _place.note(*places[:-1])  # what is added to one that is asked first belongs to the page
+    return [folder for folder in places if (folder / f"{name}.csv").exists()]
 
 
 def measured(name: str, function: Callable[[], pd.DataFrame], live: bool | None = None) -> pd.DataFrame:
@@ -355,9 +364,9 @@ def measured(name: str, function: Callable[[], pd.DataFrame], live: bool | None 
         if folder := os.environ.get("FUSEBOOK_RECORD"):
             record.write(frame, Path(folder), record_name)
     else:
-        if not record.exists(record_name):
+        if not (found := _recorded(record_name)):
             _nothing(f"{name} on {machine.slug()}", "nox -s record")
-        frame = _noted(record.read(record_name))
+        frame = _noted(record.read(record_name, found[0].name, found[0].parent))
         was = frame.attrs["origin"]
         same = was.function == launches.digest(function) if was.function else was.source == _text(function)
         stale = () if same else (f"{name} is measured by another function now",)
@@ -378,7 +387,7 @@ def records() -> dict[str, pd.DataFrame]:
     NoResults
         Where there is none.
     """
-    _place.note(machine.RECORDS / machine.slug())  # a record that is added belongs to them
+    _place.note(machine.places()[0])  # a record that is added belongs to them
     found = {name: _noted(frame) for name, frame in record.read_all().items()}
     if not found:
         _nothing(f"any operator on {machine.slug()}", "nox -s record")
@@ -424,7 +433,7 @@ def explored(
             frame.attrs["origin"] = dataclasses.replace(frame.attrs["origin"], machine=machine.here())
             found[op.name] = frame
     else:
-        slug = machine.slug()
+        slug = machine.places()[-1].name
         for name, op in ours.items():
             if explore.path(slug, name).exists():
                 found[name] = _noted(explore.read(op, slug))
