@@ -196,6 +196,12 @@ def record(session):
 
 
 @nox.session(venv_backend="none", requires=["environment"], default=False)
+def new(session):
+    """Begin a kernel: its module, its card, its page and solutions: ``nox -s new -- my_kernel``."""
+    run(session, "docs/_ext/new_kernel.py", *session.posargs)
+
+
+@nox.session(venv_backend="none", requires=["environment"], default=False)
 def restamp(session):
     """Stamp records anew whose code is written otherwise now but compiles to the same; needs no GPU."""
     run(session, "-m", "fusebook.record", "--restamp")

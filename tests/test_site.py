@@ -7,7 +7,6 @@ import re
 import shutil
 import subprocess
 import sys
-import textwrap
 import types
 from pathlib import Path
 
@@ -19,6 +18,7 @@ import fusebook_site
 import gallery_hooks
 import gallery_progress
 import inventories
+import new_kernel
 import readme
 from fusebook.cards import OPS
 from fusebook.page import _place
@@ -456,25 +456,56 @@ def test_a_wish_for_an_unknown_torch_is_refused(noxfile):
 # The promise of docs/contributing.rst
 
 
-@pytest.mark.slow
-def test_the_kernel_of_contributing_needs_four_files_and_no_list(tmp_path):
+def test_contributing_shows_the_files_that_a_new_kernel_is_made_of():
     text = (ROOT / "docs" / "contributing.rst").read_text(encoding="utf-8")
-    found = re.findall(r"^\.\. code-block:: python\n\n((?:   .*\n|\n)+)", text, re.MULTILINE)
-    module, card, page, solutions = (textwrap.dedent(block).rstrip() + "\n" for block in found)
-    for name in ("src", "tests", "pyproject.toml", "examples/ruff.toml"):
-        copy = tmp_path / name
-        copy.parent.mkdir(exist_ok=True)
-        ignore = shutil.ignore_patterns("__pycache__", "records")
-        shutil.copytree(ROOT / name, copy, ignore=ignore) if (ROOT / name).is_dir() else shutil.copy(ROOT / name, copy)
-    files = {
-        "src/fusebook/kernels/squared_relu.py": module,
-        "src/fusebook/cards/squared_relu.py": card,
-        "examples/plot_109_squared_relu.py": page,
-        "examples/solutions/plot_109_squared_relu.py": solutions,
-    }
-    for name, content in files.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(content)
+    shown = re.findall(r"^\.\. literalinclude:: template/(\w+)\.py$", text, re.MULTILINE)
+    assert shown == ["kernel", "card", "page", "solutions"] and ".. code-block:: python" not in text
+    assert sorted(shown) == sorted(part.stem for part in new_kernel.TEMPLATE.glob("*.py"))
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        (
+            "softmax",
+            "taken by src/fusebook/kernels/softmax.py, src/fusebook/cards/softmax.py, examples/plot_102_softmax",
+        ),
+        ("exp", "taken by fusebook.exp, the card exp"),
+        ("bench", "taken by fusebook.bench"),
+        ("rough", "taken by a name of Python's or of the template's"),
+        ("max", "taken by a name of Python's"),
+        ("My-Kernel", "got 'My-Kernel'"),
+        ("_mine", "got '_mine'"),
+        ("class", "got 'class'"),
+        ("", "got ''"),
+        ("../up", "got '../up'"),
+        ("a" * 31, "at most 30 characters"),
+    ],
+)
+def test_a_kernel_of_a_bad_or_a_taken_name_is_refused_with_a_sentence(name, words, capsys):
+    import fusebook.bench  # noqa: F401  what is a module is taken
+
+    assert new_kernel.main([name]) == 2
+    told = capsys.readouterr()
+    assert words in told.err and told.err.count("\n") == 1 and not told.out
+    assert not (ROOT / "src" / "fusebook" / "kernels" / "up.py").exists()
+
+
+def test_a_kernel_needs_one_name(capsys):
+    assert new_kernel.main([]) == new_kernel.main(["one", "two"]) == 2
+    assert "expected one name, such as my_kernel, got ['one', 'two']" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_new_kernel_needs_four_files_and_no_list(tmp_path):
+    for name in ("src", "tests", "docs", "examples", "pyproject.toml", "README.md"):
+        ignore = shutil.ignore_patterns("__pycache__", "auto_*", "plot_*")
+        source, copy = ROOT / name, tmp_path / name
+        shutil.copytree(source, copy, ignore=ignore) if source.is_dir() else shutil.copy(source, copy)
+    for page in [*(ROOT / "examples").glob("plot_10*.py"), *(ROOT / "examples" / "solutions").glob("plot_10*.py")]:
+        shutil.copy(page, tmp_path / page.relative_to(ROOT))
+    name = "my_own_kernel"
+    free = max(int(page.stem[5:8]) for page in (ROOT / "examples").glob("plot_1*.py")) + 1
 
     def run(*args, **env):
         return subprocess.run(
@@ -486,25 +517,36 @@ def test_the_kernel_of_contributing_needs_four_files_and_no_list(tmp_path):
             check=False,
         )
 
+    made = run("docs/_ext/new_kernel.py", name)
+    assert made.returncode == 0, made.stdout + made.stderr
+    page = f"examples/plot_{free}_{name}.py"
+    files = [f"src/fusebook/kernels/{name}.py", f"src/fusebook/cards/{name}.py", page]
+    files.append(f"examples/solutions/plot_{free}_{name}.py")
+    assert made.stdout.splitlines()[:4] == files
+    assert not any(re.search("squared.?relu", (tmp_path / file).read_text(), re.IGNORECASE) for file in files)
+    assert f"({page}) | `{name}` |" in (tmp_path / "README.md").read_text(encoding="utf-8")
+    again = run("docs/_ext/new_kernel.py", name)
+    assert again.returncode == 2 and f"{name} is taken by {files[0]}" in again.stderr
+
     # What a contributor is told to run, and the floor plan.
-    chosen = "squared_relu or down_a_floor"
+    chosen = f"{name} or down_a_floor"
     tried = run("-m", "pytest", "-v", "-p", "no:cacheprovider", "-k", chosen, "--ignore", "tests/test_site.py", CI="")
     assert tried.returncode == 0, tried.stdout + tried.stderr
-    held = (
-        "ops.*squared_relu",
-        "promises.*squared_relu",
-        "compile.*squared_relu-sm_90",
-        "pages.*squared_relu",
-        "floor",
-    )
-    for passed in held:
+    for passed in (f"{part}.*{name}" for part in ("ops", "promises", "compile", "pages")):
         assert re.search(rf"test_{passed}.* PASSED", tried.stdout), tried.stdout
-    if importlib.util.find_spec("ruff"):
-        for how in (["check"], ["format", "--check"]):
-            ruff = run("-m", "ruff", *how, "--no-cache", *files)
-            assert ruff.returncode == 0, ruff.stdout + ruff.stderr
-    shown = run("examples/plot_109_squared_relu.py", "--config", "small", FUSEBOOK_REPLAY="1", MPLBACKEND="agg")
+    assert re.search(r"test_floor.* PASSED", tried.stdout), tried.stdout
+    for module, *words in (
+        ("ruff", "check", "--no-cache", *files),
+        ("ruff", "format", "--check", "--no-cache", *files),
+        ("codespell_lib", *files),
+        ("mypy", "--cache-dir", os.devnull, *files[:2]),
+        ("numpydoc.hooks.validate_docstrings", *files[:2]),
+    ):
+        if importlib.util.find_spec(module.split(".")[0]):
+            held = run("-m", module, *words)
+            assert held.returncode == 0, held.stdout + held.stderr
+    shown = run(page, "--config", "small", FUSEBOOK_REPLAY="1", MPLBACKEND="agg")
     assert "within the limit" in shown.stdout, shown.stdout + shown.stderr
     assert shown.returncode == 1  # there is no record of it
-    assert shown.stderr.strip().startswith("There is no CUDA GPU here and no record of squared_relu")
+    assert shown.stderr.strip().startswith(f"There is no CUDA GPU here and no record of {name}")
     assert "Traceback" not in shown.stderr
