@@ -72,6 +72,7 @@ class Twins:
                     function()
             except (Exception, SystemExit) as error:  # a GPU that lacks what the page counts on: the other goes on
                 self.stopped = f"From here on this page cannot be shown for your GPU: {type(error).__name__}: {error}"
+            function.run = False  # the gallery lets a piece of code run once
             self.names = dict(names)
             names.clear()
             names.update(theirs)
@@ -89,7 +90,7 @@ class Twins:
         if self.stopped:
             shown = f'<p class="fb-banner">{html.escape(self.stopped)}</p>'
         else:
-            shown = _as_html(self.names.get("___"), gallery_conf) if ends else ""
+            shown = _own_files(_as_html(self.names.get("___"), gallery_conf)) if ends else ""
         other = _as_html(names.get("___"), gallery_conf) if ends else ""
         paths = block_vars["image_path_iterator"]
         pictures, files = [], []
@@ -104,7 +105,6 @@ class Twins:
             return pictures[1]
         names["___"] = None
         shown = re.sub(r'\b(id|for|name)="', r'\1="yours-', shown).replace('href="#', 'href="#yours-')
-        shown = shown.replace('href="downloads/', 'href="downloads/yours/')
         parts = zip(self.labels.items(), pictures, (shown, other), strict=True)
         return "\n\n.. tab-set::\n   :sync-group: gpu\n\n" + "".join(
             f"   .. tab-item:: {label}\n      :sync: {key}\n\n{_indented(picture)}\n{_raw(text)}\n"
@@ -117,6 +117,18 @@ def _as_html(value, gallery_conf):
     if value is None or re.search(gallery_conf["ignore_repr_types"], str(type(value))):
         return ""
     return value._repr_html_() if hasattr(value, "_repr_html_") else f"<pre>{html.escape(repr(value))}</pre>"
+
+
+def _own_files(text):
+    """What offers a file that is another one for the reader's GPU, with the address of that."""
+    offered = Path(os.environ.get("FUSEBOOK_DOWNLOADS", "."))
+
+    def own(match):
+        files = [offered / "yours" / match[1], offered / match[1]]
+        same = all(file.exists() for file in files) and files[0].read_bytes() == files[1].read_bytes()
+        return match[0] if same else f'href="downloads/yours/{match[1]}"'
+
+    return re.sub(r'href="downloads/([^"]+)"', own, text)
 
 
 def _indented(text, by=6):

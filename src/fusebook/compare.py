@@ -191,7 +191,7 @@ def _figures(by_point: dict[str, pd.DataFrame], title: str, clock: str, out: pat
     for name, ratios, what in (("times", took, "time"), ("roof", of_roof, "share of the own roof")):
         axes = plots.spread(ratios, title=f"{title}: {what}, {clock}", xlabel="first in times of the second")
         files.append(out / f"compare_{name}.png")
-        axes.figure.savefig(files[-1], dpi=150, facecolor="white", bbox_inches="tight")
+        axes.figure.canvas.print_figure(files[-1], dpi=150, facecolor="white", bbox_inches="tight")
     return files
 
 

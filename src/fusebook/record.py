@@ -502,7 +502,7 @@ def _left(op: Op, file: pathlib.Path) -> list[tuple[str, str, Dims]]:
     return [point for point in everything(op) if (point[0], tuple(point[2].items())) not in done]
 
 
-def _record_all(op: Op, root: pathlib.Path, on: machines.Machine, **how: int) -> Iterator[str]:
+def _record_all(op: Op, root: pathlib.Path, on: machines.Machine, **how: Any) -> Iterator[str]:
     """Measure and write what a record lacks, point by point, so that what was cut off goes on; say what was done."""
     if whys := {why for variant in op.variants.values() if (why := bench.missing(variant))}:
         if all(map(bench.missing, op.variants.values())):

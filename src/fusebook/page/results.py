@@ -295,9 +295,9 @@ def results(
     if op.name not in OPS:  # a card of its own page: what records kernels does not know it
         command = "nox -s record"
     what: object = op.name
-    for folder in _recorded(op.name):
+    for place in _recorded(op.name):
         try:
-            frame = record.select(_noted(record.read(op, folder.name, folder.parent)), op, config, dtype)
+            frame = record.select(_noted(record.read(op, place.name, place.parent)), op, config, dtype)
             return frame if variants is None else tables.where(frame, variant=list(variants))
         except record.Missing as missing:
             what = missing
