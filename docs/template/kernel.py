@@ -8,6 +8,8 @@ reads MN and writes MN.
 Limits: the output is contiguous; an input that is not is copied first.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -87,7 +89,7 @@ def squared_relu(x: torch.Tensor) -> torch.Tensor:
     return _squared_relu(x)
 
 
-def _check(x: object) -> tuple[torch.Tensor]:
+def _check(x: Any) -> tuple[torch.Tensor]:
     check_tensor("squared_relu", "x", x)
     check_device("squared_relu", x)
     return (x,)
