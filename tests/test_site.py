@@ -524,7 +524,7 @@ def test_a_new_kernel_needs_four_files_and_no_list(tmp_path):
     files.append(f"examples/solutions/plot_{free}_{name}.py")
     assert made.stdout.splitlines()[:4] == files
     assert not any(re.search("squared.?relu", (tmp_path / file).read_text(), re.IGNORECASE) for file in files)
-    assert f"({page}) | `{name}` |" in (tmp_path / "README.md").read_text(encoding="utf-8")
+    assert f"({page}) | 002, 101 | `{name}` |" in (tmp_path / "README.md").read_text(encoding="utf-8")
     again = run("docs/_ext/new_kernel.py", name)
     assert again.returncode == 2 and f"{name} is taken by {files[0]}" in again.stderr
 

@@ -10,6 +10,8 @@ Squared ReLU
 ============
 
 One comparison and one product, for which eager PyTorch goes to memory twice.
+
+Read before: 002, 101.
 """
 
 # %%
