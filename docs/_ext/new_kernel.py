@@ -94,7 +94,7 @@ def main(argv):
         (ROOT / target).write_text(text, encoding="utf-8")
     for how in (["check", "--fix"], ["format"]):  # lines are as long as the name makes them
         subprocess.run([sys.executable, "-m", "ruff", *how, "--quiet", "--no-cache", *written], cwd=ROOT, check=True)
-    subprocess.run([sys.executable, str(ROOT / "docs/_ext/readme.py")], cwd=ROOT, check=True)  # its table of pages
+    subprocess.run([sys.executable, str(ROOT / "docs/_ext/readme.py"), "pages"], cwd=ROOT, check=True)
     print(*written, f"next: change them, then pytest -k {argv[0]}; docs/contributing.rst says how", sep="\n")
     return 0
 

@@ -72,19 +72,21 @@ def between(text, name, part):
     return f"{before}{begin}\n\n{part}\n\n{end}{after}"
 
 
-def main():
-    """Write the figure and the README."""
-    import matplotlib as mpl
+def main(only=()):
+    """Write the figure and the README; or `only` parts of the README, by their names."""
+    if not only:
+        import matplotlib as mpl
 
-    mpl.use("svg")
-    for theme, ink in INKS.items():
-        front.draw(STATIC / f"standings-{theme}.svg", ink)
+        mpl.use("svg")
+        for theme, ink in INKS.items():
+            front.draw(STATIC / f"standings-{theme}.svg", ink)
     readme = ROOT / "README.md"
     text = readme.read_text(encoding="utf-8")
     for part in (figure, verdicts, pages):
-        text = between(text, part.__name__, part())
+        if not only or part.__name__ in only:
+            text = between(text, part.__name__, part())
     readme.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])
