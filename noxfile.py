@@ -10,6 +10,7 @@ build where ``nvidia-smi -L`` lists a GPU, and the CPU build elsewhere.
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -154,10 +155,15 @@ def notebooks(session):
 
 @nox.session(venv_backend="none", requires=["environment"], default=False)
 def browser(session):
-    """Try the gates of the built site: that its links lead somewhere, and what a reader meets in a browser."""
+    """Try the gates of the built site: its links, and what a reader meets in a browser, which is Debian's Chromium."""
     if not (HTML / "index.html").exists():
         session.error("browser looks at build/html, and there is no site in it: run nox -s docs first")
-    run(session, "docs/_ext/crawl.py", str(HTML))
+    if not shutil.which("chromium"):
+        if os.geteuid() or not shutil.which("apt-get"):
+            session.error("browser needs Chromium, and there is none on the PATH: apt-get install chromium")
+        session.run("apt-get", "-qq", "update", external=True)
+        session.run("apt-get", "-qq", "install", "--yes", "--no-install-recommends", "chromium", external=True)
+    run(session, "docs/_ext/browser.py", str(HTML))
 
 
 @nox.session(venv_backend="none", requires=["environment"], default=False)

@@ -1,7 +1,10 @@
 """The gates of the built site, each on a small site that breaks what it guards."""
 
+import contextlib
+
 import pytest
 
+import browser
 import crawl
 
 
@@ -89,3 +92,169 @@ def test_a_heavy_page_is_found(site):
 
 def test_an_id_that_stands_twice_is_found(site):
     assert crawl.repeated_ids(site(add='<p id="start">')) == ["index.html: #start: more than one element has this id"]
+
+
+# In a browser
+
+
+@pytest.fixture(scope="module")
+def chromium():
+    pytest.importorskip("playwright", reason="the browser's gates need playwright")
+    try:
+        assert browser.chromium()
+    except FileNotFoundError as missing:
+        pytest.skip(str(missing))
+    with browser.opened() as running:
+        yield running
+
+
+MENU = """<html lang="en" data-theme="light" data-mode="light"><title>Page</title>
+<style>
+  html { background: #fff; color: #000 } html[data-theme=dark] { background: #111; color: #eee }
+  html[data-theme=dark] .follows { filter: invert(1) }
+  a { color: #00c } html[data-theme=dark] a { color: #9cf }
+</style>
+<button class="theme-switch-button">theme</button>
+<button class="theme-change-button" data-mode="light">light</button>
+<button class="theme-change-button" data-mode="dark">dark</button>
+<main class="bd-content"><h1>Page</h1>"""
+SWITCH = """<script>for (const button of document.querySelectorAll(".theme-change-button"))
+  button.onclick = () => Object.assign(document.documentElement.dataset, { theme: button.dataset.mode })</script>"""
+FIGURE = """<img alt="a line" class="sphx-glr-single-img {}" src="data:image/svg+xml,<svg xmlns='http://www.w3.org/2000/svg'
+  width='200' height='100'><rect width='150' height='10' x='20' y='20' fill='{}'/></svg>">"""
+
+
+@pytest.fixture
+def tab(chromium, tmp_path):
+    """Opens a page of a site that has that page, and others that are named."""
+    with contextlib.ExitStack() as stack:
+        address = stack.enter_context(browser.served(tmp_path))
+
+        def opened(text, name="index.html"):
+            (tmp_path / name).write_text(text)
+            made = browser.Tab(chromium, address, name)
+            stack.callback(made.context.close)
+            return made
+
+        yield opened
+
+
+def _found(gate, tab):
+    """The findings of a gate, without the name of the page that each begins with."""
+    return [finding.removeprefix(f"{tab.name}: ") for finding in gate(tab)]
+
+
+def test_a_page_in_order_passes_every_gate_of_a_browser(tab):
+    page = tab(MENU + FIGURE.format("follows", "black") + '<p><a href="#">a link</a></p></main>' + SWITCH)
+    assert [finding for gate in browser.EVERYWHERE for finding in gate(page)] == []
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("<script>console.error('lost')</script>", "console: lost"),
+        ("<script>undefined.name</script>", "error: Cannot read properties of undefined"),
+        ("<img src='gone.png'>", "gone.png: status 404"),
+        ("<img src='http://example.org/x.png'>", "http://example.org/x.png: a request that leaves the machine"),
+        ("<script>fetch('//example.org/x')</script>", "http://example.org/x: a request that leaves the machine"),
+    ],
+)
+def test_errors_and_requests_that_leave_are_found(tab, text, why):
+    assert _found(browser.noises, tab(f"<title>Page</title>{text}"))[0].startswith(why)
+
+
+def test_a_page_wider_than_the_window_is_found(tab):
+    scrolls = "<div style='overflow-x: auto'><div style='width: 2000px'>x</div></div>"
+    assert browser.overflow(tab(scrolls)) == []
+    assert _found(browser.overflow, tab("<div style='width: 600px; height: 1px'></div>"))[0].startswith("608 pixels")
+    assert len(browser.overflow(tab("<div style='width: 800px; height: 1px'></div>"))) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (MENU + FIGURE.format("", "black") + SWITCH, "figure 1: the ground has lightness 1.00 in the light and 0.07"),
+        (MENU.replace("#111", "#fff") + FIGURE.format("", "black") + SWITCH, "figure 1: the ground has lightness 1.00"),
+        (MENU + FIGURE.format("follows", "black"), "its menu of themes does not give the dark one"),
+    ],
+)
+def test_a_figure_or_theme_that_does_not_follow_is_found(tab, text, why):
+    assert [finding.startswith(why) for finding in _found(browser.figures, tab(text))] == [True]
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ('<a href="#"><img src="data:,"></a>', ["link-name, in either theme", "image-alt, in either theme"]),
+        ('<p style="color: #222">words</p>', ["color-contrast, in the dark theme"]),
+        ('<p>words</p><p style="color: #ddd">words</p>', ["color-contrast, in the light theme"]),
+        (
+            '<p style="color: #767676">words</p><p style="color: #767676; background: #eee">words</p>',
+            ["color-contrast"],
+        ),
+        ('<pre class="highlight">a <span>word</span> <span style="color: #333">word</span></pre>', ["color-contrast"]),
+        ('<p>words and <a href="#" style="text-decoration: none; color: #333">words</a></p>', ["link-in-text-block"]),
+    ],
+)
+def test_what_hinders_a_reader_is_found(tab, text, why):
+    found = _found(browser.accessibility, tab(MENU + text + "</main>"))
+    assert all(any(finding.startswith(part) for finding in found) for part in why), found
+
+
+SEARCH = """<title>Search</title><div id="search-results"></div><script>
+const word = new URLSearchParams(location.search).get("q");
+const results = { softmax: ["one", "one", "two", "three", "softmax"], roof: ["roof"] }[word] ?? [];
+setTimeout(() => { document.getElementById("search-results").innerHTML =
+  "<ul>" + results.map((name) => `<li><a href="${name}.html?highlight=x#part">x</a></li>`).join("") + "</ul>" }, 100);
+</script>"""
+
+
+def test_a_search_that_does_not_find_a_words_own_page_is_found(chromium, tmp_path):
+    (tmp_path / "search.html").write_text(SEARCH)
+    with browser.served(tmp_path) as address:
+        words = {"softmax": ("softmax.html",), "roof": ("method.html", "roof.html")}
+        (found,) = browser.search(chromium, address, words)
+        assert found.startswith("search for softmax: softmax.html is not among the first of ['one.html', 'two.html'")
+        assert browser.search(chromium, address, {"softmax": ("three.html",)}) == []
+
+
+TABLE = """<title>Results</title><table><thead><tr><th>op</th><th aria-sort="none"><button>us</button></th></tr></thead>
+<tbody><tr><td>a</td><td>10</td></tr><tr><td>b</td><td>9.5</td></tr><tr><td>c</td><td>1,200</td></tr></tbody></table>
+<script>
+const button = document.querySelector("button"), head = button.parentElement, body = document.querySelector("tbody");
+const value = (row) => Number(row.cells[1].innerText.replace(",", ""));
+button.onclick = () => {
+  const sign = head.ariaSort === "ascending" ? -1 : 1;
+  head.ariaSort = sign > 0 ? "ascending" : "descending";
+  body.append(...[...body.rows].sort((a, b) => sign * (value(a) - value(b))));
+};
+</script>"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "why"),
+    [
+        ("", "", None),
+        ("<button>us</button>", "us", "no table has a button in its head"),
+        ("button.onclick", "button.onmousedown", "Enter on the button of 'us' gives aria-sort ['none']"),
+        ('head.ariaSort = sign > 0 ? "ascending" : "descending"', "", "Enter on the button of 'us' gives aria-sort"),
+        ("value(a) - value(b)", "0", "the rows are not in the order that the head of 'us' tells of"),
+        ("value(a) - value(b)", "value(b) - value(a)", "the rows are not in the order"),
+        ("value(a) - value(b)", "a.cells[1].innerText.localeCompare(b.cells[1].innerText)", "the rows are not in the"),
+    ],
+)
+def test_a_table_that_does_not_sort_by_keyboard_is_found(tab, old, new, why):
+    found = _found(browser.keyboard, tab(TABLE.replace(old, new)))
+    assert [finding.startswith(why) for finding in found] == [True] if why else found == []
+
+
+def test_a_browser_looks_at_every_page_and_counts(chromium, tmp_path):
+    for name, text in {
+        "index.html": MENU + SWITCH,
+        "two.html": MENU + SWITCH + "<a></a><img>",
+        "search.html": "",
+    }.items():
+        (tmp_path / name).write_text(text)
+    found, tried = browser.look(tmp_path)
+    assert tried["accessibility"] == tried["overflow"] == 3
+    assert any(finding.startswith("two.html: image-alt") for finding in found)
