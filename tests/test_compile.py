@@ -4,26 +4,28 @@ Not edited when a kernel is added: it reads the cards.
 """
 
 import pytest
+import torch
 
 import compiling
 from fusebook.cards import OPS
 
-#: By generation, the dtypes that are compiled always, and with the slow tests. What a generation has of its own it has
-#: for float32 and one of the half types; of the other dtypes one generation is enough.
+#: The dtypes for which a generation compiles. What it has of its own it has for float32 and one of the half types; of
+#: the others one generation is enough.
 DTYPES = {
-    "sm_90": (("float32", "bfloat16"), ("float16", "float64")),
-    "sm_80": ((), ("float32", "bfloat16")),
-    "sm_100": ((), ("float32", "float16")),
+    "sm_90": ("bfloat16", "float16", "float32", "float64"),
+    "sm_80": ("bfloat16", "float32"),
+    "sm_100": ("float16", "float32"),
 }
 
 
 def _cases():
-    for arch, (always, slow) in DTYPES.items():
+    """All are slow but the first dtype of each operator on sm_90."""
+    for arch, known in DTYPES.items():
         for name, op in OPS.items():
-            for dtype in (str(dtype).removeprefix("torch.") for dtype in op.dtypes):
-                if dtype in always + slow:
-                    marks = [] if dtype in always else [pytest.mark.slow]
-                    yield pytest.param(f"{arch}/{name}/{dtype}", id=f"{name}-{arch}-{dtype}", marks=marks)
+            dtypes = [dtype for dtype in known if getattr(torch, dtype) in op.dtypes]
+            for dtype in dtypes:
+                marks = [] if (arch, dtype) == ("sm_90", dtypes[0]) else [pytest.mark.slow]
+                yield pytest.param(f"{arch}/{name}/{dtype}", id=f"{name}-{arch}-{dtype}", marks=marks)
 
 
 @pytest.mark.timeout(1800)  # the first of them waits until its op is compiled

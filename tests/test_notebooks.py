@@ -24,7 +24,6 @@ def kernel():
     manager.shutdown_kernel(now=True)
 
 
-@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("path", NOTEBOOKS or [Path("none")], ids=lambda path: path.stem)
 def test_a_notebook_runs_as_downloaded(path, tmp_path, kernel):
     nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")

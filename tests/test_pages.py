@@ -304,6 +304,7 @@ for script in scripts:
 """
 
 
+@pytest.mark.slow
 def test_the_kernels_of_pages_and_solutions_compile_without_a_gpu(tmp_path):
     scripts = [*PAGES, *sorted(EXAMPLES.glob("solutions/*.py"))]
     end = ended("-c", COMPILE, str(tmp_path), *map(str, scripts), environment=compiling.environment())
