@@ -1,6 +1,7 @@
 """The harness catches those who cheat it. Each planted cheat would win if it were believed."""
 
 import contextlib
+import dataclasses
 import math
 import time
 
@@ -10,6 +11,7 @@ import torch
 
 from fusebook import bench, check, timing
 from fusebook import machine as machines
+from fusebook.cards import OPS
 from fusebook.op import Variant
 from toy import machine, toy, variant
 
@@ -61,6 +63,47 @@ def test_a_mutated_input_is_caught():
     assert_caught(row(toy(cheat=variant(lambda x: x.mul_(2)))), "wrong", "changed its inputs")
 
 
+def test_one_of_two_inputs_that_is_changed_is_caught():
+    def cheat(x, y):
+        out = x * y
+        y.add_(1)
+        return out
+
+    card = OPS["multiply"]
+    given = dataclasses.replace(card, variants={"cheat": variant(cheat)})
+    with pytest.raises(bench.WrongResult, match="changed its inputs"):
+        bench.verify(given, "cheat", torch.float32, card.edges[0])
+
+
+def test_memory_is_poisoned_before_every_call(monkeypatch):
+    seen = []
+    monkeypatch.setattr(bench.inputs, "poison", lambda outs: seen.append([tuple(o.shape) for o in outs]))
+    bench.verify(toy(), "honest", torch.float32, {"M": 3, "N": 5})
+    assert seen == [[(3, 5)]] * 3
+
+
+def test_an_output_that_is_kept_once_it_was_timed_is_caught():
+    calls = []
+
+    def tired(x):  # what it keeps is right for the values that it was timed with
+        if x.shape != (16, 16):
+            return 2 * x
+        calls.append(2 * x if len(calls) < 12 else calls[-1])
+        return calls[-1]
+
+    found = bench.run(toy(cheat=variant(tired)), config="16", warmup=5, repeat=9, progress=False)
+    assert_caught(found[found["variant"] == "cheat"].iloc[0], "wrong", "once it had been timed")
+
+
+def test_times_are_in_microseconds():
+    def slow(x):
+        time.sleep(0.003)
+        return 2 * x
+
+    found = bench.run(toy(cheat=variant(slow)), config="16", warmup=0, repeat=3, progress=False)
+    assert 3000 < found[found["variant"] == "cheat"].iloc[0]["call_us"] < 300_000
+
+
 def test_no_work_is_caught():
     assert_caught(row(toy(cheat=variant(lambda x: torch.empty_like(x)))), "wrong")
     assert_caught(row(toy(cheat=variant(lambda x: x))), "wrong", "score")
@@ -106,6 +149,8 @@ def test_faster_than_the_roof_is_refused():
     assert found["status"] == "too fast" and "roof" in found["note"] and pd.isna(found["cold_us"])
     assert judged(cold_us=1.95)["status"] == "ok"
     assert judged(cold_us=1.0, zone="L2")["status"] == "ok", "served by L2"
+    assert judged(cold_us=1.5, zone="compute")["status"] == "too fast"
+    assert judged(cold_us=1.7, zone="compute")["status"] == "ok"
     if torch.cuda.is_available():
         assert_caught(row(toy(), "honest", machine=slow), "too fast", "roof")
 

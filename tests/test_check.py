@@ -1,5 +1,6 @@
 """The check catches the mistakes that kernels make, in every dtype, and lets honest rounding pass."""
 
+import dataclasses
 import math
 
 import pytest
@@ -217,6 +218,32 @@ def test_the_limit_is_made_of_eps_and_never_wide():
         assert yard.limit() == allowed * torch.finfo(dtype).eps
     single = check.yardstick(op, (torch.randn(4, 4),))
     assert single.limit("tf32") == 8 * 2**-10
+    assert dataclasses.replace(single, rounded=0.05).limit() == 0.1
+    assert dataclasses.replace(single, rounded=3.0).limit() == 0.25, "a limit that zeros pass"
+
+
+def test_integers_are_right_or_wrong():
+    op = dataclasses.replace(toy(), reference=lambda x: x.argmax(1))
+    x = torch.eye(4)
+    yard = check.yardstick(op, (x,))
+    assert yard.judge(torch.arange(4)).score == 0
+    assert yard.judge(torch.tensor([0, 1, 2, 0])).score == math.inf
+
+
+def test_each_row_has_a_scale_of_its_own_and_the_reference_is_float64():
+    x = torch.tensor([[1e-4, 2e-4], [1e4, 2e4]])
+    yard = check.yardstick(toy(), (x,))
+    assert yard.want[0].dtype == torch.float64
+    wrong = 2 * x
+    wrong[0] = 0
+    assert yard.score(wrong) > 0.5
+
+
+def test_poison_is_nan_or_the_largest_integer(monkeypatch):
+    made, full_like = [], torch.full_like
+    monkeypatch.setattr(torch, "full_like", lambda *a: made.append(full_like(*a)) or made[-1])
+    poison([torch.zeros(3), torch.zeros(2, dtype=torch.int32)])
+    assert made[0].isnan().all() and made[1].tolist() == [2**31 - 1] * 2
 
 
 def test_rough_rows_are_of_three_kinds():

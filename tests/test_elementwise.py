@@ -255,6 +255,11 @@ def test_gradients_keep_the_dtype_of_their_operand(device):
     assert x.grad.dtype == torch.float16 and x.grad.tolist() == [2, 2, 2] and y.grad.dtype == torch.float32
 
 
+def test_results_of_operands_that_lie_otherwise_are_contiguous(device):
+    x, y = drawn((4, 6), (6, 4), device=device)
+    assert fusebook.multiply(x.mT, y).is_contiguous() and fusebook.multiply(y, x.mT).is_contiguous()
+
+
 def test_layouts_are_foretold(device):
     from torch._subclasses.fake_tensor import FakeTensorMode
 

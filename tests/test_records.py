@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import pathlib
 import threading
 
 import pandas as pd
@@ -88,6 +89,43 @@ def test_a_wrapper_that_changed_makes_its_rows_stale_and_a_peer_of_another_versi
     record._save(file, "toy", rows.assign(versions="torch 2; peer 0.6.5"), **more)
     stale = record.read(toy(), "test-gpu", tmp_path).attrs["origin"].stale
     assert stale == ("toy was recorded with peer 0.6.5, installed is 0.7",)
+
+
+def test_rows_of_some_variants_may_be_stale_and_those_of_a_variant_that_is_gone_are(frame, tmp_path):
+    record.write(frame, tmp_path)
+    (why,) = record.read(toy(), "test-gpu", tmp_path).attrs["origin"].stale
+    assert why == "toy (wrong) is no variant of its card any more"
+
+
+def test_what_was_absent_is_not_recorded(frame, tmp_path):
+    frame.loc[frame["variant"] == "wrong", "status"] = "absent"
+    record.write(frame, tmp_path)
+    assert set(record.read("toy", "test-gpu", tmp_path)["variant"]) == {"honest"}
+
+
+def test_a_machine_that_is_there_keeps_its_ceilings(frame, file, tmp_path):
+    frame.attrs["origin"] = Origin(machine(copy=1e12), measured=True)
+    record.write(frame, tmp_path)
+    assert record.read("toy", "test-gpu", tmp_path).attrs["origin"].machine.copy == machine().copy
+
+
+def test_rows_are_in_the_order_of_their_dtypes_whenever_they_were_taken(frame, tmp_path):
+    record.write(frame, tmp_path)
+    half = frame.assign(dtype="float16")
+    half.attrs["origin"] = frame.attrs["origin"]
+    record.write(half, tmp_path)
+    rows = record.read("toy", "test-gpu", tmp_path)
+    assert list(rows["dtype"]) == sorted(rows["dtype"]) and len(rows) == 2 * len(frame)
+
+
+def test_a_file_that_cannot_take_its_place_leaves_nothing(frame, tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(pathlib.Path, "replace", full)
+    with pytest.raises(OSError, match="no space"):
+        record.write(frame, tmp_path)
+    assert not [f for f in tmp_path.rglob("*") if f.is_file()]
 
 
 def recorded(tmp_path, stamps):
@@ -337,6 +375,7 @@ def test_the_roof_is_the_larger_of_traffic_and_arithmetic():
     assert m.roof(Cost(3 * 10**9, 10**9, 0), "float32") == pytest.approx(2e9 / m.copy + 2e9 / m.read)
     assert m.roof(Cost(10**9, 3 * 10**9, 0), "float32") == pytest.approx(2e9 / m.copy + 2e9 / m.fill)
     assert m.roof(Cost(1, 1, 10**15), "float32") == pytest.approx(1e15 / 5e13)
+    assert m.roof(Cost(10**9, 10**9, 2 * 10**10), "float32") == pytest.approx(2e9 / m.copy), "the larger, not the sum"
     assert m.zone(Cost(10**3, 10**3, 0), "float32") == "launch"
     assert m.zone(Cost(5 * 10**7, 5 * 10**7, 0), "float32") == "L2"
     assert m.zone(Cost(10**9, 10**9, 0), "float32") == "memory"

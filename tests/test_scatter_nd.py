@@ -391,3 +391,38 @@ def test_the_card_draws_what_it_says():
     with pytest.raises(ValueError, match="none of uniform"):
         MASKED_SCATTER_ND.make(generator(0, "cpu"), torch.float32, R=20, D=1, n=2, law="pareto")
     assert bench.points(MASKED_SCATTER_ND, "4x5x6") == [("4x5x6", {"R": 4, "D": 5, "n": 6, "law": "uniform"})]
+
+
+# What is cut, counted and numbered
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("n", [40, 64, 300])
+def test_a_row_of_any_length_among_others(n, strategy, device):
+    """On both sides of a multiple of all chunks, wherever it begins; of more rows than one program makes spans of."""
+    R = 3000 if n == 300 else 12
+    for length, before in ((1, 0), (8, 3), (9, 0), (9, 8), (33, 3), (33, 0)):
+        place = torch.arange(n, device=device)
+        row = torch.where((place >= before) & (place < before + length), 1, 2 + place * 7 % (R - 2))[:, None]
+        inputs = (R, 6), row, rough(generator(length, device), (n, 6), torch.float32)
+        poison([inputs[2].new_empty(inputs[0])])
+        assert right(inputs, masked(*inputs, strategy=strategy)), f"{length} updates behind {before}"
+
+
+def test_pieces_of_wide_rows_are_counted_for_each_tile_of_columns(device):
+    """A row of more columns than a program takes, and of more updates."""
+    inputs = (3, 16400), torch.ones(20, 1, dtype=torch.int64, device=device), torch.ones(20, 16400, device=device)
+    y = masked(*inputs, strategy="sorted")
+    assert torch.equal(y[1], torch.full_like(y[1], 20)) and not y[::2].any()
+
+
+def test_row_numbers_times_updates_may_be_beyond_int32(device, monkeypatch):
+    """Sorted by counting, each update has one number that is made of both."""
+    R, n = 2**23 + 2**20, 250
+    plan = scatter_nd._scatter_nd_plan
+    monkeypatch.setattr(scatter_nd, "_plan", lambda *a, **k: plan(*a, **k)._replace(beside=R))
+    rows = torch.randperm(R, generator=torch.Generator().manual_seed(0))[:n].sort(descending=True)[0].to(device)
+    u = torch.arange(1.0, n + 1, device=device)
+    assert (R + 2) * n >= 2**31
+    y = masked((R, 1), rows[:, None], u[:, None], strategy="sorted")[:, 0]
+    assert torch.equal(y[rows], u) and y.count_nonzero() == n

@@ -517,3 +517,37 @@ def test_more_than_2_to_the_31_elements(shape, dim, end):
     dot = (y[end].double() * x[end]).sum(dim, keepdim=True)
     want = y[end][..., -(2**20) :].double() * (x[end][..., -(2**20) :].double() - dot[..., -(2**20) :])
     assert_like_float64(dx[..., -(2**20) :], want)
+
+
+def test_a_second_gradient_in_half_precision_has_sums_in_float32():
+    y = torch.full((2, 2000), 1 / 2000, dtype=torch.float16, device=DEVICE)
+    dy = (200 + torch.randn(2, 2000, device=DEVICE)).half()
+    g = torch.randn(2, 2000, device=DEVICE).half()
+    own = [t.clone().requires_grad_() for t in (y, dy)]
+    for_y, for_dy = torch.autograd.grad(softmax_backward(*own, -1), own, g)
+    y, dy, g = y.double(), dy.double(), g.double()
+    want = g * (dy - (y * dy).sum(1, keepdim=True)) - dy * (y * g).sum(1, keepdim=True)
+    assert (for_y.double() - want).abs().max() < 2e-3 * want.abs().max()
+    assert_gradient_of(for_dy, y, g, -1)
+
+
+def test_a_gradient_whose_sum_is_zero_ends():
+    """A part's sum of zero is a word like any other, not one that nobody has written."""
+    y = torch.softmax(torch.randn(2, 66001, device=DEVICE), 1)
+    assert torch.equal(softmax_backward(y, torch.zeros_like(y), 1), torch.zeros_like(y))
+
+
+def test_a_batch_of_numbers_is_as_long_as_it_was():
+    x = torch.randn(5, device=DEVICE)
+    assert torch.equal(torch.vmap(fusebook.softmax)(x[:, None])[:, 0], torch.ones_like(x))
+    assert torch.vmap(lambda t: fusebook.softmax(t, 0))(x).tolist() == [1.0] * 5
+
+
+def test_wide_rows_that_lie_badly_are_read_number_by_number(monkeypatch):
+    """The plan is asked for vectors only where rows begin at multiples of 16 bytes; interpreted, nothing else tells."""
+    asked, plan = [], module._plan
+    monkeypatch.setattr(module, "_plan", lambda *a, **k: asked.append(k["vector"]) or plan(*a, **k))
+    memory = torch.randn(2 * 33000 + 8, device=DEVICE).half()
+    for start in (0, 1, 8):
+        assert_softmax(memory[start : start + 66000].view(2, 33000), 1)
+    assert asked == [8, 1, 8]

@@ -171,7 +171,8 @@ def _scatter_nd_sort(
     for start in range(0, n, THEIRS):
         j = start + tl.arange(0, THEIRS)  # [THEIRS]
         theirs = _row_of(tl.load(indices_ptr + j, mask=j < n, other=0), R, masked, MASKED).to(KEY)
-        theirs = tl.where(j < n, (theirs + 1) * n + j, (R + 1) * n)[None, :]  # [1, THEIRS]; behind the last: after all
+        last = tl.cast(R + 1, KEY) * n  # a number that is 1 is no tensor
+        theirs = tl.where(j < n, (theirs + 1) * n + j, last)[None, :]  # [1, THEIRS]; behind the last: after all
         before += (theirs < least + i[:, None]).to(tl.int32)  # [MINE, THEIRS]
         ahead += (theirs < least).to(tl.int32)
         upto += (theirs < least + n).to(tl.int32)
