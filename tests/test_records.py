@@ -277,22 +277,24 @@ def test_a_write_that_fails_leaves_the_old_record(file, tmp_path, frame, monkeyp
 
 def test_readers_never_see_half_a_record(file, tmp_path, frame):
     stop = threading.Event()
-    failures = []
+    seen, failures = [], []
 
     def reads():
         while not stop.is_set():
             try:
-                record.read("toy", "test-gpu", tmp_path)
+                seen.append(len(record.read("toy", "test-gpu", tmp_path)))
             except record.RecordError as error:
                 failures.append(error)
 
     reader = threading.Thread(target=reads)
     reader.start()
-    for _ in range(10):
+    written = 0
+    while written < 10 or not (len(seen) >= 10 or failures):
         record.write(frame, tmp_path)
+        written += 1
     stop.set()
     reader.join()
-    assert not failures
+    assert not failures and set(seen) == {len(frame)}
 
 
 def test_a_page_is_written_and_read(tmp_path):
