@@ -8,12 +8,10 @@ build where ``nvidia-smi -L`` lists a GPU, and the CPU build elsewhere.
 """
 
 import hashlib
-import json
 import os
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import nox
@@ -25,7 +23,6 @@ nox.options.error_on_missing_interpreters = True
 
 ROOT = Path(__file__).resolve().parent
 HTML = ROOT / "build" / "html"
-RECORDS = ROOT / "src" / "fusebook" / "records"
 PROJECT = nox.project.load_toml(ROOT / "pyproject.toml")
 
 CPU_TORCH = "2.13.0"
@@ -102,7 +99,12 @@ def run(session, *args, **env):
 
 @nox.session(venv_backend="none", requires=["environment"])
 def docs(session):
-    """Build the site into build/html: measured where there is a GPU, replayed elsewhere."""
+    """Build the site into build/html: measured where there is a GPU, on all where there are several; else replayed."""
+    measured = {}
+    if len(gpus()) > 1 and not {"FUSEBOOK_REPLAY", "FUSEBOOK_RECORDS"} & os.environ.keys():
+        measured["FUSEBOOK_RECORDS"] = str(ROOT / "build" / "measured")
+        found = ["--gpus", "all", "--changed", "--out", measured["FUSEBOOK_RECORDS"]]
+        run(session, "docs/_ext/record_pages.py", *found)
     if not gpus():  # says which records are stale; all at once is sooner than page by page
         run(session, "-m", "fusebook.record", "--check")
     run(
@@ -119,6 +121,7 @@ def docs(session):
         "docs",
         "build/html",
         *session.posargs,
+        **measured,
     )
     session.log(f"open {HTML / 'index.html'}")
 
@@ -168,37 +171,11 @@ def browser(session):
 
 @nox.session(venv_backend="none", requires=["environment"], default=False)
 def record(session):
-    """Measure this GPU and every page (or those named after ``--``) into src/fusebook/records."""
-    if not gpus():
-        session.error("record needs an NVIDIA GPU, and nvidia-smi -L lists none: run it on the machine to be recorded")
-    pages = sorted((ROOT / "examples").glob("plot_*.py"))
-    if session.posargs:
-        chosen = [page for page in pages if any(word in page.stem for word in session.posargs)]
-        if not chosen:
-            session.error(f"record: no page is named like {session.posargs}; there are {[p.stem for p in pages]}")
-        pages = chosen
-    run(session, "-m", "fusebook.record", "--machine", "--out", str(RECORDS))
-    # The pages offer their tables in the current folder; here nobody wants them. A false claim must not cost the
-    # results after it, so pages are judged once everything is recorded: replayed, strictly.
-    folder = session.create_tmp()
-    # What the progress bar of the site begins with, beside the machine.json that was just written.
-    kept = max(RECORDS.glob("*/machine.json"), key=lambda file: file.stat().st_mtime).with_name("seconds.json")
-    seconds = json.loads(kept.read_text()) if kept.exists() else {}
-    with session.chdir(folder):
-        for page in pages:
-            start = time.monotonic()
-            run(session, str(page), FUSEBOOK_RECORD=str(RECORDS), FUSEBOOK_STRICT="0", MPLBACKEND="agg")
-            seconds[page.stem] = round(time.monotonic() - start, 1)
-        kept.write_text(json.dumps(dict(sorted(seconds.items())), indent=2) + "\n")
-        false = []
-        for page in pages:
-            try:
-                run(session, str(page), FUSEBOOK_REPLAY="1", FUSEBOOK_STRICT="1", MPLBACKEND="agg")
-            except nox.command.CommandFailed:
-                false.append(page.stem)
-    run(session, "docs/_ext/readme.py")
-    if false:
-        session.error(f"recorded; these pages make claims that the records deny: {', '.join(false)}")
+    """Measure this machine by every page (or those named after ``--``) into src/fusebook/records.
+
+    ``--gpus 0,1`` takes several GPUs, ``--shard 1/4`` a part of the pages; ``--help`` tells.
+    """
+    run(session, "docs/_ext/record_pages.py", *session.posargs)
 
 
 @nox.session(venv_backend="none", requires=["environment"], default=False)

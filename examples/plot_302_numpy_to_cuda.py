@@ -1364,7 +1364,9 @@ def teaching():
     return pd.DataFrame(rows)
 
 
-steps = measured("kmeans_teaching", teaching).set_index("labels")
+steps = measured("kmeans_teaching", teaching, by_device=True).set_index(
+    "labels"
+)
 table(steps, "Cold time in microseconds, by labels", fold=False)
 
 # %%
@@ -1444,7 +1446,7 @@ def bare_products():
     return pd.DataFrame(rows)
 
 
-bare = measured("kmeans_product", bare_products)
+bare = measured("kmeans_product", bare_products, by_device=True)
 table(
     bare.set_index(["n", "d", "k"]),
     "The product alone and the whole assignment: cold, microseconds",
@@ -1546,7 +1548,7 @@ def iteration():
     return pd.DataFrame(rows)
 
 
-whole_step = measured("kmeans_iteration", iteration)
+whole_step = measured("kmeans_iteration", iteration, by_device=True)
 table(
     whole_step.set_index(["n", "d", "k"]),
     "Cold time in microseconds, and runs with equal bits",
@@ -1726,7 +1728,7 @@ def reading():
     return pd.DataFrame(rows, columns=["way", "cold, us"])
 
 
-read = measured("kmeans_reading", reading).set_index("way")
+read = measured("kmeans_reading", reading, by_device=True).set_index("way")
 narrow_roof = tables.where(plane, labels="uint8")["roof_us"].iloc[0]
 read["times the roof"] = read["cold, us"] / narrow_roof
 table(read, "Beside the assignment with uint8 labels", fold=False)

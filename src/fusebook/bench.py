@@ -434,6 +434,7 @@ def run(
     repeat: int = 30,
     progress: bool = True,
     machine: machines.Machine | None = None,
+    clocks: Sequence[str] = timing.KINDS,
 ) -> pd.DataFrame:
     """Check and time every way of computing an operator.
 
@@ -457,6 +458,8 @@ def run(
         Show a bar where there is a terminal.
     machine : Machine, optional
         Whose roof to hold times against; this one by default.
+    clocks : sequence of str
+        Of `fusebook.timing.KINDS`; all by default.
 
     Returns
     -------
@@ -486,9 +489,9 @@ def run(
                 here = {n: v for n, v in chosen.items() if not (sparse and v.recompiles)}
                 head = {"op": op.name, "config": label, "dtype": name, **dims}
                 with machines.aten():
-                    rows += _point(op, head, DTYPES[name], dims, here, on, warmup, repeat, alone=not sparse)
+                    rows += _point(op, head, DTYPES[name], dims, here, on, warmup, repeat, not sparse, clocks)
                 if again := _as_installed(op, here, DTYPES[name], dims):
-                    rows += _point(op, head, DTYPES[name], dims, again, on, warmup, repeat, alone=not sparse)
+                    rows += _point(op, head, DTYPES[name], dims, again, on, warmup, repeat, not sparse, clocks)
                 bar.update()
     frame = pd.DataFrame(rows)
     dims_seen = [k for k in sweep[0][1]] if sweep else []
@@ -567,6 +570,7 @@ def _point(
     warmup: int,
     repeat: int,
     alone: bool,
+    clocks: Sequence[str],
 ) -> list[dict[str, Any]]:
     rows = {name: _blank(op, head, name, v, dims) for name, v in variants.items()}
     for name, v in variants.items():
@@ -599,7 +603,7 @@ def _point(
             row["launches"] = launches.REFUSED
     if calls:
         data.load(1)
-        _time(op, rows, calls, variants, dims, on, warmup, repeat)
+        _time(op, rows, calls, variants, dims, on, warmup, repeat, clocks)
     for name in calls:
         data.load(1)
         with _reasons(rows[name]):  # a result that was right before it was timed, and is not afterwards
@@ -623,6 +627,7 @@ def _time(
     on: machines.Machine | None,
     warmup: int,
     repeat: int,
+    clocks: Sequence[str],
 ) -> None:
     on_cpu = {name: function for name, function in calls.items() if variants[name].on_cpu}
     timed = {name: function for name, function in calls.items() if name not in on_cpu}
@@ -632,8 +637,9 @@ def _time(
                 rows[name].update(status="wrong", note=why)
                 del timed[name]
         timed[_COPY] = _copy_like(rows[next(iter(calls))])
-    times = timing.measure(timed, warmup=warmup, repeat=repeat)
-    times |= timing.measure(on_cpu, warmup=warmup, repeat=repeat, kinds=("call",))
+    times = timing.measure(timed, warmup=warmup, repeat=repeat, kinds=clocks)
+    if "call" in clocks:
+        times |= timing.measure(on_cpu, warmup=warmup, repeat=repeat, kinds=("call",))
     for name in calls:
         if name not in times:
             continue

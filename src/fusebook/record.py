@@ -6,6 +6,7 @@ what it is, how many rows follow and their sha256, so that a truncated or edited
 
     python -m fusebook.record softmax --config triton,large,llama --out DIR
     python -m fusebook.record --all --out my-gpu   # ceilings and all points that the package has of another GPU
+    python -m fusebook.record --join shard-*       # records of several runs into the package's
     python -m fusebook.record --check       # which rows are of what the code does today
     python -m fusebook.record --restamp     # rows that are written otherwise now, but compile to the same
 """
@@ -44,7 +45,20 @@ with extra("book"):
     import pandas as pd
     from tqdm.auto import tqdm
 
-__all__ = ["Missing", "RecordError", "everything", "exists", "path", "read", "read_all", "restamp", "select", "write"]
+__all__ = [
+    "Missing",
+    "RecordError",
+    "everything",
+    "exists",
+    "join",
+    "path",
+    "read",
+    "read_all",
+    "restamp",
+    "select",
+    "with_callers_clocks",
+    "write",
+]
 
 _FORMAT = 2
 _HEAD = re.compile(r"# fusebook (?:record|page) (\d+) \| name=(\S+) \| rows=(\d+) \| sha256=([0-9a-f]{64})(.*)")
@@ -274,6 +288,92 @@ def write(frame: pd.DataFrame, root: pathlib.Path | str, name: str = "") -> path
     if not (beside := root / on.slug / "machine.json").exists():
         machines.save(on, beside)
     return file
+
+
+def with_callers_clocks(frame: pd.DataFrame, root: pathlib.Path | None = None) -> pd.DataFrame:
+    """What was timed by the device's clocks alone, with the caller's clocks that a record has of the same.
+
+    Parameters
+    ----------
+    frame : pandas.DataFrame
+        Of `fusebook.bench.run`, of one operator, without the clocks ``host`` and ``call``.
+    root : pathlib.Path, optional
+        The package's records by default.
+
+    Returns
+    -------
+    pandas.DataFrame
+        Rows keep what the record has of the same launches, code and versions, and then the older date.
+    """
+    name, on = frame["op"].iloc[0], frame.attrs["origin"].machine
+    if not (file := path(name, on.slug, root or machines.RECORDS)).exists():
+        return frame
+    before, _ = _load(file, name)
+    same = [
+        *(c for c in frame if c not in (*bench.COLUMNS, "config", "stale")),
+        "status",
+        "launches",
+        "code",
+        "versions",
+    ]
+    if not set(same) <= set(before):
+        return frame
+    clocks = [c for c in before if c.startswith(("host_us", "call_us"))]
+    kept = before[before["status"] == "ok"].astype({c: str for c in same}).drop_duplicates(same).set_index(same)
+    kept = kept.reindex(pd.MultiIndex.from_frame(frame[same].astype(str))).set_index(frame.index)
+    there = kept["call_us"].notna() & frame["call_us"].isna()
+    frame.loc[there, clocks] = kept.loc[there, clocks].astype(float)
+    frame.loc[there, "date"] = [min(dates) for dates in zip(kept["date"][there], frame["date"][there], strict=True)]
+    return frame
+
+
+def join(folders: Sequence[pathlib.Path], root: pathlib.Path) -> list[pathlib.Path]:
+    """Write what several runs have recorded into one folder of records; where two have the same, the last counts.
+
+    Parameters
+    ----------
+    folders : sequence of path
+        Of records, each with a folder a GPU.
+    root : path
+
+    Returns
+    -------
+    list of pathlib.Path
+        What was written.
+
+    Raises
+    ------
+    RecordError
+        Where a folder has no records, or those of another GPU of the same name; before anything is written from it.
+    """
+    written = []
+    for folder in folders:
+        gpus = [machine.parent for machine in sorted(pathlib.Path(folder).glob("*/machine.json"))]
+        if not gpus:
+            raise RecordError(f"{folder}: no folder of a GPU with a machine.json in it, so there is nothing to join")
+        for gpu in gpus:
+            on, beside = _machine_beside(gpu / "machine.json"), root / gpu.name / "machine.json"
+            if beside.exists():
+                there = machines.load(beside)
+                if (on.sms, on.l2, on.capability) != (there.sms, there.l2, there.capability):
+                    raise RecordError(
+                        f"{gpu}: a {on.name} of {on.sms} multiprocessors, and {beside.parent} is of one of "
+                        f"{there.sms}: join them into different folders"
+                    )
+            if not beside.exists() or on.date > machines.load(beside).date:
+                machines.save(on, beside)
+            for file in sorted([*gpu.glob("*.csv"), *gpu.glob("pages/*.csv")]):
+                name = "" if file.parent == gpu else f"pages/{file.stem}"
+                frame, more = _load(file, name or file.stem)
+                told = {k: more[k] for k in ("function", "versions", "date") if k in more}
+                frame.attrs["origin"] = Origin(dataclasses.replace(on, commit=more["commit"]), measured=True, **told)
+                written.append(write(frame, root, name))
+            if (seconds := gpu / "seconds.json").exists():
+                target = beside.with_name("seconds.json")
+                known = json.loads(target.read_text()) if target.exists() else {}
+                known |= json.loads(seconds.read_text())
+                target.write_text(json.dumps(dict(sorted(known.items())), indent=2) + "\n")
+    return written
 
 
 # Whether a record is of what the code does today ----------------------------------------------------------------------
@@ -542,6 +642,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="the ceilings, and all that the package has of a GPU; needs --out, and goes on where it was cut off",
     )
     parser.add_argument("--check", action="store_true", help="say which rows are stale and why; needs no GPU")
+    parser.add_argument(
+        "--join",
+        nargs="+",
+        type=pathlib.Path,
+        metavar="DIR",
+        help="write the records of these folders into --out; needs no GPU",
+    )
     parser.add_argument("--restamp", action="store_true", help="stamp rows anew that compile to what was recorded")
     parser.add_argument("--out", type=pathlib.Path, default=machines.RECORDS, help="folder of records; the package's")
     args = parser.parse_args(argv)
@@ -556,6 +663,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.check:
         for name, frame in read_all().items():
             print(f"{name}: {'; '.join(frame.attrs['origin'].stale) or 'fresh'}")
+        return 0
+    if args.join:
+        try:
+            print(f"{len(set(join(args.join, args.out)))} records of {len(args.join)} folders written to {args.out}")
+        except ValueError as error:  # a RecordError, or a machine.json that is none
+            print(f"fusebook.record: {error}", file=sys.stderr)
+            return 1
         return 0
     if args.restamp:
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import datetime as dt
 import hashlib
@@ -17,7 +18,7 @@ from typing import Any, NoReturn
 import pandas as pd
 import torch
 
-from fusebook import bench, check, explore, inputs, launches, machine, record, tables
+from fusebook import bench, check, explore, inputs, launches, machine, record, tables, timing
 from fusebook.bench import Origin
 from fusebook.cards import OPS
 from fusebook.op import Dims, Op
@@ -287,7 +288,14 @@ def results(
     if _place.live():
         folder = os.environ.get("FUSEBOOK_RECORD")
         asked = config if folder else live or config
-        frame = bench.run(op, config=asked, dtype=dtype, variants=variants, warmup=warmup, repeat=repeat)
+        if _part() == "host":
+            with contextlib.suppress(record.RecordError, record.Missing):  # the device's part of it is recorded
+                frame = record.select(record.read(op, machine.here().slug, machine.RECORDS), op, config, dtype)
+                return frame if variants is None else tables.where(frame, variant=list(variants))
+        clocks = ("cold", "warm") if _part() == "device" else timing.KINDS
+        frame = bench.run(op, config=asked, dtype=dtype, variants=variants, warmup=warmup, repeat=repeat, clocks=clocks)
+        if _part() == "device":
+            frame = record.with_callers_clocks(frame)
         if folder:
             record.write(frame, Path(folder))
         return frame
@@ -302,6 +310,12 @@ def results(
         except record.Missing as missing:
             what = missing
     return _nothing(f"{what} on {machine.slug()}", command)
+
+
+def _part() -> str:
+    """Which part of a record is taken: ``device``, while other GPUs of the host work too, ``host``, or all of it."""
+    part = os.environ.get("FUSEBOOK_PART", "")
+    return part if os.environ.get("FUSEBOOK_RECORD") else ""
 
 
 def _nothing(what: str, command: str) -> NoReturn:
@@ -321,10 +335,16 @@ def _recorded(name: str) -> list[Path]:
     """The folders that have a record of this name, in the order in which they are asked."""
     places = machine.places()
     _place.note(*places[:-1])  # what is added to one that is asked first belongs to the page
-    return [folder for folder in places if (folder / f"{name}.csv").exists()]
+    return [folder for folder in places if _has(folder, name)]
 
 
-def measured(name: str, function: Callable[[], pd.DataFrame], live: bool | None = None) -> pd.DataFrame:
+def _has(folder: Path, name: str) -> bool:
+    return (folder / f"{name}.csv").exists()
+
+
+def measured(
+    name: str, function: Callable[[], pd.DataFrame], live: bool | None = None, *, by_device: bool = False
+) -> pd.DataFrame:
     """What no card measures: runs a function where there is a GPU, replays its record where there is none.
 
     Parameters
@@ -336,6 +356,8 @@ def measured(name: str, function: Callable[[], pd.DataFrame], live: bool | None 
     live : bool, optional
         Whether this machine can run the function, where that is not a matter of a GPU: what needs a compiler, say. It
         is replayed where this is false, and recorded where there is a GPU too.
+    by_device : bool
+        Whether it takes no time by a clock of the host's, so that it can be recorded while other GPUs work.
 
     Returns
     -------
@@ -348,10 +370,12 @@ def measured(name: str, function: Callable[[], pd.DataFrame], live: bool | None 
         Where there is neither a GPU nor a record.
     """
     record_name = f"pages/{name}"
+    other = _part() == ("host" if by_device else "device")  # recorded in the other part, and perhaps already
+    there = [] if not other else [p for p in [machine.RECORDS / machine.here().slug] if _has(p, record_name)]
     if live and not torch.cuda.is_available():
         frame = function()
         frame.attrs["origin"] = Origin(None, measured=True, page=name, date=dt.date.today().isoformat())
-    elif live is not False and _place.live():
+    elif live is not False and _place.live() and not there:
         frame = function()
         frame.attrs["origin"] = Origin(
             machine.here(),
@@ -361,10 +385,10 @@ def measured(name: str, function: Callable[[], pd.DataFrame], live: bool | None 
             versions="; ".join(f"{k} {v}" for k, v in bench.software().items()),
             function=launches.digest(function),
         )
-        if folder := os.environ.get("FUSEBOOK_RECORD"):
+        if (folder := os.environ.get("FUSEBOOK_RECORD")) and not other:
             record.write(frame, Path(folder), record_name)
     else:
-        if not (found := _recorded(record_name)):
+        if not (found := there or _recorded(record_name)):
             _nothing(f"{name} on {machine.slug()}", "nox -s record")
         frame = _noted(record.read(record_name, found[0].name, found[0].parent))
         was = frame.attrs["origin"]

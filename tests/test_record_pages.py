@@ -1,0 +1,314 @@
+"""Several GPUs: a queue of pages, shares of them, and records that are joined. The GPUs are pretended."""
+
+import json
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import record_pages
+import synthetic
+from fusebook import bench, record
+from fusebook import machine as machines
+from fusebook.cards.elementwise import EXP, SILU
+from fusebook.page import measured, results
+from record_pages import GPU, Queue
+from toy import machine
+
+ROOT = Path(__file__).resolve().parents[1]
+TWO = [GPU("0", "Test GPU"), GPU("1", "Test GPU")]
+
+PAGE = """
+import json, os, pathlib, shutil, sys, time
+me = pathlib.Path(__file__)
+said = {"page": me.stem, "start": time.monotonic(), "cores": sorted(os.sched_getaffinity(0))}
+said |= {name: os.environ.get(name) for name in ("CUDA_VISIBLE_DEVICES", "TRITON_CACHE_DIR", "FUSEBOOK_PART")}
+time.sleep(SECONDS)
+if (made := me.with_suffix(".records")).exists():
+    shutil.copytree(made, os.environ["FUSEBOOK_RECORD"])
+with open(me.with_name("said"), "a") as file:
+    file.write(json.dumps(said | {"end": time.monotonic()}) + "\\n")
+if "CRASH":
+    os.abort()
+"""
+
+
+@pytest.fixture
+def pages(tmp_path):
+    """Makes pages that take some seconds, some of which crash; ``said`` tells what they said when they ran."""
+    folder = tmp_path / "examples"
+    folder.mkdir()
+
+    def make(crash=(), **seconds):
+        for name, took in seconds.items():
+            text = PAGE.replace("SECONDS", str(took)).replace('"CRASH"', str(name in crash))
+            (folder / f"{name}.py").write_text(text)
+        return [folder / f"{name}.py" for name in seconds]
+
+    def said():
+        return {one["page"]: one for one in map(json.loads, (folder / "said").read_text().splitlines())}
+
+    make.said = said
+    return make
+
+
+def test_the_longest_page_is_first_and_each_gpu_takes_the_next_when_it_has_done_one(pages, tmp_path):
+    known = {"a": 5.0, "b": 1.0, "c": 50.0, "e": 2.0}
+    order = record_pages.longest_first(pages(a=0, b=0, c=0, d=0, e=0), known)
+    assert [page.stem for page in order] == ["d", "c", "a", "e", "b"]  # d was never recorded: it may be the longest
+    found = pages(long=1.2, first=0.2, second=0.2, third=0.2)
+    took = Queue(TWO, tmp_path / "build").run(found)
+    said = pages.said()
+    assert list(took) == found and took[found[0]] >= 1.2
+    assert sorted(said, key=lambda name: said[name]["end"]) == ["first", "second", "third", "long"]
+    assert len({said[name]["CUDA_VISIBLE_DEVICES"] for name in ("first", "second", "third")}) == 1
+    assert {one["CUDA_VISIBLE_DEVICES"] for one in said.values()} == {"0", "1"}
+
+
+def test_each_gpu_has_a_triton_cache_and_cores_of_its_own(pages, tmp_path):
+    before = os.sched_getaffinity(0)
+    Queue(TWO, tmp_path / "build").run(pages(a=0.5, b=0.5), FUSEBOOK_PART="device")
+    a, b = pages.said().values()
+    assert a["TRITON_CACHE_DIR"] != b["TRITON_CACHE_DIR"] and a["FUSEBOOK_PART"] == b["FUSEBOOK_PART"] == "device"
+    if len(before) > 1:
+        assert a["cores"] and b["cores"] and not set(a["cores"]) & set(b["cores"])
+    assert os.sched_getaffinity(0) == before
+
+
+def rows(op, size, times=1.0, on=None):
+    frame = synthetic.frame(op, size, on=on or machine())
+    frame[[c for c in frame if re.match("(cold|warm|host|call)_us", c)]] *= times
+    frame.attrs["origin"] = bench.Origin(on or machine(), measured=True)
+    return frame
+
+
+def test_a_page_that_crashes_costs_no_other_and_keeps_what_it_had_measured(pages, tmp_path, capsys):
+    found = pages(crash=("bad",), bad=0.1, good=0.1, other=0.1)
+    record.write(rows(EXP, "64x64"), found[0].with_suffix(".records"))
+    record.write(rows(EXP, "64x128"), found[1].with_suffix(".records"))
+    record.write(rows(SILU, "64x64"), found[2].with_suffix(".records"))
+    out = tmp_path / "out"
+    took = Queue(TWO, tmp_path / "build", lambda folder: record.join([folder], out)).run(found)
+    assert [seconds is None for seconds in took.values()] == [True, False, False]
+    assert re.search(r"^bad: failed with -6, see \S+/bad/log after", capsys.readouterr().out, re.MULTILINE)
+    assert set(record.read("exp", "test-gpu", out)["N"]) == {64, 128}
+    assert len(record.read("silu", "test-gpu", out)) == len(SILU.variants)
+
+
+def test_shares_are_all_pages_once_and_of_about_the_same_length(pages):
+    seconds = {f"p{i}": s for i, s in enumerate([283, 202, 144, 100, 81, 77, 66, 59, 49, 25, 24])}
+    every = [Path(f"{name}.py") for name in seconds]
+    parts = [record_pages.shard(every, seconds, f"{i}/3") for i in (1, 2, 3)]
+    assert sorted(page for part in parts for page in part) == sorted(every)
+    lengths = [sum(seconds[page.stem] for page in part) for part in parts]
+    assert max(lengths) <= 1.1 * sum(seconds.values()) / 3
+    assert record_pages.shard(every[:1], seconds, "2/2") == []
+
+
+@pytest.mark.parametrize("words", ["0/4", "5/4", "4", "a/b", "1/0", "", "-1/4"])
+def test_an_unknown_share_is_refused(words):
+    with pytest.raises(ValueError, match="--shard: expected i/n with i from 1 to n, such as 1/4, got"):
+        record_pages.shard([], {}, words)
+
+
+@pytest.mark.parametrize("words", ["0,1,2", "2", "0,0", "x", "", "-1"])
+def test_gpus_that_are_not_there_are_refused(words):
+    with pytest.raises(ValueError, match="--gpus: expected different numbers of the 2 GPUs here, from 0 up, got"):
+        record_pages.chosen(words, TWO)
+
+
+def test_gpus_of_two_kinds_are_refused():
+    with pytest.raises(ValueError, match="expected GPUs of one kind, whose records are one, got Test GPU, Other"):
+        record_pages.chosen("all", [TWO[0], GPU("1", "Other")])
+
+
+LISTED = (
+    "GPU 0: NVIDIA H200 (UUID: GPU-aa)\nGPU 1: NVIDIA H200 (UUID: GPU-bb)\n  MIG 1g.18gb Device 0: (UUID: MIG-cc)\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("wish", "ids"),
+    [(None, ["0", "1"]), ("1", ["1"]), ("1,0", ["1", "0"]), ("GPU-bb", ["GPU-bb"]), ("", []), ("7", [])],
+)
+def test_gpus_are_those_that_cuda_shows(monkeypatch, wish, ids):
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], 0, stdout=LISTED))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if wish is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", wish)
+    assert [gpu.id for gpu in record_pages.visible()] == ids
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--gpus", "0,1,2"], "--gpus: expected different numbers of the 2 GPUs here"),
+        (["--shard", "3/2"], "--shard: expected i/n"),
+        (["nonsense"], "no page is named like ['nonsense']"),
+    ],
+)
+def test_bad_input_is_one_sentence_before_anything_runs(monkeypatch, capsys, argv, words):
+    monkeypatch.setattr(record_pages, "visible", lambda: TWO)
+    monkeypatch.setattr(subprocess, "run", None)
+    with pytest.raises(SystemExit) as stop:
+        record_pages.main(argv)
+    assert stop.value.code == 2 and words in capsys.readouterr().err
+
+
+def test_without_a_gpu_it_says_so(monkeypatch, capsys):
+    monkeypatch.setattr(record_pages, "visible", list)
+    with pytest.raises(SystemExit):
+        record_pages.main([])
+    assert "nvidia-smi -L lists none: run it on the machine to be recorded" in capsys.readouterr().err
+
+
+def test_a_whole_run_on_two_gpus_by_the_device_then_by_the_host_alone(pages, tmp_path, monkeypatch):
+    """The ceilings, then all pages at once, then one by one those that measure by themselves."""
+    found = pages(plot_1_long=0.4, plot_2_short=0.1)
+    found[1].write_text(found[1].read_text() + "# measured(\n")
+    for page in found:
+        record.write(rows(EXP, f"64x{64 * (1 + found.index(page))}"), page.with_suffix(".records"))
+    ran, real = [], subprocess.run
+
+    def run(command, **how):
+        if command[0] != "nvidia-smi" and "fusebook.record" in command:
+            ran.append(command)
+            machines.save(machine(), Path(command[-1]) / "test-gpu" / "machine.json")
+            return subprocess.CompletedProcess(command, 0)
+        return real(command, **how)
+
+    monkeypatch.setattr(record_pages, "ROOT", tmp_path)
+    monkeypatch.setattr(record_pages, "BUILD", tmp_path / "build")
+    monkeypatch.setattr(record_pages, "visible", lambda: TWO)
+    monkeypatch.setattr(subprocess, "run", run)
+    assert record_pages.main(["--gpus", "0,1", "--out", str(tmp_path / "out")]) == 0
+    assert len(ran) == 1
+    said = [json.loads(line) for line in (tmp_path / "examples" / "said").read_text().splitlines()]
+    parts = [(one["page"], one["FUSEBOOK_PART"]) for one in sorted(said, key=lambda one: one["end"])]
+    assert parts == [("plot_2_short", "device"), ("plot_1_long", "device"), ("plot_2_short", "host")]
+    assert set(record.read("exp", "test-gpu", tmp_path / "out")["N"]) == {64, 128}
+    took = json.loads((tmp_path / "out" / "test-gpu" / "seconds.json").read_text())
+    assert took["plot_1_long"] >= 0.4 and set(took) == {"plot_1_long", "plot_2_short"}
+
+
+# Joining
+
+
+def test_shares_are_joined_and_one_that_comes_twice_changes_nothing(tmp_path, capsys):
+    for share, (op, size) in enumerate([(EXP, "64x64"), (EXP, "64x128"), (SILU, "64x64")]):
+        record.write(rows(op, size), tmp_path / f"shard-{share}")
+        (tmp_path / f"shard-{share}" / "test-gpu" / "seconds.json").write_text(json.dumps({f"plot_{share}": share}))
+    spans = rows(EXP, "64x64")[["variant", "cold_us"]]
+    spans.attrs["origin"] = bench.Origin(
+        machine(), measured=True, date="2026-01-02", versions="torch 1", function="abc"
+    )
+    record.write(spans, tmp_path / "shard-2", "pages/spans")
+    shares = [str(tmp_path / f"shard-{share}") for share in range(3)]
+    once, twice = tmp_path / "once", tmp_path / "twice"
+    assert record.main(["--join", *shares, "--out", str(once)]) == 0
+    assert "3 records of 3 folders" in capsys.readouterr().out
+    assert record.main(["--join", *shares, shares[1], shares[0], "--out", str(twice)]) == 0
+    files = sorted(file.relative_to(once) for file in once.rglob("*.*"))
+    assert [file.name for file in files] == ["exp.csv", "machine.json", "spans.csv", "seconds.json", "silu.csv"]
+    assert all((once / file).read_bytes() == (twice / file).read_bytes() for file in files)
+    assert json.loads((once / "test-gpu" / "seconds.json").read_text()) == {"plot_0": 0, "plot_1": 1, "plot_2": 2}
+    assert record.read("pages/spans", "test-gpu", once).attrs["origin"].function == "abc"
+
+
+def test_what_cannot_be_joined_is_refused(tmp_path, capsys):
+    record.write(rows(EXP, "64x64"), tmp_path / "one")
+    record.write(rows(EXP, "64x64", on=machine(sms=11)), tmp_path / "other")
+    (tmp_path / "empty").mkdir()
+    for folders, words in ((["one", "other"], "of 11 multiprocessors"), (["empty"], "nothing to join")):
+        argv = ["--join", *(str(tmp_path / name) for name in folders), "--out", str(tmp_path / "out")]
+        assert record.main(argv) == 1
+        told = capsys.readouterr().err
+        assert words in told and told.count("\n") == 1
+
+
+# The caller's clocks
+
+
+def beside_others(frame):
+    frame[[c for c in frame if c.startswith(("host_us", "call_us"))]] = float("nan")
+    return frame.assign(date="2000-02-02").pipe(lambda f: setattr(f, "attrs", frame.attrs) or f)
+
+
+def test_a_row_keeps_the_callers_clocks_of_the_same_launches_and_no_others(tmp_path):
+    before = rows(EXP, "64x64,64x128")
+    before.loc[before["N"] == 128, "code"] = "other"
+    record.write(before, tmp_path)
+    found = record.with_callers_clocks(beside_others(rows(EXP, "64x64,64x128,64x256", 2.0)), tmp_path)
+    same = found["N"] == 64
+    for clock in ("host_us", "call_us", "call_us_80"):
+        kept = before.loc[before["N"] == 64, clock]
+        assert found.loc[same, clock].tolist() == pytest.approx(kept.tolist(), rel=1e-5)
+        assert found.loc[~same, clock].isna().all()
+    assert found.loc[same, "cold_us"].tolist() == pytest.approx((2 * before.loc[before["N"] == 64, "cold_us"]).tolist())
+    assert set(found.loc[same, "date"]) == {"2000-01-01"} and set(found.loc[~same, "date"]) == {"2000-02-02"}
+
+
+def test_clocks_that_are_not_asked_for_are_not_taken():
+    from toy import toy
+
+    every = bench.run(toy(), config="16", repeat=3, warmup=1, progress=False)
+    device = bench.run(toy(), config="16", repeat=3, warmup=1, progress=False, clocks=("cold", "warm"))
+    assert every["call_us"].notna().all() and device["call_us"].isna().all() and set(device["status"]) == {"ok"}
+
+
+@pytest.fixture
+def gpu(tmp_path, monkeypatch):
+    """A pretended GPU whose record is in the package, and what its clocks were asked for."""
+    asked = []
+    monkeypatch.setattr("fusebook.page._place.live", lambda: True)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr(machines, "RECORDS", tmp_path / "package")
+    monkeypatch.setattr(machines, "here", lambda: machine())
+    monkeypatch.setattr(record, "_reasons", lambda frame, *_: [""] * len(frame))
+    monkeypatch.setattr(bench, "run", lambda op, config, clocks, **_: asked.append(clocks) or rows(op, config))
+    monkeypatch.setenv("FUSEBOOK_RECORD", str(tmp_path / "new"))
+    record.write(rows(EXP, "64x64"), machines.RECORDS)
+    return asked
+
+
+def test_cards_are_recorded_by_the_device_beside_others_and_replayed_when_the_host_is_alone(gpu, monkeypatch):
+    results(EXP, config="64x64")
+    assert set(gpu.pop()) == {"cold", "warm", "host", "call"}
+    monkeypatch.setenv("FUSEBOOK_PART", "device")
+    results(EXP, config="64x64")
+    assert gpu.pop() == ("cold", "warm")
+    monkeypatch.setenv("FUSEBOOK_PART", "host")
+    assert results(EXP, config="64x64").attrs["origin"].measured is False and gpu == []
+    assert results(EXP, config="64x128").attrs["origin"].measured and len(gpu) == 1  # it failed in the other part
+
+
+def spans():
+    frame = rows(EXP, "64x64")[["variant", "cold_us"]]
+    frame.attrs.clear()
+    return frame
+
+
+@pytest.mark.parametrize(("by_device", "records"), [(False, "host"), (True, "device")])
+def test_what_a_page_measures_is_recorded_in_one_part(gpu, monkeypatch, tmp_path, by_device, records):
+    file = tmp_path / "new" / "test-gpu" / "pages" / "spans.csv"
+    other = {"host": "device", "device": "host"}[records]
+    monkeypatch.setenv("FUSEBOOK_PART", other)
+    assert measured("spans", spans, by_device=by_device).attrs["origin"].measured  # there is no record of it yet
+    assert not file.exists()
+    monkeypatch.setenv("FUSEBOOK_PART", records)
+    measured("spans", spans, by_device=by_device)
+    assert file.exists()
+    record.join([tmp_path / "new"], machines.RECORDS)
+    monkeypatch.setenv("FUSEBOOK_PART", other)
+    assert not measured("spans", spans, by_device=by_device).attrs["origin"].measured
+
+
+def test_the_job_files_ask_for_shares_and_join_them():
+    workflow = (ROOT / ".github" / "workflows" / "record.yml").read_text()
+    batch = (ROOT / "docs" / "slurm" / "record.sbatch").read_text()
+    for text in (workflow, batch):
+        assert "--shard" in text and "fusebook.record --join build/record/shard-*" in text
+    assert subprocess.run(["bash", "-n", str(ROOT / "docs" / "slurm" / "record.sbatch")]).returncode == 0
+    assert "#SBATCH --exclusive" in batch  # host and call are times of the host's
