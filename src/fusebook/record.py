@@ -318,7 +318,7 @@ def with_callers_clocks(frame: pd.DataFrame, root: pathlib.Path | None = None) -
     ]
     if not set(same) <= set(before):
         return frame
-    clocks = [c for c in before if c.startswith(("host_us", "call_us"))]
+    clocks = [c for c in bench.COLUMNS if c.startswith(("host_us", "call_us")) and c in before]
     kept = before[before["status"] == "ok"].astype({c: str for c in same}).drop_duplicates(same).set_index(same)
     kept = kept.reindex(pd.MultiIndex.from_frame(frame[same].astype(str))).set_index(frame.index)
     there = kept["call_us"].notna() & frame["call_us"].isna()
@@ -365,7 +365,7 @@ def join(folders: Sequence[pathlib.Path], root: pathlib.Path) -> list[pathlib.Pa
             for file in sorted([*gpu.glob("*.csv"), *gpu.glob("pages/*.csv")]):
                 name = "" if file.parent == gpu else f"pages/{file.stem}"
                 frame, more = _load(file, name or file.stem)
-                told = {k: more[k] for k in ("function", "versions", "date") if k in more}
+                told: dict[str, Any] = {k: more[k] for k in ("function", "versions", "date") if k in more}
                 frame.attrs["origin"] = Origin(dataclasses.replace(on, commit=more["commit"]), measured=True, **told)
                 written.append(write(frame, root, name))
             if (seconds := gpu / "seconds.json").exists():
