@@ -38,6 +38,7 @@ extensions = [
     "sphinx_gallery.gen_gallery",
     "fusebook_site",
     "front",
+    "reading",
 ]
 exclude_patterns = ["_ext", "_inventories", "_static", "auto_downloads"]
 default_role = "code"

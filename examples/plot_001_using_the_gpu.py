@@ -600,6 +600,8 @@ ax = plots.lines(
     drawn,
     title="Between host and GPU",
     ylabel="GB/s",
+    source=moved,
+    clock="call",
     marks={"the link": lanes} if lanes > 0 else {},
 )
 

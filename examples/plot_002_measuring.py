@@ -76,6 +76,7 @@ import triton.language as tl
 # to let the device keep the time with events.
 
 
+# site: open
 def clock_without_waiting():
     rows = []
     for mib in (1, 64, 1024, 4096):
@@ -140,6 +141,7 @@ claims(
 # host's launch would be timed as well.
 
 
+# site: open
 def cache_not_emptied():
     rows = []
     for mib in (2, 8, 16, 32, 64, 128, 512, 2048):
@@ -169,6 +171,8 @@ ax = plots.lines(
     title="A copy in a loop, and after a flush",
     ylabel="GB/s",
     marks={"the roof: the best copy of 4 GiB": on.copy / 1e9},
+    source=cache,
+    clock="warm and cold",
 )
 
 # %%
@@ -225,6 +229,7 @@ def doubled(y_ptr, x_ptr, n, SALT: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(y_ptr + at, x + x, mask=at < n)
 
 
+# site: open
 def first_call():
     n = 2**26
     x, y = torch.randn(n, device="cuda"), torch.empty(n, device="cuda")
@@ -292,6 +297,7 @@ def three_works():
     }
 
 
+# site: open
 def flush_that_ends_in_writes():
     buffer = torch.empty(4096, 2**14, device="cuda")  # 256 MiB
     sums = torch.empty(4096, device="cuda")
@@ -361,6 +367,7 @@ claims(
 # bus. Give both a result to write to, or say that the result is fresh.
 
 
+# site: open
 def fresh_and_reused():
     x = torch.rand(2**26)  # 256 MiB
     out = torch.zeros_like(x)
@@ -442,6 +449,7 @@ def agrees(x, part, poisoned):
     return "yes" if torch.equal(double(x, part).cpu(), want) else "no"
 
 
+# site: open
 def zeros_and_unwritten():
     n = 8192
     rows = []
@@ -518,6 +526,7 @@ claims(
 # host is gone. Neither is a bandwidth: compare with an empty kernel.
 
 
+# site: open
 def host_as_kernel():
     # 230400 floats: an image of 480 x 480, and the example of an old manual.
     x = torch.rand(230400, device="cuda")
@@ -617,6 +626,7 @@ plots.copies(on)
 # work, the more that shows.
 
 
+# site: open
 def second_opinion():
     rows = []
     for mib in (256, 1024, 4096):

@@ -591,7 +591,7 @@ downloads(pd.concat([every, singles, little, shapes, half]), "elementwise")
 # on this machine, with tensors of 4 GiB: what is read and written at the rate
 # of a copy, what is read beyond that at the rate of a sum.
 
-largest = tables.where(pd.concat([every, singles]), M=8192)
+largest = tables.where(tables.together(every, singles), M=8192)
 ax = plots.dots(largest, of="roof", title="8192 x 8192, float32, cold")
 
 # %%

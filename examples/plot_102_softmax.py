@@ -456,7 +456,7 @@ claims(
 
 sweep = asked.results()
 one = sweep[sweep["dtype"] == sweep["dtype"].iloc[0]]
-figure = plots.bandwidth(one)
+figure = plots.bandwidth(one, xlabel="columns of a row, N")
 figure
 
 # %%

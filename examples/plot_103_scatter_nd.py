@@ -700,7 +700,12 @@ table(
 )
 
 # %%
-plots.bandwidth(tables.where(one, variant=ways), x="R", logx=True)
+plots.bandwidth(
+    tables.where(one, variant=ways),
+    x="R",
+    logx=True,
+    xlabel="rows of the output, R",
+)
 
 # %%
 provenance(sweep)
@@ -750,7 +755,8 @@ table(
 # held against the launch floor.
 
 shown = [*ways, "fusebook sorted"]
-plots.dots(tables.where(pd.concat([one, llama]), variant=shown), of="roof")
+both = tables.where(tables.together(one, llama), variant=shown)
+plots.dots(both, of="roof")
 
 # %%
 table(tables.shares(llama), "Each way over the Llama's tables, cold")

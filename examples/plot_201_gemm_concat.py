@@ -497,7 +497,12 @@ ratios.index.name = "n"
 
 def over_n(wide, **how):
     """Lines over the sizes, which are named at their axis."""
-    ax = plots.lines(wide, **how)
+    ax = plots.lines(
+        wide.rename_axis("size n, of n x n matrices"),
+        source=single,
+        clock="cold",
+        **how,
+    )
     ax.set_xticks(list(wide.index), [str(n) for n in wide.index])
     ax.minorticks_off()
     return ax
@@ -742,9 +747,7 @@ def draw(cold):
     """A cell for each size and dtype: who wins, and our time over theirs."""
     kinds = list(dict.fromkeys(cold.index.get_level_values("dtype")))
     sizes = sorted(set(cold.index.get_level_values("n")))
-    colours = dict(
-        zip(FREE, ["#c2607f", "#a0803c", "#009e73", "#0a84d6"], strict=True)
-    )
+    colours = {name: plots.style(name)["color"] for name in FREE}
     _, ax = plt.subplots(
         figsize=(8, 0.7 * len(kinds) + 1), layout="constrained"
     )

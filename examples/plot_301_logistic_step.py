@@ -641,6 +641,7 @@ ax = plots.lines(
     curves[["float64", "fusebook"]],
     title="The loss on the way: float64, and float32 on the chip",
     ylabel="loss",
+    source=losses,
 )
 
 # %%
@@ -654,6 +655,7 @@ ax = plots.lines(
     apart,
     title="Distance of the losses from those in float64",
     ylabel="parts of the limit",
+    source=losses,
 )
 
 # %%
@@ -691,6 +693,7 @@ rows = tables.where(a_step, D=784).drop_duplicates(["N", "variant"])
 ax = plots.times(
     rows,
     x="N",
+    xlabel="rows, N",
     kind="warm",
     title="One step of many, over the rows, with 784 features",
 )
@@ -701,6 +704,7 @@ columns = tables.where(a_step, N=400).drop_duplicates(["D", "variant"])
 ax = plots.times(
     columns,
     x="D",
+    xlabel="features, D",
     kind="warm",
     title="One step of many, over the features, with 400 rows",
 )
@@ -774,7 +778,7 @@ large = asked.results(
     variants=["eager", "torch.compile", "fusebook"],
 )
 device = ["eager", "torch.compile", "eager in a graph", "fusebook"]
-both = pd.concat([tables.where(one, variant=device), large])
+both = tables.together(tables.where(one, variant=device), large)
 plots.dots(both, of="roof")
 
 # %%

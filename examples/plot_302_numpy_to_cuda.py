@@ -85,7 +85,6 @@ from fusebook.page import (
     table,
 )
 
-import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import torch
@@ -109,12 +108,8 @@ def planted(n, middle, seed=0):
 DIAGONAL = np.array([[5.0, 5.0], [10.0, 10.0]])  # as it was published
 CROOKED = np.array([[5.0, 1.0], [0.0, 9.0], [-8.0, 3.0]])
 X, truth = planted(2000, CROOKED)
-fig, ax = plt.subplots(figsize=(5.4, 3.6))
-for j, marker in enumerate("o^s"):
-    ax.plot(*X[truth == j][:400].T, marker, ms=2.5, alpha=0.6)
-ax.plot(*CROOKED.T, "k+", ms=14, mew=2)
-ax.set(title="Planted clusters and their centres", xlabel="x", ylabel="y")
-ax
+title = "Planted clusters and their centres"
+plots.clusters(X[::5], truth[::5], CROOKED, title=title)
 
 # %%
 # Which clusters?
@@ -1255,12 +1250,8 @@ small = X[::4]
 start = small[[10, 20, 30]]
 textbook, its_labels, its_inertia = lloyd(small, start)
 found = fusebook.kmeans(small, 3, init=start, tol=0)
-fig, ax = plt.subplots(figsize=(5.4, 3.6))
-for j, marker in enumerate("o^s"):
-    ax.plot(*small[found.labels == j].T, marker, ms=2.5, alpha=0.6)
-ax.plot(*found.centres.T, "k+", ms=14, mew=2)
-ax.set(title="What k-means found", xlabel="x", ylabel="y")
-ax
+title = "What k-means found"
+plots.clusters(small, found.labels, found.centres, title=title)
 
 # %%
 claims(
@@ -1314,7 +1305,7 @@ double = asked.results(
     dtype="float64",
     variants=("eager", "torch.compile", "fusebook"),
 )
-both = pd.concat([plane, double])
+both = tables.together(plane, double)
 table(
     tables.times(both, words=True),
     "Assignment in the plane: cold time in microseconds",

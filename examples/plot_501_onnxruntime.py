@@ -455,7 +455,9 @@ table(
 
 ways = [name for name in variants if "OfShape" not in name]
 plots.times(
-    tables.where(sweep, dtype=sweep["dtype"].iloc[0], variant=ways), x="R"
+    tables.where(sweep, dtype=sweep["dtype"].iloc[0], variant=ways),
+    x="R",
+    xlabel="rows of the output, R",
 )
 
 # %%
@@ -554,7 +556,7 @@ table(
 
 of_identity = replayed[replayed["run"] == "Identity"]["call_us"]
 identity = min(least.loc["Identity", "call_us"], of_identity.min())
-everything = pd.concat([sweep, llama])
+everything = tables.together(sweep, llama)
 ours = tables.where(
     everything,
     variant=["fusebook Masked, callback", "fusebook Masked, ahead of time"],

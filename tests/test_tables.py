@@ -257,7 +257,7 @@ def test_plots_have_nothing_painted_behind_them(sweep, df):
 def test_dots_have_a_row_a_point(df):
     ax = plots.dots(df)
     assert len(ax.get_yticks()) == 28
-    assert ax.get_xlabel() == "% of copy"
+    assert ax.get_xlabel() == "percent of a copy of the same bytes"
     many = pd.concat([df, *(df[df["variant"] == "eager"].assign(variant=f"way {i}") for i in range(6))])
     marks = {line.get_label(): line.get_marker() for line in plots.dots(many).lines if line.get_linestyle() == "None"}
     assert len(set(marks.values())) == len(marks) >= 10, "a reader tells them apart without colours"
@@ -291,3 +291,43 @@ def test_a_timeline_has_a_row_a_way_and_ends_where_it_is_told():
     assert ax.get_xlim() == (0, 100)
     ends = [p.get_extents().x1 for c in ax.collections for p in c.get_paths()]
     assert len(ends) == 3 and max(ends) <= 100
+
+
+def test_a_way_of_computing_looks_alike_in_every_figure(df):
+    from fusebook.cards import OPS
+
+    for op in OPS.values():
+        names = list(op.variants)
+        drawn = plots._styles(names)
+        assert len({way["marker"] for way in drawn.values()}) == len(names), op.name
+        assert all(plots._styles([name])[name]["color"] == drawn[name]["color"] for name in names), op.name
+    frame = pd.DataFrame({"fusebook": [1.0, 2.0], "eager": [2.0, 3.0]}, index=pd.Index([1, 10], name="N"))
+    ax = plots.lines(frame, title="t", ylabel="s", source=df, clock="cold")
+    colours = {line.get_label(): line.get_color() for line in ax.lines}
+    assert colours == {"fusebook": plots.style("fusebook")["color"], "eager": plots.style("eager")["color"]}
+    assert f"{df.attrs['origin'].machine.name}, cold" in {t.get_text() for t in ax.texts}
+
+
+def test_a_figure_names_its_gpu_its_clock_and_what_was_found(sweep, df):
+    for ax in (plots.bandwidth(sweep), plots.dots(df), plots.times(sweep, kind="warm")):
+        below = ax.texts[0].get_text()
+        assert df.attrs["origin"].machine.name in below and ("cold" in below or "warm" in below)
+        assert ax.get_title(loc="left").startswith("fusebook")
+    both = tables.together(df, df)
+    assert len(both) == 2 * len(df) and both.attrs == {"gpu": df.attrs["origin"].machine.name}
+    assert df.attrs["origin"].machine.name in plots.dots(both).texts[0].get_text()
+
+
+def test_a_figure_is_described_by_its_data(sweep):
+    text = plots.described(plots.bandwidth(sweep, xlabel="columns").figure)
+    rate = tables.bandwidth(sweep)["fusebook"]
+    assert f"fusebook: {tables.number(float(rate.min()))} to {tables.number(float(rate.max()))}" in text
+    assert "x is columns" in text and "y is bandwidth" in text
+
+
+def test_the_best_is_told_for_tables_of_ways(df):
+    assert tables.times(df).attrs["best"] == "least in a row"
+    assert tables.speedup(df).attrs["best"] == "most in a row"
+    assert tables.shares(df).attrs["best"]["% of copy"] == "most"
+    assert tables.clocks(df).attrs["best"]["cold"] == "least"
+    assert "best" not in tables.bandwidth(df).attrs

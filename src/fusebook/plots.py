@@ -1,11 +1,14 @@
 """Figures of results: a DataFrame in, Axes out. One picture serves a light page and a dark one.
 
-Nothing is painted behind the data, and text and axes are of a grey that is seen on both. A variant keeps its colour and
-its dash on every page, and is named at the end of its line. The roof is drawn wherever a rate is.
+Nothing is painted behind the data, and text and axes are of a grey that is seen on both. A way of computing keeps its
+colour, its dash and its mark on every page, and is named at the end of its line. The title says what was found, the
+line below it on which GPU and by which clock. The roof is drawn wherever a rate is. `described` says in words what a
+figure shows.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping, Sequence
 from itertools import cycle
 from typing import Any
@@ -21,52 +24,156 @@ with extra("book"):
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 
-__all__ = ["bandwidth", "copies", "dots", "lines", "roofline", "spread", "standings", "timeline", "times"]
+__all__ = [
+    "bandwidth",
+    "clusters",
+    "copies",
+    "described",
+    "dots",
+    "lines",
+    "roofline",
+    "spread",
+    "standings",
+    "style",
+    "timeline",
+    "times",
+]
 
 #: Readable on white and on near-black, and told apart by readers who do not see red and green.
 INK = "#6e6e6e"
-_COLOURS = {
-    "fusebook": "#0a84d6",
-    "eager": "#7a7a7a",
-    "torch": "#009e73",
-    "torch.compile": "#b563c4",
-    "Liger": "#c98500",
-    "quack": "#e0562b",
+#: A colour, a dash and a mark for each way of computing, by the first of these words with which its name begins. What
+#: begins alike has one colour; marks and dashes tell its kinds apart.
+_WAYS: dict[str, tuple[str, Any, str]] = {
+    "fusebook": ("#0a84d6", "-", "D"),
+    "eager": ("#7a7a7a", (0, (1, 1)), "x"),
+    "torch.compile": ("#b563c4", (0, (3, 1, 1, 1)), "^"),
+    "max-autotune": ("#8d5bd6", (0, (3, 1, 1, 1, 1, 1)), "1"),
+    "reduce-overhead": ("#8d5bd6", (0, (3, 1, 1, 1, 1, 1)), "1"),
+    "torch": ("#009e73", (0, (5, 1)), "s"),
+    "packed": ("#2f9e44", (0, (5, 1)), "s"),
+    "Liger": ("#c98500", (0, (7, 2)), "v"),
+    "quack": ("#e0562b", (0, (2, 1)), "o"),
+    "ONNX Runtime": ("#c2607f", (0, (4, 1, 1, 1)), "p"),
+    "ORT": ("#c2607f", (0, (4, 1, 1, 1)), "p"),
+    "ScatterND": ("#c2607f", (0, (4, 1, 1, 1)), "p"),
+    "CUDA C": ("#a0803c", (0, (6, 1, 1, 1)), "h"),
+    "NumPy": ("#9c6644", (0, (1, 2)), "<"),
+    "scikit-learn": ("#c2607f", (0, (4, 2)), ">"),
+    "two + cat": ("#3f9d9d", (0, (2, 2)), "P"),
+    "cat + one": ("#5f7fd0", (0, (4, 3)), "*"),
+    "views": ("#8a8f2a", (0, (6, 2)), "d"),
 }
-_DASHES: dict[str, Any] = {
-    "fusebook": "-",
-    "eager": (0, (1, 1)),
-    "torch": (0, (5, 1)),
-    "torch.compile": (0, (3, 1, 1, 1)),
-    "Liger": (0, (7, 2)),
-    "quack": (0, (2, 1)),
-}
-_MARKERS = {"fusebook": "D", "eager": "x", "torch": "s", "torch.compile": "^", "Liger": "v", "quack": "o"}
-_OTHERS = ("#5f7fd0", "#a0803c", "#3f9d9d", "#c2607f")
-_OTHER_MARKERS = ("*", "P", "p", "<", ">", "h", "d")  # no multiple of the colours: both together tell more apart
+_COLOURS = {name: colour for name, (colour, _, _) in _WAYS.items()}
+_OTHERS = ("#5f7fd0", "#a0803c", "#3f9d9d", "#c2607f", "#8a8f2a", "#9c6644")
+_MARKS = "*Pp<>hdo^vsX1234+"
+_DASHES: tuple[Any, ...] = ("--", (0, (5, 2, 1, 2)), (0, (2, 2)), (0, (8, 2)), (0, (1, 3)))
 _ZONES = {"launch": 0.16, "L2": 0.09, "memory": 0.0, "compute": 0.16}
 _ZONE_NAMES = {"launch": "launch-bound", "L2": "partly L2", "memory": "memory", "compute": "compute"}
 
 
+def style(name: str) -> dict[str, Any]:
+    """How a way of computing is drawn, on every page: its colour, dash and mark.
+
+    Parameters
+    ----------
+    name : str
+        Of a variant. What follows the name of a known way, as in ``fusebook, checked``, changes its dash and its mark.
+
+    Returns
+    -------
+    dict
+        ``color``, ``linestyle`` and ``marker`` of Matplotlib. A name that nobody knows is given one of a few colours,
+        always the same one.
+    """
+    known = next((way for way in sorted(_WAYS, key=len, reverse=True) if name.startswith(way)), "")
+    number = zlib.crc32(name.encode())
+    if not known:
+        colour, dash, mark = _OTHERS[number % len(_OTHERS)], _DASHES[number % len(_DASHES)], _MARKS[number % 7]
+    else:
+        colour, dash, mark = _WAYS[known]
+        if name != known:
+            dash, mark = _DASHES[number % len(_DASHES)], _MARKS[number % len(_MARKS)]
+    return {"color": colour, "linestyle": dash, "marker": mark}
+
+
 def _styles(names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    spare = cycle(_OTHERS)
-    return {
-        name: {
-            "color": _COLOURS.get(name) or next(spare),
-            "linestyle": _DASHES.get(name, "--"),
-            "linewidth": 2.2 if name == "fusebook" else 1.5,
-            "zorder": 4 if name == "fusebook" else 3,
-        }
-        for name in names
-    }
+    """The style of each name in one figure: no two have the same mark, and strangers not the same colour."""
+    found: dict[str, dict[str, Any]] = {}
+    for name in sorted(names, key=lambda name: (name not in _WAYS, not name.startswith(tuple(_WAYS)), name)):
+        own = style(name)
+        marks = {other["marker"] for other in found.values()}
+        if own["marker"] in marks:
+            own["marker"] = next((mark for mark in _MARKS if mark not in marks), own["marker"])
+        colours = {other["color"] for other in found.values()}
+        if own["color"] in colours and not name.startswith(tuple(_WAYS)):
+            own["color"] = next((colour for colour in _OTHERS if colour not in colours), own["color"])
+        # Ours is wide and lies below, so that what is equal to it is seen on top of it.
+        ours = name == "fusebook"
+        found[name] = {**own, "linewidth": 3.6 if ours else 1.4, "zorder": 2.5 if ours else 3}
+    return {name: found[name] for name in names}
 
 
-def _axes(ax: Axes | None, title: str, xlabel: str, ylabel: str, size: tuple[float, float] = (8.0, 4.6)) -> Axes:
+def _line(style: Mapping[str, Any]) -> dict[str, Any]:
+    """A style without its mark: sweeps have too many points for marks."""
+    return {key: value for key, value in style.items() if key != "marker"}
+
+
+def _gpu(df: pd.DataFrame) -> str:
+    """On what results were measured, where they say so."""
+    machine = getattr(df.attrs.get("origin"), "machine", None)
+    return str(df.attrs.get("gpu") or getattr(machine, "name", "") or "")
+
+
+def _words(op: Any) -> str:
+    return str(op).replace("_", " ")
+
+
+def _percent(values: pd.Series) -> str:
+    """The middle, and from the least to the most, in percent."""
+    least, middle, most = (f"{100 * value:.0f}" for value in (values.min(), values.median(), values.max()))
+    return f"{middle} %" if least == most else f"{middle} % ({least} to {most})"
+
+
+def _found(df: pd.DataFrame, kind: str, of: str) -> str:
+    """The finding of a figure of shares, made from what it shows; empty where ours is not in it or nothing else is."""
+    ours = "fusebook"
+    if ours not in set(df["variant"]):
+        return ""
+    df = tables.alike(df)
+    own = tables.share(df, ours, of, kind).dropna()
+    others = [tables.share(df, name, of, kind) for name in dict.fromkeys(df["variant"]) if name != ours]
+    if own.empty:
+        return ""
+    text = f"{ours} reaches {_percent(own)} of {'a copy' if of == 'copy' else 'the roof'}"
+    best = pd.concat(others).dropna().groupby(level=[0, 1]).max() if others else pd.Series(dtype=float)
+    return f"{text}, the best other way {_percent(best)}" if len(best) else text
+
+
+def _fastest(df: pd.DataFrame, kind: str) -> str:
+    """The finding of a figure of times, made from what it shows; empty where ours is not in it or nothing else is."""
+    table = tables.behind(tables.alike(df), "fusebook", kind) if "fusebook" in set(df["variant"]) else pd.DataFrame()
+    if table.empty:
+        return ""
+    return f"fusebook is the fastest, or within 2 % of it, at {(table['times as long'] <= 1.02).sum()} of {len(table)}"
+
+
+def _axes(
+    ax: Axes | None,
+    title: str,
+    xlabel: str,
+    ylabel: str,
+    size: tuple[float, float] = (8.0, 4.6),
+    below: Sequence[str] = (),
+) -> Axes:
+    """Axes with a title, and below it in small what, where and by which clock."""
     if ax is None:
         _, ax = plt.subplots(figsize=size, layout="constrained")
     ax.figure.patch.set_alpha(0)
     ax.patch.set_alpha(0)
-    ax.set_title(title, color=INK, loc="left", fontsize=11)
+    told = ", ".join(filter(None, below))
+    ax.set_title(title, color=INK, loc="left", fontsize=11, pad=20 if told else 6)
+    if told:
+        ax.annotate(told, (0, 1), (0, 5), "axes fraction", textcoords="offset points", color=INK, fontsize=9)
     ax.set_xlabel(xlabel, color=INK)
     ax.set_ylabel(ylabel, color=INK)
     ax.tick_params(colors=INK, which="both")
@@ -145,6 +252,7 @@ def bandwidth(
     kind: str = "cold",
     logx: bool = False,
     title: str = "",
+    xlabel: str = "",
     ax: Axes | None = None,
 ) -> Axes:
     """Bandwidth over one size: a line a variant with its 20 to 80 % band, the measured roof, and the zones.
@@ -160,19 +268,24 @@ def bandwidth(
     logx : bool
         A logarithmic x axis.
     title : str, optional
+        What is shown; what was found is told by the results.
+    xlabel : str, optional
+        What `x` is, in words.
     ax : matplotlib.axes.Axes, optional
 
     Returns
     -------
     matplotlib.axes.Axes
     """
-    found = list(dict.fromkeys(df["dtype"]))
-    if len(found) > 1:
-        raise ValueError(f"plots.bandwidth: expected one dtype, got {', '.join(found)}; draw one figure each")
+    dtypes = list(dict.fromkeys(df["dtype"]))
+    if len(dtypes) > 1:
+        raise ValueError(f"plots.bandwidth: expected one dtype, got {', '.join(dtypes)}; draw one figure each")
     first = df.iloc[0]
     others = ", ".join(f"{n} = {first[n]}" for n in tables.dims(df) if n != x and len(df[n].unique()) == 1)
     rate = "bandwidth of the least traffic (GB/s)"
-    ax = _axes(ax, title or f"{first['op']}: {first['dtype']}, {others}, {kind}", x, rate)
+    what = title or f"{_words(first['op'])}, {first['dtype']}" + (f", {others}" if others else "")
+    found = _found(df, kind, "roof")
+    ax = _axes(ax, found or what, xlabel or f"size {x}", rate, below=[what if found else "", _gpu(df), kind])
     if logx:
         ax.set_xscale("log", base=2)
         ax.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}"))
@@ -185,7 +298,7 @@ def bandwidth(
             continue
         moved = (rows["read_bytes"] + rows["write_bytes"]) / 1e3
         marker = "." if len(rows) < 40 else None
-        ax.plot(rows[x], moved / rows[f"{kind}_us"], marker=marker, label=name, **styles[name])
+        ax.plot(rows[x], moved / rows[f"{kind}_us"], marker=marker, label=name, **_line(styles[name]))
         ax.fill_between(
             rows[x].astype(float),
             (moved / rows[f"{kind}_us_80"]).astype(float),
@@ -238,26 +351,31 @@ def dots(df: pd.DataFrame, *, of: str = "copy", kind: str = "cold", title: str =
     rows = list(dict.fromkeys(df["_row"]))
     place = {row: len(rows) - 1 - i for i, row in enumerate(rows)}
     name = df["op"].iloc[0] if len(df) else ""
-    size = (8.0, 1.6 + 0.24 * len(rows))
-    ax = _axes(ax, title or f"{name}: share of {of}, {kind}", f"% of {of}", "", size)
+    size = (8.0, 1.8 + 0.3 * len(rows))
+    ceiling_in_words = "a copy of the same bytes" if of == "copy" else "the measured roof"
+    what = title or f"{_words(name)}: share of {ceiling_in_words}"
+    found = _found(df, kind, of)
+    below = [what if found else "", _gpu(df), kind]
+    ax = _axes(ax, found or what, f"percent of {ceiling_in_words}", "", size, below)
     ax.grid(axis="x", color=INK, alpha=0.25, linewidth=0.6)
     for y in place.values():
         ax.axhline(y, color=INK, alpha=0.18, linewidth=0.6, zorder=0)
     ceiling = "roof_us" if of == "roof" else ("copy_warm_us" if kind == "warm" else "copy_us")
     names = list(dict.fromkeys(df["variant"]))
-    spare = cycle(_OTHER_MARKERS)
-    for variant, style in _styles(names).items():
+    for i, (variant, drawn) in enumerate(_styles(names).items()):
         part = df[df["variant"] == variant]
+        # A little above or below the middle of the row, so that equal ones are both seen.
+        aside = 0.5 * (i / (len(names) - 1) - 0.5) if len(names) > 1 else 0.0
         ax.plot(
             100 * part[ceiling] / part[f"{kind}_us"],
-            part["_row"].map(place),
+            part["_row"].map(place).astype(float) - aside,
             linestyle="none",
-            marker=_MARKERS.get(variant) or next(spare),
-            color=style["color"],
+            marker=drawn["marker"],
+            color=drawn["color"],
             markersize=7 if variant == "fusebook" else 6,
-            markerfacecolor=style["color"] if variant == "fusebook" else "none",
+            markerfacecolor=drawn["color"] if variant == "fusebook" else "none",
             label=variant,
-            zorder=style["zorder"],
+            zorder=drawn["zorder"],
         )
     ax.axvline(100, color=INK, linewidth=1.2)
     ax.set_yticks([place[r] for r in rows], rows, fontsize=8)
@@ -277,7 +395,15 @@ def dots(df: pd.DataFrame, *, of: str = "copy", kind: str = "cold", title: str =
     return ax
 
 
-def times(df: pd.DataFrame, x: str = "N", *, kind: str = "call", title: str = "", ax: Axes | None = None) -> Axes:
+def times(
+    df: pd.DataFrame,
+    x: str = "N",
+    *,
+    kind: str = "call",
+    title: str = "",
+    xlabel: str = "",
+    ax: Axes | None = None,
+) -> Axes:
     """Time in microseconds over one size, on logarithmic axes, with the launch floor.
 
     Parameters
@@ -289,6 +415,9 @@ def times(df: pd.DataFrame, x: str = "N", *, kind: str = "call", title: str = ""
     kind : str
         Of `fusebook.tables.KINDS`.
     title : str, optional
+        What is shown; what was found is told by the results.
+    xlabel : str, optional
+        What `x` is, in words.
     ax : matplotlib.axes.Axes, optional
 
     Returns
@@ -296,7 +425,10 @@ def times(df: pd.DataFrame, x: str = "N", *, kind: str = "call", title: str = ""
     matplotlib.axes.Axes
     """
     first = df.iloc[0]
-    ax = _axes(ax, title or f"{first['op']}: {first['dtype']}, {kind}", x, f"{kind} time (microseconds)")
+    what = title or f"{_words(first['op'])}, {first['dtype']}"
+    found = _fastest(df, kind)
+    below = [what if found else "", _gpu(df), kind]
+    ax = _axes(ax, found or what, xlabel or f"size {x}", f"{kind} time (microseconds)", below=below)
     ax.set_yscale("log")
     names = list(dict.fromkeys(df["variant"]))
     styles = _styles(names)
@@ -305,7 +437,8 @@ def times(df: pd.DataFrame, x: str = "N", *, kind: str = "call", title: str = ""
         rows = tables.timed(df[df["variant"] == name], kind).sort_values(x)
         if rows.empty:
             continue
-        ax.plot(rows[x], rows[f"{kind}_us"], marker="." if len(rows) < 40 else None, **styles[name])
+        marker = "." if len(rows) < 40 else None
+        ax.plot(rows[x], rows[f"{kind}_us"], marker=marker, label=name, **_line(styles[name]))
         ends[name] = (float(rows[x].iloc[-1]), float(rows[f"{kind}_us"].iloc[-1]))
     colours = {name: styles[name]["color"] for name in ends}
     floor = {"cold": "floor_us", "warm": "floor_warm_us"}.get(kind)
@@ -327,6 +460,8 @@ def lines(
     title: str,
     ylabel: str,
     marks: Mapping[str, float] | None = None,
+    source: pd.DataFrame | None = None,
+    clock: str = "",
     ax: Axes | None = None,
 ) -> Axes:
     """Columns over the index, on a logarithmic x axis, each named at its end.
@@ -338,19 +473,24 @@ def lines(
     title, ylabel : str
     marks : mapping of str to float, optional
         Horizontal lines to hold the columns against.
+    source : pandas.DataFrame, optional
+        The results that `df` is made from, where it does not know the GPU itself.
+    clock : str, optional
+        By which it was measured.
     ax : matplotlib.axes.Axes, optional
 
     Returns
     -------
     matplotlib.axes.Axes
     """
-    ax = _axes(ax, title, str(df.index.name), ylabel, (8.0, 3.6))
+    ax = _axes(ax, title, str(df.index.name), ylabel, (8.0, 3.6), [_gpu(df if source is None else source), clock])
     ax.set_xscale("log")
     ax.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}"))
-    colours = dict(zip(map(str, df.columns), cycle(["#0a84d6", "#e0562b", "#009e73", "#b563c4"]), strict=False))
+    styles = _styles([str(name) for name in df.columns])
+    colours = {name: drawn["color"] for name, drawn in styles.items()}
     ends = {}
-    for name, colour in colours.items():
-        ax.plot(df.index, df[name], marker="o", markersize=4, color=colour, linewidth=2)
+    for name, drawn in styles.items():
+        ax.plot(df.index, df[name], markersize=4, label=name, **drawn)
         ends[name] = (float(df.index[-1]), float(df[name].iloc[-1]))
     for name, value in (marks or {}).items():
         ax.axhline(value, color=INK, linewidth=1.2)
@@ -376,9 +516,13 @@ def copies(machine: Any, *, ax: Axes | None = None) -> Axes:
     """
     size = np.array([row["bytes"] for row in machine.bandwidth]) / 1e6
     rate = np.array([row["cold"] for row in machine.bandwidth]) / 1e9
-    ax = _axes(ax, f"Copies on {machine.name}, cold", "bytes read and written (MB)", "GB/s", (8.0, 3.6))
+    reached = (
+        f"A copy reaches {rate.max():.0f} GB/s, from {size[int(rate.argmax())]:.0f} MB on" if len(rate) else "Copies"
+    )
+    below = [str(machine.name), "cold"]
+    ax = _axes(ax, reached, "bytes read and written (MB)", "GB/s", (8.0, 3.6), below)
     ax.set_xscale("log")
-    ax.plot(size, rate, marker="o", color=_COLOURS["fusebook"], linewidth=2)
+    ax.plot(size, rate, marker="o", color=style("torch")["color"], linewidth=2, label="copy")
     ax.axhline(machine.copy / 1e9, color=INK, linewidth=1.2)
     ax.text(size[0], machine.copy / 1e9, "the roof: the best copy of 4 GiB", color=INK, va="bottom", fontsize=9)
     edge = 4 * machine.l2 / 1e6
@@ -421,7 +565,7 @@ def roofline(df: pd.DataFrame, machine: Any, *, kind: str = "cold", ax: Axes | N
     """
     df = df[(df["status"] == "ok") & df[f"{kind}_us"].notna() & (df["flop"] > 0)]
     xlabel, ylabel = "floating-point operations a byte of the least traffic", "GFLOP/s"
-    ax = _axes(ax, f"Every record on {machine.name}, {kind}", xlabel, ylabel, (8.0, 6.0))
+    ax = _axes(ax, "Every record under the roof", xlabel, ylabel, (8.0, 6.0), [str(machine.name), kind])
     ax.set_xscale("log")
     ax.set_yscale("log")
     moved = df["read_bytes"] + df["write_bytes"]
@@ -431,7 +575,8 @@ def roofline(df: pd.DataFrame, machine: Any, *, kind: str = "cold", ax: Axes | N
     ours = df["variant"].str.startswith("fusebook")
     ax.plot(intensity[~ours], rate[~ours], ".", color=INK, alpha=0.45, markersize=4, label="any other way")
     names = list(dict.fromkeys(df["op"][ours]))
-    marks = zip(cycle("Dos^vP*X"), cycle((*_COLOURS.values(), *_OTHERS)), strict=False)
+    colours = dict.fromkeys([*(colour for colour, _, _ in _WAYS.values()), *_OTHERS])
+    marks = zip(cycle("Dos^vP*X"), cycle(colours), strict=False)
     for name, (marker, colour) in zip(names, marks, strict=False):
         of = ours & (df["op"] == name)
         ax.plot(
@@ -537,9 +682,10 @@ def timeline(df: pd.DataFrame, *, until: float, title: str = "", ax: Axes | None
     matplotlib.axes.Axes
     """
     ways = list(dict.fromkeys(df["way"]))
-    ax = _axes(ax, title or "Where the time goes", "microseconds", "", (8.0, 0.9 + 0.62 * len(ways)))
+    size = (8.0, 1.1 + 0.62 * len(ways))
+    ax = _axes(ax, title or "Where the time goes", "microseconds", "", size, [_gpu(df), "the clock of a profiler"])
     ax.grid(visible=False, axis="y")
-    lanes = {"host": _COLOURS["eager"], "kernel": _COLOURS["fusebook"], "copy": _COLOURS["quack"]}
+    lanes = {"host": INK, "kernel": "#0a84d6", "copy": "#e0562b"}
     for i, way in enumerate(ways):
         for j, (lane, colour) in enumerate(lanes.items()):
             spans = df[(df["way"] == way) & (df["lane"] == lane) & (df["start us"] < until)]
@@ -575,14 +721,15 @@ def spread(ratios: Mapping[str, pd.Series], *, title: str, xlabel: str, ax: Axes
     matplotlib.axes.Axes
         The ratios are on a logarithmic axis.
     """
-    ax = _axes(ax, title, xlabel, "", (8.0, 1.6 + 0.32 * len(ratios)))
+    gpu = next(filter(None, (_gpu(pd.DataFrame(r)) for r in ratios.values())), "")
+    ax = _axes(ax, title, xlabel, "", (8.0, 1.6 + 0.32 * len(ratios)), [gpu])
     ax.grid(axis="x", color=INK, alpha=0.25, linewidth=0.6)
     names = list(ratios)[::-1]
     for y, name in enumerate(names):
         values = ratios[name].dropna().astype(float).sort_values().to_numpy()
         # Side by side within the row in the order of their size, so that equal ones are all seen.
         height = y + 0.5 * (np.arange(len(values)) % 5 / 4 - 0.5)
-        ax.plot(values, height, linestyle="none", marker="o", markersize=3, color=_COLOURS["fusebook"], alpha=0.6)
+        ax.plot(values, height, linestyle="none", marker="o", markersize=3, color=style("fusebook")["color"], alpha=0.6)
         if len(values):
             ax.plot([np.median(values)] * 2, [y - 0.4, y + 0.4], color=INK, linewidth=2)
     ax.axvline(1, color=INK, linewidth=1)
@@ -593,3 +740,63 @@ def spread(ratios: Mapping[str, pd.Series], *, title: str, xlabel: str, ax: Axes
     ax.set_yticks(range(len(names)), names)
     ax.set_ylim(-0.7, len(names) - 0.3)
     return ax
+
+
+def clusters(points: Any, labels: Any, centres: Any, *, title: str, ax: Axes | None = None) -> Axes:
+    """Points in the plane, each cluster with a colour and a mark, which follow the place of its centre.
+
+    Parameters
+    ----------
+    points : array of shape (n, 2)
+    labels : array of int of shape (n,)
+        The cluster of each point.
+    centres : array of shape (k, 2)
+    title : str
+    ax : matplotlib.axes.Axes, optional
+
+    Returns
+    -------
+    matplotlib.axes.Axes
+    """
+    points, labels, centres = (np.asarray(values) for values in (points, labels, centres))
+    ax = _axes(ax, title, "x", "y", (5.4, 3.6))
+    ways = zip(
+        cycle(_COLOURS[name] for name in ("torch", "quack", "torch.compile", "Liger")), cycle("o^sv"), strict=False
+    )
+    # From left to right, so that a cluster that was found looks like the one that was planted.
+    for (colour, mark), j in zip(ways, np.lexsort(centres.T[::-1]), strict=False):
+        own = points[labels == j]
+        ax.plot(*own.T, mark, color=colour, markersize=2.5, alpha=0.6, label=f"{len(own)} points")
+    ax.plot(*centres.T, "+", color=INK, markersize=14, markeredgewidth=2, label=f"{len(centres)} centres")
+    return ax
+
+
+def described(figure: Any) -> str:
+    """What a figure shows, in words and numbers, for who cannot see it.
+
+    Parameters
+    ----------
+    figure : matplotlib.figure.Figure
+
+    Returns
+    -------
+    str
+        The titles, the axes, and of each line that has a name its least and its largest value.
+    """
+    told = []
+    for ax in figure.axes:
+        title = ax.get_title(loc="left") or ax.get_title()
+        below = [t.get_text() for t in ax.texts if getattr(t, "xyann", None) == (0, 5)] if title else []
+        told.append(": ".join(filter(None, [title, *below])))
+        axes = [f"{name} is {label}" for name, label in (("x", ax.get_xlabel()), ("y", ax.get_ylabel())) if label]
+        told.append(", ".join(axes))
+        rows = [tick.get_text() for tick in ax.get_yticklabels()] if not ax.get_ylabel() else []
+        if rows and all(rows):
+            told.append(f"rows: {', '.join(rows[:40])}")
+        for line in ax.lines:
+            name = str(line.get_label())
+            values = np.asarray(line.get_xdata() if rows else line.get_ydata(), dtype=float)
+            values = values[np.isfinite(values)]
+            if name and not name.startswith("_") and len(values):
+                told.append(f"{name}: {tables.number(float(values.min()))} to {tables.number(float(values.max()))}")
+    return ". ".join(filter(None, told)) + "."

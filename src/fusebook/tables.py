@@ -41,6 +41,7 @@ __all__ = [
     "standing",
     "timed",
     "times",
+    "together",
     "where",
 ]
 
@@ -170,6 +171,27 @@ def where(df: pd.DataFrame, **wanted: Any) -> pd.DataFrame:
     return df[keep]
 
 
+def together(*frames: pd.DataFrame) -> pd.DataFrame:
+    """Results one below the other, which still know on which GPU they were measured.
+
+    Parameters
+    ----------
+    *frames : pandas.DataFrame
+        Results.
+
+    Returns
+    -------
+    pandas.DataFrame
+        ``attrs["gpu"]`` is the name of the GPU where it is the same for all. Where each comes from, which
+        `fusebook.page.provenance` asks for, only the frames themselves know.
+    """
+    result = pd.concat(frames)
+    machines = [getattr(frame.attrs.get("origin"), "machine", None) for frame in frames]
+    names = {str(frame.attrs.get("gpu") or getattr(m, "name", "")) for frame, m in zip(frames, machines, strict=True)}
+    result.attrs = {"gpu": names.pop()} if len(names) == 1 else {}
+    return result
+
+
 def _keys(df: pd.DataFrame) -> list[str]:
     """What tells one measured point from another: operator, dtype and sizes where there are several of them."""
     return [c for c in ("op", "dtype") if len(df[c].unique()) > 1] + dims(df)
@@ -211,6 +233,7 @@ def times(df: pd.DataFrame, kind: str = "cold", words: bool = False) -> pd.DataF
         status = pivot("status")
         table = table.astype(object).where(table.notna() | status.isin(["ok"]) | status.isna(), status)
     table.columns.name = None
+    table.attrs["best"] = "least in a row"
     return table
 
 
@@ -235,6 +258,7 @@ def bandwidth(df: pd.DataFrame, kind: str = "cold") -> pd.DataFrame:
     rates = table.rdiv(moved, axis=0) / 1e3
     rates["roof"] = moved / first["roof_us"] / 1e3
     rates["copy"] = moved / first["copy_warm_us" if kind == "warm" else "copy_us"] / 1e3
+    rates.attrs.pop("best", None)  # a ceiling is no way of computing
     return rates
 
 
@@ -330,6 +354,7 @@ def shares(df: pd.DataFrame, kind: str = "cold") -> pd.DataFrame:
         }
     table = pd.DataFrame.from_dict(rows, orient="index")
     table.index.name = "variant"
+    table.attrs["best"] = {name: "most" for name in table if "%" in name}
     silent = [name for name in ("rows alone",) if table[name].isna().all()]
     return table.drop(columns=silent if (table["not timed"] != "").any() else [*silent, "not timed"])
 
@@ -359,7 +384,9 @@ def speedup(df: pd.DataFrame, over: str = "eager", kind: str = "cold") -> pd.Dat
     table = times(df, kind)
     if over not in table:
         raise ValueError(f"tables.speedup: expected a variant of {', '.join(table.columns)}, got {over!r}")
-    return table.rdiv(table[over], axis=0).drop(columns=over)
+    result = table.rdiv(table[over], axis=0).drop(columns=over)
+    result.attrs["best"] = "most in a row"
+    return result
 
 
 def losses(df: pd.DataFrame, variant: str = "fusebook", kind: str = "cold", within: float = 0.02) -> pd.DataFrame:
@@ -537,7 +564,9 @@ def clocks(df: pd.DataFrame, variants: Sequence[str] | None = None) -> pd.DataFr
     for kind in KINDS:
         df = _with(df, kind)
     table = df.set_index([*_keys(df), "variant"])[[f"{kind}_us" for kind in KINDS]]
-    return table.set_axis(list(KINDS), axis=1)
+    table = table.set_axis(list(KINDS), axis=1)
+    table.attrs["best"] = dict.fromkeys(KINDS, "least")
+    return table
 
 
 def harmless(value: Any) -> Any:

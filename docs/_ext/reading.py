@@ -1,0 +1,113 @@
+"""How pages are read: code that nobody came for is folded, and all that one may want to show to others has an address.
+
+A claim, a table and a figure get an id made of their own words, so that it stays when numbers change, and a link to it,
+as headings have.
+"""
+
+import html
+import re
+
+from docutils import nodes
+
+import folding
+
+__all__ = ["Ids", "fold_code", "link_results"]
+
+
+class fold(nodes.General, nodes.Element):
+    """Something closed, under a line that says what is in it."""
+
+
+def visit_fold(self, node):
+    """Begin what is closed."""
+    self.body.append(f'<details class="fb-code"><summary>{html.escape(node["summary"])}</summary>\n')
+
+
+def depart_fold(self, node):
+    """End what is closed."""
+    self.body.append("</details>\n")
+
+
+def fold_code(app, doctree, docname):
+    """Fold the code of a page that is not what its reader came for."""
+    if not docname.startswith("auto_examples/plot_"):
+        return
+    page = folding.Page()
+    for block in list(doctree.findall(nodes.literal_block)):
+        if block.get("language") != "Python":  # sphinx-gallery writes it with a capital letter
+            continue
+        parts = []
+        for part in page.parts(block.astext()):
+            shown = block.copy()
+            shown.rawsource = part.text
+            shown += nodes.Text(part.text)
+            parts.append(fold("", shown, summary=part.summary) if part.summary else shown)
+        block.replace_self(parts)
+
+
+class Ids:
+    """Ids of one page, each made of words and given once."""
+
+    def __init__(self, taken=()):
+        self.taken = set(taken)
+
+    def __call__(self, kind, text):
+        """An id that begins with `kind`.
+
+        Parameters
+        ----------
+        kind : str
+        text : str
+            HTML. Numbers are left out: they change with every record.
+        """
+        words = re.findall(r"[^\W\d_]+", html.unescape(re.sub(r"<[^>]*>", " ", text)).lower())
+        base = "-".join([kind, *words])[:70].rstrip("-")
+        name, n = base, 1
+        while name in self.taken:
+            n += 1
+            name = f"{base}-{n}"
+        self.taken.add(name)
+        return name
+
+
+def _link(name, what):
+    return f'<a class="headerlink" href="#{name}" title="Link to this {what}">#</a>'
+
+
+def _linked(text, ids):
+    """The HTML of a result with ids and links."""
+
+    def claim(match):
+        name = ids("claim", match[2])
+        return f'<li id="{name}" class="{match[1]}">{match[2]} {_link(name, "claim")}</li>'
+
+    def table(match):
+        name = ids("table", match[2])
+        return f'<table id="{name}"{match[1]}><caption>{match[2]} {_link(name, "table")}</caption>'
+
+    text = re.sub(r'<li class="(fb-(?:true|false|open|yes|no)[^"]*)">(.*?)</li>', claim, text, flags=re.S)
+    return re.sub(r"<table( [^>]*)><caption>(.*?)</caption>", table, text, flags=re.S)
+
+
+def link_results(app, doctree, docname):
+    """Give claims, tables and figures an address."""
+    if not docname.startswith("auto_examples/plot_"):
+        return
+    ids = Ids(doctree.ids)
+    for node in list(doctree.findall(nodes.raw)):
+        if node.get("format") == "html" and "fb-" in node.astext():
+            text = _linked(node.astext(), ids)
+            node.children = [nodes.Text(text)]
+            node.rawsource = text
+    for picture in list(doctree.findall(lambda n: n.tagname == "imgsgnode")):
+        name = ids("figure", (picture.get("alt") or "").split(":")[0] or "figure")
+        link = nodes.raw("", _link(name, "figure"), format="html")
+        picture.replace_self(nodes.container("", picture.deepcopy(), link, ids=[name], classes=["fb-figure"]))
+
+
+def setup(app):
+    """Connect the handlers."""
+    app.add_node(fold, html=(visit_fold, depart_fold))
+    app.connect("doctree-resolved", fold_code)
+    app.connect("doctree-resolved", link_results)
+    return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}
