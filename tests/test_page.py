@@ -169,9 +169,18 @@ def test_where_there_is_a_gpu_results_are_measured_and_recorded_on_request(monke
 def test_replay_is_forced_by_the_environment(monkeypatch):
     monkeypatch.undo()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))
     monkeypatch.delenv("FUSEBOOK_REPLAY", raising=False)
     assert _place.live()
     monkeypatch.setenv("FUSEBOOK_REPLAY", "1")
+    assert not _place.live()
+
+
+def test_on_a_gpu_that_triton_no_longer_supports_results_are_replayed(monkeypatch):
+    monkeypatch.undo()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.delenv("FUSEBOOK_REPLAY", raising=False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (7, 5))
     assert not _place.live()
 
 
@@ -537,3 +546,36 @@ def test_a_solution_is_offered_for_download(monkeypatch, tmp_path):
 def test_results_of_a_card_that_this_library_does_not_have_are_missed():
     with pytest.raises(page.NoResults, match="no record of toy"):
         page.results(toy(), config="small")
+
+
+def test_a_table_puts_numbers_right_and_text_left_and_the_best_in_bold(recorded):
+    frame = pd.DataFrame(
+        {"torch": [2.0, 1.0], "ours": [1.0, 3.0], "note": ["a", "b"]}, index=pd.Index([1, 2], name="N")
+    )
+    frame.attrs["best"] = "least in a row"
+    shown = page.table(frame, "t")._repr_html_()
+    assert '<tr><th scope="row">1</th> <td>2</td> <td><strong>1</strong></td> <td class="fb-text">a</td></tr>' in shown
+    assert '<td><strong>1</strong></td> <td>3</td> <td class="fb-text">b</td>' in shown
+    assert '<th scope="col">torch</th>' in shown and '<th scope="col" class="fb-text">note</th>' in shown
+    words = re.sub("<[^>]*>", "", shown)
+    assert "2 1 a" in words and "torch\nours\nnote" in words, "who reads the text alone tells cells apart"
+    shares = page.table(tables.shares(page.results(SOFTMAX, config="large")), "s")._repr_html_()
+    assert shares.count("<strong>") >= 4 and "the best in bold" in shares
+    assert "<strong>" not in page.table(frame.assign(ours=frame["torch"]).iloc[:, :1], "one way")._repr_html_()
+
+
+def test_a_head_without_a_name_is_no_head():
+    shown = page.table(pd.DataFrame({"a": [1]}, index=["x"]), "t")._repr_html_()
+    assert "<thead><tr><td></td>" in shown and "></th>" not in shown
+
+
+def test_a_notebook_leaves_no_files(monkeypatch):
+    monkeypatch.setattr(_place, "notebook", lambda: True)
+    shown = page.downloads(pd.DataFrame({"t": [1.0]}), "t")
+    assert not list(Path().glob("t.*"))
+    assert 'href="data:text/csv;base64,dAoxLjAK"' in shown._repr_html_() and "t.xlsx" in repr(shown)
+
+
+def test_a_page_ends_with_what_it_ran_on():
+    told = repr(page.environment())
+    assert f"torch {torch.__version__}" in told and "fusebook" in told and "Python" in told

@@ -4,6 +4,7 @@ A claim, a table and a figure get an id made of their own words, so that it stay
 as headings have.
 """
 
+import collections
 import html
 import re
 
@@ -74,18 +75,25 @@ def _link(name, what):
     return f'<a class="headerlink" href="#{name}" title="Link to this {what}">#</a>'
 
 
-def _linked(text, ids):
+def _linked(text, ids, regions):
     """The HTML of a result with ids and links."""
 
     def claim(match):
-        name = ids("claim", match[2])
+        words = re.sub(r'^.*class="fb-verdict">[^<]*</span>', "", match[2]).split('<span class="fb-detail"')[0]
+        name = ids("claim", words)  # not of the verdict, nor of what is counted: both may change
         return f'<li id="{name}" class="{match[1]}">{match[2]} {_link(name, "claim")}</li>'
 
     def table(match):
-        name = ids("table", match[2])
+        name = ids("table", match[2].split("<span")[0])
         return f'<table id="{name}"{match[1]}><caption>{match[2]} {_link(name, "table")}</caption>'
 
-    text = re.sub(r'<li class="(fb-(?:true|false|open|yes|no)[^"]*)">(.*?)</li>', claim, text, flags=re.S)
+    def region(match):  # no two of one name on a page: who hears them could not tell them apart
+        told = match[1] if regions[match[1]] == 0 else f"{match[1]} ({regions[match[1]] + 1})"
+        regions[match[1]] += 1
+        return f'role="region" tabindex="0" aria-label="{told}"'
+
+    text = re.sub(r'role="region" tabindex="0" aria-label="([^"]*)"', region, text)
+    text = re.sub(r'<li class="(fb-(?:claim|statement|exercise)\b[^"]*)">(.*?)</li>', claim, text, flags=re.S)
     return re.sub(r"<table( [^>]*)><caption>(.*?)</caption>", table, text, flags=re.S)
 
 
@@ -94,9 +102,10 @@ def link_results(app, doctree, docname):
     if not docname.startswith("auto_examples/plot_"):
         return
     ids = Ids(doctree.ids)
+    regions = collections.Counter()
     for node in list(doctree.findall(nodes.raw)):
         if node.get("format") == "html" and "fb-" in node.astext():
-            text = _linked(node.astext(), ids)
+            text = _linked(node.astext(), ids, regions)
             node.children = [nodes.Text(text)]
             node.rawsource = text
     for picture in list(doctree.findall(lambda n: n.tagname == "imgsgnode")):

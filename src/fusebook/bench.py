@@ -29,7 +29,7 @@ from fusebook.op import Cost, Dims, Op, Variant
 
 with extra("book"):
     import pandas as pd
-    from tqdm.auto import tqdm
+    from tqdm import tqdm
 
 __all__ = [
     "COLUMNS",

@@ -42,7 +42,7 @@ from fusebook.op import Dims, Op, Variant
 
 with extra("book"):
     import pandas as pd
-    from tqdm.auto import tqdm
+    from tqdm import tqdm
 
 __all__ = [
     "COLUMNS",

@@ -121,7 +121,7 @@ def _plus_plus(points: Tensor, k: int, draw: random.Random) -> Tensor:
 def _shown(iterations: range, name: str) -> Iterable[int]:
     """The iterations, with a bar where there is a terminal and tqdm is installed."""
     try:
-        from tqdm.auto import tqdm
+        from tqdm import tqdm
     except ModuleNotFoundError:
         return iterations
     return tqdm(iterations, desc=name, unit="iteration", disable=None, leave=False)

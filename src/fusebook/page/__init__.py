@@ -31,7 +31,7 @@ with extra("book"):
     from fusebook.page import draw
     from fusebook.page.claims import Claims, by_clock, claim, claims, exercise, holds, say
     from fusebook.page.results import NoResults, Study, arguments, explored, measured, options, records, results, study
-    from fusebook.page.show import Folded, Listing, Source, Tabs, downloads, provenance, solution, table
+    from fusebook.page.show import Folded, Listing, Source, Tabs, downloads, environment, provenance, solution, table
 
 __all__ = [
     "Claims",
@@ -47,6 +47,7 @@ __all__ = [
     "claims",
     "downloads",
     "draw",
+    "environment",
     "exercise",
     "explored",
     "extra",

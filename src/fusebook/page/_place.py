@@ -29,7 +29,12 @@ def flag(name: str) -> bool:
 
 
 def live() -> bool:
-    return torch.cuda.is_available() and not (flag("FUSEBOOK_REPLAY") or os.environ.get("FUSEBOOK_RECORDS"))
+    return supported() and not (flag("FUSEBOOK_REPLAY") or os.environ.get("FUSEBOOK_RECORDS"))
+
+
+def supported() -> bool:
+    """Whether there is a GPU that Triton compiles for: a T4, of compute capability 7.5, is none."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
 
 
 def folder() -> Path:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import ast
+import base64
 import hashlib
 import html
 import inspect
+import io
+import math
 import os
+import platform
 import re
 import shutil
 import sys
@@ -16,14 +20,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
+import torch
 from matplotlib.axes import Axes
 
-from fusebook import tables
+from fusebook import bench, tables
 from fusebook.bench import Origin
 from fusebook.page import _place
 
-__all__ = ["Folded", "Listing", "Source", "Tabs", "downloads", "provenance", "solution", "table"]
+__all__ = ["Folded", "Listing", "Source", "Tabs", "downloads", "environment", "provenance", "solution", "table"]
 
 
 # What renders itself --------------------------------------------------------------------------------------------------
@@ -175,7 +181,9 @@ class Provenance(_Shown):
 
 
 def downloads(df: pd.DataFrame, name: str, ax: Axes | None = None) -> Downloads:
-    """Write a table as CSV and as a real XLSX and offer both; a script keeps its figure too.
+    """Offer a table as CSV and as a real XLSX; a script writes both, and its figure too.
+
+    A notebook writes no file that nobody asked for: there the links hold the files.
 
     Parameters
     ----------
@@ -198,38 +206,65 @@ def downloads(df: pd.DataFrame, name: str, ax: Axes | None = None) -> Downloads:
         raise ValueError(
             f"page.downloads: expected a name of letters, digits, ., +, - and _, got {name!r}; give no folder"
         )
-    folder = _place.folder()
     plain = _harmless(df if isinstance(df.index, pd.RangeIndex) else df.reset_index())
-    files = [folder / f"{name}.csv"]
-    plain.to_csv(files[0], index=False)
+    files = {f"{name}.csv": plain.to_csv(index=False).encode()}
     missing = ""
     try:
-        plain.to_excel(folder / f"{name}.xlsx", index=False, sheet_name=name[:31])
-        files.append(folder / f"{name}.xlsx")
+        sheet = io.BytesIO()
+        plain.to_excel(sheet, index=False, sheet_name=name[:31])
+        files[f"{name}.xlsx"] = sheet.getvalue()
     except ImportError:
         missing = "for an XLSX too, install openpyxl"
+    if _place.notebook() and not os.environ.get("FUSEBOOK_DOWNLOADS"):
+        links = {file: f"data:{_TYPES[file[-4:]]};base64,{base64.b64encode(b).decode()}" for file, b in files.items()}
+        return Downloads(links, len(plain), missing, "Offered")._now()
+    folder = _place.folder()
+    for file, content in files.items():
+        (folder / file).write_bytes(content)
+    written = {file: _place.link(folder / file) for file in files}
     if ax is not None and _place.script():
-        files.append(folder / f"{name}.png")
-        ax.figure.canvas.print_figure(files[-1], dpi=150, facecolor="white", bbox_inches="tight")
-    return Downloads(files, len(plain), missing)._now()
+        ax.figure.canvas.print_figure(folder / f"{name}.png", dpi=150, facecolor="white", bbox_inches="tight")
+        written[f"{name}.png"] = f"{name}.png"
+    return Downloads(written, len(plain), missing, f"Written into {folder}")._now()
+
+
+_TYPES = {".csv": "text/csv", "xlsx": "application/vnd.openxmlformats-officedocument.spreadsheetml.sheet"}
 
 
 @dataclass(frozen=True, repr=False)
 class Downloads(_Shown):
     """See `downloads`."""
 
-    files: list[Path]
+    files: dict[str, str]
     rows: int
     missing: str = ""
+    done: str = "Written"
 
     def _repr_html_(self) -> str:
         links = " ".join(
-            f'<a class="fb-file" href="{html.escape(_place.link(f))}" download>{_rich(f.name)}</a>' for f in self.files
+            f'<a class="fb-file" href="{html.escape(address)}" download="{html.escape(name)}">{_rich(name)}</a>'
+            for name, address in self.files.items()
         )
         return f'<p class="fb-downloads">These {self.rows} rows as a file: {links} {_rich(self.missing)}</p>'
 
     def __repr__(self) -> str:
-        return "Written: " + ", ".join(str(f) for f in self.files) + (f" ({self.missing})" if self.missing else "")
+        return f"{self.done}: {', '.join(self.files)}" + (f" ({self.missing})" if self.missing else "")
+
+
+def environment() -> Listing:
+    """What a page ran on: versions of what it computes with, and the GPU.
+
+    Returns
+    -------
+    Listing
+    """
+    facts = {"Python": platform.python_version(), "fusebook": sys.modules["fusebook"].__version__, **bench.software()}
+    gpu = "no CUDA GPU: kernels were interpreted and times replayed"
+    if torch.cuda.is_available():
+        gpu = torch.cuda.get_device_name()
+        if not _place.supported():
+            gpu += ", for which Triton does not compile"
+    return Listing("\n".join([*(f"{name} {version}" for name, version in facts.items()), gpu]))
 
 
 def table(df: pd.DataFrame, caption: str, fold: bool | None = None) -> Table:
@@ -249,7 +284,49 @@ def table(df: pd.DataFrame, caption: str, fold: bool | None = None) -> Table:
     Table
     """
     nothing = "not measured" if df.attrs.get("compared") == 0 else "none"
-    return Table(tables.pretty(df), caption, len(df) > 20 if fold is None else fold, nothing)._now()
+    fold = len(df) > 20 if fold is None else fold
+    return Table(tables.pretty(df), caption, fold, nothing, _numeric(df), _best(df))._now()
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float | np.number) and not isinstance(value, bool) and value == value
+
+
+def _numeric(df: pd.DataFrame) -> tuple[bool, ...]:
+    """Of each part of the index and each column, whether it holds numbers: those stand on the right."""
+    parts = [df.index.get_level_values(i) for i in range(df.index.nlevels)]
+    parts += [df.iloc[:, i] for i in range(df.shape[1])]
+    return tuple(any(_is_number(value) for value in part) for part in parts)
+
+
+def _best(df: pd.DataFrame) -> frozenset[tuple[int, int]]:
+    """The places of the best numbers, by what ``attrs["best"]`` says of a table.
+
+    It is ``least in a row`` or ``most in a row``, or says of columns, by name, whether the least or the most is best
+    among the ways of computing, which are the last part of the index.
+    """
+    told = df.attrs.get("best")
+    values = df.map(lambda value: float(value) if _is_number(value) else math.nan).reset_index(drop=True)
+    values.columns = pd.RangeIndex(values.shape[1])
+    places = set()
+    if isinstance(told, str):
+        groups = [([row], list(values)) for row in values.index]
+        most = dict.fromkeys(values, told.startswith("most"))
+    elif told:
+        keys = pd.Series([key[:-1] if isinstance(key, tuple) else () for key in df.index])
+        rows = [list(of.index) for _, of in keys.groupby(keys, sort=False)]
+        columns = [i for i, name in enumerate(df.columns) if name in told]
+        groups = [(of, [column]) for of in rows for column in columns]
+        most = {column: told[df.columns[column]] == "most" for column in columns}
+    else:
+        return frozenset()
+    for rows, columns in groups:
+        found = {(row, column): values.iloc[row, column] for row in rows for column in columns}
+        found = {place: value for place, value in found.items() if value == value}
+        if len(found) > 1:
+            best = (max if most[columns[0]] else min)(found.values())
+            places |= {place for place, value in found.items() if tables.number(value) == tables.number(best)}
+    return frozenset(places)
 
 
 @dataclass(frozen=True, repr=False)
@@ -260,28 +337,38 @@ class Table(_Shown):
     caption: str
     fold: bool
     nothing: str = "none"
+    numeric: tuple[bool, ...] = ()
+    best: frozenset[tuple[int, int]] = frozenset()
 
     def _repr_html_(self) -> str:
         frame = self.frame
         if frame.empty:
             return f'<p class="fb-say">{_rich(self.caption)}: {self.nothing}.</p>'
         keys = frame.index.to_frame(index=False).astype(object)
-        plain = isinstance(frame.index, pd.RangeIndex)
-        names = [] if plain else ["" if n is None else str(n) for n in frame.index.names]
-        head = "".join(f'<th scope="col">{_rich(n)}</th>' for n in [*names, *map(str, frame.columns)])
+        levels = 0 if isinstance(frame.index, pd.RangeIndex) else frame.index.nlevels
+        names = ["" if n is None else str(n) for n in frame.index.names][:levels]
+        numeric = self.numeric[frame.index.nlevels - levels :] if self.numeric else ()
+        kinds = ["" if number else ' class="fb-text"' for number in numeric] or [""] * (levels + frame.shape[1])
+        # Cells with white space between them: who reads the text alone, as the search does, needs it.
+        head = "\n".join(
+            f'<th scope="col"{kind}>{_rich(n)}</th>' if n else "<td></td>"
+            for n, kind in zip([*names, *map(str, frame.columns)], kinds, strict=True)
+        )
         body = []
         for i, values in enumerate(frame.itertuples(index=False)):
-            left = (
-                ""
-                if plain
-                else "".join(f'<th scope="row">{_rich(tables.number(k))}</th>' for k in keys.iloc[i].tolist())
-            )
-            body.append(f"<tr>{left}{''.join(f'<td>{_rich(str(v))}</td>' for v in values)}</tr>")
+            own = keys.iloc[i].tolist()[:levels]
+            row = [f'<th scope="row"{kind}>{_rich(tables.number(k))}</th>' for k, kind in zip(own, kinds, strict=False)]
+            for j, (value, kind) in enumerate(zip(values, kinds[levels:], strict=True)):
+                text = _rich(str(value))
+                row.append(f"<td{kind}>{f'<strong>{text}</strong>' if (i, j) in self.best else text}</td>")
+            body.append(f"<tr>{' '.join(row)}</tr>")
         caption = _rich(self.caption)
+        best = ' <span class="fb-detail">(the best in bold)</span>' if self.best else ""
+        tall = " fb-tall" if len(frame) >= 30 else ""
         whole = (
-            f'<div class="fb-scroll" role="region" tabindex="0" aria-label="{html.escape(self.caption)}">'
-            f'<table class="fb-table"><caption>{caption}</caption><thead><tr>{head}</tr></thead>'
-            f"<tbody>{''.join(body)}</tbody></table></div>"
+            f'<div class="fb-scroll{tall}" role="region" tabindex="0" aria-label="{html.escape(self.caption)}">'
+            f'<table class="fb-table"><caption>{caption}{best}</caption>\n<thead><tr>{head}</tr></thead>\n'
+            "<tbody>" + "\n".join(body) + "</tbody></table></div>"
         )
         if not self.fold:
             return whole

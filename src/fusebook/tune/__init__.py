@@ -33,7 +33,7 @@ from fusebook.kernels._products import _WITHIN, Plan, Tuned, read
 from fusebook.tune import products
 
 with extra("book"):
-    from tqdm.auto import tqdm
+    from tqdm import tqdm
 
 __all__ = ["main", "tunable", "tune", "write"]
 
