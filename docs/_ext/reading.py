@@ -9,10 +9,11 @@ import html
 import re
 
 from docutils import nodes
+from sphinx.transforms.post_transforms import SphinxPostTransform
 
 import folding
 
-__all__ = ["Ids", "fold_code", "link_results"]
+__all__ = ["FoldCode", "Ids", "fold_code", "link_results"]
 
 
 class fold(nodes.General, nodes.Element):
@@ -29,14 +30,22 @@ def depart_fold(self, node):
     self.body.append("</details>\n")
 
 
-def fold_code(app, doctree, docname):
+class FoldCode(SphinxPostTransform):
     """Fold the code of a page that is not what its reader came for."""
-    if not docname.startswith("auto_examples/plot_"):
-        return
+
+    default_priority = 1  # sphinx-gallery turns code into links at 5
+    formats = ("html",)
+
+    def run(self, **kwargs):
+        """Put each block of code into parts."""
+        if self.env.current_document.docname.startswith("auto_examples/plot_"):
+            fold_code(self.document)
+
+
+def fold_code(doctree):
+    """Fold blocks of code, of those that sphinx-gallery wrote: their language has a capital letter."""
     page = folding.Page()
-    for block in list(doctree.findall(nodes.literal_block)):
-        if block.get("language") != "Python":  # sphinx-gallery writes it with a capital letter
-            continue
+    for block in [b for b in doctree.findall(nodes.literal_block) if b.get("language") == "Python"]:
         parts = []
         for part in page.parts(block.astext()):
             shown = block.copy()
@@ -117,6 +126,6 @@ def link_results(app, doctree, docname):
 def setup(app):
     """Connect the handlers."""
     app.add_node(fold, html=(visit_fold, depart_fold))
-    app.connect("doctree-resolved", fold_code)
+    app.add_post_transform(FoldCode)
     app.connect("doctree-resolved", link_results)
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}
