@@ -36,6 +36,7 @@ Read before: nothing.
 # a compiler decided what ran where. Today the data decides: an operation runs
 # where its operands are, and a tensor tells.
 
+# sphinx_gallery_tags = ["using the GPU", "transfers", "CUDA graph"]
 import contextlib
 import json
 import os

@@ -46,6 +46,7 @@ Read before: nothing.
 # A time without its clock means nothing, and two times of different clocks
 # must not be compared. All are medians, with the 20 % and 80 % quantiles kept.
 
+# sphinx_gallery_tags = ["measuring", "L2", "clocks"]
 import time
 
 import fusebook  # before triton: it decides whether kernels are interpreted

@@ -32,6 +32,7 @@ Read before: 002.
 # what Python and the driver do to queue one call among many; *warm* is what
 # the device needs, from a **CUDA graph**.
 
+# sphinx_gallery_tags = ["launching", "plan cache", "custom operator"]
 import threading
 import time
 

@@ -40,6 +40,7 @@ Read before: 002.
 # fewer of them. The least is to read each operand once and to write each
 # result once.
 
+# sphinx_gallery_tags = ["elementwise", "strides", "broadcasting"]
 import fusebook  # before triton: it decides whether kernels are interpreted
 from fusebook import plots, tables
 from fusebook.cards.elementwise import (

@@ -48,6 +48,7 @@ import ast
 import inspect
 import warnings
 
+# sphinx_gallery_tags = ["softmax", "reduction"]
 import fusebook  # before triton: it decides whether kernels are interpreted
 from fusebook import machine, plots, tables, timing
 from fusebook.cards.softmax import SOFTMAX, SOFTMAX_BACKWARD

@@ -42,6 +42,7 @@ Read before: 002, 101.
 # operators of our own take parts of the chain into themselves: one makes its
 # zeros, the other masks as well.
 
+# sphinx_gallery_tags = ["scatter", "ScatterND", "atomics", "embedding"]
 import fusebook  # before triton: it decides whether kernels are interpreted
 from fusebook import plots, tables
 from fusebook.cards.scatter_nd import (

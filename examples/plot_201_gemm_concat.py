@@ -36,6 +36,7 @@ Read before: 002.
 # As ONNX writes it, there are two graphs that mean the same. One concatenates
 # what comes out, the other what goes in.
 
+# sphinx_gallery_tags = ["matrix product", "Gemm", "persistent kernel"]
 import fusebook  # before triton: it decides whether kernels are interpreted
 from fusebook import machine, plots, tables
 from fusebook.cards.concat_gemm import CONCAT_GEMM, _in_views

@@ -37,6 +37,7 @@ Read before: 201.
 # N x K and multiplies with the transpose: seen as K x N, its columns lie side
 # by side in memory. That is how the weights of this page lie.
 
+# sphinx_gallery_tags = ["matrix product", "SwiGLU", "epilogue"]
 from functools import partial
 
 import fusebook  # before triton: it decides whether kernels are interpreted

@@ -47,6 +47,7 @@ Read before: 003, 102.
 # X is used twice, once row by row for the margins and once column by column
 # for the gradient. Everything else is small: N or D numbers.
 
+# sphinx_gallery_tags = ["training step", "grid barrier", "CUDA graph"]
 import functools
 import time
 

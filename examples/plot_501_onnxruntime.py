@@ -30,6 +30,7 @@ Read before: 103.
 # rows they are added. An index of -1 is masked. ONNX says that with a chain of
 # four nodes; two operators of our own say it with three, and with one.
 
+# sphinx_gallery_tags = ["ONNX Runtime", "ONNX", "custom operator"]
 import fusebook  # before triton: it decides who runs kernels
 from fusebook import plots, tables, timing
 from fusebook.cards.onnxruntime import (

@@ -25,6 +25,7 @@ Read before: 002.
 # together: the median and the least share of the roof and of a copy, the worst
 # error as a part of what is allowed, and what was refused.
 
+# sphinx_gallery_tags = ["results", "roofline"]
 import fusebook  # noqa: F401  before triton: it decides how kernels run
 from fusebook import plots, tables
 from fusebook.cards import OPS

@@ -1,19 +1,25 @@
-"""How pages are read: code that nobody came for is folded, and all that one may want to show to others has an address.
+"""How pages are read: folds, addresses, sections, and what the search finds first.
 
-A claim, a table and a figure get an id made of their own words, so that it stays when numbers change, and a link to it,
-as headings have.
+Code that nobody came for is folded. A claim, a table and a figure get an id made of their own words, so that it stays
+when numbers change, and a link to it, as headings have. The gallery has a heading for each section, and each page is
+called by its number. What a page is about, its tags, is in the index, where the search looks first.
 """
 
+import ast
 import collections
 import html
 import re
+from pathlib import Path
 
 from docutils import nodes
 from sphinx.transforms.post_transforms import SphinxPostTransform
 
 import folding
+import pages
 
-__all__ = ["FoldCode", "Ids", "fold_code", "link_results"]
+__all__ = ["FoldCode", "Ids", "fold_code", "in_sections", "index_tags", "link_results", "tags"]
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 class fold(nodes.General, nodes.Element):
@@ -38,7 +44,7 @@ class FoldCode(SphinxPostTransform):
 
     def run(self, **kwargs):
         """Put each block of code into parts."""
-        if self.env.current_document.docname.startswith("auto_examples/plot_"):
+        if self.env.docname.startswith("auto_examples/plot_"):
             fold_code(self.document)
 
 
@@ -123,9 +129,88 @@ def link_results(app, doctree, docname):
         picture.replace_self(nodes.container("", picture.deepcopy(), link, ids=[name], classes=["fb-figure"]))
 
 
+# The gallery, and the index
+
+
+def tags(page):
+    """What a page is about, by its comment ``# sphinx_gallery_tags = [...]``.
+
+    Parameters
+    ----------
+    page : str
+        The text of the page.
+
+    Returns
+    -------
+    list of str
+    """
+    found = re.search(r"^# sphinx_gallery_tags = (\[.*\])$", page, flags=re.MULTILINE)
+    return ast.literal_eval(found[1]) if found else []
+
+
+def index_tags(text, found):
+    """The source of a page with index entries right below its title."""
+    entries = ", ".join(f"! {tag}" for tag in found)
+    return re.sub(r"^(={3,}\n)", rf"\1\n.. index:: {entries}\n", text, count=1, flags=re.MULTILINE)
+
+
+def in_sections(text, sections, known):
+    """The source of the gallery's index with a heading for each section, numbers of pages, and texts of pictures.
+
+    Parameters
+    ----------
+    text : str
+        As sphinx-gallery wrote it.
+    sections : dict of str to str
+        What a page's first digit means: a title, a colon, and more.
+    known : dict of str to pages.Page
+        By number.
+    """
+    text = re.sub(r"^The hundreds digit.*?(?=^\.\. raw)", "", text, flags=re.MULTILINE | re.DOTALL)
+    opened, closed = (f".. thumbnail-parent-div-{word}\n" for word in ("open", "close"))
+    head, rest = text.split(opened)
+    head = head[: head.rindex(".. raw:: html")]
+    thumbs, tail = rest.split(closed)
+    tail = tail[tail.index("</div>") + len("</div>") :]
+    parts = collections.defaultdict(list)
+    for thumb in re.split(
+        r'(?=^\.\. raw:: html\n\n    <div class="sphx-glr-thumbcontainer")', thumbs, flags=re.MULTILINE
+    ):
+        if found := re.search(r"plot_(\d{3})_", thumb):
+            title = known[found[1]].title
+            thumb = thumb.replace(":alt:", f":alt: A figure of the page {title}")
+            thumb = thumb.replace('thumbnail-title">', f'thumbnail-title">{found[1]} ')
+            parts[found[1][0]].append(thumb)
+    middle = ""
+    for digit, shown in sorted(parts.items()):
+        title, _, about = sections[digit].partition(": ")
+        about = f"{about[0].upper()}{about[1:]}.\n\n" if about else ""
+        middle += f"{title}\n{'-' * len(title)}\n\n{about}"
+        middle += '.. raw:: html\n\n    <div class="sphx-glr-thumbnails">\n\n'
+        middle += "".join(shown) + "\n.. raw:: html\n\n    </div>\n\n"
+    tail = re.sub(
+        r"^   /auto_examples/(plot_(\d{3})_\w+)$",
+        lambda m: f"   {m[2]} {known[m[2]].title} </auto_examples/{m[1]}>",
+        tail,
+        flags=re.MULTILINE,
+    )
+    return head + middle + tail
+
+
+def prepare(app, docname, source):
+    """Change what sphinx-gallery wrote, before it is read."""
+    if docname == "auto_examples/index":
+        source[0] = in_sections(source[0], pages.sections(), pages.pages())
+    elif docname.startswith("auto_examples/plot_"):
+        text = (EXAMPLES / f"{docname.removeprefix('auto_examples/')}.py").read_text(encoding="utf-8")
+        if found := tags(text):
+            source[0] = index_tags(source[0], found)
+
+
 def setup(app):
     """Connect the handlers."""
     app.add_node(fold, html=(visit_fold, depart_fold))
     app.add_post_transform(FoldCode)
+    app.connect("source-read", prepare)
     app.connect("doctree-resolved", link_results)
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}
