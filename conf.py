@@ -17,6 +17,8 @@ os.environ["FUSEBOOK_DOWNLOADS"] = str(ROOT / "docs" / "auto_downloads")
 if os.environ.get("FUSEBOOK_RECORDS"):  # pages run in a folder of their own
     os.environ["FUSEBOOK_RECORDS"] = os.path.abspath(os.environ["FUSEBOOK_RECORDS"])
 
+import numpydoc.xref  # noqa: E402
+
 import fusebook  # noqa: E402  before triton is imported: it decides whether kernels are interpreted
 import gallery_hooks  # noqa: E402
 import inventories  # noqa: E402
@@ -31,7 +33,9 @@ release = version = fusebook.__version__
 
 extensions = [
     "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
     "sphinx.ext.intersphinx",
+    "sphinx.ext.viewcode",
     "numpydoc",
     "sphinx_copybutton",
     "sphinx_design",
@@ -39,6 +43,7 @@ extensions = [
     "fusebook_site",
     "front",
     "reading",
+    "reference",
 ]
 exclude_patterns = ["_ext", "_inventories", "_static", "auto_downloads"]
 default_role = "code"
@@ -50,6 +55,15 @@ suppress_warnings = ["sphinx_gallery.duplicate_filename"]
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"  # numpydoc's sections say it, in words
+autosummary_generate = False  # tables only: a page holds a group
+numpydoc_xref_param_type = True
+LINKED = ("torch.Tensor", "torch.dtype", "pandas.DataFrame", "pandas.Series", "matplotlib.axes.Axes")
+OURS = {"Op": "op", "Variant": "op", "Cost": "op", "Machine": "machine"}
+# Its own words, as "sequence", lead to pages of Python that nobody needs.
+numpydoc_xref_aliases = {word: word for word in numpydoc.xref.DEFAULT_LINKS}
+numpydoc_xref_aliases |= {name: f":py:class:`{name}`" for name in LINKED}
+numpydoc_xref_aliases |= {name: f":py:class:`~fusebook.{module}.{name}`" for name, module in OURS.items()}
+numpydoc_xref_ignore = "all"  # words are no types; what is named above is one
 numpydoc_show_class_members = False
 numpydoc_class_members_toctree = False
 
@@ -62,6 +76,8 @@ html_theme = "pydata_sphinx_theme"
 html_title = "Fusebook"
 html_static_path = ["docs/_static"]
 templates_path = ["docs/_templates"]
+html_favicon = "docs/_static/favicon.svg"
+html_js_files = ["reading.js"]
 html_css_files = ["fusebook.css", "gallery.css", "front.css"]
 html_copy_source = False
 html_show_sourcelink = False
@@ -69,6 +85,7 @@ html_math_renderer = "mathml"
 html_baseurl = f"{URL}/" if URL else ""
 html_theme_options = {
     "navbar_align": "left",
+    "navbar_center": ["navbar-nav", "results"],
     "navbar_end": ["theme-switcher", "navbar-icon-links"],
     "header_links_before_dropdown": 6,
     "show_toc_level": 2,
@@ -80,7 +97,8 @@ html_theme_options = {
     "pygments_dark_style": "github-dark",
 }
 html_sidebars = {
-    name: [] for name in ("index", "method", "glossary", "your_gpu", "api", "contributing", "changes", "times")
+    name: []
+    for name in ("404", "changes", "contributing", "glossary", "index", "method", "times", "your_gpu")
 }
 fusebook_repository = REPOSITORY
 if REPOSITORY:
@@ -94,6 +112,8 @@ if URL:
     sitemap_url_scheme = "{link}"
     ogp_site_url = f"{URL}/"
     ogp_social_cards = {"enable": False}
+    ogp_use_first_image = True
+    ogp_image = f"{URL}/_images/sphx_glr_plot_102_softmax_001.png"
 
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True

@@ -252,14 +252,6 @@ def without_memory(app, docname, source):
     source[0] = re.sub(r"^\*\*Estimated memory usage:\*\* .*\n", "", source[0], flags=re.MULTILINE)
 
 
-def add_minigallery(app, what, name, obj, options, lines):
-    """End the description of a function or class with the pages that use it."""
-    used = Path(app.srcdir) / "auto_examples" / "backreferences" / f"{name}.examples"
-    app.env.note_dependency(str(used.with_name("backreferences_all.json")))
-    if what in ("function", "class") and used.exists() and used.stat().st_size:
-        lines += ["", ".. rubric:: Pages that use it", "", f".. minigallery:: {name}", ""]
-
-
 class BuildTimes(SphinxDirective):
     """A table of how long each page took when it last ran."""
 
@@ -276,20 +268,6 @@ class BuildTimes(SphinxDirective):
             return [nodes.paragraph(text="No page has run yet.")]
         table = ".. list-table::\n   :header-rows: 1\n\n   * - Page\n     - Seconds\n" + "".join(rows)
         return self.parse_text_to_nodes(table)
-
-
-class Kernels(SphinxDirective):
-    """The public functions of every kernel module, so that a new kernel is described without a line here."""
-
-    def run(self):
-        """Ask the library what it offers."""
-        import fusebook
-
-        for module in Path(fusebook.kernels.__file__).parent.glob("*.py"):
-            self.env.note_dependency(str(module))
-        functions = [name for name in fusebook.__all__ if inspect.isfunction(getattr(fusebook, name))]
-        lines = [f".. autofunction:: fusebook.{name}\n" for name in functions]
-        return self.parse_text_to_nodes("\n".join(lines))
 
 
 class Ran(SphinxDirective):
@@ -366,13 +344,11 @@ def setup(app):
     app.add_config_value("fusebook_repository", "", "env", types=[str])
     app.add_html_math_renderer("mathml", inline_renderers=(inline_math, None), block_renderers=(block_math, None))
     app.add_directive("build-times", BuildTimes)
-    app.add_directive("kernels", Kernels)
     app.add_directive("ran", Ran)
     app.connect("builder-inited", before_gallery, priority=100)  # the gallery runs at 500
     app.connect("builder-inited", after_gallery, priority=900)
     app.connect("source-read", without_memory)
     app.connect("env-get-outdated", outdated)
-    app.connect("autodoc-process-docstring", add_minigallery, priority=900)  # after numpydoc
     app.connect("html-page-context", colab_link, priority=100)  # before the theme drops what would be empty
     app.connect("html-page-context", edit_links, priority=900)  # after the theme
     app.connect("build-finished", publish)
