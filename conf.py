@@ -5,7 +5,6 @@ when they are unset.
 """
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -20,6 +19,7 @@ if os.environ.get("FUSEBOOK_RECORDS"):  # pages run in a folder of their own
 import numpydoc.xref  # noqa: E402
 
 import fusebook  # noqa: E402  before triton is imported: it decides whether kernels are interpreted
+import fusebook_site  # noqa: E402
 import gallery_hooks  # noqa: E402
 import inventories  # noqa: E402
 
@@ -130,29 +130,45 @@ def install_line():
             '    raise SystemExit("Install fusebook first: pip install PATH[book,ort], where PATH is a checkout of its '
             'source.")'
         )
-    git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
-    commit = git.stdout.strip() or "main"
-    return f'    %pip install --quiet "fusebook[book,ort] @ git+{REPOSITORY}@{commit}"'
+    return f'    %pip install --quiet "fusebook[book,ort] @ git+{REPOSITORY}@{fusebook_site.commit()}"'
+
+
+def repository_line():
+    """What tells a notebook where links lead."""
+    return f'os.environ.setdefault("FUSEBOOK_REPOSITORY", "{REPOSITORY}")\n' if REPOSITORY else ""
 
 
 FIRST_CELL = f"""\
 # What this notebook needs: fusebook {release}, and for times of its own a GPU of
-# compute capability 8.0 or later (free Colab's T4 has 7.5, which Triton no
-# longer supports).
+# compute capability 8.0 or later. Without one, on free Colab's T4 for instance,
+# kernels run in Triton's interpreter, and times are replayed from a record.
 %matplotlib inline
 import importlib.util
+import os
+import subprocess
 
 if importlib.util.find_spec("fusebook") is None:
 {install_line()}
 
-import fusebook
-import torch
-
-if not torch.cuda.is_available():
+{repository_line()}asked = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+try:
+    found = subprocess.run(asked, capture_output=True, text=True).stdout.split()
+except OSError:
+    found = []
+if any(float(capability) < 8.0 for capability in found):
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks
+    print("Triton no longer supports this GPU: kernels run in its interpreter, and times are replayed from a record.")
+elif not found:
     print("No CUDA GPU: kernels run in Triton's interpreter, and times are replayed from a record.")
-elif torch.cuda.get_device_capability() < (8, 0):
-    print("Triton no longer supports this GPU, a", torch.cuda.get_device_name() + ":")
-    print("choose one of compute capability 8.0 or later, or a runtime without a GPU.")
+
+import fusebook
+"""
+
+LAST_CELL = """\
+# What this ran on.
+import fusebook.page
+
+fusebook.page.environment()
 """
 
 sphinx_gallery_conf = {
@@ -178,5 +194,6 @@ sphinx_gallery_conf = {
     "remove_config_comments": True,
     "show_signature": False,
     "first_notebook_cell": FIRST_CELL,
+    "last_notebook_cell": LAST_CELL,
     "default_thumb_file": str(ROOT / "docs" / "_static" / "thumb.svg"),
 }

@@ -17,6 +17,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import zipfile
 from pathlib import Path
 
 from docutils import nodes
@@ -236,6 +237,7 @@ def publish(app, exception):
         shutil.rmtree(target, ignore_errors=True)
         if source.is_dir():
             shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
+    publish_scripts(html / "_downloads", app.config.fusebook_repository)
     notebooks = html / "notebooks"
     shutil.rmtree(notebooks, ignore_errors=True)
     if app.config.fusebook_repository:  # at an address that a link can name: downloads have a hash in theirs
@@ -244,12 +246,54 @@ def publish(app, exception):
             shutil.copy(notebook, notebooks)
 
 
+@functools.cache
+def commit():
+    """The commit that the site is built from; the branch where that is not known."""
+    git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    return git.stdout.strip() or "main"
+
+
+def alone(text, repository):
+    """The text of a page as it runs outside of a checkout: it names where fusebook comes from, or says how to get it.
+
+    Parameters
+    ----------
+    text : str
+        With a header as of PEP 723, for which fusebook lies beside the page.
+    repository : str
+        Its address; empty where none is known.
+    """
+    if repository:
+        source = f'[tool.uv.sources]\n# fusebook = {{ git = "{repository}", rev = "{commit()}" }}'
+    else:
+        source = "# Where fusebook comes from is yours to say: pip install PATH[book,ort], of a checkout of its source."
+    return re.sub(r"\[tool\.uv\.sources\]\n# fusebook = .*", lambda _: source, text, count=1)
+
+
+def publish_scripts(folder, repository):
+    """Make the scripts that are downloaded run by themselves, also those in archives."""
+    for path in folder.rglob("plot_*.py"):
+        path.write_text(alone(path.read_text(encoding="utf-8"), repository), encoding="utf-8")
+    for path in folder.rglob("*.zip"):
+        with zipfile.ZipFile(path) as archive:
+            parts = {info: archive.read(info) for info in archive.infolist()}
+        with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+            for info, content in parts.items():
+                if info.filename.endswith(".py"):
+                    content = alone(content.decode(), repository).encode()
+                archive.writestr(info, content)
+
+
 # The text of pages
 
 
-def without_memory(app, docname, source):
-    """Drop the line on memory that comes with ``show_memory``, which is used to run the code, not to measure it."""
-    source[0] = re.sub(r"^\*\*Estimated memory usage:\*\* .*\n", "", source[0], flags=re.MULTILINE)
+def without_noise(app, docname, source):
+    """Drop what a build says of itself: memory, and the seconds of the machine that replays."""
+    for line in (
+        r"^\*\*Estimated memory usage:\*\* .*\n",
+        r"^\.\. rst-class:: sphx-glr-timing\n\n   \*\*Total running time.*\n",
+    ):
+        source[0] = re.sub(line, "", source[0], flags=re.MULTILINE)
 
 
 class BuildTimes(SphinxDirective):
@@ -347,7 +391,7 @@ def setup(app):
     app.add_directive("ran", Ran)
     app.connect("builder-inited", before_gallery, priority=100)  # the gallery runs at 500
     app.connect("builder-inited", after_gallery, priority=900)
-    app.connect("source-read", without_memory)
+    app.connect("source-read", without_noise)
     app.connect("env-get-outdated", outdated)
     app.connect("html-page-context", colab_link, priority=100)  # before the theme drops what would be empty
     app.connect("html-page-context", edit_links, priority=900)  # after the theme

@@ -154,7 +154,13 @@ class Provenance(_Shown):
         return f"{how} on" if self.measured else "Replayed from the record of"
 
     def _repr_html_(self) -> str:
-        facts = "".join(f"<dt>{_rich(k)}</dt><dd>{_rich(v)}</dd>" for k, v in self._facts())
+        told = {k: _rich(v) for k, v in self._facts()}
+        if repository := os.environ.get("FUSEBOOK_REPOSITORY", "").rstrip("/"):
+            told["Commit"] = ", ".join(
+                f'<a href="{html.escape(repository)}/commit/{html.escape(c)}">{_rich(c[:12])}</a>'
+                for c in filter(None, self.commits)
+            )
+        facts = "".join(f"<dt>{k}</dt><dd>{v}</dd>" for k, v in told.items() if v)
         files = ", ".join(
             f'<a href="{html.escape(url)}">{_rich(name)}</a>' if url else _rich(name) for name, url in self.raw
         )

@@ -1,0 +1,207 @@
+"""How the site presents pages: what is folded, what has an address, what is published for download."""
+
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import docutils.core
+import pytest
+from docutils import nodes
+
+import folding
+import fusebook_site
+import pages
+import reading
+import reference
+
+ROOT = Path(__file__).resolve().parents[1]
+
+IMPORTS = """\
+import fusebook
+from fusebook import plots, tables
+from fusebook.page import claim, claims, measured, table
+
+import torch
+import triton
+"""
+KERNEL = """\
+@triton.jit
+def one_row(y_ptr, x_ptr):
+    pass
+
+
+def softmax_one_row(x):
+    one_row[(1,)](x, x)
+    return x
+"""
+MEASURE = """\
+def seconds():
+    return tables.number(1)
+
+
+# Each way, once.
+taken = measured("seconds", seconds)
+table(taken, "Seconds")
+"""
+
+
+def folds(page, text):
+    return [part.summary for part in page.parts(text)]
+
+
+def test_imports_and_harness_are_folded_and_kernels_are_not():
+    page = folding.Page()
+    assert folds(page, IMPORTS) == ["imports (6 lines)"]
+    assert folds(page, KERNEL) == [""]
+    assert folds(page, MEASURE) == ["how this was measured and tabulated (7 lines)"]
+    assert folds(page, 'claims(claim("It is so", taken > 1))') == ["how this was decided (1 line)"]
+    assert folds(page, "y = softmax_one_row(torch.rand(3))\ny") == [""]
+    assert folds(page, "plots.lines(taken)") == ["how this was drawn (1 line)"]
+
+
+def test_what_only_prepares_a_harness_goes_with_it_and_functions_do_not():
+    page = folding.Page()
+    page.parts(IMPORTS)
+    parts = page.parts("M, N = 3, 4\n\n\ndef forgetful(x):\n    return x.exp()\n\n\ntable(forgetful(M), 't')\n")
+    assert [bool(part.summary) for part in parts] == [True, False, True]
+    assert parts[1].text.startswith("def forgetful") and "table(" in parts[2].text
+
+
+def test_a_comment_decides_and_is_not_shown():
+    page = folding.Page()
+    page.parts(IMPORTS)
+    parts = page.parts("# site: open\n" + MEASURE)
+    assert [bool(part.summary) for part in parts] == [False, True]
+    assert "site: open" not in parts[0].text and parts[0].text.startswith("def seconds")
+    assert page.parts("# site: fold\n" + KERNEL)[0].summary
+
+
+def test_folding_loses_no_line_of_any_page():
+    from sphinx_gallery.py_source_parser import split_code_and_text_blocks
+
+    for path in sorted((ROOT / "examples").glob("plot_*.py")):
+        page = folding.Page()
+        blocks = [text.strip("\n") for kind, text, _ in split_code_and_text_blocks(str(path))[1] if kind == "code"]
+        shown = opened = 0
+        for text in blocks:
+            parts = page.parts(text)
+            lines = [line for line in text.splitlines() if line.strip() and not line.startswith("# site: ")]
+            assert [line for part in parts for line in part.text.splitlines() if line.strip()] == lines
+            shown += len(lines)
+            opened += sum(len(part.text.splitlines()) for part in parts if not part.summary)
+        assert opened < 0.6 * shown, f"{path.name} shows more harness than it folds"
+        assert path.stem.startswith("plot_900") or opened, path.name
+
+
+def page_of(*blocks):
+    document = docutils.core.publish_doctree("")
+    for text in blocks:
+        document += nodes.literal_block(text, text, language="Python")
+    return document
+
+
+def test_a_block_is_replaced_by_its_parts():
+    document = page_of(IMPORTS, KERNEL, KERNEL + "\n\n" + MEASURE)
+    reading.fold_code(document)
+    assert [type(node).__name__ for node in document.children] == ["fold", "literal_block", "literal_block", "fold"]
+    assert all(block.rawsource == block.astext() for block in document.findall(nodes.literal_block))
+
+
+CLAIM = (
+    '<li class="fb-claim {came}"><span class="fb-mark" role="img" aria-label="t">✓</span> <span>'
+    '<span class="fb-verdict">{came}:</span> Ours takes {number} us <span class="fb-detail">(all 3)</span></span></li>'
+)
+TABLE = '<div class="fb-scroll" role="region" tabindex="0" aria-label="T"><table class="fb-table"><caption>T</caption>'
+
+
+def linked(*texts):
+    document = docutils.core.publish_doctree("")
+    for text in texts:
+        document += nodes.raw("", text, format="html")
+    reading.link_results(None, document, "auto_examples/plot_102_softmax")
+    return document.astext()
+
+
+def test_claims_and_tables_have_addresses_that_outlive_their_numbers():
+    first = linked(CLAIM.format(came="fb-true", number="3.1"), TABLE)
+    assert 'id="claim-ours-takes-us"' in first and 'href="#claim-ours-takes-us"' in first
+    assert '<table id="table-t" class="fb-table">' in first and 'href="#table-t"' in first
+    assert 'id="claim-ours-takes-us"' in linked(CLAIM.format(came="fb-false", number="4"))
+
+
+def test_no_two_results_of_a_page_have_one_address_or_one_name():
+    shown = linked(TABLE, TABLE)
+    assert 'id="table-t"' in shown and 'id="table-t-2"' in shown
+    assert 'aria-label="T"' in shown and 'aria-label="T (2)"' in shown
+
+
+def test_every_page_has_tags_and_the_index_holds_them():
+    for page in pages.pages().values():
+        assert reading.tags(page.path.read_text(encoding="utf-8")), page.path.name
+    shown = reading.index_tags("Title\n=====\n\nText\n", ["L2", "clocks"])
+    assert shown.startswith("Title\n=====\n\n.. index:: ! L2, ! clocks\n\nText")
+
+
+def test_each_kernel_has_its_page_and_the_harness_has_none(tmp_path):
+    assert reference.pages_of("fusebook.softmax", tmp_path) == ["102"]
+    assert reference.pages_of("fusebook.exp", tmp_path) == ["101"]
+    assert reference.pages_of("fusebook.embedding_backward", tmp_path) == ["103"]
+    assert reference.pages_of("fusebook.page.claim", tmp_path) == []
+
+
+HEADER = """# /// script
+# dependencies = ["fusebook[book]"]
+#
+# [tool.uv.sources]
+# fusebook = { path = "..", editable = true }
+# ///
+"""
+
+
+@pytest.mark.parametrize("repository", ["", "https://example.org/fusebook"])
+def test_a_downloaded_script_says_where_fusebook_comes_from(tmp_path, repository):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "plot_1.py").write_text(HEADER + "1 + 1\n")
+    with zipfile.ZipFile(tmp_path / "all.zip", "w") as archive:
+        archive.write(tmp_path / "a" / "plot_1.py", "plot_1.py")
+    fusebook_site.publish_scripts(tmp_path, repository)
+    text = (tmp_path / "a" / "plot_1.py").read_text()
+    assert zipfile.ZipFile(tmp_path / "all.zip").read("plot_1.py").decode() == text
+    block = tomllib.loads("".join(line[2:] + "\n" for line in text.split("# ///")[1].splitlines()[1:]))
+    assert block["dependencies"] == ["fusebook[book]"] and text.endswith("1 + 1\n")
+    if repository:
+        assert block["tool"]["uv"]["sources"]["fusebook"] == {"git": repository, "rev": fusebook_site.commit()}
+    else:
+        assert "tool" not in block and "pip install" in text
+
+
+def test_every_page_can_be_published_by_itself():
+    for path in sorted((ROOT / "examples").glob("plot_*.py")):
+        text = path.read_text(encoding="utf-8")
+        assert 'path = ".."' in text and 'path = ".."' not in fusebook_site.alone(text, ""), path.name
+
+
+def test_the_gallery_has_a_heading_for_each_section():
+    if str(ROOT / "docs" / "_ext") not in sys.path:
+        pytest.skip("no extensions")
+    thumb = '.. raw:: html\n\n    <div class="sphx-glr-thumbcontainer" tooltip="t">\n\n.. image:: x\n    :alt:\n\n'
+    known = list(pages.pages().values())
+    text = "Pages\n=====\n\nThe hundreds digit: a table\n\n.. raw:: html\n\n  <div id='sg-tag-list'></div>\n\n"
+    text += '.. raw:: html\n\n    <div class="sphx-glr-thumbnails">\n\n.. thumbnail-parent-div-open\n\n'
+    text += "".join(
+        f'{thumb}  :doc:`/{p.document}`\n\n      <div class="sphx-glr-thumbnail-title">{p.title}</div>\n\n'
+        for p in known
+    )
+    text += ".. thumbnail-parent-div-close\n\n.. raw:: html\n\n    </div>\n\n.. toctree::\n\n"
+    text += "".join(f"   /{p.document}\n" for p in known)
+    shown = reading.in_sections(text, pages.sections(), pages.pages())
+    heads = [
+        about.partition(":")[0] for digit, about in pages.sections().items() if any(p.number[0] == digit for p in known)
+    ]
+    places = [shown.index(f"{head}\n{'-' * len(head)}\n") for head in heads]
+    assert places == sorted(places) and "hundreds digit" not in shown
+    for page in known:
+        assert f'thumbnail-title">{page.number} {page.title}' in shown
+        assert f":alt: A figure of the page {page.title}" in shown
+        assert f"   {page.number} {page.title} </{page.document}>" in shown
