@@ -97,8 +97,7 @@ html_theme_options = {
     "pygments_dark_style": "github-dark",
 }
 html_sidebars = {
-    name: []
-    for name in ("404", "changes", "contributing", "glossary", "index", "method", "times", "your_gpu")
+    name: [] for name in ("404", "changes", "contributing", "glossary", "index", "method", "times", "your_gpu")
 }
 fusebook_repository = REPOSITORY
 if REPOSITORY:

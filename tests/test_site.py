@@ -123,6 +123,7 @@ def book(tmp_path):
     for page in (tmp_path / "docs").glob("*.*"):
         if page.suffix == ".rst":
             page.unlink()
+    shutil.rmtree(tmp_path / "docs" / "api")
     (tmp_path / "docs" / "index.rst").write_text("Toy\n===\n\n.. toctree::\n\n   auto_examples/index\n")
     (tmp_path / "examples").mkdir()
     (tmp_path / "examples" / "GALLERY_HEADER.rst").write_text("Pages\n=====\n\n")

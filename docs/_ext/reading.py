@@ -200,7 +200,8 @@ def in_sections(text, sections, known):
 def prepare(app, docname, source):
     """Change what sphinx-gallery wrote, before it is read."""
     if docname == "auto_examples/index":
-        source[0] = in_sections(source[0], pages.sections(), pages.pages())
+        if sections := pages.sections():
+            source[0] = in_sections(source[0], sections, pages.pages())
     elif docname.startswith("auto_examples/plot_"):
         text = (EXAMPLES / f"{docname.removeprefix('auto_examples/')}.py").read_text(encoding="utf-8")
         if found := tags(text):
