@@ -79,7 +79,7 @@ def test_memory_is_poisoned_before_every_call(monkeypatch):
     seen = []
     monkeypatch.setattr(bench.inputs, "poison", lambda outs: seen.append([tuple(o.shape) for o in outs]))
     bench.verify(toy(), "honest", torch.float32, {"M": 3, "N": 5})
-    assert seen == [[(3, 5)]] * 3
+    assert seen == [[(3, 5)]] * (3 if torch.cuda.is_available() else 2)
 
 
 def test_an_output_that_is_kept_once_it_was_timed_is_caught():

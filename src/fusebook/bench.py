@@ -295,17 +295,19 @@ def _brought(outputs: Any, device: torch.device) -> tuple[Any, ...]:
     return tuple(o.detach().to(device) if isinstance(o, torch.Tensor) else o for o in check._tuple(outputs))
 
 
-def _verify(op: Op, variant: Variant, data: _Data) -> tuple[check.Verdict, bool, Callable[[], Any]]:
+def _verify(
+    op: Op, variant: Variant, data: _Data, calls: Sequence[int] = (0, 1, 1)
+) -> tuple[check.Verdict, bool, Callable[[], Any]]:
     """Score a variant on two sets of values, twice on the second; the last call's arguments are the ones to time."""
     worst = check.Verdict(0.0, math.inf)
     outputs: list[Any] = []
-    for which in (0, 1, 1):
+    for which in calls:
         out, call = _attempt(variant, data, which)
         verdict = _judged(variant, data, which, out)
         worst = max(worst, verdict, key=lambda v: v.score / v.limit)
         outputs.append(out)
     deterministic = all(
-        torch.equal(check._bits(a), check._bits(b)) for a, b in zip(outputs[1], outputs[2], strict=True)
+        torch.equal(check._bits(a), check._bits(b)) for a, b in zip(outputs[-2], outputs[-1], strict=True)
     )
     return worst, deterministic, call
 
@@ -324,7 +326,7 @@ def verify(op: Op, name: str, dtype: torch.dtype, dims: Dims) -> check.Verdict:
     Returns
     -------
     Verdict
-        The worst of three calls on two sets of inputs.
+        The worst of three calls on two sets of inputs; of two calls without a GPU, where programs run one by one.
 
     Raises
     ------
@@ -333,8 +335,8 @@ def verify(op: Op, name: str, dtype: torch.dtype, dims: Dims) -> check.Verdict:
     NotImplementedError
         What the variant refuses.
     """
-    data = _Data.make(op, dtype, dims, "cuda" if torch.cuda.is_available() else "cpu")
-    return _verify(op, _variant(op, name), data)[0]
+    device, calls = ("cuda", (0, 1, 1)) if torch.cuda.is_available() else ("cpu", (0, 1))
+    return _verify(op, _variant(op, name), _Data.make(op, dtype, dims, device), calls)[0]
 
 
 def _judged(variant: Variant, data: _Data, which: int, out: Any, when: str = "") -> check.Verdict:
