@@ -183,6 +183,7 @@ for op, variant, dims in points:
 """
 
 
+@pytest.mark.slow
 def test_calls_that_run_are_taken_down_as_those_that_do_not():
     """With tensors that are there, a driver that launches nothing, and kernels that are compiled."""
     environment = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": str(LIBRARY.parent)}

@@ -145,6 +145,7 @@ def library(tmp_path_factory):
     return out
 
 
+@pytest.mark.slow_interpreted
 def test_the_library_needs_neither_python_nor_cuda_to_be_loaded(library):
     needed = subprocess.run(["ldd", str(library)], capture_output=True, text=True, check=True).stdout
     assert not re.search("python|cuda|torch|triton", needed)
@@ -153,6 +154,7 @@ def test_the_library_needs_neither_python_nor_cuda_to_be_loaded(library):
     assert made.RegisterCustomOps and not hasattr(made, "fusebook_define")
 
 
+@pytest.mark.slow_interpreted
 @pytest.mark.skipif(CUDA, reason="needs a machine without a CUDA device")
 def test_without_a_gpu_the_library_says_so_to_a_process_without_torch(library):
     with pytest.raises(RuntimeError, match="compiled for GPUs, and the session has none") as raised:
@@ -160,6 +162,7 @@ def test_without_a_gpu_the_library_says_so_to_a_process_without_torch(library):
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.slow_interpreted
 def test_the_library_checks_its_attributes_and_types(library):
     u = torch.ones(4, 2)
     feeds = {"shape": torch.tensor([5, 2]), "indices": torch.zeros(4, 1, dtype=torch.int32), "updates": u}
@@ -169,6 +172,7 @@ def test_the_library_checks_its_attributes_and_types(library):
         Graph(node("Softmax", {"x": u, "z": u}, u.dtype), device="cpu", library=library)
 
 
+@pytest.mark.slow_interpreted
 def test_the_library_tells_an_onnx_runtime_that_is_too_old(library):
     (message,) = registered_by_an_old_onnx_runtime(library)
     assert message == "fusebook: needs ONNX Runtime 1.16 or later, got 1.10.0; install a later one"

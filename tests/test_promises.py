@@ -231,7 +231,7 @@ def shifted(x):
 )  # the interpreter gathers numbers one after another
 @pytest.mark.parametrize(
     "change",
-    [gaps, transposed, negated, pytest.param(shifted, marks=seldom_interpreted)],
+    [gaps, transposed, *(pytest.param(change, marks=seldom_interpreted) for change in (negated, shifted))],
     ids=lambda change: change.__name__,
 )
 @each_of_ours

@@ -137,6 +137,7 @@ def recorded(tmp_path, stamps):
     return record.write(rows, tmp_path)
 
 
+@pytest.mark.slow
 def test_rows_that_launch_something_else_are_stale_and_stamped_anew_if_they_compile_to_the_same(tmp_path, monkeypatch):
     monkeypatch.setenv("FUSEBOOK_CACHE", str(tmp_path / "cache"))
     points = [("fusebook", "float32", {"M": 64, "N": n}) for n in (64, 128)]
