@@ -335,8 +335,9 @@ def verify(op: Op, name: str, dtype: torch.dtype, dims: Dims) -> check.Verdict:
     NotImplementedError
         What the variant refuses.
     """
-    device, calls = ("cuda", (0, 1, 1)) if torch.cuda.is_available() else ("cpu", (0, 1))
-    return _verify(op, _variant(op, name), _Data.make(op, dtype, dims, device), calls)[0]
+    gpu = torch.cuda.is_available()
+    calls: Sequence[int] = (0, 1, 1) if gpu else (0, 1)
+    return _verify(op, _variant(op, name), _Data.make(op, dtype, dims, "cuda" if gpu else "cpu"), calls)[0]
 
 
 def _judged(variant: Variant, data: _Data, which: int, out: Any, when: str = "") -> check.Verdict:
