@@ -4,6 +4,8 @@ On a GPU an access outside of all memory, or one that is not aligned, is an erro
 seen by compute-sanitizer. The interpreter takes addresses as they come: it would return whatever stands there.
 """
 
+import contextlib
+import os
 import threading
 
 import numpy as np
@@ -11,6 +13,19 @@ import triton.runtime.interpreter as interpreter
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 _here = threading.local()
+
+#: Whether somebody asks for it; GUARD=1 does in all tests.
+asked = []
+
+
+@contextlib.contextmanager
+def guarded():
+    """Inside, kernels that are interpreted are checked."""
+    asked.append(True)
+    try:
+        yield
+    finally:
+        asked.pop()
 
 
 def _memory(values, found):
@@ -20,10 +35,27 @@ def _memory(values, found):
             _memory(value, found)
         elif isinstance(value, TensorDescriptor):
             _memory([value.base], found)
+            if len(value.shape) == 3:  # several matrices, one behind the other wherever they are: each is described
+                size = value.base.element_size()
+                reach = sum((n - 1) * s for n, s in zip(value.shape[1:], value.strides[1:], strict=True)) + 1
+                for i in range(value.shape[0]):
+                    start = value.base.data_ptr() + i * value.strides[0] * size
+                    found.append((start, start + reach * size))
         elif hasattr(value, "data_ptr"):
             storage = interpreter._unwrap_tensor(value).untyped_storage()
             found.append((storage.data_ptr(), storage.data_ptr() + storage.nbytes()))
     return found
+
+
+def _merged(ranges):
+    """The same memory as ranges that lie apart, in their order."""
+    apart = []
+    for start, end in sorted(ranges):
+        if apart and start <= apart[-1][1]:
+            apart[-1][1] = max(apart[-1][1], end)
+        else:
+            apart.append([start, end])
+    return apart
 
 
 def _checked(what, pointers, mask, size, spare=0):
@@ -79,14 +111,16 @@ class _Guarded:
 
 
 def guard():
-    """Check the memory accesses of every kernel that is interpreted from now on."""
+    """Be there to check the memory accesses of kernels that are interpreted, where that is asked for."""
     if isinstance(interpreter._interpreter, _Guarded):
         return
     interpreter._interpreter = _Guarded(interpreter._interpreter)
     launch = interpreter.GridExecutor.__call__
 
     def guarded(self, *args, **kwargs):
-        found = sorted(set(_memory([*args, *kwargs.values()], [])))
+        if not (asked or os.environ.get("GUARD")):
+            return launch(self, *args, **kwargs)
+        found = _merged(_memory([*args, *kwargs.values()], []))
         # Kernels that take rows by whole vectors of 16 bytes read what lies in the first and last one beside the row,
         # and pass it over. Memory is allocated in larger pieces, so it is there.
         _here.spare = 15 if kwargs.get("VEC", 1) > 1 else 0

@@ -120,6 +120,7 @@ def tested(copy, tests, log):
             os.chdir(copy)
             sys.path[:] = [p for p in sys.path if not p.startswith(str(ROOT))]
             os.environ["PYTHONPATH"] = str(copy / "src")
+            os.environ["GUARD"] = "1"  # see memcheck
             import pytest
 
             options = ["-x", "-q", "--no-header", "-p", "no:cacheprovider", "-p", "no:xdist", "--tb=line"]

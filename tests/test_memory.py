@@ -6,11 +6,18 @@ import triton
 import triton.language as tl
 
 import fusebook
+import memcheck
 from fusebook.kernels._operator import INTERPRETED
 
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="compute-sanitizer does this on a GPU")
 #: Elements between neighbours that int32 can number, though not the second of them.
 FAR = 2**30 + 8
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _guarded():
+    with memcheck.guarded():
+        yield
 
 
 @triton.jit
