@@ -135,6 +135,19 @@ def test_no_two_results_of_a_page_have_one_address_or_one_name():
     assert 'aria-label="T"' in shown and 'aria-label="T (2)"' in shown
 
 
+SOURCE = (
+    '<div class="fb-source"><p class="fb-source-title"><code>a.b</code>, lines 1 to {last}</p>'
+    '<div class="highlight-python notranslate"><div class="highlight"><pre>x</pre></div></div></div>'
+)
+
+
+def test_long_sources_are_folded_and_short_ones_are_not():
+    short, long = SOURCE.format(last=40), SOURCE.format(last=105)
+    assert linked(short) == short
+    both = linked(short + long)
+    assert both == f'{short}<details class="fb-fold"><summary><code>a.b</code>, its 105 lines</summary>{long}</details>'
+
+
 def test_every_page_has_tags_and_the_index_holds_them():
     for page in pages.pages().values():
         assert reading.tags(page.path.read_text(encoding="utf-8")), page.path.name

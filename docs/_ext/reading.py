@@ -112,6 +112,29 @@ def _linked(text, ids, regions):
     return re.sub(r"<table( [^>]*)><caption>(.*?)</caption>", table, text, flags=re.S)
 
 
+#: Sources of the library that are longer than this many lines are folded.
+LONG = 60
+
+
+def _folded(text):
+    """The HTML of a page's results with long sources closed."""
+
+    def source(match):
+        first, last = int(match[3]), int(match[4])
+        if last - first < LONG:
+            return match[0]
+        told = f"{match[2]}, its {last - first + 1} lines"
+        return f'<details class="fb-fold"><summary>{told}</summary>{match[0]}</details>'
+
+    return re.sub(
+        r'<div class="fb-source">(<p class="fb-source-title">(<code>[^<]*</code>), lines (\d+) to (\d+)</p>.*?</pre>)'
+        r"\s*</div>\s*</div>\s*</div>",
+        source,
+        text,
+        flags=re.S,
+    )
+
+
 def link_results(app, doctree, docname):
     """Give claims, tables and figures an address."""
     if not docname.startswith("auto_examples/plot_"):
@@ -120,7 +143,7 @@ def link_results(app, doctree, docname):
     regions = collections.Counter()
     for node in list(doctree.findall(nodes.raw)):
         if node.get("format") == "html" and "fb-" in node.astext():
-            text = _linked(node.astext(), ids, regions)
+            text = _folded(_linked(node.astext(), ids, regions))
             node.children = [nodes.Text(text)]
             node.rawsource = text
     for picture in list(doctree.findall(lambda n: n.tagname == "imgsgnode")):

@@ -383,11 +383,11 @@ def dots(df: pd.DataFrame, *, of: str = "copy", kind: str = "cold", title: str =
     ax.set_ylim(-0.7, len(rows) - 0.3)
     if names:
         # Points that differ by a percent cannot be labelled one by one; the marks differ in shape as well as colour.
-        below = -0.95 / size[1]  # of the height of the axes: under the label of the x axis
+        under = -0.95 / size[1]  # of the height of the axes: under the label of the x axis
         ax.legend(
             ncols=min(len(names), 4),  # in rows, so that many names do not push the axes aside
             loc="upper left",
-            bbox_to_anchor=(0, below),
+            bbox_to_anchor=(0, under),
             frameon=False,
             labelcolor=INK,
             fontsize=8,

@@ -354,7 +354,7 @@ def shares(df: pd.DataFrame, kind: str = "cold") -> pd.DataFrame:
         }
     table = pd.DataFrame.from_dict(rows, orient="index")
     table.index.name = "variant"
-    table.attrs["best"] = {name: "most" for name in table if "%" in name}
+    table.attrs["best"] = {name: "most" for name in table if "%" in str(name)}
     silent = [name for name in ("rows alone",) if table[name].isna().all()]
     return table.drop(columns=silent if (table["not timed"] != "").any() else [*silent, "not timed"])
 

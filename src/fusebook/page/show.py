@@ -300,7 +300,7 @@ def _is_number(value: Any) -> bool:
 
 def _numeric(df: pd.DataFrame) -> tuple[bool, ...]:
     """Of each part of the index and each column, whether it holds numbers: those stand on the right."""
-    parts = [df.index.get_level_values(i) for i in range(df.index.nlevels)]
+    parts: list[Any] = [df.index.get_level_values(i) for i in range(df.index.nlevels)]
     parts += [df.iloc[:, i] for i in range(df.shape[1])]
     return tuple(any(_is_number(value) for value in part) for part in parts)
 
@@ -314,20 +314,22 @@ def _best(df: pd.DataFrame) -> frozenset[tuple[int, int]]:
     told = df.attrs.get("best")
     values = df.map(lambda value: float(value) if _is_number(value) else math.nan).reset_index(drop=True)
     values.columns = pd.RangeIndex(values.shape[1])
-    places = set()
+    groups: list[tuple[list[int], list[int]]] = []
+    most: dict[int, bool] = {}
     if isinstance(told, str):
-        groups = [([row], list(values)) for row in values.index]
-        most = dict.fromkeys(values, told.startswith("most"))
+        groups = [([row], list(range(values.shape[1]))) for row in range(len(values))]
+        most = dict.fromkeys(range(values.shape[1]), told.startswith("most"))
     elif told:
-        keys = pd.Series([key[:-1] if isinstance(key, tuple) else () for key in df.index])
-        rows = [list(of.index) for _, of in keys.groupby(keys, sort=False)]
-        columns = [i for i, name in enumerate(df.columns) if name in told]
-        groups = [(of, [column]) for of in rows for column in columns]
-        most = {column: told[df.columns[column]] == "most" for column in columns}
-    else:
-        return frozenset()
+        points: dict[Any, list[int]] = {}
+        for i, key in enumerate(df.index):
+            points.setdefault(key[:-1] if isinstance(key, tuple) else (), []).append(i)
+        most = {i: told[name] == "most" for i, name in enumerate(df.columns) if name in told}
+        groups = [(of, [column]) for of in points.values() for column in most]
+    places: set[tuple[int, int]] = set()
     for rows, columns in groups:
-        found = {(row, column): values.iloc[row, column] for row in rows for column in columns}
+        found: dict[tuple[int, int], Any] = {
+            (row, column): values.iloc[row, column] for row in rows for column in columns
+        }
         found = {place: value for place, value in found.items() if value == value}
         if len(found) > 1:
             best = (max if most[columns[0]] else min)(found.values())
