@@ -14,7 +14,9 @@ had a chapter on using the GPU: how to see that it is used, what to keep there,
 what it is good at, and a list of tips. Much of that has become folklore. This
 page asks the chapter's questions again, in its order, of one GPU of today, and
 ends in a table: each piece of advice, what became of it, and the measurement
-that says so.
+that says so. If you want only the answer, begin with that table:
+:ref:`old-advice`. It stands at the end because it is made of what is measured
+before.
 
 Two of its exercises have pages of their own: programming a GPU directly is
 :doc:`plot_101_elementwise`, and the training step of a logistic regression is
@@ -275,6 +277,23 @@ shown["times as fast as NumPy"] = us["NumPy"] / us
 table(shown, "exp of 230400 numbers, microseconds a time", fold=False)
 
 # %%
+# Then and now: the manual's figures of 2012, on a GeForce GTX 580, beside
+# those of the same four loops, in seconds for the thousand. (Its first loop
+# also copied its operand each time.)
+
+then_and_now = pd.DataFrame(
+    {
+        "2012, s": [46.0, 3.07, 0.639, 0.349],
+        "now, s": 1e-3
+        * us[["NumPy", "PyTorch, CPU", "GPU, copied back", "GPU, left there"]],
+    }
+)
+then_and_now["times as fast"] = (
+    then_and_now["2012, s"] / then_and_now["now, s"]
+)
+table(then_and_now, "A thousand exponentials, then and now", fold=False)
+
+# %%
 # Where does it go? A picture of the first moments of each, with forty calls
 # in place of a thousand: above what the host does, below it kernels, and below
 # these copies. (The profiler that took it makes each call of the host longer.)
@@ -529,13 +548,39 @@ table(
 )
 
 # %%
+# That is one data-center GPU. float64 is a question of what was bought: most
+# GPUs have few units for it. NVIDIA publishes how many results a
+# multiprocessor gives in a clock (`CUDA Programming Guide
+# <https://docs.nvidia.com/cuda/cuda-c-programming-guide/>`__, *Throughput of
+# Native Arithmetic Instructions*). These are its figures, not measurements of
+# ours, and they leave :term:`tensor cores <tensor core>` out.
+
+published = pd.DataFrame(
+    [
+        ("8.0", "A100", 64, 32),
+        ("8.6", "A10, GeForce RTX 30", 128, 2),
+        ("8.9", "L4, L40, GeForce RTX 40", 128, 2),
+        ("9.0", "H100, H200", 128, 64),
+    ],
+    columns=["capability", "GPUs", "float32", "float64"],
+).set_index("capability")
+published["float64 is"] = [
+    f"1/{single // double}"
+    for single, double in zip(
+        published["float32"], published["float64"], strict=True
+    )
+]
+table(published, "Additions or products a clock and multiprocessor, published",
+      fold=False)  # fmt: skip
+
+# %%
 double, single, halved = (
     kind.loc[name, "exp us"] for name in ("float64", "float32", "bfloat16")
 )
 claims(
     claim(
-        "float64 takes twice the time of float32, within a tenth, and "
-        "bfloat16 half of it: its bytes",
+        "The exponential takes twice float32's time in float64 and half of it "
+        "in bfloat16, within a tenth: the time is that of the bytes.",
         abs(double / single - 2) < 0.2 and abs(halved / single - 0.5) < 0.05,
     ),
     say(
@@ -546,8 +591,17 @@ claims(
         half=rates["bfloat16"] / rates["float32"],
     ),
     holds(
-        "Only computations with float32 can be accelerated (2012)",
+        "Only computations with float32 can be accelerated (2012), on the "
+        "GPU of this record: products in float64 run at less than half of "
+        "float32's rate.",
         rates["float64"] < 0.5 * rates["float32"],
+    ),
+    holds(
+        "The same on GPUs that are not made for data centers (published "
+        "ratios, above): float64 has less than half of float32's rate.",
+        published["float64"].loc[["8.6", "8.9"]]
+        < 0.5 * published["float32"].loc[["8.6", "8.9"]],
+        of=published,
     ),
 )
 
@@ -1106,6 +1160,57 @@ facts = [
 table(answer[facts].to_frame("answer"), "This GPU", fold=False)
 
 # %%
+# Types that widen
+# ~~~~~~~~~~~~~~~~
+#
+# The manual warns of types that widen to float64 by themselves: "circumvent
+# the automatic cast of int32 with float32 to float64", by [u]int{8,16} or by a
+# cast, and "prefer constructors like matrix [...] to dmatrix". NumPy still
+# makes and widens to float64; PyTorch does not. What comes from NumPy brings
+# its float64 along. No GPU is needed to see it:
+
+mixed = {}
+for name in ("int8", "int16", "int32", "int64"):
+    numpys = np.ones(1, name) * np.ones(1, np.float32)
+    torchs = torch.ones(1, dtype=getattr(torch, name)) * torch.ones(1)
+    mixed[f"{name} times float32"] = (numpys.dtype.name, str(torchs.dtype)[6:])
+normal = np.random.default_rng(0).standard_normal(3)
+mixed["made by default"] = (
+    normal.dtype.name,
+    str(torch.randn(3).dtype)[6:],
+)
+mixed["from_numpy of NumPy's default"] = (
+    normal.dtype.name,
+    str(torch.from_numpy(normal).dtype)[6:],
+)
+widened = pd.DataFrame.from_dict(
+    mixed, orient="index", columns=["NumPy", "PyTorch"]
+)
+table(widened, "What type comes out", fold=False)
+
+# %%
+claims(
+    holds(
+        "int32 with float32 gives float64 (2012): in NumPy.",
+        widened.loc["int32 times float32", "NumPy"] == "float64",
+    ),
+    holds(
+        "[u]int{8,16} avoid it (2012): int8 and int16 in NumPy.",
+        widened.loc[["int8 times float32", "int16 times float32"], "NumPy"]
+        == "float32",
+    ),
+    holds(
+        "int32 with float32 gives float64 (2012): in PyTorch.",
+        widened.loc["int32 times float32", "PyTorch"] == "float64",
+    ),
+    holds(
+        "Prefer constructors that give float32 (2012): what NumPy makes by "
+        "default is float64, and stays so in PyTorch.",
+        widened.loc["from_numpy of NumPy's default", "PyTorch"] == "float64",
+    ),
+)
+
+# %%
 # Programming it directly
 # -----------------------
 #
@@ -1113,9 +1218,10 @@ table(answer[facts].to_frame("answer"), "This GPU", fold=False)
 # one need not leave Python: kernels are written in Triton, or in CUDA C and
 # compiled as the program runs, by CuPy or by NVIDIA's own `cuda.core`. The
 # first examples of the manual, a product, a double, a sum and a difference,
-# stand side by side in both on :doc:`plot_101_elementwise`. One of its notes
-# can be tested at once: that fusion handles expressions of a single result
-# only.
+# stand side by side in both on :doc:`plot_101_elementwise`. Triton compiles
+# for AMD's GPUs as well, and PyTorch has backends for Intel's and Apple's;
+# nothing on these pages was measured on them. One of its notes can be tested
+# at once: that fusion handles expressions of a single result only.
 
 pair = results(
     ADD_SUB, config="8192x8192", variants=["eager", "torch.compile"]
@@ -1135,6 +1241,8 @@ claims(
 )
 
 # %%
+# .. _old-advice:
+#
 # The old advice, line by line
 # ----------------------------
 #
@@ -1184,11 +1292,20 @@ line(
     r=rates["float64"] / rates["float32"],
 )
 line(
-    "Use float32 wherever you can",
-    "TF32 or half types in products, float32 for sums",
-    rates["float32"] > 0.9 * rates.max(),
-    "bfloat16 multiplies {r:.0f} times as fast as float32",
+    "Use float32 and not float64 wherever you can",
+    "Yes; half types and TF32 in products are faster still",
+    double > 1.1 * single,
+    "exp in float64 takes {d:.1f} times float32's time, bfloat16 multiplies "
+    "{r:.0f} times as fast",
+    d=double / single,
     r=rates["bfloat16"] / rates["float32"],
+)
+line(
+    "Prefer constructors of float32 (matrix, not dmatrix)",
+    "PyTorch makes float32; what comes from NumPy is float64",
+    widened.loc["from_numpy of NumPy's default", "PyTorch"] == "float64",
+    "from_numpy(standard_normal(3)) is {t}",
+    t=widened.loc["from_numpy of NumPy's default", "PyTorch"],
 )
 line(
     "Large products, convolutions and elementwise: 5 to 50 times",
@@ -1356,3 +1473,30 @@ provenance(ways, spans, moved, work, late)
 
 # %%
 downloads(advice, "old_advice")
+
+# %%
+# Where to learn more
+# -------------------
+#
+# The manual had a list, most of whose links have died. This one is of November
+# 2026.
+#
+# - NVIDIA's `CUDA Programming Guide
+#   <https://docs.nvidia.com/cuda/cuda-c-programming-guide/>`__ and `Best
+#   Practices Guide
+#   <https://docs.nvidia.com/cuda/cuda-c-best-practices-guide/>`__.
+# - Triton's `tutorials
+#   <https://triton-lang.org/main/getting-started/tutorials>`__.
+# - PyTorch's `custom operators
+#   <https://pytorch.org/tutorials/advanced/custom_ops_landing_page.html>`__,
+#   `torch.library <https://docs.pytorch.org/docs/stable/library.html>`__, `FAQ
+#   of torch.compile
+#   <https://docs.pytorch.org/docs/stable/torch.compiler_faq.html>`__ and `CUDA
+#   graphs
+#   <https://pytorch.org/blog/accelerating-pytorch-with-cuda-graphs/>`__.
+# - CuPy's `kernels in CUDA C
+#   <https://docs.cupy.dev/en/latest/user_guide/kernel.html>`__.
+# - The lectures of `GPU MODE <https://github.com/gpu-mode/lectures>`__, and
+#   the book *Programming Massively Parallel Processors* that they follow.
+# - The papers that the :doc:`/glossary` names: the roofline, the online
+#   softmax, stream-K, NCCL's protocols.

@@ -25,8 +25,8 @@ Read before: 002.
 # The problem
 # -----------
 #
-# An expression of neighbours: result i depends on element i of each operand
-# and on nothing else.
+# An :term:`elementwise` expression: result i depends on element i of each
+# operand and on no other element.
 #
 # .. math::
 #
@@ -348,13 +348,12 @@ Source(_load, _neighbours, _elementwise_flat)
 # %%
 # Two paths lead through it, and only the last block takes the one with a mask.
 # A mask that may end anywhere keeps the compiler from wide loads: it could not
-# say that four neighbours are all inside or all outside. Without one, each
-# thread takes 16 bytes at a time, whatever SIZE is.
+# say that four adjacent elements are all inside or all outside. Without one,
+# each thread takes 16 bytes at a time, whatever SIZE is.
 #
-# What does not lie alike goes through tiles. Before that, axes that are
-# neighbours in all tensors are folded into one: a matrix times a column is two
-# axes, and so is a batch of images with a bias for each channel, once height
-# and width are one.
+# Operands of different strides go through :term:`tiles <tile>`. Before that,
+# adjacent axes that can be walked with one stride in every tensor are folded
+# into one: height and width of a batch of images, for example.
 
 Source(_elementwise_tiles, _elementwise_plan)
 
@@ -697,8 +696,8 @@ claims(
     say(
         "What `torch.compile` makes of a chain is one kernel, too, and at "
         "8192 x 8192 ours takes {least:.3f} to {most:.3f} times its time: "
-        "a chain of neighbours is what compilers are good at, and no reason "
-        "to write a kernel.",
+        "a chain of elementwise operations is what compilers are good at, and "
+        "no reason to write a kernel.",
         least=fused[
             fused.index.get_level_values(0).str.startswith("8192")
         ].min(),
@@ -767,18 +766,24 @@ by_clock(callers)
 table(tables.clocks(callers), "Every way by every clock, in microseconds")
 
 # %%
-table(tables.losses(callers, kind="paid"), "Points lost by an eager program")
+table(
+    tables.losses(callers, kind="paid"),
+    "Where another way is faster for an eager program",
+)
 
 # %%
-table(tables.losses(callers, kind="call"), "Points lost by a call, waited for")
+table(
+    tables.losses(callers, kind="call"),
+    "Where another way is faster by a call that is waited for",
+)
 
 # %%
 # What to take to the next kernel:
 #
 # - Count reads and writes before anything else. The count is the prediction,
-#   and for expressions of neighbours it comes true.
-# - A block of 4 KiB and one wide load a thread of each operand are enough. The
-#   hardware keeps many small programs in flight better than a loop does.
+#   and for elementwise expressions it comes true.
+# - Let each thread load 16 bytes of each operand in one instruction: that is
+#   what :term:`coalescing` is at its best.
 # - Keep the mask away from all blocks but the last.
 # - Strides are arguments. A kernel without them is right until somebody
 #   transposes.

@@ -330,6 +330,14 @@ def test_configs_are_named_sized_and_refused_by_name():
     assert bench.dtypes("float32,torch.float16") == ["float32", "float16"]
 
 
+def test_one_number_scales_what_differs_by_its_scale_only():
+    dims = [{"R": r, "D": 2 * r, "n": 2 * r} for r in (256, 512)]
+    scaled = dataclasses.replace(toy(), configs={"small": dims})
+    assert bench.points(scaled, "100") == [("100", {"R": 100, "D": 200, "n": 200})]
+    other = dataclasses.replace(toy(), configs={"small": [*dims, {"R": 256, "D": 256, "n": 512}]})
+    assert bench.points(other, "100") == [("100", {"R": 100, "D": 100, "n": 100})]
+
+
 def test_long_sweeps_measure_recompiling_variants_on_every_eighth_point():
     frame = run(toy(slow=variant(lambda x: x + x, recompiles=True)), config="long")
     assert (frame["variant"] == "honest").sum() == 25

@@ -82,8 +82,9 @@ def points(op: Op, config: str) -> list[tuple[str, Dims]]:
     ----------
     op : Op
     config : str
-        A comma list of names of ``op.configs`` and of sizes: ``781`` sets every integer dimension, ``4096x781`` sets
-        them in order.
+        A comma list of names of ``op.configs`` and of sizes: ``4096x781`` sets the integer dimensions in order, ``781``
+        sets every one. Where the points of ``small`` differ by their scale only, such as R x 2R x 2R, one number is the
+        first dimension and the others keep their ratio to it.
 
     Raises
     ------
@@ -104,10 +105,20 @@ def points(op: Op, config: str) -> list[tuple[str, Dims]]:
                 f"{op.name}: config {item!r} is none of {', '.join(op.configs)}, a size such as 781, "
                 f"or {'x'.join(sizes)} such as {'x'.join(['781'] * len(sizes))}"
             )
-        numbers = [int(p) for p in parts] * (len(sizes) if len(parts) == 1 else 1)
+        numbers = [int(p) for p in parts]
+        if len(parts) == 1:
+            numbers = [numbers[0] * ratio for ratio in _ratios(op, sizes)]
         found.append((item, {**dict(zip(sizes, numbers, strict=True)), **words}))
     unique = {tuple(dims.items()): (label, dims) for label, dims in reversed(found)}
     return list(reversed(unique.values()))
+
+
+def _ratios(op: Op, sizes: Sequence[str]) -> list[int]:
+    """Of each size to the first, where all points of ``small`` have the same whole ones; otherwise ones."""
+    dims = op.configs.get("small", ())
+    whole = all(d[k] % d[sizes[0]] == 0 for d in dims for k in sizes)
+    ratios = {tuple(d[k] // d[sizes[0]] for k in sizes) for d in dims} if whole else set()
+    return list(ratios.pop()) if len(ratios) == 1 and len(dims) > 1 else [1] * len(sizes)
 
 
 def dtypes(text: str) -> list[str]:

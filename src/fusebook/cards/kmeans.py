@@ -26,7 +26,7 @@ from fusebook.op import Cost, Dims, Op, Variant
 __all__ = ["KMEANS_ASSIGN", "KMEANS_STEP", "KMEANS_UPDATE", "OPS", "PAGE"]
 
 #: The page that tells of them.
-PAGE = 302
+PAGE = 303
 _WORDS = {str(dtype).removeprefix("torch."): dtype for dtype in LABELS}
 
 
