@@ -94,6 +94,50 @@ def test_an_id_that_stands_twice_is_found(site):
     assert crawl.repeated_ids(site(add='<p id="start">')) == ["index.html: #start: more than one element has this id"]
 
 
+BOX = """<h1>Page</h1><div class="docutils fb-box container">
+    <p class="fb-box-headline"><span class="fb-mark">✓</span> <strong>true:</strong> Ours is\n <code>fast</code>.</p>
+    <p class="fb-box-claims">Of our claims here 1 are true, 1 false, 1 not measured.
+    Of what others say 0 hold, 1 do not.</p>
+    </div><ul class="fb-claims">
+    <li class="fb-claim fb-true"><span>✓</span> <span><span>true:</span> Ours is <code>fast</code>. (all)</span></li>
+    <li class="fb-claim fb-false"><span>✗</span> <span>false:</span> Ours is small.</li>
+    <li class="fb-claim fb-open"><span>–</span> <span>not measured:</span> Ours is cold.</li>
+    <li class="fb-statement fb-false"><span>≠</span> <span>does not hold:</span> Theirs is fast.</li></ul>"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "why"),
+    [
+        ("", "", None),
+        ("fb-box container", "container", "0 boxes under the title"),
+        ("fb-box-headline", "fb-box", "2 boxes under the title"),
+        (
+            "true:</strong> Ours is",
+            "true:</strong> Ours was",
+            "the box says '✓ true: Ours was fast.', which is no claim",
+        ),
+        (
+            'headline"><span class="fb-mark">✓</span> <strong>true',
+            'headline">✗ <strong>false',
+            "the box says '✗ false: Ou",
+        ),
+        ("1 are true", "2 are true", "the box counts [2, 1, 1] our claims here, and the page has [1, 1, 1]"),
+        (
+            "0 hold, 1 do not",
+            "1 hold, 0 do not",
+            "the box counts [1, 0, 0] what others say, and the page has [0, 1, 0]",
+        ),
+        ("Of what others say", "Others say", "the box counts [0, 0, 0] what others say, and the page has [0, 1, 0]"),
+    ],
+)
+def test_a_box_that_is_missing_or_untrue_is_found(tmp_path, old, new, why):
+    assert old in BOX
+    (tmp_path / "index.html").write_text("no page of the gallery")
+    (tmp_path / "plot_1.html").write_text(BOX.replace(old, new, 1) if old else BOX)
+    found = crawl.boxes(crawl.Site(tmp_path))
+    assert [finding.startswith(f"plot_1.html: {why}") for finding in found] == [True] if why else found == []
+
+
 # In a browser
 
 
@@ -235,7 +279,7 @@ button.onclick = () => {
     ("old", "new", "why"),
     [
         ("", "", None),
-        ("<button>us</button>", "us", "no table has a button in its head"),
+        ("<button>us</button>", "us", "no table has a button in its head"),  # where one must be
         ("button.onclick", "button.onmousedown", "Enter on the button of 'us' gives aria-sort ['none']"),
         ('head.ariaSort = sign > 0 ? "ascending" : "descending"', "", "Enter on the button of 'us' gives aria-sort"),
         ("value(a) - value(b)", "0", "the rows are not in the order that the head of 'us' tells of"),
@@ -243,7 +287,8 @@ button.onclick = () => {
         ("value(a) - value(b)", "a.cells[1].innerText.localeCompare(b.cells[1].innerText)", "the rows are not in the"),
     ],
 )
-def test_a_table_that_does_not_sort_by_keyboard_is_found(tab, old, new, why):
+def test_a_table_that_does_not_sort_by_keyboard_is_found(tab, monkeypatch, old, new, why):
+    monkeypatch.setattr(browser, "SORTED", ("index.html",))
     found = _found(browser.keyboard, tab(TABLE.replace(old, new)))
     assert [finding.startswith(why) for finding in found] == [True] if why else found == []
 
