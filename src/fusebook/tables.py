@@ -192,6 +192,11 @@ def together(*frames: pd.DataFrame) -> pd.DataFrame:
     return result
 
 
+def _copy(kind: str) -> str:
+    """The column of the copy that a time of a kind is compared with."""
+    return "copy_warm_us" if kind == "warm" else "copy_us"
+
+
 def _keys(df: pd.DataFrame) -> list[str]:
     """What tells one measured point from another: operator, dtype and sizes where there are several of them."""
     return [c for c in ("op", "dtype") if len(df[c].unique()) > 1] + dims(df)
@@ -257,9 +262,15 @@ def bandwidth(df: pd.DataFrame, kind: str = "cold") -> pd.DataFrame:
     moved = first["read_bytes"] + first["write_bytes"]
     rates = table.rdiv(moved, axis=0) / 1e3
     rates["roof"] = moved / first["roof_us"] / 1e3
-    rates["copy"] = moved / first["copy_warm_us" if kind == "warm" else "copy_us"] / 1e3
+    rates["copy"] = moved / first[_copy(kind)] / 1e3
     rates.attrs.pop("best", None)  # a ceiling is no way of computing
     return rates
+
+
+def _labelled(df: pd.DataFrame, kind: str) -> pd.DataFrame:
+    """The points that have a time of a kind, with a label of their sizes."""
+    df = timed(_points(df), kind)
+    return df.assign(label=label(df) if len(df) else "")
 
 
 def ratio(df: pd.DataFrame, variant: str, over: str, kind: str = "cold") -> pd.Series:
@@ -279,8 +290,11 @@ def ratio(df: pd.DataFrame, variant: str, over: str, kind: str = "cold") -> pd.S
     pandas.Series
         Indexed by the sizes' label and the dtype; empty where the two never met.
     """
-    df = timed(_points(df), kind)
-    df = df.assign(label=label(df) if len(df) else "")
+    return _ratio(_labelled(df, kind), variant, over, kind)
+
+
+def _ratio(df: pd.DataFrame, variant: str, over: str, kind: str) -> pd.Series:
+    """See `ratio`; `df` is `_labelled`, which takes long."""
     sides = [df[df["variant"] == name].set_index(["op", "label", "dtype"])[f"{kind}_us"] for name in (variant, over)]
     both = pd.concat(sides, axis=1, join="inner", keys=["mine", "theirs"])
     result = both["mine"] / both["theirs"]
@@ -307,7 +321,7 @@ def share(df: pd.DataFrame, variant: str, of: str = "copy", kind: str = "cold") 
     """
     df = timed(where(_points(df), variant=variant), kind)
     df = df.assign(label=label(df) if len(df) else "")
-    ceilings = {"roof": "roof_us", "copy": "copy_warm_us" if kind == "warm" else "copy_us"}
+    ceilings = {"roof": "roof_us", "copy": _copy(kind)}
     if of not in ceilings:
         raise ValueError(f"tables.share: expected a ceiling of {', '.join(ceilings)}, got {of!r}")
     result = df.set_index(["label", "dtype"])
@@ -336,11 +350,12 @@ def shares(df: pd.DataFrame, kind: str = "cold") -> pd.DataFrame:
     df = _points(df)
     for name in dict.fromkeys(df["variant"]):
         of = df[df["variant"] == name]
-        roof, copy = share(of, name, "roof", kind) * 100, share(of, name, "copy", kind) * 100
+        clocked = timed(of, kind)
+        roof, copy = (clocked[name] / clocked[f"{kind}_us"] * 100 for name in ("roof_us", _copy(kind)))
         judged = of[of["score"].notna()]
         left = of.loc[of["status"] != "ok", "status"].value_counts()
         rows[name] = {
-            "points": len(timed(of, kind)),
+            "points": len(clocked),
             "% of roof": roof.median(),
             "least % of roof": roof.min(),
             "% of copy": copy.median(),
@@ -409,7 +424,8 @@ def losses(df: pd.DataFrame, variant: str = "fusebook", kind: str = "cold", with
         loss comes first. ``attrs["compared"]`` is how many points were timed both ways: 0 tells nothing.
     """
     others = [name for name in dict.fromkeys(df["variant"]) if name != variant]
-    table = pd.DataFrame({name: ratio(df, variant, name, kind) for name in others})
+    points = _labelled(df, kind)
+    table = pd.DataFrame({name: _ratio(points, variant, name, kind) for name in others})
     lost = table[(table > 1 + within).any(axis=1)]
     result = pd.DataFrame({"faster": lost.idxmax(axis=1), "times as long": lost.max(axis=1)}, index=lost.index)
     result = result.sort_values("times as long", ascending=False)
@@ -453,8 +469,7 @@ def behind(df: pd.DataFrame, variant: str = "fusebook", kind: str = "cold") -> p
         ``least us``, the time that the roof leaves to any way of computing it, by which points are ordered. Only points
         at which both were timed by this clock.
     """
-    df = timed(_points(df), kind)
-    df = df.assign(label=label(df) if len(df) else "")
+    df = _labelled(df, kind)
     keys = ["op", "label", "dtype"]
     mine = df[df["variant"] == variant].set_index(keys)
     best = df[df["variant"] != variant].sort_values(f"{kind}_us", kind="stable").drop_duplicates(keys).set_index(keys)
