@@ -341,6 +341,7 @@ claims(
     claim(
         "Left on the GPU at least 5 times as fast as brought back",
         us["GPU, copied back"] > 5 * us["GPU, left there"],
+        headline=True,
     ),
     say(
         "The manual saved about half by it in 2012. Here, brought back takes "

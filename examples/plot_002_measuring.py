@@ -264,6 +264,7 @@ claims(
     claim(
         "The first call takes more than a hundred times the median",
         value["first call (us)"] > 100 * value["median of 30 (us)"],
+        headline=True,
     ),
     claim(
         "The mean is more than twice the median",

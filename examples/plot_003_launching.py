@@ -320,6 +320,7 @@ claims(
     claim(
         "Every way but the graph costs the host more than the device",
         each.drop("CUDA graph of 100") > warm["torch.exp"],
+        headline=True,
     ),
     claim(
         "The cache of this page takes less than three quarters of the time "

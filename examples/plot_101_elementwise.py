@@ -656,6 +656,7 @@ claims(
     claim(
         "At 8192 x 8192 each chain gains what was predicted, within a tenth",
         (gain["largest"] / gain["predicted"] - 1).abs() <= 0.1,
+        headline=True,
     ),
     claim(
         "Ours is wrong nowhere",

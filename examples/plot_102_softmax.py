@@ -695,6 +695,7 @@ claims(
         "target is the next one, and narrower and wider rows.",
         tables.share(rows[~ragged], "fusebook") >= 0.97,
         of=ours,
+        headline=True,
     ),
     claim(
         "Rows of up to 64 KiB and more than 8192 columns that are no power of "

@@ -1009,6 +1009,7 @@ claims(
     claim(
         "On the Llama's table the slow operator is the larger factor.",
         left > fused,
+        headline=True,
     ),
     say(
         "On {slow} of {all} squares the slow operator is the larger factor as "

@@ -918,6 +918,7 @@ claims(
         ] < 1.15,
         fatal=False,
         of=best,
+        headline=True,
     ),
     say(
         "At n = {n} two Gemm and a Concat take {times:.1f} times as long as "

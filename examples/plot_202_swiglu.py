@@ -555,6 +555,7 @@ claims(
         "for PyTorch's product",
         tables.ratio(single, "fusebook", "eager") > 1,
         fatal=False,
+        headline=True,
     ),
     claim(
         "What the launcher chooses is not slower than eager, by more than 3 %",

@@ -878,6 +878,7 @@ claims(
         "by the host's clock over ten thousand steps.",
         at_once <= by_way.loc["NumPy", "microseconds a step"] / 10,
         fatal=False,
+        headline=True,
     ),
 )
 

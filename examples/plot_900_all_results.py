@@ -89,6 +89,7 @@ claims(
             everything["variant"].str.startswith("fusebook")
             & everything["status"].eq("wrong")
         ).any(),
+        headline=True,
     ),
 )
 

@@ -26,6 +26,7 @@ from sphinx.util import logging
 from sphinx.util.docutils import SphinxDirective
 from sphinx_gallery.utils import get_md5sum
 
+import box
 import gallery_hooks
 import gallery_progress
 import side_by_side
@@ -132,6 +133,9 @@ def begin_page(generated, name):
     notes = generated / f"{name}.deps"
     notes.write_text("")
     os.environ[NOTES] = str(notes)
+    from fusebook.page import _place
+
+    _place.shown.clear()
 
 
 def end_page(generated, around, root, name, names):
@@ -141,6 +145,10 @@ def end_page(generated, around, root, name, names):
     noted = {*notes.read_text().splitlines(), *map(str, families(page, names))}
     text = "".join(f"{line}\n" for line in sorted(noted))
     notes.write_text(text)
+    from fusebook.page import _place
+
+    box.keep(generated / f"{name}.box.json", name, _place.shown)
+    _place.shown.clear()
     (generated / f"{name}.stamp").write_text(stamp(text, around, root))
 
 
@@ -392,6 +400,7 @@ def setup(app):
     app.connect("builder-inited", before_gallery, priority=100)  # the gallery runs at 500
     app.connect("builder-inited", after_gallery, priority=900)
     app.connect("source-read", without_noise)
+    app.connect("source-read", box.insert)
     app.connect("env-get-outdated", outdated)
     app.connect("html-page-context", colab_link, priority=100)  # before the theme drops what would be empty
     app.connect("html-page-context", edit_links, priority=900)  # after the theme

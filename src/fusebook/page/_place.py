@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -53,3 +54,13 @@ def note(*paths: str | Path) -> None:
     if target := os.environ.get("FUSEBOOK_DEPS"):
         with open(target, "a", encoding="utf-8") as file:
             file.writelines(f"{Path(path).resolve()}\n" for path in paths)
+
+
+#: What the page has shown so far: the site makes the box under its title from it.
+shown: dict[str, list[Any]] = {}
+
+
+def remember(kind: str, *things: Any) -> None:
+    """Keep what the page shows for the site, which sets ``FUSEBOOK_DEPS``; nobody else asks for it."""
+    if os.environ.get("FUSEBOOK_DEPS"):
+        shown.setdefault(kind, []).extend(things)

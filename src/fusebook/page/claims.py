@@ -81,6 +81,7 @@ class Claim(_Shown):
     fatal: bool
     kind: str = "claim"
     detail: str = ""
+    headline: bool = False
 
     @property
     def mark(self) -> str:
@@ -131,7 +132,9 @@ def _decide(condition: Any, of: Any = None) -> tuple[bool | None, str]:
     return False, f"{rows}, {where}" if rows else where
 
 
-def claim(text: str, condition: Any, fatal: bool = True, of: Any = None, **numbers: Any) -> Claim:
+def claim(
+    text: str, condition: Any, fatal: bool = True, of: Any = None, headline: bool = False, **numbers: Any
+) -> Claim:
     """A conclusion of ours with the condition under which it is true.
 
     Parameters
@@ -146,6 +149,8 @@ def claim(text: str, condition: Any, fatal: bool = True, of: Any = None, **numbe
         Whether `claims` raises under FUSEBOOK_STRICT=1 where it is false.
     of : int or sized, optional
         The rows of the table that the claim stands under, or how many there are; those of `condition` unless given.
+    headline : bool
+        Whether the box under the page's title shows it too, with its verdict.
     **numbers
         Values of the fields.
 
@@ -159,7 +164,7 @@ def claim(text: str, condition: Any, fatal: bool = True, of: Any = None, **numbe
         Where `of` is less than the rows looked at.
     """
     true, detail = _decide(condition, of)
-    return Claim(_fill(text, numbers), true, fatal, detail=detail)
+    return Claim(_fill(text, numbers), true, fatal, detail=detail, headline=headline)
 
 
 def holds(text: str, condition: Any, of: Any = None, **numbers: Any) -> Claim:
@@ -236,6 +241,7 @@ def claims(*items: Claim | Say) -> Claims:
         Under FUSEBOOK_STRICT=1, with every false claim that is fatal.
     """
     shown = Claims(items)._now()
+    _place.remember("claims", *(item for item in items if isinstance(item, Claim)))
     wrong = [item for item in items if isinstance(item, Claim) and item.fatal and item.true is False]
     if wrong and _place.flag("FUSEBOOK_STRICT"):
         lines = "\n".join(f"  {item!r}" for item in wrong)

@@ -79,6 +79,7 @@ def provenance(*frames: pd.DataFrame) -> Provenance:
         return sorted(filter(None, values | {getattr(o, field) for o in origins}))
 
     first: Any = origins[0].machine
+    _place.remember("frames", *frames)
     return Provenance(
         machine=first,
         measured=all(o.measured for o in origins),

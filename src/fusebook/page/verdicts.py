@@ -15,7 +15,19 @@ import pandas as pd
 from fusebook import bench, cards, tables
 from fusebook.op import Op
 
-__all__ = ["CLOCKS", "GROUPS", "Standing", "Verdict", "choices", "group", "page_of", "shares", "verdict", "verdicts"]
+__all__ = [
+    "CLOCKS",
+    "GROUPS",
+    "Standing",
+    "Verdict",
+    "choices",
+    "group",
+    "page_of",
+    "shares",
+    "uses",
+    "verdict",
+    "verdicts",
+]
 
 #: What one would use instead, and what is meant by each.
 GROUPS = ("torch", "torch.compile", "libraries")
@@ -255,6 +267,29 @@ def choices(op: Op, frame: pd.DataFrame, kind: str = "paid") -> pd.DataFrame:
     ]
     wide.columns.name = None
     return wide
+
+
+def uses(table: pd.DataFrame) -> pd.DataFrame:
+    """When to use what: how often each way is as fast as any, and where it alone is.
+
+    Parameters
+    ----------
+    table : pandas.DataFrame
+        Of `choices`.
+
+    Returns
+    -------
+    pandas.DataFrame
+        Indexed by `GROUPS` and ``ours``: at how many ``points`` it was timed, at how many it is ``best`` within 2 %, at
+        how many it is so ``alone``, and the ``smallest`` and the ``largest`` of these, empty where there is none.
+    """
+    rows = {}
+    for name in (*GROUPS, "ours"):
+        best = table["take"].str.split(", ").map(lambda taken, name=name: name in taken)
+        alone = [" ".join(at) for at in table.index[table["take"] == name]]
+        ends = (alone[0], alone[-1]) if alone else ("", "")
+        rows[name] = [int(table[name].notna().sum()), int(best.sum()), len(alone), *ends]
+    return pd.DataFrame.from_dict(rows, orient="index", columns=["points", "best", "alone", "smallest", "largest"])
 
 
 def shares(op: Op, frame: pd.DataFrame, kind: str = "cold") -> pd.DataFrame:

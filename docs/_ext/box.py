@@ -1,0 +1,238 @@
+"""The box under each page's title: when to use what, the figure, on which GPU, how long to read, and its files.
+
+When a page has run, what it claimed and showed is kept beside what is generated from it; when Sphinx reads the page,
+the box is made from that. Where a page measured, its own results decide; where it replayed, the whole record of its
+operators does, as on the front page. What a page has to say of itself stands in its docstring, see `pages`.
+"""
+
+import html
+import json
+import re
+from pathlib import Path
+
+import front
+import pages
+
+__all__ = ["insert", "keep", "rst"]
+
+NAMES = {"torch": "torch", "torch.compile": "torch.compile", "libraries": "a library", "ours": "this"}
+
+
+# When a page has run --------------------------------------------------------------------------------------------------
+
+
+def keep(file, name, shown):
+    """Write down what a page has shown: `shown` is ``fusebook.page._place.shown``."""
+    from fusebook import page
+
+    claims, frames = shown.get("claims", []), shown.get("frames", [])
+    facts = {
+        "headlines": [[claim.verdict, claim.mark, claim.text] for claim in claims if claim.headline],
+        "counts": {kind: count([claim for claim in claims if claim.kind == kind]) for kind in ("claim", "statement")},
+    }
+    if frames:
+        told = page.provenance(*frames)
+        facts |= {"gpu": told.machine.name, "measured": told.measured, "stale": told.stale, "raw": told.raw}
+        facts["dates"] = " to ".join(dict.fromkeys((told.dates[0], told.dates[-1])))
+        facts["versions"] = told._versions()
+    facts["ops"] = [of(op, frame) for op, frame in decisive(name, frames)]
+    file.write_text(json.dumps(facts, indent=1), encoding="utf-8")
+
+
+def count(claims):
+    """How many are true, false and undecided."""
+    return [sum(claim.true is value for claim in claims) for value in (True, False, None)]
+
+
+def decisive(name, frames):
+    """The operators that a page tells of, and the results that decide about them."""
+    import pandas as pd
+
+    from fusebook import cards
+    from fusebook.page import verdicts
+
+    number = int(name.split("_")[1])
+    live = any(frame.attrs["origin"].measured for frame in frames)  # then no record of another GPU is put beside
+    for op in cards.OPS.values():
+        if verdicts.page_of(op) != number:
+            continue
+        own = [f for f in frames if "op" in f and "variant" in f and set(f["op"]) == {op.name}]
+        if live and own:
+            yield op, pd.concat(own, ignore_index=True)
+        elif not live and op.name in front.found():
+            yield op, front.found()[op.name]
+
+
+def of(op, frame):
+    """What results say about one operator, as plain values."""
+    from fusebook import tables
+    from fusebook.page import verdicts
+
+    if not frame["variant"].eq("fusebook").any():
+        return {"op": op.name}
+    verdict = verdicts.verdict(op, frame)
+    tables_ = {kind: verdicts.choices(op, frame, kind) for kind in ("cold", "paid")}
+    used = {kind: verdicts.uses(table).to_dict("index") for kind, table in tables_.items()}
+    every = tables_["paid"].join(tables_["cold"][["take"]].rename(columns={"take": "take cold"}))
+    shown = tables.pretty(every[[*NAMES, "take", "take cold"]])
+    names = dict.fromkeys(v for v in frame["variant"] if verdicts.group(op, v) == "libraries")
+    caller = verdict.torch["paid"]
+    return {
+        "op": op.name,
+        "word": front.word(verdict),
+        "kind": verdict.word.split(",")[0].split()[0],
+        "range": caller.range,
+        "median": caller.median if caller.points else None,
+        "libraries": list(names),
+        "uses": used,
+        "sizes": [[*index, *row] for index, row in zip(shown.index, shown.to_numpy().tolist(), strict=True)],
+    }
+
+
+# When Sphinx reads the page -------------------------------------------------------------------------------------------
+
+
+def insert(app, docname, source):
+    """Put the box under the title of a page, and take from its text what the box says."""
+    if not docname.startswith("auto_examples/plot_"):
+        return
+    name = docname.removeprefix("auto_examples/")
+    file = Path(app.srcdir) / "auto_examples" / f"{name}.box.json"
+    about = pages.pages().get(name.split("_")[1])
+    if about is None or about.path.stem != name:
+        return
+    for watched in (file, Path(__file__)):
+        app.env.note_dependency(str(watched), docname=docname)
+    facts = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    text = pages.BEFORE.sub("", source[0], count=1)
+    title = re.escape(about.title)
+    box = rst(about, facts, app.config.fusebook_repository)
+    source[0] = re.sub(rf"^({title}\n=+\n)", lambda found: f"{found[1]}\n{box}\n", text, count=1, flags=re.MULTILINE)
+
+
+def rst(about, facts, repository=""):
+    """The box of a page as reStructuredText."""
+    every = pages.pages()
+    rows = [("To read", f"{about.minutes} minutes" + before(about, every))]
+    if "gpu" in facts:
+        how = "measured as this page was built" if facts["measured"] else "replayed from its record"
+        rows += [("GPU", f"{facts['gpu']}, {how}; {facts['dates']}"), ("Versions", facts["versions"])]
+        if facts["stale"]:
+            rows.append(("Stale", f"{'; '.join(facts['stale'])}"))
+    else:
+        rows.append(("GPU", "no results here: see the note on the page"))
+    stem = about.path.stem
+    files = [f":download:`notebook <{stem}.ipynb>`", f":download:`script <{stem}.py>`"]
+    if found := re.fullmatch(r"https://github\.com/([^/]+/[^/]+)", repository):
+        address = f"https://colab.research.google.com/github/{found[1]}/blob/gh-pages/notebooks/{stem}.ipynb"
+        files.append(f"`Colab <{address}>`__")
+    rows.append(("Files", ", ".join(files + records(facts.get("raw", [])))))
+    shown = told(facts).splitlines()
+    lines = [".. container:: fb-box", "", "   .. raw:: html", ""]
+    lines += [f"      {line}" for line in shown] + [""]
+    lines += [f"   :{name}: {value}" for name, value in rows]
+    return "\n".join(lines) + "\n"
+
+
+def before(about, every):
+    """What to have read."""
+    if not about.before:
+        return "; nothing to have read before"
+    return "; before it " + ", ".join(f":doc:`{n} {every[n].title} </{every[n].document}>`" for n in about.before)
+
+
+def records(raw):
+    """The records, as links where they have an address: the first few."""
+    linked = [f"`{name} <{url}>`__" if url else name for name, url in raw]
+    return linked[:3] + ([f"and {len(linked) - 3} more records below"] if len(linked) > 3 else [])
+
+
+def told(facts):
+    """The verdicts as HTML."""
+    parts = []
+    for verdict, mark, text in facts.get("headlines", []):
+        parts.append(
+            f'<p class="fb-box-headline"><span class="fb-mark" aria-hidden="true">{mark}</span> '
+            f"<strong>{verdict}:</strong> {_rich(text)}</p>"
+        )
+    ops = [op for op in facts.get("ops", []) if "word" in op]
+    if ops:
+        parts += [table(ops), sizes(ops)]
+    parts += [f'<p class="fb-box-claims">{sentence}</p>'] if (sentence := counted(facts.get("counts", {}))) else []
+    return "\n".join(parts) or "<p>No results.</p>"
+
+
+def counted(counts):
+    """How many claims came out how."""
+    words = {"claim": ("Of our claims here", "true", "false"), "statement": ("Of what others say", "hold", "do not")}
+    told = []
+    for kind, (whose, yes, no) in words.items():
+        true, false, open_ = counts.get(kind, (0, 0, 0))
+        if true or false or open_:
+            missing = f", {open_} not measured" if open_ else ""
+            told.append(f"{whose} {true} {'are ' if kind == 'claim' else ''}{yes}, {false} {no}{missing}.")
+    return " ".join(told)
+
+
+def _rich(text):
+    return re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(text, quote=False))
+
+
+def table(ops):
+    """When to use what: a row an operator, a column a way."""
+    head = "".join(f'<th scope="col">Use {name}</th>' for name in NAMES.values())
+    rows = []
+    for op in ops:
+        cells = "".join(f"<td>{use(op, way)}</td>" for way in NAMES)
+        median = f"{op['median']:.2f} in the middle" if op["median"] is not None else ""
+        rows.append(
+            f'<tr><th scope="row"><code>{op["op"].replace("_", "_<wbr>")}</code></th>'
+            f'<td class="fb-word fb-word-{op["kind"]}">{html.escape(op["word"])}<small>{op["range"]} times the time of '
+            f"torch and torch.compile, {median}</small></td>{cells}</tr>"
+        )
+    return (
+        '<div class="fb-scroll fb-should-scroll" role="region" tabindex="0" aria-label="When to use what">'
+        '<table class="fb-should"><caption>At how many sizes each way is as fast as any, within 2 %: for the '
+        'caller, and on the device</caption><thead><tr><th scope="col">Operator</th>'
+        f'<th scope="col">Write it?</th>{head}</tr></thead>'
+        f"<tbody>{''.join(rows)}</tbody></table></div>"
+    )
+
+
+def use(op, way):
+    """When to use one way of an operator."""
+    caller, device = op["uses"]["paid"][way], op["uses"]["cold"][way]
+    if not caller["points"] and not device["points"]:
+        return "<span>not compared</span>"
+    alone = ""
+    if caller["alone"]:
+        ends = dict.fromkeys((caller["smallest"], caller["largest"]))
+        alone = f"<small>alone at {caller['alone']}: {html.escape(' to '.join(ends))}</small>"
+    whose = f"<small>{html.escape(', '.join(op['libraries']))}</small>" if way == "libraries" else ""
+    return (
+        f"<span>{caller['best']} of {caller['points']}</span>{alone}"
+        f"<small>device: {device['best']} of {device['points']}</small>{whose}"
+    )
+
+
+def sizes(ops):
+    """Which way to take at each size, on demand."""
+    head = "".join(f'<th scope="col">{h}</th>' for h in ("Size", "Dtype", *NAMES.values(), "Take", "On the device"))
+    tables = []
+    for op in ops:
+        name = html.escape(op["op"])
+        rows = "".join(
+            f'<tr><th scope="row">{html.escape(row[0])}</th>'
+            f"{''.join(f'<td>{html.escape(str(value))}</td>' for value in row[1:])}</tr>"
+            for row in op["sizes"]
+        )
+        tables.append(
+            f'<div class="fb-scroll" role="region" tabindex="0" aria-label="Which way for which size of {name}">'
+            f'<table class="fb-should"><caption><code>{name}</code>: microseconds that a caller pays, the smallest '
+            f"problem first; what is within 2 % of the fastest is to be taken</caption><thead><tr>{head}</tr></thead>"
+            f"<tbody>{rows}</tbody></table></div>"
+        )
+    many = sum(len(op["sizes"]) for op in ops)
+    return (
+        f'<details class="fb-fold"><summary>Which way for which size: all {many}</summary>{"".join(tables)}</details>'
+    )
