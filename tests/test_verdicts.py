@@ -240,11 +240,12 @@ def test_each_page_says_what_to_have_read_and_only_earlier_pages():
         assert page.number[0] in pages.sections()
 
 
-def test_a_page_that_says_nothing_is_an_error(tmp_path):
-    page = tmp_path / "plot_104_x.py"
-    page.write_text('"""\nX\n=\n\nAn X.\n"""\n')
-    with pytest.raises(ValueError, match=r"plot_104_x.py: its docstring ends in no line 'Read before"):
-        pages.page(page)
+def test_a_page_that_says_nothing_needs_nothing(tmp_path):
+    path = tmp_path / "plot_104_x.py"
+    path.write_text('"""\nX\n=\n\nAn X.\nOf two lines.\n"""\n')
+    assert pages.page(path) == pages.Page(path, "X", "An X. Of two lines.", (), 1)
+    path.write_text('"""\nX\n=\n\nRead before: 101, 002.\n"""\n')
+    assert pages.page(path) == pages.Page(path, "X", "", ("101", "002"), 1)
 
 
 def test_the_line_that_installs_invents_no_address():

@@ -246,7 +246,9 @@ class Cards(_FromRecords):
         self.watch()
         lines = []
         thumbs = Path(self.env.srcdir) / "auto_examples" / "images" / "thumb"
-        for digit, section in pages.sections().items():
+        sections = pages.sections()
+        sections |= {page.number[0]: "More" for page in pages.pages().values() if page.number[0] not in sections}
+        for digit, section in sections.items():
             lines += [f".. rubric:: {section}", "   :class: fb-section", "", ".. grid:: 1 2 3 3", "   :gutter: 3", ""]
             for page in pages.pages().values():
                 if page.number[0] != digit:

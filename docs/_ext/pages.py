@@ -42,29 +42,19 @@ class Page:
 
 
 def page(path):
-    """What a page says of itself.
-
-    Raises
-    ------
-    ValueError
-        Where it does not say what to have read before.
-    """
+    """What a page says of itself; where it does not say what to have read before, that is nothing."""
     text = path.read_text(encoding="utf-8")
-    about = ast.get_docstring(ast.parse(text))
+    about = ast.get_docstring(ast.parse(text)) or path.stem
     found = BEFORE.search(about)
-    if not found:
-        raise ValueError(
-            f"{path.name}: its docstring ends in no line 'Read before: 002, 101.' or 'Read before: nothing.'"
-        )
     prose = [line[1:] for line in text.splitlines() if line.startswith("#")]
     words = len(re.findall(r"\w+", " ".join([about, *prose])))
     lines = sum(bool(line.strip()) and not line.startswith("#") for line in text.splitlines())
-    paragraphs = re.split(r"\n\s*\n", about)
+    first = next((part for part in re.split(r"\n\s*\n", about)[1:] if not BEFORE.match(part)), "")
     return Page(
         path,
         title=about.splitlines()[0],
-        purpose=" ".join(paragraphs[1].split()),
-        before=tuple(re.findall(r"\d{3}", found[1])),
+        purpose=" ".join(first.split()),
+        before=tuple(re.findall(r"\d{3}", found[1])) if found else (),
         minutes=max(1, round(words / WORDS + lines / LINES)),
     )
 
