@@ -22,6 +22,7 @@ import fusebook  # noqa: E402  before triton is imported: it decides whether ker
 import fusebook_site  # noqa: E402
 import gallery_hooks  # noqa: E402
 import inventories  # noqa: E402
+import sorting  # noqa: E402
 
 URL = os.environ.get("FUSEBOOK_URL", "").rstrip("/")
 REPOSITORY = os.environ.get("FUSEBOOK_REPOSITORY", "").rstrip("/")
@@ -44,6 +45,7 @@ extensions = [
     "front",
     "reading",
     "reference",
+    "sorting",
 ]
 exclude_patterns = ["_ext", "_inventories", "_static", "auto_downloads"]
 default_role = "code"
@@ -74,7 +76,7 @@ intersphinx_mapping = inventories.write(ROOT / "build" / "inventories")
 
 html_theme = "pydata_sphinx_theme"
 html_title = "Fusebook"
-html_static_path = ["docs/_static"]
+html_static_path = ["docs/_static", str(sorting.write(ROOT / "build" / "tables"))]
 templates_path = ["docs/_templates"]
 html_favicon = "docs/_static/favicon.svg"
 html_js_files = ["reading.js"]

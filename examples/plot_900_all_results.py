@@ -9,8 +9,8 @@
 All results
 ===========
 
-The records of the library's operators on one GPU, in one table and under one
-roofline. Nothing is measured here: a page of its own measures each operator,
+The records of the library's operators on one GPU, in one table and under
+rooflines. Nothing is measured here: a page of its own measures each operator,
 and this one reads what is in the package. ``FUSEBOOK_GPU`` chooses another
 GPU.
 
@@ -18,17 +18,19 @@ Read before: 002.
 """
 
 # %%
-# The table
-# ---------
+# Every record
+# ------------
 #
-# All shapes and dtypes of an operator that memory or arithmetic binds,
-# together: the median and the least share of the roof and of a copy, the worst
-# error as a part of what is allowed, and what was refused.
+# A row a way of computing one size. *Cold* and *warm* are the device's time,
+# *host* the host's, *paid* what an eager program of many calls pays for each,
+# the larger of the two, and *call* one call that is waited for. Bold is what
+# nothing of the same arithmetic beats by more than 2 % at that size. Each head
+# sorts, and the sign beside it filters: by mouse, or by Tab and Enter.
 
 # sphinx_gallery_tags = ["results", "roofline"]
 import fusebook  # noqa: F401  before triton: it decides how kernels run
 from fusebook import plots, tables
-from fusebook.cards import OPS
+from fusebook.cards import MODULES, OPS
 from fusebook.page import (
     claim,
     claims,
@@ -36,12 +38,38 @@ from fusebook.page import (
     provenance,
     records,
     say,
+    sortable,
     table,
+    verdicts,
 )
 
 import pandas as pd
 
 found = records()
+every, best = verdicts.every(found)
+sortable(every, "Every record, in microseconds and percent", best)
+
+# %%
+everything = pd.concat(found.values(), ignore_index=True)
+downloads(everything, "all_results")
+
+# %%
+# Who wins where
+# --------------
+#
+# The fastest way of torch, of torch.compile, of a library, and ours, in the
+# microseconds that a caller pays, and what to take: all that is within 2 % of
+# the fastest.
+
+sortable(
+    verdicts.winners(found), "Which way for which size, the smallest first"
+)
+
+# %%
+# All sizes and dtypes of an operator that memory or arithmetic binds,
+# together: the median and the least share of the roof and of a copy, the worst
+# error as a part of what is allowed, and what was refused.
+
 bound = ("memory", "compute", "")  # no zone: it was not timed
 summary = pd.concat(
     {
@@ -50,19 +78,26 @@ summary = pd.concat(
     },
     names=["operator"],
 )
-table(summary, "Every record, cold", fold=False)
+table(summary, "Shares of roof and copy by operator and way, cold")
 
 # %%
-# One roofline
-# ------------
+# Under the roofline
+# ------------------
 #
-# Each point is one shape of one operator: its arithmetic per byte of the least
-# traffic, and the arithmetic it did a second. The lines are what this machine
-# was measured to do.
+# A panel a family. Each point is one size: its arithmetic per byte of the
+# least traffic, and the arithmetic that was done a second, by our kernel and
+# by the best other way.
 
-everything = pd.concat(found.values(), ignore_index=True)
 on = next(iter(found.values())).attrs["origin"].machine
-plots.roofline(everything, on)
+families = {
+    module.__name__.split(".")[-1].replace("_", " "): pd.concat(
+        [found[op.name] for op in module.OPS if op.name in found],
+        ignore_index=True,
+    )
+    for module in MODULES
+    if any(op.name in found for op in module.OPS)
+}
+plots.roofline(families, on)
 
 # %%
 right = everything[everything["status"] == "ok"]
@@ -175,7 +210,26 @@ table(lost("paid"), "Points lost by an eager program of many calls")
 table(lost("call"), "Points lost by one call that is waited for")
 
 # %%
-provenance(*found.values())
+# What has changed
+# ----------------
+#
+# The package keeps one record of a GPU, the last. What it was measured with is
+# in its rows, so that a record of several versions of torch says so. Two
+# records, of a GPU or of a time, are compared by
+# ``python -m fusebook.compare``.
+
+versions = everything["versions"].str.extract(r"(torch [^;]+)")[0].dropna()
+claims(
+    say(
+        "Recorded with {versions}, from {first} to {last}: {what}",
+        versions=", ".join(sorted(set(versions))),
+        first=everything["date"].dropna().min(),
+        last=everything["date"].dropna().max(),
+        what="times of one version, with nothing to compare."
+        if len(set(versions)) == 1
+        else "times of several versions stand side by side.",
+    )
+)
 
 # %%
-downloads(everything, "all_results")
+provenance(*found.values())

@@ -8,11 +8,12 @@ import pytest
 import box
 import front
 import pages
+import sorting
 import synthetic
 from fusebook.cards import OPS
 from fusebook.cards.logistic_step import LOGISTIC_STEP
 from fusebook.cards.softmax import SOFTMAX
-from fusebook.page import _place, claim, claims, holds, verdicts
+from fusebook.page import _place, claim, claims, holds, sortable, verdicts
 
 
 @pytest.fixture(scope="module")
@@ -262,3 +263,54 @@ def test_the_table_of_verdicts_has_every_operator_and_links_to_its_page(monkeypa
     standing = verdicts.verdict(SOFTMAX, df).torch["paid"]
     assert f"<span>{standing.range}</span><small>{standing.counts}</small>" in shown
     assert "Test GPU" in shown
+
+
+# All results
+
+
+def test_every_record_is_in_the_table_and_the_best_of_its_arithmetic_is_bold(df):
+    found = {"softmax": df}
+    table, best = verdicts.every(found)
+    assert len(table) == len(best) == len(df)
+    large = (table["dtype"] == "float32") & (table["size"] == "65536x781")
+    at = table[large].set_index("way")
+    assert at.loc["quack", "status"] == "refused"
+    assert at.loc["fusebook", "cold, us"] == df[large & (df["variant"] == "fusebook")]["cold_us"].item()
+    assert table["way"][large & best["cold, us"]].tolist() == ["fusebook"]
+    assert table["way"][large & best["host, us"]].tolist() == ["torch"]
+    other = df.assign(math=df["variant"].map({"eager": "tf32"}).fillna(""))  # alone of its arithmetic
+    _, best = verdicts.every({"softmax": other})
+    assert set(table["way"][large & best["cold, us"]]) == {"eager", "fusebook"}
+
+
+def test_winners_have_a_row_a_size_of_every_operator_with_ours(df):
+    table = verdicts.winners({"softmax": df, "exp": df[df["variant"] == "eager"]})
+    assert set(table["operator"]) == {"softmax"}
+    assert len(table) == len(df.drop_duplicates(["dtype", "M", "N"]))
+    row = table[(table["size"] == "256x256") & (table["dtype"] == "float32")].iloc[0]
+    assert (row["take, for the caller"], row["take, on the device"]) == ("torch", "libraries, ours")
+
+
+def test_a_sortable_table_is_a_plain_one_with_its_best_in_bold():
+    shown = sortable(pd.DataFrame({"a": [1.5, 2.0], "b": ["x<", "y"]}), "Two", pd.DataFrame({"a": [True, False]}))
+    text = shown._repr_html_()
+    assert "<tr><td><b>1.50</b><td>x&lt;" in text
+    assert "<tr><td>2.00<td>y" in text
+    assert text.count("<b>") == 1
+    assert "<caption>Two</caption>" in text
+
+
+def test_a_module_becomes_a_script_and_one_that_exports_otherwise_is_refused():
+    script = sorting.plain("var a=1,b=2;export{a as Other,b as default};\n")
+    assert "export" not in script
+    assert "window.DataTable = b;" in script
+    with pytest.raises(ValueError, match="expected one list of exports with a default"):
+        sorting.plain("var a=1;export{a as Other};")
+
+
+def test_the_bundle_of_itables_is_still_what_is_made_a_script_of(tmp_path):
+    pytest.importorskip("itables")
+    script = (sorting.write(tmp_path) / "datatables.js").read_text(encoding="utf-8")
+    assert "window.DataTable = " in script
+    assert "ColumnControl" in script
+    assert (tmp_path / "datatables.css").stat().st_size > 10_000

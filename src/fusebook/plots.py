@@ -544,70 +544,69 @@ def _together(rates: Mapping[str, float]) -> list[tuple[float, str]]:
     return found
 
 
-def roofline(df: pd.DataFrame, machine: Any, *, kind: str = "cold", ax: Axes | None = None) -> Axes:
-    """Arithmetic rate over arithmetic intensity, under the ceilings that the machine was measured to have.
-
-    Our kernels have a mark for each operator; all other ways share one.
+def roofline(parts: Mapping[str, pd.DataFrame], machine: Any, *, kind: str = "cold") -> np.ndarray:
+    """Arithmetic rate over arithmetic intensity, under the measured ceilings: a panel a family of operators.
 
     Parameters
     ----------
-    df : pandas.DataFrame
-        Results of any operators.
+    parts : mapping of str to pandas.DataFrame
+        By the name of a panel, results of any operators.
     machine : Machine
         With ``copy`` and ``rates``.
     kind : str
         ``cold`` or ``warm``.
-    ax : matplotlib.axes.Axes, optional
 
     Returns
     -------
-    matplotlib.axes.Axes
+    numpy.ndarray of matplotlib.axes.Axes
+        Ours is filled, the best other way at the same point hollow.
     """
-    df = df[(df["status"] == "ok") & df[f"{kind}_us"].notna() & (df["flop"] > 0)]
-    xlabel, ylabel = "floating-point operations a byte of the least traffic", "GFLOP/s"
-    ax = _axes(ax, "Every record under the roof", xlabel, ylabel, (8.0, 6.0), [str(machine.name), kind])
-    ax.set_xscale("log")
-    ax.set_yscale("log")
-    moved = df["read_bytes"] + df["write_bytes"]
-    intensity = (df["flop"] / moved).astype(float)
-    rate = (df["flop"] / df[f"{kind}_us"] / 1e3).astype(float)
-    # The other ways show where ours stand; which is which stands on each operator's own page.
-    ours = df["variant"].str.startswith("fusebook")
-    ax.plot(intensity[~ours], rate[~ours], ".", color=INK, alpha=0.45, markersize=4, label="any other way")
-    names = list(dict.fromkeys(df["op"][ours]))
-    colours = dict.fromkeys([*(colour for colour, _, _ in _WAYS.values()), *_OTHERS])
-    marks = zip(cycle("Dos^vP*X"), cycle(colours), strict=False)
-    for name, (marker, colour) in zip(names, marks, strict=False):
-        of = ours & (df["op"] == name)
-        ax.plot(
-            intensity[of],
-            rate[of],
-            linestyle="none",
-            marker=marker,
-            color=colour,
-            markerfacecolor="none",
-            markersize=5,
-            label=name.replace("_", " "),
-        )
-    left = min(0.1, float(intensity.min()) / 2) if len(df) else 0.1
+    parts = {
+        name: df[(df["status"] == "ok") & df[f"{kind}_us"].notna() & (df["flop"] > 0)] for name, df in parts.items()
+    }
+    parts = {name: df for name, df in parts.items() if df["variant"].eq("fusebook").any()}
+    rows = -(-len(parts) // 2)
+    figure, grid = plt.subplots(rows, 2, figsize=(9.0, 3.3 * rows), layout="constrained", squeeze=False)
+    xlabel, ylabel = "operations a byte of the least traffic", "GFLOP/s"
     top = max(machine.rates.values())
-    x = np.geomspace(left, 2 * top / machine.copy, 200)
-    ax.plot(x, np.minimum(x * machine.copy, top) / 1e9, color=INK, linewidth=1.2)
-    for value, name in _together(machine.rates):
-        ax.plot([value / machine.copy, x[-1]], [value / 1e9] * 2, color=INK, linewidth=0.8)
-        ax.annotate(f"  {name}", (x[-1], value / 1e9), color=INK, fontsize=8, va="center", annotation_clip=False)
-    ax.annotate(
-        "memory: the measured copy",
-        (8, 8 * machine.copy / 1e9),  # above the line, where no point can be
-        xytext=(-6, 4),
-        textcoords="offset points",
-        ha="right",
-        color=INK,
-        fontsize=8,
-    )
-    # Below, in rows: inside it would lie on the points of one operator or another.
-    ax.legend(ncols=4, loc="upper left", bbox_to_anchor=(0, -0.13), frameon=False, labelcolor=INK, fontsize=8)
-    return ax
+    for ax, (name, df) in zip(grid.flat, parts.items(), strict=False):
+        _axes(ax, name, xlabel, ylabel)
+        ax.set_xscale("log")
+        ax.set_yscale("log")
+        ax.xaxis.set_minor_locator(NullLocator())
+        ax.yaxis.set_minor_locator(NullLocator())
+        points = tables.behind(tables.alike(df), kind=kind)
+        ours = df[df["variant"] == "fusebook"]
+        intensity = (ours["flop"] / (ours["read_bytes"] + ours["write_bytes"])).astype(float)
+        rate = (ours["flop"] / ours[f"{kind}_us"] / 1e3).astype(float)
+        order = ["label", "dtype"] if points.index.nlevels == 2 else ["op", "label", "dtype"]
+        at = pd.MultiIndex.from_frame(ours.assign(label=tables.label(ours))[order])
+        other = rate.to_numpy() * points["times as long"].reindex(at).to_numpy()
+        ax.plot(
+            intensity, other, "o", color=_COLOURS["quack"], markersize=6, markerfacecolor="none", label="best other"
+        )
+        ax.plot(intensity, rate, "D", color=_COLOURS["fusebook"], markersize=4, label="ours")
+        left, right = float(intensity.min()) / 3, float(intensity.max()) * 3
+        used = {dtype: machine.rates[dtype] for dtype in df["dtype"].unique() if dtype in machine.rates}
+        ceiling = max(used.values(), default=top)
+        if float(rate.max()) * 1e9 > ceiling and "tf32" in machine.rates:  # found with the help of such products
+            used["tf32"] = ceiling = machine.rates["tf32"]
+        x = np.geomspace(left, right, 100)
+        ax.plot(x, np.minimum(x * machine.copy, ceiling) / 1e9, color=INK, linewidth=1.2)
+        low = float(np.nanmin([rate.min(), np.nanmin(other) if len(other) else np.nan]))
+        for value, dtype in _together(used):
+            if value / machine.copy < right:
+                ax.plot([value / machine.copy, right], [value / 1e9] * 2, color=INK, linewidth=0.8)
+                ax.text(right, value / 1e9, dtype, color=INK, fontsize=7, va="bottom", ha="right")
+        ax.set_xlim(left, right)
+        ax.set_ylim(bottom=low / 2)
+    for ax in grid.flat[len(parts) :]:
+        ax.set_visible(False)
+    figure.patch.set_alpha(0)
+    figure.suptitle(f"Every record on {machine.name}, {kind}: lines are its copy and its rates", color=INK, fontsize=11)
+    if parts:
+        grid.flat[0].legend(frameon=False, labelcolor=INK, fontsize=8, loc="lower right")
+    return grid
 
 
 def standings(parts: Mapping[str, pd.DataFrame], *, title: str, xlabel: str, ax: Axes | None = None) -> Axes:

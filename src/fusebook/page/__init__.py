@@ -28,10 +28,21 @@ FUSEBOOK_REPOSITORY
 from fusebook.extras import extra
 
 with extra("book"):
-    from fusebook.page import draw
+    from fusebook.page import draw, verdicts
     from fusebook.page.claims import Claims, by_clock, claim, claims, exercise, holds, say
     from fusebook.page.results import NoResults, Study, arguments, explored, measured, options, records, results, study
-    from fusebook.page.show import Folded, Listing, Source, Tabs, downloads, environment, provenance, solution, table
+    from fusebook.page.show import (
+        Folded,
+        Listing,
+        Source,
+        Tabs,
+        downloads,
+        environment,
+        provenance,
+        solution,
+        sortable,
+        table,
+    )
 
 __all__ = [
     "Claims",
@@ -59,6 +70,8 @@ __all__ = [
     "results",
     "say",
     "solution",
+    "sortable",
     "study",
     "table",
+    "verdicts",
 ]

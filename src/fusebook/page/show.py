@@ -29,7 +29,18 @@ from fusebook import bench, tables
 from fusebook.bench import Origin
 from fusebook.page import _place
 
-__all__ = ["Folded", "Listing", "Source", "Tabs", "downloads", "environment", "provenance", "solution", "table"]
+__all__ = [
+    "Folded",
+    "Listing",
+    "Source",
+    "Tabs",
+    "downloads",
+    "environment",
+    "provenance",
+    "solution",
+    "sortable",
+    "table",
+]
 
 
 # What renders itself --------------------------------------------------------------------------------------------------
@@ -386,6 +397,54 @@ class Table(_Shown):
     def __repr__(self) -> str:
         if self.frame.empty:
             return f"{self.caption}: {self.nothing}."
+        with pd.option_context("display.width", 160, "display.max_columns", 30, "display.max_rows", 12):
+            return f"{self.caption}\n{self.frame}"
+
+
+def sortable(df: pd.DataFrame, caption: str, best: pd.DataFrame | None = None) -> Sortable:
+    """A table of many rows: on the site it sorts and filters by each column; without JavaScript it is a plain one.
+
+    Parameters
+    ----------
+    df : pandas.DataFrame
+        Its index is not shown.
+    caption : str
+        What the reader sees in it, with units.
+    best : pandas.DataFrame of bool, optional
+        Of some columns of `df` and all of its rows: what is to be set in bold.
+
+    Returns
+    -------
+    Sortable
+    """
+    bold = pd.DataFrame(False, df.index, df.columns)
+    if best is not None:
+        bold[list(best.columns)] = best
+    return Sortable(tables.pretty(df), caption, bold)._now()
+
+
+@dataclass(frozen=True, repr=False)
+class Sortable(_Shown):
+    """See `sortable`."""
+
+    frame: pd.DataFrame
+    caption: str
+    bold: pd.DataFrame
+
+    def _repr_html_(self) -> str:
+        head = "".join(f'<th scope="col">{_rich(str(name))}</th>' for name in self.frame.columns)
+        rows = zip(self.frame.to_numpy().tolist(), self.bold.to_numpy().tolist(), strict=True)
+        body = "\n".join(
+            f"<tr>{''.join(f'<td><b>{_rich(v)}</b>' if b else f'<td>{_rich(v)}' for v, b in zip(*row, strict=True))}"
+            for row in rows
+        )  # the end of a cell and of a row may be left out, and there are thousands
+        return (
+            f'<div class="fb-scroll fb-sortable" role="region" tabindex="0" aria-label="{html.escape(self.caption)}">'
+            f"<table><caption>{_rich(self.caption)}</caption><thead><tr>{head}</tr></thead>"
+            f"<tbody>{body}</tbody></table></div>"
+        )
+
+    def __repr__(self) -> str:
         with pd.option_context("display.width", 160, "display.max_columns", 30, "display.max_rows", 12):
             return f"{self.caption}\n{self.frame}"
 

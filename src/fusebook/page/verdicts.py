@@ -315,3 +315,66 @@ def shares(op: Op, frame: pd.DataFrame, kind: str = "cold") -> pd.DataFrame:
     return pd.DataFrame(
         {"ours": ours, "other": ours * behind["times as long"], "best other": behind["best other"]}, index=behind.index
     )
+
+
+def every(found: Mapping[str, pd.DataFrame]) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Every record of every operator, by every clock, and which of the times are the best of their point.
+
+    Parameters
+    ----------
+    found : mapping of str to pandas.DataFrame
+        Of `fusebook.record.read_all`.
+
+    Returns
+    -------
+    pandas.DataFrame
+        A row a record: ``operator``, ``way``, ``size``, ``dtype``, the microseconds by each clock, the share of the
+        roof on the device in percent, cold and warm, the score as a part of its limit, and ``status`` where it is none
+        of right and timed.
+    pandas.DataFrame of bool
+        Of the same rows, for the clocks: whether nothing of the same arithmetic is faster by more than 2 %.
+    """
+    tables_, marks = [], []
+    for name, frame in found.items():
+        times = pd.DataFrame({kind: tables.timed(frame, kind)[f"{kind}_us"] for kind in tables.KINDS}, frame.index)
+        point = [frame["dtype"], tables.label(frame), frame["math"].fillna("")]
+        least = times.groupby(point).transform("min")
+        told = pd.DataFrame(
+            {
+                "operator": name,
+                "way": frame["variant"],
+                "size": tables.label(frame),
+                "dtype": frame["dtype"],
+                **{f"{kind}, us": times[kind] for kind in ("cold", "warm", "host", "paid", "call")},
+                "% of roof, cold": 100 * frame["roof_us"] / times["cold"],
+                "% of roof, warm": 100 * frame["roof_us"] / times["warm"],
+                "error / limit": frame["score"] / frame["limit"],
+                "status": frame["status"].where(frame["status"] != "ok", ""),
+            }
+        )
+        tables_.append(told)
+        marks.append((times <= (1 + WITHIN) * least).rename(columns=lambda kind: f"{kind}, us"))
+    return pd.concat(tables_, ignore_index=True), pd.concat(marks, ignore_index=True)
+
+
+def winners(found: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
+    """Who wins where: a row a size of every operator that has a variant of our own.
+
+    Parameters
+    ----------
+    found : mapping of str to pandas.DataFrame
+        Of `fusebook.record.read_all`.
+
+    Returns
+    -------
+    pandas.DataFrame
+        ``operator``, ``size``, ``dtype``, the microseconds that a caller pays by the best way of each group, and what
+        to take, for the caller and on the device, see `choices`.
+    """
+    parts = []
+    for verdict_ in verdicts(found):
+        caller, device = (choices(verdict_.op, found[verdict_.op.name], kind) for kind in ("paid", "cold"))
+        shown = caller[[*GROUPS, "ours", "take"]].join(device[["take"]].rename(columns={"take": "take, on the device"}))
+        parts.append(shown.rename(columns={"take": "take, for the caller"}).reset_index())
+        parts[-1].insert(0, "operator", verdict_.op.name)
+    return pd.concat(parts, ignore_index=True)
