@@ -441,6 +441,8 @@ def _ptx(text: str, name: str) -> str:
     text = re.sub(r"\$L__tmp\d+:", "", text)
     text = re.sub(r"(?m)^\s*\.section\s+\.debug[\s\S]*", "", text)
     text = text.replace(name, "kernel")
+    # The version follows the ptxas that was found, and the rest of the text does not. 9.0 is what records have.
+    text = re.sub(r"(?m)^\.version .*$", ".version 9.0", text)
     return hashlib.sha256(" ".join(text.split()).encode()).hexdigest()[:12]
 
 
