@@ -54,11 +54,8 @@ from fusebook import machine, plots, tables, timing
 from fusebook.cards.softmax import SOFTMAX, SOFTMAX_BACKWARD
 from fusebook.check import yardstick
 from fusebook.inputs import generator, rough
-from fusebook.kernels.softmax import (
-    _softmax_plan,
-    _softmax_rows,
-    softmax_eager,
-)
+from fusebook.kernels._rows import softmax_plan
+from fusebook.kernels.softmax import _softmax_rows, softmax_eager
 from fusebook.page import (
     Source,
     by_clock,
@@ -214,7 +211,7 @@ triton_rule = {n: 4 + 4 * (n >= 2048) + 8 * (n >= 4096) for n in (
     256, 781, 1024, 2048, 4096, 8192, 12672
 )}  # fmt: skip
 plans = {
-    n: _softmax_plan((1, 4096, n), torch.float32, (9, 0), flat=True)
+    n: softmax_plan((1, 4096, n), torch.float32, (9, 0), flat=True)
     for n in triton_rule
 }
 warps = pd.DataFrame(
@@ -345,7 +342,7 @@ Source(_softmax_rows)
 # which an ordinary launch does not promise. So a program that has waited long
 # computes by itself what is missing.
 
-Source(_softmax_plan, doc=False)
+Source(softmax_plan, doc=False)
 
 # %%
 # Is it right?

@@ -51,12 +51,14 @@ from fusebook.cards.scatter_nd import (
     SCATTER_ND_OF_SHAPE,
 )
 from fusebook.inputs import generator, rough
-from fusebook.kernels.scatter_nd import (
+from fusebook.kernels._grouped import (
     _scatter_nd_owner,
-    _scatter_nd_plan,
     _scatter_nd_segments,
     _scatter_nd_sort,
     _scatter_nd_zeros,
+)
+from fusebook.kernels.scatter_nd import (
+    _scatter_nd_plan,
     masked_scatter_nd_eager,
 )
 from fusebook.ort import Graph

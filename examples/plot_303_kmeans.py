@@ -44,11 +44,10 @@ from fusebook import plots, tables, timing
 from fusebook.cards.kmeans import KMEANS_ASSIGN, KMEANS_STEP, KMEANS_UPDATE
 from fusebook.check import yardstick
 from fusebook.inputs import generator
+from fusebook.kernels._points import _few_steps, _nearest
 from fusebook.kernels.kmeans import (
-    _few_steps,
     _kmeans_candidates,
     _kmeans_differences,
-    _nearest,
     _screened,
 )
 from fusebook.page import (

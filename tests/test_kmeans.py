@@ -13,10 +13,11 @@ import fusebook
 from fusebook.cards import kmeans as card
 from fusebook.cards.kmeans import KMEANS_ASSIGN
 from fusebook.inputs import generator
+from fusebook.kernels import _points, kmeans_update, lloyd
 from fusebook.kernels import kmeans as module
-from fusebook.kernels import lloyd
 from fusebook.kernels._operator import OPERATORS
-from fusebook.kernels.kmeans import kmeans_assign_eager, kmeans_update_eager
+from fusebook.kernels.kmeans import kmeans_assign_eager
+from fusebook.kernels.kmeans_update import kmeans_update_eager
 
 assign, update, cluster = fusebook.kmeans_assign, fusebook.kmeans_update, fusebook.kmeans
 step = OPERATORS["kmeans_step"]
@@ -196,7 +197,7 @@ def test_labels_in_range_count_even_where_k_is_beyond_their_dtype(device):
 
 def test_keys_hold_the_number_that_stands_for_labels_out_of_range():
     narrow = {255: torch.uint8, 256: torch.int16, 2**15 - 1: torch.int16, 2**15: torch.int32, 2**31 - 1: torch.int32}
-    assert {k: module._narrowest(k) for k in narrow} == narrow
+    assert {k: kmeans_update._narrowest(k) for k in narrow} == narrow
 
 
 @pytest.mark.parametrize(("d", "k"), [(2, 3), (20, 3)])
@@ -234,7 +235,7 @@ def test_every_run_gives_the_same_bits(n, d, k, device):
     for _ in range(100 if device == "cuda" else 2):
         again, also = step(points, centres, torch.int64)
         assert torch.equal(labels, again) and torch.equal(moved, also)
-        assert torch.equal(update(points, labels, k, centres=centres), moved) or module._sums_fit(d, k)
+        assert torch.equal(update(points, labels, k, centres=centres), moved) or kmeans_update._sums_fit(d, k)
 
 
 # The whole ------------------------------------------------------------------------------------------------------------
@@ -401,7 +402,7 @@ def test_the_baselines_of_the_cards_agree(device):
 
 
 def test_a_plan_keeps_to_what_the_kernels_can(device):
-    for dtype in module.DTYPES:
+    for dtype in _points.DTYPES:
         for d in (1, 2, 8, 9, 64, 100, 128, 129, 4096):
             for k in (1, 2, 16, 17, 1024):
                 for capability in ((8, 0), (9, 0), (10, 0), None):

@@ -234,7 +234,7 @@ REFUSED = {
     "lr is a tensor": (TypeError, "lr to be a number", dict(lr=torch.tensor(0.1))),
     "lr is text": (TypeError, "lr to be a number", dict(lr="0.1")),
     "l2 is NaN": (ValueError, "l2 to be finite, got nan", dict(l2=math.nan)),
-    "steps of floats": (TypeError, "steps to be a whole number", dict(steps=2.0)),
+    "steps of floats": (TypeError, "steps to be an integer", dict(steps=2.0)),
     "steps below zero": (ValueError, "steps from 0", dict(steps=-1)),
     "float64 on the chip": (
         NotImplementedError,

@@ -1,5 +1,6 @@
 """What is special to ScatterND: indices that meet, that are masked, that are wrong; the same bits in every run."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -260,11 +261,21 @@ def test_a_shape_may_be_a_tensor_on_the_host(device):
     assert plain([3, 2], k, u).shape == (3, 2)
 
 
+def test_integers_may_be_of_numpy(device):
+    k, u = torch.tensor([[0], [1], [2]], device=device), torch.ones(3, 2, device=device)
+    want = masked((3, 2), k, u, masked_value=1)
+    assert torch.equal(masked((3, 2), k, u, masked_value=np.int64(1)), want)
+    assert torch.equal(masked(tuple(np.array([3, 2])), k, u, masked_value=1), want)
+    assert torch.equal(fusebook.embedding_backward(u, k[:, 0], 3, padding_idx=np.int32(1)), want)
+
+
 REFUSED = {
-    "shape of floats": (TypeError, "to hold integers", dict(shape=(3.0, 2))),
+    "shape of floats": (TypeError, "each size in shape to be an integer, got float", dict(shape=(3.0, 2))),
     "shape is a number": (TypeError, "sequence of integers", dict(shape=3)),
     "shape is text": (TypeError, "sequence of integers", dict(shape="32")),
     "shape of two axes": (TypeError, "one axis", dict(shape=torch.ones(1, 2, dtype=torch.int64))),
+    "shape of more bytes than there are addresses": (ValueError, r"less than 2\*\*63 bytes", dict(shape=(2**62, 2))),
+    "shape that no memory holds": (torch.OutOfMemoryError, "that memory on .* can hold", dict(shape=(2**58, 2))),
     "negative size": (ValueError, "sizes from 0 up", dict(shape=(-3, 2))),
     "empty shape": (ValueError, "at most 0 components", dict(shape=())),
     "indices is a list": (TypeError, "indices to be a torch.Tensor", dict(indices=[[0]])),
@@ -281,8 +292,8 @@ REFUSED = {
     "reduction none": (NotImplementedError, "not implemented", dict(reduction="none")),
     "reduction unknown": (ValueError, "reduction to be 'add'", dict(reduction="sum")),
     "strategy unknown": (ValueError, "atomic, sorted, owner", dict(strategy="fast")),
-    "masked value of float": (TypeError, "64 bits", dict(masked_value=-1.0)),
-    "masked value of 65 bits": (TypeError, "64 bits", dict(masked_value=2**63)),
+    "masked value of float": (TypeError, "masked_value to be an integer, got float", dict(masked_value=-1.0)),
+    "masked value of 65 bits": (ValueError, "64 bits", dict(masked_value=2**63)),
 }
 
 

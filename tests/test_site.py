@@ -358,9 +358,9 @@ def test_a_page_is_made_from_the_families_that_its_variables_come_from():
     def found(page, **names):
         return {f"{path.parent.name}/{path.stem}" for path in fusebook_site.families(page, names)}
 
-    assert found("", SOFTMAX=OPS["softmax"], x=1) == {"cards/softmax", "kernels/softmax"}
+    assert found("", SOFTMAX=OPS["softmax"], x=1) == {"cards/softmax", "kernels/softmax", "kernels/softmax_backward"}
     assert found("y = fusebook.swiglu(x)", fusebook=fusebook) == {"kernels/swiglu"}
-    assert found("", cluster=fusebook.kmeans) == {"kernels/lloyd", "kernels/kmeans"}
+    assert found("", cluster=fusebook.kmeans) == {"kernels/lloyd", "kernels/kmeans", "kernels/kmeans_update"}
     assert {"cards/softmax", "cards/swiglu", "kernels/kmeans"} <= found("", OPS=OPS)
     assert found("import pandas as pd", pd=re) == set()
 

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 import fusebook
 from fusebook.cards.softmax import _quack_takes
-from fusebook.kernels import _operator
-from fusebook.kernels import softmax as module
-from fusebook.kernels.softmax import softmax_backward
+from fusebook.kernels import _operator, _rows
+from fusebook.kernels._operator import OPERATORS
+from fusebook.kernels.softmax_backward import softmax_backward
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -111,13 +111,13 @@ def test_any_strides_of_a_gradient(view, dtype):
 
 @pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS.keys())
 def test_no_view_is_copied(view, monkeypatch):
-    monkeypatch.setattr(module, "apply", None)
+    monkeypatch.setattr(_operator, "apply", None)
     x = view(functools.partial(torch.randn, device=DEVICE))
     y = torch.empty(x.shape, device=DEVICE)
     with _operator.launching(x):
         for dim in range(x.dim()):
-            module._softmax_into(y, x, dim)
-            module._softmax_backward_into(torch.empty_like(y), y, x, dim)
+            OPERATORS["softmax"].into(y, x, dim)
+            OPERATORS["softmax_backward"].into(torch.empty_like(y), y, x, dim)
 
 
 @pytest.mark.parametrize("dim", [-1, 0])
@@ -163,7 +163,7 @@ def test_a_row_of_more_than_a_million():
 
 def test_the_interpreter_reaches_every_kernel():
     kinds = {
-        module._softmax_plan((1, m, n), dtype, None, processors=4, last=last, pairs=pairs).kernel
+        _rows.softmax_plan((1, m, n), dtype, None, processors=4, last=last, pairs=pairs).kernel
         for m, n, dtype, last, pairs in (
             (3, 100, torch.float32, True, False),
             (3, 781, torch.float16, True, True),
@@ -231,18 +231,18 @@ def test_what_other_programs_left_is_what_a_program_finds_out_for_itself(monkeyp
     x = torch.randn(2, 66001, device=DEVICE)
     want = fusebook.softmax(x)
     gradient = softmax_backward(want, x, 1)
-    plan = module._shared_plan
+    plan = _rows._shared_plan
 
     def impatient(*arguments):
         made = plan(*arguments)
         return made._replace(constants=made.constants | {"TRIES": 0})
 
-    monkeypatch.setattr(module, "_shared_plan", impatient)
-    module._plan.cache_clear()
+    monkeypatch.setattr(_rows, "_shared_plan", impatient)
+    _rows._plan.cache_clear()
     with _operator.plans_aside():
         assert torch.equal(fusebook.softmax(x), want)
         assert torch.equal(softmax_backward(want, x, 1), gradient)
-    module._plan.cache_clear()
+    _rows._plan.cache_clear()
 
 
 @pytest.mark.parametrize("processors", [24, 132])
@@ -265,7 +265,7 @@ def test_plans_of_wide_rows_hold_every_number_once(processors, dtype, aligned, t
                 "vector": vector,
                 "flat": True,
             }
-            plan = module._softmax_plan((1, 7, n), dtype, capability, **known)
+            plan = _rows.softmax_plan((1, 7, n), dtype, capability, **known)
             seen.add(plan.kernel)
             reach = n + vector - 1  # where the row begins with the last number of a vector
             held = plan.constants["BLOCK"] * plan.constants.get("CHUNKS", 1)
@@ -277,7 +277,7 @@ def test_plans_of_wide_rows_hold_every_number_once(processors, dtype, aligned, t
                 # A word a thread at most, and all programs of a row at once: 64 of 65536 registers a thread.
                 assert max(plan.parts, 32 * plan.warps) <= plan.constants["LANES"]
                 assert plan.parts <= processors * (65536 // (plan.registers * 32 * plan.warps))
-                assert plan == module._softmax_plan((1, 70, n), dtype, capability, **known)._replace(
+                assert plan == _rows.softmax_plan((1, 70, n), dtype, capability, **known)._replace(
                     programs=plan.programs
                 )
             elif plan.kernel == "whole":
@@ -406,7 +406,7 @@ BAD = {
     "dim too large": (lambda: fusebook.softmax(torch.ones(3, 5), 2), IndexError, r"from -2 to 1 .*\(3, 5\), got 2"),
     "dim too small": (lambda: fusebook.softmax(torch.ones(3, 5), -3), IndexError, "got -3"),
     "dim without axes": (lambda: fusebook.softmax(torch.tensor(1.0), 1), IndexError, "from -1 to 0"),
-    "no dim": (lambda: fusebook.softmax(torch.ones(3), None), TypeError, "dim to be an int, got NoneType"),
+    "no dim": (lambda: fusebook.softmax(torch.ones(3), None), TypeError, "dim to be an integer, got NoneType"),
     "two dims": (lambda: fusebook.softmax(torch.ones(3, 5), (0, 1)), TypeError, "got tuple; give one axis"),
     "an option that does not exist": (lambda: fusebook.softmax(torch.ones(3), fast=True), TypeError, "fast"),
     "dy no tensor": (lambda: softmax_backward(torch.ones(3), 1.0), TypeError, "expected dy to be a torch.Tensor"),
@@ -545,8 +545,8 @@ def test_a_batch_of_numbers_is_as_long_as_it_was():
 
 def test_wide_rows_that_lie_badly_are_read_number_by_number(monkeypatch):
     """The plan is asked for vectors only where rows begin at multiples of 16 bytes; interpreted, nothing else tells."""
-    asked, plan = [], module._plan
-    monkeypatch.setattr(module, "_plan", lambda *a, **k: asked.append(k["vector"]) or plan(*a, **k))
+    asked, plan = [], _rows._plan
+    monkeypatch.setattr(_rows, "_plan", lambda *a, **k: asked.append(k["vector"]) or plan(*a, **k))
     memory = torch.randn(2 * 33000 + 8, device=DEVICE).half()
     for start in (0, 1, 8):
         assert_softmax(memory[start : start + 66000].view(2, 33000), 1)

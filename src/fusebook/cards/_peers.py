@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusebook.kernels._products import _layout, _torch_in_tf32
+from fusebook.kernels._products import layout_of, torch_in_tf32
 
 __all__ = ["ORT", "compiled", "in_tf32", "needs_float32", "onnx_graph", "onnx_run", "pack", "side_by_side", "weight"]
 
@@ -22,7 +22,7 @@ def weight(rng: torch.Generator, K: int, N: int, dtype: torch.dtype, scale: floa
 
 def side_by_side(weights: Sequence[Tensor]) -> Tensor:
     """One weight of several, in the layout that they have."""
-    if all(_layout(w) == "column" for w in weights):
+    if all(layout_of(w) == "column" for w in weights):
         return torch.cat([w.T for w in weights]).T
     return torch.cat(list(weights), 1)
 
@@ -37,7 +37,7 @@ def in_tf32(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def run(x: Tensor, *rest: Any) -> Any:
         needs_float32(x)
-        with _torch_in_tf32(True):
+        with torch_in_tf32(True):
             return function(x, *rest)
 
     return run

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from fusebook.cards import _draws
 from fusebook.cards._peers import compiled
-from fusebook.kernels.logistic_step import _sums, logistic_fit, logistic_step, logistic_step_eager
+from fusebook.kernels._operator import accumulated
+from fusebook.kernels.logistic_step import logistic_fit, logistic_step, logistic_step_eager
 from fusebook.op import Cost, Dims, Op, Variant
 
 __all__ = ["LOGISTIC_FIT", "LOGISTIC_STEP", "OPS", "PAGE"]
@@ -25,7 +26,7 @@ def _clouds(rng: torch.Generator, dtype: torch.dtype, N: int, D: int) -> tuple[T
 
     Their centres differ in every feature, so that sums over rows do not cancel; margins are about one whatever D.
     """
-    kind, device = _sums(dtype), rng.device
+    kind, device = accumulated(dtype), rng.device
     y = (torch.rand(N, generator=rng, device=device) < 0.7).to(kind)
     centre = 2 * torch.randn(D, generator=rng, device=device, dtype=kind).sign() / max(D, 1) ** 0.5
     X = torch.randn(N, D, generator=rng, device=device, dtype=kind)

@@ -11,7 +11,8 @@ from fusebook.cards import _draws
 from fusebook.cards._peers import compiled
 from fusebook.inputs import rough
 from fusebook.kernels._operator import FLOATING
-from fusebook.kernels.softmax import _softmax_backward_eager, softmax, softmax_backward, softmax_eager
+from fusebook.kernels.softmax import softmax, softmax_eager
+from fusebook.kernels.softmax_backward import softmax_backward, softmax_backward_eager
 from fusebook.op import Cost, Dims, Op, Variant
 
 __all__ = ["OPS", "PAGE", "SOFTMAX", "SOFTMAX_BACKWARD"]
@@ -104,7 +105,7 @@ def _torch_backward(y: Tensor, dy: Tensor) -> Tensor:
 
 
 def _torch_compile_backward(y: Tensor, dy: Tensor) -> Tensor:
-    return compiled(_softmax_backward_eager)(y, dy)
+    return compiled(softmax_backward_eager)(y, dy)
 
 
 def _liger_backward(y: Tensor, dy: Tensor) -> Tensor:
@@ -202,7 +203,7 @@ SOFTMAX_BACKWARD = Op(
     make=_make_backward,
     cost=_cost_backward,
     variants={
-        "eager": Variant(_softmax_backward_eager, cost=_cost_backward_eager, needs=(), prepare=_after_forward),
+        "eager": Variant(softmax_backward_eager, cost=_cost_backward_eager, needs=(), prepare=_after_forward),
         "torch": Variant(_torch_backward, needs=(), prepare=_after_forward),
         "torch.compile": Variant(_torch_compile_backward, needs=(), prepare=_after_forward, recompiles=True),
         "fusebook": Variant(softmax_backward, needs=(), prepare=_after_forward),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
+import operator
 import threading
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -21,26 +22,6 @@ from torch._library.autograd import Info, make_autograd_impl
 from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.tools.tensor_descriptor import TensorDescriptor
-
-__all__ = [
-    "FLOATING",
-    "INTERPRETED",
-    "OPERATORS",
-    "Distance",
-    "Operator",
-    "apply",
-    "check_alike",
-    "check_device",
-    "check_tensor",
-    "empty",
-    "empty_like",
-    "gpu",
-    "launch",
-    "launching",
-    "overlapping",
-    "plans_aside",
-    "runs_on",
-]
 
 #: Whether Triton interprets; decided when it is imported.
 INTERPRETED: bool = triton.knobs.runtime.interpret
@@ -71,19 +52,7 @@ def runs_on(device: torch.device) -> bool:
 
 
 def check_device(name: str, tensor: Tensor) -> None:
-    """Refuse a tensor on a device where Triton cannot launch a kernel.
-
-    Parameters
-    ----------
-    name : str
-        The function that was called, for the message.
-    tensor : torch.Tensor
-
-    Raises
-    ------
-    ValueError
-        Where `tensor` is on the CPU and Triton does not interpret.
-    """
+    """Refuse, by ValueError, a tensor on the CPU where Triton does not interpret; `name` is for the message."""
     # A stand-in on another device, meta for instance, is only asked for its shape.
     if tensor.device.type in ("cpu", "cuda") and not runs_on(tensor.device):
         raise ValueError(
@@ -115,22 +84,9 @@ FLOATING: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16, torch.float3
 def check_tensor(name: str, what: str, value: object, dtypes: Sequence[torch.dtype] = FLOATING) -> None:
     """Refuse what is not a dense tensor of one of `dtypes`, whose numbers stand in memory as they are.
 
-    Parameters
-    ----------
-    name : str
-        The function that was called, for the message.
-    what : str
-        The argument, for the message.
-    value : object
-    dtypes : sequence of torch.dtype
-
-    Raises
-    ------
-    TypeError
-        Where `value` is no tensor, of another dtype, or not dense.
-    ValueError
-        Where `value` is a view that negates what it shows, as the imaginary part of a conjugate is: a kernel would read
-        the numbers with their old sign.
+    `name` is the function that was called, and `what` the argument, for the message. TypeError for what is no tensor,
+    of another dtype, or not dense; ValueError for a view that negates what it shows, as the imaginary part of a
+    conjugate is: a kernel would read the numbers with their old sign.
     """
     if not isinstance(value, Tensor):
         raise TypeError(
@@ -150,27 +106,9 @@ def check_tensor(name: str, what: str, value: object, dtypes: Sequence[torch.dty
 
 
 def check_alike(name: str, what: str, value: Tensor, model: str, other: Tensor, *, dtype: bool = True) -> None:
-    """Refuse a tensor whose device, or dtype, is not that of another argument.
+    """Refuse a tensor whose device, or dtype, is not that of `other`, which is the argument `model`.
 
-    Parameters
-    ----------
-    name : str
-        The function that was called, for the message.
-    what : str
-        The argument, for the message.
-    value : torch.Tensor
-    model : str
-        The argument that it must resemble, for the message.
-    other : torch.Tensor
-    dtype : bool
-        Whether the dtypes must be equal too.
-
-    Raises
-    ------
-    TypeError
-        Where the dtypes differ.
-    ValueError
-        Where the devices differ.
+    TypeError where the dtypes differ, unless `dtype` is False; ValueError where the devices differ.
     """
     if dtype and value.dtype != other.dtype:
         raise TypeError(
@@ -180,6 +118,28 @@ def check_alike(name: str, what: str, value: Tensor, model: str, other: Tensor, 
         raise ValueError(
             f"{name}: expected {what} on {other.device} as {model} is, got {value.device}; move one of them"
         )
+
+
+def integer(name: str, what: str, value: Any, remedy: str) -> int:
+    """An argument that counts, as Python's int: NumPy's integers too, but no bool, no float and no tensor.
+
+    `name`, `what` and `remedy` are for the message: the function, the argument and what to do.
+    """
+    if isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool):
+        return value  # type: ignore[return-value]
+    if isinstance(value, (bool, Tensor)) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name}: expected {what} to be an integer, got {type(value).__name__}; {remedy}")
+    return operator.index(value)
+
+
+def capturing(x: Tensor) -> bool:
+    """Whether a graph is captured, so that nobody may wait for values."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def accumulated(dtype: torch.dtype) -> torch.dtype:
+    """What numbers of a dtype are added up in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 # Launching ------------------------------------------------------------------------------------------------------------
@@ -276,6 +236,11 @@ def apply(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
         result = function(*args, **options)
     tape.applied(function, args, options, result)
     return result
+
+
+def contiguous(x: Tensor) -> Tensor:
+    """Without gaps, the last axis dense; copied where it is not."""
+    return x if x.is_contiguous() else apply(Tensor.contiguous, x)
 
 
 #: Operations of torch that leave nothing behind that a replay would miss, views aside.

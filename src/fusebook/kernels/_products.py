@@ -117,44 +117,21 @@ _WITHIN = 0.01  # times that are closer count as equal, and then the kernel is o
 
 
 class Plan(NamedTuple):
-    """How a product is launched.
+    """How a product is launched."""
 
-    Attributes
-    ----------
-    kernel : str
-        ``"tiles"``, ``"strided"``, or ``"torch"``: torch's own products, and then no more is said.
-    bm, bn, bk : int
-        The tile of the output, and the step along K.
-    group : int
-        Rows of tiles that are walked together.
-    split : int
-        Parts that a sum is cut into; 1 for tiles.
-    stages : int
-        Steps whose tiles are under way at once.
-    warps : int
-    flat : bool
-        Fetch for the next tile while this one is finished.
-    bulk : int
-        In how many parts the copy engine stores a tile; 0 where threads store it.
-    waves : int
-        Programs on each multiprocessor that walk over tiles; 0 for a program a tile.
-    swap, late : bool
-        Multiply transposes; be launched before the kernel ahead has ended. Of weights in one descriptor only.
-    """
-
-    kernel: str
-    bm: int = 0
+    kernel: str  # "tiles", "strided", or "torch": torch's own products, and then no more is said
+    bm: int = 0  # the tile of the output
     bn: int = 0
-    bk: int = 0
-    group: int = 8
-    split: int = 1
-    stages: int = 3
+    bk: int = 0  # the step along K
+    group: int = 8  # rows of tiles that are walked together
+    split: int = 1  # parts that a sum is cut into; 1 for tiles
+    stages: int = 3  # steps whose tiles are under way at once
     warps: int = 8
-    flat: bool = False
-    bulk: int = 0
-    waves: int = 1
-    swap: bool = False
-    late: bool = False
+    flat: bool = False  # fetch for the next tile while this one is finished
+    bulk: int = 0  # in how many parts the copy engine stores a tile; 0 where threads store it
+    waves: int = 1  # programs on each multiprocessor that walk over tiles; 0 for a program a tile
+    swap: bool = False  # multiply transposes; of weights in one descriptor only, and so is the next
+    late: bool = False  # be launched before the kernel ahead has ended
 
 
 class Tuned(NamedTuple):
@@ -165,16 +142,9 @@ class Tuned(NamedTuple):
 
 
 def read(file: pathlib.Path) -> dict[tuple[str, str, str, str], Tuned]:
-    """What ``python -m fusebook.tune`` has written: a row a plan.
+    """What ``python -m fusebook.tune`` has written, a row a plan, by capability, math, layout and class of shape.
 
-    Parameters
-    ----------
-    file : pathlib.Path
-
-    Returns
-    -------
-    dict
-        By capability, math, layout and class of shape; empty where there is no such file.
+    Empty where there is no such file.
     """
     if not file.exists():
         return {}
@@ -199,19 +169,11 @@ def _tuned(name: str) -> dict[tuple[str, str], dict[str, Tuned]]:
 
 
 def shape_class(M: int, N: int) -> str:
-    """The class of an output's shape, whose members share a plan.
+    """The class of an output's shape, whose members share a plan; N are the columns of all weights together.
 
-    Parameters
-    ----------
-    M, N : int
-        Rows, and the columns of all weights together.
-
-    Returns
-    -------
-    str
-        ``"rows 16"``, ``"rows 32"`` or ``"rows 64"`` up to so many rows. Above, ``"2**k"`` with an odd k for sizes
-        M * N from ``2**(k - 1)`` to below ``2**(k + 1)``; the first class, k = 15, takes what is smaller and the last,
-        k = 27, what is larger.
+    ``"rows 16"``, ``"rows 32"`` or ``"rows 64"`` up to so many rows. Above, ``"2**k"`` with an odd k for sizes M * N
+    from ``2**(k - 1)`` to below ``2**(k + 1)``; the first class, k = 15, takes what is smaller and the last, k = 27,
+    what is larger.
     """
     for rows in (16, 32, 64):
         if M <= rows:
@@ -257,27 +219,12 @@ def _gemm_plan(
 ) -> Plan:
     """Choose the kernel and its constants.
 
-    Parameters
-    ----------
-    name : str
-        ``"concat_gemm"`` or ``"swiglu"``: the latter keeps two sums, so its tiles are half as wide.
-    sizes : tuple of int
-        M, and the columns of all weights together.
-    math : str
-        ``"half"``, ``"tf32"``, ``"float32"`` or ``"float64"``, for which there is no kernel of ours.
-    layout : str
-        Of the weights: ``"row"``, ``"column"`` or ``"any"``, and behind the former ``" apart"`` or ``" short"`` where
-        `_kind` says so.
-    aligned : bool
-        Whether tensor descriptors can be made.
-    hardware : tuple
-        The GPU's capability, None for the interpreter, and its multiprocessors.
-    strategy : str, optional
-        One of `STRATEGIES`; the faster one where None.
-
-    Returns
-    -------
-    Plan
+    `name` is ``"concat_gemm"`` or ``"swiglu"``, which keeps two sums, so that its tiles are half as wide. `sizes` are
+    M, and the columns of all weights together. `math` is ``"half"``, ``"tf32"``, ``"float32"`` or ``"float64"``, for
+    which there is no kernel of ours. `layout` is that of the weights, ``"row"``, ``"column"`` or ``"any"``, and behind
+    the former ``" apart"`` or ``" short"`` where `_kind` says so. `aligned`: tensor descriptors can be made. `hardware`
+    is the GPU's capability, None for the interpreter, and its multiprocessors. `strategy` is one of `STRATEGIES`; the
+    faster where None.
     """
     if strategy == "views" or math == "float64":
         return Plan("torch")
@@ -326,7 +273,7 @@ def _gemm_plan(
 _plan = functools.lru_cache(maxsize=4096)(_gemm_plan)
 
 
-def _layout(w: Tensor) -> str:
+def layout_of(w: Tensor) -> str:
     """Which axis of a weight lies side by side in memory; an axis of length one may count as either."""
     K, N = w.shape
     rows, columns = w.stride()
@@ -448,7 +395,7 @@ def _tf32_allowed() -> bool:
 
 
 @contextlib.contextmanager
-def _torch_in_tf32(on: bool) -> Iterator[None]:
+def torch_in_tf32(on: bool) -> Iterator[None]:
     """Torch's own products of float32 in TF32, or not."""
     matmul = torch.backends.cuda.matmul
     before = matmul.fp32_precision
@@ -463,7 +410,7 @@ def _torch_in_tf32(on: bool) -> Iterator[None]:
 
 
 def _mm(x: Tensor, w: Tensor, out: Tensor, tf32: bool) -> None:
-    with _torch_in_tf32(tf32):
+    with torch_in_tf32(tf32):
         torch.mm(x, w, out=out)
 
 

@@ -31,7 +31,6 @@ from ._products import (
     _ends,
     _kind,
     _late,
-    _layout,
     _leading,
     _math,
     _matrix,
@@ -51,6 +50,7 @@ from ._products import (
     _tf32_allowed,
     _tiles_of,
     _workspace,
+    layout_of,
 )
 
 __all__ = ["concat_gemm", "concat_gemm_eager"]
@@ -276,8 +276,8 @@ def _into(out: Tensor, x: Tensor, weights: Sequence[Tensor], tf32: bool, strateg
     out = out.view(M, N)
     math, hardware = _math(x.dtype, tf32), gpu(x.device)
     weights = [w for w in weights if w.shape[1]]
-    layouts = [_layout(w) for w in weights]
-    fetchable = _layout(x) == "row" and _describable(x, "row")
+    layouts = [layout_of(w) for w in weights]
+    fetchable = layout_of(x) == "row" and _describable(x, "row")
     # Plans were tuned on columns that begin at multiples of 16 bytes: their notes on torch do not hold for others.
     ragged = math == "half" and _ragged((w.shape[1] for w in weights), x.element_size())
     start = at = 0

@@ -249,21 +249,10 @@ class Axis(NamedTuple):
 
 
 def _fold(shape: Sequence[int], out: Sequence[int], ins: Sequence[Sequence[int]]) -> list[Axis]:
-    """As few axes as there can be, the one along which results are neighbours last.
+    """As few axes as there can be, the one along which results are neighbours last; none for a single element.
 
-    Parameters
-    ----------
-    shape : sequence of int
-        Without zeros.
-    out : sequence of int
-        Strides of the results, which have no gaps.
-    ins : sequence of sequence of int
-        Strides of the operands, 0 where they are broadcast.
-
-    Returns
-    -------
-    list of Axis
-        Empty where there is a single element.
+    `shape` is without zeros, `out` are the strides of the results, which have no gaps, and `ins` those of the operands,
+    0 where they are broadcast.
     """
     axes = [Axis(n, out[i], tuple(s[i] for s in ins)) for i, n in enumerate(shape) if n > 1]
     axes.sort(key=lambda axis: -axis.out)
@@ -280,29 +269,15 @@ def _fold(shape: Sequence[int], out: Sequence[int], ins: Sequence[Sequence[int]]
 
 
 class Plan(NamedTuple):
-    """How an expression is launched.
+    """How an expression is launched."""
 
-    Attributes
-    ----------
-    flat : bool
-        Whether `_elementwise_flat` is launched, or else `_elementwise_tiles`.
-    copied : bool
-        Whether operands are first copied into the layout of the results.
-    programs : int
-        Of the grid.
-    B, R, C : Axis
-        For tiles.
-    constants : dict
-        Constant arguments and the number of warps.
-    """
-
-    flat: bool
-    copied: bool
+    flat: bool  # by `_elementwise_flat`, or else by `_elementwise_tiles`
+    copied: bool  # operands are first copied into the layout of the results
     programs: int
     B: Axis
     R: Axis
     C: Axis
-    constants: dict[str, int]
+    constants: dict[str, int]  # and the number of warps
 
 
 def _elementwise_plan(
@@ -314,18 +289,8 @@ def _elementwise_plan(
 ) -> Plan:
     """Choose the kernel and its constants.
 
-    Parameters
-    ----------
-    shape, out, ins
-        As those of `_fold`.
-    itemsize : int
-        Bytes of an element of the widest tensor.
-    capability : tuple of int, optional
-        The GPU's; None for the interpreter, whose cost is the number of programs.
-
-    Returns
-    -------
-    Plan
+    The first three are those of `_fold`; `itemsize` is that of the widest tensor, and `capability` None in the
+    interpreter, whose cost is the number of programs.
     """
     size = math.prod(shape)
     axes = _fold(shape, out, ins)

@@ -1,13 +1,12 @@
-"""K-means: which of k centres is nearest to each of n points, and where the centres should be instead.
+"""K-means: which of k centres is nearest to each of n points.
 
 For points ``x [n, d]`` and centres ``c [k, d]``,
 
-    label[i]  = the j with the least |x[i] - c[j]|, the lowest such j where several are equally near
-    centre[j] = mean of x[i] over all i with label[i] == j
+    label[i] = the j with the least |x[i] - c[j]|, the lowest such j where several are equally near
 
-Fused: differences, squares, their sums over d, and the search for the least over k; the update may share the pass. The
-chain of separate operations writes nkd differences and reads them again, then nk distances. The least is to read nd
-and to write n labels.
+Fused: differences, squares, their sums over d, and the search for the least over k; the update, see `kmeans_update`,
+may share the pass. The chain of separate operations writes nkd differences and reads them again, then nk distances. The
+least is to read nd and to write n labels.
 
 Few coordinates: a point lives in registers, and its distances are sums of squared differences. More coordinates: the
 distances are a matrix product, since ``|x - c|**2 = |x|**2 - 2 x.c + |c|**2``, which is fast on tensor cores and loses
@@ -16,31 +15,34 @@ candidates are closer to each other than the product's error can tell apart is p
 list are compared again by differences. Labels are those of differences in either way. Up to 128 centres are one tile of
 the product: a point is read once, and who is in doubt is compared with the candidates alone.
 
-Sums are float32 at least (float64 in float64) and always added in the same order: the same bits in every run. Limits:
-points and centres that are not contiguous are copied first.
+Limits: points and centres that are not contiguous are copied first.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
-import sys
-import warnings
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._operator import Operator, apply, check_alike, check_device, check_tensor, empty, gpu, launch
+from ._operator import (
+    Operator,
+    accumulated,
+    apply,
+    capturing,
+    check_device,
+    contiguous,
+    empty,
+    gpu,
+    launch,
+)
+from ._points import LABELS, Plan, check_centres, check_points, launch_few, refuse_not_finite, tensors
 
-__all__ = ["kmeans_assign", "kmeans_assign_eager", "kmeans_update", "kmeans_update_eager"]
-
-#: What points and centres may be, and labels.
-DTYPES = (torch.float16, torch.float32, torch.float64)
-LABELS = (torch.int64, torch.int32, torch.uint8)
+__all__ = ["kmeans_assign", "kmeans_assign_eager"]
 
 # The unfused chain ---------------------------------------------------------------------------------------------------
 
@@ -66,229 +68,9 @@ def kmeans_assign_eager(points: Tensor, centres: Tensor, label_dtype: torch.dtyp
     return distance.argmin(0).to(label_dtype)  # read nk, write n labels
 
 
-def kmeans_update_eager(points: Tensor, labels: Tensor, k: int) -> Tensor:
-    """The mean of the points of each label, by atomic additions: what their order costs.
-
-    Parameters
-    ----------
-    points : torch.Tensor
-        ``[n, d]``.
-    labels : torch.Tensor
-        ``[n]``.
-    k : int
-
-    Returns
-    -------
-    torch.Tensor
-        ``[k, d]``, of the dtype of `points`; NaN where a label has no points.
-    """
-    wide = points if points.dtype == torch.float64 else points.float()
-    sums = wide.new_zeros(k, points.shape[1]).index_add_(0, labels.long(), wide)  # read nd and n labels
-    counts = wide.new_zeros(k).index_add_(0, labels.long(), wide.new_ones(()).expand(len(labels)))  # read n labels
-    return (sums / counts[:, None]).to(points.dtype)
-
-
 # Kernels -------------------------------------------------------------------------------------------------------------
 #
 # Points are [n, D] and contiguous. Addresses are int64, because n D may be more than 2**31.
-
-
-@triton.jit
-def _coordinates(
-    points_ptr, first, n, D: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr, EVICT: tl.constexpr,
-    FLOAT: tl.constexpr,
-):  # fmt: skip
-    """The D coordinates of BLOCK points from `first` on, as D tensors [BLOCK]. WHOLE: all of them are there."""
-    points_ptr += first * D
-    left = n - first
-    i = tl.arange(0, BLOCK)
-    if D == 2 or D == 4 or D == 8:
-        # Neighbours are loaded side by side, 16 bytes a thread, and told apart in registers.
-        at = tl.arange(0, BLOCK * D)  # [BLOCK * D]
-        if WHOLE:
-            x = tl.load(points_ptr + at, eviction_policy=EVICT)  # read nD
-        else:
-            x = tl.load(points_ptr + at, mask=at < left * D, other=0.0)
-        x = x.to(FLOAT)
-        if D == 2:
-            a, b = tl.split(tl.reshape(x, [BLOCK, 2]))
-            xs = (a, b)
-        elif D == 4:
-            even, odd = tl.split(tl.reshape(x, [BLOCK, 2, 2]))
-            a, c = tl.split(even)
-            b, d = tl.split(odd)
-            xs = (a, b, c, d)  # type: ignore[assignment]
-        else:
-            even, odd = tl.split(tl.reshape(x, [BLOCK, 2, 2, 2]))
-            even, other = tl.split(even)  # 0 and 4, 2 and 6
-            a, e = tl.split(even)
-            c, g = tl.split(other)
-            odd, other = tl.split(odd)
-            b, f = tl.split(odd)
-            d, h = tl.split(other)
-            xs = (a, b, c, d, e, f, g, h)  # type: ignore[assignment]
-    else:
-        xs = ()  # type: ignore[assignment]
-        for a in tl.static_range(D):
-            # Every D-th number: the L1 cache keeps the line for the other coordinates.
-            if WHOLE:
-                x = tl.load(points_ptr + i * D + a)  # [BLOCK]; read nD
-            else:
-                x = tl.load(points_ptr + i * D + a, mask=i < left, other=0.0)
-            xs += (x.to(FLOAT),)  # type: ignore[assignment]
-    return xs
-
-
-@triton.jit
-def _nearest(
-    xs, FIRST: tl.constexpr, centres_ptr, K, D: tl.constexpr, FEW: tl.constexpr, BLOCK: tl.constexpr,
-    FLOAT: tl.constexpr,
-):  # fmt: skip
-    """The nearest centre [BLOCK] of the points whose coordinates are xs[FIRST] and the next ones.
-
-    FEW: that many centres, unrolled; 0 where they are in a loop.
-    """
-    best = tl.full([BLOCK], float("inf"), FLOAT)
-    label = tl.zeros([BLOCK], tl.int32)
-    if FEW > 0:
-        for j in tl.static_range(FEW):
-            distance = tl.zeros([BLOCK], FLOAT)
-            for a in tl.static_range(D):
-                difference = xs[FIRST + a] - tl.load(centres_ptr + j * D + a).to(FLOAT)
-                distance += difference * difference
-            closer = distance < best  # NaN is not closer, so a point with NaN keeps label 0
-            best = tl.where(closer, distance, best)
-            label = tl.where(closer, j, label)
-    else:
-        for j in range(K):
-            distance = tl.zeros([BLOCK], FLOAT)
-            for a in tl.static_range(D):
-                difference = xs[FIRST + a] - tl.load(centres_ptr + j * D + a).to(FLOAT)
-                distance += difference * difference
-            closer = distance < best
-            best = tl.where(closer, distance, best)
-            label = tl.where(closer, j, label)
-    return label
-
-
-@triton.jit
-def _few_steps(
-    labels_ptr, sums_ptr, points_ptr, centres_ptr, start, n, K,
-    D: tl.constexpr, FEW: tl.constexpr, ASSIGN: tl.constexpr, SUMS: tl.constexpr, STEPS: tl.constexpr,
-    BLOCK: tl.constexpr, WHOLE: tl.constexpr, EVICT: tl.constexpr, FLOAT: tl.constexpr,
-):  # fmt: skip
-    """STEPS times BLOCK points from `start` on; WHOLE: all of them are there."""
-    i = tl.arange(0, BLOCK)
-    # All loads before the first store: a compiler that cannot know whether they overlap would keep them in turn.
-    xs = ()
-    labels = ()
-    for step in tl.static_range(STEPS):
-        first = start + step * BLOCK
-        xs += _coordinates(points_ptr, first, n, D, BLOCK, WHOLE, EVICT, FLOAT)
-        if not ASSIGN:
-            if WHOLE:
-                label = tl.load(labels_ptr + first + i)  # read n labels
-            else:
-                label = tl.load(labels_ptr + first + i, mask=i < n - first, other=0)
-            labels += (label,)  # type: ignore[assignment]
-    sums = ()
-    if SUMS:
-        for _ in tl.static_range(FEW * (D + 1)):
-            sums += (tl.zeros([BLOCK], FLOAT),)  # type: ignore[assignment]
-    for step in tl.static_range(STEPS):
-        first = start + step * BLOCK
-        if ASSIGN:
-            label = _nearest(xs, step * D, centres_ptr, K, D, FEW, BLOCK, FLOAT)
-            if WHOLE:
-                tl.store(labels_ptr + first + i, label.to(labels_ptr.dtype.element_ty))  # write n labels
-            else:
-                tl.store(labels_ptr + first + i, label.to(labels_ptr.dtype.element_ty), mask=i < n - first)
-        else:
-            label = labels[step]
-        if SUMS:
-            more = ()
-            for j in tl.static_range(FEW):
-                mine = label == j
-                if not WHOLE:
-                    mine = mine & (i < n - first)
-                for a in tl.static_range(D):
-                    more += (sums[j * (D + 1) + a] + tl.where(mine, xs[step * D + a], 0.0),)  # type: ignore[assignment]
-                more += (sums[j * (D + 1) + D] + mine.to(FLOAT),)  # type: ignore[assignment]
-            sums = more
-    if SUMS:
-        for s in tl.static_range(FEW * (D + 1)):
-            tl.store(sums_ptr + s, tl.sum(sums[s], 0))
-
-
-@triton.jit
-def _kmeans_few(
-    labels_ptr, sums_ptr, points_ptr, centres_ptr, n, K,
-    D: tl.constexpr, FEW: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Few coordinates: STEPS times BLOCK points a program, in registers.
-
-    With centres, labels are found and stored; else they are loaded. With sums, the program leaves what its points of
-    each centre add up to, coordinate by coordinate, and how many they are.
-    """
-    ASSIGN: tl.constexpr = centres_ptr is not None
-    SUMS: tl.constexpr = sums_ptr is not None
-    FLOAT: tl.constexpr = tl.float64 if points_ptr.dtype.element_ty == tl.float64 else tl.float32
-    # Nothing is read twice, so points need not push out what the cache holds and has yet to write. That pays where
-    # little is written, and costs a little where much is.
-    EVICT: tl.constexpr = "evict_first" if labels_ptr.dtype.element_ty == tl.uint8 else ""
-    start = tl.program_id(0).to(tl.int64) * (STEPS * BLOCK)
-    if sums_ptr is not None:
-        sums_ptr += tl.program_id(0).to(tl.int64) * (FEW * (D + 1))
-    if start + STEPS * BLOCK <= n:  # without masks, so that loads and stores are 16 bytes wide whatever n is
-        _few_steps(
-            labels_ptr, sums_ptr, points_ptr, centres_ptr, start, n, K,
-            D, FEW, ASSIGN, SUMS, STEPS, BLOCK, True, EVICT, FLOAT,
-        )  # fmt: skip
-    else:
-        _few_steps(
-            labels_ptr, sums_ptr, points_ptr, centres_ptr, start, n, K,
-            D, FEW, ASSIGN, SUMS, STEPS, BLOCK, False, EVICT, FLOAT,
-        )  # fmt: skip
-
-
-@triton.jit
-def _kmeans_groups(groups_ptr, sums_ptr, PARTS, WIDTH, EACH, BLOCK: tl.constexpr, BLOCK_W: tl.constexpr):
-    """EACH neighbouring parts of sums [PARTS, WIDTH] added in float64, in a fixed order."""
-    begin = tl.program_id(0) * EACH
-    end = tl.minimum(begin + EACH, PARTS)
-    columns = tl.arange(0, BLOCK_W)
-    total = tl.zeros([BLOCK, BLOCK_W], tl.float64)
-    for first in range(begin, end, BLOCK):
-        part = first + tl.arange(0, BLOCK)
-        live = (part < end)[:, None] & (columns < WIDTH)[None, :]
-        at = part.to(tl.int64)[:, None] * WIDTH + columns[None, :]
-        total += tl.load(sums_ptr + at, mask=live, other=0.0).to(tl.float64)
-    tl.store(groups_ptr + tl.program_id(0) * WIDTH + columns, tl.sum(total, 0), mask=columns < WIDTH)
-
-
-@triton.jit
-def _kmeans_means(out_ptr, sums_ptr, old_ptr, PARTS, K, D, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
-    """A centre: the parts of its sum, and of its number, added in float64 in a fixed order, and divided.
-
-    One without points is the old one, where there are old ones.
-    """
-    j = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)  # [BLOCK_D]
-    part = tl.arange(0, BLOCK)
-    total = tl.zeros([BLOCK, BLOCK_D], tl.float64)
-    count = tl.zeros([BLOCK], tl.float64)
-    for first in range(0, PARTS, BLOCK):
-        live = first + part < PARTS
-        at = ((first + part).to(tl.int64) * K + j) * (D + 1)  # [BLOCK]
-        inside = live[:, None] & (columns < D)[None, :]
-        total += tl.load(sums_ptr + at[:, None] + columns[None, :], mask=inside, other=0.0).to(tl.float64)
-        count += tl.load(sums_ptr + at + D, mask=live, other=0.0).to(tl.float64)
-    many = tl.sum(count, 0)
-    mean = tl.sum(total, 0) / many  # [BLOCK_D]; NaN where nothing was added: the mean of nothing
-    if old_ptr is not None:
-        old = tl.load(old_ptr + j * D + columns, mask=columns < D, other=0.0).to(tl.float64)
-        mean = tl.where(many > 0, mean, old)
-    tl.store(out_ptr + j * D + columns, mean.to(out_ptr.dtype.element_ty), mask=columns < D)
 
 
 @triton.jit
@@ -640,69 +422,11 @@ def _kmeans_differences(
         first += step
 
 
-@triton.jit
-def _kmeans_keys(keys_ptr, labels_ptr, n, K, BLOCK: tl.constexpr):
-    """Labels in a narrow dtype that holds K, which stands for all that are out of range."""
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    label = tl.load(labels_ptr + i, mask=i < n, other=0).to(tl.int64)  # read n labels; compared before it is narrowed
-    key = tl.where((label >= 0) & (label < K), label, K)
-    tl.store(keys_ptr + i, key.to(keys_ptr.dtype.element_ty), mask=i < n)
-
-
-@triton.jit
-def _kmeans_segments(
-    sums_ptr, points_ptr, order_ptr, bounds_ptr, D, K, PARTS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr
-):  # fmt: skip
-    """One of PARTS of a centre's points, which stand side by side in `order`: their sum and their number."""
-    FLOAT: tl.constexpr = sums_ptr.dtype.element_ty
-    j = tl.program_id(0) // PARTS
-    part = tl.program_id(0) % PARTS
-    columns = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)  # [BLOCK_D]
-    begin = tl.load(bounds_ptr + j).to(tl.int64)
-    count = tl.load(bounds_ptr + j + 1).to(tl.int64) - begin
-    low = begin + count * part // PARTS
-    high = begin + count * (part + 1) // PARTS
-    rows = tl.arange(0, BLOCK)
-    total = tl.zeros([BLOCK, BLOCK_D], FLOAT)
-    while low < high:
-        live = low + rows < high
-        i = tl.load(order_ptr + low + rows, mask=live, other=0).to(tl.int64)  # [BLOCK]
-        inside = live[:, None] & (columns < D)[None, :]
-        total += tl.load(points_ptr + i[:, None] * D + columns[None, :], mask=inside, other=0.0).to(FLOAT)  # read nD
-        low += BLOCK
-    sums_ptr += (part.to(tl.int64) * K + j) * (D + 1)
-    tl.store(sums_ptr + columns, tl.sum(total, 0), mask=columns < D)
-    if tl.program_id(1) == 0:
-        size = count * (part + 1) // PARTS - count * part // PARTS
-        tl.store(sums_ptr + D, size.to(FLOAT))
-
-
 # Plans ---------------------------------------------------------------------------------------------------------------
 
 
 #: Centres that one tile holds.
 _TILE = 128
-
-#: Programs that share the addition of many parts.
-_GROUPS = 64
-
-
-class Plan(NamedTuple):
-    """How labels are found.
-
-    ``few`` coordinates in registers, a ``tile`` of all centres that screens, a ``product`` of many that does, or
-    ``differences``.
-    """
-
-    how: str
-    block: int  # points a program
-    block_k: int = 1  # centres a tile
-    chunk: int = 1  # coordinates a tile
-    few: int = 0  # centres unrolled, 0 for a loop
-    steps: int = 1  # blocks of points a program
-    stages: int = 1
-    warps: int = 4
-    precision: str = ""  # of the product
 
 
 def _loose(precision: str, d: int) -> float:
@@ -772,62 +496,7 @@ def _kmeans_plan(
     return Plan(how, block=64, block_k=64, chunk=32, stages=2)
 
 
-def _sums_fit(d: int, k: int) -> bool:
-    """Whether a program can hold the sums of all centres in registers."""
-    return d <= 8 and k * (d + 1) <= 24
-
-
-def _sums_plan(d: int, k: int, assign: bool) -> Plan:
-    """How a pass leaves sums in registers, where labels are given, or with `assign` found in the same pass."""
-    # Loads enough on their way, and registers enough for them.
-    return Plan("few", block=512 if assign else 256, few=k, steps=max(1, (8 if assign else 16) // d))
-
-
-class Sums(NamedTuple):
-    """How many rows are added up, of so many columns each."""
-
-    parts: int  # programs, or groups of parts, that share what is added
-    block: int  # rows that are added at a time
-    wide: int  # columns a program
-
-
-def _narrowest(most: int) -> torch.dtype:
-    """The narrowest dtype that counts to a number: narrow keys are sorted in fewer passes."""
-    return next(dtype for dtype in (torch.uint8, torch.int16, torch.int32) if most <= torch.iinfo(dtype).max)
-
-
-def _segments_plan(d: int, k: int, capability: tuple[int, int] | None) -> Sums:
-    """How points that are sorted by label are added up."""
-    wide = min(triton.next_power_of_2(d), 128)
-    # Programs enough to fill a GPU, sums of sums few enough; in the interpreter each program costs.
-    return Sums(max(1, min(64, (12 if capability is None else 8192) // k)), max(1, 1024 // wide), wide)
-
-
-def _groups_plan(parts: int, d: int, k: int) -> Sums | None:
-    """How parts of sums are added up in groups; None where they are few, or wide."""
-    if parts <= 8 * _GROUPS or k * (d + 1) > 64:
-        return None
-    # k programs alone would take longer to add thousands of parts than all others took to leave them.
-    return Sums(_GROUPS, 64, triton.next_power_of_2(k * (d + 1)))
-
-
-def _means_plan(parts: int, d: int) -> Sums:
-    """How the last parts of sums become centres."""
-    wide = min(triton.next_power_of_2(d), 128)
-    return Sums(parts, min(max(1, 2048 // wide), triton.next_power_of_2(parts)), wide)
-
-
 # Launchers -----------------------------------------------------------------------------------------------------------
-
-
-def accumulated(dtype: torch.dtype) -> torch.dtype:
-    """What numbers of a dtype are added up in."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def _whole(x: Tensor) -> Tensor:
-    """Without gaps; copied where it has some."""
-    return x if x.is_contiguous() else apply(Tensor.contiguous, x)
 
 
 def _memory(device: torch.device, *wanted: tuple[tuple[int, ...], torch.dtype]) -> list[Tensor]:
@@ -837,42 +506,6 @@ def _memory(device: torch.device, *wanted: tuple[tuple[int, ...], torch.dtype]) 
     memory = empty(starts[-1:], torch.uint8, device)
     cut = zip(wanted, sizes, starts, strict=False)
     return [memory[start : start + size].view(dtype).view(shape) for (shape, dtype), size, start in cut]
-
-
-def _parts(points: Tensor, k: int, plan: Plan) -> Tensor:
-    """Memory for the sums of a pass, one part a program."""
-    n, d = points.shape
-    return empty((triton.cdiv(n, plan.steps * plan.block), k * (d + 1)), accumulated(points.dtype), points.device)
-
-
-def _launch_few(
-    labels: Tensor, parts: Tensor | None, points: Tensor, centres: Tensor | None, k: int, plan: Plan
-) -> None:  # fmt: skip
-    """Labels where there are centres, parts of sums, or both, in one pass."""
-    n, d = points.shape
-    launch(
-        _kmeans_few, (triton.cdiv(n, plan.steps * plan.block),),
-        labels, parts, points, centres, n, k,
-        D=d, FEW=plan.few, STEPS=plan.steps, BLOCK=plan.block, num_warps=plan.warps,
-    )  # fmt: skip
-
-
-def _launch_means(out: Tensor, parts: Tensor, old: Tensor | None) -> None:
-    """Centres from parts ``[PARTS, k (d + 1)]`` of their sums."""
-    (k, d), (many, width) = out.shape, parts.shape
-    together = _groups_plan(many, d, k)
-    if together is not None:
-        groups = empty((together.parts, width), torch.float64, parts.device)
-        launch(
-            _kmeans_groups, (together.parts,),
-            groups, parts, many, width, triton.cdiv(many, together.parts), BLOCK=together.block, BLOCK_W=together.wide,
-        )  # fmt: skip
-        parts = groups
-    plan = _means_plan(len(parts), d)
-    launch(
-        _kmeans_means, (k, triton.cdiv(d, plan.wide)),
-        out, parts, old, len(parts), k, d, BLOCK=plan.block, BLOCK_D=plan.wide,
-    )  # fmt: skip
 
 
 def _launch_tile(labels: Tensor, points: Tensor, centres: Tensor, plan: Plan) -> None:
@@ -967,37 +600,19 @@ def _launch_differences(
     )  # fmt: skip
 
 
-def _launch_segments(points: Tensor, labels: Tensor, k: int) -> Tensor:
-    """Sort by label, add up what stands side by side; returns parts of sums."""
-    (n, d), device = points.shape, points.device
-    # k stands for what is out of range: it comes last and belongs to nobody.
-    keys = empty((n,), _narrowest(k), device)
-    launch(_kmeans_keys, (triton.cdiv(n, 1024),), keys, labels, n, k, BLOCK=1024)
-    keys, order = apply(torch.sort, keys, stable=True)
-    numbers = apply(torch.arange, k + 1, dtype=torch.int32, device=device)
-    bounds = apply(torch.searchsorted, apply(Tensor.to, keys, torch.int32), numbers)
-    plan = _segments_plan(d, k, gpu(device)[0])
-    sums = empty((plan.parts, k * (d + 1)), accumulated(points.dtype), device)
-    launch(
-        _kmeans_segments, (k * plan.parts, triton.cdiv(d, plan.wide)),
-        sums, points, order, bounds, d, k, PARTS=plan.parts, BLOCK=plan.block, BLOCK_D=plan.wide,
-    )  # fmt: skip
-    return sums
-
-
-def _assign_outputs(points: Tensor, centres: Tensor, label_dtype: torch.dtype) -> Tensor:
+def assign_outputs(points: Tensor, centres: Tensor, label_dtype: torch.dtype) -> Tensor:
     return empty(points.shape[:1], label_dtype, points.device)
 
 
-def _assign_into(labels: Tensor, points: Tensor, centres: Tensor, label_dtype: torch.dtype) -> None:
+def assign_into(labels: Tensor, points: Tensor, centres: Tensor, label_dtype: torch.dtype) -> None:
     d, k = points.shape[1], len(centres)
     if d == 0 or k == 1:
         apply(Tensor.zero_, labels)
         return
-    points, centres = _whole(points), _whole(centres)
+    points, centres = contiguous(points), contiguous(centres)
     plan = _kmeans_plan(d, k, points.dtype, labels.element_size(), gpu(points.device)[0])
     if plan.how == "few":
-        _launch_few(labels, None, points, centres, k, plan)
+        launch_few(labels, None, points, centres, k, plan)
     elif plan.how == "tile":
         _launch_tile(labels, points, centres, plan)
     elif plan.how == "product":
@@ -1012,125 +627,10 @@ def _assign_into(labels: Tensor, points: Tensor, centres: Tensor, label_dtype: t
         _launch_differences(labels, points, turned, k, plan, None, None)
 
 
-def _update_outputs(points: Tensor, labels: Tensor, k: int, old: Tensor | None) -> Tensor:
-    return empty((k, points.shape[1]), points.dtype, points.device)
-
-
-def _update_into(out: Tensor, points: Tensor, labels: Tensor, k: int, old: Tensor | None) -> None:
-    n, d = points.shape
-    if n == 0:
-        apply(Tensor.fill_, out, math.nan) if old is None else apply(Tensor.copy_, out, old)
-        return
-    points, labels = _whole(points), _whole(labels)
-    if _sums_fit(d, k):
-        plan = _sums_plan(d, k, assign=False)
-        parts = _parts(points, k, plan)
-        _launch_few(labels, parts, points, None, k, plan)
-    else:
-        parts = _launch_segments(points, labels, k)
-    _launch_means(out, parts, None if old is None else _whole(old))
-
-
-def _step_outputs(points: Tensor, centres: Tensor, label_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    return _assign_outputs(points, centres, label_dtype), empty(centres.shape, centres.dtype, centres.device)
-
-
-def _step_into(
-    outs: tuple[Tensor, Tensor], points: Tensor, centres: Tensor, label_dtype: torch.dtype
-) -> None:  # fmt: skip
-    """In one pass over the points where the sums fit in registers."""
-    (labels, new), (n, d), k = outs, points.shape, len(centres)
-    points, centres = _whole(points), _whole(centres)
-    if n and d and _sums_fit(d, k):
-        plan = _sums_plan(d, k, assign=True)
-        parts = _parts(points, k, plan)
-        _launch_few(labels, parts, points, centres, k, plan)
-        _launch_means(new, parts, centres)
-        return
-    if n:
-        _assign_into(labels, points, centres, label_dtype)
-    if d:
-        _update_into(new, points, labels, k, centres)
-
-
 # Arguments -----------------------------------------------------------------------------------------------------------
 
 
-def refuse_not_finite(name: str, what: str, x: Tensor, remedy: str) -> None:
-    """Read all of `x` once and refuse NaN and infinities, naming the first. Waits for the GPU."""
-    x = x.detach()
-    if x.numel() == 0 or bool(torch.isfinite(x.sum(dtype=torch.float64))):
-        return
-    wrong = torch.isfinite(x).logical_not_()
-    if not bool(wrong.any()):  # the sum alone overflowed
-        return
-    at = int(wrong.reshape(-1).to(torch.uint8).argmax())
-    row, column = divmod(at, x.shape[1])
-    raise ValueError(
-        f"{name}: expected finite {what}, got {x[row, column].item()} at {what}[{row}, {column}]; {remedy}"
-    )
-
-
-def check_points(name: str, points: Tensor, what: str = "points") -> None:
-    """Refuse what is not ``[n, d]``, or ``[k, d]``, of a dtype that kernels take."""
-    check_tensor(name, what, points, DTYPES)
-    if points.dim() != 2:
-        rows = "n" if what == "points" else "k"
-        raise ValueError(
-            f"{name}: expected {what} of shape [{rows}, d], got {tuple(points.shape)}; give each one a row"
-        )
-
-
-def check_centres(name: str, points: Tensor, centres: Tensor, what: str = "centres") -> None:
-    """Refuse what are no centres of these points."""
-    check_points(name, centres, what)
-    check_alike(name, what, centres, "points", points)
-    if centres.shape[1] != points.shape[1]:
-        raise ValueError(
-            f"{name}: expected {what} of {points.shape[1]} coordinates as points have, got {centres.shape[1]}; "
-            "give both the same width"
-        )
-
-
-def check_k(name: str, k: Any) -> None:
-    """Refuse what is not a number of centres."""
-    if isinstance(k, bool) or not isinstance(k, (int, torch.SymInt)):
-        raise TypeError(f"{name}: expected k to be an integer, got {type(k).__name__}; give the number of centres")
-    if not isinstance(k, torch.SymInt) and not 1 <= k < 2**31:
-        raise ValueError(f"{name}: expected k from 1 to 2**31 - 1, got {k}; give the number of centres")
-
-
-def tensors(name: str, **given: Any) -> tuple[list[Any], bool]:
-    """NumPy arrays as tensors where the kernels run, and whether they were arrays: all of them or none."""
-    numpy: Any = sys.modules.get("numpy")  # who passes an array has imported it, and nobody else needs it
-    arrays = {what: v for what, v in given.items() if numpy is not None and isinstance(v, numpy.ndarray)}
-    if not arrays:
-        return list(given.values()), False
-    for what, value in given.items():
-        if value is not None and what not in arrays:
-            raise TypeError(
-                f"{name}: expected {what} to be a NumPy array as {next(iter(arrays))} is, got {type(value).__name__}; "
-                "give arrays only, or tensors only"
-            )
-    found: list[Any] = []
-    for value in given.values():
-        if value is None:
-            found.append(None)
-        elif torch.cuda.is_available():
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", UserWarning)  # it may be read-only: nobody writes to it
-                found.append(torch.from_numpy(numpy.ascontiguousarray(value)).cuda())
-        else:  # the interpreter wants memory of its own, which the points and the first centres may share
-            found.append(torch.from_numpy(numpy.array(value, order="C")))
-    return found, True
-
-
-def _capturing(x: Tensor) -> bool:
-    """Whether a graph is captured, so that nobody may wait for values."""
-    return x.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
-def _check_assign(
+def check_assign(
     points: Any, centres: Any, label_dtype: Any, check: bool = False, name: str = "kmeans_assign"
 ) -> tuple[Any, ...]:  # fmt: skip
     check_points(name, points)
@@ -1153,71 +653,19 @@ def _check_assign(
 
 def _read_assign(points: Tensor, centres: Tensor, label_dtype: torch.dtype, check: bool) -> None:
     name = "kmeans_assign"
-    if not check or _capturing(points):
+    if not check or capturing(points):
         return
     refuse_not_finite(name, "points", points, "mend it, or pass check=False, which gives such a point label 0")
     refuse_not_finite(name, "centres", centres, "mend it, or pass check=False, which chooses such a centre for none")
 
 
-def _check_update(points: Any, labels: Any, k: Any, centres: Any, check: bool) -> tuple[Any, ...]:
-    name = "kmeans_update"
-    check_points(name, points)
-    check_tensor(name, "labels", labels, LABELS)
-    check_alike(name, "labels", labels, "points", points, dtype=False)
-    if labels.shape != points.shape[:1]:
-        raise ValueError(
-            f"{name}: expected labels of shape [{points.shape[0]}], one for each point, got {tuple(labels.shape)}; "
-            "give each point one"
-        )
-    check_k(name, k)
-    if centres is not None:
-        check_centres(name, points, centres)
-        if centres.shape[0] != k:
-            raise ValueError(f"{name}: expected k = {k} centres, got {centres.shape[0]}; give one for each label")
-    check_device(name, points)
-    return points, labels, k, centres
-
-
-def _read_update(points: Tensor, labels: Tensor, k: int, centres: Tensor | None, check: bool) -> None:
-    name = "kmeans_update"
-    if not check or _capturing(points):
-        return
-    refuse_not_finite(name, "points", points, "mend it, or pass check=False, which lets it spoil its centre")
-    if labels.numel() == 0:
-        return
-    low, high = torch.stack(torch.aminmax(labels)).tolist()
-    if low < 0 or high >= k:
-        wide = labels.long()  # k need not fit into the dtype of labels
-        at = int(((wide < 0) | (wide >= k)).to(torch.uint8).argmax())
-        raise IndexError(
-            f"{name}: expected labels from 0 to {k - 1}, got {int(labels[at])} at labels[{at}]; mend it, or "
-            "pass check=False to leave such points out"
-        )
-
-
 _assign = Operator(
     "kmeans_assign",
     "(Tensor points, Tensor centres, ScalarType label_dtype) -> Tensor",
-    check=_check_assign,
-    outputs=_assign_outputs,
-    into=_assign_into,
+    check=check_assign,
+    outputs=assign_outputs,
+    into=assign_into,
     read=_read_assign,
-)
-_update = Operator(
-    "kmeans_update",
-    "(Tensor points, Tensor labels, SymInt k, Tensor? centres) -> Tensor",
-    check=_check_update,
-    outputs=_update_outputs,
-    into=_update_into,
-    read=_read_update,
-)
-#: Labels and new centres, an iteration of k-means: ``OPERATORS["kmeans_step"](points, centres, label_dtype)``.
-_step = Operator(
-    "kmeans_step",
-    "(Tensor points, Tensor centres, ScalarType label_dtype) -> (Tensor, Tensor)",
-    check=functools.partial(_check_assign, name="kmeans_step"),
-    outputs=_step_outputs,
-    into=_step_into,
 )
 
 
@@ -1273,49 +721,3 @@ def kmeans_assign(
     (points, centres), arrays = tensors("kmeans_assign", points=points, centres=centres)
     labels = _assign(points, centres, label_dtype, check)
     return labels.cpu().numpy() if arrays else labels
-
-
-def kmeans_update(points: Any, labels: Any, k: int, *, centres: Any = None, check: bool = True) -> Any:
-    """The mean of the points of each label, the same bits in every run.
-
-    Parameters
-    ----------
-    points : torch.Tensor or numpy.ndarray
-        ``[n, d]``, float16, float32 or float64.
-    labels : torch.Tensor or numpy.ndarray
-        ``[n]``, int64, int32 or uint8, from 0 to k - 1.
-    k : int
-        The number of centres.
-    centres : torch.Tensor or numpy.ndarray, optional
-        ``[k, d]``, the centres so far: one without points keeps its place. Where they are not given, the mean of
-        nothing is NaN.
-    check : bool, default True
-        Read the labels and the points first and refuse labels out of range and points that are not finite, which waits
-        for the GPU. Without it, and under torch.compile and graph capture, a point whose label is out of range is left
-        out.
-
-    Returns
-    -------
-    torch.Tensor or numpy.ndarray
-        ``[k, d]``, of the dtype of `points`.
-
-    Raises
-    ------
-    TypeError
-        For what is neither a tensor nor an array, other dtypes, a `k` that is no integer.
-    ValueError
-        For shapes or devices that do not match, and, with `check`, NaN or infinities in points; names the first.
-    IndexError
-        With `check`, for a label out of range; names its position.
-
-    Notes
-    -----
-    Each program adds up its own points in float32 (float64 in float64), and these parts are added in float64, in the
-    order of the programs. Where the sums of all centres do not fit in a program's registers, points are sorted by label
-    first, with torch.sort, which is stable.
-
-    Centres have no gradient: asking for one, of points that require it, raises NotImplementedError.
-    """
-    (points, labels, centres), arrays = tensors("kmeans_update", points=points, labels=labels, centres=centres)
-    new = _update(points, labels, k, centres, check)
-    return new.cpu().numpy() if arrays else new

@@ -12,16 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._operator import OPERATORS, check_device, empty, launch, launching
-from .kmeans import (
-    accumulated,
-    check_centres,
-    check_k,
-    check_points,
-    kmeans_assign,
-    refuse_not_finite,
-    tensors,
-)
+from . import kmeans_update  # noqa: F401  (it defines the step)
+from ._operator import OPERATORS, accumulated, check_device, empty, launch, launching
+from ._points import check_centres, check_k, check_points, refuse_not_finite, tensors
+from .kmeans import kmeans_assign
 
 __all__ = ["KMeans", "kmeans"]
 

@@ -32,13 +32,17 @@ from torch.nn import functional as F
 
 from ._operator import (
     Operator,
+    accumulated,
     apply,
+    capturing,
     check_alike,
     check_device,
     check_tensor,
+    contiguous,
     empty,
     empty_like,
     gpu,
+    integer,
     launch,
 )
 
@@ -290,7 +294,7 @@ _TOGETHER = 8192
 
 
 class StepPlan(NamedTuple):
-    """Constants of a step: see `_logistic_step_plan`."""
+    """Constants of a step."""
 
     kept: bool  # whether a program can keep a whole row; else X is read twice
     rows: int
@@ -303,7 +307,7 @@ class StepPlan(NamedTuple):
 
 
 class FitPlan(NamedTuple):
-    """Constants of a fit on the chip: see `_logistic_fit_plan`."""
+    """Constants of a fit on the chip."""
 
     rows: int
     block: int
@@ -317,22 +321,7 @@ class FitPlan(NamedTuple):
 def _logistic_step_plan(
     N: int, D: int, itemsize: int, capability: tuple[int, int] | None, multiprocessors: int
 ) -> StepPlan:
-    """Choose the constants of a step.
-
-    Parameters
-    ----------
-    N, D : int
-        Rows and features.
-    itemsize : int
-        Bytes of an element of the sums.
-    capability : tuple of int, optional
-        The GPU's; None for the interpreter.
-    multiprocessors : int
-
-    Returns
-    -------
-    StepPlan
-    """
+    """Choose the constants of a step; `itemsize` is that of the sums, `capability` None in the interpreter."""
     interpreted = capability is None
     block = triton.next_power_of_2(max(D, 1))
     widest = 512 if interpreted else 65536 // itemsize
@@ -358,19 +347,7 @@ def _logistic_fit_plan(
 ) -> FitPlan | None:
     """Choose the constants of a fit with X on the chip, or None where it is too large for that.
 
-    Parameters
-    ----------
-    N, D : int
-        Rows and features.
-    itemsize : int
-        Bytes of an element of X.
-    capability : tuple of int, optional
-        The GPU's; None for the interpreter.
-    multiprocessors : int
-
-    Returns
-    -------
-    FitPlan or None
+    `itemsize` is that of X; `capability` is None in the interpreter.
     """
     block = triton.next_power_of_2(max(D, 1))
     if capability is None:  # programs that wait for each other cannot run one after the other: a single one
@@ -399,10 +376,6 @@ def _logistic_fit_plan(
 
 _step_plan = functools.lru_cache(maxsize=4096)(_logistic_step_plan)
 _fit_plan = functools.lru_cache(maxsize=4096)(_logistic_fit_plan)
-
-
-def _sums(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _align(X: Tensor) -> int:
@@ -442,7 +415,7 @@ def _launch_step(
 
 def _workspace(X: Tensor, plan: StepPlan) -> tuple[Tensor, Tensor, Tensor | None]:
     """Memory for partial gradients, for sums of slopes and losses, and for slopes where X is read twice."""
-    dtype, device = _sums(X.dtype), X.device
+    dtype, device = accumulated(X.dtype), X.device
     parts = empty((plan.programs if plan.kept else 1, X.shape[1]), dtype, device)
     sums = empty((plan.programs, 2), dtype, device)
     return parts, sums, None if plan.kept else empty((len(X),), dtype, device)
@@ -452,11 +425,7 @@ def _packed(X: Tensor, y: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Rows, targets and weights without gaps; X is copied where its rows have some."""
     if X.shape[1] > 1 and X.stride(1) != 1:
         X = apply(Tensor.contiguous, X)
-    if not y.is_contiguous():
-        y = apply(Tensor.contiguous, y)
-    if not w.is_contiguous():
-        w = apply(Tensor.contiguous, w)
-    return X, y, w
+    return X, contiguous(y), contiguous(w)
 
 
 def _step_outputs(X: Tensor, y: Tensor, w: Tensor, b: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -537,7 +506,7 @@ def _checked(name: str, X: Any, y: Any, w: Any, b: Any, lr: Any, l2: Any) -> Non
     """Validate what can be seen without reading values."""
     check_tensor(name, "X", X)
     check_tensor(name, "y", y)
-    dtype = _sums(X.dtype)
+    dtype = accumulated(X.dtype)
     for what, value in (("w", w), ("b", b)):
         check_tensor(name, what, value)
         if value.dtype != dtype:
@@ -575,11 +544,8 @@ def _checked(name: str, X: Any, y: Any, w: Any, b: Any, lr: Any, l2: Any) -> Non
 
 
 def _refuse_other_targets(name: str, y: Tensor) -> None:
-    """Read the targets and raise ValueError for the first that is neither 0 nor 1. Waits for the GPU.
-
-    Skipped where nothing can be read or waited for: while a graph is captured, and under torch.compile.
-    """
-    if y.is_cuda and torch.cuda.is_current_stream_capturing():
+    """Read the targets and raise ValueError for the first that is neither 0 nor 1. Waits for the GPU."""
+    if capturing(y):
         return
     wrong = (y != 0) & (y != 1)
     if not wrong.any():
@@ -601,8 +567,7 @@ def _check_fit(
 ) -> tuple[Any, ...]:
     name = "logistic_fit"
     _checked(name, X, y, w, b, lr, l2)
-    if isinstance(steps, bool) or not isinstance(steps, (int, torch.SymInt)):
-        raise TypeError(f"{name}: expected steps to be a whole number, got {type(steps).__name__}; pass an int")
+    steps = integer(name, "steps", steps, "give how many to take")
     if not 0 <= steps < 2**31:
         raise ValueError(f"{name}: expected steps from 0 to 2**31 - 1, got {steps}; give how many to take")
     if on_chip and X.device.type in ("cpu", "cuda") and not _fits(X):

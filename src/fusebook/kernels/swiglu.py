@@ -18,14 +18,13 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ._operator import INTERPRETED, Operator, apply, check_alike, check_tensor, empty, gpu, launch
+from ._operator import INTERPRETED, Operator, check_alike, check_tensor, contiguous, empty, gpu, launch
 from ._products import (
     _DTYPES,
     Plan,
     _checked,
     _describable,
     _late,
-    _layout,
     _leading,
     _math,
     _matrix,
@@ -42,6 +41,7 @@ from ._products import (
     _tf32_allowed,
     _tiles_of,
     _workspace,
+    layout_of,
 )
 
 __all__ = ["swiglu", "swiglu_eager"]
@@ -266,7 +266,7 @@ def _launch_swiglu(
     (M, K), N = x.shape, gate.shape[1]
     tiles = triton.cdiv(M, plan.bm) * triton.cdiv(N, plan.bn)
     options = {"BIAS": bias is not None, **_options(plan, x.dtype, math)}
-    biases = x if bias is None else _dense(bias)  # without a bias it is not followed
+    biases = x if bias is None else contiguous(bias)  # without a bias it is not followed
     if plan.kernel == "tiles":
         programs = _programs(plan, tiles, x.device)
         bulk = plan.bulk > 0 and N * out.element_size() % 16 == 0
@@ -307,13 +307,9 @@ def _products_gated(out: Tensor, x: Tensor, gate: Tensor, up: Tensor, bias: Tens
     block, warps = (2**16, 1) if INTERPRETED else (4096 // out.element_size(), 8 if out.element_size() >= 4 else 4)
     launch(
         _swiglu_gate, (triton.cdiv(out.numel(), block),),
-        out, out, other, out if bias is None else _dense(bias), out.numel(), out.shape[1],
+        out, out, other, out if bias is None else contiguous(bias), out.numel(), out.shape[1],
         BIAS=bias is not None, BLOCK=block, num_warps=warps,
     )  # fmt: skip
-
-
-def _dense(bias: Tensor) -> Tensor:
-    return bias if bias.is_contiguous() else apply(Tensor.contiguous, bias)
 
 
 def _outputs(x: Tensor, gate: Tensor, up: Tensor, bias: Tensor | None, tf32: bool, strategy: str) -> Tensor:
@@ -328,8 +324,8 @@ def _into(
     (M, K), N = x.shape, gate.shape[1]
     out = out.view(M, N)
     math = _math(x.dtype, tf32)
-    layout = _layout(gate) if _layout(gate) == _layout(up) else "any"
-    aligned = _layout(x) == "row" and all(_describable(t, s) for t, s in ((x, "row"), (gate, layout), (up, layout)))
+    layout = layout_of(gate) if layout_of(gate) == layout_of(up) else "any"
+    aligned = layout_of(x) == "row" and all(_describable(t, s) for t, s in ((x, "row"), (gate, layout), (up, layout)))
     aligned = aligned and K > 0  # a descriptor has no empty axis
     plan = _plan("swiglu", (M, 2 * N), math, layout, aligned, gpu(x.device), strategy or None)
     if plan.kernel == "torch":

@@ -17,6 +17,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from fusebook.machine import cache_folder
 from fusebook.ort.custom import C, compile_c
@@ -62,7 +63,7 @@ class Spec:
         The largest size that it takes at once, and how much of the other axis a program takes.
     module, function : str
         Where the kernel stands in the library.
-    signature : dict of str to str
+    signature : dict of str to str or tuple of str
         Triton's types of the arguments.
     constants : dict of str to int or bool
     warps : int
@@ -78,7 +79,7 @@ class Spec:
     rows: int
     module: str
     function: str
-    signature: dict[str, str]
+    signature: dict[str, Any]
     constants: dict[str, int | bool]
     warps: int
     late: str = ""
@@ -98,6 +99,7 @@ def specs(types: Sequence[str]) -> Iterator[Spec]:
     Spec
     """
     scatter, softmax = "fusebook.kernels.scatter_nd", "fusebook.kernels.softmax"
+    grouped = "fusebook.kernels._grouped"
     sizes = {"R": "i32", "D": "i32", "n": "i32", "stride": "i32", "masked": "i64"}
     for axes in (1, 2, 3, 4):
         yield Spec(
@@ -128,7 +130,7 @@ def specs(types: Sequence[str]) -> Iterator[Spec]:
             )  # fmt: skip
         for wide in (False, True):
             yield Spec(
-                "SORT", type_, False, int(wide), 4096 // size, scatter, "_scatter_nd_sort",
+                "SORT", type_, False, int(wide), 4096 // size, grouped, "_scatter_nd_sort",
                 {"out_ptr": pointer, "counters_ptr": "*i32", "indices_ptr": "*i64", "SIZE": "i64", "COUNTERS": "i32"}
                 | {f"{x}_ptr": "*i32" for x in ("order", "keys", "starts", "ends")} | sizes,
                 {"MASKED": True, "WIDE": wide, "MINE": _CONSTANTS["SORT_MINE"], "THEIRS": 256, "BLOCK": 4096 // size},
@@ -151,7 +153,7 @@ def specs(types: Sequence[str]) -> Iterator[Spec]:
                 )  # fmt: skip
             for block, rows in ((128, 8), (4096 // size, 1)):
                 yield Spec(
-                    "SEGMENTS", type_, aligned, block, rows, scatter, "_scatter_nd_segments",
+                    "SEGMENTS", type_, aligned, block, rows, grouped, "_scatter_nd_segments",
                     {"out_ptr": pointer, "updates_ptr": pointer, "parts_ptr": sums, "counters_ptr": "*i32"}
                     | {f"{x}_ptr": "*i32" for x in ("order", "keys", "starts", "ends")} | sizes,
                     {"ALIGN": align, "CHUNK": _CONSTANTS["CHUNK"], "ROWS": rows, "BLOCK": block, "TOGETHER": 8}, 8,
@@ -160,13 +162,11 @@ def specs(types: Sequence[str]) -> Iterator[Spec]:
             if aligned:
                 block = _CONSTANTS["ZEROS_FROM"] // size
                 yield Spec(
-                    "ZEROS", type_, aligned, block, 1, scatter, "_scatter_nd_zeros",
+                    "ZEROS", type_, aligned, block, 1, grouped, "_scatter_nd_zeros",
                     {"out_ptr": pointer, "keys_ptr": "*i32", "starts_ptr": "*i32", "FIRST": "i32"} | sizes,
                     {"ALIGN": align, "BLOCK": block}, 4, late="LATE",
                 )  # fmt: skip
-            strides = {"INNER": "i32", "N": "i32"} | {
-                f"{t}_{axis}": "i32" for t in "yx" for axis in ("outer", "inner", "step")
-            }
+            strides = {"INNER": "i32", "N": "i32", "y_strides": ("i32",) * 3, "x_strides": ("i32",) * 3}
             tensors = {"y_ptr": pointer, "x_ptr": pointer}
             # Rows in registers, a tile for each: lanes to spare cost no traffic. Beyond 64 KiB two passes.
             for width, rows, warps in _ROWS:
@@ -206,7 +206,8 @@ def compile_one(spec: Spec, arch: int, folder: pathlib.Path) -> dict[str, object
     chosen = left_out | spec.constants
     overlaps = arch >= 90
     chosen |= {name: True for name in (spec.late, spec.early) if name and overlaps}
-    signature = {name: "constexpr" if name in chosen else spec.signature[name] for name in names}
+    given = {k: tuple(v) if isinstance(v, list) else v for k, v in spec.signature.items()}  # a tuple came as JSON
+    signature = {name: "constexpr" if name in chosen else given[name] for name in names}
     constants = {(names.index(name),): value for name, value in chosen.items()}
     # Only what is aligned is promised to be.
     attributes = {
@@ -220,7 +221,7 @@ def compile_one(spec: Spec, arch: int, folder: pathlib.Path) -> dict[str, object
     code = made.asm["cubin"]
     file = folder / f"{hashlib.sha256(code).hexdigest()}.cubin"
     file.write_bytes(code)
-    arguments = len(names) - len(chosen)
+    arguments = sum(len(v) if isinstance(v, tuple) else v != "constexpr" for v in signature.values())
     parameters = entry[1].count(".param")
     if made.metadata.global_scratch_size or parameters < arguments:
         raise RuntimeError(f"fusebook.ort: Triton {triton.__version__} compiled {spec.function} to another interface")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusebook.kernels._products import Plan, _layout, _square_of
+from fusebook.kernels._products import Plan, _square_of, layout_of
 from fusebook.kernels.concat_gemm import _launch_concat, _products_of
 from fusebook.kernels.swiglu import _launch_swiglu, _products_gated
 
@@ -149,7 +149,7 @@ def attempt(name: str, math: str, inputs: Sequence[Tensor], plan: Plan | None) -
         None where torch's way is no choice: SwiGLU in half types, whose products it would round.
     """
     x, *weights = inputs
-    layout = _layout(weights[0])
+    layout = layout_of(weights[0])
     if name == "swiglu":
         if plan is None and math == "half":
             return None

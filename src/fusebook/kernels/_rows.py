@@ -1,0 +1,478 @@
+"""What softmax and its gradient share: how the rows of a tensor of any strides are found, cut, planned and launched.
+
+Every kernel sees its tensors as ``[OUTER, INNER, N]`` and takes three strides of each. The output is contiguous. A
+program takes a tile of ROWS neighbours along INNER: several where rows are short, and 32 where the normalised axis is
+not the last one, since then it is INNER whose elements lie side by side in memory.
+
+N, outer and inner strides are counted in units of ALIGN elements. Triton knows of an integer only whether 16 divides
+it; in units of ALIGN it can see that rows of 1000 half-precision numbers begin at multiples of 16 bytes, and moves them
+by 16 bytes instead of 2. Addresses are int64, because tensors may have more than 2**31 elements.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ._operator import Operator, accumulated, check_device, check_tensor, empty, gpu, integer, launch, overlapping
+from ._tl import fill
+
+# Rows on the device --------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def rows_of(program, INNER, ROWS: tl.constexpr, FLAT: tl.constexpr = False):
+    """Of a program, its place along OUTER and its rows along INNER; with FLAT, OUTER is 1 and rows lie side by side."""
+    tiles = 1 if FLAT else tl.cdiv(INNER, ROWS)
+    # Two integer divisions are a visible part of a program that only loads, reduces and stores a kilobyte.
+    outer = tl.zeros([], tl.int64) if FLAT else (program // tiles).to(tl.int64)
+    tile = program if FLAT else program % tiles
+    rows = tile.to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
+    return outer, rows
+
+
+@triton.jit
+def place_of(row, INNER):
+    """Where a row is along OUTER, and where along INNER."""
+    return (row // INNER).to(tl.int64), (row % INNER).to(tl.int64)
+
+
+@triton.jit
+def begin_of(outer, inner, OUTERS, strides):
+    """Where rows begin: at places along OUTER and INNER, of a tensor whose strides are those of OUTER, INNER and N.
+
+    OUTER may be several axes: `OUTERS` are their sizes but that of the slowest, and its stride is a tuple.
+    """
+    if OUTERS is None:
+        at = outer * strides[0]
+    else:
+        at = tl.zeros([], tl.int64)
+        for i in tl.static_range(len(OUTERS)):
+            at += (outer % OUTERS[i]) * strides[0][i]
+            outer = outer // OUTERS[i]
+        at += outer * strides[0][len(OUTERS)]
+    return at + inner * strides[1]
+
+
+# Rows beyond the registers of one program are taken by whole vectors of VEC numbers, 16 bytes. The first and the last
+# vector of a row may hold numbers of its neighbours: these are read and passed over, and written by whoever owns them.
+# Both tensors' rows must begin at the same place within a vector; where they do not, VEC is 1.
+
+
+@triton.jit
+def window(begin, N, first, SIZE, VEC: tl.constexpr):
+    """SIZE numbers of a row that begins at `begin`, the first of them `first` behind the row's first vector.
+
+    Returns where they stand, and from which on and below which they are the row's own.
+    """
+    head = (begin % VEC).to(tl.int32)
+    return (begin // VEC) * VEC + first, head - first, tl.minimum(SIZE, head + N - first)
+
+
+@triton.jit
+def put(y_ptr, y, inner, low, high, VEC: tl.constexpr):
+    """Store the row's own numbers of a window: whole vectors, and at the row's ends single numbers."""
+    y = y.to(y_ptr.dtype.element_ty)
+    if VEC == 1:
+        tl.store(y_ptr + inner, y, mask=inner < high)
+    else:
+        begin = (tl.maximum(low, 0) + VEC - 1) // VEC * VEC
+        end = high // VEC * VEC
+        tl.store(y_ptr + inner, y, mask=(inner >= begin) & (inner < end))
+        if (low > 0) | (high % VEC != 0):
+            own = (inner >= low) & (inner < high)
+            tl.store(y_ptr + inner, y, mask=own & ((inner < begin) | (inner >= end)))
+
+
+# Several programs share a row: each takes a part of it, and leaves what it found there on a board, one word a part, for
+# the others to read. A word is zero until it is written, and never zero afterwards, so that nobody reads half of one.
+#
+# All programs of a row run at once, or nearly so, and the words of the others come soon. But nothing promises that: a
+# GPU may start programs in any order, and be busy with something else. So nobody waits for ever. A program that has
+# looked TRIES times finds out for itself what is missing, by the very steps of the program that did not come, and so to
+# the same bits. Whatever the order of the programs, each of them ends, and each comes to the same result. (Interpreted
+# programs run one after another: there the first of each row does this.)
+
+
+@triton.jit
+def words_of(board_ptr, lanes, PARTS, NOTHING: tl.constexpr, TRIES: tl.constexpr):
+    """The words of a row [LANES], as soon as all are there or after so many tries; and the first that is not, or LANES.
+
+    There are as many lanes as threads or more: each word is loaded by one thread, and the number that is returned has
+    gone through memory that all threads share. So all of them take the same way from here.
+    """
+    # volatile: from where other multiprocessors' words arrive, each time anew.
+    words = tl.load(board_ptr + lanes, mask=lanes < PARTS, other=NOTHING, volatile=True)
+    missing = missing_of(words, lanes)
+    tries = 0
+    while (missing < lanes.shape[0]) & (tries < TRIES):
+        words = tl.load(board_ptr + lanes, mask=lanes < PARTS, other=NOTHING, volatile=True)
+        missing = missing_of(words, lanes)
+        tries += 1
+    return words, missing
+
+
+@triton.jit
+def missing_of(words, lanes):
+    """The first word that is zero, or their number."""
+    return tl.min(tl.where(words == 0, lanes, lanes.shape[0]), 0)
+
+
+@triton.jit
+def leave(board_ptr, word):
+    """Leave a word, whole and at once. No order is asked for: it is all that there is to see."""
+    tl.atomic_xchg(board_ptr, word, sem="relaxed")
+
+
+# Plans ---------------------------------------------------------------------------------------------------------------
+
+
+class Plan(NamedTuple):
+    """How rows are launched: by which kernel, with which constants, by how many programs of how many warps."""
+
+    kernel: str  # "rows", "pairs", "whole", "shared", "twice" or "parts"
+    constants: Mapping[str, int]
+    programs: int
+    warps: int
+    span: int = 0  # columns of a part; 0 where a row belongs to one program
+    parts: int = 1  # programs that share a row
+    registers: int | None = None  # the most that a thread takes; None leaves it to the compiler
+
+
+def softmax_plan(
+    sizes: tuple[int, int, int],
+    dtype: torch.dtype,
+    capability: tuple[int, int] | None,
+    *,
+    processors: int = 132,
+    last: bool = True,
+    pairs: bool = False,
+    vector: int = 1,
+    flat: bool = False,
+    tensors: int = 1,
+) -> Plan:
+    """Choose the kernel and its constants.
+
+    `sizes` are OUTER, INNER and N; `capability` is None in the interpreter. `last`: the elements of a row lie side by
+    side; otherwise those along INNER do. `pairs`: rows can be read as 32-bit pairs of half-precision numbers. `vector`:
+    numbers in 16 bytes, where each row begins at the same place within 16 bytes in every tensor; otherwise 1. `flat`:
+    OUTER is 1 and rows lie side by side in every tensor. `tensors`: how many a row keeps in registers, 1 for softmax, 2
+    for its gradient.
+    """
+    outer, inner, n = sizes
+    size = dtype.itemsize
+    kernel, rows, held_twice = "rows", 1, False
+    # Rows of half types that lie across 16-byte vectors are slow as pairs where they are wide.
+    least = 12800 if vector > 1 and n % vector else 40960 if pairs else 32768
+    if not last:
+        # 32 neighbours along INNER, so that a warp reads 64 bytes and more in one piece. Eight elements a thread and a
+        # tile, 64 in all: more would spill. Beyond that two passes, in tiles of at most 64 KiB, since a tile that is
+        # read along one axis and written along the other passes through shared memory.
+        rows = min(32, triton.next_power_of_2(inner))
+        numbers = rows * triton.next_power_of_2(n) * tensors * max(1, size // 4)
+        if rows == 32 and 32768 < numbers <= 65536:
+            rows, numbers = 16, numbers // 2
+        if numbers <= 32768:
+            warps = 4 if numbers <= 8192 else 16
+            block = max(1, (1024 if warps == 4 else 2048) // rows)
+        else:
+            kernel, warps = "twice", 16
+            rows = min(64, triton.next_power_of_2(inner))
+            block = 65536 // max(4, size) // rows
+        block = min(block, triton.next_power_of_2(n))
+    elif size == 2 and tensors == 1 and least < n <= 13 * 4096:
+        # 13 tiles are 52 registers of each of 512 threads; more would spill.
+        chunks = triton.cdiv(n + vector - 1, 4096)
+        constants = {"VEC": vector, "BLOCK": 4096, "CHUNKS": chunks, "ANEW": 0}
+        return Plan("whole", constants, outer * inner, 16)
+    elif pairs and tensors == 1 and (n % 2 or n == 4096 or n > 12800) and n <= 65536:
+        kernel = "pairs"
+        if n < 2048:
+            block, warps = 64, 1
+        elif n < 8192:
+            block, warps = 256, 4
+        elif n <= 16384:
+            block, warps = 2048, 16
+        elif n <= 20480:
+            block, warps = 2048, 8
+        elif n <= 40960:
+            block, warps = (4096, 32) if 24576 < n < 32768 else (2048, 16)
+        else:
+            block, warps = 8192, 32
+        # Up to 80 numbers a thread the exponentials are kept; with more there would be one row at a time on a
+        # multiprocessor, which waits for its loads and then for its stores.
+        # Where one row more fits on a multiprocessor if only the pairs are held, that is faster for fewer numbers too.
+        held_twice = n == 4096 or 12800 < n <= 16384 or n > 24576
+    elif size == 2 and tensors == 2 and vector > 1 and n % 4 and 512 < n <= 32768:
+        # Odd widths, whose rows lie across vectors.
+        block, warps = _tile(n, size, tensors)
+        chunks = triton.cdiv(n + vector - 1, block)
+        return Plan("whole", {"VEC": vector, "BLOCK": block, "CHUNKS": chunks}, outer * inner, warps)
+    elif n <= {2: 32768, 4: 32768, 8: 16384 // tensors}[size]:
+        # float32 rows of 128 KiB still fit: they leave room for one program of 32 warps, which is enough.
+        block, warps = _tile(n, size, tensors)
+        rows = max(1, (1024 if size == 2 else 512) // triton.next_power_of_2(n))
+    elif (
+        # A gradient's aligned rows of half types are as fast read twice.
+        (size == 4 or (size == 2 and (tensors == 1 or n % 8)))
+        and (plan := _shared_plan(sizes, size, capability, processors, vector, tensors))
+    ):
+        return plan
+    else:
+        # The second pass finds in L2 what is left there of the first: the larger the tile, the fewer rows at once.
+        kernel, warps = "twice", 32
+        block = 32768 if size == 4 and tensors == 1 else 16384 if size < 8 else 8192
+    columns = n // 2 if kernel == "pairs" else n
+    chunks = max(1, triton.cdiv(columns, block))
+    if capability is None and kernel != "pairs":
+        # The interpreter's cost is programs times operations, whatever their size.
+        tile = block * chunks if kernel == "rows" else block
+        most = 1 << max(1, 65536 // tile).bit_length() - 1
+        rows = max(rows, min(triton.next_power_of_2(inner), most))
+    tiles = outer * triton.cdiv(inner, rows)
+    if kernel == "pairs":
+        return Plan(kernel, {"BLOCK": block, "CHUNKS": chunks, "TWICE": held_twice}, tiles, warps)
+    if kernel == "rows":
+        return Plan(kernel, {"ROWS": rows, "BLOCK": block, "CHUNKS": chunks, "FLAT": flat}, tiles, warps)
+    # Where rows are fewer than multiprocessors, the rest of the GPU would watch: share each row among several programs,
+    # about eight for each multiprocessor in all, each with a tile of columns at least.
+    few = tiles < processors if last else 2 * tiles <= processors
+    if last and few:
+        block, warps = min(block, 16384 // max(4, size)), 8
+    parts = min(8 * processors // max(1, tiles), triton.cdiv(n, block), 512)
+    group = {"GROUP": min(block, 16 // size) if last else 1} if tensors == 1 else {}
+    constants = {"ROWS": rows, "BLOCK": block, **group}
+    if few and parts > 1:
+        parts = triton.next_power_of_2(parts)
+        span = triton.cdiv(triton.cdiv(n, parts), block) * block
+        return Plan("parts", constants | {"PARTS": parts}, tiles * parts, warps, span)
+    return Plan("twice", constants, tiles, warps)
+
+
+def _shared_plan(
+    sizes: tuple[int, int, int],
+    size: int,
+    capability: tuple[int, int] | None,
+    processors: int,
+    vector: int,
+    tensors: int,
+) -> Plan | None:
+    """Rows whose parts are held by several programs; None where the GPU has no room for all parts of a row at once.
+
+    The width alone decides how a row is cut: so a row's result is the same, bit for bit, however many rows there are.
+    """
+    outer, inner, n = sizes
+    # Small parts start and end quickly, large ones are few: both count where all parts of a row meet.
+    block, warps, registers = (4096, 4, 64) if n <= 2**18 else (8192, 8, 64)
+    if tensors == 2:
+        if size == 4:
+            warps *= 2  # two numbers in place of one
+        else:
+            registers = 80
+    if capability is None:
+        # The interpreter's cost is programs times operations: few large parts, and of few rows only.
+        if outer * inner > 8:
+            return None
+        block = 16384
+    # Parts are whole lines of 128 bytes, and a row may lie across one vector more than it fills.
+    line = 128 // size
+    reach = n + vector - 1
+    span = triton.cdiv(triton.cdiv(reach, triton.cdiv(reach, block)), line) * line
+    parts = triton.cdiv(reach, span)
+    if parts > 2 * processors:
+        return None
+    constants = {
+        "VEC": vector,
+        "BLOCK": block,
+        "LANES": max(32 * warps, triton.next_power_of_2(parts)),
+        "TRIES": 0 if capability is None else 4096,  # some milliseconds
+    }
+    # About half of a thread's registers hold numbers. Left to itself, the compiler takes more, and fewer parts at once
+    # are under way.
+    return Plan("shared", constants, outer * inner * parts, warps, span, parts, registers)
+
+
+def _tile(n: int, size: int, tensors: int) -> tuple[int, int]:
+    """BLOCK and warps for a row of `n` elements of `size` bytes that stays in registers.
+
+    A tile of a power of two wastes up to half its lanes, so a row is cut into tiles of 16 bytes a thread, and only the
+    last has lanes to spare. 16 to 64 numbers a thread keep enough loads in flight while several rows share a processor.
+    """
+    whole = triton.next_power_of_2(n)
+    if size == 2:
+        if n <= 1024:
+            return min(whole, 256 if n > 512 else 512), 1
+        if n <= 3072:
+            return 512, 2
+        if n in (4096, 8192):
+            return 4096, 8
+        if n <= 6144:
+            return 1024, 4
+        if tensors == 2 and 12800 < n <= 16384:
+            return 16384, 16
+        return 2048, 8
+    # float64 takes two registers a number: half the tile for the same bytes a thread.
+    wide = max(1, size // 4)
+    if n <= 2048:
+        if 512 < n <= 3 * whole // 4:
+            return whole // 4, 2
+        return whole, 1 if n <= 512 else 2 if n == 1024 else 4
+    if n < 4096:
+        return 1024 // wide, 8
+    if n < 8192:
+        return 2048 // wide, 16
+    if n <= 20480:
+        return 2048 // wide, 8 * wide
+    return 4096 // wide, 32
+
+
+# Launching -----------------------------------------------------------------------------------------------------------
+
+
+class Layout(NamedTuple):
+    """Tensors of one shape seen as [OUTER, INNER, N]."""
+
+    sizes: tuple[int, int, int]  # OUTER, INNER and N
+    outers: tuple[int, ...]  # OUTER's axes, the fastest first, where it is more than one that no strides fold
+    strides: list[tuple[tuple[int, ...], int, int]]  # of each tensor: those of OUTER's axes, that of INNER, that of N
+
+
+def _layout(dim: int, *tensors: Tensor) -> Layout:
+    """See tensors of one shape as [OUTER, INNER, N], where N is the axis `dim`."""
+    shape = tensors[0].shape
+    if not shape:
+        return Layout((1, 1, 1), (1,), [((1,), 1, 1) for _ in tensors])
+    strides = [t.stride() for t in tensors]
+    folded: list[tuple[int, list[int]]] = []  # sizes and strides of the axes beside `dim`, after folding neighbours
+    for i, size in enumerate(shape):
+        if i == dim or size == 1:
+            continue
+        here = [s[i] for s in strides]
+        if folded and all(before == now * size for before, now in zip(folded[-1][1], here, strict=True)):
+            folded[-1] = (folded[-1][0] * size, here)
+        else:
+            folded.append((size, here))
+    folded = [(1, [0] * len(tensors))] * (2 - len(folded)) + folded
+    steps = [s[dim] for s in strides]
+    # Where the numbers of a row lie apart, those of INNER shall lie together.
+    apart = [i for i, step in enumerate(steps) if step != 1]
+    axes = [k for k, (size, _) in enumerate(folded) if size > 1]
+    nearest = (
+        min(reversed(axes), key=lambda k: min(folded[k][1][i] or math.inf for i in apart)) if apart and axes else -1
+    )
+    inner, inners = folded.pop(nearest)
+    outers = tuple(size for size, _ in reversed(folded))
+    along = [tuple(axis[i] for _, axis in reversed(folded)) for i in range(len(tensors))]
+    return Layout((math.prod(outers), inner, shape[dim]), outers, list(zip(along, inners, steps, strict=True)))
+
+
+_plan = functools.lru_cache(maxsize=4096)(softmax_plan)
+
+
+def _prepared(
+    dense: Tensor, free: Tensor, dim: int, tensors: int
+) -> tuple[Plan, tuple[int, int], list[tuple[Any, int, int]], dict[str, Any]]:
+    """The plan; INNER and N, and the strides of both tensors, as kernels take them; ALIGN and OUTER's axes.
+
+    `dense` is contiguous; `free` has its shape and any strides.
+    """
+    (outer, inner, n), outers, strides = _layout(dim, dense, free)
+    last = n == 1 or all(step == 1 for _, _, step in strides)
+    starts = [(*along, step) for along, step, _ in strides]
+    whole = 16 // dense.element_size()
+    align = math.gcd(whole, n, *(v for s in starts for v in s)) if last else 1
+    # Rows that begin in the middle of a pair can be read as pairs if both tensors' rows do.
+    alike = align > 1 or starts[0] == starts[1]
+    pairs = dense.element_size() == 2 and last and outer == 1 and alike and free.data_ptr() % 4 == 0
+    alike = all((a - b) % whole == 0 for a, b in zip(*starts, strict=True))
+    vector = whole if alike and dense.data_ptr() % 16 == free.data_ptr() % 16 == 0 else 1
+    capability, processors = gpu(dense.device)
+    flat = outer == 1 and last and (inner == 1 or all(along == n for _, along, _ in strides))
+    known = {"processors": processors, "last": last, "pairs": pairs, "vector": vector, "flat": flat, "tensors": tensors}
+    plan = _plan((outer, inner, n), dense.dtype, capability, **known)
+    windowed = plan.kernel in ("whole", "shared")  # these find out where a row begins
+    align = 1 if windowed else align
+    given = []
+    for along, b, step in strides:
+        a = tuple(v // align for v in along)
+        given.append((a if len(a) > 1 else a[0], b // align, step if n > 1 else 1))
+    layout = {} if windowed else {"ALIGN": align}
+    return plan, (inner, n // align), given, layout | ({"OUTERS": outers[:-1]} if len(outers) > 1 else {})
+
+
+def launch_rows(
+    kernels: Mapping[str, Any], out: Tensor, ins: tuple[Tensor, ...], dim: int, found: int, word: torch.dtype
+) -> None:
+    """Launch what the plan says; all tensors are contiguous, but for the last of `ins`, which may have any strides.
+
+    `kernels` are by `Plan.kernel`, two of them for ``"parts"``, of which a part leaves `found` numbers for the second
+    one; `word` is what a program of ``"shared"`` leaves for the others.
+    """
+    plan, sizes, strides, layout = _prepared(out, ins[-1], dim, len(ins))
+    kernel, grid = kernels[plan.kernel], (plan.programs,)
+    constants = {**layout, **plan.constants, "num_warps": plan.warps}
+    if plan.kernel == "pairs":
+        launch(kernel, grid, out, *ins, sizes[1], *(s[1] for s in strides), **constants)
+    elif plan.kernel == "parts":
+        # float32 for half types: what is merged must not be rounded before it is used.
+        rows = out.numel() // out.shape[dim]
+        left = empty((found, rows, plan.constants["PARTS"]), accumulated(out.dtype), out.device)
+        first, second = kernel
+        launch(first, grid, *left, *ins, *sizes, plan.span, *strides[-len(ins) :], **constants)
+        constants.pop("GROUP", None)
+        launch(second, grid, out, *left, *ins, *sizes, plan.span, *strides, **constants)
+    elif plan.kernel == "whole":
+        launch(kernel, grid, out, *ins, *sizes, *strides, maxnreg=plan.registers, **constants)
+    elif plan.kernel == "shared":
+        # A word of zeros for each program; rows are read while the zeros are written.
+        early = overlapping(out.device)
+        board = empty(grid, word, out.device)
+        block = 16384 // word.itemsize
+        zeros = (triton.cdiv(plan.programs, block),)
+        launch(fill, zeros, board, plan.programs, BLOCK=block, EARLY=bool(early), num_warps=8)
+        launch(
+            kernel, grid, out, *ins, board, *sizes, *strides, plan.span // plan.constants["VEC"], plan.parts,
+            LATE=bool(early), maxnreg=plan.registers, **constants, **early,
+        )  # fmt: skip
+    else:
+        launch(kernel, grid, out, *ins, *sizes, *strides, **constants)
+
+
+# Arguments, results, batches -----------------------------------------------------------------------------------------
+
+
+def checked_axis(name: str, what: str, x: Any, dim: Any) -> tuple[Tensor, int]:
+    """A tensor and one of its axes, counted from the front."""
+    check_tensor(name, what, x)
+    dim = integer(name, "dim", dim, "give one axis")
+    axes = max(1, x.dim())  # a tensor without axes counts as one with a single axis, as in torch
+    if not -axes <= dim < axes:
+        raise IndexError(
+            f"{name}: expected dim from {-axes} to {axes - 1} for {what} of shape {tuple(x.shape)}, got {dim}; "
+            "give an axis that the tensor has"
+        )
+    check_device(name, x)
+    return x, dim % axes
+
+
+def alike(x: Tensor, *_: Any) -> Tensor:
+    return empty(x.shape, x.dtype, x.device)
+
+
+def batched(op: Operator, info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[Tensor, int]:
+    """The rule under torch.vmap: the batch becomes the first axis, and `dim` moves by one."""
+    *tensors, dim = arguments
+    moved = [
+        t.expand(info.batch_size, *t.shape) if at is None else t.movedim(at, 0)
+        for t, at in zip(tensors, in_dims, strict=False)
+    ]
+    if moved[0].dim() == 1:  # a batch of tensors without axes
+        return op.dispatched(*(t[:, None] for t in moved), 1)[:, 0], 0
+    return op.dispatched(*moved, dim + 1), 0

@@ -1,0 +1,359 @@
+"""The gradient of softmax along one axis: of what softmax returned and of its gradient, both are read once.
+
+For a row of N elements,
+
+    dx[i] = y[i] * (dy[i] - sum_k y[k] dy[k])
+
+A chain of separate operations reads 6MN + M elements and writes 3MN + M, for M rows; the fused kernel reads 2MN and
+writes MN. Rows are found, cut and shared as those of softmax, see `_rows`. In half types a wide row of whole 16-byte
+vectors is read twice.
+"""
+
+# Device code grows tuples of tiles; mypy sees a tuple of another length as another type.
+# mypy: disable-error-code="assignment"
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ._operator import Operator, accumulated, check_alike, check_tensor, contiguous
+from ._rows import (
+    alike,
+    batched,
+    begin_of,
+    checked_axis,
+    launch_rows,
+    leave,
+    missing_of,
+    place_of,
+    put,
+    rows_of,
+    window,
+    words_of,
+)
+
+__all__ = ["softmax_backward", "softmax_backward_eager"]
+
+# The unfused chain ---------------------------------------------------------------------------------------------------
+
+
+def softmax_backward_eager(y: Tensor, dy: Tensor) -> Tensor:
+    """The gradient of softmax over the last axis, one operation after another: what fusing saves.
+
+    Parameters
+    ----------
+    y, dy : torch.Tensor
+        M rows of N elements.
+
+    Returns
+    -------
+    torch.Tensor
+        Of the shape and dtype of `y`.
+    """
+    product = y * dy  # read 2MN, write MN
+    dot = product.sum(-1, keepdim=True)  # read MN, write M
+    centred = dy - dot  # read MN + M, write MN
+    return y * centred  # read 2MN, write MN: in all read 6MN + M, write 3MN + M
+
+
+# Kernels -------------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _softmax_backward_rows(
+    dx_ptr, y_ptr, dy_ptr, INNER, N, y_strides, dy_strides,
+    ALIGN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, FLAT: tl.constexpr, OUTERS=None,
+):  # fmt: skip
+    """The gradient of ROWS rows; y and dy stay in registers as CHUNKS tiles. dx lies in memory as y does."""
+    FLOAT: tl.constexpr = tl.float64 if y_ptr.dtype.element_ty == tl.float64 else tl.float32
+    N = N * ALIGN
+    outer, rows = rows_of(tl.program_id(0), INNER, ROWS, FLAT)
+    columns = tl.arange(0, BLOCK)[None, :]  # [1, BLOCK]
+    live = (rows < INNER)[:, None]  # [ROWS, 1]
+    dx_ptr += begin_of(outer, rows[:, None], OUTERS, y_strides) * ALIGN  # [ROWS, 1]
+    y_ptr += begin_of(outer, rows[:, None], OUTERS, y_strides) * ALIGN  # [ROWS, 1]
+    dy_ptr += begin_of(outer, rows[:, None], OUTERS, dy_strides) * ALIGN  # [ROWS, 1]
+
+    ys = ()
+    dys = ()
+    dots = tl.zeros([ROWS, BLOCK], FLOAT)
+    for i in tl.static_range(CHUNKS):
+        inside = live if i < CHUNKS - 1 else live & (i * BLOCK + columns < N)
+        at = (i * BLOCK + columns).to(tl.int64)
+        y = tl.load(y_ptr + at * y_strides[2], mask=inside, other=0.0)  # [ROWS, BLOCK]; read MN
+        dy = tl.load(dy_ptr + at * dy_strides[2], mask=inside, other=0.0)  # [ROWS, BLOCK]; read MN
+        ys += (y,)
+        dys += (dy,)
+        dots += y.to(FLOAT) * dy.to(FLOAT)
+    dot = tl.sum(dots, 1)[:, None]  # [ROWS, 1]
+    for i in tl.static_range(CHUNKS):
+        inside = live if i < CHUNKS - 1 else live & (i * BLOCK + columns < N)
+        at = (i * BLOCK + columns).to(tl.int64)
+        tl.store(dx_ptr + at * y_strides[2], ys[i].to(FLOAT) * (dys[i].to(FLOAT) - dot), mask=inside)  # write MN
+
+
+@triton.jit
+def _dot(
+    y_ptr, dy_ptr, live, begin, end, y_step, dy_step, ROWS: tl.constexpr, BLOCK: tl.constexpr, FLOAT: tl.constexpr
+):
+    """Sum of y dy over the columns from `begin` to `end`."""
+    columns = tl.arange(0, BLOCK)[None, :].to(tl.int64)  # [1, BLOCK]
+    dots = tl.zeros([ROWS, BLOCK], FLOAT)
+    for start in range(begin, end, BLOCK):
+        at = start + columns
+        inside = live & (at < end)
+        y = tl.load(y_ptr + at * y_step, mask=inside, other=0.0)  # [ROWS, BLOCK]; read MN
+        dy = tl.load(dy_ptr + at * dy_step, mask=inside, other=0.0)  # [ROWS, BLOCK]; read MN
+        dots += y.to(FLOAT) * dy.to(FLOAT)
+    return tl.sum(dots, 1)[:, None]  # [ROWS, 1]
+
+
+@triton.jit
+def _centred(dx_ptr, y_ptr, dy_ptr, live, begin, end, y_step, dy_step, dot, BLOCK: tl.constexpr):
+    """The second pass over y and dy, from the end back."""
+    columns = tl.arange(0, BLOCK)[None, :].to(tl.int64)  # [1, BLOCK]
+    last = begin + (tl.cdiv(end - begin, BLOCK) - 1) * BLOCK
+    for start in range(begin, end, BLOCK):
+        at = last - (start - begin) + columns
+        inside = live & (at < end)
+        y = tl.load(y_ptr + at * y_step, mask=inside, other=0.0, eviction_policy="evict_first")  # read MN again
+        dy = tl.load(dy_ptr + at * dy_step, mask=inside, other=0.0, eviction_policy="evict_first")  # read MN again
+        tl.store(dx_ptr + at * y_step, y.to(dot.dtype) * (dy.to(dot.dtype) - dot), mask=inside)  # write MN
+
+
+@triton.jit
+def _softmax_backward_twice(
+    dx_ptr, y_ptr, dy_ptr, INNER, N, y_strides, dy_strides,
+    ALIGN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, OUTERS=None,
+):  # fmt: skip
+    """The gradient of ROWS rows of any width; y and dy are read twice."""
+    FLOAT: tl.constexpr = tl.float64 if y_ptr.dtype.element_ty == tl.float64 else tl.float32
+    N = N.to(tl.int64) * ALIGN
+    outer, rows = rows_of(tl.program_id(0), INNER, ROWS)
+    live = (rows < INNER)[:, None]  # [ROWS, 1]
+    dx_ptr += begin_of(outer, rows[:, None], OUTERS, y_strides) * ALIGN  # [ROWS, 1]
+    y_ptr += begin_of(outer, rows[:, None], OUTERS, y_strides) * ALIGN  # [ROWS, 1]
+    dy_ptr += begin_of(outer, rows[:, None], OUTERS, dy_strides) * ALIGN  # [ROWS, 1]
+    dot = _dot(y_ptr, dy_ptr, live, 0, N, y_strides[2], dy_strides[2], ROWS, BLOCK, FLOAT)
+    _centred(dx_ptr, y_ptr, dy_ptr, live, 0, N, y_strides[2], dy_strides[2], dot, BLOCK)
+
+
+@triton.jit
+def _softmax_backward_parts(
+    dots_ptr, y_ptr, dy_ptr, INNER, N, SPAN, y_strides, dy_strides,
+    ALIGN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, OUTERS=None,
+):  # fmt: skip
+    """Few wide rows, first half: PARTS programs share a row, and each leaves its sum of y dy over SPAN columns."""
+    FLOAT: tl.constexpr = tl.float64 if y_ptr.dtype.element_ty == tl.float64 else tl.float32
+    N = N.to(tl.int64) * ALIGN
+    part = tl.program_id(0) % PARTS
+    outer, rows = rows_of(tl.program_id(0) // PARTS, INNER, ROWS)
+    live = (rows < INNER)[:, None]  # [ROWS, 1]
+    y_ptr += begin_of(outer, rows[:, None], OUTERS, y_strides) * ALIGN  # [ROWS, 1]
+    dy_ptr += begin_of(outer, rows[:, None], OUTERS, dy_strides) * ALIGN  # [ROWS, 1]
+    begin = part.to(tl.int64) * SPAN
+    dot = _dot(y_ptr, dy_ptr, live, begin, tl.minimum(begin + SPAN, N), y_strides[2], dy_strides[2], ROWS, BLOCK, FLOAT)
+    tl.store(dots_ptr + (outer * INNER + rows[:, None]) * PARTS + part, dot, mask=live)
+
+
+@triton.jit
+def _softmax_backward_parts_centred(
+    dx_ptr, dots_ptr, y_ptr, dy_ptr, INNER, N, SPAN, y_strides, dy_strides,
+    ALIGN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, OUTERS=None,
+):  # fmt: skip
+    """Few wide rows, second half: every program adds up the sums of its rows and finishes its own columns."""
+    N = N.to(tl.int64) * ALIGN
+    part = tl.program_id(0) % PARTS
+    outer, rows = rows_of(tl.program_id(0) // PARTS, INNER, ROWS)
+    live = (rows < INNER)[:, None]  # [ROWS, 1]
+    dx_ptr += begin_of(outer, rows[:, None], OUTERS, y_strides) * ALIGN  # [ROWS, 1]
+    y_ptr += begin_of(outer, rows[:, None], OUTERS, y_strides) * ALIGN  # [ROWS, 1]
+    dy_ptr += begin_of(outer, rows[:, None], OUTERS, dy_strides) * ALIGN  # [ROWS, 1]
+    at = (outer * INNER + rows[:, None]) * PARTS + tl.arange(0, PARTS)[None, :]  # [ROWS, PARTS]
+    dot = tl.sum(tl.load(dots_ptr + at, mask=live, other=0.0), 1)[:, None]  # [ROWS, 1]
+    begin = part.to(tl.int64) * SPAN
+    _centred(dx_ptr, y_ptr, dy_ptr, live, begin, tl.minimum(begin + SPAN, N), y_strides[2], dy_strides[2], dot, BLOCK)
+
+
+@triton.jit
+def _softmax_backward_whole(
+    dx_ptr, y_ptr, dy_ptr, INNER, N, y_strides, dy_strides,
+    VEC: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, OUTERS=None,
+):  # fmt: skip
+    """The gradient of one row by one program, y and dy held as CHUNKS tiles of whole vectors. dx lies as y does."""
+    outer, inner = place_of(tl.program_id(0), INNER)
+    at, low, high = window(begin_of(outer, inner, OUTERS, y_strides), N, 0, CHUNKS * BLOCK, VEC)
+    y_ptr += at
+    dx_ptr += at
+    dy_ptr += window(begin_of(outer, inner, OUTERS, dy_strides), N, 0, CHUNKS * BLOCK, VEC)[0]
+    columns = tl.arange(0, BLOCK)  # [BLOCK]
+    ys = ()
+    dys = ()
+    dots = tl.zeros([BLOCK], tl.float32)
+    for i in tl.static_range(CHUNKS):
+        inside = i * BLOCK + columns < (high + VEC - 1) // VEC * VEC
+        mask = None if i < CHUNKS - 2 else inside
+        y = tl.load(y_ptr + i * BLOCK + columns, mask=mask)  # [BLOCK]; read MN
+        dy = tl.load(dy_ptr + i * BLOCK + columns, mask=mask)  # [BLOCK]; read MN
+        product = y.to(tl.float32) * dy.to(tl.float32)
+        if i == 0 or i >= CHUNKS - 2:
+            product = tl.where((i * BLOCK + columns >= low) & (i * BLOCK + columns < high), product, 0.0)
+        ys += (y,)
+        dys += (dy,)
+        dots += product
+    dot = tl.sum(dots, 0)
+    for i in tl.static_range(CHUNKS):
+        dx = ys[i].to(tl.float32) * (dys[i].to(tl.float32) - dot)
+        if i == 0 or i >= CHUNKS - 2:
+            put(dx_ptr + i * BLOCK, dx, columns, low - i * BLOCK, tl.minimum(high - i * BLOCK, BLOCK), VEC)  # write MN
+        else:
+            tl.store(dx_ptr + i * BLOCK + columns, dx.to(dx_ptr.dtype.element_ty))
+
+
+@triton.jit
+def _part_dot(y_ptr, dy_ptr, y_begin, dy_begin, N, part, SPAN, VEC: tl.constexpr, BLOCK: tl.constexpr):
+    """y and dy [BLOCK] of a part of a row, with neighbours' numbers at its ends; the sum of products, as a word."""
+    inner = tl.arange(0, BLOCK)
+    at, low, high = window(y_begin, N, part * SPAN, SPAN, VEC)
+    inside = inner < (high + VEC - 1) // VEC * VEC
+    y = tl.load(y_ptr + at + inner, mask=inside, other=0.0)  # [BLOCK]; read MN
+    at = window(dy_begin, N, part * SPAN, SPAN, VEC)[0]
+    dy = tl.load(dy_ptr + at + inner, mask=inside, other=0.0)  # [BLOCK]; read MN
+    products = y.to(tl.float32) * dy.to(tl.float32)
+    if VEC > 1:
+        if (low > 0) | (high % VEC != 0):
+            products = tl.where((inner >= low) & (inner < high), products, 0.0)
+    word = tl.sum(products, 0).to(tl.int32, bitcast=True)
+    return y, dy, tl.where(word == 0, -2147483648, word)  # -0.0 in place of 0.0, whose word would be zero
+
+
+@triton.jit
+def _centred_part(dx_ptr, y, dy, words, begin, N, part, SPAN, VEC: tl.constexpr, BLOCK: tl.constexpr):
+    """Store a part of a gradient, by the words of all parts."""
+    dot = tl.sum(words.to(tl.float32, bitcast=True), 0)
+    at, low, high = window(begin, N, part * SPAN, SPAN, VEC)
+    put(dx_ptr + at, y.to(tl.float32) * (dy.to(tl.float32) - dot), tl.arange(0, BLOCK), low, high, VEC)  # write MN
+
+
+@triton.jit
+def _softmax_backward_shared(
+    dx_ptr, y_ptr, dy_ptr, board_ptr, INNER, N, y_strides, dy_strides, SPAN, PARTS,
+    VEC: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr, TRIES: tl.constexpr, LATE: tl.constexpr, OUTERS=None,
+):  # fmt: skip
+    """The gradient of a row of any width by PARTS programs, as `_softmax_shared`: a word is a sum of y dy."""
+    NOTHING: tl.constexpr = -2147483648  # -0.0
+    row = tl.program_id(0) // PARTS
+    part = tl.program_id(0) % PARTS
+    outer, inner = place_of(row, INNER)
+    y_begin = begin_of(outer, inner, OUTERS, y_strides)
+    dy_begin = begin_of(outer, inner, OUTERS, dy_strides)
+    SPAN = SPAN * VEC
+    y, dy, word = _part_dot(y_ptr, dy_ptr, y_begin, dy_begin, N, part, SPAN, VEC, BLOCK)
+    if LATE:
+        tl.extra.cuda.gdc_wait()  # for the zeros on the board; the row is here already
+    board_ptr += row.to(tl.int64) * PARTS
+    leave(board_ptr + part, word)
+    lanes = tl.arange(0, LANES)  # [LANES]
+    words, missing = words_of(board_ptr, lanes, PARTS, NOTHING, TRIES)
+    if missing == LANES:
+        _centred_part(dx_ptr, y, dy, words, y_begin, N, part, SPAN, VEC, BLOCK)
+    else:
+        while missing < LANES:
+            _, _, word = _part_dot(y_ptr, dy_ptr, y_begin, dy_begin, N, missing, SPAN, VEC, BLOCK)
+            leave(board_ptr + missing, word)
+            words = tl.where(lanes == missing, word, words)
+            missing = missing_of(words, lanes)
+        part += missing - LANES
+        y, dy, _ = _part_dot(y_ptr, dy_ptr, y_begin, dy_begin, N, part, SPAN, VEC, BLOCK)
+        _centred_part(dx_ptr, y, dy, words, y_begin, N, part, SPAN, VEC, BLOCK)
+
+
+_KERNELS = {
+    "rows": _softmax_backward_rows,
+    "whole": _softmax_backward_whole,
+    "shared": _softmax_backward_shared,
+    "twice": _softmax_backward_twice,
+    "parts": (_softmax_backward_parts, _softmax_backward_parts_centred),
+}
+
+# Launchers -----------------------------------------------------------------------------------------------------------
+
+
+def _into(dx: Tensor, y: Tensor, dy: Tensor, dim: int) -> None:
+    launch_rows(_KERNELS, dx, (contiguous(y), dy), dim, 1, torch.int32)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    y, dy, dim = inputs
+    ctx.save_for_backward(y, dy)
+    ctx.dim = dim
+
+
+def _gradient(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor, None]:
+    """Of dx = y (dy - sum(y dy)), with respect to y in separate operations and with respect to dy fused."""
+    y, dy = ctx.saved_tensors
+    if y.dim() == 0:
+        return torch.zeros_like(y), torch.zeros_like(dy), None
+    # float32 for half types, as in the kernels: both sums cancel.
+    wide = accumulated(y.dtype)
+    wide_y, wide_dy, wide_g = y.to(wide), dy.to(wide), g.to(wide)
+    dot = (wide_y * wide_dy).sum(ctx.dim, keepdim=True)
+    for_y = wide_g * (wide_dy - dot) - wide_dy * (wide_y * wide_g).sum(ctx.dim, keepdim=True)
+    return for_y.to(y.dtype), softmax_backward(y, g, ctx.dim), None
+
+
+def _check(y: Any, dy: Any, dim: Any) -> tuple[Tensor, Tensor, int]:
+    name = "softmax_backward"
+    y, dim = checked_axis(name, "y", y, dim)
+    check_tensor(name, "dy", dy)
+    check_alike(name, "dy", dy, "y", y)
+    if dy.shape != y.shape:
+        raise ValueError(
+            f"{name}: expected dy of shape {tuple(y.shape)} as y has, got {tuple(dy.shape)}; expand it first"
+        )
+    return y, dy, dim
+
+
+_softmax_backward: Operator = Operator(
+    "softmax_backward",
+    "(Tensor y, Tensor dy, SymInt dim) -> Tensor",
+    check=_check,
+    outputs=alike,
+    into=_into,
+    gradient=(_gradient, _keep),
+    batched=lambda *batch: batched(_softmax_backward, *batch),
+)
+
+
+def softmax_backward(y: Tensor, dy: Tensor, dim: int = -1) -> Tensor:
+    """Gradient of softmax along one axis, in two reads and one write.
+
+    Parameters
+    ----------
+    y : torch.Tensor
+        What `softmax` returned.
+    dy : torch.Tensor
+        The gradient with respect to `y`, of its shape and dtype.
+    dim : int, default -1
+        The axis that was normalised.
+
+    Returns
+    -------
+    torch.Tensor
+        The gradient with respect to the input of softmax; contiguous, of the shape and dtype of `y`.
+
+    Raises
+    ------
+    TypeError
+        If `y` or `dy` is no dense floating-point tensor, their dtypes differ, or `dim` is no integer.
+    IndexError
+        If `y` has no axis `dim`.
+    ValueError
+        If shapes or devices differ, or the tensors are on the CPU and Triton compiles, or views that negate.
+    """
+    return _softmax_backward(y, dy, dim)
