@@ -234,7 +234,7 @@ def keyboard(tab):
     buttons = tab.page.locator("th button:visible, th [role=button]:visible")
     if not buttons.count():
         return [f"{tab.name}: no table has a button in its head to sort by"] if tab.name in SORTED else []
-    button = buttons.nth(min(1, buttons.count() - 1))
+    button = buttons.first  # a head may have another behind it, to filter by
     head = button.locator("xpath=ancestor::th[1]")
     button.focus()
     orders = {}
