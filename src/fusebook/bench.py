@@ -115,10 +115,10 @@ def points(op: Op, config: str) -> list[tuple[str, Dims]]:
 
 def _ratios(op: Op, sizes: Sequence[str]) -> list[int]:
     """Of each size to the first, where all points of ``small`` have the same whole ones; otherwise ones."""
-    dims = op.configs.get("small", ())
-    whole = all(d[k] % d[sizes[0]] == 0 for d in dims for k in sizes)
-    ratios = {tuple(d[k] // d[sizes[0]] for k in sizes) for d in dims} if whole else set()
-    return list(ratios.pop()) if len(ratios) == 1 and len(dims) > 1 else [1] * len(sizes)
+    points = [[int(dims[size]) for size in sizes] for dims in op.configs.get("small", ())]
+    whole = all(number % point[0] == 0 for point in points for number in point)
+    ratios = {tuple(number // point[0] for number in point) for point in points} if whole else set()
+    return list(ratios.pop()) if len(ratios) == 1 and len(points) > 1 else [1] * len(sizes)
 
 
 def dtypes(text: str) -> list[str]:

@@ -124,7 +124,7 @@ def _harmless(frame: pd.DataFrame) -> pd.DataFrame:
     safe = frame.rename(columns=tables.harmless)
     for position in range(safe.shape[1]):
         if not pd.api.types.is_numeric_dtype(safe.dtypes.iloc[position]):
-            safe.isetitem(position, safe.iloc[:, position].map(tables.harmless))
+            safe.isetitem(position, safe.iloc[:, position].map(tables.harmless).to_list())
     return safe
 
 
