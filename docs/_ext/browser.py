@@ -36,12 +36,12 @@ THEME_SAYS = "Got invalid theme mode: . Resetting to auto."
 #: What readers search for, and the pages of which one must be among the first three results.
 WORDS = {
     "softmax": ("auto_examples/plot_102_softmax.html",),
-    "k-means": ("auto_examples/plot_302_numpy_to_cuda.html",),
+    "k-means": ("auto_examples/plot_303_kmeans.html",),
 }
 AMONG = 3
 
 #: Pages on which there must be a table to sort.
-SORTED = ()
+SORTED = ("auto_examples/plot_900_all_results.html",)
 
 ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"]
 ARGUMENTS += ["--disable-background-networking", "--disable-component-update"]

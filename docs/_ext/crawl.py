@@ -173,7 +173,7 @@ def boxes(site):
     return found
 
 
-GATES = (dead_links, foreign, heavy_pages, repeated_ids)
+GATES = (dead_links, foreign, heavy_pages, repeated_ids, boxes)
 
 
 def main(folder):
