@@ -13,6 +13,8 @@ import pytest
 import fusebook
 from elsewhere import elsewhere
 from fusebook import launches
+from fusebook.cards import OPS
+from fusebook.ort import custom
 
 HOPPER = (9, 0), 132
 LIBRARY = Path(fusebook.__file__).parent
@@ -256,3 +258,11 @@ def test_functions_of_one_line_are_told_apart():
         return lambda x: x + n
 
     assert launches.digest(adds(1)) == launches.digest(adds(1)) != launches.digest(adds(2))
+
+
+def test_what_a_process_keeps_is_no_code(monkeypatch):
+    """Operators that ONNX Runtime was told of stand in a dict that its module begins empty."""
+    variant = OPS["silu"].variants["ONNX Runtime"]
+    before = launches.of_wrapper(variant)
+    monkeypatch.setitem(custom._OPS, -1, str)
+    assert launches.of_wrapper(variant) == before

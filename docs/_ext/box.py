@@ -118,7 +118,8 @@ def rst(about, facts, repository=""):
         how = "measured as this page was built" if facts["measured"] else "replayed from its record"
         rows += [("GPU", f"{facts['gpu']}, {how}; {facts['dates']}"), ("Versions", facts["versions"])]
         if facts["stale"]:
-            rows.append(("Stale", f"{'; '.join(facts['stale'])}"))
+            shown, more = facts["stale"][:3], len(facts["stale"]) - 3
+            rows.append(("Stale", "; ".join(shown) + (f"; and {more} more, named below" if more > 0 else "")))
     else:
         rows.append(("GPU", "no results here: see the note on the page"))
     stem = about.path.stem

@@ -1,4 +1,4 @@
-// Printed, a page is light and has nothing folded; and tags can be reached without a mouse.
+// Printed, a page is light and has nothing folded; tags can be reached without a mouse.
 (() => {
   let folded = [], theme;
   addEventListener("beforeprint", () => {
@@ -22,6 +22,13 @@
     }
   };
   addEventListener("hashchange", show);
+
+  // The search has no summary for a word of the index whose place holds no text, and would fail to show that.
+  addEventListener("DOMContentLoaded", () => {
+    if (typeof Search === "undefined" || !Search.makeSearchSummary) return;
+    const summary = Search.makeSearchSummary;
+    Search.makeSearchSummary = (...asked) => summary(...asked) ?? document.createElement("p");
+  });
   addEventListener("load", () => {
     show();
     for (const tag of document.querySelectorAll(".sphx-glr-tag, #sphx-glr-tag-clear")) {

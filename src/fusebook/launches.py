@@ -157,6 +157,8 @@ def _written(function: Any) -> tuple[str, list[Any]]:
         for name, cell in cells:
             with contextlib.suppress(ValueError):  # not bound yet
                 scope[name] = cell.cell_contents
+    file = getattr(sys.modules.get(function.__module__), "__file__", None) or ""
+    scope |= {name: type(scope[name])() for name in _begun_empty(file) & scope.keys()}
     writer = _Writer(node, scope)
     defaults = [function.__defaults__, function.__kwdefaults__] if isinstance(function, types.FunctionType) else []
     return writer.text(node, root=True), [*writer.used, *(d for d in defaults if d)]
@@ -169,6 +171,19 @@ def _tree(file: str) -> ast.Module | None:
         return ast.parse(text) if text else None
     except SyntaxError:
         return None
+
+
+@functools.lru_cache(maxsize=None)
+def _begun_empty(file: str) -> frozenset[str]:
+    """The dicts, lists and sets that a module begins empty: what they hold is the state of this process, not code."""
+    tree = _tree(file)
+    found = set()
+    for node in tree.body if tree else ():
+        if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value:
+            if ast.unparse(node.value) in ("{}", "[]", "dict()", "list()", "set()"):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                found |= {target.id for target in targets if isinstance(target, ast.Name)}
+    return frozenset(found)
 
 
 @functools.lru_cache(maxsize=None)
