@@ -187,7 +187,7 @@ sphinx_gallery_conf = {
     "inspect_global_variables": False,  # it would touch every tensor of the page
     "reset_argv": "gallery_hooks.reset_argv",
     "show_memory": gallery_hooks.runner,
-    "image_scrapers": ("gallery_hooks.banner", "side_by_side.scraper", "matplotlib"),
+    "image_scrapers": ("gallery_hooks.banner", "side_by_side.scraper", "gallery_hooks.pictures"),
     "reset_modules": ("matplotlib", "gallery_hooks.reset_style"),
     "image_srcset": ["2x"],
     "write_computation_times": False,  # that page loads from three CDNs; docs/times.rst is ours

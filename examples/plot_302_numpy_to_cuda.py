@@ -43,7 +43,7 @@ Read before: 002, 101.
 # <https://pytorch.org/blog/compiling-numpy-code/>`_. This page follows the
 # announcement and tests it.
 
-# sphinx_gallery_tags = ["k-means", "kmeans", "NumPy"]
+# sphinx_gallery_tags = ["torch.compile", "NumPy"]
 import json
 import os
 import re

@@ -37,6 +37,7 @@ Read before: 002, 101, 302.
 # The first half is the assignment, the second the update; k-means alternates
 # between them until the centres stand still.
 
+# sphinx_gallery_tags = ["k-means", "kmeans", "atomics"]
 import time
 
 import fusebook  # before triton: it decides whether kernels are interpreted

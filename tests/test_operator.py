@@ -126,7 +126,7 @@ def test_the_current_stream_is_asked_for_in_every_call(driver):
 def test_true_is_no_axis_even_where_there_is_a_plan_for_1(driver):
     x = torch.randn(8, 100)
     fusebook.softmax(x, 1)
-    with pytest.raises(TypeError, match="dim to be an int, got bool"):
+    with pytest.raises(TypeError, match="dim to be an integer, got bool"):
         fusebook.softmax(x, True)
 
 

@@ -12,9 +12,10 @@ show.
 import contextlib
 import html
 import os
+import re
 from pathlib import Path
 
-__all__ = ["Runner", "banner", "done", "reset_argv", "reset_style", "runner", "strict"]
+__all__ = ["Runner", "banner", "done", "pictures", "reset_argv", "reset_style", "runner", "strict"]
 
 
 def strict():
@@ -64,6 +65,19 @@ class Runner:
 
 #: The one that conf.py hands to sphinx-gallery, and `reset_argv` tells which page is about to run.
 runner = Runner()
+
+
+def pictures(block, block_vars, gallery_conf):
+    """The figures of a block as the gallery saves them; who cannot see them is told their data, not their title."""
+    import matplotlib.pyplot as plt
+    from sphinx_gallery.scrapers import matplotlib_scraper
+
+    from fusebook import plots
+
+    told = [" ".join(plots.described(plt.figure(number)).split()) for number in plt.get_fignums()]
+    text = matplotlib_scraper(block, block_vars, gallery_conf)  # which closes them
+    shown = iter(told)
+    return re.sub(r"(?m)^(\s*:alt: ).*$", lambda line: line[1] + next(shown, "a figure"), text)
 
 
 def reset_argv(gallery_conf, script_vars):

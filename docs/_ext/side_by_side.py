@@ -142,12 +142,12 @@ def _raw(text):
 
 def _pictures(figures, mine, block, block_vars, gallery_conf):
     """The pictures of the figures that are the reader's, or of the others, saved as the gallery saves them."""
+    from gallery_hooks import pictures
     from matplotlib import _pylab_helpers
-    from sphinx_gallery.scrapers import matplotlib_scraper
 
     managers = _pylab_helpers.Gcf.figs
     kept = {number: managers.pop(number) for number in list(managers) if (number in figures) != mine}
-    text = matplotlib_scraper(block, block_vars, gallery_conf)  # and closes what it has saved
+    text = pictures(block, block_vars, gallery_conf)  # and closes what it has saved
     managers.update(kept)
     return text
 
