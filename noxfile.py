@@ -240,3 +240,19 @@ def site(session):
 def mutants(session):
     """Plant known mistakes one at a time and see which tests notice: ``nox -s mutants -- softmax``."""
     run(session, "tests/mutants.py", *session.posargs, OMP_NUM_THREADS="1")
+
+
+@nox.session(venv_backend="none", requires=["environment"], default=False)
+def fuzz(session):
+    """Draw problems for twenty minutes of CPU; FUZZ is the seconds of each test."""
+    seconds = os.environ.get("FUZZ", "240")
+    run(
+        session,
+        "-m",
+        "pytest",
+        "--slow",
+        "tests/test_generated.py",
+        *session.posargs,
+        FUZZ=seconds,
+        OMP_NUM_THREADS="1",
+    )

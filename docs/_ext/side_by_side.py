@@ -142,8 +142,9 @@ def _raw(text):
 
 def _pictures(figures, mine, block, block_vars, gallery_conf):
     """The pictures of the figures that are the reader's, or of the others, saved as the gallery saves them."""
-    from gallery_hooks import pictures
     from matplotlib import _pylab_helpers
+
+    from gallery_hooks import pictures
 
     managers = _pylab_helpers.Gcf.figs
     kept = {number: managers.pop(number) for number in list(managers) if (number in figures) != mine}
