@@ -126,17 +126,24 @@ def docs(session):
     session.log(f"open {HTML / 'index.html'}")
 
 
+def workers():
+    """How pytest is spread over processes: its arguments, and the environment of each.
+
+    On a GPU one process: times that are taken beside another process mean nothing. Elsewhere as many as there are
+    cores, each with one thread: the interpreter's arrays are small.
+    """
+    if gpus():
+        return [], {}
+    many = str(min(4, os.cpu_count() or 1))
+    # Neighbours stay together, as they share what is made once.
+    return ["-n", many, "--dist", "worksteal"], {"OMP_NUM_THREADS": "1"}
+
+
 @nox.session(venv_backend="none", requires=["environment"])
 def tests(session):
     """Run the tests: interpreted where there is no GPU, compiled where there is one; with CI=1 the slow ones too."""
-    # On a GPU one process: times that are taken beside another process mean nothing. Elsewhere as many as there are
-    # cores, each with one thread: the interpreter's arrays are small.
-    workers = str(min(4, os.cpu_count() or 1))
-    if gpus():
-        run(session, "-m", "pytest", *session.posargs)
-    else:
-        spread = ["-n", workers, "--dist", "worksteal"]  # neighbours stay together, as they share what is made once
-        run(session, "-m", "pytest", *spread, *session.posargs, OMP_NUM_THREADS="1")
+    spread, told = workers()
+    run(session, "-m", "pytest", *spread, *session.posargs, **told)
 
 
 @nox.session(venv_backend="none", requires=["environment"])
@@ -219,13 +226,13 @@ def versions(session):
         run(session, *tools, f"triton=={oldest}.*", "numpy<2.4")
         made.rename(folder)
     chosen = session.posargs or PROMISED
-    workers = [] if gpus() else ["-n", str(min(4, os.cpu_count() or 1))]
+    spread, told = workers()
     before = os.environ.get("PYTHONPATH", "")
     for path, fused in ((str(folder), "1"), ("", "1"), ("", "0")):
         session.log(f"{path or 'the newest'}, TRITON_DEFAULT_FP_FUSION={fused}")
         source = os.pathsep.join(filter(None, [path, str(ROOT / "src"), before]))
-        told = {"PYTHONPATH": source, "TRITON_DEFAULT_FP_FUSION": fused, "OMP_NUM_THREADS": "1"}
-        run(session, "-m", "pytest", "-q", *workers, *chosen, **told)
+        which = {"PYTHONPATH": source, "TRITON_DEFAULT_FP_FUSION": fused}
+        run(session, "-m", "pytest", "-q", *spread, *chosen, **told, **which)
 
 
 @nox.session(venv_backend="none", requires=["environment"], default=False)

@@ -124,8 +124,7 @@ def rst(about, facts, repository=""):
         rows.append(("GPU", "no results here: see the note on the page"))
     stem = about.path.stem
     files = [f":download:`notebook <{stem}.ipynb>`", f":download:`script <{stem}.py>`"]
-    if found := re.fullmatch(r"https://github\.com/([^/]+/[^/]+)", repository):
-        address = f"https://colab.research.google.com/github/{found[1]}/blob/gh-pages/notebooks/{stem}.ipynb"
+    if address := pages.colab(stem, repository):
         files.append(f"`Colab <{address}>`__")
     rows.append(("Files", ", ".join(files + records(facts.get("raw", [])))))
     shown = told(facts).splitlines()
@@ -150,11 +149,13 @@ def records(raw):
 
 def told(facts):
     """The verdicts as HTML."""
+    from fusebook.page.show import rich
+
     parts = []
     for verdict, mark, text in facts.get("headlines", []):
         parts.append(
             f'<p class="fb-box-headline"><span class="fb-mark" aria-hidden="true">{mark}</span> '
-            f"<strong>{verdict}:</strong> {_rich(text)}</p>"
+            f"<strong>{verdict}:</strong> {rich(text)}</p>"
         )
     ops = [op for op in facts.get("ops", []) if "word" in op]
     if ops:
@@ -173,10 +174,6 @@ def counted(counts):
             missing = f", {open_} not measured" if open_ else ""
             told.append(f"{whose} {true} {'are ' if kind == 'claim' else ''}{yes}, {false} {no}{missing}.")
     return " ".join(told)
-
-
-def _rich(text):
-    return re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(text, quote=False))
 
 
 def table(ops):

@@ -29,6 +29,7 @@ from sphinx_gallery.utils import get_md5sum
 import box
 import gallery_hooks
 import gallery_progress
+import pages
 import side_by_side
 
 logger = logging.getLogger(__name__)
@@ -368,10 +369,9 @@ def edit_links(app, pagename, templatename, context, doctree):
 
 def colab_link(app, pagename, templatename, context, doctree):
     """Offer a page's notebook in Colab, from the branch where the site is published."""
-    match = re.fullmatch(r"https://github\.com/([^/]+/[^/]+)", app.config.fusebook_repository)
-    if match and pagename.startswith("auto_examples/plot_"):
-        page = pagename.removeprefix("auto_examples/")
-        context["colab"] = f"https://colab.research.google.com/github/{match[1]}/blob/gh-pages/notebooks/{page}.ipynb"
+    address = pages.colab(pagename.removeprefix("auto_examples/"), app.config.fusebook_repository)
+    if address and pagename.startswith("auto_examples/plot_"):
+        context["colab"] = address
 
 
 # Formulas as MathML, which browsers draw by themselves: no script, no fonts, no network

@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Page", "pages", "sections"]
+__all__ = ["Page", "colab", "pages", "sections"]
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
@@ -68,3 +68,9 @@ def pages(examples=EXAMPLES):
 def sections(header=EXAMPLES / "GALLERY_HEADER.rst"):
     """What the first digit of a page's number means, by that digit, as the head of the gallery says it."""
     return dict(re.findall(r"^ (\d)   (.+)$", header.read_text(encoding="utf-8"), re.MULTILINE))
+
+
+def colab(stem, repository):
+    """Where Colab opens a page's notebook, on the branch where the site is published; empty off GitHub."""
+    found = re.fullmatch(r"https://github\.com/([^/]+/[^/]+)", repository)
+    return f"https://colab.research.google.com/github/{found[1]}/blob/gh-pages/notebooks/{stem}.ipynb" if found else ""

@@ -13,7 +13,7 @@ import torch
 from fusebook import check, tables
 from fusebook.op import Cost, Op
 from fusebook.page import _place
-from fusebook.page.show import _rich, _Shown
+from fusebook.page.show import _Shown, rich
 
 __all__ = ["Claims", "by_clock", "claim", "claims", "exercise", "holds", "say"]
 
@@ -41,7 +41,7 @@ class Say(_Shown):
     text: str
 
     def _repr_html_(self) -> str:
-        return f'<p class="fb-say">{_rich(self.text)}</p>'
+        return f'<p class="fb-say">{rich(self.text)}</p>'
 
     def __repr__(self) -> str:
         return self.text
@@ -95,10 +95,10 @@ class Claim(_Shown):
 
     def _item(self) -> str:
         came = "fb-open" if self.true is None else "fb-true" if self.true else "fb-false"
-        detail = f' <span class="fb-detail">({_rich(self.detail)})</span>' if self.detail else ""
+        detail = f' <span class="fb-detail">({rich(self.detail)})</span>' if self.detail else ""
         return (
             f'<li class="fb-{self.kind} {came}"><span class="fb-mark" role="img" aria-label="{self.verdict}">'
-            f'{self.mark}</span> <span><span class="fb-verdict">{self.verdict}:</span> {_rich(self.text)}{detail}'
+            f'{self.mark}</span> <span><span class="fb-verdict">{self.verdict}:</span> {rich(self.text)}{detail}'
             "</span></li>"
         )
 
@@ -213,7 +213,7 @@ class Claims(_Shown):
 
     def _repr_html_(self) -> str:
         lines = "".join(
-            item._item() if isinstance(item, Claim) else f'<li class="fb-say">{_rich(item.text)}</li>'
+            item._item() if isinstance(item, Claim) else f'<li class="fb-say">{rich(item.text)}</li>'
             for item in self.items
         )
         count = f'<li class="fb-count">{self.count}</li>' if self.count else ""

@@ -6,7 +6,7 @@ import html
 from collections.abc import Mapping, Sequence
 
 from fusebook.op import Cost
-from fusebook.page.show import _rich, _Shown
+from fusebook.page.show import _Shown, rich
 
 __all__ = ["Drawing", "lanes", "owners", "traffic", "waves"]
 
@@ -39,7 +39,7 @@ class Drawing(_Shown):
             f'<figure class="fb-drawing"><svg viewBox="0 0 {_WIDTH} {self.height:g}" role="img" '
             f'xmlns="http://www.w3.org/2000/svg" aria-label="{html.escape(self.alt)}" font-size="13" '
             f'style="max-width: {_WIDTH}px; width: 100%; color: inherit">{"".join(self.parts)}</svg>'
-            f"<figcaption>{_rich(self.caption)}</figcaption></figure>"
+            f"<figcaption>{rich(self.caption)}</figcaption></figure>"
         )
 
     def __repr__(self) -> str:

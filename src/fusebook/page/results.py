@@ -23,7 +23,7 @@ from fusebook.bench import Origin
 from fusebook.cards import OPS
 from fusebook.op import Dims, Op
 from fusebook.page import _place
-from fusebook.page.show import _rich, _Shown
+from fusebook.page.show import _Shown, rich
 
 __all__ = ["NoResults", "Study", "arguments", "explored", "measured", "options", "records", "results", "study"]
 
@@ -241,7 +241,7 @@ class _Banner(_Shown):
     sentence: str
 
     def _repr_html_(self) -> str:
-        return f'<div class="fb-banner" role="note"><p>{_rich(self.sentence)}</p></div>'
+        return f'<div class="fb-banner" role="note"><p>{rich(self.sentence)}</p></div>'
 
     def __repr__(self) -> str:
         return self.sentence

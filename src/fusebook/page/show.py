@@ -46,8 +46,19 @@ __all__ = [
 # What renders itself --------------------------------------------------------------------------------------------------
 
 
-def _rich(text: str) -> str:
-    """Escaped HTML; what stands between backticks is code."""
+def rich(text: str) -> str:
+    """Escaped HTML; what stands between backticks is code.
+
+    Parameters
+    ----------
+    text : str
+        A sentence as pages write it.
+
+    Returns
+    -------
+    str
+        HTML without an element around it.
+    """
     return re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(text, quote=False))
 
 
@@ -166,15 +177,15 @@ class Provenance(_Shown):
         return f"{how} on" if self.measured else "Replayed from the record of"
 
     def _repr_html_(self) -> str:
-        told = {k: _rich(v) for k, v in self._facts()}
+        told = {k: rich(v) for k, v in self._facts()}
         if repository := os.environ.get("FUSEBOOK_REPOSITORY", "").rstrip("/"):
             told["Commit"] = ", ".join(
-                f'<a href="{html.escape(repository)}/commit/{html.escape(c)}">{_rich(c[:12])}</a>'
+                f'<a href="{html.escape(repository)}/commit/{html.escape(c)}">{rich(c[:12])}</a>'
                 for c in filter(None, self.commits)
             )
         facts = "".join(f"<dt>{k}</dt><dd>{v}</dd>" for k, v in told.items() if v)
         files = ", ".join(
-            f'<a href="{html.escape(url)}">{_rich(name)}</a>' if url else _rich(name) for name, url in self.raw
+            f'<a href="{html.escape(url)}">{rich(name)}</a>' if url else rich(name) for name, url in self.raw
         )
         method = (
             '<a href="../method.html">how we time</a>' if _place.sphinx() else "cold: events after an L2 flush, medians"
@@ -183,11 +194,11 @@ class Provenance(_Shown):
         if self.stale:
             stale = (
                 '<p class="fb-stale">The code has changed since these results were recorded: '
-                f"{_rich('; '.join(self.stale))}.</p>"
+                f"{rich('; '.join(self.stale))}.</p>"
             )
         return (
             f'<div class="fb-provenance{" fb-stale-box" if self.stale else ""}">'
-            f'<p class="fb-headline">{self._headline()} {_rich(str(self.machine.name))}</p>{stale}'
+            f'<p class="fb-headline">{self._headline()} {rich(str(self.machine.name))}</p>{stale}'
             f"<dl>{facts}<dt>Method</dt><dd>{method}</dd><dt>Raw</dt><dd>{files}</dd></dl></div>"
         )
 
@@ -260,10 +271,10 @@ class Downloads(_Shown):
 
     def _repr_html_(self) -> str:
         links = " ".join(
-            f'<a class="fb-file" href="{html.escape(address)}" download="{html.escape(name)}">{_rich(name)}</a>'
+            f'<a class="fb-file" href="{html.escape(address)}" download="{html.escape(name)}">{rich(name)}</a>'
             for name, address in self.files.items()
         )
-        return f'<p class="fb-downloads">These {self.rows} rows as a file: {links} {_rich(self.missing)}</p>'
+        return f'<p class="fb-downloads">These {self.rows} rows as a file: {links} {rich(self.missing)}</p>'
 
     def __repr__(self) -> str:
         return f"{self.done}: {', '.join(self.files)}" + (f" ({self.missing})" if self.missing else "")
@@ -363,7 +374,7 @@ class Table(_Shown):
     def _repr_html_(self) -> str:
         frame = self.frame
         if frame.empty:
-            return f'<p class="fb-say">{_rich(self.caption)}: {self.nothing}.</p>'
+            return f'<p class="fb-say">{rich(self.caption)}: {self.nothing}.</p>'
         keys = frame.index.to_frame(index=False).astype(object)
         levels = 0 if isinstance(frame.index, pd.RangeIndex) else frame.index.nlevels
         names = ["" if n is None else str(n) for n in frame.index.names][:levels]
@@ -371,18 +382,18 @@ class Table(_Shown):
         kinds = ["" if number else ' class="fb-text"' for number in numeric] or [""] * (levels + frame.shape[1])
         # Cells with white space between them: who reads the text alone, as the search does, needs it.
         head = "\n".join(
-            f'<th scope="col"{kind}>{_rich(n)}</th>' if n else "<td></td>"
+            f'<th scope="col"{kind}>{rich(n)}</th>' if n else "<td></td>"
             for n, kind in zip([*names, *map(str, frame.columns)], kinds, strict=True)
         )
         body = []
         for i, values in enumerate(frame.itertuples(index=False)):
             own = keys.iloc[i].tolist()[:levels]
-            row = [f'<th scope="row"{kind}>{_rich(tables.number(k))}</th>' for k, kind in zip(own, kinds, strict=False)]
+            row = [f'<th scope="row"{kind}>{rich(tables.number(k))}</th>' for k, kind in zip(own, kinds, strict=False)]
             for j, (value, kind) in enumerate(zip(values, kinds[levels:], strict=True)):
-                text = _rich(str(value))
+                text = rich(str(value))
                 row.append(f"<td{kind}>{f'<strong>{text}</strong>' if (i, j) in self.best else text}</td>")
             body.append(f"<tr>{' '.join(row)}</tr>")
-        caption = _rich(self.caption)
+        caption = rich(self.caption)
         best = ' <span class="fb-detail">(the best in bold)</span>' if self.best else ""
         tall = " fb-tall" if len(frame) >= 30 else ""
         whole = (
@@ -432,15 +443,15 @@ class Sortable(_Shown):
     bold: pd.DataFrame
 
     def _repr_html_(self) -> str:
-        head = "".join(f'<th scope="col">{_rich(str(name))}</th>' for name in self.frame.columns)
+        head = "".join(f'<th scope="col">{rich(str(name))}</th>' for name in self.frame.columns)
         rows = zip(self.frame.to_numpy().tolist(), self.bold.to_numpy().tolist(), strict=True)
         body = "\n".join(
-            f"<tr>{''.join(f'<td><b>{_rich(v)}</b>' if b else f'<td>{_rich(v)}' for v, b in zip(*row, strict=True))}"
+            f"<tr>{''.join(f'<td><b>{rich(v)}</b>' if b else f'<td>{rich(v)}' for v, b in zip(*row, strict=True))}"
             for row in rows
         )  # the end of a cell and of a row may be left out, and there are thousands
         return (
             f'<div class="fb-scroll fb-sortable" role="region" tabindex="0" aria-label="{html.escape(self.caption)}">'
-            f"<table><caption>{_rich(self.caption)}</caption><thead><tr>{head}</tr></thead>"
+            f"<table><caption>{rich(self.caption)}</caption><thead><tr>{head}</tr></thead>"
             f"<tbody>{body}</tbody></table></div>"
         )
 
@@ -523,11 +534,11 @@ class Tabs(_Shown):
     def _repr_html_(self) -> str:
         shown = {name: part._repr_html_() for name, part in self.parts.items()}
         if not _place.sphinx():
-            return "".join(f"<p><strong>{_rich(name)}</strong></p>{part}" for name, part in shown.items())
+            return "".join(f"<p><strong>{rich(name)}</strong></p>{part}" for name, part in shown.items())
         group = "fb-tab-" + hashlib.sha256(repr(shown).encode()).hexdigest()[:8]
         tabs = "".join(
             f'<input type="radio" name="{group}" id="{group}-{i}"{"" if i else " checked"}>'
-            f'<label for="{group}-{i}">{_rich(name)}</label><div class="fb-tab">{part}</div>'
+            f'<label for="{group}-{i}">{rich(name)}</label><div class="fb-tab">{part}</div>'
             for i, (name, part) in enumerate(shown.items())
         )
         return f'<div class="fb-tabs">{tabs}</div>'
@@ -625,7 +636,7 @@ class Folded(_Shown):
         self.part = part
 
     def _repr_html_(self) -> str:
-        return f'<details class="fb-fold"><summary>{_rich(self.caption)}</summary>{self.part._repr_html_()}</details>'
+        return f'<details class="fb-fold"><summary>{rich(self.caption)}</summary>{self.part._repr_html_()}</details>'
 
     def __repr__(self) -> str:
         return f"{self.caption}\n{self.part!r}"
