@@ -32,6 +32,7 @@ import fusebook  # noqa: F401  before triton: it decides how kernels run
 from fusebook import plots, tables
 from fusebook.cards import MODULES, OPS
 from fusebook.page import (
+    changed,
     claim,
     claims,
     downloads,
@@ -213,11 +214,17 @@ table(lost("call"), "Points lost by one call that is waited for")
 # What has changed
 # ----------------
 #
-# The package keeps one record of a GPU, the last. What it was measured with is
-# in its rows, so that a record of several versions of torch says so. Two
-# records, of a GPU or of a time, are compared by
-# ``python -m fusebook.compare``.
+# A record that is measured again keeps the times that it supersedes. What has
+# changed for every way of computing has changed on the machine, or in torch.
+# Two records of other GPUs are compared by ``python -m fusebook.compare``.
 
+table(
+    changed(),
+    "The last record in times of the one before, cold",
+    fold=True,
+)
+
+# %%
 versions = everything["versions"].str.extract(r"(torch [^;]+)")[0].dropna()
 claims(
     say(
@@ -225,7 +232,7 @@ claims(
         versions=", ".join(sorted(set(versions))),
         first=everything["date"].dropna().min(),
         last=everything["date"].dropna().max(),
-        what="times of one version, with nothing to compare."
+        what="times of one version."
         if len(set(versions)) == 1
         else "times of several versions stand side by side.",
     )

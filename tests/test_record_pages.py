@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import synthetic
 from fusebook import bench, record
 from fusebook import machine as machines
 from fusebook.cards.elementwise import EXP, SILU
-from fusebook.page import measured, results
+from fusebook.page import changed, measured, results
 from record_pages import GPU, Queue
 from toy import machine
 
@@ -226,6 +227,32 @@ def test_what_cannot_be_joined_is_refused(tmp_path, capsys):
         assert record.main(argv) == 1
         told = capsys.readouterr().err
         assert words in told and told.count("\n") == 1
+
+
+def test_what_is_measured_again_is_kept_as_it_was(tmp_path, monkeypatch):
+    """Row by row: what another page measured long ago stays what that superseded."""
+    root, before = tmp_path / "records", tmp_path / "before"
+    gpu = root / "test-gpu"
+    for times, sizes in ((4.0, "64x64,64x128"), (2.0, "64x64"), (1.0, "64x64")):
+        if gpu.exists():
+            shutil.rmtree(before, ignore_errors=True)
+            shutil.copytree(gpu, before)
+        record.write(rows(EXP, sizes, times), root)
+        if before.exists():
+            for _ in range(2):  # after each page of a run
+                record.keep_superseded(before, gpu)
+    kept, _ = record._load(gpu / "previous" / "exp.csv", "exp")
+    now, _ = record._load(gpu / "exp.csv", "exp")
+    assert len(kept) == len(EXP.variants) and set(kept["N"]) == {64}
+    assert kept["cold_us"].to_numpy() == pytest.approx(2 * now.loc[now["N"] == 64, "cold_us"].to_numpy(), rel=1e-4)
+    monkeypatch.setattr(machines, "RECORDS", root)
+    monkeypatch.setenv("FUSEBOOK_GPU", "test-gpu")
+    table = changed(["fusebook", "eager"])
+    assert list(table.index) == [("exp", "fusebook"), ("exp", "eager")]
+    assert table["times as long"].to_numpy() == pytest.approx([0.5, 0.5], rel=1e-4)
+    assert list(table["verdict"]) == ["faster throughout"] * 2
+    shutil.rmtree(gpu / "previous")
+    assert changed().empty
 
 
 # The caller's clocks

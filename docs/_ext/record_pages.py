@@ -216,7 +216,17 @@ def main(argv):
     ceilings = [sys.executable, "-m", "fusebook.record", "--machine", "--out", str(out)]
     if subprocess.run(ceilings, env={**os.environ, **one}).returncode:
         return 1
-    pending = Queue(gpus, BUILD, lambda folder: record.join([folder], out) if folder.exists() else None)
+    before = BUILD / "before"
+    shutil.rmtree(before, ignore_errors=True)
+    shutil.copytree(out / slug, before)
+
+    def joined(folder):
+        """What a page has measured is recorded, and what it measured again is kept as it was."""
+        if folder.exists():
+            record.join([folder], out)
+            record.keep_superseded(before, out / slug)
+
+    pending = Queue(gpus, BUILD, joined)
     if len(gpus) == 1:
         took = pending.run(pages)
     else:

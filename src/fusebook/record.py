@@ -1,8 +1,9 @@
 """Records of real runs: what a page replays where there is no GPU.
 
 ``records/<gpu>/<op>.csv`` holds the rows of `fusebook.bench.run`, ``records/<gpu>/machine.json`` the machine and its
-ceilings, ``records/<gpu>/pages/<name>.csv`` what a page measured that no card covers. The first line of a CSV states
-what it is, how many rows follow and their sha256, so that a truncated or edited file is refused.
+ceilings, ``records/<gpu>/pages/<name>.csv`` what a page measured that no card covers, and ``records/<gpu>/previous``
+the rows that ``nox -s record`` superseded. The first line of a CSV states what it is, how many rows follow and their
+sha256, so that a truncated or edited file is refused.
 
     python -m fusebook.record softmax --config triton,large,llama --out DIR
     python -m fusebook.record --all --out my-gpu   # ceilings and all points that the package has of another GPU
@@ -51,6 +52,7 @@ __all__ = [
     "everything",
     "exists",
     "join",
+    "keep_superseded",
     "path",
     "read",
     "read_all",
@@ -374,6 +376,37 @@ def join(folders: Sequence[pathlib.Path], root: pathlib.Path) -> list[pathlib.Pa
                 known |= json.loads(seconds.read_text())
                 target.write_text(json.dumps(dict(sorted(known.items())), indent=2) + "\n")
     return written
+
+
+def keep_superseded(before: pathlib.Path, gpu: pathlib.Path) -> None:
+    """Keep, in the folder ``previous`` of a GPU's records, the rows that were measured again since.
+
+    Parameters
+    ----------
+    before : path
+        A copy of the GPU's folder from before.
+    gpu : path
+        The folder as it is now. What it has kept of other rows stays; what was kept of these was older still.
+    """
+    for file in sorted(before.glob("*.csv")):
+        old, more = _load(file, file.stem)
+        now, _ = _load(gpu / file.name, file.stem)
+        key = [c for c in old if c not in bench.COLUMNS]
+        if key != [c for c in now if c not in bench.COLUMNS]:
+            continue
+        beside = old[key].merge(now[[*key, "cold_us", "call_us"]], on=key, how="left")
+        again = beside["cold_us"].notna() & (
+            beside["cold_us"].ne(old["cold_us"]) | beside["call_us"].ne(old["call_us"])
+        )
+        if not again.any():
+            continue
+        kept, target = old[again.to_numpy()], gpu / "previous" / file.name
+        if target.exists():
+            older, _ = _load(target, file.stem)
+            kept = pd.concat([older.astype(object), kept.astype(object)], ignore_index=True)
+            kept = kept.drop_duplicates(key, keep="last")
+        _save(target, file.stem, kept, **{k: v for k, v in more.items() if k == "commit"})
+        machines.save(_machine_beside(file), target.with_name("machine.json"))
 
 
 # Whether a record is of what the code does today ----------------------------------------------------------------------

@@ -30,7 +30,18 @@ from fusebook.extras import extra
 with extra("book"):
     from fusebook.page import draw, verdicts
     from fusebook.page.claims import Claims, by_clock, claim, claims, exercise, holds, say
-    from fusebook.page.results import NoResults, Study, arguments, explored, measured, options, records, results, study
+    from fusebook.page.results import (
+        NoResults,
+        Study,
+        arguments,
+        changed,
+        explored,
+        measured,
+        options,
+        records,
+        results,
+        study,
+    )
     from fusebook.page.show import (
         Folded,
         Listing,
@@ -54,6 +65,7 @@ __all__ = [
     "Tabs",
     "arguments",
     "by_clock",
+    "changed",
     "claim",
     "claims",
     "downloads",

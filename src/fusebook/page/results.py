@@ -18,14 +18,25 @@ from typing import Any, NoReturn
 import pandas as pd
 import torch
 
-from fusebook import bench, check, explore, inputs, launches, machine, record, tables, timing
+from fusebook import bench, check, compare, explore, inputs, launches, machine, record, tables, timing
 from fusebook.bench import Origin
 from fusebook.cards import OPS
 from fusebook.op import Dims, Op
 from fusebook.page import _place
 from fusebook.page.show import _Shown, rich
 
-__all__ = ["NoResults", "Study", "arguments", "explored", "measured", "options", "records", "results", "study"]
+__all__ = [
+    "NoResults",
+    "Study",
+    "arguments",
+    "changed",
+    "explored",
+    "measured",
+    "options",
+    "records",
+    "results",
+    "study",
+]
 
 
 def arguments(
@@ -416,6 +427,34 @@ def records() -> dict[str, pd.DataFrame]:
     if not found:
         _nothing(f"any operator on {machine.slug()}", "nox -s record")
     return found
+
+
+def changed(variants: Sequence[str] = ("fusebook", "eager", "torch", "torch.compile")) -> pd.DataFrame:
+    """How the named GPU's records differ from those that they superseded; nothing is measured.
+
+    Parameters
+    ----------
+    variants : sequence of str
+        Ours, and others beside it: what changed for all of them changed on the machine, or in torch.
+
+    Returns
+    -------
+    pandas.DataFrame
+        By operator and variant: points, how many times as long they take now, in the median, at the least and at the
+        most, and whether that is more than noise, see `fusebook.compare`. Empty where nothing was measured twice.
+    """
+    now = machine.places()[0]
+    then = now / "previous"
+    _place.note(then)
+    rows = {}
+    for variant in variants:
+        with contextlib.suppress(ValueError):
+            for name, row in compare.verdicts(now, then, variant=variant)[0].iterrows():
+                rows[name, variant] = row[["points", "times as long", "least", "most", "verdict"]]
+    ordered = {at: rows[at] for name in OPS for at in rows if at[0] == name}
+    if not ordered:
+        return pd.DataFrame()
+    return pd.DataFrame(list(ordered.values()), pd.MultiIndex.from_tuples(ordered, names=["operator", "variant"]))
 
 
 def explored(

@@ -232,8 +232,12 @@ def verdicts(found: Mapping[str, pd.DataFrame]) -> list[Verdict]:
     list of Verdict
         In reading order.
     """
-    ours = [name for name in cards.OPS if name in found and found[name]["variant"].eq("fusebook").any()]
-    return [verdict(cards.OPS[name], found[name]) for name in ours]
+    return [verdict(op, found[op.name]) for op in _ours(found)]
+
+
+def _ours(found: Mapping[str, pd.DataFrame]) -> list[Op]:
+    """The operators that have a record and a variant of our own."""
+    return [op for op in cards.OPS.values() if op.name in found and found[op.name]["variant"].eq("fusebook").any()]
 
 
 def choices(op: Op, frame: pd.DataFrame, kind: str = "paid") -> pd.DataFrame:
@@ -372,9 +376,9 @@ def winners(found: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
         to take, for the caller and on the device, see `choices`.
     """
     parts = []
-    for verdict_ in verdicts(found):
-        caller, device = (choices(verdict_.op, found[verdict_.op.name], kind) for kind in ("paid", "cold"))
+    for op in _ours(found):
+        caller, device = (choices(op, found[op.name], kind) for kind in ("paid", "cold"))
         shown = caller[[*GROUPS, "ours", "take"]].join(device[["take"]].rename(columns={"take": "take, on the device"}))
         parts.append(shown.rename(columns={"take": "take, for the caller"}).reset_index())
-        parts[-1].insert(0, "operator", verdict_.op.name)
+        parts[-1].insert(0, "operator", op.name)
     return pd.concat(parts, ignore_index=True)
