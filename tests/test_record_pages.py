@@ -11,7 +11,7 @@ import pytest
 
 import record_pages
 import synthetic
-from fusebook import bench, record
+from fusebook import bench, record, timing
 from fusebook import machine as machines
 from fusebook.cards.elementwise import EXP, SILU
 from fusebook.page import changed, measured, results
@@ -166,8 +166,15 @@ def test_without_a_gpu_it_says_so(monkeypatch, capsys):
 
 
 def test_a_whole_run_on_two_gpus_by_the_device_then_by_the_host_alone(pages, tmp_path, monkeypatch):
-    """The ceilings, then all pages at once, then one by one those that measure by themselves."""
+    """The ceilings, then all pages at once; one by one those that measure by themselves, lack clocks, or are new."""
     found = pages(plot_1_long=0.4, plot_2_short=0.1)
+    more = pages(plot_3_lacks=0.1, plot_9_new=0.1)
+    known = {"plot_1_long": 4, "plot_2_short": 2, "plot_3_lacks": 1}
+    (tmp_path / "out" / "test-gpu").mkdir(parents=True)
+    (tmp_path / "out" / "test-gpu" / "seconds.json").write_text(json.dumps(known))
+    lacking = rows(SILU, "64x64")
+    lacking.loc[0, "call_us"] = float("nan")
+    record.write(lacking, more[0].with_suffix(".records"))
     found[1].write_text(found[1].read_text() + "# measured(\n")
     for page in found:
         record.write(rows(EXP, f"64x{64 * (1 + found.index(page))}"), page.with_suffix(".records"))
@@ -188,10 +195,12 @@ def test_a_whole_run_on_two_gpus_by_the_device_then_by_the_host_alone(pages, tmp
     assert len(ran) == 1
     said = [json.loads(line) for line in (tmp_path / "examples" / "said").read_text().splitlines()]
     parts = [(one["page"], one["FUSEBOOK_PART"]) for one in sorted(said, key=lambda one: one["end"])]
-    assert parts == [("plot_2_short", "device"), ("plot_1_long", "device"), ("plot_2_short", "host")]
+    beside, alone = parts[:3], parts[3:]
+    assert sorted(beside) == [(page, "device") for page in known]
+    assert alone == [("plot_2_short", "host"), ("plot_3_lacks", "host"), ("plot_9_new", None)]
     assert set(record.read("exp", "test-gpu", tmp_path / "out")["N"]) == {64, 128}
     took = json.loads((tmp_path / "out" / "test-gpu" / "seconds.json").read_text())
-    assert took["plot_1_long"] >= 0.4 and set(took) == {"plot_1_long", "plot_2_short"}
+    assert took["plot_1_long"] >= 0.4 and set(took) == {*known, "plot_9_new"}
 
 
 # Joining
@@ -294,7 +303,14 @@ def gpu(tmp_path, monkeypatch):
     monkeypatch.setattr(machines, "RECORDS", tmp_path / "package")
     monkeypatch.setattr(machines, "here", lambda: machine())
     monkeypatch.setattr(record, "_reasons", lambda frame, *_: [""] * len(frame))
-    monkeypatch.setattr(bench, "run", lambda op, config, clocks, **_: asked.append(clocks) or rows(op, config))
+
+    def run(op, config, clocks=timing.KINDS, variants=None, **_):
+        asked.append(clocks)
+        sizes = config if isinstance(config, str) else ",".join(f"{p['M']}x{p['N']}" for _, p in config)
+        frame = rows(op, sizes)
+        return frame if variants is None else frame[frame["variant"].isin(variants)]
+
+    monkeypatch.setattr(bench, "run", run)
     monkeypatch.setenv("FUSEBOOK_RECORD", str(tmp_path / "new"))
     record.write(rows(EXP, "64x64"), machines.RECORDS)
     return asked
@@ -309,6 +325,18 @@ def test_cards_are_recorded_by_the_device_beside_others_and_replayed_when_the_ho
     monkeypatch.setenv("FUSEBOOK_PART", "host")
     assert results(EXP, config="64x64").attrs["origin"].measured is False and gpu == []
     assert results(EXP, config="64x128").attrs["origin"].measured and len(gpu) == 1  # it failed in the other part
+
+
+def test_what_had_no_callers_clocks_to_keep_is_measured_again_when_the_host_is_alone(gpu, monkeypatch, tmp_path):
+    lacking = rows(EXP, "64x64,64x128")
+    eager = (lacking["variant"] == "eager") & (lacking["N"] == 64)
+    lacking.loc[eager, "call_us"] = float("nan")
+    record.write(lacking, machines.RECORDS)
+    monkeypatch.setenv("FUSEBOOK_PART", "host")
+    results(EXP, config="64x64,64x128")
+    found = record.read("exp", "test-gpu", tmp_path / "new")
+    assert len(gpu) == 1 and list(zip(found["variant"], found["N"], strict=True)) == [("eager", 64)]
+    assert found["call_us"].notna().all()
 
 
 def spans():

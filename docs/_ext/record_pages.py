@@ -5,8 +5,9 @@
     python -m fusebook.record --join build/record/shard-*
 
 With one GPU a page has the host to itself, and every clock is recorded. With several, what the cards measure is
-recorded by the device's clocks alone, at the same time; then what pages measure by themselves, one page at a time.
-Rows keep the caller's clocks, host and call, that they had, where the same was launched by the same versions.
+recorded by the device's clocks alone, at the same time. Rows keep the caller's clocks, host and call, that they had,
+where the same was launched by the same versions. Then, one page at a time, come rows that had none, what pages measure
+by themselves, and pages that were never recorded.
 """
 
 import argparse
@@ -163,6 +164,16 @@ class Queue:
         return None if code else seconds
 
 
+def _has_more(page):
+    """Whether a page that was recorded by the device's clocks has more to record once the host has nothing else."""
+    from fusebook import record
+
+    if "measured(" in page.read_text(encoding="utf-8"):
+        return True
+    made = (record._load(file, file.stem)[0] for file in (BUILD / page.stem / "records").glob("*/*.csv"))
+    return any((frame["status"].eq("ok") & frame["call_us"].isna()).any() for frame in made)
+
+
 def _stamp(page):
     """What the results of a page are made from: its text and the library."""
     files = [page, *sorted(f for f in (ROOT / "src").rglob("*") if f.suffix in (".py", ".cu", ".c", ".csv"))]
@@ -230,10 +241,12 @@ def main(argv):
     if len(gpus) == 1:
         took = pending.run(pages)
     else:
-        took = pending.run(pages, FUSEBOOK_PART="device")
-        alone = [page for page in pages if "measured(" in page.read_text(encoding="utf-8")]
-        for page, more in Queue(gpus[:1], BUILD, pending.done).run(alone, FUSEBOOK_PART="host").items():
+        known = _seconds(out / slug)
+        took = pending.run([page for page in pages if page.stem in known], FUSEBOOK_PART="device")
+        alone, one = [page for page in took if _has_more(page)], Queue(gpus[:1], BUILD, joined)
+        for page, more in one.run(alone, FUSEBOOK_PART="host").items():
             took[page] = None if more is None or took[page] is None else took[page] + more
+        took |= one.run([page for page in pages if page not in took])
     failed = [page.stem for page, seconds in took.items() if seconds is None]
     kept = out / slug / "seconds.json"
     seconds = _seconds(kept.parent) | {page.stem: round(s, 1) for page, s in took.items() if s is not None}
