@@ -1,7 +1,12 @@
 """What all tests share. fusebook is imported first: it decides whether Triton compiles or interprets."""
 
 import collections
+import contextlib
+import fcntl
+import importlib.util
+import json
 import os
+import time
 
 import pytest
 import torch
@@ -14,6 +19,11 @@ from fusebook.page import _place
 
 interpreting.hasten()
 memcheck.guard()
+
+#: Tests of the documentation, which import what builds it.
+collect_ignore = []
+if importlib.util.find_spec("docutils") is None:
+    collect_ignore += ["test_reading.py", "test_site.py", "test_verdicts.py"]
 
 
 @pytest.fixture(scope="session")
@@ -35,6 +45,51 @@ def _no_page_is_shown():
         yield
 
 
+# A GPU that several processes share
+
+
+def _of_all(tmp_path_factory):
+    """A folder that all workers of a run have in common."""
+    base = tmp_path_factory.getbasetemp()
+    return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+
+@pytest.fixture(autouse=True)
+def _no_memory_is_kept():
+    """A process that keeps gigabytes for its next test keeps them from the others."""
+    yield
+    if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > 2**30:
+        torch.cuda.empty_cache()
+
+
+@pytest.fixture
+def room(tmp_path_factory):
+    """A function by which a test asks for much of the GPU's memory, in bytes: those that ask run one at a time.
+
+    It waits until others have given back what they hold; where the GPU has too little, the test is skipped. Without a
+    GPU it does nothing.
+    """
+    with contextlib.ExitStack() as held:
+
+        def ask(need):
+            if not torch.cuda.is_available():
+                return
+            needed = f"needs {need / 2**30:.0f} GiB of GPU memory"
+            if need > 0.9 * torch.cuda.mem_get_info()[1]:
+                pytest.skip(needed)
+            lock = held.enter_context((_of_all(tmp_path_factory) / "room").open("w"))
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            until = time.monotonic() + 120
+            while torch.cuda.mem_get_info()[0] < need:
+                if time.monotonic() > until:
+                    pytest.skip(f"{needed}, of which others hold too much")
+                time.sleep(0.05)
+
+        yield ask
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+
+
 # Slow tests
 
 
@@ -48,6 +103,25 @@ def pytest_addoption(parser):
         default=bool(os.environ.get("CI")),
         help="run the slow tests too; so does CI=1 in the environment",
     )
+    parser.addoption("--told", help="a file to which what becomes of each test is written as it ends, a line each")
+
+
+class _Told:
+    """Writes what becomes of each test; of several processes only the one that collects from the others does."""
+
+    def __init__(self, file):
+        self.file = open(file, "a", buffering=1)
+
+    def pytest_runtest_logreport(self, report):
+        if report.when == "call" or report.outcome != "passed":
+            why = str(report.longrepr[2]).removeprefix("Skipped: ") if report.skipped else report.longreprtext[-3000:]
+            line = {"test": report.nodeid, "outcome": report.outcome, "seconds": round(report.duration, 2), "why": why}
+            print(json.dumps(line), file=self.file)
+
+
+def pytest_configure(config):
+    if config.getoption("--told") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(_Told(config.getoption("--told")))
 
 
 def pytest_collection_modifyitems(config, items):
@@ -64,6 +138,8 @@ def pytest_terminal_summary(terminalreporter):
     reasons = collections.Counter(
         str(report.longrepr[2]).removeprefix("Skipped: ") for report in terminalreporter.stats.get("skipped", [])
     )
+    if collect_ignore:
+        reasons["files of the documentation, since docutils is missing"] = len(collect_ignore)
     for reason, count in reasons.most_common():
         terminalreporter.write_line(f"skipped {count:4d}: {reason}")
 
@@ -94,8 +170,7 @@ def compiled(request, tmp_path_factory):
         for item in request.session.items
         if item.path.name == "test_compile.py" and not item.get_closest_marker("skip")
     ]
-    base = tmp_path_factory.getbasetemp()
-    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "compiled"
+    folder = _of_all(tmp_path_factory) / "compiled"
     if not asked:
         yield folder
         return

@@ -2,11 +2,12 @@
 
 A file of ``tests/mistakes`` holds the mistakes of one part of the library: what is wrong (``what``), the text that
 stands in the library (``old``), wherever in it that is today, what takes its place (``new``), and what pytest is called
-with (``tests``). A mistake that no test sees has its reason beside it: ``gpu`` where it takes a GPU to be seen, else
-``lives``. Text that stands nowhere any more, or twice, is an error, so the list follows the library or is noticed.
+with (``tests``). A mistake that no test sees has its reason beside it: ``gpu`` where it takes a GPU to be seen, which
+a machine that has one then looks for, else ``lives``. Text that stands nowhere any more, or twice, is an error, so the list follows the library or is noticed.
 
     python tests/mutants.py             # all, but for what was found out before and has not changed
     python tests/mutants.py softmax     # those whose part, text or tests contain a word
+    CUDA_VISIBLE_DEVICES= python tests/mutants.py    # where there is a GPU: those that need none
 
 Every test is first run on the library as it is, unless that is trusted. Each process works in a copy of its own in a
 temporary folder, and tests are run by forks of a process that has imported torch already. What was found is kept in
@@ -90,7 +91,8 @@ def digest(mistake, texts, file, root):
 
 
 def preload():
-    """What tests import that is none of ours, once for all forks."""
+    """Import what tests do that is none of ours, once for all forks; returns whether there is a GPU."""
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # a process that has begun to use a GPU cannot be forked
     import hypothesis
     import matplotlib.pyplot
     import numpy
@@ -105,7 +107,8 @@ def preload():
     import triton
     import triton.language
 
-    return hypothesis, matplotlib, numpy, pandas, pytest, triton
+    assert all((hypothesis, matplotlib, numpy, pandas, pytest, triton))
+    return torch.cuda.is_available()
 
 
 def tested(copy, tests, log):
@@ -119,7 +122,8 @@ def tested(copy, tests, log):
                 os.dup2(out, stream)
             os.chdir(copy)
             sys.path[:] = [p for p in sys.path if not p.startswith(str(ROOT))]
-            os.environ["PYTHONPATH"] = str(copy / "src")
+            paths = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p and not p.startswith(str(ROOT))]
+            os.environ["PYTHONPATH"] = os.pathsep.join([str(copy / "src"), *paths])
             os.environ["GUARD"] = "1"  # see memcheck
             import pytest
 
@@ -151,8 +155,8 @@ def worker(jobs, into, folder):
         shutil.copytree(at, copy / name, ignore=ignore) if at.is_dir() else shutil.copy(at, copy / name)
     # Tests that compile find what is compiled already.
     (copy / "build").mkdir()
-    if (ROOT / "build" / "compiled").exists():
-        (copy / "build" / "compiled").symlink_to(ROOT / "build" / "compiled")
+    (ROOT / "build" / "compiled").mkdir(parents=True, exist_ok=True)
+    (copy / "build" / "compiled").symlink_to(ROOT / "build" / "compiled")
     texts = sources(copy)
     for name, mistake, tests in jobs:
         try:
@@ -189,18 +193,18 @@ def run_all(chosen, root=ROOT, workers=None, sure=True):
         except LookupError as error:
             wrong.append(str(error))
     known = json.loads(KEPT.read_text()) if KEPT.exists() else {}
+    gpu = preload()
     digests = {m: digest(m, texts, file, root) for m, file in places.items()}
     jobs, asked = [], {}
     for mistake in places:
-        if known.get(mistake.key, {}).get("digest") != digests[mistake] and not mistake.gpu:
+        if known.get(mistake.key, {}).get("digest") != digests[mistake] and mistake.gpu == gpu:
             plain = hashlib.sha256(mistake.tests.encode()).hexdigest()[:16]
             if plain not in asked and sure:
                 asked[plain] = mistake.tests
                 jobs.append((plain, None, mistake.tests))
             jobs.append((mistake.key, mistake, mistake.tests))
-    by_key = {m.key: m for m in places}
+    by_key, failing = {m.key: m for m in places}, set()
     if jobs:
-        preload()
         with tempfile.TemporaryDirectory() as temporary:
             folder = Path(temporary)
             into = folder / "found"
@@ -221,8 +225,8 @@ def run_all(chosen, root=ROOT, workers=None, sure=True):
                 lines = into.read_text().splitlines()
                 for line in lines[seen:]:
                     found = json.loads(line)
-                    if found["name"] in by_key:
-                        mistake = by_key[found["name"]]
+                    mistake = by_key.get(found["name"])
+                    if mistake and mistake.tests not in failing:
                         known[mistake.key] = {
                             "digest": digests[mistake], "outcome": outcome(found["code"]),
                             "seconds": found["seconds"], "said": found["said"][-600:],
@@ -230,22 +234,23 @@ def run_all(chosen, root=ROOT, workers=None, sure=True):
                         print(f"{outcome(found['code']):7}{found['seconds']:6.1f} s  {mistake.part}: {mistake.what}")
                         KEPT.parent.mkdir(exist_ok=True)
                         KEPT.write_text(json.dumps(known, indent=1))
-                    elif found["code"] != 0:
+                    elif not mistake and found["code"] != 0:
+                        failing.add(asked[found["name"]])
                         wrong.append(f"these tests fail on the library as it is: {asked[found['name']]}")
                         print(wrong[-1], found["said"][-1500:], sep="\n")
                         for mistake in by_key.values():  # what they say of a mistake means nothing
-                            if mistake.tests == asked[found["name"]]:
+                            if mistake.tests in failing:
                                 known.pop(mistake.key, None)
                     sys.stdout.flush()
                 seen = len(lines)
                 children = [c for c in children if os.waitpid(c, os.WNOHANG)[0] == 0]
                 time.sleep(0.1)
-        failing = {said.removeprefix("these tests fail on the library as it is: ") for said in wrong}
-        for mistake in by_key.values():
-            if mistake.tests in failing:
-                known.pop(mistake.key, None)
         KEPT.write_text(json.dumps(known, indent=1))
-    return {m: "needs a GPU" if m.gpu else known.get(m.key, {}).get("outcome", "not run") for m in places}, wrong
+    become = {m: known.get(m.key, {}) for m in places}
+    return {
+        m: found["outcome"] if found.get("digest") == digests[m] else "needs a GPU" if m.gpu > gpu else "not run"
+        for m, found in become.items()
+    }, wrong
 
 
 # Telling --------------------------------------------------------------------------------------------------------------
@@ -265,7 +270,7 @@ def tell(found, whole):
         total = sum(parts.values(), collections.Counter())
         with SHOWN.open("w", newline="") as out:
             rows = csv.writer(out, lineterminator="\n")
-            rows.writerow(["Part", "Planted", "Caught without a GPU", "Lives, and why is known", "Needs a GPU"])
+            rows.writerow(["Part", "Planted", "Caught", "Lives, and why is known", "Waits for a GPU"])
             for part, count in [*sorted(parts.items()), ("all", total)]:
                 rows.writerow([part, sum(count.values()), count["dies"], count["lives"], count["needs a GPU"]])
     wrong = [f"{m.part}: {m.what}: it {became}" for m, became in found.items() if became in ("breaks", "not run")]
@@ -292,7 +297,7 @@ def main(argv=None):
     count = collections.Counter(found.values())
     seen = count["dies"] + count["lives"]
     print(
-        f"{len(found)} mistakes: {count['dies']} of {seen} that can be seen without a GPU die"
+        f"{len(found)} mistakes: {count['dies']} of {seen} that could be seen here die"
         f" ({count['dies'] / max(seen, 1):.1%}), {count['lives']} live, {count['needs a GPU']} need a GPU; see {TABLE}"
     )
     for sentence in wrong:

@@ -15,6 +15,7 @@ from fusebook.cards import OPS
 from fusebook.op import Variant
 from toy import machine, toy, variant
 
+pytestmark = pytest.mark.alone
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: streams and events")
 
 

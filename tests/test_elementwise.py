@@ -143,7 +143,8 @@ def test_results_are_new_and_apart(name, device):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: 8 GiB and more")
-def test_more_than_two_to_the_31_elements():
+def test_more_than_two_to_the_31_elements(room):
+    room(24 * 2**30)
     x = torch.ones(2**31 + 5, device="cuda", dtype=torch.float16)
     assert (fusebook.double(x)[-5:] == 2).all()
     tall = torch.ones(2**16 + 1, 2**15 + 1, device="cuda", dtype=torch.float16)
@@ -300,6 +301,7 @@ def test_each_of_several_results_is_judged(wrong, device):
     assert "output" in yard.where(outputs)
 
 
+@pytest.mark.alone
 def test_several_results_are_benchmarked_and_recorded(tmp_path, device):
     """A wrong second result is refused with its place; right ones are timed, and the record keeps both rows."""
     import dataclasses

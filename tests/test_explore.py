@@ -394,6 +394,7 @@ def test_what_is_broadcast_belongs_to_every_row():
         assert check.alone(op, lambda x, y: x * y + (len(x) < 3), made) is False
 
 
+@pytest.mark.alone
 def test_results_say_whether_rows_are_alone():
     prepared = variant(lambda y: by_count(y) / 2, prepare=lambda x: (2 * x,))
     refuses = []

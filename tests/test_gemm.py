@@ -322,7 +322,8 @@ def test_custom_operators_are_registered_whole(device):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs 13 GB of a GPU")
-def test_beyond_two_to_the_31_elements(device):
+def test_beyond_two_to_the_31_elements(device, room):
+    room(16 * 2**30)
     M, K, N = 2**17, 16, 2**14
     x, w = drawn(M, K, dtype=torch.float16, device=device), drawn(K, N + 8, dtype=torch.float16, device=device)
     for wide in (w[:, :N], w[:, 1 : N + 1]):  # with descriptors, and without
@@ -432,6 +433,12 @@ def test_torchs_products_are_not_written_into_columns_that_begin_at_no_multiple_
     assert [plan.kernel for plan in plans] == [kernel]
     concat._into(out, x, weights, False, "views")
     assert plans[-1] == Plan("torch"), "what is asked for"
+
+
+def test_what_descriptors_describe_begins_at_multiples_of_16_bytes():
+    wide, odd = torch.zeros(8, 64, dtype=torch.float16), torch.zeros(8, 60, dtype=torch.float16)
+    assert _products._describable(wide, "row") and _products._describable(wide[:, 8:], "row")
+    assert not _products._describable(wide[:, 1:], "row") and not _products._describable(odd, "row")
 
 
 def ignored(*_):

@@ -415,7 +415,8 @@ def test_a_plan_keeps_to_what_the_kernels_can(device):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device with room")
-def test_more_than_two_to_the_31_numbers():
+def test_more_than_two_to_the_31_numbers(room):
+    room(16 * 2**30)
     n = 2**30 + 1000
     points = torch.zeros(n, 2, dtype=torch.float16, device="cuda")
     points[-7:] = 5

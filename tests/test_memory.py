@@ -104,10 +104,9 @@ def logistic(x):
 
 
 @pytest.mark.parametrize(("name", "case"), FAR_APART.items(), ids=FAR_APART)
-def test_rows_that_lie_far_apart_are_found(name, case, device):
+def test_rows_that_lie_far_apart_are_found(name, case, device, room):
     """Of 4 GiB of memory a few pages are touched: on the CPU the others are never there."""
-    if device == "cuda" and torch.cuda.mem_get_info()[0] < 6 * 2**30:
-        pytest.skip("needs 6 GiB of free GPU memory")
+    room(6 * 2**30)
     x = far(3, 600 if name == "logistic" else 40, torch.float16, device)
     got, want = case(x)
     torch.testing.assert_close(got, want, atol=2e-3, rtol=2e-3, check_dtype=False)

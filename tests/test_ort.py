@@ -5,8 +5,10 @@ The library is compiled once for one architecture and dtype; where there is a GP
 
 import ctypes
 import re
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -238,6 +240,22 @@ def test_what_cannot_be_built_is_refused(tmp_path, monkeypatch):
     end = subprocess.run([*command, "--arch", "hopper"], capture_output=True, text=True, check=False)
     assert end.returncode == 2 and "expected numbers by commas such as 80,90, got 'hopper'" in end.stderr
     assert not list(tmp_path.iterdir())
+
+
+def test_a_library_is_kept_until_one_of_its_changed_sources(tmp_path, monkeypatch):
+    copy = tmp_path / "fusebook"
+    shutil.copytree(Path(fusebook.__file__).parent, copy, ignore=shutil.ignore_patterns("__pycache__", "records"))
+    monkeypatch.setattr(aot, "_HERE", copy / "ort")
+    monkeypatch.setattr(aot, "C", copy / "ort" / "c")
+    monkeypatch.setattr(aot, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(aot, "build", lambda out, **_: out)
+    found = [aot.cached([90], ["float32"])]
+    assert aot.cached([90], ["float32"]) == found[0] != aot.cached([80], ["float32"])
+    for source in ("ort/aot.py", "ort/c/library.c", "kernels/softmax.py", "kernels/_rows.py", "kernels/_operator.py"):
+        with (copy / source).open("a") as file:
+            file.write("\n")
+        found.append(aot.cached([90], ["float32"]))
+    assert len(set(found)) == 6
 
 
 def test_every_kernel_of_the_library_has_a_variant_for_every_size():

@@ -286,6 +286,7 @@ def test_a_row_keeps_the_callers_clocks_of_the_same_launches_and_no_others(tmp_p
     assert set(found.loc[same, "date"]) == {"2000-01-01"} and set(found.loc[~same, "date"]) == {"2000-02-02"}
 
 
+@pytest.mark.alone
 def test_clocks_that_are_not_asked_for_are_not_taken():
     from toy import toy
 

@@ -372,9 +372,8 @@ def test_kernels_that_overlap_wait_for_each_other(size, law):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_beyond_two_to_the_31_elements(strategy):
-    if torch.cuda.mem_get_info()[0] < 40 * 2**30:
-        pytest.skip("needs 40 GiB of GPU memory")
+def test_beyond_two_to_the_31_elements(strategy, room):
+    room(40 * 2**30)
     R, D = 2**19 + 3, 4096  # the last rows begin beyond 2**31
     k = torch.tensor([[R - 1], [0], [R - 1], [R - 2]], device="cuda")
     u = torch.randn(4, D, device="cuda", dtype=torch.float16)

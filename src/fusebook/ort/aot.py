@@ -370,7 +370,7 @@ def cached(arch: Sequence[int], dtype: Sequence[str]) -> pathlib.Path:
     from importlib.metadata import version
 
     files = [C / "library.c", C / "ort_api.h", _HERE / "aot.py"]
-    files += [_HERE.parent / "kernels" / f"{name}.py" for name in ("scatter_nd", "softmax")]
+    files += sorted((_HERE.parent / "kernels").glob("*.py"))
     text = b"".join(f.read_bytes() for f in files) + repr((tuple(arch), tuple(dtype), version("triton"))).encode()
     out = cache_folder() / f"fusebook-ort-{hashlib.sha256(text).hexdigest()[:16]}.so"
     return out if out.exists() else build(out, arch=arch, dtype=dtype)
