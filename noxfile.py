@@ -146,6 +146,24 @@ def tests(session):
     run(session, "-m", "pytest", *spread, *session.posargs, **told)
 
 
+@nox.session(venv_backend="none", requires=["environment"], default=False)
+def gpu(session):
+    """Run the suite on a GPU in many processes, and alone what takes times; ends in a table."""
+    run(session, "tests/gpu.py", *session.posargs)
+
+
+@nox.session(venv_backend="none", requires=["environment"], default=False)
+def sanitize(session):
+    """Run every operator, strategy and edge under compute-sanitizer's tools: ``-- memcheck softmax``."""
+    run(session, "tests/sanitize.py", *session.posargs)
+
+
+@nox.session(venv_backend="none", requires=["environment"], default=False)
+def stress(session):
+    """Run what waits, counts or starts early many thousand times while others disturb: ``nox -s stress -- softmax``."""
+    run(session, "tests/stress.py", *session.posargs)
+
+
 @nox.session(venv_backend="none", requires=["environment"])
 def lint(session):
     """Check style, spelling, types and docstrings."""

@@ -1,4 +1,4 @@
-"""The whole suite on a GPU: first what shares it, in many processes, then what takes times, alone: ``nox -s gpu``.
+"""The whole suite on a GPU: first what takes times, alone, then what shares it, in many processes: ``nox -s gpu``.
 
 Ends in a table of what passed, failed, and was skipped for which reason, and writes it where the documentation shows
 it. Other arguments go to pytest.
@@ -28,7 +28,7 @@ def main(argv=None):
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     start, broken = time.monotonic(), []
     together = ["-n", str(args.processes), "--dist", "worksteal", "-m", "not alone"]
-    for options in (together, ["-m", "alone"]):
+    for options in (["-m", "alone"], together):
         command = [sys.executable, "-m", "pytest", "-q", "--told", str(TOLD), *options, *others]
         code = subprocess.run(command, env=environment, cwd=trials.ROOT, check=False).returncode
         if code not in (0, 1, 5):  # neither passed nor failed nor without tests

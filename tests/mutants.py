@@ -3,7 +3,8 @@
 A file of ``tests/mistakes`` holds the mistakes of one part of the library: what is wrong (``what``), the text that
 stands in the library (``old``), wherever in it that is today, what takes its place (``new``), and what pytest is called
 with (``tests``). A mistake that no test sees has its reason beside it: ``gpu`` where it takes a GPU to be seen, which
-a machine that has one then looks for, else ``lives``. Text that stands nowhere any more, or twice, is an error, so the list follows the library or is noticed.
+a machine that has one then looks for, else ``lives``. Text that stands nowhere any more, or twice, is an error, so the
+list follows the library or is noticed.
 
     python tests/mutants.py             # all, but for what was found out before and has not changed
     python tests/mutants.py softmax     # those whose part, text or tests contain a word
