@@ -14,6 +14,7 @@ import concurrent.futures
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -97,11 +98,12 @@ def looked(tool, *arguments, until):
     """What a process prints under a tool, and how many findings it ends with; -1 where it did not end well."""
     command = [sanitizer(), "--tool", tool, "--print-limit", "20", sys.executable, __file__, *map(str, arguments)]
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    process = subprocess.Popen(command, env=environment, start_new_session=True, **pipes)
     try:
         said, _ = process.communicate(timeout=max(1.0, until - time.monotonic()))
     except subprocess.TimeoutExpired:
-        process.kill()
+        os.killpg(process.pid, signal.SIGKILL)  # the sanitizer and what runs under it
         said, _ = process.communicate()
         return said + "\n-- cut off: there was no time left", -1
     summaries = SUMMARY.findall(said)
