@@ -5,11 +5,13 @@ compiles for a GPU that is not there and takes down what would be launched: whic
 addresses and numbers.
 """
 
+import contextlib
 import os
 import subprocess
 import sys
 import threading
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -231,6 +233,13 @@ def test_threads_share_plans(driver):
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+def test_a_launch_goes_to_the_device_of_its_tensor(monkeypatch):
+    seen = []
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext(seen.append(device)))
+    with _operator.launching(types.SimpleNamespace(is_cuda=True, device=torch.device("cuda:1"))):
+        assert seen == [torch.device("cuda:1")]
 
 
 @absent

@@ -242,6 +242,18 @@ def test_what_cannot_be_built_is_refused(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+def test_kernels_stand_where_the_table_says(tmp_path):
+    for name in "ab":
+        (tmp_path / name).write_bytes(100 * name.encode())
+    row = dict.fromkeys(("arch", "kind", "type", "aligned", "limit", "rows", "size", "shared", "threads", "late"), 90)
+    rows = [row | {"parameters": 1, "name": name, "file": name} for name in "aba"]
+    text = aot._table(rows, tmp_path / "kernels", ["float32"])
+    places = [int(line.split(", ")[6]) for line in text.splitlines() if line.startswith("  {")]
+    data = (tmp_path / "kernels").read_bytes()
+    assert [data[at : at + 100] for at in places] == [100 * name.encode() for name in "aba"]
+    assert all(at % 64 == 0 for at in places)
+
+
 def test_a_library_is_kept_until_one_of_its_changed_sources(tmp_path, monkeypatch):
     copy = tmp_path / "fusebook"
     shutil.copytree(Path(fusebook.__file__).parent, copy, ignore=shutil.ignore_patterns("__pycache__", "records"))

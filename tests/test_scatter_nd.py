@@ -383,6 +383,18 @@ def test_beyond_two_to_the_31_elements(strategy, room):
     assert not y[1 : R - 2 : 4099].any()
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("strategy", ["sorted", "owner"])
+def test_more_rows_than_int32_can_number(strategy, room):
+    room(64 * 2**30)
+    R = 2**31 + 7
+    k = torch.tensor([[R - 1], [0], [R - 1], [R - 2]], device="cuda").repeat(300, 1)  # more than are simply read
+    u = torch.ones(len(k), 1, device="cuda", dtype=torch.float16)
+    y = masked((R, 1), k, u, strategy=strategy)[:, 0]
+    assert y[[0, R - 1, R - 2, R - 3]].tolist() == [300, 600, 300, 0]
+    assert int(torch.count_nonzero(y)) == 3
+
+
 def test_the_gradient_of_an_embedding_is_torchs(device):
     dy, k, rows = EMBEDDING_BACKWARD.make(generator(0, device), torch.float32, R=11, D=6, n=40, law="zipf")
     want = torch.ops.aten.embedding_dense_backward(dy, k, rows, -1, False)

@@ -75,6 +75,19 @@ def test_call_times_what_is_called(monkeypatch):
     assert found["slow"].n == found["nothing"].n == 5
 
 
+def test_a_call_ends_with_its_work_and_begins_after_that_of_others(monkeypatch):
+    clock = Clock(monkeypatch)
+
+    def wait():
+        clock.now += 1e-3 * clock.queued
+        clock.queued = 0
+
+    monkeypatch.setattr(timing, "_wait", wait)
+    clock.queued = 1000  # by somebody else
+    found = timing.call({"f": lambda: clock.launch(1e-5)}, warmup=0, repeat=1)["f"]
+    assert found.q50 == pytest.approx(1.01e-3)
+
+
 def test_host_times_a_call_and_collects_no_garbage(monkeypatch):
     clock = Clock(monkeypatch)
     collected = []
