@@ -1,0 +1,389 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["fusebook[book]"]
+#
+# [tool.uv.sources]
+# fusebook = { path = "..", editable = true }
+# ///
+"""
+Shapes that nobody chose
+========================
+
+A benchmark shows the shapes that its author tried, and a kernel is good where
+it was tuned. You bring another shape. Here problems are drawn by a law that
+knows nothing of how our kernels are made, with a seed that nothing was tuned
+on, and every way to compute them is timed: this is what you may expect, and
+where you had better take something else.
+
+With a CUDA GPU, ``python plot_901_shapes_nobody_chose.py --seed 7`` draws
+problems of your own. Without one, the record of a named GPU is replayed.
+"""
+
+# %%
+# How the draw is made
+# --------------------
+#
+# Each operator has a function that draws a problem somebody has. It stands on
+# the operator's card, beside what the operator means, and away from the plans
+# of its kernels.
+
+import fusebook  # noqa: F401  before triton: it decides how kernels run
+from fusebook import explore, plots
+from fusebook.cards import OPS
+from fusebook.cards.softmax import SOFTMAX
+from fusebook.page import (
+    Source,
+    claim,
+    claims,
+    downloads,
+    explored,
+    measured,
+    options,
+    provenance,
+    say,
+    table,
+)
+
+import pandas as pd
+
+args = options(seed=100, cases=100, seconds=600, without="")
+Source(SOFTMAX.draw)
+
+# %%
+# A size is log-uniform: between 64 and 128 there are as many as between 8192
+# and 16384. A third of all widths are those of models that people run, a
+# third are odd, a third even. Rows are one and up to millions. Half of the
+# problems lie contiguous in memory; the others are cut from wider matrices,
+# begin one element off, or lie across. No problem moves more than 2 GiB.
+#
+# The first problems of this seed:
+
+first = pd.DataFrame(explore.problems(SOFTMAX, args.seed, 8))
+table(first, "Problems of a softmax")
+
+# %%
+# Each result is checked, and a wrong one of ours ends the run. Then all ways
+# are timed in turn, on the device after a flush of its cache (*cold*), and on
+# the host. *Paid* is what a program of many calls pays for each, the larger
+# of both.
+
+found = explored(
+    seed=args.seed,
+    cases=args.cases,
+    seconds=args.seconds,
+    without=[word for word in args.without.split(",") if word],
+)
+standing = {
+    kind: {
+        name: explore.standing(OPS[name], frame, kind)
+        for name, frame in found.items()
+    }
+    for kind in ("cold", "paid")
+}
+seeds = sorted({str(f.attrs.get("seed", args.seed)) for f in found.values()})
+claims(
+    say(
+        "{problems} problems of {ops} operators, of seed {seeds}. Seeds 0 to "
+        "{last} are there to tune by, and none of them is shown.",
+        problems=sum(frame["case"].nunique() for frame in found.values()),
+        ops=len(found),
+        seeds=", ".join(seeds),
+        last=explore.RECORDED_FROM - 1,
+    ),
+    claim(
+        "Ours computes every problem, and is wrong at none",
+        pd.Series(
+            {
+                name: not (
+                    frame["variant"].eq(explore.ours(OPS[name]))
+                    & frame["status"].ne("ok")
+                ).any()
+                for name, frame in found.items()
+            }
+        ),
+        fatal=False,
+    ),
+)
+
+# %%
+# Ours against the best
+# ---------------------
+#
+# How long ours takes, in times of the best of what torch has: the chain of
+# operations, torch's own function, and torch.compile. Every dot is a problem,
+# the bar is the median, and left of the line ours is faster.
+
+plots.spread(
+    {name: rows["over torch"] for name, rows in standing["cold"].items()},
+    title="Ours over the best of torch and torch.compile, cold",
+    xlabel="times as long",
+)
+
+# %%
+# The same, Liger, quack and ONNX Runtime included where they take it:
+
+plots.spread(
+    {name: rows["over all"] for name, rows in standing["cold"].items()},
+    title="Ours over the best of all, cold",
+    xlabel="times as long",
+)
+
+# %%
+
+quantiles = pd.concat(
+    {
+        name: explore.quantiles(OPS[name], frame)
+        for name, frame in found.items()
+    },
+    names=["operator"],
+)
+table(
+    quantiles.xs("cold", level="clock"),
+    "Ours in times of the best of the others, cold",
+    fold=False,
+)
+
+# %%
+table(
+    quantiles.xs("paid", level="clock"),
+    "The same by what a program of many calls pays",
+)
+
+# %%
+# What we want of a problem that nobody chose: against the best of torch and
+# torch.compile, 0.95 in the median, 1.03 at nine of ten and 1.15 at the
+# worst; against the best of all 1.00, 1.08 and 1.25; and 1.10 at nine of ten
+# of what a program pays.
+
+
+def wanted(clock, company, **most):
+    """Whether each operator stays under what is wanted."""
+    rows = quantiles.xs((clock, company), level=("clock", "ours"))
+    rows = rows.rename(columns={"90 %": "p90"})
+    good = (rows[list(most)] <= pd.Series(most)).all(axis=1)
+    return good[rows["problems"] > 0]
+
+
+claims(
+    claim(
+        "Cold, over the best of torch and torch.compile: at most 0.95, 1.03 "
+        "and 1.15",
+        wanted("cold", "over torch", median=0.95, p90=1.03, worst=1.15),
+        fatal=False,
+    ),
+    claim(
+        "Cold, over the best of all: at most 1.00, 1.08 and 1.25",
+        wanted("cold", "over all", median=1.00, p90=1.08, worst=1.25),
+        fatal=False,
+    ),
+    claim(
+        "As paid, over the best of torch and torch.compile: at most 1.10 at "
+        "nine of ten",
+        wanted("paid", "over torch", p90=1.10),
+        fatal=False,
+    ),
+)
+
+# %%
+# Who wins where
+# --------------
+#
+# For each operator, at how many problems which way is the fastest cold; a tie
+# within 2 % is ours.
+
+
+def winner(row):
+    return "fusebook" if row["over all"] <= 1.02 else row["best"]
+
+
+wins = pd.DataFrame(
+    {
+        name: rows.apply(winner, axis=1).value_counts()
+        for name, rows in standing["cold"].items()
+        if len(rows)
+    }
+).T
+wins = wins.reindex(wins.sum().sort_values(ascending=False).index, axis=1)
+wins.index.name = "operator"
+table(wins, "Problems at which a way is the fastest, cold", fold=False)
+
+# %%
+# Small problems are launches, those in the middle live in the cache, and the
+# large ones are what memory and arithmetic make of them. Layouts are the
+# other thing that nobody tunes for.
+
+every = pd.concat(standing["cold"], names=["operator"]).reset_index(level=0)
+sizes = pd.cut(
+    every["bytes"],
+    [0, 2**20, 2**24, 2**28, 2**32],
+    labels=["under 1 MiB", "to 16 MiB", "to 256 MiB", "above"],
+)
+table(
+    every.pivot_table(
+        index="operator",
+        columns=sizes,
+        values="over all",
+        aggfunc="median",
+        observed=True,
+        sort=False,
+    ),
+    "Ours over the best of all in the median, by the bytes that are moved",
+    fold=False,
+)
+
+# %%
+table(
+    every.pivot_table(
+        index="operator",
+        columns="layout",
+        values="over all",
+        aggfunc="median",
+        sort=False,
+    ),
+    "The same by how the data lies in memory",
+    fold=False,
+)
+
+# %%
+# The ten worst
+# -------------
+#
+# Of each operator, the problems at which ours is furthest behind. After
+# ``from fusebook import explore`` each line does one of them again, on your
+# GPU.
+
+worst = pd.concat(
+    {
+        name: explore.worst(OPS[name], frame)[
+            ["over all", "best", "best_us", "ours_us", "line"]
+        ]
+        for name, frame in found.items()
+    },
+    names=["operator", "place"],
+)
+lost = worst[worst["over all"] > 1.02]
+lost = lost.assign(line=lost["line"].str.partition("; ")[2])
+table(lost.droplevel("place"), "Where ours is not the fastest, the ten worst")
+
+# %%
+# What others do not compute, refuse or get wrong:
+
+refused = pd.concat(
+    {name: explore.refusals(frame) for name, frame in found.items()},
+    names=["operator"],
+)
+table(refused, "Not timed, by variant and reason", fold=True)
+
+# %%
+provenance(*found.values())
+
+# %%
+# Reported by users
+# -----------------
+#
+# Shapes that were brought to us from outside, at which ours was slow when
+# they came: vocabularies as they are and not as they are padded, few rows of
+# many columns, few tokens, the largest of layers, narrow rows of large
+# tables, few centres of many coordinates. They are measured anew with every
+# record.
+
+
+def rows_of(M, N, dtype="float32", layout="contiguous"):
+    return "softmax", {"M": M, "N": N, "dtype": dtype, "layout": layout}
+
+
+def tokens(M, K, N):
+    sizes = {"M": M, "K": K, "N": N}
+    return "swiglu", {**sizes, "dtype": "bfloat16", "layout": "contiguous"}
+
+
+def points(n, d, k):
+    sizes = {"n": n, "d": d, "k": k, "labels": "int64", "law": "blobs"}
+    return "kmeans_assign", {
+        **sizes,
+        "dtype": "float32",
+        "layout": "contiguous",
+    }
+
+
+REPORTED = [
+    *(rows_of(4096, 50257, dtype) for dtype in ("float32", "bfloat16")),
+    rows_of(2048, 100003),
+    *(rows_of(4096, 50304, dtype) for dtype in ("float32", "bfloat16")),
+    rows_of(1024, 262144),
+    rows_of(64, 151936),
+    rows_of(8, 151936),
+    rows_of(262144, 128, layout="permuted"),
+    tokens(1, 4096, 14336),
+    tokens(8, 4096, 14336),
+    tokens(32, 5120, 13824),
+    tokens(4096, 8192, 28672),
+    tokens(1024, 4096, 11008),
+    (
+        "embedding_backward",
+        {
+            "R": 1048576,
+            "D": 64,
+            "n": 65536,
+            "law": "zipf",
+            "dtype": "float32",
+            "layout": "contiguous",
+        },
+    ),
+    points(20000, 3000, 50),
+    points(100000, 784, 10),
+]
+
+
+def reported():
+    """Every shape, checked and timed as the drawn ones are."""
+    shown = []
+    frames = explore.several(REPORTED)
+    for (name, dims), frame in zip(REPORTED, frames, strict=True):
+        rows = explore.standing(OPS[name], frame)
+        words = [str(v) for v in dims.values() if v != "contiguous"]
+        rows.insert(0, "problem", " ".join([name, *words]))
+        shown.append(rows[rows["math"] == ""])
+    columns = ["problem", "ours_us", "torch", "torch_us", "best", "best_us"]
+    return pd.concat(shown)[[*columns, "over torch", "over all"]]
+
+
+users = measured("explored_reported", reported)
+table(
+    users.set_index("problem"),
+    "Reported by users: cold time in microseconds",
+    fold=False,
+)
+
+# %%
+users = users.set_index("problem")
+claims(
+    claim(
+        "At each of them at most 1.15 times the best of torch and "
+        "torch.compile",
+        users["over torch"] <= 1.15,
+        fatal=False,
+    ),
+    claim(
+        "At each of them at most 1.25 times the best of all",
+        users["over all"] <= 1.25,
+        fatal=False,
+    ),
+)
+
+# %%
+# A seed of your own
+# ------------------
+#
+# On your GPU, ``--seed`` and ``--cases`` draw other problems into this page.
+# The command line tells the same without a page, of the operators that you
+# name, and leaves a table; problems of seeds below 100 are for tuning.
+#
+# .. code-block:: sh
+#
+#    python -m fusebook.explore softmax swiglu --seed 7 --cases 100
+#
+# Is there something that you compute and the law does not draw? Then the law
+# is wrong. Say so, and it will be among the reported ones.
+
+downloads(every, "shapes_nobody_chose")

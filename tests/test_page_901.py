@@ -1,0 +1,59 @@
+"""The page of problems that nobody chose replays, with made-up times of all operators."""
+
+import random
+
+import matplotlib.pyplot as plt
+import pandas as pd
+import pytest
+
+from fusebook import bench, explore, record
+from fusebook import machine as machines
+from fusebook.cards import OPS
+from fusebook.page import _place
+from test_pages import EXAMPLES, run_page
+from toy import machine
+
+PAGE = EXAMPLES / "plot_901_shapes_nobody_chose.py"
+
+
+def rows(op, case, dims, rng):
+    """Every variant of a card at a problem; quack refuses, and others take what chance says."""
+    sizes = {k: v for k, v in dims.items() if k not in ("dtype", "layout")}
+    for name, v in explore._chosen(op, ()).items():
+        row = dict.fromkeys(explore.COLUMNS, float("nan")) | sizes
+        row |= {"case": case, "op": op.name, "variant": name, "dtype": dims["dtype"], "layout": dims["layout"]}
+        row |= {"status": "ok", "note": "", "score": 1e-7, "limit": 1e-5, "math": v.math or ""}
+        row |= {"cold_us": 10 * rng.uniform(0.5, 2), "host_us": 8.0, "read_bytes": 2**20, "write_bytes": 2**20}
+        if name == "quack" and case % 2:
+            row |= {"status": "refused", "note": "made up", "cold_us": float("nan"), "host_us": float("nan")}
+        yield row
+
+
+@pytest.fixture
+def recorded(tmp_path, monkeypatch):
+    monkeypatch.setattr(machines, "RECORDS", tmp_path / "records")
+    monkeypatch.setattr(_place, "live", lambda: False)
+    monkeypatch.chdir(tmp_path)
+    on = machine(slug="nvidia-h200", name="Made-up GPU")
+    for op in OPS.values():
+        if explore.explorable(op):
+            file = explore._File(explore.path(on.slug, op.name), op, 100, ())
+            for case, dims in enumerate(explore.problems(op, 100, 6)):
+                file.append(list(rows(op, case, dims, random.Random(case))))
+    columns = ["problem", "ours_us", "torch", "torch_us", "best", "best_us", "over torch", "over all"]
+    users = pd.DataFrame([["softmax 8 9", 2.0, "eager", 1.0, "quack", 1.0, 2.0, 2.0]], columns=columns)
+    users.attrs["origin"] = bench.Origin(on, measured=True, page="explored_reported")
+    record.write(users, machines.RECORDS, "pages/explored_reported")
+    yield
+    plt.close("all")
+
+
+def test_the_page_replays(recorded):
+    shown = run_page(PAGE)
+    told = "\n".join(map(repr, shown))
+    (worst,) = (part.frame for part in shown if "ten worst" in getattr(part, "caption", ""))
+    count = sum(explore.explorable(op) for op in OPS.values())
+    assert f"{6 * count} problems of {count} operators, of seed 100" in told
+    assert worst["line"].str.startswith("explore.problem(").all() and len(worst) > count
+    assert "false: At each of them at most 1.15 times" in told
+    assert all(name in told for name in ("to 16 MiB", "permuted", "Replayed from the record of Made-up GPU"))
