@@ -1,6 +1,7 @@
 """Problems that nobody chose: the law they are drawn by, and that a wrong result, a cut and an edit do not pass."""
 
 import math
+import pathlib
 import random
 import sys
 from collections import Counter
@@ -414,3 +415,17 @@ def test_results_say_whether_rows_are_alone():
         "all": "",
     }
     assert (frame["status"] == "ok").all() and math.isfinite(frame["call_us"].max())
+
+
+def test_what_was_explored_is_as_old_as_what_its_operator_is_made_of(monkeypatch):
+    real = pathlib.Path.read_text
+    before = {name: explore._source(OPS[name]) for name in ("softmax", "exp", "swiglu")}
+
+    def edited(name, more):
+        monkeypatch.setattr(pathlib.Path, "read_text", lambda f: real(f) + (more if f.name == name else ""))
+        return {op for op in before if explore._source(OPS[op]) != before[op]}
+
+    assert edited("softmax_backward.py", "\n# said otherwise\n    # and here\n") == set()
+    assert edited("softmax_backward.py", "\nx = 1\n") == {"softmax"}
+    assert edited("swiglu.csv", "x\n") == edited("_products.py", "\nx = 1\n") == {"swiglu"}
+    assert edited("_operator.py", "\nx = 1\n") == set(before)

@@ -95,6 +95,21 @@ def test_under_strict_the_sentence_ends_the_build(monkeypatch):
         runner(_stop)
 
 
+def test_under_strict_a_page_without_results_that_is_excused_is_built(monkeypatch):
+    monkeypatch.setenv("FUSEBOOK_STRICT", "1")
+    runner = gallery_hooks.Runner()
+    runner.script = _script()
+
+    class Excused(_Stop):
+        excused = True
+
+    def excused():
+        raise Excused("run it")
+
+    runner(excused)
+    assert "<p>run it</p>" in gallery_hooks.banner(None, runner.script, {})
+
+
 def test_a_page_that_just_exits_is_not_taken_for_one_without_results(monkeypatch):
     monkeypatch.delenv("FUSEBOOK_STRICT", raising=False)
     runner = gallery_hooks.Runner()

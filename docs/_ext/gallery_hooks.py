@@ -2,7 +2,7 @@
 
 A page whose op has neither a GPU nor a record raises ``fusebook.page.NoResults``, which is a SystemExit. Here it
 becomes a banner in the place of the results, and the blocks after it are shown but not run. Under FUSEBOOK_STRICT=1 it
-ends the build instead.
+ends the build instead, unless it is excused: the page says itself that nothing is there yet.
 
 sphinx-gallery has three documented places for this, and each sees a part: ``reset_argv`` is given the variables of the
 script before it runs, ``show_memory`` runs every piece of code, and an image scraper is asked after each block what to
@@ -55,7 +55,7 @@ class Runner:
                     return 0.0, self.twins.run(self.script["fake_main"], function)
                 return 0.0, function()
         except SystemExit as stop:
-            if strict() or not hasattr(stop, "banner"):
+            if not hasattr(stop, "banner") or (strict() and not getattr(stop, "excused", False)):
                 raise
             self.script["banner"] = stop
             self.script["execute_script"] = False  # nor is its checksum kept: the next build tries the page again

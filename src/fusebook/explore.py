@@ -14,7 +14,6 @@ Seeds 0 to 99 are there to tune by. What is recorded has a seed from 100 up, whi
 from __future__ import annotations
 
 import argparse
-import ast
 import csv
 import datetime
 import functools
@@ -38,6 +37,7 @@ from fusebook import bench, check, inputs, timing
 from fusebook import machine as machines
 from fusebook.cards import OPS
 from fusebook.extras import extra
+from fusebook.kernels._operator import OPERATORS
 from fusebook.op import Dims, Op, Variant
 
 with extra("book"):
@@ -517,14 +517,21 @@ def path(slug: str, op: str, root: pathlib.Path | None = None) -> pathlib.Path:
 
 
 def _source(op: Op) -> str:
-    """Twelve digits of the sha256 of what an operator is made of, comments aside: its card, all kernels, their plans.
+    """Twelve digits of the sha256 of what an operator is made of, comments aside: its card, its kernels, their plans.
 
     Problems are explored in layouts of their own, so what was launched cannot be asked for as it is of records.
     """
-    card = pathlib.Path(inspect.getfile(op.make))
-    files = [card, *sorted((pathlib.Path(__file__).parent / "kernels").rglob("*"))]
-    text = [ast.dump(ast.parse(f.read_text())) if f.suffix == ".py" else f.read_text() for f in files if f.is_file()
-            and f.suffix in (".py", ".csv")]  # fmt: skip
+    names = {OPERATORS[op.name].into.__module__} if op.name in OPERATORS else set()
+    waiting = [op.make.__module__, *names]
+    while waiting:
+        known = vars(sys.modules[waiting.pop()]).values()
+        found = {str(getattr(getattr(v, "fn", v), "__module__", "")) for v in known}  # a kernel is around a function
+        new = {name for name in found - names if name.startswith("fusebook.kernels.")}
+        names |= new
+        waiting += new
+    files = [pathlib.Path(inspect.getfile(sys.modules[name])) for name in (op.make.__module__, *sorted(names))]
+    text = [re.sub(r"(?m)^\s*#.*\n|  # .*$", "", file.read_text()) for file in files]  # trees differ between Pythons
+    text += [f.read_text() for file in files if (f := file.parent / "tuned" / f"{file.stem}.csv").exists()]
     return hashlib.sha256("\n".join(text).encode()).hexdigest()[:12]
 
 

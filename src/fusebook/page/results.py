@@ -235,11 +235,15 @@ class NoResults(SystemExit):
     Parameters
     ----------
     sentence : str
+    excused : bool, default False
+        Whether a site may be built so even where what is missing ends the build: nothing is there yet, and that is no
+        mistake.
     """
 
-    def __init__(self, sentence: str) -> None:
+    def __init__(self, sentence: str, *, excused: bool = False) -> None:
         super().__init__(sentence)
         self.sentence = sentence
+        self.excused = excused
 
     @property
     def banner(self) -> _Banner:
@@ -345,9 +349,10 @@ def _part() -> str:
     return part if os.environ.get("FUSEBOOK_RECORD") else ""
 
 
-def _nothing(what: str, command: str) -> NoReturn:
+def _nothing(what: str, command: str, *, excused: bool = False) -> NoReturn:
     raise NoResults(
-        f"There is no CUDA GPU here and no record of {what} to replay: run `{command}` on a machine with a GPU."
+        f"There is no CUDA GPU here and no record of {what} to replay: run `{command}` on a machine with a GPU.",
+        excused=excused,
     )
 
 
@@ -495,7 +500,7 @@ def explored(
     Raises
     ------
     NoResults
-        Where there is neither a GPU nor a record.
+        Where there is neither a GPU nor a record; excused, since kernels are recorded before anybody explores.
     fusebook.explore.Wrong
         Where a result of ours is wrong.
     """
@@ -517,7 +522,7 @@ def explored(
             if explore.path(slug, name).exists():
                 found[name] = _noted(explore.read(op, slug))
         if not found:
-            _nothing(f"explored problems on {slug}", f"python -m fusebook.explore all --seed {seed}")
+            _nothing(f"explored problems on {slug}", f"python -m fusebook.explore all --seed {seed}", excused=True)
     return {name: frame for name, frame in found.items() if len(frame)}
 
 
