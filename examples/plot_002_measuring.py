@@ -354,7 +354,7 @@ claims(
         "All cold times of this book are taken after a flush that ends in "
         "reads. What a kernel itself writes last stays in the cache, and is "
         "the next one's to write: below a few times the size of the cache a "
-        "kernel that writes is served by it, and its points are marked *L2*.",
+        "kernel that writes is served by it, and its points are marked L2.",
     ),
 )
 

@@ -60,7 +60,7 @@ downloads(everything, "all_results")
 #
 # The fastest way of torch, of torch.compile, of a library, and ours, in the
 # microseconds that a caller pays, and what to take: all that is within 2 % of
-# the fastest.
+# the fastest, a library by its name.
 
 sortable(
     verdicts.winners(found), "Which way for which size, the smallest first"
@@ -98,7 +98,7 @@ families = {
     for module in MODULES
     if any(op.name in found for op in module.OPS)
 }
-plots.roofline(families, on)
+panels = plots.roofline(families, on)
 
 # %%
 right = everything[everything["status"] == "ok"]

@@ -195,7 +195,8 @@ def test_every_page_can_be_published_by_itself():
 
 
 def test_the_gallery_has_a_heading_for_each_section():
-    thumb = '.. raw:: html\n\n    <div class="sphx-glr-thumbcontainer" tooltip="t">\n\n.. image:: x\n    :alt:\n\n'
+    tooltip = 'class="sphx-glr-thumbcontainer" tooltip="After plot_001_using_the_gpu."'
+    thumb = f".. raw:: html\n\n    <div {tooltip}>\n\n.. image:: x\n    :alt:\n\n"
     known = list(pages.pages().values())
     text = "Pages\n=====\n\nThe hundreds digit: a table\n\n.. raw:: html\n\n  <div id='sg-tag-list'></div>\n\n"
     text += '.. raw:: html\n\n    <div class="sphx-glr-thumbnails">\n\n.. thumbnail-parent-div-open\n\n'

@@ -43,14 +43,16 @@ def test_variants_belong_to_what_a_reader_chooses_from():
     assert verdicts.group(SOFTMAX, "torch (as installed)") == "torch"
     assert verdicts.group(SOFTMAX, "fusebook, checked") == ""
     assert verdicts.group(SOFTMAX, "gone") == ""
-    assert verdicts.group(LOGISTIC_STEP, "NumPy") == "libraries"
+    assert verdicts.group(LOGISTIC_STEP, "NumPy") == ""  # on the CPU
+    assert verdicts.group(OPS["exp"], "CUDA C") == ""  # a kernel that a page wrote
     assert verdicts.group(LOGISTIC_STEP, "reduce-overhead") == "torch.compile"
 
 
 def test_every_variant_of_every_card_belongs_somewhere():
     for op in OPS.values():
-        for name in op.variants:
-            assert verdicts.group(op, name) or name.startswith("fusebook"), (op.name, name)
+        for name, way in op.variants.items():
+            elsewhere = name.startswith("fusebook") or way.on_cpu or "cupy" in way.needs
+            assert verdicts.group(op, name) or elsewhere, (op.name, name)
 
 
 def test_the_device_and_the_caller_are_asked_apart(df):
@@ -69,10 +71,19 @@ def test_libraries_count_among_all_and_not_beside_torch(df):
     slow = scaled(df, "fusebook", 1.1)
     found = verdicts.verdict(SOFTMAX, slow)
     assert found.torch["cold"].losses == 0
-    assert found.every["cold"].losses > 0
-    assert found.every["cold"].most == pytest.approx(1.1 * 1.01 / 1.02)  # quack
+    assert found.libraries["cold"].losses > 0
+    assert found.libraries["cold"].most == pytest.approx(1.1 * 1.01 / 1.02)  # quack
     assert found.library == "Liger"  # the first that is faster
     assert verdicts.verdict(SOFTMAX, df).library == ""
+
+
+def test_ours_is_what_a_caller_gets_where_a_launcher_chooses(df):
+    chosen = scaled(df[(df["variant"] == "fusebook") & (df["N"] > 4096)], "fusebook", 0.5)
+    both = pd.concat([df, chosen.assign(variant="fusebook (chosen)")], ignore_index=True)
+    found = verdicts.verdict(SOFTMAX, both).torch["cold"]
+    points = df.drop_duplicates(["dtype", "M", "N"])
+    assert found.points == len(points)
+    assert found.least == pytest.approx(0.5 * 1.01 / 1.2) and found.most == pytest.approx(1.01 / 1.2)
 
 
 def test_two_percent_are_a_tie(df):
@@ -111,7 +122,7 @@ def test_choices_name_every_way_within_two_percent(df):
     large = df[df["config"] == "large"]
     table = verdicts.choices(SOFTMAX, large)
     assert set(table["best"]) == {"fusebook"}
-    assert table.loc[("65536x1000", "float32"), "take"] == "libraries, ours"  # quack: 1.02 against 1.01
+    assert table.loc[("65536x1000", "float32"), "take"] == "quack, ours"  # 1.02 against 1.01
     assert table.loc[("65536x781", "float32"), "take"] == "ours"  # which quack refuses
     even = verdicts.choices(SOFTMAX, scaled(large, "torch", 1.01 / 1.3))
     assert even.loc[("65536x781", "float32"), "take"] == "torch, ours"
@@ -288,7 +299,7 @@ def test_winners_have_a_row_a_size_of_every_operator_with_ours(df):
     assert set(table["operator"]) == {"softmax"}
     assert len(table) == len(df.drop_duplicates(["dtype", "M", "N"]))
     row = table[(table["size"] == "256x256") & (table["dtype"] == "float32")].iloc[0]
-    assert (row["take, for the caller"], row["take, on the device"]) == ("torch", "libraries, ours")
+    assert (row["take, for the caller"], row["take, on the device"]) == ("torch", "quack, ours")
 
 
 def test_a_sortable_table_is_a_plain_one_with_its_best_in_bold():

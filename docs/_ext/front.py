@@ -19,8 +19,8 @@ __all__ = ["Begin", "Cards", "Path_", "Picture", "Should", "caption", "draw", "f
 
 ROOT = Path(__file__).resolve().parents[2]
 
-HEAD = "Operator", "Write it?", "On the device", "For the caller", "torch, torch.compile", "the best of all"
-PAYS = "Pays for the caller from"
+HEAD = "Operator", "Write it?", "On the device", "For the caller", "torch, torch.compile", "a library"
+PAYS = "Worth calling from"
 
 
 # What records say -----------------------------------------------------------------------------------------------------
@@ -55,8 +55,8 @@ def caption():
     """What stands over the table of verdicts."""
     name, dates, versions = origins(list(found().values()))
     return (
-        f"Our time over the other's, from the best size to the worst, on one {name}: below 1 ours is faster. "
-        f"Within 2 % is equal. {versions}; {dates}."
+        f"Each cell is our time divided by the other's, from our best size to our worst, on one {name}: below 1 "
+        f"Fusebook is faster, and within 2 % counts as equal. {versions}; {dates}."
     )
 
 
@@ -72,13 +72,15 @@ def cells(verdict):
     return [
         (against[kind].range, against[kind].counts)
         for kind in ("cold", "paid")
-        for against in (verdict.torch, verdict.every)
+        for against in (verdict.torch, verdict.libraries)
     ]
 
 
 def pays(verdict):
     """From which problem on the caller gains."""
-    return {None: "not measured", "": "at no size"}.get(verdict.start, verdict.start)
+    if verdict.start and not verdict.torch["paid"].wins:
+        return "at no size"
+    return {None: "not measured", "": "at no size"}.get(verdict.start, verdict.start).partition(" (")[0]
 
 
 def word(verdict):
@@ -93,16 +95,10 @@ def left_out():
     stale = [name for name, frame in found().items() if frame.attrs["origin"].stale]
     sentences = []
     if missing:
-        sentences.append(f"Compared on a page of its own: {', '.join(missing)}.")
+        sentences.append(f"Not in the table, as pages compare them: {', '.join(missing)}.")
     if stale:
-        sentences.append(f"Code that launches or compares has changed since it was recorded: {', '.join(stale)}.")
+        sentences.append(f"Changed after they were timed, in some rows: {', '.join(stale)}.")
     return " ".join(sentences)
-
-
-def split(text):
-    """A cell whose parenthesis stands small below."""
-    first, _, rest = text.partition(" (")
-    return f"<td><span>{html.escape(first)}</span><small>{html.escape(rest.rstrip(')'))}</small></td>"
 
 
 def table(link=lambda op: f"{page_of(op).document}.html"):
@@ -117,7 +113,8 @@ def table(link=lambda op: f"{page_of(op).document}.html"):
         kind = verdict.word.split(",")[0].split()[0]
         rows.append(
             f'<tr><th scope="row"><a href="{link(verdict.op)}"><code>{name.replace("_", "_<wbr>")}</code></a></th>'
-            f'<td class="fb-word fb-word-{kind}">{escape(word(verdict))}</td>{measured}{split(pays(verdict))}</tr>'
+            f'<td class="fb-word fb-word-{kind}">{escape(word(verdict))}</td>{measured}'
+            f"<td>{escape(pays(verdict))}</td></tr>"
         )
     op, write, device, caller, plain, every = HEAD
     return (

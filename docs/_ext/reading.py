@@ -199,7 +199,7 @@ def in_sections(text, sections, known):
     for thumb in re.split(
         r'(?=^\.\. raw:: html\n\n    <div class="sphx-glr-thumbcontainer")', thumbs, flags=re.MULTILINE
     ):
-        if found := re.search(r"plot_(\d{3})_", thumb):
+        if found := re.search(r":doc:`/auto_examples/plot_(\d{3})_", thumb):  # the tooltip may name another page
             title = known[found[1]].title
             thumb = thumb.replace(":alt:", f":alt: A figure of the page {title}")
             thumb = thumb.replace('thumbnail-title">', f'thumbnail-title">{found[1]} ')

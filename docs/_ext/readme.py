@@ -33,10 +33,10 @@ def figure():
 
 
 def verdicts():
-    """The table of verdicts: by the device's clock and the caller's against torch, and the caller's against all."""
+    """The table of verdicts: by the device's clock and the caller's against torch, and by the caller's a library."""
     rows = [
         "| operator | write it? | on the device, over torch and torch.compile | for the caller, over the same "
-        "| for the caller, over the best of all |",
+        "| for the caller, over a library |",
         "| --- | --- | --- | --- | --- |",
     ]
     for verdict in front.verdicts():

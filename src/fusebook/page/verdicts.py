@@ -49,25 +49,33 @@ def group(op: Op, variant: str) -> str:
     Returns
     -------
     str
-        ``ours``; one of `GROUPS`; empty for other variants of ours and for what its card no longer has. What needs
-        another package than torch, or computes on the CPU, is a library; what torch compiles anew for every shape is
-        torch.compile, in whatever mode.
+        ``ours``; one of `GROUPS`; empty for other variants of ours, for what computes on the CPU, for a kernel that a
+        page wrote in CUDA C, and for what its card no longer has. What needs another package than torch is a library;
+        what torch compiles anew for every shape is torch.compile, in whatever mode.
     """
     if variant.startswith("fusebook"):
         return "ours" if variant == "fusebook" else ""
     way = op.variants.get(variant.removesuffix(bench.AS_INSTALLED))
-    if way is None:
+    if way is None or way.on_cpu or "cupy" in way.needs:
         return ""
-    if way.on_cpu or set(way.needs) - {"cuda"}:
+    if set(way.needs) - {"cuda"}:
         return "libraries"
     return "torch.compile" if way.recompiles else "torch"
 
 
 def _ways(op: Op, frame: pd.DataFrame, groups: Sequence[str] = GROUPS) -> pd.DataFrame:
     """Ours and the ways of some groups that compute by the same arithmetic."""
-    alike = tables.alike(frame)
+    alike = tables.alike(_called(frame))
     groups_of = alike["variant"].map(lambda name: group(op, name))
     return alike[groups_of.isin(["ours", *groups])].assign(group=groups_of)
+
+
+def _called(frame: pd.DataFrame) -> pd.DataFrame:
+    """Results in which ours is what a caller gets: a launcher may choose a library's product over the kernel."""
+    chosen = frame["variant"].eq("fusebook (chosen)") & frame["status"].eq("ok")
+    at = pd.MultiIndex.from_frame(frame[["dtype", *tables.dims(frame)]].astype(str))
+    bare = frame["variant"].eq("fusebook") & at.isin(at[chosen])
+    return frame[~bare].replace({"variant": {"fusebook (chosen)": "fusebook"}}) if chosen.any() else frame
 
 
 @dataclass(frozen=True)
@@ -98,7 +106,7 @@ class Standing:
     def range(self) -> str:
         """Our time over the other's, from the best point to the worst."""
         if not self.points:
-            return "not measured"
+            return "none measured"
         return f"{_factor(self.least)} to {_factor(self.most)}" if self.points > 1 else _factor(self.most)
 
     @property
@@ -127,8 +135,8 @@ class Verdict:
     Attributes
     ----------
     op : Op
-    torch, every : mapping of str to Standing
-        By each of `CLOCKS`, against the best of torch and torch.compile, and against the best of all ways.
+    torch, libraries : mapping of str to Standing
+        By each of `CLOCKS`, against the best of torch and torch.compile, and against the best library.
     start : str or None
         From which problem on it pays for the caller, against torch and torch.compile, see `fusebook.tables.pays_from`.
     word : str
@@ -141,7 +149,7 @@ class Verdict:
 
     op: Op
     torch: Mapping[str, Standing]
-    every: Mapping[str, Standing]
+    libraries: Mapping[str, Standing]
     start: str | None
     word: str
     library: str = ""
@@ -175,14 +183,14 @@ def verdict(op: Op, frame: pd.DataFrame) -> Verdict:
     -------
     Verdict
     """
-    plain, every = _ways(op, frame, GROUPS[:2]), _ways(op, frame)
+    plain, libraries = _ways(op, frame, GROUPS[:2]), _ways(op, frame, GROUPS[2:])
     behind = {kind: tables.behind(plain, kind=kind) for kind in CLOCKS}
     torch = {kind: _standing(table) for kind, table in behind.items()}
     start = tables.pays_from(plain, kind="paid")
     return Verdict(
         op,
         torch,
-        {kind: _standing(tables.behind(every, kind=kind)) for kind in CLOCKS},
+        {kind: _standing(tables.behind(libraries, kind=kind)) for kind in CLOCKS},
         start,
         _word(torch["paid"], behind["paid"], start),
         _library(op, frame),
@@ -255,7 +263,8 @@ def choices(op: Op, frame: pd.DataFrame, kind: str = "paid") -> pd.DataFrame:
     -------
     pandas.DataFrame
         Indexed by sizes and dtype: the least time of each of `GROUPS` and of ``ours`` in microseconds, ``best``, the
-        variant that takes the least, and ``take``, all groups within 2 % of it, torch's first.
+        variant that takes the least, and ``take``, what is within 2 % of it: torch, torch.compile, the fastest library
+        by its name, and ours, in this order.
     """
     ways = tables.timed(_ways(op, frame), kind)
     ways = ways.assign(size=tables.label(ways) if len(ways) else "")
@@ -265,9 +274,16 @@ def choices(op: Op, frame: pd.DataFrame, kind: str = "paid") -> pd.DataFrame:
     fastest = ways.sort_values(column, kind="stable")
     wide = fastest.pivot_table(column, keys, "group", aggfunc="min").reindex(index=order, columns=columns)
     least = wide.min(axis=1)
+    of_libraries = fastest[fastest["group"] == "libraries"].drop_duplicates(keys).set_index(keys)["variant"]
+    names = of_libraries.reindex(order)
     wide["best"] = fastest.drop_duplicates(keys).set_index(keys)["variant"].reindex(order)
     wide["take"] = [
-        ", ".join(name for name in columns if wide.loc[at, name] <= (1 + WITHIN) * least.loc[at]) for at in wide.index
+        ", ".join(
+            names[at] if name == "libraries" else name
+            for name in columns
+            if wide.loc[at, name] <= (1 + WITHIN) * least.loc[at]
+        )
+        for at in wide.index
     ]
     wide.columns.name = None
     return wide
@@ -288,9 +304,11 @@ def uses(table: pd.DataFrame) -> pd.DataFrame:
         how many it is so ``alone``, and the ``smallest`` and the ``largest`` of these, empty where there is none.
     """
     rows = {}
-    for name in (*GROUPS, "ours"):
-        best = table["take"].str.split(", ").map(lambda taken, name=name: name in taken)
-        alone = [" ".join(at) for at in table.index[table["take"] == name]]
+    columns = [*GROUPS, "ours"]
+    within = table[columns].le((1 + WITHIN) * table[columns].min(axis=1), axis=0)
+    for name in columns:
+        best = within[name]
+        alone = [" ".join(at) for at in table.index[best & (within.sum(axis=1) == 1)]]
         ends = (alone[0], alone[-1]) if alone else ("", "")
         rows[name] = [int(table[name].notna().sum()), int(best.sum()), len(alone), *ends]
     return pd.DataFrame.from_dict(rows, orient="index", columns=["points", "best", "alone", "smallest", "largest"])
