@@ -139,6 +139,15 @@ def repository_line():
     return f'os.environ.setdefault("FUSEBOOK_REPOSITORY", "{REPOSITORY}")\n' if REPOSITORY else ""
 
 
+def processes():
+    """How many processes run pages at once: those that replay share the cores, and those that measure are alone."""
+    import torch
+
+    measures = torch.cuda.is_available() and not os.environ.get("FUSEBOOK_REPLAY")
+    shared = not measures and not os.environ.get("FUSEBOOK_RECORDS")
+    return shared and min(4, len(os.sched_getaffinity(0)))
+
+
 FIRST_CELL = f"""\
 # What this notebook needs: fusebook {release}, and for times of its own a GPU of
 # compute capability 8.0 or later. Without one, on free Colab's T4 for instance,
@@ -189,6 +198,8 @@ sphinx_gallery_conf = {
     "show_memory": gallery_hooks.runner,
     "image_scrapers": ("gallery_hooks.banner", "side_by_side.scraper", "gallery_hooks.pictures"),
     "reset_modules": ("matplotlib", "gallery_hooks.reset_style"),
+    "reset_modules_order": "both",
+    "parallel": processes(),
     "image_srcset": ["2x"],
     "write_computation_times": False,  # that page loads from three CDNs; docs/times.rst is ours
     "min_reported_time": 1,

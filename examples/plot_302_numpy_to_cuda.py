@@ -44,6 +44,7 @@ Read before: 002, 101.
 # announcement and tests it.
 
 # sphinx_gallery_tags = ["torch.compile", "NumPy"]
+# sphinx_gallery_parallel = False
 import json
 import os
 import re

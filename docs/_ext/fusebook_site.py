@@ -191,18 +191,32 @@ def before_gallery(app):
     stale = forget_stale(ROOT / "examples", generated, around)
     if stale:
         logger.info("to be run, as what they are made from has changed: %s", ", ".join(stale))
+    names = to_run(ROOT / "examples", generated)
+    if names:
+        equip(generated, around)
+        if not app.config.sphinx_gallery_conf["parallel"]:
+            seconds = gallery_progress.seconds_of(names, generated, recorded_seconds())
+            gallery_hooks.runner.progress = gallery_progress.Progress(seconds)
+
+
+def equip(generated, around=None, beside=False):
+    """Have pages that run note what they read, and write what they say into the log.
+
+    Parameters
+    ----------
+    generated : pathlib.Path
+        The folder of what is made from the pages.
+    around : list, optional
+        Of `circumstances`.
+    beside : bool
+        Whether this is a process beside Sphinx, which goes on with the log.
+    """
     runner = gallery_hooks.runner
     records = os.environ.get("FUSEBOOK_RECORDS")
     runner.twins = side_by_side.Twins(records) if records else None
     runner.begin = functools.partial(begin_page, generated)
-    runner.finish = functools.partial(end_page, generated, around, ROOT)
-    names = to_run(ROOT / "examples", generated)
-    if names:
-        seconds = gallery_progress.seconds_of(names, generated, recorded_seconds())
-        runner.log, runner.progress = (
-            gallery_progress.Log(ROOT / "build" / "docs.log"),
-            gallery_progress.Progress(seconds),
-        )
+    runner.finish = functools.partial(end_page, generated, around or circumstances(), ROOT)
+    runner.log = gallery_progress.Log(ROOT / "build" / "docs.log", begun=beside)
 
 
 def recorded_seconds():
@@ -217,8 +231,7 @@ def recorded_seconds():
 
 
 def after_gallery(app):
-    """The last page is complete."""
-    gallery_hooks.done()
+    """All pages are complete."""
     if gallery_hooks.runner.progress:
         gallery_hooks.runner.progress.close()
     gallery_hooks.runner.progress = gallery_hooks.runner.begin = gallery_hooks.runner.finish = None

@@ -41,7 +41,7 @@ class Runner:
         return "gallery_hooks.Runner()"
 
     def __reduce__(self):
-        return (Runner, ())  # Sphinx pickles its configuration; the page that runs is no part of it
+        return (_runner, ())  # Sphinx pickles its configuration, also for processes beside it, which have their own
 
     def __call__(self, function):
         if self.progress:
@@ -67,6 +67,11 @@ class Runner:
 runner = Runner()
 
 
+def _runner():
+    """The runner of this process."""
+    return runner
+
+
 def pictures(block, block_vars, gallery_conf):
     """The figures of a block as the gallery saves them; who cannot see them is told their data, not their title."""
     import matplotlib.pyplot as plt
@@ -82,9 +87,12 @@ def pictures(block, block_vars, gallery_conf):
 
 def reset_argv(gallery_conf, script_vars):
     """No arguments for the page; and the place to learn which page runs."""
-    done()
-    runner.script = script_vars
     page = script_vars.get("src_file", "")
+    if page and not runner.begin:  # a process beside Sphinx, which runs pages at the same time
+        import fusebook_site
+
+        fusebook_site.equip(Path(script_vars["target_file"]).parent, beside=True)
+    runner.script = script_vars
     if runner.twins:
         runner.twins.begin()
     if runner.begin:
@@ -97,10 +105,7 @@ def reset_argv(gallery_conf, script_vars):
 
 
 def done():
-    """The page that ran is complete, with all that is made from it: only now it need not run again.
-
-    sphinx-gallery keeps a page's checksum before it has written the page, and a build may be cut off at any time.
-    """
+    """The page that ran is complete, with all that is made from it: only now it need not run again."""
     if runner.finish and "src_file" in runner.script:
         runner.finish(Path(runner.script["src_file"]).stem, vars(runner.script["fake_main"]))
         runner.script = {}
@@ -123,8 +128,13 @@ def banner(block, block_vars, gallery_conf):
     return f"\n.. raw:: html\n\n{lines}\n"
 
 
-def reset_style(gallery_conf, fname):
-    """Pictures without a background, so that one file serves both themes (see fusebook.css)."""
+def reset_style(gallery_conf, fname, when):
+    """Pictures without a background, so that one file serves both themes (see fusebook.css); and a page's very end.
+
+    sphinx-gallery keeps a page's checksum before it has written the page, and a build may be cut off at any time.
+    """
     import matplotlib
 
+    if when == "after":
+        done()
     matplotlib.rcParams.update({"savefig.transparent": True, "savefig.bbox": "tight"})

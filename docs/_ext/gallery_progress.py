@@ -126,12 +126,15 @@ class Log:
     Parameters
     ----------
     path : pathlib.Path
+    begun : bool
+        Whether another process has begun the file, and it goes on here.
     """
 
-    def __init__(self, path):
+    def __init__(self, path, begun=False):
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("", encoding="utf-8")
+        if not begun:
+            path.write_text("", encoding="utf-8")
 
     def head(self, page):
         """A line that names the page that begins."""

@@ -337,7 +337,7 @@ def _record_clocks(op: Op, frame: pd.DataFrame, warmup: int, repeat: int) -> Non
     for _, rows in lack.groupby(["dtype", "config", *dims], sort=False):
         first = rows.iloc[0]
         names = dict.fromkeys(name.removesuffix(bench.AS_INSTALLED) for name in rows["variant"])
-        asked.setdefault((first["dtype"], *names), []).append((first["config"], {str(d): first[d] for d in dims}))
+        asked.setdefault((first["dtype"], *names), []).append((first["config"], {str(d): first[str(d)] for d in dims}))
     for (dtype, *variants), points in asked.items():
         again = bench.run(op, config=points, dtype=dtype, variants=variants, warmup=warmup, repeat=repeat)
         record.write(again, Path(os.environ["FUSEBOOK_RECORD"]))
