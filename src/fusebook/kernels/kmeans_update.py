@@ -210,23 +210,35 @@ def _means_plan(parts: int, d: int) -> Sums:
 # Launchers ------------------------------------------------------------------------------------------------------------
 
 
+def _programs(n: int, plan: Plan) -> int:
+    return triton.cdiv(n, plan.steps * plan.block)
+
+
 def _parts(points: Tensor, k: int, plan: Plan) -> Tensor:
     """Memory for the sums of a pass, one part a program."""
     n, d = points.shape
-    return empty((triton.cdiv(n, plan.steps * plan.block), k * (d + 1)), accumulated(points.dtype), points.device)
+    return empty((_programs(n, plan), k * (d + 1)), accumulated(points.dtype), points.device)
+
+
+def _grouped(parts: Tensor, d: int, k: int, groups: Tensor | None = None) -> Tensor:
+    """Parts ``[PARTS, k (d + 1)]`` of sums, added up in groups where they are many: into `groups` if they are given."""
+    many, width = parts.shape
+    together = _groups_plan(many, d, k)
+    if together is None:
+        return parts
+    if groups is None:
+        groups = empty((together.parts, width), torch.float64, parts.device)
+    launch(
+        _kmeans_groups, (together.parts,),
+        groups, parts, many, width, triton.cdiv(many, together.parts), BLOCK=together.block, BLOCK_W=together.wide,
+    )  # fmt: skip
+    return groups
 
 
 def _launch_means(out: Tensor, parts: Tensor, old: Tensor | None) -> None:
     """Centres from parts ``[PARTS, k (d + 1)]`` of their sums."""
-    (k, d), (many, width) = out.shape, parts.shape
-    together = _groups_plan(many, d, k)
-    if together is not None:
-        groups = empty((together.parts, width), torch.float64, parts.device)
-        launch(
-            _kmeans_groups, (together.parts,),
-            groups, parts, many, width, triton.cdiv(many, together.parts), BLOCK=together.block, BLOCK_W=together.wide,
-        )  # fmt: skip
-        parts = groups
+    k, d = out.shape
+    parts = _grouped(parts, d, k)
     plan = _means_plan(len(parts), d)
     launch(
         _kmeans_means, (k, triton.cdiv(d, plan.wide)),
@@ -234,8 +246,8 @@ def _launch_means(out: Tensor, parts: Tensor, old: Tensor | None) -> None:
     )  # fmt: skip
 
 
-def _launch_segments(points: Tensor, labels: Tensor, k: int) -> Tensor:
-    """Sort by label, add up what stands side by side; returns parts of sums."""
+def _launch_segments(points: Tensor, labels: Tensor, k: int, sums: Tensor | None = None) -> Tensor:
+    """Sort by label, add up what stands side by side; returns parts of sums, `sums` where they are given."""
     (n, d), device = points.shape, points.device
     # k stands for what is out of range: it comes last and belongs to nobody.
     keys = empty((n,), _narrowest(k), device)
@@ -244,7 +256,8 @@ def _launch_segments(points: Tensor, labels: Tensor, k: int) -> Tensor:
     numbers = apply(torch.arange, k + 1, dtype=torch.int32, device=device)
     bounds = apply(torch.searchsorted, apply(Tensor.to, keys, torch.int32), numbers)
     plan = _segments_plan(d, k, gpu(device)[0])
-    sums = empty((plan.parts, k * (d + 1)), accumulated(points.dtype), device)
+    if sums is None:
+        sums = empty((plan.parts, k * (d + 1)), accumulated(points.dtype), device)
     launch(
         _kmeans_segments, (k * plan.parts, triton.cdiv(d, plan.wide)),
         sums, points, order, bounds, d, k, PARTS=plan.parts, BLOCK=plan.block, BLOCK_D=plan.wide,
@@ -291,6 +304,43 @@ def _step_into(
         assign_into(labels, points, centres, label_dtype)
     if d:
         _update_into(new, points, labels, k, centres)
+
+
+def _sums_outputs(points: Tensor, centres: Tensor, label_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    (n, d), k = points.shape, len(centres)
+    parts, dtype = 1, accumulated(points.dtype)
+    if n and d:
+        few = _sums_plan(d, k, assign=True) if _sums_fit(d, k) else None
+        parts = _segments_plan(d, k, gpu(points.device)[0]).parts if few is None else _programs(n, few)
+        if few is not None and (together := _groups_plan(parts, d, k)):
+            parts, dtype = together.parts, torch.float64
+    return assign_outputs(points, centres, label_dtype), empty((parts, k, d + 1), dtype, points.device)
+
+
+def _sums_into(
+    outs: tuple[Tensor, Tensor], points: Tensor, centres: Tensor, label_dtype: torch.dtype
+) -> None:  # fmt: skip
+    """As `_step_into`, up to where parts of sums become centres."""
+    (labels, sums), (n, d), k = outs, points.shape, len(centres)
+    points, centres = contiguous(points), contiguous(centres)
+    if not n or not d:  # nothing is added up; points without coordinates are all the first centre's
+        apply(Tensor.zero_, sums)
+        if n:
+            apply(Tensor.zero_, labels)
+            apply(Tensor.fill_, sums[:, 0], n)
+    elif _sums_fit(d, k):
+        plan = _sums_plan(d, k, assign=True)
+        memory = sums.flatten(1)
+        parts = memory if len(memory) == _programs(n, plan) else _parts(points, k, plan)
+        launch_few(labels, parts, points, centres, k, plan)
+        _grouped(parts, d, k, memory)
+    else:
+        assign_into(labels, points, centres, label_dtype)
+        _launch_segments(points, labels, k, sums.flatten(1))
+
+
+def _means_into(out: Tensor, sums: Tensor, old: Tensor) -> None:
+    _launch_means(out, sums.flatten(1), contiguous(old))
 
 
 # Arguments ------------------------------------------------------------------------------------------------------------
@@ -349,6 +399,41 @@ _step = Operator(
     check=functools.partial(check_assign, name="kmeans_step"),
     outputs=_step_outputs,
     into=_step_into,
+)
+
+#: Labels, and parts ``[parts, k, d + 1]`` of what the points of each centre add up to and of how many they are: an
+#: iteration up to where those of other points are added, ``OPERATORS["kmeans_sums"](points, centres, label_dtype)``.
+_sums = Operator(
+    "kmeans_sums",
+    "(Tensor points, Tensor centres, ScalarType label_dtype) -> (Tensor, Tensor)",
+    check=functools.partial(check_assign, name="kmeans_sums"),
+    outputs=_sums_outputs,
+    into=_sums_into,
+)
+
+
+def _check_means(sums: Any, old: Any) -> tuple[Any, ...]:
+    name = "kmeans_means"
+    check_points(name, old, "old")
+    check_tensor(name, "sums", sums, (torch.float32, torch.float64))
+    check_alike(name, "sums", sums, "old", old, dtype=False)
+    if sums.dim() != 3 or sums.shape[1:] != (old.shape[0], old.shape[1] + 1) or not len(sums):
+        raise ValueError(
+            f"{name}: expected sums of shape [parts, {old.shape[0]}, {old.shape[1] + 1}], got {tuple(sums.shape)}; "
+            "give each centre its sums and its number of points"
+        )
+    check_device(name, old)
+    return sums.contiguous(), old
+
+
+#: The rest of that iteration: ``OPERATORS["kmeans_means"](sums, old)`` adds the parts of all sums in float64, in their
+#: order, and divides; a centre without points stays what it was.
+_means = Operator(
+    "kmeans_means",
+    "(Tensor sums, Tensor old) -> Tensor",
+    check=_check_means,
+    outputs=lambda sums, old: empty(old.shape, old.dtype, old.device),
+    into=_means_into,
 )
 
 

@@ -21,6 +21,8 @@ FUSEBOOK_DOWNLOADS
 FUSEBOOK_DEPS
     A file in which a page notes what it reads: records, sources that it shows, solutions. The site sets it, and runs a
     page again when one of them has changed.
+FUSEBOOK_RANKS
+    Set by a page for the processes that it starts on several GPUs, see `fusebook.page.ranks`.
 FUSEBOOK_REPOSITORY
     The address of the repository, for links to it.
 """
@@ -30,6 +32,7 @@ from fusebook.extras import extra
 with extra("book"):
     from fusebook.page import draw, verdicts
     from fusebook.page.claims import Claims, by_clock, claim, claims, exercise, holds, say
+    from fusebook.page.ranks import enough, ranks, timed, work
     from fusebook.page.results import (
         NoResults,
         Study,
@@ -70,6 +73,7 @@ __all__ = [
     "claims",
     "downloads",
     "draw",
+    "enough",
     "environment",
     "exercise",
     "explored",
@@ -78,6 +82,7 @@ __all__ = [
     "measured",
     "options",
     "provenance",
+    "ranks",
     "records",
     "results",
     "say",
@@ -85,5 +90,7 @@ __all__ = [
     "sortable",
     "study",
     "table",
+    "timed",
     "verdicts",
+    "work",
 ]

@@ -18,6 +18,11 @@ def notebook() -> bool:
     return "ipykernel" in sys.modules and not sphinx()
 
 
+def ranked() -> bool:
+    """Whether torchrun started this process, as one of several."""
+    return "RANK" in os.environ and "LOCAL_WORLD_SIZE" in os.environ
+
+
 def script() -> bool:
     """A plain ``python page.py``, where an expression at the end of a block shows nothing by itself."""
     if sphinx() or notebook() or hasattr(sys, "ps1"):

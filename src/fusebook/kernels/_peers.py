@@ -1,0 +1,94 @@
+"""What kernels that read the memory of other GPUs share: memory that all of them see, and a place to meet.
+
+Each GPU of a group has memory that the others read and write over NVLink, `torch.distributed._symmetric_memory`. Nobody
+waits for anybody there, so a kernel that reads what another GPU has written first meets the kernel of that GPU.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def meet(times, flags, SLOTS, ME: tl.constexpr):
+    """Wait until program p has come here for the `times`-th time on every GPU, for every program p by itself.
+
+    What this program has written, and what ran before its kernel, the others see from here on, and it sees theirs.
+    `flags` are [GPUs, SLOTS] in the memory of each GPU; ME is the number of this one.
+    """
+    p = tl.program_id(0)
+    tl.debug_barrier()  # what any thread of the program wrote was written before one of them tells
+    for r in tl.static_range(len(flags)):
+        if r != ME:
+            tl.atomic_xchg(flags[r] + ME * SLOTS + p, times, sem="release", scope="sys")
+    for r in tl.static_range(len(flags)):
+        if r != ME:
+            # An atomic addition of nothing is a load that nobody may move or keep.
+            told = tl.atomic_add(flags[ME] + r * SLOTS + p, 0, sem="acquire", scope="sys")
+            while told - times < 0:  # the difference, which a counter that overflows does not confuse
+                told = tl.atomic_add(flags[ME] + r * SLOTS + p, 0, sem="acquire", scope="sys")
+
+
+def reachable(group: Any = None) -> bool:
+    """Whether the GPUs of a group of several can read each other's memory."""
+    if dist.get_world_size(group) == 1 or dist.get_backend(group) != "nccl":
+        return False
+    here, there = torch.cuda.current_device(), range(torch.cuda.device_count())
+    return all(torch.cuda.can_device_access_peer(here, other) for other in there if other != here)
+
+
+class Peers:
+    """The GPUs of a group, one a process, and the flags by which the programs of their kernels meet.
+
+    Parameters
+    ----------
+    programs : int
+        The most programs of a kernel that meets.
+    group : torch.distributed.ProcessGroup, optional
+        All processes unless given.
+
+    Attributes
+    ----------
+    rank, world : int
+    slots : int
+        The most programs.
+    turns : torch.Tensor
+        ``[programs]``, int32: how often each program has met. A kernel counts, so that a graph of it can be replayed.
+    flags : tuple of torch.Tensor
+        ``[world, programs]`` of each GPU.
+    """
+
+    def __init__(self, programs: int, group: Any = None) -> None:
+        self.group = group or dist.distributed_c10d._get_default_group()
+        self.rank, self.world = dist.get_rank(self.group), dist.get_world_size(self.group)
+        self.slots = programs
+        self.turns = torch.zeros(programs, dtype=torch.int32, device="cuda")
+        self.flags = self.shared((self.world, programs), torch.int32)
+
+    def shared(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """Memory of this shape on every GPU, full of zeros; all of the group ask for it together.
+
+        Parameters
+        ----------
+        shape : tuple of int
+        dtype : torch.dtype
+
+        Returns
+        -------
+        tuple of torch.Tensor
+            One a GPU; that of `rank` is this one's own.
+        """
+        import torch.distributed._symmetric_memory as symmetric
+
+        own = symmetric.empty(shape, dtype=dtype, device=torch.device("cuda", torch.cuda.current_device())).zero_()
+        handle = symmetric.rendezvous(own, self.group)
+        found = [own if r == self.rank else handle.get_buffer(r, shape, dtype) for r in range(self.world)]
+        torch.cuda.synchronize()
+        dist.barrier(self.group)  # nobody writes before all of them are zero
+        return tuple(found)

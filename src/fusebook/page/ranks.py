@@ -1,0 +1,221 @@
+"""Pages over several GPUs: the page starts torchrun on its own file, whose processes are ranks and show nothing."""
+
+from __future__ import annotations
+
+import datetime as dt
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+import torch.distributed as dist
+
+from fusebook.page import _place
+
+__all__ = ["enough", "join", "ranks", "timed", "work"]
+
+#: Seconds after which a rank gives up waiting for the others: one that died does not come.
+PATIENCE = 25
+#: Seconds that all ranks together may take.
+LONGEST = 300
+
+
+def enough(worker: Callable[[], Any], gpus: int) -> bool:
+    """Whether this process may start so many ranks, each with a GPU of its own, on the file that `worker` is of.
+
+    Parameters
+    ----------
+    worker : callable
+        Of a page; in a notebook it has no file.
+    gpus : int
+    """
+    there = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return 0 < gpus <= there and dist.is_nccl_available() and _file(worker).exists()
+
+
+def _file(worker: Callable[[], Any]) -> Path:
+    return Path(worker.__code__.co_filename)
+
+
+def ranks(worker: Callable[[], pd.DataFrame], count: int, *, seconds: float = LONGEST) -> pd.DataFrame:
+    """Run a page's worker in so many processes, and return what that of rank 0 returns.
+
+    Parameters
+    ----------
+    worker : callable
+        A function of a page whose file calls `work` with it.
+    count : int
+        How many processes.
+    seconds : float
+        After which they are ended.
+
+    Returns
+    -------
+    pandas.DataFrame
+
+    Raises
+    ------
+    RuntimeError
+        Where a rank fails, which ends the others, or none of them ends in time; with what it said last.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "rows.csv"
+        env = {
+            **os.environ,
+            "FUSEBOOK_RANKS": f"{worker.__name__}={file}",
+            "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // count)),
+        }
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
+        how = {"env": env, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        with subprocess.Popen([*torchrun, str(_file(worker))], **how) as process:  # type: ignore[call-overload]
+            try:
+                said, _ = process.communicate(timeout=seconds)
+            except subprocess.TimeoutExpired:
+                process.terminate()  # torchrun ends its processes
+                said, _ = process.communicate()
+                said += f"\nnone ended within {seconds:g} s"
+        if process.returncode or not file.exists():
+            raise RuntimeError(f"{worker.__name__} failed on {count} ranks:\n{said[-3000:]}")
+        return pd.read_csv(file)
+
+
+def work(*workers: Callable[[], pd.DataFrame]) -> None:
+    """Where torchrun started this file: be a rank, and exit. Elsewhere: nothing.
+
+    Parameters
+    ----------
+    *workers : callable
+        What ranks do, each of them with all others; `ranks` names one. Started by hand they run in turn, and rank 0
+        prints what they return.
+
+    Raises
+    ------
+    SystemExit
+        In a rank, at its end.
+    """
+    if not (_place.ranked() and _place.script()):
+        return
+    name, _, file = os.environ.get("FUSEBOOK_RANKS", "").partition("=")
+    join()
+    try:
+        for worker in workers:
+            if name in ("", worker.__name__):
+                frame = worker()
+                if dist.get_rank() == 0:
+                    frame.to_csv(file, index=False) if file else print(frame.to_string(index=False), flush=True)
+    finally:
+        dist.destroy_process_group()
+    raise SystemExit(0)
+
+
+def join() -> tuple[int, int]:
+    """Join the other ranks: by NCCL, each with a GPU; by gloo where there is no GPU.
+
+    Returns
+    -------
+    rank, world : int
+
+    Raises
+    ------
+    RuntimeError
+        Where there is no GPU for this rank, or PyTorch is without NCCL.
+    """
+    local, here = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    patience = dt.timedelta(seconds=PATIENCE)
+    if not torch.cuda.is_available():
+        dist.init_process_group("gloo", timeout=patience)
+    elif here > torch.cuda.device_count():
+        raise RuntimeError(
+            f"expected a GPU for each of {here} ranks of this machine, got {torch.cuda.device_count()}; ask for fewer, "
+            "or show more by CUDA_VISIBLE_DEVICES"
+        )
+    elif not dist.is_nccl_available():
+        raise RuntimeError("expected a PyTorch with NCCL, got one without; install a build for CUDA on Linux")
+    else:
+        torch.cuda.set_device(local)  # before anything is made: what asks for a GPU gets this one
+        dist.init_process_group("nccl", timeout=patience, device_id=torch.device("cuda", local))
+    return dist.get_rank(), dist.get_world_size()
+
+
+def timed(
+    functions: Mapping[str, Callable[[], Any]],
+    *,
+    calls: int = 20,
+    repeat: int = 12,
+    before: Callable[[], Any] = lambda: None,
+) -> dict[str, float]:
+    """Microseconds of a call that all ranks make together, the slowest rank's; the same mapping on all of them.
+
+    On GPUs the device's time of a call among many, captured in a graph on each; elsewhere the host's.
+
+    Parameters
+    ----------
+    functions : mapping of str to callable
+        The same on all ranks, in the same order; interleaved.
+    calls : int
+        In a graph.
+    repeat : int
+        Medians are of so many.
+    before : callable
+        Called before each graph, outside the clock.
+
+    Returns
+    -------
+    dict of str to float
+    """
+    names = list(functions)
+    if torch.cuda.is_available():
+        runs = {name: _graph(function, calls) for name, function in functions.items()}
+    else:
+        calls, repeat, runs = 1, 1, dict(functions)
+    token = torch.zeros(1, device="cuda" if torch.cuda.is_available() else "cpu")
+    marks: dict[str, list[tuple[Any, Any]]] = {name: [] for name in names}
+    for i in range(repeat):
+        for name in names if i % 2 else reversed(names):
+            before()
+            dist.all_reduce(token)  # all begin together
+            start = _now()
+            runs[name]()
+            marks[name].append((start, _now()))
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    mine = {name: [_between(*mark) / calls for mark in marks[name]] for name in names}
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, mine)
+    rounds = {name: [max(times) for times in zip(*(one[name] for one in every), strict=True)] for name in names}
+    return {name: sorted(times)[len(times) // 2] for name, times in rounds.items()}
+
+
+def _graph(function: Callable[[], Any], calls: int) -> Callable[[], None]:
+    """So many calls in a graph; what libraries set up, they set up before."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            function()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    # NCCL's own thread asks for events meanwhile.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        for _ in range(calls):
+            function()
+    return graph.replay
+
+
+def _now() -> Any:
+    """A moment: of the device's, or of the host's where there is no GPU."""
+    if not torch.cuda.is_available():
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _between(start: Any, end: Any) -> float:
+    return (end - start) * 1e6 if isinstance(start, float) else start.elapsed_time(end) * 1e3
