@@ -43,7 +43,6 @@ from fusebook import plots
 from fusebook.cards.kmeans import KMEANS_STEP
 from fusebook.inputs import generator
 from fusebook.kernels._operator import OPERATORS
-from fusebook.kernels._peers import meet
 from fusebook.kernels.kmeans_shared import _kmeans_shared_means
 from fusebook.page import (
     Source,
@@ -100,29 +99,29 @@ def by_nccl(points, centres):
 #
 # Six numbers for two centres in the plane: NCCL takes longer to begin than to
 # add them, and three launches stand in the place of one. GPUs of one machine
-# can read each other's memory, over NVLink here. PyTorch maps it,
+# can read and write each other's memory, over NVLink here. PyTorch maps it,
 # `symmetric memory
 # <https://docs.pytorch.org/docs/stable/symmetric_memory.html>`__, and a kernel
-# reads it as it reads its own. So the kernel that adds the parts can do all of
-# it: add its own, leave the sum where the others find it, wait for theirs, and
-# divide.
+# stores there as it stores at home. So the kernel that adds the parts can do
+# all of it: add its own, send the sums to the others, wait for theirs, divide.
 #
-# To wait is the delicate part. A program raises a flag in the memory of each
-# other GPU, after (*release*) it has written its sum, and looks at its own
-# flags until (*acquire*) the others have raised theirs. The flag is the number
-# of the meeting, counted by the kernel, so that nobody has to take it down,
-# and a CUDA graph can be replayed.
-
-Source(meet, doc=False)
-
-# %%
+# How does it know that a sum has come? A flag that is written after the sum
+# would do, but what is written after has to wait until what was written before
+# has arrived: the way over and back, before the flag even starts. So the flag
+# travels with the data, in each word. A word of 64 bits arrives whole. Half of
+# it is half of a sum, the other half is the number of the iteration; whoever
+# reads that number in it has the sum. NCCL calls this its low-latency
+# protocol, LL. It doubles the bytes, and of these there are few.
+#
+# The kernel counts iterations itself, so that a CUDA graph of it can be
+# replayed; and nobody has to take a flag down.
 
 Source(_kmeans_shared_means, doc=False)
 
 # %%
-# The sums of two iterations have two places, in turn. A GPU that is at its
-# next meeting has read what was written for the last one; what it may still be
-# reading is the other place.
+# The sums of two iterations have two places, in turn. Who sends for the next
+# iteration has received what the others sent for this one, so they had read
+# what came for the last; it is that place which is written to.
 #
 # Shares
 # ~~~~~~
@@ -475,7 +474,7 @@ claims(
         found=weak[2_000_000, 256, "chosen"],
     ),
     claim(
-        "Reading the sums of the others is never slower than NCCL",
+        "Sending the sums in words is never slower than NCCL",
         best <= 1.02 * plain,
         fatal=False,
     ),
@@ -642,10 +641,9 @@ downloads(several.drop(columns="case"), "kmeans_gpus")
 #
 # - Look for what has to travel. Here it is k (d + 1) numbers, and no more
 #   GPUs, points or iterations make it more.
-# - A short message costs its beginning. A flag in the memory of the other GPU
-#   is the shortest there is, and a kernel that has to run anyway can raise
-#   it.
+# - A short message costs its beginning. A word that brings its own flag is
+#   the shortest there is, and a kernel that has to run anyway can send it.
 # - Ask of a sum whether its order can be seen. In float64, of float32 parts,
 #   it often cannot; then the number of GPUs cannot either.
-# - Let a program count its meetings: a graph of it can be replayed, and no
-#   flag has to be taken down.
+# - Let a kernel count how often it has run: a graph of it can be replayed,
+#   and no flag has to be taken down.

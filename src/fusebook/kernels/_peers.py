@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ._operator import launch, launching
+
 
 @triton.jit
 def meet(times, flags, SLOTS, ME: tl.constexpr):
@@ -33,6 +35,13 @@ def meet(times, flags, SLOTS, ME: tl.constexpr):
             told = tl.atomic_add(flags[ME] + r * SLOTS + p, 0, sem="acquire", scope="sys")
             while told - times < 0:  # the difference, which a counter that overflows does not confuse
                 told = tl.atomic_add(flags[ME] + r * SLOTS + p, 0, sem="acquire", scope="sys")
+
+
+@triton.jit
+def _barrier(turns_ptr, flags, SLOTS, ME: tl.constexpr):
+    times = tl.load(turns_ptr) + 1
+    meet(times, flags, SLOTS, ME)
+    tl.store(turns_ptr, times)
 
 
 def reachable(group: Any = None) -> bool:
@@ -92,3 +101,8 @@ class Peers:
         torch.cuda.synchronize()
         dist.barrier(self.group)  # nobody writes before all of them are zero
         return tuple(found)
+
+    def barrier(self) -> None:
+        """Wait on the current stream until the streams of all GPUs have come here."""
+        with launching(self.turns):
+            launch(_barrier, (1,), self.turns, self.flags, self.slots, ME=self.rank, num_warps=1)

@@ -52,10 +52,11 @@ def _allreduce_norm(
     at = tl.arange(0, BLOCK)
     inside = at < N
     row = p.to(tl.int64)
+    live = at < tl.where(row < rows, N, 0)
     # What needs nobody is on its way before the others are waited for.
     weight = tl.load(weight_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    own = tl.load(parts[ME] + row * N + at, mask=inside & (row < rows), other=0.0)
-    residual = tl.load(residual_ptr + row * N + at, mask=inside & (row < rows), other=0.0)
+    own = tl.load(parts[ME] + row * N + at, mask=live, other=0.0)
+    residual = tl.load(residual_ptr + row * N + at, mask=live, other=0.0)
     if MEET:
         times = tl.load(turns_ptr + p) + 1
         meet(times, flags, SLOTS, ME)
@@ -70,8 +71,9 @@ def _allreduce_norm(
         h += residual.to(tl.float32)
         to = row * N + at
         row += tl.num_programs(0)
-        own = tl.load(parts[ME] + row * N + at, mask=inside & (row < rows), other=0.0)  # read MN
-        residual = tl.load(residual_ptr + row * N + at, mask=inside & (row < rows), other=0.0)  # read MN
+        live = at < tl.where(row < rows, N, 0)
+        own = tl.load(parts[ME] + row * N + at, mask=live, other=0.0)  # read MN
+        residual = tl.load(residual_ptr + row * N + at, mask=live, other=0.0)  # read MN
         tl.store(h_ptr + to, h.to(h_ptr.dtype.element_ty), mask=inside)  # write MN
         scale = tl.rsqrt(tl.sum(h * h, 0) / N + eps)
         tl.store(y_ptr + to, (h * scale * weight).to(y_ptr.dtype.element_ty), mask=inside)  # write MN
@@ -92,10 +94,6 @@ class Plan(NamedTuple):
     warps: int
 
 
-#: Programs of a kernel at most, each of which has a flag.
-_MOST = 1024
-
-
 def plan(rows: int, N: int, world: int, multiprocessors: int, way: str | None = None) -> Plan:
     """The way for so many rows over so many GPUs, and how the kernel is cut.
 
@@ -110,11 +108,19 @@ def plan(rows: int, N: int, world: int, multiprocessors: int, way: str | None = 
     Plan
     """
     if way is None:
-        way = "fused"
-    return Plan(way, min(rows, 4 * multiprocessors, _MOST), 8 if N <= 4096 else 16)
+        # Of two GPUs each needs all that the other has, however it gets it. Of more, few rows are a matter of latency,
+        # and many of bytes, of which two steps move less.
+        way = "fused" if world == 2 or (world - 1) * rows * N <= 2**19 else "two-shot"
+    # A program on each multiprocessor has enough on its way to fill the link; more of them only wait for each other.
+    return Plan(way, min(rows, multiprocessors), 8)
 
 
 # The launcher ---------------------------------------------------------------------------------------------------------
+
+
+def _multiprocessors() -> int:
+    here = torch.cuda.current_device() if torch.cuda.is_available() else None
+    return gpu(torch.device("cpu" if here is None else f"cuda:{here}"))[1]
 
 
 class AllReduceNorm:
@@ -143,7 +149,7 @@ class AllReduceNorm:
     def __init__(self, rows: int, columns: int, dtype: torch.dtype = torch.bfloat16, *, group: Any = None) -> None:
         self.group = group
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
-        self.peers = Peers(_MOST, group) if reachable(group) else None
+        self.peers = Peers(_multiprocessors(), group) if reachable(group) else None
         self.turn = 0
         shape = (rows, columns)
         if self.peers is not None:
@@ -211,7 +217,7 @@ class AllReduceNorm:
                 f"{tuple(residual.shape)} and {tuple(weight.shape)}; give both as wide as a part"
             )
         own = ("group",) if self.peers is None else WAYS
-        made = plan(len(x), x.shape[1], self.world, gpu(x.device)[1], way if self.peers or way else "group")
+        made = plan(len(x), x.shape[1], self.world, _multiprocessors(), way if self.peers or way else "group")
         if made.way not in own:
             raise ValueError(f"{name}: expected the way to be one of {', '.join(own)}, got {made.way!r}; choose one")
         parts = tuple(part[: len(x)] for part in self.parts[self.turn])
@@ -242,7 +248,7 @@ class AllReduceNorm:
                 _allreduce_norm, (made.programs,),
                 y, h, parts, residual, weight,
                 *((self.peers.turns, self.peers.flags) if meets and self.peers else (None, parts)),
-                *residual.shape, eps, _MOST,
+                *residual.shape, eps, self.peers.slots if self.peers else 1,
                 ME=self.rank if meets else 0, MEET=meets, BLOCK=triton.next_power_of_2(residual.shape[1]),
                 num_warps=made.warps,
             )  # fmt: skip

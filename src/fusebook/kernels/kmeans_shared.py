@@ -3,9 +3,8 @@
 Each GPU has some of the points, and all have the same centres. A GPU labels its points and adds them up, k (d + 1)
 numbers; what all GPUs have added up makes the new centres, the same bits on each of them.
 
-The sums are added by NCCL, or by whatever a group of processes uses; where GPUs read each other's memory, the kernel
-that makes centres of sums reads those of all GPUs itself, and needs no more than a flag of each. Sums are float64 and
-added in the order of the GPUs.
+The sums are added by NCCL, or by whatever a group of processes uses. Where GPUs write to each other's memory, the
+kernel that makes centres of sums sends and receives them itself. Sums are float64 and added in the order of the GPUs.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from . import kmeans_update  # noqa: F401  (it defines the parts of the step)
 from ._operator import OPERATORS, empty_like, launch, launching
-from ._peers import Peers, meet, reachable
+from ._peers import Peers, reachable
 
 __all__ = ["SharedKMeans", "kmeans_share"]
 
@@ -30,33 +29,53 @@ __all__ = ["SharedKMeans", "kmeans_share"]
 
 @triton.jit
 def _kmeans_shared_means(
-    out_ptr, sums, parts_ptr, old_ptr, turns_ptr, flags, PARTS, K, D, SLOTS,
+    out_ptr, words, parts_ptr, old_ptr, turns_ptr, PARTS, K, D,
     ME: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_K centres of what all GPUs have added up of their points: PARTS of it here, [K, D + 1] each.
 
-    `sums` are [2, K, D + 1] in the memory of each GPU. Two in turn: who meets the others for the next time has read
-    what they wrote for the last.
+    A sum is sent in two words of 64 bits: half of it, and the number of the iteration. A word arrives whole, so who
+    finds the number there has the half, and no flag is waited for. `words` are [GPUs, 2, K, D + 1, 2] in the memory of
+    each GPU: from each sender two in turn, because who sends for the next time has read what was sent for the last.
     """
+    LOW: tl.constexpr = 0xFFFFFFFF
     p = tl.program_id(0)
     times = tl.load(turns_ptr + p) + 1
+    tl.store(turns_ptr + p, times)
+    number = times.to(tl.int64) & LOW
     j = p * BLOCK_K + tl.arange(0, BLOCK_K)
     a = tl.arange(0, BLOCK_D)
     inside = (j < K)[:, None] & (a <= D)[None, :]
     at = j[:, None] * (D + 1) + a[None, :]  # [BLOCK_K, BLOCK_D]
-    total = tl.zeros([BLOCK_K, BLOCK_D], tl.float64)
+    own = tl.zeros([BLOCK_K, BLOCK_D], tl.float64)
     for first in range(0, PARTS, BLOCK):
         part = first + tl.arange(0, BLOCK)
         live = (part < PARTS)[:, None, None] & inside[None, :, :]
         x = tl.load(parts_ptr + part[:, None, None] * (K * (D + 1)) + at[None, :, :], mask=live, other=0.0)
-        total += tl.sum(x.to(tl.float64), 0)
-    turn = (times & 1) * (K * (D + 1))
-    tl.store(sums[ME] + turn + at, total, mask=inside)
-    meet(times, flags, SLOTS, ME)
-    tl.store(turns_ptr + p, times)
+        own += tl.sum(x.to(tl.float64), 0)
+    bits = own.to(tl.int64, bitcast=True)
+    turn = times & 1
+    for r in tl.static_range(len(words)):
+        if r != ME:
+            to = words[r] + 2 * ((2 * ME + turn) * (K * (D + 1)) + at)
+            tl.atomic_xchg(to, (bits & ~LOW) | number, mask=inside, sem="relaxed", scope="sys")
+            tl.atomic_xchg(to + 1, (bits << 32) | number, mask=inside, sem="relaxed", scope="sys")
     total = tl.zeros([BLOCK_K, BLOCK_D], tl.float64)
-    for r in tl.static_range(len(sums)):
-        total += tl.load(sums[r] + turn + at, mask=inside, other=0.0)  # over NVLink: K (D + 1) of each GPU
+    for r in tl.static_range(len(words)):
+        if r == ME:
+            total += own
+        else:
+            come = words[ME] + 2 * ((2 * r + turn) * (K * (D + 1)) + at)
+            missing = 1
+            while missing != 0:
+                high = tl.load(come, mask=inside, other=number, volatile=True)
+                low = tl.load(come + 1, mask=inside, other=number, volatile=True)
+                late = ((high & LOW) != number) | ((low & LOW) != number)
+                missing = tl.max(tl.max(late.to(tl.int32), 1), 0)
+            # Again: Triton 3.6 does not compile a loop that leaves tensors behind.
+            high = tl.load(come, mask=inside, other=0, volatile=True)
+            low = tl.load(come + 1, mask=inside, other=0, volatile=True)
+            total += ((high & ~LOW) | ((low >> 32) & LOW)).to(tl.float64, bitcast=True)
     many = tl.sum(tl.where((a == D)[None, :], total, 0.0), 1)  # [BLOCK_K]
     known = (j < K)[:, None] & (a < D)[None, :]
     old = tl.load(old_ptr + j[:, None] * D + a[None, :], mask=known, other=0.0).to(tl.float64)
@@ -108,7 +127,7 @@ class SharedKMeans:
     group : torch.distributed.ProcessGroup, optional
         All processes unless given.
     nvlink : bool, optional
-        Whether GPUs read each other's sums; where they can, unless told. Otherwise the group adds them.
+        Whether GPUs send each other their sums themselves; where they can, unless told. Otherwise the group adds them.
     """
 
     def __init__(self, k: int, d: int, *, group: Any = None, nvlink: bool | None = None) -> None:
@@ -118,7 +137,7 @@ class SharedKMeans:
         self.peers = None
         if reachable(group) if nvlink is None else nvlink:
             self.peers = Peers(triton.cdiv(k, _shared_plan(1, k, d)[1]), group)
-            self.sums = self.peers.shared((2, k, d + 1), torch.float64)
+            self.words = self.peers.shared((self.peers.world, 2, k, d + 1, 2), torch.int64)
 
     def __call__(
         self, points: Tensor, centres: Tensor, *, label_dtype: torch.dtype = torch.int64
@@ -161,8 +180,7 @@ class SharedKMeans:
         with launching(points):
             launch(
                 _kmeans_shared_means, (self.peers.slots,),
-                new, self.sums, parts, centres, self.peers.turns, self.peers.flags,
-                len(parts), self.k, self.d, self.peers.slots,
-                ME=self.peers.rank, BLOCK=block, BLOCK_K=block_k, BLOCK_D=block_d,
+                new, self.words, parts, centres, self.peers.turns, len(parts), self.k, self.d,
+                ME=self.peers.rank, BLOCK=block, BLOCK_K=block_k, BLOCK_D=block_d, num_warps=4,
             )  # fmt: skip
         return labels, new

@@ -15,6 +15,7 @@ from typing import Any
 import pandas as pd
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
 
 from fusebook.page import _place
 
@@ -101,17 +102,19 @@ def work(*workers: Callable[[], pd.DataFrame]) -> None:
     """
     if not (_place.ranked() and _place.script()):
         return
+    record(_work)(*workers)  # torchrun tells what it was that ended a rank
+    raise SystemExit(0)
+
+
+def _work(*workers: Callable[[], pd.DataFrame]) -> None:
     name, _, file = os.environ.get("FUSEBOOK_RANKS", "").partition("=")
     join()
-    try:
-        for worker in workers:
-            if name in ("", worker.__name__):
-                frame = worker()
-                if dist.get_rank() == 0:
-                    frame.to_csv(file, index=False) if file else print(frame.to_string(index=False), flush=True)
-    finally:
-        dist.destroy_process_group()
-    raise SystemExit(0)
+    for worker in workers:
+        if name in ("", worker.__name__):
+            frame = worker()
+            if dist.get_rank() == 0:
+                frame.to_csv(file, index=False) if file else print(frame.to_string(index=False), flush=True)
+    dist.destroy_process_group()
 
 
 def join() -> tuple[int, int]:

@@ -1,0 +1,515 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["fusebook[book]"]
+#
+# [tool.uv.sources]
+# fusebook = { path = "..", editable = true }
+# ///
+"""
+Does fusing communication pay?
+==============================
+
+A transformer layer that is split over GPUs leaves each of them with a part of
+its result. The parts are added, the sum is added to a residual, and the rows
+are normalised, twice a layer. NCCL and a kernel do it; PyTorch's kernels on
+symmetric memory and a kernel do it; and one kernel can do it all, which reads
+the other GPUs' memory itself. This page asks from where to where that pays,
+how near it comes to what the link can do, and whether a missing wait would be
+noticed.
+
+With as many GPUs as it asks for, the page starts one process for each and
+measures. With fewer, everything is replayed from the record of a pair that is
+named at the end.
+
+Read before: 102, 402.
+"""
+
+# %%
+# The problem
+# -----------
+#
+# In *tensor parallelism* the weights of a layer are cut, each of G GPUs
+# multiplies with its piece, and what comes out is a part of the sum:
+#
+# .. math::
+#
+#    h = r + \sum_g x_g, \qquad
+#    y = \frac{h}{\sqrt{\operatorname{mean}(h^2) + \epsilon}} \, w
+#
+# with a row a token, 4096 or 8192 columns, bfloat16. Every GPU needs all of h,
+# which is the next residual r, and all of y. The first sum is an
+# **all-reduce**, the rest is an RMSNorm. When text is generated there are few
+# tokens at a time, when a prompt is read there are thousands.
+
+# sphinx_gallery_tags = ["all-reduce", "RMSNorm", "several GPUs", "NVLink"]
+import fusebook  # before triton: it decides whether kernels are interpreted
+from fusebook import plots
+from fusebook.inputs import generator
+from fusebook.kernels._peers import meet
+from fusebook.kernels.allreduce_norm import (
+    _allreduce_norm,
+    allreduce_norm_eager,
+)
+from fusebook.op import Cost
+from fusebook.page import (
+    Source,
+    claim,
+    claims,
+    downloads,
+    draw,
+    enough,
+    holds,
+    measured,
+    options,
+    provenance,
+    ranks,
+    say,
+    table,
+    timed,
+    work,
+)
+
+import pandas as pd
+import torch
+import torch.distributed as dist
+
+asked = options(gpus=2)
+EPS = 1e-6
+
+# %%
+# What the chain costs
+# --------------------
+
+Source(allreduce_norm_eager)
+
+# %%
+# The all-reduce moves x over the link and through memory, twice; what follows
+# reads it again. For 4096 tokens of 8192 numbers, beside the link's own
+# traffic, on each GPU:
+
+mn = 2 * 4096 * 8192
+draw.traffic(
+    "Bytes of each GPU's memory, 4096 x 8192 in bfloat16: read, then written",
+    {
+        "eager": Cost(read=5 * mn, write=3 * mn, flop=0),
+        "all-reduce, one norm": Cost(read=4 * mn, write=3 * mn, flop=0),
+        "one kernel": Cost(read=3 * mn, write=2 * mn, flop=0),
+    },
+)
+
+# %%
+# That is not what decides. Memory is ten times as fast as the link, so for
+# many tokens the link is the roof, whoever uses it: of two GPUs each has to
+# get all that the other has. For few tokens it is the latency: of launches, of
+# a flag that goes over, and of the first byte that comes back. One kernel has
+# one launch, one flag, one read. A prediction, then: fusing pays for few
+# tokens, and for many it is even at best.
+#
+# The kernel
+# ----------
+#
+# A program for each row, or for several in turn. What needs nobody is loaded
+# first: the row of the residual, its own part, the weights. Then the program
+# meets its namesakes on the other GPUs: from there on their parts are
+# complete. It reads them where they are, adds in the order of the GPUs, so
+# that all get the same bits, and goes on as any norm does, in registers.
+
+Source(_allreduce_norm, doc=False)
+
+# %%
+# The sums of :doc:`plot_402_two_gpus` brought a flag in each word. That costs
+# twice the bytes, and here there are many; so a flag of its own stands for a
+# whole row. A program raises it in the memory of each other GPU, after
+# (*release*) all that was written before can be read, and looks at its own
+# flags until (*acquire*) the others have raised theirs. The flag is the number
+# of the meeting.
+
+Source(meet, doc=False)
+
+# %%
+# Nobody waits at the end. A GPU may still be reading a part when its owner is
+# done; so the next part is written to other memory, and at the next meeting
+# it is known that everyone has read the first. Two memories in turn save a
+# second flag.
+#
+# What decides which way is taken for a call is the number of tokens alone, and
+# all GPUs decide alike.
+#
+# The program of a rank
+# ---------------------
+
+
+def layer(rows, columns):
+    """A place to reduce in, and a part, a residual and weights."""
+    reduce = fusebook.AllReduceNorm(rows, columns)
+    rng = generator(1)
+    at = {"generator": rng, "device": rng.device}
+    residual = torch.randn(rows, columns, **at).bfloat16()
+    weight = torch.randn(columns, **at).bfloat16()
+    every = [
+        torch.randn(rows, columns, **at).bfloat16()
+        for _ in range(dist.get_world_size())
+    ]
+    return reduce, every, residual, weight
+
+
+def on_gpus(cases, few):
+    """The cases, or few where kernels are interpreted."""
+    return cases if generator(0).device.type == "cuda" else few
+
+
+# %%
+# Is it right? The reference is computed in float64, from all parts. Then the
+# same under bad conditions: in each of a thousand repeats every rank has a new
+# part, one rank, drawn by lot, sleeps before it writes it, and the memory of
+# results holds NaN. The sums h are known to the bit, so nothing is left to a
+# tolerance.
+#
+# A test that cannot fail shows nothing. So the same is done with a kernel from
+# which one line is missing, the one in which programs meet.
+
+
+def careless(reduce, residual, weight):
+    """The same kernel, which waits for nobody."""
+    rows, columns = residual.shape
+    parts = tuple(part[:rows] for part in reduce.parts[reduce.turn])
+    reduce.turn = 1 - reduce.turn
+    y, h = torch.empty_like(residual), torch.empty_like(residual)
+    _allreduce_norm[(rows,)](
+        y, h, parts, residual, weight, None, parts, rows, columns, EPS, 1,
+        ME=reduce.rank, MEET=False, BLOCK=columns, num_warps=8,
+    )  # fmt: skip
+    return y, h
+
+
+def disturbed(way, rows, columns, repeats):
+    """At how many repeats some rank had wrong sums, though one came late."""
+    reduce, every, residual, weight = layer(rows, columns)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    lot = torch.Generator().manual_seed(2)
+    wrong = torch.zeros((), device=residual.device)
+    for _ in range(repeats):
+        drawn = torch.randint(100_000, (3,), generator=lot)
+        who, cycles, shift = drawn.tolist()
+        if who % (world + 1) == rank and residual.is_cuda:
+            torch.cuda._sleep(cycles)
+        now = [part.roll(shift + 7 * r, 1) for r, part in enumerate(every)]
+        reduce.part(rows).copy_(now[rank])
+        want = sum(part.float() for part in now) + residual.float()
+        if way == "careless":
+            _, h = careless(reduce, residual, weight)
+        else:
+            _, h = reduce(residual, weight, EPS, way=way)
+        wrong += (h != want.bfloat16()).any()
+    dist.all_reduce(wrong, dist.ReduceOp.MAX)
+    return int(wrong)
+
+
+def scored(way, rows, columns):
+    """The error of y and h in units of bfloat16, and whether ranks agree."""
+    reduce, every, residual, weight = layer(rows, columns)
+    reduce.part(rows).copy_(every[dist.get_rank()])
+    y, h = reduce(residual, weight, EPS, way=way)
+    wide = sum(part.double() for part in every) + residual.double()
+    mean = wide.square().mean(1, keepdim=True)
+    normed = wide * torch.rsqrt(mean + EPS) * weight.double()
+    errors = [
+        ((got.double() - want).abs() / (want.abs() + 1)).max().item() * 2**8
+        for got, want in ((h, wide), (y, normed))
+    ]
+    all_of_them = [torch.empty_like(y) for _ in every]
+    dist.all_gather(all_of_them, y)
+    alike = all(torch.equal(other, y) for other in all_of_them)
+    return max(errors), alike
+
+
+def checked():
+    rows = []
+    linked = fusebook.AllReduceNorm(1, 64).peers is not None
+    ways = ("group", *(("one-shot", "two-shot", "fused") if linked else ()))
+    for tokens in on_gpus((1, 33, 1000), (3,)):
+        for way in ways:
+            columns = on_gpus(4096, 64)
+            error, alike = scored(way, tokens, columns)
+            rows.append((tokens, way, "error", error, alike))
+        for way, many in (("fused", 1000), ("careless", 100)):
+            if linked:
+                wrong = disturbed(way, tokens, columns, many)
+                rows.append((tokens, way, f"wrong of {many}", wrong, True))
+    return pd.DataFrame(
+        rows, columns=["tokens", "way", "what", "value", "alike"]
+    )
+
+
+# %%
+# And how fast? Two unfused chains, with the norm of the library in one kernel,
+# and NCCL with what PyTorch offers for the rest. The calls stand in CUDA
+# graphs, and the slowest rank counts. What a chain is made of is timed by
+# itself as well: a copy of the other's part, a flag that goes and comes, the
+# norm, each all-reduce.
+
+TOKENS = (1, 8, 32, 64, 128, 256, 1024, 4096)
+COLUMNS = (4096, 8192)
+COMPILED = ((1, 4096), (64, 4096), (4096, 4096))
+
+
+def pieces(rows, columns):
+    """Ways and what they are made of; and what sets a part back to its start.
+
+    Parts are added up in place, so that they grow from call to call.
+    """
+    reduce, every, residual, weight = layer(rows, columns)
+    mine, here = every[dist.get_rank()], torch.empty_like(residual)
+    x = torch.empty_like(residual)
+    other = reduce.parts[0][(reduce.rank + 1) % reduce.world]
+
+    def again():
+        x.copy_(mine)
+        for turn in reduce.parts:
+            turn[reduce.rank].copy_(mine)
+
+    def by(way):
+        return lambda: reduce(residual, weight, EPS, way=way)
+
+    def norm():
+        return fusebook.add_rms_norm(x, residual, weight, eps=EPS)
+
+    def nccl_norm():
+        dist.all_reduce(x)
+        return norm()
+
+    def rest(x):
+        h = residual + x
+        return torch.nn.functional.rms_norm(h, (columns,), weight, EPS), h
+
+    def nccl_compiled():
+        dist.all_reduce(x)
+        return compiled(x)
+
+    again()
+    found = {
+        "copy": lambda: here.copy_(other),
+        "flag": reduce.peers.barrier,
+        "norm": norm,
+        "NCCL": lambda: dist.all_reduce(x),
+        "NCCL, eager": lambda: allreduce_norm_eager(x, residual, weight, EPS),
+        "NCCL, one norm": nccl_norm,
+        "one-shot, one norm": by("one-shot"),
+        "two-shot, one norm": by("two-shot"),
+        "fused": by("fused"),
+        "chosen": by(None),
+    }
+    if (rows, columns) in COMPILED:
+        compiled = torch.compile(rest, dynamic=False)
+        compiled(x)
+        found["NCCL, torch.compile"] = nccl_compiled
+    return found, again
+
+
+def speed():
+    rows = []
+    for tokens in TOKENS:
+        for columns in COLUMNS:
+            found, again = pieces(tokens, columns)
+            calls = 20 if tokens <= 256 else 6
+            taken = timed(found, calls=calls, repeat=11, before=again)
+            rows += [(tokens, columns, way, us) for way, us in taken.items()]
+    table = pd.DataFrame(rows, columns=["tokens", "columns", "way", "us"])
+    return table.assign(GPUs=dist.get_world_size())
+
+
+# %%
+# Below this line a rank does not get.
+
+work(checked, speed)
+
+# %%
+# Is it right?
+# ------------
+
+
+def rightness():
+    return ranks(checked, asked.gpus)
+
+
+def speeds():
+    return ranks(speed, asked.gpus)
+
+
+# None: measure where the page would measure anyway. False: replay.
+here = None if enough(speed, asked.gpus) else False
+found = measured("allreduce_norm_checks", rightness, live=here)
+errors = found[found["what"] == "error"].set_index(["tokens", "way"])
+table(
+    errors[["value", "alike"]].rename(
+        columns={
+            "value": "largest error, in 1/256 of a number",
+            "alike": "all GPUs alike",
+        }
+    ),
+    "Held to float64",
+    fold=False,
+)
+
+# %%
+
+late = found[found["what"] != "error"].set_index(["tokens", "way", "what"])
+table(
+    late[["value"]].rename(columns={"value": "repeats that were wrong"}),
+    "One rank comes late, in every repeat another one",
+    fold=False,
+)
+
+# %%
+wrong = late["value"].droplevel("what")
+claims(
+    claim(
+        "Each way is as right as bfloat16 can be: within an eighth of a bit "
+        "more than the rounding of a sum of two that was rounded before",
+        errors["value"] < 2.25,
+        headline=False,
+    ),
+    claim("All GPUs have the same bits", errors["alike"]),
+    claim(
+        "Ranks that come late spoil none of a thousand repeats",
+        wrong.xs("fused", level="way") == 0,
+        headline=True,
+    ),
+    claim(
+        "Without the meeting repeats are wrong, and the check says so",
+        wrong.xs("careless", level="way") > 0,
+    ),
+)
+
+# %%
+# How fast?
+# ---------
+
+times = measured("allreduce_norm_times", speeds, live=here)
+say(
+    "Asked for: {gpus} GPUs. This process may use {there}. What follows is "
+    "from {world}.",
+    gpus=asked.gpus,
+    there=torch.cuda.device_count(),
+    world=times["GPUs"].iloc[0],
+)
+
+# %%
+wide = times.pivot_table("us", ["columns", "tokens"], "way", sort=False)
+chains = ["NCCL, one norm", "one-shot, one norm", "two-shot, one norm"]
+others = ["NCCL, eager", "NCCL, torch.compile"]
+table(
+    wide[[*others, *chains, "fused", "chosen"]],
+    "On the device, in microseconds",
+    fold=False,
+)
+
+# %%
+curve = wide.loc[4096][[*chains, "fused"]]
+curve = curve.div(curve[chains].min(axis=1), axis=0)
+plots.lines(
+    curve,
+    title="Over the best unfused chain, 4096 columns",
+    ylabel="times as long",
+    source=times,
+    clock="in a graph",
+    marks={"the best unfused chain": 1},
+)
+
+# %%
+best = wide[[*others, *chains]].min(axis=1)
+ratio = wide["fused"] / best
+chosen = wide["chosen"] / best
+pays = ratio[ratio < 0.98]
+claims(
+    claim(
+        "What is chosen is never slower than the best unfused chain",
+        chosen <= 1.02,
+        fatal=False,
+        headline=True,
+    ),
+    say(
+        "The fused kernel takes {low:.2f} to {high:.2f} times as long as the "
+        "best unfused chain: it is faster by more than 2 % at {pays} of {all} "
+        "sizes, and slower at {loses}.",
+        low=ratio.min(),
+        high=ratio.max(),
+        pays=len(pays),
+        all=len(ratio),
+        loses=int((ratio > 1.02).sum()),
+    ),
+    holds(
+        "A fused all-reduce and norm is 1.02 times as fast as the two apart "
+        "at 32 tokens, and 0.55 times at 128 (vLLM's issue 22086, on two "
+        "H100, August 2025): so here, it does not pay at 128",
+        ratio.xs(128, level="tokens") > 1,
+    ),
+)
+
+# %%
+# How far from the roof?
+# ----------------------
+#
+# Two roofs. For many tokens, the link: each GPU has to get the parts of all
+# others. For few, what cannot be avoided in any order: a flag has to arrive
+# before anything may be read, and then a read has to go there and come back.
+# Both are measured here, a copy of the other's part by PyTorch and a meeting
+# of one program, each with its launch. The fused kernel has one launch for
+# both.
+
+wide["copy + flag"] = wide["copy"] + wide["flag"]
+bytes_ = pd.Series({at: 2 * at[0] * at[1] for at in wide.index}, name="bytes")
+wide["GB/s of the link"] = bytes_ / wide["fused"] / 1e3
+wide["GB/s of a copy"] = bytes_ / wide["copy"] / 1e3
+table(
+    wide[
+        [
+            "flag", "copy", "copy + flag", "fused", "norm", "NCCL",
+            "GB/s of the link", "GB/s of a copy",
+        ]
+    ],
+    "What ways are made of, in microseconds, and the link's rate",
+    fold=False,
+)  # fmt: skip
+
+# %%
+near = wide["fused"] / wide["copy + flag"]
+few = near[near.index.get_level_values("tokens") <= 64]
+many = near[near.index.get_level_values("tokens") == 4096]
+claims(
+    claim(
+        "Up to 64 tokens the fused kernel takes at most 1.1 times a copy and "
+        "a flag (for more tokens a copy alone decides, see below)",
+        few <= 1.1,
+        of=near,
+        fatal=False,
+        headline=True,
+    ),
+    say(
+        "At 4096 tokens it takes {low:.2f} to {high:.2f} times a copy and a "
+        "flag.",
+        low=many.min(),
+        high=many.max(),
+    ),
+)
+
+# %%
+provenance(found, times)
+
+# %%
+downloads(times, "allreduce_norm")
+
+# %%
+# Lessons
+# -------
+#
+# - Count what goes over the link before you fuse. Of two GPUs each needs the
+#   whole of the other's part in any case, so at best a kernel hides the rest
+#   behind it.
+# - What fusing saves is latency: a launch, a flag, a way through memory. That
+#   is much of a short call and little of a long one.
+# - Let everyone compute everything where it is cheaper than to send it. All
+#   GPUs normalise all rows; none sends a result.
+# - Do not end with a barrier where the next call begins with one: two
+#   memories in turn do the same.
+# - Take the wait out once, and see the check fail.
