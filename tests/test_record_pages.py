@@ -203,6 +203,31 @@ def test_a_whole_run_on_two_gpus_by_the_device_then_by_the_host_alone(pages, tmp
     assert took["plot_1_long"] >= 0.4 and set(took) == {*known, "plot_9_new"}
 
 
+def test_a_page_of_two_gpus_is_last_has_both_and_is_left_where_there_is_one(tmp_path, pages, monkeypatch, capsys):
+    found = pages(plot_1_both=0.1, plot_2_one=0.1, plot_3_one=0.1)
+    found[0].write_text(found[0].read_text() + "# asked = options(gpus=2)\n# measured(\n")
+    assert [record_pages.needs(page) for page in found] == [2, 1, 1]
+
+    def run(command, **how):
+        if command[0] != "nvidia-smi" and "fusebook.record" in command:
+            machines.save(machine(), Path(command[-1]) / "test-gpu" / "machine.json")
+            return subprocess.CompletedProcess(command, 0)
+        return real(command, **how)
+
+    real = subprocess.run
+    monkeypatch.setattr(record_pages, "ROOT", tmp_path)
+    monkeypatch.setattr(record_pages, "BUILD", tmp_path / "build")
+    monkeypatch.setattr(record_pages, "visible", lambda: TWO)
+    monkeypatch.setattr(subprocess, "run", run)
+    assert record_pages.main(["--gpus", "1", "--out", str(tmp_path / "out")]) == 0
+    assert set(pages.said()) == {"plot_2_one", "plot_3_one"}
+    assert "plot_1_both: left as it is, since it needs 2 GPUs, and --gpus gives 1" in capsys.readouterr().out
+    assert record_pages.main(["--gpus", "0,1", "--out", str(tmp_path / "out")]) == 0
+    said = pages.said()
+    assert said["plot_1_both"]["CUDA_VISIBLE_DEVICES"] == "0,1" and said["plot_1_both"]["FUSEBOOK_PART"] is None
+    assert said["plot_1_both"]["start"] > max(said[name]["end"] for name in ("plot_2_one", "plot_3_one"))
+
+
 # Joining
 
 

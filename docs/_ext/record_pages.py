@@ -7,7 +7,8 @@
 With one GPU a page has the host to itself, and every clock is recorded. With several, what the cards measure is
 recorded by the device's clocks alone, at the same time. Rows keep the caller's clocks, host and call, that they had,
 where the same was launched by the same versions. Then, one page at a time, come rows that had none, what pages measure
-by themselves, and pages that were never recorded.
+by themselves, and pages that were never recorded. Last are pages that ask for several GPUs, by ``options(gpus=2)``: each
+has as many for itself, and where there are fewer it is left as it is.
 """
 
 import argparse
@@ -25,7 +26,7 @@ import threading
 import time
 from pathlib import Path
 
-__all__ = ["GPU", "Queue", "chosen", "longest_first", "shard", "visible"]
+__all__ = ["GPU", "Queue", "chosen", "longest_first", "needs", "shard", "visible"]
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build" / "record"
@@ -174,6 +175,12 @@ def _has_more(page):
     return any((frame["status"].eq("ok") & frame["call_us"].isna()).any() for frame in made)
 
 
+def needs(page):
+    """How many GPUs a page asks for."""
+    found = re.search(r"\boptions\(gpus=(\d+)", page.read_text(encoding="utf-8"))
+    return int(found[1]) if found else 1
+
+
 def _stamp(page):
     """What the results of a page are made from: its text and the library."""
     files = [page, *sorted(f for f in (ROOT / "src").rglob("*") if f.suffix in (".py", ".cu", ".c", ".csv"))]
@@ -219,6 +226,9 @@ def main(argv):
         pages = [page for page in pages if _seconds(out / "stamps").get(page.stem) != _stamp(page)]
         if not (RECORDS / slug).exists():  # nothing is known of the caller's clocks, which need the host alone
             gpus = gpus[:1]
+    for page in [page for page in pages if needs(page) > len(gpus)]:
+        pages.remove(page)
+        print(f"{page.stem}: left as it is, since it needs {needs(page)} GPUs, and --gpus gives {len(gpus)}")
     pages = longest_first(pages, known)
     if not pages:
         print("no page to record")
@@ -237,16 +247,19 @@ def main(argv):
             record.join([folder], out)
             record.keep_superseded(before, out / slug)
 
-    pending = Queue(gpus, BUILD, joined)
+    pending, single = Queue(gpus, BUILD, joined), [page for page in pages if needs(page) == 1]
     if len(gpus) == 1:
-        took = pending.run(pages)
+        took = pending.run(single)
     else:
         known = _seconds(out / slug)
-        took = pending.run([page for page in pages if page.stem in known], FUSEBOOK_PART="device")
+        took = pending.run([page for page in single if page.stem in known], FUSEBOOK_PART="device")
         alone, one = [page for page in took if _has_more(page)], Queue(gpus[:1], BUILD, joined)
         for page, more in one.run(alone, FUSEBOOK_PART="host").items():
             took[page] = None if more is None or took[page] is None else took[page] + more
-        took |= one.run([page for page in pages if page not in took])
+        took |= one.run([page for page in single if page not in took])
+        for page in [page for page in pages if page not in took]:
+            those = GPU(",".join(gpu.id for gpu in gpus[: needs(page)]), gpus[0].name)
+            took |= Queue([those], BUILD, joined).run([page])
     failed = [page.stem for page, seconds in took.items() if seconds is None]
     kept = out / slug / "seconds.json"
     seconds = _seconds(kept.parent) | {page.stem: round(s, 1) for page, s in took.items() if s is not None}
