@@ -1147,8 +1147,10 @@ claims(
 #
 # "There is a limit of one GPU per process", chosen by ``device=gpu1``. Today
 # a process sees all that ``CUDA_VISIBLE_DEVICES`` leaves it, and each tensor
-# says on which it is: ``torch.device("cuda", 1)``. Other types than float32
-# are no trouble; mixed ones no longer widen to float64.
+# says on which it is: ``torch.device("cuda", 1)``. That one process keeps two
+# GPUs busy, and what a copy from one to the other costs, is measured by
+# :doc:`plot_402_two_gpus`, on two. Other types than float32 are no trouble;
+# mixed ones no longer widen to float64.
 
 facts = [
     "GPUs that this process sees",
@@ -1467,8 +1469,8 @@ claims(
 )
 
 # %%
-# One piece could not be measured: "one GPU per process" needs a second GPU,
-# and the page says how many it sees.
+# One piece needs a second GPU, "one GPU per process": see
+# :doc:`plot_402_two_gpus`.
 
 provenance(ways, spans, moved, work, late)
 

@@ -111,7 +111,8 @@ def by_nccl(points, centres):
 # travels with the data, in each word. A word of 64 bits arrives whole. Half of
 # it is half of a sum, the other half is the number of the iteration; whoever
 # reads that number in it has the sum. NCCL calls this its low-latency
-# protocol, LL. It doubles the bytes, and of these there are few.
+# protocol, :term:`LL protocol`. It doubles the bytes, and of these there are
+# few.
 #
 # The kernel counts iterations itself, so that a CUDA graph of it can be
 # replayed; and nobody has to take a flag down.

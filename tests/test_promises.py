@@ -379,14 +379,43 @@ def test_it_runs_on_the_stream_of_its_caller(op, variant):
     assert_right(op, variant, made, out)
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+on_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+
+
+@on_two_gpus
 @each_of_ours
-def test_it_runs_on_the_device_of_its_tensors(op, variant):
-    for device in ("cuda:1", "cuda:0", "cuda:1"):
-        made, arguments = problem(op, variant, usual(op), device)
+def test_it_runs_on_the_device_of_its_tensors_whichever_is_current(op, variant):
+    """By a first call and by its plan, of which each device has its own."""
+    devices = "cuda:0", "cuda:1"
+    problems = {device: problem(op, variant, usual(op), device) for device in devices}
+    for current, device in [(0, 1), (1, 1), (0, 1), (0, 0), (1, 0), (1, 1)]:
+        made, arguments = problems[devices[device]]
+        for _ in range(2):
+            with torch.cuda.device(current):
+                out = variant.run(*arguments)
+                assert torch.cuda.current_device() == current
+            assert {t.device for t in flat(out)} == {torch.device(devices[device])}
+            assert_right(op, variant, made, out)
+
+
+@on_two_gpus
+@each_of_ours
+def test_a_graph_of_another_device_than_the_current_one(op, variant):
+    made, arguments = problem(op, variant, usual(op), "cuda:1")
+    variant.run(*arguments)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=torch.cuda.Stream("cuda:1")):
         out = variant.run(*arguments)
-        assert {t.device for t in flat(out)} == {torch.device(device)}
-        assert_right(op, variant, made, out)
+    made, others = problem(op, variant, usual(op), "cuda:1", seed=1)
+    for mine, other in zip(flat(arguments), flat(others), strict=True):
+        mine.copy_(other)
+    for t in flat(out):
+        t.zero_()
+    assert torch.cuda.current_device() == 0
+    torch.cuda.synchronize(1)
+    graph.replay()
+    torch.cuda.synchronize(1)
+    assert_right(op, variant, made, out)
 
 
 @on_a_gpu

@@ -7,8 +7,8 @@
 With one GPU a page has the host to itself, and every clock is recorded. With several, what the cards measure is
 recorded by the device's clocks alone, at the same time. Rows keep the caller's clocks, host and call, that they had,
 where the same was launched by the same versions. Then, one page at a time, come rows that had none, what pages measure
-by themselves, and pages that were never recorded. Last are pages that ask for several GPUs, by ``options(gpus=2)``: each
-has as many for itself, and where there are fewer it is left as it is.
+by themselves, and pages that were never recorded. Last are pages that ask for several GPUs, by ``options(gpus=2)``: as
+many are each page's own, and where there are fewer it is left as it is.
 """
 
 import argparse

@@ -152,41 +152,42 @@ def timed(
     calls: int = 20,
     repeat: int = 12,
     before: Callable[[], Any] = lambda: None,
+    graph: bool = True,
 ) -> dict[str, float]:
-    """Microseconds of a call that all ranks make together, the slowest rank's; the same mapping on all of them.
-
-    On GPUs the device's time of a call among many, captured in a graph on each; elsewhere the host's.
+    """Microseconds of a call among many that all ranks make together, the slowest rank's; the same on all of them.
 
     Parameters
     ----------
     functions : mapping of str to callable
         The same on all ranks, in the same order; interleaved.
     calls : int
-        In a graph.
+        Made one behind the other.
     repeat : int
-        Medians are of so many.
+        Medians are of so many times that.
     before : callable
-        Called before each graph, outside the clock.
+        Called before each of these, outside the clock.
+    graph : bool
+        The device's time, of calls that are captured in a graph; else what an eager program pays, by the host's clock,
+        and so where there is no GPU.
 
     Returns
     -------
     dict of str to float
     """
-    names = list(functions)
-    if torch.cuda.is_available():
-        runs = {name: _graph(function, calls) for name, function in functions.items()}
-    else:
-        calls, repeat, runs = 1, 1, dict(functions)
-    token = torch.zeros(1, device="cuda" if torch.cuda.is_available() else "cpu")
+    names, gpu = list(functions), torch.cuda.is_available()
+    graph = graph and gpu
+    calls, repeat = (calls, repeat) if gpu else (1, 1)
+    runs = {name: (_graph if graph else _loop)(function, calls) for name, function in functions.items()}
+    token = torch.zeros(1, device="cuda" if gpu else "cpu")
     marks: dict[str, list[tuple[Any, Any]]] = {name: [] for name in names}
     for i in range(repeat):
         for name in names if i % 2 else reversed(names):
             before()
             dist.all_reduce(token)  # all begin together
-            start = _now()
+            start = _now(graph)
             runs[name]()
-            marks[name].append((start, _now()))
-    if torch.cuda.is_available():
+            marks[name].append((start, _now(graph)))
+    if gpu:
         torch.cuda.synchronize()
     mine = {name: [_between(*mark) / calls for mark in marks[name]] for name in names}
     every: list[Any] = [None] * dist.get_world_size()
@@ -211,9 +212,19 @@ def _graph(function: Callable[[], Any], calls: int) -> Callable[[], None]:
     return graph.replay
 
 
-def _now() -> Any:
-    """A moment: of the device's, or of the host's where there is no GPU."""
-    if not torch.cuda.is_available():
+def _loop(function: Callable[[], Any], calls: int) -> Callable[[], None]:
+    def run() -> None:
+        for _ in range(calls):
+            function()
+
+    return run
+
+
+def _now(on_device: bool) -> Any:
+    """A moment: of the device's, or of the host's when the device has ended what it had."""
+    if not on_device:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
     event.record()

@@ -1,0 +1,262 @@
+"""Several GPUs: kernels that send and meet, the processes of a page, and what ends them. Here they are on the CPU."""
+
+import itertools
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fusebook
+from fusebook.inputs import generator
+from fusebook.kernels._operator import OPERATORS
+from fusebook.kernels.allreduce_norm import WAYS, _allreduce_norm, plan
+from fusebook.kernels.kmeans_shared import _kmeans_shared_means, _shared_plan
+from fusebook.page.ranks import enough, join, ranks
+
+ROOT = Path(__file__).resolve().parents[1]
+interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="pretends to be the other GPUs by writing for them")
+
+
+@pytest.mark.parametrize(("n", "world"), [(0, 3), (1, 4), (8192, 2), (20_000, 2), (100_000, 3), (8193, 1)])
+def test_shares_are_all_points_once_and_cut_where_a_programs_points_end(n, world):
+    shares = [fusebook.kmeans_share(n, rank, world) for rank in range(world)]
+    assert [i for share in shares for i in range(n)[share]] == list(range(n))
+    assert all(share.start % 8192 == 0 or share.start == n for share in shares)
+
+
+@pytest.mark.parametrize(("n", "d", "k"), [(5000, 2, 2), (60, 20, 5), (0, 2, 2), (7, 0, 2), (1, 3, 1)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_sums_and_means_are_a_step(n, d, k, dtype, device):
+    rng = generator(0)
+    points, centres = (torch.randn(rows, d, generator=rng, device=device, dtype=dtype) for rows in (n, k))
+    labels, new = OPERATORS["kmeans_step"](points, centres, torch.uint8)
+    found, sums = OPERATORS["kmeans_sums"](points, centres, torch.uint8)
+    assert torch.equal(found, labels)
+    assert sums[:, :, d].sum() == n
+    if d:
+        assert torch.equal(OPERATORS["kmeans_means"](sums, centres), new)
+
+
+def test_sums_of_another_shape_are_refused(device):
+    with pytest.raises(ValueError, match=r"expected sums of shape \[parts, 2, 4\], got \(2, 4\); give each centre"):
+        OPERATORS["kmeans_means"](torch.zeros(2, 4, device=device), torch.zeros(2, 3, device=device))
+
+
+# Kernels, each GPU of several in turn
+
+
+def sent(sums, number):
+    """The words in which a GPU sends its sums [K, D + 1]."""
+    bits = sums.view(torch.int64)
+    return torch.stack([(bits & ~0xFFFFFFFF) | number, (bits << 32) | number], -1)
+
+
+@interpreted
+@pytest.mark.parametrize(("k", "d", "parts", "world"), [(2, 2, 5, 2), (5, 20, 3, 3), (1, 1, 1, 2)])
+def test_every_gpu_makes_the_same_centres_of_what_all_have_sent(k, d, parts, world):
+    rng, number = generator(1), 7
+    sums = torch.randn(world, parts, k, d + 1, generator=rng, dtype=torch.float64)
+    sums[..., d] = torch.randint(1, 9, (world, parts, k), generator=rng).double()
+    if k > 1:
+        sums[:, :, 0] = 0  # nobody has points of the first centre
+    old, total, made = torch.randn(k, d, generator=rng), sums.sum((0, 1)), []
+    for me in range(world):
+        words = [torch.zeros(world, 2, k, d + 1, 2, dtype=torch.int64) for _ in range(world)]
+        for r in set(range(world)) - {me}:
+            words[me][r, number & 1] = sent(sums[r].sum(0), number)
+        block, block_k, block_d = _shared_plan(parts, k, d)
+        turns = torch.full((-(-k // block_k),), number - 1, dtype=torch.int32)
+        made.append(torch.full_like(old, torch.nan))
+        _kmeans_shared_means[(len(turns),)](
+            made[-1], tuple(words), sums[me], old, turns, parts, k, d,
+            ME=me, BLOCK=block, BLOCK_K=block_k, BLOCK_D=block_d,
+        )  # fmt: skip
+        assert set(turns.tolist()) == {number}
+        for r in set(range(world)) - {me}:
+            assert set((words[r][me, number & 1] & 0xFFFFFFFF).unique().tolist()) == {number}
+            assert not words[r][me, 1 - number & 1].any(), "what may still be read is left alone"
+    want = torch.where(total[:, d:] > 0, total[:, :d] / total[:, d:], old.double())
+    torch.testing.assert_close(made[0], want.float())
+    assert all(torch.equal(other, made[0]) for other in made)
+
+
+@interpreted
+@pytest.mark.parametrize(("rows", "columns", "programs"), [(3, 60, 2), (1, 64, 1), (5, 130, 5)])
+def test_every_gpu_adds_and_normalises_the_parts_of_all(rows, columns, programs):
+    rng, world = generator(2), 3
+    *parts, residual = (torch.randn(rows, columns, generator=rng) for _ in range(world + 1))
+    weight = torch.randn(columns, generator=rng)
+    h64 = sum(part.double() for part in parts) + residual.double()
+    want = h64 * torch.rsqrt(h64.square().mean(1, keepdim=True) + 1e-6) * weight.double()
+    made = []
+    for me in range(world):
+        flags = [torch.full((world, 8), 5, dtype=torch.int32) for _ in range(world)]  # the others have come
+        turns = torch.full((8,), 4, dtype=torch.int32)
+        y, h = (torch.full_like(residual, torch.nan) for _ in range(2))
+        _allreduce_norm[(programs,)](
+            y, h, tuple(parts), residual, weight, turns, tuple(flags), rows, columns, 1e-6, 8,
+            ME=me, MEET=True, BLOCK=256,
+        )  # fmt: skip
+        assert turns.tolist() == [5] * programs + [4] * (8 - programs)
+        assert all(flags[r][me].tolist() == [5] * 8 for r in range(world))
+        made.append((y, h))
+        torch.testing.assert_close(h, h64.float())
+        torch.testing.assert_close(y, want.float())
+    assert all(torch.equal(a, b) for other in made for a, b in zip(other, made[0], strict=True))
+
+
+def test_the_plan_depends_on_numbers_that_all_gpus_share():
+    for rows, columns, world in itertools.product((1, 64, 4096), (4096, 8192), (2, 4, 8)):
+        made = plan(rows, columns, world, 132)
+        assert made.way in WAYS and 1 <= made.programs <= min(rows, 132)
+    assert plan(4096, 8192, 2, 132).way == "fused" != plan(4096, 8192, 8, 132).way
+    assert plan(1, 4096, 2, 132, "group").way == "group"
+
+
+# Processes
+
+WORKER = """
+import sys
+import fusebook
+import pandas as pd, torch, torch.distributed as dist
+from fusebook.inputs import generator
+from fusebook.kernels._operator import OPERATORS
+from fusebook.page import work
+
+def found():
+    rank, world = dist.get_rank(), dist.get_world_size()
+    at = {"generator": generator(0)}
+    points, start = torch.randn(300, 2, **at), torch.randn(3, 2, **at)
+    rows = {}
+    for name, cuts in {"uneven": (0, 7, 300), "empty": (0, 0, 300)}.items():
+        mine = points[cuts[rank] : cuts[rank + 1]] if world > 1 else points
+        alone = shared = start
+        step = fusebook.SharedKMeans(3, 2)
+        for _ in range(3):
+            alone = OPERATORS["kmeans_step"](points, alone, torch.uint8)[1]
+            labels, shared = step(mine, shared, label_dtype=torch.uint8)
+        rows[name] = float((shared - alone).abs().max())
+        assert len(labels) == len(mine)
+    reduce = fusebook.AllReduceNorm(4, 48, torch.float32)
+    *every, residual = (torch.randn(4, 48, **at) for _ in range(world + 1))
+    weight = torch.randn(48, **at)
+    for used in (4, 1, 0):
+        reduce.part(used).copy_(every[rank][:used])
+        y, h = reduce(residual[:used], weight)
+        want = sum(every)[:used] + residual[:used]
+        torch.testing.assert_close(h, want)
+        torch.testing.assert_close(y, torch.nn.functional.rms_norm(want, (48,), weight, 1e-6))
+    for rows, wide, way in ((5, 48, None), (4, 7, None), (4, 48, "fused")):
+        try:
+            reduce.part(rows)
+            reduce(residual, weight[:wide], way=way)
+        except ValueError as error:
+            assert "AllReduceNorm: expected" in str(error)
+        else:
+            raise AssertionError("not refused")
+    return pd.DataFrame([rows | {"world": world}])
+
+def dies():
+    if dist.get_rank() == 1:
+        raise ValueError("this rank has had enough")
+    dist.all_reduce(torch.zeros(1))  # which never comes
+    return pd.DataFrame()
+
+def meets_and_dies():
+    have = torch.ones(1)
+    dist.all_reduce(have)
+    print(f"all {int(have)} have met", file=sys.stderr, flush=True)
+    return dies()
+
+work(found, dies, meets_and_dies)
+"""
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    """The file of a page, and its workers; a process that is no rank runs it to its end."""
+    file = tmp_path_factory.mktemp("ranks") / "page.py"
+    file.write_text(WORKER)
+    names = {"__file__": str(file), "__name__": "page"}
+    exec(compile(WORKER, str(file), "exec"), names)
+    return names
+
+
+@pytest.fixture
+def path(monkeypatch):
+    """For the processes: the library, and neither a GPU nor threads."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+def test_shares_of_any_size_give_what_one_process_gives(page, path):
+    frame = ranks(page["found"], 2, seconds=120)
+    assert frame["world"].tolist() == [2]
+    assert frame[["uneven", "empty"]].to_numpy().max() < 1e-5
+
+
+def test_a_world_of_one(page):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert page["found"]()[["uneven", "empty", "world"]].to_numpy().tolist() == [[0, 0, 1]]
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_rank_that_dies_ends_the_others_with_its_error(page, path):
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"(?s)dies failed on 2 ranks:.*ValueError: this rank has had enough"):
+        ranks(page["dies"], 2, seconds=120)
+    assert time.monotonic() - start < 60  # to start them takes its time where the machine is busy
+
+
+def test_two_machines_are_two_torchruns_of_the_same_script_and_neither_outlives_the_other(page, path, tmp_path):
+    rows, port = tmp_path / "rows.csv", str(20_000 + os.getpid() % 20_000)
+    env = os.environ | {"FUSEBOOK_RANKS": f"meets_and_dies={rows}", "OMP_NUM_THREADS": "1"}
+    nodes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", str(node),
+             "--master-addr", "127.0.0.1", "--master-port", port, page["__file__"]],
+            env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        )
+        for node in (0, 1)
+    ]  # fmt: skip
+    said = [node.communicate(timeout=120)[1] for node in nodes]
+    assert [node.returncode for node in nodes] == [1, 1]
+    assert all("all 2 have met" in text for text in said)
+    assert "this rank has had enough" in said[1]
+
+
+# What is missing
+
+
+def test_a_page_starts_ranks_only_where_each_has_a_gpu_and_they_have_nccl(page, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    assert enough(page["found"], 2) and enough(page["found"], 1)
+    assert not enough(page["found"], 3) and not enough(page["found"], 0)
+    assert not enough(eval("lambda: None"), 2), "a notebook's cell is no file"
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
+    assert not enough(page["found"], 2)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert not enough(page["found"], 1)
+
+
+@pytest.mark.parametrize(
+    ("here", "nccl", "words"),
+    [(3, True, "expected a GPU for each of 3 ranks of this machine, got 2; ask"), (2, False, "a PyTorch with NCCL")],
+)
+def test_a_rank_without_a_gpu_or_nccl_says_so(monkeypatch, here, nccl, words):
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(here))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: nccl)
+    with pytest.raises(RuntimeError, match=words):
+        join()
