@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent
+if not os.access(ROOT, os.W_OK):
+    raise PermissionError(f"{ROOT} cannot be written to, and a build writes into its folders build and docs")
 sys.path[:0] = [str(ROOT / "docs" / "_ext"), str(ROOT / "src")]
 # Where the pages put what they offer; fusebook_site copies it beside them. Not in auto_examples, where sphinx-gallery
 # would take a script for a page.
@@ -50,8 +52,9 @@ extensions = [
 exclude_patterns = ["_ext", "_inventories", "_static", "auto_downloads"]
 default_role = "code"
 nitpicky = True
-# A solution is named as its page is; sphinx-gallery takes it for a second page, which it is not.
-suppress_warnings = ["sphinx_gallery.duplicate_filename"]
+# A solution is named as its page is; sphinx-gallery takes it for a second page, which it is not. And a checkout may lie
+# in a folder whose name holds a space, for which sphinx-gallery warns of every page.
+suppress_warnings = ["sphinx_gallery.duplicate_filename", "sphinx_gallery.space_in_filename"]
 
 # API
 

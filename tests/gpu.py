@@ -29,7 +29,7 @@ def main(argv=None):
     start, broken = time.monotonic(), []
     together = ["-n", str(args.processes), "--dist", "worksteal", "-m", "not alone"]
     for options in (["-m", "alone"], together):
-        command = [sys.executable, "-m", "pytest", "-q", "--told", str(TOLD), *options, *others]
+        command = [sys.executable, "-m", "pytest", "-q", f"--told={TOLD}", *options, *others]
         code = subprocess.run(command, env=environment, cwd=trials.ROOT, check=False).returncode
         if code not in (0, 1, 5):  # neither passed nor failed nor without tests
             broken.append(f"pytest {' '.join(options)} ended with {code}")

@@ -1,7 +1,7 @@
 """Every operator, strategy and edge under compute-sanitizer's four tools: ``nox -s sanitize``.
 
 Each tool first has to find what was planted for it: a store behind the end of a tensor, a race between two warps, a
-barrier that half a warp does not meet, a load of what nobody wrote. Tensors have memory of their own, without PyTorch's
+barrier that a warp meets in two halves, a load of what nobody wrote. Tensors have memory of their own, without PyTorch's
 cache, so that an access outside of one is outside of all. Processes run beside each other; each prints what it begins,
 and the sanitizer prints what it finds between.
 
@@ -27,12 +27,15 @@ PLANTED = {
         "race",
         "__shared__ float of[64]; of[threadIdx.x] = threadIdx.x; x[threadIdx.x] = of[63 - threadIdx.x];",
     ),
-    "synccheck": ("barrier that half a warp misses", "if (threadIdx.x % 32 < 16) __syncthreads();"),
+    "synccheck": (
+        "barrier that a warp meets in halves",
+        "if (threadIdx.x % 32 < 16) { __syncthreads(); x[0] = 1; } else { __syncthreads(); __syncwarp(); x[1] = 2; }",
+    ),
     "initcheck": ("load of what nobody wrote", "x[threadIdx.x] = y[threadIdx.x];"),
 }
 #: What a run ends with: "ERROR SUMMARY: 2 errors", "RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)".
 SUMMARY = re.compile(r"^=+ (?:ERROR|RACECHECK) SUMMARY: (\d+)", re.M)
-BEGUN = "-- "
+BEGUN = "-- run: "
 
 
 # Under the sanitizer
@@ -105,7 +108,7 @@ def looked(tool, *arguments, until):
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)  # the sanitizer and what runs under it
         said, _ = process.communicate()
-        return said + "\n-- cut off: there was no time left", -1
+        return said + "\ncut off: there was no time left", -1
     summaries = SUMMARY.findall(said)
     whole = summaries and ("--plant" in arguments or "all done" in said)
     return said, int(summaries[-1]) if whole else -1

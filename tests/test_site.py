@@ -236,6 +236,25 @@ def test_a_build_that_was_cut_off_goes_on_where_it_was_and_warnings_lie_in_a_log
     assert "docs.log holds what the pages wrote to standard error: 1 of ONNX Runtime, 2 lines" in built.stdout
     assert len(list((book / "build/html/auto_examples").glob("plot_*.html"))) == 3
 
+    # A page that was being written when a build ended, by a full disk for instance.
+    page, mark = book / "build/html/auto_examples/plot_0.html", book / "build/html" / fusebook_site.UNFINISHED
+    assert not mark.exists()
+    mark.touch()
+    whole = page.read_text()
+    page.write_text(whole[:100])
+    assert _build(book).returncode == 0
+    assert page.read_text() == whole and not mark.exists()
+
+
+def test_everything_is_written_again_after_a_build_that_did_not_end(tmp_path):
+    app = types.SimpleNamespace(outdir=tmp_path)
+    env = types.SimpleNamespace(found_docs={"index", "times"}, all_docs={"index": 0, "times": 0})
+    assert fusebook_site.outdated(app, env, set(), set(), set()) == set()
+    fusebook_site.finished(app, None)
+    assert fusebook_site.outdated(app, env, set(), {"index"}, set()) == {"times"}
+    fusebook_site.finished(app, OSError("no space left"))
+    assert fusebook_site.outdated(app, env, set(), set(), set()) == {"index", "times"}
+
 
 # What is seen while pages run
 

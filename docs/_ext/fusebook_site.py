@@ -35,6 +35,7 @@ import side_by_side
 logger = logging.getLogger(__name__)
 
 ROOT = Path(__file__).resolve().parents[2]
+UNFINISHED = ".unfinished"
 
 #: Variables that decide what a page shows, and packages that do.
 SWITCHES = (
@@ -361,8 +362,20 @@ class Ran(SphinxDirective):
 
 
 def outdated(app, env, added, changed, removed):
-    """Read the page of build times again when a page has run."""
-    return {"times"} & env.all_docs.keys() if added or changed or removed else set()
+    """Read the page of build times again when a page has run, and everything after a build that did not end.
+
+    What such a build was writing, when it was interrupted or the disk was full, is cut short and newer than its source.
+    """
+    mark = Path(app.outdir) / UNFINISHED
+    everything = env.found_docs if mark.exists() else set()
+    mark.touch()
+    return everything | ({"times"} & env.all_docs.keys() if added or changed or removed else set())
+
+
+def finished(app, error):
+    """A build that has written all it had to."""
+    if error is None:
+        (Path(app.outdir) / UNFINISHED).unlink(missing_ok=True)
 
 
 def edit_links(app, pagename, templatename, context, doctree):
@@ -417,6 +430,7 @@ def setup(app):
     app.connect("env-get-outdated", outdated)
     app.connect("html-page-context", colab_link, priority=100)  # before the theme drops what would be empty
     app.connect("html-page-context", edit_links, priority=900)  # after the theme
+    app.connect("build-finished", finished, priority=100)  # before a page that failed ends it: that is all written
     app.connect("build-finished", publish)
     app.connect("build-finished", count_messages, priority=900)
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}
