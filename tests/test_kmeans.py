@@ -67,6 +67,30 @@ def test_a_plain_product_is_wrong_where_ours_is_right(device):
     assert (kept / least - 1).max() < 1e-6
 
 
+@pytest.mark.parametrize("d", [3, 4, 8])
+def test_every_coordinate_is_its_own(d, device):
+    """Points that are loaded side by side are told apart: each centre lies on an axis of its own."""
+    points = 5 * torch.eye(d, device=device).repeat(40, 1) + torch.randn(40 * d, d, device=device) / 8
+    assert assign(points, torch.eye(d, device=device)).tolist() == [*range(d)] * 40
+
+
+def test_what_pads_the_centres_is_never_the_nearest(device):
+    """All lie far from their mean, where the points are, and where zeros would be."""
+    centres = torch.randn(141, 20, device=device)
+    centres = (centres / centres.norm(dim=1, keepdim=True)) * torch.linspace(50, 60, 141, device=device)[:, None]
+    centres[-1] = -centres[:-1].sum(0)
+    points = torch.randn(20, 20, device=device)
+    assert torch.equal(assign(points, centres), nearest(points, centres))
+
+
+def test_neighbours_among_centres_are_told_apart(device):
+    """Each centre has a twin beside it, so near that a product in TF32 cannot tell which is nearer."""
+    one = torch.randn(70, 20, device=device)
+    centres = torch.stack([one, one + 1e-4 * torch.randn(70, 20, device=device)], 1).flatten(0, 1)
+    points = one[:40] + 0.1 * torch.randn(40, 20, device=device)
+    assert torch.equal(assign(points, centres), nearest(points, centres))
+
+
 def test_one_centre_is_the_nearest_to_all(device):
     points, _ = drawn("near", device, n=40, d=2, k=2)
     assert fusebook.kmeans_assign(points, points[:1]).tolist() == [0] * 40
@@ -183,6 +207,18 @@ def test_labels_out_of_range_are_left_out_unless_checked(d, k, device):
     assert torch.allclose(got, want, equal_nan=True, atol=1e-6)
     with pytest.raises(IndexError, match=rf"expected labels from 0 to {k - 1}, got -1 at labels\[3\]"):
         update(points, astray, k)
+    labels[7] = k
+    with pytest.raises(IndexError, match=rf"expected labels from 0 to {k - 1}, got {k} at labels\[7\]"):
+        update(points, labels, k)
+
+
+def test_sums_of_parts_end_with_the_parts(device):
+    """Of five parts, by twos: the third group has one, and nothing that stands behind."""
+    memory = torch.full((8, 3), math.nan, dtype=torch.float64, device=device)
+    memory[:5] = torch.arange(15.0, device=device).view(5, 3)
+    groups = torch.empty(3, 3, dtype=torch.float64, device=device)
+    kmeans_update._kmeans_groups[(3,)](groups, memory, 5, 3, 2, BLOCK=2, BLOCK_W=4)
+    assert groups.tolist() == [[3, 5, 7], [15, 17, 19], [12, 13, 14]]
 
 
 def test_labels_in_range_count_even_where_k_is_beyond_their_dtype(device):
@@ -271,6 +307,12 @@ def test_every_first_centre_is_drawn_by_its_distance_wherever_it_lies(device):
         assert sorted(centres[:, 0].tolist()) == [0, 3]
 
 
+def test_first_centres_keep_away_from_all_that_were_drawn_before(device):
+    points = torch.tensor([[0.0, 0.0], [100.0, 0.0], [0.0, 100.0]], device=device).repeat(50, 1)
+    for seed in range(8):
+        assert lloyd._plus_plus(points, 3, random.Random(seed)).unique(dim=0).shape == (3, 2)
+
+
 def test_the_tolerance_is_of_the_data_s_own_scale(device):
     generous = [cluster(planted(device)[0] * scale, 3, tol=0.5, seed=1) for scale in (1.0, 1024.0)]
     assert generous[0].iterations == generous[1].iterations
@@ -287,6 +329,7 @@ def test_the_tolerance_is_of_a_coordinate_s_variance_wherever_the_data_lies(devi
 def test_labels_are_those_of_the_centres_that_are_returned(device):
     points, _ = planted(device)
     found = cluster(points, 3, init=points[:3], max_iter=1)
+    assert found.iterations == 1
     assert torch.equal(found.labels, nearest(points, found.centres))
     assert not torch.equal(found.labels, nearest(points, points[:3])), "else any labels would do"
 
@@ -359,6 +402,7 @@ def refusals(device):
     yield ValueError, "expected one centre at least, got none", lambda: assign(x, c[:0])
     yield TypeError, "expected label_dtype to be .* got torch.int16", lambda: assign(x, c, label_dtype=torch.int16)
     yield ValueError, "counts to 299, got torch.uint8", lambda: assign(x, many, label_dtype=torch.uint8)
+    yield ValueError, "counts to 256, got torch.uint8", lambda: assign(x, many[:257], label_dtype=torch.uint8)
     yield TypeError, "expected labels to be int64, int32 or uint8", lambda: update(x, labels.float(), 4)
     yield ValueError, r"expected labels of shape \[10\]", lambda: update(x, labels[:9], 4)
     yield TypeError, "expected k to be an integer, got float", lambda: update(x, labels, 4.0)
