@@ -1,9 +1,9 @@
 """Every operator, strategy and edge under compute-sanitizer's four tools: ``nox -s sanitize``.
 
 Each tool first has to find what was planted for it: a store behind the end of a tensor, a race between two warps, a
-barrier that a warp meets in two halves, a load of what nobody wrote. Tensors have memory of their own, without the cache
-of PyTorch, so that an access outside of one is outside of all. Processes run beside each other; each prints what it
-begins, and the sanitizer prints what it finds between.
+barrier that a warp meets in two halves, a load of what nobody wrote. Tensors have memory of their own, without a cache,
+so that an access outside of one is outside of all. Processes run beside each other; each prints what it begins, and the
+sanitizer prints what it finds between.
 
     python tests/sanitize.py                   # all, in at most ten minutes
     python tests/sanitize.py memcheck softmax  # a tool, and the operators whose names contain a word

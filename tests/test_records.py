@@ -50,6 +50,7 @@ def test_writing_again_replaces_the_same_points_and_keeps_the_others(frame, file
     assert len(again) == 4
     assert (again[again["N"] == 16]["call_us"] == 12345).all()
     assert (again[again["N"] == 64]["call_us"] != 12345).all()
+    assert list(again["N"]) == [16, 16, 64, 64], "in the order of sizes, whatever was written last"
 
 
 def test_a_record_that_was_taken_before_there_was_a_clock_is_read_without_it(frame, tmp_path):

@@ -211,13 +211,19 @@ def test_unchecked_indices_out_of_range_write_nowhere(strategy, device):
 
 def test_checked_indices_out_of_range_are_named_by_their_position(device):
     k = torch.zeros(2, 3, 2, dtype=torch.int64, device=device)
-    k[1, 2, 1] = 9
     u = torch.ones(2, 3, 4, device=device)
+    k[1, 2, 1] = 6  # the first number that is out of range
+    with pytest.raises(IndexError, match=r"got 6 at indices\[1, 2, 1\]"):
+        plain((5, 6, 4), k, u)
+    k[1, 2, 1] = 9
     with pytest.raises(IndexError, match=r"got 9 at indices\[1, 2, 1\]"):
         plain((5, 6, 4), k, u)
     with pytest.raises(IndexError, match=r"from -6 to 5 in component 1 .* only -1 is masked"):
         masked((5, 6, 4), k, u)
     assert masked((5, 6, 4), k, u, masked_value=9)[0, 0, 0].item() == 5  # what is masked may be out of range
+    k[1, 2, 0] = -1  # so may what stands beside what is masked
+    assert masked((5, 6, 4), k, u)[0, 0, 0].item() == 5
+    k[1, 2, 0] = 0
     k[0, 0, 0] = -6
     with pytest.raises(IndexError, match=r"got -6 at indices\[0, 0, 0\]"):
         plain((5, 6, 4), k, u)
@@ -237,7 +243,14 @@ def test_updates_of_any_strides(device):
     rng = generator(3, device)
     k = torch.randint(6, (10, 1), generator=rng, device=device)
     base = torch.randn(20, 24, generator=rng, device=device)
-    for u in (base[::2, ::3], base[:10, :8].flip(0), base.T[:10, :8], base[:1, :8].expand(10, 8), base[5:15, 3:11]):
+    for u in (
+        base[::2, ::3],
+        base[:10, :8].flip(0),
+        base.T[:10, :8],
+        base[:1, :8].expand(10, 8),
+        base[5:15, 3:11],
+        base.reshape(-1)[:90].view(10, 9)[:, :8],
+    ):
         torch.testing.assert_close(plain((6, 8), k, u), plain((6, 8), k, u.contiguous()))
     wide = torch.randint(6, (10, 4), generator=rng, device=device)[:, ::4]
     torch.testing.assert_close(plain((6, 8), wide, base[:10, :8]), plain((6, 8), wide.contiguous(), base[:10, :8]))
@@ -429,6 +442,18 @@ def test_a_row_of_any_length_among_others(n, strategy, device):
         inputs = (R, 6), row, rough(generator(length, device), (n, 6), torch.float32)
         poison([inputs[2].new_empty(inputs[0])])
         assert right(inputs, masked(*inputs, strategy=strategy)), f"{length} updates behind {before}"
+
+
+@pytest.mark.parametrize("n", [1, 8, 9, 33, 65, 161])
+def test_all_updates_of_one_row(n, device):
+    """The last of them may be all that stands behind a multiple of the chunk."""
+    inputs = (
+        (3, 6),
+        torch.ones(n, 1, dtype=torch.int64, device=device),
+        rough(generator(n, device), (n, 6), torch.float32),
+    )
+    for strategy in STRATEGIES:
+        assert right(inputs, masked(*inputs, strategy=strategy))
 
 
 def test_pieces_of_wide_rows_are_counted_for_each_tile_of_columns(device):

@@ -89,6 +89,7 @@ VIEWS = {
     "five axes, of which no two fold": lambda randn: randn(2, 2, 3, 2, 5).permute(2, 0, 4, 3, 1)[:, :, :4],
     "an offset that no vector load starts at": lambda randn: randn(9 * 64 + 1)[1:].view(9, 64),
     "an odd width at an odd offset": lambda randn: randn(9 * 71 + 1)[1:].view(9, 71),
+    "an odd distance between the outer rows only": lambda randn: randn(3 * 257).as_strided((3, 4, 64), (257, 64, 1)),
 }
 TWO_DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 

@@ -115,6 +115,14 @@ def test_a_batch_ends_before_the_queue_is_full(monkeypatch):
     assert timing._calls_to_queue(launch) == timing._BATCH
 
 
+def test_long_calls_are_repeated_less_and_some_times_at_least(monkeypatch):
+    clock = Clock(monkeypatch)
+    found = timing.call({"long": lambda: clock.launch(10.0)}, repeat=30)
+    assert found["long"].n == timing._FEWEST > 1
+    assert timing.call({"short": lambda: clock.launch(1e-5)}, repeat=30)["short"].n == 30
+    assert timing.call({"long": lambda: clock.launch(10.0)}, repeat=2)["long"].n == 2
+
+
 def test_batches_of_long_calls_are_short(monkeypatch):
     clock = Clock(monkeypatch)
     assert timing._calls_to_queue(lambda: clock.launch(1e-2)) == timing._FEW

@@ -93,7 +93,7 @@ def test_no_name_leads_out_of_the_folder_of_records(name, tmp_path):
             asked()
     frame = pd.DataFrame({"x": [1]})
     frame.attrs["origin"] = Origin(machine(), measured=True, page="x")
-    with pytest.raises(record.RecordError):
+    with pytest.raises(record.RecordError, match="expected a name like pages/transfers"):
         record.write(frame, tmp_path, f"pages/{name}")
     frame.attrs["origin"] = Origin(machine(slug=name), measured=True, page="x")
     with pytest.raises(ValueError):
