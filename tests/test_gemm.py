@@ -184,6 +184,13 @@ def test_nan_and_infinity_go_where_they_belong(device):
     assert torch.equal(closed, torch.zeros_like(closed))
 
 
+def test_gates_that_are_large_are_what_they_are_or_nothing(device):
+    x, up = torch.ones(2, 8, device=device), torch.ones(8, 3, device=device)
+    for gate, want in ((50.0, 400 * 8), (-50.0, 0), (-12.0, 0)):
+        y = fusebook.swiglu(x, up * gate, up)
+        assert y.tolist() == [[pytest.approx(want, abs=1e-6)] * 3] * 2
+
+
 def test_sums_of_half_types_are_float32(device):
     # 4096 times one: in float16, sums end at 2048, where the next number is two further.
     x, w = (
@@ -441,11 +448,26 @@ def test_what_descriptors_describe_begins_at_multiples_of_16_bytes():
     assert not _products._describable(wide[:, 1:], "row") and not _products._describable(odd, "row")
 
 
+def test_a_layout_is_one_of_rows_apart_and_knows_how_far():
+    wide = torch.zeros(8, 64)
+    assert _products.layout_of(wide[:, :48]) == "row" and _products._leading(wide[:, :48], "row") == 64
+    assert _products.layout_of(wide[:, :48].T) == "column" and _products._leading(wide[:, :48].T, "column") == 64
+    assert _products.layout_of(torch.zeros(200).as_strided((8, 16), (4, 1))) == "any", "rows that overlap"
+    assert _products.layout_of(torch.zeros(200).as_strided((16, 8), (1, 4))) == "any"
+
+
+def test_a_plan_s_rounds_are_of_all_programs_at_once():
+    """272 tiles: three rounds over 132 programs, two over 264."""
+    one, two = (_products._filled(2048, 4352, TILES._replace(waves=waves), 132) for waves in (1, 2))
+    assert (one, two) == (pytest.approx(272 / 396), pytest.approx(272 / 528))
+
+
 def ignored(*_):
     """Neither launched nor multiplied."""
 
 
 def test_what_is_larger_than_all_that_was_tuned_takes_the_largest(monkeypatch):
+    assert _products._nearest("2**27", {"2**15": 0, "2**19": 0, "rows 16": 0}) == "2**19"
     chosen = noted(monkeypatch, "2**23", Plan("torch"), None)
     assert chosen(2**15, 2**15) == Plan("torch")
     assert chosen(100, 100).kernel == "tiles", "what is smaller takes the plan of a GPU that nobody tuned"

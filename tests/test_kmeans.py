@@ -75,10 +75,10 @@ def test_every_coordinate_is_its_own(d, device):
 
 
 def test_what_pads_the_centres_is_never_the_nearest(device):
-    """All lie far from their mean, where the points are, and where zeros would be."""
-    half = torch.randn(71, 20, device=device)
-    half *= torch.linspace(50, 60, 71, device=device)[:, None] / half.norm(dim=1, keepdim=True)
-    centres = torch.cat([half, -half])
+    """All lie far from their mean, where the points are, and where a zero would be, which alone fills a tile."""
+    half = torch.randn(79, 20, device=device)
+    half *= torch.linspace(50, 60, 79, device=device)[:, None] / half.norm(dim=1, keepdim=True)
+    centres = torch.cat([half, -half, 1.1 * half[:1]])
     points = torch.randn(20, 20, device=device)
     assert torch.equal(assign(points, centres), nearest(points, centres))
 

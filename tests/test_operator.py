@@ -154,6 +154,22 @@ def test_two_views_of_one_memory_are_not_taken_for_each_other(driver):
     for _ in range(2):
         fusebook.multiply(buffer[:80].expand(80, 70), buffer[80:])
     assert addresses(driver.seen[-1][2])[1] == (buffer.data_ptr(), buffer[80:].data_ptr())
+    # As they lay to each other, others need not.
+    one, two = torch.randn(80, 1), torch.randn(80, 1)
+    for a, b in ((one, two), (buffer[80:], buffer[:80])):
+        fusebook.multiply(a.expand(80, 70), b)
+        assert addresses(driver.seen[-1][2])[1] == (a.data_ptr(), b.data_ptr())
+
+
+@absent
+def test_weights_that_change_places_have_plans_of_their_own(driver):
+    x, both = torch.randn(70, 64), torch.randn(4, 64, 48)
+    for order in ((0, 1), (1, 0), (2, 3)):
+        fusebook.swiglu(x, *(both[i] for i in order))
+    assert len(OPERATORS["swiglu"].plans) == 2
+    for order in ((0, 1, 2), (0, 2, 3), (1, 2, 3)):
+        fusebook.concat_gemm(x, [both[i] for i in order])
+    assert len(OPERATORS["concat_gemm"].plans) == 2
 
 
 @absent
@@ -199,14 +215,18 @@ def test_plans_are_put_aside_while_triton_has_hooks(driver):
 
 @absent
 def test_what_a_launcher_does_besides_spoils_its_plan(driver):
-    def into(out, x):
-        out.zero_()  # neither launched nor applied
+    def into(x, more):
+        out = _operator.empty((5,), x.dtype, x.device)
+        if more:
+            out.zero_()  # neither launched nor applied
         _operator.launch(sys.modules["fusebook.kernels.elementwise"]._elementwise_flat, (1,), (out,), (x,), 5,
                          EXPRESSION=sys.modules["fusebook.kernels.elementwise"]._double, BLOCK=8)  # fmt: skip
 
     x = torch.randn(5)
-    _, replay = _operator.record([x], lambda: into(torch.empty(5), x))
-    assert replay is None
+    assert [_operator.record([x], lambda more=more: into(x, more))[1] is None for more in (False, True)] == [
+        False,
+        True,
+    ]
 
 
 @absent
