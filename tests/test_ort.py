@@ -242,6 +242,16 @@ def test_what_cannot_be_built_is_refused(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+def test_the_library_is_told_of_the_smallest_variant_first(tmp_path, monkeypatch):
+    """It takes the first that is large enough."""
+    key = dict(arch=90, kind="FILL", type=0, aligned=1)
+    found = [key | {"limit": limit} for limit in (1024, 64, 4096, 256)]
+    monkeypatch.setattr(aot, "_compiled", lambda *_: found)
+    monkeypatch.setattr(aot, "_table", lambda rows, *_: " ".join(str(row["limit"]) for row in rows))
+    monkeypatch.setattr(aot, "compile_c", lambda files, path, include, *_: Path(include[2:], "table.h").read_text())
+    assert build(tmp_path / "x.so", arch=[90], dtype=["float32"]) == "64 256 1024 4096"
+
+
 def test_kernels_stand_where_the_table_says(tmp_path):
     for name in "ab":
         (tmp_path / name).write_bytes(100 * name.encode())
@@ -288,7 +298,7 @@ class Module(torch.nn.Module):
 
     def forward(self, indices, updates):
         y = fusebook.masked_scatter_nd_of_shape((7, updates.shape[1]), indices, updates, check=False)
-        return fusebook.softmax(y, dim=0)
+        return fusebook.softmax(fusebook.softmax(y, dim=0), dim=1)
 
 
 def test_a_module_exports_to_our_nodes(device):
@@ -302,7 +312,7 @@ def test_a_module_exports_to_our_nodes(device):
     )  # fmt: skip
     proto = program.model_proto
     ours = [n.op_type for n in proto.graph.node if n.domain == "fusebook"]
-    assert ours == ["MaskedScatterNDOfShape", "Softmax"]
+    assert ours == ["MaskedScatterNDOfShape", "Softmax", "Softmax"]
     proto.ir_version = min(10, proto.ir_version)
     graph = Graph(proto, device=device, ops=NODES)
     for n, D in ((9, 6), (4, 11)):

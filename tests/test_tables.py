@@ -78,6 +78,13 @@ def test_ratio_compares_where_both_were_timed(df):
     assert tables.ratio(df, "fusebook", "nobody").empty
 
 
+def test_what_is_not_ok_is_not_timed_whatever_stands_there(df):
+    spoilt = df.copy()
+    spoilt.loc[spoilt.index[0], "status"] = "wrong"
+    assert spoilt["cold_us"].notna().iloc[0]
+    assert list(tables.timed(spoilt, "cold").index) == list(tables.timed(df, "cold").index[1:])
+
+
 def test_share_of_copy_and_roof(df):
     assert tables.share(df, "fusebook").to_numpy() == pytest.approx(1 / 1.01)
     assert (tables.share(df, "fusebook", of="roof") < 1 / 1.01).all()
