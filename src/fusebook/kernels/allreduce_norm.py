@@ -127,14 +127,8 @@ class AllReduceNorm:
     """The sum of parts on all GPUs of a group, added to a residual and normalised.
 
     All processes of the group make one together, one process a GPU, and call it together. The memory of parts is its
-    own, since the others read it: what makes a part writes it there.
-
-        x = reduce.part(rows)
-        torch.mm(a, b, out=x)
-        y, h = reduce(residual, weight)
-
-    There are two such memories, in turn: while the others may still read one part, the next is written to the other. So
-    a CUDA graph holds an even number of calls.
+    own, since the others read it: what makes a part writes it to `part`. There are two such memories, in turn: while
+    the others may still read one part, the next is written to the other. So a CUDA graph holds an even number of calls.
 
     Parameters
     ----------
@@ -144,6 +138,12 @@ class AllReduceNorm:
         Of parts, residuals, weights and results.
     group : torch.distributed.ProcessGroup, optional
         All processes unless given.
+
+    Examples
+    --------
+    >>> reduce = fusebook.AllReduceNorm(4096, 8192)  # doctest: +SKIP
+    >>> torch.mm(a, b, out=reduce.part(rows))  # doctest: +SKIP
+    >>> y, h = reduce(residual, weight)  # doctest: +SKIP
     """
 
     def __init__(self, rows: int, columns: int, dtype: torch.dtype = torch.bfloat16, *, group: Any = None) -> None:
@@ -193,7 +193,7 @@ class AllReduceNorm:
             ``[columns]``, the same on all GPUs.
         eps : float
         way : str, optional
-            One of `WAYS`; by `plan` unless given. All GPUs are given the same.
+            ``group``, ``one-shot``, ``two-shot`` or ``fused``; the fastest unless given. All GPUs are given the same.
 
         Returns
         -------
