@@ -53,6 +53,8 @@ def _kmeans_shared_means(
         live = (part < PARTS)[:, None, None] & inside[None, :, :]
         x = tl.load(parts_ptr + part[:, None, None] * (K * (D + 1)) + at[None, :, :], mask=live, other=0.0)
         own += tl.sum(x.to(tl.float64), 0)
+    known = (j < K)[:, None] & (a < D)[None, :]
+    old = tl.load(old_ptr + j[:, None] * D + a[None, :], mask=known, other=0.0).to(tl.float64)
     bits = own.to(tl.int64, bitcast=True)
     turn = times & 1
     for r in tl.static_range(len(words)):
@@ -66,19 +68,13 @@ def _kmeans_shared_means(
             total += own
         else:
             come = words[ME] + 2 * ((2 * r + turn) * (K * (D + 1)) + at)
-            missing = 1
-            while missing != 0:
+            high = tl.load(come, mask=inside, other=number, volatile=True)
+            low = tl.load(come + 1, mask=inside, other=number, volatile=True)
+            while tl.max(tl.max((((high ^ number) | (low ^ number)) & LOW), 1), 0) != 0:
                 high = tl.load(come, mask=inside, other=number, volatile=True)
                 low = tl.load(come + 1, mask=inside, other=number, volatile=True)
-                late = ((high & LOW) != number) | ((low & LOW) != number)
-                missing = tl.max(tl.max(late.to(tl.int32), 1), 0)
-            # Again: Triton 3.6 does not compile a loop that leaves tensors behind.
-            high = tl.load(come, mask=inside, other=0, volatile=True)
-            low = tl.load(come + 1, mask=inside, other=0, volatile=True)
             total += ((high & ~LOW) | ((low >> 32) & LOW)).to(tl.float64, bitcast=True)
     many = tl.sum(tl.where((a == D)[None, :], total, 0.0), 1)  # [BLOCK_K]
-    known = (j < K)[:, None] & (a < D)[None, :]
-    old = tl.load(old_ptr + j[:, None] * D + a[None, :], mask=known, other=0.0).to(tl.float64)
     mean = tl.where((many > 0)[:, None], total / many[:, None], old)
     tl.store(out_ptr + j[:, None] * D + a[None, :], mean.to(out_ptr.dtype.element_ty), mask=known)
 
