@@ -244,6 +244,17 @@ def test_a_run_that_was_cut_off_goes_on(op, gpu, tmp_path):
     assert "seeds 0 to 99 are for tuning" in whole.partition("\n")[0]
 
 
+def test_processes_take_problems_in_turn_and_one_that_fails_is_told(capsys):
+    jobs = [(OPS["double"], {"M": 3, "N": n, "dtype": d, "layout": "contiguous"}, ("eager", "fusebook"))
+            for n, d in ((5, "float32"), (6, "float16"), (7, "no dtype"))]  # fmt: skip
+    found = dict(explore._in_turn(jobs, 2, 1, math.inf))
+    assert [[(row["N"], row["variant"], row["status"]) for row in rows] for _, rows in sorted(found.items())] == [
+        [(n, v, "ok") for v in ("eager", "fusebook")] for n in (5, 6)
+    ]
+    told = capsys.readouterr().err
+    assert "KeyError" in told and "N=7" in told
+
+
 def test_another_seed_begins_anew(op, gpu, tmp_path):
     explored(op, root=tmp_path)
     (frame,) = explored(op, root=tmp_path, seed=101, cases=2)

@@ -2,8 +2,8 @@
 
 An operator's card draws problems that people have (`Op.draw`), without a thought of how ours are computed. Each is
 checked, and a wrong result of ours ends the run with the line of Python that shows it again. Then all that a user would
-pick is timed, in turn: on the device after a flush of the cache, and on the host. What is compiled for a shape is
-compiled beforehand, by as many processes as there are cores.
+pick is timed, in turn: on the device after a flush of the cache, and on the host. As many processes as there are cores
+compile and check a problem each; then they are timed one after another.
 
 ``records/<gpu>/explored/<op>.csv`` grows with every problem, and a run that was cut off goes on where it ended. Each of
 its rows ends in a digest of itself and of all before it, so that an edited file is refused.
@@ -14,6 +14,7 @@ Seeds 0 to 99 are there to tune by. What is recorded has a seed from 100 up, whi
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
 import datetime
 import functools
@@ -26,9 +27,11 @@ import os
 import pathlib
 import random
 import re
+import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
@@ -79,8 +82,8 @@ _TEXT = {"op", "variant", "dtype", "layout", "status", "note", "math"}
 _ON_HOST = ("NumPy", "torch on the CPU")
 # The host's clock is started where queueing takes at least this part of the device's time: below, nobody waits for it.
 _NOTICED = 0.25
-# Seconds after which problems that are compiled are not awaited: a process may have died with one.
-_AT_LEAST, _EACH = 60, 30
+# Seconds after which a process that is timing is not awaited, and in which the device does what was asked of it.
+_AT_MOST, _DRAINED = 60, 0.05
 
 
 class Wrong(Exception):
@@ -161,11 +164,6 @@ def _chosen(op: Op, without: Sequence[str]) -> dict[str, Variant]:
     }
 
 
-def _compiling(variants: Mapping[str, Variant]) -> list[str]:
-    """Those that compile for a shape."""
-    return [name for name, v in variants.items() if v.recompiles or name.startswith("fusebook")]
-
-
 def _split(dims: Dims) -> tuple[torch.dtype, str, dict[str, Any]]:
     sizes = dict(dims)
     kind, how = bench.DTYPES[str(sizes.pop("dtype"))], str(sizes.pop("layout"))
@@ -217,7 +215,7 @@ def problem(
 
 
 def several(asked: Sequence[tuple[str, Dims]], *, repeat: int = 7, without: Sequence[str] = ()) -> list[pd.DataFrame]:
-    """As `problem`, of several, for which everything is compiled beforehand.
+    """As `problem`, of several, by as many processes as there are cores.
 
     Parameters
     ----------
@@ -238,14 +236,28 @@ def several(asked: Sequence[tuple[str, Dims]], *, repeat: int = 7, without: Sequ
     Wrong
         Where a result of ours is above the limit.
     """
-    beforehand = [(OPS[name], dims, _compiling(_chosen(OPS[name], without))) for name, dims in asked]
-    _compile_beforehand(beforehand, os.cpu_count() or 1, math.inf)
-    return [problem(name, repeat=repeat, without=without, **dict[str, Any](dims)) for name, dims in asked]
+    jobs = [(OPS[name], dims, tuple(_chosen(OPS[name], without))) for name, dims in asked]
+    if not _together(jobs, os.cpu_count() or 1):
+        return [problem(name, repeat=repeat, without=without, **dict[str, Any](dims)) for name, dims in asked]
+    found = dict(_in_turn(jobs, os.cpu_count() or 1, repeat, math.inf))
+    frames = []
+    for i in range(len(jobs)):
+        rows = found.get(i, [])
+        if isinstance(rows, Wrong):
+            raise rows
+        frames.append(pd.DataFrame([{"case": 0, **row} for row in rows]))
+    return frames
 
 
 def _explored(
-    op: Op, dims: Dims, variants: Mapping[str, Variant], repeat: int, check_only: bool
+    op: Op,
+    dims: Dims,
+    variants: Mapping[str, Variant],
+    repeat: int,
+    check_only: bool,
+    turn: Callable[[], None] = lambda: None,
 ) -> list[dict[str, Any]]:
+    """The rows of a problem; `turn` waits until nobody else is at work on the device."""
     kind, how, sizes = _split(dims)
     least = op.cost(kind.itemsize, **sizes)
     rows = {
@@ -284,7 +296,9 @@ def _explored(
         calls.pop(name, None)
         if name.startswith("fusebook") and rows[name]["status"] in ("wrong", "failed"):
             raise Wrong(f"{op.name}: {name} is {rows[name]['status']}: {rows[name]['note']}\n{_line(op, dims)}")
+    del yard
     if calls and not check_only:
+        turn()
         _time(calls, rows, repeat)
     return list(rows.values())
 
@@ -334,55 +348,125 @@ def _time(calls: Mapping[str, Callable[[], Any]], rows: Mapping[str, dict[str, A
 # Many problems --------------------------------------------------------------------------------------------------------
 
 
-def _compiled(name: str, dims: Dims, variants: Sequence[str]) -> None:
-    """Fill the caches of torch, Triton and others, in a process of its own; what fails will fail when it is checked."""
-    op = OPS[name]
-    torch.compiler.reset()
-    try:
-        made = _made(op, dims, "cuda")
-        for variant in (op.variants[v] for v in variants):
-            try:
-                with torch.no_grad():
-                    variant.run(*(made if variant.prepare is None else variant.prepare(*made)))
-                torch.cuda.synchronize()
-            except Exception:
-                continue
-    except torch.cuda.OutOfMemoryError:
-        pass
-    finally:
-        made = ()
-        torch.cuda.empty_cache()
+_Job = tuple[Op, Dims, tuple[str, ...]]  # with the names of its variants
 
 
-def _began() -> None:
+def _together(jobs: Sequence[_Job], workers: int) -> bool:
+    """Whether processes of their own can do this, which know an operator by its name."""
+    return torch.cuda.is_available() and workers > 1 and all(OPS.get(op.name) is op for op, _, _ in jobs)
+
+
+def _work(pipe: Connection) -> None:
+    """Take problems from a pipe: compile and check one, say so, wait for a turn, time it, and send what was found."""
     torch.set_num_threads(1)
-
-
-def _compile_beforehand(asked: Sequence[tuple[Op, Dims, Sequence[str]]], workers: int, seconds: float) -> None:
-    """Compile for problems what is compiled for a shape, in so many processes; they end before anything is timed."""
-    if not (torch.cuda.is_available() and asked and workers > 1):
-        return
-    until = time.monotonic() + min(seconds, _AT_LEAST + _EACH * len(asked) / workers)
-    # Each of them compiles by itself; torch would have as many helpers again for each.
-    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     import torch._inductor.config as settings
 
-    settings.compile_threads = 1
-    pool = multiprocessing.get_context("spawn").Pool(min(workers, len(asked)), _began)
+    settings.compile_threads = 1  # there are as many of these processes as cores; torch would add as many to each
+    found: Any = None
+    while not isinstance(found, RuntimeError):  # a device that has failed fails a process for good
+        name, dims, variants, repeat = pipe.recv()
+        ready: list[None] = []
+
+        def turn(ready: list[None] = ready) -> None:
+            _tidy()
+            ready.append(pipe.send(None))  # type: ignore[func-returns-value]
+            pipe.recv()
+
+        try:
+            op = OPS[name]
+            found = _explored(op, dims, {v: op.variants[v] for v in variants}, repeat, not _gpu(), turn)
+        except Wrong as wrong:
+            found = wrong
+        except Exception as error:
+            found = RuntimeError(f"{type(error).__name__}: {bench._sentence(error)}")
+        if not ready:
+            pipe.send(None)
+            pipe.recv()
+        _tidy()
+        pipe.send(found)
+
+
+class _Worker:
+    """A process that does one problem after another."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.pipe, other = context.Pipe()
+        self.process = context.Process(target=_work, args=(other,), daemon=True)
+        self.process.start()
+        other.close()
+
+    def asks(self, job: _Job, repeat: int) -> None:
+        """Give it a problem."""
+        op, dims, variants = job
+        self.pipe.send((op.name, dims, variants, repeat))
+
+    def told(self) -> Any:
+        """What it sends; RuntimeError where it does not, or has ended."""
+        try:
+            if self.pipe.poll(_AT_MOST):
+                return self.pipe.recv()
+        except (EOFError, OSError):
+            return RuntimeError("a process has ended")
+        return RuntimeError("a process took too long")
+
+
+def _in_turn(
+    jobs: Sequence[_Job], workers: int, repeat: int, until: float
+) -> Iterator[tuple[int, list[dict[str, Any]] | Wrong]]:
+    """What is found at each problem, by its number.
+
+    Processes compile and check, a problem each at the same time. One that is ready is timed at once, while the others
+    are stopped, so that nothing else is on the device.
+    """
+    team = {i: _Worker() for i in range(min(workers, len(jobs)))}  # by the number of its problem
+    waiting = iter(range(len(team), len(jobs)))
+    for i, worker in team.items():
+        worker.asks(jobs[i], repeat)
+    bar = tqdm(total=len(jobs), desc="explore", disable=None, leave=False)
     try:
-        waiting = [pool.apply_async(_compiled, (op.name, dims, names)) for op, dims, names in asked]
-        for one in tqdm(waiting, desc="compile", disable=None, leave=False):
-            one.wait(max(0.0, until - time.monotonic()))
-        failed = [one for one in waiting if one.ready() and not one.successful()]
-        if failed:
-            try:
-                failed[0].get()
-            except Exception as error:
-                told = f"{type(error).__name__}: {bench._sentence(error)}"
-                print(f"{len(failed)} of {len(waiting)} not compiled beforehand: {told}", file=sys.stderr)
+        while team and time.monotonic() < until:
+            pipes = {worker.pipe: i for i, worker in team.items()}
+            for pipe in wait(list(pipes), max(0.0, min(until - time.monotonic(), 1.0))):
+                i = pipes[pipe]  # type: ignore[index]
+                worker, failed = team.pop(i), False
+                if (found := worker.told()) is None:
+                    with _stopped(team.values()):
+                        worker.pipe.send(None)
+                        found = worker.told()
+                if isinstance(found, RuntimeError):
+                    print(f"{found}\n{_line(jobs[i][0], jobs[i][1])}", file=sys.stderr, flush=True)
+                    failed = True
+                else:
+                    yield i, found
+                bar.update()
+                following = next(waiting, None)
+                if failed or following is None:
+                    worker.process.kill()
+                if following is not None:
+                    team[following] = _Worker() if failed else worker
+                    team[following].asks(jobs[following], repeat)
     finally:
-        pool.terminate()
-        pool.join()
+        bar.close()
+        for worker in team.values():
+            worker.process.kill()
+
+
+@contextlib.contextmanager
+def _stopped(workers: Collection[_Worker]) -> Iterator[None]:
+    """Inside, these processes do nothing, and the device has had time to do what they had asked for."""
+
+    def tell(what: signal.Signals) -> None:
+        for worker in workers:
+            with contextlib.suppress(ProcessLookupError):  # it has ended
+                os.kill(worker.process.pid, what)  # type: ignore[arg-type]
+
+    tell(signal.SIGSTOP)
+    try:
+        time.sleep(_DRAINED)
+        yield
+    finally:
+        tell(signal.SIGCONT)
 
 
 def explore(
@@ -404,8 +488,7 @@ def explore(
     seed, cases : int
         Which problems, see `problems`.
     seconds : float
-        Of all together. No problem begins later, and each operator has the same share of what is left once everything
-        is compiled, for which three fifths are taken at most.
+        Of all together. The first problems of all operators come before the second ones.
     repeat : int
         Calls timed.
     without : sequence of str
@@ -415,7 +498,7 @@ def explore(
     root : pathlib.Path, optional
         The folder of records in which ``<gpu>/explored/<op>.csv`` grows; nothing is written where it is not given.
     workers : int, optional
-        Processes that compile; as many as there are cores.
+        Processes that compile and check; as many as there are cores.
 
     Yields
     ------
@@ -441,16 +524,18 @@ def explore(
     if root == machines.RECORDS and seed < RECORDED_FROM and not check_only:
         raise ValueError(f"explore: expected a seed from {RECORDED_FROM} up to record, got {seed}; see --out")
     runs = [_Run(op, seed, cases, without, None if check_only else root) for op in ops]
-    if not check_only:
-        # The first problems of all come before the second ones, in case there is no time for the last.
-        asked = [(run.op, run.asked[i], run.compiling) for i in range(cases) for run in runs if i in run.todo]
-        _compile_beforehand(asked, workers or os.cpu_count() or 1, 0.6 * seconds)
-    for i, run in enumerate(runs):
-        share = (until - time.monotonic()) / (len(runs) - i)
-        try:
-            yield run.op, run.go(time.monotonic() + share, repeat, check_only)
-        except Wrong as wrong:
-            yield run.op, wrong
+    # The first problems of all come before the second ones, in case there is no time for the last.
+    asked = [(run, case) for case in range(cases) for run in runs if case in run.todo]
+    jobs = [(run.op, run.asked[case], tuple(run.variants)) for run, case in asked]
+    if not check_only and _together(jobs, workers or os.cpu_count() or 1):
+        for i, found in _in_turn(jobs, workers or os.cpu_count() or 1, repeat, until):
+            run, case = asked[i]
+            run.take(case, found)
+    else:
+        for i, run in enumerate(runs):
+            run.go(time.monotonic() + (until - time.monotonic()) / (len(runs) - i), repeat, check_only)
+    for run in runs:
+        yield run.op, run.wrong or run.frame()
 
 
 def _gpu() -> bool:
@@ -463,7 +548,6 @@ class _Run:
     def __init__(self, op: Op, seed: int, cases: int, without: Sequence[str], root: pathlib.Path | None) -> None:
         self.op = op
         self.variants = _chosen(op, without)
-        self.compiling = _compiling(self.variants)
         self.asked = problems(op, seed, cases)
         if not _gpu():
             self.asked = [_small(dims) for dims in self.asked]
@@ -471,22 +555,33 @@ class _Run:
         if root is not None:
             self.file = _File(path(machines.slug_of(torch.cuda.get_device_name()), op.name, root), op, seed, without)
         self.rows: list[dict[str, Any]] = list(self.file.rows) if self.file else []
+        self.wrong: Wrong | None = None
         done = {int(row["case"]) for row in self.rows}
         self.todo = [case for case in range(cases) if case not in done]
 
-    def go(self, until: float, repeat: int, check_only: bool) -> pd.DataFrame:
-        done = len(self.asked) - len(self.todo)
-        for case in tqdm(
-            self.todo, total=done + len(self.todo), initial=done, desc=self.op.name, disable=None, leave=False
-        ):
-            if time.monotonic() > until:
+    def go(self, until: float, repeat: int, check_only: bool) -> None:
+        """One problem after another, until one is wrong."""
+        for case in tqdm(self.todo, desc=self.op.name, disable=None, leave=False):
+            if time.monotonic() > until or self.wrong:
                 break
-            found = _explored(self.op, self.asked[case], self.variants, repeat, check_only)
-            found = [{"case": case, **row} for row in found]
-            if self.file:
-                self.file.append(found)
-            self.rows += found
+            try:
+                self.take(case, _explored(self.op, self.asked[case], self.variants, repeat, check_only))
+            except Wrong as wrong:
+                self.take(case, wrong)
             _tidy()
+
+    def take(self, case: int, found: list[dict[str, Any]] | Wrong) -> None:
+        """Keep what was found at a problem; of an operator that was wrong nothing more."""
+        if isinstance(found, Wrong):
+            self.wrong = self.wrong or found
+        elif not self.wrong:
+            rows = [{"case": case, **row} for row in found]
+            if self.file:
+                self.file.append(rows)
+            self.rows += rows
+
+    def frame(self) -> pd.DataFrame:
+        """A row a problem and variant."""
         frame = pd.DataFrame(self.rows, columns=[*_FRONT, *_dims(self.op), *_BACK])
         today = datetime.date.today().isoformat()
         origin = bench.Origin(None, measured=True, page=f"{self.op.name}-explored", date=today)
@@ -495,11 +590,10 @@ class _Run:
 
 
 def _tidy() -> None:
-    """Give memory back before it is in pieces; nothing where little is held."""
+    """Give memory back, to others and before it is in pieces; wait until the device has nothing to do."""
     if torch.cuda.is_available():
-        free, total = torch.cuda.mem_get_info()
-        if free < total / 2:
-            torch.cuda.empty_cache()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
 
 
 def _dims(op: Op) -> list[str]:
