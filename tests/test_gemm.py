@@ -522,3 +522,44 @@ def test_tuning_needs_a_gpu_and_a_known_operator(capsys):
     assert "expected a CUDA device, got none" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         tune.main(["softmax"])
+
+
+@pytest.mark.parametrize("column", [False, True])
+@pytest.mark.parametrize("widths", [(50, 50), (64, 3, 1)])
+def test_what_no_descriptor_describes_is_copied_where_many_rows_need_it(column, widths, device, monkeypatch):
+    """Rows of x and of weights begin anywhere, and beside them in memory lies NaN, which must not be read."""
+
+    def beside(rows, columns):
+        wide = torch.full((rows, columns + 4), torch.nan, dtype=torch.float16, device=device)
+        return wide[:, :columns].copy_(drawn(rows, columns, dtype=torch.float16))
+
+    moved = []
+    real = _products._moved
+    monkeypatch.setattr(_products, "_moved", lambda m, layout: moved.append(len(m)) or real(m, layout))
+    monkeypatch.setattr(_products, "_worth_moving", lambda sizes, *_: sizes[0] > 8)
+    x = beside(100, 45)
+    weights = [beside(n, 45).T if column else beside(45, n) for n in widths]
+    poison([x.new_empty(100, sum(widths))])
+    assert is_right(CONCAT_GEMM, fusebook.concat_gemm(x, weights, strategy="fused"), (x, *weights))
+    if len(widths) == 2:
+        assert is_right(SWIGLU, fusebook.swiglu(x, *weights), (x, *weights))
+    assert sum(moved) == (1 + len(widths)) * (2 if len(widths) == 2 else 1)
+    moved.clear()
+    fusebook.concat_gemm(x[:7], weights, strategy="fused")
+    fusebook.concat_gemm(x, weights, strategy="views")
+    assert not moved, "few rows read each weight once, and torch's products take them as they are"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "math", "weights", "worth"),
+    [
+        ((1, 4096, 14336), "half", False, True),
+        ((8, 64, 64), "half", False, False),
+        ((64, 4097, 11009), "half", True, False),
+        ((65, 4097, 11009), "tf32", True, True),
+        ((4096, 4097, 4097), "float32", True, False),
+        ((200, 100, 100), "half", True, False),
+    ],
+)
+def test_x_is_copied_for_large_weights_and_weights_for_many_rows(sizes, math, weights, worth):
+    assert _products._worth_moving(sizes, math, weights, (9, 0)) is worth

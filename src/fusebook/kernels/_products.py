@@ -27,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ._operator import INTERPRETED, Distance, apply, check_alike, check_device, check_tensor, empty, gpu
+from ._operator import INTERPRETED, Distance, apply, check_alike, check_device, check_tensor, empty, gpu, launch
 
 # Kernels -------------------------------------------------------------------------------------------------------------
 #
@@ -108,11 +108,25 @@ def _sum_of_parts(parts_ptr, m, n, M, N, LD, BM: tl.constexpr, BN: tl.constexpr,
     return y
 
 
+@triton.jit
+def _rows_moved(out_ptr, in_ptr, ROWS, COLUMNS, PITCH, STEP, BR: tl.constexpr, BC: tl.constexpr):
+    """A tile of a matrix, to where its rows begin PITCH apart; what lies between them becomes zero.
+
+    So stores are whole vectors: a mask that ends anywhere would make them single numbers.
+    """
+    r = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)  # [BR]
+    c = tl.program_id(1).to(tl.int64) * BC + tl.arange(0, BC)  # [BC]
+    row = (r < ROWS)[:, None]
+    x = tl.load(in_ptr + r[:, None] * STEP + c[None, :], mask=row & (c < COLUMNS)[None, :], other=0.0)  # [BR, BC]
+    tl.store(out_ptr + r[:, None] * PITCH + c[None, :], x, mask=row & (c < PITCH)[None, :])
+
+
 # Plans ---------------------------------------------------------------------------------------------------------------
 
 STRATEGIES = ("fused", "views")
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _MOST = 4  # weights of one launch
+_FEW = 64  # rows of x that one tile holds: then each weight is fetched once, however it lies
 _WITHIN = 0.01  # times that are closer count as equal, and then the kernel is ours
 
 
@@ -204,6 +218,21 @@ def _filled(M: int, N: int, plan: Plan, multiprocessors: int) -> float:
     return M * N / (rounds * programs * plan.bm * plan.bn)
 
 
+def _worth_moving(sizes: tuple[int, int, int], math: str, weights: bool, capability: tuple[int, int] | None) -> bool:
+    """Whether what no descriptor describes is copied first: x, and with `weights` those, of a product of M, K and N.
+
+    A copy moves a number twice, once for all products that it is a part of, and each of these waits less for it. x is
+    small beside the weights, or what is fetched for each of its rows is much. Weights are worth it where more than one
+    tile of rows fetches them. Either is one more launch, which small products are over before.
+    """
+    M, K, N = sizes
+    if math not in ("half", "tf32"):  # without tensor cores nothing waits for what is fetched
+        return False
+    if capability is None:
+        return M > 8  # so that small products show both ways
+    return (M > _FEW and M * K * N >= 2**29) if weights else K * N >= 2**21 or M * K * N >= 2**29
+
+
 def _math(dtype: torch.dtype, tf32: bool) -> str:
     return "half" if dtype.itemsize == 2 else "float64" if dtype == torch.float64 else "tf32" if tf32 else "float32"
 
@@ -285,11 +314,11 @@ def layout_of(w: Tensor) -> str:
 
 
 def _leading(w: Tensor, layout: str) -> int:
-    """The stride of the other axis."""
-    K, N = w.shape
-    if layout == "row":
-        return w.stride(0) if K > 1 else N
-    return w.stride(1) if N > 1 else K
+    """The stride of the other axis. Of one row nobody steps to the next: what is aligned will do."""
+    (rows, columns), (row, column) = w.shape, w.stride()
+    if layout != "row":
+        rows, columns, row = columns, rows, column
+    return row if rows > 1 else triton.cdiv(columns, 64) * 64
 
 
 def _describable(x: Tensor, layout: str) -> bool:
@@ -297,6 +326,43 @@ def _describable(x: Tensor, layout: str) -> bool:
     if layout == "any":
         return False
     return x.data_ptr() % 16 == 0 and _leading(x, layout) * x.element_size() % 16 == 0
+
+
+def _fetchable(
+    x: Tensor, weights: Sequence[Tensor], layout: str, math: str, capability: tuple[int, int] | None, strategy: str
+) -> tuple[Tensor, Sequence[Tensor], bool]:
+    """x and weights for tensor descriptors, copied to where their rows are aligned if that pays; whether they are."""
+    if layout == "any" or layout_of(x) != "row" or not x.shape[1]:  # a descriptor has no empty axis
+        return x, weights, False
+    move_x, move_weights = not _describable(x, "row"), not all(_describable(w, layout) for w in weights)
+    if not (move_x or move_weights):
+        return x, weights, True
+    (M, K), N = x.shape, sum(w.shape[1] for w in weights)
+    if strategy == "views" or not _worth_moving((M, K, N), math, move_weights, capability):
+        return x, weights, False
+    if move_x:
+        (x,) = _moved([x], "row")
+    if move_weights:
+        alike = all(w.shape == weights[0].shape for w in weights)  # and then one descriptor describes them
+        weights = _moved(weights, layout) if alike else [_moved([w], layout)[0] for w in weights]
+    return x, weights, True
+
+
+def _moved(matrices: Sequence[Tensor], layout: str) -> list[Tensor]:
+    """Copies of matrices of one shape whose rows, or columns, begin at whole lines of the cache, in one memory."""
+    first = matrices[0]
+    rows, columns = first.shape if layout == "row" else first.shape[::-1]
+    line = 128 // first.element_size()
+    memory = empty((len(matrices), rows, triton.cdiv(columns, line) * line), first.dtype, first.device)
+    wide = min(256, triton.next_power_of_2(columns))
+    tall = (2**16 if INTERPRETED else 8192) // wide
+    for place, matrix in zip(memory, matrices, strict=True):
+        launch(
+            _rows_moved, (triton.cdiv(rows, tall), triton.cdiv(columns, wide)),
+            place, matrix, rows, columns, memory.shape[2], _leading(matrix, layout), BR=tall, BC=wide, num_warps=8,
+        )  # fmt: skip
+    copies = memory[:, :, :columns]
+    return [copy if layout == "row" else copy.mT for copy in copies]
 
 
 def _options(plan: Plan, dtype: torch.dtype, math: str) -> dict[str, Any]:

@@ -27,8 +27,8 @@ from ._products import (
     _MOST,
     Plan,
     _checked,
-    _describable,
     _ends,
+    _fetchable,
     _kind,
     _late,
     _leading,
@@ -277,7 +277,6 @@ def _into(out: Tensor, x: Tensor, weights: Sequence[Tensor], tf32: bool, strateg
     math, hardware = _math(x.dtype, tf32), gpu(x.device)
     weights = [w for w in weights if w.shape[1]]
     layouts = [layout_of(w) for w in weights]
-    fetchable = layout_of(x) == "row" and _describable(x, "row")
     # Plans were tuned on columns that begin at multiples of 16 bytes: their notes on torch do not hold for others.
     ragged = math == "half" and _ragged((w.shape[1] for w in weights), x.element_size())
     start = at = 0
@@ -287,7 +286,7 @@ def _into(out: Tensor, x: Tensor, weights: Sequence[Tensor], tf32: bool, strateg
         while end < min(at + _MOST, len(weights)) and layouts[end] == layouts[at]:
             end += 1
         group, layout = weights[at:end], layouts[at]
-        aligned = fetchable and all(_describable(w, layout) for w in group)
+        x, group, aligned = _fetchable(x, group, layout, math, hardware[0], strategy)
         kind = _kind(x, group, layout) if aligned else ""
         wanted = strategy or ("fused" if ragged and aligned else None)
         plan = _plan("concat_gemm", (M, N), math, layout + kind, aligned, hardware, wanted)
@@ -355,8 +354,8 @@ def concat_gemm(
     x : torch.Tensor
         ``[..., K]``, float16, bfloat16, float32 or float64, on a CUDA device (or on the CPU where Triton interprets).
     weights : sequence of torch.Tensor
-        ``[K, N_i]`` each, of any widths and strides, of the dtype and on the device of `x`. Neither rows nor columns
-        that lie side by side in memory are copied, so ``linear.weight.T`` is taken as it is.
+        ``[K, N_i]`` each, of any widths and strides, of the dtype and on the device of `x`. Rows or columns that
+        lie side by side in memory are taken as they are, so that ``linear.weight.T`` is no copy.
     tf32 : bool, optional
         Whether float32 is multiplied in TF32, with ten bits of mantissa. ``torch.backends.cuda.matmul.allow_tf32``
         where None. Other dtypes do not ask.
@@ -382,8 +381,9 @@ def concat_gemm(
     Notes
     -----
     Up to four neighbouring weights of one layout share a launch; more take further launches into the same output.
-    Tensor descriptors need addresses and strides that are multiples of 16 bytes; where they are not, a slower kernel
-    takes over. Works under `torch.compile`. Differentiable: gradients are torch's products, which follow
+    Tensor descriptors need addresses and strides that are multiples of 16 bytes. Where they are not, what is not so is
+    copied first in half types and TF32, unless there is little to compute; else a slower kernel takes over. Works under
+    `torch.compile`. Differentiable: gradients are torch's products, which follow
     ``torch.backends.cuda.matmul.allow_tf32`` whatever `tf32` was.
 
     Examples

@@ -23,7 +23,7 @@ from ._products import (
     _DTYPES,
     Plan,
     _checked,
-    _describable,
+    _fetchable,
     _late,
     _leading,
     _math,
@@ -321,13 +321,13 @@ def _into(
 ) -> None:  # fmt: skip
     """An empty `strategy` leaves the choice to the plan."""
     x = _matrix(x)
-    (M, K), N = x.shape, gate.shape[1]
+    M, N = len(x), gate.shape[1]
     out = out.view(M, N)
     math = _math(x.dtype, tf32)
     layout = layout_of(gate) if layout_of(gate) == layout_of(up) else "any"
-    aligned = layout_of(x) == "row" and all(_describable(t, s) for t, s in ((x, "row"), (gate, layout), (up, layout)))
-    aligned = aligned and K > 0  # a descriptor has no empty axis
-    plan = _plan("swiglu", (M, 2 * N), math, layout, aligned, gpu(x.device), strategy or None)
+    hardware = gpu(x.device)
+    x, (gate, up), aligned = _fetchable(x, (gate, up), layout, math, hardware[0], strategy)
+    plan = _plan("swiglu", (M, 2 * N), math, layout, aligned, hardware, strategy or None)
     if plan.kernel == "torch":
         _products_gated(out, x, gate, up, bias, tf32)
     else:
@@ -429,7 +429,7 @@ def swiglu(
 
     Notes
     -----
-    Weights that differ in layout, or that no tensor descriptor describes, take a slower kernel, as in `concat_gemm`.
+    Weights that differ in layout, or whose rows begin at no multiples of 16 bytes, are treated as in `concat_gemm`.
     Works under `torch.compile`. Differentiable: the backward pass computes the two products again instead of keeping
     them, and all its products are torch's, which follow ``torch.backends.cuda.matmul.allow_tf32`` whatever `tf32` was.
 
