@@ -474,3 +474,18 @@ def test_the_card_says_which_label_is_out_of_range(device):
     points, centres = drawn("near", device, n=4, d=2, k=2)
     inputs = points.double(), centres.double(), torch.int64
     assert KMEANS_ASSIGN.meaning(inputs, (torch.tensor([0, 1, 2, -1], device=device),)).isinf().tolist() == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize(("n", "d", "k"), [(37, 9, 2), (33, 17, 16), (3, 300, 5), (1, 64, 9)])
+def test_each_of_few_centres_is_compared_by_differences(n, d, k, dtype, device):
+    """Far from the origin, where products cancel; odd widths; what is not finite is nearest to nobody."""
+    points = (torch.randn(n, d, dtype=torch.float64) + 100).to(dtype)
+    centres = (torch.randn(k, d, dtype=torch.float64) + 100).to(dtype)
+    points[0, -1] = torch.nan
+    centres[-1, 0] = torch.inf
+    found = fusebook.kmeans_assign(points.to(device), centres.to(device), check=False).cpu()
+    distances = torch.cdist(points.double(), centres.double(), compute_mode="donot_use_mm_for_euclid_dist")
+    assert found[0] == 0
+    chosen = distances.gather(1, found[:, None])[1:, 0]
+    assert (chosen <= distances[1:, :-1].amin(1) * (1 + 1e-6)).all()

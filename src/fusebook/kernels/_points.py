@@ -184,8 +184,8 @@ def _kmeans_few(
 class Plan(NamedTuple):
     """How labels are found.
 
-    ``few`` coordinates in registers, a ``tile`` of all centres that screens, a ``product`` of many that does, or
-    ``differences``.
+    ``few`` coordinates in registers, ``each`` of few centres in turn, a ``tile`` of all centres that screens, a
+    ``product`` of many that does, or ``differences``.
     """
 
     how: str

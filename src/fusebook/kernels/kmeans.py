@@ -8,12 +8,13 @@ Fused: differences, squares, their sums over d, and the search for the least ove
 may share the pass. The chain of separate operations writes nkd differences and reads them again, then nk distances. The
 least is to read nd and to write n labels.
 
-Few coordinates: a point lives in registers, and its distances are sums of squared differences. More coordinates: the
-distances are a matrix product, since ``|x - c|**2 = |x|**2 - 2 x.c + |c|**2``, which is fast on tensor cores and loses
-digits twice: in what they round, and where large terms cancel. So the product only *screens*: a point whose best two
-candidates are closer to each other than the product's error can tell apart is put on a list, and the points of that
-list are compared again by differences. Labels are those of differences in either way. Up to 128 centres are one tile of
-the product: a point is read once, and who is in doubt is compared with the candidates alone.
+Few coordinates: a point lives in registers, and its distances are sums of squared differences. Few centres: each has
+sums of its own in registers, while the coordinates of a point pass by. More of both: the distances are a matrix
+product, since ``|x - c|**2 = |x|**2 - 2 x.c + |c|**2``, which is fast on tensor cores and loses digits twice: in what
+they round, and where large terms cancel. So the product only *screens*: a point whose best two candidates are closer to
+each other than the product's error can tell apart is put on a list, and the points of that list are compared again by
+differences. Labels are those of differences in either way. Up to 128 centres are one tile of the product: a point is
+read once, and who is in doubt is compared with the candidates alone.
 
 Limits: points and centres that are not contiguous are copied first.
 """
@@ -422,11 +423,52 @@ def _kmeans_differences(
         first += step
 
 
+@triton.jit
+def _kmeans_each(
+    labels_ptr, points_ptr, centres_ptr, n, D,
+    K: tl.constexpr, ALIGN: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
+    FLOAT: tl.constexpr,
+):  # fmt: skip
+    """The nearest of few centres by differences to each in turn: BLOCK points are read once, for all K of them.
+
+    D is counted in units of ALIGN. So many neighbouring coordinates, which one thread loads, are added up at once:
+    there is a sum for each of them, and for each centre.
+    """
+    D = D * ALIGN
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
+    live = i < n
+    columns = tl.arange(0, BLOCK_D)
+    x_ptr = points_ptr + (i * D)[:, None]  # [BLOCK, 1]
+    sums = ()
+    for _ in tl.static_range(K):
+        sums += (tl.zeros([BLOCK, BLOCK_D // ALIGN], FLOAT),)  # type: ignore[assignment]
+    for first in tl.range(0, D, BLOCK_D, num_stages=STAGES):
+        at = first + columns
+        inside = at < D
+        x = tl.load(x_ptr + at[None, :], mask=live[:, None] & inside[None, :], other=0.0).to(FLOAT)  # read nD
+        more = ()
+        for j in tl.static_range(K):
+            c = tl.load(centres_ptr + j * D + at, mask=inside, other=0.0).to(FLOAT)  # [BLOCK_D]; from a cache
+            difference = x - c[None, :]
+            squares = tl.reshape(difference * difference, [BLOCK, BLOCK_D // ALIGN, ALIGN])
+            more += (sums[j] + tl.sum(squares, 2),)  # type: ignore[assignment]
+        sums = more
+    best = tl.full([BLOCK], float("inf"), FLOAT)
+    label = tl.zeros([BLOCK], tl.int32)
+    for j in tl.static_range(K):
+        distance = tl.sum(sums[j], 1)  # [BLOCK]
+        closer = distance < best  # NaN is not closer
+        best = tl.where(closer, distance, best)
+        label = tl.where(closer, j, label)
+    tl.store(labels_ptr + i, label.to(labels_ptr.dtype.element_ty), mask=live)  # write n labels
+
+
 # Plans ---------------------------------------------------------------------------------------------------------------
 
 
-#: Centres that one tile holds.
+#: Centres that one tile holds; and those few of which each has sums of its own in registers.
 _TILE = 128
+_EACH = 16
 
 
 def _loose(precision: str, d: int) -> float:
@@ -452,14 +494,25 @@ def _kmeans_plan(
 
     `again` is for the points that the first screen could not tell: the second screen, and the differences after it.
     """
+    align = math.gcd(16 // dtype.itemsize, d)  # coordinates that are loaded at once
     if how is None:
         # float64 has no tensor core that is worth its while on most GPUs, and no screen would be finer than it.
-        how = "few" if d <= 8 else "differences" if dtype == torch.float64 else "tile" if k <= _TILE else "product"
+        # Single loads of half a word leave fewer centres worth a pass without tensor cores.
+        each = k <= (_EACH if align * dtype.itemsize >= 4 else _EACH // 4)
+        how = "few" if d <= 8 else "each" if each else "differences" if dtype == torch.float64 else ""
+        how = how or ("tile" if k <= _TILE else "product")
     if how == "few":
         few = k if k * d <= 32 else 0  # unrolled, centres stay in registers; beyond, the code would only grow
         # Small programs: they come and go, and loads of the next are on their way while the last ones store. Labels of
         # int64 fill 16 bytes with two points, so that half as many keep a thread as busy.
         return Plan(how, block=256 if few and capability and label_size == 8 else 512, few=few)
+    if how == "each":
+        # A warp loads a piece of a point, 16 bytes a thread, or several points that are shorter. It takes as many
+        # points at once as there are registers for sums. Over many pieces, the next ones are fetched ahead.
+        chunk = min(32 * align, triton.next_power_of_2(d))
+        block = (8 if align > 1 or k > 8 else 16) * (32 * align // chunk)
+        stages, warps = (1, 4) if d <= 3 * chunk else (3, 2)
+        return Plan(how, block, chunk=chunk, stages=stages, warps=warps)
     if how == "differences":
         if capability is None:
             return Plan(how, block=32, block_k=32)
@@ -617,6 +670,14 @@ def assign_into(labels: Tensor, points: Tensor, centres: Tensor, label_dtype: to
         _launch_tile(labels, points, centres, plan)
     elif plan.how == "product":
         _launch_product(labels, points, centres, plan)
+    elif plan.how == "each":
+        align = math.gcd(16 // points.element_size(), d)
+        launch(
+            _kmeans_each, (triton.cdiv(len(points), plan.block),),
+            labels, points, centres, len(points), d // align,
+            K=k, ALIGN=align, BLOCK=plan.block, BLOCK_D=plan.chunk, STAGES=plan.stages,
+            FLOAT=tl.float64 if points.dtype == torch.float64 else tl.float32, num_warps=plan.warps,
+        )  # fmt: skip
     else:
         k_pad = _padded(k, plan.block_k)
         turned = empty((_padded(d, 8), k_pad), accumulated(points.dtype), points.device)
@@ -703,11 +764,11 @@ def kmeans_assign(
 
     Notes
     -----
-    Up to eight coordinates, and in float64, distances are sums of squared differences. With more, a matrix product on
-    tensor cores sorts out the points whose nearest centre is beyond doubt; the others are compared by differences, with
-    up to 128 centres only to those that the product could not tell apart. So the labels do not depend on how far from
-    the origin the points lie, but the time does: where clusters are much farther from each other than they are wide,
-    more points are in doubt.
+    Up to eight coordinates or sixteen centres, and in float64, distances are sums of squared differences. With more, a
+    matrix product on tensor cores sorts out the points whose nearest centre is beyond doubt; the others are compared by
+    differences, with up to 128 centres only to those that the product could not tell apart. So the labels do not depend
+    on how far from the origin the points lie, but the time does: where clusters are much farther from each other than
+    they are wide, more points are in doubt.
 
     Points and centres that are not contiguous are copied first. Labels have no gradient.
 
