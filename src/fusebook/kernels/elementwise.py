@@ -327,6 +327,7 @@ class Expression(NamedTuple):
     operands: str
     results: int
     gradients: Callable[..., tuple[Tensor, ...]]
+    by_result: bool = False  # the gradient takes the one result, in place of the one operand
 
 
 def _silu_gradient(x: Tensor, dy: Tensor) -> tuple[Tensor]:
@@ -343,7 +344,7 @@ _EXPRESSIONS = {
     "add_add_multiply": Expression(
         _add_add_multiply, "xyzw", 1, lambda x, y, z, w, d: (d * w, d * w, d * w, d * (x + y + z))
     ),
-    "exp": Expression(_exponential, "x", 1, lambda x, d: (d * torch.exp(x),)),
+    "exp": Expression(_exponential, "x", 1, lambda y, d: (d * y,), by_result=True),
 }  # fmt: skip
 _plan = functools.lru_cache(maxsize=4096)(_elementwise_plan)
 
@@ -391,17 +392,20 @@ def _elementwise_into(expression: Any, outs: Tensor | tuple[Tensor, ...], *opera
     )  # fmt: skip
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    ctx.save_for_backward(*inputs)
+def _keep(expression: Expression, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.save_for_backward(*((output,) if expression.by_result else inputs))
 
 
 def _gradients(expression: Expression, ctx: Any, *dys: Tensor | None) -> tuple[Tensor, ...]:
     """Each in its operand's shape and dtype: what was broadcast is summed up."""
     operands = ctx.saved_tensors
-    shape, dtype = torch.broadcast_shapes(*(t.shape for t in operands)), _dtype_of(operands)
-    given = [torch.zeros(shape, dtype=dtype, device=operands[0].device) if d is None else d for d in dys]
+    given = list(dys)
+    if any(d is None for d in dys):  # a result that nobody asked for
+        shape, dtype = torch.broadcast_shapes(*(t.shape for t in operands)), _dtype_of(operands)
+        given = [torch.zeros(shape, dtype=dtype, device=operands[0].device) if d is None else d for d in dys]
     found = expression.gradients(*operands, *given)
-    return tuple(g.sum_to_size(x.shape).to(x.dtype) for g, x in zip(found, operands, strict=True))
+    pairs = zip(found, operands, strict=True)
+    return tuple((g if g.shape == x.shape else g.sum_to_size(x.shape)).to(x.dtype) for g, x in pairs)
 
 
 def _check(name: str, *operands: Any) -> tuple[Tensor, ...]:
@@ -432,7 +436,7 @@ def _operator(name: str) -> Operator:
         check=functools.partial(_check, name),
         outputs=functools.partial(_outputs, expression.results),
         into=functools.partial(_elementwise_into, expression.kernel),
-        gradient=(functools.partial(_gradients, expression), _keep),
+        gradient=(functools.partial(_gradients, expression), functools.partial(_keep, expression)),
     )
 
 
