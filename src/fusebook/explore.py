@@ -241,11 +241,12 @@ def several(asked: Sequence[tuple[str, Dims]], *, repeat: int = 7, without: Sequ
         return [problem(name, repeat=repeat, without=without, **dict[str, Any](dims)) for name, dims in asked]
     found = dict(_in_turn(jobs, os.cpu_count() or 1, repeat, math.inf))
     frames = []
-    for i in range(len(jobs)):
+    for i, (op, _, _) in enumerate(jobs):
         rows = found.get(i, [])
         if isinstance(rows, Wrong):
             raise rows
-        frames.append(pd.DataFrame([{"case": 0, **row} for row in rows]))
+        columns = [*_FRONT, *_dims(op), *_BACK]
+        frames.append(pd.DataFrame([{"case": 0, **row} for row in rows], columns=columns))
     return frames
 
 
