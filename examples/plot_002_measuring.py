@@ -121,11 +121,12 @@ claims(
         ratio=last["not waiting us"] / first["not waiting us"],
     ),
     claim(
-        "At 4 GiB it shows less than a twentieth of the time",
+        "At 4 GiB a clock that does not wait shows less than a twentieth of "
+        "the time.",
         last["not waiting us"] < last["cold us"] / 20,
     ),
     claim(
-        "Waiting, host and events agree within 5 % at 4 GiB",
+        "At 4 GiB the host's clock, which waits, and events agree within 5 %.",
         abs(last["call us"] / last["cold us"] - 1) < 0.05,
     ),
 )
@@ -188,12 +189,12 @@ claims(
         ratio=cache["looped GB/s"].max() * 1e9 / on.copy,
     ),
     claim(
-        "Some looped copy is faster than memory can be",
+        "Some copy in a loop is faster than memory can be.",
         cache["looped GB/s"].max() * 1e9 > 1.05 * on.copy,
     ),
     claim(
-        "Flushed, no copy of 4 x L2 or more passes the roof by more than 3 %, "
-        "but for one cache full of what it writes",
+        "After a flush no copy of 4 x L2 or more passes the roof by more than "
+        "3 %, when one cache full of what it writes is not counted.",
         large.set_index("MB read and written")["flushed GB/s"] * 1e9
         <= (1.03 * on.copy / (1 - kept)).to_numpy(),
     ),
@@ -262,12 +263,12 @@ table(first, "One kernel, 512 MiB read and written", fold=False)
 value = first.set_index("what")["value"]
 claims(
     claim(
-        "The first call takes more than a hundred times the median",
+        "The first call takes more than a hundred times the median.",
         value["first call (us)"] > 100 * value["median of 30 (us)"],
         headline=True,
     ),
     claim(
-        "The mean is more than twice the median",
+        "The mean is more than twice the median.",
         value["mean of 30, first included (us)"]
         > 2 * value["median of 30 (us)"],
     ),
@@ -347,7 +348,7 @@ claims(
         read=extra["read of 64 MiB"],
     ),
     claim(
-        "Every one of them is charged for the zeros, by more than 5 %",
+        "Each of the three is charged more than 5 % for the zeros.",
         extra > 0.05,
     ),
     say(
@@ -403,11 +404,11 @@ claims(
         copy=paying["copy to the CPU"],
     ),
     claim(
-        "On the CPU a fresh result costs more than the work",
+        "On the CPU a fresh result costs more than the work.",
         paying[["exp on the CPU", "copy to the CPU"]] > 2,
     ),
     claim(
-        "On the GPU it costs less than the work",
+        "On the GPU a fresh result costs less than the work.",
         paying["exp on the GPU"] < 2,
     ),
 )
@@ -499,16 +500,19 @@ claims(
         ratio=us["matrix product of random"] / us["matrix product of zeros"],
     ),
     claim(
-        "Zeros are faster, by more than 5 %",
+        "A matrix product of zeros is more than 5 % faster than one of random "
+        "numbers.",
         us["matrix product of random"] > 1.05 * us["matrix product of zeros"],
         fatal=False,
     ),
     claim(
-        "The kernel that writes half passes a careless test",
+        "The kernel that writes only half of its output passes a careless "
+        "test.",
         half["passes"] == "yes",
     ),
     claim(
-        "On poisoned memory it fails, and the honest one passes",
+        "On poisoned memory the kernel that writes half fails, and the honest "
+        "one passes.",
         half["passes on poisoned memory"] == "no"
         and whole["passes on poisoned memory"] == "yes",
     ),
@@ -570,7 +574,7 @@ claims(
         fast=2 * 4 * 230400 / small["warm us"] / 1e3,
     ),
     claim(
-        "A call takes more than three times the device's time",
+        "A call, waited for, takes more than three times the device's time.",
         small["call us"] > 3 * small["warm us"],
     ),
     say(
@@ -666,12 +670,12 @@ most = second["MiB read and written"] * 2**20
 charged = (second["do_bench us"] - second["fusebook us"]) * 1e-6 * on.copy
 claims(
     claim(
-        "At 4 GiB both agree within 3 %",
+        "At 4 GiB both harnesses agree within 3 %.",
         (apart["ratio"].xs(4096, level=1) - 1).abs() <= 0.03,
     ),
     claim(
-        "What do_bench measures beyond is less than one cache full of writes, "
-        "within 3 % of the bytes",
+        "What do_bench measures in addition is less than one cache full of "
+        "writes, to within 3 % of the bytes.",
         pd.Series(charged <= on.l2 + 0.03 * most),
     ),
     say(

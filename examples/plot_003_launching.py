@@ -254,7 +254,7 @@ table(trapped, "The plan cache where things change", fold=False)
 # %%
 claims(
     claim(
-        "The cache is right in every line",
+        "With the whole key the cache gives the right result in every line.",
         trapped["right"] == "yes",
     ),
 )
@@ -320,27 +320,29 @@ claims(
         times=brackets / warm["kernel[grid]"],
     ),
     claim(
-        "Every way but the graph costs the host more than the device",
+        "Every way but the graph takes more of the host's time than the "
+        "kernel takes of the device's.",
         each.drop("CUDA graph of 100") > warm["torch.exp"],
         headline=True,
     ),
     claim(
-        "The cache of this page takes less than three quarters of the time "
-        "of brackets",
+        "The cache of this page takes less than three quarters of the host's "
+        "time of a launch by brackets.",
         plan < 0.75 * brackets,
     ),
     claim(
-        "The library's plan takes at most twice the time of torch.exp",
+        "A call of the library takes at most twice the host's time of "
+        "torch.exp.",
         each["fusebook.exp"] <= 2 * eager,
     ),
     claim(
-        "torch.library.custom_op takes more than twice what Library.impl adds "
-        "to the brackets",
+        "torch.library.custom_op adds more than twice as much to the brackets "
+        "as Library.impl.",
         each["custom_op"] - brackets > 2 * (each["Library.impl"] - brackets),
     ),
     claim(
-        "A recorded gradient costs the library less than brackets cost "
-        "without one",
+        "A call of the library that records a gradient takes less of the "
+        "host's time than brackets that record none.",
         each["fusebook.exp, gradient recorded"] < brackets,
     ),
     say(
@@ -429,7 +431,8 @@ claims(
         / of["the whole call"],
     ),
     claim(
-        "Key and lookup cost less than the launch that they find",
+        "Making the key and looking it up takes less time than the launch "
+        "that is found.",
         of["the key"] + of["the lookup"]
         < of["Triton's launcher and the driver"],
     ),

@@ -44,19 +44,20 @@ Read before: 002, 101.
 # result once, 2MN elements. In half types the elements are half as long and
 # the operations as many, so there arithmetic counts for more.
 
-import ast
+import functools
 import inspect
 import warnings
 
 # sphinx_gallery_tags = ["softmax", "reduction"]
 import fusebook  # before triton: it decides whether kernels are interpreted
-from fusebook import machine, plots, tables, timing
+from fusebook import bench, machine, plots, tables, timing
 from fusebook.cards.softmax import SOFTMAX, SOFTMAX_BACKWARD
 from fusebook.check import yardstick
 from fusebook.inputs import generator, rough
 from fusebook.kernels._rows import softmax_plan
 from fusebook.kernels.softmax import _softmax_rows, softmax_eager
 from fusebook.page import (
+    Folded,
     Source,
     by_clock,
     claim,
@@ -65,6 +66,8 @@ from fusebook.page import (
     draw,
     exercise,
     holds,
+    lines_of,
+    measured,
     provenance,
     say,
     solution,
@@ -192,10 +195,11 @@ def one_row(y_ptr, x_ptr, N, BLOCK: tl.constexpr):
     tl.store(y_ptr + at, e / tl.sum(e, 0), mask=inside)  # write N
 
 
-def softmax_one_row(x):
+def softmax_one_row(x, warps=4):
     M, N = x.shape
     y = torch.empty_like(x)
-    one_row[(M,)](y, x, N, BLOCK=triton.next_power_of_2(N))
+    block = triton.next_power_of_2(N)
+    one_row[(M,)](y, x, N, BLOCK=block, num_warps=warps)
     return y
 
 
@@ -203,21 +207,22 @@ def softmax_one_row(x):
 # How many :term:`warps <warp>` share a row? The launch above leaves it at
 # Triton's default of four, 128 threads, whatever the width: at 12672 columns
 # each thread then holds 128 numbers. The tutorial that this page grew from
-# gives wide rows more. The library decides by a plan, which is shown further
-# down. The time of each choice is not recorded, so this page draws no
-# conclusion from it.
+# gives a row of 2048 numbers and more 8 warps, one of 4096 and more 16. The
+# library decides by a plan, which is shown further down.
 
-triton_rule = {n: 4 + 4 * (n >= 2048) + 8 * (n >= 4096) for n in (
-    256, 781, 1024, 2048, 4096, 8192, 12672
-)}  # fmt: skip
+
+def by_the_rule(x):
+    """Step one with the warps of the tutorial's first kernel."""
+    N = triton.next_power_of_2(x.shape[1])
+    return softmax_one_row(x, 4 + 4 * (N >= 2048) + 8 * (N >= 4096))
+
+
 plans = {
     n: softmax_plan((1, 4096, n), torch.float32, (9, 0), flat=True)
-    for n in triton_rule
+    for n in (256, 781, 1024, 2048, 4096, 8192, 12672)
 }
 warps = pd.DataFrame(
     {
-        "step one": 4,
-        "Triton's tutorial": triton_rule,
         "the library": {n: plan.warps for n, plan in plans.items()},
         "its rows a program": {
             n: plan.constants.get("ROWS", 1) for n, plan in plans.items()
@@ -321,6 +326,57 @@ widths["idle %, chunks of 1024"] = [
 table(widths, "Masked lanes, in percent")
 
 # %%
+# Triton's tutorial of today has a fourth way: a :term:`persistent kernel`. As
+# many programs as fit are launched, each takes every so many rows, and loads
+# the next row while it works on this one (``num_stages``). This is that idea
+# in the words of this page.
+
+
+@triton.jit
+def rows_in_turn(
+    y_ptr, x_ptr, M, N, BLOCK: tl.constexpr, STAGES: tl.constexpr
+):
+    columns = tl.arange(0, BLOCK)
+    inside = columns < N
+    start, programs = tl.program_id(0), tl.num_programs(0)
+    for row in tl.range(start, M, programs, num_stages=STAGES):
+        at = row.to(tl.int64) * N + columns
+        x = tl.load(x_ptr + at, mask=inside, other=float("-inf"))  # read N
+        x = x.to(tl.float32)
+        e = tl.exp(x - tl.max(x, 0))
+        tl.store(y_ptr + at, e / tl.sum(e, 0), mask=inside)  # write N
+
+
+@functools.cache
+def programs_that_fit(dtype, N, constants):
+    """As many as registers and shared memory have room for."""
+    gpu = torch.cuda.get_device_properties()
+    row = torch.empty(N, dtype=dtype, device="cuda")
+    built = rows_in_turn[(1,)](row, row, 0, N, **dict(constants))
+    warps = built.metadata.num_warps
+    registers = max(built.n_regs, 16) * 32 * warps
+    shared = built.metadata.shared + 1024
+    fit = min(
+        gpu.regs_per_multiprocessor // registers,
+        gpu.shared_memory_per_multiprocessor // shared,
+        64 // warps,
+    )
+    return gpu.multi_processor_count * max(fit, 1)
+
+
+def softmax_in_turn(x):
+    M, N = x.shape
+    y = torch.empty_like(x)
+    block = triton.next_power_of_2(N)
+    constants = {"BLOCK": block, "STAGES": 4, "num_warps": 8}
+    programs = 4
+    if x.is_cuda:
+        programs = programs_that_fit(x.dtype, N, tuple(constants.items()))
+    rows_in_turn[(min(programs, M),)](y, x, M, N, **constants)
+    return y
+
+
+# %%
 # The finished kernel
 # ~~~~~~~~~~~~~~~~~~~
 #
@@ -330,7 +386,7 @@ table(widths, "Masked lanes, in percent")
 # rows of half types take a sibling that holds two numbers a register.) This is
 # the source of the library, read when the page was built.
 
-Source(_softmax_rows)
+Source(_softmax_rows, doc=False)
 
 # %%
 # What to launch for which shape is decided by a function of plain numbers, so
@@ -342,7 +398,7 @@ Source(_softmax_rows)
 # which an ordinary launch does not promise. So a program that has waited long
 # computes by itself what is missing.
 
-Source(softmax_plan, doc=False)
+Folded("What is launched for which shape", Source(softmax_plan, doc=False))
 
 # %%
 # Is it right?
@@ -398,6 +454,7 @@ with np.errstate(invalid="ignore"):  # the interpreter is NumPy: NaN warns
         step_one=softmax_one_row,
         step_two=softmax_some_rows,
         step_three=softmax_in_chunks,
+        in_turn=softmax_in_turn,
         fusebook=fusebook.softmax,
     )
 table(evil, "Eight hostile rows of 1000")
@@ -422,7 +479,8 @@ halves = [
 ]
 claims(
     claim(
-        "All three steps and the library are right on the hostile rows.",
+        "All steps, the tutorial's kernel and the library are right on the "
+        "hostile rows.",
         evil["right"],
     ),
     claim(
@@ -537,7 +595,7 @@ clocks = pd.concat(
     {kind: tables.times(small, kind) for kind in timing.KINDS},
     names=["clock"],
 )
-table(clocks, "Four clocks, in microseconds")
+table(clocks, "Four clocks, in microseconds", fold=True)
 
 # %%
 warm = tables.times(small, "warm")
@@ -579,6 +637,46 @@ claims(
         warm=fused.loc[(4096, 256), "warm_us"],
     ),
 )
+
+# %%
+# What each step was worth
+# ~~~~~~~~~~~~~~~~~~~~~~~~
+#
+# The kernels of this page as they were shown, cold, from the chain to a copy.
+# Registers are those of a thread; what does not fit into 255 of them is
+# spilled to memory.
+
+
+# site: fold
+def softmax_steps():
+    parts = []
+    shapes = (65536, 781), (32768, 4096), (16384, 12672)
+    for dtype in (torch.float32, torch.bfloat16):
+        for M, N in shapes:
+            x = rough(generator(0), (M, N), dtype)
+            y, yard = torch.empty_like(x), yardstick(SOFTMAX, (x,))
+            frame = bench.staircase(
+                {
+                    "the chain": lambda x=x: softmax_eager(x),
+                    "step one, 4 warps": lambda x=x: softmax_one_row(x),
+                    "step one, the tutorial's warps": lambda x=x: by_the_rule(
+                        x
+                    ),
+                    "step two": lambda x=x: softmax_some_rows(x),
+                    "step three": lambda x=x: softmax_in_chunks(x),
+                    "the tutorial of today": lambda x=x: softmax_in_turn(x),
+                    "the library": lambda x=x: fusebook.softmax(x),
+                },
+                lambda got, yard=yard: yard.judge(got).ok,
+                repeat=15,
+            )
+            copy = timing.cold({"copy": lambda x=x, y=y: y.copy_(x)})["copy"]
+            frame["copy us"] = copy.q50 * 1e6
+            parts.append(frame.assign(shape=f"{M}x{N}", dtype=str(dtype)[6:]))
+    return pd.concat(parts, ignore_index=True)
+
+
+stairs = measured("softmax_steps", softmax_steps)
 
 # %%
 # How far from the roof?
@@ -756,15 +854,6 @@ claims(
 # `torch.compile`.
 
 
-def lines_of(*functions):
-    """Lines of code, without docstrings, comments and empty lines."""
-    trees = [ast.parse(inspect.getsource(f)) for f in functions]
-    for node in (n for tree in trees for n in ast.walk(tree)):
-        if isinstance(node, ast.FunctionDef) and ast.get_docstring(node):
-            node.body = node.body[1:]
-    return sum(len(ast.unparse(tree).splitlines()) for tree in trees)
-
-
 with warnings.catch_warnings(record=True) as said:
     warnings.simplefilter("always")
     torch.jit.script(softmax_eager)
@@ -838,8 +927,8 @@ claims(
         '"Easier to read, understand and maintain" (2022): step one has {one} '
         "lines of code with its launcher, and the module of our library, for "
         "all shapes and its gradient, has {all}.",
-        lines_of(module) < 5 * lines_of(one_row.fn, softmax_one_row),
-        one=lines_of(one_row.fn, softmax_one_row),
+        lines_of(module) < 5 * lines_of(one_row, softmax_one_row),
+        one=lines_of(one_row, softmax_one_row),
         all=lines_of(module),
     ),
     holds(
@@ -875,18 +964,24 @@ callers = tables.alike(everything)
 by_clock(callers)
 
 # %%
-table(tables.clocks(callers), "Every way by every clock, in microseconds")
+table(
+    tables.clocks(callers),
+    "Every way by every clock, in microseconds",
+    fold=True,
+)
 
 # %%
 table(
     tables.losses(callers, kind="paid"),
     "Where another way is faster for an eager program",
+    fold=True,
 )
 
 # %%
 table(
     tables.losses(callers, kind="call"),
     "Where another way is faster by a call that is waited for",
+    fold=True,
 )
 
 # %%

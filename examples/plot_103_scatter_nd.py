@@ -44,12 +44,13 @@ Read before: 002, 101.
 
 # sphinx_gallery_tags = ["scatter", "ScatterND", "atomics", "embedding"]
 import fusebook  # before triton: it decides whether kernels are interpreted
-from fusebook import plots, tables
+from fusebook import bench, plots, tables, timing
 from fusebook.cards.scatter_nd import (
     EMBEDDING_BACKWARD,
     MASKED_SCATTER_ND,
     SCATTER_ND_OF_SHAPE,
 )
+from fusebook.check import yardstick
 from fusebook.inputs import generator, rough
 from fusebook.kernels._grouped import (
     _scatter_nd_owner,
@@ -63,6 +64,7 @@ from fusebook.kernels.scatter_nd import (
 )
 from fusebook.ort import Graph
 from fusebook.page import (
+    Folded,
     Listing,
     Source,
     by_clock,
@@ -73,6 +75,7 @@ from fusebook.page import (
     exercise,
     extra,
     holds,
+    measured,
     provenance,
     say,
     solution,
@@ -97,6 +100,7 @@ asked = study(MASKED_SCATTER_ND, config="small,medium,large", dtype="float32")
 FLOAT, INT64 = onnx.TensorProto.FLOAT, onnx.TensorProto.INT64
 
 
+# site: fold
 def model(fused):
     """One of three graphs that mean the same."""
     zero = oh.make_tensor("zero", FLOAT, [1], [0.0])
@@ -153,7 +157,10 @@ def model(fused):
 
 
 MODELS = ("ScatterND", "ScatterNDOfShape", "MaskedScatterNDOfShape")
-Listing("\n\n".join(onnx.printer.to_text(model(name)) for name in MODELS))
+Folded(
+    "The three graphs as text",
+    Listing("\n\n".join(onnx.printer.to_text(model(name)) for name in MODELS)),
+)
 
 # %%
 # What they mean is decided by ONNX's reference evaluator, which is told of the
@@ -167,6 +174,7 @@ def scattered(shape, indices, updates):
     return y
 
 
+# site: fold
 class ScatterNDOfShape(OpRun):
     op_domain = "fusebook"
 
@@ -174,6 +182,7 @@ class ScatterNDOfShape(OpRun):
         return (scattered(shape, indices, updates),)
 
 
+# site: fold
 class MaskedScatterNDOfShape(OpRun):
     op_domain = "fusebook"
 
@@ -232,7 +241,7 @@ trace = pd.DataFrame(
     {"index": keys, "its row then holds, in each column": held}
 )
 trace.index.name = "update"
-table(trace, "What each of the 20 updates does")
+table(trace, "What each of the 20 updates does", fold=True)
 
 # %%
 # The first eight of them as a picture. Several updates may own one row, a
@@ -288,7 +297,7 @@ claims(
 #
 # In PyTorch the chain is four operations, and the comments are its traffic.
 
-Source(masked_scatter_nd_eager)
+Source(masked_scatter_nd_eager, doc=False)
 
 # %%
 # The least is to write the output once and to read each update once. What
@@ -424,7 +433,7 @@ def step_two(shape, indices, updates):
 # second pass. Other programs of the same launch write the first zeros
 # meanwhile.
 
-Source(_scatter_nd_sort)
+Folded("Sort by counting", Source(_scatter_nd_sort, doc=False))
 
 # %%
 # Then the rows that have updates are added up. A long stretch of one row is
@@ -432,7 +441,7 @@ Source(_scatter_nd_sort)
 # Whichever program finishes last adds the pieces, always in the same order, so
 # every run gives the same bits.
 
-Source(_scatter_nd_segments)
+Folded("Add up segments", Source(_scatter_nd_segments, doc=False))
 
 # %%
 # The other rows get their zeros at the same time, so that memory has something
@@ -443,7 +452,7 @@ Source(_scatter_nd_segments)
 # what memory happened to hold for any other row fails this test. That is the
 # :term:`sparse set` of Briggs and Torczon.
 
-Source(_scatter_nd_zeros)
+Source(_scatter_nd_zeros, doc=False)
 
 # %%
 # These are three kernels, and the GPU need not be idle between them. With
@@ -479,14 +488,14 @@ draw.lanes(
 # same in every run; only the order of the updates *within* a row is the
 # hardware's.
 
-Source(_scatter_nd_owner)
+Folded("Grouped by counting", Source(_scatter_nd_owner, doc=False))
 
 # %%
 # The sizes decide which of them is launched: to look at the indices would mean
 # to wait for the GPU. Under ``torch.use_deterministic_algorithms(True)`` it is
 # always sorted segments.
 
-Source(_scatter_nd_plan)
+Folded("Which of them is launched", Source(_scatter_nd_plan, doc=False))
 
 # %%
 # Is it right?
@@ -987,6 +996,105 @@ parts = pd.DataFrame(
 table(parts, "Times as fast, by what was changed, cold", fold=False)
 
 # %%
+# The source's two kernels
+# ~~~~~~~~~~~~~~~~~~~~~~~~
+#
+# What were *their* kernels worth? Both have a thread for each column: it
+# writes zeros down its column, goes over all updates and adds its number of
+# each. No two threads share a column, so nothing is atomic. One kernel reads
+# each index from memory; the other, for 128 columns and more, brings 128
+# indices at a time into :term:`shared memory`. This is that in CUDA C of our
+# own, the mistake mended (`theirs
+# <https://github.com/sdpython/onnx-extended/tree/main/onnx_extended/ortops/optim/cuda>`__).
+
+BY_COLUMN = """
+extern "C" __global__
+void by_column(float* y, const long long* k, const float* u,
+               long long R, long long D, int n)
+{
+    const long long c = blockIdx.x * blockDim.x + threadIdx.x;
+    if (c >= D) return;
+    for (long long r = 0; r < R; ++r) y[r * D + c] = 0;
+    for (int i = 0; i < n; ++i)
+        if (k[i] != -1) y[k[i] * D + c] += u[i * D + c];
+}
+
+extern "C" __global__
+void by_column_shared(float* y, const long long* k, const float* u,
+                      long long R, long long D, int n)
+{
+    __shared__ long long some[128];
+    const long long c = blockIdx.x * 128 + threadIdx.x;
+    if (c < D)
+        for (long long r = 0; r < R; ++r) y[r * D + c] = 0;
+    for (int begin = 0; begin < n; begin += 128) {
+        const int m = min(128, n - begin);
+        __syncthreads();  // all threads are done with the last 128
+        if (threadIdx.x < m) some[threadIdx.x] = k[begin + threadIdx.x];
+        __syncthreads();
+        if (c < D)
+            for (int i = 0; i < m; ++i)  // theirs: some[threadIdx.x]
+                if (some[i] != -1)
+                    y[some[i] * D + c] += u[(begin + i) * D + c];
+    }
+}
+"""
+Listing(BY_COLUMN, "cuda")
+
+
+# site: fold
+def scatter_nd_source():
+    import cupy
+
+    module = cupy.RawModule(code=BY_COLUMN)
+
+    def launched(name, shape, indices, updates):
+        y = updates.new_empty(shape)
+        stream = torch.cuda.current_stream().cuda_stream
+        pointers = [np.uint64(t.data_ptr()) for t in (y, indices, updates)]
+        sizes = np.int64(shape[0]), np.int64(shape[1]), np.int32(len(indices))
+        with cupy.cuda.ExternalStream(stream):
+            grid = (triton.cdiv(shape[1], 128),)
+            module.get_function(name)(grid, (128,), (*pointers, *sizes))
+        return y
+
+    parts = []
+    for R, D, n in (
+        *((R, 2 * R, 2 * R) for R in (256, 512, 1024)),
+        (32000, 4096, 2048),
+    ):
+        dims = {"R": R, "D": D, "n": n, "law": "uniform"}
+        given = MASKED_SCATTER_ND.make(generator(0), torch.float32, **dims)
+        yard = yardstick(MASKED_SCATTER_ND, given)
+
+        def step(function, given=given):
+            return lambda: function(*given)
+
+        def theirs(name):
+            return step(lambda *a: launched(name, *a))
+
+        steps = {
+            "the chain": step(masked_scatter_nd_eager),
+            "theirs": theirs("by_column"),
+            "theirs, shared indices, mended": theirs("by_column_shared"),
+            "step one, atomic": step(step_one),
+            "step two, owner": step(step_two),
+            "the library": step(
+                lambda *a: fusebook.masked_scatter_nd_of_shape(*a, check=False)
+            ),
+        }
+        frame = bench.staircase(
+            steps, lambda got, yard=yard: yard.judge(got).ok, repeat=15
+        )
+        calls = timing.call(steps, repeat=15)
+        frame["call us"] = [calls[name].q50 * 1e6 for name in frame["step"]]
+        parts.append(frame.assign(R=R, D=D, n=n))
+    return pd.concat(parts, ignore_index=True)
+
+
+source = measured("scatter_nd_source", scatter_nd_source)
+
+# %%
 # From PyTorch's chain to our kernel the squares gain more than the traffic
 # allows for. What exceeds the prediction cannot be fusion: it is another
 # algorithm, an owner in place of atomic additions.
@@ -1128,18 +1236,24 @@ callers = tables.alike(everything)
 by_clock(callers)
 
 # %%
-table(tables.clocks(callers), "Every way by every clock, in microseconds")
+table(
+    tables.clocks(callers),
+    "Every way by every clock, in microseconds",
+    fold=True,
+)
 
 # %%
 table(
     tables.losses(callers, kind="paid"),
     "Where another way is faster for an eager program",
+    fold=True,
 )
 
 # %%
 table(
     tables.losses(callers, kind="call"),
     "Where another way is faster by a call that is waited for",
+    fold=True,
 )
 
 # %%

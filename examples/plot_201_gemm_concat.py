@@ -38,8 +38,9 @@ Read before: 002.
 
 # sphinx_gallery_tags = ["matrix product", "Gemm", "persistent kernel"]
 import fusebook  # before triton: it decides whether kernels are interpreted
-from fusebook import machine, plots, tables
+from fusebook import bench, machine, plots, tables
 from fusebook.cards.concat_gemm import CONCAT_GEMM, _in_views
+from fusebook.check import yardstick
 from fusebook.inputs import generator, rough
 from fusebook.kernels._products import _filled, _gemm_plan, _stack, _take_over
 from fusebook.kernels.concat_gemm import (
@@ -49,6 +50,7 @@ from fusebook.kernels.concat_gemm import (
 from fusebook.op import Cost
 from fusebook.ort import Graph
 from fusebook.page import (
+    Folded,
     Listing,
     Source,
     by_clock,
@@ -59,6 +61,7 @@ from fusebook.page import (
     exercise,
     extra,
     holds,
+    measured,
     provenance,
     say,
     solution,
@@ -149,7 +152,7 @@ claims(
 # In PyTorch the first graph is two products and a copy. The comments are its
 # traffic.
 
-Source(concat_gemm_eager)
+Source(concat_gemm_eager, doc=False)
 
 # %%
 # A product of large matrices does 2MKN operations on MK + KN + MN numbers: its
@@ -256,6 +259,7 @@ def side_by_side(
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
+    WIDEN: tl.constexpr,
 ):
     columns = tl.cdiv(N, BN)  # of tiles, of each weight
     r = tl.program_id(0) // (2 * columns)
@@ -271,19 +275,20 @@ def side_by_side(
         w_mask = (k < K)[:, None] & (n < N)[None, :]
         x = tl.load(x_ptr + m[:, None] * K + k[None, :], mask=x_mask, other=0)
         w = tl.load(w_ptr + k[:, None] * N + n[None, :], mask=w_mask, other=0)
-        # float32: the interpreter multiplies bfloat16 wrongly
-        x, w = x.to(tl.float32), w.to(tl.float32)
+        if WIDEN:  # the interpreter multiplies bfloat16 wrongly
+            x, w = x.to(tl.float32), w.to(tl.float32)
         y = tl.dot(x, w, y, input_precision="ieee")
     y_mask = (m < M)[:, None] & (n < N)[None, :]
     y_ptrs = y_ptr + m[:, None] * (2 * N) + (start + n)[None, :]
     tl.store(y_ptrs, y, mask=y_mask)
 
 
-def step_one(x, w0, w1):
+def step_one(x, w0, w1, BM=64, BN=64, BK=64, warps=4):
     (M, K), N = x.shape, w0.shape[1]
     y = x.new_empty(M, 2 * N)
-    tiles = triton.cdiv(M, 64) * 2 * triton.cdiv(N, 64)
-    side_by_side[(tiles,)](y, x, w0, w1, M, N, K, BM=64, BN=64, BK=64)
+    tiles = triton.cdiv(M, BM) * 2 * triton.cdiv(N, BN)
+    constants = {"BM": BM, "BN": BN, "BK": BK, "WIDEN": not x.is_cuda}
+    side_by_side[(tiles,)](y, x, w0, w1, M, N, K, **constants, num_warps=warps)
     return y
 
 
@@ -343,11 +348,11 @@ draw.lanes(
 
 # %%
 
-Source(_take_over)
+Folded("The wait, and the leave to start", Source(_take_over, doc=False))
 
 # %%
 
-Source(_concat_gemm_stacked)
+Source(_concat_gemm_stacked, doc=False)
 
 # %%
 # Weights of unequal widths, or more than two anywhere in memory, take a second
@@ -378,11 +383,11 @@ draw.waves(
 
 # %%
 
-Source(_filled, doc=False)
+Folded("How full the rounds are", Source(_filled, doc=False))
 
 # %%
 
-Source(_gemm_plan, doc=False)
+Folded("The plan of a product", Source(_gemm_plan, doc=False))
 
 # %%
 # Is it right?
@@ -597,7 +602,7 @@ over_n(
 )
 
 # %%
-measured = lines[["two + cat", "cat + one", "views"]].sub(
+counted = lines[["two + cat", "cat + one", "views"]].sub(
     lines["packed"], axis=0
 )
 allowed = pd.DataFrame(
@@ -608,7 +613,7 @@ allowed = pd.DataFrame(
     }
 )
 both = pd.concat(
-    [measured, allowed.reindex(measured.index)],
+    [counted, allowed.reindex(counted.index)],
     axis=1,
     keys=["measured", "predicted, at most"],
 )
@@ -707,6 +712,41 @@ provenance(half)
 
 # %%
 downloads(half, "concat_gemm")
+
+# %%
+# What each step was worth
+# ~~~~~~~~~~~~~~~~~~~~~~~~
+#
+# Step one as it was shown, step one in larger tiles, and the library's kernel,
+# which is steps two to four.
+
+
+# site: fold
+def gemm_steps():
+    parts = []
+    for n in (1024, 4096):
+        dims = {"M": n, "K": n, "N": n, "weights": "two"}
+        given = CONCAT_GEMM.make(generator(0), torch.bfloat16, **dims)
+        yard = yardstick(CONCAT_GEMM, given)
+
+        def step(function, given=given, **tiles):
+            return lambda: function(*given, **tiles)
+
+        frame = bench.staircase(
+            {
+                "eager": step(concat_gemm_eager),
+                "step one, 64 x 64": step(step_one),
+                "step one, 128 x 128": step(step_one, BM=128, BN=128, warps=8),
+                "step one, 128 x 256": step(step_one, BM=128, BN=256, warps=8),
+                "the library": step(ours),
+            },
+            lambda got, yard=yard: yard.judge(got).ok,
+        )
+        parts.append(frame.assign(n=n))
+    return pd.concat(parts, ignore_index=True)
+
+
+stairs = measured("gemm_steps", gemm_steps, by_device=True)
 
 # %%
 # How far from the roof?
@@ -858,20 +898,20 @@ claims(
     claim(
         "Up to n = 2048 Concat and launches cost no more than predicted, "
         "with 10 % of the product allowed for its own spread.",
-        (measured - allowed.reindex(measured.index)).le(
+        (counted - allowed.reindex(counted.index)).le(
             0.1 * lines["packed"], axis=0
         ).all(axis=1).loc[:2048],
         fatal=False,
-        of=measured,
+        of=counted,
     ),
     claim(
         "Beyond n = 2048 they cost no more than predicted either, with the "
         "same allowance, which is then larger than the prediction.",
-        (measured - allowed.reindex(measured.index)).le(
+        (counted - allowed.reindex(counted.index)).le(
             0.1 * lines["packed"], axis=0
         ).all(axis=1).loc[2049:],
         fatal=False,
-        of=measured,
+        of=counted,
     ),
 )  # fmt: skip
 
@@ -996,18 +1036,24 @@ callers = tables.alike(lost)
 by_clock(callers)
 
 # %%
-table(tables.clocks(callers), "Every way by every clock, in microseconds")
+table(
+    tables.clocks(callers),
+    "Every way by every clock, in microseconds",
+    fold=True,
+)
 
 # %%
 table(
     tables.losses(callers, kind="paid"),
     "Where another way is faster for an eager program",
+    fold=True,
 )
 
 # %%
 table(
     tables.losses(callers, kind="call"),
     "Where another way is faster by a call that is waited for",
+    fold=True,
 )
 
 # %%

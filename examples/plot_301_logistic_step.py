@@ -52,7 +52,7 @@ import functools
 import time
 
 import fusebook  # before triton: it decides whether kernels are interpreted
-from fusebook import plots, tables
+from fusebook import bench, plots, tables, timing
 from fusebook.cards.logistic_step import LOGISTIC_FIT, LOGISTIC_STEP
 from fusebook.check import yardstick
 from fusebook.inputs import generator
@@ -68,6 +68,7 @@ from fusebook.kernels.logistic_step import (
     logistic_step_eager,
 )
 from fusebook.page import (
+    Folded,
     Source,
     by_clock,
     claim,
@@ -87,6 +88,7 @@ import pandas as pd
 import torch
 import triton
 import triton.language as tl
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 asked = study(LOGISTIC_STEP, config="classic", dtype="float32")
@@ -109,7 +111,7 @@ claims(say("The loss before the first step: {loss:.4f}", loss=loss.item()))
 # What eager costs
 # ----------------
 
-Source(logistic_step_eager)
+Source(logistic_step_eager, doc=False)
 
 # %%
 # The data passes by twice. For a million rows that is most of the cost, and a
@@ -215,14 +217,17 @@ def step_one(X, y, w, b, lr, l2):
 # which it writes beside those of the others: a few hundred rows of D numbers,
 # whatever N.
 
-Source(_logistic_step_rows)
+Folded(
+    "The step over rows, of the library",
+    Source(_logistic_step_rows, doc=False),
+)
 
 # %%
 # A second launch adds them up in their order and takes the step. It could not
 # be done by the first one: a program would have to wait for all others, and
 # the end of a launch is the simplest :term:`barrier`.
 
-Source(_logistic_step_update)
+Source(_logistic_step_update, doc=False)
 
 # %%
 # The **loss** is where a textbook's formula fails. At a margin of 20 the
@@ -231,7 +236,7 @@ Source(_logistic_step_update)
 # :math:`e = \exp(-|z|)`, which never overflows, the loss is a sum of positive
 # terms, and the smaller of p and 1 - p is e / (1 + e).
 
-Source(_cross_entropy)
+Source(_cross_entropy, doc=False)
 
 # %%
 # Step three: many steps in one launch
@@ -403,7 +408,7 @@ def step_four(X, y, w, b, lr, l2, steps):
 # is no counter, no barrier, and one trip less each way. NCCL calls this its
 # :term:`LL protocol`.
 
-Source(_sent, _received)
+Source(_sent, _received, doc=False)
 
 # %%
 # With these, the kernel of the library. Each program owns some rows of X and a
@@ -446,7 +451,7 @@ draw.lanes(
 
 # %%
 
-Source(_logistic_fit_rows)
+Source(_logistic_fit_rows, doc=False)
 
 # %%
 # One detail is Triton's. The thread that waits for a word must be the thread
@@ -460,7 +465,7 @@ Source(_logistic_fit_rows)
 # everything else. Data that does not fit is fitted by a loop of fused steps.
 # So is float64: a word of 64 bits has no room for a float64 and a step.
 
-Source(_logistic_fit_plan)
+Folded("What fits on the chip", Source(_logistic_fit_plan, doc=False))
 
 # %%
 # Is it right?
@@ -730,6 +735,125 @@ claims(
 provenance(seconds, losses)
 
 # %%
+# A profile of the step
+# ~~~~~~~~~~~~~~~~~~~~~
+#
+# "Is time being used sensibly?" was a question of 2012. `torch.profiler` saw a
+# hundred steps of each way: how many kernels a step has, how long the GPU is
+# busy with them, and how long a step takes without the profiler.
+
+
+# site: fold
+def profile_of_a_step():
+    X, y, w, b = problem_of_2012()
+
+    def steps(step):
+        def run():
+            now = w, b
+            for _ in range(100):
+                now = step(X, y, *now, 0.01, 0.01)[:2]
+
+        return run
+
+    def ours(*given):
+        return fusebook.logistic_step(*given, check=False)
+
+    def at_once():
+        return fusebook.logistic_fit(
+            X, y, w, b, 0.01, 0.01, steps=100, check=False
+        )
+
+    ways = {
+        "eager": steps(logistic_step_eager),
+        "fused step": steps(ours),
+        "many steps in one launch": at_once,
+    }
+    times = timing.call(ways, warmup=3, repeat=9)
+    rows = []
+    for way, run in ways.items():
+        with profile(activities=[ProfilerActivity.CUDA]) as seen:
+            run()
+            torch.cuda.synchronize()
+        for e in seen.key_averages():
+            if e.self_device_time_total > 0:
+                rows.append(
+                    {
+                        "way": way,
+                        "kernel": e.key[:60],
+                        "a step": e.count / 100,
+                        "GPU us a step": e.self_device_time_total / 100,
+                        "us a step": times[way].q50 * 1e4,
+                    }
+                )
+    return pd.DataFrame(rows)
+
+
+profiled = measured("logistic_profile", profile_of_a_step)
+
+# %%
+# What each step was worth
+# ~~~~~~~~~~~~~~~~~~~~~~~~
+#
+# The kernels of this page as they were shown: a hundred steps in a CUDA graph,
+# so that Python costs nothing, and the time of one. Step three holds all data
+# in one program, so it is timed on 16 rows only.
+
+
+# site: fold
+def logistic_steps():
+    def steps(step, given):
+        def run():
+            now = given[2:]
+            for _ in range(100):
+                now = step(*given[:2], *now, 0.01, 0.01)[:2]
+            return now
+
+        return run
+
+    def at_once(fit, given):
+        return lambda: fit(*given, 0.01, 0.01, steps=100)[:2]
+
+    def library_step(*given):
+        return fusebook.logistic_step(*given, check=False)
+
+    def library_fit(*given, steps):
+        return fusebook.logistic_fit(*given, steps=steps, check=False)
+
+    parts = []
+    for N, D in ((16, 784), (400, 784)):
+        given = problem_of_2012(N, D)
+        want = steps(logistic_step_eager, [v.double() for v in given])()[0]
+        scale = want.abs() + want.square().mean().sqrt()
+
+        def score(got, want=want, scale=scale):
+            return ((got[0] - want).abs() / scale).max().item()
+
+        rounded = score(steps(logistic_step_eager, given)())
+        limit = max(64 * torch.finfo(torch.float32).eps, 2 * rounded)
+        ways = {
+            "eager": steps(logistic_step_eager, given),
+            "step one": steps(step_one, given),
+            "step two, the library's": steps(library_step, given),
+            "step three, one program": at_once(step_three, given),
+            "step four, barriers": at_once(step_four, given),
+            "step five, the library's": at_once(library_fit, given),
+        }
+        if N > 16:
+            del ways["step three, one program"]
+        frame = bench.staircase(
+            ways,
+            lambda got, limit=limit, score=score: score(got) <= limit,
+            kind="warm",
+            repeat=15,
+        )
+        frame["us"] /= 100
+        parts.append(frame.assign(N=N, D=D))
+    return pd.concat(parts, ignore_index=True)
+
+
+stairs = measured("logistic_steps", logistic_steps)
+
+# %%
 # Over rows and features
 # ~~~~~~~~~~~~~~~~~~~~~~
 #
@@ -987,7 +1111,7 @@ claims(
 
 table(
     tables.losses(both),
-    "Points lost, cold: the fastest other way, and how far behind we are",
+    "Where another way is faster, cold: the fastest, and how far behind",
     fold=False,
 )
 
@@ -995,7 +1119,7 @@ table(
 
 table(
     tables.losses(one, kind="call"),
-    "Points lost by a call, waited for",
+    "Where another way is faster by a call, waited for",
     fold=False,
 )
 
@@ -1011,7 +1135,11 @@ callers = tables.alike(pd.concat([one, large]))
 by_clock(callers)
 
 # %%
-table(tables.losses(callers, kind="paid"), "Points lost by an eager program")
+table(
+    tables.losses(callers, kind="paid"),
+    "Where another way is faster for an eager program",
+    fold=True,
+)
 
 # %%
 # Two launches from Python take longer than the replay of one graph, however

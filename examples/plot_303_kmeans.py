@@ -222,23 +222,28 @@ Source(_few_steps, doc=False)
 #
 #    |x - c|^2 = |x|^2 - 2\, x \cdot c + |c|^2
 #
-# is a matrix product, which tensor cores do fast, in TF32: factors of eleven
-# bits. And it cancels: far from the origin three large numbers leave a small
-# one. Two losses, and yet the labels shall be those of differences. So the
-# product only *screens*. Subtract the mean of the centres from everything,
-# which costs nothing and removes a common distance from the origin. Multiply
-# in TF32, keep the best and the second best distance of each point, and ask
-# whether they are further apart than the product can be wrong, which is known:
-# two factors, off by one part in 2048 each. Where they are not, the point goes
-# on a list.
+# contains a matrix product, which :term:`tensor cores <tensor core>` compute
+# fast. It loses digits in two places.
+#
+# The first is cancellation. Far from the origin, three large numbers leave a
+# small one. So the kernel first subtracts the mean of the centres from all
+# points and centres. That costs nothing, and distances do not change.
+#
+# The second is TF32, which rounds each factor to eleven bits. A factor is then
+# wrong by at most one part in 2048, so a distance is wrong by little more than
+# :math:`4 \cdot 2^{-11} |x| |c|`. That error is known, so the product can
+# *screen* the points. For each point the kernel keeps the smallest distance
+# and the second smallest. Where they differ by more than both can be wrong,
+# the label is certain. All other points go on a list.
 
 Source(_screened, doc=False)
 
 # %%
-# The list is screened again, by three TF32 products of the leading and the
-# remaining bits, which are nearly as good as float32. What is still in doubt
-# after that is compared by differences. How long the lists are, only the GPU
-# knows: a fixed number of programs takes turns.
+# A second pass screens the points of the list again. It splits each factor
+# into its leading and its remaining bits and adds three TF32 products, which
+# is nearly as good as float32. For points that are still in doubt the kernel
+# computes the differences themselves. Only the GPU knows how long the lists
+# are, so a fixed number of programs takes turns.
 
 Source(_kmeans_differences, doc=False)
 
@@ -246,10 +251,10 @@ Source(_kmeans_differences, doc=False)
 # Few centres, any number of coordinates
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 #
-# Up to 128 centres are one tile of the product, so a point is read once, for
-# its norm and for the product. And the tile knows more than that a point is in
-# doubt: it knows between which centres. A bit for each goes on the list, and
-# only these candidates are compared by differences.
+# Up to 128 centres are one tile of the product, so each point is read once,
+# for its norm and for the product. The tile also shows between which centres a
+# point is in doubt. The list holds a bit for each of these candidates, and
+# only their distances are computed by differences.
 
 Source(_kmeans_candidates, doc=False)
 
@@ -309,18 +314,28 @@ for _ in range(3):
     labels = fusebook.kmeans_assign(*inputs[:2])
     bits.append(fusebook.kmeans_update(inputs[0], labels, 3))
 claims(
-    claim("Ours is right wherever the points are", scores["right"][ours]),
     claim(
-        "Steps one and two label as the library does",
+        "The library's labels are right for points near the origin, far from "
+        "it, in blobs and rough.",
+        scores["right"][ours],
+    ),
+    claim(
+        "Steps one and two give the labels of the library.",
         all(
             torch.equal(step(*plain_two), assign(*plain_two))
             for step in (step_one, step_two)
         ),
     ),
-    claim("The usual product is right near the origin", usual["near"]),
-    claim("and wrong far from it", not usual["far"]),
     claim(
-        "Three updates of the same points are equal bit for bit",
+        "The product as it is usually written is right near the origin.",
+        usual["near"],
+    ),
+    claim(
+        "The product as it is usually written is wrong far from the origin.",
+        not usual["far"],
+    ),
+    claim(
+        "Three updates of the same points are equal bit for bit.",
         all(torch.equal(bits[0], other) for other in bits),
     ),
 )
@@ -354,23 +369,25 @@ plots.clusters(small, found.labels, found.centres, title=title)
 # %%
 claims(
     claim(
-        "The same labels as the textbook's",
+        "The library finds the same labels as the textbook's loop.",
         np.array_equal(found.labels, its_labels),
     ),
     claim(
-        "the same centres", np.allclose(found.centres, textbook, rtol=1e-12)
+        "The library finds the same centres as the textbook's loop.",
+        np.allclose(found.centres, textbook, rtol=1e-12),
     ),
     claim(
-        "and the same inertia",
+        "The library finds the same inertia as the textbook's loop.",
         abs(found.inertia / its_inertia - 1) < 1e-12,
     ),
     claim(
-        "The centres are the planted ones, coordinate by coordinate",
+        "Each centre is within 0.2 of a planted one, in both coordinates.",
         max(np.abs(found.centres - middle).max(1).min() for middle in CROOKED)
         < 0.2,
     ),
     claim(
-        "With x and y exchanged they would be far from all of them",
+        "With x and y exchanged every centre would be further than 2 from all "
+        "planted ones.",
         min(
             np.linalg.norm(found.centres[:, ::-1] - middle, axis=1).min()
             for middle in CROOKED
@@ -463,13 +480,13 @@ table(steps, "Cold time in microseconds, by labels", fold=False)
 gain = steps["step one"] / steps["step two"]
 claims(
     claim(
-        "Loads by pairs pay with labels of a byte: {gain:.2f} times as fast",
+        "With labels of a byte, loading pairs is {gain:.2f} times as fast.",
         gain["uint8"] > 1.2,
         fatal=False,
         gain=gain["uint8"],
     ),
     claim(
-        "With wider labels they hardly do: within 5 %",
+        "With wider labels, loading pairs changes the time by less than 5 %.",
         (gain.drop("uint8") - 1).abs() < 0.05,
         fatal=False,
     ),
@@ -814,67 +831,83 @@ def over(df, other="roof", **wanted):
     return rows["cold_us"] / rows[f"{other}_us"]
 
 
+compiled = tables.ratio(both, "fusebook", "torch.compile")
 products = bare.set_index(["n", "d", "k"])
 big = tables.where(wide, d=[64, 128])
 iterations = whole_step.set_index(["n", "d", "k"])
 in_plane = iterations.loc[(N, 2, 2)]
 claims(
     claim(
-        "float32 points, int64 labels: at most 1.10 times the roof",
+        "With float32 points and int64 labels our kernel takes at most 1.10 "
+        "times the roof.",
         over(plane, labels="int64") <= 1.10,
     ),
-    claim("float64 points: at most 1.10 times the roof", over(double) <= 1.10),
     claim(
-        "int32 labels: at most 1.15 times the roof",
+        "With float64 points our kernel takes at most 1.10 times the roof.",
+        over(double) <= 1.10,
+    ),
+    claim(
+        "With int32 labels our kernel takes at most 1.15 times the roof.",
         over(plane, labels="int32") <= 1.15,
     ),
     claim(
-        "Never slower than torch.compile in the plane",
-        tables.ratio(both, "fusebook", "torch.compile") <= 1.02,
+        "In the plane our kernel takes {least:.2f} to {most:.2f} times the "
+        "time of torch.compile, cold: never longer by more than 2 %.",
+        compiled <= 1.02,
+        headline=True,
+        least=compiled.min(),
+        most=compiled.max(),
     ),
     claim(
-        "Never slower than a copy of the same bytes",
+        "In the plane our kernel is never slower than a copy of the same "
+        "bytes by more than 2 %.",
         over(both, "copy") <= 1.02,
     ),
     claim(
-        "1M x 64 by 256 and 65536 x 128 by 1024: at least twice as fast as "
-        "torch.cdist and argmin",
+        "At 1M x 64 by 256 centres and 65536 x 128 by 1024 our kernel is at "
+        "least twice as fast as torch.cdist and argmin.",
         tables.ratio(big, "torch.cdist", "fusebook") >= 2,
     ),
     claim(
-        "and as torch.compile of the line",
+        "At these two sizes our kernel is at least twice as fast as "
+        "torch.compile of the line.",
         tables.ratio(big, "torch.compile", "fusebook") >= 2,
     ),
     claim(
-        "and at most 1.5 times the bare product in float32",
+        "At these two sizes our kernel takes at most 1.5 times the bare "
+        "product in float32.",
         products["fusebook"] / products["bare product"] <= 1.5,
     ),
     claim(
-        "A whole iteration in the plane: at most 2.2 times the assignment",
+        "In the plane an assignment and an update, two calls, take "
+        "{times:.2f} times the assignment; the target was 2.2.",
         in_plane["both, two calls"] <= 2.2 * in_plane["assign"],
         fatal=False,
+        times=in_plane["both, two calls"] / in_plane["assign"],
     ),
     claim(
-        "and in one pass at most 1.5 times",
+        "In the plane an iteration in one pass takes {times:.2f} times the "
+        "assignment; the target was 1.5.",
         in_plane["one iteration"] <= 1.5 * in_plane["assign"],
         fatal=False,
+        times=in_plane["one iteration"] / in_plane["assign"],
     ),
     claim(
-        "Ours is right wherever the points are",
+        "Our kernel is right wherever the points are.",
         tables.where(laws, variant="fusebook")["status"] == "ok",
     ),
     holds(
-        "So is torch.cdist with argmin",
+        "torch.cdist with argmin is right wherever the points are.",
         tables.where(laws, variant="torch.cdist")
         .set_index("law")["status"]
         .eq("ok"),
     ),
     claim(
-        "A hundred iterations give the same bits",
+        "A hundred iterations give the same bits.",
         iterations["same of 100"] == 100,
     ),
     claim(
-        "The inertia is scikit-learn's",
+        "The inertia is scikit-learn's, to one part in ten thousand.",
         (end["inertia, fusebook"] / end["inertia, scikit-learn"] - 1).abs()
         < 1e-4,
     ),
@@ -885,18 +918,18 @@ claims(
 
 claims(
     claim(
-        "uint8 labels: at most 1.15 times the roof",
+        "With uint8 labels our kernel takes at most 1.15 times the roof.",
         over(plane, labels="uint8").iloc[0] <= 1.15,
         fatal=False,
     ),
     claim(
-        "At least twice as fast as a compiled product, as scikit-learn "
-        "writes it",
+        "At the two sizes above our kernel is at least twice as fast as a "
+        "compiled product, the way scikit-learn computes distances.",
         tables.ratio(big, "torch.compile, product", "fusebook") >= 2,
         fatal=False,
     ),
     claim(
-        "The update is never slower than PyTorch's atomics",
+        "The update is never slower than PyTorch's atomics by more than 2 %.",
         tables.ratio(update, "fusebook", "eager") <= 1.02,
         fatal=False,
     ),
@@ -915,9 +948,9 @@ claims(
 # ~~~~~~~~~~~~~~~~~~~~~
 #
 # Every point at which some other way is faster by more than 2 % when both are
-# cold; the verdict by the host's clock stands at the ladder. An update of many
-# centres with few points each is the atomics' own ground: they hardly meet,
-# and nothing has to be sorted first.
+# cold; the ladder of :doc:`plot_302_numpy_to_cuda` has the host's clock.
+# Atomic additions are at their best where an update has many centres with few
+# points each: they hardly meet, and nothing has to be sorted first.
 
 table(
     tables.losses(pd.concat([both, wide, laws])),
@@ -944,13 +977,25 @@ callers = tables.alike(pd.concat([both, wide, laws, update]))
 by_clock(callers)
 
 # %%
-table(tables.clocks(callers), "Every way by every clock, in microseconds")
+table(
+    tables.clocks(callers),
+    "Every way by every clock, in microseconds",
+    fold=True,
+)
 
 # %%
-table(tables.losses(callers, kind="paid"), "Points lost by an eager program")
+table(
+    tables.losses(callers, kind="paid"),
+    "Where another way is faster for an eager program",
+    fold=True,
+)
 
 # %%
-table(tables.losses(callers, kind="call"), "Points lost by a call, waited for")
+table(
+    tables.losses(callers, kind="call"),
+    "Where another way is faster by a call, waited for",
+    fold=True,
+)
 
 # %%
 # What to take to the next kernel:

@@ -41,6 +41,7 @@ __all__ = [
     "points",
     "run",
     "software",
+    "staircase",
     "verify",
 ]
 
@@ -541,6 +542,39 @@ def _variant(op: Op, name: str) -> Variant:
     if name not in op.variants:
         raise ValueError(f"{op.name}: variant {name!r} is none of {', '.join(op.variants)}")
     return op.variants[name]
+
+
+def staircase(
+    steps: timing.Functions, right: Callable[[Any], bool], *, kind: str = "cold", repeat: int = 30
+) -> pd.DataFrame:
+    """What each step on the way to a kernel was worth.
+
+    Parameters
+    ----------
+    steps : mapping of str to callable
+        Called without arguments; each returns its result.
+    right : callable
+        Whether such a result is right.
+    kind : str
+        The clock, of `fusebook.timing.KINDS`.
+    repeat : int
+
+    Returns
+    -------
+    pandas.DataFrame
+        ``step``, ``us`` of a call, whether it is ``right``, and of the Triton kernel that takes most registers its
+        ``registers`` a thread, how many more it has ``spilled`` to memory, and its ``warps``.
+    """
+    rows = []
+    for name, step in steps.items():
+        with launches.observed() as trace:
+            row: dict[str, Any] = {"step": name, "right": right(step())}
+        kernel = max(trace.kernels, key=lambda k: k.n_regs, default=None)
+        if kernel is not None:
+            row |= {"registers": kernel.n_regs, "spilled": kernel.n_spills, "warps": kernel.metadata.num_warps}
+        rows.append(row)
+    times = timing.measure(steps, repeat=repeat, kinds=(kind,))
+    return pd.DataFrame(rows).assign(us=[q.q50 * 1e6 if (q := times[r["step"]][kind]) else math.nan for r in rows])
 
 
 def _sparse(op: Op, label: str, dims: Dims) -> bool:

@@ -367,10 +367,13 @@ class Trace:
         Launches of kernels before they are compiled, and calls of torch.
     compiled : list
         The same for kernels that were compiled: what the GPU is given. None where one was not.
+    kernels : list
+        The compiled kernels themselves.
     """
 
     steps: list[Any] = dataclasses.field(default_factory=list)
     compiled: list[Any] = dataclasses.field(default_factory=list)
+    kernels: list[Any] = dataclasses.field(default_factory=list)
 
     @property
     def launches(self) -> str:
@@ -388,6 +391,7 @@ class Trace:
         """Forget."""
         self.steps.clear()
         self.compiled.clear()
+        self.kernels.clear()
 
     def launched(self, kernel: Any, args: Sequence[Any], grid: Any, given: Mapping[str, Any], compiled: Any) -> None:
         """Take down a launch of a kernel."""
@@ -404,6 +408,7 @@ class Trace:
         if text is None:
             self.compiled.append(None)
             return
+        self.kernels.append(compiled)
         numbers = [n for p in kernel.params if not p.is_constexpr for n in _numbers(bound.get(p.name))]
         how = [(k, v) for k, v in options if k.startswith("launch_")]
         self.compiled.append((_ptx(text, compiled.metadata.name), grid, numbers, how))

@@ -36,6 +36,7 @@ __all__ = [
     "Tabs",
     "downloads",
     "environment",
+    "lines_of",
     "provenance",
     "solution",
     "sortable",
@@ -566,6 +567,27 @@ def _undocumented(text: str) -> str:
     if len(body) > 1 and isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant):
         del lines[body[0].lineno - 1 : body[0].end_lineno]
     return "\n".join(lines)
+
+
+def lines_of(*parts: Any) -> int:
+    """Lines of code, without docstrings, comments and empty lines.
+
+    Parameters
+    ----------
+    *parts : functions, Triton kernels or modules
+
+    Returns
+    -------
+    int
+    """
+    count = 0
+    for part in parts:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(part if inspect.ismodule(part) else _plain(part))))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node):
+                node.body = node.body[1:]
+        count += len(ast.unparse(tree).splitlines())
+    return count
 
 
 def _coloured(text: str, language: str = "python") -> str:
