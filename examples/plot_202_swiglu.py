@@ -79,10 +79,10 @@ Source(swiglu_eager, doc=False)
 # %%
 # The products need their time whatever we do. What is left to save is the
 # traffic around them: eager writes both products, reads one for its silu,
-# writes that, and reads two to multiply them. The least is to write y. What the
-# difference can be worth at most follows from what this machine was measured
-# to do: the rate of its matrix units for the products, the rate of its memory
-# for the rest.
+# writes that, and reads two to multiply them. The least is to write y. What
+# the difference can be worth at most follows from what this machine was
+# measured to do: the rate of its matrix units for the products, the rate of
+# its memory for the rest.
 #
 # Packing the weights into one, so that there is one product, saves a reading
 # of x and no other traffic, and leaves halves that do not lie together for
@@ -307,8 +307,8 @@ table(missing.set_index("variant")[["status", "note"]], "Not timed, and why")
 # The mark is the product alone: one product with both weights packed, without
 # silu and without the last product. It computes less than we do and writes
 # twice as much, two products where we write one result, so ours may lie below
-# it. It is no SwiGLU, so it stands in no table above; here it is timed in turn with all
-# the others, so that the clock's drift is the same for all.
+# it. It is no SwiGLU, so it stands in no table above; here it is timed in turn
+# with all the others, so that the clock's drift is the same for all.
 
 BARE = "the product alone"
 SIZES = ["M", "K", "N"]
