@@ -66,13 +66,13 @@ from fusebook.check import yardstick
 from fusebook.inputs import generator, poison, rough
 from fusebook.kernels.elementwise import (
     _add_sub,
+    _elements_at,
     _elementwise_flat,
     _elementwise_plan,
     _elementwise_tiles,
     _exp,
     _load,
     _multiply_add,
-    _neighbours,
     _silu,
     add_add_multiply_eager,
     add_sub_eager,
@@ -361,7 +361,7 @@ Source(_add_sub, _multiply_add, _silu)
 
 # %%
 
-Source(_load, _neighbours, _elementwise_flat, doc=False)
+Source(_load, _elements_at, _elementwise_flat, doc=False)
 
 # %%
 # Two paths lead through it, and only the last block takes the one with a mask.
@@ -417,7 +417,7 @@ for op in OPS:
         rows.append((op.name, str(dtype)[6:], verdict.score, verdict.limit))
 scores = pd.DataFrame(rows, columns=["op", "dtype", "score", "limit"])
 scores = scores.set_index(["op", "dtype"])
-table(scores, "Scores, and what is allowed", fold=False)
+table(scores, "Scores, and what is allowed", fold=True)
 
 # %%
 # Two results are two chances to be wrong. Here are three ways that a test of
@@ -468,7 +468,7 @@ refused = pd.DataFrame(
     },
     index=["shapes", "integers", "a number", "a sparse tensor"],
 )
-table(refused, "Refused", fold=False)
+table(refused, "Refused", fold=True)
 
 # %%
 # How fast?
@@ -561,7 +561,7 @@ floor = little.assign(point=tables.label(little)).groupby("point", sort=False)
 warm["launch floor + roof"] = (
     floor["floor_warm_us"].first() + floor["roof_us"].first()
 )
-table(warm, "Small: warm time in microseconds", fold=False)
+table(warm, "Small: warm time in microseconds", fold=True)
 
 # %%
 # In eager mode the host pays. What Python does to queue a call, and a call as
@@ -585,7 +585,7 @@ table(times(little, "call"), "Small: a call, in microseconds", fold=True)
 shapes = together(
     [asked.results(op, config="shapes") for op in (MULTIPLY, MULTIPLY_ADD)]
 )
-table(times(shapes), "Shapes: cold time in microseconds", fold=False)
+table(times(shapes), "Shapes: cold time in microseconds", fold=True)
 
 # %%
 # Half the bytes
@@ -599,7 +599,7 @@ table(times(shapes), "Shapes: cold time in microseconds", fold=False)
 half = together(
     [asked.results(op, config="8192x8192", dtype="bfloat16") for op in OPS]
 )
-table(times(half), "bfloat16: cold time in microseconds", fold=False)
+table(times(half), "bfloat16: cold time in microseconds", fold=True)
 
 # %%
 provenance(*chains.values(), *alone)
@@ -636,7 +636,7 @@ by_size = pd.DataFrame(
     }
 ).set_axis(tables.label(ours), axis=0)
 by_size = by_size.sort_values("MiB in all", kind="stable")
-table(by_size, "Ours, by what is moved", fold=False)
+table(by_size, "Ours, by what is moved", fold=True)
 
 # %%
 # Lessons

@@ -37,6 +37,8 @@ Read before: 002.
 # what comes out, the other what goes in.
 
 # sphinx_gallery_tags = ["matrix product", "Gemm", "persistent kernel"]
+import inspect
+
 import fusebook  # before triton: it decides whether kernels are interpreted
 from fusebook import bench, machine, plots, tables
 from fusebook.cards.concat_gemm import CONCAT_GEMM, _in_views
@@ -61,6 +63,7 @@ from fusebook.page import (
     exercise,
     extra,
     holds,
+    lines_of,
     measured,
     provenance,
     say,
@@ -747,6 +750,34 @@ def gemm_steps():
 
 
 stairs = measured("gemm_steps", gemm_steps, by_device=True)
+stair_us = stairs.pivot_table("us", "step", "n", sort=False)
+stair_us.columns = [f"n = {n}, us" for n in stair_us.columns]
+registers = stairs[stairs["n"] == 4096].set_index("step")["registers"]
+stair_us["registers a thread"] = registers
+stair_us["lines of code"] = pd.Series(
+    {
+        "eager": lines_of(concat_gemm_eager),
+        "step one, 64 x 64": lines_of(side_by_side, step_one),
+        "step one, 128 x 128": lines_of(side_by_side, step_one),
+        "step one, 128 x 256": lines_of(side_by_side, step_one),
+        "the library": lines_of(inspect.getmodule(_concat_gemm_stacked.fn)),
+    }
+)
+table(stair_us, "Each step in bfloat16, cold", fold=False)
+
+# %%
+large_us = stair_us["n = 4096, us"]
+claims(
+    claim("Every step is right.", stairs["right"]),
+    say(
+        "At n = 4096 step one takes {first:.2f} times eager's time in tiles "
+        "of 64 x 64, {second:.2f} times in tiles of 128 x 256, and the "
+        "library's kernel {last:.2f} times.",
+        first=large_us["step one, 64 x 64"] / large_us["eager"],
+        second=large_us["step one, 128 x 256"] / large_us["eager"],
+        last=large_us["the library"] / large_us["eager"],
+    ),
+)
 
 # %%
 # How far from the roof?

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import math
 import time
+import types
 
 import pandas as pd
 import pytest
@@ -422,3 +423,25 @@ def test_tensors_that_are_alike_lie_in_their_order():
 
 def test_variants_run_forward_then_reversed():
     assert timing._rounds(["a", "b"], 3) == ["a", "b", "b", "a", "a", "b"]
+
+
+def test_a_staircase_checks_each_step_and_times_those_of_a_cpu_by_the_call():
+    x = torch.arange(6.0)
+    steps = {"right": lambda: x + x, "wrong": lambda: x * x}
+    found = bench.staircase(steps, lambda got: torch.equal(got, 2 * x), kind="call", repeat=3)
+    assert found["step"].tolist() == ["right", "wrong"] and found["right"].tolist() == [True, False]
+    assert (found["us"] > 0).all()
+
+
+def test_a_staircase_tells_of_the_kernel_with_most_registers(monkeypatch):
+    @contextlib.contextmanager
+    def observed():
+        small, large = (
+            types.SimpleNamespace(n_regs=n, n_spills=n - 30, metadata=types.SimpleNamespace(num_warps=4))
+            for n in (30, 40)
+        )
+        yield types.SimpleNamespace(kernels=[small, large, small])
+
+    monkeypatch.setattr(bench.launches, "observed", observed)
+    (row,) = bench.staircase({"one": lambda: 1}, lambda got: got == 1, kind="call", repeat=1).itertuples()
+    assert (row.registers, row.spilled, row.warps) == (40, 10, 4)

@@ -578,3 +578,18 @@ def test_a_notebook_leaves_no_files(monkeypatch):
 def test_a_page_ends_with_what_it_ran_on():
     told = repr(page.environment())
     assert f"torch {torch.__version__}" in told and "fusebook" in told and "Python" in told
+
+
+def test_lines_of_code_are_counted_without_what_says_nothing_to_the_machine():
+    def documented(x):
+        """Says something.
+
+        In several lines.
+        """
+        # and more
+
+        return x + 1
+
+    assert page.lines_of(documented) == 2
+    assert page.lines_of(documented, documented) == 4
+    assert page.lines_of(page) > 5

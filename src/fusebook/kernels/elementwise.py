@@ -194,7 +194,7 @@ def _load(ptr, inside):
 
 
 @triton.jit
-def _neighbours(outs, ins, at, inside, EXPRESSION: tl.constexpr):
+def _elements_at(outs, ins, at, inside, EXPRESSION: tl.constexpr):
     """Load, compute and store what lies at the same place in all tensors."""
     values = ()
     for i in tl.static_range(len(ins)):
@@ -211,9 +211,9 @@ def _elementwise_flat(outs, ins, SIZE, EXPRESSION: tl.constexpr, BLOCK: tl.const
     at = start + tl.arange(0, BLOCK)  # [BLOCK]
     # A mask that ends anywhere forces loads of one element each. Only the last block has need of one.
     if start + BLOCK <= SIZE:
-        _neighbours(outs, ins, at, None, EXPRESSION)
+        _elements_at(outs, ins, at, None, EXPRESSION)
     else:
-        _neighbours(outs, ins, at, at < SIZE, EXPRESSION)
+        _elements_at(outs, ins, at, at < SIZE, EXPRESSION)
 
 
 @triton.jit
