@@ -1124,8 +1124,9 @@ table(
 # %%
 standard = pd.concat([one, llama])
 standard = tables.where(standard, variant="ONNX Runtime", dtype="float32")
-standard = standard.drop_duplicates(["R", "D", "n"]).set_index("R")
-by_row = source.pivot_table(["us", "call us"], "R", "step")
+sizes_of = ["R", "D", "n"]
+standard = standard.drop_duplicates(sizes_of).set_index(sizes_of)
+by_row = source.pivot_table(["us", "call us"], sizes_of, "step")
 peers = pd.DataFrame(
     {
         f"{name}, {clock}": standard[f"{clock}_us"].reindex(by_row.index)

@@ -845,8 +845,11 @@ def logistic_steps():
 
         rounded = score(steps(logistic_step_eager, given)())
         limit = max(64 * torch.finfo(torch.float32).eps, 2 * rounded)
+        torch.compiler.reset()
+        compiled = torch.compile(logistic_step_eager, dynamic=False)
         ways = {
             "eager": steps(logistic_step_eager, given),
+            "torch.compile": steps(compiled, given),
             "step one": steps(step_one, given),
             "step two, the library's": steps(library_step, given),
             "step three, one program": at_once(step_three, given),
@@ -893,9 +896,17 @@ few, all_rows = stair_us["16 rows, us"], stair_us["400 rows, us"]
 claims(
     claim("A hundred steps of each kernel are right.", stairs["right"]),
     claim(
-        "With 400 rows each step on the way is faster than the one before it.",
-        all_rows.dropna().diff().dropna() < 0,
+        "With 400 rows each step of this page is faster than the one before "
+        "it.",
+        all_rows.drop(["eager", "torch.compile"]).dropna().diff().dropna() < 0,
         fatal=False,
+    ),
+    say(
+        "With 400 rows, in the same graph, a step that torch.compile made "
+        "takes {fused:.1f} times the time of the fused step, and {chip:.1f} "
+        "times that of a step on the chip.",
+        fused=all_rows["torch.compile"] / all_rows["step two, the library's"],
+        chip=all_rows["torch.compile"] / all_rows["step five, the library's"],
     ),
     say(
         "With 400 rows messages in place of barriers save {saved:.0%} of a "
@@ -1108,10 +1119,11 @@ claims(
     say(
         "By the device's clock, in a graph: a fused step is {fused:.1f} times "
         "as fast as an eager one, a step on the chip {chip:.1f} times as fast "
-        "as a fused one. What torch.compile generates has not been measured "
-        "in a graph.",
+        "as a fused one, and what torch.compile generates {compiled:.1f} "
+        "times as fast as eager.",
         fused=eager["warm_us"] / ours["warm_us"],
         chip=ours["warm_us"] / on_chip,
+        compiled=all_rows["eager"] / all_rows["torch.compile"],
     ),
     claim(
         "In a graph a fused step takes at most half of an eager one.",
