@@ -277,7 +277,7 @@ for threads in (1, 2, 4):
     )
 threads = pd.DataFrame({"runs": runs, "wrong": pd.Series(lost)})
 threads.index.name = "threads"
-table(threads, "ONNX Runtime on this CPU: runs that lost updates", fold=False)
+table(threads, "ONNX Runtime on this CPU: runs that lost updates", fold=True)
 
 # %%
 # A race is right most of the time, on another day or another machine perhaps
@@ -757,7 +757,7 @@ unmasked = asked.results(
 table(
     tables.times(unmasked, words=True),
     "Without a mask, K components: cold time in microseconds",
-    fold=False,
+    fold=True,
 )
 
 # %%
@@ -791,7 +791,7 @@ table(
         tables.where(contention, variant=[*ways, *forced]), words=True
     ),
     "Indices that meet: cold time in microseconds",
-    fold=False,
+    fold=True,
 )
 
 # %%
@@ -804,7 +804,7 @@ table(
         ["R", "variant", "dtype", "law", "note"]
     ].set_index(["R", "law", "dtype", "variant"]),
     "Refused for their error",
-    fold=False,
+    fold=True,
 )
 
 # %%
@@ -818,7 +818,7 @@ embedding = asked.results(EMBEDDING_BACKWARD, config="llama", dtype="float32")
 table(
     tables.times(embedding, words=True),
     "The gradient of an embedding, in PyTorch and here: cold, microseconds",
-    fold=False,
+    fold=True,
 )
 
 # %%
@@ -1291,7 +1291,7 @@ others = everything[~everything["variant"].str.startswith("fusebook ")]
 table(
     tables.losses(others),
     "Where another way is faster: the fastest, and how far behind we are",
-    fold=False,
+    fold=True,
 )
 
 # %%

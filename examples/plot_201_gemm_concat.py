@@ -427,7 +427,7 @@ found = pd.concat(
     ],
     ignore_index=True,
 )
-table(found, "Scores, each within its limit", fold=False)
+table(found, "Scores, each within its limit", fold=True)
 
 # %%
 claims(
@@ -586,7 +586,7 @@ table(
 table(
     by_n(tables.times(half, "warm", words=True)),
     "Warm time in microseconds: many calls in a CUDA graph",
-    fold=False,
+    fold=True,
 )
 
 # %%
@@ -624,7 +624,7 @@ both.columns = [f"{name}: {kind}" for kind, name in both.columns]
 table(
     both,
     "What is spent beyond the packed product, cold, in microseconds",
-    fold=False,
+    fold=True,
 )
 
 # %%
@@ -641,7 +641,7 @@ odd = asked.results(config="odd", dtype="bfloat16", variants=WAYS + OURS)
 table(
     tables.times(odd, words=True),
     "Awkward shapes in bfloat16: cold time in microseconds",
-    fold=False,
+    fold=True,
 )
 
 # %%
@@ -867,7 +867,7 @@ draw(cold)
 table(
     cold.div(cold.min(axis=1), axis=0),
     "The same in numbers: the time of each way over the fastest, cold",
-    fold=False,
+    fold=True,
 )
 
 # %%
@@ -1047,12 +1047,12 @@ table(
     tables.losses(lost),
     "Where another way is faster than our kernel in half precision, cold: the "
     "fastest, and how far behind we are",
-    fold=False,
+    fold=True,
 )
 
 # %%
 
-table(tables.losses(lost, kind="warm"), "The same, warm", fold=False)
+table(tables.losses(lost, kind="warm"), "The same, warm", fold=True)
 
 # %%
 # By the caller's clock

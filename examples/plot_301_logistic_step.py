@@ -523,7 +523,7 @@ scores = pd.DataFrame(
 table(
     scores,
     "One step of 100 x 60, and what it must not be mistaken for",
-    fold=False,
+    fold=True,
 )
 
 # %%
@@ -969,7 +969,7 @@ points["on the chip"] = [
     _logistic_fit_plan(N, D, 4, on.capability, on.sms) is not None
     for N, D in points.index
 ]
-table(points, "One step of many, in microseconds", fold=False)
+table(points, "One step of many, in microseconds", fold=True)
 
 # %%
 # Fifty steps at a time by the clock of the device, and ten thousand in one go
@@ -1182,7 +1182,7 @@ claims(
 table(
     tables.losses(both),
     "Where another way is faster, cold: the fastest, and how far behind",
-    fold=False,
+    fold=True,
 )
 
 # %%
@@ -1190,7 +1190,7 @@ table(
 table(
     tables.losses(one, kind="call"),
     "Where another way is faster by a call, waited for",
-    fold=False,
+    fold=True,
 )
 
 # %%

@@ -607,14 +607,14 @@ step = asked.results(
 table(
     tables.times(update, words=True),
     "The update: cold time in microseconds",
-    fold=False,
+    fold=True,
 )
 
 # %%
 table(
     tables.times(step, words=True),
     "A whole iteration: cold time in microseconds",
-    fold=False,
+    fold=True,
 )
 
 # %%
@@ -806,7 +806,7 @@ def reading():
 read = measured("kmeans_reading", reading, by_device=True).set_index("way")
 narrow_roof = tables.where(plane, labels="uint8")["roof_us"].iloc[0]
 read["times the roof"] = read["cold, us"] / narrow_roof
-table(read, "Beside the assignment with uint8 labels", fold=False)
+table(read, "Beside the assignment with uint8 labels", fold=True)
 
 # %%
 
@@ -814,7 +814,7 @@ plots.dots(both, of="copy")
 
 # %%
 shares = tables.shares(both).drop(columns="first call, s")
-table(shares, "Each way in the plane, cold", fold=False)
+table(shares, "Each way in the plane, cold", fold=True)
 
 # %%
 # Lessons
@@ -955,14 +955,14 @@ claims(
 table(
     tables.losses(pd.concat([both, wide, laws])),
     "Assignments lost: the fastest other way, and how far behind we are",
-    fold=False,
+    fold=True,
 )
 
 # %%
 table(
     tables.losses(update),
     "Updates lost",
-    fold=False,
+    fold=True,
 )
 
 # %%
