@@ -572,17 +572,12 @@ claims(
 )
 
 # %%
-# What a few rows would not give
-# ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+# How near to the roof a few rows come
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 #
-# The weights were fetched by pointers, with a hint that nobody would need them
-# again, and by the copy engine; 16 to 64 columns of each at once, 2 to 12
-# steps under way, with a program for each tile and with programs that walk.
-# Many programs with narrow tiles came nearest to the roof, and walking, which
-# is best for large products, was worst by far. A kernel that only reads the
-# same bytes does not reach the roof either: what it takes to launch, to fill
-# the first loads and to drain the last is a larger part of a call, the smaller
-# the weights.
+# A few rows read the weights and do little else. A launch, the first loads and
+# the last ones take as long for small weights as for large ones, and so are a
+# larger part of a call.
 
 claims(
     *[
