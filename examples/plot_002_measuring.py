@@ -62,6 +62,7 @@ from fusebook.page import (
     table,
 )
 
+import numpy as np
 import pandas as pd
 import torch
 import triton
@@ -375,7 +376,15 @@ def fresh_and_reused():
     x = torch.rand(2**26)  # 256 MiB
     out = torch.zeros_like(x)
     there, result = x.cuda(), torch.zeros(2**26, device="cuda")
+    rows, kept = x.view(8192, 8192), out.view(8192, 8192)
+    order = torch.randperm(8192)
     ways = {
+        ("exp in NumPy", "fresh"): lambda: np.exp(x.numpy()),
+        ("exp in NumPy", "reused"): lambda: np.exp(x.numpy(), out=out.numpy()),
+        ("rows by index on the CPU", "fresh"): lambda: rows[order],
+        ("rows by index on the CPU", "reused"): lambda: torch.index_select(
+            rows, 0, order, out=kept
+        ),
         ("exp on the CPU", "fresh"): lambda: torch.exp(x),
         ("exp on the CPU", "reused"): lambda: torch.exp(x, out=out),
         ("exp on the GPU", "fresh"): lambda: torch.exp(there),
@@ -384,10 +393,10 @@ def fresh_and_reused():
         ("copy to the CPU", "reused"): lambda: out.copy_(there),
     }
     times = timing.call(ways, warmup=2, repeat=15)
-    rows = {}
+    found = {}
     for (what, how), time_ in times.items():
-        rows.setdefault(what, {"what": what})[f"{how} ms"] = 1e3 * time_.q50
-    return pd.DataFrame(list(rows.values()))
+        found.setdefault(what, {"what": what})[f"{how} ms"] = 1e3 * time_.q50
+    return pd.DataFrame(list(found.values()))
 
 
 pages = measured("measuring_fresh", fresh_and_reused)
@@ -404,8 +413,9 @@ claims(
         copy=paying["copy to the CPU"],
     ),
     claim(
-        "On the CPU a fresh result costs more than the work.",
-        paying[["exp on the CPU", "copy to the CPU"]] > 2,
+        "For PyTorch on the CPU, which works with all cores, a fresh result "
+        "costs more than the work.",
+        paying[paying.index.str.endswith("CPU")] > 2,
     ),
     claim(
         "On the GPU a fresh result costs less than the work.",
