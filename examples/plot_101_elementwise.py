@@ -999,6 +999,7 @@ def between_sevens(x, y):
     return room[0]
 
 
+# site: fold
 def sevens_behind(x, y):
     return torch.cat([(x * y).flatten(), x.new_full((512,), 7)])
 

@@ -252,18 +252,9 @@ Source(_in_views, doc=False)
 
 @triton.jit
 def side_by_side(
-    y_ptr,
-    x_ptr,
-    w0_ptr,
-    w1_ptr,
-    M,
-    N,
-    K,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-    WIDEN: tl.constexpr,
-):
+    y_ptr, x_ptr, w0_ptr, w1_ptr, M, N, K,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
     columns = tl.cdiv(N, BN)  # of tiles, of each weight
     r = tl.program_id(0) // (2 * columns)
     c = tl.program_id(0) % (2 * columns)

@@ -144,18 +144,9 @@ claims(
 
 @triton.jit
 def two_sums(
-    y_ptr,
-    x_ptr,
-    gate_ptr,
-    up_ptr,
-    M,
-    N,
-    K,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-    WIDEN: tl.constexpr,
-):
+    y_ptr, x_ptr, gate_ptr, up_ptr, M, N, K,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
     m = tl.program_id(0) * BM + tl.arange(0, BM)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
     g = tl.zeros([BM, BN], tl.float32)

@@ -170,16 +170,9 @@ claims(
 
 @triton.jit
 def step_rows(
-    g_ptr,
-    x_ptr,
-    y_ptr,
-    w_ptr,
-    b_ptr,
-    N,
-    D,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    g_ptr, x_ptr, y_ptr, w_ptr, b_ptr, N, D,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)  # [ROWS]
     j = tl.arange(0, BLOCK)  # [BLOCK]
     inside = (i < N)[:, None] & (j < D)[None, :]
@@ -251,18 +244,9 @@ Source(_cross_entropy, doc=False)
 
 @triton.jit
 def fit_alone(
-    w_ptr,
-    b_ptr,
-    x_ptr,
-    y_ptr,
-    N,
-    D,
-    steps,
-    lr,
-    l2,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    w_ptr, b_ptr, x_ptr, y_ptr, N, D, steps, lr, l2,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     i = tl.arange(0, ROWS)
     j = tl.arange(0, BLOCK)
     inside = (i < N)[:, None] & (j < D)[None, :]
@@ -317,22 +301,10 @@ def wait_for_all(counter_ptr, target):
 
 @triton.jit
 def fit_barriers(
-    w_ptr,
-    b_ptr,
-    parts_ptr,
-    counter_ptr,
-    x_ptr,
-    y_ptr,
-    N,
-    D,
-    steps,
-    lr,
-    l2,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SLICE: tl.constexpr,
+    w_ptr, b_ptr, parts_ptr, counter_ptr, x_ptr, y_ptr, N, D, steps, lr, l2,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, SLICE: tl.constexpr,
     PARTS: tl.constexpr,
-):
+):  # fmt: skip
     P, me = tl.num_programs(0), tl.program_id(0)
     i = me * ROWS + tl.arange(0, ROWS)
     j = tl.arange(0, BLOCK)
@@ -453,7 +425,7 @@ draw.lanes(
 
 # %%
 
-Source(_logistic_fit_rows, doc=False)
+Folded("The kernel on the chip", Source(_logistic_fit_rows, doc=False))
 
 # %%
 # One detail is Triton's. The thread that waits for a word must be the thread
