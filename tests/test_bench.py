@@ -435,13 +435,13 @@ def test_a_staircase_checks_each_step_and_times_those_of_a_cpu_by_the_call():
 
 def test_a_staircase_tells_of_the_kernel_with_most_registers(monkeypatch):
     @contextlib.contextmanager
-    def observed():
+    def kernels():
         small, large = (
             types.SimpleNamespace(n_regs=n, n_spills=n - 30, metadata=types.SimpleNamespace(num_warps=4))
             for n in (30, 40)
         )
-        yield types.SimpleNamespace(kernels=[small, large, small])
+        yield [small, large, small]
 
-    monkeypatch.setattr(bench.launches, "observed", observed)
+    monkeypatch.setattr(bench.launches, "kernels", kernels)
     (row,) = bench.staircase({"one": lambda: 1}, lambda got: got == 1, kind="call", repeat=1).itertuples()
     assert (row.registers, row.spilled, row.warps) == (40, 10, 4)

@@ -567,9 +567,9 @@ def staircase(
     """
     rows = []
     for name, step in steps.items():
-        with launches.observed() as trace:
+        with launches.kernels() as found:
             row: dict[str, Any] = {"step": name, "right": right(step())}
-        kernel = max(trace.kernels, key=lambda k: k.n_regs, default=None)
+        kernel = max(found, key=lambda k: k.n_regs, default=None)
         if kernel is not None:
             row |= {"registers": kernel.n_regs, "spilled": kernel.n_spills, "warps": kernel.metadata.num_warps}
         rows.append(row)

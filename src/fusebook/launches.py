@@ -57,6 +57,7 @@ __all__ = [
     "found",
     "launching",
     "nowhere",
+    "kernels",
     "observed",
     "of_wrapper",
 ]
@@ -367,13 +368,10 @@ class Trace:
         Launches of kernels before they are compiled, and calls of torch.
     compiled : list
         The same for kernels that were compiled: what the GPU is given. None where one was not.
-    kernels : list
-        The compiled kernels themselves.
     """
 
     steps: list[Any] = dataclasses.field(default_factory=list)
     compiled: list[Any] = dataclasses.field(default_factory=list)
-    kernels: list[Any] = dataclasses.field(default_factory=list)
 
     @property
     def launches(self) -> str:
@@ -391,7 +389,6 @@ class Trace:
         """Forget."""
         self.steps.clear()
         self.compiled.clear()
-        self.kernels.clear()
 
     def launched(self, kernel: Any, args: Sequence[Any], grid: Any, given: Mapping[str, Any], compiled: Any) -> None:
         """Take down a launch of a kernel."""
@@ -408,7 +405,6 @@ class Trace:
         if text is None:
             self.compiled.append(None)
             return
-        self.kernels.append(compiled)
         numbers = [n for p in kernel.params if not p.is_constexpr for n in _numbers(bound.get(p.name))]
         how = [(k, v) for k, v in options if k.startswith("launch_")]
         self.compiled.append((_ptx(text, compiled.metadata.name), grid, numbers, how))
@@ -539,19 +535,40 @@ def observed() -> Iterator[Trace]:
     Trace
     """
     trace = Trace()
+    with _told(trace.launched), _Watched(trace):
+        yield trace
+
+
+@contextlib.contextmanager
+def kernels() -> Iterator[list[Any]]:
+    """Collect the compiled kernels that the calls in this block launch, and nothing of torch: it may compile.
+
+    Yields
+    ------
+    list
+        In their order.
+    """
+    found: list[Any] = []
+    with _told(lambda *launch: found.append(launch[-1])):
+        yield found
+
+
+@contextlib.contextmanager
+def _told(launched: Callable[..., None]) -> Iterator[None]:
+    """Call `launched` after each launch of Triton's, as `Trace.launched` is called."""
     run = JITFunction.run
 
     def launch(self: Any, *args: Any, grid: Any, warmup: bool = False, **kwargs: Any) -> Any:
         with torch._C.DisableTorchFunction():
             compiled = run(self, *args, grid=grid, warmup=warmup, **kwargs)
             if not warmup:
-                trace.launched(self, args, grid, kwargs, compiled)
+                launched(self, args, grid, kwargs, compiled)
         return compiled
 
     JITFunction.run = launch
     try:
-        with _operator.plans_aside(), _Watched(trace):
-            yield trace
+        with _operator.plans_aside():
+            yield
     finally:
         JITFunction.run = run
 
