@@ -55,9 +55,9 @@ __all__ = [
     "digest",
     "elsewhere",
     "found",
+    "kernels",
     "launching",
     "nowhere",
-    "kernels",
     "observed",
     "of_wrapper",
 ]
