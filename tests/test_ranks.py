@@ -14,6 +14,7 @@ import torch.distributed as dist
 import fusebook
 from fusebook.inputs import generator
 from fusebook.kernels._operator import OPERATORS
+from fusebook.kernels._peers import reachable
 from fusebook.kernels.allreduce_norm import WAYS, _allreduce_norm, plan
 from fusebook.kernels.kmeans_shared import _kmeans_shared_means, _shared_plan
 from fusebook.page.ranks import enough, join, ranks
@@ -118,6 +119,58 @@ def test_the_plan_depends_on_numbers_that_all_gpus_share():
     assert plan(1, 4096, 2, 132, "group").way == "group"
 
 
+#: Compiles what is launched, for a GPU that is not there; the sizes are those at which a kernel is cut differently.
+COMPILED = """
+import torch, triton
+import fusebook
+from fusebook.kernels._peers import _barrier
+from fusebook.kernels.allreduce_norm import _allreduce_norm
+from fusebook.kernels.kmeans_shared import _kmeans_shared_means, _shared_plan
+from fusebook.launches import AbsentGPU
+names = []
+gpu = AbsentGPU((9, 0), shared=96 * 1024, launched=lambda found: names.append(found.name))
+triton.runtime.driver.set_active(gpu)
+turns, flags = torch.zeros(8, dtype=torch.int32), (torch.zeros(2, 8, dtype=torch.int32),) * 2
+for k, d, parts in ((2, 2, 64), (256, 64, 32)):
+    words, sums = (torch.zeros(2, 2, k, d + 1, 2, dtype=torch.int64),) * 2, torch.zeros(parts, k, d + 1).double()
+    block, block_k, block_d = _shared_plan(parts, k, d)
+    _kmeans_shared_means[(1,)](sums, words, sums, sums, turns, parts, k, d,
+                               ME=1, BLOCK=block, BLOCK_K=block_k, BLOCK_D=block_d)
+x = torch.zeros(4, 4096, dtype=torch.bfloat16)
+for parts, meets in (((x, x), True), ((x,), False)):
+    _allreduce_norm[(4,)](x, x, parts, x, x, turns, flags, 4, 4096, 1e-6, 8,
+                          ME=0, MEET=meets, BLOCK=4096, num_warps=8)
+_barrier[(1,)](turns, flags, 8, ME=1, num_warps=1)
+print(*names)
+"""
+
+
+def test_kernels_compile_for_a_gpu_that_is_not_there(path):
+    env = os.environ | {"TRITON_INTERPRET": "0"}
+    command = [sys.executable, "-c", COMPILED]
+    end = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert end.returncode == 0, end.stderr[-2000:]
+    assert end.stdout.split() == ["_kmeans_shared_means"] * 2 + ["_allreduce_norm"] * 2 + ["_barrier"]
+
+
+@pytest.mark.parametrize(
+    ("told", "reads", "yes"), [("aa", True, True), ("ab", True, False), ("aa", False, False), ("a", True, False)]
+)
+def test_memory_is_shared_by_gpus_of_one_machine_only(monkeypatch, told, reads, yes):
+    """Each of the group tells its machine; who cannot read its neighbour tells none."""
+
+    def gather(every, mine, group):
+        every[:] = [mine and machine for machine in told]
+
+    monkeypatch.setattr(dist, "get_world_size", lambda group: len(told))
+    monkeypatch.setattr(dist, "get_backend", lambda group: "nccl")
+    monkeypatch.setattr(dist, "all_gather_object", gather)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda here, other: reads)
+    assert reachable() is yes
+
+
 # Processes
 
 WORKER = """
@@ -151,9 +204,9 @@ def found():
         want = sum(every)[:used] + residual[:used]
         torch.testing.assert_close(h, want)
         torch.testing.assert_close(y, torch.nn.functional.rms_norm(want, (48,), weight, 1e-6))
-    for rows, wide, way in ((5, 48, None), (4, 7, None), (4, 48, "fused")):
+    for many, wide, way in ((5, 48, None), (4, 7, None), (4, 48, "fused")):
         try:
-            reduce.part(rows)
+            reduce.part(many)
             reduce(residual, weight[:wide], way=way)
         except ValueError as error:
             assert "AllReduceNorm: expected" in str(error)

@@ -6,6 +6,7 @@ waits for anybody there, so a kernel that reads what another GPU has written fir
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -45,11 +46,14 @@ def _barrier(turns_ptr, flags, SLOTS, ME: tl.constexpr):
 
 
 def reachable(group: Any = None) -> bool:
-    """Whether the GPUs of a group of several can read each other's memory."""
+    """Whether all of a group are GPUs of one machine that can read each other's memory; all of it ask together."""
     if dist.get_world_size(group) == 1 or dist.get_backend(group) != "nccl":
         return False
     here, there = torch.cuda.current_device(), range(torch.cuda.device_count())
-    return all(torch.cuda.can_device_access_peer(here, other) for other in there if other != here)
+    reads = all(torch.cuda.can_device_access_peer(here, other) for other in there if other != here)
+    every: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(every, Path("/proc/sys/kernel/random/boot_id").read_text() if reads else None, group=group)
+    return None not in every and len(set(every)) == 1  # a machine is known by when it started
 
 
 class Peers:
