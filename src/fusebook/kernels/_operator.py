@@ -489,6 +489,11 @@ _grad_enabled = torch.is_grad_enabled
 _aside = 0
 
 
+def watched() -> bool:
+    """Whether somebody traces or transforms, so that a call is to go through torch's dispatcher."""
+    return bool(_compiling() or _modes() or _transforms())
+
+
 @contextlib.contextmanager
 def plans_aside() -> Iterator[None]:
     """Inside, every call goes through its launcher, as the first one does."""

@@ -1,0 +1,266 @@
+"""Cross entropy of logits and of hidden states: what they mean, what they must cost, and who else computes them."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fusebook.cards import _draws
+from fusebook.cards._peers import compiled
+from fusebook.inputs import rough
+from fusebook.kernels._operator import FLOATING, accumulated
+from fusebook.kernels.cross_entropy import cross_entropy_eager, cross_entropy_with_gradient
+from fusebook.kernels.linear_cross_entropy import linear_cross_entropy_eager, linear_cross_entropy_with_gradients
+from fusebook.op import Cost, Dims, Op, Variant
+
+__all__ = ["CROSS_ENTROPY", "LINEAR_CROSS_ENTROPY", "OPS", "PAGE"]
+
+#: The page that tells of them.
+PAGE = 105
+
+
+def _alone(loss: Tensor, *gradients: Tensor) -> tuple[Tensor, ...]:
+    """Apart from autograd's graph, the loss in what all ways return it in."""
+    return loss.detach().to(accumulated(loss.dtype)), *gradients
+
+
+def _by_autograd(loss_of: Callable[..., Tensor], count: int = 1) -> Callable[..., tuple[Tensor, ...]]:
+    """Loss and gradients of the first `count` arguments, as a training step gets them."""
+
+    def run(*given: Tensor) -> tuple[Tensor, ...]:
+        with torch.enable_grad():
+            own = [t.detach().requires_grad_() for t in given[:count]]
+            loss = loss_of(*own, *given[count:])
+            return _alone(loss, *torch.autograd.grad(loss, own))
+
+    return run
+
+
+# Cross entropy -------------------------------------------------------------------------------------------------------
+
+
+def _reference(x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    wide = x.to(accumulated(x.dtype))
+    shifted = wide - wide.amax(-1, keepdim=True)
+    e = shifted.exp()
+    total = e.sum(-1, keepdim=True)
+    at = target[:, None]
+    loss = (total.log() - shifted.gather(1, at)).mean()
+    p = e.div_(total)
+    p.scatter_add_(1, at, torch.full_like(at, -1, dtype=p.dtype))
+    return loss, p.div_(max(1, len(x))).to(x.dtype)
+
+
+def _make(rng: torch.Generator, dtype: torch.dtype, *, M: int, N: int) -> tuple[Tensor, Tensor]:
+    # The class is never the likeliest: where a row is saturated, the gradient at that one would be rounding.
+    x = rough(rng, (M, N), dtype)
+    other = torch.randint(1, max(2, N), (M,), generator=rng, device=rng.device)
+    return x, (x.argmax(1) + other) % N if M else other
+
+
+def _cost(itemsize: int, *, M: int, N: int) -> Cost:
+    # An element costs a maximum, a subtraction, an exponential, an addition, and a product and a subtraction.
+    return Cost(read=M * N * itemsize + 8 * M, write=M * N * itemsize, flop=6 * M * N)
+
+
+def _cost_eager(itemsize: int, *, M: int, N: int) -> Cost:
+    return Cost(read=6 * M * N * itemsize, write=4 * M * N * itemsize, flop=6 * M * N)
+
+
+def _cost_twice_read(itemsize: int, *, M: int, N: int) -> Cost:
+    # The loss reads the logits, the gradient reads them again.
+    return Cost(read=2 * M * N * itemsize, write=M * N * itemsize, flop=8 * M * N)
+
+
+def _eager(x: Tensor, target: Tensor) -> tuple[Tensor, ...]:
+    return _alone(*cross_entropy_eager(x, target))
+
+
+def _compiled(x: Tensor, target: Tensor) -> Tensor:
+    return compiled(F.cross_entropy)(x, target)
+
+
+def _fusebook(x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    return cross_entropy_with_gradient(x, target, check=False)
+
+
+def _liger(x: Tensor, target: Tensor) -> Tensor:
+    from liger_kernel.ops.cross_entropy import LigerCrossEntropyFunction
+
+    _takes("Liger", x)
+    return LigerCrossEntropyFunction.apply(x.clone(), target)[0]  # it overwrites what it is given
+
+
+def _quack(x: Tensor, target: Tensor) -> Tensor:
+    from quack.cross_entropy import cross_entropy
+
+    _takes("quack", x)
+    return cross_entropy(x, target)
+
+
+def _takes(who: str, x: Tensor) -> None:
+    if x.dtype == torch.float64:
+        raise NotImplementedError(f"{who} computes in float32, got float64")
+    if not x.numel():
+        raise NotImplementedError(f"{who} launches an empty grid on an empty tensor")
+
+
+def _draw(rng: random.Random) -> Dims:
+    """Rows of the vocabularies that models have, or of few classes; one of them, and up to millions."""
+    dtype = _draws.dtype(rng, FLOATING)
+    N = _draws.size(rng, 2, 2**18, _draws.VOCABULARIES)
+    M = _draws.count(rng, min(2**22, _draws.BYTES // (2 * N * _draws.itemsize(dtype))))
+    return {"M": M, "N": N, "dtype": dtype, "layout": _draws.layout(rng)}
+
+
+_VOCABULARIES = (32000, 50257, 128256, 151936, 256000)
+CROSS_ENTROPY = Op(
+    name="cross_entropy",
+    reference=_reference,
+    make=_make,
+    cost=_cost,
+    variants={
+        "eager": Variant(_eager, cost=_cost_eager, needs=()),
+        "torch": Variant(_by_autograd(F.cross_entropy), needs=()),
+        "torch.compile": Variant(_by_autograd(_compiled), needs=(), recompiles=True),
+        "fusebook": Variant(_fusebook, needs=()),
+        "Liger (of a copy)": Variant(_by_autograd(_liger), needs=("cuda", "liger_kernel"), recompiles=True),
+        "quack": Variant(_by_autograd(_quack), cost=_cost_twice_read, needs=("cuda", "quack"), recompiles=True),
+    },
+    configs={
+        "small": tuple({"M": m, "N": 32000} for m in (8, 64, 512)),
+        "large": ({"M": 8192, "N": 131072},),
+        "vocabularies": tuple({"M": 4096, "N": n} for n in _VOCABULARIES),
+        "classes": ({"M": 65536, "N": 1000}, {"M": 32768, "N": 4096}),
+    },
+    draw=_draw,
+    # One class; few; several rows a program, the last tile ragged; a row in tiles, whose last is ragged and whose first
+    # begins within a vector; a row of several programs, or in float64 one that is read twice; no rows.
+    edges=(
+        {"M": 1, "N": 1},
+        {"M": 5, "N": 2},
+        {"M": 37, "N": 100},
+        {"M": 3, "N": 781},
+        {"M": 2, "N": 8200},
+        {"M": 3, "N": 13001},
+        {"M": 2, "N": 33001},
+        {"M": 0, "N": 5},
+    ),
+    dtypes=FLOATING,
+)
+
+# Of hidden states ----------------------------------------------------------------------------------------------------
+
+
+def _make_linear(rng: torch.Generator, dtype: torch.dtype, *, M: int, K: int, N: int) -> tuple[Tensor, ...]:
+    # Logits of a few units: rounded to a half type, larger ones would change probabilities by more than is told apart.
+    scale = 2.0 ** -round(math.log2(max(1, K)) / 2)
+    head = torch.randn(N, K, generator=rng, device=rng.device, dtype=dtype) * scale
+    target = torch.randint(0, N, (M,), generator=rng, device=rng.device)
+    return rough(rng, (M, K), dtype) / 64, head, target
+
+
+def _reference_linear(h: Tensor, head: Tensor, target: Tensor) -> tuple[Tensor, ...]:
+    loss, dx = _reference((h @ head.T).to(accumulated(h.dtype)), target)
+    dx = dx.to(h.dtype)
+    return loss, dx @ head, dx.T @ h
+
+
+def _cost_linear(itemsize: int, *, M: int, K: int, N: int) -> Cost:
+    moved = (M * K + N * K) * itemsize
+    return Cost(read=moved + 8 * M, write=moved, flop=6 * M * K * N)
+
+
+def _linear_loss(h: Tensor, head: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(h @ head.T, target)
+
+
+def _linear_compiled(h: Tensor, head: Tensor, target: Tensor) -> Tensor:
+    return compiled(_linear_loss)(h, head, target)
+
+
+def _linear_eager(h: Tensor, head: Tensor, target: Tensor) -> tuple[Tensor, ...]:
+    return _alone(*linear_cross_entropy_eager(h, head, target))
+
+
+def _linear_torch(h: Tensor, head: Tensor, target: Tensor) -> Tensor:
+    if not hasattr(F, "linear_cross_entropy"):
+        raise NotImplementedError(f"torch has it from 2.13 on, and this is {torch.__version__}")
+    return F.linear_cross_entropy(h, head, target, options=torch.nn.LinearCrossEntropyOptions())
+
+
+def _linear_fusebook(h: Tensor, head: Tensor, target: Tensor) -> tuple[Tensor, ...]:
+    return linear_cross_entropy_with_gradients(h, head, target, check=False)
+
+
+def _linear_liger(h: Tensor, head: Tensor, target: Tensor) -> Tensor:
+    from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
+
+    _takes("Liger", h)
+    return LigerFusedLinearCrossEntropyFunction.apply(h, head, target)[0]
+
+
+def _linear_quack(h: Tensor, head: Tensor, target: Tensor) -> Tensor:
+    from quack.linear_cross_entropy import chunked_linear_cross_entropy
+
+    _takes("quack", h)
+    return chunked_linear_cross_entropy(h, head, target)
+
+
+def _draw_linear(rng: random.Random) -> Dims:
+    """Hidden states and vocabularies of models."""
+    dtype = _draws.dtype(rng, FLOATING)
+    N = _draws.size(rng, 2, 2**18, _draws.VOCABULARIES)
+    most = _draws.BYTES // (3 * N * _draws.itemsize(dtype))
+    K = min(_draws.size(rng, 32, 8192), most)
+    M = _draws.count(rng, _draws.most_rows(dtype, moved=K + N, held=2 * K * N, flop=6 * K * N))
+    return {"M": M, "K": K, "N": N, "dtype": dtype, "layout": _draws.layout(rng, _draws.ROWS)}
+
+
+def _linear(run: Callable[..., Tensor], **options: Any) -> Variant:
+    return Variant(_by_autograd(run, 2), **options)
+
+
+LINEAR_CROSS_ENTROPY = Op(
+    name="linear_cross_entropy",
+    reference=_reference_linear,
+    make=_make_linear,
+    cost=_cost_linear,
+    variants={
+        "eager": Variant(_linear_eager, needs=()),
+        "torch": _linear(_linear_loss, needs=()),
+        "torch.compile": _linear(_linear_compiled, needs=(), recompiles=True),
+        "torch, in chunks": _linear(_linear_torch, needs=()),
+        "fusebook": Variant(_linear_fusebook, needs=()),
+        "Liger": _linear(_linear_liger, needs=("cuda", "liger_kernel"), recompiles=True),
+        "quack": _linear(_linear_quack, needs=("cuda", "quack"), recompiles=True),
+    },
+    configs={
+        "small": ({"M": 512, "K": 1024, "N": 32000},),
+        "llama": ({"M": 8192, "K": 4096, "N": 128256},),
+        "heads": (
+            {"M": 8192, "K": 4096, "N": 32000},
+            {"M": 4096, "K": 3584, "N": 151936},
+        ),
+    },
+    draw=_draw_linear,
+    # Few of everything; several rows a program of the loss; a row in tiles; a row of several programs; no states.
+    edges=(
+        {"M": 5, "K": 3, "N": 2},
+        {"M": 37, "K": 16, "N": 100},
+        {"M": 3, "K": 8, "N": 8201},
+        {"M": 2, "K": 2, "N": 33001},
+        {"M": 0, "K": 4, "N": 5},
+    ),
+    dtypes=FLOATING,
+)
+OPS = (
+    CROSS_ENTROPY,
+    LINEAR_CROSS_ENTROPY,
+)

@@ -1,0 +1,716 @@
+"""What cross entropy of logits and of hidden states share: kernels that find a row's loss and its gradient at once.
+
+A row of N logits x with the class t has
+
+    lse  = log(sum_j exp(x[j]))
+    loss = w[t] ((1 - s) (lse - x[t]) + z lse**2) + s / N sum_j w[j] (lse - x[j])
+
+with the weights w of classes, the smoothing s and the factor z, and the gradient
+
+    dx[j] = exp(x[j] - lse) (w[t] (1 - s + 2 z lse) + s / N sum_k w[k]) - w[t] (1 - s) [j = t] - s / N w[j]
+
+With a cap c, x is c tanh(l / c) of the logits l, and the gradient has the factor 1 - (x / c)**2.
+
+The gradient may be written where the logits are: a program has read all that it needs of a part of a row before anybody
+writes there. A row that is ignored is not read; its loss and its gradient are zero.
+"""
+
+# Device code grows tuples of tiles; mypy sees a tuple of another length as another type.
+# mypy: disable-error-code="assignment"
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ._operator import (
+    accumulated,
+    apply,
+    capturing,
+    check_alike,
+    check_tensor,
+    contiguous,
+    empty,
+    gpu,
+    integer,
+    launch,
+    launching,
+    overlapping,
+)
+from ._rows import Plan, leave, missing_of, put, window, words_of
+
+# Kernels -------------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _exp(x):
+    """By way of exp2, which the hardware has. It rounds results below 1e-38 to zero."""
+    return tl.exp2(x * 1.4426950408889634)  # log2(e)
+
+
+@triton.jit
+def _capped(x, CAP: tl.constexpr):
+    """CAP tanh(x / CAP), by an exponential that never overflows."""
+    if CAP is not None:
+        e = _exp(-2.0 * tl.abs(x) / CAP)
+        y = CAP * ((1.0 - e) / (1.0 + e))
+        x = tl.where(x < 0, -y, y)
+    return x
+
+
+@triton.jit
+def _class_of(target_ptr, weight_ptr, rows, live, N, IGNORE, FLOAT: tl.constexpr):
+    """Of rows their class, whether they count, and the weight of their class: NaN where there is no such class."""
+    target = tl.load(target_ptr + rows, mask=live)
+    known = (target >= 0) & (target < N)
+    counts = target != IGNORE if live is None else live & (target != IGNORE)
+    if weight_ptr is None:
+        weight = tl.where(known, 1.0, float("nan")).to(FLOAT)
+    else:
+        weight = tl.load(weight_ptr + target, mask=counts & known, other=float("nan"))
+    return tl.where(known, target, 0).to(tl.int32), counts, weight
+
+
+@triton.jit
+def _begin(
+    board_ptr, sums_ptr, target_ptr, weight_ptr, WORDS, M, N, IGNORE,
+    BLOCK: tl.constexpr, COUNTS: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Zeros on the board; and by each of COUNTS programs the weights of its share of targets, and of classes."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+    program = tl.program_id(0)
+    inner = tl.arange(0, BLOCK)
+    if board_ptr is not None:
+        at = program.to(tl.int64) * BLOCK + inner  # [BLOCK]
+        tl.store(board_ptr + at, tl.zeros([BLOCK], board_ptr.dtype.element_ty), mask=at < WORDS)
+    if COUNTS > 0:
+        if program < COUNTS:
+            FLOAT: tl.constexpr = sums_ptr.dtype.element_ty
+            sums = tl.zeros([BLOCK], FLOAT)
+            for start in range(program * BLOCK, M, COUNTS * BLOCK):
+                rows = start + inner  # [BLOCK]
+                _, counts, weight = _class_of(target_ptr, weight_ptr, rows, rows < M, N, IGNORE, FLOAT)
+                sums += tl.where(counts, weight, 0.0)
+            tl.store(sums_ptr + program, tl.sum(sums, 0))
+            if weight_ptr is not None:
+                sums = tl.zeros([BLOCK], FLOAT)
+                for start in range(program * BLOCK, N, COUNTS * BLOCK):
+                    sums += tl.load(weight_ptr + start + inner, mask=start + inner < N, other=0.0)
+                tl.store(sums_ptr + COUNTS + program, tl.sum(sums, 0))
+
+
+@triton.jit
+def _end(loss_ptr, left_ptr, sums_ptr, COUNT, COUNTS: tl.constexpr, MEAN: tl.constexpr, BLOCK: tl.constexpr):
+    """The sum of what the rows have left, or their mean: one program, always in the same order."""
+    sums = tl.zeros([BLOCK], left_ptr.dtype.element_ty)
+    for start in range(0, COUNT, BLOCK):
+        at = start + tl.arange(0, BLOCK)  # [BLOCK]
+        sums += tl.load(left_ptr + at, mask=at < COUNT, other=0.0)
+    loss = tl.sum(sums, 0)
+    if MEAN:
+        loss = loss / tl.sum(tl.load(sums_ptr + tl.arange(0, COUNTS)), 0)
+    tl.store(loss_ptr, loss)
+
+
+@triton.jit
+def _factors(
+    scale_ptr, sums_ptr, rows, live, SCALE_STEP, N, weight, lse,
+    SMOOTHING: tl.constexpr, Z: tl.constexpr, COUNTS: tl.constexpr, MEAN: tl.constexpr, WEIGHTED: tl.constexpr,
+):  # fmt: skip
+    """What the gradient multiplies probabilities with, subtracts at the class, and subtracts at every class by weight.
+
+    And the last of them without the scale, as the loss has it, with the sum of all weights.
+    """
+    none = tl.zeros_like(weight)
+    scale = none + 1.0
+    if scale_ptr is not None:
+        scale = tl.load(scale_ptr + rows * SCALE_STEP, mask=live).to(weight.dtype)
+    if MEAN:
+        scale = scale / tl.sum(tl.load(sums_ptr + tl.arange(0, COUNTS)), 0)
+    every = none
+    classes = none + N
+    if SMOOTHING != 0.0:
+        every = (none + SMOOTHING) / N
+        if WEIGHTED:
+            classes = none + tl.sum(tl.load(sums_ptr + COUNTS + tl.arange(0, COUNTS)), 0)
+    hit = weight * (1.0 - SMOOTHING)
+    of_p = hit + every * classes
+    if Z != 0.0:
+        of_p += 2.0 * Z * weight * lse
+    return scale * of_p, scale * hit, scale * every, every, classes
+
+
+@triton.jit
+def _loss(x_t, top, log_total, weight, every, classes, summed, SMOOTHING: tl.constexpr, Z: tl.constexpr):
+    """Of a row, without the sum of weighted logits, which several programs may share."""
+    lse = top + log_total
+    loss = weight * (1.0 - SMOOTHING) * ((top - x_t) + log_total)
+    if SMOOTHING != 0.0:
+        loss += every * (classes * lse - summed)
+    if Z != 0.0:
+        loss += Z * weight * lse * lse
+    return loss
+
+
+@triton.jit
+def _gradient(
+    x, columns, inside, target, top, inverse, of_p, hit, every, weight_ptr,
+    SMOOTHING: tl.constexpr, CAP: tl.constexpr,
+):  # fmt: skip
+    """The gradient at some columns, of logits that are capped already."""
+    dx = _exp(x - top) * (inverse * of_p) - tl.where(columns == target, hit, 0.0)
+    if SMOOTHING != 0.0:
+        if weight_ptr is None:
+            dx -= every
+        else:
+            dx -= every * tl.load(weight_ptr + columns, mask=inside, other=0.0)
+    if CAP is not None:
+        u = x / CAP
+        dx *= (1.0 - u) * (1.0 + u)
+    return dx
+
+
+@triton.jit
+def _weighted(x, columns, own, weight_ptr):
+    """Logits by the weights of their classes, for a sum over the row."""
+    if weight_ptr is not None:
+        x *= tl.load(weight_ptr + columns, mask=own, other=0.0)
+    return tl.where(own, x, 0.0)
+
+
+@triton.jit
+def _entropy_rows(
+    left_ptr, dx_ptr, x_ptr, target_ptr, weight_ptr, scale_ptr, sums_ptr, M, N, dx_stride, x_stride, SCALE_STEP, IGNORE,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, COUNTS: tl.constexpr, MEAN: tl.constexpr, APART: tl.constexpr,
+    SMOOTHING: tl.constexpr, Z: tl.constexpr, CAP: tl.constexpr, LATE: tl.constexpr,
+):  # fmt: skip
+    """ROWS rows, whole in registers. APART: the loss of each row is left by itself, otherwise their sum."""
+    FLOAT: tl.constexpr = tl.float64 if x_ptr.dtype.element_ty == tl.float64 else tl.float32
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
+    columns = tl.arange(0, BLOCK)[None, :]  # [1, BLOCK]
+    target, counts, weight = _class_of(target_ptr, weight_ptr, rows, rows < M, N, IGNORE, FLOAT)
+    inside = (columns < N) & counts[:, None]  # [ROWS, BLOCK]
+    x = tl.load(x_ptr + rows[:, None] * x_stride + columns, mask=inside, other=float("-inf")).to(FLOAT)  # read MN
+    x = tl.where(inside, _capped(x, CAP), float("-inf"))
+    top = tl.max(tl.where(counts[:, None], x, 0.0), 1)  # [ROWS]
+    total = tl.sum(_exp(x - top[:, None]), 1)
+    log_total = tl.log(total)
+    x_t = tl.sum(tl.where((columns == target[:, None]) & inside, x, 0.0), 1)
+    summed = tl.sum(_weighted(x, columns, inside, weight_ptr), 1) if SMOOTHING != 0.0 else x_t
+    if LATE:
+        tl.extra.cuda.gdc_wait()  # for the sums
+    of_p, hit, every, of_loss, classes = _factors(
+        scale_ptr, sums_ptr, rows, rows < M, SCALE_STEP, N, weight, top + log_total, SMOOTHING, Z, COUNTS, MEAN,
+        weight_ptr is not None,
+    )  # fmt: skip
+    loss = tl.where(counts, _loss(x_t, top, log_total, weight, of_loss, classes, summed, SMOOTHING, Z), 0.0)
+    if APART:
+        tl.store(left_ptr + rows, loss, mask=rows < M)
+    else:
+        tl.store(left_ptr + tl.program_id(0), tl.sum(loss, 0))
+    if dx_ptr is not None:
+        dx = _gradient(
+            x, columns, inside, target[:, None], top[:, None], (1.0 / total)[:, None], of_p[:, None], hit[:, None],
+            every[:, None], weight_ptr, SMOOTHING, CAP,
+        )  # fmt: skip
+        dx = tl.where(counts[:, None], dx, 0.0).to(dx_ptr.dtype.element_ty)
+        tl.store(dx_ptr + rows[:, None] * dx_stride + columns, dx, mask=(columns < N) & (rows < M)[:, None])  # write MN
+
+
+@triton.jit
+def _tile_of(x_ptr, at, inner, low, high, VEC: tl.constexpr, EDGE: tl.constexpr):
+    """Logits `inner` of a window, as they stand in memory; -inf in place of what is not the row's own."""
+    if EDGE:
+        x = tl.load(x_ptr + at + inner, mask=inner < (high + VEC - 1) // VEC * VEC, other=float("-inf"))
+        return tl.where((inner >= low) & (inner < high), x, float("-inf")).to(x_ptr.dtype.element_ty)
+    else:
+        return tl.load(x_ptr + at + inner)
+
+
+@triton.jit
+def _again(x, zero, CAP: tl.constexpr):
+    """As it is computed with, and capped; half types are converted again, not held meanwhile in twice the registers."""
+    if x.dtype.primitive_bitwidth == 16:
+        x = (x.to(tl.int16, bitcast=True) ^ zero.to(tl.int16)).to(x.dtype, bitcast=True).to(tl.float32)
+    return _capped(x, CAP)
+
+
+@triton.jit
+def _word(top, total):
+    """The maximum of a part and its sum of exponentials, relative to it, in one word, which is never zero."""
+    upper = top.to(tl.int32, bitcast=True).to(tl.int64) << 32
+    return upper | (total.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF)
+
+
+@triton.jit
+def _part_again(x_ptr, at, low, high, VEC: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, CAP: tl.constexpr):
+    """The word of a part whose program has not come: by the steps that it takes, and so to the same bits."""
+    inner = tl.arange(0, BLOCK)
+    tops = tl.full([BLOCK], float("-inf"), tl.float32)
+    for i in range(CHUNKS):
+        x = _tile_of(x_ptr, at, i * BLOCK + inner, low, high, VEC, True)
+        tops = tl.maximum(tops, _capped(x.to(tl.float32), CAP))
+    top = tl.max(tops, 0)
+    shift = tl.where(top == float("-inf"), 0.0, top)
+    totals = tl.zeros([BLOCK], tl.float32)
+    for i in range(CHUNKS):
+        x = _tile_of(x_ptr, at, i * BLOCK + inner, low, high, VEC, True)
+        totals += _exp(_capped(x.to(tl.float32), CAP) - shift)
+    return _word(top, tl.sum(totals, 0))
+
+
+@triton.jit
+def _entropy_held(
+    left_ptr, dx_ptr, x_ptr, board_ptr, target_ptr, weight_ptr, scale_ptr, sums_ptr,
+    N, dx_stride, x_stride, SPAN, PARTS, SCALE_STEP, IGNORE,
+    VEC: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, LANES: tl.constexpr, TRIES: tl.constexpr,
+    COUNTS: tl.constexpr, MEAN: tl.constexpr,
+    SMOOTHING: tl.constexpr, Z: tl.constexpr, CAP: tl.constexpr, LATE: tl.constexpr,
+):  # fmt: skip
+    """A row by PARTS programs, each of which holds up to SPAN of its numbers as CHUNKS tiles, as they were loaded.
+
+    LANES is zero where a row belongs to one program.
+    """
+    NOTHING: tl.constexpr = -36028797018963968  # the word of a part without numbers: -inf and 0
+    EDGES: tl.constexpr = CHUNKS - 2  # tiles from here on, and the first one, may reach beyond the row
+    FLOAT: tl.constexpr = tl.float64 if x_ptr.dtype.element_ty == tl.float64 else tl.float32
+    row = (tl.program_id(0) // PARTS).to(tl.int64)
+    part = tl.program_id(0) % PARTS
+    SPAN = SPAN * VEC
+    at, low, high = window(row * x_stride, N, part * SPAN, SPAN, VEC)
+    to = window(row * dx_stride, N, part * SPAN, SPAN, VEC)[0]
+    inner = tl.arange(0, BLOCK)  # [BLOCK]
+    target, counts, weight = _class_of(target_ptr, weight_ptr, row, None, N, IGNORE, FLOAT)
+    here = target + low  # where the class is in the window
+    mine = (here >= 0) & (here < high)
+    if counts:
+        chunks = ()
+        tops = tl.full([BLOCK], float("-inf"), FLOAT)
+        for i in tl.static_range(CHUNKS):
+            x = _tile_of(x_ptr, at, i * BLOCK + inner, low, high, VEC, i == 0 or i >= EDGES)  # read MN
+            chunks += (x,)
+            tops = tl.maximum(tops, _capped(x.to(FLOAT), CAP))
+        top = tl.max(tops, 0)
+        x_t = _capped(tl.load(x_ptr + row * x_stride + target).to(FLOAT), CAP)  # of use where it is this program's own
+        shift = tl.where(top == float("-inf"), 0.0, top) if LANES else top
+        # Always zero, but the compiler cannot know.
+        zero = tl.minimum(N, 0) & top.to(tl.int32)
+        totals = tl.zeros([BLOCK], FLOAT)
+        sums = tl.zeros([BLOCK], FLOAT)
+        for i in tl.static_range(CHUNKS):
+            x = _again(chunks[i], zero, CAP)
+            totals += _exp(x - shift)
+            if SMOOTHING != 0.0:
+                own = (i * BLOCK + inner >= low) & (i * BLOCK + inner < high)
+                sums += _weighted(x, i * BLOCK + inner - low, own, weight_ptr)
+        total = tl.sum(totals, 0)
+        if LATE:
+            tl.extra.cuda.gdc_wait()  # for the zeros on the board, and the sums; the row is here already
+        if LANES:
+            board_ptr += row * PARTS
+            leave(board_ptr + part, _word(top, total))
+            lanes = tl.arange(0, LANES)  # [LANES]
+            words, missing = words_of(board_ptr, lanes, PARTS, NOTHING, TRIES)
+            while missing < LANES:
+                there, first, last = window(row * x_stride, N, missing * SPAN, SPAN, VEC)
+                word = _part_again(x_ptr, there, first, last, VEC, BLOCK, CHUNKS, CAP)
+                # Left for others to find. If it has come meanwhile, its word counts: its logits may be overwritten.
+                found = tl.atomic_cas(board_ptr + missing, tl.zeros([], tl.int64), word, sem="acq_rel")
+                words = tl.where(lanes == missing, tl.where(found == 0, word, found), words)
+                missing = missing_of(words, lanes)
+            tops = (words >> 32).to(tl.int32).to(tl.float32, bitcast=True)  # [LANES]
+            top = tl.max(tops, 0)
+            shift = tl.where(top == float("-inf"), 0.0, top)
+            total = tl.sum(words.to(tl.int32).to(tl.float32, bitcast=True) * _exp(tops - shift), 0)
+        log_total = tl.log(total)
+        of_p, hit, every, of_loss, classes = _factors(
+            scale_ptr, sums_ptr, row, None, SCALE_STEP, N, weight, top + log_total, SMOOTHING, Z, COUNTS, MEAN,
+        weight_ptr is not None,
+        )  # fmt: skip
+        loss = _loss(x_t, top, log_total, weight, of_loss, classes, 0.0, SMOOTHING, Z)
+        if SMOOTHING != 0.0:
+            tl.store(left_ptr + tl.program_id(0), tl.where(mine, loss, 0.0) - of_loss * tl.sum(sums, 0))
+        elif mine:
+            tl.store(left_ptr + row, loss)
+        if dx_ptr is not None:
+            zero = tl.minimum(N, 0) & total.to(tl.int32)
+            inverse = 1.0 / total
+            for i in tl.static_range(CHUNKS):
+                columns = i * BLOCK + inner - low
+                own = (i * BLOCK + inner >= low) & (i * BLOCK + inner < high)
+                dx = _gradient(
+                    _again(chunks[i], zero, CAP), columns, own, target, top, inverse, of_p, hit, every, weight_ptr,
+                    SMOOTHING, CAP,
+                )  # fmt: skip
+                if i == 0 or i >= EDGES:
+                    put(dx_ptr + to + i * BLOCK, dx, inner, low - i * BLOCK, tl.minimum(high - i * BLOCK, BLOCK), VEC)
+                else:
+                    tl.store(dx_ptr + to + i * BLOCK + inner, dx.to(dx_ptr.dtype.element_ty))  # write MN
+    else:
+        if SMOOTHING != 0.0:
+            tl.store(left_ptr + tl.program_id(0), tl.zeros([], FLOAT))
+        elif mine:
+            tl.store(left_ptr + row, tl.zeros([], FLOAT))
+        if dx_ptr is not None:
+            for i in range(CHUNKS):
+                zeros = tl.zeros([BLOCK], FLOAT)
+                put(dx_ptr + to + i * BLOCK, zeros, inner, low - i * BLOCK, tl.minimum(high - i * BLOCK, BLOCK), VEC)
+
+
+@triton.jit
+def _entropy_twice(
+    left_ptr, dx_ptr, x_ptr, target_ptr, weight_ptr, scale_ptr, sums_ptr, N, dx_stride, x_stride, SCALE_STEP, IGNORE,
+    BLOCK: tl.constexpr, COUNTS: tl.constexpr, MEAN: tl.constexpr,
+    SMOOTHING: tl.constexpr, Z: tl.constexpr, CAP: tl.constexpr, LATE: tl.constexpr,
+):  # fmt: skip
+    """A row of any width by one program, which reads it twice."""
+    FLOAT: tl.constexpr = tl.float64 if x_ptr.dtype.element_ty == tl.float64 else tl.float32
+    row = tl.program_id(0).to(tl.int64)
+    inner = tl.arange(0, BLOCK)
+    target, counts, weight = _class_of(target_ptr, weight_ptr, row, None, N, IGNORE, FLOAT)
+    x_ptr += row * x_stride
+    width = tl.where(counts, N, 0)
+    tops = tl.full([BLOCK], float("-inf"), FLOAT)
+    totals = tl.zeros([BLOCK], FLOAT)
+    sums = tl.zeros([BLOCK], FLOAT)
+    for start in range(0, width, BLOCK):
+        columns = start + inner
+        own = columns < N
+        x = _capped(tl.load(x_ptr + columns, mask=own, other=0.0).to(FLOAT), CAP)  # read MN
+        new = tl.maximum(tops, tl.where(own, x, float("-inf")))
+        shift = tl.where(new == float("-inf"), 0.0, new)
+        totals = totals * _exp(tops - shift) + tl.where(own, _exp(x - shift), 0.0)
+        tops = new
+        if SMOOTHING != 0.0:
+            sums += _weighted(x, columns, own, weight_ptr)
+    x_t = _capped(tl.load(x_ptr + target).to(FLOAT), CAP)
+    top = tl.max(tops, 0)
+    total = tl.sum(totals * _exp(tops - tl.where(top == float("-inf"), 0.0, top)), 0)
+    log_total = tl.log(total)
+    if LATE:
+        tl.extra.cuda.gdc_wait()
+    of_p, hit, every, of_loss, classes = _factors(
+        scale_ptr, sums_ptr, row, None, SCALE_STEP, N, weight, top + log_total, SMOOTHING, Z, COUNTS, MEAN,
+        weight_ptr is not None,
+    )  # fmt: skip
+    loss = _loss(x_t, top, log_total, weight, of_loss, classes, tl.sum(sums, 0), SMOOTHING, Z)
+    tl.store(left_ptr + row, tl.where(counts, loss, 0.0))
+    if dx_ptr is not None:
+        dx_ptr += row * dx_stride
+        # From the end back: what was read last is likeliest to be in a cache still.
+        last = (N - 1) // BLOCK * BLOCK
+        for start in range(0, N, BLOCK):
+            columns = last - start + inner
+            own = columns < N
+            x = _capped(tl.load(x_ptr + columns, mask=own, other=0.0).to(FLOAT), CAP)  # read MN again
+            dx = _gradient(x, columns, own, target, top, 1.0 / total, of_p, hit, every, weight_ptr, SMOOTHING, CAP)
+            tl.store(dx_ptr + columns, tl.where(counts, dx, 0.0).to(dx_ptr.dtype.element_ty), mask=own)  # write MN
+
+
+@triton.jit
+def _times(dx_ptr, scale_ptr, TILES, N, dx_stride, SCALE_STEP, BLOCK: tl.constexpr):
+    """Rows times a factor, in place: nothing is read or written where one factor is for all, and is one."""
+    scale = tl.load(scale_ptr)
+    if (SCALE_STEP != 0) | (scale != 1.0):
+        across = tl.cdiv(N, BLOCK)
+        for tile in range(tl.program_id(0), TILES, tl.num_programs(0)):
+            row = (tile // across).to(tl.int64)
+            columns = tile % across * BLOCK + tl.arange(0, BLOCK)
+            scale = tl.load(scale_ptr + row * SCALE_STEP)
+            at = dx_ptr + row * dx_stride + columns
+            dx = tl.load(at, mask=columns < N).to(scale.dtype) * scale
+            tl.store(at, dx.to(dx_ptr.dtype.element_ty), mask=columns < N)
+
+
+_KERNELS = {"rows": _entropy_rows, "held": _entropy_held, "twice": _entropy_twice}
+
+# Plans ---------------------------------------------------------------------------------------------------------------
+
+
+#: By the bytes of a number: numbers of a tile, warps, tiles that a program holds at most, registers of a thread.
+_HELD: dict[int, tuple[int, int, int, int | None]] = {
+    2: (4096, 16, 8, None), 4: (4096, 16, 4, None), 8: (4096, 32, 4, None),
+}  # fmt: skip
+
+
+@functools.lru_cache(maxsize=4096)
+def entropy_plan(m: int, n: int, dtype: torch.dtype, capability: tuple[int, int] | None, *, vector: int = 1) -> Plan:
+    """Choose the kernel and its constants for `m` rows of `n` numbers.
+
+    `capability` is None in the interpreter. `vector`: numbers in 16 bytes, where each row begins at the same place
+    within 16 bytes in logits and gradient; otherwise 1.
+    """
+    size = dtype.itemsize
+    if n <= 4096:
+        block = triton.next_power_of_2(max(n, 1))
+        rows = max(1, (4096 if capability else 65536) // block)
+        rows = min(rows, triton.next_power_of_2(max(1, m)))
+        return Plan("rows", {"ROWS": rows, "BLOCK": block}, triton.cdiv(m, rows), 8 if size == 8 else 4)
+    # The interpreter pays by the program and the operation: few large tiles.
+    block, warps, most, registers = _HELD[size] if capability else (16384, 16, 2, None)
+    # Parts are whole lines of 128 bytes, and a row may lie across one vector more than it fills.
+    line = 128 // size
+    reach = n + vector - 1
+    parts = triton.cdiv(reach, block * most)
+    if parts * line > block or (size == 8 and parts > 1):  # a word has no room for numbers of float64
+        return Plan("twice", {"BLOCK": 4096}, m, 8)
+    span = triton.cdiv(triton.cdiv(reach, parts), line) * line
+    constants = {
+        "VEC": vector,
+        "BLOCK": block,
+        "CHUNKS": triton.cdiv(span, block),
+        "LANES": max(32 * warps, triton.next_power_of_2(parts)) if parts > 1 else 0,
+        "TRIES": 0 if capability is None else 4096,  # some milliseconds
+    }
+    return Plan("held", constants, m * parts, warps, span, parts, registers)
+
+
+# Launching -----------------------------------------------------------------------------------------------------------
+
+
+class Terms(NamedTuple):
+    """What a loss is made of, beside logits and classes."""
+
+    weight: Tensor | None
+    reduction: str
+    ignore_index: int
+    smoothing: float
+    z_loss: float
+    softcap: float | None
+
+    def of(self, x: Tensor) -> Terms:
+        """With weights side by side, in what rows of `x` are computed in."""
+        if self.weight is None:
+            return self
+        wide = accumulated(x.dtype)
+        weight = self.weight if self.weight.dtype == wide else apply(Tensor.to, self.weight, wide)
+        return self._replace(weight=contiguous(weight))
+
+
+#: The same in a schema of an operator.
+TERMS = "Tensor target, Tensor? weight, str reduction, SymInt ignore_index, float smoothing, float z, float? cap"
+
+
+def flat(x: Tensor) -> Tensor:
+    """As rows whose numbers lie side by side."""
+    if x.dim() == 2 and x.stride(1) == 1:
+        return x
+    return contiguous(x).view(-1, x.shape[-1])
+
+
+def line(x: Tensor) -> Tensor:
+    """As one axis."""
+    return contiguous(x).view(-1)
+
+
+def loss_like(x: Tensor, target: Tensor, reduction: str) -> Tensor:
+    """Memory for a loss, or one for each target."""
+    return empty(target.shape if reduction == "none" else (), accumulated(x.dtype), x.device)
+
+
+class Sums(NamedTuple):
+    """What is known before the first row: weights of targets and of classes, in parts; and a board of zeros."""
+
+    sums: Tensor | None
+    counts: int
+    board: Tensor | None
+    late: dict[str, bool]
+
+
+def plan_of(x: Tensor, dx: Tensor | None) -> Plan:
+    """The plan for logits and, where it is asked for, their gradient."""
+    whole = 16 // x.element_size()
+    aligned = x.data_ptr() % 16 == 0
+    if dx is not None and dx is not x:
+        aligned = aligned and dx.data_ptr() % 16 == 0 and (x.stride(0) - dx.stride(0)) % whole == 0
+    return entropy_plan(*x.shape, x.dtype, gpu(x.device)[0], vector=whole if aligned else 1)
+
+
+def begin(x: Tensor, target: Tensor, terms: Terms, words: int) -> Sums:
+    """Sum up the weights of the targets, where somebody asks for that, and zero `words` words."""
+    mean = terms.reduction == "mean"
+    counts = 0
+    if mean or (terms.smoothing and terms.weight is not None):
+        counts = min(64, triton.next_power_of_2(triton.cdiv(max(1, len(target)), 4096)))
+    if not counts and not words:
+        return Sums(None, 0, None, {})
+    sums = empty((2 * counts,), accumulated(x.dtype), x.device) if counts else None
+    board = empty((words,), torch.int64, x.device) if words else None
+    early = overlapping(x.device)
+    grid = (max(counts, triton.cdiv(words, 2048)),)
+    launch(
+        _begin, grid, board, sums, target, terms.weight, words, len(target), x.shape[1], terms.ignore_index,
+        BLOCK=2048, COUNTS=counts, EARLY=bool(early), num_warps=8,
+    )  # fmt: skip
+    return Sums(sums, counts, board, early)
+
+
+def rows_into(
+    left: Tensor, dx: Tensor | None, x: Tensor, target: Tensor, scale: Tensor | None, terms: Terms, sums: Sums,
+    plan: Plan,
+) -> None:  # fmt: skip
+    """Launch what finds losses and gradients of rows."""
+    common = {
+        "COUNTS": sums.counts, "MEAN": terms.reduction == "mean", "SMOOTHING": terms.smoothing, "Z": terms.z_loss,
+        "CAP": terms.softcap, "LATE": bool(sums.late), "num_warps": plan.warps, **plan.constants, **sums.late,
+    }  # fmt: skip
+    known = (target, terms.weight, scale, sums.sums)
+    strides = (dx.stride(0) if dx is not None else 0, x.stride(0))
+    step = scale.stride(0) if scale is not None and scale.dim() else 0
+    m, n = x.shape
+    if not m:
+        return
+    kernel, grid = _KERNELS[plan.kernel], (plan.programs,)
+    if plan.kernel == "rows":
+        apart = len(left) == m
+        launch(kernel, grid, left, dx, x, *known, m, n, *strides, step, terms.ignore_index, APART=apart, **common)
+    elif plan.kernel == "held":
+        if plan.registers:
+            common["maxnreg"] = plan.registers
+        span = plan.span // plan.constants["VEC"]
+        launch(
+            kernel, grid, left, dx, x, sums.board, *known, n, *strides, span, plan.parts, step, terms.ignore_index,
+            **common,
+        )  # fmt: skip
+    else:
+        launch(kernel, grid, left, dx, x, *known, n, *strides, step, terms.ignore_index, **common)
+
+
+def left_by(plan: Plan, m: int, terms: Terms, apart: bool) -> tuple[int, ...]:
+    """The shape of what rows leave for their sum: numbers of rows, of parts where logits are summed up, or less."""
+    if terms.smoothing and plan.parts > 1:
+        return (m, plan.parts)
+    return (m,) if apart or plan.kernel != "rows" else (plan.programs,)
+
+
+def end(loss: Tensor, left: Tensor, terms: Terms, sums: Sums) -> None:
+    """The loss of all rows from what each has left."""
+    if terms.reduction == "none":
+        if left.dim() > 1:
+            apply(torch.sum, left, 1, out=loss)
+        return
+    block, warps = (4096, 16) if left.numel() > 1024 else (1024, 4)
+    known = {"COUNTS": sums.counts, "MEAN": terms.reduction == "mean"}
+    launch(_end, (1,), loss, left, sums.sums, left.numel(), **known, BLOCK=block, num_warps=warps)
+
+
+def entropy_into(
+    loss: Tensor, dx: Tensor | None, x: Tensor, target: Tensor, scale: Tensor | None, terms: Terms
+) -> None:
+    """Loss of logits [M, N], and their gradient, which may be written where they are."""
+    plan = plan_of(x, dx)
+    apart = terms.reduction == "none"
+    sums = begin(x, target, terms, plan.programs if plan.parts > 1 else 0)
+    shape = left_by(plan, len(x), terms, apart)
+    left = loss if apart and len(shape) == 1 else empty(shape, loss.dtype, x.device)
+    rows_into(left, dx, x, target, scale, terms, sums, plan)
+    end(loss, left, terms, sums)
+
+
+def times(dx: Tensor, scale: Tensor) -> None:
+    """Multiply rows in place by a number, or each by its own; costs a launch where that is a single one."""
+    if not dx.numel():
+        return
+    m, n = dx.shape
+    block = min(4096, triton.next_power_of_2(n))
+    tiles = m * triton.cdiv(n, block)
+    grid = (min(tiles, 8 * gpu(dx.device)[1]),)
+    step = scale.stride(0) if scale.dim() else 0
+    with launching(dx):
+        launch(_times, grid, dx, scale, tiles, n, dx.stride(0), step, BLOCK=block, num_warps=8)
+
+
+# Arguments and gradients ---------------------------------------------------------------------------------------------
+
+
+def check_terms(
+    name: str, x: Tensor, classes: int, target: Any, weight: Any, reduction: Any, ignore_index: Any, smoothing: Any,
+    z_loss: Any, softcap: Any,
+) -> Terms:  # fmt: skip
+    """Refuse what is no target, no weight of classes or no term; `x` has a row for each target."""
+    check_tensor(name, "target", target, (torch.int64, torch.int32))
+    check_alike(name, "target", target, "the rows", x, dtype=False)
+    if target.shape != x.shape[:-1]:
+        raise ValueError(
+            f"{name}: expected target of shape {tuple(x.shape[:-1])}, one class a row, got {tuple(target.shape)}; "
+            "the classes stand on the last axis"
+        )
+    if classes < 1:
+        raise ValueError(f"{name}: expected one class at least, got {classes}; there is nothing to choose from")
+    if weight is not None:
+        check_tensor(name, "weight", weight)
+        check_alike(name, "weight", weight, "the rows", x, dtype=False)
+        if weight.shape != (classes,):
+            raise ValueError(
+                f"{name}: expected weight of shape ({classes},), a number for each class, got {tuple(weight.shape)}; "
+                "give it that length"
+            )
+        if weight.requires_grad and torch.is_grad_enabled():
+            raise ValueError(f"{name}: expected a weight that needs no gradient, since it gets none; detach it")
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f"{name}: expected reduction 'mean', 'sum' or 'none', got {reduction!r}; choose one of them")
+    if not 0 <= smoothing <= 1:
+        raise ValueError(f"{name}: expected label_smoothing from 0 to 1, got {smoothing}; give a share")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"{name}: expected softcap above 0 or None, got {softcap}; None leaves logits as they are")
+    ignored = integer(name, "ignore_index", ignore_index, "give one class")
+    return Terms(
+        weight, reduction, ignored, float(smoothing), float(z_loss), None if softcap is None else float(softcap)
+    )
+
+
+def read_target(name: str, target: Tensor, classes: int, ignore_index: int) -> None:
+    """Read the targets and raise IndexError for the first that is no class. Waits for the GPU."""
+    if target.numel() == 0 or capturing(target):
+        return
+    least, most = torch.stack(torch.aminmax(target)).tolist()  # one transfer: the usual case ends here
+    if 0 <= least and most < classes:
+        return
+    wrong = ((target < 0) | (target >= classes)) & (target != ignore_index)
+    places = wrong.nonzero()
+    if len(places):
+        at = tuple(places[0].tolist())
+        raise IndexError(
+            f"{name}: expected targets from 0 to {classes - 1} or {ignore_index}, got {int(target[at])} at "
+            f"target[{', '.join(map(str, at))}]; mend it, or pass check=False, which makes such a loss NaN"
+        )
+
+
+class Once(torch.autograd.Function):
+    """A loss whose gradients are found with it, and handed out by the first backward pass; another finds them anew.
+
+    ``found()`` returns the loss and the gradients of the tensors, and ``anew(g, *tensors)`` the gradients again, given
+    that of the loss.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, found: Callable[[], Sequence[Tensor]], anew: Callable[..., Sequence[Tensor]] | None, *tensors: Tensor
+    ) -> Tensor:
+        loss, *ctx.gradients = found()
+        ctx.anew = anew
+        if anew is not None:
+            ctx.save_for_backward(*tensors)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None or torch.is_grad_enabled():
+            if ctx.anew is None:
+                raise RuntimeError(
+                    "cross_entropy: expected one backward pass, since inplace=True keeps the gradient in the logits' "
+                    "memory and hands it out once; pass inplace=False to go back several times"
+                )
+            gradients = ctx.anew(g, *ctx.saved_tensors)
+        else:
+            for dx in gradients:
+                times(dx.view(-1, dx.shape[-1]) if dx.is_contiguous() else dx, g.reshape(-1) if g.dim() else g)
+        return None, None, *gradients
