@@ -56,11 +56,11 @@ def _exp(x):
 
 @triton.jit
 def _capped(x, CAP: tl.constexpr):
-    """CAP tanh(x / CAP), by an exponential that never overflows."""
+    """CAP tanh(x / CAP), by an exponential that never overflows; -inf, of what is masked, stays -inf."""
     if CAP is not None:
         e = _exp(-2.0 * tl.abs(x) / CAP)
         y = CAP * ((1.0 - e) / (1.0 + e))
-        x = tl.where(x < 0, -y, y)
+        x = tl.where(x == float("-inf"), x, tl.where(x < 0, -y, y))
     return x
 
 
@@ -120,31 +120,37 @@ def _end(loss_ptr, left_ptr, sums_ptr, COUNT, COUNTS: tl.constexpr, MEAN: tl.con
 
 
 @triton.jit
-def _factors(
-    scale_ptr, sums_ptr, rows, live, SCALE_STEP, N, weight, lse,
-    SMOOTHING: tl.constexpr, Z: tl.constexpr, COUNTS: tl.constexpr, MEAN: tl.constexpr, WEIGHTED: tl.constexpr,
+def _known(
+    scale_ptr, sums_ptr, rows, live, SCALE_STEP, N, weight,
+    COUNTS: tl.constexpr, MEAN: tl.constexpr, SUMMED: tl.constexpr,
 ):  # fmt: skip
-    """What the gradient multiplies probabilities with, subtracts at the class, and subtracts at every class by weight.
-
-    And the last of them without the scale, as the loss has it, with the sum of all weights.
-    """
+    """Before the first logit: what the gradients of rows are scaled by, and the weights of all classes together."""
     none = tl.zeros_like(weight)
     scale = none + 1.0
+    classes = none + N
     if scale_ptr is not None:
         scale = tl.load(scale_ptr + rows * SCALE_STEP, mask=live).to(weight.dtype)
     if MEAN:
         scale = scale / tl.sum(tl.load(sums_ptr + tl.arange(0, COUNTS)), 0)
-    every = none
-    classes = none + N
+    if SUMMED:
+        classes = none + tl.sum(tl.load(sums_ptr + COUNTS + tl.arange(0, COUNTS)), 0)
+    return scale, classes
+
+
+@triton.jit
+def _factors(scale, classes, N, weight, lse, SMOOTHING: tl.constexpr, Z: tl.constexpr):
+    """What the gradient multiplies probabilities with, subtracts at the class, and subtracts at every class by weight.
+
+    And the last of them without the scale, as the loss has it.
+    """
+    every = tl.zeros_like(weight)
     if SMOOTHING != 0.0:
-        every = (none + SMOOTHING) / N
-        if WEIGHTED:
-            classes = none + tl.sum(tl.load(sums_ptr + COUNTS + tl.arange(0, COUNTS)), 0)
+        every = (every + SMOOTHING) / N
     hit = weight * (1.0 - SMOOTHING)
     of_p = hit + every * classes
     if Z != 0.0:
         of_p += 2.0 * Z * weight * lse
-    return scale * of_p, scale * hit, scale * every, every, classes
+    return scale * of_p, scale * hit, scale * every, every
 
 
 @triton.jit
@@ -173,7 +179,7 @@ def _gradient(
             dx -= every * tl.load(weight_ptr + columns, mask=inside, other=0.0)
     if CAP is not None:
         u = x / CAP
-        dx *= (1.0 - u) * (1.0 + u)
+        dx = tl.where(x == float("-inf"), 0.0, dx * ((1.0 - u) * (1.0 + u)))
     return dx
 
 
@@ -206,10 +212,9 @@ def _entropy_rows(
     summed = tl.sum(_weighted(x, columns, inside, weight_ptr), 1) if SMOOTHING != 0.0 else x_t
     if LATE:
         tl.extra.cuda.gdc_wait()  # for the sums
-    of_p, hit, every, of_loss, classes = _factors(
-        scale_ptr, sums_ptr, rows, rows < M, SCALE_STEP, N, weight, top + log_total, SMOOTHING, Z, COUNTS, MEAN,
-        weight_ptr is not None,
-    )  # fmt: skip
+    SUMMED: tl.constexpr = SMOOTHING != 0.0 and weight_ptr is not None
+    scale, classes = _known(scale_ptr, sums_ptr, rows, rows < M, SCALE_STEP, N, weight, COUNTS, MEAN, SUMMED)
+    of_p, hit, every, of_loss = _factors(scale, classes, N, weight, top + log_total, SMOOTHING, Z)
     loss = tl.where(counts, _loss(x_t, top, log_total, weight, of_loss, classes, summed, SMOOTHING, Z), 0.0)
     if APART:
         tl.store(left_ptr + rows, loss, mask=rows < M)
@@ -235,11 +240,43 @@ def _tile_of(x_ptr, at, inner, low, high, VEC: tl.constexpr, EDGE: tl.constexpr)
 
 
 @triton.jit
-def _again(x, zero, CAP: tl.constexpr):
-    """As it is computed with, and capped; half types are converted again, not held meanwhile in twice the registers."""
-    if x.dtype.primitive_bitwidth == 16:
-        x = (x.to(tl.int16, bitcast=True) ^ zero.to(tl.int16)).to(x.dtype, bitcast=True).to(tl.float32)
-    return _capped(x, CAP)
+def _float(x, CAP: tl.constexpr):
+    """As it is computed with, and capped."""
+    return _capped(x.to(tl.float64 if x.dtype == tl.float64 else tl.float32), CAP)
+
+
+@triton.jit
+def _kept(x_ptr, at, start, low, high, VEC: tl.constexpr, BLOCK: tl.constexpr, EDGE: tl.constexpr):
+    """As `_tile_of`, to be held: of half types two numbers in a register, which 16 bits would have for themselves."""
+    if x_ptr.dtype.element_ty.primitive_bitwidth != 16:
+        return _tile_of(x_ptr, at, start + tl.arange(0, BLOCK), low, high, VEC, EDGE)
+    else:
+        UPPER: tl.constexpr = -8388608 if x_ptr.dtype.element_ty == tl.bfloat16 else -67108864  # -inf and 0.0
+        LOWER: tl.constexpr = 0xFF80 if x_ptr.dtype.element_ty == tl.bfloat16 else 0xFC00
+        pairs = start // 2 + tl.arange(0, BLOCK // 2)
+        pairs_ptr = (x_ptr + at).to(tl.pointer_type(tl.int32), bitcast=True) + pairs
+        if EDGE:
+            first = 2 * pairs
+            pair = tl.load(pairs_ptr, mask=first < (high + VEC - 1) // VEC * VEC, other=0)
+            pair = tl.where((first >= low) & (first < high), pair, (pair & -65536) | LOWER)
+            return tl.where((first + 1 >= low) & (first + 1 < high), pair, (pair & 65535) | UPPER)
+        else:
+            return tl.load(pairs_ptr)
+
+
+@triton.jit
+def _anew(x, seen, N, HALF: tl.constexpr, CAP: tl.constexpr):
+    """Numbers that were held; half types are converted each time, not held meanwhile in twice the registers."""
+    if x.dtype == tl.int32:
+        # Always zero, but the compiler cannot know.
+        x ^= tl.minimum(N, 0) & seen.to(tl.int32, bitcast=True)
+        if HALF == tl.bfloat16:
+            low, high = (x << 16).to(tl.float32, bitcast=True), (x & -65536).to(tl.float32, bitcast=True)
+        else:
+            low = x.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+            high = (x >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        x = tl.reshape(tl.join(low, high), [2 * x.shape[0]])
+    return _float(x, CAP)
 
 
 @triton.jit
@@ -250,36 +287,88 @@ def _word(top, total):
 
 
 @triton.jit
-def _part_again(x_ptr, at, low, high, VEC: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, CAP: tl.constexpr):
-    """The word of a part whose program has not come: by the steps that it takes, and so to the same bits."""
-    inner = tl.arange(0, BLOCK)
-    tops = tl.full([BLOCK], float("-inf"), tl.float32)
-    for i in range(CHUNKS):
-        x = _tile_of(x_ptr, at, i * BLOCK + inner, low, high, VEC, True)
-        tops = tl.maximum(tops, _capped(x.to(tl.float32), CAP))
+def _merge(tops, totals):
+    """Maximum and sum of exponentials of a whole, from those of its pieces."""
     top = tl.max(tops, 0)
-    shift = tl.where(top == float("-inf"), 0.0, top)
-    totals = tl.zeros([BLOCK], tl.float32)
-    for i in range(CHUNKS):
-        x = _tile_of(x_ptr, at, i * BLOCK + inner, low, high, VEC, True)
-        totals += _exp(_capped(x.to(tl.float32), CAP) - shift)
-    return _word(top, tl.sum(totals, 0))
+    # A piece that has seen nothing but -inf has the sum 0; relative to 0 it stays 0, relative to -inf it would be NaN.
+    return top, tl.sum(totals * _exp(tops - tl.where(top == float("-inf"), 0.0, top)), 0)
 
 
 @triton.jit
-def _entropy_held(
+def _read(
+    x_ptr, weight_ptr, at, low, high, VEC: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
+    SMOOTHING: tl.constexpr, CAP: tl.constexpr,
+):  # fmt: skip
+    """Maximum, sum of exponentials and sum of weighted logits of a part of a row, in one pass.
+
+    Every GROUP neighbours, which one thread holds, share a running maximum: a sum is rescaled once a group and not once
+    an element, which would double the exponentials. The groups meet at the end.
+    """
+    FLOAT: tl.constexpr = tl.float64 if x_ptr.dtype.element_ty == tl.float64 else tl.float32
+    inner = tl.arange(0, BLOCK)  # [BLOCK]
+    tops = tl.full([BLOCK // GROUP], float("-inf"), FLOAT)
+    totals = tl.zeros([BLOCK // GROUP], FLOAT)
+    sums = tl.zeros([BLOCK], FLOAT)
+    for start in range(0, high, BLOCK):
+        x = _float(_tile_of(x_ptr, at, start + inner, low, high, VEC, True), CAP)  # read MN
+        if SMOOTHING != 0.0:
+            own = (start + inner >= low) & (start + inner < high)
+            sums += _weighted(x, start + inner - low, own, weight_ptr)
+        x = tl.reshape(x, [BLOCK // GROUP, GROUP])
+        new = tl.maximum(tops, tl.max(x, 1))
+        shift = tl.where(new == float("-inf"), 0.0, new)
+        totals = totals * _exp(tops - shift) + tl.sum(_exp(x - shift[:, None]), 1)
+        tops = new
+    top, total = _merge(tops, totals)
+    return top, total, tl.sum(sums, 0)
+
+
+@triton.jit
+def _held(
+    chunks, weight_ptr, N, low, high, HALF: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
+    SMOOTHING: tl.constexpr, CAP: tl.constexpr,
+):  # fmt: skip
+    """The same of tiles that are held."""
+    inner = tl.arange(0, BLOCK)  # [BLOCK]
+    tops = _anew(chunks[0], N, N, HALF, CAP)
+    for i in tl.static_range(1, CHUNKS):
+        tops = tl.maximum(tops, _anew(chunks[i], N, N, HALF, CAP))
+    top = tl.max(tops, 0)
+    shift = tl.where(top == float("-inf"), 0.0, top)
+    totals = tl.zeros_like(tops)
+    sums = tl.zeros_like(tops)
+    for i in tl.static_range(CHUNKS):
+        x = _anew(chunks[i], top, N, HALF, CAP)
+        totals += _exp(x - shift)
+        if SMOOTHING != 0.0:
+            own = (i * BLOCK + inner >= low) & (i * BLOCK + inner < high)
+            sums += _weighted(x, i * BLOCK + inner - low, own, weight_ptr)
+    return top, tl.sum(totals, 0), tl.sum(sums, 0)
+
+
+@triton.jit
+def _tiles_of(x_ptr, at, low, high, VEC: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr):
+    """A part of a row as CHUNKS tiles, as they stand in memory."""
+    chunks = ()
+    for i in tl.static_range(CHUNKS):  # only the first tile and the last two may reach beyond the row
+        chunks += (_kept(x_ptr, at, i * BLOCK, low, high, VEC, BLOCK, i == 0 or i >= CHUNKS - 2),)
+    return chunks
+
+
+@triton.jit
+def _entropy_parts(
     left_ptr, dx_ptr, x_ptr, board_ptr, target_ptr, weight_ptr, scale_ptr, sums_ptr,
     N, dx_stride, x_stride, SPAN, PARTS, SCALE_STEP, IGNORE,
-    VEC: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, LANES: tl.constexpr, TRIES: tl.constexpr,
-    COUNTS: tl.constexpr, MEAN: tl.constexpr,
+    VEC: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, CHUNKS: tl.constexpr, LANES: tl.constexpr,
+    TRIES: tl.constexpr, COUNTS: tl.constexpr, MEAN: tl.constexpr,
     SMOOTHING: tl.constexpr, Z: tl.constexpr, CAP: tl.constexpr, LATE: tl.constexpr,
 ):  # fmt: skip
-    """A row by PARTS programs, each of which holds up to SPAN of its numbers as CHUNKS tiles, as they were loaded.
+    """A row by PARTS programs, each of which takes SPAN of its numbers.
 
-    LANES is zero where a row belongs to one program.
+    CHUNKS tiles of them are held until they are needed again; with no CHUNKS, they are read again, from a cache if that
+    still has them. LANES is zero where a row belongs to one program.
     """
     NOTHING: tl.constexpr = -36028797018963968  # the word of a part without numbers: -inf and 0
-    EDGES: tl.constexpr = CHUNKS - 2  # tiles from here on, and the first one, may reach beyond the row
     FLOAT: tl.constexpr = tl.float64 if x_ptr.dtype.element_ty == tl.float64 else tl.float32
     row = (tl.program_id(0) // PARTS).to(tl.int64)
     part = tl.program_id(0) % PARTS
@@ -287,131 +376,90 @@ def _entropy_held(
     at, low, high = window(row * x_stride, N, part * SPAN, SPAN, VEC)
     to = window(row * dx_stride, N, part * SPAN, SPAN, VEC)[0]
     inner = tl.arange(0, BLOCK)  # [BLOCK]
+    HALF: tl.constexpr = x_ptr.dtype.element_ty
+    if CHUNKS > 0:
+        chunks = _tiles_of(x_ptr, at, low, high, VEC, BLOCK, CHUNKS)  # read MN
     target, counts, weight = _class_of(target_ptr, weight_ptr, row, None, N, IGNORE, FLOAT)
-    here = target + low  # where the class is in the window
-    mine = (here >= 0) & (here < high)
+    mine = (target + low >= 0) & (target + low < high)
+    x_t = _float(tl.load(x_ptr + row * x_stride + target), CAP)  # of use where it is this program's own
+    if CHUNKS > 0:
+        top, total, summed = _held(chunks, weight_ptr, N, low, high, HALF, BLOCK, CHUNKS, SMOOTHING, CAP)
+    else:
+        top, total, summed = _read(x_ptr, weight_ptr, at, low, high, VEC, BLOCK, GROUP, SMOOTHING, CAP)
+    if LATE:
+        tl.extra.cuda.gdc_wait()  # for the zeros on the board, and the sums; the row is here already
+    SUMMED: tl.constexpr = SMOOTHING != 0.0 and weight_ptr is not None
+    scale, classes = _known(scale_ptr, sums_ptr, row, None, SCALE_STEP, N, weight, COUNTS, MEAN, SUMMED)
     if counts:
-        chunks = ()
-        tops = tl.full([BLOCK], float("-inf"), FLOAT)
-        for i in tl.static_range(CHUNKS):
-            x = _tile_of(x_ptr, at, i * BLOCK + inner, low, high, VEC, i == 0 or i >= EDGES)  # read MN
-            chunks += (x,)
-            tops = tl.maximum(tops, _capped(x.to(FLOAT), CAP))
-        top = tl.max(tops, 0)
-        x_t = _capped(tl.load(x_ptr + row * x_stride + target).to(FLOAT), CAP)  # of use where it is this program's own
-        shift = tl.where(top == float("-inf"), 0.0, top) if LANES else top
-        # Always zero, but the compiler cannot know.
-        zero = tl.minimum(N, 0) & top.to(tl.int32)
-        totals = tl.zeros([BLOCK], FLOAT)
-        sums = tl.zeros([BLOCK], FLOAT)
-        for i in tl.static_range(CHUNKS):
-            x = _again(chunks[i], zero, CAP)
-            totals += _exp(x - shift)
-            if SMOOTHING != 0.0:
-                own = (i * BLOCK + inner >= low) & (i * BLOCK + inner < high)
-                sums += _weighted(x, i * BLOCK + inner - low, own, weight_ptr)
-        total = tl.sum(totals, 0)
-        if LATE:
-            tl.extra.cuda.gdc_wait()  # for the zeros on the board, and the sums; the row is here already
-        if LANES:
+        if LANES > 0:
             board_ptr += row * PARTS
             leave(board_ptr + part, _word(top, total))
             lanes = tl.arange(0, LANES)  # [LANES]
             words, missing = words_of(board_ptr, lanes, PARTS, NOTHING, TRIES)
             while missing < LANES:
+                # By the very steps of the program that has not come, and so to the same bits.
                 there, first, last = window(row * x_stride, N, missing * SPAN, SPAN, VEC)
-                word = _part_again(x_ptr, there, first, last, VEC, BLOCK, CHUNKS, CAP)
+                if CHUNKS > 0:
+                    tiles = _tiles_of(x_ptr, there, first, last, VEC, BLOCK, CHUNKS)
+                    most, sum, _ = _held(tiles, weight_ptr, N, first, last, HALF, BLOCK, CHUNKS, 0.0, CAP)
+                else:
+                    most, sum, _ = _read(x_ptr, weight_ptr, there, first, last, VEC, BLOCK, GROUP, 0.0, CAP)
                 # Left for others to find. If it has come meanwhile, its word counts: its logits may be overwritten.
-                found = tl.atomic_cas(board_ptr + missing, tl.zeros([], tl.int64), word, sem="acq_rel")
-                words = tl.where(lanes == missing, tl.where(found == 0, word, found), words)
+                found = tl.atomic_cas(board_ptr + missing, tl.zeros([], tl.int64), _word(most, sum), sem="acq_rel")
+                words = tl.where(lanes == missing, tl.where(found == 0, _word(most, sum), found), words)
                 missing = missing_of(words, lanes)
             tops = (words >> 32).to(tl.int32).to(tl.float32, bitcast=True)  # [LANES]
-            top = tl.max(tops, 0)
-            shift = tl.where(top == float("-inf"), 0.0, top)
-            total = tl.sum(words.to(tl.int32).to(tl.float32, bitcast=True) * _exp(tops - shift), 0)
+            top, total = _merge(tops, words.to(tl.int32).to(tl.float32, bitcast=True))
+            # missing - LANES is zero, but the compiler cannot know.
+            low += missing - LANES
         log_total = tl.log(total)
-        of_p, hit, every, of_loss, classes = _factors(
-            scale_ptr, sums_ptr, row, None, SCALE_STEP, N, weight, top + log_total, SMOOTHING, Z, COUNTS, MEAN,
-        weight_ptr is not None,
-        )  # fmt: skip
+        of_p, hit, every, of_loss = _factors(scale, classes, N, weight, top + log_total, SMOOTHING, Z)
         loss = _loss(x_t, top, log_total, weight, of_loss, classes, 0.0, SMOOTHING, Z)
         if SMOOTHING != 0.0:
-            tl.store(left_ptr + tl.program_id(0), tl.where(mine, loss, 0.0) - of_loss * tl.sum(sums, 0))
+            tl.store(left_ptr + tl.program_id(0), tl.where(mine, loss, 0.0) - of_loss * summed)
         elif mine:
             tl.store(left_ptr + row, loss)
         if dx_ptr is not None:
-            zero = tl.minimum(N, 0) & total.to(tl.int32)
             inverse = 1.0 / total
-            for i in tl.static_range(CHUNKS):
-                columns = i * BLOCK + inner - low
-                own = (i * BLOCK + inner >= low) & (i * BLOCK + inner < high)
-                dx = _gradient(
-                    _again(chunks[i], zero, CAP), columns, own, target, top, inverse, of_p, hit, every, weight_ptr,
-                    SMOOTHING, CAP,
-                )  # fmt: skip
-                if i == 0 or i >= EDGES:
-                    put(dx_ptr + to + i * BLOCK, dx, inner, low - i * BLOCK, tl.minimum(high - i * BLOCK, BLOCK), VEC)
-                else:
-                    tl.store(dx_ptr + to + i * BLOCK + inner, dx.to(dx_ptr.dtype.element_ty))  # write MN
+            if CHUNKS > 0:
+                for i in tl.static_range(CHUNKS):
+                    own = (i * BLOCK + inner >= low) & (i * BLOCK + inner < high)
+                    x = _anew(chunks[i], total, N, HALF, CAP)
+                    columns = i * BLOCK + inner - low
+                    dx = _gradient(
+                        x, columns, own, target, top, inverse, of_p, hit, every, weight_ptr, SMOOTHING, CAP
+                    )  # fmt: skip
+                    if i == 0 or i >= CHUNKS - 2:
+                        put(
+                            dx_ptr + to + i * BLOCK,
+                            dx,
+                            inner,
+                            low - i * BLOCK,
+                            tl.minimum(high - i * BLOCK, BLOCK),
+                            VEC,
+                        )
+                    else:
+                        tl.store(dx_ptr + to + i * BLOCK + inner, dx.to(dx_ptr.dtype.element_ty))  # write MN
+            else:
+                # From the end back: what was read last is likeliest to be in a cache still.
+                final = (high - 1) // BLOCK * BLOCK
+                for back in range(0, high, BLOCK):
+                    start = final - back
+                    x = _float(_tile_of(x_ptr, at, start + inner, low, high, VEC, True), CAP)  # read MN again
+                    own = (start + inner >= low) & (start + inner < high)
+                    dx = _gradient(
+                        x, start + inner - low, own, target, top, inverse, of_p, hit, every, weight_ptr, SMOOTHING, CAP
+                    )  # fmt: skip
+                    put(dx_ptr + to + start, dx, inner, low - start, tl.minimum(high - start, BLOCK), VEC)  # write MN
     else:
         if SMOOTHING != 0.0:
             tl.store(left_ptr + tl.program_id(0), tl.zeros([], FLOAT))
         elif mine:
             tl.store(left_ptr + row, tl.zeros([], FLOAT))
         if dx_ptr is not None:
-            for i in range(CHUNKS):
+            for start in range(0, high, BLOCK):
                 zeros = tl.zeros([BLOCK], FLOAT)
-                put(dx_ptr + to + i * BLOCK, zeros, inner, low - i * BLOCK, tl.minimum(high - i * BLOCK, BLOCK), VEC)
-
-
-@triton.jit
-def _entropy_twice(
-    left_ptr, dx_ptr, x_ptr, target_ptr, weight_ptr, scale_ptr, sums_ptr, N, dx_stride, x_stride, SCALE_STEP, IGNORE,
-    BLOCK: tl.constexpr, COUNTS: tl.constexpr, MEAN: tl.constexpr,
-    SMOOTHING: tl.constexpr, Z: tl.constexpr, CAP: tl.constexpr, LATE: tl.constexpr,
-):  # fmt: skip
-    """A row of any width by one program, which reads it twice."""
-    FLOAT: tl.constexpr = tl.float64 if x_ptr.dtype.element_ty == tl.float64 else tl.float32
-    row = tl.program_id(0).to(tl.int64)
-    inner = tl.arange(0, BLOCK)
-    target, counts, weight = _class_of(target_ptr, weight_ptr, row, None, N, IGNORE, FLOAT)
-    x_ptr += row * x_stride
-    width = tl.where(counts, N, 0)
-    tops = tl.full([BLOCK], float("-inf"), FLOAT)
-    totals = tl.zeros([BLOCK], FLOAT)
-    sums = tl.zeros([BLOCK], FLOAT)
-    for start in range(0, width, BLOCK):
-        columns = start + inner
-        own = columns < N
-        x = _capped(tl.load(x_ptr + columns, mask=own, other=0.0).to(FLOAT), CAP)  # read MN
-        new = tl.maximum(tops, tl.where(own, x, float("-inf")))
-        shift = tl.where(new == float("-inf"), 0.0, new)
-        totals = totals * _exp(tops - shift) + tl.where(own, _exp(x - shift), 0.0)
-        tops = new
-        if SMOOTHING != 0.0:
-            sums += _weighted(x, columns, own, weight_ptr)
-    x_t = _capped(tl.load(x_ptr + target).to(FLOAT), CAP)
-    top = tl.max(tops, 0)
-    total = tl.sum(totals * _exp(tops - tl.where(top == float("-inf"), 0.0, top)), 0)
-    log_total = tl.log(total)
-    if LATE:
-        tl.extra.cuda.gdc_wait()
-    of_p, hit, every, of_loss, classes = _factors(
-        scale_ptr, sums_ptr, row, None, SCALE_STEP, N, weight, top + log_total, SMOOTHING, Z, COUNTS, MEAN,
-        weight_ptr is not None,
-    )  # fmt: skip
-    loss = _loss(x_t, top, log_total, weight, of_loss, classes, tl.sum(sums, 0), SMOOTHING, Z)
-    tl.store(left_ptr + row, tl.where(counts, loss, 0.0))
-    if dx_ptr is not None:
-        dx_ptr += row * dx_stride
-        # From the end back: what was read last is likeliest to be in a cache still.
-        last = (N - 1) // BLOCK * BLOCK
-        for start in range(0, N, BLOCK):
-            columns = last - start + inner
-            own = columns < N
-            x = _capped(tl.load(x_ptr + columns, mask=own, other=0.0).to(FLOAT), CAP)  # read MN again
-            dx = _gradient(x, columns, own, target, top, 1.0 / total, of_p, hit, every, weight_ptr, SMOOTHING, CAP)
-            tl.store(dx_ptr + columns, tl.where(counts, dx, 0.0).to(dx_ptr.dtype.element_ty), mask=own)  # write MN
+                put(dx_ptr + to + start, zeros, inner, low - start, tl.minimum(high - start, BLOCK), VEC)
 
 
 @triton.jit
@@ -429,14 +477,12 @@ def _times(dx_ptr, scale_ptr, TILES, N, dx_stride, SCALE_STEP, BLOCK: tl.constex
             tl.store(at, dx.to(dx_ptr.dtype.element_ty), mask=columns < N)
 
 
-_KERNELS = {"rows": _entropy_rows, "held": _entropy_held, "twice": _entropy_twice}
-
 # Plans ---------------------------------------------------------------------------------------------------------------
 
 
-#: By the bytes of a number: numbers of a tile, warps, tiles that a program holds at most, registers of a thread.
-_HELD: dict[int, tuple[int, int, int, int | None]] = {
-    2: (4096, 16, 8, None), 4: (4096, 16, 4, None), 8: (4096, 32, 4, None),
+#: By the bytes of a number: numbers of a tile, warps, tiles of a part at most, whether they are held, registers.
+_PARTS: dict[int, tuple[int, int, int, bool, int | None]] = {
+    2: (4096, 16, 13, True, None), 4: (4096, 16, 8, True, None), 8: (4096, 16, 8, False, None),
 }  # fmt: skip
 
 
@@ -454,22 +500,24 @@ def entropy_plan(m: int, n: int, dtype: torch.dtype, capability: tuple[int, int]
         rows = min(rows, triton.next_power_of_2(max(1, m)))
         return Plan("rows", {"ROWS": rows, "BLOCK": block}, triton.cdiv(m, rows), 8 if size == 8 else 4)
     # The interpreter pays by the program and the operation: few large tiles.
-    block, warps, most, registers = _HELD[size] if capability else (16384, 16, 2, None)
+    block, warps, most, held, registers = _PARTS[size] if capability else (16384, 16, 2, size < 4, None)
     # Parts are whole lines of 128 bytes, and a row may lie across one vector more than it fills.
     line = 128 // size
     reach = n + vector - 1
-    parts = triton.cdiv(reach, block * most)
-    if parts * line > block or (size == 8 and parts > 1):  # a word has no room for numbers of float64
-        return Plan("twice", {"BLOCK": 4096}, m, 8)
+    # A word of the board has no room for numbers of float64.
+    parts = 1 if size == 8 else triton.cdiv(reach, block * most)
     span = triton.cdiv(triton.cdiv(reach, parts), line) * line
+    # Only the last two tiles may reach beyond a row, so a last part must not be shorter than others by a tile.
+    held = held and parts * line <= block and span <= block * most and (vector > 1 or size > 2)
     constants = {
         "VEC": vector,
         "BLOCK": block,
-        "CHUNKS": triton.cdiv(span, block),
+        "GROUP": 16 // size,
+        "CHUNKS": triton.cdiv(span, block) if held else 0,
         "LANES": max(32 * warps, triton.next_power_of_2(parts)) if parts > 1 else 0,
         "TRIES": 0 if capability is None else 4096,  # some milliseconds
     }
-    return Plan("held", constants, m * parts, warps, span, parts, registers)
+    return Plan("parts", constants, m * parts, warps, span, parts, registers)
 
 
 # Launching -----------------------------------------------------------------------------------------------------------
@@ -538,16 +586,16 @@ def begin(x: Tensor, target: Tensor, terms: Terms, words: int) -> Sums:
     mean = terms.reduction == "mean"
     counts = 0
     if mean or (terms.smoothing and terms.weight is not None):
-        counts = min(64, triton.next_power_of_2(triton.cdiv(max(1, len(target)), 4096)))
+        counts = min(64, triton.next_power_of_2(triton.cdiv(max(1, len(target)), 16384)))
     if not counts and not words:
         return Sums(None, 0, None, {})
     sums = empty((2 * counts,), accumulated(x.dtype), x.device) if counts else None
     board = empty((words,), torch.int64, x.device) if words else None
     early = overlapping(x.device)
-    grid = (max(counts, triton.cdiv(words, 2048)),)
+    grid = (max(counts, triton.cdiv(words, 4096)),)
     launch(
         _begin, grid, board, sums, target, terms.weight, words, len(target), x.shape[1], terms.ignore_index,
-        BLOCK=2048, COUNTS=counts, EARLY=bool(early), num_warps=8,
+        BLOCK=4096, COUNTS=counts, EARLY=bool(early), num_warps=16,
     )  # fmt: skip
     return Sums(sums, counts, board, early)
 
@@ -567,20 +615,20 @@ def rows_into(
     m, n = x.shape
     if not m:
         return
-    kernel, grid = _KERNELS[plan.kernel], (plan.programs,)
     if plan.kernel == "rows":
         apart = len(left) == m
-        launch(kernel, grid, left, dx, x, *known, m, n, *strides, step, terms.ignore_index, APART=apart, **common)
-    elif plan.kernel == "held":
+        launch(
+            _entropy_rows, (plan.programs,), left, dx, x, *known, m, n, *strides, step, terms.ignore_index,
+            APART=apart, **common,
+        )  # fmt: skip
+    else:
         if plan.registers:
             common["maxnreg"] = plan.registers
         span = plan.span // plan.constants["VEC"]
         launch(
-            kernel, grid, left, dx, x, sums.board, *known, n, *strides, span, plan.parts, step, terms.ignore_index,
-            **common,
+            _entropy_parts, (plan.programs,), left, dx, x, sums.board, *known, n, *strides, span, plan.parts, step,
+            terms.ignore_index, **common,
         )  # fmt: skip
-    else:
-        launch(kernel, grid, left, dx, x, *known, n, *strides, step, terms.ignore_index, **common)
 
 
 def left_by(plan: Plan, m: int, terms: Terms, apart: bool) -> tuple[int, ...]:
