@@ -94,7 +94,7 @@ def _liger(x: Tensor, target: Tensor) -> Tensor:
     from liger_kernel.ops.cross_entropy import LigerCrossEntropyFunction
 
     _takes("Liger", x)
-    return LigerCrossEntropyFunction.apply(x.clone(), target)[0]  # it overwrites what it is given
+    return LigerCrossEntropyFunction.apply(x.clone(), target, None)[0]  # it overwrites what it is given
 
 
 def _quack(x: Tensor, target: Tensor) -> Tensor:
