@@ -204,8 +204,8 @@ Source(_entropy_parts)
 # the word is put on the board by a compare-and-swap: if the neighbour's own is
 # there by then, that one counts.
 #
-# How a row is cut follows from its width alone, so that a row's loss does not
-# depend on how many rows come with it:
+# How a row is cut follows from its width alone, so that a row of whole vectors
+# of 16 bytes has the same bits however many rows come with it:
 
 VOCABULARIES = (32000, 50257, 128256, 151936, 256000)
 plans = {

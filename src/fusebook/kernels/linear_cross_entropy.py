@@ -84,6 +84,7 @@ def chunk_plan(m: int, n: int, itemsize: int) -> int:
     most = max(1, CHUNK_BYTES // (n * itemsize))
     if m <= most:
         return max(1, m)
+    most = most // 128 * 128 or most
     chunks = -(-m // most)
     rows = -(-m // chunks)
     return min(most, -(-rows // 128) * 128)

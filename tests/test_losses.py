@@ -1,0 +1,295 @@
+"""What is special to cross entropy: its terms, bad input, gradients in place, rows that several programs share."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fusebook
+from fusebook.kernels import _entropy
+from fusebook.kernels._entropy import Terms, entropy_into, entropy_plan, plan_of
+from fusebook.kernels.linear_cross_entropy import CHUNK_BYTES, chunk_plan
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPES = pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=lambda t: str(t)[6:]
+)
+#: A tile of several rows; a row in tiles; a row of two programs, or in float64 one that is read twice.
+WIDTHS = pytest.mark.parametrize("N", [37, 5001, 33000])
+
+
+def drawn(M, N, dtype=torch.float32, seed=0):
+    """Logits, some of them far from zero, and classes of which one is ignored."""
+    rng = torch.Generator(DEVICE).manual_seed(seed)
+    x = 3 * torch.randn(M, N, generator=rng, device=DEVICE).to(dtype)
+    x[1::3] += 100
+    target = torch.randint(0, N, (M,), generator=rng, device=DEVICE)
+    target[M // 2] = -100
+    return x, target, torch.rand(N, generator=rng, device=DEVICE) + 0.5
+
+
+def wanted(x, target, weight=None, reduction="mean", ignore_index=-100, label_smoothing=0.0, z_loss=0.0, softcap=None):
+    """Loss and gradient in float64, by PyTorch's own where it has them."""
+    x = x.detach().double().requires_grad_()
+    logits = x if softcap is None else softcap * torch.tanh(x / softcap)
+    weight = None if weight is None else weight.double()
+    counts = target != ignore_index
+    weights = torch.ones_like(target, dtype=torch.float64) if weight is None else weight[target.clamp(min=0)]
+    weights = torch.where(counts, weights, 0.0)
+    options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "reduction": "none"}
+    losses = F.cross_entropy(logits, target, weight, **options)
+    losses = losses + z_loss * weights * logits.logsumexp(-1) ** 2
+    loss = {"none": losses, "sum": losses.sum(), "mean": losses.sum() / weights.sum()}[reduction]
+    return loss.detach(), torch.autograd.grad(loss.sum(), x)[0]
+
+
+def assert_close(got, want, eps=64.0):
+    """As a share of each number and of the largest of its row."""
+    assert got.shape == want.shape
+    scale = want.abs() + (want.abs().amax(-1, keepdim=True) if want.dim() else 0)
+    assert ((got.double() - want).abs() <= eps * torch.finfo(got.dtype).eps * scale).all()
+
+
+TERMS = {
+    "plain": {},
+    "sum, smoothed, z-loss, capped": {"reduction": "sum", "label_smoothing": 0.1, "z_loss": 1e-3, "softcap": 150.0},
+    "a loss a row, weights, smoothed": {"reduction": "none", "label_smoothing": 0.2, "weight": True},
+    "weights": {"weight": True, "ignore_index": 3},
+}
+
+
+@DTYPES
+@WIDTHS
+@pytest.mark.parametrize("terms", TERMS.values(), ids=TERMS)
+def test_every_term_is_that_of_torch_in_float64(terms, N, dtype):
+    if N > 6000 and (dtype not in (torch.float64, torch.bfloat16) or "weight" not in terms):
+        pytest.skip("the kernel is the same")
+    x, target, weight = drawn(4, N, dtype)
+    target[target < 0] = terms.get("ignore_index", -100)
+    terms = terms | {"weight": weight if terms.get("weight") else None}
+    loss, dx = wanted(x, target, **terms)
+    got, got_dx = fusebook.cross_entropy_with_gradient(x, target, **terms)
+    assert got.dtype == (torch.float64 if dtype == torch.float64 else torch.float32) and got_dx.dtype == dtype
+    assert_close(got, loss)
+    assert_close(got_dx, dx)
+    assert not got_dx[2].any()  # it is ignored
+    assert torch.equal(fusebook.cross_entropy(x, target, **terms), got)  # the loss alone
+
+
+@WIDTHS
+def test_the_gradient_goes_where_the_logits_were_and_says_so(N):
+    x, target, _ = drawn(3, N)
+    _, dx = fusebook.cross_entropy_with_gradient(x, target)
+    own = x.clone().requires_grad_()
+    kept = own * 1
+    later = kept.exp().sum()  # which exp has not kept, but the next has
+    squared = (kept**2).sum()
+    loss = fusebook.cross_entropy(kept, target, inplace=True)
+    (got,) = torch.autograd.grad(loss, kept, retain_graph=True)
+    assert got.data_ptr() == kept.data_ptr() and torch.equal(got, dx)
+    with pytest.raises(RuntimeError, match="pass inplace=False"):
+        torch.autograd.grad(loss, kept)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        squared.backward()
+    assert later.isfinite() or later.isinf()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_a_second_backward_pass_finds_the_gradient_anew(reduction):
+    x, target, _ = drawn(5, 60)
+    own = x.clone().requires_grad_()
+    loss = fusebook.cross_entropy(own, target, reduction=reduction)
+    g = torch.arange(1.0, 6.0, device=DEVICE) if reduction == "none" else torch.tensor(3.0, device=DEVICE)
+    _, dx = wanted(x, target, reduction=reduction)
+    dx = dx * (g[:, None] if reduction == "none" else g).double()
+    for _ in range(2):
+        (got,) = torch.autograd.grad(loss, own, g, retain_graph=True)
+        assert_close(got, dx)
+    (again,) = torch.autograd.grad(loss, own, g, create_graph=True)
+    assert_close(again.detach(), dx)
+    with pytest.raises(NotImplementedError, match="no gradient"):
+        again.sum().backward()
+
+
+def test_it_has_a_gradient_under_transforms_and_compiled():
+    x, target, _ = drawn(5, 60)
+    _, dx = wanted(x, target)
+    assert_close(torch.func.grad(lambda x: fusebook.cross_entropy(x, target))(x), dx)
+    torch.compiler.reset()
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def step(x):
+        return fusebook.cross_entropy(x * 1, target, inplace=True)
+
+    own = x.clone().requires_grad_()
+    step(own).backward()
+    assert_close(own.grad, dx)
+
+
+@pytest.mark.parametrize("N", [37, 5000, 33000])  # rows that begin within a vector are added up in another order
+def test_a_row_does_not_depend_on_how_many_there_are(N):
+    x, target, _ = drawn(4, N)
+    losses, dx = fusebook.cross_entropy_with_gradient(x, target, reduction="none")
+    for rows in (slice(0, 1), slice(1, 4)):
+        some = fusebook.cross_entropy_with_gradient(x[rows].clone(), target[rows].clone(), reduction="none")
+        assert torch.equal(some[0], losses[rows]) and torch.equal(some[1], dx[rows])
+
+
+@pytest.mark.parametrize("tries", [0, 4096])
+def test_programs_of_a_row_that_do_not_find_each_other_give_the_same_bits_in_place(tries, monkeypatch):
+    if tries and DEVICE == "cpu":
+        pytest.skip("interpreted programs never find those behind them")
+    x, target, _ = drawn(2, 70001, torch.bfloat16)
+    plan = plan_of(x, x)
+    assert plan.parts > 1
+    loss, dx = fusebook.cross_entropy_with_gradient(x, target)
+    other = plan._replace(constants={**plan.constants, "TRIES": tries})
+    monkeypatch.setattr(_entropy, "entropy_plan", lambda *_, **__: other)
+    here = torch.empty(1, device=DEVICE)
+    entropy_into(here, x, x, target, None, Terms(None, "mean", -100, 0.0, 0.0, None))
+    assert torch.equal(x, dx) and torch.equal(here[0], loss)
+
+
+# Bad input
+
+
+@WIDTHS
+def test_special_values_are_where_torch_has_them(N):
+    x, target, _ = drawn(6, N)
+    target.fill_(1)
+    x[0, 3], x[1, 5], x[2], x[3, 1] = math.nan, math.inf, -math.inf, -math.inf
+    loss, dx = wanted(x, target, reduction="none")
+    got, got_dx = fusebook.cross_entropy_with_gradient(x, target, reduction="none")
+    assert torch.equal(got.isnan(), loss.isnan()) and torch.equal(got.isinf(), loss.isinf())
+    assert torch.equal(got_dx.isnan(), dx.isnan())
+    # A class that is masked stays masked under a cap; the others are near it.
+    capped, capped_dx = fusebook.cross_entropy_with_gradient(x[3:], target[3:], reduction="none", softcap=1e6)
+    assert torch.equal(capped.isinf(), got[3:].isinf()) and not capped_dx.isnan().any()
+
+
+@pytest.mark.parametrize("N", [37, 5001])
+def test_targets_that_are_no_class_are_named_or_give_nan(N):
+    x, target, _ = drawn(4, N)
+    for wrong in (N, -1, 2**40):
+        target[3] = wrong
+        for function in (fusebook.cross_entropy, fusebook.cross_entropy_with_gradient):
+            with pytest.raises(IndexError, match=f"got {wrong} at target\\[3\\]"):
+                function(x, target)
+        losses, dx = fusebook.cross_entropy_with_gradient(x, target, reduction="none", check=False)
+        assert losses.isnan().tolist() == [False, False, False, True]
+        assert dx[3].isnan().all() and not dx[:3].isnan().any()
+        assert fusebook.cross_entropy(x, target, check=False).isnan()
+
+
+def test_nothing_to_learn_is_nan_and_has_no_gradient():
+    x, target, _ = drawn(3, 20)
+    x[1] = math.nan
+    loss, dx = fusebook.cross_entropy_with_gradient(x, target.fill_(-100))
+    assert loss.isnan() and not dx.any()
+    assert fusebook.cross_entropy(x, target, reduction="sum") == 0
+    assert fusebook.cross_entropy(x[:0], target[:0]).isnan()
+    assert fusebook.cross_entropy(x[:0], target[:0], reduction="none").shape == (0,)
+
+
+X, TARGET = torch.zeros(3, 5, device=DEVICE), torch.zeros(3, dtype=torch.int64, device=DEVICE)
+REFUSED = {
+    "probabilities": (TypeError, "target to be int64 or int32", (X, X)),
+    "integers": (TypeError, "logits to be float16", (X.int(), TARGET)),
+    "a target a column": (ValueError, "one class a row", (X, TARGET[:2])),
+    "no axis": (ValueError, "an axis of classes", (X[0, 0], TARGET[0])),
+    "no class": (ValueError, "one class at least", (X[:, :0], TARGET)),
+    "weights of another length": (ValueError, r"weight of shape \(5,\)", (X, TARGET, X[0, :4])),
+    "weights that learn": (ValueError, "needs no gradient", (X, TARGET, X[0].clone().requires_grad_())),
+    "another reduction": (ValueError, "'mean', 'sum' or 'none'", (X, TARGET), {"reduction": "batchmean"}),
+    "too much smoothing": (ValueError, "from 0 to 1", (X, TARGET), {"label_smoothing": 1.5}),
+    "a cap of nothing": (ValueError, "softcap above 0", (X, TARGET), {"softcap": 0.0}),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED.values(), ids=REFUSED)
+def test_what_is_wrong_is_refused_with_its_reason(case):
+    error, message, args, *options = case
+    with pytest.raises(error, match=message):
+        fusebook.cross_entropy(*args, **(options[0] if options else {}))
+
+
+def test_logits_that_cannot_be_overwritten_are_refused():
+    x = torch.zeros(5, 3, device=DEVICE, requires_grad=True).T
+    with pytest.raises(ValueError, match="pass inplace=False"):
+        fusebook.cross_entropy(x, TARGET, inplace=True)
+
+
+def test_any_axes_and_strides():
+    x = torch.randn(2, 3, 8, device=DEVICE).transpose(0, 1)
+    target = torch.randint(0, 8, (3, 2), device=DEVICE)
+    for given in (x, x[..., 1:7], x[..., ::2], x.expand(3, 2, 8)):
+        classes = target % given.shape[-1]
+        loss, dx = wanted(given.reshape(6, -1), classes.reshape(-1), reduction="none")
+        got, got_dx = fusebook.cross_entropy_with_gradient(given, classes, reduction="none")
+        assert_close(got, loss.view(3, 2))
+        assert_close(got_dx, dx.view(given.shape))
+    assert_close(fusebook.cross_entropy(x[0, 0], target[0, 0]), wanted(x[0, :1], target[0, :1])[0])
+
+
+# Of hidden states
+
+
+@pytest.mark.parametrize("rows", [None, 4, 3])
+@pytest.mark.parametrize("terms", TERMS.values(), ids=TERMS)
+def test_linear_cross_entropy_is_that_of_the_product(terms, rows):
+    rng = torch.Generator(DEVICE).manual_seed(1)
+    h, head = (torch.randn(*s, generator=rng, device=DEVICE, dtype=torch.float64) for s in ((2, 5, 6), (11, 6)))
+    target = torch.randint(0, 11, (2, 5), generator=rng, device=DEVICE)
+    target[1, 2] = terms.get("ignore_index", -100)
+    weight = torch.rand(11, generator=rng, device=DEVICE, dtype=torch.float64) if terms.get("weight") else None
+    terms = terms | {"weight": weight}
+    loss, dx = wanted((h @ head.T).view(10, 11), target.view(-1), **terms)
+    got = fusebook.linear_cross_entropy_with_gradients(h, head, target, rows=rows, **terms)
+    own = [t.clone().requires_grad_() for t in (h, head)]
+    by_autograd = fusebook.linear_cross_entropy(*own, target, rows=rows, **terms)
+    for _ in range(2):
+        again = torch.autograd.grad(2 * by_autograd.sum(), own, retain_graph=True)
+        assert_close(again[0] / 2, got[1])
+        assert_close(again[1] / 2, got[2])
+    assert torch.equal(by_autograd, got[0])
+    assert_close(got[0].view(-1) if loss.dim() else got[0], loss)
+    assert_close(got[1], (dx @ head).view(h.shape))
+    assert_close(got[2], dx.T @ h.view(10, 6))
+
+
+def test_what_does_not_fit_a_head_is_refused():
+    h, head, target = X, torch.zeros(7, 5, device=DEVICE), TARGET
+    linear = fusebook.linear_cross_entropy
+    with pytest.raises(ValueError, match="a row for each class"):
+        linear(h, head.T, target)
+    with pytest.raises(TypeError, match="head to be torch.float32"):
+        linear(h, head.half(), target)
+    with pytest.raises(ValueError, match="rows of 1 or more"):
+        linear(h, head, target, rows=0)
+    with pytest.raises(IndexError, match="from 0 to 6"):
+        linear(h, head, target + 7)
+
+
+def test_a_chunk_is_as_many_rows_as_fit():
+    assert chunk_plan(100, 32000, 2) == 100 and chunk_plan(0, 5, 4) == 1 and chunk_plan(5, 2**40, 2) == 1
+    for m in (8191, 8192, 8193, 100001):
+        rows = chunk_plan(m, 128256, 2)
+        assert rows % 128 == 0 and rows * 128256 * 2 <= CHUNK_BYTES
+        assert rows * math.ceil(m / rows) - m < 128 * math.ceil(m / rows), "chunks are alike"
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+@pytest.mark.parametrize("n", [1, 4096, 4097, 32768, 53249, 128256, 256000, 2**20])
+def test_every_number_of_a_row_belongs_to_one_program(n, size):
+    dtype = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}[size]
+    for vector in (1, 16 // size):
+        plan = entropy_plan(7, n, dtype, (9, 0), vector=vector)
+        if plan.kernel == "rows":
+            assert plan.programs * plan.constants["ROWS"] >= 7 and plan.constants["BLOCK"] >= n
+            continue
+        assert plan.programs == 7 * plan.parts and plan.span * plan.parts >= n + vector - 1
+        if chunks := plan.constants["CHUNKS"]:
+            block = plan.constants["BLOCK"]
+            last = n - (plan.parts - 1) * plan.span
+            assert block * chunks >= plan.span and last > (chunks - 2) * block, "an inner tile would need a mask"
