@@ -55,6 +55,15 @@ def _exp(x):
 
 
 @triton.jit
+def _exp_from(x, top, HALF: tl.constexpr):
+    """exp(x - top); of half types by one multiply-add, which is off by the rounding of a product with `top`."""
+    if HALF:
+        return tl.exp2(x * 1.4426950408889634 - top * 1.4426950408889634)
+    else:
+        return _exp(x - top)
+
+
+@triton.jit
 def _capped(x, CAP: tl.constexpr):
     """CAP tanh(x / CAP), by an exponential that never overflows; -inf, of what is masked, stays -inf."""
     if CAP is not None:
@@ -167,16 +176,25 @@ def _loss(x_t, top, log_total, weight, every, classes, summed, SMOOTHING: tl.con
 
 @triton.jit
 def _gradient(
-    x, columns, inside, target, top, inverse, of_p, hit, every, weight_ptr,
-    SMOOTHING: tl.constexpr, CAP: tl.constexpr,
+    x, columns, inside, top, of_p, every, weight_ptr,
+    HALF: tl.constexpr, SMOOTHING: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
-    """The gradient at some columns, of logits that are capped already."""
-    dx = _exp(x - top) * (inverse * of_p) - tl.where(columns == target, hit, 0.0)
+    """The gradient at some columns, as if none were the class; of logits that are capped already.
+
+    `of_p` is what exponentials are multiplied with, relative to `top`.
+    """
+    dx = _exp_from(x, top, HALF) * of_p
     if SMOOTHING != 0.0:
         if weight_ptr is None:
             dx -= every
         else:
             dx -= every * tl.load(weight_ptr + columns, mask=inside, other=0.0)
+    return _bent(dx, x, CAP)
+
+
+@triton.jit
+def _bent(dx, x, CAP: tl.constexpr):
+    """The gradient before the cap."""
     if CAP is not None:
         u = x / CAP
         dx = tl.where(x == float("-inf"), 0.0, dx * ((1.0 - u) * (1.0 + u)))
@@ -222,9 +240,9 @@ def _entropy_rows(
         tl.store(left_ptr + tl.program_id(0), tl.sum(loss, 0))
     if dx_ptr is not None:
         dx = _gradient(
-            x, columns, inside, target[:, None], top[:, None], (1.0 / total)[:, None], of_p[:, None], hit[:, None],
-            every[:, None], weight_ptr, SMOOTHING, CAP,
+            x, columns, inside, top[:, None], (of_p / total)[:, None], every[:, None], weight_ptr, False, SMOOTHING, CAP
         )  # fmt: skip
+        dx -= tl.where(columns == target[:, None], _bent(hit, x_t, CAP)[:, None], 0.0)
         dx = tl.where(counts[:, None], dx, 0.0).to(dx_ptr.dtype.element_ty)
         tl.store(dx_ptr + rows[:, None] * dx_stride + columns, dx, mask=(columns < N) & (rows < M)[:, None])  # write MN
 
@@ -305,6 +323,7 @@ def _read(
     an element, which would double the exponentials. The groups meet at the end.
     """
     FLOAT: tl.constexpr = tl.float64 if x_ptr.dtype.element_ty == tl.float64 else tl.float32
+    HALF: tl.constexpr = x_ptr.dtype.element_ty.primitive_bitwidth == 16
     inner = tl.arange(0, BLOCK)  # [BLOCK]
     tops = tl.full([BLOCK // GROUP], float("-inf"), FLOAT)
     totals = tl.zeros([BLOCK // GROUP], FLOAT)
@@ -317,7 +336,7 @@ def _read(
         x = tl.reshape(x, [BLOCK // GROUP, GROUP])
         new = tl.maximum(tops, tl.max(x, 1))
         shift = tl.where(new == float("-inf"), 0.0, new)
-        totals = totals * _exp(tops - shift) + tl.sum(_exp(x - shift[:, None]), 1)
+        totals = totals * _exp(tops - shift) + tl.sum(_exp_from(x, shift[:, None], HALF), 1)
         tops = new
     top, total = _merge(tops, totals)
     return top, total, tl.sum(sums, 0)
@@ -339,7 +358,7 @@ def _held(
     sums = tl.zeros_like(tops)
     for i in tl.static_range(CHUNKS):
         x = _anew(chunks[i], top, N, HALF, CAP)
-        totals += _exp(x - shift)
+        totals += _exp_from(x, shift, HALF.primitive_bitwidth == 16)
         if SMOOTHING != 0.0:
             own = (i * BLOCK + inner >= low) & (i * BLOCK + inner < high)
             sums += _weighted(x, i * BLOCK + inner - low, own, weight_ptr)
@@ -398,12 +417,12 @@ def _entropy_parts(
             words, missing = words_of(board_ptr, lanes, PARTS, NOTHING, TRIES)
             while missing < LANES:
                 # By the very steps of the program that has not come, and so to the same bits.
-                there, first, last = window(row * x_stride, N, missing * SPAN, SPAN, VEC)
+                begin, first, last = window(row * x_stride, N, missing * SPAN, SPAN, VEC)
                 if CHUNKS > 0:
-                    tiles = _tiles_of(x_ptr, there, first, last, VEC, BLOCK, CHUNKS)
+                    tiles = _tiles_of(x_ptr, begin, first, last, VEC, BLOCK, CHUNKS)
                     most, sum, _ = _held(tiles, weight_ptr, N, first, last, HALF, BLOCK, CHUNKS, 0.0, CAP)
                 else:
-                    most, sum, _ = _read(x_ptr, weight_ptr, there, first, last, VEC, BLOCK, GROUP, 0.0, CAP)
+                    most, sum, _ = _read(x_ptr, weight_ptr, begin, first, last, VEC, BLOCK, GROUP, 0.0, CAP)
                 # Left for others to find. If it has come meanwhile, its word counts: its logits may be overwritten.
                 found = tl.atomic_cas(board_ptr + missing, tl.zeros([], tl.int64), _word(most, sum), sem="acq_rel")
                 words = tl.where(lanes == missing, tl.where(found == 0, _word(most, sum), found), words)
@@ -420,15 +439,14 @@ def _entropy_parts(
         elif mine:
             tl.store(left_ptr + row, loss)
         if dx_ptr is not None:
-            inverse = 1.0 / total
+            of_p /= total
+            HALVES: tl.constexpr = HALF.primitive_bitwidth == 16
             if CHUNKS > 0:
                 for i in tl.static_range(CHUNKS):
                     own = (i * BLOCK + inner >= low) & (i * BLOCK + inner < high)
                     x = _anew(chunks[i], total, N, HALF, CAP)
                     columns = i * BLOCK + inner - low
-                    dx = _gradient(
-                        x, columns, own, target, top, inverse, of_p, hit, every, weight_ptr, SMOOTHING, CAP
-                    )  # fmt: skip
+                    dx = _gradient(x, columns, own, top, of_p, every, weight_ptr, HALVES, SMOOTHING, CAP)
                     if i == 0 or i >= CHUNKS - 2:
                         put(
                             dx_ptr + to + i * BLOCK,
@@ -447,10 +465,15 @@ def _entropy_parts(
                     start = final - back
                     x = _float(_tile_of(x_ptr, at, start + inner, low, high, VEC, True), CAP)  # read MN again
                     own = (start + inner >= low) & (start + inner < high)
-                    dx = _gradient(
-                        x, start + inner - low, own, target, top, inverse, of_p, hit, every, weight_ptr, SMOOTHING, CAP
-                    )  # fmt: skip
+                    columns = start + inner - low
+                    dx = _gradient(x, columns, own, top, of_p, every, weight_ptr, HALVES, SMOOTHING, CAP)
                     put(dx_ptr + to + start, dx, inner, low - start, tl.minimum(high - start, BLOCK), VEC)  # write MN
+            if mine:
+                # At the class once more, behind all that the program has written: cheaper than to ask at every column.
+                tl.debug_barrier()
+                there = _gradient(x_t, target, mine, top, of_p, every, weight_ptr, HALVES, SMOOTHING, CAP)
+                there -= _bent(hit, x_t, CAP)
+                tl.store(dx_ptr + row * dx_stride + target, there.to(dx_ptr.dtype.element_ty))
     else:
         if SMOOTHING != 0.0:
             tl.store(left_ptr + tl.program_id(0), tl.zeros([], FLOAT))
@@ -480,10 +503,25 @@ def _times(dx_ptr, scale_ptr, TILES, N, dx_stride, SCALE_STEP, BLOCK: tl.constex
 # Plans ---------------------------------------------------------------------------------------------------------------
 
 
-#: By the bytes of a number: numbers of a tile, warps, tiles of a part at most, whether they are held, registers.
-_PARTS: dict[int, tuple[int, int, int, bool, int | None]] = {
-    2: (4096, 16, 13, True, None), 4: (4096, 16, 8, True, None), 8: (4096, 16, 8, False, None),
-}  # fmt: skip
+class _Cut(NamedTuple):
+    """How rows are cut: numbers of a tile, warps, tiles of a part at most, whether they are held, registers."""
+
+    block: int
+    warps: int
+    most: int
+    held: bool
+    registers: int | None
+
+
+#: By the bytes of a number, for rows of one program and for wider ones. A row of one program waits for nobody; parts
+#: are small, so that several on a multiprocessor wait in turn.
+_CUTS: dict[int, tuple[_Cut, _Cut]] = {
+    2: (_Cut(4096, 16, 8, True, 64), _Cut(2048, 8, 6, True, 64)),
+    4: (_Cut(4096, 16, 8, True, None), _Cut(1024, 4, 8, True, 128)),
+    8: (_Cut(4096, 16, 8, False, None), _Cut(4096, 16, 8, False, None)),
+}
+#: The interpreter pays by the program and the operation: few large tiles.
+_INTERPRETED = _Cut(16384, 16, 2, True, None)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -499,16 +537,16 @@ def entropy_plan(m: int, n: int, dtype: torch.dtype, capability: tuple[int, int]
         rows = max(1, (4096 if capability else 65536) // block)
         rows = min(rows, triton.next_power_of_2(max(1, m)))
         return Plan("rows", {"ROWS": rows, "BLOCK": block}, triton.cdiv(m, rows), 8 if size == 8 else 4)
-    # The interpreter pays by the program and the operation: few large tiles.
-    block, warps, most, held, registers = _PARTS[size] if capability else (16384, 16, 2, size < 4, None)
     # Parts are whole lines of 128 bytes, and a row may lie across one vector more than it fills.
     line = 128 // size
     reach = n + vector - 1
+    whole, shared = _CUTS[size] if capability else (_INTERPRETED, _INTERPRETED._replace(held=size == 2))
+    block, warps, most, held, registers = whole if reach <= whole.block * whole.most else shared
     # A word of the board has no room for numbers of float64.
     parts = 1 if size == 8 else triton.cdiv(reach, block * most)
     span = triton.cdiv(triton.cdiv(reach, parts), line) * line
     # Only the last two tiles may reach beyond a row, so a last part must not be shorter than others by a tile.
-    held = held and parts * line <= block and span <= block * most and (vector > 1 or size > 2)
+    held = held and size < 8 and parts * line <= block and (vector > 1 or size > 2)
     constants = {
         "VEC": vector,
         "BLOCK": block,
