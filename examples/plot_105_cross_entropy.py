@@ -461,7 +461,7 @@ table(tables.shares(sweep), "Each way, cold")
 
 # %%
 # Without the logits
-# ------------------
+# ~~~~~~~~~~~~~~~~~~
 #
 # The logits are a product, of hidden states and the weight of the head. For
 # 8192 tokens, 4096 numbers of a hidden state and 128256 classes they take
