@@ -505,7 +505,7 @@ def plans_aside() -> Iterator[None]:
         _aside -= 1
 
 
-def _unhooked() -> bool:
+def unhooked() -> bool:
     """Whether nobody asked Triton to tell of launches, or to compile kernels otherwise than is usual."""
     enter, leave = _knobs.launch_enter_hook, _knobs.launch_exit_hook
     return not (
@@ -540,6 +540,11 @@ def _described(args: Sequence[Any], tensors: list[Tensor]) -> tuple[Any, ...] | 
         else:
             parts.append((kind, a))
     return tuple(parts)
+
+
+def direct() -> bool:
+    """Whether nobody traces, transforms or watches, so that torch's dispatcher need not be asked."""
+    return not (_compiling() or _modes() or _transforms())
 
 
 def _flat(args: Sequence[Any]) -> list[Tensor]:
@@ -708,7 +713,7 @@ class Operator:
         device = _current()
         if plan is None and any([t.get_device() != device for t in tensors]):
             return None, None
-        return (key, plan) if (plan is None or plan.device == device) and _unhooked() else (None, None)
+        return (key, plan) if (plan is None or plan.device == device) and unhooked() else (None, None)
 
     def _first(self, args: tuple[Any, ...], key: Any, tensors: list[Tensor]) -> Any:
         """A call for which there is no plan: checked, launched, and remembered."""

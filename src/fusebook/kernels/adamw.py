@@ -1,0 +1,486 @@
+r"""AdamW for a list of tensors: one launch for all of them, however many there are and whatever their sizes.
+
+Of each parameter p with gradient g, averages m of g and v of its square, in step t::
+
+    p -= lr * weight_decay * p
+    m += (1 - beta1) * (g - m)
+    v += (1 - beta2) * (g * g - v)
+    p -= lr / (1 - beta1**t) * m / (sqrt(v / (1 - beta2**t)) + eps)
+
+Fused are the whole step and the whole list. A table on the device tells a program the addresses of its tensor and which
+chunk of it to step; it is built once per list. In float32 a step reads 16 bytes of each parameter and writes 12; an
+operation of PyTorch at a time reads 64 and writes 40. Numbers are float32 in between, float64 where a parameter is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ._operator import apply, check_alike, check_device, check_tensor, direct, gpu, launch, launching, unhooked
+
+__all__ = ["adamw_step", "adamw_step_eager"]
+
+
+def adamw_step_eager(
+    params: Sequence[Tensor], grads: Sequence[Tensor], exp_avgs: Sequence[Tensor], exp_avg_sqs: Sequence[Tensor],
+    step: int, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float,
+) -> None:  # fmt: skip
+    """The unfused step: a loop over tensors, and a launch for every operation on each. Traffic in numbers a parameter.
+
+    Parameters
+    ----------
+    params, grads, exp_avgs, exp_avg_sqs : sequence of torch.Tensor
+    step : int
+        From 1 up.
+    lr, beta1, beta2, eps, weight_decay : float
+    """
+    for p, g, m, v in zip(params, grads, exp_avgs, exp_avg_sqs, strict=True):
+        p.mul_(1 - lr * weight_decay)  # read 1, write 1
+        m.lerp_(g, 1 - beta1)  # read 2, write 1
+        v.mul_(beta2)  # read 1, write 1
+        v.addcmul_(g, g, value=1 - beta2)  # read 2, write 1
+        root = v.sqrt()  # read 1, write 1
+        root /= math.sqrt(1 - beta2**step)  # read 1, write 1
+        root += eps  # read 1, write 1
+        p.addcdiv_(m, root, value=-lr / (1 - beta1**step))  # read 3, write 1: in all read 12, write 8
+
+
+# Kernels --------------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _mixed(x):
+    """32 bits that look random, by those of a counter."""
+    x ^= x >> 16
+    x *= 0x7FEB352D
+    x ^= x >> 15
+    x *= 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def _rounded_by_chance(x, bits):
+    """float32 as one of the two bfloat16 around it, the nearer one more often, so that the mean of many is right."""
+    raw = x.to(tl.uint32, bitcast=True)
+    up = (raw + (bits & 0xFFFF)) & 0xFFFF0000
+    up = tl.where((raw & 0x7F800000) == 0x7F800000, raw, up)  # what is not finite stays what it is
+    return up.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _root(x):
+    return tl.sqrt(x) if x.dtype == tl.float64 else tl.sqrt_rn(x)
+
+
+@triton.jit
+def _step_at(
+    memory, at, live, key, scalars, TOP: tl.constexpr, EXACT: tl.constexpr, CHANCE: tl.constexpr, FLOAT: tl.constexpr
+):
+    """Step the numbers of one tensor that stand at `at`; where `live` is None, all of them are there."""
+    p_ptr, g_ptr, m_ptr, v_ptr, top_ptr, exact_ptr = memory
+    scale, keep, size, eps, rest1, beta2, rest2, root = scalars
+    g = tl.load(g_ptr + at, live).to(FLOAT) * scale  # [BLOCK], as all that follows
+    m = tl.load(m_ptr + at, live).to(FLOAT)
+    v = tl.load(v_ptr + at, live).to(FLOAT)
+    p = tl.load((exact_ptr if EXACT else p_ptr) + at, live).to(FLOAT) * keep
+    m += (1 - beta1) * (g - m)
+    v = v * beta2 + (1 - beta2) * g * g
+    tl.store(m_ptr + at, m.to(m_ptr.dtype.element_ty), live)
+    tl.store(v_ptr + at, v.to(v_ptr.dtype.element_ty), live)
+    if TOP:
+        v = tl.maximum(tl.load(top_ptr + at, live).to(FLOAT), v, propagate_nan=tl.PropagateNan.ALL)
+        tl.store(top_ptr + at, v.to(top_ptr.dtype.element_ty), live)
+    p -= size * m / (_root(v) / root + eps)
+    if EXACT:
+        tl.store(exact_ptr + at, p, live)
+    if CHANCE:
+        p = _rounded_by_chance(p, _mixed(at.to(tl.uint32) ^ key))
+    tl.store(p_ptr + at, p.to(p_ptr.dtype.element_ty), live)
+
+
+@triton.jit
+def _memory(entry_ptr, first, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    """Where a chunk begins of the tensor whose address the table holds."""
+    memory = tl.load(entry_ptr).to(tl.pointer_type(TYPE))
+    if ALIGNED:
+        memory = tl.multiple_of(memory, 16)
+    return memory + first
+
+
+@triton.jit
+def _chunk(
+    table_ptr, grads_ptr, tensors, i, first, live, key, scalars, P: tl.constexpr, G: tl.constexpr, S: tl.constexpr,
+    TOP: tl.constexpr, EXACT: tl.constexpr, CHANCE: tl.constexpr, FLOAT: tl.constexpr, ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr, STEPS: tl.constexpr,
+):  # fmt: skip
+    """Step the chunk of tensor i that begins at `first`; all of its numbers where it is aligned, else `live` of them."""
+    row = table_ptr + i
+    p_ptr, g_ptr = _memory(row + tensors, first, P, ALIGNED), _memory(grads_ptr + i, first, G, ALIGNED)
+    m_ptr, v_ptr = _memory(row + 2 * tensors, first, S, ALIGNED), _memory(row + 3 * tensors, first, S, ALIGNED)
+    top_ptr, exact_ptr = _memory(row + 4 * tensors, first, S, ALIGNED), _memory(row + 5 * tensors, first, tl.float32, ALIGNED)
+    scale, keep, size, eps, rest1, beta2, rest2, root = scalars
+    for step in range(STEPS):
+        at = step * BLOCK + tl.arange(0, BLOCK)  # [BLOCK], as all that follows
+        mask = None if ALIGNED else at < live
+        g = tl.load(g_ptr + at, mask).to(FLOAT) * scale
+        m = tl.load(m_ptr + at, mask).to(FLOAT)
+        v = tl.load(v_ptr + at, mask).to(FLOAT)
+        p = tl.load((exact_ptr if EXACT else p_ptr) + at, mask).to(FLOAT) * keep
+        m += rest1 * (g - m)
+        v = v * beta2 + rest2 * g * g
+        tl.store(m_ptr + at, m.to(S), mask)
+        tl.store(v_ptr + at, v.to(S), mask)
+        if TOP:
+            v = tl.maximum(tl.load(top_ptr + at, mask).to(FLOAT), v, propagate_nan=tl.PropagateNan.ALL)
+            tl.store(top_ptr + at, v.to(S), mask)
+        p -= size * m / (_root(v) / root + eps)
+        if EXACT:
+            tl.store(exact_ptr + at, p, mask)
+        if CHANCE:
+            p = _rounded_by_chance(p, _mixed(at.to(tl.uint32) ^ key))
+        tl.store(p_ptr + at, p.to(P), mask)
+
+
+@triton.jit(do_not_specialize=["t", "seed"])
+def _adamw_chunks(
+    table_ptr, grads_ptr, chunks_ptr, ticket_ptr, count_ptr, rate_ptr, norm_ptr, tensors, t, seed,
+    lr: tl.float64, beta1: tl.float64, beta2: tl.float64, fraction1: tl.float64, fraction2: tl.float64,
+    eps: tl.float64, decay: tl.float64, most: tl.float64,
+    P: tl.constexpr, G: tl.constexpr, S: tl.constexpr, TOP: tl.constexpr, EXACT: tl.constexpr, FLOAT: tl.constexpr,
+    MAXIMIZE: tl.constexpr, CHANCE: tl.constexpr, ADVANCE: tl.constexpr, BLOCK: tl.constexpr, STEPS: tl.constexpr,
+):  # fmt: skip
+    """Step one chunk of one tensor, both of which the list of chunks tells.
+
+    `table_ptr` holds for all tensors their sizes, then the addresses of p, m, v, and of what else there is; `grads_ptr`
+    those of g, then whether all of a tensor's addresses are aligned.
+    """
+    where = tl.load(chunks_ptr + tl.program_id(0))
+    i, first = where >> 32, (where & 0xFFFFFFFF) * (BLOCK * STEPS)
+    # float64, since what a bias correction subtracts from 1 is nearly 1.
+    one = tl.full([1], 1.0, tl.float64)
+    rate, fraction1, fraction2 = one * lr, one * fraction1, one * fraction2
+    if rate_ptr is not None:
+        rate = tl.load(rate_ptr + tl.arange(0, 1)).to(tl.float64)
+    if count_ptr is not None:
+        t = tl.load(count_ptr).to(tl.int32) + 1
+        fraction1 = 1 - tl.exp(t * tl.log(one * beta1))
+        fraction2 = 1 - tl.exp(t * tl.log(one * beta2))
+    scale = -one if MAXIMIZE else one
+    if norm_ptr is not None:
+        factor = most / (tl.load(norm_ptr + tl.arange(0, 1)).to(tl.float64) + 1e-6)
+        scale *= tl.where(factor > 1, 1.0, factor)  # NaN stays NaN
+    key = 0
+    if CHANCE:
+        key = _mixed(_mixed(_mixed(seed.to(tl.uint32)) ^ t.to(tl.uint32)) ^ tl.program_id(0).to(tl.uint32))
+    scalars = (
+        scale.to(FLOAT), (1 - rate * decay).to(FLOAT), (rate / fraction1).to(FLOAT), tl.full([1], eps, FLOAT),
+        (1 - one * beta1).to(FLOAT), tl.full([1], beta2, FLOAT), (1 - one * beta2).to(FLOAT),
+        tl.sqrt(fraction2).to(FLOAT),
+    )  # fmt: skip
+    live = tl.load(table_ptr + i) - first
+    if (tl.load(grads_ptr + tensors + i) != 0) & (live >= BLOCK * STEPS):
+        _chunk(
+            table_ptr, grads_ptr, tensors, i, first, live, key, scalars,
+            P, G, S, TOP, EXACT, CHANCE, FLOAT, True, BLOCK, STEPS,
+        )  # fmt: skip
+    else:  # a ragged end, or what lies anywhere: one number after another
+        _chunk(
+            table_ptr, grads_ptr, tensors, i, first, live, key, scalars,
+            P, G, S, TOP, EXACT, CHANCE, FLOAT, False, BLOCK, STEPS,
+        )  # fmt: skip
+    if ADVANCE:  # by the last program to come here: all others have read the number of steps
+        if tl.atomic_add(ticket_ptr, 1, sem="acq_rel") == tl.num_programs(0) - 1:
+            tl.store(ticket_ptr, 0)
+            tl.store(count_ptr, t.to(count_ptr.dtype.element_ty))
+
+
+# The plan -------------------------------------------------------------------------------------------------------------
+
+
+class Plan(NamedTuple):
+    """A program steps a chunk of `steps` blocks."""
+
+    block: int
+    steps: int
+    warps: int
+
+
+def _adamw_plan(numbers: int, itemsize: int, capability: tuple[int, int] | None, multiprocessors: int) -> Plan:
+    """How many numbers a program steps, of so many in all; `itemsize` is that of the averages."""
+    if capability is None:  # interpreted
+        return Plan(1024, 1, 4)
+    return Plan(2048, 1, 4)
+
+
+# The launcher ---------------------------------------------------------------------------------------------------------
+
+_NAME = "adamw_step"
+_TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32, torch.float64: tl.float64}
+_Guards: Any = torch._C._dynamo.guards.TensorGuards
+
+#: What is known of lists, by the first address, the length and the stream; with one more it begins anew.
+_known: dict[Any, _List] = {}
+_LISTS = 256
+#: Tables that graphs read, which may be replayed as long as the process lives.
+_captured: list[_List] = []
+
+
+def _on_device(values: Any, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Integers on the device, and where they come from, which must outlast the copy if a graph holds that."""
+    host = torch.as_tensor(values, dtype=torch.int64)
+    if device.type != "cuda":
+        return host, host
+    host = host.pin_memory()  # or the host would wait for the device
+    return host.to(device, non_blocking=True), host
+
+
+class _Group:
+    """Tensors of one device and the same dtypes: what one launch steps.
+
+    Parameters
+    ----------
+    places : list of int
+        Which of the list's tensors.
+    lists : sequence of list of torch.Tensor
+        p, m, v, and what else there is, of these.
+    dtypes : tuple of torch.dtype
+        Of p, of g, and of m and v.
+    """
+
+    def __init__(self, places: list[int], lists: Sequence[list[Tensor]], dtypes: tuple[Any, ...]) -> None:
+        self.places, self.dtypes, self.device = places, dtypes, lists[0][0].device
+        self.has = bool(lists[3]), bool(lists[4])
+        self.compiled: dict[Any, Any] = {}
+        rows = [[t.data_ptr() for t in tensors] if tensors else [0] * len(places) for tensors in lists]
+        sizes = [t.numel() for t in lists[0]]
+        self.aligned = [not any(address % 16 for address in of) for of in zip(*rows, strict=True)]
+        self.plan = _adamw_plan(sum(sizes), (dtypes[2]).itemsize, *gpu(self.device))
+        each = torch.tensor([triton.cdiv(n, self.plan.block * self.plan.steps) for n in sizes])
+        self.programs = int(each.sum())
+        # Chunk 0, 1, ... of each tensor, behind its number.
+        starts = torch.repeat_interleave(each.cumsum(0) - each, each)
+        tensor = torch.repeat_interleave(torch.arange(len(sizes)), each)
+        chunks = (tensor << 32) + torch.arange(self.programs) - starts
+        self.held = [_on_device(v, self.device) for v in ([sizes, *rows], chunks, [0])]
+        self.table, self.chunks, self.ticket = (on_device for on_device, _ in self.held)
+        self.ticket = self.ticket.view(torch.int32)
+
+    def set_gradients(self, addresses: list[int]) -> None:
+        """Where the gradients are, of all of the list's tensors."""
+        mine = [addresses[i] for i in self.places]
+        aligned = [ok and address % 16 == 0 for ok, address in zip(self.aligned, mine, strict=True)]
+        self.grads, self.grads_held = _on_device([mine, aligned], self.device)
+
+    def launch(self, tensors: tuple[Any, ...], numbers: tuple[Any, ...], maximize: bool, chance: bool, last: bool) -> None:
+        """Step all, with a count, a learning rate and a norm that are on the device, or None."""
+        args = self.table, self.grads, self.chunks, self.ticket, *tensors, len(self.places), *numbers
+        advance = last and tensors[0] is not None
+        key = maximize, chance, advance, *(None if t is None else (t.dtype, t.data_ptr() % 16) for t in tensors)
+        compiled = self.compiled.get(key)
+        types = tuple(_TYPES[dtype] for dtype in self.dtypes)
+        single = tl.float64 if self.dtypes[0] == torch.float64 else tl.float32
+        constants = (*types, *self.has, single, maximize, chance, advance, self.plan.block, self.plan.steps)
+        current = self.device.type == "cuda" and torch.cuda.current_device() == self.device.index
+        if compiled is not None and current and unhooked():  # Triton would derive anew what has not changed
+            stream = torch._C._cuda_getCurrentRawStream(self.device.index)
+            known = compiled.function, compiled.packed_metadata, None, None, None
+            compiled.run(self.programs, 1, 1, stream, *known, *args, *constants)
+            return
+        with launching(self.table):
+            compiled = launch(_adamw_chunks, (self.programs,), *args, *constants, num_warps=self.plan.warps)
+        if hasattr(compiled, "packed_metadata"):
+            self.compiled[key] = compiled
+
+
+class _List:
+    """What is known of a list of tensors: that it can be stepped, and the tables of its groups.
+
+    Parameters
+    ----------
+    lists : tuple of list of torch.Tensor
+        p, m, v, the largest v, exact p, g.
+    tensors : list of torch.Tensor
+        All of them.
+    """
+
+    def __init__(self, lists: tuple[list[Tensor], ...], tensors: list[Tensor]) -> None:
+        _check_lists(*lists)
+        params, ms, _, tops, exacts, grads = lists
+        self.guard = _Guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+        spans = sorted((t.data_ptr(), t.data_ptr() + t.numel() * t.element_size()) for t in tensors[: -len(grads)])
+        self.starts, self.ends = torch.tensor(spans).T.contiguous()
+        self.sizes = torch.tensor([g.numel() * g.element_size() for g in grads])
+        kinds: dict[Any, list[int]] = {}
+        for i, p in enumerate(params):
+            kinds.setdefault((p.device, (p.dtype, grads[i].dtype, ms[i].dtype)), []).append(i)
+        self.groups = [
+            _Group(at, [[of[i] for i in at] if of else [] for of in lists[:-1]], dtypes)
+            for (_, dtypes), at in kinds.items()
+        ]
+        if (self.starts[1:] < self.ends[:-1]).any():
+            raise ValueError(
+                f"{_NAME}: expected tensors that share no memory, and two that are written do; give each of them once"
+            )
+        self.states: list[int] = []
+        self.grads: list[int] = []
+
+    def set_addresses(self, states: list[int], grads: list[int]) -> None:
+        """Tell all groups where the gradients are, if they have moved."""
+        first = torch.tensor(grads)
+        behind = torch.searchsorted(self.ends, first, right=True).clamp(max=len(self.ends) - 1)
+        if ((self.starts[behind] < first + self.sizes) & (first < self.ends[behind]) & (self.sizes > 0)).any():
+            raise ValueError(f"{_NAME}: expected gradients apart from what is written, got one in its memory; copy it")
+        for group in self.groups:
+            group.set_gradients(grads)
+        self.states, self.grads = states, grads
+
+
+def _dense(t: Tensor) -> bool:
+    """Whether its numbers lie side by side in memory, in whatever order of the axes."""
+    together = 1
+    for stride, size in sorted((s, n) for s, n in zip(t.stride(), t.shape, strict=True) if n != 1):
+        if stride != together:
+            return False
+        together *= size
+    return True
+
+
+def _check_lists(params: Any, ms: Any, vs: Any, tops: Any, exacts: Any, grads: Any) -> None:
+    """Refuse lists of which a step would not be what torch's is."""
+    named = {"grads": grads, "exp_avgs": ms, "exp_avg_sqs": vs, "max_exp_avg_sqs": tops, "masters": exacts}
+    for i, p in enumerate(params):
+        of = f"params[{i}]"
+        check_tensor(_NAME, of, p)
+        check_device(_NAME, p)
+        if p.numel() and not _dense(p):
+            raise ValueError(f"{_NAME}: expected {of} without gaps, got strides {p.stride()}; call contiguous() first")
+        narrow = p.dtype in (torch.float16, torch.bfloat16)
+        if exacts and not narrow:
+            raise TypeError(f"{_NAME}: expected masters of float16 or bfloat16, got {of} of {p.dtype}; give none")
+        for name, tensors in named.items():
+            if not tensors:
+                continue
+            what, t = f"{name}[{i}]", tensors[i]
+            single = (torch.float32,) if narrow else ()
+            check_tensor(_NAME, what, t, single if name == "masters" else (p.dtype, *single))
+            check_alike(_NAME, what, t, of, p, dtype=False)
+            if t.shape != p.shape or (t.numel() and t.stride() != p.stride()):
+                raise ValueError(
+                    f"{_NAME}: expected {what} of shape {tuple(p.shape)} and strides {p.stride()} as {of} has, got "
+                    f"{tuple(t.shape)} and {t.stride()}; copy it into torch.empty_like({of})"
+                )
+        if ms[i].dtype != vs[i].dtype:
+            raise TypeError(f"{_NAME}: expected exp_avgs[{i}] and exp_avg_sqs[{i}] of one dtype; cast one of them")
+
+
+def _stepped(
+    params: list[Tensor], grads: list[Tensor], ms: list[Tensor], vs: list[Tensor], tops: list[Tensor],
+    exacts: list[Tensor], count: Tensor | None, step: int, rate: Tensor | None, lr: float, beta1: float, beta2: float,
+    eps: float, decay: float, maximize: bool, seed: int | None, norm: Tensor | None, most: float,
+) -> None:  # fmt: skip
+    """The operator: what of a call can be known without its tensors is checked."""
+    if not params:
+        return
+    tensors = [*params, *ms, *vs, *tops, *exacts, *grads]
+    addresses = [t.data_ptr() for t in tensors]
+    states, found = addresses[: -len(grads)], addresses[-len(grads) :]
+    cuda = params[0].is_cuda
+    capture = cuda and torch.cuda.is_current_stream_capturing()
+    stream = torch.cuda.current_stream(params[0].device).cuda_stream if cuda else 0
+    key = addresses[0], len(params), len(tops), len(exacts), stream
+    of = None if capture else _known.get(key)
+    with torch._C.DisableTorchFunction():
+        if of is None or of.states != states or not of.guard.check(*tensors):
+            of = _List((params, ms, vs, tops, exacts, grads), tensors)
+            of.set_addresses(states, found)
+            if capture:
+                _captured.append(of)
+            else:
+                if len(_known) >= _LISTS:
+                    _known.clear()
+                _known[key] = of
+        elif of.grads != found:
+            of.set_addresses(states, found)
+    fractions = (1 - beta1**step, 1 - beta2**step)
+    numbers = step & 0x7FFFFFFF, (seed or 0) & 0x7FFFFFFF, lr, beta1, beta2, *fractions, eps, decay, most
+    working = [group for group in of.groups if group.programs]
+    for group in working:
+        group.launch((count, rate, norm), numbers, maximize, seed is not None, group is working[-1])
+    if count is not None and not working:
+        apply(Tensor.add_, count, 1)
+
+
+_SCHEMA = (
+    "adamw_step(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "
+    "Tensor(d!)[] max_exp_avg_sqs, Tensor(e!)[] masters, Tensor(f!)? count, SymInt step, Tensor? rate, float lr, "
+    "float beta1, float beta2, float eps, float weight_decay, bool maximize, int? seed, Tensor? norm, float max_norm)"
+    " -> ()"
+)
+_LIBRARY = torch.library.Library("fusebook", "FRAGMENT")
+_LIBRARY.define(_SCHEMA, tags=torch.Tag.pt2_compliant_tag)
+for _device in ("CUDA", "CPU"):
+    _LIBRARY.impl(_NAME, _stepped, _device)
+torch.library.register_fake(f"fusebook::{_NAME}", lambda *_: None, lib=_LIBRARY)
+_custom = torch.ops.fusebook.adamw_step.default
+
+
+def _number(what: str, value: Any, fine: bool, accepted: str) -> None:
+    if not fine:
+        raise ValueError(f"{_NAME}: expected {what} {accepted}, got {value}; see torch.optim.AdamW")
+
+
+def _single(what: str, value: Tensor, p: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
+    """Refuse what is not one number on the device of the parameters."""
+    check_tensor(_NAME, what, value, dtypes)
+    check_alike(_NAME, what, value, "params[0]", p, dtype=False)
+    if value.numel() != 1:
+        raise ValueError(f"{_NAME}: expected {what} to be one number, got shape {tuple(value.shape)}")
+
+
+def adamw_step(
+    params: Sequence[Tensor], grads: Sequence[Tensor | None], exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor], max_exp_avg_sqs: Sequence[Tensor] = (), masters: Sequence[Tensor] = (), *,
+    step: int | Tensor, lr: float | Tensor = 1e-3, beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-8,
+    weight_decay: float = 1e-2, maximize: bool = False, seed: int | None = None, norm: Tensor | None = None,
+    max_norm: float = 1.0,
+) -> None:  # fmt: skip
+    """One step of AdamW, in place, for a list of tensors in one launch.
+    """
+    lists: list[list[Any]] = [list(of) for of in (params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, masters)]
+    for name, of in zip(("grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "masters"), lists[1:], strict=True):
+        if len(of) != len(lists[0]) and (of or name in ("grads", "exp_avgs", "exp_avg_sqs")):
+            raise ValueError(f"{_NAME}: expected {len(lists[0])} {name} as there are params, got {len(of)}")
+    if any(g is None for g in lists[1]):  # as torch.optim has it, these are left as they are
+        some = [i for i, g in enumerate(lists[1]) if g is not None]
+        lists = [[of[i] for i in some] if of else of for of in lists]
+    count = step if isinstance(step, Tensor) else None
+    rate = lr if isinstance(lr, Tensor) else None
+    first = lists[0][0] if lists[0] else None
+    for what, value, dtypes in (
+        ("step", count, (torch.float32, torch.int32, torch.int64)),
+        ("lr", rate, (torch.float32, torch.float64)),
+        ("norm", norm, (torch.float32, torch.float64, torch.bfloat16, torch.float16)),
+    ):
+        if value is not None and first is not None:
+            _single(what, value, first, dtypes)
+    number = 1 if count is not None else step
+    _number("step", step, count is not None or number >= 1, "of 1 or more")
+    for what, beta in (("beta1", beta1), ("beta2", beta2)):
+        _number(what, beta, 0 <= beta < 1, "from 0 to below 1")
+    for what, value in (("lr", 0.0 if rate is not None else lr), ("eps", eps), ("weight_decay", weight_decay)):
+        _number(what, value, 0 <= value < math.inf, "of 0 or more")
+    if seed is not None and any(p.dtype != torch.bfloat16 for p in lists[0]):
+        raise TypeError(f"{_NAME}: expected bfloat16 where a seed asks for stochastic rounding; give no seed")
+    args = (*lists, count, number, rate, 0.0 if rate is not None else lr, beta1, beta2, eps, weight_decay, maximize, seed, norm, max_norm)
+    with torch.no_grad():
+        if direct():
+            _stepped(*args)
+        else:
+            _custom(*args)
