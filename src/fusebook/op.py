@@ -65,6 +65,8 @@ class Variant:
     on_cpu : bool
         It computes in the host's memory, from copies that `prepare` has made. Only the host's clock times it, without
         the way of its results to where they are compared.
+    in_place : bool
+        It changes what `prepare` has made, which are copies: the first call with those is the one to check.
     """
 
     run: Callable[..., Any]
@@ -75,6 +77,7 @@ class Variant:
     recompiles: bool = False
     rate: str | None = None
     on_cpu: bool = False
+    in_place: bool = False
 
 
 @dataclass(frozen=True)

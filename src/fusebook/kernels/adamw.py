@@ -80,32 +80,6 @@ def _root(x):
 
 
 @triton.jit
-def _step_at(
-    memory, at, live, key, scalars, TOP: tl.constexpr, EXACT: tl.constexpr, CHANCE: tl.constexpr, FLOAT: tl.constexpr
-):
-    """Step the numbers of one tensor that stand at `at`; where `live` is None, all of them are there."""
-    p_ptr, g_ptr, m_ptr, v_ptr, top_ptr, exact_ptr = memory
-    scale, keep, size, eps, rest1, beta2, rest2, root = scalars
-    g = tl.load(g_ptr + at, live).to(FLOAT) * scale  # [BLOCK], as all that follows
-    m = tl.load(m_ptr + at, live).to(FLOAT)
-    v = tl.load(v_ptr + at, live).to(FLOAT)
-    p = tl.load((exact_ptr if EXACT else p_ptr) + at, live).to(FLOAT) * keep
-    m += (1 - beta1) * (g - m)
-    v = v * beta2 + (1 - beta2) * g * g
-    tl.store(m_ptr + at, m.to(m_ptr.dtype.element_ty), live)
-    tl.store(v_ptr + at, v.to(v_ptr.dtype.element_ty), live)
-    if TOP:
-        v = tl.maximum(tl.load(top_ptr + at, live).to(FLOAT), v, propagate_nan=tl.PropagateNan.ALL)
-        tl.store(top_ptr + at, v.to(top_ptr.dtype.element_ty), live)
-    p -= size * m / (_root(v) / root + eps)
-    if EXACT:
-        tl.store(exact_ptr + at, p, live)
-    if CHANCE:
-        p = _rounded_by_chance(p, _mixed(at.to(tl.uint32) ^ key))
-    tl.store(p_ptr + at, p.to(p_ptr.dtype.element_ty), live)
-
-
-@triton.jit
 def _memory(entry_ptr, first, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
     """Where a chunk begins of the tensor whose address the table holds."""
     memory = tl.load(entry_ptr).to(tl.pointer_type(TYPE))
@@ -120,11 +94,14 @@ def _chunk(
     TOP: tl.constexpr, EXACT: tl.constexpr, CHANCE: tl.constexpr, FLOAT: tl.constexpr, ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """Step the chunk of tensor i that begins at `first`; all of its numbers where it is aligned, else `live` of them."""
+    """Step the chunk of tensor i that begins at `first`: all of it where it is aligned, else its `live` numbers."""
     row = table_ptr + i
-    p_ptr, g_ptr = _memory(row + tensors, first, P, ALIGNED), _memory(grads_ptr + i, first, G, ALIGNED)
-    m_ptr, v_ptr = _memory(row + 2 * tensors, first, S, ALIGNED), _memory(row + 3 * tensors, first, S, ALIGNED)
-    top_ptr, exact_ptr = _memory(row + 4 * tensors, first, S, ALIGNED), _memory(row + 5 * tensors, first, tl.float32, ALIGNED)
+    g_ptr = _memory(grads_ptr + i, first, G, ALIGNED)
+    p_ptr = _memory(row + tensors, first, P, ALIGNED)
+    m_ptr = _memory(row + 2 * tensors, first, S, ALIGNED)
+    v_ptr = _memory(row + 3 * tensors, first, S, ALIGNED)
+    top_ptr = _memory(row + 4 * tensors, first, S, ALIGNED)
+    exact_ptr = _memory(row + 5 * tensors, first, tl.float32, ALIGNED)
     scale, keep, size, eps, rest1, beta2, rest2, root = scalars
     for step in range(STEPS):
         at = step * BLOCK + tl.arange(0, BLOCK)  # [BLOCK], as all that follows
@@ -196,6 +173,7 @@ def _adamw_chunks(
             P, G, S, TOP, EXACT, CHANCE, FLOAT, False, BLOCK, STEPS,
         )  # fmt: skip
     if ADVANCE:  # by the last program to come here: all others have read the number of steps
+        tl.debug_barrier()  # and so have all threads of this one
         if tl.atomic_add(ticket_ptr, 1, sem="acq_rel") == tl.num_programs(0) - 1:
             tl.store(ticket_ptr, 0)
             tl.store(count_ptr, t.to(count_ptr.dtype.element_ty))
@@ -278,7 +256,9 @@ class _Group:
         aligned = [ok and address % 16 == 0 for ok, address in zip(self.aligned, mine, strict=True)]
         self.grads, self.grads_held = _on_device([mine, aligned], self.device)
 
-    def launch(self, tensors: tuple[Any, ...], numbers: tuple[Any, ...], maximize: bool, chance: bool, last: bool) -> None:
+    def launch(
+        self, tensors: tuple[Any, ...], numbers: tuple[Any, ...], maximize: bool, chance: bool, last: bool
+    ) -> None:
         """Step all, with a count, a learning rate and a norm that are on the device, or None."""
         args = self.table, self.grads, self.chunks, self.ticket, *tensors, len(self.places), *numbers
         advance = last and tensors[0] is not None
@@ -312,7 +292,7 @@ class _List:
 
     def __init__(self, lists: tuple[list[Tensor], ...], tensors: list[Tensor]) -> None:
         _check_lists(*lists)
-        params, ms, _, tops, exacts, grads = lists
+        params, ms, *_, grads = lists
         self.guard = _Guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
         spans = sorted((t.data_ptr(), t.data_ptr() + t.numel() * t.element_size()) for t in tensors[: -len(grads)])
         self.starts, self.ends = torch.tensor(spans).T.contiguous()
@@ -451,8 +431,7 @@ def adamw_step(
     weight_decay: float = 1e-2, maximize: bool = False, seed: int | None = None, norm: Tensor | None = None,
     max_norm: float = 1.0,
 ) -> None:  # fmt: skip
-    """One step of AdamW, in place, for a list of tensors in one launch.
-    """
+    """One step of AdamW, in place, for a list of tensors in one launch."""
     lists: list[list[Any]] = [list(of) for of in (params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, masters)]
     for name, of in zip(("grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "masters"), lists[1:], strict=True):
         if len(of) != len(lists[0]) and (of or name in ("grads", "exp_avgs", "exp_avg_sqs")):
@@ -478,7 +457,21 @@ def adamw_step(
         _number(what, value, 0 <= value < math.inf, "of 0 or more")
     if seed is not None and any(p.dtype != torch.bfloat16 for p in lists[0]):
         raise TypeError(f"{_NAME}: expected bfloat16 where a seed asks for stochastic rounding; give no seed")
-    args = (*lists, count, number, rate, 0.0 if rate is not None else lr, beta1, beta2, eps, weight_decay, maximize, seed, norm, max_norm)
+    args = (
+        *lists,
+        count,
+        number,
+        rate,
+        0.0 if rate is not None else lr,
+        beta1,
+        beta2,
+        eps,
+        weight_decay,
+        maximize,
+        seed,
+        norm,
+        max_norm,
+    )
     with torch.no_grad():
         if direct():
             _stepped(*args)
