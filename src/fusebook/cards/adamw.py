@@ -210,12 +210,12 @@ ADAMW_STEP = Op(
         "kinds": tuple(_point(10**8, 100, "equal", kind) for kind in ("plain", "amsgrad", "masters", "chance")),
     },
     draw=_draw,
-    # One ragged chunk; several tensors of several chunks, of which some end with one; some empty; all kinds.
+    # One ragged chunk; tensors of two chunks; many small ones, some of them empty; whole chunks, in all kinds.
     edges=(
         _point(7, 1),
-        _point(5000, 3),
-        _point(40, 30, "uneven"),
-        *(_point(3000, 2, "equal", kind) for kind in ("amsgrad", "masters", "chance")),
+        _point(3000, 2),
+        _point(400, 30, "uneven"),
+        *(_point(3072, 3, "equal", kind) for kind in ("amsgrad", "masters", "chance")),
     ),
     dtypes=(torch.float32, torch.bfloat16, torch.float64),
     meaning=_whole,

@@ -1,0 +1,881 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["fusebook[book]"]
+#
+# [tool.uv.sources]
+# fusebook = { path = "..", editable = true }
+# ///
+"""
+An optimizer step in one launch
+===============================
+
+A model has hundreds of parameters, and AdamW takes eight operations to step
+one of them. The device could pass over all of them once, at the rate of its
+memory; the host asks it thousands of times instead. This page writes the step
+for a whole list of tensors as one kernel, which finds its tensors in a table
+of addresses, and then looks at what is left of the host's time.
+
+With a CUDA GPU everything here is measured as the page runs. Without one, the
+kernels run in Triton's interpreter and the times are replayed from the record
+of a GPU that is named beside them.
+
+Read before: 003, 101.
+"""
+
+# %%
+# The problem
+# -----------
+#
+# AdamW keeps two running averages of each gradient :math:`g`: of itself,
+# :math:`m`, and of its square, :math:`v`. In step :math:`t`:
+#
+# .. math::
+#
+#    m &\leftarrow \beta_1 m + (1 - \beta_1) g \\
+#    v &\leftarrow \beta_2 v + (1 - \beta_2) g^2 \\
+#    p &\leftarrow (1 - \eta \lambda) p - \frac{\eta}{1 - \beta_1^t} \,
+#        \frac{m}{\sqrt{v / (1 - \beta_2^t)} + \epsilon}
+#
+# Each number of a parameter is stepped by itself. So it does not matter which
+# tensor it belongs to, and a list of a thousand tensors is one long row of
+# numbers, only not in one piece.
+
+# sphinx_gallery_tags = ["training step", "optimizer", "pointer table"]
+import functools
+import statistics
+import time
+
+import fusebook  # before triton: it decides whether kernels are interpreted
+from fusebook import tables, timing
+from fusebook.cards.adamw import ADAMW_STEP
+from fusebook.check import yardstick
+from fusebook.inputs import generator
+from fusebook.kernels.adamw import (
+    _adamw_chunks,
+    _chunk,
+    _rounded_by_chance,
+    adamw_step_eager,
+)
+from fusebook.page import (
+    Source,
+    by_clock,
+    claim,
+    claims,
+    downloads,
+    exercise,
+    measured,
+    provenance,
+    say,
+    solution,
+    study,
+    table,
+)
+
+import pandas as pd
+import torch
+import triton
+import triton.language as tl
+from torch.utils._python_dispatch import TorchDispatchMode
+
+asked = study(ADAMW_STEP, config="small", dtype="float32")
+where = generator(0).device
+
+
+def model(sizes, seed=0):
+    """Parameters, gradients and averages of a model that has begun."""
+    rng = generator(seed)
+    at = {"generator": rng, "device": rng.device}
+    ps, gs, ms = ([torch.randn(n, **at) for n in sizes] for _ in range(3))
+    return ps, gs, ms, [torch.rand(n, **at) for n in sizes]
+
+
+ps, gs, ms, vs = model([300, 5000, 40])
+fusebook.adamw_step(ps, gs, ms, vs, step=1, lr=1e-3)
+claims(
+    say(
+        "The first numbers of the first parameter are now {numbers}.",
+        numbers=", ".join(f"{x:.3f}" for x in ps[0][:3].tolist()),
+    )
+)
+
+# %%
+# What eager costs
+# ----------------
+
+Source(adamw_step_eager)
+
+# %%
+# Every line is a pass over memory, and a launch for every tensor. Let us
+# count: the operations that PyTorch dispatches, and the bytes that the card of
+# this operator says they move.
+
+
+class Counted(TorchDispatchMode):
+    """Counts the operations that are dispatched."""
+
+    operations = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.operations += 1
+        return function(*args, **(kwargs or {}))
+
+
+rest = (1, 1e-3, 0.9, 0.999, 1e-8, 0.01)
+with Counted() as counted:
+    adamw_step_eager(ps, gs, ms, vs, *rest)
+
+point = {"numbers": 10**9, "tensors": 1000, "sizes": "equal", "kind": "plain"}
+chain = ADAMW_STEP.variants["loop"].cost(4, **point)
+least = ADAMW_STEP.cost(4, **point)
+predicted = (chain.read + chain.write) / (least.read + least.write)
+claims(
+    say(
+        "A tensor takes {n} operations: a thousand tensors take {all}.",
+        n=counted.operations // len(ps),
+        all=1000 * counted.operations // len(ps),
+    ),
+    say(
+        "The loop moves {chain:.0f} bytes for each number, one pass "
+        "{least:.0f}: predicted {gain:.2f} times as fast where memory is the "
+        "limit.",
+        chain=(chain.read + chain.write) / 1e9,
+        least=(least.read + least.write) / 1e9,
+        gain=predicted,
+    ),
+)
+
+# %%
+# The kernel
+# ----------
+#
+# Step one: one tensor
+# ~~~~~~~~~~~~~~~~~~~~
+#
+# Four loads, the formula, three stores. The bias corrections are the same for
+# all numbers, so the host computes them.
+
+
+@triton.jit
+def stepped(p_ptr, g_ptr, m_ptr, v_ptr, i, inside, keep, size, root, eps):
+    g = tl.load(g_ptr + i, mask=inside)
+    m = 0.9 * tl.load(m_ptr + i, mask=inside) + 0.1 * g
+    v = 0.999 * tl.load(v_ptr + i, mask=inside) + 0.001 * g * g
+    p = keep * tl.load(p_ptr + i, mask=inside)
+    tl.store(m_ptr + i, m, mask=inside)
+    tl.store(v_ptr + i, v, mask=inside)
+    p -= size * m / (tl.sqrt(v) / root + eps)
+    tl.store(p_ptr + i, p, mask=inside)
+
+
+@triton.jit
+def one_tensor(
+    p_ptr,
+    g_ptr,
+    m_ptr,
+    v_ptr,
+    N,
+    keep,
+    size,
+    root,
+    eps,
+    BLOCK: tl.constexpr,
+):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    stepped(p_ptr, g_ptr, m_ptr, v_ptr, i, i < N, keep, size, root, eps)
+
+
+def numbers_of(t, lr, decay=0.01):
+    """What the host computes of a step: keep, size, root, eps."""
+    return (
+        1 - lr * decay,
+        lr / (1 - 0.9**t),
+        (1 - 0.999**t) ** 0.5,
+        1e-8,
+    )
+
+
+def step_one(ps, gs, ms, vs, t, lr):
+    for p, g, m, v in zip(ps, gs, ms, vs, strict=True):
+        grid = (triton.cdiv(p.numel(), 1024),)
+        one_tensor[grid](p, g, m, v, p.numel(), *numbers_of(t, lr), BLOCK=1024)
+
+
+# %%
+# That is one pass over memory. It is still a launch for each tensor, and most
+# tensors of a model are small: norms and biases of a few thousand numbers.
+#
+# Step two: a table of addresses
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+#
+# A kernel's arguments are fixed in number, a list's tensors are not. But an
+# address is a number, and numbers can be read from memory. The **pointer
+# table** holds the addresses of all tensors, a list of *chunks* says which
+# tensor a program steps and where in it, and both are put on the device once.
+# PyTorch's fused optimizers pass such a table by value, within the 4 KB that
+# arguments of a kernel may have, and launch again when it is full.
+
+
+@triton.jit
+def whole_list(
+    table_ptr,
+    chunks_ptr,
+    T,
+    keep,
+    size,
+    root,
+    eps,
+    BLOCK: tl.constexpr,
+):
+    chunk = tl.load(chunks_ptr + tl.program_id(0))
+    tensor, first = chunk >> 32, (chunk & 0xFFFFFFFF) * BLOCK
+    FLOATS: tl.constexpr = tl.pointer_type(tl.float32)
+    row = table_ptr + tensor
+    N = tl.load(row)
+    p_ptr = tl.load(row + T).to(FLOATS)
+    g_ptr = tl.load(row + 2 * T).to(FLOATS)
+    m_ptr = tl.load(row + 3 * T).to(FLOATS)
+    v_ptr = tl.load(row + 4 * T).to(FLOATS)
+    i = first + tl.arange(0, BLOCK)
+    stepped(p_ptr, g_ptr, m_ptr, v_ptr, i, i < N, keep, size, root, eps)
+
+
+def chunks_of(sizes, block):
+    """Tensor and chunk in one number: 0, 1, ... for each tensor in turn."""
+    return [
+        (i << 32) + c
+        for i, n in enumerate(sizes)
+        for c in range(triton.cdiv(n, block))
+    ]
+
+
+def tables_of(lists, block=1024):
+    sizes = [p.numel() for p in lists[0]]
+    rows = [sizes, *([t.data_ptr() for t in ts] for ts in lists)]
+    put = functools.partial(torch.tensor, device=lists[0][0].device)
+    return put(rows), put(chunks_of(sizes, block))
+
+
+def step_two(ps, gs, ms, vs, t, lr, tables=None):
+    addresses, chunks = tables or tables_of((ps, gs, ms, vs))
+    whole_list[(len(chunks),)](
+        addresses, chunks, len(ps), *numbers_of(t, lr), BLOCK=1024
+    )
+
+
+# %%
+# Step three: what a list may be
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+#
+# Triton reads and writes 16 bytes at a time where it knows that an address is
+# a multiple of 16. Of an argument it looks; of an address that comes from a
+# table it knows nothing, and step two reads 4 bytes at a time. So the table
+# also says whether a tensor is aligned, and the kernel has two ways: whole
+# chunks of aligned tensors, and all others. In PTX the first shows as
+# ``ld.global.v4``.
+
+Source(_chunk)
+
+# %%
+# The learning rate, the number of steps and the gradients' norm may be on the
+# device, so that a **CUDA graph** of a step can be replayed. Then the kernel
+# has to count: all programs read the number of steps, and one may write the
+# next, but only when all have read. Each takes a ticket, and the last one
+# counts.
+
+Source(_adamw_chunks)
+
+# %%
+# Step four: sixteen bits
+# ~~~~~~~~~~~~~~~~~~~~~~~
+#
+# A bfloat16 number has eight bits of mantissa. A step that is smaller than
+# half of the last of them is rounded away, and the parameter never moves.
+# There are two remedies. A float32 **master** beside each parameter is what is
+# really stepped, at 4 bytes more for each number. Or the rounding is left to
+# chance: **stochastic rounding** goes up as often as the lost digits say, so
+# that the mean of many steps is right.
+
+Source(_rounded_by_chance)
+
+# %%
+# The random bits come from a counter that a few multiplications have mixed:
+# nothing is stored, and the same seed and step give the same bits.
+#
+# Is it right?
+# ------------
+#
+# The lists are compared with the formula in float64: parameters and averages,
+# and the worst of the three counts. All ways get copies of the same state.
+
+inputs = ADAMW_STEP.make(
+    generator(0),
+    torch.float32,
+    numbers=3000,
+    tensors=5,
+    sizes="uneven",
+    kind="plain",
+)
+yard = yardstick(ADAMW_STEP, inputs)
+prepare = ADAMW_STEP.variants["fusebook"].prepare
+
+
+def verdict_of(step):
+    ps, gs, ms, vs, _, _, t, lr = prepare(*inputs)
+    step(ps, gs, ms, vs, t, lr)
+    return yard.judge((*ps, *ms, *vs))
+
+
+def ours(ps, gs, ms, vs, t, lr, **options):
+    options = {"weight_decay": 0.1} | options
+    fusebook.adamw_step(ps, gs, ms, vs, step=t, lr=lr, **options)
+
+
+def as_a_penalty(ps, gs, ms, vs, t, lr):
+    """Adam with a penalty on squares: the decay goes into the averages."""
+    gs = [g + 0.1 * p for p, g in zip(ps, gs, strict=True)]
+    ours(ps, gs, ms, vs, t, lr, weight_decay=0.0)
+
+
+def by_teaching(step):
+    def run(ps, gs, ms, vs, t, lr):
+        for p in ps:
+            p.mul_((1 - lr * 0.1) / (1 - lr * 0.01))  # the card's decay
+        step(ps, gs, ms, vs, t, lr)
+
+    return run
+
+
+ways = {
+    "fusebook": ours,
+    "step one": by_teaching(step_one),
+    "step two": by_teaching(step_two),
+    "one step too late": lambda ps, gs, ms, vs, t, lr: ours(
+        ps, gs, ms, vs, t + 1, lr
+    ),
+    "decay as a penalty": as_a_penalty,
+    "no decay": functools.partial(ours, weight_decay=0.0),
+}
+verdicts = {name: verdict_of(step) for name, step in ways.items()}
+scores = pd.DataFrame(
+    {
+        name: {"score": v.score, "limit": v.limit, "right": v.ok}
+        for name, v in verdicts.items()
+    }
+).T
+table(scores, "One step of five tensors", fold=False)
+
+# %%
+claims(
+    claim(
+        "The library's step and both teaching steps are right.",
+        scores["right"][:3].astype(bool),
+    ),
+    claim("The three mistakes are caught.", ~scores["right"][3:].astype(bool)),
+)
+
+# %%
+# Too small for bfloat16
+# ~~~~~~~~~~~~~~~~~~~~~~
+#
+# A thousand parameters of 1 and a gradient that is always 1: every step is the
+# learning rate. Forty steps of 0.0005 should lead to 0.98.
+
+
+def walked(dtype, **options):
+    at = {"device": where}
+    ps = [torch.ones(1000, dtype=dtype, **at)]
+    state = [[torch.zeros(1000, **at)] for _ in range(2)]
+    if options.pop("exact", False):
+        options["masters"] = [torch.ones(1000, **at)]
+    for t in range(1, 41):
+        gs = [torch.ones_like(ps[0])]
+        numbers = {"step": t, "lr": 5e-4, "weight_decay": 0.0}
+        fusebook.adamw_step(ps, gs, *state, **numbers, **options)
+    return ps[0].double()
+
+
+def walks():
+    ways = {
+        "float32": walked(torch.float32),
+        "bfloat16, rounded to nearest": walked(torch.bfloat16),
+        "bfloat16, rounded by chance": walked(torch.bfloat16, seed=1),
+        "bfloat16, with a float32 master": walked(torch.bfloat16, exact=True),
+    }
+    rows = [(k, p.mean().item(), p.unique().numel()) for k, p in ways.items()]
+    return pd.DataFrame(rows, columns=["way", "mean", "different values"])
+
+
+walk = measured("adamw_walk", walks, by_device=True).set_index("way")
+table(walk, "Where forty steps of 0.0005 lead from 1", fold=False)
+
+# %%
+mean = walk["mean"]
+claims(
+    claim(
+        "Rounded to nearest, no step is ever taken.",
+        mean["bfloat16, rounded to nearest"] == 1,
+    ),
+    claim(
+        "Rounded by chance, the mean of a thousand parameters is right within "
+        "a tenth of the way.",
+        abs(mean["bfloat16, rounded by chance"] - 0.98) < 0.002,
+    ),
+    claim(
+        "With a master the parameter is the nearest bfloat16.",
+        abs(mean["bfloat16, with a float32 master"] - 0.98) < 0.002,
+    ),
+)
+
+# %%
+# Bad input
+# ~~~~~~~~~
+#
+# A parameter without a gradient is left as it is, as ``torch.optim`` leaves
+# it. What would be a race, or a step of something else, is refused.
+
+ps, gs, ms, vs = model([8, 9])
+before = ps[0].clone()
+fusebook.adamw_step(ps, [None, gs[1]], ms, vs, step=1)
+said = []
+for wrong in (
+    ([ps[0], ps[0]], [gs[0], gs[0]], [ms[0], ms[0]], [vs[0], vs[0]]),
+    (ps, [gs[0], ps[1]], ms, vs),
+    (ps, gs, ms[:1], vs),
+    (ps, gs, [m.double() for m in ms], vs),
+):
+    try:
+        fusebook.adamw_step(*wrong, step=1)
+    except (TypeError, ValueError) as error:
+        said.append(str(error))
+claims(
+    claim(
+        "A parameter without a gradient does not move.",
+        torch.equal(ps[0], before),
+    ),
+    *(say("{sentence}", sentence=sentence) for sentence in said),
+    claim("Four mistakes, four sentences.", len(said) == 4),
+)
+
+# %%
+# How fast?
+# ---------
+#
+# Ten million numbers, in one tensor, in a hundred and in a thousand. *host* is
+# what Python does to queue a step, *cold* what the device needs for it. The
+# loop is the chain further up; ``foreach``, ``fused=True`` and
+# ``torch.compile`` are torch's own function for lists,
+# ``torch.optim.adamw.adamw``, without the class around it.
+
+small = asked.results()
+table(
+    tables.clocks(tables.where(small, tensors=1000)),
+    "Ten million numbers in 1000 tensors, in microseconds by each clock",
+    fold=False,
+)
+
+# %%
+by_tensors = small.pivot_table(
+    index="tensors", columns="variant", values="host_us"
+)
+ax = by_tensors.plot(logx=True, logy=True, marker="o", figsize=(8, 4.6))
+ax.set(
+    title="What a step costs the host: ten million numbers in all",
+    xlabel="tensors",
+    ylabel="microseconds, host's clock",
+)
+ax.figure.tight_layout()
+ax
+
+# %%
+provenance(small)
+
+# %%
+downloads(small, "adamw_step")
+
+# %%
+# Where the host's time goes
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~
+#
+# One launch takes some ten millionths of a second, whatever is in the table.
+# What is left grows with the list: to see that the table still holds. A
+# tensor's memory may be exchanged between two steps, and gradients usually
+# are. So each call collects all addresses, compares them with the table's, and
+# has torch's own guards look whether shapes, strides and dtypes are what they
+# were. Only gradients that moved are written into the table anew.
+#
+# ``Optimizer.step`` is what a training loop calls. It does all that the
+# function does, and looks up the state of each parameter before.
+
+
+def seconds(function, repeat=15):
+    """The host's time to queue a call: the median of some."""
+    times = []
+    for _ in range(repeat + 3):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        function()
+        times.append(time.perf_counter() - start)
+    torch.cuda.synchronize()
+    return statistics.median(times[3:])
+
+
+def host_times():
+    rows = []
+    for n in (1, 100, 1000):
+        ps, gs, ms, vs = model([10**7 // n] * n)
+        lists = (ps, gs, ms, vs)
+        step = functools.partial(fusebook.adamw_step, step=7)
+        others = [[g.clone() for g in gs], gs]
+
+        def moved(step=step, ps=ps, ms=ms, vs=vs, others=others):
+            others.reverse()
+            step(ps, others[0], ms, vs)
+
+        everything = [*ps, *ms, *vs, *gs]
+        calls = {
+            "adamw_step": functools.partial(step, *lists),
+            "adamw_step, gradients moved": moved,
+            "all addresses": lambda a=everything: [t.data_ptr() for t in a],
+        }
+        for way in ("foreach", "fused"):
+            own = [torch.nn.Parameter(p.clone()) for p in ps]
+            for p, g in zip(own, gs, strict=True):
+                p.grad = g
+            optimizer = torch.optim.AdamW(own, **{way: True})
+            calls[f"torch.optim.AdamW({way}=True).step"] = optimizer.step
+        for name, call in calls.items():
+            rows.append((n, name, 1e6 * seconds(call)))
+    return pd.DataFrame(rows, columns=["tensors", "call", "host us"])
+
+
+host = measured("adamw_host", host_times)
+calls = host.pivot_table(
+    index="call", columns="tensors", values="host us", sort=False
+)
+table(calls, "Microseconds of the host for one step, by tensors", fold=False)
+
+# %%
+# A thousand million parameters
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+#
+# The same for a model of 16 GB: a thousand tensors of a million numbers, and a
+# copy of as many bytes in the same run. Two steps are wrong in at most as many
+# last digits as the check allows for: samples of every tensor are held against
+# float64.
+
+
+def billion():
+    ps, gs, ms, vs = model([10**6] * 1000)
+    at = slice(None, None, 9973)
+    first = [
+        torch.stack([t[at] for t in ts]).double() for ts in (ps, gs, ms, vs)
+    ]
+    fusebook.adamw_step(ps, gs, ms, vs, step=1, lr=1e-3)
+    p, g, m, v = first
+    adamw_step_eager([p], [g], [m], [v], 1, 1e-3, *rest[2:])
+    got = torch.stack([t[at] for t in ps]).double()
+    score = ((got - p).abs() / (p.abs() + p.square().mean().sqrt())).max()
+    x = torch.empty(28 * 10**9 // 8, device="cuda").normal_()
+    y = torch.empty_like(x)
+    steps = [torch.ones((), device="cuda") for _ in ps]
+    scalars = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8}
+    fused = functools.partial(
+        torch.optim.adamw.adamw, ps, gs, ms, vs, [], steps, **scalars,
+        weight_decay=0.01, amsgrad=False, maximize=False, fused=True,
+        foreach=False,
+    )  # fmt: skip
+    ways = {
+        "a copy of the same bytes": lambda: y.copy_(x),
+        "fusebook": lambda: fusebook.adamw_step(ps, gs, ms, vs, step=2),
+        "fused=True": fused,
+    }
+    with torch.no_grad():
+        times = timing.measure(
+            ways, kinds=("cold", "host"), warmup=2, repeat=10
+        )
+    rows = [
+        (name, *(1e6 * kinds[k].q50 for k in ("cold", "host")))
+        for name, kinds in times.items()
+    ]
+    frame = pd.DataFrame(rows, columns=["way", "device us", "host us"])
+    return frame.assign(score=score.item())
+
+
+large_model = measured("adamw_billion", billion)
+big = large_model.set_index("way")
+table(
+    big[["device us", "host us"]],
+    "1e9 float32 parameters in 1000 tensors",
+    fold=False,
+)
+
+# %%
+share = big["device us"]["a copy of the same bytes"] / big["device us"]
+claims(
+    claim(
+        "A step of 1e9 float32 parameters in 1000 tensors runs at 96 % of the "
+        "rate of a copy of the same bytes, or more: {share:.1%}.",
+        share["fusebook"] >= 0.96,
+        share=share["fusebook"],
+        headline=True,
+    ),
+    claim(
+        "It costs the host at most a thousandth of a second: {us:.0f} "
+        "millionths.",
+        big["host us"]["fusebook"] <= 1000,
+        us=big["host us"]["fusebook"],
+    ),
+    claim(
+        "The samples agree with float64.",
+        big["score"].iloc[0] <= 64 * torch.finfo(torch.float32).eps,
+    ),
+)
+
+# %%
+# The staircase
+# ~~~~~~~~~~~~~
+#
+# Each step of this page, for ten million numbers in a thousand tensors.
+
+
+def staircase():
+    lists = model([10**4] * 1000)
+    kept = tables_of(lists)
+    ways = {
+        "a loop of operations": lambda: adamw_step_eager(*lists, *rest),
+        "step one, a launch a tensor": lambda: step_one(*lists, 7, 1e-3),
+        "step two, a table, built anew": lambda: step_two(*lists, 7, 1e-3),
+        "step two, a table, kept": lambda: step_two(*lists, 7, 1e-3, kept),
+        "fusebook": lambda: fusebook.adamw_step(*lists, step=7),
+    }
+    rows = []
+    for name, call in ways.items():
+        call()
+        cold = timing.cold({name: call}, warmup=2, repeat=10)[name]
+        device = None if cold is None else 1e6 * cold.q50
+        rows.append((name, 1e6 * seconds(call), device))
+    return pd.DataFrame(rows, columns=["way", "host us", "device us"])
+
+
+stairs = measured("adamw_steps", staircase)
+stair = stairs.set_index("way")
+table(stair, "Ten million numbers in 1000 tensors", fold=False)
+
+# %%
+provenance(host, large_model, stairs)
+
+# %%
+# How far from the roof?
+# ----------------------
+#
+# The roof is one pass: 16 bytes of each parameter read and 12 written. A
+# hundred million numbers do not fit into the L2 cache.
+
+large = asked.results(
+    config="large,uneven",
+    dtype="float32",
+    variants=["loop", "foreach", "fused=True", "fusebook"],
+)
+table(
+    tables.shares(large),
+    "A hundred million float32 numbers, against the roof of one pass",
+    fold=False,
+)
+
+# %%
+# And the ways to keep sixteen bits, at a hundred million numbers in a hundred
+# tensors. What torch has no name for, it is not asked for.
+
+kinds = asked.results(
+    config="kinds",
+    dtype="bfloat16",
+    variants=["foreach", "fused=True", "fusebook"],
+)
+table(
+    tables.shares(kinds),
+    "bfloat16 parameters, against the roof of each kind",
+    fold=False,
+)
+
+# %%
+provenance(large, kinds)
+
+# %%
+# Lessons
+# -------
+
+both = tables.together(small, large)
+whole = tables.share(both, "fusebook", of="roof")
+thousand = tables.where(small, tensors=1000)
+gain = tables.ratio(tables.where(large, tensors=100), "loop", "fusebook").iloc[
+    0
+]
+claims(
+    say(
+        "Predicted from bytes {predicted:.2f} times as fast as the loop, "
+        "measured {gain:.2f} for a hundred million numbers in 100 tensors.",
+        predicted=predicted,
+        gain=gain,
+    ),
+    claim(
+        "The prediction is right within a quarter.",
+        abs(gain / predicted - 1) < 0.25,
+        fatal=False,
+    ),
+    say(
+        "A step of 1000 tensors costs the host {ours:.0f} us, fused=True "
+        "{fused:.0f} us as a function and {step:.0f} us as Optimizer.step.",
+        ours=calls.loc["adamw_step", 1000],
+        fused=tables.where(thousand, variant="fused=True")["host_us"].iloc[0],
+        step=calls.loc["torch.optim.AdamW(fused=True).step", 1000],
+    ),
+    claim(
+        "A step of a hundred million float32 numbers reaches 90 % of the roof "
+        "of one pass, or more, in 1, 100 and 1000 tensors, alike or not.",
+        tables.share(large, "fusebook", of="roof") >= 0.90,
+    ),
+    claim(
+        "Two runs give the same bits in every case, with rounding by chance "
+        "too.",
+        tables.where(pd.concat([small, large, kinds]), variant="fusebook")[
+            "deterministic"
+        ]
+        == "yes",
+    ),
+)
+
+# %%
+# Where it does not win
+# ~~~~~~~~~~~~~~~~~~~~~
+#
+# Every point at which another way is faster by more than 2 %, by the device's
+# clock:
+
+table(
+    tables.losses(both),
+    "Points lost, cold: the fastest other way, and how far behind we are",
+    fold=False,
+)
+
+# %%
+# In a loop
+# ~~~~~~~~~
+#
+# A training loop does not wait for each step. The device works while the host
+# queues what comes next, and the program pays the larger of the two times.
+
+callers = tables.alike(both)
+by_clock(callers)
+
+# %%
+table(tables.losses(callers, kind="paid"), "Points lost by an eager program")
+
+# %%
+# What to take to the next kernel:
+#
+# - A list is no reason for a loop. Addresses are numbers, and a kernel can
+#   read them.
+# - What is known once is put on the device once. What may change is compared,
+#   and comparing addresses is what is left of the host's time.
+# - Say what is aligned. A kernel that gets its addresses from a table has to
+#   be told.
+# - Where a kernel counts on the device, the last program to come does it.
+# - Small steps need digits: of a master, or of chance.
+#
+# Exercises
+# ---------
+#
+# Each has a function that is wrong, and a check that says so. Mend it; run the
+# page, or the notebook, again. They need no GPU.
+#
+# 1. Decoupled
+# ~~~~~~~~~~~~
+#
+# This step adds the decay to the gradient, as Adam did before AdamW. Then the
+# averages know of it. Decouple it.
+
+
+def decoupled(p, g, m, v, t, lr, decay):
+    g = g + decay * p
+    m = 0.9 * m + 0.1 * g
+    v = 0.999 * v + 0.001 * g * g
+    root = (v / (1 - 0.999**t)).sqrt() + 1e-8
+    return p - lr / (1 - 0.9**t) * m / root, m, v
+
+
+def by_torch(p, g, m, v, t, lr, decay):
+    own = [x.clone() for x in (p, g, m, v)]
+    adamw_step_eager(*([x] for x in own), t, lr, 0.9, 0.999, 1e-8, decay)
+    return own[0], own[2], own[3]
+
+
+def state(seed, n):
+    return tuple(ts[0] for ts in model([n], seed))
+
+
+exercise(
+    "decoupled steps as AdamW does",
+    decoupled,
+    by_torch,
+    [(*state(1, 50), 3, 0.1, 0.1), (*state(2, 9), 1, 0.01, 0.5)],
+)
+
+# %%
+# 2. A list with gaps
+# ~~~~~~~~~~~~~~~~~~~
+#
+# Which chunks are there? A tensor's last one may be ragged, and a tensor may
+# have none. Give pairs of tensor and chunk, as rows.
+
+
+def pairs(sizes, block):
+    rows = [(i, c) for i, n in enumerate(sizes) for c in range(n // block)]
+    return torch.tensor(rows).view(-1, 2)
+
+
+def right_pairs(sizes, block):
+    chunks = torch.tensor(chunks_of(sizes, block))
+    return torch.stack([chunks >> 32, chunks & 0xFFFFFFFF], 1)
+
+
+exercise(
+    "pairs covers every number once",
+    pairs,
+    right_pairs,
+    [([5, 0, 8, 1], 4), ([16], 4), ([3, 3], 8)],
+)
+
+# %%
+# 3. Clipping
+# ~~~~~~~~~~~
+#
+# Gradients whose norm is above a limit are multiplied by limit / norm. The
+# norm was left on the device by another kernel: a float would wait for it.
+# Load it in ``one_tensor``, and multiply. This attempt knows nothing of it.
+
+
+def clipped(p, g, m, v, norm, most, t, lr):
+    own = [x.clone() for x in (p, g, m, v)]
+    step_one(*([x] for x in own), t, lr)
+    return own[0]
+
+
+def clipped_by_torch(p, g, m, v, norm, most, t, lr):
+    g = g * (most / norm).clamp(max=1)
+    return by_torch(p, g, m, v, t, lr, 0.01)[0]
+
+
+def clipping(seed, n, norm):
+    norm = torch.tensor([norm], device=where)
+    return *state(seed, n), norm, 1.0, 3, 0.1
+
+
+exercise(
+    "clipped scales gradients that are too long, and no others",
+    clipped,
+    clipped_by_torch,
+    [clipping(3, 50, 4.0), clipping(4, 2000, 0.5)],
+)
+
+# %%
+solution("solutions/plot_304_adamw.py")

@@ -1,0 +1,549 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["fusebook[book]"]
+#
+# [tool.uv.sources]
+# fusebook = { path = "..", editable = true }
+# ///
+"""
+A kernel becomes an operator
+============================
+
+A function that launches a kernel gives the right numbers, and PyTorch knows
+nothing of it: a gradient is lost without a word, and whoever traces a program
+finds a function that wants an address. This page makes an **operator** of such
+a function, one registration at a time, asks after each what PyTorch can now do
+with it, and what a caller pays for it.
+
+With a CUDA GPU the costs are measured as the page runs. Without one, they are
+replayed from the record of a GPU that is named at the end, and everything else
+runs in Triton's interpreter.
+
+Read before: 003, 101.
+"""
+
+# %%
+# The problem
+# -----------
+#
+# The operation is SiLU, :math:`y = x \, \sigma(x)`, and its gradient is
+# :math:`dx = dy \, \sigma(x) (1 + x (1 - \sigma(x)))`. Both are one pass over
+# memory. What is of interest here is all that is not in the kernel.
+
+# sphinx_gallery_tags = ["custom operator", "gradient", "torch.compile"]
+import itertools
+import logging
+import warnings
+
+import fusebook  # before triton: it decides whether kernels are interpreted
+from fusebook import timing
+from fusebook.inputs import generator
+from fusebook.page import (
+    claim,
+    claims,
+    downloads,
+    exercise,
+    measured,
+    provenance,
+    say,
+    solution,
+    table,
+)
+
+import pandas as pd
+import torch
+import triton
+import triton.language as tl
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+where = generator(0).device
+
+# %%
+# What eager costs
+# ----------------
+#
+# Two operations: PyTorch reads twice what it needs and writes twice. (It has
+# an operation for SiLU too, which is what the costs are compared with.)
+
+
+def silu_eager(x):
+    s = torch.sigmoid(x)  # read N, write N
+    return x * s  # read 2N, write N
+
+
+# %%
+# The kernel
+# ----------
+
+
+@triton.jit
+def silu_forward(y_ptr, x_ptr, SIZE, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + i, mask=i < SIZE)
+    s = 1 / (1 + tl.exp(-x))
+    tl.store(y_ptr + i, x * s, mask=i < SIZE)
+
+
+@triton.jit
+def silu_backward(dx_ptr, dy_ptr, x_ptr, SIZE, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + i, mask=i < SIZE)
+    dy = tl.load(dy_ptr + i, mask=i < SIZE)
+    s = 1 / (1 + tl.exp(-x))
+    tl.store(dx_ptr + i, dy * s * (1 + x * (1 - s)), mask=i < SIZE)
+
+
+def forward(x: torch.Tensor) -> torch.Tensor:
+    x = x.contiguous()
+    y, n = torch.empty_like(x), x.numel()
+    silu_forward[(triton.cdiv(n, 1024),)](y, x, n, BLOCK=1024)
+    return y
+
+
+def backward(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    dy, x = dy.contiguous(), x.contiguous()
+    dx, n = torch.empty_like(x), x.numel()
+    silu_backward[(triton.cdiv(n, 1024),)](dx, dy, x, n, BLOCK=1024)
+    return dx
+
+
+# %%
+# A name
+# ~~~~~~
+#
+# ``torch.library.custom_op`` gives a function a name in PyTorch's dispatcher:
+# ``torch.ops.<name>``. From then on it is one node in a program, which nobody
+# looks into. The types in its signature are its schema.
+#
+# Shapes without memory
+# ~~~~~~~~~~~~~~~~~~~~~
+#
+# Whoever traces a program runs it on **fake tensors**, which have a shape, a
+# stride, a dtype and a device, and no memory. ``register_fake`` says what
+# comes out. It must agree with what the kernel does: with its strides as well.
+#
+# A gradient
+# ~~~~~~~~~~
+#
+# ``register_autograd`` takes a function that keeps what the gradient needs,
+# and the gradient, which is an operator again: else nobody could trace it.
+#
+# A batch
+# ~~~~~~~
+#
+# ``torch.vmap`` calls a function of one member with a batch of them.
+# ``register_vmap`` gets the batch, and along which axis it lies. Here it is
+# easy: each number is computed for itself. Without a rule PyTorch calls the
+# operator once for each member.
+
+counter = itertools.count()
+
+
+def operator(fake=False, gradient=False, batch=False):
+    """The kernel as an operator, registered as far as is asked for."""
+    n = next(counter)
+    op = torch.library.custom_op(f"page401::silu{n}", forward, mutates_args=())
+    slope = torch.library.custom_op(
+        f"page401::slope{n}", backward, mutates_args=()
+    )
+    if fake:
+
+        @op.register_fake
+        def _(x):
+            return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+        @slope.register_fake
+        def _(dy, x):
+            return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+    if gradient:
+        op.register_autograd(
+            lambda ctx, dy: slope(dy, *ctx.saved_tensors),
+            setup_context=lambda ctx, inputs, output: ctx.save_for_backward(
+                *inputs
+            ),
+        )
+    if batch:
+
+        @op.register_vmap
+        def _(info, along, x):
+            return op(x), along[0]
+
+    return op
+
+
+stages = {
+    "a function": forward,
+    "a name": operator(),
+    "+ fake": operator(fake=True),
+    "+ gradient": operator(fake=True, gradient=True),
+    "+ batch": operator(fake=True, gradient=True, batch=True),
+}
+
+# %%
+# Is it right?
+# ------------
+#
+# Seven requests, each of a function and of the four operators. What is
+# refused is told by the name of the error, and what is lost is lost silently.
+
+x = torch.randn(64, 33, generator=generator(1), device=where)
+want = torch.nn.functional.silu(x)
+
+
+class Module(torch.nn.Module):
+    """A module, since those are what is exported."""
+
+    def __init__(self, f):
+        super().__init__()
+        self.f = f
+
+    def forward(self, x):
+        return self.f(x)
+
+
+def same(got, want):
+    return "right" if torch.allclose(got, want, atol=1e-6) else "wrong"
+
+
+def slope_of(f):
+    leaf = x.clone().requires_grad_()
+    y = f(leaf)
+    return torch.autograd.grad(y.sum(), leaf)[0] if y.requires_grad else None
+
+
+def its_gradient(f):
+    got = slope_of(f)
+    return "lost" if got is None else same(got, slope_of(silu_eager))
+
+
+def without_memory(f):
+    with FakeTensorMode() as mode:
+        y = f(mode.from_tensor(x))
+    return "right" if y.shape == x.shape else "wrong"
+
+
+def in_one_graph(f):
+    torch.compiler.reset()
+    compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
+    return same(compiled(x), want)
+
+
+def exported(f):
+    return same(torch.export.export(Module(f), (x,)).module()(x), want)
+
+
+def checked(f):
+    if f is forward:
+        return "no operator"
+    torch.library.opcheck(f, (x.clone().requires_grad_(),))
+    return "right"
+
+
+requests = {
+    "a call": lambda f: same(f(x), want),
+    "a gradient": its_gradient,
+    "a batch, by vmap": lambda f: same(torch.vmap(f)(x), want),
+    "a fake tensor": without_memory,
+    "torch.compile, one graph": in_one_graph,
+    "torch.export": exported,
+    "torch.library.opcheck": checked,
+}
+
+
+def answer(request, f):
+    logging.disable()  # of errors that are the answer
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return request(f)
+    except Exception as error:
+        return type(error).__name__
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+answers = pd.DataFrame(
+    {
+        stage: {name: answer(ask, f) for name, ask in requests.items()}
+        for stage, f in stages.items()
+    }
+)
+table(answers, "What PyTorch can do with it", fold=False)
+
+# %%
+claims(
+    claim(
+        "The kernel gives the right numbers in all five.",
+        answers.loc["a call"] == "right",
+    ),
+    claim(
+        "A function loses the gradient without a word.",
+        answers.loc["a gradient", "a function"] == "lost",
+    ),
+    claim(
+        "With all registrations every request is answered rightly.",
+        answers["+ batch"] == "right",
+    ),
+)
+
+# %%
+# opcheck
+# ~~~~~~~
+#
+# ``torch.library.opcheck`` runs an operator as those who trace do, and
+# compares: is the schema true, does the fake agree, is the gradient
+# registered where it must be. This fake forgets that the kernel packs what is
+# strided. Without the check it would show much later, as a wrong stride in
+# somebody's compiled program.
+
+forgetful = torch.library.custom_op(
+    "page401::forgetful", forward, mutates_args=()
+)
+forgetful.register_fake(torch.empty_like)
+found = {}
+for name, given in {"packed": x, "transposed": x.mT}.items():
+    report = torch.library.opcheck(forgetful, (given,), raise_exception=False)
+    found[name] = {
+        test: "right" if said == "SUCCESS" else "caught"
+        for test, said in report.items()
+    }
+table(pd.DataFrame(found), "opcheck of a fake that forgets", fold=False)
+
+# %%
+claims(
+    claim(
+        "On a packed tensor opcheck finds nothing.",
+        "caught" not in found["packed"].values(),
+    ),
+    claim(
+        "On a transposed one it finds the fake.",
+        "caught" in found["transposed"].values(),
+    ),
+)
+
+# %%
+# How fast?
+# ---------
+#
+# The same 4096 numbers each time, which the device finishes before Python has
+# returned. What is measured is the host: what it does to queue one call.
+
+
+class Differentiable(torch.autograd.Function):
+    """A gradient that goes by the dispatcher's side."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return forward(x)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return backward(dy, *ctx.saved_tensors)
+
+
+library = torch.library.Library("page401", "FRAGMENT")
+library.define("trusted(Tensor x) -> Tensor")
+for device in ("CPU", "CUDA"):
+    library.impl("trusted", forward, device)
+
+
+def costs():
+    x = torch.randn(4096, device="cuda")
+    leaf = x.clone().requires_grad_()
+    batch = x.view(64, 64)
+    silu, full = torch.nn.functional.silu, stages["+ batch"]
+    compiled = torch.compile(full, fullgraph=True)
+    eager = torch.compile(silu_eager, fullgraph=True)
+    program = torch.export.export(Module(full), (x,)).module()
+    compiled(x), eager(x)
+
+    def there_and_back(f):
+        return lambda: torch.autograd.grad(f(leaf).sum(), leaf)
+
+    ways = {
+        "torch's silu": lambda: silu(x),
+        "the function": lambda: forward(x),
+        "Library.impl": lambda: torch.ops.page401.trusted(x),
+        "custom_op, a name": lambda: stages["a name"](x),
+        "custom_op, + gradient": lambda: stages["+ gradient"](x),
+        "custom_op, + batch": lambda: full(x),
+        "fusebook.silu": lambda: fusebook.silu(x),
+        "torch.compile of the operator": lambda: compiled(x),
+        "torch.compile of the chain": lambda: eager(x),
+        "the exported program": lambda: program(x),
+        "torch's silu in vmap": lambda: torch.vmap(silu)(batch),
+        "custom_op in vmap, no rule": lambda: torch.vmap(stages["+ gradient"])(
+            batch
+        ),
+        "custom_op in vmap": lambda: torch.vmap(full)(batch),
+        "fusebook.silu in vmap": lambda: torch.vmap(fusebook.silu)(batch),
+        "torch's silu and back": there_and_back(silu),
+        "autograd.Function and back": there_and_back(Differentiable.apply),
+        "custom_op and back": there_and_back(full),
+        "fusebook.silu and back": there_and_back(fusebook.silu),
+    }
+    times = timing.host(ways)
+    rows = [(k, 1e6 * q.q50) for k, q in times.items() if q is not None]
+    return pd.DataFrame(rows, columns=["way", "host us"])
+
+
+paid = measured("operator_costs", costs)
+by_way = paid.set_index("way")
+table(by_way, "4096 numbers, in microseconds of the host", fold=False)
+
+# %%
+# How far from the roof?
+# ----------------------
+#
+# The roof of a small call is what PyTorch's own operator costs. What stands
+# above the function's own time is the price of being an operator.
+
+us = by_way["host us"]
+above = us - us["the function"]
+claims(
+    say(
+        "The function costs {function:.0f} us a call, of which torch's own "
+        "operator takes {torch:.0f}: the rest is Triton's launch by brackets.",
+        function=us["the function"],
+        torch=us["torch's silu"],
+    ),
+    say(
+        "A name costs {name:.0f} us more by custom_op and {trusted:.0f} by "
+        "Library.impl; a gradient that is registered and not asked for "
+        "{gradient:.0f} us more than the name.",
+        name=above["custom_op, a name"],
+        trusted=above["Library.impl"],
+        gradient=us["custom_op, + gradient"] - us["custom_op, a name"],
+    ),
+    say(
+        "Forward and back cost {op:.0f} us by custom_op, {function:.0f} by "
+        "autograd.Function, {ours:.0f} by fusebook.silu and {torch:.0f} by "
+        "torch's own.",
+        op=us["custom_op and back"],
+        function=us["autograd.Function and back"],
+        ours=us["fusebook.silu and back"],
+        torch=us["torch's silu and back"],
+    ),
+    claim(
+        "custom_op costs more than Library.impl, on every call.",
+        us["custom_op, a name"] > us["Library.impl"],
+    ),
+    claim(
+        "An operator of the library, with name, fake, gradient and batch, "
+        "costs the host less than the bare function that launches by "
+        "brackets: {ours:.0f} and {function:.0f} us.",
+        us["fusebook.silu"] < us["the function"],
+        ours=us["fusebook.silu"],
+        function=us["the function"],
+        headline=True,
+    ),
+)
+
+# %%
+# How can that be? ``fusebook.silu`` is registered, as these operators are, for
+# whoever traces and transforms. A plain call does not go that way: it looks
+# whether anybody watches, and launches at once, by the plan of page 003. Its
+# gradient is recorded by an ``autograd.Function`` where one is needed.
+
+provenance(paid)
+
+# %%
+downloads(paid, "operator_costs")
+
+# %%
+# Lessons
+# -------
+#
+# - A launch is not an operator. The worst of what is missing is the gradient,
+#   because nobody says so.
+# - Register a name and a fake, and programs can be traced, compiled and
+#   exported. Register the gradient as an operator too, and those of
+#   training as well.
+# - Run ``opcheck`` on what is strided and on what requires a gradient: the
+#   plain case finds little.
+# - ``custom_op`` guards every call. Where calls are small, ``Library`` with
+#   ``define`` and ``impl`` is the same registration without the guards, and a
+#   call that steps around the dispatcher is cheaper than both.
+#
+# Exercises
+# ---------
+#
+# They need no GPU.
+#
+# 1. A fake that agrees
+# ~~~~~~~~~~~~~~~~~~~~~
+#
+# An operator takes the sum of each row of a matrix. This fake has the wrong
+# shape. Mend it.
+
+
+def fake_row_sums(x):
+    return torch.empty_like(x)
+
+
+exercise(
+    "fake_row_sums has the shape and the dtype of the sums",
+    lambda x: torch.zeros_like(fake_row_sums(x)),
+    lambda x: torch.zeros_like(x.sum(-1)),
+    [(torch.ones(4, 3),), (torch.ones(2, 5, dtype=torch.float64),)],
+)
+
+# %%
+# 2. A batch that lies elsewhere
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+#
+# The rule of an operator that sums the last axis. It is given a batch, and
+# along which axis that lies; it returns the sums, and the axis of the batch
+# in them. This one believes that the batch is always in front.
+
+
+def batched_row_sums(x, along):
+    return x.sum(-1), 0
+
+
+def by_vmap(f):
+    def run(x, along):
+        y, out = f(x, along)
+        return y.movedim(out, 0)
+
+    return run
+
+
+x3 = torch.arange(24.0).view(2, 3, 4)
+exercise(
+    "batched_row_sums knows where the batch is",
+    lambda x, along: by_vmap(batched_row_sums)(x, along),
+    lambda x, along: torch.vmap(lambda row: row.sum(-1), along)(x),
+    [(x3, 0), (x3, 1), (x3, 2)],
+)
+
+# %%
+# 3. A gradient of two arguments
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+#
+# SwiGLU's gate: :math:`z = x \, \sigma(x) \, u`. Return the gradients of both.
+
+
+def gate_slopes(dz, x, u):
+    return backward(dz, x), dz
+
+
+def gate_by_torch(dz, x, u):
+    x, u = (t.detach().requires_grad_() for t in (x, u))
+    with torch.enable_grad():
+        return torch.autograd.grad(silu_eager(x) * u, (x, u), dz)
+
+
+rng = generator(3)
+three = [torch.randn(100, generator=rng, device=where) for _ in range(3)]
+exercise(
+    "gate_slopes agree with PyTorch's",
+    gate_slopes,
+    gate_by_torch,
+    [tuple(three), tuple(t[:7] for t in three)],
+)
+
+# %%
+solution("solutions/plot_401_operator.py")
