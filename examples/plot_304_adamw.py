@@ -75,6 +75,7 @@ import pandas as pd
 import torch
 import triton
 import triton.language as tl
+from torch.optim.adamw import adamw
 from torch.utils._python_dispatch import TorchDispatchMode
 
 asked = study(ADAMW_STEP, config="small", dtype="float32")
@@ -580,7 +581,7 @@ def billion():
     steps = [torch.ones((), device="cuda") for _ in ps]
     scalars = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8}
     fused = functools.partial(
-        torch.optim.adamw.adamw, ps, gs, ms, vs, [], steps, **scalars,
+        adamw, ps, gs, ms, vs, [], steps, **scalars,
         weight_decay=0.01, amsgrad=False, maximize=False, fused=True,
         foreach=False,
     )  # fmt: skip

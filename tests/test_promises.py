@@ -251,7 +251,10 @@ def test_a_view_is_right_or_refused(op, variant, change, least, device):
         if device == "cpu":  # interpreted, each on one edge
             alone = alone[edge :: len(fitting)]
         for chosen in [at, *alone]:
-            given = [changed(v, change if i in chosen else torch.clone) for i, v in enumerate(arguments)]
+            given = [
+                changed(v, lambda t: change(t.clone())) if i in chosen else changed(v, torch.clone)
+                for i, v in enumerate(arguments)
+            ]
             try:
                 out = variant.run(*given)
             except (NotImplementedError, ValueError) as refusal:

@@ -130,10 +130,11 @@ def _torch(how: str) -> Any:
     return run
 
 
-def _compiled_step(steps: list[Tensor], lr: float, *lists: list[Tensor]) -> None:
+def _compiled_step(steps: list[Tensor], lr: float, lists: tuple[list[Tensor], ...]) -> None:
+    ps, gs, ms, vs, tops = lists
     adamw(
-        *lists, steps, amsgrad=bool(lists[-1]), lr=lr, beta1=_BETA1, beta2=_BETA2, eps=_EPS, weight_decay=_DECAY,
-        maximize=False, foreach=True, fused=False, capturable=steps[0].is_cuda,
+        ps, gs, ms, vs, tops, steps, amsgrad=bool(tops), lr=lr, beta1=_BETA1, beta2=_BETA2, eps=_EPS,
+        weight_decay=_DECAY, maximize=False, foreach=True, fused=False, capturable=steps[0].is_cuda,
     )  # fmt: skip
 
 
@@ -146,7 +147,7 @@ def _torch_compile(
     if len(ps) > 100:
         raise NotImplementedError("compiled for 100 tensors at most: for more it takes minutes")
     with torch.no_grad():
-        compiled(_compiled_step)(steps, lr, ps, gs, ms, vs, extras)
+        compiled(_compiled_step)(steps, lr, (ps, gs, ms, vs, extras))
     return _outputs(ps, ms, vs, extras)
 
 
@@ -181,8 +182,8 @@ def _draw(rng: random.Random) -> Dims:
     tensors = _draws.log_uniform(rng, 1, 1000)
     numbers = _draws.log_uniform(rng, tensors, _draws.BYTES // (10 * max(4, _draws.itemsize(dtype))))
     kind = rng.choice(["plain", "plain", "amsgrad", "masters", "chance"])
-    dims = {"numbers": numbers, "tensors": tensors, "sizes": rng.choice(["equal", "uneven"]), "kind": kind}
-    return dims | {"dtype": dtype, "layout": "contiguous"}
+    sizes = rng.choice(["equal", "uneven"])
+    return _point(numbers, tensors, sizes, kind) | {"dtype": dtype, "layout": "contiguous"}
 
 
 def _point(numbers: int, tensors: int, sizes: str = "equal", kind: str = "plain") -> dict[str, int | str]:

@@ -194,7 +194,7 @@ def _adamw_plan(numbers: int, itemsize: int, capability: tuple[int, int] | None,
     """How many numbers a program steps, of so many in all; `itemsize` is that of the averages."""
     if capability is None:  # interpreted
         return Plan(1024, 1, 4)
-    return Plan(2048, 1, 4)
+    return Plan(1024, 4, 4)
 
 
 # The launcher ---------------------------------------------------------------------------------------------------------
@@ -339,6 +339,7 @@ def _check_lists(params: Any, ms: Any, vs: Any, tops: Any, exacts: Any, grads: A
         of = f"params[{i}]"
         check_tensor(_NAME, of, p)
         check_device(_NAME, p)
+        check_alike(_NAME, of, p, "params[0]", params[0], dtype=False)
         if p.numel() and not _dense(p):
             raise ValueError(f"{_NAME}: expected {of} without gaps, got strides {p.stride()}; call contiguous() first")
         narrow = p.dtype in (torch.float16, torch.bfloat16)
@@ -369,7 +370,11 @@ def _stepped(
     if not params:
         return
     tensors = [*params, *ms, *vs, *tops, *exacts, *grads]
-    addresses = [t.data_ptr() for t in tensors]
+    try:
+        addresses = [t.data_ptr() for t in tensors]
+    except AttributeError:  # no tensor
+        _check_lists(params, ms, vs, tops, exacts, grads)
+        raise
     states, found = addresses[: -len(grads)], addresses[-len(grads) :]
     cuda = params[0].is_cuda
     capture = cuda and torch.cuda.is_current_stream_capturing()
@@ -395,6 +400,7 @@ def _stepped(
         group.launch((count, rate, norm), numbers, maximize, seed is not None, group is working[-1])
     if count is not None and not working:
         apply(Tensor.add_, count, 1)
+    torch.autograd.graph.increment_version([*tensors[: -len(grads)], *([] if count is None else [count])])
 
 
 _SCHEMA = (
@@ -431,14 +437,77 @@ def adamw_step(
     weight_decay: float = 1e-2, maximize: bool = False, seed: int | None = None, norm: Tensor | None = None,
     max_norm: float = 1.0,
 ) -> None:  # fmt: skip
-    """One step of AdamW, in place, for a list of tensors in one launch."""
-    lists: list[list[Any]] = [list(of) for of in (params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, masters)]
+    """One step of AdamW, in place, for a list of tensors in one launch.
+
+    Parameters
+    ----------
+    params : sequence of torch.Tensor
+        Of any shapes, float16, bfloat16, float32 or float64, all on one CUDA device, or on the CPU where Triton
+        interprets. Without gaps, with their axes in any order. Of each mixture of dtypes there is one launch.
+    grads : sequence of torch.Tensor or None
+        A gradient for each parameter, of its shape and strides, in its dtype, or in float32 beside half types. A
+        parameter whose gradient is None is left as it is, with all that belongs to it.
+    exp_avgs, exp_avg_sqs : sequence of torch.Tensor
+        The running averages m and v, zeros before the first step, as `grads`; both of one dtype.
+    max_exp_avg_sqs : sequence of torch.Tensor, optional
+        The largest v of all steps, as `exp_avg_sqs`. Where it is given the step divides by it: AMSGrad.
+    masters : sequence of torch.Tensor, optional
+        The parameters in float32, where `params` are float16 or bfloat16: they are stepped, and `params` are their
+        roundings.
+    step : int or torch.Tensor
+        The number of this step, from 1 up. Or one number on the device, float32, int32 or int64, which counts the steps
+        done, from 0 up, and to which this one is added: it is not read by the host.
+    lr : float or torch.Tensor
+        The learning rate; as a tensor, one number on the device, float32 or float64.
+    beta1, beta2, eps, weight_decay : float
+        As of `torch.optim.AdamW`.
+    maximize : bool
+        Go up the gradient.
+    seed : int, optional
+        Round bfloat16 parameters by chance, by bits that follow from the seed and the number of the step.
+    norm : torch.Tensor, optional
+        The norm of all gradients, one number on the device. Where it is above `max_norm` gradients are scaled by
+        ``max_norm / (norm + 1e-6)``, as `torch.nn.utils.clip_grad_norm_` does, but not written.
+    max_norm : float
+        See `norm`.
+
+    Raises
+    ------
+    TypeError
+        For arguments that are no tensors, and other dtypes than those above.
+    ValueError
+        For lists of different lengths, shapes or strides that do not match, several devices, tensors that share memory
+        with one that is written, and numbers out of range.
+    NotImplementedError
+        Where gradients require gradients and those are recorded: a step has none.
+
+    Notes
+    -----
+    Arithmetic is float32, float64 for float64, and is the same in every run. Tables of addresses are kept on the device
+    by list and stream. A graph that is captured gets tables of its own, which live as long as the process.
+
+    The formula is that of I. Loshchilov and F. Hutter, "Decoupled Weight Decay Regularization", 2019.
+
+    Examples
+    --------
+    >>> import fusebook, torch
+    >>> p, m, v = (torch.zeros(2, device="cuda") for _ in range(3))  # doctest: +SKIP
+    >>> fusebook.adamw_step([p], [torch.ones_like(p)], [m], [v], step=1, lr=0.5)  # doctest: +SKIP
+    >>> p  # doctest: +SKIP
+    tensor([-0.5000, -0.5000], device='cuda:0')
+    """
+    lists: Any = [list(of) for of in (params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, masters)]
     for name, of in zip(("grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "masters"), lists[1:], strict=True):
         if len(of) != len(lists[0]) and (of or name in ("grads", "exp_avgs", "exp_avg_sqs")):
             raise ValueError(f"{_NAME}: expected {len(lists[0])} {name} as there are params, got {len(of)}")
     if any(g is None for g in lists[1]):  # as torch.optim has it, these are left as they are
         some = [i for i, g in enumerate(lists[1]) if g is not None]
         lists = [[of[i] for i in some] if of else of for of in lists]
+    if torch.is_grad_enabled() and any(getattr(g, "requires_grad", False) for g in lists[1]):
+        raise NotImplementedError(
+            f"{_NAME}: expected no gradient to be asked for, since a step has none; detach grads, or call it under "
+            "torch.no_grad()"
+        )
     count = step if isinstance(step, Tensor) else None
     rate = lr if isinstance(lr, Tensor) else None
     first = lists[0][0] if lists[0] else None
@@ -449,31 +518,18 @@ def adamw_step(
     ):
         if value is not None and first is not None:
             _single(what, value, first, dtypes)
-    number = 1 if count is not None else step
-    _number("step", step, count is not None or number >= 1, "of 1 or more")
+    number: Any = step if count is None else 1
+    speed: Any = lr if rate is None else 0.0
+    _number("step", step, number >= 1, "of 1 or more")
     for what, beta in (("beta1", beta1), ("beta2", beta2)):
         _number(what, beta, 0 <= beta < 1, "from 0 to below 1")
-    for what, value in (("lr", 0.0 if rate is not None else lr), ("eps", eps), ("weight_decay", weight_decay)):
-        _number(what, value, 0 <= value < math.inf, "of 0 or more")
+    for what, size in (("lr", speed), ("eps", eps), ("weight_decay", weight_decay)):
+        _number(what, size, 0 <= size < math.inf, "of 0 or more")
     if seed is not None and any(p.dtype != torch.bfloat16 for p in lists[0]):
         raise TypeError(f"{_NAME}: expected bfloat16 where a seed asks for stochastic rounding; give no seed")
-    args = (
-        *lists,
-        count,
-        number,
-        rate,
-        0.0 if rate is not None else lr,
-        beta1,
-        beta2,
-        eps,
-        weight_decay,
-        maximize,
-        seed,
-        norm,
-        max_norm,
-    )
+    numbers: Any = count, number, rate, speed, beta1, beta2, eps, weight_decay, maximize, seed, norm, max_norm
     with torch.no_grad():
         if direct():
-            _stepped(*args)
+            _stepped(*lists, *numbers)
         else:
-            _custom(*args)
+            _custom(*lists, *numbers)

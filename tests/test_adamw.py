@@ -1,0 +1,355 @@
+"""AdamW for a list of tensors: against torch's own, in every kind, for every list that somebody may give."""
+
+import math
+
+import pytest
+import torch
+
+import fusebook
+from fusebook.cards.adamw import ADAMW_STEP
+from fusebook.check import yardstick
+from fusebook.inputs import generator
+from fusebook.kernels import adamw as module
+from fusebook.kernels.adamw import adamw_step
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+#: A ragged chunk, two chunks, none, several axes, one number without an axis.
+SHAPES = ((5,), (1500,), (0,), (17, 33), ())
+
+
+def model(device, shapes=SHAPES, dtype=torch.float32, seed=0):
+    """Parameters, gradients, and averages that are still zero."""
+    rng = generator(seed, device)
+    ps, gs = ([torch.randn(s, generator=rng, device=device).to(dtype) for s in shapes] for _ in range(2))
+    return ps, gs, [torch.zeros_like(p) for p in ps], [torch.zeros_like(p) for p in ps]
+
+
+def by_torch(ps, gradients, **options):
+    """Parameters after a step of torch.optim.AdamW, in a loop over tensors, for each list of gradients."""
+    own = [torch.nn.Parameter(p.clone()) for p in ps]
+    optimizer = torch.optim.AdamW(own, foreach=False, **options)
+    for gs in gradients:
+        for p, g in zip(own, gs, strict=True):
+            p.grad = g
+        optimizer.step()
+    return [p.detach() for p in own]
+
+
+def close(got, want, rtol=1e-6):
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=rtol, atol=rtol, equal_nan=True)
+
+
+# Against torch --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"amsgrad": True}, {"maximize": True, "weight_decay": 0.0}, {"betas": (0.0, 0.5), "eps": 1e-3}],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("on_device", [False, True], ids=["numbers", "tensors"])
+def test_three_steps_are_those_of_torch(options, dtype, on_device, device):
+    ps, gs, ms, vs = model(device, dtype=dtype)
+    gradients = [[k * g for g in gs] for k in (1.0, -3.0, 0.5)]
+    want = by_torch(ps, gradients, lr=0.01, **options)
+    beta1, beta2 = options.get("betas", (0.9, 0.999))
+    rest = {k: v for k, v in options.items() if k in ("maximize", "weight_decay", "eps")}
+    tops = [torch.zeros_like(p) for p in ps] if "amsgrad" in options else ()
+    count, lr = torch.zeros((), device=device), torch.tensor(0.01, device=device, dtype=torch.float64)
+    for t, now in enumerate(gradients, 1):
+        step = {"step": count, "lr": lr} if on_device else {"step": t, "lr": 0.01}
+        adamw_step(ps, now, ms, vs, tops, beta1=beta1, beta2=beta2, **step, **rest)
+    close(ps, want, 1e-6 if dtype == torch.float32 else 1e-14)
+    assert count.item() == (3 if on_device else 0)
+
+
+def test_the_first_bias_correction_has_all_its_digits(device):
+    """In float32, 1 - 0.999 has an error of a hundred thousandth."""
+    for step in (1, torch.zeros((), device=device)):
+        ps, gs, ms, vs = model(device, [(1000,)])
+        want = by_torch([p.double() for p in ps], [[g.double() for g in gs]], lr=1.0)
+        adamw_step(ps, gs, ms, vs, step=step, lr=1.0)
+        close([p.double() for p in ps], want, 1e-6)
+        close([v.double() for v in vs], [0.001 * g.double().square() for g in gs], 2e-7)
+
+
+@pytest.mark.parametrize("norm", [0.5, 4.0, math.inf, math.nan])
+def test_gradients_are_clipped_by_a_norm_on_the_device(norm, device):
+    ps, gs, ms, vs = model(device)
+    norm = torch.tensor(norm, device=device)
+    factor = (2.0 / (norm + 1e-6)).clamp(max=1)
+    want = by_torch(ps, [[g * factor for g in gs]], lr=0.01)
+    adamw_step(ps, gs, ms, vs, step=1, lr=0.01, norm=norm, max_norm=2.0)
+    close(ps, want)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("amsgrad", [False, True])
+def test_nan_and_infinity_go_where_they_go_in_torch(bad, amsgrad, device):
+    ps, gs, ms, vs = model(device, [(9,), (4,)])
+    gs[0][3] = bad
+    gradients = [gs, [torch.ones_like(g) for g in gs]]
+    want = by_torch(ps, gradients, lr=0.01, amsgrad=amsgrad)
+    tops = [torch.zeros_like(v) for v in vs] if amsgrad else ()
+    for t, now in enumerate(gradients, 1):
+        adamw_step(ps, now, ms, vs, tops, step=t, lr=0.01)
+    assert want[0].isnan().any()
+    close(ps, want)
+
+
+# Sixteen bits ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_master_is_stepped_and_its_parameter_follows(dtype, device):
+    exact, gs, ms, vs = model(device)
+    ps, gs = [p.to(dtype) for p in exact], [g.to(dtype) for g in gs]
+    want = by_torch(exact, [[g.float() for g in gs]] * 2, lr=1e-4)
+    for t in (1, 2):
+        adamw_step(ps, gs, ms, vs, (), exact, step=t, lr=1e-4)
+    close(exact, want)
+    eps = torch.finfo(dtype).eps  # the interpreter cuts digits off, a GPU rounds
+    assert all(((p.float() - x).abs() <= eps * x.abs() + 1e-7).all() for p, x in zip(ps, exact, strict=True))
+
+
+def test_rounding_by_chance_is_right_on_average_and_the_same_for_a_seed(device):
+    """Twenty steps, each of a tenth of what lies between two numbers of bfloat16."""
+
+    def walked(seed):
+        ps = [torch.ones(4000, dtype=torch.bfloat16, device=device)]
+        state = [[torch.zeros(4000, device=device)] for _ in range(2)]
+        for t in range(1, 21):
+            adamw_step(ps, [torch.ones_like(ps[0])], *state, step=t, lr=2**-8 / 10, weight_decay=0.0, seed=seed)
+        return ps[0].float()
+
+    first = walked(1)
+    # 1 - 2 steps; a single parameter strays by less than two steps, so the mean of 4000 by less than a thirtieth.
+    assert abs((1 - first.mean().item()) / 2**-8 - 2) < 0.1
+    assert first.unique().numel() > 3
+    assert torch.equal(first, walked(1)) and not torch.equal(first, walked(2))
+
+
+def test_rounding_by_chance_keeps_what_is_exact_and_what_is_not_finite(device):
+    ps = [torch.tensor([1.5, -2.0, 0.0, math.inf, -math.inf, math.nan], device=device).bfloat16()]
+    before = ps[0].clone()
+    zeros = [[torch.zeros_like(ps[0])] for _ in range(3)]
+    adamw_step(ps, *zeros, step=1, weight_decay=0.0, seed=3)
+    torch.testing.assert_close(ps[0], before, rtol=0, atol=0, equal_nan=True)
+
+
+# Lists ----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_list_of_several_dtypes_is_stepped_whole_and_counted_once(device):
+    kinds = (torch.float32, torch.bfloat16, torch.float64, torch.float32)
+    ps, gs, ms, vs = ([t.to(k) for t, k in zip(ts, kinds, strict=True)] for ts in model(device, [(7,)] * 4))
+    want = [by_torch([p], [[g]], lr=0.1)[0] for p, g in zip(ps, gs, strict=True)]
+    count = torch.zeros((), device=device)
+    adamw_step(ps, gs, ms, vs, step=count, lr=0.1)
+    assert count.item() == 1
+    for p, w in zip(ps, want, strict=True):
+        close([p], [w], 2e-2 if p.dtype == torch.bfloat16 else 1e-6)
+
+
+def test_tensors_may_lie_in_any_order_of_their_axes_and_begin_anywhere(device):
+    def laid(t, i):
+        """Not aligned, or with its axes in another order."""
+        memory = torch.empty(t.numel() + i, device=device)[i:]
+        return memory.view(t.mT.shape).copy_(t.mT).mT if i else t.mT.contiguous().mT
+
+    lists = [[laid(t, i % 3) for t in ts] for i, ts in enumerate(model(device, [(40, 60), (3, 5)]))]
+    ps, gs, *_ = lists
+    assert ps[0].data_ptr() % 16 == 0 and gs[0].data_ptr() % 16
+    want = by_torch(ps, [gs], lr=0.1)
+    adamw_step(*lists, step=1, lr=0.1)
+    close(ps, want)
+
+
+def test_parameters_without_a_gradient_stay(device):
+    ps, gs, ms, vs = model(device)
+    before = [p.clone() for p in ps]
+    want = by_torch(ps, [[None, gs[1], None, None, gs[4]]], lr=0.1)
+    adamw_step(ps, [None, gs[1], None, None, gs[4]], ms, vs, step=1, lr=0.1)
+    close(ps, want)
+    assert torch.equal(ps[0], before[0]) and not torch.equal(ps[1], before[1])
+    adamw_step(ps, [None] * 5, ms, vs, step=2)
+    adamw_step([], [], [], [], step=1)
+
+
+def test_parameters_that_require_gradients_are_stepped_as_they_are(device):
+    ps, gs, ms, vs = model(device)
+    want = by_torch(ps, [gs], lr=0.1)
+    own = [torch.nn.Parameter(p) for p in ps]
+    adamw_step(own, gs, ms, vs, step=1, lr=0.1)
+    close([p.detach() for p in own], want)
+
+
+def test_a_graph_that_kept_what_was_stepped_notices(device):
+    ps, gs, ms, vs = model(device, [(4,)])
+    own = torch.nn.Parameter(ps[0])
+    loss = (own * own).sum()
+    adamw_step([own], gs, ms, vs, step=1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_what_is_known_of_a_list_holds_for_no_other(device):
+    """Everything that may change between two steps of a list whose first parameter stays."""
+    ps, gs, ms, vs = model(device, [(40,), (9,)])
+    adamw_step(ps, gs, ms, vs, step=1, lr=0.1)
+
+    def right(step):
+        want = [p.double() for p in ps]
+        state = [[t.double() for t in ts] for ts in (gs, ms, vs)]
+        fusebook.adamw_step_eager(want, *state, step, 0.1, 0.9, 0.999, 1e-8, 0.01)
+        adamw_step(ps, gs, ms, vs, step=step, lr=0.1)
+        return all(torch.allclose(p.double(), w, rtol=1e-5) for p, w in zip(ps, want, strict=True))
+
+    kept = [t.clone() for t in (*gs, *ms)]  # so that no memory is had again
+    gs = [3 * g for g in gs]
+    assert right(2), "gradients moved"
+    ps[1].data, kept[0] = ps[1].data.clone(), ps[1].data
+    assert right(3), "a parameter's memory was exchanged"
+    ms[1] = ms[1].clone()
+    assert right(4), "another average"
+    ps[1].data, gs[1], ms[1], vs[1] = ps[1].data[:5], gs[1][:5], ms[1][:5], vs[1][:5]
+    assert right(5), "shorter, at the same address"
+    gs[1] = gs[1].double().float()
+    kept.append(gs[1])
+    assert right(6)
+    ps, gs, ms, vs = ([t.double() for t in ts] for ts in (ps, gs, ms, vs))
+    assert right(7), "another dtype"
+
+
+def test_chunks_cover_every_number_once():
+    sizes = [0, 1, 1023, 1024, 1025, 0, 5000]
+    lists = [[torch.zeros(n) for n in sizes] for _ in range(3)]
+    group = module._Group(list(range(len(sizes))), [*lists, [], []], (torch.float32,) * 3)
+    chunk = group.plan.block * group.plan.steps
+    covered = [(c >> 32, c & 0xFFFFFFFF) for c in group.chunks.tolist()]
+    assert covered == [(i, c) for i, n in enumerate(sizes) for c in range(-(-n // chunk))]
+
+
+# Bad input ------------------------------------------------------------------------------------------------------------
+
+REFUSED = {
+    "too few averages": (ValueError, "expected 2 exp_avgs", lambda p, g, m, v: dict(exp_avgs=m[:1])),
+    "too few masters": (ValueError, "expected 2 masters", lambda p, g, m, v: dict(masters=m[:1])),
+    "a tensor twice": (
+        ValueError,
+        "share no memory",
+        lambda p, g, m, v: dict(params=[p[0]] * 2, grads=[g[0]] * 2, exp_avgs=[m[0]] * 2, exp_avg_sqs=[v[0]] * 2),
+    ),
+    "averages that overlap": (ValueError, "share no memory", lambda p, g, m, v: dict(exp_avg_sqs=[m[0], v[1]])),
+    "a gradient that is written": (
+        ValueError,
+        "apart from what is written",
+        lambda p, g, m, v: dict(grads=[p[1], g[1]]),
+    ),
+    "a gradient elsewhere": (ValueError, "move one", lambda p, g, m, v: dict(grads=[g[0], g[1].to("meta")])),
+    "a parameter elsewhere": (
+        ValueError,
+        "move one",
+        lambda p, g, m, v: {
+            k: [t[0], t[1].to("meta")]
+            for k, t in zip(("params", "grads", "exp_avgs", "exp_avg_sqs"), (p, g, m, v), strict=True)
+        },
+    ),
+    "a gradient of another shape": (
+        ValueError,
+        r"grads\[1\] of shape \(8,\)",
+        lambda p, g, m, v: dict(grads=[g[0], g[1][:7]]),
+    ),
+    "gaps": (
+        ValueError,
+        "without gaps",
+        lambda p, g, m, v: dict(params=[torch.zeros(16, device=p[0].device)[::2], p[1]]),
+    ),
+    "integers": (TypeError, "int64", lambda p, g, m, v: dict(params=[t.long() for t in p])),
+    "averages of half precision": (TypeError, "float16", lambda p, g, m, v: dict(exp_avgs=[t.half() for t in m])),
+    "masters of float32": (
+        TypeError,
+        "masters of float16 or bfloat16",
+        lambda p, g, m, v: dict(masters=[t.clone() for t in m]),
+    ),
+    "a list as a tensor": (TypeError, "torch.Tensor, got list", lambda p, g, m, v: dict(params=[[1.0], p[1]])),
+    "chance in float32": (TypeError, "bfloat16 where a seed", lambda p, g, m, v: dict(seed=1)),
+    "step 0": (ValueError, "step of 1 or more", lambda p, g, m, v: dict(step=0)),
+    "a count for each": (ValueError, "one number", lambda p, g, m, v: dict(step=torch.ones(2, device=p[0].device))),
+    "lr below zero": (ValueError, "lr of 0 or more, got -1", lambda p, g, m, v: dict(lr=-1.0)),
+    "lr is NaN": (ValueError, "lr of 0 or more, got nan", lambda p, g, m, v: dict(lr=math.nan)),
+    "beta1 is 1": (ValueError, "beta1 from 0 to below 1", lambda p, g, m, v: dict(beta1=1.0)),
+    "a gradient of gradients": (
+        NotImplementedError,
+        "gradient",
+        lambda p, g, m, v: dict(grads=[t.requires_grad_() for t in g]),
+    ),
+}
+
+
+@pytest.mark.parametrize(("error", "message", "change"), REFUSED.values(), ids=REFUSED)
+def test_bad_input_is_refused_in_one_sentence_and_nothing_is_written(error, message, change, device):
+    ps, gs, ms, vs = model(device, [(8,), (8,)])
+    before = [t.clone() for t in (*ps, *ms, *vs)]
+    given = {"params": ps, "grads": gs, "exp_avgs": ms, "exp_avg_sqs": vs, "step": 1} | change(ps, gs, ms, vs)
+    with pytest.raises(error, match=message) as raised:
+        adamw_step(**given)
+    assert "\n" not in str(raised.value)
+    assert all(torch.equal(a, b) for a, b in zip((*ps, *ms, *vs), before, strict=True))
+
+
+# The card -------------------------------------------------------------------------------------------------------------
+
+
+def test_usual_mistakes_are_caught(device):
+    sizes = {"numbers": 300, "tensors": 3, "sizes": "uneven", "kind": "plain"}
+    inputs = ADAMW_STEP.make(generator(0, device), torch.float32, **sizes)
+    yard = yardstick(ADAMW_STEP, inputs)
+
+    def judged(change=lambda *lists: None, **options):
+        ps, gs, ms, vs, _, _, t, lr = ADAMW_STEP.variants["fusebook"].prepare(*inputs)
+        change(ps, gs, ms, vs)
+        adamw_step(ps, gs, ms, vs, **({"step": t, "lr": lr, "weight_decay": 0.1} | options))
+        return yard.judge((*ps, *ms, *vs)).ok
+
+    assert judged()
+    assert not judged(step=8) and not judged(weight_decay=0.0) and not judged(maximize=True) and not judged(eps=1e-3)
+    assert not judged(lambda ps, gs, ms, vs: gs[1].zero_()), "a tensor left out"
+    assert not judged(lambda ps, gs, ms, vs: [g.add_(p, alpha=0.1) for g, p in zip(gs, ps, strict=True)])
+
+
+# A GPU ----------------------------------------------------------------------------------------------------------------
+
+
+@needs_cuda
+def test_a_captured_step_has_gradients_of_its_own_and_counts():
+    ps, gs, ms, vs = model("cuda")
+    want = by_torch(ps, [gs, *[[2 * g for g in gs]] * 3])
+    count, graph = torch.zeros((), device="cuda"), torch.cuda.CUDAGraph()
+    adamw_step(ps, gs, ms, vs, step=count)
+    state = [t.clone() for t in (*ps, *ms, *vs)]
+    with torch.cuda.graph(graph):
+        adamw_step(ps, [2 * g for g in gs], ms, vs, step=count)
+    adamw_step(ps, gs, ms, vs, step=5)  # what is known of the list is another table
+    for t, was in zip((*ps, *ms, *vs), state, strict=True):
+        t.copy_(was)
+    for _ in range(3):
+        graph.replay()
+    close(ps, want, 1e-5)
+    assert count.item() == 4
+
+
+@needs_cuda
+def test_streams_have_tables_of_their_own():
+    ps, gs, ms, vs = model("cuda")
+    want = by_torch(ps, [gs] * 4)
+    side = torch.cuda.Stream()
+    for t in range(1, 5):
+        with torch.cuda.stream(side if t % 2 else torch.cuda.current_stream()):
+            torch.cuda._sleep(10_000_000)
+            adamw_step(ps, [g.clone() for g in gs], ms, vs, step=t)
+        torch.cuda.synchronize()
+    close(ps, want, 1e-5)
