@@ -186,6 +186,8 @@ stages = {
 #
 # Seven requests, each of a function and of the four operators. What is
 # refused is told by the name of the error, and what is lost is lost silently.
+# Two are not made of the function: it would launch its kernel on the address
+# of memory that is not there, and after that no call of the process succeeds.
 
 x = torch.randn(64, 33, generator=generator(1), device=where)
 want = torch.nn.functional.silu(x)
@@ -218,6 +220,8 @@ def its_gradient(f):
 
 
 def without_memory(f):
+    if f is forward:
+        return "not asked"
     with FakeTensorMode() as mode:
         y = f(mode.from_tensor(x))
     return "right" if y.shape == x.shape else "wrong"
@@ -230,6 +234,8 @@ def in_one_graph(f):
 
 
 def exported(f):
+    if f is forward:
+        return "not asked"
     return same(torch.export.export(Module(f), (x,)).module()(x), want)
 
 

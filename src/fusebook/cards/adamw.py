@@ -45,7 +45,8 @@ def _make(
         return torch.randn(numbers, generator=rng, device=rng.device, dtype=wide)
 
     g = normal() * 10 ** normal()  # gradients within a model differ by orders of magnitude
-    m, v = 0.1 * (g + normal()), 0.1 * (g + normal()).square()
+    noise = normal()
+    m, v = 0.1 * (g + noise), 0.1 * (g.square() + noise.square())  # of one past, so that m is never large beside v
     g[::7] = 0
     state = _state(dtype, kind)
     extra = {"masters": normal(), "amsgrad": 1.5 * v.to(state)}.get(kind)
@@ -206,7 +207,7 @@ ADAMW_STEP = Op(
     },
     configs={
         "small": tuple(_point(10**7, n) for n in (1, 100, 1000)),
-        "large": tuple(_point(10**8, n) for n in (1, 100, 1000)),
+        "large": tuple(_point(10**8, n) for n in (100, 1000)),
         "uneven": (_point(10**8, 1000, "uneven"),),
         "kinds": tuple(_point(10**8, 100, "equal", kind) for kind in ("plain", "amsgrad", "masters", "chance")),
     },

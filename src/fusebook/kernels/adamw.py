@@ -15,6 +15,7 @@ operation of PyTorch at a time reads 64 and writes 40. Numbers are float32 in be
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -190,11 +191,13 @@ class Plan(NamedTuple):
     warps: int
 
 
-def _adamw_plan(numbers: int, itemsize: int, capability: tuple[int, int] | None, multiprocessors: int) -> Plan:
-    """How many numbers a program steps, of so many in all; `itemsize` is that of the averages."""
+def _adamw_plan(itemsize: int, capability: tuple[int, int] | None) -> Plan:
+    """How many numbers a program steps; `itemsize` is that of the averages."""
     if capability is None:  # interpreted
         return Plan(1024, 1, 4)
-    return Plan(1024, 4, 4)
+    # What all programs have in flight hides what each waits for at its start. Of half types they have half as much, and
+    # a longer chunk makes up for it.
+    return Plan(1024, 4 if itemsize == 2 else 1, 4)
 
 
 # The launcher ---------------------------------------------------------------------------------------------------------
@@ -233,13 +236,13 @@ class _Group:
     """
 
     def __init__(self, places: list[int], lists: Sequence[list[Tensor]], dtypes: tuple[Any, ...]) -> None:
-        self.places, self.dtypes, self.device = places, dtypes, lists[0][0].device
+        self.places, self.dtypes, self.device = torch.tensor(places), dtypes, lists[0][0].device
         self.has = bool(lists[3]), bool(lists[4])
         self.compiled: dict[Any, Any] = {}
         rows = [[t.data_ptr() for t in tensors] if tensors else [0] * len(places) for tensors in lists]
         sizes = [t.numel() for t in lists[0]]
-        self.aligned = [not any(address % 16 for address in of) for of in zip(*rows, strict=True)]
-        self.plan = _adamw_plan(sum(sizes), (dtypes[2]).itemsize, *gpu(self.device))
+        self.aligned = torch.tensor([not any(address % 16 for address in of) for of in zip(*rows, strict=True)])
+        self.plan = _adamw_plan(dtypes[2].itemsize, gpu(self.device)[0])
         each = torch.tensor([triton.cdiv(n, self.plan.block * self.plan.steps) for n in sizes])
         self.programs = int(each.sum())
         # Chunk 0, 1, ... of each tensor, behind its number.
@@ -250,11 +253,10 @@ class _Group:
         self.table, self.chunks, self.ticket = (on_device for on_device, _ in self.held)
         self.ticket = self.ticket.view(torch.int32)
 
-    def set_gradients(self, addresses: list[int]) -> None:
+    def set_gradients(self, addresses: Tensor) -> None:
         """Where the gradients are, of all of the list's tensors."""
-        mine = [addresses[i] for i in self.places]
-        aligned = [ok and address % 16 == 0 for ok, address in zip(self.aligned, mine, strict=True)]
-        self.grads, self.grads_held = _on_device([mine, aligned], self.device)
+        mine = addresses[self.places]
+        self.grads, self.grads_held = _on_device(torch.stack([mine, self.aligned & (mine % 16 == 0)]), self.device)
 
     def launch(
         self, tensors: tuple[Any, ...], numbers: tuple[Any, ...], maximize: bool, chance: bool, last: bool
@@ -293,8 +295,11 @@ class _List:
     def __init__(self, lists: tuple[list[Tensor], ...], tensors: list[Tensor]) -> None:
         _check_lists(*lists)
         params, ms, *_, grads = lists
-        self.guard = _Guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
-        spans = sorted((t.data_ptr(), t.data_ptr() + t.numel() * t.element_size()) for t in tensors[: -len(grads)])
+        states = tensors[: -len(grads)]
+        self.guards = [_Guards(*of, dynamic_dims_sizes=None, dynamic_dims_strides=None) for of in (states, grads)]
+        self.ids = [id(t) for t in states]
+        self.alive = [weakref.ref(t, lambda _, ids=self.ids: ids.clear()) for t in states]  # another may get its id
+        spans = sorted((t.data_ptr(), t.data_ptr() + t.numel() * t.element_size()) for t in states)
         self.starts, self.ends = torch.tensor(spans).T.contiguous()
         self.sizes = torch.tensor([g.numel() * g.element_size() for g in grads])
         kinds: dict[Any, list[int]] = {}
@@ -311,6 +316,12 @@ class _List:
         self.states: list[int] = []
         self.grads: list[int] = []
 
+    def holds(self, states: list[Tensor], addresses: list[int], grads: list[Tensor]) -> bool:
+        """Whether these are the tensors that it knows, or lie where those lay and are of their kinds."""
+        if self.states != addresses or not self.guards[1].check(*grads):
+            return False
+        return self.ids == list(map(id, states)) or self.guards[0].check(*states)
+
     def set_addresses(self, states: list[int], grads: list[int]) -> None:
         """Tell all groups where the gradients are, if they have moved."""
         first = torch.tensor(grads)
@@ -318,7 +329,7 @@ class _List:
         if ((self.starts[behind] < first + self.sizes) & (first < self.ends[behind]) & (self.sizes > 0)).any():
             raise ValueError(f"{_NAME}: expected gradients apart from what is written, got one in its memory; copy it")
         for group in self.groups:
-            group.set_gradients(grads)
+            group.set_gradients(first)
         self.states, self.grads = states, grads
 
 
@@ -369,21 +380,20 @@ def _stepped(
     """The operator: what of a call can be known without its tensors is checked."""
     if not params:
         return
-    tensors = [*params, *ms, *vs, *tops, *exacts, *grads]
+    tensors = [*params, *ms, *vs, *tops, *exacts]
     try:
-        addresses = [t.data_ptr() for t in tensors]
-    except AttributeError:  # no tensor
+        states, found = list(map(Tensor.data_ptr, tensors)), list(map(Tensor.data_ptr, grads))
+    except TypeError:  # no tensor
         _check_lists(params, ms, vs, tops, exacts, grads)
         raise
-    states, found = addresses[: -len(grads)], addresses[-len(grads) :]
     cuda = params[0].is_cuda
     capture = cuda and torch.cuda.is_current_stream_capturing()
     stream = torch.cuda.current_stream(params[0].device).cuda_stream if cuda else 0
-    key = addresses[0], len(params), len(tops), len(exacts), stream
+    key = states[0], len(params), len(tops), len(exacts), stream
     of = None if capture else _known.get(key)
     with torch._C.DisableTorchFunction():
-        if of is None or of.states != states or not of.guard.check(*tensors):
-            of = _List((params, ms, vs, tops, exacts, grads), tensors)
+        if of is None or not of.holds(tensors, states, grads):
+            of = _List((params, ms, vs, tops, exacts, grads), [*tensors, *grads])
             of.set_addresses(states, found)
             if capture:
                 _captured.append(of)
@@ -400,7 +410,7 @@ def _stepped(
         group.launch((count, rate, norm), numbers, maximize, seed is not None, group is working[-1])
     if count is not None and not working:
         apply(Tensor.add_, count, 1)
-    torch.autograd.graph.increment_version([*tensors[: -len(grads)], *([] if count is None else [count])])
+    torch.autograd.graph.increment_version(params)  # for graphs that kept one
 
 
 _SCHEMA = (
