@@ -212,12 +212,12 @@ def softmax_plan(
         held_twice = n == 4096 or 12800 < n <= 16384 or n > 24576
     elif size == 2 and tensors == 2 and vector > 1 and n % 4 and 512 < n <= 32768:
         # Odd widths, whose rows lie across vectors.
-        block, warps = _tile(n, size, tensors)
+        block, warps = tile_of(n, size, tensors)
         chunks = triton.cdiv(n + vector - 1, block)
         return Plan("whole", {"VEC": vector, "BLOCK": block, "CHUNKS": chunks}, outer * inner, warps)
     elif n <= {2: 32768, 4: 32768, 8: 16384 // tensors}[size]:
         # float32 rows of 128 KiB still fit: they leave room for one program of 32 warps, which is enough.
-        block, warps = _tile(n, size, tensors)
+        block, warps = tile_of(n, size, tensors)
         rows = max(1, (1024 if size == 2 else 512) // triton.next_power_of_2(n))
     elif (
         # A gradient's aligned rows of half types are as fast read twice.
@@ -299,7 +299,7 @@ def _shared_plan(
     return Plan("shared", constants, outer * inner * parts, warps, span, parts, registers)
 
 
-def _tile(n: int, size: int, tensors: int) -> tuple[int, int]:
+def tile_of(n: int, size: int, tensors: int) -> tuple[int, int]:
     """BLOCK and warps for a row of `n` elements of `size` bytes that stays in registers.
 
     A tile of a power of two wastes up to half its lanes, so a row is cut into tiles of 16 bytes a thread, and only the
