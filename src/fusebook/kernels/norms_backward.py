@@ -20,14 +20,13 @@ import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ._norms import aligned, board_of, check_norm, loaded, parts_of, rows_in, word_of
 from ._operator import Operator, accumulated, contiguous, empty, gpu, launch
-from ._rows import leave, missing_of, words_of
-from .norms import aligned, board_of, check_norm, loaded, parts_of, rows_in, waiting, word_of
+from ._rows import leave, words_of
 
 __all__ = ["layer_norm_backward", "rms_norm_backward"]
 
@@ -37,13 +36,21 @@ __all__ = ["layer_norm_backward", "rms_norm_backward"]
 @triton.jit
 def _sums(x, g, own, count, CENTRED: tl.constexpr):
     """Of each row: the sum of x, that of its squares, of g and of g x; centred, the latter around x's mean. [ROWS]"""
+    total = tl.sum(x, 1) if CENTRED else tl.zeros([x.shape[0]], x.dtype)
     if CENTRED:
-        total = tl.sum(x, 1)
         x = tl.where(own, x - (total / count)[:, None], 0.0)
-        return total, tl.sum(x * x, 1), tl.sum(g, 1), tl.sum(g * x, 1)
-    squares = tl.sum(x * x, 1)
-    products = tl.sum(g * x, 1)
-    return squares, squares, products, products
+    gs = tl.sum(g, 1) if CENTRED else total
+    return total, tl.sum(x * x, 1), gs, tl.sum(g * x, 1)
+
+
+@triton.jit
+def _leave_all(at, total, squares, gs, products, CENTRED: tl.constexpr):
+    """Leave the words of a part of one row."""
+    leave(at, word_of(tl.sum(squares, 0)))
+    leave(at + 1, word_of(tl.sum(products, 0)))
+    if CENTRED:
+        leave(at + 2, word_of(tl.sum(total, 0)))
+        leave(at + 3, word_of(tl.sum(gs, 0)))
 
 
 @triton.jit
@@ -51,14 +58,13 @@ def _norm_backward(
     dx_ptr, sums_ptr, board_ptr, x_ptr, dy_ptr, dtotal_ptr, w_ptr, M, N, x_stride, dy_stride, dtotal_stride,
     GROUPS, SPAN, PARTS,
     ALIGN: tl.constexpr, EPS: tl.constexpr, CENTRED: tl.constexpr, DW: tl.constexpr, DB: tl.constexpr,
-    ALONE: tl.constexpr, AHEAD: tl.constexpr, KEEP: tl.constexpr, STAGES: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr, LANES: tl.constexpr = 0, TRIES: tl.constexpr = 0, LATE: tl.constexpr = False,
-    SAFE: tl.constexpr = True,
+    ALONE: tl.constexpr, KEEP: tl.constexpr, STAGES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    LANES: tl.constexpr,
 ):  # fmt: skip
     """ROWS rows at a time, up to SPAN columns of them, by PARTS programs; GROUPS such groups take all rows.
 
-    ALONE: PARTS is 1, and nobody waits for words. AHEAD: the numbers of the next rows are loaded before these are
-    stored.
+    ALONE: PARTS is 1. Otherwise programs wait for each other, and must all run at once. KEEP: weights stay in
+    registers. Rows are loaded ahead, into shared memory, of STAGES loops in all.
     """
     FLOAT: tl.constexpr = tl.float64 if x_ptr.dtype.element_ty == tl.float64 else tl.float32
     NOTHING: tl.constexpr = -9223372036854775808 if FLOAT == tl.float64 else -2147483648  # -0.0
@@ -74,67 +80,31 @@ def _norm_backward(
         w = loaded(w_ptr, columns, mine, 1.0)  # [1, BLOCK]
     dw = tl.zeros([ROWS, BLOCK], FLOAT)
     db = tl.zeros([ROWS, BLOCK], FLOAT)
-    if AHEAD:
-        rows = (group.to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]  # [ROWS, 1]
-        own = mine & (rows < M)
-        x_next = tl.load(x_ptr + rows * (x_stride * ALIGN) + columns, mask=own, other=0.0)
-        dy_next = tl.load(dy_ptr + rows * (dy_stride * ALIGN) + columns, mask=own, other=0.0)
-    if LATE:
-        tl.extra.cuda.gdc_wait()  # for the zeros on the board; the first row is here already
     for start in tl.range(group * ROWS, M, GROUPS * ROWS, num_stages=STAGES):
         row = tl.zeros([], tl.int64) + start
         rows = (row + tl.arange(0, ROWS))[:, None]  # [ROWS, 1]
         own = mine & (rows < M)
-        later = rows + GROUPS * ROWS
-        on = mine & (later < M)
-        if AHEAD:
-            x_held = x_next  # [ROWS, BLOCK]; read MN
-            dy_held = dy_next  # [ROWS, BLOCK]; read MN
-            x_next = tl.load(x_ptr + later * (x_stride * ALIGN) + columns, mask=on, other=0.0)
-            dy_next = tl.load(dy_ptr + later * (dy_stride * ALIGN) + columns, mask=on, other=0.0)
-        else:
-            x_held = tl.load(x_ptr + rows * (x_stride * ALIGN) + columns, mask=own, other=0.0)
-            dy_held = tl.load(dy_ptr + rows * (dy_stride * ALIGN) + columns, mask=own, other=0.0)
+        x = tl.load(x_ptr + rows * (x_stride * ALIGN) + columns, mask=own, other=0.0).to(FLOAT)  # read MN
+        dy = tl.load(dy_ptr + rows * (dy_stride * ALIGN) + columns, mask=own, other=0.0).to(FLOAT)  # read MN
         if not KEEP:
             w = loaded(w_ptr, columns, mine, 1.0)  # [1, BLOCK]
-        g = dy_held.to(FLOAT) * w.to(FLOAT)
-        total, squares, gs, products = _sums(x_held.to(FLOAT), g, own, count, CENTRED)
-        mean = tl.zeros([ROWS], FLOAT)
-        if ALONE:
-            if CENTRED:
-                mean = total / N
-        else:
+        total, squares, gs, products = _sums(x, dy * w.to(FLOAT), own, count, CENTRED)
+        mean = total / N
+        if not ALONE:
             at = board_ptr + row * (PARTS * WORDS)
             _leave_all(at + part * WORDS, total, squares, gs, products, CENTRED)
             lanes = tl.arange(0, LANES)  # [LANES]
-            words = tl.full([LANES], NOTHING, tl.int64 if FLOAT == tl.float64 else tl.int32)
-            if PARTS > 1:  # it is; Triton loads ahead in loops whose inner loops it does not see
-                words, missing = words_of(at, lanes, PARTS * WORDS, NOTHING, TRIES)
-                while missing < (LANES if SAFE else 0):
-                    # Nothing promises that the others run at the same time: what is missing is found by their own
-                    # steps.
-                    other = missing // WORDS
-                    its = other * SPAN + inner
-                    there = (inner < SPAN) & (its < N)
-                    x = tl.load(x_ptr + row * (x_stride * ALIGN) + its, mask=there, other=0.0).to(FLOAT)
-                    g = tl.load(dy_ptr + row * (dy_stride * ALIGN) + its, mask=there, other=0.0).to(FLOAT)
-                    g *= loaded(w_ptr, its, there, 1.0).to(FLOAT)
-                    total, squares, gs, products = _sums(x, g, there, tl.minimum(N - other * SPAN, SPAN), CENTRED)
-                    _leave_all(at + other * WORDS, total, squares, gs, products, CENTRED)
-                    fresh = tl.where(lanes % WORDS == WORDS - 1, word_of(products), word_of(squares))
-                    if CENTRED:
-                        fresh = tl.where(lanes % WORDS == 0, word_of(total), fresh)
-                        fresh = tl.where(lanes % WORDS == 2, word_of(gs), fresh)
-                    words = tl.where(lanes // WORDS == other, fresh, words)
-                    missing = missing_of(words, lanes)
+            words = tl.full([LANES], NOTHING, board_ptr.dtype.element_ty)
+            if PARTS > 1:  # it is; but Triton loads ahead only in loops in which it sees no other
+                words, _ = words_of(at, lanes, PARTS * WORDS, NOTHING, 1 << 30)
             found = words.to(FLOAT, bitcast=True)  # [LANES]
             if CENTRED:
                 counts = tl.maximum(tl.minimum(N - tl.arange(0, LANES // 4) * SPAN, SPAN), 0).to(FLOAT)  # [LANES / 4]
                 left, right = tl.split(tl.reshape(found, [LANES // 4, 2, 2]))
-                totals, all_gs = tl.split(left)
-                all_squares, all_products = tl.split(right)
-                mean += tl.sum(totals, 0) / N
-                away = totals / tl.maximum(counts, 1.0) - tl.sum(mean, 0)
+                all_squares, totals = tl.split(left)
+                all_products, all_gs = tl.split(right)
+                mean = tl.zeros([ROWS], FLOAT) + tl.sum(totals, 0) / N
+                away = totals / tl.maximum(counts, 1.0) - tl.sum(totals, 0) / N
                 squares = tl.zeros([ROWS], FLOAT) + tl.sum(all_squares + counts * away * away, 0)
                 gs = tl.zeros([ROWS], FLOAT) + tl.sum(all_gs, 0)
                 products = tl.zeros([ROWS], FLOAT) + tl.sum(all_products + all_gs * away, 0)
@@ -143,8 +113,7 @@ def _norm_backward(
                 squares = tl.zeros([ROWS], FLOAT) + tl.sum(all_squares, 0)
                 products = tl.zeros([ROWS], FLOAT) + tl.sum(all_products, 0)
         factor = 1 / tl.sqrt(squares / N + EPS)  # [ROWS]
-        n = (x_held.to(FLOAT) - mean[:, None]) * factor[:, None]  # [ROWS, BLOCK]
-        dy = dy_held.to(FLOAT)
+        n = (x - mean[:, None]) * factor[:, None] if CENTRED else x * factor[:, None]  # [ROWS, BLOCK]
         # Of rows beyond the last all numbers are zero, of columns beyond it dy is.
         if DW:
             dw += dy * n
@@ -157,23 +126,13 @@ def _norm_backward(
         if dtotal_ptr is not None:
             dx += tl.load(dtotal_ptr + rows * (dtotal_stride * ALIGN) + columns, mask=own, other=0.0).to(FLOAT)
         tl.store(dx_ptr + rows * N + columns, dx.to(dx_ptr.dtype.element_ty), mask=own)  # write MN
-    if DW or DB:
+    if sums_ptr is not None:
         sums_ptr += group.to(tl.int64) * N
     if DW:
         tl.store(sums_ptr + columns, tl.sum(dw, 0)[None, :], mask=mine)
-        sums_ptr += (tl.zeros([], tl.int64) + GROUPS) * N
     if DB:
+        sums_ptr += (tl.zeros([], tl.int64) + GROUPS) * N if DW else 0
         tl.store(sums_ptr + columns, tl.sum(db, 0)[None, :], mask=mine)
-
-
-@triton.jit
-def _leave_all(at, total, squares, gs, products, CENTRED: tl.constexpr):
-    """Leave the words of a part of one row."""
-    if CENTRED:
-        leave(at, word_of(tl.sum(total, 0)))
-        leave(at + 2, word_of(tl.sum(gs, 0)))
-    leave(at + (1 if CENTRED else 0), word_of(tl.sum(squares, 0)))
-    leave(at + (3 if CENTRED else 1), word_of(tl.sum(products, 0)))
 
 
 @triton.jit
@@ -207,37 +166,40 @@ class Plan(NamedTuple):
     parts: int  # programs of a group, which share a row
     span: int  # columns of a program
     warps: int
+    registers: int | None  # the most that a thread takes; None leaves it to the compiler
 
 
 def norm_backward_plan(
-    rows: int, n: int, size: int, capability: tuple[int, int] | None, processors: int, words: int
+    rows: int, n: int, size: int, capability: tuple[int, int] | None, processors: int, words: int, added: bool
 ) -> Plan:
     """Choose the constants, for `rows` rows of `n` numbers of `size` bytes, whose parts find `words` sums.
 
+    `added`: a gradient is added to dx, and read for it.
+
     The width decides how a row of dx is added up, the number of rows and of multiprocessors how dweight is.
     """
-    block, warps, ahead, keep, stages, resident, registers, safe = TUNED or (16384 // size, 8, False, False, 2, 2, 128, True)
-    most = 16384 if capability is None else block
-    parts, span = parts_of(n, size, most)
+    most = 16384 if capability is None else 16384 // size
+    parts, span = (1, n) if capability is None else parts_of(n, size, most)
     block = triton.next_power_of_2(span)
-    together = 1
+    warps, resident = max(1, min(8, block * size // 2048)), 2
+    # Two programs with three rows each, of x, dy and the weight, take most of Hopper's shared memory.
+    stages = 3 if capability is not None and capability >= (9, 0) and not added else 2
+    together, registers = 1, 128
     if parts == 1:
-        if not TUNED:
-            warps = max(1, min(8, block * size // 2048))
-            resident, registers = resident * 8 // warps, registers if warps == 8 else None
-            together = max(1, min(2048 // size // block, 64))
+        resident, registers = resident * 8 // warps, registers if warps == 8 else None
+        together = max(1, min(2048 // size // block, 64))
         if capability is None:
-            together = min(triton.next_power_of_2(rows), max(1, 2**15 // block))
-    constants: dict[str, Any] = {
-        "ALONE": parts == 1, "AHEAD": ahead, "KEEP": keep, "STAGES": stages, "ROWS": together, "BLOCK": block,
-        "maxnreg": registers, "SAFE": safe,
-    }  # fmt: skip
-    if parts > 1:
-        constants |= waiting(parts, words, warps, capability)
-        if not safe:
-            constants["TRIES"] = 2**30
+            together = min(max(1, triton.next_power_of_2(rows)), max(1, 2**15 // block))
+    if TUNED:
+        block, warps, keep, stages, resident, registers = TUNED
+        parts, span = parts_of(n, size, block)
+        block = triton.next_power_of_2(span)
+    else:
+        keep = False
+    lanes = max(32 * warps, triton.next_power_of_2(parts * words))
+    constants = {"ALONE": parts == 1, "KEEP": keep, "STAGES": stages, "ROWS": together, "BLOCK": block, "LANES": lanes}
     groups = max(1, min(triton.cdiv(rows, together), resident * processors // parts))
-    return Plan(constants, groups, parts, span, warps)
+    return Plan(constants, groups, parts, span, warps, registers)
 
 
 TUNED: Any = None
@@ -265,20 +227,18 @@ def _into(
     weight = None if weight is None else contiguous(weight)
     words = 4 if centred else 2
     capability, processors = gpu(x.device)
-    plan = _plan(len(x), n, x.element_size(), capability, processors, words)
+    plan = _plan(len(x), n, x.element_size(), capability, processors, words, dtotal is not None)
     align = aligned(n, x, dy, dtotal)
     summed = [d for d in (dw, db) if d is not None]
     sums = empty((len(summed), plan.groups, n), kind, x.device) if summed else None
-    late: dict[str, Any] = {}
-    early: dict[str, bool] = {}
-    board = None
-    if plan.parts > 1:
-        board, late, early = board_of(len(x) * plan.parts * words, x.dtype, x.device)
+    alone = plan.parts == 1
+    board = None if alone else board_of(len(x) * plan.parts * words, x.dtype, x.device)
     strides = [0 if t is None else t.stride(0) // align for t in (x, dy, dtotal)]
     launch(
         _norm_backward, (plan.groups * plan.parts,), dx, sums, board, x, dy, dtotal, weight, len(x), n // align,
         *strides, plan.groups, plan.span, plan.parts, ALIGN=align, EPS=eps, CENTRED=centred, DW=dw is not None,
-        DB=db is not None, num_warps=plan.warps, **plan.constants, **late, **early,
+        DB=db is not None, num_warps=plan.warps, maxnreg=plan.registers, **plan.constants,
+        **({} if alone else {"launch_cooperative_grid": True}),
     )  # fmt: skip
     if sums is not None:
         block = 32 if n >= 32 else triton.next_power_of_2(n)

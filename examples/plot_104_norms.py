@@ -1,0 +1,556 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["fusebook[book]"]
+#
+# [tool.uv.sources]
+# fusebook = { path = "..", editable = true }
+# ///
+"""
+Norms, with a residual and in eight bits
+========================================
+
+A transformer normalises its hidden state twice a layer: before that a residual
+is added, behind it the result is often rounded to eight bits, and on the way
+back there is a gradient whose weights sum over all rows. Each of these is a
+pass over memory where it is an operation of its own. This page does each in
+one pass, and shows the roof of every one of them: the gradient is what
+libraries are furthest from.
+
+With a CUDA GPU everything here is measured as the page runs. Without one, the
+kernels run in Triton's interpreter and the times are replayed from the record
+of a GPU that is named beside them.
+
+Read before: 002, 102.
+"""
+
+# %%
+# The problem
+# -----------
+#
+# A row :math:`x` of N numbers becomes
+#
+# .. math::
+#
+#    y_i = \frac{x_i}{\sqrt{\frac{1}{N} \sum_j x_j^2 + \epsilon}}\, w_i
+#
+# in RMSNorm. LayerNorm takes the row's mean off first, and adds a bias. Either
+# way the whole row has to be seen before its first number can be written, and
+# every number is needed twice. As with a :doc:`softmax <plot_102_softmax>`,
+# the least traffic is to read each number once and to write each result once.
+
+# sphinx_gallery_tags = ["norm", "reduction", "gradient", "fp8"]
+import fusebook  # before triton: it decides whether kernels are interpreted
+from fusebook import machine, plots, tables
+from fusebook.cards.norms import (
+    ADD_RMS_NORM,
+    LAYER_NORM,
+    LAYER_NORM_BACKWARD,
+    RMS_NORM,
+    RMS_NORM_BACKWARD,
+    RMS_NORM_FP8,
+)
+from fusebook.check import yardstick
+from fusebook.inputs import generator
+from fusebook.kernels._norms import _norm_rows
+from fusebook.kernels.norms import rms_norm_eager
+from fusebook.kernels.norms_backward import _column_sums, _norm_backward
+from fusebook.page import (
+    Source,
+    by_clock,
+    claim,
+    claims,
+    downloads,
+    draw,
+    exercise,
+    provenance,
+    say,
+    solution,
+    study,
+    table,
+)
+
+import pandas as pd
+import torch
+import triton
+import triton.language as tl
+
+asked = study(RMS_NORM, config="large", dtype="bfloat16", repeat=20)
+on = machine.current()
+
+# %%
+# What eager costs
+# ----------------
+#
+# Half types are converted first: a sum of squares in bfloat16 would stop
+# growing after 256 terms. So the chain moves float32 where the data is half as
+# long.
+
+Source(rms_norm_eager, doc=False)
+
+# %%
+M, N = 32768, 8192
+WORK = {
+    "norm": RMS_NORM,
+    "sum and norm": ADD_RMS_NORM,
+    "norm to fp8": RMS_NORM_FP8,
+    "gradient": RMS_NORM_BACKWARD,
+}
+chain = RMS_NORM.variants["eager"].cost(2, M=M, N=N)
+least = RMS_NORM.cost(2, M=M, N=N)
+draw.traffic(
+    "RMSNorm of 32768 x 8192 in bfloat16: bytes read, then bytes written",
+    {"one operation a line": chain, "one kernel": least},
+)
+
+# %%
+# What each of the four tasks has to move, and the time of that on this
+# machine. A sum with a residual reads two matrices and writes two, the next
+# layer needs the sum. A result in eight bits is half as long to write. The
+# gradient reads x and dy and writes dx.
+
+roofs = pd.DataFrame(
+    {
+        name: {
+            "reads MB": op.cost(2, M=M, N=N).read / 1e6,
+            "writes MB": op.cost(2, M=M, N=N).write / 1e6,
+            "roof us": 1e6 * on.memory_seconds(op.cost(2, M=M, N=N)),
+        }
+        for name, op in WORK.items()
+    }
+).T
+table(roofs, "32768 x 8192 in bfloat16: the least there is to do", fold=False)
+
+# %%
+predicted = (chain.read + chain.write) / (least.read + least.write)
+then = RMS_NORM_FP8.variants["norm, then quantise"].cost(2, M=M, N=N)
+straight = RMS_NORM_FP8.cost(2, M=M, N=N)
+halved = on.memory_seconds(then) / on.memory_seconds(straight)
+claims(
+    say(
+        "Predicted: fused, the norm is {gain:.1f} times as fast as its chain.",
+        gain=predicted,
+    ),
+    say(
+        "Predicted: straight to fp8 it is {gain:.2f} times as fast as a fused "
+        "norm and then a fused quantisation.",
+        gain=halved,
+    ),
+)
+
+# %%
+# The kernel
+# ----------
+#
+# Step one: one row a program
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~~
+#
+# A program holds its row in :term:`registers <register>` from its only load to
+# its only store, with the residual added on the way. The sum is rounded before
+# it is normalised: so the gradient, which will see the rounded sum, belongs to
+# what was computed.
+
+
+@triton.jit
+def one_row(
+    y_ptr, total_ptr, x_ptr, r_ptr, w_ptr, N, EPS, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)  # [BLOCK]
+    inside = columns < N
+    at = row * N + columns
+    x = tl.load(x_ptr + at, mask=inside, other=0.0)  # read N
+    r = tl.load(r_ptr + at, mask=inside, other=0.0)  # read N
+    total = (x.to(tl.float32) + r.to(tl.float32)).to(x_ptr.dtype.element_ty)
+    tl.store(total_ptr + at, total, mask=inside)  # write N
+    x = total.to(tl.float32)
+    factor = 1 / tl.sqrt(tl.sum(x * x, 0) / N + EPS)
+    w = tl.load(w_ptr + columns, mask=inside, other=0.0)  # from a cache
+    tl.store(y_ptr + at, x * factor * w, mask=inside)  # write N
+
+
+def step_one(x, residual, weight):
+    M, N = x.shape
+    y, total = torch.empty_like(x), torch.empty_like(x)
+    block = triton.next_power_of_2(N)
+    one_row[(M,)](y, total, x, residual, weight, N, 1e-6, BLOCK=block)
+    return y, total
+
+
+# %%
+# The finished kernel
+# ~~~~~~~~~~~~~~~~~~~
+#
+# It takes several rows where they are short and several tiles where they are
+# long, as that of softmax. ``CENTRED`` is LayerNorm: its squares are summed
+# around the mean in a second look at the registers, which costs no traffic.
+# With a ``LIMIT`` the result goes to eight bits: the row's largest magnitude
+# is one more look. A missing weight, bias or residual is None, and its code is
+# not compiled.
+
+Source(_norm_rows)
+
+# %%
+# Rows that no program can hold are cut into parts, and the programs of a row
+# tell each other what they found, as on the page of softmax. Here they stay:
+# each takes its part of one row after another, and loads the next while it
+# waits for what the others found in this one.
+#
+# The gradient
+# ~~~~~~~~~~~~
+#
+# With :math:`n` for the normalised row and :math:`g = w \cdot dy`,
+#
+# .. math::
+#
+#    dx_i = \frac{g_i - n_i \overline{g n}}{\sqrt{\overline{x^2} + \epsilon}},
+#    \qquad dw_i = \sum_\mathrm{rows} dy_i n_i .
+#
+# Two things make it slow elsewhere. The forward pass keeps statistics for it,
+# or an input twice; here nothing is kept, since the row is in registers anyway
+# and the sum of its squares costs no traffic. And dw sums over rows, across
+# which programs run: atomic additions would come in another order each time,
+# and a matrix of all terms would be another pass. So a program takes **many
+# rows and the same columns of each**, and adds up its part of dw in registers.
+# At the end there is one partial row a program, a few hundred in all.
+#
+# While it works on a row, the next two are on their way into shared memory:
+# ``num_stages`` of the loop asks for that.
+
+Source(_norm_backward)
+
+# %%
+# A second kernel adds up the partial rows, always in the same order.
+
+Source(_column_sums)
+
+# %%
+# Is it right?
+# ------------
+#
+# A third of the rows hold values that are twenty times too large, a third are
+# far from zero, freed memory is filled with NaN before each call.
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+SIZES = {"M": 37, "N": 100}, {"M": 3, "N": 781}
+found = pd.DataFrame(
+    {
+        "operator": op.name,
+        **dims,
+        "dtype": str(dtype).removeprefix("torch."),
+        "way": way,
+        "score": verdict.score,
+        "limit": verdict.limit,
+        "right": verdict.ok,
+    }
+    for op in (
+        RMS_NORM,
+        ADD_RMS_NORM,
+        LAYER_NORM,
+        RMS_NORM_FP8,
+        RMS_NORM_BACKWARD,
+        LAYER_NORM_BACKWARD,
+    )
+    for dims in SIZES
+    for dtype in DTYPES
+    if dtype in op.dtypes
+    for way in ("eager", "fusebook")
+    for inputs in [op.make(generator(2), dtype, **dims)]
+    for verdict in [yardstick(op, inputs).judge(op.variants[way].run(*inputs))]
+)
+table(found, "Scores, each within its limit")
+
+# %%
+# Two promises are about bits. A row's result shall not depend on how many rows
+# there are, or a model answers otherwise when others ask at the same time. And
+# dw shall be the same each time.
+
+x, dy, w = RMS_NORM_BACKWARD.make(generator(3), torch.float32, M=37, N=781)
+whole = fusebook.rms_norm(x, w)
+again = [fusebook.rms_norm_backward(x, dy, w) for _ in range(3)]
+ours = found[found["way"] == "fusebook"]
+claims(
+    claim(
+        "Ours is within the limit at every operator, size and dtype; eager, "
+        "which is rounded between its operations, is in the table.",
+        ours["right"],
+        of=found,
+    ),
+    claim(
+        "A row alone, seven rows and all 37 give the same bits.",
+        all(
+            torch.equal(fusebook.rms_norm(x[:n], w), whole[:n]) for n in (1, 7)
+        ),
+    ),
+    claim(
+        "Three runs of the gradient give the same dx and the same dw.",
+        all(
+            torch.equal(a, b)
+            for one in again[1:]
+            for a, b in zip(again[0], one, strict=True)
+        ),
+    ),
+)
+
+# %%
+# How fast?
+# ---------
+#
+# *quack* has kernels in CuTe, *Liger* in Triton. What failed, or is not
+# installed, has no times and is kept with its message.
+
+large = asked.results()
+table(
+    tables.times(large, words=True),
+    "RMSNorm: cold time in microseconds",
+    fold=False,
+)
+
+# %%
+summed = asked.results(ADD_RMS_NORM, config="target")
+table(
+    tables.times(summed, words=True),
+    "A residual added before: cold time in microseconds",
+    fold=False,
+)
+
+# %%
+eight = asked.results(RMS_NORM_FP8, config="target")
+table(
+    tables.times(eight, words=True),
+    "Straight to fp8: cold time in microseconds",
+    fold=False,
+)
+
+# %%
+# *torch* is told the statistics that its forward pass kept, as are Liger and
+# quack; torch.compile is given the formula.
+
+backward = asked.results(RMS_NORM_BACKWARD, config="wide")
+table(
+    tables.times(backward, words=True),
+    "The gradient of RMSNorm, dw included: cold time in microseconds",
+    fold=False,
+)
+
+# %%
+layers = asked.results(LAYER_NORM, config="target")
+layers_backward = asked.results(LAYER_NORM_BACKWARD, config="target")
+table(
+    pd.concat(
+        {
+            "forward": tables.times(layers, words=True),
+            "gradient": tables.times(layers_backward, words=True),
+        }
+    ),
+    "LayerNorm: cold time in microseconds",
+    fold=False,
+)
+
+# %%
+few = asked.results(config="llama")
+every = [large, summed, eight, backward, layers, layers_backward, few]
+table(
+    pd.concat(
+        {kind: tables.times(few, kind) for kind in ("cold", "warm", "call")},
+        names=["clock"],
+    ),
+    "A few rows, by three clocks, in microseconds",
+)
+
+# %%
+provenance(*every)
+
+# %%
+downloads(large, "rms_norm")
+
+# %%
+# How far from the roof?
+# ----------------------
+
+plots.dots(large)
+
+# %%
+plots.dots(backward, of="roof", title="rms_norm_backward: share of the roof")
+
+# %%
+table(
+    pd.concat([tables.shares(frame) for frame in every[:6]]),
+    "Each way, cold",
+)
+
+# %%
+# Lessons
+# -------
+#
+# The targets were set before the kernels were written.
+
+
+def beaten(frame, *others):
+    """Our time over that of the fastest other way, where both have one."""
+    times = tables.times(frame)
+    known = [name for name in others if name in times]
+    return (times["fusebook"] / times[known].min(axis=1)).dropna()
+
+
+LIBRARIES = ("quack", "torch.compile", "Liger")
+forward = pd.concat([large, summed])
+gradients = pd.concat([backward, layers_backward])
+of_roof = tables.share(gradients, "fusebook", of="roof")
+quick = tables.times(eight)
+claims(
+    claim(
+        "Norms of rows of 1.5 to 512 KiB, with a residual and without one, "
+        "run at 96 % of a copy of the same bytes or more; LayerNorm and "
+        "results in eight bits are in the tables.",
+        tables.share(forward, "fusebook") >= 0.96,
+        fatal=False,
+        headline=True,
+    ),
+    claim(
+        "RMSNorm is never slower than quack, torch.compile and Liger by more "
+        "than 2 %.",
+        beaten(large, *LIBRARIES) <= 1.02,
+        fatal=False,
+    ),
+    claim(
+        "nor is it with a residual.",
+        beaten(summed, *LIBRARIES) <= 1.02,
+        fatal=False,
+    ),
+    claim(
+        "The gradients, dw and db included, reach 90 % of the roof or more.",
+        of_roof >= 0.9,
+        fatal=False,
+        headline=True,
+    ),
+    say(
+        "They reach {least:.0%} to {most:.0%}; the best other way reaches "
+        "{other:.0%}.",
+        least=of_roof.min(),
+        most=of_roof.max(),
+        other=max(
+            (
+                tables.share(gradients, way, of="roof").max()
+                for way in ("torch", *LIBRARIES)
+                if way in set(gradients["variant"])
+            ),
+        ),
+    ),
+    claim(
+        "Straight to fp8 is at least twice as fast as a fused norm and then a "
+        "fused quantisation.",
+        quick["norm, then quantise"] / quick["fusebook"] >= 2,
+        fatal=False,
+    ),
+    say(
+        "It is {gain:.2f} times as fast, {predicted:.2f} were predicted.",
+        gain=(quick["norm, then quantise"] / quick["fusebook"]).median(),
+        predicted=halved,
+    ),
+)
+
+# %%
+# Where it does not win
+# ~~~~~~~~~~~~~~~~~~~~~
+#
+# Every point of RMSNorm and of its gradient at which some other way is faster
+# by more than 2 %, cold, the worst first:
+
+table(
+    pd.concat(
+        {
+            "norm": tables.losses(pd.concat([large, few])),
+            "gradient": tables.losses(backward),
+        }
+    ),
+    "Points lost, cold: the fastest other way, and how far behind",
+)
+
+# %%
+# By the caller's clock
+# ~~~~~~~~~~~~~~~~~~~~~
+#
+# The device works while the host queues what comes next. So an eager program
+# of many calls pays the larger of the two times for each, *paid*, and a short
+# kernel is as fast as its launch.
+
+callers = pd.concat([large, few])
+by_clock(callers)
+
+# %%
+table(tables.clocks(callers), "Every way by every clock, in microseconds")
+
+# %%
+# What to take to the next kernel:
+#
+# - What is in registers can be looked at again for nothing: a mean, a maximum,
+#   the statistics that others keep for the way back.
+# - A sum across programs wants programs that stay: let each take many rows and
+#   keep its part to the end.
+# - Rounding is part of an operator's meaning: round where the next reader
+#   will see it, once.
+#
+# Exercises
+# ---------
+#
+# 1. Weights around one
+# ~~~~~~~~~~~~~~~~~~~~~
+#
+# Some models store the weight less one, so that a weight of zeros changes
+# nothing: y = n (1 + w). Adding one beforehand rounds the weight to its dtype
+# and is another launch. Write it into a kernel.
+
+
+def around_one(x, weight):
+    return step_one(x, torch.zeros_like(x), weight)[0]
+
+
+CASES = [
+    RMS_NORM.make(generator(seed), torch.float32, M=9, N=n)
+    for seed, n in ((4, 64), (5, 781))
+]
+exercise(
+    "around_one adds one to the weight",
+    around_one,
+    lambda x, weight: torch.nn.functional.rms_norm(
+        x, weight.shape, 1 + weight, 1e-6
+    ),
+    CASES,
+)
+
+# %%
+# 2. A mean that cancels
+# ~~~~~~~~~~~~~~~~~~~~~~
+#
+# This LayerNorm looks at its row once: the variance is the mean of the squares
+# less the square of the mean. It is right on rows around zero. Mend it.
+
+
+@triton.jit
+def look_once(y_ptr, x_ptr, N, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < N
+    x = tl.load(x_ptr + row * N + columns, mask=inside, other=0.0)
+    mean = tl.sum(x, 0) / N
+    variance = tl.sum(x * x, 0) / N - mean * mean
+    y = (x - mean) / tl.sqrt(variance + 1e-5)
+    tl.store(y_ptr + row * N + columns, y, mask=inside)
+
+
+def centred(x):
+    y = torch.empty_like(x)
+    block = triton.next_power_of_2(x.shape[1])
+    look_once[(len(x),)](y, x, x.shape[1], BLOCK=block)
+    return y
+
+
+exercise(
+    "centred is right far from zero",
+    centred,
+    lambda x: torch.nn.functional.layer_norm(x, x.shape[-1:]),
+    [(x + 500,) for x, _ in CASES],
+)
+
+# %%
+solution("solutions/plot_104_norms.py")

@@ -1,0 +1,163 @@
+"""Norms: what the cards do not say. Residuals, results in eight bits, weights that are missing or of another dtype."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fusebook
+from fusebook.kernels._norms import norm_plan
+from fusebook.kernels.norms_backward import norm_backward_plan
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+HALF = {"rtol": 2e-2, "atol": 2e-2}
+OURS = {False: fusebook.rms_norm, True: fusebook.layer_norm}
+SUMS = {False: fusebook.add_rms_norm, True: fusebook.add_layer_norm}
+centred = pytest.mark.parametrize("centred", [False, True], ids=["rms", "layer"])
+
+
+def made(*shape, dtype=torch.float32, seed=0):
+    rng = torch.Generator(DEVICE).manual_seed(seed)
+    return torch.randn(shape, generator=rng, device=DEVICE, dtype=dtype)
+
+
+def plain(x, weight=None, bias=None, *, centred, eps=1e-5):
+    """The meaning, in the precision of x."""
+    x = x - x.mean(-1, keepdim=True) if centred else x
+    y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    y = y if weight is None else y * weight
+    return y if bias is None else y + bias
+
+
+@centred
+@pytest.mark.parametrize("weight", [None, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("bias", [None, torch.float64], ids=str)
+def test_weights_and_biases_may_be_missing_or_of_another_dtype(centred, weight, bias):
+    x, dy = made(9, 70, dtype=torch.bfloat16), made(9, 70, dtype=torch.bfloat16, seed=1)
+    vectors = [None if kind is None else made(70, dtype=kind, seed=2).requires_grad_() for kind in (weight, bias)]
+    x.requires_grad_()
+    y = OURS[centred](x, *vectors, eps=1e-5)
+    exact = [None if t is None else t.detach().double().requires_grad_() for t in (x, *vectors)]
+    want = plain(*exact, centred=centred)
+    torch.testing.assert_close(y.double(), want, **HALF)
+    assert y.dtype == torch.bfloat16
+    given, told = ([t for t in ts if t is not None] for ts in ((x, *vectors), exact))
+    for got, right in zip(torch.autograd.grad(y, given, dy), torch.autograd.grad(want, told, dy.double()), strict=True):
+        torch.testing.assert_close(got.double(), right, rtol=2e-2, atol=5e-2)
+    assert [g.dtype for g in torch.autograd.grad(OURS[centred](x, *vectors), given, dy)] == [t.dtype for t in given]
+
+
+@centred
+@pytest.mark.parametrize("used", ["y", "total", "both"])
+def test_a_residual_takes_the_gradients_of_norm_and_sum(centred, used):
+    x, residual, weight, dy = made(5, 37), made(5, 37, seed=1), made(37, seed=2), made(5, 37, seed=3)
+    own = [t.clone().requires_grad_() for t in (x, residual, weight)]
+    told = [t.double().requires_grad_() for t in (x, residual, weight)]
+    y, total = SUMS[centred](*own, eps=1e-5)
+    right = told[0] + told[1]
+    wanted = plain(right, told[2], centred=centred)
+    assert torch.equal(total, x + residual)
+    out, want = {"y": (y, wanted), "total": (total, right), "both": (y + 2 * total, wanted + 2 * right)}[used]
+    found = torch.autograd.grad(out, own, dy, allow_unused=True)
+    for got, exact in zip(found, torch.autograd.grad(want, told, dy.double(), allow_unused=True), strict=True):
+        assert (got is None) == (exact is None)
+        if got is not None:
+            torch.testing.assert_close(got.double(), exact, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("n", [100, 33000])
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8], ids=str)
+def test_eight_bits_lie_within_half_a_step_and_use_them_all(n, dtype):
+    if DEVICE == "cuda" and dtype == torch.float8_e4m3fn and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("this GPU has no such numbers")
+    x, residual, weight = made(3, n), made(3, n, seed=1), made(n, seed=2)
+    y = fusebook.rms_norm(x, weight)
+    quantised, scale = fusebook.rms_norm(x, weight, dtype=dtype)
+    most = {torch.int8: 127, torch.float8_e4m3fn: 448}[dtype]
+    assert quantised.dtype == dtype and scale.shape == (3, 1)
+    torch.testing.assert_close(scale, y.abs().amax(-1, keepdim=True) / most)
+    assert (quantised.float().abs().amax(-1) == most).all()
+    step = scale if dtype == torch.int8 else torch.maximum(y.abs() / 8, scale / 512)
+    assert ((quantised.float() * scale - y).abs() <= 0.501 * step).all()
+    again, same, total = fusebook.add_rms_norm(x - residual, residual, weight, dtype=dtype)
+    assert torch.equal(total, x - residual + residual)
+    expected = fusebook.rms_norm(total, weight, dtype=dtype)
+    assert torch.equal(again.float(), expected[0].float()) and torch.equal(same, expected[1])
+
+
+def test_a_row_of_zeros_has_the_scale_one_and_nan_shows_in_it():
+    x = made(3, 70)
+    x[0], x[1, 5] = 0, math.nan
+    quantised, scale = fusebook.rms_norm(x, dtype=torch.int8)
+    assert scale[0] == 1 and not quantised[0].any()
+    assert scale[1].isnan() and scale[2].isfinite()
+
+
+@centred
+@pytest.mark.parametrize("n", [70, 33000])
+def test_nan_and_infinity_stand_where_torch_has_them(centred, n):
+    x = made(4, n)
+    x[0, 1], x[1, 2], x[2] = math.nan, math.inf, 0
+    torch.testing.assert_close(
+        OURS[centred](x, eps=1e-5), plain(x, centred=centred), rtol=1e-4, atol=1e-4, equal_nan=True
+    )
+    dx = (fusebook.layer_norm_backward if centred else fusebook.rms_norm_backward)(x, torch.ones_like(x))[0]
+    assert dx[0].isnan().all() and dx[1].isnan().any() and dx[2:].isfinite().all()
+
+
+def test_a_layer_norm_far_from_zero_does_not_cancel():
+    x = made(3, 33000) + 1000
+    torch.testing.assert_close(
+        fusebook.layer_norm(x[:, :700]).double(), F.layer_norm(x[:, :700].double(), (700,)), rtol=0, atol=1e-3
+    )
+    torch.testing.assert_close(fusebook.layer_norm(x).double(), F.layer_norm(x.double(), (33000,)), rtol=0, atol=1e-3)
+
+
+def test_leading_axes_may_be_any_and_there_may_be_nothing():
+    x, w = made(2, 3, 4, 50), made(50, seed=1)
+    for view in (x, x.transpose(0, 2), x[:, ::2], x.expand(5, 2, 3, 4, 50), x[0, 0, 0]):
+        torch.testing.assert_close(fusebook.rms_norm(view, w), F.rms_norm(view, (50,), w, 1e-6))
+    for shape in ((0, 50), (3, 0), (0, 0)):
+        assert fusebook.layer_norm(made(*shape)).shape == shape
+    dx, dw = fusebook.rms_norm_backward(made(0, 50), made(0, 50), w)
+    assert dx.shape == (0, 50) and torch.equal(dw, torch.zeros_like(w))
+
+
+@centred
+def test_rows_do_not_depend_on_each_other(centred):
+    for n in (70, 33000):
+        x, w = made(7, n), made(n, seed=1)
+        whole = OURS[centred](x, w)
+        assert all(torch.equal(OURS[centred](x[:rows], w), whole[:rows]) for rows in (1, 3))
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_the_width_alone_decides_how_a_row_is_added_up(size):
+    for n in (1, 64, 781, 4096, 8192, 32768, 50257, 262144):
+        plans = [norm_plan(rows, n, size, (9, 0), 132, False) for rows in (1, 7, 4096, 10**6)]
+        assert len({(p.kernel, str(p.constants), p.warps, p.span, p.parts) for p in plans}) == 1
+        backward = [norm_backward_plan(rows, n, size, (9, 0), 132, 2, False) for rows in (1, 7, 4096, 10**6)]
+        assert len({(str(p.constants), p.warps, p.span, p.parts) for p in backward}) == 1
+        assert all(1 <= p.groups * p.parts <= 132 * 64 for p in backward)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "said"),
+    [
+        (lambda x: fusebook.rms_norm(x[0, 0]), ValueError, "expected x of one axis or more"),
+        (lambda x: fusebook.rms_norm(x, x[0, :3]), ValueError, r"expected weight of shape \(5,\).*got \(3,\)"),
+        (lambda x: fusebook.layer_norm(x, x[0], x), ValueError, r"layer_norm: expected bias of shape \(5,\)"),
+        (lambda x: fusebook.add_rms_norm(x, x[:1]), ValueError, "add_rms_norm: expected residual of shape"),
+        (lambda x: fusebook.add_rms_norm(x, None), TypeError, "expected residual to be a torch.Tensor"),
+        (lambda x: fusebook.add_layer_norm(x, x.half()), TypeError, "expected residual to be torch.float32"),
+        (lambda x: fusebook.rms_norm(x, eps="1"), TypeError, "expected eps to be a number, got str"),
+        (lambda x: fusebook.rms_norm(x, dtype=torch.float16), TypeError, "expected dtype to be float8_e4m3fn or int8"),
+        (lambda x: fusebook.rms_norm_backward(x, x[:1]), ValueError, "expected dy of shape"),
+        (lambda x: fusebook.rms_norm(x.requires_grad_(), dtype=torch.int8)[1].sum().backward(), NotImplementedError,
+         "quantised_norm: expected no gradient"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused_by_name(call, error, said):
+    with pytest.raises(error, match=said):
+        call(made(2, 5))
