@@ -48,7 +48,7 @@ def plain(op, dims):
     if any(v < 2 for v in sizes(dims).values()):
         return False
     found = op.reference(*op.make(generator(0, "cpu"), torch.float32, **dims))
-    return all(torch.isfinite(t).all() for t in flat(found))
+    return all(torch.isfinite(t.double()).all() for t in flat(found))
 
 
 def others(op, count):
@@ -181,7 +181,7 @@ def test_gradients_agree_with_differences_or_are_refused(op, variant, device):
         if all(not t.is_floating_point() for t in flat(out)):
             return  # labels have no gradient, and PyTorch says so
         assert any(t.requires_grad for t in flat(out)), "a gradient is lost without a word"
-        torch.autograd.grad(sum(t.sum() for t in flat(out) if t.requires_grad), floats(own), allow_unused=True)
+        torch.autograd.grad(sum(t.double().sum() for t in flat(out) if t.requires_grad), floats(own), allow_unused=True)
     except (NotImplementedError, RuntimeError, ValueError) as refusal:
         if "gradient" not in str(refusal):
             raise

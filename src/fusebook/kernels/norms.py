@@ -88,16 +88,17 @@ def _check_sum(x: Any, residual: Any, weight: Any, bias: Any, centred: bool, eps
     return check_norm(f"add_{_name(centred)}", x, like, vectors, centred, eps)
 
 
-def _check_quantised(x: Any, residual: Any, *rest: Any) -> tuple[Any, ...]:
-    *vectors, centred, eps, dtype = rest
+def _check_quantised(
+    x: Any, residual: Any, weight: Any, bias: Any, centred: bool, eps: Any, dtype: Any
+) -> tuple[Any, ...]:
     if dtype not in LIMITS:
         raise TypeError(
             f"{_name(centred)}: expected dtype to be float8_e4m3fn or int8, got {dtype}; leave it out for that of x"
         )
     if residual is None:
-        x, *found = _check(x, *vectors, centred, eps)
+        x, *found = _check(x, weight, bias, centred, eps)
     else:
-        x, residual, *found = _check_sum(x, residual, *vectors, centred, eps)
+        x, residual, *found = _check_sum(x, residual, weight, bias, centred, eps)
     return x, residual, *found, dtype
 
 

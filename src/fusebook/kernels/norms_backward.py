@@ -184,7 +184,8 @@ def norm_backward_plan(
     warps, resident = max(1, min(8, block * size // 2048)), 2
     # Two programs with three rows each, of x, dy and the weight, take most of Hopper's shared memory.
     stages = 3 if capability is not None and capability >= (9, 0) and not added else 2
-    together, registers = 1, 128
+    together = 1
+    registers: int | None = 128
     if parts == 1:
         resident, registers = resident * 8 // warps, registers if warps == 8 else None
         together = max(1, min(2048 // size // block, 64))
