@@ -65,6 +65,7 @@ def test_draws_are_of_all_kinds(op):
 WIDTHS = {
     "softmax": "N",
     "softmax_backward": "N",
+    "rms_norm": "N",
     "silu": "N",
     "add_add_multiply": "N",
     "swiglu": "K",

@@ -66,7 +66,7 @@ def test_a_residual_takes_the_gradients_of_norm_and_sum(centred, used):
             torch.testing.assert_close(got.double(), exact, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("n", [100, 33000])
+@pytest.mark.parametrize("n", [100, 5000, 33000])
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8], ids=str)
 def test_eight_bits_lie_within_half_a_step_and_use_them_all(n, dtype):
     if DEVICE == "cuda" and dtype == torch.float8_e4m3fn and torch.cuda.get_device_capability() < (8, 9):
