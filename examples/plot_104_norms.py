@@ -213,8 +213,10 @@ Source(_norm_rows)
 # rows and the same columns of each**, and adds up its part of dw in registers.
 # At the end there is one partial row a program, a few hundred in all.
 #
-# While it works on a row, the next two are on their way into shared memory:
-# ``num_stages`` of the loop asks for that.
+# While it works on a row, the next ones are on their way into shared memory:
+# ``num_stages`` of the loop asks for that. Wide rows are shared by programs
+# here too, and each waits for the sums of the others; a few programs of
+# different rows on each multiprocessor keep it busy meanwhile.
 
 Source(_norm_backward)
 

@@ -135,9 +135,9 @@ def test_rows_do_not_depend_on_each_other(centred):
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_the_width_alone_decides_how_a_row_is_added_up(size):
     for n in (1, 64, 781, 4096, 8192, 32768, 50257, 262144):
-        plans = [norm_plan(rows, n, size, (9, 0), 132, False) for rows in (1, 7, 4096, 10**6)]
+        plans = [norm_plan(rows, n, size, (9, 0), 132, False, False) for rows in (1, 7, 4096, 10**6)]
         assert len({(p.kernel, str(p.constants), p.warps, p.span, p.parts) for p in plans}) == 1
-        backward = [norm_backward_plan(rows, n, size, (9, 0), 132, 2, False) for rows in (1, 7, 4096, 10**6)]
+        backward = [norm_backward_plan(rows, n, size, (9, 0), 132, False, False) for rows in (1, 7, 4096, 10**6)]
         assert len({(str(p.constants), p.warps, p.span, p.parts) for p in backward}) == 1
         assert all(1 <= p.groups * p.parts <= 132 * 64 for p in backward)
 

@@ -236,7 +236,7 @@ def _norm_shared(
 ):  # fmt: skip
     """Rows of any width, each by PARTS programs that hold up to SPAN of its numbers; GROUPS of them take all rows.
 
-    A program loads its part of the next row before it waits for what the others found in this one.
+    Parts of the next rows are on their way into shared memory while a program waits for what the others found in one.
     """
     FLOAT: tl.constexpr = tl.float64 if x_ptr.dtype.element_ty == tl.float64 else tl.float32
     NOTHING: tl.constexpr = -9223372036854775808 if FLOAT == tl.float64 else -2147483648  # -0.0
@@ -250,39 +250,37 @@ def _norm_shared(
     columns = part * SPAN + inner
     own = (inner < SPAN) & (columns < N)
     count = tl.minimum(N - part * SPAN, SPAN)
-    row = group.to(tl.int64)
-    x = _row(x_ptr, r_ptr, row * (x_stride * ALIGN) + columns, row * (r_stride * ALIGN) + columns, own)
     w = loaded(w_ptr, columns, own, 1.0)  # [BLOCK]
     b = loaded(b_ptr, columns, own, 0.0)
     if LATE:
-        tl.extra.cuda.gdc_wait()  # for the zeros on the board; the first row is here already
-    for _ in range(group, M, GROUPS):
+        tl.extra.cuda.gdc_wait()  # for the zeros on the board
+    for start in tl.range(group, M, GROUPS, num_stages=3):
+        row = tl.zeros([], tl.int64) + start
+        at_x = row * (x_stride * ALIGN)
+        at_r = row * (r_stride * ALIGN)
+        x = _row(x_ptr, r_ptr, at_x + columns, at_r + columns, own)  # [BLOCK]; read MN
         if r_ptr is not None:
             tl.store(sum_ptr + row * N + columns, x, mask=own)  # write MN
         total, squares = _part(x, own, count, CENTRED, FLOAT)
-        following = row + GROUPS
-        on = own & (columns < tl.where(following < M, N, 0))
-        at_x = following * (x_stride * ALIGN) + columns
-        ahead = _row(x_ptr, r_ptr, at_x, following * (r_stride * ALIGN) + columns, on)  # [BLOCK]; read MN
         at = board_ptr + row * (PARTS * WORDS)
         _leave_both(at + part * WORDS, total, squares, CENTRED)
-        words, missing = words_of(at, lanes, PARTS * WORDS, NOTHING, TRIES)
-        if missing < LANES:
-            # Nothing promises that the others run at the same time: what is missing is found by their own steps.
+        words = tl.full([LANES], NOTHING, board_ptr.dtype.element_ty)
+        # No word is zero. But Triton loads ahead only in loops in which it sees no other, and puts what depends on
+        # nothing that is loaded before what does.
+        if word_of(squares) != 0:
+            words, missing = words_of(at, lanes, PARTS * WORDS, NOTHING, TRIES)
             while missing < LANES:
+                # Nothing promises that the others run at the same time: what is missing is found by their own steps.
                 other = missing // WORDS
                 its = other * SPAN + inner
                 there = (inner < SPAN) & (its < N)
-                numbers = _row(x_ptr, r_ptr, row * (x_stride * ALIGN) + its, row * (r_stride * ALIGN) + its, there)
+                numbers = _row(x_ptr, r_ptr, at_x + its, at_r + its, there)
                 total, squares = _part(numbers, there, tl.minimum(N - other * SPAN, SPAN), CENTRED, FLOAT)
                 _leave_both(at + other * WORDS, total, squares, CENTRED)
                 words = tl.where(lanes == other * WORDS, word_of(squares), words)
                 if CENTRED:
                     words = tl.where(lanes == other * WORDS + 1, word_of(total), words)
                 missing = missing_of(words, lanes)
-            # Its own numbers again, rather than held meanwhile.
-            x = _row(x_ptr, r_ptr, row * (x_stride * ALIGN) + columns, row * (r_stride * ALIGN) + columns, own)
-            ahead = _row(x_ptr, r_ptr, at_x, following * (r_stride * ALIGN) + columns, on)
         found = words.to(FLOAT, bitcast=True)  # [LANES]
         mean = tl.zeros([1], FLOAT)
         if CENTRED:
@@ -295,8 +293,6 @@ def _norm_shared(
             variance = tl.sum(found, 0) / N
         y = _normed(x, mean, 1 / tl.sqrt(variance + EPS), w, b)
         tl.store(y_ptr + row * N + columns, y.to(y_ptr.dtype.element_ty), mask=own)  # write MN
-        x = ahead
-        row = following
 
 
 # Plans ---------------------------------------------------------------------------------------------------------------
@@ -315,7 +311,7 @@ class Plan(NamedTuple):
 
 
 def norm_plan(
-    rows: int, n: int, size: int, capability: tuple[int, int] | None, processors: int, quantised: bool
+    rows: int, n: int, size: int, capability: tuple[int, int] | None, processors: int, centred: bool, quantised: bool
 ) -> Plan:
     """Choose the kernel and its constants, for `rows` rows of `n` numbers of `size` bytes.
 
@@ -325,24 +321,18 @@ def norm_plan(
     if n <= {2: 32768, 4: 32768, 8: 16384}[size]:
         block, warps = tile_of(n, size, 1)
         together = max(1, (1024 if size == 2 else 512) // triton.next_power_of_2(n))
-        if ROWS_TUNED:
-            block, warps, together = ROWS_TUNED
         chunks = max(1, triton.cdiv(n, block))
         if capability is None:  # the interpreter's cost is programs times operations, whatever their size
             together = max(together, min(triton.next_power_of_2(rows), max(1, 2**15 // (block * chunks))))
         constants = {"ROWS": together, "BLOCK": block, "CHUNKS": chunks}
         return Plan("rows", constants, triton.cdiv(rows, together), warps)
-    block, warps, resident, registers = TUNED or (16384 // size, 8, 2, 128)
-    block = block if capability is not None else 16384
-    parts, span = parts_of(n, size, block)
-    if quantised or parts > 2 * processors:
+    parts, span = parts_of(n, size, 16384 // size if capability is not None else 16384)
+    # Several programs of different rows: while one waits for words, another computes.
+    resident, registers = (2, 128) if centred else (3, 80)
+    if quantised or parts > resident * processors:
         return Plan("looped", {"BLOCK": 32768 // size}, rows, 16)
-    groups = min(rows, max(1, resident * processors // parts))
-    return Plan("shared", {"BLOCK": triton.next_power_of_2(span)}, groups * parts, warps, span, parts, registers)
-
-
-TUNED: Any = None
-ROWS_TUNED: Any = None
+    programs = min(rows, resident * processors // parts) * parts
+    return Plan("shared", {"BLOCK": triton.next_power_of_2(span)}, programs, 8, span, parts, registers)
 
 
 def parts_of(n: int, size: int, block: int) -> tuple[int, int]:
@@ -407,7 +397,7 @@ def norm_into(
     residual = None if residual is None else rows_in(residual)
     weight = None if weight is None else contiguous(weight)
     bias = None if bias is None else contiguous(bias)
-    plan = _plan(len(x), n, x.element_size(), capability, processors, scale is not None)
+    plan = _plan(len(x), n, x.element_size(), capability, processors, centred, scale is not None)
     align = aligned(n, x, residual)
     sizes = (len(x), n // align, x.stride(0) // align, 0 if residual is None else residual.stride(0) // align)
     constants = {"ALIGN": align, "EPS": eps, "CENTRED": centred, **plan.constants, "num_warps": plan.warps}

@@ -9,7 +9,7 @@ where RMSNorm leaves out both means but the last. `dtotal` is the gradient of th
 normalised is that sum, which takes both gradients.
 
 Nothing is kept from the forward pass but its input: the statistics of a row are found anew while it is in registers.
-Every program takes many rows and the same columns of each, and adds up its part of dweight and dbias in registers. So
+A program takes many rows and the same columns of each, and adds up its part of dweight and dbias in registers. So
 there is one partial row for each group of programs, and a second kernel adds these up in a fixed order: the same bits
 each time, without atomics.
 """
@@ -58,13 +58,13 @@ def _norm_backward(
     dx_ptr, sums_ptr, board_ptr, x_ptr, dy_ptr, dtotal_ptr, w_ptr, M, N, x_stride, dy_stride, dtotal_stride,
     GROUPS, SPAN, PARTS,
     ALIGN: tl.constexpr, EPS: tl.constexpr, CENTRED: tl.constexpr, DW: tl.constexpr, DB: tl.constexpr,
-    ALONE: tl.constexpr, KEEP: tl.constexpr, STAGES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    ALONE: tl.constexpr, STAGES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     LANES: tl.constexpr,
 ):  # fmt: skip
     """ROWS rows at a time, up to SPAN columns of them, by PARTS programs; GROUPS such groups take all rows.
 
-    ALONE: PARTS is 1. Otherwise programs wait for each other, and must all run at once. KEEP: weights stay in
-    registers. Rows are loaded ahead, into shared memory, of STAGES loops in all.
+    ALONE: PARTS is 1. Otherwise programs wait for each other, and must all run at once. Rows are loaded ahead, into
+    shared memory, so that those of STAGES loops are under way.
     """
     FLOAT: tl.constexpr = tl.float64 if x_ptr.dtype.element_ty == tl.float64 else tl.float32
     NOTHING: tl.constexpr = -9223372036854775808 if FLOAT == tl.float64 else -2147483648  # -0.0
@@ -76,8 +76,7 @@ def _norm_backward(
     columns = inner if ALONE else part * SPAN + inner
     mine = columns < N if ALONE else (inner < SPAN) & (columns < N)
     count = N if ALONE else tl.minimum(N - part * SPAN, SPAN)
-    if KEEP:
-        w = loaded(w_ptr, columns, mine, 1.0)  # [1, BLOCK]
+    w = loaded(w_ptr, columns, mine, 1.0)  # [1, BLOCK]
     dw = tl.zeros([ROWS, BLOCK], FLOAT)
     db = tl.zeros([ROWS, BLOCK], FLOAT)
     for start in tl.range(group * ROWS, M, GROUPS * ROWS, num_stages=STAGES):
@@ -86,8 +85,6 @@ def _norm_backward(
         own = mine & (rows < M)
         x = tl.load(x_ptr + rows * (x_stride * ALIGN) + columns, mask=own, other=0.0).to(FLOAT)  # read MN
         dy = tl.load(dy_ptr + rows * (dy_stride * ALIGN) + columns, mask=own, other=0.0).to(FLOAT)  # read MN
-        if not KEEP:
-            w = loaded(w_ptr, columns, mine, 1.0)  # [1, BLOCK]
         total, squares, gs, products = _sums(x, dy * w.to(FLOAT), own, count, CENTRED)
         mean = total / N
         if not ALONE:
@@ -95,9 +92,11 @@ def _norm_backward(
             _leave_all(at + part * WORDS, total, squares, gs, products, CENTRED)
             lanes = tl.arange(0, LANES)  # [LANES]
             words = tl.full([LANES], NOTHING, board_ptr.dtype.element_ty)
-            if PARTS > 1:  # it is; but Triton loads ahead only in loops in which it sees no other
-                words, _ = words_of(at, lanes, PARTS * WORDS, NOTHING, 1 << 30)
-            found = words.to(FLOAT, bitcast=True)  # [LANES]
+            # No word is zero. But Triton loads ahead only in loops in which it sees no other, and puts what depends on
+            # nothing that is loaded before what does.
+            if word_of(tl.sum(products, 0)) != 0:
+                words, _ = words_of(at, lanes, PARTS * WORDS, NOTHING, 1 << 14)  # tens of milliseconds
+            found = tl.where(words == 0, float("nan"), words.to(FLOAT, bitcast=True))  # [LANES]
             if CENTRED:
                 counts = tl.maximum(tl.minimum(N - tl.arange(0, LANES // 4) * SPAN, SPAN), 0).to(FLOAT)  # [LANES / 4]
                 left, right = tl.split(tl.reshape(found, [LANES // 4, 2, 2]))
@@ -166,44 +165,37 @@ class Plan(NamedTuple):
     parts: int  # programs of a group, which share a row
     span: int  # columns of a program
     warps: int
-    registers: int | None  # the most that a thread takes; None leaves it to the compiler
+    registers: int  # the most that a thread takes
 
 
 def norm_backward_plan(
-    rows: int, n: int, size: int, capability: tuple[int, int] | None, processors: int, words: int, added: bool
+    rows: int, n: int, size: int, capability: tuple[int, int] | None, processors: int, centred: bool, added: bool
 ) -> Plan:
-    """Choose the constants, for `rows` rows of `n` numbers of `size` bytes, whose parts find `words` sums.
-
-    `added`: a gradient is added to dx, and read for it.
+    """Choose the constants, for `rows` rows of `n` numbers of `size` bytes; `added`: a gradient is added to dx.
 
     The width decides how a row of dx is added up, the number of rows and of multiprocessors how dweight is.
     """
-    most = 16384 if capability is None else 16384 // size
-    parts, span = (1, n) if capability is None else parts_of(n, size, most)
-    block = triton.next_power_of_2(span)
-    warps, resident = max(1, min(8, block * size // 2048)), 2
-    # Two programs with three rows each, of x, dy and the weight, take most of Hopper's shared memory.
-    stages = 3 if capability is not None and capability >= (9, 0) and not added else 2
-    together = 1
-    registers: int | None = 128
-    if parts == 1:
-        resident, registers = resident * 8 // warps, registers if warps == 8 else None
+    hopper = capability is not None and capability >= (9, 0)
+    stages = (4 if hopper else 3) - added  # what the loop loads ahead shall fit into 96 KiB where there is no more
+    if capability is None or n <= 16384 // size:
+        # 32 bytes of a row a thread, so that x, dy, weight and dweight fit into 128 registers; 16 warps in all.
+        parts, span, block = 1, n, triton.next_power_of_2(n)
+        warps = max(1, min(16, block * size // 1024))
         together = max(1, min(2048 // size // block, 64))
-        if capability is None:
+        if capability is None:  # the interpreter's cost is programs times operations, whatever their size
             together = min(max(1, triton.next_power_of_2(rows)), max(1, 2**15 // block))
-    if TUNED:
-        block, warps, keep, stages, resident, registers = TUNED
-        parts, span = parts_of(n, size, block)
-        block = triton.next_power_of_2(span)
+        resident, registers = 16 // warps, 128
     else:
-        keep = False
-    lanes = max(32 * warps, triton.next_power_of_2(parts * words))
-    constants = {"ALONE": parts == 1, "KEEP": keep, "STAGES": stages, "ROWS": together, "BLOCK": block, "LANES": lanes}
-    groups = max(1, min(triton.cdiv(rows, together), resident * processors // parts))
-    return Plan(constants, groups, parts, span, warps, registers)
+        # Two or three programs of different rows: while one waits for words, another computes.
+        parts, span = parts_of(n, size, 8192 // size)
+        together, block, warps = 1, triton.next_power_of_2(span), 8
+        resident, registers = (3, 80) if hopper and not centred else (2, 128)
+    groups = min(triton.cdiv(rows, together), resident * processors // parts)
+    lanes = max(32 * warps, triton.next_power_of_2(parts * (4 if centred else 2)))
+    constants = {"STAGES": stages, "ROWS": together, "BLOCK": block, "LANES": lanes}
+    return Plan(constants, groups if parts > 1 else max(1, groups), parts, span, warps, registers)
 
 
-TUNED: Any = None
 _plan = functools.lru_cache(maxsize=4096)(norm_backward_plan)
 
 # Launchers -----------------------------------------------------------------------------------------------------------
@@ -228,17 +220,22 @@ def _into(
     weight = None if weight is None else contiguous(weight)
     words = 4 if centred else 2
     capability, processors = gpu(x.device)
-    plan = _plan(len(x), n, x.element_size(), capability, processors, words, dtotal is not None)
+    plan = _plan(len(x), n, x.element_size(), capability, processors, centred, dtotal is not None)
+    alone = plan.parts == 1
+    if len(x) and not plan.groups:
+        raise NotImplementedError(
+            f"norms: expected rows that this GPU's {processors} multiprocessors can hold at once for a gradient, got "
+            f"{n} numbers; use torch"
+        )
     align = aligned(n, x, dy, dtotal)
     summed = [d for d in (dw, db) if d is not None]
     sums = empty((len(summed), plan.groups, n), kind, x.device) if summed else None
-    alone = plan.parts == 1
     board = None if alone else board_of(len(x) * plan.parts * words, x.dtype, x.device)
     strides = [0 if t is None else t.stride(0) // align for t in (x, dy, dtotal)]
     launch(
         _norm_backward, (plan.groups * plan.parts,), dx, sums, board, x, dy, dtotal, weight, len(x), n // align,
         *strides, plan.groups, plan.span, plan.parts, ALIGN=align, EPS=eps, CENTRED=centred, DW=dw is not None,
-        DB=db is not None, num_warps=plan.warps, maxnreg=plan.registers, **plan.constants,
+        DB=db is not None, ALONE=alone, num_warps=plan.warps, maxnreg=plan.registers, **plan.constants,
         **({} if alone else {"launch_cooperative_grid": True}),
     )  # fmt: skip
     if sums is not None:
