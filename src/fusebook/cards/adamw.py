@@ -178,13 +178,13 @@ def _cost_eager(itemsize: int, *, numbers: int, **_: Any) -> Cost:
 
 
 def _draw(rng: random.Random) -> Dims:
-    """Up to a thousand tensors, of some dozens to tens of millions of numbers in all, alike or not."""
+    """A few numbers to tens of millions, in up to a thousand tensors, alike or not. Whatever lies where is copied."""
     dtype = _draws.dtype(rng, (torch.float32, torch.bfloat16, torch.float64))
-    tensors = _draws.log_uniform(rng, 1, 1000)
-    numbers = _draws.log_uniform(rng, tensors, _draws.BYTES // (10 * max(4, _draws.itemsize(dtype))))
+    numbers = _draws.count(rng, _draws.BYTES // (10 * max(4, _draws.itemsize(dtype))))
+    tensors = _draws.count(rng, min(1000, numbers))
     kind = rng.choice(["plain", "plain", "amsgrad", "masters", "chance"])
     sizes = rng.choice(["equal", "uneven"])
-    return _point(numbers, tensors, sizes, kind) | {"dtype": dtype, "layout": "contiguous"}
+    return _point(numbers, tensors, sizes, kind) | {"dtype": dtype, "layout": _draws.layout(rng, _draws.ROWS)}
 
 
 def _point(numbers: int, tensors: int, sizes: str = "equal", kind: str = "plain") -> dict[str, int | str]:
