@@ -363,9 +363,9 @@ def _work(pipe: Connection) -> None:
     import torch._inductor.config as settings
 
     settings.compile_threads = 1  # there are as many of these processes as cores; torch would add as many to each
-    found: Any = None
-    while not isinstance(found, RuntimeError):  # a device that has failed fails a process for good
+    while True:
         name, dims, variants, repeat = pipe.recv()
+        found: list[dict[str, Any]] | Wrong | RuntimeError
         ready: list[None] = []
 
         def turn(ready: list[None] = ready) -> None:
@@ -383,8 +383,8 @@ def _work(pipe: Connection) -> None:
         if not ready:
             pipe.send(None)
             pipe.recv()
-        _tidy()
         pipe.send(found)
+        _tidy()  # ends this process where the device has failed, for good
 
 
 class _Worker:
@@ -437,7 +437,8 @@ def _in_turn(
                         found = worker.told()
                 if isinstance(found, RuntimeError):
                     print(f"{found}\n{_line(jobs[i][0], jobs[i][1])}", file=sys.stderr, flush=True)
-                    failed = True
+                    worker.process.join(1)
+                    failed = not worker.process.is_alive()
                 else:
                     yield i, found
                 bar.update()

@@ -116,7 +116,7 @@ def _draw(rng: random.Random) -> Dims:
     dtype = _draws.dtype(rng, FLOATING)
     N = _draws.size(rng, 2, 2**18, _draws.VOCABULARIES)
     M = _draws.count(rng, min(2**22, _draws.BYTES // (2 * N * _draws.itemsize(dtype))))
-    return {"M": M, "N": N, "dtype": dtype, "layout": _draws.layout(rng)}
+    return {"M": M, "N": N, "dtype": dtype, "layout": _draws.layout(rng, (*_draws.ROWS, "across"))}
 
 
 _VOCABULARIES = (32000, 50257, 128256, 151936, 256000)
