@@ -187,6 +187,14 @@ def test_parameters_that_require_gradients_are_stepped_as_they_are(device):
     close([p.detach() for p in own], want)
 
 
+def test_a_step_in_inference_mode(device):
+    with torch.inference_mode():
+        ps, gs, ms, vs = model(device, [(4,)])
+        before = ps[0].clone()
+        adamw_step(ps, gs, ms, vs, step=1)
+        assert not torch.equal(ps[0], before)
+
+
 def test_a_graph_that_kept_what_was_stepped_notices(device):
     ps, gs, ms, vs = model(device, [(4,)])
     own = torch.nn.Parameter(ps[0])

@@ -410,7 +410,8 @@ def _stepped(
         group.launch((count, rate, norm), numbers, maximize, seed is not None, group is working[-1])
     if count is not None and not working:
         apply(Tensor.add_, count, 1)
-    torch.autograd.graph.increment_version(params)  # for graphs that kept one
+    if not torch.is_inference_mode_enabled():
+        torch.autograd.graph.increment_version(params)  # for graphs that kept one
 
 
 _SCHEMA = (
