@@ -251,7 +251,8 @@ def _backward(x: Tensor, dy: Tensor, weight: Tensor, centred: bool) -> tuple[Ten
     n, g = x * factor, dy * weight
     dx = g - n * (g * n).mean(-1, keepdim=True)
     dx = (dx - g.mean(-1, keepdim=True) if centred else dx) * factor
-    sums = [(dy * n).sum(0), dy.sum(0)] if centred else [(dy * n).sum(0)]
+    each = [dy * n, dy] if centred else [dy * n]
+    sums = [t.flatten(0, -2).sum(0) for t in each]  # of all rows, however many axes they have
     return dx.to(kinds[0]), *(s.to(kinds[1]) for s in sums)
 
 
