@@ -11,8 +11,9 @@ with the weights w of classes, the smoothing s and the factor z, and the gradien
 
 With a cap c, x is c tanh(l / c) of the logits l, and the gradient has the factor 1 - (x / c)**2.
 
-The gradient may be written where the logits are: a program has read all that it needs of a part of a row before anybody
-writes there. A row that is ignored is not read; its loss and its gradient are zero.
+The gradient may be written where the logits are: nobody writes to a part of a row before everybody has its word, and a
+word that comes late from somebody else does not count. A row that is ignored has no loss and no gradient, whatever it
+holds.
 """
 
 # Device code grows tuples of tiles; mypy sees a tuple of another length as another type.

@@ -2,13 +2,14 @@
 
 The formulas are in `_entropy`. Fused: the cap, the maximum, exponentials and their sum, the logarithm, the choice of
 the class, smoothing, the reduction over rows, and the gradient of all of it. A chain of separate operations reads
-8MN and writes 5MN numbers, for M rows of N; the fused kernel reads MN and writes MN, and can write the gradient over
+6MN and writes 4MN numbers, for M rows of N; the fused kernel reads MN and writes MN, and can write the gradient over
 the logits.
 
-A row of up to 64 KiB stays in the registers of one program between its load and its store; a wider one is shared by
-several programs, see `_rows`.
+A row of up to 32768 numbers stays in the registers of one program between its load and its store; a wider one is shared
+by several programs, see `_rows`.
 
-Limits: a row of float64 of more than 128 KiB is read twice.
+Limits: rows of float64 of more than 4096 numbers, and in half types such rows that begin at another place within 16
+bytes in the logits than in the gradient, are read twice.
 """
 
 from __future__ import annotations
@@ -157,7 +158,7 @@ def cross_entropy(
     reduction : str, default "mean"
         ``"mean"``: divided by the sum of the weights of the targets; ``"sum"``; ``"none"``: a loss for each row.
     ignore_index : int, default -100
-        Rows with this target are not read; their loss and their gradient are zero, even where they hold NaN.
+        Rows with this target have no loss and no gradient, even where they hold NaN.
     label_smoothing : float, default 0
         The share, from 0 to 1, of a target that is spread evenly over all classes, as in torch.
     z_loss : float, default 0
