@@ -2,6 +2,7 @@
 
     nox -s record -- --gpus 0,1        # a queue of pages, longest first, one process a GPU
     nox -s record -- --shard 1/4       # a quarter of the pages, into a folder of its own, for a job array
+    nox -s record -- --due             # what is missing or stale, and nothing else
     python -m fusebook.record --join build/record/shard-*
 
 With one GPU a page has the host to itself, and every clock is recorded. With several, what the cards measure is
@@ -202,6 +203,7 @@ def main(argv):
     parser.add_argument("--gpus", default="0", help="numbers of GPUs by commas, or all; 0 if not given")
     parser.add_argument("--shard", help="i/n: the i-th of n parts, into build/record/shard-i-of-n")
     parser.add_argument("--out", type=Path, help="a folder of records; the package's if not given")
+    parser.add_argument("--due", action="store_true", help="only rows and measurements that are missing or stale")
     parser.add_argument("--changed", action="store_true", help="only pages that changed since they were recorded there")
     args = parser.parse_args(argv)
     there = visible()
@@ -248,7 +250,9 @@ def main(argv):
             record.keep_superseded(before, out / slug)
 
     pending, single = Queue(gpus, BUILD, joined), [page for page in pages if needs(page) == 1]
-    if len(gpus) == 1:
+    if args.due:
+        took = Queue(gpus[:1], BUILD, joined).run(single, FUSEBOOK_PART="due")
+    elif len(gpus) == 1:
         took = pending.run(single)
     else:
         known = _seconds(out / slug)
@@ -257,12 +261,13 @@ def main(argv):
         for page, more in one.run(alone, FUSEBOOK_PART="host").items():
             took[page] = None if more is None or took[page] is None else took[page] + more
         took |= one.run([page for page in single if page not in took])
-        for page in [page for page in pages if page not in took]:
-            those = GPU(",".join(gpu.id for gpu in gpus[: needs(page)]), gpus[0].name)
-            took |= Queue([those], BUILD, joined).run([page])
+    for page in [page for page in pages if page not in took]:
+        those = GPU(",".join(gpu.id for gpu in gpus[: needs(page)]), gpus[0].name)
+        took |= Queue([those], BUILD, joined).run([page], FUSEBOOK_PART="due" if args.due else None)
     failed = [page.stem for page, seconds in took.items() if seconds is None]
     kept = out / slug / "seconds.json"
-    seconds = _seconds(kept.parent) | {page.stem: round(s, 1) for page, s in took.items() if s is not None}
+    whole = {page.stem: round(s, 1) for page, s in took.items() if s is not None}
+    seconds = whole | _seconds(kept.parent) if args.due else _seconds(kept.parent) | whole
     kept.write_text(json.dumps(dict(sorted(seconds.items())), indent=2) + "\n")
     if args.changed:
         (out / "stamps").mkdir(exist_ok=True)

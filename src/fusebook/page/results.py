@@ -303,11 +303,11 @@ def results(
     if _place.live():
         folder = os.environ.get("FUSEBOOK_RECORD")
         asked = config if folder else live or config
-        if _part() == "host":
+        if _part() in ("host", "due"):
             with contextlib.suppress(record.RecordError, record.Missing):  # the device's part of it is recorded
                 frame = record.select(record.read(op, machine.here().slug, machine.RECORDS), op, config, dtype)
                 frame = frame if variants is None else tables.where(frame, variant=list(variants))
-                _record_clocks(op, frame, warmup, repeat)
+                _record_again(op, frame, warmup, repeat)
                 return frame
         clocks = ("cold", "warm") if _part() == "device" else timing.KINDS
         frame = bench.run(op, config=asked, dtype=dtype, variants=variants, warmup=warmup, repeat=repeat, clocks=clocks)
@@ -329,9 +329,13 @@ def results(
     return _nothing(f"{what} on {machine.slug()}", command)
 
 
-def _record_clocks(op: Op, frame: pd.DataFrame, warmup: int, repeat: int) -> None:
-    """Measure again, by every clock, what was recorded beside others and had no times of the caller's to keep."""
-    lack = frame[(frame["status"] == "ok") & frame["call_us"].isna()]
+def _record_again(op: Op, frame: pd.DataFrame, warmup: int, repeat: int) -> None:
+    """Measure again, by every clock, what was recorded beside others and had no times of the caller's to keep.
+
+    Where only what is due is recorded, also what is stale.
+    """
+    lack = (frame["status"] == "ok") & frame["call_us"].isna()
+    lack = frame[lack | (frame["stale"] != "") & (_part() == "due")]
     dims = [c for c in frame if c not in ("op", "config", "variant", "dtype", "stale", *bench.COLUMNS)]
     asked: dict[tuple[str, ...], list[tuple[str, Dims]]] = {}  # points by dtype and variants, which are timed together
     for _, rows in lack.groupby(["dtype", "config", *dims], sort=False):
@@ -344,7 +348,10 @@ def _record_clocks(op: Op, frame: pd.DataFrame, warmup: int, repeat: int) -> Non
 
 
 def _part() -> str:
-    """Which part of a record is taken: ``device``, while other GPUs of the host work too, ``host``, or all of it."""
+    """Which part of a record is taken: ``device``, while other GPUs of the host work too, ``host``, or all of it.
+
+    Or ``due``, which is what is missing or stale.
+    """
     part = os.environ.get("FUSEBOOK_PART", "")
     return part if os.environ.get("FUSEBOOK_RECORD") else ""
 
@@ -403,7 +410,12 @@ def measured(
     """
     record_name = f"pages/{name}"
     other = _part() == ("host" if by_device else "device")  # recorded in the other part, and perhaps already
-    there = [] if not other else [p for p in [machine.RECORDS / machine.here().slug] if _has(p, record_name)]
+    there = []
+    if other or _part() == "due":
+        there = [p for p in [machine.RECORDS / machine.here().slug] if _has(p, record_name)]
+    if _part() == "due":
+        then = [record.read(record_name, place.name, place.parent).attrs["origin"].function for place in there]
+        there = there if then == [launches.digest(function)] else []
     if live and not torch.cuda.is_available():
         frame = function()
         frame.attrs["origin"] = Origin(None, measured=True, page=name, date=dt.date.today().isoformat())
