@@ -51,10 +51,19 @@ def test_sums_of_another_shape_are_refused(device):
 # Kernels, each GPU of several in turn
 
 
+LOW = 0xFFFFFFFF
+
+
 def sent(sums, number):
     """The words in which a GPU sends its sums [K, D + 1]."""
     bits = sums.view(torch.int64)
-    return torch.stack([(bits & ~0xFFFFFFFF) | number, (bits << 32) | number], -1)
+    return torch.stack([(bits & ~LOW) | number, (bits << 32) | number], -1)
+
+
+def received(words):
+    """The sums in such words, and the numbers in them."""
+    high, low = words.unbind(-1)
+    return ((high & ~LOW) | ((low >> 32) & LOW)).view(torch.float64), set((words & LOW).unique().tolist())
 
 
 @interpreted
@@ -69,7 +78,7 @@ def test_every_gpu_makes_the_same_centres_of_what_all_have_sent(k, d, parts, wor
     for me in range(world):
         words = [torch.zeros(world, 2, k, d + 1, 2, dtype=torch.int64) for _ in range(world)]
         for r in set(range(world)) - {me}:
-            words[me][r, number & 1] = sent(sums[r].sum(0), number)
+            words[me][r, :] = sent(sums[r].sum(0), number)  # in both places: who looks at the wrong one is not to wait
         block, block_k, block_d = _shared_plan(parts, k, d)
         turns = torch.full((-(-k // block_k),), number - 1, dtype=torch.int32)
         made.append(torch.full_like(old, torch.nan))
@@ -79,7 +88,9 @@ def test_every_gpu_makes_the_same_centres_of_what_all_have_sent(k, d, parts, wor
         )  # fmt: skip
         assert set(turns.tolist()) == {number}
         for r in set(range(world)) - {me}:
-            assert set((words[r][me, number & 1] & 0xFFFFFFFF).unique().tolist()) == {number}
+            got, numbers = received(words[r][me, number & 1])
+            torch.testing.assert_close(got, sums[me].sum(0), rtol=1e-13, atol=1e-13)
+            assert numbers == {number}
             assert not words[r][me, 1 - number & 1].any(), "what may still be read is left alone"
     want = torch.where(total[:, d:] > 0, total[:, :d] / total[:, d:], old.double())
     torch.testing.assert_close(made[0], want.float())
