@@ -158,6 +158,10 @@ CROSS_ENTROPY = Op(
 # Of hidden states ----------------------------------------------------------------------------------------------------
 
 
+#: In float16 the gradients of unlikely classes are no normal numbers, unless the loss is scaled, as in training.
+_LINEAR = (torch.float32, torch.bfloat16, torch.float64)
+
+
 def _make_linear(rng: torch.Generator, dtype: torch.dtype, *, M: int, K: int, N: int) -> tuple[Tensor, ...]:
     # Logits of a few units: rounded to a half type, larger ones would change probabilities by more than is told apart.
     # No hidden state is negative: in the gradient of a class that is no target, they would cancel.
@@ -216,7 +220,7 @@ def _linear_quack(h: Tensor, head: Tensor, target: Tensor) -> Tensor:
 
 def _draw_linear(rng: random.Random) -> Dims:
     """Hidden states and vocabularies of models."""
-    dtype = _draws.dtype(rng, FLOATING)
+    dtype = _draws.dtype(rng, _LINEAR)
     N = _draws.size(rng, 2, 2**18, _draws.VOCABULARIES)
     K = _draws.size(rng, 32, max(32, min(8192, _draws.BYTES // (4 * N * _draws.itemsize(dtype)))))
     M = _draws.count(rng, _draws.most_rows(dtype, moved=2 * (K + N), held=2 * K * N, flop=6 * K * N))
@@ -258,7 +262,7 @@ LINEAR_CROSS_ENTROPY = Op(
         {"M": 2, "K": 2, "N": 33001},
         {"M": 0, "K": 4, "N": 5},
     ),
-    dtypes=FLOATING,
+    dtypes=_LINEAR,
 )
 OPS = (
     CROSS_ENTROPY,
