@@ -11,7 +11,7 @@ from fusebook import bench, check
 from fusebook.cards.elementwise import ADD_SUB, EXP
 from fusebook.inputs import generator, rough
 from fusebook.kernels import elementwise
-from fusebook.kernels._operator import FLOATING
+from fusebook.kernels._operator import FLOATING, plans_aside
 from fusebook.op import Variant
 from toy import toy, variant
 
@@ -122,12 +122,13 @@ def test_only_what_does_not_fold_is_copied(device, monkeypatch):
     copied = []
     original = elementwise._copied_like
     monkeypatch.setattr(elementwise, "_copied_like", lambda *a: copied.append(1) or original(*a))
-    fusebook.multiply(torch.ones(2, 3, 4, 5, device=device), torch.ones(3, 1, 1, device=device))
-    fusebook.multiply(torch.ones(6, 7, device=device), torch.ones(7, 6, device=device).mT)
-    fusebook.double(torch.ones(6, 14, device=device)[:, ::2])
-    assert not copied
-    fusebook.multiply(torch.ones(2, 1, 3, 1, device=device), torch.ones(5, 1, 7, device=device))
-    assert copied
+    with plans_aside():  # which may know such a call already
+        fusebook.multiply(torch.ones(2, 3, 4, 5, device=device), torch.ones(3, 1, 1, device=device))
+        fusebook.multiply(torch.ones(6, 7, device=device), torch.ones(7, 6, device=device).mT)
+        fusebook.double(torch.ones(6, 14, device=device)[:, ::2])
+        assert not copied
+        fusebook.multiply(torch.ones(2, 1, 3, 1, device=device), torch.ones(5, 1, 7, device=device))
+        assert copied
 
 
 @pytest.mark.parametrize("name", MEANING)

@@ -21,6 +21,14 @@ from fusebook.ort import Graph, custom, custom_op, register  # noqa: E402
 from graphs import KINDS, model, one_node, registered_by_an_old_onnx_runtime  # noqa: E402
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+CUDA = torch.cuda.is_available() and "CUDAExecutionProvider" in ort.get_available_providers()
+
+
+@pytest.fixture(scope="session")
+def device(device):
+    if device == "cuda" and not CUDA:
+        pytest.skip("needs onnxruntime-gpu")
+    return device
 
 
 def into(function):
@@ -343,7 +351,7 @@ def test_threads_share_a_session(device):
     assert not wrong
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.skipif(not CUDA, reason="needs a CUDA device and onnxruntime-gpu")
 def test_a_launcher_runs_on_the_stream_of_onnx_runtime_and_beside_others():
     streams = []
     op = unary(launcher=lambda x, out: streams.append(torch.cuda.current_stream()) or torch.mul(x, 2, out=out))
@@ -369,7 +377,7 @@ def test_a_launcher_runs_on_the_stream_of_onnx_runtime_and_beside_others():
     torch.cuda.synchronize()
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.skipif(not CUDA, reason="needs a CUDA device and onnxruntime-gpu")
 def test_what_a_launcher_allocates_stays_while_its_graph_can_be_replayed():
     op = unary(lambda x: (x * 3) - x)
     x, y = torch.randn(2, 2**20, device="cuda").unbind()

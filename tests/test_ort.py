@@ -27,12 +27,19 @@ from fusebook.ort import NODES, Graph, aot, build, export  # noqa: E402
 from fusebook.ort.alone import alone  # noqa: E402
 from graphs import one_node, registered_by_an_old_onnx_runtime  # noqa: E402
 
-CUDA = torch.cuda.is_available()
+CUDA = torch.cuda.is_available() and "CUDAExecutionProvider" in onnxruntime.get_available_providers()
 NAMES = {
     "softmax": "Softmax",
     "scatter_nd_of_shape": "ScatterNDOfShape",
     "masked_scatter_nd_of_shape": "MaskedScatterNDOfShape",
 }
+
+
+@pytest.fixture(scope="session")
+def device(device):
+    if device == "cuda" and not CUDA:
+        pytest.skip("needs onnxruntime-gpu")
+    return device
 
 
 def node(name, feeds, dtype, **attributes):

@@ -18,8 +18,6 @@ from fusebook.bench import Origin
 from fusebook.cards.elementwise import EXP
 from toy import machine, toy, variant
 
-pytestmark = pytest.mark.alone  # of the toy, which most of them record, times are taken
-
 
 @pytest.fixture
 def frame():

@@ -157,13 +157,13 @@ def _scatter_nd_segments(
             tl.debug_barrier()
             left = tl.where(shared & (met == pieces - 1), pieces, 0)  # [ROWS]; for the last to be done
             acc = tl.zeros([ROWS, BLOCK], FLOAT)
-            for t in range(0, tl.max(left, 0), TOGETHER):
+            for piece in range(0, tl.max(left, 0), TOGETHER):  # of another dtype than t, where rows are int64
                 for u in tl.static_range(TOGETHER):
-                    within = (t + u == 0) & (start % CHUNK != 0)  # the first piece may begin within its chunk
-                    slot = (2 * (base + t + u) + within.to(base.dtype)).to(tl.int64)
+                    within = (piece + u == 0) & (start % CHUNK != 0)  # the first piece may begin within its chunk
+                    slot = (2 * (base + piece + u) + within.to(base.dtype)).to(tl.int64)
                     part = parts_ptr + (slot * D)[:, None] + columns
                     # .cg: from L2, where other multiprocessors' stores are; L1 may hold what was there before.
-                    acc += tl.load(part, mask=(t + u < left)[:, None] & inside, other=0.0, cache_modifier=".cg")
+                    acc += tl.load(part, mask=(piece + u < left)[:, None] & inside, other=0.0, cache_modifier=".cg")
             tl.store(out, acc, mask=(left > 0)[:, None] & inside)
 
 
