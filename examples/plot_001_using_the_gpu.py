@@ -1048,7 +1048,10 @@ def switches():
     return pd.DataFrame(rows, columns=["work", "switch", "us", "error"])
 
 
-switched = measured("using_switches", switches).set_index(["work", "switch"])
+switched = measured("using_switches", switches)
+# A record quotes what a spreadsheet would take for a formula.
+switched["switch"] = switched["switch"].str.lstrip("'")
+switched = switched.set_index(["work", "switch"])
 by_switch = switched.pivot_table("us", "work", "switch")[list(SWITCHES)]
 table(
     by_switch,

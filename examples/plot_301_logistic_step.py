@@ -593,9 +593,6 @@ table(
 )
 
 # %%
-provenance(one)
-
-# %%
 downloads(one, "logistic_step")
 
 # %%
@@ -706,7 +703,7 @@ claims(
 )
 
 # %%
-provenance(seconds, losses)
+provenance(one, seconds, losses)
 
 # %%
 # A profile of the step
