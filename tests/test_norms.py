@@ -1,6 +1,10 @@
 """Norms: what the cards do not say. Residuals, results in eight bits, weights that are missing or of another dtype."""
 
+import json
 import math
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -161,3 +165,40 @@ def test_the_width_alone_decides_how_a_row_is_added_up(size):
 def test_what_does_not_fit_is_refused_by_name(call, error, said):
     with pytest.raises(error, match=said):
         call(made(2, 5))
+
+
+COMPILED = """
+import json, sys
+import fusebook, torch, triton
+from fusebook.kernels import _operator
+from fusebook.launches import AbsentGPU
+
+triton.runtime.driver.set_active(AbsentGPU())
+run, found = _operator._with_scratch, {}
+
+
+def noted(*args, **constants):
+    compiled = run(*args, **constants)
+    found[compiled.metadata.name] = compiled.asm["ttgir"]
+    return compiled
+
+
+_operator._with_scratch = noted
+x, w = torch.empty(264, 65536, dtype=torch.bfloat16), torch.empty(65536, dtype=torch.bfloat16)
+fusebook.rms_norm(x, w)
+fusebook.layer_norm_backward(x, x, w, w)
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.slow
+def test_programs_leave_their_words_before_they_wait_for_others(tmp_path):
+    """The compiler moves what a loop does between its turns. Waiting first, programs would wait for each other."""
+    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    end = subprocess.run([sys.executable, "-c", COMPILED], env=environment, capture_output=True, text=True, check=True)
+    found = json.loads(end.stdout.splitlines()[-1])
+    for kernel, words in (("_norm_shared", 1), ("_norm_backward", 4)):
+        loop = found[kernel].split("scf.for", 1)[1]
+        first, waiting = loop.split("isVolatile = true", 1)
+        assert first.count("tt.atomic_rmw exch") == words
+        assert "ttg.async_copy_global_to_local" in waiting, "nothing is loaded ahead"
