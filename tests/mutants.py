@@ -1,10 +1,10 @@
 """Mistakes planted one at a time, and the tests that should see each: ``nox -s mutants``.
 
 A file of ``tests/mistakes`` holds the mistakes of one part of the library: what is wrong (``what``), the text that
-stands in the library (``old``), wherever in it that is today, what takes its place (``new``), and what pytest is called
-with (``tests``). A mistake that no test sees has its reason beside it: ``gpu`` where it takes a GPU to be seen, which
-a machine that has one then looks for, else ``lives``. Text that stands nowhere any more, or twice, is an error, so the
-list follows the library or is noticed.
+stands in the library (``old``), wherever in it that is today or in one ``file``, what takes its place (``new``), and
+what pytest is called with (``tests``). A mistake that no test sees has its reason beside it: ``gpu`` where it takes a
+GPU to be seen, which a machine that has one then looks for, else ``lives``. Text that stands nowhere any more, or
+twice, is an error, so the list follows the library or is noticed.
 
     python tests/mutants.py             # all, but for what was found out before and has not changed
     python tests/mutants.py softmax     # those whose part, text or tests contain a word
@@ -50,6 +50,7 @@ class Mistake:
     old: str
     new: str
     tests: str
+    file: str = ""
     gpu: bool = False
     lives: str = ""
 
@@ -74,7 +75,8 @@ def sources(root):
 
 def place(mistake, texts):
     """The one file that holds the text of a mistake; an error where none does, or where it stands twice."""
-    found = [(file, text.count(mistake.old)) for file, text in texts.items() if mistake.old in text]
+    named = {file: text for file, text in texts.items() if mistake.file in ("", file.name)}
+    found = [(file, text.count(mistake.old)) for file, text in named.items() if mistake.old in text]
     if sum(count for _, count in found) != 1:
         where = ", ".join(f"{count} in {file.name}" for file, count in found) or "nowhere"
         raise LookupError(f"{mistake.part}: {mistake.what}: the text stands {where}: {mistake.old!r}")

@@ -25,6 +25,12 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 #: Whether Triton interprets; decided when it is imported.
 INTERPRETED: bool = triton.knobs.runtime.interpret
+if INTERPRETED:
+    from triton.language import bfloat16
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    if not hasattr(InterpreterBuilder, "get_bf16"):  # Triton 3.6 interprets no constants of bfloat16
+        InterpreterBuilder.get_bf16 = lambda self, value: self.create_fp_trunc(self.get_fp32(value), bfloat16)
 
 
 @functools.cache

@@ -349,8 +349,7 @@ def _softmax_whole(
             x = tl.load(x_ptr + at + i * BLOCK + columns, mask=inside, other=float("-inf"))
         if i == 0 or i >= CHUNKS - 2:
             own = (i * BLOCK + columns >= low) & (i * BLOCK + columns < high)
-            nothing = tl.full([], float("-inf"), tl.float32)  # Triton 3.6 interprets no constants of bfloat16
-            x = tl.where(own, x, nothing.to(x.dtype))
+            x = tl.where(own, x, float("-inf")).to(x_ptr.dtype.element_ty)
         chunks += (x,)
         tops = tl.maximum(tops, x.to(tl.float32))
     top = tl.max(tops, 0)
