@@ -23,7 +23,7 @@ from fusebook import check, inputs  # noqa: E402
 from fusebook.cards import OPS  # noqa: E402
 from fusebook.cards import onnxruntime as card  # noqa: E402
 from fusebook.cards.scatter_nd import _onnx_model  # noqa: E402
-from fusebook.ort import NODES, Graph, aot, build, export  # noqa: E402
+from fusebook.ort import NODES, NORMS, Graph, aot, build, export  # noqa: E402
 from fusebook.ort.alone import alone  # noqa: E402
 from graphs import one_node, registered_by_an_old_onnx_runtime  # noqa: E402
 
@@ -61,6 +61,30 @@ def assert_right(op, got, made):
     yard = check.yardstick(op, made)
     verdict = yard.judge(got)
     assert verdict.ok, yard.where(got)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=lambda d: str(d)[6:])
+def test_norms_are_nodes_too(dtype, device):
+    rng = inputs.generator(0)
+    x, skip, w, b = (
+        torch.randn(s, generator=rng, device=device, dtype=dtype) for s in ((3, 40), (3, 40), (40,), (40,))
+    )
+    wanted = {
+        "RMSNormalization": ({"x": x, "scale": w}, (fusebook.rms_norm(x, w, eps=0.25),)),
+        "LayerNormalization": ({"x": x, "scale": w, "bias": b}, (fusebook.layer_norm(x, w, b, eps=0.25),)),
+        "SkipSimplifiedLayerNormalization": (
+            {"x": x, "skip": skip, "gamma": w}, fusebook.add_rms_norm(x, skip, w, eps=0.25)
+        ),
+    }  # fmt: skip
+    assert set(wanted) == {op.name for op in NORMS}
+    for name, (feeds, results) in wanted.items():
+        outputs = dict(zip(("y", "sum"), [dtype] * len(results), strict=False))
+        graph = one_node(name, {key: value.dtype for key, value in feeds.items()}, outputs, epsilon=0.25)
+        found = Graph(graph, device=device, ops=NORMS)(feeds)
+        assert all(torch.equal(found[key], right) for key, right in zip(outputs, results, strict=True))
+    graph = one_node("RMSNormalization", {"x": dtype, "scale": dtype}, {"y": dtype}, axis=0)
+    with pytest.raises(RuntimeError, match="expected the last axis of x"):
+        Graph(graph, device=device, ops=NORMS)({"x": x, "scale": w})
 
 
 def small(dims):

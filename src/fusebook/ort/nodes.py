@@ -10,10 +10,12 @@ from torch import Tensor
 from fusebook.kernels._operator import FLOATING, OPERATORS
 from fusebook.ort.custom import custom_op
 
-__all__ = ["MASKED_SCATTER_ND", "NODES", "SCATTER_ND", "SOFTMAX"]
+__all__ = ["MASKED_SCATTER_ND", "NODES", "NORMS", "SCATTER_ND", "SOFTMAX"]
 
 _softmax = OPERATORS["softmax"]
 _scatter = OPERATORS["scatter_nd"]
+_norm = OPERATORS["norm"]
+_add_norm = OPERATORS["add_norm"]
 
 
 def softmax_into(x: Tensor, out: Tensor, *, axis: int = -1) -> None:
@@ -28,6 +30,25 @@ def _of_shape(shape: Tensor, indices: Tensor, updates: Tensor, out: Tensor, *, r
 
 def _masked(shape: Tensor, indices: Tensor, updates: Tensor, out: Tensor, *, reduction: str, maskedValue: int) -> None:
     _scatter.write(out, "MaskedScatterNDOfShape", out.shape, indices, updates, maskedValue, reduction, False, None)
+
+
+def _last(axis: int, x: Tensor) -> None:
+    if axis not in (-1, x.dim() - 1):
+        raise ValueError(f"norms: expected the last axis of x of shape {tuple(x.shape)}, got {axis}; transpose x")
+
+
+def _rms(x: Tensor, scale: Tensor, out: Tensor, *, axis: int, epsilon: float) -> None:
+    _last(axis, x)
+    _norm.write(out, x, scale, None, False, epsilon)
+
+
+def _layer(x: Tensor, scale: Tensor, bias: Tensor | None, out: Tensor, *, axis: int, epsilon: float) -> None:
+    _last(axis, x)
+    _norm.write(out, x, scale, bias, True, epsilon)
+
+
+def _skip(x: Tensor, skip: Tensor, gamma: Tensor, out: tuple[Tensor, Tensor], *, epsilon: float) -> None:
+    _add_norm.write(tuple(out), x, skip, gamma, None, False, epsilon)
 
 
 _SCATTERED: dict[str, Any] = {
@@ -50,3 +71,21 @@ MASKED_SCATTER_ND = custom_op(
 )  # fmt: skip
 
 NODES = (SOFTMAX, SCATTER_ND, MASKED_SCATTER_ND)
+
+_NORMED: dict[str, Any] = {"shape": "x", "types": {"T": FLOATING, "V": FLOATING}}
+#: ``RMSNormalization(x, scale, axis=-1, epsilon=1e-5) -> y``, ``LayerNormalization(x, scale, bias, ...) -> y`` and
+#: ``SkipSimplifiedLayerNormalization(x, skip, gamma, epsilon=1e-5) -> y, sum``, in process only.
+NORMS = (
+    custom_op(
+        "RMSNormalization", _rms, {"x": "T", "scale": "V"}, {"y": "T"},
+        attributes={"axis": -1, "epsilon": 1e-5}, **_NORMED,
+    ),
+    custom_op(
+        "LayerNormalization", _layer, {"x": "T", "scale": "V", "bias": "V"}, {"y": "T"},
+        attributes={"axis": -1, "epsilon": 1e-5}, optional=("bias",), **_NORMED,
+    ),
+    custom_op(
+        "SkipSimplifiedLayerNormalization", _skip, {"x": "T", "skip": "T", "gamma": "V"}, {"y": "T", "sum": "T"},
+        attributes={"epsilon": 1e-5}, **_NORMED,
+    ),
+)  # fmt: skip
