@@ -9,6 +9,7 @@ import os
 import threading
 
 import numpy as np
+import triton.language as tl
 import triton.runtime.interpreter as interpreter
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -45,6 +46,20 @@ def _memory(values, found):
             storage = interpreter._unwrap_tensor(value).untyped_storage()
             found.append((storage.data_ptr(), storage.data_ptr() + storage.nbytes()))
     return found
+
+
+def _listed(given):
+    """The memory whose addresses a table holds, as `fusebook.kernels.adamw` has it: sizes, then a row for each kind."""
+    if not {"table_ptr", "grads_ptr"} <= given.keys():
+        return []
+    sizes, *rows = given["table_ptr"].tolist()
+    kinds = [given["P"], given["S"], given["S"], given["S"], tl.float32, given["G"]]
+    return [
+        (start, start + n * kind.primitive_bitwidth // 8)
+        for row, kind in zip([*rows, given["grads_ptr"][0].tolist()], kinds, strict=True)
+        for start, n in zip(row, sizes, strict=True)
+        if start
+    ]
 
 
 def _merged(ranges):
@@ -120,7 +135,8 @@ def guard():
     def guarded(self, *args, **kwargs):
         if not (asked or os.environ.get("GUARD")):
             return launch(self, *args, **kwargs)
-        found = _merged(_memory([*args, *kwargs.values()], []))
+        given = dict(zip(self.arg_names, args, strict=False)) | kwargs
+        found = _merged(_memory([*args, *kwargs.values()], _listed(given)))
         # Kernels that take rows by whole vectors of 16 bytes read what lies in the first and last one beside the row,
         # and pass it over. Memory is allocated in larger pieces, so it is there.
         _here.spare = 15 if kwargs.get("VEC", 1) > 1 else 0

@@ -77,6 +77,17 @@ def test_one_of_two_inputs_that_is_changed_is_caught():
         bench.verify(given, "cheat", torch.float32, card.edges[0])
 
 
+@pytest.mark.parametrize("seconds", [0.0, 0.005])  # a slow call is attempted again, with what is prepared anew
+def test_what_works_in_place_on_copies_is_checked_where_they_are_new(seconds):
+    def doubled(x):
+        time.sleep(seconds)
+        return x.mul_(2)
+
+    fields = {"prepare": lambda x: (x.clone(),)}
+    assert row(toy(cheat=variant(doubled, in_place=True, **fields)))["status"] == "ok"
+    assert_caught(row(toy(cheat=variant(doubled, **fields))), "wrong", "above the limit")
+
+
 def test_memory_is_poisoned_before_every_call(monkeypatch):
     seen = []
     monkeypatch.setattr(bench.inputs, "poison", lambda outs: seen.append([tuple(o.shape) for o in outs]))
