@@ -53,7 +53,7 @@ def close(got, want, rtol=1e-6):
 @pytest.mark.parametrize("on_device", [False, True], ids=["numbers", "tensors"])
 def test_three_steps_are_those_of_torch(options, dtype, on_device, device):
     ps, gs, ms, vs = model(device, dtype=dtype)
-    gradients = [[k * g for g in gs] for k in (1.0, -3.0, 0.5)]
+    gradients = [[k * g for g in gs] for k in (1.0, -3.0, 0.01)]  # the largest v is not the last
     want = by_torch(ps, gradients, lr=0.01, **options)
     beta1, beta2 = options.get("betas", (0.9, 0.999))
     rest = {k: v for k, v in options.items() if k in ("maximize", "weight_decay", "eps")}
@@ -84,6 +84,7 @@ def test_gradients_are_clipped_by_a_norm_on_the_device(norm, device):
     want = by_torch(ps, [[g * factor for g in gs]], lr=0.01)
     adamw_step(ps, gs, ms, vs, step=1, lr=0.01, norm=norm, max_norm=2.0)
     close(ps, want)
+    close(ms, [0.1 * g * factor for g in gs])  # a first step is the same for gradients of any length
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -226,6 +227,8 @@ def test_what_is_known_of_a_list_holds_for_no_other(device):
     ps[1].data, gs[1], ms[1], vs[1] = ps[1].data[:5], gs[1][:5], ms[1][:5], vs[1][:5]
     assert right(5), "shorter, at the same address"
     gs[1] = gs[1].double().float()
+    with pytest.raises(ValueError, match=r"exp_avgs\[1\] of shape"):  # shorter, at the same address
+        adamw_step(ps, gs, [ms[0], ms[1][:3]], vs, step=6)
     kept.append(gs[1])
     assert right(6)
     ps, gs, ms, vs = ([t.double() for t in ts] for ts in (ps, gs, ms, vs))
