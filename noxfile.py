@@ -1,4 +1,5 @@
-"""The commands: ``nox -s docs tests lint``; on request ``browser``, ``record``, ``restamp``, ``versions``, ``site``.
+"""The commands: ``nox -s docs tests lint``; on request ``browser``, ``record``, ``restamp``, ``versions``, ``site``,
+``gpu``, ``sanitize``, ``stress``, ``fuzz``, ``mutants``.
 
 All sessions share one environment, `.nox/environment`, which is made once and remade when what it should hold changes:
 torch alone takes a gigabyte. ``nox --no-venv --no-install -s docs`` uses the Python it runs in and installs nothing.

@@ -67,6 +67,7 @@ def far(rows, columns, dtype, device, seed=0):
 
 FAR_APART = {
     "softmax": lambda x: (fusebook.softmax(x, 1), torch.softmax(x, 1)),
+    "softmax, at odd distances": lambda x: softmax_of(x.as_strided(x.shape, (FAR - 7, 1)).copy_(x.clone())),
     "softmax along the rows": lambda x: (fusebook.softmax(x, 0), torch.softmax(x, 0)),
     "a gradient of softmax": lambda x: (
         torch.func.vjp(fusebook.softmax, x.contiguous())[1](x)[0],
@@ -84,6 +85,11 @@ FAR_APART = {
     ),
     "logistic": lambda x: logistic(x),
 }
+
+
+def softmax_of(x):
+    """Addresses in whole vectors are smaller: these are in numbers."""
+    return fusebook.softmax(x, 1), torch.softmax(x, 1)
 
 
 def scattered(x, strategy):
