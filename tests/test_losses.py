@@ -54,7 +54,7 @@ def assert_close(got, want, eps=64.0):
 TERMS = {
     "plain": {},
     "sum, smoothed, z-loss, capped": {"reduction": "sum", "label_smoothing": 0.1, "z_loss": 1e-3, "softcap": 150.0},
-    "a loss a row, weights, smoothed": {"reduction": "none", "label_smoothing": 0.2, "weight": True},
+    "a loss a row, weights, smoothed": {"reduction": "none", "label_smoothing": 0.2, "weight": True, "z_loss": 1e-3},
     "weights": {"weight": True, "ignore_index": 3},
 }
 
@@ -180,6 +180,9 @@ def test_targets_that_are_no_class_are_named_or_give_nan(N):
         assert losses.isnan().tolist() == [False, False, False, True]
         assert dx[3].isnan().all() and not dx[:3].isnan().any()
         assert fusebook.cross_entropy(x, target, check=False).isnan()
+    target.clamp_(0, N - 1)[3] = N  # and nothing else is out of the way
+    with pytest.raises(IndexError, match=f"got {N} at target\\[3\\]"):
+        fusebook.cross_entropy(x, target)
 
 
 def test_nothing_to_learn_is_nan_and_has_no_gradient():

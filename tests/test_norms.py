@@ -90,6 +90,13 @@ def test_eight_bits_lie_within_half_a_step_and_use_them_all(n, dtype):
     assert torch.equal(again.float(), expected[0].float()) and torch.equal(same, expected[1])
 
 
+def test_eight_bits_of_a_wide_row_are_of_a_mean_and_squares_that_no_lane_has_alone():
+    x = made(2, 33000) + 2
+    quantised, scale = fusebook.layer_norm(x, dtype=torch.int8)
+    want = F.layer_norm(x.double(), (33000,))
+    assert ((quantised.double() * scale - want).abs() <= 0.51 * scale).all()
+
+
 def test_a_row_of_zeros_has_the_scale_one_and_nan_shows_in_it():
     x = made(3, 70)
     x[0], x[1, 5] = 0, math.nan
@@ -108,6 +115,18 @@ def test_nan_and_infinity_stand_where_torch_has_them(centred, n):
     )
     dx = (fusebook.layer_norm_backward if centred else fusebook.rms_norm_backward)(x, torch.ones_like(x))[0]
     assert dx[0].isnan().all() and dx[1].isnan().any() and dx[2:].isfinite().all()
+
+
+@centred
+def test_eps_is_added_to_the_mean_of_squares(centred):
+    x = 1e-3 * made(3, 70)
+    torch.testing.assert_close(OURS[centred](x, eps=1e-5), plain(x, centred=centred, eps=1e-5))
+
+
+@centred
+def test_a_norm_is_that_of_the_sum_as_it_is_stored(centred):
+    y, total = SUMS[centred](made(5, 37, dtype=torch.bfloat16), made(5, 37, dtype=torch.bfloat16, seed=1))
+    assert torch.equal(y, OURS[centred](total))
 
 
 def test_a_layer_norm_far_from_zero_does_not_cancel():
