@@ -108,6 +108,7 @@ Source(softmax_eager, doc=False)
 # the ``meta`` device have nothing else.
 
 
+# site: fold
 class Traffic(TorchDispatchMode):
     """Note how many elements each operation reads and writes."""
 
@@ -347,6 +348,7 @@ def rows_in_turn(
         tl.store(y_ptr + at, e / tl.sum(e, 0), mask=inside)  # write N
 
 
+# site: fold
 @functools.cache
 def programs_that_fit(dtype, N, constants):
     """As many as registers and shared memory have room for."""
@@ -364,6 +366,7 @@ def programs_that_fit(dtype, N, constants):
     return gpu.multi_processor_count * max(fit, 1)
 
 
+# site: fold
 def softmax_in_turn(x):
     M, N = x.shape
     y = torch.empty_like(x)
@@ -823,9 +826,6 @@ table(tables.shares(large), "Each way over the large shapes, cold", fold=True)
 # of 128256 does not, and ours is then shared by several.
 
 vocabulary = asked.results(config="llama", dtype="bfloat16")
-plots.dots(vocabulary)
-
-# %%
 table(
     tables.times(vocabulary, words=True),
     "Vocabularies: cold time in microseconds",

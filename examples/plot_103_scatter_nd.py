@@ -564,6 +564,7 @@ table(scores[["score", "limit", "right"]], "Scores")
 # This is the mistake, and two more that are easily made.
 
 
+# site: fold
 def index_of_the_thread(shape, indices, updates, block=128):
     """What the source's kernel computes."""
     (n, D), k = updates.shape, indices[:, 0]
@@ -578,6 +579,7 @@ def index_of_the_thread(shape, indices, updates, block=128):
     return y + masked_scatter_nd_eager(shape, *rest)
 
 
+# site: fold
 def last_update_wins(shape, indices, updates):
     y = updates.new_zeros(shape)
     live = indices[:, 0] != -1
@@ -585,6 +587,7 @@ def last_update_wins(shape, indices, updates):
     return y
 
 
+# site: fold
 def mask_counts_from_the_end(shape, indices, updates):
     return fusebook.scatter_nd_of_shape(shape, indices, updates)
 
@@ -1044,7 +1047,7 @@ void by_column_shared(float* __restrict__ y,
     }
 }
 """
-Listing(BY_COLUMN, "cuda")
+Folded("The source's two kernels in CUDA C", Listing(BY_COLUMN, "cuda"))
 
 
 # site: fold

@@ -666,19 +666,11 @@ by_way["microseconds a step"] = 100 * by_way["seconds"]
 table(by_way, "Ten thousand steps of 400 x 784", fold=False)
 
 # %%
+# The losses are those of float64. How far each way is from them, in parts of
+# what the check allows:
+
 losses = measured("logistic_losses", losses_of_each_way)
 curves = losses.set_index("step")
-ax = plots.lines(
-    curves[["float64", "fusebook"]],
-    title="The loss on the way: float64, and float32 on the chip",
-    ylabel="loss",
-    source=losses,
-)
-
-# %%
-# The two lines are one. What lies between such lines shows in units of what
-# the check allows:
-
 four = ["NumPy", "eager", "fusebook steps", "fusebook"]
 apart = curves[[f"score of {name}" for name in four]] / by_way["limit"].iloc[0]
 apart.columns = four
