@@ -209,9 +209,10 @@ def step_one(ps, gs, ms, vs, t, lr):
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 #
 # A kernel's arguments are fixed in number, a list's tensors are not. But an
-# address is a number, and numbers can be read from memory. The **pointer
-# table** holds the addresses of all tensors, a list of *chunks* says which
-# tensor a program steps and where in it, and both are put on the device once.
+# address is a number, and numbers can be read from memory. A
+# :term:`pointer table` holds the addresses of all tensors, a list of chunks
+# says which tensor a program steps and where in it, and both are put on the
+# device once.
 # PyTorch's fused optimizers pass such a table by value, within the 4 KB that
 # arguments of a kernel may have, and launch again when it is full.
 
@@ -278,8 +279,8 @@ Source(_chunk)
 
 # %%
 # The learning rate, the number of steps and the gradients' norm may be on the
-# device, so that a **CUDA graph** of a step can be replayed. Then the kernel
-# has to count: all programs read the number of steps, and one may write the
+# device, so that a :term:`CUDA graph` of a step can be replayed. Then the
+# kernel has to count: all programs read the number of steps, and one may write the
 # next, but only when all have read. Each takes a ticket, and the last one
 # counts.
 
@@ -291,10 +292,10 @@ Source(_adamw_chunks)
 #
 # A bfloat16 number has eight bits of mantissa. A step that is smaller than
 # half of the last of them is rounded away, and the parameter never moves.
-# There are two remedies. A float32 **master** beside each parameter is what is
-# really stepped, at 4 bytes more for each number. Or the rounding is left to
-# chance: **stochastic rounding** goes up as often as the lost digits say, so
-# that the mean of many steps is right.
+# There are two remedies. A float32 master beside each parameter is what is
+# really stepped (:term:`master weights`), at 4 bytes more for each number. Or
+# the rounding is left to chance: :term:`stochastic rounding` goes up as often
+# as the lost digits say, so that the mean of many steps is right.
 
 Source(_rounded_by_chance)
 

@@ -118,9 +118,9 @@ def backward(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 # Shapes without memory
 # ~~~~~~~~~~~~~~~~~~~~~
 #
-# Whoever traces a program runs it on **fake tensors**, which have a shape, a
-# stride, a dtype and a device, and no memory. ``register_fake`` says what
-# comes out. It must agree with what the kernel does: with its strides as well.
+# Whoever traces a program runs it on fake tensors (:term:`fake tensor`), which
+# have a shape, a stride, a dtype and a device, and no memory.
+# ``register_fake`` says what comes out. It must agree with what the kernel does: with its strides as well.
 #
 # A gradient
 # ~~~~~~~~~~
