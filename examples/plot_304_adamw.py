@@ -280,8 +280,8 @@ Source(_chunk)
 # %%
 # The learning rate, the number of steps and the gradients' norm may be on the
 # device, so that a :term:`CUDA graph` of a step can be replayed. Then the
-# kernel has to count: all programs read the number of steps, and one may write the
-# next, but only when all have read. Each takes a ticket, and the last one
+# kernel has to count: all programs read the number of steps, and one may write
+# the next, but only when all have read. Each takes a ticket, and the last one
 # counts.
 
 Source(_adamw_chunks)

@@ -120,7 +120,8 @@ def backward(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 #
 # Whoever traces a program runs it on fake tensors (:term:`fake tensor`), which
 # have a shape, a stride, a dtype and a device, and no memory.
-# ``register_fake`` says what comes out. It must agree with what the kernel does: with its strides as well.
+# ``register_fake`` says what comes out. It must agree with what the kernel
+# does: with its strides as well.
 #
 # A gradient
 # ~~~~~~~~~~
