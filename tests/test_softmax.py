@@ -218,6 +218,15 @@ def test_nothing_of_a_neighbour_enters_a_gradient(dtype):
 
 
 @TWO_DTYPES
+@pytest.mark.parametrize("n", [20001, 66001])
+def test_nothing_of_a_neighbour_enters_a_row(n, dtype):
+    """A row that begins within a vector, between rows of numbers that are far larger."""
+    x = torch.full((3, n), 1000.0, device=DEVICE, dtype=dtype)
+    x[1] = torch.randn(n, device=DEVICE)
+    torch.testing.assert_close(fusebook.softmax(x), torch.softmax(x.float(), 1).to(dtype))
+
+
+@TWO_DTYPES
 @pytest.mark.parametrize("n", [50257, 66000])
 def test_a_wide_row_is_the_same_whatever_rows_it_comes_with(n, dtype):
     x = torch.randn(6, n, device=DEVICE, dtype=dtype)
