@@ -12,6 +12,9 @@ Nothing is kept from the forward pass but its input: the statistics of a row are
 A program takes many rows and the same columns of each, and adds up its part of dweight and dbias in registers. So
 there is one partial row for each group of programs, and a second kernel adds these up in a fixed order: the same bits
 each time, without atomics.
+
+Limits: a row of more than 16 KiB is shared by programs that wait for each other, and are launched so that all of them
+run at once; where the GPU has no room for one row, it is refused. It has no gradient of its own.
 """
 
 from __future__ import annotations
@@ -301,6 +304,8 @@ def rms_norm_backward(
         If an argument is no dense floating-point tensor, or dtypes of `x`, `dy` and `dtotal` differ.
     ValueError
         If shapes or devices do not fit, or the tensors are on the CPU and Triton compiles, or views that negate.
+    NotImplementedError
+        If a row is wider than all multiprocessors together can hold.
     """
     return tuple(norm_backward(x, dy, dtotal, weight, bias, False, eps))
 
@@ -328,7 +333,7 @@ def layer_norm_backward(
 
     Raises
     ------
-    TypeError, ValueError
+    TypeError, ValueError, NotImplementedError
         As `rms_norm_backward`.
     """
     return tuple(norm_backward(x, dy, dtotal, weight, bias, True, eps))
