@@ -355,6 +355,8 @@ library.define("trusted(Tensor x) -> Tensor")
 for device in ("CPU", "CUDA"):
     library.impl("trusted", forward, device)
 
+# %%
+
 
 def costs():
     x = torch.randn(4096, device="cuda")
