@@ -1010,8 +1010,9 @@ table(parts, "Times as fast, by what was changed, cold", fold=False)
 # each. No two threads share a column, so nothing is atomic. One kernel reads
 # each index from memory; the other, for 128 columns and more, brings 128
 # indices at a time into :term:`shared memory`. This is that in CUDA C of our
-# own, the mistake mended (`theirs
-# <https://github.com/sdpython/onnx-extended/tree/main/onnx_extended/ortops/optim/cuda>`__).
+# own, the mistake mended (theirs
+# stand in ``onnx_extended/ortops/optim/cuda`` of `onnx-extended
+# <https://github.com/sdpython/onnx-extended>`__).
 
 BY_COLUMN = """
 extern "C" __global__
