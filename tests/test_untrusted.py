@@ -73,6 +73,7 @@ def test_no_cell_of_a_file_is_a_formula(tmp_path, monkeypatch):
     assert "f" not in {cell.data_type for cell in cells}
     assert [tables.harmless(f) for f in FORMULAS] == [f"'{f}" for f in FORMULAS]
     assert tables.harmless(-1.5) == -1.5 and tables.harmless("") == ""
+    assert tables.harmless("\x1b[91merror\x1b[0m: \x07=") == "error: =" and tables.harmless("\x1b[1m=1") == "'=1"
 
 
 def test_no_cell_of_a_record_is_a_formula(tmp_path):

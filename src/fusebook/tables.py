@@ -10,6 +10,7 @@ each, the larger of the host's time and the device's.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -587,6 +588,8 @@ def clocks(df: pd.DataFrame, variants: Sequence[str] | None = None) -> pd.DataFr
 def harmless(value: Any) -> Any:
     """Text that a spreadsheet would take for a formula, with an apostrophe before it; anything else as it is.
 
+    Colours of a terminal and other control characters, which a spreadsheet refuses, are left out.
+
     Parameters
     ----------
     value : object
@@ -595,7 +598,10 @@ def harmless(value: Any) -> Any:
     -------
     object
     """
-    return f"'{value}" if isinstance(value, str) and value[:1] in tuple("=+-@\t\r") else value
+    if not isinstance(value, str):
+        return value
+    value = re.sub(r"\x1b\[[0-9;]*m|[\x00-\x08\x0b\x0c\x0e-\x1f]", "", value)
+    return f"'{value}" if value[:1] in tuple("=+-@\t\r") else value
 
 
 def number(value: Any) -> str:
