@@ -195,9 +195,12 @@ def _linear_eager(h: Tensor, head: Tensor, target: Tensor) -> tuple[Tensor, ...]
 
 
 def _linear_torch(h: Tensor, head: Tensor, target: Tensor) -> Tensor:
-    if not hasattr(F, "linear_cross_entropy"):
-        raise NotImplementedError(f"torch has it from 2.13 on, and this is {torch.__version__}")
-    return F.linear_cross_entropy(h, head, target, options=torch.nn.LinearCrossEntropyOptions())
+    try:
+        from torch.nn import LinearCrossEntropyOptions
+        from torch.nn.functional import linear_cross_entropy
+    except ImportError:
+        raise NotImplementedError("torch has it from 2.13 on") from None
+    return linear_cross_entropy(h, head, target, options=LinearCrossEntropyOptions())
 
 
 def _linear_fusebook(h: Tensor, head: Tensor, target: Tensor) -> tuple[Tensor, ...]:
