@@ -22,7 +22,7 @@ import synthetic
 from fusebook import bench, record
 from fusebook import machine as machines
 from fusebook.cards import OPS
-from fusebook.page import _place
+from fusebook.page import NoResults, _place
 from fusebook.page.claims import Exercise
 from toy import machine
 
@@ -189,7 +189,10 @@ def solutions(page):
 
 @pytest.mark.parametrize("page", KERNEL_PAGES, ids=lambda p: p.stem)
 def test_a_kernel_page_replays_and_its_exercises_fail_until_they_are_solved(page, recorded):
-    shown, passed = run_page(page, solutions(page))
+    try:
+        shown, passed = run_page(page, solutions(page))
+    except NoResults as missing:  # a new page, or a part of it, that no GPU has measured yet
+        pytest.skip(f"not recorded: {missing}")
     found = exercises(shown)
     assert found
     assert [item.true for item in found] == [False] * len(found)
