@@ -224,7 +224,7 @@ def scaling():
 # iterations.
 
 CHECKED = ((8_000_000, 2, 2), (500_000, 64, 256))
-TIMES = 10 if on_gpus(True, False) else 2
+TIMES = 10
 LATE = 1000
 
 
