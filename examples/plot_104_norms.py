@@ -214,9 +214,8 @@ Source(_norm_rows)
 # At the end there is one partial row a program, a few hundred in all.
 #
 # While it works on a row, the next ones are on their way into shared memory:
-# ``num_stages`` of the loop asks for that. Wide rows are shared by programs
-# here too, and each waits for the sums of the others; a few programs of
-# different rows on each multiprocessor keep it busy meanwhile.
+# ``num_stages`` of the loop asks for that. The sums of wide rows, which many
+# programs share, are found by a launch before: such rows are read twice.
 
 Source(_norm_backward)
 

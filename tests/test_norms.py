@@ -205,7 +205,6 @@ def noted(*args, **constants):
 _operator._with_scratch = noted
 x, w = torch.empty(264, 65536, dtype=torch.bfloat16), torch.empty(65536, dtype=torch.bfloat16)
 fusebook.rms_norm(x, w)
-fusebook.layer_norm_backward(x, x, w, w)
 print(json.dumps(found))
 """
 
@@ -216,7 +215,7 @@ def test_programs_leave_their_words_before_they_wait_for_others(tmp_path):
     environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     end = subprocess.run([sys.executable, "-c", COMPILED], env=environment, capture_output=True, text=True, check=True)
     found = json.loads(end.stdout.splitlines()[-1])
-    for kernel, words in (("_norm_shared", 1), ("_norm_backward", 4)):
+    for kernel, words in (("_norm_shared", 1),):
         loop = found[kernel].split("scf.for", 1)[1]
         first, waiting = loop.split("isVolatile = true", 1)
         assert first.count("tt.atomic_rmw exch") == words

@@ -13,8 +13,8 @@ A program takes many rows and the same columns of each, and adds up its part of 
 there is one partial row for each group of programs, and a second kernel adds these up in a fixed order: the same bits
 each time, without atomics.
 
-Limits: a row of more than 16 KiB is shared by programs that wait for each other, and are launched so that all of them
-run at once; where the GPU has no room for one row, it is refused. It has no gradient of its own.
+Limits: a row of more than 16 KiB is shared by several programs, and a launch before finds the sums of its parts: so it
+is read twice. It has no gradient of its own.
 """
 
 from __future__ import annotations
@@ -27,9 +27,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._norms import aligned, board_of, check_norm, loaded, parts_of, rows_in, word_of
+from ._norms import aligned, check_norm, loaded, parts_of, rows_in
 from ._operator import Operator, accumulated, contiguous, empty, gpu, launch
-from ._rows import leave, words_of
 
 __all__ = ["layer_norm_backward", "rms_norm_backward"]
 
@@ -47,18 +46,34 @@ def _sums(x, g, own, count, CENTRED: tl.constexpr):
 
 
 @triton.jit
-def _leave_all(at, total, squares, gs, products, CENTRED: tl.constexpr):
-    """Leave the words of a part of one row."""
-    leave(at, word_of(tl.sum(squares, 0)))
-    leave(at + 1, word_of(tl.sum(products, 0)))
+def _part_sums(
+    found_ptr, x_ptr, dy_ptr, w_ptr, N, x_stride, dy_stride, SPAN, PARTS,
+    ALIGN: tl.constexpr, CENTRED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The sums of a part of a row, of SPAN columns."""
+    FLOAT: tl.constexpr = tl.float64 if x_ptr.dtype.element_ty == tl.float64 else tl.float32
+    WORDS: tl.constexpr = 4 if CENTRED else 2
+    N = N * ALIGN
+    row = (tl.program_id(0) // PARTS).to(tl.int64)
+    part = tl.program_id(0) % PARTS
+    inner = tl.arange(0, BLOCK)[None, :]  # [1, BLOCK]
+    columns = part * SPAN + inner
+    own = (inner < SPAN) & (columns < N)
+    x = tl.load(x_ptr + row * (x_stride * ALIGN) + columns, mask=own, other=0.0).to(FLOAT)  # read MN
+    dy = tl.load(dy_ptr + row * (dy_stride * ALIGN) + columns, mask=own, other=0.0).to(FLOAT)  # read MN
+    g = dy * loaded(w_ptr, columns, own, 1.0).to(FLOAT)
+    total, squares, gs, products = _sums(x, g, own, tl.minimum(N - part * SPAN, SPAN), CENTRED)
+    at = found_ptr + (row * PARTS + part) * WORDS + tl.arange(0, 1)
+    tl.store(at, squares)
+    tl.store(at + 1, products)
     if CENTRED:
-        leave(at + 2, word_of(tl.sum(total, 0)))
-        leave(at + 3, word_of(tl.sum(gs, 0)))
+        tl.store(at + 2, total)
+        tl.store(at + 3, gs)
 
 
 @triton.jit
 def _norm_backward(
-    dx_ptr, sums_ptr, board_ptr, x_ptr, dy_ptr, dtotal_ptr, w_ptr, M, N, x_stride, dy_stride, dtotal_stride,
+    dx_ptr, sums_ptr, found_ptr, x_ptr, dy_ptr, dtotal_ptr, w_ptr, M, N, x_stride, dy_stride, dtotal_stride,
     GROUPS, SPAN, PARTS,
     ALIGN: tl.constexpr, EPS: tl.constexpr, CENTRED: tl.constexpr, DW: tl.constexpr, DB: tl.constexpr,
     ALONE: tl.constexpr, STAGES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
@@ -66,11 +81,10 @@ def _norm_backward(
 ):  # fmt: skip
     """ROWS rows at a time, up to SPAN columns of them, by PARTS programs; GROUPS such groups take all rows.
 
-    ALONE: PARTS is 1. Otherwise programs wait for each other, and must all run at once. Rows are loaded ahead, into
-    shared memory, so that those of STAGES loops are under way.
+    ALONE: PARTS is 1. Otherwise the sums of all parts were found before. Rows are loaded ahead, into shared memory, so
+    that those of STAGES loops are under way.
     """
     FLOAT: tl.constexpr = tl.float64 if x_ptr.dtype.element_ty == tl.float64 else tl.float32
-    NOTHING: tl.constexpr = -9223372036854775808 if FLOAT == tl.float64 else -2147483648  # -0.0
     WORDS: tl.constexpr = 4 if CENTRED else 2
     N = N * ALIGN
     group = tl.program_id(0) // PARTS
@@ -91,15 +105,9 @@ def _norm_backward(
         total, squares, gs, products = _sums(x, dy * w.to(FLOAT), own, count, CENTRED)
         mean = total / N
         if not ALONE:
-            at = board_ptr + row * (PARTS * WORDS)
-            _leave_all(at + part * WORDS, total, squares, gs, products, CENTRED)
             lanes = tl.arange(0, LANES)  # [LANES]
-            words = tl.full([LANES], NOTHING, board_ptr.dtype.element_ty)
-            # No word is zero. But Triton loads ahead only in loops in which it sees no other, and puts what depends on
-            # nothing that is loaded before what does.
-            if word_of(tl.sum(products, 0)) != 0:
-                words, _ = words_of(at, lanes, PARTS * WORDS, NOTHING, 1 << 14)  # tens of milliseconds
-            found = tl.where(words == 0, float("nan"), words.to(FLOAT, bitcast=True))  # [LANES]
+            at = found_ptr + row * (PARTS * WORDS) + lanes
+            found = tl.load(at, mask=lanes < PARTS * WORDS, other=0.0)  # [LANES]
             if CENTRED:
                 counts = tl.maximum(tl.minimum(N - tl.arange(0, LANES // 4) * SPAN, SPAN), 0).to(FLOAT)  # [LANES / 4]
                 left, right = tl.split(tl.reshape(found, [LANES // 4, 2, 2]))
@@ -180,7 +188,7 @@ def norm_backward_plan(
     """
     hopper = capability is not None and capability >= (9, 0)
     stages = (4 if hopper else 3) - added  # what the loop loads ahead shall fit into 96 KiB where there is no more
-    if capability is None or n <= 16384 // size:
+    if n <= 16384 // size:
         # 32 bytes of a row a thread, so that x, dy, weight and dweight fit into 128 registers; 16 warps in all.
         parts, span, block = 1, n, triton.next_power_of_2(n)
         warps = max(1, min(16, block * size // 1024))
@@ -189,14 +197,13 @@ def norm_backward_plan(
             together = min(max(1, triton.next_power_of_2(rows)), max(1, 2**15 // block))
         resident, registers = 16 // warps, 128
     else:
-        # Two or three programs of different rows: while one waits for words, another computes.
         parts, span = parts_of(n, size, 8192 // size)
         together, block, warps = 1, triton.next_power_of_2(span), 8
         resident, registers = (3, 80) if hopper and not centred else (2, 128)
-    groups = min(triton.cdiv(rows, together), resident * processors // parts)
+    groups = max(1, min(triton.cdiv(rows, together), resident * processors // parts))
     lanes = max(32 * warps, triton.next_power_of_2(parts * (4 if centred else 2)))
     constants = {"STAGES": stages, "ROWS": together, "BLOCK": block, "LANES": lanes}
-    return Plan(constants, groups if parts > 1 else max(1, groups), parts, span, warps, registers)
+    return Plan(constants, groups, parts, span, warps, registers)
 
 
 _plan = functools.lru_cache(maxsize=4096)(norm_backward_plan)
@@ -225,21 +232,21 @@ def _into(
     capability, processors = gpu(x.device)
     plan = _plan(len(x), n, x.element_size(), capability, processors, centred, dtotal is not None)
     alone = plan.parts == 1
-    if len(x) and not plan.groups:
-        raise NotImplementedError(
-            f"norms: expected rows that this GPU's {processors} multiprocessors can hold at once for a gradient, got "
-            f"{n} numbers; use torch"
-        )
     align = aligned(n, x, dy, dtotal)
     summed = [d for d in (dw, db) if d is not None]
     sums = empty((len(summed), plan.groups, n), kind, x.device) if summed else None
-    board = None if alone else board_of(len(x) * plan.parts * words, x.dtype, x.device)
     strides = [0 if t is None else t.stride(0) // align for t in (x, dy, dtotal)]
+    found_sums = None
+    if not alone:
+        found_sums = empty((len(x), plan.parts, words), kind, x.device)
+        launch(
+            _part_sums, (len(x) * plan.parts,), found_sums, x, dy, weight, n // align, strides[0], strides[1],
+            plan.span, plan.parts, ALIGN=align, CENTRED=centred, BLOCK=plan.constants["BLOCK"], num_warps=plan.warps,
+        )  # fmt: skip
     launch(
-        _norm_backward, (plan.groups * plan.parts,), dx, sums, board, x, dy, dtotal, weight, len(x), n // align,
+        _norm_backward, (plan.groups * plan.parts,), dx, sums, found_sums, x, dy, dtotal, weight, len(x), n // align,
         *strides, plan.groups, plan.span, plan.parts, ALIGN=align, EPS=eps, CENTRED=centred, DW=dw is not None,
         DB=db is not None, ALONE=alone, num_warps=plan.warps, maxnreg=plan.registers, **plan.constants,
-        **({} if alone else {"launch_cooperative_grid": True}),
     )  # fmt: skip
     if sums is not None:
         block = 32 if n >= 32 else triton.next_power_of_2(n)
@@ -304,8 +311,6 @@ def rms_norm_backward(
         If an argument is no dense floating-point tensor, or dtypes of `x`, `dy` and `dtotal` differ.
     ValueError
         If shapes or devices do not fit, or the tensors are on the CPU and Triton compiles, or views that negate.
-    NotImplementedError
-        If a row is wider than all multiprocessors together can hold.
     """
     return tuple(norm_backward(x, dy, dtotal, weight, bias, False, eps))
 
@@ -333,7 +338,7 @@ def layer_norm_backward(
 
     Raises
     ------
-    TypeError, ValueError, NotImplementedError
+    TypeError, ValueError
         As `rms_norm_backward`.
     """
     return tuple(norm_backward(x, dy, dtotal, weight, bias, True, eps))
