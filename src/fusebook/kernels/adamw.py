@@ -298,7 +298,11 @@ class _List:
         states = tensors[: -len(grads)]
         self.guards = [_Guards(*of, dynamic_dims_sizes=None, dynamic_dims_strides=None) for of in (states, grads)]
         self.ids = [id(t) for t in states]
-        self.alive = [weakref.ref(t, lambda _, ids=self.ids: ids.clear()) for t in states]  # another may get its id
+
+        def gone(_: Any, ids: list[int] = self.ids) -> None:
+            ids.clear()  # another may get its id
+
+        self.alive = [weakref.ref(t, gone) for t in states]
         spans = sorted((t.data_ptr(), t.data_ptr() + t.numel() * t.element_size()) for t in states)
         self.starts, self.ends = torch.tensor(spans).T.contiguous()
         self.sizes = torch.tensor([g.numel() * g.element_size() for g in grads])

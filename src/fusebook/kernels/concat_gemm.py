@@ -285,7 +285,8 @@ def _into(out: Tensor, x: Tensor, weights: Sequence[Tensor], tf32: bool, strateg
         end = at + 1
         while end < min(at + _MOST, len(weights)) and layouts[end] == layouts[at]:
             end += 1
-        group, layout = weights[at:end], layouts[at]
+        group: Sequence[Tensor] = weights[at:end]
+        layout = layouts[at]
         x, group, aligned = _fetchable(x, group, layout, math, hardware[0], strategy)
         kind = _kind(x, group, layout) if aligned else ""
         wanted = strategy or ("fused" if ragged and aligned else None)

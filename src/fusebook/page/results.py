@@ -334,8 +334,8 @@ def _record_again(op: Op, frame: pd.DataFrame, warmup: int, repeat: int) -> None
 
     Where only what is due is recorded, also what is stale.
     """
-    lack = (frame["status"] == "ok") & frame["call_us"].isna()
-    lack = frame[lack | (frame["stale"] != "") & (_part() == "due")]
+    unclocked = frame["status"].eq("ok") & frame["call_us"].isna()
+    lack = frame[unclocked | (frame["stale"].ne("") & (_part() == "due"))]
     dims = [c for c in frame if c not in ("op", "config", "variant", "dtype", "stale", *bench.COLUMNS)]
     asked: dict[tuple[str, ...], list[tuple[str, Dims]]] = {}  # points by dtype and variants, which are timed together
     for _, rows in lack.groupby(["dtype", "config", *dims], sort=False):
