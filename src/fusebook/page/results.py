@@ -387,7 +387,6 @@ def measured(
     live: bool | None = None,
     *,
     by_device: bool = False,
-    excused: bool = False,
 ) -> pd.DataFrame:
     """What no card measures: runs a function where there is a GPU, replays its record where there is none.
 
@@ -402,8 +401,6 @@ def measured(
         is replayed where this is false, and recorded where there is a GPU too.
     by_device : bool
         Whether it takes no time by a clock of the host's, so that it can be recorded while other GPUs work.
-    excused : bool
-        Whether the page is whole without it, which ends there while it is not recorded.
 
     Returns
     -------
@@ -440,7 +437,7 @@ def measured(
             record.write(frame, Path(folder), record_name)
     else:
         if not (found := there or _recorded(record_name)):
-            _nothing(f"{name} on {machine.slug()}", "nox -s record", excused=excused)
+            _nothing(f"{name} on {machine.slug()}", "nox -s record")
         frame = _noted(record.read(record_name, found[0].name, found[0].parent))
         was = frame.attrs["origin"]
         same = was.function == launches.digest(function) if was.function else was.source == _text(function)
