@@ -144,10 +144,9 @@ def repository_line():
 
 def processes():
     """How many processes run pages at once: those that replay share the cores, and those that measure are alone."""
-    import torch
+    from fusebook.page import _place
 
-    measures = torch.cuda.is_available() and not os.environ.get("FUSEBOOK_REPLAY")
-    shared = not measures and not os.environ.get("FUSEBOOK_RECORDS")
+    shared = not _place.live() and not os.environ.get("FUSEBOOK_RECORDS")
     return shared and min(4, len(os.sched_getaffinity(0)))
 
 

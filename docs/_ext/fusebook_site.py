@@ -225,8 +225,9 @@ def recorded_seconds():
     import torch
 
     from fusebook import machine
+    from fusebook.page import _place
 
-    if not torch.cuda.is_available() or os.environ.get("FUSEBOOK_REPLAY", "") not in ("", "0"):
+    if not _place.live():
         return None
     return machine.RECORDS / machine.slug_of(torch.cuda.get_device_name()) / "seconds.json"
 
