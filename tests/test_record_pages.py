@@ -365,6 +365,24 @@ def test_what_had_no_callers_clocks_to_keep_is_measured_again_when_the_host_is_a
     assert found["call_us"].notna().all()
 
 
+def test_a_point_with_a_stale_row_is_due_as_a_whole_and_others_are_not(gpu, monkeypatch, tmp_path):
+    def reasons(frame, *_):
+        return [
+            "launches something else now" if v == "fusebook" and n == 64 else ""
+            for v, n in frame[["variant", "N"]].to_numpy()
+        ]
+
+    record.write(rows(EXP, "64x64,64x128"), machines.RECORDS)
+    monkeypatch.setattr(record, "_reasons", reasons)
+    monkeypatch.setenv("FUSEBOOK_PART", "host")
+    results(EXP, config="64x64,64x128")
+    assert gpu == []
+    monkeypatch.setenv("FUSEBOOK_PART", "due")
+    results(EXP, config="64x64,64x128")
+    found = record.read("exp", "test-gpu", tmp_path / "new")
+    assert len(gpu) == 1 and set(found["variant"]) == set(EXP.variants) and set(found["N"]) == {64}
+
+
 def spans():
     frame = rows(EXP, "64x64")[["variant", "cold_us"]]
     frame.attrs.clear()

@@ -332,13 +332,16 @@ def results(
 def _record_again(op: Op, frame: pd.DataFrame, warmup: int, repeat: int) -> None:
     """Measure again, by every clock, what was recorded beside others and had no times of the caller's to keep.
 
-    Where only what is due is recorded, also what is stale.
+    Where only what is due is recorded, also every point that has a stale row, and that whole: what is compared is timed
+    in turn, on one machine.
     """
-    unclocked = frame["status"].eq("ok") & frame["call_us"].isna()
-    lack = frame[unclocked | (frame["stale"].ne("") & (_part() == "due"))]
     dims = [c for c in frame if c not in ("op", "config", "variant", "dtype", "stale", *bench.COLUMNS)]
+    at = ["dtype", "config", *dims]
+    old = frame["stale"].ne("") & (_part() == "due")
+    points = old.groupby([frame[c] for c in at], dropna=False).transform("any")
+    lack = frame[points | (frame["status"].eq("ok") & frame["call_us"].isna())]
     asked: dict[tuple[str, ...], list[tuple[str, Dims]]] = {}  # points by dtype and variants, which are timed together
-    for _, rows in lack.groupby(["dtype", "config", *dims], sort=False):
+    for _, rows in lack.groupby(at, sort=False):
         first = rows.iloc[0]
         names = dict.fromkeys(name.removesuffix(bench.AS_INSTALLED) for name in rows["variant"])
         asked.setdefault((first["dtype"], *names), []).append((first["config"], {str(d): first[str(d)] for d in dims}))
