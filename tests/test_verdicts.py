@@ -81,7 +81,7 @@ def test_libraries_count_among_all_and_not_beside_torch(df):
 def test_ours_is_what_a_caller_gets_where_a_launcher_chooses(df, factor):
     """And not the faster of the kernel and of what is chosen."""
     chosen = scaled(df[(df["variant"] == "fusebook") & (df["N"] > 4096)], "fusebook", factor)
-    both = pd.concat([df, chosen.assign(variant="fusebook (chosen)")], ignore_index=True)
+    both = pd.concat([chosen.assign(variant="fusebook (chosen)"), df], ignore_index=True)
     found = verdicts.verdict(SOFTMAX, both).torch["cold"]
     points = df.drop_duplicates(["dtype", "M", "N"])
     assert found.points == len(points)
