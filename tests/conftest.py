@@ -118,6 +118,14 @@ class _Told:
             line = {"test": report.nodeid, "outcome": report.outcome, "seconds": round(report.duration, 2), "why": why}
             print(json.dumps(line), file=self.file)
 
+    def pytest_collection_finish(self, session):
+        print(json.dumps({"planned": len(session.items)}), file=self.file)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_node_collection_finished(self, node, ids):
+        if node.gateway.id == "gw0":  # the others collect the same
+            print(json.dumps({"planned": len(ids)}), file=self.file)
+
 
 def pytest_configure(config):
     if config.getoption("--told") and not hasattr(config, "workerinput"):

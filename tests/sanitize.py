@@ -2,8 +2,8 @@
 
 Each tool first has to find what was planted for it: a store behind the end of a tensor, a race between two warps, a
 barrier that a warp meets in two halves, a load of what nobody wrote. Tensors have memory of their own, without a cache,
-so that an access outside of one is outside of all. Processes run beside each other; each prints what it begins, and the
-sanitizer prints what it finds between.
+so that an access outside of one is outside of all. Processes run beside each other and take the next case that no other
+has; each prints what it begins and ends, and the sanitizer prints what it finds between.
 
     python tests/sanitize.py                   # all, in at most ten minutes
     python tests/sanitize.py memcheck softmax  # a tool, and the operators whose names contain a word
@@ -11,13 +11,17 @@ sanitizer prints what it finds between.
 
 import argparse
 import concurrent.futures
+import faulthandler
 import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
+import threading
 import time
+from pathlib import Path
 
 import trials
 
@@ -34,9 +38,11 @@ PLANTED = {
     "initcheck": ("load of what nobody wrote", "x[threadIdx.x] = y[threadIdx.x];"),
 }
 #: What a run ends with: "ERROR SUMMARY: 2 errors", "RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)".
-SUMMARY = re.compile(r"^=+ (?:ERROR|RACECHECK) SUMMARY: (\d+)", re.M)
-BEGUN = "-- run: "
+SUMMARY = re.compile(r"^=+ (?:ERROR|RACECHECK) SUMMARY: (\d+)")
+BEGUN, DONE = "-- run: ", "-- done"
 QUIET = ("COMPUTE-SANITIZER", "SUMMARY", "Host Frame", "Saved host backtrace")
+#: Seconds after which a case hangs.
+HANGS = 120
 
 
 # Under the sanitizer
@@ -49,22 +55,32 @@ def plant(tool):
         'extern "C" __global__ void planted(float* x, const float* y, int n) { ' + PLANTED[tool][1] + " }", "planted"
     )
     x, y = torch.zeros(64, device="cuda"), torch.empty(64, device="cuda")
-    print(f"{BEGUN}planted {tool}", flush=True)
     kernel((1, 1, 1), (64, 1, 1), (x, y, 64))
     torch.cuda.synchronize()
 
 
 def cases(words):
-    """Each operator, variant of ours and edge, in a dtype: the next one for each edge."""
+    """Each operator, variant of ours and edge, in a dtype: the next one for each edge.
+
+    What comes first has every edge, and every variant, at least once.
+    """
     from fusebook.cards import OPS
 
+    first, rest = [], []
     for op in OPS.values():
         if words and not any(word in op.name for word in words):
             continue
-        for name, variant in op.variants.items():
-            if name.startswith("fusebook") and set(variant.needs) <= {"cuda"}:
-                for i, dims in enumerate(op.edges):
-                    yield op, name, variant, dims, op.dtypes[i % len(op.dtypes)]
+        ours = [name for name, v in op.variants.items() if name.startswith("fusebook") and set(v.needs) <= {"cuda"}]
+        for j, name in enumerate(ours):
+            for i, dims in enumerate(op.edges):
+                once = i % len(ours) == j or (i == 0 and j >= len(op.edges))
+                (first if once else rest).append((op, name, dims, op.dtypes[i % len(op.dtypes)]))
+    return first, rest
+
+
+def said(case):
+    op, name, dims, dtype = case
+    return f"{op.name}, {name}, {dims}, {dtype}"
 
 
 def placed(t):
@@ -78,24 +94,38 @@ def placed(t):
     return torch.empty(0, dtype=t.dtype, device="cuda").set_(memory.cuda().untyped_storage(), *place)
 
 
-def run(part, parts, words):
+def run(tool, taken, words):
+    """Run the cases that no other process has taken; a file of their number in a folder says that one is."""
     import torch
     import torch.utils._pytree as pytree
 
     from fusebook import inputs
 
-    for op, name, variant, dims, dtype in list(cases(words))[part::parts]:
+    numbered, after = [], 0
+    for part in cases(words):
+        part = [(after + i, case) for i, case in enumerate(part)]
+        after += len(part)
+        turn = len(part) * list(PLANTED).index(tool) // len(PLANTED)  # so that not all compile the same at once
+        numbered += part[turn:] + part[:turn]
+    for number, (op, name, dims, dtype) in numbered:
+        try:
+            os.close(os.open(taken / str(number), os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            continue
+        print(f"{BEGUN}{said((op, name, dims, dtype))}", flush=True)
+        faulthandler.dump_traceback_later(HANGS, exit=True)
         # Made on the CPU: what is copied from there counts as written, and no kernel of others is looked at.
         made = op.make(inputs.generator(0, "cpu"), dtype, **dims)
         made = pytree.tree_map_only(torch.Tensor, placed, made)
-        print(f"{BEGUN}{op.name} {name} {dims} {dtype}", flush=True)
+        variant = op.variants[name]
         try:
             variant.run(*(variant.prepare(*made) if variant.prepare else made))
         except NotImplementedError as refusal:
             print(f"refused: {refusal}")
         torch.cuda.synchronize()
+        faulthandler.cancel_dump_traceback_later()
+        print(DONE, flush=True)
         del made
-    print("all done", flush=True)
 
 
 # Around it
@@ -109,85 +139,109 @@ def sanitizer():
     return found
 
 
-def looked(tool, *arguments, until):
-    """What a process prints under a tool, and how many findings it ends with; -1 where it did not end well."""
-    command = [sanitizer(), "--tool", tool, "--print-limit", "20", sys.executable, __file__, *map(str, arguments)]
-    environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "OMP_NUM_THREADS": "1"}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    process = subprocess.Popen(command, env=environment, start_new_session=True, **pipes)
-    try:
-        said, _ = process.communicate(timeout=max(1.0, until - time.monotonic()))
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)  # the sanitizer and what runs under it
-        said, _ = process.communicate()
-        return said + "\ncut off: there was no time left", -1
-    summaries = SUMMARY.findall(said)
-    whole = summaries and ("--plant" in arguments or "all done" in said)
-    return said, int(summaries[-1]) if whole else -1
+class Tool:
+    """One of the sanitizer's tools: what it has to find, what it has looked at, and what it found."""
 
+    def __init__(self, name, planned, words, until, folder):
+        self.name, self.words, self.until = name, words, until
+        self.planned, self.running, self.wrong = planned, 0, []
+        self.taken = folder / name
+        self.taken.mkdir()
+        self.log = trials.Log(f"compute-sanitizer, {name}", planned, f"sanitize_{name}", unit="cases")
 
-def report(said):
-    """Of what was printed, the findings with the case in which each occurred."""
-    begun, lines = "", []
-    for line in said.splitlines():
-        if line.startswith(BEGUN):
-            begun = line
-        elif line.startswith("=========") and not any(word in line for word in QUIET):
-            if begun:
-                lines.append(begun)
-                begun = ""
-            lines.append(line)
-    return "\n".join(lines)
+    def left(self):
+        """How many cases no process has taken."""
+        return self.planned - len(os.listdir(self.taken))
+
+    def lines(self, *arguments):
+        """What a process prints under the tool, line by line; it is ended when time is up."""
+        command = [sanitizer(), "--tool", self.name, "--print-limit", "20", sys.executable, __file__, *arguments]
+        environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "OMP_NUM_THREADS": "1"}
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
+        process = subprocess.Popen(command, env=environment, start_new_session=True, **pipes)
+        end = threading.Timer(max(1.0, self.until - time.monotonic()), os.killpg, (process.pid, signal.SIGKILL))
+        end.start()
+        yield from process.stdout
+        process.wait()
+        end.cancel()
+
+    def plant(self):
+        """Let it find what was planted for it."""
+        lines = list(self.lines("--plant", self.name))
+        seen = any(int(found[1]) for line in lines if (found := SUMMARY.match(line)))
+        self.log.say(note=f"the planted {PLANTED[self.name][0]} is {'found' if seen else 'missed'}")
+        if not seen:
+            self.wrong.append(f"the planted {PLANTED[self.name][0]} is missed:\n{''.join(lines)[-1500:]}")
+
+    def look(self):
+        """Run cases in a process until none is left, or one ends it."""
+        case, done, found, others = "before all cases", True, 0, []
+        for line in self.lines("--look", self.name, str(self.taken), *self.words):
+            if line.startswith(BEGUN):
+                case, done, found, others = line.removeprefix(BEGUN).strip(), False, 0, []
+            elif line.startswith(DONE):
+                done = True
+                self.log.came(case, "with findings" if found else "clean")
+            elif line.startswith("=========") and line.strip("= \n") and not any(word in line for word in QUIET):
+                found += 1
+                if done:  # told late
+                    self.log.came(case, "with findings")
+                if found < 12:
+                    self.wrong.append(f"{case}: {line.strip('= ').strip()}")
+                    print(f"{self.name}: {self.wrong[-1]}", flush=True)
+            else:
+                others.append(line)
+        if not done and time.monotonic() < self.until:
+            self.log.came(case, "with findings")
+            self.wrong.append(f"{case}: the process ended:\n{''.join(others)[-3000:]}")
+            print(f"{self.name}: {self.wrong[-1]}", flush=True)
 
 
 def main(argv=None):
     parser = argparse.ArgumentParser(prog="python tests/sanitize.py", description=__doc__.splitlines()[0])
     parser.add_argument("words", nargs="*", help="tools, and words of operators' names")
-    parser.add_argument("--processes", type=int, default=min(13, os.cpu_count() or 1))
+    parser.add_argument("--processes", type=int, default=min(15, os.cpu_count() or 1))
     parser.add_argument("--seconds", type=float, default=600, help="after which what is not done is cut off")
     parser.add_argument("--plant", help=argparse.SUPPRESS)
-    parser.add_argument("--part", nargs=2, type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--look", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     words = [word for word in args.words if word not in PLANTED]
     if args.plant:
         return plant(args.plant)
-    if args.part:
-        return run(*args.part, words)
-    tools = [word for word in args.words if word in PLANTED] or list(PLANTED)
-    start = time.monotonic()
-    until = start + args.seconds
-    wrong, came = [], {}
-    with concurrent.futures.ThreadPoolExecutor(args.processes) as pool:
-        planted = {tool: pool.submit(looked, tool, "--plant", tool, until=until) for tool in tools}
-        parts = {
-            tool: [
-                pool.submit(looked, tool, "--part", part, args.processes, *words, until=until)
-                for part in range(args.processes)
-            ]
-            for tool in tools
-        }
-        for tool in tools:
-            said, found = planted[tool].result()
-            seen = found > 0
-            if not seen:
-                wrong.append(f"{tool} did not find the planted {PLANTED[tool][0]}:\n{said[-1500:]}")
-            said, found = zip(*(part.result() for part in parts[tool]), strict=True)
-            runs = sum(line.startswith(BEGUN) for text in said for line in text.splitlines())
-            broken = sum(count < 0 for count in found)
-            errors = sum(count for count in found if count > 0)
-            for text, count in zip(said, found, strict=True):
-                if count:
-                    wrong.append(f"{tool}:\n{report(text)[:6000] or text[-1500:]}")
-            came[f"compute-sanitizer, {tool}"] = (
-                f"{runs} runs, {errors} findings; the planted {PLANTED[tool][0]} is {'found' if seen else 'missed'}"
-                + (f"; {broken} of {args.processes} processes did not end" if broken else "")
-            )
-            print(came[f"compute-sanitizer, {tool}"], f"after {time.monotonic() - start:.0f} s", flush=True)
-    for text in wrong:
+    if args.look:
+        return run(args.look[0], Path(args.look[1]), words)
+    until = time.monotonic() + args.seconds
+    planned = sum(map(len, cases(words)))
+    with tempfile.TemporaryDirectory() as folder:
+        named = [word for word in args.words if word in PLANTED] or PLANTED
+        tools = [Tool(name, planned, words, until, Path(folder)) for name in named]
+        changed = threading.Lock()
+
+        def work(first):
+            if first:
+                first.plant()
+            failures = 0
+            while time.monotonic() < until and failures < 20:
+                with changed:  # to the tool that is furthest behind; a few cases are not worth a start
+                    tool = max(tools, key=lambda t: t.left() / (t.running + 1))
+                    if tool.left() <= 3 * tool.running:
+                        return
+                    tool.running += 1
+                before = tool.left()
+                tool.look()
+                failures += tool.left() == before
+                with changed:
+                    tool.running -= 1
+
+        with concurrent.futures.ThreadPoolExecutor(args.processes) as pool:
+            for job in [pool.submit(work, tools[i] if i < len(tools) else None) for i in range(args.processes)]:
+                job.result()
+        left = [f"{tool.name}: {tool.left()} cases were not begun" for tool in tools if tool.left()]
+    for text in [*(f"{tool.name}: {text}" for tool in tools for text in tool.wrong), *left]:
         print(f"WRONG: {text}", flush=True)
     if not args.words:
-        trials.tell(came, time.monotonic() - start)
-    return int(bool(wrong))
+        trials.tell([tool.log.path for tool in tools])
+    return int(bool(left or any(tool.wrong for tool in tools)))
 
 
 if __name__ == "__main__":

@@ -1,15 +1,54 @@
-"""What the long trials of the library came to when they were last run: a table that the documentation shows."""
+"""What the long trials of the library came to when they were last run: a table that the documentation shows.
 
+A trial writes a line into a file of ``build/trials`` as each of its cases ends, and its last when all have: one that
+was cut off is told as that, whatever it had found until then.
+
+    python tests/trials.py              # the table, anew for the trials that build/trials holds
+    python tests/trials.py FOLDER ...   # the same for what was run elsewhere; parts of a trial are put together
+"""
+
+import collections
 import csv
 import datetime
+import json
 import sys
+import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 
+LOGS = ROOT / "build" / "trials"
 TABLE = ROOT / "docs" / "trials.csv"
 HEAD = ["Trial", "What it came to", "Seconds", "Machine", "Commit", "Date"]
+#: What a case may come to that is well; all else is told wherever it occurs.
+WELL = {"passed", "skipped", "clean", "same", "dies", "lives, and why is known"}
+
+
+class Log:
+    """The file of a trial of so many planned cases."""
+
+    def __init__(self, trial, planned, file, unit="cases"):
+        from fusebook.machine import _commit
+
+        self.start = time.monotonic()
+        LOGS.mkdir(parents=True, exist_ok=True)
+        self.path = LOGS / f"{file}.jsonl"
+        self.path.unlink(missing_ok=True)
+        day = datetime.datetime.now(datetime.UTC).date().isoformat()
+        self._write(trial=trial, planned=planned, unit=unit, machine=machine(), commit=_commit(), date=day)
+
+    def _write(self, **line):
+        with self.path.open("a") as file:
+            file.write(json.dumps(line | {"seconds": round(time.monotonic() - self.start, 1)}) + "\n")
+
+    def came(self, case, outcome, **more):
+        """A case came to something; of one that is told twice the later counts."""
+        self._write(case=case, outcome=outcome, **more)
+
+    def say(self, **more):
+        """What else is to be told: a sentence (``note``), or how many cases there are (``planned``)."""
+        self._write(**more)
 
 
 def machine():
@@ -22,17 +61,59 @@ def machine():
     return ", ".join([where, *(f"{name} {version}" for name, version in versions("torch", "triton").items())])
 
 
-def tell(came, seconds):
-    """Put what trials came to, a dict, in the place of what they came to before; the others stay."""
-    from fusebook.machine import _commit
+def put_together(files):
+    """Trials by name, each the newest of its logs with the parts of the same commit and machine."""
+    trials = {}
+    for file in files:
+        lines = []
+        for line in file.read_text().splitlines():
+            try:
+                lines.append(json.loads(line))
+            except json.JSONDecodeError:  # cut off while it was written
+                break
+        if not lines:
+            continue
+        head = lines[0]
+        known = trials.get(head["trial"])
+        if known and (known["commit"], known["machine"]) != (head["commit"], head["machine"]):
+            known = None
+        known = known or head | {"cases": {}, "notes": {}, "seconds": 0}
+        for line in lines[1:]:
+            known["planned"] = line.get("planned", known["planned"])
+            if "case" in line:
+                known["cases"][line["case"]] = line
+            if "note" in line:
+                known["notes"][line["note"]] = None
+        known["seconds"] += lines[-1]["seconds"]
+        trials[head["trial"]] = known
+    return trials
 
+
+def sentence(trial):
+    """What a trial came to; of one that did not end, how far it came and what was wrong until then."""
+    count = collections.Counter(case["outcome"] for case in trial["cases"].values())
+    whole = len(trial["cases"]) >= trial["planned"] > 0
+    told = [f"{n} {outcome}" for outcome, n in count.most_common() if whole or outcome not in WELL]
+    if trial["unit"] != "cases":
+        told.insert(0, f"{sum(case.get('n', 0) for case in trial['cases'].values())} {trial['unit']}")
+    ran = f"{len(trial['cases'])} of {trial['planned']} cases ran"
+    start = f"{trial['planned']} cases" if whole else f"did not end: {ran}"
+    return "; ".join([": ".join(filter(None, [start, ", ".join(told)])), *trial["notes"]])
+
+
+def tell(files):
+    """Put what trials came to in the place of what they came to before; the others stay."""
     rows = {}
     if TABLE.exists():
         with TABLE.open(newline="") as file:
             rows = {row[0]: row for row in list(csv.reader(file))[1:]}
-    day = datetime.datetime.now(datetime.UTC).date().isoformat()
-    for trial, what in came.items():
-        rows[trial] = [trial, what, f"{seconds:.0f}", machine(), _commit(), day]
-        print(f"{trial}: {what}")
+    for name, trial in put_together(files).items():
+        where = [trial[name] for name in ("machine", "commit", "date")]
+        rows[name] = [name, sentence(trial), f"{trial['seconds']:.0f}", *where]
+        print(f"{name}: {rows[name][1]} ({rows[name][2]} s)")
     with TABLE.open("w", newline="") as file:
-        csv.writer(file, lineterminator="\n").writerows([HEAD, *(rows[trial] for trial in sorted(rows))])
+        csv.writer(file, lineterminator="\n").writerows([HEAD, *(rows[name] for name in sorted(rows))])
+
+
+if __name__ == "__main__":
+    tell([file for folder in sys.argv[1:] or [LOGS] for file in sorted(Path(folder).glob("*.jsonl"))])
