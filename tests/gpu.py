@@ -67,7 +67,10 @@ def table(lines, broken, log):
     if log:
         for test, outcome in became.items():
             log.came(test, outcome)
-        log.say(planned=sum(line["planned"] for line in lines if "planned" in line))
+        planned = [line["planned"] for line in lines if "planned" in line]
+        log.say(planned=sum(planned) if len(planned) == 2 else None)
+        for text in broken:
+            log.say(note=text)
         trials.tell([log.path])
     return int(bool(count["failed"] or broken or not count["passed"]))
 

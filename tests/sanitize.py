@@ -158,12 +158,12 @@ class Tool:
         command = [sanitizer(), "--tool", self.name, "--print-limit", "20", sys.executable, __file__, *arguments]
         environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "OMP_NUM_THREADS": "1"}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
-        process = subprocess.Popen(command, env=environment, start_new_session=True, **pipes)
-        end = threading.Timer(max(1.0, self.until - time.monotonic()), os.killpg, (process.pid, signal.SIGKILL))
-        end.start()
-        yield from process.stdout
-        process.wait()
-        end.cancel()
+        with subprocess.Popen(command, env=environment, start_new_session=True, **pipes) as process:
+            end = threading.Timer(max(1.0, self.until - time.monotonic()), os.killpg, (process.pid, signal.SIGKILL))
+            end.start()
+            yield from process.stdout
+            process.wait()
+            end.cancel()
 
     def plant(self):
         """Let it find what was planted for it."""

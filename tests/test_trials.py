@@ -35,18 +35,19 @@ print("========= ERROR SUMMARY: 0 errors")
 
 
 @pytest.fixture
-def table(tmp_path, monkeypatch):
+def told_of(tmp_path, monkeypatch):
+    """A folder for logs, and a function that says what one of them comes to."""
     monkeypatch.setattr(trials, "LOGS", tmp_path)
     monkeypatch.setattr(trials, "TABLE", tmp_path / "trials.csv")
 
-    def read():
-        lines = (tmp_path / "trials.csv").read_text().splitlines()
-        return {line.split(",")[1].strip(' "'): line for line in lines}
+    def say(*names):
+        (trial,) = trials.put_together([tmp_path / f"{name}.jsonl" for name in names]).values()
+        return trials.sentence(trial)
 
-    return read
+    return say
 
 
-def test_what_the_sanitizer_finds_or_does_not_get_to_is_told(tmp_path, monkeypatch, table, capfd):
+def test_what_the_sanitizer_finds_or_does_not_get_to_is_told(tmp_path, monkeypatch, told_of, capfd):
     names = [f"case {i}" for i in range(6)]
     program = tmp_path / "bin" / "compute-sanitizer"
     program.parent.mkdir()
@@ -54,28 +55,31 @@ def test_what_the_sanitizer_finds_or_does_not_get_to_is_told(tmp_path, monkeypat
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setattr(sanitize, "cases", lambda words: (names[:4], names[4:]))
-    assert sanitize.main(["--processes", "8", "--seconds", "4"]) == 1
-    told = table()
+    tools = ["memcheck", "synccheck", "initcheck"]
+    assert sanitize.main([*tools, "--processes", "4"]) == 1
+    assert sanitize.main(["racecheck", "--processes", "1", "--seconds", "3"]) == 1
+    told = {tool: told_of(f"sanitize_{tool}") for tool in [*tools, "racecheck"]}
     # The case that a launch failed in is a finding, and another process goes on behind it.
-    assert "6 cases: 5 clean, 1 with findings; the planted store behind the end is found" in told["memcheck"]
-    assert "did not end: 5 of 6 cases ran; the planted race" in told["racecheck"] and "clean" not in told["racecheck"]
-    assert "6 cases: 5 clean, 1 with findings" in told["synccheck"]
-    assert "6 cases: 6 clean; the planted load of what nobody wrote is missed" in told["initcheck"]
+    assert told["memcheck"] == "6 cases: 5 clean, 1 with findings; the planted store behind the end is found"
+    assert told["synccheck"].startswith("6 cases: 5 clean, 1 with findings; ")
+    assert told["initcheck"] == "6 cases: 6 clean; the planted load of what nobody wrote is missed"
+    assert told["racecheck"].startswith("did not end: ") and "clean" not in told["racecheck"]
     said = capfd.readouterr().out
     assert "memcheck: case 1: Invalid __global__ read" in said and "a launch failed" in said
+    assert "initcheck: the planted load of what nobody wrote is missed" in said
+    assert "cases were not begun" in said
 
 
-def test_parts_of_a_trial_are_put_together_where_the_library_was_the_same(tmp_path, table, monkeypatch):
+def test_parts_of_a_trial_are_put_together_where_the_library_was_the_same(tmp_path, told_of, monkeypatch):
     for part, commit, cases in (("1", "a", {"x": "same"}), ("2", "a", {"y": "differs"}), ("3", "b", {"y": "same"})):
         monkeypatch.setenv("FUSEBOOK_COMMIT", commit)
         log = trials.Log("Stress", 2, part, unit="calls")
         for case, outcome in cases.items():
             log.came(case, outcome, n=100)
-    files = [tmp_path / f"{part}.jsonl" for part in "123"]
-    assert trials.sentence(trials.put_together(files[:2])["Stress"]) == "2 cases: 200 calls, 1 same, 1 differs"
-    assert trials.sentence(trials.put_together(files)["Stress"]) == "did not end: 1 of 2 cases ran: 100 calls"
-    assert trials.sentence(trials.put_together(files[1:2])["Stress"]).endswith("1 of 2 cases ran: 100 calls, 1 differs")
-    with files[0].open("a") as file:
+    assert told_of("1", "2") == "2 cases: 200 calls, 1 same, 1 differs"
+    assert told_of("1", "2", "3") == "did not end: 1 of 2 cases ran: 100 calls"
+    assert told_of("2") == "did not end: 1 of 2 cases ran: 100 calls, 1 differs"
+    with (tmp_path / "1.jsonl").open("a") as file:
         file.write(json.dumps({"case": "z", "outcome": "differs"})[:-5])  # cut off while it was written
-    trials.tell(files[:1])
-    assert trials.TABLE.read_text().splitlines()[1].startswith("Stress,did not end: 1 of 2 cases ran: 100 calls")
+    trials.tell([tmp_path / "1.jsonl"])
+    assert trials.TABLE.read_text().splitlines()[1].startswith("Stress,did not end: 1 of 2 cases ran: 100 calls,")

@@ -92,11 +92,12 @@ def put_together(files):
 def sentence(trial):
     """What a trial came to; of one that did not end, how far it came and what was wrong until then."""
     count = collections.Counter(case["outcome"] for case in trial["cases"].values())
-    whole = len(trial["cases"]) >= trial["planned"] > 0
+    whole = len(trial["cases"]) >= (trial["planned"] or float("inf"))
     told = [f"{n} {outcome}" for outcome, n in count.most_common() if whole or outcome not in WELL]
     if trial["unit"] != "cases":
         told.insert(0, f"{sum(case.get('n', 0) for case in trial['cases'].values())} {trial['unit']}")
-    ran = f"{len(trial['cases'])} of {trial['planned']} cases ran"
+    planned = f"of {trial['planned']} " if trial["planned"] else ""
+    ran = f"{len(trial['cases'])} {planned}cases ran"
     start = f"{trial['planned']} cases" if whole else f"did not end: {ran}"
     return "; ".join([": ".join(filter(None, [start, ", ".join(told)])), *trial["notes"]])
 
