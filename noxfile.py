@@ -247,14 +247,17 @@ def versions(session):
         tools = ["-m", "pip", "install", "--quiet", "--upgrade", "--no-deps", "--target", str(made)]
         run(session, *tools, f"triton=={oldest}.*", "numpy<2.4")
         made.rename(folder)
-    chosen = session.posargs or PROMISED
-    spread, told = workers()
     before = os.environ.get("PYTHONPATH", "")
-    for path, fused in ((str(folder), "1"), ("", "1"), ("", "0")):
-        session.log(f"{path or 'the newest'}, TRITON_DEFAULT_FP_FUSION={fused}")
+    many = ["--processes", str(min(4, os.cpu_count() or 1))]
+    for file, path, fused, what in (
+        ("oldest", str(folder), "1", f"Triton {oldest}"),
+        ("newest", "", "1", "the newest Triton"),
+        ("unfused", "", "0", "the newest Triton without fused multiply-adds"),
+    ):
         source = os.pathsep.join(filter(None, [path, str(ROOT / "src"), before]))
         which = {"PYTHONPATH": source, "TRITON_DEFAULT_FP_FUSION": fused}
-        run(session, "-m", "pytest", "-q", *spread, *chosen, **told, **which)
+        trial = ["--trial", f"Tests of kernels, {what}", "--file", f"versions_{file}"]
+        run(session, "tests/gpu.py", *trial, *many, *(session.posargs or PROMISED), **which)
 
 
 @nox.session(venv_backend="none", requires=["environment"], default=False)

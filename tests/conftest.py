@@ -4,8 +4,8 @@ import collections
 import contextlib
 import fcntl
 import importlib.util
-import json
 import os
+import pathlib
 import time
 
 import pytest
@@ -15,6 +15,7 @@ import compiling
 import fusebook  # noqa: F401  (before triton, see fusebook/__init__.py)
 import interpreting
 import memcheck
+import trials
 from fusebook.page import _place
 
 interpreting.hasten()
@@ -103,33 +104,32 @@ def pytest_addoption(parser):
         default=bool(os.environ.get("CI")),
         help="run the slow tests too; so does CI=1 in the environment",
     )
-    parser.addoption("--told", help="a file to which what becomes of each test is written as it ends, a line each")
+    parser.addoption("--told", help="a trial's log, to which what becomes of each test is added as it ends, see trials")
 
 
 class _Told:
-    """Writes what becomes of each test; of several processes only the one that collects from the others does."""
+    """Tells a log what becomes of each test; of several processes only the one that collects from the others does."""
 
-    def __init__(self, file):
-        self.file = open(file, "a", buffering=1)
+    def __init__(self, log):
+        self.log = log
 
     def pytest_runtest_logreport(self, report):
         if report.when == "call" or report.outcome != "passed":
             why = str(report.longrepr[2]).removeprefix("Skipped: ") if report.skipped else report.longreprtext[-3000:]
-            line = {"test": report.nodeid, "outcome": report.outcome, "seconds": round(report.duration, 2), "why": why}
-            print(json.dumps(line), file=self.file)
+            self.log.came(report.nodeid, report.outcome, took=round(report.duration, 2), why=why)
 
     def pytest_collection_finish(self, session):
-        print(json.dumps({"planned": len(session.items)}), file=self.file)
+        self.log.say(selected=len(session.items))
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_node_collection_finished(self, node, ids):
         if node.gateway.id == "gw0":  # the others collect the same
-            print(json.dumps({"planned": len(ids)}), file=self.file)
+            self.log.say(selected=len(ids))
 
 
 def pytest_configure(config):
     if config.getoption("--told") and not hasattr(config, "workerinput"):
-        config.pluginmanager.register(_Told(config.getoption("--told")))
+        config.pluginmanager.register(_Told(trials.Log(pathlib.Path(config.getoption("--told")))))
 
 
 def pytest_collection_modifyitems(config, items):

@@ -1,11 +1,11 @@
 """The whole suite on a GPU: first what takes times, alone, then what shares it, in many processes: ``nox -s gpu``.
 
-Ends in a table of what passed, failed, and was skipped for which reason. Other arguments go to pytest.
+Ends in a table of what passed, failed, and was skipped for which reason. Other arguments go to pytest. ``nox -s
+versions`` has a part of the suite run by it for a trial of another name.
 """
 
 import argparse
 import collections
-import json
 import os
 import signal
 import subprocess
@@ -16,25 +16,26 @@ from pathlib import Path
 import trials
 
 TESTS = trials.ROOT / "tests"
-TOLD = trials.ROOT / "build" / "gpu.jsonl"
 
 
 def main(argv=None):
     parser = argparse.ArgumentParser(prog="python tests/gpu.py", description=__doc__.splitlines()[0])
     parser.add_argument("--processes", type=int, default=min(15, os.cpu_count() or 1), help="of those that share")
     parser.add_argument("--seconds", type=float, default=1800, help="after which what is not done is cut off")
+    parser.add_argument("--trial", default="The suite on a GPU", help="what the table of all trials calls it")
+    parser.add_argument("--file", default="suite", help="and the log")
     args, others = parser.parse_known_args(argv)
-    TOLD.parent.mkdir(exist_ok=True)
-    TOLD.write_text("")
     # torch.compile would start as many processes in each of them.
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    whole = not others
+    others = [word for word in others if word != "--"]
     # Only the files of what runs alone: to collect all the others takes longer than those tests.
     timed = [str(file) for file in sorted(TESTS.glob("test_*.py")) if "mark.alone" in file.read_text()]
     together = ["-n", str(args.processes), "--dist", "worksteal", "-m", "not alone"]
-    log = None if others else trials.Log("The suite on a GPU", 0, "suite")
+    log = trials.Log.begin(args.trial, None, args.file)
     start, broken = time.monotonic(), []
-    for options in (["-m", "alone", *(() if others else timed)], together):
-        command = [sys.executable, "-m", "pytest", "-q", f"--told={TOLD}", *options, *others]
+    for options in (["-m", "alone", *(timed if whole else ())], together):
+        command = [sys.executable, "-m", "pytest", "-q", f"--told={log.path}", *options, *others]
         process = subprocess.Popen(command, env=environment, cwd=trials.ROOT, start_new_session=True)
         try:
             code = process.wait(max(1.0, args.seconds - (time.monotonic() - start)))
@@ -42,36 +43,35 @@ def main(argv=None):
             os.killpg(process.pid, signal.SIGKILL)
             code = "no time left"
         if code not in (0, 1, 5):  # neither passed nor failed nor without tests
-            broken.append(f"pytest {' '.join(options)} ended with {code}")
+            broken.append(f"pytest {' '.join(options[:2])} ended with {code}")
         print(f"after {time.monotonic() - start:.0f} s", flush=True)
-    return table([json.loads(line) for line in TOLD.read_text().splitlines()], broken, log)
+    lines = trials.read(log.path)
+    selected = [line["selected"] for line in lines if "selected" in line]
+    log.say(planned=sum(selected) if len(selected) == 2 else None)
+    for text in broken:
+        log.say(note=text)
+    failed = table([line for line in lines if "case" in line], broken)
+    if whole or args.file != "suite":
+        trials.tell([log.path])
+    return failed
 
 
-def table(lines, broken, log):
+def table(reports, broken):
     """Print the table; returns the exit code."""
     became, reasons, slow = {}, collections.Counter(), collections.Counter()
-    for report in (line for line in lines if "test" in line):
-        if became.get(report["test"]) != "failed":
-            became[report["test"]] = report["outcome"]
-        slow[report["test"]] += report["seconds"]
+    for report in reports:
+        became[report["case"]] = report["outcome"]
+        slow[report["case"]] += report["took"]
         if report["outcome"] == "skipped":
             reasons[report["why"]] += 1
         elif report["outcome"] == "failed":
-            print(f"FAILED {report['test']}\n{report['why'][-1500:]}")
+            print(f"FAILED {report['case']}\n{report['why'][-1500:]}")
     count = collections.Counter(became.values())
     print("\nslowest: " + ", ".join(f"{Path(test).name} {s:.0f} s" for test, s in slow.most_common(10)))
     print(f"\n{'passed':>10} {count['passed']}\n{'failed':>10} {count['failed']}\n{'skipped':>10} {count['skipped']}")
     for reason, times in reasons.most_common():
         print(f"{times:>15} {reason}")
     print(*broken, sep="\n")
-    if log:
-        for test, outcome in became.items():
-            log.came(test, outcome)
-        planned = [line["planned"] for line in lines if "planned" in line]
-        log.say(planned=sum(planned) if len(planned) == 2 else None)
-        for text in broken:
-            log.say(note=text)
-        trials.tell([log.path])
     return int(bool(count["failed"] or broken or not count["passed"]))
 
 

@@ -147,7 +147,7 @@ class Tool:
         self.planned, self.running, self.wrong = planned, 0, []
         self.taken = folder / name
         self.taken.mkdir()
-        self.log = trials.Log(f"compute-sanitizer, {name}", planned, f"sanitize_{name}", unit="cases")
+        self.log = trials.Log.begin(f"compute-sanitizer, {name}", planned, f"sanitize_{name}", unit="cases")
 
     def left(self):
         """How many cases no process has taken."""

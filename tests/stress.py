@@ -200,7 +200,7 @@ def main(argv=None):
     if args.child:
         return child(args.child, args.calls, args.each)
     chosen = [i for i, c in enumerate(CASES) if not args.words or any(word in c[0] for word in args.words)]
-    log = trials.Log("Stress: kernels that wait, count or start early", len(chosen), "stress", unit="calls")
+    log = trials.Log.begin("Stress: kernels that wait, count or start early", len(chosen), "stress", unit="calls")
     if not args.words:
         log.say(note=f"{args.processes} processes share the GPU")
     until = time.monotonic() + args.seconds

@@ -73,7 +73,7 @@ def test_what_the_sanitizer_finds_or_does_not_get_to_is_told(tmp_path, monkeypat
 def test_parts_of_a_trial_are_put_together_where_the_library_was_the_same(tmp_path, told_of, monkeypatch):
     for part, commit, cases in (("1", "a", {"x": "same"}), ("2", "a", {"y": "differs"}), ("3", "b", {"y": "same"})):
         monkeypatch.setenv("FUSEBOOK_COMMIT", commit)
-        log = trials.Log("Stress", 2, part, unit="calls")
+        log = trials.Log.begin("Stress", 2, part, unit="calls")
         for case, outcome in cases.items():
             log.came(case, outcome, n=100)
     assert told_of("1", "2") == "2 cases: 200 calls, 1 same, 1 differs"

@@ -8,6 +8,7 @@ was cut off is told as that, whatever it had found until then.
 """
 
 import collections
+import contextlib
 import csv
 import datetime
 import json
@@ -26,17 +27,23 @@ WELL = {"passed", "skipped", "clean", "same", "dies", "lives, and why is known"}
 
 
 class Log:
-    """The file of a trial of so many planned cases."""
+    """The file of a trial; planned is how many cases it has, or None where that is not known yet."""
 
-    def __init__(self, trial, planned, file, unit="cases"):
+    def __init__(self, path):
+        self.start = time.monotonic()
+        self.path = path
+
+    @classmethod
+    def begin(cls, trial, planned, file, unit="cases"):
+        """A new file in the place of the last one."""
         from fusebook.machine import _commit
 
-        self.start = time.monotonic()
         LOGS.mkdir(parents=True, exist_ok=True)
-        self.path = LOGS / f"{file}.jsonl"
-        self.path.unlink(missing_ok=True)
+        log = cls(LOGS / f"{file}.jsonl")
+        log.path.unlink(missing_ok=True)
         day = datetime.datetime.now(datetime.UTC).date().isoformat()
-        self._write(trial=trial, planned=planned, unit=unit, machine=machine(), commit=_commit(), date=day)
+        log._write(trial=trial, planned=planned, unit=unit, machine=machine(), commit=_commit(), date=day)
+        return log
 
     def _write(self, **line):
         with self.path.open("a") as file:
@@ -61,18 +68,20 @@ def machine():
     return ", ".join([where, *(f"{name} {version}" for name, version in versions("torch", "triton").items())])
 
 
+def read(path):
+    """The lines of a log, but for one that was cut off while it was written."""
+    lines = []
+    for line in path.read_text().splitlines():
+        with contextlib.suppress(json.JSONDecodeError):
+            lines.append(json.loads(line))
+    return lines
+
+
 def put_together(files):
     """Trials by name, each the newest of its logs with the parts of the same commit and machine."""
     trials = {}
     for file in files:
-        lines = []
-        for line in file.read_text().splitlines():
-            try:
-                lines.append(json.loads(line))
-            except json.JSONDecodeError:  # cut off while it was written
-                break
-        if not lines:
-            continue
+        lines = read(file)
         head = lines[0]
         known = trials.get(head["trial"])
         if known and (known["commit"], known["machine"]) != (head["commit"], head["machine"]):
@@ -84,7 +93,7 @@ def put_together(files):
                 known["cases"][line["case"]] = line
             if "note" in line:
                 known["notes"][line["note"]] = None
-        known["seconds"] += lines[-1]["seconds"]
+        known["seconds"] += max(line["seconds"] for line in lines)
         trials[head["trial"]] = known
     return trials
 
