@@ -4,7 +4,10 @@ import importlib.util
 import io
 import os
 import re
+import resource
+import runpy
 import shutil
+import signal
 import subprocess
 import sys
 import types
@@ -152,12 +155,22 @@ def _paths(*first):
     return os.pathsep.join([*map(str, first), os.environ.get("PYTHONPATH", "")])
 
 
-def _build(book, core=None, **env):
+def _build(book, core=None, cwd=None, limit=None, **env):
+    """Sphinx on a book: on one core, from another folder, with files of at most so many bytes."""
+
+    def before():
+        if core is not None:
+            os.sched_setaffinity(0, {core})
+        if limit is not None:
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # a write fails, as on a full disk
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+
+    places = [".", "docs", "build/html"] if cwd is None else [str(book / name) for name in ("", "docs", "build/html")]
     return subprocess.run(
-        [sys.executable, "-m", "sphinx", "-W", "-n", "-c", ".", "docs", "build/html"],
-        cwd=book,
+        [sys.executable, "-m", "sphinx", "-W", "-n", "-c", *places],
+        cwd=cwd or book,
         env={**os.environ, "FUSEBOOK_STRICT": "", "PYTHONPATH": _paths(book / "src"), **env},
-        preexec_fn=None if core is None else lambda: os.sched_setaffinity(0, {core}),
+        preexec_fn=before,
         capture_output=True,
         text=True,
         check=False,
@@ -244,6 +257,47 @@ def test_a_build_that_was_cut_off_goes_on_where_it_was_and_warnings_lie_in_a_log
     page.write_text(whole[:100])
     assert _build(book).returncode == 0
     assert page.read_text() == whole and not mark.exists()
+
+
+STOPS = """
+# %%
+# Then
+# ----
+import os
+import signal
+
+{stop}
+"""
+
+
+@pytest.mark.slow
+def test_a_build_fails_in_a_sentence_and_the_next_one_is_right_in_a_folder_of_any_name(book, tmp_path_factory):
+    """In plain C, from another folder, below a name with a space and umlauts: a page raises, Ctrl-C, a full disk."""
+    pytest.importorskip("sphinx_gallery")
+    place = tmp_path_factory.mktemp("ein Büchlein, näher") / "books"
+    book.rename(place)
+    page = place / "examples" / "plot_100_with.py"
+    how = {"core": min(os.sched_getaffinity(0)), "cwd": tmp_path_factory.mktemp("elsewhere")}
+    how |= {"LC_ALL": "C", "LANG": "C"}
+    for stop, limit, words in (
+        ("raise ValueError('the sea is höher')", None, ("plot_100_with.py", "ValueError: the sea is")),
+        ("os.kill(os.getpid(), signal.SIGINT)", None, ("Interrupted",)),
+        ("", 50_000, ("File too large",)),
+    ):
+        page.write_text(WITH + STOPS.format(stop=stop), encoding="utf-8")
+        built = _build(place, limit=limit, **how)
+        assert built.returncode != 0 and all(word in built.stderr for word in words), built.stdout + built.stderr
+    built = _build(place, **how)
+    assert built.returncode == 0, built.stdout + built.stderr
+    assert "Something here" in (place / "build/html/auto_examples/plot_100_with.html").read_text(encoding="utf-8")
+    assert not list(how["cwd"].iterdir())
+
+
+def test_a_checkout_that_cannot_be_written_to_is_named_before_anything_is_imported(monkeypatch):
+    real = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != ROOT and real(path, mode))
+    with pytest.raises(PermissionError, match=f"{re.escape(str(ROOT))} cannot be written to, and a build writes"):
+        runpy.run_path(str(ROOT / "conf.py"))
 
 
 def test_everything_is_written_again_after_a_build_that_did_not_end(tmp_path):
