@@ -16,6 +16,7 @@ LINT = "import sys; sys.path.insert(0, sys.argv.pop(1)); from importlinter.cli i
 
 def lint(source, config=CONTRACTS):
     """Import-linter on the package in `source`; a process of its own, as it would otherwise see this one's modules."""
+    pytest.importorskip("importlinter")
     return subprocess.run(
         [sys.executable, "-c", LINT, str(source), "--config", str(config), "--no-cache"],
         capture_output=True,

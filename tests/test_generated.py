@@ -215,7 +215,10 @@ def test_a_batch_is_each_of_its_members(spent, seed, name, size, along, dtype):
     shape.insert(along, size)
     x, function = numbers(seed, tuple(shape), dtype), getattr(fusebook, name)
     got = torch.vmap(function, in_dims=along)(x)
-    assert torch.equal(got, torch.stack([function(t) for t in x.unbind(along)]))
+    alone = torch.stack([function(t) for t in x.unbind(along)])
+    if name == "softmax":  # rows that lie otherwise may be added up in another order
+        assert_near(got, torch.softmax(x.movedim(along, 0).double(), -1), dtype, 64)
+    assert_near(got, alone.double(), dtype, 64 if name == "softmax" else 0)
 
 
 @pytest.mark.slow

@@ -74,7 +74,7 @@ def test_every_term_is_that_of_torch_in_float64(terms, N, dtype):
     assert_close(got, loss)
     assert_close(got_dx, dx)
     assert not got_dx[2].any()  # it is ignored
-    assert torch.equal(fusebook.cross_entropy(x, target, **terms), got)  # the loss alone
+    assert_close(fusebook.cross_entropy(x, target, **terms), loss)  # alone, by another kernel
 
 
 @WIDTHS

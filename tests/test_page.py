@@ -270,10 +270,11 @@ def test_provenance_refuses_a_frame_that_has_lost_its_origin():
 
 
 def test_downloads_are_a_csv_and_a_real_spreadsheet(recorded, tmp_path):
+    openpyxl = pytest.importorskip("openpyxl")
     frame = page.results(SOFTMAX, config="small")
     shown = page.downloads(frame, "softmax")
     assert zipfile.is_zipfile("softmax.xlsx")
-    sheet = pytest.importorskip("openpyxl").load_workbook("softmax.xlsx").active
+    sheet = openpyxl.load_workbook("softmax.xlsx").active
     assert sheet.max_row == len(frame) + 1
     assert [cell.value for cell in sheet[1]][:6] == ["op", "config", "variant", "dtype", "M", "N"]
     assert len(pd.read_csv("softmax.csv")) == len(frame)
@@ -513,7 +514,8 @@ def test_source_refuses_what_has_none():
         page.Source(3)
 
 
-CASES = [(torch.tensor([[1.0, 2.0, 3.0]]),), (torch.tensor([[1.0, 200.0, 3.0]]),)]
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+CASES = [(torch.tensor([[1.0, second, 3.0]], device=DEVICE),) for second in (2.0, 200.0)]
 
 
 def test_an_exercise_is_answered_by_the_check_of_the_library():
@@ -569,6 +571,7 @@ def test_a_head_without_a_name_is_no_head():
 
 
 def test_a_notebook_leaves_no_files(monkeypatch):
+    pytest.importorskip("openpyxl")
     monkeypatch.setattr(_place, "notebook", lambda: True)
     shown = page.downloads(pd.DataFrame({"t": [1.0]}), "t")
     assert not list(Path().glob("t.*"))

@@ -280,7 +280,10 @@ def test_a_view_that_overlaps_itself_is_right_or_refused(op, variant, device):
             fine = bool(str(refusal))
             assert fine, "refused without a message"
         else:
-            torch.testing.assert_close(got, variant.run(*apart), equal_nan=True)
+            if variant.math:  # of fewer digits, which another order of sums shows
+                assert_right(op, variant, apart, got)
+            else:
+                torch.testing.assert_close(got, variant.run(*apart), equal_nan=True)
 
 
 @seldom_interpreted
@@ -333,7 +336,8 @@ def test_integers_in_the_place_of_floats_are_refused_by_name(op, variant, device
 @each_of_ours
 def test_more_elements_than_int32_can_number(op, variant, device, room):
     """The first size grows until all tensors together have them; interpreted, to a few, which tries the test itself."""
-    dtype = torch.float16 if torch.float16 in op.dtypes else op.dtypes[0]
+    # Two bytes, and the range of float32: a mean over so many rows is nothing in float16.
+    dtype = torch.bfloat16 if torch.bfloat16 in op.dtypes else op.dtypes[0]
     dims = usual(op)
     first = next(iter(sizes(dims)))
     limit = 2**31 if device == "cuda" else 2**11

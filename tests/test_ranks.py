@@ -7,9 +7,11 @@ import sys
 import time
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
+import triton
 
 import fusebook
 from fusebook.inputs import generator
@@ -20,7 +22,7 @@ from fusebook.kernels.kmeans_shared import _kmeans_shared_means, _shared_plan
 from fusebook.page.ranks import enough, join, ranks
 
 ROOT = Path(__file__).resolve().parents[1]
-interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="pretends to be the other GPUs by writing for them")
+interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="one GPU pretends to be several")
 
 
 @pytest.mark.parametrize(("n", "world"), [(0, 3), (1, 4), (8192, 2), (20_000, 2), (100_000, 3), (8193, 1)])
@@ -258,12 +260,16 @@ def path(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
 
+@pytest.mark.skipif(
+    triton.__version__ < "3.7" and numpy.__version__ >= "2.4", reason="Triton 3.6 interprets with a NumPy before 2.4"
+)
 def test_shares_of_any_size_give_what_one_process_gives(page, path):
     frame = ranks(page["found"], 2, seconds=120)
     assert frame["world"].tolist() == [2]
     assert frame[["uneven", "empty"]].to_numpy().max() < 1e-5
 
 
+@interpreted
 def test_a_world_of_one(page):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:

@@ -145,7 +145,14 @@ def missing(variant: Variant) -> str:
                 return "needs a CUDA device"
         elif not _importable(need):
             return f"needs the package {need}, which is not installed"
+        elif need == "onnxruntime" and "cuda" in variant.needs and not _onnxruntime_on_cuda():
+            return "needs an ONNX Runtime for CUDA; install onnxruntime-gpu"
     return ""
+
+
+@functools.lru_cache(maxsize=None)
+def _onnxruntime_on_cuda() -> bool:
+    return "CUDAExecutionProvider" in importlib.import_module("onnxruntime").get_available_providers()
 
 
 @functools.lru_cache(maxsize=None)
