@@ -8,16 +8,23 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 import fusebook
 from elsewhere import elsewhere
 from fusebook import launches
 from fusebook.cards import OPS
+from fusebook.kernels import _operator
+from fusebook.kernels._operator import INTERPRETED, OPERATORS
 from fusebook.ort import custom
 
 HOPPER = (9, 0), 132
 LIBRARY = Path(fusebook.__file__).parent
+
+#: A number that functions below use.
+CALLS = 1
 
 #: A cheap point of each operator that is looked at, and of two rivals.
 POINTS = {
@@ -237,6 +244,12 @@ def uses_otherwise(x):
     return y
 
 
+def asks():
+    """Reads what differs from one machine to the next, and from one process to the next."""
+    found = sys.executable, torch.__version__, torch.version.cuda, torch._C._cuda_getCurrentRawStream, __file__, __doc__
+    return *found, INTERPRETED, _operator.INTERPRETED, OPERATORS, custom._OPS, np.random.default_rng(0), CALLS
+
+
 def again(n):
     return 0 if n == 0 else again(n - 1)
 
@@ -248,6 +261,31 @@ def test_a_function_is_what_it_does(monkeypatch):
     assert before[1] != launches.digest(functools.partial(uses, 2)) != before[0]
     monkeypatch.setitem(globals(), "SCALE", 4)
     assert launches.digest(uses) != before[0]
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "value"),
+    [
+        (sys, "executable", "/elsewhere/bin/python"),
+        (torch, "__version__", "1.0"),
+        (torch.version, "cuda", "99.9"),
+        (torch._C, "_cuda_getCurrentRawStream", len),
+        (_operator, "INTERPRETED", not INTERPRETED),
+        (sys.modules[__name__], "INTERPRETED", not INTERPRETED),
+        (sys.modules[__name__], "__file__", str(Path(__file__).parent / ".." / "tests" / Path(__file__).name)),
+        (_operator.OPERATORS, "another", None),
+        (custom._OPS, -1, None),
+    ],
+)
+def test_a_function_is_the_same_on_every_machine(monkeypatch, where, name, value):
+    before = launches.digest(asks)
+    if isinstance(where, dict):
+        monkeypatch.setitem(where, name, value)
+    else:
+        monkeypatch.setattr(where, name, value, raising=False)
+    assert launches.digest(asks) == before
+    monkeypatch.setitem(globals(), "CALLS", CALLS + 1)
+    assert launches.digest(asks) != before
 
 
 def test_functions_of_one_line_are_told_apart():

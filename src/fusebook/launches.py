@@ -20,7 +20,7 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
-import importlib
+import importlib.util
 import inspect
 import json
 import linecache
@@ -84,8 +84,8 @@ def digest(thing: Any) -> str:
     Returns
     -------
     str
-        The same wherever the functions stand and whatever they and their variables are called. Docstrings, comments,
-        annotations and the wording of errors do not count.
+        The same on every machine, wherever the functions stand and whatever they and their variables are called.
+        Docstrings, comments, annotations and the wording of errors do not count.
     """
     met: list[Any] = []
     texts = [_said(thing, met)]
@@ -124,7 +124,9 @@ def _said(value: Any, met: list[Any]) -> str:
         return f"module {value.__name__}"
     if isinstance(value, (torch.dtype, tl.dtype)):
         return str(value)
-    return f"{type(value).__module__.partition('.')[0]}:{getattr(value, '__name__', type(value).__qualname__)}"
+    kind = type(value)
+    home = value if kind.__module__.startswith("_cython") else kind  # whose kinds are named after its version
+    return f"{home.__module__.partition('.')[0]}:{getattr(value, '__name__', kind.__qualname__)}"
 
 
 def _bare(value: Any) -> Any:
@@ -153,13 +155,12 @@ def _written(function: Any) -> tuple[str, list[Any]]:
         return f"unwritten {function.__qualname__}", []
     scope = dict(vars(sys.modules.get(function.__module__, builtins)))
     if isinstance(function, types.FunctionType):
-        scope = dict(function.__globals__)
+        scope = {"__file__": function.__code__.co_filename, **function.__globals__}
         cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
         for name, cell in cells:
             with contextlib.suppress(ValueError):  # not bound yet
                 scope[name] = cell.cell_contents
-    file = getattr(sys.modules.get(function.__module__), "__file__", None) or ""
-    scope |= {name: type(scope[name])() for name in _begun_empty(file) & scope.keys()}
+    scope |= {name: code for name in scope if (code := _code_of(scope[name], scope, name)) is not scope[name]}
     writer = _Writer(node, scope)
     defaults = [function.__defaults__, function.__kwdefaults__] if isinstance(function, types.FunctionType) else []
     return writer.text(node, root=True), [*writer.used, *(d for d in defaults if d)]
@@ -174,17 +175,39 @@ def _tree(file: str) -> ast.Module | None:
         return None
 
 
+def _code_of(value: Any, scope: Mapping[str, Any], name: str) -> Any:
+    """A global, or what stands for it where it is the state of this process and not code.
+
+    A dict, a list or a set that is begun empty counts as empty, whatever it holds by now. A switch that was asked of
+    the machine, such as whether Triton interprets, counts as False.
+    """
+    if not isinstance(value, (dict, list, set, bool, types.NoneType)):
+        return value
+    how = _bound(scope.get("__file__") or "", name)
+    if isinstance(how, ast.ImportFrom):
+        asked = next(alias.name for alias in how.names if name in (alias.asname, alias.name))
+        module = importlib.util.resolve_name("." * how.level + (how.module or ""), scope.get("__package__"))
+        house = module.partition(".")[0] == _HOUSE and module in sys.modules
+        return _code_of(value, vars(sys.modules[module]), asked) if house else value
+    if how is None or isinstance(how, ast.Constant):
+        return value
+    if isinstance(value, (bool, types.NoneType)):
+        return False
+    return type(value)() if ast.unparse(how) in ("{}", "[]", "dict()", "list()", "set()") else value
+
+
 @functools.lru_cache(maxsize=None)
-def _begun_empty(file: str) -> frozenset[str]:
-    """The dicts, lists and sets that a module begins empty: what they hold is the state of this process, not code."""
+def _bound(file: str, name: str) -> ast.expr | ast.ImportFrom | None:
+    """The expression, or the import, that a module binds a name to."""
     tree = _tree(file)
-    found = set()
     for node in tree.body if tree else ():
-        if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value:
-            if ast.unparse(node.value) in ("{}", "[]", "dict()", "list()", "set()"):
-                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-                found |= {target.id for target in targets if isinstance(target, ast.Name)}
-    return frozenset(found)
+        if isinstance(node, (ast.Assign, ast.AnnAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            if any(isinstance(target, ast.Name) and target.id == name for target in targets):
+                return node.value
+        elif isinstance(node, ast.ImportFrom) and any(name in (alias.asname, alias.name) for alias in node.names):
+            return node
+    return None
 
 
 @functools.lru_cache(maxsize=None)
@@ -261,14 +284,17 @@ class _Writer:
         if isinstance(node, ast.Name):
             if node.id in self.local or node.id in self.imported:
                 return self
-            return self.scope.get(node.id, self)
+            return self if node.id.startswith("__") else self.scope.get(node.id, self)
         if isinstance(node, ast.Attribute):
             base = self.resolved(node.value)
             if isinstance(base, types.ModuleType):
                 value = getattr(base, node.attr, self)
-                # A table of another library is its own matter, and may be the state of this process.
-                house = base.__name__.partition(".")[0] == _HOUSE
-                return value if house or not isinstance(value, (dict, list, set)) else self
+                if base.__name__.partition(".")[0] == _HOUSE:
+                    return _code_of(value, vars(base), node.attr)
+                # What another library holds is its own matter, and the machine's: its version, a path, a table, what
+                # only a build for GPUs has. Known by its name, as all that lies outside.
+                own = isinstance(value, (str, bytes, bool, types.NoneType, tuple, dict, list, set))
+                return self if own or base.__name__ == "torch._C" else value
         return self
 
     def text(self, node: Any, root: bool = False) -> str:
