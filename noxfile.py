@@ -150,7 +150,7 @@ def tests(session):
 @nox.session(venv_backend="none", requires=["environment"], default=False)
 def gpu(session):
     """Run the suite on a GPU in many processes, and alone what takes times; ends in a table."""
-    run(session, "tests/gpu.py", *session.posargs)
+    run(session, "tests/suite.py", *session.posargs)
 
 
 @nox.session(venv_backend="none", requires=["environment"], default=False)
@@ -257,7 +257,7 @@ def versions(session):
         source = os.pathsep.join(filter(None, [path, str(ROOT / "src"), before]))
         which = {"PYTHONPATH": source, "TRITON_DEFAULT_FP_FUSION": fused}
         trial = ["--trial", f"Tests of kernels, {what}", "--file", f"versions_{file}"]
-        run(session, "tests/gpu.py", *trial, *many, *(session.posargs or PROMISED), **which)
+        run(session, "tests/suite.py", *trial, *many, *(session.posargs or PROMISED), **which)
 
 
 @nox.session(venv_backend="none", requires=["environment"], default=False)
@@ -277,14 +277,6 @@ def mutants(session):
 @nox.session(venv_backend="none", requires=["environment"], default=False)
 def fuzz(session):
     """Draw problems for twenty minutes of CPU; FUZZ is the seconds of each test."""
+    trial = ["--trial", "Problems that nobody chose", "--file", "fuzz", "--unit", "problems", "--processes", "2"]
     seconds = os.environ.get("FUZZ", "240")
-    run(
-        session,
-        "-m",
-        "pytest",
-        "--slow",
-        "tests/test_generated.py",
-        *session.posargs,
-        FUZZ=seconds,
-        OMP_NUM_THREADS="1",
-    )
+    run(session, "tests/suite.py", *trial, "--slow", "tests/test_generated.py", *session.posargs, FUZZ=seconds)

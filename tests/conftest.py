@@ -116,7 +116,8 @@ class _Told:
     def pytest_runtest_logreport(self, report):
         if report.when == "call" or report.outcome != "passed":
             why = str(report.longrepr[2]).removeprefix("Skipped: ") if report.skipped else report.longreprtext[-3000:]
-            self.log.came(report.nodeid, report.outcome, took=round(report.duration, 2), why=why)
+            more = dict(report.user_properties)  # n, how many problems it has drawn
+            self.log.came(report.nodeid, report.outcome, took=round(report.duration, 2), why=why, **more)
 
     def pytest_collection_finish(self, session):
         self.log.say(selected=len(session.items))

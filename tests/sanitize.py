@@ -87,11 +87,27 @@ def placed(t):
     """A tensor on the GPU, in memory of whole 16 bytes: rows are read by whole vectors, and no allocator gives less."""
     import torch
 
-    bytes_ = torch.empty(0, dtype=torch.uint8).set_(t.untyped_storage())
+    bytes_ = torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage())
     memory = torch.zeros(-(-len(bytes_) // 16) * 16, dtype=torch.uint8)
     memory[: len(bytes_)] = bytes_
     place = t.storage_offset(), t.shape, t.stride()
     return torch.empty(0, dtype=t.dtype, device="cuda").set_(memory.cuda().untyped_storage(), *place)
+
+
+def roomy(empty):
+    """`torch.empty` by which the same is true of results, and of what operators hold meanwhile."""
+    import torch
+
+    def roomier(*size, **options):
+        made = empty(*size, **options)
+        if not made.is_cuda or made.nbytes % 16 == 0:
+            return made
+        memory = empty(made.nbytes // 16 * 16 + 16, dtype=torch.uint8, device=made.device)
+        memory[made.nbytes :] = 0
+        place = memory.untyped_storage(), 0, made.shape, made.stride()
+        return empty(0, dtype=made.dtype, device=made.device).set_(*place)
+
+    return roomier
 
 
 def run(tool, taken, words):
@@ -101,6 +117,7 @@ def run(tool, taken, words):
 
     from fusebook import inputs
 
+    torch.empty = roomy(torch.empty)
     numbered, after = [], 0
     for part in cases(words):
         part = [(after + i, case) for i, case in enumerate(part)]
@@ -118,8 +135,10 @@ def run(tool, taken, words):
         made = op.make(inputs.generator(0, "cpu"), dtype, **dims)
         made = pytree.tree_map_only(torch.Tensor, placed, made)
         variant = op.variants[name]
+        if variant.prepare:
+            made = pytree.tree_map_only(torch.Tensor, placed, variant.prepare(*made))
         try:
-            variant.run(*(variant.prepare(*made) if variant.prepare else made))
+            variant.run(*made)
         except NotImplementedError as refusal:
             print(f"refused: {refusal}")
         torch.cuda.synchronize()

@@ -1,7 +1,7 @@
-"""The whole suite on a GPU: first what takes times, alone, then what shares it, in many processes: ``nox -s gpu``.
+"""The suite as a trial: first what takes times, alone, then what shares a GPU, in many processes: ``nox -s gpu``.
 
-Ends in a table of what passed, failed, and was skipped for which reason. Other arguments go to pytest. ``nox -s
-versions`` has a part of the suite run by it for a trial of another name.
+Ends in a table of what passed, failed, and was skipped for which reason. Other arguments go to pytest: ``nox -s
+versions`` and ``nox -s fuzz`` run parts of the suite so, as trials of other names.
 """
 
 import argparse
@@ -19,11 +19,12 @@ TESTS = trials.ROOT / "tests"
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(prog="python tests/gpu.py", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python tests/suite.py", description=__doc__.splitlines()[0])
     parser.add_argument("--processes", type=int, default=min(15, os.cpu_count() or 1), help="of those that share")
     parser.add_argument("--seconds", type=float, default=1800, help="after which what is not done is cut off")
     parser.add_argument("--trial", default="The suite on a GPU", help="what the table of all trials calls it")
     parser.add_argument("--file", default="suite", help="and the log")
+    parser.add_argument("--unit", default="cases", help="what tests count that try more than one thing")
     args, others = parser.parse_known_args(argv)
     # torch.compile would start as many processes in each of them.
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
@@ -32,7 +33,7 @@ def main(argv=None):
     # Only the files of what runs alone: to collect all the others takes longer than those tests.
     timed = [str(file) for file in sorted(TESTS.glob("test_*.py")) if "mark.alone" in file.read_text()]
     together = ["-n", str(args.processes), "--dist", "worksteal", "-m", "not alone"]
-    log = trials.Log.begin(args.trial, None, args.file)
+    log = trials.Log.begin(args.trial, None, args.file, args.unit)
     start, broken = time.monotonic(), []
     for options in (["-m", "alone", *(timed if whole else ())], together):
         command = [sys.executable, "-m", "pytest", "-q", f"--told={log.path}", *options, *others]
