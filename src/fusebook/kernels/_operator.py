@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import copy
 import functools
 import operator
+import sys
 import threading
+import types
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -158,6 +161,9 @@ _current: Callable[[], int | None] = torch._C._cuda_getDevice if torch.cuda.is_a
 _modes = torch._C._len_torch_dispatch_stack
 _transforms = torch._C._are_functorch_transforms_active
 _wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+#: What torch.compile asks of tensors before it runs what it compiled: one call tells whether their types, dtypes,
+#: devices, sizes, strides, what dispatches them and whether they require gradients are as they were.
+_guards = torch._C._dynamo.guards.TensorGuards
 
 
 #: Launches of a plan at most. What takes more is no small call.
@@ -279,6 +285,18 @@ class _At:
         return self.address
 
 
+class _Name:
+    """Stands in a launcher's arguments for what a plan calls by a name."""
+
+    __slots__ = ("text",)
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+
+_STREAM = _Name("stream")
+
+
 class Distance(int):
     """How many elements behind the beginning of one tensor another begins, as a stride of a tensor descriptor.
 
@@ -298,6 +316,58 @@ def _descriptor(values: dict[str, Any], address: int, strides: list[int]) -> Ten
     made = object.__new__(TensorDescriptor)
     made.__dict__.update(values, base=_At(address), strides=strides)
     return made
+
+
+class _Launcher:
+    """What Triton's launcher passes to the driver, so that a plan can pass it without asking again.
+
+    Triton's launcher is a class of Python: it looks for scratch memory and encodes tensor descriptors before it calls a
+    function of C. What it passes on is learned by having it call another function, and is not written down here, where
+    it would hold for one version of Triton.
+
+    Parameters
+    ----------
+    run : object
+        ``CompiledKernel.run``.
+    known : tuple
+        What stands between the stream and a kernel's arguments.
+    """
+
+    #: Addresses for which descriptors are kept, at most.
+    MOST = 256
+
+    def __init__(self, run: Any, grid: tuple[int, ...], known: tuple[Any, ...]) -> None:
+        self.run, self.grid, self.known = run, grid, known
+        self.kept: dict[tuple[int, ...], tuple[Any, ...]] = {}
+        inner = run.launch
+        self.call = inner
+        if getattr(inner, "__closure__", None) and "launcher" in inner.__code__.co_freevars:
+            # A function that encodes descriptors, and calls this.
+            self.call = inner.__closure__[inner.__code__.co_freevars.index("launcher")].cell_contents
+
+    def passed(self, stream: Any, arguments: Sequence[Any]) -> tuple[Any, ...]:
+        """What reaches the function of C."""
+        seen: list[tuple[Any, ...]] = []
+
+        def note(*passed: Any) -> None:
+            seen.append(passed)
+
+        probe, inner = copy.copy(self.run), self.run.launch
+        if self.call is inner:
+            probe.launch = note
+        else:
+            cells = zip(inner.__code__.co_freevars, inner.__closure__, strict=True)
+            closure = tuple(types.CellType(note) if name == "launcher" else cell for name, cell in cells)
+            probe.launch = types.FunctionType(inner.__code__, inner.__globals__, "launch", None, closure)
+        probe(*self.grid, stream, *self.known, *arguments)
+        return seen[0]
+
+    def encoded(self, addresses: tuple[int, ...], arguments: Sequence[Any]) -> tuple[Any, ...]:
+        """What is passed behind the stream where descriptors are made of these addresses; kept for the next time."""
+        if len(self.kept) >= self.MOST:
+            self.kept.clear()
+        found = self.kept[addresses] = self.passed(None, arguments)[len(self.grid) + 1 :]
+        return found
 
 
 class _Tape:
@@ -414,12 +484,55 @@ class _Tape:
             return
         bound = dict(zip(kernel.arg_names, args, strict=False)) | constants
         values = [bound[p.name] if p.name in bound else p.default for p in kernel.params]
+        known = compiled.function, compiled.packed_metadata, None, None, None
+        sizes = (*grid, 1, 1)[:3]
         name = f"k{len(self.names)}"
         scratch = getattr(compiled.metadata, "global_scratch_size", 0)
-        self.names[name] = functools.partial(_with_scratch, compiled.run) if scratch else compiled.run
-        sizes = ", ".join(str(n) for n in (*grid, 1, 1)[:3])
-        known = f"{self.constant(compiled.function)}, {self.constant(compiled.packed_metadata)}, None, None, None"
-        self.lines.append(f"{name}({sizes}, stream, {known}, {', '.join(self.argument(v) for v in values)})")
+        if scratch or not hasattr(compiled.run, "launch"):  # it asks for memory, or a test put it in its place
+            self.names[name] = functools.partial(_with_scratch, compiled.run) if scratch else compiled.run
+            arguments = ", ".join(self.argument(v) for v in values)
+            self.lines.append(f"{name}(*{self.written((*sizes, _STREAM, *known))}, {arguments})")
+            return
+        launcher = _Launcher(compiled.run, sizes, known)
+        self.names[name] = launcher.call
+        if launcher.call is compiled.run.launch:
+            passed = launcher.passed(_STREAM, [self.placed(v) for v in values])
+            self.lines.append(f"{name}{self.written(passed)}")
+            return
+        # Descriptors are encoded once for each place where their tensors lie.
+        at = f"at{len(self.names)}"
+        self.names |= {f"{name}_kept": launcher.kept, f"{name}_encoded": launcher.encoded}
+        addresses = "".join(f"{self.address(t)}, " for t in self.pointed(values))
+        self.lines.append(f"{at} = ({addresses})")
+        arguments = ", ".join(self.argument(v) for v in values)
+        rest = f"({name}_kept.get({at}) or {name}_encoded({at}, ({arguments},)))"
+        self.lines.append(f"{name}({', '.join(map(str, sizes))}, stream, *{rest})")
+
+    def placed(self, value: Any) -> Any:
+        """An argument of a kernel with the names of tensors in their places."""
+        if type(value) is tuple:
+            return tuple(self.placed(v) for v in value)
+        return _Name(self.address(value)) if isinstance(value, Tensor) else value
+
+    def pointed(self, values: Sequence[Any]) -> list[Tensor]:
+        """The tensors to which arguments of a kernel point."""
+        found: list[Tensor] = []
+        for v in values:
+            if type(v) is tuple:
+                found += self.pointed(v)
+            elif isinstance(v, (Tensor, TensorDescriptor)):
+                found.append(v if isinstance(v, Tensor) else v.base)
+                strides = v.strides if isinstance(v, TensorDescriptor) else ()
+                found += [end for n in strides if isinstance(n, Distance) for end in n.ends]
+        return found
+
+    def written(self, value: Any) -> str:
+        """Arguments in the source, those with names by these."""
+        if type(value) is _Name:
+            return value.text
+        if type(value) is tuple:
+            return f"({''.join(self.written(v) + ', ' for v in value)})"
+        return self.constant(value)
 
     def applied(self, function: Any, args: tuple[Any, ...], options: dict[str, Any], result: Any) -> None:
         call = f"{self.constant(function)}({''.join(self.whole(a) + ', ' for a in args)}"
@@ -491,6 +604,7 @@ OPERATORS: dict[str, Operator] = {}
 _knobs = triton.knobs.runtime
 _compilation = triton.knobs.compilation.__dict__
 _compiling = torch.compiler.is_compiling
+_traced = torch.compiler.is_dynamo_compiling
 _grad_enabled = torch.is_grad_enabled
 _aside = 0
 
@@ -516,8 +630,8 @@ def unhooked() -> bool:
     enter, leave = _knobs.launch_enter_hook, _knobs.launch_exit_hook
     return not (
         _aside
-        or (enter is not None and getattr(enter, "calls", True))
-        or (leave is not None and getattr(leave, "calls", True))
+        or getattr(enter, "calls", enter)
+        or getattr(leave, "calls", leave)
         or _knobs.debug
         or "instrumentation_mode" in _compilation
     )
@@ -533,7 +647,9 @@ def _described(args: Sequence[Any], tensors: list[Tensor]) -> tuple[Any, ...] | 
         kind = type(a)
         if kind is Tensor or kind is Parameter:
             tensors.append(a)
-            parts.append((a.get_device(), a.dtype, a.shape, a.stride(), a.data_ptr() & 15, a.is_neg(), a.requires_grad))
+            parts.append(
+                (kind, a.get_device(), a.dtype, a.shape, a.stride(), a.data_ptr() & 15, a.is_neg(), a.requires_grad)
+            )
         elif kind is int or a is None:
             parts.append(a)
         elif kind is tuple or kind is list:
@@ -550,7 +666,7 @@ def _described(args: Sequence[Any], tensors: list[Tensor]) -> tuple[Any, ...] | 
 
 def direct() -> bool:
     """Whether nobody traces, transforms or watches, so that torch's dispatcher need not be asked."""
-    return not (_compiling() or _modes() or _transforms())
+    return not watched()
 
 
 def _flat(args: Sequence[Any]) -> list[Tensor]:
@@ -583,12 +699,113 @@ def _places(a: Any, places: Iterator[Any]) -> Any:
     return next(places) if a is _HOLE else [_places(v, places) for v in a[1]] if type(a) is tuple else None
 
 
-class _Plan(NamedTuple):
+class _Plan:
     """What a call does: ``replay(*tensors)`` on a device, and the operator's arguments but for the tensors."""
 
-    device: int | None
-    replay: Callable[..., Any]
-    template: tuple[Any, ...]
+    __slots__ = ("again", "device", "replay", "template")
+
+    def __init__(self, device: int | None, replay: Callable[..., Any], template: tuple[Any, ...]) -> None:
+        self.device, self.replay, self.template = device, replay, template
+        self.again: Callable[..., Any] | None = None  # knows this call again, from the second one on
+
+
+_compiled = functools.lru_cache(maxsize=4096)(compile)
+_OTHER = object()
+
+
+def _other(*args: Any) -> Any:
+    """What is asked before there was a call."""
+    return _OTHER
+
+
+class _Plans(dict[Hashable, _Plan]):
+    """Plans under all that calls depend on, and a function that knows the last of them again.
+
+    A program often makes the same call again. To see that takes a fraction of the time of a key: all of its tensors are
+    looked at by one call, and nothing is made to be thrown away. ``again(*args)`` makes the call, or returns `_OTHER`
+    where it is another one. Threads share it: it is replaced as a whole.
+    """
+
+    again: Callable[..., Any] = staticmethod(_other)
+
+    def keep(self, key: Hashable, plan: _Plan) -> None:
+        """Add a plan, among a thousand at most."""
+        if len(self) >= _PLANS:
+            self.clear()
+        self[key] = _Plan(plan.device, plan.replay, plan.template)
+
+    def clear(self) -> None:
+        """Forget all."""
+        super().clear()
+        self.again = _other
+
+
+def _guarded(tensors: Sequence[Tensor]) -> Callable[..., bool]:
+    return _guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check  # type: ignore[no-any-return]
+
+
+def _again(
+    args: Sequence[Any],
+    tensors: Sequence[Tensor],
+    plan: _Plan,
+    does: str,
+    asked: dict[str, Any],
+    names: dict[str, Any],
+    written: bool,
+) -> Callable[..., Any]:
+    """The function that knows a call again.
+
+    Parameters
+    ----------
+    args, tensors : sequence
+        Of the call.
+    plan : _Plan
+    does : str
+        What is done then, as source, where ``{args}`` and ``{tensors}`` are the names of arguments and of tensors.
+    asked : dict
+        What must be equal to which value, as source.
+    names : dict
+        What the source calls by names.
+    written : bool
+        Whether the first of `args` is memory for the results.
+    """
+    names = {"guard": _guarded(tensors), "unhooked": unhooked, "current": _current, "OTHER": _OTHER, **names}
+    names |= {"replay": plan.replay, "device": plan.device}
+    found: list[str] = []
+    tests: list[str] = []
+
+    def look(value: Any, name: str) -> None:
+        if isinstance(value, Tensor):
+            found.append(name)
+            return
+        if type(value) in (list, tuple):
+            tests.append(f"type({name}) is {type(value).__name__} and len({name}) == {len(value)}")
+            for i, v in enumerate(value):
+                look(v, f"{name}[{i}]")
+            return
+        constant = f"v{len(names)}"
+        names[constant] = value
+        names[f"t{constant}"] = type(value)
+        tests.append(f"({name} is {constant} or type({name}) is t{constant} and {name} == {constant})")
+
+    given = [f"a{i}" for i in range(len(args))]
+    for value, name in zip(args, given, strict=True):
+        look(value, name)
+    tests.append(f"guard({', '.join(found)})")
+    aligned = [t.data_ptr() & 15 for t in tensors]
+    if not any(aligned):
+        tests.append(f"not ({' | '.join(f'{n}.data_ptr()' for n in found)}) & 15")
+    else:
+        tests += [f"{n}.data_ptr() & 15 == {at}" for n, at in zip(found, aligned, strict=True)]
+    inputs = ", ".join(given[written:])
+    for question, value in asked.items():
+        names[f"v{len(names)}"] = value
+        tests.append(f"{question.format(args=inputs)} == v{len(names) - 1}")
+    tests.append("current() == device and unhooked()")
+    does = does.format(args=inputs, tensors=", ".join(found))
+    source = f"def again({', '.join(given)}):\n    if {' and '.join(tests)}:\n        {does}\n    return OTHER\n"
+    exec(_compiled(source, "<again>", "exec"), names)
+    return names["again"]  # type: ignore[no-any-return]
 
 
 class Operator:
@@ -654,9 +871,9 @@ class Operator:
         self.places = places
         self.read = read
         self.listed = schema.endswith("[]")
-        self.plans: dict[Hashable, _Plan] = {}  # by what callers give
-        self.checked: dict[Hashable, _Plan] = {}  # by the operator's arguments
-        self.written: dict[Hashable, _Plan] = {}  # by memory for the results and what callers give
+        self.plans = _Plans()  # by what callers give
+        self.checked = _Plans()  # by the operator's arguments
+        self.written = _Plans()  # by memory for the results and what callers give
         OPERATORS[name] = self
         # Not torch.library.custom_op, whose guards against operators that keep or change their inputs take longer than
         # a launch.
@@ -664,7 +881,8 @@ class Operator:
         for device in ("CUDA", "CPU"):
             _LIBRARY.impl(name, self._launched, device)
         self.custom = getattr(torch.ops.fusebook, name).default
-        torch.library.register_fake(f"fusebook::{name}", outputs, lib=_LIBRARY)
+        torch.library.register_fake(f"fusebook::{name}", self._shaped, lib=_LIBRARY)
+        self.custom.planned = self._compiled
         self.batched = batched or self._one_by_one
         torch.library.register_vmap(f"fusebook::{name}", self.batched, lib=_LIBRARY)
         self._differentiated(*(gradient or (self._no_gradient, lambda ctx, inputs, output: None)))
@@ -673,17 +891,44 @@ class Operator:
 
     def __call__(self, *args: Any) -> Any:
         """Check and compute, with a gradient where one is recorded."""
-        if _compiling() or _modes() or _transforms():
+        if _traced():
+            return self.dispatched(*self.check(*args))
+        result = self.plans.again(*args)
+        return self._looked_up(args) if result is _OTHER else result
+
+    def _looked_up(self, args: tuple[Any, ...]) -> Any:
+        """A call that is not the last one again."""
+        if watched():
             return self.dispatched(*self.check(*args))
         tensors: list[Tensor] = []
         key, plan = self._planned(self.plans, args, tensors, _grad_enabled())
         if plan is None:
             return self._first(args, key, tensors)
+        self._remember(self.plans, args, tensors, key, plan)
         if self.read is not None:
             self.read(*args)
-        if key[0]:
-            return self._again(self._apply(plan.replay, plan.template, *tensors))
-        return plan.replay(*tensors)
+        return self._again(self._apply(plan.replay, plan.template, *tensors)) if key[0] else plan.replay(*tensors)
+
+    def _remember(self, plans: _Plans, args: Sequence[Any], tensors: Sequence[Tensor], key: Any, plan: _Plan) -> None:
+        """Have a call of its kind known without a key, if it is the next one."""
+        if plan.again is None:
+            recorded, modes, _, places = key
+            names = {"apply": self._apply, "template": plan.template, "listed": self._again, "read": self.read}
+            names |= {"modes": self.modes, "places": self.places, "grad": _grad_enabled}
+            asked: dict[str, Any] = {}
+            if plans is self.plans and any(t.requires_grad for t in tensors):
+                asked["grad()"] = recorded
+            if self.modes is not None:
+                asked["modes()"] = modes
+            if self.places is not None:
+                asked["places({args})"] = places
+            does = "return listed(apply(replay, template, {tensors}))" if recorded else "return replay({tensors})"
+            if self.read is not None and plans is not self.checked:
+                does = "read({args}); " + does
+            plan.again = _again(args, tensors, plan, does, asked, names, plans is self.written)
+        elif plan.again is plans.again:  # what dispatches tensors has changed, by autocast for instance
+            plan.again.__globals__["guard"] = _guarded(tensors)
+        plans.again = plan.again
 
     def dispatched(self, *inputs: Any) -> Any:
         """Through torch's dispatcher, for whoever traces or transforms; arguments as of the operator."""
@@ -697,7 +942,7 @@ class Operator:
 
     def _planned(
         self,
-        plans: dict[Hashable, _Plan],
+        plans: _Plans,
         args: Sequence[Any],
         tensors: list[Tensor],
         grad: bool,
@@ -739,16 +984,38 @@ class Operator:
         if key is not None and len(found) == len(tensors) and all(a is b for a, b in zip(found, tensors, strict=True)):
             _, plan = self._planned(self.checked, inputs, [], False)
             if plan is not None:
-                _keep(self.plans, key, plan)
+                self.plans.keep(key, plan)
         return result
+
+    def _shaped(self, *inputs: Any) -> Any:
+        """Results without memory, for whoever traces."""
+        # The code that torch.compile generates need not ask torch's dispatcher either.
+        writers = sys.modules.get("torch._inductor.codegen.custom_extern_kernel_codegen")
+        if writers is not None:
+            call = f"torch.ops.fusebook.{self.name}.default"
+
+            def write(node: Any, line: Callable[[str], None]) -> None:
+                line(f"{node.get_name()} = {call}.planned({', '.join([*node.codegen_args(), *node.codegen_kwargs()])})")
+
+            writers.CUSTOM_EXTERN_KERNEL_CODEGEN.setdefault(call, writers.CustomCodegen(python=write))
+        return self.outputs(*inputs)
+
+    def _compiled(self, *inputs: Any) -> Any:
+        """Called by code that torch.compile has generated, where nobody traces and no gradient is asked for."""
+        result = self.checked.again(*inputs)
+        return self.custom(*inputs) if result is _OTHER else result
 
     def _launched(self, *inputs: Any) -> Any:
         """Allocate and launch; the arguments are checked."""
+        result = self.checked.again(*inputs)
+        if result is not _OTHER:
+            return result
         if INTERPRETED or _memory is None or _state.tape is not None:
             return self._computed(*inputs)
         tensors: list[Tensor] = []
         key, plan = self._planned(self.checked, inputs, tensors, False)
         if plan is not None:
+            self._remember(self.checked, inputs, tensors, key, plan)
             return plan.replay(*tensors)
         if key is None:
             return self._computed(*inputs)
@@ -757,7 +1024,7 @@ class Operator:
         inputs = _refilled(_template(inputs), iter(apart))
         result, replay = record(apart, lambda: self._computed(*inputs))
         if replay is not None:
-            _keep(self.checked, key, _Plan(_current(), replay, _template(inputs)))
+            self.checked.keep(key, _Plan(_current(), replay, _template(inputs)))
         return result
 
     def _computed(self, *inputs: Any) -> Any:
@@ -781,36 +1048,28 @@ class Operator:
         *args
             As of a call.
         """
+        if self.written.again(out, *args) is not _OTHER:
+            return
         tensors: list[Tensor] = []
         key, plan = self._planned(self.written, args, tensors, False, (out,))
         inputs = self.check(*args) if plan is None else ()
         if self.read is not None:
             self.read(*args)
         if plan is not None:
+            self._remember(self.written, (out, *args), tensors, key, plan)
             plan.replay(*tensors)
         elif key is None:
             self._filled(out, inputs)
         else:
             _, replay = record(tensors, lambda: self._filled(out, inputs))
             if replay is not None:
-                _keep(self.written, key, _Plan(_current(), replay, ()))
+                self.written.keep(key, _Plan(_current(), replay, ()))
 
     # Gradients, batches -------------------------------------------------------------------------------------------
 
     def _differentiated(self, backward: Callable[..., Any], keep: Callable[..., None]) -> None:
         """Register the gradient twice: with torch's dispatcher, and without it, which takes a fraction of the time."""
-        traced = make_autograd_impl(self.custom, Info(backward, keep))
-
-        def kernel(keyset: Any, *args: Any) -> Any:
-            # From compiled code: neither traced, nor to be differentiated, nor for the first time.
-            if not (_modes() or _transforms()):
-                tensors: list[Tensor] = []
-                _, plan = self._planned(self.checked, args, tensors, _grad_enabled())
-                if plan is not None:
-                    return plan.replay(*tensors)
-            return traced(keyset, *args)
-
-        _LIBRARY.impl(self.name, kernel, "Autograd", with_keyset=True)
+        _LIBRARY.impl(self.name, make_autograd_impl(self.custom, Info(backward, keep)), "Autograd", with_keyset=True)
 
         def flattened(ctx: Any, *gradients: Any) -> list[Any]:
             """A gradient for each tensor among the arguments."""
@@ -892,9 +1151,3 @@ class Operator:
             return torch.stack(found), 0
         stacked = [torch.stack(members) for members in zip(*found, strict=True)]
         return type(found[0])(stacked), type(found[0])(0 for _ in stacked)
-
-
-def _keep(plans: dict[Hashable, Any], key: Hashable, plan: Any) -> None:
-    if len(plans) >= _PLANS:
-        plans.clear()
-    plans[key] = plan

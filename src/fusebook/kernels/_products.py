@@ -416,9 +416,10 @@ def _stack(weights: Sequence[Tensor], layout: str) -> tuple[int, int] | None:
 
 def _places(weights: Sequence[Tensor]) -> Hashable:
     """How weights lie to each other, as far as `_stack` asks: plans compute the distance itself."""
-    distances = [b.data_ptr() - a.data_ptr() for a, b in itertools.pairwise(w for w in weights if w.numel())]
-    directions = tuple(d > 0 if 16 <= abs(d) < 2**40 else None for d in distances)
-    return directions, *(a == b for a, b in itertools.pairwise(distances))
+    starts = [w.data_ptr() for w in weights if w.numel()]
+    distances = [b - a for a, b in itertools.pairwise(starts)]
+    directions = [d > 0 if 16 <= abs(d) < 2**40 else None for d in distances]
+    return (*directions, *[a == b for a, b in itertools.pairwise(distances)])
 
 
 def _kind(x: Tensor, weights: Sequence[Tensor], layout: str) -> str:
@@ -458,6 +459,11 @@ def _tf32_allowed() -> bool:
     if torch.compiler.is_compiling():  # what is traced can ask for this one only
         return matmul.allow_tf32
     return matmul.fp32_precision == "tf32"  # the other one cannot be asked where somebody has set this one
+
+
+def _asked(x: Tensor, weights: Sequence[Tensor], tf32: bool | None) -> Hashable:
+    """What a plan depends on besides what is seen of each argument: where weights lie, and torch's choice of TF32."""
+    return _places(weights), tf32 is None and x.dtype is torch.float32 and _tf32_allowed()
 
 
 @contextlib.contextmanager

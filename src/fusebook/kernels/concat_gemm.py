@@ -26,6 +26,7 @@ from ._operator import Operator, apply, empty, gpu, launch
 from ._products import (
     _MOST,
     Plan,
+    _asked,
     _checked,
     _ends,
     _fetchable,
@@ -37,7 +38,6 @@ from ._products import (
     _options,
     _pick,
     _place,
-    _places,
     _plan,
     _product,
     _programs,
@@ -47,7 +47,6 @@ from ._products import (
     _store,
     _sum_of_parts,
     _take_over,
-    _tf32_allowed,
     _tiles_of,
     _workspace,
     layout_of,
@@ -339,8 +338,7 @@ _concat_gemm = Operator(
     check=_check,
     outputs=_outputs,
     into=_into,
-    modes=_tf32_allowed,
-    places=lambda x, weights, *_: _places(weights),
+    places=lambda x, weights, tf32, _: _asked(x, weights, tf32),
     gradient=(_gradients, _keep),
 )
 

@@ -472,7 +472,7 @@ def _checked(name: str, shape: Any, indices: Any, updates: Any, reduction: Any, 
     """Validate what can be seen without reading values; return the shape."""
     shape = _shape_of(name, shape)
     check_tensor(name, "indices", indices, (torch.int64, torch.int32))
-    check_tensor(name, "updates", updates)
+    check_tensor(name, "dy" if name == "embedding_backward" else "updates", updates)
     if reduction not in _REDUCTIONS:
         raise ValueError(
             f"{name}: expected reduction to be 'add', got {reduction!r}; ONNX knows {', '.join(_REDUCTIONS)}"
@@ -717,10 +717,14 @@ def embedding_backward(
         As `scatter_nd_of_shape`.
     """
     name = "embedding_backward"
-    check_tensor(name, "dy", dy)
-    check_tensor(name, "indices", indices, (torch.int64, torch.int32))
-    if dy.dim() == 0:
-        raise ValueError(f"{name}: expected dy of shape [..., D], got a single number; pass the gradient of the lookup")
+    try:
+        shape, indices = (rows, dy.shape[-1]), indices.unsqueeze(-1)
+    except (AttributeError, IndexError):
+        check_tensor(name, "dy", dy)
+        check_tensor(name, "indices", indices, (torch.int64, torch.int32))
+        raise ValueError(
+            f"{name}: expected dy of shape [..., D], got a single number; pass the gradient of the lookup"
+        ) from None
     if padding_idx is not None:
         padding_idx = integer(name, "padding_idx", padding_idx, "give a row of the table")
-    return _scatter(name, (rows, dy.shape[-1]), indices[..., None], dy, padding_idx, "add", check, strategy)
+    return _scatter(name, shape, indices, dy, padding_idx, "add", check, strategy)

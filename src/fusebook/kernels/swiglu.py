@@ -22,6 +22,7 @@ from ._operator import INTERPRETED, Operator, check_alike, check_tensor, contigu
 from ._products import (
     _DTYPES,
     Plan,
+    _asked,
     _checked,
     _fetchable,
     _late,
@@ -30,7 +31,6 @@ from ._products import (
     _matrix,
     _options,
     _place,
-    _places,
     _plan,
     _product,
     _programs,
@@ -38,7 +38,6 @@ from ._products import (
     _store,
     _sum_of_parts,
     _take_over,
-    _tf32_allowed,
     _tiles_of,
     _workspace,
     layout_of,
@@ -380,8 +379,7 @@ _swiglu = Operator(
     check=_check,
     outputs=_outputs,
     into=_into,
-    modes=_tf32_allowed,
-    places=lambda x, gate, up, *_: _places((gate, up)),
+    places=lambda x, gate, up, bias, tf32, _: _asked(x, (gate, up), tf32),
     gradient=(_gradients, _keep),
 )
 
