@@ -40,7 +40,7 @@ def test_plans_without_a_gpu():
         "no:cacheprovider",
         __file__,
         "-k",
-        "not (without_a_gpu or torch_func or batch)",
+        "not (without_a_gpu or torch_func or batch or compiler)",
     ]
     done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=Path(__file__).parent.parent)
     assert done.returncode == 0, done.stdout[-4000:]
@@ -195,6 +195,181 @@ def test_values_are_read_in_every_call(driver):
     index[3] = 50
     with pytest.raises(IndexError, match=r"indices\[3, 0\]"):
         fusebook.embedding_backward(dy, index, 50)
+
+
+@absent
+def test_the_last_call_is_known_again_and_no_other_is_taken_for_it(driver):
+    """Each of these comes behind two calls of `x`: it differs from them in one thing, or is refused."""
+    memory = torch.randn(64 * 100 + 1)
+    x = memory[:6400].view(64, 100)
+    leaf = x.clone().requires_grad_()
+    others = {
+        "address": (x.clone(), -1),
+        "shape": (x[:32], -1),
+        "strides": (x.t().contiguous().t(), -1),
+        "dtype": (x.half(), -1),
+        "alignment": (memory[1:].view(64, 100), -1),
+        "dim": (x, 0),
+        "gradient": (leaf, -1),
+        "parameter": (torch.nn.Parameter(x), -1),
+        "equal dim": (x, 1),
+    }
+    for name, args in others.items():
+        for _ in range(3):
+            fusebook.softmax(x)
+        assert OPERATORS["softmax"].plans.again(x, -1) is not _operator._OTHER
+        y = fusebook.softmax(*args)
+        planned = addresses(driver.seen[-1][2])
+        with plans_aside():
+            fusebook.softmax(*args)
+        assert planned[0] == y.data_ptr() and planned[1:] == addresses(driver.seen[-1][2])[1:], name
+        assert y.requires_grad == args[0].requires_grad, name
+    for _ in range(3):
+        fusebook.softmax(leaf)
+    with torch.no_grad():
+        assert not fusebook.softmax(leaf).requires_grad
+    assert fusebook.softmax(leaf).requires_grad
+    for _ in range(3):
+        fusebook.softmax(x, 1)
+    with pytest.raises(TypeError, match="dim to be an integer, got bool"):
+        fusebook.softmax(x, True)
+    z = torch.randn(8, 100, dtype=torch.complex64)
+    for _ in range(3):
+        fusebook.softmax(z.imag)
+    with pytest.raises(ValueError, match="negates"):
+        fusebook.softmax(z.conj().imag)
+    with pytest.raises(TypeError):
+        fusebook.softmax([[1.0]])
+
+
+@absent
+def test_what_is_asked_in_every_call_is_asked_of_the_last_call_again(driver):
+    index, dy = torch.randint(0, 50, (40,)), torch.randn(40, 16)
+
+    def kernels():
+        driver.seen.clear()
+        fusebook.embedding_backward(dy, index, 50, check=False)
+        return [name for name, *_ in driver.seen]
+
+    usual = [kernels() for _ in range(3)]
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert kernels() != usual[0] == usual[1] == usual[2]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for _ in range(3):
+        fusebook.embedding_backward(dy, index, 50)
+    index[3] = 50
+    with pytest.raises(IndexError, match=r"indices\[3, 0\]"):
+        fusebook.embedding_backward(dy, index, 50)
+    x, both = torch.randn(70, 64), torch.randn(4, 64, 48)
+    out, write = torch.empty(70, 96), OPERATORS["concat_gemm"].write
+    for order in ((0, 1), (1, 0), (0, 1)):
+        weights = [both[i] for i in order]
+        for _ in range(3):
+            fusebook.concat_gemm(x, weights)
+            write(out, x, weights, None, "fused")
+        planned = addresses(driver.seen[-1][2])
+        with plans_aside():
+            write(out, x, weights, None, "fused")
+        assert planned == addresses(driver.seen[-1][2]), order
+    assert fusebook.concat_gemm(x, list(both)).shape == (70, 192)  # more weights
+    with pytest.raises(TypeError, match="sequence of tensors"):
+        fusebook.concat_gemm(x, both[:2])  # as if it were two
+
+
+@absent
+def test_what_dispatches_tensors_may_change(driver):
+    x = torch.randn(8, 100)
+    op = OPERATORS["softmax"]
+    for _ in range(3):
+        fusebook.softmax(x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert op.plans.again(x, -1) is _operator._OTHER
+        for _ in range(2):
+            fusebook.softmax(x)
+        assert op.plans.again(x, -1) is not _operator._OTHER and len(op.plans) == 1
+
+
+@absent
+def test_plans_pass_the_driver_what_the_launcher_of_triton_passes(monkeypatch):
+    """Triton's own launcher, above a function that takes the driver's place; tensor descriptors as they are made."""
+    from triton.backends.nvidia import driver as backend
+
+    class Passed(AbsentGPU):
+        """Takes down what reaches the function of C."""
+
+        def __init__(self):
+            super().__init__((9, 0))
+            self.passed, self.filled = [], []
+
+        def launch(self, *arguments):
+            self.passed.append(arguments)
+
+        def launcher_cls(self, source, metadata):
+            return backend.CudaLauncher(source, metadata)
+
+        def build_signature_metadata(self, signature):
+            return b""
+
+        def map_python_to_cpp_type(self, ty):
+            return backend.ty_to_cpp(ty)
+
+        def fill_tma_descriptor(self, address, *shape):
+            self.filled.append(address)
+            return "descriptor of", address, *map(str, shape)
+
+        fill_tma_descriptor_tiled = fill_tma_descriptor
+
+    made = Passed()
+    triton.runtime.driver.set_active(made)
+    monkeypatch.setattr(_operator, "_current", lambda: -1)
+    monkeypatch.setattr(_operator, "_stream", lambda index: 0)
+    monkeypatch.setattr(_operator, "_memory", lambda n, s, dtype: torch.empty_strided(n, s, dtype=dtype))
+    for name in ("ARG_CONSTEXPR", "ARG_KERNEL", "ARG_TUPLE"):
+        monkeypatch.setattr(backend, name, name, raising=False)
+    monkeypatch.setattr(
+        backend, "PyKernelArg", lambda nested_tuple=None, type=None: (nested_tuple, type), raising=False
+    )
+    if hasattr(backend, "compile_module_from_src"):  # an older Triton writes a launcher in C for each signature
+        monkeypatch.setattr(backend, "compile_module_from_src", lambda **_: types.SimpleNamespace(launch=made.launch))
+        monkeypatch.setattr(backend, "library_dirs", list)
+
+    def numbers(passed):
+        """What a kernel is given; Triton's own words on the launch and its hooks, which are nobody's here, are None."""
+        found = []
+        for value in passed:
+            if isinstance(value, (tuple, list)):
+                found += numbers(value)
+            elif hasattr(value, "data_ptr"):
+                found.append(value.data_ptr())
+            else:
+                found.append(None if hasattr(value, "data") or hasattr(value, "calls") else value)
+        return found
+
+    for operator in OPERATORS.values():
+        for plans in (operator.plans, operator.checked, operator.written):
+            plans.clear()
+    x, left, right = (torch.randn(256, 256, dtype=torch.bfloat16) for _ in range(3))
+    arguments = {
+        "softmax": [(x, -1), (left, -1)],
+        "concat_gemm": [(x, [left, right], None, "fused"), (left, [x, right], None, "fused")],
+    }
+    for name, calls in arguments.items():
+        shape = OPERATORS[name].outputs(*OPERATORS[name].check(*calls[0])).shape
+        results = [torch.empty(shape, dtype=x.dtype) for _ in calls]
+        for turn in range(4):
+            for out, args in zip(results, calls, strict=True):
+                made.passed.clear()
+                before = len(made.filled)
+                OPERATORS[name].write(out, *args)
+                assert turn < 2 or len(made.filled) == before, "descriptors are made once for an address"
+                planned = list(made.passed)
+                made.passed.clear()
+                with plans_aside():
+                    OPERATORS[name].write(out, *args)
+                assert planned and numbers(planned) == numbers(made.passed), name
+    assert made.filled
 
 
 @absent
@@ -354,3 +529,12 @@ def test_a_batch_of_an_operator_without_a_rule(device):
     found = torch.vmap(lambda t: fusebook.embedding_backward(t, index, 4, check=False))(dy)
     for a, t in zip(found, dy, strict=True):
         torch.testing.assert_close(a, fusebook.embedding_backward(t, index, 4))
+
+
+def test_code_of_the_compiler_asks_no_dispatcher(device):
+    from torch._inductor.utils import run_and_get_code
+
+    x = torch.randn(5, 7, device=device)
+    found, (code,) = run_and_get_code(torch.compile(lambda t: fusebook.exp(t), fullgraph=True), x)
+    torch.testing.assert_close(found, torch.exp(x))
+    assert "torch.ops.fusebook.exp.default.planned(" in code
