@@ -841,6 +841,10 @@ class Operator:
     batched : callable, optional
         The rule for `torch.vmap`, see `torch.library.register_vmap`. Without one each member of a batch has a call of
         its own.
+    traced : callable, optional
+        Takes what callers give, and returns the operator's arguments without a check: what torch.compile traces, where
+        `check` can be asked of the operator's arguments too. A compiled program looks at each object of Python that it
+        was traced through, before every call; so `check` is left to whoever asks for the results' shapes.
 
     Notes
     -----
@@ -862,6 +866,7 @@ class Operator:
         read: Callable[..., None] | None = None,
         gradient: tuple[Callable[..., Any], Callable[..., None]] | None = None,
         batched: Callable[..., Any] | None = None,
+        traced: Callable[..., tuple[Any, ...]] | None = None,
     ) -> None:
         self.name = name
         self.check = check
@@ -870,6 +875,7 @@ class Operator:
         self.modes = modes
         self.places = places
         self.read = read
+        self.traced = traced
         self.listed = schema.endswith("[]")
         self.plans = _Plans()  # by what callers give
         self.checked = _Plans()  # by the operator's arguments
@@ -892,7 +898,7 @@ class Operator:
     def __call__(self, *args: Any) -> Any:
         """Check and compute, with a gradient where one is recorded."""
         if _traced():
-            return self.dispatched(*self.check(*args))
+            return self.custom(*(self.traced or self.check)(*args))
         result = self.plans.again(*args)
         return self._looked_up(args) if result is _OTHER else result
 
@@ -998,12 +1004,20 @@ class Operator:
                 line(f"{node.get_name()} = {call}.planned({', '.join([*node.codegen_args(), *node.codegen_kwargs()])})")
 
             writers.CUSTOM_EXTERN_KERNEL_CODEGEN.setdefault(call, writers.CustomCodegen(python=write))
+        if self.traced is not None:
+            inputs = self.check(*inputs)
         return self.outputs(*inputs)
 
     def _compiled(self, *inputs: Any) -> Any:
-        """Called by code that torch.compile has generated, where nobody traces and no gradient is asked for."""
+        """Called by code that torch.compile has generated, in place of the dispatcher where that has nothing to do."""
         result = self.checked.again(*inputs)
-        return self.custom(*inputs) if result is _OTHER else result
+        if result is not _OTHER:
+            return result
+        plain = not watched() and all(
+            type(t) in (Tensor, Parameter) and not t.is_neg() and not (t.requires_grad and _grad_enabled())
+            for t in _flat(inputs)
+        )
+        return self._launched(*inputs) if plain else self.custom(*inputs)
 
     def _launched(self, *inputs: Any) -> Any:
         """Allocate and launch; the arguments are checked."""

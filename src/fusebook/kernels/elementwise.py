@@ -437,6 +437,7 @@ def _operator(name: str) -> Operator:
         outputs=functools.partial(_outputs, expression.results),
         into=functools.partial(_elementwise_into, expression.kernel),
         gradient=(functools.partial(_gradients, expression), functools.partial(_keep, expression)),
+        traced=lambda *operands: operands,
     )
 
 

@@ -150,6 +150,7 @@ _norm: Operator = Operator(
     outputs=_alike,
     into=lambda y, x, *rest: norm_into(y, None, None, x, None, *rest),
     gradient=(_gradients, _keep),
+    traced=lambda *given: given,
 )
 _add_norm: Operator = Operator(
     "add_norm",
@@ -158,6 +159,7 @@ _add_norm: Operator = Operator(
     outputs=_with_sum,
     into=lambda found, *rest: norm_into(found[0], found[1], None, *rest),
     gradient=(_gradients_of_sum, _keep),
+    traced=lambda *given: given,
 )
 _quantised_norm: Operator = Operator(
     "quantised_norm",

@@ -465,6 +465,7 @@ _softmax: Operator = Operator(
     into=_into,
     gradient=(_gradient, _keep),
     batched=lambda *batch: batched(_softmax, *batch),
+    traced=lambda x, dim: (x, dim + x.dim() if dim < 0 else dim),
 )
 
 
