@@ -1,10 +1,11 @@
 """Sphinx and gallery settings: ``sphinx-build -c . docs build/html``. The handlers live in docs/_ext.
 
-FUSEBOOK_URL is the address where the site will stand, FUSEBOOK_REPOSITORY that of its source. What needs them is off
-when they are unset.
+FUSEBOOK_URL is the address where the site will stand, FUSEBOOK_REPOSITORY that of its source, or repository-code in
+CITATION.cff. What needs them is off where nothing says them.
 """
 
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -27,7 +28,9 @@ import inventories  # noqa: E402
 import sorting  # noqa: E402
 
 URL = os.environ.get("FUSEBOOK_URL", "").rstrip("/")
-REPOSITORY = os.environ.get("FUSEBOOK_REPOSITORY", "").rstrip("/")
+# Where the source is: of a fork or a mirror, by the variable; else where CITATION.cff says, if it does.
+SOURCE = re.search(r"(?m)^repository-code:\s*[\"']?([^\s\"']+)", (ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+REPOSITORY = os.environ.setdefault("FUSEBOOK_REPOSITORY", SOURCE[1] if SOURCE else "").rstrip("/")
 
 project = "Fusebook"
 author = "The Fusebook developers"

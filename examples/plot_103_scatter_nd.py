@@ -11,7 +11,7 @@ Masked ScatterND
 
 The gradient of an embedding table is mostly zeros: a few thousand rows of
 updates, added up in a table of tens of thousands of rows. This page writes
-it in three ways, proves each right where indices meet, where they are masked
+it in three ways, proves each right where indices repeat, where they are masked
 and where they are wrong, and asks how much of a published speed-up of 7 to 50
 times was fusion.
 
@@ -39,8 +39,8 @@ Read before: 002, 101.
 #
 # ONNX has no operator for that. Its ScatterND adds to a tensor that must be
 # given, so the standard way is a chain: make zeros, compare, replace, add. Two
-# operators of our own take parts of the chain into themselves: one makes its
-# zeros, the other masks as well.
+# operators of our own do parts of the chain: one makes its zeros, the other
+# masks as well.
 
 # sphinx_gallery_tags = ["scatter", "ScatterND", "atomics", "embedding"]
 import inspect
@@ -74,6 +74,7 @@ from fusebook.page import (
     claims,
     downloads,
     draw,
+    every_clock,
     exercise,
     extra,
     holds,
@@ -166,9 +167,9 @@ Folded(
 )
 
 # %%
-# What they mean is decided by ONNX's reference evaluator, which is told of the
-# two new operators in a few lines of NumPy. ``np.add.at`` adds every update,
-# where ``y[rows] += updates`` would keep only the last of each row.
+# ONNX's reference evaluator decides what they mean; the two new operators are
+# defined for it in a few lines of NumPy. ``np.add.at`` adds every update,
+# where ``y[rows] += updates`` would keep only the last one of each row.
 
 
 def scattered(shape, indices, updates):
@@ -225,9 +226,8 @@ claims(
 )
 
 # %%
-# This is the example of the page that this one grew from: 20 updates of seven
-# ones into five rows. The result, and what led to it, one update after the
-# other:
+# This is the example of the page that this one grew from, 20 updates of seven
+# ones into five rows:
 
 result = pd.DataFrame(meant["ScatterND"]).astype(int)
 result.index.name = "row"
@@ -247,17 +247,18 @@ trace.index.name = "update"
 table(trace, "What each of the 20 updates does", fold=True)
 
 # %%
-# The first eight of them as a picture. Several updates may own one row, a
-# masked one has none, and a row without updates is zeros.
+# The first eight updates as a picture. Several may go to one row, a masked one
+# goes to none, and a row without updates is zeros.
 
 draw.owners("Who is added to which row", keys[:8].tolist(), rows=5)
 
 # %%
-# ONNX Runtime runs the first of them. ``Graph`` binds the memory of torch's
+# ONNX Runtime runs the first graph. ``Graph`` binds the memory of torch's
 # tensors, so that nothing is copied. On a CPU there is a trap: its ScatterND
-# shares the updates out among threads that add without asking each other, and
-# where two of them meet in a row, one addition is lost. Here is how often, on
-# this machine, just now.
+# shares the updates out among threads that add without asking each other.
+# Where two of them meet in a row, an addition may be lost. So `Graph` gives a
+# CPU one thread unless it is asked for more. Here is how many runs went wrong,
+# on this machine, just now:
 
 R, n, runs = 512, 1024, 30
 rng = generator(seed=1, device="cpu")
@@ -275,15 +276,6 @@ for threads in (1, 2, 4):
         not np.array_equal(right, graph(feeds)["y"].numpy())
         for _ in range(runs)
     )
-threads = pd.DataFrame({"runs": runs, "wrong": pd.Series(lost)})
-threads.index.name = "threads"
-table(threads, "ONNX Runtime on this CPU: runs that lost updates", fold=True)
-
-# %%
-# A race is right most of the time, on another day or another machine perhaps
-# always. One thread is right by construction, so that is what `Graph` gives a
-# CPU unless it is asked for more.
-
 claims(
     claim("With one thread all 30 runs are right.", lost[1] == 0),
     say(
@@ -303,12 +295,11 @@ claims(
 Source(masked_scatter_nd_eager, doc=False)
 
 # %%
-# The least is to write the output once and to read each update once. What
-# :term:`fusion` can give at most is the chain's traffic over the least. That
-# depends on how much of the work is zeros. Where there are twice as many
-# updates as rows, most of the chain's traffic is passing updates on, which
-# fusion saves. In the Llama's table most of it is zeros, and every way has to
-# write those.
+# The least is to write the output once and to read each update once. The
+# chain's traffic over the least is what :term:`fusion` can give at most. With
+# twice as many updates as rows (the *squares* of this page) most of the
+# chain's traffic passes updates on, which fusion saves. In the *Llama's table*
+# most of it is zeros, which every way has to write.
 
 shapes = {"square, n = 2R": (1024, 2048, 2048), "Llama": (32000, 4096, 2048)}
 bytes_moved = {}
@@ -336,13 +327,13 @@ draw.traffic(
 # %%
 claims(
     say(
-        "Predicted, before anything is timed, for a chain and a kernel that "
-        "move their bytes equally fast: fused, the square is at most "
-        "{square:.1f} times as fast, and the Llama's table {llama:.2f} times.",
+        "Predicted for a chain and a kernel that move their bytes equally "
+        "fast: fused, the square is at most {square:.1f} times as fast, and "
+        "the Llama's table {llama:.2f} times.",
         square=predicted.iloc[0],
         llama=predicted.iloc[1],
     ),
-    claim("Neither is 7, let alone 50.", predicted < 7),
+    claim("Neither prediction is 7, let alone 50.", predicted < 7),
 )
 
 # %%
@@ -382,18 +373,18 @@ def step_one(shape, indices, updates):
 
 
 # %%
-# It is right, and it has two costs. The rows with updates are written as
-# zeros, then read and written again by the additions. And the hardware chooses
-# the order of the additions, so two runs differ in the last bits. In float16
-# it would be wrong as well: each addition rounds, and a sum of a thousand
-# numbers loses its small terms.
+# It is right in float32, at two costs. Rows with updates are written as zeros,
+# then read and written again by the additions. And the hardware chooses the
+# order of the additions, so two runs differ in the last bits. In float16 it
+# would be wrong: each addition rounds, and a sum of a thousand numbers loses
+# its small terms.
 #
 # Step two: the output owner
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~
 #
-# The other way round, a program owns a row of the output: it looks for the
-# updates of that row and writes the row once, zeros included. It adds in
-# registers, in float32, in the order of the updates.
+# Now a program *owns* a row of the output: it looks for the updates of that
+# row and writes the row once, zeros included. It adds in registers, in
+# float32, in the order of the updates.
 
 
 @triton.jit
@@ -421,10 +412,10 @@ def step_two(shape, indices, updates):
 
 
 # %%
-# Nothing is written twice, and there is one launch. But every row reads every
-# index, and where all updates go to one row, one program does all the work. So
-# the library looks through all indices only where there are few. Where there
-# are more, updates are first brought into the order of their rows.
+# Nothing is written twice, and there is one launch. But every program reads
+# every index, and where all updates go to one row, one program does all the
+# work. So the library does this only with few indices. With more, it first
+# brings the updates into the order of their rows.
 #
 # Step three: sorted segments
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -432,39 +423,35 @@ def step_two(shape, indices, updates):
 # Sort the updates by row, and keep the order of those that share a row. Then
 # each stretch of equal keys is the sum of one row. The library sorts by
 # counting: the place of an update is the number of updates that go before it,
-# so each is compared with every other. That is quadratic work, and needs no
-# second pass. Other programs of the same launch write the first zeros
-# meanwhile.
+# so each is compared with every other. That is quadratic work in a single
+# pass. Other programs of the same launch write the first zeros meanwhile.
 
 Folded("Sort by counting", Source(_scatter_nd_sort, doc=False))
 
 # %%
 # Then the rows that have updates are added up. A long stretch of one row is
-# cut at multiples of a chunk, and different programs add up its pieces.
-# Whichever program finishes last adds the pieces, always in the same order, so
-# every run gives the same bits.
+# cut into pieces for several programs. The program that finishes last adds the
+# pieces, always in the same order, so every run gives the same bits.
 
 Folded("Add up segments", Source(_scatter_nd_segments, doc=False))
 
 # %%
-# The other rows get their zeros at the same time, so that memory has something
-# to write while updates are read. How does a program know that row r has no
-# updates? By a table ``first``, in which each row that has updates notes where
-# its keys start in the sorted list. The table is never cleared, which would be
-# one more launch. Row r has updates if and only if ``keys[first[r]] == r``:
-# what memory happened to hold for any other row fails this test. That is the
-# :term:`sparse set` of Briggs and Torczon.
+# The other rows get their zeros at the same time. How does a program know that
+# row r has no updates? Each row that has updates notes in a table, ``first``,
+# where its keys start in the sorted list. The table is never cleared, which
+# would be one more launch. Row r has updates if and only if ``keys[first[r]]
+# == r``; garbage fails this test. That is the :term:`sparse set` of Briggs and
+# Torczon.
 
 Source(_scatter_nd_zeros, doc=False)
 
 # %%
-# These are three kernels, and the GPU need not be idle between them. With
-# :term:`programmatic dependent launch`, on Hopper and later GPUs, a kernel may
-# start while the one ahead of it still runs, and itself says where it has to
-# wait (``gdc_wait``). The picture is not to scale. The program that adds up
-# rows waits for the sort. The one that writes zeros starts as soon as all
-# programs for the rows are past their waiting. Its last program waits for the
-# rows, so that whatever is launched next finds the output complete.
+# These are three kernels. With :term:`programmatic dependent launch`, on
+# Hopper and later GPUs, each may start while the one ahead of it still runs,
+# and says itself where it has to wait (``gdc_wait``). The kernel for the rows
+# waits for the sort. The kernel for the zeros starts when all programs of the
+# rows have passed that point. At its end it waits for the rows, so that what
+# is launched next finds the output complete. The picture is not to scale.
 
 draw.lanes(
     "Three kernels, each launched before the one ahead of it has ended",
@@ -483,20 +470,17 @@ draw.lanes(
 )
 
 # %%
-# Where most rows have updates there are few other rows to fill, and where
-# there are many updates, comparing all with all takes too long. There the
-# updates are grouped by row with atomic operations on integers, which count
-# the updates of each row and number them, and then a program owns each row as
-# in step two. Integers add up to the same in any order. So the counts are the
-# same in every run; only the order of the updates *within* a row is the
-# hardware's.
+# With very many updates, comparing all with all takes too long. Then atomic
+# operations on integers count and number the updates of each row, and a
+# program owns each row as in step two. The counts are the same in every run;
+# only the order of the updates *within* a row is the hardware's.
 
 Folded("Grouped by counting", Source(_scatter_nd_owner, doc=False))
 
 # %%
-# The sizes decide which of them is launched: to look at the indices would mean
-# to wait for the GPU. Under ``torch.use_deterministic_algorithms(True)`` it is
-# always sorted segments.
+# The sizes decide which of them is launched, since looking at the indices
+# would mean to wait for the GPU. Under
+# ``torch.use_deterministic_algorithms(True)`` it is always sorted segments.
 
 Folded("Which of them is launched", Source(_scatter_nd_plan, doc=False))
 
@@ -504,12 +488,12 @@ Folded("Which of them is launched", Source(_scatter_nd_plan, doc=False))
 # Is it right?
 # ------------
 #
-# The reference is `index_add_` in float64. The score of a result is its
-# largest error, relative to the element plus the root mean square of its row;
-# a row that is rightly zero must be exactly zero. Before each call, freed
-# memory of the output's size is filled with NaN, so that a row that nobody
-# wrote shows. The indices are drawn in four ways, which the tables call *law*:
-# uniform, by Zipf's law as the tokens of a text, all equal, and all masked.
+# The reference is `index_add_` in float64. The :doc:`score </method>` of a
+# result is its largest error, relative to the element plus the root mean
+# square of its row; a row that is rightly zero must be exactly zero. Freed
+# memory is filled with NaN before each call, so that an unwritten row shows.
+# The indices are drawn by four laws (the column *law*): uniform, Zipf's as the
+# tokens of a text, all equal, and all masked.
 
 
 def by(strategy):
@@ -549,17 +533,17 @@ scores = pd.concat([steps, halves]).set_index(["law", "dtype", "way"])
 table(scores[["score", "limit", "right"]], "Scores")
 
 # %%
-# A check is worth what it catches. The page that this one grew from times
-# kernels that it never compares: its check calls the reference a second time,
-# ``got = ref.run(None, feeds)[0]``, where the session should run. And its
-# masked kernel is wrong. (It is ``scatter_nd_of_shape_masked.cu`` in
-# `onnx-extended <https://github.com/sdpython/onnx-extended>`__, the kernel for
-# 128 columns or more.) A thread has one column. The threads
-# read 128 indices into :term:`shared memory`, one each; then each thread goes
-# over the 128 updates and should add update i to the row of index i. It reads
-# ``shared_indices[tid]`` instead, the index that it loaded itself. So column c
-# of *all* 128 updates is added to one row, that of index c modulo 128. Updates
-# that do not fill a block of 128 take another loop, which is right.
+# A check is worth what it catches. The page that this one grew from never
+# compares its kernels: its check calls the reference a second time, ``got =
+# ref.run(None, feeds)[0]``, where the session should run. And its masked
+# kernel is wrong (``scatter_nd_of_shape_masked.cu`` of `onnx-extended
+# <https://github.com/sdpython/onnx-extended>`__, the kernel for 128 columns or
+# more). A thread has one column. The threads read 128 indices into
+# :term:`shared memory`, one each. Then each thread goes over the 128 updates
+# and should add update i to the row of index i, but it reads
+# ``shared_indices[tid]``, the index that it loaded itself. So column c of
+# *all* 128 updates goes to one row, that of index c modulo 128. Updates that
+# do not fill a block of 128 take another loop, which is right.
 #
 # This is the mistake, and two more that are easily made.
 
@@ -616,17 +600,13 @@ claims(
         not most(index_of_the_thread, n=128, D=256),
     ),
     claim(
-        "It is wrong with 150 updates, a block and a rest.",
-        not most(index_of_the_thread, D=256),
-    ),
-    claim(
-        "It is right with the 20 updates of its own example, too few for a "
+        "It is right with the 20 updates of its own example, which fill no "
         "block.",
         most(index_of_the_thread, n=20, D=256),
     ),
     claim(
-        "It is right with 128 updates of one row: any thread's index is "
-        "everybody's.",
+        "With 128 updates of one row the mistake does not show: all indices "
+        "are equal.",
         most(index_of_the_thread, law="equal", n=128, D=256),
     ),
     claim(
@@ -640,12 +620,12 @@ claims(
 )
 
 # %%
-# Wrong indices
-# ~~~~~~~~~~~~~
+# Wrong indices, and the gradient
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 #
 # ``check=True``, the default, reads the indices first and names the first that
-# is out of range. That costs a wait for the GPU; without the check, such
-# updates are left out, and nothing is written elsewhere.
+# is out of range; it has to wait for the GPU. Without the check such updates
+# are left out, and nothing is written elsewhere.
 
 x = rough(generator(3), (3, 4), torch.float32)
 bad = torch.tensor([[0], [5], [-2]], device=x.device)
@@ -655,6 +635,15 @@ try:
 except IndexError as error:
     refusal = str(error)
 unchecked = fusebook.masked_scatter_nd_of_shape((5, 4), bad, x, check=False)
+
+# %%
+# The gradient of the updates is a gather: each update gets the gradient of the
+# row that it went to, and masked ones get zeros.
+
+u = x.double().requires_grad_()
+k = torch.tensor([[1], [-1], [1]], device=x.device)
+y = fusebook.masked_scatter_nd_of_shape((5, 4), k, u)
+(y * torch.arange(5.0, device=x.device)[:, None]).sum().backward()
 claims(
     say("The error: {refusal}", refusal=refusal),
     claim(
@@ -667,20 +656,6 @@ claims(
         torch.equal(unchecked[[0, 3]], x[[0, 2]])
         and not unchecked[[1, 2, 4]].any(),
     ),
-)
-
-# %%
-# The gradient
-# ~~~~~~~~~~~~
-#
-# The gradient of the updates is a gather: each update gets the gradient of the
-# row that it went to, and masked ones get zeros.
-
-u = x.double().requires_grad_()
-k = torch.tensor([[1], [-1], [1]], device=x.device)
-y = fusebook.masked_scatter_nd_of_shape((5, 4), k, u)
-(y * torch.arange(5.0, device=x.device)[:, None]).sum().backward()
-claims(
     claim(
         "A masked update has no gradient, others have that of their row.",
         u.grad[:, 0].tolist() == [1.0, 0.0, 1.0],
@@ -697,11 +672,11 @@ claims(
 # How fast?
 # ---------
 #
-# First the table of the page that this one grew from: R rows, twice as many
-# columns, and twice as many updates as rows. Its times were those of a call in
-# ONNX Runtime, by the host's clock; ours are *cold*, the device's time of one
-# call after a flush of the :term:`L2 cache`. Every result has been compared
-# with float64 before it was timed.
+# First the squares of the page that this one grew from: R rows, twice as many
+# columns, and twice as many updates as rows. It timed a call in ONNX Runtime
+# by the host's clock; our times are *cold*, the device's time of one call
+# after a flush of the :term:`L2 cache`. Every result was compared with float64
+# before it was timed.
 
 sweep = asked.results()
 one = sweep[sweep["dtype"] == sweep["dtype"].iloc[0]]
@@ -709,13 +684,6 @@ ways = ["ONNX Runtime", "eager", "torch.compile", "fusebook"]
 squares = tables.where(one, variant=ways)
 times = tables.times(squares, words=True)
 table(times, "Cold time in microseconds", fold=False)
-
-# %%
-table(
-    tables.speedup(squares, over="ONNX Runtime"),
-    "Times as fast as the standard graph in ONNX Runtime",
-    fold=False,
-)
 
 # %%
 plots.bandwidth(
@@ -750,9 +718,8 @@ table(
 # ~~~~~~~~~~~~~~
 #
 # `scatter_nd_of_shape` is the operator without a mask. Its indices may have
-# several components: here one, two or three, which name rows along an axis of
-# 32000, along 8000 by 4, or along 4000 by 4 by 2. Where there is more than one
-# component, an additional launch folds them into one number.
+# several components (K): here one, two or three, which name rows of 32000, of
+# 8000 x 4, or of 4000 x 4 x 2. One more launch folds them into one number.
 
 unmasked = asked.results(
     SCATTER_ND_OF_SHAPE, config="components", dtype="float32"
@@ -767,26 +734,29 @@ table(
 # How far from the roof?
 # ----------------------
 #
-# The roof (the memory side of a :term:`roofline`) is the time to read n
-# updates and to write R rows, at rates that were measured on the same machine.
-# The smallest sizes are bound by the launch and not by memory: they are to be
-# held against the launch floor.
+# The :term:`roof` is the time to read n updates and to write R rows, at rates
+# that were measured on the same machine. At the smallest sizes the launch
+# decides and not memory.
 
 shown = [*ways, "fusebook sorted"]
 both = tables.where(tables.together(one, llama), variant=shown)
 plots.dots(both, of="roof")
 
 # %%
-table(tables.shares(llama), "Each way over the Llama's tables, cold")
+table(
+    tables.shares(llama), "Each way over the Llama's tables, cold", fold=True
+)
 
 # %%
 # Contention
 # ~~~~~~~~~~
 #
-# Here the same number of updates meets in fewer rows: by Zipf's law, as tokens
-# do, or all in one row. When all go to one row, atomic additions queue for the
-# same addresses, and a single owner adds up everything while all other
-# programs have nothing to do. The pieces of step three are made for that.
+# Here the updates go to fewer rows: by Zipf's law, as tokens do, or all to one
+# row. Then atomic additions queue for the same addresses, and a single owner
+# adds up everything while other programs have nothing to do. The pieces of
+# step three are made for that. *Wrong* in the table means an error above the
+# limit: these ways add in float16, where a thousand additions lose their small
+# terms.
 
 contention = asked.results(config="contention", dtype="float32,float16")
 table(
@@ -794,19 +764,6 @@ table(
         tables.where(contention, variant=[*ways, *forced]), words=True
     ),
     "Indices that meet: cold time in microseconds",
-    fold=True,
-)
-
-# %%
-# Where it says *wrong*, the score is above the limit: these sums were kept in
-# float16, and a thousand additions have lost what they added. The time of a
-# wrong answer means nothing, so it is not shown.
-
-table(
-    contention[contention["status"] == "wrong"][
-        ["R", "variant", "dtype", "law", "note"]
-    ].set_index(["R", "law", "dtype", "variant"]),
-    "Refused for their error",
     fold=True,
 )
 
@@ -825,29 +782,10 @@ table(
 )
 
 # %%
-# What the check costs
-# ~~~~~~~~~~~~~~~~~~~~
-#
-# The check reads the indices and waits for the answer, so its cost shows by
-# the clock of the call and not by the device's.
-
-checked = tables.ratio(one, "fusebook, checked", "fusebook", kind="call")
-claims(
-    say(
-        "By the clock of the call, check=True takes {least:.1f} to "
-        "{most:.1f} times as long as check=False.",
-        least=checked.min(),
-        most=checked.max(),
-    ),
-)
-
-# %%
 # Lessons
 # -------
 #
-# What follows was decided by the numbers above, not by us. First the targets,
-# which were set before the kernel was written. Each names the points that it
-# speaks of; the tables above have all.
+# First the targets, which were set before the kernel was written:
 
 
 POINT = ["R", "D", "n", "law", "dtype"]
@@ -878,11 +816,18 @@ both_clocks = pd.concat(
         tables.ratio(tiny, "fusebook", "eager", "warm"),
     ]
 )
+compiled = pd.concat(
+    [
+        tables.ratio(tiny, "fusebook", "torch.compile", kind)
+        for kind in ("cold", "warm")
+    ]
+)
 deterministic = tables.where(
     pd.concat([sweep, llama, contention]),
     variant="fusebook sorted",
     status="ok",
 )["deterministic"]
+checked = tables.ratio(one, "fusebook, checked", "fusebook", kind="call")
 claims(
     claim(
         "At the largest square, 8192 x 16384 with 16384 updates in float32, "
@@ -897,14 +842,17 @@ claims(
         most=both_clocks.max(),
     ),
     claim(
-        "Against PyTorch's own gradient of an embedding our kernel takes at "
-        "most {most:.2f} times its time; 2 % count as equal.",
+        "As the gradient of an embedding our kernel takes at most {most:.2f} "
+        "times the time of PyTorch's own operator, and at most {compiled:.2f} "
+        "times that of torch.compile.",
         tables.ratio(embedding, "fusebook", "torch") <= 1.02,
         most=tables.ratio(embedding, "fusebook", "torch").max(),
+        compiled=tables.ratio(embedding, "fusebook", "torch.compile").max(),
     ),
     claim(
-        "On 32000 rows in float32, indices that meet take the sorted kernel "
-        "at most {most:.2f} times as long as uniform ones; the target was 2.",
+        "On 32000 rows in float32 the sorted kernel takes at most {most:.2f} "
+        "times as long with repeated indices as with uniform ones; the target "
+        "was 2.",
         fixed <= 2 * fixed["uniform"],
         most=fixed.max() / fixed["uniform"],
     ),
@@ -913,35 +861,29 @@ claims(
         deterministic == "yes",
     ),
     claim(
-        "Where indices meet, our kernel is within its limit at every point, "
-        "also where sums in float16 are not.",
+        "Where indices repeat, our kernel is within its limit at every "
+        "point, also where sums in float16 are not.",
         tables.where(contention, variant="fusebook")["status"] == "ok",
     ),
-)
-
-# %%
-# These were hoped for, too, and are shown as they came out:
-
-claims(
     claim(
         "On the Llama's table in float32 our kernel takes {times:.2f} times "
-        "the roof, which knows neither of launches nor of a sort; 1.10 was "
-        "hoped for.",
+        "the roof, which has neither launches nor a sort; the target was "
+        "1.10.",
         at(single, variant="fusebook", **LLAMA) <= 1.10,
         fatal=False,
         times=at(single, variant="fusebook", **LLAMA).iloc[0],
     ),
     claim(
-        "The sorted kernel, whose bits are the same in every run, takes "
-        "{times:.2f} times the roof there; 1.25 was hoped for.",
+        "The sorted kernel, which gives the same bits in every run, takes "
+        "{times:.2f} times the roof there; the target was 1.25.",
         at(single, variant="fusebook sorted", **LLAMA) <= 1.25,
         fatal=False,
         times=at(single, variant="fusebook sorted", **LLAMA).iloc[0],
     ),
     claim(
         "On the Llama's table in float16 our kernel takes {times:.2f} times "
-        "the roof: there is half as much to write, and launches and sort "
-        "stay as long. 1.15 was hoped for.",
+        "the roof: it writes half as much, but launches and sort take as long "
+        "as before. The target was 1.15.",
         at(targets, variant="fusebook", dtype="float16", **LLAMA) <= 1.15,
         fatal=False,
         times=at(targets, variant="fusebook", dtype="float16", **LLAMA).iloc[
@@ -950,15 +892,12 @@ claims(
     ),
     claim(
         "At 256 x 512 and 1024 x 2048 our kernel is faster than "
-        "torch.compile, cold.",
-        tables.ratio(tiny, "fusebook", "torch.compile") < 1,
+        "torch.compile, cold and warm: it takes {least:.2f} to {most:.2f} "
+        "times its time.",
+        compiled < 1,
         fatal=False,
-    ),
-    claim(
-        "At 256 x 512 and 1024 x 2048 our kernel is faster than "
-        "torch.compile, warm.",
-        tables.ratio(tiny, "fusebook", "torch.compile", "warm") < 1,
-        fatal=False,
+        least=compiled.min(),
+        most=compiled.max(),
     ),
     claim(
         "At 256 x 512 and 1024 x 2048 our kernel takes, warm, at most 1.5 "
@@ -968,10 +907,16 @@ claims(
         fatal=False,
     ),
     claim(
-        "Where float32 updates meet, in one row or by Zipf's law, our kernel "
-        "is never slower than torch.compile, cold; 2 % count as equal.",
+        "Where float32 indices repeat, all equal or by Zipf's law, our kernel "
+        "is never slower than torch.compile by more than 2 %, cold.",
         tables.ratio(alike, "fusebook", "torch.compile") <= 1.02,
         fatal=False,
+    ),
+    say(
+        "By the clock of the call check=True, which waits for the answer, "
+        "takes {least:.1f} to {most:.1f} times as long as check=False.",
+        least=checked.min(),
+        most=checked.max(),
     ),
 )
 
@@ -979,11 +924,11 @@ claims(
 # What the 7 to 50 times measured
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 #
-# The source reports that its masked kernel is 10.6, 6.8 and 49.8 times as fast
-# as the standard graph at 256, 512 and 1024. Between the standard graph and
-# *our* kernel lie three changes: another implementation of the same chain,
-# PyTorch's; the same chain compiled; another kernel. Each factor is a ratio of
-# cold times. The source's own kernels follow.
+# The source (the page that this one grew from) reports that its masked kernel
+# is 10.6, 6.8 and 49.8 times as fast as the standard graph at R = 256, 512 and
+# 1024. Between the standard graph and *our* kernel lie three changes:
+# PyTorch's chain in place of ONNX Runtime's; that chain compiled; another
+# kernel. Each factor is a ratio of cold times.
 
 parts = pd.DataFrame(
     {
@@ -1002,17 +947,16 @@ parts = pd.DataFrame(
 table(parts, "Times as fast, by what was changed, cold", fold=False)
 
 # %%
-# The source's two kernels
-# ~~~~~~~~~~~~~~~~~~~~~~~~
+# What each step was worth, and the source's two kernels
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 #
-# What were *their* kernels worth? Both have a thread for each column: it
+# What were *their* kernels worth? Both have a thread for each column. It
 # writes zeros down its column, goes over all updates and adds its number of
 # each. No two threads share a column, so nothing is atomic. One kernel reads
 # each index from memory; the other, for 128 columns and more, brings 128
-# indices at a time into :term:`shared memory`. This is that in CUDA C of our
-# own, the mistake mended (theirs
-# stand in ``onnx_extended/ortops/optim/cuda`` of `onnx-extended
-# <https://github.com/sdpython/onnx-extended>`__).
+# indices at a time into :term:`shared memory`. Here they are in CUDA C of our
+# own, with the mistake mended (theirs are in
+# ``onnx_extended/ortops/optim/cuda``).
 
 BY_COLUMN = """
 extern "C" __global__
@@ -1121,7 +1065,8 @@ CODE = {
 }
 table(
     source_us.assign(**{"lines of code": pd.Series(CODE)}),
-    "The source's kernels and this page's steps: cold time in microseconds",
+    "What each step was worth, beside the source's kernels: cold time in "
+    "microseconds, R x D and the number of updates",
     fold=False,
 )
 
@@ -1139,14 +1084,6 @@ peers = pd.DataFrame(
         for clock in ("call", "cold")
     }
 )
-table(
-    peers,
-    "The standard graph's time in ONNX Runtime over that of the source's "
-    "kernels",
-    fold=False,
-)
-
-# %%
 mended = source_us.loc["theirs, shared indices, mended"]
 claims(
     claim(
@@ -1170,9 +1107,10 @@ claims(
 )
 
 # %%
-# From PyTorch's chain to our kernel the squares gain more than the traffic
-# allows for. What exceeds the prediction cannot be fusion: it is another
-# algorithm, an owner in place of atomic additions.
+# Some squares gain more from PyTorch's chain to our kernel than their traffic
+# predicts. That excess is not fusion alone: the chain may move its bytes more
+# slowly than ours does, and ours is another algorithm, an owner in place of
+# atomic additions.
 
 whole_way = tables.ratio(llama, "ONNX Runtime", "fusebook").iloc[0]
 left = tables.ratio(llama, "ONNX Runtime", "eager").iloc[0]
@@ -1180,25 +1118,23 @@ fused = tables.ratio(llama, "eager", "fusebook").iloc[0]
 changed = tables.ratio(one, "ONNX Runtime", "eager")
 merged = tables.ratio(one, "eager", "fusebook")
 claims(
-    say(
-        "On the Llama's table in float32 our kernel is {both:.0f} times as "
-        "fast as the standard graph: {left:.1f} times by leaving ONNX "
-        "Runtime's ScatterND for PyTorch's, without any fusion, and "
-        "{fused:.2f} times from there. Traffic predicts {predicted:.2f} of "
-        "the {fused:.2f}.",
+    claim(
+        "Most of the published 7 to 50 times is ONNX Runtime's slow "
+        "ScatterND, not fusion. On the Llama's table in float32 our kernel is "
+        "{both:.0f} times as fast as the standard graph: {left:.1f} times by "
+        "leaving its ScatterND for PyTorch's, and {fused:.2f} times by fusing "
+        "(traffic predicts {predicted:.2f}).",
+        left > fused,
+        headline=True,
         both=whole_way,
         left=left,
         fused=fused,
         predicted=predicted.iloc[1],
     ),
-    claim(
-        "On the Llama's table the slow operator is the larger factor.",
-        left > fused,
-        headline=True,
-    ),
     say(
-        "On {slow} of {all} squares the slow operator is the larger factor as "
-        "well; on the other {rest}, the largest, what follows it is.",
+        "On {slow} of {all} squares, the smaller ones, most of the gain comes "
+        "from leaving ONNX Runtime as well; on the other {rest} it comes from "
+        "what follows.",
         slow=int((changed > merged).sum()),
         all=len(merged),
         rest=int((changed <= merged).sum()),
@@ -1217,36 +1153,16 @@ claims(
 # What became of the statements
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 #
-# The source closes with three sentences and prints one table. It is the page
-# *Optimizing Masked ScatterND operator on CUDA* in the gallery of
-# `onnx-extended <https://github.com/sdpython/onnx-extended>`__, of 2024.
-#
-# Its only explanation is that ScatterND "seems very slow as it is using atomic
-# addition". Our own kernel of step one's kind adds atomically, too, so the
-# explanation can be tried. What ONNX Runtime's kernel does instead stands in
-# its `source <https://github.com/microsoft/onnxruntime>`__,
+# The source, *Optimizing Masked ScatterND operator on CUDA* of onnx-extended
+# (2024), prints one table and closes with three sentences. Its only
+# explanation is that ScatterND "seems very slow as it is using atomic
+# addition". Our kernel of step one's kind adds atomically too, so the
+# explanation can be tested. What ONNX Runtime's kernel does stands in its
+# `source <https://github.com/microsoft/onnxruntime>`__,
 # ``scatter_nd_impl.cu``: one *thread* takes one index and goes over the D
-# columns of its update one by one, in blocks of 256 threads. The threads of a
-# :term:`warp` are then D numbers apart, the opposite of :term:`coalescing`.
+# columns of its update one by one. The threads of a :term:`warp` are then D
+# numbers apart, the opposite of :term:`coalescing`.
 
-THEIRS = {256: 10.586996, 512: 6.825229, 1024: 49.753071}
-three = tables.where(one, R=list(THEIRS))
-then_and_now = pd.DataFrame(
-    {
-        f"here, our kernel, {kind}": tables.ratio(
-            three, "ONNX Runtime", "fusebook", kind=kind
-        )
-        for kind in ("call", "cold")
-    }
-)
-then_and_now.insert(0, "the source, its kernel, call", list(THEIRS.values()))
-table(
-    then_and_now,
-    "Masked kernel against the standard graph in ONNX Runtime: times as fast",
-    fold=False,
-)
-
-# %%
 atomic = tables.ratio(llama, "ONNX Runtime", "fusebook atomic")
 sms = sweep.attrs["origin"].machine.sms
 everywhere = tables.ratio(
@@ -1255,8 +1171,8 @@ everywhere = tables.ratio(
 claims(
     holds(
         '"ScatterND seems very slow as it is using atomic addition" (the '
-        "source, 2024): an atomic kernel is then no faster than twice; ours "
-        "is {least:.0f} to {most:.0f} times as fast on the Llama's tables.",
+        "source, 2024): our atomic kernel is {least:.0f} to {most:.0f} times "
+        "as fast on the Llama's tables, so atomics are not the cause.",
         atomic <= 2,
         of=tables.ratio(llama, "ONNX Runtime", "fusebook"),
         least=atomic.min(),
@@ -1264,8 +1180,8 @@ claims(
     ),
     say(
         "2048 updates are 8 blocks of 256 threads for {sms} multiprocessors, "
-        "and in float32 adjacent threads of ONNX Runtime's kernel read 16 KiB "
-        "apart: a slow mapping of threads to numbers, atomic or not.",
+        "and adjacent threads of ONNX Runtime's kernel read 16 KiB apart in "
+        "float32. That mapping of threads to numbers is slow, atomic or not.",
         sms=sms,
     ),
     say(
@@ -1285,10 +1201,9 @@ claims(
 # Where it does not win
 # ~~~~~~~~~~~~~~~~~~~~~
 #
-# All points at which some other way is faster by more than 2 %, cold, the
-# worst first. In half precision ``torch.compile`` adds in float16, which is
-# *wrong* in the table above where many indices meet; our kernels add in
-# float32.
+# The points at which another way is faster by more than 2 %, cold, the worst
+# first. (In half precision ``torch.compile`` adds in float16, which is *wrong*
+# above where many indices repeat; our kernels add in float32.)
 
 everything = pd.concat([sweep, llama, contention, targets])
 others = everything[~everything["variant"].str.startswith("fusebook ")]
@@ -1303,33 +1218,15 @@ table(
 # ~~~~~~~~~~~~~~~~~~~~~
 #
 # The device works while the host queues what comes next. So an :term:`eager`
-# program of many calls pays for each the larger of the host's time and the
-# device's. That is the column *paid*. A short kernel is as fast as its launch:
-# see :term:`launch overhead`.
+# program of many calls pays, for each, the larger of the host's time and the
+# device's: *paid*. A kernel that is shorter than its launch takes as long as
+# the launch.
 
 callers = tables.alike(everything)
 by_clock(callers)
 
 # %%
-table(
-    tables.clocks(callers),
-    "Every way by every clock, in microseconds",
-    fold=True,
-)
-
-# %%
-table(
-    tables.losses(callers, kind="paid"),
-    "Where another way is faster for an eager program",
-    fold=True,
-)
-
-# %%
-table(
-    tables.losses(callers, kind="call"),
-    "Where another way is faster by a call that is waited for",
-    fold=True,
-)
+every_clock(callers)
 
 # %%
 # What to take to the next kernel:
@@ -1346,9 +1243,8 @@ table(
 # Exercises
 # ---------
 #
-# Each has a function that is wrong, and a check that says so. Mend it; run the
-# page, or the notebook, again. The checks are those of the library, and need
-# no GPU.
+# Each has a function that is wrong, and a check that says so. Mend it, and run
+# the page or the notebook again. No GPU is needed.
 #
 # 1. The mean
 # ~~~~~~~~~~~

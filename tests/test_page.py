@@ -226,7 +226,7 @@ def test_what_a_page_measures_is_recorded_and_replayed(monkeypatch, tmp_path):
     assert replayed.attrs["origin"].measured is False
     assert replayed.attrs["origin"].stale == ()
     assert replayed.attrs["origin"].machine.name == "Made-up GPU"
-    assert page.measured("drift", other).attrs["origin"].stale == ("drift is measured by another function now",)
+    assert page.measured("drift", other).attrs["origin"].stale == ("how drift is measured",)
 
 
 def test_what_needs_no_gpu_is_measured_where_it_can_be(monkeypatch):
@@ -375,17 +375,17 @@ def test_statements_of_others_and_exercises_are_no_claims_of_ours_and_counted_ap
 
 def test_a_claim_over_many_points_tells_where_it_fails():
     fast = pd.Series([True, False, False], index=pd.Index(["3x5", "4x6", "7x8"]))
-    assert repr(page.claim("fast", fast)) == "✗ false: fast (all 3 rows looked at, fails at 2: 4x6, 7x8)"
+    assert repr(page.claim("fast", fast)) == "✗ false: fast (checked on all 3 rows, fails at 2: 4x6, 7x8)"
     assert repr(page.claim("fast", fast[:1])) == "✓ true: fast"
     assert repr(page.claim("fast", fast[1:2])) == "✗ false: fast (fails at 4x6)"
-    assert repr(page.claim("fast", pd.Series([True] * 9))) == "✓ true: fast (all 9 rows looked at)"
+    assert repr(page.claim("fast", pd.Series([True] * 9))) == "✓ true: fast (checked on all 9 rows)"
 
 
 def test_a_claim_tells_how_many_rows_of_its_table_it_looked_at():
     fast = pd.Series([True, True, False], index=pd.Index(["3x5", "4x6", "7x8"]))
-    assert repr(page.claim("fast", fast[:2], of=fast)) == "✓ true: fast (2 of 3 rows looked at)"
-    assert repr(page.claim("fast", fast[2:], of=3)) == "✗ false: fast (1 of 3 rows looked at, fails at 1: 7x8)"
-    assert repr(page.holds("fast", fast[:1], of=fast)) == "= holds: fast (1 of 3 rows looked at)"
+    assert repr(page.claim("fast", fast[:2], of=fast)) == "✓ true: fast (checked on 2 of 3 rows)"
+    assert repr(page.claim("fast", fast[2:], of=3)) == "✗ false: fast (checked on 1 of 3 rows, fails at 1: 7x8)"
+    assert repr(page.holds("fast", fast[:1], of=fast)) == "= holds: fast (checked on 1 of 3 rows)"
     with pytest.raises(ValueError, match="at least 3, got 2"):
         page.claim("fast", fast, of=2)
 

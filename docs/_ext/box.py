@@ -29,6 +29,7 @@ def keep(file, name, shown):
     facts = {
         "headlines": [[claim.verdict, claim.mark, claim.text] for claim in claims if claim.headline],
         "counts": {kind: count([claim for claim in claims if claim.kind == kind]) for kind in ("claim", "statement")},
+        "false": [claim.text for claim in claims if claim.kind == "claim" and claim.true is False],
     }
     if frames:
         told = page.provenance(*frames)
@@ -119,7 +120,7 @@ def rst(about, facts, repository=""):
         rows += [("GPU", f"{facts['gpu']}, {how}; {facts['dates']}"), ("Versions", facts["versions"])]
         if facts["stale"]:
             shown, more = facts["stale"][:3], len(facts["stale"]) - 3
-            rows.append(("Stale", "; ".join(shown) + (f"; and {more} more, named below" if more > 0 else "")))
+            rows.append(("Changed since", "; ".join(shown) + (f"; and {more} more, named below" if more > 0 else "")))
     else:
         rows.append(("GPU", "no results here: see the note on the page"))
     stem = about.path.stem
@@ -138,7 +139,7 @@ def before(about, every):
     """What to have read."""
     if not about.before:
         return "; nothing to have read before"
-    return "; before it " + ", ".join(f":doc:`{n} {every[n].title} </{every[n].document}>`" for n in about.before)
+    return "; after " + ", ".join(f":doc:`{n} {every[n].title} </{every[n].document}>`" for n in about.before)
 
 
 def records(raw):
@@ -160,7 +161,14 @@ def told(facts):
     ops = [op for op in facts.get("ops", []) if "word" in op]
     if ops:
         parts += [table(ops), sizes(ops)]
-    parts += [f'<p class="fb-box-claims">{sentence}</p>'] if (sentence := counted(facts.get("counts", {}))) else []
+    if sentence := counted(facts.get("counts", {})):
+        false = "".join(f"<li>{rich(text)}</li>" for text in facts.get("false", []))
+        parts.append(
+            f'<details class="fb-fold"><summary class="fb-box-claims">{sentence} Which are false?</summary>'
+            f"<ul>{false}</ul></details>"
+            if false
+            else f'<p class="fb-box-claims">{sentence}</p>'
+        )
     return "\n".join(parts) or "<p>No results.</p>"
 
 
@@ -182,16 +190,16 @@ def table(ops):
     rows = []
     for op in ops:
         cells = "".join(f"<td>{use(op, way)}</td>" for way in NAMES)
-        median = f"{op['median']:.2f} in the middle" if op["median"] is not None else ""
+        median = f", in the median {op['median']:.2f}" if op["median"] is not None else ""
         rows.append(
             f'<tr><th scope="row"><code>{op["op"].replace("_", "_<wbr>")}</code></th>'
             f'<td class="fb-word fb-word-{op["kind"]}">{html.escape(op["word"])}<small>{op["range"]} times the time of '
-            f"torch and torch.compile, {median}</small></td>{cells}</tr>"
+            f"the faster of torch and torch.compile{median}</small></td>{cells}</tr>"
         )
     return (
         '<div class="fb-scroll fb-should-scroll" role="region" tabindex="0" aria-label="When to use what">'
-        '<table class="fb-should"><caption>At how many sizes each way is as fast as any, within 2 %: for the '
-        'caller, and on the device</caption><thead><tr><th scope="col">Operator</th>'
+        '<table class="fb-should"><caption>At how many sizes each way is the fastest, for the caller and on the '
+        'device; within 2 % counts as fastest too</caption><thead><tr><th scope="col">Operator</th>'
         f'<th scope="col">Write it?</th>{head}</tr></thead>'
         f"<tbody>{''.join(rows)}</tbody></table></div>"
     )
@@ -204,8 +212,7 @@ def use(op, way):
         return "<span>not compared</span>"
     alone = ""
     if caller["alone"]:
-        ends = dict.fromkeys((caller["smallest"], caller["largest"]))
-        alone = f"<small>alone at {caller['alone']}: {html.escape(' to '.join(ends))}</small>"
+        alone = f"<small>the only one at {caller['alone']}</small>"
     whose = f"<small>{html.escape(', '.join(op['libraries']))}</small>" if way == "libraries" else ""
     return (
         f"<span>{caller['best']} of {caller['points']}</span>{alone}"
@@ -227,7 +234,7 @@ def sizes(ops):
         tables.append(
             f'<div class="fb-scroll" role="region" tabindex="0" aria-label="Which way for which size of {name}">'
             f'<table class="fb-should"><caption><code>{name}</code>: microseconds that a caller pays, the smallest '
-            f"problem first; what is within 2 % of the fastest is to be taken</caption><thead><tr>{head}</tr></thead>"
+            f"problem first. Take: what is within 2 % of the fastest</caption><thead><tr>{head}</tr></thead>"
             f"<tbody>{rows}</tbody></table></div>"
         )
     many = sum(len(op["sizes"]) for op in ops)

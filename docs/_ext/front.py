@@ -6,6 +6,7 @@ decide. The README shows the same in short.
 
 import functools
 import html
+import json
 import os
 import statistics
 from pathlib import Path
@@ -15,7 +16,21 @@ from sphinx.util.docutils import SphinxDirective
 
 import pages
 
-__all__ = ["Begin", "Cards", "Path_", "Picture", "Should", "caption", "draw", "found", "headline", "setup", "table"]
+__all__ = [
+    "Begin",
+    "Cards",
+    "Path_",
+    "Picture",
+    "RecordSize",
+    "Should",
+    "SourceLine",
+    "caption",
+    "draw",
+    "found",
+    "headline",
+    "setup",
+    "table",
+]
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -98,6 +113,10 @@ def left_out():
         sentences.append(f"Not in the table, as pages compare them: {', '.join(missing)}.")
     if stale:
         sentences.append(f"Changed after they were timed, in some rows: {', '.join(stale)}.")
+    call = [verdict.torch["call"] for verdict in verdicts()]
+    lost, points = sum(one.losses for one in call), sum(one.points for one in call)
+    if points:
+        sentences.append(f"By the clock of one call that is waited for, ours is slower at {lost} of {points} sizes.")
     return " ".join(sentences)
 
 
@@ -150,7 +169,8 @@ def headline():
         side: 100 * statistics.median(part[side].median() for part in parts.values()) for side in ("ours", "other")
     }
     return (
-        f"Nearer to the roof than the best other way: {more} of {len(parts)} operators; farther: {less}",
+        f"Share of the fastest possible time (the roof): above the best other way at {more} of {len(parts)} operators, "
+        f"below it at {less}",
         f"Share of the measured roof on one {name}, cold, where memory or arithmetic binds: medians, with bars from "
         f"the worst size to the best. Over the operators the median is {middle['ours']:.0f} % for ours and "
         f"{middle['other']:.0f} % for the best other way. {versions}; {dates}.",
@@ -281,6 +301,49 @@ class Path_(SphinxDirective):
         return self.parse_text_to_nodes("\n".join(lines) + "\n")
 
 
+class RecordSize(_FromRecords):
+    """How many times a record of the package holds, and what it took: what somebody who makes one may expect."""
+
+    def run(self):
+        """Ask the records."""
+        self.watch()
+        if not found():
+            return []
+        frames = list(found().values())
+        name = origins(frames)[0]
+        timed = sum(int(frame["cold_us"].notna().sum()) for frame in frames)
+        first = sum(frame["first_call_s"].sum() for frame in frames) / 60
+        largest = max((f["read_bytes"] + f["write_bytes"] + f["peak_bytes"].fillna(0)).max() for f in frames) / 1e9
+        folder = frames[0].attrs["origin"].path.parent
+        size = sum(file.stat().st_size for file in folder.rglob("*.csv")) / 1e6
+        text = (
+            f"The record of the {name} has {timed:,} times of {len(frames)} operators and {size:.1f} MB. Its first "
+            f"calls, which compile, took {first:.0f} minutes together; its largest problem needs {largest:.0f} GB of "
+            "the GPU's memory with inputs and results."
+        )
+        if (kept := folder / "seconds.json").exists():
+            pages_took = sum(json.loads(kept.read_text()).values()) / 60
+            text += f" All pages that measure, which time the same and more, took {pages_took:.0f} minutes there."
+        return self.parse_text_to_nodes(text + "\n")
+
+
+class SourceLine(SphinxDirective):
+    """How to get the source, where its address is known, and to run a page."""
+
+    def run(self):
+        """Write the lines."""
+        repository = self.config.fusebook_repository
+        lines = [f"git clone {repository} fusebook && cd fusebook"] if repository else []
+        lines += ["python examples/plot_102_softmax.py"]
+        text = ".. code-block:: bash\n\n" + "".join(f"   {line}\n" for line in lines)
+        if not repository:
+            text += (
+                "\nThis build was not told where its source is. ``repository-code`` in ``CITATION.cff`` or "
+                "``FUSEBOOK_REPOSITORY`` in the environment says it; then links to the source stand here.\n"
+            )
+        return self.parse_text_to_nodes(text)
+
+
 class Begin(SphinxDirective):
     """How to install the library: from the repository where its address is known, from a checkout elsewhere."""
 
@@ -305,6 +368,8 @@ def setup(app):
         "page-cards": Cards,
         "reading-path": Path_,
         "install-line": Begin,
+        "source-line": SourceLine,
+        "record-size": RecordSize,
     }.items():
         app.add_directive(name, directive)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

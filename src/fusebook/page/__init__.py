@@ -21,6 +21,8 @@ FUSEBOOK_DOWNLOADS
 FUSEBOOK_DEPS
     A file in which a page notes what it reads: records, sources that it shows, solutions. The site sets it, and runs a
     page again when one of them has changed.
+FUSEBOOK_COUNT
+    Set by a page for itself, when Nsight Compute runs it, see `fusebook.page.counters`.
 FUSEBOOK_RANKS
     Set by a page for the processes that it starts on several GPUs, see `fusebook.page.ranks`.
 FUSEBOOK_REPOSITORY
@@ -31,7 +33,8 @@ from fusebook.extras import extra
 
 with extra("book"):
     from fusebook.page import draw, verdicts
-    from fusebook.page.claims import Claims, by_clock, claim, claims, exercise, holds, say
+    from fusebook.page.claims import Claims, by_clock, claim, claims, every_clock, exercise, holds, say
+    from fusebook.page.counters import counters
     from fusebook.page.ranks import enough, ranks, timed, work
     from fusebook.page.results import (
         NoResults,
@@ -72,10 +75,12 @@ __all__ = [
     "changed",
     "claim",
     "claims",
+    "counters",
     "downloads",
     "draw",
     "enough",
     "environment",
+    "every_clock",
     "exercise",
     "explored",
     "extra",

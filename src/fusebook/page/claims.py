@@ -13,9 +13,9 @@ import torch
 from fusebook import check, tables
 from fusebook.op import Cost, Op
 from fusebook.page import _place
-from fusebook.page.show import _Shown, rich
+from fusebook.page.show import Folded, _Shown, rich, table
 
-__all__ = ["Claims", "by_clock", "claim", "claims", "exercise", "holds", "say"]
+__all__ = ["Claims", "by_clock", "claim", "claims", "every_clock", "exercise", "holds", "say"]
 
 
 # Prose ----------------------------------------------------------------------------------------------------------------
@@ -122,7 +122,7 @@ def _decide(condition: Any, of: Any = None) -> tuple[bool | None, str]:
     total = len(good) if of is None else of if isinstance(of, int) else len(of)
     if total < len(good):
         raise ValueError(f"claim: expected the rows of the whole table, at least {len(good)}, got {total}")
-    rows = f"{len(good)} of {total} rows looked at" if total > len(good) else f"all {total} rows looked at"
+    rows = f"checked on {len(good)} of {total} rows" if total > len(good) else f"checked on all {total} rows"
     rows *= total > 1
     if good.all():
         return True, rows
@@ -161,7 +161,7 @@ def claim(
     Raises
     ------
     ValueError
-        Where `of` is less than the rows looked at.
+        Where `of` is less than the rows that were checked.
     """
     true, detail = _decide(condition, of)
     return Claim(_fill(text, numbers), true, fatal, detail=detail, headline=headline)
@@ -286,13 +286,34 @@ def by_clock(df: pd.DataFrame, variant: str = "fusebook") -> Claims:
         )
         start = tables.pays_from(df, variant, kind) if kind != "cold" else None
         if start == "":
-            text += "; what it wins on the device pays at none of them all the way up."
+            text += "; what it wins on the device pays at no size."
         elif start:
+            start = start.partition(" (")[0]  # without the least time that it needs
             text += "; what it wins on the device pays from {start} on."
         else:
             text += "."
         told.append(say(text, by=by, variant=variant, start=start, **row[["faster", "points", "slower"]]))
     return claims(*told)
+
+
+def every_clock(df: pd.DataFrame) -> Folded:
+    """The tables behind `by_clock`, on demand: every way by every clock, and each point that a caller loses.
+
+    Parameters
+    ----------
+    df : pandas.DataFrame
+        As of `by_clock`.
+
+    Returns
+    -------
+    Folded
+    """
+    return Folded(
+        "Every way by every clock, and each loss",
+        table(tables.clocks(df), "Every way by every clock, in microseconds", fold=False),
+        table(tables.losses(df, kind="paid"), "Where another way is faster for an eager program", fold=False),
+        table(tables.losses(df, kind="call"), "Where another way is faster by a call, waited for", fold=False),
+    )
 
 
 def exercise(

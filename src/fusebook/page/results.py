@@ -444,7 +444,7 @@ def measured(
         frame = _noted(record.read(record_name, found[0].name, found[0].parent))
         was = frame.attrs["origin"]
         same = was.function == launches.digest(function) if was.function else was.source == _text(function)
-        stale = () if same else (f"{name} is measured by another function now",)
+        stale = () if same else (f"how {name} is measured",)
         frame.attrs["origin"] = dataclasses.replace(was, stale=stale, page=name)
     return frame
 

@@ -194,8 +194,8 @@ class Provenance(_Shown):
         stale = ""
         if self.stale:
             stale = (
-                '<p class="fb-stale">The code has changed since these results were recorded: '
-                f"{rich('; '.join(self.stale))}.</p>"
+                '<p class="fb-stale">Changed since it was recorded, so that its times may be out of date: '
+                f"{rich('; '.join(self.stale))}. Whether results are right was checked as this page was built.</p>"
             )
         return (
             f'<div class="fb-provenance{" fb-stale-box" if self.stale else ""}">'
@@ -649,16 +649,17 @@ class Folded(_Shown):
     ----------
     caption : str
         What the reader sees of it before.
-    part : object
+    *parts : object
         What a block could end in: a `Listing`, a `Source`.
     """
 
-    def __init__(self, caption: str, part: Any) -> None:
+    def __init__(self, caption: str, *parts: Any) -> None:
         self.caption = caption
-        self.part = part
+        self.parts = parts
 
     def _repr_html_(self) -> str:
-        return f'<details class="fb-fold"><summary>{rich(self.caption)}</summary>{self.part._repr_html_()}</details>'
+        shown = "".join(part._repr_html_() for part in self.parts)
+        return f'<details class="fb-fold"><summary>{rich(self.caption)}</summary>{shown}</details>'
 
     def __repr__(self) -> str:
-        return f"{self.caption}\n{self.part!r}"
+        return "\n".join([self.caption, *map(repr, self.parts)])

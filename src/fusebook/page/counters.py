@@ -1,0 +1,109 @@
+"""What the GPU's own counters say of kernels: Nsight Compute runs the page's file once more, up to its steps."""
+
+from __future__ import annotations
+
+import csv
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+
+from fusebook.page import _place
+from fusebook.page.results import NoResults, measured
+
+__all__ = ["counters"]
+
+Steps = Callable[[], Mapping[str, Callable[[], Any]]]
+
+#: What is shown of each counter of Nsight Compute.
+COUNTERS = {
+    "dram__bytes_read.sum": "read",
+    "dram__bytes_write.sum": "written",
+    "l1tex__average_t_sectors_per_request_pipe_lsu_mem_global_op_ld.ratio": "sectors",
+    "sm__warps_active.avg.pct_of_peak_sustained_active": "occupancy",
+}
+#: A kernel of PyTorch's that nobody else launches stands between two steps.
+MARK = "spin_kernel"
+LONGEST = 60.0  # seconds
+
+
+def counters(name: str, steps: Steps) -> pd.DataFrame:
+    """What each step reads and writes by the counters of the GPU, where Nsight Compute is installed.
+
+    It is called where nothing but definitions stands before it: the page is run again as far as here.
+
+    Parameters
+    ----------
+    name : str
+        Of the record, see `fusebook.page.measured`.
+    steps : callable
+        Returns, by name, what is called without arguments.
+
+    Returns
+    -------
+    pandas.DataFrame
+        A row a kernel: ``step``, ``kernel``, ``read`` and ``written`` in bytes of memory, ``sectors`` of 32 bytes that
+        a load asks for, and ``occupancy``, the percent of the warps that a multiprocessor has room for. Empty where
+        there is neither Nsight Compute nor a record.
+    """
+    if os.environ.get("FUSEBOOK_COUNT") == name:
+        _run(steps())
+        raise SystemExit(0)
+    able = shutil.which("ncu") is not None and _place.script() and "FUSEBOOK_COUNT" not in os.environ
+    try:
+        return measured(name, lambda: _counted(name, steps), live=None if able else False, by_device=True)
+    except NoResults:
+        nothing = pd.DataFrame(columns=["step", "kernel", *COUNTERS.values()])
+        nothing.attrs["compared"] = 0
+        return nothing
+
+
+def _run(steps: Mapping[str, Callable[[], Any]]) -> None:
+    for step in steps.values():  # what compiles compiles before
+        step()
+    torch.cuda.synchronize()
+    torch.cuda.cudart().cudaProfilerStart()
+    for step in steps.values():
+        torch.cuda._sleep(1)
+        step()
+    torch.cuda.synchronize()
+    torch.cuda.cudart().cudaProfilerStop()
+
+
+def _counted(name: str, steps: Steps) -> pd.DataFrame:
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "ncu.csv"
+        # The clocks are left alone, as everywhere; the caches are flushed before each kernel.
+        how = ["--csv", "--page", "raw", "--profile-from-start", "off", "--clock-control", "none"]
+        asked = ["ncu", *how, "--print-units", "base", "--metrics", ",".join(COUNTERS), "--log-file", str(log)]
+        env = {k: v for k, v in os.environ.items() if k != "FUSEBOOK_RECORD"} | {"FUSEBOOK_COUNT": name}
+        page = [sys.executable, steps.__code__.co_filename]
+        done = subprocess.run([*asked, *page], env=env, capture_output=True, text=True, timeout=LONGEST)
+        text = log.read_text() if log.exists() else ""
+    if '"ID"' not in text:
+        raise RuntimeError(f"Nsight Compute counted nothing in {name}:\n{(text + done.stdout + done.stderr)[-2000:]}")
+    return _read(text, list(steps()))
+
+
+def _read(text: str, names: list[str]) -> pd.DataFrame:
+    """The rows of Nsight Compute's table, whose second line holds units; a mark begins the next step."""
+    lines = text.splitlines()
+    first = next(i for i, line in enumerate(lines) if line.startswith('"ID"'))
+    _, *found = csv.DictReader(lines[first:])
+    rows, at = [], -1
+    for kernel in found:
+        if MARK in kernel["Kernel Name"]:
+            at += 1
+            continue
+        short = re.split(r"[<(]", kernel["Kernel Name"].removeprefix("void "))[0]
+        values = {to: kernel[counter].replace(",", "") or "nan" for counter, to in COUNTERS.items()}
+        rows.append({"step": names[at], "kernel": short, **{to: float(value) for to, value in values.items()}})
+    return pd.DataFrame(rows)
