@@ -203,16 +203,16 @@ claims(
 # A thousand exponentials
 # -----------------------
 #
-# The same loop in seven ways. In NumPy and in PyTorch on the CPU; on the GPU,
-# each result brought back to the host; on the GPU, results left there, which
-# the manual calls returning a handle, in new memory each or always in the
-# same. Then two ways that it did not have: a CUDA graph, which is the thousand
-# launches recorded once and started by one call, and a single kernel that goes
-# over the numbers a thousand times. Each way does all the work a thousand
-# times; nothing is skipped. (The single kernel, too, reads and writes all
-# numbers in each round, in the L2 cache.) On the host all results go into one
-# array that is there already: a fresh one would be charged for its memory, as
-# :doc:`plot_002_measuring` shows.
+# The same loop in seven ways: in NumPy; in PyTorch on the CPU; on the GPU,
+# with each result brought back to the host; on the GPU, with results left
+# there, in new memory each time or always in the same. Then two ways that the
+# manual did not have: a :term:`CUDA graph`, which is the thousand launches
+# recorded once and started by one call, and a single kernel that goes over the
+# numbers a thousand times. All seven do the same thousand exponentials. (The
+# single kernel, too, reads and writes all numbers in each round, in the
+# :term:`L2 cache`.) On the host all results go into one array that is there
+# already: a fresh one would pay for its memory, as :doc:`plot_002_measuring`
+# shows.
 
 
 @triton.jit
@@ -299,9 +299,10 @@ then_and_now["times as fast"] = (
 table(then_and_now, "A thousand exponentials, then and now", fold=False)
 
 # %%
-# Where does it go? A picture of the first moments of each, with forty calls
-# in place of a thousand: above what the host does, below it kernels, and below
-# these copies. (The profiler that took it makes each call of the host longer.)
+# Where does the time go? A picture of the first moments of each way, with
+# forty calls in place of a thousand: what the host does above, kernels below
+# it, and copies below these. (The profiler makes each call of the host
+# longer.)
 
 
 def trace():
@@ -335,11 +336,11 @@ spans = measured("using_timeline", trace)
 ax = plots.timeline(spans, until=400, title="exp of 230400 numbers")
 
 # %%
-# On the GPU the work itself is a thin line. Brought back, each result
-# costs a copy, and more than the copy: the host waits for it before it starts
-# the next. Left there, the host is the slow one; kernels are done before it
-# has launched the next. A graph takes the host out of the loop, and one kernel
-# takes the launches out.
+# On the GPU the work itself is a thin line. A result that is brought back
+# costs a copy and more: the host waits for it before it starts the next call.
+# Where results are left on the GPU, the host is the slow one: each kernel ends
+# before the next is launched. A graph takes the host out of the loop, and one
+# kernel takes the launches out.
 
 busy = spans.groupby(["way", "lane"])["us"].median()
 claims(
@@ -350,21 +351,23 @@ claims(
         headline=True,
     ),
     say(
-        "The manual saved about half by it in 2012. Here, brought back takes "
-        "{ratio:.0f} times as long: the GPU has become faster by more than "
-        "the way to it.",
+        "The manual saved about half by it in 2012. Here, copying the result "
+        "back makes it {ratio:.0f} times slower: GPUs have become faster by "
+        "more than the link to them has.",
         ratio=us["GPU, copied back"] / us["GPU, left there"],
     ),
     say(
-        "Brought back, a GPU is {ratio:.2f} times as fast as NumPy, and "
-        "{other:.2f} times as fast as PyTorch on all cores of its own host.",
+        "With its results brought back the GPU is {ratio:.2f} times as fast "
+        "as NumPy, and {other:.2f} times as fast as PyTorch on all cores of "
+        "its own host.",
         ratio=us["NumPy"] / us["GPU, copied back"],
         other=us["PyTorch, CPU"] / us["GPU, copied back"],
     ),
     claim(
-        "The work of a kernel takes less than a quarter of the call that "
-        "launches it.",
+        "The GPU works for less than a quarter of the time that one call "
+        "takes: for {share:.0%} of it.",
         busy["GPU, left there", "kernel"] < us["GPU, left there"] / 4,
+        share=busy["GPU, left there", "kernel"] / us["GPU, left there"],
     ),
     claim(
         "A CUDA graph is at least 3 times as fast as a loop in Python.",
@@ -381,13 +384,12 @@ claims(
 # -----------------------
 #
 # The manual has a list, "to give a rough idea of what to expect". Here it is
-# with numbers, on one GPU and on the CPU of the same machine, all its cores at
-# work. The third column brings the operands from the host and the result back
-# to it, in memory as programs have it: that is what a program pays which uses
-# the GPU for this one operation. Results are written over those of the call
-# before, on either side and on the way back, but for the convolution, which
-# takes no result to write to. It multiplies in float32 on both, though on the
-# GPU PyTorch would take TF32 unless told otherwise.
+# with numbers, on one GPU and on all cores of the CPU of the same machine. The
+# third column also brings the operands from the host and the result back: a
+# program that uses the GPU for only this operation pays that. Results are
+# written over those of the call before, everywhere. (The convolution takes no
+# result to write to. It multiplies in float32 here; on the GPU PyTorch would
+# take TF32 unless told otherwise.)
 
 
 def seconds(function, repeat=5):
@@ -495,43 +497,50 @@ claims(
         gains[heavy] >= 5,
     ),
     holds(
-        "Indexing, dimension-shuffling and constant-time reshaping are "
-        "equally fast on both (2012): a transposed view, which moves nothing.",
+        "Constant-time reshaping is equally fast on both (2012): a transposed "
+        "view, which moves nothing.",
         0.5 < gains["transposed, a view"] < 2,
     ),
     holds(
-        "The same of indexing and shuffling that move something: rows by "
-        "index and a transposition.",
+        "Indexing and dimension-shuffling are equally fast on both (2012): "
+        "here, where they move data, rows by index are {rows:.0f} and a "
+        "transposition is {moved:.0f} times as fast on the GPU.",
         gains[["rows by index", "transposed, moved"]].between(0.5, 2),
+        rows=gains["rows by index"],
+        moved=gains["transposed, moved"],
     ),
     holds(
         "Summation over rows or columns can be a little slower on the GPU "
-        "(2012).",
+        "(2012): here rows are {rows:.0f} and columns {columns:.0f} times as "
+        "fast.",
         bool((gains[sums] < 1).any()),
+        rows=gains[sums[0]],
+        columns=gains[sums[1]],
     ),
     holds(
-        "Copying often cancels most of the advantage of one operation (2012):"
-        " of {lost} of {all} operations, more than half of it.",
+        "Copying often cancels most of the advantage of one operation (2012): "
+        "{lost} of {all} operations lose more than half of it.",
         bool((paid < gains / 2).sum() > len(paid) / 2),
         lost=int((paid < gains / 2).sum()),
         all=len(paid),
     ),
     say(
-        "There and back, {lost} of {all} operations are slower than on the "
-        "CPU that they came from.",
+        "With the copies, {lost} of {all} operations are slower than on the "
+        "CPU. (One of them is the view, which moves nothing on either side.)",
         lost=int((paid < 1).sum()),
         all=len(paid),
     ),
     claim(
-        "The exponential of 230400 numbers is less than 5 times as fast on "
-        "the GPU: what is small gains little.",
+        "Small work gains little: the exponential of 230400 numbers is "
+        "{ratio:.1f} times as fast on the GPU, less than 5.",
         gains["exp of 230400"] < 5,
+        ratio=gains["exp of 230400"],
     ),
 )
 
 # %%
-# And this is the convolution both ways, with its largest error relative to
-# float64:
+# The convolution in float32 and in :term:`TF32`, with its largest error
+# relative to float64:
 
 
 def in_tf32():
@@ -563,10 +572,10 @@ say(
 )
 
 # %%
-# How many operations pay for the copies? Here 16 million numbers go through
-# tanh 1, 2, 5 and 10 times in a row. The CPU works in its own memory. The GPU
-# fetches the operand once, works, and brings the last result back, either in
-# pageable memory or in pinned memory, which the next section explains.
+# How many operations does it take until the copies pay? Here 16 million
+# numbers go through tanh 1, 2, 5 and 10 times in a row. The GPU fetches the
+# operand once, works, and brings the last result back, in pageable memory or
+# in :term:`pinned memory`, which the next section explains.
 
 
 def chains():
@@ -636,11 +645,9 @@ claims(
 # ~~~~~~~~~~~~~
 #
 # In 2012 nothing else could be accelerated, and float64 was "still relatively
-# slow". What elementwise operations cost is their bytes: twice as many for
-# float64, half as many for the half types. What matrix products cost is
-# another matter. There are units for each type, and the ceilings of this GPU,
-# measured, are far apart. TF32 is float32 with ten bits of mantissa in the
-# product.
+# slow". Elementwise operations cost their bytes: twice as many in float64,
+# half as many in the half types. Matrix products have units for each type,
+# whose rates on this GPU are far apart.
 
 
 def types():
@@ -713,14 +720,15 @@ claims(
         half=rates["bfloat16"] / rates["float32"],
     ),
     holds(
-        "Only computations with float32 can be accelerated (2012), on the "
-        "GPU of this record: products in float64 run at less than half of "
-        "float32's rate.",
+        "Only computations with float32 can be accelerated (2012): on the "
+        "GPU of this record float64 products run at {ratio:.2f} times the "
+        "rate of float32.",
         rates["float64"] < 0.5 * rates["float32"],
+        ratio=rates["float64"] / rates["float32"],
     ),
     holds(
-        "The same on GPUs that are not made for data centers (published "
-        "ratios, above): float64 has less than half of float32's rate.",
+        "On GPUs that are not made for data centers float64 is still far "
+        "slower than float32 (published ratios, above).",
         published["float64"].loc[["8.6", "8.9"]]
         < 0.5 * published["float32"].loc[["8.6", "8.9"]],
         of=published,
@@ -731,9 +739,9 @@ claims(
 # Moving data
 # -----------
 #
-# Between host and GPU are lanes of PCI Express, and NVML tells how many and
-# how fast. Memory that the operating system may move, *pageable*, has to be
-# copied into memory that it may not before the GPU can fetch it. *Pinned*
+# Host and GPU are connected by lanes of PCI Express; :term:`NVML` says how
+# many and how fast. *Pageable* memory, which the operating system may move,
+# has to be copied into pinned memory before the GPU can fetch it. *Pinned*
 # memory is fetched directly, and with ``non_blocking=True`` while the host
 # goes on.
 
@@ -826,9 +834,9 @@ claims(
 # Overlap
 # ~~~~~~~
 #
-# What must be copied need not be waited for: while one chunk is multiplied,
-# the next one comes on a second stream, into the other of two slots. Events
-# keep the two streams from running into each other.
+# Copies can overlap with work: while one chunk is multiplied, the next one is
+# copied on a second :term:`stream`, into the other of two buffers. Events keep
+# the two streams in step.
 
 
 def overlap():
@@ -887,7 +895,7 @@ claims(
         abs(ms["one stream"] / ms.iloc[:2].sum() - 1) < 0.1,
     ),
     claim(
-        "In two streams the shorter of both is hidden behind the longer, "
+        "With two streams the whole takes as long as the longer of the two, "
         "within a tenth.",
         ms["two streams"] < 1.1 * ms.iloc[:2].max(),
     ),
@@ -977,12 +985,11 @@ claims(
 # Switches of the compiler
 # ~~~~~~~~~~~~~~~~~~~~~~~~
 #
-# The tip has three switches and one for all of them: subnormal numbers become
-# zero, divisions and roots take a shorter way. A kernel that waits for memory
-# cannot tell. So these do 64 divisions, roots or exponentials for each number
-# that they load, and every result is compared with the same in float64. CuPy
-# sets ``-ftz=true`` by itself, so two of the switches come on top of that one;
-# without any, PyTorch compiles.
+# The tip has three switches and one for all of them: ``-ftz`` turns subnormal
+# numbers into zero, ``-prec-div`` and ``-prec-sqrt`` allow approximate
+# divisions and roots. A kernel that waits for memory cannot show what they are
+# worth. So these kernels do 64 divisions, roots or exponentials for each
+# number that they load, and every result is compared with float64.
 
 SWITCHES = {
     "none": None,
@@ -1094,7 +1101,8 @@ claims(
         error=wrong.loc["subnormal sums", "none"],
     ),
     claim(
-        "PyTorch's kernels keep small numbers: 1e-40 times 1 is no zero.",
+        "PyTorch's product keeps subnormal numbers: 1e-40 times 1 is not "
+        "zero.",
         answer["1e-40 times 1"] == "1e-40",
     ),
 )
@@ -1103,9 +1111,9 @@ claims(
 # No operator on the CPU by accident
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 #
-# ``assert_no_cpu_op`` stopped a program that had left the GPU without being
-# told. PyTorch never moves data by itself; it refuses. What it does do
-# silently is wait, and there is a mode in which it refuses that, too.
+# ``assert_no_cpu_op`` stopped a program that had left the GPU unasked. PyTorch
+# never moves data by itself; it raises an error. It does wait silently, and
+# there is a mode in which it raises an error for that, too.
 
 accidents = [
     "a tensor of the GPU plus one of the CPU",
@@ -1117,9 +1125,9 @@ table(answer[accidents].to_frame("says"), "Refused", fold=False)
 # Asynchrony
 # ----------
 #
-# A call on the GPU returns when it has been queued. The manual says so to
-# explain two things that are as true today: a clock that does not wait shows a
-# speed-up that is none, and an error is raised later than it occurs.
+# A call on the GPU returns when it has been queued. Two things follow, today
+# as in 2012: a clock that does not wait shows a speed-up that is none, and an
+# error is raised later than it occurs.
 
 
 def clock():
@@ -1143,9 +1151,9 @@ table(clocks, "One matrix product of 8192 x 8192, in bfloat16", fold=False)
 
 # %%
 # For errors, a program of three lines: it takes an element that does not
-# exist, computes something with it, and waits. An error on the device ends
-# every use of the GPU by its process, so the program runs in a process of its
-# own; once as it is, and once with ``CUDA_LAUNCH_BLOCKING=1``, under which
+# exist, computes something with it, and waits. After an error on the device
+# its process cannot use the GPU any more, so the program runs in a process of
+# its own; once as it is, and once with ``CUDA_LAUNCH_BLOCKING=1``, under which
 # each launch is waited for.
 
 PROGRAM = """
@@ -1211,8 +1219,9 @@ claims(
         clocks["returns us"].iloc[0] < clocks["done us"].iloc[0] / 10,
     ),
     claim(
-        "The error is raised behind the line that makes it.",
+        "The error is raised after the line that makes it, at `{line}`.",
         error.loc["0", "raised at"] != "y = x[wrong]",
+        line=error.loc["0", "raised at"],
     ),
     claim(
         "With CUDA_LAUNCH_BLOCKING=1 it is raised at the line itself.",
@@ -1233,11 +1242,10 @@ claims(
 # Memory
 # ------
 #
-# ``allow_gc=False`` told Theano to keep intermediate results instead of giving
-# their memory back after each operation, since to give it back is to wait.
-# PyTorch keeps blocks for itself and hands them out again. To see what that is
-# worth, give them back after each call, and for comparison write into one
-# tensor always.
+# ``allow_gc=False`` told Theano to keep the memory of intermediate results,
+# since giving it back makes the program wait. PyTorch's allocator keeps freed
+# blocks and hands them out again. To see what that is worth, the second row
+# gives them back after each call; the third always writes into one tensor.
 
 
 def memory():
@@ -1301,9 +1309,8 @@ table(
 )
 
 # %%
-# The peak is what decides whether a model fits. A fused chain has no
-# intermediate results, so it needs less, too: here ``x * sigmoid(x)`` of
-# 256 MiB.
+# The peak decides whether a model fits. A fused chain has no intermediate
+# results, so it needs less: here ``x * sigmoid(x)`` of 256 MiB.
 
 table(
     spent[["peak MiB"]].dropna(),
@@ -1312,9 +1319,9 @@ table(
 )
 
 # %%
-# What the cache keeps is not always what is asked for next. *Allocated* is
-# what tensors hold, *reserved* what PyTorch has taken from the GPU. Half of 64
-# blocks are freed, and there would be room for 1 GiB, but not in one piece.
+# Kept memory may be in pieces. *Allocated* is what tensors hold, *reserved*
+# what PyTorch has taken from the GPU. When half of 64 blocks are freed there
+# is room for 1 GiB, but not in one piece.
 
 table(
     spent[["allocated MiB", "reserved MiB"]].dropna(),
@@ -1327,8 +1334,9 @@ kept = spent["us"]
 pieces = spent.loc["and 1 GiB asked for, in one piece"]
 claims(
     say(
-        "Giving the block back makes a call {ratio:.2f} times as long; "
-        "writing into one tensor always, {other:.2f} times.",
+        "By the clock of one call that is waited for, giving the block back "
+        "takes {ratio:.2f} times as long as keeping it, and always writing "
+        "into one tensor {other:.2f} times.",
         ratio=kept["a block that is given back"]
         / kept["a block that was kept"],
         other=kept["one tensor, always"] / kept["a block that was kept"],
@@ -1348,8 +1356,8 @@ claims(
 # Random numbers
 # --------------
 #
-# A note of the manual: random numbers on the GPU were another generator, with
-# other numbers. Today a seed of PyTorch's starts a generator on each device.
+# In a note of the manual, the GPU has its own generator of random numbers,
+# which gives other numbers. Today a seed starts a generator on each device.
 
 
 def random_numbers():
@@ -1405,8 +1413,8 @@ claims(
 #
 # A *shared variable* was a tensor on the device with a name, and
 # ``set_value`` put new numbers into it. Today every tensor is one:
-# ``x.copy_(new)`` writes into its memory. That is more than a habit where a
-# CUDA graph is replayed, since a graph knows addresses and not names.
+# ``x.copy_(new)`` writes into its memory. A CUDA graph that is replayed needs
+# that, since it knows addresses and not names.
 
 claims(
     claim(
@@ -1605,7 +1613,7 @@ line(
 )
 line(
     "Arguments must be large enough",
-    "Larger than ever: there are more processors to feed",
+    "Yes: small work gains little",
     gains["exp of 230400"] < gains["exp of 67 million"] / 2,
     "exp of 230400: {a:.1f} times; of 67 million: {b:.0f} times",
     a=gains["exp of 230400"],
@@ -1657,9 +1665,10 @@ line(
 )
 line(
     "nvcc --use_fast_math",
-    "No: a kernel that waits for loads gains nothing",
+    "Where a kernel waits for divisions, not for memory",
     gain > 1.1,
-    "{gain:.2f} times as fast, {loss:.1f} times the error",
+    "64 divisions a number: {gain:.1f} times as fast, {loss:.1f} times the "
+    "error",
     gain=gain,
     loss=loss,
 )
@@ -1733,12 +1742,14 @@ table(advice, "What became of it", fold=False)
 old = advice.index[advice["holds"] == "no"]
 claims(
     say(
-        "Of {all} pieces of advice, {no} no longer hold.",
+        "Of {all} pieces of advice, {no} no longer hold. (Some were judged in "
+        "several parts above, so there are more verdicts than rows.)",
         all=len(advice),
         no=len(old),
     ),
     claim(
-        "Those about where data is still hold",
+        "The two that say where to keep data still hold: leave results on the "
+        "GPU, and copies cancel the advantage.",
         advice.loc[
             ["Leave results on the GPU", "Copies often cancel the advantage"],
             "holds",
@@ -1746,9 +1757,8 @@ claims(
         == "yes",
     ),
     say(
-        "What has not changed is the distance: to the host, and to memory. "
-        "What has changed is what is done about types, about small work, and "
-        "about memory: that is the library's business now."
+        "Host and memory are still far away. Types, waiting and freed memory "
+        "need no advice any more: PyTorch takes care of them."
     ),
 )
 

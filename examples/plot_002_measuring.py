@@ -12,8 +12,8 @@ Measuring: five ways to be wrong
 A GPU runs beside the program that commands it, keeps what it has just
 touched in a cache, compiles at the first call, and hands out memory that
 still holds the last result. Each of these makes some plausible measurement
-wrong, by a few percent or by a factor of a thousand. This page makes five of
-those mistakes on purpose, and the right measurement beside each.
+wrong, by a few percent or by a factor of a thousand. This page makes these
+mistakes on purpose, in five groups, with the right measurement beside each.
 
 What the other pages mean by *cold*, *warm*, *host*, *call* and *roof* is what
 is right here; the definitions stand in :doc:`/method`.
@@ -35,16 +35,18 @@ Read before: nothing.
 # - *warm*: many calls in a CUDA graph, the time divided by their number. What
 #   does the device need when the host is out of the way?
 # - *host*: the host's clock around many calls, none of them waited for, the
-#   time divided by their number. What does Python do to queue one?
+#   time divided by their number. How long does Python take to queue one?
 # - *call*: the host's clock around one call, synchronised before and after.
-#   What does Python wait for?
+#   How long does Python wait for one?
 #
 # While the device works, the host queues what comes next. So a program of many
-# calls pays the larger of *host* and *cold* for each, and the other pages call
-# that *paid*.
+# calls pays the larger of *host* and *cold* for each, which is *paid* on the
+# other pages.
 #
-# A time without its clock means nothing, and two times of different clocks
-# must not be compared. All are medians, with the 20 % and 80 % quantiles kept.
+# A time without its clock means nothing, and times of different clocks must
+# not be compared. All are medians, with the 20 % and 80 % quantiles kept. The
+# :term:`roof` is the least time that the memory and the arithmetic of the
+# machine allow, by what was measured of them.
 
 # sphinx_gallery_tags = ["measuring", "L2", "clocks"]
 import time
@@ -136,12 +138,11 @@ claims(
 # 2. The cache that was not emptied
 # ---------------------------------
 #
-# A loop over the same buffers leaves them in the L2 cache, and then times the
-# cache. The number is not wrong, it answers another question; divided into
-# bytes and compared with the bandwidth of memory it is nonsense. Flush the
-# cache before each call, with several times its size, and do not synchronise
-# between the flush and the start event: the device would run dry, and the
-# host's launch would be timed as well.
+# A loop over the same buffers leaves them in the :term:`L2 cache`, and then
+# times the cache. That is no bandwidth of memory. Flush the cache before each
+# call, with several times its size, and do not synchronise between the flush
+# and the start event: the device would run dry, and the host's launch would be
+# timed as well.
 
 
 # site: open
@@ -194,35 +195,33 @@ claims(
         cache["looped GB/s"].max() * 1e9 > 1.05 * on.copy,
     ),
     claim(
-        "After a flush no copy of 4 x L2 or more passes the roof by more than "
-        "3 %, when one cache full of what it writes is not counted.",
+        "After a flush, copies of at least 4 x L2 stay within 3 % of the "
+        "roof, once one cache full of writes is allowed for.",
         large.set_index("MB read and written")["flushed GB/s"] * 1e9
         <= (1.03 * on.copy / (1 - kept)).to_numpy(),
     ),
     say(
-        "Even a flushed copy is partly served by the cache, which takes in "
-        "what is written: of {edge:.0f} MB up to a quarter, of a gigabyte up "
-        "to {part:.0%}. Bandwidth is claimed for more than {edge:.0f} MB "
-        "only.",
+        "Even after a flush the cache takes in a part of what is written: up "
+        "to a quarter of {edge:.0f} MB, up to {part:.0%} of a gigabyte. So "
+        "these pages claim bandwidth only for more than {edge:.0f} MB.",
         edge=4 * on.l2 / 1e6,
         part=on.l2 / 1e9,
     ),
 )
 
 # %%
-# 3. The bill of somebody else
-# ----------------------------
+# 3. Work that is charged to the wrong code
+# -----------------------------------------
 #
-# A clock cannot tell whose work it times. Three bills are handed to the wrong
-# one more often than any other.
+# A clock cannot tell whose work it times. Three costs are charged to the wrong
+# code more often than others.
 #
-# The compiler's bill
-# ~~~~~~~~~~~~~~~~~~~
+# Compile time
+# ~~~~~~~~~~~~
 #
-# The first call of a Triton kernel compiles it. One such call in a mean of
-# thirty is all that the mean shows. So: warm up, take the median, show the
-# quantiles, and report the first call by itself, since a program that runs
-# once pays it.
+# The first call of a Triton kernel compiles it. One such call dominates a mean
+# of thirty. So warm up, take the median, show the quantiles, and report the
+# first call by itself, since a program that runs once pays it.
 
 
 @triton.jit
@@ -264,8 +263,10 @@ table(first, "One kernel, 512 MiB read and written", fold=False)
 value = first.set_index("what")["value"]
 claims(
     claim(
-        "The first call takes more than a hundred times the median.",
+        "Never time the first call, which compiles: here it takes "
+        "{times:.0f} times the median, more than a hundred.",
         value["first call (us)"] > 100 * value["median of 30 (us)"],
+        times=value["first call (us)"] / value["median of 30 (us)"],
         headline=True,
     ),
     claim(
@@ -276,15 +277,14 @@ claims(
 )
 
 # %%
-# The flush's bill
-# ~~~~~~~~~~~~~~~~
+# Write-back
+# ~~~~~~~~~~
 #
-# The usual flush fills a large buffer with zeros. It empties the cache of what
-# was there, and leaves it full of zeros that memory has not seen. Somebody
-# must write them, when the place of their lines is needed: the next kernel,
-# which is on the clock. The smaller its own traffic, the larger the part that
-# is not its own. The remedy costs one line: read the buffer after it was
-# written. What is read is in memory already, and makes room for nothing.
+# The usual flush fills a large buffer with zeros. The zeros stay in the cache
+# as *dirty* lines, which memory has not seen yet. The next kernel must write
+# them back to make room, and its clock is running. The less traffic of its own
+# it has, the larger that part. The remedy costs one line: read the buffer
+# after it was written. Lines that were read can be dropped without writing.
 
 
 def three_works():
@@ -354,21 +354,22 @@ claims(
     ),
     say(
         "All cold times of this book are taken after a flush that ends in "
-        "reads. What a kernel itself writes last stays in the cache, and is "
-        "the next one's to write: below a few times the size of the cache a "
-        "kernel that writes is served by it, and its points are marked L2.",
+        "reads. What a kernel itself writes last stays in the cache, too. So "
+        "below a few times the size of the cache its times are too good, and "
+        "the points are marked L2.",
     ),
 )
 
 # %%
-# The memory's bill
-# ~~~~~~~~~~~~~~~~~
+# Page faults
+# ~~~~~~~~~~~
 #
-# A function of the CPU that returns a large fresh array pays for its pages:
-# the system hands out each one, filled with zeros, when it is first touched.
-# The GPU's function seems the faster for it, since PyTorch keeps the memory of
-# the GPU and hands it out again. And a copy to the host seems to tell of the
-# bus. Give both a result to write to, or say that the result is fresh.
+# A function of the CPU that returns a large fresh array pays for its memory
+# pages: the system hands out each one, filled with zeros, when it is first
+# touched. PyTorch keeps the memory of the GPU and hands it out again, so there
+# a fresh result costs little. This makes the GPU look faster than it is, and a
+# copy to the host look limited by the bus. Give both sides a result to write
+# to, or say that the result is fresh.
 
 
 # site: open
@@ -427,9 +428,9 @@ claims(
 # 4. Zeros, and the output that nobody wrote
 # ------------------------------------------
 #
-# Zeros are the laziest input: multiplying them toggles few transistors, the
-# chip draws less power, and holds a higher clock. And zeros are what an
-# unwritten output often holds.
+# Zeros are a bad input. Multiplying them toggles few transistors, so the chip
+# draws less power and holds a higher clock. And an unwritten output often
+# holds zeros.
 #
 # Worse is memory that holds the *right* answer. PyTorch keeps freed blocks and
 # hands them out again. Run the reference, free its result, and run a kernel
@@ -532,14 +533,13 @@ claims(
 # 5. The wrong ceiling, and the wrong clock
 # -----------------------------------------
 #
-# A datasheet's bandwidth is the width of a bus times its clock. No program
-# reaches it: refresh and the change between reading and writing take their
-# part. A share of that number says how good the memory is, not how good the
-# kernel is. Measure a copy, a fill and a read, and call those the roof.
+# A datasheet's bandwidth is the width of a bus times its clock, and no program
+# reaches it. A share of that number says how good the memory is, not how good
+# the kernel is. Measure a copy, a fill and a read, and make those the roof.
 #
-# At the other end of the scale the ceiling is the launch. A small kernel in
-# eager mode is timed as the host's work of launching it; in a CUDA graph the
-# host is gone. Neither is a bandwidth: compare with an empty kernel.
+# For small work the ceiling is the launch. The time of a small kernel in eager
+# mode is the host's time to launch it; in a CUDA graph it is the device's.
+# Neither is a bandwidth: compare with an empty kernel.
 
 
 # site: open
@@ -593,7 +593,7 @@ claims(
         host=small.get("host us"),
     ),
     holds(
-        "A copy reaches the 4.8 TB/s of the H200's datasheet (NVIDIA, 2024)",
+        "A copy reaches the 4.8 TB/s of the H200's datasheet (NVIDIA, 2024).",
         on.copy >= 4.8e12 if on.slug == "nvidia-h200" else None,
     ),
     say(
@@ -635,11 +635,10 @@ plots.copies(on)
 # A second opinion
 # ----------------
 #
-# A harness of one's own should agree with somebody else's where both apply.
-# ``triton.testing.do_bench`` also flushes the cache and uses events; asked for
-# its median it must give the same time for large work. Its flush ends in
-# writes, though, and one cache full of them is on its clock: the smaller the
-# work, the more that shows.
+# Two harnesses should agree where both apply. ``triton.testing.do_bench`` also
+# flushes the cache and uses events, so its median must be the same for large
+# work. Its flush ends in writes, though, and its clock includes writing back
+# one cache full of them: the smaller the work, the more that shows.
 
 
 # site: open
@@ -684,8 +683,8 @@ claims(
         (apart["ratio"].xs(4096, level=1) - 1).abs() <= 0.03,
     ),
     claim(
-        "What do_bench measures in addition is less than one cache full of "
-        "writes, to within 3 % of the bytes.",
+        "The extra time of do_bench is at most that of writing back one L2 "
+        "cache, to 3 %.",
         pd.Series(charged <= on.l2 + 0.03 * most),
     ),
     say(
@@ -702,9 +701,12 @@ claims(
 # - Flush several times the L2 cache, end the flush in reads, or say that the
 #   work was warm.
 # - Warm up; take the variants in turn; take medians; show the spread.
-# - Results that are reused on one side are reused on the other.
+# - Reuse outputs on both sides, or on neither.
 # - Fresh random input, poisoned output, and a check of what was timed.
-# - Hold the time against what this machine was measured to do.
+# - Compare the time with what this machine was measured to do.
+#
+# An exercise without a check: time ``x.softmax(-1)`` of 4096 x 256 by all four
+# clocks of ``fusebook.timing.measure``, and say which one your program pays.
 
 provenance(clock, cache, first, flushed, pages, lazy, host, second)
 

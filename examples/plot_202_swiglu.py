@@ -12,8 +12,8 @@ SwiGLU: two products that are never written
 The feed-forward layer of a Llama multiplies its input with two weights,
 applies an activation to one product and multiplies it with the other. The
 products are large, and nobody needs them in memory. This page keeps both in
-registers, and asks what that is worth where matrices are large, and where they
-are a few rows.
+registers, and measures what that is worth with thousands of tokens and with a
+few.
 
 With a CUDA GPU everything here is measured as the page runs. Without one, the
 kernels run in Triton's interpreter and the times are replayed from the record
@@ -48,11 +48,13 @@ from fusebook.check import yardstick
 from fusebook.inputs import generator
 from fusebook.kernels.swiglu import _gated, _swiglu_stacked, swiglu_eager
 from fusebook.page import (
+    Folded,
     Source,
     by_clock,
     claim,
     claims,
     downloads,
+    every_clock,
     exercise,
     measured,
     provenance,
@@ -77,17 +79,15 @@ asked = study(SWIGLU, config="llama,small", dtype="bfloat16", repeat=20)
 Source(swiglu_eager, doc=False)
 
 # %%
-# The products need their time whatever we do. What is left to save is the
-# traffic around them: eager writes both products, reads one for its silu,
-# writes that, and reads two to multiply them. The least is to write y. What
-# the difference can be worth at most follows from what this machine was
-# measured to do: the rate of its matrix units for the products, the rate of
-# its memory for the rest.
+# The products take their time in any case. What can be saved is the traffic
+# around them: eager writes both products, reads one for its silu, writes that,
+# and reads two to multiply them. The least is to write y. What the difference
+# is worth at most follows from what this machine was measured to do: the rate
+# of its matrix units for the products, the rate of its memory for the rest.
 #
-# Packing the weights into one, so that there is one product, saves a reading
-# of x and no other traffic, and leaves halves that do not lie together for
-# what follows. A compiler can do all that comes after the product in one
-# kernel, but the product must be written for it.
+# *Packed* weights, side by side in one, make one product of two. That saves
+# one reading of x and no other traffic. A compiler can do all that comes after
+# the product in one kernel, but the product must be written for it.
 
 on = machine.current()
 LAYERS = {
@@ -108,8 +108,8 @@ for name, dims in LAYERS.items():
 predicted = pd.DataFrame.from_dict(rows, orient="index")
 table(
     predicted,
-    "Predicted in bfloat16: the products in microseconds, then each way in "
-    "times of them, launches not counted",
+    "Predicted in bfloat16, without launches: microseconds of the products, "
+    "then each way's time over that",
     fold=False,
 )
 
@@ -136,9 +136,9 @@ claims(
 # Step one: two sums
 # ~~~~~~~~~~~~~~~~~~
 #
-# A program owns a tile of the output. It walks along K, and multiplies each
+# A program owns a tile of the output. It walks along K and multiplies each
 # tile of x with a tile of either weight: two sums in registers, one reading of
-# x. At the end, silu and the last product are computed where the sums are: in
+# x. At the end it computes silu and the last product from the sums, in
 # registers. That is the :term:`epilogue` of the product.
 
 
@@ -182,46 +182,44 @@ def step_one(x, gate, up, BM=64, BN=64, warps=4):
 # Step two: one sum of twice the width
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 #
-# Hopper's matrix units are fed from shared memory, and read the tile of x
-# again for each product. One product of 256 columns reads it half as often as
-# two of 128. So we would like the tiles of both weights to be one tile.
+# Hopper's :term:`tensor cores <tensor core>` read the tile of x from
+# :term:`shared memory`, again for each product. One product of 256 columns
+# reads it half as often as two of 128. So the tiles of both weights should be
+# one tile.
 #
-# They are, if the weights are one tensor, and two weights of one shape always
+# They are if the weights are one tensor, and two weights of one shape always
 # are: the distance between their addresses is the stride of a third axis. A
 # descriptor of three axes then fetches 2 x 128 columns at once, from two
-# places in memory, and they arrive as 256. The sum holds both products, and a
-# thread finds a column of the gate and the same column of the other in its
-# own registers. Two of the constants below are not of this step: with ``LATE``
-# the kernel is launched before the one ahead of it has ended, as on the page
-# on :doc:`plot_201_gemm_concat`, and ``SWAP`` is for a few rows.
+# places in memory, and they arrive as 256. Each thread then holds the gate and
+# the up value of the same column. Two of the constants below belong elsewhere:
+# ``LATE`` is the :term:`programmatic dependent launch` of
+# :doc:`plot_201_gemm_concat`, and ``SWAP`` is for a few rows.
 
 Source(_swiglu_stacked, doc=False)
 
 # %%
-# What is done at the end is common to all our kernels of this page. It is in
-# float32: eager has rounded both products to half precision by then.
+# All our kernels of this page have the same end, in float32. (Eager has
+# rounded both products to half precision by then.)
 
-Source(_gated, doc=False)
+Folded("The epilogue", Source(_gated, doc=False))
 
 # %%
 # A few rows
 # ~~~~~~~~~~
 #
-# A few rows are another problem. Hopper's matrix units take 64 rows at once,
-# so that with one token nearly all of them carry nothing. They take as few as
-# 8 columns, though: multiplied the other way round, as transposes, the columns
-# of the weights become the rows, and there are thousands of them. That is
-# ``SWAP`` in the kernel above. Even so the units have little to do: the
-# weights must come from memory, and that takes as long as it takes. What
-# counts is that every multiprocessor reads all the time. So tiles are narrow
-# there, and there are several programs on each multiprocessor, none of which
-# walks: while one waits for its last loads, others are in full flow.
+# A few rows are another problem. Hopper's tensor cores multiply 64 rows at
+# once, but as few as 8 columns. So with few tokens we compute the transpose:
+# the columns of the weights become the rows, and there are thousands of them.
+# That is ``SWAP`` in the kernel above. The time is then that of reading the
+# weights from memory, so every multiprocessor should read all the time. Tiles
+# are narrow there, and several programs share a multiprocessor: while one
+# waits for its last loads, others read.
 #
 # Is it right?
 # ------------
 #
-# The inputs are such that silu is no straight line: products of a few units,
-# some rows with large values, some far from zero. Freed memory is filled with
+# The products of these inputs are of the size at which silu is curved; some
+# rows have large values, some are far from zero. Freed memory is filled with
 # NaN before each call.
 
 
@@ -265,15 +263,12 @@ claims(
 # How fast?
 # ---------
 #
-# *Packed* is one product with both weights side by side, then the rest one
-# operation after another; *packed + compiled* leaves the rest to the compiler.
-# *Liger* has a kernel for the rest, behind two products, as in its own layer:
-# the halves of a packed product do not lie densely, and it would copy them.
-# *quack* has a product that ends in SwiGLU as ours does, for weights whose
-# columns were put in turn before. What failed, or is not installed, has no
-# times and is kept with its message. quack builds its kernels when they are
-# called, with a compiler that has versions of its own: where the two do not
-# fit each other it raises an error, and it is not for us to mend that.
+# *Packed* is one product with both weights side by side, then one operation
+# after another; *packed + compiled* leaves these to the compiler. *Liger* has
+# one kernel for them, after two products. *quack* has a product that ends in
+# SwiGLU, as ours does, for weights whose columns were interleaved beforehand.
+# A way that is not installed, or that failed, has no times; its message stands
+# below.
 
 HERE = ["TF32", "chosen"]  # of float32, further down
 layers = asked.results(
@@ -295,11 +290,10 @@ missing = layers[layers["status"] != "ok"].drop_duplicates("variant")
 table(missing.set_index("variant")[["status", "note"]], "Not timed, and why")
 
 # %%
-# The mark is the product alone: one product with both weights packed, without
-# silu and without the last product. It computes less than we do and writes
-# twice as much, two products where we write one result, so ours may lie below
-# it. It is no SwiGLU, so it stands in no table above; here it is timed in turn
-# with all the others, so that the clock's drift is the same for all.
+# All ways are compared with *the product alone*: one product with both weights
+# packed, without silu and the last product. It computes less than SwiGLU, but
+# writes two products where we write one result, so ours may take less time.
+# Here it is timed in turn with the others, so that drift is the same for all.
 
 BARE = "the product alone"
 SIZES = ["M", "K", "N"]
@@ -341,7 +335,7 @@ def beside(kind):
 
 table(
     beside("cold"),
-    "In times of the packed product alone, cold, bfloat16",
+    "Time over that of the packed product alone, cold, bfloat16",
     fold=False,
 )
 
@@ -349,9 +343,9 @@ table(
 # A few tokens
 # ~~~~~~~~~~~~
 #
-# The weights are read once; the roof is the rate at which this machine reads.
-# The last layer is that of Llama 3 70B, whose weights are many times the
-# cache.
+# The weights are read once, so the :term:`roof` is the rate at which this
+# machine reads. The last layer is that of Llama 3 70B, whose weights are many
+# times the cache.
 
 decode = asked.results(
     config="decode",
@@ -382,13 +376,14 @@ provenance(layers)
 downloads(layers, "swiglu")
 
 # %%
-# The compiler on the two products
-# ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+# What each step was worth, and the compiler on two products
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 #
-# `torch.compile` can be given the eager chain as it stands, weights apart.
+# `torch.compile` can be given the eager chain as it stands, with two weights.
 # With ``max-autotune`` it also times kernels of its own for each product
-# (:term:`autotuning`) and may put the silu into the second one's end. Beside
-# them step one as it was shown, and in larger tiles.
+# (:term:`autotuning`) and may put the silu into the second one's
+# :term:`epilogue`. Beside them step one as it was shown, and in larger tiles:
+# what each step was worth.
 
 
 # site: fold
@@ -463,9 +458,9 @@ claims(
 # How far from the roof?
 # ----------------------
 #
-# For many tokens the roof is the rate of the matrix units, as PyTorch's own
-# product reached it when this machine was measured. It moves with the power
-# that the data draws; small layers are launches.
+# For many tokens the roof is the rate of the tensor cores, as PyTorch's own
+# product reached it when this machine was measured. It varies with the power
+# that the data draws. In small layers the launch decides.
 
 plots.dots(
     tables.where(layers, variant=lambda c: ~c.str.contains("TF32")), of="roof"
@@ -485,14 +480,12 @@ table(tables.shares(pd.concat([layers, decode])), "Each way, cold")
 # Float32 and float16
 # ~~~~~~~~~~~~~~~~~~~
 #
-# Float32 and float16, on the small layers. Float32 without TF32 has no matrix
-# units, and there PyTorch's product is better than ours by more than the
-# traffic around it costs: so the launcher may take PyTorch's two products,
-# side by side in one buffer, and one kernel that does the rest. It chooses by
-# what was measured when it was tuned; that is the row *chosen*, and beside it
-# stands our kernel as it is. Half types are always fused: PyTorch would round
-# both products to half precision. Float64 has no kernel of ours and always
-# takes PyTorch's products.
+# The small layers in other dtypes. Float32 without TF32 has no tensor cores,
+# and there PyTorch's product is better than ours by more than fusion saves. So
+# the launcher may take PyTorch's two products, side by side in one buffer, and
+# one kernel for the rest, by what was measured when it was tuned: the row
+# *chosen*. *Fusebook* is our kernel as it is. Half types are always fused,
+# since PyTorch would round both products. Float64 always takes PyTorch's.
 
 others = asked.results(
     config="small",
@@ -529,10 +522,15 @@ claims(
         against["fusebook"] <= 1.08,
     ),
     claim(
-        "With 4096 and 8192 tokens our kernel is faster than every other way "
-        "that could be timed, cold; not timed, for the reason in the table "
-        "above: {untimed}.",
+        "For Llama's layers in bfloat16, 4096 and 8192 tokens, our kernel is "
+        "the fastest way that could be timed, cold: {least:.2f} to {most:.2f} "
+        "times packed and compiled. Not timed: {untimed}. In float32 use "
+        "PyTorch.",
         against["fusebook"] < against.drop(columns="fusebook").min(axis=1),
+        fatal=False,
+        headline=True,
+        least=(against["fusebook"] / against["packed + compiled"]).min(),
+        most=(against["fusebook"] / against["packed + compiled"]).max(),
         untimed=", ".join(missing["variant"]) or "none",
     ),
     claim(
@@ -560,21 +558,11 @@ claims(
         compiled=against["packed + compiled"].iloc[0],
         eager=against["eager"].iloc[0],
     ),
-)
-
-# %%
-# How near to the roof a few rows come
-# ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-#
-# A few rows read the weights and do little else. A launch, the first loads and
-# the last ones take as long for small weights as for large ones, and so are a
-# larger part of a call.
-
-claims(
     *[
         say(
             "16 tokens, {K} x {N}: {warm:.1%} of the roof warm, {cold:.1%} "
-            "cold.",
+            "cold. Small weights reach less: the launch, the first loads and "
+            "the last take as long as for large ones.",
             K=K,
             N=N,
             warm=row["roof_us"] / row["warm_us"],
@@ -601,65 +589,41 @@ table(
 )
 
 # %%
-# The same warm, call after call and without a flush. Where the two tables
-# differ, it is not the arithmetic, which is the same in both.
-
-table(
-    tables.losses(alike, kind="warm"),
-    "Where another way is faster, warm",
-    fold=False,
-)
-
-# %%
 # By the caller's clock
 # ~~~~~~~~~~~~~~~~~~~~~
 #
-# The device works while the host queues what comes next. So an eager program
-# of many calls pays the larger of the two times for each, *paid*, and a short
-# kernel is as fast as its launch.
+# The device works while the host queues what comes next. So an :term:`eager`
+# program of many calls pays, for each, the larger of the host's time and the
+# device's: *paid*. A kernel that is shorter than its launch takes as long as
+# the launch.
 
 by_clock(alike)
 
 # %%
-table(
-    tables.clocks(alike),
-    "Every way by every clock, in microseconds",
-    fold=True,
-)
-
-# %%
-table(
-    tables.losses(alike, kind="paid"),
-    "Where another way is faster for an eager program",
-    fold=True,
-)
-
-# %%
-table(
-    tables.losses(alike, kind="call"),
-    "Where another way is faster by a call, waited for",
-    fold=True,
-)
+every_clock(alike)
 
 # %%
 single = others[others["dtype"] == "float32"]
 chosen = tables.times(single)
 claims(
     claim(
-        "In float32 eager is faster than our kernel: without tensor cores "
-        "PyTorch's product is the better one.",
+        "In float32 our bare kernel takes {least:.1f} to {most:.1f} times "
+        "eager's time: without tensor cores PyTorch's product is the better "
+        "one.",
         tables.ratio(single, "fusebook", "eager") > 1,
         fatal=False,
-        headline=True,
+        least=tables.ratio(single, "fusebook", "eager").min(),
+        most=tables.ratio(single, "fusebook", "eager").max(),
     ),
     claim(
-        "What the launcher chooses is not slower than eager by more than 3 %.",
+        "What the launcher chooses in float32 is not slower than eager by "
+        "more than 3 %.",
         chosen["fusebook (chosen)"] <= 1.03 * chosen["eager"],
         fatal=False,
     ),
     claim(
-        "What the launcher chooses is not slower than packed by more than 3 "
-        "%, though nobody has packed the weights for it.",
+        "What the launcher chooses in float32 is not slower than packed "
+        "weights by more than 3 %.",
         chosen["fusebook (chosen)"] <= 1.03 * chosen["packed"],
         fatal=False,
     ),
@@ -674,8 +638,8 @@ claims(
 # %%
 # What to take to the next kernel:
 #
-# - What comes after a product is nearly free, as long as the product is still
-#   in registers.
+# - What comes after a product is nearly free while the product is in
+#   registers.
 # - Fusing saves traffic, and a large product has little of it: predict what
 #   there is to win before you start.
 # - Two tensors of one shape are one tensor with one more axis.
@@ -710,9 +674,9 @@ exercise(
 # 2. A clamp
 # ~~~~~~~~~~
 #
-# Some models bound what they multiply, so that one large value does not drown
-# the others: both products are clamped to [-7, 7] before they are used. In
-# which line does it go, and what does it cost?
+# Some models clamp both products to [-7, 7] before they use them, so that one
+# large value does not drown the others. In which line does it go? (It costs
+# two operations in registers, and no traffic.)
 
 
 def clamped(x, gate, up):
