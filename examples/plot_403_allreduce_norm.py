@@ -13,9 +13,8 @@ A transformer layer that is split over GPUs leaves each of them with a part of
 its result. The parts are added, the sum is added to a residual, and the rows
 are normalised, twice a layer. NCCL and a kernel do it; PyTorch's kernels on
 symmetric memory and a kernel do it; and one kernel can do it all, which reads
-the other GPUs' memory itself. This page asks from where to where that pays,
-how near it comes to what the link can do, and whether a missing wait would be
-noticed.
+the other GPUs' memory itself. This page measures at which sizes that pays, how near it comes to what
+the link can do, and whether a check would notice a missing wait.
 
 With as many GPUs as it asks for, the page starts one process for each and
 measures. With fewer, everything is replayed from the record of a pair that is
@@ -36,10 +35,10 @@ Read before: 102, 402.
 #    h = r + \sum_g x_g, \qquad
 #    y = \frac{h}{\sqrt{\operatorname{mean}(h^2) + \epsilon}} \, w
 #
-# with a row a token, 4096 or 8192 columns, bfloat16. Every GPU needs all of h,
-# which is the next residual r, and all of y. The first sum is an
-# :term:`all-reduce`, the rest is an RMSNorm. When text is generated there are
-# few tokens at a time, when a prompt is read there are thousands.
+# with one row for each token, 4096 or 8192 columns, in bfloat16. Every GPU
+# needs all of h, which is the next residual r, and all of y. The first sum is
+# an :term:`all-reduce`, the rest is an RMSNorm. There are few tokens at a time
+# when text is generated, and thousands when a prompt is read.
 
 # sphinx_gallery_tags = ["all-reduce", "RMSNorm", "several GPUs", "NVLink"]
 import os
@@ -85,9 +84,9 @@ EPS = 1e-6
 Source(allreduce_norm_eager)
 
 # %%
-# The all-reduce moves x over the link and through memory, twice; what follows
-# reads it again. For 4096 tokens of 8192 numbers, beside the link's own
-# traffic, on each GPU:
+# The all-reduce moves x over the link, and through memory twice; the norm
+# reads it again. For 4096 tokens of 8192 numbers this is the traffic of memory
+# on each GPU:
 
 mn = 2 * 4096 * 8192
 draw.traffic(
@@ -100,42 +99,42 @@ draw.traffic(
 )
 
 # %%
-# That is not what decides. Memory is ten times as fast as the link, so for
-# many tokens the link is the roof, whoever uses it: of two GPUs each has to
-# get all that the other has. For few tokens it is the latency: of launches, of
-# a flag that goes over, and of the first byte that comes back. One kernel has
-# one launch, one flag, one read. A prediction, then: fusing pays for few
-# tokens, and for many it is even at best.
+# But memory is ten times as fast as the link. So with many tokens the link is
+# the roof for every way: each of two GPUs has to get all that the other has.
+# With few tokens latency decides: of launches, of a flag that goes over, and
+# of the first byte that comes back. One kernel has one launch, one flag, one
+# read. The prediction: fusing pays for few tokens, and for many it is a tie at
+# best.
 #
 # The kernel
 # ----------
 #
-# A program for each row, or for several in turn. What needs nobody is loaded
-# first: the row of the residual, its own part, the weights. Then the program
-# meets its namesakes on the other GPUs: from there on their parts are
-# complete. It reads them where they are, adds in the order of the GPUs, so
-# that all get the same bits, and goes on as any norm does, in registers.
+# There is a program for each row, or for several in turn. First it loads what
+# is there already: the row of the residual, its own part, the weights. Then it
+# meets the programs of the same row on the other GPUs; after that their parts
+# are complete. It reads them from the other GPUs' memory and adds them in the
+# order of the GPUs, so that all get the same bits. The rest is a norm, in
+# registers.
 
 Source(_allreduce_norm, doc=False)
 
 # %%
-# The sums of :doc:`plot_402_two_gpus` brought a flag in each word. That costs
-# twice the bytes, and here there are many; so a flag of its own stands for a
-# whole row. A program raises it in the memory of each other GPU, after
-# (*release*) all that was written before can be read, and looks at its own
-# flags until (*acquire*) the others have raised theirs. The flag is the number
-# of the meeting.
+# On :doc:`plot_402_two_gpus` each word carries a flag, which doubles the
+# bytes. Here there are many bytes, so one flag stands for a whole row. A
+# program raises it in the memory of each other GPU, after all that it wrote
+# before can be read there (*release*). Then it reads its own flags until the
+# others have raised theirs (*acquire*). The flag is the number of the meeting.
 
 Source(meet, doc=False)
 
 # %%
-# Nobody waits at the end. A GPU may still be reading a part when its owner is
-# done; so the next part is written to other memory, and at the next meeting
-# it is known that everyone has read the first. Two memories in turn save a
-# second flag.
+# No program waits at the end. A GPU may still be reading a part when the owner
+# of that part is done. So the next part is written to other memory, and at the
+# next meeting everyone has read the first. Two buffers in turn save a second
+# flag.
 #
-# What decides which way is taken for a call is the number of tokens alone, and
-# all GPUs decide alike.
+# The number of tokens alone decides which way a call takes, so all GPUs decide
+# alike.
 #
 # The program of a rank
 # ---------------------
@@ -163,12 +162,11 @@ def on_gpus(cases, few):
 # %%
 # Is it right? The reference is computed in float64, from all parts. Then the
 # same under bad conditions: in each of a thousand repeats every rank has a new
-# part, one rank, drawn by lot, sleeps before it writes it, and the memory of
-# results holds NaN. The sums h are known to the bit, so nothing is left to a
-# tolerance.
+# part, and one rank, drawn at random, sleeps before it writes its part. The
+# sums h are known to the bit, so no tolerance is needed.
 #
-# A test that cannot fail shows nothing. So the same is done with a kernel from
-# which one line is missing, the one in which programs meet.
+# A test that cannot fail shows nothing. So the same is done with a kernel that
+# lacks one line, the one in which programs meet.
 
 
 def careless(reduce, residual, weight):
@@ -244,11 +242,11 @@ def checked():
 
 
 # %%
-# And how fast? Two unfused chains, with the norm of the library in one kernel,
-# and NCCL with what PyTorch offers for the rest. The calls stand in CUDA
-# graphs, and the slowest rank counts. What a chain is made of is timed by
-# itself as well: a copy of the other's part, a flag that goes and comes, the
-# norm, each all-reduce.
+# And how fast? Beside the fused kernel stand PyTorch's all-reduces with the
+# library's norm in one kernel, and NCCL with PyTorch's own norm. The calls are
+# in CUDA graphs, and the slowest rank counts. The parts of a chain are timed
+# by themselves as well: a copy of the other's part, a flag that goes and
+# comes, each all-reduce.
 
 TOKENS = (1, 8, 32, 64, 128, 256, 1024, 4096)
 COLUMNS = (4096, 8192)
@@ -331,7 +329,7 @@ def speed():
 
 
 # %%
-# Below this line a rank does not get.
+# A rank does not run anything below this line.
 
 work(checked, speed)
 
@@ -359,7 +357,7 @@ table(
             "alike": "all GPUs alike",
         }
     ),
-    "Held to float64",
+    "Compared with float64",
     fold=False,
 )
 
@@ -368,7 +366,7 @@ table(
 late = found[found["what"] != "error"].set_index(["tokens", "way", "what"])
 table(
     late[["value"]].rename(columns={"value": "repeats that were wrong"}),
-    "One rank comes late, in every repeat another one",
+    "Wrong repeats, when one rank comes late",
     fold=False,
 )
 
@@ -376,23 +374,22 @@ table(
 wrong = late["value"].droplevel("what")
 claims(
     claim(
-        "Each way is within the limit that every kernel of bfloat16 is held "
-        "to here",
+        "Each way is within the limit of this library for bfloat16.",
         errors["value"] <= 16,
     ),
     claim(
-        "The fused kernel errs least: it rounds the sum once, the others "
-        "once more between the all-reduce and the norm",
+        "The fused kernel has the smallest error: it rounds the sum once, the "
+        "others once more between the all-reduce and the norm.",
         errors.pivot_table("value", "tokens", "way").idxmin(axis=1) == "fused",
     ),
-    claim("All GPUs have the same bits", errors["alike"]),
+    claim("All GPUs have the same bits.", errors["alike"]),
     claim(
-        "Ranks that come late spoil none of a thousand repeats",
+        "With a rank that comes late none of a thousand repeats is wrong.",
         wrong.xs("fused", level="way") == 0,
         headline=True,
     ),
     claim(
-        "Without the meeting repeats are wrong, and the check says so",
+        "Without the meeting repeats are wrong, and the check says so.",
         wrong.xs("careless", level="way") > 0,
     ),
 )
@@ -443,10 +440,13 @@ chosen = wide["chosen"] / best
 pays = ratio[ratio < 0.98]
 claims(
     claim(
-        "What is chosen is never slower than the best unfused chain",
+        "What the library chooses takes {low:.2f} to {high:.2f} times the time "
+        "of the best unfused chain, and is never slower by more than 2 %.",
         chosen <= 1.02,
         fatal=False,
         headline=True,
+        low=chosen.min(),
+        high=chosen.max(),
     ),
     say(
         "The fused kernel takes {low:.2f} to {high:.2f} times as long as the "
@@ -462,15 +462,15 @@ claims(
         "At 128 tokens of 8192 columns a fused all-reduce and norm does not "
         "pay: it is 0.55 times as fast as the two apart (FlashInfer's "
         "one-shot kernel on two H100, in vLLM's pull request 22086, August "
-        "2025)",
+        "2025). Here ours takes {ratio:.2f} times the time of the best chain.",
         ratio.loc[8192, 128] > 1,
+        ratio=ratio.loc[8192, 128],
     ),
 )
 
 # %%
 # Without a graph the host has to queue each launch, and a call takes the
-# longer of the host's time and the device's. What has fewer launches wins
-# there, too.
+# longer of the host's time and the device's. Fewer launches win there.
 
 eager = host.pivot_table("us", "tokens", "way", sort=False)
 table(
@@ -483,12 +483,11 @@ table(
 # How far from the roof?
 # ----------------------
 #
-# Two roofs. For many tokens, the link: each GPU has to get the parts of all
-# others. For few, what cannot be avoided in any order: a flag has to arrive
-# before anything may be read, and then a read has to go there and come back.
-# Both are measured here, a copy of the other's part by PyTorch and a meeting
-# of one program, each with its launch. The fused kernel has one launch for
-# both.
+# There are two roofs. With many tokens it is the link: each GPU has to get the
+# parts of all others. With few tokens a flag has to arrive before anything may
+# be read, and then a read has to go there and come back. Both are measured
+# here: a copy of the other's part by PyTorch, and a meeting of one program,
+# each with its launch. The fused kernel has one launch for both.
 
 wide["copy + flag"] = wide["copy"] + wide["flag"]
 bytes_ = pd.Series({at: 2 * at[0] * at[1] for at in wide.index}, name="bytes")
@@ -512,11 +511,12 @@ many = near[near.index.get_level_values("tokens") == 4096]
 claims(
     claim(
         "Up to 64 tokens the fused kernel takes at most 1.1 times a copy and "
-        "a flag (for more tokens a copy alone decides, see below)",
+        "a flag: {low:.2f} to {high:.2f} times.",
         few <= 1.1,
         of=near,
         fatal=False,
-        headline=True,
+        low=few.min(),
+        high=few.max(),
     ),
     say(
         "At 4096 tokens it takes {low:.2f} to {high:.2f} times a copy and a "
@@ -536,13 +536,13 @@ downloads(times, "allreduce_norm")
 # Lessons
 # -------
 #
-# - Count what goes over the link before you fuse. Of two GPUs each needs the
-#   whole of the other's part in any case, so at best a kernel hides the rest
-#   behind it.
-# - What fusing saves is latency: a launch, a flag, a way through memory. That
-#   is much of a short call and little of a long one.
-# - Let everyone compute everything where it is cheaper than to send it. All
-#   GPUs normalise all rows; none sends a result.
-# - Do not end with a barrier where the next call begins with one: two
-#   memories in turn do the same.
+# - Count what goes over the link before you fuse. Each of two GPUs needs all
+#   of the other's part in any case; a kernel can only hide the rest behind
+#   that.
+# - Fusing saves latency: a launch, a flag, a pass over memory. That is much of
+#   a short call and little of a long one.
+# - Compute everywhere what is cheaper to compute than to send. All GPUs
+#   normalise all rows, and none sends a result.
+# - Do not end with a barrier where the next call begins with one: two buffers
+#   in turn do the same.
 # - Take the wait out once, and see the check fail.

@@ -10,9 +10,8 @@ All results
 ===========
 
 The records of the library's operators on one GPU, in one table and under
-rooflines. Nothing is measured here: a page of its own measures each operator,
-and this one reads what is in the package. ``FUSEBOOK_GPU`` chooses another
-GPU.
+rooflines. Nothing is measured here: this page reads the package's records,
+which the page of each operator measures. ``FUSEBOOK_GPU`` chooses another GPU.
 
 Read before: 002.
 """
@@ -21,11 +20,11 @@ Read before: 002.
 # Every record
 # ------------
 #
-# A row a way of computing one size. *Cold* and *warm* are the device's time,
-# *host* the host's, *paid* what an eager program of many calls pays for each,
-# the larger of the two, and *call* one call that is waited for. Bold is what
-# nothing of the same arithmetic beats by more than 2 % at that size. Each head
-# sorts, and the sign beside it filters: by mouse, or by Tab and Enter.
+# One row per operator, way, size and dtype. *Cold* and *warm* are the device's
+# time, *host* the host's. *Paid* is the larger of host and cold: what an eager
+# program of many calls pays for each. *Call* is one call that is waited for.
+# Bold: not beaten by more than 2 % by any way of the same arithmetic. Click a
+# heading to sort, the funnel beside it to filter.
 
 # sphinx_gallery_tags = ["results", "roofline"]
 import fusebook  # noqa: F401  before triton: it decides how kernels run
@@ -58,18 +57,17 @@ downloads(everything, "all_results")
 # Who wins where
 # --------------
 #
-# The fastest way of torch, of torch.compile, of a library, and ours, in the
-# microseconds that a caller pays, and what to take: all that is within 2 % of
-# the fastest, a library by its name.
+# The microseconds that a caller pays with torch, with torch.compile, with the
+# best library, and with ours. Take: all that is within 2 % of the fastest.
 
 sortable(
     verdicts.winners(found), "Which way for which size, the smallest first"
 )
 
 # %%
-# All sizes and dtypes of an operator that memory or arithmetic binds,
-# together: the median and the least share of the roof and of a copy, the worst
-# error as a part of what is allowed, and what was refused.
+# Over all sizes and dtypes at which memory or arithmetic decides: the median
+# and the least share of the roof and of a copy, the worst error as a part of
+# what is allowed, and what was refused.
 
 bound = ("memory", "compute", "")  # no zone: it was not timed
 summary = pd.concat(
@@ -110,22 +108,24 @@ claims(
         right=len(right),
     ),
     claim(
-        "Every operator of the library has a record",
+        "Every operator of the library has a record.",
         pd.Series([name in found for name in OPS], index=list(OPS)),
         fatal=False,
     ),
     claim(
-        "No kernel has changed since it was recorded",
+        "No kernel has changed since it was recorded; the box at the end of "
+        "this page names those that have.",
         not any(frame.attrs["origin"].stale for frame in found.values()),
         fatal=False,
     ),
     claim(
-        "Ours is wrong nowhere",
+        "None of our {n} recorded results is wrong.",
         not (
             everything["variant"].str.startswith("fusebook")
             & everything["status"].eq("wrong")
         ).any(),
         headline=True,
+        n=int(everything["variant"].str.startswith("fusebook").sum()),
     ),
 )
 
@@ -133,12 +133,8 @@ claims(
 # Should I use it?
 # ----------------
 #
-# For each operator, how it stands against the fastest other way of the same
-# arithmetic, by each clock: at how many points it is faster, equal within 2 %,
-# and slower. *Cold* and *warm* are the device's. *Paid* is what an eager
-# program of many calls pays for each, the larger of the host's time and the
-# device's. *Call* is one call that is waited for. Variants of ours are not
-# counted as other ways.
+# For each operator, ours against the fastest other way of the same arithmetic,
+# by each clock: at how many sizes it is faster, equal within 2 %, and slower.
 
 alike = {
     name: tables.alike(frame)
@@ -152,9 +148,9 @@ standing = pd.concat(
 table(standing, "Ours against the fastest other way", fold=False)
 
 # %%
-# Where a kernel is slower by the caller's clock and not by the device's, what
-# is slow is its launch. From some size on the device takes longer than that:
-# there it pays.
+# Where a kernel is slower by the caller's clock and not by the device's, its
+# launch is slow. From some size on the device takes longer than the launch,
+# and the kernel pays.
 
 pays = {
     name: {
@@ -165,7 +161,7 @@ pays = {
 }
 pays = pd.DataFrame.from_dict(pays, orient="index").fillna("not measured")
 table(
-    pays.replace("", "at no point all the way up"),
+    pays.replace("", "never"),
     "What wins on the device pays for the caller from",
     fold=False,
 )
@@ -176,7 +172,8 @@ slower = standing["slower"].groupby("clock", sort=False).sum()
 claims(
     *(
         say(
-            "By {clock}, {slower} of {points} points are lost.",
+            "By the clock {clock}: another way is faster at {slower} of "
+            "{points} sizes.",
             clock=clock,
             slower=slower[clock] if points[clock] else None,
             points=points[clock],
@@ -214,13 +211,13 @@ table(lost("call"), "Points lost by one call that is waited for")
 # What has changed
 # ----------------
 #
-# A record that is measured again keeps the times that it supersedes. What has
-# changed for every way of computing has changed on the machine, or in torch.
-# Two records of other GPUs are compared by ``python -m fusebook.compare``.
+# A record that is measured again keeps the times that it supersedes. Where all
+# ways of computing have changed, the machine has, or torch.
+# ``python -m fusebook.compare`` compares two GPUs (:doc:`/your_gpu`).
 
 table(
     changed(),
-    "The last record in times of the one before, cold",
+    "The last record's time over that of the one before, cold",
     fold=True,
 )
 
