@@ -696,7 +696,66 @@ claims(
 # our reading of the times; we have not looked into its code.)
 
 # %%
-provenance(half)
+# A library's products
+# ~~~~~~~~~~~~~~~~~~~~
+#
+# The library *quack* has matrix products of its own, which can be written into
+# views as PyTorch's can. Cold:
+
+
+# site: fold
+def products_of_quack():
+    from quack.gemm_interface import gemm
+
+    def in_views(x, *weights):
+        y = x.new_empty(x.shape[0], sum(w.shape[1] for w in weights))
+        for part, w in zip(
+            y.split([w.shape[1] for w in weights], 1), weights, strict=True
+        ):
+            gemm(x, w, out=part, tuned=False)
+        return y
+
+    packed = CONCAT_GEMM.variants["packed"]
+    parts = []
+    for n in (256, 1024, 4096, 8192):
+        dims = {"M": n, "K": n, "N": n, "weights": "two"}
+        given = CONCAT_GEMM.make(generator(0), torch.bfloat16, **dims)
+        ready, yard = packed.prepare(*given), yardstick(CONCAT_GEMM, given)
+
+        def step(function, given=given):
+            return lambda: function(*given)
+
+        ways = {
+            "views": step(_in_views),
+            "packed": step(packed.run, ready),
+            "quack, in views": step(in_views),
+            "the library": step(ours),
+        }
+        parts.append(
+            bench.staircase(
+                ways, lambda got, yard=yard: yard.judge(got).ok
+            ).assign(n=n)
+        )
+    return pd.concat(parts, ignore_index=True)
+
+
+theirs = measured("gemm_quack", products_of_quack, by_device=True)
+their_us = theirs.pivot_table("us", "n", "step", sort=False)
+table(their_us, "bfloat16: cold time in microseconds", fold=False)
+
+# %%
+claims(
+    claim("All of them are right.", theirs["right"]),
+    say(
+        "quack's two products in views take {least:.2f} to {most:.2f} times "
+        "the time of our kernel.",
+        least=(their_us["quack, in views"] / their_us["the library"]).min(),
+        most=(their_us["quack, in views"] / their_us["the library"]).max(),
+    ),
+)
+
+# %%
+provenance(half, theirs)
 
 # %%
 downloads(half, "concat_gemm")

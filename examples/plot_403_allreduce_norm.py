@@ -13,8 +13,9 @@ A transformer layer that is split over GPUs leaves each of them with a part of
 its result. The parts are added, the sum is added to a residual, and the rows
 are normalised, twice a layer. NCCL and a kernel do it; PyTorch's kernels on
 symmetric memory and a kernel do it; and one kernel can do it all, which reads
-the other GPUs' memory itself. This page measures at which sizes that pays, how near it comes to what
-the link can do, and whether a check would notice a missing wait.
+the other GPUs' memory itself. This page measures at which sizes that pays, how
+near it comes to what the link can do, and whether a check would notice a
+missing wait.
 
 With as many GPUs as it asks for, the page starts one process for each and
 measures. With fewer, everything is replayed from the record of a pair that is
@@ -440,8 +441,9 @@ chosen = wide["chosen"] / best
 pays = ratio[ratio < 0.98]
 claims(
     claim(
-        "What the library chooses takes {low:.2f} to {high:.2f} times the time "
-        "of the best unfused chain, and is never slower by more than 2 %.",
+        "What the library chooses takes {low:.2f} to {high:.2f} times the "
+        "time of the best unfused chain, and is never slower by more than 2 "
+        "%.",
         chosen <= 1.02,
         fatal=False,
         headline=True,
