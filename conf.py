@@ -30,7 +30,8 @@ import sorting  # noqa: E402
 URL = os.environ.get("FUSEBOOK_URL", "").rstrip("/")
 # Where the source is: of a fork or a mirror, by the variable; else where CITATION.cff says, if it does.
 SOURCE = re.search(r"(?m)^repository-code:\s*[\"']?([^\s\"']+)", (ROOT / "CITATION.cff").read_text(encoding="utf-8"))
-REPOSITORY = os.environ.setdefault("FUSEBOOK_REPOSITORY", SOURCE[1] if SOURCE else "").rstrip("/")
+REPOSITORY = (os.environ.get("FUSEBOOK_REPOSITORY") or (SOURCE[1] if SOURCE else "")).rstrip("/")
+os.environ["FUSEBOOK_REPOSITORY"] = REPOSITORY  # pages link to it
 
 project = "Fusebook"
 author = "The Fusebook developers"

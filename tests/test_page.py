@@ -17,6 +17,7 @@ from fusebook import machine as machines
 from fusebook.cards.softmax import SOFTMAX
 from fusebook.kernels.softmax import softmax, softmax_eager
 from fusebook.page import _place
+from fusebook.page.counters import COUNTERS, _counted
 from toy import machine, toy, variant
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -337,7 +338,7 @@ def test_what_a_kernel_is_worth_is_told_by_each_clock():
     df.loc[df["variant"] == "fusebook", "host_us"] = 1000.0
     cold, paid, call = map(repr, page.by_clock(df).items)
     assert "faster than any other way by more than 2 % at 2 of 2 points, and slower at 0." in cold
-    assert "at 0 of 2 points, and slower at 2; what it wins on the device pays at none of them" in paid
+    assert "at 0 of 2 points, and slower at 2; what it wins on the device pays at no size." in paid
     assert "pays from 16x16 float32" in call
     _, paid, call = map(repr, page.by_clock(df.drop(columns="host_us")).items)
     assert paid.endswith("not measured, the results lack a clock that it needs.") and "16x16" in call
@@ -596,3 +597,39 @@ def test_lines_of_code_are_counted_without_what_says_nothing_to_the_machine():
     assert page.lines_of(documented) == 2
     assert page.lines_of(documented, documented) == 4
     assert page.lines_of(page) > 5
+
+
+NCU = """==PROF== Connected to process 1
+"ID","Kernel Name","{}","{}","{}","{}"
+"","","byte","byte","sector","%"
+"0","spin_kernel(long)","0","0","","1"
+"1","void at::native::reduce_kernel<512, 1>(T1)","134,217,728","64","4","80.5"
+"2","two(float *)","1","2","","3"
+"3","spin_kernel(long)","0","0","","1"
+"4","one_row","100","64","16","12.5"
+""".format(*COUNTERS)
+
+
+def test_counters_are_those_of_the_step_that_launched_the_kernel(tmp_path, monkeypatch):
+    def run(command, **_):
+        Path(command[command.index("--log-file") + 1]).write_text(NCU)
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    seen = _counted("name", lambda: {"chain": print, "ours": print})
+    assert seen["step"].tolist() == ["chain", "chain", "ours"]
+    assert seen["kernel"].tolist() == ["at::native::reduce_kernel", "two", "one_row"]
+    assert seen.loc[0, ["read", "written", "sectors", "occupancy"]].tolist() == [134217728, 64, 4, 80.5]
+    assert seen["sectors"].isna().tolist() == [False, True, False]
+
+
+def test_where_nsight_compute_counts_nothing_its_words_are_told(monkeypatch):
+    refused = subprocess.CompletedProcess([], 1, "==ERROR== no permission", "")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: refused)
+    with pytest.raises(RuntimeError, match="counted nothing in name:\\n==ERROR== no permission"):
+        _counted("name", lambda: {"no step": print})
+
+
+def test_without_counters_and_a_record_the_table_says_so():
+    seen = page.counters("nobody_counted_this", dict)
+    assert repr(page.table(seen.set_index("step"), "Counters")) == "Counters: not measured."

@@ -644,3 +644,30 @@ def test_a_new_kernel_needs_four_files_and_no_list(tmp_path):
     assert shown.returncode == 1  # there is no record of it
     assert shown.stderr.strip().startswith(f"There is no CUDA GPU here and no record of {name}")
     assert "Traceback" not in shown.stderr
+
+
+@pytest.mark.parametrize(("found", "hidden"), [("7.5\n", True), ("8.0\n", False), ("", False)])
+def test_a_notebook_on_a_t4_hides_its_gpu_and_says_what_follows(found, hidden, monkeypatch, capsys):
+    monkeypatch.setenv("FUSEBOOK_REPOSITORY", "")  # the cell and the settings set both: they are put back
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    settings = runpy.run_path(str(ROOT / "conf.py"))
+    asked = types.SimpleNamespace(stdout=found)
+    monkeypatch.setattr(subprocess, "run", lambda command, **_: asked if command[0] == "nvidia-smi" else None)
+    cell = settings["FIRST_CELL"].replace("%matplotlib", "# %matplotlib").replace("    %pip", "    pass  # %pip")
+    exec(cell, {})
+    assert (os.environ["CUDA_VISIBLE_DEVICES"] == "") == hidden
+    assert ("no longer supports this GPU" in capsys.readouterr().out) == hidden
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_the_address_of_the_source_is_that_of_the_citation_unless_a_variable_names_another(known, monkeypatch):
+    citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    read = Path.read_text
+    line = 'repository-code: "https://example.org/fusebook/"\n' if known else ""
+    monkeypatch.setattr(
+        Path, "read_text", lambda self, **how: citation + line if self.name == "CITATION.cff" else read(self, **how)
+    )
+    monkeypatch.setenv("FUSEBOOK_REPOSITORY", "")
+    assert runpy.run_path(str(ROOT / "conf.py"))["REPOSITORY"] == ("https://example.org/fusebook" if known else "")
+    monkeypatch.setenv("FUSEBOOK_REPOSITORY", "https://example.org/fork")
+    assert runpy.run_path(str(ROOT / "conf.py"))["REPOSITORY"] == "https://example.org/fork"
