@@ -23,9 +23,9 @@ def model(nodes, inputs, outputs, shape=None):
     return oh.make_model(graph, ir_version=10, opset_imports=opsets)
 
 
-def one_node(name, inputs, outputs, **attributes):
-    """A model of one node of our domain."""
-    node = oh.make_node(name, list(inputs), list(outputs), domain="fusebook", **attributes)
+def one_node(name, inputs, outputs, domain="fusebook", **attributes):
+    """A model of one node, of our domain unless another is named."""
+    node = oh.make_node(name, list(inputs), list(outputs), domain=domain, **attributes)
     return model([node], inputs, outputs)
 
 

@@ -23,7 +23,7 @@ from fusebook import check, inputs  # noqa: E402
 from fusebook.cards import OPS  # noqa: E402
 from fusebook.cards import onnxruntime as card  # noqa: E402
 from fusebook.cards.scatter_nd import _onnx_model  # noqa: E402
-from fusebook.ort import NODES, NORMS, Graph, aot, build, export  # noqa: E402
+from fusebook.ort import LOSSES, NODES, NORMS, Graph, aot, build, export  # noqa: E402
 from fusebook.ort.alone import alone  # noqa: E402
 from graphs import one_node, registered_by_an_old_onnx_runtime  # noqa: E402
 
@@ -85,6 +85,31 @@ def test_norms_are_nodes_too(dtype, device):
     graph = one_node("RMSNormalization", {"x": dtype, "scale": dtype}, {"y": dtype}, axis=0)
     with pytest.raises(RuntimeError, match="expected the last axis of x"):
         Graph(graph, device=device, ops=NORMS)({"x": x, "scale": w})
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "weighted", "attributes"),
+    [
+        ((6, 40), torch.float32, False, {}),
+        ((2, 40, 3), torch.float32, True, {"ignore_index": 7}),
+        ((6, 40), torch.float16, False, {"reduction": "none"}),
+        ((6, 5000), torch.float32, True, {"reduction": "sum", "ignore_index": 0}),
+    ],
+)
+def test_the_loss_is_the_node_of_the_standard(shape, dtype, weighted, attributes, device):
+    rng = inputs.generator(0)
+    scores = torch.randn(shape, generator=rng, device=device, dtype=dtype)
+    labels = torch.randint(0, shape[1], (shape[0], *shape[2:]), generator=rng, device=device)
+    labels[0], labels[1] = 7, 0
+    feeds = {"scores": scores, "labels": labels}
+    if weighted:
+        feeds["weights"] = torch.rand(shape[1], generator=rng, device=device, dtype=dtype) + 0.5
+    kinds = {key: value.dtype for key, value in feeds.items()}
+    got = Graph(one_node("SoftmaxCrossEntropyLoss", kinds, {"loss": dtype}, **attributes), device=device, ops=LOSSES)
+    standard = one_node("SoftmaxCrossEntropyLoss", kinds, {"loss": dtype}, domain="", **attributes)
+    want = Graph(standard, device="cpu")({key: value.cpu() for key, value in feeds.items()})["loss"]
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(got(feeds)["loss"].cpu(), want, rtol=8 * eps, atol=8 * eps)
 
 
 def small(dims):

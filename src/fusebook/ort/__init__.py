@@ -1,7 +1,7 @@
 """ONNX Runtime: a graph as a function of torch tensors, and Fusebook's kernels as operators of its domain ``fusebook``.
 
-`Graph` is the function; `custom_op` makes an operator of a Python function. In process, the nodes of `NODES` and of
-`NORMS` call the library's launchers. `build` compiles the kernels into a library that any ONNX Runtime loads, without
+`Graph` is the function; `custom_op` makes an operator of a Python function. In process, the nodes of `NODES`,
+`NORMS` and `LOSSES` call the library's launchers. `build` compiles the kernels into a library that any ONNX Runtime loads, without
 Python, torch or Triton. `translations` and `fuse` bring models to these nodes.
 """
 
@@ -9,9 +9,10 @@ from fusebook.ort.aot import build
 from fusebook.ort.custom import CustomOp, custom_op, register
 from fusebook.ort.export import fuse, translations
 from fusebook.ort.graph import Bound, Graph
-from fusebook.ort.nodes import MASKED_SCATTER_ND, NODES, NORMS, SCATTER_ND, SOFTMAX
+from fusebook.ort.nodes import LOSSES, MASKED_SCATTER_ND, NODES, NORMS, SCATTER_ND, SOFTMAX
 
 __all__ = [
+    "LOSSES",
     "MASKED_SCATTER_ND",
     "NODES",
     "NORMS",

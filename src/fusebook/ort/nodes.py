@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from fusebook.kernels._operator import FLOATING, OPERATORS
+from fusebook.kernels.cross_entropy import cross_entropy
 from fusebook.ort.custom import custom_op
 
-__all__ = ["MASKED_SCATTER_ND", "NODES", "NORMS", "SCATTER_ND", "SOFTMAX"]
+__all__ = ["LOSSES", "MASKED_SCATTER_ND", "NODES", "NORMS", "SCATTER_ND", "SOFTMAX"]
 
 _softmax = OPERATORS["softmax"]
 _scatter = OPERATORS["scatter_nd"]
@@ -51,6 +52,12 @@ def _skip(x: Tensor, skip: Tensor, gamma: Tensor, out: tuple[Tensor, Tensor], *,
     _add_norm.write(tuple(out), x, skip, gamma, None, False, epsilon)
 
 
+def _loss(scores: Tensor, labels: Tensor, weights: Tensor | None, *, reduction: str, ignore_index: int) -> Tensor:
+    # ONNX has the classes on the second axis. Labels are not looked at: that would wait for the GPU.
+    options: Any = {"reduction": reduction, "ignore_index": ignore_index, "check": False}
+    return cross_entropy(scores.movedim(1, -1), labels, weights, **options).to(scores.dtype)
+
+
 _SCATTERED: dict[str, Any] = {
     "inputs": {"shape": torch.int64, "indices": "I", "updates": "T"},
     "outputs": {"y": "T"},
@@ -87,5 +94,15 @@ NORMS = (
     custom_op(
         "SkipSimplifiedLayerNormalization", _skip, {"x": "T", "skip": "T", "gamma": "V"}, {"y": "T", "sum": "T"},
         attributes={"epsilon": 1e-5}, **_NORMED,
+    ),
+)  # fmt: skip
+
+#: ``SoftmaxCrossEntropyLoss(scores, labels, weights, ignore_index=-100, reduction="mean") -> loss``, in process only and
+#: without its optional output.
+LOSSES = (
+    custom_op(
+        "SoftmaxCrossEntropyLoss", _loss, {"scores": "T", "labels": "I", "weights": "T"}, {"loss": "T"},
+        types={"T": FLOATING, "I": (torch.int64, torch.int32)},
+        attributes={"reduction": "mean", "ignore_index": -100}, optional=("weights",),
     ),
 )  # fmt: skip
