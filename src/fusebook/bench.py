@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import functools
+import gc
 import importlib.util
 import math
 import pathlib
@@ -634,6 +635,10 @@ def _point(
         if why := missing(v):
             rows[name].update(status="absent", note=why)
     cuda = torch.cuda.is_available()
+    if cuda:
+        # What failed keeps its tensors in a cycle of frames and errors, gigabytes of which Python sees a few objects.
+        gc.collect()
+        torch.cuda.empty_cache()
     try:
         data = _Data.make(op, dtype, dims, "cuda" if cuda else "cpu")
     except torch.cuda.OutOfMemoryError as error:
