@@ -205,12 +205,13 @@ def _adamw_plan(itemsize: int, capability: tuple[int, int] | None) -> Plan:
 _NAME = "adamw_step"
 _TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32, torch.float64: tl.float64}
 _Guards: Any = torch._C._dynamo.guards.TensorGuards
+_NONE = type(None)
 
-#: What is known of lists, by the first address, the length and the stream; with one more it begins anew.
+#: What is known of lists, by the first address and the length; with one more it begins anew.
 _known: dict[Any, _List] = {}
 _LISTS = 256
-#: Tables that graphs read, which may be replayed as long as the process lives.
-_captured: list[_List] = []
+#: What graphs read, which may be replayed as long as the process lives.
+_captured: list[Any] = []
 
 
 def _on_device(values: Any, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -249,20 +250,22 @@ class _Group:
         starts = torch.repeat_interleave(each.cumsum(0) - each, each)
         tensor = torch.repeat_interleave(torch.arange(len(sizes)), each)
         chunks = (tensor << 32) + torch.arange(self.programs) - starts
-        self.held = [_on_device(v, self.device) for v in ([sizes, *rows], chunks, [0])]
-        self.table, self.chunks, self.ticket = (on_device for on_device, _ in self.held)
-        self.ticket = self.ticket.view(torch.int32)
+        self.held = [_on_device(v, self.device) for v in ([sizes, *rows], chunks)]
+        self.table, self.chunks = (on_device for on_device, _ in self.held)
 
-    def set_gradients(self, addresses: Tensor) -> None:
-        """Where the gradients are, of all of the list's tensors."""
+    def placed(self, addresses: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """A table of where the gradients are, of all of the list's tensors; a ticket; and what they are copies of."""
         mine = addresses[self.places]
-        self.grads, self.grads_held = _on_device(torch.stack([mine, self.aligned & (mine % 16 == 0)]), self.device)
+        aligned = self.aligned & (mine % 16 == 0)
+        table, held = _on_device(torch.cat([mine, aligned, torch.zeros(1, dtype=torch.int64)]), self.device)
+        return table, table[-1:].view(torch.int32), held
 
     def launch(
-        self, tensors: tuple[Any, ...], numbers: tuple[Any, ...], maximize: bool, chance: bool, last: bool
-    ) -> None:
+        self, placed: tuple[Tensor, Tensor, Tensor], tensors: tuple[Any, ...], numbers: tuple[Any, ...], maximize: bool,
+        chance: bool, last: bool,
+    ) -> None:  # fmt: skip
         """Step all, with a count, a learning rate and a norm that are on the device, or None."""
-        args = self.table, self.grads, self.chunks, self.ticket, *tensors, len(self.places), *numbers
+        args = self.table, placed[0], self.chunks, placed[1], *tensors, len(self.places), *numbers
         advance = last and tensors[0] is not None
         key = maximize, chance, advance, *(None if t is None else (t.dtype, t.data_ptr() % 16) for t in tensors)
         compiled = self.compiled.get(key)
@@ -293,48 +296,72 @@ class _List:
     """
 
     def __init__(self, lists: tuple[list[Tensor], ...], tensors: list[Tensor]) -> None:
-        _check_lists(*lists)
         params, ms, *_, grads = lists
+        _no_gradient_of(grads)
+        _check_lists(*lists)
         states = tensors[: -len(grads)]
-        self.guards = [_Guards(*of, dynamic_dims_sizes=None, dynamic_dims_strides=None) for of in (states, grads)]
+        with torch.no_grad():  # so that they also notice a gradient that is recorded
+            self.guards = [_Guards(*of, dynamic_dims_sizes=None, dynamic_dims_strides=None) for of in (states, grads)]
         self.ids = [id(t) for t in states]
 
         def gone(_: Any, ids: list[int] = self.ids) -> None:
             ids.clear()  # another may get its id
 
         self.alive = [weakref.ref(t, gone) for t in states]
+        self.addresses = [t.data_ptr() for t in states]
         spans = sorted((t.data_ptr(), t.data_ptr() + t.numel() * t.element_size()) for t in states)
         self.starts, self.ends = torch.tensor(spans).T.contiguous()
         self.sizes = torch.tensor([g.numel() * g.element_size() for g in grads])
         kinds: dict[Any, list[int]] = {}
         for i, p in enumerate(params):
             kinds.setdefault((p.device, (p.dtype, grads[i].dtype, ms[i].dtype)), []).append(i)
-        self.groups = [
-            _Group(at, [[of[i] for i in at] if of else [] for of in lists[:-1]], dtypes)
-            for (_, dtypes), at in kinds.items()
-        ]
         if (self.starts[1:] < self.ends[:-1]).any():
             raise ValueError(
                 f"{_NAME}: expected tensors that share no memory, and two that are written do; give each of them once"
             )
-        self.states: list[int] = []
-        self.grads: list[int] = []
+        groups = [
+            _Group(at, [[of[i] for i in at] if of else [] for of in lists[:-1]], dtypes)
+            for (_, dtypes), at in kinds.items()
+        ]
+        self.groups = [group for group in groups if group.programs]
+        #: By stream, where gradients were last; and where they were at first.
+        self.placed: dict[int, _Placed] = {}
+        self.first: _Placed | None = None
 
-    def holds(self, states: list[Tensor], addresses: list[int], grads: list[Tensor]) -> bool:
+    def holds(self, states: list[Tensor], grads: list[Tensor]) -> bool:
         """Whether these are the tensors that it knows, or lie where those lay and are of their kinds."""
-        if self.states != addresses or not self.guards[1].check(*grads):
+        try:
+            if list(map(Tensor.data_ptr, states)) != self.addresses or not self.guards[1].check(*grads):
+                return False
+        except TypeError:  # no tensor
             return False
         return self.ids == list(map(id, states)) or self.guards[0].check(*states)
 
-    def set_addresses(self, states: list[int], grads: list[int]) -> None:
-        """Tell all groups where the gradients are, if they have moved."""
+    def place(self, grads: list[int]) -> _Placed:
+        """Tell the device where the gradients are."""
         first = torch.tensor(grads)
-        behind = torch.searchsorted(self.ends, first, right=True).clamp(max=len(self.ends) - 1)
+        # In pieces, since for more than 200 torch wakes threads, which takes longer than all the rest.
+        behind = torch.cat([torch.searchsorted(self.ends, some, right=True) for some in first.split(200)])
+        behind = behind.clamp(max=len(self.ends) - 1)
         if ((self.starts[behind] < first + self.sizes) & (first < self.ends[behind]) & (self.sizes > 0)).any():
             raise ValueError(f"{_NAME}: expected gradients apart from what is written, got one in its memory; copy it")
-        for group in self.groups:
-            group.set_gradients(first)
-        self.states, self.grads = states, grads
+        return _Placed(grads, [group.placed(first) for group in self.groups])
+
+
+class _Placed(NamedTuple):
+    """Where gradients are, and for each group what its launches are told of that."""
+
+    addresses: list[int]
+    tables: list[tuple[Tensor, Tensor, Tensor]]
+
+
+def _no_gradient_of(grads: list[Tensor]) -> None:
+    """Refuse a step that would have to be recorded."""
+    if torch.is_grad_enabled() and any(getattr(g, "requires_grad", False) for g in grads):
+        raise NotImplementedError(
+            f"{_NAME}: expected no gradient to be asked for, since a step has none; detach grads, or call it under "
+            "torch.no_grad()"
+        )
 
 
 def _dense(t: Tensor) -> bool:
@@ -384,35 +411,37 @@ def _stepped(
     """The operator: what of a call can be known without its tensors is checked."""
     if not params:
         return
-    tensors = [*params, *ms, *vs, *tops, *exacts]
-    try:
-        states, found = list(map(Tensor.data_ptr, tensors)), list(map(Tensor.data_ptr, grads))
-    except TypeError:  # no tensor
-        _check_lists(params, ms, vs, tops, exacts, grads)
-        raise
-    cuda = params[0].is_cuda
+    states = [*params, *ms, *vs, *tops, *exacts]
+    check_tensor(_NAME, "params[0]", params[0])
+    device, cuda = params[0].device, params[0].is_cuda
     capture = cuda and torch.cuda.is_current_stream_capturing()
-    stream = torch.cuda.current_stream(params[0].device).cuda_stream if cuda else 0
-    key = states[0], len(params), len(tops), len(exacts), stream
-    of = None if capture else _known.get(key)
+    stream = torch.cuda.current_stream(device).cuda_stream if cuda else 0
+    key = params[0].data_ptr(), len(params), len(tops), len(exacts)
     with torch._C.DisableTorchFunction():
-        if of is None or not of.holds(tensors, states, grads):
-            of = _List((params, ms, vs, tops, exacts, grads), [*tensors, *grads])
-            of.set_addresses(states, found)
-            if capture:
-                _captured.append(of)
-            else:
-                if len(_known) >= _LISTS:
-                    _known.clear()
-                _known[key] = of
-        elif of.grads != found:
-            of.set_addresses(states, found)
+        of = _known.get(key)
+        if of is None or not of.holds(states, grads):
+            of = _List((params, ms, vs, tops, exacts, grads), [*states, *grads])
+        # A graph may read what has been on the device for long, and nothing that a stream is about to replace.
+        placed = of.first if capture else of.placed.get(stream)
+        addresses = list(map(Tensor.data_ptr, grads))
+        if placed is None or placed.addresses != addresses:
+            placed = of.place(addresses)
+    if capture:
+        _captured.append((of, placed))
+    else:
+        of.placed[stream] = placed
+        if of.first is None:  # its tables are for other streams, too
+            of.first = placed
+            if cuda:
+                torch.cuda.current_stream(device).synchronize()
+            if len(_known) >= _LISTS:
+                _known.clear()
+            _known[key] = of
     fractions = (1 - beta1**step, 1 - beta2**step)
     numbers = step & 0x7FFFFFFF, (seed or 0) & 0x7FFFFFFF, lr, beta1, beta2, *fractions, eps, decay, most
-    working = [group for group in of.groups if group.programs]
-    for group in working:
-        group.launch((count, rate, norm), numbers, maximize, seed is not None, group is working[-1])
-    if count is not None and not working:
+    for group, tables in zip(of.groups, placed.tables, strict=True):
+        group.launch(tables, (count, rate, norm), numbers, maximize, seed is not None, group is of.groups[-1])
+    if count is not None and not of.groups:
         apply(Tensor.add_, count, 1)
     if not torch.is_inference_mode_enabled():
         torch.autograd.graph.increment_version(params)  # for graphs that kept one
@@ -498,8 +527,10 @@ def adamw_step(
 
     Notes
     -----
-    Arithmetic is float32, float64 for float64, and is the same in every run. Tables of addresses are kept on the device
-    by list and stream. A graph that is captured gets tables of its own, which live as long as the process.
+    Arithmetic is float32, float64 for float64, and is the same in every run. The first step of a list puts tables of
+    addresses on the device and waits for them; later ones look whether they still hold. A graph that is captured
+    behind such a step reads its tables, which then live as long as the process, and copies at most the addresses of
+    gradients, where these lie elsewhere.
 
     The formula is that of I. Loshchilov and F. Hutter, "Decoupled Weight Decay Regularization", 2019.
 
@@ -515,14 +546,9 @@ def adamw_step(
     for name, of in zip(("grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "masters"), lists[1:], strict=True):
         if len(of) != len(lists[0]) and (of or name in ("grads", "exp_avgs", "exp_avg_sqs")):
             raise ValueError(f"{_NAME}: expected {len(lists[0])} {name} as there are params, got {len(of)}")
-    if any(g is None for g in lists[1]):  # as torch.optim has it, these are left as they are
+    if _NONE in set(map(type, lists[1])):  # as torch.optim has it, these are left as they are
         some = [i for i, g in enumerate(lists[1]) if g is not None]
         lists = [[of[i] for i in some] if of else of for of in lists]
-    if torch.is_grad_enabled() and any(getattr(g, "requires_grad", False) for g in lists[1]):
-        raise NotImplementedError(
-            f"{_NAME}: expected no gradient to be asked for, since a step has none; detach grads, or call it under "
-            "torch.no_grad()"
-        )
     count = step if isinstance(step, Tensor) else None
     rate = lr if isinstance(lr, Tensor) else None
     first = lists[0][0] if lists[0] else None
@@ -543,8 +569,9 @@ def adamw_step(
     if seed is not None and any(p.dtype != torch.bfloat16 for p in lists[0]):
         raise TypeError(f"{_NAME}: expected bfloat16 where a seed asks for stochastic rounding; give no seed")
     numbers: Any = count, number, rate, speed, beta1, beta2, eps, weight_decay, maximize, seed, norm, max_norm
-    with torch.no_grad():
-        if direct():
-            _stepped(*lists, *numbers)
-        else:
+    if direct():
+        _stepped(*lists, *numbers)
+    else:
+        _no_gradient_of(lists[1])
+        with torch.no_grad():
             _custom(*lists, *numbers)
