@@ -108,8 +108,23 @@ def test_a_second_backward_pass_finds_the_gradient_anew(reduction):
         assert_close(got, dx)
     (again,) = torch.autograd.grad(loss, own, g, create_graph=True)
     assert_close(again.detach(), dx)
-    with pytest.raises(NotImplementedError, match="no gradient"):
+    with pytest.raises(NotImplementedError, match="cross_entropy: expected first derivatives to be asked for"):
         again.sum().backward()
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_a_scaled_loss_in_float16_has_the_gradients_that_are_nothing_before_they_are_scaled(inplace):
+    """As torch.amp.GradScaler scales it: gradients of unlikely classes are less than the least number of float16."""
+    x, target, _ = drawn(64, 300, torch.float16)
+    scale = torch.tensor(2.0**16, device=DEVICE)
+    _, dx = wanted(x, target)
+    own = x.clone().requires_grad_()
+    (got,) = torch.autograd.grad(fusebook.cross_entropy(own * 1, target, inplace=inplace), own, scale)
+    torch.testing.assert_close(got.double(), dx * scale, rtol=2**-9, atol=2**-24)
+    h, head = torch.eye(64, device=DEVICE).half(), x.T.contiguous()
+    own = [t.clone().requires_grad_() for t in (h, head)]
+    _, got = torch.autograd.grad(fusebook.linear_cross_entropy(*own, target, rows=24), own, scale)
+    torch.testing.assert_close(got.T.double(), dx * scale, rtol=2**-9, atol=2**-24)
 
 
 def test_it_has_a_gradient_under_transforms_and_compiled():
@@ -286,12 +301,14 @@ def test_a_chunk_is_as_many_rows_as_fit():
 @pytest.mark.parametrize("n", [1, 4096, 4097, 32768, 53249, 128256, 256000, 2**20])
 def test_every_number_of_a_row_belongs_to_one_program(n, size):
     dtype = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}[size]
-    for vector in (1, 16 // size):
-        plan = entropy_plan(7, n, dtype, (9, 0), vector=vector)
+    for vector, even in ((1, False), (16 // size, False), (16 // size, True)):
+        plan = entropy_plan(7, n, dtype, (9, 0), vector=vector, even=even)
         if plan.kernel == "rows":
             assert plan.programs * plan.constants["ROWS"] >= 7 and plan.constants["BLOCK"] >= n
             continue
-        assert plan.programs == 7 * plan.parts and plan.span * plan.parts >= n + vector - 1
+        assert plan.constants["EVEN"] == (even and n % vector == 0)
+        reach = n if plan.constants["EVEN"] else n + vector - 1
+        assert plan.programs == 7 * plan.parts and plan.span * plan.parts >= reach
         if chunks := plan.constants["CHUNKS"]:
             block = plan.constants["BLOCK"]
             last = n - (plan.parts - 1) * plan.span

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 from collections.abc import Callable
@@ -16,7 +17,11 @@ from fusebook.cards._peers import compiled
 from fusebook.inputs import rough
 from fusebook.kernels._operator import FLOATING, accumulated
 from fusebook.kernels.cross_entropy import cross_entropy_eager, cross_entropy_with_gradient
-from fusebook.kernels.linear_cross_entropy import linear_cross_entropy_eager, linear_cross_entropy_with_gradients
+from fusebook.kernels.linear_cross_entropy import (
+    linear_cross_entropy,
+    linear_cross_entropy_eager,
+    linear_cross_entropy_with_gradients,
+)
 from fusebook.op import Cost, Dims, Op, Variant
 
 __all__ = ["CROSS_ENTROPY", "LINEAR_CROSS_ENTROPY", "OPS", "PAGE"]
@@ -30,14 +35,16 @@ def _alone(loss: Tensor, *gradients: Tensor) -> tuple[Tensor, ...]:
     return loss.detach().to(accumulated(loss.dtype)), *gradients
 
 
-def _by_autograd(loss_of: Callable[..., Tensor], count: int = 1) -> Callable[..., tuple[Tensor, ...]]:
-    """Loss and gradients of the first `count` arguments, as a training step gets them."""
+def _by_autograd(
+    loss_of: Callable[..., Tensor], count: int = 1, scale: float = 1.0
+) -> Callable[..., tuple[Tensor, ...]]:
+    """Loss, and its gradients of the first `count` arguments times `scale`, as a training step gets them."""
 
     def run(*given: Tensor) -> tuple[Tensor, ...]:
         with torch.enable_grad():
             own = [t.detach().requires_grad_() for t in given[:count]]
             loss = loss_of(*own, *given[count:])
-            return _alone(loss, *torch.autograd.grad(loss, own))
+            return _alone(loss, *torch.autograd.grad(loss, own, loss.new_full((), scale) if scale != 1 else None))
 
     return run
 
@@ -158,23 +165,32 @@ CROSS_ENTROPY = Op(
 # Of hidden states ----------------------------------------------------------------------------------------------------
 
 
-#: In float16 the gradients of unlikely classes are no normal numbers, unless the loss is scaled, as in training.
-_LINEAR = (torch.float32, torch.bfloat16, torch.float64)
-
-
 def _make_linear(rng: torch.Generator, dtype: torch.dtype, *, M: int, K: int, N: int) -> tuple[Tensor, ...]:
     # Logits of a few units: rounded to a half type, larger ones would change probabilities by more than is told apart.
     # No hidden state is negative: in the gradient of a class that is no target, they would cancel.
     scale = 2.0 ** -round(math.log2(max(1, K)) / 2)
     head = torch.randn(N, K, generator=rng, device=rng.device, dtype=dtype) * scale
     target = torch.randint(0, N, (M,), generator=rng, device=rng.device)
-    return rough(rng, (M, K), dtype).abs() / 64, head, target
+    # In float16 gradients of unlikely classes are no normal numbers, unless they are scaled, as in training.
+    scale = 2.0 ** min(15, M.bit_length() + 3) if dtype == torch.float16 else 1.0
+    return rough(rng, (M, K), dtype).abs() / 64, head, target, scale
 
 
-def _reference_linear(h: Tensor, head: Tensor, target: Tensor) -> tuple[Tensor, ...]:
+def _reference_linear(h: Tensor, head: Tensor, target: Tensor, scale: float) -> tuple[Tensor, ...]:
     loss, dx = _reference((h @ head.T).to(accumulated(h.dtype)), target)
-    dx = dx.to(h.dtype)
+    dx = dx.mul_(scale).to(h.dtype)
     return loss, dx @ head, dx.T @ h
+
+
+def _added_up(inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Twice what is taken off for the targets is put back to the gradient of the head.
+
+    That is a difference: of hidden states by probabilities, which are rounded, and those of the targets. Where the two
+    are nearly alike, no half type has digits for what is left. So the error is scored beside what is added up.
+    """
+    h, head, target, scale = inputs
+    taken = torch.zeros_like(head).index_add_(0, target, h)
+    return *outputs[:2], taken.mul_(2 * scale / max(1, len(h))).add_(outputs[2])
 
 
 def _cost_linear(itemsize: int, *, M: int, K: int, N: int) -> Cost:
@@ -190,7 +206,9 @@ def _linear_compiled(h: Tensor, head: Tensor, target: Tensor) -> Tensor:
     return compiled(_linear_loss)(h, head, target)
 
 
-def _linear_eager(h: Tensor, head: Tensor, target: Tensor) -> tuple[Tensor, ...]:
+def _linear_eager(h: Tensor, head: Tensor, target: Tensor, scale: float) -> tuple[Tensor, ...]:
+    if scale != 1:
+        raise NotImplementedError("the chain has no scale of its loss, which float16 needs")
     return _alone(*linear_cross_entropy_eager(h, head, target))
 
 
@@ -200,10 +218,14 @@ def _linear_torch(h: Tensor, head: Tensor, target: Tensor) -> Tensor:
         from torch.nn.functional import linear_cross_entropy
     except ImportError:
         raise NotImplementedError("torch has it from 2.13 on") from None
+    if h.dtype == torch.float16:
+        raise NotImplementedError("torch scales gradients when they are found, and float16 has no digits for them")
     return linear_cross_entropy(h, head, target, options=LinearCrossEntropyOptions())
 
 
-def _linear_fusebook(h: Tensor, head: Tensor, target: Tensor) -> tuple[Tensor, ...]:
+def _linear_fusebook(h: Tensor, head: Tensor, target: Tensor, scale: float) -> tuple[Tensor, ...]:
+    if scale != 1:
+        return _scaled(functools.partial(linear_cross_entropy, check=False))(h, head, target, scale)
     return linear_cross_entropy_with_gradients(h, head, target, check=False)
 
 
@@ -223,15 +245,24 @@ def _linear_quack(h: Tensor, head: Tensor, target: Tensor) -> Tensor:
 
 def _draw_linear(rng: random.Random) -> Dims:
     """Hidden states and vocabularies of models."""
-    dtype = _draws.dtype(rng, _LINEAR)
+    dtype = _draws.dtype(rng, FLOATING)
     N = _draws.size(rng, 2, 2**18, _draws.VOCABULARIES)
     K = _draws.size(rng, 32, max(32, min(8192, _draws.BYTES // (4 * N * _draws.itemsize(dtype)))))
     M = _draws.count(rng, _draws.most_rows(dtype, moved=2 * (K + N), held=2 * K * N, flop=6 * K * N))
     return {"M": M, "K": K, "N": N, "dtype": dtype, "layout": _draws.layout(rng, _draws.ROWS)}
 
 
+def _scaled(loss_of: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, ...]]:
+    """Loss and gradients of a scaled loss."""
+
+    def run(h: Tensor, head: Tensor, target: Tensor, scale: float) -> tuple[Tensor, ...]:
+        return _by_autograd(loss_of, 2, scale)(h, head, target)
+
+    return run
+
+
 def _linear(run: Callable[..., Tensor], **options: Any) -> Variant:
-    return Variant(_by_autograd(run, 2), **options)
+    return Variant(_scaled(run), **options)
 
 
 LINEAR_CROSS_ENTROPY = Op(
@@ -265,7 +296,8 @@ LINEAR_CROSS_ENTROPY = Op(
         {"M": 2, "K": 2, "N": 33001},
         {"M": 0, "K": 4, "N": 5},
     ),
-    dtypes=_LINEAR,
+    dtypes=FLOATING,
+    meaning=_added_up,
 )
 OPS = (
     CROSS_ENTROPY,

@@ -770,6 +770,18 @@ def read_target(name: str, target: Tensor, classes: int, ignore_index: int) -> N
         )
 
 
+def once_only(name: str) -> tuple[Callable[..., Any], Callable[..., None]]:
+    """Of an operator that returns gradients: that they have none."""
+
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise NotImplementedError(
+            f"{name}: expected first derivatives to be asked for, got a gradient of its gradient, for which it has no "
+            f"rule; use torch.nn.functional.cross_entropy"
+        )
+
+    return backward, lambda ctx, inputs, output: None
+
+
 class Once(torch.autograd.Function):
     """A loss whose gradients are found with it, and handed out by the first backward pass; another finds them anew.
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ._entropy import TERMS, Once, Terms, check_terms, entropy_into, flat, line, loss_like, read_target
+from ._entropy import TERMS, Once, Terms, check_terms, entropy_into, flat, line, loss_like, once_only, read_target
 from ._operator import Operator, check_device, check_tensor, empty, watched
 
 __all__ = ["cross_entropy", "cross_entropy_eager", "cross_entropy_with_gradient"]
@@ -130,7 +130,7 @@ _loss = Operator(
 )  # fmt: skip
 _both = Operator(
     "cross_entropy_with_gradient", f"(Tensor x, {TERMS}, Tensor? scale) -> (Tensor, Tensor)",
-    check=_check, outputs=_both_of, into=_both_into, read=_read,
+    check=_check, outputs=_both_of, into=_both_into, read=_read, gradient=once_only("cross_entropy"),
 )  # fmt: skip
 #: Writes the gradient over the logits.
 _over = Operator(
@@ -166,7 +166,8 @@ def cross_entropy(
     softcap : float, optional
         Logits l are taken as ``softcap * tanh(l / softcap)``.
     inplace : bool, default False
-        Allow that the gradient overwrites the logits, where one is recorded. Traced by torch, it does not.
+        Allow that the gradient overwrites the logits, where one is recorded. In float16, and traced by torch, it does
+        not.
     check : bool, default True
         Read the targets, which waits for the GPU, and refuse those that are no class. Otherwise the loss and the
         gradient of such a row are NaN.
@@ -192,7 +193,8 @@ def cross_entropy(
     Notes
     -----
     Differentiable once; works under `torch.compile` and `torch.vmap`. The gradient takes the memory of the logits once
-    more, or none with `inplace`. A second backward pass computes it anew.
+    more, or none with `inplace`. A second backward pass computes it anew. In float16, where most gradients are no
+    normal numbers before the loss is scaled, as `torch.amp.GradScaler` does, it is found in the backward pass.
 
     Examples
     --------
@@ -202,7 +204,8 @@ def cross_entropy(
     """
     rest = (reduction, ignore_index, label_smoothing, z_loss, softcap)
     recorded = torch.is_grad_enabled() and isinstance(logits, (Tensor, Parameter)) and logits.requires_grad
-    if not recorded or watched() or type(logits) not in (Tensor, Parameter):
+    plain = type(logits) in (Tensor, Parameter) and logits.dtype != torch.float16
+    if not recorded or not plain or watched():
         return _loss(logits, target, weight, *rest, check)
     x = logits.detach()
 

@@ -31,6 +31,7 @@ from ._entropy import (
     left_by,
     line,
     loss_like,
+    once_only,
     plan_of,
     read_target,
     rows_into,
@@ -188,7 +189,7 @@ _loss = Operator(
 _all = Operator(
     "linear_cross_entropy_with_gradients",
     f"(Tensor h, Tensor head, {TERMS}, SymInt? rows, Tensor? scale) -> (Tensor, Tensor, Tensor)",
-    check=_check, outputs=_all_of, into=_all_into, read=_read,
+    check=_check, outputs=_all_of, into=_all_into, read=_read, gradient=once_only("linear_cross_entropy"),
 )  # fmt: skip
 
 
@@ -224,8 +225,8 @@ def linear_cross_entropy(
     Notes
     -----
     Differentiable once; works under `torch.compile`. Where a gradient is recorded, both are found in the forward pass,
-    and the backward pass hands them out. A second backward pass, one without reduction, and one under `torch.compile`
-    compute the logits anew.
+    and the backward pass hands them out. A second backward pass, one without reduction, one in float16, whose loss has
+    to be scaled before, and one under `torch.compile` compute the logits anew.
 
     Examples
     --------
@@ -237,7 +238,7 @@ def linear_cross_entropy(
     rest = (reduction, ignore_index, label_smoothing, z_loss, softcap, check, rows)
     given = [t for t in (hidden, head) if isinstance(t, Tensor)]
     recorded = torch.is_grad_enabled() and any(t.requires_grad for t in given)
-    plain = all(type(t) in (Tensor, Parameter) for t in given)
+    plain = all(type(t) in (Tensor, Parameter) and t.dtype != torch.float16 for t in given)
     if not recorded or not plain or watched() or reduction == "none":
         return _loss(hidden, head, target, weight, *rest)
 

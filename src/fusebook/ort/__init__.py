@@ -1,8 +1,8 @@
 """ONNX Runtime: a graph as a function of torch tensors, and Fusebook's kernels as operators of its domain ``fusebook``.
 
 `Graph` is the function; `custom_op` makes an operator of a Python function. In process, the nodes of `NODES`,
-`NORMS` and `LOSSES` call the library's launchers. `build` compiles the kernels into a library that any ONNX Runtime loads, without
-Python, torch or Triton. `translations` and `fuse` bring models to these nodes.
+`NORMS` and `LOSSES` call the library's launchers. `build` compiles the kernels into a library that any ONNX Runtime
+loads, without Python, torch or Triton. `translations` and `fuse` bring models to these nodes.
 """
 
 from fusebook.ort.aot import build

@@ -97,8 +97,8 @@ NORMS = (
     ),
 )  # fmt: skip
 
-#: ``SoftmaxCrossEntropyLoss(scores, labels, weights, ignore_index=-100, reduction="mean") -> loss``, in process only and
-#: without its optional output.
+#: ``SoftmaxCrossEntropyLoss(scores, labels, weights, ignore_index=-100, reduction="mean") -> loss``, in process only,
+#: and without its optional output.
 LOSSES = (
     custom_op(
         "SoftmaxCrossEntropyLoss", _loss, {"scores": "T", "labels": "I", "weights": "T"}, {"loss": "T"},
