@@ -265,7 +265,9 @@ def _float(x, CAP: tl.constexpr):
 
 
 @triton.jit
-def _kept(x_ptr, at, start, low, high, VEC: tl.constexpr, BLOCK: tl.constexpr, EDGE: tl.constexpr):
+def _kept(
+    x_ptr, at, start, low, high, VEC: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr, EDGE: tl.constexpr
+):  # fmt: skip
     """As `_tile_of`, to be held: of half types two numbers in a register, which 16 bits would have for themselves."""
     if x_ptr.dtype.element_ty.primitive_bitwidth != 16:
         return _tile_of(x_ptr, at, start + tl.arange(0, BLOCK), low, high, VEC, EDGE)
@@ -274,9 +276,12 @@ def _kept(x_ptr, at, start, low, high, VEC: tl.constexpr, BLOCK: tl.constexpr, E
         LOWER: tl.constexpr = 0xFF80 if x_ptr.dtype.element_ty == tl.bfloat16 else 0xFC00
         pairs = start // 2 + tl.arange(0, BLOCK // 2)
         pairs_ptr = (x_ptr + at).to(tl.pointer_type(tl.int32), bitcast=True) + pairs
-        if EDGE:
-            first = 2 * pairs
-            pair = tl.load(pairs_ptr, mask=first < (high + VEC - 1) // VEC * VEC, other=0)
+        first = 2 * pairs
+        inside = pairs < (high + VEC - 1) // VEC * (VEC // 2)  # whole vectors
+        if EDGE and EVEN:
+            return tl.load(pairs_ptr, mask=inside, other=UPPER | LOWER)
+        elif EDGE:
+            pair = tl.load(pairs_ptr, mask=inside, other=0)
             pair = tl.where((first >= low) & (first < high), pair, (pair & -65536) | LOWER)
             return tl.where((first + 1 >= low) & (first + 1 < high), pair, (pair & 65535) | UPPER)
         else:
@@ -288,10 +293,12 @@ def _anew(x, seen, N, HALF: tl.constexpr, CAP: tl.constexpr):
     """Numbers that were held; half types are converted each time, not held meanwhile in twice the registers."""
     if x.dtype == tl.int32:
         # Always zero, but the compiler cannot know.
-        x ^= tl.minimum(N, 0) & seen.to(tl.int32, bitcast=True)
+        zero = tl.minimum(N, 0) & seen.to(tl.int32, bitcast=True)
         if HALF == tl.bfloat16:
-            low, high = (x << 16).to(tl.float32, bitcast=True), (x & -65536).to(tl.float32, bitcast=True)
+            low = ((x << 16) + zero).to(tl.float32, bitcast=True)
+            high = ((x ^ zero) & -65536).to(tl.float32, bitcast=True)
         else:
+            x ^= zero
             low = x.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
             high = (x >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
         x = tl.reshape(tl.join(low, high), [2 * x.shape[0]])
@@ -344,19 +351,34 @@ def _read(
 
 
 @triton.jit
+def _most(x, y, HALF: tl.constexpr):
+    """The larger of pairs of half-precision numbers, by one instruction for both."""
+    if HALF == tl.bfloat16:
+        return tl.inline_asm_elementwise("max.bf16x2 $0, $1, $2;", "=r,r,r", [x, y], tl.int32, True, 1)
+    else:
+        return tl.inline_asm_elementwise("max.f16x2 $0, $1, $2;", "=r,r,r", [x, y], tl.int32, True, 1)
+
+
+@triton.jit
 def _held(
     chunks, weight_ptr, N, low, high, HALF: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
-    SMOOTHING: tl.constexpr, CAP: tl.constexpr,
+    SMOOTHING: tl.constexpr, CAP: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """The same of tiles that are held."""
     inner = tl.arange(0, BLOCK)  # [BLOCK]
-    tops = _anew(chunks[0], N, N, HALF, CAP)
-    for i in tl.static_range(1, CHUNKS):
-        tops = tl.maximum(tops, _anew(chunks[i], N, N, HALF, CAP))
+    if PACKED:
+        pairs = chunks[0]
+        for i in tl.static_range(1, CHUNKS):
+            pairs = _most(pairs, chunks[i], HALF)
+        tops = _anew(pairs, N, N, HALF, CAP)
+    else:
+        tops = _anew(chunks[0], N, N, HALF, CAP)
+        for i in tl.static_range(1, CHUNKS):
+            tops = tl.maximum(tops, _anew(chunks[i], N, N, HALF, CAP))
     top = tl.max(tops, 0)
     shift = tl.where(top == float("-inf"), 0.0, top)
-    totals = tl.zeros_like(tops)
-    sums = tl.zeros_like(tops)
+    totals = tl.zeros([BLOCK], top.dtype)
+    sums = tl.zeros([BLOCK], top.dtype)
     for i in tl.static_range(CHUNKS):
         x = _anew(chunks[i], top, N, HALF, CAP)
         totals += _exp_from(x, shift, HALF.primitive_bitwidth == 16)
@@ -367,11 +389,31 @@ def _held(
 
 
 @triton.jit
-def _tiles_of(x_ptr, at, low, high, VEC: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr):
+def _found(
+    x_ptr, at, N, low, high, HALF: tl.constexpr, VEC: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
+    EVEN: tl.constexpr, CAP: tl.constexpr,
+):  # fmt: skip
+    """Maximum and sum of exponentials as `_held` finds them, to the same bits, of a part that nobody holds."""
+    tops = tl.full([BLOCK], float("-inf"), tl.float32)
+    for i in range(CHUNKS):
+        tops = tl.maximum(tops, _anew(_kept(x_ptr, at, i * BLOCK, low, high, VEC, BLOCK, EVEN, True), N, N, HALF, CAP))
+    top = tl.max(tops, 0)
+    shift = tl.where(top == float("-inf"), 0.0, top)
+    totals = tl.zeros([BLOCK], tl.float32)
+    for i in range(CHUNKS):
+        x = _anew(_kept(x_ptr, at, i * BLOCK, low, high, VEC, BLOCK, EVEN, True), top, N, HALF, CAP)
+        totals += _exp_from(x, shift, HALF.primitive_bitwidth == 16)
+    return top, tl.sum(totals, 0)
+
+
+@triton.jit
+def _tiles_of(
+    x_ptr, at, low, high, VEC: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, EVEN: tl.constexpr
+):  # fmt: skip
     """A part of a row as CHUNKS tiles, as they stand in memory."""
     chunks = ()
     for i in tl.static_range(CHUNKS):  # only the first tile and the last two may reach beyond the row
-        chunks += (_kept(x_ptr, at, i * BLOCK, low, high, VEC, BLOCK, i == 0 or i >= CHUNKS - 2),)
+        chunks += (_kept(x_ptr, at, i * BLOCK, low, high, VEC, BLOCK, EVEN, (i == 0 and not EVEN) or i >= CHUNKS - 2),)
     return chunks
 
 
@@ -382,11 +424,12 @@ def _entropy_parts(
     VEC: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, CHUNKS: tl.constexpr, LANES: tl.constexpr,
     TRIES: tl.constexpr, COUNTS: tl.constexpr, MEAN: tl.constexpr,
     SMOOTHING: tl.constexpr, Z: tl.constexpr, CAP: tl.constexpr, LATE: tl.constexpr,
+    EVEN: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """A row by PARTS programs, each of which takes SPAN of its numbers.
 
     CHUNKS tiles of them are held until they are needed again; with no CHUNKS, they are read again, from a cache if that
-    still has them. LANES is zero where a row belongs to one program.
+    still has them. EVEN: rows are whole vectors. LANES is zero where a row belongs to one program.
     """
     NOTHING: tl.constexpr = -36028797018963968  # the word of a part without numbers: -inf and 0
     FLOAT: tl.constexpr = tl.float64 if x_ptr.dtype.element_ty == tl.float64 else tl.float32
@@ -398,30 +441,31 @@ def _entropy_parts(
     inner = tl.arange(0, BLOCK)  # [BLOCK]
     HALF: tl.constexpr = x_ptr.dtype.element_ty
     if CHUNKS > 0:
-        chunks = _tiles_of(x_ptr, at, low, high, VEC, BLOCK, CHUNKS)  # read MN
+        chunks = _tiles_of(x_ptr, at, low, high, VEC, BLOCK, CHUNKS, EVEN)  # read MN
     target, counts, weight = _class_of(target_ptr, weight_ptr, row, None, N, IGNORE, FLOAT)
     mine = (target + low >= 0) & (target + low < high)
     x_t = _float(tl.load(x_ptr + row * x_stride + target), CAP)  # of use where it is this program's own
     if CHUNKS > 0:
-        top, total, summed = _held(chunks, weight_ptr, N, low, high, HALF, BLOCK, CHUNKS, SMOOTHING, CAP)
+        top, total, summed = _held(chunks, weight_ptr, N, low, high, HALF, BLOCK, CHUNKS, SMOOTHING, CAP, PACKED)
     else:
         top, total, summed = _read(x_ptr, weight_ptr, at, low, high, VEC, BLOCK, GROUP, SMOOTHING, CAP)
     if LATE:
         tl.extra.cuda.gdc_wait()  # for the zeros on the board, and the sums; the row is here already
     SUMMED: tl.constexpr = SMOOTHING != 0.0 and weight_ptr is not None
-    scale, classes = _known(scale_ptr, sums_ptr, row, None, SCALE_STEP, N, weight, COUNTS, MEAN, SUMMED)
     if counts:
         if LANES > 0:
             board_ptr += row * PARTS
             leave(board_ptr + part, _word(top, total))
+        # Behind the word, for which others wait.
+        scale, classes = _known(scale_ptr, sums_ptr, row, None, SCALE_STEP, N, weight, COUNTS, MEAN, SUMMED)
+        if LANES > 0:
             lanes = tl.arange(0, LANES)  # [LANES]
             words, missing = words_of(board_ptr, lanes, PARTS, NOTHING, TRIES)
             while missing < LANES:
                 # By the very steps of the program that has not come, and so to the same bits.
                 begin, first, last = window(row * x_stride, N, missing * SPAN, SPAN, VEC)
                 if CHUNKS > 0:
-                    tiles = _tiles_of(x_ptr, begin, first, last, VEC, BLOCK, CHUNKS)
-                    most, sum, _ = _held(tiles, weight_ptr, N, first, last, HALF, BLOCK, CHUNKS, 0.0, CAP)
+                    most, sum = _found(x_ptr, begin, N, first, last, HALF, VEC, BLOCK, CHUNKS, EVEN, CAP)
                 else:
                     most, sum, _ = _read(x_ptr, weight_ptr, begin, first, last, VEC, BLOCK, GROUP, 0.0, CAP)
                 # Left for others to find. If it has come meanwhile, its word counts: its logits may be overwritten.
@@ -448,17 +492,14 @@ def _entropy_parts(
                     x = _anew(chunks[i], total, N, HALF, CAP)
                     columns = i * BLOCK + inner - low
                     dx = _gradient(x, columns, own, top, of_p, every, weight_ptr, HALVES, SMOOTHING, CAP)
-                    if i == 0 or i >= CHUNKS - 2:
-                        put(
-                            dx_ptr + to + i * BLOCK,
-                            dx,
-                            inner,
-                            low - i * BLOCK,
-                            tl.minimum(high - i * BLOCK, BLOCK),
-                            VEC,
-                        )
+                    here = dx_ptr + to + i * BLOCK
+                    if (i > 0 or EVEN) and i < CHUNKS - 2:
+                        tl.store(here + inner, dx.to(dx_ptr.dtype.element_ty))  # write MN
+                    elif EVEN:
+                        inside = i * BLOCK + inner < high // VEC * VEC  # whole vectors
+                        tl.store(here + inner, dx.to(dx_ptr.dtype.element_ty), mask=inside)
                     else:
-                        tl.store(dx_ptr + to + i * BLOCK + inner, dx.to(dx_ptr.dtype.element_ty))  # write MN
+                        put(here, dx, inner, low - i * BLOCK, tl.minimum(high - i * BLOCK, BLOCK), VEC)
             else:
                 # From the end back: what was read last is likeliest to be in a cache still.
                 final = (high - 1) // BLOCK * BLOCK
@@ -517,7 +558,7 @@ class _Cut(NamedTuple):
 #: By the bytes of a number, for rows of one program and for wider ones. A row of one program waits for nobody; parts
 #: are small, so that several on a multiprocessor wait in turn.
 _CUTS: dict[int, tuple[_Cut, _Cut]] = {
-    2: (_Cut(4096, 16, 8, True, 64), _Cut(2048, 8, 6, True, 64)),
+    2: (_Cut(4096, 16, 8, True, 64), _Cut(1024, 4, 16, True, 96)),
     4: (_Cut(4096, 16, 8, True, None), _Cut(1024, 4, 8, True, 128)),
     8: (_Cut(4096, 16, 8, False, None), _Cut(4096, 16, 8, False, None)),
 }
@@ -526,11 +567,13 @@ _INTERPRETED = _Cut(16384, 16, 2, True, None)
 
 
 @functools.lru_cache(maxsize=4096)
-def entropy_plan(m: int, n: int, dtype: torch.dtype, capability: tuple[int, int] | None, *, vector: int = 1) -> Plan:
+def entropy_plan(
+    m: int, n: int, dtype: torch.dtype, capability: tuple[int, int] | None, *, vector: int = 1, even: bool = False
+) -> Plan:
     """Choose the kernel and its constants for `m` rows of `n` numbers.
 
     `capability` is None in the interpreter. `vector`: numbers in 16 bytes, where each row begins at the same place
-    within 16 bytes in logits and gradient; otherwise 1.
+    within 16 bytes in logits and gradient; otherwise 1. `even`: that place is the first.
     """
     size = dtype.itemsize
     if n <= 4096:
@@ -540,21 +583,25 @@ def entropy_plan(m: int, n: int, dtype: torch.dtype, capability: tuple[int, int]
         return Plan("rows", {"ROWS": rows, "BLOCK": block}, triton.cdiv(m, rows), 8 if size == 8 else 4)
     # Parts are whole lines of 128 bytes, and a row may lie across one vector more than it fills.
     line = 128 // size
-    reach = n + vector - 1
+    even = even and n % vector == 0
+    reach = n if even else n + vector - 1
     whole, shared = _CUTS[size] if capability else (_INTERPRETED, _INTERPRETED._replace(held=size == 2))
     block, warps, most, held, registers = whole if reach <= whole.block * whole.most else shared
     # A word of the board has no room for numbers of float64.
     parts = 1 if size == 8 else triton.cdiv(reach, block * most)
     span = triton.cdiv(triton.cdiv(reach, parts), line) * line
+    chunks = triton.cdiv(span, block)
     # Only the last two tiles may reach beyond a row, so a last part must not be shorter than others by a tile.
-    held = held and size < 8 and parts * line <= block and (vector > 1 or size > 2)
+    held = held and n - (parts - 1) * span > (chunks - 2) * block and (vector > 1 or size > 2)
     constants = {
         "VEC": vector,
         "BLOCK": block,
         "GROUP": 16 // size,
-        "CHUNKS": triton.cdiv(span, block) if held else 0,
+        "CHUNKS": chunks if held else 0,
         "LANES": max(32 * warps, triton.next_power_of_2(parts)) if parts > 1 else 0,
         "TRIES": 0 if capability is None else 4096,  # some milliseconds
+        "EVEN": even,
+        "PACKED": capability is not None and size == 2,
     }
     return Plan("parts", constants, m * parts, warps, span, parts, registers)
 
@@ -617,7 +664,9 @@ def plan_of(x: Tensor, dx: Tensor | None) -> Plan:
     aligned = x.data_ptr() % 16 == 0
     if dx is not None and dx is not x:
         aligned = aligned and dx.data_ptr() % 16 == 0 and (x.stride(0) - dx.stride(0)) % whole == 0
-    return entropy_plan(*x.shape, x.dtype, gpu(x.device)[0], vector=whole if aligned else 1)
+    vector = whole if aligned else 1
+    even = vector > 1 and x.stride(0) % vector == 0
+    return entropy_plan(*x.shape, x.dtype, gpu(x.device)[0], vector=vector, even=even)
 
 
 def begin(x: Tensor, target: Tensor, terms: Terms, words: int) -> Sums:
