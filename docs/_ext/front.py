@@ -8,7 +8,6 @@ import functools
 import html
 import json
 import os
-import statistics
 from pathlib import Path
 
 from docutils import nodes
@@ -165,15 +164,10 @@ def headline():
     name, dates, versions = origins(list(found().values()))
     more = sum(part["ours"].median() > 1.02 * part["other"].median() for part in parts.values())
     less = sum(part["ours"].median() < 0.98 * part["other"].median() for part in parts.values())
-    middle = {
-        side: 100 * statistics.median(part[side].median() for part in parts.values()) for side in ("ours", "other")
-    }
     return (
-        f"Share of the fastest possible time (the roof): above the best other way at {more} of {len(parts)} operators, "
-        f"below it at {less}",
-        f"Share of the measured roof on one {name}, cold, where memory or arithmetic binds: medians, with bars from "
-        f"the worst size to the best. Over the operators the median is {middle['ours']:.0f} % for ours and "
-        f"{middle['other']:.0f} % for the best other way. {versions}; {dates}.",
+        f"Share of the roof: above the best other way at {more} of {len(parts)} operators, below at {less}",
+        f"The roof is the fastest possible time, by what was measured of one {name}. Medians, cold, over the sizes at "
+        f"which memory or arithmetic decides, with bars from the worst size to the best. {versions}; {dates}.",
     )
 
 

@@ -314,13 +314,13 @@ def bandwidth(
         moved = (points["read_bytes"] + points["write_bytes"]) / 1e3
         roof = moved / points["roof_us"]
         ax.plot(points[x], roof, color=INK, linewidth=1.2, zorder=2)
-        ends["roof, measured"] = (float(points[x].iloc[-1]), float(roof.iloc[-1]))
+        ends["the measured roof"] = (float(points[x].iloc[-1]), float(roof.iloc[-1]))
         copy = moved / points["copy_warm_us" if kind == "warm" else "copy_us"]
         if copy.notna().any():
             ax.plot(points[x], copy, color=INK, linewidth=1, linestyle=(0, (1, 2)), zorder=2)
-            ends["copy"] = (float(points[x].iloc[-1]), float(copy.dropna().iloc[-1]))
+            ends["a copy"] = (float(points[x].iloc[-1]), float(copy.dropna().iloc[-1]))
         _shade(ax, points[x].astype(float).tolist(), points["zone"].astype(str).tolist())
-        colours |= {"roof, measured": INK, "copy": INK}
+        colours |= {"the measured roof": INK, "a copy": INK}
     ax.set_ylim(bottom=0)
     ax.margins(x=0.01)
     _name_ends(ax, ends, colours)
