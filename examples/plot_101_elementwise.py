@@ -364,7 +364,10 @@ Source(_add_sub, _multiply_add, _silu)
 
 # %%
 
-Source(_load, _elements_at, _elementwise_flat, doc=False)
+Folded(
+    "The kernel for operands with equal strides",
+    Source(_load, _elements_at, _elementwise_flat, doc=False),
+)
 
 # %%
 # Only the last block takes the path with a mask. A mask that may end anywhere

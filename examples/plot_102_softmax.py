@@ -321,6 +321,7 @@ def softmax_in_chunks(x, block=1024):
 # (``num_stages``). Written as the kernels of this page:
 
 
+# site: fold
 @triton.jit
 def rows_in_turn(
     y_ptr, x_ptr, M, N, BLOCK: tl.constexpr, STAGES: tl.constexpr
@@ -377,7 +378,7 @@ def softmax_in_turn(x):
 # rows of half types take a second kernel, which holds two numbers in a
 # register.) This is the library's source, read when the page was built.
 
-Source(_softmax_rows, doc=False)
+Folded("The kernel of the library", Source(_softmax_rows, doc=False))
 
 # %%
 # A row wider than 128 KiB is too much for the registers of one program, so

@@ -443,7 +443,7 @@ Folded("Add up segments", Source(_scatter_nd_segments, doc=False))
 # == r``; garbage fails this test. That is the :term:`sparse set` of Briggs and
 # Torczon.
 
-Source(_scatter_nd_zeros, doc=False)
+Folded("Zeros", Source(_scatter_nd_zeros, doc=False))
 
 # %%
 # These are three kernels. With :term:`programmatic dependent launch`, on

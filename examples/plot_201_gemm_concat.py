@@ -337,11 +337,10 @@ draw.lanes(
 
 # %%
 
-Folded("The wait, and the leave to start", Source(_take_over, doc=False))
-
-# %%
-
-Source(_concat_gemm_stacked, doc=False)
+Folded(
+    "The kernel of steps two to four, and its wait",
+    Source(_concat_gemm_stacked, _take_over, doc=False),
+)
 
 # %%
 # Weights of unequal widths, or more than two, take a second kernel, which
@@ -372,11 +371,10 @@ draw.waves(
 
 # %%
 
-Folded("How full the rounds are", Source(_filled, doc=False))
-
-# %%
-
-Folded("The plan of a product", Source(_gemm_plan, doc=False))
+Folded(
+    "How full the rounds are, and the plan of a product",
+    Source(_filled, _gemm_plan, doc=False),
+)
 
 # %%
 # Is it right?
