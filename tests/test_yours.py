@@ -188,6 +188,15 @@ def test_a_verdict_knows_the_noise(package, times, spread, verdict):
     assert list(found["verdict"]) == [verdict] and found["times as long"].iloc[0] == pytest.approx(times, rel=1e-4)
 
 
+def test_what_a_record_superseded_is_compared_by_its_name(package):
+    record.write(made_up("64x64", slug="nvidia-h200"), machines.RECORDS)
+    gpu = machines.RECORDS / "nvidia-h200"
+    with pytest.raises(ValueError, match="nvidia-h200/previous is neither a folder"):
+        compare.folder("nvidia-h200/previous")
+    shutil.copytree(gpu, gpu / "previous")
+    assert compare.folder("nvidia-h200/previous") == gpu / "previous"
+
+
 def edited(folder):
     file = folder / "made-up" / "exp.csv"
     file.write_text(file.read_text().replace(",ok,", ",no,", 1))

@@ -35,15 +35,17 @@ def folder(given: str) -> pathlib.Path:
     Parameters
     ----------
     given : str
-        That folder, one that holds no other, or the name of a GPU that the package has.
+        That folder, one that holds no other, or the name of a GPU that the package has; with ``/previous`` behind it,
+        what that GPU's records have superseded.
 
     Raises
     ------
     ValueError
         Says what was found there instead.
     """
-    if given in machines.slugs():
-        return machines.RECORDS / given
+    shipped = machines.RECORDS / given
+    if given.removesuffix("/previous") in machines.slugs() and (shipped / "machine.json").exists():
+        return shipped
     place = pathlib.Path(given)
     found = [place] if (place / "machine.json").exists() else sorted(f.parent for f in place.glob("*/machine.json"))
     if len(found) == 1:
@@ -189,7 +191,7 @@ def _figures(by_point: dict[str, pd.DataFrame], title: str, clock: str, out: pat
     took = {name: found["times as long"] for name, found in by_point.items()}
     files = []
     for name, ratios, what in (("times", took, "time"), ("roof", of_roof, "share of the own roof")):
-        axes = plots.spread(ratios, title=f"{title}: {what}, {clock}", xlabel="first in times of the second")
+        axes = plots.spread(ratios, title=f"{title}: {what}, {clock}", xlabel="the first's over the second's")
         files.append(out / f"compare_{name}.png")
         axes.figure.canvas.print_figure(files[-1], dpi=150, facecolor="white", bbox_inches="tight")
     return files
