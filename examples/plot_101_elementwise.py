@@ -360,13 +360,17 @@ claims(
 # operands' values that returns the results. Triton compiles the kernel anew
 # for each expression, so this costs nothing at run time.
 
-Source(_add_sub, _multiply_add, _silu)
-
-# %%
-
 Folded(
-    "The kernel for operands with equal strides",
-    Source(_load, _elements_at, _elementwise_flat, doc=False),
+    "Three expressions, and the kernel for operands with equal strides",
+    Source(
+        _add_sub,
+        _multiply_add,
+        _silu,
+        _load,
+        _elements_at,
+        _elementwise_flat,
+        doc=False,
+    ),
 )
 
 # %%

@@ -686,14 +686,6 @@ times = tables.times(squares, words=True)
 table(times, "Cold time in microseconds", fold=False)
 
 # %%
-plots.bandwidth(
-    tables.where(one, variant=ways),
-    x="R",
-    logx=True,
-    xlabel="rows of the output, R",
-)
-
-# %%
 provenance(sweep)
 
 # %%

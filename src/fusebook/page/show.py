@@ -198,9 +198,9 @@ class Provenance(_Shown):
                 f"{rich('; '.join(self.stale))}. Whether results are right was checked as this page was built.</p>"
             )
         return (
-            f'<div class="fb-provenance{" fb-stale-box" if self.stale else ""}">'
-            f'<p class="fb-headline">{self._headline()} {rich(str(self.machine.name))}</p>{stale}'
-            f"<dl>{facts}<dt>Method</dt><dd>{method}</dd><dt>Raw</dt><dd>{files}</dd></dl></div>"
+            f'<div class="fb-provenance{" fb-stale-box" if self.stale else ""}">{stale}'
+            f'<details><summary class="fb-headline">{self._headline()} {rich(str(self.machine.name))}</summary>'
+            f"<dl>{facts}<dt>Method</dt><dd>{method}</dd><dt>Raw</dt><dd>{files}</dd></dl></details></div>"
         )
 
     def __repr__(self) -> str:
