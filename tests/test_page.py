@@ -310,6 +310,7 @@ def test_what_is_shown_is_escaped_and_backticks_are_code():
 
 def test_say_takes_its_numbers_and_tells_what_is_missing():
     assert repr(page.say("{a:.1f} and {b:.1f}", a=1.25, b=float("nan"))) == "1.2 and (not measured)"
+    assert repr(page.say("{a:.1f}", a=pd.NA)) == "(not measured)"
     assert repr(page.say("braces {stay} without numbers")) == "braces {stay} without numbers"
 
 
@@ -393,7 +394,7 @@ def test_a_claim_tells_how_many_rows_of_its_table_it_looked_at():
 
 def test_nothing_measured_is_neither_true_nor_false():
     assert page.claim("all of none", pd.Series([], dtype=bool)).true is None
-    assert repr(page.claim("none", None)) == "– not measured: none"
+    assert repr(page.claim("none", None)) == repr(page.claim("none", pd.NA)) == "– not measured: none"
 
 
 def test_numbers_of_a_claim_come_from_results():
