@@ -345,8 +345,8 @@ def _record_again(op: Op, frame: pd.DataFrame, warmup: int, repeat: int) -> None
         first = rows.iloc[0]
         names = dict.fromkeys(name.removesuffix(bench.AS_INSTALLED) for name in rows["variant"])
         asked.setdefault((first["dtype"], *names), []).append((first["config"], {str(d): first[str(d)] for d in dims}))
-    for (dtype, *variants), points in asked.items():
-        again = bench.run(op, config=points, dtype=dtype, variants=variants, warmup=warmup, repeat=repeat)
+    for (dtype, *variants), config in asked.items():
+        again = bench.run(op, config=config, dtype=dtype, variants=variants, warmup=warmup, repeat=repeat)
         record.write(again, Path(os.environ["FUSEBOOK_RECORD"]))
 
 
