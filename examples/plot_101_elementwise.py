@@ -417,7 +417,8 @@ Folded("The launcher of CUDA C", Source(_cuda_c, doc=False))
 # ask for 4 sectors, and for 16 where they take 16 bytes each. That is
 # :term:`coalescing`. Where the second operand is transposed, the threads of
 # step four are a row apart and ask for a sector each, of which they use 4
-# bytes; tiles mend it. All matrices are 4096 x 4096.
+# bytes; the L2 cache keeps the rest until somebody else asks for it. Tiles
+# mend it. All matrices are 4096 x 4096.
 
 
 # site: fold

@@ -430,6 +430,7 @@ table(by_kernel, "By the counters of the GPU, a row a kernel", fold=False)
 
 # %%
 read = by_kernel["read, MN"].groupby("step", sort=False).sum()
+held = by_kernel["occupancy, %"].groupby("step").min()
 claims(
     claim(
         "By the counters the chain reads its 5MN, to 2 %.",
@@ -439,6 +440,13 @@ claims(
         "By the counters each kernel of this page reads the rows once, to 2 "
         "%: masked lanes fetch nothing.",
         (read.drop("the chain", errors="ignore") - 1).abs() < 0.02,
+    ),
+    say(
+        "With 4 warps step one keeps {four:.0f} % of the warps that a "
+        "multiprocessor has room for, with the tutorial's 16 it keeps "
+        "{rule:.0f} %: more loads are under way.",
+        four=held.get("step one, 4 warps"),
+        rule=held.get("step one, the tutorial's warps"),
     ),
 )
 
