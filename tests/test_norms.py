@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 import fusebook
+from fusebook.kernels import _norms, norms_backward
 from fusebook.kernels._norms import norm_plan
 from fusebook.kernels.norms_backward import norm_backward_plan
 
@@ -155,6 +156,35 @@ def test_rows_do_not_depend_on_each_other(centred):
         assert all(torch.equal(OURS[centred](x[:rows], w), whole[:rows]) for rows in (1, 3))
 
 
+@pytest.mark.skipif(DEVICE == "cuda", reason="on a GPU wide rows are tried as they are, by the cards")
+@centred
+@pytest.mark.parametrize(("n", "dtype"), [(300, torch.float16), (301, torch.float16), (301, torch.float32)], ids=str)
+def test_programs_that_share_a_row_come_to_its_norm_and_gradients(centred, n, dtype, monkeypatch):
+    """Cut into three parts; numbers of a half type lie in pairs where the width is even."""
+    span = n // 6 * 2 + 2
+    constants = {"STAGES": 1, "BLOCK": 128, "LANES": 32}
+    forward = _norms.Plan("shared", constants, 6, 1, span, 3)
+    monkeypatch.setattr(_norms, "_plan", lambda *_: forward)
+    monkeypatch.setattr(norms_backward, "_plan", lambda *_: norms_backward.Plan(constants, 2, 3, span, 1, 64))
+    x, residual, dy, w, b = (
+        made(*shape, dtype=dtype, seed=seed) for seed, shape in enumerate([(5, n)] * 3 + [(n,)] * 2)
+    )
+    total = (x + 3).detach()
+    exact = [t.double().requires_grad_() for t in (total, w, b)]
+    want = plain(*exact, centred=centred)
+    torch.testing.assert_close(OURS[centred](total, w, b, eps=1e-5).double(), want, rtol=4e-3, atol=4e-3)
+    y, summed = SUMS[centred](x, residual, w, b, eps=1e-5)
+    torch.testing.assert_close(summed, x + residual)
+    again = plain(summed.double(), w.double(), b.double(), centred=centred)
+    torch.testing.assert_close(y.double(), again, rtol=4e-3, atol=4e-3)
+    backward = fusebook.layer_norm_backward if centred else fusebook.rms_norm_backward
+    dx, *rest = backward(total, dy, w, b, residual, eps=1e-5)
+    right, *others = torch.autograd.grad(want, exact, dy.double())
+    torch.testing.assert_close(dx.double(), right + residual.double(), rtol=4e-3, atol=4e-3)
+    for got, told in zip(rest, others, strict=True):
+        torch.testing.assert_close(got.double(), told, rtol=1e-2, atol=1e-2)
+
+
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_the_width_alone_decides_how_a_row_is_added_up(size):
     for n in (1, 64, 781, 4096, 8192, 32768, 50257, 262144):
@@ -205,6 +235,7 @@ def noted(*args, **constants):
 _operator._with_scratch = noted
 x, w = torch.empty(264, 65536, dtype=torch.bfloat16), torch.empty(65536, dtype=torch.bfloat16)
 fusebook.rms_norm(x, w)
+fusebook.rms_norm_backward(x, x, w)
 print(json.dumps(found))
 """
 
@@ -215,7 +246,7 @@ def test_programs_leave_their_words_before_they_wait_for_others(tmp_path):
     environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     end = subprocess.run([sys.executable, "-c", COMPILED], env=environment, capture_output=True, text=True, check=True)
     found = json.loads(end.stdout.splitlines()[-1])
-    for kernel, words in (("_norm_shared", 1),):
+    for kernel, words in (("_norm_shared", 1), ("_norm_backward_shared", 2)):
         loop = found[kernel].split("scf.for", 1)[1]
         first, waiting = loop.split("isVolatile = true", 1)
         assert first.count("tt.atomic_rmw exch") == words

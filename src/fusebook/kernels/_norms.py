@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ._operator import check_alike, check_device, check_tensor, contiguous, empty, gpu, launch, overlapping
-from ._rows import leave, missing_of, tile_of, words_of
+from ._rows import leave, tile_of
 from ._tl import fill
 
 # Kernels -------------------------------------------------------------------------------------------------------------
@@ -211,88 +211,190 @@ def word_of(number):
         return tl.where(word == 0, -2147483648, word)
 
 
+# Rows that no program can hold are shared by several, see `_rows`. Here programs stay for many rows. What one found in
+# the next row is on the board before it looks for what the others found in this one: so nobody waits for long. Rows
+# behind that are on their way into shared memory. Half types are held as pairs in 32-bit words, since a number that is
+# held from one row to the next takes a register of its own.
+
+
 @triton.jit
-def _part(x, own, count, CENTRED: tl.constexpr, FLOAT: tl.constexpr):
-    """Of a part of a row, its sum and the squares around its mean; not centred, around zero."""
-    x = x.to(FLOAT)
-    total = tl.sum(x, 0) if CENTRED else tl.zeros([], FLOAT)
+def held(ptr, at, count, BLOCK: tl.constexpr, PAIRS: tl.constexpr, OTHER: tl.constexpr = 0.0):
+    """So many numbers from a place on, or pairs of them in words; OTHER everywhere where there is no tensor."""
+    if ptr is None:
+        return tl.full([BLOCK], OTHER, tl.float32)
+    elif PAIRS and ptr.dtype.element_ty.primitive_bitwidth == 16:
+        words = (ptr + at).to(tl.pointer_type(tl.int32), bitcast=True)
+        pairs = tl.arange(0, BLOCK // 2)  # [BLOCK / 2]
+        return tl.load(words + pairs, mask=pairs < count // 2, other=0)
+    else:
+        inner = tl.arange(0, BLOCK)  # [BLOCK]
+        return tl.load(ptr + at + inner, mask=inner < count, other=0.0)
+
+
+@triton.jit
+def numbers(pairs, TYPE: tl.constexpr, FLOAT: tl.constexpr, BLOCK: tl.constexpr):
+    """What is held of a tensor of TYPE, as BLOCK floats."""
+    if pairs.shape[0] == BLOCK:
+        return pairs.to(FLOAT)
+    else:
+        if TYPE == tl.bfloat16:  # the upper half of a float32
+            low = (pairs << 16).to(tl.float32, bitcast=True)
+            high = (pairs & -65536).to(tl.float32, bitcast=True)
+        else:
+            low = pairs.to(tl.int16).to(TYPE, bitcast=True).to(tl.float32)
+            high = (pairs >> 16).to(tl.int16).to(TYPE, bitcast=True).to(tl.float32)
+        return tl.reshape(tl.join(low, high), [BLOCK])
+
+
+@triton.jit
+def _as_held(x, PAIRS: tl.constexpr):
+    """Numbers [BLOCK] of a half type in words, two in each."""
+    if PAIRS:
+        low, high = tl.split(tl.reshape(x.to(tl.int16, bitcast=True), [x.shape[0] // 2, 2]))
+        return (low.to(tl.int32) & 0xFFFF) | (high.to(tl.int32) << 16)
+    else:
+        return x
+
+
+@triton.jit
+def _row_held(
+    sum_ptr, x_ptr, r_ptr, at_x, at_r, at_sum, count, BLOCK: tl.constexpr, PAIRS: tl.constexpr
+):  # fmt: skip
+    """A part of a row, as it is held; the sum with the residual is stored first."""
+    x = held(x_ptr, at_x, count, BLOCK, PAIRS)  # read MN
+    if r_ptr is not None:
+        TYPE: tl.constexpr = x_ptr.dtype.element_ty
+        FLOAT: tl.constexpr = tl.float64 if TYPE == tl.float64 else tl.float32
+        inner = tl.arange(0, BLOCK)  # [BLOCK]
+        r = held(r_ptr, at_r, count, BLOCK, PAIRS)  # read MN
+        total = (numbers(x, TYPE, FLOAT, BLOCK) + numbers(r, TYPE, FLOAT, BLOCK)).to(TYPE)
+        if sum_ptr is not None:
+            tl.store(sum_ptr + at_sum + inner, total, mask=inner < count)  # write MN
+        x = _as_held(total, PAIRS)
+    return x
+
+
+@triton.jit
+def _part(x, own, count, CENTRED: tl.constexpr):
+    """Of a part of a row, the squares around its mean, and its sum; not centred, around zero, and nothing."""
+    total = tl.zeros([], x.dtype)
     if CENTRED:
+        total = tl.sum(x, 0)
         x = tl.where(own, x - total / count, 0.0)
-    return total, tl.sum(x * x, 0)
+    return tl.sum(x * x, 0), total
 
 
 @triton.jit
-def _leave_both(at, total, squares, CENTRED: tl.constexpr):
+def _leave_both(at, PARTS, squares, total, CENTRED: tl.constexpr):
     leave(at, word_of(squares))
     if CENTRED:
-        leave(at + 1, word_of(total))
+        leave(at + PARTS, word_of(total))
+
+
+@triton.jit
+def _look(at, lanes, PARTS, NOTHING: tl.constexpr, CENTRED: tl.constexpr):
+    """The words of all parts as they are now; not centred, those of the squares twice."""
+    # volatile: from where other multiprocessors' words arrive, each time anew.
+    squares = tl.load(at + lanes, mask=lanes < PARTS, other=NOTHING, volatile=True)
+    totals = squares
+    if CENTRED:
+        totals = tl.load(at + PARTS + lanes, mask=lanes < PARTS, other=NOTHING, volatile=True)
+    return squares, totals
+
+
+@triton.jit
+def _least_and_sum(least, a, other, b):
+    return tl.minimum(least, other), a + b
+
+
+@triton.jit
+def _met(squares, totals, lanes, FLOAT: tl.constexpr):
+    """The first part of which a word is missing, or the number of lanes; and the sum of the latter words."""
+    missing = tl.where((squares == 0) | (totals == 0), lanes, lanes.shape[0])
+    return tl.reduce((missing, totals.to(FLOAT, bitcast=True)), 0, _least_and_sum)
 
 
 @triton.jit
 def _norm_shared(
     y_ptr, sum_ptr, x_ptr, r_ptr, w_ptr, b_ptr, board_ptr, M, N, x_stride, r_stride, GROUPS, SPAN, PARTS,
-    ALIGN: tl.constexpr, EPS: tl.constexpr, CENTRED: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr,
-    TRIES: tl.constexpr, LATE: tl.constexpr,
+    ALIGN: tl.constexpr, EPS: tl.constexpr, CENTRED: tl.constexpr, PAIRS: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK: tl.constexpr, LANES: tl.constexpr, TRIES: tl.constexpr, LATE: tl.constexpr,
 ):  # fmt: skip
-    """Rows of any width, each by PARTS programs that hold up to SPAN of its numbers; GROUPS of them take all rows.
-
-    Parts of the next rows are on their way into shared memory while a program waits for what the others found in one.
-    """
-    FLOAT: tl.constexpr = tl.float64 if x_ptr.dtype.element_ty == tl.float64 else tl.float32
+    """Rows of any width, each by PARTS programs that hold up to SPAN of its numbers; GROUPS of them take all rows."""
+    TYPE: tl.constexpr = x_ptr.dtype.element_ty
+    FLOAT: tl.constexpr = tl.float64 if TYPE == tl.float64 else tl.float32
     NOTHING: tl.constexpr = -9223372036854775808 if FLOAT == tl.float64 else -2147483648  # -0.0
     WORDS: tl.constexpr = 2 if CENTRED else 1
+    W_TYPE: tl.constexpr = tl.float32 if w_ptr is None else w_ptr.dtype.element_ty
+    B_TYPE: tl.constexpr = tl.float32 if b_ptr is None else b_ptr.dtype.element_ty
     N = N * ALIGN
+    x_stride = (tl.zeros([], tl.int64) + x_stride) * ALIGN
+    r_stride = (tl.zeros([], tl.int64) + r_stride) * ALIGN
     part = tl.program_id(0) % PARTS
     group = tl.program_id(0) // PARTS
     lanes = tl.arange(0, LANES)  # [LANES]
     inner = tl.arange(0, BLOCK)  # [BLOCK]
-    counts = tl.maximum(tl.minimum(N - (lanes // WORDS) * SPAN, SPAN), 0).to(FLOAT)  # [LANES]
-    columns = part * SPAN + inner
-    own = (inner < SPAN) & (columns < N)
-    count = tl.minimum(N - part * SPAN, SPAN)
-    w = loaded(w_ptr, columns, own, 1.0)  # [BLOCK]
-    b = loaded(b_ptr, columns, own, 0.0)
+    begin = part * SPAN
+    count = tl.minimum(N - begin, SPAN)
+    own = inner < count
+    w = held(w_ptr, begin, count, BLOCK, PAIRS, 1.0)
+    b = held(b_ptr, begin, count, BLOCK, PAIRS, 0.0)
+    row = tl.zeros([], tl.int64) + group
+    x = _row_held(
+        sum_ptr, x_ptr, r_ptr, row * x_stride + begin, row * r_stride + begin, row * N + begin, count, BLOCK, PAIRS
+    )
+    squares, total = _part(numbers(x, TYPE, FLOAT, BLOCK), own, count, CENTRED)
     if LATE:
         tl.extra.cuda.gdc_wait()  # for the zeros on the board
-    for start in tl.range(group, M, GROUPS, num_stages=3):
+    _leave_both(board_ptr + row * (PARTS * WORDS) + part, PARTS, squares, total, CENTRED)
+    for start in tl.range(group, M, GROUPS, num_stages=STAGES):
         row = tl.zeros([], tl.int64) + start
-        at_x = row * (x_stride * ALIGN)
-        at_r = row * (r_stride * ALIGN)
-        x = _row(x_ptr, r_ptr, at_x + columns, at_r + columns, own)  # [BLOCK]; read MN
-        if r_ptr is not None:
-            tl.store(sum_ptr + row * N + columns, x, mask=own)  # write MN
-        total, squares = _part(x, own, count, CENTRED, FLOAT)
+        later = row + GROUPS
+        rest = tl.where(later < M, count, 0)
+        ahead = _row_held(
+            sum_ptr, x_ptr, r_ptr, later * x_stride + begin, later * r_stride + begin, later * N + begin, rest, BLOCK,
+            PAIRS,
+        )  # fmt: skip
+        squares, total = _part(numbers(ahead, TYPE, FLOAT, BLOCK), own, count, CENTRED)
         at = board_ptr + row * (PARTS * WORDS)
-        _leave_both(at + part * WORDS, total, squares, CENTRED)
-        words = tl.full([LANES], NOTHING, board_ptr.dtype.element_ty)
+        # Behind the last row too: under a condition the compiler would put it at the end of the loop.
+        _leave_both(at + GROUPS * (PARTS * WORDS) + part, PARTS, squares, total, CENTRED)
+        all_squares = tl.full([LANES], NOTHING, board_ptr.dtype.element_ty)
+        totals = all_squares
+        found = tl.zeros([], FLOAT)
         # No word is zero. But Triton loads ahead only in loops in which it sees no other, and puts what depends on
         # nothing that is loaded before what does.
         if word_of(squares) != 0:
-            words, missing = words_of(at, lanes, PARTS * WORDS, NOTHING, TRIES)
+            all_squares, totals = _look(at, lanes, PARTS, NOTHING, CENTRED)
+            missing, found = _met(all_squares, totals, lanes, FLOAT)
+            tries = 0
             while missing < LANES:
-                # Nothing promises that the others run at the same time: what is missing is found by their own steps.
-                other = missing // WORDS
-                its = other * SPAN + inner
-                there = (inner < SPAN) & (its < N)
-                numbers = _row(x_ptr, r_ptr, at_x + its, at_r + its, there)
-                total, squares = _part(numbers, there, tl.minimum(N - other * SPAN, SPAN), CENTRED, FLOAT)
-                _leave_both(at + other * WORDS, total, squares, CENTRED)
-                words = tl.where(lanes == other * WORDS, word_of(squares), words)
-                if CENTRED:
-                    words = tl.where(lanes == other * WORDS + 1, word_of(total), words)
-                missing = missing_of(words, lanes)
-        found = words.to(FLOAT, bitcast=True)  # [LANES]
-        mean = tl.zeros([1], FLOAT)
+                if tries < TRIES:
+                    all_squares, totals = _look(at, lanes, PARTS, NOTHING, CENTRED)
+                else:  # Nothing promises that the others run at the same time: by their own steps, then.
+                    there = missing * SPAN
+                    many = tl.minimum(N - there, SPAN)
+                    its = _row_held(
+                        None, x_ptr, r_ptr, row * x_stride + there, row * r_stride + there, row, many, BLOCK, PAIRS
+                    )
+                    square, sum_ = _part(numbers(its, TYPE, FLOAT, BLOCK), inner < many, many, CENTRED)
+                    all_squares = tl.where(lanes == missing, word_of(square), all_squares)
+                    totals = tl.where(lanes == missing, word_of(sum_), totals) if CENTRED else all_squares
+                missing, found = _met(all_squares, totals, lanes, FLOAT)
+                tries += 1
+        mean = tl.zeros([], FLOAT)
+        variance = found / N
         if CENTRED:
-            squared, totals = tl.split(tl.reshape(found, [LANES // 2, 2]))  # [LANES / 2]
-            numbers, _again = tl.split(tl.reshape(counts, [LANES // 2, 2]))
-            mean += tl.sum(totals, 0) / N
-            away = totals / tl.maximum(numbers, 1.0) - mean
-            variance = tl.sum(squared + numbers * away * away, 0) / N
-        else:
-            variance = tl.sum(found, 0) / N
-        y = _normed(x, mean, 1 / tl.sqrt(variance + EPS), w, b)
-        tl.store(y_ptr + row * N + columns, y.to(y_ptr.dtype.element_ty), mask=own)  # write MN
+            mean = found / N
+            counts = tl.maximum(tl.minimum(N - lanes * SPAN, SPAN), 0).to(FLOAT)  # [LANES]
+            away = totals.to(FLOAT, bitcast=True) / tl.maximum(counts, 1.0) - mean
+            variance = tl.sum(all_squares.to(FLOAT, bitcast=True) + counts * away * away, 0) / N
+        y = _normed(
+            numbers(x, TYPE, FLOAT, BLOCK), mean, 1 / tl.sqrt(variance + EPS), numbers(w, W_TYPE, FLOAT, BLOCK),
+            numbers(b, B_TYPE, FLOAT, BLOCK),
+        )  # fmt: skip
+        tl.store(y_ptr + row * N + begin + inner, y.to(y_ptr.dtype.element_ty), mask=own)  # write MN
+        x = ahead
 
 
 # Plans ---------------------------------------------------------------------------------------------------------------
@@ -326,13 +428,14 @@ def norm_plan(
             together = max(together, min(triton.next_power_of_2(rows), max(1, 2**15 // (block * chunks))))
         constants = {"ROWS": together, "BLOCK": block, "CHUNKS": chunks}
         return Plan("rows", constants, triton.cdiv(rows, together), warps)
-    parts, span = parts_of(n, size, 16384 // size if capability is not None else 16384)
-    # Several programs of different rows: while one waits for words, another computes.
-    resident, registers = (2, 128) if centred else (3, 80)
+    parts, span = parts_of(n, size, 4096 // size if capability is not None else 16384)
+    resident = 8  # programs of a multiprocessor
     if quantised or parts > resident * processors:
         return Plan("looped", {"BLOCK": 32768 // size}, rows, 16)
     programs = min(rows, resident * processors // parts) * parts
-    return Plan("shared", {"BLOCK": triton.next_power_of_2(span)}, programs, 8, span, parts, registers)
+    # As many lanes as threads or more: so each word is loaded by one thread.
+    constants = {"STAGES": 4, "BLOCK": triton.next_power_of_2(span), "LANES": max(128, triton.next_power_of_2(parts))}
+    return Plan("shared", constants, programs, 4, span, parts, 64)
 
 
 def parts_of(n: int, size: int, block: int) -> tuple[int, int]:
@@ -361,6 +464,12 @@ def rows_in(x: Tensor) -> Tensor:
 def aligned(n: int, *tensors: Tensor | None) -> int:
     """Of how many numbers, up to those of 16 bytes, widths and strides of matrices are multiples."""
     return math.gcd(n, *(v for t in tensors if t is not None for v in (16 // t.element_size(), t.stride(0))))
+
+
+def in_pairs(align: int, x: Tensor, *others: Tensor | None) -> bool:
+    """Whether numbers of a half type can be read as pairs, in 32-bit words."""
+    halves = [t for t in (x, *others) if t is not None and t.element_size() == 2]
+    return x.element_size() == 2 and align % 2 == 0 and all(t.data_ptr() % 4 == 0 for t in halves)
 
 
 def board_of(words: int, dtype: torch.dtype, device: torch.device, early: bool = False) -> Tensor:
@@ -403,15 +512,13 @@ def norm_into(
     constants = {"ALIGN": align, "EPS": eps, "CENTRED": centred, **plan.constants, "num_warps": plan.warps}
     grid = (plan.programs,)
     if plan.kernel == "shared":
-        words = 2 if centred else 1
         early = overlapping(x.device)
-        board = board_of(len(x) * plan.parts * words, x.dtype, x.device, bool(early))
-        # As many lanes as threads or more; so many tries last some milliseconds.
-        lanes = max(32 * plan.warps, triton.next_power_of_2(plan.parts * words))
+        groups = plan.programs // plan.parts
+        board = board_of((len(x) + groups) * plan.parts * (2 if centred else 1), x.dtype, x.device, bool(early))
         launch(
-            _norm_shared, grid, y, total, x, residual, weight, bias, board, *sizes, plan.programs // plan.parts,
-            plan.span, plan.parts, LANES=lanes, TRIES=0 if capability is None else 4096, LATE=bool(early),
-            maxnreg=plan.registers, **constants, **early,
+            _norm_shared, grid, y, total, x, residual, weight, bias, board, *sizes, groups, plan.span,
+            plan.parts, PAIRS=in_pairs(align, x, residual, weight, bias), TRIES=0 if capability is None else 4096,
+            LATE=bool(early), maxnreg=plan.registers, **constants, **early,
         )  # fmt: skip
     else:
         launch(

@@ -13,8 +13,9 @@ A program takes many rows and the same columns of each, and adds up its part of 
 there is one partial row for each group of programs, and a second kernel adds these up in a fixed order: the same bits
 each time, without atomics.
 
-Limits: a row of more than 16 KiB is shared by several programs, and a launch before finds the sums of its parts: so it
-is read twice. It has no gradient of its own.
+A row of up to 16 KiB belongs to one program; a wider one is shared by several, which tell each other what they found.
+
+Limits: there is no gradient of the gradient.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._norms import aligned, check_norm, loaded, parts_of, rows_in
-from ._operator import Operator, accumulated, contiguous, empty, gpu, launch
+from ._norms import aligned, board_of, check_norm, held, in_pairs, loaded, numbers, parts_of, rows_in, word_of
+from ._operator import Operator, accumulated, contiguous, empty, gpu, launch, overlapping
+from ._rows import leave
 
 __all__ = ["layer_norm_backward", "rms_norm_backward"]
 
@@ -46,53 +48,17 @@ def _sums(x, g, own, count, CENTRED: tl.constexpr):
 
 
 @triton.jit
-def _part_sums(
-    found_ptr, x_ptr, dy_ptr, w_ptr, N, x_stride, dy_stride, SPAN, PARTS,
-    ALIGN: tl.constexpr, CENTRED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """The sums of a part of a row, of SPAN columns."""
-    FLOAT: tl.constexpr = tl.float64 if x_ptr.dtype.element_ty == tl.float64 else tl.float32
-    WORDS: tl.constexpr = 4 if CENTRED else 2
-    N = N * ALIGN
-    row = (tl.program_id(0) // PARTS).to(tl.int64)
-    part = tl.program_id(0) % PARTS
-    inner = tl.arange(0, BLOCK)[None, :]  # [1, BLOCK]
-    columns = part * SPAN + inner
-    own = (inner < SPAN) & (columns < N)
-    x = tl.load(x_ptr + row * (x_stride * ALIGN) + columns, mask=own, other=0.0).to(FLOAT)  # read MN
-    dy = tl.load(dy_ptr + row * (dy_stride * ALIGN) + columns, mask=own, other=0.0).to(FLOAT)  # read MN
-    g = dy * loaded(w_ptr, columns, own, 1.0).to(FLOAT)
-    total, squares, gs, products = _sums(x, g, own, tl.minimum(N - part * SPAN, SPAN), CENTRED)
-    at = found_ptr + (row * PARTS + part) * WORDS + tl.arange(0, 1)
-    tl.store(at, squares)
-    tl.store(at + 1, products)
-    if CENTRED:
-        tl.store(at + 2, total)
-        tl.store(at + 3, gs)
-
-
-@triton.jit
 def _norm_backward(
-    dx_ptr, sums_ptr, found_ptr, x_ptr, dy_ptr, dtotal_ptr, w_ptr, M, N, x_stride, dy_stride, dtotal_stride,
-    GROUPS, SPAN, PARTS,
+    dx_ptr, sums_ptr, x_ptr, dy_ptr, dtotal_ptr, w_ptr, M, N, x_stride, dy_stride, dtotal_stride, GROUPS,
     ALIGN: tl.constexpr, EPS: tl.constexpr, CENTRED: tl.constexpr, DW: tl.constexpr, DB: tl.constexpr,
-    ALONE: tl.constexpr, STAGES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    LANES: tl.constexpr,
+    STAGES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows at a time, up to SPAN columns of them, by PARTS programs; GROUPS such groups take all rows.
-
-    ALONE: PARTS is 1. Otherwise the sums of all parts were found before. Rows are loaded ahead, into shared memory, so
-    that those of STAGES loops are under way.
-    """
+    """ROWS rows at a time; GROUPS programs take all rows. Rows of STAGES loops are on their way into shared memory."""
     FLOAT: tl.constexpr = tl.float64 if x_ptr.dtype.element_ty == tl.float64 else tl.float32
-    WORDS: tl.constexpr = 4 if CENTRED else 2
     N = N * ALIGN
-    group = tl.program_id(0) // PARTS
-    part = tl.program_id(0) % PARTS
-    inner = tl.arange(0, BLOCK)[None, :]  # [1, BLOCK]
-    columns = inner if ALONE else part * SPAN + inner
-    mine = columns < N if ALONE else (inner < SPAN) & (columns < N)
-    count = N if ALONE else tl.minimum(N - part * SPAN, SPAN)
+    group = tl.program_id(0)
+    columns = tl.arange(0, BLOCK)[None, :]  # [1, BLOCK]
+    mine = columns < N
     w = loaded(w_ptr, columns, mine, 1.0)  # [1, BLOCK]
     dw = tl.zeros([ROWS, BLOCK], FLOAT)
     db = tl.zeros([ROWS, BLOCK], FLOAT)
@@ -102,28 +68,9 @@ def _norm_backward(
         own = mine & (rows < M)
         x = tl.load(x_ptr + rows * (x_stride * ALIGN) + columns, mask=own, other=0.0).to(FLOAT)  # read MN
         dy = tl.load(dy_ptr + rows * (dy_stride * ALIGN) + columns, mask=own, other=0.0).to(FLOAT)  # read MN
-        total, squares, gs, products = _sums(x, dy * w.to(FLOAT), own, count, CENTRED)
-        mean = total / N
-        if not ALONE:
-            lanes = tl.arange(0, LANES)  # [LANES]
-            at = found_ptr + row * (PARTS * WORDS) + lanes
-            found = tl.load(at, mask=lanes < PARTS * WORDS, other=0.0)  # [LANES]
-            if CENTRED:
-                counts = tl.maximum(tl.minimum(N - tl.arange(0, LANES // 4) * SPAN, SPAN), 0).to(FLOAT)  # [LANES / 4]
-                left, right = tl.split(tl.reshape(found, [LANES // 4, 2, 2]))
-                all_squares, totals = tl.split(left)
-                all_products, all_gs = tl.split(right)
-                mean = tl.zeros([ROWS], FLOAT) + tl.sum(totals, 0) / N
-                away = totals / tl.maximum(counts, 1.0) - tl.sum(totals, 0) / N
-                squares = tl.zeros([ROWS], FLOAT) + tl.sum(all_squares + counts * away * away, 0)
-                gs = tl.zeros([ROWS], FLOAT) + tl.sum(all_gs, 0)
-                products = tl.zeros([ROWS], FLOAT) + tl.sum(all_products + all_gs * away, 0)
-            else:
-                all_squares, all_products = tl.split(tl.reshape(found, [LANES // 2, 2]))
-                squares = tl.zeros([ROWS], FLOAT) + tl.sum(all_squares, 0)
-                products = tl.zeros([ROWS], FLOAT) + tl.sum(all_products, 0)
+        total, squares, gs, products = _sums(x, dy * w.to(FLOAT), own, N, CENTRED)
         factor = 1 / tl.sqrt(squares / N + EPS)  # [ROWS]
-        n = (x - mean[:, None]) * factor[:, None] if CENTRED else x * factor[:, None]  # [ROWS, BLOCK]
+        n = (x - (total / N)[:, None]) * factor[:, None] if CENTRED else x * factor[:, None]  # [ROWS, BLOCK]
         # Of rows beyond the last all numbers are zero, of columns beyond it dy is.
         if DW:
             dw += dy * n
@@ -143,6 +90,189 @@ def _norm_backward(
     if DB:
         sums_ptr += (tl.zeros([], tl.int64) + GROUPS) * N if DW else 0
         tl.store(sums_ptr + columns, tl.sum(db, 0)[None, :], mask=mine)
+
+
+# Wide rows are shared by several programs, as in `_norms._norm_shared`.
+
+
+@triton.jit
+def _both(a, b, c, d):
+    return a + c, b + d
+
+
+@triton.jit
+def _least_and_both(least, a, b, other, c, d):
+    return tl.minimum(least, other), a + c, b + d
+
+
+@triton.jit
+def _sum_both(a, b, TOGETHER: tl.constexpr):
+    """Two sums, for which the threads meet once; interpreted, that would take thousands of steps."""
+    if TOGETHER:
+        return tl.reduce((a, b), 0, _both)
+    else:
+        return tl.sum(a, 0), tl.sum(b, 0)
+
+
+@triton.jit
+def _part_sums(x, dy, w, own, count, CENTRED: tl.constexpr, TOGETHER: tl.constexpr):
+    """Of a part of a row the sums of x x, g x, x and g: centred, the first two around its mean, else the last are 0."""
+    g = dy * w
+    total = tl.zeros([], x.dtype)
+    gs = tl.zeros([], x.dtype)
+    if CENTRED:
+        total, gs = _sum_both(x, g, TOGETHER)
+        x = tl.where(own, x - total / count, 0.0)
+    squares, products = _sum_both(x * x, g * x, TOGETHER)
+    return squares, products, total, gs
+
+
+@triton.jit
+def _leave_sums(at, PARTS, squares, products, total, gs, CENTRED: tl.constexpr):
+    leave(at, word_of(squares))
+    leave(at + PARTS, word_of(products))
+    if CENTRED:
+        leave(at + 2 * PARTS, word_of(total))
+        leave(at + 3 * PARTS, word_of(gs))
+
+
+@triton.jit
+def _look(at, lanes, PARTS, NOTHING: tl.constexpr, CENTRED: tl.constexpr):
+    """The words of all parts as they are now, four planes of them; not centred, the first two again."""
+    # volatile: from where other multiprocessors' words arrive, each time anew.
+    own = lanes < PARTS
+    squares = tl.load(at + lanes, mask=own, other=NOTHING, volatile=True)
+    products = tl.load(at + PARTS + lanes, mask=own, other=NOTHING, volatile=True)
+    totals = squares
+    gs = products
+    if CENTRED:
+        totals = tl.load(at + 2 * PARTS + lanes, mask=own, other=NOTHING, volatile=True)
+        gs = tl.load(at + 3 * PARTS + lanes, mask=own, other=NOTHING, volatile=True)
+    return squares, products, totals, gs
+
+
+@triton.jit
+def _met(squares, products, totals, gs, lanes, FLOAT: tl.constexpr):
+    """The first part of which a word is missing, or their number; and the sums of the last two."""
+    lacks = (squares == 0) | (products == 0) | (totals == 0) | (gs == 0)
+    missing = tl.where(lacks, lanes, lanes.shape[0])
+    return tl.reduce((missing, totals.to(FLOAT, bitcast=True), gs.to(FLOAT, bitcast=True)), 0, _least_and_both)
+
+
+@triton.jit
+def _norm_backward_shared(
+    dx_ptr, sums_ptr, board_ptr, x_ptr, dy_ptr, dtotal_ptr, w_ptr, M, N, x_stride, dy_stride, dtotal_stride,
+    GROUPS, SPAN, PARTS,
+    ALIGN: tl.constexpr, EPS: tl.constexpr, CENTRED: tl.constexpr, DW: tl.constexpr, DB: tl.constexpr,
+    PAIRS: tl.constexpr, STAGES: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr, TRIES: tl.constexpr,
+    LATE: tl.constexpr,
+):  # fmt: skip
+    """Parts of up to SPAN columns of one row after another, by PARTS programs; GROUPS such groups take all rows."""
+    TYPE: tl.constexpr = x_ptr.dtype.element_ty
+    FLOAT: tl.constexpr = tl.float64 if TYPE == tl.float64 else tl.float32
+    NOTHING: tl.constexpr = -9223372036854775808 if FLOAT == tl.float64 else -2147483648  # -0.0
+    WORDS: tl.constexpr = 4 if CENTRED else 2
+    W_TYPE: tl.constexpr = tl.float32 if w_ptr is None else w_ptr.dtype.element_ty
+    N = N * ALIGN
+    group = tl.program_id(0) // PARTS
+    part = tl.program_id(0) % PARTS
+    lanes = tl.arange(0, LANES)  # [LANES]
+    inner = tl.arange(0, BLOCK)  # [BLOCK]
+    begin = part * SPAN
+    count = tl.minimum(N - begin, SPAN)
+    own = inner < count
+    weight = held(w_ptr, begin, count, BLOCK, PAIRS, 1.0)
+    dw = tl.zeros([BLOCK], FLOAT)
+    db = tl.zeros([BLOCK], FLOAT)
+    row = tl.zeros([], tl.int64) + group
+    rest = tl.where(row < M, count, 0)
+    x = held(x_ptr, row * (x_stride * ALIGN) + begin, rest, BLOCK, PAIRS)
+    dy = held(dy_ptr, row * (dy_stride * ALIGN) + begin, rest, BLOCK, PAIRS)
+    one, two, three, four = _part_sums(
+        numbers(x, TYPE, FLOAT, BLOCK), numbers(dy, TYPE, FLOAT, BLOCK), numbers(weight, W_TYPE, FLOAT, BLOCK),
+        own, count, CENTRED, TRIES > 0,
+    )  # fmt: skip
+    if LATE:
+        tl.extra.cuda.gdc_wait()  # for the zeros on the board
+    _leave_sums(board_ptr + row * (PARTS * WORDS) + part, PARTS, one, two, three, four, CENTRED)
+    for start in tl.range(group, M, GROUPS, num_stages=STAGES):
+        row = tl.zeros([], tl.int64) + start
+        later = row + GROUPS
+        rest = tl.where(later < M, count, 0)
+        next_x = held(x_ptr, later * (x_stride * ALIGN) + begin, rest, BLOCK, PAIRS)  # read MN
+        next_dy = held(dy_ptr, later * (dy_stride * ALIGN) + begin, rest, BLOCK, PAIRS)  # read MN
+        at = board_ptr + row * (PARTS * WORDS)
+        w = numbers(weight, W_TYPE, FLOAT, BLOCK)
+        one, two, three, four = _part_sums(
+            numbers(next_x, TYPE, FLOAT, BLOCK), numbers(next_dy, TYPE, FLOAT, BLOCK), w, own, count, CENTRED,
+            TRIES > 0,
+        )  # fmt: skip
+        _leave_sums(at + GROUPS * (PARTS * WORDS) + part, PARTS, one, two, three, four, CENTRED)
+        squares = tl.full([LANES], NOTHING, board_ptr.dtype.element_ty)
+        products, totals, gs = squares, squares, squares
+        total = tl.zeros([], FLOAT)
+        g = total
+        if word_of(one) != 0:  # always, see there
+            squares, products, totals, gs = _look(at, lanes, PARTS, NOTHING, CENTRED)
+            missing, total, g = _met(squares, products, totals, gs, lanes, FLOAT)
+            tries = 0
+            while missing < LANES:
+                if tries < TRIES:
+                    squares, products, totals, gs = _look(at, lanes, PARTS, NOTHING, CENTRED)
+                else:  # by the very steps of the program that did not come
+                    there = missing * SPAN
+                    many = tl.minimum(N - there, SPAN)
+                    its_x = held(x_ptr, row * (x_stride * ALIGN) + there, many, BLOCK, PAIRS)
+                    its_dy = held(dy_ptr, row * (dy_stride * ALIGN) + there, many, BLOCK, PAIRS)
+                    its_weight = held(w_ptr, there, many, BLOCK, PAIRS, 1.0)
+                    one, two, three, four = _part_sums(
+                        numbers(its_x, TYPE, FLOAT, BLOCK), numbers(its_dy, TYPE, FLOAT, BLOCK),
+                        numbers(its_weight, W_TYPE, FLOAT, BLOCK), inner < many, many, CENTRED, TRIES > 0,
+                    )  # fmt: skip
+                    squares = tl.where(lanes == missing, word_of(one), squares)
+                    products = tl.where(lanes == missing, word_of(two), products)
+                    totals = tl.where(lanes == missing, word_of(three), totals) if CENTRED else squares
+                    gs = tl.where(lanes == missing, word_of(four), gs) if CENTRED else products
+                missing, total, g = _met(squares, products, totals, gs, lanes, FLOAT)
+                tries += 1
+        mean = tl.zeros([], FLOAT)
+        square, product = total, g
+        if CENTRED:
+            mean = total / N
+            counts = tl.maximum(tl.minimum(N - lanes * SPAN, SPAN), 0).to(FLOAT)  # [LANES]
+            away = totals.to(FLOAT, bitcast=True) / tl.maximum(counts, 1.0) - mean
+            square, product = tl.reduce(
+                (
+                    squares.to(FLOAT, bitcast=True) + counts * away * away,
+                    products.to(FLOAT, bitcast=True) + gs.to(FLOAT, bitcast=True) * away,
+                ),
+                0,
+                _both,
+            )
+        factor = 1 / tl.sqrt(square / N + EPS)
+        n = (numbers(x, TYPE, FLOAT, BLOCK) - mean) * factor  # [BLOCK]
+        wide = numbers(dy, TYPE, FLOAT, BLOCK)
+        if DW:
+            dw += wide * n
+        if DB:
+            db += wide
+        dx = wide * w - n * (product * factor / N)
+        if CENTRED:
+            dx -= g / N
+        dx *= factor
+        if dtotal_ptr is not None:
+            more = tl.load(dtotal_ptr + row * (dtotal_stride * ALIGN) + begin + inner, mask=own, other=0.0)
+            dx += more.to(FLOAT)
+        tl.store(dx_ptr + row * N + begin + inner, dx.to(TYPE), mask=own)  # write MN
+        x = next_x
+        dy = next_dy
+    if sums_ptr is not None:
+        sums_ptr += group.to(tl.int64) * N + begin
+    if DW:
+        tl.store(sums_ptr + inner, dw, mask=own)
+    if DB:
+        sums_ptr += (tl.zeros([], tl.int64) + GROUPS) * N if DW else 0
+        tl.store(sums_ptr + inner, db, mask=own)
 
 
 @triton.jit
@@ -186,24 +316,24 @@ def norm_backward_plan(
 
     The width decides how a row of dx is added up, the number of rows and of multiprocessors how dweight is.
     """
-    hopper = capability is not None and capability >= (9, 0)
-    stages = (4 if hopper else 3) - added  # what the loop loads ahead shall fit into 96 KiB where there is no more
     if n <= 16384 // size:
+        hopper = capability is not None and capability >= (9, 0)
+        stages = (4 if hopper else 3) - added  # what the loop loads ahead shall fit into 96 KiB where there is no more
         # 32 bytes of a row a thread, so that x, dy, weight and dweight fit into 128 registers; 16 warps in all.
-        parts, span, block = 1, n, triton.next_power_of_2(n)
+        block = triton.next_power_of_2(n)
         warps = max(1, min(16, block * size // 1024))
         together = max(1, min(2048 // size // block, 64))
         if capability is None:  # the interpreter's cost is programs times operations, whatever their size
             together = min(max(1, triton.next_power_of_2(rows)), max(1, 2**15 // block))
-        resident, registers = 16 // warps, 128
-    else:
-        parts, span = parts_of(n, size, 8192 // size)
-        together, block, warps = 1, triton.next_power_of_2(span), 8
-        resident, registers = (3, 80) if hopper and not centred else (2, 128)
-    groups = max(1, min(triton.cdiv(rows, together), resident * processors // parts))
-    lanes = max(32 * warps, triton.next_power_of_2(parts * (4 if centred else 2)))
-    constants = {"STAGES": stages, "ROWS": together, "BLOCK": block, "LANES": lanes}
-    return Plan(constants, groups, parts, span, warps, registers)
+        groups = max(1, min(triton.cdiv(rows, together), 16 // warps * processors))
+        return Plan({"STAGES": stages, "ROWS": together, "BLOCK": block}, groups, 1, n, warps, 128)
+    # All parts of a row run at once, or they would wait for those that have no place.
+    least = triton.next_power_of_2(triton.cdiv(n, 4 * processors))
+    parts, span = parts_of(n, size, max(4096 // size, least) if capability is not None else 16384)
+    groups = max(1, min(rows, 4 * processors // parts))
+    # As many lanes as threads or more: so each word is loaded by one thread.
+    constants = {"STAGES": 4, "BLOCK": triton.next_power_of_2(span), "LANES": max(128, triton.next_power_of_2(parts))}
+    return Plan(constants, groups, parts, span, 4, 128)
 
 
 _plan = functools.lru_cache(maxsize=4096)(norm_backward_plan)
@@ -228,26 +358,25 @@ def _into(
     x, dy = rows_in(x), rows_in(dy)
     dtotal = None if dtotal is None else rows_in(dtotal)
     weight = None if weight is None else contiguous(weight)
-    words = 4 if centred else 2
     capability, processors = gpu(x.device)
     plan = _plan(len(x), n, x.element_size(), capability, processors, centred, dtotal is not None)
-    alone = plan.parts == 1
     align = aligned(n, x, dy, dtotal)
     summed = [d for d in (dw, db) if d is not None]
     sums = empty((len(summed), plan.groups, n), kind, x.device) if summed else None
-    strides = [0 if t is None else t.stride(0) // align for t in (x, dy, dtotal)]
-    found_sums = None
-    if not alone:
-        found_sums = empty((len(x), plan.parts, words), kind, x.device)
+    sizes = (len(x), n // align, *(0 if t is None else t.stride(0) // align for t in (x, dy, dtotal)), plan.groups)
+    constants = {"ALIGN": align, "EPS": eps, "CENTRED": centred, "DW": dw is not None, "DB": db is not None}
+    options = {**plan.constants, "num_warps": plan.warps, "maxnreg": plan.registers}
+    if plan.parts == 1:
+        launch(_norm_backward, (plan.groups,), dx, sums, x, dy, dtotal, weight, *sizes, **constants, **options)
+    else:
+        early = overlapping(x.device)
+        words = (len(x) + plan.groups) * plan.parts * (4 if centred else 2)
+        board = board_of(words, x.dtype, x.device, bool(early))
         launch(
-            _part_sums, (len(x) * plan.parts,), found_sums, x, dy, weight, n // align, strides[0], strides[1],
-            plan.span, plan.parts, ALIGN=align, CENTRED=centred, BLOCK=plan.constants["BLOCK"], num_warps=plan.warps,
+            _norm_backward_shared, (plan.groups * plan.parts,), dx, sums, board, x, dy, dtotal, weight, *sizes,
+            plan.span, plan.parts, PAIRS=in_pairs(align, x, dy, weight), TRIES=0 if capability is None else 4096,
+            LATE=bool(early), **constants, **options, **early,
         )  # fmt: skip
-    launch(
-        _norm_backward, (plan.groups * plan.parts,), dx, sums, found_sums, x, dy, dtotal, weight, len(x), n // align,
-        *strides, plan.groups, plan.span, plan.parts, ALIGN=align, EPS=eps, CENTRED=centred, DW=dw is not None,
-        DB=db is not None, ALONE=alone, num_warps=plan.warps, maxnreg=plan.registers, **plan.constants,
-    )  # fmt: skip
     if sums is not None:
         block = 32 if n >= 32 else triton.next_power_of_2(n)
         grid = (triton.cdiv(n, block), len(summed))
