@@ -13,7 +13,8 @@ A transformer normalises its hidden state twice a layer: before that a residual
 is added, behind it the result is often rounded to eight bits, and on the way
 back there is a gradient whose weights sum over all rows. Each of these is a
 pass over memory where it is an operation of its own. This page does each in
-one pass, and shows the roof of every one of them.
+one pass, and shows the roof of every one of them: the gradient is what
+libraries are furthest from.
 
 With a CUDA GPU everything here is measured as the page runs. Without one, the
 kernels run in Triton's interpreter and the times are replayed from the record
@@ -38,8 +39,10 @@ Read before: 002, 102.
 # the least traffic is to read each number once and to write each result once.
 
 # sphinx_gallery_tags = ["norm", "reduction", "gradient", "fp8"]
+import inspect
+
 import fusebook  # before triton: it decides whether kernels are interpreted
-from fusebook import machine, plots, tables
+from fusebook import bench, machine, plots, tables, timing
 from fusebook.cards.norms import (
     ADD_RMS_NORM,
     LAYER_NORM,
@@ -61,6 +64,9 @@ from fusebook.page import (
     downloads,
     draw,
     exercise,
+    holds,
+    lines_of,
+    measured,
     provenance,
     say,
     solution,
@@ -167,11 +173,11 @@ def one_row(
     tl.store(y_ptr + at, x * factor * w, mask=inside)  # write N
 
 
-def step_one(x, residual, weight):
+def step_one(x, residual, weight, warps=4):
     M, N = x.shape
     y, total = torch.empty_like(x), torch.empty_like(x)
-    block = triton.next_power_of_2(N)
-    one_row[(M,)](y, total, x, residual, weight, N, 1e-6, BLOCK=block)
+    sizes = {"BLOCK": triton.next_power_of_2(N), "num_warps": warps}
+    one_row[(M,)](y, total, x, residual, weight, N, 1e-6, **sizes)
     return y, total
 
 
@@ -191,8 +197,9 @@ Source(_norm_rows)
 # %%
 # Rows that no program can hold are cut into parts, and the programs of a row
 # tell each other what they found, as on the page of softmax. Here they stay:
-# each takes its part of one row after another, and loads the next while it
-# waits for what the others found in this one.
+# each takes its part of one row after another. It leaves what it found in the
+# next row before it looks for what the others found in this one, so that
+# nobody waits for long, and rows behind that are on their way.
 #
 # The gradient
 # ~~~~~~~~~~~~
@@ -213,8 +220,8 @@ Source(_norm_rows)
 # At the end there is one partial row a program, a few hundred in all.
 #
 # While it works on a row, the next ones are on their way into shared memory:
-# ``num_stages`` of the loop asks for that. The sums of wide rows, which many
-# programs share, are found by a launch before: such rows are read twice.
+# ``num_stages`` of the loop asks for that. Rows of more than 16 KiB are shared
+# by several programs, as on the way forward.
 
 Source(_norm_backward)
 
@@ -322,18 +329,111 @@ table(
 )
 
 # %%
-# The times of the gradients, of LayerNorm and of a few rows are not recorded
-# yet, so no table, figure or claim below speaks of them; what records them
-# on a machine with a GPU is
-#
-# .. code-block:: console
-#
-#    $ python -m fusebook.record rms_norm rms_norm_backward layer_norm \
-#          layer_norm_backward --config wide,llama --dtype bfloat16
+# *torch* is told the statistics that its forward pass kept, as are Liger and
+# quack; torch.compile is given the formula.
+
+backward = asked.results(RMS_NORM_BACKWARD, config="wide")
+table(
+    tables.times(backward, words=True),
+    "The gradient of RMSNorm, dw included: cold time in microseconds",
+    fold=False,
+)
 
 # %%
-every = {"norm": large, "sum and norm": summed, "norm to fp8": eight}
-provenance(*every.values())
+layers = asked.results(LAYER_NORM, config="target")
+layers_backward = asked.results(LAYER_NORM_BACKWARD, config="target")
+table(
+    pd.concat(
+        {
+            "forward": tables.times(layers, words=True),
+            "gradient": tables.times(layers_backward, words=True),
+        }
+    ),
+    "LayerNorm: cold time in microseconds",
+    fold=False,
+)
+
+# %%
+few = asked.results(config="llama")
+table(
+    pd.concat(
+        {kind: tables.times(few, kind) for kind in ("cold", "warm", "call")},
+        names=["clock"],
+    ),
+    "A few rows of 4096, by three clocks, in microseconds",
+)
+
+# %%
+# What each step was worth
+# ~~~~~~~~~~~~~~~~~~~~~~~~
+#
+# The sum with its norm, as this page came to it, cold, from the chain to a
+# copy of the same bytes. Step one is launched with the four warps that Triton
+# takes unless it is told otherwise, and with sixteen.
+
+
+# site: fold
+def norms_steps():
+    parts = []
+    for M, N in ((32768, 4096), (32768, 8192), (16384, 16384)):
+        given = ADD_RMS_NORM.make(generator(0), torch.bfloat16, M=M, N=N)
+        yard = yardstick(ADD_RMS_NORM, given)
+        steps = {
+            "the chain": ADD_RMS_NORM.variants["eager"].run,
+            "a sum, then torch's norm": ADD_RMS_NORM.variants["torch"].run,
+            "step one, 4 warps": step_one,
+            "step one, 16 warps": step_one_16,
+            "the library": fusebook.add_rms_norm,
+        }
+        frame = bench.staircase(
+            {k: lambda f=f, g=given: f(*g) for k, f in steps.items()},
+            lambda got, yard=yard: yard.judge(got).ok,
+            repeat=15,
+        )
+        x = torch.cat(given[:2])
+        y = torch.empty_like(x)
+        copy = timing.cold({"copy": lambda x=x, y=y: y.copy_(x)})["copy"]
+        frame["copy us"] = copy.q50 * 1e6
+        parts.append(frame.assign(at=f"{M} x {N}"))
+    return pd.concat(parts, ignore_index=True)
+
+
+def step_one_16(*given):
+    return step_one(*given, warps=16)
+
+
+stairs = measured("norms_steps", norms_steps, by_device=True)
+stairs["of a copy"] = stairs["copy us"] / stairs["us"]
+CODE = {
+    "the chain": (rms_norm_eager,),
+    "step one, 4 warps": (one_row, step_one),
+    "step one, 16 warps": (one_row, step_one),
+    "the library": (
+        inspect.getmodule(_norm_rows),
+        inspect.getmodule(rms_norm_eager),
+    ),
+}
+reached = stairs.pivot_table("of a copy", "step", "at", sort=False)
+table(
+    (100 * reached).assign(
+        **{"lines of code": {at: lines_of(*of) for at, of in CODE.items()}}
+    ),
+    "Percent of a copy, cold; all norms in the library's lines",
+    fold=False,
+)
+
+# %%
+every = {
+    "norm": pd.concat([large, few]),
+    "sum and norm": summed,
+    "norm to fp8": eight,
+    "gradient": backward,
+    "LayerNorm": layers,
+    "its gradient": layers_backward,
+}
+provenance(
+    large, few, summed, eight, backward, layers, layers_backward, stairs
+)
 
 # %%
 downloads(large, "rms_norm")
@@ -345,6 +445,13 @@ downloads(large, "rms_norm")
 plots.dots(large)
 
 # %%
+plots.dots(backward, of="roof", title="rms_norm_backward: share of the roof")
+
+# %%
+# *Rows alone* is whether every row has the same bits whatever number of rows
+# it comes with. It is asked of all but those that compile for a shape, and of
+# no gradient: dw is a sum over rows.
+
 table(
     pd.concat({name: tables.shares(frame) for name, frame in every.items()}),
     "Each way, cold",
@@ -366,14 +473,26 @@ def beaten(frame, *others):
 
 LIBRARIES = ("quack", "torch.compile", "Liger")
 forward = pd.concat([large, summed])
+gradients = pd.concat([backward, layers_backward])
+of_roof = tables.share(gradients, "fusebook", of="roof")
+others_of_roof = pd.concat(
+    [
+        tables.share(gradients, way, of="roof")
+        for way in ("torch", *LIBRARIES)
+        if way in set(gradients["variant"])
+    ]
+)
+ours_alone = pd.concat(
+    [tables.where(frame, variant="fusebook") for frame in every.values()]
+)["alone"]
 of_copy = tables.share(forward, "fusebook")
 gain = tables.ratio(large, "eager", "fusebook")
 quick = tables.times(eight)
 claims(
     claim(
         "Norms of rows of 1.5 to 512 KiB, with a residual and without one, "
-        "run at 96 % of a copy of the same bytes or more; results in eight "
-        "bits are in the tables.",
+        "run at 96 % of a copy of the same bytes or more; LayerNorm and "
+        "results in eight bits are in the tables.",
         of_copy >= 0.96,
         fatal=False,
         headline=True,
@@ -402,6 +521,30 @@ claims(
         fatal=False,
     ),
     claim(
+        "The gradients, dw and db included, reach 90 % of the roof or more.",
+        of_roof >= 0.9,
+        fatal=False,
+        headline=True,
+    ),
+    say(
+        "They reach {least:.0%} to {most:.0%}; the best other way at any of "
+        "these sizes reaches {other:.0%}.",
+        least=of_roof.min(),
+        most=of_roof.max(),
+        other=others_of_roof.max(),
+    ),
+    claim(
+        "The gradient of RMSNorm is never slower than quack, torch.compile "
+        "and Liger by more than 2 %.",
+        beaten(backward, *LIBRARIES) <= 1.02,
+        fatal=False,
+    ),
+    claim(
+        "Every row that we normalise has the same bits alone and among "
+        "others, at every size here.",
+        ours_alone[ours_alone.ne("")] == "yes",
+    ),
+    claim(
         "Straight to fp8 is at least twice as fast as a fused norm and then a "
         "fused quantisation.",
         quick["norm, then quantise"] / quick["fusebook"] >= 2,
@@ -411,6 +554,65 @@ claims(
         "It is {gain:.2f} times as fast, {predicted:.2f} were predicted.",
         gain=(quick["norm, then quantise"] / quick["fusebook"]).median(),
         predicted=halved,
+    ),
+)
+
+# %%
+# What became of others' statements
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+#
+# quack's authors wrote about their kernels in 2025 (W. Guo, T. Zadouri and
+# T. Dao, *Getting Memory-bound Kernels to Speed-of-Light*, on an H100), and
+# PyTorch's about what torch.compile makes of norms since (*SOTA Normalization
+# Performance with torch.compile*, on H100 and B200). Both speak of
+# bandwidth as the datasheet has it: 4.8 TB/s for an H200.
+
+DATASHEET = 4.8e12
+theirs = tables.where(large, variant="quack", status="ok").set_index(
+    ["M", "N"]
+)
+their_rate = (theirs["read_bytes"] + theirs["write_bytes"]) / (
+    theirs["cold_us"] * 1e-6
+)
+far = tables.where(large, N=[65536, 262144])
+narrow = tables.where(large, N=[2880, 4096, 8192])
+compiled_over_quack = tables.ratio(narrow, "torch.compile", "quack")
+claims(
+    holds(
+        "About 90 % of peak bandwidth from 4096 columns on (quack, 2025): "
+        "here {least:.0%} to {most:.0%} of the datasheet's, taken as 85 % or "
+        "more.",
+        (their_rate / DATASHEET).loc[
+            lambda s: s.index.isin(range(4096, 2**20), 1)
+        ]
+        >= 0.85,
+        least=(their_rate / DATASHEET).min(),
+        most=(their_rate / DATASHEET).max(),
+    ),
+    holds(
+        "Clearly ahead of torch.compile and Liger from 65536 columns on "
+        "(quack, 2025), taken as 10 % or more: torch.compile takes "
+        "{least:.2f} to {most:.2f} times quack's time there.",
+        tables.ratio(far, "torch.compile", "quack") >= 1.1,
+        least=tables.ratio(far, "torch.compile", "quack").min(),
+        most=tables.ratio(far, "torch.compile", "quack").max(),
+    ),
+    holds(
+        "Rows that no multiprocessor can hold need its clusters, or are read "
+        "again (quack, 2025): ours, without clusters, takes {least:.2f} to "
+        "{most:.2f} times quack's time there, and would take 1.5 times if it "
+        "read twice; taken as more than 1.1 times.",
+        tables.ratio(far, "fusebook", "quack") > 1.1,
+        least=tables.ratio(far, "fusebook", "quack").min(),
+        most=tables.ratio(far, "fusebook", "quack").max(),
+    ),
+    holds(
+        "torch.compile is on a par with quack, larger widths aside (PyTorch), "
+        "taken as within 10 % up to 8192 columns: it takes {least:.2f} to "
+        "{most:.2f} times quack's time.",
+        compiled_over_quack <= 1.1,
+        least=compiled_over_quack.min(),
+        most=compiled_over_quack.max(),
     ),
 )
 
@@ -434,10 +636,11 @@ table(
 # of many calls pays the larger of the two times for each, *paid*, and a short
 # kernel is as fast as its launch.
 
-by_clock(large)
+callers = pd.concat([large, few])
+by_clock(callers)
 
 # %%
-table(tables.clocks(large), "Every way by every clock, in microseconds")
+table(tables.clocks(callers), "Every way by every clock, in microseconds")
 
 # %%
 # What to take to the next kernel:
