@@ -558,7 +558,7 @@ class _Cut(NamedTuple):
 #: By the bytes of a number, for rows of one program and for wider ones. A row of one program waits for nobody; parts
 #: are small, so that several on a multiprocessor wait in turn.
 _CUTS: dict[int, tuple[_Cut, _Cut]] = {
-    2: (_Cut(4096, 16, 8, True, 64), _Cut(1024, 4, 16, True, 96)),
+    2: (_Cut(4096, 16, 8, True, 64), _Cut(1024, 4, 22, True, 128)),
     4: (_Cut(4096, 16, 8, True, None), _Cut(1024, 4, 8, True, 128)),
     8: (_Cut(4096, 16, 8, False, None), _Cut(4096, 16, 8, False, None)),
 }
