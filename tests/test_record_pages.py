@@ -199,6 +199,10 @@ def test_a_whole_run_on_two_gpus_by_the_device_then_by_the_host_alone(pages, tmp
     assert sorted(beside) == [(page, "device") for page in known]
     assert alone == [("plot_2_short", "host"), ("plot_3_lacks", "host"), ("plot_9_new", None)]
     assert set(record.read("exp", "test-gpu", tmp_path / "out")["N"]) == {64, 128}
+    (tmp_path / "examples" / "said").unlink()
+    assert record_pages.main(["--gpus", "0,1", "--due", "--out", str(tmp_path / "out"), "short"]) == 0
+    said = [json.loads(line) for line in (tmp_path / "examples" / "said").read_text().splitlines()]
+    assert [one["FUSEBOOK_PART"] for one in said] == ["due device", "due host"]
     took = json.loads((tmp_path / "out" / "test-gpu" / "seconds.json").read_text())
     assert took["plot_1_long"] >= 0.4 and set(took) == {*known, "plot_9_new"}
 
@@ -365,7 +369,10 @@ def test_what_had_no_callers_clocks_to_keep_is_measured_again_when_the_host_is_a
     assert found["call_us"].notna().all()
 
 
-def test_a_point_with_a_stale_row_is_due_as_a_whole_and_others_are_not(gpu, monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    ("part", "clocks"), [("due", timing.KINDS), ("due host", timing.KINDS), ("due device", ("cold", "warm"))]
+)
+def test_a_point_with_a_stale_row_is_due_as_a_whole_and_others_are_not(part, clocks, gpu, monkeypatch, tmp_path):
     def reasons(frame, *_):
         return [
             "launches something else now" if v == "fusebook" and n == 64 else ""
@@ -377,16 +384,27 @@ def test_a_point_with_a_stale_row_is_due_as_a_whole_and_others_are_not(gpu, monk
     monkeypatch.setenv("FUSEBOOK_PART", "host")
     results(EXP, config="64x64,64x128")
     assert gpu == []
-    monkeypatch.setenv("FUSEBOOK_PART", "due")
+    monkeypatch.setenv("FUSEBOOK_PART", part)
     results(EXP, config="64x64,64x128")
     found = record.read("exp", "test-gpu", tmp_path / "new")
-    assert len(gpu) == 1 and set(found["variant"]) == set(EXP.variants) and set(found["N"]) == {64}
+    assert gpu == [clocks] and set(found["variant"]) == set(EXP.variants) and set(found["N"]) == {64}
 
 
 def spans():
     frame = rows(EXP, "64x64")[["variant", "cold_us"]]
     frame.attrs.clear()
     return frame
+
+
+def test_what_a_page_measures_is_due_where_its_function_changed(gpu, monkeypatch, tmp_path):
+    file = tmp_path / "new" / "test-gpu" / "pages" / "spans.csv"
+    measured("spans", spans)
+    record.join([tmp_path / "new"], machines.RECORDS)
+    file.unlink()
+    monkeypatch.setenv("FUSEBOOK_PART", "due host")
+    assert not measured("spans", spans).attrs["origin"].measured
+    assert not measured("spans", lambda: spans().head(2), by_device=True).attrs["origin"].measured  # of the other part
+    assert measured("spans", lambda: spans().head(2)).attrs["origin"].measured and file.exists()
 
 
 @pytest.mark.parametrize(("by_device", "records"), [(False, "host"), (True, "device")])

@@ -250,24 +250,23 @@ def main(argv):
             record.keep_superseded(before, out / slug)
 
     pending, single = Queue(gpus, BUILD, joined), [page for page in pages if needs(page) == 1]
-    if args.due:
-        took = Queue(gpus[:1], BUILD, joined).run(single, FUSEBOOK_PART="due")
-    elif len(gpus) == 1:
-        took = pending.run(single)
+    due, whole = ("due ", "due") if args.due else ("", None)
+    if len(gpus) == 1:
+        took = pending.run(single, FUSEBOOK_PART=whole)
     else:
         known = _seconds(out / slug)
-        took = pending.run([page for page in single if page.stem in known], FUSEBOOK_PART="device")
+        took = pending.run([page for page in single if page.stem in known], FUSEBOOK_PART=f"{due}device")
         alone, one = [page for page in took if _has_more(page)], Queue(gpus[:1], BUILD, joined)
-        for page, more in one.run(alone, FUSEBOOK_PART="host").items():
+        for page, more in one.run(alone, FUSEBOOK_PART=f"{due}host").items():
             took[page] = None if more is None or took[page] is None else took[page] + more
-        took |= one.run([page for page in single if page not in took])
+        took |= one.run([page for page in single if page not in took], FUSEBOOK_PART=whole)
     for page in [page for page in pages if page not in took]:
         those = GPU(",".join(gpu.id for gpu in gpus[: needs(page)]), gpus[0].name)
-        took |= Queue([those], BUILD, joined).run([page], FUSEBOOK_PART="due" if args.due else None)
+        took |= Queue([those], BUILD, joined).run([page], FUSEBOOK_PART=whole)
     failed = [page.stem for page, seconds in took.items() if seconds is None]
     kept = out / slug / "seconds.json"
-    whole = {page.stem: round(s, 1) for page, s in took.items() if s is not None}
-    seconds = whole | _seconds(kept.parent) if args.due else _seconds(kept.parent) | whole
+    now = {page.stem: round(s, 1) for page, s in took.items() if s is not None}
+    seconds = now | _seconds(kept.parent) if args.due else _seconds(kept.parent) | now
     kept.write_text(json.dumps(dict(sorted(seconds.items())), indent=2) + "\n")
     if args.changed:
         (out / "stamps").mkdir(exist_ok=True)

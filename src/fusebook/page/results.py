@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 import pandas as pd
 import torch
 
-from fusebook import bench, check, compare, explore, inputs, launches, machine, record, tables, timing
+from fusebook import bench, check, compare, explore, inputs, launches, machine, record, tables
 from fusebook.bench import Origin
 from fusebook.cards import OPS
 from fusebook.op import Dims, Op
@@ -303,16 +303,13 @@ def results(
     if _place.live():
         folder = os.environ.get("FUSEBOOK_RECORD")
         asked = config if folder else live or config
-        if _part() in ("host", "due"):
+        if _part() == "host" or _due():
             with contextlib.suppress(record.RecordError, record.Missing):  # the device's part of it is recorded
                 frame = record.select(record.read(op, machine.here().slug, machine.RECORDS), op, config, dtype)
                 frame = frame if variants is None else tables.where(frame, variant=list(variants))
                 _record_again(op, frame, warmup, repeat)
                 return frame
-        clocks = ("cold", "warm") if _part() == "device" else timing.KINDS
-        frame = bench.run(op, config=asked, dtype=dtype, variants=variants, warmup=warmup, repeat=repeat, clocks=clocks)
-        if _part() == "device":
-            frame = record.with_callers_clocks(frame)
+        frame = _run(op, config=asked, dtype=dtype, variants=variants, warmup=warmup, repeat=repeat)
         if folder:
             record.write(frame, Path(folder))
         return frame
@@ -330,33 +327,43 @@ def results(
 
 
 def _record_again(op: Op, frame: pd.DataFrame, warmup: int, repeat: int) -> None:
-    """Measure again, by every clock, what was recorded beside others and had no times of the caller's to keep.
+    """Measure again, when the host is alone, what was recorded beside others and had no caller's clocks to keep.
 
     Where only what is due is recorded, also every point that has a stale row, and that whole: what is compared is timed
     in turn, on one machine.
     """
     dims = [c for c in frame if c not in ("op", "config", "variant", "dtype", "stale", *bench.COLUMNS)]
     at = ["dtype", "config", *dims]
-    old = frame["stale"].ne("") & (_part() == "due")
-    points = old.groupby([frame[c] for c in at], dropna=False).transform("any")
-    lack = frame[points | (frame["status"].eq("ok") & frame["call_us"].isna())]
+    old = frame["stale"].ne("") & _due()
+    lacking = old.groupby([frame[c] for c in at], dropna=False).transform("any")
+    if _part() != "device":
+        lacking |= frame["status"].eq("ok") & frame["call_us"].isna()
     asked: dict[tuple[str, ...], list[tuple[str, Dims]]] = {}  # points by dtype and variants, which are timed together
-    for _, rows in lack.groupby(at, sort=False):
+    for _, rows in frame[lacking].groupby(at, sort=False):
         first = rows.iloc[0]
         names = dict.fromkeys(name.removesuffix(bench.AS_INSTALLED) for name in rows["variant"])
         asked.setdefault((first["dtype"], *names), []).append((first["config"], {str(d): first[str(d)] for d in dims}))
-    for (dtype, *variants), config in asked.items():
-        again = bench.run(op, config=config, dtype=dtype, variants=variants, warmup=warmup, repeat=repeat)
+    for (dtype, *variants), points in asked.items():
+        again = _run(op, config=points, dtype=dtype, variants=variants, warmup=warmup, repeat=repeat)
         record.write(again, Path(os.environ["FUSEBOOK_RECORD"]))
 
 
-def _part() -> str:
-    """Which part of a record is taken: ``device``, while other GPUs of the host work too, ``host``, or all of it.
+def _run(op: Op, **how: Any) -> pd.DataFrame:
+    """What `fusebook.bench.run` measures; beside others by the device's clocks, with the caller's that were known."""
+    if _part() != "device":
+        return bench.run(op, **how)
+    return record.with_callers_clocks(bench.run(op, **how, clocks=("cold", "warm")))
 
-    Or ``due``, which is what is missing or stale.
-    """
-    part = os.environ.get("FUSEBOOK_PART", "")
-    return part if os.environ.get("FUSEBOOK_RECORD") else ""
+
+def _part() -> str:
+    """Which part of a record is taken: ``device``, while other GPUs of the host work too, ``host``, or all of it."""
+    words = os.environ.get("FUSEBOOK_PART", "").split()
+    return next((part for part in ("device", "host") if part in words and os.environ.get("FUSEBOOK_RECORD")), "")
+
+
+def _due() -> bool:
+    """Whether only what is missing or stale is recorded."""
+    return "due" in os.environ.get("FUSEBOOK_PART", "").split() and bool(os.environ.get("FUSEBOOK_RECORD"))
 
 
 def _nothing(what: str, command: str, *, excused: bool = False) -> NoReturn:
@@ -418,9 +425,9 @@ def measured(
     record_name = f"pages/{name}"
     other = _part() == ("host" if by_device else "device")  # recorded in the other part, and perhaps already
     there = []
-    if other or _part() == "due":
+    if other or _due():
         there = [p for p in [machine.RECORDS / machine.here().slug] if _has(p, record_name)]
-    if _part() == "due":
+    if _due() and not other:
         then = [record.read(record_name, place.name, place.parent).attrs["origin"].function for place in there]
         there = there if then == [launches.digest(function)] else []
     if live and not torch.cuda.is_available():
