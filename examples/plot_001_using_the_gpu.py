@@ -989,7 +989,9 @@ claims(
 # numbers into zero, ``-prec-div`` and ``-prec-sqrt`` allow approximate
 # divisions and roots. A kernel that waits for memory cannot show what they are
 # worth. So these kernels do 64 divisions, roots or exponentials for each
-# number that they load, and every result is compared with float64.
+# number that they load, and every result is compared with float64. (CuPy sets
+# ``-ftz=true`` by itself, so the other switches come on top of it; the column
+# *none* is compiled by PyTorch.)
 
 SWITCHES = {
     "none": None,
