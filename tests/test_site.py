@@ -489,6 +489,15 @@ def test_edit_links_point_at_sources(page, path):
 # Commands
 
 
+def test_each_promise_names_tests_that_exist():
+    text = (ROOT / "docs" / "method.rst").read_text(encoding="utf-8")
+    promises = text[text.index("What is promised") : text.index("How the library is tried")].split("   * - ")[2:]
+    assert len(promises) >= 9
+    for promise in promises:
+        named = re.findall(r"``(test_\w+)``", promise)
+        assert named and all((ROOT / "tests" / f"{name}.py").exists() for name in named), promise
+
+
 def test_the_commands_of_the_readme_exist():
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     noxfile = (ROOT / "noxfile.py").read_text(encoding="utf-8")
