@@ -13,8 +13,8 @@ A small kernel is over before Python has launched the next one. What such a
 program waits for is the host: Python that looks at its arguments, PyTorch that
 allocates, Triton that finds the compiled kernel, the driver that queues it.
 This page measures each of these, and builds what the kernels of this book
-launch with: a **plan cache**, in some thirty lines, with every trap that such
-a cache must not step into.
+launch with: a **plan cache**, in some thirty lines, with the traps that such a
+cache must not step into.
 
 With a CUDA GPU everything is measured as the page runs. Without one, it is
 replayed from the record of a GPU that is named at the end, and the cache is
@@ -33,6 +33,7 @@ Read before: 002.
 # the device needs, from a **CUDA graph**.
 
 # sphinx_gallery_tags = ["launching", "plan cache", "custom operator"]
+import copy
 import threading
 import time
 
@@ -95,10 +96,11 @@ for device in ("CPU", "CUDA"):
 # A plan cache in thirty lines
 # ----------------------------
 #
-# ``kernel[grid](...)`` asks the same questions at every call: of which dtype
-# is each tensor, which numbers does 16 divide, for which of these was a kernel
-# compiled, how many warps has it. The answers depend on what can be seen of
-# the arguments without reading them. So they can be kept under just that:
+# ``kernel[grid](...)`` asks the same questions at every call: what dtype is
+# each tensor, which sizes are multiples of 16, which compiled kernel belongs
+# to these, how many warps does it have. The answers depend on what can be seen
+# of the arguments without reading their values. Use that as the key of a
+# dictionary, and nothing has to be asked twice:
 
 
 def key_of(x):
@@ -117,7 +119,7 @@ def key_of(x):
 # What is kept is a function that launches: the compiled kernel's own ``run``,
 # with everything filled in but the addresses and the stream. The stream is
 # asked for at every call, since a captured graph and a ``with`` block change
-# it. In the interpreter nothing is compiled, and brackets must do.
+# it. In the interpreter we call ``kernel[grid]``.
 
 
 def plan_of(x):
@@ -162,7 +164,12 @@ def planned(x):
 # %%
 # The library's plans (``fusebook.kernels._operator``) are these, for any
 # number of tensors, allocations and kernels: the first call of a launcher is
-# written down, and what was written down becomes a function.
+# written down, and what was written down becomes a function. It saves two
+# things more. A call that is the last one again needs no key: one call of the
+# guards that ``torch.compile`` uses compares a tensor with what it was. And
+# Triton's launcher is a class of Python around a function of C; a plan calls
+# that function itself, with what the class would pass, and encodes tensor
+# descriptors once for each address.
 #
 # A gradient takes more. An operator of PyTorch finds its gradient through the
 # dispatcher; called directly, ``torch.autograd.Function`` records it.
@@ -270,6 +277,10 @@ def ways_to_call():
     leaf = x.clone().requires_grad_()
     compiled = torch.compile(torch.exp)
     compiled(x)
+    line = torch.compile(lambda x: 2 * x + 1)
+    ours = torch.compile(lambda x: fusebook.exp(2 * x + 1))
+    two = torch.compile(lambda x: (2 * x + 1, torch.exp(x[:1000])))
+    line(x), ours(x), two(x)
     graph = torch.cuda.CUDAGraph()
     by_brackets(x)
     with torch.cuda.graph(graph):
@@ -285,6 +296,9 @@ def ways_to_call():
         "custom_op": lambda: as_custom_op(x),
         "Library.impl": lambda: torch.ops.launching.plain(x),
         "torch.compile": lambda: compiled(x),
+        "torch.compile, 2 x + 1": lambda: line(x),
+        "torch.compile, two kernels of its own": lambda: two(x),
+        "torch.compile, fusebook.exp(2 x + 1)": lambda: ours(x),
         "this page's plan": lambda: planned(x),
         "fusebook.exp": lambda: fusebook.exp(x),
         "torch.exp, gradient recorded": lambda: torch.exp(leaf),
@@ -311,6 +325,14 @@ each = ways.set_index("way")["host us"]
 warm = ways.set_index("way")["warm us"]
 eager, graph = each["torch.exp"], each["CUDA graph of 100"]
 brackets, plan = each["kernel[grid]"], each["this page's plan"]
+
+
+def added(way):
+    """What a compiled program costs more than the one without it."""
+    alone = each.get("torch.compile, 2 x + 1", float("nan"))
+    return each.get(way, float("nan")) - alone
+
+
 claims(
     say(
         "The device needs {device:.1f} us for it. By brackets the host needs "
@@ -320,8 +342,8 @@ claims(
         times=brackets / warm["kernel[grid]"],
     ),
     claim(
-        "Every way but the graph takes more of the host's time than the "
-        "kernel takes of the device's.",
+        "At 4096 numbers, every way but the graph takes more of the host's "
+        "time than the kernel takes of the device's.",
         each.drop("CUDA graph of 100") > warm["torch.exp"],
         headline=True,
     ),
@@ -334,6 +356,12 @@ claims(
         "A call of the library takes at most twice the host's time of "
         "torch.exp.",
         each["fusebook.exp"] <= 2 * eager,
+    ),
+    say(
+        "Inside torch.compile our operator adds {ours:.1f} us to the compiled "
+        "call; a second kernel of the compiler's own adds {own:.1f} us.",
+        ours=added("torch.compile, fusebook.exp(2 x + 1)"),
+        own=added("torch.compile, two kernels of its own"),
     ),
     claim(
         "torch.library.custom_op adds more than twice as much to the brackets "
@@ -381,11 +409,19 @@ def parts_of_a_call():
     before = (kernel, compiled.packed_metadata, None, None, None)
     stream = torch.cuda.current_stream().cuda_stream
     to, at = y.data_ptr(), x.data_ptr()
+    guards = torch._C._dynamo.guards.TensorGuards(
+        x, dynamic_dims_sizes=None, dynamic_dims_strides=None
+    )
+    passed = []  # what Triton's launcher passes to the function of C
+    other = copy.copy(run)
+    other.launch = lambda *arguments: passed.extend(arguments)
+    other(4, 1, 1, stream, *before, to, at, 4096, 1024)
 
     parts = {
         "nothing: the loop and a function": lambda: None,
         "the key": lambda: key_of(x),
         "the lookup": lambda: plans.get(key),
+        "guards instead of both": lambda: guards.check(x),
         "torch.empty_like": lambda: torch.empty_like(x),
         "the current stream": lambda: torch._C._cuda_getCurrentRawStream(0),
         "the same, by torch.cuda": lambda: (
@@ -395,8 +431,11 @@ def parts_of_a_call():
         "Triton's launcher and the driver": lambda: run(
             4, 1, 1, stream, *before, to, at, 4096, 1024
         ),
+        "the function of C in it": lambda: run.launch(*passed),
         "launch(y, x)": lambda: launch(y, x),
         "the whole call": lambda: planned(x),
+        "fusebook.exp": lambda: fusebook.exp(x),
+        "torch.exp": lambda: torch.exp(x),
     }
     rows = []
     for name, part in parts.items():
@@ -419,16 +458,26 @@ table(parts, "Parts of a planned call, the best of nine loops", fold=False)
 of = parts.set_index("part")["us"]
 claims(
     say(
-        "The launcher that Triton generates, and the driver behind it, take "
-        "{run:.0%} of the whole call; the key and the lookup {key:.0%}, the "
-        "memory of the result {memory:.0%}, the current stream {stream:.0%}. "
-        "Asked for by torch.cuda, the stream alone would take {object:.0%}.",
-        run=of["Triton's launcher and the driver"] / of["the whole call"],
-        key=(of["the key"] + of["the lookup"]) / of["the whole call"],
-        memory=of["torch.empty_like"] / of["the whole call"],
-        stream=of["the current stream"] / of["the whole call"],
-        object=of.get("the same, by torch.cuda", float("nan"))
-        / of["the whole call"],
+        "Of the {whole:.1f} us of the whole call, Triton's launcher and the "
+        "driver behind it take {run:.1f} us, the memory of the result "
+        "{memory:.1f} us, the key and the lookup {key:.1f} us, and the "
+        "current stream {stream:.1f} us. Asked for by torch.cuda, which makes "
+        "an object of it, the stream alone takes {object:.1f} us.",
+        whole=of["the whole call"],
+        run=of["Triton's launcher and the driver"],
+        key=of["the key"] + of["the lookup"],
+        memory=of["torch.empty_like"],
+        stream=of["the current stream"],
+        object=of.get("the same, by torch.cuda"),
+    ),
+    say(
+        "The library's way takes {ours:.1f} us, torch.exp {torch:.1f} us: "
+        "guards take {guards:.1f} us instead of the key and the lookup, and "
+        "the function of C {launch:.1f} us instead of Triton's launcher.",
+        ours=of.get("fusebook.exp"),
+        torch=of.get("torch.exp"),
+        guards=of.get("guards instead of both"),
+        launch=of.get("the function of C in it"),
     ),
     claim(
         "Making the key and looking it up takes less time than the launch "
@@ -439,9 +488,10 @@ claims(
 )
 
 # %%
-# What is left could only go with Python. A library that was compiled ahead of
-# time has no key and no interpreter: see :doc:`plot_501_onnxruntime`, whose
-# operators run in a process without Python.
+# What is left of the library's call is the driver, the allocator and some
+# fifteen calls of Python. A library that was compiled ahead of time has no
+# interpreter: see :doc:`plot_501_onnxruntime`, whose operators run in a
+# process without Python.
 #
 # Lessons
 # -------
@@ -449,13 +499,16 @@ claims(
 # - A small call is the host's time first. Look at the *host* clock before
 #   tuning a kernel for small sizes.
 # - Most of a launch by brackets is finding out what the last one found out.
-#   What it depends on can be seen without the device: keep it under that.
+#   What it depends on can be seen without the device: use that as the key.
 # - The key is the contract. What a launcher looks at belongs into it: shapes,
 #   strides, dtypes, devices, alignment, plain arguments, and global modes such
 #   as determinism. What changes from call to call is asked for at each: the
 #   stream, the addresses, the memory.
-# - Step aside where somebody watches: while PyTorch traces or transforms, for
-#   subclasses of tensors, and while Triton has hooks.
+# - Fall back to the slow path while PyTorch traces or transforms, for
+#   subclasses of tensors, and while a hook of Triton's is installed.
+# - A compiled program compares each object of Python that it was traced
+#   through, before every call. What an operator lets the compiler trace is
+#   what its caller pays for: let that be one call.
 # - A **CUDA graph** beats every cache, and fixes shapes and addresses.
 #
 # Exercises
