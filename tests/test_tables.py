@@ -153,6 +153,25 @@ def test_what_is_paid_is_the_larger_of_host_and_device():
     assert tables.times(df, "paid")["fusebook"].iloc[1] == 400.0
 
 
+def test_each_loss_of_the_callers_has_its_reason():
+    df = clock(
+        fusebook=[(9.0, 10.0, 40.0), (5.0, 30.0, 40.0), (5.0, 10.0, 40.0), (5.0, 10.0, 40.0), (5.0, 10.0, 40.0)],
+        torch=[(5.0, 10.0, 36.0), (5.0, 10.0, 20.0), (5.0, 10.0, 20.0), (5.0, 10.0, 20.0), (5.0, 10.0, 40.0)],
+        packed=[(9.0, 99.0, 99.0)] * 2 + [(5.0, 10.0, 10.0)] + [(9.0, 99.0, 99.0)] * 2,
+    )
+    chosen = df[(df["variant"] == "fusebook") & (df["M"] == 8)].assign(variant="fusebook (chosen)", call_us=20.0)
+    found = tables.reasons(pd.concat([df, chosen]), ["packed"]).droplevel("dtype")
+    assert dict(found["why"]) == {
+        "1x8": "the device",
+        "2x8": "the host",
+        "4x8": "prepared beforehand",
+        "8x8": "a kernel that is not chosen there",
+    }
+    assert found.loc["2x8", ["us lost", "by the host", "by the device"]].tolist() == [20.0, 20.0, 0.0]
+    again = tables.reasons(df).droplevel("dtype")["why"]
+    assert again["4x8"] == again["8x8"] == "the host after a wait"
+
+
 def test_a_record_without_the_hosts_clock_is_empty_there_and_loses_nothing():
     df = clock(fusebook=[(5.0, 40.0, 60.0)], torch=[(6.0, 7.0, 20.0)]).drop(columns="host_us")
     assert tables.clocks(df)["host"].isna().all() and tables.clocks(df)["paid"].isna().all()

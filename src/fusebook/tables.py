@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from fusebook import timing
@@ -36,6 +36,7 @@ __all__ = [
     "pays_from",
     "pretty",
     "ratio",
+    "reasons",
     "share",
     "shares",
     "speedup",
@@ -450,6 +451,52 @@ def alike(df: pd.DataFrame, variant: str = "fusebook") -> pd.DataFrame:
     """
     own = df["variant"].str.startswith(tuple(variant + mark for mark in " ,("))
     return df[~own & df["math"].fillna("").eq("")]
+
+
+def reasons(
+    df: pd.DataFrame, prepared: Collection[str] = (), variant: str = "fusebook", kind: str = "call"
+) -> pd.DataFrame:
+    """The points that are lost by a clock of the caller's, and why.
+
+    Parameters
+    ----------
+    df : pandas.DataFrame
+        Results, those of other strategies of ours too.
+    prepared : collection of str
+        Ways of computing that are given what took work outside the clock: packed weights, or a captured graph.
+    variant : str
+    kind : str
+        ``call``.
+
+    Returns
+    -------
+    pandas.DataFrame
+        What `losses` gives of `alike`, with the time that is lost, how much of it host and device take longer, cold,
+        and the reason: what was prepared, a kernel of ours that a call would not choose there, or else which of the
+        two takes at least half of what is lost. Where neither does, the host takes longer after a wait, when the
+        processor's caches hold other things, than in a loop.
+    """
+    found = losses(alike(df, variant), variant, kind)
+    points = _labelled(df, kind).set_index(["label", "dtype", "variant"]).sort_index()
+    rows = []
+    for point, faster in zip(found.index, found["faster"], strict=True):
+        here = points.loc[point]
+        ours, other = here.loc[variant], here.loc[faster]
+        more = {c: ours.get(f"{c}_us", math.nan) - other.get(f"{c}_us", math.nan) for c in (kind, "host", "cold")}
+        chosen = here[f"{kind}_us"].get(f"{variant} (chosen)", math.inf)
+        if faster in prepared:
+            why = "prepared beforehand"
+        elif chosen <= 1.02 * other[f"{kind}_us"]:
+            why = "a kernel that is not chosen there"
+        else:
+            halves = {"the device": more["cold"], "the host": more["host"]}
+            why = next((name for name, us in halves.items() if us >= more[kind] / 2), "the host after a wait")
+        rows.append({"us lost": more[kind], "by the host": more["host"], "by the device": more["cold"], "why": why})
+    result = found.join(
+        pd.DataFrame(rows, index=found.index, columns=["us lost", "by the host", "by the device", "why"])
+    )
+    result.attrs.update(found.attrs)
+    return result
 
 
 def behind(df: pd.DataFrame, variant: str = "fusebook", kind: str = "cold") -> pd.DataFrame:
