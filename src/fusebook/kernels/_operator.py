@@ -572,7 +572,7 @@ class _Tape:
         )
         exec(compile(source, "<plan>", "exec"), self.names)
         replay = self.names["replay"]
-        replay.source = source
+        replay.source, replay.lines = source, lines
         return replay
 
 
@@ -602,11 +602,13 @@ _LIBRARY = torch.library.Library("fusebook", "FRAGMENT")
 OPERATORS: dict[str, Operator] = {}
 
 _knobs = triton.knobs.runtime
-_compilation = triton.knobs.compilation.__dict__
+#: What somebody has set of Triton's: knobs as a program runs, and as it compiles, and hooks of launches.
+_runtime, _compilation = _knobs.__dict__, triton.knobs.compilation.__dict__
+_enters, _leaves = (getattr(h, "calls", []) for h in (_knobs.launch_enter_hook, _knobs.launch_exit_hook))
 _compiling = torch.compiler.is_compiling
 _traced = torch.compiler.is_dynamo_compiling
 _grad_enabled = torch.is_grad_enabled
-_aside = 0
+_aside: list[None] = []
 
 
 def watched() -> bool:
@@ -617,12 +619,11 @@ def watched() -> bool:
 @contextlib.contextmanager
 def plans_aside() -> Iterator[None]:
     """Inside, every call goes through its launcher, as the first one does."""
-    global _aside
-    _aside += 1
+    _aside.append(None)
     try:
         yield
     finally:
-        _aside -= 1
+        _aside.pop()
 
 
 def unhooked() -> bool:
@@ -704,12 +705,11 @@ class _Plan:
 
     __slots__ = ("again", "device", "replay", "template")
 
-    def __init__(self, device: int | None, replay: Callable[..., Any], template: tuple[Any, ...]) -> None:
+    def __init__(self, device: int | None, replay: Any, template: tuple[Any, ...]) -> None:
         self.device, self.replay, self.template = device, replay, template
         self.again: Callable[..., Any] | None = None  # knows this call again, from the second one on
 
 
-_compiled = functools.lru_cache(maxsize=4096)(compile)
 _OTHER = object()
 
 
@@ -742,70 +742,6 @@ class _Plans(dict[Hashable, _Plan]):
 
 def _guarded(tensors: Sequence[Tensor]) -> Callable[..., bool]:
     return _guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check  # type: ignore[no-any-return]
-
-
-def _again(
-    args: Sequence[Any],
-    tensors: Sequence[Tensor],
-    plan: _Plan,
-    does: str,
-    asked: dict[str, Any],
-    names: dict[str, Any],
-    written: bool,
-) -> Callable[..., Any]:
-    """The function that knows a call again.
-
-    Parameters
-    ----------
-    args, tensors : sequence
-        Of the call.
-    plan : _Plan
-    does : str
-        What is done then, as source, where ``{args}`` and ``{tensors}`` are the names of arguments and of tensors.
-    asked : dict
-        What must be equal to which value, as source.
-    names : dict
-        What the source calls by names.
-    written : bool
-        Whether the first of `args` is memory for the results.
-    """
-    names = {"guard": _guarded(tensors), "unhooked": unhooked, "current": _current, "OTHER": _OTHER, **names}
-    names |= {"replay": plan.replay, "device": plan.device}
-    found: list[str] = []
-    tests: list[str] = []
-
-    def look(value: Any, name: str) -> None:
-        if isinstance(value, Tensor):
-            found.append(name)
-            return
-        if type(value) in (list, tuple):
-            tests.append(f"type({name}) is {type(value).__name__} and len({name}) == {len(value)}")
-            for i, v in enumerate(value):
-                look(v, f"{name}[{i}]")
-            return
-        constant = f"v{len(names)}"
-        names[constant] = value
-        names[f"t{constant}"] = type(value)
-        tests.append(f"({name} is {constant} or type({name}) is t{constant} and {name} == {constant})")
-
-    given = [f"a{i}" for i in range(len(args))]
-    for value, name in zip(args, given, strict=True):
-        look(value, name)
-    tests.append(f"guard({', '.join(found)})")
-    aligned = [t.data_ptr() & 15 for t in tensors]
-    if not any(aligned):
-        tests.append(f"not ({' | '.join(f'{n}.data_ptr()' for n in found)}) & 15")
-    else:
-        tests += [f"{n}.data_ptr() & 15 == {at}" for n, at in zip(found, aligned, strict=True)]
-    inputs = ", ".join(given[written:])
-    for question, value in asked.items():
-        names[f"v{len(names)}"] = value
-        tests.append(f"{question.format(args=inputs)} == v{len(names) - 1}")
-    tests.append("current() == device and unhooked()")
-    does = does.format(args=inputs, tensors=", ".join(found))
-    source = f"def again({', '.join(given)}):\n    if {' and '.join(tests)}:\n        {does}\n    return OTHER\n"
-    exec(_compiled(source, "<again>", "exec"), names)
-    return names["again"]  # type: ignore[no-any-return]
 
 
 class Operator:
@@ -918,23 +854,66 @@ class Operator:
     def _remember(self, plans: _Plans, args: Sequence[Any], tensors: Sequence[Tensor], key: Any, plan: _Plan) -> None:
         """Have a call of its kind known without a key, if it is the next one."""
         if plan.again is None:
-            recorded, modes, _, places = key
-            names = {"apply": self._apply, "template": plan.template, "listed": self._again, "read": self.read}
-            names |= {"modes": self.modes, "places": self.places, "grad": _grad_enabled}
-            asked: dict[str, Any] = {}
-            if plans is self.plans and any(t.requires_grad for t in tensors):
-                asked["grad()"] = recorded
-            if self.modes is not None:
-                asked["modes()"] = modes
-            if self.places is not None:
-                asked["places({args})"] = places
-            does = "return listed(apply(replay, template, {tensors}))" if recorded else "return replay({tensors})"
-            if self.read is not None and plans is not self.checked:
-                does = "read({args}); " + does
-            plan.again = _again(args, tensors, plan, does, asked, names, plans is self.written)
+            plan.again = self._knowing(plans, args, tensors, key, plan)
         elif plan.again is plans.again:  # what dispatches tensors has changed, by autocast for instance
             plan.again.__globals__["guard"] = _guarded(tensors)
         plans.again = plan.again
+
+    def _knowing(
+        self, plans: _Plans, args: Sequence[Any], tensors: Sequence[Tensor], key: Any, plan: _Plan
+    ) -> Callable[..., Any]:
+        """The function that knows a call again: the plan, behind one question for all that its key holds."""
+        recorded, modes, _, places = key
+        names = plan.replay.__globals__ | {
+            "guard": _guarded(tensors), "current": _current, "device": plan.device, "OTHER": _OTHER,
+            "aside": _aside, "enters": _enters, "leaves": _leaves, "runtime": _runtime, "compilation": _compilation,
+            "unhooked": unhooked, "grad": _grad_enabled, "modes": self.modes, "places": self.places, "read": self.read,
+            "apply": self._apply, "template": plan.template, "listed": self._again,
+        }  # fmt: skip
+        found: list[str] = []  # where the tensors are
+        tests: list[str] = []
+
+        def constant(value: Any) -> str:
+            names[name := f"v{len(names)}"] = value
+            return name
+
+        def look(value: Any, name: str) -> None:
+            if isinstance(value, Tensor):
+                found.append(name)
+            elif type(value) in (list, tuple):
+                tests.append(f"type({name}) is {type(value).__name__} and len({name}) == {len(value)}")
+                for i, v in enumerate(value):
+                    look(v, f"{name}[{i}]")
+            else:
+                like, kind = constant(value), constant(type(value))
+                tests.append(f"({name} is {like} or type({name}) is {kind} and {name} == {like})")
+
+        given: list[str] = []
+        for value in args:
+            given.append(f"a{len(found)}" if isinstance(value, Tensor) else f"g{len(given)}")
+            look(value, given[-1])
+        inputs = ", ".join(given[plans is self.written :])
+        tests.append(f"guard({', '.join(found)})")
+        tests += [f"{n}.data_ptr() & 15 == {t.data_ptr() & 15}" for n, t in zip(found, tensors, strict=True)]
+        if plans is self.plans and any(t.requires_grad for t in tensors):
+            tests.append(f"grad() is {recorded}")
+        if self.modes is not None:
+            tests.append(f"modes() == {constant(modes)}")
+        if self.places is not None:
+            tests.append(f"places({inputs}) == {constant(places)}")
+        tests.append("current() == device")
+        # Where nothing of Triton's is set, there is nothing to ask.
+        tests.append("(not (aside or enters or leaves or runtime or compilation) or unhooked())")
+        lines = [f"a{i} = {n}" for i, n in enumerate(found) if n != f"a{i}"] + plan.replay.lines
+        if recorded:
+            lines = [f"return listed(apply(replay, template, {', '.join(found)}))"]
+        if self.read is not None and plans is not self.checked:
+            lines.insert(0, f"read({inputs})")
+        source = "".join(f"        {line}\n" for line in lines)
+        source = f"def again({', '.join(given)}):\n    if {' and '.join(tests)}:\n{source}    return OTHER\n"
+        exec(compile(source, "<again>", "exec"), names)
+        names["again"].source = source
+        return names["again"]  # type: ignore[no-any-return]
 
     def dispatched(self, *inputs: Any) -> Any:
         """Through torch's dispatcher, for whoever traces or transforms; arguments as of the operator."""
