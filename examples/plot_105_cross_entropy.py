@@ -360,13 +360,9 @@ claims(
 # here it is given a copy. In place they all stand further down.
 
 WAYS = [n for n in CROSS_ENTROPY.variants if not n.startswith("Liger")]
-sweep = pd.concat(
-    [
-        asked.results(),
-        asked.results(config="vocabularies", variants=WAYS),
-    ],
-    ignore_index=True,
-)
+widest = asked.results()
+models = asked.results(config="vocabularies", variants=WAYS)
+sweep = tables.together(widest, models).reset_index(drop=True)
 plots.dots(sweep, of="roof")
 
 # %%
@@ -377,7 +373,7 @@ table(
 )
 
 # %%
-provenance(sweep)
+provenance(widest, models)
 
 # %%
 downloads(sweep, "cross_entropy")
@@ -601,13 +597,13 @@ provenance(heads)
 
 def rounded_by(rows):
     """Error of the head's gradient, in eps of bfloat16."""
-    given = LINEAR_CROSS_ENTROPY.make(
+    h, head, target, scale = LINEAR_CROSS_ENTROPY.make(
         generator(1), torch.bfloat16, M=256, K=16, N=97
     )
-    wide = [t.double() if t.is_floating_point() else t for t in given]
+    wide = h.double(), head.double(), target, scale
     want = LINEAR_CROSS_ENTROPY.reference(*wide)[2]
-    *given, _ = given  # a half type of fewer bits would need a scale
-    got = fusebook.linear_cross_entropy_with_gradients(*given, rows=rows)[2]
+    ours = fusebook.linear_cross_entropy_with_gradients
+    got = ours(h, head, target, rows=rows)[2]
     return ((got - want).norm() / want.norm() / 2**-7).item()
 
 
@@ -692,7 +688,7 @@ claims(
 # Every point at which some other way is faster by more than 2 %, the worst
 # first. Of linear cross entropy the tables do not weigh the memory.
 
-everything = pd.concat([sweep, heads])
+everything = tables.together(widest, models, heads)
 table(
     tables.losses(everything),
     "Points lost, cold: the fastest other way, and how far behind",
