@@ -294,6 +294,8 @@ def _versions(package: str) -> tuple[tuple[str, str], ...]:
     try:
         return ((package, importlib.metadata.version(package)),)
     except importlib.metadata.PackageNotFoundError:
+        if not package.isidentifier():  # a distribution's name, and nothing that is imported
+            return ()
         names = dict.fromkeys(importlib.metadata.packages_distributions().get(package, ()))
         return tuple((name, importlib.metadata.version(name)) for name in names)
 
