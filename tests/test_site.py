@@ -680,3 +680,22 @@ def test_the_address_of_the_source_is_that_of_the_citation_unless_a_variable_nam
     assert runpy.run_path(str(ROOT / "conf.py"))["REPOSITORY"] == ("https://example.org/fusebook" if known else "")
     monkeypatch.setenv("FUSEBOOK_REPOSITORY", "https://example.org/fork")
     assert runpy.run_path(str(ROOT / "conf.py"))["REPOSITORY"] == "https://example.org/fork"
+
+
+def test_a_figure_is_drawn_once_for_both_of_its_sizes(tmp_path, monkeypatch):
+    plt = pytest.importorskip("matplotlib.pyplot")
+    from PIL import Image
+
+    drawn, draw = [], plt.Figure.draw
+    monkeypatch.setattr(plt.Figure, "draw", lambda self, renderer: drawn.append(self) or draw(self, renderer))
+    plt.figure(figsize=(6.33, 4.1)).add_subplot().plot([1, 2])
+    names = iter([str(tmp_path / "figure.png")])
+    variables = {"image_path_iterator": names, "example_globals": {}, "src_file": ""}
+    conf = {"image_srcset": [2.0], "matplotlib_animations": (False, None), "compress_images": [], "src_dir": tmp_path}
+    assert "figure_2_00x.png 2.00x" in gallery_hooks.pictures(("code", "", 1), variables, conf)
+    sizes = {}
+    for file in tmp_path.iterdir():
+        with Image.open(file) as picture:
+            sizes[file.name] = picture.size
+    assert sizes == {"figure.png": (633, 410), "figure_2_00x.png": (1266, 820)}
+    assert len(drawn) == 1

@@ -60,8 +60,8 @@ def decisive(name, frames):
         own = [f for f in frames if "op" in f and "variant" in f and set(f["op"]) == {op.name}]
         if live and own:
             yield op, pd.concat(own, ignore_index=True)
-        elif not live and op.name in front.found():
-            yield op, front.found()[op.name]
+        elif not live and (found := front.record_of(op.name)) is not None:
+            yield op, found
 
 
 def of(op, frame):

@@ -49,6 +49,14 @@ def found():
 
 
 @functools.cache
+def record_of(op):
+    """The record of one operator alone, or None: pages run in processes of their own, and no page needs all."""
+    from fusebook import record
+
+    return record.read(op) if record.exists(op) else None
+
+
+@functools.cache
 def verdicts():
     """What they say about every operator, see `fusebook.page.verdicts`."""
     from fusebook.page import verdicts as made

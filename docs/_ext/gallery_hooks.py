@@ -72,6 +72,31 @@ def _runner():
     return runner
 
 
+@contextlib.contextmanager
+def drawn_once():
+    """A figure that is saved in both sizes is drawn in the larger one, and that picture halved: drawing takes long."""
+    from matplotlib.figure import Figure
+    from PIL import Image
+
+    save, small = Figure.savefig, []
+
+    def savefig(figure, file, dpi=None, **how):
+        if dpi is None:
+            small.append(str(file))
+            return
+        save(figure, file, dpi=dpi, **how)
+        with Image.open(file) as picture:
+            half = [-(-size // 2) for size in picture.size]
+            picture.resize(half, Image.Resampling.LANCZOS).save(small.pop())
+
+    Figure.savefig = savefig
+    try:
+        yield
+    finally:
+        Figure.savefig = save
+    assert not small, f"saved in one size alone: {small}; see image_srcset"
+
+
 def pictures(block, block_vars, gallery_conf):
     """The figures of a block as the gallery saves them; who cannot see them is told their data, not their title."""
     import matplotlib.pyplot as plt
@@ -80,7 +105,8 @@ def pictures(block, block_vars, gallery_conf):
     from fusebook import plots
 
     told = [" ".join(plots.described(plt.figure(number)).split()) for number in plt.get_fignums()]
-    text = matplotlib_scraper(block, block_vars, gallery_conf)  # which closes them
+    with drawn_once():
+        text = matplotlib_scraper(block, block_vars, gallery_conf)  # which closes them
     shown = iter(told)
     return re.sub(r"(?m)^(\s*:alt: ).*$", lambda line: line[1] + next(shown, "a figure"), text)
 

@@ -429,7 +429,6 @@ def _summed(frame: pd.DataFrame) -> tuple[str, ...]:
 
 def _reasons(frame: pd.DataFrame, op: Op, on: machines.Machine) -> list[str]:
     """Why each row is not what the code does today; empty where it is."""
-    wrappers: dict[str, str] = {}
     asked: dict[int, tuple[str, str, Dims]] = {}
     reasons = []
     for i, row in enumerate(frame.to_dict("records")):
@@ -443,10 +442,8 @@ def _reasons(frame: pd.DataFrame, op: Op, on: machines.Machine) -> list[str]:
             reasons.append("")
             asked[i] = _point(row)
         else:
-            if name not in wrappers:
-                wrappers[name] = launches.of_wrapper(variant)
-            changed = "has another wrapper now" if row["launches"] != wrappers[name] else _other_version(row, variant)
-            reasons.append(changed)
+            changed = row["launches"] != _of_wrapper(variant)
+            reasons.append("has another wrapper now" if changed else _other_version(row, variant))
     if asked:
         try:
             found = _today(op.name, list(asked.values()), on)
@@ -458,6 +455,10 @@ def _reasons(frame: pd.DataFrame, op: Op, on: machines.Machine) -> list[str]:
             elif now != frame["launches"].iloc[i]:
                 reasons[i] = _OTHERWISE
     return reasons
+
+
+#: Wrappers do not change while a process runs, and pages that share a process read the same records.
+_of_wrapper = functools.lru_cache(maxsize=None)(launches.of_wrapper)
 
 
 def _point(row: Mapping[Any, Any]) -> tuple[str, str, Dims]:

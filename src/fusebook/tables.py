@@ -270,9 +270,10 @@ def bandwidth(df: pd.DataFrame, kind: str = "cold") -> pd.DataFrame:
 
 
 def _labelled(df: pd.DataFrame, kind: str) -> pd.DataFrame:
-    """The points that have a time of a kind, with a label of their sizes."""
+    """The points that have a time of a kind, with a label of their sizes: few columns, as many are slow to sort."""
     df = timed(_points(df), kind)
-    return df.assign(label=label(df) if len(df) else "")
+    kept = [name for name in ("op", "dtype", "variant", f"{kind}_us", "roof_us") if name in df]
+    return df[kept].assign(label=label(df) if len(df) else "")
 
 
 def ratio(df: pd.DataFrame, variant: str, over: str, kind: str = "cold") -> pd.Series:
