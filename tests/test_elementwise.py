@@ -332,3 +332,18 @@ def test_the_toy_has_one_result():
     """What returns a tuple where one result is due is wrong, and not unpacked."""
     frame = bench.run(toy(two=variant(lambda x: (2 * x, 2 * x))), config="16", repeat=1, warmup=0, progress=False)
     assert frame.set_index("variant").loc["two", "status"] == "wrong"
+
+
+def test_a_batch_is_one_call_and_broadcasts_as_its_members_do(device, monkeypatch):
+    x, y, z = torch.randn(4, 3, 5, device=device), torch.randn(5, 4, device=device), torch.randn(3, 1, device=device)
+    half = torch.randn(4, device=device, dtype=torch.float16)  # members are single numbers, and widen nothing
+    calls = [(x, 0, y, 1), (y, 1, x, 0), (x, 0, z, None), (x, 2, x, 2), (half, 0, x, 0), (x.half(), 0, y[0], 0)]
+    for a, at, b, to in calls:
+        want = torch.vmap(torch.mul, (at, to))(a, b)
+        found = torch.vmap(fusebook.multiply, (at, to))(a, b)
+        assert found.dtype == want.dtype
+        torch.testing.assert_close(found, want)
+    operator = elementwise._OPERATORS["add_sub"]
+    monkeypatch.setattr(operator, "one_by_one", None)
+    for found, want in zip(torch.vmap(fusebook.add_sub)(x, x * 2), (x * 3, -x), strict=True):
+        torch.testing.assert_close(found, want)

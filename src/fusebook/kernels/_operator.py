@@ -825,7 +825,7 @@ class Operator:
         self.custom = getattr(torch.ops.fusebook, name).default
         torch.library.register_fake(f"fusebook::{name}", self._shaped, lib=_LIBRARY)
         self.custom.planned = self._compiled
-        self.batched = batched or self._one_by_one
+        self.batched = batched or self.one_by_one
         torch.library.register_vmap(f"fusebook::{name}", self.batched, lib=_LIBRARY)
         self._differentiated(*(gradient or (self._no_gradient, lambda ctx, inputs, output: None)))
 
@@ -1128,7 +1128,7 @@ class Operator:
             "under torch.no_grad()"
         )
 
-    def _one_by_one(self, info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
+    def one_by_one(self, info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
         """The rule of an operator without one: each member of the batch by itself."""
 
         def member(i: int, a: Any, at: Any) -> Any:

@@ -426,6 +426,20 @@ def _check(name: str, *operands: Any) -> tuple[Tensor, ...]:
     return operands
 
 
+def _batched(name: str, info: Any, in_dims: tuple[Any, ...], *operands: Tensor) -> Any:
+    """The rule for `torch.vmap`: the batch in front of all axes that members have, where dtypes are alike."""
+    operator, results = _OPERATORS[name], _EXPRESSIONS[name].results
+    if any(t.dtype != operands[0].dtype for t in operands):  # a member may be a single number, which widens nothing
+        return operator.one_by_one(info, in_dims, *operands)
+    axes = max(t.dim() - (at is not None) for t, at in zip(operands, in_dims, strict=True))
+    fronts = [t if at is None else t.movedim(at, 0) for t, at in zip(operands, in_dims, strict=True)]
+    aligned = [
+        t if at is None else t.reshape(t.shape[0], *[1] * (axes + 1 - t.dim()), *t.shape[1:])
+        for t, at in zip(fronts, in_dims, strict=True)
+    ]
+    return operator.dispatched(*aligned), 0 if results == 1 else (0,) * results
+
+
 def _operator(name: str) -> Operator:
     expression = _EXPRESSIONS[name]
     operands = ", ".join(f"Tensor {letter}" for letter in expression.operands)
@@ -437,6 +451,7 @@ def _operator(name: str) -> Operator:
         outputs=functools.partial(_outputs, expression.results),
         into=functools.partial(_elementwise_into, expression.kernel),
         gradient=(functools.partial(_gradients, expression), functools.partial(_keep, expression)),
+        batched=functools.partial(_batched, name),
         traced=lambda *operands: operands,
     )
 
