@@ -16,6 +16,7 @@ from fusebook.inputs import generator
 from fusebook.kernels import _points, kmeans_update, lloyd
 from fusebook.kernels import kmeans as module
 from fusebook.kernels._operator import OPERATORS
+from fusebook.kernels._points import Plan
 from fusebook.kernels.kmeans import kmeans_assign_eager
 from fusebook.kernels.kmeans_update import kmeans_update_eager
 
@@ -450,12 +451,48 @@ def test_a_plan_keeps_to_what_the_kernels_can(device):
         for d in (1, 2, 8, 9, 64, 100, 128, 129, 4096):
             for k in (1, 2, 16, 17, 1024):
                 for capability in ((8, 0), (9, 0), (10, 0), None):
-                    plan = module._kmeans_plan(d, k, dtype, 8, capability)
+                    plan = module._kmeans_plan(None, d, k, dtype, 8, capability)
                     assert (plan.how == "few") == (d <= 8)
                     assert plan.how not in ("tile", "product") or dtype != torch.float64
                     assert plan.how != "tile" or (k <= plan.block_k and plan.block_k % 8 == 0 and plan.precision)
-                    finer = module._kmeans_plan(d, k, dtype, 8, capability, "product", again=True)
+                    finer = module._kmeans_plan(None, d, k, dtype, 8, capability, "product", again=True)
                     assert plan.how != "product" or plan.chunk % finer.chunk == 0
+
+
+# Plans that a test of small sizes would not meet by itself: one tile of centres and several, one part and several.
+OTHERS = [
+    Plan("some", 4, 8, 16, steps=2),
+    Plan("some", 1, 16, 64, steps=9),
+    Plan("library", 4, 32),
+    Plan("library", 8, 128),
+]
+
+
+def by(plan, points, centres):
+    labels = torch.full((len(points),), 77, device=points.device)
+    module._launched(labels, points.contiguous(), centres, plan)
+    return labels
+
+
+@pytest.mark.parametrize("dtype", _points.DTYPES)
+@pytest.mark.parametrize("law", ["near", "far", "rough", "blobs"])
+@pytest.mark.parametrize("plan", OTHERS, ids=lambda plan: f"{plan.how} {plan.block_k}")
+def test_however_centres_are_shared_out_labels_are_those_of_differences(plan, law, dtype, device):
+    for n, d, k in ((13, 37, 70), (1, 20, 3)):
+        points, centres = drawn(law, device, n=n, d=d, k=k, dtype=dtype)
+        wide = points.double(), centres.double(), torch.int64
+        best, got = (card._meaning_assign(wide, (x,)) for x in (nearest(points, centres), by(plan, points, centres)))
+        assert (got <= best * (1 + 1e-6)).all()
+
+
+@pytest.mark.parametrize("plan", OTHERS, ids=lambda plan: f"{plan.how} {plan.block_k}")
+def test_however_centres_are_shared_out_the_lowest_of_equals_wins_and_nan_is_near_to_none(plan, device):
+    points, centres = drawn("near", device, n=9, d=20, k=25)
+    assert torch.equal(by(plan, points, torch.cat([centres] * 3)), nearest(points, centres))
+    assert by(plan, torch.zeros_like(points), torch.ones_like(centres)).tolist() == [0] * 9
+    points[3, 2], points[4], centres[[0, 7, 24], 1] = math.nan, math.inf, math.nan
+    want = nearest(points, torch.where(centres.isnan(), 1e18, centres))
+    assert torch.equal(by(plan, points, centres), want) and want[3] == want[4] == 0
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device with room")

@@ -18,7 +18,6 @@ import triton.language as tl
 from torch import Tensor
 
 from ._operator import INTERPRETED, launch, overlapping
-from ._tl import fill
 
 
 class Plan(NamedTuple):
@@ -34,6 +33,26 @@ class Plan(NamedTuple):
     fill: int  # zeros that a program writes
     warps: int
     beside: int  # rows of zeros that are written while updates are sorted by counting
+
+
+@triton.jit
+def _zeros(out_ptr, block, SIZE, BLOCK: tl.constexpr):
+    """BLOCK neighbours of SIZE zeros; without a mask where all are there, so that stores are wide whatever SIZE is."""
+    first = block.to(tl.int64) * BLOCK
+    at = first + tl.arange(0, BLOCK)  # [BLOCK]
+    none = tl.zeros([BLOCK], out_ptr.dtype.element_ty)
+    if first + BLOCK <= SIZE:
+        tl.store(out_ptr + at, none)  # write SIZE
+    else:
+        tl.store(out_ptr + at, none, mask=at < SIZE)
+
+
+@triton.jit
+def scatter_nd_fill(out_ptr, SIZE, BLOCK: tl.constexpr, EARLY: tl.constexpr = False):
+    """Zeros, BLOCK neighbours a program. EARLY: the next kernel may start now, and wait where it needs them."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+    _zeros(out_ptr, tl.program_id(0), SIZE, BLOCK)
 
 
 @triton.jit
@@ -62,8 +81,7 @@ def _scatter_nd_sort(
     """
     sorting = tl.cdiv(n, MINE)
     if tl.program_id(0) >= sorting:
-        at = (tl.program_id(0) - sorting).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
-        tl.store(out_ptr + at, tl.zeros([BLOCK], out_ptr.dtype.element_ty), mask=at < SIZE)  # write RD
+        _zeros(out_ptr, tl.program_id(0) - sorting, SIZE, BLOCK)  # write RD
         return
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
@@ -368,7 +386,7 @@ def launch_lists(
     starts, ends = spans[0], spans[1]
     constants = {"MASKED": masked is not None, "BLOCK": 256}
     grid = (triton.cdiv(n, 256),)
-    launch(fill, (triton.cdiv(R + 1, 4096),), ends, R + 1, BLOCK=4096)
+    launch(scatter_nd_fill, (triton.cdiv(R + 1, 4096),), ends, R + 1, BLOCK=4096)
     launch(_scatter_nd_count, grid, slots, ends, indices, R, n, masked or 0, **constants)
     launch(_scatter_nd_spans, (triton.cdiv(R, 1024),), starts, ends, R, BLOCK=1024)
     launch(_scatter_nd_lists, grid, order, keys, starts, slots, indices, R, n, masked or 0, **constants)

@@ -21,6 +21,7 @@ Limits: points and centres that are not contiguous are copied first.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from typing import Any
@@ -40,6 +41,7 @@ from ._operator import (
     empty,
     gpu,
     launch,
+    overlapping,
 )
 from ._points import LABELS, Plan, check_centres, check_points, launch_few, refuse_not_finite, tensors
 
@@ -332,8 +334,9 @@ def _kmeans_tile(
 
 @triton.jit
 def _kmeans_candidates(
-    labels_ptr, points_ptr, centres_ptr, list_ptr, candidates_ptr, count_ptr, D,
-    ALIGN: tl.constexpr, WORDS: tl.constexpr, GROUP: tl.constexpr, BLOCK_D: tl.constexpr, ONCE: tl.constexpr,
+    labels_ptr, points_ptr, centres_ptr, list_ptr, candidates_ptr, count_ptr, D, WORDS,
+    ALIGN: tl.constexpr, BLOCK_W: tl.constexpr, GROUP: tl.constexpr, BLOCK_D: tl.constexpr, ONCE: tl.constexpr,
+    FLOAT: tl.constexpr,
 ):  # fmt: skip
     """The nearest candidate by differences, of each point on a list: right wherever the points are.
 
@@ -343,16 +346,20 @@ def _kmeans_candidates(
     D = D * ALIGN
     columns = tl.arange(0, BLOCK_D)
     member = tl.arange(0, GROUP)
+    words = tl.arange(0, BLOCK_W)
     total = tl.load(count_ptr).to(tl.int64)
     slot = tl.program_id(0).to(tl.int64)
     while slot < total:
         i = tl.load(list_ptr + slot).to(tl.int64)
         x_ptr = points_ptr + i * D
-        x = tl.load(x_ptr + columns, mask=columns < D, other=0.0).to(tl.float32)  # [BLOCK_D]
-        best = tl.full([], float("inf"), tl.float32)
+        x = tl.load(x_ptr + columns, mask=columns < D, other=0.0).to(FLOAT)  # [BLOCK_D]
+        best = tl.full([], float("inf"), FLOAT)
         label = tl.zeros([], tl.int32)
-        for word in tl.static_range(WORDS):
-            bits = tl.load(candidates_ptr + slot * WORDS + word)
+        left = tl.load(candidates_ptr + slot * WORDS + words, mask=words < WORDS, other=0)  # [BLOCK_W]
+        for _ in range(tl.sum((left != 0).to(tl.int32), 0)):
+            word = tl.min(tl.where(left != 0, words, BLOCK_W), 0)
+            bits = tl.sum(tl.where(words == word, left, 0), 0)
+            left = tl.where(words == word, 0, left)
             while bits != 0:
                 # The lowest bit is a power of two, and a float32 says which: by its exponent.
                 power = (bits & -bits).to(tl.float32).to(tl.int32, bitcast=True)
@@ -360,14 +367,14 @@ def _kmeans_candidates(
                 wanted = (bits >> (first + member)) & 1  # [GROUP]
                 bits = bits & ~(tl.full([], 2**GROUP - 1, tl.int32) << first)
                 number = word * 32 + first + member
-                squares = tl.zeros([GROUP, BLOCK_D], tl.float32)
+                squares = tl.zeros([GROUP, BLOCK_D], FLOAT)
                 for start in range(0, D, BLOCK_D):
                     at = start + columns
                     if not ONCE:
-                        x = tl.load(x_ptr + at, mask=at < D, other=0.0).to(tl.float32)
+                        x = tl.load(x_ptr + at, mask=at < D, other=0.0).to(FLOAT)
                     live = (wanted != 0)[:, None] & (at < D)[None, :]
-                    c = tl.load(centres_ptr + (number * D)[:, None] + at[None, :], mask=live, other=0.0)
-                    difference = tl.where(live, x[None, :] - c.to(tl.float32), 0.0)
+                    c_ptr = centres_ptr + number.to(tl.int64)[:, None] * D + at[None, :]
+                    difference = tl.where(live, x[None, :] - tl.load(c_ptr, mask=live, other=0.0).to(FLOAT), 0.0)
                     squares += difference * difference
                 distance = tl.sum(squares, 1)  # [GROUP]
                 distance = tl.where(
@@ -379,6 +386,94 @@ def _kmeans_candidates(
                 best = tl.minimum(best, least)
         tl.store(labels_ptr + i, label.to(labels_ptr.dtype.element_ty))
         slot += tl.num_programs(0)
+
+
+# A library's product of all points and all centres, in float64 and in memory. What is left is to find the least of each
+# row. Where a GPU's tensor cores multiply float64 this takes about as long as float32 does without them, and in doubt
+# are only points that are equally near to two centres.
+
+
+@triton.jit
+def _kmeans_widened(
+    wide_ptr, squares_ptr, count_ptr, rows_ptr, n, D, stride_n, stride_d, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr
+):  # fmt: skip
+    """Rows of any strides in float64, side by side, and the squares of their lengths; a zero for others to count with.
+
+    Without `wide_ptr` they are so already.
+    """
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[:, None]  # [BLOCK, 1]
+    columns = tl.arange(0, BLOCK_D)[None, :]
+    squares = tl.zeros([BLOCK, BLOCK_D], tl.float64)
+    for first in range(0, D, BLOCK_D):
+        at = first + columns
+        inside = (i < n) & (at < D)
+        x = tl.load(rows_ptr + i * stride_n + at.to(tl.int64) * stride_d, mask=inside, other=0.0).to(tl.float64)
+        if wide_ptr is not None:
+            tl.store(wide_ptr + i * D + at, x, mask=inside)
+        squares += x * x
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(squares_ptr + i, tl.sum(squares, 1), mask=i < n)
+    if count_ptr is not None:
+        if tl.program_id(0) == 0:
+            tl.store(count_ptr, 0)
+
+
+@triton.jit
+def _kmeans_pick(
+    labels_ptr, list_ptr, candidates_ptr, count_ptr, products_ptr, squares_ptr, norms_ptr, n, K, WORDS, loose,
+    BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """The nearest centre by its product, and a list of the points for which that cannot tell, with their candidates.
+
+    `loose` is the largest relative error of a term of a product, of a sum of squares, and of what is made of them.
+    """
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
+    live = i < n
+    number = tl.arange(0, BLOCK_K)
+    best = tl.full([BLOCK], float("inf"), tl.float64)
+    second = tl.full([BLOCK], float("inf"), tl.float64)
+    label = tl.zeros([BLOCK], tl.int32)
+    strange = tl.zeros([BLOCK], tl.int32)
+    reach = tl.zeros([BLOCK_K], tl.float64)
+    for start in range(0, K, BLOCK_K):
+        at = start + number
+        norm = tl.load(norms_ptr + at, mask=at < K, other=float("inf"))
+        reach = tl.maximum(reach, tl.where(at < K, norm, 0.0))
+        inside = live[:, None] & (at < K)[None, :]
+        product = tl.load(products_ptr + (i * K)[:, None] + at[None, :], mask=inside, other=0.0)  # read nK
+        distance = norm[None, :] - 2.0 * product  # squared, and less what all centres have alike
+        strange |= tl.max((distance != distance).to(tl.int32), 1)
+        least = tl.min(distance, 1)
+        place = tl.min(tl.where(distance == least[:, None], number[None, :], BLOCK_K), 1)
+        after = tl.min(tl.where(number[None, :] == place[:, None], float("inf"), distance), 1)
+        closer = least < best
+        second = tl.where(closer, tl.minimum(best, after), tl.minimum(second, least))
+        label = tl.where(closer, start + place, label)
+        best = tl.where(closer, least, best)
+    far = tl.sqrt(tl.max(reach, 0))
+    error = 4.0 * loose * far * (tl.sqrt(tl.load(squares_ptr + i, mask=live, other=0.0)) + far)
+    sure = (second - best > error) & (strange == 0)  # NaN is never sure
+    tl.store(labels_ptr + i, label.to(labels_ptr.dtype.element_ty), mask=live)  # write n labels
+    unsure = (live & (sure == 0)).to(tl.int32)
+    many = tl.sum(unsure, 0)
+    if many > 0:
+        # The list is in the order in which programs come by; what becomes of a point does not depend on its place.
+        slot = tl.atomic_add(count_ptr, many.to(count_ptr.dtype.element_ty), sem="relaxed")
+        slot = slot.to(tl.int64) + tl.cumsum(unsure, 0) - unsure
+        tl.store(list_ptr + slot, i.to(list_ptr.dtype.element_ty), mask=unsure != 0)
+        for start in range(0, K, BLOCK_K):
+            at = start + number
+            inside = (unsure != 0)[:, None] & (at < K)[None, :]
+            product = tl.load(products_ptr + (i * K)[:, None] + at[None, :], mask=inside, other=0.0)
+            distance = tl.load(norms_ptr + at, mask=at < K, other=0.0)[None, :] - 2.0 * product
+            farther = distance - best[:, None] > error[:, None]  # NaN is not farther than anything
+            near = (inside & (farther == 0)).to(tl.int32)
+            bits = tl.sum(tl.reshape(near << (number % 32)[None, :], [BLOCK, BLOCK_K // 32, 32]), 2)
+            word = start // 32 + tl.arange(0, BLOCK_K // 32)
+            tl.store(
+                candidates_ptr + (slot * WORDS)[:, None] + word[None, :], bits,
+                mask=(unsure != 0)[:, None] & (word < WORDS)[None, :],
+            )  # fmt: skip
 
 
 @triton.jit
@@ -463,12 +558,86 @@ def _kmeans_each(
     tl.store(labels_ptr + i, label.to(labels_ptr.dtype.element_ty), mask=live)  # write n labels
 
 
+# Few points, or few of them for so many centres: each program looks through some of the centres only.
+
+
+@triton.jit
+def _kmeans_some(
+    labels_ptr, least_ptr, points_ptr, centres_ptr, n, D, K, SPAN, PARTS,
+    ALIGN: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, FLOAT: tl.constexpr,
+    EARLY: tl.constexpr = False,
+):  # fmt: skip
+    """The nearest of SPAN centres to each of BLOCK points by differences, and its squared distance [n, PARTS].
+
+    Without `least_ptr` it is the nearest of all. D is counted in units of ALIGN.
+    """
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+    D = D * ALIGN
+    part = tl.program_id(0) % PARTS
+    i = (tl.program_id(0) // PARTS).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
+    live = i < n
+    columns = tl.arange(0, BLOCK_D)
+    number = tl.arange(0, BLOCK_K)
+    best = tl.full([BLOCK], float("inf"), FLOAT)
+    label = tl.zeros([BLOCK], tl.int32)
+    end = tl.minimum(K, (part + 1) * SPAN)
+    for start in range(part * SPAN, end, BLOCK_K):
+        c_ptr = centres_ptr + (start + number).to(tl.int64)[:, None] * D
+        known = start + number < end
+        squares = tl.zeros([BLOCK, BLOCK_K, BLOCK_D], FLOAT)
+        for first in range(0, D, BLOCK_D):
+            at = first + columns
+            x = tl.load(points_ptr + (i * D)[:, None] + at[None, :], mask=live[:, None] & (at < D)[None, :], other=0.0)
+            c = tl.load(c_ptr + at[None, :], mask=known[:, None] & (at < D)[None, :], other=0.0)
+            difference = x.to(FLOAT)[:, None, :] - c.to(FLOAT)[None, :, :]  # [BLOCK, BLOCK_K, BLOCK_D]
+            squares += difference * difference
+        distance = tl.sum(squares, 2)  # [BLOCK, BLOCK_K]
+        distance = tl.where(known[None, :] & (distance < float("inf")), distance, float("inf"))  # NaN is infinite
+        least = tl.min(distance, 1)
+        place = tl.min(tl.where(distance == least[:, None], number[None, :], BLOCK_K), 1)  # the lowest of equals
+        label = tl.where(least < best, start + place, label)
+        best = tl.minimum(best, least)
+    if least_ptr is not None:
+        tl.store(least_ptr + i * PARTS + part, best, mask=live)
+        labels_ptr += part
+        i *= PARTS
+    tl.store(labels_ptr + i, label.to(labels_ptr.dtype.element_ty), mask=live)
+
+
+@triton.jit
+def _kmeans_least(
+    labels_ptr, found_ptr, least_ptr, n, PARTS, BLOCK: tl.constexpr, BLOCK_P: tl.constexpr, LATE: tl.constexpr = False
+):  # fmt: skip
+    """Of the nearest of each part of the centres the nearest: the first of equals, whose number is the lowest."""
+    if LATE:
+        tl.extra.cuda.gdc_wait()
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
+    part = tl.arange(0, BLOCK_P)
+    live = (i < n)[:, None]
+    best = tl.full([BLOCK], float("inf"), least_ptr.dtype.element_ty)
+    label = tl.zeros([BLOCK], tl.int32)
+    for first in range(0, PARTS, BLOCK_P):
+        at = (i * PARTS)[:, None] + first + part[None, :]
+        inside = live & (first + part < PARTS)[None, :]
+        distance = tl.load(least_ptr + at, mask=inside, other=float("inf"))  # [BLOCK, BLOCK_P]
+        number = tl.load(found_ptr + at, mask=inside, other=0)
+        least = tl.min(distance, 1)
+        lowest = tl.min(tl.where(distance == least[:, None], number, 0x7FFFFFFF), 1)
+        label = tl.where(least < best, lowest, label)
+        best = tl.minimum(best, least)
+    tl.store(labels_ptr + i, label.to(labels_ptr.dtype.element_ty), mask=i < n)  # write n labels
+
+
 # Plans ---------------------------------------------------------------------------------------------------------------
 
 
 #: Centres that one tile holds; and those few of which each has sums of its own in registers.
 _TILE = 128
 _EACH = 16
+
+#: What is added up in.
+_WIDE = {torch.float32: tl.float32, torch.float64: tl.float64}
 
 
 def _loose(precision: str, d: int) -> float:
@@ -481,7 +650,54 @@ def _loose(precision: str, d: int) -> float:
     return 2.0**-10 + 2.0**-22 + sums if precision == "tf32" else 3 * 2.0**-20 + 3 * sums
 
 
+#: Bytes of float64 that points and products may take.
+_ROOM = 2**31
+
+#: GPUs whose tensor cores multiply float64 about as fast as others multiply float32.
+_DOUBLES = ((8, 0), (9, 0), (10, 0))
+
+
+def _some_plan(n: int, d: int, k: int) -> tuple[float, Plan]:
+    """How few points, or few for so many centres, are compared by differences, and about how long that takes.
+
+    A program loads a tile of centres after the other, which is a latency each; all of them compare pairs of coordinates
+    at some rate, the faster the more points share a centre, and add up what threads have of a pair of a point and a
+    centre.
+    """
+    found = []
+    for block, chunk, rate in ((1, 512, 0.9e6), (4, 256, 1.5e6), (16, 64, 2.3e6)):
+        block, chunk = min(block, triton.next_power_of_2(n)), min(chunk, triton.next_power_of_2(d))
+        block_k = max(1, min(triton.next_power_of_2(k), 4096 // (block * chunk)))
+        tiles = triton.cdiv(k, block_k)
+        steps = triton.cdiv(tiles, min(tiles, triton.cdiv(600, triton.cdiv(n, block))))
+        pieces = triton.cdiv(d, chunk)
+        work = n * k * (pieces * chunk / rate + (7e-6 if chunk <= 8 else 25e-6))
+        found.append((6 + max(0.7 * steps * pieces, work), Plan("some", block, block_k, chunk, steps=steps)))
+    return min(found, key=lambda choice: choice[0])
+
+
+def _library_plan(n: int, d: int, k: int, size: int) -> tuple[float, Plan]:
+    """How torch's product is searched, and about how long both take."""
+    block_k = max(32, min(1024, triton.next_power_of_2(k)))
+    moved = n * d * (8 + size) + 16 * n * k
+    return 14 + moved / 3.5e6 + 2 * n * d * k / 45e6, Plan("library", max(1, min(64, 4096 // block_k)), block_k)
+
+
+def _microseconds(how: str, n: int, d: int, k: int, size: int) -> float:
+    """About how long the other plans take on an H200: they go through all centres in every program."""
+    if how == "few":
+        return 5 + max(0 if k * d <= 32 else k * (0.005 + 0.027 * d), n * d * k / 5.5e6)
+    if how == "each":
+        return 5 + max(0.4 * d * size / 512, n * d * size / 2.5e6)
+    if how == "tile":
+        return 20 + n * d * size / 2e6 + n * d * k / 20e6
+    if how == "product":
+        return 30 + k * triton.cdiv(d, 128) / 10 + n * d * k / (40e6 if d <= 128 else 8e6)
+    return 15 + k * d / 800 + n * d * k / 1.7e6
+
+
 def _kmeans_plan(
+    n: int | None,
     d: int,
     k: int,
     dtype: torch.dtype,
@@ -492,7 +708,9 @@ def _kmeans_plan(
 ) -> Plan:
     """Choose how labels of so many bytes are found; `capability` is None in the interpreter, where programs cost.
 
-    `again` is for the points that the first screen could not tell: the second screen, and the differences after it.
+    Without `n` the choice is the same for any number of points, and a point's label does not depend on who else is
+    there. `again` is for the points that the first screen could not tell: the second screen, and the differences after
+    it.
     """
     align = math.gcd(16 // dtype.itemsize, d)  # coordinates that are loaded at once
     if how is None:
@@ -501,6 +719,13 @@ def _kmeans_plan(
         each = k <= (_EACH if align * dtype.itemsize >= 4 else _EACH // 4)
         how = "few" if d <= 8 else "each" if each else "differences" if dtype == torch.float64 else ""
         how = how or ("tile" if k <= _TILE else "product")
+        if n is not None and capability is not None:
+            found = [(_microseconds(how, n, d, k, dtype.itemsize), None), _some_plan(n, d, k)]
+            if capability in _DOUBLES and 8 * n * (d + k) <= _ROOM:
+                found.append(_library_plan(n, d, k, dtype.itemsize))
+            _, plan = min(found, key=lambda choice: choice[0])
+            if plan is not None:
+                return plan
     if how == "few":
         few = k if k * d <= 32 else 0  # unrolled, centres stay in registers; beyond, the code would only grow
         # Small programs: they come and go, and loads of the next are on their way while the last ones store. Labels of
@@ -551,6 +776,8 @@ def _kmeans_plan(
 
 # Launchers -----------------------------------------------------------------------------------------------------------
 
+_plan = functools.lru_cache(maxsize=4096)(_kmeans_plan)
+
 
 def _memory(device: torch.device, *wanted: tuple[tuple[int, ...], torch.dtype]) -> list[Tensor]:
     """Memory for tensors of given shapes and dtypes, side by side: one allocation takes the time of one."""
@@ -565,7 +792,6 @@ def _launch_tile(labels: Tensor, points: Tensor, centres: Tensor, plan: Plan) ->
     """Screen by a product, then compare by differences what it could not tell apart."""
     (n, d), k = points.shape, len(centres)
     device, single = points.device, torch.float32
-    capability, processors = gpu(device)
     slab = min(128, max(plan.chunk, triton.next_power_of_2(d)))  # coordinates that a program makes ready
     parts = triton.cdiv(d, slab)
     whole = torch.int32 if n < 2**31 else torch.int64
@@ -587,13 +813,77 @@ def _launch_tile(labels: Tensor, points: Tensor, centres: Tensor, plan: Plan) ->
         ALIGN=align, CHUNK=plan.chunk, PRECISION=plan.precision, BLOCK=plan.block, BLOCK_K=plan.block_k,
         BLOCK_P=min(32, triton.next_power_of_2(parts)), STAGES=plan.stages, num_warps=plan.warps,
     )  # fmt: skip
+    _launch_candidates(labels, points, centres, doubtful, candidates, count)
+
+
+def _launch_candidates(
+    labels: Tensor, points: Tensor, centres: Tensor, doubtful: Tensor, candidates: Tensor, count: Tensor
+) -> None:
+    """Compare the doubtful points with their candidates by differences."""
+    n, d = points.shape
+    words = candidates.shape[1]
+    align = math.gcd(16 // points.element_size(), d)
     wide = min(4096, triton.next_power_of_2(d))
     launch(
-        _kmeans_candidates, (min(n, _turns(capability, processors)),),
-        labels, points, centres, doubtful, candidates, count, d // align,
-        ALIGN=align, WORDS=words, GROUP=min(8, 4096 // wide), BLOCK_D=wide, ONCE=d <= wide,
-        num_warps=1 if d <= 128 else 4,
+        _kmeans_candidates, (min(n, _turns(*gpu(points.device))),),
+        labels, points, centres, doubtful, candidates, count, d // align, words,
+        ALIGN=align, BLOCK_W=triton.next_power_of_2(words), GROUP=min(8, 4096 // wide), BLOCK_D=wide, ONCE=d <= wide,
+        FLOAT=_WIDE[accumulated(points.dtype)], num_warps=1 if d <= 128 else 4,
     )  # fmt: skip
+
+
+def _launch_library(labels: Tensor, points: Tensor, centres: Tensor, plan: Plan) -> None:
+    """The nearest by a product of torch's in float64; by differences where it cannot tell."""
+    (n, d), k = points.shape, len(centres)
+    device, double = points.device, torch.float64
+    whole = torch.int32 if n < 2**31 else torch.int64
+    doubtful, count, candidates, squares, norms = _memory(
+        device, ((n,), whole), ((1,), whole), ((n, triton.cdiv(k, 32)), torch.int32), ((n,), double), ((k,), double)
+    )  # fmt: skip
+    wide = []
+    for rows, lengths, zero in ((centres, norms, count), (points, squares, None)):
+        same = rows.dtype == double and rows.is_contiguous()
+        wide.append(rows if same else empty(rows.shape, double, device))
+        block_d = max(8, min(128, triton.next_power_of_2(d)))
+        launch(
+            _kmeans_widened, (triton.cdiv(len(rows), 2048 // block_d),),
+            None if same else wide[-1], lengths, zero, rows, len(rows), d, *rows.stride(),
+            BLOCK=2048 // block_d, BLOCK_D=block_d,
+        )  # fmt: skip
+    products = empty((n, k), double, device)
+    apply(torch.mm, wide[1], wide[0].t(), out=products)
+    launch(
+        _kmeans_pick, (triton.cdiv(n, plan.block),),
+        labels, doubtful, candidates, count, products, squares, norms, n, k, candidates.shape[1], (d + 16) * 2.0**-53,
+        BLOCK=plan.block, BLOCK_K=plan.block_k, num_warps=plan.warps,
+    )  # fmt: skip
+    _launch_candidates(labels, wide[1], wide[0], doubtful, candidates, count)
+
+
+def _launch_some(labels: Tensor, points: Tensor, centres: Tensor, plan: Plan) -> None:
+    """Each program looks through `plan.steps` tiles of centres; where these are not all, a second kernel compares."""
+    (n, d), k = points.shape, len(centres)
+    wide = accumulated(points.dtype)
+    span = plan.steps * plan.block_k
+    parts = triton.cdiv(k, span)
+    align = math.gcd(16 // points.element_size(), d)
+    early = overlapping(points.device) if parts > 1 else {}
+    found, least = labels, None
+    if parts > 1:
+        least, found = _memory(points.device, ((n, parts), wide), ((n, parts), torch.int32))
+    launch(
+        _kmeans_some, (triton.cdiv(n, plan.block) * parts,),
+        found, least, points, centres, n, d // align, k, span, parts,
+        ALIGN=align, BLOCK=plan.block, BLOCK_K=plan.block_k, BLOCK_D=plan.chunk, FLOAT=_WIDE[wide],
+        EARLY=bool(early), num_warps=plan.warps,
+    )  # fmt: skip
+    if parts > 1:
+        columns = min(1024, triton.next_power_of_2(parts))
+        rows = max(1, min(64, 1024 // columns, triton.next_power_of_2(n)))
+        launch(
+            _kmeans_least, (triton.cdiv(n, rows),),
+            labels, found, least, n, parts, BLOCK=rows, BLOCK_P=columns, LATE=bool(early), **early,
+        )  # fmt: skip
 
 
 def _launch_product(labels: Tensor, points: Tensor, centres: Tensor, plan: Plan) -> None:
@@ -602,8 +892,8 @@ def _launch_product(labels: Tensor, points: Tensor, centres: Tensor, plan: Plan)
     device, single = points.device, torch.float32
     capability, processors = gpu(device)
     size = labels.element_size()
-    finer = _kmeans_plan(d, k, points.dtype, size, capability, "product", again=True)
-    exact = _kmeans_plan(d, k, points.dtype, size, capability, "differences", again=True)
+    finer = _kmeans_plan(n, d, k, points.dtype, size, capability, "product", again=True)
+    exact = _kmeans_plan(n, d, k, points.dtype, size, capability, "differences", again=True)
     d_pad = triton.cdiv(d, plan.chunk) * plan.chunk  # the finer plan's chunks divide it
     k_pad = _padded(k, max(plan.block_k, exact.block_k))
     whole = torch.int32 if n < 2**31 else torch.int64
@@ -662,12 +952,23 @@ def assign_into(labels: Tensor, points: Tensor, centres: Tensor, label_dtype: to
     if d == 0 or k == 1:
         apply(Tensor.zero_, labels)
         return
-    points, centres = contiguous(points), contiguous(centres)
-    plan = _kmeans_plan(d, k, points.dtype, labels.element_size(), gpu(points.device)[0])
+    n = None if torch.are_deterministic_algorithms_enabled() else len(points)
+    plan = _plan(n, d, k, points.dtype, labels.element_size(), gpu(points.device)[0])
+    if plan.how != "library":  # which takes any strides
+        points, centres = contiguous(points), contiguous(centres)
+    _launched(labels, points, centres, plan)
+
+
+def _launched(labels: Tensor, points: Tensor, centres: Tensor, plan: Plan) -> None:
+    d, k = points.shape[1], len(centres)
     if plan.how == "few":
         launch_few(labels, None, points, centres, k, plan)
     elif plan.how == "tile":
         _launch_tile(labels, points, centres, plan)
+    elif plan.how == "some":
+        _launch_some(labels, points, centres, plan)
+    elif plan.how == "library":
+        _launch_library(labels, points, centres, plan)
     elif plan.how == "product":
         _launch_product(labels, points, centres, plan)
     elif plan.how == "each":
@@ -676,7 +977,7 @@ def assign_into(labels: Tensor, points: Tensor, centres: Tensor, label_dtype: to
             _kmeans_each, (triton.cdiv(len(points), plan.block),),
             labels, points, centres, len(points), d // align,
             K=k, ALIGN=align, BLOCK=plan.block, BLOCK_D=plan.chunk, STAGES=plan.stages,
-            FLOAT=tl.float64 if points.dtype == torch.float64 else tl.float32, num_warps=plan.warps,
+            FLOAT=_WIDE[accumulated(points.dtype)], num_warps=plan.warps,
         )  # fmt: skip
     else:
         k_pad = _padded(k, plan.block_k)
@@ -726,6 +1027,7 @@ _assign = Operator(
     check=check_assign,
     outputs=assign_outputs,
     into=assign_into,
+    modes=torch.are_deterministic_algorithms_enabled,
     read=_read_assign,
 )
 

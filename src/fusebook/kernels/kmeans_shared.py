@@ -177,6 +177,8 @@ class SharedKMeans:
             launch(
                 _kmeans_shared_means, (self.peers.slots,),
                 new, self.words, parts, centres, self.peers.turns, len(parts), self.k, self.d,
-                ME=self.peers.rank, BLOCK=block, BLOCK_K=block_k, BLOCK_D=block_d, num_warps=4,
+                ME=self.peers.rank, BLOCK=block, BLOCK_K=block_k, BLOCK_D=block_d,
+                # A warp that waits alone looks again sooner than several, which meet before each look.
+                num_warps=1 if block_k * block_d <= 32 else 4,
             )  # fmt: skip
         return labels, new

@@ -399,6 +399,7 @@ _step = Operator(
     check=functools.partial(check_assign, name="kmeans_step"),
     outputs=_step_outputs,
     into=_step_into,
+    modes=torch.are_deterministic_algorithms_enabled,
 )
 
 #: Labels, and parts ``[parts, k, d + 1]`` of what the points of each centre add up to and of how many they are: an
@@ -409,6 +410,7 @@ _sums = Operator(
     check=functools.partial(check_assign, name="kmeans_sums"),
     outputs=_sums_outputs,
     into=_sums_into,
+    modes=torch.are_deterministic_algorithms_enabled,
 )
 
 

@@ -32,7 +32,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._grouped import Plan, launch_lists, launch_owner, launch_segments, row_of, steps_of
+from ._grouped import Plan, launch_lists, launch_owner, launch_segments, row_of, scatter_nd_fill, steps_of
 from ._operator import (
     INTERPRETED,
     Operator,
@@ -49,7 +49,6 @@ from ._operator import (
     launch,
     overlapping,
 )
-from ._tl import fill
 
 __all__ = ["embedding_backward", "masked_scatter_nd_eager", "masked_scatter_nd_of_shape", "scatter_nd_of_shape"]
 
@@ -133,43 +132,54 @@ def _scatter_nd_atomic(
 @triton.jit
 def _scatter_nd_scan(
     out_ptr, indices_ptr, updates_ptr, R, D, n, stride, masked,
-    MASKED: tl.constexpr, ALIGN: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr,
+    MASKED: tl.constexpr, ALIGN: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
+    FIRST: tl.constexpr, LATE: tl.constexpr = False,
 ):  # fmt: skip
-    """The owner for few updates, in one launch: each program reads all indices and picks those of its row."""
+    """Few updates: each program reads all indices, and adds up the updates of its row.
+
+    That is a row of the output, zeros where nothing names it; or with FIRST the row that an update names before any
+    other does, where the output is zeros already.
+    """
     FLOAT: tl.constexpr = tl.float64 if out_ptr.dtype.element_ty == tl.float64 else tl.float32
     D = D * ALIGN
     tiles = tl.cdiv(D, BLOCK)
     row = (tl.program_id(0) // tiles).to(tl.int64)
     columns = (tl.program_id(0) % tiles).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[None, :]  # [1, BLOCK]
-    inside = columns < D
     i = tl.arange(0, N)  # [N]
-    mine = row_of(tl.load(indices_ptr + i, mask=i < n, other=0), R, masked, MASKED) == row  # [N]; read n indices
-    mine = mine & (i < n)
-    count = tl.sum(mine.to(tl.int32), 0)
+    named = row_of(tl.load(indices_ptr + i, mask=i < n, other=0), R, masked, MASKED)  # read n indices
+    named = tl.where(i < n, named, -1)
+    reach = D
+    if FIRST:
+        own = tl.max(tl.where(i == row, named, -1), 0)
+        earlier = tl.max(((named == own) & (i < row)).to(tl.int32), 0)
+        reach = tl.where((own >= 0) & (earlier == 0), D, 0)
+        row = own
+    mine = named == row
+    count = tl.where(reach > 0, tl.sum(mine.to(tl.int32), 0), 0)
+    acc = tl.zeros([1, BLOCK], FLOAT)
     if count <= 8:
         # Few: take out their numbers one after another, each the least above the one before; the loads follow together.
-        acc = tl.zeros([1, BLOCK], FLOAT)
         last = tl.full([], -1, tl.int32)
         for _ in range(0, count, 4):
             for _u in tl.static_range(4):
                 last = tl.min(tl.where(mine & (i > last), i, N), 0)
                 at = last.to(tl.int64) * stride * ALIGN + columns
                 # A bound, not a mask of one element: Triton 3.9 interprets no load under a mask that is made of one.
-                reach = tl.where(last < N, D, 0)
-                acc += tl.load(updates_ptr + at, mask=columns < reach, other=0.0).to(FLOAT)  # read nD
+                within = tl.where(last < N, D, 0)
+                acc += tl.load(updates_ptr + at, mask=columns < within, other=0.0).to(FLOAT)  # read nD
     else:
-        # Many: the first of each group, then the next of each, so that as many loads as groups are under way.
-        j = tl.arange(0, GROUPS)[:, None] * (N // GROUPS) + tl.arange(0, N // GROUPS)[None, :]  # [GROUPS, N / GROUPS]
-        named = row_of(tl.load(indices_ptr + j, mask=j < n, other=0), R, masked, MASKED)
-        sums = tl.zeros([GROUPS, BLOCK], FLOAT)
-        following = tl.min(tl.where((named == row) & (j < n), j, N), 1)  # [GROUPS]
-        while tl.min(following, 0) < N:
-            at = (following.to(tl.int64) * stride * ALIGN)[:, None] + columns
-            live = (following < N)[:, None] & inside
-            sums += tl.load(updates_ptr + at, mask=live, other=0.0).to(FLOAT)  # [GROUPS, BLOCK]
-            following = tl.min(tl.where((named == row) & (j < n) & (j > following[:, None]), j, N), 1)
+        # Many: all updates are gone through, and those of this row are loaded.
+        sums = tl.zeros([GROUP, BLOCK], FLOAT)
+        for first in range(0, n, 4 * GROUP):
+            for u in tl.static_range(4):
+                j = first + u * GROUP + tl.arange(0, GROUP)[:, None]  # [GROUP, 1]
+                theirs = row_of(tl.load(indices_ptr + j, mask=j < n, other=0), R, masked, MASKED)
+                live = (theirs == row) & (j < n) & (columns < D)
+                sums += tl.load(updates_ptr + j.to(tl.int64) * stride * ALIGN + columns, mask=live, other=0.0).to(FLOAT)
         acc = tl.sum(sums, 0)[None, :]
-    tl.store(out_ptr + row * D + columns, acc, mask=inside)  # write RD
+    if LATE:
+        tl.extra.cuda.gdc_wait()  # for the zeros
+    tl.store(out_ptr + row * D + columns, acc, mask=columns < reach)  # write RD, or up to nD
 
 
 @triton.jit
@@ -194,7 +204,7 @@ STRATEGIES = ("atomic", "sorted", "owner")
 
 # What grouping costs, on an H200, in bytes of float32 updates that are added meanwhile: for each update, and for all.
 _GROUPING = 576
-_GROUPED = {"sorted": 14 * 2**20, "owner": 48 * 2**20}
+_GROUPED = {"sorted": 14 * 2**20, "owner": 96 * 2**20}
 
 # Bytes of zeros that are written beside the sort by counting.
 _BESIDE = 2**26
@@ -218,46 +228,50 @@ def _scatter_nd_plan(
     # The interpreter's cost is programs times operations, whatever their size: it takes larger tiles, and comes to
     # every kernel with fewer updates, so that tests need not have many.
     interpreted = capability is None
-    few, many = (64, 256) if interpreted else (512, 4096)
+    few, many = (16, 256) if interpreted else (64, 4096)
     # One launch for small work, where launches are the cost: each program reads all indices itself.
-    small = n <= few and R <= 512
-    # Launches and L2 are what counts below this, memory above.
-    cached = R * D * size <= 2**24
+    small = R <= 512 and (n <= few or (n <= min(512, 2 * R) and R * D <= 2**17))
+    # Launches and L2 are what counts below this, memory above. Half types are added up in float32.
+    cached = R * D * max(size, 4) <= 2**24
     if strategy is None:
         if deterministic:
             strategy = "sorted"
-        elif small:
+        elif small and (size < 4 or n <= 16 or n > few):
             strategy = "owner"
         else:
-            # Rows with updates are few: the sort is short, and what they take is done beside the zeros of the others.
-            strategy = "sorted" if n <= many and (cached or n <= R // 4) else "owner"
+            # Few updates are sorted by comparing each with each.
+            strategy = "sorted" if n <= many else "owner"
             # Additions move some bytes a nanosecond less than loads do. What is to be saved by grouping must first be
-            # earned: its launches, and about as much for each update as half a kilobyte of additions takes. And in a
-            # small output, which stays in L2 between its zeros and its additions, nothing is to be saved.
-            if size >= 4 and (cached or n * (D * size - _GROUPING) <= _GROUPED[strategy]):
-                strategy = "atomic"
-    find = {"atomic": "", "sorted": "count" if n <= many else "sort", "owner": "scan" if small else "lists"}[strategy]
+            # earned: its launches, and about as much for each update as half a kilobyte of additions takes. In a small
+            # output, which stays in L2 between its zeros and its additions, it takes many updates until grouping pays.
+            if cached:
+                alike = size >= 4 or (n > few and R * D <= (2**20 if n <= many else 2**22))
+                atomic = alike and n * D <= (2**26 if size >= 4 else 2**25)
+            else:
+                atomic = size >= 4 and n > few and n * (D * size - _GROUPING) <= _GROUPED[strategy]
+            strategy = "atomic" if atomic else strategy
+    first = "first" if n <= few else "count" if n <= many else "sort"
+    find = {"atomic": "", "sorted": first, "owner": "scan" if small else "lists"}[strategy]
     # Tuned on an H200: bytes of a row that a program takes, updates whose loads are under way together, updates of one
-    # row that one program adds up, tiles of rows, warps; bytes of zeros that a program writes.
-    if find == "scan":
-        width, together, chunk, steps, warps, zeros = (2048, 32, 0, 1, 4, 16384)
-        together = together if n > 64 else 2
+    # row that one program adds up, tiles of rows, warps; bytes of zeros that a program writes. Few programs start
+    # quickly; where memory counts, small ones in the order of addresses fill faster.
+    zeros = 16384 if R * D * size <= 2**26 else 4096
+    if find in ("scan", "first"):
+        width, together, chunk, steps, warps = (2048, 16, 0, 1, 4)
     elif find == "":
-        # Few programs start quickly; where memory counts, small ones in the order of addresses fill faster.
-        width, together, chunk, steps, warps, zeros = (2048, 1, 0, 1, 4, 16384) if cached else (8192, 1, 0, 1, 4, 4096)
+        width, together, chunk, steps, warps = (2048 if cached else 8192, 1, 0, 1, 4)
     elif find == "count":
-        together, zeros = (2, 16384) if cached else (8, 4096)
-        width, chunk, steps, warps = (4096, 32, 1, 8 if cached or size >= 4 else 4)
+        width, together, chunk, steps, warps = (2048, 8, 16, 1, 4)
     else:
-        width, together, chunk, steps, warps, zeros = (4096, 4, 128, 4, 4, 16384)
-        chunk = chunk if n <= 2**17 else 512  # about the root of n balances the pieces: updates of one, sums of all
+        width, together, steps, warps, zeros = (4096, 4, 4, 4, 16384)
+        chunk = 2 ** max(4, math.isqrt(n).bit_length() - 3)  # balances the pieces: updates of one, sums of all
     if interpreted:
-        width, together, chunk, steps, warps, zeros = (65536, 2, 8 if n <= few else 32, 2, 1, 2**18)
+        width, together, chunk, steps, warps, zeros = (65536, 2, 8 if n <= 64 else 32, 2, 1, 2**18)
     block = min(triton.next_power_of_2(D), width // size)
     # Narrow rows share a tile.
     tall = triton.next_power_of_2(max(1, R if find in ("sort", "lists") else n))
     tile = 16384 if interpreted else 512 if find == "" and cached else 1024
-    rows = 1 if find == "scan" else max(1, min(tile // block, tall))
+    rows = 1 if find in ("scan", "first") else max(1, min(tile // block, tall))
     # Zeros beside the sort, as many as outlast it. All of them where rows are narrow or odd: to ask whether a row has
     # updates pays where the answer is worth a program's tile, written in pieces of 16 bytes.
     wide = D * size >= zeros and D * size % 16 == 0
@@ -271,6 +285,16 @@ _REDUCTIONS = ("none", "add", "mul", "max", "min")
 _plan = functools.lru_cache(maxsize=4096)(_scatter_nd_plan)
 
 
+def _launch_zeros(out: Tensor, size: int, plan: Plan) -> dict[str, bool]:
+    """Zeros; returns how the next kernel is launched, which waits for them where it needs them."""
+    programs = triton.cdiv(size, plan.fill)
+    # Each program signals; where there are many, that costs more than it saves.
+    early = overlapping(out.device) if programs <= 4096 else {}
+    warps = 8 if plan.fill >= 4096 else 4
+    launch(scatter_nd_fill, (programs,), out, size, BLOCK=plan.fill, EARLY=bool(early), num_warps=warps)
+    return early
+
+
 def _launch_atomic(
     out: Tensor, sums: Tensor, indices: Tensor, updates: Tensor, sizes: tuple[int, int, int], masked: int | None,
     plan: Plan,
@@ -282,7 +306,9 @@ def _launch_atomic(
     grid = (programs,)
     # Each program signals; where there are many, that costs more than it saves.
     early = overlapping(out.device) if programs <= 4096 else {}
-    launch(fill, grid, sums, R * D, BLOCK=plan.fill, EARLY=bool(early), num_warps=8 if plan.fill >= 4096 else 4)
+    launch(
+        scatter_nd_fill, grid, sums, R * D, BLOCK=plan.fill, EARLY=bool(early), num_warps=8 if plan.fill >= 4096 else 4
+    )
     launch(
         _scatter_nd_atomic, (triton.cdiv(n, plan.rows) * triton.cdiv(D, plan.block),),
         sums, indices, updates, R, D // align, n, stride // align, masked or 0,
@@ -290,20 +316,22 @@ def _launch_atomic(
         num_warps=plan.warps, **early,
     )  # fmt: skip
     if sums is not out:
-        launch(_scatter_nd_round, grid, out, sums, R * D, BLOCK=plan.fill)
+        launch(_scatter_nd_round, (triton.cdiv(R * D, plan.fill),), out, sums, R * D, BLOCK=plan.fill)
 
 
 def _launch_scan(
     out: Tensor, indices: Tensor, updates: Tensor, sizes: tuple[int, int, int], masked: int | None, plan: Plan
 ) -> None:  # fmt: skip
-    """The owner in one launch."""
+    """The owner in one launch; or zeros, and the rows that updates name."""
     R, D, n = sizes
     stride, align = steps_of(updates, D)
-    N = max(plan.together, triton.next_power_of_2(n))
+    first = plan.find == "first"
+    early = _launch_zeros(out, R * D, plan) if first else {}
     launch(
-        _scatter_nd_scan, (R * triton.cdiv(D, plan.block),),
+        _scatter_nd_scan, ((n if first else R) * triton.cdiv(D, plan.block),),
         out, indices, updates, R, D // align, n, stride // align, masked or 0,
-        MASKED=masked is not None, ALIGN=align, N=N, BLOCK=plan.block, GROUPS=plan.together, num_warps=plan.warps,
+        MASKED=masked is not None, ALIGN=align, N=triton.next_power_of_2(n), BLOCK=plan.block, GROUP=plan.together,
+        FIRST=first, LATE=bool(early), num_warps=plan.warps, **early,
     )  # fmt: skip
 
 
@@ -378,7 +406,7 @@ def _scatter_into(
         sums = out if accumulated(dtype) == dtype else empty(shape, torch.float32, device)
         _launch_atomic(out, sums, indices, updates, sizes, masked, plan)
         return
-    if plan.find == "scan":
+    if plan.find in ("scan", "first"):
         _launch_scan(out, indices, updates, sizes, masked, plan)
         return
     pieces = 2 * (n // plan.chunk + 1)
@@ -390,7 +418,7 @@ def _scatter_into(
         launch_segments(out, indices, updates, parts, counters, order, keys, spans, sizes, masked, plan)
         return
     if plan.find == "sort":
-        launch(fill, (triton.cdiv(2 * (R + 1), 4096),), spans, 2 * (R + 1), BLOCK=4096)
+        launch(scatter_nd_fill, (triton.cdiv(2 * (R + 1), 4096),), spans, 2 * (R + 1), BLOCK=4096)
         keys, order = apply(torch.sort, indices, stable=True)
     else:
         keys, order = empty((2, n), whole, device)
