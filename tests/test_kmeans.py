@@ -470,7 +470,7 @@ OTHERS = [
 
 def by(plan, points, centres):
     labels = torch.full((len(points),), 77, device=points.device)
-    module._launched(labels, points.contiguous(), centres, plan)
+    module._launched(labels, points.T.contiguous().T if plan.how == "library" else points, centres, plan)
     return labels
 
 
@@ -493,6 +493,14 @@ def test_however_centres_are_shared_out_the_lowest_of_equals_wins_and_nan_is_nea
     points[3, 2], points[4], centres[[0, 7, 24], 1] = math.nan, math.inf, math.nan
     want = nearest(points, torch.where(centres.isnan(), 1e18, centres))
     assert torch.equal(by(plan, points, centres), want) and want[3] == want[4] == 0
+
+
+def test_of_centres_equally_near_but_for_rounding_the_lowest_wins(device):
+    """Each point lies halfway between two centres, exactly; products of float64 round to one side or the other."""
+    rng = generator(5, device)
+    points, way = ((torch.randn(30, 12, generator=rng, device=device).double() * m).round() for m in (2.0**35, 2.0**30))
+    centres = torch.stack([points + way, points - way], 1).flatten(0, 1)
+    assert by(Plan("library", 4, 32), points, centres).tolist() == [*range(0, 60, 2)]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device with room")

@@ -432,7 +432,7 @@ def test_the_card_draws_what_it_says():
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("n", [40, 64, 300])
+@pytest.mark.parametrize("n", [16, 40, 64, 300])
 def test_a_row_of_any_length_among_others(n, strategy, device):
     """On both sides of a multiple of all chunks, wherever it begins; of more rows than one program makes spans of."""
     R = 3000 if n == 300 else 12

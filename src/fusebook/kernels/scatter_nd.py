@@ -204,7 +204,7 @@ STRATEGIES = ("atomic", "sorted", "owner")
 
 # What grouping costs, on an H200, in bytes of float32 updates that are added meanwhile: for each update, and for all.
 _GROUPING = 576
-_GROUPED = {"sorted": 14 * 2**20, "owner": 96 * 2**20}
+_GROUPED = {"sorted": 14 * 2**20, "owner": 48 * 2**20}
 
 # Bytes of zeros that are written beside the sort by counting.
 _BESIDE = 2**26
@@ -239,8 +239,8 @@ def _scatter_nd_plan(
         elif small and (size < 4 or n <= 16 or n > few):
             strategy = "owner"
         else:
-            # Few updates are sorted by comparing each with each.
-            strategy = "sorted" if n <= many else "owner"
+            # Few updates are sorted by comparing each with each, and what they take is done beside the zeros of others.
+            strategy = "sorted" if n <= many and (cached or n <= max(few, R // 4)) else "owner"
             # Additions move some bytes a nanosecond less than loads do. What is to be saved by grouping must first be
             # earned: its launches, and about as much for each update as half a kilobyte of additions takes. In a small
             # output, which stays in L2 between its zeros and its additions, it takes many updates until grouping pays.
