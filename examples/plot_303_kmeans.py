@@ -49,6 +49,7 @@ from fusebook.kernels._points import _few_steps, _nearest
 from fusebook.kernels.kmeans import (
     _kmeans_candidates,
     _kmeans_differences,
+    _kmeans_some,
     _screened,
 )
 from fusebook.page import (
@@ -257,6 +258,26 @@ Source(_kmeans_differences, doc=False)
 # only their distances are computed by differences.
 
 Source(_kmeans_candidates, doc=False)
+
+# %%
+# Few points
+# ~~~~~~~~~~
+#
+# All kernels so far give a program its own points, and let it go through all
+# centres. A dozen points and thousands of centres are one program, and all
+# other multiprocessors look on. There the centres are shared out, too. A program
+# finds the nearest of its centres and notes how near that is, and a second
+# kernel compares what the programs found.
+
+Source(_kmeans_some, doc=False)
+
+# %%
+# In between, with points enough for a library's matrix product and too few or
+# too wide ones for the kernels above, the library's product is taken. Where
+# tensor cores multiply float64, as on data centre GPUs, that is as fast as
+# float32 is without tensor cores. Then nothing is lost that matters: in doubt
+# are only points between two centres that are equally near. A table of costs
+# in the plan, measured on one GPU, chooses.
 
 # %%
 # Is it right?

@@ -184,8 +184,8 @@ def _kmeans_few(
 class Plan(NamedTuple):
     """How labels are found.
 
-    ``few`` coordinates in registers, ``each`` of few centres in turn, a ``tile`` of all centres that screens, a
-    ``product`` of many that does, or ``differences``.
+    ``few`` coordinates in registers, ``each`` of few centres in turn, ``some`` of the centres a program, a ``tile`` of
+    all centres that screens, a ``product`` of many that does, that of a ``library``, or ``differences``.
     """
 
     how: str
@@ -193,7 +193,7 @@ class Plan(NamedTuple):
     block_k: int = 1  # centres a tile
     chunk: int = 1  # coordinates a tile
     few: int = 0  # centres unrolled, 0 for a loop
-    steps: int = 1  # blocks of points a program
+    steps: int = 1  # blocks of points, or tiles of centres, a program
     stages: int = 1
     warps: int = 4
     precision: str = ""  # of the product

@@ -9,12 +9,14 @@ may share the pass. The chain of separate operations writes nkd differences and 
 least is to read nd and to write n labels.
 
 Few coordinates: a point lives in registers, and its distances are sums of squared differences. Few centres: each has
-sums of its own in registers, while the coordinates of a point pass by. More of both: the distances are a matrix
-product, since ``|x - c|**2 = |x|**2 - 2 x.c + |c|**2``, which is fast on tensor cores and loses digits twice: in what
-they round, and where large terms cancel. So the product only *screens*: a point whose best two candidates are closer to
-each other than the product's error can tell apart is put on a list, and the points of that list are compared again by
-differences. Labels are those of differences in either way. Up to 128 centres are one tile of the product: a point is
-read once, and who is in doubt is compared with the candidates alone.
+sums of its own in registers, while the coordinates of a point pass by. Few points, or few of them for so many centres:
+programs share out the centres, too, and a second kernel compares what they found. More of all: the distances are a
+matrix product, since ``|x - c|**2 = |x|**2 - 2 x.c + |c|**2``, which is fast on tensor cores and loses digits twice: in
+what they round, and where large terms cancel. So the product only *screens*: a point whose best two candidates are
+closer to each other than the product's error can tell apart is put on a list, and the points of that list are compared
+again by differences. Labels are those of differences in either way. Up to 128 centres are one tile of the product: a
+point is read once, and who is in doubt is compared with the candidates alone. Where tensor cores multiply float64, and
+neither points nor centres are few, the product is torch's in float64, which leaves hardly anybody in doubt.
 
 Limits: points and centres that are not contiguous are copied first.
 """
@@ -1066,11 +1068,14 @@ def kmeans_assign(
 
     Notes
     -----
-    Up to eight coordinates or sixteen centres, and in float64, distances are sums of squared differences. With more, a
-    matrix product on tensor cores sorts out the points whose nearest centre is beyond doubt; the others are compared by
-    differences, with up to 128 centres only to those that the product could not tell apart. So the labels do not depend
-    on how far from the origin the points lie, but the time does: where clusters are much farther from each other than
-    they are wide, more points are in doubt.
+    Where there are few coordinates, centres or points, distances are sums of squared differences. With more, a matrix
+    product sorts out the points whose nearest centre is beyond doubt; the others are compared by differences, and where
+    centres are at most 128 or the product is float64, only with those that it could not tell apart. So the labels do
+    not depend on how far from the origin the points lie, but the time may: where clusters are much farther from each
+    other than they are wide, a product in TF32 leaves more points in doubt.
+
+    Which of these is taken depends on all sizes, and so may the label of a point that is as far from two centres but
+    for rounding. Under torch.use_deterministic_algorithms(True) it does not depend on the number of points.
 
     Points and centres that are not contiguous are copied first. Labels have no gradient.
 

@@ -16,8 +16,9 @@ hundred terms. Limits: the output is contiguous; reductions other than ``add`` a
 Three strategies. *Atomic*: zeros, then atomic additions, in the order that the hardware takes. *Sorted*: the updates
 are put in the order of their rows, and each stretch of one row is added up in the order of their numbers: the same bits
 in every run. Up to some thousand updates the sort is hidden behind the first zeros, and the rows with updates are added
-up while the other rows are still being filled. *Owner*: updates are grouped by row with integer atomics (or, where they
-are few, each row looks through all indices), and one kernel writes each row of the output exactly once, zeros included.
+up while the other rows are still being filled; some dozen updates each look for the others of their row. *Owner*:
+updates are grouped by row with integer atomics (or, where they are few, each row looks through all indices), and one
+kernel writes each row of the output exactly once, zeros included.
 """
 
 from __future__ import annotations
@@ -655,8 +656,8 @@ def scatter_nd_of_shape(
     *atomic* writes zeros and adds to them, in the order that the hardware takes. *sorted* gives the same bits in every
     run, and is what torch.use_deterministic_algorithms(True) chooses. *owner* groups the updates by row without
     sorting them, or, where they are few, lets every row look through all indices; it writes each row of the output
-    exactly once, zeros included. Unless one is asked for, an output that stays in the L2 cache is atomic (owner where
-    there are few updates, or in half precision), one of which few rows have updates is sorted, and others are owner.
+    exactly once, zeros included. Unless one is asked for, an output that stays in the L2 cache is atomic (owner or
+    sorted where there are few updates), one of which few rows have updates is sorted, and others are owner.
 
     Differentiable in `updates`, any number of times; works under torch.compile and in CUDA graphs.
 

@@ -116,7 +116,7 @@ def specs(types: Sequence[str]) -> Iterator[Spec]:
             for cached, early in ((0, ""), (1, "EARLY")):
                 block = (16384 if cached else 4096) // size
                 yield Spec(
-                    "FILL", type_, False, cached, block, scatter, "fill",
+                    "FILL", type_, False, cached, block, grouped, "scatter_nd_fill",
                     {"out_ptr": f"*{triton_type}", "SIZE": "i64"}, {"BLOCK": block}, 8 if block >= 4096 else 4,
                     early=early,
                 )  # fmt: skip
@@ -138,11 +138,11 @@ def specs(types: Sequence[str]) -> Iterator[Spec]:
             )  # fmt: skip
         for aligned in (True, False):
             align = 16 // size if aligned else 1
-            for n, groups in ((64, 2), (_CONSTANTS["SCAN_MOST"], 32)):
+            for n in (64, _CONSTANTS["SCAN_MOST"]):
                 yield Spec(
                     "SCAN", type_, aligned, n, 2048 // size, scatter, "_scatter_nd_scan",
                     {"out_ptr": pointer, "indices_ptr": "*i64", "updates_ptr": pointer} | sizes,
-                    {"MASKED": True, "ALIGN": align, "N": n, "BLOCK": 2048 // size, "GROUPS": groups}, 4,
+                    {"MASKED": True, "ALIGN": align, "N": n, "BLOCK": 2048 // size, "GROUP": 16, "FIRST": False}, 4,
                 )  # fmt: skip
             # Narrow rows share a tile; wide ones are cut into tiles.
             for block, rows in ((128, 4), (2048 // size, 1), (8192 // size, 1)):
