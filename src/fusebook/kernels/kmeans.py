@@ -652,7 +652,7 @@ def _loose(precision: str, d: int) -> float:
     return 2.0**-10 + 2.0**-22 + sums if precision == "tf32" else 3 * 2.0**-20 + 3 * sums
 
 
-#: Bytes of float64 that points and products may take.
+#: Bytes of float64 that points and their products take at a time.
 _ROOM = 2**31
 
 #: GPUs whose tensor cores multiply float64 about as fast as others multiply float32.
@@ -682,19 +682,24 @@ def _library_plan(n: int, d: int, k: int, size: int) -> tuple[float, Plan]:
     """How torch's product is searched, and about how long both take."""
     block_k = max(32, min(1024, triton.next_power_of_2(k)))
     moved = n * d * (8 + size) + 16 * n * k
-    return 14 + moved / 3.5e6 + 2 * n * d * k / 45e6, Plan("library", max(1, min(64, 4096 // block_k)), block_k)
+    us = 30 + 0.003 * n + moved / 3.5e6 + max(0.03 * d, n * d * k / 20e6)
+    return us, Plan("library", max(1, min(64, 4096 // block_k)), block_k)
 
 
 def _microseconds(how: str, n: int, d: int, k: int, size: int) -> float:
-    """About how long the other plans take on an H200: they go through all centres in every program."""
+    """About how long the other plans take on an H200: in all of them a program goes through all centres."""
+    align = math.gcd(16 // size, d)  # coordinates that are loaded at once
+    whole = align * size == 16
     if how == "few":
         return 5 + max(0 if k * d <= 32 else k * (0.005 + 0.027 * d), n * d * k / 5.5e6)
     if how == "each":
-        return 5 + max(0.4 * d * size / 512, n * d * size / 2.5e6)
+        return 5 + 0.15 * k + max(0.4 * d / (32 * align), n * d * size / (2.5e6 if whole else 0.8e6))
     if how == "tile":
         return 20 + n * d * size / 2e6 + n * d * k / 20e6
+    if how == "product" and d <= 128:
+        return 1.7 * (25 + 0.035 * k + n * d * k / 60e6)
     if how == "product":
-        return 30 + k * triton.cdiv(d, 128) / 10 + n * d * k / (40e6 if d <= 128 else 8e6)
+        return 1.5 * (30 + k * d / 1600 * max(1, n / 17000) * (1 if whole else 6))
     return 15 + k * d / 800 + n * d * k / 1.7e6
 
 
@@ -723,7 +728,7 @@ def _kmeans_plan(
         how = how or ("tile" if k <= _TILE else "product")
         if n is not None and capability is not None:
             found = [(_microseconds(how, n, d, k, dtype.itemsize), None), _some_plan(n, d, k)]
-            if capability in _DOUBLES and 8 * n * (d + k) <= _ROOM:
+            if capability in _DOUBLES:
                 found.append(_library_plan(n, d, k, dtype.itemsize))
             _, plan = min(found, key=lambda choice: choice[0])
             if plan is not None:
@@ -738,7 +743,7 @@ def _kmeans_plan(
         # points at once as there are registers for sums. Over many pieces, the next ones are fetched ahead.
         chunk = min(32 * align, triton.next_power_of_2(d))
         block = (8 if align > 1 or k > 8 else 16) * (32 * align // chunk)
-        stages, warps = (1, 4) if d <= 3 * chunk else (3, 2)
+        stages, warps = (1, 4) if d <= chunk else (3, 4) if d <= 3 * chunk else (3, 2)
         return Plan(how, block, chunk=chunk, stages=stages, warps=warps)
     if how == "differences":
         if capability is None:
@@ -837,6 +842,11 @@ def _launch_candidates(
 def _launch_library(labels: Tensor, points: Tensor, centres: Tensor, plan: Plan) -> None:
     """The nearest by a product of torch's in float64; by differences where it cannot tell."""
     (n, d), k = points.shape, len(centres)
+    most = max(1, _ROOM // (8 * (d + k)))
+    if n > most:
+        for first in range(0, n, most):
+            _launch_library(labels[first : first + most], points[first : first + most], centres, plan)
+        return
     device, double = points.device, torch.float64
     whole = torch.int32 if n < 2**31 else torch.int64
     doubtful, count, candidates, squares, norms = _memory(
@@ -958,6 +968,8 @@ def assign_into(labels: Tensor, points: Tensor, centres: Tensor, label_dtype: to
     plan = _plan(n, d, k, points.dtype, labels.element_size(), gpu(points.device)[0])
     if plan.how != "library":  # which takes any strides
         points, centres = contiguous(points), contiguous(centres)
+        if plan.how in ("each", "tile", "product") and points.data_ptr() % 16:  # to load single numbers takes longer
+            points = apply(Tensor.clone, points)
     _launched(labels, points, centres, plan)
 
 
