@@ -265,9 +265,9 @@ Source(_kmeans_candidates, doc=False)
 #
 # All kernels so far give a program its own points, and let it go through all
 # centres. A dozen points and thousands of centres are one program, and all
-# other multiprocessors look on. There the centres are shared out, too. A program
-# finds the nearest of its centres and notes how near that is, and a second
-# kernel compares what the programs found.
+# other multiprocessors look on. There the centres are shared out, too. A
+# program finds the nearest of its centres and notes how near that is, and a
+# second kernel compares what the programs found.
 
 Source(_kmeans_some, doc=False)
 
