@@ -451,8 +451,8 @@ table(by_step, "A product, by the counters of the GPU", fold=False)
 sectors = by_step["sectors a load"]
 claims(
     claim(
-        "In CUDA C with an element a thread a load asks for 4 sectors, in the "
-        "library's kernel for 16.",
+        "In CUDA C, with one element per thread, a load asks for 4 sectors; "
+        "in the library's kernel it asks for 16.",
         pd.concat(
             [
                 sectors.filter(items=["CUDA C"]).eq(4),
@@ -649,8 +649,8 @@ claims(
     claim("Every step gives PyTorch's product.", stairs["right"]),
     say(
         "Step two takes {short:.2f} times the library's time with 512 numbers "
-        "a program, {long:.2f} times with 4096; a row a program by strides "
-        "takes {strided:.2f} times.",
+        "per program, {long:.2f} times with 4096; one row per program, by "
+        "strides, takes {strided:.2f} times.",
         short=stairs.loc["step two, 512 a program", "us"]
         / stairs.loc["the library", "us"],
         long=stairs.loc["step two, 4096 a program", "us"]

@@ -426,7 +426,7 @@ by_kernel = pd.DataFrame(
     }
 ).set_index([seen["step"], seen["kernel"]])
 by_kernel.attrs.update(seen.attrs)
-table(by_kernel, "By the counters of the GPU, a row a kernel", fold=False)
+table(by_kernel, "By the counters of the GPU: one row per kernel", fold=False)
 
 # %%
 read = by_kernel["read, MN"].groupby("step", sort=False).sum()

@@ -83,7 +83,7 @@ table(summary, "Shares of roof and copy by operator and way, cold")
 # Under the roofline
 # ------------------
 #
-# A panel a family. Each point is one size: its arithmetic per byte of the
+# One panel per family. Each point is one size: its arithmetic per byte of the
 # least traffic, and the arithmetic that was done a second, by our kernel and
 # by the best other way.
 
