@@ -1,9 +1,12 @@
 """Problems that nobody chose: the law they are drawn by, and that a wrong result, a cut and an edit do not pass."""
 
+import contextlib
 import math
+import multiprocessing
 import pathlib
 import random
 import sys
+import types
 from collections import Counter
 
 import pandas as pd
@@ -254,6 +257,39 @@ def test_processes_take_problems_in_turn_and_one_that_fails_is_told(capsys):
     ]
     told = capsys.readouterr().err
     assert "KeyError" in told and "N=7" in told
+
+
+class Narrow:
+    """A process of a device with room for one problem beside nothing: it runs out of memory at less than all of it."""
+
+    asked, busy = [], set()
+
+    def __init__(self):
+        self.pipe, self.other = multiprocessing.Pipe()
+        self.process = types.SimpleNamespace(kill=lambda: None, is_alive=lambda: True, join=lambda _: None)
+
+    def asks(self, job, repeat, share):
+        self.asked.append((job[1]["N"], share))
+        assert not self.busy, "there was no room for another"
+        self.busy.add(job[1]["N"])
+        self.other.send(None)
+        self.other.send([{"status": "ok" if share == 1 or job[1]["N"] == 5 else "out of memory"}])
+
+    def told(self):
+        found = self.pipe.recv()
+        if found is not None:
+            self.busy.clear()
+        return found
+
+
+def test_what_has_no_room_beside_others_comes_again_alone(monkeypatch):
+    monkeypatch.setattr(explore, "_Worker", Narrow)
+    monkeypatch.setattr(explore, "_share", lambda job: 0.6)
+    monkeypatch.setattr(explore, "_stopped", lambda workers: contextlib.nullcontext())
+    jobs = [(OPS["double"], {"N": n}, ()) for n in (4, 5, 6)]
+    found = list(explore._in_turn(jobs, 3, 1, math.inf))
+    assert found == [(1, [{"status": "ok"}]), (0, [{"status": "ok"}]), (2, [{"status": "ok"}])]
+    assert Narrow.asked == [(4, 0.6), (5, 0.6), (6, 0.6), (4, 1.0), (6, 1.0)]
 
 
 def test_another_seed_begins_anew(op, gpu, tmp_path):

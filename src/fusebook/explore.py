@@ -3,7 +3,8 @@
 An operator's card draws problems that people have (`Op.draw`), without a thought of how ours are computed. Each is
 checked, and a wrong result of ours ends the run with the line of Python that shows it again. Then all that a user would
 pick is timed, in turn: on the device after a flush of the cache, and on the host. As many processes as there are cores
-compile and check a problem each; then they are timed one after another.
+compile and check a problem each, as many at once as the device has memory for; then they are timed one after another.
+A problem for which there was not enough memory beside others comes once more at the end, alone.
 
 ``records/<gpu>/explored/<op>.csv`` grows with every problem, and a run that was cut off goes on where it ended. Each of
 its rows ends in a digest of itself and of all before it, so that an edited file is refused.
@@ -14,6 +15,7 @@ Seeds 0 to 99 are there to tune by. What is recorded has a seed from 100 up, whi
 from __future__ import annotations
 
 import argparse
+import collections
 import contextlib
 import csv
 import datetime
@@ -30,6 +32,7 @@ import re
 import signal
 import sys
 import time
+import types
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -84,6 +87,9 @@ _ON_HOST = ("NumPy", "torch on the CPU")
 _NOTICED = 0.25
 # Seconds after which a process that is timing is not awaited, and in which the device does what was asked of it.
 _AT_MOST, _DRAINED = 60, 0.05
+# Bytes that a small problem takes, and those beside for each number that is read or written; the part of the device's
+# memory that a process takes for itself.
+_LEAST, _HELD, _CONTEXT = 2**30, 24, 0.006
 
 
 class Wrong(Exception):
@@ -364,7 +370,7 @@ def _work(pipe: Connection) -> None:
 
     settings.compile_threads = 1  # there are as many of these processes as cores; torch would add as many to each
     while True:
-        name, dims, variants, repeat = pipe.recv()
+        name, dims, variants, repeat, share = pipe.recv()
         found: list[dict[str, Any]] | Wrong | RuntimeError
         ready: list[None] = []
 
@@ -374,6 +380,8 @@ def _work(pipe: Connection) -> None:
             pipe.recv()
 
         try:
+            if _gpu():
+                torch.cuda.set_per_process_memory_fraction(share)
             op = OPS[name]
             found = _explored(op, dims, {v: op.variants[v] for v in variants}, repeat, not _gpu(), turn)
         except Wrong as wrong:
@@ -391,16 +399,20 @@ class _Worker:
     """A process that does one problem after another."""
 
     def __init__(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        # Forked from a process that has imported everything: sixteen that import at once take most of a minute.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["fusebook._forked"])
+        os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # a look for a GPU that can still be forked
         self.pipe, other = context.Pipe()
         self.process = context.Process(target=_work, args=(other,), daemon=True)
-        self.process.start()
+        with _no_main():
+            self.process.start()
         other.close()
 
-    def asks(self, job: _Job, repeat: int) -> None:
-        """Give it a problem."""
+    def asks(self, job: _Job, repeat: int, share: float) -> None:
+        """Give it a problem, and that share of the device's memory."""
         op, dims, variants = job
-        self.pipe.send((op.name, dims, variants, repeat))
+        self.pipe.send((op.name, dims, variants, repeat, share))
 
     def told(self) -> Any:
         """What it sends; RuntimeError where it does not, or has ended."""
@@ -409,7 +421,36 @@ class _Worker:
                 return self.pipe.recv()
         except (EOFError, OSError):
             return RuntimeError("a process has ended")
+        self.process.kill()
         return RuntimeError("a process took too long")
+
+
+@contextlib.contextmanager
+def _no_main() -> Iterator[None]:
+    """A process that starts here does not run the program again that started it: a page has no guard against that."""
+    main, sys.modules["__main__"] = sys.modules["__main__"], types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+
+
+def _share(job: _Job) -> float:
+    """Which part of the device's memory checking a problem may take: the reference holds it in float64 a few times."""
+    if not _gpu():
+        return 0.0
+    op, dims, _ = job
+    kind, _, sizes = _split(dims)
+    cost = op.cost(kind.itemsize, **sizes)
+    needed = _LEAST + _HELD * (cost.read + cost.write) / kind.itemsize
+    return min(1.0, needed / torch.cuda.get_device_properties(0).total_memory)
+
+
+def _short(found: Any) -> bool:
+    """Whether there was not enough memory for a problem, or for a way to compute it."""
+    if isinstance(found, RuntimeError):
+        return "out of memory" in str(found)
+    return isinstance(found, list) and any(row["status"] == "out of memory" for row in found)
 
 
 def _in_turn(
@@ -417,40 +458,48 @@ def _in_turn(
 ) -> Iterator[tuple[int, list[dict[str, Any]] | Wrong]]:
     """What is found at each problem, by its number.
 
-    Processes compile and check, a problem each at the same time. One that is ready is timed at once, while the others
-    are stopped, so that nothing else is on the device.
+    Processes compile and check, a problem each at the same time, in the order of the problems and as memory allows. One
+    that is ready is timed at once, while the others are stopped, so that nothing else is on the device.
     """
-    team = {i: _Worker() for i in range(min(workers, len(jobs)))}  # by the number of its problem
-    waiting = iter(range(len(team), len(jobs)))
-    for i, worker in team.items():
-        worker.asks(jobs[i], repeat)
+    shares = [_share(job) for job in jobs]
+    waiting, alone = collections.deque(range(len(jobs))), collections.deque[int]()
+    idle = [_Worker() for _ in range(min(workers, len(jobs)))]
+    team: dict[int, _Worker] = {}  # by the number of its problem
     bar = tqdm(total=len(jobs), desc="explore", disable=None, leave=False)
     try:
-        while team and time.monotonic() < until:
+        while (team or waiting or alone) and time.monotonic() < until:
+            while idle and waiting and sum(shares[i] for i in team) + shares[waiting[0]] <= 1 - _CONTEXT * workers:
+                team[i := waiting.popleft()] = idle.pop()
+                team[i].asks(jobs[i], repeat, shares[i])
+            if not team:  # what is left takes all that there is
+                i = (waiting or alone).popleft()
+                shares[i] = 1.0
+                team[i] = idle.pop()
+                team[i].asks(jobs[i], repeat, shares[i])
             pipes = {worker.pipe: i for i, worker in team.items()}
             for pipe in wait(list(pipes), max(0.0, min(until - time.monotonic(), 1.0))):
                 i = pipes[pipe]  # type: ignore[index]
-                worker, failed = team.pop(i), False
+                worker = team.pop(i)
                 if (found := worker.told()) is None:
-                    with _stopped(team.values()):
+                    with _stopped([*team.values(), *idle]):
                         worker.pipe.send(None)
                         found = worker.told()
-                if isinstance(found, RuntimeError):
+                failed = isinstance(found, RuntimeError)
+                if shares[i] < 1 and _short(found):
+                    alone.append(i)
+                elif failed:
                     print(f"{found}\n{_line(jobs[i][0], jobs[i][1])}", file=sys.stderr, flush=True)
-                    worker.process.join(1)
-                    failed = not worker.process.is_alive()
                 else:
                     yield i, found
-                bar.update()
-                following = next(waiting, None)
-                if failed or following is None:
-                    worker.process.kill()
-                if following is not None:
-                    team[following] = _Worker() if failed else worker
-                    team[following].asks(jobs[following], repeat)
+                    bar.update()
+                if failed:
+                    worker.process.join(1)
+                if failed and not worker.process.is_alive():
+                    worker = _Worker()
+                idle.append(worker)
     finally:
         bar.close()
-        for worker in team.values():
+        for worker in [*team.values(), *idle]:
             worker.process.kill()
 
 
@@ -952,4 +1001,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    from fusebook import explore as itself  # whose functions other processes find by their names
+
+    raise SystemExit(itself.main())
