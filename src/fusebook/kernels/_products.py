@@ -281,7 +281,7 @@ def _gemm_plan(
             if torchs * _filled(M, N // halves, plan, multiprocessors) / noted < 1 - _WITHIN:
                 return Plan("torch")
         return plan
-    if strategy is None and M * N >= 2**21 and (math == "float32" or (math, layout) == ("tf32", "any")):
+    if strategy is None and (math == "float32" or (M * N >= 2**21 and (math, layout) == ("tf32", "any"))):
         return Plan("torch")  # without tensor cores, or fed by pointers, ours is no match for torch's
     # Not tuned: at most 96 KiB of shared memory. A step of K that is 128 bytes wide fills whole lines of the cache.
     bk = 64 if math == "half" else 32

@@ -91,14 +91,26 @@ def put(y_ptr, y, inner, low, high, VEC: tl.constexpr):
             tl.store(y_ptr + inner, y, mask=own & ((inner < begin) | (inner >= end)))
 
 
+@triton.jit
+def again(x, zero, ANEW: tl.constexpr):
+    """Numbers in float32. ANEW, of half types: converted again, not held meanwhile in twice the registers.
+
+    `zero` is always zero, but the compiler cannot know.
+    """
+    if ANEW:
+        x = (x.to(tl.int16, bitcast=True) ^ zero).to(x.dtype, bitcast=True)
+    return x.to(tl.float32)
+
+
 # Several programs share a row: each takes a part of it, and leaves what it found there on a board, one word a part, for
 # the others to read. A word is zero until it is written, and never zero afterwards, so that nobody reads half of one.
 #
-# All programs of a row run at once, or nearly so, and the words of the others come soon. But nothing promises that: a
-# GPU may start programs in any order, and be busy with something else. So nobody waits for ever. A program that has
-# looked TRIES times finds out for itself what is missing, by the very steps of the program that did not come, and so to
-# the same bits. Whatever the order of the programs, each of them ends, and each comes to the same result. (Interpreted
-# programs run one after another: there the first of each row does this.)
+# All programs of a row run at once, or nearly so, and the words of the others come soon. Of a gradient as many programs
+# as the GPU runs at once go from row to row, and leave the word of the next row before they finish one. But nothing
+# promises that: a GPU may start programs in any order, and be busy with something else. So nobody waits for ever. A
+# program that has looked TRIES times finds out for itself what is missing, by the very steps of the program that did
+# not come, and so to the same bits. Whatever the order of the programs, each of them ends, and each comes to the same
+# result. (Interpreted programs run one after another: there the first of each row does this.)
 
 
 @triton.jit
@@ -215,15 +227,11 @@ def softmax_plan(
         block, warps = tile_of(n, size, tensors)
         chunks = triton.cdiv(n + vector - 1, block)
         return Plan("whole", {"VEC": vector, "BLOCK": block, "CHUNKS": chunks}, outer * inner, warps)
-    elif n <= {2: 32768, 4: 32768, 8: 16384 // tensors}[size]:
+    elif n <= {2: 32768, 4: 32768 if tensors == 1 else 24576, 8: 16384 // tensors}[size]:
         # float32 rows of 128 KiB still fit: they leave room for one program of 32 warps, which is enough.
         block, warps = tile_of(n, size, tensors)
         rows = max(1, (1024 if size == 2 else 512) // triton.next_power_of_2(n))
-    elif (
-        # A gradient's aligned rows of half types are as fast read twice.
-        (size == 4 or (size == 2 and (tensors == 1 or n % 8)))
-        and (plan := _shared_plan(sizes, size, capability, processors, vector, tensors))
-    ):
+    elif size < 8 and (plan := _shared_plan(sizes, size, capability, processors, vector, tensors)):
         return plan
     else:
         # The second pass finds in L2 what is left there of the first: the larger the tile, the fewer rows at once.
@@ -269,24 +277,24 @@ def _shared_plan(
     The width alone decides how a row is cut: so a row's result is the same, bit for bit, however many rows there are.
     """
     outer, inner, n = sizes
-    # Small parts start and end quickly, large ones are few: both count where all parts of a row meet.
-    block, warps, registers = (4096, 4, 64) if n <= 2**18 else (8192, 8, 64)
-    if tensors == 2:
-        if size == 4:
-            warps *= 2  # two numbers in place of one
-        else:
-            registers = 80
+    # About half of a thread's registers hold numbers. Left to itself, the compiler takes more, and fewer parts at once
+    # are under way. Small parts start and end quickly, large ones are few: both count where all parts of a row meet.
+    if tensors == 1:
+        block, warps, registers = (4096, 4, 64) if n <= 2**18 else (8192, 8, 64)
+    else:
+        block, warps, registers = 2048, 4, 96 if size == 2 else 128
+    resident = processors * (65536 // (32 * warps * registers))
     if capability is None:
         # The interpreter's cost is programs times operations: few large parts, and of few rows only.
         if outer * inner > 8:
             return None
-        block = 16384
+        block, resident = 16384, 2 * processors
     # Parts are whole lines of 128 bytes, and a row may lie across one vector more than it fills.
     line = 128 // size
-    reach = n + vector - 1
+    reach = n if tensors == 2 and n % vector == 0 else n + vector - 1
     span = triton.cdiv(triton.cdiv(reach, triton.cdiv(reach, block)), line) * line
     parts = triton.cdiv(reach, span)
-    if parts > 2 * processors:
+    if parts > (2 * processors if tensors == 1 else resident):
         return None
     constants = {
         "VEC": vector,
@@ -294,9 +302,8 @@ def _shared_plan(
         "LANES": max(32 * warps, triton.next_power_of_2(parts)),
         "TRIES": 0 if capability is None else 4096,  # some milliseconds
     }
-    # About half of a thread's registers hold numbers. Left to itself, the compiler takes more, and fewer parts at once
-    # are under way.
-    return Plan("shared", constants, outer * inner * parts, warps, span, parts, registers)
+    rows = outer * inner if tensors == 1 else min(outer * inner, resident // parts)
+    return Plan("shared", constants, rows * parts, warps, span, parts, registers)
 
 
 def tile_of(n: int, size: int, tensors: int) -> tuple[int, int]:
@@ -431,14 +438,15 @@ def launch_rows(
     elif plan.kernel == "whole":
         launch(kernel, grid, out, *ins, *sizes, *strides, maxnreg=plan.registers, **constants)
     elif plan.kernel == "shared":
-        # A word of zeros for each program; rows are read while the zeros are written.
-        early = overlapping(out.device)
-        board = empty(grid, word, out.device)
+        # A word of zeros for each part of a row; the first rows are read while the zeros are written.
+        rows, early = out.numel() // out.shape[dim], overlapping(out.device)
+        words = rows * plan.parts
+        board = empty((words,), word, out.device)
         block = 16384 // word.itemsize
-        zeros = (triton.cdiv(plan.programs, block),)
-        launch(fill, zeros, board, plan.programs, BLOCK=block, EARLY=bool(early), num_warps=8)
+        launch(fill, (triton.cdiv(words, block),), board, words, BLOCK=block, EARLY=bool(early), num_warps=8)
+        turns = (rows,) if len(ins) == 2 else ()  # programs of a gradient go from row to row
         launch(
-            kernel, grid, out, *ins, board, *sizes, *strides, plan.span // plan.constants["VEC"], plan.parts,
+            kernel, grid, out, *ins, board, *turns, *sizes, *strides, plan.span // plan.constants["VEC"], plan.parts,
             LATE=bool(early), maxnreg=plan.registers, **constants, **early,
         )  # fmt: skip
     else:

@@ -14,9 +14,9 @@ A row of up to 128 KiB in float32, 104 KiB and more in half types and 64 KiB in 
 registers of one program between its load and its store. A wider one is shared by several programs: each holds a part of
 it, and they tell one another what they found there. So it is read once, too.
 
-Limits: a row of float64 of more than 128 KiB, a wide row whose numbers do not lie side by side, and in half types the
-gradient of a wide row of whole 16-byte vectors are read twice: once to find the maximum and the sum in one pass, once
-to divide. Where there are fewer such rows than the GPU has room for, several programs share a row.
+Limits: a row of float64 of more than 128 KiB and a wide row whose numbers do not lie side by side are read twice: once
+to find the maximum and the sum in one pass, once to divide. Where there are fewer such rows than the GPU has room for,
+several programs share a row.
 """
 
 # Device code grows tuples of tiles; mypy sees a tuple of another length as another type.
@@ -33,6 +33,7 @@ from torch import Tensor
 
 from ._operator import Operator
 from ._rows import (
+    again,
     alike,
     batched,
     begin_of,
@@ -323,14 +324,6 @@ def _taken(x_ptr, at, inner, low, high, OTHER: tl.constexpr, VEC: tl.constexpr):
 
 
 @triton.jit
-def _again(x, zero, ANEW: tl.constexpr):
-    """Half-precision numbers in float32; ANEW: converted again, not held meanwhile in twice the registers."""
-    if ANEW:
-        x = (x.to(tl.int16, bitcast=True) ^ zero).to(x.dtype, bitcast=True)
-    return x.to(tl.float32)
-
-
-@triton.jit
 def _softmax_whole(
     y_ptr, x_ptr, INNER, N, y_strides, x_strides,
     VEC: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, ANEW: tl.constexpr, OUTERS=None,
@@ -357,13 +350,13 @@ def _softmax_whole(
     zero = (tl.minimum(N, 0) & top.to(tl.int32, bitcast=True)).to(tl.int16)
     totals = tl.zeros([BLOCK], tl.float32)
     for i in tl.static_range(CHUNKS):
-        totals += _exp(_again(chunks[i], zero, ANEW) - top)
+        totals += _exp(again(chunks[i], zero, ANEW) - top)
     total = tl.sum(totals, 0)
     scale = 1 / total
     zero = (tl.minimum(N, 0) & total.to(tl.int32, bitcast=True)).to(tl.int16)
     y_ptr += window(begin_of(outer, inner, OUTERS, y_strides), N, 0, CHUNKS * BLOCK, VEC)[0]
     for i in tl.static_range(CHUNKS):
-        y = _exp(_again(chunks[i], zero, ANEW) - top) * scale
+        y = _exp(again(chunks[i], zero, ANEW) - top) * scale
         if i == 0 or i >= CHUNKS - 2:
             put(y_ptr + i * BLOCK, y, columns, low - i * BLOCK, tl.minimum(high - i * BLOCK, BLOCK), VEC)  # write MN
         else:

@@ -5,8 +5,7 @@ For a row of N elements,
     dx[i] = y[i] * (dy[i] - sum_k y[k] dy[k])
 
 A chain of separate operations reads 6MN + M elements and writes 3MN + M, for M rows; the fused kernel reads 2MN and
-writes MN. Rows are found, cut and shared as those of softmax, see `_rows`. In half types a wide row of whole 16-byte
-vectors is read twice.
+writes MN. Rows are found, cut and shared as those of softmax, see `_rows`.
 """
 
 # Device code grows tuples of tiles; mypy sees a tuple of another length as another type.
@@ -23,6 +22,7 @@ from torch import Tensor
 
 from ._operator import Operator, accumulated, check_alike, check_tensor, contiguous
 from ._rows import (
+    again,
     alike,
     batched,
     begin_of,
@@ -216,11 +216,11 @@ def _softmax_backward_whole(
 
 
 @triton.jit
-def _part_dot(y_ptr, dy_ptr, y_begin, dy_begin, N, part, SPAN, VEC: tl.constexpr, BLOCK: tl.constexpr):
+def _part(y_ptr, dy_ptr, y_begin, dy_begin, N, part, SPAN, there, VEC: tl.constexpr, BLOCK: tl.constexpr):
     """y and dy [BLOCK] of a part of a row, with neighbours' numbers at its ends; the sum of products, as a word."""
     inner = tl.arange(0, BLOCK)
     at, low, high = window(y_begin, N, part * SPAN, SPAN, VEC)
-    inside = inner < (high + VEC - 1) // VEC * VEC
+    inside = inner < tl.where(there, (high + VEC - 1) // VEC * VEC, 0)
     y = tl.load(y_ptr + at + inner, mask=inside, other=0.0)  # [BLOCK]; read MN
     at = window(dy_begin, N, part * SPAN, SPAN, VEC)[0]
     dy = tl.load(dy_ptr + at + inner, mask=inside, other=0.0)  # [BLOCK]; read MN
@@ -232,45 +232,56 @@ def _part_dot(y_ptr, dy_ptr, y_begin, dy_begin, N, part, SPAN, VEC: tl.constexpr
     return y, dy, tl.where(word == 0, -2147483648, word)  # -0.0 in place of 0.0, whose word would be zero
 
 
-@triton.jit
-def _centred_part(dx_ptr, y, dy, words, begin, N, part, SPAN, VEC: tl.constexpr, BLOCK: tl.constexpr):
-    """Store a part of a gradient, by the words of all parts."""
-    dot = tl.sum(words.to(tl.float32, bitcast=True), 0)
-    at, low, high = window(begin, N, part * SPAN, SPAN, VEC)
-    put(dx_ptr + at, y.to(tl.float32) * (dy.to(tl.float32) - dot), tl.arange(0, BLOCK), low, high, VEC)  # write MN
-
-
-@triton.jit
+@triton.jit(do_not_specialize=["ROWS", "INNER", "SPAN", "PARTS"])
 def _softmax_backward_shared(
-    dx_ptr, y_ptr, dy_ptr, board_ptr, INNER, N, y_strides, dy_strides, SPAN, PARTS,
+    dx_ptr, y_ptr, dy_ptr, board_ptr, ROWS, INNER, N, y_strides, dy_strides, SPAN, PARTS,
     VEC: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr, TRIES: tl.constexpr, LATE: tl.constexpr, OUTERS=None,
 ):  # fmt: skip
-    """The gradient of a row of any width by PARTS programs, as `_softmax_shared`: a word is a sum of y dy."""
+    """The gradients of rows of any width, each by PARTS programs, which go from row to row; a word is a sum of y dy.
+
+    While a part of one row is finished, the next one has been read and its word left, and the one behind it is on its
+    way into shared memory: nobody waits for words of others, nor for memory, unless it is the memory's own pace.
+    """
     NOTHING: tl.constexpr = -2147483648  # -0.0
-    row = tl.program_id(0) // PARTS
+    group = tl.program_id(0) // PARTS
+    groups = tl.num_programs(0) // PARTS
     part = tl.program_id(0) % PARTS
-    outer, inner = place_of(row, INNER)
+    SPAN = SPAN * VEC
+    lanes = tl.arange(0, LANES)  # [LANES]
+    outer, inner = place_of(group, INNER)
     y_begin = begin_of(outer, inner, OUTERS, y_strides)
     dy_begin = begin_of(outer, inner, OUTERS, dy_strides)
-    SPAN = SPAN * VEC
-    y, dy, word = _part_dot(y_ptr, dy_ptr, y_begin, dy_begin, N, part, SPAN, VEC, BLOCK)
+    y, dy, word = _part(y_ptr, dy_ptr, y_begin, dy_begin, N, part, SPAN, part >= 0, VEC, BLOCK)
     if LATE:
-        tl.extra.cuda.gdc_wait()  # for the zeros on the board; the row is here already
-    board_ptr += row.to(tl.int64) * PARTS
-    leave(board_ptr + part, word)
-    lanes = tl.arange(0, LANES)  # [LANES]
-    words, missing = words_of(board_ptr, lanes, PARTS, NOTHING, TRIES)
-    if missing == LANES:
-        _centred_part(dx_ptr, y, dy, words, y_begin, N, part, SPAN, VEC, BLOCK)
-    else:
-        while missing < LANES:
-            _, _, word = _part_dot(y_ptr, dy_ptr, y_begin, dy_begin, N, missing, SPAN, VEC, BLOCK)
-            leave(board_ptr + missing, word)
-            words = tl.where(lanes == missing, word, words)
-            missing = missing_of(words, lanes)
-        part += missing - LANES
-        y, dy, _ = _part_dot(y_ptr, dy_ptr, y_begin, dy_begin, N, part, SPAN, VEC, BLOCK)
-        _centred_part(dx_ptr, y, dy, words, y_begin, N, part, SPAN, VEC, BLOCK)
+        tl.extra.cuda.gdc_wait()  # for the zeros on the board; the first row is here already
+    leave(board_ptr + group.to(tl.int64) * PARTS + part, word)
+    for turn in tl.range(0, tl.cdiv(ROWS - group, groups), num_stages=3):
+        row = group + turn * groups
+        there = row + groups < ROWS
+        outer, inner = place_of(row + groups, INNER)
+        next_y_begin = begin_of(outer, inner, OUTERS, y_strides)
+        next_dy_begin = begin_of(outer, inner, OUTERS, dy_strides)
+        next_y, next_dy, next_word = _part(y_ptr, dy_ptr, next_y_begin, next_dy_begin, N, part, SPAN, there, VEC, BLOCK)
+        words = tl.where(lanes == part, word, NOTHING)
+        # Always so. What stands in a branch stays in its order where the compiler fetches for later rows.
+        if PARTS > 1:
+            board = board_ptr + row.to(tl.int64) * PARTS
+            if there:
+                leave(board + groups * PARTS + part, next_word)
+            words, missing = words_of(board, lanes, PARTS, NOTHING, TRIES)
+            while missing < LANES:
+                _y, _dy, found = _part(y_ptr, dy_ptr, y_begin, dy_begin, N, missing, SPAN, part >= 0, VEC, BLOCK)
+                leave(board + missing, found)  # so that others find it
+                words = tl.where(lanes == missing, found, words)
+                missing = missing_of(words, lanes)
+        dot = tl.sum(words.to(tl.float32, bitcast=True), 0)
+        zero = (tl.minimum(N, 0) & dot.to(tl.int32, bitcast=True)).to(tl.int16)
+        HALF: tl.constexpr = y.dtype != tl.float32
+        dx = again(y, zero, HALF) * (again(dy, zero, HALF) - dot)
+        at, low, high = window(y_begin, N, part * SPAN, SPAN, VEC)
+        put(dx_ptr + at, dx, tl.arange(0, BLOCK), low, high, VEC)  # write MN
+        y, dy, word = next_y, next_dy, next_word
+        y_begin, dy_begin = next_y_begin, next_dy_begin
 
 
 _KERNELS = {
