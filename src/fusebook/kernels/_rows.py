@@ -285,7 +285,7 @@ def _shared_plan(
         block, warps, registers = 2048, 4, 96 if size == 2 else 128
     resident = processors * (65536 // (32 * warps * registers))
     if capability is None:
-        # The interpreter's cost is programs times operations: few large parts, and of few rows only.
+        # The interpreter's cost is programs times operations: few large parts, and of few rows only, which take turns.
         if outer * inner > 8:
             return None
         block, resident = 16384, 2 * processors
