@@ -165,7 +165,7 @@ CROSS_ENTROPY = Op(
 # Of hidden states ----------------------------------------------------------------------------------------------------
 
 
-def _make_linear(rng: torch.Generator, dtype: torch.dtype, *, M: int, K: int, N: int) -> tuple[Tensor, ...]:
+def _make_linear(rng: torch.Generator, dtype: torch.dtype, *, M: int, K: int, N: int) -> tuple[Any, ...]:
     # Logits of a few units: rounded to a half type, larger ones would change probabilities by more than is told apart.
     # No hidden state is negative: in the gradient of a class that is no target, they would cancel.
     scale = 2.0 ** -round(math.log2(max(1, K)) / 2)
