@@ -336,14 +336,18 @@ def test_usual_mistakes_are_caught(device):
 
 
 @needs_cuda
-def test_a_captured_step_has_gradients_of_its_own_and_counts():
+@pytest.mark.parametrize("moved", [False, True])
+def test_a_captured_step_counts_and_copies_only_where_gradients_are_of_its_own(moved):
     ps, gs, ms, vs = model("cuda")
-    want = by_torch(ps, [gs, *[[2 * g for g in gs]] * 3])
+    factor = 2 if moved else 1
+    want = by_torch(ps, [gs, *[[factor * g for g in gs]] * 3])
     count, graph = torch.zeros((), device="cuda"), torch.cuda.CUDAGraph()
     adamw_step(ps, gs, ms, vs, step=count)
     state = [t.clone() for t in (*ps, *ms, *vs)]
     with torch.cuda.graph(graph):
-        adamw_step(ps, [2 * g for g in gs], ms, vs, step=count)
+        adamw_step(ps, [2 * g for g in gs] if moved else gs, ms, vs, step=count)
+    of, placed = module._captured[-1]
+    assert (placed is of.first) == (not moved)
     adamw_step(ps, gs, ms, vs, step=5)  # what is known of the list is another table
     for t, was in zip((*ps, *ms, *vs), state, strict=True):
         t.copy_(was)
