@@ -233,7 +233,7 @@ warps = pd.DataFrame(
     }
 )
 warps.index.name = "N"
-table(warps, "Warps of a program, by the width of a row, float32", fold=False)
+table(warps, "Warps of a program, by the width of a row, float32", fold=True)
 
 # %%
 # Step two: rows in tiles

@@ -314,7 +314,7 @@ for name, (R, D, n) in shapes.items():
 traffic = pd.DataFrame.from_dict(bytes_moved, orient="index")
 traffic["fusion gives at most"] = traffic["chain, MB"] / traffic["least, MB"]
 predicted = traffic["fusion gives at most"]
-table(traffic, "Traffic in float32, and the prediction", fold=False)
+table(traffic, "Traffic in float32, and the prediction", fold=True)
 
 # %%
 

@@ -926,7 +926,7 @@ budget = {
     "X from memory, once": ours["roof_us"],
 }
 budget = pd.DataFrame({"microseconds": budget})
-table(budget, "A step of 400 x 784", fold=False)
+table(budget, "A step of 400 x 784", fold=True)
 
 # %%
 # How far from the roof?
