@@ -297,7 +297,7 @@ def _explored(
     calls: dict[str, Callable[[], Any]] = {}
     for name in rows:
         with torch.no_grad(), bench._reasons(rows[name]):
-            calls[name] = _checked(op, variants[name], made, yard, rows[name])
+            calls[name] = _right_call(op, variants[name], made, yard, rows[name])
         if rows[name]["status"] == "ok":
             continue
         calls.pop(name, None)
@@ -310,7 +310,7 @@ def _explored(
     return list(rows.values())
 
 
-def _checked(
+def _right_call(
     op: Op, variant: Variant, made: tuple[Any, ...], yard: check.Yardstick, row: dict[str, Any]
 ) -> Callable[[], Any]:
     """The call to time, once its result is right."""

@@ -79,10 +79,6 @@ def _torch(x: Tensor, weight: Tensor) -> Tensor:
     return F.rms_norm(x, weight.shape, weight, _EPS)
 
 
-def _aten(x: Tensor, weight: Tensor) -> Tensor:
-    return torch.ops.aten._fused_rms_norm(x, weight.shape, weight, _EPS)[0]
-
-
 def _liger(x: Tensor, weight: Tensor) -> Tensor:
     from liger_kernel.ops.rms_norm import LigerRMSNormFunction
 

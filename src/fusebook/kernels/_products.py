@@ -494,7 +494,7 @@ def _product(x: Tensor, w: Tensor, out: Tensor, tf32: bool) -> None:
         apply(torch.mm, x, w, out=out)
 
 
-def _checked(name: str, x: Any, weights: Sequence[Any], words: Sequence[str], tf32: Any, strategy: Any) -> bool:
+def _takes_tf32(name: str, x: Any, weights: Sequence[Any], words: Sequence[str], tf32: Any, strategy: Any) -> bool:
     """Validate what both operators take; return whether float32 is multiplied in TF32."""
     if strategy is not None and strategy not in STRATEGIES:
         raise ValueError(

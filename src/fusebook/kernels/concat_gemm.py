@@ -27,7 +27,6 @@ from ._products import (
     _MOST,
     Plan,
     _asked,
-    _checked,
     _ends,
     _fetchable,
     _kind,
@@ -47,6 +46,7 @@ from ._products import (
     _store,
     _sum_of_parts,
     _take_over,
+    _takes_tf32,
     _tiles_of,
     _workspace,
     layout_of,
@@ -328,7 +328,7 @@ def _check(x: Any, weights: Any, tf32: Any, strategy: Any) -> tuple[Tensor, list
         )
     if not weights:
         raise ValueError(f"{name}: expected one weight at least, got none; pass a list of matrices [K, N]")
-    fast = _checked(name, x, weights, [f"weights[{i}]" for i in range(len(weights))], tf32, strategy)
+    fast = _takes_tf32(name, x, weights, [f"weights[{i}]" for i in range(len(weights))], tf32, strategy)
     return x, list(weights), fast, strategy or ""
 
 

@@ -502,7 +502,7 @@ def _launch_fit(
         w, b = into
 
 
-def _checked(name: str, X: Any, y: Any, w: Any, b: Any, lr: Any, l2: Any) -> None:
+def _check(name: str, X: Any, y: Any, w: Any, b: Any, lr: Any, l2: Any) -> None:
     """Validate what can be seen without reading values."""
     check_tensor(name, "X", X)
     check_tensor(name, "y", y)
@@ -558,7 +558,7 @@ def _refuse_other_targets(name: str, y: Tensor) -> None:
 
 
 def _check_step(X: Any, y: Any, w: Any, b: Any, lr: Any, l2: Any, check: bool) -> tuple[Any, ...]:
-    _checked("logistic_step", X, y, w, b, lr, l2)
+    _check("logistic_step", X, y, w, b, lr, l2)
     return X, y, w, b, lr, l2
 
 
@@ -566,7 +566,7 @@ def _check_fit(
     X: Any, y: Any, w: Any, b: Any, lr: Any, l2: Any, check: bool, steps: Any, on_chip: Any
 ) -> tuple[Any, ...]:
     name = "logistic_fit"
-    _checked(name, X, y, w, b, lr, l2)
+    _check(name, X, y, w, b, lr, l2)
     steps = integer(name, "steps", steps, "give how many to take")
     if not 0 <= steps < 2**31:
         raise ValueError(f"{name}: expected steps from 0 to 2**31 - 1, got {steps}; give how many to take")

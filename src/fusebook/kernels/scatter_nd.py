@@ -497,7 +497,7 @@ def _shape_of(name: str, shape: Any) -> tuple[int, ...]:
     return sizes
 
 
-def _checked(name: str, shape: Any, indices: Any, updates: Any, reduction: Any, strategy: Any) -> tuple[int, ...]:
+def _checked_shape(name: str, shape: Any, indices: Any, updates: Any, reduction: Any, strategy: Any) -> tuple[int, ...]:
     """Validate what can be seen without reading values; return the shape."""
     shape = _shape_of(name, shape)
     check_tensor(name, "indices", indices, (torch.int64, torch.int32))
@@ -575,7 +575,7 @@ def _refuse_out_of_range(name: str, shape: tuple[int, ...], indices: Tensor, mas
 def _check(
     name: str, shape: Any, indices: Any, updates: Any, masked: int | None, reduction: str, check: bool, strategy: Any
 ) -> tuple[Any, ...]:  # fmt: skip
-    return _checked(name, shape, indices, updates, reduction, strategy), indices, updates, masked, strategy or ""
+    return _checked_shape(name, shape, indices, updates, reduction, strategy), indices, updates, masked, strategy or ""
 
 
 def _read(

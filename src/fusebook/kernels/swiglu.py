@@ -23,7 +23,6 @@ from ._products import (
     _DTYPES,
     Plan,
     _asked,
-    _checked,
     _fetchable,
     _late,
     _leading,
@@ -38,6 +37,7 @@ from ._products import (
     _store,
     _sum_of_parts,
     _take_over,
+    _takes_tf32,
     _tiles_of,
     _workspace,
     layout_of,
@@ -357,7 +357,7 @@ def _check(
     x: Any, gate: Any, up: Any, bias: Any, tf32: Any, strategy: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, bool, str]:
     name = "swiglu"
-    fast = _checked(name, x, (gate, up), ("gate", "up"), tf32, strategy)
+    fast = _takes_tf32(name, x, (gate, up), ("gate", "up"), tf32, strategy)
     if up.shape != gate.shape:
         raise ValueError(
             f"{name}: expected up of shape {tuple(gate.shape)} as gate has, got {tuple(up.shape)}; slice one of them"

@@ -157,7 +157,7 @@ _capsule.restype = ctypes.py_object
 _capsule.argtypes = [_pointer, ctypes.c_char_p, _pointer]
 
 
-def _tensor(managed: int) -> Tensor:
+def _of_capsule(managed: int) -> Tensor:
     return from_dlpack(_capsule(managed, b"dltensor", None))
 
 
@@ -180,7 +180,7 @@ class _Kernel:
         for i in range(len(op.inputs)):
             managed = inputs[i]
             inputs[i] = None
-            given.append(_tensor(managed) if managed else None)
+            given.append(_of_capsule(managed) if managed else None)
         if device < 0:
             self._launch(given, running)
             return
@@ -225,7 +225,7 @@ class _Kernel:
         managed = _shim().output(running, i, _SIZES[len(shape)](*shape), len(shape))
         if not managed:
             raise _Refused
-        return _tensor(managed)
+        return _of_capsule(managed)
 
 
 class _Refused(Exception):

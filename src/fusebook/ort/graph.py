@@ -208,7 +208,7 @@ class Bound:
         if len(self._given) == len(graph.outputs):
             return dict(self._given)
         values = zip(graph.outputs, self._binding.get_outputs(), strict=True)
-        return {name: self._given[name] if name in self._given else _tensor(value) for name, value in values}
+        return {name: self._given[name] if name in self._given else _over_its_memory(value) for name, value in values}
 
 
 def _onnxruntime() -> Any:
@@ -255,7 +255,7 @@ def _place(name: str, value: Any, graph: Graph, type_: str) -> tuple[str, int, i
     return memory.device.type, memory.device.index or 0, _ELEMENTS[value.dtype], tuple(value.shape), memory.data_ptr()
 
 
-def _tensor(value: Any) -> Tensor:
+def _over_its_memory(value: Any) -> Tensor:
     """What ONNX Runtime allocated, as a tensor over the same memory."""
     tensor = torch.from_dlpack(value)
     return tensor.bool() if value.data_type() == "tensor(bool)" else tensor
