@@ -495,6 +495,12 @@ def test_however_centres_are_shared_out_the_lowest_of_equals_wins_and_nan_is_nea
     assert torch.equal(by(plan, points, centres), want) and want[3] == want[4] == 0
 
 
+def test_points_that_fill_the_memory_are_taken_in_turn(device, monkeypatch):
+    points, centres = drawn("near", device, n=23, d=20, k=40)
+    monkeypatch.setattr(module, "_ROOM", 5 * 8 * 60)
+    assert torch.equal(by(Plan("library", 4, 32), points, centres), nearest(points, centres))
+
+
 def test_of_centres_equally_near_but_for_rounding_the_lowest_wins(device):
     """Each point lies halfway between two centres, exactly; products of float64 round to one side or the other."""
     rng = generator(5, device)
