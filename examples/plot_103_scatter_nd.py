@@ -414,8 +414,10 @@ def step_two(shape, indices, updates):
 # %%
 # Nothing is written twice, and there is one launch. But every program reads
 # every index, and where all updates go to one row, one program does all the
-# work. So the library does this only with few indices. With more, it first
-# brings the updates into the order of their rows.
+# work. So the library does this only with few indices: with a program for each
+# row of a small output; of a large one, with a program for each update, after
+# another kernel has written the zeros. With more indices, it first brings the
+# updates into the order of their rows.
 #
 # Step three: sorted segments
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~
