@@ -478,7 +478,8 @@ def reasons(
         processor's caches hold other things, than in a loop.
     """
     found = losses(alike(df, variant), variant, kind)
-    points = _labelled(df, kind).set_index(["label", "dtype", "variant"]).sort_index()
+    points = timed(_points(df), kind)
+    points = points.assign(label=label(points)).set_index(["label", "dtype", "variant"]).sort_index()
     rows = []
     for point, faster in zip(found.index, found["faster"], strict=True):
         here = points.loc[point]
