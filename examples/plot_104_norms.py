@@ -492,15 +492,17 @@ gain = tables.ratio(large, "eager", "fusebook")
 quick = tables.times(eight)
 claims(
     claim(
-        "Norms of rows of 1.5 to 512 KiB, with a residual and without one, "
-        "run at 96 % of a copy of the same bytes or more; LayerNorm and "
-        "results in eight bits are in the tables.",
-        of_copy >= 0.96,
+        "Rows of 2880 to 8192 numbers, with a residual and without one, run "
+        "at 96 % of a copy of the same bytes or more. Odd rows of 781 and "
+        "rows that several programs share miss that target.",
+        tables.share(tables.where(forward, N=[2880, 4096, 8192]), "fusebook")
+        >= 0.96,
+        of=of_copy,
         fatal=False,
         headline=True,
     ),
     say(
-        "They run at {least:.0%} to {most:.0%} of a copy.",
+        "All sizes together run at {least:.0%} to {most:.0%} of a copy.",
         least=of_copy.min(),
         most=of_copy.max(),
     ),
@@ -513,8 +515,8 @@ claims(
     ),
     claim(
         "RMSNorm is never slower than quack, torch.compile and Liger by more "
-        "than 2 %.",
-        beaten(large, *LIBRARIES) <= 1.02,
+        "than 5 %; the target was 2 %.",
+        beaten(large, *LIBRARIES) <= 1.05,
         fatal=False,
     ),
     claim(
@@ -523,8 +525,9 @@ claims(
         fatal=False,
     ),
     claim(
-        "The gradients, dw and db included, reach 90 % of the roof or more.",
-        of_roof >= 0.9,
+        "The gradients, dw and db included, reach 80 % of the roof or more; "
+        "the target was 90 %.",
+        of_roof >= 0.8,
         fatal=False,
         headline=True,
     ),
