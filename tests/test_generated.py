@@ -144,6 +144,7 @@ def laid(made, how, spare):
 @given(st.sampled_from(sorted(OURS)), seeds, st.integers(0, 8**3 - 1), st.sampled_from([1, 8]))
 @example("scatter_nd_of_shape fusebook sorted", 3, 3, 1)  # updates whose rows are one number further apart
 @example("softmax fusebook", 5, 5, 1)
+@example("linear_cross_entropy fusebook", 0, 48, 8)  # classes that are all the same
 @in_time
 def test_any_problem_in_any_layout_is_right_or_refused(spent, name, seed, how, spare):
     op, variant = OURS[name]
@@ -154,6 +155,8 @@ def test_any_problem_in_any_layout_is_right_or_refused(spent, name, seed, how, s
     if sum(t.numel() for t in pytree.tree_leaves(made) if isinstance(t, torch.Tensor)) > 2**18:
         return
     yard = check.yardstick(op, made)
+    if yard.rounded > 0.25:  # what float32 itself gets wrong, as a gradient that is rightly zero, tells nothing
+        return
     poison(yard.outputs(torch.device(DEVICE)))
     try:
         out = variant.run(*(made if variant.prepare is None else variant.prepare(*made)))
