@@ -327,12 +327,18 @@ eager, graph = each["torch.exp"], each["CUDA graph of 100"]
 brackets, plan = each["kernel[grid]"], each["this page's plan"]
 
 
-def added(way):
-    """What a compiled program costs more than the one without it."""
-    alone = each.get("torch.compile, 2 x + 1", float("nan"))
-    return each.get(way, float("nan")) - alone
-
-
+compiled = []
+if "torch.compile, 2 x + 1" in each:
+    added = each - each["torch.compile, 2 x + 1"]
+    compiled = [
+        say(
+            "Inside torch.compile our operator adds {ours:.1f} us to the "
+            "compiled call; a second kernel of the compiler's own adds "
+            "{own:.1f} us.",
+            ours=added["torch.compile, fusebook.exp(2 x + 1)"],
+            own=added["torch.compile, two kernels of its own"],
+        )
+    ]
 claims(
     say(
         "The device needs {device:.1f} us for it. By brackets the host needs "
@@ -357,12 +363,7 @@ claims(
         "torch.exp.",
         each["fusebook.exp"] <= 2 * eager,
     ),
-    say(
-        "Inside torch.compile our operator adds {ours:.1f} us to the compiled "
-        "call; a second kernel of the compiler's own adds {own:.1f} us.",
-        ours=added("torch.compile, fusebook.exp(2 x + 1)"),
-        own=added("torch.compile, two kernels of its own"),
-    ),
+    *compiled,
     claim(
         "torch.library.custom_op adds more than twice as much to the brackets "
         "as Library.impl.",
@@ -456,29 +457,36 @@ table(parts, "Parts of a planned call, the best of nine loops", fold=False)
 
 # %%
 of = parts.set_index("part")["us"]
+library = []
+if "fusebook.exp" in of:
+    library = [
+        say(
+            "The library's way takes {ours:.1f} us, torch.exp {torch:.1f} us: "
+            "guards take {guards:.1f} us instead of the key and the lookup, "
+            "and the function of C {launch:.1f} us instead of Triton's "
+            "launcher.",
+            ours=of["fusebook.exp"],
+            torch=of["torch.exp"],
+            guards=of["guards instead of both"],
+            launch=of["the function of C in it"],
+        )
+    ]
 claims(
     say(
         "Of the {whole:.1f} us of the whole call, Triton's launcher and the "
         "driver behind it take {run:.1f} us, the memory of the result "
         "{memory:.1f} us, the key and the lookup {key:.1f} us, and the "
-        "current stream {stream:.1f} us. Asked for by torch.cuda, which makes "
-        "an object of it, the stream alone takes {object:.1f} us.",
+        "current stream {stream:.1f} us{how}; each is measured alone.",
         whole=of["the whole call"],
         run=of["Triton's launcher and the driver"],
         key=of["the key"] + of["the lookup"],
         memory=of["torch.empty_like"],
         stream=of["the current stream"],
-        object=of.get("the same, by torch.cuda"),
+        how=""
+        if "the same, by torch.cuda" in of
+        else ", asked for by torch.cuda, which makes an object of it",
     ),
-    say(
-        "The library's way takes {ours:.1f} us, torch.exp {torch:.1f} us: "
-        "guards take {guards:.1f} us instead of the key and the lookup, and "
-        "the function of C {launch:.1f} us instead of Triton's launcher.",
-        ours=of.get("fusebook.exp"),
-        torch=of.get("torch.exp"),
-        guards=of.get("guards instead of both"),
-        launch=of.get("the function of C in it"),
-    ),
+    *library,
     claim(
         "Making the key and looking it up takes less time than the launch "
         "that is found.",
