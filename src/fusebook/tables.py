@@ -479,7 +479,8 @@ def reasons(
     """
     found = losses(alike(df, variant), variant, kind)
     points = timed(_points(df), kind)
-    points = points.assign(label=label(points) if len(points) else "").set_index(["label", "dtype", "variant"]).sort_index()
+    points = points.assign(label=label(points) if len(points) else "")
+    points = points.set_index(["label", "dtype", "variant"]).sort_index()
     rows = []
     for point, faster in zip(found.index, found["faster"], strict=True):
         here = points.loc[point]
