@@ -133,6 +133,12 @@ def test_choices_name_every_way_within_two_percent(df):
     assert set(small["take"]) == {"torch"}  # whose host is the quickest
 
 
+def test_nobody_wins_unopposed_by_a_clock_that_ours_has_no_time_of(df):
+    unclocked = df.copy()
+    unclocked.loc[df["variant"].eq("fusebook"), "host_us"] = float("nan")
+    assert verdicts.choices(SOFTMAX, unclocked).empty and len(verdicts.choices(SOFTMAX, unclocked, "cold"))
+
+
 def test_shares_of_the_roof_leave_out_what_memory_does_not_bind(df):
     part = verdicts.shares(SOFTMAX, df)
     bound = df[df["zone"].isin(["memory", "compute"])].drop_duplicates(["dtype", "M", "N"])
