@@ -89,6 +89,12 @@ def test_ours_is_what_a_caller_gets_where_a_launcher_chooses(df, factor):
     assert found.least == pytest.approx(least) and found.most == pytest.approx(most)
 
 
+def test_the_device_answers_where_the_caller_was_not_timed(df):
+    callers = [column for column in df if column.startswith(("host_us", "call_us"))]
+    assert verdicts.verdict(SOFTMAX, df.assign(**dict.fromkeys(callers, float("nan")))).word == "yes, on the device"
+    assert not verdicts.verdict(SOFTMAX, df).word.endswith("device")
+
+
 def test_two_percent_are_a_tie(df):
     even = verdicts.verdict(SOFTMAX, scaled(df, "fusebook", 1.2 / 1.01 * 1.015)).torch["cold"]
     assert (even.wins, even.losses) == (0, 0)

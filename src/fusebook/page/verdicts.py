@@ -142,7 +142,8 @@ class Verdict:
     word : str
         Whether to write the kernel: ``yes``, ``yes, from a size on``, ``yes, but not in float32``, ``yes at most
         sizes``, ``no gain``, ``no``, ``it depends`` or ``not measured``. What the caller pays decides, against torch
-        and torch.compile: yes means faster at more than half of the points and slower at none.
+        and torch.compile: yes means faster at more than half of the points and slower at none. Where only the device's
+        clock was recorded, that decides, and the word ends in ``, on the device``.
     library : str
         The library that beats ours for the caller at more points than it loses, if one does.
     """
@@ -192,7 +193,9 @@ def verdict(op: Op, frame: pd.DataFrame) -> Verdict:
         torch,
         {kind: _standing(tables.behind(libraries, kind=kind)) for kind in CLOCKS},
         start,
-        _word(torch["paid"], behind["paid"], start),
+        _word(torch["paid"], behind["paid"], start)
+        if torch["paid"].points or not torch["cold"].points
+        else _word(torch["cold"], behind["cold"], None) + ", on the device",
         _library(op, frame),
     )
 
