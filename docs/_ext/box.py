@@ -65,7 +65,7 @@ def decisive(name, frames):
 
 
 def of(op, frame):
-    """What results say about one operator, as plain values."""
+    """What results say about one operator, as plain values; by the device's clock where the caller was not timed."""
     from fusebook import tables
     from fusebook.page import verdicts
 
@@ -74,16 +74,18 @@ def of(op, frame):
     verdict = verdicts.verdict(op, frame)
     tables_ = {kind: verdicts.choices(op, frame, kind) for kind in ("cold", "paid")}
     used = {kind: verdicts.uses(table).to_dict("index") for kind, table in tables_.items()}
-    every = tables_["paid"].join(tables_["cold"][["take"]].rename(columns={"take": "take cold"}))
-    shown = tables.pretty(every[[*NAMES, "take", "take cold"]])
+    paid, cold = tables_["paid"], tables_["cold"]
+    every = paid.reindex(cold.index.append(paid.index.difference(cold.index))).assign(**{"take cold": cold["take"]})
+    takes = ["take", "take cold"]
+    shown = tables.pretty(every.assign(**every[takes].fillna("not measured"))[[*NAMES, *takes]])
     names = dict.fromkeys(v for v in frame["variant"] if verdicts.group(op, v) == "libraries")
-    caller = verdict.torch["paid"]
+    decides = verdict.torch["paid"] if verdict.torch["paid"].points else verdict.torch["cold"]
     return {
         "op": op.name,
         "word": front.word(verdict),
         "kind": verdict.word.split(",")[0].split()[0],
-        "range": caller.range,
-        "median": caller.median if caller.points else None,
+        "range": decides.range,
+        "median": decides.median if decides.points else None,
         "libraries": list(names),
         "uses": used,
         "sizes": [[*index, *row] for index, row in zip(shown.index, shown.to_numpy().tolist(), strict=True)],
