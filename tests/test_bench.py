@@ -42,6 +42,20 @@ def test_an_honest_variant_is_timed():
     assert found["score"] <= found["limit"]
 
 
+def test_sizes_that_were_read_from_a_table_are_python_s_own():
+    """What a table reads are numbers of NumPy, for which torch.compile breaks its graph and runs what is eager."""
+    kinds = set()
+    card = toy()
+
+    def made(rng, dtype, **dims):
+        kinds.update(type(size) for size in dims.values())
+        return card.make(rng, dtype, **dims)
+
+    read = pd.DataFrame([{"label": "16", "M": 16, "N": 16}]).iloc[0]
+    run(dataclasses.replace(card, make=made), config=[("16", {"M": read["M"], "N": read["N"]})])
+    assert kinds == {int}
+
+
 def test_a_cached_output_is_caught():
     seen = {}
 

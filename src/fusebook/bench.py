@@ -503,6 +503,8 @@ def run(
             raise ValueError(f"{op.name}: extra variant {name!r} has the name of one that the card has; choose another")
         chosen[name] = Variant(function, needs=())
     asked = points(op, config) if isinstance(config, str) else list(config)
+    # Sizes that a table was read for are NumPy's, which torch.compile takes for tensors: it would time what is eager.
+    asked = [(label, {k: getattr(v, "item", lambda v=v: v)() for k, v in dims.items()}) for label, dims in asked]
     sweep = [(label, dims, _sparse(op, label, dims)) for label, dims in asked]
     names = dtypes(dtype)
     on = machine or (machines.here() if torch.cuda.is_available() else None)
