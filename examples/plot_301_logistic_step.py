@@ -1031,8 +1031,9 @@ claims(
         ours["warm_us"] <= eager["warm_us"] / 2,
     ),
     claim(
-        "A step on the chip takes at most 5 microseconds.",
+        "A step on the chip takes {on_chip:.2f} us; the target was five.",
         on_chip <= 5,
+        on_chip=on_chip,
     ),
     claim(
         "A fused step of a million rows of 784 reaches 85 % of the roof of "

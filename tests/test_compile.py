@@ -35,6 +35,7 @@ def test_every_launcher_compiles_on_every_edge(task, compiled):
     assert len(points) == len(variants) * len(op.edges)
     errors = [f"{p['variant']} {p['dims']}: {p['error'][:500]}" for p in points if "error" in p]
     assert not errors, "\n".join(errors)
-    # An edge that launches nothing has nothing to compute or is refused with its reason; otherwise nothing was tested.
-    empty = [p for p in points if not p["launched"] and "refused" not in p]
+    # An edge that launches nothing has nothing to compute, is refused with its reason, or is left to a library by the
+    # launcher, and compiled under another variant; otherwise nothing was tested.
+    empty = [p for p in points if not p["launched"] and "refused" not in p and "(chosen)" not in p["variant"]]
     assert all(0 in p["dims"].values() for p in empty), empty
