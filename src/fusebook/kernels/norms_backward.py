@@ -329,7 +329,7 @@ def norm_backward_plan(
         return Plan({"STAGES": stages, "ROWS": together, "BLOCK": block}, groups, 1, n, warps, 128)
     # All parts of a row run at once, or they would wait for those that have no place.
     least = triton.next_power_of_2(triton.cdiv(n, 4 * processors))
-    parts, span = parts_of(n, size, max(4096 // size, least) if capability is not None else 16384)
+    parts, span = parts_of(n, size, max(4096 // size, least) if capability is not None else 16384 // size)
     groups = max(1, min(rows, 4 * processors // parts))
     # As many lanes as threads or more: so each word is loaded by one thread.
     constants = {"STAGES": 4, "BLOCK": triton.next_power_of_2(span), "LANES": max(128, triton.next_power_of_2(parts))}
