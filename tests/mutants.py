@@ -38,7 +38,18 @@ KEPT = ROOT / "build" / "mutants.json"
 TABLE = ROOT / "build" / "mutants.csv"
 SHOWN = ROOT / "docs" / "mutants.csv"
 SECONDS = 150  # tests that take longer hang, which is seen
-COPIED = ("src", "tests", "docs", "examples", "conf.py", "noxfile.py", "pyproject.toml", "README.md", "Makefile")
+COPIED = (
+    "src",
+    "tests",
+    "docs",
+    "examples",
+    "conf.py",
+    "CITATION.cff",
+    "noxfile.py",
+    "pyproject.toml",
+    "README.md",
+    "Makefile",
+)
 
 
 @dataclass(frozen=True)

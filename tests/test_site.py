@@ -133,7 +133,7 @@ def test_the_next_page_starts_afresh():
 @pytest.fixture
 def book(tmp_path):
     """A site of two pages with this repository's settings."""
-    for name in ("conf.py", "docs", "src"):
+    for name in ("conf.py", "CITATION.cff", "docs", "src"):
         source = ROOT / name
         # Not what this checkout has built: whether a page runs again hangs on what is there.
         ignore = shutil.ignore_patterns("auto_examples", "auto_downloads", "__pycache__")

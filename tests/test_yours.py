@@ -327,7 +327,7 @@ downloads(df, "both")
 @pytest.mark.slow
 def test_the_site_shows_both_side_by_side_in_tabs_that_follow_each_other(tmp_path):
     pytest.importorskip("sphinx_gallery")
-    for name in ("conf.py", "docs", "src"):
+    for name in ("conf.py", "CITATION.cff", "docs", "src"):
         ignore = shutil.ignore_patterns("auto_examples", "auto_downloads", "__pycache__", "*.rst")
         if (ROOT / name).is_dir():
             shutil.copytree(ROOT / name, tmp_path / name, ignore=ignore)
