@@ -250,19 +250,22 @@ def main(argv):
             record.keep_superseded(before, out / slug)
 
     pending, single = Queue(gpus, BUILD, joined), [page for page in pages if needs(page) == 1]
-    due, whole = ("due ", "due") if args.due else ("", None)
+
+    def part(*words):
+        return " ".join([*(["due"] if args.due else []), *words]) or None
+
     if len(gpus) == 1:
-        took = pending.run(single, FUSEBOOK_PART=whole)
+        took = pending.run(single, FUSEBOOK_PART=part())
     else:
         known = _seconds(out / slug)
-        took = pending.run([page for page in single if page.stem in known], FUSEBOOK_PART=f"{due}device")
+        took = pending.run([page for page in single if page.stem in known], FUSEBOOK_PART=part("device"))
         alone, one = [page for page in took if _has_more(page)], Queue(gpus[:1], BUILD, joined)
-        for page, more in one.run(alone, FUSEBOOK_PART=f"{due}host").items():
+        for page, more in one.run(alone, FUSEBOOK_PART=part("host")).items():
             took[page] = None if more is None or took[page] is None else took[page] + more
-        took |= one.run([page for page in single if page not in took], FUSEBOOK_PART=whole)
+        took |= one.run([page for page in single if page not in took], FUSEBOOK_PART=part())
     for page in [page for page in pages if page not in took]:
         those = GPU(",".join(gpu.id for gpu in gpus[: needs(page)]), gpus[0].name)
-        took |= Queue([those], BUILD, joined).run([page], FUSEBOOK_PART=whole)
+        took |= Queue([those], BUILD, joined).run([page], FUSEBOOK_PART=part())
     failed = [page.stem for page, seconds in took.items() if seconds is None]
     kept = out / slug / "seconds.json"
     now = {page.stem: round(s, 1) for page, s in took.items() if s is not None}

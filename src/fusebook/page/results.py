@@ -303,7 +303,7 @@ def results(
     if _place.live():
         folder = os.environ.get("FUSEBOOK_RECORD")
         asked = config if folder else live or config
-        if _part() == "host" or _due():
+        if not {"host", "due"}.isdisjoint(_part()):
             with contextlib.suppress(record.RecordError, record.Missing):  # the device's part of it is recorded
                 frame = record.select(record.read(op, machine.here().slug, machine.RECORDS), op, config, dtype)
                 frame = frame if variants is None else tables.where(frame, variant=list(variants))
@@ -334,9 +334,9 @@ def _record_again(op: Op, frame: pd.DataFrame, warmup: int, repeat: int) -> None
     """
     dims = [c for c in frame if c not in ("op", "config", "variant", "dtype", "stale", *bench.COLUMNS)]
     at = ["dtype", "config", *dims]
-    old = frame["stale"].ne("") & _due()
+    old = frame["stale"].ne("") & ("due" in _part())
     lacking = old.groupby([frame[c] for c in at], dropna=False).transform("any")
-    if _part() != "device":
+    if "device" not in _part():
         lacking |= frame["status"].eq("ok") & frame["call_us"].isna()
     asked: dict[tuple[str, ...], list[tuple[str, Dims]]] = {}  # points by dtype and variants, which are timed together
     for _, rows in frame[lacking].groupby(at, sort=False):
@@ -350,20 +350,17 @@ def _record_again(op: Op, frame: pd.DataFrame, warmup: int, repeat: int) -> None
 
 def _run(op: Op, **how: Any) -> pd.DataFrame:
     """What `fusebook.bench.run` measures; beside others by the device's clocks, with the caller's that were known."""
-    if _part() != "device":
+    if "device" not in _part():
         return bench.run(op, **how)
     return record.with_callers_clocks(bench.run(op, **how, clocks=("cold", "warm")))
 
 
-def _part() -> str:
-    """Which part of a record is taken: ``device``, while other GPUs of the host work too, ``host``, or all of it."""
-    words = os.environ.get("FUSEBOOK_PART", "").split()
-    return next((part for part in ("device", "host") if part in words and os.environ.get("FUSEBOOK_RECORD")), "")
+def _part() -> list[str]:
+    """Which part of a record is taken: ``device``, while other GPUs of the host work too, or ``host``; else all of it.
 
-
-def _due() -> bool:
-    """Whether only what is missing or stale is recorded."""
-    return "due" in os.environ.get("FUSEBOOK_PART", "").split() and bool(os.environ.get("FUSEBOOK_RECORD"))
+    With ``due``, of that part what is missing or stale.
+    """
+    return os.environ.get("FUSEBOOK_PART", "").split() if os.environ.get("FUSEBOOK_RECORD") else []
 
 
 def _nothing(what: str, command: str, *, excused: bool = False) -> NoReturn:
@@ -423,11 +420,11 @@ def measured(
         Where there is neither a GPU nor a record.
     """
     record_name = f"pages/{name}"
-    other = _part() == ("host" if by_device else "device")  # recorded in the other part, and perhaps already
+    other = ("host" if by_device else "device") in _part()  # recorded in the other part, and perhaps already
     there = []
-    if other or _due():
+    if other or "due" in _part():
         there = [p for p in [machine.RECORDS / machine.here().slug] if _has(p, record_name)]
-    if _due() and not other:
+    if "due" in _part() and not other:
         then = [record.read(record_name, place.name, place.parent).attrs["origin"].function for place in there]
         there = there if then == [launches.digest(function)] else []
     if live and not torch.cuda.is_available():
