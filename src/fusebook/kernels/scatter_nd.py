@@ -303,13 +303,7 @@ def _launch_atomic(
     """Zeros and atomic additions; `sums` is `out` itself, or float32 memory of its size for half types."""
     R, D, n = sizes
     stride, align = steps_of(updates, D)
-    programs = triton.cdiv(R * D, plan.fill)
-    grid = (programs,)
-    # Each program signals; where there are many, that costs more than it saves.
-    early = overlapping(out.device) if programs <= 4096 else {}
-    launch(
-        scatter_nd_fill, grid, sums, R * D, BLOCK=plan.fill, EARLY=bool(early), num_warps=8 if plan.fill >= 4096 else 4
-    )
+    early = _launch_zeros(sums, R * D, plan)
     launch(
         _scatter_nd_atomic, (triton.cdiv(n, plan.rows) * triton.cdiv(D, plan.block),),
         sums, indices, updates, R, D // align, n, stride // align, masked or 0,
