@@ -399,7 +399,7 @@ class _Worker:
     """A process that does one problem after another."""
 
     def __init__(self) -> None:
-        # Forked from a process that has imported everything: sixteen that import at once take most of a minute.
+        # Forked from a process that has imported everything: as many as there are cores import slowly at once.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["fusebook._forked"])
         os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # a look for a GPU that can still be forked
