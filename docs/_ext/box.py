@@ -79,7 +79,7 @@ def of(op, frame):
     takes = ["take", "take cold"]
     shown = tables.pretty(every.assign(**every[takes].fillna("not measured"))[[*NAMES, *takes]])
     names = dict.fromkeys(v for v in frame["variant"] if verdicts.group(op, v) == "libraries")
-    decides = verdict.torch["paid"] if verdict.torch["paid"].points else verdict.torch["cold"]
+    decides = verdict.torch[verdict.decides]
     return {
         "op": op.name,
         "word": front.word(verdict),

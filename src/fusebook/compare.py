@@ -81,8 +81,7 @@ def points(name: str, mine: pathlib.Path, theirs: pathlib.Path, *, variant: str,
     for place in (mine, theirs):
         frame = tables.timed(record._load(place / f"{name}.csv", name)[0], clock)
         frame = frame[frame["variant"] == variant]
-        frame = frame.assign(label=tables.label(frame) if len(frame) else "")
-        sides.append(frame.set_index(["label", "dtype"]))
+        sides.append(frame.assign(label=tables.label(frame)).set_index(["label", "dtype"]))
     both = sides[0].merge(sides[1], left_index=True, right_index=True, suffixes=(" mine", " theirs"))
     both = both.sort_values("roof_us mine", kind="stable")
     us, low, high = f"{clock}_us", f"{clock}_us_20", f"{clock}_us_80"

@@ -347,7 +347,7 @@ def dots(df: pd.DataFrame, *, of: str = "copy", kind: str = "cold", title: str =
     """
     df = df[(df["status"] == "ok") & df[f"{kind}_us"].notna()]
     several = len(df["dtype"].unique()) > 1
-    df = df.assign(_row=tables.label(df) + ((" " + df["dtype"]) if several else "") if len(df) else "")
+    df = df.assign(_row=tables.label(df) + ((" " + df["dtype"]) if several else ""))
     rows = list(dict.fromkeys(df["_row"]))
     place = {row: len(rows) - 1 - i for i, row in enumerate(rows)}
     name = df["op"].iloc[0] if len(df) else ""

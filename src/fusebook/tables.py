@@ -139,9 +139,9 @@ def label(df: pd.DataFrame) -> pd.Series:
     Returns
     -------
     pandas.Series
-        Of str, with the index of `df`.
+        Of str, with the index of `df`; empty where that is.
     """
-    names = dims(df)
+    names = dims(df) if len(df) else []
     labels = []
     for values in df[names].itertuples(index=False):
         given = [v for v in values if not pd.isna(v)]
@@ -273,7 +273,7 @@ def _labelled(df: pd.DataFrame, kind: str) -> pd.DataFrame:
     """The points that have a time of a kind, with a label of their sizes: few columns, as many are slow to sort."""
     df = timed(_points(df), kind)
     kept = [name for name in ("op", "dtype", "variant", f"{kind}_us", "roof_us") if name in df]
-    return df[kept].assign(label=label(df) if len(df) else "")
+    return df[kept].assign(label=label(df))
 
 
 def ratio(df: pd.DataFrame, variant: str, over: str, kind: str = "cold") -> pd.Series:
@@ -323,7 +323,7 @@ def share(df: pd.DataFrame, variant: str, of: str = "copy", kind: str = "cold") 
         Indexed by the sizes' label and the dtype.
     """
     df = timed(where(_points(df), variant=variant), kind)
-    df = df.assign(label=label(df) if len(df) else "")
+    df = df.assign(label=label(df))
     ceilings = {"roof": "roof_us", "copy": _copy(kind)}
     if of not in ceilings:
         raise ValueError(f"tables.share: expected a ceiling of {', '.join(ceilings)}, got {of!r}")
@@ -479,8 +479,7 @@ def reasons(
     """
     found = losses(alike(df, variant), variant, kind)
     points = timed(_points(df), kind)
-    points = points.assign(label=label(points) if len(points) else "")
-    points = points.set_index(["label", "dtype", "variant"]).sort_index()
+    points = points.assign(label=label(points)).set_index(["label", "dtype", "variant"]).sort_index()
     rows = []
     for point, faster in zip(found.index, found["faster"], strict=True):
         here = points.loc[point]

@@ -137,13 +137,15 @@ class Verdict:
     op : Op
     torch, libraries : mapping of str to Standing
         By each of `CLOCKS`, against the best of torch and torch.compile, and against the best library.
+    decides : str
+        The clock that the word goes by: ``paid``, or ``cold`` where only the device's clock was recorded.
     start : str or None
         From which problem on it pays for the caller, against torch and torch.compile, see `fusebook.tables.pays_from`.
     word : str
         Whether to write the kernel: ``yes``, ``yes, from a size on``, ``yes, but not in float32``, ``yes at most
         sizes``, ``no gain``, ``no``, ``it depends`` or ``not measured``. What the caller pays decides, against torch
-        and torch.compile: yes means faster at more than half of the points and slower at none. Where only the device's
-        clock was recorded, that decides, and the word ends in ``, on the device``.
+        and torch.compile: yes means faster at more than half of the points and slower at none. By the device's clock it
+        ends in ``, on the device``.
     library : str
         The library that beats ours for the caller at more points than it loses, if one does.
     """
@@ -151,6 +153,7 @@ class Verdict:
     op: Op
     torch: Mapping[str, Standing]
     libraries: Mapping[str, Standing]
+    decides: str
     start: str | None
     word: str
     library: str = ""
@@ -188,14 +191,14 @@ def verdict(op: Op, frame: pd.DataFrame) -> Verdict:
     behind = {kind: tables.behind(plain, kind=kind) for kind in CLOCKS}
     torch = {kind: _standing(table) for kind, table in behind.items()}
     start = tables.pays_from(plain, kind="paid")
+    decides = "cold" if torch["cold"].points and not torch["paid"].points else "paid"
     return Verdict(
         op,
         torch,
         {kind: _standing(tables.behind(libraries, kind=kind)) for kind in CLOCKS},
+        decides,
         start,
-        _word(torch["paid"], behind["paid"], start)
-        if torch["paid"].points or not torch["cold"].points
-        else _word(torch["cold"], behind["cold"], None) + ", on the device",
+        _word(torch[decides], behind[decides], start) + (", on the device" if decides == "cold" else ""),
         _library(op, frame),
     )
 
@@ -270,7 +273,7 @@ def choices(op: Op, frame: pd.DataFrame, kind: str = "paid") -> pd.DataFrame:
         by its name, and ours, in this order.
     """
     every, ways = _ways(op, frame), tables.timed(_ways(op, frame), kind)
-    every, ways = (rows.assign(size=tables.label(rows) if len(rows) else "") for rows in (every, ways))
+    every, ways = (rows.assign(size=tables.label(rows)) for rows in (every, ways))
     keys, column = ["size", "dtype"], f"{kind}_us"
     # Where ours is right and has no time by this clock, the others were timed on another day: nobody wins unopposed.
     right, timed = (
