@@ -25,6 +25,10 @@ PAGE = """
 import json, os, pathlib, shutil, sys, time
 me = pathlib.Path(__file__)
 said = {"page": me.stem, "start": time.monotonic(), "cores": sorted(os.sched_getaffinity(0))}
+if (due := os.environ.get("FUSEBOOK_DUE")) and not "CRASH":
+    lacks = me.with_suffix(".due")
+    pathlib.Path(due).write_text(lacks.read_text() if lacks.exists() else "")
+    sys.exit(0 if os.environ["FUSEBOOK_REPLAY"] == "1" and "FUSEBOOK_RECORD" not in os.environ else 1)
 said |= {name: os.environ.get(name) for name in ("CUDA_VISIBLE_DEVICES", "TRITON_CACHE_DIR", "FUSEBOOK_PART")}
 time.sleep(SECONDS)
 if (made := me.with_suffix(".records")).exists():
@@ -200,11 +204,25 @@ def test_a_whole_run_on_two_gpus_by_the_device_then_by_the_host_alone(pages, tmp
     assert alone == [("plot_2_short", "host"), ("plot_3_lacks", "host"), ("plot_9_new", None)]
     assert set(record.read("exp", "test-gpu", tmp_path / "out")["N"]) == {64, 128}
     (tmp_path / "examples" / "said").unlink()
-    assert record_pages.main(["--gpus", "0,1", "--due", "--out", str(tmp_path / "out"), "short"]) == 0
+    found[1].with_suffix(".due").write_text("device\nhost\nhost\n")
+    more[0].with_suffix(".due").write_text("host\n")
+    assert record_pages.main(["--gpus", "0,1", "--due", "--out", str(tmp_path / "out")]) == 0
     said = [json.loads(line) for line in (tmp_path / "examples" / "said").read_text().splitlines()]
-    assert [one["FUSEBOOK_PART"] for one in said] == ["due device", "due host"]
+    parts = [(one["page"], one["FUSEBOOK_PART"]) for one in said]
+    assert parts[0] == ("plot_2_short", "due device")
+    assert sorted(parts[1:]) == [("plot_2_short", "due host"), ("plot_3_lacks", "due host")]
     took = json.loads((tmp_path / "out" / "test-gpu" / "seconds.json").read_text())
     assert took["plot_1_long"] >= 0.4 and set(took) == {*known, "plot_9_new"}
+
+
+def test_what_is_due_is_listed_without_a_gpu_and_a_page_that_fails_is_due_whole(pages, tmp_path, monkeypatch, capsys):
+    pages(crash=["plot_1"], plot_1=0, plot_2=0, plot_3=0)
+    (tmp_path / "examples" / "plot_2.due").write_text("host\n")
+    monkeypatch.setattr(record_pages, "ROOT", tmp_path)
+    monkeypatch.setattr(record_pages, "BUILD", tmp_path / "build")
+    monkeypatch.setattr(record_pages, "visible", list)
+    assert record_pages.main(["--due", "--list"]) == 0
+    assert "due: plot_1 by device and host, plot_2 by host\n" in capsys.readouterr().out
 
 
 def test_a_page_of_two_gpus_is_last_has_both_and_is_left_where_there_is_one(tmp_path, pages, monkeypatch, capsys):
@@ -364,9 +382,21 @@ def test_what_had_no_callers_clocks_to_keep_is_measured_again_when_the_host_is_a
     record.write(lacking, machines.RECORDS)
     monkeypatch.setenv("FUSEBOOK_PART", "host")
     results(EXP, config="64x64,64x128")
+    assert noted_as_due(monkeypatch, tmp_path, lambda: results(EXP, config="64x64,64x128")) == ["host"]
     found = record.read("exp", "test-gpu", tmp_path / "new")
     assert len(gpu) == 1 and list(zip(found["variant"], found["N"], strict=True)) == [("eager", 64)]
     assert found["call_us"].notna().all()
+
+
+def noted_as_due(monkeypatch, tmp_path, ask):
+    """What a page that replays says of its record: by which clocks it lacks times."""
+    with monkeypatch.context() as replaying:
+        replaying.setattr("fusebook.page._place.live", lambda: False)
+        replaying.setenv("FUSEBOOK_GPU", "test-gpu")
+        replaying.setenv("FUSEBOOK_DUE", str(tmp_path / "due"))
+        (tmp_path / "due").write_text("")
+        ask()
+    return (tmp_path / "due").read_text().split()
 
 
 @pytest.mark.parametrize(
@@ -386,6 +416,8 @@ def test_a_point_with_a_stale_row_is_due_as_a_whole_and_others_are_not(part, clo
     assert gpu == []
     monkeypatch.setenv("FUSEBOOK_PART", part)
     results(EXP, config="64x64,64x128")
+    assert noted_as_due(monkeypatch, tmp_path, lambda: results(EXP, config="64x64")) == ["device"]
+    assert noted_as_due(monkeypatch, tmp_path, lambda: results(EXP, config="64x128")) == []
     found = record.read("exp", "test-gpu", tmp_path / "new")
     assert gpu == [clocks] and set(found["variant"]) == set(EXP.variants) and set(found["N"]) == {64}
 
@@ -405,6 +437,10 @@ def test_what_a_page_measures_is_due_where_its_function_changed(gpu, monkeypatch
     assert not measured("spans", spans).attrs["origin"].measured
     assert not measured("spans", lambda: spans().head(2), by_device=True).attrs["origin"].measured  # of the other part
     assert measured("spans", lambda: spans().head(2)).attrs["origin"].measured and file.exists()
+    assert noted_as_due(monkeypatch, tmp_path, lambda: measured("spans", spans)) == []
+    assert noted_as_due(monkeypatch, tmp_path, lambda: measured("spans", lambda: spans().head(2))) == ["host"]
+    lately = noted_as_due(monkeypatch, tmp_path, lambda: measured("spans", lambda: spans().head(3), by_device=True))
+    assert lately == ["device"]
 
 
 @pytest.mark.parametrize(("by_device", "records"), [(False, "host"), (True, "device")])

@@ -3,6 +3,7 @@
     nox -s record -- --gpus 0,1        # a queue of pages, longest first, one process a GPU
     nox -s record -- --shard 1/4       # a quarter of the pages, into a folder of its own, for a job array
     nox -s record -- --due             # what is missing or stale, and nothing else
+    nox -s record -- --due --list      # which pages have any of it; needs no GPU
     python -m fusebook.record --join build/record/shard-*
 
 With one GPU a page has the host to itself, and every clock is recorded. With several, what the cards measure is
@@ -166,12 +167,29 @@ class Queue:
         return None if code else seconds
 
 
+def replayed(pages, gpu, **env):
+    """Run pages that measure nothing, several at once; returns the seconds of each, None where it failed."""
+    many = Queue([gpu] * min(8, len(os.sched_getaffinity(0))), BUILD)
+    return many.run(pages, FUSEBOOK_RECORD=None, FUSEBOOK_REPLAY="1", **env)
+
+
+def due(pages, gpu):
+    """What the record of each page lacks: nothing, or what is taken by ``device``, by ``host``, or both.
+
+    Only a page knows what it asks for, so they are replayed. One that fails is due whole.
+    """
+    found = {page: BUILD / page.stem / "due" for page in pages}
+    for noted in found.values():
+        noted.unlink(missing_ok=True)
+    took = replayed(pages, gpu, FUSEBOOK_DUE="due")
+    noted = {page: file.read_text().split() if file.exists() else [] for page, file in found.items()}
+    return {page: {"device", "host"} if took[page] is None else set(noted[page]) for page in pages}
+
+
 def _has_more(page):
-    """Whether a page that was recorded by the device's clocks has more to record once the host has nothing else."""
+    """Whether a page that was recorded by the device's clocks has rows that lack those of the caller."""
     from fusebook import record
 
-    if "measured(" in page.read_text(encoding="utf-8"):
-        return True
     made = (record._load(file, file.stem)[0] for file in (BUILD / page.stem / "records").glob("*/*.csv"))
     return any((frame["status"].eq("ok") & frame["call_us"].isna()).any() for frame in made)
 
@@ -204,9 +222,12 @@ def main(argv):
     parser.add_argument("--shard", help="i/n: the i-th of n parts, into build/record/shard-i-of-n")
     parser.add_argument("--out", type=Path, help="a folder of records; the package's if not given")
     parser.add_argument("--due", action="store_true", help="only rows and measurements that are missing or stale")
+    parser.add_argument("--list", action="store_true", help="with --due: only say which pages have any; needs no GPU")
     parser.add_argument("--changed", action="store_true", help="only pages that changed since they were recorded there")
     args = parser.parse_args(argv)
-    there = visible()
+    if args.list and not args.due:
+        parser.error("--list goes with --due")
+    there = visible() or ([GPU("", machine.SHIPPED)] if args.list else [])
     if not there:
         parser.error("record needs an NVIDIA GPU, and nvidia-smi -L lists none: run it on the machine to be recorded")
     every = sorted((ROOT / "examples").glob("plot_*.py"))
@@ -232,6 +253,14 @@ def main(argv):
         pages.remove(page)
         print(f"{page.stem}: left as it is, since it needs {needs(page)} GPUs, and --gpus gives {len(gpus)}")
     pages = longest_first(pages, known)
+    # Of a whole record the host's part is what pages measure by themselves.
+    lacking = {page: {"device", "host"} if "measured(" in page.read_text() else {"device"} for page in pages}
+    if args.due:
+        lacking = due(pages, gpus[0])
+        pages = [page for page in pages if lacking[page]]
+        print("due:", ", ".join(f"{page.stem} by {' and '.join(sorted(lacking[page]))}" for page in pages) or "nothing")
+    if args.list:
+        return 0
     if not pages:
         print("no page to record")
         return 0
@@ -258,10 +287,11 @@ def main(argv):
         took = pending.run(single, FUSEBOOK_PART=part())
     else:
         known = _seconds(out / slug)
-        took = pending.run([page for page in single if page.stem in known], FUSEBOOK_PART=part("device"))
-        alone, one = [page for page in took if _has_more(page)], Queue(gpus[:1], BUILD, joined)
+        old, one = [page for page in single if page.stem in known], Queue(gpus[:1], BUILD, joined)
+        took = pending.run([page for page in old if "device" in lacking[page]], FUSEBOOK_PART=part("device"))
+        alone = [page for page in old if "host" in lacking[page] or (page in took and _has_more(page))]
         for page, more in one.run(alone, FUSEBOOK_PART=part("host")).items():
-            took[page] = None if more is None or took[page] is None else took[page] + more
+            took[page] = None if more is None or took.get(page, 0.0) is None else took.get(page, 0.0) + more
         took |= one.run([page for page in single if page not in took], FUSEBOOK_PART=part())
     for page in [page for page in pages if page not in took]:
         those = GPU(",".join(gpu.id for gpu in gpus[: needs(page)]), gpus[0].name)
@@ -278,7 +308,7 @@ def main(argv):
     false = []
     if out == RECORDS:
         # A false claim must not cost the results after it, so pages are judged once all is recorded: strictly.
-        judged = Queue(gpus, BUILD).run(pages, FUSEBOOK_RECORD=None, FUSEBOOK_REPLAY="1", FUSEBOOK_STRICT="1")
+        judged = replayed(pages, gpus[0], FUSEBOOK_STRICT="1")
         false = [page.stem for page, s in judged.items() if s is None and page.stem not in failed]
         subprocess.run([sys.executable, str(ROOT / "docs" / "_ext" / "readme.py")], check=True)
     if failed:

@@ -21,6 +21,8 @@ FUSEBOOK_DOWNLOADS
 FUSEBOOK_DEPS
     A file in which a page notes what it reads: records, sources that it shows, solutions. The site sets it, and runs a
     page again when one of them has changed.
+FUSEBOOK_DUE
+    A file in which a page that replays notes whether its record lacks times of the device or of the host.
 FUSEBOOK_COUNT
     Set by a page for itself, when Nsight Compute runs it, see `fusebook.page.counters`.
 FUSEBOOK_RANKS

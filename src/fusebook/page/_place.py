@@ -61,6 +61,13 @@ def note(*paths: str | Path) -> None:
             file.writelines(f"{Path(path).resolve()}\n" for path in paths)
 
 
+def due(*parts: str) -> None:
+    """Write down what a record still lacks, by the part that takes it, where ``FUSEBOOK_DUE`` names a file for it."""
+    if target := os.environ.get("FUSEBOOK_DUE"):
+        with open(target, "a", encoding="utf-8") as file:
+            file.writelines(f"{part}\n" for part in parts)
+
+
 #: What the page has shown so far: the site makes the box under its title from it.
 shown: dict[str, list[Any]] = {}
 

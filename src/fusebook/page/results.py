@@ -320,7 +320,10 @@ def results(
     for place in _recorded(op.name):
         try:
             frame = record.select(_noted(record.read(op, place.name, place.parent)), op, config, dtype)
-            return frame if variants is None else tables.where(frame, variant=list(variants))
+            frame = frame if variants is None else tables.where(frame, variant=list(variants))
+            lacks = "device" if frame["stale"].ne("").any() else "host" if _uncalled(frame).any() else None
+            _place.due(*filter(None, [lacks]))
+            return frame
         except record.Missing as missing:
             what = missing
     return _nothing(f"{what} on {machine.slug()}", command)
@@ -337,7 +340,7 @@ def _record_again(op: Op, frame: pd.DataFrame, warmup: int, repeat: int) -> None
     old = frame["stale"].ne("") & ("due" in _part())
     lacking = old.groupby([frame[c] for c in at], dropna=False).transform("any")
     if "device" not in _part():
-        lacking |= frame["status"].eq("ok") & frame["call_us"].isna()
+        lacking |= _uncalled(frame)
     asked: dict[tuple[str, ...], list[tuple[str, Dims]]] = {}  # points by dtype and variants, which are timed together
     for _, rows in frame[lacking].groupby(at, sort=False):
         first = rows.iloc[0]
@@ -346,6 +349,11 @@ def _record_again(op: Op, frame: pd.DataFrame, warmup: int, repeat: int) -> None
     for (dtype, *variants), points in asked.items():
         again = _run(op, config=points, dtype=dtype, variants=variants, warmup=warmup, repeat=repeat)
         record.write(again, Path(os.environ["FUSEBOOK_RECORD"]))
+
+
+def _uncalled(frame: pd.DataFrame) -> pd.Series:
+    """Rows that were timed, though not by the caller's clocks."""
+    return frame["status"].eq("ok") & frame["call_us"].isna()
 
 
 def _run(op: Op, **how: Any) -> pd.DataFrame:
@@ -364,6 +372,7 @@ def _part() -> list[str]:
 
 
 def _nothing(what: str, command: str, *, excused: bool = False) -> NoReturn:
+    _place.due("device", "host")  # and it is not known what comes after
     raise NoResults(
         f"There is no CUDA GPU here and no record of {what} to replay: run `{command}` on a machine with a GPU.",
         excused=excused,
@@ -448,6 +457,8 @@ def measured(
         frame = _noted(record.read(record_name, found[0].name, found[0].parent))
         was = frame.attrs["origin"]
         same = was.function == launches.digest(function) if was.function else was.source == _text(function)
+        if not same:
+            _place.due("device" if by_device else "host")
         stale = () if same else (f"how {name} is measured",)
         frame.attrs["origin"] = dataclasses.replace(was, stale=stale, page=name)
     return frame
