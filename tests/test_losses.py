@@ -223,6 +223,8 @@ REFUSED = {
     "another reduction": (ValueError, "'mean', 'sum' or 'none'", (X, TARGET), {"reduction": "batchmean"}),
     "too much smoothing": (ValueError, "from 0 to 1", (X, TARGET), {"label_smoothing": 1.5}),
     "a cap of nothing": (ValueError, "softcap above 0", (X, TARGET), {"softcap": 0.0}),
+    "targets elsewhere": (ValueError, "move one", (X, TARGET.to("meta"))),
+    "weights elsewhere": (ValueError, "move one", (X, TARGET, X[0].to("meta"))),
 }
 
 
@@ -288,6 +290,33 @@ def test_what_does_not_fit_a_head_is_refused():
         linear(h, head, target, rows=0)
     with pytest.raises(IndexError, match="from 0 to 6"):
         linear(h, head, target + 7)
+
+
+def test_hidden_states_that_are_not_finite_or_count_for_nothing():
+    """Their own loss and gradient are lost, and those of the head; other rows keep theirs."""
+    rng = torch.Generator(DEVICE).manual_seed(2)
+    h, head = (torch.randn(*s, generator=rng, device=DEVICE, dtype=torch.float64) for s in ((6, 8), (11, 8)))
+    target = torch.arange(6, device=DEVICE)
+    for number in (math.nan, math.inf, -math.inf):
+        spoilt = h.index_put((torch.tensor(4, device=DEVICE), torch.tensor(3, device=DEVICE)), h.new_tensor(number))
+        loss, dx = wanted(spoilt @ head.T, target, reduction="none")
+        got = fusebook.linear_cross_entropy_with_gradients(spoilt, head, target, reduction="none", rows=4)
+        assert got[0].isnan().tolist() == loss.isnan().tolist() == [False] * 4 + [True, False]
+        assert torch.equal(got[1].isnan(), (dx @ head).isnan()) and torch.equal(got[2].isnan(), (dx.T @ spoilt).isnan())
+        assert_close(got[1][:4], (dx @ head)[:4])
+    nothing = fusebook.linear_cross_entropy_with_gradients(h, head, torch.full_like(target, -100))
+    none = fusebook.linear_cross_entropy_with_gradients(h[:0], head, target[:0])
+    for loss, dh, dhead in (nothing, none):
+        assert loss.isnan() and not dh.any() and dhead.shape == head.shape and not dhead.any()
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="without a GPU there is one device that holds numbers")
+@pytest.mark.parametrize("which", range(3))
+def test_tensors_of_two_devices_are_refused(which):
+    given = [torch.zeros(3, 5, device=DEVICE), torch.zeros(7, 5, device=DEVICE), TARGET]
+    given[which] = given[which].cpu()
+    with pytest.raises(ValueError, match="move one|CUDA"):
+        fusebook.linear_cross_entropy(*given)
 
 
 def test_a_chunk_is_as_many_rows_as_fit():

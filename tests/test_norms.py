@@ -150,7 +150,7 @@ def test_leading_axes_may_be_any_and_there_may_be_nothing():
 
 @centred
 def test_rows_do_not_depend_on_each_other(centred):
-    for n in (70, 33000):
+    for n in (70, 9000, 33000):  # of one tile, of five, of several programs
         x, w = made(7, n), made(n, seed=1)
         whole = OURS[centred](x, w)
         assert all(torch.equal(OURS[centred](x[:rows], w), whole[:rows]) for rows in (1, 3))

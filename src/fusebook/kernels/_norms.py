@@ -425,7 +425,8 @@ def norm_plan(
         together = max(1, (1024 if size == 2 else 512) // triton.next_power_of_2(n))
         chunks = max(1, triton.cdiv(n, block))
         if capability is None:  # the interpreter's cost is programs times operations, whatever their size
-            together = max(together, min(triton.next_power_of_2(rows), max(1, 2**15 // (block * chunks))))
+            most = max(1, 2**15 // triton.next_power_of_2(block * chunks))  # a power of two, as it must be
+            together = max(together, min(triton.next_power_of_2(rows), most))
         constants = {"ROWS": together, "BLOCK": block, "CHUNKS": chunks}
         return Plan("rows", constants, triton.cdiv(rows, together), warps)
     parts, span = parts_of(n, size, 4096 // size if capability is not None else 16384)
