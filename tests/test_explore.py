@@ -13,7 +13,7 @@ import pandas as pd
 import pytest
 import torch
 
-from fusebook import bench, check, explore, inputs, plots, timing
+from fusebook import bench, check, explore, inputs, plots, record, timing
 from fusebook import machine as machines
 from fusebook.cards import OPS, _draws
 from fusebook.op import Variant
@@ -226,6 +226,17 @@ def test_what_waits_for_the_device_has_its_whole_call(op, gpu, monkeypatch):
     assert slow["cold_us"].isna().all() and slow["host_us"].isna().all() and (slow["call_us"] > 0).all()
 
 
+def test_others_on_the_host_leave_its_clock_out(op, gpu, tmp_path):
+    (frame,) = explored(op, root=tmp_path, host=False)
+    read = explore.read(op, "test-gpu", tmp_path)
+    for found in (frame, read):
+        assert found["host_us"].isna().all() and found["cold_us"].notna().all() and found.attrs["clocks"] == "device"
+        assert explore.standing(op, found, "paid").empty and len(explore.standing(op, found)) == 3
+        assert list(explore.quantiles(op, found)["problems"]) == [3, 3, 0, 0]
+    (both,) = explored(op, root=tmp_path)
+    assert both["host_us"].notna().all(), "a file of other clocks begins anew"
+
+
 def test_seconds_end_it(op, gpu, tmp_path):
     (frame,) = explored(op, seconds=1e-9, root=tmp_path)
     assert frame.empty and list(frame.columns)[:2] == ["case", "op"]
@@ -235,7 +246,9 @@ def test_a_run_that_was_cut_off_goes_on(op, gpu, tmp_path):
     explored(op, root=tmp_path)
     file = explore.path("test-gpu", "toy", tmp_path)
     whole = file.read_text()
-    file.write_text(whole[:-30])  # in the last row of the last problem
+    before, about = explore._load(file)
+    about["stamp"] = explore._stamp(about)
+    record._save(file, "explored/toy", before[before["case"] < 2], **about)  # it ended before the last problem
     asked = []
     more = toy(fusebook=variant(lambda x: (asked.append(0), x + x)[1]), slow=variant(lambda x: 2 * x))
     (frame,) = explored(more, root=tmp_path, cases=4)
@@ -244,14 +257,14 @@ def test_a_run_that_was_cut_off_goes_on(op, gpu, tmp_path):
     again = explore.read(op, "test-gpu", tmp_path)
     pd.testing.assert_frame_equal(again, frame, check_dtype=False, rtol=1e-5)
     assert again.attrs["seed"] == "100" and again.attrs["origin"].stale == ()
-    assert file.read_text().startswith(whole.rsplit("\n", 4)[0])
+    assert file.read_text().partition("\n")[2].startswith(whole.partition("\n")[2])
     assert "seeds 0 to 99 are for tuning" in whole.partition("\n")[0]
 
 
 def test_processes_take_problems_in_turn_and_one_that_fails_is_told(capsys):
     jobs = [(OPS["double"], {"M": 3, "N": n, "dtype": d, "layout": "contiguous"}, ("eager", "fusebook"))
             for n, d in ((5, "float32"), (6, "float16"), (7, "no dtype"))]  # fmt: skip
-    found = dict(explore._in_turn(jobs, 2, 1, math.inf))
+    found = dict(explore._in_turn(jobs, 2, explore._Taken(1), math.inf))
     assert [[(row["N"], row["variant"], row["status"]) for row in rows] for _, rows in sorted(found.items())] == [
         [(n, v, "ok") for v in ("eager", "fusebook")] for n in (5, 6)
     ]
@@ -268,7 +281,7 @@ class Narrow:
         self.pipe, self.other = multiprocessing.Pipe()
         self.process = types.SimpleNamespace(kill=lambda: None, is_alive=lambda: True, join=lambda _: None)
 
-    def asks(self, job, repeat, share):
+    def asks(self, job, taken, share):
         self.asked.append((job[1]["N"], share))
         assert not self.busy, "there was no room for another"
         self.busy.add(job[1]["N"])
@@ -287,7 +300,7 @@ def test_what_has_no_room_beside_others_comes_again_alone(monkeypatch):
     monkeypatch.setattr(explore, "_share", lambda job: 0.6)
     monkeypatch.setattr(explore, "_stopped", lambda workers: contextlib.nullcontext())
     jobs = [(OPS["double"], {"N": n}, ()) for n in (4, 5, 6)]
-    found = list(explore._in_turn(jobs, 3, 1, math.inf))
+    found = list(explore._in_turn(jobs, 3, explore._Taken(1), math.inf))
     assert found == [(1, [{"status": "ok"}]), (0, [{"status": "ok"}]), (2, [{"status": "ok"}])]
     assert Narrow.asked == [(4, 0.6), (5, 0.6), (6, 0.6), (4, 1.0), (6, 1.0)]
 
@@ -313,12 +326,12 @@ def test_an_edited_file_is_refused(op, gpu, tmp_path, what):
         case "two rows":
             lines[3], lines[4] = lines[4], lines[3]
     file.write_text("".join(lines))
-    with pytest.raises(explore.ExploredError, match="instead of editing"):
+    with pytest.raises(record.RecordError, match="toy.csv"):
         explore.read(op, "test-gpu", tmp_path)
 
 
 def test_a_missing_file_names_the_command(op, tmp_path):
-    with pytest.raises(explore.ExploredError, match=r"python -m fusebook.explore toy --seed 100"):
+    with pytest.raises(record.RecordError, match=r"python -m fusebook.explore toy --seed 100"):
         explore.read(op, "test-gpu", tmp_path)
 
 

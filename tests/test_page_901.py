@@ -37,9 +37,10 @@ def recorded(tmp_path, monkeypatch):
     on = machine(slug="nvidia-h200", name="Made-up GPU")
     for op in OPS.values():
         if explore.explorable(op):
-            file = explore._File(explore.path(on.slug, op.name), op, 100, ())
+            run = explore._Run(op, 100, 4, True, (), None)
+            run.file = explore.path(on.slug, op.name)
             for case, dims in enumerate(explore.problems(op, 100, 4)):
-                file.append(list(rows(op, case, dims, random.Random(case))))
+                run.take(case, list(rows(op, case, dims, random.Random(case))))
     columns = ["problem", "ours_us", "torch", "torch_us", "best", "best_us", "over torch", "over all"]
     users = pd.DataFrame([["softmax 8 9", 2.0, "eager", 1.0, "quack", 1.0, 2.0, 2.0]], columns=columns)
     users.attrs["origin"] = bench.Origin(on, measured=True, page="explored_reported")

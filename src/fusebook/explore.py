@@ -6,8 +6,7 @@ pick is timed, in turn: on the device after a flush of the cache, and on the hos
 compile and check a problem each, as many at once as the device has memory for; then they are timed one after another.
 A problem for which there was not enough memory beside others comes once more at the end, alone.
 
-``records/<gpu>/explored/<op>.csv`` grows with every problem, and a run that was cut off goes on where it ended. Each of
-its rows ends in a digest of itself and of all before it, so that an edited file is refused.
+``records/<gpu>/explored/<op>.csv`` is a record that grows with every problem; a run that was cut off goes on with it.
 
 Seeds 0 to 99 are there to tune by. What is recorded has a seed from 100 up, which nothing was ever tuned on.
 """
@@ -17,12 +16,10 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
-import csv
 import datetime
 import functools
 import hashlib
 import inspect
-import io
 import math
 import multiprocessing
 import os
@@ -35,11 +32,11 @@ import time
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from fusebook import bench, check, inputs, timing
+from fusebook import bench, check, inputs, record, timing
 from fusebook import machine as machines
 from fusebook.cards import OPS
 from fusebook.extras import extra
@@ -51,38 +48,21 @@ with extra("book"):
     from tqdm import tqdm
 
 __all__ = [
-    "COLUMNS",
-    "RECORDED_FROM",
-    "ExploredError",
-    "Wrong",
-    "explorable",
-    "explore",
-    "ours",
-    "path",
-    "problem",
-    "problems",
-    "quantiles",
-    "read",
-    "refusals",
-    "several",
-    "standing",
-    "worst",
+    *("COLUMNS", "RECORDED_FROM", "Wrong", "explorable", "explore", "ours", "path", "problem"),
+    *("problems", "quantiles", "read", "refusals", "several", "standing", "worst"),
 ]
 
 #: The seeds before this one are those that plans are tuned by; they are not recorded.
 RECORDED_FROM = 100
 
 _FRONT = ("case", "op", "variant", "dtype", "layout")
-_BACK = (
-    *("status", "note", "score", "limit", "cold_us", "host_us", "call_us"),
-    *("math", "read_bytes", "write_bytes", "flop"),
-)
+_TIMES = ("cold_us", "host_us", "call_us")
+_BACK = ("status", "note", "score", "limit", *_TIMES, "math", "read_bytes", "write_bytes", "flop")
 #: The columns of what was explored; the dims stand after ``layout``.
 COLUMNS = (*_FRONT, *_BACK)
-_TEXT = {"op", "variant", "dtype", "layout", "status", "note", "math"}
+_TEXT = ["op", "variant", "dtype", "layout", "status", "note", "math"]
 
-# What computes in the host's memory is no choice where the data lies in the device's.
-_ON_HOST = ("NumPy", "torch on the CPU")
+_ON_HOST = ("NumPy", "torch on the CPU")  # no choice where the data lies in the device's memory
 # The host's clock is started where queueing takes at least this part of the device's time: below, nobody waits for it.
 _NOTICED = 0.25
 # Seconds after which a process that is timing is not awaited, and in which the device does what was asked of it.
@@ -94,10 +74,6 @@ _LEAST, _HELD, _CONTEXT = 2**30, 24, 0.006
 
 class Wrong(Exception):
     """A result of ours is wrong; the message ends in the line of Python that shows it."""
-
-
-class ExploredError(ValueError):
-    """A file of explored problems that cannot be trusted; the message names it."""
 
 
 # Problems -------------------------------------------------------------------------------------------------------------
@@ -172,8 +148,7 @@ def _chosen(op: Op, without: Sequence[str]) -> dict[str, Variant]:
 
 def _split(dims: Dims) -> tuple[torch.dtype, str, dict[str, Any]]:
     sizes = dict(dims)
-    kind, how = bench.DTYPES[str(sizes.pop("dtype"))], str(sizes.pop("layout"))
-    return kind, how, sizes
+    return bench.DTYPES[str(sizes.pop("dtype"))], str(sizes.pop("layout")), sizes
 
 
 def _made(op: Op, dims: Dims, device: str) -> tuple[Any, ...]:
@@ -216,21 +191,19 @@ def problem(
         Where a result of ours is above the limit.
     """
     card = OPS[op] if isinstance(op, str) else op
-    rows = _explored(card, dims, _chosen(card, without), repeat, check_only or not torch.cuda.is_available())
-    return pd.DataFrame([{"case": 0, **row} for row in rows])
+    rows = _explored(card, dims, _chosen(card, without), _Taken(repeat), check_only)
+    return _frame(card, [{"case": 0, **row} for row in rows])
 
 
-def several(asked: Sequence[tuple[str, Dims]], *, repeat: int = 7, without: Sequence[str] = ()) -> list[pd.DataFrame]:
+def several(asked: Sequence[tuple[str, Dims]], *, without: Sequence[str] = ()) -> list[pd.DataFrame]:
     """As `problem`, of several, by as many processes as there are cores.
 
     Parameters
     ----------
     asked : sequence of tuple
         The name of an operator, and the dims of a problem.
-    repeat : int
-        Calls timed.
     without : sequence of str
-        Variants whose name contains one of these are left out.
+        As of `problem`.
 
     Returns
     -------
@@ -240,28 +213,34 @@ def several(asked: Sequence[tuple[str, Dims]], *, repeat: int = 7, without: Sequ
     Raises
     ------
     Wrong
-        Where a result of ours is above the limit.
     """
     jobs = [(OPS[name], dims, tuple(_chosen(OPS[name], without))) for name, dims in asked]
-    if not _together(jobs, os.cpu_count() or 1):
-        return [problem(name, repeat=repeat, without=without, **dict[str, Any](dims)) for name, dims in asked]
-    found = dict(_in_turn(jobs, os.cpu_count() or 1, repeat, math.inf))
-    frames = []
-    for i, (op, _, _) in enumerate(jobs):
-        rows = found.get(i, [])
+    found: dict[int, list[dict[str, Any]]] = {}
+    for i, rows in _each(jobs, os.cpu_count() or 1, _Taken(), math.inf):
         if isinstance(rows, Wrong):
             raise rows
-        columns = [*_FRONT, *_dims(op), *_BACK]
-        frames.append(pd.DataFrame([{"case": 0, **row} for row in rows], columns=columns))
-    return frames
+        found[i] = rows
+    return [_frame(op, [{"case": 0, **row} for row in found.get(i, ())]) for i, (op, _, _) in enumerate(jobs)]
+
+
+def _frame(op: Op, rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
+    dims = (k for k in problems(op, 0, 1)[0] if k not in ("dtype", "layout"))
+    return pd.DataFrame(rows, columns=[*_FRONT, *dims, *_BACK])
+
+
+class _Taken(NamedTuple):
+    """The times that are taken: of so many calls, and by the host's clock too unless others share the host."""
+
+    repeat: int = 7
+    host: bool = True
 
 
 def _explored(
     op: Op,
     dims: Dims,
     variants: Mapping[str, Variant],
-    repeat: int,
-    check_only: bool,
+    taken: _Taken,
+    check_only: bool = False,
     turn: Callable[[], None] = lambda: None,
 ) -> list[dict[str, Any]]:
     """The rows of a problem; `turn` waits until nobody else is at work on the device."""
@@ -304,9 +283,9 @@ def _explored(
         if name.startswith("fusebook") and rows[name]["status"] in ("wrong", "failed"):
             raise Wrong(f"{op.name}: {name} is {rows[name]['status']}: {rows[name]['note']}\n{_line(op, dims)}")
     del yard
-    if calls and not check_only:
+    if calls and _gpu() and not check_only:
         turn()
-        _time(calls, rows, repeat)
+        _time(calls, rows, taken)
     return list(rows.values())
 
 
@@ -328,19 +307,19 @@ def _right_call(
     return call
 
 
-def _time(calls: Mapping[str, Callable[[], Any]], rows: Mapping[str, dict[str, Any]], repeat: int) -> None:
+def _time(calls: Mapping[str, Callable[[], Any]], rows: Mapping[str, dict[str, Any]], taken: _Taken) -> None:
     """Cold for all; the host's clock where it may be noticed; the whole call of what waits for the device."""
     try:
         with torch.no_grad():
-            cold = timing.cold(calls, warmup=2, repeat=repeat)
+            cold = timing.cold(calls, warmup=2, repeat=taken.repeat)
             waits = {name: call for name, call in calls.items() if cold[name] is None}
             noticed = {
                 name: call
                 for name, call in calls.items()
-                if (q := cold[name]) is not None and timing._host_seconds(call) > _NOTICED * q.q50
+                if taken.host and (q := cold[name]) is not None and timing._host_seconds(call) > _NOTICED * q.q50
             }
-            host = timing.host(noticed, warmup=0, repeat=repeat) if noticed else {}
-            whole = timing.call(waits, warmup=1, repeat=repeat) if waits else {}
+            host = timing.host(noticed, warmup=0, repeat=taken.repeat) if noticed else {}
+            whole = timing.call(waits, warmup=1, repeat=taken.repeat) if waits else {}
     except torch.cuda.OutOfMemoryError as error:
         torch.cuda.empty_cache()
         for name in calls:
@@ -358,9 +337,22 @@ def _time(calls: Mapping[str, Callable[[], Any]], rows: Mapping[str, dict[str, A
 _Job = tuple[Op, Dims, tuple[str, ...]]  # with the names of its variants
 
 
-def _together(jobs: Sequence[_Job], workers: int) -> bool:
-    """Whether processes of their own can do this, which know an operator by its name."""
-    return torch.cuda.is_available() and workers > 1 and all(OPS.get(op.name) is op for op, _, _ in jobs)
+def _each(
+    jobs: Sequence[_Job], workers: int, taken: _Taken, until: float, check_only: bool = False
+) -> Iterator[tuple[int, list[dict[str, Any]] | Wrong]]:
+    """What is found at each problem, by its number: by processes that know operators by their names, or by this one."""
+    if _gpu() and not check_only and workers > 1 and all(OPS.get(op.name) is op for op, _, _ in jobs):
+        yield from _in_turn(jobs, workers, taken, until)
+        return
+    wrong = set()
+    for i, (op, dims, variants) in enumerate(jobs):
+        if op.name not in wrong and time.monotonic() < until:
+            try:
+                yield i, _explored(op, dims, {v: op.variants[v] for v in variants}, taken, check_only)
+            except Wrong as found:
+                wrong.add(op.name)
+                yield i, found
+            _tidy()
 
 
 def _work(pipe: Connection) -> None:
@@ -370,7 +362,7 @@ def _work(pipe: Connection) -> None:
 
     settings.compile_threads = 1  # there are as many of these processes as cores; torch would add as many to each
     while True:
-        name, dims, variants, repeat, share = pipe.recv()
+        name, dims, variants, taken, share = pipe.recv()
         found: list[dict[str, Any]] | Wrong | RuntimeError
         ready: list[None] = []
 
@@ -383,7 +375,7 @@ def _work(pipe: Connection) -> None:
             if _gpu():
                 torch.cuda.set_per_process_memory_fraction(share)
             op = OPS[name]
-            found = _explored(op, dims, {v: op.variants[v] for v in variants}, repeat, not _gpu(), turn)
+            found = _explored(op, dims, {v: op.variants[v] for v in variants}, taken, turn=turn)
         except Wrong as wrong:
             found = wrong
         except Exception as error:
@@ -409,10 +401,10 @@ class _Worker:
             self.process.start()
         other.close()
 
-    def asks(self, job: _Job, repeat: int, share: float) -> None:
+    def asks(self, job: _Job, taken: _Taken, share: float) -> None:
         """Give it a problem, and that share of the device's memory."""
         op, dims, variants = job
-        self.pipe.send((op.name, dims, variants, repeat, share))
+        self.pipe.send((op.name, dims, variants, taken, share))
 
     def told(self) -> Any:
         """What it sends; RuntimeError where it does not, or has ended."""
@@ -454,7 +446,7 @@ def _short(found: Any) -> bool:
 
 
 def _in_turn(
-    jobs: Sequence[_Job], workers: int, repeat: int, until: float
+    jobs: Sequence[_Job], workers: int, taken: _Taken, until: float
 ) -> Iterator[tuple[int, list[dict[str, Any]] | Wrong]]:
     """What is found at each problem, by its number.
 
@@ -465,17 +457,16 @@ def _in_turn(
     waiting, alone = collections.deque(range(len(jobs))), collections.deque[int]()
     idle = [_Worker() for _ in range(min(workers, len(jobs)))]
     team: dict[int, _Worker] = {}  # by the number of its problem
-    bar = tqdm(total=len(jobs), desc="explore", disable=None, leave=False)
     try:
         while (team or waiting or alone) and time.monotonic() < until:
             while idle and waiting and sum(shares[i] for i in team) + shares[waiting[0]] <= 1 - _CONTEXT * workers:
                 team[i := waiting.popleft()] = idle.pop()
-                team[i].asks(jobs[i], repeat, shares[i])
+                team[i].asks(jobs[i], taken, shares[i])
             if not team:  # what is left takes all that there is
                 i = (waiting or alone).popleft()
                 shares[i] = 1.0
                 team[i] = idle.pop()
-                team[i].asks(jobs[i], repeat, shares[i])
+                team[i].asks(jobs[i], taken, shares[i])
             pipes = {worker.pipe: i for i, worker in team.items()}
             for pipe in wait(list(pipes), max(0.0, min(until - time.monotonic(), 1.0))):
                 i = pipes[pipe]  # type: ignore[index]
@@ -491,14 +482,12 @@ def _in_turn(
                     print(f"{found}\n{_line(jobs[i][0], jobs[i][1])}", file=sys.stderr, flush=True)
                 else:
                     yield i, found
-                    bar.update()
                 if failed:
                     worker.process.join(1)
                 if failed and not worker.process.is_alive():
                     worker = _Worker()
                 idle.append(worker)
     finally:
-        bar.close()
         for worker in [*team.values(), *idle]:
             worker.process.kill()
 
@@ -526,6 +515,7 @@ def explore(
     cases: int = 100,
     seconds: float = math.inf,
     repeat: int = 7,
+    host: bool = True,
     without: Sequence[str] = (),
     check_only: bool = False,
     root: pathlib.Path | None = None,
@@ -542,6 +532,8 @@ def explore(
         Of all together. The first problems of all operators come before the second ones.
     repeat : int
         Calls timed.
+    host : bool
+        Take the host's clock, too; it is not to be trusted where other programs share the host.
     without : sequence of str
         Variants whose name contains one of these are left out.
     check_only : bool
@@ -574,17 +566,14 @@ def explore(
         )
     if root == machines.RECORDS and seed < RECORDED_FROM and not check_only:
         raise ValueError(f"explore: expected a seed from {RECORDED_FROM} up to record, got {seed}; see --out")
-    runs = [_Run(op, seed, cases, without, None if check_only else root) for op in ops]
+    runs = [_Run(op, seed, cases, host, without, None if check_only else root) for op in ops]
     # The first problems of all come before the second ones, in case there is no time for the last.
     asked = [(run, case) for case in range(cases) for run in runs if case in run.todo]
     jobs = [(run.op, run.asked[case], tuple(run.variants)) for run, case in asked]
-    if not check_only and _together(jobs, workers or os.cpu_count() or 1):
-        for i, found in _in_turn(jobs, workers or os.cpu_count() or 1, repeat, until):
-            run, case = asked[i]
-            run.take(case, found)
-    else:
-        for i, run in enumerate(runs):
-            run.go(time.monotonic() + (until - time.monotonic()) / (len(runs) - i), repeat, check_only)
+    each = _each(jobs, workers or os.cpu_count() or 1, _Taken(repeat, host), until, check_only)
+    for i, found in tqdm(each, "explore", total=len(jobs), disable=None, leave=False):
+        run, case = asked[i]
+        run.take(case, found)
     for run in runs:
         yield run.op, run.wrong or run.frame()
 
@@ -594,49 +583,56 @@ def _gpu() -> bool:
 
 
 class _Run:
-    """The problems of one operator, and what is known of them."""
+    """The problems of one operator, and what is known of them, in a file where a folder is given.
 
-    def __init__(self, op: Op, seed: int, cases: int, without: Sequence[str], root: pathlib.Path | None) -> None:
+    A file of other versions, of another commit or seed begins anew; one of the same goes on.
+    """
+
+    def __init__(
+        self, op: Op, seed: int, cases: int, host: bool, without: Sequence[str], root: pathlib.Path | None
+    ) -> None:
         self.op = op
         self.variants = _chosen(op, without)
         self.asked = problems(op, seed, cases)
         if not _gpu():
             self.asked = [_small(dims) for dims in self.asked]
-        self.file = None
-        if root is not None:
-            self.file = _File(path(machines.slug_of(torch.cuda.get_device_name()), op.name, root), op, seed, without)
-        self.rows: list[dict[str, Any]] = list(self.file.rows) if self.file else []
+        versions = machines.versions("torch", "triton", "liger_kernel", "quack", "onnxruntime")
+        self.about = {
+            "law": f"seeds 0 to {RECORDED_FROM - 1} are for tuning and recorded nowhere",
+            "seed": str(seed),
+            "without": ",".join(without),
+            "clocks": "device and host" if host else "device",
+            "source": _source(op),
+            "commit": machines._commit(),
+            "versions": "; ".join(f"{k} {v}" for k, v in versions.items() if v),
+            "date": datetime.date.today().isoformat(),
+        }
+        self.file = path(machines.slug_of(torch.cuda.get_device_name()), op.name, root) if root else None
+        self.rows: list[dict[str, Any]] = []
+        if self.file and self.file.exists():
+            with contextlib.suppress(record.RecordError):
+                known, about = _load(self.file)
+                if {**about, "date": ""} == {**self.about, "date": ""}:
+                    self.about = about  # with the day that it began
+                    self.rows = [{str(k): v for k, v in row.items()} for row in known.to_dict("records")]
         self.wrong: Wrong | None = None
-        done = {int(row["case"]) for row in self.rows}
-        self.todo = [case for case in range(cases) if case not in done]
-
-    def go(self, until: float, repeat: int, check_only: bool) -> None:
-        """One problem after another, until one is wrong."""
-        for case in tqdm(self.todo, desc=self.op.name, disable=None, leave=False):
-            if time.monotonic() > until or self.wrong:
-                break
-            try:
-                self.take(case, _explored(self.op, self.asked[case], self.variants, repeat, check_only))
-            except Wrong as wrong:
-                self.take(case, wrong)
-            _tidy()
+        self.todo = sorted(set(range(cases)) - {int(row["case"]) for row in self.rows})
 
     def take(self, case: int, found: list[dict[str, Any]] | Wrong) -> None:
         """Keep what was found at a problem; of an operator that was wrong nothing more."""
         if isinstance(found, Wrong):
             self.wrong = self.wrong or found
         elif not self.wrong:
-            rows = [{"case": case, **row} for row in found]
+            self.rows += [{"case": case, **row} for row in found]
             if self.file:
-                self.file.append(rows)
-            self.rows += rows
+                told = {**self.about, "stamp": _stamp(self.about)}
+                record._save(self.file, f"explored/{self.op.name}", _frame(self.op, self.rows), **told)
 
     def frame(self) -> pd.DataFrame:
         """A row a problem and variant."""
-        frame = pd.DataFrame(self.rows, columns=[*_FRONT, *_dims(self.op), *_BACK])
-        today = datetime.date.today().isoformat()
-        origin = bench.Origin(None, measured=True, page=f"{self.op.name}-explored", date=today)
-        frame.attrs.update(self.file.about if self.file else {}, origin=origin)
+        frame = _frame(self.op, self.rows)
+        origin = bench.Origin(None, measured=True, page=f"{self.op.name}-explored", date=self.about["date"])
+        frame.attrs.update(self.about, origin=origin)
         return frame
 
 
@@ -647,18 +643,12 @@ def _tidy() -> None:
         torch.cuda.empty_cache()
 
 
-def _dims(op: Op) -> list[str]:
-    return [k for k in problems(op, 0, 1)[0] if k not in ("dtype", "layout")]
-
-
 # Files ----------------------------------------------------------------------------------------------------------------
-
-_FORMAT = "# fusebook explored 1"
 
 
 def path(slug: str, op: str, root: pathlib.Path | None = None) -> pathlib.Path:
     """Where the explored problems of an op on a GPU lie."""
-    return (root or machines.RECORDS) / machines.checked_slug(slug) / "explored" / f"{op}.csv"
+    return record.path(f"explored/{op}", slug, root)
 
 
 def _source(op: Op) -> str:
@@ -680,97 +670,16 @@ def _source(op: Op) -> str:
     return hashlib.sha256("\n".join(text).encode()).hexdigest()[:12]
 
 
-def _cell(value: Any) -> str:
-    if isinstance(value, float):
-        return "" if math.isnan(value) else f"{value:.6g}"
-    return str(value)
-
-
-def _text(fields: Sequence[Any]) -> str:
-    out = io.StringIO()
-    csv.writer(out, lineterminator="").writerow([_cell(v) for v in fields])
-    return out.getvalue().replace("\n", " ")
-
-
-def _link(before: str, text: str) -> str:
-    """The digest of a row and of all before it."""
-    return hashlib.sha256(f"{before}\n{text}".encode()).hexdigest()[:12]
-
-
-def _undated(head: str) -> str:
-    return re.sub(r" \| date=[-0-9]*", "", head)
-
-
-class _File:
-    """Explored problems on their way into a file, each as soon as it is known.
-
-    A file of other versions, of another commit or seed begins anew; one of the same goes on.
-    """
-
-    def __init__(self, file: pathlib.Path, op: Op, seed: int, without: Sequence[str]) -> None:
-        self.file = file
-        self.columns = [*_FRONT, *_dims(op), *_BACK]
-        versions = machines.versions("torch", "triton", "liger_kernel", "quack", "onnxruntime")
-        self.about = {
-            "seed": str(seed),
-            "date": datetime.date.today().isoformat(),
-            "without": ",".join(without),
-            "source": _source(op),
-            "commit": machines._commit(),
-            "versions": "; ".join(f"{k} {v}" for k, v in versions.items() if v),
-        }
-        law = f"seeds 0 to {RECORDED_FROM - 1} are for tuning and recorded nowhere"
-        told = " | ".join(f"{k}={v}" for k, v in self.about.items())
-        self.head = f"{_FORMAT} | name={op.name} | {law} | {told}"
-        self.rows: list[dict[str, Any]] = []
-        if file.exists() and _undated(head := file.read_text().partition("\n")[0]) == _undated(self.head):
-            self.head = head  # the day that it began
-            known, _ = _load(file)
-            self.rows = [{str(k): v for k, v in row.items()} for row in known.to_dict("records")]
-        # Anew, without what was cut off in the middle.
-        self.end = _link("", self.head + "\n" + _text(self.columns))
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(f"{self.head}\n{_text([*self.columns, 'chain'])}\n")
-        kept, self.rows = self.rows, []
-        self.append(kept)
-
-    def append(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Add the rows of a problem."""
-        lines = []
-        for row in rows:
-            text = _text([row[c] for c in self.columns])
-            self.end = _link(self.end, text)
-            lines.append(f"{text},{self.end}\n")
-        with self.file.open("a") as out:
-            out.write("".join(lines))
-        self.rows += [dict(row) for row in rows]
+def _stamp(about: Mapping[str, str]) -> str:
+    """Twelve digits of the sha256 of what is said of a file, its seed among it: its rows have one of their own."""
+    return hashlib.sha256(repr(sorted(about.items())).encode()).hexdigest()[:12]
 
 
 def _load(file: pathlib.Path) -> tuple[pd.DataFrame, dict[str, str]]:
-    """The whole problems of a file, and what its head says; the last problem is left out where it was cut off."""
-    head, _, body = file.read_text().partition("\n")
-    if not head.startswith(_FORMAT + " | "):
-        raise ExploredError(f"{file}: not explored problems: its first line is {head[:60]!r}")
-    about = dict(part.split("=", 1) for part in head.split(" | ") if "=" in part)
-    lines = body.split("\n")
-    columns = lines[0].split(",")
-    cut = lines[-1] != "" or len(lines) < 2  # every line that was written whole ends in a new one
-    end, rows = _link("", f"{head}\n{','.join(columns[:-1])}"), []
-    for i, line in enumerate(lines[1:-1], 1):
-        text, _, digest = line.rpartition(",")
-        end = _link(end, text)
-        if digest != end:
-            raise ExploredError(f"{file}: row {i} is not what was explored; explore again instead of editing it")
-        rows.append(dict(zip(columns[:-1], next(csv.reader([text])), strict=True)))
-    if cut and rows:
-        rows = [row for row in rows if row["case"] != rows[-1]["case"]]
-    frame = pd.DataFrame(rows, columns=columns[:-1])
-    for column in frame:
-        if column not in _TEXT:
-            try:
-                frame[column] = pd.to_numeric(frame[column].replace("", None))
-            except (ValueError, TypeError):
-                frame[column] = frame[column].astype(object)
+    frame, about = record._load(file, f"explored/{file.stem}")
+    if about.pop("stamp", "") != _stamp(about):
+        raise record.RecordError(f"{file}: its first line is not what was recorded; explore again, do not edit it")
+    frame[_TEXT] = frame[_TEXT].astype(object).fillna("")
     return frame, about
 
 
@@ -788,19 +697,18 @@ def read(op: Op, slug: str = "nvidia-h200", root: pathlib.Path | None = None) ->
     Returns
     -------
     pandas.DataFrame
-        As of `explore`; ``attrs`` holds ``origin``, a `fusebook.bench.Origin`, and ``seed``, ``without``, ``versions``
-        and ``commit``.
+        As of `explore`; ``attrs`` holds ``origin``, a `fusebook.bench.Origin`, and ``seed``, ``without``, ``clocks``,
+        ``versions`` and ``commit``.
 
     Raises
     ------
-    ExploredError
+    fusebook.record.RecordError
         Where the file is missing, or is not what was explored.
     """
     file = path(slug, op.name, root)
     if not file.exists():
-        raise ExploredError(
-            f"{file}: no such file; python -m fusebook.explore {op.name} --seed {RECORDED_FROM} makes it"
-        )
+        command = f"python -m fusebook.explore {op.name} --seed {RECORDED_FROM}"
+        raise record.RecordError(f"{file}: no such record; {command} makes it")
     frame, about = _load(file)
     stale = () if about.get("source") == _source(op) else (f"{op.name} is made from other sources now",)
     beside = file.parent.parent / "machine.json"
@@ -829,7 +737,7 @@ def standing(op: Op, frame: pd.DataFrame, kind: str = "cold") -> pd.DataFrame:
         Of `explore` or `read`.
     kind : str
         ``cold``, the device's time; or ``paid``, what a program of many calls pays for each: the larger of the device's
-        and the host's.
+        and the host's. Where the host's clock was not taken, nothing is known of that.
 
     Returns
     -------
@@ -840,8 +748,8 @@ def standing(op: Op, frame: pd.DataFrame, kind: str = "cold") -> pd.DataFrame:
     """
     if kind not in ("cold", "paid"):
         raise ValueError(f"explore.standing: expected cold or paid, got {kind!r}")
-    columns = ["cold_us"] if kind == "cold" else ["cold_us", "host_us", "call_us"]
-    right = frame[frame["status"] == "ok"]
+    columns = list(_TIMES[: 1 if kind == "cold" else 3])
+    right = frame[(frame["status"] == "ok") & (kind == "cold" or frame.attrs.get("clocks") != "device")]
     right = right.assign(time=right[columns].astype(float).max(axis=1), math=right["math"].fillna(""))
     right = right[right["time"].notna()]
     dims = [c for c in frame.columns if c not in (*_FRONT, *_BACK)]
@@ -954,40 +862,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("ops", nargs="+", metavar="op", choices=[*known, "all"], help=f"all, or {', '.join(known)}")
     parser.add_argument("--cases", type=int, default=100, help="problems of each op (default: 100)")
-    parser.add_argument(
-        "--seed", type=int, default=0, help=f"up to {RECORDED_FROM - 1} to tune by, above to record (default: 0)"
-    )
+    parser.add_argument("--seed", type=int, default=0, help=f"below {RECORDED_FROM} to tune by (default: 0)")
     parser.add_argument("--seconds", type=float, default=math.inf, help="of all ops together, compiling included")
     parser.add_argument("--repeat", type=int, default=7, help="calls timed (default: 7)")
-    parser.add_argument(
-        "--without", default="", metavar="WORDS", help="comma list: leave variants out that contain one"
-    )
+    parser.add_argument("--device-clock", action="store_true", help="leave the host's clock out: others share the host")
+    parser.add_argument("--without", default="", metavar="WORDS", help="comma list: no variants that hold one of these")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes that compile; all cores")
     parser.add_argument("--check-only", action="store_true", help="no times; without a GPU at small sizes")
-    parser.add_argument(
-        "--out",
-        type=pathlib.Path,
-        help=f"folder of records; the package's from seed {RECORDED_FROM} up, else explored/seed-<seed> here",
-    )
+    parser.add_argument("--out", type=pathlib.Path, help="folder of records (default: the package's, or explored here)")
     args = parser.parse_args(argv)
     if args.cases < 1 or args.repeat < 1 or args.seconds <= 0 or args.seed < 0:
         parser.error("expected --cases, --repeat and --seconds above 0, and --seed from 0 up")
     names = list(dict.fromkeys(known if "all" in args.ops else args.ops))
-    out = args.out or (
-        machines.RECORDS if args.seed >= RECORDED_FROM else pathlib.Path("explored", f"seed-{args.seed}")
-    )
+    here = pathlib.Path("explored", f"seed-{args.seed}")
+    out = args.out or (machines.RECORDS if args.seed >= RECORDED_FROM else here)
+    how = {k: getattr(args, k) for k in ("seed", "cases", "seconds", "repeat", "check_only", "workers")}
+    without = [word for word in args.without.split(",") if word]
     wrong = 0
     try:
         for op, found in explore(
-            *(OPS[name] for name in names),
-            seed=args.seed,
-            cases=args.cases,
-            seconds=args.seconds,
-            repeat=args.repeat,
-            without=[word for word in args.without.split(",") if word],
-            check_only=args.check_only,
-            root=out,
-            workers=args.workers,
+            *(OPS[name] for name in names), host=not args.device_clock, without=without, root=out, **how
         ):
             if isinstance(found, Wrong):
                 wrong += 1
