@@ -25,9 +25,6 @@ with extra("book"):
 
 __all__ = ["ceilings", "folder", "points", "verdicts"]
 
-#: Medians this close are equal, as they are everywhere in this library.
-WITHIN = 0.02
-
 
 def folder(given: str) -> pathlib.Path:
     """The folder of one GPU's records.
@@ -87,7 +84,7 @@ def points(name: str, mine: pathlib.Path, theirs: pathlib.Path, *, variant: str,
     us, low, high = f"{clock}_us", f"{clock}_us_20", f"{clock}_us_80"
     ratio = both[f"{us} mine"] / both[f"{us} theirs"]
     meet = (both[f"{low} mine"] <= both[f"{high} theirs"]) & (both[f"{low} theirs"] <= both[f"{high} mine"])
-    alike = meet | ((ratio - 1).abs() <= WITHIN)
+    alike = meet | ((ratio - 1).abs() <= tables.WITHIN)
     verdict = (ratio < 1).map({True: "faster", False: "slower"}).mask(alike, "alike")
     shares = {f"{who}, of roof": both[f"roof_us {who}"] / both[f"{us} {who}"] for who in ("mine", "theirs")}
     return pd.DataFrame({"times as long": ratio, "verdict": verdict, **shares})
@@ -97,7 +94,7 @@ def _ahead(place: pathlib.Path, name: str, variant: str, clock: str) -> str:
     """At how many points a variant is no slower than the fastest other way on a GPU, as ``12 of 14``."""
     frame = tables.alike(record._load(place / f"{name}.csv", name)[0], variant)
     found = tables.behind(frame, variant, clock)["times as long"]
-    return f"{(found <= 1 + WITHIN).sum()} of {len(found)}" if len(found) else ""
+    return f"{(found <= 1 + tables.WITHIN).sum()} of {len(found)}" if len(found) else ""
 
 
 def _said(counts: pd.Series) -> str:

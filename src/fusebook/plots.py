@@ -21,7 +21,7 @@ with extra("book"):
     import numpy as np
     import pandas as pd
     from matplotlib.axes import Axes
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+    from matplotlib.ticker import LogLocator, NullLocator
 
 
 __all__ = [
@@ -113,9 +113,16 @@ def _styles(names: Sequence[str]) -> dict[str, dict[str, Any]]:
     return {name: found[name] for name in names}
 
 
-def _line(style: Mapping[str, Any]) -> dict[str, Any]:
-    """A style without its mark: sweeps have too many points for marks."""
-    return {key: value for key, value in style.items() if key != "marker"}
+#: Where a line ends, and its colour.
+_Ends = dict[str, tuple[float, float, str]]
+
+
+def _line(ax: Axes, ends: _Ends, name: str, x: pd.Series, y: pd.Series, **style: Any) -> None:
+    """Draw what has a name, and remember its end to write that there; sweeps have too many points for marks."""
+    style["marker"] = "." if "marker" in style and len(x) < 40 else None
+    ax.plot(x, y, label=name, **style)
+    there = y.notna().to_numpy()
+    ends[name] = (float(x[there].iloc[-1]), float(y[there].iloc[-1]), style["color"])
 
 
 def _gpu(df: pd.DataFrame) -> str:
@@ -134,14 +141,14 @@ def _percent(values: pd.Series) -> str:
     return f"{middle} %" if least == most else f"{middle} % ({least} to {most})"
 
 
-def _found(df: pd.DataFrame, kind: str, of: str) -> str:
+def _found(df: pd.DataFrame, of: str) -> str:
     """The finding of a figure of shares, made from what it shows; empty where ours is not in it or nothing else is."""
     ours = "fusebook"
     if ours not in set(df["variant"]):
         return ""
     df = tables.alike(df)
-    own = tables.share(df, ours, of, kind).dropna()
-    others = [tables.share(df, name, of, kind) for name in dict.fromkeys(df["variant"]) if name != ours]
+    own = tables.share(df, ours, of).dropna()
+    others = [tables.share(df, name, of) for name in dict.fromkeys(df["variant"]) if name != ours]
     if own.empty:
         return ""
     text = f"{ours} reaches {_percent(own)} of {'a copy' if of == 'copy' else 'the roof'}"
@@ -154,20 +161,21 @@ def _fastest(df: pd.DataFrame, kind: str) -> str:
     table = tables.behind(tables.alike(df), "fusebook", kind) if "fusebook" in set(df["variant"]) else pd.DataFrame()
     if table.empty:
         return ""
-    return f"fusebook is the fastest, or within 2 % of it, at {(table['times as long'] <= 1.02).sum()} of {len(table)}"
+    first = (table["times as long"] <= 1 + tables.WITHIN).sum()
+    return f"fusebook is the fastest, or within 2 % of it, at {first} of {len(table)}"
 
 
 def _axes(
-    ax: Axes | None,
     title: str,
     xlabel: str,
     ylabel: str,
     size: tuple[float, float] = (8.0, 4.6),
     below: Sequence[str] = (),
+    ax: Axes | None = None,
+    rows: bool = False,
 ) -> Axes:
-    """Axes with a title, and below it in small what, where and by which clock."""
-    if ax is None:
-        _, ax = plt.subplots(figsize=size, layout="constrained")
+    """Axes with a title, and below it in small what, where and by which clock; with a name at the left of each row."""
+    ax = ax or plt.subplots(figsize=size, layout="constrained")[1]
     ax.figure.patch.set_alpha(0)
     ax.patch.set_alpha(0)
     told = ", ".join(filter(None, below))
@@ -180,44 +188,36 @@ def _axes(
     for side, spine in ax.spines.items():
         spine.set_visible(side in ("left", "bottom"))
         spine.set_color(INK)
-    ax.grid(axis="y", color=INK, alpha=0.25, linewidth=0.6)
+    ax.grid(axis="both" if rows else "y", color=INK, alpha=0.25, linewidth=0.6)
     return ax
 
 
-def _name_ends(ax: Axes, ends: Mapping[str, tuple[float, float]], colours: Mapping[str, str]) -> None:
-    """Write each line's name behind its end, moved apart where names would overlap."""
+def _name_ends(ax: Axes, ends: _Ends) -> None:
+    """Write each line's name behind its end, in its colour, moved apart where names would overlap."""
     if not ends:
         return
     ax.figure.canvas.draw()  # limits and sizes in pixels are known after a draw only
     height = 13 * ax.figure.dpi / 72
-    to_pixels, to_data = ax.transData.transform, ax.transData.inverted().transform
-    order = sorted(ends, key=lambda name: to_pixels(ends[name])[1])
-    places = [float(to_pixels(ends[name])[1]) for name in order]
+    pixels = {name: float(ax.transData.transform((x, y))[1]) for name, (x, y, _) in ends.items()}
+    order = sorted(ends, key=pixels.__getitem__)
+    places = [pixels[name] for name in order]
     for _ in range(200):  # neighbours push each other apart until none overlap
         for i in range(len(places) - 1):
             if (short := height - (places[i + 1] - places[i])) > 0:
                 places[i] -= short / 2
                 places[i + 1] += short / 2
-    right = max(x for x, _ in ends.values())
-    for name, y in zip(order, places, strict=True):
-        at = to_data((0, y))[1]
-        ax.annotate(
-            name,
-            xy=ends[name],
-            xytext=(right, at),
-            textcoords="data",
-            color=colours[name],
-            fontsize=9,
-            va="center",
-            ha="left",
-            annotation_clip=False,
-            fontweight="bold" if name == "fusebook" else "normal",
-        ).set_position((right, at))
-        ax.texts[-1].set_text("  " + name)
+    right = max(x for x, _, _ in ends.values())
+    for name, place in zip(order, places, strict=True):
+        y = ax.transData.inverted().transform((0, place))[1]
+        weight = "bold" if name == "fusebook" else "normal"
+        ax.text(right, y, f"  {name}", color=ends[name][2], fontsize=9, va="center", fontweight=weight)
 
 
-def _middle(ax: Axes, left: float, right: float) -> float:
-    return float((left * right) ** 0.5) if ax.get_xscale() == "log" else (left + right) / 2
+def _legend_below(ax: Axes, down: float, ncols: int, fontsize: int, *order: Any) -> None:
+    """A legend so many inches under the axes, in rows, so that many names do not push the axes aside."""
+    figure: Any = ax.figure
+    how = {"loc": "upper left", "bbox_to_anchor": (0, -down / figure.get_figheight()), "ncols": ncols}
+    ax.legend(*order, **how, frameon=False, labelcolor=INK, fontsize=fontsize)
 
 
 def _shade(ax: Axes, xs: Sequence[float], zones: Sequence[str]) -> None:
@@ -234,7 +234,7 @@ def _shade(ax: Axes, xs: Sequence[float], zones: Sequence[str]) -> None:
         if len(runs) > 1 and _ZONES.get(zone):
             ax.axvspan(left, right, color=INK, alpha=_ZONES[zone], linewidth=0, zorder=0)
         ax.text(
-            left if i == 0 and len(runs) > 1 else _middle(ax, left, right),
+            left if i == 0 and len(runs) > 1 else (left + right) / 2,
             0.015,
             _ZONE_NAMES.get(zone, zone),
             transform=ax.get_xaxis_transform(),
@@ -245,17 +245,8 @@ def _shade(ax: Axes, xs: Sequence[float], zones: Sequence[str]) -> None:
         )
 
 
-def bandwidth(
-    df: pd.DataFrame,
-    x: str = "N",
-    *,
-    kind: str = "cold",
-    logx: bool = False,
-    title: str = "",
-    xlabel: str = "",
-    ax: Axes | None = None,
-) -> Axes:
-    """Bandwidth over one size: a line a variant with its 20 to 80 % band, the measured roof, and the zones.
+def bandwidth(df: pd.DataFrame, x: str = "N", *, xlabel: str = "") -> Axes:
+    """Bandwidth over one size, cold: a line a variant with its 20 to 80 % band, the measured roof, and the zones.
 
     Parameters
     ----------
@@ -263,15 +254,8 @@ def bandwidth(
         Results of one operator in one dtype; the other sizes should not vary.
     x : str
         The size on the x axis.
-    kind : str
-        ``cold`` or ``warm``.
-    logx : bool
-        A logarithmic x axis.
-    title : str, optional
-        What is shown; what was found is told by the results.
     xlabel : str, optional
         What `x` is, in words.
-    ax : matplotlib.axes.Axes, optional
 
     Returns
     -------
@@ -281,54 +265,37 @@ def bandwidth(
     if len(dtypes) > 1:
         raise ValueError(f"plots.bandwidth: expected one dtype, got {', '.join(dtypes)}; draw one figure each")
     first = df.iloc[0]
-    others = ", ".join(f"{n} = {first[n]}" for n in tables.dims(df) if n != x and len(df[n].unique()) == 1)
+    others = [f"{n} = {first[n]}" for n in tables.dims(df) if n != x and len(df[n].unique()) == 1]
+    what, found = ", ".join([_words(first["op"]), first["dtype"], *others]), _found(df, "roof")
     rate = "bandwidth of the least traffic (GB/s)"
-    what = title or f"{_words(first['op'])}, {first['dtype']}" + (f", {others}" if others else "")
-    found = _found(df, kind, "roof")
-    ax = _axes(ax, found or what, xlabel or f"size {x}", rate, below=[what if found else "", _gpu(df), kind])
-    if logx:
-        ax.set_xscale("log", base=2)
-        ax.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}"))
-    names = list(dict.fromkeys(df["variant"]))
-    styles = _styles(names)
-    ends: dict[str, tuple[float, float]] = {}
-    for name in names:
-        rows = df[(df["variant"] == name) & (df["status"] == "ok")].dropna(subset=[f"{kind}_us"]).sort_values(x)
+    ax = _axes(found or what, xlabel or f"size {x}", rate, below=[what if found else "", _gpu(df), "cold"])
+
+    def rate_of(rows: pd.DataFrame, column: str) -> pd.Series:
+        return (rows["read_bytes"] + rows["write_bytes"]) / rows[column].astype(float) / 1e3
+
+    ends: _Ends = {}
+    for name, drawn in _styles(list(dict.fromkeys(df["variant"]))).items():
+        rows = tables.timed(df[df["variant"] == name], "cold").sort_values(x)
         if rows.empty:
             continue
-        moved = (rows["read_bytes"] + rows["write_bytes"]) / 1e3
-        marker = "." if len(rows) < 40 else None
-        ax.plot(rows[x], moved / rows[f"{kind}_us"], marker=marker, label=name, **_line(styles[name]))
-        ax.fill_between(
-            rows[x].astype(float),
-            (moved / rows[f"{kind}_us_80"]).astype(float),
-            (moved / rows[f"{kind}_us_20"]).astype(float),
-            color=styles[name]["color"],
-            alpha=0.18,
-            linewidth=0,
-        )
-        ends[name] = (float(rows[x].iloc[-1]), float((moved / rows[f"{kind}_us"]).iloc[-1]))
+        _line(ax, ends, name, rows[x], rate_of(rows, "cold_us"), **drawn)
+        band = rate_of(rows, "cold_us_80"), rate_of(rows, "cold_us_20")
+        ax.fill_between(rows[x].astype(float), *band, color=drawn["color"], alpha=0.18, linewidth=0)
     points = df.dropna(subset=["roof_us"]).drop_duplicates(x).sort_values(x)
-    colours = {name: styles[name]["color"] for name in ends}
     if len(points):
-        moved = (points["read_bytes"] + points["write_bytes"]) / 1e3
-        roof = moved / points["roof_us"]
-        ax.plot(points[x], roof, color=INK, linewidth=1.2, zorder=2)
-        ends["the measured roof"] = (float(points[x].iloc[-1]), float(roof.iloc[-1]))
-        copy = moved / points["copy_warm_us" if kind == "warm" else "copy_us"]
-        if copy.notna().any():
-            ax.plot(points[x], copy, color=INK, linewidth=1, linestyle=(0, (1, 2)), zorder=2)
-            ends["a copy"] = (float(points[x].iloc[-1]), float(copy.dropna().iloc[-1]))
+        for name, column, dash in (("the measured roof", "roof_us", "-"), ("a copy", "copy_us", (0, (1, 2)))):
+            if points[column].notna().any():
+                how = {"color": INK, "linewidth": 1.2, "linestyle": dash, "zorder": 2}
+                _line(ax, ends, name, points[x], rate_of(points, column), **how)
         _shade(ax, points[x].astype(float).tolist(), points["zone"].astype(str).tolist())
-        colours |= {"the measured roof": INK, "a copy": INK}
     ax.set_ylim(bottom=0)
     ax.margins(x=0.01)
-    _name_ends(ax, ends, colours)
+    _name_ends(ax, ends)
     return ax
 
 
-def dots(df: pd.DataFrame, *, of: str = "copy", kind: str = "cold", title: str = "", ax: Axes | None = None) -> Axes:
-    """What part of a ceiling each variant reaches: a row a point, a mark a variant.
+def dots(df: pd.DataFrame, *, of: str = "copy", title: str = "") -> Axes:
+    """What part of a ceiling each variant reaches, cold: a row a point, a mark a variant.
 
     Parameters
     ----------
@@ -336,62 +303,42 @@ def dots(df: pd.DataFrame, *, of: str = "copy", kind: str = "cold", title: str =
         Results.
     of : str
         ``copy`` or ``roof``.
-    kind : str
-        ``cold`` or ``warm``.
     title : str, optional
-    ax : matplotlib.axes.Axes, optional
 
     Returns
     -------
     matplotlib.axes.Axes
     """
-    df = df[(df["status"] == "ok") & df[f"{kind}_us"].notna()]
+    df = tables.timed(df, "cold")
     several = len(df["dtype"].unique()) > 1
     df = df.assign(_row=tables.label(df) + ((" " + df["dtype"]) if several else ""))
     rows = list(dict.fromkeys(df["_row"]))
     place = {row: len(rows) - 1 - i for i, row in enumerate(rows)}
-    name = df["op"].iloc[0] if len(df) else ""
-    size = (8.0, 1.8 + 0.3 * len(rows))
-    ceiling_in_words = "a copy of the same bytes" if of == "copy" else "the measured roof"
-    what = title or f"{_words(name)}: share of {ceiling_in_words}"
-    found = _found(df, kind, of)
-    below = [what if found else "", _gpu(df), kind]
-    ax = _axes(ax, found or what, f"percent of {ceiling_in_words}", "", size, below)
-    ax.grid(axis="x", color=INK, alpha=0.25, linewidth=0.6)
+    ceiling = "a copy of the same bytes" if of == "copy" else "the measured roof"
+    what, found = title or f"{_words(df['op'].iloc[0] if len(df) else '')}: share of {ceiling}", _found(df, of)
+    size, below = (8.0, 1.8 + 0.3 * len(rows)), [what if found else "", _gpu(df), "cold"]
+    ax = _axes(found or what, f"percent of {ceiling}", "", size, below, rows=True)
     for y in place.values():
         ax.axhline(y, color=INK, alpha=0.18, linewidth=0.6, zorder=0)
-    ceiling = "roof_us" if of == "roof" else ("copy_warm_us" if kind == "warm" else "copy_us")
     names = list(dict.fromkeys(df["variant"]))
     for i, (variant, drawn) in enumerate(_styles(names).items()):
-        part = df[df["variant"] == variant]
+        part, ours = df[df["variant"] == variant], variant == "fusebook"
         # A little above or below the middle of the row, so that equal ones are both seen.
         aside = 0.5 * (i / (len(names) - 1) - 0.5) if len(names) > 1 else 0.0
         ax.plot(
-            100 * part[ceiling] / part[f"{kind}_us"],
+            100 * part[f"{of}_us"] / part["cold_us"],
             part["_row"].map(place).astype(float) - aside,
-            linestyle="none",
-            marker=drawn["marker"],
-            color=drawn["color"],
-            markersize=7 if variant == "fusebook" else 6,
-            markerfacecolor=drawn["color"] if variant == "fusebook" else "none",
+            markersize=7 if ours else 6,
+            markerfacecolor=drawn["color"] if ours else "none",
             label=variant,
-            zorder=drawn["zorder"],
+            **{**drawn, "linestyle": "none"},
         )
     ax.axvline(100, color=INK, linewidth=1.2)
     ax.set_yticks([place[r] for r in rows], rows, fontsize=8)
     ax.set_xlim(left=0)
     ax.set_ylim(-0.7, len(rows) - 0.3)
-    if names:
-        # Points that differ by a percent cannot be labelled one by one; the marks differ in shape as well as colour.
-        under = -0.95 / size[1]  # of the height of the axes: under the label of the x axis
-        ax.legend(
-            ncols=min(len(names), 4),  # in rows, so that many names do not push the axes aside
-            loc="upper left",
-            bbox_to_anchor=(0, under),
-            frameon=False,
-            labelcolor=INK,
-            fontsize=8,
-        )
+    if names:  # points that differ by a percent cannot be labelled one by one
+        _legend_below(ax, 0.95, min(len(names), 4), 8)
     return ax
 
 
@@ -402,7 +349,6 @@ def times(
     kind: str = "call",
     title: str = "",
     xlabel: str = "",
-    ax: Axes | None = None,
 ) -> Axes:
     """Time in microseconds over one size, on logarithmic axes, with the launch floor.
 
@@ -418,7 +364,6 @@ def times(
         What is shown; what was found is told by the results.
     xlabel : str, optional
         What `x` is, in words.
-    ax : matplotlib.axes.Axes, optional
 
     Returns
     -------
@@ -428,29 +373,22 @@ def times(
     what = title or f"{_words(first['op'])}, {first['dtype']}"
     found = _fastest(df, kind)
     below = [what if found else "", _gpu(df), kind]
-    ax = _axes(ax, found or what, xlabel or f"size {x}", f"{kind} time (microseconds)", below=below)
+    ax = _axes(found or what, xlabel or f"size {x}", f"{kind} time (microseconds)", below=below)
     ax.set_yscale("log")
-    names = list(dict.fromkeys(df["variant"]))
-    styles = _styles(names)
-    ends = {}
-    for name in names:
+    ends: _Ends = {}
+    for name, drawn in _styles(list(dict.fromkeys(df["variant"]))).items():
         rows = tables.timed(df[df["variant"] == name], kind).sort_values(x)
-        if rows.empty:
-            continue
-        marker = "." if len(rows) < 40 else None
-        ax.plot(rows[x], rows[f"{kind}_us"], marker=marker, label=name, **_line(styles[name]))
-        ends[name] = (float(rows[x].iloc[-1]), float(rows[f"{kind}_us"].iloc[-1]))
-    colours = {name: styles[name]["color"] for name in ends}
+        if len(rows):
+            _line(ax, ends, name, rows[x], rows[f"{kind}_us"], **drawn)
     floor = {"cold": "floor_us", "warm": "floor_warm_us"}.get(kind)
     if floor and df[floor].notna().any():
         ax.axhline(df[floor].median(), color=INK, linewidth=1)
-        ends["launch floor"] = (float(df[x].max()), float(df[floor].median()))
-        colours["launch floor"] = INK
+        ends["launch floor"] = (float(df[x].max()), float(df[floor].median()), INK)
     ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     ax.yaxis.set_minor_locator(NullLocator())
-    ax.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}"))
+    ax.yaxis.set_major_formatter("{x:g}")
     ax.margins(x=0.01)
-    _name_ends(ax, ends, colours)
+    _name_ends(ax, ends)
     return ax
 
 
@@ -462,7 +400,6 @@ def lines(
     marks: Mapping[str, float] | None = None,
     source: pd.DataFrame | None = None,
     clock: str = "",
-    ax: Axes | None = None,
 ) -> Axes:
     """Columns over the index, on a logarithmic x axis, each named at its end.
 
@@ -477,38 +414,34 @@ def lines(
         The results that `df` is made from, where it does not know the GPU itself.
     clock : str, optional
         By which it was measured.
-    ax : matplotlib.axes.Axes, optional
 
     Returns
     -------
     matplotlib.axes.Axes
     """
-    ax = _axes(ax, title, str(df.index.name), ylabel, (8.0, 3.6), [_gpu(df if source is None else source), clock])
+    ax = _axes(title, str(df.index.name), ylabel, (8.0, 3.6), [_gpu(df if source is None else source), clock])
     ax.set_xscale("log")
-    ax.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}"))
-    styles = _styles([str(name) for name in df.columns])
-    colours = {name: drawn["color"] for name, drawn in styles.items()}
-    ends = {}
-    for name, drawn in styles.items():
+    ax.xaxis.set_major_formatter("{x:g}")
+    ends: _Ends = {}
+    for name, drawn in _styles([str(name) for name in df.columns]).items():
         ax.plot(df.index, df[name], markersize=4, label=name, **drawn)
-        ends[name] = (float(df.index[-1]), float(df[name].iloc[-1]))
+        ends[name] = (float(df.index[-1]), float(df[name].iloc[-1]), drawn["color"])
     for name, value in (marks or {}).items():
         ax.axhline(value, color=INK, linewidth=1.2)
         ax.text(df.index[-1], value, name, color=INK, va="bottom", ha="right", fontsize=9)
     ax.set_ylim(bottom=0)
     ax.margins(x=0.01)
-    _name_ends(ax, ends, colours)
+    _name_ends(ax, ends)
     return ax
 
 
-def copies(machine: Any, *, ax: Axes | None = None) -> Axes:
+def copies(machine: Any) -> Axes:
     """The rate of a copy over its size on a machine: where the launch, the L2 cache and the memory decide.
 
     Parameters
     ----------
     machine : Machine
         With ``bandwidth``, ``copy`` and ``l2``.
-    ax : matplotlib.axes.Axes, optional
 
     Returns
     -------
@@ -520,7 +453,7 @@ def copies(machine: Any, *, ax: Axes | None = None) -> Axes:
         f"A copy reaches {rate.max():.0f} GB/s, from {size[int(rate.argmax())]:.0f} MB on" if len(rate) else "Copies"
     )
     below = [str(machine.name), "cold"]
-    ax = _axes(ax, reached, "bytes read and written (MB)", "GB/s", (8.0, 3.6), below)
+    ax = _axes(reached, "bytes read and written (MB)", "GB/s", (8.0, 3.6), below)
     ax.set_xscale("log")
     ax.plot(size, rate, marker="o", color=style("torch")["color"], linewidth=2, label="copy")
     ax.axhline(machine.copy / 1e9, color=INK, linewidth=1.2)
@@ -528,7 +461,7 @@ def copies(machine: Any, *, ax: Axes | None = None) -> Axes:
     edge = 4 * machine.l2 / 1e6
     ax.axvspan(size[0], edge, color=INK, alpha=0.1, linewidth=0, zorder=0)
     ax.text(edge, 0.03, " 4 x L2", transform=ax.get_xaxis_transform(), color=INK, fontsize=9)
-    ax.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}"))
+    ax.xaxis.set_major_formatter("{x:g}")
     ax.set_ylim(bottom=0)
     return ax
 
@@ -544,8 +477,8 @@ def _together(rates: Mapping[str, float]) -> list[tuple[float, str]]:
     return found
 
 
-def roofline(parts: Mapping[str, pd.DataFrame], machine: Any, *, kind: str = "cold") -> np.ndarray:
-    """Arithmetic rate over arithmetic intensity, under the measured ceilings: a panel a family of operators.
+def roofline(parts: Mapping[str, pd.DataFrame], machine: Any) -> np.ndarray:
+    """Arithmetic rate over arithmetic intensity, cold, under the measured ceilings: a panel a family of operators.
 
     Parameters
     ----------
@@ -553,32 +486,28 @@ def roofline(parts: Mapping[str, pd.DataFrame], machine: Any, *, kind: str = "co
         By the name of a panel, results of any operators.
     machine : Machine
         With ``copy`` and ``rates``.
-    kind : str
-        ``cold`` or ``warm``.
 
     Returns
     -------
     numpy.ndarray of matplotlib.axes.Axes
         Ours is filled, the best other way at the same point hollow.
     """
-    parts = {
-        name: df[(df["status"] == "ok") & df[f"{kind}_us"].notna() & (df["flop"] > 0)] for name, df in parts.items()
-    }
+    parts = {name: tables.timed(df[df["flop"] > 0], "cold") for name, df in parts.items()}
     parts = {name: df for name, df in parts.items() if df["variant"].eq("fusebook").any()}
     rows = -(-len(parts) // 2)
     figure, grid = plt.subplots(rows, 2, figsize=(9.0, 3.3 * rows), layout="constrained", squeeze=False)
     xlabel, ylabel = "operations a byte of the least traffic", "GFLOP/s"
     top = max(machine.rates.values())
     for ax, (name, df) in zip(grid.flat, parts.items(), strict=False):
-        _axes(ax, name, xlabel, ylabel)
+        _axes(name, xlabel, ylabel, ax=ax)
         ax.set_xscale("log")
         ax.set_yscale("log")
         ax.xaxis.set_minor_locator(NullLocator())
         ax.yaxis.set_minor_locator(NullLocator())
-        points = tables.behind(tables.alike(df), kind=kind)
+        points = tables.behind(tables.alike(df))
         ours = df[df["variant"] == "fusebook"]
         intensity = (ours["flop"] / (ours["read_bytes"] + ours["write_bytes"])).astype(float)
-        rate = (ours["flop"] / ours[f"{kind}_us"] / 1e3).astype(float)
+        rate = (ours["flop"] / ours["cold_us"] / 1e3).astype(float)
         order = ["label", "dtype"] if points.index.nlevels == 2 else ["op", "label", "dtype"]
         at = pd.MultiIndex.from_frame(ours.assign(label=tables.label(ours))[order])
         other = rate.to_numpy() * points["times as long"].reindex(at).to_numpy()
@@ -603,13 +532,13 @@ def roofline(parts: Mapping[str, pd.DataFrame], machine: Any, *, kind: str = "co
     for ax in grid.flat[len(parts) :]:
         ax.set_visible(False)
     figure.patch.set_alpha(0)
-    figure.suptitle(f"Every record on {machine.name}, {kind}: lines are its copy and its rates", color=INK, fontsize=11)
+    figure.suptitle(f"Every record on {machine.name}, cold: lines are its copy and its rates", color=INK, fontsize=11)
     if parts:
         grid.flat[0].legend(frameon=False, labelcolor=INK, fontsize=8, loc="lower right")
     return grid
 
 
-def standings(parts: Mapping[str, pd.DataFrame], *, title: str, xlabel: str, ax: Axes | None = None) -> Axes:
+def standings(parts: Mapping[str, pd.DataFrame], *, title: str, xlabel: str) -> Axes:
     """How far each operator is from its roof: ours filled, the best other way hollow, a row an operator.
 
     Parameters
@@ -617,15 +546,13 @@ def standings(parts: Mapping[str, pd.DataFrame], *, title: str, xlabel: str, ax:
     parts : mapping of str to pandas.DataFrame
         By the name of its row: shares of a ceiling in the columns ``ours`` and ``other``, a row a point.
     title, xlabel : str
-    ax : matplotlib.axes.Axes, optional
 
     Returns
     -------
     matplotlib.axes.Axes
         Marks are medians, bars go from the worst point to the best. In percent.
     """
-    ax = _axes(ax, title, xlabel, "", (8.0, 1.5 + 0.36 * len(parts)))
-    ax.grid(axis="x", color=INK, alpha=0.25, linewidth=0.6)
+    ax = _axes(title, xlabel, "", (8.0, 1.5 + 0.36 * len(parts)), rows=True)
     names = list(parts)[::-1]
     ways = (
         ("other", "the best other way", _COLOURS["quack"], "o", -0.16),
@@ -651,20 +578,11 @@ def standings(parts: Mapping[str, pd.DataFrame], *, title: str, xlabel: str, ax:
     ax.set_xlim(left=0)
     ax.set_ylim(-0.6, len(names) - 0.4)
     handles, labels = ax.get_legend_handles_labels()
-    ax.legend(
-        handles[::-1],
-        labels[::-1],
-        ncols=2,
-        loc="upper left",
-        bbox_to_anchor=(0, -0.5 / (1.5 + 0.36 * len(parts))),  # under the label of the x axis
-        frameon=False,
-        labelcolor=INK,
-        fontsize=9,
-    )
+    _legend_below(ax, 0.5, 2, 9, handles[::-1], labels[::-1])  # under the label of the x axis
     return ax
 
 
-def timeline(df: pd.DataFrame, *, until: float, title: str = "", ax: Axes | None = None) -> Axes:
+def timeline(df: pd.DataFrame, *, until: float, title: str = "") -> Axes:
     """Where the time goes: for each way a row of what the host does, what kernels do and what copies do.
 
     Parameters
@@ -674,7 +592,6 @@ def timeline(df: pd.DataFrame, *, until: float, title: str = "", ax: Axes | None
     until : float
         Where the picture ends, in microseconds.
     title : str, optional
-    ax : matplotlib.axes.Axes, optional
 
     Returns
     -------
@@ -682,7 +599,7 @@ def timeline(df: pd.DataFrame, *, until: float, title: str = "", ax: Axes | None
     """
     ways = list(dict.fromkeys(df["way"]))
     size = (8.0, 1.1 + 0.62 * len(ways))
-    ax = _axes(ax, title or "Where the time goes", "microseconds", "", size, [_gpu(df), "the clock of a profiler"])
+    ax = _axes(title or "Where the time goes", "microseconds", "", size, [_gpu(df), "the clock of a profiler"])
     ax.grid(visible=False, axis="y")
     lanes = {"host": INK, "kernel": "#0a84d6", "copy": "#e0562b"}
     for i, way in enumerate(ways):
@@ -705,7 +622,7 @@ def timeline(df: pd.DataFrame, *, until: float, title: str = "", ax: Axes | None
     return ax
 
 
-def spread(ratios: Mapping[str, pd.Series], *, title: str, xlabel: str, ax: Axes | None = None) -> Axes:
+def spread(ratios: Mapping[str, pd.Series], *, title: str, xlabel: str) -> Axes:
     """How ratios are spread: a row a name, a dot a ratio, a bar at the median, and a line where both are equal.
 
     Parameters
@@ -713,7 +630,6 @@ def spread(ratios: Mapping[str, pd.Series], *, title: str, xlabel: str, ax: Axes
     ratios : mapping of str to pandas.Series
         By the name of its row; what is missing is left out.
     title, xlabel : str
-    ax : matplotlib.axes.Axes, optional
 
     Returns
     -------
@@ -721,8 +637,7 @@ def spread(ratios: Mapping[str, pd.Series], *, title: str, xlabel: str, ax: Axes
         The ratios are on a logarithmic axis.
     """
     gpu = next(filter(None, (_gpu(pd.DataFrame(r)) for r in ratios.values())), "")
-    ax = _axes(ax, title, xlabel, "", (8.0, 1.6 + 0.32 * len(ratios)), [gpu])
-    ax.grid(axis="x", color=INK, alpha=0.25, linewidth=0.6)
+    ax = _axes(title, xlabel, "", (8.0, 1.6 + 0.32 * len(ratios)), [gpu], rows=True)
     names = list(ratios)[::-1]
     for y, name in enumerate(names):
         values = ratios[name].dropna().astype(float).sort_values().to_numpy()
@@ -735,13 +650,13 @@ def spread(ratios: Mapping[str, pd.Series], *, title: str, xlabel: str, ax: Axes
     ax.set_xscale("log")
     ax.xaxis.set_major_locator(LogLocator(base=2.0))
     ax.xaxis.set_minor_locator(NullLocator())
-    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    ax.xaxis.set_major_formatter("{x:g}")
     ax.set_yticks(range(len(names)), names)
     ax.set_ylim(-0.7, len(names) - 0.3)
     return ax
 
 
-def clusters(points: Any, labels: Any, centres: Any, *, title: str, ax: Axes | None = None) -> Axes:
+def clusters(points: Any, labels: Any, centres: Any, *, title: str) -> Axes:
     """Points in the plane, each cluster with a colour and a mark, which follow the place of its centre.
 
     Parameters
@@ -751,14 +666,13 @@ def clusters(points: Any, labels: Any, centres: Any, *, title: str, ax: Axes | N
         The cluster of each point.
     centres : array of shape (k, 2)
     title : str
-    ax : matplotlib.axes.Axes, optional
 
     Returns
     -------
     matplotlib.axes.Axes
     """
     points, labels, centres = (np.asarray(values) for values in (points, labels, centres))
-    ax = _axes(ax, title, "x", "y", (5.4, 3.6))
+    ax = _axes(title, "x", "y", (5.4, 3.6))
     ways = zip(
         cycle(_COLOURS[name] for name in ("torch", "quack", "torch.compile", "Liger")), cycle("o^sv"), strict=False
     )

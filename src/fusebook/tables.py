@@ -1,8 +1,5 @@
 """Tables of results: a DataFrame in, a DataFrame out. What the columns of results mean stands in `fusebook.bench`.
 
-GB is 1e9 bytes. A bandwidth divides the least bytes that the operator must move by the time, whatever the variant
-moved: it is the rate at which the work got done, and only so can it be compared with the roof.
-
 A kind of time is one of the clocks of `fusebook.timing`, or ``paid``: what an eager program of many calls pays for
 each, the larger of the host's time and the device's.
 """
@@ -11,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Any
 
 from fusebook import timing
@@ -23,8 +20,8 @@ with extra("book"):
 
 __all__ = [
     "KINDS",
+    "WITHIN",
     "alike",
-    "bandwidth",
     "behind",
     "clocks",
     "dims",
@@ -49,6 +46,8 @@ __all__ = [
 
 #: The kinds of time that a table can show.
 KINDS = (*timing.KINDS, "paid")
+#: Medians this close are equal.
+WITHIN = 0.02
 
 
 def _kind(kind: str) -> str:
@@ -244,31 +243,6 @@ def times(df: pd.DataFrame, kind: str = "cold", words: bool = False) -> pd.DataF
     return table
 
 
-def bandwidth(df: pd.DataFrame, kind: str = "cold") -> pd.DataFrame:
-    """Bandwidth in GB/s: a row a point, a column a variant, then the measured roof and the copy.
-
-    Parameters
-    ----------
-    df : pandas.DataFrame
-        Results.
-    kind : str
-        ``cold`` or ``warm``.
-
-    Returns
-    -------
-    pandas.DataFrame
-        Least bytes over time. The columns ``roof`` and ``copy`` stand last.
-    """
-    table = times(df, kind)
-    first = _points(df).drop_duplicates(_keys(df)).set_index(_keys(df)).reindex(table.index)
-    moved = first["read_bytes"] + first["write_bytes"]
-    rates = table.rdiv(moved, axis=0) / 1e3
-    rates["roof"] = moved / first["roof_us"] / 1e3
-    rates["copy"] = moved / first[_copy(kind)] / 1e3
-    rates.attrs.pop("best", None)  # a ceiling is no way of computing
-    return rates
-
-
 def _labelled(df: pd.DataFrame, kind: str) -> pd.DataFrame:
     """The points that have a time of a kind, with a label of their sizes: few columns, as many are slow to sort."""
     df = timed(_points(df), kind)
@@ -407,7 +381,7 @@ def speedup(df: pd.DataFrame, over: str = "eager", kind: str = "cold") -> pd.Dat
     return result
 
 
-def losses(df: pd.DataFrame, variant: str = "fusebook", kind: str = "cold", within: float = 0.02) -> pd.DataFrame:
+def losses(df: pd.DataFrame, variant: str = "fusebook", kind: str = "cold") -> pd.DataFrame:
     """The points at which another variant is faster: what a page that shows only wins would hide.
 
     Parameters
@@ -417,19 +391,18 @@ def losses(df: pd.DataFrame, variant: str = "fusebook", kind: str = "cold", with
     variant : str
     kind : str
         Of `KINDS`.
-    within : float
-        Medians this close count as equal.
 
     Returns
     -------
     pandas.DataFrame
-        Indexed by sizes and dtype: the fastest other variant, and how many times as long `variant` takes. The worst
-        loss comes first. ``attrs["compared"]`` is how many points were timed both ways: 0 tells nothing.
+        Indexed by sizes and dtype: the fastest other variant, and how many times as long `variant` takes, if by more
+        than `WITHIN`. The worst loss comes first. ``attrs["compared"]`` is how many points were timed both ways: 0
+        tells nothing.
     """
     others = [name for name in dict.fromkeys(df["variant"]) if name != variant]
     points = _labelled(df, kind)
     table = pd.DataFrame({name: _ratio(points, variant, name, kind) for name in others})
-    lost = table[(table > 1 + within).any(axis=1)]
+    lost = table[(table > 1 + WITHIN).any(axis=1)]
     result = pd.DataFrame({"faster": lost.idxmax(axis=1), "times as long": lost.max(axis=1)}, index=lost.index)
     result = result.sort_values("times as long", ascending=False)
     result.attrs["compared"] = int(table.notna().any(axis=1).sum())
@@ -454,10 +427,8 @@ def alike(df: pd.DataFrame, variant: str = "fusebook") -> pd.DataFrame:
     return df[~own & df["math"].fillna("").eq("")]
 
 
-def reasons(
-    df: pd.DataFrame, prepared: Collection[str] = (), variant: str = "fusebook", kind: str = "call"
-) -> pd.DataFrame:
-    """The points that are lost by a clock of the caller's, and why.
+def reasons(df: pd.DataFrame, prepared: Collection[str] = ()) -> pd.DataFrame:
+    """The points that ours loses by one call, waited for, and why.
 
     Parameters
     ----------
@@ -465,9 +436,6 @@ def reasons(
         Results, those of other strategies of ours too.
     prepared : collection of str
         Ways of computing that are given what took work outside the clock: packed weights, or a captured graph.
-    variant : str
-    kind : str
-        ``call``.
 
     Returns
     -------
@@ -477,23 +445,23 @@ def reasons(
         two takes at least half of what is lost. Where neither does, the host takes longer after a wait, when the
         processor's caches hold other things, than in a loop.
     """
-    found = losses(alike(df, variant), variant, kind)
-    points = timed(_points(df), kind)
+    found = losses(alike(df), kind="call")
+    points = timed(_points(df), "call")
     points = points.assign(label=label(points)).set_index(["label", "dtype", "variant"]).sort_index()
     rows = []
     for point, faster in zip(found.index, found["faster"], strict=True):
         here = points.loc[point]
-        ours, other = here.loc[variant], here.loc[faster]
-        more = {c: ours.get(f"{c}_us", math.nan) - other.get(f"{c}_us", math.nan) for c in (kind, "host", "cold")}
-        chosen = here[f"{kind}_us"].get(f"{variant} (chosen)", math.inf)
+        ours, other = here.loc["fusebook"], here.loc[faster]
+        more = {c: ours.get(f"{c}_us", math.nan) - other.get(f"{c}_us", math.nan) for c in ("call", "host", "cold")}
+        chosen = here["call_us"].get("fusebook (chosen)", math.inf)
         if faster in prepared:
             why = "prepared beforehand"
-        elif chosen <= 1.02 * other[f"{kind}_us"]:
+        elif chosen <= (1 + WITHIN) * other["call_us"]:
             why = "a kernel that is not chosen there"
         else:
             halves = {"the device": more["cold"], "the host": more["host"]}
-            why = next((name for name, us in halves.items() if us >= more[kind] / 2), "the host after a wait")
-        rows.append({"us lost": more[kind], "by the host": more["host"], "by the device": more["cold"], "why": why})
+            why = next((name for name, us in halves.items() if us >= more["call"] / 2), "the host after a wait")
+        rows.append({"us lost": more["call"], "by the host": more["host"], "by the device": more["cold"], "why": why})
     result = found.join(
         pd.DataFrame(rows, index=found.index, columns=["us lost", "by the host", "by the device", "why"])
     )
@@ -535,8 +503,8 @@ def behind(df: pd.DataFrame, variant: str = "fusebook", kind: str = "cold") -> p
     return result.droplevel("op") if len(df["op"].unique()) <= 1 else result
 
 
-def pays_from(df: pd.DataFrame, variant: str = "fusebook", kind: str = "paid", within: float = 0.02) -> str | None:
-    """The problem from which on what a variant does on the device pays by another clock as well.
+def pays_from(df: pd.DataFrame, kind: str = "paid") -> str | None:
+    """The problem from which on what ours does on the device pays by another clock as well.
 
     Points at which it is slower on the device, cold, are not asked: no clock of the caller's can mend those.
 
@@ -544,11 +512,8 @@ def pays_from(df: pd.DataFrame, variant: str = "fusebook", kind: str = "paid", w
     ----------
     df : pandas.DataFrame
         Results, of one operator.
-    variant : str
     kind : str
         ``paid`` or ``call``.
-    within : float
-        Medians this close count as equal.
 
     Returns
     -------
@@ -557,27 +522,24 @@ def pays_from(df: pd.DataFrame, variant: str = "fusebook", kind: str = "paid", w
         roof leaves. Empty where the largest of the points is lost. None where there is nothing to compare: the record
         may lack the clock.
     """
-    cold, table = behind(df, variant, "cold"), behind(df, variant, kind)
-    table = table[table.index.isin(cold.index[cold["times as long"] <= 1 + within])]
+    cold, table = behind(df), behind(df, kind=kind)
+    table = table[table.index.isin(cold.index[cold["times as long"] <= 1 + WITHIN])]
     if table.empty:
         return None
-    lost = (table["times as long"] > 1 + within).to_numpy()
+    lost = (table["times as long"] > 1 + WITHIN).to_numpy()
     first = len(lost) - int(lost[::-1].argmax()) if lost.any() else 0
     if first == len(lost):
         return ""
     return f"{' '.join(table.index[first])} ({number(float(table['least us'].iloc[first]))} us at the least)"
 
 
-def standing(df: pd.DataFrame, variant: str = "fusebook", within: float = 0.02) -> pd.DataFrame:
-    """By each clock, at how many points a variant wins and loses against the fastest other way.
+def standing(df: pd.DataFrame) -> pd.DataFrame:
+    """By each clock, at how many points ours wins and loses against the fastest other way.
 
     Parameters
     ----------
     df : pandas.DataFrame
         Results.
-    variant : str
-    within : float
-        Medians this close count as equal.
 
     Returns
     -------
@@ -588,9 +550,9 @@ def standing(df: pd.DataFrame, variant: str = "fusebook", within: float = 0.02) 
     """
     rows = {}
     for kind in ("cold", "warm", "paid", "call"):
-        table = behind(df, variant, kind)
+        table = behind(df, kind=kind)
         ratios = table["times as long"]
-        slower, faster = (ratios > 1 + within).sum(), (ratios < 1 - within).sum()
+        slower, faster = (ratios > 1 + WITHIN).sum(), (ratios < 1 - WITHIN).sum()
         at = int(ratios.to_numpy().argmax()) if len(table) else 0
         rows[kind] = {
             "points": len(table),
@@ -606,15 +568,13 @@ def standing(df: pd.DataFrame, variant: str = "fusebook", within: float = 0.02) 
     return result
 
 
-def clocks(df: pd.DataFrame, variants: Sequence[str] | None = None) -> pd.DataFrame:
+def clocks(df: pd.DataFrame) -> pd.DataFrame:
     """Median times by every clock, side by side, in microseconds.
 
     Parameters
     ----------
     df : pandas.DataFrame
         Results.
-    variants : sequence of str, optional
-        Only these, in this order.
 
     Returns
     -------
@@ -623,9 +583,7 @@ def clocks(df: pd.DataFrame, variants: Sequence[str] | None = None) -> pd.DataFr
         the record lacks is an empty column.
     """
     df = _points(df)
-    if variants is not None:
-        df = where(df, variant=list(variants))
-    df = df[(df["status"] == "ok")]
+    df = df[df["status"] == "ok"]
     for kind in KINDS:
         df = _with(df, kind)
     table = df.set_index([*_keys(df), "variant"])[[f"{kind}_us" for kind in KINDS]]
@@ -686,21 +644,18 @@ def number(value: Any) -> str:
     return str(value)
 
 
-def pretty(df: pd.DataFrame, columns: Sequence[str] | None = None) -> pd.DataFrame:
+def pretty(df: pd.DataFrame) -> pd.DataFrame:
     """The same table in strings, no digit more than a reader can use.
 
     Parameters
     ----------
     df : pandas.DataFrame
-    columns : sequence of str, optional
-        Those to keep.
 
     Returns
     -------
     pandas.DataFrame
         Of str. Columns that are whole numbers throughout are written without a point.
     """
-    df = df if columns is None else df[list(columns)]
     out = pd.DataFrame(index=df.index)
     for position, name in enumerate(df.columns):
         column = df.iloc[:, position]

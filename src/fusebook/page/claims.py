@@ -259,21 +259,20 @@ _CLOCKS = {
 }
 
 
-def by_clock(df: pd.DataFrame, variant: str = "fusebook") -> Claims:
-    """What a variant is worth by each clock, the caller's among them: where it wins, loses, and from where on it pays.
+def by_clock(df: pd.DataFrame) -> Claims:
+    """What ours is worth by each clock, the caller's among them: where it wins, loses, and from where on it pays.
 
     Parameters
     ----------
     df : pandas.DataFrame
-        Results of one operator; the variant is compared with all others in it, see `fusebook.tables.alike`.
-    variant : str
+        Results of one operator; ours is compared with all others in it, see `fusebook.tables.alike`.
 
     Returns
     -------
     Claims
         A sentence a clock. A clock that the record lacks is said to be missing.
     """
-    standing = tables.standing(df, variant)
+    standing = tables.standing(df)
     told = []
     for kind, by in _CLOCKS.items():
         row = standing.loc[kind]
@@ -281,10 +280,10 @@ def by_clock(df: pd.DataFrame, variant: str = "fusebook") -> Claims:
             told.append(say("{by}: not measured, the results lack a clock that it needs.", by=by))
             continue
         text = (
-            "{by}, {variant} is faster than any other way by more than 2 % at {faster} of {points} points, and slower "
+            "{by}, fusebook is faster than any other way by more than 2 % at {faster} of {points} points, and slower "
             "at {slower}"
         )
-        start = tables.pays_from(df, variant, kind) if kind != "cold" else None
+        start = tables.pays_from(df, kind) if kind != "cold" else None
         if start == "":
             text += "; what it wins on the device pays at no size."
         elif start:
@@ -292,7 +291,7 @@ def by_clock(df: pd.DataFrame, variant: str = "fusebook") -> Claims:
             text += "; what it wins on the device pays from {start} on."
         else:
             text += "."
-        told.append(say(text, by=by, variant=variant, start=start, **row[["faster", "points", "slower"]]))
+        told.append(say(text, by=by, start=start, **row[["faster", "points", "slower"]]))
     return claims(*told)
 
 

@@ -33,8 +33,6 @@ __all__ = [
 GROUPS = ("torch", "torch.compile", "libraries")
 #: The clocks that a verdict is given by, in words.
 CLOCKS = {"cold": "on the device", "paid": "for the caller", "call": "for one call that is waited for"}
-#: Medians this close are equal.
-WITHIN = 0.02
 
 
 def group(op: Op, variant: str) -> str:
@@ -123,7 +121,7 @@ def _standing(table: pd.DataFrame) -> Standing:
     ratios = table["times as long"]
     if ratios.empty:
         return Standing(0, 0, 0)
-    wins, losses = int((ratios < 1 - WITHIN).sum()), int((ratios > 1 + WITHIN).sum())
+    wins, losses = int((ratios < 1 - tables.WITHIN).sum()), int((ratios > 1 + tables.WITHIN).sum())
     spread = float(ratios.min()), float(ratios.median()), float(ratios.max())
     return Standing(wins, len(ratios) - wins - losses, losses, *spread)
 
@@ -210,7 +208,7 @@ def _word(standing: Standing, behind: pd.DataFrame, start: str | None) -> str:
     if standing.wins * 2 > standing.points:
         if not standing.losses:
             return "yes"
-        lost = behind["times as long"] > 1 + WITHIN
+        lost = behind["times as long"] > 1 + tables.WITHIN
         # Where the losses are the smallest problems of all, a size tells them apart; where they are of one dtype, that.
         if start and lost.to_numpy().argmin() == lost.sum():
             return "yes, from a size on"
@@ -293,7 +291,7 @@ def choices(op: Op, frame: pd.DataFrame, kind: str = "paid") -> pd.DataFrame:
         ", ".join(
             names[at] if name == "libraries" else name
             for name in columns
-            if wide.loc[at, name] <= (1 + WITHIN) * least.loc[at]
+            if wide.loc[at, name] <= (1 + tables.WITHIN) * least.loc[at]
         )
         for at in wide.index
     ]
@@ -317,7 +315,7 @@ def uses(table: pd.DataFrame) -> pd.DataFrame:
     """
     rows = {}
     columns = [*GROUPS, "ours"]
-    within = table[columns].le((1 + WITHIN) * table[columns].min(axis=1), axis=0)
+    within = table[columns].le((1 + tables.WITHIN) * table[columns].min(axis=1), axis=0)
     for name in columns:
         best = within[name]
         alone = [" ".join(at) for at in table.index[best & (within.sum(axis=1) == 1)]]
@@ -387,7 +385,7 @@ def every(found: Mapping[str, pd.DataFrame]) -> tuple[pd.DataFrame, pd.DataFrame
             }
         )
         tables_.append(told)
-        marks.append((times <= (1 + WITHIN) * least).rename(columns=lambda kind: f"{kind}, us"))
+        marks.append((times <= (1 + tables.WITHIN) * least).rename(columns=lambda kind: f"{kind}, us"))
     return pd.concat(tables_, ignore_index=True), pd.concat(marks, ignore_index=True)
 
 
