@@ -12,8 +12,8 @@ K-means: a kernel, to its end
 The nearest of a few centres for each of many points, and then the centres
 anew, until they stand still. This page writes the kernel by hand, for two
 coordinates and for a hundred, takes the update into the same pass over the
-points, proves both right far from the origin and among ties, and iterates to
-the end beside scikit-learn. What a compiler makes of the same line of NumPy is
+points, proves both right near the origin and far from it, and iterates to the
+end beside scikit-learn. What a compiler makes of the same line of NumPy is
 :doc:`plot_302_numpy_to_cuda`.
 
 With a CUDA GPU everything here is measured as the page runs. Without one, the
@@ -53,6 +53,7 @@ from fusebook.kernels.kmeans import (
     _screened,
 )
 from fusebook.page import (
+    Folded,
     Source,
     by_clock,
     claim,
@@ -246,7 +247,7 @@ Source(_screened, doc=False)
 # computes the differences themselves. Only the GPU knows how long the lists
 # are, so a fixed number of programs takes turns.
 
-Source(_kmeans_differences, doc=False)
+Folded("The differences", Source(_kmeans_differences, doc=False))
 
 # %%
 # Few centres, any number of coordinates
@@ -257,7 +258,7 @@ Source(_kmeans_differences, doc=False)
 # point is in doubt. The list holds a bit for each of these candidates, and
 # only their distances are computed by differences.
 
-Source(_kmeans_candidates, doc=False)
+Folded("The candidates", Source(_kmeans_candidates, doc=False))
 
 # %%
 # Few points
@@ -269,7 +270,7 @@ Source(_kmeans_candidates, doc=False)
 # program finds the nearest of its centres and notes how near that is, and a
 # second kernel compares what the programs found.
 
-Source(_kmeans_some, doc=False)
+Folded("Some of the centres", Source(_kmeans_some, doc=False))
 
 # %%
 # In between, with points enough for a library's matrix product and too few or
@@ -543,8 +544,9 @@ table(
 )
 
 # %%
-# A fair opponent is the matrix product by itself, in float32 without TF32: it
-# has not compared anything yet, and has lost the digits that cancel.
+# For scale, the matrix product alone, in float32 without TF32. It has compared
+# nothing yet, and has lost the digits that cancel. (Ours multiplies in TF32
+# and then computes doubtful points anew, so it is not bound by this time.)
 
 
 def bare_products():
@@ -769,6 +771,19 @@ table(
 )
 
 # %%
+sooner = (end["scikit-learn, s"] / end["fusebook, s"]).tolist()
+turns = (end["iterations, fusebook"] / end["iterations, scikit-learn"]).iloc[1]
+say(
+    "With the points on the GPU ours ends {plane:.0f} times as soon in the "
+    "plane, and {wide:.1f} times as soon with wide points: there it takes "
+    "{turns:.1f} times as many iterations, each {each:.1f} times as fast.",
+    plane=sooner[0],
+    wide=sooner[1],
+    turns=turns,
+    each=sooner[1] * turns,
+)
+
+# %%
 provenance(plane)
 
 # %%
@@ -786,11 +801,11 @@ downloads(plane, "kmeans_assign")
 plots.dots(both, of="roof")
 
 # %%
-# The roof is measured on gigabytes, and 180 MB of points and uint8 labels are
-# over before the memory has found its stride: filling and emptying the pipes
-# takes as long as ever. How long would it take only to *read* the points? This
-# kernel leaves one number a program and knows no labels at all. And how long
-# to copy as many bytes as points and labels have?
+# The roof is measured on gigabytes. With 180 MB of points and uint8 labels the
+# beginning and the end of a kernel, when memory is not fully busy, are a
+# larger part of its time. So how long does it take only to *read* the points?
+# This kernel leaves one number a program and knows no labels at all. And how
+# long does a copy of as many bytes take?
 
 
 @triton.jit
@@ -855,6 +870,7 @@ def over(df, other="roof", **wanted):
 compiled = tables.ratio(both, "fusebook", "torch.compile")
 products = bare.set_index(["n", "d", "k"])
 big = tables.where(wide, d=[64, 128])
+by_product_too = tables.ratio(big, "fusebook", "torch.compile, product")
 iterations = whole_step.set_index(["n", "d", "k"])
 in_plane = iterations.loc[(N, 2, 2)]
 claims(
@@ -873,11 +889,13 @@ claims(
     ),
     claim(
         "In the plane our kernel takes {least:.2f} to {most:.2f} times the "
-        "time of torch.compile, cold: never longer by more than 2 %.",
-        compiled <= 1.02,
+        "time of torch.compile, cold; with 64 and 128 coordinates {wide} "
+        "times that of a compiled product, the fastest other way.",
+        pd.concat([compiled <= 1.02, by_product_too < 0.98]),
         headline=True,
         least=compiled.min(),
         most=compiled.max(),
+        wide=" and ".join(f"{ratio:.2f}" for ratio in by_product_too),
     ),
     claim(
         "In the plane our kernel is never slower than a copy of the same "
@@ -885,14 +903,19 @@ claims(
         over(both, "copy") <= 1.02,
     ),
     claim(
-        "At 1M x 64 by 256 centres and 65536 x 128 by 1024 our kernel is at "
-        "least twice as fast as torch.cdist and argmin.",
+        "At 1M x 64 by 256 centres and 65536 x 128 by 1024 our kernel is "
+        "{least:.1f} to {most:.1f} times as fast as torch.cdist and argmin; "
+        "the target was 2.",
         tables.ratio(big, "torch.cdist", "fusebook") >= 2,
+        least=tables.ratio(big, "torch.cdist", "fusebook").min(),
+        most=tables.ratio(big, "torch.cdist", "fusebook").max(),
     ),
     claim(
-        "At these two sizes our kernel is at least twice as fast as "
-        "torch.compile of the line.",
+        "At these two sizes our kernel is {least:.0f} to {most:.0f} times as "
+        "fast as torch.compile of the line; the target was 2.",
         tables.ratio(big, "torch.compile", "fusebook") >= 2,
+        least=tables.ratio(big, "torch.compile", "fusebook").min(),
+        most=tables.ratio(big, "torch.compile", "fusebook").max(),
     ),
     claim(
         "At these two sizes our kernel takes at most 1.5 times the bare "
@@ -935,7 +958,7 @@ claims(
 )
 
 # %%
-# These were hoped for, too, and are shown as they came out:
+# Further targets, with their outcome:
 
 claims(
     claim(
@@ -944,10 +967,13 @@ claims(
         fatal=False,
     ),
     claim(
-        "At the two sizes above our kernel is at least twice as fast as a "
-        "compiled product, the way scikit-learn computes distances.",
+        "At the two sizes above our kernel is {least:.1f} to {most:.1f} times "
+        "as fast as a compiled product, the way scikit-learn computes "
+        "distances; the target was 2.",
         tables.ratio(big, "torch.compile, product", "fusebook") >= 2,
         fatal=False,
+        least=tables.ratio(big, "torch.compile, product", "fusebook").min(),
+        most=tables.ratio(big, "torch.compile, product", "fusebook").max(),
     ),
     claim(
         "The update is never slower than PyTorch's atomics by more than 2 %.",
@@ -955,9 +981,9 @@ claims(
         fatal=False,
     ),
     say(
-        "uint8 labels take {times:.2f} times the roof, which is more than was "
-        "hoped for. To read the points alone takes {alone:.2f} times the "
-        "roof, a copy of as many bytes {copy:.2f} times.",
+        "uint8 labels take {times:.2f} times the roof. Reading the points "
+        "alone takes {alone:.2f} times the roof, a copy of as many bytes "
+        "{copy:.2f} times.",
         times=over(plane, labels="uint8").iloc[0],
         alone=read["times the roof"]["points read, nothing written"],
         copy=read["times the roof"]["copy of as many bytes"],

@@ -387,7 +387,6 @@ claims(
     claim(
         "With a rank that comes late none of a thousand repeats is wrong.",
         wrong.xs("fused", level="way") == 0,
-        headline=True,
     ),
     claim(
         "Without the meeting repeats are wrong, and the check says so.",
@@ -441,10 +440,10 @@ chosen = wide["chosen"] / best
 pays = ratio[ratio < 0.98]
 claims(
     claim(
-        "What the library chooses takes {low:.2f} to {high:.2f} times the "
-        "time of the best unfused chain, and is never slower by more than 2 "
-        "%.",
-        chosen <= 1.02,
+        "Fusing the all-reduce with the norm pays at every size here: what "
+        "the library chooses takes {low:.2f} to {high:.2f} times the time of "
+        "the best unfused chain, in a CUDA graph.",
+        chosen < 0.98,
         fatal=False,
         headline=True,
         low=chosen.min(),

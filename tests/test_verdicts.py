@@ -216,7 +216,8 @@ def test_the_box_says_what_the_results_of_the_page_decide(facts, df):
     shown = box.told(facts)
     standing = verdicts.verdict(SOFTMAX, df)
     uses = verdicts.uses(verdicts.choices(SOFTMAX, df))
-    assert f">{standing.word}<small>{standing.torch['paid'].range} times" in shown
+    paid = standing.torch["paid"]
+    assert f">{standing.word}<small>{paid.range}, in the median {paid.middle} times" in shown
     for way in ("torch", "torch.compile", "libraries", "ours"):
         assert f"<span>{uses.loc[way, 'best']} of {uses.loc[way, 'points']}</span>" in shown
     assert f"all {len(verdicts.choices(SOFTMAX, df))}</summary>" in shown

@@ -27,9 +27,9 @@ def keep(file, name, shown):
 
     claims, frames = shown.get("claims", []), shown.get("frames", [])
     facts = {
-        "headlines": [[claim.verdict, claim.mark, claim.text] for claim in claims if claim.headline],
+        "headlines": [[c.verdict, c.mark, c.text, c.detail] for c in claims if c.headline],
         "counts": {kind: count([claim for claim in claims if claim.kind == kind]) for kind in ("claim", "statement")},
-        "false": [claim.text for claim in claims if claim.kind == "claim" and claim.true is False],
+        "false": [[c.text, c.detail] for c in claims if c.kind == "claim" and c.true is False],
     }
     if frames:
         told = page.provenance(*frames)
@@ -78,15 +78,13 @@ def of(op, frame):
     every = paid.reindex(cold.index.append(paid.index.difference(cold.index))).assign(**{"take cold": cold["take"]})
     takes = ["take", "take cold"]
     shown = tables.pretty(every.assign(**every[takes].fillna("not measured"))[[*NAMES, *takes]])
-    names = dict.fromkeys(v for v in frame["variant"] if verdicts.group(op, v) == "libraries")
     decides = verdict.torch[verdict.decides]
     return {
         "op": op.name,
         "word": front.word(verdict),
         "kind": verdict.word.split(",")[0].split()[0],
-        "range": decides.range,
-        "median": decides.median if decides.points else None,
-        "libraries": list(names),
+        "range": decides.range + (f", in the median {decides.middle}" if decides.points > 1 else ""),
+        "libraries": list(verdict.named),
         "uses": used,
         "sizes": [[*index, *row] for index, row in zip(shown.index, shown.to_numpy().tolist(), strict=True)],
     }
@@ -152,19 +150,17 @@ def records(raw):
 
 def told(facts):
     """The verdicts as HTML."""
-    from fusebook.page.show import rich
-
     parts = []
-    for verdict, mark, text in facts.get("headlines", []):
+    for verdict, mark, text, detail in facts.get("headlines", []):
         parts.append(
             f'<p class="fb-box-headline"><span class="fb-mark" aria-hidden="true">{mark}</span> '
-            f"<strong>{verdict}:</strong> {rich(text)}</p>"
+            f"<strong>{verdict}:</strong> {detailed(text, detail)}</p>"
         )
     ops = [op for op in facts.get("ops", []) if "word" in op]
     if ops:
         parts += [table(ops), sizes(ops)]
     if sentence := counted(facts.get("counts", {})):
-        false = "".join(f"<li>{rich(text)}</li>" for text in facts.get("false", []))
+        false = "".join(f"<li>{detailed(*claim)}</li>" for claim in facts.get("false", []))
         parts.append(
             f'<details class="fb-fold"><summary class="fb-box-claims">{sentence} Which are false?</summary>'
             f"<ul>{false}</ul></details>"
@@ -172,6 +168,13 @@ def told(facts):
             else f'<p class="fb-box-claims">{sentence}</p>'
         )
     return "\n".join(parts) or "<p>No results.</p>"
+
+
+def detailed(text, detail):
+    """A claim, and at how many rows of its table it was checked."""
+    from fusebook.page.show import rich
+
+    return rich(text) + (f" <small>({rich(detail)})</small>" if detail else "")
 
 
 def counted(counts):
@@ -192,11 +195,10 @@ def table(ops):
     rows = []
     for op in ops:
         cells = "".join(f"<td>{use(op, way)}</td>" for way in NAMES)
-        median = f", in the median {op['median']:.2f}" if op["median"] is not None else ""
         rows.append(
             f'<tr><th scope="row"><code>{op["op"].replace("_", "_<wbr>")}</code></th>'
             f'<td class="fb-word fb-word-{op["kind"]}">{html.escape(op["word"])}<small>{op["range"]} times the time of '
-            f"the faster of torch and torch.compile{median}</small></td>{cells}</tr>"
+            f"the faster of torch and torch.compile</small></td>{cells}</tr>"
         )
     return (
         '<div class="fb-scroll fb-should-scroll" role="region" tabindex="0" aria-label="When to use what">'
@@ -212,14 +214,15 @@ def use(op, way):
     caller, device = op["uses"]["paid"][way], op["uses"]["cold"][way]
     if not caller["points"] and not device["points"]:
         return "<span>not compared</span>"
-    alone = ""
-    if caller["alone"]:
-        alone = f"<small>the only one at {caller['alone']}</small>"
-    whose = f"<small>{html.escape(', '.join(op['libraries']))}</small>" if way == "libraries" else ""
-    return (
-        f"<span>{caller['best']} of {caller['points']}</span>{alone}"
-        f"<small>device: {device['best']} of {device['points']}</small>{whose}"
-    )
+    parts = []
+    if caller["points"]:
+        alone = f"<small>the only one at {caller['alone']}</small>" if caller["alone"] else ""
+        parts.append(f"<span>{caller['best']} of {caller['points']}</span>{alone}")
+    if device["points"]:
+        parts.append(f"<small>device: {device['best']} of {device['points']}</small>")
+    if way == "libraries":
+        parts.append(f"<small>{html.escape(', '.join(op['libraries']))}</small>")
+    return "".join(parts)
 
 
 def sizes(ops):

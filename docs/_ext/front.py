@@ -34,7 +34,7 @@ __all__ = [
 ROOT = Path(__file__).resolve().parents[2]
 
 HEAD = "Operator", "Write it?", "On the device", "For the caller", "torch, torch.compile", "a library"
-PAYS = "Worth calling from"
+PAYS = "Faster than torch from"
 
 
 # What records say -----------------------------------------------------------------------------------------------------
@@ -90,11 +90,11 @@ def page_of(op):
 
 
 def cells(verdict):
-    """By clock and by what ours is held against: the range, and wins, ties and losses."""
+    """By clock and by what ours is held against: the range, wins, ties and losses, and the libraries' names."""
     return [
-        (against[kind].range, against[kind].counts)
+        (against[kind].range, against[kind].counts, whose if against[kind].points else "")
         for kind in ("cold", "paid")
-        for against in (verdict.torch, verdict.libraries)
+        for against, whose in ((verdict.torch, ""), (verdict.libraries, ", ".join(verdict.named)))
     ]
 
 
@@ -108,6 +108,24 @@ def pays(verdict):
 def word(verdict):
     """Whether to write it, and the library that is faster where one is."""
     return verdict.word + (f"; {verdict.library} is faster" if verdict.library else "")
+
+
+def short():
+    """The table in a few lines: which operators are worth a kernel, and what to take for the others."""
+    told = {
+        "Write it, or call it from here": [],
+        "A library is as fast at most sizes": [],
+        "torch or torch.compile is as fast": [],
+        "Look at the size first": [],
+    }
+    mine, taken, plain, size = told.values()
+    for verdict in verdicts():
+        name, by_library = f"``{verdict.op.name}``", verdict.libraries[verdict.decides]
+        if verdict.word.startswith("yes") and 2 * by_library.wins < by_library.points:
+            taken.append(f"{name} ({', '.join(verdict.named)})")
+        else:
+            (mine if verdict.word.startswith("yes") else plain if verdict.word.startswith("no") else size).append(name)
+    return "\n".join(f"- **{what}:** {', '.join(names)}." for what, names in told.items() if names)
 
 
 def left_out():
@@ -134,7 +152,8 @@ def table(link=lambda op: f"{page_of(op).document}.html"):
     for verdict in verdicts():
         name = escape(verdict.op.name)
         measured = "".join(
-            f"<td><span>{escape(range_)}</span><small>{counts}</small></td>" for range_, counts in cells(verdict)
+            f"<td><span>{escape(range_)}</span>{''.join(f'<small>{escape(n)}</small>' for n in notes if n)}</td>"
+            for range_, *notes in cells(verdict)
         )
         kind = verdict.word.split(",")[0].split()[0]
         rows.append(
@@ -230,7 +249,11 @@ class Should(_FromRecords):
         if not found():
             return self.parse_text_to_nodes("No GPU is recorded yet.")
         notes = left_out()
-        return [nodes.raw("", table(), format="html"), *(self.parse_text_to_nodes(notes) if notes else [])]
+        return [
+            *self.parse_text_to_nodes(short()),
+            nodes.raw("", table(), format="html"),
+            *(self.parse_text_to_nodes(notes) if notes else []),
+        ]
 
 
 class Picture(_FromRecords):

@@ -42,7 +42,8 @@ def verdicts():
     for verdict in front.verdicts():
         page = front.page_of(verdict.op)
         told = [
-            " ".join(filter(None, (spread, f"({counts})" if counts else ""))) for spread, counts in front.cells(verdict)
+            spread + (f" ({', '.join(filter(None, (whose and f'over {whose}', counts)))})" if counts else "")
+            for spread, counts, whose in front.cells(verdict)
         ]
         name = f"[`{verdict.op.name}`](examples/{page.path.name})"
         rows.append(f"| {name} | {front.word(verdict)} | {told[0]} | {told[2]} | {told[3]} |")

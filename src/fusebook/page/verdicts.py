@@ -108,6 +108,11 @@ class Standing:
         return f"{_factor(self.least)} to {_factor(self.most)}" if self.points > 1 else _factor(self.most)
 
     @property
+    def middle(self) -> str:
+        """The same in the median."""
+        return _factor(self.median)
+
+    @property
     def counts(self) -> str:
         """Wins, ties and losses in words."""
         return f"{self.wins} won, {self.ties} equal, {self.losses} lost" if self.points else ""
@@ -146,6 +151,8 @@ class Verdict:
         ends in ``, on the device``.
     library : str
         The library that beats ours for the caller at more points than it loses, if one does.
+    named : tuple of str
+        The libraries that gave a right result.
     """
 
     op: Op
@@ -155,6 +162,7 @@ class Verdict:
     start: str | None
     word: str
     library: str = ""
+    named: tuple[str, ...] = ()
 
 
 def page_of(op: Op) -> int:
@@ -198,6 +206,7 @@ def verdict(op: Op, frame: pd.DataFrame) -> Verdict:
         start,
         _word(torch[decides], behind[decides], start) + (", on the device" if decides == "cold" else ""),
         _library(op, frame),
+        tuple(libraries.loc[(libraries["group"] == "libraries") & (libraries["status"] == "ok"), "variant"].unique()),
     )
 
 
