@@ -223,7 +223,7 @@ from fusebook.kernels import _operator
 from fusebook.launches import AbsentGPU
 
 triton.runtime.driver.set_active(AbsentGPU())
-run, found = _operator._with_scratch, {}
+run, found = _operator.with_scratch, {}
 
 
 def noted(*args, **constants):
@@ -232,7 +232,7 @@ def noted(*args, **constants):
     return compiled
 
 
-_operator._with_scratch = noted
+_operator.with_scratch = noted
 x, w = torch.empty(264, 65536, dtype=torch.bfloat16), torch.empty(65536, dtype=torch.bfloat16)
 fusebook.rms_norm(x, w)
 fusebook.rms_norm_backward(x, x, w)

@@ -20,7 +20,7 @@ import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 import fusebook
-from fusebook.kernels import _operator
+from fusebook.kernels import _operator, _tape
 from fusebook.kernels._operator import INTERPRETED, OPERATORS, plans_aside
 from fusebook.launches import AbsentGPU
 
@@ -66,8 +66,8 @@ def driver(monkeypatch):
     made.stream = 0
     triton.runtime.driver.set_active(made)
     monkeypatch.setattr(_operator, "_current", lambda: -1)
-    monkeypatch.setattr(_operator, "_stream", lambda index: made.stream)
-    monkeypatch.setattr(_operator, "_memory", lambda n, s, dtype: torch.empty_strided(n, s, dtype=dtype))
+    monkeypatch.setattr(_tape, "_stream", lambda index: made.stream)
+    monkeypatch.setattr(_tape, "fresh_memory", lambda n, s, dtype: torch.empty_strided(n, s, dtype=dtype))
     for operator in OPERATORS.values():
         for plans in (operator.plans, operator.checked, operator.written):
             plans.clear()
@@ -333,8 +333,8 @@ def test_plans_pass_the_driver_what_the_launcher_of_triton_passes(monkeypatch):
     made = Passed()
     triton.runtime.driver.set_active(made)
     monkeypatch.setattr(_operator, "_current", lambda: -1)
-    monkeypatch.setattr(_operator, "_stream", lambda index: 0)
-    monkeypatch.setattr(_operator, "_memory", lambda n, s, dtype: torch.empty_strided(n, s, dtype=dtype))
+    monkeypatch.setattr(_tape, "_stream", lambda index: 0)
+    monkeypatch.setattr(_tape, "fresh_memory", lambda n, s, dtype: torch.empty_strided(n, s, dtype=dtype))
     for name in ("ARG_CONSTEXPR", "ARG_KERNEL", "ARG_TUPLE"):
         monkeypatch.setattr(backend, name, name, raising=False)
     monkeypatch.setattr(

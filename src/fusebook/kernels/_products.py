@@ -27,7 +27,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ._operator import INTERPRETED, Distance, apply, check_alike, check_device, check_tensor, empty, gpu, launch
+from ._operator import INTERPRETED, apply, check_alike, check_device, check_tensor, empty, gpu, launch
+from ._tape import Distance
 
 # Kernels -------------------------------------------------------------------------------------------------------------
 #

@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._operator import apply, check_alike, check_device, check_tensor, direct, gpu, launch, launching, unhooked
+from ._operator import apply, check_alike, check_device, check_tensor, gpu, launch, launching, unhooked, watched
 
 __all__ = ["adamw_step", "adamw_step_eager"]
 
@@ -569,7 +569,7 @@ def adamw_step(
     if seed is not None and any(p.dtype != torch.bfloat16 for p in lists[0]):
         raise TypeError(f"{_NAME}: expected bfloat16 where a seed asks for stochastic rounding; give no seed")
     numbers: Any = count, number, rate, speed, beta1, beta2, eps, weight_decay, maximize, seed, norm, max_norm
-    if direct():
+    if not watched():
         _stepped(*lists, *numbers)
     else:
         _no_gradient_of(lists[1])
