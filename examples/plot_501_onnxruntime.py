@@ -403,8 +403,8 @@ def overhead():
         graph = Graph(unary(name, domain), **given)
         return graph.bind({"x": x}, {"y": torch.empty_like(x)})
 
-    kind = {"inputs": {"x": torch.float32}, "outputs": {"y": torch.float32}}
-    empty = custom_op("Nothing", lambda x, out: None, shape="x", **kind)
+    x_in, y_out = {"x": torch.float32}, {"y": torch.float32}
+    empty = custom_op("Nothing", lambda x, out: None, x_in, y_out, "x")
     runs = {
         "Identity": bound("Identity", ""),
         "Softmax of ONNX Runtime": bound("Softmax", ""),
@@ -656,6 +656,8 @@ big = runs[(runs["R"] == 32000) & runs["run"].str.startswith("Masked")]
 roof = ours[ours["R"] == 32000]["roof_us"].iloc[0]
 replayed_near_roof = (big.set_index("run")["call_us"] - identity) / roof
 replay = runs.set_index(["run", "size"])["call_us"]
+nothing = over_identity("a callback that does nothing")
+softmax = over_identity("Softmax, callback")
 small_chain = tables.where(
     everything, variant="ScatterND", R=256, D=512, dtype="float32"
 )["call_us"].iloc[0]
@@ -730,13 +732,20 @@ claims(
         "host's time than an Identity.",
         over_identity("Softmax, ahead of time") <= 10,
     ),
+    claim(
+        "A callback that launches Softmax takes {more:.1f} us more of the "
+        "host's time than one that does nothing; the target was 12.",
+        softmax - nothing <= 12,
+        fatal=False,
+        more=softmax - nothing,
+    ),
     claim("Replayed graphs read new values and are right.", replayed["right"]),
     say(
         "Against an Identity, a callback that does nothing costs the host "
         "{nothing:+.0f} microseconds, one that launches Softmax "
         "{softmax:+.0f}, and Softmax compiled ahead of time {built:+.0f}.",
-        nothing=over_identity("a callback that does nothing"),
-        softmax=over_identity("Softmax, callback"),
+        nothing=nothing,
+        softmax=softmax,
         built=over_identity("Softmax, ahead of time"),
     ),
 )
