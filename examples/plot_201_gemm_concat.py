@@ -1014,15 +1014,15 @@ claims(
     claim(
         "One big product of weights that were packed beforehand is faster at "
         "every size, in half precision, cold: {least:.1f} to {most:.1f} times "
-        "up to n = 1024, and {few:.2f} to {many:.2f} times from n = 4096 on. "
+        "up to n = 1024, and {few:.2f} to {many:.2f} times from n = 2048 on. "
         "Two products written into views need no kernel.",
         one_big > 1,
         fatal=False,
         headline=True,
         least=one_big[n_of <= 1024].min(),
         most=one_big[n_of <= 1024].max(),
-        few=one_big[n_of >= 4096].min(),
-        many=one_big[n_of >= 4096].max(),
+        few=one_big[n_of >= 2048].min(),
+        many=one_big[n_of >= 2048].max(),
     ),
 )  # fmt: skip
 

@@ -339,8 +339,11 @@ def test_what_a_kernel_is_worth_is_told_by_each_clock():
     df.loc[df["variant"] == "fusebook", "host_us"] = 1000.0
     cold, paid, call = map(repr, page.by_clock(df).items)
     assert "faster than any other way by more than 2 % at 2 of 2 points, and slower at 0." in cold
-    assert "at 0 of 2 points, and slower at 2; what it wins on the device pays at no size." in paid
-    assert "pays from 16x16 float32" in call
+    assert (
+        "at 0 of 2 points, and slower at 2; it is slower even at the largest size that the device does not lose."
+        in paid
+    )
+    assert "from 16x16 float32 on it is slower only where the device is" in call
     _, paid, call = map(repr, page.by_clock(df.drop(columns="host_us")).items)
     assert paid.endswith("not measured, the results lack a clock that it needs.") and "16x16" in call
 

@@ -285,10 +285,10 @@ def by_clock(df: pd.DataFrame) -> Claims:
         )
         start = tables.pays_from(df, kind) if kind != "cold" else None
         if start == "":
-            text += "; what it wins on the device pays at no size."
+            text += "; it is slower even at the largest size that the device does not lose."
         elif start:
             start = start.partition(" (")[0]  # without the least time that it needs
-            text += "; what it wins on the device pays from {start} on."
+            text += "; from {start} on it is slower only where the device is."
         else:
             text += "."
         told.append(say(text, by=by, start=start, **row[["faster", "points", "slower"]]))
