@@ -49,7 +49,7 @@ def recorded():
 
 
 def parse(monkeypatch, *argv):
-    monkeypatch.setattr(_place, "script", lambda: True)
+    monkeypatch.delitem(sys.modules, "pytest")  # a script is what no test runs
     monkeypatch.setattr(sys, "argv", ["plot_x.py", *argv])
     return page.arguments(SOFTMAX, config="triton", dtype="float32")
 

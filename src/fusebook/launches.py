@@ -27,6 +27,7 @@ import linecache
 import mmap
 import os
 import pathlib
+import pkgutil
 import re
 import subprocess
 import sys
@@ -92,7 +93,11 @@ def digest(thing: Any) -> str:
     for function in met:  # which grows
         text, used = _written(function)
         texts.append(text + "".join(f"|{_said(value, met)}" for value in used))
-    return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:12]
+    return _twelve("\n".join(texts))
+
+
+def _twelve(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def _said(value: Any, met: list[Any]) -> str:
@@ -156,8 +161,7 @@ def _written(function: Any) -> tuple[str, list[Any]]:
     scope = dict(vars(sys.modules.get(function.__module__, builtins)))
     if isinstance(function, types.FunctionType):
         scope = {"__file__": function.__code__.co_filename, **function.__globals__}
-        cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-        for name, cell in cells:
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             with contextlib.suppress(ValueError):  # not bound yet
                 scope[name] = cell.cell_contents
     scope |= {name: code for name in scope if (code := _code_of(scope[name], scope, name)) is not scope[name]}
@@ -202,8 +206,7 @@ def _bound(file: str, name: str) -> ast.expr | ast.ImportFrom | None:
     tree = _tree(file)
     for node in tree.body if tree else ():
         if isinstance(node, (ast.Assign, ast.AnnAssign)):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            if any(isinstance(target, ast.Name) and target.id == name for target in targets):
+            if any(getattr(t, "id", "") == name for t in getattr(node, "targets", [getattr(node, "target", None)])):
                 return node.value
         elif isinstance(node, ast.ImportFrom) and any(name in (alias.asname, alias.name) for alias in node.names):
             return node
@@ -216,10 +219,9 @@ def _places(file: str) -> dict[int, list[ast.AST]]:
     found: dict[int, list[ast.AST]] = {}
     tree = _tree(file)
     for node in ast.walk(tree) if tree else ():
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            found.setdefault(min([node.lineno, *(d.lineno for d in node.decorator_list)]), []).append(node)
-        elif isinstance(node, ast.Lambda):
-            found.setdefault(node.lineno, []).append(node)
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            first = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", ()))])
+            found.setdefault(first, []).append(node)
     return found
 
 
@@ -237,12 +239,13 @@ def _node(function: Any) -> Any:
     if code.co_name != "<lambda>":
         return next((n for n in nodes if getattr(n, "name", "") == code.co_name), None)
     lambdas = [n for n in nodes if isinstance(n, ast.Lambda)]
-    places = [p for p in code.co_positions() if p[2] is not None]
-    for node in lambdas:  # several may begin on one line
-        body = node.body
-        if (body.lineno, body.end_lineno, body.col_offset, body.end_col_offset) in places:
-            return node
-    return lambdas[0] if len(lambdas) == 1 else None
+    bodies = [(n.body.lineno, n.body.end_lineno, n.body.col_offset, n.body.end_col_offset) for n in lambdas]
+    here = [n for n, body in zip(lambdas, bodies, strict=True) if body in set(code.co_positions())]
+    return here[0] if here else lambdas[0] if len(lambdas) == 1 else None  # several may begin on one line
+
+
+#: Fields of a syntax tree that say nothing of what it does.
+_SILENT = ("ctx", "kind", "returns", "type_comment", "type_params")
 
 
 class _Writer:
@@ -270,21 +273,17 @@ class _Writer:
                 name = alias.name if alias.asname else alias.name.partition(".")[0]
                 self.imported[alias.asname or name] = name
             elif node.module and node.module.partition(".")[0] == _HOUSE:
-                module = importlib.import_module(node.module)
-                if not hasattr(module, alias.name):
-                    module = importlib.import_module(f"{node.module}.{alias.name}")
-                    self.scope = {**self.scope, (alias.asname or alias.name): module}
-                else:
-                    self.scope = {**self.scope, (alias.asname or alias.name): getattr(module, alias.name)}
+                module, name = importlib.import_module(node.module), alias.name
+                found = vars(module)[name] if name in vars(module) else importlib.import_module(f"{node.module}.{name}")
+                self.scope = {**self.scope, alias.asname or name: found}
             else:
                 self.imported[alias.asname or alias.name] = f"{(node.module or '').partition('.')[0]}:{alias.name}"
 
     def resolved(self, node: ast.AST) -> Any:
         """The global that a name, or a chain of names through modules, stands for; `self` where it is none."""
         if isinstance(node, ast.Name):
-            if node.id in self.local or node.id in self.imported:
-                return self
-            return self if node.id.startswith("__") else self.scope.get(node.id, self)
+            own = node.id in self.local or node.id in self.imported or node.id.startswith("__")
+            return self if own else self.scope.get(node.id, self)
         if isinstance(node, ast.Attribute):
             base = self.resolved(node.value)
             if isinstance(base, types.ModuleType):
@@ -327,19 +326,14 @@ class _Writer:
             return self.text(ast.Assign([node.target], value)) + kind
         if isinstance(node, ast.Call):
             return self._call(node)
-        fields = {name: getattr(node, name, None) for name in node._fields}
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.Lambda)):
-            fields.pop("returns", None)
-            fields.pop("type_params", None)
-            if isinstance(node, ast.FunctionDef) and not root:
-                fields["name"] = f"v{self.names.setdefault(node.name, len(self.names))}"
-            else:
-                fields.pop("name", None)
-            if not isinstance(node, ast.Lambda):
-                # @triton.jit says nothing; @triton.jit(do_not_specialize=...) does.
-                fields["decorator_list"] = [d.keywords for d in node.decorator_list if isinstance(d, ast.Call)]
-                fields["body"] = node.body[ast.get_docstring(node) is not None :]
-        told = {k: v for k, v in fields.items() if k not in ("ctx", "type_comment", "kind") and v not in (None, [])}
+        fields = {name: getattr(node, name, None) for name in node._fields if name not in _SILENT}
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            inner = isinstance(node, ast.FunctionDef) and not root
+            fields["name"] = f"v{self.names.setdefault(node.name, len(self.names))}" if inner else None
+            # @triton.jit says nothing; @triton.jit(do_not_specialize=...) does.
+            fields["decorator_list"] = [d.keywords for d in node.decorator_list if isinstance(d, ast.Call)]
+            fields["body"] = node.body[ast.get_docstring(node) is not None :]
+        told = {k: v for k, v in fields.items() if v not in (None, [])}
         return f"{type(node).__name__}({','.join(f'{k}={self.text(v)}' for k, v in told.items())})"
 
     def _call(self, node: ast.Call) -> str:
@@ -402,14 +396,12 @@ class Trace:
     @property
     def launches(self) -> str:
         """Twelve digits of the sha256 of the launches."""
-        return hashlib.sha256(repr(self.steps).encode()).hexdigest()[:12]
+        return _twelve(repr(self.steps))
 
     @property
     def code(self) -> str:
         """Twelve digits of the sha256 of the code that the GPU runs; empty where a kernel was not compiled."""
-        if any(step is None for step in self.compiled):
-            return ""
-        return hashlib.sha256(repr(self.compiled).encode()).hexdigest()[:12]
+        return "" if None in self.compiled else _twelve(repr(self.compiled))
 
     def clear(self) -> None:
         """Forget."""
@@ -427,7 +419,7 @@ class Trace:
         grid = (*(int(n) for n in grid), 1, 1)[:3]
         values = tuple(_argument(bound.get(name)) for name in names)
         self.steps.append((_of_kernel(kernel), values, grid, options))
-        text = getattr(compiled, "asm", {}).get("ptx") if compiled is not None else None
+        text = getattr(compiled, "asm", {}).get("ptx")
         if text is None:
             self.compiled.append(None)
             return
@@ -443,17 +435,14 @@ class Trace:
         self.compiled.append(step)
 
 
-@functools.lru_cache(maxsize=None)
-def _of_kernel(kernel: Any) -> str:
-    return digest(kernel)
+_of_kernel = functools.lru_cache(maxsize=None)(digest)
 
 
 def _argument(value: Any, shaped: bool = False) -> Any:
     """What of an argument a launch depends on. Where memory lies is chance; that it begins at 16 bytes is not."""
     if isinstance(value, torch.Tensor):
-        if shaped:
-            return str(value.dtype), tuple(value.shape), tuple(value.stride())
-        return str(value.dtype), value.data_ptr() % 16 == 0
+        how = (tuple(value.shape), tuple(value.stride())) if shaped else (value.data_ptr() % 16 == 0,)
+        return str(value.dtype), *how
     if hasattr(value, "block_shape"):  # its strides may be distances between tensors, which are chance too
         return "tiles", str(value.base.dtype), list(value.shape), list(value.block_shape), value.padding
     if isinstance(value, (list, tuple)):
@@ -485,7 +474,7 @@ def _ptx(text: str, name: str) -> str:
     text = text.replace(name, "kernel")
     # The version follows the ptxas that was found, and the rest of the text does not. 9.0 is what records have.
     text = re.sub(r"(?m)^\.version .*$", ".version 9.0", text)
-    return hashlib.sha256(" ".join(text.split()).encode()).hexdigest()[:12]
+    return _twelve(" ".join(text.split()))
 
 
 # Names of what only hands out memory, of what is memory already, and of what waits for values.
@@ -519,9 +508,9 @@ class _Watched(TorchFunctionMode):
         if name in _NOTHING or name in _EMPTY | _VALUES | _READS:
             return func(*args, **kwargs)
         given = _tensors((args, kwargs))
-        before = len(self.trace.steps), len(self.trace.compiled)
+        before = len(self.trace.steps)
         out = func(*args, **kwargs)
-        if len(self.trace.steps) == before[0] and _works(name, kwargs, given, _tensors(out)):
+        if len(self.trace.steps) == before and _works(name, kwargs, given, _tensors(out)):
             self.trace.called(name, args, kwargs)
         return out
 
@@ -629,28 +618,19 @@ class AbsentGPU(DriverBase):
         self.utils = self  # Triton looks for get_device_properties and load_binary there
 
     # What Triton asks of a driver.
-    @staticmethod
-    def is_active() -> bool:
-        return True
+    is_active = staticmethod(lambda: True)
+    get_current_device = get_current_stream = staticmethod(lambda *device: 0)
 
-    def map_python_to_cpp_type(self, ty: str) -> str:
-        """Refuse: it is asked for launchers."""
-        raise NotImplementedError("nothing is launched, so no launcher is generated")
+    def _unasked(self, *_: Any) -> Any:
+        raise NotImplementedError("nothing is launched, so there is no launcher to generate and nothing to time")
+
+    map_python_to_cpp_type = get_benchmarker = _unasked
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", self.arch, 32)
 
     def get_active_torch_device(self) -> torch.device:
         return torch.device("cpu")
-
-    def get_benchmarker(self) -> Any:
-        raise NotImplementedError("nothing is launched, so there is nothing to time")
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
 
     def get_device_properties(self, device: int) -> dict[str, int]:
         return self.properties
@@ -688,19 +668,14 @@ class _Nowhere(TorchFunctionMode):
         self.later.clear()
         self.trace.clear()
 
-    def again(self) -> None:
-        """Hand out the memory behind what was kept once more."""
-        self.at = self.kept
+    def again(self, everything: bool = False) -> None:
+        """Hand out the memory behind what was kept once more, or all of it."""
+        self.at = self.kept = 0 if everything else self.kept
         self.later.clear()
         self.trace.clear()
         if self.touched:
             self.memory.madvise(mmap.MADV_DONTNEED)  # zeros once more
             self.touched = False
-
-    def forget(self) -> None:
-        """Hand out all of the memory once more."""
-        self.kept = 0
-        self.again()
 
     def hand_out(self, like: torch.Tensor) -> torch.Tensor:
         """Memory for a tensor of the meta device."""
@@ -715,30 +690,30 @@ class _Nowhere(TorchFunctionMode):
         self.at += -(-size // 512) * 512
         return flat.as_strided(shape, stride)
 
+    def _computed(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The result of a call whose arguments hold what they would hold."""
+        for tensor in _tensors((args, kwargs)):
+            self.read(tensor)
+        return func(*args, **kwargs)
+
     def read(self, tensor: torch.Tensor) -> None:
         """Fill memory whose values are asked for."""
         key = tensor.untyped_storage().data_ptr()
         if key in self.later:
             out, func, args, kwargs = self.later.pop(key)
-            for t in _tensors((args, kwargs)):
-                self.read(t)
             self.touched = True
-            made = func(*args, **kwargs)
+            made = self._computed(func, args, kwargs)
             for to, value in zip(_tensors(out), _tensors(made), strict=True):
                 self.later.pop(to.untyped_storage().data_ptr(), None)
                 to.copy_(value)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
-        if name in _NOTHING or name in _VALUES:
-            return func(*args, **kwargs)
-        given = _tensors((args, kwargs))
+        given = [] if name in _NOTHING or name in _VALUES else _tensors((args, kwargs))
         if not given and name not in _MAKES:
             return func(*args, **kwargs)
         if name in _READS:
-            for tensor in given:
-                self.read(tensor)
-            return func(*args, **kwargs)
+            return self._computed(func, args, kwargs)
         twins: dict[int, torch.Tensor] = {}
 
         def twin(t: torch.Tensor) -> torch.Tensor:
@@ -747,32 +722,22 @@ class _Nowhere(TorchFunctionMode):
         stand_ins = _mapped(twin, (args, {k: v for k, v in kwargs.items() if k != "generator"}))
         if not given or "device" in kwargs:
             stand_ins[1]["device"] = "meta"
-        return self._answered(name, func, args, kwargs, stand_ins, {id(v): k for k, v in twins.items()})
-
-    def _answered(self, name: str, func: Any, args: Any, kwargs: Any, stand_ins: Any, real: dict[int, int]) -> Any:
-        given = _tensors((args, kwargs))
         try:
             out = func(*stand_ins[0], **stand_ins[1])
         except (RuntimeError, NotImplementedError):
             if not given:
                 raise
-            for tensor in given:  # the shape of the result depends on values, or there is an error to tell
-                self.read(tensor)
-            return func(*args, **kwargs)
+            return self._computed(func, args, kwargs)  # its shape depends on values, or there is an error to tell
         made = _tensors(out)
         if name not in _EMPTY and _works(name, stand_ins[1], _tensors(stand_ins), made):
             self.trace.called(name, args, kwargs)
         elif given and name not in _EMPTY:
             return func(*args, **kwargs)  # a view, or a number
-        by_id = {id(t): t for t in given}
-
-        def answer(t: torch.Tensor) -> torch.Tensor:
-            return by_id[real[id(t)]] if id(t) in real else self.hand_out(t)
-
-        result = _mapped(answer, out)
+        real = {id(twins[id(t)]): t for t in given}
+        result = _mapped(lambda t: real[id(t)] if id(t) in real else self.hand_out(t), out)
         if name not in _EMPTY:
             for tensor in _tensors(result):
-                if id(tensor) not in by_id:
+                if not any(tensor is t for t in given):
                     self.later[tensor.untyped_storage().data_ptr()] = (result, func, args, kwargs)
         return result
 
@@ -826,16 +791,16 @@ def found(
         could not be found out.
     """
     results: list[tuple[str, str]] = []
+    before: Any = None
+    made: Any = ()
     with nowhere(gpu, compile) as place:
-        before: Any = None
-        made: Any = ()
         for name, dtype, dims in points:
             if not launching(name, op.variants[name]):
                 results.append((of_wrapper(op.variants[name]), ""))
                 continue
             if before != (dtype, dims):
                 before = (dtype, dims)
-                place.forget()
+                place.again(everything=True)
                 with place:
                     made = op.make(inputs.generator(0, "cpu"), getattr(torch, dtype), **dims)
                 place.keep()
@@ -901,15 +866,11 @@ def elsewhere(
     environment["OMP_NUM_THREADS"] = "1"  # nothing is computed
     request = {"capability": capability, "sms": multiprocessors, "compile": compile, "triton": triton, "asked": asked}
     command = [sys.executable, "-W", "ignore", "-m", "fusebook.launches", cards]
-    process = subprocess.run(
-        command, input=json.dumps(request), capture_output=True, text=True, env=environment, check=False
-    )  # fmt: skip
+    process = subprocess.run(command, input=json.dumps(request), capture_output=True, text=True, env=environment)
     if process.returncode:
         raise Unknown((process.stderr.strip().splitlines() or [f"exit code {process.returncode}"])[-1])
-    answers: dict[str, Any] = {}
-    for line in process.stdout.splitlines():
-        answers |= json.loads(line)
-    return {name: [tuple(pair) for pair in pairs] for name, pairs in answers.items()}
+    answers = [answer for line in process.stdout.splitlines() for answer in json.loads(line).items()]
+    return {name: [tuple(pair) for pair in pairs] for name, pairs in answers}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -928,8 +889,7 @@ def main(argv: Sequence[str]) -> int:
             f"what was compiled by Triton {given['triton']} needs that version, and here is {triton.__version__}: "
             f"`pip install --no-deps --target DIR triton=={given['triton']}`, then set FUSEBOOK_TRITON=DIR"
         )
-    module, _, name = argv[0].partition(":")
-    cards = getattr(importlib.import_module(module), name)
+    cards = pkgutil.resolve_name(argv[0])
     gpu = AbsentGPU(tuple(given["capability"]), given["sms"])
     for op, points in given["asked"].items():
         print(json.dumps({op: found(cards[op], points, gpu, given.get("compile", False))}), flush=True)

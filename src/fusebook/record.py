@@ -311,13 +311,8 @@ def with_callers_clocks(frame: pd.DataFrame, root: pathlib.Path | None = None) -
     if not (file := path(name, on.slug, root or machines.RECORDS)).exists():
         return frame
     before, _ = _load(file, name)
-    same = [
-        *(c for c in frame if c not in (*bench.COLUMNS, "config", "stale")),
-        "status",
-        "launches",
-        "code",
-        "versions",
-    ]
+    keys = [c for c in frame if c not in (*bench.COLUMNS, "config", "stale")]
+    same = [*keys, "status", "launches", "code", "versions"]
     if not set(same) <= set(before):
         return frame
     clocks = [c for c in bench.COLUMNS if c.startswith(("host_us", "call_us")) and c in before]

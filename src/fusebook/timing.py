@@ -162,8 +162,8 @@ def synchronises(function: Callable[[], Any]) -> bool:
     return waited
 
 
-def hidden(function: Callable[[], Any], tries: int = 5) -> float:
-    """Seconds for which the device still works after the current stream has finished a call.
+def hidden(function: Callable[[], Any]) -> float:
+    """Seconds for which the device still works after the current stream has finished a call: the least of five.
 
     Work on a stream that the current one does not wait for escapes CUDA events. A few microseconds are the cost of
     asking.
@@ -171,12 +171,10 @@ def hidden(function: Callable[[], Any], tries: int = 5) -> float:
     Parameters
     ----------
     function : callable
-    tries : int
-        The least of that many.
     """
     rest = math.inf
     end = torch.cuda.Event()
-    for _ in range(tries):
+    for _ in range(5):
         torch.cuda.synchronize()
         function()
         end.record()

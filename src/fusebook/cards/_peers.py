@@ -11,7 +11,10 @@ from torch import Tensor
 
 from fusebook.kernels._products import layout_of, torch_in_tf32
 
-__all__ = ["ORT", "compiled", "in_tf32", "needs_float32", "onnx_graph", "onnx_run", "pack", "side_by_side", "weight"]
+__all__ = [
+    *("ORT", "compiled", "in_tf32", "liger_takes", "needs_float32", "onnx_graph", "onnx_run", "pack", "quack_takes"),
+    *("side_by_side", "weight"),
+]
 
 
 def weight(rng: torch.Generator, K: int, N: int, dtype: torch.dtype, scale: float, columns: bool) -> Tensor:
@@ -46,6 +49,22 @@ def in_tf32(function: Callable[..., Any]) -> Callable[..., Any]:
 def needs_float32(x: Tensor) -> None:
     if x.dtype in (torch.float16, torch.bfloat16):
         raise NotImplementedError(f"TF32 is a way to multiply float32, got {str(x.dtype)[6:]}")
+
+
+def liger_takes(x: Tensor) -> None:
+    """Refuse rows that Liger's kernels of rows do not take."""
+    if x.shape[-1] > 65536:
+        raise NotImplementedError(f"Liger takes rows of at most 65536 columns, got {x.shape[-1]}")
+    if x.numel() == 0:
+        raise NotImplementedError("Liger launches an empty grid on an empty tensor")
+
+
+def quack_takes(x: Tensor) -> None:
+    """Refuse rows that quack's kernels of rows do not take."""
+    if x.dtype == torch.float64:
+        raise NotImplementedError("quack takes float16, bfloat16 and float32, got float64")
+    if x.shape[-1] * x.element_size() % 16:
+        raise NotImplementedError(f"quack takes rows of whole 16-byte vectors, got {x.shape[-1]} columns of {x.dtype}")
 
 
 @functools.cache

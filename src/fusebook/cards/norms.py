@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fusebook.cards import _draws
-from fusebook.cards._peers import compiled
+from fusebook.cards._peers import compiled, liger_takes, quack_takes
 from fusebook.inputs import rough
 from fusebook.kernels._operator import FLOATING
 from fusebook.kernels.norms import add_rms_norm, layer_norm, layer_norm_eager, rms_norm, rms_norm_eager
@@ -82,29 +82,15 @@ def _torch(x: Tensor, weight: Tensor) -> Tensor:
 def _liger(x: Tensor, weight: Tensor) -> Tensor:
     from liger_kernel.ops.rms_norm import LigerRMSNormFunction
 
-    _liger_takes(x)
+    liger_takes(x)
     return LigerRMSNormFunction.apply(x, weight, _EPS, 0.0, "llama", False)
-
-
-def _liger_takes(x: Tensor) -> None:
-    if x.shape[-1] > 65536:
-        raise NotImplementedError(f"Liger takes rows of at most 65536 columns, got {x.shape[-1]}")
-    if x.numel() == 0:
-        raise NotImplementedError("Liger launches an empty grid on an empty tensor")
 
 
 def _quack(x: Tensor, weight: Tensor, **more: Any) -> Any:
     from quack.rmsnorm import rmsnorm_fwd
 
-    _quack_takes(x)
+    quack_takes(x)
     return rmsnorm_fwd(x, weight, eps=_EPS, **more)
-
-
-def _quack_takes(x: Tensor) -> None:
-    if x.dtype == torch.float64:
-        raise NotImplementedError("quack takes float16, bfloat16 and float32, got float64")
-    if x.shape[-1] * x.element_size() % 16:
-        raise NotImplementedError(f"quack takes rows of whole 16-byte vectors, got {x.shape[-1]} columns of {x.dtype}")
 
 
 def _draw(rng: random.Random, tensors: int = 2) -> Dims:
@@ -151,7 +137,7 @@ def _torch_sum(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Ten
 def _liger_sum(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     from liger_kernel.ops.fused_add_rms_norm import LigerFusedAddRMSNormFunction
 
-    _liger_takes(x)
+    liger_takes(x)
     return LigerFusedAddRMSNormFunction.apply(x, residual, weight, _EPS, 0.0, "llama", False)
 
 
@@ -185,7 +171,7 @@ def _torch_layer(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 def _liger_layer(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     from liger_kernel.ops.layer_norm import LigerLayerNormFunction
 
-    _liger_takes(x)
+    liger_takes(x)
     return LigerLayerNormFunction.apply(x, weight, bias, _EPS)
 
 
@@ -284,7 +270,7 @@ def _torch_backward_layer(
 def _of_liger(x: Tensor, dy: Tensor, weight: Tensor) -> tuple[Any, ...]:
     from liger_kernel.ops.rms_norm import rms_norm_forward
 
-    _liger_takes(x)
+    liger_takes(x)
     _, x, factor, *settings = rms_norm_forward(x, weight, _EPS, 0.0, "llama", False)
     return x, dy, weight, factor, settings
 

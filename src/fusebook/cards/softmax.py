@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fusebook.cards import _draws
-from fusebook.cards._peers import compiled
+from fusebook.cards._peers import compiled, liger_takes, quack_takes
 from fusebook.inputs import rough
 from fusebook.kernels._operator import FLOATING
 from fusebook.kernels.softmax import softmax, softmax_eager
@@ -47,29 +47,15 @@ def _torch_compile(x: Tensor) -> Tensor:
 def _liger(x: Tensor) -> Tensor:
     from liger_kernel.ops.softmax import LigerSoftmaxFunction
 
-    _liger_takes(x)
+    liger_takes(x)
     return LigerSoftmaxFunction.apply(x)
-
-
-def _liger_takes(x: Tensor) -> None:
-    if x.shape[-1] > 65536:
-        raise NotImplementedError(f"Liger takes rows of at most 65536 columns, got {x.shape[-1]}")
-    if x.numel() == 0:
-        raise NotImplementedError("Liger launches an empty grid on an empty tensor")
 
 
 def _quack(x: Tensor) -> Tensor:
     from quack.softmax import softmax_fwd
 
-    _quack_takes(x)
+    quack_takes(x)
     return softmax_fwd(x)
-
-
-def _quack_takes(x: Tensor) -> None:
-    if x.dtype == torch.float64:
-        raise NotImplementedError("quack takes float16, bfloat16 and float32, got float64")
-    if x.shape[-1] * x.element_size() % 16:
-        raise NotImplementedError(f"quack takes rows of whole 16-byte vectors, got {x.shape[-1]} columns of {x.dtype}")
 
 
 def _reference_backward(x: Tensor, dy: Tensor) -> Tensor:
@@ -112,7 +98,7 @@ def _liger_backward(y: Tensor, dy: Tensor) -> Tensor:
     from liger_kernel.ops.softmax import _softmax_backward as backward
     from liger_kernel.ops.utils import calculate_settings
 
-    _liger_takes(y)
+    liger_takes(y)
     block, warps = calculate_settings(y.shape[-1])
     return backward(dy, y, block, warps, False)
 
@@ -120,7 +106,7 @@ def _liger_backward(y: Tensor, dy: Tensor) -> Tensor:
 def _quack_backward(y: Tensor, dy: Tensor) -> Tensor:
     from quack.softmax import softmax_bwd
 
-    _quack_takes(y)
+    quack_takes(y)
     return softmax_bwd(dy, y)
 
 

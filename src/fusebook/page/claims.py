@@ -249,9 +249,6 @@ def claims(*items: Claim | Say) -> Claims:
     return shown
 
 
-# Source and exercises -------------------------------------------------------------------------------------------------
-
-
 _CLOCKS = {
     "cold": "On the device, cold",
     "paid": "In an eager program of many calls, each of which takes the longer of the host's time and the device's",

@@ -74,7 +74,6 @@ def lanes(
     caption: str,
     spans: Mapping[str, Sequence[tuple[float, float, str]]],
     arrows: Sequence[tuple[str, float, str, float]] = (),
-    waiting: str = "waits",
 ) -> Drawing:
     """Who does what when: a lane for each actor, time from left to right, arrows from one lane to another.
 
@@ -82,11 +81,10 @@ def lanes(
     ----------
     caption : str
     spans : mapping of str to sequence of (float, float, str)
-        For each actor the begin, the end and the name of what it does, in any unit of time.
+        For each actor the begin, the end and the name of what it does, in any unit of time. Where it waits, by the
+        first word of that name, the span is drawn empty.
     arrows : sequence of (str, float, str, float)
         From an actor at a time to an actor at a time.
-    waiting : str
-        Spans of names that begin so are drawn empty.
 
     Returns
     -------
@@ -105,7 +103,7 @@ def lanes(
     for name, row in spans.items():
         parts.append(_text(left - 10, at[name] + 18, name, "end"))
         for begin, end, what in row:
-            idle = what.startswith(waiting)
+            idle = what.startswith("waits")
             x, width = left + scale * begin, scale * (end - begin)
             parts.append(_box(x, at[name], width, bar, _AMBER if idle else _BLUE, not idle))
             parts.append(_text(x + width / 2, at[name] + 18, what, "middle"))
@@ -122,18 +120,16 @@ def lanes(
     return Drawing(caption, "; ".join(told) + ".", height, *parts)
 
 
-def owners(caption: str, keys: Sequence[int], rows: int, masked: int = -1) -> Drawing:
+def owners(caption: str, keys: Sequence[int], rows: int) -> Drawing:
     """Which update goes to which row of the output, and which rows are zeros.
 
     Parameters
     ----------
     caption : str
     keys : sequence of int
-        The row of each update.
+        The row of each update; -1 where it is masked and goes nowhere.
     rows : int
         Rows of the output.
-    masked : int
-        The key of an update that goes nowhere.
 
     Returns
     -------
@@ -145,7 +141,7 @@ def owners(caption: str, keys: Sequence[int], rows: int, masked: int = -1) -> Dr
     parts, told = [], []
     for i, key in enumerate(keys):
         y = 4 + step * i
-        gone = key == masked
+        gone = key == -1
         parts.append(_box(left, y, width, bar, _BLUE, not gone))
         parts.append(_text(left + width / 2, y + 15, f"update {i}", "middle"))
         parts.append(_text(left - 10, y + 15, f"k = {key}", "end"))
@@ -159,7 +155,7 @@ def owners(caption: str, keys: Sequence[int], rows: int, masked: int = -1) -> Dr
         sums = " + ".join(f"u{i}" for i in mine) or "zeros"
         parts.append(_text(right + width + 10, y + 15, sums))
         told.append(f"row {r} is {sums}")
-    lost = [str(i) for i, key in enumerate(keys) if key == masked]
+    lost = [str(i) for i, key in enumerate(keys) if key == -1]
     if lost:
         told.append(f"masked, and nowhere: update {', '.join(lost)}")
     return Drawing(caption, "; ".join(told) + ".", height, *parts)

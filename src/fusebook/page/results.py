@@ -39,9 +39,7 @@ __all__ = [
 ]
 
 
-def arguments(
-    op: Op, *, config: str = "triton", dtype: str = "float32", warmup: int = 5, repeat: int = 30
-) -> argparse.Namespace:
+def arguments(op: Op, *, config: str, dtype: str = "float32", repeat: int = 30) -> argparse.Namespace:
     """What a page was asked for on its command line.
 
     Parameters
@@ -50,8 +48,8 @@ def arguments(
         The card whose configs are the choices of ``--config``.
     config, dtype : str
         Defaults: comma lists.
-    warmup, repeat : int
-        Defaults.
+    repeat : int
+        A default.
 
     Returns
     -------
@@ -75,19 +73,8 @@ def arguments(
 
         return type_
 
-    def count(least: int) -> Callable[[str], int]:
-        def type_(text: str) -> int:
-            if not text.isdigit() or int(text) < least:
-                raise argparse.ArgumentTypeError(f"expected a whole number from {least} up, got {text!r}")
-            return int(text)
-
-        return type_
-
     onnx = {"1": "float32", "10": "float16"}
-    about = (getattr(sys.modules.get("__main__"), "__doc__", None) or op.name).strip().splitlines()[0]
-    parser = argparse.ArgumentParser(
-        description=f"{about}: with a CUDA GPU this page measures, without one it replays recorded results."
-    )
+    parser = _parser(op.name)
     parser.add_argument(
         "--config",
         type=checked(lambda text: bench.points(op, text)),
@@ -105,9 +92,9 @@ def arguments(
     parser.add_argument(
         "--itype", choices=tuple(onnx), help="ONNX's number of a dtype instead: 1 is float32, 10 is float16"
     )
-    parser.add_argument("--warmup", type=count(0), default=warmup, help=f"calls before the clock (default: {warmup})")
-    parser.add_argument("--repeat", type=count(1), default=repeat, help=f"calls timed (default: {repeat})")
-    given = parser.parse_args([] if _place.notebook() or _place.sphinx() or not _place.script() else None)
+    parser.add_argument("--warmup", type=_whole(0), default=5, help="calls before the clock (default: 5)")
+    parser.add_argument("--repeat", type=_whole(1), default=repeat, help=f"calls timed (default: {repeat})")
+    given = _given(parser)
     if given.itype:
         given.dtype = onnx[given.itype]
     del given.itype
@@ -132,20 +119,32 @@ def options(**defaults: int | str) -> argparse.Namespace:
     SystemExit
         With code 2, on nonsense.
     """
+    parser = _parser("A page")
+    for name, default in defaults.items():
+        kind: Any = _whole(0) if isinstance(default, int) else str
+        parser.add_argument(f"--{name}", type=kind, default=default, help=f"default: {default!r}")
+    return _given(parser)
 
-    def number(text: str) -> int:
-        if not text.isdigit():
-            raise argparse.ArgumentTypeError(f"expected a whole number from 0 up, got {text!r}")
-        return int(text)
 
-    about = (getattr(sys.modules.get("__main__"), "__doc__", None) or "A page").strip().splitlines()[0]
-    parser = argparse.ArgumentParser(
+def _parser(name: str) -> argparse.ArgumentParser:
+    about = (getattr(sys.modules.get("__main__"), "__doc__", None) or name).strip().splitlines()[0]
+    return argparse.ArgumentParser(
         description=f"{about}: with a CUDA GPU this page measures, without one it replays recorded results."
     )
-    for name, default in defaults.items():
-        kind: Any = number if isinstance(default, int) else str
-        parser.add_argument(f"--{name}", type=kind, default=default, help=f"default: {default!r}")
-    return parser.parse_args([] if _place.notebook() or _place.sphinx() or not _place.script() else None)
+
+
+def _given(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """What the command line says, where it is the page's own."""
+    return parser.parse_args(None if _place.script() else [])
+
+
+def _whole(least: int) -> Callable[[str], int]:
+    def type_(text: str) -> int:
+        if not text.isdigit() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"expected a whole number from {least} up, got {text!r}")
+        return int(text)
+
+    return type_
 
 
 @dataclass(frozen=True)
@@ -211,7 +210,7 @@ class Study:
         return pd.DataFrame(rows)
 
 
-def study(op: Op, *, config: str, dtype: str = "float32", warmup: int = 5, repeat: int = 30) -> Study:
+def study(op: Op, *, config: str, dtype: str = "float32", repeat: int = 30) -> Study:
     """What a page studies: an operator, as its command line asks for it. Asked once, and remembered.
 
     Parameters
@@ -219,14 +218,14 @@ def study(op: Op, *, config: str, dtype: str = "float32", warmup: int = 5, repea
     op : Op
     config, dtype : str
         Defaults: comma lists.
-    warmup, repeat : int
-        Defaults.
+    repeat : int
+        A default.
 
     Returns
     -------
     Study
     """
-    return Study(op, **vars(arguments(op, config=config, dtype=dtype, warmup=warmup, repeat=repeat)))
+    return Study(op, **vars(arguments(op, config=config, dtype=dtype, repeat=repeat)))
 
 
 class NoResults(SystemExit):

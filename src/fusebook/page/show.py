@@ -409,8 +409,12 @@ class Table(_Shown):
     def __repr__(self) -> str:
         if self.frame.empty:
             return f"{self.caption}: {self.nothing}."
-        with pd.option_context("display.width", 160, "display.max_columns", 30, "display.max_rows", 12):
-            return f"{self.caption}\n{self.frame}"
+        return _printed(self.caption, self.frame)
+
+
+def _printed(caption: str, frame: pd.DataFrame) -> str:
+    with pd.option_context("display.width", 160, "display.max_columns", 30, "display.max_rows", 12):
+        return f"{caption}\n{frame}"
 
 
 def sortable(df: pd.DataFrame, caption: str, best: pd.DataFrame | None = None) -> Sortable:
@@ -457,8 +461,7 @@ class Sortable(_Shown):
         )
 
     def __repr__(self) -> str:
-        with pd.option_context("display.width", 160, "display.max_columns", 30, "display.max_rows", 12):
-            return f"{self.caption}\n{self.frame}"
+        return _printed(self.caption, self.frame)
 
 
 # Source and exercises -------------------------------------------------------------------------------------------------

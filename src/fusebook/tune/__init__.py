@@ -43,10 +43,6 @@ def tunable() -> dict[str, Any]:
     return dict.fromkeys(("concat_gemm", "swiglu"), products)
 
 
-def _label(key: Sequence[str]) -> str:
-    return " ".join(key)
-
-
 def _compile(name: str, key: tuple[str, str, str], plans: Sequence[Any]) -> None:
     """Fill Triton's cache, in a process of its own; what cannot be compiled shows when it is timed."""
     module = tunable()[name]
@@ -59,8 +55,9 @@ def _compile(name: str, key: tuple[str, str, str], plans: Sequence[Any]) -> None
             continue
 
 
-def _precompile(name: str, module: Any, keys: Sequence[tuple[str, str, str]], workers: int) -> None:
+def _precompile(name: str, module: Any, keys: Sequence[tuple[str, str, str]]) -> None:
     seen: set[tuple[str, str, Any]] = set()
+    workers = min(16, os.cpu_count() or 1)
     with concurrent.futures.ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
         waiting = []
         for key in sorted(keys, key=lambda k: len(k[2])):  # small problems first: kernels do not depend on the size
@@ -83,9 +80,7 @@ def _fastest(ways: Mapping[Any, Callable[[], Any]], repeat: int) -> dict[Any, fl
     return times
 
 
-def tune(
-    name: str, *, repeat: int = 30, workers: int | None = None, only: Sequence[str] = ("",)
-) -> dict[tuple[str, str, str], Tuned]:
+def tune(name: str, *, repeat: int = 30, only: Sequence[str] = ("",)) -> dict[tuple[str, str, str], Tuned]:
     """Time the candidates of every class of problems and keep the best of each.
 
     Parameters
@@ -94,8 +89,6 @@ def tune(
         An operator of `tunable`.
     repeat : int
         Calls timed of each plan and clock.
-    workers : int, optional
-        Processes that compile; as many as there are cores, but sixteen at most.
     only : sequence of str
         The classes whose name begins with one of these, such as ``"half row"`` or ``"tf32 row 2**23"``; all by default.
 
@@ -116,13 +109,14 @@ def tune(
     if not torch.cuda.is_available():
         raise RuntimeError("fusebook.tune: expected a CUDA device, got none; plans are chosen on a GPU")
     module = tunable()[name]
-    keys = [key for key in module.classes(name) if _label(key).startswith(tuple(only))]
+    keys = [key for key in module.classes(name) if " ".join(key).startswith(tuple(only))]
     if not keys:
-        labels = ", ".join(map(_label, module.classes(name)))
+        labels = ", ".join(map(" ".join, module.classes(name)))
         raise ValueError(f"fusebook.tune: expected the beginning of one of {labels}, got {', '.join(only)}")
-    _precompile(name, module, keys, workers or min(16, os.cpu_count() or 1))
+    _precompile(name, module, keys)
     found: dict[tuple[str, str, str], Tuned] = {}
     for key in tqdm(keys, desc=name, disable=None):
+        label = " ".join(key)
         inputs = module.problem(*key, torch.device("cuda"))
         yard = check.yardstick(OPS[name], inputs)
         ways: dict[Any, Callable[[], Any]] = {}
@@ -131,18 +125,18 @@ def tune(
                 out = module.attempt(name, key[0], inputs, plan)
                 torch.cuda.synchronize()
             except Exception as error:  # a plan that this GPU cannot launch is no candidate
-                print(f"{_label(key)}: {plan}: {type(error).__name__}: {str(error)[:80]}", file=sys.stderr)
+                print(f"{label}: {plan}: {type(error).__name__}: {str(error)[:80]}", file=sys.stderr)
                 continue
             if out is not None and yard.judge(out, key[0]).ok:
                 ways[plan] = functools.partial(module.attempt, name, key[0], inputs, plan)
         times = _fastest(ways, repeat)
         plans = [plan for plan in times if plan is not None]
         if not plans:
-            raise RuntimeError(f"fusebook.tune: expected a plan for {_label(key)}, got none that runs; add a candidate")
+            raise RuntimeError(f"fusebook.tune: expected a plan for {label}, got none that runs; add a candidate")
         best = min(plans, key=times.__getitem__)
         torchs = round(times[None] / times[best], 3) if None in times else None
         ratio = f", torch {torchs} times as long" if torchs else ""
-        print(f"{_label(key)}: {times[best] * 1e6:.1f} us by {best}{ratio}", flush=True)
+        print(f"{label}: {times[best] * 1e6:.1f} us by {best}{ratio}", flush=True)
         shorter = torchs is not None and torchs < 1 - _WITHIN
         found[key] = Tuned(Plan("torch"), None) if shorter else Tuned(best, torchs)
     return found
