@@ -7,6 +7,7 @@ replace. That takes longer than the rest of most calls. Here it is found once, a
 import functools
 import inspect
 
+import triton
 import triton.language as tl
 from triton.runtime import interpreter
 
@@ -39,4 +40,13 @@ def hasten():
         return launch(self, *args, **kwargs)
 
     interpreter._patch_builtin, interpreter._patch_lang = replace_builtins, replace_once
+    if triton.__version__ < "3.7":
+        # It takes arrays of one number for numbers, as NumPy did until 2.3.
+        change = interpreter._patch_lang_tensor
+
+        def change_and_index(tensor, scope):
+            change(tensor, scope)
+            scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+        interpreter._patch_lang_tensor = change_and_index
     interpreter.GridExecutor.__call__ = launch_anew
