@@ -1,8 +1,11 @@
 """The sentences in which launchers refuse a tensor."""
 
+import re
+
 import pytest
 import torch
 
+import fusebook
 from fusebook.kernels._operator import check_alike, check_tensor
 
 
@@ -43,3 +46,88 @@ def test_another_dtype_or_device_is_refused():
     check_alike("f", "y", x.double(), "x", x, dtype=False)
     with pytest.raises(ValueError, match="expected y on cpu as x is, got meta"):
         check_alike("f", "y", x.to("meta"), "x", x)
+
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def drawn(*shape):
+    return torch.rand(shape, device=DEVICE)
+
+
+X, W, LABEL = drawn(3, 4), drawn(4), torch.tensor([0, 2, 1], device=DEVICE)
+NORM = {"eps": 1e-6, "dtype": None}
+LOSS = {"reduction": "mean", "ignore_index": -100, "label_smoothing": 0.1, "z_loss": 0.1, "softcap": 5.0}
+#: Of functions a call that is right.
+RIGHT = {
+    "multiply": ([X, X], {}),
+    "double": ([X], {}),
+    "add_add_multiply": ([X, X, X, X], {}),
+    "softmax": ([X, -1], {}),
+    "softmax_backward": ([X, X, -1], {}),
+    "masked_scatter_nd_of_shape": ([(5, 4), LABEL[:, None], X], {"masked_value": -1, "reduction": "add"}),
+    "scatter_nd_of_shape": ([(5, 4), LABEL[:, None], X], {"reduction": "add", "strategy": None}),
+    "embedding_backward": ([X, LABEL, 5], {"padding_idx": 1}),
+    "rms_norm": ([X, W, W], NORM),
+    "add_layer_norm": ([X, X, W, W], NORM),
+    "layer_norm_backward": ([X, X, W, W, X], {"eps": 1e-6}),
+    "cross_entropy": ([X, LABEL, W], LOSS),
+    "linear_cross_entropy": ([X, drawn(4, 4), LABEL, W], LOSS | {"rows": 2}),
+    "concat_gemm": ([X, [drawn(4, 2), drawn(4, 2)]], {"tf32": None, "strategy": None}),
+    "swiglu": ([X, drawn(4, 2), drawn(4, 2)], {"tf32": None, "strategy": None}),
+    "logistic_step": ([X, LABEL % 2.0, W, drawn(1), 0.1, 0.1], {}),
+    "logistic_fit": ([X, LABEL % 2.0, W, drawn(1), 0.1, 0.1], {"steps": 1}),
+    "kmeans_assign": ([X, drawn(2, 4)], {"label_dtype": torch.int64}),
+    "kmeans_update": ([X, LABEL, 3], {"centres": X}),
+    "kmeans": ([X, 2], {"init": "random", "max_iter": 1, "tol": 1e-3, "seed": 0}),
+    "adamw_step": (
+        [[drawn(4)], [drawn(4)], [drawn(4)], [drawn(4)]],
+        {
+            "step": 1,
+            "lr": 0.1,
+            "beta1": 0.9,
+            "eps": 1e-8,
+            "weight_decay": 0.1,
+            "seed": None,
+            "norm": None,
+            "max_norm": 1.0,
+        },
+    ),
+}
+STRANGE = {
+    "nothing": None,
+    "text": "x",
+    "a list": [1.0],
+    "an object": object(),
+    "more than 64 bits": 2**70,
+    "no number": float("nan"),
+    "a nested tensor": torch.nested.nested_tensor([torch.ones(3), torch.ones(2)], device=DEVICE),
+    "a sparse tensor": X.to_sparse(),
+    "complex numbers": X.to(torch.complex64),
+    "eight bits": X.to(torch.float8_e4m3fn),
+    "another shape": drawn(7, 9),
+    "a single number": drawn(),
+    "nothing in it": drawn(0, 0),
+    "another device": torch.ones(3, 4, device="meta"),
+    "a function": len,
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_what_makes_no_sense_is_refused_in_a_sentence(name):
+    """What was given, what is accepted, and what to do: or it does make sense."""
+    function, (args, options) = getattr(fusebook, name), RIGHT[name]
+    function(*args, **options)
+    refused = []
+    for slot in [*range(len(args)), *options]:
+        for what, value in STRANGE.items():
+            places, named = list(args), dict(options)
+            (places if isinstance(slot, int) else named)[slot] = value
+            try:
+                function(*places, **named)
+            except Exception as refusal:
+                refused.append(f"{slot} is {what}: {type(refusal).__name__}: {refusal}")
+    kinds = "TypeError|ValueError|IndexError|NotImplementedError"
+    said = re.compile(rf"[^:]+: ({kinds}): \w+: expected .+, got .+; .+", re.DOTALL)
+    assert not [refusal for refusal in refused if not said.fullmatch(refusal)]
+    assert len(refused) > 5 * (len(args) + len(options)) / 2

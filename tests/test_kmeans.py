@@ -413,7 +413,7 @@ def refusals(device):
     yield ValueError, r"expected points, got none of shape \(0, 3\)", lambda: cluster(x[:0], 1)
     yield ValueError, "expected init to be 'k-means\\+\\+', 'random' or centres", lambda: cluster(x, 2, init="best")
     yield ValueError, "expected k = 3 centres in init, got 4", lambda: cluster(x, 3, init=c)
-    yield ValueError, "expected max_iter to be an integer from 1 up", lambda: cluster(x, 2, max_iter=0)
+    yield ValueError, "expected max_iter of 1 or more", lambda: cluster(x, 2, max_iter=0)
     yield ValueError, "expected tol to be 0 or more", lambda: cluster(x, 2, tol=math.nan)
     yield (
         ValueError,

@@ -108,6 +108,8 @@ def _quack(x: Tensor, target: Tensor) -> Tensor:
     from quack.cross_entropy import cross_entropy
 
     _takes("quack", x)
+    if x.shape[-1] * x.element_size() % 4:
+        raise NotImplementedError(f"quack takes rows of whole 32-bit words, got {x.shape[-1]} columns of {x.dtype}")
     return cross_entropy(x, target)
 
 
@@ -240,6 +242,8 @@ def _linear_quack(h: Tensor, head: Tensor, target: Tensor) -> Tensor:
     from quack.linear_cross_entropy import chunked_linear_cross_entropy
 
     _takes("quack", h)
+    if len(h) % 8:
+        raise NotImplementedError(f"quack takes hidden states in eights, got {len(h)}")
     return chunked_linear_cross_entropy(h, head, target)
 
 

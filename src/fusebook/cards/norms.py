@@ -82,8 +82,14 @@ def _torch(x: Tensor, weight: Tensor) -> Tensor:
 def _liger(x: Tensor, weight: Tensor) -> Tensor:
     from liger_kernel.ops.rms_norm import LigerRMSNormFunction
 
-    liger_takes(x)
+    _liger_takes(x)
     return LigerRMSNormFunction.apply(x, weight, _EPS, 0.0, "llama", False)
+
+
+def _liger_takes(x: Tensor) -> None:
+    if x.dtype == torch.float64:
+        raise NotImplementedError("Liger's norms compute in float32, got float64")
+    liger_takes(x)
 
 
 def _quack(x: Tensor, weight: Tensor, **more: Any) -> Any:
@@ -137,7 +143,7 @@ def _torch_sum(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Ten
 def _liger_sum(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     from liger_kernel.ops.fused_add_rms_norm import LigerFusedAddRMSNormFunction
 
-    liger_takes(x)
+    _liger_takes(x)
     return LigerFusedAddRMSNormFunction.apply(x, residual, weight, _EPS, 0.0, "llama", False)
 
 
@@ -171,7 +177,7 @@ def _torch_layer(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 def _liger_layer(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     from liger_kernel.ops.layer_norm import LigerLayerNormFunction
 
-    liger_takes(x)
+    _liger_takes(x)
     return LigerLayerNormFunction.apply(x, weight, bias, _EPS)
 
 
@@ -270,7 +276,7 @@ def _torch_backward_layer(
 def _of_liger(x: Tensor, dy: Tensor, weight: Tensor) -> tuple[Any, ...]:
     from liger_kernel.ops.rms_norm import rms_norm_forward
 
-    liger_takes(x)
+    _liger_takes(x)
     _, x, factor, *settings = rms_norm_forward(x, weight, _EPS, 0.0, "llama", False)
     return x, dy, weight, factor, settings
 

@@ -22,6 +22,7 @@ holds.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -42,6 +43,7 @@ from ._operator import (
     integer,
     launch,
     launching,
+    number,
     overlapping,
 )
 from ._rows import Plan, leave, missing_of, put, window, words_of
@@ -792,14 +794,17 @@ def check_terms(
             raise ValueError(f"{name}: expected a weight that needs no gradient, since it gets none; detach it")
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"{name}: expected reduction 'mean', 'sum' or 'none', got {reduction!r}; choose one of them")
+    smoothing = number(name, "label_smoothing", smoothing, "give a share")
     if not 0 <= smoothing <= 1:
         raise ValueError(f"{name}: expected label_smoothing from 0 to 1, got {smoothing}; give a share")
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"{name}: expected softcap above 0 or None, got {softcap}; None leaves logits as they are")
+    if softcap is not None:
+        softcap = number(name, "softcap", softcap, "None leaves logits as they are")
+        if not 0 < softcap < math.inf:
+            raise ValueError(
+                f"{name}: expected softcap above 0 and finite, or None, got {softcap}; None leaves logits as they are"
+            )
     ignored = integer(name, "ignore_index", ignore_index, "give one class")
-    return Terms(
-        weight, reduction, ignored, float(smoothing), float(z_loss), None if softcap is None else float(softcap)
-    )
+    return Terms(weight, reduction, ignored, smoothing, number(name, "z_loss", z_loss, "0 leaves it out"), softcap)
 
 
 def read_target(name: str, target: Tensor, classes: int, ignore_index: int) -> None:

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._operator import check_alike, check_device, check_tensor, contiguous, empty, gpu, launch, overlapping
+from ._operator import check_alike, check_device, check_tensor, contiguous, empty, gpu, launch, number, overlapping
 from ._rows import leave, tile_of
 from ._tl import fill
 
@@ -552,7 +552,6 @@ def check_norm(
                     f"{name}: expected {what} of shape ({x.shape[-1]},), a number for each of a row of x, got "
                     f"{tuple(vector.shape)}; slice or expand it first"
                 )
-    if isinstance(eps, bool) or not isinstance(eps, (int, float)):
-        raise TypeError(f"{name}: expected eps to be a number, got {type(eps).__name__}; give a float such as 1e-6")
+    eps = number(name, "eps", eps, "give a float such as 1e-6")
     check_device(name, x)
-    return x, *like.values(), *vectors.values(), bool(centred), float(eps)
+    return x, *like.values(), *vectors.values(), bool(centred), eps

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import numbers
 import operator
 import sys
 import threading
@@ -103,8 +104,9 @@ def check_tensor(name: str, what: str, value: object, dtypes: Sequence[torch.dty
         *others, last = (str(dtype).removeprefix("torch.") for dtype in dtypes)
         accepted = f"{', '.join(others)} or {last}" if others else last
         raise TypeError(f"{name}: expected {what} to be {accepted}, got {value.dtype}; cast it first")
-    if value.layout is not torch.strided:
-        raise TypeError(f"{name}: expected {what} to be dense, got {value.layout}; call to_dense() first")
+    if value.layout is not torch.strided or value.is_nested:
+        kind, remedy = ("a nested tensor", "to_padded_tensor") if value.is_nested else (value.layout, "to_dense")
+        raise TypeError(f"{name}: expected {what} to be dense, got {kind}; call {remedy}() first")
     # Compiled code passes torch's dispatcher, which negates; there this cannot be asked.
     if not torch.compiler.is_compiling() and value.is_neg():
         raise ValueError(
@@ -132,11 +134,26 @@ def integer(name: str, what: str, value: Any, remedy: str) -> int:
 
     `name`, `what` and `remedy` are for the message: the function, the argument and what to do.
     """
-    if isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool):
+    if isinstance(value, torch.SymInt):
         return value  # type: ignore[return-value]
     if isinstance(value, (bool, Tensor)) or not hasattr(value, "__index__"):
         raise TypeError(f"{name}: expected {what} to be an integer, got {type(value).__name__}; {remedy}")
-    return operator.index(value)
+    value = operator.index(value)
+    if not -(2**63) <= value < 2**63:
+        raise ValueError(f"{name}: expected {what} to be an integer of 64 bits, got {value}; {remedy}")
+    return value  # type: ignore[no-any-return]
+
+
+def number(name: str, what: str, value: Any, remedy: str) -> float:
+    """An argument that measures, as Python's float: NumPy's numbers too, but no bool, no text and no tensor.
+
+    `name`, `what` and `remedy` are as those of `integer`.
+    """
+    if isinstance(value, (torch.SymFloat, torch.SymInt)):
+        return value  # type: ignore[return-value]
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name}: expected {what} to be a number, got {type(value).__name__}; {remedy}")
+    return float(value)
 
 
 def capturing(x: Tensor) -> bool:

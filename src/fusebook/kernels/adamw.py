@@ -24,7 +24,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._operator import apply, check_alike, check_device, check_tensor, gpu, launch, launching, unhooked, watched
+from ._operator import (
+    apply,
+    check_alike,
+    check_device,
+    check_tensor,
+    gpu,
+    integer,
+    launch,
+    launching,
+    number,
+    unhooked,
+    watched,
+)
 
 __all__ = ["adamw_step", "adamw_step_eager"]
 
@@ -203,6 +215,7 @@ def _adamw_plan(itemsize: int, capability: tuple[int, int] | None) -> Plan:
 # The launcher ---------------------------------------------------------------------------------------------------------
 
 _NAME = "adamw_step"
+_LISTED = ("params", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "masters")
 _TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32, torch.float64: tl.float64}
 _Guards: Any = torch._C._dynamo.guards.TensorGuards
 _NONE = type(None)
@@ -461,7 +474,14 @@ torch.library.register_fake(f"fusebook::{_NAME}", lambda *_: None, lib=_LIBRARY)
 _custom = torch.ops.fusebook.adamw_step.default
 
 
-def _number(what: str, value: Any, fine: bool, accepted: str) -> None:
+def _listed(what: str, of: Any) -> list[Any]:
+    """The tensors of an argument; a tensor has rows, which are nobody's parameters."""
+    if isinstance(of, Tensor) or not hasattr(of, "__iter__"):
+        raise TypeError(f"{_NAME}: expected {what} to be a list of tensors, got {type(of).__name__}; put it in a list")
+    return list(of)
+
+
+def _within(what: str, value: float, fine: bool, accepted: str) -> None:
     if not fine:
         raise ValueError(f"{_NAME}: expected {what} {accepted}, got {value}; see torch.optim.AdamW")
 
@@ -471,7 +491,7 @@ def _single(what: str, value: Tensor, p: Tensor, dtypes: tuple[torch.dtype, ...]
     check_tensor(_NAME, what, value, dtypes)
     check_alike(_NAME, what, value, "params[0]", p, dtype=False)
     if value.numel() != 1:
-        raise ValueError(f"{_NAME}: expected {what} to be one number, got shape {tuple(value.shape)}")
+        raise ValueError(f"{_NAME}: expected {what} to be one number, got shape {tuple(value.shape)}; take one of them")
 
 
 def adamw_step(
@@ -542,10 +562,13 @@ def adamw_step(
     >>> p  # doctest: +SKIP
     tensor([-0.5000, -0.5000], device='cuda:0')
     """
-    lists: Any = [list(of) for of in (params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, masters)]
-    for name, of in zip(("grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "masters"), lists[1:], strict=True):
-        if len(of) != len(lists[0]) and (of or name in ("grads", "exp_avgs", "exp_avg_sqs")):
-            raise ValueError(f"{_NAME}: expected {len(lists[0])} {name} as there are params, got {len(of)}")
+    given: Any = (params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, masters)
+    lists: Any = [_listed(name, of) for name, of in zip(_LISTED, given, strict=True)]
+    for name, of in zip(_LISTED[1:], lists[1:], strict=True):
+        if len(of) != len(lists[0]) and (of or name in _LISTED[:4]):
+            raise ValueError(
+                f"{_NAME}: expected {len(lists[0])} {name} as there are params, got {len(of)}; give one for each"
+            )
     if _NONE in set(map(type, lists[1])):  # as torch.optim has it, these are left as they are
         some = [i for i, g in enumerate(lists[1]) if g is not None]
         lists = [[of[i] for i in some] if of else of for of in lists]
@@ -559,16 +582,26 @@ def adamw_step(
     ):
         if value is not None and first is not None:
             _single(what, value, first, dtypes)
-    number: Any = step if count is None else 1
-    speed: Any = lr if rate is None else 0.0
-    _number("step", step, number >= 1, "of 1 or more")
-    for what, beta in (("beta1", beta1), ("beta2", beta2)):
-        _number(what, beta, 0 <= beta < 1, "from 0 to below 1")
-    for what, size in (("lr", speed), ("eps", eps), ("weight_decay", weight_decay)):
-        _number(what, size, 0 <= size < math.inf, "of 0 or more")
-    if seed is not None and any(p.dtype != torch.bfloat16 for p in lists[0]):
-        raise TypeError(f"{_NAME}: expected bfloat16 where a seed asks for stochastic rounding; give no seed")
-    numbers: Any = count, number, rate, speed, beta1, beta2, eps, weight_decay, maximize, seed, norm, max_norm
+    done = 1 if count is not None else integer(_NAME, "step", step, "give the number of this step")
+    _within("step", done, done >= 1, "of 1 or more")
+    beta1, beta2, speed, eps, decay, most = (
+        value if type(value) is float else number(_NAME, what, value, "see torch.optim.AdamW")
+        for what, value in (
+            ("beta1", beta1), ("beta2", beta2), ("lr", lr if rate is None else 0.0), ("eps", eps),
+            ("weight_decay", weight_decay), ("max_norm", max_norm),
+        )
+    )  # fmt: skip
+    for what, size in (("beta1", beta1), ("beta2", beta2)):
+        _within(what, size, 0 <= size < 1, "from 0 to below 1")
+    for what, size in (("lr", speed), ("eps", eps), ("weight_decay", decay)):
+        _within(what, size, 0 <= size < math.inf, "of 0 or more")
+    if seed is not None:
+        seed = integer(_NAME, "seed", seed, "None rounds to the nearest")
+        if other := next((p.dtype for p in lists[0] if p.dtype != torch.bfloat16), None):
+            raise TypeError(
+                f"{_NAME}: expected bfloat16 where a seed asks for stochastic rounding, got {other}; give no seed"
+            )
+    numbers: Any = count, done, rate, speed, beta1, beta2, eps, decay, maximize, seed, norm, most
     if not watched():
         _stepped(*lists, *numbers)
     else:

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import kmeans_update  # noqa: F401  (it defines the step)
-from ._operator import OPERATORS, accumulated, check_device, empty, launch, launching
+from ._operator import OPERATORS, accumulated, check_device, empty, integer, launch, launching, number
 from ._points import check_centres, check_k, check_points, refuse_not_finite, tensors
 from .kmeans import kmeans_assign
 
@@ -179,10 +179,13 @@ def kmeans(
             raise ValueError(f"{name}: expected k = {k} centres in init, got {given.shape[0]}; give k of them")
     elif init not in ("k-means++", "random"):
         raise ValueError(f"{name}: expected init to be 'k-means++', 'random' or centres, got {init!r}; choose one")
-    if isinstance(max_iter, bool) or not isinstance(max_iter, int) or max_iter < 1:
-        raise ValueError(f"{name}: expected max_iter to be an integer from 1 up, got {max_iter!r}; give one")
-    if not tol >= 0:
+    if integer(name, "max_iter", max_iter, "give the most iterations") < 1:
+        raise ValueError(f"{name}: expected max_iter of 1 or more, got {max_iter}; give the most iterations")
+    seed = integer(name, "seed", seed, "give any")
+    if not number(name, "tol", tol, "0 iterates until the centres stand still") >= 0:
         raise ValueError(f"{name}: expected tol to be 0 or more, got {tol!r}; 0 iterates until the centres stand still")
+    if points.device.type == "meta":
+        raise ValueError(f"{name}: expected points whose values can be read, got a tensor on meta; move it to a GPU")
     check_device(name, points)
     if torch.is_grad_enabled() and (points.requires_grad or (given is not None and given.requires_grad)):
         raise NotImplementedError(
@@ -194,7 +197,7 @@ def kmeans(
     if given is not None:
         refuse_not_finite(name, "init", given, "give finite centres")
         centres = given.contiguous()
-    elif init == "random":
+    elif init == "random" or not points.shape[1]:  # points without coordinates are all at one place
         rows = random.Random(seed).sample(range(n), k)
         centres = points[torch.tensor(rows, device=points.device)]
     else:

@@ -44,6 +44,7 @@ from ._operator import (
     gpu,
     integer,
     launch,
+    number,
 )
 
 __all__ = ["logistic_fit", "logistic_step", "logistic_step_eager"]
@@ -502,8 +503,8 @@ def _launch_fit(
         w, b = into
 
 
-def _check(name: str, X: Any, y: Any, w: Any, b: Any, lr: Any, l2: Any) -> None:
-    """Validate what can be seen without reading values."""
+def _check(name: str, X: Any, y: Any, w: Any, b: Any, lr: Any, l2: Any) -> tuple[float, float]:
+    """Validate what can be seen without reading values; the numbers as floats."""
     check_tensor(name, "X", X)
     check_tensor(name, "y", y)
     dtype = accumulated(X.dtype)
@@ -531,16 +532,14 @@ def _check(name: str, X: Any, y: Any, w: Any, b: Any, lr: Any, l2: Any) -> None:
         raise ValueError(
             f"{name}: expected at least one row, got X of shape {tuple(X.shape)}; the mean loss of no rows is no number"
         )
+    remedy = "pass a Python float, since reading a tensor would wait for the GPU"
+    lr, l2 = number(name, "lr", lr, remedy), number(name, "l2", l2, remedy)
     for what, value in (("lr", lr), ("l2", l2)):
-        if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymFloat, torch.SymInt)):
-            raise TypeError(
-                f"{name}: expected {what} to be a number, got {type(value).__name__}; pass a Python float, since "
-                "reading a tensor would wait for the GPU"
-            )
         # torch.compile may take the number for one that varies, and then it has no value yet.
-        if not torch.compiler.is_compiling() and isinstance(value, (int, float)) and not math.isfinite(value):
+        if not torch.compiler.is_compiling() and isinstance(value, float) and not math.isfinite(value):
             raise ValueError(f"{name}: expected {what} to be finite, got {value}; every weight would become NaN")
     check_device(name, X)
+    return lr, l2
 
 
 def _refuse_other_targets(name: str, y: Tensor) -> None:
@@ -558,15 +557,14 @@ def _refuse_other_targets(name: str, y: Tensor) -> None:
 
 
 def _check_step(X: Any, y: Any, w: Any, b: Any, lr: Any, l2: Any, check: bool) -> tuple[Any, ...]:
-    _check("logistic_step", X, y, w, b, lr, l2)
-    return X, y, w, b, lr, l2
+    return X, y, w, b, *_check("logistic_step", X, y, w, b, lr, l2)
 
 
 def _check_fit(
     X: Any, y: Any, w: Any, b: Any, lr: Any, l2: Any, check: bool, steps: Any, on_chip: Any
 ) -> tuple[Any, ...]:
     name = "logistic_fit"
-    _check(name, X, y, w, b, lr, l2)
+    numbers = _check(name, X, y, w, b, lr, l2)
     steps = integer(name, "steps", steps, "give how many to take")
     if not 0 <= steps < 2**31:
         raise ValueError(f"{name}: expected steps from 0 to 2**31 - 1, got {steps}; give how many to take")
@@ -575,7 +573,7 @@ def _check_fit(
             f"{name}: expected X to fit on the chip, got {X.dtype} of shape {tuple(X.shape)}; leave on_chip to be "
             "chosen, which takes single steps"
         )
-    return X, y, w, b, lr, l2, steps, on_chip
+    return X, y, w, b, *numbers, steps, on_chip
 
 
 def _read(name: str, X: Tensor, y: Tensor, w: Tensor, b: Tensor, lr: float, l2: float, check: bool, *_: Any) -> None:

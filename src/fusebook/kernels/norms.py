@@ -91,7 +91,7 @@ def _check_sum(x: Any, residual: Any, weight: Any, bias: Any, centred: bool, eps
 def _check_quantised(
     x: Any, residual: Any, weight: Any, bias: Any, centred: bool, eps: Any, dtype: Any
 ) -> tuple[Any, ...]:
-    if dtype not in LIMITS:
+    if not isinstance(dtype, torch.dtype) or dtype not in LIMITS:
         raise TypeError(
             f"{_name(centred)}: expected dtype to be float8_e4m3fn or int8, got {dtype}; leave it out for that of x"
         )

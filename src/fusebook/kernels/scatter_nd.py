@@ -477,8 +477,8 @@ def _shape_of(name: str, shape: Any) -> tuple[int, ...]:
             )
         if shape.dim() != 1 or shape.dtype not in (torch.int32, torch.int64):
             raise TypeError(
-                f"{name}: expected a shape tensor with one axis of int32 or int64, got {shape.dtype} of shape "
-                f"{tuple(shape.shape)}; pass a tuple of integers"
+                f"{name}: expected a shape tensor with one axis of int32 or int64, got {shape.dim()} axes of "
+                f"{shape.dtype}; pass a tuple of integers"
             )
         shape = shape.tolist()
     if isinstance(shape, (str, bytes)) or not isinstance(shape, Sequence):
@@ -742,7 +742,7 @@ def embedding_backward(
     name = "embedding_backward"
     try:
         shape, indices = (rows, dy.shape[-1]), indices.unsqueeze(-1)
-    except (AttributeError, IndexError):
+    except (AttributeError, IndexError, RuntimeError):
         check_tensor(name, "dy", dy)
         check_tensor(name, "indices", indices, (torch.int64, torch.int32))
         raise ValueError(
