@@ -2,9 +2,11 @@
 
 import contextlib
 import dataclasses
+import gc
 import math
 import time
 import types
+import weakref
 
 import pandas as pd
 import pytest
@@ -54,6 +56,22 @@ def test_sizes_that_were_read_from_a_table_are_python_s_own():
     read = pd.DataFrame([{"label": "16", "M": 16, "N": 16}]).iloc[0]
     run(dataclasses.replace(card, make=made), config=[("16", {"M": read["M"], "N": read["N"]})])
     assert kinds == {int}
+
+
+def test_an_error_that_is_kept_keeps_no_tensors():
+    kept, tensors = [], []
+
+    def failing(x):
+        tensors.append(weakref.ref(x))
+        try:
+            raise ValueError("first")
+        except ValueError as first:
+            kept.append(RuntimeError("second"))
+            raise kept[-1] from first
+
+    assert row(toy(cheat=variant(failing)))["status"] == "failed"
+    gc.collect()
+    assert kept and not any(tensor() is not None for tensor in tensors)
 
 
 def test_a_cached_output_is_caught():

@@ -432,15 +432,19 @@ def _reasons(row: dict[str, Any]) -> Iterator[None]:
     """Turn what a variant raises into the status and the note of its row."""
     try:
         yield
-    except NotImplementedError as error:
-        row.update(status="refused", note=_sentence(error))
-    except torch.cuda.OutOfMemoryError as error:
-        torch.cuda.empty_cache()
-        row.update(status="out of memory", note=_sentence(error))
-    except WrongResult as error:
-        row.update(status="wrong", note=str(error), score=error.score)
     except Exception as error:  # a library may raise anything; the sweep goes on and the row tells
-        row.update(status="failed", note=f"{type(error).__name__}: {_sentence(error)}")
+        if isinstance(error, NotImplementedError):
+            row.update(status="refused", note=_sentence(error))
+        elif isinstance(error, torch.cuda.OutOfMemoryError):
+            row.update(status="out of memory", note=_sentence(error))
+        elif isinstance(error, WrongResult):
+            row.update(status="wrong", note=str(error), score=error.score)
+        else:
+            row.update(status="failed", note=f"{type(error).__name__}: {_sentence(error)}")
+        # Some libraries keep their errors, whose frames would keep all tensors of the point.
+        at: BaseException | None = error
+        while at is not None:
+            at.__traceback__, at = None, at.__cause__ or at.__context__
 
 
 def _sentence(error: BaseException) -> str:
