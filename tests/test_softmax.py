@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fusebook
-from fusebook.cards.softmax import _quack_takes
+from fusebook.cards._peers import quack_takes
 from fusebook.kernels import _operator, _rows
 from fusebook.kernels._operator import OPERATORS
 from fusebook.kernels.softmax_backward import softmax_backward
@@ -462,9 +462,9 @@ def test_bad_input_says_what_was_given(call, kind, message):
 
 
 def test_quack_refuses_rows_that_its_vectors_do_not_fill():
-    _quack_takes(torch.ones(2, 1000, dtype=torch.float16))
+    quack_takes(torch.ones(2, 1000, dtype=torch.float16))
     with pytest.raises(NotImplementedError, match="quack takes rows of whole 16-byte vectors, got 781 columns of"):
-        _quack_takes(torch.ones(2, 781, dtype=torch.float16))
+        quack_takes(torch.ones(2, 781, dtype=torch.float16))
 
 
 def test_a_cpu_tensor_needs_the_interpreter(monkeypatch):
