@@ -148,7 +148,7 @@ for k, d, parts in ((2, 2, 64), (256, 64, 32)):
     words, sums = (torch.zeros(2, 2, k, d + 1, 2, dtype=torch.int64),) * 2, torch.zeros(parts, k, d + 1).double()
     block, block_k, block_d = _shared_plan(parts, k, d)
     _kmeans_shared_means[(1,)](sums, words, sums, sums, turns, parts, k, d,
-                               ME=1, BLOCK=block, BLOCK_K=block_k, BLOCK_D=block_d, EARLY=True, launch_pdl=True)
+                               ME=1, BLOCK=block, BLOCK_K=block_k, BLOCK_D=block_d)
 x = torch.zeros(4, 4096, dtype=torch.bfloat16)
 for parts, meets in (((x, x), True), ((x,), False)):
     _allreduce_norm[(4,)](x, x, parts, x, x, turns, flags, 4, 4096, 1e-6, 8,

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import kmeans_update  # noqa: F401  (it defines the parts of the step)
-from ._operator import OPERATORS, empty_like, launch, launching, overlapping
+from ._operator import OPERATORS, empty_like, launch, launching
 from ._peers import Peers, reachable
 
 __all__ = ["SharedKMeans", "kmeans_share"]
@@ -30,14 +30,13 @@ __all__ = ["SharedKMeans", "kmeans_share"]
 @triton.jit
 def _kmeans_shared_means(
     out_ptr, words, parts_ptr, old_ptr, turns_ptr, PARTS, K, D,
-    ME: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, EARLY: tl.constexpr = False,
+    ME: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_K centres of what all GPUs have added up of their points: PARTS of it here, [K, D + 1] each.
 
     A sum is sent in two words of 64 bits: half of it, and the number of the iteration. A word arrives whole, so who
     finds the number there has the half, and no flag is waited for. `words` are [GPUs, 2, K, D + 1, 2] in the memory of
     each GPU: from each sender two in turn, because who sends for the next time has read what was sent for the last.
-    EARLY: this kernel may have been launched before its own GPU's sums are there.
     """
     LOW: tl.constexpr = 0xFFFFFFFF
     p = tl.program_id(0)
@@ -48,8 +47,6 @@ def _kmeans_shared_means(
     a = tl.arange(0, BLOCK_D)
     inside = (j < K)[:, None] & (a <= D)[None, :]
     at = j[:, None] * (D + 1) + a[None, :]  # [BLOCK_K, BLOCK_D]
-    if EARLY:
-        tl.extra.cuda.gdc_wait()  # for the sums
     known = (j < K)[:, None] & (a < D)[None, :]
     old = tl.load(old_ptr + j[:, None] * D + a[None, :], mask=known, other=0.0).to(tl.float64)
     own = tl.zeros([BLOCK_K, BLOCK_D], tl.float64)
@@ -176,13 +173,12 @@ class SharedKMeans:
             return labels, OPERATORS["kmeans_means"](total, centres)
         new, centres = empty_like(centres), centres.contiguous()
         block, block_k, block_d = _shared_plan(len(parts), self.k, self.d)
-        early = overlapping(points.device)
         with launching(points):
             launch(
                 _kmeans_shared_means, (self.peers.slots,),
                 new, self.words, parts, centres, self.peers.turns, len(parts), self.k, self.d,
                 ME=self.peers.rank, BLOCK=block, BLOCK_K=block_k, BLOCK_D=block_d,
                 # A warp that waits alone looks again sooner than several, which meet before each look.
-                num_warps=1 if block_k * block_d <= 32 else 4, EARLY=bool(early), **early,
+                num_warps=1 if block_k * block_d <= 32 else 4,
             )  # fmt: skip
         return labels, new
