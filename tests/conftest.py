@@ -7,6 +7,7 @@ import importlib.util
 import os
 import pathlib
 import time
+import types
 
 import pytest
 import torch
@@ -16,6 +17,8 @@ import fusebook  # noqa: F401  (before triton, see fusebook/__init__.py)
 import interpreting
 import memcheck
 import trials
+import warm
+from fusebook import launches
 from fusebook.page import _place
 
 interpreting.hasten()
@@ -43,6 +46,17 @@ def _no_page_is_shown():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_place, "sphinx", lambda: False)
         patch.setattr(_place, "notebook", lambda: False)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _launches_are_found_by_a_fork():
+    """The library asks a new process, which imports torch and Triton first."""
+    with pytest.MonkeyPatch.context() as patch:
+        asked = types.SimpleNamespace(
+            run=lambda command, *, input, env, **_: warm.run(*command[1:], input=input, env=env)
+        )
+        patch.setattr(launches, "subprocess", asked)
         yield
 
 

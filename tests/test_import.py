@@ -3,9 +3,9 @@
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
+
+import warm
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -36,12 +36,9 @@ sys.meta_path[:] = map(Hidden, sys.meta_path)
 
 
 def python(code, *arguments):
-    """What a process of its own prints; here everything is loaded already."""
+    """What a process prints that has loaded torch and Triton; here everything is loaded already."""
     path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, "-c", code, *map(str, arguments)]
-    done = subprocess.run(
-        command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False, timeout=300
-    )
+    done = warm.run("-c", code, *map(str, arguments), env={**os.environ, "PYTHONPATH": path})
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -2,14 +2,13 @@
 
 import math
 import random
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 import torch
 
 import fusebook
+import warm
 from fusebook.cards import kmeans as card
 from fusebook.cards.kmeans import KMEANS_ASSIGN
 from fusebook.inputs import generator
@@ -378,8 +377,8 @@ def test_no_bar_is_drawn_where_there_is_no_terminal():
         "import fusebook, torch; "
         "x = torch.randn(50, 2, device='cuda' if torch.cuda.is_available() else 'cpu'); fusebook.kmeans(x, 3)"
     )
-    end = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert end.stdout == "" and "kmeans" not in end.stderr
+    end = warm.run("-c", code)
+    assert end.returncode == 0 and end.stdout == "" and "kmeans" not in end.stderr
 
 
 # What is refused ------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import fusebook
-from elsewhere import elsewhere
+import warm
 from fusebook import launches
 from fusebook.cards import OPS
 from fusebook.kernels import _operator
@@ -67,18 +67,18 @@ class Copy:
         assert count, f"nothing in {folder} matches {old!r}"
 
     def found(self, compile=False, **points):
-        found = elsewhere(points or POINTS, *HOPPER, compile=compile, library=self.folder)
+        found = launches.elsewhere(points or POINTS, *HOPPER, compile=compile, library=self.folder)
         return {(op, point[0]): pair for op, asked in (points or POINTS).items()
                 for point, pair in zip(asked, found[op], strict=True)}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def original():
-    return {
-        (op, point[0]): pair[0]
-        for op, pairs in launches.elsewhere(POINTS, *HOPPER).items()
-        for point, pair in zip(POINTS[op], pairs, strict=True)
-    }
+    """Found by a process of its own, as the library does it; the copies below are asked by forks."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launches, "subprocess", subprocess)
+        found = launches.elsewhere(POINTS, *HOPPER)
+    return {(op, p[0]): pair[0] for op in found for p, pair in zip(POINTS[op], found[op], strict=True)}
 
 
 def test_every_launch_is_found_or_refused(original):
@@ -91,7 +91,7 @@ def test_every_launch_is_found_or_refused(original):
 def test_another_gpu_is_another_matter():
     point = ("fusebook", "float16", {"M": 4096, "K": 4096, "N": 1024, "weights": "columns"})
     gpus = HOPPER, ((9, 0), 66), ((8, 0), 132)
-    assert len({elsewhere({"concat_gemm": [point]}, *gpu)["concat_gemm"][0] for gpu in gpus}) == 3
+    assert len({launches.elsewhere({"concat_gemm": [point]}, *gpu)["concat_gemm"][0] for gpu in gpus}) == 3
 
 
 #: What is changed, and what by: a pattern, its replacement, and the variants that launch something else then.
@@ -202,8 +202,7 @@ for op, variant, dims in points:
 def test_calls_that_run_are_taken_down_as_those_that_do_not():
     """With tensors that are there, a driver that launches nothing, and kernels that are compiled."""
     environment = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": str(LIBRARY.parent)}
-    command = [sys.executable, "-W", "ignore", "-c", SAME_BOTH_WAYS]
-    process = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    process = warm.run("-W", "ignore", "-c", SAME_BOTH_WAYS, env=environment)
     assert process.returncode == 0, process.stderr[-3000:]
 
 

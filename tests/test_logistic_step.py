@@ -2,8 +2,6 @@
 
 import math
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +9,7 @@ import torch
 from torch.nn import functional as F
 
 import fusebook
+import warm
 from fusebook import check
 from fusebook.cards.logistic_step import LOGISTIC_FIT, LOGISTIC_STEP
 from fusebook.inputs import generator, poison
@@ -324,8 +323,7 @@ def test_another_number_of_steps_compiles_nothing(tmp_path):
     here = Path(__file__).parent
     path = os.pathsep.join([str(here), str(here.parent / "src")])
     settings = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": path}
-    command = [sys.executable, "-c", COMPILE]
-    end = subprocess.run(command, capture_output=True, text=True, env=os.environ | settings, check=False)
+    end = warm.run("-c", COMPILE, env=os.environ | settings)
     assert end.stdout == "8\n", end.stderr[-2000:]  # rows and losses, four times
     assert len(list(tmp_path.glob("*/*.cubin"))) == 2
 

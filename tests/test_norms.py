@@ -3,14 +3,13 @@
 import json
 import math
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 import fusebook
+import warm
 from fusebook.kernels import _norms, norms_backward
 from fusebook.kernels._norms import norm_plan
 from fusebook.kernels.norms_backward import norm_backward_plan
@@ -244,7 +243,8 @@ print(json.dumps(found))
 def test_programs_leave_their_words_before_they_wait_for_others(tmp_path):
     """The compiler moves what a loop does between its turns. Waiting first, programs would wait for each other."""
     environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    end = subprocess.run([sys.executable, "-c", COMPILED], env=environment, capture_output=True, text=True, check=True)
+    end = warm.run("-c", COMPILED, env=environment)
+    assert end.returncode == 0, end.stderr[-2000:]
     found = json.loads(end.stdout.splitlines()[-1])
     for kernel, words in (("_norm_shared", 1), ("_norm_backward_shared", 2)):
         loop = found[kernel].split("scf.for", 1)[1]

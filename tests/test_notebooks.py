@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+import interpreting
+
 SOLUTIONS = Path(__file__).resolve().parents[1] / "examples" / "solutions"
 FOLDER = Path(__file__).resolve().parents[1] / "build" / "html" / "_downloads"
 NOTEBOOKS = sorted(FOLDER.glob("*/plot_*.ipynb"))
@@ -21,11 +23,25 @@ def test_there_are_notebooks():
     assert NOTEBOOKS, f"no notebook in {FOLDER}: build the site first, with nox -s docs"
 
 
+#: What the kernel does before the first of them, as a page does that is built.
+HASTENED = f"""
+import sys
+sys.path.append({str(Path(interpreting.__file__).parent)!r})
+import fusebook, interpreting
+interpreting.hasten()
+sys.path.pop()
+"""
+
+
 @pytest.fixture(scope="module")
 def kernel():
     """A kernel for all notebooks: starting one, and importing in it, takes longer than many a notebook."""
     manager = pytest.importorskip("jupyter_client").KernelManager(kernel_name="python3")
     manager.start_kernel()
+    client = manager.blocking_client()
+    client.start_channels()
+    client.execute_interactive(HASTENED)
+    client.stop_channels()
     yield manager
     manager.shutdown_kernel(now=True)
 

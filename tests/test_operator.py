@@ -7,7 +7,6 @@ addresses and numbers.
 
 import contextlib
 import os
-import subprocess
 import sys
 import threading
 import time
@@ -20,6 +19,7 @@ import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 import fusebook
+import warm
 from fusebook.kernels import _operator, _tape
 from fusebook.kernels._operator import INTERPRETED, OPERATORS, plans_aside
 from fusebook.launches import AbsentGPU
@@ -32,18 +32,8 @@ gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA dev
 @pytest.mark.skipif(not INTERPRETED, reason="runs the tests below where kernels are interpreted")
 def test_plans_without_a_gpu():
     env = {**os.environ, "TRITON_INTERPRET": "0", ABSENT: "1"}
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        __file__,
-        "-k",
-        "not (without_a_gpu or torch_func or batch)",
-    ]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=Path(__file__).parent.parent)
+    chosen = ["-q", "-p", "no:cacheprovider", __file__, "-k", "not (without_a_gpu or torch_func or batch)"]
+    done = warm.run("-m", "pytest", *chosen, env=env, cwd=Path(__file__).parent.parent)
     assert done.returncode == 0, done.stdout[-4000:]
     assert " passed" in done.stdout
 

@@ -19,6 +19,7 @@ onnxruntime = pytest.importorskip("onnxruntime")
 import onnx.helper as oh  # noqa: E402
 
 import fusebook  # noqa: E402
+import warm  # noqa: E402
 from fusebook import check, inputs  # noqa: E402
 from fusebook.cards import OPS  # noqa: E402
 from fusebook.cards import onnxruntime as card  # noqa: E402
@@ -198,8 +199,9 @@ def library(tmp_path_factory):
     out = tmp_path_factory.mktemp("library") / "libfusebook_ort.so"
     major, minor = torch.cuda.get_device_capability() if CUDA else (9, 0)
     types = ",".join(aot.TYPES) if CUDA else "float32"
-    command = [sys.executable, "-m", "fusebook.ort", "build", "--arch", f"{major}{minor}", "--dtype", types]
-    subprocess.run([*command, "--out", str(out)], check=True)
+    words = ["--arch", f"{major}{minor}", "--dtype", types, "--out", str(out)]
+    built = warm.run("-m", "fusebook.ort", "build", *words)
+    assert built.returncode == 0, built.stderr[-2000:]
     return out
 
 
@@ -292,8 +294,7 @@ def test_what_cannot_be_built_is_refused(tmp_path, monkeypatch):
                            ({"arch": []}, "an architecture and a dtype at least")):  # fmt: skip
         with pytest.raises(ValueError, match=message):
             build(tmp_path / "x.so", **given)
-    command = [sys.executable, "-m", "fusebook.ort", "build", "--out", str(tmp_path / "x.so")]
-    end = subprocess.run([*command, "--arch", "hopper"], capture_output=True, text=True, check=False)
+    end = warm.run("-m", "fusebook.ort", "build", "--out", str(tmp_path / "x.so"), "--arch", "hopper")
     assert end.returncode == 2 and "expected numbers by commas such as 80,90, got 'hopper'" in end.stderr
     assert not list(tmp_path.iterdir())
 

@@ -12,6 +12,7 @@ import torch
 import triton
 
 import synthetic
+import warm
 from fusebook import bench, page, plots, record, tables
 from fusebook import machine as machines
 from fusebook.cards.softmax import SOFTMAX
@@ -145,7 +146,7 @@ def test_a_script_without_results_exits_with_code_1_and_no_traceback(tmp_path):
         "results(SOFTMAX, config='3x5')\n"
     )
     env = {**os.environ, "FUSEBOOK_GPU": "no-such-gpu", "FUSEBOOK_REPLAY": "1", "PYTHONPATH": str(ROOT / "src")}
-    end = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=env, check=False)
+    end = warm.run(str(script), env=env)
     assert end.returncode == 1
     assert len(end.stderr.strip().splitlines()) == 1
     assert "python -m fusebook.record softmax --config 3x5" in end.stderr

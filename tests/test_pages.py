@@ -10,8 +10,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -19,6 +17,7 @@ import pytest
 
 import compiling
 import synthetic
+import warm
 from fusebook import bench, record
 from fusebook import machine as machines
 from fusebook.cards import OPS
@@ -242,7 +241,7 @@ def ended(*command, environment=None):
     """A process of the tests' Python that has ended, with the library in its path."""
     path = os.pathsep.join([str(EXAMPLES.parent / "src"), os.environ.get("PYTHONPATH", "")])
     environment = environment or os.environ | {"PYTHONPATH": path}
-    return subprocess.run([sys.executable, *command], capture_output=True, text=True, env=environment, check=False)
+    return warm.run(*command, env=environment)
 
 
 def test_pages_are_commands_with_help_and_without_nonsense():

@@ -14,6 +14,7 @@ import torch.distributed as dist
 import triton
 
 import fusebook
+import warm
 from fusebook.inputs import generator
 from fusebook.kernels._operator import OPERATORS
 from fusebook.kernels._peers import reachable
@@ -160,8 +161,7 @@ print(*names)
 
 def test_kernels_compile_for_a_gpu_that_is_not_there(path):
     env = os.environ | {"TRITON_INTERPRET": "0"}
-    command = [sys.executable, "-c", COMPILED]
-    end = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    end = warm.run("-c", COMPILED, env=env)
     assert end.returncode == 0, end.stderr[-2000:]
     assert end.stdout.split() == ["_kmeans_shared_means"] * 2 + ["_allreduce_norm"] * 2 + ["_barrier"]
 

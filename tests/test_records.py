@@ -11,7 +11,6 @@ import pytest
 import triton
 
 import synthetic
-from elsewhere import elsewhere
 from fusebook import bench, launches, record, tables
 from fusebook import machine as machines
 from fusebook.bench import Origin
@@ -143,7 +142,6 @@ def recorded(tmp_path, stamps):
 def test_rows_that_launch_something_else_are_stale_and_stamped_anew_if_they_compile_to_the_same(tmp_path, monkeypatch):
     monkeypatch.setenv("FUSEBOOK_CACHE", str(tmp_path / "cache"))
     points = [("fusebook", "float32", {"M": 64, "N": n}) for n in (64, 128)]
-    monkeypatch.setattr(launches, "elsewhere", elsewhere)
     now = launches.elsewhere({"exp": points}, (9, 0), 10, compile=True)["exp"]
     recorded(tmp_path, now)
     assert list(record.read("exp", "test-gpu", tmp_path)["stale"]) == ["", ""]

@@ -12,6 +12,7 @@ import pytest
 
 import side_by_side
 import synthetic
+import warm
 from fusebook import bench, compare, launches, record
 from fusebook import machine as machines
 from fusebook.cards import OPS
@@ -147,7 +148,7 @@ def test_it_works_where_it_is_installed_inside_another_project(tmp_path):
     )
     env = {k: v for k, v in os.environ.items() if not k.startswith("FUSEBOOK_")}
     env |= {"PYTHONPATH": os.pathsep.join([str(site), env.get("PYTHONPATH", "")]), "CUDA_VISIBLE_DEVICES": ""}
-    ran = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, env=env, capture_output=True, text=True)
+    ran = warm.run("-c", script, cwd=tmp_path, env=env)
     assert str(site) in ran.stdout and not re.search(r"commit [0-9a-f]{12}$", ran.stdout, re.MULTILINE)
     assert (
         ran.returncode == 1 and ran.stderr.strip() == "fusebook.record: no CUDA device here; records are taken on a GPU"
@@ -339,14 +340,10 @@ def test_the_site_shows_both_side_by_side_in_tabs_that_follow_each_other(tmp_pat
     (tmp_path / "examples" / "plot_100_two.py").write_text(PAGE.lstrip())
     record.write(made_up("large", times=7.0), tmp_path / "my-gpu")
     env = {k: v for k, v in os.environ.items() if not k.startswith("FUSEBOOK_")} | {"FUSEBOOK_RECORDS": "my-gpu"}
-    built = subprocess.run(
-        [sys.executable, "-m", "sphinx", "-W", "-n", "-c", ".", "docs", "build/html"],
-        cwd=tmp_path,
-        env=env | {"PYTHONPATH": os.pathsep.join([str(tmp_path / "src"), env.get("PYTHONPATH", "")])},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    path = os.pathsep.join([str(tmp_path / "src"), env.get("PYTHONPATH", "")])
+    words = ["-m", "sphinx", "-W", "-n", "-c", ".", "docs", "build/html"]
+    core = min(os.sched_getaffinity(0))
+    built = warm.run(*words, cwd=tmp_path, env=env | {"PYTHONPATH": path}, core=core)
     assert built.returncode == 0, built.stdout + built.stderr
     page = (tmp_path / "build/html/auto_examples/plot_100_two.html").read_text()
     labels = re.findall(r'<label [^>]*data-sync-group="gpu" data-sync-id="(\w+)"[^>]*>\s*([^<]+)<', page)

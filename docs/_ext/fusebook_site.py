@@ -29,6 +29,7 @@ from sphinx_gallery.utils import get_md5sum
 import box
 import gallery_hooks
 import gallery_progress
+import interpreting
 import pages
 import side_by_side
 
@@ -218,6 +219,7 @@ def equip(generated, around=None, beside=False):
     runner.begin = functools.partial(begin_page, generated)
     runner.finish = functools.partial(end_page, generated, around or circumstances(), ROOT)
     runner.log = gallery_progress.Log(ROOT / "build" / "docs.log", begun=beside)
+    interpreting.hasten()
 
 
 def recorded_seconds():

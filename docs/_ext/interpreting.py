@@ -1,4 +1,4 @@
-"""Triton's interpreter, without a step that it takes again and again.
+"""Triton's interpreter, without a step that it takes again and again: where pages are built, and in tests.
 
 Whenever a kernel calls a device function, the interpreter looks through the whole of triton.language for what it has to
 replace. That takes longer than the rest of most calls. Here it is found once, and replaced once a launch.
