@@ -285,7 +285,7 @@ def ways_to_call():
     out = torch.empty_like(x)
     leaf = x.clone().requires_grad_()
     functions = {
-        "": torch.exp,
+        "": lambda x: torch.exp(x),
         ", fusebook.exp": lambda x: fusebook.exp(x),
         ", 2 x + 1": lambda x: 2 * x + 1,
         ", two kernels of its own": lambda x: (2 * x + 1, x[:1000].exp()),

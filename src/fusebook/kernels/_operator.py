@@ -496,15 +496,25 @@ class Operator:
         self.batched = batched or self.one_by_one
         torch.library.register_vmap(f"fusebook::{name}", self.batched, lib=_LIBRARY)
         self._differentiated(*(gradient or (self._no_gradient, lambda ctx, inputs, output: None)))
+        self.call = self._caller()
 
     # Calls --------------------------------------------------------------------------------------------------------
 
     def __call__(self, *args: Any) -> Any:
         """Check and compute, with a gradient where one is recorded."""
-        if _traced():
-            return self.custom(*(self.traced or self.check)(*args))
-        result = self.plans.again(*args)
-        return self._looked_up(args) if result is _OTHER else result
+        return self.call(*args)
+
+    def _caller(self) -> Callable[..., Any]:
+        """`call`, which is this operator as a function: Python takes longer to call an object."""
+        plans, custom, traced = self.plans, self.custom, self.traced or self.check
+
+        def call(*args: Any) -> Any:
+            if _traced():
+                return custom(*traced(*args))
+            result = plans.again(*args)
+            return self._looked_up(args) if result is _OTHER else result
+
+        return call
 
     def _looked_up(self, args: tuple[Any, ...]) -> Any:
         """A call that is not the last one again."""

@@ -392,4 +392,4 @@ def concat_gemm(
     >>> fusebook.concat_gemm(x, [w, w[:, :32]]).shape  # doctest: +SKIP
     torch.Size([8, 128])
     """
-    return _concat_gemm(x, weights, tf32, strategy)
+    return _concat_gemm.call(x, weights, tf32, strategy)

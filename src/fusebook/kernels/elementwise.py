@@ -491,7 +491,7 @@ def multiply(x: Tensor, y: Tensor) -> Tensor:
     >>> import fusebook, torch
     >>> fusebook.multiply(torch.ones(20, 10, device="cuda"), torch.arange(10.0, device="cuda"))  # doctest: +SKIP
     """
-    return _OPERATORS["multiply"](x, y)
+    return _OPERATORS["multiply"].call(x, y)
 
 
 def double(x: Tensor) -> Tensor:
@@ -512,7 +512,7 @@ def double(x: Tensor) -> Tensor:
     TypeError, ValueError
         As `multiply`.
     """
-    return _OPERATORS["double"](x)
+    return _OPERATORS["double"].call(x)
 
 
 def add_sub(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -533,7 +533,7 @@ def add_sub(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     TypeError, ValueError
         As `multiply`.
     """
-    return _OPERATORS["add_sub"](x, y)
+    return _OPERATORS["add_sub"].call(x, y)
 
 
 def multiply_add(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
@@ -554,7 +554,7 @@ def multiply_add(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
     TypeError, ValueError
         As `multiply`.
     """
-    return _OPERATORS["multiply_add"](x, y, z)
+    return _OPERATORS["multiply_add"].call(x, y, z)
 
 
 def silu(x: Tensor) -> Tensor:
@@ -575,7 +575,7 @@ def silu(x: Tensor) -> Tensor:
     TypeError, ValueError
         As `multiply`.
     """
-    return _OPERATORS["silu"](x)
+    return _OPERATORS["silu"].call(x)
 
 
 def add_add_multiply(x: Tensor, y: Tensor, z: Tensor, w: Tensor) -> Tensor:
@@ -596,7 +596,7 @@ def add_add_multiply(x: Tensor, y: Tensor, z: Tensor, w: Tensor) -> Tensor:
     TypeError, ValueError
         As `multiply`.
     """
-    return _OPERATORS["add_add_multiply"](x, y, z, w)
+    return _OPERATORS["add_add_multiply"].call(x, y, z, w)
 
 
 def exp(x: Tensor) -> Tensor:
@@ -617,4 +617,4 @@ def exp(x: Tensor) -> Tensor:
     TypeError, ValueError
         As `multiply`.
     """
-    return _OPERATORS["exp"](x)
+    return _OPERATORS["exp"].call(x)

@@ -223,7 +223,7 @@ def rms_norm(
     >>> y = fusebook.rms_norm(torch.randn(3, 5, device="cuda"), torch.ones(5, device="cuda"))  # doctest: +SKIP
     """
     if dtype is None:
-        return _norm(x, weight, bias, False, eps)
+        return _norm.call(x, weight, bias, False, eps)
     return tuple(_quantised_norm(x, None, weight, bias, False, eps, dtype))
 
 
@@ -253,7 +253,7 @@ def layer_norm(
         As `rms_norm`.
     """
     if dtype is None:
-        return _norm(x, weight, bias, True, eps)
+        return _norm.call(x, weight, bias, True, eps)
     return tuple(_quantised_norm(x, None, weight, bias, True, eps, dtype))
 
 
@@ -290,7 +290,7 @@ def add_rms_norm(
         As `rms_norm`.
     """
     if dtype is None:
-        return _add_norm(x, residual, weight, bias, False, eps)
+        return _add_norm.call(x, residual, weight, bias, False, eps)
     return tuple(_quantised_norm(x, residual, weight, bias, False, eps, dtype))
 
 
@@ -321,5 +321,5 @@ def add_layer_norm(
         As `rms_norm`.
     """
     if dtype is None:
-        return _add_norm(x, residual, weight, bias, True, eps)
+        return _add_norm.call(x, residual, weight, bias, True, eps)
     return tuple(_quantised_norm(x, residual, weight, bias, True, eps, dtype))

@@ -497,4 +497,4 @@ def softmax(x: Tensor, dim: int = -1) -> Tensor:
     >>> import fusebook, torch
     >>> y = fusebook.softmax(torch.randn(3, 5, device="cuda"), dim=-1)  # doctest: +SKIP
     """
-    return _softmax(x, dim)
+    return _softmax.call(x, dim)

@@ -439,4 +439,4 @@ def swiglu(
     >>> fusebook.swiglu(torch.randn(8, 64, device="cuda"), gate, up).shape  # doctest: +SKIP
     torch.Size([8, 96])
     """
-    return _swiglu(x, gate, up, bias, tf32, strategy)
+    return _swiglu.call(x, gate, up, bias, tf32, strategy)
