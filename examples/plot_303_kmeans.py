@@ -47,10 +47,9 @@ from fusebook.check import yardstick
 from fusebook.inputs import generator
 from fusebook.kernels._points import _few_steps, _nearest
 from fusebook.kernels.kmeans import (
-    _kmeans_candidates,
-    _kmeans_differences,
+    _kmeans_product,
+    _kmeans_screen,
     _kmeans_some,
-    _screened,
 )
 from fusebook.page import (
     Folded,
@@ -224,61 +223,55 @@ Source(_few_steps, doc=False)
 #
 #    |x - c|^2 = |x|^2 - 2\, x \cdot c + |c|^2
 #
-# contains a matrix product, which :term:`tensor cores <tensor core>` compute
-# fast. It loses digits in two places.
+# contains a matrix product. Far from the origin three large numbers leave a
+# small one, and in float32 that loses most of its digits. But the
+# :term:`tensor cores <tensor core>` of data centre GPUs multiply float64, too,
+# about as fast as the rest of such a GPU multiplies float32. In float64 there
+# are digits to spare, and points are widened in registers, so that nothing
+# more is read.
 #
-# The first is cancellation. Far from the origin, three large numbers leave a
-# small one. So the kernel first subtracts the mean of the centres from all
-# points and centres. That costs nothing, and distances do not change.
-#
-# The second is TF32, which rounds each factor to eleven bits. A factor is then
-# wrong by at most one part in 2048, so a distance is wrong by little more than
-# :math:`4 \cdot 2^{-11} |x| |c|`. That error is known, so the product can
-# *screen* the points. For each point the kernel keeps the smallest distance
-# and the second smallest. Where they differ by more than both can be wrong,
-# the label is certain. All other points go on a list.
+# How wrong a product can be is known, so the kernel also knows for which
+# points it cannot tell two centres apart, and puts them on a list. That is
+# next to nobody.
 
-Source(_screened, doc=False)
+Source(_kmeans_product, doc=False)
 
 # %%
-# A second pass screens the points of the list again. It splits each factor
-# into its leading and its remaining bits and adds three TF32 products, which
-# is nearly as good as float32. For points that are still in doubt the kernel
-# computes the differences themselves. Only the GPU knows how long the lists
-# are, so a fixed number of programs takes turns.
-
-Folded("The differences", Source(_kmeans_differences, doc=False))
-
-# %%
-# Few centres, any number of coordinates
-# ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+# On GPUs without such tensor cores the product is made of three in TF32, and
+# the list is longer.
 #
-# Up to 128 centres are one tile of the product, so each point is read once,
-# for its norm and for the product. The tile also shows between which centres a
-# point is in doubt. The list holds a bit for each of these candidates, and
-# only their distances are computed by differences.
+# Many centres, few coordinates: a screen before it
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+#
+# TF32 is far faster than float64, and rounds each factor to eleven bits. A
+# factor is then wrong by at most one part in 2048, so a distance is wrong by
+# little more than :math:`4 \cdot 2^{-11} |x| |c|`. So a product in TF32 can
+# *screen* the points: it keeps the smallest distance and the second smallest,
+# and where they differ by more than both can be wrong, the label is certain.
+# The other points go to the product in float64. To leave few of them, the
+# screen subtracts the mean of the centres from all points and centres, which
+# changes no distance.
 
-Folded("The candidates", Source(_kmeans_candidates, doc=False))
+Folded("The screen", Source(_kmeans_screen, doc=False))
 
 # %%
-# Few points
-# ~~~~~~~~~~
+# Few points, and points in doubt
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 #
 # All kernels so far give a program its own points, and let it go through all
 # centres. A dozen points and thousands of centres are one program, and all
 # other multiprocessors look on. There the centres are shared out, too. A
-# program finds the nearest of its centres and notes how near that is, and a
-# second kernel compares what the programs found.
+# program finds the nearest of its centres by differences and notes how near
+# that is, and a second kernel compares what the programs found.
+#
+# The same kernel compares the points that are in doubt with all centres. Only
+# the GPU knows how long their list is, so a fixed number of programs takes
+# turns.
 
 Folded("Some of the centres", Source(_kmeans_some, doc=False))
 
 # %%
-# In between, with points enough for a library's matrix product and too few or
-# too wide ones for the kernels above, the library's product is taken. Where
-# tensor cores multiply float64, as on data centre GPUs, that is as fast as
-# float32 is without tensor cores. Then nothing is lost that matters: in doubt
-# are only points between two centres that are equally near. A table of costs
-# in the plan, measured on one GPU, chooses.
+# A table of costs in the plan, measured on one GPU, chooses among these.
 
 # %%
 # Is it right?

@@ -130,12 +130,12 @@ def test_what_a_product_may_lose_is_more_than_rounding_loses(precision):
 
 def test_a_product_that_rounding_turns_around_is_in_doubt(device):
     """Every coordinate is rounded to TF32 so that the farther of two centres looks nearer, by half of the bound."""
-    d = 256
+    d = 64
     sign = torch.where(torch.arange(d, device=device) % 2 == 0, 1.0, -1.0)
     halfway = 1 + 2.0**-11  # between two numbers of TF32
     point = halfway - sign * 2.0**-20  # with the sign of the nearer centre rounded down, against it up
     point[0] += 2.0**-6
-    assert assign(point.repeat(40, 1), torch.stack([sign, -sign])).tolist() == [0] * 40
+    assert by(Plan("screen", 16, 16, d), point.repeat(40, 1), torch.stack([sign, -sign])).tolist() == [0] * 40
 
 
 def test_of_candidates_that_are_equally_near_the_lowest_wins_and_no_other_centre_counts(device):
@@ -449,34 +449,51 @@ def test_a_plan_keeps_to_what_the_kernels_can(device):
     for dtype in _points.DTYPES:
         for d in (1, 2, 8, 9, 64, 100, 128, 129, 4096):
             for k in (1, 2, 16, 17, 1024):
-                for capability in ((8, 0), (9, 0), (10, 0), None):
-                    plan = module._kmeans_plan(None, d, k, dtype, 8, capability)
-                    assert (plan.how == "few") == (d <= 8)
-                    assert plan.how not in ("tile", "product") or dtype != torch.float64
-                    assert plan.how != "tile" or (k <= plan.block_k and plan.block_k % 8 == 0 and plan.precision)
-                    finer = module._kmeans_plan(None, d, k, dtype, 8, capability, "product", again=True)
-                    assert plan.how != "product" or plan.chunk % finer.chunk == 0
+                for n in (None, 1, 3000, 10**7):
+                    for capability in ((8, 0), (8, 9), (9, 0), (10, 0), None):
+                        plan = module._kmeans_plan(n, d, k, dtype, 8, capability)
+                        assert d <= 8 or plan.how != "few"
+                        assert plan.how != "screen" or (dtype == torch.float32 and d <= plan.chunk <= 128)
+                        assert plan.how != "each" or k <= module._EACH
+                        if plan.how == "product":
+                            assert (plan.precision == "ieee") >= (dtype == torch.float64)
+                            assert -(-k // (plan.steps * plan.block_k)) <= 1056, "parts are compared at once"
+
+
+def test_points_that_lie_across_or_begin_anywhere_are_not_copied_for_a_product(device):
+    """What a copy costs is a part of what the other ways cost."""
+    for n, d, k in ((600_000, 384, 9), (30_000, 1107, 14)):
+        ways = [module._kmeans_plan(n, d, k, torch.float32, 8, (9, 0), dense).how for dense in (True, False)]
+        assert ways[1] == "product", ways
 
 
 # Plans that a test of small sizes would not meet by itself: one tile of centres and several, one part and several.
 OTHERS = [
     Plan("some", 4, 8, 16, steps=2),
     Plan("some", 1, 16, 64, steps=9),
-    Plan("library", 4, 32),
-    Plan("library", 8, 128),
+    Plan("product", 16, 16, 16, steps=9, precision="ieee"),
+    Plan("product", 16, 16, 16, steps=2, precision="ieee"),
+    Plan("product", 16, 16, 32, steps=1, precision="tf32x3"),
+    Plan("screen", 16, 16, 64),
 ]
+
+
+def named(plan):
+    return f"{plan.how} {plan.block_k} {plan.steps} {plan.precision}"
 
 
 def by(plan, points, centres):
     labels = torch.full((len(points),), 77, device=points.device)
-    module._launched(labels, points.T.contiguous().T if plan.how == "library" else points, centres, plan)
+    module._launched(labels, points.T.contiguous().T if plan.how == "product" else points, centres, plan)
     return labels
 
 
 @pytest.mark.parametrize("dtype", _points.DTYPES)
 @pytest.mark.parametrize("law", ["near", "far", "rough", "blobs"])
-@pytest.mark.parametrize("plan", OTHERS, ids=lambda plan: f"{plan.how} {plan.block_k}")
+@pytest.mark.parametrize("plan", OTHERS, ids=named)
 def test_however_centres_are_shared_out_labels_are_those_of_differences(plan, law, dtype, device):
+    if dtype != torch.float32 and (plan.how == "screen" or plan.precision == "tf32x3"):
+        pytest.skip("planned for float32 alone")
     for n, d, k in ((13, 37, 70), (1, 20, 3)):
         points, centres = drawn(law, device, n=n, d=d, k=k, dtype=dtype)
         wide = points.double(), centres.double(), torch.int64
@@ -484,7 +501,7 @@ def test_however_centres_are_shared_out_labels_are_those_of_differences(plan, la
         assert (got <= best * (1 + 1e-6)).all()
 
 
-@pytest.mark.parametrize("plan", OTHERS, ids=lambda plan: f"{plan.how} {plan.block_k}")
+@pytest.mark.parametrize("plan", OTHERS, ids=named)
 def test_however_centres_are_shared_out_the_lowest_of_equals_wins_and_nan_is_near_to_none(plan, device):
     points, centres = drawn("near", device, n=9, d=20, k=25)
     assert torch.equal(by(plan, points, torch.cat([centres] * 3)), nearest(points, centres))
@@ -494,18 +511,14 @@ def test_however_centres_are_shared_out_the_lowest_of_equals_wins_and_nan_is_nea
     assert torch.equal(by(plan, points, centres), want) and want[3] == want[4] == 0
 
 
-def test_points_that_fill_the_memory_are_taken_in_turn(device, monkeypatch):
-    points, centres = drawn("near", device, n=23, d=20, k=40)
-    monkeypatch.setattr(module, "_ROOM", 5 * 8 * 60)
-    assert torch.equal(by(Plan("library", 4, 32), points, centres), nearest(points, centres))
-
-
 def test_of_centres_equally_near_but_for_rounding_the_lowest_wins(device):
     """Each point lies halfway between two centres, exactly; products of float64 round to one side or the other."""
     rng = generator(5, device)
     points, way = ((torch.randn(30, 12, generator=rng, device=device).double() * m).round() for m in (2.0**35, 2.0**30))
     centres = torch.stack([points + way, points - way], 1).flatten(0, 1)
-    assert by(Plan("library", 4, 32), points, centres).tolist() == [*range(0, 60, 2)]
+    for steps in (1, 9):
+        plan = Plan("product", 16, 16, 16, steps=steps, precision="ieee")
+        assert by(plan, points, centres).tolist() == [*range(0, 60, 2)]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device with room")

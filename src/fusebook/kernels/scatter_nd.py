@@ -257,15 +257,17 @@ def _scatter_nd_plan(
     # row that one program adds up, tiles of rows, warps; bytes of zeros that a program writes. Few programs start
     # quickly; where memory counts, small ones in the order of addresses fill faster.
     zeros = 16384 if R * D * size <= 2**26 else 4096
+    wide = D * size >= 8192
     if find in ("scan", "first"):
         width, together, chunk, steps, warps = (2048, 16, 0, 1, 4)
     elif find == "":
         width, together, chunk, steps, warps = (2048 if cached else 8192, 1, 0, 1, 4)
     elif find == "count":
-        width, together, chunk, steps, warps = (2048, 8, 16, 1, 4)
+        width, together, chunk, steps, warps = (4096, 8, 32, 1, 8) if size >= 4 and wide else (2048, 8, 16, 1, 4)
     else:
         width, together, steps, warps, zeros = (4096, 4, 4, 4, 16384)
-        chunk = 2 ** max(4, math.isqrt(n).bit_length() - 3)  # balances the pieces: updates of one, sums of all
+        # Balances the pieces: updates of one, sums of all, of which those of wide rows take longer.
+        chunk = 2 ** max(4, math.isqrt(n).bit_length() - (2 if wide else 3))
     if interpreted:
         width, together, chunk, steps, warps, zeros = (65536, 2, 8 if n <= 64 else 32, 2, 1, 2**18)
     block = min(triton.next_power_of_2(D), width // size)
@@ -275,8 +277,8 @@ def _scatter_nd_plan(
     rows = 1 if find in ("scan", "first") else max(1, min(tile // block, tall))
     # Zeros beside the sort, as many as outlast it. All of them where rows are narrow or odd: to ask whether a row has
     # updates pays where the answer is worth a program's tile, written in pieces of 16 bytes.
-    wide = D * size >= zeros and D * size % 16 == 0
-    beside = R // 2 if interpreted else min(R, _BESIDE // (D * size)) if wide else R
+    asked = D * size >= zeros and D * size % 16 == 0
+    beside = R // 2 if interpreted else min(R, _BESIDE // (D * size)) if asked else R
     return Plan(strategy, find, steps, rows, block, together, chunk, zeros // size, warps, beside)
 
 
