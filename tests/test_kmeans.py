@@ -447,13 +447,13 @@ def test_the_baselines_of_the_cards_agree(device):
 
 def test_a_plan_keeps_to_what_the_kernels_can(device):
     for dtype in _points.DTYPES:
-        for d in (1, 2, 8, 9, 64, 100, 128, 129, 4096):
-            for k in (1, 2, 16, 17, 1024):
+        for d in (1, 2, 8, 9, 64, 100, 128, 129, 256, 257, 4096):
+            for k in (1, 2, 16, 17, 1024, 65536):
                 for n in (None, 1, 3000, 10**7):
                     for capability in ((8, 0), (8, 9), (9, 0), (10, 0), None):
                         plan = module._kmeans_plan(n, d, k, dtype, 8, capability)
                         assert d <= 8 or plan.how != "few"
-                        assert plan.how != "screen" or (dtype == torch.float32 and d <= plan.chunk <= 128)
+                        assert plan.how != "screen" or (dtype == torch.float32 and d <= plan.chunk <= 256)
                         assert plan.how != "each" or k <= module._EACH
                         if plan.how == "product":
                             assert (plan.precision == "ieee") >= (dtype == torch.float64)

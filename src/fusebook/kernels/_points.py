@@ -71,12 +71,12 @@ def _coordinates(
 
 @triton.jit
 def _nearest(
-    xs, FIRST: tl.constexpr, centres_ptr, K, D: tl.constexpr, FEW: tl.constexpr, UNROLL: tl.constexpr,
-    BLOCK: tl.constexpr, FLOAT: tl.constexpr,
+    xs, FIRST: tl.constexpr, centres_ptr, K, D: tl.constexpr, FEW: tl.constexpr, BLOCK: tl.constexpr,
+    FLOAT: tl.constexpr,
 ):  # fmt: skip
     """The nearest centre [BLOCK] of the points whose coordinates are xs[FIRST] and the next ones.
 
-    FEW: that many centres, unrolled; 0 where they are in a loop, UNROLL a turn.
+    FEW: that many centres, unrolled; 0 where they are in a loop.
     """
     best = tl.full([BLOCK], float("inf"), FLOAT)
     label = tl.zeros([BLOCK], tl.int32)
@@ -90,7 +90,7 @@ def _nearest(
             best = tl.where(closer, distance, best)
             label = tl.where(closer, j, label)
     else:
-        for j in tl.range(0, K, loop_unroll_factor=UNROLL):
+        for j in range(K):
             distance = tl.zeros([BLOCK], FLOAT)
             for a in tl.static_range(D):
                 difference = xs[FIRST + a] - tl.load(centres_ptr + j * D + a).to(FLOAT)
@@ -104,8 +104,8 @@ def _nearest(
 @triton.jit
 def _few_steps(
     labels_ptr, sums_ptr, points_ptr, centres_ptr, start, n, K,
-    D: tl.constexpr, FEW: tl.constexpr, UNROLL: tl.constexpr, ASSIGN: tl.constexpr, SUMS: tl.constexpr,
-    STEPS: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr, EVICT: tl.constexpr, FLOAT: tl.constexpr,
+    D: tl.constexpr, FEW: tl.constexpr, ASSIGN: tl.constexpr, SUMS: tl.constexpr, STEPS: tl.constexpr,
+    BLOCK: tl.constexpr, WHOLE: tl.constexpr, EVICT: tl.constexpr, FLOAT: tl.constexpr,
 ):  # fmt: skip
     """STEPS times BLOCK points from `start` on; WHOLE: all of them are there."""
     i = tl.arange(0, BLOCK)
@@ -128,7 +128,7 @@ def _few_steps(
     for step in tl.static_range(STEPS):
         first = start + step * BLOCK
         if ASSIGN:
-            label = _nearest(xs, step * D, centres_ptr, K, D, FEW, UNROLL, BLOCK, FLOAT)
+            label = _nearest(xs, step * D, centres_ptr, K, D, FEW, BLOCK, FLOAT)
             if WHOLE:
                 tl.store(labels_ptr + first + i, label.to(labels_ptr.dtype.element_ty))  # write n labels
             else:
@@ -153,7 +153,7 @@ def _few_steps(
 @triton.jit
 def _kmeans_few(
     labels_ptr, sums_ptr, points_ptr, centres_ptr, n, K,
-    D: tl.constexpr, FEW: tl.constexpr, UNROLL: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
+    D: tl.constexpr, FEW: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Few coordinates: STEPS times BLOCK points a program, in registers.
 
@@ -172,12 +172,12 @@ def _kmeans_few(
     if start + STEPS * BLOCK <= n:  # without masks, so that loads and stores are 16 bytes wide whatever n is
         _few_steps(
             labels_ptr, sums_ptr, points_ptr, centres_ptr, start, n, K,
-            D, FEW, UNROLL, ASSIGN, SUMS, STEPS, BLOCK, True, EVICT, FLOAT,
+            D, FEW, ASSIGN, SUMS, STEPS, BLOCK, True, EVICT, FLOAT,
         )  # fmt: skip
     else:
         _few_steps(
             labels_ptr, sums_ptr, points_ptr, centres_ptr, start, n, K,
-            D, FEW, UNROLL, ASSIGN, SUMS, STEPS, BLOCK, False, EVICT, FLOAT,
+            D, FEW, ASSIGN, SUMS, STEPS, BLOCK, False, EVICT, FLOAT,
         )  # fmt: skip
 
 
@@ -207,7 +207,7 @@ def launch_few(
     launch(
         _kmeans_few, (triton.cdiv(n, plan.steps * plan.block),),
         labels, parts, points, centres, n, k,
-        D=d, FEW=plan.few, UNROLL=plan.stages, STEPS=plan.steps, BLOCK=plan.block, num_warps=plan.warps,
+        D=d, FEW=plan.few, STEPS=plan.steps, BLOCK=plan.block, num_warps=plan.warps,
     )  # fmt: skip
 
 

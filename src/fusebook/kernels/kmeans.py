@@ -188,10 +188,10 @@ def _kmeans_screen(
 
 @triton.jit
 def _kmeans_lengths(
-    squares_ptr, wide_ptr, counts_ptr, centres_ptr, K, D, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
+    squares_ptr, counts_ptr, centres_ptr, K, D, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
     EARLY: tl.constexpr = False,
 ):  # fmt: skip
-    """The squared lengths [K] of centres, centres in the dtype of these, and two zeros that others count with."""
+    """The squared lengths [K] of centres, and two zeros that others count with."""
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
     FLOAT: tl.constexpr = squares_ptr.dtype.element_ty
@@ -201,8 +201,6 @@ def _kmeans_lengths(
         at = first + tl.arange(0, BLOCK_D)
         live = (rows < K)[:, None] & (at < D)[None, :]
         c = tl.load(centres_ptr + rows.to(tl.int64)[:, None] * D + at[None, :], mask=live, other=0.0).to(FLOAT)
-        if wide_ptr is not None:
-            tl.store(wide_ptr + rows.to(tl.int64)[:, None] * D + at[None, :], c, mask=live)
         squares += c * c
     tl.store(squares_ptr + rows, tl.sum(squares, 1), mask=rows < K)
     if tl.program_id(0) == 0:
@@ -211,86 +209,94 @@ def _kmeans_lengths(
 
 
 @triton.jit
+def _multiplied(
+    labels_ptr, least_ptr, errors_ptr, doubtful_ptr, count_ptr, points_ptr, centres_ptr, squares_ptr,
+    i, live, part, D, K, stride_n, stride_d, SPAN, PARTS, bound,
+    BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    SIGNAL: tl.constexpr,
+):  # fmt: skip
+    """The nearest of the SPAN centres of a part to the points `i` [BLOCK]."""
+    FLOAT: tl.constexpr = squares_ptr.dtype.element_ty
+    columns = tl.arange(0, BLOCK_D)
+    number = tl.arange(0, BLOCK_K)
+    end = tl.minimum(K, (part + 1) * SPAN)
+    x_ptr = points_ptr + (i * stride_n)[:, None]  # [BLOCK, 1]
+    best = tl.full([BLOCK], float("inf"), FLOAT)
+    second = tl.full([BLOCK], float("inf"), FLOAT)
+    label = tl.zeros([BLOCK], tl.int32)
+    reach = tl.zeros([BLOCK_K], FLOAT)
+    for start in range(part * SPAN, end, BLOCK_K):
+        known = start + number < end
+        c_ptr = centres_ptr + (start + number).to(tl.int64)[None, :] * D  # [1, BLOCK_K]
+        product = tl.zeros([BLOCK, BLOCK_K], FLOAT)
+        for first in tl.range(0, D, BLOCK_D, num_stages=STAGES):
+            at = first + columns
+            here = live[:, None] & (at < D)[None, :]
+            x = tl.load(x_ptr + at.to(tl.int64)[None, :] * stride_d, mask=here, other=0.0)  # read nD
+            c = tl.load(c_ptr + at[:, None], mask=known[None, :] & (at < D)[:, None], other=0.0)
+            # Nothing else is done with x: it goes from shared memory to the tensor cores, and is widened on the way.
+            product = tl.dot(x.to(FLOAT), c.to(FLOAT), product, input_precision=PRECISION, out_dtype=FLOAT)
+        norm = tl.load(squares_ptr + start + number, mask=known, other=float("inf"))  # [BLOCK_K]
+        reach = tl.maximum(reach, tl.where(known & (norm == norm), norm, 0.0))
+        distance = norm[None, :] - 2.0 * product  # squared, and less what all centres have alike
+        distance = tl.where(distance < float("inf"), distance, float("inf"))  # NaN is infinite
+        least = tl.min(distance, 1)
+        place = tl.min(tl.where(distance == least[:, None], number[None, :], BLOCK_K), 1)  # the lowest of equals
+        after = tl.min(tl.where(distance > least[:, None], distance, float("inf")), 1)
+        # Second is who is farther than the best, not who is as far: of equals there is no doubt.
+        farther = tl.where(least == best, float("inf"), tl.maximum(least, best))
+        second = tl.minimum(tl.minimum(second, after), farther)
+        label = tl.where(least < best, start + place, label)
+        best = tl.minimum(least, best)
+    if SIGNAL:
+        tl.extra.cuda.gdc_launch_dependents()
+    error = bound * tl.max(reach, 0)
+    sure = (second - best > error) & (best > -float("inf"))  # NaN is never sure
+    if least_ptr is not None:
+        at = i * PARTS + part
+        tl.store(least_ptr + at, best, mask=live)
+        tl.store(errors_ptr + at, tl.zeros([BLOCK], FLOAT) + error, mask=live)
+        tl.store(labels_ptr + at, tl.where(sure, label, -1 - label), mask=live)
+    else:
+        tl.store(labels_ptr + i, label.to(labels_ptr.dtype.element_ty), mask=live)  # write n labels
+        _listed(doubtful_ptr, count_ptr, i, (live & (sure == 0)).to(tl.int32))
+
+
+@triton.jit
 def _kmeans_product(
     labels_ptr, least_ptr, errors_ptr, doubtful_ptr, count_ptr, points_ptr, centres_ptr, squares_ptr,
-    list_ptr, length_ptr, n, D, K, stride_n, stride_d, SPAN, PARTS, loose, alike,
+    list_ptr, length_ptr, n, D, K, stride_n, stride_d, SPAN, PARTS, bound,
     ALIGN: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
     PRECISION: tl.constexpr, LATE: tl.constexpr = False,
 ):  # fmt: skip
     """The nearest of SPAN centres by a matrix product, to all points or to those on a list, and who is in doubt.
 
-    `loose` is the largest relative error of a term of the product. Of centres that are equally near but for that error
-    the first is taken; a point goes on the list only where the error is more than `alike` times its squared distance,
-    the rounding of a difference. D and the strides are counted in units of ALIGN, so that Triton sees how rows are
-    aligned. With `least_ptr` the parts are compared by another kernel; who is in doubt already has a negative label.
+    `bound` times the largest squared length of a centre is what a difference of two squared distances may be wrong by.
+    With `least_ptr` the parts are compared by another kernel; who is in doubt already has a negative label. D and
+    `stride_n` are counted in units of ALIGN, so that Triton sees how rows are aligned.
     """
-    FLOAT: tl.constexpr = squares_ptr.dtype.element_ty
-    D = D * ALIGN
     if LATE:
         tl.extra.cuda.gdc_wait()  # for the lengths
     part = tl.program_id(0) % PARTS
-    columns = tl.arange(0, BLOCK_D)
-    number = tl.arange(0, BLOCK_K)
-    end = tl.minimum(K, (part + 1) * SPAN)
-    total = tl.zeros((), tl.int64) + n  # a number that is 1 is no tensor
+    first = (tl.program_id(0) // PARTS).to(tl.int64) * BLOCK
     if list_ptr is not None:
         total = tl.load(length_ptr).to(tl.int64)
-    first = (tl.program_id(0) // PARTS).to(tl.int64) * BLOCK
-    while first < total:
-        slot = first + tl.arange(0, BLOCK)  # [BLOCK]
-        live = slot < total
-        i = slot
-        if list_ptr is not None:
-            i = tl.load(list_ptr + slot, mask=live, other=0).to(tl.int64)
-        x_ptr = points_ptr + (i * stride_n * ALIGN)[:, None]  # [BLOCK, 1]
-        best = tl.full([BLOCK], float("inf"), FLOAT)
-        second = tl.full([BLOCK], float("inf"), FLOAT)
-        label = tl.zeros([BLOCK], tl.int32)
-        reach = tl.zeros([BLOCK_K], FLOAT)
-        error = tl.zeros([BLOCK], FLOAT)
-        square = tl.zeros([BLOCK], FLOAT)
-        for start in range(part * SPAN, end, BLOCK_K):
-            known = start + number < end
-            c_ptr = centres_ptr + (start + number).to(tl.int64)[None, :] * D  # [1, BLOCK_K]
-            product = tl.zeros([BLOCK, BLOCK_K], FLOAT)
-            own = tl.zeros([BLOCK, BLOCK_D], tl.float32)
-            for begin in tl.range(0, D, BLOCK_D, num_stages=STAGES):
-                at = begin + columns
-                inside = at < D
-                here = live[:, None] & inside[None, :]
-                x = tl.load(x_ptr + at.to(tl.int64)[None, :] * stride_d, mask=here, other=0.0)  # read nD
-                c = tl.load(c_ptr + at[:, None], mask=known[None, :] & inside[:, None], other=0.0)
-                product = tl.dot(x.to(FLOAT), c.to(FLOAT), product, input_precision=PRECISION, out_dtype=FLOAT)
-                own += x.to(tl.float32) * x.to(tl.float32)
-            norm = tl.load(squares_ptr + start + number, mask=known, other=float("inf"))  # [BLOCK_K]
-            reach = tl.maximum(reach, tl.where(norm < float("inf"), norm, 0.0))
-            far = tl.sqrt(tl.max(reach, 0))
-            square = tl.sum(own, 1).to(FLOAT)
-            error = 4.0 * loose * far * (tl.sqrt(square) + far)
-            distance = norm[None, :] - 2.0 * product  # squared, and less what all centres have alike
-            distance = tl.where(distance < float("inf"), distance, float("inf"))  # NaN is infinite
-            least = tl.min(distance, 1)
-            near = distance <= (least + error)[:, None]
-            place = tl.min(tl.where(near, number[None, :], BLOCK_K), 1)
-            after = tl.min(tl.where(number[None, :] == place[:, None], float("inf"), distance), 1)
-            closer = least < best - error
-            second = tl.where(closer, tl.minimum(best, after), tl.minimum(second, least))
-            label = tl.where(closer, start + place, label)
-            best = tl.where(closer, least, best)
-        if LATE:
-            tl.extra.cuda.gdc_launch_dependents()
-        doubt = (second - best > error) == 0  # NaN is never sure
-        if least_ptr is not None:
-            at = i * PARTS + part
-            tl.store(least_ptr + at, best, mask=live)
-            tl.store(errors_ptr + at, error, mask=live)
-            tl.store(labels_ptr + at, tl.where(doubt, -1 - label, label), mask=live)
-        else:
-            # Of the sum of squares in float32 less than is lost.
-            settled = error <= alike * (best + square * (1 - 2.0**-16))
-            tl.store(labels_ptr + i, label.to(labels_ptr.dtype.element_ty), mask=live)  # write n labels
-            _listed(doubtful_ptr, count_ptr, i, (live & doubt & (settled == 0)).to(tl.int32))
-        first += (tl.num_programs(0) // PARTS).to(tl.int64) * BLOCK
+        while first < total:
+            slot = first + tl.arange(0, BLOCK)
+            i = tl.load(list_ptr + slot, mask=slot < total, other=0).to(tl.int64)
+            _multiplied(
+                labels_ptr, least_ptr, errors_ptr, doubtful_ptr, count_ptr, points_ptr, centres_ptr, squares_ptr,
+                i, slot < total, part, D * ALIGN, K, stride_n * ALIGN, stride_d, SPAN, PARTS, bound,
+                BLOCK, BLOCK_K, BLOCK_D, STAGES, PRECISION, False,
+            )  # fmt: skip
+            first += (tl.num_programs(0) // PARTS).to(tl.int64) * BLOCK
+    else:
+        i = first + tl.arange(0, BLOCK)  # [BLOCK]
+        _multiplied(
+            labels_ptr, least_ptr, errors_ptr, doubtful_ptr, count_ptr, points_ptr, centres_ptr, squares_ptr,
+            i, i < n, part, D * ALIGN, K, stride_n * ALIGN, stride_d, SPAN, PARTS, bound,
+            BLOCK, BLOCK_K, BLOCK_D, STAGES, PRECISION, LATE,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -456,6 +462,16 @@ def _loose(precision: str, d: int) -> float:
     return 2.0**-10 + 2.0**-22 + sums if precision == "tf32" else 3 * 2.0**-20 + 3 * sums
 
 
+def _bound(precision: str, d: int) -> float:
+    """What a difference of two squared distances by a product may be wrong by, in units of the largest |c|**2.
+
+    Both may be wrong by twice the product's error, |x| |c| times `_loose`, and |c|**2 as much, with |x| at most so many
+    times the largest |c|. Points that are farther from the origin than that are far from all centres, and relative to
+    these distances the error is less than differences round.
+    """
+    return 4 * _loose(precision, d) * (1 + (4 if precision == "ieee" else 40))
+
+
 def _some_plan(n: int, d: int, k: int) -> tuple[float, Plan]:
     """How few points, or few for so many centres, are compared by differences, and about how long that takes.
 
@@ -476,15 +492,14 @@ def _some_plan(n: int, d: int, k: int) -> tuple[float, Plan]:
 
 
 def _product_plan(n: int | None, d: int, k: int, doubles: bool) -> Plan:
-    """The product's tiles; where programs would be too few for the GPU, they are smaller and share out the centres."""
+    """The product's tiles; where programs would be too few to keep the GPU busy, they share out the centres."""
     block_k = min(64, max(16, triton.next_power_of_2(k)))
     chunk = max(16, min(32 if block_k <= 32 else 16, triton.next_power_of_2(d)))
     tiles = triton.cdiv(k, block_k)
-    block, steps = 64, tiles
-    if n is not None:
-        block = 64 if triton.cdiv(n, 64) * tiles >= 528 else 32
-        steps = triton.cdiv(tiles, min(tiles, triton.cdiv(528, triton.cdiv(n, block))))
-    return Plan("product", block, block_k, chunk, steps=steps, stages=3, precision="ieee" if doubles else "tf32x3")
+    steps = tiles
+    if n is not None and triton.cdiv(n, 64) < 900:
+        steps = triton.cdiv(tiles, min(tiles, triton.cdiv(1056, triton.cdiv(n, 64))))
+    return Plan("product", 64, block_k, chunk, steps=steps, stages=3, precision="ieee" if doubles else "tf32x3")
 
 
 def _microseconds(how: str, n: int, d: int, k: int, size: int) -> float:
@@ -497,9 +512,11 @@ def _microseconds(how: str, n: int, d: int, k: int, size: int) -> float:
         return 5 + 0.15 * k + max(0.4 * d / (32 * align), n * d * size / (2.5e6 if whole else 0.8e6))
     if how == "screen":
         return 1.5 * (25 + 0.035 * k + n * d * k / 60e6)
-    padded = _padded(n, 32) * _padded(k, 16 if k <= 16 else 32 if k <= 32 else 64)
+    programs, block_k = triton.cdiv(n, 64), min(64, max(16, triton.next_power_of_2(k)))
+    tiles = programs * triton.cdiv(k, block_k)
     widened = n * d * 6 / 3e6 if size == 2 else 0
-    return 12 + widened + max(0.02 * d, n * d * size / 3.6e6, padded * (d / 19e6 + 0.4e-6))
+    work = tiles * 64 * block_k * (d / 19e6 + 0.4e-6)
+    return 15 + widened + 0.004 * programs + max(0.03 * d, n * d * size / 3.6e6, work)
 
 
 def _kmeans_plan(
@@ -521,7 +538,7 @@ def _kmeans_plan(
     align = math.gcd(16 // size, d)  # coordinates that are loaded at once
     product = _product_plan(n, d, k, capability in (None, *_DOUBLES) or dtype == torch.float64)
     if how is None:
-        roomy = d <= 64 or (d <= 128 and capability is not None and capability[0] in (9, 10))
+        roomy = d <= 64 or (d <= 256 and capability is not None and capability[0] in (9, 10))
         ways = ["few"] if d <= 8 else ["each"] if k <= (_EACH if align * size >= 4 else _EACH // 4) else []
         if k > 64 and d > 8 and roomy and dtype == torch.float32:
             ways.append("screen")
@@ -553,7 +570,9 @@ def _kmeans_plan(
         return Plan(how, block=64, block_k=32, chunk=chunk)
     if chunk < 128:
         return Plan(how, block=128, block_k=64, chunk=chunk, stages=3)
-    return Plan(how, block=128, block_k=128, chunk=chunk, stages=2, warps=8)
+    if chunk == 128:
+        return Plan(how, block=128, block_k=128, chunk=chunk, stages=2, warps=8)
+    return Plan(how, block=64, block_k=64, chunk=chunk, stages=2)  # all that shared memory holds
 
 
 # Launchers -----------------------------------------------------------------------------------------------------------
@@ -640,7 +659,7 @@ def _launch_screen(labels: Tensor, points: Tensor, centres: Tensor, plan: Plan) 
         points.device, ((n,), torch.int32 if n < 2**31 else torch.int64), ((plan.chunk,), single), ((k_pad,), single),
         ((k_pad, plan.chunk), single),
     )  # fmt: skip
-    made = _launch_lengths(centres, _product_dtype(finer))
+    made = _launch_lengths(centres, finer)
     launch(_kmeans_shift, (triton.cdiv(plan.chunk, 16),), shift, centres, k, d, BLOCK_K=64, BLOCK_D=16)
     launch(
         _kmeans_centred, (triton.cdiv(k_pad, 32),),
@@ -648,50 +667,41 @@ def _launch_screen(labels: Tensor, points: Tensor, centres: Tensor, plan: Plan) 
     )  # fmt: skip
     launch(
         _kmeans_screen, (triton.cdiv(n, plan.block),),
-        labels, doubtful, made[2], points, shift, short, norms, n, d, k_pad, _loose("tf32", d),
+        labels, doubtful, made[1], points, shift, short, norms, n, d, k_pad, _loose("tf32", d),
         CHUNK=plan.chunk, BLOCK=plan.block, BLOCK_K=plan.block_k, STAGES=plan.stages, num_warps=plan.warps,
     )  # fmt: skip
     _launch_product(labels, points, centres, finer, made, doubtful)
 
 
-def _product_dtype(plan: Plan) -> torch.dtype:
-    return torch.float64 if plan.precision == "ieee" else torch.float32
-
-
-_WIDEN = True
-
-
-def _launch_lengths(centres: Tensor, wide: torch.dtype, **early: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """The centres' squared lengths, the centres in the dtype of these, and two zeros to count points in doubt with."""
+def _launch_lengths(centres: Tensor, plan: Plan, **early: bool) -> tuple[Tensor, Tensor]:
+    """The centres' squared lengths, and two zeros to count points in doubt with."""
     k, d = centres.shape
-    same = centres.dtype == wide or not _WIDEN
-    squares, counts, widened = _memory(
-        centres.device, ((k,), wide), ((2,), torch.int64), ((0, d) if same else (k, d), wide)
-    )  # fmt: skip
+    wide = torch.float64 if plan.precision == "ieee" else torch.float32
+    squares, counts = _memory(centres.device, ((k,), wide), ((2,), torch.int64))
     block_d = max(8, min(256, triton.next_power_of_2(d)))
     launch(
         _kmeans_lengths, (triton.cdiv(k, 1024 // block_d),),
-        squares, None if same else widened, counts, centres, k, d,
-        BLOCK_K=1024 // block_d, BLOCK_D=block_d, EARLY=bool(early),
+        squares, counts, centres, k, d, BLOCK_K=1024 // block_d, BLOCK_D=block_d, EARLY=bool(early),
     )  # fmt: skip
-    return squares, centres if same else widened, counts
+    return squares, counts
 
 
 def _launch_product(
-    labels: Tensor, points: Tensor, centres: Tensor, plan: Plan, made: tuple[Tensor, Tensor, Tensor] | None = None,
+    labels: Tensor, points: Tensor, centres: Tensor, plan: Plan, made: tuple[Tensor, Tensor] | None = None,
     listed: Tensor | None = None,
 ) -> None:  # fmt: skip
     """The nearest by a product, of all points or of those listed; by differences where it cannot tell."""
     n, k = len(points), len(centres)
     device = points.device
     late = overlapping(device) if made is None else {}
-    squares, wide, counts = made or _launch_lengths(centres, _product_dtype(plan), **late)
+    squares, counts = made or _launch_lengths(centres, plan, **late)
     if points.dtype == torch.float16:  # of which Triton makes no operands in float64
-        points = apply(Tensor.float, points)
+        points, centres = apply(Tensor.float, points), apply(Tensor.float, centres)
     span = plan.steps * plan.block_k
     parts = triton.cdiv(k, span)
     d, stride_n, stride_d, align = _rows(points)
-    wanted = [((n,), torch.int32 if n < 2**31 else torch.int64)]
+    whole = torch.int32 if n < 2**31 else torch.int64
+    wanted: list[tuple[tuple[int, ...], torch.dtype]] = [((n,), whole)]
     if parts > 1:
         wanted += [((n, parts), squares.dtype), ((n, parts), squares.dtype), ((n, parts), torch.int32)]
     doubtful, *shared = _memory(device, *wanted)
@@ -699,9 +709,9 @@ def _launch_product(
     programs = triton.cdiv(n, plan.block) * parts
     launch(
         _kmeans_product, (programs if listed is None else min(programs, _turns(points)),),
-        found, least, errors, doubtful, counts[1:], points, wide, squares, listed,
+        found, least, errors, doubtful, counts[1:], points, centres, squares, listed,
         None if listed is None else counts, n, d, k, stride_n, stride_d, span, parts,
-        _loose(plan.precision, d * align), 0.0 if points.dtype == torch.float64 else 2.0**-24,
+        _bound(plan.precision, d * align),
         ALIGN=align, BLOCK=plan.block, BLOCK_K=plan.block_k, BLOCK_D=plan.chunk, STAGES=plan.stages,
         PRECISION=plan.precision, LATE=bool(late), num_warps=plan.warps, **late,
     )  # fmt: skip

@@ -258,12 +258,13 @@ def _scatter_nd_plan(
     # quickly; where memory counts, small ones in the order of addresses fill faster.
     zeros = 16384 if R * D * size <= 2**26 else 4096
     wide = D * size >= 8192
+    large = wide and size >= 4 and not cached
     if find in ("scan", "first"):
         width, together, chunk, steps, warps = (2048, 16, 0, 1, 4)
     elif find == "":
         width, together, chunk, steps, warps = (2048 if cached else 8192, 1, 0, 1, 4)
     elif find == "count":
-        width, together, chunk, steps, warps = (4096, 8, 32, 1, 8) if size >= 4 and wide else (2048, 8, 16, 1, 4)
+        width, together, chunk, steps, warps = (4096, 8, 32, 1, 8) if large else (2048, 8, 16, 1, 4)
     else:
         width, together, steps, warps, zeros = (4096, 4, 4, 4, 16384)
         # Balances the pieces: updates of one, sums of all, of which those of wide rows take longer.
