@@ -47,9 +47,9 @@ from fusebook.check import yardstick
 from fusebook.inputs import generator
 from fusebook.kernels._points import _few_steps, _nearest
 from fusebook.kernels.kmeans import (
-    _kmeans_product,
     _kmeans_screen,
     _kmeans_some,
+    _multiplied,
 )
 from fusebook.page import (
     Folded,
@@ -234,7 +234,7 @@ Source(_few_steps, doc=False)
 # points it cannot tell two centres apart, and puts them on a list. That is
 # next to nobody.
 
-Source(_kmeans_product, doc=False)
+Source(_multiplied, doc=False)
 
 # %%
 # On GPUs without such tensor cores the product is made of three in TF32, and
