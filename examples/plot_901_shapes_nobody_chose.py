@@ -96,7 +96,7 @@ claims(
         last=explore.RECORDED_FROM - 1,
     ),
     claim(
-        "Ours computes every problem, and is wrong at none",
+        "Ours computes every problem of each operator, and is wrong at none.",
         pd.Series(
             {
                 name: not (
@@ -169,21 +169,38 @@ def wanted(clock, company, **most):
     return good[rows["problems"] > 0]
 
 
+behind = pd.concat([rows["over torch"] for rows in standing["cold"].values()])
+behind = behind.dropna()
 claims(
     claim(
-        "Cold, over the best of torch and torch.compile: at most 0.95, 1.03 "
-        "and 1.15",
+        "At {share:.0%} of {count} problems that nobody chose ours takes at "
+        "most 1.02 times as long as the best of torch and torch.compile, "
+        "cold; at one of ten it takes more than {tail:.1f} times as long, at "
+        "the worst {worst:.0f} times.",
+        (behind <= 1.02).mean() > 0.5 if len(behind) else None,
+        fatal=False,
+        headline=True,
+        share=(behind <= 1.02).mean(),
+        count=len(behind),
+        tail=behind.quantile(0.9),
+        worst=behind.max(),
+    ),
+    claim(
+        "Cold, over the best of torch and torch.compile, every operator takes "
+        "at most 0.95 times as long in the median, 1.03 at nine of ten "
+        "problems and 1.15 at the worst.",
         wanted("cold", "over torch", median=0.95, p90=1.03, worst=1.15),
         fatal=False,
     ),
     claim(
-        "Cold, over the best of all: at most 1.00, 1.08 and 1.25",
+        "Cold, over the best of all, every operator takes at most 1.00 times "
+        "as long in the median, 1.08 at nine of ten and 1.25 at the worst.",
         wanted("cold", "over all", median=1.00, p90=1.08, worst=1.25),
         fatal=False,
     ),
     claim(
-        "As paid, over the best of torch and torch.compile: at most 1.10 at "
-        "nine of ten",
+        "As paid, over the best of torch and torch.compile, every operator "
+        "takes at most 1.10 times as long at nine of ten problems.",
         wanted("paid", "over torch", p90=1.10),
         fatal=False,
     ),
@@ -231,7 +248,7 @@ table(
         aggfunc="median",
         observed=True,
         sort=False,
-    ),
+    ).sort_index(axis=1),
     "Ours over the best of all in the median, by the bytes that are moved",
     fold=False,
 )
@@ -389,13 +406,14 @@ told
 over = {} if users is None else users
 claims(
     claim(
-        "At each of them at most 1.15 times the best of torch and "
-        "torch.compile",
+        "At each of these shapes ours takes at most 1.15 times as long as the "
+        "best of torch and torch.compile.",
         over["over torch"] <= 1.15 if len(over) else None,
         fatal=False,
     ),
     claim(
-        "At each of them at most 1.25 times the best of all",
+        "At each of them it takes at most 1.25 times as long as the best of "
+        "all.",
         over["over all"] <= 1.25 if len(over) else None,
         fatal=False,
     ),

@@ -539,7 +539,9 @@ def explored(
     """
     ours = {name: op for name, op in OPS.items() if explore.explorable(op)}
     found: dict[str, pd.DataFrame] = {}
-    if _place.live():
+    slug = machine.here().slug if _place.live() else machine.places()[-1].name
+    recorded = {name: op for name, op in ours.items() if explore.path(slug, name).exists()}
+    if _place.live() and not ("due" in _part() and recorded):
         folder = os.environ.get("FUSEBOOK_RECORD")
         root = Path(folder) if folder else None
         for op, frame in explore.explore(
@@ -550,10 +552,8 @@ def explored(
             frame.attrs["origin"] = dataclasses.replace(frame.attrs["origin"], machine=machine.here())
             found[op.name] = frame
     else:
-        slug = machine.places()[-1].name
-        for name, op in ours.items():
-            if explore.path(slug, name).exists():
-                found[name] = _noted(explore.read(op, slug))
+        for name, op in recorded.items():
+            found[name] = _noted(explore.read(op, slug))
         if not found:
             _nothing(f"explored problems on {slug}", f"python -m fusebook.explore all --seed {seed}", excused=True)
     return {name: frame for name, frame in found.items() if len(frame)}
