@@ -118,6 +118,13 @@ def test_what_lies_alike_folds_into_one_axis():
     assert elementwise._fold((1, 1), (1, 1), [(1, 1)]) == []
 
 
+def test_neighbours_of_an_operand_share_a_tile_along_whatever_axis_they_lie():
+    dense = (128 * 64, 64, 1)
+    for other in ((1, 4096, 4096 * 128), (64, 4096 * 64, 1), (128, 1, 4096 * 128)):
+        plan = elementwise._elementwise_plan((4096, 128, 64), dense, (dense, other), 4, (9, 0))
+        assert plan.C.out == 1 and 1 in (plan.R.ins[1], plan.C.ins[1]), "neighbours lie in different programs"
+
+
 def test_only_what_does_not_fold_is_copied(device, monkeypatch):
     copied = []
     original = elementwise._copied_like

@@ -291,7 +291,7 @@ def test_plans_of_wide_rows_hold_every_number_once(processors, dtype, aligned, t
             plan = _rows.softmax_plan((1, 7, n), dtype, capability, **known)
             seen.add(plan.kernel)
             # Where a row begins with the last number of a vector.
-            reach = n if tensors == 2 and n % vector == 0 else n + vector - 1
+            reach = n if n % vector == 0 else n + vector - 1
             held = plan.constants["BLOCK"] * plan.constants.get("CHUNKS", 1)
             if plan.kernel == "shared":
                 if tensors == 1:

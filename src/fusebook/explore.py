@@ -196,7 +196,7 @@ def problem(
 
 
 def several(asked: Sequence[tuple[str, Dims]], *, without: Sequence[str] = ()) -> list[pd.DataFrame]:
-    """As `problem`, of several, by as many processes as there are cores.
+    """As `problem`, of several, by as many processes as there are cores and by the device's clock alone.
 
     Parameters
     ----------
@@ -216,7 +216,7 @@ def several(asked: Sequence[tuple[str, Dims]], *, without: Sequence[str] = ()) -
     """
     jobs = [(OPS[name], dims, tuple(_chosen(OPS[name], without))) for name, dims in asked]
     found: dict[int, list[dict[str, Any]]] = {}
-    for i, rows in _each(jobs, os.cpu_count() or 1, _Taken(), math.inf):
+    for i, rows in _each(jobs, os.cpu_count() or 1, _Taken(host=False), math.inf):
         if isinstance(rows, Wrong):
             raise rows
         found[i] = rows

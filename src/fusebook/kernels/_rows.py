@@ -182,7 +182,7 @@ def softmax_plan(
     size = dtype.itemsize
     kernel, rows, held_twice = "rows", 1, False
     # Rows of half types that lie across 16-byte vectors are slow as pairs where they are wide.
-    least = 12800 if vector > 1 and n % vector else 40960 if pairs else 32768
+    least = 12800 if n % vector else 40960 if pairs else 32768
     if not last:
         # 32 neighbours along INNER, so that a warp reads 64 bytes and more in one piece. Eight elements a thread and a
         # tile, 64 in all: more would spill. Beyond that two passes, in tiles of at most 64 KiB, since a tile that is
@@ -199,12 +199,12 @@ def softmax_plan(
             rows = min(64, triton.next_power_of_2(inner))
             block = 65536 // max(4, size) // rows
         block = min(block, triton.next_power_of_2(n))
-    elif size == 2 and tensors == 1 and least < n <= 13 * 4096:
+    elif vector > 1 and size == 2 and tensors == 1 and least < n <= 13 * 4096:
         # 13 tiles are 52 registers of each of 512 threads; more would spill.
         chunks = triton.cdiv(n + vector - 1, 4096)
         constants = {"VEC": vector, "BLOCK": 4096, "CHUNKS": chunks, "ANEW": 0}
         return Plan("whole", constants, outer * inner, 16)
-    elif pairs and tensors == 1 and (n % 2 or n == 4096 or n > 12800) and n <= 65536:
+    elif pairs and tensors == 1 and ((n % 2 and n > 512) or n == 4096 or n > 12800) and n <= 65536:
         kernel = "pairs"
         if n < 2048:
             block, warps = 64, 1
@@ -277,12 +277,15 @@ def _shared_plan(
     The width alone decides how a row is cut: so a row's result is the same, bit for bit, however many rows there are.
     """
     outer, inner, n = sizes
-    # About half of a thread's registers hold numbers. Left to itself, the compiler takes more, and fewer parts at once
-    # are under way. Small parts start and end quickly, large ones are few: both count where all parts of a row meet.
-    if tensors == 1:
+    # A third to half of a thread's registers hold numbers. Left to itself, the compiler takes more, and fewer parts at
+    # once are under way. Small parts start and end quickly, large ones are few: both count where all parts of a row
+    # meet.
+    if tensors == 1 and size == 2:
+        block, warps, registers = (4096, 4, 48) if n <= 2**17 else (8192, 4, 96)
+    elif tensors == 1:
         block, warps, registers = (4096, 4, 64) if n <= 2**18 else (8192, 8, 64)
     else:
-        block, warps, registers = 2048, 4, 96 if size == 2 else 128
+        block, warps, registers = (2048, 2, 168) if size == 2 else (2048, 4, 128)
     resident = processors * (65536 // (32 * warps * registers))
     if capability is None:
         # The interpreter's cost is programs times operations: few large parts, and of few rows only, which take turns.
@@ -291,7 +294,7 @@ def _shared_plan(
         block, resident = 16384, 2 * processors
     # Parts are whole lines of 128 bytes, and a row may lie across one vector more than it fills.
     line = 128 // size
-    reach = n if tensors == 2 and n % vector == 0 else n + vector - 1
+    reach = n if n % vector == 0 else n + vector - 1
     span = triton.cdiv(triton.cdiv(reach, triton.cdiv(reach, block)), line) * line
     parts = triton.cdiv(reach, span)
     if parts > (2 * processors if tensors == 1 else resident):
@@ -410,6 +413,8 @@ def _prepared(
     for along, b, step in strides:
         a = tuple(v // align for v in along)
         given.append((a if len(a) > 1 else a[0], b // align, step if n > 1 else 1))
+    if plan.kernel == "shared" and tensors == 1 and outer == 1:  # along OUTER, a row is found without a division
+        inner, given = 1, [(b, 0, step) for _, b, step in given]
     layout = {} if windowed else {"ALIGN": align}
     return plan, (inner, n // align), given, layout | ({"OUTERS": outers[:-1]} if len(outers) > 1 else {})
 

@@ -306,12 +306,16 @@ def _elementwise_plan(
         block, warps = (2**16, 1) if interpreted else (4096 // itemsize, 8 if itemsize >= 4 else 4)
         block = min(block, triton.next_power_of_2(size))
         return Plan(True, copied, -(-size // block), B, R, C, {"BLOCK": block, "num_warps": warps})
+    if 1 in B.ins and B.size > 1 and 1 not in R.ins:  # tiles are of R and C: the neighbours of an operand belong there
+        B, R = R, B
     if 1 in R.ins and R.size > 1:
         # An operand lies across, and the neighbours of its elements are in its rows: in a square tile both kinds of
         # lines are whole.
         rows, block, warps = (256, 256, 1) if interpreted else (64, 64, 8)
     else:
-        rows, block, warps = (64, 1024, 1) if interpreted else (8, 2048 // itemsize, 4)
+        # 64 numbers of half types a thread would leave no registers to others.
+        wide = 512 if R.size > 1 and itemsize < 4 else 2048 // itemsize
+        rows, block, warps = (64, 1024, 1) if interpreted else (8, wide, 4)
     block, rows = min(block, triton.next_power_of_2(C.size)), min(rows, triton.next_power_of_2(R.size))
     programs = B.size * -(-R.size // rows) * -(-C.size // block)
     return Plan(False, copied, programs, B, R, C, {"ROWS": rows, "BLOCK": block, "num_warps": warps})

@@ -365,31 +365,34 @@ def _softmax_whole(
 
 @triton.jit
 def _part(x_ptr, begin, N, part, SPAN, VEC: tl.constexpr, BLOCK: tl.constexpr):
-    """Exponentials [BLOCK] of a part of a row, relative to the part's maximum; that and their sum, in one word."""
+    """Numbers [BLOCK] of a part of a row; their maximum and the sum of exponentials relative to it, in one word."""
     at, low, high = window(begin, N, part * SPAN, SPAN, VEC)
-    x = _taken(x_ptr, at, tl.arange(0, BLOCK), low, high, float("-inf"), VEC).to(tl.float32)  # [BLOCK]; read MN
-    top = tl.max(x, 0)
-    e = _exp(x - tl.where(top == float("-inf"), 0.0, top))
-    total = tl.sum(e, 0)
+    x = _taken(x_ptr, at, tl.arange(0, BLOCK), low, high, float("-inf"), VEC)  # [BLOCK]; read MN
+    top = tl.max(x.to(tl.float32), 0)
+    zero = (tl.minimum(N, 0) & top.to(tl.int32, bitcast=True)).to(tl.int16)
+    total = tl.sum(_exp(again(x, zero, x.dtype != tl.float32) - tl.where(top == float("-inf"), 0.0, top)), 0)
     # Never zero: the sum is one at least, or the maximum is -inf.
     upper = top.to(tl.int32, bitcast=True).to(tl.int64) << 32
-    return e, top, upper | (total.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF)
+    return x, upper | (total.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF)
 
 
 @triton.jit
-def _divided_part(y_ptr, e, top, words, begin, N, part, SPAN, VEC: tl.constexpr, BLOCK: tl.constexpr):
-    """Store a part of a row: its exponentials over the sum of all, by the words of all parts."""
+def _divided_part(y_ptr, x, words, begin, N, part, SPAN, VEC: tl.constexpr, BLOCK: tl.constexpr):
+    """Store a part of a row, by the words of all parts."""
     tops = (words >> 32).to(tl.int32).to(tl.float32, bitcast=True)  # [LANES]
     totals = words.to(tl.int32).to(tl.float32, bitcast=True)
     highest = tl.max(tops, 0)
-    total = tl.sum(totals * _exp(tops - tl.where(highest == float("-inf"), 0.0, highest)), 0)
+    scale = 1 / tl.sum(totals * _exp(tops - tl.where(highest == float("-inf"), 0.0, highest)), 0)
+    # Exponentials once more, of numbers as they were loaded: those of half types take half the registers meanwhile.
+    zero = (tl.minimum(N, 0) & scale.to(tl.int32, bitcast=True)).to(tl.int16)
     _, low, high = window(begin, N, part * SPAN, SPAN, VEC)
-    put(y_ptr, e * (_exp(top - highest) / total), tl.arange(0, BLOCK), low, high, VEC)  # write MN
+    y = _exp(again(x, zero, x.dtype != tl.float32) - highest) * scale
+    put(y_ptr, y, tl.arange(0, BLOCK), low, high, VEC)  # write MN
 
 
 @triton.jit
 def _softmax_shared(
-    y_ptr, x_ptr, board_ptr, INNER, N, y_strides, x_strides, SPAN, PARTS,
+    y_ptr, x_ptr, board_ptr, INNER, N, y_strides, x_strides, SPAN, PARTS: tl.constexpr,
     VEC: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr, TRIES: tl.constexpr, LATE: tl.constexpr, OUTERS=None,
 ):  # fmt: skip
     """A row of any width by PARTS programs, each of which holds up to SPAN of its numbers: SPAN in vectors."""
@@ -399,7 +402,7 @@ def _softmax_shared(
     outer, inner = place_of(row, INNER)
     begin = begin_of(outer, inner, OUTERS, x_strides)
     SPAN = SPAN * VEC
-    e, top, word = _part(x_ptr, begin, N, part, SPAN, VEC, BLOCK)
+    x, word = _part(x_ptr, begin, N, part, SPAN, VEC, BLOCK)
     if LATE:
         tl.extra.cuda.gdc_wait()  # for the zeros on the board; the row is here already
     board_ptr += row.to(tl.int64) * PARTS
@@ -408,18 +411,18 @@ def _softmax_shared(
     words, missing = words_of(board_ptr, lanes, PARTS, NOTHING, TRIES)
     y_ptr += window(begin_of(outer, inner, OUTERS, y_strides), N, part * SPAN, SPAN, VEC)[0]
     if missing == LANES:
-        _divided_part(y_ptr, e, top, words, begin, N, part, SPAN, VEC, BLOCK)
+        _divided_part(y_ptr, x, words, begin, N, part, SPAN, VEC, BLOCK)
     else:
         while missing < LANES:
-            _, _, word = _part(x_ptr, begin, N, missing, SPAN, VEC, BLOCK)
+            _, word = _part(x_ptr, begin, N, missing, SPAN, VEC, BLOCK)
             leave(board_ptr + missing, word)  # so that others find it
             words = tl.where(lanes == missing, word, words)
             missing = missing_of(words, lanes)
         # Its own numbers again, rather than held meanwhile. missing - LANES is zero here, but the compiler cannot know,
         # and keeps no addresses for it.
         part += missing - LANES
-        e, top, _ = _part(x_ptr, begin, N, part, SPAN, VEC, BLOCK)
-        _divided_part(y_ptr, e, top, words, begin, N, part, SPAN, VEC, BLOCK)
+        x, _ = _part(x_ptr, begin, N, part, SPAN, VEC, BLOCK)
+        _divided_part(y_ptr, x, words, begin, N, part, SPAN, VEC, BLOCK)
 
 
 _KERNELS = {

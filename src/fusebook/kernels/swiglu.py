@@ -408,8 +408,8 @@ def swiglu(
     strategy : str, optional
         ``"fused"``: one launch of Fusebook's kernel, which float64 does not have. ``"views"``: torch's two products,
         written side by side after all, and one kernel that reads them. Where None, half types are fused, so that
-        products are never rounded; float32, in TF32 or not, takes the one that was faster for such sizes when this kind
-        of GPU was tuned.
+        products are not rounded, unless 65 to 512 rows fill the rounds of tiles too badly; float32, in TF32 or not,
+        takes the one that was faster for such sizes when this kind of GPU was tuned.
 
     Returns
     -------
