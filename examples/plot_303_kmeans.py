@@ -687,7 +687,8 @@ table(
 # clusters are far apart, and both go the same way. The wide points start from
 # sixteen of their own number, several of one cluster: a point halfway between
 # two centres may go either way by its last bit, and from there on the paths
-# differ.
+# differ. (FAISS and cuML have k-means for GPUs too; they were not installed
+# where this was measured.)
 
 
 def wall(function, tries=5):

@@ -500,9 +500,9 @@ claims(
 # it again where it was lost, and know what to do when the tasks are unlike or
 # more than the machine holds. An iteration here has one task a GPU, all alike,
 # whose data never moves, and the next one cannot begin before it ends: there
-# is nothing to schedule, and a message of a scheduler takes longer than the
-# iteration. Where they help is around it: many data sets, many values of k, a
-# machine that goes away.
+# is nothing to schedule. (What they would add to an iteration is not measured
+# here.) They help around it: with many data sets, with many values of k, and
+# when a machine goes away.
 #
 # When a rank dies
 # ~~~~~~~~~~~~~~~~
