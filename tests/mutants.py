@@ -80,8 +80,9 @@ def mistakes():
 
 
 def sources(root):
-    """The texts of the library in which mistakes are planted."""
-    return {f: f.read_text() for f in sorted((root / "src" / "fusebook").rglob("*")) if f.suffix in (".py", ".c", ".h")}
+    """The texts of the library, and of what builds its pages, in which mistakes are planted."""
+    files = [*sorted((root / "src" / "fusebook").rglob("*")), *sorted((root / "docs" / "_ext").glob("*.py"))]
+    return {f: f.read_text() for f in files if f.suffix in (".py", ".c", ".h")}
 
 
 def place(mistake, texts):
@@ -210,7 +211,7 @@ def run_all(chosen, root=ROOT, workers=None, sure=True):
     gpu = preload()
     digests = {m: digest(m, texts, file, root) for m, file in places.items()}
     jobs, asked = [], {}
-    for mistake in places:
+    for mistake in sorted(places, key=lambda m: m.key in known):  # what was never planted comes first
         if known.get(mistake.key, {}).get("digest") != digests[mistake] and mistake.gpu == gpu:
             plain = hashlib.sha256(mistake.tests.encode()).hexdigest()[:16]
             if plain not in asked and sure:

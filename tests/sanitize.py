@@ -185,7 +185,7 @@ class Tool:
 
     def __init__(self, name, planned, words, until, folder):
         self.name, self.words, self.until = name, words, until
-        self.planned, self.running, self.wrong = planned, 0, []
+        self.planned, self.running, self.exchanges, self.wrong = planned, 0, 0, []
         self.taken = folder / name
         self.taken.mkdir()
         self.log = trials.Log.begin(f"compute-sanitizer, {name}", planned, f"sanitize_{name}", unit="cases")
@@ -225,7 +225,7 @@ class Tool:
                 held = line
             elif held and exchanged(line):
                 held, aside = "", True
-                self.log.say(note="old values of exchanges by which tensor descriptors are written are left aside")
+                self.exchanges += 1
             else:
                 yield from filter(None, [held])
                 held = ""
@@ -294,6 +294,10 @@ def main(argv=None):
         with concurrent.futures.ThreadPoolExecutor(args.processes) as pool:
             for job in [pool.submit(work, tools[i] if i < len(tools) else None) for i in range(args.processes)]:
                 job.result()
+        for tool in tools:
+            if tool.exchanges:
+                many = f"{tool.exchanges} old values of exchanges by which tensor descriptors are written"
+                tool.log.say(note=f"{many} are left aside")
         left = [f"{tool.name}: {tool.left()} cases were not begun" for tool in tools if tool.left()]
     for text in [*(f"{tool.name}: {text}" for tool in tools for text in tool.wrong), *left]:
         print(f"WRONG: {text}", flush=True)

@@ -70,7 +70,7 @@ def test_what_the_sanitizer_finds_or_does_not_get_to_is_told(tmp_path, monkeypat
     assert told["synccheck"].startswith("6 cases: 5 clean, 1 with findings; ")
     # The exchange by which a descriptor is written is no load; beside it stands what is one.
     assert told["initcheck"].startswith(
-        "6 cases: 5 clean, 1 with findings; the planted load of what nobody wrote is missed; old values of exchanges"
+        "6 cases: 5 clean, 1 with findings; the planted load of what nobody wrote is missed; 3 old values of exchanges"
     )
     assert told["racecheck"].startswith("did not end: ") and "clean" not in told["racecheck"]
     said = capfd.readouterr().out
