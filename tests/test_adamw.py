@@ -281,6 +281,13 @@ REFUSED = {
     ),
     "integers": (TypeError, "int64", lambda p, g, m, v: dict(params=[t.long() for t in p])),
     "averages of half precision": (TypeError, "float16", lambda p, g, m, v: dict(exp_avgs=[t.half() for t in m])),
+    "averages of two dtypes": (
+        TypeError,
+        "of one dtype, got torch.bfloat16 and torch.float32",
+        lambda p, g, m, v: dict(
+            params=[t.bfloat16() for t in p], grads=[t.bfloat16() for t in g], exp_avgs=[t.bfloat16() for t in m]
+        ),
+    ),
     "masters of float32": (
         TypeError,
         "masters of float16 or bfloat16",

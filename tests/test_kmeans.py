@@ -467,6 +467,42 @@ def test_points_that_lie_across_or_begin_anywhere_are_not_copied_for_a_product(d
         assert ways[1] == "product", ways
 
 
+def test_a_plan_is_the_cheapest_and_costs_grow_with_points_coordinates_and_centres():
+    for how, sizes in {
+        "few": (10**6, 8, 100), "each": (10**6, 64, 8), "tile": (10**6, 64, 64), "product": (10**5, 64, 1000),
+        "differences": (10**5, 300, 100),
+    }.items():  # fmt: skip
+        for axis in range(3):
+            larger = [8 * size if i == axis else size for i, size in enumerate(sizes)]
+            if how != "few" or axis != 1:  # of at most 8 coordinates
+                assert module._microseconds(how, *larger, 4) > module._microseconds(how, *sizes, 4), (how, axis)
+
+    def how(n, d, k, capability=(9, 0), dtype=torch.float32):
+        return module._kmeans_plan(n, d, k, dtype, 8, capability)
+
+    assert how(3, 1319, 1231).block < how(100, 512, 1000).block  # a program has more points where there are more
+    assert how(20000, 64, 64).how == "tile" and how(500, 2000, 1000).how == "library"
+    # Only some GPUs multiply float64 fast.
+    for capability in ((7, 5), (8, 6), (8, 9), (12, 0)):
+        for n in (15, 500, 2000, 10**5):
+            assert how(n, 2000, 1000, capability).how != "library"
+
+
+def test_deterministic_a_label_does_not_depend_on_how_many_points_there_are(device, monkeypatch):
+    points, centres = drawn("near", device)
+    asked, plan = [], module._plan
+    monkeypatch.setattr(module, "_plan", lambda n, *rest: asked.append(n) or plan(n, *rest))
+    before = torch.are_deterministic_algorithms_enabled()
+    try:
+        for deterministic in (True, False):
+            torch.use_deterministic_algorithms(deterministic)
+            # Another number of points each time: no launch is kept for it.
+            assign(points[: len(points) - len(asked)], centres)
+    finally:
+        torch.use_deterministic_algorithms(before)
+    assert asked == [None, len(points) - 1]
+
+
 # Plans that a test of small sizes would not meet by itself: one tile of centres and several, one part and several.
 OTHERS = [
     Plan("some", 4, 8, 16, steps=2),

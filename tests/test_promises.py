@@ -265,6 +265,35 @@ def test_a_view_is_right_or_refused(op, variant, change, least, device):
 
 
 @each_of_ours
+def test_a_batch_is_each_of_its_members_or_refused(op, variant, device):
+    """Every tensor has a batch of three; of the first one it is the last axis."""
+    members = [pytree.tree_flatten(problem(op, variant, usual(op), device, seed)[1]) for seed in range(3)]
+    columns, spec = list(zip(*(leaves for leaves, _ in members), strict=True)), members[0][1]
+    tensors = [isinstance(column[0], torch.Tensor) for column in columns]
+
+    def run(*given):
+        given = iter(given)
+        leaves = [next(given) if is_tensor else column[0] for is_tensor, column in zip(tensors, columns, strict=True)]
+        return tuple(flat(variant.run(*pytree.tree_unflatten(leaves, spec))))
+
+    batches = [torch.stack(column) for column, is_tensor in zip(columns, tensors, strict=True) if is_tensor]
+    batches[0] = batches[0].movedim(0, -1).contiguous()
+    places = (-1, *[0] * (len(batches) - 1))
+    if op.name == "adamw_step":  # in place, of a list
+        with pytest.raises(NotImplementedError, match="expected tensors, got batches of torch.vmap"):
+            torch.vmap(run, places)(*batches)
+        return
+    got = torch.vmap(run, places)(*batches)
+    for i in range(3):
+        want = run(*(batch.select(at, i) for batch, at in zip(batches, places, strict=True)))
+        for found, right in zip(got, want, strict=True):
+            if variant.math:
+                assert_right(op, variant, pytree.tree_unflatten(members[i][0], spec), tuple(g[i] for g in got))
+                break
+            torch.testing.assert_close(found[i], right, equal_nan=True)
+
+
+@each_of_ours
 def test_a_view_that_overlaps_itself_is_right_or_refused(op, variant, device):
     """Each argument in turn: its first row, over and over, of one row of memory."""
     _, arguments = problem(op, variant, usual(op), device)

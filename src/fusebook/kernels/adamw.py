@@ -413,7 +413,10 @@ def _check_lists(params: Any, ms: Any, vs: Any, tops: Any, exacts: Any, grads: A
                     f"{tuple(t.shape)} and {t.stride()}; copy it into torch.empty_like({of})"
                 )
         if ms[i].dtype != vs[i].dtype:
-            raise TypeError(f"{_NAME}: expected exp_avgs[{i}] and exp_avg_sqs[{i}] of one dtype; cast one of them")
+            raise TypeError(
+                f"{_NAME}: expected exp_avgs[{i}] and exp_avg_sqs[{i}] of one dtype, got {ms[i].dtype} and "
+                f"{vs[i].dtype}; cast one of them"
+            )
 
 
 def _stepped(
@@ -472,6 +475,15 @@ for _device in ("CUDA", "CPU"):
     _LIBRARY.impl(_NAME, _stepped, _device)
 torch.library.register_fake(f"fusebook::{_NAME}", lambda *_: None, lib=_LIBRARY)
 _custom = torch.ops.fusebook.adamw_step.default
+
+
+def _no_batch(*_: Any) -> None:
+    raise NotImplementedError(
+        f"{_NAME}: expected tensors, got batches of torch.vmap; give all members in one list, which is one launch too"
+    )
+
+
+torch.library.register_vmap(f"fusebook::{_NAME}", _no_batch, lib=_LIBRARY)
 
 
 def _listed(what: str, of: Any) -> list[Any]:
