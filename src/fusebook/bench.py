@@ -318,7 +318,7 @@ def _brought(outputs: Any, device: torch.device) -> tuple[Any, ...]:
 
 
 def _verify(
-    op: Op, variant: Variant, data: _Data, calls: Sequence[int] = (0, 1, 1)
+    variant: Variant, data: _Data, calls: Sequence[int] = (0, 1, 1)
 ) -> tuple[check.Verdict, bool, Callable[[], Any]]:
     """Score a variant on two sets of values, twice on the second; the last call's arguments are the ones to time."""
     worst = check.Verdict(0.0, math.inf)
@@ -359,7 +359,7 @@ def verify(op: Op, name: str, dtype: torch.dtype, dims: Dims) -> check.Verdict:
     """
     gpu = torch.cuda.is_available()
     calls: Sequence[int] = (0, 1, 1) if gpu else (0, 1)
-    return _verify(op, _variant(op, name), _Data.make(op, dtype, dims, "cuda" if gpu else "cpu"), calls)[0]
+    return _verify(_variant(op, name), _Data.make(op, dtype, dims, "cuda" if gpu else "cpu"), calls)[0]
 
 
 def _judged(variant: Variant, data: _Data, which: int, out: Any, when: str = "") -> check.Verdict:
@@ -512,6 +512,7 @@ def run(
     sweep = [(label, dims, _sparse(op, label, dims)) for label, dims in asked]
     names = dtypes(dtype)
     on = machine or (machines.here() if torch.cuda.is_available() else None)
+    how = {"warmup": warmup, "repeat": repeat, "kinds": clocks}
     rows: list[dict[str, Any]] = []
     bar = tqdm(total=len(sweep) * len(names), desc=op.name, disable=None if progress else True, leave=False)
     with bar:
@@ -520,12 +521,12 @@ def run(
                 here = {n: v for n, v in chosen.items() if not (sparse and v.recompiles)}
                 head = {"op": op.name, "config": label, "dtype": name, **dims}
                 with machines.aten():
-                    rows += _point(op, head, DTYPES[name], dims, here, on, warmup, repeat, not sparse, clocks)
+                    rows += _point(op, head, DTYPES[name], dims, here, on, not sparse, how)
                 if again := _as_installed(op, here, DTYPES[name], dims):
-                    rows += _point(op, head, DTYPES[name], dims, again, on, warmup, repeat, not sparse, clocks)
+                    rows += _point(op, head, DTYPES[name], dims, again, on, not sparse, how)
                 bar.update()
     frame = pd.DataFrame(rows)
-    dims_seen = [k for k in sweep[0][1]] if sweep else []
+    dims_seen = list(sweep[0][1]) if sweep else []
     frame = frame.reindex(columns=["op", "config", "variant", "dtype", *dims_seen, *COLUMNS])
     frame.attrs["origin"] = Origin(on, measured=True)
     return frame
@@ -631,10 +632,8 @@ def _point(
     dims: Dims,
     variants: Mapping[str, Variant],
     on: machines.Machine | None,
-    warmup: int,
-    repeat: int,
     alone: bool,
-    clocks: Sequence[str],
+    how: Mapping[str, Any],
 ) -> list[dict[str, Any]]:
     rows = {name: _blank(op, head, name, v, dims) for name, v in variants.items()}
     for name, v in variants.items():
@@ -662,7 +661,7 @@ def _point(
             row["first_call_s"] = _first_call(v, data)
             if cuda and launches.launching(name, v):
                 row.update(_launched(v, data))
-            verdict, deterministic, call = _verify(op, v, data)
+            verdict, deterministic, call = _verify(v, data)
             row.update(score=verdict.score, limit=verdict.limit, deterministic="yes" if deterministic else "no")
             row["alone"] = _alone(op, v, data) if alone else ""
             row["peak_bytes"] = _peak(v, call)
@@ -671,7 +670,7 @@ def _point(
             row["launches"] = launches.REFUSED
     if calls:
         data.load(1)
-        _time(op, rows, calls, variants, dims, on, warmup, repeat, clocks)
+        _time(rows, calls, variants, on, how)
     for name in calls:
         data.load(1)
         with _reasons(rows[name]):  # a result that was right before it was timed, and is not afterwards
@@ -688,16 +687,13 @@ def _point(
 
 
 def _time(
-    op: Op,
     rows: dict[str, dict[str, Any]],
     calls: dict[str, Callable[[], Any]],
     variants: Mapping[str, Variant],
-    dims: Dims,
     on: machines.Machine | None,
-    warmup: int,
-    repeat: int,
-    clocks: Sequence[str],
+    how: Mapping[str, Any],
 ) -> None:
+    """Time what is right, and write times and ceilings into the rows; `how` is for `timing.measure`."""
     on_cpu = {name: function for name, function in calls.items() if variants[name].on_cpu}
     timed = {name: function for name, function in calls.items() if name not in on_cpu}
     if torch.cuda.is_available() and timed:
@@ -706,9 +702,9 @@ def _time(
                 rows[name].update(status="wrong", note=why)
                 del timed[name]
         timed[_COPY] = _copy_like(rows[next(iter(calls))])
-    times = timing.measure(timed, warmup=warmup, repeat=repeat, kinds=clocks)
-    if "call" in clocks:
-        times |= timing.measure(on_cpu, warmup=warmup, repeat=repeat, kinds=("call",))
+    times = timing.measure(timed, **how)
+    if "call" in how["kinds"]:
+        times |= timing.measure(on_cpu, **{**how, "kinds": ("call",)})
     for name in calls:
         if name not in times:
             continue

@@ -113,11 +113,16 @@ def _save(file: pathlib.Path, name: str, frame: pd.DataFrame, **more: str) -> No
     body = out.getvalue()
     told = {"name": name, "rows": len(frame), "sha256": hashlib.sha256(body.encode()).hexdigest(), **more}
     head = " | ".join([f"# fusebook record {_FORMAT}", *(f"{k}={v}" for k, v in told.items())])
+    _replace(file, f"{head}\n{body}")
+
+
+def _replace(file: pathlib.Path, text: str) -> None:
+    """Write a file as a whole: who reads it meanwhile sees the old one or the new one."""
     file.parent.mkdir(parents=True, exist_ok=True)
     part = file.with_name(f".{file.name}.{os.getpid()}.part")
     try:
-        part.write_text(f"{head}\n{body}")
-        part.replace(file)  # atomic: a reader sees the old file or the new one
+        part.write_text(text)
+        part.replace(file)
     finally:
         part.unlink(missing_ok=True)
 
@@ -424,7 +429,7 @@ def _summed(frame: pd.DataFrame) -> tuple[str, ...]:
 
 def _reasons(frame: pd.DataFrame, op: Op, on: machines.Machine) -> list[str]:
     """Why each row is not what the code does today; empty where it is."""
-    asked: dict[int, tuple[str, str, Dims]] = {}
+    asked = _launching(frame, op)
     reasons = []
     for i, row in enumerate(frame.to_dict("records")):
         name = row["variant"]
@@ -433,9 +438,8 @@ def _reasons(frame: pd.DataFrame, op: Op, on: machines.Machine) -> list[str]:
             reasons.append("is no variant of its card any more")
         elif not row["launches"]:
             reasons.append("" if row["status"] in ("failed", "out of memory") else _OLDER)
-        elif launches.launching(name, variant):
+        elif i in asked:
             reasons.append("")
-            asked[i] = _point(row)
         else:
             changed = row["launches"] != _of_wrapper(variant)
             reasons.append("has another wrapper now" if changed else _other_version(row, variant))
@@ -450,6 +454,13 @@ def _reasons(frame: pd.DataFrame, op: Op, on: machines.Machine) -> list[str]:
             elif now != frame["launches"].iloc[i]:
                 reasons[i] = _OTHERWISE
     return reasons
+
+
+def _launching(frame: pd.DataFrame, op: Op) -> dict[int, tuple[str, str, Dims]]:
+    """The points of the rows of which it is known what they launched, and can be found out what they would launch."""
+    ours = {name for name, variant in op.variants.items() if launches.launching(name, variant)}
+    rows = frame.to_dict("records")
+    return {i: _point(row) for i, row in enumerate(rows) if row["launches"] and row["variant"] in ours}
 
 
 #: Wrappers do not change while a process runs, and pages that share a process read the same records.
@@ -501,10 +512,7 @@ def _today(op: str, points: list[tuple[str, str, Dims]], on: machines.Machine) -
 
 def _remember(file: pathlib.Path, found: Any) -> None:
     with contextlib.suppress(OSError):  # where nothing can be remembered, it is found out again
-        file.parent.mkdir(parents=True, exist_ok=True)
-        part = file.with_name(f"{file.name}.{os.getpid()}.part")
-        part.write_text(json.dumps(found))
-        part.replace(file)
+        _replace(file, json.dumps(found))
 
 
 def read_all(gpu: str | None = None) -> dict[str, pd.DataFrame]:
@@ -525,13 +533,7 @@ def read_all(gpu: str | None = None) -> dict[str, pd.DataFrame]:
     for name in names:
         frame, _ = _load(path(name, gpu), name)
         on = _machine_beside(path(name, gpu))
-        ours = [
-            _point(row)
-            for row in frame.to_dict("records")
-            if row["launches"]
-            and row["variant"] in OPS[name].variants
-            and launches.launching(row["variant"], OPS[name].variants[row["variant"]])
-        ]
+        ours = list(_launching(frame, OPS[name]).values())
         if ours and not _kept(name, ours, on).exists():
             asked[name] = ours
     halves: list[dict[str, list[Any]]] = [{}, {}]
@@ -691,24 +693,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         bench.dtypes(args.dtype)
     except ValueError as error:
         parser.error(str(error))
-    if args.check:
-        for name, frame in read_all().items():
-            print(f"{name}: {'; '.join(frame.attrs['origin'].stale) or 'fresh'}")
-        return 0
-    if args.join:
-        try:
+    try:
+        if args.check:
+            for name, frame in read_all().items():
+                print(f"{name}: {'; '.join(frame.attrs['origin'].stale) or 'fresh'}")
+        if args.join:
             print(f"{len(set(join(args.join, args.out)))} records of {len(args.join)} folders written to {args.out}")
-        except ValueError as error:  # a RecordError, or a machine.json that is none
-            print(f"fusebook.record: {error}", file=sys.stderr)
-            return 1
-        return 0
-    if args.restamp:
-        try:
+        if args.restamp:
             for name, (done, left) in restamp(root=args.out).items():
                 print(f"{name}: {done} rows stamped anew, {left} stay stale")
-        except launches.Unknown as error:
-            print(f"fusebook.record: {error}", file=sys.stderr)
-            return 1
+    except (ValueError, launches.Unknown) as error:  # a RecordError among them, or a machine.json that is none
+        print(f"fusebook.record: {error}", file=sys.stderr)
+        return 1
+    if args.check or args.join or args.restamp:
         return 0
     if not (args.ops or args.machine or args.all):
         parser.error("nothing to record: name an op, or pass --machine or --all")
