@@ -216,8 +216,9 @@ def _name_ends(ax: Axes, ends: _Ends) -> None:
 def _legend_below(ax: Axes, down: float, ncols: int, fontsize: int, *order: Any) -> None:
     """A legend so many inches under the axes, in rows, so that many names do not push the axes aside."""
     figure: Any = ax.figure
-    how = {"loc": "upper left", "bbox_to_anchor": (0, -down / figure.get_figheight()), "ncols": ncols}
-    ax.legend(*order, **how, frameon=False, labelcolor=INK, fontsize=fontsize)
+    at = (0, -down / figure.get_figheight())
+    how: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": at, "ncols": ncols, "fontsize": fontsize}
+    ax.legend(*order, **how, frameon=False, labelcolor=INK)
 
 
 def _shade(ax: Axes, xs: Sequence[float], zones: Sequence[str]) -> None:

@@ -33,73 +33,18 @@ FUSEBOOK_REPOSITORY
 
 from fusebook.extras import extra
 
+# What its modules name in their `__all__` is what a page needs.
 with extra("book"):
     from fusebook.page import draw, verdicts
-    from fusebook.page.claims import Claims, by_clock, claim, claims, every_clock, exercise, holds, say
-    from fusebook.page.counters import counters
-    from fusebook.page.ranks import enough, ranks, timed, work
-    from fusebook.page.results import (
-        NoResults,
-        Study,
-        arguments,
-        changed,
-        explored,
-        measured,
-        options,
-        records,
-        results,
-        study,
-    )
-    from fusebook.page.show import (
-        Folded,
-        Listing,
-        Source,
-        Tabs,
-        downloads,
-        environment,
-        lines_of,
-        provenance,
-        solution,
-        sortable,
-        table,
-    )
+    from fusebook.page.claims import *  # noqa: F403
+    from fusebook.page.claims import __all__ as _claims
+    from fusebook.page.counters import *  # noqa: F403
+    from fusebook.page.counters import __all__ as _counters
+    from fusebook.page.ranks import *  # noqa: F403
+    from fusebook.page.ranks import __all__ as _ranks
+    from fusebook.page.results import *  # noqa: F403
+    from fusebook.page.results import __all__ as _results
+    from fusebook.page.show import *  # noqa: F403
+    from fusebook.page.show import __all__ as _show
 
-__all__ = [
-    "Claims",
-    "Folded",
-    "Listing",
-    "NoResults",
-    "Source",
-    "Study",
-    "Tabs",
-    "arguments",
-    "by_clock",
-    "changed",
-    "claim",
-    "claims",
-    "counters",
-    "downloads",
-    "draw",
-    "enough",
-    "environment",
-    "every_clock",
-    "exercise",
-    "explored",
-    "extra",
-    "holds",
-    "lines_of",
-    "measured",
-    "options",
-    "provenance",
-    "ranks",
-    "records",
-    "results",
-    "say",
-    "solution",
-    "sortable",
-    "study",
-    "table",
-    "timed",
-    "verdicts",
-    "work",
-]
+__all__ = ["draw", "extra", "verdicts", *_claims, *_counters, *_ranks, *_results, *_show]

@@ -19,7 +19,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from fusebook.page import _place
 
-__all__ = ["enough", "join", "ranks", "timed", "work"]
+__all__ = ["enough", "ranks", "timed", "work"]
 
 #: Seconds after which a rank gives up waiting for the others: one that died does not come.
 PATIENCE = 25
