@@ -187,7 +187,14 @@ def solutions(page):
     return {name: value for name, value in vars(module).items() if not name.startswith("_") and callable(value)}
 
 
-@pytest.mark.parametrize("page", KERNEL_PAGES, ids=lambda p: p.stem)
+#: The one that stands for all where slow tests are left out: the others replay in `make docs`.
+FIRST = next(page for page in KERNEL_PAGES if "softmax" in page.stem)
+
+
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, id=page.stem, marks=[] if page == FIRST else pytest.mark.slow) for page in KERNEL_PAGES],
+)
 def test_a_kernel_page_replays_and_its_exercises_fail_until_they_are_solved(page, recorded, request):
     if request.config.getoption("--slow") and any(NOTEBOOKS.glob(f"*/{page.stem}.ipynb")):
         pytest.skip("its notebook runs in this session, with the same exercises")
@@ -203,6 +210,7 @@ def test_a_kernel_page_replays_and_its_exercises_fail_until_they_are_solved(page
     assert [repr(item) for item in exercises(passed) if item.true is not True] == []
 
 
+@pytest.mark.slow
 def test_all_results_replay_and_points_lost_are_among_them(recorded, tmp_path, monkeypatch):
     folder = tmp_path / "records"
     others = [f"{name}.csv" for name in OPS if name not in ("multiply", "softmax", "swiglu")]  # the page takes any

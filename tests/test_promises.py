@@ -226,12 +226,16 @@ def shifted(x):
     return memory[1:].view(x.shape).copy_(x)
 
 
+#: Views whose numbers lie in a row: which kernel is launched does not hang on them, but for how it reads.
+ELSEWHERE = (negated, shifted)
+
+
 @pytest.mark.parametrize(
     "least", [0, pytest.param(2**13, marks=pytest.mark.slow)], ids=["small", "large"]
 )  # the interpreter gathers numbers one after another
 @pytest.mark.parametrize(
     "change",
-    [gaps, transposed, *(pytest.param(change, marks=seldom_interpreted) for change in (negated, shifted))],
+    [gaps, *(pytest.param(change, marks=seldom_interpreted) for change in (transposed, *ELSEWHERE))],
     ids=lambda change: change.__name__,
 )
 @each_of_ours
@@ -244,6 +248,8 @@ def test_a_view_is_right_or_refused(op, variant, change, least, device):
         if least < numbers <= (least or 2**10) * 8 and all(t.numel() for t in flat(made)):
             fitting.append((dims, made, arguments))
     assert fitting or least
+    if device == "cpu" and change in ELSEWHERE:
+        fitting = fitting[:: max(1, len(fitting) - 1)]  # the first and the last
     for edge, (dims, made, arguments) in enumerate(fitting):
         yard = check.yardstick(op, made)
         at = [i for i, v in enumerate(arguments) if any(t.dim() for t in flat(v))]

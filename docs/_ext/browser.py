@@ -47,7 +47,10 @@ AMONG = 3
 SORTED = ("auto_examples/plot_900_all_results.html",)
 
 ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"]
-ARGUMENTS += ["--disable-background-networking", "--disable-component-update"]
+ARGUMENTS += ["--disable-background-networking", "--disable-component-update", "--disable-extensions"]
+#: Drawn by the processor, and looked at by a program.
+ARGUMENTS += ["--disable-partial-raster", "--disable-lcd-text", "--num-raster-threads=1", "--disable-smooth-scrolling"]
+ARGUMENTS += ["--disable-software-rasterizer", "--disable-features=IsolateOrigins,site-per-process,MediaRouter"]
 
 
 class Quiet(http.server.SimpleHTTPRequestHandler):

@@ -4,7 +4,9 @@ Sphinx checks what it knows of: cross-references. It does not see links in raw H
 Here every file of the site is read as it is published. Each gate takes a `Site` and returns findings, a sentence each.
 """
 
+import collections
 import html.parser
+import os
 import re
 import sys
 import urllib.parse
@@ -22,6 +24,9 @@ FETCHED = {"stylesheet", "preload", "prefetch", "preconnect", "modulepreload", "
 #: What a page claims, and what the box under its title says of that.
 TOLD = {"fb-claim", "fb-statement", "fb-box-headline", "fb-box-claims"}
 
+#: Tags that lead nowhere and that nothing leads to: most of what a page of code or of numbers is written in.
+PLAIN = re.compile(r'</?(?:span|td|th|tr)(?: class="[\w ]*")?>')
+
 STYLE_URL = re.compile(r"""(?:@import\s+|url\()\s*["']?([^"')\s]+)""")
 
 
@@ -37,7 +42,8 @@ class Page(html.parser.HTMLParser):
         self.told = {}  # the text of elements of the classes in TOLD, by class, in order
         self.boxes = 0  # what stands under the title
         self._taken = None
-        self.feed(text)
+        self.feed(PLAIN.sub("", text))
+        self.names = {"top", *self.ids}
 
     def handle_starttag(self, tag, attributes):
         """Keep the addresses and names of one element."""
@@ -75,7 +81,7 @@ class Site:
 
     def __post_init__(self):
         """Read every file once."""
-        self.folder = Path(self.folder)
+        self.folder = Path(self.folder).resolve()
         for path in sorted(self.folder.rglob("*.html")):
             name = path.relative_to(self.folder).as_posix()
             if not name.startswith("_static/"):  # a theme's templates are published too, and nobody opens them
@@ -94,8 +100,8 @@ def _why_dead(site, name, address):
         target = site.folder / path.lstrip("/")
     else:
         target = (site.folder / name).parent / path if path else site.folder / name
-    target = target.resolve()
-    if not target.is_relative_to(site.folder.resolve()):
+    target = Path(os.path.normpath(target))
+    if not target.is_relative_to(site.folder):
         return "leads out of the site"
     if target.is_dir():
         target /= "index.html"
@@ -103,9 +109,9 @@ def _why_dead(site, name, address):
         return "there is no such file"
     if target.stat().st_size == 0:
         return "the file is empty"
-    page = site.pages.get(target.relative_to(site.folder.resolve()).as_posix())
+    page = site.pages.get(target.relative_to(site.folder).as_posix())
     fragment = urllib.parse.unquote(parts.fragment)
-    if fragment and page is not None and fragment not in ("top", *page.ids):
+    if fragment and page is not None and fragment not in page.names:
         return "the page has no such anchor"
     return None
 
@@ -143,7 +149,8 @@ def repeated_ids(site):
     return [
         f"{name}: #{repeated}: more than one element has this id"
         for name, page in site.pages.items()
-        for repeated in sorted({i for i in page.ids if page.ids.count(i) > 1})
+        for repeated, times in sorted(collections.Counter(page.ids).items())
+        if times > 1
     ]
 
 

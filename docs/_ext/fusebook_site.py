@@ -5,7 +5,9 @@ is made from has changed: the library, what it noted that it read, or what decid
 notes and a hash of all this are kept beside the generated page.
 """
 
+import atexit
 import functools
+import gc
 import hashlib
 import importlib.metadata
 import inspect
@@ -220,6 +222,14 @@ def equip(generated, around=None, beside=False):
     runner.finish = functools.partial(end_page, generated, around or circumstances(), ROOT)
     runner.log = gallery_progress.Log(ROOT / "build" / "docs.log", begun=beside)
     interpreting.hasten()
+    if beside:
+        # loky takes what pages import for a leak, and begins another process, which imports it again.
+        import joblib.externals.loky.process_executor as loky
+
+        loky._MAX_MEMORY_LEAK_SIZE = 2**32
+    gc.collect()
+    gc.freeze()  # the gallery collects garbage after each block: what is there now is none
+    atexit.register(gc.unfreeze)
 
 
 def recorded_seconds():
