@@ -12,18 +12,28 @@ from fusebook import bench
 from fusebook.cards import OPS
 from fusebook.inputs import generator
 
+#: The edges on which dtypes are interpreted that take the ways of another one: small, and not of one number.
+TWINS = (1, 2)
+#: More elements than that are interpreted in one dtype where slow tests are left out.
+LARGE = 2**14
+
 
 def _cases():
     for op in OPS.values():
+        told = torch.bfloat16 if torch.bfloat16 in op.dtypes else op.dtypes[0]
         for name, variant in op.variants.items():
             # What compiles anew for every shape takes seconds a case: one edge per dtype is enough to see it work.
             edges = op.edges[:1] if variant.recompiles else op.edges
-            for dims in edges:
+            for edge, dims in enumerate(edges):
                 for dtype in op.dtypes:
                     sizes = "-".join(str(v) for v in dims.values())
                     # Interpreted, float16 takes the ways of bfloat16; and how others compile is no news of ours.
                     twin = dtype == torch.float16 and torch.bfloat16 in op.dtypes
-                    marks = [pytest.mark.slow_interpreted] if twin or variant.recompiles else []
+                    if twin and not torch.cuda.is_available() and edge not in TWINS:
+                        continue
+                    cost = op.cost(1, **dims)
+                    again = cost.read + cost.write > LARGE and dtype != told
+                    marks = [pytest.mark.slow_interpreted] if twin or again or variant.recompiles else []
                     yield pytest.param(
                         op, name, dims, dtype, id=f"{op.name}-{name}-{sizes}-{str(dtype)[6:]}", marks=marks
                     )
