@@ -51,7 +51,7 @@ def frame(op, config, dtype="float32", on=None):
                 row |= {"flop": least.flop, "moved_bytes": moved.read + moved.write, "roof_us": roof}
                 row |= {"copy_us": copy, "copy_warm_us": copy - floor / 2, "floor_us": floor}
                 row |= {"floor_warm_us": on.floor(kind="warm") * 1e6, "zone": on.zone(least, name)}
-                row |= {"peak_bytes": least.write, "math": "", "launches": stamp(variant, how), "code": ""}
+                row |= {"peak_bytes": least.write, "math": how.math or "", "launches": stamp(variant, how), "code": ""}
                 row |= {"versions": "torch 0.0; triton 0.0", "date": "2000-01-01"}
                 if variant == "quack" and any(isinstance(v, int) and v % 8 for v in dims.values()):
                     row |= {"status": "refused", "note": "made up: width not divisible by 8", "score": math.nan}
