@@ -82,12 +82,14 @@ def environment(session):
         session.log("the environment holds what it should")
         return
     stamp.unlink(missing_ok=True)
+    # Bytecode is written of what is imported, when it is: of all it takes longer than a minute, on one core.
+    late = [] if os.environ.get("PYTHONDONTWRITEBYTECODE") else ["--no-compile"]
     if device == "cpu":
         # Alone and first: "+cpu" sorts above the plain version, so a CPU wheel wins wherever it is found, and the
         # packages that follow are content with it. Where the index cannot be reached this costs two seconds.
-        session.install("--no-deps", "--retries", "1", "--extra-index-url", CPU_INDEX, torch)
+        session.install(*late, "--no-deps", "--retries", "1", "--extra-index-url", CPU_INDEX, torch)
         torch = "torch"
-    session.install("--editable", library, torch, onnxruntime, *wanted)
+    session.install(*late, "--editable", library, torch, onnxruntime, *wanted)
     stamp.write_text(digest)
 
 
