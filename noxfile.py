@@ -186,15 +186,19 @@ def notebooks(session):
 
 @nox.session(venv_backend="none", requires=["environment"], default=False)
 def browser(session):
-    """Try the gates of the built site: its links, and what a reader meets in a browser, which is Debian's Chromium."""
-    if not (HTML / "index.html").exists():
+    """Try the gates of the built site: its links, and what a reader meets in a browser, which is Debian's Chromium.
+
+    ``-- install`` installs that where it is missing, and looks at nothing.
+    """
+    if session.posargs != ["install"] and not (HTML / "index.html").exists():
         session.error("browser looks at build/html, and there is no site in it: run nox -s docs first")
     if not shutil.which("chromium"):
         if os.geteuid() or not shutil.which("apt-get"):
             session.error("browser needs Chromium, and there is none on the PATH: apt-get install chromium")
         session.run("apt-get", "-qq", "update", external=True)
         session.run("apt-get", "-qq", "install", "--yes", "--no-install-recommends", "chromium", external=True)
-    run(session, "docs/_ext/browser.py", str(HTML))
+    if session.posargs != ["install"]:
+        run(session, "docs/_ext/browser.py", str(HTML))
 
 
 @nox.session(venv_backend="none", requires=["environment"], default=False)

@@ -261,6 +261,7 @@ def test_a_run_that_was_cut_off_goes_on(op, gpu, tmp_path):
     assert "seeds 0 to 99 are for tuning" in whole.partition("\n")[0]
 
 
+@pytest.mark.slow_interpreted
 def test_processes_take_problems_in_turn_and_one_that_fails_is_told(capsys):
     problems = ((5, "float32", "offset"), (6, "float16", "offset"), (7, "float32", "nowhere"))
     jobs = [

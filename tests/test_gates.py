@@ -138,7 +138,10 @@ def test_a_box_that_is_missing_or_untrue_is_found(tmp_path, old, new, why):
     assert [finding.startswith(f"plot_1.html: {why}") for finding in found] == [True] if why else found == []
 
 
-# In a browser
+# In a browser, as `nox -s browser` looks at the site, which takes its time
+
+
+in_a_browser = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -188,11 +191,13 @@ def _found(gate, tab):
     return [finding.removeprefix(f"{tab.name}: ") for finding in gate(tab)]
 
 
+@in_a_browser
 def test_a_page_in_order_passes_every_gate_of_a_browser(tab):
     page = tab(MENU + FIGURE.format("follows", "black") + '<p><a href="#">a link</a></p></main>' + SWITCH)
     assert [finding for gate in browser.EVERYWHERE for finding in gate(page)] == []
 
 
+@in_a_browser
 @pytest.mark.parametrize(
     ("text", "why"),
     [
@@ -212,6 +217,7 @@ def test_errors_and_requests_that_leave_are_found(tab, text, why):
     assert _found(browser.noises, page)[0].startswith(why)
 
 
+@in_a_browser
 def test_a_page_wider_than_the_window_is_found(tab):
     scrolls = "<div style='overflow-x: auto'><div style='width: 2000px'>x</div></div>"
     assert browser.overflow(tab(scrolls)) == []
@@ -219,6 +225,7 @@ def test_a_page_wider_than_the_window_is_found(tab):
     assert len(browser.overflow(tab("<div style='width: 800px; height: 1px'></div>"))) == 2
 
 
+@in_a_browser
 @pytest.mark.parametrize(
     ("text", "why"),
     [
@@ -231,6 +238,7 @@ def test_a_figure_or_theme_that_does_not_follow_is_found(tab, text, why):
     assert [finding.startswith(why) for finding in _found(browser.figures, tab(text))] == [True]
 
 
+@in_a_browser
 @pytest.mark.parametrize(
     ("text", "why"),
     [
@@ -258,6 +266,7 @@ setTimeout(() => { document.getElementById("search-results").innerHTML =
 </script>"""
 
 
+@in_a_browser
 def test_a_search_that_does_not_find_a_words_own_page_is_found(chromium, tmp_path):
     (tmp_path / "search.html").write_text(SEARCH)
     with browser.served(tmp_path) as address:
@@ -280,6 +289,7 @@ button.onclick = () => {
 </script>"""
 
 
+@in_a_browser
 @pytest.mark.parametrize(
     ("old", "new", "why"),
     [
@@ -298,6 +308,7 @@ def test_a_table_that_does_not_sort_by_keyboard_is_found(tab, monkeypatch, old, 
     assert [finding.startswith(why) for finding in found] == [True] if why else found == []
 
 
+@in_a_browser
 def test_a_browser_looks_at_every_page_and_counts(chromium, tmp_path):
     for name, text in {
         "index.html": MENU + SWITCH,

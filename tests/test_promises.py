@@ -299,6 +299,7 @@ def test_a_batch_is_each_of_its_members_or_refused(op, variant, device):
             torch.testing.assert_close(found[i], right, equal_nan=True)
 
 
+@seldom_interpreted
 @each_of_ours
 def test_a_view_that_overlaps_itself_is_right_or_refused(op, variant, device):
     """Each argument in turn: its first row, over and over, of one row of memory."""

@@ -285,6 +285,7 @@ def test_a_rank_that_dies_ends_the_others_with_its_error(page, path):
     assert time.monotonic() - start < 60  # to start them takes its time where the machine is busy
 
 
+@pytest.mark.slow_interpreted
 def test_two_machines_are_two_torchruns_of_the_same_script_and_neither_outlives_the_other(page, path, tmp_path):
     rows, port = tmp_path / "rows.csv", str(20_000 + os.getpid() % 20_000)
     env = os.environ | {"FUSEBOOK_RANKS": f"meets_and_dies={rows}", "OMP_NUM_THREADS": "1"}
