@@ -429,6 +429,17 @@ def test_torch_computes_by_aten_and_once_more_as_installed_where_that_differs(mo
     assert outside > 1 if differs else outside == (handed_over == "softmax")
 
 
+def test_a_row_tells_what_ran_beside_its_versions(monkeypatch):
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "0")
+    monkeypatch.setattr(machines, "overrides", lambda: "topk")
+    monkeypatch.setattr(machines, "versions", lambda *names: {name: "1.2" for name in names})
+    (told,) = set(bench.run(toy(), config="16", repeat=2, warmup=0, progress=False)["versions"])
+    assert told == (
+        "torch 1.2; triton 1.2; nvidia-cutlass-dsl 1.2; apache-tvm-ffi 1.2; torch-overrides topk; "
+        "TRITON_DEFAULT_FP_FUSION 0"
+    )
+
+
 def test_what_torch_hands_over_is_listed_or_unknown(monkeypatch):
     class Native:
         available_dsls = ("triton", "other")

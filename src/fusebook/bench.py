@@ -179,8 +179,8 @@ class Origin:
         The name of what a page measured by itself.
     date, versions, commit : str
         Of the run, where rows do not say so themselves.
-    function, source : str
-        Digest of the function by which a page measured; `source` of its text, in older records.
+    function : str
+        Digest of the function by which a page measured.
     """
 
     machine: machines.Machine | None
@@ -192,7 +192,6 @@ class Origin:
     versions: str = ""
     commit: str = ""
     function: str = ""
-    source: str = ""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Origin:
         """Itself, which nobody can change: pandas copies a frame's attrs at every step, deeply."""

@@ -192,7 +192,7 @@ def read(name: str | Op, gpu: str | None = None, root: pathlib.Path | None = Non
     on = _machine_beside(file if "/" not in name else file.parent)
     if "/" not in name:
         frame["stale"] = _reasons(frame, card, on) if card else ""
-    told = {k: more[k] for k in ("versions", "date", "commit", "function", "source") if k in more}
+    told = {k: more[k] for k in ("versions", "date", "commit", "function") if k in more}
     frame.attrs["origin"] = Origin(on, measured=False, path=file, stale=_summed(frame), **told)
     return frame
 

@@ -6,8 +6,6 @@ import argparse
 import contextlib
 import dataclasses
 import datetime as dt
-import hashlib
-import inspect
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -455,7 +453,7 @@ def measured(
             _nothing(f"{name} on {machine.slug()}", "nox -s record")
         frame = _noted(record.read(record_name, found[0].name, found[0].parent))
         was = frame.attrs["origin"]
-        same = was.function == launches.digest(function) if was.function else was.source == _text(function)
+        same = was.function == launches.digest(function)
         if not same:
             _place.due("device" if by_device else "host")
         stale = () if same else (f"how {name} is measured",)
@@ -557,11 +555,3 @@ def explored(
         if not found:
             _nothing(f"explored problems on {slug}", f"python -m fusebook.explore all --seed {seed}", excused=True)
     return {name: frame for name, frame in found.items() if len(frame)}
-
-
-def _text(function: Callable[[], Any]) -> str:
-    """The text of a function, by which older records know it."""
-    try:
-        return hashlib.sha256(inspect.getsource(function).encode()).hexdigest()[:16]
-    except (OSError, TypeError):
-        return ""
