@@ -9,11 +9,8 @@
 #include <dlfcn.h>
 #include <pthread.h>
 #include <stdarg.h>
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-
-#define EXPORT __attribute__((visibility("default")))
 
 /* One compiled kernel. `limit` is the largest size that this variant takes at once; where none is large enough, the
  * last one goes on in tiles. */
@@ -416,28 +413,6 @@ enum { OP_SOFTMAX, OP_SCATTER, OP_MASKED };
 static const char *const NAMES[] = {"Softmax", "ScatterNDOfShape", "MaskedScatterNDOfShape"};
 static const int ELEMENTS[] = {FLOAT32, FLOAT16, BFLOAT16, FLOAT64};
 
-typedef struct {
-  CustomOp op;
-  int which, element, cuda;
-} Overload;
-
-#define OVERLOAD(op) ((const Overload *)(op))
-static const char *get_name(const CustomOp *op) { return NAMES[OVERLOAD(op)->which]; }
-static const char *get_provider(const CustomOp *op) {
-  return OVERLOAD(op)->cuda ? "CUDAExecutionProvider" : "CPUExecutionProvider";
-}
-static size_t get_input_count(const CustomOp *op) { return OVERLOAD(op)->which == OP_SOFTMAX ? 1 : 3; }
-static size_t get_output_count(const CustomOp *op) { return (void)op, 1; }
-static int get_input_type(const CustomOp *op, size_t i) {
-  return OVERLOAD(op)->which == OP_SOFTMAX || i == 2 ? OVERLOAD(op)->element : INT64;
-}
-static int get_output_type(const CustomOp *op, size_t i) { return (void)i, OVERLOAD(op)->element; }
-static int get_characteristic(const CustomOp *op, size_t i) { return (void)op, (void)i, REQUIRED; }
-static int get_memory(const CustomOp *op, size_t i) {
-  return OVERLOAD(op)->which != OP_SOFTMAX && i == 0 ? MEMORY_OF_HOST : MEMORY_OF_PROVIDER;
-}
-static int one(const CustomOp *op) { return (void)op, 1; }
-
 /* An attribute that a node may leave out. One that is there with another type is refused, not taken for absent. */
 static Status integer(Api api, const void *info, const char *op, const char *name, int64_t *out) {
   float real;
@@ -456,7 +431,7 @@ static Status integer(Api api, const void *info, const char *op, const char *nam
 }
 
 static Status create_kernel(const CustomOp *op, Api api, const void *info, void **out) {
-  int which = OVERLOAD(op)->which;
+  int which = (int)OVERLOAD(op)->number;
   Kernel made = {api, -1, which == OP_MASKED ? -1 : INT64_MIN};
   Status status = NULL;
   if (!OVERLOAD(op)->cuda)
@@ -495,15 +470,15 @@ static Status define(Api api) {
   for (int which = 0; which < 3; which++)
     for (int type = 0; type < 4; type++)
       for (int on_gpu = 0; on_gpu < 2 && BUILT[type]; on_gpu++, o++) {
-        *o = (Overload){.which = which, .element = ELEMENTS[type], .cuda = on_gpu};
-        o->op = (CustomOp){
-            .version = FUSEBOOK_API_VERSION, .GetName = get_name, .GetExecutionProviderType = get_provider,
-            .GetInputType = get_input_type, .GetInputTypeCount = get_input_count, .GetOutputType = get_output_type,
-            .GetOutputTypeCount = get_output_count, .KernelDestroy = destroy_kernel,
-            .GetInputCharacteristic = get_characteristic, .GetOutputCharacteristic = get_characteristic,
-            .GetInputMemoryType = get_memory, .GetVariadicInputMinArity = one, .GetVariadicInputHomogeneity = one,
-            .GetVariadicOutputMinArity = one, .GetVariadicOutputHomogeneity = one, .CreateKernelV2 = create_kernel,
-            .KernelComputeV2 = compute[which]};
+        *o = (Overload){.number = which, .name = NAMES[which], .cuda = on_gpu, .inputs = 1, .outputs = 1,
+                        .input_types = {ELEMENTS[type]}, .output_types = {ELEMENTS[type]}};
+        if (which != OP_SOFTMAX) { /* shape, indices and updates */
+          o->inputs = 3;
+          o->input_types[0] = o->input_types[1] = INT64;
+          o->input_types[2] = ELEMENTS[type];
+          o->on_host[0] = 1;
+        }
+        answer(o, create_kernel, compute[which], destroy_kernel);
         if (!status) status = CustomOpDomain_Add(api)(made, &o->op);
       }
   if (!status) domain = made;
@@ -511,13 +486,9 @@ static Status define(Api api) {
 }
 
 EXPORT Status RegisterCustomOps(void *options, const ApiBase *base) {
-  Api api = base->GetApi(FUSEBOOK_API_VERSION);
   Status status = NULL;
-  if (!api) {
-    api = base->GetApi(1);
-    return api ? refuse(api, ORT_NOT_IMPLEMENTED, "fusebook: needs ONNX Runtime 1.%d or later, got %s; install a later one",
-                        FUSEBOOK_API_VERSION, base->GetVersionString()) : NULL;
-  }
+  Api api = api_of(base, &status);
+  if (!api) return status;
   pthread_mutex_lock(&lock);
   if (!domain) status = define(api);
   pthread_mutex_unlock(&lock);

@@ -1,4 +1,5 @@
-/* What Fusebook uses of ONNX Runtime's C API, so that no header of its need be installed.
+/* What Fusebook uses of ONNX Runtime's C API, so that no header of its need be installed, and how its libraries describe
+ * their operators by it.
  *
  * OrtApi is a table of functions whose places never change: a function is reached by its number. OrtCustomOp only grows
  * at its end, and `version` says how much of it is there; 16 is the first whose kernels return a status, and every
@@ -9,7 +10,9 @@
 
 #include <stddef.h>
 #include <stdint.h>
+#include <stdio.h>
 
+#define EXPORT __attribute__((visibility("default")))
 #define FUSEBOOK_API_VERSION 16
 
 typedef void *Status; /* NULL is success */
@@ -98,6 +101,57 @@ static inline Status device_of(Api api, const void *value, int *device) {
   const void *memory = NULL;
   Status status = GetTensorMemoryInfo(api)(value, &memory);
   return status ? status : MemoryInfoGetId(api)(memory, device);
+}
+
+/* An operator for one choice of types and one provider, and what ONNX Runtime asks about it. */
+enum { MOST_VALUES = 32 };
+typedef struct {
+  CustomOp op; /* first: a pointer to it is a pointer to the whole */
+  size_t number;
+  const char *name;
+  int cuda;
+  size_t inputs, outputs;
+  int input_types[MOST_VALUES], output_types[MOST_VALUES];
+  int characteristics[MOST_VALUES], on_host[MOST_VALUES];
+} Overload;
+
+#define OVERLOAD(op) ((const Overload *)(op))
+static const char *get_name(const CustomOp *op) { return OVERLOAD(op)->name; }
+static const char *get_provider(const CustomOp *op) {
+  return OVERLOAD(op)->cuda ? "CUDAExecutionProvider" : "CPUExecutionProvider";
+}
+static int get_input_type(const CustomOp *op, size_t i) { return OVERLOAD(op)->input_types[i]; }
+static size_t get_input_count(const CustomOp *op) { return OVERLOAD(op)->inputs; }
+static int get_output_type(const CustomOp *op, size_t i) { return OVERLOAD(op)->output_types[i]; }
+static size_t get_output_count(const CustomOp *op) { return OVERLOAD(op)->outputs; }
+static int get_characteristic(const CustomOp *op, size_t i) { return OVERLOAD(op)->characteristics[i]; }
+static int always_required(const CustomOp *op, size_t i) { return (void)op, (void)i, REQUIRED; }
+static int get_memory(const CustomOp *op, size_t i) {
+  return OVERLOAD(op)->on_host[i] ? MEMORY_OF_HOST : MEMORY_OF_PROVIDER;
+}
+static int one(const CustomOp *op) { return (void)op, 1; }
+
+static inline void answer(Overload *o, Status (*create)(const CustomOp *, Api, const void *, void **),
+                          Status (*compute)(void *, void *), void (*destroy)(void *)) {
+  o->op = (CustomOp){
+      .version = FUSEBOOK_API_VERSION, .GetName = get_name, .GetExecutionProviderType = get_provider,
+      .GetInputType = get_input_type, .GetInputTypeCount = get_input_count, .GetOutputType = get_output_type,
+      .GetOutputTypeCount = get_output_count, .KernelDestroy = destroy, .GetInputCharacteristic = get_characteristic,
+      .GetOutputCharacteristic = always_required, .GetInputMemoryType = get_memory, .GetVariadicInputMinArity = one,
+      .GetVariadicInputHomogeneity = one, .GetVariadicOutputMinArity = one, .GetVariadicOutputHomogeneity = one,
+      .CreateKernelV2 = create, .KernelComputeV2 = compute};
+}
+
+/* The API of an ONNX Runtime; NULL, and why, where it is too old. */
+static inline Api api_of(const ApiBase *base, Status *why) {
+  char message[256];
+  Api api = base->GetApi(FUSEBOOK_API_VERSION), old;
+  if (api) return api;
+  snprintf(message, sizeof message, "fusebook: needs ONNX Runtime 1.%d or later, got %s; install a later one",
+           FUSEBOOK_API_VERSION, base->GetVersionString());
+  old = base->GetApi(1);
+  *why = old ? CreateStatus(old)(ORT_NOT_IMPLEMENTED, message) : NULL;
+  return NULL;
 }
 
 #endif

@@ -5,13 +5,10 @@
  */
 #include "ort_api.h"
 
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
-#define EXPORT __attribute__((visibility("default")))
-
-enum { MOST_VALUES = 32, MESSAGE = 2048 };
+enum { MESSAGE = 2048 };
 
 /* DLPack 0.x, as every framework takes it. */
 typedef struct {
@@ -71,16 +68,6 @@ typedef int (*Compute)(size_t kernel, DLManagedTensor **inputs, void *context, v
 typedef void (*Destroy)(size_t kernel);
 
 typedef struct {
-  CustomOp op; /* first: a pointer to it is a pointer to the whole */
-  size_t number;
-  char *name;
-  int cuda;
-  size_t inputs, outputs;
-  int input_types[MOST_VALUES], output_types[MOST_VALUES];
-  int characteristics[MOST_VALUES], on_host[MOST_VALUES];
-} Overload;
-
-typedef struct {
   const Overload *op;
   Api api;
   size_t number;
@@ -99,22 +86,6 @@ typedef struct {
 } Selection;
 
 static Selection *selected;
-
-#define OVERLOAD(op) ((const Overload *)(op))
-static const char *get_name(const CustomOp *op) { return OVERLOAD(op)->name; }
-static const char *get_provider(const CustomOp *op) {
-  return OVERLOAD(op)->cuda ? "CUDAExecutionProvider" : "CPUExecutionProvider";
-}
-static int get_input_type(const CustomOp *op, size_t i) { return OVERLOAD(op)->input_types[i]; }
-static size_t get_input_count(const CustomOp *op) { return OVERLOAD(op)->inputs; }
-static int get_output_type(const CustomOp *op, size_t i) { return OVERLOAD(op)->output_types[i]; }
-static size_t get_output_count(const CustomOp *op) { return OVERLOAD(op)->outputs; }
-static int get_characteristic(const CustomOp *op, size_t i) { return OVERLOAD(op)->characteristics[i]; }
-static int always_required(const CustomOp *op, size_t i) { return (void)op, (void)i, REQUIRED; }
-static int get_memory(const CustomOp *op, size_t i) {
-  return OVERLOAD(op)->on_host[i] ? MEMORY_OF_HOST : MEMORY_OF_PROVIDER;
-}
-static int one(const CustomOp *op) { return (void)op, 1; }
 
 static Status failed(Api api, const char *message, const char *name) {
   char whole[MESSAGE + 256];
@@ -210,21 +181,7 @@ EXPORT void *fusebook_define(size_t number, const char *name, int cuda, size_t i
   memcpy(o->characteristics, characteristics, inputs * sizeof *characteristics);
   memcpy(o->on_host, on_host, inputs * sizeof *on_host);
   memcpy(o->output_types, output_types, outputs * sizeof *output_types);
-  o->op.version = FUSEBOOK_API_VERSION;
-  o->op.GetName = get_name;
-  o->op.GetExecutionProviderType = get_provider;
-  o->op.GetInputType = get_input_type;
-  o->op.GetInputTypeCount = get_input_count;
-  o->op.GetOutputType = get_output_type;
-  o->op.GetOutputTypeCount = get_output_count;
-  o->op.KernelDestroy = destroy_kernel;
-  o->op.GetInputCharacteristic = get_characteristic;
-  o->op.GetOutputCharacteristic = always_required;
-  o->op.GetInputMemoryType = get_memory;
-  o->op.GetVariadicInputMinArity = o->op.GetVariadicOutputMinArity = one;
-  o->op.GetVariadicInputHomogeneity = o->op.GetVariadicOutputHomogeneity = one;
-  o->op.CreateKernelV2 = create_kernel;
-  o->op.KernelComputeV2 = compute_kernel;
+  answer(o, create_kernel, compute_kernel, destroy_kernel);
   return o;
 }
 
@@ -260,43 +217,32 @@ EXPORT DLManagedTensor *fusebook_output(Running *running, size_t i, const int64_
 }
 
 /* An attribute of a node, or 0 where it has none of that name and kind. */
-EXPORT int fusebook_int(Api api, const void *info, const char *name, int64_t *out) {
-  Status status = KernelInfoGetAttribute_int64(api)(info, name, out);
+static int there(Api api, Status status) {
   if (status) ReleaseStatus(api)(status);
   return !status;
+}
+EXPORT int fusebook_int(Api api, const void *info, const char *name, int64_t *out) {
+  return there(api, KernelInfoGetAttribute_int64(api)(info, name, out));
 }
 EXPORT int fusebook_float(Api api, const void *info, const char *name, float *out) {
-  Status status = KernelInfoGetAttribute_float(api)(info, name, out);
-  if (status) ReleaseStatus(api)(status);
-  return !status;
+  return there(api, KernelInfoGetAttribute_float(api)(info, name, out));
 }
 EXPORT int fusebook_string(Api api, const void *info, const char *name, char *out, size_t *size) {
-  Status status = KernelInfoGetAttribute_string(api)(info, name, out, size);
-  if (status) ReleaseStatus(api)(status);
-  return !status;
+  return there(api, KernelInfoGetAttribute_string(api)(info, name, out, size));
 }
 EXPORT int fusebook_ints(Api api, const void *info, const char *name, int64_t *out, size_t *count) {
-  Status status = KernelInfoGetAttributeArray_int64(api)(info, name, out, count);
-  if (status) ReleaseStatus(api)(status);
-  return !status;
+  return there(api, KernelInfoGetAttributeArray_int64(api)(info, name, out, count));
 }
 EXPORT int fusebook_floats(Api api, const void *info, const char *name, float *out, size_t *count) {
-  Status status = KernelInfoGetAttributeArray_float(api)(info, name, out, count);
-  if (status) ReleaseStatus(api)(status);
-  return !status;
+  return there(api, KernelInfoGetAttributeArray_float(api)(info, name, out, count));
 }
 
 /* For ONNX Runtime ---------------------------------------------------------------------------------------------- */
 
 EXPORT Status RegisterCustomOps(void *options, const ApiBase *base) {
-  Api api = base->GetApi(FUSEBOOK_API_VERSION);
-  if (!api) {
-    char message[256];
-    snprintf(message, sizeof message, "fusebook: needs ONNX Runtime 1.%d or later, got %s; install a later one",
-             FUSEBOOK_API_VERSION, base->GetVersionString());
-    api = base->GetApi(1);
-    return api ? CreateStatus(api)(ORT_NOT_IMPLEMENTED, message) : NULL;
-  }
+  Status why;
+  Api api = api_of(base, &why);
+  if (!api) return why;
   if (!selected || !create)
     return CreateStatus(api)(ORT_INVALID_ARGUMENT, "fusebook: this library is registered by fusebook.ort.register");
   if (!selected->domain) {
