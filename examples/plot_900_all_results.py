@@ -29,7 +29,7 @@ Read before: 002.
 # sphinx_gallery_tags = ["results", "roofline"]
 import fusebook  # noqa: F401  before triton: it decides how kernels run
 from fusebook import plots, tables
-from fusebook.cards import MODULES, OPS
+from fusebook.cards import FAMILIES, OPS
 from fusebook.page import (
     changed,
     claim,
@@ -90,11 +90,11 @@ table(summary, "Shares of roof and copy by operator and way, cold")
 on = next(iter(found.values())).attrs["origin"].machine
 families = {
     module.__name__.split(".")[-1].replace("_", " "): pd.concat(
-        [found[op.name] for op in module.OPS if op.name in found],
+        [found[op.name] for op in family if op.name in found],
         ignore_index=True,
     )
-    for module in MODULES
-    if any(op.name in found for op in module.OPS)
+    for module, family in FAMILIES.items()
+    if any(op.name in found for op in family)
 }
 panels = plots.roofline(families, on)
 

@@ -55,8 +55,8 @@ def pages():
     from fusebook import cards
 
     told = {}
-    for module in cards.MODULES:
-        told.setdefault(f"{module.PAGE:03}", []).extend(f"`{op.name}`" for op in module.OPS)
+    for module, family in cards.FAMILIES.items():
+        told.setdefault(f"{module.PAGE:03}", []).extend(f"`{op.name}`" for op in family)
     rows = ["| page | to have read | operators |", "| --- | --- | --- |"]
     for number, page in site.pages().items():
         title = f"{number} [{page.title}](examples/{page.path.name})"

@@ -22,7 +22,7 @@ def families():
     import fusebook
     from fusebook import cards
 
-    told = {module.__name__.rpartition(".")[2]: f"{module.PAGE:03}" for module in cards.MODULES}
+    told = {module.__name__.rpartition(".")[2]: f"{module.PAGE:03}" for module in cards.FAMILIES}
     found = {}
     for name in fusebook.__all__:
         function = getattr(fusebook, name)

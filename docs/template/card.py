@@ -11,7 +11,7 @@ from fusebook.inputs import rough
 from fusebook.kernels.squared_relu import squared_relu, squared_relu_eager
 from fusebook.op import Cost, Dims, Op, Variant
 
-__all__ = ["OPS", "PAGE", "SQUARED_RELU"]
+__all__ = ["PAGE", "SQUARED_RELU"]
 
 #: The page that tells of them.
 PAGE = 109
@@ -59,5 +59,3 @@ SQUARED_RELU = Op(
     edges=[{"M": 1, "N": 1}, {"M": 3, "N": 781}, {"M": 0, "N": 5}],
     rows=(0,),
 )
-
-OPS = (SQUARED_RELU,)

@@ -15,7 +15,7 @@ from fusebook.cards._peers import compiled
 from fusebook.kernels.adamw import adamw_step, adamw_step_eager
 from fusebook.op import Cost, Dims, Op, Variant
 
-__all__ = ["ADAMW_STEP", "OPS", "PAGE"]
+__all__ = ["ADAMW_STEP", "PAGE"]
 
 #: The page that tells of it.
 PAGE = 304
@@ -222,4 +222,3 @@ ADAMW_STEP = Op(
     dtypes=(torch.float32, torch.bfloat16, torch.float64),
     meaning=_whole,
 )
-OPS = (ADAMW_STEP,)

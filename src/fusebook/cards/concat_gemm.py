@@ -25,7 +25,7 @@ from fusebook.inputs import rough
 from fusebook.kernels.concat_gemm import concat_gemm, concat_gemm_eager
 from fusebook.op import Cost, Dims, Op, Variant
 
-__all__ = ["CONCAT_GEMM", "OPS", "PAGE"]
+__all__ = ["CONCAT_GEMM", "PAGE"]
 
 #: The page that tells of them.
 PAGE = 201
@@ -224,4 +224,3 @@ CONCAT_GEMM = Op(
     rows=(0,),
     dtypes=(torch.float32, torch.bfloat16),  # each kernel compiles for seconds; float16 has tests of its own
 )
-OPS = (CONCAT_GEMM,)

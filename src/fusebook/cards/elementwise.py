@@ -36,7 +36,6 @@ __all__ = [
     "EXP",
     "MULTIPLY",
     "MULTIPLY_ADD",
-    "OPS",
     "PAGE",
     "SILU",
     "cuda_source",
@@ -414,13 +413,4 @@ EXP = Op(
     draw=_draw,
     edges=_ONE_EDGES,
     rows=(0,),
-)
-OPS = (
-    MULTIPLY,
-    DOUBLE,
-    ADD_SUB,
-    MULTIPLY_ADD,
-    SILU,
-    ADD_ADD_MULTIPLY,
-    EXP,
 )

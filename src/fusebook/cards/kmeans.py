@@ -18,7 +18,7 @@ from fusebook.kernels.kmeans import kmeans_assign, kmeans_assign_eager
 from fusebook.kernels.kmeans_update import kmeans_update, kmeans_update_eager
 from fusebook.op import Cost, Dims, Op, Variant
 
-__all__ = ["KMEANS_ASSIGN", "KMEANS_STEP", "KMEANS_UPDATE", "OPS", "PAGE"]
+__all__ = ["KMEANS_ASSIGN", "KMEANS_STEP", "KMEANS_UPDATE", "PAGE"]
 
 #: The page that tells of them.
 PAGE = 303
@@ -347,9 +347,4 @@ KMEANS_STEP = Op(
     edges=(_point(2100, 2, 2), _point(50, 3, 3, "uint8"), _point(64, 16, 5, "int32")),
     dtypes=DTYPES,
     meaning=_meaning_step,
-)
-OPS = (
-    KMEANS_ASSIGN,
-    KMEANS_UPDATE,
-    KMEANS_STEP,
 )

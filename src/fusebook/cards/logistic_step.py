@@ -15,7 +15,7 @@ from fusebook.kernels._operator import accumulated
 from fusebook.kernels.logistic_step import logistic_fit, logistic_step, logistic_step_eager
 from fusebook.op import Cost, Dims, Op, Variant
 
-__all__ = ["LOGISTIC_FIT", "LOGISTIC_STEP", "OPS", "PAGE"]
+__all__ = ["LOGISTIC_FIT", "LOGISTIC_STEP", "PAGE"]
 
 #: The page that tells of them.
 PAGE = 301
@@ -311,8 +311,4 @@ LOGISTIC_FIT = Op(
     draw=_draw_fit,
     edges=({"N": 13, "D": 7, "steps": 3}, {"N": 5, "D": 0, "steps": 2}, {"N": 3, "D": 4, "steps": 0}),
     dtypes=(torch.float32, torch.float64),
-)
-OPS = (
-    LOGISTIC_STEP,
-    LOGISTIC_FIT,
 )

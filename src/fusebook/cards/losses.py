@@ -24,7 +24,7 @@ from fusebook.kernels.linear_cross_entropy import (
 )
 from fusebook.op import Cost, Dims, Op, Variant
 
-__all__ = ["CROSS_ENTROPY", "LINEAR_CROSS_ENTROPY", "OPS", "PAGE"]
+__all__ = ["CROSS_ENTROPY", "LINEAR_CROSS_ENTROPY", "PAGE"]
 
 #: The page that tells of them.
 PAGE = 105
@@ -302,8 +302,4 @@ LINEAR_CROSS_ENTROPY = Op(
     ),
     dtypes=(torch.float32, torch.bfloat16, torch.float16, torch.float64),  # the plainest first, which tests take
     meaning=_added_up,
-)
-OPS = (
-    CROSS_ENTROPY,
-    LINEAR_CROSS_ENTROPY,
 )

@@ -16,7 +16,7 @@ from fusebook.ort.aot import cached
 from fusebook.ort.custom import _ELEMENTS
 from fusebook.ort.nodes import NODES
 
-__all__ = ["MODELS", "NODES_OF_ONNX_RUNTIME", "OPS", "PAGE", "model"]
+__all__ = ["MODELS", "NODES_OF_ONNX_RUNTIME", "PAGE", "model"]
 
 #: The page that tells of them.
 PAGE = 501
@@ -142,5 +142,3 @@ NODES_OF_ONNX_RUNTIME = Op(
     draw=_card.draw,
     edges=_card.edges,
 )
-
-OPS = (NODES_OF_ONNX_RUNTIME,)

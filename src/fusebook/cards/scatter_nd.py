@@ -21,7 +21,7 @@ from fusebook.kernels.scatter_nd import (
 )
 from fusebook.op import Cost, Dims, Op, Variant
 
-__all__ = ["EMBEDDING_BACKWARD", "MASKED_SCATTER_ND", "OPS", "PAGE", "SCATTER_ND_OF_SHAPE"]
+__all__ = ["EMBEDDING_BACKWARD", "MASKED_SCATTER_ND", "PAGE", "SCATTER_ND_OF_SHAPE"]
 
 #: The page that tells of them.
 PAGE = 103
@@ -313,9 +313,4 @@ EMBEDDING_BACKWARD = Op(
     },
     draw=_draw_embedding,
     edges=(_point(1, 1, 1), _point(7, 100, 70), _point(9, 12, 40, "zipf"), _point(6, 8, 20, "equal"), _point(5, 3, 0)),
-)
-OPS = (
-    MASKED_SCATTER_ND,
-    SCATTER_ND_OF_SHAPE,
-    EMBEDDING_BACKWARD,
 )

@@ -15,7 +15,7 @@ from fusebook.kernels.softmax import softmax, softmax_eager
 from fusebook.kernels.softmax_backward import softmax_backward, softmax_backward_eager
 from fusebook.op import Cost, Dims, Op, Variant
 
-__all__ = ["OPS", "PAGE", "SOFTMAX", "SOFTMAX_BACKWARD"]
+__all__ = ["PAGE", "SOFTMAX", "SOFTMAX_BACKWARD"]
 
 #: The page that tells of them.
 PAGE = 102
@@ -198,8 +198,4 @@ SOFTMAX_BACKWARD = Op(
     edges=_EDGES,
     dtypes=FLOATING,
     rows=(0, 1),
-)
-OPS = (
-    SOFTMAX,
-    SOFTMAX_BACKWARD,
 )

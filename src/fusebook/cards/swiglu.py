@@ -16,7 +16,7 @@ from fusebook.inputs import rough
 from fusebook.kernels.swiglu import swiglu, swiglu_eager
 from fusebook.op import Cost, Dims, Op, Variant
 
-__all__ = ["OPS", "PAGE", "SWIGLU"]
+__all__ = ["PAGE", "SWIGLU"]
 
 #: The page that tells of them.
 PAGE = 202
@@ -169,4 +169,3 @@ SWIGLU = Op(
     dtypes=(torch.float32, torch.bfloat16),
     rows=(0,),
 )
-OPS = (SWIGLU,)

@@ -177,7 +177,7 @@ def page_of(op: Op) -> int:
     int
         Of the module of its card.
     """
-    return next(module.PAGE for module in cards.MODULES if any(card.name == op.name for card in module.OPS))
+    return next(module.PAGE for module, family in cards.FAMILIES.items() if op.name in {card.name for card in family})
 
 
 def verdict(op: Op, frame: pd.DataFrame) -> Verdict:
