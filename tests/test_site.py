@@ -23,7 +23,7 @@ import new_kernel
 import readme
 import warm
 from fusebook.cards import OPS
-from fusebook.page import _place
+from fusebook.page import NoResults, _place
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -68,12 +68,8 @@ def _script():
     return {"execute_script": True, "fake_main": types.ModuleType("__main__")}
 
 
-class _Stop(SystemExit):
-    banner = "<p>run it</p>"
-
-
-def _stop():
-    raise _Stop("run it")
+def _stop(excused=False):
+    raise NoResults("run it", excused=excused)
 
 
 def test_a_page_without_results_stops_and_shows_a_banner_once(monkeypatch):
@@ -102,13 +98,7 @@ def test_under_strict_a_page_without_results_that_is_excused_is_built(monkeypatc
     runner = gallery_hooks.Runner()
     runner.script = _script()
 
-    class Excused(_Stop):
-        excused = True
-
-    def excused():
-        raise Excused("run it")
-
-    runner(excused)
+    runner(lambda: _stop(excused=True))
     assert "<p>run it</p>" in gallery_hooks.banner(None, runner.script, {})
 
 
@@ -122,7 +112,7 @@ def test_a_page_that_just_exits_is_not_taken_for_one_without_results(monkeypatch
 
 def test_the_next_page_starts_afresh():
     runner = gallery_hooks.runner
-    runner.script = {"banner": _Stop("run it")}
+    runner.script = {"banner": NoResults("run it")}
     fresh = _script()
     assert gallery_hooks.reset_argv({}, fresh) == []
     assert runner(lambda: 1) == (0.0, 1)

@@ -10,7 +10,6 @@ show.
 """
 
 import contextlib
-import html
 import os
 import re
 from pathlib import Path
@@ -145,12 +144,7 @@ def banner(block, block_vars, gallery_conf):
     if stop is None or block_vars.get("banner shown"):
         return ""
     block_vars["banner shown"] = True
-    shown = stop.banner() if callable(stop.banner) else stop.banner
-    if hasattr(shown, "_repr_html_"):
-        shown = shown._repr_html_()
-    if not isinstance(shown, str) or "<" not in shown:
-        shown = f'<div class="admonition warning fusebook-banner"><p>{html.escape(str(stop))}</p></div>'
-    lines = "\n".join(f"    {line}" for line in shown.splitlines())
+    lines = "\n".join(f"    {line}" for line in stop.banner._repr_html_().splitlines())
     return f"\n.. raw:: html\n\n{lines}\n"
 
 
