@@ -579,9 +579,10 @@ table(
 # Where the points are
 # ~~~~~~~~~~~~~~~~~~~~
 #
-# Where the points are decides how many are in doubt. Far from the origin the
-# shift takes care of it. *Rough* is the worst case: centres as far apart as
-# the clusters are from the origin, and every point is compared three times.
+# Where the points are decides how many the screen leaves in doubt. Far from
+# the origin the shift takes care of it. *Rough* is the worst case: centres as
+# far apart as the clusters are from the origin. There the screen tells next to
+# nothing, and the product in float64 does it all again.
 
 laws = asked.results(
     config="laws", dtype="float32", variants=("torch.cdist", "fusebook")
