@@ -134,7 +134,7 @@ def test_a_product_that_rounding_turns_around_is_in_doubt(device):
     sign = torch.where(torch.arange(d, device=device) % 2 == 0, 1.0, -1.0)
     halfway = 1 + 2.0**-11  # between two numbers of TF32
     point = halfway - sign * 2.0**-20  # with the sign of the nearer centre rounded down, against it up
-    point[0] += 2.0**-6
+    point[0] += 2.0**-8
     assert by(Plan("screen", 16, 16, d), point.repeat(40, 1), torch.stack([sign, -sign])).tolist() == [0] * 40
 
 
@@ -555,10 +555,21 @@ def test_of_centres_equally_near_but_for_rounding_the_lowest_wins(device):
     """Each point lies halfway between two centres, exactly; products of float64 round to one side or the other."""
     rng = generator(5, device)
     points, way = ((torch.randn(30, 12, generator=rng, device=device).double() * m).round() for m in (2.0**35, 2.0**30))
-    centres = torch.stack([points + way, points - way], 1).flatten(0, 1)
+    beside = torch.stack([points + way, points - way], 1).flatten(0, 1)
+    apart = torch.cat([points + way, points - way])  # in other tiles, and in other parts
     for steps in (1, 9):
         plan = Plan("product", 16, 16, 16, steps=steps, precision="ieee")
-        assert by(plan, points, centres).tolist() == [*range(0, 60, 2)]
+        assert by(plan, points, beside).tolist() == [*range(0, 60, 2)]
+        assert by(plan, points, apart).tolist() == [*range(30)]
+
+
+@pytest.mark.parametrize("plan", OTHERS, ids=named)
+def test_an_infinite_point_is_as_far_from_all_centres(plan, device):
+    """A product with it is infinite, and of the sign that looks nearest."""
+    points, centres = drawn("near", device, n=9, d=20, k=25)
+    centres[:, 3] = torch.linspace(-1, 1, 25, device=device)
+    points[2, 3], points[5, 3] = math.inf, -math.inf
+    assert torch.equal(by(plan, points, centres), nearest(points, centres))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device with room")
