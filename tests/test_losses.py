@@ -106,10 +106,11 @@ def test_a_second_backward_pass_finds_the_gradient_anew(reduction):
     for _ in range(2):
         (got,) = torch.autograd.grad(loss, own, g, retain_graph=True)
         assert_close(got, dx)
-    (again,) = torch.autograd.grad(loss, own, g, create_graph=True)
-    assert_close(again.detach(), dx)
-    with pytest.raises(NotImplementedError, match="cross_entropy: expected first derivatives to be asked for"):
-        again.sum().backward()
+    for once in (loss, fusebook.cross_entropy(own, target, reduction=reduction)):
+        (again,) = torch.autograd.grad(once, own, g, create_graph=True)
+        assert_close(again.detach(), dx)
+        with pytest.raises(NotImplementedError, match="cross_entropy: expected first derivatives to be asked for"):
+            again.sum().backward()
 
 
 @pytest.mark.parametrize("inplace", [False, True])
@@ -250,6 +251,13 @@ def test_any_axes_and_strides():
         got, got_dx = fusebook.cross_entropy_with_gradient(given, classes, reduction="none")
         assert_close(got, loss.view(3, 2))
         assert_close(got_dx, dx.view(given.shape))
+    for dtype in (torch.float32, torch.bfloat16):  # of rows that begin elsewhere than those of their gradient
+        given, classes, _ = drawn(3, 5002, dtype)
+        given, classes = given[:, :5001], torch.where(classes < 0, classes, classes % 5001)
+        loss, dx = wanted(given, classes)
+        got, got_dx = fusebook.cross_entropy_with_gradient(given, classes)
+        assert_close(got, loss)
+        assert_close(got_dx, dx)
     assert_close(fusebook.cross_entropy(x[0, 0], target[0, 0]), wanted(x[0, :1], target[0, :1])[0])
 
 
@@ -269,14 +277,26 @@ def test_linear_cross_entropy_is_that_of_the_product(terms, rows):
     got = fusebook.linear_cross_entropy_with_gradients(h, head, target, rows=rows, **terms)
     own = [t.clone().requires_grad_() for t in (h, head)]
     by_autograd = fusebook.linear_cross_entropy(*own, target, rows=rows, **terms)
+    g = torch.arange(2.0, 2 + by_autograd.numel(), device=DEVICE, dtype=torch.float64)
+    scaled = dx * g[:, None]
     for _ in range(2):
-        again = torch.autograd.grad(2 * by_autograd.sum(), own, retain_graph=True)
-        assert_close(again[0] / 2, got[1])
-        assert_close(again[1] / 2, got[2])
+        again = torch.autograd.grad(by_autograd, own, g.view(by_autograd.shape), retain_graph=True)
+        assert_close(again[0], (scaled @ head).view(h.shape))
+        assert_close(again[1], scaled.T @ h.view(10, 6))
     assert torch.equal(by_autograd, got[0])
     assert_close(got[0].view(-1) if loss.dim() else got[0], loss)
     assert_close(got[1], (dx @ head).view(h.shape))
     assert_close(got[2], dx.T @ h.view(10, 6))
+
+
+def test_chunks_of_wide_rows_find_words_of_their_own():
+    rng = torch.Generator(DEVICE).manual_seed(1)
+    h, head = (torch.randn(*s, generator=rng, device=DEVICE) for s in ((3, 2), (33001, 2)))
+    target = torch.tensor([5, 33000, 0], device=DEVICE)
+    _, dx = wanted(h @ head.T, target)
+    _, dh, dhead = fusebook.linear_cross_entropy_with_gradients(h, head, target, rows=1)
+    assert_close(dh, dx @ head.double(), 256)
+    assert_close(dhead, dx.T @ h.double(), 256)
 
 
 def test_what_does_not_fit_a_head_is_refused():

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import fusebook
+import memcheck
 import warm
 from fusebook.kernels import _norms, norms_backward
 from fusebook.kernels._norms import norm_plan
@@ -90,11 +91,35 @@ def test_eight_bits_lie_within_half_a_step_and_use_them_all(n, dtype):
     assert torch.equal(again.float(), expected[0].float()) and torch.equal(same, expected[1])
 
 
-def test_eight_bits_of_a_wide_row_are_of_a_mean_and_squares_that_no_lane_has_alone():
-    x = made(2, 33000) + 2
+@pytest.mark.parametrize("n", [100, 33000])
+def test_eight_bits_of_a_row_are_of_its_own_mean_and_squares(n):
+    """Which no lane of a wide row has alone; and what is behind the row would be its largest number."""
+    x = made(2, n) + 40
     quantised, scale = fusebook.layer_norm(x, dtype=torch.int8)
-    want = F.layer_norm(x.double(), (33000,))
+    want = F.layer_norm(x.double(), (n,))
+    torch.testing.assert_close(scale.double(), want.abs().amax(-1, keepdim=True) / 127, rtol=1e-4, atol=0)
     assert ((quantised.double() * scale - want).abs() <= 0.51 * scale).all()
+
+
+@centred
+@pytest.mark.parametrize("n", [40, 5000, 33000])
+def test_rows_of_each_tensor_may_begin_at_a_distance_of_its_own(centred, n):
+    x, residual, dy, dtotal = (made(3, n + more, seed=more)[:, :n] for more in range(1, 5))
+    back, weight = fusebook.layer_norm_backward if centred else fusebook.rms_norm_backward, made(n)
+    calls = (OURS[centred], x), (SUMS[centred], x, residual), (back, x, dy, weight, None, dtotal)
+    for function, *given in calls[: 2 if n == 33000 else 3]:  # gradients of 5000 are shared, and wider ones take longer
+        dense = [None if t is None else t.contiguous() for t in given]
+        torch.testing.assert_close(function(*given), function(*dense))
+
+
+def test_numbers_that_begin_in_the_middle_of_a_word_are_no_pairs():
+    for function, n in ((fusebook.rms_norm, 33000), (fusebook.rms_norm_backward, 9000)):
+        memory = [made(2 * n + 1, dtype=torch.bfloat16, seed=i) for i in range(2)]
+        given = [numbers[1:].view(2, n) for numbers in memory[: 2 if n == 9000 else 1]]
+        with memcheck.guarded():
+            got = function(*given, memory[0][1 : n + 1])
+        want = function(*(t.clone() for t in given), memory[0][1 : n + 1].clone())
+        torch.testing.assert_close(got, want, **HALF)
 
 
 def test_a_row_of_zeros_has_the_scale_one_and_nan_shows_in_it():

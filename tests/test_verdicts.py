@@ -87,6 +87,16 @@ def test_ours_is_what_a_caller_gets_where_a_launcher_chooses(df, factor):
     assert found.points == len(points)
     least, most = sorted([factor * 1.01 / 1.2, 1.01 / 1.2])
     assert found.least == pytest.approx(least) and found.most == pytest.approx(most)
+    failed = pd.concat([chosen.assign(variant="fusebook (chosen)", status="wrong"), df], ignore_index=True)
+    found = verdicts.verdict(SOFTMAX, failed).torch["cold"]
+    assert found.points == len(points) and found.least == pytest.approx(found.most)
+
+
+def test_a_library_is_faster_where_it_wins_more_often_than_it_loses(df):
+    half = df["dtype"].eq("float32")
+    even = scaled(scaled(scaled(df, "quack", 100), "Liger", 100), "Liger", 1e-4, half)
+    assert verdicts.verdict(SOFTMAX, even).library == ""
+    assert verdicts.verdict(SOFTMAX, scaled(even, "Liger", 1e-4, even["N"].eq(even["N"].max()))).library == "Liger"
 
 
 def test_the_device_answers_where_the_caller_was_not_timed(df):
@@ -290,6 +300,49 @@ def test_the_table_of_verdicts_has_every_operator_and_links_to_its_page(monkeypa
     standing = verdicts.verdict(SOFTMAX, df).torch["paid"]
     assert f"<span>{standing.range}</span><small>{standing.counts}</small>" in shown
     assert "Test GPU" in shown
+
+
+def told(word="yes", wins=5, losses=5, library="", start="64x64 (all)", caller=3):
+    """What a record may say of an operator."""
+    paid = verdicts.Standing(caller, 0, 2)
+    return verdicts.Verdict(
+        SOFTMAX,
+        dict.fromkeys(verdicts.CLOCKS, paid),
+        dict.fromkeys(verdicts.CLOCKS, verdicts.Standing(wins, 0, losses)),
+        "paid", start, word, library, ("Liger", "quack"),
+    )  # fmt: skip
+
+
+def test_the_front_page_says_in_short_what_to_write(monkeypatch):
+    for made, line in (
+        (told(), "- **Write it, or call it from here:** ``softmax``."),
+        (told(wins=4, losses=6), "- **A library is as fast at most sizes:** ``softmax`` (Liger, quack)."),
+        (told("no gain"), "- **torch or torch.compile is as fast:** ``softmax``."),
+        (told("it depends"), "- **Look at the size first:** ``softmax``."),
+    ):
+        monkeypatch.setattr(front, "verdicts", lambda made=made: [made])
+        assert front.short() == line
+    assert front.word(told(library="quack")) == "yes; quack is faster" and front.word(told()) == "yes"
+    assert front.pays(told()) == "64x64" and front.pays(told(caller=0)) == "at no size"
+    assert front.pays(told(start=None)) == "not measured" and front.pays(told(start="")) == "at no size"
+
+
+def test_the_front_page_says_when_and_what_is_stale_or_left_out(monkeypatch, df):
+    for dates, said in {
+        ("2026-02-01", "2026-01-02"): "2026-01-02 to 2026-02-01",
+        ("2026-02-01",): "2026-02-01",
+    }.items():
+        frames = [df.assign(date=date) for date in dates]
+        assert front.origins(frames)[:2] == ("Test GPU", said)
+    stale = df.copy()
+    stale.attrs["origin"] = types.SimpleNamespace(stale=("3 rows",))
+    found = {"softmax": stale, "onnxruntime_nodes": df}
+    monkeypatch.setattr(front, "found", lambda: found)
+    monkeypatch.setattr(front, "verdicts", lambda: [told()])
+    assert front.left_out() == (
+        "Not in the table, as pages compare them: onnxruntime_nodes. Changed after they were timed, in some rows: "
+        "softmax. By the clock of one call that is waited for, ours is slower at 2 of 5 sizes."
+    )
 
 
 # All results
