@@ -11,6 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 import fusebook
 import warm
@@ -253,9 +255,41 @@ def again(n):
     return 0 if n == 0 else again(n - 1)
 
 
+def refuses(x):
+    if x is None:
+        raise ValueError
+    return x
+
+
+def refuses_otherwise(x):
+    if x is None:
+        raise TypeError
+    return x
+
+
+@triton.jit
+def specialised(x_ptr, n):
+    tl.store(x_ptr, n)
+
+
+@triton.jit(do_not_specialize=["n"])
+def not_specialised(x_ptr, n):
+    tl.store(x_ptr, n)
+
+
 def test_a_function_is_what_it_does(monkeypatch):
     assert launches.digest(uses) == launches.digest(uses_too) != launches.digest(uses_otherwise)
     assert launches.digest(again) == launches.digest(again)
+    assert launches.digest(refuses) != launches.digest(refuses_otherwise)
+    assert launches.digest(specialised) != launches.digest(not_specialised)
+
+    def adding(n):
+        def adds(x, n=n):
+            return x + n
+
+        return adds
+
+    assert launches.digest(adding(1)) == launches.digest(adding(1)) != launches.digest(adding(2))
     before = launches.digest(uses), launches.digest(functools.partial(uses, 1))
     assert before[1] != launches.digest(functools.partial(uses, 2)) != before[0]
     monkeypatch.setitem(globals(), "SCALE", 4)
