@@ -136,9 +136,10 @@ def integer(name: str, what: str, value: Any, remedy: str) -> int:
     """
     if isinstance(value, torch.SymInt):
         return value  # type: ignore[return-value]
-    if isinstance(value, (bool, Tensor)) or not hasattr(value, "__index__"):
+    # What torch.compile traces as an integer has no more attributes to be asked for.
+    if isinstance(value, (bool, Tensor)) or not (isinstance(value, int) or hasattr(value, "__index__")):
         raise TypeError(f"{name}: expected {what} to be an integer, got {type(value).__name__}; {remedy}")
-    value = operator.index(value)
+    value = value if isinstance(value, int) else operator.index(value)
     if not -(2**63) <= value < 2**63:
         raise ValueError(f"{name}: expected {what} to be an integer of 64 bits, got {value}; {remedy}")
     return value  # type: ignore[no-any-return]
