@@ -277,7 +277,8 @@ claims(
 # against ``2 x + 1``, one kernel, and compared with what every other kernel
 # adds: a second one of the compiler's, and an operator of PyTorch that it
 # cannot fuse, ``airy_ai``. That is the floor: no kernel comes without its
-# launch.
+# launch. ``torch.exp`` by itself is no measure: a function of C is wrapped in
+# one of Python before it is compiled.
 
 
 def ways_to_call():
@@ -285,7 +286,7 @@ def ways_to_call():
     out = torch.empty_like(x)
     leaf = x.clone().requires_grad_()
     functions = {
-        "": lambda x: torch.exp(x),
+        "": torch.exp,
         ", fusebook.exp": lambda x: fusebook.exp(x),
         ", 2 x + 1": lambda x: 2 * x + 1,
         ", two kernels of its own": lambda x: (2 * x + 1, x[:1000].exp()),
@@ -365,12 +366,6 @@ if "torch.compile, airy_ai(2 x + 1)" in each:
             "second kernel of the compiler's own: {over:+.1f} us.",
             ours - own <= 5,
             over=ours - own,
-        ),
-        claim(
-            "Compiled by itself, our exponential takes at most 5 us more of "
-            "the host's time than the compiler's own: {over:+.1f} us.",
-            each["torch.compile, fusebook.exp"] - each["torch.compile"] <= 5,
-            over=each["torch.compile, fusebook.exp"] - each["torch.compile"],
         ),
     ]
 claims(
