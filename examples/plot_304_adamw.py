@@ -46,7 +46,7 @@ import statistics
 import time
 
 import fusebook  # before triton: it decides whether kernels are interpreted
-from fusebook import tables, timing
+from fusebook import plots, tables, timing
 from fusebook.cards.adamw import ADAMW_STEP
 from fusebook.check import yardstick
 from fusebook.inputs import generator
@@ -559,14 +559,14 @@ calls = host.pivot_table(
 table(calls, "Microseconds of the host for one step, by tensors", fold=False)
 
 # %%
-ax = calls.T.plot(logx=True, logy=True, marker="o", figsize=(8, 4.6))
-ax.set(
+plots.lines(
+    calls.T,
     title="What a step costs the host: ten million numbers in all",
-    xlabel="tensors",
-    ylabel="microseconds, host's clock",
+    ylabel="microseconds",
+    source=host,
+    clock="the host's clock",
+    logy=True,
 )
-ax.figure.tight_layout()
-ax
 
 # %%
 in_place, renewed, by_class = (

@@ -401,8 +401,9 @@ def lines(
     marks: Mapping[str, float] | None = None,
     source: pd.DataFrame | None = None,
     clock: str = "",
+    logy: bool = False,
 ) -> Axes:
-    """Columns over the index, on a logarithmic x axis, each named at its end.
+    """Columns over the index, on a logarithmic x axis, each named at its end; a missing value leaves no gap.
 
     Parameters
     ----------
@@ -415,6 +416,8 @@ def lines(
         The results that `df` is made from, where it does not know the GPU itself.
     clock : str, optional
         By which it was measured.
+    logy : bool
+        Whether the y axis is logarithmic too; it begins at 0 otherwise.
 
     Returns
     -------
@@ -425,12 +428,19 @@ def lines(
     ax.xaxis.set_major_formatter("{x:g}")
     ends: _Ends = {}
     for name, drawn in _styles([str(name) for name in df.columns]).items():
-        ax.plot(df.index, df[name], markersize=4, label=name, **drawn)
-        ends[name] = (float(df.index[-1]), float(df[name].iloc[-1]), drawn["color"])
+        held = df[name].dropna()
+        if held.empty:
+            continue
+        ax.plot(held.index, held, markersize=4, label=name, **drawn)
+        ends[name] = (float(held.index[-1]), float(held.iloc[-1]), drawn["color"])
     for name, value in (marks or {}).items():
         ax.axhline(value, color=INK, linewidth=1.2)
-        ax.text(df.index[-1], value, name, color=INK, va="bottom", ha="right", fontsize=9)
-    ax.set_ylim(bottom=0)
+        ax.text(df.index[0], value, name, color=INK, va="top", fontsize=9)  # names of lines are at the right
+    if logy:
+        ax.set_yscale("log")
+        ax.yaxis.set_major_formatter("{x:g}")
+    else:
+        ax.set_ylim(bottom=0)
     ax.margins(x=0.01)
     _name_ends(ax, ends)
     return ax
