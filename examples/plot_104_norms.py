@@ -10,7 +10,7 @@ Norms, with a residual and in eight bits
 ========================================
 
 A transformer normalises its hidden state twice a layer: before that a residual
-is added, behind it the result is often rounded to eight bits, and on the way
+is added, after it the result is often rounded to eight bits, and on the way
 back there is a gradient whose weights sum over all rows. Each of these is a
 pass over memory where it is an operation of its own. This page does each in
 one pass, and shows the roof of every one of them: the gradient is what
@@ -199,7 +199,7 @@ Source(_norm_rows)
 # tell each other what they found, as on the page of softmax. Here they stay:
 # each takes its part of one row after another. It leaves what it found in the
 # next row before it looks for what the others found in this one, so that
-# nobody waits for long, and rows behind that are on their way.
+# nobody waits for long, and the rows after it are already being loaded.
 #
 # The gradient
 # ~~~~~~~~~~~~
