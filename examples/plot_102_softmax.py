@@ -808,7 +808,7 @@ claims(
 # as a part of the limit, whether two runs give the same bits, the memory that
 # it takes beyond its input, and the seconds of the first call, which compiles.
 
-table(tables.shares(one), "Each way over the sweep, cold")
+table(tables.shares(one), "Each way over the sweep, cold", fold=True)
 
 # %%
 # Our time over that of each other way, where both were measured:

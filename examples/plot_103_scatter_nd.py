@@ -950,6 +950,7 @@ table(parts, "Times as fast, by what was changed, cold", fold=False)
 # own, with the mistake mended (theirs are in
 # ``onnx_extended/ortops/optim/cuda``).
 
+# site: fold
 BY_COLUMN = """
 extern "C" __global__
 void by_column(float* __restrict__ y, const long long* __restrict__ k,
