@@ -495,7 +495,8 @@ Folded("Which of them is launched", Source(_scatter_nd_plan, doc=False))
 # square of its row; a row that is rightly zero must be exactly zero. Freed
 # memory is filled with NaN before each call, so that an unwritten row shows.
 # The indices are drawn by four laws (the column *law*): uniform, Zipf's as the
-# tokens of a text, all equal, and all masked.
+# tokens of a text, all equal, and all masked. In half types those count that
+# meet.
 
 
 def by(strategy):
@@ -528,7 +529,7 @@ halves = pd.concat(
         sorted=by("sorted"),
         owner=by("owner"),
     )
-    for law in LAWS
+    for law in ("zipf", "equal")
     for dtype in (torch.float16, torch.bfloat16)
 )
 scores = pd.concat([steps, halves]).set_index(["law", "dtype", "way"])
