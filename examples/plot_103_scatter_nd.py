@@ -495,8 +495,8 @@ Folded("Which of them is launched", Source(_scatter_nd_plan, doc=False))
 # square of its row; a row that is rightly zero must be exactly zero. Freed
 # memory is filled with NaN before each call, so that an unwritten row shows.
 # The indices are drawn by four laws (the column *law*): uniform, Zipf's as the
-# tokens of a text, all equal, and all masked. Half types are tried where indices
-# meet.
+# tokens of a text, all equal, and all masked. Half types are tried where
+# indices meet.
 
 
 def by(strategy):
