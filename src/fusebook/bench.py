@@ -448,7 +448,7 @@ def _reasons(row: dict[str, Any]) -> Iterator[None]:
 
 def _sentence(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
-    return (lines[0] if lines else type(error).__name__)[:200]
+    return (lines[0] if lines else type(error).__name__)[:500]  # who has the memory stands at its end
 
 
 def run(
