@@ -576,3 +576,17 @@ def test_what_no_descriptor_describes_is_copied_where_many_rows_need_it(column, 
 )
 def test_x_is_copied_for_large_weights_and_weights_for_many_rows(sizes, math, weights, worth):
     assert _products._worth_moving(sizes, math, weights, (9, 0)) is worth
+
+
+def test_swiglu_of_few_tiles_of_rows_counts_rounds():
+    def plan(M, N, strategy=None, name="swiglu"):
+        return _products._gemm_plan(name, (M, 2 * N), "half", "column", True, ((9, 0), 132), strategy)
+
+    assert plan(72, 11008)[1:3] == (128, 128), "86 tiles in one round; 172 of half the size take two"
+    assert plan(72, 4864)[1:3] == (128, 64), "one round of either: the smaller tile"
+    assert plan(192, 11008)[1:3] == (64, 128)
+    assert plan(256, 11008).kernel == "torch", "172 tiles of 128 x 128 are a round and a third"
+    assert plan(256, 11008, "fused").kernel == "tiles"
+    for M in (64, 513):
+        assert plan(M, 11008).kernel == "tiles"
+    assert plan(72, 11008, name="concat_gemm") != plan(72, 11008)

@@ -110,6 +110,16 @@ def test_any_strides_of_a_gradient(view, dtype):
         assert_gradient(torch.softmax(torch.randn_like(dy), dim), dy, dim)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [1024, 2048])
+def test_a_large_gradient_of_half_types_that_lies_across_is_copied_where_rows_are_wide(dtype, width, monkeypatch):
+    taken = []
+    monkeypatch.setattr("fusebook.kernels.softmax_backward.launch_rows", lambda k, out, ins, *_: taken.append(ins[1]))
+    y, dy = torch.zeros(2**21 // width, width, dtype=dtype), torch.zeros(width, 2**21 // width, dtype=dtype).mT
+    OPERATORS["softmax_backward"].into(torch.empty_like(y), y, dy, 1)
+    assert taken[0].is_contiguous() == (dtype == torch.bfloat16 and width > 1024)
+
+
 @pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS.keys())
 def test_no_view_is_copied(view, monkeypatch):
     monkeypatch.setattr(_operator, "apply", None)
@@ -164,7 +174,9 @@ def test_a_row_of_more_than_a_million():
 
 def test_the_interpreter_reaches_every_kernel():
     kinds = {
-        _rows.softmax_plan((1, m, n), dtype, None, processors=4, last=last, pairs=pairs).kernel
+        _rows.softmax_plan(
+            (1, m, n), dtype, None, processors=4, last=last, pairs=pairs, vector=8 if pairs else 1
+        ).kernel
         for m, n, dtype, last, pairs in (
             (3, 100, torch.float32, True, False),
             (3, 781, torch.float16, True, True),
