@@ -56,5 +56,5 @@ def test_the_page_replays(recorded):
     count = sum(explore.explorable(op) for op in OPS.values())
     assert f"{4 * count} problems of {count} operators, of seed 100" in told
     assert worst["line"].str.startswith("explore.problem(").all() and len(worst) > count
-    assert "false: At each of them at most 1.15 times" in told
+    assert "false: At each of these shapes ours takes at most 1.15 times" in told
     assert all(name in told for name in ("to 16 MiB", "permuted", "Replayed from the record of Made-up GPU"))
