@@ -167,6 +167,12 @@ def test_tensors_may_lie_in_any_order_of_their_axes_and_begin_anywhere(device):
     want = by_torch(ps, [gs], lr=0.1)
     adamw_step(*lists, step=1, lr=0.1)
     close(ps, want)
+    # Only a gradient begins in the middle of a vector.
+    ps, gs, ms, vs = model(device, [(40, 60)])
+    gs = [torch.empty(2401, device=device)[1:].view(40, 60).copy_(gs[0])]
+    want = by_torch(ps, [gs], lr=0.1)
+    adamw_step(ps, gs, ms, vs, step=1, lr=0.1)
+    close(ps, want)
 
 
 def test_parameters_without_a_gradient_stay(device):

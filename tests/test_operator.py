@@ -229,8 +229,15 @@ def test_the_last_call_is_known_again_and_no_other_is_taken_for_it(driver):
             assert fusebook.softmax(rows).requires_grad
         with torch.no_grad():
             assert not fusebook.softmax(rows).requires_grad
+    weights = [torch.randn(100, 16), torch.randn(100, 16)]
+    for _ in range(3):
+        assert fusebook.concat_gemm(x, weights[:1]).shape == (64, 16)
+    assert fusebook.concat_gemm(x, weights).shape == (64, 32)
     for _ in range(3):
         fusebook.softmax(x, 1)
+    again = OPERATORS["softmax"].plans.again
+    again.__globals__["current"] = lambda: "another device"
+    assert again(x, 1) is _operator._OTHER
     with pytest.raises(TypeError, match="dim to be an integer, got bool"):
         fusebook.softmax(x, True)
     z = torch.randn(8, 100, dtype=torch.complex64)
