@@ -621,7 +621,7 @@ class AbsentGPU(DriverBase):
     is_active = staticmethod(lambda: True)
     get_current_device = get_current_stream = staticmethod(lambda *device: 0)
 
-    def _unasked(self, *_: Any) -> Any:
+    def _unasked(self, *given: Any) -> Any:
         """Refuse: it is asked for launchers, and for what times them."""
         raise NotImplementedError("nothing is launched, so there is no launcher to generate and nothing to time")
 
