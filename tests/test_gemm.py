@@ -12,6 +12,7 @@ from fusebook.cards.swiglu import SWIGLU
 from fusebook.inputs import poison
 from fusebook.kernels import _products
 from fusebook.kernels import concat_gemm as concat
+from fusebook.kernels import swiglu as gated
 from fusebook.kernels._products import Plan, Tuned
 from fusebook.kernels.concat_gemm import concat_gemm_eager
 from fusebook.kernels.swiglu import swiglu_eager
@@ -590,3 +591,46 @@ def test_swiglu_of_few_tiles_of_rows_counts_rounds():
     for M in (64, 513):
         assert plan(M, 11008).kernel == "tiles"
     assert plan(72, 11008, name="concat_gemm") != plan(72, 11008)
+
+
+@pytest.mark.parametrize(("columns", "wanted"), [(64, ""), (45, "fused")])
+def test_what_was_copied_to_where_it_is_aligned_goes_to_our_kernel(monkeypatch, columns, wanted):
+    asked = []
+
+    def planned(name, sizes, math, layout, aligned, hardware, strategy):
+        asked.append(strategy or "")
+        return _products._gemm_plan(name, sizes, math, layout, aligned, hardware, strategy)
+
+    monkeypatch.setattr(_products, "_worth_moving", lambda *_: True)
+    for module in (concat, gated):
+        monkeypatch.setattr(module, "_plan", planned)
+    x, weights = drawn(20, columns, dtype=torch.float16), [drawn(48, columns, dtype=torch.float16).T for _ in range(2)]
+    assert is_right(CONCAT_GEMM, fusebook.concat_gemm(x, weights), (x, *weights))
+    assert is_right(SWIGLU, fusebook.swiglu(x, *weights), (x, *weights))
+    assert asked == [wanted, wanted]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "M", "K", "widths", "starved"),
+    [
+        ("strided", 1, 11497, (569, 569), True),
+        ("strided", 7, 8418, (2048, 2048), True),
+        ("strided", 3, 14039, (14039, 1754, 1754), False),
+        ("strided", 37, 1455, (799, 799), False),
+        ("tiles", 1, 11497, (569, 569), False),
+    ],
+)
+def test_few_programs_with_a_long_sum_each_leave_it_to_torch(monkeypatch, kernel, M, K, widths, starved):
+    assert _products._starved(Plan(kernel, 16, 64, 64, split=4), M, K, widths, 132) is starved
+    plans = []
+    monkeypatch.setattr(concat, "gpu", lambda device: ((9, 0), 132))
+    monkeypatch.setattr(concat, "_plan", lambda *_: Plan(kernel, 16, 64, 64, split=4))
+    monkeypatch.setattr(concat, "_launch_concat", lambda *args: plans.append(args[-1].kernel))
+    monkeypatch.setattr(concat, "_products_of", lambda *args: plans.append("torch"))
+    x, weights = torch.empty(M, K, dtype=torch.float16), [torch.empty(n, K, dtype=torch.float16).T for n in widths]
+    concat._into(torch.empty(M, sum(widths), dtype=torch.float16), x, weights, False, "")
+    concat._into(torch.empty(M, sum(widths), dtype=torch.float16), x, weights, False, "fused")
+    assert plans == ["torch" if starved else kernel, kernel]
+    monkeypatch.setattr(concat, "_plan", lambda *_: Plan("torch"))
+    concat._into(torch.empty(M, sum(widths), dtype=torch.float16), x, weights, False, "")
+    assert plans[-1] == "torch", "which has no tiles"

@@ -371,6 +371,13 @@ def _fetchable(
     return x, weights, True
 
 
+def _starved(plan: Plan, M: int, K: int, widths: Iterable[int], multiprocessors: int) -> bool:
+    """Whether few programs would walk a long K by pointers, each alone: torch cuts such a K finer."""
+    if plan.kernel != "strided" or K < 4096:
+        return False
+    return plan.split * triton.cdiv(M, plan.bm) * sum(triton.cdiv(N, plan.bn) for N in widths) <= 2 * multiprocessors
+
+
 def _moved(matrices: Sequence[Tensor], layout: str) -> list[Tensor]:
     """Copies of matrices of one shape whose rows, or columns, begin at whole lines of the cache, in one memory."""
     first = matrices[0]

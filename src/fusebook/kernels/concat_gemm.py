@@ -43,6 +43,7 @@ from ._products import (
     _ragged,
     _stack,
     _starts,
+    _starved,
     _store,
     _sum_of_parts,
     _take_over,
@@ -270,7 +271,7 @@ def _into(out: Tensor, x: Tensor, weights: Sequence[Tensor], tf32: bool, strateg
     if x.shape[-1] == 0:
         apply(Tensor.zero_, out)
         return
-    x = _matrix(x)
+    given = x = _matrix(x)
     M, N = len(x), out.shape[-1]
     out = out.view(M, N)
     math, hardware = _math(x.dtype, tf32), gpu(x.device)
@@ -286,10 +287,16 @@ def _into(out: Tensor, x: Tensor, weights: Sequence[Tensor], tf32: bool, strateg
             end += 1
         group: Sequence[Tensor] = weights[at:end]
         layout = layouts[at]
-        x, group, aligned = _fetchable(x, group, layout, math, hardware[0], strategy)
+        x, fetched, aligned = _fetchable(x, group, layout, math, hardware[0], strategy)
+        copied = x is not given or any(now is not before for now, before in zip(fetched, group, strict=True))
+        group = fetched
         kind = _kind(x, group, layout) if aligned else ""
-        wanted = strategy or ("fused" if ragged and aligned else None)
+        # What was copied to where it is aligned was copied for ours.
+        wanted = strategy or ("fused" if aligned and (ragged or copied) else None)
         plan = _plan("concat_gemm", (M, N), math, layout + kind, aligned, hardware, wanted)
+        if not strategy and math == "half" and hardware[0]:
+            if _starved(plan, M, x.shape[1], (w.shape[1] for w in group), hardware[1]):
+                plan = Plan("torch")
         width = sum(w.shape[1] for w in group)
         columns = out.narrow(1, start, width)
         if plan.kernel == "torch":
