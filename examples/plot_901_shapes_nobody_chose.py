@@ -307,8 +307,8 @@ table(
 # one of them again, on your GPU.
 
 TRIED = {
-    "a launch": "All takes less than 12 microseconds, of which the launch and "
-    "the first load are most; nothing was tried against the rest.",
+    "a launch": "So little is to be done that the launch and the first load "
+    "are most of it; nothing was tried against the rest.",
     "rows of several programs": "No program holds such a row. Tried: parts of "
     "1024 to 16384 numbers by 2 to 16 warps of 32 to 168 registers a thread, "
     "which meet in memory; clusters of 4 to 16 programs, which meet in shared "

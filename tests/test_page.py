@@ -51,6 +51,7 @@ def recorded():
 
 def parse(monkeypatch, *argv):
     monkeypatch.delitem(sys.modules, "pytest")  # a script is what no test runs
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", "plot_x.py", raising=False)  # and what is a file
     monkeypatch.setattr(sys, "argv", ["plot_x.py", *argv])
     return page.arguments(SOFTMAX, config="triton", dtype="float32")
 
