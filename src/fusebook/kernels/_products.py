@@ -353,22 +353,25 @@ def _describable(x: Tensor, layout: str) -> bool:
 
 def _fetchable(
     x: Tensor, weights: Sequence[Tensor], layout: str, math: str, capability: tuple[int, int] | None, strategy: str
-) -> tuple[Tensor, Sequence[Tensor], bool]:
-    """x and weights for tensor descriptors, copied to where their rows are aligned if that pays; whether they are."""
+) -> tuple[Tensor, Sequence[Tensor], bool, bool]:
+    """x and weights for tensor descriptors, copied to where their rows are aligned if that pays.
+
+    Besides, whether they are aligned, and whether any was copied.
+    """
     if layout == "any" or layout_of(x) != "row" or not x.shape[1]:  # a descriptor has no empty axis
-        return x, weights, False
+        return x, weights, False, False
     move_x, move_weights = not _describable(x, "row"), not all(_describable(w, layout) for w in weights)
     if not (move_x or move_weights):
-        return x, weights, True
+        return x, weights, True, False
     (M, K), N = x.shape, sum(w.shape[1] for w in weights)
     if strategy == "views" or not _worth_moving((M, K, N), math, move_weights, capability):
-        return x, weights, False
+        return x, weights, False, False
     if move_x:
         (x,) = _moved([x], "row")
     if move_weights:
         alike = all(w.shape == weights[0].shape for w in weights)  # and then one descriptor describes them
         weights = _moved(weights, layout) if alike else [_moved([w], layout)[0] for w in weights]
-    return x, weights, True
+    return x, weights, True, True
 
 
 def _starved(plan: Plan, M: int, K: int, widths: Iterable[int], multiprocessors: int) -> bool:

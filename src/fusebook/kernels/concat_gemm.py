@@ -287,12 +287,10 @@ def _into(out: Tensor, x: Tensor, weights: Sequence[Tensor], tf32: bool, strateg
             end += 1
         group: Sequence[Tensor] = weights[at:end]
         layout = layouts[at]
-        x, fetched, aligned = _fetchable(x, group, layout, math, hardware[0], strategy)
-        copied = x is not given or any(now is not before for now, before in zip(fetched, group, strict=True))
-        group = fetched
+        x, group, aligned, copied = _fetchable(x, group, layout, math, hardware[0], strategy)
         kind = _kind(x, group, layout) if aligned else ""
-        # What was copied to where it is aligned was copied for ours.
-        wanted = strategy or ("fused" if aligned and (ragged or copied) else None)
+        # What was copied to where it is aligned was copied for ours; x, perhaps, with earlier weights.
+        wanted = strategy or ("fused" if aligned and (ragged or copied or x is not given) else None)
         plan = _plan("concat_gemm", (M, N), math, layout + kind, aligned, hardware, wanted)
         if not strategy and math == "half" and hardware[0]:
             if _starved(plan, M, x.shape[1], (w.shape[1] for w in group), hardware[1]):

@@ -325,9 +325,8 @@ def _into(
     math = _math(x.dtype, tf32)
     layout = layout_of(gate) if layout_of(gate) == layout_of(up) else "any"
     hardware = gpu(x.device)
-    given = x, gate, up
-    x, (gate, up), aligned = _fetchable(x, (gate, up), layout, math, hardware[0], strategy)
-    copied = x is not given[0] or gate is not given[1] or up is not given[2]  # for ours, which wants it aligned
+    # What was copied to where it is aligned was copied for ours.
+    x, (gate, up), aligned, copied = _fetchable(x, (gate, up), layout, math, hardware[0], strategy)
     plan = _plan("swiglu", (M, 2 * N), math, layout, aligned, hardware, strategy or ("fused" if copied else None))
     if plan.kernel == "torch":
         _products_gated(out, x, gate, up, bias, tf32)
