@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fusebook
-from fusebook.kernels._operator import check_alike, check_tensor
+from fusebook.kernels._operator import FLOATING, check_alike, check_tensor, shapes
 
 
 def test_floating_tensors_pass():
@@ -46,6 +46,35 @@ def test_another_dtype_or_device_is_refused():
     check_alike("f", "y", x.double(), "x", x, dtype=False)
     with pytest.raises(ValueError, match="expected y on cpu as x is, got meta"):
         check_alike("f", "y", x.to("meta"), "x", x)
+
+
+def test_letters_stand_for_one_size_each():
+    x, w = drawn(2, 3, 4), drawn(4)
+    assert shapes("f", x=(x, "[..., D]"), w=(w, "[D]")) == {"...": (2, 3), "D": 4}
+    assert shapes("f", x=(x, ""), w=(None, "[D]?"), y=(x[0, 0].double(), "[D > 0]", FLOATING)) == {"D": 4}
+    assert shapes("f", x=(x, (2, 3, 4)), square=(x[0, :, :3], "[N, N]")) == {"N": 3}
+
+
+@pytest.mark.parametrize(
+    ("said", "arguments"),
+    [
+        (r"x of shape [N, D], got [2, 3, 4]", {"x": ((2, 3, 4), "[N, D]")}),
+        (r"x of shape [N, D], got [3]", {"x": ((3,), "[N, D]")}),
+        (r"x of shape [..., M, D], got [3]", {"x": ((3,), "[..., M, D]")}),
+        (r"x of shape [N, N], got [3, 4]", {"x": ((3, 4), "[N, N]")}),
+        (r"x of shape [N, 2], got [3, 4]", {"x": ((3, 4), "[N, 2]")}),
+        (r"x of shape [5, 4], got [3, 4]", {"x": ((3, 4), (5, 4))}),
+        (r"x of shape [N > 0, D], got [0, 4]; give one at least", {"x": ((0, 4), "[N > 0, D]")}),
+        (r"w of shape [4], [D] where x is [N, D], got [3]", {"x": ((3, 4), "[N, D]"), "w": ((3,), "[D]?")}),
+        (
+            r"z of shape [2, 3, 7, E], [..., F, E] where x is [..., D] and y is [D, F], got [2, 4, 7, 1]; slice",
+            {"x": ((2, 3, 4), "[..., D]"), "y": ((4, 7), "[D, F]"), "z": ((2, 4, 7, 1), "[..., F, E]")},
+        ),
+    ],
+)
+def test_another_shape_is_refused_by_what_its_letters_stand_for(said, arguments):
+    with pytest.raises(ValueError, match=re.escape(f"f: expected {said}")):
+        shapes("f", **{what: (drawn(*size), shape) for what, (size, shape) in arguments.items()})
 
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -397,9 +397,17 @@ def refusals(device):
         lambda: assign(x, c.double()),
     )
     yield TypeError, "arrays only, or tensors only", lambda: assign(x.cpu().numpy(), c)
-    yield ValueError, r"expected points of shape \[n, d\], got \(3,\)", lambda: assign(x[0], c)
-    yield ValueError, "expected centres of 3 coordinates as points have, got 2", lambda: assign(x, c[:, :2])
-    yield ValueError, "expected one centre at least, got none", lambda: assign(x, c[:0])
+    yield ValueError, r"expected points of shape \[n, d\], got \[3\]", lambda: assign(x[0], c)
+    yield (
+        ValueError,
+        r"expected centres of shape \[k > 0, 3\], .* where points is \[n, d\], got \[4, 2\]",
+        lambda: assign(x, c[:, :2]),
+    )
+    yield (
+        ValueError,
+        r"expected centres of shape \[k > 0, 3\], .*got \[0, 3\]; give one at least",
+        lambda: assign(x, c[:0]),
+    )
     yield TypeError, "expected label_dtype to be .* got torch.int16", lambda: assign(x, c, label_dtype=torch.int16)
     yield ValueError, "counts to 299, got torch.uint8", lambda: assign(x, many, label_dtype=torch.uint8)
     yield ValueError, "counts to 256, got torch.uint8", lambda: assign(x, many[:257], label_dtype=torch.uint8)
@@ -409,7 +417,7 @@ def refusals(device):
     yield ValueError, "expected k from 1 to", lambda: update(x, labels, 0)
     yield ValueError, "expected k = 5 centres, got 4", lambda: update(x, labels, 5, centres=c)
     yield ValueError, "expected k to be at most the number of points, 10, got 11", lambda: cluster(x, 11)
-    yield ValueError, r"expected points, got none of shape \(0, 3\)", lambda: cluster(x[:0], 1)
+    yield ValueError, r"expected points of shape \[n > 0, d\], got \[0, 3\]; give one", lambda: cluster(x[:0], 1)
     yield ValueError, "expected init to be 'k-means\\+\\+', 'random' or centres", lambda: cluster(x, 2, init="best")
     yield ValueError, "expected k = 3 centres in init, got 4", lambda: cluster(x, 3, init=c)
     yield ValueError, "expected max_iter of 1 or more", lambda: cluster(x, 2, max_iter=0)

@@ -216,12 +216,16 @@ X, TARGET = torch.zeros(3, 5, device=DEVICE), torch.zeros(3, dtype=torch.int64, 
 REFUSED = {
     "probabilities": (TypeError, "target to be int64 or int32", (X, X)),
     "integers": (TypeError, "logits to be float16", (X.int(), TARGET)),
-    "a target a column": (ValueError, "one class a row", (X, TARGET[:2])),
-    "no axis": (ValueError, "an axis of classes", (X[0, 0], TARGET[0])),
-    "no class": (ValueError, "one class at least", (X[:, :0], TARGET)),
-    "weights of another length": (ValueError, r"weight of shape \(5,\)", (X, TARGET, X[0, :4])),
+    "a target a column": (
+        ValueError,
+        r"target of shape \[3\], \[...\] where logits is \[..., C > 0\], got \[2\]",
+        (X, TARGET[:2]),
+    ),
+    "no axis": (ValueError, r"logits of shape \[..., C > 0\], got \[\]", (X[0, 0], TARGET[0])),
+    "no class": (ValueError, r"\[..., C > 0\], got \[3, 0\]; give one at least", (X[:, :0], TARGET)),
+    "weights of another length": (ValueError, r"weight of shape \[5\]", (X, TARGET, X[0, :4])),
     "weights that learn": (ValueError, "needs no gradient", (X, TARGET, X[0].clone().requires_grad_())),
-    "another reduction": (ValueError, "'mean', 'sum' or 'none'", (X, TARGET), {"reduction": "batchmean"}),
+    "another reduction": (ValueError, "reduction to be mean, sum or none", (X, TARGET), {"reduction": "batchmean"}),
     "too much smoothing": (ValueError, "from 0 to 1", (X, TARGET), {"label_smoothing": 1.5}),
     "a cap of nothing": (ValueError, "softcap above 0", (X, TARGET), {"softcap": 0.0}),
     "targets elsewhere": (ValueError, "move one", (X, TARGET.to("meta"))),
@@ -302,7 +306,7 @@ def test_chunks_of_wide_rows_find_words_of_their_own():
 def test_what_does_not_fit_a_head_is_refused():
     h, head, target = X, torch.zeros(7, 5, device=DEVICE), TARGET
     linear = fusebook.linear_cross_entropy
-    with pytest.raises(ValueError, match="a row for each class"):
+    with pytest.raises(ValueError, match=r"expected head of shape \[C > 0, "):
         linear(h, head.T, target)
     with pytest.raises(TypeError, match="head to be torch.float32"):
         linear(h, head.half(), target)

@@ -169,7 +169,7 @@ def test_what_a_node_refuses_is_said_in_one_sentence(device):
     Graph(proto, device=device, ops=NODES)(feeds)  # what is found valid is not looked at again
     Graph(node("ScatterNDOfShape", feeds, u.dtype), device=device, ops=NODES)(feeds)
     wrong = [
-        (proto, {"updates": torch.ones(4, 3, device=device)}, r"expected updates of shape \(4, 2\)"),
+        (proto, {"updates": torch.ones(4, 3, device=device)}, r"expected updates of shape \[4, 2\]"),
         (proto, {"shape": torch.tensor([5, -2])}, "expected sizes from 0 up"),
         (proto, {"shape": torch.tensor([[5, 2]])}, "expected shape to have one axis"),
         (node("MaskedScatterNDOfShape", feeds, u.dtype, reduction="max"), {}, "expected reduction to be 'add'"),

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ._operator import Operator, apply, check_device, check_tensor, empty, gpu, launch
+from ._operator import Operator, apply, empty, gpu, launch, shapes
 
 __all__ = ["squared_relu", "squared_relu_eager"]
 
@@ -90,8 +90,7 @@ def squared_relu(x: torch.Tensor) -> torch.Tensor:
 
 
 def _check(x: Any) -> tuple[torch.Tensor]:
-    check_tensor("squared_relu", "x", x)
-    check_device("squared_relu", x)
+    shapes("squared_relu", x=(x, ""))
     return (x,)
 
 

@@ -32,11 +32,11 @@ import triton.language as tl
 from torch import Tensor
 
 from ._operator import (
+    FLOATING,
+    INTEGERS,
     accumulated,
     apply,
     capturing,
-    check_alike,
-    check_tensor,
     contiguous,
     empty,
     gpu,
@@ -44,7 +44,9 @@ from ._operator import (
     launch,
     launching,
     number,
+    one_of,
     overlapping,
+    shapes,
 )
 from ._rows import Plan, leave, missing_of, put, window, words_of
 
@@ -769,40 +771,20 @@ def times(dx: Tensor, scale: Tensor) -> None:
 
 
 def check_terms(
-    name: str, x: Tensor, classes: int, target: Any, weight: Any, reduction: Any, ignore_index: Any, smoothing: Any,
-    z_loss: Any, softcap: Any,
+    name: str, target: Any, weight: Any, reduction: Any, ignore_index: Any, smoothing: Any, z_loss: Any, softcap: Any,
+    **rows: Any,
 ) -> Terms:  # fmt: skip
-    """Refuse what is no target, no weight of classes or no term; `x` has a row for each target."""
-    check_tensor(name, "target", target, (torch.int64, torch.int32))
-    check_alike(name, "target", target, "the rows", x, dtype=False)
-    if target.shape != x.shape[:-1]:
-        raise ValueError(
-            f"{name}: expected target of shape {tuple(x.shape[:-1])}, one class a row, got {tuple(target.shape)}; "
-            "the classes stand on the last axis"
-        )
-    if classes < 1:
-        raise ValueError(f"{name}: expected one class at least, got {classes}; there is nothing to choose from")
-    if weight is not None:
-        check_tensor(name, "weight", weight)
-        check_alike(name, "weight", weight, "the rows", x, dtype=False)
-        if weight.shape != (classes,):
-            raise ValueError(
-                f"{name}: expected weight of shape ({classes},), a number for each class, got {tuple(weight.shape)}; "
-                "give it that length"
-            )
-        if weight.requires_grad and torch.is_grad_enabled():
-            raise ValueError(f"{name}: expected a weight that needs no gradient, since it gets none; detach it")
-    if reduction not in ("mean", "sum", "none"):
-        raise ValueError(f"{name}: expected reduction 'mean', 'sum' or 'none', got {reduction!r}; choose one of them")
-    smoothing = number(name, "label_smoothing", smoothing, "give a share")
-    if not 0 <= smoothing <= 1:
-        raise ValueError(f"{name}: expected label_smoothing from 0 to 1, got {smoothing}; give a share")
+    """Refuse what is no target, no weight of classes or no term; `rows` are those that have C classes, see `shapes`."""
+    shapes(name, **rows, target=(target, "[...]", INTEGERS), weight=(weight, "[C]?", FLOATING))
+    if weight is not None and weight.requires_grad and torch.is_grad_enabled():
+        raise ValueError(f"{name}: expected a weight that needs no gradient, got one that does; detach it")
+    one_of(name, "reduction", reduction, ("mean", "sum", "none"))
+    smoothing = number(
+        name, "label_smoothing", smoothing, "give a share", "from 0 to 1", lambda share: 0 <= share <= 1
+    )  # fmt: skip
     if softcap is not None:
-        softcap = number(name, "softcap", softcap, "None leaves logits as they are")
-        if not 0 < softcap < math.inf:
-            raise ValueError(
-                f"{name}: expected softcap above 0 and finite, or None, got {softcap}; None leaves logits as they are"
-            )
+        remedy, finite = "None leaves logits as they are", lambda most: 0 < most < math.inf
+        softcap = number(name, "softcap", softcap, remedy, "above 0 and finite, or None", finite)
     ignored = integer(name, "ignore_index", ignore_index, "give one class")
     return Terms(weight, reduction, ignored, smoothing, number(name, "z_loss", z_loss, "0 leaves it out"), softcap)
 

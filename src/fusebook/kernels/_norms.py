@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._operator import check_alike, check_device, check_tensor, contiguous, empty, gpu, launch, number, overlapping
+from ._operator import FLOATING, contiguous, empty, gpu, launch, number, overlapping, shapes
 from ._rows import leave, tile_of
 from ._tl import fill
 
@@ -532,26 +532,9 @@ def check_norm(
     name: str, x: Any, like: Mapping[str, Any], vectors: Mapping[str, Any], centred: bool, eps: Any
 ) -> tuple[Any, ...]:
     """The arguments of a norm or its gradient: x, tensors `like` it, `vectors` of its width, or a sentence."""
-    check_tensor(name, "x", x)
-    if x.dim() == 0:
-        raise ValueError(f"{name}: expected x of one axis or more, got a single number; give it an axis: x[None]")
-    for what, tensor in like.items():
-        check_tensor(name, what, tensor)
-        check_alike(name, what, tensor, "x", x)
-        if tensor.shape != x.shape:
-            raise ValueError(
-                f"{name}: expected {what} of shape {tuple(x.shape)} as x has, got {tuple(tensor.shape)}; "
-                "expand it first"
-            )
-    for what, vector in vectors.items():
-        if vector is not None:
-            check_tensor(name, what, vector)
-            check_alike(name, what, vector, "x", x, dtype=False)
-            if vector.shape != x.shape[-1:]:
-                raise ValueError(
-                    f"{name}: expected {what} of shape ({x.shape[-1]},), a number for each of a row of x, got "
-                    f"{tuple(vector.shape)}; slice or expand it first"
-                )
+    shapes(
+        name, x=(x, "[..., D]"), **{what: (tensor, "[..., D]") for what, tensor in like.items()},
+        **{what: (vector, "[D]?", FLOATING) for what, vector in vectors.items()},
+    )  # fmt: skip
     eps = number(name, "eps", eps, "give a float such as 1e-6")
-    check_device(name, x)
     return x, *like.values(), *vectors.values(), bool(centred), eps

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._operator import check_alike, check_tensor, launch
+from ._operator import integer, launch
 
 #: What points and centres may be, and labels.
 DTYPES = (torch.float16, torch.float32, torch.float64)
@@ -229,33 +229,9 @@ def refuse_not_finite(name: str, what: str, x: Tensor, remedy: str) -> None:
     )
 
 
-def check_points(name: str, points: Tensor, what: str = "points") -> None:
-    """Refuse what is not ``[n, d]``, or ``[k, d]``, of a dtype that kernels take."""
-    check_tensor(name, what, points, DTYPES)
-    if points.dim() != 2:
-        rows = "n" if what == "points" else "k"
-        raise ValueError(
-            f"{name}: expected {what} of shape [{rows}, d], got {tuple(points.shape)}; give each one a row"
-        )
-
-
-def check_centres(name: str, points: Tensor, centres: Tensor, what: str = "centres") -> None:
-    """Refuse what are no centres of these points."""
-    check_points(name, centres, what)
-    check_alike(name, what, centres, "points", points)
-    if centres.shape[1] != points.shape[1]:
-        raise ValueError(
-            f"{name}: expected {what} of {points.shape[1]} coordinates as points have, got {centres.shape[1]}; "
-            "give both the same width"
-        )
-
-
 def check_k(name: str, k: Any) -> None:
     """Refuse what is not a number of centres."""
-    if isinstance(k, bool) or not isinstance(k, (int, torch.SymInt)):
-        raise TypeError(f"{name}: expected k to be an integer, got {type(k).__name__}; give the number of centres")
-    if not isinstance(k, torch.SymInt) and not 1 <= k < 2**31:
-        raise ValueError(f"{name}: expected k from 1 to 2**31 - 1, got {k}; give the number of centres")
+    integer(name, "k", k, "give the number of centres", "from 1 to 2**31 - 1", lambda k: 1 <= k < 2**31)
 
 
 def tensors(name: str, **given: Any) -> tuple[list[Any], bool]:

@@ -27,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ._operator import INTERPRETED, apply, check_alike, check_device, check_tensor, empty, gpu, launch
+from ._operator import INTERPRETED, apply, empty, gpu, launch, one_of, shapes
 from ._tape import Distance
 
 # Kernels -------------------------------------------------------------------------------------------------------------
@@ -527,24 +527,10 @@ def _product(x: Tensor, w: Tensor, out: Tensor, tf32: bool) -> None:
         apply(torch.mm, x, w, out=out)
 
 
-def _takes_tf32(name: str, x: Any, weights: Sequence[Any], words: Sequence[str], tf32: Any, strategy: Any) -> bool:
-    """Validate what both operators take; return whether float32 is multiplied in TF32."""
-    if strategy is not None and strategy not in STRATEGIES:
-        raise ValueError(
-            f"{name}: expected strategy to be None or one of {', '.join(STRATEGIES)}, got {strategy!r}; None chooses"
-        )
-    check_tensor(name, "x", x, _DTYPES)
-    if x.dim() == 0:
-        raise ValueError(f"{name}: expected x of shape [..., K], got a single number; give it an axis")
-    K = x.shape[-1]
-    for what, w in zip(words, weights, strict=True):
-        check_tensor(name, what, w, _DTYPES)
-        check_alike(name, what, w, "x", x)
-        if w.dim() != 2 or w.shape[0] != K:
-            raise ValueError(
-                f"{name}: expected {what} of shape [{K}, N], since x has {K} columns, got {tuple(w.shape)}; transpose "
-                "or slice it"
-            )
+def _takes_tf32(name: str, x: Any, tf32: Any, strategy: Any, **others: Any) -> bool:
+    """Validate what both operators take; return whether float32 is multiplied in TF32. See `shapes` for the others."""
+    one_of(name, "strategy", strategy, (None, *STRATEGIES), "None chooses")
+    shapes(name, x=(x, "[..., K]", _DTYPES), **others)
     if tf32 is not None and not isinstance(tf32, bool):
         raise TypeError(f"{name}: expected tf32 to be True, False or None, got {tf32!r}; None follows torch's setting")
     if x.dtype == torch.float64 and strategy == "fused":
@@ -552,8 +538,6 @@ def _takes_tf32(name: str, x: Any, weights: Sequence[Any], words: Sequence[str],
             f"{name}: expected float16, bfloat16 or float32 for the strategy 'fused', got torch.float64; leave the "
             "strategy at None, which multiplies float64 by torch's products"
         )
-    if x.device.type in ("cpu", "cuda"):  # a stand-in on another device is only asked for its shape
-        check_device(name, x)
     if x.dtype != torch.float32:
         return False
     return _tf32_allowed() if tf32 is None else tf32

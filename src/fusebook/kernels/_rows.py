@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._operator import Operator, accumulated, check_device, check_tensor, empty, gpu, integer, launch, overlapping
+from ._operator import Operator, accumulated, empty, gpu, integer, launch, overlapping, shapes
 from ._tl import fill
 
 # Rows on the device --------------------------------------------------------------------------------------------------
@@ -463,7 +463,7 @@ def launch_rows(
 
 def checked_axis(name: str, what: str, x: Any, dim: Any) -> tuple[Tensor, int]:
     """A tensor and one of its axes, counted from the front."""
-    check_tensor(name, what, x)
+    shapes(name, **{what: (x, "")})
     dim = integer(name, "dim", dim, "give one axis")
     axes = max(1, x.dim())  # a tensor without axes counts as one with a single axis, as in torch
     if not -axes <= dim < axes:
@@ -471,7 +471,6 @@ def checked_axis(name: str, what: str, x: Any, dim: Any) -> tuple[Tensor, int]:
             f"{name}: expected dim from {-axes} to {axes - 1} for {what} of shape {tuple(x.shape)}, got {dim}; "
             "give an axis that the tensor has"
         )
-    check_device(name, x)
     return x, dim % axes
 
 

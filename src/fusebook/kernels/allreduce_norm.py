@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._operator import check_alike, check_tensor, empty_like, gpu, launch, launching
+from ._operator import empty_like, gpu, launch, launching, shapes
 from ._peers import Peers, meet, reachable
 
 __all__ = ["AllReduceNorm"]
@@ -207,15 +207,8 @@ class AllReduceNorm:
             GPUs which do not read each other's memory cannot go.
         """
         name = "AllReduceNorm"
-        check_tensor(name, "residual", residual)
-        x = self.part(len(residual) if residual.dim() else 0)
-        check_alike(name, "residual", residual, "a part", x)
-        check_alike(name, "weight", weight, "a part", x)
-        if residual.shape != x.shape or weight.shape != x.shape[1:]:
-            raise ValueError(
-                f"{name}: expected a residual of shape [rows, {x.shape[1]}] and a weight of shape [{x.shape[1]}], got "
-                f"{tuple(residual.shape)} and {tuple(weight.shape)}; give both as wide as a part"
-            )
+        x = self.part(len(residual) if isinstance(residual, Tensor) and residual.dim() else 0)
+        shapes(name, **{"a part": (x, "[rows, D]")}, residual=(residual, "[rows, D]"), weight=(weight, "[D]"))
         own = ("group",) if self.peers is None else WAYS
         made = plan(len(x), x.shape[1], self.world, _multiprocessors(), way if self.peers or way else "group")
         if made.way not in own:

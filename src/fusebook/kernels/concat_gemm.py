@@ -333,7 +333,7 @@ def _check(x: Any, weights: Any, tf32: Any, strategy: Any) -> tuple[Tensor, list
         )
     if not weights:
         raise ValueError(f"{name}: expected one weight at least, got none; pass a list of matrices [K, N]")
-    fast = _takes_tf32(name, x, weights, [f"weights[{i}]" for i in range(len(weights))], tf32, strategy)
+    fast = _takes_tf32(name, x, tf32, strategy, **{f"weights[{i}]": (w, f"[K, N{i}]") for i, w in enumerate(weights)})
     return x, list(weights), fast, strategy or ""
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ._entropy import TERMS, Once, Terms, check_terms, entropy_into, flat, line, loss_like, once_only, read_target
-from ._operator import Operator, check_device, check_tensor, empty, watched
+from ._operator import Operator, empty, watched
 
 __all__ = ["cross_entropy", "cross_entropy_eager", "cross_entropy_with_gradient"]
 
@@ -77,11 +77,7 @@ def _both_into(found: tuple[Tensor, Tensor], x: Tensor, target: Tensor, *rest: A
 
 def _check(x: Any, target: Any, weight: Any, *rest: Any) -> tuple[Any, ...]:
     name = "cross_entropy"
-    check_tensor(name, "logits", x)
-    if not x.dim():
-        raise ValueError(f"{name}: expected logits with an axis of classes, got a single number; give a row")
-    check_device(name, x)
-    terms = check_terms(name, x, x.shape[-1], target, weight, *rest[:5])
+    terms = check_terms(name, target, weight, *rest[:5], logits=(x, "[..., C > 0]"))
     return x, target, *terms, *rest[6:]
 
 

@@ -39,15 +39,14 @@ import triton.language as tl
 from torch import Tensor
 
 from ._operator import (
+    FLOATING,
     Operator,
     apply,
-    check_alike,
-    check_device,
-    check_tensor,
     empty,
     empty_like,
     gpu,
     launch,
+    shapes,
 )
 
 __all__ = [
@@ -414,19 +413,16 @@ def _gradients(expression: Expression, ctx: Any, *dys: Tensor | None) -> tuple[T
 
 def _check(name: str, *operands: Any) -> tuple[Tensor, ...]:
     letters = _EXPRESSIONS[name].operands
-    for what, value in zip(letters, operands, strict=True):
-        check_tensor(name, what, value)
-        check_alike(name, what, value, "x", operands[0], dtype=False)
+    shapes(name, **{what: (value, "", FLOATING) for what, value in zip(letters, operands, strict=True)})
     if any(t.shape != operands[0].shape for t in operands):
         try:
             torch.broadcast_shapes(*(t.shape for t in operands))
         except RuntimeError:
-            shapes = " and ".join(str(tuple(t.shape)) for t in operands)
+            given = " and ".join(str(tuple(t.shape)) for t in operands)
             raise ValueError(
-                f"{name}: expected shapes that broadcast, got {shapes}; sizes must be equal or 1, counted from the "
+                f"{name}: expected shapes that broadcast, got {given}; sizes must be equal or 1, counted from the "
                 "last axis"
             ) from None
-    check_device(name, operands[0])
     return operands
 
 

@@ -40,14 +40,14 @@ from ._operator import (
     accumulated,
     apply,
     capturing,
-    check_device,
     contiguous,
     empty,
     gpu,
     launch,
     overlapping,
+    shapes,
 )
-from ._points import LABELS, Plan, check_centres, check_points, launch_few, refuse_not_finite, tensors
+from ._points import DTYPES, LABELS, Plan, launch_few, refuse_not_finite, tensors
 
 __all__ = ["kmeans_assign", "kmeans_assign_eager"]
 
@@ -770,11 +770,7 @@ def _launched(labels: Tensor, points: Tensor, centres: Tensor, plan: Plan) -> No
 def check_assign(
     points: Any, centres: Any, label_dtype: Any, check: bool = False, name: str = "kmeans_assign"
 ) -> tuple[Any, ...]:  # fmt: skip
-    check_points(name, points)
-    check_centres(name, points, centres)
-    k = centres.shape[0]
-    if k == 0:
-        raise ValueError(f"{name}: expected one centre at least, got none; give [k, d] centres")
+    k = shapes(name, points=(points, "[n, d]", DTYPES), centres=(centres, "[k > 0, d]"))["k"]
     if label_dtype not in LABELS:
         raise TypeError(
             f"{name}: expected label_dtype to be torch.int64, int32 or uint8, got {label_dtype}; choose one"
@@ -784,7 +780,6 @@ def check_assign(
             f"{name}: expected a label_dtype that counts to {k - 1}, got {label_dtype} for {k} centres; "
             "use torch.int32 or torch.int64"
         )
-    check_device(name, points)
     return points, centres, label_dtype
 
 

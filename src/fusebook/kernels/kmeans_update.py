@@ -28,20 +28,17 @@ from ._operator import (
     accumulated,
     apply,
     capturing,
-    check_alike,
-    check_device,
-    check_tensor,
     contiguous,
     empty,
     gpu,
     launch,
+    shapes,
 )
 from ._points import (
+    DTYPES,
     LABELS,
     Plan,
-    check_centres,
     check_k,
-    check_points,
     launch_few,
     refuse_not_finite,
     tensors,
@@ -348,20 +345,12 @@ def _means_into(out: Tensor, sums: Tensor, old: Tensor) -> None:
 
 def _check_update(points: Any, labels: Any, k: Any, centres: Any, check: bool) -> tuple[Any, ...]:
     name = "kmeans_update"
-    check_points(name, points)
-    check_tensor(name, "labels", labels, LABELS)
-    check_alike(name, "labels", labels, "points", points, dtype=False)
-    if labels.shape != points.shape[:1]:
-        raise ValueError(
-            f"{name}: expected labels of shape [{points.shape[0]}], one for each point, got {tuple(labels.shape)}; "
-            "give each point one"
-        )
+    shapes(
+        name, points=(points, "[n, d]", DTYPES), labels=(labels, "[n]", LABELS), centres=(centres, "[k, d]?")
+    )  # fmt: skip
     check_k(name, k)
-    if centres is not None:
-        check_centres(name, points, centres)
-        if centres.shape[0] != k:
-            raise ValueError(f"{name}: expected k = {k} centres, got {centres.shape[0]}; give one for each label")
-    check_device(name, points)
+    if centres is not None and centres.shape[0] != k:
+        raise ValueError(f"{name}: expected k = {k} centres, got {centres.shape[0]}; give one for each label")
     return points, labels, k, centres
 
 
@@ -416,15 +405,10 @@ _sums = Operator(
 
 def _check_means(sums: Any, old: Any) -> tuple[Any, ...]:
     name = "kmeans_means"
-    check_points(name, old, "old")
-    check_tensor(name, "sums", sums, (torch.float32, torch.float64))
-    check_alike(name, "sums", sums, "old", old, dtype=False)
-    if sums.dim() != 3 or sums.shape[1:] != (old.shape[0], old.shape[1] + 1) or not len(sums):
-        raise ValueError(
-            f"{name}: expected sums of shape [parts, {old.shape[0]}, {old.shape[1] + 1}], got {tuple(sums.shape)}; "
-            "give each centre its sums and its number of points"
-        )
-    check_device(name, old)
+    k, d = shapes(name, old=(old, "[k, d]", DTYPES)).values()
+    # Of each centre its sums and its number of points.
+    wide = torch.float32, torch.float64
+    shapes(name, old=(old, "[k, d]", DTYPES), sums=(sums, f"[parts > 0, {k}, {d + 1}]", wide))
     return sums.contiguous(), old
 
 

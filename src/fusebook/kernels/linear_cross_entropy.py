@@ -36,7 +36,7 @@ from ._entropy import (
     read_target,
     rows_into,
 )
-from ._operator import Operator, accumulated, apply, check_alike, check_device, check_tensor, empty, integer, watched
+from ._operator import Operator, accumulated, apply, empty, integer, watched
 
 __all__ = ["linear_cross_entropy", "linear_cross_entropy_eager", "linear_cross_entropy_with_gradients"]
 
@@ -140,19 +140,10 @@ def _all_into(found: tuple[Tensor, ...], h: Tensor, head: Tensor, target: Tensor
 
 def _check(h: Any, head: Any, target: Any, weight: Any, *rest: Any) -> tuple[Any, ...]:
     name = "linear_cross_entropy"
-    check_tensor(name, "hidden states", h)
-    check_tensor(name, "head", head)
-    check_alike(name, "head", head, "the hidden states", h)
-    check_device(name, h)
-    if not h.dim() or head.dim() != 2 or head.shape[1] != h.shape[-1]:
-        raise ValueError(
-            f"{name}: expected hidden states [..., K] and head [N, K], got {tuple(h.shape)} and {tuple(head.shape)}; "
-            "the head has a row for each class, as torch.nn.Linear's weight has"
-        )
-    terms = check_terms(name, h, len(head), target, weight, *rest[:5])
-    rows = rest[6]
-    if rows is not None and integer(name, "rows", rows, "give the rows of a chunk") < 1:
-        raise ValueError(f"{name}: expected rows of 1 or more, got {rows}; None lets the plan choose")
+    # The head has a row for each class, as the weight of torch.nn.Linear has.
+    terms = check_terms(name, target, weight, *rest[:5], hidden=(h, "[..., K]"), head=(head, "[C > 0, K]"))
+    if rest[6] is not None:
+        integer(name, "rows", rest[6], "None lets the plan choose", "of 1 or more", lambda rows: rows >= 1)
     return h, head, target, *terms, *rest[6:]
 
 

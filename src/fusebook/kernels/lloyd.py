@@ -13,8 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from . import kmeans_update  # noqa: F401  (it defines the step)
-from ._operator import OPERATORS, accumulated, check_device, empty, integer, launch, launching, number
-from ._points import check_centres, check_k, check_points, refuse_not_finite, tensors
+from ._operator import OPERATORS, accumulated, empty, integer, launch, launching, number, shapes
+from ._points import DTYPES, check_k, refuse_not_finite, tensors
 from .kmeans import kmeans_assign
 
 __all__ = ["KMeans", "kmeans"]
@@ -166,27 +166,20 @@ def kmeans(
     name = "kmeans"
     given = init if not isinstance(init, str) else None
     (points, given), arrays = tensors(name, points=points, init=given)
-    check_points(name, points)
+    n = shapes(name, points=(points, "[n > 0, d]", DTYPES), init=(given, "[k, d]?"))["n"]
     check_k(name, k)
-    n = points.shape[0]
-    if n == 0:
-        raise ValueError(f"{name}: expected points, got none of shape {tuple(points.shape)}; give one at least")
     if k > n:
         raise ValueError(f"{name}: expected k to be at most the number of points, {n}, got {k}; ask for fewer centres")
     if given is not None:
-        check_centres(name, points, given, "init")
         if given.shape[0] != k:
             raise ValueError(f"{name}: expected k = {k} centres in init, got {given.shape[0]}; give k of them")
     elif init not in ("k-means++", "random"):
         raise ValueError(f"{name}: expected init to be 'k-means++', 'random' or centres, got {init!r}; choose one")
-    if integer(name, "max_iter", max_iter, "give the most iterations") < 1:
-        raise ValueError(f"{name}: expected max_iter of 1 or more, got {max_iter}; give the most iterations")
+    max_iter = integer(name, "max_iter", max_iter, "give the most iterations", "of 1 or more", lambda most: most >= 1)
     seed = integer(name, "seed", seed, "give any")
-    if not number(name, "tol", tol, "0 iterates until the centres stand still") >= 0:
-        raise ValueError(f"{name}: expected tol to be 0 or more, got {tol!r}; 0 iterates until the centres stand still")
+    number(name, "tol", tol, "0 iterates until the centres stand still", "to be 0 or more", lambda tol: tol >= 0)
     if points.device.type == "meta":
         raise ValueError(f"{name}: expected points whose values can be read, got a tensor on meta; move it to a GPU")
-    check_device(name, points)
     if torch.is_grad_enabled() and (points.requires_grad or (given is not None and given.requires_grad)):
         raise NotImplementedError(
             f"{name}: expected points and init that require no gradient, since what is found has none; detach them, "

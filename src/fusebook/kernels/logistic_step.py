@@ -31,13 +31,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ._operator import (
+    FLOATING,
     Operator,
     accumulated,
     apply,
     capturing,
-    check_alike,
-    check_device,
-    check_tensor,
     contiguous,
     empty,
     empty_like,
@@ -45,6 +43,7 @@ from ._operator import (
     integer,
     launch,
     number,
+    shapes,
 )
 
 __all__ = ["logistic_fit", "logistic_step", "logistic_step_eager"]
@@ -505,40 +504,17 @@ def _launch_fit(
 
 def _check(name: str, X: Any, y: Any, w: Any, b: Any, lr: Any, l2: Any) -> tuple[float, float]:
     """Validate what can be seen without reading values; the numbers as floats."""
-    check_tensor(name, "X", X)
-    check_tensor(name, "y", y)
-    dtype = accumulated(X.dtype)
-    for what, value in (("w", w), ("b", b)):
-        check_tensor(name, what, value)
-        if value.dtype != dtype:
-            raise TypeError(
-                f"{name}: expected {what} to be {dtype} where X is {X.dtype}, got {value.dtype}; cast it, since steps "
-                "are too small for fewer digits"
-            )
-        check_alike(name, what, value, "X", X, dtype=False)
-    check_alike(name, "y", y, "X", X)
-    if X.dim() != 2:
-        raise ValueError(f"{name}: expected X of shape [N, D], got {tuple(X.shape)}; reshape it to rows of features")
-    N, D = X.shape
-    for what, value, want in (("y", y, (N,)), ("w", w, (D,))):
-        if tuple(value.shape) != want:
-            raise ValueError(
-                f"{name}: expected {what} of shape {want} where X is {tuple(X.shape)}, got {tuple(value.shape)}; "
-                "reshape it"
-            )
+    # Steps are too small for fewer digits than these.
+    wide = (accumulated(X.dtype),) if isinstance(X, Tensor) else FLOATING
+    shapes(name, X=(X, "[N > 0, D]"), y=(y, "[N]"), w=(w, "[D]", wide), b=(b, "", wide))
     if tuple(b.shape) not in ((), (1,)):
         raise ValueError(f"{name}: expected b to be a single number, got shape {tuple(b.shape)}; give one bias")
-    if N == 0:
-        raise ValueError(
-            f"{name}: expected at least one row, got X of shape {tuple(X.shape)}; the mean loss of no rows is no number"
-        )
     remedy = "pass a Python float, since reading a tensor would wait for the GPU"
     lr, l2 = number(name, "lr", lr, remedy), number(name, "l2", l2, remedy)
     for what, value in (("lr", lr), ("l2", l2)):
         # torch.compile may take the number for one that varies, and then it has no value yet.
         if not torch.compiler.is_compiling() and isinstance(value, float) and not math.isfinite(value):
             raise ValueError(f"{name}: expected {what} to be finite, got {value}; every weight would become NaN")
-    check_device(name, X)
     return lr, l2
 
 
@@ -565,9 +541,8 @@ def _check_fit(
 ) -> tuple[Any, ...]:
     name = "logistic_fit"
     numbers = _check(name, X, y, w, b, lr, l2)
-    steps = integer(name, "steps", steps, "give how many to take")
-    if not 0 <= steps < 2**31:
-        raise ValueError(f"{name}: expected steps from 0 to 2**31 - 1, got {steps}; give how many to take")
+    remedy, few = "give how many to take", lambda steps: 0 <= steps < 2**31
+    steps = integer(name, "steps", steps, remedy, "from 0 to 2**31 - 1", few)
     if on_chip and X.device.type in ("cpu", "cuda") and not _fits(X):
         raise NotImplementedError(
             f"{name}: expected X to fit on the chip, got {X.dtype} of shape {tuple(X.shape)}; leave on_chip to be "

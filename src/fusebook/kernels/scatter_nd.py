@@ -35,20 +35,21 @@ from torch import Tensor
 
 from ._grouped import Plan, launch_lists, launch_owner, launch_segments, row_of, scatter_nd_fill, steps_of
 from ._operator import (
+    FLOATING,
+    INTEGERS,
     INTERPRETED,
     Operator,
     accumulated,
     apply,
     capturing,
-    check_alike,
-    check_device,
-    check_tensor,
     contiguous,
     empty,
     gpu,
     integer,
     launch,
+    one_of,
     overlapping,
+    shapes,
 )
 
 __all__ = ["embedding_backward", "masked_scatter_nd_eager", "masked_scatter_nd_of_shape", "scatter_nd_of_shape"]
@@ -497,8 +498,8 @@ def _shape_of(name: str, shape: Any) -> tuple[int, ...]:
 def _checked_shape(name: str, shape: Any, indices: Any, updates: Any, reduction: Any, strategy: Any) -> tuple[int, ...]:
     """Validate what can be seen without reading values; return the shape."""
     shape = _shape_of(name, shape)
-    check_tensor(name, "indices", indices, (torch.int64, torch.int32))
-    check_tensor(name, "dy" if name == "embedding_backward" else "updates", updates)
+    given = {"indices": (indices, "[..., k]", INTEGERS)}
+    k = shapes(name, **given)["k"]
     if reduction not in _REDUCTIONS:
         raise ValueError(
             f"{name}: expected reduction to be 'add', got {reduction!r}; ONNX knows {', '.join(_REDUCTIONS)}"
@@ -508,28 +509,14 @@ def _checked_shape(name: str, shape: Any, indices: Any, updates: Any, reduction:
             f"{name}: expected reduction to be 'add', got {reduction!r}, which is not implemented; use torch's "
             "index_reduce_ or index_put_ on a tensor of zeros"
         )
-    if strategy is not None and strategy not in STRATEGIES:
-        raise ValueError(
-            f"{name}: expected strategy to be None or one of {', '.join(STRATEGIES)}, got {strategy!r}; None chooses"
-        )
-    if indices.dim() == 0:
-        raise ValueError(
-            f"{name}: expected indices of shape [..., k], got a single number; add an axis for its components"
-        )
-    k = indices.shape[-1]
+    one_of(name, "strategy", strategy, (None, *STRATEGIES), "None chooses")
     if k > len(shape):
         raise ValueError(
             f"{name}: expected indices of at most {len(shape)} components, since shape {shape} has {len(shape)} axes, "
             f"got {k}; the last axis of indices holds the components"
         )
-    want = (*indices.shape[:-1], *shape[k:])
-    if tuple(updates.shape) != want:
-        raise ValueError(
-            f"{name}: expected updates of shape {want}, indices.shape[:-1] + shape[{k}:], got {tuple(updates.shape)}; "
-            "reshape or expand them"
-        )
-    check_alike(name, "indices", indices, "updates", updates, dtype=False)
-    check_device(name, updates)
+    what = "dy" if name == "embedding_backward" else "updates"
+    shapes(name, **given, **{what: (updates, (*indices.shape[:-1], *shape[k:]), FLOATING)})
     if all(isinstance(size, int) for size in shape) and math.prod(shape) * updates.element_size() >= 2**63:
         raise ValueError(
             f"{name}: expected an output of less than 2**63 bytes, got shape {shape} of {updates.dtype}; give a shape "
@@ -701,10 +688,6 @@ def masked_scatter_nd_of_shape(
     """
     name = "masked_scatter_nd_of_shape"
     masked_value = integer(name, "masked_value", masked_value, "give a whole number of 64 bits")
-    if not -(2**63) <= masked_value < 2**63:
-        raise ValueError(
-            f"{name}: expected masked_value to be an integer of 64 bits, got {masked_value}; give what an index can be"
-        )
     return _scatter(name, shape, indices, updates, masked_value, reduction, check, strategy)
 
 
@@ -746,11 +729,8 @@ def embedding_backward(
     try:
         shape, indices = (rows, dy.shape[-1]), indices.unsqueeze(-1)
     except (AttributeError, IndexError, RuntimeError):
-        check_tensor(name, "dy", dy)
-        check_tensor(name, "indices", indices, (torch.int64, torch.int32))
-        raise ValueError(
-            f"{name}: expected dy of shape [..., D], got a single number; pass the gradient of the lookup"
-        ) from None
+        shapes(name, dy=(dy, "[..., D]"), indices=(indices, "[...]", INTEGERS))
+        raise
     if padding_idx is not None:
         padding_idx = integer(name, "padding_idx", padding_idx, "give a row of the table")
     return _scatter(name, shape, indices, dy, padding_idx, "add", check, strategy)

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._operator import Operator, accumulated, check_alike, check_tensor, contiguous
+from ._operator import Operator, accumulated, contiguous, shapes
 from ._rows import (
     again,
     alike,
@@ -324,12 +324,7 @@ def _gradient(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor, None]:
 def _check(y: Any, dy: Any, dim: Any) -> tuple[Tensor, Tensor, int]:
     name = "softmax_backward"
     y, dim = checked_axis(name, "y", y, dim)
-    check_tensor(name, "dy", dy)
-    check_alike(name, "dy", dy, "y", y)
-    if dy.shape != y.shape:
-        raise ValueError(
-            f"{name}: expected dy of shape {tuple(y.shape)} as y has, got {tuple(dy.shape)}; expand it first"
-        )
+    shapes(name, y=(y, "[...]"), dy=(dy, "[...]"))
     return y, dy, dim
 
 

@@ -18,9 +18,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ._operator import INTERPRETED, Operator, check_alike, check_tensor, contiguous, empty, gpu, launch
+from ._operator import INTERPRETED, Operator, contiguous, empty, gpu, launch
 from ._products import (
-    _DTYPES,
     Plan,
     _asked,
     _fetchable,
@@ -358,19 +357,9 @@ def _check(
     x: Any, gate: Any, up: Any, bias: Any, tf32: Any, strategy: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, bool, str]:
     name = "swiglu"
-    fast = _takes_tf32(name, x, (gate, up), ("gate", "up"), tf32, strategy)
-    if up.shape != gate.shape:
-        raise ValueError(
-            f"{name}: expected up of shape {tuple(gate.shape)} as gate has, got {tuple(up.shape)}; slice one of them"
-        )
-    if bias is not None:
-        check_tensor(name, "bias", bias, _DTYPES)
-        check_alike(name, "bias", bias, "x", x)
-        if bias.shape != (2, gate.shape[1]):
-            raise ValueError(
-                f"{name}: expected bias of shape (2, {gate.shape[1]}), a row for gate and one for up, got "
-                f"{tuple(bias.shape)}; stack the two"
-            )
+    fast = _takes_tf32(
+        name, x, tf32, strategy, gate=(gate, "[K, N]"), up=(up, "[K, N]"), bias=(bias, "[2, N]?")
+    )  # fmt: skip
     return x, gate, up, bias, fast, strategy or ""
 
 
