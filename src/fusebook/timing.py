@@ -273,23 +273,15 @@ def warm(functions: Functions, *, repeat: int = 30, seconds: float = 1e-3) -> di
 
 def _capture(function: Callable[[], Any], seconds: float) -> tuple[torch.cuda.CUDAGraph, int] | None:
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    side = torch.cuda.Stream()
-
-    def captured(calls: int) -> torch.cuda.CUDAGraph:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=side):
-            for _ in range(calls):
-                function()
-        return graph
-
+    side, before = torch.cuda.Stream(), torch.cuda.current_stream()
     try:
-        side.wait_stream(torch.cuda.current_stream())
+        side.wait_stream(before)
         with torch.cuda.stream(side):  # libraries set themselves up on the stream that captures
             function()
-        torch.cuda.current_stream().wait_stream(side)
+        before.wait_stream(side)
         # A replay has a cost of its own, which the calls in it share: their number follows from the time of the device,
         # as a graph shows it, not from that of the host, or variants with a slow launcher would bear more of it.
-        pilot = captured(_PILOT)
+        pilot = _captured(function, _PILOT, side, before)
         pilot.replay()
         start.record()
         pilot.replay()
@@ -297,10 +289,30 @@ def _capture(function: Callable[[], Any], seconds: float) -> tuple[torch.cuda.CU
         end.synchronize()
         each = start.elapsed_time(end) / 1e3 / _PILOT
         calls = max(1, min(_MOST, math.ceil(seconds / max(each, 1e-7))))
-        return captured(calls), calls
+        return _captured(function, calls, side, before), calls
     except Exception:  # whatever a library raises when it is captured: it cannot be timed this way
         torch.cuda.synchronize()
         return None
+
+
+def _captured(
+    function: Callable[[], Any], calls: int, side: torch.cuda.Stream, before: torch.cuda.Stream
+) -> torch.cuda.CUDAGraph:
+    """So many calls as a graph, captured on one stream while another is the current one."""
+    graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
+    try:
+        with torch.cuda.graph(graph, pool=pool, stream=side):
+            for _ in range(calls):
+                function()
+    except Exception:
+        # Torch before 2.12 stays on the stream of a capture that has failed, and its allocator believes that the
+        # capture goes on: it would give back no memory any more, not even where there is no other.
+        torch.cuda.set_stream(before)
+        with contextlib.suppress(RuntimeError):  # torch has seen to it
+            torch._C._cuda_endAllocateToPool(before.device_index, pool)
+            torch._C._cuda_releasePool(before.device_index, pool)
+        raise
+    return graph
 
 
 def _wait() -> None:
