@@ -422,6 +422,19 @@ def test_a_point_with_a_stale_row_is_due_as_a_whole_and_others_are_not(part, clo
     assert gpu == [clocks] and set(found["variant"]) == set(EXP.variants) and set(found["N"]) == {64}
 
 
+@pytest.mark.parametrize(("status", "again"), [("failed", True), ("out of memory", True), ("refused", False)])
+def test_a_row_that_failed_is_due_and_one_that_was_refused_is_not(status, again, gpu, monkeypatch, tmp_path):
+    frame = rows(EXP, "64x64,64x128")
+    frame.loc[(frame["variant"] == "fusebook") & (frame["N"] == 64), "status"] = status
+    record.write(frame, machines.RECORDS)
+    assert noted_as_due(monkeypatch, tmp_path, lambda: results(EXP, config="64x64,64x128")) == ["device"] * again
+    monkeypatch.setenv("FUSEBOOK_PART", "due")
+    results(EXP, config="64x64,64x128")
+    assert len(gpu) == again
+    if again:
+        assert set(record.read("exp", "test-gpu", tmp_path / "new")["N"]) == {64}
+
+
 def spans():
     frame = rows(EXP, "64x64")[["variant", "cold_us"]]
     frame.attrs.clear()

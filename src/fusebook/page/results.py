@@ -318,7 +318,7 @@ def results(
         try:
             frame = record.select(_noted(record.read(op, place.name, place.parent)), op, config, dtype)
             frame = frame if variants is None else tables.where(frame, variant=list(variants))
-            lacks = "device" if frame["stale"].ne("").any() else "host" if _uncalled(frame).any() else None
+            lacks = "device" if _outdated(frame).any() else "host" if _uncalled(frame).any() else None
             _place.due(*filter(None, [lacks]))
             return frame
         except record.Missing as missing:
@@ -329,12 +329,12 @@ def results(
 def _record_again(op: Op, frame: pd.DataFrame, warmup: int, repeat: int) -> None:
     """Measure again, when the host is alone, what was recorded beside others and had no caller's clocks to keep.
 
-    Where only what is due is recorded, also every point that has a stale row, and that whole: what is compared is timed
-    in turn, on one machine.
+    Where only what is due is recorded, also every point that has a row to be taken anew, and that whole: what is
+    compared is timed in turn, on one machine.
     """
     dims = [c for c in frame if c not in ("op", "config", "variant", "dtype", "stale", *bench.COLUMNS)]
     at = ["dtype", "config", *dims]
-    old = frame["stale"].ne("") & ("due" in _part())
+    old = _outdated(frame) & ("due" in _part())
     lacking = old.groupby([frame[c] for c in at], dropna=False).transform("any")
     if "device" not in _part():
         lacking |= _uncalled(frame)
@@ -346,6 +346,11 @@ def _record_again(op: Op, frame: pd.DataFrame, warmup: int, repeat: int) -> None
     for (dtype, *variants), points in asked.items():
         again = _run(op, config=points, dtype=dtype, variants=variants, warmup=warmup, repeat=repeat)
         record.write(again, Path(os.environ["FUSEBOOK_RECORD"]))
+
+
+def _outdated(frame: pd.DataFrame) -> pd.Series:
+    """Rows of other code than today's, and those without times whose reason may be gone."""
+    return frame["stale"].ne("") | frame["status"].isin(("failed", "out of memory"))
 
 
 def _uncalled(frame: pd.DataFrame) -> pd.Series:
