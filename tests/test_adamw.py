@@ -99,6 +99,16 @@ def test_nan_and_infinity_go_where_they_go_in_torch(bad, amsgrad, device):
         adamw_step(ps, now, ms, vs, tops, step=t, lr=0.01)
     assert want[0].isnan().any()
     close(ps, want)
+    if amsgrad:  # p is NaN by m already
+        close([tops[0][3]], [vs[0][3]])
+        assert not tops[0][3].isfinite()
+
+
+def test_a_largest_v_that_is_nan_stays_nan(device):
+    ps, gs, ms, vs = model(device, [(4,)])
+    tops = [torch.tensor([0.0, math.nan, 1.0, math.inf], device=device)]
+    adamw_step(ps, gs, ms, vs, tops, step=1)
+    assert [t.isnan().tolist() for t in (*ps, *tops)] == [[False, True, False, False]] * 2
 
 
 # Sixteen bits ---------------------------------------------------------------------------------------------------------
