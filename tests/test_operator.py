@@ -250,6 +250,31 @@ def test_the_last_call_is_known_again_and_no_other_is_taken_for_it(driver):
 
 
 @absent
+def test_calls_by_turns_are_known_again_where_their_shapes_differ(driver, monkeypatch):
+    x, y = torch.randn(8, 100), torch.randn(4, 100)
+    into = torch.empty_like(x), torch.empty_like(y)
+    softmax, exp = OPERATORS["softmax"], OPERATORS["exp"]
+
+    def by_turns():
+        for t, out in zip((x, y), into, strict=True):
+            fusebook.softmax(t)
+            softmax.write(out, t, -1)
+            exp._compiled(t)
+
+    for _ in range(3):
+        by_turns()
+    wanted = [(kernel, arguments[1:]) for kernel, _, arguments in driver.seen[-6:]]  # but for the fresh results
+    with monkeypatch.context() as patched:
+        patched.setattr(_operator, "_described", lambda *_: pytest.fail("a key was made"))
+        by_turns()
+    assert [(kernel, arguments[1:]) for kernel, _, arguments in driver.seen[-6:]] == wanted
+    before = len(softmax.plans)
+    fusebook.softmax(x.double())  # of the shapes, and no calls that were made
+    fusebook.softmax(y.T.contiguous().T)
+    assert len(softmax.plans) == before + 2
+
+
+@absent
 def test_what_is_asked_in_every_call_is_asked_of_the_last_call_again(driver):
     index, dy = torch.randint(0, 50, (40,)), torch.randn(40, 16)
 

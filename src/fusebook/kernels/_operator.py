@@ -486,9 +486,26 @@ class _Plans(dict[Hashable, _Plan]):
     A program often makes the same call again. To see that takes a fraction of the time of a key: all of its tensors are
     looked at by one call, and nothing is made to be thrown away. ``again(*args)`` makes the call, or returns `_OTHER`
     where it is another one. Threads share it: it is replaced as a whole.
+
+    Or it makes some calls by turns, of different shapes: then ``before(args)`` makes the last one of that shape.
     """
 
     again: Callable[..., Any] = staticmethod(_other)
+
+    def __init__(self) -> None:
+        self.of_shape: dict[Any, Callable[..., Any]] = {}
+
+    def before(self, args: Sequence[Any]) -> Any:
+        """The last call again that had a first argument of this shape; `_OTHER` where it is another one."""
+        again = self.of_shape.get(getattr(args[0], "shape", None), _other)
+        result = again(*args)
+        if result is not _OTHER:
+            self.again = again
+        return result
+
+    def last(self, args: Sequence[Any], again: Callable[..., Any]) -> None:
+        """Note what knows this call, the last one, again."""
+        self.again = self.of_shape[getattr(args[0], "shape", None)] = again
 
     def keep(self, key: Hashable, plan: _Plan) -> None:
         """Add a plan, among a thousand at most."""
@@ -499,6 +516,7 @@ class _Plans(dict[Hashable, _Plan]):
     def clear(self) -> None:
         """Forget all."""
         super().clear()
+        self.of_shape.clear()
         self.again = _other
 
 
@@ -614,6 +632,9 @@ class Operator:
         """A call that is not the last one again."""
         if watched():
             return self.dispatched(*self.check(*args))
+        result = self.plans.before(args)
+        if result is not _OTHER:
+            return result
         tensors: list[Tensor] = []
         key, plan = self._planned(self.plans, args, tensors, _grad_enabled())
         if plan is None:
@@ -629,7 +650,7 @@ class Operator:
             plan.again = self._knowing(plans, args, tensors, key, plan)
         elif plan.again is plans.again:  # what dispatches tensors has changed, by autocast for instance
             plan.again.__globals__["guard"] = _guarded(tensors)
-        plans.again = plan.again
+        plans.last(args, plan.again)
 
     def _knowing(
         self, plans: _Plans, args: Sequence[Any], tensors: Sequence[Tensor], key: Any, plan: _Plan
@@ -762,6 +783,8 @@ class Operator:
     def _compiled(self, *inputs: Any) -> Any:
         """Called by code that torch.compile has generated, in place of the dispatcher where that has nothing to do."""
         result = self.checked.again(*inputs)
+        if result is _OTHER:
+            result = self.checked.before(inputs)
         if result is not _OTHER:
             return result
         plain = not watched() and all(
@@ -813,7 +836,7 @@ class Operator:
         *args
             As of a call.
         """
-        if self.written.again(out, *args) is not _OTHER:
+        if self.written.again(out, *args) is not _OTHER or self.written.before((out, *args)) is not _OTHER:
             return
         tensors: list[Tensor] = []
         key, plan = self._planned(self.written, args, tensors, False, (out,))
