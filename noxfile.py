@@ -165,6 +165,8 @@ def sanitize(session):
 def stress(session):
     """Run what waits, counts or starts early many thousand times while others disturb: ``nox -s stress -- softmax``."""
     run(session, "tests/stress.py", *session.posargs)
+    if not session.posargs:
+        run(session, "tests/stress.py", "--mps", "--calls", "10000", "--processes", "4")
 
 
 @nox.session(venv_backend="none", requires=["environment"])
@@ -282,7 +284,7 @@ def mutants(session):
 
 @nox.session(venv_backend="none", requires=["environment"], default=False)
 def fuzz(session):
-    """Draw problems for twenty minutes of CPU; FUZZ is the seconds of each test."""
+    """Draw problems for twenty minutes of CPU; FUZZ is the seconds of each of the seven tests."""
     trial = ["--trial", "Problems that nobody chose", "--file", "fuzz", "--unit", "problems", "--processes", "2"]
-    seconds = os.environ.get("FUZZ", "240")
+    seconds = os.environ.get("FUZZ", "170")
     run(session, "tests/suite.py", *trial, "--slow", "tests/test_generated.py", *session.posargs, FUZZ=seconds)

@@ -56,7 +56,7 @@ def _listed(given):
     kinds = [given["P"], given["S"], given["S"], given["S"], tl.float32, given["G"]]
     return [
         (start, start + n * kind.primitive_bitwidth // 8)
-        for row, kind in zip([*rows, given["grads_ptr"][0].tolist()], kinds, strict=True)
+        for row, kind in zip([*rows, given["grads_ptr"].tolist()[: len(sizes)]], kinds, strict=True)
         for start, n in zip(row, sizes, strict=True)
         if start
     ]

@@ -3,21 +3,25 @@
 Each case runs in a CUDA graph of many calls, every call into memory that was spoiled first, and is compared with its
 first result: bit by bit, or within some roundings where sums come in the order of the hardware. It runs by itself,
 while another stream writes memory, while a kernel holds all but a multiprocessor's worth of the GPU's threads, and
-beside itself on another stream, a quarter of the calls each; and another process shares the GPU meanwhile. What does
-not end is ended by a watchdog, with the operator's name.
+beside itself on another stream; and other processes share the GPU meanwhile, by turns, or all at once where NVIDIA's
+multi-process service (MPS) runs. What does not end is ended by a watchdog, with the operator's name.
 
     python tests/stress.py                              # all
     python tests/stress.py softmax --calls 1000         # operators whose names contain a word
+    python tests/stress.py --mps --calls 10000          # processes at once; a service is started and ended
 """
 
 import argparse
 import contextlib
+import functools
 import json
 import os
 import queue
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 
@@ -59,10 +63,21 @@ CASES = [
     # A count of steps on the device, which the last program to take a ticket advances.
     ("adamw_step", "counted", "float32", {"numbers": 200_000, "tensors": 30, "sizes": "uneven", "kind": "plain"}),
 ]
+#: How a case runs, and its share of the calls: there are few while the GPU is held.
+WAYS = {"alone": 0.3, "beside writes": 0.3, "held": 0.1, "beside itself": 0.3}
 HOLD = """
 extern "C" __global__ void hold(int cycles) {
     long long start = clock64();
     while (clock64() - start < cycles);
+}
+"""
+#: Counts words that are not as they were, and spoils them: one launch, where torch takes four.
+JUDGE = """
+extern "C" __global__ void judge(unsigned* found, const unsigned* right, unsigned long long* wrong, int words) {
+    for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < words; i += gridDim.x * blockDim.x) {
+        if (found[i] != right[i]) atomicAdd(wrong, 1ull);
+        found[i] = 0x7fffffffu;  // NaN, of two halves as well
+    }
 }
 """
 
@@ -83,18 +98,28 @@ def watched(number, seconds):
         timer.cancel()
 
 
-def differs(found, first, exact):
-    """Whether a result is another, as a tensor of one number; then spoil it."""
+@functools.cache
+def kernel(name):
     import torch
 
+    return torch.cuda._compile_kernel({"hold": HOLD, "judge": JUDGE}[name], name)
+
+
+def judge(found, right, wrong, exact):
+    """Add to a number on the device what of a result is another than it was; then spoil it."""
+    import torch
+
+    if exact and found.is_contiguous() and found.nbytes % 4 == 0:
+        words = found.nbytes // 4
+        kernel("judge")((min(1056, -(-words // 256)), 1, 1), (256, 1, 1), (found, right, wrong, words))
+        return
     if exact:
         whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[found.element_size()]
-        other = (found.contiguous().view(whole) != first.view(whole)).any()
+        wrong += (found.contiguous().view(whole) != right.view(whole)).sum()
     else:
-        limit = 64 * torch.finfo(found.dtype).eps * first.abs().max()
-        other = ~((found - first).abs() <= limit).all()
+        limit = 64 * torch.finfo(found.dtype).eps * right.abs().max()
+        wrong += (~((found - right).abs() <= limit)).sum()
     found.fill_(float("nan") if found.is_floating_point() else 113)
-    return other
 
 
 def disturber(how):
@@ -105,9 +130,8 @@ def disturber(how):
         memory = torch.empty(2**26, device="cuda")
         return lambda: [memory.fill_(float(i)) for i in range(20)]
     if how == "held":
-        held = torch.cuda._compile_kernel(HOLD, "hold")
         blocks = 2 * (torch.cuda.get_device_properties(0).multi_processor_count - 1)  # of half its threads each
-        return lambda: held((blocks, 1, 1), (1024, 1, 1), (10_000_000,))  # cycles, some milliseconds
+        return lambda: kernel("hold")((blocks, 1, 1), (1024, 1, 1), (10_000_000,))  # cycles, some milliseconds
     return None
 
 
@@ -117,10 +141,10 @@ def counted(p, g, m, v, extra, widths, kind, step, lr):
 
     from fusebook import adamw_step
 
-    ps, gs, ms, vs = ([part.clone() for part in t.split(widths)] for t in (p, g, m, v))
+    p, m, v = p.clone(), m.clone(), v.clone()
     count = torch.full((), step - 1, dtype=torch.int64, device="cuda")
-    adamw_step(ps, gs, ms, vs, step=count, lr=lr)
-    return torch.cat(ps), torch.cat(ms), torch.cat(vs), count
+    adamw_step(*(t.split(widths) for t in (p, g, m, v)), step=count, lr=lr)
+    return p, m, v, count
 
 
 def case(op, name, dtype, dims, calls, seconds):
@@ -141,8 +165,15 @@ def case(op, name, dtype, dims, calls, seconds):
         return [t for t in pytree.tree_leaves(variant.run(*made)) if isinstance(t, torch.Tensor)]
 
     run()
-    first = [t.clone() for t in run()]
+    first = [t.clone(memory_format=torch.contiguous_format) for t in run()]
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    for right in first:  # against itself, so that what judges is compiled; then a planted mistake is to be found
+        judge(right.clone(), right, wrong, exact)
+    assert not int(wrong)
+    other = torch.full_like(first[0], float("nan") if first[0].is_floating_point() else 113)
+    judge(other, first[0], wrong, exact)
+    assert int(wrong)
+    wrong.zero_()
     torch.cuda.synchronize()
 
     def captured():
@@ -150,16 +181,17 @@ def case(op, name, dtype, dims, calls, seconds):
         with torch.cuda.graph(graph):
             for _ in range(MANY):
                 for found, right in zip(run(), first, strict=True):
-                    wrong.add_(differs(found, right, exact))
+                    judge(found, right, wrong, exact)
         return graph
 
     graphs, side, done, said = [captured(), captured()], torch.cuda.Stream(), 0, []
-    ways = ("alone", "beside writes", "held", "beside itself")
-    for i, how in enumerate(ways):
+    planned = 0
+    for how, share in WAYS.items():
+        planned += round(calls * share)
         disturb = graphs[1].replay if how == "beside itself" else disturber(how)
         idle = torch.cuda.Event()
         began, before = time.monotonic(), done
-        while done < calls * (i + 1) // len(ways) and time.monotonic() - began < seconds:
+        while done < planned and time.monotonic() - began < seconds:
             if disturb and idle.query():
                 with torch.cuda.stream(side):
                     disturb()
@@ -170,14 +202,14 @@ def case(op, name, dtype, dims, calls, seconds):
         torch.cuda.synchronize()
         said.append(f"{done - before} {how} in {time.monotonic() - began:.1f} s")
         if count := int(wrong):
-            return f"differs {how}", done, f"{count} results of {done} calls differ"
+            return f"differs {how}", done, f"{count} words of {done} calls differ"
     return "same" if done >= calls else f"same, in fewer than {calls} calls", done, "; ".join(said)
 
 
-def child(numbers, calls, seconds):
+def child(numbers, calls, seconds, hangs):
     """Run cases by their numbers and print a line for each."""
     for number in numbers:
-        with watched(number, 120 + 4 * seconds):
+        with watched(number, hangs + 4 * seconds):
             try:
                 outcome, n, why = case(*CASES[number], calls, seconds)
             except Exception as error:  # a GPU that an error has stopped does nothing more for this process
@@ -188,6 +220,36 @@ def child(numbers, calls, seconds):
     return 0
 
 
+@contextlib.contextmanager
+def served(folder):
+    """The environment of processes that share a GPU at once, by a service that runs meanwhile, or why there is none."""
+    control = shutil.which("nvidia-cuda-mps-control")
+    if not control:
+        yield None, "nvidia-cuda-mps-control is not installed"
+        return
+    ours = os.environ | {"CUDA_MPS_PIPE_DIRECTORY": f"{folder}/pipe", "CUDA_MPS_LOG_DIRECTORY": f"{folder}/log"}
+    for name in ("pipe", "log"):
+        os.mkdir(f"{folder}/{name}")
+    # The service sees the GPU that is chosen, and its clients the service's first.
+    theirs = ours | ({"CUDA_VISIBLE_DEVICES": "0"} if os.environ.get("CUDA_VISIBLE_DEVICES", "").isdigit() else {})
+    quiet = {"capture_output": True, "text": True, "timeout": 30}
+    try:
+        begun = subprocess.run([control, "-d"], env=ours, **quiet)
+        one = "import torch; print(int(torch.ones(3, device='cuda').sum()))"
+        tried = subprocess.run([sys.executable, "-c", one], env=theirs, **quiet)
+        served_by = subprocess.run([control], env=ours, input="get_server_list\n", **quiet)
+        why = ""
+        if begun.returncode or tried.stdout.strip() != "3" or not served_by.stdout.strip().isdigit():
+            said = (begun.stderr or begun.stdout, tried.stderr or tried.stdout, served_by.stderr or served_by.stdout)
+            why = next((text.strip().splitlines()[-1] for text in said if text.strip()), "no server was started")
+        yield (None, f"MPS cannot be had: {why[:200]}") if why else (theirs, "")
+    except (OSError, subprocess.SubprocessError) as error:
+        yield None, f"MPS cannot be had: {error}"[:200]
+    finally:
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            subprocess.run([control], env=ours, input="quit -t 5\n", **quiet)
+
+
 def main(argv=None):
     parser = argparse.ArgumentParser(prog="python tests/stress.py", description=__doc__.splitlines()[0])
     parser.add_argument("words", nargs="*", help="words of operators' names; all by default")
@@ -195,12 +257,29 @@ def main(argv=None):
     parser.add_argument("--each", type=float, default=60, help="seconds after which a way of a case is cut short")
     parser.add_argument("--seconds", type=float, default=3600, help="after which what is not done is cut off")
     parser.add_argument("--processes", type=int, default=2, help="that share the GPU by slices of time")
+    parser.add_argument("--mps", action="store_true", help="share it at once")
+    parser.add_argument("--hangs", type=float, default=120, help="seconds that a case may take besides its ways")
     parser.add_argument("--child", nargs="+", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.child:
-        return child(args.child, args.calls, args.each)
+        return child(args.child, args.calls, args.each, args.hangs)
+    if not args.mps:
+        return stressed(args, "Stress: kernels that wait, count or start early", "stress", None)
+    name = "Stress of the same, processes at once by MPS"
+    with tempfile.TemporaryDirectory() as folder, served(folder) as (environment, why):
+        if environment:
+            return stressed(args, name, "stress_mps", environment)
+    log = trials.Log.begin(name, None, "stress_mps", unit="calls")
+    log.say(note=why)
+    if not args.words:
+        trials.tell([log.path])
+    return 0
+
+
+def stressed(args, trial, file, environment):
+    """Run the chosen cases in processes of an environment, and tell what each came to; returns the exit code."""
     chosen = [i for i, c in enumerate(CASES) if not args.words or any(word in c[0] for word in args.words)]
-    log = trials.Log.begin("Stress: kernels that wait, count or start early", len(chosen), "stress", unit="calls")
+    log = trials.Log.begin(trial, len(chosen), file, unit="calls")
     if not args.words:
         log.say(note=f"{args.processes} processes share the GPU")
     until = time.monotonic() + args.seconds
@@ -211,9 +290,10 @@ def main(argv=None):
         """Run cases in a process, and those behind one that ended it in another."""
         while numbers and time.monotonic() < until:
             before = len(numbers)
-            options = ["--calls", str(args.calls), "--each", str(args.each), "--child", *map(str, numbers)]
-            command = [sys.executable, __file__, *options]
-            pipe = {"stdout": subprocess.PIPE, "text": True, "start_new_session": True}
+            options = {"--calls": args.calls, "--each": args.each, "--hangs": args.hangs}
+            command = [sys.executable, __file__, *(str(word) for option in options.items() for word in option)]
+            command += ["--child", *map(str, numbers)]
+            pipe = {"stdout": subprocess.PIPE, "text": True, "start_new_session": True, "env": environment}
             with subprocess.Popen(command, **pipe) as process:
                 end = threading.Timer(until - time.monotonic(), os.killpg, (process.pid, signal.SIGKILL))
                 end.start()
