@@ -29,10 +29,18 @@ from ._tape import Overheard, Tape, with_scratch
 INTERPRETED: bool = triton.knobs.runtime.interpret
 if INTERPRETED:
     from triton.language import bfloat16
-    from triton.runtime.interpreter import InterpreterBuilder
+    from triton.runtime import interpreter
 
-    if not hasattr(InterpreterBuilder, "get_bf16"):  # Triton 3.6 interprets no constants of bfloat16
-        InterpreterBuilder.get_bf16 = lambda self, value: self.create_fp_trunc(self.get_fp32(value), bfloat16)
+    _builder, _patched = interpreter.InterpreterBuilder, interpreter._patch_lang_tensor
+    if not hasattr(_builder, "get_bf16"):  # Triton 3.6 interprets no constants of bfloat16
+        _builder.get_bf16 = lambda self, value: self.create_fp_trunc(self.get_fp32(value), bfloat16)
+
+        def _with_index(tensor: Any, scope: Any) -> None:
+            """It also takes an array of one number for a number, which NumPy does not from 2.4 on."""
+            _patched(tensor, scope)
+            scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+        interpreter._patch_lang_tensor = _with_index
 
 
 @functools.cache
