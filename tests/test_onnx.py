@@ -11,6 +11,7 @@ import onnx.helper as oh  # noqa: E402
 
 from fusebook.cards.scatter_nd import _onnx_model  # noqa: E402
 from fusebook.ort import Graph  # noqa: E402
+from fusebook.ort.graph import _place  # noqa: E402
 from graphs import model  # noqa: E402
 
 
@@ -106,6 +107,9 @@ def test_empty_tensors_and_bytes_and_files(tmp_path):
     a = torch.zeros(0, 0)
     for given in (matmul().SerializeToString(), file, str(file)):
         assert Graph(given, device="cpu")({"a": a, "b": a})["c"].shape == (0, 0)
+    # A CUDA provider takes no null pointer, which such a tensor's address is.
+    graph = Graph(matmul(), device="cpu")
+    assert a.data_ptr() == 0 and _place("a", a, graph, "tensor(float)")[-1] != 0
 
 
 def test_wrong_calls_are_refused_in_one_sentence():
