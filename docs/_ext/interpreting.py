@@ -1,7 +1,11 @@
-"""Triton's interpreter, without a step that it takes again and again: where pages are built, and in tests.
+"""Triton's interpreter, without steps that it takes again and again: where pages are built, and in tests.
 
 Whenever a kernel calls a device function, the interpreter looks through the whole of triton.language for what it has to
 replace. That takes longer than the rest of most calls. Here it is found once, and replaced once a launch.
+
+Whenever a kernel adds two blocks, the interpreter makes their types anew, and finds out by six more operations whether
+an integer overflows, which it tells nobody unless it debugs. Here a type is made once, and who does not debug does not
+ask. What kernels compute, and what is refused, is the same.
 """
 
 import functools
@@ -9,15 +13,68 @@ import inspect
 
 import triton
 import triton.language as tl
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
-WHAT_IS_CHANGED = ("GridExecutor", "_patch_attr", "_patch_builtin", "_patch_lang")
+WHAT_IS_CHANGED = {
+    interpreter: ("GridExecutor", "_get_np_dtype", "_patch_attr", "_patch_builtin", "_patch_lang"),
+    TritonSemantic: ("binary_op_sanitize_overflow_impl", "broadcast_impl_value", "computation_type_impl"),
+}
 
 
 def hasten():
-    """Change the interpreter so; one that is built otherwise stays as it is."""
-    if not all(hasattr(interpreter, name) for name in WHAT_IS_CHANGED):
-        return
+    """Change the interpreter so; one that is built otherwise stays as it is, and so does the compiler."""
+    if triton.knobs.runtime.interpret and all(
+        hasattr(o, name) for o, names in WHAT_IS_CHANGED.items() for name in names
+    ):
+        hasten_calls()
+        hasten_types()
+
+
+def hasten_types():
+    """Make types, and the shapes of blocks, once, and ask for no overflow that nobody is told of."""
+    block, tensor, own = tl.block_type.__init__, tl.tensor.__init__, tl.dtype.__eq__
+    blocks, shapes = {}, {}
+
+    def make_block(self, element_ty, shape):
+        sizes = tuple(getattr(size, "value", size) for size in getattr(shape, "values", shape))
+        known = blocks.get(key := (element_ty.name, sizes))
+        if known is None:
+            block(self, element_ty, shape)
+            known = blocks[key] = dict(self.__dict__)
+        self.__dict__.update(known, element_ty=element_ty)
+
+    def make_tensor(self, handle, type):
+        known = shapes.get(sizes := tuple(type.shape.values) if type.is_block() else ())
+        if known is None:
+            tensor(self, handle, type)
+            known = shapes[sizes] = {"shape": self.shape, "numel": self.numel}
+        self.__dict__.update(known, handle=handle, type=type, dtype=type.scalar)
+
+    tl.block_type.__init__, tl.tensor.__init__ = make_block, make_tensor
+    tl.dtype.__eq__ = lambda self, other: self is other or own(self, other)
+    widen = TritonSemantic.broadcast_impl_value
+
+    def widen_others(self, lhs, rhs):
+        alike = lhs.type.is_block() and rhs.type.is_block() and lhs.type.shape.values == rhs.type.shape.values
+        return (lhs, rhs) if alike else widen(self, lhs, rhs)
+
+    TritonSemantic.broadcast_impl_value = widen_others
+    ask = TritonSemantic.binary_op_sanitize_overflow_impl
+    TritonSemantic.binary_op_sanitize_overflow_impl = lambda self, *sum: self.builder.options.debug and ask(self, *sum)
+    of_numpy, kinds = interpreter._get_np_dtype, {}
+
+    def numpy_type(kind):
+        if (known := kinds.get(name := kind.scalar.name)) is None:
+            known = kinds[name] = of_numpy(kind)
+        return known
+
+    interpreter._get_np_dtype = numpy_type
+    TritonSemantic.computation_type_impl = functools.cache(TritonSemantic.computation_type_impl)
+
+
+def hasten_calls():
+    """Replace the language's functions once a launch."""
     launch, replace, replaced = interpreter.GridExecutor.__call__, interpreter._patch_lang, {}
 
     @functools.cache
