@@ -6,6 +6,8 @@ takes longer than many a task. Its driver is that of a GPU that is not there. Th
 one JSON object a line, what was launched, and the shared memory that the compiled kernel asks for.
 """
 
+import functools
+import inspect
 import json
 import multiprocessing
 import multiprocessing.connection
@@ -26,14 +28,19 @@ from fusebook.launches import AbsentGPU
 SHARED = {80: 96, 90: 227, 100: 227}
 
 
-def once():
-    """Compile once what differs only in what is known of integers and addresses: that one is 1, or 16 divides it."""
+def once(constants):
+    """Compile once what differs only in what is known of integers and addresses: that one is 1, or 16 divides it.
+
+    Without `constants`, what differs in constants and options too, but for kernels that multiply matrices: of others a
+    generation changes how they are written, and no constant what a generation makes of them.
+    """
     compile, made = JITFunction._do_compile, {}
+    products = functools.cache(lambda fn: "tl.dot(" in inspect.getsource(sys.modules[fn.__module__]))
 
     def compiled(self, key, signature, device, constexprs, options, *rest):
         chosen = [(path, value) for path, value in constexprs.items() if self.params[path[0]].is_constexpr]
         given = [(name, kind) for name, kind in signature.items() if kind not in ("i1", "i32", "i64", "constexpr")]
-        like = self.fn, repr(chosen), repr(given), options.hash()
+        like = self.fn, repr(given), *((repr(chosen), options.hash()) if constants or products(self.fn) else ())
         if like not in made:
             made[like] = compile(self, key, signature, device, constexprs, options, *rest)
         return made[like]
@@ -69,7 +76,7 @@ def answer(file):
     arch = int(arch.removeprefix("sm_"))
     first = next(name for name in ("bfloat16", "float32", "float64") if getattr(torch, name) in OPS[op].dtypes)
     if (arch, dtype) != (90, first):  # for which everything is compiled
-        once()
+        once(constants=arch == 90)
     triton.runtime.driver.set_active(AbsentGPU(divmod(arch, 10), shared=SHARED[arch] * 1024, launched=note))
     write(file, "\n".join(json.dumps(point) for point in points(OPS[op], getattr(torch, dtype), launched)))
 
