@@ -196,6 +196,15 @@ def test_parameters_without_a_gradient_stay(device):
     adamw_step([], [], [], [], step=1)
 
 
+def test_parameters_may_share_a_gradient(device):
+    ps, gs, ms, vs = model(device, [(40,), (40,), (40,)])
+    gs = [gs[0], gs[0], torch.cat([gs[0], gs[1]])[20:60]]
+    want = by_torch(ps, [gs] * 2, lr=0.1)
+    for step in (1, 2):
+        adamw_step(ps, gs, ms, vs, step=step, lr=0.1)
+    close(ps, want)
+
+
 def test_parameters_that_require_gradients_are_stepped_as_they_are(device):
     ps, gs, ms, vs = model(device)
     want = by_torch(ps, [gs], lr=0.1)
@@ -271,6 +280,18 @@ REFUSED = {
         lambda p, g, m, v: dict(params=[p[0]] * 2, grads=[g[0]] * 2, exp_avgs=[m[0]] * 2, exp_avg_sqs=[v[0]] * 2),
     ),
     "averages that overlap": (ValueError, "share no memory", lambda p, g, m, v: dict(exp_avg_sqs=[m[0], v[1]])),
+    "parameters that overlap": (
+        ValueError,
+        "share no memory",
+        lambda p, g, m, v: dict(params=[(whole := torch.zeros(12, device=p[0].device))[:8], whole[4:]]),
+    ),
+    "a gradient that ends in what is written": (
+        ValueError,
+        "apart from what is written",
+        lambda p, g, m, v: dict(
+            params=[(whole := torch.zeros(20, device=p[0].device))[4:12], p[1]], grads=[whole[:8], g[1]]
+        ),
+    ),
     "a gradient that is written": (
         ValueError,
         "apart from what is written",
