@@ -271,8 +271,8 @@ def test_a_view_is_right_or_refused(op, variant, change, least, device):
 
 
 @each_of_ours
-def test_a_batch_is_each_of_its_members_or_refused(op, variant, device):
-    """Every tensor has a batch of three; of the first one it is the last axis."""
+def test_a_batch_is_each_of_its_members_or_refused(op, variant, device, recwarn):
+    """Every tensor has a batch of three; of the first one it is the last axis. Nothing is said of a slow way."""
     members = [pytree.tree_flatten(problem(op, variant, usual(op), device, seed)[1]) for seed in range(3)]
     columns, spec = list(zip(*(leaves for leaves, _ in members), strict=True)), members[0][1]
     tensors = [isinstance(column[0], torch.Tensor) for column in columns]
@@ -290,6 +290,7 @@ def test_a_batch_is_each_of_its_members_or_refused(op, variant, device):
             torch.vmap(run, places)(*batches)
         return
     got = torch.vmap(run, places)(*batches)
+    assert not [w for w in recwarn if "batching rule" in str(w.message)]
     for i in range(3):
         want = run(*(batch.select(at, i) for batch, at in zip(batches, places, strict=True)))
         for found, right in zip(got, want, strict=True):
