@@ -249,11 +249,10 @@ def versions(session):
     oldest = wanted.partition(">=")[2].partition(",")[0]
     folder = ROOT / ".nox" / f"triton-{oldest}"
     if not folder.exists():
-        # A folder beside the shared environment: torch stays. This Triton's interpreter takes arrays of one number for
-        # numbers, which NumPy allowed until 2.3.
+        # A folder beside the shared environment: torch stays.
         made = folder.with_name(f"{folder.name}.part")
         tools = ["-m", "pip", "install", "--quiet", "--upgrade", "--no-deps", "--target", str(made)]
-        run(session, *tools, f"triton=={oldest}.*", "numpy<2.4")
+        run(session, *tools, f"triton=={oldest}.*")
         made.rename(folder)
     before = os.environ.get("PYTHONPATH", "")
     many = ["--processes", str(min(4, os.cpu_count() or 1))]

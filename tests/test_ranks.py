@@ -7,7 +7,6 @@ import sys
 import time
 from pathlib import Path
 
-import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -260,9 +259,6 @@ def path(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
 
-@pytest.mark.skipif(
-    triton.__version__ < "3.7" and numpy.__version__ >= "2.4", reason="Triton 3.6 interprets with a NumPy before 2.4"
-)
 def test_shares_of_any_size_give_what_one_process_gives(page, path):
     frame = ranks(page["found"], 2, seconds=120)
     assert frame["world"].tolist() == [2]
