@@ -337,6 +337,9 @@ REFUSED = {
     "lr below zero": (ValueError, "lr of 0 or more, got -1", lambda p, g, m, v: dict(lr=-1.0)),
     "lr is NaN": (ValueError, "lr of 0 or more, got nan", lambda p, g, m, v: dict(lr=math.nan)),
     "beta1 is 1": (ValueError, "beta1 from 0 to below 1", lambda p, g, m, v: dict(beta1=1.0)),
+    "a norm that is written": (ValueError, "norm apart from what is written", lambda p, g, m, v: dict(norm=m[0][:1])),
+    "a rate that is written": (ValueError, "lr apart from what is written", lambda p, g, m, v: dict(lr=v[1][7:])),
+    "a count that is stepped": (ValueError, "step apart from what", lambda p, g, m, v: dict(step=p[0][3:4])),
     "a gradient of gradients": (
         NotImplementedError,
         "gradient",

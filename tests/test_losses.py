@@ -246,6 +246,20 @@ def test_logits_that_cannot_be_overwritten_are_refused():
         fusebook.cross_entropy(x, TARGET, inplace=True)
 
 
+def test_what_is_read_does_not_lie_where_logits_are_overwritten():
+    """Neither in the first call nor in one that has a plan."""
+    memory = torch.rand(6, 4, device=DEVICE)
+    x, target = memory[:5].clone().requires_grad_(), torch.tensor([0, 1, 2, 3, 1], device=DEVICE)
+    for _ in range(3):
+        fusebook.cross_entropy(x * 1, target, memory[5], inplace=True)
+    for what, weight, at in (("weight", memory[4], target), ("target", None, memory[1:].view(torch.int32)[:, 0])):
+        own = memory[:5].requires_grad_()
+        with pytest.raises(ValueError, match=f"expected {what} apart from logits .* got it in their memory; clone it"):
+            fusebook.cross_entropy(own, at, weight, inplace=True, check=False)
+        memory = memory.detach()
+    fusebook.cross_entropy(memory[:5].requires_grad_(), target, memory[5], inplace=True)  # beside them
+
+
 def test_any_axes_and_strides():
     x = torch.randn(2, 3, 8, device=DEVICE).transpose(0, 1)
     target = torch.randint(0, 8, (3, 2), device=DEVICE)

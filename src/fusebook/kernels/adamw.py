@@ -14,6 +14,7 @@ operation of PyTorch at a time reads 64 and writes 40. Numbers are float32 in be
 
 from __future__ import annotations
 
+import bisect
 import math
 import weakref
 from collections.abc import Sequence
@@ -324,6 +325,7 @@ class _List:
         self.addresses = [t.data_ptr() for t in states]
         spans = sorted((t.data_ptr(), t.data_ptr() + t.numel() * t.element_size()) for t in states)
         self.starts, self.ends = torch.tensor(spans).T.contiguous()
+        self.spans = spans
         self.sizes = torch.tensor([g.numel() * g.element_size() for g in grads])
         kinds: dict[Any, list[int]] = {}
         for i, p in enumerate(params):
@@ -349,6 +351,11 @@ class _List:
         except TypeError:  # no tensor
             return False
         return self.ids == list(map(id, states)) or self.guards[0].check(*states)
+
+    def writes(self, address: int) -> bool:
+        """Whether a step writes there."""
+        at = bisect.bisect_right(self.spans, (address, math.inf)) - 1
+        return at >= 0 and address < self.spans[at][1]
 
     def place(self, grads: list[int]) -> _Placed:
         """Tell the device where the gradients are."""
@@ -437,6 +444,9 @@ def _stepped(
         of = _known.get(key)
         if of is None or not of.holds(states, grads):
             of = _List((params, ms, vs, tops, exacts, grads), [*states, *grads])
+        for what, single in (("step", count), ("lr", rate), ("norm", norm)):
+            if single is not None and of.writes(single.data_ptr()):
+                raise ValueError(f"{_NAME}: expected {what} apart from what is written, got it in its memory; clone it")
         # A graph may read what has been on the device for long, and nothing that a stream is about to replace.
         placed = of.first if capture else of.placed.get(stream)
         addresses = list(map(Tensor.data_ptr, grads))

@@ -96,6 +96,17 @@ def _read(x: Tensor, target: Tensor, weight: Any, reduction: Any, ignore_index: 
         read_target("cross_entropy", target, x.shape[-1], ignore_index)
 
 
+def _read_over(x: Tensor, target: Tensor, weight: Any, *rest: Any) -> None:
+    end = x.data_ptr() + sum(s * (n - 1) for n, s in zip(x.shape, x.stride(), strict=True)) * x.element_size()
+    for what, t in (("target", target), ("weight", weight)):
+        if t is not None and x.data_ptr() < t.data_ptr() + t.nbytes and t.data_ptr() <= end:
+            raise ValueError(
+                f"cross_entropy: expected {what} apart from logits that are overwritten, got it in their memory; clone "
+                "it, or pass inplace=False"
+            )
+    _read(x, target, weight, *rest)
+
+
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, target, weight, *ctx.rest = inputs
     ctx.weighted = weight is not None
@@ -131,7 +142,7 @@ _both = Operator(
 #: Writes the gradient over the logits.
 _over = Operator(
     "cross_entropy_over", f"(Tensor(a!) x, {TERMS}) -> Tensor",
-    check=_check_over, outputs=_loss_of, into=_over_into, read=_read,
+    check=_check_over, outputs=_loss_of, into=_over_into, read=_read_over,
 )  # fmt: skip
 
 
