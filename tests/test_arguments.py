@@ -1,6 +1,7 @@
 """The sentences in which launchers refuse a tensor."""
 
 import re
+import types
 
 import pytest
 import torch
@@ -139,6 +140,7 @@ STRANGE = {
     "nothing in it": drawn(0, 0),
     "another device": torch.ones(3, 4, device="meta"),
     "a function": len,
+    "a list for a shape": types.SimpleNamespace(shape=[3, 4]),
 }
 
 

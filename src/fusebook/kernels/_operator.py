@@ -505,7 +505,10 @@ class _Plans(dict[Hashable, _Plan]):
 
     def before(self, args: Sequence[Any]) -> Any:
         """The last call again that had a first argument of this shape; `_OTHER` where it is another one."""
-        again = self.of_shape.get(getattr(args[0], "shape", None), _other)
+        try:
+            again = self.of_shape.get(getattr(args[0], "shape", None), _other)
+        except (RuntimeError, TypeError):  # nested tensors have no shape, and a list is no key
+            return _OTHER
         result = again(*args)
         if result is not _OTHER:
             self.again = again
