@@ -606,7 +606,7 @@ def test_swiglu_of_few_tiles_of_rows_counts_rounds():
 
 
 @pytest.mark.parametrize(("columns", "wanted"), [(64, ""), (45, "fused")])
-def test_what_was_copied_to_where_it_is_aligned_goes_to_our_kernel(monkeypatch, columns, wanted):
+def test_what_was_copied_to_where_it_is_aligned_goes_to_our_kernel(monkeypatch, columns, wanted, device):
     asked = []
 
     def planned(name, sizes, math, layout, aligned, hardware, strategy):
@@ -616,7 +616,8 @@ def test_what_was_copied_to_where_it_is_aligned_goes_to_our_kernel(monkeypatch, 
     monkeypatch.setattr(_products, "_worth_moving", lambda *_: True)
     for module in (concat, gated):
         monkeypatch.setattr(module, "_plan", planned)
-    x, weights = drawn(20, columns, dtype=torch.float16), [drawn(48, columns, dtype=torch.float16).T for _ in range(2)]
+    half = {"dtype": torch.float16, "device": device}
+    x, weights = drawn(20, columns, **half), [drawn(48, columns, **half).T for _ in range(2)]
     assert is_right(CONCAT_GEMM, fusebook.concat_gemm(x, weights), (x, *weights))
     assert is_right(SWIGLU, fusebook.swiglu(x, *weights), (x, *weights))
     assert asked == [wanted, wanted]

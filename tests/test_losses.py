@@ -311,10 +311,10 @@ def test_chunks_of_wide_rows_find_words_of_their_own():
     rng = torch.Generator(DEVICE).manual_seed(1)
     h, head = (torch.randn(*s, generator=rng, device=DEVICE) for s in ((3, 2), (33001, 2)))
     target = torch.tensor([5, 33000, 0], device=DEVICE)
-    _, dx = wanted(h @ head.T, target)
+    _, dx = wanted(h.double() @ head.double().T, target)
     _, dh, dhead = fusebook.linear_cross_entropy_with_gradients(h, head, target, rows=1)
-    assert_close(dh, dx @ head.double(), 256)
-    assert_close(dhead, dx.T @ h.double(), 256)
+    for got, a, b in ((dh, dx, head.double()), (dhead, dx.T, h.double())):  # some sums cancel, so beside their terms
+        assert ((got - a @ b).abs() <= 128 * torch.finfo(got.dtype).eps * (a.abs() @ b.abs())).all()
 
 
 def test_what_does_not_fit_a_head_is_refused():

@@ -662,6 +662,7 @@ def test_a_figure_is_drawn_once_for_both_of_its_sizes(tmp_path, monkeypatch):
     plt = pytest.importorskip("matplotlib.pyplot")
     from PIL import Image
 
+    plt.close("all")  # what other tests have left open
     drawn, draw = [], plt.Figure.draw
     monkeypatch.setattr(plt.Figure, "draw", lambda self, renderer: drawn.append(self) or draw(self, renderer))
     plt.figure(figsize=(6.33, 4.1)).add_subplot().plot([1, 2])

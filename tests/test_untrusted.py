@@ -248,6 +248,8 @@ def test_what_is_rewritten_equals_onnx_runtime_on_the_original(kind, device):
             if kind in ("a mask that a caller may replace", "missing shapes", "further axes"):
                 assert "MaskedScatterNDOfShape" not in ours
             rewritten += len(ours)
+            if opset < 16 and device == "cuda":
+                continue  # of indices that come twice, nobody says whose updates stay
             want = Graph(model, device="cpu")(feeds)
             got = Graph(fused, device=device, ops=NODES)(feeds)
             for a, b in zip(got.values(), want.values(), strict=True):
