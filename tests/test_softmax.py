@@ -437,30 +437,35 @@ def test_a_parameter_and_a_subclass_are_tensors():
 
 # Bad input
 
+
+def ones(*shape):
+    return torch.ones(shape, device=DEVICE)
+
+
 BAD = {
     "a list": (lambda: fusebook.softmax([1.0, 2.0]), TypeError, "torch.Tensor, got list"),
     "integers": (lambda: fusebook.softmax(torch.arange(3)), TypeError, "got torch.int64; cast it first"),
     "truth values": (lambda: fusebook.softmax(torch.ones(3, dtype=torch.bool)), TypeError, "got torch.bool"),
     "complex": (lambda: fusebook.softmax(torch.ones(3, dtype=torch.complex64)), TypeError, "got torch.complex64"),
     "sparse": (lambda: fusebook.softmax(torch.eye(3).to_sparse()), TypeError, "sparse_coo; call to_dense"),
-    "dim too large": (lambda: fusebook.softmax(torch.ones(3, 5, device=DEVICE), 2), IndexError, r"from -2 to 1 .*\(3, 5\), got 2"),
-    "dim too small": (lambda: fusebook.softmax(torch.ones(3, 5, device=DEVICE), -3), IndexError, "got -3"),
+    "dim too large": (lambda: fusebook.softmax(ones(3, 5), 2), IndexError, r"from -2 to 1 .*\(3, 5\), got 2"),
+    "dim too small": (lambda: fusebook.softmax(ones(3, 5), -3), IndexError, "got -3"),
     "dim without axes": (lambda: fusebook.softmax(torch.tensor(1.0, device=DEVICE), 1), IndexError, "from -1 to 0"),
-    "no dim": (lambda: fusebook.softmax(torch.ones(3, device=DEVICE), None), TypeError, "dim to be an integer, got NoneType"),
-    "two dims": (lambda: fusebook.softmax(torch.ones(3, 5, device=DEVICE), (0, 1)), TypeError, "got tuple; give one axis"),
+    "no dim": (lambda: fusebook.softmax(ones(3), None), TypeError, "dim to be an integer, got NoneType"),
+    "two dims": (lambda: fusebook.softmax(ones(3, 5), (0, 1)), TypeError, "got tuple; give one axis"),
     "an option that does not exist": (lambda: fusebook.softmax(torch.ones(3), fast=True), TypeError, "fast"),
     "dy no tensor": (
-        lambda: softmax_backward(torch.ones(3, device=DEVICE), 1.0),
+        lambda: softmax_backward(ones(3), 1.0),
         TypeError,
         "expected dy to be a torch.Tensor",
     ),
     "dy of another shape": (
-        lambda: softmax_backward(torch.ones(3, device=DEVICE), torch.ones(4, device=DEVICE)),
+        lambda: softmax_backward(ones(3), ones(4)),
         ValueError,
         r"expected dy of shape \[3\], \[...\] where y is \[...\], got \[4\]",
     ),
     "dy of another dtype": (
-        lambda: softmax_backward(torch.ones(3, device=DEVICE), torch.ones(3, device=DEVICE).half()),
+        lambda: softmax_backward(ones(3), ones(3).half()),
         TypeError,
         "expected dy to be torch.float32 as y is, got torch.float16",
     ),
