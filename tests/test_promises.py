@@ -39,6 +39,13 @@ def _what_is_here(request):
             pytest.skip("TF32 is not interpreted: its variants are the others")
 
 
+def once_an_operator(function):
+    """Found once for an operator, whose name stands for it: all of its variants ask, in many tests."""
+    found = functools.cache(lambda name, *more: function(OPS[name], *more))
+    return lambda op, *more: found(op.name, *more)
+
+
+@once_an_operator
 def usual(op):
     """The smallest edge at which nothing is empty, no axis is broadcast, and the result has no NaN."""
     return min(filter(functools.partial(plain, op), op.edges), key=volume)
@@ -51,6 +58,7 @@ def plain(op, dims):
     return all(torch.isfinite(t.double()).all() for t in flat(found))
 
 
+@once_an_operator
 def others(op, count):
     """`count` sizes, each a little larger than those of `usual`, in all or in one, whose inputs are built alike."""
     dims, found = usual(op), []
@@ -241,6 +249,8 @@ ELSEWHERE = (negated, shifted)
 @each_of_ours
 def test_a_view_is_right_or_refused(op, variant, change, least, device):
     """All arguments that way, and then each alone."""
+    if least and device == "cpu" and change in ELSEWHERE:
+        pytest.skip("the interpreter reads numbers one after another, wherever they lie")
     fitting = []
     for dims in op.edges:
         made, arguments = problem(op, variant, dims, device)
