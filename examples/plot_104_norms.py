@@ -196,10 +196,9 @@ Source(_norm_rows)
 
 # %%
 # Rows that no program can hold are cut into parts, and the programs of a row
-# tell each other what they found, as on the page of softmax. Here they stay:
-# each takes its part of one row after another. It leaves what it found in the
-# next row before it looks for what the others found in this one, so that
-# nobody waits for long, and the rows after it are already being loaded.
+# tell each other what they found, as on the page of softmax. Each holds its
+# part meanwhile, so that rows are read once. What comes once passes by the L1
+# cache, which is left to the weights, since they come again with each row.
 #
 # The gradient
 # ~~~~~~~~~~~~
@@ -221,7 +220,9 @@ Source(_norm_rows)
 #
 # While it works on a row, the next ones are on their way into shared memory:
 # ``num_stages`` of the loop asks for that. Rows of more than 16 KiB are shared
-# by several programs, as on the way forward.
+# by several programs, as on the way forward. But here these stay for many
+# rows: each leaves what it found in the next row before it looks for what the
+# others found in this one, so that nobody waits for long.
 
 Source(_norm_backward)
 

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ._operator import FLOATING, contiguous, empty, gpu, launch, number, overlapping, shapes
-from ._rows import leave, tile_of
+from ._rows import leave, missing_of, tile_of, words_of
 from ._tl import fill
 
 # Kernels -------------------------------------------------------------------------------------------------------------
@@ -211,24 +211,23 @@ def word_of(number):
         return tl.where(word == 0, -2147483648, word)
 
 
-# Rows that no program can hold are shared by several, see `_rows`. Here programs stay for many rows. What one found in
-# the next row is on the board before it looks for what the others found in this one: so nobody waits for long. Rows
-# behind that are on their way into shared memory. Half types are held as pairs in 32-bit words, since a number that is
-# held from one row to the next takes a register of its own.
+# Rows that no program can hold are shared by several, see `_rows`: each reads its part once, in tiles that it holds
+# until it knows what the others have found. Half types are held as pairs in 32-bit words, since a number that is held
+# takes a register of its own.
 
 
 @triton.jit
-def held(ptr, at, count, BLOCK: tl.constexpr, PAIRS: tl.constexpr, OTHER: tl.constexpr = 0.0):
+def held(ptr, at, count, BLOCK: tl.constexpr, PAIRS: tl.constexpr, OTHER: tl.constexpr = 0.0, ONCE: tl.constexpr = False):
     """So many numbers from a place on, or pairs of them in words; OTHER everywhere where there is no tensor."""
     if ptr is None:
         return tl.full([BLOCK], OTHER, tl.float32)
     elif PAIRS and ptr.dtype.element_ty.primitive_bitwidth == 16:
         words = (ptr + at).to(tl.pointer_type(tl.int32), bitcast=True)
         pairs = tl.arange(0, BLOCK // 2)  # [BLOCK / 2]
-        return tl.load(words + pairs, mask=pairs < count // 2, other=0)
+        return tl.load(words + pairs, mask=pairs < count // 2, other=0, cache_modifier=".cg" if ONCE else "")
     else:
         inner = tl.arange(0, BLOCK)  # [BLOCK]
-        return tl.load(ptr + at + inner, mask=inner < count, other=0.0)
+        return tl.load(ptr + at + inner, mask=inner < count, other=0.0, cache_modifier=".cg" if ONCE else "")
 
 
 @triton.jit
@@ -257,144 +256,124 @@ def _as_held(x, PAIRS: tl.constexpr):
 
 
 @triton.jit
-def _row_held(
-    sum_ptr, x_ptr, r_ptr, at_x, at_r, at_sum, count, BLOCK: tl.constexpr, PAIRS: tl.constexpr
-):  # fmt: skip
-    """A part of a row, as it is held; the sum with the residual is stored first."""
-    x = held(x_ptr, at_x, count, BLOCK, PAIRS)  # read MN
+def _tile(x_ptr, r_ptr, at_x, at_r, count, BLOCK: tl.constexpr, PAIRS: tl.constexpr):
+    """Of x, or of its sum with the residual, so many numbers as they are held; L1 is left to weights, which come again."""
+    x = held(x_ptr, at_x, count, BLOCK, PAIRS, 0.0, True)  # read MN
     if r_ptr is not None:
         TYPE: tl.constexpr = x_ptr.dtype.element_ty
         FLOAT: tl.constexpr = tl.float64 if TYPE == tl.float64 else tl.float32
-        inner = tl.arange(0, BLOCK)  # [BLOCK]
-        r = held(r_ptr, at_r, count, BLOCK, PAIRS)  # read MN
-        total = (numbers(x, TYPE, FLOAT, BLOCK) + numbers(r, TYPE, FLOAT, BLOCK)).to(TYPE)
-        if sum_ptr is not None:
-            tl.store(sum_ptr + at_sum + inner, total, mask=inner < count)  # write MN
-        x = _as_held(total, PAIRS)
+        r = held(r_ptr, at_r, count, BLOCK, PAIRS, 0.0, True)  # read MN
+        x = _as_held((numbers(x, TYPE, FLOAT, BLOCK) + numbers(r, TYPE, FLOAT, BLOCK)).to(TYPE), PAIRS)
     return x
 
 
 @triton.jit
-def _part(x, own, count, CENTRED: tl.constexpr):
-    """Of a part of a row, the squares around its mean, and its sum; not centred, around zero, and nothing."""
-    total = tl.zeros([], x.dtype)
+def _anew(x, zero):
+    """What is held; its numbers are found anew, not held meanwhile in twice the registers. `zero` always is that."""
+    return x ^ zero if x.dtype == tl.int32 else x
+
+
+@triton.jit
+def _away(x, mean, count, CENTRED: tl.constexpr):
+    """Numbers less their mean, but for those behind `count`, which are zero."""
+    return tl.where(tl.arange(0, x.shape[0]) < count, x - mean, 0.0) if CENTRED else x
+
+
+@triton.jit
+def _found(
+    x_ptr, r_ptr, at_x, at_r, count, TYPE: tl.constexpr, FLOAT: tl.constexpr, CENTRED: tl.constexpr,
+    PAIRS: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """Of a part that nobody holds, the squares around its mean and its sum, by the steps of who holds it."""
+    total = tl.zeros([], FLOAT)
     if CENTRED:
-        total = tl.sum(x, 0)
-        x = tl.where(own, x - total / count, 0.0)
-    return tl.sum(x * x, 0), total
-
-
-@triton.jit
-def _leave_both(at, PARTS, squares, total, CENTRED: tl.constexpr):
-    leave(at, word_of(squares))
-    if CENTRED:
-        leave(at + PARTS, word_of(total))
-
-
-@triton.jit
-def _look(at, lanes, PARTS, NOTHING: tl.constexpr, CENTRED: tl.constexpr):
-    """The words of all parts as they are now; not centred, those of the squares twice."""
-    # volatile: from where other multiprocessors' words arrive, each time anew.
-    squares = tl.load(at + lanes, mask=lanes < PARTS, other=NOTHING, volatile=True)
-    totals = squares
-    if CENTRED:
-        totals = tl.load(at + PARTS + lanes, mask=lanes < PARTS, other=NOTHING, volatile=True)
-    return squares, totals
-
-
-@triton.jit
-def _least_and_sum(least, a, other, b):
-    return tl.minimum(least, other), a + b
-
-
-@triton.jit
-def _met(squares, totals, lanes, FLOAT: tl.constexpr):
-    """The first part of which a word is missing, or the number of lanes; and the sum of the latter words."""
-    missing = tl.where((squares == 0) | (totals == 0), lanes, lanes.shape[0])
-    return tl.reduce((missing, totals.to(FLOAT, bitcast=True)), 0, _least_and_sum)
+        sums = tl.zeros([BLOCK], FLOAT)
+        for at in range(0, CHUNKS * BLOCK, BLOCK):
+            x = _tile(x_ptr, r_ptr, at_x + at, at_r + at, count - at, BLOCK, PAIRS)
+            sums += numbers(x, TYPE, FLOAT, BLOCK)
+        total = tl.sum(sums, 0)
+    sums = tl.zeros([BLOCK], FLOAT)
+    for at in range(0, CHUNKS * BLOCK, BLOCK):
+        x = numbers(_tile(x_ptr, r_ptr, at_x + at, at_r + at, count - at, BLOCK, PAIRS), TYPE, FLOAT, BLOCK)
+        x = _away(x, total / count, count - at, CENTRED)
+        sums += x * x
+    return tl.sum(sums, 0), total
 
 
 @triton.jit
 def _norm_shared(
-    y_ptr, sum_ptr, x_ptr, r_ptr, w_ptr, b_ptr, board_ptr, M, N, x_stride, r_stride, GROUPS, SPAN, PARTS,
-    ALIGN: tl.constexpr, EPS: tl.constexpr, CENTRED: tl.constexpr, PAIRS: tl.constexpr, STAGES: tl.constexpr,
-    BLOCK: tl.constexpr, LANES: tl.constexpr, TRIES: tl.constexpr, LATE: tl.constexpr,
+    y_ptr, sum_ptr, x_ptr, r_ptr, w_ptr, b_ptr, board_ptr, N, x_stride, r_stride, SPAN, PARTS,
+    ALIGN: tl.constexpr, EPS: tl.constexpr, CENTRED: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr,
+    CHUNKS: tl.constexpr, LANES: tl.constexpr, TRIES: tl.constexpr, LATE: tl.constexpr,
 ):  # fmt: skip
-    """Rows of any width, each by PARTS programs that hold up to SPAN of its numbers; GROUPS of them take all rows."""
+    """Rows of any width, each by PARTS programs, which hold up to SPAN of its numbers in CHUNKS tiles."""
     TYPE: tl.constexpr = x_ptr.dtype.element_ty
     FLOAT: tl.constexpr = tl.float64 if TYPE == tl.float64 else tl.float32
     NOTHING: tl.constexpr = -9223372036854775808 if FLOAT == tl.float64 else -2147483648  # -0.0
-    WORDS: tl.constexpr = 2 if CENTRED else 1
-    W_TYPE: tl.constexpr = tl.float32 if w_ptr is None else w_ptr.dtype.element_ty
-    B_TYPE: tl.constexpr = tl.float32 if b_ptr is None else b_ptr.dtype.element_ty
     N = N * ALIGN
-    x_stride = (tl.zeros([], tl.int64) + x_stride) * ALIGN
-    r_stride = (tl.zeros([], tl.int64) + r_stride) * ALIGN
+    row = (tl.program_id(0) // PARTS).to(tl.int64)
     part = tl.program_id(0) % PARTS
-    group = tl.program_id(0) // PARTS
-    lanes = tl.arange(0, LANES)  # [LANES]
     inner = tl.arange(0, BLOCK)  # [BLOCK]
     begin = part * SPAN
     count = tl.minimum(N - begin, SPAN)
-    own = inner < count
-    w = held(w_ptr, begin, count, BLOCK, PAIRS, 1.0)
-    b = held(b_ptr, begin, count, BLOCK, PAIRS, 0.0)
-    row = tl.zeros([], tl.int64) + group
-    x = _row_held(
-        sum_ptr, x_ptr, r_ptr, row * x_stride + begin, row * r_stride + begin, row * N + begin, count, BLOCK, PAIRS
-    )
-    squares, total = _part(numbers(x, TYPE, FLOAT, BLOCK), own, count, CENTRED)
-    if LATE:
-        tl.extra.cuda.gdc_wait()  # for the zeros on the board
-    _leave_both(board_ptr + row * (PARTS * WORDS) + part, PARTS, squares, total, CENTRED)
-    for start in tl.range(group, M, GROUPS, num_stages=STAGES):
-        row = tl.zeros([], tl.int64) + start
-        later = row + GROUPS
-        rest = tl.where(later < M, count, 0)
-        ahead = _row_held(
-            sum_ptr, x_ptr, r_ptr, later * x_stride + begin, later * r_stride + begin, later * N + begin, rest, BLOCK,
-            PAIRS,
-        )  # fmt: skip
-        squares, total = _part(numbers(ahead, TYPE, FLOAT, BLOCK), own, count, CENTRED)
-        at = board_ptr + row * (PARTS * WORDS)
-        # Behind the last row too: under a condition the compiler would put it at the end of the loop.
-        _leave_both(at + GROUPS * (PARTS * WORDS) + part, PARTS, squares, total, CENTRED)
-        all_squares = tl.full([LANES], NOTHING, board_ptr.dtype.element_ty)
-        totals = all_squares
-        found = tl.zeros([], FLOAT)
-        # No word is zero. But Triton loads ahead only in loops in which it sees no other, and puts what depends on
-        # nothing that is loaded before what does.
-        if word_of(squares) != 0:
-            all_squares, totals = _look(at, lanes, PARTS, NOTHING, CENTRED)
-            missing, found = _met(all_squares, totals, lanes, FLOAT)
-            tries = 0
-            while missing < LANES:
-                if tries < TRIES:
-                    all_squares, totals = _look(at, lanes, PARTS, NOTHING, CENTRED)
-                else:  # Nothing promises that the others run at the same time: by their own steps, then.
-                    there = missing * SPAN
-                    many = tl.minimum(N - there, SPAN)
-                    its = _row_held(
-                        None, x_ptr, r_ptr, row * x_stride + there, row * r_stride + there, row, many, BLOCK, PAIRS
-                    )
-                    square, sum_ = _part(numbers(its, TYPE, FLOAT, BLOCK), inner < many, many, CENTRED)
-                    all_squares = tl.where(lanes == missing, word_of(square), all_squares)
-                    totals = tl.where(lanes == missing, word_of(sum_), totals) if CENTRED else all_squares
-                missing, found = _met(all_squares, totals, lanes, FLOAT)
-                tries += 1
-        mean = tl.zeros([], FLOAT)
-        variance = found / N
+    at_x = row * (x_stride * ALIGN)
+    at_r = row * (r_stride * ALIGN)
+    to = row * N + begin
+    chunks = ()
+    sums = tl.zeros([BLOCK], FLOAT)
+    for i in tl.static_range(CHUNKS):
+        at = begin + i * BLOCK
+        x = _tile(x_ptr, r_ptr, at_x + at, at_r + at, count - i * BLOCK, BLOCK, PAIRS)
+        if r_ptr is not None:
+            total = numbers(x, TYPE, TYPE, BLOCK)
+            tl.store(sum_ptr + to + i * BLOCK + inner, total, mask=i * BLOCK + inner < count)  # write MN
         if CENTRED:
-            mean = found / N
-            counts = tl.maximum(tl.minimum(N - lanes * SPAN, SPAN), 0).to(FLOAT)  # [LANES]
-            away = totals.to(FLOAT, bitcast=True) / tl.maximum(counts, 1.0) - mean
-            variance = tl.sum(all_squares.to(FLOAT, bitcast=True) + counts * away * away, 0) / N
-        y = _normed(
-            numbers(x, TYPE, FLOAT, BLOCK), mean, 1 / tl.sqrt(variance + EPS), numbers(w, W_TYPE, FLOAT, BLOCK),
-            numbers(b, B_TYPE, FLOAT, BLOCK),
+            sums += numbers(x, TYPE, FLOAT, BLOCK)
+        chunks += (x,)
+    total = tl.sum(sums, 0) if CENTRED else tl.zeros([], FLOAT)
+    zero = tl.minimum(N, 0) & total.to(tl.int32)
+    sums = tl.zeros([BLOCK], FLOAT)
+    for i in tl.static_range(CHUNKS):
+        x = numbers(_anew(chunks[i], zero), TYPE, FLOAT, BLOCK)
+        x = _away(x, total / count, count - i * BLOCK, CENTRED)
+        sums += x * x
+    squares = tl.sum(sums, 0)
+    if LATE:
+        tl.extra.cuda.gdc_wait()  # for the zeros on the board; the row is here already
+    board_ptr += row * PARTS * (2 if CENTRED else 1)
+    leave(board_ptr + part, word_of(squares))
+    if CENTRED:
+        leave(board_ptr + PARTS + part, word_of(total))
+    lanes = tl.arange(0, LANES)  # [LANES]
+    words, missing = words_of(board_ptr, lanes, PARTS, NOTHING, TRIES)
+    totals = words
+    if CENTRED:
+        totals, lacking = words_of(board_ptr + PARTS, lanes, PARTS, NOTHING, TRIES)
+        missing = tl.minimum(missing, lacking)
+    while missing < LANES:
+        there = missing * SPAN
+        many = tl.minimum(N - there, SPAN)
+        square, sum_ = _found(
+            x_ptr, r_ptr, at_x + there, at_r + there, many, TYPE, FLOAT, CENTRED, PAIRS, BLOCK, CHUNKS
         )  # fmt: skip
-        tl.store(y_ptr + row * N + begin + inner, y.to(y_ptr.dtype.element_ty), mask=own)  # write MN
-        x = ahead
+        words = tl.where(lanes == missing, word_of(square), words)
+        totals = tl.where(lanes == missing, word_of(sum_), totals) if CENTRED else words
+        missing = tl.minimum(missing_of(words, lanes), missing_of(totals, lanes))
+    mean = tl.zeros([], FLOAT)
+    variance = tl.sum(words.to(FLOAT, bitcast=True), 0) / N
+    if CENTRED:
+        mean = tl.sum(totals.to(FLOAT, bitcast=True), 0) / N
+        counts = tl.maximum(tl.minimum(N - lanes * SPAN, SPAN), 0).to(FLOAT)  # [LANES]
+        away = totals.to(FLOAT, bitcast=True) / tl.maximum(counts, 1.0) - mean
+        variance += tl.sum(counts * away * away, 0) / N
+    factor = 1 / tl.sqrt(variance + EPS)
+    zero = missing - LANES
+    for i in tl.static_range(CHUNKS):
+        own = i * BLOCK + inner < count
+        columns = begin + zero + i * BLOCK + inner
+        y = numbers(_anew(chunks[i], zero), TYPE, FLOAT, BLOCK)
+        y = _result(y, mean, factor, w_ptr, b_ptr, columns, own)
+        tl.store(y_ptr + to + i * BLOCK + inner, y.to(y_ptr.dtype.element_ty), mask=own)  # write MN
 
 
 # Plans ---------------------------------------------------------------------------------------------------------------
@@ -413,9 +392,9 @@ class Plan(NamedTuple):
 
 
 def norm_plan(
-    rows: int, n: int, size: int, capability: tuple[int, int] | None, processors: int, centred: bool, quantised: bool
+    rows: int, n: int, size: int, capability: tuple[int, int] | None, added: bool, quantised: bool
 ) -> Plan:
-    """Choose the kernel and its constants, for `rows` rows of `n` numbers of `size` bytes.
+    """Choose the kernel and its constants, for `rows` rows of `n` numbers of `size` bytes; `added`: of two tensors.
 
     But for the interpreter, whose `capability` is None, the width alone decides how a row is cut and added up: so a
     row's result is the same, bit for bit, however many rows there are.
@@ -423,20 +402,26 @@ def norm_plan(
     if n <= {2: 32768, 4: 32768, 8: 16384}[size]:
         block, warps = tile_of(n, size, 1)
         together = max(1, (1024 if size == 2 else 512) // triton.next_power_of_2(n))
+        if size == 2 and 512 < n <= 1024 and n % 8:  # read number by number: more of them at once
+            together = 2
         chunks = max(1, triton.cdiv(n, block))
         if capability is None:  # the interpreter's cost is programs times operations, whatever their size
             most = max(1, 2**15 // triton.next_power_of_2(block * chunks))  # a power of two, as it must be
             together = max(together, min(triton.next_power_of_2(rows), most))
         constants = {"ROWS": together, "BLOCK": block, "CHUNKS": chunks}
         return Plan("rows", constants, triton.cdiv(rows, together), warps)
-    parts, span = parts_of(n, size, 4096 // size if capability is not None else 16384)
-    resident = 8  # programs of a multiprocessor
-    if quantised or parts > resident * processors:
+    # Parts of 16 KiB take half of 64 registers; of odd widths in half types, which are no pairs, it is parts of 8 KiB.
+    # Of two tensors both parts are on their way at once.
+    block, most = 1024, {2: 4 if n % 2 else 8, 4: 4, 8: 2}[size] // (1 + added)
+    if capability is None:
+        block, most = 16384, 2
+    parts, span = parts_of(n, size, block * most)
+    if quantised or parts > 1024:
         return Plan("looped", {"BLOCK": 32768 // size}, rows, 16)
-    programs = min(rows, resident * processors // parts) * parts
     # As many lanes as threads or more: so each word is loaded by one thread.
-    constants = {"STAGES": 4, "BLOCK": triton.next_power_of_2(span), "LANES": max(128, triton.next_power_of_2(parts))}
-    return Plan("shared", constants, programs, 4, span, parts, 64)
+    lanes = max(128, triton.next_power_of_2(parts))
+    constants = {"BLOCK": block, "CHUNKS": triton.cdiv(span, block), "LANES": lanes}
+    return Plan("shared", constants, rows * parts, 4, span, parts, 80 if added else 64)
 
 
 def parts_of(n: int, size: int, block: int) -> tuple[int, int]:
@@ -496,7 +481,7 @@ def norm_into(
     centred: bool,
     eps: float,
 ) -> None:
-    capability, processors = gpu(x.device)
+    capability, _ = gpu(x.device)
     if y.dtype == torch.float8_e4m3fn and capability is not None and capability < (8, 9):
         raise NotImplementedError(
             f"norms: expected a GPU of capability 8.9 or more for float8_e4m3fn, got {capability[0]}.{capability[1]}; "
@@ -507,19 +492,18 @@ def norm_into(
     residual = None if residual is None else rows_in(residual)
     weight = None if weight is None else contiguous(weight)
     bias = None if bias is None else contiguous(bias)
-    plan = _plan(len(x), n, x.element_size(), capability, processors, centred, scale is not None)
+    plan = _plan(len(x), n, x.element_size(), capability, residual is not None, scale is not None)
     align = aligned(n, x, residual)
     sizes = (len(x), n // align, x.stride(0) // align, 0 if residual is None else residual.stride(0) // align)
     constants = {"ALIGN": align, "EPS": eps, "CENTRED": centred, **plan.constants, "num_warps": plan.warps}
     grid = (plan.programs,)
     if plan.kernel == "shared":
         early = overlapping(x.device)
-        groups = plan.programs // plan.parts
-        board = board_of((len(x) + groups) * plan.parts * (2 if centred else 1), x.dtype, x.device, bool(early))
+        board = board_of(plan.programs * (2 if centred else 1), x.dtype, x.device, bool(early))
         launch(
-            _norm_shared, grid, y, total, x, residual, weight, bias, board, *sizes, groups, plan.span,
-            plan.parts, PAIRS=in_pairs(align, x, residual, weight, bias), TRIES=0 if capability is None else 4096,
-            LATE=bool(early), maxnreg=plan.registers, **constants, **early,
+            _norm_shared, grid, y, total, x, residual, weight, bias, board, *sizes[1:], plan.span, plan.parts,
+            PAIRS=in_pairs(align, x, residual), TRIES=0 if capability is None else 4096, LATE=bool(early),
+            maxnreg=plan.registers, **constants, **early,
         )  # fmt: skip
     else:
         launch(

@@ -38,20 +38,37 @@ __all__ = ["layer_norm_backward", "rms_norm_backward"]
 
 
 @triton.jit
-def _sums(x, g, own, count, CENTRED: tl.constexpr):
-    """Of each row: the sum of x, that of its squares, of g and of g x; centred, the latter around x's mean. [ROWS]"""
-    total = tl.sum(x, 1) if CENTRED else tl.zeros([x.shape[0]], x.dtype)
+def _both(a, b, c, d):
+    return a + c, b + d
+
+
+@triton.jit
+def _sum_both(a, b, axis: tl.constexpr, TOGETHER: tl.constexpr):
+    """Two sums, for which the threads meet once; interpreted, that would take thousands of steps."""
+    if TOGETHER:
+        return tl.reduce((a, b), axis, _both)
+    else:
+        return tl.sum(a, axis), tl.sum(b, axis)
+
+
+@triton.jit
+def _sums(x, g, own, count, axis: tl.constexpr, CENTRED: tl.constexpr, TOGETHER: tl.constexpr):
+    """Of rows the sums of x x, g x, x and g: centred, the first two around the mean of x, else the last two are zero."""
+    total = tl.sum(tl.zeros_like(x), axis)
+    gs = total
     if CENTRED:
-        x = tl.where(own, x - (total / count)[:, None], 0.0)
-    gs = tl.sum(g, 1) if CENTRED else total
-    return total, tl.sum(x * x, 1), gs, tl.sum(g * x, 1)
+        total, gs = _sum_both(x, g, axis, TOGETHER)
+        mean = total / count
+        x = tl.where(own, x - (mean if axis == 0 else mean[:, None]), 0.0)
+    squares, products = _sum_both(x * x, g * x, axis, TOGETHER)
+    return squares, products, total, gs
 
 
 @triton.jit
 def _norm_backward(
     dx_ptr, sums_ptr, x_ptr, dy_ptr, dtotal_ptr, w_ptr, M, N, x_stride, dy_stride, dtotal_stride, GROUPS,
     ALIGN: tl.constexpr, EPS: tl.constexpr, CENTRED: tl.constexpr, DW: tl.constexpr, DB: tl.constexpr,
-    STAGES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    STAGES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
     """ROWS rows at a time; GROUPS programs take all rows. Rows of STAGES loops are on their way into shared memory."""
     FLOAT: tl.constexpr = tl.float64 if x_ptr.dtype.element_ty == tl.float64 else tl.float32
@@ -68,7 +85,7 @@ def _norm_backward(
         own = mine & (rows < M)
         x = tl.load(x_ptr + rows * (x_stride * ALIGN) + columns, mask=own, other=0.0).to(FLOAT)  # read MN
         dy = tl.load(dy_ptr + rows * (dy_stride * ALIGN) + columns, mask=own, other=0.0).to(FLOAT)  # read MN
-        total, squares, gs, products = _sums(x, dy * w.to(FLOAT), own, N, CENTRED)
+        squares, products, total, gs = _sums(x, dy * w.to(FLOAT), own, N, 1, CENTRED, TOGETHER)
         factor = 1 / tl.sqrt(squares / N + EPS)  # [ROWS]
         n = (x - (total / N)[:, None]) * factor[:, None] if CENTRED else x * factor[:, None]  # [ROWS, BLOCK]
         # Of rows beyond the last all numbers are zero, of columns beyond it dy is.
@@ -96,38 +113,6 @@ def _norm_backward(
 
 
 @triton.jit
-def _both(a, b, c, d):
-    return a + c, b + d
-
-
-@triton.jit
-def _least_and_both(least, a, b, other, c, d):
-    return tl.minimum(least, other), a + c, b + d
-
-
-@triton.jit
-def _sum_both(a, b, TOGETHER: tl.constexpr):
-    """Two sums, for which the threads meet once; interpreted, that would take thousands of steps."""
-    if TOGETHER:
-        return tl.reduce((a, b), 0, _both)
-    else:
-        return tl.sum(a, 0), tl.sum(b, 0)
-
-
-@triton.jit
-def _part_sums(x, dy, w, own, count, CENTRED: tl.constexpr, TOGETHER: tl.constexpr):
-    """Of a part of a row the sums of x x, g x, x and g: centred, the first two around its mean, else the last are 0."""
-    g = dy * w
-    total = tl.zeros([], x.dtype)
-    gs = tl.zeros([], x.dtype)
-    if CENTRED:
-        total, gs = _sum_both(x, g, TOGETHER)
-        x = tl.where(own, x - total / count, 0.0)
-    squares, products = _sum_both(x * x, g * x, TOGETHER)
-    return squares, products, total, gs
-
-
-@triton.jit
 def _leave_sums(at, PARTS, squares, products, total, gs, CENTRED: tl.constexpr):
     leave(at, word_of(squares))
     leave(at + PARTS, word_of(products))
@@ -152,11 +137,18 @@ def _look(at, lanes, PARTS, NOTHING: tl.constexpr, CENTRED: tl.constexpr):
 
 
 @triton.jit
-def _met(squares, products, totals, gs, lanes, FLOAT: tl.constexpr):
-    """The first part of which a word is missing, or their number; and the sums of the last two."""
+def _missing(squares, products, totals, gs, lanes):
+    """The first part of which a word is missing, or their number."""
     lacks = (squares == 0) | (products == 0) | (totals == 0) | (gs == 0)
-    missing = tl.where(lacks, lanes, lanes.shape[0])
-    return tl.reduce((missing, totals.to(FLOAT, bitcast=True), gs.to(FLOAT, bitcast=True)), 0, _least_and_both)
+    return tl.min(tl.where(lacks, lanes, lanes.shape[0]), 0)
+
+
+@triton.jit
+def _met(squares, products, totals, gs, FLOAT: tl.constexpr):
+    """The sums of the last two; NaN where a word is missing."""
+    lacks = (squares == 0) | (products == 0) | (totals == 0) | (gs == 0)
+    totals = tl.where(lacks, float("nan"), totals.to(FLOAT, bitcast=True))
+    return tl.reduce((totals, gs.to(FLOAT, bitcast=True)), 0, _both)
 
 
 @triton.jit
@@ -188,10 +180,8 @@ def _norm_backward_shared(
     rest = tl.where(row < M, count, 0)
     x = held(x_ptr, row * (x_stride * ALIGN) + begin, rest, BLOCK, PAIRS)
     dy = held(dy_ptr, row * (dy_stride * ALIGN) + begin, rest, BLOCK, PAIRS)
-    one, two, three, four = _part_sums(
-        numbers(x, TYPE, FLOAT, BLOCK), numbers(dy, TYPE, FLOAT, BLOCK), numbers(weight, W_TYPE, FLOAT, BLOCK),
-        own, count, CENTRED, TRIES > 0,
-    )  # fmt: skip
+    g = numbers(dy, TYPE, FLOAT, BLOCK) * numbers(weight, W_TYPE, FLOAT, BLOCK)
+    one, two, three, four = _sums(numbers(x, TYPE, FLOAT, BLOCK), g, own, count, 0, CENTRED, TRIES > 0)
     if LATE:
         tl.extra.cuda.gdc_wait()  # for the zeros on the board
     _leave_sums(board_ptr + row * (PARTS * WORDS) + part, PARTS, one, two, three, four, CENTRED)
@@ -203,40 +193,41 @@ def _norm_backward_shared(
         next_dy = held(dy_ptr, later * (dy_stride * ALIGN) + begin, rest, BLOCK, PAIRS)  # read MN
         at = board_ptr + row * (PARTS * WORDS)
         w = numbers(weight, W_TYPE, FLOAT, BLOCK)
-        one, two, three, four = _part_sums(
-            numbers(next_x, TYPE, FLOAT, BLOCK), numbers(next_dy, TYPE, FLOAT, BLOCK), w, own, count, CENTRED,
-            TRIES > 0,
-        )  # fmt: skip
+        g = numbers(next_dy, TYPE, FLOAT, BLOCK) * w
+        one, two, three, four = _sums(numbers(next_x, TYPE, FLOAT, BLOCK), g, own, count, 0, CENTRED, TRIES > 0)
         _leave_sums(at + GROUPS * (PARTS * WORDS) + part, PARTS, one, two, three, four, CENTRED)
         squares = tl.full([LANES], NOTHING, board_ptr.dtype.element_ty)
         products, totals, gs = squares, squares, squares
         total = tl.zeros([], FLOAT)
-        g = total
-        if word_of(one) != 0:  # always, see there
+        all_gs = total
+        if word_of(one) != 0:  # always: what depends on nothing that is loaded ahead would come before the words are left
             squares, products, totals, gs = _look(at, lanes, PARTS, NOTHING, CENTRED)
-            missing, total, g = _met(squares, products, totals, gs, lanes, FLOAT)
-            tries = 0
-            while missing < LANES:
-                if tries < TRIES:
-                    squares, products, totals, gs = _look(at, lanes, PARTS, NOTHING, CENTRED)
-                else:  # by the very steps of the program that did not come
-                    there = missing * SPAN
-                    many = tl.minimum(N - there, SPAN)
-                    its_x = held(x_ptr, row * (x_stride * ALIGN) + there, many, BLOCK, PAIRS)
-                    its_dy = held(dy_ptr, row * (dy_stride * ALIGN) + there, many, BLOCK, PAIRS)
-                    its_weight = held(w_ptr, there, many, BLOCK, PAIRS, 1.0)
-                    one, two, three, four = _part_sums(
-                        numbers(its_x, TYPE, FLOAT, BLOCK), numbers(its_dy, TYPE, FLOAT, BLOCK),
-                        numbers(its_weight, W_TYPE, FLOAT, BLOCK), inner < many, many, CENTRED, TRIES > 0,
-                    )  # fmt: skip
-                    squares = tl.where(lanes == missing, word_of(one), squares)
-                    products = tl.where(lanes == missing, word_of(two), products)
-                    totals = tl.where(lanes == missing, word_of(three), totals) if CENTRED else squares
-                    gs = tl.where(lanes == missing, word_of(four), gs) if CENTRED else products
-                missing, total, g = _met(squares, products, totals, gs, lanes, FLOAT)
-                tries += 1
+            total, all_gs = _met(squares, products, totals, gs, FLOAT)
+            if (total != total) | (all_gs != all_gs):  # a word is missing, or a number is NaN
+                missing = _missing(squares, products, totals, gs, lanes)
+                tries = 0
+                while missing < LANES:
+                    if tries < TRIES:
+                        squares, products, totals, gs = _look(at, lanes, PARTS, NOTHING, CENTRED)
+                    else:  # Nothing promises that the others run at the same time: by their own steps, then.
+                        there = missing * SPAN
+                        many = tl.minimum(N - there, SPAN)
+                        its_x = held(x_ptr, row * (x_stride * ALIGN) + there, many, BLOCK, PAIRS)
+                        its_dy = held(dy_ptr, row * (dy_stride * ALIGN) + there, many, BLOCK, PAIRS)
+                        its_weight = held(w_ptr, there, many, BLOCK, PAIRS, 1.0)
+                        g = numbers(its_dy, TYPE, FLOAT, BLOCK) * numbers(its_weight, W_TYPE, FLOAT, BLOCK)
+                        one, two, three, four = _sums(
+                            numbers(its_x, TYPE, FLOAT, BLOCK), g, inner < many, many, 0, CENTRED, TRIES > 0
+                        )  # fmt: skip
+                        squares = tl.where(lanes == missing, word_of(one), squares)
+                        products = tl.where(lanes == missing, word_of(two), products)
+                        totals = tl.where(lanes == missing, word_of(three), totals) if CENTRED else squares
+                        gs = tl.where(lanes == missing, word_of(four), gs) if CENTRED else products
+                    missing = _missing(squares, products, totals, gs, lanes)
+                    tries += 1
+                total, all_gs = _met(squares, products, totals, gs, FLOAT)
         mean = tl.zeros([], FLOAT)
-        square, product = total, g
+        square, product = total, all_gs
         if CENTRED:
             mean = total / N
             counts = tl.maximum(tl.minimum(N - lanes * SPAN, SPAN), 0).to(FLOAT)  # [LANES]
@@ -250,16 +241,15 @@ def _norm_backward_shared(
                 _both,
             )
         factor = 1 / tl.sqrt(square / N + EPS)
-        n = (numbers(x, TYPE, FLOAT, BLOCK) - mean) * factor  # [BLOCK]
-        wide = numbers(dy, TYPE, FLOAT, BLOCK)
+        away_x = numbers(x, TYPE, FLOAT, BLOCK) - mean  # [BLOCK]
+        scaled = numbers(dy, TYPE, FLOAT, BLOCK) * factor
         if DW:
-            dw += wide * n
+            dw += scaled * away_x
         if DB:
-            db += wide
-        dx = wide * w - n * (product * factor / N)
+            db += numbers(dy, TYPE, FLOAT, BLOCK)
+        dx = scaled * w - away_x * (product * factor / N * factor * factor)
         if CENTRED:
-            dx -= g / N
-        dx *= factor
+            dx -= all_gs / N * factor
         if dtotal_ptr is not None:
             more = tl.load(dtotal_ptr + row * (dtotal_stride * ALIGN) + begin + inner, mask=own, other=0.0)
             dx += more.to(FLOAT)
@@ -318,7 +308,8 @@ def norm_backward_plan(
     """
     if n <= 16384 // size:
         hopper = capability is not None and capability >= (9, 0)
-        stages = (4 if hopper else 3) - added  # what the loop loads ahead shall fit into 96 KiB where there is no more
+        # What the loop loads ahead shall fit into 96 KiB where there is no more.
+        stages = (4 if hopper and centred else 3) - added
         # 32 bytes of a row a thread, so that x, dy, weight and dweight fit into 128 registers; 16 warps in all.
         block = triton.next_power_of_2(n)
         warps = max(1, min(16, block * size // 1024))
@@ -327,13 +318,16 @@ def norm_backward_plan(
             together = min(max(1, triton.next_power_of_2(rows)), max(1, 2**15 // block))
         groups = max(1, min(triton.cdiv(rows, together), 16 // warps * processors))
         return Plan({"STAGES": stages, "ROWS": together, "BLOCK": block}, groups, 1, n, warps, 128)
-    # All parts of a row run at once, or they would wait for those that have no place.
-    least = triton.next_power_of_2(triton.cdiv(n, 4 * processors))
-    parts, span = parts_of(n, size, max(4096 // size, least) if capability is not None else 16384 // size)
-    groups = max(1, min(rows, 4 * processors // parts))
+    # All parts of a row run at once, or they would wait for those that have no place. A program is one warp, whose
+    # threads need not meet.
+    registers = 168 if centred else 128
+    resident = 65536 // (32 * registers) * processors
+    least = triton.next_power_of_2(triton.cdiv(n, resident))
+    parts, span = parts_of(n, size, max(1024 // size, least) if capability is not None else 16384 // size)
+    groups = max(1, min(rows, resident // parts))
     # As many lanes as threads or more: so each word is loaded by one thread.
-    constants = {"STAGES": 4, "BLOCK": triton.next_power_of_2(span), "LANES": max(128, triton.next_power_of_2(parts))}
-    return Plan(constants, groups, parts, span, 4, 128)
+    constants = {"STAGES": 4, "BLOCK": triton.next_power_of_2(span), "LANES": max(32, triton.next_power_of_2(parts))}
+    return Plan(constants, groups, parts, span, 1, registers)
 
 
 _plan = functools.lru_cache(maxsize=4096)(norm_backward_plan)
@@ -367,7 +361,10 @@ def _into(
     constants = {"ALIGN": align, "EPS": eps, "CENTRED": centred, "DW": dw is not None, "DB": db is not None}
     options = {**plan.constants, "num_warps": plan.warps, "maxnreg": plan.registers}
     if plan.parts == 1:
-        launch(_norm_backward, (plan.groups,), dx, sums, x, dy, dtotal, weight, *sizes, **constants, **options)
+        launch(
+            _norm_backward, (plan.groups,), dx, sums, x, dy, dtotal, weight, *sizes, TOGETHER=capability is not None,
+            **constants, **options,
+        )  # fmt: skip
     else:
         early = overlapping(x.device)
         words = (len(x) + plan.groups) * plan.parts * (4 if centred else 2)
