@@ -217,7 +217,9 @@ def word_of(number):
 
 
 @triton.jit
-def held(ptr, at, count, BLOCK: tl.constexpr, PAIRS: tl.constexpr, OTHER: tl.constexpr = 0.0, ONCE: tl.constexpr = False):
+def held(
+    ptr, at, count, BLOCK: tl.constexpr, PAIRS: tl.constexpr, OTHER: tl.constexpr = 0.0, ONCE: tl.constexpr = False
+):  # fmt: skip
     """So many numbers from a place on, or pairs of them in words; OTHER everywhere where there is no tensor."""
     if ptr is None:
         return tl.full([BLOCK], OTHER, tl.float32)
@@ -257,7 +259,7 @@ def _as_held(x, PAIRS: tl.constexpr):
 
 @triton.jit
 def _tile(x_ptr, r_ptr, at_x, at_r, count, BLOCK: tl.constexpr, PAIRS: tl.constexpr):
-    """Of x, or of its sum with the residual, so many numbers as they are held; L1 is left to weights, which come again."""
+    """Of x or its sum with the residual, so many numbers as they are held; L1 is left to weights, which come again."""
     x = held(x_ptr, at_x, count, BLOCK, PAIRS, 0.0, True)  # read MN
     if r_ptr is not None:
         TYPE: tl.constexpr = x_ptr.dtype.element_ty
@@ -391,9 +393,7 @@ class Plan(NamedTuple):
     registers: int | None = None  # the most that a thread takes; None leaves it to the compiler
 
 
-def norm_plan(
-    rows: int, n: int, size: int, capability: tuple[int, int] | None, added: bool, quantised: bool
-) -> Plan:
+def norm_plan(rows: int, n: int, size: int, capability: tuple[int, int] | None, added: bool, quantised: bool) -> Plan:
     """Choose the kernel and its constants, for `rows` rows of `n` numbers of `size` bytes; `added`: of two tensors.
 
     But for the interpreter, whose `capability` is None, the width alone decides how a row is cut and added up: so a

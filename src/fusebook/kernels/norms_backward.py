@@ -53,7 +53,7 @@ def _sum_both(a, b, axis: tl.constexpr, TOGETHER: tl.constexpr):
 
 @triton.jit
 def _sums(x, g, own, count, axis: tl.constexpr, CENTRED: tl.constexpr, TOGETHER: tl.constexpr):
-    """Of rows the sums of x x, g x, x and g: centred, the first two around the mean of x, else the last two are zero."""
+    """Of rows the sums of x x, g x, x and g: centred, the first two around x's mean, else the last two are zero."""
     total = tl.sum(tl.zeros_like(x), axis)
     gs = total
     if CENTRED:
@@ -200,7 +200,7 @@ def _norm_backward_shared(
         products, totals, gs = squares, squares, squares
         total = tl.zeros([], FLOAT)
         all_gs = total
-        if word_of(one) != 0:  # always: what depends on nothing that is loaded ahead would come before the words are left
+        if word_of(one) != 0:  # always: what depends on nothing that is loaded would come before the words are left
             squares, products, totals, gs = _look(at, lanes, PARTS, NOTHING, CENTRED)
             total, all_gs = _met(squares, products, totals, gs, FLOAT)
             if (total != total) | (all_gs != all_gs):  # a word is missing, or a number is NaN
