@@ -9,6 +9,8 @@ import torch.nn.functional as F
 import fusebook
 from fusebook.kernels import _entropy
 from fusebook.kernels._entropy import Terms, entropy_into, entropy_plan, plan_of
+from fusebook.kernels._operator import launching
+from fusebook.kernels._rows import Plan
 from fusebook.kernels.linear_cross_entropy import CHUNK_BYTES, chunk_plan
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -165,6 +167,20 @@ def test_programs_of_a_row_that_do_not_find_each_other_give_the_same_bits_in_pla
     here = torch.empty(1, device=DEVICE)
     entropy_into(here, x, x, target, None, Terms(None, "mean", -100, 0.0, 0.0, None))
     assert torch.equal(x, dx) and torch.equal(here[0], loss)
+
+
+@pytest.mark.parametrize("programs", [1, 2, 5])
+def test_programs_of_short_rows_take_them_in_turn(programs, monkeypatch):
+    x, target, _ = drawn(9, 37, torch.bfloat16)
+    loss, dx = wanted(x, target)
+    plan = Plan("rows", {"ROWS": 2, "BLOCK": 64}, programs, 1)
+    monkeypatch.setattr(_entropy, "entropy_plan", lambda *_, **__: plan)
+    for here in (torch.full_like(x, math.nan), x):  # beside the logits, and over them
+        found = torch.empty(1, device=DEVICE)
+        with launching(x):
+            entropy_into(found, here, x, target, None, Terms(None, "mean", -100, 0.0, 0.0, None))
+        assert_close(found[0], loss)
+        assert_close(here, dx)
 
 
 # Bad input

@@ -48,7 +48,7 @@ from ._operator import (
     overlapping,
     shapes,
 )
-from ._rows import Plan, leave, missing_of, put, window, words_of
+from ._rows import Plan, leave, missing_of, put, side_by_side, window, words_of
 
 # Kernels -------------------------------------------------------------------------------------------------------------
 
@@ -217,39 +217,54 @@ def _weighted(x, columns, own, weight_ptr):
 @triton.jit
 def _entropy_rows(
     left_ptr, dx_ptr, x_ptr, target_ptr, weight_ptr, scale_ptr, sums_ptr, M, N, dx_stride, x_stride, SCALE_STEP, IGNORE,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, COUNTS: tl.constexpr, MEAN: tl.constexpr, APART: tl.constexpr,
-    SMOOTHING: tl.constexpr, Z: tl.constexpr, CAP: tl.constexpr, LATE: tl.constexpr,
+    ALIGN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, COUNTS: tl.constexpr, MEAN: tl.constexpr,
+    APART: tl.constexpr, SMOOTHING: tl.constexpr, Z: tl.constexpr, CAP: tl.constexpr, LATE: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows, whole in registers. APART: the loss of each row is left by itself, otherwise their sum."""
+    """ROWS rows at a time, whole in registers. APART: the loss of each is left by itself, otherwise a program's sum."""
     FLOAT: tl.constexpr = tl.float64 if x_ptr.dtype.element_ty == tl.float64 else tl.float32
-    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
+    N = N * ALIGN
     columns = tl.arange(0, BLOCK)[None, :]  # [1, BLOCK]
-    target, counts, weight = _class_of(target_ptr, weight_ptr, rows, rows < M, N, IGNORE, FLOAT)
-    inside = (columns < N) & counts[:, None]  # [ROWS, BLOCK]
-    x = tl.load(x_ptr + rows[:, None] * x_stride + columns, mask=inside, other=float("-inf")).to(FLOAT)  # read MN
-    x = tl.where(inside, _capped(x, CAP), float("-inf"))
-    top = tl.max(tl.where(counts[:, None], x, 0.0), 1)  # [ROWS]
-    total = tl.sum(_exp(x - top[:, None]), 1)
-    log_total = tl.log(total)
-    x_t = tl.sum(tl.where((columns == target[:, None]) & inside, x, 0.0), 1)
-    summed = tl.sum(_weighted(x, columns, inside, weight_ptr), 1) if SMOOTHING != 0.0 else x_t
-    if LATE:
-        tl.extra.cuda.gdc_wait()  # for the sums
-    SUMMED: tl.constexpr = SMOOTHING != 0.0 and weight_ptr is not None
-    scale, classes = _known(scale_ptr, sums_ptr, rows, rows < M, SCALE_STEP, N, weight, COUNTS, MEAN, SUMMED)
-    of_p, hit, every, of_loss = _factors(scale, classes, N, weight, top + log_total, SMOOTHING, Z)
-    loss = tl.where(counts, _loss(x_t, top, log_total, weight, of_loss, classes, summed, SMOOTHING, Z), 0.0)
-    if APART:
-        tl.store(left_ptr + rows, loss, mask=rows < M)
-    else:
-        tl.store(left_ptr + tl.program_id(0), tl.sum(loss, 0))
-    if dx_ptr is not None:
-        dx = _gradient(
-            x, columns, inside, top[:, None], (of_p / total)[:, None], every[:, None], weight_ptr, False, SMOOTHING, CAP
-        )  # fmt: skip
-        dx -= tl.where(columns == target[:, None], _bent(hit, x_t, CAP)[:, None], 0.0)
-        dx = tl.where(counts[:, None], dx, 0.0).to(dx_ptr.dtype.element_ty)
-        tl.store(dx_ptr + rows[:, None] * dx_stride + columns, dx, mask=(columns < N) & (rows < M)[:, None])  # write MN
+    losses = tl.zeros([ROWS], FLOAT)
+    for start in range(tl.program_id(0) * ROWS, M, tl.num_programs(0) * ROWS):
+        rows = tl.zeros([], tl.int64) + start + tl.arange(0, ROWS)  # [ROWS]
+        live = rows < M
+        at = x_ptr + rows * (x_stride * ALIGN)
+        to = dx_ptr if dx_ptr is None else dx_ptr + rows * (dx_stride * ALIGN)
+        target, counts, weight = _class_of(target_ptr, weight_ptr, rows, live, N, IGNORE, FLOAT)
+        inside = (columns < N) & counts[:, None]  # [ROWS, BLOCK]
+        x = tl.load(at[:, None] + columns, mask=inside, other=float("-inf"))  # read MN
+        x_t = _capped(tl.load(at + target, mask=counts, other=0.0).to(FLOAT), CAP)  # [ROWS]
+        x = _capped(x.to(FLOAT), CAP)
+        top = tl.where(counts, tl.max(x, 1), 0.0)  # [ROWS]
+        total = tl.sum(_exp(x - top[:, None]), 1)
+        log_total = tl.log(total)
+        summed = tl.sum(_weighted(x, columns, inside, weight_ptr), 1) if SMOOTHING != 0.0 else x_t
+        if LATE:
+            tl.extra.cuda.gdc_wait()  # for the sums
+        SUMMED: tl.constexpr = SMOOTHING != 0.0 and weight_ptr is not None
+        scale, classes = _known(scale_ptr, sums_ptr, rows, live, SCALE_STEP, N, weight, COUNTS, MEAN, SUMMED)
+        of_p, hit, every, of_loss = _factors(scale, classes, N, weight, top + log_total, SMOOTHING, Z)
+        loss = tl.where(counts, _loss(x_t, top, log_total, weight, of_loss, classes, summed, SMOOTHING, Z), 0.0)
+        if APART:
+            tl.store(left_ptr + rows, loss, mask=live)
+        losses += loss
+        if dx_ptr is not None:
+            of_p = tl.where(counts, of_p / total, 0.0)
+            dx = _gradient(
+                x, columns, inside, top[:, None], of_p[:, None], every[:, None], weight_ptr, False, SMOOTHING, CAP
+            )  # fmt: skip
+            if SMOOTHING != 0.0:
+                dx = tl.where(counts[:, None], dx, 0.0)
+            own = (columns < N) & live[:, None]
+            tl.debug_barrier()  # all logits are here: the gradient may be written over them
+            tl.store(to[:, None] + columns, dx.to(dx_ptr.dtype.element_ty), mask=own)  # write MN
+            # At the class once more, behind all that the program has written: cheaper than to ask at every column.
+            there = _gradient(x_t, target, counts, top, of_p, every, weight_ptr, False, SMOOTHING, CAP)
+            there -= _bent(hit, x_t, CAP)
+            tl.debug_barrier()
+            tl.store(to + target, there.to(dx_ptr.dtype.element_ty), mask=counts)
+    if not APART:
+        tl.store(left_ptr + tl.program_id(0), tl.sum(losses, 0))
 
 
 @triton.jit
@@ -581,10 +596,15 @@ def entropy_plan(
     """
     size = dtype.itemsize
     if n <= 4096:
+        # One warp of 16 numbers a thread; where there is little to do, of 16 bytes, since such programs are short and
+        # end soon. In both a row is added up alike.
         block = triton.next_power_of_2(max(n, 1))
-        rows = max(1, (4096 if capability else 65536) // block)
-        rows = min(rows, triton.next_power_of_2(max(1, m)))
-        return Plan("rows", {"ROWS": rows, "BLOCK": block}, triton.cdiv(m, rows), 8 if size == 8 else 4)
+        rows = max(1, (512 if m * block > 2**18 else 512 // size) // block)
+        if capability is None:
+            rows = min(max(1, 65536 // block), triton.next_power_of_2(max(1, m)))
+        warps = max(1, block * size // 2048)
+        # Each of many programs leaves a number, and one program sums up what they have left.
+        return Plan("rows", {"ROWS": rows, "BLOCK": block}, min(triton.cdiv(m, rows), 16384), warps)
     # Parts are whole lines of 128 bytes, and a row may lie across one vector more than it fills.
     line = 128 // size
     even = even and n % vector == 0
@@ -640,7 +660,7 @@ def flat(x: Tensor) -> Tensor:
     """As rows whose numbers lie side by side."""
     if x.dim() == 2 and x.stride(1) == 1:
         return x
-    return contiguous(x).view(-1, x.shape[-1])
+    return side_by_side(x).view(-1, x.shape[-1])
 
 
 def line(x: Tensor) -> Tensor:
@@ -708,10 +728,11 @@ def rows_into(
     if not m:
         return
     if plan.kernel == "rows":
-        apart = len(left) == m
+        align = math.gcd(n, 16 // x.element_size(), *strides)
+        strides = (strides[0] // align, strides[1] // align)
         launch(
-            _entropy_rows, (plan.programs,), left, dx, x, *known, m, n, *strides, step, terms.ignore_index,
-            APART=apart, **common,
+            _entropy_rows, (plan.programs,), left, dx, x, *known, m, n // align, *strides, step, terms.ignore_index,
+            ALIGN=align, APART=len(left) == m, **common,
         )  # fmt: skip
     else:
         if plan.registers:

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._operator import Operator, accumulated, empty, gpu, integer, launch, overlapping, shapes
+from ._operator import Operator, accumulated, contiguous, empty, gpu, integer, launch, overlapping, shapes
 from ._tl import fill
 
 # Rows on the device --------------------------------------------------------------------------------------------------
@@ -141,6 +141,24 @@ def missing_of(words, lanes):
 def leave(board_ptr, word):
     """Leave a word, whole and at once. No order is asked for: it is all that there is to see."""
     tl.atomic_xchg(board_ptr, word, sem="relaxed")
+
+
+@triton.jit
+def _turned(y_ptr, x_ptr, INNER, N, y_strides, x_strides, ROWS: tl.constexpr, BLOCK: tl.constexpr, OUTERS=None):
+    """A copy by tiles, which are read along INNER and written along N, as the numbers of x and of y lie side by side."""
+    across = tl.cdiv(N, BLOCK)
+    tiles = tl.cdiv(INNER, ROWS)
+    program = tl.program_id(0) // across
+    outer = (program // tiles).to(tl.int64)
+    row = program % tiles * ROWS
+    column = tl.program_id(0) % across * BLOCK
+    x_ptr += begin_of(outer, row.to(tl.int64), OUTERS, x_strides) + column.to(tl.int64) * x_strides[2]
+    y_ptr += begin_of(outer, row.to(tl.int64), OUTERS, y_strides) + column.to(tl.int64) * y_strides[2]
+    rows = tl.arange(0, ROWS)[:, None]  # [ROWS, 1]
+    columns = tl.arange(0, BLOCK)[None, :]  # [1, BLOCK]
+    inside = (rows < INNER - row) & (columns < N - column)
+    tile = tl.load(x_ptr + (rows * x_strides[1] + columns * x_strides[2]), mask=inside)  # read MN
+    tl.store(y_ptr + (rows * y_strides[1] + columns * y_strides[2]), tile, mask=inside)  # write MN
 
 
 # Plans ---------------------------------------------------------------------------------------------------------------
@@ -456,6 +474,26 @@ def launch_rows(
         )  # fmt: skip
     else:
         launch(kernel, grid, out, *ins, *sizes, *strides, **constants)
+
+
+def side_by_side(x: Tensor) -> Tensor:
+    """Rows without gaps, copied where they are not; by tiles where it is neighbouring rows that lie side by side."""
+    if x.is_contiguous() or x.stride(-1) == 1 or not x.numel():
+        return contiguous(x)
+    y = empty(x.shape, x.dtype, x.device)
+    (outer, inner, n), outers, strides = _layout(x.dim() - 1, y, x)
+    # Large tiles, where there are enough of them; the interpreter's cost is programs times operations.
+    numbers, warps = (8192, 8) if x.numel() >= 2**24 and x.element_size() < 8 else (4096, 4)
+    numbers = numbers if gpu(x.device)[0] is not None else 2**16
+    rows = min(64, triton.next_power_of_2(inner))
+    block = min(numbers // rows, triton.next_power_of_2(n))
+    if any(rows * b + block * step >= 2**31 for _, b, step in strides):  # within a tile, places are of 32 bits
+        return contiguous(x)
+    grid = (outer * triton.cdiv(inner, rows) * triton.cdiv(n, block),)
+    given = [(along if len(along) > 1 else along[0], b, step) for along, b, step in strides]
+    layout = {"OUTERS": outers[:-1]} if len(outers) > 1 else {}
+    launch(_turned, grid, y, x, inner, n, *given, ROWS=rows, BLOCK=block, **layout, num_warps=warps)
+    return y
 
 
 # Arguments, results, batches -----------------------------------------------------------------------------------------
