@@ -190,7 +190,10 @@ def step_one(x, residual, weight, warps=4):
 # around the mean in a second look at the registers, which costs no traffic.
 # With a ``LIMIT`` the result goes to eight bits: the row's largest magnitude
 # is one more look. A missing weight, bias or residual is None, and its code is
-# not compiled.
+# not compiled. Where rows are few, nobody hides another's waiting: weights are
+# asked for together with the rows (``AHEAD``), not after their sums. Where it
+# is neighbouring rows that lie side by side in memory (``STEP`` apart are the
+# numbers of a row), a tile is read along them and written along the rows.
 
 Source(_norm_rows)
 
@@ -199,6 +202,8 @@ Source(_norm_rows)
 # tell each other what they found, as on the page of softmax. Each holds its
 # part meanwhile, so that rows are read once. What comes once passes by the L1
 # cache, which is left to the weights, since they come again with each row.
+# With a residual the programs stay, and load the next row before they look for
+# what the others found in this one.
 #
 # The gradient
 # ~~~~~~~~~~~~

@@ -13,6 +13,7 @@ import memcheck
 import warm
 from fusebook.kernels import _norms, norms_backward
 from fusebook.kernels._norms import norm_plan
+from fusebook.kernels._rows import side_by_side
 from fusebook.kernels.norms_backward import norm_backward_plan
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -186,9 +187,10 @@ def test_rows_do_not_depend_on_each_other(centred):
 def test_programs_that_share_a_row_come_to_its_norm_and_gradients(centred, n, dtype, monkeypatch):
     """Cut into three parts; numbers of a half type lie in pairs where the width is even."""
     span = n // 6 * 2 + 2
-    forward = _norms.Plan("shared", {"BLOCK": 64, "CHUNKS": 2, "LANES": 32}, 15, 1, span, 3)
-    monkeypatch.setattr(_norms, "_plan", lambda *_: forward)
     constants = {"STAGES": 1, "BLOCK": 128, "LANES": 32}
+    alone = _norms.Plan("shared", {"BLOCK": 64, "CHUNKS": 2, "LANES": 32}, 15, 1, span, 3)
+    summed = _norms.Plan("sums", constants, 6, 1, span, 3)
+    monkeypatch.setattr(_norms, "_plan", lambda rows, n, size, gpu, added, *_: summed if added else alone)
     monkeypatch.setattr(norms_backward, "_plan", lambda *_: norms_backward.Plan(constants, 2, 3, span, 1, 64))
     x, residual, dy, w, b = (
         made(*shape, dtype=dtype, seed=seed) for seed, shape in enumerate([(5, n)] * 3 + [(n,)] * 2)
@@ -209,11 +211,53 @@ def test_programs_that_share_a_row_come_to_its_norm_and_gradients(centred, n, dt
         torch.testing.assert_close(got.double(), told, rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda: made(70, 130).T,  # [130, 70]
+        lambda: made(130, 1, 3).permute(2, 1, 0),
+        lambda: made(3, 70, 130).mT,
+        lambda: made(70, 3, 130).permute(2, 1, 0),
+        lambda: made(5, 70, 3, 9).permute(3, 0, 2, 1),
+        lambda: made(9, 70)[:, ::2],
+        lambda: made(9, 1).expand(9, 70),
+        lambda: made(1, 70).T,
+        lambda: made(70, 0).T,
+        lambda: made(131, 75, dtype=torch.float64)[1:, 3:].T,
+        lambda: made(70, 130, dtype=torch.bfloat16).T,
+    ],
+)
+def test_rows_that_lie_apart_are_copied_as_they_are(view):
+    x = view()
+    y = side_by_side(x)
+    assert y.is_contiguous() and torch.equal(y, x)
+    assert side_by_side(y) is y
+
+
+@centred
+@pytest.mark.parametrize("shape", [(1, 2), (33, 70), (100, 256), (5, 3)], ids=str)
+@pytest.mark.parametrize("added", [False, True])
+def test_short_rows_across_memory_are_read_where_they_are(centred, shape, added, monkeypatch):
+    monkeypatch.setattr(_norms, "side_by_side", None)  # nothing is copied
+    x, residual = (made(*shape[::-1], seed=seed).T for seed in (0, 1))
+    weight, bias = made(shape[1], seed=2), made(shape[1], seed=3)
+    want = x.double() + residual.double() if added else x.double()
+    given = (x, residual, weight, bias) if added else (x, weight, bias)
+    y = (SUMS if added else OURS)[centred](*given, eps=1e-5)
+    y = y[0] if added else y
+    torch.testing.assert_close(y.double(), plain(want, weight, bias, centred=centred), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("added", [False, True])
 @pytest.mark.parametrize("size", [2, 4, 8])
-def test_the_width_alone_decides_how_a_row_is_added_up(size):
-    for n in (1, 64, 781, 4096, 8192, 32768, 50257, 262144):
-        plans = [norm_plan(rows, n, size, (9, 0), False, False) for rows in (1, 7, 4096, 10**6)]
-        assert len({(p.kernel, str(p.constants), p.warps, p.span, p.parts) for p in plans}) == 1
+def test_the_width_alone_decides_how_a_row_is_added_up(size, added):
+    for n in (1, 64, 150, 274, 520, 781, 4096, 8192, 32768, 50257, 262144):
+        plans = [norm_plan(rows, n, size, (9, 0), added, False) for rows in (1, 7, 4096, 10**6)]
+        cuts = [{k: v for k, v in p.constants.items() if k not in ("ROWS", "AHEAD")} for p in plans]
+        assert len({(p.kernel, str(cut), p.warps, p.span, p.parts) for p, cut in zip(plans, cuts, strict=True)}) == 1
+        # Each thread has 16 bytes of a row at a time or all that there are of its share, however many rows there are.
+        taken = [p.constants["ROWS"] * p.constants["BLOCK"] for p in plans if p.kernel == "rows"]
+        assert len(set(taken)) <= 1 or min(taken) * size >= 16 * 32 * plans[0].warps
         backward = [norm_backward_plan(rows, n, size, (9, 0), 132, False, False) for rows in (1, 7, 4096, 10**6)]
         assert len({(str(p.constants), p.warps, p.span, p.parts) for p in backward}) == 1
         assert all(1 <= p.groups * p.parts <= 132 * 64 for p in backward)
@@ -258,6 +302,7 @@ def noted(*args, **constants):
 
 _operator.with_scratch = noted
 x, w = torch.empty(264, 65536, dtype=torch.bfloat16), torch.empty(65536, dtype=torch.bfloat16)
+fusebook.add_rms_norm(x, x, w)
 fusebook.rms_norm_backward(x, x, w)
 print(json.dumps(found))
 """
@@ -270,7 +315,8 @@ def test_programs_leave_their_words_before_they_wait_for_others(tmp_path):
     end = warm.run("-c", COMPILED, env=environment)
     assert end.returncode == 0, end.stderr[-2000:]
     found = json.loads(end.stdout.splitlines()[-1])
-    loop = found["_norm_backward_shared"].split("scf.for", 1)[1]
-    first, waiting = loop.split("isVolatile = true", 1)
-    assert first.count("tt.atomic_rmw exch") == 2
-    assert "ttg.async_copy_global_to_local" in waiting, "nothing is loaded ahead"
+    for kernel, words in (("_sum_shared", 1), ("_norm_backward_shared", 2)):
+        loop = found[kernel].split("scf.for", 1)[1]
+        first, waiting = loop.split("isVolatile = true", 1)
+        assert first.count("tt.atomic_rmw exch") == words
+        assert "ttg.async_copy_global_to_local" in waiting, "nothing is loaded ahead"

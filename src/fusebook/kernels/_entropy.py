@@ -229,7 +229,6 @@ def _entropy_rows(
         rows = tl.zeros([], tl.int64) + start + tl.arange(0, ROWS)  # [ROWS]
         live = rows < M
         at = x_ptr + rows * (x_stride * ALIGN)
-        to = dx_ptr if dx_ptr is None else dx_ptr + rows * (dx_stride * ALIGN)
         target, counts, weight = _class_of(target_ptr, weight_ptr, rows, live, N, IGNORE, FLOAT)
         inside = (columns < N) & counts[:, None]  # [ROWS, BLOCK]
         x = tl.load(at[:, None] + columns, mask=inside, other=float("-inf"))  # read MN
@@ -249,6 +248,7 @@ def _entropy_rows(
             tl.store(left_ptr + rows, loss, mask=live)
         losses += loss
         if dx_ptr is not None:
+            to = dx_ptr + rows * (dx_stride * ALIGN)
             of_p = tl.where(counts, of_p / total, 0.0)
             dx = _gradient(
                 x, columns, inside, top[:, None], of_p[:, None], every[:, None], weight_ptr, False, SMOOTHING, CAP

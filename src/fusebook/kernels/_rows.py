@@ -145,7 +145,7 @@ def leave(board_ptr, word):
 
 @triton.jit
 def _turned(y_ptr, x_ptr, INNER, N, y_strides, x_strides, ROWS: tl.constexpr, BLOCK: tl.constexpr, OUTERS=None):
-    """A copy by tiles, which are read along INNER and written along N, as the numbers of x and of y lie side by side."""
+    """A copy by tiles, read along INNER and written along N: so do the numbers of x and of y lie side by side."""
     across = tl.cdiv(N, BLOCK)
     tiles = tl.cdiv(INNER, ROWS)
     program = tl.program_id(0) // across

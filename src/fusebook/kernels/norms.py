@@ -13,7 +13,8 @@ A row of up to 32768 numbers stays in the registers of one program between its l
 shared by several programs, each of which holds a part of it, and tells the others what it found.
 
 Limits: a wide row whose result is quantised is read three times, by one program, and so is a row for which the GPU has
-no room. Tensors whose rows do not lie one behind the other at equal distances, each without gaps, are copied first.
+no room. Tensors whose rows do not lie one behind the other at equal distances, each without gaps, are copied first, but
+for short rows of a matrix that lies across memory.
 """
 
 from __future__ import annotations
