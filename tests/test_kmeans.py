@@ -460,7 +460,7 @@ def test_a_plan_keeps_to_what_the_kernels_can(device):
                 for n in (None, 1, 3000, 10**7):
                     for capability in ((8, 0), (8, 9), (9, 0), (10, 0), None):
                         plan = module._kmeans_plan(n, d, k, dtype, 8, capability)
-                        assert d <= 8 or plan.how != "few"
+                        assert d <= 8 or plan.how not in ("few", "pairs")
                         assert plan.how != "screen" or (dtype == torch.float32 and d <= plan.chunk <= 256)
                         assert plan.how != "each" or k <= module._EACH
                         if plan.how == "product":
@@ -515,6 +515,8 @@ def test_deterministic_a_label_does_not_depend_on_how_many_points_there_are(devi
 OTHERS = [
     Plan("some", 4, 8, 16, steps=2),
     Plan("some", 1, 16, 64, steps=9),
+    Plan("pairs", 4, 8, steps=2),
+    Plan("pairs", 2, 16, steps=9),
     Plan("product", 16, 16, 16, steps=9, precision="ieee"),
     Plan("product", 16, 16, 16, steps=2, precision="ieee"),
     Plan("product", 16, 16, 32, steps=1, precision="tf32x3"),
@@ -528,7 +530,7 @@ def named(plan):
 
 def by(plan, points, centres):
     labels = torch.full((len(points),), 77, device=points.device)
-    module._launched(labels, points.T.contiguous().T if plan.how == "product" else points, centres, plan)
+    module._launched(labels, points.T.contiguous().T if plan.how in ("product", "pairs") else points, centres, plan)
     return labels
 
 

@@ -339,6 +339,48 @@ def _kmeans_each(
     tl.store(labels_ptr + i, label.to(labels_ptr.dtype.element_ty), mask=live)  # write n labels
 
 
+# Few coordinates of a point and many centres: a tile of pairs, each thread with some points and some centres of it.
+
+
+@triton.jit
+def _kmeans_pairs(
+    labels_ptr, least_ptr, points_ptr, centres_ptr, n, K, stride_n, stride_d, SPAN, PARTS,
+    D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, FLOAT: tl.constexpr, EARLY: tl.constexpr = False,
+):  # fmt: skip
+    """The nearest of SPAN centres to each of BLOCK points, coordinate by coordinate; with `least_ptr` how near it is.
+
+    A pair of a point and a column of the tile keeps the best that came by; who is best of a row is asked at the end.
+    """
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+    part = tl.program_id(0) % PARTS
+    i = (tl.program_id(0) // PARTS).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
+    live = i < n
+    xs = ()
+    for a in tl.static_range(D):
+        x_ptr = points_ptr + i * stride_n + tl.cast(stride_d, tl.int64) * a  # a stride of 1 is no tensor
+        x = tl.load(x_ptr, mask=live, other=0.0)  # read nD
+        xs += (x.to(FLOAT)[:, None],)  # type: ignore[assignment]
+    number = tl.arange(0, BLOCK_K)
+    best = tl.full([BLOCK, BLOCK_K], float("inf"), FLOAT)
+    tile = tl.zeros([BLOCK, BLOCK_K], tl.int32)
+    for start in range(part * SPAN, tl.minimum(K, (part + 1) * SPAN), BLOCK_K):
+        distance = tl.zeros([BLOCK, BLOCK_K], FLOAT)
+        for a in tl.static_range(D):
+            c_ptr = centres_ptr + (start + number).to(tl.int64) * D + a
+            c = tl.load(c_ptr, mask=start + number < K, other=float("inf")).to(FLOAT)
+            difference = xs[a] - c[None, :]
+            distance += difference * difference
+        closer = distance < best  # never by NaN
+        best = tl.where(closer, distance, best)
+        tile = tl.where(closer, start, tile)
+    least = tl.min(best, 1)
+    label = tl.min(tl.where(best == least[:, None], tile + number[None, :], 0x7FFFFFFF), 1)  # the lowest of equals
+    if least_ptr is not None:
+        tl.store(least_ptr + i * PARTS + part, least, mask=live)
+    tl.store(labels_ptr + i * PARTS + part, label.to(labels_ptr.dtype.element_ty), mask=live)  # write n labels
+
+
 # Few points, or few of them for so many centres: each program looks through some of the centres only.
 
 
@@ -387,8 +429,10 @@ def _kmeans_some(
                 c = tl.load(c_ptr + at[None, :], mask=known[:, None] & inside[None, :], other=0.0)
                 difference = x.to(FLOAT)[:, None, :] - c.to(FLOAT)[None, :, :]  # [BLOCK, BLOCK_K, BLOCK_D]
                 squares += difference * difference
-            distance = tl.sum(squares, 2)  # [BLOCK, BLOCK_K]
-            distance = tl.where(known[None, :] & (distance < float("inf")), distance, float("inf"))  # NaN is infinite
+            # NaN is infinite. To ask also keeps a square from being fused with what another lane adds to it, so that
+            # all lanes have the same bits.
+            squares = tl.where(squares < float("inf"), squares, float("inf"))
+            distance = tl.where(known[None, :], tl.sum(squares, 2), float("inf"))  # [BLOCK, BLOCK_K]
             least = tl.min(distance, 1)
             place = tl.min(tl.where(distance == least[:, None], number[None, :], BLOCK_K), 1)  # the lowest of equals
             label = tl.where(least < best, start + place, label)
@@ -472,6 +516,20 @@ def _bound(precision: str, d: int) -> float:
     return 4 * _loose(precision, d) * (1 + (4 if precision == "ieee" else 40))
 
 
+def _pairs_plan(n: int, d: int, k: int) -> tuple[float, Plan]:
+    """How points of few coordinates are compared with many centres, and about how long that takes.
+
+    A thread has eight pairs of a point and a centre. All of a program's points share what is loaded of a centre, so it
+    has as many of them as leave programs enough for a GPU.
+    """
+    wide = triton.next_power_of_2(k)
+    block = max(1, min(triton.next_power_of_2(n) // 512, 128, max(32, 2048 // wide)))
+    block_k = min(wide, max(1, 1024 // block))
+    tiles = triton.cdiv(k, block_k)
+    plan = Plan("pairs", block, block_k, steps=tiles, warps=8 if block_k == 1024 else 4)
+    return 6 + 0.35 * tiles + n * k * (2 * d + 5) / 20e6 + n * d / 1e6, plan
+
+
 def _some_plan(n: int, d: int, k: int) -> tuple[float, Plan]:
     """How few points, or few for so many centres, are compared by differences, and about how long that takes.
 
@@ -480,14 +538,19 @@ def _some_plan(n: int, d: int, k: int) -> tuple[float, Plan]:
     centre.
     """
     found = []
-    for block, chunk, rate in ((1, 512, 0.9e6), (4, 256, 1.5e6), (16, 64, 2.3e6)):
+    for block, chunk, warps, rate in (
+        (1, 512, 4, 0.9e6), (2, 1024, 4, 0.9e6), (4, 256, 4, 1.5e6), (16, 64, 4, 2.3e6),
+        *([(1, 4096, 16, 0.9e6)] if n * k <= 4 else ()),
+    ):  # fmt: skip
         block, chunk = min(block, triton.next_power_of_2(n)), min(chunk, triton.next_power_of_2(d))
-        block_k = max(1, min(triton.next_power_of_2(k), 4096 // (block * chunk)))
+        block_k = max(1, min(triton.next_power_of_2(k), 1024 * warps // (block * chunk)))
+        rate /= 2 if k <= 4 else 1
         tiles = triton.cdiv(k, block_k)
         steps = triton.cdiv(tiles, min(tiles, triton.cdiv(600, triton.cdiv(n, block))))
         pieces = triton.cdiv(d, chunk)
         work = n * k * (pieces * chunk / rate + (7e-6 if chunk <= 8 else 25e-6))
-        found.append((6 + max(0.7 * steps * pieces, work), Plan("some", block, block_k, chunk, steps=steps)))
+        plan = Plan("some", block, block_k, chunk, steps=steps, warps=warps)
+        found.append((6 + max(0.7 * steps * pieces, work), plan))
     return min(found, key=lambda choice: choice[0])
 
 
@@ -497,9 +560,17 @@ def _product_plan(n: int | None, d: int, k: int, doubles: bool) -> Plan:
     chunk = max(16, min(32 if block_k <= 32 else 16, triton.next_power_of_2(d)))
     tiles = triton.cdiv(k, block_k)
     steps = tiles
-    if n is not None and triton.cdiv(n, 64) < 900:
-        steps = triton.cdiv(tiles, min(tiles, triton.cdiv(1056, triton.cdiv(n, 64))))
-    return Plan("product", 64, block_k, chunk, steps=steps, stages=3, precision="ieee" if doubles else "tf32x3")
+    block = 64
+    if n is not None and 32 < k <= 64 and d > 512 and triton.cdiv(n, 64) < 528:
+        block, chunk = 32, 32  # no centres to share out, so points are
+    elif n is not None and triton.cdiv(n, 64) < 900:
+        steps = triton.cdiv(tiles, min(tiles, triton.cdiv(1056, triton.cdiv(n, block))))
+    return Plan("product", block, block_k, chunk, steps=steps, stages=3, precision="ieee" if doubles else "tf32x3")
+
+
+def _rowwise(d: int, k: int, align: int, size: int) -> bool:
+    """Whether pieces of a point are long: they are loaded by less than 16 bytes a thread, and there are few sums."""
+    return k <= 4 and align * size < 16 and d > 32
 
 
 def _microseconds(how: str, n: int, d: int, k: int, size: int) -> float:
@@ -508,7 +579,7 @@ def _microseconds(how: str, n: int, d: int, k: int, size: int) -> float:
     if how == "few":
         return 5 + max(0 if k * d <= 32 else k * (0.005 + 0.027 * d), n * d * k / 5.5e6)
     if how == "each":
-        whole = align * size == 16
+        whole = align * size == 16 or _rowwise(d, k, align, size)
         return 5 + 0.15 * k + max(0.4 * d / (32 * align), n * d * size / (2.5e6 if whole else 0.8e6))
     if how == "screen":
         return 1.5 * (25 + 0.035 * k + n * d * k / 60e6)
@@ -549,8 +620,9 @@ def _kmeans_plan(
             found = [(_microseconds(way, n, d, k, size) + copied, way) for way in ways]
             found.append((_microseconds("product", n, d, k, size), "product"))
             us, how = min(found)
-            if (some := _some_plan(n, d, k))[0] < us:
-                return some[1]
+            others = [_some_plan(n, d, k), *([_pairs_plan(n, d, k)] if d <= 8 else ())]
+            if (other := min(others, key=lambda choice: choice[0]))[0] < us:
+                return other[1]
     if how == "few":
         few = k if k * d <= 32 else 0  # unrolled, centres stay in registers; beyond, the code would only grow
         # Small programs: they come and go, and loads of the next are on their way while the last ones store. Labels of
@@ -561,6 +633,9 @@ def _kmeans_plan(
         # points at once as there are registers for sums. Over many pieces, the next ones are fetched ahead.
         chunk = min(32 * align, triton.next_power_of_2(d))
         block = (8 if align > 1 or k > 8 else 16) * (32 * align // chunk)
+        if _rowwise(d, k, align, size):
+            chunk = min(256, triton.next_power_of_2(d))
+            block = 16 if chunk < 256 else 8
         stages, warps = (1, 4) if d <= chunk else (3, 4) if d <= 3 * chunk else (3, 2)
         return Plan(how, block, chunk=chunk, stages=stages, warps=warps)
     if how == "product":
@@ -624,12 +699,20 @@ def _launch_some(
     if parts > 1:
         least, found = _memory(points.device, ((n, parts), wide), ((n, parts), torch.int32))
     programs = triton.cdiv(n, plan.block) * parts
-    launch(
-        _kmeans_some, (min(programs, _turns(points)) if listed else programs,),
-        found, least, points, centres, *(listed or (None, None)), n, d, k, stride_n, stride_d, span, parts,
-        ALIGN=align, BLOCK=plan.block, BLOCK_K=plan.block_k, BLOCK_D=plan.chunk, FLOAT=_WIDE[wide],
-        EARLY=bool(early), LATE=bool(late), num_warps=plan.warps, **late,
-    )  # fmt: skip
+    if plan.how == "pairs":
+        launch(
+            _kmeans_pairs, (programs,),
+            found, least, points, centres, n, k, *points.stride(), span, parts,
+            D=d * align, BLOCK=plan.block, BLOCK_K=plan.block_k, FLOAT=_WIDE[wide], EARLY=bool(early),
+            num_warps=plan.warps,
+        )  # fmt: skip
+    else:
+        launch(
+            _kmeans_some, (min(programs, _turns(points)) if listed else programs,),
+            found, least, points, centres, *(listed or (None, None)), n, d, k, stride_n, stride_d, span, parts,
+            ALIGN=align, BLOCK=plan.block, BLOCK_K=plan.block_k, BLOCK_D=plan.chunk, FLOAT=_WIDE[wide],
+            EARLY=bool(early), LATE=bool(late), num_warps=plan.warps, **late,
+        )  # fmt: skip
     if parts > 1:
         _launch_least(labels, found, least, None, None, None, early)
 
@@ -742,7 +825,7 @@ def _launched(labels: Tensor, points: Tensor, centres: Tensor, plan: Plan) -> No
     if plan.how == "product":
         _launch_product(labels, points, centres, plan)
         return
-    if plan.how == "some":
+    if plan.how in ("some", "pairs"):
         _launch_some(labels, points, centres, plan)
         return
     points = contiguous(points)

@@ -319,9 +319,12 @@ class FitPlan(NamedTuple):
 
 
 def _logistic_step_plan(
-    N: int, D: int, itemsize: int, capability: tuple[int, int] | None, multiprocessors: int
+    N: int, D: int, itemsize: int, capability: tuple[int, int] | None, multiprocessors: int, align: int = 16
 ) -> StepPlan:
-    """Choose the constants of a step; `itemsize` is that of the sums, `capability` None in the interpreter."""
+    """Choose the constants of a step; `itemsize` is that of the sums, `capability` None in the interpreter.
+
+    Rows begin at multiples of `align` elements.
+    """
     interpreted = capability is None
     block = triton.next_power_of_2(max(D, 1))
     widest = 512 if interpreted else 65536 // itemsize
@@ -336,6 +339,12 @@ def _logistic_step_plan(
     rows = 16384 // block if interpreted else max(tile * 4 // itemsize // (2 if itemsize > 4 else 1) // block, 1)
     rows = max(1, min(rows, tall))
     warps = 1 if interpreted else 8 if block >= 8192 else 4
+    if not interpreted and 32 * align < block <= 256:
+        # Warps would lie side by side, and each compute the loss of all rows of a tile: so one warp a tile.
+        rows, times = (1024 // block, 16) if block > 64 else (2048 // block, 8)
+        rows = min(rows, tall)
+        programs = min(triton.cdiv(N, rows), times * multiprocessors)
+        return StepPlan(True, rows, block, programs, 1, 8, min(256, triton.next_power_of_2(programs)), 1024)
     times = 1 if interpreted else 2 if block > 8192 else 4
     programs = min(triton.cdiv(N, rows), times * multiprocessors)
     parts = min(64, triton.next_power_of_2(programs))
@@ -436,7 +445,7 @@ def _step_into(
     outs: tuple[Tensor, Tensor, Tensor], X: Tensor, y: Tensor, w: Tensor, b: Tensor, lr: float, l2: float
 ) -> None:
     X, y, w = _packed(X, y, w)
-    plan = _step_plan(*X.shape, w.element_size(), *gpu(X.device))
+    plan = _step_plan(*X.shape, w.element_size(), *gpu(X.device), _align(X))
     _launch_step(X, y, w, b, lr, l2, outs, _workspace(X, plan), plan)
 
 
@@ -462,7 +471,7 @@ def _fit_into(
         if chip is not None:
             _launch_fit(X, y, w, b, lr, l2, (last[0], last[1]), losses, chip)
             return
-    plan = _step_plan(*X.shape, w.element_size(), capability, multiprocessors)
+    plan = _step_plan(*X.shape, w.element_size(), capability, multiprocessors, _align(X))
     work = _workspace(X, plan)
     spare = (empty(w.shape, w.dtype, w.device), empty_like(b)) if steps > 1 else last
     for t in range(steps):

@@ -232,7 +232,7 @@ def _scatter_nd_plan(
     interpreted = capability is None
     few, many = (16, 256) if interpreted else (64, 4096)
     # One launch for small work, where launches are the cost: each program reads all indices itself.
-    small = R <= 512 and (n <= few or (n <= min(512, 2 * R) and R * D <= 2**17))
+    small = R <= 512 and R * D <= (2**20 if n <= few else 2**17) and n <= max(few, min(512, 2 * R))
     # Launches and L2 are what counts below this, memory above. Half types are added up in float32.
     cached = R * D * max(size, 4) <= 2**24
     if strategy is None:
@@ -250,7 +250,9 @@ def _scatter_nd_plan(
                 alike = size >= 4 or (n > few and R * D <= (2**20 if n <= many else 2**22))
                 atomic = alike and n * D <= (2**26 if size >= 4 else 2**25)
             else:
-                atomic = size >= 4 and n > few and n * (D * size - _GROUPING) <= _GROUPED[strategy]
+                # Of narrow rows it is cheaper to round sums than to ask each row for its updates.
+                alike = size >= 4 or (D <= 24 and n > many)
+                atomic = alike and n > few and n * (D * size - _GROUPING) <= _GROUPED[strategy]
             strategy = "atomic" if atomic else strategy
     first = "first" if n <= few else "count" if n <= many else "sort"
     find = {"atomic": "", "sorted": first, "owner": "scan" if small else "lists"}[strategy]
@@ -270,6 +272,8 @@ def _scatter_nd_plan(
         width, together, steps, warps, zeros = (4096, 4, 4, 4, 16384)
         # Balances the pieces: updates of one, sums of all, of which those of wide rows take longer.
         chunk = 2 ** max(4, math.isqrt(n).bit_length() - (2 if wide else 3))
+        if n >= 256 * R:  # many of each row: owners are few, so their tiles are small
+            width, together, chunk, steps = 512 * size, 8, 64, 1
     if interpreted:
         width, together, chunk, steps, warps, zeros = (65536, 2, 8 if n <= 64 else 32, 2, 1, 2**18)
     block = min(triton.next_power_of_2(D), width // size)
