@@ -12,11 +12,9 @@ Using the GPU: old advice, measured again
 Between 2012 and 2014 the manual of Theano, an ancestor of today's frameworks,
 had a chapter on using the GPU: how to see that it is used, what to keep there,
 what it is good at, and a list of tips. Much of that has become folklore. This
-page asks the chapter's questions again, in its order, of one GPU of today, and
-ends in a table: each piece of advice, what became of it, and the measurement
-that says so. If you want only the answer, begin with that table:
-:ref:`old-advice`. It stands at the end because it is made of what is measured
-before.
+page asks the chapter's questions again, in its order, of one GPU of today. Its
+result is a table, :ref:`old-advice`: each piece of advice, what became of it,
+and the measurement that says so.
 
 Two of its exercises have pages of their own: programming a GPU directly is
 :doc:`plot_101_elementwise`, and the training step of a logistic regression is
@@ -1740,7 +1738,7 @@ line(
 )
 
 advice = pd.DataFrame(lines).set_index("advice, 2012 to 2014")
-table(advice, "What became of it", fold=False)
+table(advice, "What became of it", box=True)
 
 # %%
 old = advice.index[advice["holds"] == "no"]

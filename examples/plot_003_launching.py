@@ -166,9 +166,9 @@ def planned(x):
 # The library's plans (``fusebook.kernels._operator``) are these, for any
 # number of tensors, allocations and kernels: the first call of a launcher is
 # written down, and what was written down becomes a function. It saves two
-# things more. A call that is the last one again, or the last one of its shape,
-# needs no key: one call of the guards that ``torch.compile`` uses compares a
-# tensor with what it was. And Triton's launcher is a class of Python around a
+# things more. A call like the one before, or like the last one of its shape,
+# needs no key: the guards that ``torch.compile`` uses compare its tensors with
+# those of that call. And Triton's launcher is a class of Python around a
 # function of C; a plan calls that function itself, with what the class would
 # pass, and encodes tensor descriptors once for each address.
 #

@@ -184,6 +184,7 @@ table(passes, "Passes over memory, in tensors of SIZE elements", fold=False)
 # single block: an old manual's first example, which had 400 numbers.
 
 
+# site: fold
 @triton.jit
 def multiply_block(y_ptr, a_ptr, b_ptr, BLOCK: tl.constexpr):
     i = tl.arange(0, BLOCK)  # [BLOCK]: every element of this program
@@ -192,6 +193,7 @@ def multiply_block(y_ptr, a_ptr, b_ptr, BLOCK: tl.constexpr):
     tl.store(y_ptr + i, a * b)
 
 
+# site: fold
 MULTIPLY_BLOCK = """
 extern "C" __global__
 void multiply_block(float* y, const float* a, const float* b)
@@ -245,6 +247,7 @@ table(100 * shares, "Written, in percent", fold=False)
 # takes 16 bytes of float32 in one instruction.
 
 
+# site: fold
 @triton.jit
 def multiply_grid(y_ptr, a_ptr, b_ptr, SIZE, BLOCK: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -282,6 +285,7 @@ table(100 * shares, "Written, in percent", fold=False)
 # simple, and the operands are read once for both results.
 
 
+# site: fold
 @triton.jit
 def add_and_subtract(s_ptr, d_ptr, a_ptr, b_ptr, SIZE, BLOCK: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -728,7 +732,7 @@ downloads(pd.concat([every, singles, little, shapes, half]), "elementwise")
 # much as is both read and written, the rate of a sum for what is read beyond.
 
 largest = tables.where(tables.together(every, singles), M=8192)
-ax = plots.dots(largest, of="roof", title="8192 x 8192, float32, cold")
+ax = plots.dots(largest, of="roof", title="8192 x 8192, float32")
 
 # %%
 # Smaller tensors reach less of it, and so does a copy: a kernel starts and

@@ -461,7 +461,7 @@ draw.lanes(
         "sort": [(0, 3, "sorts, writes first zeros")],
         "rows": [(1.2, 3, "waits for sort"), (3, 6.2, "adds up rows")],
         "zeros": [(3.4, 5.4, "writes zeros"), (5.4, 6.2, "waits")],
-        "what is next": [(6.2, 7.4, "reads the output")],
+        "what is next": [(6.2, 7.4, "reads all")],
     },
     [
         ("sort", 3, "rows", 3.05),
@@ -698,12 +698,15 @@ downloads(sweep, "masked_scatter_nd")
 # The Llama's table
 # ~~~~~~~~~~~~~~~~~
 #
-# In float32 and in float16, with larger batches and a larger vocabulary.
+# In float32 and in float16, with larger batches and a larger vocabulary; the
+# indices are uniform.
 
 llama = asked.results(config="llama", dtype="float32,float16")
 forced = [f"fusebook {name}" for name in ("atomic", "sorted", "owner")]
 table(
-    tables.times(tables.where(llama, variant=[*ways, *forced]), words=True),
+    tables.times(
+        tables.where(llama, variant=[*ways, *forced]), words=True
+    ).droplevel("law"),
     "The gradient of an embedding: cold time in microseconds",
     fold=False,
 )
@@ -1079,6 +1082,7 @@ peers = pd.DataFrame(
     }
 )
 mended = source_us.loc["theirs, shared indices, mended"]
+taken = source.groupby("step")["registers"].agg(["min", "max"])
 claims(
     claim(
         "All of these are right, once the mistake is mended.", source["right"]
@@ -1097,6 +1101,19 @@ claims(
         "GPU idle, and goes over all updates one after the other.",
         least=(mended / source_us.loc["the library"]).min(),
         most=(mended / source_us.loc["the library"]).max(),
+    ),
+    say(
+        "A thread takes {one} registers in step one, {two} in step two and "
+        "{ours} in the library's largest kernel, by the size; 255 is the "
+        "most there is.",
+        **{
+            name: "{:.0f} to {:.0f}".format(*taken.loc[step])
+            for name, step in (
+                ("one", "step one, atomic"),
+                ("two", "step two, owner"),
+                ("ours", "the library"),
+            )
+        },
     ),
 )
 
@@ -1235,8 +1252,6 @@ every_clock(callers)
 #   needs no atomics, adds in the precision it likes, and writes once.
 # - Test with indices that are all equal. Uniform ones hide races and queues.
 # - A sum in half precision is wrong long before it looks wrong.
-# - All programs of a kernel get as many :term:`registers <register>` as its
-#   largest branch needs, which limits the :term:`occupancy` of the others.
 #
 # Exercises
 # ---------

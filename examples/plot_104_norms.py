@@ -13,8 +13,8 @@ A transformer normalises its hidden state twice a layer: before that a residual
 is added, after it the result is often rounded to eight bits, and on the way
 back there is a gradient whose weights sum over all rows. Each of these is a
 pass over memory where it is an operation of its own. This page does each in
-one pass, and shows the roof of every one of them: the gradient is what
-libraries are furthest from.
+one pass, and compares every one of them with its roof. Libraries are furthest
+from it in the gradient.
 
 With a CUDA GPU everything here is measured as the page runs. Without one, the
 kernels run in Triton's interpreter and the times are replayed from the record
@@ -109,9 +109,9 @@ draw.traffic(
 
 # %%
 # What each of the four tasks has to move, and the time of that on this
-# machine. A sum with a residual reads two matrices and writes two, the next
-# layer needs the sum. A result in eight bits is half as long to write. The
-# gradient reads x and dy and writes dx.
+# machine. A sum with a residual reads two matrices and writes two, since the
+# next layer needs the sum. A result in eight bits is half as long to write.
+# The gradient reads x and dy and writes dx.
 
 roofs = pd.DataFrame(
     {
@@ -200,10 +200,10 @@ Source(_norm_rows)
 # %%
 # Rows that no program can hold are cut into parts, and the programs of a row
 # tell each other what they found, as on the page of softmax. Each holds its
-# part meanwhile, so that rows are read once. What comes once passes by the L1
-# cache, which is left to the weights, since they come again with each row.
-# With a residual the programs stay, and load the next row before they look for
-# what the others found in this one.
+# part in registers meanwhile, so that rows are read once. The rows, which are
+# needed once, leave the L1 cache to the weights, which every row needs again.
+# With a residual the programs are persistent: each loads its part of the next
+# row before it reads what the others found in this one.
 #
 # The gradient
 # ~~~~~~~~~~~~

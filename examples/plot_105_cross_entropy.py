@@ -35,9 +35,10 @@ Read before: 102.
 #    - [j = t]
 #
 # The gradient is a softmax with one taken off at the class, so it needs the
-# same two numbers of the row as the loss: the maximum and the sum. Who has the
-# row at hand for the one has it for the other. A loss that leaves the gradient
-# to a backward pass reads the logits again, and keeps them until then.
+# same two numbers of the row as the loss: the maximum and the sum. A
+# program that holds the row for the loss can write the gradient as well. A
+# loss that leaves the gradient to a backward pass reads the logits again, and
+# keeps them until then.
 
 # sphinx_gallery_tags = ["cross entropy", "reduction", "memory", "training"]
 from functools import partial
@@ -85,8 +86,8 @@ on = machine.current()
 Source(cross_entropy_eager, doc=False)
 
 # %%
-# The least is to read each logit once and to write each gradient once. What
-# waits until the backward pass reads the logits twice.
+# The least is to read each logit once and to write each gradient once. A
+# loss that leaves its gradient to the backward pass reads the logits twice.
 
 SHAPE = {"M": 8192, "N": 131072}
 costs = {
@@ -188,21 +189,22 @@ def step_two(x, target):
 #
 # A vocabulary of 128256 is a row of 256 KiB in half types, and no program has
 # registers for that. As in the softmax, several programs then share a row, and
-# each leaves a word on a board for the others: the maximum and the sum of its
-# part. Beside that the kernel has what training asks for: rows that are
-# ignored, weights of classes, smoothing, a z-loss, a cap, a mean whose divisor
-# another kernel has found. Two things keep it fast. Half-precision numbers are
-# held two in a register and converted each time they are needed. And whatever
-# a row needs beside its logits is asked for while these are on their way.
+# each writes the maximum and the sum of its part, one word of 64 bits, where
+# the others read it: the *board*. Beside that the kernel has what training
+# asks for: rows that are ignored, weights of classes, smoothing, a z-loss, a
+# cap, a mean whose divisor another kernel has found. Two things keep it fast.
+# Half-precision numbers are held two in a register and converted each time
+# they are needed. And whatever a row needs beside its logits is asked for
+# while these are on their way.
 
 Source(_entropy_parts)
 
 # %%
-# In place, sharing a row has a trap. A program whose neighbour is late finds
-# the neighbour's word by itself, from the neighbour's logits; were the
-# neighbour only slow, it might overwrite these with its gradient meanwhile. So
-# the word is put on the board by a compare-and-swap: if the neighbour's own is
-# there by then, that one counts.
+# In place, sharing a row has a trap. A program that has waited long for
+# another one's word computes that word itself, from the other's logits. But if
+# the other is only slow, it may overwrite these logits with its gradient in
+# the meantime. So the word goes onto the board by a compare-and-swap: if the
+# other's own word is there by then, that one counts.
 #
 # How a row is cut follows from its width alone, so that a row of whole vectors
 # of 16 bytes has the same bits however many rows come with it:
@@ -357,7 +359,7 @@ claims(
 # models have. *torch*, *torch.compile* and *quack* find the gradient in their
 # backward pass. *Liger* waits for the device in each call, so it has no time
 # on the device alone, see the caller's clock; and it overwrites the logits, so
-# here it is given a copy. In place they all stand further down.
+# here it is given a copy. Times of all of them in place are further down.
 
 WAYS = [n for n in CROSS_ENTROPY.variants if not n.startswith("Liger")]
 widest = asked.results()
@@ -627,8 +629,8 @@ best = llama.drop(index="fusebook")["ms"].idxmin()
 claims(
     claim(
         "No other way finds loss and gradient faster, at any vocabulary: the "
-        "fastest other takes {least:.1f} to {most:.1f} times as long. Without "
-        "a time of its own, of {all} sizes: {untimed}.",
+        "fastest other takes {least:.1f} to {most:.1f} times as long. Not "
+        "timed on the device, of {all} sizes: {untimed}.",
         times["fusebook"] <= 1.02 * rivals.min(axis=1),
         fatal=False,
         headline=True,

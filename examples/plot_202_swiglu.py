@@ -452,8 +452,8 @@ claims(
         ratio=tokens["the library"] / tokens[tuned],
     ),
     claim(
-        "With one token, too: it takes {ratio:.2f} times the time of what "
-        "max-autotune finds.",
+        "With one token our kernel is faster than what max-autotune finds: it "
+        "takes {ratio:.2f} times its time.",
         token["the library"] < token[tuned],
         fatal=False,
         ratio=token["the library"] / token[tuned],
@@ -526,7 +526,7 @@ few = few.set_index(SIZES)
 def over(way):
     """Our time over that of a library at the two large layers."""
     ratio = tables.ratio(layers[layers["M"] >= 4096], "fusebook", way)
-    return " and ".join(f"{r:.2f}" for r in ratio) or "(not measured)"
+    return " and ".join(f"{r:.2f}" for r in ratio)
 
 
 claims(
@@ -548,23 +548,26 @@ claims(
         most=(against["fusebook"] / against["packed + compiled"]).max(),
     ),
     say(
-        "Of the libraries, our kernel takes {quack} times the time of quack, "
-        "which fuses the same, and {liger} times that of Liger. Not timed: "
-        "{untimed}.",
-        quack=over("quack"),
-        liger=over("Liger"),
+        "Of the libraries: our kernel takes {ratios}. Not timed: {untimed}.",
+        ratios=", ".join(
+            f"{ratio} times the time of {way}"
+            for way in ("Liger", "quack")
+            if (ratio := over(way))
+        ),
         untimed=", ".join(missing["variant"]) or "none",
     ),
     claim(
         "With 16 tokens our kernel reaches at least 90 % of the roof of "
-        "reading the weights, warm.",
+        "reading the weights, warm: it reaches {least:.0%} or more.",
         few["roof_us"] / few["warm_us"] >= 0.9,
+        least=(few["roof_us"] / few["warm_us"]).min(),
         fatal=False,
     ),
     claim(
         "With 16 tokens our kernel reaches at least 90 % of the roof of "
-        "reading the weights, cold.",
+        "reading the weights, cold: it reaches {least:.0%} or more.",
         few["roof_us"] / few["cold_us"] >= 0.9,
+        least=(few["roof_us"] / few["cold_us"]).min(),
         fatal=False,
     ),
     claim(

@@ -187,8 +187,9 @@ stages = {
 #
 # Seven requests, each of a function and of the four operators. What is
 # refused is told by the name of the error, and what is lost is lost silently.
-# Two are not made of the function: it would launch its kernel on the address
-# of memory that is not there, and after that no call of the process succeeds.
+# Two requests are not made of the plain function: under them a tensor has no
+# memory, its kernel would read an address that is not valid, and after such an
+# error no call of the process succeeds.
 
 x = torch.randn(64, 33, generator=generator(1), device=where)
 want = torch.nn.functional.silu(x)
@@ -298,8 +299,8 @@ claims(
 # opcheck
 # ~~~~~~~
 #
-# ``torch.library.opcheck`` runs an operator as those who trace do, and
-# compares: is the schema true, does the fake agree, is the gradient
+# ``torch.library.opcheck`` runs an operator as tracing does, and compares:
+# does the schema say the truth, does the fake agree, is the gradient
 # registered where it must be. This fake forgets that the kernel packs what is
 # strided. Without the check it would show much later, as a wrong stride in
 # somebody's compiled program.

@@ -32,8 +32,8 @@ Read before: 003, 303.
 # points. The second needs, of all points, k sums of d coordinates and k
 # counts: k (d + 1) numbers, however many points there are. So the points may
 # lie anywhere. Each GPU labels its own and adds them up, the sums of all GPUs
-# are added, and every GPU divides. What has to travel is a few bytes; what it
-# costs is the time of the message, not its length.
+# are added, and every GPU divides. Only these few bytes travel, so a message
+# costs its latency and not its length.
 
 # sphinx_gallery_tags = ["k-means", "several GPUs", "NCCL", "NVLink"]
 import time
@@ -120,9 +120,9 @@ def by_nccl(points, centres):
 Source(_kmeans_shared_means, doc=False)
 
 # %%
-# The sums of two iterations have two places, in turn. Who sends for the next
-# iteration has received what the others sent for this one, so they had read
-# what came for the last; it is that place which is written to.
+# Two buffers for the sums take turns. A rank that sends its sums for iteration
+# t + 1 has received the others' sums for t. They sent these after they had
+# read the buffer of t - 1, which is the one that t + 1 overwrites.
 #
 # Shares
 # ~~~~~~
@@ -356,10 +356,10 @@ table(
 # program's own points, and that is why shares are cut where a program ends.
 #
 # Many centres of many coordinates are sorted first, and each cluster is cut
-# into parts by its length. Its length on one GPU is another than on two; so
-# the float32 sums are of other points, and round otherwise. There the last
-# bits depend on the number of GPUs. They do not depend on the run, and all
-# GPUs have the same ones.
+# into parts by its length. On two GPUs a cluster's share is shorter than on
+# one, so it is cut elsewhere, and the float32 sums round otherwise. There the
+# last bits depend on the number of GPUs. They do not depend on the run, and
+# all GPUs have the same ones.
 
 exact = cut.xs("where a program ends", level="cut")["same"] == TIMES
 waited = same[same["cut"] == "late"].set_index(["d", "k"])["same"]
@@ -509,8 +509,8 @@ claims(
 #
 # The others wait for it, in a sum that never comes. On its own machine
 # ``torchrun`` notices, ends them, and shows what the dead one said. On another
-# machine nobody notices, so the group has a patience of its own, far shorter
-# than PyTorch's ten minutes: who waits longer ends with an error.
+# machine nobody notices, so the group has a time limit of its own, far shorter
+# than PyTorch's ten minutes: a rank that waits longer ends with an error.
 #
 # One user, several GPUs
 # ----------------------

@@ -96,8 +96,8 @@ def test_an_id_that_stands_twice_is_found(site):
 
 BOX = """<h1>Page</h1><div class="docutils fb-box container">
     <p class="fb-box-headline"><span class="fb-mark">✓</span> <strong>true:</strong> Ours is\n <code>fast</code>.</p>
-    <p class="fb-box-claims">Of our claims here 1 are true, 1 false, 1 not measured.
-    Of what others say 0 hold, 1 do not.</p>
+    <p class="fb-box-claims">Of our claims here 1 is true, 1 false, 1 not measured.
+    Of what others say 0 hold, 1 does not.</p>
     </div><ul class="fb-claims">
     <li class="fb-claim fb-true"><span>✓</span> <span><span>true:</span> Ours is <code>fast</code>. (all)</span></li>
     <li class="fb-claim fb-false"><span>✗</span> <span>false:</span> Ours is small.</li>
@@ -121,9 +121,9 @@ BOX = """<h1>Page</h1><div class="docutils fb-box container">
             'headline">✗ <strong>false',
             "the box says '✗ false: Ou",
         ),
-        ("1 are true", "2 are true", "the box counts [2, 1, 1] our claims here, and the page has [1, 1, 1]"),
+        ("1 is true", "2 are true", "the box counts [2, 1, 1] our claims here, and the page has [1, 1, 1]"),
         (
-            "0 hold, 1 do not",
+            "0 hold, 1 does not",
             "1 hold, 0 do not",
             "the box counts [1, 0, 0] what others say, and the page has [0, 1, 0]",
         ),

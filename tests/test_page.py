@@ -340,14 +340,17 @@ def test_what_a_kernel_is_worth_is_told_by_each_clock():
     df = synthetic.frame(toy(fusebook=variant(lambda x: x + x)), "small")
     df.loc[df["variant"] == "fusebook", "host_us"] = 1000.0
     cold, paid, call = map(repr, page.by_clock(df).items)
-    assert "faster than any other way by more than 2 % at 2 of 2 points, and slower at 0." in cold
+    assert "faster than every other way by more than 2 % at 2 of 2 sizes, and slower than the best at 0." in cold
     assert (
-        "at 0 of 2 points, and slower at 2; it is slower even at the largest size that the device does not lose."
-        in paid
+        "at 0 of 2 sizes, and slower than the best at 2, also at the largest of the sizes that it does not lose on the "
+        "device." in paid
     )
-    assert "from 16x16 float32 on it is slower only where the device is" in call
+    assert call.endswith("at 2 of 2 sizes, and slower than the best at 0.")
+    df.loc[df["variant"].eq("fusebook") & df["M"].eq(16), "call_us"] = 1e6
+    call = repr(page.by_clock(df).items[2])
+    assert "at 1; of the sizes from 64x64 float32 on it loses only those that it loses on the device, too." in call
     _, paid, call = map(repr, page.by_clock(df.drop(columns="host_us")).items)
-    assert paid.endswith("not measured, the results lack a clock that it needs.") and "16x16" in call
+    assert paid.endswith("not measured, the results lack a clock that it needs.") and "64x64" in call
 
 
 def test_a_table_can_be_reached_and_read_without_a_mouse():
@@ -385,13 +388,16 @@ def test_a_claim_over_many_points_tells_where_it_fails():
     assert repr(page.claim("fast", fast)) == "✗ false: fast (checked on all 3 rows, fails at 2: 4x6, 7x8)"
     assert repr(page.claim("fast", fast[:1])) == "✓ true: fast"
     assert repr(page.claim("fast", fast[1:2])) == "✗ false: fast (fails at 4x6)"
+    assert repr(page.claim("fast", fast[1:])) == "✗ false: fast (checked on all 2 rows, fails at all of them)"
+    sizes = pd.Series([True, False, False], index=[(64, 8, "float32"), (16, 8, "float16"), (16, 8, "float16")])
+    assert repr(page.claim("fast", sizes)) == "✗ false: fast (checked on all 3 rows, fails at 2: 16x8 float16)"
     assert repr(page.claim("fast", pd.Series([True] * 9))) == "✓ true: fast (checked on all 9 rows)"
 
 
 def test_a_claim_tells_how_many_rows_of_its_table_it_looked_at():
     fast = pd.Series([True, True, False], index=pd.Index(["3x5", "4x6", "7x8"]))
     assert repr(page.claim("fast", fast[:2], of=fast)) == "✓ true: fast (checked on 2 of 3 rows)"
-    assert repr(page.claim("fast", fast[2:], of=3)) == "✗ false: fast (checked on 1 of 3 rows, fails at 1: 7x8)"
+    assert repr(page.claim("fast", fast[2:], of=3)) == "✗ false: fast (checked on 1 of 3 rows, fails at all of them)"
     assert repr(page.holds("fast", fast[:1], of=fast)) == "= holds: fast (checked on 1 of 3 rows)"
     with pytest.raises(ValueError, match="at least 3, got 2"):
         page.claim("fast", fast, of=2)

@@ -219,7 +219,7 @@ def test_the_box_says_what_the_page_claims_as_it_came_out(facts):
     shown = box.told(facts)
     assert "<strong>false:</strong> It is 3 times <code>that</code>" in shown
     assert "Not in the box" not in shown
-    assert "Of our claims here 1 are true, 1 false. Of what others say 0 hold, 0 do not, 1 not measured." in shown
+    assert "Of our claims here 1 is true, 1 false. Of what others say 0 hold, 0 do not, 1 not measured." in shown
 
 
 def test_the_box_says_what_the_results_of_the_page_decide(facts, df):
@@ -227,7 +227,7 @@ def test_the_box_says_what_the_results_of_the_page_decide(facts, df):
     standing = verdicts.verdict(SOFTMAX, df)
     uses = verdicts.uses(verdicts.choices(SOFTMAX, df))
     paid = standing.torch["paid"]
-    assert f">{standing.word}<small>{paid.range}, in the median {paid.middle} times" in shown
+    assert f">{standing.word}<small>{paid.range}, median {paid.middle}</small>" in shown
     for way in ("torch", "torch.compile", "libraries", "ours"):
         assert f"<span>{uses.loc[way, 'best']} of {uses.loc[way, 'points']}</span>" in shown
     assert f"all {len(verdicts.choices(SOFTMAX, df))}</summary>" in shown

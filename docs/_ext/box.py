@@ -28,6 +28,7 @@ def keep(file, name, shown):
     claims, frames = shown.get("claims", []), shown.get("frames", [])
     facts = {
         "headlines": [[c.verdict, c.mark, c.text, c.detail] for c in claims if c.headline],
+        "tables": [table._repr_html_() for table in shown.get("tables", [])],
         "counts": {kind: count([claim for claim in claims if claim.kind == kind]) for kind in ("claim", "statement")},
         "false": [[c.text, c.detail] for c in claims if c.kind == "claim" and c.true is False],
     }
@@ -83,7 +84,7 @@ def of(op, frame):
         "op": op.name,
         "word": front.word(verdict),
         "kind": verdict.word.split(",")[0].split()[0],
-        "range": decides.range + (f", in the median {decides.middle}" if decides.points > 1 else ""),
+        "range": decides.range + (f", median {decides.middle}" if decides.points > 1 else ""),
         "libraries": list(verdict.named),
         "uses": used,
         "sizes": [[*index, *row] for index, row in zip(shown.index, shown.to_numpy().tolist(), strict=True)],
@@ -156,6 +157,7 @@ def told(facts):
             f'<p class="fb-box-headline"><span class="fb-mark" aria-hidden="true">{mark}</span> '
             f"<strong>{verdict}:</strong> {detailed(text, detail)}</p>"
         )
+    parts += facts.get("tables", [])
     ops = [op for op in facts.get("ops", []) if "word" in op]
     if ops:
         parts += [table(ops), sizes(ops)]
@@ -179,13 +181,15 @@ def detailed(text, detail):
 
 def counted(counts):
     """How many claims came out how."""
-    words = {"claim": ("Of our claims here", "true", "false"), "statement": ("Of what others say", "hold", "do not")}
     told = []
-    for kind, (whose, yes, no) in words.items():
+    for kind, whose, yes, no in (
+        ("claim", "Of our claims here", ("are true", "is true"), ("false", "false")),
+        ("statement", "Of what others say", ("hold", "holds"), ("do not", "does not")),
+    ):
         true, false, open_ = counts.get(kind, (0, 0, 0))
         if true or false or open_:
             missing = f", {open_} not measured" if open_ else ""
-            told.append(f"{whose} {true} {'are ' if kind == 'claim' else ''}{yes}, {false} {no}{missing}.")
+            told.append(f"{whose} {true} {yes[true == 1]}, {false} {no[false == 1]}{missing}.")
     return " ".join(told)
 
 
@@ -197,13 +201,14 @@ def table(ops):
         cells = "".join(f"<td>{use(op, way)}</td>" for way in NAMES)
         rows.append(
             f'<tr><th scope="row"><code>{op["op"].replace("_", "_<wbr>")}</code></th>'
-            f'<td class="fb-word fb-word-{op["kind"]}">{html.escape(op["word"])}<small>{op["range"]} times the time of '
-            f"the faster of torch and torch.compile</small></td>{cells}</tr>"
+            f'<td class="fb-word fb-word-{op["kind"]}">{html.escape(op["word"])}<small>{op["range"]}</small></td>'
+            f"{cells}</tr>"
         )
     return (
         '<div class="fb-scroll fb-should-scroll" role="region" tabindex="0" aria-label="When to use what">'
         '<table class="fb-should"><caption>At how many sizes each way is the fastest, for the caller and on the '
-        'device; within 2 % counts as fastest too</caption><thead><tr><th scope="col">Operator</th>'
+        "device; within 2 % counts as fastest too. Under the verdict: our time over that of the faster of torch and "
+        'torch.compile</caption><thead><tr><th scope="col">Operator</th>'
         f'<th scope="col">Write it?</th>{head}</tr></thead>'
         f"<tbody>{''.join(rows)}</tbody></table></div>"
     )
@@ -221,7 +226,7 @@ def use(op, way):
     if device["points"]:
         parts.append(f"<small>device: {device['best']} of {device['points']}</small>")
     if way == "libraries":
-        parts.append(f"<small>{html.escape(', '.join(op['libraries']))}</small>")
+        parts.append(f'<small class="fb-names">{html.escape(", ".join(op["libraries"]))}</small>')
     return "".join(parts)
 
 

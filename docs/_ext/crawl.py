@@ -169,8 +169,8 @@ def boxes(site):
                 found.append(f"{name}: the box says {headline!r}, which is no claim of the page")
         said = " ".join(page.told.get("fb-box-claims", []))
         for items, whose, yes, no in (
-            (claims, "Of our claims here", r"are true", "false"),
-            (statements, "Of what others say", "hold", "do not"),
+            (claims, "Of our claims here", r"(?:is|are) true", "false"),
+            (statements, "Of what others say", "holds?", "do(?:es)? not"),
         ):
             counted = re.search(rf"{whose} (\d+) {yes}, (\d+) {no}(?:, (\d+) not measured)?\.", said)
             told = [int(count or 0) for count in counted.groups()] if counted else [0, 0, 0]

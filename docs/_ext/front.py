@@ -152,8 +152,9 @@ def table(link=lambda op: f"{page_of(op).document}.html"):
     for verdict in verdicts():
         name = escape(verdict.op.name)
         measured = "".join(
-            f"<td><span>{escape(range_)}</span>{''.join(f'<small>{escape(n)}</small>' for n in notes if n)}</td>"
-            for range_, *notes in cells(verdict)
+            f"<td><span>{escape(range_)}</span>{f'<small>{escape(counts)}</small>' if counts else ''}"
+            f"{f'<small class=fb-names>{escape(names)}</small>' if names else ''}</td>"
+            for range_, counts, names in cells(verdict)
         )
         kind = verdict.word.split(",")[0].split()[0]
         rows.append(

@@ -530,7 +530,9 @@ def pays_from(df: pd.DataFrame, kind: str = "paid") -> str | None:
     first = len(lost) - int(lost[::-1].argmax()) if lost.any() else 0
     if first == len(lost):
         return ""
-    return f"{' '.join(table.index[first])} ({number(float(table['least us'].iloc[first]))} us at the least)"
+    *op, size, dtype = table.index[first]
+    words = [*op, size] if op and op[0].replace("_", " ") not in size else [size]
+    return f"{' '.join(words)} {dtype} ({number(float(table['least us'].iloc[first]))} us at the least)"
 
 
 def standing(df: pd.DataFrame) -> pd.DataFrame:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import string
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 import pandas as pd
@@ -126,10 +127,19 @@ def _decide(condition: Any, of: Any = None) -> tuple[bool | None, str]:
     rows *= total > 1
     if good.all():
         return True, rows
-    failed = [" ".join(map(str, k)) if isinstance(k, tuple) else str(k) for k in good[~good].index]
+    if not good.any() and rows:
+        return False, f"{rows}, fails at all of them"
+    failed = list(dict.fromkeys(map(_named, good[~good].index)))  # a size may be judged by two clocks
     more = f" and {len(failed) - 8} more" if len(failed) > 8 else ""
-    where = f"fails at {len(failed)}: {', '.join(failed[:8])}{more}" if rows else f"fails at {failed[0]}"
+    where = f"fails at {(~good).sum()}: {', '.join(failed[:8])}{more}" if rows else f"fails at {failed[0]}"
     return False, f"{rows}, {where}" if rows else where
+
+
+def _named(key: Any) -> str:
+    """The name of a row: its sizes as ``4096x781``, and its words behind."""
+    parts = key if isinstance(key, tuple) else (key,)
+    sizes = "x".join(str(part) for part in parts if isinstance(part, Integral))
+    return " ".join([*filter(None, [sizes]), *(str(part) for part in parts if not isinstance(part, Integral))])
 
 
 def claim(
@@ -189,6 +199,11 @@ def holds(text: str, condition: Any, of: Any = None, **numbers: Any) -> Claim:
     return Claim(_fill(text, numbers), true, False, "statement", detail)
 
 
+def _many(n: int, verdict: str) -> str:
+    """A verdict with how many have it, in the plural where that is not one."""
+    return f"{n} {verdict}" if n == 1 else f"{n} {verdict.replace('does', 'do').replace('holds', 'hold')}"
+
+
 class Claims(_Shown):
     """See `claims`.
 
@@ -208,7 +223,7 @@ class Claims(_Shown):
         for kind, (_, _, many) in _KINDS.items() if len(judged) > 3 else ():
             verdicts = pd.Series([item.verdict for item in judged if item.kind == kind], dtype=object).value_counts()
             if len(verdicts):
-                told.append(f"{many}: " + ", ".join(f"{n} {verdict}" for verdict, n in verdicts.items()))
+                told.append(f"{many}: " + ", ".join(_many(n, verdict) for verdict, n in verdicts.items()))
         return ". ".join(told) + "." if told else ""
 
     def _repr_html_(self) -> str:
@@ -277,15 +292,15 @@ def by_clock(df: pd.DataFrame) -> Claims:
             told.append(say("{by}: not measured, the results lack a clock that it needs.", by=by))
             continue
         text = (
-            "{by}, fusebook is faster than any other way by more than 2 % at {faster} of {points} points, and slower "
-            "at {slower}"
+            "{by}, fusebook is faster than every other way by more than 2 % at {faster} of {points} sizes, and slower "
+            "than the best at {slower}"
         )
         start = tables.pays_from(df, kind) if kind != "cold" else None
         if start == "":
-            text += "; it is slower even at the largest size that the device does not lose."
-        elif start:
+            text += ", also at the largest of the sizes that it does not lose on the device."
+        elif start and row["slower"]:
             start = start.partition(" (")[0]  # without the least time that it needs
-            text += "; from {start} on it is slower only where the device is."
+            text += "; of the sizes from {start} on it loses only those that it loses on the device, too."
         else:
             text += "."
         told.append(say(text, by=by, start=start, **row[["faster", "points", "slower"]]))

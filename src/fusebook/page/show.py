@@ -16,7 +16,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -297,7 +297,7 @@ def environment() -> Listing:
     return Listing("\n".join([*(f"{name} {version}" for name, version in facts.items()), gpu]))
 
 
-def table(df: pd.DataFrame, caption: str, fold: bool | None = None) -> Table:
+def table(df: pd.DataFrame, caption: str, fold: bool | None = None, box: bool = False) -> Table:
     """A table with a caption, in numbers that can be read; a long one is folded.
 
     Parameters
@@ -308,6 +308,8 @@ def table(df: pd.DataFrame, caption: str, fold: bool | None = None) -> Table:
         ``attrs["compared"]`` is 0, that it was not measured.
     fold : bool, optional
         Whether it is shown on demand only; from 20 rows up unless told.
+    box : bool
+        Whether the box under the page's title shows it too, all of it.
 
     Returns
     -------
@@ -315,7 +317,10 @@ def table(df: pd.DataFrame, caption: str, fold: bool | None = None) -> Table:
     """
     nothing = "not measured" if df.attrs.get("compared") == 0 else "none"
     fold = len(df) > 20 if fold is None else fold
-    return Table(tables.pretty(df), caption, fold, nothing, _numeric(df), _best(df))._now()
+    made = Table(tables.pretty(df), caption, fold, nothing, _numeric(df), _best(df))
+    if box:
+        _place.remember("tables", replace(made, fold=False))
+    return made._now()
 
 
 def _is_number(value: Any) -> bool:
