@@ -218,6 +218,14 @@ def test_errors_and_requests_that_leave_are_found(tab, text, why):
 
 
 @in_a_browser
+def test_a_box_without_a_verdict_on_the_first_screen_is_found(tab):
+    box = "<div class=fb-box><p class=fb-box-headline>true: fast</p></div>"
+    assert browser.first_screen(tab(box)) == [] == browser.first_screen(tab("<p>no box</p>"))
+    (found,) = browser.first_screen(tab("<div style='height: 880px'></div>" + box))
+    assert found.endswith("pixels down, on a screen of 900")
+
+
+@in_a_browser
 def test_a_page_wider_than_the_window_is_found(tab):
     scrolls = "<div style='overflow-x: auto'><div style='width: 2000px'>x</div></div>"
     assert browser.overflow(tab(scrolls)) == []

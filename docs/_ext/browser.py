@@ -19,7 +19,10 @@ from pathlib import Path
 
 import crawl
 
-__all__ = ["Tab", "accessibility", "figures", "keyboard", "look", "noises", "opened", "overflow", "search", "served"]
+__all__ = [
+    *("Tab", "accessibility", "figures", "first_screen", "keyboard", "look", "noises", "opened", "overflow", "search"),
+    "served",
+]
 
 #: The window of a reader at a desk, and the widths at which nothing may reach out of the page: the same window at
 #: 200 percent, and a telephone.
@@ -136,6 +139,21 @@ def opened():
 def noises(tab):
     """Errors in the console, and requests that failed or would have left the machine."""
     return [f"{tab.name}: {told}" for told in dict.fromkeys(tab.told)]
+
+
+#: How far down the page the first verdict in the box under its title ends; null where there is none.
+VERDICT = """() => {
+  const told = document.querySelector(".fb-box :is(.fb-box-headline, tbody tr, .fb-box-claims)");
+  return told && told.getBoundingClientRect().bottom + scrollY;
+}"""
+
+
+def first_screen(tab):
+    """A box under the title that gives no verdict on the first screen."""
+    ends = tab.page.evaluate(VERDICT)
+    if ends is None or ends <= HEIGHT:
+        return []
+    return [f"{tab.name}: the first verdict in the box ends {ends:.0f} pixels down, on a screen of {HEIGHT}"]
 
 
 def overflow(tab):
@@ -270,7 +288,7 @@ def _ascends(texts):
 # All of it
 
 #: What is tried on every page, in this order: accessibility leaves little of it.
-EVERYWHERE = (figures, keyboard, overflow, noises, accessibility)
+EVERYWHERE = (first_screen, figures, keyboard, overflow, noises, accessibility)
 
 
 def look(folder, workers=2):
