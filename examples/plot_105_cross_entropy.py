@@ -41,16 +41,19 @@ Read before: 102.
 # keeps them until then.
 
 # sphinx_gallery_tags = ["cross entropy", "reduction", "memory", "training"]
+import inspect
 from functools import partial
 
 import fusebook  # before triton: it decides whether kernels are interpreted
-from fusebook import machine, plots, tables
+from fusebook import bench, machine, plots, tables
 from fusebook.cards.losses import CROSS_ENTROPY, LINEAR_CROSS_ENTROPY
+from fusebook.check import yardstick
 from fusebook.inputs import generator, rough
 from fusebook.kernels._entropy import _entropy_parts, entropy_plan
 from fusebook.kernels.cross_entropy import cross_entropy_eager
 from fusebook.kernels.linear_cross_entropy import chunk_plan
 from fusebook.page import (
+    NoResults,
     Source,
     by_clock,
     claim,
@@ -58,6 +61,7 @@ from fusebook.page import (
     downloads,
     draw,
     exercise,
+    lines_of,
     measured,
     provenance,
     say,
@@ -174,12 +178,15 @@ def both_of_row(loss_ptr, dx_ptr, x_ptr, target_ptr, N, BLOCK: tl.constexpr):
     tl.store(dx_ptr + row * N + columns, dx, mask=columns < N)  # write N
 
 
-def step_two(x, target):
+def step_two(x, target, warps=4):
     """Losses and the gradient of their sum."""
     M, N = x.shape
     loss, dx = x.new_empty(M, dtype=torch.float32), torch.empty_like(x)
-    block = triton.next_power_of_2(N)
-    both_of_row[(M,)](loss, dx, x, target, N, BLOCK=block)
+    both_of_row[(M,)](
+        *(loss, dx, x, target, N),
+        BLOCK=triton.next_power_of_2(N),
+        num_warps=warps,
+    )
     return loss, dx
 
 
@@ -379,6 +386,76 @@ provenance(widest, models)
 
 # %%
 downloads(sweep, "cross_entropy")
+
+# %%
+# What each step was worth
+# ~~~~~~~~~~~~~~~~~~~~~~~~
+#
+# Step two as it was shown, with the four warps that Triton takes unless it is
+# told otherwise, and with sixteen, between the chain and the library's kernel.
+# A row of 32000 numbers is the widest here that one program can hold.
+
+EACH = {
+    "an operation a line": CROSS_ENTROPY.variants["eager"].run,
+    "step two, 4 warps": step_two,
+    "step two, 16 warps": partial(step_two, warps=16),
+    "the library": partial(fusebook.cross_entropy_with_gradient, check=False),
+}
+
+
+def right(yard, got):
+    """Whether a loss and its gradient are right; step two gives sums."""
+    loss, dx = got
+    if loss.dim():
+        got = loss.mean().to(yard.dtypes[0]), dx / len(dx)
+    return yard.judge(got).ok
+
+
+def cross_entropy_steps():
+    parts = []
+    for N in (8192, 32000):
+        given = CROSS_ENTROPY.make(generator(0), torch.bfloat16, M=4096, N=N)
+        frame = bench.staircase(
+            {k: partial(f, *given) for k, f in EACH.items()},
+            partial(right, yardstick(CROSS_ENTROPY, given)),
+            repeat=15,
+        )
+        parts.append(frame.assign(at=f"4096 x {N}"))
+    return pd.concat(parts, ignore_index=True)
+
+
+try:
+    stairs = measured(
+        "cross_entropy_steps", cross_entropy_steps, by_device=True
+    )
+except NoResults:
+    stairs = None
+table(
+    stairs.pivot_table("us", "step", "at", sort=False).assign(
+        **{
+            "registers a thread": stairs.groupby("step")["registers"].max(),
+            "lines of code": pd.Series(
+                {
+                    "an operation a line": lines_of(cross_entropy_eager),
+                    "step two, 4 warps": lines_of(both_of_row, step_two),
+                    "step two, 16 warps": lines_of(both_of_row, step_two),
+                    "the library": lines_of(inspect.getmodule(_entropy_parts)),
+                }
+            ),
+        }
+    ),
+    "Each step, bfloat16, cold, in microseconds",
+    fold=False,
+) if stairs is not None else say("The steps are not recorded yet.")
+
+# %%
+claims(
+    claim(
+        "Every step is right.",
+        None if stairs is None else stairs["right"],
+        fatal=False,
+    )
+)
 
 # %%
 # In place, through autograd
