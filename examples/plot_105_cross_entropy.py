@@ -446,7 +446,7 @@ table(
     ),
     "Each step, bfloat16, cold, in microseconds",
     fold=False,
-) if stairs is not None else say("The steps are not recorded yet.")
+) if stairs is not None else claims(say("The steps are not recorded yet."))
 
 # %%
 claims(
