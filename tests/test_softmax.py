@@ -9,7 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fusebook
+from fusebook import check
 from fusebook.cards._peers import quack_takes
+from fusebook.cards.softmax import SOFTMAX_BACKWARD
+from fusebook.inputs import generator
 from fusebook.kernels import _operator, _rows
 from fusebook.kernels._operator import OPERATORS
 from fusebook.kernels.softmax_backward import softmax_backward
@@ -53,6 +56,14 @@ def assert_gradient_of(got, y, dy, dim):
     want = y * (dy - (y * dy).sum(dim, keepdim=True))
     terms = y * (dy.abs() + (y * dy).abs().sum(dim, keepdim=True))
     assert ((got.double() - want).abs() <= 8 * torch.finfo(got.dtype).eps * (terms + terms.max() / 16)).all()
+
+
+def test_a_gradient_is_judged_by_the_rounded_y_that_every_way_is_given():
+    made = SOFTMAX_BACKWARD.make(generator(0, DEVICE), torch.float16, M=2, N=201088)
+    y, dy = (t.double() for t in SOFTMAX_BACKWARD.variants["fusebook"].prepare(*made))
+    exact = y * (dy - (y * dy).sum(-1, keepdim=True))
+    yard = check.yardstick(SOFTMAX_BACKWARD, made)
+    assert yard.score((exact.half(),)) < 1.01 * yard.rounded
 
 
 # Axes and strides
@@ -120,6 +131,21 @@ def test_a_large_gradient_of_half_types_that_lies_across_is_copied_where_rows_ar
     assert taken[0].is_contiguous() == (dtype == torch.bfloat16 and width > 1024)
 
 
+@EVERY_DTYPE
+def test_wide_rows_that_lie_across_are_laid_side_by_side(dtype, monkeypatch):
+    laid = []
+    original = _rows.laid_dense
+    monkeypatch.setattr(_rows, "laid_dense", lambda x: laid.append(x) or original(x))
+    with _operator.plans_aside():
+        x = torch.randn(4200, 33, device=DEVICE).to(dtype).mT
+        assert_softmax(x, 1)
+        assert len(laid) == 1
+        assert_softmax(x[:, :100], 1)  # these are held
+        assert len(laid) == 1
+        assert_softmax(x.mT, 0)  # the result lies across as well
+        assert len(laid) == 2
+
+
 @pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS.keys())
 def test_no_view_is_copied(view, monkeypatch):
     monkeypatch.setattr(_operator, "apply", None)
@@ -159,6 +185,28 @@ def test_widths_on_both_sides_of_each_choice(n, dtype):
     assert_softmax(x, 1)
     y, dy = torch.softmax(x, 1), (1 + torch.randn(3, n, device=DEVICE)).to(dtype)
     assert_gradient(y, dy, 1)
+
+
+@EVERY_DTYPE
+def test_few_short_rows_have_many_warps_and_each_row_as_many_threads_as_ever(dtype):
+    def plan(rows, n):
+        return _rows.softmax_plan((1, rows, n), dtype, (9, 0), flat=True)
+
+    for n in (1, 3, 30, 64, 135, 370, 512):
+        many = plan(10**6, n).constants
+        for rows in (1, 100, 5000, 10**5):
+            few = plan(rows, n).constants
+            assert few["BLOCK"] == many["BLOCK"] and few["ROWS"] <= many["ROWS"]
+            # 16 bytes a thread, or single numbers of which it has several: the layout is the same.
+            assert few["ROWS"] * few["BLOCK"] * dtype.itemsize >= (256 if n % 2 else 512)
+    assert plan(500, 48).programs > 60
+
+
+@EVERY_DTYPE
+@pytest.mark.parametrize("n", [3, 43, 64, 370])
+def test_a_short_row_is_the_same_whatever_rows_it_comes_with(n, dtype):
+    x = torch.randn(20000 if CUDA else 40, n, device=DEVICE).to(dtype)
+    assert torch.equal(fusebook.softmax(x)[:5], fusebook.softmax(x[:5]))
 
 
 @EVERY_DTYPE

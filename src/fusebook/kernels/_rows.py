@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ._operator import Operator, accumulated, contiguous, empty, gpu, integer, launch, overlapping, shapes
 from ._tl import fill
+from .elementwise import laid_dense, lay
 
 # Rows on the device --------------------------------------------------------------------------------------------------
 
@@ -92,10 +93,16 @@ def put(y_ptr, y, inner, low, high, VEC: tl.constexpr):
 
 
 @triton.jit
+def zero_of(N, number):
+    """Always zero, since N is not negative; but the compiler cannot know, and waits for the float32 `number`."""
+    return (tl.minimum(N, 0) & number.to(tl.int32, bitcast=True)).to(tl.int16)
+
+
+@triton.jit
 def again(x, zero, ANEW: tl.constexpr):
     """Numbers in float32. ANEW, of half types: converted again, not held meanwhile in twice the registers.
 
-    `zero` is always zero, but the compiler cannot know.
+    `zero` is of `zero_of`. Without it, the compiler would see that these are the numbers of before, and keep them.
     """
     if ANEW:
         x = (x.to(tl.int16, bitcast=True) ^ zero).to(x.dtype, bitcast=True)
@@ -167,7 +174,7 @@ def _turned(y_ptr, x_ptr, INNER, N, y_strides, x_strides, ROWS: tl.constexpr, BL
 class Plan(NamedTuple):
     """How rows are launched: by which kernel, with which constants, by how many programs of how many warps."""
 
-    kernel: str  # "rows", "pairs", "whole", "shared", "twice" or "parts"
+    kernel: str  # "rows", "pairs", "whole", "shared", "twice" or "parts"; "turned": laid side by side first, and again
     constants: Mapping[str, int]
     programs: int
     warps: int
@@ -203,8 +210,9 @@ def softmax_plan(
     least = 12800 if n % vector else 40960 if pairs else 32768
     if not last:
         # 32 neighbours along INNER, so that a warp reads 64 bytes and more in one piece. Eight elements a thread and a
-        # tile, 64 in all: more would spill. Beyond that two passes, in tiles of at most 64 KiB, since a tile that is
-        # read along one axis and written along the other passes through shared memory.
+        # tile, 64 in all: more would spill. Beyond that rows are turned, or, where few lie side by side, read twice, in
+        # tiles of at most 64 KiB, since a tile that is read along one axis and written along the other passes through
+        # shared memory.
         rows = min(32, triton.next_power_of_2(inner))
         numbers = rows * triton.next_power_of_2(n) * tensors * max(1, size // 4)
         if rows == 32 and 32768 < numbers <= 65536:
@@ -212,9 +220,10 @@ def softmax_plan(
         if numbers <= 32768:
             warps = 4 if numbers <= 8192 else 16
             block = max(1, (1024 if warps == 4 else 2048) // rows)
+        elif inner >= 32 and tensors == 1:
+            return Plan("turned", {}, 0, 0)
         else:
             kernel, warps = "twice", 16
-            rows = min(64, triton.next_power_of_2(inner))
             block = 65536 // max(4, size) // rows
         block = min(block, triton.next_power_of_2(n))
     elif vector > 1 and size == 2 and tensors == 1 and least < n <= 13 * 4096:
@@ -248,7 +257,12 @@ def softmax_plan(
     elif n <= {2: 32768, 4: 32768 if tensors == 1 else 24576, 8: 16384 // tensors}[size]:
         # float32 rows of 128 KiB still fit: they leave room for one program of 32 warps, which is enough.
         block, warps = tile_of(n, size, tensors)
-        rows = max(1, (1024 if size == 2 else 512) // triton.next_power_of_2(n))
+        # A warp takes short rows of 512 to 2048 bytes in all, of few rows so many that there is work for all warps. Not
+        # less: a thread has 16 bytes at least, so that as many threads take a row, and come to the same bits, whatever
+        # the number of rows. Odd rows of half types are moved by 2 bytes, and a warp takes half of that.
+        width = size * triton.next_power_of_2(n) * (2 if size == 2 and n % 2 else 1)
+        each = max(1, outer * inner // (8 * processors))
+        rows = max(1, 512 // width, min(2048 // width, 1 << each.bit_length() - 1))
     elif size < 8 and (plan := _shared_plan(sizes, size, capability, processors, vector, tensors)):
         return plan
     else:
@@ -351,7 +365,7 @@ def tile_of(n: int, size: int, tensors: int) -> tuple[int, int]:
     if n <= 2048:
         if 512 < n <= 3 * whole // 4:
             return whole // 4, 2
-        return whole, 1 if n <= 512 else 2 if n == 1024 else 4
+        return whole, 1 if n * wide <= 512 else 2 if n == 1024 else 4
     if n < 4096:
         return 1024 // wide, 8
     if n < 8192:
@@ -446,6 +460,14 @@ def launch_rows(
     one; `word` is what a program of ``"shared"`` leaves for the others.
     """
     plan, sizes, strides, layout = _prepared(out, ins[-1], dim, len(ins))
+    if plan.kernel == "turned":  # which is less work than wide tiles that are read or written across
+        ins = tuple(t if t.stride(-1) == 1 else laid_dense(t) for t in (t.movedim(dim, -1) for t in ins))
+        turned = out.movedim(dim, -1)
+        found_in = turned if turned.stride(-1) == 1 else empty(turned.shape, out.dtype, out.device)
+        launch_rows(kernels, found_in, ins, turned.dim() - 1, found, word)
+        if found_in is not turned:
+            lay(turned, found_in)
+        return
     kernel, grid = kernels[plan.kernel], (plan.programs,)
     constants = {**layout, **plan.constants, "num_warps": plan.warps}
     if plan.kernel == "pairs":

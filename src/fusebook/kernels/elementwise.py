@@ -186,6 +186,11 @@ def _exponential(x):
 
 
 @triton.jit
+def _same(x):
+    return (x,)
+
+
+@triton.jit
 def _load(ptr, inside):
     """One operand, in float32 at least: bfloat16 products are wrong in Triton's interpreter, and coarse everywhere."""
     x = tl.load(ptr, mask=inside)  # read SIZE
@@ -393,6 +398,18 @@ def _elementwise_into(expression: Any, outs: Tensor | tuple[Tensor, ...], *opera
         (B.out, R.out, C.out), tuple(zip(B.ins, R.ins, C.ins, strict=True)),
         EXPRESSION=expression, **plan.constants,
     )  # fmt: skip
+
+
+def lay(out: Tensor, x: Tensor) -> None:
+    """Copy numbers to where they lie otherwise, also across, at the memory's pace; `out` has no gaps."""
+    _elementwise_into(_same, out, x)
+
+
+def laid_dense(x: Tensor) -> Tensor:
+    """The same numbers, contiguous."""
+    out = empty(x.shape, x.dtype, x.device)
+    lay(out, x)
+    return out
 
 
 def _keep(expression: Expression, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

@@ -14,9 +14,10 @@ A row of up to 128 KiB in float32, 104 KiB and more in half types and 64 KiB in 
 registers of one program between its load and its store. A wider one is shared by several programs: each holds a part of
 it, and they tell one another what they found there. So it is read once, too.
 
-Limits: a row of float64 of more than 128 KiB and a wide row whose numbers do not lie side by side are read twice: once
-to find the maximum and the sum in one pass, once to divide. Where there are fewer such rows than the GPU has room for,
-several programs share a row.
+Limits: wide rows whose numbers do not lie side by side are first laid so, and then results where they belong. Where
+few of these rows are neighbours, and of float64 where a row takes more than 128 KiB, a row is read twice: once to find
+the maximum and the sum in one pass, once to divide. Where the GPU has room for more such rows than there are, several
+programs share a row.
 """
 
 # Device code grows tuples of tiles; mypy sees a tuple of another length as another type.
@@ -46,6 +47,7 @@ from ._rows import (
     rows_of,
     window,
     words_of,
+    zero_of,
 )
 
 __all__ = ["softmax", "softmax_eager"]
@@ -179,9 +181,9 @@ def _softmax_pairs(
     top = tl.max(tops, 0)
     if ALIGN == 1:
         top = tl.maximum(top, tl.maximum(first, final))
-    # Always zero, but the compiler cannot know. Without it, it would see that the numbers and exponentials below are
-    # those above and keep them, in twice the registers that the pairs take.
-    zero = tl.minimum(N, 0) & top.to(tl.int32, bitcast=True)
+    # Without it, the compiler would see that the numbers and exponentials below are those above and keep them, in twice
+    # the registers that the pairs take.
+    zero = zero_of(N, top).to(tl.int32)
     totals = tl.zeros([BLOCK], tl.float32)
     for i in tl.static_range(CHUNKS):
         low, high = _unpacked(chunks[i] ^ zero if TWICE else chunks[i], HALF)
@@ -190,7 +192,7 @@ def _softmax_pairs(
     if ALIGN == 1:
         total += _exp(first - top) + _exp(final - top)
     scale = 1 / total
-    zero = tl.minimum(N, 0) & total.to(tl.int32, bitcast=True)
+    zero = zero_of(N, total).to(tl.int32)
     # Stored as single numbers, side by side: so they are also rounded two at a time, by one instruction.
     y_halves = y_pairs.to(tl.pointer_type(HALF), bitcast=True)
     for i in tl.static_range(CHUNKS):
@@ -346,14 +348,13 @@ def _softmax_whole(
         chunks += (x,)
         tops = tl.maximum(tops, x.to(tl.float32))
     top = tl.max(tops, 0)
-    # Always zero, but the compiler cannot know, as in `_softmax_pairs`.
-    zero = (tl.minimum(N, 0) & top.to(tl.int32, bitcast=True)).to(tl.int16)
+    zero = zero_of(N, top)
     totals = tl.zeros([BLOCK], tl.float32)
     for i in tl.static_range(CHUNKS):
         totals += _exp(again(chunks[i], zero, ANEW) - top)
     total = tl.sum(totals, 0)
     scale = 1 / total
-    zero = (tl.minimum(N, 0) & total.to(tl.int32, bitcast=True)).to(tl.int16)
+    zero = zero_of(N, total)
     y_ptr += window(begin_of(outer, inner, OUTERS, y_strides), N, 0, CHUNKS * BLOCK, VEC)[0]
     for i in tl.static_range(CHUNKS):
         y = _exp(again(chunks[i], zero, ANEW) - top) * scale
@@ -369,7 +370,7 @@ def _part(x_ptr, begin, N, part, SPAN, VEC: tl.constexpr, BLOCK: tl.constexpr):
     at, low, high = window(begin, N, part * SPAN, SPAN, VEC)
     x = _taken(x_ptr, at, tl.arange(0, BLOCK), low, high, float("-inf"), VEC)  # [BLOCK]; read MN
     top = tl.max(x.to(tl.float32), 0)
-    zero = (tl.minimum(N, 0) & top.to(tl.int32, bitcast=True)).to(tl.int16)
+    zero = zero_of(N, top)
     total = tl.sum(_exp(again(x, zero, x.dtype != tl.float32) - tl.where(top == float("-inf"), 0.0, top)), 0)
     # Never zero: the sum is one at least, or the maximum is -inf.
     upper = top.to(tl.int32, bitcast=True).to(tl.int64) << 32
@@ -384,7 +385,7 @@ def _divided_part(y_ptr, x, words, begin, N, part, SPAN, VEC: tl.constexpr, BLOC
     highest = tl.max(tops, 0)
     scale = 1 / tl.sum(totals * _exp(tops - tl.where(highest == float("-inf"), 0.0, highest)), 0)
     # Exponentials once more, of numbers as they were loaded: those of half types take half the registers meanwhile.
-    zero = (tl.minimum(N, 0) & scale.to(tl.int32, bitcast=True)).to(tl.int16)
+    zero = zero_of(N, scale)
     _, low, high = window(begin, N, part * SPAN, SPAN, VEC)
     y = _exp(again(x, zero, x.dtype != tl.float32) - highest) * scale
     put(y_ptr, y, tl.arange(0, BLOCK), low, high, VEC)  # write MN

@@ -35,6 +35,7 @@ from ._rows import (
     rows_of,
     window,
     words_of,
+    zero_of,
 )
 
 __all__ = ["softmax_backward", "softmax_backward_eager"]
@@ -275,7 +276,7 @@ def _softmax_backward_shared(
                 words = tl.where(lanes == missing, found, words)
                 missing = missing_of(words, lanes)
         dot = tl.sum(words.to(tl.float32, bitcast=True), 0)
-        zero = (tl.minimum(N, 0) & dot.to(tl.int32, bitcast=True)).to(tl.int16)
+        zero = zero_of(N, dot)
         HALF: tl.constexpr = y.dtype != tl.float32
         dx = again(y, zero, HALF) * (again(dy, zero, HALF) - dot)
         at, low, high = window(y_begin, N, part * SPAN, SPAN, VEC)
