@@ -559,9 +559,14 @@ def test_what_no_descriptor_describes_is_copied_where_many_rows_need_it(column, 
         wide = torch.full((rows, columns + 4), torch.nan, dtype=torch.float16, device=device)
         return wide[:, :columns].copy_(drawn(rows, columns, dtype=torch.float16))
 
-    moved = []
-    real = _products._moved
-    monkeypatch.setattr(_products, "_moved", lambda m, layout: moved.append(len(m)) or real(m, layout))
+    moved, beside_each_other = [], []
+    real, launched = _products._moved, concat._launch_concat
+    monkeypatch.setattr(_products, "_moved", lambda m, *how: moved.append(len(m)) or real(m, *how))
+    monkeypatch.setattr(
+        concat,
+        "_launch_concat",
+        lambda out, x, ws, *plan: beside_each_other.append(len(ws)) or launched(out, x, ws, *plan),
+    )
     monkeypatch.setattr(_products, "_worth_moving", lambda sizes, *_: sizes[0] > 8)
     x = beside(100, 45)
     weights = [beside(n, 45).T if column else beside(45, n) for n in widths]
@@ -570,6 +575,7 @@ def test_what_no_descriptor_describes_is_copied_where_many_rows_need_it(column, 
     if len(widths) == 2:
         assert is_right(SWIGLU, fusebook.swiglu(x, *weights), (x, *weights))
     assert sum(moved) == (1 + len(widths)) * (2 if len(widths) == 2 else 1)
+    assert set(beside_each_other) == ({1} if column else {len(widths)}), "copies of columns are one weight"
     moved.clear()
     fusebook.concat_gemm(x[:7], weights, strategy="fused")
     fusebook.concat_gemm(x, weights, strategy="views")
@@ -583,7 +589,9 @@ def test_what_no_descriptor_describes_is_copied_where_many_rows_need_it(column, 
         ((8, 64, 64), "half", False, False),
         ((64, 4097, 11009), "half", True, False),
         ((65, 4097, 11009), "tf32", True, True),
-        ((4096, 4097, 4097), "float32", True, False),
+        ((4096, 4097, 4097), "float32", True, True),
+        ((1000, 1001, 1001), "float32", True, False),
+        ((4096, 4097, 64), "half", False, False),
         ((200, 100, 100), "half", True, False),
     ],
 )
@@ -624,26 +632,63 @@ def test_what_was_copied_to_where_it_is_aligned_goes_to_our_kernel(monkeypatch, 
 
 
 @pytest.mark.parametrize(
-    ("kernel", "M", "K", "widths", "starved"),
+    ("kernel", "M", "K", "widths", "split"),
     [
-        ("strided", 1, 11497, (569, 569), True),
-        ("strided", 7, 8418, (2048, 2048), True),
-        ("strided", 3, 14039, (14039, 1754, 1754), False),
-        ("strided", 37, 1455, (799, 799), False),
-        ("tiles", 1, 11497, (569, 569), False),
+        ("strided", 1, 11497, (569, 569), 8),
+        ("strided", 7, 8418, (2048, 2048), 4),
+        ("strided", 3, 14039, (14039, 1754, 1754), 1),
+        ("strided", 10, 285, (256, 256), 1),
+        ("tiles", 1, 11497, (569, 569), 1),
+        ("torch", 1, 11497, (569, 569), 1),
     ],
 )
-def test_few_programs_with_a_long_sum_each_leave_it_to_torch(monkeypatch, kernel, M, K, widths, starved):
-    assert _products._starved(Plan(kernel, 16, 64, 64, split=4), M, K, widths, 132) is starved
-    plans = []
-    monkeypatch.setattr(concat, "gpu", lambda device: ((9, 0), 132))
-    monkeypatch.setattr(concat, "_plan", lambda *_: Plan(kernel, 16, 64, 64, split=4))
-    monkeypatch.setattr(concat, "_launch_concat", lambda *args: plans.append(args[-1].kernel))
-    monkeypatch.setattr(concat, "_products_of", lambda *args: plans.append("torch"))
-    x, weights = torch.empty(M, K, dtype=torch.float16), [torch.empty(n, K, dtype=torch.float16).T for n in widths]
-    concat._into(torch.empty(M, sum(widths), dtype=torch.float16), x, weights, False, "")
-    concat._into(torch.empty(M, sum(widths), dtype=torch.float16), x, weights, False, "fused")
-    assert plans == ["torch" if starved else kernel, kernel]
+def test_few_programs_with_a_long_sum_each_share_it(kernel, M, K, widths, split):
+    plan = _products._cut(Plan(kernel, 16, 64, 128), M, K, widths, True, 132)
+    assert plan == Plan(kernel, 16, 64, 128, split=split)
+    assert _products._cut(plan, M, K, widths, False, 132).split == (2 * split if split > 1 else 1), "one by one"
+    assert _products._cut(plan._replace(split=64), M, K, widths, True, 132).split == 64, (
+        "what was tuned is not cut less"
+    )
+
+
+@pytest.mark.parametrize("split", [2, 4, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_sum_in_many_parts_is_right(split, dtype, device, monkeypatch):
+    for module in (concat, gated):
+        monkeypatch.setattr(module, "_cut", lambda plan, *_: Plan("strided", 16, 32, 16, split=split, warps=4))
+    x, weights = drawn(20, 150, dtype=dtype), [drawn(150, n, dtype=dtype) for n in (40, 40)]
+    poison([x.new_empty(20, 80)])
+    assert is_right(CONCAT_GEMM, fusebook.concat_gemm(x, weights, strategy="fused"), (x, *weights))
+    assert is_right(SWIGLU, fusebook.swiglu(x, *weights, strategy="fused"), (x, *weights))
+
+
+@pytest.mark.parametrize(("M", "K", "together"), [(64, 2100, [1, 2]), (65, 2100, [3]), (64, 1000, [3])])
+def test_large_weights_of_few_rows_are_fetched_by_descriptors_whatever_is_beside_them(monkeypatch, M, K, together):
+    launched = []
+    monkeypatch.setattr(_products, "_worth_moving", lambda *_: False)
+    monkeypatch.setattr(concat, "_launch_concat", lambda out, x, weights, *_: launched.append(len(weights)))
+    weights = [torch.empty(K, n, dtype=torch.float16) for n in (1504, 753, 1)]
+    concat._into(torch.empty(M, 2258, dtype=torch.float16), torch.empty(M, K, dtype=torch.float16), weights, False, "")
+    assert launched == together
+
+
+@pytest.mark.parametrize(
+    ("M", "K", "N", "aligned", "torchs"),
+    [(16, 9000, 9000, False, False), (17, 2100, 2100, False, True), (65, 8, 8, False, True), (65, 8, 8, True, False)],
+)
+def test_float32_that_no_descriptor_describes_is_torchs_from_some_rows_on(M, K, N, aligned, torchs):
+    assert _products._by_torch(M, K, N, "float32", aligned) is torchs
+    assert not _products._by_torch(M, K, N, "half", aligned)
+
+
+@pytest.mark.parametrize("column", [False, True])
+def test_small_weights_are_joined_where_torch_multiplies(column, monkeypatch, device):
     monkeypatch.setattr(concat, "_plan", lambda *_: Plan("torch"))
-    concat._into(torch.empty(M, sum(widths), dtype=torch.float16), x, weights, False, "")
-    assert plans[-1] == "torch", "which has no tiles"
+    given = []
+    real = concat._products_of
+    monkeypatch.setattr(concat, "_products_of", lambda out, x, w, tf32: given.append(len(w)) or real(out, x, w, tf32))
+    x, weights = drawn(65, 20), [drawn(*((n, 20) if column else (20, n))) for n in (7, 3)]
+    weights = [w.T if column else w for w in weights]
+    for rows, strategy, count in ((65, None, 1), (64, None, 2), (65, "views", 2)):
+        assert is_right(CONCAT_GEMM, fusebook.concat_gemm(x[:rows], weights, strategy=strategy), (x[:rows], *weights))
+        assert given.pop() == count

@@ -1,9 +1,10 @@
 """What the operators that are made of matrix products share: how products are cut, planned and launched.
 
 A product has x ``[M, K]`` on its left side and one or more weights ``[K, N_i]`` on its right. All weights go through
-one launch, whose programs meet the same tiles of x in the L2 cache. Sums are float32. Float32 is multiplied as such, or
-in TF32 where that is asked for. Where torch's products were faster when a kind of GPU was tuned, the launchers take
-them, as they do for float64: each writes into its own columns of one matrix.
+one launch, whose programs meet the same tiles of x in the L2 cache. Sums are float32. Float32 is multiplied in TF32
+where that is asked for; else by three products in TF32, of what its first eleven bits leave as well, with errors as
+those of float32. Where torch's products were faster when a kind of GPU was tuned, the launchers take them, as they do
+for float64: each writes into its own columns of one matrix.
 
 Each operator has two kernels. *Tiles*: a fixed number of programs walks over the tiles of the output; tensor
 descriptors fetch the tiles of x and of the weights, whose addresses must be multiples of 16 bytes. *Strided*: any
@@ -102,7 +103,7 @@ def _sum_of_parts(parts_ptr, m, n, M, N, LD, BM: tl.constexpr, BN: tl.constexpr,
     at = m.to(tl.int64)[:, None] * LD + n[None, :]  # [BM, BN]
     mask = (m < M)[:, None] & (n < N)[None, :]
     y = tl.zeros([BM, BN], tl.float32)
-    for _ in range(SPLIT):
+    for _ in tl.range(SPLIT, loop_unroll_factor=4):  # several under way at once
         # .cg: from L2, where the other programs' parts are; this multiprocessor's L1 may not know of them.
         y += tl.load(parts_ptr + at, mask=mask, other=0.0, cache_modifier=".cg")
         at += tl.cast(M, tl.int64) * LD
@@ -245,10 +246,12 @@ def _worth_moving(sizes: tuple[int, int, int], math: str, weights: bool, capabil
     tile of rows fetches them. Either is one more launch, which small products are over before.
     """
     M, K, N = sizes
-    if math not in ("half", "tf32"):  # without tensor cores nothing waits for what is fetched
-        return False
+    if math not in ("half", "tf32"):  # float32 is torch's otherwise, which takes it as it lies
+        return math == "float32" and M > _FEW and M * K * N >= 2**32 and capability is not None
     if capability is None:
         return M > 8  # so that small products show both ways
+    if not weights and M > 256 and N < 128:  # then reading x is all the work
+        return False
     return (M > _FEW and M * K * N >= 2**29) if weights else K * N >= 2**21 or M * K * N >= 2**29
 
 
@@ -304,20 +307,20 @@ def _gemm_plan(
             if torchs * _filled(M, N // halves, plan, multiprocessors) / noted < 1 - _WITHIN:
                 return Plan("torch")
         return plan
-    if strategy is None and (math == "float32" or (M * N >= 2**21 and (math, layout) == ("tf32", "any"))):
-        return Plan("torch")  # without tensor cores, or fed by pointers, ours is no match for torch's
+    if strategy is None and M * N >= 2**21 and (math, layout) == ("tf32", "any"):
+        return Plan("torch")  # fed by pointers, ours is no match for torch's
     # Not tuned: at most 96 KiB of shared memory. A step of K that is 128 bytes wide fills whole lines of the cache.
     bk = 64 if math == "half" else 32
-    if M <= 64:
+    if M <= (16 if math == "float32" and aligned else 64):
         # A tensor core multiplies 16 rows at least; few rows leave room for many weights under way.
         bm = 16 if M <= 16 else 32 if M <= 32 else 64
-        return Plan("strided", bm, 64 // halves, bk, split=4, stages=3, warps=4)
-    if math == "float32":  # without tensor cores
-        return Plan("strided", 64, 64 // halves, 16, stages=2, warps=8)
+        return Plan("strided", bm, 64 // halves, bk, stages=3, warps=4)
     kernel = "tiles" if aligned else "strided"
+    if math == "float32":  # small tiles, several on a multiprocessor: one converts its numbers while another multiplies
+        return Plan(kernel, 64, 64, 64 // halves, stages=3, warps=4, waves=0)
     if M * N < 2**21:  # few tiles: smaller ones, so that every multiprocessor has one
-        return Plan(kernel, 64, 64 // halves, bk, stages=3, warps=4)
-    return Plan(kernel, 128, 128 // halves, bk, stages=2, warps=8)
+        return Plan(kernel, 64, 64 // halves, bk, stages=3, warps=4, waves=0)
+    return Plan(kernel, 128, 128 // halves, bk, stages=2, warps=8, waves=0)
 
 
 # Launchers -----------------------------------------------------------------------------------------------------------
@@ -352,11 +355,12 @@ def _describable(x: Tensor, layout: str) -> bool:
 
 
 def _fetchable(
-    x: Tensor, weights: Sequence[Tensor], layout: str, math: str, capability: tuple[int, int] | None, strategy: str
-) -> tuple[Tensor, Sequence[Tensor], bool, bool]:
+    x: Tensor, weights: Sequence[Tensor], layout: str, math: str, capability: tuple[int, int] | None, strategy: str,
+    merge: bool = False,
+) -> tuple[Tensor, Sequence[Tensor], bool, bool]:  # fmt: skip
     """x and weights for tensor descriptors, copied to where their rows are aligned if that pays.
 
-    Besides, whether they are aligned, and whether any was copied.
+    Besides, whether they are aligned, and whether any was copied. `merge`: columns that are copied become one weight.
     """
     if layout == "any" or layout_of(x) != "row" or not x.shape[1]:  # a descriptor has no empty axis
         return x, weights, False, False
@@ -369,32 +373,52 @@ def _fetchable(
     if move_x:
         (x,) = _moved([x], "row")
     if move_weights:
-        alike = all(w.shape == weights[0].shape for w in weights)  # and then one descriptor describes them
-        weights = _moved(weights, layout) if alike else [_moved([w], layout)[0] for w in weights]
+        if merge and layout == "column":
+            whole = _moved(weights, layout)
+            weights = [whole[0].as_strided((K, N), whole[0].stride())]
+        else:
+            alike = all(w.shape == weights[0].shape for w in weights)  # and then one descriptor describes them
+            weights = _moved(weights, layout) if alike else [_moved([w], layout)[0] for w in weights]
     return x, weights, True, True
 
 
-def _starved(plan: Plan, M: int, K: int, widths: Iterable[int], multiprocessors: int) -> bool:
-    """Whether few programs would walk a long K by pointers, each alone: torch cuts such a K finer."""
-    if plan.kernel != "strided" or K < 4096:
-        return False
-    return plan.split * triton.cdiv(M, plan.bm) * sum(triton.cdiv(N, plan.bn) for N in widths) <= 2 * multiprocessors
+def _cut(plan: Plan, M: int, K: int, widths: Sequence[int], aligned: bool, multiprocessors: int) -> Plan:
+    """The plan with its sums in parts, where few programs would walk a long K by pointers, each alone.
+
+    Two programs for each multiprocessor, of four steps at least, or four where numbers are fetched one by one; the
+    parts cost about as much as six steps: counters, and what is written and read again.
+    """
+    if plan.kernel != "strided":
+        return plan
+    tiles, steps = triton.cdiv(M, plan.bm) * sum(triton.cdiv(N, plan.bn) for N in widths), K // plan.bk
+    most = min((2 if aligned else 4) * multiprocessors // max(1, tiles), K // max(256, 4 * plan.bk))
+    split = 1 << max(0, most.bit_length() - 1)
+    return plan if split <= plan.split or steps - steps // split < 6 else plan._replace(split=split)
+
+
+def _by_torch(M: int, K: int, N: int, math: str, aligned: bool) -> bool:
+    """Whether torch multiplies float32 that no descriptor describes: by pointers ours is fast for few rows only."""
+    return math == "float32" and not aligned and (M > _FEW or (M > 16 and K * N >= 2**22))
 
 
 def _moved(matrices: Sequence[Tensor], layout: str) -> list[Tensor]:
-    """Copies of matrices of one shape whose rows, or columns, begin at whole lines of the cache, in one memory."""
-    first = matrices[0]
-    rows, columns = first.shape if layout == "row" else first.shape[::-1]
-    line = 128 // first.element_size()
-    memory = empty((len(matrices), rows, triton.cdiv(columns, line) * line), first.dtype, first.device)
+    """Copies whose rows, or columns, begin at whole lines of the cache, below each other in one memory.
+
+    Their rows, or columns, are of one length.
+    """
+    turned = [m if layout == "row" else m.mT for m in matrices]
+    lengths, columns = [len(t) for t in turned], turned[0].shape[1]
+    line = 128 // matrices[0].element_size()
+    pitch = triton.cdiv(columns, line) * line
+    memory = empty((sum(lengths), pitch), matrices[0].dtype, matrices[0].device)
     wide = min(256, triton.next_power_of_2(columns))
     tall = (2**16 if INTERPRETED else 8192) // wide
-    for place, matrix in zip(memory, matrices, strict=True):
+    for place, t in zip(memory.split(lengths), turned, strict=True):
         launch(
-            _rows_moved, (triton.cdiv(rows, tall), triton.cdiv(columns, wide)),
-            place, matrix, rows, columns, memory.shape[2], _leading(matrix, layout), BR=tall, BC=wide, num_warps=8,
+            _rows_moved, (triton.cdiv(len(t), tall), triton.cdiv(columns, wide)),
+            place, t, len(t), columns, pitch, _leading(t, "row"), BR=tall, BC=wide, num_warps=8,
         )  # fmt: skip
-    copies = memory[:, :, :columns]
+    copies = memory[:, :columns].split(lengths)
     return [copy if layout == "row" else copy.mT for copy in copies]
 
 
@@ -405,7 +429,7 @@ def _options(plan: Plan, dtype: torch.dtype, math: str) -> dict[str, Any]:
         "BN": plan.bn,
         "BK": plan.bk,
         "GROUP": plan.group,
-        "PRECISION": "ieee" if math == "float32" else "tf32",
+        "PRECISION": "tf32x3" if math == "float32" else "tf32",
         "WIDE": INTERPRETED and dtype == torch.bfloat16,
         "num_warps": plan.warps,
         "num_stages": plan.stages,

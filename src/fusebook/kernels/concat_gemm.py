@@ -24,9 +24,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ._operator import Operator, apply, empty, gpu, launch
 from ._products import (
+    _FEW,
     _MOST,
     Plan,
     _asked,
+    _by_torch,
+    _cut,
+    _describable,
     _ends,
     _fetchable,
     _kind,
@@ -43,7 +47,6 @@ from ._products import (
     _ragged,
     _stack,
     _starts,
-    _starved,
     _store,
     _sum_of_parts,
     _take_over,
@@ -276,7 +279,9 @@ def _into(out: Tensor, x: Tensor, weights: Sequence[Tensor], tf32: bool, strateg
     out = out.view(M, N)
     math, hardware = _math(x.dtype, tf32), gpu(x.device)
     weights = [w for w in weights if w.shape[1]]
-    layouts = [layout_of(w) for w in weights]
+    # Weights that few rows need are not copied: one whose rows begin anywhere is not to slow down large ones beside it.
+    large = M <= _FEW and N * x.shape[1] >= 2**22
+    layouts = [(how := layout_of(w), large and _describable(w, how)) for w in weights]
     # Plans were tuned on columns that begin at multiples of 16 bytes: their notes on torch do not hold for others.
     ragged = math == "half" and _ragged((w.shape[1] for w in weights), x.element_size())
     start = at = 0
@@ -286,22 +291,34 @@ def _into(out: Tensor, x: Tensor, weights: Sequence[Tensor], tf32: bool, strateg
         while end < min(at + _MOST, len(weights)) and layouts[end] == layouts[at]:
             end += 1
         group: Sequence[Tensor] = weights[at:end]
-        layout = layouts[at]
-        x, group, aligned, copied = _fetchable(x, group, layout, math, hardware[0], strategy)
+        layout, _ = layouts[at]
+        width = sum(w.shape[1] for w in group)
+        x, group, aligned, copied = _fetchable(x, group, layout, math, hardware[0], strategy, merge=True)
         kind = _kind(x, group, layout) if aligned else ""
         # What was copied to where it is aligned was copied for ours; x, perhaps, with earlier weights.
         wanted = strategy or ("fused" if aligned and (ragged or copied or x is not given) else None)
         plan = _plan("concat_gemm", (M, N), math, layout + kind, aligned, hardware, wanted)
-        if not strategy and math == "half" and hardware[0]:
-            if _starved(plan, M, x.shape[1], (w.shape[1] for w in group), hardware[1]):
-                plan = Plan("torch")
-        width = sum(w.shape[1] for w in group)
+        if width == N:  # parts lie as the whole output does
+            plan = _cut(plan, M, x.shape[1], [w.shape[1] for w in group], aligned, hardware[1])
+        if not strategy and _by_torch(M, x.shape[1], N, math, aligned):
+            plan = Plan("torch")
         columns = out.narrow(1, start, width)
         if plan.kernel == "torch":
+            if not strategy and layout != "any" and M > _FEW and x.shape[1] * width <= 2**22:
+                group = _joined(group, layout)  # small beside x, and two launches less
             _products_of(columns, x, group, tf32)
         else:
             _launch_concat(columns, x, group, math, layout, plan)
         start, at = start + width, end
+
+
+def _joined(weights: Sequence[Tensor], layout: str) -> list[Tensor]:
+    """Weights side by side in one, as they lie in memory."""
+    if len(weights) == 1:
+        return list(weights)
+    if layout == "row":
+        return [apply(torch.cat, list(weights), 1)]
+    return [apply(torch.cat, [w.mT for w in weights]).mT]
 
 
 def _products_of(out: Tensor, x: Tensor, weights: Sequence[Tensor], tf32: bool) -> None:

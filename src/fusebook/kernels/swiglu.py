@@ -22,6 +22,8 @@ from ._operator import INTERPRETED, Operator, contiguous, empty, gpu, launch
 from ._products import (
     Plan,
     _asked,
+    _by_torch,
+    _cut,
     _fetchable,
     _late,
     _leading,
@@ -327,6 +329,9 @@ def _into(
     # What was copied to where it is aligned was copied for ours.
     x, (gate, up), aligned, copied = _fetchable(x, (gate, up), layout, math, hardware[0], strategy)
     plan = _plan("swiglu", (M, 2 * N), math, layout, aligned, hardware, strategy or ("fused" if copied else None))
+    plan = _cut(plan, M, x.shape[1], (N,), aligned, hardware[1])
+    if not strategy and _by_torch(M, x.shape[1], 2 * N, math, aligned):
+        plan = Plan("torch")
     if plan.kernel == "torch":
         _products_gated(out, x, gate, up, bias, tf32)
     else:

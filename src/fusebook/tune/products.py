@@ -37,7 +37,6 @@ def classes(name: str) -> tuple[tuple[str, str, str], ...]:
         kinds = ("row apart", "row short", "column apart", "column short")
         found += [("half", layout, shape) for layout in kinds for shape in sizes[3:]]
     found += [("tf32", layout, shape) for layout in ("row", "column") for shape in sizes[1:6]]
-    found += [("float32", layout, shape) for layout in ("row", "column") for shape in sizes[1:5]]
     return tuple(found)
 
 
@@ -73,9 +72,6 @@ def candidates(name: str, math: str, layout: str, shape: str) -> tuple[Plan, ...
         if name == "swiglu" and order == "column":
             turned = ((64, 128, 3), (64, 128, 2), (64, 256, 2), (32, 256, 2), (32, 128, 3), (128, 128, 3), (128, 64, 4))
             plans += [tiles(bm, bn, bk, stages, 4, waves=0, swap=True, late=True) for bn, bk, stages in turned]
-    elif math == "float32":  # no tensor cores
-        plans = [strided(128, 64, 16, 3, 8), strided(64, 64, 16, 2, 4), strided(128, 128, 16, 3, 8),
-                 strided(32, 64, 32, 3, 4)]  # fmt: skip
     elif order == "any":
         plans = [strided(128, 256, 64, 3, 8), strided(128, 128, 64, 3, 8), strided(64, 128, 64, 3, 4),
                  strided(64, 64, 64, 4, 4), strided(64, 64, 128, 3, 4)]  # fmt: skip
