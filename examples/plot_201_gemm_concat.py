@@ -345,9 +345,8 @@ Folded(
 # %%
 # Weights of unequal widths, or more than two, take a second kernel, which
 # makes a descriptor for each tile on the device. Weights that no descriptor
-# can describe take pointers, as in step one. No weight is copied. Tile sizes
-# were chosen on the GPU, once for each class of shapes: a range of rows, with
-# a dtype and a layout (:term:`autotuning`, by ``python -m fusebook.tune``).
+# can describe take pointers, as in step one; where many rows need them, they
+# are copied first, side by side, to where they are aligned.
 #
 # Ours or PyTorch's?
 # ~~~~~~~~~~~~~~~~~~
@@ -513,7 +512,7 @@ table(
     ratios,
     "Time of a Concat and one Gemm over that of two Gemm and a Concat: below "
     "one, concatenating weights is faster",
-    fold=False,
+    fold=True,
 )
 
 # %%
@@ -821,6 +820,45 @@ claims(
         last=large_us["the library"] / large_us["eager"],
     ),
 )
+
+# %%
+# How to tune
+# ~~~~~~~~~~~
+#
+# Nobody knows beforehand which tiles are fast, so they are tried:
+# :term:`autotuning`. Triton does it in the kernel's decorator. At the first
+# call with new values of ``key`` it times each ``Config`` and keeps the best:
+
+tuned = triton.autotune(
+    configs=[
+        triton.Config({"BM": bm, "BN": bn, "BK": 64}, num_warps=warps)
+        for bm, bn, warps in [(64, 64, 4), (128, 128, 8), (128, 256, 8)]
+    ],
+    key=["M", "N", "K"],
+)(side_by_side)
+
+# %%
+# These are the tiles that were timed above, so the table knows what is found.
+
+timed = stair_us.filter(like="step one,", axis=0).filter(like="n = ")
+best = timed.idxmin().str.removeprefix("step one, ")
+claims(
+    say(
+        "The fastest tiles of step one are {small} at n = 1024 and {large} at "
+        "n = 4096; the slowest take {worst:.2f} times as long there.",
+        small=best.iloc[0],
+        large=best.iloc[1],
+        worst=timed.iloc[:, 1].max() / timed.iloc[:, 1].min(),
+    ),
+)
+
+# %%
+# Three things are missing: nobody checks that a candidate is right, all is
+# forgotten when the process ends, and the first call of each shape takes
+# seconds. ``python -m fusebook.tune concat_gemm`` is the same loop, run when
+# the library is written: it takes a shape from the middle of each class,
+# scores each candidate against float64, times those that are right cold and
+# warm, and writes the best into a table, a row a class.
 
 # %%
 # How far from the roof?
