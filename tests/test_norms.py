@@ -214,7 +214,7 @@ def test_programs_that_share_a_row_come_to_its_norm_and_gradients(centred, n, dt
 @pytest.mark.parametrize(
     "view",
     [
-        lambda: made(70, 130).T,  # [130, 70]
+        lambda: made(1100, 130).T,  # [130, 1100]: several tiles along both axes
         lambda: made(130, 1, 3).permute(2, 1, 0),
         lambda: made(3, 70, 130).mT,
         lambda: made(70, 3, 130).permute(2, 1, 0),
