@@ -538,8 +538,7 @@ claims(
     claim(
         "For Llama's layers in bfloat16, 4096 and 8192 tokens, our kernel is "
         "faster than every way of PyTorch's, cold: it takes {least:.2f} to "
-        "{most:.2f} times the time of packed and compiled. In float32 use "
-        "PyTorch.",
+        "{most:.2f} times the time of packed and compiled.",
         against["fusebook"]
         < against[["eager", "packed", "packed + compiled"]].min(axis=1),
         fatal=False,
@@ -632,10 +631,9 @@ single = others[others["dtype"] == "float32"]
 chosen = tables.times(single)
 claims(
     claim(
-        "In float32 our bare kernel takes {least:.1f} to {most:.1f} times "
-        "eager's time: without tensor cores PyTorch's product is the better "
-        "one.",
-        tables.ratio(single, "fusebook", "eager") > 1,
+        "In float32 our kernel, which adds three products in TF32, is faster "
+        "than eager: it takes {least:.2f} to {most:.2f} times its time.",
+        tables.ratio(single, "fusebook", "eager") < 1,
         fatal=False,
         least=tables.ratio(single, "fusebook", "eager").min(),
         most=tables.ratio(single, "fusebook", "eager").max(),
