@@ -2,11 +2,14 @@
 
 import math
 import random
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 import torch
 
+import compiling
 import fusebook
 import warm
 from fusebook.cards import kmeans as card
@@ -489,6 +492,11 @@ def test_a_plan_is_the_cheapest_and_costs_grow_with_points_coordinates_and_centr
 
     assert how(3, 1319, 1231).block < how(100, 512, 1000).block  # a program has more points where there are more
     assert how(3, 1319, 1231).how == "some" and how(100_000, 500, 64).how == "product"
+    # Of few coordinates: tiles of pairs where a thread a point would be few threads, or where points had to be copied.
+    assert [how(n, 3, 785).how for n in (80, 3580, 5_000_000)] == ["pairs", "pairs", "few"]
+    assert module._kmeans_plan(130_093, 7, 3, torch.float16, 1, (9, 0), False).how == "pairs"
+    assert how(34_295, 38, 3).how == how(17_668, 2863, 2).how == "each"
+    assert how(1, 4070, 3).chunk == 4096 and how(20_000, 3000, 50).block == 32
     assert how(10**6, 64, 256).how == "screen"
     # Only some GPUs multiply float64 fast.
     for capability in ((7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (12, 0)):
@@ -571,6 +579,36 @@ def test_of_centres_equally_near_but_for_rounding_the_lowest_wins(device):
         plan = Plan("product", 16, 16, 16, steps=steps, precision="ieee")
         assert by(plan, points, beside).tolist() == [*range(0, 60, 2)]
         assert by(plan, points, apart).tolist() == [*range(30)]
+
+
+COMPILED = """
+import re
+import torch, triton
+import fusebook
+from fusebook.kernels import kmeans
+from fusebook.kernels._points import Plan
+from fusebook.launches import AbsentGPU
+
+triton.runtime.driver.set_active(AbsentGPU((9, 0)))
+made, launch = [], kmeans.launch
+kmeans.launch = lambda *args, **options: made.append(launch(*args, **options))
+labels, points, centres = torch.empty(9, dtype=torch.int64), torch.empty(9, 4), torch.empty(20, 4)
+kmeans._launched(labels, points, centres, Plan("some", 4, 32, 4))
+lanes, fused = set(), 0
+for line in made[0].asm["ptx"].splitlines():
+    to, *of = re.findall(r"%\\w+", line) or [""]
+    if "shfl" in line or ("mov" in line and lanes & set(of)):
+        lanes.add(to)
+    fused += "fma" in line and bool(lanes & set(of))
+print(len(lanes) > 0, fused)
+"""
+
+
+def test_no_square_is_fused_with_what_another_lane_adds():
+    """Lanes that add up the same squares have the same bits, since one of them is kept, whichever."""
+    environment = compiling.environment() | {"TRITON_STORE_BINARY_ONLY": "0"}
+    command = [sys.executable, "-W", "ignore", "-c", COMPILED]
+    assert subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout == "True 0\n"
 
 
 @pytest.mark.parametrize("plan", OTHERS, ids=named)

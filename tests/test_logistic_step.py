@@ -294,6 +294,18 @@ def test_a_plan_covers_the_data_and_fits_the_chip(N, D):
     assert plan is not None or N * max(D, 256) > 10**6 or D > 10**4
 
 
+@pytest.mark.parametrize(("N", "D"), [(37034, 73), (33258, 129), (300_000, 33)])
+def test_a_tile_of_rows_that_begin_anywhere_is_one_warp_s(N, D, device):
+    """Of more warps each would compute the loss of every row; and rows are added up as they are by any other plan."""
+    one, several = (module._logistic_step_plan(N, D, 4, (9, 0), 132, align) for align in (1, 8))
+    assert (one.warps, several.warps) == (1, 4) and one.rows * one.block <= 2048
+    X, y, w, b, lr, l2 = made(device, N=2 * one.rows + 1, D=D)
+    plan = one._replace(programs=2)
+    outs = module._step_outputs(X, y, w, b)
+    module._launch_step(X, y, w, b, lr, l2, outs, module._workspace(X, plan), plan)
+    assert right(LOGISTIC_STEP, (X, y, w, b, lr, l2), outs)
+
+
 #: Compiles what fits of several numbers of steps launch, for a GPU that need not be there.
 COMPILE = """
 import torch, triton

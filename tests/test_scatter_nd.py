@@ -83,6 +83,10 @@ MEASURED = {
     # R, D, n; float32, float16: the fastest of the three on an H200, or within 3 % of it, uniform or with a hot row
     (1048576, 64, 65536): ("atomic", "owner"),
     (1048576, 64, 2048): ("atomic", "sorted"),
+    (1392598, 10, 27206): (None, "atomic"),
+    (300000, 24, 30000): (None, "atomic"),
+    (452, 3524, 3): ("atomic", None),
+    (17, 774, 3): ("owner", None),
     (1000003, 33, 5000): ("atomic", None),
     (262144, 128, 524288): ("atomic", "owner"),
     (50257, 768, 16384): ("atomic", "owner"),
@@ -103,6 +107,12 @@ def test_a_plan_takes_the_strategy_that_was_fastest(size):
     for dtype, fastest in zip((torch.float32, torch.float16), MEASURED[size], strict=True):
         if fastest is not None:
             assert scatter_nd._scatter_nd_plan(size, dtype, (9, 0)).strategy == fastest
+
+
+def test_owners_of_few_rows_and_many_updates_are_as_many_as_can_be():
+    few, many = (scatter_nd._scatter_nd_plan((R, 2048, 60000), torch.bfloat16, (9, 0)) for R in (14, 4000))
+    assert few.strategy == many.strategy == "owner"
+    assert few.steps * few.rows * few.block < many.steps * many.rows * many.block
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
