@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import fusebook
-from fusebook.kernels._operator import FLOATING, check_alike, check_tensor, shapes
+from fusebook.kernels._arguments import FLOATING, check_alike, check_tensor, shapes
 
 
 def test_floating_tensors_pass():

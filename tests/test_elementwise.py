@@ -11,7 +11,8 @@ from fusebook import bench, check
 from fusebook.cards.elementwise import ADD_SUB, EXP
 from fusebook.inputs import generator, rough
 from fusebook.kernels import elementwise
-from fusebook.kernels._operator import FLOATING, plans_aside
+from fusebook.kernels._arguments import FLOATING
+from fusebook.kernels._operator import plans_aside
 from fusebook.op import Variant
 from toy import toy, variant
 

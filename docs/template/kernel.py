@@ -14,7 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ._operator import Operator, apply, empty, gpu, launch, shapes
+from ._arguments import shapes
+from ._operator import Operator, apply, empty, gpu, launch
 
 __all__ = ["squared_relu", "squared_relu_eager"]
 

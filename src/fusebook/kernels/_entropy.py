@@ -31,23 +31,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._operator import (
-    FLOATING,
-    INTEGERS,
-    accumulated,
-    apply,
-    capturing,
-    contiguous,
-    empty,
-    gpu,
-    integer,
-    launch,
-    launching,
-    number,
-    one_of,
-    overlapping,
-    shapes,
-)
+from ._arguments import FLOATING, INTEGERS, integer, number, one_of, shapes
+from ._operator import accumulated, apply, capturing, contiguous, empty, gpu, launch, launching, overlapping
 from ._rows import Plan, leave, missing_of, put, side_by_side, window, words_of
 
 # Kernels -------------------------------------------------------------------------------------------------------------

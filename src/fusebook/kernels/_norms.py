@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._operator import FLOATING, contiguous, empty, gpu, launch, number, overlapping, shapes
+from ._arguments import FLOATING, number, shapes
+from ._operator import contiguous, empty, gpu, launch, overlapping
 from ._rows import leave, missing_of, side_by_side, tile_of, words_of
 from ._tl import fill
 

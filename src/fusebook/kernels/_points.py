@@ -14,7 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._operator import integer, launch
+from ._arguments import integer
+from ._operator import launch
 
 #: What points and centres may be, and labels.
 DTYPES = (torch.float16, torch.float32, torch.float64)

@@ -28,7 +28,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ._operator import INTERPRETED, apply, empty, gpu, launch, one_of, shapes
+from ._arguments import one_of, shapes
+from ._operator import INTERPRETED, apply, empty, gpu, launch
 from ._tape import Distance
 
 # Kernels -------------------------------------------------------------------------------------------------------------

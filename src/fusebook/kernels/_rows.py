@@ -21,7 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._operator import Operator, accumulated, contiguous, empty, gpu, integer, launch, overlapping, shapes
+from ._arguments import integer, shapes
+from ._operator import Operator, accumulated, contiguous, empty, gpu, launch, overlapping
 from ._tl import fill
 from .elementwise import laid_dense, lay
 

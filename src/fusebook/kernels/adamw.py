@@ -25,19 +25,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._operator import (
-    apply,
-    check_alike,
-    check_device,
-    check_tensor,
-    gpu,
-    integer,
-    launch,
-    launching,
-    number,
-    unhooked,
-    watched,
-)
+from ._arguments import check_alike, check_tensor, integer, number
+from ._operator import apply, check_device, gpu, launch, launching, unhooked, watched
 
 __all__ = ["adamw_step", "adamw_step_eager"]
 

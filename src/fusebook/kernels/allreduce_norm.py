@@ -23,7 +23,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._operator import empty_like, gpu, launch, launching, shapes
+from ._arguments import shapes
+from ._operator import empty_like, gpu, launch, launching
 from ._peers import Peers, meet, reachable
 
 __all__ = ["AllReduceNorm"]

@@ -38,16 +38,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._operator import (
-    FLOATING,
-    Operator,
-    apply,
-    empty,
-    empty_like,
-    gpu,
-    launch,
-    shapes,
-)
+from ._arguments import FLOATING, shapes
+from ._operator import Operator, apply, empty, empty_like, gpu, launch
 
 __all__ = [
     "add_add_multiply",

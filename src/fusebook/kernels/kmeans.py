@@ -35,18 +35,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._operator import (
-    Operator,
-    accumulated,
-    apply,
-    capturing,
-    contiguous,
-    empty,
-    gpu,
-    launch,
-    overlapping,
-    shapes,
-)
+from ._arguments import shapes
+from ._operator import Operator, accumulated, apply, capturing, contiguous, empty, gpu, launch, overlapping
 from ._points import DTYPES, LABELS, Plan, launch_few, refuse_not_finite, tensors
 
 __all__ = ["kmeans_assign", "kmeans_assign_eager"]

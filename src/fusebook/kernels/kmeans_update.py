@@ -23,17 +23,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._operator import (
-    Operator,
-    accumulated,
-    apply,
-    capturing,
-    contiguous,
-    empty,
-    gpu,
-    launch,
-    shapes,
-)
+from ._arguments import shapes
+from ._operator import Operator, accumulated, apply, capturing, contiguous, empty, gpu, launch
 from ._points import (
     DTYPES,
     LABELS,

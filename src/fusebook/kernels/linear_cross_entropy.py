@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from ._arguments import integer
 from ._entropy import (
     TERMS,
     Once,
@@ -36,7 +37,7 @@ from ._entropy import (
     read_target,
     rows_into,
 )
-from ._operator import Operator, accumulated, apply, empty, integer, watched
+from ._operator import Operator, accumulated, apply, empty, watched
 
 __all__ = ["linear_cross_entropy", "linear_cross_entropy_eager", "linear_cross_entropy_with_gradients"]
 

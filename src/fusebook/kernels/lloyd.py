@@ -13,7 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from . import kmeans_update  # noqa: F401  (it defines the step)
-from ._operator import OPERATORS, accumulated, empty, integer, launch, launching, number, shapes
+from ._arguments import integer, number, shapes
+from ._operator import OPERATORS, accumulated, empty, launch, launching
 from ._points import DTYPES, check_k, refuse_not_finite, tensors
 from .kmeans import kmeans_assign
 

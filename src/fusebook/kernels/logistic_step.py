@@ -30,21 +30,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from ._operator import (
-    FLOATING,
-    Operator,
-    accumulated,
-    apply,
-    capturing,
-    contiguous,
-    empty,
-    empty_like,
-    gpu,
-    integer,
-    launch,
-    number,
-    shapes,
-)
+from ._arguments import FLOATING, integer, number, shapes
+from ._operator import Operator, accumulated, apply, capturing, contiguous, empty, empty_like, gpu, launch
 
 __all__ = ["logistic_fit", "logistic_step", "logistic_step_eager"]
 

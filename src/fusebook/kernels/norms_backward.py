@@ -375,7 +375,7 @@ def _into(
             LATE=bool(early), **constants, **options, **early,
         )  # fmt: skip
     if sums is not None:
-        block = 32 if n >= 32 else triton.next_power_of_2(n)
+        block = min(triton.next_power_of_2(n), 1024 if capability is None else 32)  # interpreted, few programs
         grid = (triton.cdiv(n, block), len(summed))
         launch(_column_sums, grid, dw, db, sums, plan.groups, n, ROWS=32, BLOCK=block, num_warps=4)
 

@@ -20,7 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._operator import Operator, accumulated, contiguous, shapes
+from ._arguments import shapes
+from ._operator import Operator, accumulated, contiguous
 from ._rows import (
     again,
     alike,
