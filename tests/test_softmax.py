@@ -278,7 +278,7 @@ def test_nothing_of_a_neighbour_enters_a_gradient(dtype):
 
 
 @TWO_DTYPES
-@pytest.mark.parametrize("n", [20001, 66001])
+@pytest.mark.parametrize("n", [1001, 20001, 66001])
 def test_nothing_of_a_neighbour_enters_a_row(n, dtype):
     """A row that begins within a vector, between rows of numbers that are far larger."""
     x = torch.full((3, n), 1000.0, device=DEVICE, dtype=dtype)
