@@ -177,12 +177,43 @@ def test_tensors_may_lie_in_any_order_of_their_axes_and_begin_anywhere(device):
     want = by_torch(ps, [gs], lr=0.1)
     adamw_step(*lists, step=1, lr=0.1)
     close(ps, want)
+    # Nobody steps along an axis of one.
+    ps, gs, ms, vs = ([t.as_strided((4, 1), (1, 7))] for (t,) in model(device, [(4,)]))
+    want = by_torch(ps, [gs], lr=0.1)
+    adamw_step(ps, gs, ms, vs, step=1, lr=0.1)
+    close(ps, want)
     # Only a gradient begins in the middle of a vector.
     ps, gs, ms, vs = model(device, [(40, 60)])
     gs = [torch.empty(2401, device=device)[1:].view(40, 60).copy_(gs[0])]
     want = by_torch(ps, [gs], lr=0.1)
     adamw_step(ps, gs, ms, vs, step=1, lr=0.1)
     close(ps, want)
+
+
+def test_tensors_that_touch_share_nothing(device):
+    p, g, m, v = torch.rand(4, 8, device=device) * torch.tensor([[1.0], [1], [0], [0]], device=device)
+    want = by_torch([p.clone()], [[g.clone()]], lr=0.1)
+    adamw_step([p], [g], [m], [v], step=1, lr=0.1)
+    close([p], want)
+
+
+def test_who_has_the_number_of_one_that_was_dropped_is_another(device):
+    """A list is known by the numbers of its tensors; here the averages' are those of others in the same memory."""
+    p, g = torch.ones(8, device=device).half(), torch.ones(8, device=device).half()
+    memory = torch.zeros(2, 8, device=device)
+    states = [memory[0], memory[1]]
+    adamw_step([p], [g], [states[0]], [states[1]], step=1)
+    halves, numbers = memory.view(torch.float16), [id(t) for t in states]
+    states.clear()
+    others = []
+    for row, number in zip(halves, numbers, strict=True):
+        others.append([])
+        while id(others[-1][-1] if others[-1] else None) != number and len(others[-1]) < 1000:
+            others[-1].append(row[:8])
+    m, v = (found[-1].zero_() for found in others)
+    kept = memory[:, 4:].clone()
+    adamw_step([p], [g], [m], [v], step=2)
+    assert torch.equal(memory[:, 4:], kept) and m.all()
 
 
 def test_parameters_without_a_gradient_stay(device):

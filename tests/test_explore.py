@@ -206,6 +206,22 @@ def test_a_wrong_result_of_ours_ends_it_with_the_line_that_shows_it(op, monkeypa
     exec(line)
 
 
+def test_ours_that_fails_ends_it_too():
+    def fails(x):
+        raise RuntimeError("no such thing")
+
+    (found,) = explored(toy(fusebook=variant(fails)), check_only=True)
+    assert isinstance(found, explore.Wrong) and "fusebook is failed: RuntimeError: no such thing" in str(found)
+
+
+def test_memory_for_a_result_is_spoiled_before_each_call(monkeypatch):
+    log = []
+    monkeypatch.setattr(inputs, "poison", lambda outputs: log.append([tuple(o.shape) for o in outputs]))
+    (frame,) = explored(toy(fusebook=variant(lambda x: log.append("call") or x + x)), cases=1, check_only=True)
+    shape = tuple(frame[["M", "N"]].iloc[0])
+    assert log[log.index("call") - 1] == [shape]
+
+
 def test_what_others_do_wrong_is_noted_and_not_timed(gpu):
     def refuses(x):
         raise NotImplementedError("takes nothing")

@@ -629,6 +629,18 @@ def test_what_was_copied_to_where_it_is_aligned_goes_to_our_kernel(monkeypatch, 
     assert is_right(CONCAT_GEMM, fusebook.concat_gemm(x, weights), (x, *weights))
     assert is_right(SWIGLU, fusebook.swiglu(x, *weights), (x, *weights))
     assert asked == [wanted, wanted]
+    # What follows needs no copy itself, and finds x copied.
+    fusebook.concat_gemm(x, [weights[0], drawn(columns, 48, **half)])
+    assert asked[2:] == [wanted, wanted]
+
+
+def test_a_product_s_kind_tells_how_its_rows_are_fetched():
+    half = {"dtype": torch.float16}
+    for columns, kind in ((64, ""), (96, " short"), (128, "")):  # 128, 192 and 256 bytes
+        x, w = drawn(4, columns, **half), drawn(2, 8, columns, **half)
+        assert _products._kind(x, [w[0].T, w[1].T], "column") == kind
+    nothing = torch.empty(4, 0, **half), [torch.empty(0, 64, **half)]
+    assert not _products._fetchable(*nothing, "row", "half", (9, 0), "")[2], "a descriptor has no empty axis"
 
 
 @pytest.mark.parametrize(

@@ -276,6 +276,25 @@ def test_what_is_read_does_not_lie_where_logits_are_overwritten():
     fusebook.cross_entropy(memory[:5].requires_grad_(), target, memory[5], inplace=True)  # beside them
 
 
+def test_programs_weigh_each_target_and_each_class_once():
+    """More of both than the two programs take at a time."""
+    rng = torch.Generator(DEVICE).manual_seed(3)
+    weight = torch.rand(9001, generator=rng, device=DEVICE)
+    target = torch.randint(0, 9001, (9003,), generator=rng, device=DEVICE)
+    sums = torch.empty(4, device=DEVICE)
+    _entropy._begin[(2,)](None, sums, target, weight, 0, len(target), len(weight), 7, BLOCK=1024, COUNTS=2, EARLY=False)
+    torch.testing.assert_close(sums[:2].sum(), weight[target[target != 7]].sum())
+    torch.testing.assert_close(sums[2:].sum(), weight.sum())
+
+
+def test_a_loss_far_from_zero_has_its_digits():
+    x = 4096 + torch.randint(-3, 4, (4, 9), device=DEVICE).float()
+    target = torch.tensor([0, 3, 8, 2], device=DEVICE)
+    for some in (x, torch.cat([x, torch.full((4, 33000), -1e4, device=DEVICE)], 1)):
+        loss, _ = wanted(some, target, reduction="none")
+        assert_close(fusebook.cross_entropy(some, target, reduction="none"), loss, 16)
+
+
 def test_any_axes_and_strides():
     x = torch.randn(2, 3, 8, device=DEVICE).transpose(0, 1)
     target = torch.randint(0, 8, (3, 2), device=DEVICE)

@@ -7,12 +7,14 @@ import os
 import pytest
 import torch
 import torch.nn.functional as F
+import triton
+import triton.language as tl
 
 import fusebook
 import memcheck
 import warm
 from fusebook.kernels import _norms, norms_backward
-from fusebook.kernels._norms import norm_plan
+from fusebook.kernels._norms import _met, norm_plan
 from fusebook.kernels._rows import side_by_side
 from fusebook.kernels.norms_backward import norm_backward_plan
 
@@ -320,3 +322,20 @@ def test_programs_leave_their_words_before_they_wait_for_others(tmp_path):
         first, waiting = loop.split("isVolatile = true", 1)
         assert first.count("tt.atomic_rmw exch") == words
         assert "ttg.async_copy_global_to_local" in waiting, "nothing is loaded ahead"
+
+
+@triton.jit
+def _looked(missing_ptr, squares_ptr, totals_ptr, LANES: tl.constexpr):
+    lanes = tl.arange(0, LANES)
+    missing, _ = _met(tl.load(squares_ptr + lanes), tl.load(totals_ptr + lanes), lanes, tl.float32)
+    tl.store(missing_ptr, missing)
+
+
+@pytest.mark.parametrize("words", range(2))
+def test_a_part_is_there_when_both_of_its_words_are(words):
+    found = torch.ones(2, 8, dtype=torch.int32, device=DEVICE)
+    missing = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    for lane in (8, 5, 0):
+        found[words, lane:] = 0
+        _looked[(1,)](missing, *found, LANES=8)
+        assert missing.item() == lane

@@ -256,3 +256,27 @@ def test_a_flush_leaves_nothing_to_be_written():
         flush.buffer.zero_()
 
     assert seconds(flush) < 0.95 * seconds(dirty)
+
+
+def test_each_cold_call_follows_a_flush_and_lies_between_two_events(monkeypatch):
+    log = []
+
+    class Event:
+        def __init__(self, enable_timing):
+            pass
+
+        def record(self):
+            log.append("event")
+
+        def elapsed_time(self, other):
+            return 1.0
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(timing, "_flush", lambda: lambda at_least=0.0: log.append("flush"))
+    monkeypatch.setattr(timing, "synchronises", lambda function: False)
+    monkeypatch.setattr(timing, "_host_seconds", lambda function: 1e-6)
+    found = timing.cold({"f": lambda: log.append("call")}, warmup=1, repeat=4)
+    first = log.index("event") - 1
+    assert log[first:] == ["flush", "event", "call", "event"] * ((len(log) - first) // 4) and len(log) - first >= 12
+    assert found["f"].q50 == 1e-3
