@@ -639,7 +639,7 @@ def test_a_product_s_kind_tells_how_its_rows_are_fetched():
     for columns, kind in ((64, ""), (96, " short"), (128, "")):  # 128, 192 and 256 bytes
         x, w = drawn(4, columns, **half), drawn(2, 8, columns, **half)
         assert _products._kind(x, [w[0].T, w[1].T], "column") == kind
-    nothing = torch.empty(4, 0, **half), [torch.empty(0, 64, **half)]
+    nothing = torch.empty(4, 64, **half)[:, :0], [torch.empty(0, 64, **half)]
     assert not _products._fetchable(*nothing, "row", "half", (9, 0), "")[2], "a descriptor has no empty axis"
 
 
