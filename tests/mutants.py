@@ -38,6 +38,8 @@ KEPT = ROOT / "build" / "mutants.json"
 TABLE = ROOT / "build" / "mutants.csv"
 SHOWN = ROOT / "docs" / "mutants.csv"
 SECONDS = 150  # tests that take longer hang, which is seen
+#: Behind what came of a mistake: its file, or that of its tests, is another one now.
+BEFORE = ", before a change"
 COPIED = (
     "src",
     "tests",
@@ -262,10 +264,14 @@ def run_all(chosen, root=ROOT, workers=None, sure=True):
                 time.sleep(0.1)
         KEPT.write_text(json.dumps(known, indent=1))
     become = {m: known.get(m.key, {}) for m in places}
-    return {
-        m: found["outcome"] if found.get("digest") == digests[m] else "needs a GPU" if m.gpu > gpu else "not run"
-        for m, found in become.items()
-    }, wrong
+    return {m: became(found, digests[m], m.gpu > gpu) for m, found in become.items()}, wrong
+
+
+def became(found, digest, waits):
+    """What a mistake came to when it was last planted, and whether what decides that has changed since."""
+    if "outcome" not in found:
+        return "needs a GPU" if waits else "not run"
+    return found["outcome"] + ("" if found["digest"] == digest else BEFORE)
 
 
 # Telling --------------------------------------------------------------------------------------------------------------
@@ -285,11 +291,14 @@ def tell(found, whole):
         total = sum(parts.values(), collections.Counter())
         with SHOWN.open("w", newline="") as out:
             rows = csv.writer(out, lineterminator="\n")
-            rows.writerow(["Part", "Planted", "Caught", "Lives, and why is known", "Waits for a GPU"])
+            told = ["dies", f"dies{BEFORE}", "lives", "needs a GPU"]
+            head = ["Caught", "Caught, before a change of its file", "Lives, and why is known", "Waits for a GPU"]
+            rows.writerow(["Part", "Planted", *head])
             for part, count in [*sorted(parts.items()), ("all", total)]:
-                rows.writerow([part, sum(count.values()), count["dies"], count["lives"], count["needs a GPU"]])
+                count["lives"] += count[f"lives{BEFORE}"]
+                rows.writerow([part, sum(count.values()) - count[f"lives{BEFORE}"], *(count[word] for word in told)])
     wrong = [f"{m.part}: {m.what}: it {became}" for m, became in found.items() if became in ("breaks", "not run")]
-    wrong += [f"{m.part}: {m.what}: no test sees it" for m, b in found.items() if b == "lives" and not m.lives]
+    wrong += [f"{m.part}: {m.what}: no test sees it" for m, b in found.items() if b.startswith("lives") and not m.lives]
     wrong += [
         f"{m.part}: {m.what}: it dies, and has a reason to live" for m, b in found.items() if b == "dies" and m.lives
     ]
