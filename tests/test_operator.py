@@ -586,3 +586,28 @@ def test_compiled_code_finds_plans(driver, monkeypatch):
     op._compiled(torch.complex(x, x).conj().imag)
     op._compiled(x.clone().requires_grad_())
     assert len(asked) == 2 and len(driver.seen) == before + 3  # torch resolves the one, and differentiates the other
+
+
+def test_a_view_is_written_down_by_where_it_begins():
+    """Of an argument, whose own beginning another call tells."""
+    x = torch.zeros(3, 8)[1:]
+    tape = _tape.Tape([x])
+    assert tape.address(x[1:, 2:]) == "a0.data_ptr() + 40"
+    tape.whole(x[1:, 2:])
+    assert tape.lines == ["s0 = a0.as_strided((1, 6), (8, 1), a0.storage_offset() + 10)"] and not tape.spoiled
+
+
+def test_a_subclass_of_tensors_has_no_plan():
+    class Named(torch.Tensor):
+        pass
+
+    assert _operator._described([torch.ones(2)], []) is not None
+    assert _operator._described([torch.ones(2).as_subclass(Named)], []) is None
+
+
+def test_whoever_forgets_plans_forgets_the_last_call():
+    plans = _operator._Plans()
+    plans.last([torch.ones(2)], lambda *args: "again")
+    assert plans.again() == plans.before([torch.ones(2)]) == "again"
+    plans.clear()
+    assert plans.again() is plans.before([torch.ones(2)]) is _operator._OTHER
