@@ -10,7 +10,7 @@ Shapes that nobody chose
 ========================
 
 A benchmark shows the shapes that its author tried, and a kernel is good where
-it was tuned. You bring another shape. Here problems are drawn by a law that
+it was tuned. You bring another shape. Here problems are drawn by a rule that
 knows nothing of how our kernels are made, with a seed that nothing was tuned
 on, and every way to compute them is timed: this is what you may expect, and
 where you had better take something else.
@@ -58,8 +58,9 @@ Source(SOFTMAX.draw)
 # A size is log-uniform: between 64 and 128 there are as many as between 8192
 # and 16384. A third of all widths are those of models that people run, a
 # third are odd, a third even. Rows are one and up to millions. Half of the
-# problems lie contiguous in memory; the others are cut from wider matrices,
-# begin one element off, or lie across. No problem moves more than 2 GiB.
+# problems are contiguous in memory; the others are cut from wider matrices,
+# begin one element late, or are transposed (*across*). No problem moves more
+# than 2 GiB.
 #
 # The first problems of this seed:
 
@@ -390,14 +391,14 @@ provenance(*found.values())
 # ------------------
 #
 # On your GPU, ``--seed`` and ``--cases`` draw other problems into this page.
-# The command line tells the same without a page, of the operators that you
-# name, and leaves a table; problems of seeds below 100 are for tuning.
+# The command line does the same without a page, for the operators that you
+# name, and writes a table. Problems of seeds below 100 are for tuning.
 #
 # .. code-block:: sh
 #
 #    python -m fusebook.explore softmax swiglu --seed 7 --cases 100
 #
-# Is there something that you compute and the law does not draw? Then the law
+# Is there something that you compute and the rule does not draw? Then the rule
 # is wrong. Say so, and it will be among the reported ones.
 
 downloads(every, "shapes_nobody_chose")
