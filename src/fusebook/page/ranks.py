@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import datetime as dt
+import faulthandler
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -108,6 +110,7 @@ def work(*workers: Callable[[], pd.DataFrame]) -> None:
 
 def _work(*workers: Callable[[], pd.DataFrame]) -> None:
     name, _, file = os.environ.get("FUSEBOOK_RANKS", "").partition("=")
+    faulthandler.register(signal.SIGTERM, chain=True)  # a rank that is ended while it waits says where
     join()
     for worker in workers:
         if name in ("", worker.__name__):
