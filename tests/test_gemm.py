@@ -685,12 +685,26 @@ def test_large_weights_of_few_rows_are_fetched_by_descriptors_whatever_is_beside
 
 
 @pytest.mark.parametrize(
-    ("M", "K", "N", "aligned", "torchs"),
-    [(16, 9000, 9000, False, False), (17, 2100, 2100, False, True), (65, 8, 8, False, True), (65, 8, 8, True, False)],
+    ("M", "K", "N", "aligned", "layout", "torchs"),
+    [
+        (16, 9000, 9000, False, "row", False),
+        (17, 2100, 2100, False, "column", True),
+        (65, 8, 8, False, "row", True),
+        (65, 8, 8, True, "row", False),
+        (1024, 1024, 1024, True, "row", True),
+        (64, 4096, 4096, True, "row", False),
+        (1024, 1024, 1024, True, "column", False),
+    ],
 )
-def test_float32_that_no_descriptor_describes_is_torchs_from_some_rows_on(M, K, N, aligned, torchs):
-    assert _products._by_torch(M, K, N, "float32", aligned) is torchs
-    assert not _products._by_torch(M, K, N, "half", aligned)
+def test_float32_is_torchs_from_some_rows_on_where_weights_lie_in_rows_or_by_pointers(M, K, N, aligned, layout, torchs):
+    assert _products._by_torch(M, K, N, "float32", aligned, layout) is torchs
+    assert not _products._by_torch(M, K, N, "half", aligned, layout)
+
+
+def test_float32_weights_in_rows_are_not_copied_for_torch():
+    x, w = torch.empty(65, 4096), torch.empty(4096, 20001)[:, 1:]
+    for dtype, math, copied in ((torch.float32, "float32", False), (torch.float32, "tf32", True)):
+        assert _products._fetchable(x.to(dtype), [w], "row", math, (9, 0), "")[3] is copied
 
 
 @pytest.mark.parametrize("column", [False, True])

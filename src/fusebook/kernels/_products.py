@@ -369,7 +369,8 @@ def _fetchable(
     if not (move_x or move_weights):
         return x, weights, True, False
     (M, K), N = x.shape, sum(w.shape[1] for w in weights)
-    if strategy == "views" or not _worth_moving((M, K, N), math, move_weights, capability):
+    in_rows = math == "float32" and layout == "row"  # many are torch's, which takes them as they lie
+    if strategy == "views" or in_rows or not _worth_moving((M, K, N), math, move_weights, capability):
         return x, weights, False, False
     if move_x:
         (x,) = _moved([x], "row")
@@ -397,9 +398,16 @@ def _cut(plan: Plan, M: int, K: int, widths: Sequence[int], aligned: bool, multi
     return plan if split <= plan.split or steps - steps // split < 6 else plan._replace(split=split)
 
 
-def _by_torch(M: int, K: int, N: int, math: str, aligned: bool) -> bool:
-    """Whether torch multiplies float32 that no descriptor describes: by pointers ours is fast for few rows only."""
-    return math == "float32" and not aligned and (M > _FEW or (M > 16 and K * N >= 2**22))
+def _by_torch(M: int, K: int, N: int, math: str, aligned: bool, layout: str) -> bool:
+    """Whether torch multiplies float32 for many rows: by pointers ours is slow, and so it is where weights lie in rows.
+
+    Tensor cores take TF32 along K only, so that rows of weights would go through registers, once for each product.
+    """
+    if math != "float32":
+        return False
+    if aligned:
+        return layout == "row" and M > _FEW and M * K * N >= 2**30
+    return M > _FEW or (M > 16 and K * N >= 2**22)
 
 
 def _moved(matrices: Sequence[Tensor], layout: str) -> list[Tensor]:

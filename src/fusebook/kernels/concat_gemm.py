@@ -300,7 +300,7 @@ def _into(out: Tensor, x: Tensor, weights: Sequence[Tensor], tf32: bool, strateg
         plan = _plan("concat_gemm", (M, N), math, layout + kind, aligned, hardware, wanted)
         if width == N:  # parts lie as the whole output does
             plan = _cut(plan, M, x.shape[1], [w.shape[1] for w in group], aligned, hardware[1])
-        if not strategy and _by_torch(M, x.shape[1], N, math, aligned):
+        if not strategy and _by_torch(M, x.shape[1], N, math, aligned, layout):
             plan = Plan("torch")
         columns = out.narrow(1, start, width)
         if plan.kernel == "torch":

@@ -330,7 +330,7 @@ def _into(
     x, (gate, up), aligned, copied = _fetchable(x, (gate, up), layout, math, hardware[0], strategy)
     plan = _plan("swiglu", (M, 2 * N), math, layout, aligned, hardware, strategy or ("fused" if copied else None))
     plan = _cut(plan, M, x.shape[1], (N,), aligned, hardware[1])
-    if not strategy and _by_torch(M, x.shape[1], 2 * N, math, aligned):
+    if not strategy and _by_torch(M, x.shape[1], 2 * N, math, aligned, layout):
         plan = Plan("torch")
     if plan.kernel == "torch":
         _products_gated(out, x, gate, up, bias, tf32)
