@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import string
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
@@ -199,9 +199,9 @@ def holds(text: str, condition: Any, of: Any = None, **numbers: Any) -> Claim:
     return Claim(_fill(text, numbers), true, False, "statement", detail)
 
 
-def _many(n: int, verdict: str) -> str:
+def _many(n: int, verdict: Hashable) -> str:
     """A verdict with how many have it, in the plural where that is not one."""
-    return f"{n} {verdict}" if n == 1 else f"{n} {verdict.replace('does', 'do').replace('holds', 'hold')}"
+    return f"{n} {verdict}" if n == 1 else f"{n} {str(verdict).replace('does', 'do').replace('holds', 'hold')}"
 
 
 class Claims(_Shown):
