@@ -30,15 +30,17 @@ import trials
 #: Calls in a graph.
 MANY = 50
 SKEWED = {"R": 1024, "D": 2048, "n": 2048}
+#: Of these the sums are judged within roundings, which takes longer than to add them.
+FEW = {"R": 256, "D": 512, "n": 2048}
 #: Operator, variant, dtype and sizes.
 CASES = [
     # Parts of a row that wait for each other's words, and start before their board is cleared.
     ("softmax", "fusebook", "bfloat16", {"M": 8, "N": 131072}),
-    ("softmax", "fusebook", "float32", {"M": 64, "N": 100003}),
+    ("softmax", "fusebook", "float32", {"M": 32, "N": 100003}),
     ("softmax_backward", "fusebook", "bfloat16", {"M": 8, "N": 131072}),
-    ("softmax_backward", "fusebook", "float32", {"M": 64, "N": 100003}),
+    ("softmax_backward", "fusebook", "float32", {"M": 32, "N": 100003}),
     ("cross_entropy", "fusebook", "bfloat16", {"M": 8, "N": 262144}),
-    ("cross_entropy", "fusebook", "float32", {"M": 64, "N": 100003}),
+    ("cross_entropy", "fusebook", "float32", {"M": 32, "N": 100003}),
     ("rms_norm", "fusebook", "bfloat16", {"M": 8, "N": 262144}),
     ("rms_norm", "fusebook", "float32", {"M": 64, "N": 65536}),
     ("layer_norm", "fusebook", "bfloat16", {"M": 64, "N": 65536}),
@@ -46,8 +48,8 @@ CASES = [
     # Counters of pieces, of which the last adds the others up; kernels that start beside the one ahead.
     ("masked_scatter_nd_of_shape", "fusebook sorted", "float32", SKEWED | {"law": "zipf"}),
     ("masked_scatter_nd_of_shape", "fusebook sorted", "float16", SKEWED | {"law": "equal"}),
-    ("masked_scatter_nd_of_shape", "fusebook atomic", "float32", SKEWED | {"law": "zipf"}),
-    ("masked_scatter_nd_of_shape", "fusebook owner", "float32", SKEWED | {"law": "equal"}),
+    ("masked_scatter_nd_of_shape", "fusebook atomic", "float32", FEW | {"law": "zipf"}),
+    ("masked_scatter_nd_of_shape", "fusebook owner", "float32", FEW | {"law": "equal"}),
     ("embedding_backward", "fusebook sorted", "bfloat16", {"R": 4096, "D": 64, "n": 8192, "law": "zipf"}),
     # Sums over a cut K, of which the last program adds up the others'; kernels that take over early.
     ("concat_gemm", "fusebook", "bfloat16", {"M": 8, "K": 4096, "N": 1024, "weights": "columns"}),
@@ -64,7 +66,7 @@ CASES = [
     ("adamw_step", "counted", "float32", {"numbers": 200_000, "tensors": 30, "sizes": "uneven", "kind": "plain"}),
 ]
 #: How a case runs, and its share of the calls: there are few while the GPU is held.
-WAYS = {"alone": 0.3, "beside writes": 0.3, "held": 0.1, "beside itself": 0.3}
+WAYS = {"alone": 0.32, "beside writes": 0.32, "held": 0.04, "beside itself": 0.32}
 HOLD = """
 extern "C" __global__ void hold(int cycles) {
     long long start = clock64();
@@ -77,6 +79,15 @@ extern "C" __global__ void judge(unsigned* found, const unsigned* right, unsigne
     for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < words; i += gridDim.x * blockDim.x) {
         if (found[i] != right[i]) atomicAdd(wrong, 1ull);
         found[i] = 0x7fffffffu;  // NaN, of two halves as well
+    }
+}
+"""
+#: The same of float32 numbers whose sums come in any order, within a limit.
+NEAR = """
+extern "C" __global__ void near(float* found, const float* right, unsigned long long* wrong, float* limit, int n) {
+    for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < n; i += gridDim.x * blockDim.x) {
+        if (!(fabsf(found[i] - right[i]) <= *limit)) atomicAdd(wrong, 1ull);
+        found[i] = nanf("");
     }
 }
 """
@@ -102,23 +113,27 @@ def watched(number, seconds):
 def kernel(name):
     import torch
 
-    return torch.cuda._compile_kernel({"hold": HOLD, "judge": JUDGE}[name], name)
+    return torch.cuda._compile_kernel({"hold": HOLD, "judge": JUDGE, "near": NEAR}[name], name)
 
 
-def judge(found, right, wrong, exact):
-    """Add to a number on the device what of a result is another than it was; then spoil it."""
+def judge(found, right, wrong, limit):
+    """Add to a number on the device what of a result is another than it was; then spoil it.
+
+    The limit is a number on the device, or None where every bit counts.
+    """
     import torch
 
-    if exact and found.is_contiguous() and found.nbytes % 4 == 0:
+    if found.is_contiguous() and found.nbytes % 4 == 0:
         words = found.nbytes // 4
-        kernel("judge")((min(1056, -(-words // 256)), 1, 1), (256, 1, 1), (found, right, wrong, words))
+        size = (min(1056, -(-words // 256)), 1, 1), (256, 1, 1)
+        if limit is None:
+            kernel("judge")(*size, (found, right, wrong, words))
+        else:
+            kernel("near")(*size, (found, right, wrong, limit, words))
         return
-    if exact:
-        whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[found.element_size()]
-        wrong += (found.contiguous().view(whole) != right.view(whole)).sum()
-    else:
-        limit = 64 * torch.finfo(found.dtype).eps * right.abs().max()
-        wrong += (~((found - right).abs() <= limit)).sum()
+    assert limit is None, "sums of any order are contiguous numbers of float32"
+    whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[found.element_size()]
+    wrong += (found.contiguous().view(whole) != right.view(whole)).sum()
     found.fill_(float("nan") if found.is_floating_point() else 113)
 
 
@@ -128,7 +143,7 @@ def disturber(how):
 
     if how == "beside writes":
         memory = torch.empty(2**26, device="cuda")
-        return lambda: [memory.fill_(float(i)) for i in range(20)]
+        return lambda: [memory.fill_(float(i)) for i in range(10)]
     if how == "held":
         blocks = 2 * (torch.cuda.get_device_properties(0).multi_processor_count - 1)  # of half its threads each
         return lambda: kernel("hold")((blocks, 1, 1), (1024, 1, 1), (10_000_000,))  # cycles, some milliseconds
@@ -159,7 +174,6 @@ def case(op, name, dtype, dims, calls, seconds):
     variant = OPS[op].variants.get(name) or Variant(counted)
     made = OPS[op].make(inputs.generator(0), getattr(torch, dtype), **dims)
     made = variant.prepare(*made) if variant.prepare else made
-    exact = "atomic" not in name and "owner" not in name
 
     def run():
         return [t for t in pytree.tree_leaves(variant.run(*made)) if isinstance(t, torch.Tensor)]
@@ -167,11 +181,14 @@ def case(op, name, dtype, dims, calls, seconds):
     run()
     first = [t.clone(memory_format=torch.contiguous_format) for t in run()]
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    limit = None
+    if "atomic" in name or "owner" in name:
+        limit = 64 * torch.finfo(torch.float32).eps * first[0].abs().max()
     for right in first:  # against itself, so that what judges is compiled; then a planted mistake is to be found
-        judge(right.clone(), right, wrong, exact)
+        judge(right.clone(), right, wrong, limit)
     assert not int(wrong)
     other = torch.full_like(first[0], float("nan") if first[0].is_floating_point() else 113)
-    judge(other, first[0], wrong, exact)
+    judge(other, first[0], wrong, limit)
     assert int(wrong)
     wrong.zero_()
     torch.cuda.synchronize()
@@ -181,7 +198,7 @@ def case(op, name, dtype, dims, calls, seconds):
         with torch.cuda.graph(graph):
             for _ in range(MANY):
                 for found, right in zip(run(), first, strict=True):
-                    judge(found, right, wrong, exact)
+                    judge(found, right, wrong, limit)
         return graph
 
     graphs, side, done, said = [captured(), captured()], torch.cuda.Stream(), 0, []
@@ -276,9 +293,17 @@ def main(argv=None):
     return 0
 
 
+def named(number):
+    """What a log calls a case."""
+    return " ".join(map(str, CASES[number]))
+
+
 def stressed(args, trial, file, environment):
     """Run the chosen cases in processes of an environment, and tell what each came to; returns the exit code."""
     chosen = [i for i, c in enumerate(CASES) if not args.words or any(word in c[0] for word in args.words)]
+    path = trials.LOGS / f"{file}.jsonl"
+    done = {line.get("case") for line in trials.read(path) if line.get("outcome") == "same"} if path.exists() else ()
+    chosen.sort(key=lambda i: named(i) in done)  # what was cut off last time comes first
     log = trials.Log.begin(trial, len(chosen), file, unit="calls")
     if not args.words:
         log.say(note=f"{args.processes} processes share the GPU")
@@ -315,7 +340,7 @@ def stressed(args, trial, file, environment):
         except queue.Empty:
             continue
         left -= 1
-        name = " ".join(map(str, CASES[found["number"]]))
+        name = named(found["number"])
         log.came(name, found["outcome"], n=found["n"])
         bad += [name] if found["outcome"] != "same" else []
         print(f"{found['outcome']} {found['n']} {name}: {found['why']}", flush=True)
