@@ -177,7 +177,7 @@ def lint(session):
     run(session, "-m", "codespell_lib")
     run(session, "-m", "mypy")
     modules = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "src").rglob("*.py"))
-    run(session, "-m", "numpydoc.hooks.validate_docstrings", *modules)
+    run(session, "-m", "numpydoc", "lint", *modules)
 
 
 @nox.session(venv_backend="none", requires=["environment", "docs"], default=False)

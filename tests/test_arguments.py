@@ -54,6 +54,7 @@ def test_letters_stand_for_one_size_each():
     assert shapes("f", x=(x, "[..., D]"), w=(w, "[D]")) == {"...": (2, 3), "D": 4}
     assert shapes("f", x=(x, ""), w=(None, "[D]?"), y=(x[0, 0].double(), "[D > 0]", FLOATING)) == {"D": 4}
     assert shapes("f", x=(x, (2, 3, 4)), square=(x[0, :, :3], "[N, N]")) == {"N": 3}
+    assert shapes("f", w=(w, "[D]"), more=(drawn(2, 5), "[N, D + 1]")) == {"D": 4, "N": 2}
 
 
 @pytest.mark.parametrize(
@@ -67,6 +68,10 @@ def test_letters_stand_for_one_size_each():
         (r"x of shape [5, 4], got [3, 4]", {"x": ((3, 4), (5, 4))}),
         (r"x of shape [N > 0, D], got [0, 4]; give one at least", {"x": ((0, 4), "[N > 0, D]")}),
         (r"w of shape [4], [D] where x is [N, D], got [3]", {"x": ((3, 4), "[N, D]"), "w": ((3,), "[D]?")}),
+        (
+            r"w of shape [5], [D + 1] where x is [N, D], got [4]; slice",
+            {"x": ((3, 4), "[N, D]"), "w": ((4,), "[D + 1]")},
+        ),
         (
             r"z of shape [2, 3, 7, E], [..., F, E] where x is [..., D] and y is [D, F], got [2, 4, 7, 1]; slice",
             {"x": ((2, 3, 4), "[..., D]"), "y": ((4, 7), "[D, F]"), "z": ((2, 4, 7, 1), "[..., F, E]")},

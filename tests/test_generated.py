@@ -10,6 +10,7 @@ import os
 import random
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -499,11 +500,8 @@ def test_threads_with_problems_of_their_own(spent, chosen):
                 pass
 
     torch.cuda.synchronize()
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(problems))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(max(1, len(problems))) as pool:
+        list(pool.map(work, range(len(problems))))
     torch.cuda.synchronize()
     for (variant, _, yard), found in zip(problems, outs, strict=True):
         for out in found:

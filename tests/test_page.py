@@ -191,8 +191,8 @@ def test_a_changed_wrapper_makes_its_results_stale():
     record.write(synthetic.frame(op, "small", on=machine(slug="nvidia-h200")), machines.RECORDS)
     assert page.results(op, config="small").attrs["origin"].stale == ()
     frame = page.results(toy(honest=variant(lambda x: 2 * x)), config="small")
-    assert frame.attrs["origin"].stale == ("toy has another wrapper now",)
-    assert "toy has another wrapper now" in page.provenance(frame)._repr_html_()
+    assert frame.attrs["origin"].stale == ("toy is called by other code than when it was measured",)
+    assert "toy is called by other code than when it was measured" in page.provenance(frame)._repr_html_()
     assert "STALE: toy has another" in repr(page.provenance(frame))
 
 

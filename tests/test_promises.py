@@ -6,6 +6,7 @@ Not edited when a kernel is added: it reads the cards.
 import functools
 import math
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -486,11 +487,8 @@ def test_threads_do_not_disturb_each_other(op, variant):
                 outs[i].append(variant.run(*changed(problems[i][1], torch.clone)))
 
     torch.cuda.synchronize()
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(problems))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(len(problems)) as pool:
+        list(pool.map(work, range(len(problems))))
     torch.cuda.synchronize()
     for (made, _), found in zip(problems, outs, strict=True):
         assert len(found) == 20

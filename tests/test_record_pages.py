@@ -405,7 +405,7 @@ def noted_as_due(monkeypatch, tmp_path, ask):
 def test_a_point_with_a_stale_row_is_due_as_a_whole_and_others_are_not(part, clocks, gpu, monkeypatch, tmp_path):
     def reasons(frame, *_):
         return [
-            "launches something else now" if v == "fusebook" and n == 64 else ""
+            "launches something else than when it was measured" if v == "fusebook" and n == 64 else ""
             for v, n in frame[["variant", "N"]].to_numpy()
         ]
 

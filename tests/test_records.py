@@ -82,7 +82,7 @@ def test_a_wrapper_that_changed_makes_its_rows_stale_and_a_peer_of_another_versi
     record.write(frame[frame["variant"] == "honest"].copy(), tmp_path)
     assert record.read(toy(), "test-gpu", tmp_path).attrs["origin"].stale == ()
     other = record.read(toy(honest=variant(lambda x: 2 * x)), "test-gpu", tmp_path)
-    assert other.attrs["origin"].stale == ("toy has another wrapper now",)
+    assert other.attrs["origin"].stale == ("toy is called by other code than when it was measured",)
     monkeypatch.setattr(bench, "software", lambda of=None: {"torch": "9", "peer": "0.7"})
     assert record.read(toy(), "test-gpu", tmp_path).attrs["origin"].stale == ()
     file = record.path("toy", "test-gpu", tmp_path)
@@ -150,7 +150,10 @@ def test_rows_that_launch_something_else_are_stale_and_stamped_anew_if_they_comp
         assert list(record.read("exp", "test-gpu", tmp_path)["stale"]) == ["", ""]
     # The first is written otherwise and compiles to the same; the second does not.
     file = recorded(tmp_path, [("0" * 12, now[0][1]), ("0" * 12, "0" * 12)])
-    assert list(record.read("exp", "test-gpu", tmp_path)["stale"]) == ["launches something else now"] * 2
+    assert (
+        list(record.read("exp", "test-gpu", tmp_path)["stale"])
+        == ["launches something else than when it was measured"] * 2
+    )
     before, _ = record._load(file, "exp")
     assert record.restamp("test-gpu", tmp_path) == {"exp": (1, 1)}
     after, _ = record._load(file, "exp")

@@ -619,7 +619,7 @@ def test_a_new_kernel_needs_four_files_and_no_list(tmp_path):
         ("ruff", "format", "--check", "--no-cache", *files),
         ("codespell_lib", *files),
         ("mypy", *files[:2]),
-        ("numpydoc.hooks.validate_docstrings", *files[:2]),
+        ("numpydoc", "lint", *files[:2]),
     ):
         if importlib.util.find_spec(module.split(".")[0]):
             held = run("-m", module, *words)

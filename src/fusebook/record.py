@@ -69,7 +69,8 @@ _TEXT = (*_KEYS, "status", "note", "deterministic", "alone", "zone", "math", "la
 # What decides what is launched, beside kernels and cards.
 _DECIDE = ("inputs.py", "op.py", "launches.py")
 _OLDER = "stamped by an older rule"
-_OTHERWISE = "launches something else now"
+_OTHERWISE = "launches something else than when it was measured"
+_CALLED = "is called by other code than when it was measured"
 
 
 class RecordError(ValueError):
@@ -442,7 +443,7 @@ def _reasons(frame: pd.DataFrame, op: Op, on: machines.Machine) -> list[str]:
             reasons.append("")
         else:
             changed = row["launches"] != _of_wrapper(variant)
-            reasons.append("has another wrapper now" if changed else _other_version(row, variant))
+            reasons.append(_CALLED if changed else _other_version(row, variant))
     if asked:
         try:
             found = _today(op.name, list(asked.values()), on)
@@ -696,7 +697,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if args.check:
             for name, frame in read_all().items():
-                print(f"{name}: {'; '.join(frame.attrs['origin'].stale) or 'fresh'}")
+                print(f"{name}: {'; '.join(map('stale: {}'.format, frame.attrs['origin'].stale)) or 'fresh'}")
         if args.join:
             print(f"{len(set(join(args.join, args.out)))} records of {len(args.join)} folders written to {args.out}")
         if args.restamp:

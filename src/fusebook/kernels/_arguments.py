@@ -72,12 +72,19 @@ def _sizes_of(shape: Sequence[Any], letters: Sequence[Any], known: dict[Any, Any
         return None
     for letter, size in zip(letters[some:], shape[ahead:], strict=True):
         if isinstance(letter, str) and not letter.isdigit():
-            letter, *positive = letter.split(" > ")
-            if size != found.setdefault(letter, size) or (positive and size == 0):
+            letter, _, rule = letter.partition(" ")
+            size -= int(rule.removeprefix("+ ")) if rule.startswith("+") else 0
+            if size < (rule == "> 0") or size != found.setdefault(letter, size):
                 return None
         elif size != int(letter):
             return None
     return found
+
+
+def _filled(letter: Any, sizes: dict[Any, Any]) -> Any:
+    """What a letter stands for, or the letter where that is not known; ``D + 1`` too."""
+    base, _, more = str(letter).partition(" + ")
+    return sizes[base] + int(more) if more and base in sizes else sizes.get(letter, letter)
 
 
 def shapes(name: str, /, **arguments: Any) -> dict[Any, Any]:
@@ -93,8 +100,9 @@ def shapes(name: str, /, **arguments: Any) -> dict[Any, Any]:
     **arguments
         For each the value, its shape and, optionally, the dtypes that it may have: unless given, those of `FLOATING`
         for the first argument and the dtype of the first for the others. A shape is a tuple of sizes, or a text of
-        numbers, of letters, each of which stands for one size wherever it is, of ``N > 0`` for a size that is not 0,
-        and of ``...`` in front for any number of axes. With ``?`` behind, None passes; an empty text is any shape.
+        numbers, of letters, each of which stands for one size wherever it is, of ``N > 0`` for a size that is not 0, of
+        ``N + 1`` for one that is larger by 1, and of ``...`` in front for any number of axes. With ``?`` behind, None
+        passes; an empty text is any shape.
 
     Returns
     -------
@@ -122,9 +130,10 @@ def shapes(name: str, /, **arguments: Any) -> dict[Any, Any]:
         letters = shape.strip("[]?").split(", ") if isinstance(shape, str) else shape
         found = _sizes_of(value.shape, letters, sizes)
         if found is None:
-            filled = [sizes.get(letter, letter) for letter in letters]
+            filled = [_filled(letter, sizes) for letter in letters]
             text = f"[{', '.join(str(list(s))[1:-1] if isinstance(s, tuple) else str(s) for s in filled)}]"
-            if models := dict.fromkeys(owners[letter] for letter in letters if letter in owners):
+            names = [str(letter).partition(" + ")[0] for letter in letters]
+            if models := dict.fromkeys(owners[letter] for letter in names if letter in owners):
                 text += f", {shape.strip('?')} where {' and '.join(f'{other} is {its}' for other, its in models)}"
             remedy = "give one at least" if 0 in value.shape and " > " in text else "slice, expand or reshape it"
             raise ValueError(f"{name}: expected {what} of shape {text}, got {list(value.shape)}; {remedy}")

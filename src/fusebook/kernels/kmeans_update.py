@@ -396,10 +396,9 @@ _sums = Operator(
 
 def _check_means(sums: Any, old: Any) -> tuple[Any, ...]:
     name = "kmeans_means"
-    k, d = shapes(name, old=(old, "[k, d]", DTYPES)).values()
     # Of each centre its sums and its number of points.
     wide = torch.float32, torch.float64
-    shapes(name, old=(old, "[k, d]", DTYPES), sums=(sums, f"[parts > 0, {k}, {d + 1}]", wide))
+    shapes(name, old=(old, "[k, d]", DTYPES), sums=(sums, "[parts > 0, k, d + 1]", wide))
     return sums.contiguous(), old
 
 

@@ -612,14 +612,14 @@ def logistic_step(
         For shapes that do not match, no rows at all, tensors on different devices, a learning rate or an `l2` that is
         not finite, and with `check` for targets other than 0 and 1.
 
+    See Also
+    --------
+    logistic_fit : Many steps.
+
     Notes
     -----
     Sums are float32 at least, and always in the same order: two runs on a machine give the same bits. Where a step
     diverges, infinities and NaN come out as they do in PyTorch. The step is not differentiable.
-
-    See Also
-    --------
-    logistic_fit : Many steps.
 
     Examples
     --------
@@ -671,6 +671,10 @@ def logistic_fit(
     NotImplementedError
         With ``on_chip=True``, where X does not fit on the chip or is float64.
 
+    See Also
+    --------
+    logistic_step : One step.
+
     Notes
     -----
     X fits where each multiprocessor can hold its part of the rows in half of its registers, with the features padded
@@ -679,10 +683,6 @@ def logistic_fit(
 
     On the chip all programs run at the same time and wait for each other, so the launch is a cooperative one: a GPU
     that is busy with other work starts it when all its programs find a place.
-
-    See Also
-    --------
-    logistic_step : One step.
     """
     return _fit(X, y, w, b, lr, l2, check, steps, on_chip)
 

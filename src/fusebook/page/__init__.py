@@ -4,8 +4,8 @@ A page asks for results and never whether there is a GPU. With one, they are mea
 records of a named GPU and say so. What a block ends in is an object that renders itself in the gallery and in a
 notebook, and prints itself when the page runs as a script.
 
-Environment
------------
+The environment decides the rest:
+
 FUSEBOOK_STRICT
     ``1``: a false claim and a page without results are errors.
 FUSEBOOK_REPLAY
