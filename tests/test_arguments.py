@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import fusebook
-from fusebook.kernels._arguments import FLOATING, check_alike, check_tensor, shapes
+from fusebook.kernels._arguments import FLOATING, check_alike, check_tensor, integer, number, shapes
 
 
 def test_floating_tensors_pass():
@@ -38,6 +38,12 @@ def test_a_view_that_negates_is_refused_with_what_to_do():
 def test_only_the_dtypes_that_are_asked_for_pass():
     with pytest.raises(TypeError, match="expected i to be int64, got torch.float32"):
         check_tensor("f", "i", torch.zeros(2), (torch.int64,))
+
+
+def test_true_is_neither_a_number_nor_an_integer():
+    for check, kind in ((number, "a number"), (integer, "an integer")):
+        with pytest.raises(TypeError, match=f"f: expected n to be {kind}, got bool; say how many"):
+            check("f", "n", True, "say how many")
 
 
 def test_another_dtype_or_device_is_refused():

@@ -281,8 +281,7 @@ def of_hidden(loss):
 
 #: A call of ours, and what it means.
 DIFFERENTIATED = {
-    # Of numbers that saturate no row, whose gradient would cancel.
-    "softmax": (lambda x: fusebook.softmax(x / 16, -1), lambda x: torch.softmax(x / 16, -1)),
+    "softmax": (lambda x: fusebook.softmax(x, -1), lambda x: torch.softmax(x, -1)),
     "rms_norm": (fusebook.rms_norm, OPS["rms_norm"].reference),
     "add_rms_norm": (fusebook.add_rms_norm, OPS["add_rms_norm"].reference),
     "layer_norm": (functools.partial(fusebook.layer_norm, eps=1e-6), OPS["layer_norm"].reference),
@@ -323,11 +322,12 @@ def drawn(name, seed, how=0, spare=1):
     """A problem of a card, small and laid so, and the gradients of its results; None where it is too large."""
     op = OPS[name]
     dims = explore._small(op.draw(random.Random(seed)))
-    if name in ("linear_cross_entropy", "softmax") and dims["dtype"] in ("bfloat16", "float16"):
-        # Half types have no digits for what cancels in the gradient of a head, nor in that of a softmax, whose
-        # result is rounded before: softmax_backward's card judges it by the rounded one.
-        dims["dtype"] = "float32"
-    made = laid(explore._made(op, dims, DEVICE), how, spare)
+    if name == "linear_cross_entropy" and dims["dtype"] in ("bfloat16", "float16"):
+        dims["dtype"] = "float32"  # half types have no digits for what cancels in the gradient of a head
+    made = explore._made(op, dims, DEVICE)
+    if name == "softmax":
+        made = (made[0] / 16,)  # numbers that saturate no row, whose gradient would cancel
+    made = laid(made, how, spare)
     if numel(made) > 2**16:
         return None
     results = pytree.tree_leaves(DIFFERENTIATED[name][1](*(t.double() if is_float(t) else t for t in made)))
@@ -337,13 +337,33 @@ def drawn(name, seed, how=0, spare=1):
 
 
 def assert_gradients(name, function, made, dys, options):
+    if name == "softmax" and made[0].itemsize == 2:
+        assert_from_the_rounded(function, *made, *dys)
+        return
     given, count = (*made, *dys), len(made)
     meant = with_gradients(DIFFERENTIATED[name][1], count, options)
     yard = check.yardstick(dataclasses.replace(OPS[name], reference=meant, meaning=None), given)
     if yard.rounded > 0.25:
         return
     got = with_gradients(function, count, options)(*given)
+    if not yard.judge(got).ok and yard.dtype == torch.float64:  # what is rightly zero tells nothing here either
+        single = [t.float() if is_float(t) and t.dtype == torch.float64 else t for t in given]
+        if check.yardstick(yard.op, single).rounded > 0.25:
+            return
     assert yard.judge(got).ok, f"{name}, {options}: {yard.where(got)}"
+
+
+def assert_from_the_rounded(softmax, x, dy):
+    """The gradient is made of the result, which a half type has rounded: it is that of the rounded one, as on its card.
+
+    Held to the gradient of the exact one it would be wrong wherever nearly equal terms cancel, and torch's as well.
+    """
+    own = x.detach().requires_grad_()
+    y = softmax(own)
+    (dx,) = torch.autograd.grad(y, own, dy)
+    for name, inputs, got in (("softmax", (x,), y.detach()), ("softmax_backward", (y.detach(), dy), dx)):
+        yard = check.yardstick(OPS[name], inputs)
+        assert yard.judge(got).ok, f"{name}: {yard.where(got)}"
 
 
 @LAW
@@ -354,6 +374,7 @@ def assert_gradients(name, function, made, dys, options):
     st.sampled_from([1, 8]),
     st.sampled_from(OPTIONS),
 )
+@example("linear_cross_entropy", 52, 48, 8, {"label_smoothing": 0.1})  # classes that are all the same, in float64
 @in_time
 def test_a_gradient_of_any_problem_in_any_layout(spent, name, seed, how, spare, options):
     problem = drawn(name, seed, how, spare)

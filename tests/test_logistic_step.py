@@ -53,6 +53,12 @@ def test_a_step_goes_down_the_gradient_of_torch(device):
         torch.testing.assert_close(a, want.detach(), rtol=1e-13, atol=1e-13)
 
 
+def test_the_last_features_of_wide_rows_decide(device):
+    X, y, w, *rest = made(device, N=3, D=16_500)
+    X[:, :-100], w[-100:] = 0, 1
+    assert right(LOGISTIC_STEP, (X, y, w, *rest), logistic_step(X, y, w, *rest))
+
+
 def test_no_steps_give_a_copy(device):
     inputs = made(device)
     w, b, losses = fit(*inputs, 0)

@@ -57,6 +57,13 @@ def test_weights_and_biases_may_be_missing_or_of_another_dtype(centred, weight, 
 
 
 @centred
+@pytest.mark.parametrize("size", [(2000, 300), (2, 33000)], ids=["many rows", "shared rows"])
+def test_a_weight_that_is_missing_is_one_where_it_is_not_asked_for_first(centred, size):
+    x = made(*size)
+    torch.testing.assert_close(OURS[centred](x, eps=1e-5), plain(x.double(), centred=centred).float())
+
+
+@centred
 @pytest.mark.parametrize("used", ["y", "total", "both"])
 def test_a_residual_takes_the_gradients_of_norm_and_sum(centred, used):
     x, residual, weight, dy = made(5, 37), made(5, 37, seed=1), made(37, seed=2), made(5, 37, seed=3)
