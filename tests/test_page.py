@@ -193,7 +193,7 @@ def test_a_changed_wrapper_makes_its_results_stale():
     frame = page.results(toy(honest=variant(lambda x: 2 * x)), config="small")
     assert frame.attrs["origin"].stale == ("toy is called by other code than when it was measured",)
     assert "toy is called by other code than when it was measured" in page.provenance(frame)._repr_html_()
-    assert "STALE: toy has another" in repr(page.provenance(frame))
+    assert "STALE: toy is called by other code" in repr(page.provenance(frame))
 
 
 def test_records_are_all_of_a_gpu(recorded):
