@@ -6,6 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
+import gallery_hooks
 import synthetic
 from fusebook import plots, tables
 from fusebook.cards.softmax import SOFTMAX
@@ -349,7 +350,7 @@ def test_a_figure_names_its_gpu_its_clock_and_what_was_found(sweep, df):
 
 
 def test_a_figure_is_described_by_its_data(sweep):
-    text = plots.described(plots.bandwidth(sweep, xlabel="columns").figure)
+    text = gallery_hooks.described(plots.bandwidth(sweep, xlabel="columns").figure)
     ours = sweep[sweep["variant"] == "fusebook"].dropna(subset="cold_us")
     rate = (ours["read_bytes"] + ours["write_bytes"]) / ours["cold_us"] / 1e3
     assert f"fusebook: {tables.number(float(rate.min()))} to {tables.number(float(rate.max()))}" in text

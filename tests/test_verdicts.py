@@ -5,6 +5,7 @@ import types
 import pandas as pd
 import pytest
 
+import answers
 import box
 import front
 import pages
@@ -56,7 +57,7 @@ def test_every_variant_of_every_card_belongs_somewhere():
 
 
 def test_the_device_and_the_caller_are_asked_apart(df):
-    found = verdicts.verdict(SOFTMAX, df)
+    found = answers.verdict(SOFTMAX, df)
     device, caller = found.torch["cold"], found.torch["paid"]
     points = len(df.drop_duplicates(["dtype", "M", "N"]))
     assert (device.wins, device.ties, device.losses) == (points, 0, 0)  # 1.01 against 1.2 of a copy
@@ -69,12 +70,12 @@ def test_the_device_and_the_caller_are_asked_apart(df):
 
 def test_libraries_count_among_all_and_not_beside_torch(df):
     slow = scaled(df, "fusebook", 1.1)
-    found = verdicts.verdict(SOFTMAX, slow)
+    found = answers.verdict(SOFTMAX, slow)
     assert found.torch["cold"].losses == 0
     assert found.libraries["cold"].losses > 0
     assert found.libraries["cold"].most == pytest.approx(1.1 * 1.01 / 1.02)  # quack
     assert found.library == "Liger"  # the first that is faster
-    assert verdicts.verdict(SOFTMAX, df).library == ""
+    assert answers.verdict(SOFTMAX, df).library == ""
 
 
 @pytest.mark.parametrize("factor", [0.5, 1.5])
@@ -82,39 +83,39 @@ def test_ours_is_what_a_caller_gets_where_a_launcher_chooses(df, factor):
     """And not the faster of the kernel and of what is chosen."""
     chosen = scaled(df[(df["variant"] == "fusebook") & (df["N"] > 4096)], "fusebook", factor)
     both = pd.concat([chosen.assign(variant="fusebook (chosen)"), df], ignore_index=True)
-    found = verdicts.verdict(SOFTMAX, both).torch["cold"]
+    found = answers.verdict(SOFTMAX, both).torch["cold"]
     points = df.drop_duplicates(["dtype", "M", "N"])
     assert found.points == len(points)
     least, most = sorted([factor * 1.01 / 1.2, 1.01 / 1.2])
     assert found.least == pytest.approx(least) and found.most == pytest.approx(most)
     failed = pd.concat([chosen.assign(variant="fusebook (chosen)", status="wrong"), df], ignore_index=True)
-    found = verdicts.verdict(SOFTMAX, failed).torch["cold"]
+    found = answers.verdict(SOFTMAX, failed).torch["cold"]
     assert found.points == len(points) and found.least == pytest.approx(found.most)
 
 
 def test_a_library_is_faster_where_it_wins_more_often_than_it_loses(df):
     half = df["dtype"].eq("float32")
     even = scaled(scaled(scaled(df, "quack", 100), "Liger", 100), "Liger", 1e-4, half)
-    assert verdicts.verdict(SOFTMAX, even).library == ""
-    assert verdicts.verdict(SOFTMAX, scaled(even, "Liger", 1e-4, even["N"].eq(even["N"].max()))).library == "Liger"
+    assert answers.verdict(SOFTMAX, even).library == ""
+    assert answers.verdict(SOFTMAX, scaled(even, "Liger", 1e-4, even["N"].eq(even["N"].max()))).library == "Liger"
 
 
 def test_the_device_answers_where_the_caller_was_not_timed(df):
     callers = [column for column in df if column.startswith(("host_us", "call_us"))]
-    assert verdicts.verdict(SOFTMAX, df.assign(**dict.fromkeys(callers, float("nan")))).word == "yes, on the device"
-    assert not verdicts.verdict(SOFTMAX, df).word.endswith("device")
+    assert answers.verdict(SOFTMAX, df.assign(**dict.fromkeys(callers, float("nan")))).word == "yes, on the device"
+    assert not answers.verdict(SOFTMAX, df).word.endswith("device")
 
 
 def test_two_percent_are_a_tie(df):
-    even = verdicts.verdict(SOFTMAX, scaled(df, "fusebook", 1.2 / 1.01 * 1.015)).torch["cold"]
+    even = answers.verdict(SOFTMAX, scaled(df, "fusebook", 1.2 / 1.01 * 1.015)).torch["cold"]
     assert (even.wins, even.losses) == (0, 0)
-    worse = verdicts.verdict(SOFTMAX, scaled(df, "fusebook", 1.2 / 1.01 * 1.025)).torch["cold"]
+    worse = answers.verdict(SOFTMAX, scaled(df, "fusebook", 1.2 / 1.01 * 1.025)).torch["cold"]
     assert worse.losses == worse.points
 
 
 def test_the_word_follows_the_caller(df):
     def word(frame):
-        return verdicts.verdict(SOFTMAX, frame).word
+        return answers.verdict(SOFTMAX, frame).word
 
     large = df[df["config"] == "large"]
     assert word(large) == "yes"
@@ -134,7 +135,7 @@ def test_the_word_follows_the_caller(df):
 def test_other_arithmetic_is_no_rival(df):
     cheat = df[df["variant"] == "torch"].assign(variant="eager", math="tf32", cold_us=1e-3, host_us=1e-3)
     both = pd.concat([df[df["variant"] != "eager"], cheat], ignore_index=True)
-    assert verdicts.verdict(SOFTMAX, both).torch["cold"].losses == 0
+    assert answers.verdict(SOFTMAX, both).torch["cold"].losses == 0
 
 
 def test_choices_name_every_way_within_two_percent(df):
@@ -156,20 +157,20 @@ def test_nobody_wins_unopposed_by_a_clock_that_ours_has_no_time_of(df):
 
 
 def test_shares_of_the_roof_leave_out_what_memory_does_not_bind(df):
-    part = verdicts.shares(SOFTMAX, df)
+    part = answers.shares(SOFTMAX, df)
     bound = df[df["zone"].isin(["memory", "compute"])].drop_duplicates(["dtype", "M", "N"])
     assert 0 < len(part) == len(bound) < len(df.drop_duplicates(["dtype", "M", "N"]))
     assert (part["ours"] / part["other"]).median() == pytest.approx(1.02 / 1.01)
 
 
 def test_uses_count_where_each_way_is_as_fast_as_any(df):
-    large = verdicts.uses(verdicts.choices(SOFTMAX, df[df["config"] == "large"]))
+    large = answers.uses(verdicts.choices(SOFTMAX, df[df["config"] == "large"]))
     points = len(df[df["config"] == "large"].drop_duplicates(["dtype", "M", "N"]))
     assert large.loc["ours", ["points", "best"]].tolist() == [points, points]
     assert large.loc["torch"].tolist() == [points, 0, 0, "", ""]
     assert large.loc["ours", "alone"] == points - large.loc["libraries", "best"]
     assert large.loc["ours", "smallest"] == "65536x781 bfloat16"
-    small = verdicts.uses(verdicts.choices(SOFTMAX, df[df["config"] == "small"]))
+    small = answers.uses(verdicts.choices(SOFTMAX, df[df["config"] == "small"]))
     assert small.loc["torch", "alone"] == 6
 
 
@@ -224,8 +225,8 @@ def test_the_box_says_what_the_page_claims_as_it_came_out(facts):
 
 def test_the_box_says_what_the_results_of_the_page_decide(facts, df):
     shown = box.told(facts)
-    standing = verdicts.verdict(SOFTMAX, df)
-    uses = verdicts.uses(verdicts.choices(SOFTMAX, df))
+    standing = answers.verdict(SOFTMAX, df)
+    uses = answers.uses(verdicts.choices(SOFTMAX, df))
     paid = standing.torch["paid"]
     assert f">{standing.word}<small>{paid.range}, median {paid.middle}</small>" in shown
     for way in ("torch", "torch.compile", "libraries", "ours"):
@@ -294,21 +295,21 @@ def test_the_line_that_installs_invents_no_address():
 def test_the_table_of_verdicts_has_every_operator_and_links_to_its_page(monkeypatch, df):
     found = {"softmax": df}
     monkeypatch.setattr(front, "found", lambda: found)
-    monkeypatch.setattr(front, "verdicts", lambda: verdicts.verdicts(found))
+    monkeypatch.setattr(front, "verdicts", lambda: answers.verdicts(found))
     shown = front.table()
     assert 'href="auto_examples/plot_102_softmax.html"><code>softmax</code>' in shown
-    standing = verdicts.verdict(SOFTMAX, df).torch["paid"]
+    standing = answers.verdict(SOFTMAX, df).torch["paid"]
     assert f"<span>{standing.range}</span><small>{standing.counts}</small>" in shown
     assert "Test GPU" in shown
 
 
 def told(word="yes", wins=5, losses=5, library="", start="64x64 (all)", caller=3):
     """What a record may say of an operator."""
-    paid = verdicts.Standing(caller, 0, 2)
-    return verdicts.Verdict(
+    paid = answers.Standing(caller, 0, 2)
+    return answers.Verdict(
         SOFTMAX,
-        dict.fromkeys(verdicts.CLOCKS, paid),
-        dict.fromkeys(verdicts.CLOCKS, verdicts.Standing(wins, 0, losses)),
+        dict.fromkeys(answers.CLOCKS, paid),
+        dict.fromkeys(answers.CLOCKS, answers.Standing(wins, 0, losses)),
         "paid", start, word, library, ("Liger", "quack"),
     )  # fmt: skip
 

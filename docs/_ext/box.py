@@ -50,13 +50,13 @@ def decisive(name, frames):
     """The operators that a page tells of, and the results that decide about them."""
     import pandas as pd
 
+    import answers
     from fusebook import cards
-    from fusebook.page import verdicts
 
     number = int(name.split("_")[1])
     live = any(frame.attrs["origin"].measured for frame in frames)  # then no record of another GPU is put beside
     for op in cards.OPS.values():
-        if verdicts.page_of(op) != number:
+        if answers.page_of(op) != number:
             continue
         own = [f for f in frames if "op" in f and "variant" in f and set(f["op"]) == {op.name}]
         if live and own:
@@ -67,14 +67,15 @@ def decisive(name, frames):
 
 def of(op, frame):
     """What results say about one operator, as plain values; by the device's clock where the caller was not timed."""
+    import answers
     from fusebook import tables
-    from fusebook.page import verdicts
+    from fusebook.page.verdicts import choices
 
     if not frame["variant"].eq("fusebook").any():
         return {"op": op.name}
-    verdict = verdicts.verdict(op, frame)
-    tables_ = {kind: verdicts.choices(op, frame, kind) for kind in ("cold", "paid")}
-    used = {kind: verdicts.uses(table).to_dict("index") for kind, table in tables_.items()}
+    verdict = answers.verdict(op, frame)
+    tables_ = {kind: choices(op, frame, kind) for kind in ("cold", "paid")}
+    used = {kind: answers.uses(table).to_dict("index") for kind, table in tables_.items()}
     paid, cold = tables_["paid"], tables_["cold"]
     every = paid.reindex(cold.index.append(paid.index.difference(cold.index))).assign(**{"take cold": cold["take"]})
     takes = ["take", "take cold"]

@@ -58,10 +58,10 @@ def record_of(op):
 
 @functools.cache
 def verdicts():
-    """What they say about every operator, see `fusebook.page.verdicts`."""
-    from fusebook.page import verdicts as made
+    """What they say about every operator."""
+    import answers
 
-    return made.verdicts(found())
+    return answers.verdicts(found())
 
 
 def origins(frames):
@@ -84,9 +84,9 @@ def caption():
 
 def page_of(op):
     """The page that tells of an operator."""
-    from fusebook.page.verdicts import page_of
+    import answers
 
-    return pages.pages()[f"{page_of(op):03}"]
+    return pages.pages()[f"{answers.page_of(op):03}"]
 
 
 def cells(verdict):
@@ -186,9 +186,9 @@ def table(link=lambda op: f"{page_of(op).document}.html"):
 @functools.cache
 def reached():
     """By operator, the shares of the roof that ours and the best other way reach; operators that have any."""
-    from fusebook.page import verdicts as made
+    import answers
 
-    parts = {verdict.op.name: made.shares(verdict.op, found()[verdict.op.name]) for verdict in verdicts()}
+    parts = {verdict.op.name: answers.shares(verdict.op, found()[verdict.op.name]) for verdict in verdicts()}
     return {name: part for name, part in parts.items() if len(part)}
 
 
@@ -205,6 +205,38 @@ def headline():
     )
 
 
+def standings(parts, title, xlabel):
+    """How far each operator is from its roof, a row each: medians, with bars from the worst point to the best."""
+    from fusebook import plots
+
+    ax = plots.axes(title, xlabel, "", (8.0, 1.5 + 0.36 * len(parts)), rows=True)
+    names = list(parts)[::-1]
+    ways = ("other", "the best other way", "quack", "o", -0.16), ("ours", "ours", "fusebook", "D", 0.16)
+    for column, label, way, marker, up in ways:
+        colour = plots.style(way)["color"]
+        for y, name in enumerate(names):
+            values = 100 * parts[name][column].astype(float)
+            ax.plot([values.min(), values.max()], [y + up] * 2, color=colour, linewidth=2, alpha=0.45)
+            ax.plot(
+                values.median(),
+                y + up,
+                linestyle="none",
+                marker=marker,
+                markersize=7,
+                color=colour,
+                markerfacecolor=colour if column == "ours" else "none",
+                label=label if y == 0 else None,
+            )
+    ax.axvline(100, color=plots.INK, linewidth=1.2)
+    ax.set_yticks(range(len(names)), names)
+    ax.tick_params(axis="y", length=0)
+    ax.set_xlim(left=0)
+    ax.set_ylim(-0.6, len(names) - 0.4)
+    handles, labels = ax.get_legend_handles_labels()
+    plots.legend_below(ax, 0.5, 2, 9, handles[::-1], labels[::-1])  # under the label of the x axis
+    return ax.figure
+
+
 def draw(target, ink=None):
     """Draw the picture into a file; the same records give the same file."""
     import matplotlib as mpl
@@ -214,11 +246,9 @@ def draw(target, ink=None):
     title, _ = headline()
     settings = {"svg.hashsalt": "fusebook", "savefig.transparent": True, "svg.fonttype": "path"}
     with mpl.rc_context(settings):
-        axes = plots.standings(
-            reached(), title=title, xlabel=f"% of the roof, cold, on one {origins(list(found().values()))[0]}"
-        )
-        axes.figure.savefig(target, bbox_inches="tight", metadata={"Date": None, "Creator": None})
-        mpl.pyplot.close(axes.figure)
+        figure = standings(reached(), title, f"% of the roof, cold, on one {origins(list(found().values()))[0]}")
+        figure.savefig(target, bbox_inches="tight", metadata={"Date": None, "Creator": None})
+        mpl.pyplot.close(figure)
     if ink:
         text = target.read_text(encoding="utf-8")
         target.write_text(text.replace(plots.INK, ink), encoding="utf-8")

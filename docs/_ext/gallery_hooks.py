@@ -14,7 +14,7 @@ import os
 import re
 from pathlib import Path
 
-__all__ = ["Runner", "banner", "done", "pictures", "reset_argv", "reset_style", "runner", "strict"]
+__all__ = ["Runner", "banner", "described", "done", "pictures", "reset_argv", "reset_style", "runner", "strict"]
 
 
 def strict():
@@ -96,14 +96,37 @@ def drawn_once():
     assert not small, f"saved in one size alone: {small}; see image_srcset"
 
 
+def described(figure):
+    """What a figure shows, for who cannot see it: titles, axes, and of each line with a name its least and most."""
+    import numpy as np
+
+    from fusebook.tables import number
+
+    told = []
+    for ax in figure.axes:
+        title = ax.get_title(loc="left") or ax.get_title()
+        below = [t.get_text() for t in ax.texts if getattr(t, "xyann", None) == (0, 5)] if title else []
+        told.append(": ".join(filter(None, [title, *below])))
+        axes = [f"{name} is {label}" for name, label in (("x", ax.get_xlabel()), ("y", ax.get_ylabel())) if label]
+        told.append(", ".join(axes))
+        rows = [tick.get_text() for tick in ax.get_yticklabels()] if not ax.get_ylabel() else []
+        if rows and all(rows):
+            told.append(f"rows: {', '.join(rows[:40])}")
+        for line in ax.lines:
+            name = str(line.get_label())
+            values = np.asarray(line.get_xdata() if rows else line.get_ydata(), dtype=float)
+            values = values[np.isfinite(values)]
+            if name and not name.startswith("_") and len(values):
+                told.append(f"{name}: {number(float(values.min()))} to {number(float(values.max()))}")
+    return ". ".join(filter(None, told)) + "."
+
+
 def pictures(block, block_vars, gallery_conf):
     """The figures of a block as the gallery saves them; who cannot see them is told their data, not their title."""
     import matplotlib.pyplot as plt
     from sphinx_gallery.scrapers import matplotlib_scraper
 
-    from fusebook import plots
-
-    told = [" ".join(plots.described(plt.figure(number)).split()) for number in plt.get_fignums()]
+    told = [" ".join(described(plt.figure(number)).split()) for number in plt.get_fignums()]
     with drawn_once():
         text = matplotlib_scraper(block, block_vars, gallery_conf)  # which closes them
     shown = iter(told)

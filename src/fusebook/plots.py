@@ -2,8 +2,7 @@
 
 Nothing is painted behind the data, and text and axes are of a grey that is seen on both. A way of computing keeps its
 colour, its dash and its mark on every page, and is named at the end of its line. The title says what was found, the
-line below it on which GPU and by which clock. The roof is drawn wherever a rate is. `described` says in words what a
-figure shows.
+line below it on which GPU and by which clock. The roof is drawn wherever a rate is.
 """
 
 from __future__ import annotations
@@ -25,15 +24,15 @@ with extra("book"):
 
 
 __all__ = [
+    "axes",
     "bandwidth",
     "clusters",
     "copies",
-    "described",
     "dots",
+    "legend_below",
     "lines",
     "roofline",
     "spread",
-    "standings",
     "style",
     "timeline",
     "times",
@@ -165,7 +164,7 @@ def _fastest(df: pd.DataFrame, kind: str) -> str:
     return f"fusebook is the fastest, or within 2 % of it, at {first} of {len(table)}"
 
 
-def _axes(
+def axes(
     title: str,
     xlabel: str,
     ylabel: str,
@@ -213,7 +212,7 @@ def _name_ends(ax: Axes, ends: _Ends) -> None:
         ax.text(right, y, f"  {name}", color=ends[name][2], fontsize=9, va="center", fontweight=weight)
 
 
-def _legend_below(ax: Axes, down: float, ncols: int, fontsize: int, *order: Any) -> None:
+def legend_below(ax: Axes, down: float, ncols: int, fontsize: int, *order: Any) -> None:
     """A legend so many inches under the axes, in rows, so that many names do not push the axes aside."""
     figure: Any = ax.figure
     at = (0, -down / figure.get_figheight())
@@ -269,7 +268,7 @@ def bandwidth(df: pd.DataFrame, x: str = "N", *, xlabel: str = "") -> Axes:
     others = [f"{n} = {first[n]}" for n in tables.dims(df) if n != x and len(df[n].unique()) == 1]
     what, found = ", ".join([_words(first["op"]), first["dtype"], *others]), _found(df, "roof")
     rate = "bandwidth of the least traffic (GB/s)"
-    ax = _axes(found or what, xlabel or f"size {x}", rate, below=[what if found else "", _gpu(df), "cold"])
+    ax = axes(found or what, xlabel or f"size {x}", rate, below=[what if found else "", _gpu(df), "cold"])
 
     def rate_of(rows: pd.DataFrame, column: str) -> pd.Series:
         return (rows["read_bytes"] + rows["write_bytes"]) / rows[column].astype(float) / 1e3
@@ -318,7 +317,7 @@ def dots(df: pd.DataFrame, *, of: str = "copy", title: str = "") -> Axes:
     ceiling = "a copy of the same bytes" if of == "copy" else "the measured roof"
     what, found = title or f"{_words(df['op'].iloc[0] if len(df) else '')}: share of {ceiling}", _found(df, of)
     size, below = (8.0, 1.8 + 0.3 * len(rows)), [what if found else "", _gpu(df), "cold"]
-    ax = _axes(found or what, f"percent of {ceiling}", "", size, below, rows=True)
+    ax = axes(found or what, f"percent of {ceiling}", "", size, below, rows=True)
     for y in place.values():
         ax.axhline(y, color=INK, alpha=0.18, linewidth=0.6, zorder=0)
     names = list(dict.fromkeys(df["variant"]))
@@ -339,7 +338,7 @@ def dots(df: pd.DataFrame, *, of: str = "copy", title: str = "") -> Axes:
     ax.set_xlim(left=0)
     ax.set_ylim(-0.7, len(rows) - 0.3)
     if names:  # points that differ by a percent cannot be labelled one by one
-        _legend_below(ax, 0.95, min(len(names), 4), 8)
+        legend_below(ax, 0.95, min(len(names), 4), 8)
     return ax
 
 
@@ -374,7 +373,7 @@ def times(
     what = title or f"{_words(first['op'])}, {first['dtype']}"
     found = _fastest(df, kind)
     below = [what if found else "", _gpu(df), kind]
-    ax = _axes(found or what, xlabel or f"size {x}", f"{kind} time (microseconds)", below=below)
+    ax = axes(found or what, xlabel or f"size {x}", f"{kind} time (microseconds)", below=below)
     ax.set_yscale("log")
     ends: _Ends = {}
     for name, drawn in _styles(list(dict.fromkeys(df["variant"]))).items():
@@ -423,7 +422,7 @@ def lines(
     -------
     matplotlib.axes.Axes
     """
-    ax = _axes(title, str(df.index.name), ylabel, (8.0, 3.6), [_gpu(df if source is None else source), clock])
+    ax = axes(title, str(df.index.name), ylabel, (8.0, 3.6), [_gpu(df if source is None else source), clock])
     ax.set_xscale("log")
     ax.xaxis.set_major_formatter("{x:g}")
     ends: _Ends = {}
@@ -464,7 +463,7 @@ def copies(machine: Any) -> Axes:
         f"A copy reaches {rate.max():.0f} GB/s, from {size[int(rate.argmax())]:.0f} MB on" if len(rate) else "Copies"
     )
     below = [str(machine.name), "cold"]
-    ax = _axes(reached, "bytes read and written (MB)", "GB/s", (8.0, 3.6), below)
+    ax = axes(reached, "bytes read and written (MB)", "GB/s", (8.0, 3.6), below)
     ax.set_xscale("log")
     ax.plot(size, rate, marker="o", color=style("torch")["color"], linewidth=2, label="copy")
     ax.axhline(machine.copy / 1e9, color=INK, linewidth=1.2)
@@ -510,7 +509,7 @@ def roofline(parts: Mapping[str, pd.DataFrame], machine: Any) -> np.ndarray:
     xlabel, ylabel = "operations a byte of the least traffic", "GFLOP/s"
     top = max(machine.rates.values())
     for ax, (name, df) in zip(grid.flat, parts.items(), strict=False):
-        _axes(name, xlabel, ylabel, ax=ax)
+        axes(name, xlabel, ylabel, ax=ax)
         ax.set_xscale("log")
         ax.set_yscale("log")
         ax.xaxis.set_minor_locator(NullLocator())
@@ -549,50 +548,6 @@ def roofline(parts: Mapping[str, pd.DataFrame], machine: Any) -> np.ndarray:
     return grid
 
 
-def standings(parts: Mapping[str, pd.DataFrame], *, title: str, xlabel: str) -> Axes:
-    """How far each operator is from its roof: ours filled, the best other way hollow, a row an operator.
-
-    Parameters
-    ----------
-    parts : mapping of str to pandas.DataFrame
-        By the name of its row: shares of a ceiling in the columns ``ours`` and ``other``, a row a point.
-    title, xlabel : str
-
-    Returns
-    -------
-    matplotlib.axes.Axes
-        Marks are medians, bars go from the worst point to the best. In percent.
-    """
-    ax = _axes(title, xlabel, "", (8.0, 1.5 + 0.36 * len(parts)), rows=True)
-    names = list(parts)[::-1]
-    ways = (
-        ("other", "the best other way", _COLOURS["quack"], "o", -0.16),
-        ("ours", "ours", _COLOURS["fusebook"], "D", 0.16),
-    )
-    for column, label, colour, marker, up in ways:
-        for y, name in enumerate(names):
-            values = 100 * parts[name][column].astype(float)
-            ax.plot([values.min(), values.max()], [y + up] * 2, color=colour, linewidth=2, alpha=0.45)
-            ax.plot(
-                values.median(),
-                y + up,
-                linestyle="none",
-                marker=marker,
-                markersize=7,
-                color=colour,
-                markerfacecolor=colour if column == "ours" else "none",
-                label=label if y == 0 else None,
-            )
-    ax.axvline(100, color=INK, linewidth=1.2)
-    ax.set_yticks(range(len(names)), names)
-    ax.tick_params(axis="y", length=0)
-    ax.set_xlim(left=0)
-    ax.set_ylim(-0.6, len(names) - 0.4)
-    handles, labels = ax.get_legend_handles_labels()
-    _legend_below(ax, 0.5, 2, 9, handles[::-1], labels[::-1])  # under the label of the x axis
-    return ax
-
-
 def timeline(df: pd.DataFrame, *, until: float, title: str = "") -> Axes:
     """Where the time goes: for each way a row of what the host does, what kernels do and what copies do.
 
@@ -610,7 +565,7 @@ def timeline(df: pd.DataFrame, *, until: float, title: str = "") -> Axes:
     """
     ways = list(dict.fromkeys(df["way"]))
     size = (8.0, 1.1 + 0.62 * len(ways))
-    ax = _axes(title or "Where the time goes", "microseconds", "", size, [_gpu(df), "the clock of a profiler"])
+    ax = axes(title or "Where the time goes", "microseconds", "", size, [_gpu(df), "the clock of a profiler"])
     ax.grid(visible=False, axis="y")
     lanes = {"host": INK, "kernel": "#0a84d6", "copy": "#e0562b"}
     for i, way in enumerate(ways):
@@ -648,7 +603,7 @@ def spread(ratios: Mapping[str, pd.Series], *, title: str, xlabel: str) -> Axes:
         The ratios are on a logarithmic axis.
     """
     gpu = next(filter(None, (_gpu(pd.DataFrame(r)) for r in ratios.values())), "")
-    ax = _axes(title, xlabel, "", (8.0, 1.6 + 0.32 * len(ratios)), [gpu], rows=True)
+    ax = axes(title, xlabel, "", (8.0, 1.6 + 0.32 * len(ratios)), [gpu], rows=True)
     names = list(ratios)[::-1]
     for y, name in enumerate(names):
         values = ratios[name].dropna().astype(float).sort_values().to_numpy()
@@ -683,7 +638,7 @@ def clusters(points: Any, labels: Any, centres: Any, *, title: str) -> Axes:
     matplotlib.axes.Axes
     """
     points, labels, centres = (np.asarray(values) for values in (points, labels, centres))
-    ax = _axes(title, "x", "y", (5.4, 3.6))
+    ax = axes(title, "x", "y", (5.4, 3.6))
     ways = zip(
         cycle(_COLOURS[name] for name in ("torch", "quack", "torch.compile", "Liger")), cycle("o^sv"), strict=False
     )
@@ -693,34 +648,3 @@ def clusters(points: Any, labels: Any, centres: Any, *, title: str) -> Axes:
         ax.plot(*own.T, mark, color=colour, markersize=2.5, alpha=0.6, label=f"{len(own)} points")
     ax.plot(*centres.T, "+", color=INK, markersize=14, markeredgewidth=2, label=f"{len(centres)} centres")
     return ax
-
-
-def described(figure: Any) -> str:
-    """What a figure shows, in words and numbers, for who cannot see it.
-
-    Parameters
-    ----------
-    figure : matplotlib.figure.Figure
-
-    Returns
-    -------
-    str
-        The titles, the axes, and of each line that has a name its least and its largest value.
-    """
-    told = []
-    for ax in figure.axes:
-        title = ax.get_title(loc="left") or ax.get_title()
-        below = [t.get_text() for t in ax.texts if getattr(t, "xyann", None) == (0, 5)] if title else []
-        told.append(": ".join(filter(None, [title, *below])))
-        axes = [f"{name} is {label}" for name, label in (("x", ax.get_xlabel()), ("y", ax.get_ylabel())) if label]
-        told.append(", ".join(axes))
-        rows = [tick.get_text() for tick in ax.get_yticklabels()] if not ax.get_ylabel() else []
-        if rows and all(rows):
-            told.append(f"rows: {', '.join(rows[:40])}")
-        for line in ax.lines:
-            name = str(line.get_label())
-            values = np.asarray(line.get_xdata() if rows else line.get_ydata(), dtype=float)
-            values = values[np.isfinite(values)]
-            if name and not name.startswith("_") and len(values):
-                told.append(f"{name}: {tables.number(float(values.min()))} to {tables.number(float(values.max()))}")
-    return ". ".join(filter(None, told)) + "."

@@ -1,0 +1,198 @@
+"""Should one write a kernel? What records answer: how ours stands against torch, torch.compile and libraries.
+
+Two clocks decide. ``cold`` is the device's. ``paid`` is the caller's: the larger of what the host and what the device
+needs for one of many calls, see `fusebook.tables.paid`. Medians within 2 % are equal.
+"""
+
+import math
+from dataclasses import dataclass
+
+import pandas as pd
+
+from fusebook import cards, tables
+from fusebook.op import Op
+from fusebook.page.verdicts import GROUPS, compared, ours
+
+__all__ = ["CLOCKS", "Standing", "Verdict", "page_of", "shares", "uses", "verdict", "verdicts"]
+
+#: The clocks that a verdict is given by, in words.
+CLOCKS = {"cold": "on the device", "paid": "for the caller", "call": "for one call that is waited for"}
+
+
+@dataclass(frozen=True)
+class Standing:
+    """How ours stands against the fastest of some ways, by one clock.
+
+    Attributes
+    ----------
+    wins, ties, losses : int
+        Points at which it is faster, equal within 2 % and slower.
+    least, median, most : float
+        Our time over that of the fastest other, over all points; NaN where there are none.
+    """
+
+    wins: int
+    ties: int
+    losses: int
+    least: float = math.nan
+    median: float = math.nan
+    most: float = math.nan
+
+    @property
+    def points(self):
+        """At how many points both were timed."""
+        return self.wins + self.ties + self.losses
+
+    @property
+    def range(self):
+        """Our time over the other's, from the best point to the worst."""
+        if not self.points:
+            return "none measured"
+        return f"{_factor(self.least)} to {_factor(self.most)}" if self.points > 1 else _factor(self.most)
+
+    @property
+    def middle(self):
+        """The same in the median."""
+        return _factor(self.median)
+
+    @property
+    def counts(self):
+        """Wins, ties and losses in words."""
+        return f"{self.wins} won, {self.ties} equal, {self.losses} lost" if self.points else ""
+
+
+def _factor(value):
+    return f"{value:.2f}" if value >= 0.095 else f"{value:.1g}"
+
+
+def _standing(table):
+    ratios = table["times as long"]
+    if ratios.empty:
+        return Standing(0, 0, 0)
+    wins, losses = int((ratios < 1 - tables.WITHIN).sum()), int((ratios > 1 + tables.WITHIN).sum())
+    spread = float(ratios.min()), float(ratios.median()), float(ratios.max())
+    return Standing(wins, len(ratios) - wins - losses, losses, *spread)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a record says about one operator.
+
+    Attributes
+    ----------
+    op : Op
+    torch, libraries : dict of Standing
+        By each of `CLOCKS`, against the best of torch and torch.compile, and against the best library.
+    decides : str
+        The clock that the word goes by: ``paid``, or ``cold`` where only the device's clock was recorded.
+    start : str or None
+        From which problem on it pays for the caller, against torch and torch.compile, see `fusebook.tables.pays_from`.
+    word : str
+        Whether to write the kernel: ``yes``, ``yes, from a size on``, ``yes, but not in float32``, ``yes at most
+        sizes``, ``no gain``, ``no``, ``it depends`` or ``not measured``. What the caller pays decides, against torch
+        and torch.compile: yes means faster at more than half of the points and slower at none. By the device's clock it
+        ends in ``, on the device``.
+    library : str
+        The library that beats ours for the caller at more points than it loses, if one does.
+    named : tuple of str
+        The libraries that gave a right result.
+    """
+
+    op: Op
+    torch: dict
+    libraries: dict
+    decides: str
+    start: str
+    word: str
+    library: str = ""
+    named: tuple = ()
+
+
+def page_of(op):
+    """The number of the page that tells of an operator."""
+    return next(module.PAGE for module, family in cards.FAMILIES.items() if op.name in {card.name for card in family})
+
+
+def verdict(op, frame):
+    """What results, of a record or of a run, say about an operator."""
+    plain, libraries = compared(op, frame, GROUPS[:2]), compared(op, frame, GROUPS[2:])
+    behind = {kind: tables.behind(plain, kind=kind) for kind in CLOCKS}
+    torch = {kind: _standing(table) for kind, table in behind.items()}
+    start = tables.pays_from(plain, kind="paid")
+    decides = "cold" if torch["cold"].points and not torch["paid"].points else "paid"
+    return Verdict(
+        op,
+        torch,
+        {kind: _standing(tables.behind(libraries, kind=kind)) for kind in CLOCKS},
+        decides,
+        start,
+        _word(torch[decides], behind[decides], start) + (", on the device" if decides == "cold" else ""),
+        _library(op, frame),
+        tuple(libraries.loc[(libraries["group"] == "libraries") & (libraries["status"] == "ok"), "variant"].unique()),
+    )
+
+
+def _word(standing, behind, start):
+    """The answer in a word or two, see `Verdict`."""
+    if not standing.points:
+        return "not measured"
+    if standing.wins * 2 > standing.points:
+        if not standing.losses:
+            return "yes"
+        lost = behind["times as long"] > 1 + tables.WITHIN
+        # Where the losses are the smallest problems of all, a size tells them apart; where they are of one dtype, that.
+        if start and lost.to_numpy().argmin() == lost.sum():
+            return "yes, from a size on"
+        dtypes = behind.index.get_level_values("dtype")
+        bad = set(dtypes[lost])
+        if len(bad) == 1 and len(set(dtypes)) > 1:
+            return f"yes, but not in {bad.pop()}"
+        return "yes at most sizes"
+    if standing.losses * 2 >= standing.points:
+        return "no"
+    return "it depends" if standing.wins + standing.losses > standing.ties else "no gain"
+
+
+def _library(op, frame):
+    ways = compared(op, frame, GROUPS[2:])
+    for name in dict.fromkeys(ways.loc[ways["group"] == "libraries", "variant"]):
+        standing = _standing(tables.behind(ways[ways["variant"].isin(["fusebook", name])], kind="paid"))
+        if standing.losses > standing.wins:
+            return str(name)
+    return ""
+
+
+def verdicts(found):
+    """What records, by operator, say about every one that has a variant of our own, in reading order."""
+    return [verdict(op, found[op.name]) for op in ours(found)]
+
+
+def uses(table):
+    """When to use what, of the table of `fusebook.page.verdicts.choices`: how often each way is best, and where alone.
+
+    Indexed by `GROUPS` and ``ours``: at how many ``points`` it was timed, at how many it is ``best`` within 2 %, at how
+    many it is so ``alone``, and the ``smallest`` and the ``largest`` of these, empty where there is none.
+    """
+    rows = {}
+    columns = [*GROUPS, "ours"]
+    within = table[columns].le((1 + tables.WITHIN) * table[columns].min(axis=1), axis=0)
+    for name in columns:
+        best = within[name]
+        alone = [" ".join(at) for at in table.index[best & (within.sum(axis=1) == 1)]]
+        ends = (alone[0], alone[-1]) if alone else ("", "")
+        rows[name] = [int(table[name].notna().sum()), int(best.sum()), len(alone), *ends]
+    return pd.DataFrame.from_dict(rows, orient="index", columns=["points", "best", "alone", "smallest", "largest"])
+
+
+def shares(op, frame, kind="cold"):
+    """Which part of the roof ours and the best other way reach, where memory or arithmetic binds.
+
+    Indexed by sizes and dtype, with ``ours``, ``other`` and ``best other``, the variant. What a launch or the L2 cache
+    decides has no share of the roof worth the name.
+    """
+    ways = compared(op, frame)
+    behind = tables.behind(ways[ways["zone"].isin(["memory", "compute"])], kind=kind)
+    ours = tables.share(ways, "fusebook", "roof", kind).reindex(behind.index)
+    return pd.DataFrame(
+        {"ours": ours, "other": ours * behind["times as long"], "best other": behind["best other"]}, index=behind.index
+    )
