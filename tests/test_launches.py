@@ -16,7 +16,7 @@ import triton.language as tl
 
 import fusebook
 import warm
-from fusebook import launches
+from fusebook import digests, launches
 from fusebook.cards import OPS
 from fusebook.kernels import _operator
 from fusebook.kernels._operator import INTERPRETED, OPERATORS
@@ -181,7 +181,7 @@ def test_code_does_not_depend_on_the_assembler_that_was_found():
 
 SAME_BOTH_WAYS = """
 import fusebook, torch
-from fusebook import inputs, launches
+from fusebook import digests, inputs, launches
 from fusebook.cards import OPS
 
 points = [
@@ -278,10 +278,10 @@ def not_specialised(x_ptr, n):
 
 
 def test_a_function_is_what_it_does(monkeypatch):
-    assert launches.digest(uses) == launches.digest(uses_too) != launches.digest(uses_otherwise)
-    assert launches.digest(again) == launches.digest(again)
-    assert launches.digest(refuses) != launches.digest(refuses_otherwise)
-    assert launches.digest(specialised) != launches.digest(not_specialised)
+    assert digests.digest(uses) == digests.digest(uses_too) != digests.digest(uses_otherwise)
+    assert digests.digest(again) == digests.digest(again)
+    assert digests.digest(refuses) != digests.digest(refuses_otherwise)
+    assert digests.digest(specialised) != digests.digest(not_specialised)
 
     def adding(n):
         def adds(x, n=n):
@@ -289,11 +289,11 @@ def test_a_function_is_what_it_does(monkeypatch):
 
         return adds
 
-    assert launches.digest(adding(1)) == launches.digest(adding(1)) != launches.digest(adding(2))
-    before = launches.digest(uses), launches.digest(functools.partial(uses, 1))
-    assert before[1] != launches.digest(functools.partial(uses, 2)) != before[0]
+    assert digests.digest(adding(1)) == digests.digest(adding(1)) != digests.digest(adding(2))
+    before = digests.digest(uses), digests.digest(functools.partial(uses, 1))
+    assert before[1] != digests.digest(functools.partial(uses, 2)) != before[0]
     monkeypatch.setitem(globals(), "SCALE", 4)
-    assert launches.digest(uses) != before[0]
+    assert digests.digest(uses) != before[0]
 
 
 @pytest.mark.parametrize(
@@ -311,24 +311,24 @@ def test_a_function_is_what_it_does(monkeypatch):
     ],
 )
 def test_a_function_is_the_same_on_every_machine(monkeypatch, where, name, value):
-    before = launches.digest(asks)
+    before = digests.digest(asks)
     if isinstance(where, dict):
         monkeypatch.setitem(where, name, value)
     else:
         monkeypatch.setattr(where, name, value, raising=False)
-    assert launches.digest(asks) == before
+    assert digests.digest(asks) == before
     monkeypatch.setitem(globals(), "CALLS", CALLS + 1)
-    assert launches.digest(asks) != before
+    assert digests.digest(asks) != before
 
 
 def test_functions_of_one_line_are_told_apart():
     one, two, three = (lambda x: x + 1), (lambda y: y + 1), (lambda x: x + 2)
-    assert launches.digest(one) == launches.digest(two) != launches.digest(three)
+    assert digests.digest(one) == digests.digest(two) != digests.digest(three)
 
     def adds(n):
         return lambda x: x + n
 
-    assert launches.digest(adds(1)) == launches.digest(adds(1)) != launches.digest(adds(2))
+    assert digests.digest(adds(1)) == digests.digest(adds(1)) != digests.digest(adds(2))
 
 
 def test_what_a_process_keeps_is_no_code(monkeypatch):

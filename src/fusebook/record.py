@@ -67,7 +67,7 @@ _HEAD = re.compile(r"# fusebook (?:record|page) (\d+) \| name=(\S+) \| rows=(\d+
 _KEYS = ("op", "variant", "dtype")
 _TEXT = (*_KEYS, "status", "note", "deterministic", "alone", "zone", "math", "launches", "code", "versions", "date")
 # What decides what is launched, beside kernels and cards.
-_DECIDE = ("inputs.py", "op.py", "launches.py")
+_DECIDE = ("inputs.py", "op.py", "digests.py", "launches.py")
 _OLDER = "stamped by an older rule"
 _OTHERWISE = "launches something else than when it was measured"
 _CALLED = "is called by other code than when it was measured"

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import pandas as pd
 import torch
 
-from fusebook import bench, check, compare, explore, inputs, launches, machine, record, tables
+from fusebook import bench, check, compare, digests, explore, inputs, machine, record, tables
 from fusebook.bench import Origin
 from fusebook.cards import OPS
 from fusebook.op import Dims, Op
@@ -437,7 +437,7 @@ def measured(
         there = [p for p in [machine.RECORDS / machine.here().slug] if _has(p, record_name)]
     if "due" in _part() and not other:
         then = [record.read(record_name, place.name, place.parent).attrs["origin"].function for place in there]
-        there = there if then == [launches.digest(function)] else []
+        there = there if then == [digests.digest(function)] else []
     if live and not torch.cuda.is_available():
         frame = function()
         frame.attrs["origin"] = Origin(None, measured=True, page=name, date=dt.date.today().isoformat())
@@ -449,7 +449,7 @@ def measured(
             page=name,
             date=dt.date.today().isoformat(),
             versions="; ".join(f"{k} {v}" for k, v in bench.software().items()),
-            function=launches.digest(function),
+            function=digests.digest(function),
         )
         if (folder := os.environ.get("FUSEBOOK_RECORD")) and not other:
             record.write(frame, Path(folder), record_name)
@@ -458,7 +458,7 @@ def measured(
             _nothing(f"{name} on {machine.slug()}", "nox -s record")
         frame = _noted(record.read(record_name, found[0].name, found[0].parent))
         was = frame.attrs["origin"]
-        same = was.function == launches.digest(function)
+        same = was.function == digests.digest(function)
         if not same:
             _place.due("device" if by_device else "host")
         stale = () if same else (f"how {name} is measured",)
