@@ -82,7 +82,6 @@ def points(op: Op, config: str) -> list[tuple[str, Dims]]:
 
     Parameters
     ----------
-    op : Op
     config : str
         A comma list of names of ``op.configs`` and of sizes: ``4096x781`` sets the integer dimensions in order, ``781``
         sets every one. Where the points of ``small`` differ by their scale only, such as R x 2R x 2R, one number is the
@@ -199,16 +198,7 @@ class Origin:
 
 
 def software(variant: Variant | None = None) -> dict[str, str]:
-    """Versions of what a variant runs on: torch and what it hands work to, Triton, and the packages that it needs.
-
-    Parameters
-    ----------
-    variant : Variant, optional
-
-    Returns
-    -------
-    dict of str to str
-    """
+    """Versions of what a variant runs on: torch and what it hands work to, Triton, and the packages that it needs."""
     needs = [name for name in (variant.needs if variant else ()) if name != "cuda"]
     return machines.versions("torch", "triton", *needs) | machines.beside_torch()
 
@@ -338,11 +328,8 @@ def verify(op: Op, name: str, dtype: torch.dtype, dims: Dims) -> check.Verdict:
 
     Parameters
     ----------
-    op : Op
     name : str
         Of ``op.variants``.
-    dtype : torch.dtype
-    dims : Dims
 
     Returns
     -------
@@ -468,7 +455,6 @@ def run(
 
     Parameters
     ----------
-    op : Op
     config : str or sequence of (str, Dims)
         See `points`, or what that returns. In a sweep of more than sixteen points of one config the variants that
         recompile for every shape are measured on every eighth.
@@ -573,7 +559,6 @@ def staircase(
         Whether such a result is right.
     kind : str
         The clock, of `fusebook.timing.KINDS`.
-    repeat : int
 
     Returns
     -------

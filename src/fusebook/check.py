@@ -64,31 +64,14 @@ class Yardstick:
     rounded: float
 
     def judge(self, outputs: Any, math: str | None = None) -> Verdict:
-        """The score of `outputs` beside its limit.
-
-        Parameters
-        ----------
-        outputs : torch.Tensor or tuple of torch.Tensor
-        math : str, optional
-
-        Returns
-        -------
-        Verdict
-        """
+        """The score of `outputs` beside its limit."""
         return Verdict(self.score(outputs), self.limit(math))
 
     def score(self, outputs: Any) -> float:
         """How wrong `outputs` are: 0 is exact, infinity is wrong in kind.
 
-        Parameters
-        ----------
-        outputs : torch.Tensor or tuple of torch.Tensor
-
-        Returns
-        -------
-        float
-            The worst output's score. Infinite where the number of outputs, a shape or a dtype differs, where NaN or
-            infinity does not stand where the reference has it, or where a row that is rightly zero is not exactly zero.
+        The worst output's score. Infinite where the number of outputs, a shape or a dtype differs, where NaN or
+        infinity does not stand where the reference has it, or where a row that is rightly zero is not exactly zero.
         """
         got = _tuple(outputs)
         if len(got) != len(self.shapes):
@@ -122,15 +105,8 @@ class Yardstick:
     def where(self, outputs: Any) -> str:
         """Where `outputs` are most wrong, for messages.
 
-        Parameters
-        ----------
-        outputs : torch.Tensor or tuple of torch.Tensor
-
-        Returns
-        -------
-        str
-            What was returned and what was expected: the number of outputs, a shape and dtype, or the worst element with
-            its position. Empty where everything is exact.
+        What was returned and what was expected: the number of outputs, a shape and dtype, or the worst element with its
+        position. Empty where everything is exact.
         """
         got = _tuple(outputs)
         if len(got) != len(self.shapes):
@@ -178,13 +154,8 @@ def yardstick(op: Op, inputs: Sequence[Any]) -> Yardstick:
 
     Parameters
     ----------
-    op : Op
     inputs : sequence
         What ``op.make`` returned.
-
-    Returns
-    -------
-    Yardstick
     """
     with torch.no_grad():
         # Shapes and dtypes come from the reference on the inputs as they are; on the meta device that costs nothing.

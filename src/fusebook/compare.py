@@ -62,9 +62,6 @@ def points(name: str, mine: pathlib.Path, theirs: pathlib.Path, *, variant: str,
     ----------
     name : str
         Of `fusebook.cards.OPS`.
-    mine, theirs : pathlib.Path
-        Of `folder`.
-    variant : str
     clock : str
         Of `fusebook.timing.KINDS`.
 
@@ -111,8 +108,6 @@ def verdicts(
 
     Parameters
     ----------
-    mine, theirs : pathlib.Path
-        Of `folder`.
     variant, clock : str
         As `points` takes them.
 
@@ -161,12 +156,7 @@ def verdicts(
 
 
 def ceilings(*on: machines.Machine) -> pd.DataFrame:
-    """What GPUs were measured to be able to do, a column a GPU; of two also the first in times of the second.
-
-    Parameters
-    ----------
-    *on : Machine
-    """
+    """What GPUs were measured to be able to do, a column a GPU; of two also the first in times of the second."""
     columns = [
         {
             "copy, GB/s": m.copy / 1e9,

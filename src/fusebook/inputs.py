@@ -21,7 +21,6 @@ def generator(seed: int = 0, device: str | torch.device | None = None) -> torch.
 
     Parameters
     ----------
-    seed : int
     device : str or torch.device, optional
         The current CUDA device where there is one, else the CPU.
     """
@@ -41,7 +40,6 @@ def rough(rng: torch.Generator, shape: Sequence[int], dtype: torch.dtype) -> tor
     ----------
     rng : torch.Generator
         From `generator`; the tensor is made on its device.
-    shape : sequence of int
     dtype : torch.dtype
         float16, bfloat16, float32 or float64.
 

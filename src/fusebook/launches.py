@@ -63,14 +63,7 @@ REFUSED = "refused"
 def of_wrapper(variant: Variant) -> str:
     """The fingerprint of a way to compute that is not ours: the functions that call it.
 
-    Parameters
-    ----------
-    variant : Variant
-
-    Returns
-    -------
-    str
-        The digest of ``run`` and ``prepare``.
+    The digest of ``run`` and ``prepare``.
     """
     return digest([variant.run, variant.prepare])
 
@@ -82,7 +75,6 @@ def launching(name: str, variant: Variant) -> bool:
     ----------
     name : str
         Of the variant; ours begin with "fusebook".
-    variant : Variant
     """
     return name.startswith("fusebook") and "onnxruntime" not in variant.needs
 
@@ -255,12 +247,7 @@ def _tensors(values: Any) -> list[torch.Tensor]:
 
 @contextlib.contextmanager
 def observed() -> Iterator[Trace]:
-    """Take down what the calls in this block launch, while they run.
-
-    Yields
-    ------
-    Trace
-    """
+    """Take down what the calls in this block launch, while they run."""
     trace = Trace()
     with _told(trace.launched), _Watched(trace):
         yield trace
@@ -270,10 +257,7 @@ def observed() -> Iterator[Trace]:
 def kernels() -> Iterator[list[Any]]:
     """Collect the compiled kernels that the calls in this block launch, and nothing of torch: it may compile.
 
-    Yields
-    ------
-    list
-        In their order.
+    In their order.
     """
     found: list[Any] = []
     with _told(lambda *launch: found.append(launch[-1])):
@@ -490,10 +474,8 @@ def found(
 
     Parameters
     ----------
-    op : Op
     points : iterable of (variant, dtype, dims)
         A variant's name, a dtype's name such as ``"float16"``, and sizes.
-    gpu : AbsentGPU
     compile : bool
         Whether `code` is asked for too.
 

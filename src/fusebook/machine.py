@@ -123,12 +123,7 @@ class Machine:
     recorded: bool = field(default=False)
 
     def memory_seconds(self, cost: Cost) -> float:
-        """Seconds of the traffic alone: what is both read and written at a copy's rate, the rest at its own.
-
-        Parameters
-        ----------
-        cost : Cost
-        """
+        """Seconds of the traffic alone: what is both read and written at a copy's rate, the rest at its own."""
         both = min(cost.read, cost.write)
         rest = cost.read - cost.write
         return 2 * both / self.copy + abs(rest) / (self.read if rest > 0 else self.fill)
@@ -138,13 +133,8 @@ class Machine:
 
         Parameters
         ----------
-        cost : Cost
         rate : str
             A key of `rates`.
-
-        Returns
-        -------
-        float
         """
         return max(self.memory_seconds(cost), cost.flop / self.rates[rate])
 
@@ -168,7 +158,6 @@ class Machine:
 
         Parameters
         ----------
-        cost : Cost
         rate : str
             A key of `rates`.
 
@@ -306,11 +295,8 @@ def beside_torch() -> dict[str, str]:
     From torch 2.13 on, torch hands operations to kernels in other languages where the packages of these are installed
     in versions that it knows; Triton contracts products and sums to one operation unless it is told not to.
 
-    Returns
-    -------
-    dict of str to str
-        Versions of ``nvidia-cutlass-dsl`` and ``apache-tvm-ffi`` where they are installed; ``torch-overrides``, the
-        operations that torch hands over; ``TRITON_DEFAULT_FP_FUSION`` where it is set.
+    Versions of ``nvidia-cutlass-dsl`` and ``apache-tvm-ffi`` where they are installed; ``torch-overrides``, the
+    operations that torch hands over; ``TRITON_DEFAULT_FP_FUSION`` where it is set.
     """
     found = versions("nvidia-cutlass-dsl", "apache-tvm-ffi")
     if (names := overrides()) is not None:
@@ -324,10 +310,7 @@ def beside_torch() -> dict[str, str]:
 def overrides() -> str | None:
     """The operations that torch hands to kernels that are not ATen's, joined by +.
 
-    Returns
-    -------
-    str or None
-        ``"none"``, ``"unknown"`` where torch does not tell, None for a torch that hands over nothing: before 2.13.
+    ``"none"``, ``"unknown"`` where torch does not tell, None for a torch that hands over nothing: before 2.13.
     """
     try:
         native = importlib.import_module("torch.backends.python_native")
@@ -446,7 +429,6 @@ def load(file: pathlib.Path, **changes: Any) -> Machine:
 
     Parameters
     ----------
-    file : pathlib.Path
     **changes
         Fields to replace.
 
@@ -535,11 +517,8 @@ def slugs() -> list[str]:
 def places() -> list[pathlib.Path]:
     """The folders of the recorded GPUs that are replayed, the first that has what is asked for.
 
-    Returns
-    -------
-    list of pathlib.Path
-        That of FUSEBOOK_RECORDS, a folder as ``python -m fusebook.record --all`` writes, where it is set; then that of
-        FUSEBOOK_GPU in the package, ``nvidia-h200`` unless set.
+    That of FUSEBOOK_RECORDS, a folder as ``python -m fusebook.record --all`` writes, where it is set; then that of
+    FUSEBOOK_GPU in the package, ``nvidia-h200`` unless set.
 
     Raises
     ------

@@ -256,10 +256,6 @@ def bandwidth(df: pd.DataFrame, x: str = "N", *, xlabel: str = "") -> Axes:
         The size on the x axis.
     xlabel : str, optional
         What `x` is, in words.
-
-    Returns
-    -------
-    matplotlib.axes.Axes
     """
     dtypes = list(dict.fromkeys(df["dtype"]))
     if len(dtypes) > 1:
@@ -299,15 +295,8 @@ def dots(df: pd.DataFrame, *, of: str = "copy", title: str = "") -> Axes:
 
     Parameters
     ----------
-    df : pandas.DataFrame
-        Results.
     of : str
         ``copy`` or ``roof``.
-    title : str, optional
-
-    Returns
-    -------
-    matplotlib.axes.Axes
     """
     df = tables.timed(df, "cold")
     several = len(df["dtype"].unique()) > 1
@@ -364,10 +353,6 @@ def times(
         What is shown; what was found is told by the results.
     xlabel : str, optional
         What `x` is, in words.
-
-    Returns
-    -------
-    matplotlib.axes.Axes
     """
     first = df.iloc[0]
     what = title or f"{_words(first['op'])}, {first['dtype']}"
@@ -408,7 +393,6 @@ def lines(
     ----------
     df : pandas.DataFrame
         Its index has a name, with the unit.
-    title, ylabel : str
     marks : mapping of str to float, optional
         Horizontal lines to hold the columns against.
     source : pandas.DataFrame, optional
@@ -417,10 +401,6 @@ def lines(
         By which it was measured.
     logy : bool
         Whether the y axis is logarithmic too; it begins at 0 otherwise.
-
-    Returns
-    -------
-    matplotlib.axes.Axes
     """
     ax = axes(title, str(df.index.name), ylabel, (8.0, 3.6), [_gpu(df if source is None else source), clock])
     ax.set_xscale("log")
@@ -452,10 +432,6 @@ def copies(machine: Any) -> Axes:
     ----------
     machine : Machine
         With ``bandwidth``, ``copy`` and ``l2``.
-
-    Returns
-    -------
-    matplotlib.axes.Axes
     """
     size = np.array([row["bytes"] for row in machine.bandwidth]) / 1e6
     rate = np.array([row["cold"] for row in machine.bandwidth]) / 1e9
@@ -557,11 +533,6 @@ def timeline(df: pd.DataFrame, *, until: float, title: str = "") -> Axes:
         One span a row: ``way``, ``lane`` (host, kernel or copy), ``start us`` and ``us``.
     until : float
         Where the picture ends, in microseconds.
-    title : str, optional
-
-    Returns
-    -------
-    matplotlib.axes.Axes
     """
     ways = list(dict.fromkeys(df["way"]))
     size = (8.0, 1.1 + 0.62 * len(ways))
@@ -595,7 +566,6 @@ def spread(ratios: Mapping[str, pd.Series], *, title: str, xlabel: str) -> Axes:
     ----------
     ratios : mapping of str to pandas.Series
         By the name of its row; what is missing is left out.
-    title, xlabel : str
 
     Returns
     -------
@@ -627,15 +597,8 @@ def clusters(points: Any, labels: Any, centres: Any, *, title: str) -> Axes:
 
     Parameters
     ----------
-    points : array of shape (n, 2)
     labels : array of int of shape (n,)
         The cluster of each point.
-    centres : array of shape (k, 2)
-    title : str
-
-    Returns
-    -------
-    matplotlib.axes.Axes
     """
     points, labels, centres = (np.asarray(values) for values in (points, labels, centres))
     ax = axes(title, "x", "y", (5.4, 3.6))

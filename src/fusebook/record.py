@@ -214,7 +214,6 @@ def select(frame: pd.DataFrame, op: Op, config: str, dtype: str = "float32") -> 
     ----------
     frame : pandas.DataFrame
         Of `read`.
-    op : Op
     config, dtype : str
         Comma lists, as `fusebook.bench.run` takes them.
 
@@ -337,7 +336,6 @@ def join(folders: Sequence[pathlib.Path], root: pathlib.Path) -> list[pathlib.Pa
     ----------
     folders : sequence of path
         Of records, each with a folder a GPU.
-    root : path
 
     Returns
     -------
@@ -601,15 +599,8 @@ def restamp(gpu: str | None = None, root: pathlib.Path | None = None) -> dict[st
 def everything(op: Op) -> list[tuple[str, str, Dims]]:
     """What ``--all`` measures of an operator: what the package has of a GPU, and the rest of the card's configs.
 
-    Parameters
-    ----------
-    op : Op
-
-    Returns
-    -------
-    list of (str, str, Dims)
-        Dtype, name of the config and dims of each point. Points of a config that the package has no record of are in
-        float32.
+    Dtype, name of the config and dims of each point. Points of a config that the package has no record of are in
+    float32.
     """
     labels = {tuple(dims.items()): label for label, dims in bench.points(op, ",".join(op.configs))}
     recompiled: dict[Any, bool] = {}  # by dtype and dims, whether the record has a variant that sweeps may leave out

@@ -1,5 +1,7 @@
 """Tables of results: a DataFrame in, a DataFrame out. What the columns of results mean stands in `fusebook.bench`.
 
+`df` is a frame of results, as `fusebook.bench.run` and `fusebook.page.results` return it, wherever it has no words.
+
 A kind of time is one of the clocks of `fusebook.timing`, or ``paid``: what an eager program of many calls pays for
 each, the larger of the host's time and the device's.
 """
@@ -59,16 +61,8 @@ def _kind(kind: str) -> str:
 def paid(df: pd.DataFrame) -> pd.Series:
     """What an eager program of many calls pays for each: the larger of what the host and what the device needs, cold.
 
-    Parameters
-    ----------
-    df : pandas.DataFrame
-        Results.
-
-    Returns
-    -------
-    pandas.Series
-        Microseconds, with the index of `df`. What waits for the device, and so has neither of the two times, pays its
-        whole call. Missing where nothing was timed, and in records that were taken without the host's clock.
+    Microseconds, with the index of `df`. What waits for the device, and so has neither of the two times, pays its whole
+    call. Missing where nothing was timed, and in records that were taken without the host's clock.
     """
     device = df["cold_us"].astype(float)
     host = df["host_us"].astype(float) if "host_us" in df else device * math.nan
@@ -79,17 +73,7 @@ def paid(df: pd.DataFrame) -> pd.Series:
 def timed(df: pd.DataFrame, kind: str) -> pd.DataFrame:
     """The rows that have a time of a kind, in the column ``<kind>_us``.
 
-    Parameters
-    ----------
-    df : pandas.DataFrame
-        Results.
-    kind : str
-        Of `KINDS`.
-
-    Returns
-    -------
-    pandas.DataFrame
-        None of the rows where the record lacks the clock.
+    None of the rows where the record lacks the clock.
     """
     df = _with(df, kind)
     return df[(df["status"] == "ok") & df[f"{kind}_us"].notna()]
@@ -106,15 +90,7 @@ def _with(df: pd.DataFrame, kind: str) -> pd.DataFrame:
 def dims(df: pd.DataFrame) -> list[str]:
     """The columns that name a problem's sizes.
 
-    Parameters
-    ----------
-    df : pandas.DataFrame
-        Results.
-
-    Returns
-    -------
-    list of str
-        The columns between ``dtype`` and ``status``, without those that this operator does not have.
+    The columns between ``dtype`` and ``status``, without those that this operator does not have.
     """
     columns = list(df.columns)
     try:
@@ -130,15 +106,7 @@ def dims(df: pd.DataFrame) -> list[str]:
 def label(df: pd.DataFrame) -> pd.Series:
     """A short name of each row's sizes, e.g. ``32768x4096``; words are put behind.
 
-    Parameters
-    ----------
-    df : pandas.DataFrame
-        Results.
-
-    Returns
-    -------
-    pandas.Series
-        Of str, with the index of `df`; empty where that is.
+    Of str, with the index of `df`; empty where that is.
     """
     names = dims(df) if len(df) else []
     labels = []
@@ -154,14 +122,8 @@ def where(df: pd.DataFrame, **wanted: Any) -> pd.DataFrame:
 
     Parameters
     ----------
-    df : pandas.DataFrame
-        Results.
     **wanted
         A value, a list of values or a function from the column to booleans, by column.
-
-    Returns
-    -------
-    pandas.DataFrame
     """
     keep = pd.Series(True, index=df.index)
     for name, value in wanted.items():
@@ -175,16 +137,8 @@ def where(df: pd.DataFrame, **wanted: Any) -> pd.DataFrame:
 def together(*frames: pd.DataFrame) -> pd.DataFrame:
     """Results one below the other, which still know on which GPU they were measured.
 
-    Parameters
-    ----------
-    *frames : pandas.DataFrame
-        Results.
-
-    Returns
-    -------
-    pandas.DataFrame
-        ``attrs["gpu"]`` is the name of the GPU where it is the same for all. Where each comes from, which
-        `fusebook.page.provenance` asks for, only the frames themselves know.
+    ``attrs["gpu"]`` is the name of the GPU where it is the same for all. Where each comes from, which
+    `fusebook.page.provenance` asks for, only the frames themselves know.
     """
     result = pd.concat(frames)
     machines = [getattr(frame.attrs.get("origin"), "machine", None) for frame in frames]
@@ -213,10 +167,6 @@ def times(df: pd.DataFrame, kind: str = "cold", words: bool = False) -> pd.DataF
 
     Parameters
     ----------
-    df : pandas.DataFrame
-        Results.
-    kind : str
-        Of `KINDS`.
     words : bool
         Put the status where there is no time: ``refused``, ``wrong``.
 
@@ -255,8 +205,6 @@ def ratio(df: pd.DataFrame, variant: str, over: str, kind: str = "cold") -> pd.S
 
     Parameters
     ----------
-    df : pandas.DataFrame
-        Results.
     variant, over : str
         Below 1, `variant` is the faster one.
     kind : str
@@ -283,9 +231,6 @@ def share(df: pd.DataFrame, variant: str, of: str = "copy", kind: str = "cold") 
 
     Parameters
     ----------
-    df : pandas.DataFrame
-        Results.
-    variant : str
     of : str
         ``copy``, of the same bytes in the same run, or ``roof``, made of the machine's ceilings.
     kind : str
@@ -310,8 +255,6 @@ def shares(df: pd.DataFrame, kind: str = "cold") -> pd.DataFrame:
 
     Parameters
     ----------
-    df : pandas.DataFrame
-        Results.
     kind : str
         ``cold`` or ``warm``.
 
@@ -362,16 +305,8 @@ def speedup(df: pd.DataFrame, over: str = "eager", kind: str = "cold") -> pd.Dat
 
     Parameters
     ----------
-    df : pandas.DataFrame
-        Results.
     over : str
         The variant to compare with.
-    kind : str
-        Of `KINDS`.
-
-    Returns
-    -------
-    pandas.DataFrame
     """
     table = times(df, kind)
     if over not in table:
@@ -384,20 +319,9 @@ def speedup(df: pd.DataFrame, over: str = "eager", kind: str = "cold") -> pd.Dat
 def losses(df: pd.DataFrame, variant: str = "fusebook", kind: str = "cold") -> pd.DataFrame:
     """The points at which another variant is faster: what a page that shows only wins would hide.
 
-    Parameters
-    ----------
-    df : pandas.DataFrame
-        Results.
-    variant : str
-    kind : str
-        Of `KINDS`.
-
-    Returns
-    -------
-    pandas.DataFrame
-        Indexed by sizes and dtype: the fastest other variant, and how many times as long `variant` takes, if by more
-        than `WITHIN`. The worst loss comes first. ``attrs["compared"]`` is how many points were timed both ways: 0
-        tells nothing.
+    Indexed by sizes and dtype: the fastest other variant, and how many times as long `variant` takes, if by more than
+    `WITHIN`. The worst loss comes first. ``attrs["compared"]`` is how many points were timed both ways: 0 tells
+    nothing.
     """
     others = [name for name in dict.fromkeys(df["variant"]) if name != variant]
     points = _labelled(df, kind)
@@ -414,14 +338,8 @@ def alike(df: pd.DataFrame, variant: str = "fusebook") -> pd.DataFrame:
 
     Parameters
     ----------
-    df : pandas.DataFrame
-        Results.
     variant : str
         Rows of variants whose name goes on behind this one, as ``fusebook, checked`` does, are left out.
-
-    Returns
-    -------
-    pandas.DataFrame
     """
     own = df["variant"].str.startswith(tuple(variant + mark for mark in " ,("))
     return df[~own & df["math"].fillna("").eq("")]
@@ -472,20 +390,9 @@ def reasons(df: pd.DataFrame, prepared: Collection[str] = ()) -> pd.DataFrame:
 def behind(df: pd.DataFrame, variant: str = "fusebook", kind: str = "cold") -> pd.DataFrame:
     """How a variant stands against the fastest other one at each point, the smallest problem first.
 
-    Parameters
-    ----------
-    df : pandas.DataFrame
-        Results.
-    variant : str
-    kind : str
-        Of `KINDS`.
-
-    Returns
-    -------
-    pandas.DataFrame
-        Indexed by sizes and dtype: ``best other``, ``times as long`` (below 1 the variant is the faster one), and
-        ``least us``, the time that the roof leaves to any way of computing it, by which points are ordered. Only points
-        at which both were timed by this clock.
+    Indexed by sizes and dtype: ``best other``, ``times as long`` (below 1 the variant is the faster one), and ``least
+    us``, the time that the roof leaves to any way of computing it, by which points are ordered. Only points at which
+    both were timed by this clock.
     """
     df = _labelled(df, kind)
     keys = ["op", "label", "dtype"]
@@ -538,17 +445,9 @@ def pays_from(df: pd.DataFrame, kind: str = "paid") -> str | None:
 def standing(df: pd.DataFrame) -> pd.DataFrame:
     """By each clock, at how many points ours wins and loses against the fastest other way.
 
-    Parameters
-    ----------
-    df : pandas.DataFrame
-        Results.
-
-    Returns
-    -------
-    pandas.DataFrame
-        A row for ``cold``, ``warm``, ``paid`` and ``call``: points compared, those at which it is faster, equal and
-        slower, how many times as long it takes in the median and at worst, and where that is. Clocks that the record
-        lacks compare no points.
+    A row for ``cold``, ``warm``, ``paid`` and ``call``: points compared, those at which it is faster, equal and slower,
+    how many times as long it takes in the median and at worst, and where that is. Clocks that the record lacks compare
+    no points.
     """
     rows = {}
     for kind in ("cold", "warm", "paid", "call"):
@@ -573,16 +472,8 @@ def standing(df: pd.DataFrame) -> pd.DataFrame:
 def clocks(df: pd.DataFrame) -> pd.DataFrame:
     """Median times by every clock, side by side, in microseconds.
 
-    Parameters
-    ----------
-    df : pandas.DataFrame
-        Results.
-
-    Returns
-    -------
-    pandas.DataFrame
-        A row a point and variant; columns ``cold``, ``warm``, ``host``, ``call`` and ``paid``, see `paid`. A clock that
-        the record lacks is an empty column.
+    A row a point and variant; columns ``cold``, ``warm``, ``host``, ``call`` and ``paid``, see `paid`. A clock that the
+    record lacks is an empty column.
     """
     df = _points(df)
     df = df[df["status"] == "ok"]
@@ -598,14 +489,6 @@ def harmless(value: Any) -> Any:
     """Text that a spreadsheet would take for a formula, with an apostrophe before it; anything else as it is.
 
     Colours of a terminal and other control characters, which a spreadsheet refuses, are left out.
-
-    Parameters
-    ----------
-    value : object
-
-    Returns
-    -------
-    object
     """
     if not isinstance(value, str):
         return value
@@ -614,16 +497,7 @@ def harmless(value: Any) -> Any:
 
 
 def number(value: Any) -> str:
-    """A number as a reader wants it: three digits that count, empty for what is missing.
-
-    Parameters
-    ----------
-    value : object
-
-    Returns
-    -------
-    str
-    """
+    """A number as a reader wants it: three digits that count, empty for what is missing."""
     if value is None or value is pd.NA or (isinstance(value, float) and math.isnan(value)):
         return ""
     if isinstance(value, bool) or type(value).__name__ == "bool_":
@@ -649,14 +523,7 @@ def number(value: Any) -> str:
 def pretty(df: pd.DataFrame) -> pd.DataFrame:
     """The same table in strings, no digit more than a reader can use.
 
-    Parameters
-    ----------
-    df : pandas.DataFrame
-
-    Returns
-    -------
-    pandas.DataFrame
-        Of str. Columns that are whole numbers throughout are written without a point.
+    Of str. Columns that are whole numbers throughout are written without a point.
     """
     out = pd.DataFrame(index=df.index)
     for position, name in enumerate(df.columns):

@@ -167,10 +167,6 @@ def hidden(function: Callable[[], Any]) -> float:
 
     Work on a stream that the current one does not wait for escapes CUDA events. A few microseconds are the cost of
     asking.
-
-    Parameters
-    ----------
-    function : callable
     """
     rest = math.inf
     end = torch.cuda.Event()
@@ -197,7 +193,6 @@ def cold(functions: Functions, *, warmup: int = 5, repeat: int = 30) -> dict[str
 
     Parameters
     ----------
-    functions : mapping of str to callable
     warmup, repeat : int
         Calls before and calls timed; calls of many milliseconds are repeated less.
 
@@ -240,7 +235,6 @@ def warm(functions: Functions, *, repeat: int = 30, seconds: float = 1e-3) -> di
 
     Parameters
     ----------
-    functions : mapping of str to callable
     repeat : int
         Replays timed, per function.
     seconds : float
@@ -369,7 +363,6 @@ def host(functions: Functions, *, warmup: int = 5, repeat: int = 30) -> dict[str
 
     Parameters
     ----------
-    functions : mapping of str to callable
     warmup, repeat : int
         Calls before and batches timed; batches of many milliseconds are repeated less.
 
@@ -398,17 +391,7 @@ def host(functions: Functions, *, warmup: int = 5, repeat: int = 30) -> dict[str
 
 
 def call(functions: Functions, *, warmup: int = 5, repeat: int = 30) -> dict[str, Quantiles]:
-    """Host time of one call, synchronised before and after; all that a function of the CPU has.
-
-    Parameters
-    ----------
-    functions : mapping of str to callable
-    warmup, repeat : int
-
-    Returns
-    -------
-    dict of str to Quantiles
-    """
+    """Host time of one call, synchronised before and after; all that a function of the CPU has."""
     samples: dict[str, list[float]] = {name: [] for name in functions}
     slowest = 0.0
     for function in functions.values():
@@ -438,7 +421,6 @@ def measure(
     ----------
     functions : mapping of str to callable
         Called without arguments; interleaved.
-    warmup, repeat : int
     kinds : sequence of str
         Of `KINDS`. Without a CUDA device only ``call`` is measured.
 

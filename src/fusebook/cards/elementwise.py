@@ -144,10 +144,6 @@ def cuda_source(name: str) -> str:
     ----------
     name : str
         ``multiply``, ``double``, ``add_sub``, ``multiply_add`` or ``exp``.
-
-    Returns
-    -------
-    str
     """
     body = _CUDA_BODIES[name]
     outs = [p for p in ("out", "also") if f"{p}[" in body]

@@ -55,7 +55,6 @@ def alone(model: Any, library: str | os.PathLike[str], provider: str = "CUDAExec
         With inputs ``shape``, ``indices [n, 1]`` and ``updates [n, D]``, in float32.
     library : path
         What ``python -m fusebook.ort build`` made.
-    provider : str
 
     Returns
     -------

@@ -93,10 +93,6 @@ def specs(types: Sequence[str]) -> Iterator[Spec]:
     ----------
     types : sequence of str
         Names of `TYPES`.
-
-    Yields
-    ------
-    Spec
     """
     scatter, softmax = "fusebook.kernels.scatter_nd", "fusebook.kernels.softmax"
     grouped = "fusebook.kernels._grouped"
@@ -362,10 +358,6 @@ def cached(arch: Sequence[int], dtype: Sequence[str]) -> pathlib.Path:
     ----------
     arch, dtype
         As those of `build`.
-
-    Returns
-    -------
-    pathlib.Path
     """
     from importlib.metadata import version
 

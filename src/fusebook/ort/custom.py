@@ -55,7 +55,6 @@ def compile_c(sources: Sequence[pathlib.Path], out: pathlib.Path, *options: str)
 
     Parameters
     ----------
-    sources : sequence of pathlib.Path
     out : pathlib.Path
         Whole or not there, whatever happens meanwhile.
     *options : str
@@ -532,7 +531,6 @@ def custom_op(
         Inputs that are wanted on the CPU, such as a shape.
     optional : sequence of str
         Inputs that a node may leave out.
-    domain : str, default "fusebook"
 
     Returns
     -------
@@ -564,11 +562,6 @@ def custom_op(
 
 def register(options: Any, *ops: CustomOp) -> None:
     """Make operators known to the sessions that are made with these options.
-
-    Parameters
-    ----------
-    options : onnxruntime.SessionOptions
-    *ops : CustomOp
 
     Raises
     ------

@@ -47,10 +47,7 @@ def _symbol(onnxscript: Any, op: CustomOp) -> Any:
 def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
     """What Fusebook's torch operators become in ONNX.
 
-    Returns
-    -------
-    dict
-        For ``custom_translation_table`` of ``torch.onnx.export(..., dynamo=True)``.
+    For ``custom_translation_table`` of ``torch.onnx.export(..., dynamo=True)``.
 
     Raises
     ------
@@ -111,16 +108,9 @@ def fuse(model: Any) -> Any:
     MaskedScatterNDOfShape; without Equal and Where it becomes ScatterNDOfShape. A model
     is data: nothing in it is run.
 
-    Parameters
-    ----------
-    model : onnx.ModelProto or onnx_ir.Model
-
-    Returns
-    -------
-    onnx.ModelProto or onnx_ir.Model
-        A model of the kind that was given. A chain that means something else (other constants, those that a caller may
-        replace, integers, indices of several components under a mask, or updates of another number of axes, zeros that
-        somebody else reads), or of which that is not known, stays as it is.
+    A model of the kind that was given. A chain that means something else (other constants, those that a caller may
+    replace, integers, indices of several components under a mask, or updates of another number of axes, zeros that
+    somebody else reads), or of which that is not known, stays as it is.
 
     Raises
     ------

@@ -190,10 +190,7 @@ class Bound:
     def __call__(self) -> dict[str, Tensor]:
         """Run on what the bound tensors hold now.
 
-        Returns
-        -------
-        dict of str to torch.Tensor
-            Every output. What ONNX Runtime allocated is valid until the next run.
+        Every output. What ONNX Runtime allocated is valid until the next run.
         """
         graph = self.graph
         if graph.stream is None:

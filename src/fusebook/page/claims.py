@@ -57,10 +57,6 @@ def say(text: str, **numbers: Any) -> Say:
         With fields as those of `str.format`; what stands between backticks is code.
     **numbers
         Values of the fields; a missing one is written as not measured.
-
-    Returns
-    -------
-    Say
     """
     return Say(_fill(text, numbers))
 
@@ -164,10 +160,6 @@ def claim(
     **numbers
         Values of the fields.
 
-    Returns
-    -------
-    Claim
-
     Raises
     ------
     ValueError
@@ -190,10 +182,6 @@ def holds(text: str, condition: Any, of: Any = None, **numbers: Any) -> Claim:
         As in `claim`.
     **numbers
         Values of the fields.
-
-    Returns
-    -------
-    Claim
     """
     true, detail = _decide(condition, of)
     return Claim(_fill(text, numbers), true, False, "statement", detail)
@@ -205,12 +193,7 @@ def _many(n: int, verdict: Hashable) -> str:
 
 
 class Claims(_Shown):
-    """See `claims`.
-
-    Parameters
-    ----------
-    items : sequence of Claim or Say
-    """
+    """See `claims`."""
 
     def __init__(self, items: Sequence[Claim | Say]) -> None:
         self.items = tuple(items)
@@ -241,14 +224,6 @@ class Claims(_Shown):
 
 def claims(*items: Claim | Say) -> Claims:
     """Conclusions, each with its verdict.
-
-    Parameters
-    ----------
-    *items : Claim or Say
-
-    Returns
-    -------
-    Claims
 
     Raises
     ------
@@ -314,10 +289,6 @@ def every_clock(df: pd.DataFrame) -> Folded:
     ----------
     df : pandas.DataFrame
         As of `by_clock`.
-
-    Returns
-    -------
-    Folded
     """
     return Folded(
         "Every way by every clock, and each loss",

@@ -79,16 +79,11 @@ def lanes(
 
     Parameters
     ----------
-    caption : str
     spans : mapping of str to sequence of (float, float, str)
         For each actor the begin, the end and the name of what it does, in any unit of time. Where it waits, by the
         first word of that name, the span is drawn empty.
     arrows : sequence of (str, float, str, float)
         From an actor at a time to an actor at a time.
-
-    Returns
-    -------
-    Drawing
 
     Raises
     ------
@@ -125,15 +120,10 @@ def owners(caption: str, keys: Sequence[int], rows: int) -> Drawing:
 
     Parameters
     ----------
-    caption : str
     keys : sequence of int
         The row of each update; -1 where it is masked and goes nowhere.
     rows : int
         Rows of the output.
-
-    Returns
-    -------
-    Drawing
     """
     step, bar, left, right, width = 27.0, 20.0, 130.0, 440.0, 110.0
     height = step * max(len(keys), rows) + 12
@@ -166,14 +156,8 @@ def waves(caption: str, tiles: int, places: int) -> Drawing:
 
     Parameters
     ----------
-    caption : str
-    tiles : int
     places : int
         How many run at once, one for each multiprocessor for example.
-
-    Returns
-    -------
-    Drawing
     """
     left, step, bar = 80.0, 30.0, 22.0
     rounds = -(-tiles // places)
@@ -192,17 +176,7 @@ def waves(caption: str, tiles: int, places: int) -> Drawing:
 
 
 def traffic(caption: str, costs: Mapping[str, Cost]) -> Drawing:
-    """The bytes that ways of computing read and write, as a card states them.
-
-    Parameters
-    ----------
-    caption : str
-    costs : mapping of str to Cost
-
-    Returns
-    -------
-    Drawing
-    """
+    """The bytes that ways of computing read and write, as a card states them."""
     left, step, bar = 150.0, 34.0, 24.0
     most = max(cost.read + cost.write for cost in costs.values())
     scale = (_WIDTH - left - 230) / most

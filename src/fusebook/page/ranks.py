@@ -36,7 +36,6 @@ def enough(worker: Callable[[], Any], gpus: int) -> bool:
     ----------
     worker : callable
         Of a page; in a notebook it has no file.
-    gpus : int
     """
     there = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return 0 < gpus <= there and dist.is_nccl_available() and _file(worker).exists()
@@ -57,10 +56,6 @@ def ranks(worker: Callable[[], pd.DataFrame], count: int, *, seconds: float = LO
         How many processes.
     seconds : float
         After which they are ended.
-
-    Returns
-    -------
-    pandas.DataFrame
 
     Raises
     ------
@@ -122,10 +117,6 @@ def _work(*workers: Callable[[], pd.DataFrame]) -> None:
 
 def join() -> tuple[int, int]:
     """Join the other ranks: by NCCL, each with a GPU; by gloo where there is no GPU.
-
-    Returns
-    -------
-    rank, world : int
 
     Raises
     ------

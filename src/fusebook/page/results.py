@@ -173,10 +173,6 @@ class Study:
             Another operator than the page's.
         **other
             Arguments of `fusebook.page.results` to be given otherwise: ``config``, ``dtype``, ``variants``, ``live``.
-
-        Returns
-        -------
-        pandas.DataFrame
         """
         asked = {"config": self.config, "dtype": self.dtype, "warmup": self.warmup, "repeat": self.repeat}
         return results(op or self.op, **{**asked, **other})
@@ -186,8 +182,6 @@ class Study:
 
         Parameters
         ----------
-        dims : Dims
-        dtype : torch.dtype
         **ways : callable
             Take the inputs.
 
@@ -213,15 +207,10 @@ def study(op: Op, *, config: str, dtype: str = "float32", repeat: int = 30) -> S
 
     Parameters
     ----------
-    op : Op
     config, dtype : str
         Defaults: comma lists.
     repeat : int
         A default.
-
-    Returns
-    -------
-    Study
     """
     return Study(op, **vars(arguments(op, config=config, dtype=dtype, repeat=repeat)))
 
@@ -273,7 +262,6 @@ def results(
 
     Parameters
     ----------
-    op : Op
     config : str
         A comma list of the card's configs and of sizes.
     dtype : str
@@ -469,10 +457,7 @@ def measured(
 def records() -> dict[str, pd.DataFrame]:
     """Every record of the named GPU, by operator; nothing is measured.
 
-    Returns
-    -------
-    dict of str to pandas.DataFrame
-        As of `fusebook.record.read`.
+    As of `fusebook.record.read`.
 
     Raises
     ------

@@ -88,10 +88,6 @@ def provenance(*frames: pd.DataFrame) -> Provenance:
     ----------
     *frames : pandas.DataFrame
         What `results` and `measured` returned.
-
-    Returns
-    -------
-    Provenance
     """
     origins = [o for frame in frames if isinstance(o := frame.attrs.get("origin"), Origin) and o.machine]
     if not frames or len(origins) < len(frames):
@@ -217,15 +213,10 @@ def downloads(df: pd.DataFrame, name: str, ax: Axes | None = None) -> Downloads:
 
     Parameters
     ----------
-    df : pandas.DataFrame
     name : str
         Of the files, without suffix or folder.
     ax : matplotlib.axes.Axes, optional
         A figure to keep as PNG where nothing else shows it: in a plain script.
-
-    Returns
-    -------
-    Downloads
 
     Raises
     ------
@@ -282,12 +273,7 @@ class Downloads(_Shown):
 
 
 def environment() -> Listing:
-    """What a page ran on: versions of what it computes with, and the GPU.
-
-    Returns
-    -------
-    Listing
-    """
+    """What a page ran on: versions of what it computes with, and the GPU."""
     facts = {"Python": platform.python_version(), "fusebook": sys.modules["fusebook"].__version__, **bench.software()}
     gpu = "no CUDA GPU: kernels were interpreted and times replayed"
     if torch.cuda.is_available():
@@ -302,7 +288,6 @@ def table(df: pd.DataFrame, caption: str, fold: bool | None = None, box: bool = 
 
     Parameters
     ----------
-    df : pandas.DataFrame
     caption : str
         What the reader sees in it, with units. An empty table says that there is none of it, or, where its
         ``attrs["compared"]`` is 0, that it was not measured.
@@ -310,10 +295,6 @@ def table(df: pd.DataFrame, caption: str, fold: bool | None = None, box: bool = 
         Whether it is shown on demand only; from 20 rows up unless told.
     box : bool
         Whether the box under the page's title shows it too, all of it.
-
-    Returns
-    -------
-    Table
     """
     nothing = "not measured" if df.attrs.get("compared") == 0 else "none"
     fold = len(df) > 20 if fold is None else fold
@@ -433,10 +414,6 @@ def sortable(df: pd.DataFrame, caption: str, best: pd.DataFrame | None = None) -
         What the reader sees in it, with units.
     best : pandas.DataFrame of bool, optional
         Of some columns of `df` and all of its rows: what is to be set in bold.
-
-    Returns
-    -------
-    Sortable
     """
     bold = pd.DataFrame(False, df.index, df.columns)
     if best is not None:
@@ -578,16 +555,7 @@ def _undocumented(text: str) -> str:
 
 
 def lines_of(*parts: Any) -> int:
-    """Lines of code, without docstrings, comments and empty lines.
-
-    Parameters
-    ----------
-    *parts : functions, Triton kernels or modules
-
-    Returns
-    -------
-    int
-    """
+    """Lines of code, without docstrings, comments and empty lines."""
     count = 0
     for part in parts:
         tree = ast.parse(textwrap.dedent(inspect.getsource(part if inspect.ismodule(part) else _plain(part))))
@@ -615,10 +583,6 @@ def solution(path: str) -> Solution:
     ----------
     path : str
         The file, as seen from the folder of the page.
-
-    Returns
-    -------
-    Solution
     """
     page = Path(getattr(sys.modules.get("__main__"), "__file__", None) or "page.py")
     source = next((f for f in (Path(path), page.parent / path) if f.exists()), Path(path))

@@ -24,7 +24,6 @@ def group(op: Op, variant: str) -> str:
 
     Parameters
     ----------
-    op : Op
     variant : str
         A name of its card, or of a record of it.
 
@@ -70,7 +69,6 @@ def choices(op: Op, frame: pd.DataFrame, kind: str = "paid") -> pd.DataFrame:
 
     Parameters
     ----------
-    op : Op
     frame : pandas.DataFrame
         Results of `op`.
     kind : str

@@ -147,7 +147,6 @@ def write(file: pathlib.Path, plans: Mapping[tuple[str, str, str, str], Tuned]) 
 
     Parameters
     ----------
-    file : pathlib.Path
     plans : mapping of tuple of str to Tuned
         By capability, math, layout and class of shape. In the rows of torch, constants are left out.
     """

@@ -103,7 +103,6 @@ def problem(math: str, layout: str, shape: str, device: torch.device) -> tuple[T
     ----------
     math, layout, shape : str
         Of `classes`.
-    device : torch.device
 
     Returns
     -------
@@ -137,7 +136,6 @@ def attempt(name: str, math: str, inputs: Sequence[Tensor], plan: Plan | None) -
         Of `classes`.
     inputs : sequence of torch.Tensor
         Of `problem`.
-    plan : Plan, optional
 
     Returns
     -------
