@@ -74,7 +74,7 @@ def _sizes_of(shape: Sequence[Any], letters: Sequence[Any], known: dict[Any, Any
         if isinstance(letter, str) and not letter.isdigit():
             letter, _, rule = letter.partition(" ")
             size -= int(rule.removeprefix("+ ")) if rule.startswith("+") else 0
-            if size < (rule == "> 0") or size != found.setdefault(letter, size):
+            if size < int(rule == "> 0") or size != found.setdefault(letter, size):
                 return None
         elif size != int(letter):
             return None
