@@ -474,8 +474,13 @@ def test_each_promise_names_tests_that_exist():
     promises = text[text.index("What is promised") : text.index("How the library is tried")].split("   * - ")[2:]
     assert len(promises) >= 9
     for promise in promises:
-        named = re.findall(r"``(test_\w+)``", promise)
-        assert named and all((ROOT / "tests" / f"{name}.py").exists() for name in named), promise
+        # Behind the file's name stand what its tests say, as words.
+        _, *named = re.split(r"``(test_\w+)``:", " ".join(promise.split("\n     - ")[2].split()))
+        assert named, promise
+        for file, said in zip(named[::2], named[1::2], strict=True):
+            code = (ROOT / "tests" / f"{file}.py").read_text(encoding="utf-8")
+            for words in said.strip(" .").split("; "):
+                assert f"\ndef test_{words.replace(' ', '_')}(" in code, f"{file}: {words}"
 
 
 def test_the_commands_of_the_readme_exist():

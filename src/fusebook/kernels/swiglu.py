@@ -422,9 +422,10 @@ def swiglu(
 
     Notes
     -----
-    Weights that differ in layout, or whose rows begin at no multiples of 16 bytes, are treated as in `concat_gemm`.
-    Works under `torch.compile`. Differentiable: the backward pass computes the two products again instead of keeping
-    them, and all its products are torch's, which follow ``torch.backends.cuda.matmul.allow_tf32`` whatever `tf32` was.
+    Weights that differ in layout, or whose rows begin at no multiples of 16 bytes, are treated as in `concat_gemm`;
+    float32 is multiplied as there, with the same limits at the ends of its range. Works under `torch.compile`.
+    Differentiable: the backward pass computes the two products again instead of keeping them, and all its products are
+    torch's, which follow ``torch.backends.cuda.matmul.allow_tf32`` whatever `tf32` was.
 
     Examples
     --------
