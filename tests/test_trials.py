@@ -94,3 +94,16 @@ def test_parts_of_a_trial_are_put_together_where_the_library_was_the_same(tmp_pa
         file.write(json.dumps({"case": "z", "outcome": "differs"})[:-5])  # cut off while it was written
     trials.tell([tmp_path / "1.jsonl"])
     assert trials.TABLE.read_text().splitlines()[1].startswith("Stress,did not end: 1 of 2 cases ran: 100 calls,")
+
+
+def test_parts_with_cases_of_their_own_are_a_whole_when_each_has_ended(told_of):
+    for part, cases in (("1", "xy"), ("2", "z")):
+        log = trials.Log.begin("Tests", None, part)
+        for case in cases:
+            log.came(case, "passed")
+        if part == "1":
+            log.say(planned=2)
+    assert told_of("1") == "2 cases: 2 passed"
+    assert told_of("1", "2") == "did not end: 3 cases ran"
+    log.say(planned=1)
+    assert told_of("1", "2") == "3 cases: 3 passed"

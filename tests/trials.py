@@ -86,9 +86,11 @@ def put_together(files):
         known = trials.get(head["trial"])
         if known and (known["commit"], known["machine"]) != (head["commit"], head["machine"]):
             known = None
-        known = known or head | {"cases": {}, "notes": {}, "seconds": 0}
+        known = known or head | {"cases": {}, "notes": {}, "seconds": 0, "parts": []}
+        if head["planned"] is None:  # each part has cases of its own, and says how many when it ends
+            known["parts"].append(next((line["planned"] for line in lines[1:] if "planned" in line), None))
+            known["planned"] = None if None in known["parts"] else sum(known["parts"])
         for line in lines[1:]:
-            known["planned"] = line.get("planned", known["planned"])
             if "case" in line:
                 known["cases"][line["case"]] = line
             if "note" in line:
