@@ -73,6 +73,7 @@ from fusebook.kernels.elementwise import (
     _exp,
     _load,
     _multiply_add,
+    _place,
     _silu,
     add_add_multiply_eager,
     add_sub_eager,
@@ -358,18 +359,20 @@ claims(
 # The finished kernels
 # ~~~~~~~~~~~~~~~~~~~~
 #
-# The library has one kernel for operands with equal strides and one for
-# others. The expression is an argument of the kernel: a small function of the
-# operands' values that returns the results. Triton compiles the kernel anew
-# for each expression, so this costs nothing at run time.
+# The library has one kernel that counts along the results, and one for
+# operands that lie across. The expression is an argument of the kernel: a
+# small function of the operands' values that returns the results. Triton
+# compiles the kernel anew for each expression, so this costs nothing at run
+# time.
 
 Folded(
-    "Three expressions, and the kernel for operands with equal strides",
+    "Three expressions, and the kernel that counts along the results",
     Source(
         _add_sub,
         _multiply_add,
         _silu,
         _load,
+        _place,
         _elements_at,
         _elementwise_flat,
         doc=False,
@@ -377,14 +380,16 @@ Folded(
 )
 
 # %%
-# Only the last block takes the path with a mask. A mask that may end anywhere
-# keeps the compiler from wide loads, since four adjacent elements need not be
-# all inside or all outside. Without a mask each thread takes 16 bytes at a
-# time, whatever SIZE is.
+# A thread takes groups of 16 bytes, and the mask is of whole groups: one that
+# may end anywhere keeps the compiler from wide loads, since four adjacent
+# elements need not be all inside or all outside. The last block takes what is
+# left, element by element.
 #
-# Operands of different strides go through :term:`tiles <tile>`. Before that,
-# adjacent axes are merged where one stride serves for both, such as height and
-# width of a batch of images.
+# Where operands have strides of their own, a group's place is found by one
+# division for each axis, and whoever passes the end of a row goes on in the
+# next. Before that, adjacent axes are merged where one stride serves for both,
+# such as height and width of a batch of images. An operand that lies across,
+# so that its neighbours are in other rows, goes through :term:`tiles <tile>`.
 
 Folded(
     "Tiles, and which kernel is launched when",

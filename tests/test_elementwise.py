@@ -12,7 +12,6 @@ from fusebook.cards.elementwise import ADD_SUB, EXP
 from fusebook.inputs import generator, rough
 from fusebook.kernels import elementwise
 from fusebook.kernels._arguments import FLOATING
-from fusebook.kernels._operator import plans_aside
 from fusebook.op import Variant
 from toy import toy, variant
 
@@ -101,7 +100,7 @@ def test_results_lie_as_operands_that_lie_alike(device):
         torch.randn(2, 3, 4, 5, device=device).to(memory_format=torch.channels_last),
         torch.randn(3, 8, device=device)[:, ::2],
         torch.randn(4, 1, 6, device=device).expand(4, 3, 6),
-        torch.randn(3, 5, 7, 9, device=device)[:, :4, :6, :8].permute(2, 0, 3, 1),  # four axes that do not fold: copied
+        torch.randn(3, 5, 7, 9, device=device)[:, :4, :6, :8].permute(2, 0, 3, 1),  # four axes that do not fold
     ):
         agree("double", [x])
         agree("add_sub", [x, x.clone(memory_format=torch.preserve_format)], layout=False)
@@ -123,20 +122,28 @@ def test_neighbours_of_an_operand_share_a_tile_along_whatever_axis_they_lie():
     dense = (128 * 64, 64, 1)
     for other in ((1, 4096, 4096 * 128), (64, 4096 * 64, 1), (128, 1, 4096 * 128)):
         plan = elementwise._elementwise_plan((4096, 128, 64), dense, (dense, other), 4, (9, 0))
-        assert plan.C.out == 1 and 1 in (plan.R.ins[1], plan.C.ins[1]), "neighbours lie in different programs"
+        R, C = plan.axes[-2:]
+        assert C.out == 1 == C.ins[1] or (plan.tiled and R.ins[1] == 1), "neighbours lie in different programs"
 
 
-def test_only_what_does_not_fold_is_copied(device, monkeypatch):
-    copied = []
-    original = elementwise._copied_like
-    monkeypatch.setattr(elementwise, "_copied_like", lambda *a: copied.append(1) or original(*a))
-    with plans_aside():  # which may know such a call already
-        fusebook.multiply(torch.ones(2, 3, 4, 5, device=device), torch.ones(3, 1, 1, device=device))
-        fusebook.multiply(torch.ones(6, 7, device=device), torch.ones(7, 6, device=device).mT)
-        fusebook.double(torch.ones(6, 14, device=device)[:, ::2])
-        assert not copied
-        fusebook.multiply(torch.ones(2, 1, 3, 1, device=device), torch.ones(5, 1, 7, device=device))
-        assert copied
+def test_operands_that_lie_across(device):
+    """Tiles that are not full: of matrices, and of a batch along either axis."""
+    x = torch.randn(3, 70, 45, device=device)
+    for order in ((0, 2, 1), (2, 0, 1), (2, 1, 0)):
+        across = x.permute(order).contiguous().permute([order.index(i) for i in range(3)])
+        assert torch.equal(fusebook.multiply(x, across), x * across)
+        assert torch.equal(fusebook.multiply(x[:, 2:40], across[:, 2:40]), (x * across)[:, 2:40])
+        assert torch.equal(fusebook.multiply(x[1], across[2]), x[1] * across[2])
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 5, 7, 8, 9, 16, 17])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64], ids=["float16", "float64"])
+def test_rows_that_end_within_a_thread_s_elements(width, dtype, device):
+    """Narrow slices, whose elements are counted along one axis, two or three: a thread passes the ends of rows."""
+    x = torch.randn(3, 5, 11, width + 3, device=device).to(dtype)[..., :width]
+    for view in (x[0], x[:, :4], x[:, :4, :10], x[:2, :, ::3].transpose(0, 1)):
+        assert torch.equal(fusebook.double(view), 2 * view)
+        assert torch.equal(fusebook.multiply(view, view[..., :1]), view * view[..., :1])
 
 
 @pytest.mark.parametrize("name", MEANING)

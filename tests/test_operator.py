@@ -428,7 +428,8 @@ def test_what_a_launcher_does_besides_spoils_its_plan(driver):
         if more:
             out.zero_()  # neither launched nor applied
         _operator.launch(sys.modules["fusebook.kernels.elementwise"]._elementwise_flat, (1,), (out,), (x,), 5,
-                         EXPRESSION=sys.modules["fusebook.kernels.elementwise"]._double, BLOCK=8)  # fmt: skip
+                         EXPRESSION=sys.modules["fusebook.kernels.elementwise"]._double, BLOCK=8, GROUP=4,
+                         WIDE=False, ALIKE=1)  # fmt: skip
 
     x = torch.randn(5)
     assert [_operator.record([x], lambda more=more: into(x, more))[1] is None for more in (False, True)] == [

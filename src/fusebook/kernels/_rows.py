@@ -211,22 +211,15 @@ def softmax_plan(
     least = 12800 if n % vector else 40960 if pairs else 32768
     if not last:
         # 32 neighbours along INNER, so that a warp reads 64 bytes and more in one piece. Eight elements a thread and a
-        # tile, 64 in all: more would spill. Beyond that rows are turned, or, where few lie side by side, read twice, in
-        # tiles of at most 64 KiB, since a tile that is read along one axis and written along the other passes through
-        # shared memory.
+        # tile, 64 in all: more would spill.
         rows = min(32, triton.next_power_of_2(inner))
         numbers = rows * triton.next_power_of_2(n) * tensors * max(1, size // 4)
         if rows == 32 and 32768 < numbers <= 65536:
             rows, numbers = 16, numbers // 2
-        if numbers <= 32768:
-            warps = 4 if numbers <= 8192 else 16
-            block = max(1, (1024 if warps == 4 else 2048) // rows)
-        elif inner >= 32 and tensors == 1:
+        if numbers > 32768:
             return Plan("turned", {}, 0, 0)
-        else:
-            kernel, warps = "twice", 16
-            block = 65536 // max(4, size) // rows
-        block = min(block, triton.next_power_of_2(n))
+        warps = 4 if numbers <= 8192 else 16
+        block = min(max(1, (1024 if warps == 4 else 2048) // rows), triton.next_power_of_2(n))
     elif vector > 1 and size == 2 and tensors == 1 and least < n <= 13 * 4096:
         # 13 tiles are 52 registers of each of 512 threads; more would spill.
         chunks = triton.cdiv(n + vector - 1, 4096)
@@ -284,11 +277,11 @@ def softmax_plan(
         return Plan(kernel, {"ROWS": rows, "BLOCK": block, "CHUNKS": chunks, "FLAT": flat}, tiles, warps)
     # Where rows are fewer than multiprocessors, the rest of the GPU would watch: share each row among several programs,
     # about eight for each multiprocessor in all, each with a tile of columns at least.
-    few = tiles < processors if last else 2 * tiles <= processors
-    if last and few:
+    few = tiles < processors
+    if few:
         block, warps = min(block, 16384 // max(4, size)), 8
     parts = min(8 * processors // max(1, tiles), triton.cdiv(n, block), 512)
-    group = {"GROUP": min(block, 16 // size) if last else 1} if tensors == 1 else {}
+    group = {"GROUP": min(block, 16 // size)} if tensors == 1 else {}
     constants = {"ROWS": rows, "BLOCK": block, **group}
     if few and parts > 1:
         parts = triton.next_power_of_2(parts)

@@ -14,13 +14,12 @@ Fused: all operations of an expression, and all its results. A chain of separate
 result to memory and reads it back: for SIZE elements, `add_add_multiply` reads 6 SIZE and writes 3 SIZE that way, and
 4 SIZE and SIZE here. `add_sub` reads its two operands once for both results.
 
-There are two kernels for all of them. *Flat* takes neighbours in memory, for operands that lie alike. *Tiles* takes
-operands of different strides as axes ``[B, R, C]``: an operand that is broadcast has stride 0 there, and a row of it is
-read again from the L2 cache, not from memory. Arithmetic is float32, in float64 it is float64, and each result is
-rounded once.
+There are two kernels for all of them. *Flat* takes what lies side by side in the results, and looks for each operand's
+elements by its strides where operands do not lie alike; one that is broadcast has stride 0 there. *Tiles* is for an
+operand that lies across, and takes axes ``[B, R, C]``. Arithmetic is float32, in float64 it is float64, and each result
+is rounded once.
 
-Limits: what does not fold into three axes is copied first. Results are new tensors, so that they never overlap an
-operand or each other.
+Results are new tensors, so that they never overlap an operand or each other.
 """
 
 # Device code grows tuples of operands; mypy sees a tuple of another length as another type.
@@ -39,7 +38,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ._arguments import FLOATING, shapes
-from ._operator import Operator, apply, empty, empty_like, gpu, launch
+from ._operator import Operator, empty, empty_like, gpu, launch
 
 __all__ = [
     "add_add_multiply",
@@ -123,7 +122,7 @@ def add_add_multiply_eager(x: Tensor, y: Tensor, z: Tensor, w: Tensor) -> Tensor
 #
 # An expression takes as many operands as it has arguments and returns a tuple of results. The kernels take a tuple of
 # pointers for each side and are compiled anew for each expression: loops over tuples are unrolled, and nothing of this
-# is left in the machine code. Addresses are int64, because tensors may have more than 2**31 elements.
+# is left in the machine code. Tensors may have more than 2**31 elements.
 
 
 @triton.jit
@@ -190,26 +189,60 @@ def _load(ptr, inside):
 
 
 @triton.jit
-def _elements_at(outs, ins, at, inside, EXPRESSION: tl.constexpr):
-    """Load, compute and store what lies at the same place in all tensors."""
-    values = ()
-    for i in tl.static_range(len(ins)):
-        values += (_load(ins[i] + at, inside),)
-    results = EXPRESSION(*values)
-    for i in tl.static_range(len(outs)):
-        tl.store(outs[i] + at, results[i], mask=inside)  # write SIZE
+def _place(first, within, SIZES, strides, WRAPS: tl.constexpr):
+    """Where an operand has elements ``first + within``, counted along axes of `SIZES` and a slowest one, fastest first.
+
+    One division serves a group `within`, which is no longer than the first of SIZES and so passes its end at most once:
+    where WRAPS, for otherwise groups end with it.
+    """
+    place = tl.zeros([], first.dtype)
+    for k in tl.static_range(len(SIZES)):
+        at = first % SIZES[k]
+        if WRAPS:
+            beyond = at + within >= SIZES[k]
+            at += tl.where(beyond, within - SIZES[k], within)
+            within = beyond.to(first.dtype)
+        elif k == 0:
+            at = at // within.shape[1] * within.shape[1] + within  # nothing new but to the compiler
+            within = 0
+        place += at * strides[k]
+        first = first // SIZES[k]
+    return place + (first + within) * strides[len(SIZES)]
 
 
 @triton.jit
-def _elementwise_flat(outs, ins, SIZE, EXPRESSION: tl.constexpr, BLOCK: tl.constexpr):
-    """BLOCK neighbours, of tensors that all lie alike."""
-    start = tl.program_id(0).to(tl.int64) * BLOCK
-    at = start + tl.arange(0, BLOCK)  # [BLOCK]
-    # A mask that ends anywhere forces loads of one element each. Only the last block has need of one.
-    if start + BLOCK <= SIZE:
-        _elements_at(outs, ins, at, None, EXPRESSION)
-    else:
-        _elements_at(outs, ins, at, at < SIZE, EXPRESSION)
+def _elements_at(
+    outs, ins, first, within, inside, ALIKE: tl.constexpr, WRAPS: tl.constexpr, SIZES, in_strides,
+    EXPRESSION: tl.constexpr,
+):  # fmt: skip
+    """Load, compute and store elements that are neighbours in the results."""
+    values = ()
+    for i in tl.static_range(len(ins)):
+        place = first + within if ALIKE >> i & 1 else _place(first, within, SIZES, in_strides[i], WRAPS)
+        values += (_load(ins[i] + place, inside),)
+    results = EXPRESSION(*values)
+    for i in tl.static_range(len(outs)):
+        tl.store(outs[i] + (first + within), results[i], mask=inside)  # write SIZE
+
+
+@triton.jit
+def _elementwise_flat(
+    outs, ins, SIZE, EXPRESSION: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, WIDE: tl.constexpr,
+    ALIKE: tl.constexpr, WRAPS: tl.constexpr = False, SIZES=None, in_strides=None,
+):  # fmt: skip
+    """BLOCK neighbours of the results, in groups that a thread takes.
+
+    Operands lie as the results do where a bit of ALIKE says so; others have `in_strides`.
+    """
+    # Half the work where no tensor reaches beyond 2**31 elements.
+    start = tl.program_id(0).to(tl.int64 if WIDE else tl.int32) * BLOCK
+    first = start + tl.arange(0, BLOCK // GROUP)[:, None] * GROUP  # [BLOCK / GROUP, 1]
+    within = tl.arange(0, GROUP)[None, :]  # [1, GROUP]
+    # Whole groups, moved by one instruction each; then what is left, element by element.
+    _elements_at(outs, ins, first, within, first <= SIZE - GROUP, ALIKE, WRAPS, SIZES, in_strides, EXPRESSION)
+    if (start > SIZE - BLOCK) & (SIZE % GROUP > 0):
+        rest = tl.zeros([1, 1], start.dtype) + SIZE // GROUP * GROUP
+        _elements_at(outs, ins, rest, within, rest + within < SIZE, ALIKE, WRAPS, SIZES, in_strides, EXPRESSION)
 
 
 @triton.jit
@@ -267,12 +300,9 @@ def _fold(shape: Sequence[int], out: Sequence[int], ins: Sequence[Sequence[int]]
 class Plan(NamedTuple):
     """How an expression is launched."""
 
-    flat: bool  # by `_elementwise_flat`, or else by `_elementwise_tiles`
-    copied: bool  # operands are first copied into the layout of the results
+    tiled: bool  # by `_elementwise_tiles`, or else by `_elementwise_flat`
     programs: int
-    B: Axis
-    R: Axis
-    C: Axis
+    axes: tuple[Axis, ...]  # three where tiled; none where all operands lie alike
     constants: dict[str, int]  # and the number of warps
 
 
@@ -290,31 +320,29 @@ def _elementwise_plan(
     """
     size = math.prod(shape)
     axes = _fold(shape, out, ins)
-    copied = len(axes) > 3
-    if copied or not axes:
-        axes = [Axis(size, 1, (1,) * len(ins))]
-    one = Axis(1, 0, (0,) * len(ins))
-    B, R, C = ([one] * 3 + axes)[-3:]
     interpreted = capability is None
-    if len(axes) == 1 and set(C.ins) == {1}:
-        # Tried on an H200: one load of 16 bytes a thread, of each operand; what is under way in many small programs
-        # beats loops and larger blocks. Half types have two such loads.
-        block, warps = (2**16, 1) if interpreted else (4096 // itemsize, 8 if itemsize >= 4 else 4)
-        block = min(block, triton.next_power_of_2(size))
-        return Plan(True, copied, -(-size // block), B, R, C, {"BLOCK": block, "num_warps": warps})
-    if 1 in B.ins and B.size > 1 and 1 not in R.ins:  # tiles are of R and C: the neighbours of an operand belong there
-        B, R = R, B
-    if 1 in R.ins and R.size > 1:
+    across = [axis for axis in axes[:-1] if 1 in axis.ins and min(axis.size, axes[-1].size) >= 32]
+    if across and len(axes) <= 3:
         # An operand lies across, and the neighbours of its elements are in its rows: in a square tile both kinds of
         # lines are whole.
-        rows, block, warps = (256, 256, 1) if interpreted else (64, 64, 8)
-    else:
-        # 64 numbers of half types a thread would leave no registers to others.
-        wide = 512 if R.size > 1 and itemsize < 4 else 2048 // itemsize
-        rows, block, warps = (64, 1024, 1) if interpreted else (8, wide, 4)
-    block, rows = min(block, triton.next_power_of_2(C.size)), min(rows, triton.next_power_of_2(R.size))
-    programs = B.size * -(-R.size // rows) * -(-C.size // block)
-    return Plan(False, copied, programs, B, R, C, {"ROWS": rows, "BLOCK": block, "num_warps": warps})
+        B = [axis for axis in (Axis(1, 0, (0,) * len(ins)), *axes[:-1]) if axis is not across[-1]][-1]
+        R, C = across[-1], axes[-1]
+        rows, block = (min(256 if interpreted else 64, triton.next_power_of_2(axis.size)) for axis in (R, C))
+        programs = B.size * -(-R.size // rows) * -(-C.size // block)
+        return Plan(True, programs, (B, R, C), {"ROWS": rows, "BLOCK": block, "num_warps": 1 if interpreted else 8})
+    # Tried on an H200: one load of 16 bytes a thread, of each operand; what is under way in many small programs beats
+    # loops and larger blocks. Half types have two such loads where there is much to load.
+    most = min(4096 // itemsize, 1024 if size <= 2**20 else 2048)
+    block, warps = (2**16, 1) if interpreted else (most, 8 if itemsize >= 4 else 4)
+    group = 16 // itemsize
+    alike = [all(axis.ins[i] == axis.out for axis in axes) for i in range(len(ins))]
+    constants = {"BLOCK": min(block, triton.next_power_of_2(size)), "ALIKE": sum(a << i for i, a in enumerate(alike))}
+    if not all(alike):
+        group = min(group, 1 << axes[-1].size.bit_length() - 1)  # of fewer than the elements of a row
+        constants["WRAPS"] = axes[-1].size % group > 0
+    reaches = (sum((axis.size - 1) * axis.ins[i] for axis in axes) for i in range(len(ins)))
+    constants |= {"GROUP": min(group, constants["BLOCK"]), "WIDE": max(size, *reaches) >= 2**31, "num_warps": warps}
+    return Plan(False, -(-size // constants["BLOCK"]), () if all(alike) else tuple(axes), constants)
 
 
 # Launchers -----------------------------------------------------------------------------------------------------------
@@ -366,30 +394,24 @@ def _outputs(results: int, *operands: Tensor) -> Tensor | tuple[Tensor, ...]:
     return outs if results > 1 else outs[0]
 
 
-def _copied_like(x: Tensor, out: Tensor) -> Tensor:
-    """The same numbers in the layout of `out`."""
-    return torch.empty_strided(out.shape, out.stride(), dtype=x.dtype, device=x.device).copy_(x)
-
-
 def _elementwise_into(expression: Any, outs: Tensor | tuple[Tensor, ...], *operands: Tensor) -> None:
     outs = outs if isinstance(outs, tuple) else (outs,)
     out, shape = outs[0], outs[0].shape
     ins = tuple(t if t.shape == shape else t.expand(shape) for t in operands)
     itemsize = max(t.element_size() for t in (out, *ins))
     plan = _plan(shape, out.stride(), tuple(t.stride() for t in ins), itemsize, gpu(out.device)[0])
-    if plan.copied:
-        ins = tuple(apply(_copied_like, t, out) for t in ins)
-    if plan.flat:
-        launch(
-            _elementwise_flat, (plan.programs,), outs, ins, out.numel(), EXPRESSION=expression, **plan.constants
-        )  # fmt: skip
-        return
-    B, R, C = plan.B, plan.R, plan.C
-    launch(
-        _elementwise_tiles, (plan.programs,), outs, ins, R.size, C.size,
-        (B.out, R.out, C.out), tuple(zip(B.ins, R.ins, C.ins, strict=True)),
-        EXPRESSION=expression, **plan.constants,
-    )  # fmt: skip
+    grid, constants = (plan.programs,), {"EXPRESSION": expression, **plan.constants}
+    if plan.tiled:
+        B, R, C = plan.axes
+        strides = (B.out, R.out, C.out), tuple(zip(B.ins, R.ins, C.ins, strict=True))
+        launch(_elementwise_tiles, grid, outs, ins, R.size, C.size, *strides, **constants)
+    elif plan.axes:
+        fastest_first = plan.axes[::-1]
+        sizes = tuple(axis.size for axis in fastest_first[:-1])
+        strides = tuple(zip(*(axis.ins for axis in fastest_first), strict=True))
+        launch(_elementwise_flat, grid, outs, ins, out.numel(), SIZES=sizes, in_strides=strides, **constants)
+    else:
+        launch(_elementwise_flat, grid, outs, ins, out.numel(), **constants)
 
 
 def lay(out: Tensor, x: Tensor) -> None:

@@ -14,10 +14,9 @@ A row of up to 128 KiB in float32, 104 KiB and more in half types and 64 KiB in 
 registers of one program between its load and its store. A wider one is shared by several programs: each holds a part of
 it, and they tell one another what they found there. So it is read once, too.
 
-Limits: wide rows whose numbers do not lie side by side are first laid so, and then results where they belong. Where
-few of these rows are neighbours, and of float64 where a row takes more than 128 KiB, a row is read twice: once to find
-the maximum and the sum in one pass, once to divide. Where the GPU has room for more such rows than there are, several
-programs share a row.
+Limits: wide rows whose numbers do not lie side by side are first laid so, and then results where they belong. A row of
+float64 of more than 128 KiB is read twice: once to find the maximum and the sum in one pass, once to divide. Where the
+GPU has room for more such rows than there are, several programs share a row.
 """
 
 # Device code grows tuples of tiles; mypy sees a tuple of another length as another type.

@@ -298,10 +298,7 @@ _KERNELS = {
 
 
 def _into(dx: Tensor, y: Tensor, dy: Tensor, dim: int) -> None:
-    y = contiguous(y)
-    if dy.element_size() == 2 and dy.numel() >= 2**21 and dy.shape[dim] > 1024 and y.stride(dim) == 1 != dy.stride(dim):
-        dy = contiguous(dy)  # wide tiles of half types that are read across are slower than a copy of them
-    launch_rows(_KERNELS, dx, (y, dy), dim, 1, torch.int32)
+    launch_rows(_KERNELS, dx, (contiguous(y), dy), dim, 1, torch.int32)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
