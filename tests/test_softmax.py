@@ -124,8 +124,8 @@ def test_any_strides_of_a_gradient(view, dtype):
 @EVERY_DTYPE
 def test_wide_rows_that_lie_across_are_laid_side_by_side(dtype, monkeypatch):
     laid = []
-    original = _rows.laid_dense
-    monkeypatch.setattr(_rows, "laid_dense", lambda x: laid.append(x) or original(x))
+    original = _rows.side_by_side
+    monkeypatch.setattr(_rows, "side_by_side", lambda x: laid.append(x) or original(x))
     with _operator.plans_aside():
         x = torch.randn(4200, 33, device=DEVICE).to(dtype).mT
         assert_softmax(x, 1)

@@ -22,9 +22,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ._arguments import integer, shapes
-from ._operator import Operator, accumulated, contiguous, empty, gpu, launch, overlapping
+from ._operator import Operator, accumulated, apply, contiguous, empty, gpu, launch, overlapping
 from ._tl import fill
-from .elementwise import laid_dense, lay
 
 # Rows on the device --------------------------------------------------------------------------------------------------
 
@@ -153,7 +152,7 @@ def leave(board_ptr, word):
 
 @triton.jit
 def _turned(y_ptr, x_ptr, INNER, N, y_strides, x_strides, ROWS: tl.constexpr, BLOCK: tl.constexpr, OUTERS=None):
-    """A copy by tiles, read along INNER and written along N: so do the numbers of x and of y lie side by side."""
+    """A copy by tiles, read along one axis and written along another: so the numbers of x and of y lie together."""
     across = tl.cdiv(N, BLOCK)
     tiles = tl.cdiv(INNER, ROWS)
     program = tl.program_id(0) // across
@@ -455,7 +454,7 @@ def launch_rows(
     """
     plan, sizes, strides, layout = _prepared(out, ins[-1], dim, len(ins))
     if plan.kernel == "turned":  # which is less work than wide tiles that are read or written across
-        ins = tuple(t if t.stride(-1) == 1 else laid_dense(t) for t in (t.movedim(dim, -1) for t in ins))
+        ins = tuple(t if t.stride(-1) == 1 else side_by_side(t) for t in (t.movedim(dim, -1) for t in ins))
         turned = out.movedim(dim, -1)
         found_in = turned if turned.stride(-1) == 1 else empty(turned.shape, out.dtype, out.device)
         launch_rows(kernels, found_in, ins, turned.dim() - 1, found, word)
@@ -497,6 +496,12 @@ def side_by_side(x: Tensor) -> Tensor:
     if x.is_contiguous() or x.stride(-1) == 1 or not x.numel():
         return contiguous(x)
     y = empty(x.shape, x.dtype, x.device)
+    lay(y, x)
+    return y
+
+
+def lay(y: Tensor, x: Tensor) -> None:
+    """Copy numbers to where they lie otherwise: in one of `x` and `y`, those of neighbouring rows lie together."""
     (outer, inner, n), outers, strides = _layout(x.dim() - 1, y, x)
     # Large tiles, where there are enough of them; the interpreter's cost is programs times operations.
     numbers, warps = (8192, 8) if x.numel() >= 2**24 and x.element_size() < 8 else (4096, 4)
@@ -504,12 +509,12 @@ def side_by_side(x: Tensor) -> Tensor:
     rows = min(64, triton.next_power_of_2(inner))
     block = min(numbers // rows, triton.next_power_of_2(n))
     if any(rows * b + block * step >= 2**31 for _, b, step in strides):  # within a tile, places are of 32 bits
-        return contiguous(x)
+        apply(Tensor.copy_, y, x)
+        return
     grid = (outer * triton.cdiv(inner, rows) * triton.cdiv(n, block),)
     given = [(along if len(along) > 1 else along[0], b, step) for along, b, step in strides]
     layout = {"OUTERS": outers[:-1]} if len(outers) > 1 else {}
     launch(_turned, grid, y, x, inner, n, *given, ROWS=rows, BLOCK=block, **layout, num_warps=warps)
-    return y
 
 
 # Arguments, results, batches -----------------------------------------------------------------------------------------

@@ -177,11 +177,6 @@ def _exponential(x):
 
 
 @triton.jit
-def _same(x):
-    return (x,)
-
-
-@triton.jit
 def _load(ptr, inside):
     """One operand, in float32 at least: bfloat16 products are wrong in Triton's interpreter, and coarse everywhere."""
     x = tl.load(ptr, mask=inside)  # read SIZE
@@ -412,18 +407,6 @@ def _elementwise_into(expression: Any, outs: Tensor | tuple[Tensor, ...], *opera
         launch(_elementwise_flat, grid, outs, ins, out.numel(), SIZES=sizes, in_strides=strides, **constants)
     else:
         launch(_elementwise_flat, grid, outs, ins, out.numel(), **constants)
-
-
-def lay(out: Tensor, x: Tensor) -> None:
-    """Copy numbers to where they lie otherwise, also across, at the memory's pace; `out` has no gaps."""
-    _elementwise_into(_same, out, x)
-
-
-def laid_dense(x: Tensor) -> Tensor:
-    """The same numbers, contiguous."""
-    out = empty(x.shape, x.dtype, x.device)
-    lay(out, x)
-    return out
 
 
 def _keep(expression: Expression, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
