@@ -507,7 +507,7 @@ with np.errstate(invalid="ignore"):  # the interpreter is NumPy: NaN warns
         in_turn=softmax_in_turn,
         fusebook=fusebook.softmax,
     )
-table(evil, "Eight hostile rows of 1000")
+table(evil, "Eight hostile rows of 1000", fold=True)
 
 # %%
 # A check is worth what it catches. Here is the mistake that everybody makes
@@ -873,7 +873,11 @@ backward = asked.results(
     dtype="float32,bfloat16",
     variants=("eager", "torch", "fusebook"),
 )
-table(tables.shares(backward), "The gradient over the large shapes, cold")
+table(
+    tables.shares(backward),
+    "The gradient over the large shapes, cold",
+    fold=True,
+)
 
 # %%
 provenance(sweep, small, stairs, large, vocabulary, backward)

@@ -132,7 +132,7 @@ def test_what_changes_the_launches_is_noticed_and_nowhere_else(original, tmp_pat
 
 
 UNNOTICED = {
-    "a docstring": (r'"""ROWS rows of any width, read twice\."""', '"""Rows, and not one of them read once."""'),
+    "a docstring": (r"ROWS rows of any width, read twice", "Rows, and not one of them read once"),
     "a comment": (r"(\n    tops = tl\.full)", r"\n    # So small that anything is larger.\1"),
     "a comment at the end": (r"(program = tl\.program_id\(0\))\n", r"\1  # whoever we are\n"),
     "an annotation": (r"def _load\(ptr, inside\):", 'def _load(ptr: "pointer", inside) -> "tile":'),

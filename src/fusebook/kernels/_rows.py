@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ._arguments import integer, shapes
-from ._operator import Operator, accumulated, apply, contiguous, empty, gpu, launch, overlapping
+from ._operator import Operator, apply, contiguous, empty, gpu, launch, overlapping
 from ._tl import fill
 
 # Rows on the device --------------------------------------------------------------------------------------------------
@@ -174,7 +174,7 @@ def _turned(y_ptr, x_ptr, INNER, N, y_strides, x_strides, ROWS: tl.constexpr, BL
 class Plan(NamedTuple):
     """How rows are launched: by which kernel, with which constants, by how many programs of how many warps."""
 
-    kernel: str  # "rows", "pairs", "whole", "shared", "twice" or "parts"; "turned": laid side by side first, and again
+    kernel: str  # "rows", "pairs", "whole", "shared" or "twice"; "turned": laid side by side first, and again
     constants: Mapping[str, int]
     programs: int
     warps: int
@@ -264,29 +264,18 @@ def softmax_plan(
         block = 32768 if size == 4 and tensors == 1 else 16384 if size < 8 else 8192
     columns = n // 2 if kernel == "pairs" else n
     chunks = max(1, triton.cdiv(columns, block))
-    if capability is None and kernel != "pairs":
+    if kernel == "pairs":
+        return Plan(kernel, {"BLOCK": block, "CHUNKS": chunks, "TWICE": held_twice}, outer * inner, warps)
+    if capability is None:
         # The interpreter's cost is programs times operations, whatever their size.
         tile = block * chunks if kernel == "rows" else block
         most = 1 << max(1, 65536 // tile).bit_length() - 1
         rows = max(rows, min(triton.next_power_of_2(inner), most))
     tiles = outer * triton.cdiv(inner, rows)
-    if kernel == "pairs":
-        return Plan(kernel, {"BLOCK": block, "CHUNKS": chunks, "TWICE": held_twice}, tiles, warps)
     if kernel == "rows":
         return Plan(kernel, {"ROWS": rows, "BLOCK": block, "CHUNKS": chunks, "FLAT": flat}, tiles, warps)
-    # Where rows are fewer than multiprocessors, the rest of the GPU would watch: share each row among several programs,
-    # about eight for each multiprocessor in all, each with a tile of columns at least.
-    few = tiles < processors
-    if few:
-        block, warps = min(block, 16384 // max(4, size)), 8
-    parts = min(8 * processors // max(1, tiles), triton.cdiv(n, block), 512)
-    group = {"GROUP": min(block, 16 // size)} if tensors == 1 else {}
-    constants = {"ROWS": rows, "BLOCK": block, **group}
-    if few and parts > 1:
-        parts = triton.next_power_of_2(parts)
-        span = triton.cdiv(triton.cdiv(n, parts), block) * block
-        return Plan("parts", constants | {"PARTS": parts}, tiles * parts, warps, span)
-    return Plan("twice", constants, tiles, warps)
+    group = {"GROUP": 16 // size} if tensors == 1 else {}
+    return Plan(kernel, {"ROWS": rows, "BLOCK": block, **group}, tiles, warps)
 
 
 def _shared_plan(
@@ -444,20 +433,17 @@ def _prepared(
     return plan, (inner, n // align), given, layout | ({"OUTERS": outers[:-1]} if len(outers) > 1 else {})
 
 
-def launch_rows(
-    kernels: Mapping[str, Any], out: Tensor, ins: tuple[Tensor, ...], dim: int, found: int, word: torch.dtype
-) -> None:
+def launch_rows(kernels: Mapping[str, Any], out: Tensor, ins: tuple[Tensor, ...], dim: int, word: torch.dtype) -> None:
     """Launch what the plan says; all tensors are contiguous, but for the last of `ins`, which may have any strides.
 
-    `kernels` are by `Plan.kernel`, two of them for ``"parts"``, of which a part leaves `found` numbers for the second
-    one; `word` is what a program of ``"shared"`` leaves for the others.
+    `kernels` are by `Plan.kernel`; `word` is what a program of ``"shared"`` leaves for the others.
     """
     plan, sizes, strides, layout = _prepared(out, ins[-1], dim, len(ins))
     if plan.kernel == "turned":  # which is less work than wide tiles that are read or written across
         ins = tuple(t if t.stride(-1) == 1 else side_by_side(t) for t in (t.movedim(dim, -1) for t in ins))
         turned = out.movedim(dim, -1)
         found_in = turned if turned.stride(-1) == 1 else empty(turned.shape, out.dtype, out.device)
-        launch_rows(kernels, found_in, ins, turned.dim() - 1, found, word)
+        launch_rows(kernels, found_in, ins, turned.dim() - 1, word)
         if found_in is not turned:
             lay(turned, found_in)
         return
@@ -465,16 +451,6 @@ def launch_rows(
     constants = {**layout, **plan.constants, "num_warps": plan.warps}
     if plan.kernel == "pairs":
         launch(kernel, grid, out, *ins, sizes[1], *(s[1] for s in strides), **constants)
-    elif plan.kernel == "parts":
-        # float32 for half types: what is merged must not be rounded before it is used.
-        rows = out.numel() // out.shape[dim]
-        left = empty((found, rows, plan.constants["PARTS"]), accumulated(out.dtype), out.device)
-        first, second = kernel
-        launch(first, grid, *left, *ins, *sizes, plan.span, *strides[-len(ins) :], **constants)
-        constants.pop("GROUP", None)
-        launch(second, grid, out, *left, *ins, *sizes, plan.span, *strides, **constants)
-    elif plan.kernel == "whole":
-        launch(kernel, grid, out, *ins, *sizes, *strides, maxnreg=plan.registers, **constants)
     elif plan.kernel == "shared":
         # A word of zeros for each part of a row; the first rows are read while the zeros are written.
         rows, early = out.numel() // out.shape[dim], overlapping(out.device)

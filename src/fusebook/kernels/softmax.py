@@ -15,8 +15,8 @@ registers of one program between its load and its store. A wider one is shared b
 it, and they tell one another what they found there. So it is read once, too.
 
 Limits: wide rows whose numbers do not lie side by side are first laid so, and then results where they belong. A row of
-float64 of more than 128 KiB is read twice: once to find the maximum and the sum in one pass, once to divide. Where the
-GPU has room for more such rows than there are, several programs share a row.
+float64 of more than 128 KiB, and any row of more than some two million numbers, is read twice by one program: once to
+find the maximum and the sum in one pass, once to divide.
 """
 
 # Device code grows tuples of tiles; mypy sees a tuple of another length as another type.
@@ -209,109 +209,42 @@ def _softmax_pairs(
 
 
 @triton.jit
-def _merge(tops, totals):
-    """Maximum and sum of a row from maxima of its pieces and sums of exponentials relative to them."""
-    top = tl.max(tops, 1)[:, None]  # [ROWS, 1]
-    # A piece that has seen nothing but -inf has the sum 0; relative to 0 it stays 0, relative to -inf it would be NaN.
-    shift = tl.where(top == float("-inf"), 0.0, top)
-    total = tl.sum(totals * _exp(tops - shift), 1)[:, None]  # [ROWS, 1]
-    return top, total
-
-
-@triton.jit
-def _top_and_total(
-    x_ptr, live, begin, end, x_step, ROWS: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, FLOAT: tl.constexpr
-):  # fmt: skip
-    """Maximum and sum of the columns from `begin` to `end`, in one pass.
-
-    Every GROUP neighbours, which one thread holds, share a running maximum: a sum is rescaled once a group and not once
-    an element, which would double the exponentials. The groups meet at the end.
-    """
-    columns = tl.arange(0, BLOCK)[None, :].to(tl.int64)  # [1, BLOCK]
-    tops = tl.full([ROWS, BLOCK // GROUP], float("-inf"), FLOAT)
-    totals = tl.zeros([ROWS, BLOCK // GROUP], FLOAT)
-    for start in range(begin, end, BLOCK):
-        at = start + columns
-        x = tl.load(x_ptr + at * x_step, mask=live & (at < end), other=float("-inf"))  # [ROWS, BLOCK]; read MN
-        x = tl.reshape(x.to(FLOAT), [ROWS, BLOCK // GROUP, GROUP])
-        new = tl.maximum(tops, tl.max(x, 2))  # [ROWS, BLOCK / GROUP]
-        shift = tl.where(new == float("-inf"), 0.0, new)
-        totals = totals * _exp(tops - shift) + tl.sum(_exp(x - shift[:, :, None]), 2)
-        tops = new
-    return _merge(tops, totals)
-
-
-@triton.jit
-def _divided(y_ptr, x_ptr, live, begin, end, y_step, x_step, top, total, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """The second pass, from the end back: what was read last is likeliest to be in a cache still."""
-    scale = 1 / total  # [ROWS, 1]
-    columns = tl.arange(0, BLOCK)[None, :].to(tl.int64)  # [1, BLOCK]
-    last = begin + (tl.cdiv(end - begin, BLOCK) - 1) * BLOCK
-    for start in range(begin, end, BLOCK):
-        at = last - (start - begin) + columns
-        inside = live & (at < end)
-        x = tl.load(x_ptr + at * x_step, mask=inside, other=0.0, eviction_policy="evict_first")  # read MN again
-        y = _exp(x.to(top.dtype) - top) * scale  # [ROWS, BLOCK]
-        tl.store(y_ptr + at * y_step, y, mask=inside)  # write MN
-
-
-@triton.jit
 def _softmax_online(
     y_ptr, x_ptr, INNER, N, y_strides, x_strides,
     ALIGN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, OUTERS=None,
 ):  # fmt: skip
-    """ROWS rows of any width, read twice."""
+    """ROWS rows of any width, read twice: once for the maximum and the sum of exponentials, once to divide.
+
+    Every GROUP neighbours, which one thread holds, share a running maximum: a sum is rescaled once a group and not once
+    an element, which would double the exponentials. The groups meet at the end.
+    """
     FLOAT: tl.constexpr = tl.float64 if x_ptr.dtype.element_ty == tl.float64 else tl.float32
     N = N.to(tl.int64) * ALIGN
     outer, rows = rows_of(tl.program_id(0), INNER, ROWS)
     live = (rows < INNER)[:, None]  # [ROWS, 1]
     x_ptr += begin_of(outer, rows[:, None], OUTERS, x_strides) * ALIGN  # [ROWS, 1]
     y_ptr += begin_of(outer, rows[:, None], OUTERS, y_strides) * ALIGN  # [ROWS, 1]
-    top, total = _top_and_total(x_ptr, live, 0, N, x_strides[2], ROWS, BLOCK, GROUP, FLOAT)
-    _divided(y_ptr, x_ptr, live, 0, N, y_strides[2], x_strides[2], top, total, ROWS, BLOCK)
-
-
-@triton.jit
-def _softmax_parts(
-    tops_ptr, totals_ptr, x_ptr, INNER, N, SPAN, x_strides,
-    ALIGN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr, OUTERS=None,
-):  # fmt: skip
-    """Few wide rows, first half: PARTS programs share a row, and each leaves the maximum and sum of SPAN columns."""
-    FLOAT: tl.constexpr = tl.float64 if x_ptr.dtype.element_ty == tl.float64 else tl.float32
-    N = N.to(tl.int64) * ALIGN
-    part = tl.program_id(0) % PARTS
-    outer, rows = rows_of(tl.program_id(0) // PARTS, INNER, ROWS)
-    live = (rows < INNER)[:, None]  # [ROWS, 1]
-    x_ptr += begin_of(outer, rows[:, None], OUTERS, x_strides) * ALIGN  # [ROWS, 1]
-    begin = part.to(tl.int64) * SPAN
-    top, total = _top_and_total(
-        x_ptr, live, begin, tl.minimum(begin + SPAN, N), x_strides[2], ROWS, BLOCK, GROUP, FLOAT
-    )
-    at = (outer * INNER + rows[:, None]) * PARTS + part  # [ROWS, 1]
-    tl.store(tops_ptr + at, top, mask=live)
-    tl.store(totals_ptr + at, total, mask=live)
-
-
-@triton.jit
-def _softmax_parts_divided(
-    y_ptr, tops_ptr, totals_ptr, x_ptr, INNER, N, SPAN, y_strides, x_strides,
-    ALIGN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, OUTERS=None,
-):  # fmt: skip
-    """Few wide rows, second half: every program merges what all parts of its rows found and divides its own columns."""
-    N = N.to(tl.int64) * ALIGN
-    part = tl.program_id(0) % PARTS
-    outer, rows = rows_of(tl.program_id(0) // PARTS, INNER, ROWS)
-    live = (rows < INNER)[:, None]  # [ROWS, 1]
-    x_ptr += begin_of(outer, rows[:, None], OUTERS, x_strides) * ALIGN  # [ROWS, 1]
-    y_ptr += begin_of(outer, rows[:, None], OUTERS, y_strides) * ALIGN  # [ROWS, 1]
-    at = (outer * INNER + rows[:, None]) * PARTS + tl.arange(0, PARTS)[None, :]  # [ROWS, PARTS]
-    tops = tl.load(tops_ptr + at, mask=live, other=float("-inf"))
-    totals = tl.load(totals_ptr + at, mask=live, other=0.0)
-    top, total = _merge(tops, totals)
-    begin = part.to(tl.int64) * SPAN
-    _divided(
-        y_ptr, x_ptr, live, begin, tl.minimum(begin + SPAN, N), y_strides[2], x_strides[2], top, total, ROWS, BLOCK
-    )
+    columns = tl.arange(0, BLOCK)[None, :].to(tl.int64)  # [1, BLOCK]
+    tops = tl.full([ROWS, BLOCK // GROUP], float("-inf"), FLOAT)
+    totals = tl.zeros([ROWS, BLOCK // GROUP], FLOAT)
+    for start in range(0, N, BLOCK):
+        at = start + columns
+        x = tl.load(x_ptr + at * x_strides[2], mask=live & (at < N), other=float("-inf"))  # [ROWS, BLOCK]; read MN
+        x = tl.reshape(x.to(FLOAT), [ROWS, BLOCK // GROUP, GROUP])
+        new = tl.maximum(tops, tl.max(x, 2))  # [ROWS, BLOCK / GROUP]
+        # What has seen nothing but -inf has the sum 0; relative to 0 it stays 0, relative to -inf it would be NaN.
+        shift = tl.where(new == float("-inf"), 0.0, new)
+        totals = totals * _exp(tops - shift) + tl.sum(_exp(x - shift[:, :, None]), 2)
+        tops = new
+    top = tl.max(tops, 1)[:, None]  # [ROWS, 1]
+    scale = 1 / tl.sum(totals * _exp(tops - top), 1)[:, None]  # [ROWS, 1]
+    # From the end back: what was read last is likeliest to be in a cache still.
+    last = (tl.cdiv(N, BLOCK) - 1) * BLOCK
+    for start in range(0, N, BLOCK):
+        at = last - start + columns
+        inside = live & (at < N)
+        x = tl.load(x_ptr + at * x_strides[2], mask=inside, other=0.0, eviction_policy="evict_first")  # read MN again
+        tl.store(y_ptr + at * y_strides[2], _exp(x.to(FLOAT) - top) * scale, mask=inside)  # write MN
 
 
 @triton.jit
@@ -431,14 +364,13 @@ _KERNELS = {
     "whole": _softmax_whole,
     "shared": _softmax_shared,
     "twice": _softmax_online,
-    "parts": (_softmax_parts, _softmax_parts_divided),
 }
 
 # Launchers -----------------------------------------------------------------------------------------------------------
 
 
 def _into(y: Tensor, x: Tensor, dim: int) -> None:
-    launch_rows(_KERNELS, y, (x,), dim, 2, torch.int64)
+    launch_rows(_KERNELS, y, (x,), dim, torch.int64)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

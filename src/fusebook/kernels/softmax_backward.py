@@ -100,35 +100,6 @@ def _softmax_backward_rows(
 
 
 @triton.jit
-def _dot(
-    y_ptr, dy_ptr, live, begin, end, y_step, dy_step, ROWS: tl.constexpr, BLOCK: tl.constexpr, FLOAT: tl.constexpr
-):
-    """Sum of y dy over the columns from `begin` to `end`."""
-    columns = tl.arange(0, BLOCK)[None, :].to(tl.int64)  # [1, BLOCK]
-    dots = tl.zeros([ROWS, BLOCK], FLOAT)
-    for start in range(begin, end, BLOCK):
-        at = start + columns
-        inside = live & (at < end)
-        y = tl.load(y_ptr + at * y_step, mask=inside, other=0.0)  # [ROWS, BLOCK]; read MN
-        dy = tl.load(dy_ptr + at * dy_step, mask=inside, other=0.0)  # [ROWS, BLOCK]; read MN
-        dots += y.to(FLOAT) * dy.to(FLOAT)
-    return tl.sum(dots, 1)[:, None]  # [ROWS, 1]
-
-
-@triton.jit
-def _centred(dx_ptr, y_ptr, dy_ptr, live, begin, end, y_step, dy_step, dot, BLOCK: tl.constexpr):
-    """The second pass over y and dy, from the end back."""
-    columns = tl.arange(0, BLOCK)[None, :].to(tl.int64)  # [1, BLOCK]
-    last = begin + (tl.cdiv(end - begin, BLOCK) - 1) * BLOCK
-    for start in range(begin, end, BLOCK):
-        at = last - (start - begin) + columns
-        inside = live & (at < end)
-        y = tl.load(y_ptr + at * y_step, mask=inside, other=0.0, eviction_policy="evict_first")  # read MN again
-        dy = tl.load(dy_ptr + at * dy_step, mask=inside, other=0.0, eviction_policy="evict_first")  # read MN again
-        tl.store(dx_ptr + at * y_step, y.to(dot.dtype) * (dy.to(dot.dtype) - dot), mask=inside)  # write MN
-
-
-@triton.jit
 def _softmax_backward_twice(
     dx_ptr, y_ptr, dy_ptr, INNER, N, y_strides, dy_strides,
     ALIGN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, OUTERS=None,
@@ -141,45 +112,23 @@ def _softmax_backward_twice(
     dx_ptr += begin_of(outer, rows[:, None], OUTERS, y_strides) * ALIGN  # [ROWS, 1]
     y_ptr += begin_of(outer, rows[:, None], OUTERS, y_strides) * ALIGN  # [ROWS, 1]
     dy_ptr += begin_of(outer, rows[:, None], OUTERS, dy_strides) * ALIGN  # [ROWS, 1]
-    dot = _dot(y_ptr, dy_ptr, live, 0, N, y_strides[2], dy_strides[2], ROWS, BLOCK, FLOAT)
-    _centred(dx_ptr, y_ptr, dy_ptr, live, 0, N, y_strides[2], dy_strides[2], dot, BLOCK)
-
-
-@triton.jit
-def _softmax_backward_parts(
-    dots_ptr, y_ptr, dy_ptr, INNER, N, SPAN, y_strides, dy_strides,
-    ALIGN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, OUTERS=None,
-):  # fmt: skip
-    """Few wide rows, first half: PARTS programs share a row, and each leaves its sum of y dy over SPAN columns."""
-    FLOAT: tl.constexpr = tl.float64 if y_ptr.dtype.element_ty == tl.float64 else tl.float32
-    N = N.to(tl.int64) * ALIGN
-    part = tl.program_id(0) % PARTS
-    outer, rows = rows_of(tl.program_id(0) // PARTS, INNER, ROWS)
-    live = (rows < INNER)[:, None]  # [ROWS, 1]
-    y_ptr += begin_of(outer, rows[:, None], OUTERS, y_strides) * ALIGN  # [ROWS, 1]
-    dy_ptr += begin_of(outer, rows[:, None], OUTERS, dy_strides) * ALIGN  # [ROWS, 1]
-    begin = part.to(tl.int64) * SPAN
-    dot = _dot(y_ptr, dy_ptr, live, begin, tl.minimum(begin + SPAN, N), y_strides[2], dy_strides[2], ROWS, BLOCK, FLOAT)
-    tl.store(dots_ptr + (outer * INNER + rows[:, None]) * PARTS + part, dot, mask=live)
-
-
-@triton.jit
-def _softmax_backward_parts_centred(
-    dx_ptr, dots_ptr, y_ptr, dy_ptr, INNER, N, SPAN, y_strides, dy_strides,
-    ALIGN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, OUTERS=None,
-):  # fmt: skip
-    """Few wide rows, second half: every program adds up the sums of its rows and finishes its own columns."""
-    N = N.to(tl.int64) * ALIGN
-    part = tl.program_id(0) % PARTS
-    outer, rows = rows_of(tl.program_id(0) // PARTS, INNER, ROWS)
-    live = (rows < INNER)[:, None]  # [ROWS, 1]
-    dx_ptr += begin_of(outer, rows[:, None], OUTERS, y_strides) * ALIGN  # [ROWS, 1]
-    y_ptr += begin_of(outer, rows[:, None], OUTERS, y_strides) * ALIGN  # [ROWS, 1]
-    dy_ptr += begin_of(outer, rows[:, None], OUTERS, dy_strides) * ALIGN  # [ROWS, 1]
-    at = (outer * INNER + rows[:, None]) * PARTS + tl.arange(0, PARTS)[None, :]  # [ROWS, PARTS]
-    dot = tl.sum(tl.load(dots_ptr + at, mask=live, other=0.0), 1)[:, None]  # [ROWS, 1]
-    begin = part.to(tl.int64) * SPAN
-    _centred(dx_ptr, y_ptr, dy_ptr, live, begin, tl.minimum(begin + SPAN, N), y_strides[2], dy_strides[2], dot, BLOCK)
+    columns = tl.arange(0, BLOCK)[None, :].to(tl.int64)  # [1, BLOCK]
+    dots = tl.zeros([ROWS, BLOCK], FLOAT)
+    for start in range(0, N, BLOCK):
+        at = start + columns
+        inside = live & (at < N)
+        y = tl.load(y_ptr + at * y_strides[2], mask=inside, other=0.0)  # [ROWS, BLOCK]; read MN
+        dy = tl.load(dy_ptr + at * dy_strides[2], mask=inside, other=0.0)  # [ROWS, BLOCK]; read MN
+        dots += y.to(FLOAT) * dy.to(FLOAT)
+    dot = tl.sum(dots, 1)[:, None]  # [ROWS, 1]
+    # From the end back: what was read last is likeliest to be in a cache still.
+    last = (tl.cdiv(N, BLOCK) - 1) * BLOCK
+    for start in range(0, N, BLOCK):
+        at = last - start + columns
+        inside = live & (at < N)
+        y = tl.load(y_ptr + at * y_strides[2], mask=inside, other=0.0, eviction_policy="evict_first")  # read MN again
+        dy = tl.load(dy_ptr + at * dy_strides[2], mask=inside, other=0.0, eviction_policy="evict_first")  # and again
+        tl.store(dx_ptr + at * y_strides[2], y.to(FLOAT) * (dy.to(FLOAT) - dot), mask=inside)  # write MN
 
 
 @triton.jit
@@ -291,14 +240,13 @@ _KERNELS = {
     "whole": _softmax_backward_whole,
     "shared": _softmax_backward_shared,
     "twice": _softmax_backward_twice,
-    "parts": (_softmax_backward_parts, _softmax_backward_parts_centred),
 }
 
 # Launchers -----------------------------------------------------------------------------------------------------------
 
 
 def _into(dx: Tensor, y: Tensor, dy: Tensor, dim: int) -> None:
-    launch_rows(_KERNELS, dx, (contiguous(y), dy), dim, 1, torch.int32)
+    launch_rows(_KERNELS, dx, (contiguous(y), dy), dim, torch.int32)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
