@@ -134,7 +134,7 @@ def test_the_plan_depends_on_numbers_that_all_gpus_share():
 
 #: Compiles what is launched, for a GPU that is not there; the sizes are those at which a kernel is cut differently.
 COMPILED = """
-import torch, triton
+import re, torch, triton
 import fusebook
 from fusebook.kernels._peers import _barrier
 from fusebook.kernels.allreduce_norm import _allreduce_norm
@@ -144,15 +144,24 @@ names = []
 gpu = AbsentGPU((9, 0), shared=96 * 1024, launched=lambda found: names.append(found.name))
 triton.runtime.driver.set_active(gpu)
 turns, flags = torch.zeros(8, dtype=torch.int32), (torch.zeros(2, 8, dtype=torch.int32),) * 2
+
+def counts_behind_a_barrier(kernel):
+    # Every thread reads how often its program has come before one of them counts on.
+    ptx = kernel.asm["ptx"]
+    read, count = (re.search(rf"{what}\\.global\\.b32", ptx) for what in ("ld", "st"))
+    assert "bar.sync" in ptx[read.end() : count.start()], ptx
+
 for k, d, parts in ((2, 2, 64), (256, 64, 32)):
     words, sums = (torch.zeros(2, 2, k, d + 1, 2, dtype=torch.int64),) * 2, torch.zeros(parts, k, d + 1).double()
     block, block_k, block_d = _shared_plan(parts, k, d)
-    _kmeans_shared_means[(1,)](sums, words, sums, sums, turns, parts, k, d,
-                               ME=1, BLOCK=block, BLOCK_K=block_k, BLOCK_D=block_d)
+    counts_behind_a_barrier(_kmeans_shared_means[(1,)](
+        sums, words, sums, sums, turns, parts, k, d, ME=1, BLOCK=block, BLOCK_K=block_k, BLOCK_D=block_d))
 x = torch.zeros(4, 4096, dtype=torch.bfloat16)
 for parts, meets in (((x, x), True), ((x,), False)):
-    _allreduce_norm[(4,)](x, x, parts, x, x, turns, flags, 4, 4096, 1e-6, 8,
-                          ME=0, MEET=meets, BLOCK=4096, num_warps=8)
+    found = _allreduce_norm[(4,)](x, x, parts, x, x, turns, flags, 4, 4096, 1e-6, 8,
+                                  ME=0, MEET=meets, BLOCK=4096, num_warps=8)
+    if meets:
+        counts_behind_a_barrier(found)
 _barrier[(1,)](turns, flags, 8, ME=1, num_warps=1)
 print(*names)
 """
@@ -279,6 +288,11 @@ def test_a_rank_that_dies_ends_the_others_with_its_error(page, path):
     with pytest.raises(RuntimeError, match=r"(?s)dies failed on 2 ranks:.*ValueError: this rank has had enough"):
         ranks(page["dies"], 2, seconds=120)
     assert time.monotonic() - start < 60  # to start them takes its time where the machine is busy
+
+
+def test_ranks_that_end_too_late_are_ended(page, path):
+    with pytest.raises(RuntimeError, match=r"(?s)dies failed on 1 ranks:.*none ended within 1 s"):
+        ranks(page["dies"], 1, seconds=1)
 
 
 @pytest.mark.slow_interpreted

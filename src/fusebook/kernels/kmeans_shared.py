@@ -41,7 +41,6 @@ def _kmeans_shared_means(
     LOW: tl.constexpr = 0xFFFFFFFF
     p = tl.program_id(0)
     times = tl.load(turns_ptr + p) + 1
-    tl.store(turns_ptr + p, times)
     number = times.to(tl.int64) & LOW
     j = p * BLOCK_K + tl.arange(0, BLOCK_K)
     a = tl.arange(0, BLOCK_D)
@@ -77,6 +76,8 @@ def _kmeans_shared_means(
     many = tl.sum(tl.where((a == D)[None, :], total, 0.0), 1)  # [BLOCK_K]
     mean = tl.where((many > 0)[:, None], total / many[:, None], old)
     tl.store(out_ptr + j[:, None] * D + a[None, :], mean.to(out_ptr.dtype.element_ty), mask=known)
+    tl.debug_barrier()  # every warp has read the count: one that came late would wait for a time that nobody sends
+    tl.store(turns_ptr + p, times)
 
 
 def _shared_plan(parts: int, k: int, d: int) -> tuple[int, int, int]:

@@ -26,7 +26,7 @@ __all__ = ["enough", "ranks", "timed", "work"]
 #: Seconds after which a rank gives up waiting for the others: one that died does not come.
 PATIENCE = 25
 #: Seconds that all ranks together may take.
-LONGEST = 300
+LONGEST = 90
 
 
 def enough(worker: Callable[[], Any], gpus: int) -> bool:
