@@ -207,6 +207,20 @@ def test_who_has_the_number_of_one_that_was_dropped_is_another(device):
     assert not of.ids
 
 
+def test_others_in_the_same_memory_are_known_when_they_come_again(device):
+    """To ask each of a thousand tensors what it is takes as long as the step."""
+    ps, gs, ms, vs = model(device, [(8,), (8,)])
+    adamw_step(ps, gs, ms, vs, step=1)
+    of = list(module._known.values())[-1]
+    ps, ms, vs = ([t.detach() for t in tensors] for tensors in (ps, ms, vs))
+    adamw_step(ps, gs, ms, vs, step=2)
+    adamw_step(ps, gs, ms, vs, step=3)
+    assert list(module._known.values())[-1] is of
+    assert of.ids == [id(t) for t in (*ps, *ms, *vs)]
+    del vs[0]
+    assert not of.ids
+
+
 def test_parameters_without_a_gradient_stay(device):
     ps, gs, ms, vs = model(device)
     before = [p.clone() for p in ps]

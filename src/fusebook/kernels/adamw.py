@@ -20,6 +20,7 @@ import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -240,12 +241,12 @@ class _Group:
     """
 
     def __init__(self, places: list[int], lists: Sequence[list[Tensor]], dtypes: tuple[Any, ...]) -> None:
-        self.places, self.dtypes, self.device = torch.tensor(places), dtypes, lists[0][0].device
+        self.places, self.dtypes, self.device = np.array(places), dtypes, lists[0][0].device
         self.has = bool(lists[3]), bool(lists[4])
         self.compiled: dict[Any, Any] = {}
         rows = [[t.data_ptr() for t in tensors] if tensors else [0] * len(places) for tensors in lists]
         sizes = [t.numel() for t in lists[0]]
-        self.aligned = torch.tensor([not any(address % 16 for address in of) for of in zip(*rows, strict=True)])
+        self.aligned = (np.array(rows) % 16 == 0).all(0)
         self.plan = _adamw_plan(dtypes[2].itemsize, gpu(self.device)[0])
         each = torch.tensor([triton.cdiv(n, self.plan.block * self.plan.steps) for n in sizes])
         self.programs = int(each.sum())
@@ -256,11 +257,11 @@ class _Group:
         self.held = [_on_device(v, self.device) for v in ([sizes, *rows], chunks)]
         self.table, self.chunks = (on_device for on_device, _ in self.held)
 
-    def placed(self, addresses: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def placed(self, addresses: np.ndarray) -> tuple[Tensor, Tensor, Tensor]:
         """A table of where the gradients are, of all of the list's tensors; a ticket; and what they are copies of."""
         mine = addresses[self.places]
         aligned = self.aligned & (mine % 16 == 0)
-        table, held = _on_device(torch.cat([mine, aligned, torch.zeros(1, dtype=torch.int64)]), self.device)
+        table, held = _on_device(np.concatenate([mine, aligned, [0]]), self.device)
         return table, table[-1:].view(torch.int32), held
 
     def launch(
@@ -305,17 +306,12 @@ class _List:
         states = tensors[: -len(grads)]
         with torch.no_grad():  # so that they also notice a gradient that is recorded
             self.guards = [_Guards(*of, dynamic_dims_sizes=None, dynamic_dims_strides=None) for of in (states, grads)]
-        self.ids = [id(t) for t in states]
-
-        def gone(_: Any, ids: list[int] = self.ids) -> None:
-            ids.clear()  # another may get its id
-
-        self.alive = [weakref.ref(t, gone) for t in states]
+        self.know(states)
         self.addresses = [t.data_ptr() for t in states]
         spans = sorted((t.data_ptr(), t.data_ptr() + t.numel() * t.element_size()) for t in states)
-        self.starts, self.ends = torch.tensor(spans).T.contiguous()
+        self.starts, self.ends = np.array(spans).T.copy()
         self.spans = spans
-        self.sizes = torch.tensor([g.numel() * g.element_size() for g in grads])
+        self.sizes = np.array([g.numel() * g.element_size() for g in grads])
         kinds: dict[Any, list[int]] = {}
         for i, p in enumerate(params):
             kinds.setdefault((p.device, (p.dtype, grads[i].dtype, ms[i].dtype)), []).append(i)
@@ -332,6 +328,16 @@ class _List:
         self.placed: dict[int, _Placed] = {}
         self.first: _Placed | None = None
 
+    def know(self, states: list[Tensor]) -> None:
+        """Know these by their ids, as long as all of them live."""
+        self.ids = list(map(id, states))
+        self.last = list(self.ids)
+
+        def gone(_: Any, ids: list[int] = self.ids) -> None:
+            ids.clear()  # another may get its id
+
+        self.alive = [weakref.ref(t, gone) for t in states]
+
     def holds(self, states: list[Tensor], grads: list[Tensor]) -> bool:
         """Whether these are the tensors that it knows, or lie where those lay and are of their kinds."""
         try:
@@ -339,7 +345,15 @@ class _List:
                 return False
         except TypeError:  # no tensor
             return False
-        return self.ids == list(map(id, states)) or self.guards[0].check(*states)
+        ids = list(map(id, states))
+        if ids == self.ids:
+            return True
+        if not self.guards[0].check(*states):
+            return False
+        if ids == self.last:  # the same others twice: to ask each of them takes as long as the step
+            self.know(states)
+        self.last = ids
+        return True
 
     def writes(self, address: int) -> bool:
         """Whether a step writes there."""
@@ -348,10 +362,8 @@ class _List:
 
     def place(self, grads: list[int]) -> _Placed:
         """Tell the device where the gradients are."""
-        first = torch.tensor(grads)
-        # In pieces, since for more than 200 torch wakes threads, which takes longer than all the rest.
-        behind = torch.cat([torch.searchsorted(self.ends, some, right=True) for some in first.split(200)])
-        behind = behind.clamp(max=len(self.ends) - 1)
+        first = np.array(grads)  # not of torch, which wakes threads for a few hundred numbers
+        behind = np.minimum(self.ends.searchsorted(first, "right"), len(self.ends) - 1)
         if ((self.starts[behind] < first + self.sizes) & (first < self.ends[behind]) & (self.sizes > 0)).any():
             raise ValueError(f"{_NAME}: expected gradients apart from what is written, got one in its memory; copy it")
         return _Placed(grads, [group.placed(first) for group in self.groups])
