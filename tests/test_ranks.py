@@ -81,12 +81,12 @@ def test_every_gpu_makes_the_same_centres_of_what_all_have_sent(k, d, parts, wor
         words = [torch.zeros(world, 2, k, d + 1, 2, dtype=torch.int64) for _ in range(world)]
         for r in set(range(world)) - {me}:
             words[me][r, :] = sent(sums[r].sum(0), number)  # in both places: who looks at the wrong one is not to wait
-        block, block_k, block_d = _shared_plan(parts, k, d)
+        block, block_k, block_d, warps = _shared_plan(parts, k, d)
         turns = torch.full((-(-k // block_k),), number - 1, dtype=torch.int32)
         made.append(torch.full_like(old, torch.nan))
         _kmeans_shared_means[(len(turns),)](
             made[-1], tuple(words), sums[me], old, turns, parts, k, d,
-            ME=me, BLOCK=block, BLOCK_K=block_k, BLOCK_D=block_d,
+            ME=me, BLOCK=block, BLOCK_K=block_k, BLOCK_D=block_d, num_warps=warps,
         )  # fmt: skip
         assert set(turns.tolist()) == {number}
         for r in set(range(world)) - {me}:
@@ -151,11 +151,13 @@ def counts_behind_a_barrier(kernel):
     read, count = (re.search(rf"{what}\\.global\\.b32", ptx) for what in ("ld", "st"))
     assert "bar.sync" in ptx[read.end() : count.start()], ptx
 
-for k, d, parts in ((2, 2, 64), (256, 64, 32)):
+for k, d, parts in ((2, 2, 64), (16, 9, 8), (256, 64, 32)):
     words, sums = (torch.zeros(2, 2, k, d + 1, 2, dtype=torch.int64),) * 2, torch.zeros(parts, k, d + 1).double()
-    block, block_k, block_d = _shared_plan(parts, k, d)
-    counts_behind_a_barrier(_kmeans_shared_means[(1,)](
-        sums, words, sums, sums, turns, parts, k, d, ME=1, BLOCK=block, BLOCK_K=block_k, BLOCK_D=block_d))
+    block, block_k, block_d, warps = _shared_plan(parts, k, d)
+    found = _kmeans_shared_means[(1,)](sums, words, sums, sums, turns, parts, k, d,
+                                       ME=1, BLOCK=block, BLOCK_K=block_k, BLOCK_D=block_d, num_warps=warps)
+    if warps > 1:
+        counts_behind_a_barrier(found)
 x = torch.zeros(4, 4096, dtype=torch.bfloat16)
 for parts, meets in (((x, x), True), ((x,), False)):
     found = _allreduce_norm[(4,)](x, x, parts, x, x, turns, flags, 4, 4096, 1e-6, 8,
@@ -171,7 +173,13 @@ def test_kernels_compile_for_a_gpu_that_is_not_there(path):
     env = os.environ | {"TRITON_INTERPRET": "0"}
     end = warm.run("-c", COMPILED, env=env)
     assert end.returncode == 0, end.stderr[-2000:]
-    assert end.stdout.split() == ["_kmeans_shared_means"] * 2 + ["_allreduce_norm"] * 2 + ["_barrier"]
+    assert end.stdout.split() == ["_kmeans_shared_means"] * 3 + ["_allreduce_norm"] * 2 + ["_barrier"]
+
+
+def test_no_two_warps_wait_for_copies_of_one_sum():
+    for parts, k, d in itertools.product((1, 64, 5000), (1, 2, 16, 256, 3000), (1, 2, 7, 8, 15, 16, 31, 64, 300)):
+        _, centres, wide, warps = _shared_plan(parts, k, d)
+        assert warps in (1, 2, 4) and (warps == 1 or 32 * warps <= centres * wide)
 
 
 @pytest.mark.parametrize(

@@ -245,18 +245,10 @@ LOGISTIC_STEP = Op(
     variants={
         "eager": Variant(_eager, cost=_cost_step_eager, needs=()),
         "NumPy": Variant(
-            _run_numpy,
-            cost=_cost_step_eager,
-            needs=(),
-            prepare=functools.partial(_in_arrays, _numpy_step),
-            on_cpu=True,
+            _run_numpy, cost=_cost_step_eager, needs=(), prepare=functools.partial(_in_arrays, _numpy_step), on_cpu=True
         ),
         "torch on the CPU": Variant(
-            _run_cpu,
-            cost=_cost_step_eager,
-            needs=("cuda",),
-            prepare=functools.partial(_on_host, _eager),
-            on_cpu=True,
+            _run_cpu, cost=_cost_step_eager, needs=("cuda",), prepare=functools.partial(_on_host, _eager), on_cpu=True
         ),
         "torch.compile": Variant(_torch_compile, cost=_cost_step_eager, recompiles=True),
         "reduce-overhead": Variant(_reduce_overhead, cost=_cost_step_eager, recompiles=True),
@@ -284,11 +276,7 @@ LOGISTIC_FIT = Op(
     variants={
         "eager": Variant(_fit_of(_eager), cost=_cost_fit_eager, needs=()),
         "NumPy": Variant(
-            _run_numpy,
-            cost=_cost_fit_eager,
-            needs=(),
-            prepare=functools.partial(_in_arrays, _numpy_fit),
-            on_cpu=True,
+            _run_numpy, cost=_cost_fit_eager, needs=(), prepare=functools.partial(_in_arrays, _numpy_fit), on_cpu=True
         ),
         "torch on the CPU": Variant(
             _run_cpu,

@@ -223,11 +223,7 @@ _CONFIGS: dict[str, tuple[dict[str, int | str], ...]] = {
     "medium": tuple(_point(s, 2 * s, 2 * s) for s in (512, 1024, 2048)),
     "large": tuple(_point(s, 2 * s, 2 * s) for s in (1024, 2048, 4096, 6144, 8192)),
     # The gradient of an embedding of 32000 tokens, of 2 x 1024 of them; of larger batches; of a larger vocabulary.
-    "llama": (
-        _point(32000, 4096, 2048),
-        _point(32000, 4096, 32000),
-        _point(128256, 4096, 16384),
-    ),
+    "llama": (_point(32000, 4096, 2048), _point(32000, 4096, 32000), _point(128256, 4096, 16384)),
     # The same work with indices that meet: a few rows get most updates, one row gets all, no row gets any.
     "contention": tuple(_point(32000, 4096, 2048, law) for law in ("uniform", "zipf", "equal", "masked"))
     + tuple(_point(8192, 16384, 16384, law) for law in ("zipf", "equal")),

@@ -80,11 +80,16 @@ def _kmeans_shared_means(
     tl.store(turns_ptr + p, times)
 
 
-def _shared_plan(parts: int, k: int, d: int) -> tuple[int, int, int]:
-    """Parts and centres that a program adds up at a time, and its columns."""
+def _shared_plan(parts: int, k: int, d: int) -> tuple[int, int, int, int]:
+    """Parts and centres that a program adds up at a time, its columns, and its warps.
+
+    There are as many sums as threads, but for a single warp: of fewer, several warps would look for a copy of a word,
+    each at a time of its own, and one of them would decide for all. A warp that waits alone looks again sooner, too.
+    """
     wide = triton.next_power_of_2(d + 1)
     centres = 4 if k * wide <= 512 else 2
-    return min(triton.next_power_of_2(parts), max(1, 4096 // (centres * wide))), centres, wide
+    most = max(1, 4096 // (centres * wide))
+    return min(triton.next_power_of_2(parts), most), centres, wide, max(1, min(4, centres * wide // 32))
 
 
 # The launcher ---------------------------------------------------------------------------------------------------------
@@ -173,13 +178,11 @@ class SharedKMeans:
             dist.all_reduce(total, group=self.group)
             return labels, OPERATORS["kmeans_means"](total, centres)
         new, centres = empty_like(centres), centres.contiguous()
-        block, block_k, block_d = _shared_plan(len(parts), self.k, self.d)
+        block, block_k, block_d, warps = _shared_plan(len(parts), self.k, self.d)
         with launching(points):
             launch(
                 _kmeans_shared_means, (self.peers.slots,),
                 new, self.words, parts, centres, self.peers.turns, len(parts), self.k, self.d,
-                ME=self.peers.rank, BLOCK=block, BLOCK_K=block_k, BLOCK_D=block_d,
-                # A warp that waits alone looks again sooner than several, which meet before each look.
-                num_warps=1 if block_k * block_d <= 32 else 4,
+                ME=self.peers.rank, BLOCK=block, BLOCK_K=block_k, BLOCK_D=block_d, num_warps=warps,
             )  # fmt: skip
         return labels, new

@@ -25,15 +25,7 @@ from torch import Tensor
 
 from ._arguments import shapes
 from ._operator import Operator, accumulated, apply, capturing, contiguous, empty, gpu, launch
-from ._points import (
-    DTYPES,
-    LABELS,
-    Plan,
-    check_k,
-    launch_few,
-    refuse_not_finite,
-    tensors,
-)
+from ._points import DTYPES, LABELS, Plan, check_k, launch_few, refuse_not_finite, tensors
 from .kmeans import assign_into, assign_outputs, check_assign
 
 __all__ = ["kmeans_update", "kmeans_update_eager"]
