@@ -17,6 +17,7 @@ from fusebook.cards.kmeans import KMEANS_ASSIGN
 from fusebook.inputs import generator
 from fusebook.kernels import _points, kmeans_update, lloyd
 from fusebook.kernels import kmeans as module
+from fusebook.kernels import kmeans_plan as plans
 from fusebook.kernels._operator import OPERATORS
 from fusebook.kernels._points import Plan
 from fusebook.kernels.kmeans import kmeans_assign_eager
@@ -128,7 +129,7 @@ def test_what_a_product_may_lose_is_more_than_rounding_loses(precision):
             low = cut(x - cut(x)).double(), cut(c - cut(c)).double()
             got += (high[0] * low[1] + low[0] * high[1]).sum(1)
         lost = (got - (x.double() * c.double()).sum(1)).abs()
-        assert (lost <= module._loose(precision, d) * x.norm(dim=1) * c.norm(dim=1)).all()
+        assert (lost <= module.loose(precision, d) * x.norm(dim=1) * c.norm(dim=1)).all()
 
 
 def test_a_product_that_rounding_turns_around_is_in_doubt(device):
@@ -462,10 +463,10 @@ def test_a_plan_keeps_to_what_the_kernels_can(device):
             for k in (1, 2, 16, 17, 1024, 65536):
                 for n in (None, 1, 3000, 10**7):
                     for capability in ((8, 0), (8, 9), (9, 0), (10, 0), None):
-                        plan = module._kmeans_plan(n, d, k, dtype, 8, capability)
+                        plan = module.kmeans_plan(n, d, k, dtype, 8, capability)
                         assert d <= 8 or plan.how not in ("few", "pairs")
                         assert plan.how != "screen" or (dtype == torch.float32 and d <= plan.chunk <= 256)
-                        assert plan.how != "each" or k <= module._EACH
+                        assert plan.how != "each" or k <= plans._EACH
                         if plan.how == "product":
                             assert (plan.precision == "ieee") >= (dtype == torch.float64)
                             assert -(-k // (plan.steps * plan.block_k)) <= 1056, "parts are compared at once"
@@ -474,7 +475,7 @@ def test_a_plan_keeps_to_what_the_kernels_can(device):
 def test_points_that_lie_across_or_begin_anywhere_are_not_copied_for_a_product(device):
     """What a copy costs is a part of what the other ways cost."""
     for n, d, k in ((600_000, 384, 9), (30_000, 1107, 14)):
-        ways = [module._kmeans_plan(n, d, k, torch.float32, 8, (9, 0), dense).how for dense in (True, False)]
+        ways = [module.kmeans_plan(n, d, k, torch.float32, 8, (9, 0), dense).how for dense in (True, False)]
         assert ways[1] == "product", ways
 
 
@@ -485,16 +486,16 @@ def test_a_plan_is_the_cheapest_and_costs_grow_with_points_coordinates_and_centr
         for axis in range(3):
             larger = [8 * size if i == axis else size for i, size in enumerate(sizes)]
             if how != "few" or axis != 1:  # of at most 8 coordinates
-                assert module._microseconds(how, *larger, 4) > module._microseconds(how, *sizes, 4), (how, axis)
+                assert plans._microseconds(how, *larger, 4) > plans._microseconds(how, *sizes, 4), (how, axis)
 
     def how(n, d, k, capability=(9, 0), dtype=torch.float32):
-        return module._kmeans_plan(n, d, k, dtype, 8, capability)
+        return module.kmeans_plan(n, d, k, dtype, 8, capability)
 
     assert how(3, 1319, 1231).block < how(100, 512, 1000).block  # a program has more points where there are more
     assert how(3, 1319, 1231).how == "some" and how(100_000, 500, 64).how == "product"
     # Of few coordinates: tiles of pairs where a thread a point would be few threads, or where points had to be copied.
     assert [how(n, 3, 785).how for n in (80, 3580, 5_000_000)] == ["pairs", "pairs", "few"]
-    assert module._kmeans_plan(130_093, 7, 3, torch.float16, 1, (9, 0), False).how == "pairs"
+    assert module.kmeans_plan(130_093, 7, 3, torch.float16, 1, (9, 0), False).how == "pairs"
     assert how(34_295, 38, 3).how == how(17_668, 2863, 2).how == "each"
     assert how(1, 4070, 3).chunk == 4096 and how(20_000, 3000, 50).block == 32
     assert how(10**6, 64, 256).how == "screen"
