@@ -4,21 +4,29 @@ Whenever a kernel calls a device function, the interpreter looks through the who
 replace. That takes longer than the rest of most calls. Here it is found once, and replaced once a launch.
 
 Whenever a kernel adds two blocks, the interpreter makes their types anew, and finds out by six more operations whether
-an integer overflows, which it tells nobody unless it debugs. Here a type is made once, and who does not debug does not
-ask. What kernels compute, and what is refused, is the same.
+an integer overflows, which it tells nobody unless it debugs. Here a type is made once, who does not debug does not ask,
+and the type that two blocks are computed in is asked of those that are no pointers only.
+
+Whenever a kernel takes bfloat16 for float32, of which it is the upper half, or the other way round, the interpreter
+takes numbers apart and puts them together, and gets those wrong that are too small to be normal. Here they are halved.
+Else what kernels compute, and what is refused, is the same.
 """
 
 import functools
 import inspect
 
+import numpy as np
 import triton
 import triton.language as tl
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 WHAT_IS_CHANGED = {
-    interpreter: ("GridExecutor", "_get_np_dtype", "_patch_attr", "_patch_builtin", "_patch_lang"),
-    TritonSemantic: ("binary_op_sanitize_overflow_impl", "broadcast_impl_value", "computation_type_impl"),
+    interpreter: ("GridExecutor", "_convert_float", "_get_np_dtype", "_patch_attr", "_patch_builtin", "_patch_lang"),
+    TritonSemantic: (
+        *("binary_op_sanitize_overflow_impl", "binary_op_type_checking_impl"),
+        *("broadcast_impl_value", "computation_type_impl"),
+    ),
 }
 
 
@@ -29,6 +37,7 @@ def hasten():
     ):
         hasten_calls()
         hasten_types()
+        hasten_halves()
 
 
 def hasten_types():
@@ -62,6 +71,15 @@ def hasten_types():
     TritonSemantic.broadcast_impl_value = widen_others
     ask = TritonSemantic.binary_op_sanitize_overflow_impl
     TritonSemantic.binary_op_sanitize_overflow_impl = lambda self, *sum: self.builder.options.debug and ask(self, *sum)
+    find_type = TritonSemantic.binary_op_type_checking_impl
+
+    def find_other_type(self, lhs, rhs, left_pointer=False, right_pointer=False, arithmetic=True, division=False):
+        if not arithmetic or not type(lhs) is type(rhs) is tl.tensor or lhs.dtype.is_ptr() or rhs.dtype.is_ptr():
+            return find_type(self, lhs, rhs, left_pointer, right_pointer, arithmetic, division)
+        kind = self.computation_type_impl(lhs.dtype, False, rhs.dtype, False, division)
+        return self.broadcast_impl_value(*(x if x.dtype == kind else self.cast(x, kind) for x in (lhs, rhs)))
+
+    TritonSemantic.binary_op_type_checking_impl = find_other_type
     of_numpy, kinds = interpreter._get_np_dtype, {}
 
     def numpy_type(kind):
@@ -71,6 +89,21 @@ def hasten_types():
 
     interpreter._get_np_dtype = numpy_type
     TritonSemantic.computation_type_impl = functools.cache(TritonSemantic.computation_type_impl)
+
+
+def hasten_halves():
+    """Take bfloat16 for the upper half of float32, which it is; the interpreter cuts off the lower one, too."""
+    convert = interpreter._convert_float
+
+    def convert_others(input, input_dtype, output_dtype, rounding_mode):
+        kinds = input_dtype.name, output_dtype.name
+        if kinds == ("bf16", "fp32"):
+            return input.astype(np.uint32) << 16
+        if kinds == ("fp32", "bf16") and rounding_mode is None:
+            return (input.view(np.uint32) >> 16).astype(np.uint16)
+        return convert(input, input_dtype, output_dtype, rounding_mode)
+
+    interpreter._convert_float = convert_others
 
 
 def hasten_calls():
