@@ -668,7 +668,8 @@ def test_few_programs_with_a_long_sum_each_share_it(kernel, M, K, widths, split)
 def test_a_sum_in_many_parts_is_right(split, dtype, device, monkeypatch):
     for module in (concat, gated):
         monkeypatch.setattr(module, "_cut", lambda plan, *_: Plan("strided", 16, 32, 16, split=split, warps=4))
-    x, weights = drawn(20, 150, dtype=dtype), [drawn(150, n, dtype=dtype) for n in (40, 40)]
+    given = {"dtype": dtype, "device": device}
+    x, weights = drawn(20, 150, **given), [drawn(150, n, **given) for n in (40, 40)]
     poison([x.new_empty(20, 80)])
     assert is_right(CONCAT_GEMM, fusebook.concat_gemm(x, weights, strategy="fused"), (x, *weights))
     assert is_right(SWIGLU, fusebook.swiglu(x, *weights, strategy="fused"), (x, *weights))
@@ -701,8 +702,8 @@ def test_float32_is_torchs_from_some_rows_on_where_weights_lie_in_rows_or_by_poi
     assert not _products._by_torch(M, K, N, "half", aligned, layout)
 
 
-def test_float32_weights_in_rows_are_not_copied_for_torch():
-    x, w = torch.empty(65, 4096), torch.empty(4096, 20001)[:, 1:]
+def test_float32_weights_in_rows_are_not_copied_for_torch(device):
+    x, w = torch.empty(65, 4096, device=device), torch.empty(4096, 20001, device=device)[:, 1:]
     for dtype, math, copied in ((torch.float32, "float32", False), (torch.float32, "tf32", True)):
         assert _products._fetchable(x.to(dtype), [w], "row", math, (9, 0), "")[3] is copied
 
@@ -713,7 +714,8 @@ def test_small_weights_are_joined_where_torch_multiplies(column, monkeypatch, de
     given = []
     real = concat._products_of
     monkeypatch.setattr(concat, "_products_of", lambda out, x, w, tf32: given.append(len(w)) or real(out, x, w, tf32))
-    x, weights = drawn(65, 20), [drawn(*((n, 20) if column else (20, n))) for n in (7, 3)]
+    shapes = [(n, 20) if column else (20, n) for n in (7, 3)]
+    x, weights = drawn(65, 20, device=device), [drawn(*shape, device=device) for shape in shapes]
     weights = [w.T if column else w for w in weights]
     for rows, strategy, count in ((65, None, 1), (64, None, 2), (65, "views", 2)):
         assert is_right(CONCAT_GEMM, fusebook.concat_gemm(x[:rows], weights, strategy=strategy), (x[:rows], *weights))

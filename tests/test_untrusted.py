@@ -248,10 +248,9 @@ def test_what_is_rewritten_equals_onnx_runtime_on_the_original(kind, device):
             if kind in ("a mask that a caller may replace", "missing shapes", "further axes"):
                 assert "MaskedScatterNDOfShape" not in ours
             rewritten += len(ours)
-            if opset < 16 and device == "cuda":
-                continue  # of indices that come twice, nobody says whose updates stay
             want = Graph(model, device="cpu")(feeds)
-            got = Graph(fused, device=device, ops=NODES)(feeds)
+            # What was left as it is need not be anything that ONNX Runtime has for a GPU.
+            got = Graph(fused, device=device if ours else "cpu", ops=NODES)(feeds)
             for a, b in zip(got.values(), want.values(), strict=True):
                 torch.testing.assert_close(a.cpu(), b, rtol=0, atol=0)
     assert rewritten >= 3, "nothing was tried"
