@@ -273,7 +273,7 @@ def test_nothing_of_a_neighbour_enters_a_row(n, dtype):
     torch.testing.assert_close(fusebook.softmax(x), torch.softmax(x.float(), 1).to(dtype))
 
 
-@TWO_DTYPES
+@EVERY_DTYPE
 @pytest.mark.parametrize("n", [50257, 66000])
 def test_a_wide_row_is_the_same_whatever_rows_it_comes_with(n, dtype):
     x = torch.randn(6, n, device=DEVICE, dtype=dtype)
