@@ -499,6 +499,11 @@ def test_a_plan_is_the_cheapest_and_costs_grow_with_points_coordinates_and_centr
     assert how(34_295, 38, 3).how == how(17_668, 2863, 2).how == "each"
     assert how(1, 4070, 3).chunk == 4096 and how(20_000, 3000, 50).block == 32
     assert how(10**6, 64, 256).how == "screen"
+    # Odd rows are copied where the product takes long enough: that of many centres, and of many points.
+    assert [how(n, d, k).pad for n, d, k in ((19_553, 403, 2431), (19_553, 404, 2431), (19_553, 403, 64))] == [16, 1, 1]
+    # A copy is a launch of its own: few points are compared where they lie.
+    ways = [module.kmeans_plan(9, 4, 3, torch.float64, 4, (9, 0), dense).how for dense in (True, False)]
+    assert ways == ["few", "pairs"]
     # Only some GPUs multiply float64 fast.
     for capability in ((7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (12, 0)):
         precision = how(10**5, 2000, 1000, capability).precision
@@ -529,12 +534,13 @@ OTHERS = [
     Plan("product", 16, 16, 16, steps=9, precision="ieee"),
     Plan("product", 16, 16, 16, steps=2, precision="ieee"),
     Plan("product", 16, 16, 32, steps=1, precision="tf32x3"),
+    Plan("product", 16, 16, 16, steps=2, precision="ieee", pad=16),
     Plan("screen", 16, 16, 64),
 ]
 
 
 def named(plan):
-    return f"{plan.how} {plan.block_k} {plan.steps} {plan.precision}"
+    return f"{plan.how} {plan.block_k} {plan.steps} {plan.precision} {plan.pad}"
 
 
 def by(plan, points, centres):

@@ -198,6 +198,7 @@ class Plan(NamedTuple):
     stages: int = 1
     warps: int = 4
     precision: str = ""  # of the product
+    pad: int = 1  # what the number of coordinates is made a multiple of, by zeros behind them
 
 
 def launch_few(

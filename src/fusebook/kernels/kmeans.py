@@ -20,7 +20,8 @@ and compared with all centres by differences, so that labels are those of differ
 are few and centres many, a product in TF32 goes before it and only *screens*: it is twice as fast, and a point whose
 two best candidates it cannot tell apart goes on to the other product.
 
-Limits: centres that are not contiguous are copied first; so are points, but for a product and where they are few.
+Limits: centres that are not contiguous are copied first; so are points, but where they are few and for a product, which
+copies those with an odd number of coordinates where it takes long enough.
 """
 
 from __future__ import annotations
@@ -599,8 +600,9 @@ def _launch_product(
     listed: Tensor | None = None,
 ) -> None:  # fmt: skip
     """The nearest by a product, of all points or of those listed; by differences where it cannot tell."""
-    n, k = len(points), len(centres)
-    device = points.device
+    (n, d), k, device = points.shape, len(centres), points.device
+    if d % plan.pad:
+        points, centres = (apply(torch.constant_pad_nd, x, (0, -d % plan.pad)) for x in (points, centres))
     late = overlapping(device) if made is None else {}
     squares, counts = made or _launch_lengths(centres, plan, **late)
     if points.dtype == torch.float16:  # of which Triton makes no operands in float64
@@ -641,7 +643,8 @@ def assign_into(labels: Tensor, points: Tensor, centres: Tensor, label_dtype: to
         apply(Tensor.zero_, labels)
         return
     n = None if torch.are_deterministic_algorithms_enabled() else len(points)
-    dense = points.is_contiguous() and points.data_ptr() % 16 == 0
+    anywhere = d <= 8 and points.numel() < 2**16  # few of few coordinates may begin there: they are not copied
+    dense = points.is_contiguous() and (anywhere or points.data_ptr() % 16 == 0)
     plan = _plan(n, d, k, points.dtype, labels.element_size(), gpu(points.device)[0], dense)
     _launched(labels, points, contiguous(centres), plan)
 

@@ -137,7 +137,7 @@ def kmeans_plan(
         if n is None or capability is None:
             how = [*ways, "product"][0]
         else:
-            copied = 0 if dense else n * d * size / 0.8e6
+            copied = 0 if dense else 2.5 + n * d * size / 0.8e6  # a launch, and what it moves
             found = [(_microseconds(way, n, d, k, size) + copied, way) for way in ways]
             found.append((_microseconds("product", n, d, k, size), "product"))
             us, how = min(found)
@@ -160,6 +160,13 @@ def kmeans_plan(
         stages, warps = (1, 4) if d <= chunk else (3, 4) if d <= 3 * chunk else (3, 2)
         return Plan(how, block, chunk=chunk, stages=stages, warps=warps)
     if how == "product":
+        # Of odd rows a number at a time is loaded. Where the product takes long, a tenth of it pays for a copy.
+        if (
+            n is not None and capability is not None and dtype == torch.float32 and align == 1
+            and _microseconds(how, n, d, k, size) > 50 + n * d / 4e4
+        ):  # fmt: skip
+            steps = triton.cdiv(product.steps, 2 if triton.cdiv(n, product.block) < 900 else 1)
+            return product._replace(steps=steps, pad=16)
         return product
     chunk = max(16, triton.next_power_of_2(d))
     if capability is None:
