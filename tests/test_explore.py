@@ -283,7 +283,7 @@ def test_processes_take_problems_in_turn_and_one_that_fails_is_told(capsys):
     jobs = [
         (OPS["double"], {"M": 3, "N": n, "dtype": d, "layout": how}, ("eager", "fusebook")) for n, d, how in problems
     ]
-    found = dict(explore._in_turn(jobs, 2, explore._Taken(1), math.inf))
+    found = dict(explore._in_turn(jobs, 2, True, math.inf))
     assert [[(row["N"], row["variant"], row["status"]) for row in rows] for _, rows in sorted(found.items())] == [
         [(n, v, "ok") for v in ("eager", "fusebook")] for n in (5, 6)
     ]
@@ -300,7 +300,7 @@ class Narrow:
         self.pipe, self.other = multiprocessing.Pipe()
         self.process = types.SimpleNamespace(kill=lambda: None, is_alive=lambda: True, join=lambda _: None)
 
-    def asks(self, job, taken, share):
+    def asks(self, job, host, share):
         self.asked.append((job[1]["N"], share))
         assert not self.busy, "there was no room for another"
         self.busy.add(job[1]["N"])
@@ -319,7 +319,7 @@ def test_what_has_no_room_beside_others_comes_again_alone(monkeypatch):
     monkeypatch.setattr(explore, "_share", lambda job: 0.6)
     monkeypatch.setattr(explore, "_stopped", lambda workers: contextlib.nullcontext())
     jobs = [(OPS["double"], {"N": n}, ()) for n in (4, 5, 6)]
-    found = list(explore._in_turn(jobs, 3, explore._Taken(1), math.inf))
+    found = list(explore._in_turn(jobs, 3, True, math.inf))
     assert found == [(1, [{"status": "ok"}]), (0, [{"status": "ok"}]), (2, [{"status": "ok"}])]
     assert Narrow.asked == [(4, 0.6), (5, 0.6), (6, 0.6), (4, 1.0), (6, 1.0)]
 

@@ -32,7 +32,7 @@ import time
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -63,6 +63,7 @@ COLUMNS = (*_FRONT, *_BACK)
 _TEXT = ["op", "variant", "dtype", "layout", "status", "note", "math"]
 
 _ON_HOST = ("NumPy", "torch on the CPU")  # no choice where the data lies in the device's memory
+_CALLS = 7  # that are timed
 # The host's clock is started where queueing takes at least this part of the device's time: below, nobody waits for it.
 _NOTICED = 0.25
 # Seconds after which a process that is timing is not awaited, and in which the device does what was asked of it.
@@ -164,7 +165,7 @@ def _made(op: Op, dims: Dims, device: str) -> tuple[Any, ...]:
 
 
 def problem(
-    op: str | Op, /, *, check_only: bool = False, repeat: int = 7, without: Sequence[str] = (), **dims: Any
+    op: str | Op, /, *, check_only: bool = False, without: Sequence[str] = (), **dims: Any
 ) -> pd.DataFrame:
     """Check one problem, and time all that a user would pick for it.
 
@@ -173,8 +174,6 @@ def problem(
     op : str or Op
     check_only : bool
         Take no times; without a GPU none are taken.
-    repeat : int
-        Calls timed.
     without : sequence of str
         Variants whose name contains one of these are left out.
     **dims
@@ -191,7 +190,7 @@ def problem(
         Where a result of ours is above the limit.
     """
     card = OPS[op] if isinstance(op, str) else op
-    rows = _explored(card, dims, _chosen(card, without), _Taken(repeat), check_only)
+    rows = _explored(card, dims, _chosen(card, without), True, check_only)
     return _frame(card, [{"case": 0, **row} for row in rows])
 
 
@@ -216,7 +215,7 @@ def several(asked: Sequence[tuple[str, Dims]], *, without: Sequence[str] = ()) -
     """
     jobs = [(OPS[name], dims, tuple(_chosen(OPS[name], without))) for name, dims in asked]
     found: dict[int, list[dict[str, Any]]] = {}
-    for i, rows in _each(jobs, os.cpu_count() or 1, _Taken(host=False), math.inf):
+    for i, rows in _each(jobs, False, math.inf):
         if isinstance(rows, Wrong):
             raise rows
         found[i] = rows
@@ -228,22 +227,15 @@ def _frame(op: Op, rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=[*_FRONT, *dims, *_BACK])
 
 
-class _Taken(NamedTuple):
-    """The times that are taken: of so many calls, and by the host's clock too unless others share the host."""
-
-    repeat: int = 7
-    host: bool = True
-
-
 def _explored(
     op: Op,
     dims: Dims,
     variants: Mapping[str, Variant],
-    taken: _Taken,
+    host: bool,
     check_only: bool = False,
     turn: Callable[[], None] = lambda: None,
 ) -> list[dict[str, Any]]:
-    """The rows of a problem; `turn` waits until nobody else is at work on the device."""
+    """The rows of a problem, `host` times among them; `turn` waits until nobody else is at work on the device."""
     kind, how, sizes = _split(dims)
     least = op.cost(kind.itemsize, **sizes)
     rows = {
@@ -285,7 +277,7 @@ def _explored(
     del yard
     if calls and _gpu() and not check_only:
         turn()
-        _time(calls, rows, taken)
+        _time(calls, rows, host)
     return list(rows.values())
 
 
@@ -307,25 +299,25 @@ def _right_call(
     return call
 
 
-def _time(calls: Mapping[str, Callable[[], Any]], rows: Mapping[str, dict[str, Any]], taken: _Taken) -> None:
+def _time(calls: Mapping[str, Callable[[], Any]], rows: Mapping[str, dict[str, Any]], host: bool) -> None:
     """Cold for all; the host's clock where it may be noticed; the whole call of what waits for the device."""
     try:
         with torch.no_grad():
-            cold = timing.cold(calls, warmup=2, repeat=taken.repeat)
+            cold = timing.cold(calls, warmup=2, repeat=_CALLS)
             waits = {name: call for name, call in calls.items() if cold[name] is None}
             noticed = {
                 name: call
                 for name, call in calls.items()
-                if taken.host and (q := cold[name]) is not None and timing._host_seconds(call) > _NOTICED * q.q50
+                if host and (q := cold[name]) is not None and timing._host_seconds(call) > _NOTICED * q.q50
             }
-            host = timing.host(noticed, warmup=0, repeat=taken.repeat) if noticed else {}
-            whole = timing.call(waits, warmup=1, repeat=taken.repeat) if waits else {}
+            queued = timing.host(noticed, warmup=0, repeat=_CALLS) if noticed else {}
+            whole = timing.call(waits, warmup=1, repeat=_CALLS) if waits else {}
     except torch.cuda.OutOfMemoryError as error:
         torch.cuda.empty_cache()
         for name in calls:
             rows[name].update(status="out of memory", note=f"while timed: {bench._sentence(error)}")
         return
-    for clock, times in (("cold_us", cold), ("host_us", host), ("call_us", whole)):
+    for clock, times in (("cold_us", cold), ("host_us", queued), ("call_us", whole)):
         for name, q in times.items():
             if q is not None:
                 rows[name][clock] = q.q50 * 1e6
@@ -338,17 +330,17 @@ _Job = tuple[Op, Dims, tuple[str, ...]]  # with the names of its variants
 
 
 def _each(
-    jobs: Sequence[_Job], workers: int, taken: _Taken, until: float, check_only: bool = False
+    jobs: Sequence[_Job], host: bool, until: float, check_only: bool = False
 ) -> Iterator[tuple[int, list[dict[str, Any]] | Wrong]]:
     """What is found at each problem, by its number: by processes that know operators by their names, or by this one."""
-    if _gpu() and not check_only and workers > 1 and all(OPS.get(op.name) is op for op, _, _ in jobs):
-        yield from _in_turn(jobs, workers, taken, until)
+    if _gpu() and not check_only and all(OPS.get(op.name) is op for op, _, _ in jobs):
+        yield from _in_turn(jobs, os.cpu_count() or 1, host, until)
         return
     wrong = set()
     for i, (op, dims, variants) in enumerate(jobs):
         if op.name not in wrong and time.monotonic() < until:
             try:
-                yield i, _explored(op, dims, {v: op.variants[v] for v in variants}, taken, check_only)
+                yield i, _explored(op, dims, {v: op.variants[v] for v in variants}, host, check_only)
             except Wrong as found:
                 wrong.add(op.name)
                 yield i, found
@@ -362,7 +354,7 @@ def _work(pipe: Connection) -> None:
 
     settings.compile_threads = 1  # there are as many of these processes as cores; torch would add as many to each
     while True:
-        name, dims, variants, taken, share = pipe.recv()
+        name, dims, variants, host, share = pipe.recv()
         found: list[dict[str, Any]] | Wrong | RuntimeError
         ready: list[None] = []
 
@@ -375,7 +367,7 @@ def _work(pipe: Connection) -> None:
             if _gpu():
                 torch.cuda.set_per_process_memory_fraction(share)
             op = OPS[name]
-            found = _explored(op, dims, {v: op.variants[v] for v in variants}, taken, turn=turn)
+            found = _explored(op, dims, {v: op.variants[v] for v in variants}, host, turn=turn)
         except Wrong as wrong:
             found = wrong
         except Exception as error:
@@ -401,10 +393,10 @@ class _Worker:
             self.process.start()
         other.close()
 
-    def asks(self, job: _Job, taken: _Taken, share: float) -> None:
+    def asks(self, job: _Job, host: bool, share: float) -> None:
         """Give it a problem, and that share of the device's memory."""
         op, dims, variants = job
-        self.pipe.send((op.name, dims, variants, taken, share))
+        self.pipe.send((op.name, dims, variants, host, share))
 
     def told(self) -> Any:
         """What it sends; RuntimeError where it does not, or has ended."""
@@ -446,7 +438,7 @@ def _short(found: Any) -> bool:
 
 
 def _in_turn(
-    jobs: Sequence[_Job], workers: int, taken: _Taken, until: float
+    jobs: Sequence[_Job], workers: int, host: bool, until: float
 ) -> Iterator[tuple[int, list[dict[str, Any]] | Wrong]]:
     """What is found at each problem, by its number.
 
@@ -461,12 +453,12 @@ def _in_turn(
         while (team or waiting or alone) and time.monotonic() < until:
             while idle and waiting and sum(shares[i] for i in team) + shares[waiting[0]] <= 1 - _CONTEXT * workers:
                 team[i := waiting.popleft()] = idle.pop()
-                team[i].asks(jobs[i], taken, shares[i])
+                team[i].asks(jobs[i], host, shares[i])
             if not team:  # what is left takes all that there is
                 i = (waiting or alone).popleft()
                 shares[i] = 1.0
                 team[i] = idle.pop()
-                team[i].asks(jobs[i], taken, shares[i])
+                team[i].asks(jobs[i], host, shares[i])
             pipes = {worker.pipe: i for i, worker in team.items()}
             for pipe in wait(list(pipes), max(0.0, min(until - time.monotonic(), 1.0))):
                 i = pipes[pipe]  # type: ignore[index]
@@ -514,12 +506,10 @@ def explore(
     seed: int = 0,
     cases: int = 100,
     seconds: float = math.inf,
-    repeat: int = 7,
     host: bool = True,
     without: Sequence[str] = (),
     check_only: bool = False,
     root: pathlib.Path | None = None,
-    workers: int | None = None,
 ) -> Iterator[tuple[Op, pd.DataFrame | Wrong]]:
     """Check and time the problems of a seed, operator by operator.
 
@@ -530,8 +520,6 @@ def explore(
         Which problems, see `problems`.
     seconds : float
         Of all together. The first problems of all operators come before the second ones.
-    repeat : int
-        Calls timed.
     host : bool
         Take the host's clock, too; it is not to be trusted where other programs share the host.
     without : sequence of str
@@ -540,8 +528,6 @@ def explore(
         Take no times and write nothing. Without a GPU the problems are those of the seed at small sizes.
     root : pathlib.Path, optional
         The folder of records in which ``<gpu>/explored/<op>.csv`` grows; nothing is written where it is not given.
-    workers : int, optional
-        Processes that compile and check; as many as there are cores.
 
     Yields
     ------
@@ -570,7 +556,7 @@ def explore(
     # The first problems of all come before the second ones, in case there is no time for the last.
     asked = [(run, case) for case in range(cases) for run in runs if case in run.todo]
     jobs = [(run.op, run.asked[case], tuple(run.variants)) for run, case in asked]
-    each = _each(jobs, workers or os.cpu_count() or 1, _Taken(repeat, host), until, check_only)
+    each = _each(jobs, host, until, check_only)
     for i, found in tqdm(each, "explore", total=len(jobs), disable=None, leave=False):
         run, case = asked[i]
         run.take(case, found)
@@ -864,25 +850,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--cases", type=int, default=100, help="problems of each op (default: 100)")
     parser.add_argument("--seed", type=int, default=0, help=f"below {RECORDED_FROM} to tune by (default: 0)")
     parser.add_argument("--seconds", type=float, default=math.inf, help="of all ops together, compiling included")
-    parser.add_argument("--repeat", type=int, default=7, help="calls timed (default: 7)")
     parser.add_argument("--device-clock", action="store_true", help="leave the host's clock out: others share the host")
     parser.add_argument("--without", default="", metavar="WORDS", help="comma list: no variants that hold one of these")
-    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes that compile; all cores")
     parser.add_argument("--check-only", action="store_true", help="no times; without a GPU at small sizes")
     parser.add_argument("--out", type=pathlib.Path, help="folder of records (default: the package's, or explored here)")
     args = parser.parse_args(argv)
-    if args.cases < 1 or args.repeat < 1 or args.seconds <= 0 or args.seed < 0:
-        parser.error("expected --cases, --repeat and --seconds above 0, and --seed from 0 up")
+    if args.cases < 1 or args.seconds <= 0 or args.seed < 0:
+        parser.error("expected --cases and --seconds above 0, and --seed from 0 up")
     names = list(dict.fromkeys(known if "all" in args.ops else args.ops))
     here = pathlib.Path("explored", f"seed-{args.seed}")
     out = args.out or (machines.RECORDS if args.seed >= RECORDED_FROM else here)
-    how = {k: getattr(args, k) for k in ("seed", "cases", "seconds", "repeat", "check_only", "workers")}
-    without = [word for word in args.without.split(",") if word]
+    how = {k: getattr(args, k) for k in ("seed", "cases", "seconds", "check_only")}
+    how["without"] = [word for word in args.without.split(",") if word]
     wrong = 0
     try:
-        for op, found in explore(
-            *(OPS[name] for name in names), host=not args.device_clock, without=without, root=out, **how
-        ):
+        for op, found in explore(*(OPS[name] for name in names), host=not args.device_clock, root=out, **how):
             if isinstance(found, Wrong):
                 wrong += 1
                 print(found, file=sys.stderr, flush=True)
