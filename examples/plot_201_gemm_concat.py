@@ -44,9 +44,9 @@ from fusebook import bench, machine, plots, tables
 from fusebook.cards.concat_gemm import CONCAT_GEMM, _in_views
 from fusebook.check import yardstick
 from fusebook.inputs import generator, rough
-from fusebook.kernels._products import _filled, _gemm_plan, _stack, _take_over
+from fusebook.kernels._products import _filled, _gemm_plan, _take_over
 from fusebook.kernels.concat_gemm import (
-    _concat_gemm_stacked,
+    _concat_gemm_tiles,
     concat_gemm_eager,
 )
 from fusebook.op import Cost
@@ -295,14 +295,11 @@ def step_one(x, w0, w1, BM=64, BN=64, BK=64, warps=4):
 # A tensor descriptor holds the base, the sizes and the strides of a tensor for
 # the copy engine of a multiprocessor, the :term:`TMA`. One thread asks for a
 # tile by its coordinates, and the engine fetches it while the others multiply.
-# Rows must begin at multiples of 16 bytes, and a descriptor has one base. We
-# have two weights, in two places. But two weights of one shape are one tensor
-# with a third axis of two entries, whose stride is the distance between their
-# addresses.
-
-Source(_stack, doc=False)
-
-# %%
+# Rows must begin at multiples of 16 bytes, and a descriptor has one base, so
+# that each weight has its own. A descriptor cannot be chosen while the kernel
+# runs without being copied, so the loop over tiles is written once for each
+# weight, as ``tl.static_range`` unrolls it.
+#
 # Step three: a persistent kernel
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 #
@@ -339,23 +336,25 @@ draw.lanes(
 
 Folded(
     "The kernel of steps two to four, and its wait",
-    Source(_concat_gemm_stacked, _take_over, doc=False),
+    Source(_concat_gemm_tiles, _take_over, doc=False),
 )
 
 # %%
-# Weights of unequal widths, or more than two, take a second kernel, which
-# makes a descriptor for each tile on the device. Weights that no descriptor
+# Weights may have any widths, up to four in a launch. Those that no descriptor
 # can describe take pointers, as in step one; where many rows need them, they
-# are copied first, side by side, to where they are aligned.
+# are copied first, side by side, to where they are aligned. In float32 weights
+# that lie in rows become columns on that way: tensor cores take TF32 along K
+# only.
 #
 # Ours or PyTorch's?
 # ~~~~~~~~~~~~~~~~~~
 #
-# A class of shapes has one size of tiles. At n = 3072 the output has 3072 x
-# 6144 numbers, which are 24 x 24 = 576 tiles of 128 x 256. A multiprocessor
-# takes one at a time, so there are rounds, and the last one is hardly filled:
-# :term:`wave quantization`. PyTorch has tiles of many sizes and may have
-# fuller rounds.
+# A class of shapes has one size of tiles; from 65 to 512 rows of x, a formula
+# of a few lines counts the rounds of three sizes instead. At n = 3072 the
+# output has 3072 x 6144 numbers, which are 24 x 24 = 576 tiles of 128 x 256. A
+# multiprocessor takes one at a time, so there are rounds, and the last one is
+# hardly filled: :term:`wave quantization`. PyTorch has tiles of many sizes and
+# may have fuller rounds.
 #
 # So each class also keeps the ratio of PyTorch's time, in views, to ours, for
 # a product whose rounds are full. For another product the launcher corrects
@@ -806,7 +805,7 @@ stair_us["lines of code"] = pd.Series(
         "step one, 64 x 64": lines_of(side_by_side, step_one),
         "step one, 128 x 128": lines_of(side_by_side, step_one),
         "step one, 128 x 256": lines_of(side_by_side, step_one),
-        "the library": lines_of(inspect.getmodule(_concat_gemm_stacked.fn)),
+        "the library": lines_of(inspect.getmodule(_concat_gemm_tiles.fn)),
     }
 )
 table(stair_us, "Each step in bfloat16, cold", fold=False)

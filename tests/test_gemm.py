@@ -590,7 +590,8 @@ def test_what_no_descriptor_describes_is_copied_where_many_rows_need_it(column, 
         ((64, 4097, 11009), "half", True, False),
         ((65, 4097, 11009), "tf32", True, True),
         ((4096, 4097, 4097), "float32", True, True),
-        ((1000, 1001, 1001), "float32", True, False),
+        ((1000, 1001, 1001), "float32", True, True),
+        ((500, 1001, 1001), "float32", True, False),
         ((4096, 4097, 64), "half", False, False),
         ((200, 100, 100), "half", True, False),
     ],
@@ -611,6 +612,69 @@ def test_swiglu_of_few_tiles_of_rows_counts_rounds():
     for M in (64, 513):
         assert plan(M, 11008).kernel == "tiles"
     assert plan(72, 11008, name="concat_gemm") != plan(72, 11008)
+
+
+def test_products_of_few_tiles_of_rows_take_what_fills_a_round():
+    def plan(M, N, strategy=None):
+        return _products._gemm_plan("concat_gemm", (M, N), "half", "column", True, ((9, 0), 132), strategy)
+
+    assert plan(165, 6144)[1:3] == (64, 128), "144 tiles, two on some multiprocessors"
+    assert plan(288, 1536)[1:3] == (64, 64)
+    assert plan(452, 43008).kernel == "torch" and plan(452, 43008, "fused")[1:3] == (128, 256)
+    assert plan(65, 64) == _products._tuned("concat_gemm")["90", "half column"]["2**15"].plan, "small ones by class"
+
+
+@pytest.mark.parametrize(
+    ("name", "M", "N", "sizes"),
+    [
+        ("concat_gemm", 1111, 6144, (64, 64, 64)),  # seven rounds of 64 x 64 are less than three of 128 x 64
+        ("concat_gemm", 1500, 6144, (128, 64, 32)),
+        ("swiglu", 109, 4096, (64, 32, 64)),  # 128 tiles
+        ("swiglu", 1094, 16384, (64, 32, 32)),
+    ],
+)
+def test_float32_of_many_rows_fills_its_rounds(name, M, N, sizes):
+    plan = _products._gemm_plan(name, (M, N), "float32", "column", True, ((9, 0), 132))
+    assert plan[:4] == ("tiles", *sizes)
+
+
+def test_float32_of_few_rows_and_weights_goes_by_pointers_whose_sums_can_be_cut():
+    for N, kernel in ((64 * 132, "tiles"), (64 * 131, "strided")):
+        assert _products._gemm_plan("concat_gemm", (52, N), "float32", "column", True, ((9, 0), 132)).kernel == kernel
+
+
+@pytest.mark.parametrize("widths", [(48, 48), (40, 9, 1)])
+def test_weights_in_rows_become_columns_where_float32_has_many_rows(widths, device, monkeypatch):
+    assert _products._worth_turning((512, 2048, 2048), "float32", "row", (9, 0))
+    for sizes, math, layout in (
+        ((511, 2048, 4096), "float32", "row"),
+        ((512, 2048, 2047), "float32", "row"),
+        ((4096, 2048, 2048), "float32", "column"),
+        ((4096, 2048, 2048), "half", "row"),
+    ):
+        assert not _products._worth_turning(sizes, math, layout, (9, 0))
+    monkeypatch.setattr(_products, "_worth_turning", lambda *_: True)
+    launched, real = [], concat._launch_concat
+    monkeypatch.setattr(concat, "_launch_concat", lambda *given: launched.append(given[2:]) or real(*given))
+    x, weights = drawn(70, 45, device=device), [drawn(45, n, device=device) for n in widths]
+    poison([x.new_empty(70, sum(widths))])
+    assert is_right(CONCAT_GEMM, fusebook.concat_gemm(x, weights), (x, *weights))
+    ((given, _, layout, plan),) = launched
+    assert len(given) == 1 and layout == "column" and plan.kernel == "tiles"
+    assert is_right(SWIGLU, fusebook.swiglu(x, weights[0], weights[0] + 1), (x, weights[0], weights[0] + 1))
+    fusebook.concat_gemm(x, weights, strategy="views")
+    assert len(launched) == 1, "torch's products take them as they lie"
+
+
+def test_weights_whose_rows_begin_anywhere_are_joined_for_torch_where_sums_are_long(monkeypatch):
+    by_torch = []
+    monkeypatch.setattr(concat, "_products_of", lambda out, x, weights, tf32: by_torch.append(len(weights)))
+    monkeypatch.setattr(concat, "_launch_concat", lambda *_: by_torch.append(0))
+    monkeypatch.setattr(_products, "_worth_moving", lambda *_: False)
+    for M, K, count in ((461, 896, 1), (127, 896, 0), (461, 511, 0)):
+        x, *weights = (torch.empty(*size, dtype=torch.float16) for size in ((M, K), (K, 260), (K, 131), (K, 1)))
+        concat._into(x.new_empty(M, 392), x, weights, False, "")
+        assert by_torch.pop(0) == count and not by_torch.clear()
 
 
 @pytest.mark.parametrize(("columns", "wanted"), [(64, ""), (45, "fused")])
@@ -644,23 +708,23 @@ def test_a_product_s_kind_tells_how_its_rows_are_fetched():
 
 
 @pytest.mark.parametrize(
-    ("kernel", "M", "K", "widths", "split"),
+    ("kernel", "M", "K", "widths", "split", "one_by_one", "float32"),
     [
-        ("strided", 1, 11497, (569, 569), 8),
-        ("strided", 7, 8418, (2048, 2048), 4),
-        ("strided", 3, 14039, (14039, 1754, 1754), 1),
-        ("strided", 10, 285, (256, 256), 1),
-        ("tiles", 1, 11497, (569, 569), 1),
-        ("torch", 1, 11497, (569, 569), 1),
+        ("strided", 1, 11497, (569, 569), 8, 16, 16),
+        ("strided", 7, 8418, (2048, 2048), 4, 16, 8),
+        ("strided", 3, 14039, (14039, 1754, 1754), 1, 4, 1),
+        ("strided", 2, 2000, (176, 176), 2, 4, 4),
+        ("strided", 10, 285, (256, 256), 1, 1, 1),
+        ("tiles", 1, 11497, (569, 569), 1, 1, 1),
+        ("torch", 1, 11497, (569, 569), 1, 1, 1),
     ],
 )
-def test_few_programs_with_a_long_sum_each_share_it(kernel, M, K, widths, split):
-    plan = _products._cut(Plan(kernel, 16, 64, 128), M, K, widths, True, 132)
-    assert plan == Plan(kernel, 16, 64, 128, split=split)
-    assert _products._cut(plan, M, K, widths, False, 132).split == (2 * split if split > 1 else 1), "one by one"
-    assert _products._cut(plan._replace(split=64), M, K, widths, True, 132).split == 64, (
-        "what was tuned is not cut less"
-    )
+def test_few_programs_with_a_long_sum_each_share_it(kernel, M, K, widths, split, one_by_one, float32):
+    plan = Plan(kernel, 16, 64, 128)
+    for parts, math, aligned in ((split, "half", True), (one_by_one, "half", False), (float32, "float32", True)):
+        assert _products._cut(plan, M, K, widths, math, aligned, 132).split == parts
+    tuned = plan._replace(split=64)
+    assert _products._cut(tuned, M, K, widths, "half", True, 132) == tuned, "what was tuned is not cut less"
 
 
 @pytest.mark.parametrize("split", [2, 4, 8])

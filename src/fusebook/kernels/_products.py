@@ -112,15 +112,16 @@ def _sum_of_parts(parts_ptr, m, n, M, N, LD, BM: tl.constexpr, BN: tl.constexpr,
 
 
 @triton.jit
-def _rows_moved(out_ptr, in_ptr, ROWS, COLUMNS, PITCH, STEP, BR: tl.constexpr, BC: tl.constexpr):
-    """A tile of a matrix, to where its rows begin PITCH apart; what lies between them becomes zero.
+def _rows_moved(out_ptr, in_ptr, ROWS, COLUMNS, PITCH, STEP, STRIDE, BR: tl.constexpr, BC: tl.constexpr):
+    """A tile of a matrix of any strides, to where its rows begin PITCH apart; what lies between them becomes zero.
 
     So stores are whole vectors: a mask that ends anywhere would make them single numbers.
     """
     r = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)  # [BR]
     c = tl.program_id(1).to(tl.int64) * BC + tl.arange(0, BC)  # [BC]
     row = (r < ROWS)[:, None]
-    x = tl.load(in_ptr + r[:, None] * STEP + c[None, :], mask=row & (c < COLUMNS)[None, :], other=0.0)  # [BR, BC]
+    at = r[:, None] * STEP + c[None, :] * STRIDE
+    x = tl.load(in_ptr + at, mask=row & (c < COLUMNS)[None, :], other=0.0)  # [BR, BC]
     tl.store(out_ptr + r[:, None] * PITCH + c[None, :], x, mask=row & (c < PITCH)[None, :])
 
 
@@ -130,7 +131,7 @@ STRATEGIES = ("fused", "views")
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _MOST = 4  # weights of one launch
 _FEW = 64  # rows of x that one tile holds: then each weight is fetched once, however it lies
-_MIDDLE = 512  # rows of SwiGLU up to which rounds are counted
+_MIDDLE = 512  # rows up to which rounds are counted
 _WITHIN = 0.01  # times that are closer count as equal, and then the kernel is ours
 
 
@@ -239,6 +240,51 @@ def _of_rounds(M: int, N: int, plans: Sequence[Plan], multiprocessors: int, torc
     return Plan("torch") if torch and torchs < cost(best) else best
 
 
+# Tiles of products side by side for few tiles of rows. A round over the multiprocessors costs the first number where
+# it is the only one, and the second where programs share a multiprocessor, in 1.5 ns for each step along K.
+_FEW_TILES = {
+    Plan("tiles", 64, 64, 128, stages=3, warps=4, waves=0, late=True): (2.7, 1.75),
+    Plan("tiles", 64, 128, 64, stages=4, warps=4, waves=0, late=True): (3.4, 2.05),
+    Plan("tiles", 128, 256, 64, group=16, stages=4, warps=8, flat=True, bulk=2, late=True): (7.0, 7.0),
+}
+
+
+def _of_few_tiles(M: int, N: int, multiprocessors: int, torch: bool) -> Plan:
+    """Of `_FEW_TILES` the one that costs least; with `torch`, or torch's products, as in `_of_rounds`.
+
+    Fitted to products of 66 to 522 rows on an H200, of problems drawn to tune by.
+    """
+
+    def cost(plan: Plan) -> float:
+        alone, each = _FEW_TILES[plan]
+        return max(alone, each * triton.cdiv(triton.cdiv(M, plan.bm) * triton.cdiv(N, plan.bn), multiprocessors))
+
+    best = min(_FEW_TILES, key=cost)
+    torchs = 2.4 + 3.7 * 64 * triton.cdiv(M, 64) * N / (multiprocessors * 2**14)
+    return Plan("torch") if torch and torchs < cost(best) else best
+
+
+def _of_float32(name: str, M: int, N: int, kernel: str, multiprocessors: int) -> Plan:
+    """Small tiles, several on a multiprocessor: one converts its numbers while another multiplies.
+
+    Long steps where two programs a multiprocessor are all that there are; else what fills its rounds.
+    """
+
+    def rounds(bm: int, bn: int, beside: int) -> int:
+        return triton.cdiv(triton.cdiv(M, bm) * triton.cdiv(N, bn), beside * multiprocessors)
+
+    sizes = (64, 64, 64) if rounds(64, 64, 2) < 2.4 * rounds(128, 64, 3) else (128, 64, 32)
+    if name == "swiglu":
+        sizes = (64, 32, 64 if rounds(64, 64, 2) == 1 else 32)  # of either weight
+    return Plan(kernel, *sizes, stages=3, warps=4, waves=0, late=kernel == "tiles")
+
+
+def _worth_turning(sizes: tuple[int, int, int], math: str, layout: str, capability: tuple[int, int] | None) -> bool:
+    """Whether weights in rows become columns first: tensor cores take TF32 along K only."""
+    M, K, N = sizes
+    return (math, layout) == ("float32", "row") and M >= 512 and M * K * N >= 2**31 and capability is not None
+
+
 def _worth_moving(sizes: tuple[int, int, int], math: str, weights: bool, capability: tuple[int, int] | None) -> bool:
     """Whether what no descriptor describes is copied first: x, and with `weights` those, of a product of M, K and N.
 
@@ -248,7 +294,7 @@ def _worth_moving(sizes: tuple[int, int, int], math: str, weights: bool, capabil
     """
     M, K, N = sizes
     if math not in ("half", "tf32"):  # float32 is torch's otherwise, which takes it as it lies
-        return math == "float32" and M > _FEW and M * K * N >= 2**32 and capability is not None
+        return math == "float32" and M > _FEW and M * K * N >= 2**29 and capability is not None
     if capability is None:
         return M > 8  # so that small products show both ways
     if not weights and M > 256 and N < 128:  # then reading x is all the work
@@ -274,7 +320,7 @@ def _gemm_plan(
     `name` is ``"concat_gemm"`` or ``"swiglu"``, which keeps two sums, so that its tiles are half as wide. `sizes` are
     M, and the columns of all weights together. `math` is ``"half"``, ``"tf32"``, ``"float32"`` or ``"float64"``, for
     which there is no kernel of ours. `layout` is that of the weights, ``"row"``, ``"column"`` or ``"any"``, and behind
-    the former ``" apart"`` or ``" short"`` where `_kind` says so. `aligned`: tensor descriptors can be made. `hardware`
+    the former ``" short"`` where `_kind` says so. `aligned`: tensor descriptors can be made. `hardware`
     is the GPU's capability, None for the interpreter, and its multiprocessors. `strategy` is one of `STRATEGIES`; the
     faster where None.
     """
@@ -299,6 +345,8 @@ def _gemm_plan(
         plans = [shapes[shape].plan for shape in ("2**21", "2**23", "2**19")]
         plans.append(Plan("tiles", 64, 128, 64, stages=4))
         return _of_rounds(M, N // 2, plans, multiprocessors, strategy is None)
+    if (name, math) == ("concat_gemm", "half") and _FEW < M <= _MIDDLE and M * N >= 2**18 and aligned and shapes:
+        return _of_few_tiles(M, N, multiprocessors, strategy is None)
     if (shape := _nearest(shape_class(M, N), shapes)) is not None:
         plan, torchs = shapes[shape]
         if strategy is None and torchs is not None and plan.kernel == "tiles" and plan.waves and shape[0] == "2":
@@ -312,13 +360,13 @@ def _gemm_plan(
         return Plan("torch")  # fed by pointers, ours is no match for torch's
     # Not tuned: at most 96 KiB of shared memory. A step of K that is 128 bytes wide fills whole lines of the cache.
     bk = 64 if math == "half" else 32
-    if M <= (16 if math == "float32" and aligned else 64):
+    if M <= 16 or (M <= 64 and not (math == "float32" and aligned and N >= 64 * multiprocessors)):
         # A tensor core multiplies 16 rows at least; few rows leave room for many weights under way.
         bm = 16 if M <= 16 else 32 if M <= 32 else 64
         return Plan("strided", bm, 64 // halves, bk, stages=3, warps=4)
     kernel = "tiles" if aligned else "strided"
-    if math == "float32":  # small tiles, several on a multiprocessor: one converts its numbers while another multiplies
-        return Plan(kernel, 64, 64, 64 // halves, stages=3, warps=4, waves=0)
+    if math == "float32":
+        return _of_float32(name, M, N, kernel, multiprocessors)
     if M * N < 2**21:  # few tiles: smaller ones, so that every multiprocessor has one
         return Plan(kernel, 64, 64 // halves, bk, stages=3, warps=4, waves=0)
     return Plan(kernel, 128, 128 // halves, bk, stages=2, warps=8, waves=0)
@@ -359,18 +407,20 @@ def _fetchable(
     x: Tensor, weights: Sequence[Tensor], layout: str, math: str, capability: tuple[int, int] | None, strategy: str,
     merge: bool = False,
 ) -> tuple[Tensor, Sequence[Tensor], bool, bool]:  # fmt: skip
-    """x and weights for tensor descriptors, copied to where their rows are aligned if that pays.
+    """x and weights for tensor descriptors, copied to where their rows are aligned if that pays, or to columns.
 
     Besides, whether they are aligned, and whether any was copied. `merge`: columns that are copied become one weight.
     """
     if layout == "any" or layout_of(x) != "row" or not x.shape[1]:  # a descriptor has no empty axis
         return x, weights, False, False
-    move_x, move_weights = not _describable(x, "row"), not all(_describable(w, layout) for w in weights)
+    (M, K), N = x.shape, sum(w.shape[1] for w in weights)
+    turn = strategy != "views" and _worth_turning((M, K, N), math, layout, capability)
+    move_x, move_weights = not _describable(x, "row"), turn or not all(_describable(w, layout) for w in weights)
     if not (move_x or move_weights):
         return x, weights, True, False
-    (M, K), N = x.shape, sum(w.shape[1] for w in weights)
-    in_rows = math == "float32" and layout == "row"  # many are torch's, which takes them as they lie
-    if strategy == "views" or in_rows or not _worth_moving((M, K, N), math, move_weights, capability):
+    layout = "column" if turn else layout
+    in_rows = math == "float32" and layout == "row"  # others are torch's, which takes them as they lie
+    if strategy == "views" or in_rows or not (turn or _worth_moving((M, K, N), math, move_weights, capability)):
         return x, weights, False, False
     if move_x:
         (x,) = _moved([x], "row")
@@ -384,16 +434,22 @@ def _fetchable(
     return x, weights, True, True
 
 
-def _cut(plan: Plan, M: int, K: int, widths: Sequence[int], aligned: bool, multiprocessors: int) -> Plan:
+def _cut(
+    plan: Plan, M: int, K: int, widths: Sequence[int], math: str, aligned: bool, multiprocessors: int
+) -> Plan:  # fmt: skip
     """The plan with its sums in parts, where few programs would walk a long K by pointers, each alone.
 
-    Two programs for each multiprocessor, of four steps at least, or four where numbers are fetched one by one; the
-    parts cost about as much as six steps: counters, and what is written and read again.
+    Two programs for each multiprocessor, of four steps at least. Float32 waits longer for its numbers, and what is
+    fetched one by one longest: more programs, and up to eight parts of two steps. The parts cost about as much as six
+    steps: counters, and what is written and read again.
     """
     if plan.kernel != "strided":
         return plan
     tiles, steps = triton.cdiv(M, plan.bm) * sum(triton.cdiv(N, plan.bn) for N in widths), K // plan.bk
-    most = min((2 if aligned else 4) * multiprocessors // max(1, tiles), K // max(256, 4 * plan.bk))
+    beside, parts = 2, K // max(256, 4 * plan.bk)
+    if not aligned or math == "float32":
+        beside, parts = 4 if aligned else 16, max(parts, min(8, K // max(128, 2 * plan.bk)))
+    most = min(beside * multiprocessors // max(1, tiles), parts)
     split = 1 << max(0, most.bit_length() - 1)
     return plan if split <= plan.split or steps - steps // split < 6 else plan._replace(split=split)
 
@@ -401,7 +457,8 @@ def _cut(plan: Plan, M: int, K: int, widths: Sequence[int], aligned: bool, multi
 def _by_torch(M: int, K: int, N: int, math: str, aligned: bool, layout: str) -> bool:
     """Whether torch multiplies float32 for many rows: by pointers ours is slow, and so it is where weights lie in rows.
 
-    Tensor cores take TF32 along K only, so that rows of weights would go through registers, once for each product.
+    Tensor cores take TF32 along K only, so that rows of weights would go through registers, once for each product; they
+    are not worth turning here, see `_worth_turning`.
     """
     if math != "float32":
         return False
@@ -425,7 +482,7 @@ def _moved(matrices: Sequence[Tensor], layout: str) -> list[Tensor]:
     for place, t in zip(memory.split(lengths), turned, strict=True):
         launch(
             _rows_moved, (triton.cdiv(len(t), tall), triton.cdiv(columns, wide)),
-            place, t, len(t), columns, pitch, _leading(t, "row"), BR=tall, BC=wide, num_warps=8,
+            place, t, len(t), columns, pitch, *t.stride(), BR=tall, BC=wide, num_warps=8,
         )  # fmt: skip
     copies = memory[:, :columns].split(lengths)
     return [copy if layout == "row" else copy.mT for copy in copies]
@@ -492,12 +549,10 @@ def _kind(x: Tensor, weights: Sequence[Tensor], layout: str) -> str:
     """What makes an aligned product slower than others of its size, as a word behind the layout.
 
     " short": rows that do not begin at multiples of 128 bytes, so that a fetch touches two lines of the cache instead
-    of one. " apart": weights that one descriptor does not describe, so that programs make a descriptor for each tile.
+    of one.
     """
     pitches = [_leading(x, "row"), *(_leading(w, layout) for w in weights)]
-    if any(pitch * x.element_size() % 128 for pitch in pitches):
-        return " short"
-    return "" if _stack(weights, layout) else " apart"
+    return " short" if any(pitch * x.element_size() % 128 for pitch in pitches) else ""
 
 
 def _ragged(widths: Iterable[int], itemsize: int) -> bool:

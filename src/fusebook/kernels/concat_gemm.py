@@ -35,7 +35,6 @@ from ._products import (
     _fetchable,
     _kind,
     _late,
-    _leading,
     _math,
     _matrix,
     _options,
@@ -45,7 +44,6 @@ from ._products import (
     _product,
     _programs,
     _ragged,
-    _stack,
     _starts,
     _store,
     _sum_of_parts,
@@ -85,82 +83,50 @@ def concat_gemm_eager(x: Tensor, *weights: Tensor) -> Tensor:
 
 @triton.jit(do_not_specialize=["M", "PROGRAMS"])
 def _concat_gemm_tiles(
-    out_ptr, x_ptr, w_ptrs, M, K, widths, XS, strides, LD, PROGRAMS,
+    out_ptr, y_tiles, x_tiles, w0_tiles, w1_tiles, w2_tiles, w3_tiles, M, K, widths, LD, PROGRAMS,
     COUNT: tl.constexpr, COLUMN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    GROUP: tl.constexpr, FLAT: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
+    GROUP: tl.constexpr, FLAT: tl.constexpr, BULK: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
+    LATE: tl.constexpr = False,
 ):  # fmt: skip
-    """Every PROGRAMS-th tile of the output, from whichever weight it comes."""
-    first = (0,)
-    ends = _ends(widths, BN, COUNT)
-    starts = _starts(0, widths, COUNT)
-    columns = ends[COUNT - 1]
-    rows = tl.cdiv(M, BM)
-    steps = tl.cdiv(K, BK)
-    x_tiles = tl.make_tensor_descriptor(x_ptr, [M, K], [XS, 1], [BM, BK])
-    # FLAT: the first steps of the next tile are fetched while this one is finished.
-    for tile in tl.range(tl.program_id(0), rows * columns, PROGRAMS, flatten=FLAT):
-        r, c = _place(tile, rows, columns, GROUP)
-        w_ptr = _pick(c, ends, w_ptrs, COUNT)
-        N = _pick(c, ends, widths, COUNT)
-        S = _pick(c, ends, strides, COUNT)
-        n = (c - _pick(c, ends, first + ends, COUNT)) * BN  # within its weight
-        start = _pick(c, ends, starts, COUNT)  # of its weight, in the output
-        if COLUMN:
-            w_tiles = tl.make_tensor_descriptor(w_ptr, [N, K], [S, 1], [BN, BK])
-        else:
-            w_tiles = tl.make_tensor_descriptor(w_ptr, [K, N], [S, 1], [BK, BN])
-        y = tl.zeros([BM, BN], tl.float32)
-        for k in range(steps):
-            x = x_tiles.load([r * BM, k * BK])  # [BM, BK]; read MK for each column of tiles, from L2 after the first
-            if COLUMN:
-                w = w_tiles.load([n, k * BK]).T  # [BK, BN]; read KN for each row of tiles, likewise
-            else:
-                w = w_tiles.load([k * BK, n])  # [BK, BN]
-            if WIDE:
-                x = x.to(tl.float32)
-                w = w.to(tl.float32)
-            y = tl.dot(x, w, y, input_precision=PRECISION)
-        _store(out_ptr + start, y, r * BM + tl.arange(0, BM), n + tl.arange(0, BN), M, N, LD)  # write MN
-
-
-@triton.jit(do_not_specialize=["M", "LAST", "PROGRAMS"])
-def _concat_gemm_stacked(
-    out_ptr, y_tiles, x_tiles, w_tiles, M, K, N, LD, LAST, PROGRAMS, COUNT: tl.constexpr, COLUMN: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, FLAT: tl.constexpr,
-    BULK: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr, LATE: tl.constexpr = False,
-):  # fmt: skip
-    """As `_concat_gemm_tiles`, of weights that one descriptor describes: its first axis goes from weight to weight."""
+    """Every PROGRAMS-th tile of the output; those of one weight come before those of the next."""
     _take_over(LATE)
+    w_tiles = (w0_tiles, w1_tiles, w2_tiles, w3_tiles)
     rows = tl.cdiv(M, BM)
-    columns = tl.cdiv(N, BN)
     steps = tl.cdiv(K, BK)
-    for tile in tl.range(tl.program_id(0), rows * columns * COUNT, PROGRAMS, flatten=FLAT):
-        r, c = _place(tile, rows, columns * COUNT, GROUP)
-        which = c // columns
-        place = tl.abs(LAST - which)  # LAST is 0, or COUNT - 1 where the last weight has the lowest address
-        n = c % columns * BN
-        y = tl.zeros([BM, BN], tl.float32)
-        for k in range(steps):
-            x = x_tiles.load([r * BM, k * BK])  # [BM, BK]; read MK for each column of tiles, from L2 after the first
-            if COLUMN:
-                w = w_tiles.load([place, n, k * BK]).reshape(BN, BK).T  # [BK, BN]; read KN for each row of tiles
+    ahead = 0  # tiles of the weights before this one
+    start = 0  # where its columns begin in the output
+    for i in tl.static_range(COUNT):
+        N = widths[i]
+        columns = tl.cdiv(N, BN)
+        # The program that would be next takes the first tile, so that all have as many.
+        first = (tl.program_id(0) + PROGRAMS - ahead % PROGRAMS) % PROGRAMS
+        # FLAT: the first steps of the next tile are fetched while this one is finished.
+        for tile in tl.range(first, rows * columns, PROGRAMS, flatten=FLAT):
+            r, c = _place(tile, rows, columns, GROUP)
+            n = c * BN
+            y = tl.zeros([BM, BN], tl.float32)
+            for k in range(steps):
+                x = x_tiles.load([r * BM, k * BK])  # [BM, BK]; read MK for each column of tiles, from L2 but once
+                if COLUMN:
+                    w = w_tiles[i].load([n, k * BK]).T  # [BK, BN]; read KN for each row of tiles, likewise
+                else:
+                    w = w_tiles[i].load([k * BK, n])  # [BK, BN]
+                if WIDE:
+                    x = x.to(tl.float32)
+                    w = w.to(tl.float32)
+                y = tl.dot(x, w, y, input_precision=PRECISION)
+            # BULK: the copy engine stores; in two halves, a tile needs half the shared memory for it, which leaves
+            # room for one more step under way.
+            if BULK == 2:
+                left, right = y.to(y_tiles.dtype).reshape(BM, 2, BN // 2).permute(0, 2, 1).split()
+                y_tiles.store([r * BM, start + n], left)  # write MN, with the next line
+                y_tiles.store([r * BM, start + n + BN // 2], right)
+            elif BULK == 1:
+                y_tiles.store([r * BM, start + n], y.to(y_tiles.dtype))  # write MN
             else:
-                w = w_tiles.load([place, k * BK, n]).reshape(BK, BN)  # [BK, BN]
-            if WIDE:
-                x = x.to(tl.float32)
-                w = w.to(tl.float32)
-            y = tl.dot(x, w, y, input_precision=PRECISION)
-        # BULK: the copy engine stores, and cuts off what is out of range; in two halves, a tile needs half the shared
-        # memory for it, which leaves room for one more step under way.
-        if BULK == 2:
-            left, right = y.to(y_tiles.dtype).reshape(BM, 2, BN // 2).permute(0, 2, 1).split()
-            y_tiles.store([r * BM, which, n], left.reshape(BM, 1, BN // 2))  # write MN, with the next line
-            y_tiles.store([r * BM, which, n + BN // 2], right.reshape(BM, 1, BN // 2))
-        elif BULK == 1:
-            y_tiles.store([r * BM, which, n], y.to(y_tiles.dtype).reshape(BM, 1, BN))  # write MN
-        else:
-            start = which.to(tl.int64) * N
-            _store(out_ptr + start, y, r * BM + tl.arange(0, BM), n + tl.arange(0, BN), M, N, LD)  # write MN
+                _store(out_ptr + start, y, r * BM + tl.arange(0, BM), n + tl.arange(0, BN), M, N, LD)  # write MN
+        ahead += rows * columns
+        start += N
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -224,32 +190,23 @@ def _concat_gemm_strided(
 
 def _launch_concat(out: Tensor, x: Tensor, weights: Sequence[Tensor], math: str, layout: str, plan: Plan) -> None:
     """Up to four weights of one layout into neighbouring columns: `out`, a part of an output of LD columns."""
-    (M, K), LD, N = x.shape, out.stride(0), weights[0].shape[1]
+    (M, K), LD = x.shape, out.stride(0)
     all_of = (*weights, *[weights[0]] * (_MOST - len(weights)))
     widths = tuple(w.shape[1] for w in all_of)
     tiles = triton.cdiv(M, plan.bm) * sum(triton.cdiv(w.shape[1], plan.bn) for w in weights)
     options = {"COUNT": len(weights), **_options(plan, x.dtype, math)}
     if plan.kernel == "tiles":
-        column = layout == "column"
+        # The copy engine would write beyond a weight's columns, into its neighbour's.
+        whole = all(width % plan.bn == 0 for width in widths[: len(weights) - 1])
+        bulk = plan.bulk if whole and (out.data_ptr() | LD * out.element_size()) % 16 == 0 else 0
+        y = TensorDescriptor(out, list(out.shape), [LD, 1], [plan.bm, plan.bn // bulk]) if bulk else None
+        w_tiles = [_tiles_of(w, layout, plan.bk, plan.bn) for w in weights]
+        w_tiles += w_tiles[:1] * (_MOST - len(weights))
         programs = _programs(plan, tiles, x.device)
-        if (stack := _stack(weights, layout)) is None:
-            launch(
-                _concat_gemm_tiles, (programs,),
-                out, x, all_of, M, K, widths, _leading(x, "row"), tuple(_leading(w, layout) for w in all_of), LD,
-                programs, COLUMN=column, FLAT=plan.flat, **options,
-            )  # fmt: skip
-            return
-        distance, last = stack
-        bulk = plan.bulk if out.data_ptr() % 16 == 0 and all(n * out.element_size() % 16 == 0 for n in (LD, N)) else 0
-        sizes, tile = ([N, K], [plan.bn, plan.bk]) if column else ([K, N], [plan.bk, plan.bn])
-        w = TensorDescriptor(
-            weights[last], [len(weights), *sizes], [distance, _leading(weights[0], layout), 1], [1, *tile]
-        )
-        y = TensorDescriptor(out, [M, len(weights), N], [LD, N, 1], [plan.bm, 1, plan.bn // bulk]) if bulk else None
         launch(
-            _concat_gemm_stacked, (programs,),
-            out, y, _tiles_of(x, "row", plan.bm, plan.bk), w, M, K, N, LD, last, programs,
-            COLUMN=column, FLAT=plan.flat, BULK=bulk, **options, **_late(plan, x),
+            _concat_gemm_tiles, (programs,),
+            out, y, _tiles_of(x, "row", plan.bm, plan.bk), *w_tiles, M, K, widths, LD, programs,
+            COLUMN=layout == "column", FLAT=plan.flat, BULK=bulk, **options, **_late(plan, x),
         )  # fmt: skip
         return
     # The parts are laid out as the columns of `out` are, but without its other columns.
@@ -294,13 +251,17 @@ def _into(out: Tensor, x: Tensor, weights: Sequence[Tensor], tf32: bool, strateg
         layout, _ = layouts[at]
         width = sum(w.shape[1] for w in group)
         x, group, aligned, copied = _fetchable(x, group, layout, math, hardware[0], strategy, merge=True)
+        layout = layout_of(group[0]) if copied else layout
         kind = _kind(x, group, layout) if aligned else ""
         # What was copied to where it is aligned was copied for ours; x, perhaps, with earlier weights.
         wanted = strategy or ("fused" if aligned and (ragged or copied or x is not given) else None)
         plan = _plan("concat_gemm", (M, N), math, layout + kind, aligned, hardware, wanted)
         if width == N:  # parts lie as the whole output does
-            plan = _cut(plan, M, x.shape[1], [w.shape[1] for w in group], aligned, hardware[1])
-        if not strategy and _by_torch(M, x.shape[1], N, math, aligned, layout):
+            plan = _cut(plan, M, x.shape[1], [w.shape[1] for w in group], math, aligned, hardware[1])
+        # Rows that begin anywhere and were not worth a copy take torch's product, joined, which is one of both.
+        anywhere = math == "half" and layout == "row" and not all(_describable(w, layout) for w in group)
+        anywhere = anywhere and M >= 128 and x.shape[1] >= 512
+        if not strategy and (anywhere or _by_torch(M, x.shape[1], N, math, aligned, layout)):
             plan = Plan("torch")
         columns = out.narrow(1, start, width)
         if plan.kernel == "torch":

@@ -328,8 +328,9 @@ def _into(
     hardware = gpu(x.device)
     # What was copied to where it is aligned was copied for ours.
     x, (gate, up), aligned, copied = _fetchable(x, (gate, up), layout, math, hardware[0], strategy)
+    layout = layout_of(gate) if copied else layout
     plan = _plan("swiglu", (M, 2 * N), math, layout, aligned, hardware, strategy or ("fused" if copied else None))
-    plan = _cut(plan, M, x.shape[1], (N,), aligned, hardware[1])
+    plan = _cut(plan, M, x.shape[1], (N,), math, aligned, hardware[1])
     if not strategy and _by_torch(M, x.shape[1], 2 * N, math, aligned, layout):
         plan = Plan("torch")
     if plan.kernel == "torch":

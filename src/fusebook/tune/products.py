@@ -34,8 +34,7 @@ def classes(name: str) -> tuple[tuple[str, str, str], ...]:
     found = [("half", layout, shape) for layout in ("row", "column") for shape in rows + sizes]
     found += [("half", "any", shape) for shape in (*rows, *sizes[:5])]
     if name == "concat_gemm":  # in half types SwiGLU has nothing to choose
-        kinds = ("row apart", "row short", "column apart", "column short")
-        found += [("half", layout, shape) for layout in kinds for shape in sizes[3:]]
+        found += [("half", layout, shape) for layout in ("row short", "column short") for shape in sizes[3:]]
     found += [("tf32", layout, shape) for layout in ("row", "column") for shape in sizes[1:6]]
     return tuple(found)
 
@@ -62,7 +61,7 @@ def candidates(name: str, math: str, layout: str, shape: str) -> tuple[Plan, ...
         return Plan("strided", bm, bn, bk, stages=stages, warps=warps, split=split)
 
     plans: list[Plan]
-    order, _, kind = layout.partition(" ")
+    order, _, _ = layout.partition(" ")
     if shape.startswith("rows"):
         bm = int(shape.split()[1])
         steps = ((32, 128, 3), (32, 128, 4), (32, 64, 6), (64, 128, 3), (64, 64, 4))
@@ -91,8 +90,8 @@ def candidates(name: str, math: str, layout: str, shape: str) -> tuple[Plan, ...
         plans = [plan._replace(bk=plan.bk // 2) for plan in plans]
     if name == "swiglu":  # two sums, and one store
         plans = [plan._replace(bn=plan.bn // 2, bulk=min(plan.bulk, 1)) for plan in plans]
-    if kind == "apart" or (name == "swiglu" and order == "row"):  # no kernel of these is launched late
-        plans = [plan._replace(bulk=0 if kind else plan.bulk, late=False) for plan in plans]
+    if name == "swiglu" and order == "row":  # that kernel is not launched late
+        plans = [plan._replace(late=False) for plan in plans]
     return tuple(dict.fromkeys(plans))
 
 
@@ -119,9 +118,8 @@ def problem(math: str, layout: str, shape: str, device: torch.device) -> tuple[T
         K, N = K - 3, N - 3
     elif kind == "short":
         K, N = K - 8, N - 8
-    widths = (N + N // 4, N - N // 4) if kind == "apart" else (N, N)
     draw = functools.partial(torch.randn, dtype=dtype, device=device)
-    weights = [draw(width, K).T if order == "column" else draw(K, width) for width in widths]
+    weights = [draw(N, K).T if order == "column" else draw(K, N) for _ in range(2)]
     return draw(M, K), *weights
 
 
