@@ -164,9 +164,7 @@ def _made(op: Op, dims: Dims, device: str) -> tuple[Any, ...]:
 # One problem ----------------------------------------------------------------------------------------------------------
 
 
-def problem(
-    op: str | Op, /, *, check_only: bool = False, without: Sequence[str] = (), **dims: Any
-) -> pd.DataFrame:
+def problem(op: str | Op, /, *, check_only: bool = False, without: Sequence[str] = (), **dims: Any) -> pd.DataFrame:
     """Check one problem, and time all that a user would pick for it.
 
     Parameters
