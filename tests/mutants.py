@@ -200,8 +200,11 @@ def outcome(code):
     return {0: "lives", 1: "dies", None: "dies"}.get(code, "dies" if code is not None and code < 0 else "breaks")
 
 
-def run_all(chosen, root=ROOT, workers=None, sure=True):
-    """Plant the chosen mistakes; returns what became of each, and sentences about what is wrong with the list."""
+def run_all(chosen, root=ROOT, workers=None, sure=True, plant=True):
+    """Plant the chosen mistakes; returns what became of each, and sentences about what is wrong with the list.
+
+    Without `plant` only what is known is told.
+    """
     texts = sources(root)
     wrong, places = [], {}
     for mistake in chosen:
@@ -210,10 +213,10 @@ def run_all(chosen, root=ROOT, workers=None, sure=True):
         except LookupError as error:
             wrong.append(str(error))
     known = json.loads(KEPT.read_text()) if KEPT.exists() else {}
-    gpu = preload()
+    gpu = plant and preload()
     digests = {m: digest(m, texts, file, root) for m, file in places.items()}
     jobs, asked = [], {}
-    for mistake in sorted(places, key=lambda m: m.key in known):  # what was never planted comes first
+    for mistake in sorted(places, key=lambda m: m.key in known) if plant else ():  # what was never planted comes first
         if known.get(mistake.key, {}).get("digest") != digests[mistake] and mistake.gpu == gpu:
             plain = hashlib.sha256(mistake.tests.encode()).hexdigest()[:16]
             if plain not in asked and sure:
@@ -291,8 +294,8 @@ def tell(found, whole):
         total = sum(parts.values(), collections.Counter())
         with SHOWN.open("w", newline="") as out:
             rows = csv.writer(out, lineterminator="\n")
-            told = ["dies", f"dies{BEFORE}", "lives", "needs a GPU"]
-            head = ["Caught", "Caught, before a change of its file", "Lives, and why is known", "Waits for a GPU"]
+            told = ["dies", f"dies{BEFORE}", "lives", "needs a GPU", "not run"]
+            head = ["Caught", "Caught, before a change of its file", "Lives", "Waits for a GPU", "Not planted yet"]
             rows.writerow(["Part", "Planted", *head])
             for part, count in [*sorted(parts.items()), ("all", total)]:
                 count["lives"] += count[f"lives{BEFORE}"]
@@ -311,12 +314,13 @@ def main(argv=None):
     parser.add_argument("words", nargs="*", help="only mistakes whose part, text or tests contain one of these")
     parser.add_argument("--trusting", action="store_true", help="do not run the tests on the library as it is first")
     parser.add_argument("--workers", type=int, help="processes; one a core by default")
+    parser.add_argument("--known", action="store_true", help="plant nothing, tell what is known")
     args = parser.parse_args(argv)
     everything = mistakes()
     chosen = [m for m in everything if not args.words or any(w in f"{m.part} {m.what} {m.tests}" for w in args.words)]
     if twice := [m.what for m, n in collections.Counter(everything).items() if n > 1]:
         raise SystemExit(f"twice in the list: {', '.join(twice)}")
-    found, wrong = run_all(chosen, workers=args.workers, sure=not args.trusting)
+    found, wrong = run_all(chosen, workers=args.workers, sure=not args.trusting, plant=not args.known)
     wrong += tell(found, whole=len(chosen) == len(everything))
     count = collections.Counter(found.values())
     seen = count["dies"] + count["lives"]
