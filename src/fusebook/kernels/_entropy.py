@@ -33,7 +33,7 @@ from torch import Tensor
 
 from ._arguments import FLOATING, INTEGERS, integer, number, one_of, shapes
 from ._operator import accumulated, apply, capturing, contiguous, empty, gpu, launch, launching, overlapping
-from ._rows import Plan, leave, missing_of, put, side_by_side, window, words_of
+from ._rows import Plan, leave, missing_of, put, window, words_of
 
 # Kernels -------------------------------------------------------------------------------------------------------------
 
@@ -639,13 +639,6 @@ class Terms(NamedTuple):
 
 #: The same in a schema of an operator.
 TERMS = "Tensor target, Tensor? weight, str reduction, SymInt ignore_index, float smoothing, float z, float? cap"
-
-
-def flat(x: Tensor) -> Tensor:
-    """As rows whose numbers lie side by side."""
-    if x.dim() == 2 and x.stride(1) == 1:
-        return x
-    return side_by_side(x).view(-1, x.shape[-1])
 
 
 def line(x: Tensor) -> Tensor:

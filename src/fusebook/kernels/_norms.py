@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ._arguments import FLOATING, number, shapes
 from ._operator import contiguous, empty, gpu, launch, overlapping
-from ._rows import leave, missing_of, side_by_side, tile_of, words_of
+from ._rows import Plan, leave, missing_of, rows_in, tile_of, words_of
 from ._tl import fill
 
 # Kernels -------------------------------------------------------------------------------------------------------------
@@ -282,8 +282,21 @@ def _away(x, mean, count, CENTRED: tl.constexpr):
 
 
 @triton.jit
+def _tile(x_ptr, r_ptr, at_x, at_r, count, BLOCK: tl.constexpr, PAIRS: tl.constexpr):
+    """So many numbers of x, or of its sum with the residual, as they are held."""
+    # L1 is left to weights, which come again.
+    x = held(x_ptr, at_x, count, BLOCK, PAIRS, 0.0, True)  # read MN
+    if r_ptr is not None:
+        TYPE: tl.constexpr = x_ptr.dtype.element_ty
+        FLOAT: tl.constexpr = tl.float64 if TYPE == tl.float64 else tl.float32
+        r = held(r_ptr, at_r, count, BLOCK, PAIRS, 0.0, True)  # read MN
+        x = _as_held((numbers(x, TYPE, FLOAT, BLOCK) + numbers(r, TYPE, FLOAT, BLOCK)).to(TYPE), PAIRS)
+    return x
+
+
+@triton.jit
 def _found(
-    x_ptr, at_x, count, TYPE: tl.constexpr, FLOAT: tl.constexpr, CENTRED: tl.constexpr,
+    x_ptr, r_ptr, at_x, at_r, count, TYPE: tl.constexpr, FLOAT: tl.constexpr, CENTRED: tl.constexpr,
     PAIRS: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """Of a part that nobody holds, the squares around its mean and its sum, by the steps of who holds it."""
@@ -291,12 +304,12 @@ def _found(
     if CENTRED:
         sums = tl.zeros([BLOCK], FLOAT)
         for at in range(0, CHUNKS * BLOCK, BLOCK):
-            x = held(x_ptr, at_x + at, count - at, BLOCK, PAIRS, 0.0, True)
+            x = _tile(x_ptr, r_ptr, at_x + at, at_r + at, count - at, BLOCK, PAIRS)
             sums += numbers(x, TYPE, FLOAT, BLOCK)
         total = tl.sum(sums, 0)
     sums = tl.zeros([BLOCK], FLOAT)
     for at in range(0, CHUNKS * BLOCK, BLOCK):
-        x = numbers(held(x_ptr, at_x + at, count - at, BLOCK, PAIRS, 0.0, True), TYPE, FLOAT, BLOCK)
+        x = numbers(_tile(x_ptr, r_ptr, at_x + at, at_r + at, count - at, BLOCK, PAIRS), TYPE, FLOAT, BLOCK)
         x = _away(x, total / count, count - at, CENTRED)
         sums += x * x
     return tl.sum(sums, 0), total
@@ -304,7 +317,7 @@ def _found(
 
 @triton.jit
 def _norm_shared(
-    y_ptr, x_ptr, w_ptr, b_ptr, board_ptr, N, x_stride, SPAN, PARTS,
+    y_ptr, sum_ptr, x_ptr, r_ptr, w_ptr, b_ptr, board_ptr, N, x_stride, r_stride, SPAN, PARTS,
     ALIGN: tl.constexpr, EPS: tl.constexpr, CENTRED: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr,
     CHUNKS: tl.constexpr, LANES: tl.constexpr, TRIES: tl.constexpr, LATE: tl.constexpr,
 ):  # fmt: skip
@@ -319,16 +332,19 @@ def _norm_shared(
     begin = part * SPAN
     count = tl.minimum(N - begin, SPAN)
     at_x = row * (x_stride * ALIGN)
+    at_r = row * (r_stride * ALIGN)
     to = row * N + begin
     chunks = ()
+    for i in tl.static_range(CHUNKS):  # all of them before the first is stored, behind which no load is moved
+        at = begin + i * BLOCK
+        chunks += (_tile(x_ptr, r_ptr, at_x + at, at_r + at, count - i * BLOCK, BLOCK, PAIRS),)
     sums = tl.zeros([BLOCK], FLOAT)
     for i in tl.static_range(CHUNKS):
-        at = begin + i * BLOCK
-        # L1 is left to weights, which come again.
-        x = held(x_ptr, at_x + at, count - i * BLOCK, BLOCK, PAIRS, 0.0, True)  # read MN
+        if r_ptr is not None:
+            total = numbers(chunks[i], TYPE, TYPE, BLOCK)
+            tl.store(sum_ptr + to + i * BLOCK + inner, total, mask=i * BLOCK + inner < count)  # write MN
         if CENTRED:
-            sums += numbers(x, TYPE, FLOAT, BLOCK)
-        chunks += (x,)
+            sums += numbers(chunks[i], TYPE, FLOAT, BLOCK)
     total = tl.sum(sums, 0) if CENTRED else tl.zeros([], FLOAT)
     zero = tl.minimum(N, 0) & total.to(tl.int32)
     sums = tl.zeros([BLOCK], FLOAT)
@@ -353,7 +369,7 @@ def _norm_shared(
         there = missing * SPAN
         many = tl.minimum(N - there, SPAN)
         square, sum_ = _found(
-            x_ptr, at_x + there, many, TYPE, FLOAT, CENTRED, PAIRS, BLOCK, CHUNKS
+            x_ptr, r_ptr, at_x + there, at_r + there, many, TYPE, FLOAT, CENTRED, PAIRS, BLOCK, CHUNKS
         )  # fmt: skip
         words = tl.where(lanes == missing, word_of(square), words)
         totals = tl.where(lanes == missing, word_of(sum_), totals) if CENTRED else words
@@ -375,162 +391,7 @@ def _norm_shared(
         tl.store(y_ptr + to + i * BLOCK + inner, y.to(y_ptr.dtype.element_ty), mask=own)  # write MN
 
 
-# Sums with a residual move twice the bytes of a row. Their programs stay, and load the next row before they look for
-# what the others found in this one.
-
-
-@triton.jit
-def _row_held(
-    sum_ptr, x_ptr, r_ptr, at_x, at_r, at_sum, count, BLOCK: tl.constexpr, PAIRS: tl.constexpr
-):  # fmt: skip
-    """A part of a row with the residual, as it is held; the sum is stored first."""
-    x = held(x_ptr, at_x, count, BLOCK, PAIRS)  # read MN
-    TYPE: tl.constexpr = x_ptr.dtype.element_ty
-    FLOAT: tl.constexpr = tl.float64 if TYPE == tl.float64 else tl.float32
-    inner = tl.arange(0, BLOCK)  # [BLOCK]
-    r = held(r_ptr, at_r, count, BLOCK, PAIRS)  # read MN
-    total = (numbers(x, TYPE, FLOAT, BLOCK) + numbers(r, TYPE, FLOAT, BLOCK)).to(TYPE)
-    if sum_ptr is not None:
-        tl.store(sum_ptr + at_sum + inner, total, mask=inner < count)  # write MN
-    return _as_held(total, PAIRS)
-
-
-@triton.jit
-def _part(x, own, count, CENTRED: tl.constexpr):
-    """Of a part of a row, the squares around its mean, and its sum; not centred, around zero, and nothing."""
-    total = tl.zeros([], x.dtype)
-    if CENTRED:
-        total = tl.sum(x, 0)
-        x = tl.where(own, x - total / count, 0.0)
-    return tl.sum(x * x, 0), total
-
-
-@triton.jit
-def _leave_both(at, PARTS, squares, total, CENTRED: tl.constexpr):
-    leave(at, word_of(squares))
-    if CENTRED:
-        leave(at + PARTS, word_of(total))
-
-
-@triton.jit
-def _look(at, lanes, PARTS, NOTHING: tl.constexpr, CENTRED: tl.constexpr):
-    """The words of all parts as they are now; not centred, those of the squares twice."""
-    # volatile: from where other multiprocessors' words arrive, each time anew.
-    squares = tl.load(at + lanes, mask=lanes < PARTS, other=NOTHING, volatile=True)
-    totals = squares
-    if CENTRED:
-        totals = tl.load(at + PARTS + lanes, mask=lanes < PARTS, other=NOTHING, volatile=True)
-    return squares, totals
-
-
-@triton.jit
-def _least_and_sum(least, a, other, b):
-    return tl.minimum(least, other), a + b
-
-
-@triton.jit
-def _met(squares, totals, lanes, FLOAT: tl.constexpr):
-    """The first part of which a word is missing, or the number of lanes; and the sum of the latter words."""
-    missing = tl.where((squares == 0) | (totals == 0), lanes, lanes.shape[0])
-    return tl.reduce((missing, totals.to(FLOAT, bitcast=True)), 0, _least_and_sum)
-
-
-@triton.jit
-def _sum_shared(
-    y_ptr, sum_ptr, x_ptr, r_ptr, w_ptr, b_ptr, board_ptr, M, N, x_stride, r_stride, GROUPS, SPAN, PARTS,
-    ALIGN: tl.constexpr, EPS: tl.constexpr, CENTRED: tl.constexpr, PAIRS: tl.constexpr, STAGES: tl.constexpr,
-    BLOCK: tl.constexpr, LANES: tl.constexpr, TRIES: tl.constexpr, LATE: tl.constexpr,
-):  # fmt: skip
-    """The same of sums with a residual, which take turns: GROUPS of PARTS programs take all rows."""
-    TYPE: tl.constexpr = x_ptr.dtype.element_ty
-    FLOAT: tl.constexpr = tl.float64 if TYPE == tl.float64 else tl.float32
-    NOTHING: tl.constexpr = -9223372036854775808 if FLOAT == tl.float64 else -2147483648  # -0.0
-    WORDS: tl.constexpr = 2 if CENTRED else 1
-    W_TYPE: tl.constexpr = tl.float32 if w_ptr is None else w_ptr.dtype.element_ty
-    B_TYPE: tl.constexpr = tl.float32 if b_ptr is None else b_ptr.dtype.element_ty
-    N = N * ALIGN
-    x_stride = (tl.zeros([], tl.int64) + x_stride) * ALIGN
-    r_stride = (tl.zeros([], tl.int64) + r_stride) * ALIGN
-    part = tl.program_id(0) % PARTS
-    group = tl.program_id(0) // PARTS
-    lanes = tl.arange(0, LANES)  # [LANES]
-    inner = tl.arange(0, BLOCK)  # [BLOCK]
-    begin = part * SPAN
-    count = tl.minimum(N - begin, SPAN)
-    own = inner < count
-    w = held(w_ptr, begin, count, BLOCK, PAIRS, 1.0)
-    b = held(b_ptr, begin, count, BLOCK, PAIRS, 0.0)
-    row = tl.zeros([], tl.int64) + group
-    x = _row_held(
-        sum_ptr, x_ptr, r_ptr, row * x_stride + begin, row * r_stride + begin, row * N + begin, count, BLOCK, PAIRS
-    )
-    squares, total = _part(numbers(x, TYPE, FLOAT, BLOCK), own, count, CENTRED)
-    if LATE:
-        tl.extra.cuda.gdc_wait()  # for the zeros on the board
-    _leave_both(board_ptr + row * (PARTS * WORDS) + part, PARTS, squares, total, CENTRED)
-    for start in tl.range(group, M, GROUPS, num_stages=STAGES):
-        row = tl.zeros([], tl.int64) + start
-        later = row + GROUPS
-        rest = tl.where(later < M, count, 0)
-        ahead = _row_held(
-            sum_ptr, x_ptr, r_ptr, later * x_stride + begin, later * r_stride + begin, later * N + begin, rest, BLOCK,
-            PAIRS,
-        )  # fmt: skip
-        squares, total = _part(numbers(ahead, TYPE, FLOAT, BLOCK), own, count, CENTRED)
-        at = board_ptr + row * (PARTS * WORDS)
-        # Behind the last row too: under a condition the compiler would put it at the end of the loop.
-        _leave_both(at + GROUPS * (PARTS * WORDS) + part, PARTS, squares, total, CENTRED)
-        all_squares = tl.full([LANES], NOTHING, board_ptr.dtype.element_ty)
-        totals = all_squares
-        found = tl.zeros([], FLOAT)
-        # No word is zero. But Triton loads ahead only in loops in which it sees no other, and puts what depends on
-        # nothing that is loaded before what does.
-        if word_of(squares) != 0:
-            all_squares, totals = _look(at, lanes, PARTS, NOTHING, CENTRED)
-            missing, found = _met(all_squares, totals, lanes, FLOAT)
-            tries = 0
-            while missing < LANES:
-                if tries < TRIES:
-                    all_squares, totals = _look(at, lanes, PARTS, NOTHING, CENTRED)
-                else:  # Nothing promises that the others run at the same time: by their own steps, then.
-                    there = missing * SPAN
-                    many = tl.minimum(N - there, SPAN)
-                    its = _row_held(
-                        None, x_ptr, r_ptr, row * x_stride + there, row * r_stride + there, row, many, BLOCK, PAIRS
-                    )
-                    square, sum_ = _part(numbers(its, TYPE, FLOAT, BLOCK), inner < many, many, CENTRED)
-                    all_squares = tl.where(lanes == missing, word_of(square), all_squares)
-                    totals = tl.where(lanes == missing, word_of(sum_), totals) if CENTRED else all_squares
-                missing, found = _met(all_squares, totals, lanes, FLOAT)
-                tries += 1
-        mean = tl.zeros([], FLOAT)
-        variance = found / N
-        if CENTRED:
-            mean = found / N
-            counts = tl.maximum(tl.minimum(N - lanes * SPAN, SPAN), 0).to(FLOAT)  # [LANES]
-            away = totals.to(FLOAT, bitcast=True) / tl.maximum(counts, 1.0) - mean
-            variance = tl.sum(all_squares.to(FLOAT, bitcast=True) + counts * away * away, 0) / N
-        y = _normed(
-            numbers(x, TYPE, FLOAT, BLOCK), mean, 1 / tl.sqrt(variance + EPS), numbers(w, W_TYPE, FLOAT, BLOCK),
-            numbers(b, B_TYPE, FLOAT, BLOCK),
-        )  # fmt: skip
-        tl.store(y_ptr + row * N + begin + inner, y.to(y_ptr.dtype.element_ty), mask=own)  # write MN
-        x = ahead
-
-
 # Plans ---------------------------------------------------------------------------------------------------------------
-
-
-class Plan(NamedTuple):
-    """How rows are launched: by which kernel, with which constants, by how many programs of how many warps."""
-
-    kernel: str  # "rows", "shared", "sums" or "looped"
-    constants: Mapping[str, int]
-    programs: int
-    warps: int
-    span: int = 0  # columns of a part, where several programs share a row
-    parts: int = 1  # programs that share a row
-    registers: int | None = None  # the most that a thread takes; None leaves it to the compiler
 
 
 def norm_plan(
@@ -541,11 +402,12 @@ def norm_plan(
     added: bool,
     quantised: bool,
     across: bool = False,
+    pairs: bool = True,
     processors: int = 132,
 ) -> Plan:
     """Choose the kernel and its constants, for `rows` rows of `n` numbers of `size` bytes; `added`: of two tensors.
 
-    `across`: neighbouring rows lie side by side, not the numbers of a row.
+    `across`: neighbouring rows lie side by side, not the numbers of a row. `pairs`: half types can be read in pairs.
 
     But for the interpreter, whose `capability` is None, the width alone decides how a row is cut and added up: so a
     row's result is the same, bit for bit, however many rows there are.
@@ -570,23 +432,19 @@ def norm_plan(
             together = max(together, min(triton.next_power_of_2(rows), most))
         constants = {"ROWS": together, "BLOCK": block, "CHUNKS": chunks, "AHEAD": few}
         return Plan("rows", constants, triton.cdiv(rows, together), warps)
-    # Parts of 16 KiB take half of 64 registers; of odd widths in half types, which are no pairs, it is parts of 8 KiB.
-    block, most = 1024, {2: 4 if n % 2 else 8, 4: 4, 8: 2}[size]
+    # Parts of 16 KiB take half of 64 registers; of numbers that are no pairs, and of sums, whose tensors are on their
+    # way at once, it is parts of 8 KiB.
+    block, most = 1024, {2: 8 if pairs else 4, 4: 4, 8: 2}[size]
     if added:
-        block, most = 4096 // size, 1
+        most = max(1, most // 2)
     if capability is None:
-        block, most = 16384, 1 if added else 2
+        block, most = 16384, 2
     parts, span = parts_of(n, size, block * most)
-    resident = 8 * processors
-    if quantised or parts > (resident if added else 1024):
+    if quantised or parts > 1024:
         return Plan("looped", {"BLOCK": 32768 // size}, rows, 16)
     # As many lanes as threads or more: so each word is loaded by one thread.
-    lanes = max(128, triton.next_power_of_2(parts))
-    if added:
-        constants = {"STAGES": 4, "BLOCK": triton.next_power_of_2(span), "LANES": lanes}
-        return Plan("sums", constants, min(rows, resident // parts) * parts, 4, span, parts, 64)
-    constants = {"BLOCK": block, "CHUNKS": triton.cdiv(span, block), "LANES": lanes}
-    return Plan("shared", constants, rows * parts, 4, span, parts, 64)
+    constants = {"BLOCK": block, "CHUNKS": triton.cdiv(span, block), "LANES": max(128, triton.next_power_of_2(parts))}
+    return Plan("shared", constants, rows * parts, 4, span, parts, 80 if added else 64)
 
 
 def parts_of(n: int, size: int, block: int) -> tuple[int, int]:
@@ -599,17 +457,6 @@ def parts_of(n: int, size: int, block: int) -> tuple[int, int]:
 _plan = functools.lru_cache(maxsize=4096)(norm_plan)
 
 # Launching -----------------------------------------------------------------------------------------------------------
-
-
-def rows_in(x: Tensor) -> Tensor:
-    """A tensor as a matrix of its rows, whose numbers lie side by side; copied where they do not."""
-    n = x.shape[-1]
-    if n > 1 and x.stride(-1) != 1:
-        return side_by_side(x).view(-1, n)
-    try:
-        return x.view(-1, n)
-    except RuntimeError:
-        return side_by_side(x).view(-1, n)
 
 
 def _across(x: Tensor, residual: Tensor | None) -> bool:
@@ -666,27 +513,20 @@ def norm_into(
     weight = None if weight is None else contiguous(weight)
     bias = None if bias is None else contiguous(bias)
     added, quantised = residual is not None, scale is not None
-    plan = _plan(len(x), n, x.element_size(), capability, added, quantised, across, processors)
     align = 1 if across else aligned(n, x, residual)
+    pairs = in_pairs(align, x, residual)
+    plan = _plan(len(x), n, x.element_size(), capability, added, quantised, across, pairs, processors)
     sizes = (len(x), n // align, x.stride(0) // align, 0 if residual is None else residual.stride(0) // align)
     constants = {"ALIGN": align, "EPS": eps, "CENTRED": centred, **plan.constants, "num_warps": plan.warps}
     grid = (plan.programs,)
-    if plan.kernel in ("shared", "sums"):
+    if plan.kernel == "shared":
         early = overlapping(x.device)
-        groups = plan.programs // plan.parts
-        rows = len(x) + (groups if plan.kernel == "sums" else 0)
-        board = board_of(rows * plan.parts * (2 if centred else 1), x.dtype, x.device, bool(early))
-        common = {"TRIES": 0 if capability is None else 4096, "LATE": bool(early), "maxnreg": plan.registers, **early}
-        if plan.kernel == "sums":
-            launch(
-                _sum_shared, grid, y, total, x, residual, weight, bias, board, *sizes, groups, plan.span, plan.parts,
-                PAIRS=in_pairs(align, x, residual, weight, bias), **common, **constants,
-            )  # fmt: skip
-        else:
-            launch(
-                _norm_shared, grid, y, x, weight, bias, board, *sizes[1:3], plan.span, plan.parts,
-                PAIRS=in_pairs(align, x), **common, **constants,
-            )  # fmt: skip
+        board = board_of(plan.programs * (2 if centred else 1), x.dtype, x.device, bool(early))
+        launch(
+            _norm_shared, grid, y, total, x, residual, weight, bias, board, *sizes[1:], plan.span, plan.parts,
+            PAIRS=pairs, TRIES=0 if capability is None else 4096, LATE=bool(early), maxnreg=plan.registers,
+            **constants, **early,
+        )  # fmt: skip
     else:
         kernel, steps = (_norm_rows, (x.stride(1),)) if plan.kernel == "rows" else (_norm_looped, ())
         launch(

@@ -509,6 +509,17 @@ def checked_axis(name: str, what: str, x: Any, dim: Any) -> tuple[Tensor, int]:
     return x, dim % axes
 
 
+def rows_in(x: Tensor) -> Tensor:
+    """A tensor as a matrix of its rows, whose numbers lie side by side; copied where they do not."""
+    n = x.shape[-1]
+    if n <= 1 or x.stride(-1) == 1:
+        try:
+            return x.view(-1, n)
+        except RuntimeError:  # rows at no equal distances
+            pass
+    return side_by_side(x).view(-1, n)
+
+
 def alike(x: Tensor, *_: Any) -> Tensor:
     return empty(x.shape, x.dtype, x.device)
 

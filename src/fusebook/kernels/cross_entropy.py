@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ._entropy import TERMS, Once, Terms, check_terms, entropy_into, flat, line, loss_like, once_only, read_target
+from ._entropy import TERMS, Once, Terms, check_terms, entropy_into, line, loss_like, once_only, read_target
 from ._operator import Operator, empty, watched
+from ._rows import rows_in
 
 __all__ = ["cross_entropy", "cross_entropy_eager", "cross_entropy_with_gradient"]
 
@@ -60,11 +61,11 @@ def cross_entropy_eager(x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _into(loss: Tensor, x: Tensor, target: Tensor, *terms: Any) -> None:
-    entropy_into(line(loss), None, flat(x), line(target), None, Terms(*terms).of(x))
+    entropy_into(line(loss), None, rows_in(x), line(target), None, Terms(*terms).of(x))
 
 
 def _over_into(loss: Tensor, x: Tensor, target: Tensor, *terms: Any) -> None:
-    x = flat(x)
+    x = rows_in(x)
     entropy_into(line(loss), x, x, line(target), None, Terms(*terms).of(x))
 
 
@@ -72,7 +73,7 @@ def _both_into(found: tuple[Tensor, Tensor], x: Tensor, target: Tensor, *rest: A
     *terms, scale = rest
     loss, dx = found
     scale = line(scale) if scale is not None and scale.dim() > 1 else scale
-    entropy_into(line(loss), flat(dx), flat(x), line(target), scale, Terms(*terms).of(x))
+    entropy_into(line(loss), rows_in(dx), rows_in(x), line(target), scale, Terms(*terms).of(x))
 
 
 def _check(x: Any, target: Any, weight: Any, *rest: Any) -> tuple[Any, ...]:

@@ -28,7 +28,6 @@ from ._entropy import (
     begin,
     check_terms,
     end,
-    flat,
     left_by,
     line,
     loss_like,
@@ -38,6 +37,7 @@ from ._entropy import (
     rows_into,
 )
 from ._operator import Operator, accumulated, apply, empty, watched
+from ._rows import rows_in
 
 __all__ = ["linear_cross_entropy", "linear_cross_entropy_eager", "linear_cross_entropy_with_gradients"]
 
@@ -129,14 +129,15 @@ def _chunks_into(
 
 def _into(loss: Tensor, h: Tensor, head: Tensor, target: Tensor, *rest: Any) -> None:
     *terms, rows = rest
-    _chunks_into(line(loss), None, None, flat(h), flat(head), line(target), None, Terms(*terms).of(h), rows)
+    _chunks_into(line(loss), None, None, rows_in(h), rows_in(head), line(target), None, Terms(*terms).of(h), rows)
 
 
 def _all_into(found: tuple[Tensor, ...], h: Tensor, head: Tensor, target: Tensor, *rest: Any) -> None:
     *terms, rows, scale = rest
     loss, dh, dhead = found
     scale = line(scale) if scale is not None and scale.dim() > 1 else scale
-    _chunks_into(line(loss), flat(dh), dhead, flat(h), flat(head), line(target), scale, Terms(*terms).of(h), rows)
+    given = rows_in(h), rows_in(head), line(target), scale
+    _chunks_into(line(loss), rows_in(dh), dhead, *given, Terms(*terms).of(h), rows)
 
 
 def _check(h: Any, head: Any, target: Any, weight: Any, *rest: Any) -> tuple[Any, ...]:

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from ._norms import LIMITS, check_norm, norm_into
 from ._operator import Operator, accumulated, empty
+from ._rows import alike
 
 __all__ = ["add_layer_norm", "add_rms_norm", "layer_norm", "layer_norm_eager", "rms_norm", "rms_norm_eager"]
 
@@ -107,17 +108,13 @@ def _name(centred: bool) -> str:
     return "layer_norm" if centred else "rms_norm"
 
 
-def _alike(x: Tensor, *_: Any) -> Tensor:
-    return empty(x.shape, x.dtype, x.device)
-
-
 def _with_sum(x: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return _alike(x), _alike(x)
+    return alike(x), alike(x)
 
 
 def _with_scale(x: Tensor, residual: Tensor | None, weight: Any, bias: Any, *rest: Any) -> list[Tensor]:
     quantised = [empty(x.shape, rest[-1], x.device), empty((*x.shape[:-1], 1), accumulated(x.dtype), x.device)]
-    return quantised if residual is None else [*quantised, _alike(x)]
+    return quantised if residual is None else [*quantised, alike(x)]
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -148,7 +145,7 @@ _norm: Operator = Operator(
     "norm",
     "(Tensor x, Tensor? weight, Tensor? bias, bool centred, float eps) -> Tensor",
     check=_check,
-    outputs=_alike,
+    outputs=alike,
     into=lambda y, x, *rest: norm_into(y, None, None, x, None, *rest),
     gradient=(_gradients, _keep),
     traced=lambda *given: given,
