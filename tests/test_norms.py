@@ -182,20 +182,39 @@ def test_leading_axes_may_be_any_and_there_may_be_nothing():
 
 @centred
 def test_rows_do_not_depend_on_each_other(centred):
-    for n in (70, 9000, 33000):  # of one tile, of five, of several programs
-        x, w = made(7, n), made(n, seed=1)
+    # Of one tile, of five, of several programs; of such as begin within vectors.
+    for n, dtype in ((70, torch.float32), (9000, torch.float32), (33000, torch.float32), (781, torch.float16)):
+        x, w = made(7, n, dtype=dtype), made(n, seed=1)
         whole = OURS[centred](x, w)
         assert all(torch.equal(OURS[centred](x[:rows], w), whole[:rows]) for rows in (1, 3))
+
+
+@centred
+@pytest.mark.parametrize("n", [301, 781, 1021, 2881, 33001])  # of 1021 the last tile but one is ragged
+@pytest.mark.parametrize("more", [0, 8, 3])  # numbers between rows: with 3 of them, y begins elsewhere than x
+def test_rows_that_begin_within_vectors_take_nothing_from_their_neighbours(centred, n, more):
+    x, residual = (made(9, n + more, dtype=torch.float16, seed=seed) for seed in (0, 1))
+    x[::2], x[:, n:] = math.nan, math.inf
+    weight, bias = made(n, seed=2), made(n, seed=3)
+    y = OURS[centred](x[:, :n], weight, bias)
+    sums, total = SUMS[centred](x[:, :n], residual[:, :n], weight, bias)
+    assert torch.equal(total[1::2], (x + residual)[1::2, :n])
+    for got, of in ((y, x[:, :n]), (sums, total)):
+        assert got[::2].isnan().all()
+        torch.testing.assert_close(got[1::2].double(), plain(of[1::2].double(), weight, bias, centred=centred), **HALF)
+    if n < 1000:
+        quantised, scale = OURS[centred](x[1::2, :n], weight, bias, dtype=torch.int8)
+        assert ((quantised.double() * scale - y[1::2].double()).abs() <= 0.6 * scale).all()
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="on a GPU wide rows are tried as they are, by the cards")
 @centred
 @pytest.mark.parametrize(("n", "dtype"), [(300, torch.float16), (301, torch.float16), (301, torch.float32)], ids=str)
 def test_programs_that_share_a_row_come_to_its_norm_and_gradients(centred, n, dtype, monkeypatch):
-    """Cut into three parts; numbers of a half type lie in pairs where the width is even."""
-    span = n // 6 * 2 + 2
+    """Cut into three parts; numbers of a half type lie in pairs where the width is even, in vectors where it is odd."""
+    span, vector = 104, 8 if dtype == torch.float16 and n % 2 else 1
     constants = {"STAGES": 1, "BLOCK": 128, "LANES": 32}
-    alone = _norms.Plan("shared", {"BLOCK": 64, "CHUNKS": 2, "LANES": 32}, 15, 1, span, 3)
+    alone = _norms.Plan("shared", {"VEC": vector, "BLOCK": 64, "CHUNKS": 2, "LANES": 32}, 15, 1, span, 3)
     monkeypatch.setattr(_norms, "_plan", lambda *_: alone)
     monkeypatch.setattr(norms_backward, "_plan", lambda *_: norms_backward.Plan(constants, 2, 3, span, 1, 64))
     x, residual, dy, w, b = (
@@ -257,8 +276,9 @@ def test_short_rows_across_memory_are_read_where_they_are(centred, shape, added,
 @pytest.mark.parametrize("added", [False, True])
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_the_width_alone_decides_how_a_row_is_added_up(size, added):
-    for n in (1, 64, 150, 274, 520, 781, 4096, 8192, 32768, 50257, 262144):
-        plans = [norm_plan(rows, n, size, (9, 0), added, False) for rows in (1, 7, 4096, 10**6)]
+    for n in (1, 64, 96, 150, 274, 520, 781, 4096, 8191, 8192, 32768, 50257, 262144):
+        vector = 8 if size == 2 and n % 2 and n > 256 else 1
+        plans = [norm_plan(rows, n, size, (9, 0), added, False, False, vector) for rows in (1, 7, 4096, 10**6)]
         cuts = [{k: v for k, v in p.constants.items() if k not in ("ROWS", "AHEAD")} for p in plans]
         assert len({(p.kernel, str(cut), p.warps, p.span, p.parts) for p, cut in zip(plans, cuts, strict=True)}) == 1
         # Each thread has 16 bytes of a row at a time or all that there are of its share, however many rows there are.

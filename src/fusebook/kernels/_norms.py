@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ._arguments import FLOATING, number, shapes
 from ._operator import contiguous, empty, gpu, launch, overlapping
-from ._rows import Plan, leave, missing_of, rows_in, tile_of, words_of
+from ._rows import Plan, leave, missing_of, put, rows_in, tile_of, words_of
 from ._tl import fill
 
 # Kernels -------------------------------------------------------------------------------------------------------------
@@ -31,6 +31,12 @@ def _row(x_ptr, r_ptr, at_x, at_r, inside):
         FLOAT: tl.constexpr = tl.float64 if x.dtype == tl.float64 else tl.float32
         x = (x.to(FLOAT) + tl.load(r_ptr + at_r, mask=inside, other=0.0).to(FLOAT)).to(x.dtype)
     return x
+
+
+@triton.jit
+def _inside(at, first, last, VEC: tl.constexpr):
+    """From `first` on and below `last`; where rows begin with a vector, `first` is 0."""
+    return at < last if VEC == 1 else (at >= first) & (at < last)
 
 
 @triton.jit
@@ -90,38 +96,55 @@ def _quantised(y, scale, TYPE: tl.constexpr, INTERPRETED: tl.constexpr):
 @triton.jit
 def _norm_rows(
     y_ptr, sum_ptr, scale_ptr, x_ptr, r_ptr, w_ptr, b_ptr, M, N, x_stride, r_stride, STEP,
-    ALIGN: tl.constexpr, EPS: tl.constexpr, CENTRED: tl.constexpr, LIMIT: tl.constexpr,
+    ALIGN: tl.constexpr, VEC: tl.constexpr, EPS: tl.constexpr, CENTRED: tl.constexpr, LIMIT: tl.constexpr,
     INTERPRETED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """ROWS rows in registers, as CHUNKS tiles of BLOCK columns, of which only the last is masked.
 
     STEP lies between the numbers of a row. AHEAD: weight and bias are loaded while nobody waits for anything else.
+    Where VEC is not 1, rows begin anywhere within vectors of so many numbers, and are taken by whole vectors. Every
+    VEC-th row begins alike, so a program takes such rows.
     """
-    FLOAT: tl.constexpr = tl.float64 if x_ptr.dtype.element_ty == tl.float64 else tl.float32
+    TYPE: tl.constexpr = x_ptr.dtype.element_ty
+    FLOAT: tl.constexpr = tl.float64 if TYPE == tl.float64 else tl.float32
     N = N * ALIGN
-    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
+    turn = tl.program_id(0) % VEC
+    rows = ((tl.program_id(0) // VEC).to(tl.int64) * ROWS + tl.arange(0, ROWS)) * VEC + turn  # [ROWS]
     live = (rows < M)[:, None]  # [ROWS, 1]
     columns = tl.arange(0, BLOCK)[None, :]  # [1, BLOCK]
-    at_x = rows[:, None] * (x_stride * ALIGN)
-    at_r = rows[:, None] * (r_stride * ALIGN)
-    at_y = rows[:, None] * N
+    LATER: tl.constexpr = CHUNKS - 1 if VEC == 1 else CHUNKS - 2  # a row that begins late may reach one tile further
+    at_x = (rows * (x_stride * ALIGN) // VEC * VEC)[:, None]
+    at_r = (rows * (r_stride * ALIGN) // VEC * VEC)[:, None]
+    at_y = (rows * N // VEC * VEC)[:, None]
+    head = turn * N % VEC
+    end = head + N
+    first = tl.cdiv(head, VEC) * VEC  # from here on, and below `last`, vectors are the row's alone
+    last = end // VEC * VEC
 
     chunks = ()
     vectors = ()
     totals = tl.zeros([ROWS, BLOCK], FLOAT)
     for i in tl.static_range(CHUNKS):
         at = i * BLOCK + columns
-        inside = live if i < CHUNKS - 1 else live & (at < N)
+        inside = live & (at < tl.cdiv(end, VEC) * VEC) if i >= LATER else live
         step = at.to(tl.int64) * STEP
         x = _row(x_ptr, r_ptr, at_x + step, at_r + step, inside)  # [ROWS, BLOCK]; read MN, with a residual 2MN
+        if VEC > 1 and (i == 0 or i >= LATER):
+            x = tl.where((at >= head) & (at < end), x, 0.0).to(TYPE)
         if AHEAD:
-            own = None if i < CHUNKS - 1 else at < N
-            vectors += (loaded(w_ptr, at, own, 1.0), loaded(b_ptr, at, own, 0.0))
+            own = _inside(at, head, end, VEC) if i >= LATER or (VEC > 1 and i == 0) else None
+            vectors += (loaded(w_ptr, at - head, own, 1.0), loaded(b_ptr, at - head, own, 0.0))
         if r_ptr is not None:
+            inside = live & _inside(at, first, last, VEC) if i >= LATER or (VEC > 1 and i == 0) else live
             tl.store(sum_ptr + at_y + at, x, mask=inside)  # write MN
         chunks += (x,)
         x = x.to(FLOAT)
         totals += x if CENTRED else x * x
+    if VEC > 1:  # the numbers of vectors that are neighbours' too, to be written one by one
+        inner = tl.arange(0, 2 * VEC)[None, :]  # [1, 2 VEC]
+        ends = tl.where(inner < VEC, inner, last + inner - VEC)
+        lone = live & (ends >= head) & (ends < end) & ((inner >= VEC) | (ends < first))
+        x_ends = _row(x_ptr, r_ptr, at_x + ends, at_r + ends, lone)  # [ROWS, 2 VEC]
     total = tl.sum(totals, 1)[:, None]  # [ROWS, 1]
     mean = tl.zeros([ROWS, 1], FLOAT)
     if CENTRED:
@@ -130,8 +153,8 @@ def _norm_rows(
         totals = tl.zeros([ROWS, BLOCK], FLOAT)
         for i in tl.static_range(CHUNKS):
             x = chunks[i].to(FLOAT) - mean
-            if i == CHUNKS - 1:
-                x = tl.where(i * BLOCK + columns < N, x, 0.0)
+            if i >= LATER or (VEC > 1 and i == 0):
+                x = tl.where(_inside(i * BLOCK + columns, head, end, VEC), x, 0.0)
             totals += x * x
         total = tl.sum(totals, 1)[:, None]
     factor = 1 / tl.sqrt(total / N + EPS)  # [ROWS, 1]
@@ -139,22 +162,31 @@ def _norm_rows(
         tops = tl.zeros([ROWS, BLOCK], tl.int64 if FLOAT == tl.float64 else tl.int32)
         for i in tl.static_range(CHUNKS):
             at = i * BLOCK + columns
-            y = _result(chunks[i], mean, factor, w_ptr, b_ptr, at, at < N)
-            if i == CHUNKS - 1:
-                y = tl.where(at < N, y, 0.0)
+            own = _inside(at, head, end, VEC)
+            y = _result(chunks[i], mean, factor, w_ptr, b_ptr, at - head, own)
+            if i >= LATER or (VEC > 1 and i == 0):
+                y = tl.where(own, y, 0.0)
             tops = tl.maximum(tops, _magnitude(y))
         scale = _scale_of(tl.max(tops, 1)[:, None], FLOAT, LIMIT)  # [ROWS, 1]
         tl.store(scale_ptr + rows[:, None], scale, mask=live)  # write M
     for i in tl.static_range(CHUNKS):
         at = i * BLOCK + columns
-        inside = live if i < CHUNKS - 1 else live & (at < N)
         if AHEAD:
             y = _normed(chunks[i], mean, factor, vectors[2 * i], vectors[2 * i + 1])
         else:
-            y = _result(chunks[i], mean, factor, w_ptr, b_ptr, at, None if i < CHUNKS - 1 else at < N)
+            own = _inside(at, head, end, VEC) if i >= LATER or (VEC > 1 and i == 0) else None
+            y = _result(chunks[i], mean, factor, w_ptr, b_ptr, at - head, own)
         if LIMIT > 0:
             y = _quantised(y, scale, y_ptr.dtype.element_ty, INTERPRETED)
+        inside = live & _inside(at, first, last, VEC) if i >= LATER or (VEC > 1 and i == 0) else live
         tl.store(y_ptr + at_y + at, y.to(y_ptr.dtype.element_ty), mask=inside)  # write MN
+    if VEC > 1:
+        if r_ptr is not None:
+            tl.store(sum_ptr + at_y + ends, x_ends, mask=lone)
+        y = _result(x_ends, mean, factor, w_ptr, b_ptr, ends - head, (ends >= head) & (ends < end))
+        if LIMIT > 0:
+            y = _quantised(y, scale, y_ptr.dtype.element_ty, INTERPRETED)
+        tl.store(y_ptr + at_y + ends, y.to(y_ptr.dtype.element_ty), mask=lone)
 
 
 @triton.jit
@@ -276,12 +308,6 @@ def _anew(x, zero):
 
 
 @triton.jit
-def _away(x, mean, count, CENTRED: tl.constexpr):
-    """Numbers less their mean, but for those behind `count`, which are zero."""
-    return tl.where(tl.arange(0, x.shape[0]) < count, x - mean, 0.0) if CENTRED else x
-
-
-@triton.jit
 def _tile(x_ptr, r_ptr, at_x, at_r, count, BLOCK: tl.constexpr, PAIRS: tl.constexpr):
     """So many numbers of x, or of its sum with the residual, as they are held."""
     # L1 is left to weights, which come again.
@@ -295,22 +321,40 @@ def _tile(x_ptr, r_ptr, at_x, at_r, count, BLOCK: tl.constexpr, PAIRS: tl.conste
 
 
 @triton.jit
+def _own(x, mean, low, high, MASKED: tl.constexpr):
+    """Numbers from `low` on and below `high`, less their mean; the others are zero."""
+    inner = tl.arange(0, x.shape[0])
+    return tl.where((inner >= low) & (inner < high), x - mean, 0.0) if MASKED else x
+
+
+@triton.jit
+def _put(ptr, y, at, low, high, VEC: tl.constexpr, EDGE: tl.constexpr):
+    """Store a tile's own numbers; only at an EDGE there may be vectors that are neighbours' too."""
+    inner = tl.arange(0, y.shape[0])
+    if VEC > 1 and EDGE:
+        put(ptr + at, y, inner, low - at, tl.minimum(high - at, y.shape[0]), VEC)
+    else:
+        tl.store(ptr + at + inner, y.to(ptr.dtype.element_ty), mask=at + inner < high // VEC * VEC)
+
+
+@triton.jit
 def _found(
-    x_ptr, r_ptr, at_x, at_r, count, TYPE: tl.constexpr, FLOAT: tl.constexpr, CENTRED: tl.constexpr,
-    PAIRS: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
+    x_ptr, r_ptr, at_x, at_r, low, high, TYPE: tl.constexpr, FLOAT: tl.constexpr, CENTRED: tl.constexpr,
+    PAIRS: tl.constexpr, VEC: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """Of a part that nobody holds, the squares around its mean and its sum, by the steps of who holds it."""
+    whole = tl.cdiv(high, VEC) * VEC
     total = tl.zeros([], FLOAT)
     if CENTRED:
         sums = tl.zeros([BLOCK], FLOAT)
         for at in range(0, CHUNKS * BLOCK, BLOCK):
-            x = _tile(x_ptr, r_ptr, at_x + at, at_r + at, count - at, BLOCK, PAIRS)
-            sums += numbers(x, TYPE, FLOAT, BLOCK)
+            x = numbers(_tile(x_ptr, r_ptr, at_x + at, at_r + at, whole - at, BLOCK, PAIRS), TYPE, FLOAT, BLOCK)
+            sums += _own(x, 0.0, low - at, high - at, VEC > 1)
         total = tl.sum(sums, 0)
     sums = tl.zeros([BLOCK], FLOAT)
     for at in range(0, CHUNKS * BLOCK, BLOCK):
-        x = numbers(_tile(x_ptr, r_ptr, at_x + at, at_r + at, count - at, BLOCK, PAIRS), TYPE, FLOAT, BLOCK)
-        x = _away(x, total / count, count - at, CENTRED)
+        x = numbers(_tile(x_ptr, r_ptr, at_x + at, at_r + at, whole - at, BLOCK, PAIRS), TYPE, FLOAT, BLOCK)
+        x = _own(x, total / (high - low), low - at, high - at, CENTRED or VEC > 1)
         sums += x * x
     return tl.sum(sums, 0), total
 
@@ -318,39 +362,52 @@ def _found(
 @triton.jit
 def _norm_shared(
     y_ptr, sum_ptr, x_ptr, r_ptr, w_ptr, b_ptr, board_ptr, N, x_stride, r_stride, SPAN, PARTS,
-    ALIGN: tl.constexpr, EPS: tl.constexpr, CENTRED: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr,
-    CHUNKS: tl.constexpr, LANES: tl.constexpr, TRIES: tl.constexpr, LATE: tl.constexpr,
+    ALIGN: tl.constexpr, VEC: tl.constexpr, EPS: tl.constexpr, CENTRED: tl.constexpr, PAIRS: tl.constexpr,
+    BLOCK: tl.constexpr, CHUNKS: tl.constexpr, LANES: tl.constexpr, TRIES: tl.constexpr, LATE: tl.constexpr,
 ):  # fmt: skip
-    """Rows of any width, each by PARTS programs, which hold up to SPAN of its numbers in CHUNKS tiles."""
+    """Rows of any width, each by PARTS programs, which hold up to SPAN of its numbers in CHUNKS tiles.
+
+    Where VEC is not 1, rows begin anywhere within vectors of so many numbers, and are taken by whole vectors.
+    """
     TYPE: tl.constexpr = x_ptr.dtype.element_ty
     FLOAT: tl.constexpr = tl.float64 if TYPE == tl.float64 else tl.float32
     NOTHING: tl.constexpr = -9223372036854775808 if FLOAT == tl.float64 else -2147483648  # -0.0
+    W_TYPE: tl.constexpr = tl.float32 if w_ptr is None else w_ptr.dtype.element_ty
+    # Weights of the next tile are on their way while one is stored, behind which no load is moved; more do not fit.
+    AHEAD: tl.constexpr = VEC == 1 and r_ptr is None and not CENTRED
     N = N * ALIGN
     row = (tl.program_id(0) // PARTS).to(tl.int64)
     part = tl.program_id(0) % PARTS
     inner = tl.arange(0, BLOCK)  # [BLOCK]
+    head = (row * N % VEC).to(tl.int32)
     begin = part * SPAN
-    count = tl.minimum(N - begin, SPAN)
-    at_x = row * (x_stride * ALIGN)
-    at_r = row * (r_stride * ALIGN)
-    to = row * N + begin
+    low = tl.maximum(head - begin, 0) if VEC > 1 else 0
+    high = tl.minimum(head + N - begin, SPAN)
+    whole = tl.cdiv(high, VEC) * VEC
+    at_x = row * (x_stride * ALIGN) // VEC * VEC + begin
+    at_r = row * (r_stride * ALIGN) // VEC * VEC + begin
+    to = row * N // VEC * VEC + begin
     chunks = ()
-    for i in tl.static_range(CHUNKS):  # all of them before the first is stored, behind which no load is moved
-        at = begin + i * BLOCK
-        chunks += (_tile(x_ptr, r_ptr, at_x + at, at_r + at, count - i * BLOCK, BLOCK, PAIRS),)
+    for i in tl.static_range(CHUNKS):  # all of them before the first is stored
+        at = i * BLOCK
+        chunks += (_tile(x_ptr, r_ptr, at_x + at, at_r + at, whole - at, BLOCK, PAIRS),)
     sums = tl.zeros([BLOCK], FLOAT)
     for i in tl.static_range(CHUNKS):
         if r_ptr is not None:
             total = numbers(chunks[i], TYPE, TYPE, BLOCK)
-            tl.store(sum_ptr + to + i * BLOCK + inner, total, mask=i * BLOCK + inner < count)  # write MN
+            _put(sum_ptr + to, total, i * BLOCK, low, high, VEC, i == 0 or i >= CHUNKS - 2)  # write MN
         if CENTRED:
-            sums += numbers(chunks[i], TYPE, FLOAT, BLOCK)
+            x = numbers(chunks[i], TYPE, FLOAT, BLOCK)
+            sums += _own(x, 0.0, low - i * BLOCK, high - i * BLOCK, VEC > 1 and (i == 0 or i >= CHUNKS - 2))
     total = tl.sum(sums, 0) if CENTRED else tl.zeros([], FLOAT)
     zero = tl.minimum(N, 0) & total.to(tl.int32)
     sums = tl.zeros([BLOCK], FLOAT)
     for i in tl.static_range(CHUNKS):
         x = numbers(_anew(chunks[i], zero), TYPE, FLOAT, BLOCK)
-        x = _away(x, total / count, count - i * BLOCK, CENTRED)
+        x = _own(
+            x, total / (high - low), low - i * BLOCK, high - i * BLOCK,
+            CENTRED or (VEC > 1 and (i == 0 or i >= CHUNKS - 2)),
+        )  # fmt: skip
         sums += x * x
     squares = tl.sum(sums, 0)
     if LATE:
@@ -359,6 +416,8 @@ def _norm_shared(
     leave(board_ptr + part, word_of(squares))
     if CENTRED:
         leave(board_ptr + PARTS + part, word_of(total))
+    if AHEAD:
+        next_w = held(w_ptr, begin, high, BLOCK, PAIRS, 1.0)
     lanes = tl.arange(0, LANES)  # [LANES]
     words, missing = words_of(board_ptr, lanes, PARTS, NOTHING, TRIES)
     totals = words
@@ -367,9 +426,12 @@ def _norm_shared(
         missing = tl.minimum(missing, lacking)
     while missing < LANES:
         there = missing * SPAN
-        many = tl.minimum(N - there, SPAN)
+        its_low = tl.maximum(head - there, 0) if VEC > 1 else 0
+        its_high = tl.minimum(head + N - there, SPAN)
+        there -= begin
         square, sum_ = _found(
-            x_ptr, r_ptr, at_x + there, at_r + there, many, TYPE, FLOAT, CENTRED, PAIRS, BLOCK, CHUNKS
+            x_ptr, r_ptr, at_x + there, at_r + there, its_low, its_high, TYPE, FLOAT, CENTRED, PAIRS, VEC, BLOCK,
+            CHUNKS,
         )  # fmt: skip
         words = tl.where(lanes == missing, word_of(square), words)
         totals = tl.where(lanes == missing, word_of(sum_), totals) if CENTRED else words
@@ -378,20 +440,38 @@ def _norm_shared(
     variance = tl.sum(words.to(FLOAT, bitcast=True), 0) / N
     if CENTRED:
         mean = tl.sum(totals.to(FLOAT, bitcast=True), 0) / N
-        counts = tl.maximum(tl.minimum(N - lanes * SPAN, SPAN), 0).to(FLOAT)  # [LANES]
+        ends = tl.minimum(head + N - lanes * SPAN, SPAN)  # [LANES]
+        counts = tl.maximum(ends - tl.maximum(head - lanes * SPAN, 0), 0).to(FLOAT)
         away = totals.to(FLOAT, bitcast=True) / tl.maximum(counts, 1.0) - mean
         variance += tl.sum(counts * away * away, 0) / N
     factor = 1 / tl.sqrt(variance + EPS)
     zero = missing - LANES
     for i in tl.static_range(CHUNKS):
-        own = i * BLOCK + inner < count
-        columns = begin + zero * 16 + i * BLOCK + inner  # by 16 bytes at a time
+        own = _inside(i * BLOCK + inner, low, high, VEC)
+        columns = begin - head + zero * 16 + i * BLOCK + inner  # by 16 bytes at a time
         y = numbers(_anew(chunks[i], zero), TYPE, FLOAT, BLOCK)
-        y = _result(y, mean, factor, w_ptr, b_ptr, columns, own)
-        tl.store(y_ptr + to + i * BLOCK + inner, y.to(y_ptr.dtype.element_ty), mask=own)  # write MN
+        if AHEAD:
+            w = numbers(next_w, W_TYPE, FLOAT, BLOCK)
+            if i < CHUNKS - 1:
+                later = (i + 1) * BLOCK
+                next_w = held(w_ptr, begin + zero * 16 + later, high - later, BLOCK, PAIRS, 1.0)
+            y = _normed(y, mean, factor, w, loaded(b_ptr, columns, own, 0.0))
+        else:
+            y = _result(y, mean, factor, w_ptr, b_ptr, columns, own)
+        _put(y_ptr + to, y, i * BLOCK, low, high, VEC, i == 0 or i >= CHUNKS - 2)  # write MN
 
 
 # Plans ---------------------------------------------------------------------------------------------------------------
+
+
+#: Rows of half types that begin anywhere within 16 bytes: up to which width, then BLOCK, warps and ROWS.
+_WINDOWS = (
+    (512, (128, 1, 4)),
+    (1024, (128, 2, 4)),
+    (4096, (512, 4, 2)),
+    (8192, (1024, 8, 2)),
+    (32768, (2048, 8, 1)),
+)
 
 
 def norm_plan(
@@ -402,49 +482,56 @@ def norm_plan(
     added: bool,
     quantised: bool,
     across: bool = False,
-    pairs: bool = True,
+    vector: int = 1,
+    pairs: bool = False,
     processors: int = 132,
 ) -> Plan:
     """Choose the kernel and its constants, for `rows` rows of `n` numbers of `size` bytes; `added`: of two tensors.
 
-    `across`: neighbouring rows lie side by side, not the numbers of a row. `pairs`: half types can be read in pairs.
+    `across`: neighbouring rows lie side by side, not the numbers of a row. `vector`: the numbers in 16 bytes, where
+    rows begin anywhere within these, otherwise 1. `pairs`: half types can be read in pairs.
 
-    But for the interpreter, whose `capability` is None, the width alone decides how a row is cut and added up: so a
-    row's result is the same, bit for bit, however many rows there are.
+    But for the interpreter, whose `capability` is None, the width and how rows lie decide how one is cut and added up:
+    so its result is the same, bit for bit, however many rows there are.
     """
+    reach = n + vector - 1
     if n <= {2: 32768, 4: 32768, 8: 16384}[size]:
         block, warps = tile_of(n, size, 1)
         whole = triton.next_power_of_2(n)
         together = max(1, (1024 if size == 2 else 512) // whole)
         if size == 2 and 512 < n <= 1024 and n % 8:  # read number by number: more of them at once
             together = 2
-        elif size == 2 and 128 < n <= whole - whole // 8:  # a narrow last tile wastes less
-            block, together = max(64, whole // 8), 4 if n <= 512 else 2
+        elif size == 2 and 64 < n <= whole - whole // 8:  # a narrow last tile wastes less
+            block, together = max(64, whole // 8), 8 if n <= 128 else 4 if n <= 512 else 2
         few = rows <= 8 * processors * together
         if across:
             block, warps, together = min(whole, 64), max(1, min(16, whole // 16)), 32
+        elif vector > 1:
+            block, warps, together = next(tile for most, tile in _WINDOWS if n <= most)
         elif few:
             # Each thread still takes 16 bytes of a row, so that it is added up as among many.
             together = max(1, min(together, 512 // size // block))
-        chunks = max(1, triton.cdiv(n, block))
+        chunks = max(1, triton.cdiv(reach, block))
         if capability is None:  # the interpreter's cost is programs times operations, whatever their size
             most = max(1, 2**15 // triton.next_power_of_2(block * chunks))  # a power of two, as it must be
             together = max(together, min(triton.next_power_of_2(rows), most))
-        constants = {"ROWS": together, "BLOCK": block, "CHUNKS": chunks, "AHEAD": few}
-        return Plan("rows", constants, triton.cdiv(rows, together), warps)
-    # Parts of 16 KiB take half of 64 registers; of numbers that are no pairs, and of sums, whose tensors are on their
-    # way at once, it is parts of 8 KiB.
-    block, most = 1024, {2: 8 if pairs else 4, 4: 4, 8: 2}[size]
-    if added:
-        most = max(1, most // 2)
+        constants = {"VEC": vector, "ROWS": together, "BLOCK": block, "CHUNKS": chunks, "AHEAD": few}
+        return Plan("rows", constants, triton.cdiv(rows, together * vector) * vector, warps)
+    # Parts of 16 KiB take half of 64 registers, and of sums, which load two tensors at once, half of 128. Numbers of
+    # half types that are no pairs take a register each.
+    block, most = 1024, {2: 8 if pairs or vector > 1 else 4, 4: 4, 8: 2}[size]
     if capability is None:
         block, most = 16384, 2
-    parts, span = parts_of(n, size, block * most)
+    parts, span = parts_of(reach, size, block * most)
     if quantised or parts > 1024:
         return Plan("looped", {"BLOCK": 32768 // size}, rows, 16)
+    chunks = triton.cdiv(span, block)
+    if vector > 1 and n - (parts - 1) * span <= (chunks - 2) * block:  # only the last two tiles may reach beyond a row
+        return norm_plan(rows, n, size, capability, added, quantised)
     # As many lanes as threads or more: so each word is loaded by one thread.
-    constants = {"BLOCK": block, "CHUNKS": triton.cdiv(span, block), "LANES": max(128, triton.next_power_of_2(parts))}
-    return Plan("shared", constants, rows * parts, 4, span, parts, 80 if added else 64)
+    lanes = max(128, triton.next_power_of_2(parts))
+    constants = {"VEC": vector, "BLOCK": block, "CHUNKS": chunks, "LANES": lanes}
+    return Plan("shared", constants, rows * parts, 4, span, parts, 128 if added else 64)
 
 
 def parts_of(n: int, size: int, block: int) -> tuple[int, int]:
@@ -474,6 +561,12 @@ def in_pairs(align: int, x: Tensor, *others: Tensor | None) -> bool:
     """Whether numbers of a half type can be read as pairs, in 32-bit words."""
     halves = [t for t in (x, *others) if t is not None and t.element_size() == 2]
     return x.element_size() == 2 and align % 2 == 0 and all(t.data_ptr() % 4 == 0 for t in halves)
+
+
+def _window(n: int, align: int, x: Tensor, residual: Tensor | None) -> int:
+    """How many numbers 16 bytes have, if rows of all tensors begin at the same place within them; 1 if nobody gains."""
+    alike = all(t is None or (t.data_ptr() % 16 == 0 and (t.stride(0) - n) % 8 == 0) for t in (x, residual))
+    return 8 if x.element_size() == 2 and align == 1 and n > 256 and alike else 1
 
 
 def board_of(words: int, dtype: torch.dtype, device: torch.device, early: bool = False) -> Tensor:
@@ -514,8 +607,9 @@ def norm_into(
     bias = None if bias is None else contiguous(bias)
     added, quantised = residual is not None, scale is not None
     align = 1 if across else aligned(n, x, residual)
-    pairs = in_pairs(align, x, residual)
-    plan = _plan(len(x), n, x.element_size(), capability, added, quantised, across, pairs, processors)
+    vector = 1 if across or (quantised and n > 32768) else _window(n, align, x, residual)
+    pairs = in_pairs(align, x, residual, weight)
+    plan = _plan(len(x), n, x.element_size(), capability, added, quantised, across, vector, pairs, processors)
     sizes = (len(x), n // align, x.stride(0) // align, 0 if residual is None else residual.stride(0) // align)
     constants = {"ALIGN": align, "EPS": eps, "CENTRED": centred, **plan.constants, "num_warps": plan.warps}
     grid = (plan.programs,)
@@ -524,8 +618,8 @@ def norm_into(
         board = board_of(plan.programs * (2 if centred else 1), x.dtype, x.device, bool(early))
         launch(
             _norm_shared, grid, y, total, x, residual, weight, bias, board, *sizes[1:], plan.span, plan.parts,
-            PAIRS=pairs, TRIES=0 if capability is None else 4096, LATE=bool(early), maxnreg=plan.registers,
-            **constants, **early,
+            PAIRS=pairs or plan.constants["VEC"] > 1, TRIES=0 if capability is None else 4096, LATE=bool(early),
+            maxnreg=plan.registers, **constants, **early,
         )  # fmt: skip
     else:
         kernel, steps = (_norm_rows, (x.stride(1),)) if plan.kernel == "rows" else (_norm_looped, ())
