@@ -108,8 +108,6 @@ def docs(session):
         measured["FUSEBOOK_RECORDS"] = str(ROOT / "build" / "measured")
         found = ["--gpus", "all", "--changed", "--out", measured["FUSEBOOK_RECORDS"]]
         run(session, "docs/_ext/record_pages.py", *found)
-    if not gpus():  # says which records are stale; all at once is sooner than page by page
-        run(session, "-m", "fusebook.record", "--check")
     run(
         session,
         "-m",
@@ -117,6 +115,8 @@ def docs(session):
         "-W",
         "--keep-going",
         "-n",
+        "-j",
+        "1" if gpus() else str(min(4, os.cpu_count() or 1)),
         "-d",
         "build/doctrees",
         "-c",

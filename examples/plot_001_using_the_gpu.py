@@ -24,6 +24,9 @@ Two of its exercises have pages of their own: programming a GPU directly is
 With a CUDA GPU everything is measured as the page runs. Without one, it is
 replayed from the record of a GPU that is named at the end.
 
+For whom: anyone who writes PyTorch or NumPy and asks when a GPU helps. No
+kernel is read here.
+
 Read before: nothing.
 """
 

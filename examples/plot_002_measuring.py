@@ -21,6 +21,8 @@ is right here; the definitions stand in :doc:`/method`.
 With a CUDA GPU everything is measured as the page runs. Without one, it is
 replayed from the record of a GPU that is named at the end.
 
+For whom: anyone who times code on a GPU, or who reads times that others took.
+
 Read before: nothing.
 """
 

@@ -20,6 +20,9 @@ With a CUDA GPU everything is measured as the page runs. Without one, it is
 replayed from the record of a GPU that is named at the end, and the cache is
 checked in Triton's interpreter.
 
+For whom: those whose GPU waits for Python: small kernels, few tokens, many
+calls.
+
 Read before: 002.
 """
 

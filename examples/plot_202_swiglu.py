@@ -19,6 +19,9 @@ With a CUDA GPU everything here is measured as the page runs. Without one, the
 kernels run in Triton's interpreter and the times are replayed from the record
 of a GPU that is named beside them.
 
+For whom: those who train or serve models like Llama, and those who want to
+fuse into a matrix product.
+
 Read before: 201.
 """
 

@@ -19,6 +19,9 @@ With a CUDA GPU everything here is measured as the page runs. Without one, the
 kernels run in Triton's interpreter and the times are replayed from the record
 of a GPU that is named beside them.
 
+For whom: those who iterate on a small problem many thousand times and see the
+GPU idle.
+
 Read before: 003, 102.
 """
 

@@ -22,6 +22,9 @@ kernels run in Triton's interpreter and the times are replayed from the record
 of a GPU that is named beside them. What is compiled for the CPU is compiled
 as the page is built, where there is a C++ compiler.
 
+For whom: those who have NumPy code and want it on a GPU without writing a
+kernel.
+
 Read before: 002, 101.
 """
 

@@ -20,6 +20,9 @@ With a CUDA GPU everything here is measured as the page runs. Without one, the
 kernels run in Triton's interpreter and the times are replayed from the record
 of a GPU that is named beside them.
 
+For whom: those who want to follow one algorithm from a line of NumPy to
+kernels that run to its end.
+
 Read before: 002, 101, 302.
 """
 

@@ -19,6 +19,9 @@ With a CUDA GPU the costs are measured as the page runs. Without one, they are
 replayed from the record of a GPU that is named at the end, and everything else
 runs in Triton's interpreter.
 
+For whom: those who have a kernel and want gradients, vmap and torch.compile
+to work with it.
+
 Read before: 003, 101.
 """
 

@@ -20,6 +20,8 @@ With as many GPUs as it asks for, the page starts one process for each and
 measures. With fewer, everything is replayed from the record of a pair that is
 named at the end.
 
+For whom: those who have two GPUs or more, and data that can be split by rows.
+
 Read before: 003, 303.
 """
 

@@ -21,6 +21,9 @@ With as many GPUs as it asks for, the page starts one process for each and
 measures. With fewer, everything is replayed from the record of a pair that is
 named at the end.
 
+For whom: those who split a transformer over several GPUs (tensor
+parallelism).
+
 Read before: 102, 402.
 """
 

@@ -19,6 +19,9 @@ sessions. The page separates three things: what fusion gives, what leaving ONNX
 Runtime's own ScatterND gives, and what a run costs before any kernel has
 begun.
 
+For whom: those who run models in ONNX Runtime and want an operator of their
+own in it.
+
 Read before: 103.
 """
 

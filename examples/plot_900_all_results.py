@@ -13,6 +13,8 @@ The records of the library's operators on one GPU, in one table and under
 rooflines. Nothing is measured here: this page reads the package's records,
 which the page of each operator measures. ``FUSEBOOK_GPU`` chooses another GPU.
 
+For whom: those who look for one number, or for the sizes at which ours loses.
+
 Read before: 002.
 """
 

@@ -19,6 +19,8 @@ With a CUDA GPU, ``python plot_901_shapes_nobody_chose.py --seed 7`` draws
 problems of your own, for as many ``--seconds`` as you give it. Without one,
 the record of a named GPU is replayed.
 
+For whom: those whose shapes stand in no benchmark.
+
 Read before: 900.
 """
 

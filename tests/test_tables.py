@@ -139,7 +139,8 @@ def test_what_is_paid_is_the_larger_of_host_and_device():
     points = [(5.0, 40.0, 60.0), (400.0, 40.0, 420.0), (nan, nan, 70.0), (5.0, nan, 60.0), (nan, nan, nan)]
     df = clock(fusebook=points)
     assert tables.paid(df).iloc[:3].tolist() == [40.0, 400.0, 70.0]
-    assert tables.paid(df).iloc[3:].isna().all(), "half of it is no answer"
+    assert tables.paid(df).iloc[3:].isna().all(), "the device's half of it is no answer"
+    assert tables.paid(clock(fusebook=[(nan, 40.0, 90.0)])).iloc[0] == 40.0, "and the host's is the least"
     old = df.drop(columns="host_us")
     assert tables.paid(old).iloc[2] == 70.0 and tables.paid(old).isna().sum() == 4
     assert tables.times(df, "paid")["fusebook"].iloc[1] == 400.0

@@ -1,5 +1,6 @@
 """Whether to write a kernel is decided by records alone: made-up ones here, whose answer is known."""
 
+import re
 import types
 
 import pandas as pd
@@ -185,6 +186,9 @@ Fused softmax
 
 A softmax.
 
+For whom: those who
+reduce.
+
 Read before: 002, 101.
 
 .. code-block:: Python
@@ -247,7 +251,8 @@ def test_the_box_stands_under_the_title_and_says_what_to_have_read(monkeypatch, 
     box.insert(app, "auto_examples/plot_102_softmax", source)
     _, after = source[0].split("Fused softmax\n=============\n")
     assert after.lstrip().startswith(".. container:: fb-box")
-    assert "Read before" not in after
+    assert "Read before" not in after and "For whom" not in after
+    assert re.match(r"\.\. container:: fb-box\n\n   \*\*For\*\* those who .*\*\*Minutes:\*\* \d+\.\n", after.lstrip())
     assert ":doc:`002 " in after
     assert ":download:`notebook <plot_102_softmax.ipynb>`" in after
     assert "Test GPU" in after
@@ -276,15 +281,16 @@ def test_each_page_says_what_to_have_read_and_only_earlier_pages():
         assert set(page.before) < set(every)
         assert all(before < number for before in page.before), number
         assert page.minutes > 0
+        assert page.whom.startswith(("those who", "anyone who", "those whose")), number
         assert page.number[0] in pages.sections()
 
 
 def test_a_page_that_says_nothing_needs_nothing(tmp_path):
     path = tmp_path / "plot_104_x.py"
     path.write_text('"""\nX\n=\n\nAn X.\nOf two lines.\n"""\n')
-    assert pages.page(path) == pages.Page(path, "X", "An X. Of two lines.", (), 1)
+    assert pages.page(path) == pages.Page(path, "X", "An X. Of two lines.", "", (), 1)
     path.write_text('"""\nX\n=\n\nRead before: 101, 002.\n"""\n')
-    assert pages.page(path) == pages.Page(path, "X", "", ("101", "002"), 1)
+    assert pages.page(path) == pages.Page(path, "X", "", "", ("101", "002"), 1)
 
 
 def test_the_line_that_installs_invents_no_address():

@@ -1,4 +1,4 @@
-"""The box under each page's title: when to use what, the figure, on which GPU, how long to read, and its files.
+"""The box under each page's title: for whom it is, when to use what, the figure, on which GPU, and its files.
 
 When a page has run, what it claimed and showed is kept beside what is generated from it; when Sphinx reads the page,
 the box is made from that. Where a page measured, its own results decide; where it replayed, the whole record of its
@@ -107,7 +107,7 @@ def insert(app, docname, source):
     for watched in (file, Path(__file__)):
         app.env.note_dependency(str(watched), docname=docname)
     facts = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-    text = pages.BEFORE.sub("", source[0], count=1)
+    text = pages.WHOM.sub("", pages.BEFORE.sub("", source[0], count=1), count=1)
     title = re.escape(about.title)
     box = rst(about, facts, app.config.fusebook_repository)
     source[0] = re.sub(rf"^({title}\n=+\n)", lambda found: f"{found[1]}\n{box}\n", text, count=1, flags=re.MULTILINE)
@@ -116,7 +116,7 @@ def insert(app, docname, source):
 def rst(about, facts, repository=""):
     """The box of a page as reStructuredText."""
     every = pages.pages()
-    rows = [("To read", f"{about.minutes} minutes" + before(about, every))]
+    rows = []
     if "gpu" in facts:
         how = "measured as this page was built" if facts["measured"] else "replayed from its record"
         rows += [("GPU", f"{facts['gpu']}, {how}; {facts['dates']}"), ("Versions", facts["versions"])]
@@ -131,17 +131,17 @@ def rst(about, facts, repository=""):
         files.append(f"`Colab <{address}>`__")
     rows.append(("Files", ", ".join(files + records(facts.get("raw", [])))))
     shown = told(facts).splitlines()
-    lines = [".. container:: fb-box", "", "   .. raw:: html", ""]
+    lines = [".. container:: fb-box", "", f"   {reader(about, every)}", "", "   .. raw:: html", ""]
     lines += [f"      {line}" for line in shown] + [""]
     lines += [f"   :{name}: {value}" for name, value in rows]
     return "\n".join(lines) + "\n"
 
 
-def before(about, every):
-    """What to have read."""
-    if not about.before:
-        return "; nothing to have read before"
-    return "; after " + ", ".join(f":doc:`{n} {every[n].title} </{every[n].document}>`" for n in about.before)
+def reader(about, every):
+    """For whom the page is, what to have read, and how many minutes it takes."""
+    before = ", ".join(f":doc:`{n} {every[n].title} </{every[n].document}>`" for n in about.before) or "nothing"
+    whom = f"**For** {about.whom.rstrip('.')}. " if about.whom else ""
+    return f"{whom}**To have read:** {before}. **Minutes:** {about.minutes}."
 
 
 def records(raw):

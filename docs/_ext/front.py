@@ -348,27 +348,30 @@ class Cards(_FromRecords):
 
 
 class Path_(SphinxDirective):
-    """The reading path: every page with its minutes and what to have read before."""
+    """The reading path: every page with its readers, its minutes and what to have read before."""
 
     def run(self):
         """Ask the pages."""
         lines = [".. list-table::", "   :header-rows: 1", "   :class: fb-path", ""]
-        lines += ["   * - Page", "     - Minutes", "     - To have read"]
+        lines += ["   * - Page", "     - For", "     - Minutes", "     - To have read"]
         every = pages.pages()
         for page in every.values():
             self.env.note_dependency(str(page.path))
             before = ", ".join(f":doc:`{number} <{every[number].document}>`" for number in page.before)
-            lines += [f"   * - {page.number} :doc:`/{page.document}`", f"     - {page.minutes}"]
+            lines += [f"   * - {page.number} :doc:`/{page.document}`", f"     - {page.whom}", f"     - {page.minutes}"]
             lines += [f"     - {before.replace('<auto', '</auto') or 'nothing'}"]
         return self.parse_text_to_nodes("\n".join(lines) + "\n")
 
 
-class RecordSize(_FromRecords):
+class RecordSize(SphinxDirective):
     """How many times a record of the package holds, and what it took: what somebody who makes one may expect."""
 
     def run(self):
         """Ask the records."""
-        self.watch()
+        from fusebook import machine
+
+        for file in (machine.RECORDS / machine.slug()).glob("*.csv"):
+            self.env.note_dependency(str(file))
         if not found():
             return []
         frames = list(found().values())

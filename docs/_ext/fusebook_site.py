@@ -29,6 +29,7 @@ from sphinx.util.docutils import SphinxDirective
 from sphinx_gallery.utils import get_md5sum
 
 import box
+import front
 import gallery_hooks
 import gallery_progress
 import interpreting
@@ -197,10 +198,23 @@ def before_gallery(app):
         logger.info("to be run, as what they are made from has changed: %s", ", ".join(stale))
     names = to_run(ROOT / "examples", generated)
     if names:
+        for line in records_stale():  # found out at once, which is sooner than page by page
+            logger.info(line)
         equip(generated, around)
+        if len(names) == 1:  # another process would first import what this one has
+            app.config.sphinx_gallery_conf["parallel"] = False
+            app.parallel = 1  # no fork of a process in which a page has left threads
         if not app.config.sphinx_gallery_conf["parallel"]:
             seconds = gallery_progress.seconds_of(names, generated, recorded_seconds())
             gallery_hooks.runner.progress = gallery_progress.Progress(seconds)
+
+
+def records_stale():
+    """A line on each record that pages will replay, in which something is of earlier code."""
+    from fusebook.page import _place
+
+    found = {} if _place.live() else front.found()
+    return [f"{name}: {'; '.join(stale)}" for name, frame in found.items() if (stale := frame.attrs["origin"].stale)]
 
 
 def equip(generated, around=None, beside=False):
@@ -385,6 +399,13 @@ def outdated(app, env, added, changed, removed):
     return everything | ({"times"} & env.all_docs.keys() if added or changed or removed else set())
 
 
+def only_ours(app, env):
+    """Drop the sources of others that are nobody's target: processes that read side by side each hand some in."""
+    known = getattr(env, "_viewcode_modules", {})
+    for name in [name for name, entry in known.items() if entry and not entry[2]]:
+        del known[name]
+
+
 def finished(app, error):
     """A build that has written all it had to."""
     if error is None:
@@ -441,6 +462,7 @@ def setup(app):
     app.connect("source-read", without_noise)
     app.connect("source-read", box.insert)
     app.connect("env-get-outdated", outdated)
+    app.connect("env-updated", only_ours)
     app.connect("html-page-context", colab_link, priority=100)  # before the theme drops what would be empty
     app.connect("html-page-context", edit_links, priority=900)  # after the theme
     app.connect("build-finished", finished, priority=100)  # before a page that failed ends it: that is all written

@@ -1,6 +1,7 @@
 """What is known of the pages: number, title, what each is for, what to have read before it, and how long it takes.
 
-All of it stands in the page: the number in its name, the rest in its docstring, whose last line says ``Read before:``.
+All of it stands in the page: the number in its name, the rest in its docstring, which ends in ``For whom:`` and
+``Read before:``.
 """
 
 import ast
@@ -18,6 +19,7 @@ EXAMPLES = ROOT / "examples"
 WORDS, LINES = 200, 50
 
 BEFORE = re.compile(r"^Read before: (.*)\.$", re.MULTILINE)
+WHOM = re.compile(r"^For whom: ((?:.+\n?)+)", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,7 @@ class Page:
     path: Path
     title: str
     purpose: str  # the first sentences of its docstring
+    whom: str  # for whom it is; empty where it does not say
     before: tuple[str, ...]  # the numbers of the pages to have read
     minutes: int
 
@@ -45,15 +48,16 @@ def page(path):
     """What a page says of itself; where it does not say what to have read before, that is nothing."""
     text = path.read_text(encoding="utf-8")
     about = ast.get_docstring(ast.parse(text)) or path.stem
-    found = BEFORE.search(about)
+    found, whom = BEFORE.search(about), WHOM.search(about)
     prose = [line[1:] for line in text.splitlines() if line.startswith("#")]
     words = len(re.findall(r"\w+", " ".join([about, *prose])))
     lines = sum(bool(line.strip()) and not line.startswith("#") for line in text.splitlines())
-    first = next((part for part in re.split(r"\n\s*\n", about)[1:] if not BEFORE.match(part)), "")
+    first = next((part for part in re.split(r"\n\s*\n", about)[1:] if not re.match(r"Read before|For whom", part)), "")
     return Page(
         path,
         title=about.splitlines()[0],
         purpose=" ".join(first.split()),
+        whom=" ".join(whom[1].split()) if whom else "",
         before=tuple(re.findall(r"\d{3}", found[1])) if found else (),
         minutes=max(1, round(words / WORDS + lines / LINES)),
     )

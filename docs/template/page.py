@@ -11,6 +11,8 @@ Squared ReLU
 
 One comparison and one product, for which eager PyTorch goes to memory twice.
 
+For whom: those who want a kernel that touches each element once.
+
 Read before: 002, 101.
 """
 

@@ -10,9 +10,11 @@ do not meet; else they are alike.
 from __future__ import annotations
 
 import argparse
+import functools
 import pathlib
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from fusebook import machine as machines
 from fusebook import plots, record, tables, timing
@@ -20,10 +22,9 @@ from fusebook.cards import OPS
 from fusebook.extras import extra
 
 with extra("book"):
-    import matplotlib as mpl
     import pandas as pd
 
-__all__ = ["ceilings", "folder", "points", "verdicts"]
+__all__ = ["ceilings", "folder", "points", "summed", "verdicts"]
 
 
 def folder(given: str) -> pathlib.Path:
@@ -55,6 +56,16 @@ def folder(given: str) -> pathlib.Path:
     )
 
 
+def _rows(file: pathlib.Path) -> pd.DataFrame:
+    """The rows of a record, which several questions in a row are asked."""
+    return _read(file, file.stat().st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=128)
+def _read(file: pathlib.Path, changed: int) -> pd.DataFrame:
+    return record._load(file, file.stem)[0]
+
+
 def points(name: str, mine: pathlib.Path, theirs: pathlib.Path, *, variant: str, clock: str = "cold") -> pd.DataFrame:
     """The points of an operator that two GPUs have of a variant, in the order of what the roof of the first leaves.
 
@@ -73,7 +84,7 @@ def points(name: str, mine: pathlib.Path, theirs: pathlib.Path, *, variant: str,
     """
     sides = []
     for place in (mine, theirs):
-        frame = tables.timed(record._load(place / f"{name}.csv", name)[0], clock)
+        frame = tables.timed(_rows(place / f"{name}.csv"), clock)
         frame = frame[frame["variant"] == variant]
         sides.append(frame.assign(label=tables.label(frame)).set_index(["label", "dtype"]))
     both = sides[0].merge(sides[1], left_index=True, right_index=True, suffixes=(" mine", " theirs"))
@@ -89,16 +100,33 @@ def points(name: str, mine: pathlib.Path, theirs: pathlib.Path, *, variant: str,
 
 def _ahead(place: pathlib.Path, name: str, variant: str, clock: str) -> str:
     """At how many points a variant is no slower than the fastest other way on a GPU, as ``12 of 14``."""
-    frame = tables.alike(record._load(place / f"{name}.csv", name)[0], variant)
+    frame = tables.alike(_rows(place / f"{name}.csv"), variant)
     found = tables.behind(frame, variant, clock)["times as long"]
     return f"{(found <= 1 + tables.WITHIN).sum()} of {len(found)}" if len(found) else ""
 
 
-def _said(counts: pd.Series) -> str:
-    """The verdict over all points: one word where they agree, else how many of each."""
-    if len(counts) == 1:
-        return f"{counts.index[0]} throughout"
-    return ", ".join(f"{word} at {number}" for word, number in counts.items())
+def summed(found: pd.DataFrame) -> dict[str, Any]:
+    """What `points` come to: how many, how many times as long, and the verdict, one word where they agree.
+
+    Parameters
+    ----------
+    found : pandas.DataFrame
+        Of `points`, not empty.
+
+    Returns
+    -------
+    dict of str to object
+        ``points``, ``times as long`` in the median, the ``least``, the ``most``, and the ``verdict``.
+    """
+    ratio, counts = found["times as long"], found["verdict"].value_counts()
+    said = ", ".join(f"{word} at {number}" for word, number in counts.items())
+    return {
+        "points": len(found),
+        "times as long": ratio.median(),
+        "least": ratio.min(),
+        "most": ratio.max(),
+        "verdict": f"{counts.index[0]} throughout" if len(counts) == 1 else said,
+    }
 
 
 def verdicts(
@@ -133,13 +161,7 @@ def verdicts(
         if found.empty:
             continue
         by_point[name] = found
-        ratio = found["times as long"]
-        rows[name] = {
-            "points": len(found),
-            "times as long": ratio.median(),
-            "least": ratio.min(),
-            "most": ratio.max(),
-            "verdict": _said(found["verdict"].value_counts()),
+        rows[name] = summed(found) | {
             "% of roof": 100 * found["mine, of roof"].median(),
             "theirs": 100 * found["theirs, of roof"].median(),
             "fastest way": _ahead(mine, name, variant, clock),
@@ -172,6 +194,8 @@ def ceilings(*on: machines.Machine) -> pd.DataFrame:
 
 
 def _figures(by_point: dict[str, pd.DataFrame], title: str, clock: str, out: pathlib.Path) -> list[pathlib.Path]:
+    import matplotlib as mpl
+
     mpl.use("agg")
     of_roof = {name: found["mine, of roof"] / found["theirs, of roof"] for name, found in by_point.items()}
     took = {name: found["times as long"] for name, found in by_point.items()}

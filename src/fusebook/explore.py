@@ -737,23 +737,23 @@ def standing(op: Op, frame: pd.DataFrame, kind: str = "cold") -> pd.DataFrame:
     right = right.assign(time=right[columns].astype(float).max(axis=1), math=right["math"].fillna(""))
     right = right[right["time"].notna()]
     dims = [c for c in frame.columns if c not in (*_FRONT, *_BACK)]
-    found = []
-    for (case, way), rows in right.groupby(["case", "math"], sort=True):
-        own = rows[rows["variant"] == ours(op, str(way))]
-        others = rows[~rows["variant"].str.startswith("fusebook")].set_index("variant")["time"]
-        if own.empty or others.empty:
-            continue
-        first, time_ = own.iloc[0], own["time"].iloc[0]
-        row = {"case": case, "math": way, "dtype": first["dtype"], "layout": first["layout"]}
-        row |= {k: first[k] for k in dims}
-        row |= {"bytes": first["read_bytes"] + first["write_bytes"], "ours_us": time_}
-        for name, among in (("torch", others[others.index.isin(_torchs(op))]), ("best", others)):
-            row |= {name: among.idxmin() if len(among) else "", f"{name}_us": among.min()}
-        row |= {"over torch": time_ / row["torch_us"], "over all": time_ / row["best_us"]}
-        given = {k: v if isinstance(v := first[k], str) else int(v) for k in (*dims, "dtype", "layout")}
-        found.append(row | {"line": _line(op, given)})
+    keys = ["case", "math"]
+    by_us = right.sort_values([*keys, "time"], kind="stable")
+    others = by_us[~by_us["variant"].str.startswith("fusebook")]
+    least = [
+        rows.drop_duplicates(keys).set_index(keys)[["variant", "time"]].set_axis([name, f"{name}_us"], axis=1)
+        for name, rows in (("torch", others[others["variant"].isin(_torchs(op))]), ("best", others))
+    ]
+    mine = {way: ours(op, way) for way in right["math"].unique()}
+    found = by_us[by_us["variant"] == by_us["math"].map(mine)].join(least[0], on=keys).join(least[1], on=keys)
+    found = found[found["best_us"].notna()].fillna({"torch": ""}).rename(columns={"time": "ours_us"})
+    found["bytes"] = found["read_bytes"] + found["write_bytes"]
+    for company, name in (("over torch", "torch"), ("over all", "best")):
+        found[company] = found["ours_us"] / found[f"{name}_us"]
+    given = found[[*dims, "dtype", "layout"]].to_dict("records")
+    found["line"] = [_line(op, {str(k): v if isinstance(v, str) else int(v) for k, v in row.items()}) for row in given]
     names = ["case", "math", "dtype", "layout", *dims, "bytes", "ours_us", "torch", "torch_us", "best", "best_us"]
-    return pd.DataFrame(found, columns=[*names, "over torch", "over all", "line"])
+    return found[[*names, "over torch", "over all", "line"]].reset_index(drop=True)
 
 
 def quantiles(op: Op, frame: pd.DataFrame) -> pd.DataFrame:

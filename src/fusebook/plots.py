@@ -10,18 +10,17 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping, Sequence
 from itertools import cycle
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fusebook import tables
 from fusebook.extras import extra
 
 with extra("book"):
-    import matplotlib.pyplot as plt
     import numpy as np
     import pandas as pd
-    from matplotlib.axes import Axes
-    from matplotlib.ticker import LogLocator, NullLocator
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 __all__ = [
     "axes",
@@ -164,6 +163,14 @@ def _fastest(df: pd.DataFrame, kind: str) -> str:
     return f"fusebook is the fastest, or within 2 % of it, at {first} of {len(table)}"
 
 
+def _grid(*how: Any, **style: Any) -> Any:
+    """A figure and its axes; matplotlib is imported when something is drawn, since it takes half a second."""
+    with extra("book"):
+        import matplotlib.pyplot as plt
+
+    return plt.subplots(*how, layout="constrained", **style)
+
+
 def axes(
     title: str,
     xlabel: str,
@@ -174,7 +181,7 @@ def axes(
     rows: bool = False,
 ) -> Axes:
     """Axes with a title, and below it in small what, where and by which clock; with a name at the left of each row."""
-    ax = ax or plt.subplots(figsize=size, layout="constrained")[1]
+    ax = ax or _grid(figsize=size)[1]
     ax.figure.patch.set_alpha(0)
     ax.patch.set_alpha(0)
     told = ", ".join(filter(None, below))
@@ -369,8 +376,9 @@ def times(
     if floor and df[floor].notna().any():
         ax.axhline(df[floor].median(), color=INK, linewidth=1)
         ends["launch floor"] = (float(df[x].max()), float(df[floor].median()), INK)
-    ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    ax.yaxis.set_minor_locator(NullLocator())
+    ticks: Any = ax.yaxis.get_major_locator()
+    ticks.set_params(subs=(1, 2, 5))
+    ax.yaxis.minorticks_off()
     ax.yaxis.set_major_formatter("{x:g}")
     ax.margins(x=0.01)
     _name_ends(ax, ends)
@@ -481,15 +489,14 @@ def roofline(parts: Mapping[str, pd.DataFrame], machine: Any) -> np.ndarray:
     parts = {name: tables.timed(df[df["flop"] > 0], "cold") for name, df in parts.items()}
     parts = {name: df for name, df in parts.items() if df["variant"].eq("fusebook").any()}
     rows = -(-len(parts) // 2)
-    figure, grid = plt.subplots(rows, 2, figsize=(9.0, 3.3 * rows), layout="constrained", squeeze=False)
+    figure, grid = _grid(rows, 2, figsize=(9.0, 3.3 * rows), squeeze=False)
     xlabel, ylabel = "operations a byte of the least traffic", "GFLOP/s"
     top = max(machine.rates.values())
     for ax, (name, df) in zip(grid.flat, parts.items(), strict=False):
         axes(name, xlabel, ylabel, ax=ax)
         ax.set_xscale("log")
         ax.set_yscale("log")
-        ax.xaxis.set_minor_locator(NullLocator())
-        ax.yaxis.set_minor_locator(NullLocator())
+        ax.minorticks_off()
         points = tables.behind(tables.alike(df))
         ours = df[df["variant"] == "fusebook"]
         intensity = (ours["flop"] / (ours["read_bytes"] + ours["write_bytes"])).astype(float)
@@ -583,9 +590,8 @@ def spread(ratios: Mapping[str, pd.Series], *, title: str, xlabel: str) -> Axes:
         if len(values):
             ax.plot([np.median(values)] * 2, [y - 0.4, y + 0.4], color=INK, linewidth=2)
     ax.axvline(1, color=INK, linewidth=1)
-    ax.set_xscale("log")
-    ax.xaxis.set_major_locator(LogLocator(base=2.0))
-    ax.xaxis.set_minor_locator(NullLocator())
+    ax.set_xscale("log", base=2)
+    ax.minorticks_off()
     ax.xaxis.set_major_formatter("{x:g}")
     ax.set_yticks(range(len(names)), names)
     ax.set_ylim(-0.7, len(names) - 0.3)

@@ -489,14 +489,14 @@ def changed(variants: Sequence[str] = ("fusebook", "eager", "torch", "torch.comp
     then = now / "previous"
     _place.note(then)
     rows = {}
-    for variant in variants:
-        with contextlib.suppress(ValueError):
-            for name, row in compare.verdicts(now, then, variant=variant)[0].iterrows():
-                rows[name, variant] = row[["points", "times as long", "least", "most", "verdict"]]
-    ordered = {at: rows[at] for name in OPS for at in rows if at[0] == name}
-    if not ordered:
+    for name in OPS:
+        if all((folder / f"{name}.csv").exists() for folder in (now, then)):
+            for variant in variants:
+                if len(found := compare.points(name, now, then, variant=variant)):
+                    rows[name, variant] = compare.summed(found)
+    if not rows:
         return pd.DataFrame()
-    return pd.DataFrame(list(ordered.values()), pd.MultiIndex.from_tuples(ordered, names=["operator", "variant"]))
+    return pd.DataFrame(list(rows.values()), pd.MultiIndex.from_tuples(rows, names=["operator", "variant"]))
 
 
 def explored(

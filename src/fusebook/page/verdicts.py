@@ -6,6 +6,7 @@ needs for one of many calls, see `fusebook.tables.paid`. Medians within 2 % are 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 
 import pandas as pd
@@ -97,14 +98,11 @@ def choices(op: Op, frame: pd.DataFrame, kind: str = "paid") -> pd.DataFrame:
     least = wide.min(axis=1)
     of_libraries = fastest[fastest["group"] == "libraries"].drop_duplicates(keys).set_index(keys)["variant"]
     names = of_libraries.reindex(order)
+    within = wide.le((1 + tables.WITHIN) * least, axis=0)
     wide["best"] = fastest.drop_duplicates(keys).set_index(keys)["variant"].reindex(order)
     wide["take"] = [
-        ", ".join(
-            names[at] if name == "libraries" else name
-            for name in columns
-            if wide.loc[at, name] <= (1 + tables.WITHIN) * least.loc[at]
-        )
-        for at in wide.index
+        ", ".join([library if name == "libraries" else name for name in itertools.compress(columns, row)])
+        for library, row in zip(names, within.to_numpy(), strict=True)
     ]
     wide.columns.name = None
     return wide
