@@ -727,6 +727,16 @@ def test_few_programs_with_a_long_sum_each_share_it(kernel, M, K, widths, split,
     assert _products._cut(tuned, M, K, widths, "half", True, 132) == tuned, "what was tuned is not cut less"
 
 
+@pytest.mark.parametrize(("widths", "bulk"), [((64, 40), 2), ((40, 64), 0), ((64, 32, 8), 2)])
+def test_the_copy_engine_stores_where_no_tile_reaches_into_the_next_weight(widths, bulk, device, monkeypatch):
+    launched, given = [], {"dtype": torch.float16, "device": device}
+    monkeypatch.setattr(concat, "launch", lambda *_, **constants: launched.append(constants["BULK"]))
+    x, weights = torch.empty(128, 64, **given), [torch.empty(64, width, **given) for width in widths]
+    plan = Plan("tiles", 64, 32, 64, bulk=2, warps=4)
+    concat._launch_concat(torch.empty(128, sum(widths), **given), x, weights, "half", "row", plan)
+    assert launched == [bulk]
+
+
 @pytest.mark.parametrize("split", [2, 4, 8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_a_sum_in_many_parts_is_right(split, dtype, device, monkeypatch):
