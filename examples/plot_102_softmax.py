@@ -1222,6 +1222,7 @@ def into(y, x):
     rows_unguarded[(triton.cdiv(M, 8),)](y, x, N, ROWS=8, BLOCK=block)
 
 
+# site: fold
 def between_sevens(x):
     """What `into` does to the memory behind its output."""
     M, N = x.shape
