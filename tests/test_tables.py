@@ -112,12 +112,6 @@ def test_losses_are_found_and_the_worst_comes_first(df):
     assert lost["times as long"].iloc[0] == pytest.approx(1.5 * 1.01 / 1.02)
 
 
-def test_speedup_is_over_the_variant_asked_for(df):
-    assert tables.speedup(df)["torch"].dropna().to_numpy() == pytest.approx(5 / 1.3)
-    with pytest.raises(ValueError, match="expected a variant of eager, torch"):
-        tables.speedup(df, over="nobody")
-
-
 def test_a_kind_that_does_not_exist_is_refused(df):
     with pytest.raises(ValueError, match="expected a time of cold, warm, host, call, paid, got 'tepid'"):
         tables.times(df, "tepid")
@@ -360,6 +354,5 @@ def test_a_figure_is_described_by_its_data(sweep):
 
 def test_the_best_is_told_for_tables_of_ways(df):
     assert tables.times(df).attrs["best"] == "least in a row"
-    assert tables.speedup(df).attrs["best"] == "most in a row"
     assert tables.shares(df).attrs["best"]["% of copy"] == "most"
     assert tables.clocks(df).attrs["best"]["cold"] == "least"

@@ -83,15 +83,7 @@ class Wrong(Exception):
 def problems(op: Op, seed: int = 0, cases: int = 100) -> list[Dims]:
     """The problems of a seed, each drawn by itself: the tenth is the same however many are asked for.
 
-    Parameters
-    ----------
-    op : Op
-    seed, cases : int
-
-    Returns
-    -------
-    list of Dims
-        What ``op.draw`` returns.
+    What ``op.draw`` returns.
     """
     return [op.draw(random.Random(f"{op.name} {seed} {case}")) for case in range(cases)]
 
@@ -108,12 +100,7 @@ def _line(op: Op, dims: Dims) -> str:
 
 
 def explorable(op: Op) -> bool:
-    """Whether an operator has a variant of ours to hold against the others.
-
-    Parameters
-    ----------
-    op : Op
-    """
+    """Whether an operator has a variant of ours to hold against the others."""
     return "fusebook" in op.variants or "fusebook (chosen)" in op.variants
 
 
@@ -122,7 +109,6 @@ def ours(op: Op, math: str = "") -> str:
 
     Parameters
     ----------
-    op : Op
     math : str
         ``"tf32"`` for float32 that is multiplied so.
 
@@ -169,7 +155,6 @@ def problem(op: str | Op, /, *, check_only: bool = False, without: Sequence[str]
 
     Parameters
     ----------
-    op : str or Op
     check_only : bool
         Take no times; without a GPU none are taken.
     without : sequence of str
@@ -513,7 +498,6 @@ def explore(
 
     Parameters
     ----------
-    *ops : Op
     seed, cases : int
         Which problems, see `problems`.
     seconds : float
@@ -672,7 +656,6 @@ def read(op: Op, slug: str = "nvidia-h200", root: pathlib.Path | None = None) ->
 
     Parameters
     ----------
-    op : Op
     slug : str
         The GPU's folder.
     root : pathlib.Path, optional
@@ -716,7 +699,6 @@ def standing(op: Op, frame: pd.DataFrame, kind: str = "cold") -> pd.DataFrame:
 
     Parameters
     ----------
-    op : Op
     frame : pandas.DataFrame
         Of `explore` or `read`.
     kind : str
@@ -759,15 +741,7 @@ def standing(op: Op, frame: pd.DataFrame, kind: str = "cold") -> pd.DataFrame:
 def quantiles(op: Op, frame: pd.DataFrame) -> pd.DataFrame:
     """How long ours takes, in times of the best of the others: the median, what 90 % stay under, and the worst.
 
-    Parameters
-    ----------
-    op : Op
-    frame : pandas.DataFrame
-
-    Returns
-    -------
-    pandas.DataFrame
-        A row for each clock and company.
+    A row for each clock and company.
     """
     rows = {}
     for kind in ("cold", "paid"):
@@ -791,11 +765,8 @@ def worst(op: Op, frame: pd.DataFrame, kind: str = "cold", count: int = 10) -> p
 
     Parameters
     ----------
-    op : Op
-    frame : pandas.DataFrame
     kind : str
         As of `standing`.
-    count : int
 
     Returns
     -------
@@ -808,14 +779,7 @@ def worst(op: Op, frame: pd.DataFrame, kind: str = "cold", count: int = 10) -> p
 def refusals(frame: pd.DataFrame) -> pd.DataFrame:
     """What was not timed, by variant and reason.
 
-    Parameters
-    ----------
-    frame : pandas.DataFrame
-
-    Returns
-    -------
-    pandas.DataFrame
-        A row for each variant and status: how many problems, and the first note.
+    A row for each variant and status: how many problems, and the first note.
     """
     left = frame[frame["status"] != "ok"]
     return left.groupby(["variant", "status"], sort=True).agg(problems=("case", "nunique"), note=("note", "first"))

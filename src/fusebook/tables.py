@@ -38,7 +38,6 @@ __all__ = [
     "reasons",
     "share",
     "shares",
-    "speedup",
     "standing",
     "timed",
     "times",
@@ -297,22 +296,6 @@ def _always(df: pd.DataFrame, column: str) -> bool | None:
     return None if said.empty else bool((said == "yes").all())
 
 
-def speedup(df: pd.DataFrame, over: str = "eager", kind: str = "cold") -> pd.DataFrame:
-    """How many times faster than `over` each variant is: a row a point, a column a variant.
-
-    Parameters
-    ----------
-    over : str
-        The variant to compare with.
-    """
-    table = times(df, kind)
-    if over not in table:
-        raise ValueError(f"tables.speedup: expected a variant of {', '.join(table.columns)}, got {over!r}")
-    result = table.rdiv(table[over], axis=0).drop(columns=over)
-    result.attrs["best"] = "most in a row"
-    return result
-
-
 def losses(df: pd.DataFrame, variant: str = "fusebook", kind: str = "cold") -> pd.DataFrame:
     """The points at which another variant is faster: what a page that shows only wins would hide.
 
@@ -320,15 +303,10 @@ def losses(df: pd.DataFrame, variant: str = "fusebook", kind: str = "cold") -> p
     `WITHIN`. The worst loss comes first. ``attrs["compared"]`` is how many points were timed both ways: 0 tells
     nothing.
     """
-    others = [name for name in dict.fromkeys(df["variant"]) if name != variant]
-    points = _labelled(df, kind)
-    keys = [*(["op"] if len(points["op"].unique()) > 1 else []), "label", "dtype"]
-    wide = points.pivot_table(f"{kind}_us", keys, "variant", aggfunc="first").reindex(columns=[variant, *others])
-    table = wide[others].rdiv(wide[variant], axis=0)
-    lost = table[(table > 1 + WITHIN).any(axis=1)]
-    result = pd.DataFrame({"faster": lost.idxmax(axis=1), "times as long": lost.max(axis=1)}, index=lost.index)
-    result = result.sort_values("times as long", ascending=False)
-    result.attrs["compared"] = int(table.notna().any(axis=1).sum())
+    table = behind(df, variant, kind)
+    result = table[table["times as long"] > 1 + WITHIN].sort_values("times as long", ascending=False)
+    result = result.rename(columns={"best other": "faster"})[["faster", "times as long"]]
+    result.attrs["compared"] = len(table)
     return result
 
 
