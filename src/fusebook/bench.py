@@ -33,18 +33,9 @@ with extra("book"):
     from tqdm import tqdm
 
 __all__ = [
-    "COLUMNS",
-    "DTYPES",
-    "Origin",
-    "WrongResult",
-    "dtypes",
-    "missing",
-    "points",
-    "run",
-    "software",
-    "staircase",
+    "COLUMNS", "DTYPES", "Origin", "WrongResult", "dtypes", "missing", "points", "run", "software", "staircase",
     "verify",
-]
+]  # fmt: skip
 
 #: The dtypes that ``--dtype`` takes.
 DTYPES = {

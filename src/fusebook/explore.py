@@ -48,9 +48,9 @@ with extra("book"):
     from tqdm import tqdm
 
 __all__ = [
-    *("COLUMNS", "RECORDED_FROM", "Wrong", "explorable", "explore", "ours", "path", "problem"),
-    *("problems", "quantiles", "read", "refusals", "several", "standing", "worst"),
-]
+    "COLUMNS", "RECORDED_FROM", "Wrong", "explorable", "explore", "ours", "path", "problem", "problems", "quantiles",
+    "read", "refusals", "several", "standing", "worst",
+]  # fmt: skip
 
 #: The seeds before this one are those that plans are tuned by; they are not recorded.
 RECORDED_FROM = 100

@@ -43,18 +43,9 @@ from fusebook.kernels import _operator
 from fusebook.op import Dims, Op, Variant
 
 __all__ = [
-    "REFUSED",
-    "AbsentGPU",
-    "Trace",
-    "Unknown",
-    "elsewhere",
-    "found",
-    "kernels",
-    "launching",
-    "nowhere",
-    "observed",
+    "REFUSED", "AbsentGPU", "Trace", "Unknown", "elsewhere", "found", "kernels", "launching", "nowhere", "observed",
     "of_wrapper",
-]
+]  # fmt: skip
 
 #: What stands for the launches of a call that was refused.
 REFUSED = "refused"

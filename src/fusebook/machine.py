@@ -32,22 +32,9 @@ from fusebook import timing
 from fusebook.op import Cost
 
 __all__ = [
-    "RECORDS",
-    "SHIPPED",
-    "Machine",
-    "aten",
-    "beside_torch",
-    "cache_folder",
-    "current",
-    "here",
-    "overrides",
-    "places",
-    "recorded",
-    "slug",
-    "slug_of",
-    "slugs",
-    "versions",
-]
+    "RECORDS", "SHIPPED", "Machine", "aten", "beside_torch", "cache_folder", "current", "here", "overrides", "places",
+    "recorded", "slug", "slug_of", "slugs", "versions",
+]  # fmt: skip
 
 #: Where the records of the package lie, a folder a GPU.
 RECORDS = pathlib.Path(__file__).parent / "records"

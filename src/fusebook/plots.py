@@ -23,19 +23,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 __all__ = [
-    "axes",
-    "bandwidth",
-    "clusters",
-    "copies",
-    "dots",
-    "legend_below",
-    "lines",
-    "roofline",
-    "spread",
-    "style",
-    "timeline",
-    "times",
-]
+    "axes", "bandwidth", "clusters", "copies", "dots", "legend_below", "lines", "roofline", "spread", "style",
+    "timeline", "times",
+]  # fmt: skip
 
 #: Readable on white and on near-black, and told apart by readers who do not see red and green.
 INK = "#6e6e6e"
@@ -434,29 +424,17 @@ def lines(
 
 
 def copies(machine: Any) -> Axes:
-    """The rate of a copy over its size on a machine: where the launch, the L2 cache and the memory decide.
-
-    Parameters
-    ----------
-    machine : Machine
-        With ``bandwidth``, ``copy`` and ``l2``.
-    """
-    size = np.array([row["bytes"] for row in machine.bandwidth]) / 1e6
-    rate = np.array([row["cold"] for row in machine.bandwidth]) / 1e9
-    reached = (
-        f"A copy reaches {rate.max():.0f} GB/s, from {size[int(rate.argmax())]:.0f} MB on" if len(rate) else "Copies"
-    )
-    below = [str(machine.name), "cold"]
-    ax = axes(reached, "bytes read and written (MB)", "GB/s", (8.0, 3.6), below)
-    ax.set_xscale("log")
-    ax.plot(size, rate, marker="o", color=style("torch")["color"], linewidth=2, label="copy")
-    ax.axhline(machine.copy / 1e9, color=INK, linewidth=1.2)
-    ax.text(size[0], machine.copy / 1e9, "the roof: the best copy of 4 GiB", color=INK, va="bottom", fontsize=9)
+    """The rate of a copy over its size on a machine: where the launch, the L2 cache and the memory decide."""
+    size = [row["bytes"] / 1e6 for row in machine.bandwidth]
+    index = pd.Index(size, name="bytes read and written (MB)")
+    rate = pd.DataFrame({"torch": [row["cold"] / 1e9 for row in machine.bandwidth]}, index)
+    rate.attrs["gpu"] = machine.name
+    found = f"A copy reaches {rate['torch'].max():.0f} GB/s, from {rate['torch'].idxmax():.0f} MB on"
+    roof = {"the roof: the best copy of 4 GiB": machine.copy / 1e9}
+    ax = lines(rate, title=found, ylabel="GB/s", marks=roof, clock="cold")
     edge = 4 * machine.l2 / 1e6
     ax.axvspan(size[0], edge, color=INK, alpha=0.1, linewidth=0, zorder=0)
     ax.text(edge, 0.03, " 4 x L2", transform=ax.get_xaxis_transform(), color=INK, fontsize=9)
-    ax.xaxis.set_major_formatter("{x:g}")
-    ax.set_ylim(bottom=0)
     return ax
 
 

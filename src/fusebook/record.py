@@ -47,20 +47,9 @@ with extra("book"):
     from tqdm.auto import tqdm
 
 __all__ = [
-    "Missing",
-    "RecordError",
-    "everything",
-    "exists",
-    "join",
-    "keep_superseded",
-    "path",
-    "read",
-    "read_all",
-    "restamp",
-    "select",
-    "with_callers_clocks",
-    "write",
-]
+    "Missing", "RecordError", "everything", "exists", "join", "keep_superseded", "path", "read", "read_all", "restamp",
+    "select", "with_callers_clocks", "write",
+]  # fmt: skip
 
 _FORMAT = 2
 _HEAD = re.compile(r"# fusebook (?:record|page) (\d+) \| name=(\S+) \| rows=(\d+) \| sha256=([0-9a-f]{64})(.*)")

@@ -21,29 +21,9 @@ with extra("book"):
 
 
 __all__ = [
-    "KINDS",
-    "WITHIN",
-    "alike",
-    "behind",
-    "clocks",
-    "dims",
-    "harmless",
-    "label",
-    "losses",
-    "number",
-    "paid",
-    "pays_from",
-    "pretty",
-    "ratio",
-    "reasons",
-    "share",
-    "shares",
-    "standing",
-    "timed",
-    "times",
-    "together",
-    "where",
-]
+    "KINDS", "WITHIN", "alike", "behind", "clocks", "dims", "harmless", "label", "losses", "number", "paid",
+    "pays_from", "pretty", "ratio", "reasons", "share", "shares", "standing", "timed", "times", "together", "where",
+]  # fmt: skip
 
 #: The kinds of time that a table can show.
 KINDS = (*timing.KINDS, "paid")

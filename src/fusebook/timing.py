@@ -24,18 +24,8 @@ from typing import Any
 import torch
 
 __all__ = [
-    "KINDS",
-    "Functions",
-    "Quantiles",
-    "call",
-    "cold",
-    "flush",
-    "hidden",
-    "host",
-    "measure",
-    "synchronises",
-    "warm",
-]
+    "KINDS", "Functions", "Quantiles", "call", "cold", "flush", "hidden", "host", "measure", "synchronises", "warm",
+]  # fmt: skip
 
 #: The clocks, from the device's to the caller's.
 KINDS = ("cold", "warm", "host", "call")

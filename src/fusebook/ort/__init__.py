@@ -12,18 +12,6 @@ from fusebook.ort.graph import Bound, Graph
 from fusebook.ort.nodes import LOSSES, MASKED_SCATTER_ND, NODES, NORMS, SCATTER_ND, SOFTMAX
 
 __all__ = [
-    "LOSSES",
-    "MASKED_SCATTER_ND",
-    "NODES",
-    "NORMS",
-    "SCATTER_ND",
-    "SOFTMAX",
-    "Bound",
-    "CustomOp",
-    "Graph",
-    "build",
-    "custom_op",
-    "fuse",
-    "register",
-    "translations",
-]
+    "LOSSES", "MASKED_SCATTER_ND", "NODES", "NORMS", "SCATTER_ND", "SOFTMAX", "Bound", "CustomOp", "Graph", "build",
+    "custom_op", "fuse", "register", "translations",
+]  # fmt: skip

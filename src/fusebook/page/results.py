@@ -24,17 +24,8 @@ from fusebook.page import _place
 from fusebook.page.show import _Shown, rich
 
 __all__ = [
-    "NoResults",
-    "Study",
-    "arguments",
-    "changed",
-    "explored",
-    "measured",
-    "options",
-    "records",
-    "results",
-    "study",
-]
+    "NoResults", "Study", "arguments", "changed", "explored", "measured", "options", "records", "results", "study",
+]  # fmt: skip
 
 
 def arguments(op: Op, *, config: str, dtype: str = "float32", repeat: int = 30) -> argparse.Namespace:

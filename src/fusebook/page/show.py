@@ -32,18 +32,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 __all__ = [
-    "Folded",
-    "Listing",
-    "Source",
-    "Tabs",
-    "downloads",
-    "environment",
-    "lines_of",
-    "provenance",
-    "solution",
-    "sortable",
+    "Folded", "Listing", "Source", "Tabs", "downloads", "environment", "lines_of", "provenance", "solution", "sortable",
     "table",
-]
+]  # fmt: skip
 
 
 # What renders itself --------------------------------------------------------------------------------------------------
