@@ -6,6 +6,7 @@ Modules of kernels and of the library are found because they are there; a new ke
 import importlib
 import inspect
 import json
+import re
 from pathlib import Path
 
 from sphinx.util.docutils import SphinxDirective
@@ -92,7 +93,11 @@ class Modules(SphinxDirective):
 
 
 def name_pages(app, what, name, obj, options, lines):
-    """End the description of a kernel with the pages that tell of it; what only pages are written with has none."""
+    """End the description of a kernel with the pages that tell of it; what only pages are written with has none.
+
+    Bars are those of absolute values, and name no substitution.
+    """
+    lines[:] = [re.sub(r"(``[^`]*``)|\|", lambda found: found[1] or r"\|", line) for line in lines]
     if what != "function" or name.count(".") != 1:
         return
     folder = Path(app.srcdir) / "auto_examples" / "backreferences"
