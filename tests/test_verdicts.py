@@ -12,6 +12,7 @@ import front
 import pages
 import sorting
 import synthetic
+from fusebook import tables
 from fusebook.cards import OPS
 from fusebook.cards.logistic_step import LOGISTIC_STEP
 from fusebook.cards.softmax import SOFTMAX
@@ -329,6 +330,8 @@ def test_the_front_page_says_in_short_what_to_write(monkeypatch):
     ):
         monkeypatch.setattr(front, "verdicts", lambda made=made: [made])
         assert front.short() == line
+    monkeypatch.setattr(front, "verdicts", lambda: [told("yes, but not in float32")])
+    assert front.short() == "- **Write it, or call it from here:** ``softmax`` (but not in float32)."
     assert front.word(told(library="quack")) == "yes; quack is faster" and front.word(told()) == "yes"
     assert front.pays(told()) == "64x64" and front.pays(told(caller=0)) == "at no size"
     assert front.pays(told(start=None)) == "not measured" and front.pays(told(start="")) == "at no size"
@@ -343,14 +346,28 @@ def test_the_front_page_says_when_and_what_is_stale_or_left_out(monkeypatch, df)
         assert front.origins(frames)[:2] == ("Test GPU", said)
     stale = scaled(df, "Liger", 0.01)  # a library's gains count as torch's do
     faster = stale[stale["variant"].eq("Liger") & stale["call_us"].notna()]
-    stale.attrs["origin"] = types.SimpleNamespace(stale=("3 rows",))
-    found = {"softmax": stale, "onnxruntime_nodes": df}
+    stale["stale"] = ["is older"] * 3 + [""] * (len(stale) - 3)
+    found = {"softmax": stale, "onnxruntime_nodes": df.assign(stale="")}
     monkeypatch.setattr(front, "found", lambda: found)
     monkeypatch.setattr(front, "verdicts", lambda: [told()])
-    assert front.left_out() == (
-        "Not in the table, as pages compare them: onnxruntime_nodes. Changed after they were timed, in some rows: "
-        f"softmax. By the clock of one call that is waited for, another way is faster at {len(faster)} of 68 sizes."
-    )
+    said = front.left_out()
+    assert "Not in the table, since a page compares whole graphs of them: onnxruntime_nodes. " in said
+    assert f"Of {len(stale) + len(df)} times 3 are of code that was changed after they were taken" in said
+    assert "pages name them: softmax (3)." in said and "check=False" not in said
+    assert f"another way is faster than ours at {len(faster)} of 68 sizes" in said
+    losing = types.SimpleNamespace(op=types.SimpleNamespace(name="kmeans_assign"))
+    monkeypatch.setattr(front, "verdicts", lambda: [losing, told()])
+    assert front.unchecked() == ["kmeans_assign"]
+
+
+def test_the_front_page_names_a_problem_by_its_bytes(monkeypatch, df):
+    monkeypatch.setattr(front, "found", lambda: {"softmax": df})
+    at = tables.label(df) + " " + df["dtype"]
+    moved = df["read_bytes"] + df["write_bytes"]
+    largest = at[moved.idxmax()]
+    assert front.problem(told(start=f"{at[moved.idxmin()]} (1 us)")) == "every size"
+    assert front.problem(told(start=f"{largest} (1 us)")) == f"{tables.number(moved.max() / 1e6)} MB"
+    assert front.problem(told(start="")) == ""
 
 
 # All results

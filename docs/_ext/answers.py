@@ -107,6 +107,11 @@ class Verdict:
     library: str = ""
     named: tuple = ()
 
+    @property
+    def kind(self):
+        """What it is marked by: ``yes``, ``no``, ``equal``, ``it`` depends, or ``not`` measured."""
+        return "equal" if self.word.startswith("no gain") else self.word.split(",")[0].split()[0]
+
 
 def page_of(op):
     """The number of the page that tells of an operator."""
@@ -188,10 +193,14 @@ def shares(op, frame, kind="cold"):
     """Which part of the roof ours and the best other way reach, where memory or arithmetic binds.
 
     Indexed by sizes and dtype, with ``ours``, ``other`` and ``best other``, the variant. What a launch or the L2 cache
-    decides has no share of the roof worth the name.
+    decides has no share of the roof worth the name. Where a library was timed at all, only the sizes at which one was.
     """
     ways = compared(op, frame)
-    behind = tables.behind(ways[ways["zone"].isin(["memory", "compute"])], kind=kind)
+    ways = ways[ways["zone"].isin(["memory", "compute"])]
+    behind = tables.behind(ways, kind=kind)
+    libraries = tables.behind(ways[ways["group"].isin(["ours", "libraries"])], kind=kind)
+    if len(libraries):  # a size at which the fastest way may be one that nobody timed tells nothing
+        behind = behind[behind.index.isin(libraries.index)]
     ours = tables.share(ways, "fusebook", "roof", kind).reindex(behind.index)
     return pd.DataFrame(
         {"ours": ours, "other": ours * behind["times as long"], "best other": behind["best other"]}, index=behind.index

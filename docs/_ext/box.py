@@ -84,7 +84,7 @@ def of(op, frame):
     return {
         "op": op.name,
         "word": front.word(verdict),
-        "kind": verdict.word.split(",")[0].split()[0],
+        "kind": verdict.kind,
         "range": decides.range + (f", median {decides.middle}" if decides.points > 1 else ""),
         "libraries": list(verdict.named),
         "uses": used,

@@ -6,6 +6,7 @@ decide. The README shows the same in short.
 
 import functools
 import html
+import inspect
 import json
 import os
 from pathlib import Path
@@ -34,7 +35,7 @@ __all__ = [
 ROOT = Path(__file__).resolve().parents[2]
 
 HEAD = "Operator", "Write it?", "On the device", "For the caller", "torch, torch.compile", "a library"
-PAYS = "Faster than torch from"
+PAYS = "Launch pays from"
 
 
 # What records say -----------------------------------------------------------------------------------------------------
@@ -105,6 +106,38 @@ def pays(verdict):
     return {None: "not measured", "": "at no size"}.get(verdict.start, verdict.start).partition(" (")[0]
 
 
+def problem(verdict):
+    """The same as bytes that are moved, which tell a small problem from a large one; empty where no size is named."""
+    from fusebook import tables
+
+    frame = found()[verdict.op.name]
+    moved = frame["read_bytes"] + frame["write_bytes"]
+    named = moved[(tables.label(frame) + " " + frame["dtype"]) == pays(verdict)]
+    if named.empty:
+        return ""
+    return "every size" if named.min() <= moved.min() else f"{tables.number(named.min() / 1e6)} MB"
+
+
+@functools.cache
+def drawn(name):
+    """How long ours takes at problems that nobody chose: the median and the worst; empty where none were drawn."""
+    from fusebook import explore, machine
+    from fusebook.cards import OPS
+
+    if not explore.explorable(OPS[name]) or not explore.path(machine.slug(), name).exists():
+        return ""
+    told = explore.quantiles(OPS[name], explore.read(OPS[name], machine.slug())).loc["cold", "over torch"]
+    return f"drawn: {told['median']:.2f}, worst {told['worst']:.2f}" if told["problems"] else ""
+
+
+def unchecked():
+    """The operators that look at values unless they are told not to, which they are while they are timed."""
+    import fusebook
+
+    names = [verdict.op.name for verdict in verdicts()]
+    return [name for name in names if "check" in inspect.signature(getattr(fusebook, name, len)).parameters]
+
+
 def word(verdict):
     """Whether to write it, and the library that is faster where one is."""
     return verdict.word + (f"; {verdict.library} is faster" if verdict.library else "")
@@ -120,11 +153,13 @@ def short():
     }
     mine, taken, plain, size = told.values()
     for verdict in verdicts():
-        name, by_library = f"``{verdict.op.name}``", verdict.libraries[verdict.decides]
+        when = verdict.word.removeprefix("yes").strip(", ") if verdict.kind == "yes" else ""
+        name = f"``{verdict.op.name}``" + (f" ({when})" if when else "")
+        by_library = verdict.libraries[verdict.decides]
         if verdict.word.startswith("yes") and 2 * by_library.wins < by_library.points:
-            taken.append(f"{name} ({', '.join(verdict.named)})")
+            taken.append(f"``{verdict.op.name}`` ({', '.join(verdict.named)})")
         else:
-            (mine if verdict.word.startswith("yes") else plain if verdict.word.startswith("no") else size).append(name)
+            {"yes": mine, "it": size}.get(verdict.kind, plain).append(name)
     return "\n".join(f"- **{what}:** {', '.join(names)}." for what, names in told.items() if names)
 
 
@@ -134,19 +169,29 @@ def left_out():
 
     told = {verdict.op.name for verdict in verdicts()}
     missing = [name for name in found() if name not in told]
-    stale = [name for name, frame in found().items() if frame.attrs["origin"].stale]
+    stale = {name: int(frame["stale"].ne("").sum()) for name, frame in found().items()}
     sentences = []
+    if names := unchecked():
+        sentences.append(
+            f"Timed with ``check=False``: {', '.join(names)}. By default they look at indices, labels or numbers "
+            "first, and wait for the GPU to do so."
+        )
     if missing:
-        sentences.append(f"Not in the table, as pages compare them: {', '.join(missing)}.")
-    if stale:
-        sentences.append(f"Changed after they were timed, in some rows: {', '.join(stale)}.")
+        sentences.append(f"Not in the table, since a page compares whole graphs of them: {', '.join(missing)}.")
+    if any(stale.values()):
+        names = [f"{name} ({n})" for name, n in stale.items() if n]
+        sentences.append(
+            f"Of {sum(map(len, found().values()))} times {sum(stale.values())} are of code that was changed after they "
+            f"were taken; pages name them: {', '.join(names)}."
+        )
     # As page 900 counts them: our kernel against every other way of the same arithmetic, libraries among them.
     frames = [tables.alike(frame) for frame in found().values() if frame["variant"].eq("fusebook").any()]
     call = [tables.losses(frame, kind="call") for frame in frames]
     lost, points = sum(map(len, call)), sum(table.attrs["compared"] for table in call)
     if points:
         sentences.append(
-            f"By the clock of one call that is waited for, another way is faster at {lost} of {points} sizes."
+            f"By the clock of one call that is waited for, another way is faster than ours at {lost} of {points} "
+            "sizes; :doc:`all results <auto_examples/plot_900_all_results>` lists them, with the reason of each."
         )
     return " ".join(sentences)
 
@@ -159,14 +204,15 @@ def table(link=lambda op: f"{page_of(op).document}.html"):
         name = escape(verdict.op.name)
         measured = "".join(
             f"<td><span>{escape(range_)}</span>{f'<small>{escape(counts)}</small>' if counts else ''}"
+            f"{f'<small>{more}</small>' if more else ''}"
             f"{f'<small class=fb-names>{escape(names)}</small>' if names else ''}</td>"
-            for range_, counts, names in cells(verdict)
+            for (range_, counts, names), more in zip(cells(verdict), (drawn(verdict.op.name), "", "", ""), strict=True)
         )
-        kind = verdict.word.split(",")[0].split()[0]
+        size, at = problem(verdict), escape(pays(verdict))
+        start = f"<span>{size}</span><small>{at}</small>" if size else at
         rows.append(
             f'<tr><th scope="row"><a href="{link(verdict.op)}"><code>{name.replace("_", "_<wbr>")}</code></a></th>'
-            f'<td class="fb-word fb-word-{kind}">{escape(word(verdict))}</td>{measured}'
-            f"<td>{escape(pays(verdict))}</td></tr>"
+            f'<td class="fb-word fb-word-{verdict.kind}">{escape(word(verdict))}</td>{measured}<td>{start}</td></tr>'
         )
     op, write, device, caller, plain, every = HEAD
     return (
@@ -266,7 +312,7 @@ class _FromRecords(SphinxDirective):
 
         library = ROOT / "src" / "fusebook"
         for folder, pattern in (
-            (machine.RECORDS / machine.slug(), "*.csv"),
+            (machine.RECORDS / machine.slug(), "**/*.csv"),
             (library / "kernels", "*.py"),
             (library / "cards", "*.py"),
             (library / "page", "verdicts.py"),
@@ -403,8 +449,8 @@ class SourceLine(SphinxDirective):
         text = ".. code-block:: bash\n\n" + "".join(f"   {line}\n" for line in lines)
         if not repository:
             text += (
-                "\nThis build was not told where its source is. ``repository-code`` in ``CITATION.cff`` or "
-                "``FUSEBOOK_REPOSITORY`` in the environment says it; then links to the source stand here.\n"
+                "\nThis copy of the book does not know the public address of its source, so no link stands here: the "
+                "source lies where you got the book.\n"
             )
         return self.parse_text_to_nodes(text)
 
