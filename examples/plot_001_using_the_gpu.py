@@ -353,10 +353,10 @@ claims(
         ratio=us["GPU, copied back"] / us["GPU, left there"],
     ),
     say(
-        "The manual saved about half by it in 2012, and here copying back "
-        "makes it {ratio:.0f} times slower: GPUs have become faster by more "
-        "than the link to them has.",
-        ratio=us["GPU, copied back"] / us["GPU, left there"],
+        "The manual saved about half by it in 2012. Here each result goes "
+        "back at {rate:.1f} GB/s, into *pageable* memory. The link carries "
+        "more: a picture of *Moving data*, below, has the rates.",
+        rate=4 * n / 1e3 / (us["GPU, copied back"] - us["GPU, left there"]),
     ),
     say(
         "With its results brought back the GPU is {ratio:.2f} times as fast "
@@ -562,7 +562,7 @@ def in_tf32():
 
 
 convolved = measured("using_tf32", in_tf32).set_index("convolution in")
-table(convolved, "A convolution, 3 x 3, on the GPU", fold=False)
+table(convolved, "A convolution, 3 x 3, on the GPU, by one call", fold=False)
 
 # %%
 say(
@@ -666,7 +666,9 @@ def types():
     return pd.DataFrame(rows, columns=["dtype", "exp us", "exp, error"])
 
 
-kinds = measured("using_types", types)
+kinds = measured("using_types", types).rename(
+    columns={"exp, error": "relative error, operand rounded too"}
+)
 on = kinds.attrs["origin"].machine
 kind = kinds.set_index("dtype")
 rates = pd.Series(on.rates) / 1e12
@@ -992,8 +994,9 @@ claims(
 # divisions and roots. A kernel that waits for memory cannot show what they are
 # worth. So these kernels do 64 divisions, roots or exponentials for each
 # number that they load, and every result is compared with float64. (CuPy sets
-# ``-ftz=true`` by itself, so the other switches come on top of it; the column
-# *none* is compiled by PyTorch.)
+# ``-ftz=true`` by itself, so the other switches come on top of it. The column
+# *none* is compiled by PyTorch, and part of the distance to it may come from
+# there.)
 
 SWITCHES = {
     "none": None,
@@ -1360,8 +1363,9 @@ claims(
 # Random numbers
 # --------------
 #
-# In a note of the manual, the GPU has its own generator of random numbers,
-# which gives other numbers. Today a seed starts a generator on each device.
+# A note of the manual says that the GPU has a generator of its own, which
+# gives other numbers than the CPU's. Today a seed starts a generator on each
+# device.
 
 
 def random_numbers():
@@ -1436,8 +1440,9 @@ claims(
 # a process sees all that ``CUDA_VISIBLE_DEVICES`` leaves it, and each tensor
 # says on which it is: ``torch.device("cuda", 1)``. That one process keeps two
 # GPUs busy, and what a copy from one to the other costs, is measured by
-# :doc:`plot_402_two_gpus`, on two. Other types than float32 are no trouble;
-# mixed ones no longer widen to float64.
+# :doc:`plot_402_two_gpus`, on two. The table also has what an integer times a
+# float32 gives, a mean, and a complex number: three things that the manual
+# warns of.
 
 facts = [
     "GPUs that this process sees",
@@ -1533,8 +1538,9 @@ claims(
     say(
         "The manual's other advice on compilers is to choose between a short "
         "time to compile and a short time to run. The first call of "
-        "`torch.compile` took {first:.1f} seconds here; at 8192 x 8192 it has "
-        "paid for itself after {calls:.0f} calls.",
+        "`torch.compile` took {first:.1f} seconds here, in a process that had "
+        "compiled before; at 8192 x 8192 it has paid for itself after "
+        "{calls:.0f} calls.",
         first=by_way.loc["torch.compile", "first_call_s"],
         calls=by_way.loc["torch.compile", "first_call_s"] / saved["eager"],
     ),
@@ -1749,8 +1755,9 @@ claims(
     claim(
         "Of {all} pieces of advice of 2012, {yes} still hold and {no} do not. "
         "The two on where to keep data hold: leave results on the GPU, and "
-        "copies cancel the advantage. (Some were judged in several parts "
-        "above, so there are more verdicts than rows.)",
+        "copies cancel the advantage. (Above, some of them are judged in "
+        "several parts and some not at all, so verdicts and rows differ in "
+        "number.)",
         advice.loc[
             ["Leave results on the GPU", "Copies often cancel the advantage"],
             "holds",
@@ -1763,13 +1770,14 @@ claims(
     ),
     say(
         "Host and memory are still far away. Types, waiting and freed memory "
-        "need no advice any more: PyTorch takes care of them."
+        "need less thought than in 2012: PyTorch handles them, though not "
+        "always as one would (TF32 in convolutions, waits that nobody sees)."
     ),
 )
 
 # %%
-# One piece needs a second GPU, "one GPU per process": see
-# :doc:`plot_402_two_gpus`.
+# One piece of advice, "one GPU per process", needs a second GPU:
+# :doc:`plot_402_two_gpus` measures it.
 
 provenance(ways, spans, moved, work, late)
 

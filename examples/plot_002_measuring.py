@@ -203,9 +203,11 @@ claims(
         <= (1.03 * on.copy / (1 - kept)).to_numpy(),
     ),
     say(
-        "Even after a flush the cache takes in a part of what is written: up "
-        "to a quarter of {edge:.0f} MB, up to {part:.0%} of a gigabyte. So "
-        "these pages claim bandwidth only for more than {edge:.0f} MB.",
+        "Even after a flush the cache takes in what is written last: as much "
+        "as fits. That is up to a quarter of {edge:.0f} MB, and up to "
+        "{part:.0%} of a gigabyte. So below {edge:.0f} MB, four times the "
+        "cache, these pages claim no bandwidth; above it, a time may pass the "
+        "roof by as much as one cache full of writes takes.",
         edge=4 * on.l2 / 1e6,
         part=on.l2 / 1e9,
     ),

@@ -10,10 +10,10 @@ A kernel becomes an operator
 ============================
 
 A function that launches a kernel gives the right numbers, and PyTorch knows
-nothing of it: a gradient is lost without a word, and whoever traces a program
-finds a function that wants an address. This page makes an **operator** of such
-a function, one registration at a time, asks after each what PyTorch can now do
-with it, and what a caller pays for it.
+nothing of it: a gradient is lost without a word, and ``torch.compile`` and
+``torch.export`` meet a function that needs the address of real memory. This
+page makes an **operator** of such a function, one registration at a time, asks
+after each what PyTorch can now do with it, and what a caller pays for it.
 
 With a CUDA GPU the costs are measured as the page runs. Without one, they are
 replayed from the record of a GPU that is named at the end, and everything else
@@ -460,9 +460,10 @@ claims(
         us["custom_op, a name"] > us["Library.impl"],
     ),
     claim(
-        "An operator of the library, with name, fake, gradient and batch, "
-        "costs the host less than the bare function that launches by "
-        "brackets: {ours:.0f} and {function:.0f} us.",
+        "A plain call of the library's operator, which steps around its own "
+        "registration where nobody watches, costs the host less than the bare "
+        "function that launches by brackets: {ours:.0f} and {function:.0f} "
+        "us.",
         us["fusebook.silu"] < us["the function"],
         ours=us["fusebook.silu"],
         function=us["the function"],
