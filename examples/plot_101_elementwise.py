@@ -429,7 +429,8 @@ Folded("The launcher of CUDA C", Source(_cuda_c, doc=False))
 # :term:`coalescing`. Where the second operand is transposed, the threads of
 # step four are a row apart and ask for a sector each, of which they use 4
 # bytes; the L2 cache keeps the rest until somebody else asks for it. Tiles
-# mend it. All matrices are 4096 x 4096.
+# mend it. The :term:`occupancy` is how many warps a multiprocessor holds, of
+# those that it could. All matrices are 4096 x 4096.
 
 
 # site: fold

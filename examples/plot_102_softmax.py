@@ -387,9 +387,10 @@ Folded("The kernel of the library", Source(_softmax_rows, doc=False))
 # A row wider than 128 KiB is too much for the registers of one program, so
 # several programs share it. Each holds a part of the row. It writes the
 # maximum and the sum of its part to memory, waits for those of the others, and
-# joins them as in an :term:`online softmax`. Waiting is safe only if all these
-# programs run at the same time, which an ordinary launch does not promise. So
-# a program that has waited long computes by itself what is missing.
+# joins them as in an :term:`online softmax`: a sum is rescaled when a larger
+# maximum turns up. Waiting is safe only if all these programs run at the same
+# time, which an ordinary launch does not promise. So a program that has waited
+# long computes by itself what is missing.
 
 Folded("What is launched for which shape", Source(softmax_plan, doc=False))
 
@@ -400,7 +401,8 @@ Folded("What is launched for which shape", Source(softmax_plan, doc=False))
 # Is the traffic what was counted on paper? A GPU has counters, and NVIDIA's
 # Nsight Compute reads them: the bytes that a kernel moves from and to memory,
 # the sectors of 32 bytes that a :term:`warp` asks for by one load, and the
-# :term:`occupancy`. Below are 3168 rows of 12672 numbers. What a kernel writes
+# :term:`occupancy`, which is how many warps a multiprocessor holds of those
+# that it could. Below are 3168 rows of 12672 numbers. What a kernel writes
 # last stays in the :term:`L2 cache`, so less is written to memory than stored.
 
 COUNTED = 3168, 12672

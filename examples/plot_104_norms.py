@@ -205,8 +205,9 @@ Source(_norm_rows)
 # tell each other what they found, as on the page of softmax. Each holds its
 # part in registers meanwhile, so that rows are read once. The rows, which are
 # needed once, leave the L1 cache to the weights, which every row needs again.
-# With a residual the programs are persistent: each loads its part of the next
-# row before it reads what the others found in this one.
+# With a residual the kernel is :term:`persistent <persistent kernel>`: each of
+# its programs goes from row to row, and loads its part of the next one before
+# it reads what the others found in this one.
 #
 # The gradient
 # ~~~~~~~~~~~~
