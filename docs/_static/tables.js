@@ -14,8 +14,8 @@ document.addEventListener("DOMContentLoaded", () => {
       order: [],
       autoWidth: false,
       orderCellsTop: true,
-      columnDefs: [{ targets: lists, columnControl: ["order", ["searchList"]] },
-                   { targets: clocks, columnControl: ["order", ["search"]] }],
+      columnDefs: [{ targets: lists, className: "fb-wraps", columnControl: ["order", ["searchList"]] },
+                   { targets: clocks, className: "fb-number", columnControl: ["order", ["search"]] }],
       ordering: { indicators: false, handler: true },
       layout: {
         topStart: { buttons: [{ extend: "colvis", text: "Clocks", columns: clocks },
