@@ -443,7 +443,7 @@ plots.lines(
     ylabel="% of the ideal",
     source=times,
     clock="in a graph",
-    marks={"as if there were nothing to agree on": 100},
+    marks={"the ideal": 100},
 )
 
 # %%

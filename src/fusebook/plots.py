@@ -403,6 +403,9 @@ def lines(
     ax = axes(title, str(df.index.name), ylabel, (8.0, 3.6), [_gpu(df if source is None else source), clock])
     ax.set_xscale("log")
     ax.xaxis.set_major_formatter("{x:g}")
+    if len(df) <= 8:  # few points are named, and not powers of ten between them
+        ax.set_xticks(df.index, [f"{x:,.0f}" if x >= 1e4 else f"{x:g}" for x in df.index])
+        ax.xaxis.minorticks_off()
     ends: _Ends = {}
     for name, drawn in _styles([str(name) for name in df.columns]).items():
         held = df[name].dropna()
