@@ -221,6 +221,9 @@ def test_errors_and_requests_that_leave_are_found(tab, text, why):
 def test_a_box_without_a_verdict_on_the_first_screen_is_found(tab):
     box = "<div class=fb-box><p class=fb-box-headline>true: fast</p></div>"
     assert browser.first_screen(tab(box)) == [] == browser.first_screen(tab("<p>no box</p>"))
+    assert browser.first_screen(tab("<div class=fb-box><p>No results.</p></div>"))[0].endswith(
+        "no verdict stands under the title"
+    )
     (found,) = browser.first_screen(tab("<div style='height: 880px'></div>" + box))
     assert found.endswith("pixels down, on a screen of 900")
 
