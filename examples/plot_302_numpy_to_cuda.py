@@ -725,7 +725,9 @@ claims(
         climb=climb("float32", "arrays in and out"),
     ),
     say(
-        "On the GPU float32 is {half:.1f} times as fast as float64.",
+        "On this GPU, by one call that is waited for, float32 is {half:.1f} "
+        "times as fast as float64. GPUs that are not made for data centers "
+        "have few units for float64: page 001 has the published ratios.",
         half=gained("compiled, tensors in and out"),
     ),
 )
