@@ -348,7 +348,7 @@ def test_what_a_kernel_is_worth_is_told_by_each_clock():
     assert call.endswith("at 2 of 2 sizes, and slower than the best at 0.")
     df.loc[df["variant"].eq("fusebook") & df["M"].eq(16), "call_us"] = 1e6
     call = repr(page.by_clock(df).items[2])
-    assert "at 1; of the sizes from 64x64 float32 on it loses only those that it loses on the device, too." in call
+    assert "at 1; from 64x64 float32 on, by the work there is, the launch decides no more" in call
     _, paid, call = map(repr, page.by_clock(df.drop(columns="host_us")).items)
     assert paid.endswith("not measured, the results lack a clock that it needs.") and "64x64" in call
 

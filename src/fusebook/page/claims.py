@@ -275,7 +275,9 @@ def by_clock(df: pd.DataFrame) -> Claims:
             text += ", also at the largest of the sizes that it does not lose on the device."
         elif start and row["slower"]:
             start = start.partition(" (")[0]  # without the least time that it needs
-            text += "; of the sizes from {start} on it loses only those that it loses on the device, too."
+            text += (
+                "; from {start} on, by the work there is, the launch decides no more: what it loses, the device loses."
+            )
         else:
             text += "."
         told.append(say(text, by=by, start=start, **row[["faster", "points", "slower"]]))
