@@ -199,6 +199,15 @@ def test_exp_keeps_its_digits_far_from_zero(device):
     assert error < (4 if device == "cuda" else 100) * torch.finfo(torch.float32).eps
 
 
+def test_every_number_of_bfloat16_is_kept(device):
+    """Those that are too small to be normal, too; NaN stays NaN."""
+    x = torch.arange(-(2**15), 2**15, dtype=torch.int16, device=device).view(torch.bfloat16)
+    got = fusebook.multiply(x, torch.ones_like(x))
+    kept = ~x.isnan()
+    assert torch.equal(got[kept].view(torch.int16), x[kept].view(torch.int16))
+    assert got[~kept].isnan().all()
+
+
 def test_half_types_are_rounded_once(device):
     one, tiny = torch.ones(4, device=device, dtype=torch.float16), torch.full((4,), 2.0**-11, device=device).half()
     assert torch.equal(fusebook.add_add_multiply(one, tiny, tiny, one), torch.full_like(one, 1 + 2.0**-10))
