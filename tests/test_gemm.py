@@ -85,9 +85,11 @@ def test_weights_of_any_layout_are_not_copied(how, strategy, device, monkeypatch
 @pytest.mark.parametrize("M", [70, 71])  # interpreted, tiles of an odd number of rows are stored in halves
 @pytest.mark.parametrize("how", ["rows", "columns"])
 def test_float16_is_right_by_descriptors_too(how, M, device):
-    x, a, b = (drawn(*s, dtype=torch.float16, device=device) for s in ((M, 72), (72, 48), (72, 48)))
-    a, b = stored(a, how), stored(b, how)
-    assert is_right(CONCAT_GEMM, fusebook.concat_gemm(x, [a, b], strategy="fused"), (x, a, b))
+    sizes = ((M, 72), (72, 48), (72, 48), (72, 64))
+    x, a, b, whole = (drawn(*size, dtype=torch.float16, device=device) for size in sizes)
+    a, b, whole = (stored(w, how) for w in (a, b, whole))
+    for first in (a, whole):  # the copy engine stores where no tile of the first reaches into the second
+        assert is_right(CONCAT_GEMM, fusebook.concat_gemm(x, [first, b], strategy="fused"), (x, first, b))
     assert is_right(SWIGLU, fusebook.swiglu(x, a, b), (x, a, b))
 
 
