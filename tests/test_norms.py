@@ -236,6 +236,17 @@ def test_programs_that_share_a_row_come_to_its_norm_and_gradients(centred, n, dt
         torch.testing.assert_close(got.double(), told, rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.skipif(DEVICE == "cuda", reason="on a GPU words come when they come")
+def test_a_part_is_there_when_both_of_its_words_are(monkeypatch):
+    x, boards, real = made(1, 66000) + 3, [], _norms.board_of
+    monkeypatch.setattr(_norms, "board_of", lambda *given: boards.append(real(*given)) or boards[-1])
+    want = fusebook.layer_norm(x)
+    left = boards[-1].clone()
+    left[len(left) // 2 :] = 0  # of each part the squares, and not the sum yet
+    monkeypatch.setattr(_norms, "board_of", lambda *_: left)
+    assert torch.equal(fusebook.layer_norm(x), want)
+
+
 @pytest.mark.parametrize(
     "view",
     [
