@@ -149,11 +149,27 @@ def numel(made):
     return sum(t.numel() for t in pytree.tree_leaves(made) if isinstance(t, torch.Tensor))
 
 
+def is_right(yard, inputs, got, math=None):
+    """Whether a result is within the limit, in float64 too where terms cancel.
+
+    There nothing is more exact, which would tell what rounding costs: in float32 it costs as many eps, and what that
+    itself gets wrong tells nothing.
+    """
+    verdict = yard.judge(got, math)
+    if verdict.ok or yard.dtype != torch.float64:
+        return verdict.ok
+    single = [t.float() if isinstance(t, torch.Tensor) and t.dtype == torch.float64 else t for t in inputs]
+    rounded = check.yardstick(yard.op, single).rounded
+    share = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
+    return rounded > 0.25 or verdict.score <= 2 * rounded * share
+
+
 @LAW
 @given(st.sampled_from(sorted(OURS)), seeds, st.integers(0, 8**3 - 1), st.sampled_from([1, 8]))
 @example("scatter_nd_of_shape fusebook sorted", 3, 3, 1)  # updates whose rows are one number further apart
 @example("softmax fusebook", 5, 5, 1)
 @example("linear_cross_entropy fusebook", 0, 48, 8)  # classes that are all the same
+@example("linear_cross_entropy fusebook", 272, 0, 1)  # a row in float64 that is nearly sure of its class
 @in_time
 def test_any_problem_in_any_layout_is_right_or_refused(spent, name, seed, how, spare):
     op, variant = OURS[name]
@@ -173,7 +189,7 @@ def test_any_problem_in_any_layout_is_right_or_refused(spent, name, seed, how, s
         if ": expected " not in str(refusal):
             raise  # refused without a sentence
         return
-    assert yard.judge(out, variant.math).ok, f"{explore._line(op, dims)}, layout {how}: {yard.where(out)}"
+    assert is_right(yard, made, out, variant.math), f"{explore._line(op, dims)}, layout {how}: {yard.where(out)}"
 
 
 # Shapes: without axes, empty, odd, of huge aspect
@@ -346,11 +362,7 @@ def assert_gradients(name, function, made, dys, options):
     if yard.rounded > 0.25:
         return
     got = with_gradients(function, count, options)(*given)
-    if not yard.judge(got).ok and yard.dtype == torch.float64:  # what is rightly zero tells nothing here either
-        single = [t.float() if is_float(t) and t.dtype == torch.float64 else t for t in given]
-        if check.yardstick(yard.op, single).rounded > 0.25:
-            return
-    assert yard.judge(got).ok, f"{name}, {options}: {yard.where(got)}"
+    assert is_right(yard, given, got), f"{name}, {options}: {yard.where(got)}"
 
 
 def assert_from_the_rounded(softmax, x, dy):
