@@ -485,6 +485,7 @@ def norm_plan(
     vector: int = 1,
     pairs: bool = False,
     processors: int = 132,
+    centred: bool = False,
 ) -> Plan:
     """Choose the kernel and its constants, for `rows` rows of `n` numbers of `size` bytes; `added`: of two tensors.
 
@@ -517,8 +518,8 @@ def norm_plan(
             together = max(together, min(triton.next_power_of_2(rows), most))
         constants = {"VEC": vector, "ROWS": together, "BLOCK": block, "CHUNKS": chunks, "AHEAD": few}
         return Plan("rows", constants, triton.cdiv(rows, together * vector) * vector, warps)
-    # Parts of 16 KiB take half of 64 registers, and of sums, which load two tensors at once, half of 128. Numbers of
-    # half types that are no pairs take a register each.
+    # Parts of 16 KiB take half of 64 registers, and of sums, which load two tensors at once, half of 128; weights that
+    # are asked for ahead take some more. Numbers of half types that are no pairs take a register each.
     block, most = 1024, {2: 8 if pairs or vector > 1 else 4, 4: 4, 8: 2}[size]
     if capability is None:
         block, most = 16384, 2
@@ -531,7 +532,8 @@ def norm_plan(
     # As many lanes as threads or more: so each word is loaded by one thread.
     lanes = max(128, triton.next_power_of_2(parts))
     constants = {"VEC": vector, "BLOCK": block, "CHUNKS": chunks, "LANES": lanes}
-    return Plan("shared", constants, rows * parts, 4, span, parts, 128 if added else 64)
+    registers = 128 if added else 64 if centred else 72
+    return Plan("shared", constants, rows * parts, 4, span, parts, registers)
 
 
 def parts_of(n: int, size: int, block: int) -> tuple[int, int]:
@@ -609,7 +611,7 @@ def norm_into(
     align = 1 if across else aligned(n, x, residual)
     vector = 1 if across or (quantised and n > 32768) else _window(n, align, x, residual)
     pairs = in_pairs(align, x, residual, weight)
-    plan = _plan(len(x), n, x.element_size(), capability, added, quantised, across, vector, pairs, processors)
+    plan = _plan(len(x), n, x.element_size(), capability, added, quantised, across, vector, pairs, processors, centred)
     sizes = (len(x), n // align, x.stride(0) // align, 0 if residual is None else residual.stride(0) // align)
     constants = {"ALIGN": align, "EPS": eps, "CENTRED": centred, **plan.constants, "num_warps": plan.warps}
     grid = (plan.programs,)
