@@ -19,10 +19,10 @@ from fusebook import kernels
 
 __version__ = "0.1.0"
 
-# What a module of kernels names in its `__all__` is public: `fusebook.softmax` and its like.
+# What a module of kernels names in its `__all__` is public: `fusebook.softmax` and its like. Plans are for the kernels.
 __all__: list[str] = []
 for _found in pkgutil.iter_modules(kernels.__path__):
-    if not _found.name.startswith("_"):
+    if not (_found.name.startswith("_") or _found.name.endswith("_plan")):
         _module = importlib.import_module(f"{kernels.__name__}.{_found.name}")
         globals().update({name: getattr(_module, name) for name in _module.__all__})
         __all__ += _module.__all__

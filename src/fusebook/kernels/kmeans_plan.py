@@ -12,7 +12,7 @@ import triton
 
 from ._points import Plan
 
-__all__: list[str] = []  # for the kernels beside it
+__all__ = ["bound", "kmeans_plan", "loose"]
 
 #: Few centres, of which each has sums of its own in registers.
 _EACH = 16
