@@ -182,7 +182,7 @@ def test_problems_are_checked_and_timed(op, gpu):
     assert list(explore.standing(op, frame, "paid")["ours_us"]) == pytest.approx([30.0] * 3)
     told = explore.quantiles(op, frame)
     assert told.loc[("cold", "over torch"), "worst"] == 1.25 and told.loc[("cold", "over all"), "at most 1.02"] == 0
-    assert len(explore.worst(op, frame, count=2)) == 2 and explore.refusals(frame).empty
+    assert len(explore.worst(op, frame)) == 3 and explore.refusals(frame).empty
 
 
 def test_the_best_of_torch_needs_nothing_but_torch(op, gpu, monkeypatch):

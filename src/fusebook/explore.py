@@ -177,15 +177,13 @@ def problem(op: str | Op, /, *, check_only: bool = False, without: Sequence[str]
     return _frame(card, [{"case": 0, **row} for row in rows])
 
 
-def several(asked: Sequence[tuple[str, Dims]], *, without: Sequence[str] = ()) -> list[pd.DataFrame]:
+def several(asked: Sequence[tuple[str, Dims]]) -> list[pd.DataFrame]:
     """As `problem`, of several, by as many processes as there are cores and by the device's clock alone.
 
     Parameters
     ----------
     asked : sequence of tuple
         The name of an operator, and the dims of a problem.
-    without : sequence of str
-        As of `problem`.
 
     Returns
     -------
@@ -196,7 +194,7 @@ def several(asked: Sequence[tuple[str, Dims]], *, without: Sequence[str] = ()) -
     ------
     Wrong
     """
-    jobs = [(OPS[name], dims, tuple(_chosen(OPS[name], without))) for name, dims in asked]
+    jobs = [(OPS[name], dims, tuple(_chosen(OPS[name], ()))) for name, dims in asked]
     found: dict[int, list[dict[str, Any]]] = {}
     for i, rows in _each(jobs, False, math.inf):
         if isinstance(rows, Wrong):
@@ -760,20 +758,9 @@ def quantiles(op: Op, frame: pd.DataFrame) -> pd.DataFrame:
     return table
 
 
-def worst(op: Op, frame: pd.DataFrame, kind: str = "cold", count: int = 10) -> pd.DataFrame:
-    """The problems at which ours is furthest behind the best of all.
-
-    Parameters
-    ----------
-    kind : str
-        As of `standing`.
-
-    Returns
-    -------
-    pandas.DataFrame
-        Rows of `standing`, the worst first.
-    """
-    return standing(op, frame, kind).sort_values("over all", ascending=False).head(count).reset_index(drop=True)
+def worst(op: Op, frame: pd.DataFrame) -> pd.DataFrame:
+    """The ten problems at which ours is furthest behind the best of all, cold: rows of `standing`, the worst first."""
+    return standing(op, frame).sort_values("over all", ascending=False).head(10).reset_index(drop=True)
 
 
 def refusals(frame: pd.DataFrame) -> pd.DataFrame:
