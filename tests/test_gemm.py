@@ -640,6 +640,13 @@ def test_float32_of_many_rows_fills_its_rounds(name, M, N, sizes):
     assert plan[:4] == ("tiles", *sizes)
 
 
+def test_tiles_that_the_copy_engine_stores_in_halves_are_right(device):
+    x, weights = drawn(70, 64, device=device), [drawn(64, n, device=device) for n in (128, 64, 20)]
+    out = x.new_empty(70, 212)
+    concat._launch_concat(out, x, weights, "float32", "row", Plan("tiles", 64, 64, 32, group=2, warps=4, bulk=2))
+    assert is_right(CONCAT_GEMM, out, (x, *weights))
+
+
 def test_float32_of_few_rows_and_weights_goes_by_pointers_whose_sums_can_be_cut():
     for N, kernel in ((64 * 132, "tiles"), (64 * 131, "strided")):
         assert _products._gemm_plan("concat_gemm", (52, N), "float32", "column", True, ((9, 0), 132)).kernel == kernel
