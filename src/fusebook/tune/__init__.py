@@ -1,6 +1,6 @@
 """Choose the constants of a kernel on this GPU: ``python -m fusebook.tune concat_gemm``.
 
-A module here says of some kernels which classes of problems have a plan of their own (``classes``), which plans are
+`products` says which classes of problems have a plan of their own (``classes``), which plans are
 worth a try (``candidates``), how a problem of a class looks (``problem``) and how it is launched by a plan
 (``attempt``). Each plan is checked and timed, cold and warm, and the one with the least product of both times is kept
 in ``kernels/tuned/<op>.csv``, a row a plan, under the GPU's compute capability; rows of others are left alone. The time
@@ -35,33 +35,30 @@ from fusebook.tune import products
 with extra("book"):
     from tqdm import tqdm
 
-__all__ = ["main", "tunable", "tune", "write"]
+__all__ = ["TUNABLE", "main", "tune", "write"]
 
-
-def tunable() -> dict[str, Any]:
-    """The operators that can be tuned, each with the module that says how."""
-    return dict.fromkeys(("concat_gemm", "swiglu"), products)
+#: The operators that can be tuned.
+TUNABLE = ("concat_gemm", "swiglu")
 
 
 def _compile(name: str, key: tuple[str, str, str], plans: Sequence[Any]) -> None:
     """Fill Triton's cache, in a process of its own; what cannot be compiled shows when it is timed."""
-    module = tunable()[name]
-    inputs = module.problem(*key, torch.device("cuda"))
+    inputs = products.problem(*key, torch.device("cuda"))
     for plan in plans:
         try:
-            module.attempt(name, key[0], inputs, plan)
+            products.attempt(name, key[0], inputs, plan)
             torch.cuda.synchronize()
         except Exception:  # asks for more shared memory than there is, for one
             continue
 
 
-def _precompile(name: str, module: Any, keys: Sequence[tuple[str, str, str]]) -> None:
+def _precompile(name: str, keys: Sequence[tuple[str, str, str]]) -> None:
     seen: set[tuple[str, str, Any]] = set()
     workers = min(16, os.cpu_count() or 1)
     with concurrent.futures.ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
         waiting = []
         for key in sorted(keys, key=lambda k: len(k[2])):  # small problems first: kernels do not depend on the size
-            new = [plan for plan in module.candidates(name, *key) if (key[0], key[1], plan) not in seen]
+            new = [plan for plan in products.candidates(name, *key) if (key[0], key[1], plan) not in seen]
             seen.update((key[0], key[1], plan) for plan in new)
             waiting += [pool.submit(_compile, name, key, new[i : i + 4]) for i in range(0, len(new), 4)]
         for done in tqdm(concurrent.futures.as_completed(waiting), total=len(waiting), desc="compile", disable=None):
@@ -86,7 +83,7 @@ def tune(name: str, *, repeat: int = 30, only: Sequence[str] = ("",)) -> dict[tu
     Parameters
     ----------
     name : str
-        An operator of `tunable`.
+        Of `TUNABLE`.
     repeat : int
         Calls timed of each plan and clock.
     only : sequence of str
@@ -104,31 +101,30 @@ def tune(name: str, *, repeat: int = 30, only: Sequence[str] = ("",)) -> dict[tu
     RuntimeError
         Where there is no GPU, or no candidate of a class is right.
     """
-    if name not in tunable():
-        raise ValueError(f"fusebook.tune: expected one of {', '.join(tunable())}, got {name!r}")
+    if name not in TUNABLE:
+        raise ValueError(f"fusebook.tune: expected one of {', '.join(TUNABLE)}, got {name!r}")
     if not torch.cuda.is_available():
         raise RuntimeError("fusebook.tune: expected a CUDA device, got none; plans are chosen on a GPU")
-    module = tunable()[name]
-    keys = [key for key in module.classes(name) if " ".join(key).startswith(tuple(only))]
+    keys = [key for key in products.classes(name) if " ".join(key).startswith(tuple(only))]
     if not keys:
-        labels = ", ".join(map(" ".join, module.classes(name)))
+        labels = ", ".join(map(" ".join, products.classes(name)))
         raise ValueError(f"fusebook.tune: expected the beginning of one of {labels}, got {', '.join(only)}")
-    _precompile(name, module, keys)
+    _precompile(name, keys)
     found: dict[tuple[str, str, str], Tuned] = {}
     for key in tqdm(keys, desc=name, disable=None):
         label = " ".join(key)
-        inputs = module.problem(*key, torch.device("cuda"))
+        inputs = products.problem(*key, torch.device("cuda"))
         yard = check.yardstick(OPS[name], inputs)
         ways: dict[Any, Callable[[], Any]] = {}
-        for plan in (None, *module.candidates(name, *key)):
+        for plan in (None, *products.candidates(name, *key)):
             try:
-                out = module.attempt(name, key[0], inputs, plan)
+                out = products.attempt(name, key[0], inputs, plan)
                 torch.cuda.synchronize()
             except Exception as error:  # a plan that this GPU cannot launch is no candidate
                 print(f"{label}: {plan}: {type(error).__name__}: {str(error)[:80]}", file=sys.stderr)
                 continue
             if out is not None and yard.judge(out, key[0]).ok:
-                ways[plan] = functools.partial(module.attempt, name, key[0], inputs, plan)
+                ways[plan] = functools.partial(products.attempt, name, key[0], inputs, plan)
         times = _fastest(ways, repeat)
         plans = [plan for plan in times if plan is not None]
         if not plans:
@@ -173,7 +169,7 @@ def write(file: pathlib.Path, plans: Mapping[tuple[str, str, str, str], Tuned]) 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m fusebook.tune", description="Choose the constants of kernels.")
-    parser.add_argument("ops", nargs="+", metavar="op", choices=sorted(tunable()), help=", ".join(tunable()))
+    parser.add_argument("ops", nargs="+", metavar="op", choices=TUNABLE, help=", ".join(TUNABLE))
     parser.add_argument("--repeat", type=int, default=30)
     parser.add_argument("--only", default="", metavar="CLASSES", help='comma list: "half row,tf32" for what begins so')
     parser.add_argument("--out", type=pathlib.Path, help="folder of the plans; the package's")
