@@ -491,7 +491,7 @@ downloads(small, "adamw_step")
 # Where the host's time goes
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~
 #
-# One launch takes some ten millionths of a second, whatever is in the table.
+# One launch takes as long as another, whatever is in the table.
 # What is left grows with the list: checking that the table is still true. A
 # tensor's memory may be exchanged between two steps, and gradients usually
 # are. So each call collects all addresses, compares them with the table's, and
