@@ -364,19 +364,9 @@ def launch_segments(
     if plan.beside < R:
         block = min(triton.next_power_of_2(D), plan.fill)
         launch(
-            _scatter_nd_zeros,
-            ((R - plan.beside) * triton.cdiv(D, block),),
-            out,
-            keys,
-            spans[0],
-            plan.beside,
-            D // align,
-            n,
-            ALIGN=align,
-            BLOCK=block,
-            LATE=bool(early),
-            **early,
-        )
+            _scatter_nd_zeros, ((R - plan.beside) * triton.cdiv(D, block),),
+            out, keys, spans[0], plan.beside, D // align, n, ALIGN=align, BLOCK=block, LATE=bool(early), **early,
+        )  # fmt: skip
 
 
 def launch_lists(

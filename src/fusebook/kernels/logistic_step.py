@@ -633,17 +633,9 @@ def logistic_step(
 
 
 def logistic_fit(
-    X: Tensor,
-    y: Tensor,
-    w: Tensor,
-    b: Tensor,
-    lr: float,
-    l2: float,
-    *,
-    steps: int,
-    check: bool = True,
+    X: Tensor, y: Tensor, w: Tensor, b: Tensor, lr: float, l2: float, *, steps: int, check: bool = True,
     on_chip: bool | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Many steps of `logistic_step`, in one launch where the data fits on the chip.
 
     Parameters

@@ -198,13 +198,9 @@ _BESIDE = 2**26
 
 
 def _scatter_nd_plan(
-    sizes: tuple[int, int, int],
-    dtype: torch.dtype,
-    capability: tuple[int, int] | None,
-    *,
-    strategy: str | None = None,
+    sizes: tuple[int, int, int], dtype: torch.dtype, capability: tuple[int, int] | None, *, strategy: str | None = None,
     deterministic: bool = False,
-) -> Plan:
+) -> Plan:  # fmt: skip
     """Choose the strategy and its constants.
 
     `sizes` are R, D and n; `capability` is None in the interpreter. With `deterministic`, the same bits are asked for
@@ -579,14 +575,9 @@ _gather = Operator(
 
 
 def scatter_nd_of_shape(
-    shape: Sequence[int] | Tensor,
-    indices: Tensor,
-    updates: Tensor,
-    *,
-    reduction: str = "add",
-    check: bool = True,
+    shape: Sequence[int] | Tensor, indices: Tensor, updates: Tensor, *, reduction: str = "add", check: bool = True,
     strategy: str | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """ONNX's ScatterND with reduction ``add`` into zeros of a shape, each element of the output written once.
 
     Parameters
@@ -645,15 +636,9 @@ def scatter_nd_of_shape(
 
 
 def masked_scatter_nd_of_shape(
-    shape: Sequence[int] | Tensor,
-    indices: Tensor,
-    updates: Tensor,
-    *,
-    masked_value: int = -1,
-    reduction: str = "add",
-    check: bool = True,
-    strategy: str | None = None,
-) -> Tensor:
+    shape: Sequence[int] | Tensor, indices: Tensor, updates: Tensor, *, masked_value: int = -1, reduction: str = "add",
+    check: bool = True, strategy: str | None = None,
+) -> Tensor:  # fmt: skip
     """As `scatter_nd_of_shape`, with updates left out whose index is the masked value.
 
     Parameters
@@ -681,14 +666,9 @@ def masked_scatter_nd_of_shape(
 
 
 def embedding_backward(
-    dy: Tensor,
-    indices: Tensor,
-    rows: int,
-    *,
-    padding_idx: int | None = None,
-    check: bool = True,
+    dy: Tensor, indices: Tensor, rows: int, *, padding_idx: int | None = None, check: bool = True,
     strategy: str | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """The gradient of an embedding table: what each row was looked up for, added up.
 
     Parameters
