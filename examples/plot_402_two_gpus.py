@@ -656,3 +656,6 @@ downloads(several.drop(columns="case"), "kmeans_gpus")
 #   it often cannot; then the number of GPUs cannot either.
 # - Let a kernel count how often it has run: a graph of it can be replayed,
 #   and no flag has to be taken down.
+# - The threads of a program do not run in step. Before one of them writes what
+#   all of them read, a barrier: a warp that comes late would read the next
+#   number, and wait for it for ever. That happens once in many runs.
