@@ -52,9 +52,11 @@ def recorded(tmp_path, monkeypatch):
 def test_the_page_replays(recorded):
     shown = run_page(PAGE)
     told = "\n".join(map(repr, shown))
-    (worst,) = (part.frame for part in shown if "ten worst" in getattr(part, "caption", ""))
+    worst = pd.concat(part.frame for part in shown if "ten worst" in getattr(part, "caption", ""))
     count = sum(explore.explorable(op) for op in OPS.values())
     assert f"{4 * count} problems of {count} operators, of seed 100" in told
-    assert worst["line"].str.startswith("explore.problem(").all() and len(worst) > count
+    lines = worst.index.to_series()
+    assert lines.str.startswith("explore.problem(").all() and not lines.duplicated().any()
+    assert set(lines.str.split("'").str[1]) == {name for name, op in OPS.items() if explore.explorable(op)}
     assert "false: At each of these shapes ours takes at most 1.15 times" in told
     assert all(name in told for name in ("to 16 MiB", "permuted", "Replayed from the record of Made-up GPU"))
