@@ -516,7 +516,10 @@ def norm_plan(
         if capability is None:  # the interpreter's cost is programs times operations, whatever their size
             most = max(1, 2**15 // triton.next_power_of_2(block * chunks))  # a power of two, as it must be
             together = max(together, min(triton.next_power_of_2(rows), most))
-        constants = {"VEC": vector, "ROWS": together, "BLOCK": block, "CHUNKS": chunks, "AHEAD": few}
+        # Where a warp takes whole vectors, Triton 3.6 makes one shift of 64 bits of two of a thread's number, and wrong
+        # addresses of it, if weights are asked for ahead.
+        ahead = few and (vector == 1 or warps > 1)
+        constants = {"VEC": vector, "ROWS": together, "BLOCK": block, "CHUNKS": chunks, "AHEAD": ahead}
         return Plan("rows", constants, triton.cdiv(rows, together * vector) * vector, warps)
     # Parts of 16 KiB take half of 64 registers, and of sums, which load two tensors at once, half of 128; weights that
     # are asked for ahead take some more. Numbers of half types that are no pairs take a register each.
