@@ -335,8 +335,11 @@ def ten(*names):
 #
 # Rows that are cut from a wider matrix (*sliced*), a column beside a matrix
 # and tensors that lie across are lost to addresses, not to memory. We tried
-# tiles of neighbours, whose places are found by divisions, and tiles of rows,
-# which leave lanes empty where rows are short. The small ones are a launch.
+# tiles of rows, which leave lanes empty where rows are short, and counting
+# along the result, where a group of neighbours finds its place by one
+# division: the library does that now. An operand that lies across keeps its
+# square tiles, which are partly empty where it has few columns. The small
+# ones are a launch.
 
 ten("multiply", "silu")
 
@@ -347,13 +350,17 @@ ten("multiply", "silu")
 # No program holds a row of more than 128 KiB. We tried parts of 1024 to 16384
 # numbers by 2 to 16 warps of 32 to 168 registers a thread, which meet in
 # memory; clusters of 4 to 16 programs, which meet in shared memory and are
-# slower; and programs that go from row to row, which the gradient keeps.
+# slower; and programs that go from row to row, which the gradient keeps. Small
+# parts are faster for tens of rows and slower for thousands; the width alone
+# decides, for otherwise a row's bits would depend on its company. For that
+# reason and for the code, wide rows of float64 are one program's each.
 #
 # Odd rows of half types begin anywhere within 16 bytes: we tried pairs, whole
 # vectors with a head and a tail, and parts of rows. Rows that lie across are
 # read along one axis and written along the other: 16, 32 and 64 rows a tile,
-# and a copy first. Few and small rows are a launch and the first load, and
-# nothing was tried against that.
+# and a copy first, which wide ones now have, those of the gradient too. Few
+# and small rows are a launch and the first load, and nothing was tried against
+# that.
 
 ten("softmax", "softmax_backward")
 
