@@ -113,7 +113,7 @@ def tune(name: str, *, repeat: int = 30, only: Sequence[str] = ("",)) -> dict[tu
     found: dict[tuple[str, str, str], Tuned] = {}
     for key in tqdm(keys, desc=name, disable=None):
         label = " ".join(key)
-        inputs = products.problem(*key, torch.device("cuda"))
+        inputs = products.problem(*key, device=torch.device("cuda"))
         yard = check.yardstick(OPS[name], inputs)
         ways: dict[Any, Callable[[], Any]] = {}
         for plan in (None, *products.candidates(name, *key)):
