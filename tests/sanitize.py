@@ -42,12 +42,13 @@ PLANTED = {
 SUMMARY = re.compile(r"^=+ (?:ERROR|RACECHECK) SUMMARY: (\d+)")
 BEGUN, DONE = "-- run: ", "-- done"
 QUIET = ("COMPUTE-SANITIZER", "SUMMARY", "Host Frame", "Saved host backtrace")
-#: Where the sanitizer says that something is, for example "at _concat_gemm_tiles+0x730 in concat_gemm.py:95".
-PLACE = re.compile(r"at \w+\+0x\w+ in (\w+\.py):(\d+)")
 #: Operators that take rows by whole vectors of 16 bytes, the last of which may reach beyond the last number: what it
 #: finds there is passed over. Only their tensors have memory of whole 16 bytes, and those of all others end where they
 #: end: all memory of a GPU is mapped in pages, which no vector at a multiple of 16 bytes crosses.
-WHOLE = ("softmax", "softmax_backward", "cross_entropy", "linear_cross_entropy")
+WHOLE = (
+    "softmax", "softmax_backward", "cross_entropy", "linear_cross_entropy",
+    "rms_norm", "add_rms_norm", "layer_norm", "rms_norm_fp8",
+)  # fmt: skip
 #: Seconds after which a case hangs.
 HANGS = 120
 
@@ -167,25 +168,12 @@ def sanitizer():
     return found
 
 
-def exchanged(line):
-    """Whether a line of initcheck says that what nobody wrote is read where a kernel makes a tensor descriptor.
-
-    The descriptor goes to its memory by an exchange, whose old value nobody takes: tensormap.cp_fenceproxy becomes
-    ATOMG.E.EXCH with the target RZ. The sanitizer takes any exchange for a load.
-    """
-    if not (found := PLACE.search(line)):
-        return False
-    file = next((trials.ROOT / "src").rglob(found[1]), None)
-    lines = file.read_text().splitlines() if file else []
-    return int(found[2]) <= len(lines) and "tl.make_tensor_descriptor(" in lines[int(found[2]) - 1]
-
-
 class Tool:
     """One of the sanitizer's tools: what it has to find, what it has looked at, and what it found."""
 
     def __init__(self, name, planned, words, until, folder):
         self.name, self.words, self.until = name, words, until
-        self.planned, self.running, self.exchanges, self.wrong = planned, 0, 0, []
+        self.planned, self.running, self.wrong = planned, 0, []
         self.taken = folder / name
         self.taken.mkdir()
         self.log = trials.Log.begin(f"compute-sanitizer, {name}", planned, f"sanitize_{name}", unit="cases")
@@ -214,27 +202,10 @@ class Tool:
         if not seen:
             self.wrong.append(f"the planted {PLANTED[self.name][0]} is missed:\n{''.join(lines)[-1500:]}")
 
-    def findings(self, lines):
-        """Lines without what initcheck says of exchanges, see `exchanged`: a finding ends with an empty line."""
-        held, aside = "", False
-        for line in lines:
-            aside = aside and bool(line.strip("= \n"))
-            if aside:
-                continue
-            if line.startswith("========= Uninitialized"):
-                held = line
-            elif held and exchanged(line):
-                held, aside = "", True
-                self.exchanges += 1
-            else:
-                yield from filter(None, [held])
-                held = ""
-                yield line
-
     def look(self):
         """Run cases in a process until none is left, or one ends it."""
         case, done, found, others = "before all cases", True, 0, []
-        for line in self.findings(self.lines("--look", self.name, str(self.taken), *self.words)):
+        for line in self.lines("--look", self.name, str(self.taken), *self.words):
             if line.startswith(BEGUN):
                 case, done, found, others = line.removeprefix(BEGUN).strip(), False, 0, []
             elif line.startswith(DONE):
@@ -294,10 +265,6 @@ def main(argv=None):
         with concurrent.futures.ThreadPoolExecutor(args.processes) as pool:
             for job in [pool.submit(work, tools[i] if i < len(tools) else None) for i in range(args.processes)]:
                 job.result()
-        for tool in tools:
-            if tool.exchanges:
-                many = f"{tool.exchanges} old values of exchanges by which tensor descriptors are written"
-                tool.log.say(note=f"{many} are left aside")
         left = [f"{tool.name}: {tool.left()} cases were not begun" for tool in tools if tool.left()]
     for text in [*(f"{tool.name}: {text}" for tool in tools for text in tool.wrong), *left]:
         print(f"WRONG: {text}", flush=True)

@@ -446,8 +446,9 @@ def test_it_runs_on_the_device_of_its_tensors_whichever_is_current(op, variant):
     for current, device in [(0, 1), (1, 1), (0, 1), (0, 0), (1, 0), (1, 1)]:
         made, arguments = problems[devices[device]]
         for _ in range(2):
+            given = changed(arguments, torch.clone) if variant.in_place else arguments
             with torch.cuda.device(current):
-                out = variant.run(*arguments)
+                out = variant.run(*given)
                 assert torch.cuda.current_device() == current
             assert {t.device for t in flat(out)} == {torch.device(devices[device])}
             assert_right(op, variant, made, out)
@@ -462,10 +463,10 @@ def test_a_graph_of_another_device_than_the_current_one(op, variant):
     with torch.cuda.graph(graph, stream=torch.cuda.Stream("cuda:1")):
         out = variant.run(*arguments)
     made, others = problem(op, variant, usual(op), "cuda:1", seed=1)
+    for t in flat(out):  # before the arguments, which they are where an operator works in place
+        t.zero_()
     for mine, other in zip(flat(arguments), flat(others), strict=True):
         mine.copy_(other)
-    for t in flat(out):
-        t.zero_()
     assert torch.cuda.current_device() == 0
     torch.cuda.synchronize(1)
     graph.replay()

@@ -28,10 +28,8 @@ for i in range(len(CASES)):
     if tool == "racecheck" and i == 2:
         time.sleep(60)
     print("{sanitize.DONE}", flush=True)
-    for line in (PLACES[:1] * 2 if i == 3 else PLACES) if tool == "initcheck" and i in (3, 4) else ():
-        print("========= Uninitialized __global__ memory read of size 4 bytes")
-        print(f"=========     at _concat_gemm_tiles+0x730 in concat_gemm.py:{{line}}")
-        print("=========     by thread (0,0,0) in block (2,0,0)\\n========= ", flush=True)
+    if tool == "initcheck" and i == 4:
+        print("========= Uninitialized __global__ memory read of size 4 bytes", flush=True)
     if tool == "synccheck" and i == 0:
         print("========= Barrier error detected", flush=True)
 print("========= ERROR SUMMARY: 0 errors")
@@ -55,9 +53,7 @@ def test_what_the_sanitizer_finds_or_does_not_get_to_is_told(tmp_path, monkeypat
     names = [f"case {i}" for i in range(6)]
     program = tmp_path / "bin" / "compute-sanitizer"
     program.parent.mkdir()
-    source = (trials.ROOT / "src" / "fusebook" / "kernels" / "concat_gemm.py").read_text().splitlines()
-    places = [1 + next(i for i, line in enumerate(source) if word in line) for word in ("make_tensor_desc", "tl.dot")]
-    program.write_text(SANITIZER.replace("CASES", repr(names)).replace("PLACES", repr(places)))
+    program.write_text(SANITIZER.replace("CASES", repr(names)))
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setattr(sanitize, "cases", lambda words: (names[:4], names[4:]))
@@ -68,16 +64,12 @@ def test_what_the_sanitizer_finds_or_does_not_get_to_is_told(tmp_path, monkeypat
     # The case that a launch failed in is a finding, and another process goes on behind it.
     assert told["memcheck"] == "6 cases: 5 clean, 1 with findings; the planted store behind the end is found"
     assert told["synccheck"].startswith("6 cases: 5 clean, 1 with findings; ")
-    # The exchange by which a descriptor is written is no load; beside it stands what is one.
-    assert told["initcheck"].startswith(
-        "6 cases: 5 clean, 1 with findings; the planted load of what nobody wrote is missed; 3 old values of exchanges"
-    )
+    assert told["initcheck"] == "6 cases: 5 clean, 1 with findings; the planted load of what nobody wrote is missed"
     assert told["racecheck"].startswith("did not end: ") and "clean" not in told["racecheck"]
     said = capfd.readouterr().out
     assert "memcheck: case 1: Invalid __global__ read" in said and "a launch failed" in said
     assert "initcheck: the planted load of what nobody wrote is missed" in said
-    assert f"initcheck: case 4: at _concat_gemm_tiles+0x730 in concat_gemm.py:{places[1]}" in said
-    assert "initcheck: case 3" not in said and f"concat_gemm.py:{places[0]}" not in said
+    assert "initcheck: case 4: Uninitialized __global__ memory read" in said
     assert "cases were not begun" in said
 
 
