@@ -111,9 +111,10 @@ def tune(name: str, *, repeat: int = 30, only: Sequence[str] = ("",)) -> dict[tu
         raise ValueError(f"fusebook.tune: expected the beginning of one of {labels}, got {', '.join(only)}")
     _precompile(name, keys)
     found: dict[tuple[str, str, str], Tuned] = {}
+    key: tuple[str, str, str]  # which a bar does not tell
     for key in tqdm(keys, desc=name, disable=None):
         label = " ".join(key)
-        inputs = products.problem(*key, device=torch.device("cuda"))
+        inputs = products.problem(*key, torch.device("cuda"))
         yard = check.yardstick(OPS[name], inputs)
         ways: dict[Any, Callable[[], Any]] = {}
         for plan in (None, *products.candidates(name, *key)):
