@@ -185,9 +185,9 @@ def test_faster_than_the_roof_is_refused():
     """With a roof that no machine can reach, honest work stands in for what is too good to be true."""
     slow = machine(copy=1.0, fill=1.0, read=1.0, l2=1)
 
-    def judged(on=slow, **row):
+    def judged(on=slow, rate="bfloat16", **row):
         row = {"zone": "memory", "roof_us": 2.0, "write_bytes": 0, "status": "ok", "note": "", **row}
-        bench._refuse_faster_than_roof(row, on)
+        bench._refuse_faster_than_roof(row, on, rate)
         return row
 
     found = judged(cold_us=1.0)
@@ -196,6 +196,10 @@ def test_faster_than_the_roof_is_refused():
     assert judged(cold_us=1.0, zone="L2")["status"] == "ok", "served by L2"
     assert judged(cold_us=1.5, zone="compute")["status"] == "too fast"
     assert judged(cold_us=1.7, zone="compute")["status"] == "ok"
+    # Three products in TF32 are one in float32, and here they take half of its time.
+    fast = machine(rates=slow.rates | {"float32": 1e12, "tf32": 6e12})
+    for rate, cold_us, status in (("float32", 0.95, "ok"), ("float32", 0.7, "too fast"), ("tf32", 0.95, "too fast")):
+        assert judged(fast, rate, cold_us=cold_us, zone="compute")["status"] == status
     if torch.cuda.is_available():
         assert_caught(row(toy(), "honest", machine=slow), "too fast", "roof")
 
@@ -204,7 +208,7 @@ def test_what_the_cache_takes_in_is_not_too_fast():
     on = machine(l2=50_000_000, fill=5e12)  # a cache is written in 10 us
     for written, cold_us, status in ((10**9, 90.0, "ok"), (10**9, 85.0, "too fast"), (4, 90.0, "too fast")):
         found = {"zone": "memory", "roof_us": 100.0, "cold_us": cold_us, "write_bytes": written, "status": "ok"}
-        bench._refuse_faster_than_roof(found, on)
+        bench._refuse_faster_than_roof(found, on, "float32")
         assert found["status"] == status
 
 
