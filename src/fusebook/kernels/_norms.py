@@ -509,9 +509,6 @@ def norm_plan(
             block, warps, together = min(whole, 64), max(1, min(16, whole // 16)), 32
         elif vector > 1:
             block, warps, together = next(tile for most, tile in _WINDOWS if n <= most)
-            # LLVM, as of Triton 3.6, spoils addresses of one warp that keeps weights so early: `mul.wide.u32` of what
-            # was a shift by 31 leaves a thread's number in them.
-            few = few and warps > 1
         elif few:
             # Each thread still takes 16 bytes of a row, so that it is added up as among many.
             together = max(1, min(together, 512 // size // block))
