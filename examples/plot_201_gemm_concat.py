@@ -1038,11 +1038,18 @@ n_of = one_big.index.get_level_values("n")
 claims(
     say(
         "In float32 from n = 2048 our kernel, which adds three products in "
-        "TF32, takes {least:.2f} to {most:.2f} times the time of PyTorch's "
-        "views, cold, and in TF32 from n = 1024 {few:.1f} to {many:.1f} "
-        "times.",
+        "TF32 of weights that it turns first, takes {least:.2f} to {most:.2f} "
+        "times the time of PyTorch's views, cold.",
         least=slow.min(),
         most=slow.max(),
+    )
+    if slow.notna().any()
+    else say(
+        "In float32 from n = 2048 our kernel passed the roof of float32's own "
+        "units, as three products in TF32 can, and its times were refused."
+    ),
+    say(
+        "In TF32 from n = 1024 it takes {few:.1f} to {many:.1f} times theirs.",
         few=slow_tf32.min(),
         many=slow_tf32.max(),
     ),
@@ -1054,7 +1061,7 @@ claims(
             / full[["fusebook", "views"]].min(axis=1),
             full["fusebook (chosen), TF32"]
             / full[["fusebook, TF32", "views, TF32"]].min(axis=1),
-        ]) <= 1.05,
+        ]).dropna() <= 1.05,
         fatal=False,
     ),
     claim(

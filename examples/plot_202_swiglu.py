@@ -644,13 +644,13 @@ claims(
     claim(
         "What the launcher chooses in float32 is not slower than eager by "
         "more than 3 %.",
-        chosen["fusebook (chosen)"] <= 1.03 * chosen["eager"],
+        (chosen["fusebook (chosen)"] / chosen["eager"]).dropna() <= 1.03,
         fatal=False,
     ),
     claim(
         "What the launcher chooses in float32 is not slower than packed "
         "weights by more than 3 %.",
-        chosen["fusebook (chosen)"] <= 1.03 * chosen["packed"],
+        (chosen["fusebook (chosen)"] / chosen["packed"]).dropna() <= 1.03,
         fatal=False,
     ),
     claim(
