@@ -333,13 +333,12 @@ def ten(*names):
 # Element by element
 # ~~~~~~~~~~~~~~~~~~
 #
-# Rows that are cut from a wider matrix (*sliced*), a column beside a matrix
-# and tensors that lie across are lost to addresses, not to memory. We tried
-# tiles of rows, which leave lanes empty where rows are short, and counting
-# along the result, where a group of neighbours finds its place by one
-# division: the library does that now. An operand that lies across keeps its
-# square tiles, which are partly empty where it has few columns. The small
-# ones are a launch.
+# Narrow rows are the worst, cut from a wider matrix (*sliced*) or beside a
+# column: tiles of them are mostly empty. Kernels that are later than this
+# record count elements along the result, and a group of neighbours finds its
+# place by one division. What is transposed is read by square tiles, which are
+# partly empty where it has few columns. The rest are launches: blocks of a
+# quarter to twice the size are within a few percent of each other.
 
 ten("multiply", "silu")
 
@@ -347,20 +346,19 @@ ten("multiply", "silu")
 # Softmax and its gradient
 # ~~~~~~~~~~~~~~~~~~~~~~~~
 #
-# No program holds a row of more than 128 KiB. We tried parts of 1024 to 16384
-# numbers by 2 to 16 warps of 32 to 168 registers a thread, which meet in
-# memory; clusters of 4 to 16 programs, which meet in shared memory and are
-# slower; and programs that go from row to row, which the gradient keeps. Small
-# parts are faster for tens of rows and slower for thousands; the width alone
-# decides, for otherwise a row's bits would depend on its company. For that
-# reason and for the code, wide rows of float64 are one program's each.
+# Few and wide rows: one program or a handful holds a row, and the time is that
+# of one chain of loads, sums and stores, not of memory. quack spreads such a
+# row over a cluster, whose programs meet in shared memory; ours meet in
+# memory, after a launch that clears their board. We tried clusters, which were
+# slower for many rows, and parts of 1024 to 16384 numbers by 2 to 16 warps.
+# Smaller parts are faster for tens of rows and slower for thousands, and the
+# width alone decides, since a row's bits must not depend on how many come with
+# it. Wide rows of float64 are read twice by one program, for the same reason.
 #
-# Odd rows of half types begin anywhere within 16 bytes: we tried pairs, whole
-# vectors with a head and a tail, and parts of rows. Rows that lie across are
-# read along one axis and written along the other: 16, 32 and 64 rows a tile,
-# and a copy first, which wide ones now have, those of the gradient too. Few
-# and small rows are a launch and the first load, and nothing was tried against
-# that.
+# Gradients of rows that lie across are the worst: kernels that are later than
+# this record lay them side by side first. Half types whose two tensors begin
+# at different places within 16 bytes are read number by number by few warps;
+# more were not tried. Small problems are launches.
 
 ten("softmax", "softmax_backward")
 
@@ -368,11 +366,16 @@ ten("softmax", "softmax_backward")
 # Norms and losses
 # ~~~~~~~~~~~~~~~~
 #
-# Rows that lie across and odd rows of half types are lost for the reasons of
-# softmax, and single rows are a launch. A row that no program holds needs its
-# weights as well, which are asked for a tile ahead, as far as registers go:
-# those that spill cost more than they hide. Of losses, only float64 of whole
-# vocabularies is behind, for which nothing was tried.
+# Rows that lie across are laid side by side first, two passes more; tiles that
+# are turned in registers were tried, and were slower. One to a few wide rows
+# wait for the launch that clears a board: one program of 32 warps and smaller
+# parts are faster for them and slower for many, and the width alone decides.
+# Rows that begin within a vector are read by whole ones in kernels that are
+# later than this record, and weights of wide rows are asked for a tile ahead,
+# as far as registers go. The small ones are a launch and one row's latency.
+#
+# Of losses, float64 of whole vocabularies is behind: its rows are read twice,
+# since a word of the board has no room for it.
 
 ten("rms_norm", "add_rms_norm", "layer_norm", "cross_entropy")
 
