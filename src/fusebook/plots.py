@@ -135,13 +135,18 @@ def _found(df: pd.DataFrame, of: str) -> str:
     if ours not in set(df["variant"]):
         return ""
     df = tables.alike(df)
-    own = tables.share(df, ours, of).dropna()
-    others = [tables.share(df, name, of) for name in dict.fromkeys(df["variant"]) if name != ours]
-    if own.empty:
+    shares = {name: tables.share(df, name, of).dropna() for name in dict.fromkeys(df["variant"])}
+    points = pd.DataFrame({name: share.groupby(level=[0, 1]).max() for name, share in shares.items() if len(share)})
+    if ours not in points:
         return ""
-    text = f"{ours} reaches {_percent(own)} of {'a copy' if of == 'copy' else 'the roof'}"
-    best = pd.concat(others).dropna().groupby(level=[0, 1]).max() if others else pd.Series(dtype=float)
-    return f"{text}, the best other way {_percent(best)}" if len(best) else text
+    points = points[points[ours].notna()]
+    # The best of few ways says little of many: where some were measured at fewer points, it is these that are told of.
+    common, some = points.dropna(), ""
+    if 0 < len(common) < len(points):
+        points, some = common, f", at the {len(common)} of {len(points)} points that all ways have"
+    text = f"{ours} reaches {_percent(points.pop(ours))} of {'a copy' if of == 'copy' else 'the roof'}"
+    best = points.max(axis=1).dropna()
+    return f"{text}, the best other way {_percent(best)}{some}" if len(best) else text
 
 
 def _fastest(df: pd.DataFrame, kind: str) -> str:
