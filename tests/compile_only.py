@@ -12,11 +12,13 @@ import json
 import multiprocessing
 import multiprocessing.connection
 import os
+import re
 import sys
 from pathlib import Path
 
 import torch
 import triton
+from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime.jit import JITFunction
 
 import fusebook  # noqa: F401  (before triton, see fusebook/__init__.py)
@@ -48,6 +50,22 @@ def once(constants):
     JITFunction._do_compile = compiled
 
 
+def unspoiled():
+    """Refuse addresses that LLVM has spoiled, as that of Triton 3.6 does: it widens a shift by 31 to a product.
+
+    That has 64 bits, and its upper half what was to be lost, a thread's number: norms of odd widths were misaligned.
+    """
+    make = CUDABackend.make_ptx
+
+    def checked(self, source, metadata, *rest):
+        ptx = make(self, source, metadata, *rest)
+        spoiled = re.search(r"mul\.wide\.u32[^;]*, 2147483648;", ptx)
+        assert not spoiled, f"{metadata['name']}: spoiled addresses, {spoiled[0]}"
+        return ptx
+
+    CUDABackend.make_ptx = checked
+
+
 def points(op, dtype, launched):
     """What each variant of ours launches, called from torch, on each edge."""
     variants = {name: v for name, v in op.variants.items() if name.startswith("fusebook") and set(v.needs) <= {"cuda"}}
@@ -72,6 +90,7 @@ def answer(file):
     def note(metadata):
         launched.append({"kernel": metadata.name, "shared": metadata.shared, "warps": metadata.num_warps})
 
+    unspoiled()
     arch, op, dtype = file.parts[-3:]
     arch = int(arch.removeprefix("sm_"))
     first = next(name for name in ("bfloat16", "float32", "float64") if getattr(torch, name) in OPS[op].dtypes)
