@@ -601,20 +601,23 @@ theirs = tables.where(large, variant="quack", status="ok").set_index(
 their_rate = (theirs["read_bytes"] + theirs["write_bytes"]) / (
     theirs["cold_us"] * 1e-6
 )
+their_share = (theirs["copy_us"] / theirs["cold_us"]).loc[
+    lambda s: s.index.isin(range(4096, 2**20), 1)
+]
 far = tables.where(large, N=[65536, 262144])
 narrow = tables.where(large, N=[2880, 4096, 8192])
 compiled_over_quack = tables.ratio(narrow, "torch.compile", "quack")
 claims(
     holds(
-        "About 90 % of peak bandwidth from 4096 columns on (quack, 2025): "
-        "here {least:.0%} to {most:.0%} of the datasheet's, taken as 85 % or "
-        "more.",
-        (their_rate / DATASHEET).loc[
-            lambda s: s.index.isin(range(4096, 2**20), 1)
-        ]
-        >= 0.85,
-        least=(their_rate / DATASHEET).min(),
-        most=(their_rate / DATASHEET).max(),
+        "About 90 % of peak bandwidth from 4096 columns on (quack, 2025, of "
+        "an H100): here quack reaches {least:.0%} to {most:.0%} of a copy and "
+        "{low:.0%} to {high:.0%} of the datasheet's, which no copy reaches "
+        "either. Taken as 90 % of a copy.",
+        their_share >= 0.9,
+        least=their_share.min(),
+        most=their_share.max(),
+        low=(their_rate / DATASHEET).min(),
+        high=(their_rate / DATASHEET).max(),
     ),
     holds(
         "Clearly ahead of torch.compile and Liger from 65536 columns on "

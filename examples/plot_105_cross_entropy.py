@@ -773,7 +773,7 @@ claims(
 # ~~~~~~~~~~~~~~~~~~~~~
 #
 # Every point at which some other way is faster by more than 2 %, the worst
-# first. Of linear cross entropy the tables do not weigh the memory.
+# first. Tables of linear cross entropy compare times, not memory.
 
 everything = tables.together(widest, models, heads)
 table(

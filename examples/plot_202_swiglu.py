@@ -271,9 +271,7 @@ claims(
 # one kernel for them, after two products. *quack* has a product that ends in
 # SwiGLU, as ours does, for weights whose columns were interleaved beforehand.
 # A way that is not installed, or that failed, has no times; its message stands
-# below. (Version 0.6.5 of quack fails where the folder that it is installed in
-# is not called site-packages. It ran where the problems of
-# :doc:`plot_901_shapes_nobody_chose` were timed.)
+# below.
 
 HERE = ["TF32", "chosen"]  # of float32, further down
 layers = asked.results(
@@ -489,10 +487,10 @@ table(tables.shares(pd.concat([layers, decode])), "Each way, cold")
 # Float32 and float16
 # ~~~~~~~~~~~~~~~~~~~
 #
-# The small layers in other dtypes. Float32 without TF32 has no tensor cores,
-# and there PyTorch's product is better than ours by more than fusion saves. So
-# the launcher may take PyTorch's two products, side by side in one buffer, and
-# one kernel for the rest, by what was measured when it was tuned: the row
+# The small layers in other dtypes. Tensor cores have no float32, so our kernel
+# adds three products in TF32, which they have. Where that does not pay, the
+# launcher takes PyTorch's two products, side by side in one buffer, and one
+# kernel for the rest, by what was measured when it was tuned: the row
 # *chosen*. *Fusebook* is our kernel as it is. Half types are always fused,
 # since PyTorch would round both products. Float64 always takes PyTorch's.
 

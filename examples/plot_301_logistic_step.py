@@ -448,8 +448,8 @@ Folded("What fits on the chip", Source(_logistic_fit_plan, doc=False))
 #
 # A step is compared with the chain in float64: new weights, new bias and loss,
 # and the worst of the three counts. The inputs are two clouds of points, and
-# random weights, so that a step changes them visibly. Every tenth row is
-# forty times as long as the others: there an exponential overflows.
+# random weights, so that a step changes them visibly. Every tenth row has
+# forty times the norm of the others: there an exponential overflows.
 
 inputs = LOGISTIC_STEP.make(generator(0), torch.float32, N=100, D=60)
 yard = yardstick(LOGISTIC_STEP, inputs)
