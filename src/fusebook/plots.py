@@ -129,24 +129,27 @@ def _percent(values: pd.Series) -> str:
     return f"{middle} %" if least == most else f"{middle} % ({least} to {most})"
 
 
-def _found(df: pd.DataFrame, of: str) -> str:
-    """The finding of a figure of shares, made from what it shows; empty where ours is not in it or nothing else is."""
+def _found(df: pd.DataFrame, of: str) -> tuple[str, str]:
+    """The finding of a figure of shares, made from what it shows, and of which points it is where not of all.
+
+    Empty where ours is not in it.
+    """
     ours = "fusebook"
     if ours not in set(df["variant"]):
-        return ""
+        return "", ""
     df = tables.alike(df)
     shares = {name: tables.share(df, name, of).dropna() for name in dict.fromkeys(df["variant"])}
     points = pd.DataFrame({name: share.groupby(level=[0, 1]).max() for name, share in shares.items() if len(share)})
     if ours not in points:
-        return ""
+        return "", ""
     points = points[points[ours].notna()]
     # The best of few ways says little of many: where some were measured at fewer points, it is these that are told of.
     common, some = points.dropna(), ""
     if 0 < len(common) < len(points):
-        points, some = common, f", at the {len(common)} of {len(points)} points that all ways have"
+        points, some = common, f"title: {len(common)} of {len(points)} points that all ways have"
     text = f"{ours} reaches {_percent(points.pop(ours))} of {'a copy' if of == 'copy' else 'the roof'}"
     best = points.max(axis=1).dropna()
-    return f"{text}, the best other way {_percent(best)}{some}" if len(best) else text
+    return (f"{text}, the best other way {_percent(best)}", some) if len(best) else (text, "")
 
 
 def _fastest(df: pd.DataFrame, kind: str) -> str:
@@ -264,9 +267,9 @@ def bandwidth(df: pd.DataFrame, x: str = "N", *, xlabel: str = "") -> Axes:
         raise ValueError(f"plots.bandwidth: expected one dtype, got {', '.join(dtypes)}; draw one figure each")
     first = df.iloc[0]
     others = [f"{n} = {first[n]}" for n in tables.dims(df) if n != x and len(df[n].unique()) == 1]
-    what, found = ", ".join([_words(first["op"]), first["dtype"], *others]), _found(df, "roof")
+    what, (found, some) = ", ".join([_words(first["op"]), first["dtype"], *others]), _found(df, "roof")
     rate = "bandwidth of the least traffic (GB/s)"
-    ax = axes(found or what, xlabel or f"size {x}", rate, below=[what if found else "", _gpu(df), "cold"])
+    ax = axes(found or what, xlabel or f"size {x}", rate, below=[what if found else "", _gpu(df), "cold", some])
 
     def rate_of(rows: pd.DataFrame, column: str) -> pd.Series:
         return (rows["read_bytes"] + rows["write_bytes"]) / rows[column].astype(float) / 1e3
@@ -306,8 +309,9 @@ def dots(df: pd.DataFrame, *, of: str = "copy", title: str = "") -> Axes:
     rows = list(dict.fromkeys(df["_row"]))
     place = {row: len(rows) - 1 - i for i, row in enumerate(rows)}
     ceiling = "a copy of the same bytes" if of == "copy" else "the measured roof"
-    what, found = title or f"{_words(df['op'].iloc[0] if len(df) else '')}: share of {ceiling}", _found(df, of)
-    size, below = (8.0, 1.8 + 0.3 * len(rows)), [what if found else "", _gpu(df), "cold"]
+    what = title or f"{_words(df['op'].iloc[0] if len(df) else '')}: share of {ceiling}"
+    found, some = _found(df, of)
+    size, below = (8.0, 1.8 + 0.3 * len(rows)), [what if found else "", _gpu(df), "cold", some]
     ax = axes(found or what, f"percent of {ceiling}", "", size, below, rows=True)
     for y in place.values():
         ax.axhline(y, color=INK, alpha=0.18, linewidth=0.6, zorder=0)
