@@ -12,6 +12,7 @@ import types
 import pytest
 import torch
 
+import a_gpu_each  # noqa: F401  (before anything asks CUDA what there is)
 import compiling
 import fusebook  # noqa: F401  (before triton, see fusebook/__init__.py)
 import interpreting
@@ -92,7 +93,8 @@ def room(tmp_path_factory):
             needed = f"needs {need / 2**30:.0f} GiB of GPU memory"
             if need > 0.9 * torch.cuda.mem_get_info()[1]:
                 pytest.skip(needed)
-            lock = held.enter_context((_of_all(tmp_path_factory) / "room").open("w"))
+            gpu = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
+            lock = held.enter_context((_of_all(tmp_path_factory) / f"room-{gpu}").open("w"))
             fcntl.flock(lock, fcntl.LOCK_EX)
             until = time.monotonic() + 120
             while torch.cuda.mem_get_info()[0] < need:

@@ -4,7 +4,7 @@ A file of ``tests/mistakes`` holds the mistakes of one part of the library: what
 stands in the library (``old``), wherever in it that is today or in one ``file``, what takes its place (``new``), and
 what pytest is called with (``tests``). A mistake that no test sees has its reason beside it: ``gpu`` where it takes a
 GPU to be seen, which a machine that has one then looks for, else ``lives``. Text that stands nowhere any more, or
-twice, is an error, so the list follows the library or is noticed.
+twice, is an error, so the list follows the library or is noticed. ``gpu = 2`` takes two GPUs.
 
     python tests/mutants.py             # all, but for what was found out before and has not changed
     python tests/mutants.py softmax     # those whose part, text or tests contain a word
@@ -38,6 +38,7 @@ KEPT = ROOT / "build" / "mutants.json"
 TABLE = ROOT / "build" / "mutants.csv"
 SHOWN = ROOT / "docs" / "mutants.csv"
 SECONDS = 150  # tests that take longer hang, which is seen
+NONE_RAN = 5  # pytest's own code
 #: Behind what came of a mistake: its file, or that of its tests, is another one now.
 BEFORE = ", before a change"
 COPIED = (
@@ -64,7 +65,7 @@ class Mistake:
     new: str
     tests: str
     file: str = ""
-    gpu: bool = False
+    gpu: int = 0
     lives: str = ""
 
     @property
@@ -108,7 +109,7 @@ def digest(mistake, texts, file, root):
 
 
 def preload():
-    """Import what tests do that is none of ours, once for all forks; returns whether there is a GPU."""
+    """Import what tests do that is none of ours, once for all forks; returns how many GPUs there are."""
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # a process that has begun to use a GPU cannot be forked
     import hypothesis
     import matplotlib.pyplot
@@ -118,14 +119,14 @@ def preload():
     import torch
     import torch.utils._pytree
 
-    os.environ["TRITON_INTERPRET"] = "1" if not torch.cuda.is_available() else "0"
+    os.environ["TRITON_INTERPRET"] = "0" if torch.cuda.is_available() else "1"
     torch.set_num_threads(1)
     import torch._dynamo.testing
     import triton
     import triton.language
 
     assert all((hypothesis, matplotlib, numpy, pandas, pytest, triton))
-    return torch.cuda.is_available()
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def tested(copy, tests, log):
@@ -138,8 +139,9 @@ def tested(copy, tests, log):
             for stream in (1, 2):
                 os.dup2(out, stream)
             os.chdir(copy)
-            sys.path[:] = [p for p in sys.path if not p.startswith(str(ROOT))]
-            paths = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p and not p.startswith(str(ROOT))]
+            ours = tuple(str(ROOT / name) for name in ("src", "tests", "docs"))  # and not .nox, where others lie
+            sys.path[:] = [p for p in sys.path if p != str(ROOT) and not p.startswith(ours)]
+            paths = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p and not p.startswith(ours)]
             os.environ["PYTHONPATH"] = os.pathsep.join([str(copy / "src"), *paths])
             os.environ["GUARD"] = "1"  # see memcheck
             import pytest
@@ -190,6 +192,8 @@ def worker(jobs, into, folder):
             code = tested(copy, tests, log)
             file.write_text(texts[file])
         said = log.read_text(errors="replace")[-3000:]
+        if code == 0 and " passed" not in said:
+            code = NONE_RAN  # what is skipped says nothing
         line = json.dumps({"name": name, "code": code, "seconds": round(time.monotonic() - start, 1), "said": said})
         with into.open("a") as out:
             out.write(line + "\n")
@@ -200,10 +204,10 @@ def outcome(code):
     return {0: "lives", 1: "dies", None: "dies"}.get(code, "dies" if code is not None and code < 0 else "breaks")
 
 
-def run_all(chosen, root=ROOT, workers=None, sure=True, plant=True):
+def run_all(chosen, root=ROOT, workers=None, sure=True, plant=True, also=()):
     """Plant the chosen mistakes; returns what became of each, and sentences about what is wrong with the list.
 
-    Without `plant` only what is known is told.
+    Without `plant` only what is known is told; `also` are files of what was found elsewhere.
     """
     texts = sources(root)
     wrong, places = [], {}
@@ -213,11 +217,16 @@ def run_all(chosen, root=ROOT, workers=None, sure=True, plant=True):
         except LookupError as error:
             wrong.append(str(error))
     known = json.loads(KEPT.read_text()) if KEPT.exists() else {}
-    gpu = plant and preload()
+    for file in also:
+        known |= json.loads(Path(file).read_text())
+        KEPT.parent.mkdir(exist_ok=True)
+        KEPT.write_text(json.dumps(known, indent=1))
+    gpus = preload() if plant else 0
     digests = {m: digest(m, texts, file, root) for m, file in places.items()}
     jobs, asked = [], {}
     for mistake in sorted(places, key=lambda m: m.key in known) if plant else ():  # what was never planted comes first
-        if known.get(mistake.key, {}).get("digest") != digests[mistake] and mistake.gpu == gpu:
+        here = mistake.gpu <= gpus if mistake.gpu else not gpus
+        if known.get(mistake.key, {}).get("digest") != digests[mistake] and here:
             plain = hashlib.sha256(mistake.tests.encode()).hexdigest()[:16]
             if plain not in asked and sure:
                 asked[plain] = mistake.tests
@@ -267,7 +276,7 @@ def run_all(chosen, root=ROOT, workers=None, sure=True, plant=True):
                 time.sleep(0.1)
         KEPT.write_text(json.dumps(known, indent=1))
     become = {m: known.get(m.key, {}) for m in places}
-    return {m: became(found, digests[m], m.gpu > gpu) for m, found in become.items()}, wrong
+    return {m: became(found, digests[m], m.gpu > gpus) for m, found in become.items()}, wrong
 
 
 def became(found, digest, waits):
@@ -315,12 +324,13 @@ def main(argv=None):
     parser.add_argument("--trusting", action="store_true", help="do not run the tests on the library as it is first")
     parser.add_argument("--workers", type=int, help="processes; one a core by default")
     parser.add_argument("--known", action="store_true", help="plant nothing, tell what is known")
+    parser.add_argument("--also", nargs="+", default=[], help="files build/mutants.json of other machines, to be kept")
     args = parser.parse_args(argv)
     everything = mistakes()
     chosen = [m for m in everything if not args.words or any(w in f"{m.part} {m.what} {m.tests}" for w in args.words)]
     if twice := [m.what for m, n in collections.Counter(everything).items() if n > 1]:
         raise SystemExit(f"twice in the list: {', '.join(twice)}")
-    found, wrong = run_all(chosen, workers=args.workers, sure=not args.trusting, plant=not args.known)
+    found, wrong = run_all(chosen, workers=args.workers, sure=not args.trusting, plant=not args.known, also=args.also)
     wrong += tell(found, whole=len(chosen) == len(everything))
     count = collections.Counter(found.values())
     seen = count["dies"] + count["lives"]

@@ -28,6 +28,7 @@ def main(argv=None):
     args, others = parser.parse_known_args(argv)
     # torch.compile would start as many processes in each of them.
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    environment |= all_gpus()
     whole = not others
     others = [word for word in others if word != "--"]
     # Only the files of what runs alone: to collect all the others takes longer than those tests.
@@ -55,6 +56,16 @@ def main(argv=None):
     if whole or args.file != "suite":
         trials.tell([log.path])
     return failed
+
+
+def all_gpus():
+    """The GPUs by name, where there are several and nobody has chosen: workers then begin with different ones."""
+    if "CUDA_VISIBLE_DEVICES" in os.environ:
+        return {}
+    import torch
+
+    many = torch.cuda.device_count()
+    return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(many)))} if many > 1 else {}
 
 
 def table(reports, broken):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import fusebook
-from fusebook.kernels._arguments import FLOATING, check_alike, check_tensor, integer, number, shapes
+from fusebook.kernels._arguments import FLOATING, _sizes_of, check_alike, check_tensor, integer, number, shapes
 
 
 def test_floating_tensors_pass():
@@ -87,6 +87,21 @@ def test_letters_stand_for_one_size_each():
 def test_another_shape_is_refused_by_what_its_letters_stand_for(said, arguments):
     with pytest.raises(ValueError, match=re.escape(f"f: expected {said}")):
         shapes("f", **{what: (drawn(*size), shape) for what, (size, shape) in arguments.items()})
+
+
+class Traced(int):
+    """A size as torch 2.11 traces it, which is not compared with a bool."""
+
+    def __sub__(self, other):
+        return Traced(int(self) - other)
+
+    def __lt__(self, other):
+        assert type(other) is not bool
+        return int(self) < other
+
+
+def test_sizes_are_compared_with_numbers_alone():
+    assert _sizes_of((Traced(2), Traced(3)), ["N > 0", "D"], {}) == {"N": 2, "D": 3}
 
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
