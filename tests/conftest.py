@@ -6,6 +6,7 @@ import fcntl
 import importlib.util
 import os
 import pathlib
+import sys
 import time
 import types
 
@@ -105,6 +106,28 @@ def room(tmp_path_factory):
         yield ask
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
+
+
+_failed = set()
+
+
+def pytest_runtest_logreport(report):
+    if report.failed:
+        _failed.add(report.nodeid)
+
+
+def pytest_runtest_logfinish(nodeid):
+    """End a worker for which an error has stopped a GPU, so that one test fails and not all behind it.
+
+    Another worker takes its place. What the test itself said has been passed on.
+    """
+    if nodeid in _failed and "PYTEST_XDIST_WORKER" in os.environ and torch.cuda.is_initialized():
+        try:
+            for gpu in range(torch.cuda.device_count()):
+                torch.cuda.synchronize(gpu)
+        except RuntimeError as error:
+            print(f"{nodeid} has stopped a GPU: {error}", file=sys.stderr, flush=True)
+            os._exit(70)
 
 
 # Slow tests
