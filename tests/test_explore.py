@@ -1,10 +1,14 @@
 """Problems that nobody chose: the law they are drawn by, and that a wrong result, a cut and an edit do not pass."""
 
 import contextlib
+import dataclasses
 import math
 import multiprocessing
 import pathlib
 import random
+import re
+import shutil
+import subprocess
 import sys
 import types
 from collections import Counter
@@ -13,7 +17,7 @@ import pandas as pd
 import pytest
 import torch
 
-from fusebook import bench, check, explore, inputs, plots, record, timing
+from fusebook import bench, check, explore, inputs, plots, record, timing, ways
 from fusebook import machine as machines
 from fusebook.cards import OPS, _draws
 from fusebook.op import Variant
@@ -158,6 +162,7 @@ def gpu(monkeypatch):
 
     monkeypatch.setattr(explore, "_gpu", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda *_: "Test GPU")
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda *_: (9, 0))
     monkeypatch.setattr(timing, "cold", clock("cold"))
     monkeypatch.setattr(timing, "host", clock("host"))
     monkeypatch.setattr(timing, "_host_seconds", lambda _: 1.0)
@@ -258,17 +263,17 @@ def test_seconds_end_it(op, gpu, tmp_path):
     assert frame.empty and list(frame.columns)[:2] == ["case", "op"]
 
 
-def test_a_run_that_was_cut_off_goes_on(op, gpu, tmp_path):
+def test_a_run_that_was_cut_off_goes_on(op, gpu, tmp_path, monkeypatch):
     explored(op, root=tmp_path)
     file = explore.path("test-gpu", "toy", tmp_path)
     whole = file.read_text()
     before, about = explore._load(file)
     about["stamp"] = explore._stamp(about)
     record._save(file, "explored/toy", before[before["case"] < 2], **about)  # it ended before the last problem
-    asked = []
-    more = toy(fusebook=variant(lambda x: (asked.append(0), x + x)[1]), slow=variant(lambda x: 2 * x))
-    (frame,) = explored(more, root=tmp_path, cases=4)
-    assert len(asked) == 2, "the problem that was cut off, and the fourth"
+    called = []
+    monkeypatch.setattr(inputs, "poison", called.append)
+    (frame,) = explored(op, root=tmp_path, cases=4)
+    assert len(called) == 2 * 3, "the problem that was cut off, and the fourth, in three ways"
     assert sorted(frame["case"]) == sorted([0, 1, 2, 3] * 3)
     again = explore.read(op, "test-gpu", tmp_path)
     pd.testing.assert_frame_equal(again, frame, check_dtype=False, rtol=1e-5)
@@ -497,15 +502,64 @@ def test_results_say_whether_rows_are_alone():
     assert (frame["status"] == "ok").all() and math.isfinite(frame["call_us"].max())
 
 
-def test_what_was_explored_is_as_old_as_what_its_operator_is_made_of(monkeypatch):
-    real = pathlib.Path.read_text
-    before = {name: explore._source(OPS[name]) for name in ("softmax", "exp", "swiglu")}
+# What a file was stamped with
 
-    def edited(name, more):
-        monkeypatch.setattr(pathlib.Path, "read_text", lambda f: real(f) + (more if f.name == name else ""))
-        return {op for op in before if explore._source(OPS[op]) != before[op]}
 
-    assert edited("softmax_backward.py", "\n# said otherwise\n    # and here\n") == set()
-    assert edited("softmax_backward.py", "\nx = 1\n") == {"softmax"}
-    assert edited("swiglu.csv", "x\n") == edited("_products.py", "\nx = 1\n") == {"swiglu"}
-    assert edited("_operator.py", "\nx = 1\n") == set(before)
+def test_what_does_something_else_now_is_told_by_its_name(recorded, op):
+    def tells(**variants):
+        now = toy(**{"fusebook": op.variants["fusebook"], "slow": op.variants["slow"], **variants})
+        return explore.read(now, "test-gpu", recorded).attrs["origin"].stale
+
+    assert tells() == tells(another=variant(torch.neg)) == ()
+    assert tells(slow=variant(lambda x: x * 2)) == ("toy (slow) is called by other code than when it was measured",)
+    assert tells(fusebook=variant(lambda x: 2 * x)) == ("toy (fusebook) does something else than when it was measured",)
+    other = dataclasses.replace(op, draw=lambda rng: {**op.draw(rng), "M": 3})
+    assert explore.read(other, "test-gpu", recorded).attrs["origin"].stale == (
+        "toy has other problems than when it was measured",
+    )
+
+
+def aged(file, **about):
+    """As an older rule stamped it."""
+    frame, told = explore._load(file)
+    told = {k: v for k, v in told.items() if k != "ways"} | about
+    record._save(file, f"explored/{file.stem}", frame, **told, stamp=explore._stamp(told))
+
+
+def test_what_an_older_rule_stamped_says_so(recorded, op):
+    aged(recorded / "test-gpu" / "explored" / "toy.csv", source="0123456789ab")
+    assert explore.read(op, "test-gpu", recorded).attrs["origin"].stale == ("toy was stamped by an older rule",)
+
+
+@pytest.mark.parametrize(("source", "told"), [("then", "stamped"), ("before", "stays as it is: the library of")])
+def test_what_an_older_rule_stamped_is_stamped_by_the_library_of_its_commit(gpu, tmp_path, monkeypatch, source, told):
+    library, git = tmp_path / "src" / "fusebook", ["git", "-C", str(tmp_path)]
+    ignored = shutil.ignore_patterns("__pycache__", "records")
+    shutil.copytree(pathlib.Path(explore.__file__).parent, library, ignore=ignored)
+    for file, old, new in (
+        ("explore.py", r"stale = ways\.changed.*", 'stale = () if about["source"] == "then" else ("old",)'),
+        ("cards/elementwise.py", r"lambda x: 2 \* x, needs", "lambda x: x * 2, needs"),
+    ):
+        text, count = re.subn(old, new, (library / file).read_text())
+        assert count, f"nothing in {file} matches {old}"
+        (library / file).write_text(text)
+    for words in (["init", "-q"], ["add", "."], ["-c", "user.name=a", "-c", "user.email=a@b.c", "commit", "-qm", "."]):
+        subprocess.run([*git, *words], check=True)
+    commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+    monkeypatch.setattr(ways, "__file__", str(library / "ways.py"))
+    machines.save(machine(), tmp_path / "test-gpu" / "machine.json")
+    op, file = OPS["double"], explore.path("test-gpu", "double", tmp_path)
+    monkeypatch.setattr(timing, "cold", lambda fs, **_: {n: timing.Quantiles(1e-6, 1e-6, 1e-6, 1) for n in fs})
+    run = explore._Run(op, 100, 1, True, (), tmp_path)
+    run.take(0, explore._explored(op, {**run.asked[0], "M": 3, "N": 5}, run.variants, False, True))
+    aged(file, source=source, commit=commit)
+    before = file.read_text()
+    assert explore.restamp(op, "test-gpu", tmp_path).startswith(told)
+    after = file.read_text()
+    assert after.partition("\n")[2] == before.partition("\n")[2]
+    stale = explore.read(op, "test-gpu", tmp_path).attrs["origin"].stale
+    if source == "before":
+        assert after == before and stale == ("double was stamped by an older rule",)
+    else:
+        assert stale == ("double (eager) is called by other code than when it was measured",)
+        assert explore.restamp(op, "test-gpu", tmp_path) == "has a stamp of today's rule"

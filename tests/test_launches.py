@@ -1,6 +1,7 @@
 """What a call launches: found without a GPU, changed by what changes it, and by nothing else."""
 
 import functools
+import json
 import os
 import re
 import shutil
@@ -337,3 +338,62 @@ def test_what_a_process_keeps_is_no_code(monkeypatch):
     before = launches.of_wrapper(variant)
     monkeypatch.setitem(custom._OPS, -1, str)
     assert launches.of_wrapper(variant) == before
+
+
+# What an operator does, whatever it is asked for ----------------------------------------------------------------------
+
+WAYS = """
+import json
+from fusebook import ways
+from fusebook.cards import OPS
+asked = "softmax exp silu swiglu concat_gemm kmeans_step logistic_step masked_scatter_nd_of_shape"
+print(json.dumps({op: ways.ways(OPS[op], (9, 0), OPS[op].variants) for op in asked.split()}))
+"""
+
+
+def ways_of(copy):
+    process = warm.run("-W", "ignore", "-c", WAYS, env=os.environ | {"PYTHONPATH": str(copy.folder)})
+    assert process.returncode == 0, process.stderr[-3000:]
+    return {(op, name): way for op, found in json.loads(process.stdout).items() for name, way in found.items()}
+
+
+@pytest.fixture(scope="module")
+def original_ways(tmp_path_factory):
+    return ways_of(Copy(tmp_path_factory.mktemp("ways")))
+
+
+#: As above: what is changed, and what by, and the operators of which a variant of ours does something else then.
+CHANGED = {
+    "a token of a kernel": (r"tl\.maximum\(tops, x\)", "tl.maximum(x, tops)", {"softmax"}),
+    "a kernel of an operator that is found by its name": (
+        r"live = first \+ part < PARTS", "live = PARTS > first + part", {"kmeans_step"},
+    ),
+    **{what: (*NOTICED[what][:2], which) for what, which in {
+        "a global constant": {"masked_scatter_nd_of_shape"},
+        "a dict of expressions": {"silu"},
+        "a tuned row": {"swiglu", "concat_gemm"},
+        "a rival's wrapper": set(),
+    }.items()},
+}  # fmt: skip
+
+
+def test_what_an_operator_does_otherwise_is_noticed_and_nowhere_else(original_ways, tmp_path):
+    copy = Copy(tmp_path)
+    for old, new, _ in CHANGED.values():
+        copy.change(old, new)
+    now = ways_of(copy)
+    changed = {key for key in original_ways if now[key] != original_ways[key]}
+    ours = set().union(*(which for *_, which in CHANGED.values()))
+    expected = {(op, name) for op, name in original_ways if op in ours and name.startswith("fusebook")}
+    assert changed == expected | {("softmax", "Liger")}
+
+
+def test_what_an_operator_does_is_the_same_however_it_is_said(original_ways, tmp_path):
+    copy = Copy(tmp_path)
+    for what, (old, new) in UNNOTICED.items():
+        if what != "a constant by its value":  # nor is it evaluated where it stands inside a function
+            copy.change(old, new)
+    copy.change(r"def _caller\(self\)", "def _made_quick(self)")
+    copy.change(r"self\._caller\(\)", "self._made_quick()")
+    copy.change(r"(?m)^90(,half,any,rows 16,.*)$", r"90\1\n80\1")
+    assert ways_of(copy) == original_ways

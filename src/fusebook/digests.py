@@ -19,7 +19,7 @@ import re
 import sys
 import sysconfig
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ _HOUSE = "fusebook"
 _ABROAD = re.compile(rf"<frozen|.*[-/](site|dist)-packages/|{re.escape(sysconfig.get_paths()['stdlib'])}")
 
 
-def digest(thing: Any) -> str:
+def digest(thing: Any, instead: Callable[[Any], Any] | None = None) -> str:
     """Twelve digits of the sha256 of what a function does, with all that it uses.
 
     Parameters
@@ -39,6 +39,9 @@ def digest(thing: Any) -> str:
     thing : object
         A kernel, a function, a class or a value. Functions are followed as long as they are of this library or of a
         page; what lies outside, in torch, Triton or Python, is known by its name.
+    instead : callable, optional
+        Takes each value that is met, and returns what counts in its place: the same value, for most. With it, of a
+        dict that is asked for one key only what stands there counts.
 
     Returns
     -------
@@ -46,10 +49,10 @@ def digest(thing: Any) -> str:
         The same on every machine, wherever the functions stand and whatever they and their variables are called.
         Docstrings, comments, annotations and the wording of errors do not count.
     """
-    met: list[Any] = []
+    met = _Met(instead)
     texts = [_said(thing, met)]
     for function in met:  # which grows
-        text, used = _written(function)
+        text, used = _written(function, instead)
         texts.append(text + "".join(f"|{_said(value, met)}" for value in used))
     return twelve("\n".join(texts))
 
@@ -59,8 +62,17 @@ def twelve(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def _said(value: Any, met: list[Any]) -> str:
+class _Met(list[Any]):
+    """The functions and classes that were met, in that order, and what counts in the place of others."""
+
+    def __init__(self, instead: Callable[[Any], Any] | None) -> None:
+        self.instead = instead
+
+
+def _said(value: Any, met: _Met) -> str:
     """A value as text; functions that are followed are numbered in the order in which they are met."""
+    if met.instead is not None:
+        value = met.instead(value)
     if isinstance(value, functools.partial):
         return f"partial({_said([value.func, value.args, value.keywords], met)})"
     if isinstance(value, types.MethodType):
@@ -112,7 +124,7 @@ def _followed(value: Any) -> bool:
     return bool(file) and not _ABROAD.match(file) and bool(linecache.getlines(file))
 
 
-def _written(function: Any) -> tuple[str, list[Any]]:
+def _written(function: Any, instead: Callable[[Any], Any] | None) -> tuple[str, list[Any]]:
     """The text of a function or class, and the values of the globals that it uses, in order."""
     node = _node(function)
     if node is None:  # made by exec, or C
@@ -123,8 +135,9 @@ def _written(function: Any) -> tuple[str, list[Any]]:
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             with contextlib.suppress(ValueError):  # not bound yet
                 scope[name] = cell.cell_contents
-    scope |= {name: code for name in scope if (code := _code_of(scope[name], scope, name)) is not scope[name]}
-    writer = _Writer(node, scope)
+    state = {name: scope[name] for name in scope if _code_of(scope[name], scope, name) is not scope[name]}
+    scope |= {name: _code_of(value, scope, name) for name, value in state.items()}
+    writer = _Writer(node, scope, state if instead else None)
     defaults = [function.__defaults__, function.__kwdefaults__] if isinstance(function, types.FunctionType) else []
     return writer.text(node, root=True), [*writer.used, *(d for d in defaults if d)]
 
@@ -210,8 +223,9 @@ _SILENT = ("ctx", "kind", "returns", "type_comment", "type_params")
 class _Writer:
     """A syntax tree as text, in which chosen names are numbers and globals stand aside as values."""
 
-    def __init__(self, node: ast.AST, scope: Mapping[str, Any]) -> None:
+    def __init__(self, node: ast.AST, scope: Mapping[str, Any], state: Mapping[str, Any] | None) -> None:
         self.scope = scope
+        self.state = state  # globals as they are now, of which the scope has what they were begun as
         self.used: list[Any] = []
         self.names: dict[str, int] = {}
         self.local = set()
@@ -253,6 +267,11 @@ class _Writer:
                 # only a build for GPUs has. Known by its name, as all that lies outside.
                 own = isinstance(value, (str, bytes, bool, types.NoneType, tuple, dict, list, set))
                 return self if own or base.__name__ == "torch._C" else value
+        if isinstance(node, ast.Subscript) and self.state is not None and isinstance(node.value, ast.Name):
+            key = node.slice.value if isinstance(node.slice, ast.Constant) else self.resolved(node.slice)
+            for held in (self.resolved(node.value), self.state.get(node.value.id)):
+                if isinstance(held, dict) and isinstance(key, str) and key in held:
+                    return held[key]
         return self
 
     def text(self, node: Any, root: bool = False) -> str:

@@ -19,13 +19,11 @@ import contextlib
 import datetime
 import functools
 import hashlib
-import inspect
 import math
 import multiprocessing
 import os
 import pathlib
 import random
-import re
 import signal
 import sys
 import time
@@ -36,11 +34,10 @@ from typing import Any
 
 import torch
 
-from fusebook import bench, check, inputs, record, timing
+from fusebook import bench, check, inputs, record, timing, ways
 from fusebook import machine as machines
 from fusebook.cards import OPS
 from fusebook.extras import extra
-from fusebook.kernels._operator import OPERATORS
 from fusebook.op import Dims, Op, Variant
 
 with extra("book"):
@@ -49,7 +46,7 @@ with extra("book"):
 
 __all__ = [
     "COLUMNS", "RECORDED_FROM", "Wrong", "explorable", "explore", "ours", "path", "problem", "problems", "quantiles",
-    "read", "refusals", "several", "standing", "worst",
+    "read", "refusals", "restamp", "several", "standing", "worst",
 ]  # fmt: skip
 
 #: The seeds before this one are those that plans are tuned by; they are not recorded.
@@ -568,7 +565,7 @@ class _Run:
             "seed": str(seed),
             "without": ",".join(without),
             "clocks": "device and host" if host else "device",
-            "source": _source(op),
+            "ways": ways.told(op, torch.cuda.get_device_capability() if _gpu() else None, self.variants),
             "commit": machines._commit(),
             "versions": "; ".join(f"{k} {v}" for k, v in versions.items() if v),
             "date": datetime.date.today().isoformat(),
@@ -617,25 +614,6 @@ def path(slug: str, op: str, root: pathlib.Path | None = None) -> pathlib.Path:
     return record.path(f"explored/{op}", slug, root)
 
 
-def _source(op: Op) -> str:
-    """Twelve digits of the sha256 of what an operator is made of, comments aside: its card, its kernels, their plans.
-
-    Problems are explored in layouts of their own, so what was launched cannot be asked for as it is of records.
-    """
-    names = {OPERATORS[op.name].into.__module__} if op.name in OPERATORS else set()
-    waiting = [op.make.__module__, *names]
-    while waiting:
-        known = vars(sys.modules[waiting.pop()]).values()
-        found = {str(getattr(getattr(v, "fn", v), "__module__", "")) for v in known}  # a kernel is around a function
-        new = {name for name in found - names if name.startswith("fusebook.kernels.")}
-        names |= new
-        waiting += new
-    files = [pathlib.Path(inspect.getfile(sys.modules[name])) for name in (op.make.__module__, *sorted(names))]
-    text = [re.sub(r"(?m)^\s*#.*\n|  # .*$", "", file.read_text()) for file in files]  # trees differ between Pythons
-    text += [f.read_text() for file in files if (f := file.parent / "tuned" / f"{file.stem}.csv").exists()]
-    return hashlib.sha256("\n".join(text).encode()).hexdigest()[:12]
-
-
 def _stamp(about: Mapping[str, str]) -> str:
     """Twelve digits of the sha256 of what is said of a file, its seed among it: its rows have one of their own."""
     return hashlib.sha256(repr(sorted(about.items())).encode()).hexdigest()[:12]
@@ -675,13 +653,52 @@ def read(op: Op, slug: str = "nvidia-h200", root: pathlib.Path | None = None) ->
         command = f"python -m fusebook.explore {op.name} --seed {RECORDED_FROM}"
         raise record.RecordError(f"{file}: no such record; {command} makes it")
     frame, about = _load(file)
-    stale = () if about.get("source") == _source(op) else (f"{op.name} is made from other sources now",)
     beside = file.parent.parent / "machine.json"
     machine = machines.load(beside, recorded=True) if beside.exists() else None
+    stale = ways.changed(op, machine.capability if machine else None, about.get("ways", ""))
     told = {k: about.get(k, "") for k in ("date", "versions", "commit")}
     origin = bench.Origin(machine, measured=False, stale=stale, path=file, page=f"{op.name}-explored", **told)
     frame.attrs.update(about, origin=origin)
     return frame
+
+
+def restamp(op: Op, slug: str = "nvidia-h200", root: pathlib.Path | None = None) -> str:
+    """Stamp a file that an older rule stamped with what the library did at the commit that it was measured at.
+
+    It is stamped where the library of that commit, which is taken from the repository, finds by its own rule that the
+    file is of what it does. Whether that is what the library does today, `read` tells.
+
+    Parameters
+    ----------
+    slug : str
+        The GPU's folder.
+    root : pathlib.Path, optional
+        The package's records by default.
+
+    Returns
+    -------
+    str
+        What became of the file, in a few words.
+
+    Raises
+    ------
+    fusebook.record.RecordError
+        Where the file is missing, or is not what was explored.
+    """
+    file = path(slug, op.name, root)
+    _, about = _load(file)
+    if "ways" in about:
+        return "has a stamp of today's rule"
+    beside = file.parent.parent / "machine.json"
+    try:
+        told = ways.then(op.name, about["commit"], file, beside)
+    except ways.Unknown as error:
+        return f"stays as it is: {error}"
+    about = {k: v for k, v in about.items() if k != "source"} | {"ways": told}
+    head, _, rows = file.read_text().partition("\n")
+    parts = [*head.split(" | ")[:4], *(f"{k}={v}" for k, v in (about | {"stamp": _stamp(about)}).items())]
+    record._replace(file, f"{' | '.join(parts)}\n{rows}")
+    return "stamped"
 
 
 # What was found -------------------------------------------------------------------------------------------------------
@@ -803,11 +820,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--without", default="", metavar="WORDS", help="comma list: no variants that hold one of these")
     parser.add_argument("--check-only", action="store_true", help="no times; without a GPU at small sizes")
     parser.add_argument("--out", type=pathlib.Path, help="folder of records (default: the package's, or explored here)")
+    parser.add_argument("--restamp", action="store_true", help="only stamp by today's rule what an older one stamped")
     args = parser.parse_args(argv)
     if args.cases < 1 or args.seconds <= 0 or args.seed < 0:
         parser.error("expected --cases and --seconds above 0, and --seed from 0 up")
     names = list(dict.fromkeys(known if "all" in args.ops else args.ops))
     here = pathlib.Path("explored", f"seed-{args.seed}")
+    if args.restamp:
+        slug = machines.slug()
+        for name in names:
+            if path(slug, name, args.out).exists():
+                print(f"{name}: {restamp(OPS[name], slug, args.out)}", flush=True)
+        return 0
     out = args.out or (machines.RECORDS if args.seed >= RECORDED_FROM else here)
     how = {k: getattr(args, k) for k in ("seed", "cases", "seconds", "check_only")}
     how["without"] = [word for word in args.without.split(",") if word]

@@ -425,8 +425,7 @@ def _gradients(expression: Expression, ctx: Any, *dys: Tensor | None) -> tuple[T
     return tuple((g if g.shape == x.shape else g.sum_to_size(x.shape)).to(x.dtype) for g, x in pairs)
 
 
-def _check(name: str, *operands: Any) -> tuple[Tensor, ...]:
-    letters = _EXPRESSIONS[name].operands
+def _check(name: str, letters: str, *operands: Any) -> tuple[Tensor, ...]:
     shapes(name, **{what: (value, "", FLOATING) for what, value in zip(letters, operands, strict=True)})
     if any(t.shape != operands[0].shape for t in operands):
         try:
@@ -461,7 +460,7 @@ def _operator(name: str) -> Operator:
     return Operator(
         name,
         f"({operands}) -> {results if expression.results == 1 else f'({results})'}",
-        check=functools.partial(_check, name),
+        check=functools.partial(_check, name, expression.operands),
         outputs=functools.partial(_outputs, expression.results),
         into=functools.partial(_elementwise_into, expression.kernel),
         gradient=(functools.partial(_gradients, expression), functools.partial(_keep, expression)),

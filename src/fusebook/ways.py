@@ -1,0 +1,157 @@
+"""What each way to compute an operator does, as digests: whether what was measured in any layout is still the code.
+
+Of ours, what is asked of the GPU counts: kernels, plans and the tuned rows of its kind, what allocates and launches,
+and what may be refused. How launchers are called, and how plans are kept, does not. Of others, the functions that call
+them count; see `fusebook.digests` for what is left out of all of them.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable
+from typing import Any
+
+from fusebook import kernels
+from fusebook.digests import digest
+from fusebook.kernels._operator import Operator
+from fusebook.kernels._products import read
+from fusebook.op import Op
+
+__all__ = ["PROBLEMS", "Unknown", "changed", "then", "told", "ways"]
+
+#: What stands for the problems themselves, beside the names of variants.
+PROBLEMS = "problems"
+
+# Functions of `fusebook.kernels._operator` through which all launchers go. How they do it is no operator's matter.
+_MECHANICS = ("apply", "empty", "empty_like", "launch", "launching", "record", "watched")
+
+
+class Unknown(RuntimeError):
+    """What was done then cannot be found out here; the message says why."""
+
+
+def _instead(value: Any) -> Any:
+    """What of an operator of ours decides what it launches; mechanics by their names, and refusals as one."""
+    if isinstance(value, Operator):
+        return [value.into, value.outputs, value.check, value.read]
+    module, name = str(getattr(value, "__module__", "")), getattr(value, "__name__", "")
+    if module in ("fusebook.kernels._arguments", "fusebook.kernels._tape"):
+        return "refusals and plans"
+    if module == "fusebook.kernels._operator" and name in _MECHANICS:
+        return f"to {name}"
+    return value
+
+
+def ways(op: Op, capability: tuple[int, int] | None, variants: Iterable[str]) -> dict[str, str]:
+    """Digests of what variants of an operator do, and of how its problems are made.
+
+    Parameters
+    ----------
+    capability : tuple of int or None
+        Of the GPU whose tuned rows count.
+    variants : iterable of str
+        Their names; those that the card does not have are left out.
+
+    Returns
+    -------
+    dict of str to str
+        By variant, and by `PROBLEMS`. Ours are those whose names begin with "fusebook".
+    """
+    arch = "".join(map(str, capability or ()))
+    rows = read(pathlib.Path(kernels.__path__[0]) / "tuned" / f"{op.name}.csv")
+    tuned = {key: row for key, row in rows.items() if key[0] == arch}
+    found = {PROBLEMS: digest([op.make, op.draw], _instead)}
+    for name in variants:
+        if (variant := op.variants.get(name)) is None:
+            continue
+        given = [variant.run, variant.prepare, *([tuned] if tuned and name.startswith("fusebook") else [])]
+        found[name] = digest(given, _instead)
+    return found
+
+
+def told(op: Op, capability: tuple[int, int] | None, variants: Iterable[str]) -> str:
+    """What some variants do, and how their problems are made, as a text that `changed` reads."""
+    return "; ".join(f"{name} {way}" for name, way in ways(op, capability, variants).items())
+
+
+def changed(op: Op, capability: tuple[int, int] | None, then: str) -> tuple[str, ...]:
+    """What does something else today than a text of `told` says, in a sentence each.
+
+    An empty text was stamped by an older rule.
+    """
+    if not then:
+        return (f"{op.name} was stamped by an older rule",)
+    before = dict(part.rsplit(" ", 1) for part in then.split("; "))
+    now = ways(op, capability, before)
+    other = [name for name in before if now.get(name) != before[name]]
+    ours = [name for name in other if name.startswith("fusebook")]
+    rivals = [name for name in other if name not in (PROBLEMS, *ours)]
+    reasons = [f"{op.name} has other problems than when it was measured"] if PROBLEMS in other else []
+    for names, how in ((ours, "does something else"), (rivals, "is called by other code")):
+        if names:
+            reasons.append(f"{op.name} ({', '.join(names)}) {how} than when it was measured")
+    return tuple(reasons)
+
+
+#: Run where the library is that of another commit, with the rule of today beside it.
+_THERE = """
+import sys
+from fusebook import explore, ways
+from fusebook.cards import OPS
+op = OPS[sys.argv[1]]
+frame = explore.read(op, sys.argv[2])
+origin = frame.attrs["origin"]
+if origin.stale:
+    sys.exit("the library of that commit is not what it was measured with")
+print(ways.told(op, origin.machine.capability, dict.fromkeys(frame["variant"])))
+"""
+
+
+def then(name: str, commit: str, file: pathlib.Path, machine: pathlib.Path) -> str:
+    """What an operator did at a commit, as `told` says it, where a file of explored problems is of what it did then.
+
+    Parameters
+    ----------
+    name : str
+        Of the operator.
+    commit : str
+        Its sources are taken from the repository in which this library lies. They tell by their own rule whether the
+        file is of what they do.
+    file, machine : pathlib.Path
+        The file, and the ``machine.json`` of its GPU.
+
+    Returns
+    -------
+    str
+
+    Raises
+    ------
+    Unknown
+        Where there is no such commit, or the file is of something else.
+    """
+    here = pathlib.Path(__file__).parent
+    with tempfile.TemporaryDirectory() as folder:
+        archive = ["git", "-C", str(here.parents[1]), "archive", commit, "src"]
+        try:
+            packed = subprocess.run(archive, capture_output=True, check=True).stdout
+            subprocess.run(["tar", "-x", "-C", folder], input=packed, check=True)
+        except (OSError, subprocess.CalledProcessError):
+            raise Unknown(f"the repository does not have the commit {commit}") from None
+        there = pathlib.Path(folder, "src", "fusebook")
+        for rule in ("digests.py", "ways.py"):
+            shutil.copy(here / rule, there / rule)
+        gpu = there / "records" / machine.parent.name
+        (gpu / "explored").mkdir(parents=True, exist_ok=True)
+        shutil.copy(file, gpu / "explored" / file.name)
+        shutil.copy(machine, gpu / machine.name)
+        environment = os.environ | {"PYTHONPATH": str(there.parent)}
+        asks = [sys.executable, "-W", "ignore", "-c", _THERE, name, gpu.name]
+        process = subprocess.run(asks, capture_output=True, text=True, cwd=folder, env=environment)
+    if process.returncode:
+        raise Unknown((process.stderr.strip().splitlines() or [f"exit code {process.returncode}"])[-1])
+    return process.stdout.strip()
