@@ -295,6 +295,23 @@ def test_a_loss_far_from_zero_has_its_digits():
         assert_close(fusebook.cross_entropy(some, target, reduction="none"), loss, 16)
 
 
+@DTYPES
+@WIDTHS
+@pytest.mark.parametrize("size", [0.03, 3.0, 300.0])  # below the cap, about it, above it
+def test_a_cap_leaves_logits_their_digits(size, N, dtype):
+    if N > 6000 and dtype in (torch.float32, torch.float16):
+        pytest.skip("the kernel is the same")
+    x, target, _ = drawn(4, N, dtype)
+    x = size / 3 * (x - 100 * (x > 50))
+    for cap in (1e4 * size, size, 30.0):
+        if size > 2 * cap:
+            continue  # what is saturated has no digits in the gradient
+        loss, dx = wanted(x, target, reduction="none", softcap=cap)
+        got, got_dx = fusebook.cross_entropy_with_gradient(x, target, reduction="none", softcap=cap)
+        assert_close(got, loss, 16)
+        assert_close(got_dx, dx, 16)
+
+
 def test_any_axes_and_strides():
     x = torch.randn(2, 3, 8, device=DEVICE).transpose(0, 1)
     target = torch.randint(0, 8, (3, 2), device=DEVICE)

@@ -54,11 +54,28 @@ def _exp_from(x, top, HALF: tl.constexpr):
 
 
 @triton.jit
+def _tanh(u):
+    """Of what is not negative: by an exponential that never overflows, which would leave small numbers no digits.
+
+    Those go by the polynomials of Cephes (netlib.org/cephes, tanhf.c and tanh.c).
+    """
+    e = _exp(-2.0 * u)
+    z = u * u
+    if u.dtype == tl.float64:
+        p = (-9.64399179425052238628e-1 * z - 9.92877231001918586564e1) * z - 1.61468768441708447952e3
+        q = ((z + 1.12811678491632931402e2) * z + 2.23548839060100448583e3) * z + 4.84406305325125486048e3
+        p = p / q
+    else:
+        p = (-5.70498872745e-3 * z + 2.06390887954e-2) * z - 5.37397155531e-2
+        p = (p * z + 1.33314422036e-1) * z - 3.33332819422e-1
+    return tl.where(u < 0.625, u + u * (z * p), (1.0 - e) / (1.0 + e))
+
+
+@triton.jit
 def _capped(x, CAP: tl.constexpr):
-    """CAP tanh(x / CAP), by an exponential that never overflows; -inf, of what is masked, stays -inf."""
+    """CAP tanh(x / CAP); -inf, of what is masked, stays -inf."""
     if CAP is not None:
-        e = _exp(-2.0 * tl.abs(x) / CAP)
-        y = CAP * ((1.0 - e) / (1.0 + e))
+        y = CAP * _tanh(tl.abs(x) / CAP)
         x = tl.where(x == float("-inf"), x, tl.where(x < 0, -y, y))
     return x
 
