@@ -322,25 +322,15 @@ def test_what_does_not_fit_is_refused_by_name(call, error, said):
 
 
 COMPILED = """
-import json, sys
+import json
 import fusebook, torch, triton
-from fusebook.kernels import _operator
-from fusebook.launches import AbsentGPU
+from fusebook import launches
 
-triton.runtime.driver.set_active(AbsentGPU())
-run, found = _operator.with_scratch, {}
-
-
-def noted(*args, **constants):
-    compiled = run(*args, **constants)
-    found[compiled.metadata.name] = compiled.asm["ttgir"]
-    return compiled
-
-
-_operator.with_scratch = noted
+triton.runtime.driver.set_active(launches.AbsentGPU())
 x, w = torch.empty(264, 65536, dtype=torch.bfloat16), torch.empty(65536, dtype=torch.bfloat16)
-fusebook.rms_norm_backward(x, x, w)
-print(json.dumps(found))
+with launches.kernels() as found:
+    fusebook.rms_norm_backward(x, x, w)
+print(json.dumps({kernel.metadata.name: kernel.asm["ttgir"] for kernel in found}))
 """
 
 

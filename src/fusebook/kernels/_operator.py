@@ -21,7 +21,7 @@ from torch._library.autograd import Info, make_autograd_impl
 from torch.nn import Parameter
 
 from . import _tape
-from ._tape import Overheard, Tape, with_scratch
+from ._tape import Overheard, Tape
 
 #: Whether Triton interprets; decided when it is imported.
 INTERPRETED: bool = triton.knobs.runtime.interpret
@@ -149,9 +149,9 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
     """Launch a kernel: ``kernel[grid](*args, **constants)``, taken down where a plan is being made."""
     tape = _state.tape
     if tape is None:
-        return with_scratch(kernel[grid], *args, **constants)
+        return kernel[grid](*args, **constants)
     with tape.heard():
-        compiled = with_scratch(kernel[grid], *args, **constants)
+        compiled = kernel[grid](*args, **constants)
     tape.launched(kernel, grid, args, constants, compiled)
     return compiled
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import copy
-import functools
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -22,20 +19,6 @@ _stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 #: Launches of a plan at most. What takes more is no small call.
 _LONGEST = 64
-
-
-def with_scratch(run: Callable[..., Any], *args: Any, **constants: Any) -> Any:
-    """Launch where Triton gets memory, from torch, for descriptors that a kernel makes.
-
-    An allocator that the caller has set stays theirs.
-    """
-
-    def inside() -> Any:
-        # On the CPU, where Triton interprets, or only compiles, no memory is asked for.
-        triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device="cuda"))
-        return run(*args, **constants)
-
-    return contextvars.copy_context().run(inside)
 
 
 class _At:
@@ -244,7 +227,9 @@ class Tape:
         self, kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constants: dict[str, Any], compiled: Any
     ) -> None:
         self.launches += 1
-        if not hasattr(compiled, "packed_metadata") or kernel.pre_run_hooks or self.launches > _LONGEST:
+        scratch = getattr(getattr(compiled, "metadata", None), "global_scratch_size", 0)  # memory that Triton asks for
+        odd = not hasattr(compiled, "packed_metadata") or kernel.pre_run_hooks
+        if odd or scratch or self.launches > _LONGEST:
             self.spoiled = True
             return
         bound = dict(zip(kernel.arg_names, args, strict=False)) | constants
@@ -252,9 +237,8 @@ class Tape:
         known = compiled.function, compiled.packed_metadata, None, None, None
         sizes = (*grid, 1, 1)[:3]
         name = f"k{len(self.names)}"
-        scratch = getattr(compiled.metadata, "global_scratch_size", 0)
-        if scratch or not hasattr(compiled.run, "launch"):  # it asks for memory, or a test put it in its place
-            self.names[name] = functools.partial(with_scratch, compiled.run) if scratch else compiled.run
+        if not hasattr(compiled.run, "launch"):  # a test put it in its place
+            self.names[name] = compiled.run
             arguments = ", ".join(self.argument(v) for v in values)
             self.lines.append(f"{name}(*{self.written((*sizes, _STREAM, *known))}, {arguments})")
             return
