@@ -353,12 +353,15 @@ ten("multiply", "silu")
 # slower for many rows, and parts of 1024 to 16384 numbers by 2 to 16 warps.
 # Smaller parts are faster for tens of rows and slower for thousands, and the
 # width alone decides, since a row's bits must not depend on how many come with
-# it. Wide rows of float64 are read twice by one program, for the same reason.
+# it.
 #
-# Gradients of rows that lie across are the worst: kernels that are later than
-# this record lay them side by side first. Half types whose two tensors begin
-# at different places within 16 bytes are read number by number by few warps;
-# more were not tried. Small problems are launches.
+# Kernels that are later than this record share wide rows of float64, too,
+# which one program used to read twice; each of few rows of a gradient has
+# programs of its own, which come to the same bits as those that go from row to
+# row; rows that lie across are laid side by side first, or read where they
+# are, by a program each, if they are few; and numbers of half types that must
+# be loaded one by one are held by more warps: 16 of them in each of 16 tiles
+# were more than a thread's registers. Small problems are launches.
 
 ten("softmax", "softmax_backward")
 

@@ -127,13 +127,37 @@ def test_wide_rows_that_lie_across_are_laid_side_by_side(dtype, monkeypatch):
     original = _rows.side_by_side
     monkeypatch.setattr(_rows, "side_by_side", lambda x: laid.append(x) or original(x))
     with _operator.plans_aside():
-        x = torch.randn(4200, 33, device=DEVICE).to(dtype).mT
+        x = torch.randn(2100, 260, device=DEVICE).to(dtype).mT
         assert_softmax(x, 1)
         assert len(laid) == 1
         assert_softmax(x[:, :100], 1)  # these are held
+        assert_softmax(x[:25], 1)  # and so few are read where they are
         assert len(laid) == 1
         assert_softmax(x.mT, 0)  # the result lies across as well
         assert len(laid) == 2
+
+
+@EVERY_DTYPE
+@pytest.mark.parametrize("tensors", [1, 2])
+def test_few_rows_that_lie_across_have_a_program_each(dtype, tensors):
+    def plan(rows, n):
+        return _rows.softmax_plan((1, rows, n), dtype, (9, 0), last=False, tensors=tensors)
+
+    for rows in (1, 2, 40, 100):
+        few = plan(rows, 1100)
+        assert few.kernel == "rows" and few.programs == rows and few.constants["ROWS"] == 1
+    for rows, n in ((40, 300), (257, 1100)):  # narrow or many: neighbours share a fetch
+        many = plan(rows, n)
+        assert many.kernel == "turned" or many.programs < rows
+    assert plan(200, 16384).kernel == "turned"
+
+
+def test_numbers_that_are_loaded_one_by_one_fit_into_the_registers_of_a_thread():
+    for n in range(8192, 32769, 997):
+        plan = _rows.softmax_plan((1, 9, n), torch.float16, (9, 0), tensors=2, vector=1)
+        assert plan.kernel == "rows"
+        held = plan.constants["BLOCK"] * plan.constants["CHUNKS"]
+        assert 2 * held <= 160 * 32 * plan.warps, "beyond 160 registers of 255 they were seen to spill"
 
 
 @pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS.keys())
@@ -201,7 +225,9 @@ def test_a_short_row_is_the_same_whatever_rows_it_comes_with(n, dtype):
 
 @EVERY_DTYPE
 def test_more_wide_rows_than_processors(dtype):
-    assert_softmax(torch.randn(20 if DEVICE == "cpu" else 200, 66000, device=DEVICE).to(dtype), 1)
+    x = torch.randn(20 if DEVICE == "cpu" else 200, 66000, device=DEVICE).to(dtype)
+    assert_softmax(x, 1)
+    assert_gradient(torch.softmax(x, 1), x, 1)
 
 
 def test_a_row_of_more_than_a_million():
@@ -218,7 +244,7 @@ def test_the_interpreter_reaches_every_kernel():
             (3, 781, torch.float16, True),
             (3, 50257, torch.float16, True),
             (2, 66000, torch.float32, False),
-            (2, 66000, torch.float64, False),
+            (20, 66000, torch.float64, False),
         )
     }
     assert kinds == {"rows", "pairs", "whole", "shared", "twice"}
@@ -276,11 +302,25 @@ def test_nothing_of_a_neighbour_enters_a_row(n, dtype):
 @EVERY_DTYPE
 @pytest.mark.parametrize("n", [50257, 66000])
 def test_a_wide_row_is_the_same_whatever_rows_it_comes_with(n, dtype):
-    x = torch.randn(6, n, device=DEVICE, dtype=dtype)
+    x = torch.randn(100 if CUDA else 6, n, device=DEVICE, dtype=dtype)
     y, dy = fusebook.softmax(x), torch.randn_like(x)
     assert torch.equal(y[:2], fusebook.softmax(x[:2]))
-    if n % 8:
-        assert torch.equal(softmax_backward(y, dy, -1)[:2], softmax_backward(y[:2], dy[:2], -1))
+    assert torch.equal(softmax_backward(y, dy, -1)[:2], softmax_backward(y[:2], dy[:2], -1))
+
+
+@pytest.mark.parametrize("where", [0, 30000, 65999], ids="the largest at {}".format)
+def test_parts_of_a_wide_float64_row_may_lie_far_apart(where):
+    """Each part has its own maximum: one that is far below another counts for nothing, and for no NaN."""
+    x = torch.full((3, 66000), -float("inf"), device=DEVICE, dtype=torch.float64)
+    x[0] = torch.randn(66000, device=DEVICE) - 900
+    x[0, where] = 900
+    x[1, where] = -3
+    want = torch.zeros_like(x)
+    want[:2, where] = 1
+    got = fusebook.softmax(x)
+    assert torch.equal(got[:2], want[:2]) and got[2].isnan().all()
+    shifted = fusebook.softmax(x[:1] * 1e-3)
+    torch.testing.assert_close(shifted, torch.softmax(x[:1] * 1e-3, 1), rtol=1e-13, atol=0)
 
 
 def test_rows_that_programs_share_are_the_same_in_spoiled_memory():
@@ -297,8 +337,10 @@ def test_rows_that_programs_share_are_the_same_in_spoiled_memory():
 
 
 @NEEDS_CUDA  # interpreted, nobody can wait
-def test_what_other_programs_left_is_what_a_program_finds_out_for_itself(monkeypatch):
-    x = torch.randn(2, 66001, device=DEVICE)
+@pytest.mark.parametrize("rows", [2, 100])  # programs of a gradient take one row, and go from row to row
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+def test_what_other_programs_left_is_what_a_program_finds_out_for_itself(dtype, rows, monkeypatch):
+    x = torch.randn(rows, 66001, device=DEVICE, dtype=dtype)
     want = fusebook.softmax(x)
     gradient = softmax_backward(want, x, 1)
     plan = _rows._shared_plan
@@ -316,7 +358,7 @@ def test_what_other_programs_left_is_what_a_program_finds_out_for_itself(monkeyp
 
 
 @pytest.mark.parametrize("processors", [24, 132])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@EVERY_DTYPE
 @pytest.mark.parametrize("aligned", [True, False])
 @pytest.mark.parametrize("tensors", [1, 2])
 def test_plans_of_wide_rows_hold_every_number_once(processors, dtype, aligned, tensors):
@@ -341,20 +383,23 @@ def test_plans_of_wide_rows_hold_every_number_once(processors, dtype, aligned, t
             reach = n if n % vector == 0 else n + vector - 1
             held = plan.constants["BLOCK"] * plan.constants.get("CHUNKS", 1)
             if plan.kernel == "shared":
-                if tensors == 1:
+                registers = plan.registers or 128
+                if tensors == 1 or plan.constants["ONCE"]:
                     assert plan.programs == 7 * plan.parts
                 else:  # programs go from row to row, and all of them run at once
                     assert plan.programs % plan.parts == 0 and plan.programs <= 7 * plan.parts
-                    assert plan.programs <= processors * (65536 // (plan.registers * 32 * plan.warps))
+                    assert plan.programs <= processors * (65536 // (registers * 32 * plan.warps))
                 assert (plan.parts - 1) * plan.span < reach <= plan.parts * plan.span
                 assert plan.span <= held
                 assert plan.span * dtype.itemsize % 128 == 0
-                # A word a thread at most, and all programs of a row at once: 64 of 65536 registers a thread.
-                assert max(plan.parts, 32 * plan.warps) <= plan.constants["LANES"]
-                assert plan.parts <= processors * (65536 // (plan.registers * 32 * plan.warps))
-                assert plan == _rows.softmax_plan((1, 70, n), dtype, capability, **known)._replace(
-                    programs=plan.programs
-                )
+                # A word a lane, no thread without one, and all programs of a row at once: of 65536 registers.
+                words = plan.parts * (2 if tensors == 1 and dtype == torch.float64 else 1)
+                assert max(words, 32 * plan.warps) <= plan.constants["LANES"]
+                assert plan.parts <= processors * (65536 // (registers * 32 * plan.warps))
+                # However many rows there are, they are cut alike, and so come to the same bits.
+                many = _rows.softmax_plan((1, 70, n), dtype, capability, **known)
+                assert (many.span, many.parts, many.warps) == (plan.span, plan.parts, plan.warps)
+                assert many.constants == plan.constants | {k: v for k, v in many.constants.items() if k == "ONCE"}
             elif plan.kernel == "whole":
                 assert reach <= held
                 assert (plan.constants["CHUNKS"] - 2) * plan.constants["BLOCK"] <= n  # these are loaded without a mask
@@ -614,10 +659,13 @@ def test_a_second_gradient_in_half_precision_has_sums_in_float32():
     assert_gradient_of(for_dy, y, g, -1)
 
 
-def test_a_gradient_whose_sum_is_zero_ends():
-    """A part's sum of zero is a word like any other, not one that nobody has written."""
-    y = torch.softmax(torch.randn(2, 66001, device=DEVICE), 1)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+def test_what_is_zero_is_found_on_the_board(dtype):
+    """A part's sum or maximum of zero is a word like any other, not one that nobody has written."""
+    y = torch.softmax(torch.randn(2, 66001, device=DEVICE, dtype=dtype), 1)
     assert torch.equal(softmax_backward(y, torch.zeros_like(y), 1), torch.zeros_like(y))
+    zeros = torch.zeros_like(y)
+    torch.testing.assert_close(fusebook.softmax(zeros), zeros + 1 / 66001)
 
 
 def test_a_batch_of_numbers_is_as_long_as_it_was():

@@ -100,16 +100,16 @@ def zero_of(N, number):
 
 @triton.jit
 def again(x, zero, ANEW: tl.constexpr):
-    """Numbers in float32. ANEW, of half types: converted again, not held meanwhile in twice the registers.
+    """Numbers in float32 at least. ANEW, of half types: converted again, not held meanwhile in twice the registers.
 
     `zero` is of `zero_of`. Without it, the compiler would see that these are the numbers of before, and keep them.
     """
     if ANEW:
         x = (x.to(tl.int16, bitcast=True) ^ zero).to(x.dtype, bitcast=True)
-    return x.to(tl.float32)
+    return x if x.dtype == tl.float64 else x.to(tl.float32)
 
 
-# Several programs share a row: each takes a part of it, and leaves what it found there on a board, one word a part, for
+# Several programs share a row: each takes a part of it, and leaves what it found there on a board, a word or two, for
 # the others to read. A word is zero until it is written, and never zero afterwards, so that nobody reads half of one.
 #
 # All programs of a row run at once, or nearly so, and the words of the others come soon. Of a gradient as many programs
@@ -136,6 +136,18 @@ def words_of(board_ptr, lanes, PARTS, NOTHING: tl.constexpr, TRIES: tl.constexpr
         missing = missing_of(words, lanes)
         tries += 1
     return words, missing
+
+
+@triton.jit
+def word_of(number):
+    """The bits of a number as a word that is never zero: of -0.0 where it is 0.0."""
+    if number.dtype == tl.float64:
+        word = number.to(tl.int64, bitcast=True)
+        word = tl.where(word == 0, -9223372036854775808, word)
+    else:
+        word = number.to(tl.int32, bitcast=True)
+        word = tl.where(word == 0, -2147483648, word)
+    return word
 
 
 @triton.jit
@@ -212,7 +224,12 @@ def softmax_plan(
         # 32 neighbours along INNER, so that a warp reads 64 bytes and more in one piece. Eight elements a thread and a
         # tile, 64 in all: more would spill.
         rows = min(32, triton.next_power_of_2(inner))
-        numbers = rows * triton.next_power_of_2(n) * tensors * max(1, size // 4)
+        whole = triton.next_power_of_2(n) * tensors * max(1, size // 4)
+        if n >= 1024 and outer * inner <= 256 and outer * inner * n * size <= 2**20 and whole <= 32768:
+            # So little that L2 serves it: a program a row, which fetches its neighbours' numbers as well, takes less
+            # time than few programs with many rows, or than a copy and its launch.
+            rows = 1
+        numbers = rows * whole
         if rows == 32 and 32768 < numbers <= 65536:
             rows, numbers = 16, numbers // 2
         if numbers > 32768:
@@ -250,13 +267,15 @@ def softmax_plan(
     elif n <= {2: 32768, 4: 32768 if tensors == 1 else 24576, 8: 16384 // tensors}[size]:
         # float32 rows of 128 KiB still fit: they leave room for one program of 32 warps, which is enough.
         block, warps = tile_of(n, size, tensors)
+        if size == 2 and tensors == 2 and vector == 1 and n > 20480:
+            warps = 16  # numbers that are loaded one by one take a register each: those of 8 warps spill
         # A warp takes short rows of 512 to 2048 bytes in all, of few rows so many that there is work for all warps. Not
         # less: a thread has 16 bytes at least, so that as many threads take a row, and come to the same bits, whatever
         # the number of rows. Odd rows of half types are moved by 2 bytes, and a warp takes half of that.
         width = size * triton.next_power_of_2(n) * (2 if size == 2 and n % 2 else 1)
         each = max(1, outer * inner // (8 * processors))
         rows = max(1, 512 // width, min(2048 // width, 1 << each.bit_length() - 1))
-    elif size < 8 and (plan := _shared_plan(sizes, size, capability, processors, vector, tensors)):
+    elif plan := _shared_plan(sizes, size, capability, processors, vector, tensors):
         return plan
     else:
         # The second pass finds in L2 what is left there of the first: the larger the tile, the fewer rows at once.
@@ -294,7 +313,9 @@ def _shared_plan(
     # A third to half of a thread's registers hold numbers. Left to itself, the compiler takes more, and fewer parts at
     # once are under way. Small parts start and end quickly, large ones are few: both count where all parts of a row
     # meet.
-    if tensors == 1 and size == 2:
+    if size == 8:
+        block, warps, registers = (2048, 4, 96) if tensors == 1 else (1024, 4, 128)
+    elif tensors == 1 and size == 2:
         block, warps, registers = (4096, 4, 48) if n <= 2**17 else (8192, 4, 96)
     elif tensors == 1:
         block, warps, registers = (4096, 4, 64) if n <= 2**18 else (8192, 8, 64)
@@ -313,14 +334,20 @@ def _shared_plan(
     parts = triton.cdiv(reach, span)
     if parts > (2 * processors if tensors == 1 else resident):
         return None
+    words = parts * (2 if size == 8 and tensors == 1 else 1)
     constants = {
         "VEC": vector,
         "BLOCK": block,
-        "LANES": max(32 * warps, triton.next_power_of_2(parts)),
+        "LANES": max(32 * warps, triton.next_power_of_2(words)),
         "TRIES": 0 if capability is None else 4096,  # some milliseconds
     }
-    rows = outer * inner if tensors == 1 else min(outer * inner, resident // parts)
-    return Plan("shared", constants, rows * parts, warps, span, parts, registers)
+    rows = outer * inner
+    if tensors == 1:
+        return Plan("shared", constants, rows * parts, warps, span, parts, registers)
+    # Programs that go from row to row take longer to begin and to end than such as take one row each.
+    once = rows * parts <= 2 * resident
+    rows = rows if once else min(rows, resident // parts)
+    return Plan("shared", constants | {"ONCE": once}, rows * parts, warps, span, parts, None if once else registers)
 
 
 def tile_of(n: int, size: int, tensors: int) -> tuple[int, int]:
@@ -433,17 +460,19 @@ def _prepared(
     return plan, (inner, n // align), given, layout | ({"OUTERS": outers[:-1]} if len(outers) > 1 else {})
 
 
-def launch_rows(kernels: Mapping[str, Any], out: Tensor, ins: tuple[Tensor, ...], dim: int, word: torch.dtype) -> None:
+def launch_rows(
+    kernels: Mapping[str, Any], out: Tensor, ins: tuple[Tensor, ...], dim: int, word: torch.dtype, words: int = 1
+) -> None:
     """Launch what the plan says; all tensors are contiguous, but for the last of `ins`, which may have any strides.
 
-    `kernels` are by `Plan.kernel`; `word` is what a program of ``"shared"`` leaves for the others.
+    `kernels` are by `Plan.kernel`; a program of ``"shared"`` leaves `words` numbers of the dtype `word` for the others.
     """
     plan, sizes, strides, layout = _prepared(out, ins[-1], dim, len(ins))
     if plan.kernel == "turned":  # which is less work than wide tiles that are read or written across
         ins = tuple(t if t.stride(-1) == 1 else side_by_side(t) for t in (t.movedim(dim, -1) for t in ins))
         turned = out.movedim(dim, -1)
         found_in = turned if turned.stride(-1) == 1 else empty(turned.shape, out.dtype, out.device)
-        launch_rows(kernels, found_in, ins, turned.dim() - 1, word)
+        launch_rows(kernels, found_in, ins, turned.dim() - 1, word, words)
         if found_in is not turned:
             lay(turned, found_in)
         return
@@ -454,10 +483,10 @@ def launch_rows(kernels: Mapping[str, Any], out: Tensor, ins: tuple[Tensor, ...]
     elif plan.kernel == "shared":
         # A word of zeros for each part of a row; the first rows are read while the zeros are written.
         rows, early = out.numel() // out.shape[dim], overlapping(out.device)
-        words = rows * plan.parts
-        board = empty((words,), word, out.device)
+        all_words = rows * plan.parts * words
+        board = empty((all_words,), word, out.device)
         block = 16384 // word.itemsize
-        launch(fill, (triton.cdiv(words, block),), board, words, BLOCK=block, EARLY=bool(early), num_warps=8)
+        launch(fill, (triton.cdiv(all_words, block),), board, all_words, BLOCK=block, EARLY=bool(early), num_warps=8)
         turns = (rows,) if len(ins) == 2 else ()  # programs of a gradient go from row to row
         launch(
             kernel, grid, out, *ins, board, *turns, *sizes, *strides, plan.span // plan.constants["VEC"], plan.parts,

@@ -15,8 +15,8 @@ registers of one program between its load and its store. A wider one is shared b
 it, and they tell one another what they found there. So it is read once, too.
 
 Limits: wide rows whose numbers do not lie side by side are first laid so, and then results where they belong. A row of
-float64 of more than 128 KiB, and any row of more than some two million numbers, is read twice by one program: once to
-find the maximum and the sum in one pass, once to divide.
+more than some two million numbers, of float64 half a million, is read twice by one program: once to find the maximum
+and the sum in one pass, once to divide.
 """
 
 # Device code grows tuples of tiles; mypy sees a tuple of another length as another type.
@@ -45,6 +45,7 @@ from ._rows import (
     put,
     rows_of,
     window,
+    word_of,
     words_of,
     zero_of,
 )
@@ -361,6 +362,57 @@ def _softmax_shared(
         _divided_part(y_ptr, x, words, begin, N, part, SPAN, VEC, BLOCK)
 
 
+# Of float64 a part leaves two words, its maximum and its sum, side by side. It keeps exponentials, not numbers: they
+# take no more registers, and to compute them twice costs more than memory does.
+
+
+@triton.jit
+def _wide_part(x_ptr, begin, N, part, SPAN, VEC: tl.constexpr, BLOCK: tl.constexpr):
+    """The exponentials [BLOCK] of a part of a row, relative to its maximum; that and their sum, as words."""
+    at, low, high = window(begin, N, part * SPAN, SPAN, VEC)
+    x = _taken(x_ptr, at, tl.arange(0, BLOCK), low, high, float("-inf"), VEC)  # [BLOCK]; read MN
+    top = tl.max(x, 0)
+    e = _exp(x - tl.where(top == float("-inf"), 0.0, top))
+    return e, word_of(top), word_of(tl.sum(e, 0))
+
+
+@triton.jit
+def _softmax_shared_wide(
+    y_ptr, x_ptr, board_ptr, INNER, N, y_strides, x_strides, SPAN, PARTS: tl.constexpr,
+    VEC: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr, TRIES: tl.constexpr, LATE: tl.constexpr, OUTERS=None,
+):  # fmt: skip
+    """As `_softmax_shared`, of float64."""
+    NOTHING: tl.constexpr = -9223372036854775808  # -0.0
+    row = tl.program_id(0) // PARTS
+    part = tl.program_id(0) % PARTS
+    outer, inner = place_of(row, INNER)
+    begin = begin_of(outer, inner, OUTERS, x_strides)
+    SPAN = SPAN * VEC
+    e, top_word, total_word = _wide_part(x_ptr, begin, N, part, SPAN, VEC, BLOCK)
+    if LATE:
+        tl.extra.cuda.gdc_wait()  # for the zeros on the board; the row is here already
+    board_ptr += row.to(tl.int64) * (2 * PARTS)
+    leave(board_ptr + 2 * part, top_word)
+    leave(board_ptr + 2 * part + 1, total_word)
+    lanes = tl.arange(0, LANES)  # [LANES]
+    words, missing = words_of(board_ptr, lanes, 2 * PARTS, NOTHING, TRIES)
+    while missing < LANES:
+        absent = missing // 2
+        _e, found_top, found_total = _wide_part(x_ptr, begin, N, absent, SPAN, VEC, BLOCK)
+        leave(board_ptr + 2 * absent, found_top)
+        leave(board_ptr + 2 * absent + 1, found_total)
+        words = tl.where(lanes == 2 * absent, found_top, tl.where(lanes == 2 * absent + 1, found_total, words))
+        missing = missing_of(words, lanes)
+    tops, totals = tl.split(tl.reshape(words.to(tl.float64, bitcast=True), [LANES // 2, 2]))  # [LANES / 2]
+    tops = tl.where(tl.arange(0, LANES // 2) < PARTS, tops, float("-inf"))
+    highest = tl.max(tops, 0)
+    shift = tl.where(highest == float("-inf"), 0.0, highest)
+    own = _exp(top_word.to(tl.float64, bitcast=True) - highest) / tl.sum(totals * _exp(tops - shift), 0)
+    y_ptr += window(begin_of(outer, inner, OUTERS, y_strides), N, part * SPAN, SPAN, VEC)[0]
+    _, low, high = window(begin, N, part * SPAN, SPAN, VEC)
+    put(y_ptr, e * own, tl.arange(0, BLOCK), low, high, VEC)  # write MN
+
+
 _KERNELS = {
     "rows": _softmax_rows,
     "pairs": _softmax_pairs,
@@ -368,12 +420,16 @@ _KERNELS = {
     "shared": _softmax_shared,
     "twice": _softmax_online,
 }
+_WIDE_KERNELS = _KERNELS | {"shared": _softmax_shared_wide}
 
 # Launchers -----------------------------------------------------------------------------------------------------------
 
 
 def _into(y: Tensor, x: Tensor, dim: int) -> None:
-    launch_rows(_KERNELS, y, (x,), dim, torch.int64)
+    if x.dtype == torch.float64:
+        launch_rows(_WIDE_KERNELS, y, (x,), dim, torch.int64, 2)
+    else:
+        launch_rows(_KERNELS, y, (x,), dim, torch.int64)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -35,6 +35,7 @@ from ._rows import (
     put,
     rows_of,
     window,
+    word_of,
     words_of,
     zero_of,
 )
@@ -169,31 +170,59 @@ def _softmax_backward_whole(
 @triton.jit
 def _part(y_ptr, dy_ptr, y_begin, dy_begin, N, part, SPAN, there, VEC: tl.constexpr, BLOCK: tl.constexpr):
     """y and dy [BLOCK] of a part of a row, with neighbours' numbers at its ends; the sum of products, as a word."""
+    FLOAT: tl.constexpr = tl.float64 if y_ptr.dtype.element_ty == tl.float64 else tl.float32
     inner = tl.arange(0, BLOCK)
     at, low, high = window(y_begin, N, part * SPAN, SPAN, VEC)
     inside = inner < tl.where(there, (high + VEC - 1) // VEC * VEC, 0)
     y = tl.load(y_ptr + at + inner, mask=inside, other=0.0)  # [BLOCK]; read MN
     at = window(dy_begin, N, part * SPAN, SPAN, VEC)[0]
     dy = tl.load(dy_ptr + at + inner, mask=inside, other=0.0)  # [BLOCK]; read MN
-    products = y.to(tl.float32) * dy.to(tl.float32)
+    products = y.to(FLOAT) * dy.to(FLOAT)
     if VEC > 1:
         if (low > 0) | (high % VEC != 0):
             products = tl.where((inner >= low) & (inner < high), products, 0.0)
-    word = tl.sum(products, 0).to(tl.int32, bitcast=True)
-    return y, dy, tl.where(word == 0, -2147483648, word)  # -0.0 in place of 0.0, whose word would be zero
+    return y, dy, word_of(tl.sum(products, 0))
+
+
+@triton.jit
+def _others(
+    y_ptr, dy_ptr, board, y_begin, dy_begin, N, part, lanes, SPAN, PARTS, NOTHING: tl.constexpr,
+    VEC: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr, TRIES: tl.constexpr,
+):  # fmt: skip
+    """The words of all parts of a row: found on the board, or here where they do not come."""
+    words, missing = words_of(board, lanes, PARTS, NOTHING, TRIES)
+    while missing < LANES:
+        _y, _dy, found = _part(y_ptr, dy_ptr, y_begin, dy_begin, N, missing, SPAN, part >= 0, VEC, BLOCK)
+        leave(board + missing, found)  # so that others find it
+        words = tl.where(lanes == missing, found, words)
+        missing = missing_of(words, lanes)
+    return words
+
+
+@triton.jit
+def _finished(dx_ptr, y, dy, words, y_begin, N, part, SPAN, VEC: tl.constexpr, BLOCK: tl.constexpr):
+    """Store the gradient of a part of a row, by the words of all parts."""
+    FLOAT: tl.constexpr = tl.float64 if y.dtype == tl.float64 else tl.float32
+    HALF: tl.constexpr = y.dtype.primitive_bitwidth == 16
+    dot = tl.sum(words.to(FLOAT, bitcast=True), 0)
+    zero = zero_of(N, dot) if HALF else 0
+    dx = again(y, zero, HALF) * (again(dy, zero, HALF) - dot)
+    at, low, high = window(y_begin, N, part * SPAN, SPAN, VEC)
+    put(dx_ptr + at, dx, tl.arange(0, BLOCK), low, high, VEC)  # write MN
 
 
 @triton.jit(do_not_specialize=["ROWS", "INNER", "SPAN", "PARTS"])
 def _softmax_backward_shared(
-    dx_ptr, y_ptr, dy_ptr, board_ptr, ROWS, INNER, N, y_strides, dy_strides, SPAN, PARTS,
+    dx_ptr, y_ptr, dy_ptr, board_ptr, ROWS, INNER, N, y_strides, dy_strides, SPAN, PARTS, ONCE: tl.constexpr,
     VEC: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr, TRIES: tl.constexpr, LATE: tl.constexpr, OUTERS=None,
 ):  # fmt: skip
     """The gradients of rows of any width, each by PARTS programs, which go from row to row; a word is a sum of y dy.
 
     While a part of one row is finished, the next one has been read and its word left, and the one behind it is on its
-    way into shared memory: nobody waits for words of others, nor for memory, unless it is the memory's own pace.
+    way into shared memory: nobody waits for words of others, nor for memory, unless it is the memory's own pace. ONCE,
+    where there are programs for all rows: there is no next one.
     """
-    NOTHING: tl.constexpr = -2147483648  # -0.0
+    NOTHING: tl.constexpr = -9223372036854775808 if y_ptr.dtype.element_ty == tl.float64 else -2147483648  # -0.0
     group = tl.program_id(0) // PARTS
     groups = tl.num_programs(0) // PARTS
     part = tl.program_id(0) % PARTS
@@ -206,33 +235,48 @@ def _softmax_backward_shared(
     if LATE:
         tl.extra.cuda.gdc_wait()  # for the zeros on the board; the first row is here already
     leave(board_ptr + group.to(tl.int64) * PARTS + part, word)
-    for turn in tl.range(0, tl.cdiv(ROWS - group, groups), num_stages=3):
-        row = group + turn * groups
-        there = row + groups < ROWS
-        outer, inner = place_of(row + groups, INNER)
-        next_y_begin = begin_of(outer, inner, OUTERS, y_strides)
-        next_dy_begin = begin_of(outer, inner, OUTERS, dy_strides)
-        next_y, next_dy, next_word = _part(y_ptr, dy_ptr, next_y_begin, next_dy_begin, N, part, SPAN, there, VEC, BLOCK)
-        words = tl.where(lanes == part, word, NOTHING)
-        # Always so. What stands in a branch stays in its order where the compiler fetches for later rows.
-        if PARTS > 1:
-            board = board_ptr + row.to(tl.int64) * PARTS
-            if there:
-                leave(board + groups * PARTS + part, next_word)
-            words, missing = words_of(board, lanes, PARTS, NOTHING, TRIES)
-            while missing < LANES:
-                _y, _dy, found = _part(y_ptr, dy_ptr, y_begin, dy_begin, N, missing, SPAN, part >= 0, VEC, BLOCK)
-                leave(board + missing, found)  # so that others find it
-                words = tl.where(lanes == missing, found, words)
-                missing = missing_of(words, lanes)
-        dot = tl.sum(words.to(tl.float32, bitcast=True), 0)
-        zero = zero_of(N, dot)
-        HALF: tl.constexpr = y.dtype != tl.float32
-        dx = again(y, zero, HALF) * (again(dy, zero, HALF) - dot)
-        at, low, high = window(y_begin, N, part * SPAN, SPAN, VEC)
-        put(dx_ptr + at, dx, tl.arange(0, BLOCK), low, high, VEC)  # write MN
-        y, dy, word = next_y, next_dy, next_word
-        y_begin, dy_begin = next_y_begin, next_dy_begin
+    if ONCE:
+        board = board_ptr + group.to(tl.int64) * PARTS
+        words = _others(
+            y_ptr, dy_ptr, board, y_begin, dy_begin, N, part, lanes, SPAN, PARTS, NOTHING, VEC, BLOCK, LANES, TRIES
+        )
+        _finished(dx_ptr, y, dy, words, y_begin, N, part, SPAN, VEC, BLOCK)
+    else:
+        for turn in tl.range(0, tl.cdiv(ROWS - group, groups), num_stages=3):
+            row = group + turn * groups
+            there = row + groups < ROWS
+            outer, inner = place_of(row + groups, INNER)
+            next_y_begin = begin_of(outer, inner, OUTERS, y_strides)
+            next_dy_begin = begin_of(outer, inner, OUTERS, dy_strides)
+            next_y, next_dy, next_word = _part(
+                y_ptr, dy_ptr, next_y_begin, next_dy_begin, N, part, SPAN, there, VEC, BLOCK
+            )
+            words = tl.where(lanes == part, word, NOTHING)
+            # Always so. What stands in a branch stays in its order where the compiler fetches for later rows.
+            if PARTS > 1:
+                board = board_ptr + row.to(tl.int64) * PARTS
+                if there:
+                    leave(board + groups * PARTS + part, next_word)
+                words = _others(
+                    y_ptr,
+                    dy_ptr,
+                    board,
+                    y_begin,
+                    dy_begin,
+                    N,
+                    part,
+                    lanes,
+                    SPAN,
+                    PARTS,
+                    NOTHING,
+                    VEC,
+                    BLOCK,
+                    LANES,
+                    TRIES,
+                )
+            _finished(dx_ptr, y, dy, words, y_begin, N, part, SPAN, VEC, BLOCK)
+            y, dy, word = next_y, next_dy, next_word
+            y_begin, dy_begin = next_y_begin, next_dy_begin
 
 
 _KERNELS = {
@@ -246,7 +290,8 @@ _KERNELS = {
 
 
 def _into(dx: Tensor, y: Tensor, dy: Tensor, dim: int) -> None:
-    launch_rows(_KERNELS, dx, (contiguous(y), dy), dim, torch.int32)
+    word = torch.int64 if y.dtype == torch.float64 else torch.int32
+    launch_rows(_KERNELS, dx, (contiguous(y), dy), dim, word)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
