@@ -65,6 +65,7 @@ from fusebook.page import (
     solution,
     study,
     table,
+    target,
 )
 from fusebook.timing import measure
 
@@ -517,7 +518,7 @@ table(
 # Lessons
 # -------
 #
-# The targets were set before the kernel was written.
+# Targets were set before the kernel was written, and are met or missed.
 
 against = beside("cold")
 few = decode[(decode["M"] == 16) & (decode["variant"] == "fusebook")]
@@ -531,7 +532,7 @@ def over(way):
 
 
 claims(
-    claim(
+    target(
         "With 4096 and 8192 tokens our kernel takes at most 1.08 times the "
         "packed product alone, cold.",
         against["fusebook"] <= 1.08,
@@ -556,19 +557,17 @@ claims(
         ),
         untimed=", ".join(missing["variant"]) or "none",
     ),
-    claim(
+    target(
         "With 16 tokens our kernel reaches at least 90 % of the roof of "
         "reading the weights, warm: it reaches {least:.0%} or more.",
         few["roof_us"] / few["warm_us"] >= 0.9,
         least=(few["roof_us"] / few["warm_us"]).min(),
-        fatal=False,
     ),
-    claim(
+    target(
         "With 16 tokens our kernel reaches at least 90 % of the roof of "
         "reading the weights, cold: it reaches {least:.0%} or more.",
         few["roof_us"] / few["cold_us"] >= 0.9,
         least=(few["roof_us"] / few["cold_us"]).min(),
-        fatal=False,
     ),
     claim(
         "With 4096 tokens packed and compiled takes what was predicted, "

@@ -62,6 +62,7 @@ from fusebook.page import (
     solution,
     study,
     table,
+    target,
 )
 
 import pandas as pd
@@ -677,70 +678,63 @@ claims(
         few=apart["fusing the mask"].min(),
         many=apart["fusing the mask"].max(),
     ),
-    claim(
+    target(
         "At 32000 x 4096 our operator is {times:.1f} times as fast as the "
         "chain, by the device's time; the target was 10.",
         at(apart["both"], LLAMA) >= 10,
         times=at(apart["both"], LLAMA),
     ),
-    claim(
+    target(
         "At 256 x 512 a run with the library compiled ahead of time is "
         "{times:.1f} times as fast as the chain's; the target was 6.",
         at(step("ScatterND", BUILT, kind="call"), SMALL) >= 6,
-        fatal=False,
         times=at(step("ScatterND", BUILT, kind="call"), SMALL),
     ),
-    claim(
+    target(
         "At 256 x 512 a run with the callback is {times:.1f} times as fast as "
         "the chain's; the target was 4.",
         at(step("ScatterND", MASKED, kind="call"), SMALL) >= 4,
-        fatal=False,
         times=at(step("ScatterND", MASKED, kind="call"), SMALL),
     ),
-    claim(
+    target(
         "At 256 x 512 a run with the callback that is captured in a CUDA "
         "graph is {times:.1f} times as fast as the chain's; the target was 4.",
         small_chain / replay["Masked, callback", "256x512, 512"] >= 4,
         times=small_chain / replay["Masked, callback", "256x512, 512"],
     ),
-    claim(
+    target(
         "At 32000 x 4096 a run with the library compiled ahead of time is "
         "{times:.1f} times as fast as the chain's; the target was 10.",
         at(step("ScatterND", BUILT, kind="call"), LLAMA) >= 10,
-        fatal=False,
         times=at(step("ScatterND", BUILT, kind="call"), LLAMA),
     ),
-    claim(
+    target(
         "At 32000 x 4096 a run with the library, less an Identity, takes "
         "{times:.2f} times the roof; the target was 1.15.",
         near_roof[BUILT] <= 1.15,
-        fatal=False,
         times=near_roof[BUILT],
     ),
-    claim(
+    target(
         "At 32000 x 4096 a run with the callback, less an Identity, takes "
         "{times:.2f} times the roof; the target was 1.15.",
         near_roof[MASKED] <= 1.15,
-        fatal=False,
         times=near_roof[MASKED],
     ),
-    claim(
+    target(
         "Captured in a CUDA graph, a run at 32000 x 4096, less an Identity, "
         "takes up to {times:.2f} times the roof; the target was 1.15.",
         replayed_near_roof <= 1.15,
-        fatal=False,
         times=replayed_near_roof.max(),
     ),
-    claim(
+    target(
         "A launch by the library takes at most ten microseconds more of the "
         "host's time than an Identity.",
         over_identity("Softmax, ahead of time") <= 10,
     ),
-    claim(
+    target(
         "A callback that launches Softmax takes {more:.1f} us more of the "
         "host's time than one that does nothing; the target was 12.",
         softmax - nothing <= 12,
-        fatal=False,
         more=softmax - nothing,
     ),
     claim("Replayed graphs read new values and are right.", replayed["right"]),

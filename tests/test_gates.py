@@ -97,11 +97,12 @@ def test_an_id_that_stands_twice_is_found(site):
 BOX = """<h1>Page</h1><div class="docutils fb-box container">
     <p class="fb-box-headline"><span class="fb-mark">✓</span> <strong>true:</strong> Ours is\n <code>fast</code>.</p>
     <p class="fb-box-claims">Of our claims here 1 is true, 1 false, 1 not measured.
-    Of what others say 0 hold, 1 does not.</p>
+    Of our targets 0 are met, 1 missed. Of what others say 0 hold, 1 does not.</p>
     </div><ul class="fb-claims">
     <li class="fb-claim fb-true"><span>✓</span> <span><span>true:</span> Ours is <code>fast</code>. (all)</span></li>
     <li class="fb-claim fb-false"><span>✗</span> <span>false:</span> Ours is small.</li>
     <li class="fb-claim fb-open"><span>–</span> <span>not measured:</span> Ours is cold.</li>
+    <li class="fb-target fb-false"><span>○</span> <span>missed:</span> Ours takes half.</li>
     <li class="fb-statement fb-false"><span>≠</span> <span>does not hold:</span> Theirs is fast.</li></ul>"""
 
 
@@ -122,6 +123,7 @@ BOX = """<h1>Page</h1><div class="docutils fb-box container">
             "the box says '✗ false: Ou",
         ),
         ("1 is true", "2 are true", "the box counts [2, 1, 1] our claims here, and the page has [1, 1, 1]"),
+        ("0 are met, 1 missed", "1 is met, 0 missed", "the box counts [1, 0, 0] our targets, and the page has [0, 1, 0]"),
         (
             "0 hold, 1 does not",
             "1 hold, 0 do not",

@@ -342,13 +342,13 @@ def test_what_a_kernel_is_worth_is_told_by_each_clock():
     cold, paid, call = map(repr, page.by_clock(df).items)
     assert "faster than every other way by more than 2 % at 2 of 2 sizes, and slower than the best at 0." in cold
     assert (
-        "at 0 of 2 sizes, and slower than the best at 2, also at the largest of the sizes that it does not lose on the "
-        "device." in paid
+        "at 0 of 2 sizes, and slower than the best at 2, even at the largest of the sizes at which the device loses "
+        "nothing." in paid
     )
     assert call.endswith("at 2 of 2 sizes, and slower than the best at 0.")
     df.loc[df["variant"].eq("fusebook") & df["M"].eq(16), "call_us"] = 1e6
     call = repr(page.by_clock(df).items[2])
-    assert "at 1; from 64x64 float32 on, by the work there is, the launch decides no more" in call
+    assert "at 1. From 64x64 float32 on, in the order of the work, it loses only where the device loses, too." in call
     _, paid, call = map(repr, page.by_clock(df.drop(columns="host_us")).items)
     assert paid.endswith("not measured, the results lack a clock that it needs.") and "64x64" in call
 
@@ -379,6 +379,10 @@ def test_statements_of_others_and_exercises_are_no_claims_of_ours_and_counted_ap
     assert text.count('class="fb-claim fb-false"') == 1
     assert text.count('class="fb-statement fb-false"') == 1
     assert "Our claims" not in repr(page.claims(page.claim("a", True), page.claim("b", False)))
+    wanted = page.claims(*(page.target(f"f{i}", i > 0) for i in range(4)))
+    assert repr(wanted).splitlines()[0] == "○ missed: f0"
+    assert repr(wanted).splitlines()[-1] == "Targets: 3 met, 1 missed."
+    assert wanted._repr_html_().count('class="fb-target fb-false"') == 1
     right = page.exercise("f", lambda x: softmax(x), lambda x: torch.softmax(x, -1), CASES)
     assert 'class="fb-exercise fb-true"' in right._repr_html_()
 

@@ -17,6 +17,13 @@ __all__ = ["insert", "keep", "rst"]
 
 NAMES = {"torch": "torch", "torch.compile": "torch.compile", "libraries": "a library", "ours": "this"}
 
+#: What is counted: whose it is, and the words of what came out well and badly, each of many and of one.
+COUNTED = {
+    "claim": ("Of our claims here", ("are true", "is true"), ("false", "false")),
+    "target": ("Of our targets", ("are met", "is met"), ("missed", "missed")),
+    "statement": ("Of what others say", ("hold", "holds"), ("do not", "does not")),
+}
+
 
 # When a page has run --------------------------------------------------------------------------------------------------
 
@@ -29,8 +36,8 @@ def keep(file, name, shown):
     facts = {
         "headlines": [[c.verdict, c.mark, c.text, c.detail] for c in claims if c.headline],
         "tables": [table._repr_html_() for table in shown.get("tables", [])],
-        "counts": {kind: count([claim for claim in claims if claim.kind == kind]) for kind in ("claim", "statement")},
-        "false": [[c.text, c.detail] for c in claims if c.kind == "claim" and c.true is False],
+        "counts": {kind: count([claim for claim in claims if claim.kind == kind]) for kind in COUNTED},
+        "false": [[c.text, c.detail] for c in claims if c.kind in ("claim", "target") and c.true is False],
     }
     if frames:
         told = page.provenance(*frames)
@@ -165,7 +172,7 @@ def told(facts):
     if sentence := counted(facts.get("counts", {})):
         false = "".join(f"<li>{detailed(*claim)}</li>" for claim in facts.get("false", []))
         parts.append(
-            f'<details class="fb-fold"><summary class="fb-box-claims">{sentence} Which are false?</summary>'
+            f'<details class="fb-fold"><summary class="fb-box-claims">{sentence} Which are {bad(facts["counts"])}?</summary>'
             f"<ul>{false}</ul></details>"
             if false
             else f'<p class="fb-box-claims">{sentence}</p>'
@@ -183,15 +190,17 @@ def detailed(text, detail):
 def counted(counts):
     """How many claims came out how."""
     told = []
-    for kind, whose, yes, no in (
-        ("claim", "Of our claims here", ("are true", "is true"), ("false", "false")),
-        ("statement", "Of what others say", ("hold", "holds"), ("do not", "does not")),
-    ):
+    for kind, (whose, yes, no) in COUNTED.items():
         true, false, open_ = counts.get(kind, (0, 0, 0))
         if true or false or open_:
             missing = f", {open_} not measured" if open_ else ""
             told.append(f"{whose} {true} {yes[true == 1]}, {false} {no[false == 1]}{missing}.")
     return " ".join(told)
+
+
+def bad(counts):
+    """What is asked of those that came out badly: false, missed or both."""
+    return " or ".join(COUNTED[kind][2][0] for kind in ("claim", "target") if counts.get(kind, (0, 0))[1])
 
 
 def table(ops):

@@ -22,7 +22,7 @@ MOST_BYTES = 1_000_000
 FETCHED = {"stylesheet", "preload", "prefetch", "preconnect", "modulepreload", "dns-prefetch", "icon", "manifest"}
 
 #: What a page claims, and what the box under its title says of that.
-TOLD = {"fb-claim", "fb-statement", "fb-box-headline", "fb-box-claims"}
+TOLD = {"fb-claim", "fb-target", "fb-statement", "fb-box-headline", "fb-box-claims"}
 
 #: Tags that lead nowhere and that nothing leads to: most of what a page of code or of numbers is written in.
 PLAIN = re.compile(r'</?(?:span|td|th|tr)(?: class="[\w ]*")?>')
@@ -163,18 +163,19 @@ def boxes(site):
         if page.boxes != 1:
             found.append(f"{name}: {page.boxes} boxes under the title, and a page has one")
             continue
-        claims, statements = page.told.get("fb-claim", []), page.told.get("fb-statement", [])
+        claims, targets, statements = (page.told.get(f"fb-{kind}", []) for kind in ("claim", "target", "statement"))
         for headline in page.told.get("fb-box-headline", []):
-            if not any(claim.startswith(headline) for claim in claims):
+            if not any(claim.startswith(headline) for claim in claims + targets):
                 found.append(f"{name}: the box says {headline!r}, which is no claim of the page")
         said = " ".join(page.told.get("fb-box-claims", []))
         for items, whose, yes, no in (
             (claims, "Of our claims here", r"(?:is|are) true", "false"),
+            (targets, "Of our targets", r"(?:is|are) met", "missed"),
             (statements, "Of what others say", "holds?", "do(?:es)? not"),
         ):
             counted = re.search(rf"{whose} (\d+) {yes}, (\d+) {no}(?:, (\d+) not measured)?\.", said)
             told = [int(count or 0) for count in counted.groups()] if counted else [0, 0, 0]
-            there = [sum(item[:1] in signs for item in items) for signs in ("✓=", "✗≠", "–")]
+            there = [sum(item[:1] in signs for item in items) for signs in ("✓●=", "✗○≠", "–")]
             if told != there:
                 found.append(f"{name}: the box counts {told} {whose[3:]}, and the page has {there}")
     return found

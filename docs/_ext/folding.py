@@ -24,7 +24,7 @@ DOES = {
     "checked": ("check", "exercise", "judge", "judged", "yardstick"),
     "tabulated": ("DataFrame", "downloads", "table", "tables"),
     "drawn": ("matplotlib", "plots", "plt", "subplots"),
-    "decided": ("by_clock", "claim", "claims", "holds"),
+    "decided": ("by_clock", "claim", "claims", "holds", "target"),
     "shown": ("Folded", "Listing", "Source", "Tabs", "provenance", "solution"),
 }
 _MARK = re.compile(r"# site: (open|fold)")

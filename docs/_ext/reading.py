@@ -108,7 +108,7 @@ def _linked(text, ids, regions):
         return f'role="region" tabindex="0" aria-label="{told}"'
 
     text = re.sub(r'role="region" tabindex="0" aria-label="([^"]*)"', region, text)
-    text = re.sub(r'<li class="(fb-(?:claim|statement|exercise)\b[^"]*)">(.*?)</li>', claim, text, flags=re.S)
+    text = re.sub(r'<li class="(fb-(?:claim|target|statement|exercise)\b[^"]*)">(.*?)</li>', claim, text, flags=re.S)
     return re.sub(r"<table( [^>]*)><caption>(.*?)</caption>", table, text, flags=re.S)
 
 

@@ -16,7 +16,7 @@ from fusebook.op import Cost, Op
 from fusebook.page import _place
 from fusebook.page.show import Folded, _Shown, rich, table
 
-__all__ = ["Claims", "by_clock", "claim", "claims", "every_clock", "exercise", "holds", "say"]
+__all__ = ["Claims", "by_clock", "claim", "claims", "every_clock", "exercise", "holds", "say", "target"]
 
 
 # Prose ----------------------------------------------------------------------------------------------------------------
@@ -64,6 +64,7 @@ def say(text: str, **numbers: Any) -> Say:
 #: What is said of each kind: in words where it is true and where not, the signs of both, and what many are called.
 _KINDS = {
     "claim": (("true", "false"), "✓✗", "Our claims"),
+    "target": (("met", "missed"), "●○", "Targets"),
     "statement": (("holds", "does not hold"), "=≠", "Statements of others"),
     "exercise": (("done", "to do"), "☑☐", "Exercises"),
 }
@@ -71,7 +72,7 @@ _KINDS = {
 
 @dataclass(frozen=True, repr=False)
 class Claim(_Shown):
-    """See `claim`, `holds` and `exercise`, which are the three kinds."""
+    """See `claim`, `target`, `holds` and `exercise`, which are the four kinds."""
 
     text: str
     true: bool | None
@@ -167,6 +168,26 @@ def claim(
     """
     true, detail = _decide(condition, of)
     return Claim(_fill(text, numbers), true, fatal, detail=detail, headline=headline)
+
+
+def target(text: str, condition: Any, of: Any = None, headline: bool = False, **numbers: Any) -> Claim:
+    """What was wanted before the kernel was written: it is met or missed, is never fatal, and is counted apart.
+
+    Parameters
+    ----------
+    text : str
+        A whole sentence that has what was wanted and what came of it.
+    condition : bool, pandas.Series of bool or None
+        As in `claim`.
+    of : int or sized, optional
+        As in `claim`.
+    headline : bool
+        As in `claim`.
+    **numbers
+        Values of the fields.
+    """
+    true, detail = _decide(condition, of)
+    return Claim(_fill(text, numbers), true, False, "target", detail, headline)
 
 
 def holds(text: str, condition: Any, of: Any = None, **numbers: Any) -> Claim:
@@ -272,12 +293,10 @@ def by_clock(df: pd.DataFrame) -> Claims:
         )
         start = tables.pays_from(df, kind) if kind != "cold" else None
         if start == "":
-            text += ", also at the largest of the sizes that it does not lose on the device."
+            text += ", even at the largest of the sizes at which the device loses nothing."
         elif start and row["slower"]:
             start = start.partition(" (")[0]  # without the least time that it needs
-            text += (
-                "; from {start} on, by the work there is, the launch decides no more: what it loses, the device loses."
-            )
+            text += ". From {start} on, in the order of the work, it loses only where the device loses, too."
         else:
             text += "."
         told.append(say(text, by=by, start=start, **row[["faster", "points", "slower"]]))
