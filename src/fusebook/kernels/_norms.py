@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ._arguments import FLOATING, number, shapes
 from ._operator import contiguous, empty, gpu, launch, overlapping
-from ._rows import Plan, leave, missing_of, put, rows_in, tile_of, words_of
+from ._rows import Plan, leave, missing_of, put, rows_in, tile_of, word_of, words_of
 from ._tl import fill
 
 # Kernels -------------------------------------------------------------------------------------------------------------
@@ -242,17 +242,6 @@ def _norm_looped(
         if LIMIT > 0:
             y = _quantised(y, scale, y_ptr.dtype.element_ty, INTERPRETED)
         tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=at < N)
-
-
-@triton.jit
-def word_of(number):
-    """A number as a word that is not zero: -0.0 stands for 0.0."""
-    if number.dtype == tl.float64:
-        word = number.to(tl.int64, bitcast=True)
-        return tl.where(word == 0, -9223372036854775808, word)
-    else:
-        word = number.to(tl.int32, bitcast=True)
-        return tl.where(word == 0, -2147483648, word)
 
 
 # Rows that no program can hold are shared by several, see `_rows`: each reads its part once, in tiles that it holds

@@ -140,14 +140,13 @@ def words_of(board_ptr, lanes, PARTS, NOTHING: tl.constexpr, TRIES: tl.constexpr
 
 @triton.jit
 def word_of(number):
-    """The bits of a number as a word that is never zero: of -0.0 where it is 0.0."""
+    """A number as a word that is not zero: -0.0 stands for 0.0."""
     if number.dtype == tl.float64:
         word = number.to(tl.int64, bitcast=True)
-        word = tl.where(word == 0, -9223372036854775808, word)
+        return tl.where(word == 0, -9223372036854775808, word)
     else:
         word = number.to(tl.int32, bitcast=True)
-        word = tl.where(word == 0, -2147483648, word)
-    return word
+        return tl.where(word == 0, -2147483648, word)
 
 
 @triton.jit

@@ -28,9 +28,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._norms import aligned, board_of, check_norm, held, in_pairs, loaded, numbers, parts_of, word_of
+from ._norms import aligned, board_of, check_norm, held, in_pairs, loaded, numbers, parts_of
 from ._operator import Operator, accumulated, contiguous, empty, gpu, launch, overlapping
-from ._rows import leave, rows_in
+from ._rows import leave, rows_in, word_of
 
 __all__ = ["layer_norm_backward", "rms_norm_backward"]
 
