@@ -149,8 +149,43 @@ def _cost_update(itemsize: int, *, n: int, d: int, k: int, labels: str, law: str
     return Cost(read=n * d * itemsize + n * _WORDS[labels].itemsize, write=k * d * itemsize, flop=n * d)
 
 
+def _cost_update_sorted(itemsize: int, *, n: int, d: int, k: int, labels: str, law: str) -> Cost:
+    # Points are written in the order of their labels, and read again; the sort itself is not counted.
+    least = _cost_update(itemsize, n=n, d=d, k=k, labels=labels, law=law)
+    return Cost(read=least.read + n * d * itemsize, write=least.write + n * d * itemsize, flop=least.flop)
+
+
+def _cost_update_product(itemsize: int, *, n: int, d: int, k: int, labels: str, law: str) -> Cost:
+    # A matrix of ones and zeros is written, and read by the product and by the sums of its columns.
+    least = _cost_update(itemsize, n=n, d=d, k=k, labels=labels, law=law)
+    ones = n * k * max(itemsize, 4)
+    return Cost(read=least.read + 2 * ones, write=least.write + ones, flop=2 * n * k * d)
+
+
 def _compiled_update(points: Tensor, labels: Tensor, k: int) -> Tensor:
     return compiled(kmeans_update_eager)(points, labels, k)
+
+
+def _sorted_update(points: Tensor, labels: Tensor, k: int) -> Tensor:
+    """Without atomic additions: points of one label side by side, and a mean of each stretch."""
+    order = labels.argsort()
+    wide = points if points.dtype == torch.float64 else points.float()
+    counts = torch.bincount(labels, minlength=k)
+    return torch.segment_reduce(wide[order], "mean", lengths=counts, axis=0).to(points.dtype)
+
+
+def _product_update(points: Tensor, labels: Tensor, k: int) -> Tensor:
+    """As a matrix product, with a one in each row of a matrix [n, k]; where that is small, few centres' cheapest."""
+    size = len(points) * k * 4
+    if size > _TOO_MUCH:
+        raise NotImplementedError(f"a matrix with a one for each point would take {size / 1e9:.0f} GB")
+    wide = points if points.dtype == torch.float64 else points.float()
+    ones = (labels[:, None] == torch.arange(k, device=labels.device)).to(wide.dtype)
+    return (ones.T @ wide / ones.sum(0)[:, None]).to(points.dtype)
+
+
+def _compiled_product_update(points: Tensor, labels: Tensor, k: int) -> Tensor:
+    return compiled(_product_update)(points, labels, k)
 
 
 def _fusebook_update(points: Tensor, labels: Tensor, k: int) -> Tensor:
@@ -311,6 +346,11 @@ KMEANS_UPDATE = Op(
     variants={
         "eager": Variant(kmeans_update_eager, needs=()),
         "torch.compile": Variant(_compiled_update, needs=(), recompiles=True),
+        "sorted": Variant(_sorted_update, cost=_cost_update_sorted, needs=()),
+        "product": Variant(_product_update, cost=_cost_update_product, needs=()),
+        "torch.compile, product": Variant(
+            _compiled_product_update, cost=_cost_update_product, needs=(), recompiles=True
+        ),
         "fusebook": Variant(_fusebook_update, needs=()),
     },
     configs={

@@ -27,7 +27,6 @@ copies those with an odd number of coordinates where it takes long enough.
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from typing import Any
 
@@ -37,6 +36,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ._arguments import shapes
+from ._memory import side_by_side
 from ._operator import Operator, accumulated, apply, capturing, contiguous, empty, gpu, launch, overlapping
 from ._points import DTYPES, LABELS, Plan, launch_few, refuse_not_finite, tensors
 from .kmeans_plan import bound, kmeans_plan, loose
@@ -481,15 +481,6 @@ _WIDE = {torch.float32: tl.float32, torch.float64: tl.float64}
 _plan = functools.lru_cache(maxsize=4096)(kmeans_plan)
 
 
-def _memory(device: torch.device, *wanted: tuple[tuple[int, ...], torch.dtype]) -> list[Tensor]:
-    """Memory for tensors of given shapes and dtypes, side by side: one allocation takes the time of one."""
-    sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in wanted]
-    starts = [0, *itertools.accumulate(_padded(size, 256) for size in sizes)]
-    memory = empty(starts[-1:], torch.uint8, device)
-    cut = zip(wanted, sizes, starts, strict=False)
-    return [memory[start : start + size].view(dtype).view(shape) for (shape, dtype), size, start in cut]
-
-
 def _padded(size: int, tile: int) -> int:
     return triton.cdiv(size, tile) * tile
 
@@ -523,7 +514,7 @@ def _launch_some(
     early = overlapping(points.device) if parts > 1 else {}
     found, least = labels, None
     if parts > 1:
-        least, found = _memory(points.device, ((n, parts), wide), ((n, parts), torch.int32))
+        least, found = side_by_side(points.device, ((n, parts), wide), ((n, parts), torch.int32))
     programs = triton.cdiv(n, plan.block) * parts
     if plan.how == "pairs":
         launch(
@@ -564,7 +555,7 @@ def _launch_screen(labels: Tensor, points: Tensor, centres: Tensor, plan: Plan) 
     single = torch.float32
     k_pad = _padded(k, plan.block_k)
     finer = kmeans_plan(None, d, k, points.dtype, labels.element_size(), gpu(points.device)[0], how="product")
-    doubtful, shift, norms, short = _memory(
+    doubtful, shift, norms, short = side_by_side(
         points.device, ((n,), torch.int32 if n < 2**31 else torch.int64), ((plan.chunk,), single), ((k_pad,), single),
         ((k_pad, plan.chunk), single),
     )  # fmt: skip
@@ -586,7 +577,7 @@ def _launch_lengths(centres: Tensor, plan: Plan, **early: bool) -> tuple[Tensor,
     """The centres' squared lengths, and two zeros to count points in doubt with."""
     k, d = centres.shape
     wide = torch.float64 if plan.precision == "ieee" else torch.float32
-    squares, counts = _memory(centres.device, ((k,), wide), ((2,), torch.int64))
+    squares, counts = side_by_side(centres.device, ((k,), wide), ((2,), torch.int64))
     block_d = max(8, min(256, triton.next_power_of_2(d)))
     launch(
         _kmeans_lengths, (triton.cdiv(k, 1024 // block_d),),
@@ -614,7 +605,7 @@ def _launch_product(
     wanted: list[tuple[tuple[int, ...], torch.dtype]] = [((n,), whole)]
     if parts > 1:
         wanted += [((n, parts), squares.dtype), ((n, parts), squares.dtype), ((n, parts), torch.int32)]
-    doubtful, *shared = _memory(device, *wanted)
+    doubtful, *shared = side_by_side(device, *wanted)
     least, errors, found = shared or (None, None, labels)
     programs = triton.cdiv(n, plan.block) * parts
     launch(

@@ -35,6 +35,7 @@ from torch import Tensor
 
 from ._arguments import FLOATING, INTEGERS, integer, one_of, shapes
 from ._grouped import Plan, launch_lists, launch_owner, launch_segments, row_of, scatter_nd_fill, steps_of
+from ._memory import side_by_side
 from ._operator import INTERPRETED, Operator, accumulated, apply, capturing, contiguous, empty, gpu, launch, overlapping
 
 __all__ = ["embedding_backward", "masked_scatter_nd_eager", "masked_scatter_nd_of_shape", "scatter_nd_of_shape"]
@@ -394,19 +395,18 @@ def _scatter_into(
         _launch_scan(out, indices, updates, sizes, masked, plan)
         return
     pieces = 2 * (n // plan.chunk + 1)
-    parts = empty((pieces, D), accumulated(dtype), device)
-    spans = empty((2, R + 1), whole, device)
-    if plan.find == "count":
-        keys, order = empty((2, n), whole, device)
-        counters = empty((pieces * triton.cdiv(D, plan.block),), torch.int32, device)
-        launch_segments(out, indices, updates, parts, counters, order, keys, spans, sizes, masked, plan)
-        return
+    room = [((pieces, D), accumulated(dtype)), ((2, R + 1), whole)]
     if plan.find == "sort":
+        parts, spans = side_by_side(device, *room)
         launch(scatter_nd_fill, (triton.cdiv(2 * (R + 1), 4096),), spans, 2 * (R + 1), BLOCK=4096)
         keys, order = apply(torch.sort, indices, stable=True)
+    elif plan.find == "count":
+        counted = (pieces * triton.cdiv(D, plan.block),), torch.int32
+        parts, spans, keys, order, counters = side_by_side(device, *room, ((n,), whole), ((n,), whole), counted)
+        launch_segments(out, indices, updates, parts, counters, order, keys, spans, sizes, masked, plan)
+        return
     else:
-        keys, order = empty((2, n), whole, device)
-        slots = empty((n,), whole, device)
+        parts, spans, keys, order, slots = side_by_side(device, *room, *[((n,), whole)] * 3)
         launch_lists(order, keys, spans, slots, indices, R, n, masked)
     launch_owner(out, updates, parts, order, keys, spans, sizes, plan)
 
