@@ -564,6 +564,8 @@ def test_what_no_descriptor_describes_is_copied_where_many_rows_need_it(column, 
     moved, beside_each_other = [], []
     real, launched = _products._moved, concat._launch_concat
     monkeypatch.setattr(_products, "_moved", lambda m, *how: moved.append(len(m)) or real(m, *how))
+    merged = _products._merged
+    monkeypatch.setattr(_products, "_merged", lambda m: moved.append(len(m)) or merged(m))
     monkeypatch.setattr(
         concat,
         "_launch_concat",
@@ -577,7 +579,10 @@ def test_what_no_descriptor_describes_is_copied_where_many_rows_need_it(column, 
     if len(widths) == 2:
         assert is_right(SWIGLU, fusebook.swiglu(x, *weights), (x, *weights))
     assert sum(moved) == (1 + len(widths)) * (2 if len(widths) == 2 else 1)
-    assert set(beside_each_other) == ({1} if column else {len(widths)}), "copies of columns are one weight"
+    assert set(beside_each_other) == {1}, "copies are one weight"
+    moved.clear()
+    fusebook.concat_gemm(x[:40], weights, strategy="fused")
+    assert set(beside_each_other[-1:]) == ({1} if column else {len(widths)}), "rows are joined below a larger product"
     moved.clear()
     fusebook.concat_gemm(x[:7], weights, strategy="fused")
     fusebook.concat_gemm(x, weights, strategy="views")
@@ -593,7 +598,8 @@ def test_what_no_descriptor_describes_is_copied_where_many_rows_need_it(column, 
         ((65, 4097, 11009), "tf32", True, True),
         ((4096, 4097, 4097), "float32", True, True),
         ((1000, 1001, 1001), "float32", True, True),
-        ((500, 1001, 1001), "float32", True, False),
+        ((100, 1001, 1001), "float32", True, False),
+        ((76, 1143, 940), "half", True, True),
         ((4096, 4097, 64), "half", False, False),
         ((200, 100, 100), "half", True, False),
     ],
@@ -640,6 +646,62 @@ def test_float32_of_many_rows_fills_its_rounds(name, M, N, sizes):
     assert plan[:4] == ("tiles", *sizes)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("rows", "M"), [(1, 1), (2, 2), (2, 1), (4, 7)])
+@pytest.mark.parametrize("column", [True, False])
+def test_few_rows_are_right_where_each_number_is_multiplied_where_it_was_loaded(rows, M, column, dtype, device):
+    given = {"dtype": dtype, "device": device}
+    x = drawn(M, 150, **given)
+    weights = [drawn(n, 150, **given).T if column else drawn(150, n, **given) for n in (40, 40)]
+    layout = "column" if column else "row"
+    plan = Plan("strided", rows, 16, 32, split=2, warps=4)
+    out = x.new_empty(M, 80)
+    poison([out])
+    concat._launch_concat(out, x, weights, _products._math(dtype, False), layout, plan)
+    assert is_right(CONCAT_GEMM, out, (x, *weights))
+    out = x.new_empty(M, 40)
+    poison([out])
+    gated._launch_swiglu(out, x, *weights, None, _products._math(dtype, False), layout, plan)
+    assert is_right(SWIGLU, out, (x, *weights))
+
+
+def test_one_row_or_two_take_no_tensor_cores_where_columns_lie_side_by_side():
+    def rows(M, math, layout, aligned, name="concat_gemm"):
+        return _products._gemm_plan(name, (M, 8192), math, layout, aligned, ((9, 0), 132)).bm
+
+    for name in ("concat_gemm", "swiglu"):
+        assert rows(1, "half", "column", True, name) == rows(1, "half", "column", False, name) == 1
+        assert rows(2, "float32", "column", True, name) == rows(2, "half", "column", False, name) == 2
+        assert rows(2, "half", "column", True, name) == rows(3, "float32", "column", True, name) == 16
+        assert rows(1, "half", "row", True, name) == 16
+
+
+def test_few_tiles_of_a_long_sum_are_torchs():
+    long = _products._long
+    assert long("swiglu", (792, 5562, 146), "float32", 132) and not long("swiglu", (896, 2273, 406), "float32", 132)
+    assert not long("swiglu", (3000, 5562, 2000), "float32", 132), "tiles for all multiprocessors"
+    assert long("concat_gemm", (105, 10667, 528), "half", 132) and not long(
+        "concat_gemm", (105, 4000, 528), "half", 132
+    )
+    assert not long("swiglu", (154, 10100, 100), "half", 132), "torch's are slow where columns begin anywhere"
+    assert not long("concat_gemm", (64, 10667, 528), "half", 132), "few rows share out the sum themselves"
+
+
+def test_tiles_are_twice_as_wide_where_that_saves_most_of_a_round():
+    def tile(name, M, N):
+        return _products._gemm_plan(name, (M, N), "half", "column", True, ((9, 0), 132), "fused")[1:3]
+
+    assert tile("concat_gemm", 773, 3840) == (128, 256), "105 tiles for 210, which are two rounds"
+    assert tile("concat_gemm", 1069, 3840) == (128, 128), "135 tiles are two rounds, and 270 three"
+    assert tile("swiglu", 1624, 2 * 768) == (128, 128) and tile("swiglu", 1000, 2 * 768) == (128, 64)
+
+
+def test_copies_of_rows_lie_side_by_side(device):
+    weights = [drawn(21, n, device=device)[:, 1:] for n in (34, 8, 2)]
+    whole = _products._merged(weights)
+    assert torch.equal(whole, torch.cat(weights, 1)) and whole.stride(0) * 4 % 128 == 0
+
+
 def test_tiles_that_the_copy_engine_stores_in_halves_are_right(device):
     x, weights = drawn(70, 64, device=device), [drawn(64, n, device=device) for n in (128, 64, 20)]
     out = x.new_empty(70, 212)
@@ -648,8 +710,12 @@ def test_tiles_that_the_copy_engine_stores_in_halves_are_right(device):
 
 
 def test_float32_of_few_rows_and_weights_goes_by_pointers_whose_sums_can_be_cut():
-    for N, kernel in ((64 * 132, "tiles"), (64 * 131, "strided")):
-        assert _products._gemm_plan("concat_gemm", (52, N), "float32", "column", True, ((9, 0), 132)).kernel == kernel
+    for name, N, kernel in (
+        ("swiglu", 64 * 132, "tiles"),
+        ("swiglu", 64 * 131, "strided"),
+        ("concat_gemm", 64 * 132, "strided"),
+    ):
+        assert _products._gemm_plan(name, (52, N), "float32", "column", True, ((9, 0), 132)).kernel == kernel
 
 
 @pytest.mark.parametrize("widths", [(48, 48), (40, 9, 1)])

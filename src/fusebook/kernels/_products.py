@@ -9,7 +9,7 @@ for float64: each writes into its own columns of one matrix.
 Each operator has two kernels. *Tiles*: a fixed number of programs walks over the tiles of the output; tensor
 descriptors fetch the tiles of x and of the weights, whose addresses must be multiples of 16 bytes. *Strided*: any
 strides, by pointers and masks; a program may take a part of K only, which is what a few rows need, where reading the
-weights is all the work.
+weights is all the work. One row or two are multiplied there without tensor cores.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ._arguments import one_of, shapes
-from ._operator import INTERPRETED, apply, empty, gpu, launch
+from ._grouped import scatter_nd_fill
+from ._memory import side_by_side
+from ._operator import INTERPRETED, apply, empty, gpu, launch, overlapping
 from ._tape import Distance
 
 # Kernels -------------------------------------------------------------------------------------------------------------
@@ -112,8 +114,18 @@ def _sum_of_parts(parts_ptr, m, n, M, N, LD, BM: tl.constexpr, BN: tl.constexpr,
 
 
 @triton.jit
-def _rows_moved(out_ptr, in_ptr, ROWS, COLUMNS, PITCH, STEP, STRIDE, BR: tl.constexpr, BC: tl.constexpr):
-    """A tile of a matrix of any strides, to where its rows begin PITCH apart; what lies between them becomes zero.
+def _summed(sums, BM: tl.constexpr, BN: tl.constexpr):
+    """The sums [BK, BN] of each of few rows, added up over K: rows of one tile [BM, BN]."""
+    row = tl.arange(0, BM)[:, None]
+    y = tl.zeros([BM, BN], tl.float32)
+    for i in tl.static_range(BM):
+        y = tl.where(row == i, tl.sum(sums[i], 0)[None, :], y)
+    return y
+
+
+@triton.jit
+def _rows_moved(out_ptr, in_ptr, ROWS, COLUMNS, REACH, PITCH, STEP, STRIDE, BR: tl.constexpr, BC: tl.constexpr):
+    """A tile of a matrix of any strides, to where its rows begin PITCH apart; what lies up to REACH becomes zero.
 
     So stores are whole vectors: a mask that ends anywhere would make them single numbers.
     """
@@ -122,7 +134,7 @@ def _rows_moved(out_ptr, in_ptr, ROWS, COLUMNS, PITCH, STEP, STRIDE, BR: tl.cons
     row = (r < ROWS)[:, None]
     at = r[:, None] * STEP + c[None, :] * STRIDE
     x = tl.load(in_ptr + at, mask=row & (c < COLUMNS)[None, :], other=0.0)  # [BR, BC]
-    tl.store(out_ptr + r[:, None] * PITCH + c[None, :], x, mask=row & (c < PITCH)[None, :])
+    tl.store(out_ptr + r[:, None] * PITCH + c[None, :], x, mask=row & (c < REACH)[None, :])
 
 
 # Plans ---------------------------------------------------------------------------------------------------------------
@@ -249,6 +261,19 @@ _FEW_TILES = {
 }
 
 
+def _wider(name: str, M: int, N: int, plan: Plan, multiprocessors: int) -> Plan:
+    """Tiles twice as wide than those of a plan, where that saves rounds enough: one takes as long as 1.8 others."""
+    halves = 2 if name == "swiglu" else 1
+    wide = list(_FEW_TILES)[-1]
+    wide = wide._replace(bn=wide.bn // halves, bulk=wide.bulk // halves)
+    if M <= _MIDDLE or (plan.bm, 2 * plan.bn) != (wide.bm, wide.bn):
+        return plan
+    rounds, fewer = (
+        triton.cdiv(triton.cdiv(M, p.bm) * triton.cdiv(N // halves, p.bn), multiprocessors) for p in (plan, wide)
+    )
+    return wide if 1.8 * fewer < rounds else plan
+
+
 def _of_few_tiles(M: int, N: int, multiprocessors: int, torch: bool) -> Plan:
     """Of `_FEW_TILES` the one that costs least; with `torch`, or torch's products, as in `_of_rounds`.
 
@@ -262,6 +287,20 @@ def _of_few_tiles(M: int, N: int, multiprocessors: int, torch: bool) -> Plan:
     best = min(_FEW_TILES, key=cost)
     torchs = 2.4 + 3.7 * 64 * triton.cdiv(M, 64) * N / (multiprocessors * 2**14)
     return Plan("torch") if torch and torchs < cost(best) else best
+
+
+def _by_vectors(M: int, math: str, aligned: bool) -> bool:
+    """Whether one or two rows are multiplied number by number, where columns of weights lie side by side.
+
+    Reading the weights is all the work, and tensor cores take them by way of shared memory.
+    """
+    return M == 1 or (M == 2 and not (math == "half" and aligned))
+
+
+def _of_vectors(M: int, math: str, aligned: bool, halves: int) -> Plan:
+    """Tiles of a weight that a thread has 64 numbers of; half types that are loaded one by one have half as many."""
+    numbers = (8192 if math == "half" and aligned else 4096) // (M * halves)
+    return Plan("strided", M, max(8, numbers // 128), 128, warps=4)
 
 
 def _of_float32(name: str, M: int, N: int, kernel: str, multiprocessors: int) -> Plan:
@@ -294,12 +333,13 @@ def _worth_moving(sizes: tuple[int, int, int], math: str, weights: bool, capabil
     """
     M, K, N = sizes
     if math not in ("half", "tf32"):  # float32 is torch's otherwise, which takes it as it lies
-        return math == "float32" and M > _FEW and M * K * N >= 2**29 and capability is not None
+        return math == "float32" and M > _FEW and M * K * N >= 2**27 and capability is not None
     if capability is None:
         return M > 8  # so that small products show both ways
     if not weights and M > 256 and N < 128:  # then reading x is all the work
         return False
-    return (M > _FEW and M * K * N >= 2**29) if weights else K * N >= 2**21 or M * K * N >= 2**29
+    least = 2**26 if math == "half" else 2**29
+    return (M > _FEW and M * K * N >= least) if weights else K * N >= 2**21 or M * K * N >= 2**29
 
 
 def _math(dtype: torch.dtype, tf32: bool) -> str:
@@ -333,9 +373,13 @@ def _gemm_plan(
         # The interpreter's cost is programs times operations. Several tiles and steps even where tests are small, and
         # now one way to store, now the other.
         if aligned:
+            if 0 < M <= 2 and layout.startswith("column"):
+                return Plan("strided", M, 16, 64, group=2, split=2)
             swap = name == "swiglu" and M <= 16
             return Plan("tiles", 16 if swap else 64, 64 // halves, 64, group=2, bulk=2 if M % 2 else 1, swap=swap)
         return Plan("strided", 16 if M <= 16 else 64, 256 // halves, 64, group=2, split=2 if M <= 16 else 1)
+    if layout.startswith("column") and _by_vectors(M, math, aligned):
+        return _of_vectors(M, math, aligned, halves)
     tuned, here = _tuned(name), f"{capability[0]}{capability[1]}"
     layout, _, kind = layout.partition(" ") if aligned else ("any", "", "")
     shapes = tuned.get((here, f"{math} {layout}"), {}) | tuned.get((here, f"{math} {layout} {kind}"), {})
@@ -355,14 +399,17 @@ def _gemm_plan(
             noted = _filled(n, 2 * n // halves, plan, multiprocessors)
             if torchs * _filled(M, N // halves, plan, multiprocessors) / noted < 1 - _WITHIN:
                 return Plan("torch")
-        return plan
+        return _wider(name, M, N, plan, multiprocessors) if (math, aligned) == ("half", True) else plan
     if strategy is None and M * N >= 2**21 and (math, layout) == ("tf32", "any"):
         return Plan("torch")  # fed by pointers, ours is no match for torch's
     # Not tuned: at most 96 KiB of shared memory. A step of K that is 128 bytes wide fills whole lines of the cache.
     bk = 64 if math == "half" else 32
-    if M <= 16 or (M <= 64 and not (math == "float32" and aligned and N >= 64 * multiprocessors)):
+    many = name == "swiglu" and math == "float32" and aligned and N >= 64 * multiprocessors
+    if M <= 16 or (M <= 64 and not many):
         # A tensor core multiplies 16 rows at least; few rows leave room for many weights under way.
         bm = 16 if M <= 16 else 32 if M <= 32 else 64
+        if math == "float32" and aligned and (M <= 16 if name == "swiglu" else M > 16 or layout == "row"):
+            bk = 64
         return Plan("strided", bm, 64 // halves, bk, stages=3, warps=4)
     kernel = "tiles" if aligned else "strided"
     if math == "float32":
@@ -409,7 +456,9 @@ def _fetchable(
 ) -> tuple[Tensor, Sequence[Tensor], bool, bool]:  # fmt: skip
     """x and weights for tensor descriptors, copied to where their rows are aligned if that pays, or to columns.
 
-    Besides, whether they are aligned, and whether any was copied. `merge`: columns that are copied become one weight.
+    Besides, whether they are aligned, and whether any was copied. `merge`: what is copied becomes one weight; of rows,
+    whose copies then begin anywhere, where the product is much larger than they are. It has whole tiles and is stored
+    by the copy engine, where three kinds of edges took up to four times as long.
     """
     if layout == "any" or layout_of(x) != "row" or not x.shape[1]:  # a descriptor has no empty axis
         return x, weights, False, False
@@ -425,7 +474,9 @@ def _fetchable(
     if move_x:
         (x,) = _moved([x], "row")
     if move_weights:
-        if merge and layout == "column":
+        if merge and layout == "row" and len(weights) > 1 and M > K:
+            weights = [_merged(weights)]
+        elif merge and layout == "column":
             whole = _moved(weights, layout)
             weights = [whole[0].as_strided((K, N), whole[0].stride())]
         else:
@@ -441,11 +492,15 @@ def _cut(
 
     Two programs for each multiprocessor, of four steps at least. Float32 waits longer for its numbers, and what is
     fetched one by one longest: more programs, and up to eight parts of two steps. The parts cost about as much as six
-    steps: counters, and what is written and read again.
+    steps: counters, and what is written and read again. One or two rows have more of either.
     """
     if plan.kernel != "strided":
         return plan
     tiles, steps = triton.cdiv(M, plan.bm) * sum(triton.cdiv(N, plan.bn) for N in widths), K // plan.bk
+    if plan.bm < 16 or (math == "half" and not aligned and 16 < M <= _FEW):
+        beside = 8 if plan.bm < 16 and not (math == "half" and aligned) else 4
+        most = min(beside * multiprocessors // max(1, tiles), steps // 2)
+        return plan._replace(split=max(plan.split, 1 << max(0, most.bit_length() - 1)))
     beside, parts = 2, K // max(256, 4 * plan.bk)
     if not aligned or math == "float32":
         beside, parts = 4 if aligned else 16, max(parts, min(8, K // max(128, 2 * plan.bk)))
@@ -458,13 +513,28 @@ def _by_torch(M: int, K: int, N: int, math: str, aligned: bool, layout: str) -> 
     """Whether torch multiplies float32 for many rows: by pointers ours is slow, and so it is where weights lie in rows.
 
     Tensor cores take TF32 along K only, so that rows of weights would go through registers, once for each product; they
-    are not worth turning here, see `_worth_turning`.
+    are not worth turning here, see `_worth_turning`. Few tiles of a long K are slow as well.
     """
     if math != "float32":
         return False
     if aligned:
         return layout == "row" and M > _FEW and M * K * N >= 2**30
-    return M > _FEW or (M > 16 and K * N >= 2**22)
+    return M > _FEW or (M > 16 and (K * N >= 2**22 or (K >= 4096 and N < 1024)))
+
+
+def _long(name: str, sizes: tuple[int, int, int], math: str, multiprocessors: int) -> bool:
+    """Whether few tiles of many rows walk a K so long that torch's products are faster, which cut it.
+
+    Then nothing is copied for ours. For float32 microseconds of an H200 are compared: those of a tile, and of what
+    torch multiplies. In half types torch's products are slow where SwiGLU's weights begin anywhere.
+    """
+    M, K, N = sizes
+    tiles = triton.cdiv(M, 64) * triton.cdiv(N, 64)
+    if M <= _FEW:
+        return False
+    if math == "float32":
+        return tiles <= multiprocessors and 0.024 * K > 14 + M * K * N / 12.5e6
+    return (name, math) == ("concat_gemm", "half") and tiles <= multiprocessors // 2 and K >= 4096
 
 
 def _moved(matrices: Sequence[Tensor], layout: str) -> list[Tensor]:
@@ -482,10 +552,30 @@ def _moved(matrices: Sequence[Tensor], layout: str) -> list[Tensor]:
     for place, t in zip(memory.split(lengths), turned, strict=True):
         launch(
             _rows_moved, (triton.cdiv(len(t), tall), triton.cdiv(columns, wide)),
-            place, t, len(t), columns, pitch, *t.stride(), BR=tall, BC=wide, num_warps=8,
+            place, t, len(t), columns, pitch, pitch, *t.stride(), BR=tall, BC=wide, num_warps=8,
         )  # fmt: skip
     copies = memory[:, :columns].split(lengths)
     return [copy if layout == "row" else copy.mT for copy in copies]
+
+
+def _merged(weights: Sequence[Tensor]) -> Tensor:
+    """A copy of weights side by side in one, whose rows begin at whole lines of the cache."""
+    K, N = len(weights[0]), sum(w.shape[1] for w in weights)
+    line = 128 // weights[0].element_size()
+    pitch = triton.cdiv(N, line) * line
+    memory = empty((K, pitch), weights[0].dtype, weights[0].device)
+    start = 0
+    for i, w in enumerate(weights):
+        columns = w.shape[1]
+        reach = columns if i + 1 < len(weights) else pitch - start
+        wide = min(256, triton.next_power_of_2(reach))
+        tall = (2**16 if INTERPRETED else 8192) // wide
+        launch(
+            _rows_moved, (triton.cdiv(K, tall), triton.cdiv(reach, wide)),
+            memory[:, start:], w, K, columns, reach, pitch, *w.stride(), BR=tall, BC=wide, num_warps=8,
+        )  # fmt: skip
+        start += columns
+    return memory[:, :N]
 
 
 def _options(plan: Plan, dtype: torch.dtype, math: str) -> dict[str, Any]:
@@ -564,14 +654,17 @@ def _ragged(widths: Iterable[int], itemsize: int) -> bool:
     return any(width * itemsize % 16 for width in widths)
 
 
-def _workspace(plan: Plan, tiles: int, sums: int, out: Tensor) -> tuple[Tensor, Tensor]:
-    """Memory for the parts of sums, and a counter for each tile, at zero; `out` where sums have no parts."""
+def _workspace(plan: Plan, tiles: int, sums: int, out: Tensor) -> tuple[Tensor, Tensor, dict[str, bool]]:
+    """Memory for the parts of sums, and a counter for each tile, at zero; `out` where sums have no parts.
+
+    Besides, how the kernel is launched that takes them: where the GPU can, it multiplies while the zeros are written.
+    """
     if plan.split == 1:
-        return out, out
-    return (
-        empty((plan.split * sums,), torch.float32, out.device),
-        apply(torch.zeros, tiles, dtype=torch.int32, device=out.device),
-    )
+        return out, out, {}
+    parts, counts = side_by_side(out.device, ((plan.split * sums,), torch.float32), ((tiles,), torch.int32))
+    early = overlapping(out.device)
+    launch(scatter_nd_fill, (triton.cdiv(tiles, 1024),), counts, tiles, BLOCK=1024, EARLY=bool(early))
+    return parts, counts, {"LATE": True, **early} if early else {}
 
 
 def _tf32_allowed() -> bool:

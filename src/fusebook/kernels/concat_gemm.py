@@ -35,6 +35,7 @@ from ._products import (
     _fetchable,
     _kind,
     _late,
+    _long,
     _math,
     _matrix,
     _options,
@@ -47,6 +48,7 @@ from ._products import (
     _starts,
     _store,
     _sum_of_parts,
+    _summed,
     _take_over,
     _takes_tf32,
     _tiles_of,
@@ -134,6 +136,7 @@ def _concat_gemm_strided(
     out_ptr, parts_ptr, counts_ptr, x_ptr, weights, M, K, widths, LD, XM, XK, row_steps, column_steps,
     COUNT: tl.constexpr, LAYOUT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     GROUP: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
+    LATE: tl.constexpr = False,
 ):  # fmt: skip
     """One tile of the output, or one of SPLIT parts of its sum; the last program to finish adds the parts."""
     first = (0,)
@@ -165,16 +168,33 @@ def _concat_gemm_strided(
     x_ptrs += first.to(tl.int64) * XK
     w_ptrs += first.to(tl.int64) * WK
     y = tl.zeros([BM, BN], tl.float32)
+    sums = ()
+    if BM < 16:
+        for _ in tl.static_range(BM):
+            sums += (tl.zeros([BK, BN], tl.float32),)  # type: ignore[assignment]
     for k0 in range(first, tl.minimum(K, first + share), BK):
         there = k < K - k0
-        x = tl.load(x_ptrs, mask=(m < M)[:, None] & there[None, :], other=0.0)  # [BM, BK]; read MK, from L2 mostly
         w = tl.load(w_ptrs, mask=there[:, None] & (n < N)[None, :], other=0.0)  # [BK, BN]; read KN, M / BM times
-        if WIDE:
-            x = x.to(tl.float32)
-            w = w.to(tl.float32)
-        y = tl.dot(x, w, y, input_precision=PRECISION)
-        x_ptrs += BK * XK
+        if BM < 16:  # tensor cores would multiply 16 rows: a number of a weight is multiplied where it was loaded
+            more = ()
+            for i in tl.static_range(BM):
+                row = r * BM + i
+                at = x_ptr + row.to(tl.int64) * XM + (k0 + k).to(tl.int64) * XK  # [BK]
+                x = tl.load(at, mask=k < tl.where(row < M, K - k0, 0), other=0.0).to(tl.float32)
+                more += (sums[i] + x[:, None] * w.to(tl.float32),)  # type: ignore[assignment]
+            sums = more
+        else:
+            x = tl.load(x_ptrs, mask=(m < M)[:, None] & there[None, :], other=0.0)  # [BM, BK]; read MK, from L2 mostly
+            if WIDE:
+                x = x.to(tl.float32)
+                w = w.to(tl.float32)
+            y = tl.dot(x, w, y, input_precision=PRECISION)
+            x_ptrs += BK * XK
         w_ptrs += BK * WK
+    if BM < 16:
+        y = _summed(sums, BM, BN)
+    if LATE:
+        tl.extra.cuda.gdc_wait()  # for the counters
     if SPLIT > 1:
         _store(parts_ptr + part.to(tl.int64) * M * LD + start, y, m, n, M, N, LD)
         tl.debug_barrier()  # all threads have stored before the counter says so
@@ -213,12 +233,12 @@ def _launch_concat(out: Tensor, x: Tensor, weights: Sequence[Tensor], math: str,
     width = sum(w.shape[1] for w in weights)
     if plan.split > 1 and width != LD:
         plan = plan._replace(split=1)
-    parts, counts = _workspace(plan, tiles, M * width, out)
+    parts, counts, late = _workspace(plan, tiles, M * width, out)
     row_steps, column_steps = (tuple(w.stride(i) for w in all_of) for i in (0, 1))
     launch(
         _concat_gemm_strided, (tiles * plan.split,),
         out, parts, counts, x, all_of, M, K, widths, LD, *x.stride(), row_steps, column_steps,
-        LAYOUT=layout, SPLIT=plan.split, **options,
+        LAYOUT=layout, SPLIT=plan.split, **options, **late,
     )  # fmt: skip
 
 
@@ -250,11 +270,14 @@ def _into(out: Tensor, x: Tensor, weights: Sequence[Tensor], tf32: bool, strateg
         group: Sequence[Tensor] = weights[at:end]
         layout, _ = layouts[at]
         width = sum(w.shape[1] for w in group)
-        x, group, aligned, copied = _fetchable(x, group, layout, math, hardware[0], strategy, merge=True)
+        way = strategy
+        if not way and hardware[0] is not None and _long("concat_gemm", (M, x.shape[1], N), math, hardware[1]):
+            way = "views"
+        x, group, aligned, copied = _fetchable(x, group, layout, math, hardware[0], way, merge=True)
         layout = layout_of(group[0]) if copied else layout
         kind = _kind(x, group, layout) if aligned else ""
         # What was copied to where it is aligned was copied for ours; x, perhaps, with earlier weights.
-        wanted = strategy or ("fused" if aligned and (ragged or copied or x is not given) else None)
+        wanted = way or ("fused" if aligned and (ragged or copied or x is not given) else None)
         plan = _plan("concat_gemm", (M, N), math, layout + kind, aligned, hardware, wanted)
         if width == N:  # parts lie as the whole output does
             plan = _cut(plan, M, x.shape[1], [w.shape[1] for w in group], math, aligned, hardware[1])
@@ -265,7 +288,7 @@ def _into(out: Tensor, x: Tensor, weights: Sequence[Tensor], tf32: bool, strateg
             plan = Plan("torch")
         columns = out.narrow(1, start, width)
         if plan.kernel == "torch":
-            if not strategy and layout != "any" and M > _FEW and x.shape[1] * width <= 2**22:
+            if not strategy and layout != "any" and M > _FEW and x.shape[1] * width <= 2**23:
                 group = _joined(group, layout)  # small beside x, and two launches less
             _products_of(columns, x, group, tf32)
         else:

@@ -27,6 +27,7 @@ from ._products import (
     _fetchable,
     _late,
     _leading,
+    _long,
     _math,
     _matrix,
     _options,
@@ -37,6 +38,7 @@ from ._products import (
     _stack,
     _store,
     _sum_of_parts,
+    _summed,
     _take_over,
     _takes_tf32,
     _tiles_of,
@@ -203,6 +205,7 @@ def _swiglu_strided(
     out_ptr, parts_ptr, counts_ptr, x_ptr, gate_ptr, up_ptr, bias_ptr, M, K, N, XM, XK, GK, GN, UK, UN,
     LAYOUT: tl.constexpr, BIAS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     GROUP: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
+    LATE: tl.constexpr = False,
 ):  # fmt: skip
     """One tile of the output, or one of SPLIT parts of its two sums; the last program to finish adds the parts."""
     tile = tl.program_id(0) // SPLIT
@@ -229,21 +232,44 @@ def _swiglu_strided(
     up_ptrs += first.to(tl.int64) * UK
     g = tl.zeros([BM, BN], tl.float32)
     u = tl.zeros([BM, BN], tl.float32)
+    gs = ()
+    us = ()
+    if BM < 16:
+        for _ in tl.static_range(BM):
+            gs += (tl.zeros([BK, BN], tl.float32),)  # type: ignore[assignment]
+            us += (tl.zeros([BK, BN], tl.float32),)  # type: ignore[assignment]
     for k0 in range(first, tl.minimum(K, first + share), BK):
         there = k < K - k0
         mask = there[:, None] & (n < N)[None, :]
-        x = tl.load(x_ptrs, mask=(m < M)[:, None] & there[None, :], other=0.0)  # [BM, BK]; read MK, from L2 mostly
         gate = tl.load(gate_ptrs, mask=mask, other=0.0)  # [BK, BN]; read KN, M / BM times
         up = tl.load(up_ptrs, mask=mask, other=0.0)  # [BK, BN]; read KN, M / BM times
-        x_ptrs += BK * XK
         gate_ptrs += BK * tl.cast(GK, tl.int64)
         up_ptrs += BK * tl.cast(UK, tl.int64)
-        if WIDE:
-            x = x.to(tl.float32)
-            gate = gate.to(tl.float32)
-            up = up.to(tl.float32)
-        g = tl.dot(x, gate, g, input_precision=PRECISION)
-        u = tl.dot(x, up, u, input_precision=PRECISION)
+        if BM < 16:  # tensor cores would multiply 16 rows: a number of a weight is multiplied where it was loaded
+            more = ()
+            others = ()
+            for i in tl.static_range(BM):
+                row = r * BM + i
+                at = x_ptr + row.to(tl.int64) * XM + (k0 + k).to(tl.int64) * XK  # [BK]
+                x = tl.load(at, mask=k < tl.where(row < M, K - k0, 0), other=0.0).to(tl.float32)[:, None]
+                more += (gs[i] + x * gate.to(tl.float32),)  # type: ignore[assignment]
+                others += (us[i] + x * up.to(tl.float32),)  # type: ignore[assignment]
+            gs = more
+            us = others
+        else:
+            x = tl.load(x_ptrs, mask=(m < M)[:, None] & there[None, :], other=0.0)  # [BM, BK]; read MK, from L2 mostly
+            x_ptrs += BK * XK
+            if WIDE:
+                x = x.to(tl.float32)
+                gate = gate.to(tl.float32)
+                up = up.to(tl.float32)
+            g = tl.dot(x, gate, g, input_precision=PRECISION)
+            u = tl.dot(x, up, u, input_precision=PRECISION)
+    if BM < 16:
+        g = _summed(gs, BM, BN)
+        u = _summed(us, BM, BN)
+    if LATE:
+        tl.extra.cuda.gdc_wait()  # for the counters
     if SPLIT > 1:
         _store(parts_ptr + part.to(tl.int64) * M * N, g, m, n, M, N, N)
         _store(parts_ptr + (SPLIT + part.to(tl.int64)) * M * N, u, m, n, M, N, N)
@@ -290,11 +316,11 @@ def _launch_swiglu(
             biases, M, K, N, programs, COLUMN=layout == "column", **options,
         )  # fmt: skip
         return
-    parts, counts = _workspace(plan, tiles, 2 * M * N, out)
+    parts, counts, late = _workspace(plan, tiles, 2 * M * N, out)
     launch(
         _swiglu_strided, (tiles * plan.split,),
         out, parts, counts, x, gate, up, biases, M, K, N, *x.stride(), *gate.stride(), *up.stride(),
-        LAYOUT=layout, SPLIT=plan.split, **options,
+        LAYOUT=layout, SPLIT=plan.split, **options, **late,
     )  # fmt: skip
 
 
@@ -327,6 +353,8 @@ def _into(
     layout = layout_of(gate) if layout_of(gate) == layout_of(up) else "any"
     hardware = gpu(x.device)
     # What was copied to where it is aligned was copied for ours.
+    if not strategy and hardware[0] is not None and _long("swiglu", (M, x.shape[1], 2 * N), math, hardware[1]):
+        strategy = "views"
     x, (gate, up), aligned, copied = _fetchable(x, (gate, up), layout, math, hardware[0], strategy)
     layout = layout_of(gate) if copied else layout
     plan = _plan("swiglu", (M, 2 * N), math, layout, aligned, hardware, strategy or ("fused" if copied else None))
