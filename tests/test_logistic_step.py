@@ -86,6 +86,21 @@ def test_a_fit_of_several_launches_is_the_same_to_the_bit(together, device, monk
     assert alike(fit(*inputs, on_chip=True), whole)
 
 
+@pytest.mark.parametrize("across", [False, True])
+def test_single_steps_are_taken_as_many_at_once_as_a_plan_holds(across, device, monkeypatch):
+    X, *rest, _ = made_fit(device)
+    X = X.T.contiguous().T if across else X
+    whole = fit(X, *rest, 8, on_chip=False)
+    taken, real = [], module._fit
+    monkeypatch.setattr(module, "_PLANNED", 3)
+    note = lambda X, *given: taken.append((X.is_contiguous(), *given[5:])) or real(X, *given)  # noqa: E731
+    monkeypatch.setattr(module, "_fit", note)
+    assert alike(fit(X, *rest, 8, on_chip=False), whole)
+    assert taken == [(True, True, 3, False), (True, False, 3, False), (True, False, 2, False)]
+    fit(X, *rest, 8, on_chip=True)
+    assert taken[3:] == [(not across, True, 8, True)]
+
+
 @pytest.mark.parametrize("shape", [(), (1,)])
 def test_the_bias_keeps_its_shape(shape, device):
     X, y, w, b, lr, l2 = made(device)
@@ -310,6 +325,38 @@ def test_a_tile_of_rows_that_begin_anywhere_is_one_warp_s(N, D, device):
     outs = module._step_outputs(X, y, w, b)
     module._launch_step(X, y, w, b, lr, l2, outs, module._workspace(X, plan), plan)
     assert right(LOGISTIC_STEP, (X, y, w, b, lr, l2), outs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(("N", "D"), [(1, 1), (5, 40), (30, 7), (200, 1)])
+def test_a_small_step_is_one_launch(N, D, dtype, device, monkeypatch):
+    launched, real = [], module.launch
+    monkeypatch.setattr(
+        module, "launch", lambda kernel, *given, **k: launched.append(kernel) or real(kernel, *given, **k)
+    )
+    inputs = LOGISTIC_STEP.make(generator(3, device), dtype, N=N, D=D)
+    poison([inputs[2], inputs[2][:1]])
+    assert right(LOGISTIC_STEP, inputs, logistic_step(*inputs))
+    assert launched == [module._logistic_step_alone]
+    assert not module._logistic_step_plan(20_000, D, 4, (9, 0), 132).alone
+
+
+@pytest.mark.parametrize(("N", "D"), [(6, 5), (70, 33), (300, 100)])
+def test_rows_across_memory_are_not_copied(N, D, device, monkeypatch):
+    X, y, w, b, lr, l2 = made(device, N=N, D=D)
+    X = X.T.contiguous().T
+    given, real = [], module._launch_step
+    monkeypatch.setattr(module, "_launch_step", lambda X, *rest: given.append(X) or real(X, *rest))
+    assert right(LOGISTIC_STEP, (X, y, w, b, lr, l2), logistic_step(X, y, w, b, lr, l2))
+    assert given[0].data_ptr() == X.data_ptr()
+
+
+def test_rows_across_memory_are_copied_where_few_neighbours_are_read_at_once(device):
+    def taken(N, D):
+        return module._taken_across(torch.empty(D, N, device="meta").T)
+
+    assert taken(10**6, 2000 if device == "cuda" else 200) and not taken(10**6, 20_000)
+    assert not module._taken_across(torch.empty(4, 6, device="meta")[:, ::2])
 
 
 #: Compiles what fits of several numbers of steps launch, for a GPU that need not be there.

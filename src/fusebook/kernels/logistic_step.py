@@ -14,6 +14,8 @@ partial gradients, far smaller than X, are added up by a second launch, always i
 Fused, a fit: where X fits into the registers of all multiprocessors together, each keeps its rows there for all steps,
 and what moves is two messages a step, of the size of w. X is read once in a whole fit.
 
+Of few numbers one program takes the whole step, which is one launch.
+
 Sums are float32 at least, float64 where X is float64; w and b have that dtype. Two runs give the same bits. Limits:
 a step with more than 16384 features reads X twice; a fit whose X does not fit on the chip is a loop of fused steps.
 """
@@ -31,7 +33,20 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ._arguments import FLOATING, integer, number, shapes
-from ._operator import Operator, accumulated, apply, capturing, contiguous, empty, empty_like, gpu, launch
+from ._memory import side_by_side
+from ._operator import (
+    INTERPRETED,
+    Operator,
+    accumulated,
+    apply,
+    capturing,
+    contiguous,
+    empty,
+    empty_like,
+    gpu,
+    launch,
+    overlapping,
+)
 
 __all__ = ["logistic_fit", "logistic_step", "logistic_step_eager"]
 
@@ -82,24 +97,18 @@ def _cross_entropy(z, y):
 
 
 @triton.jit
-def _logistic_step_rows(
-    parts_ptr, sums_ptr, x_ptr, y_ptr, w_ptr, b_ptr, N, D, stride,
-    ALIGN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+def _summed_rows(
+    x_ptr, y_ptr, w, b, first, hop, N, D, stride, step, ROWS: tl.constexpr, BLOCK: tl.constexpr, FLOAT: tl.constexpr
 ):  # fmt: skip
-    """Every so many tiles of whole rows: margins, and with the rows still at hand, their part of the gradient."""
-    FLOAT: tl.constexpr = parts_ptr.dtype.element_ty
-    D = D * ALIGN
-    p = tl.program_id(0)
+    """Tiles of ROWS whole rows from `first` on, `hop` apart: their part of the gradient, their slopes and losses."""
     columns = tl.arange(0, BLOCK)  # [BLOCK]
     inside = columns < D
-    w = tl.load(w_ptr + columns, mask=inside, other=0.0)  # [BLOCK]
-    b = tl.load(b_ptr)
     gradient = tl.zeros([BLOCK], FLOAT)
     slopes = tl.zeros([ROWS], FLOAT)
     losses = tl.zeros([ROWS], FLOAT)
-    for start in tl.range(p.to(tl.int64) * ROWS, N, tl.num_programs(0) * ROWS, num_stages=1):
+    for start in tl.range(first, N, hop, num_stages=1):
         i = start + tl.arange(0, ROWS)  # [ROWS]
-        at = (i * stride * ALIGN)[:, None] + columns[None, :]
+        at = (i * stride)[:, None] + (columns.to(tl.int64) * step)[None, :]
         x = tl.load(x_ptr + at, mask=(i < N)[:, None] & inside[None, :], other=0.0).to(FLOAT)  # [ROWS, BLOCK]; read ND
         y = tl.load(y_ptr + i, mask=i < N, other=0.0).to(FLOAT)  # [ROWS]
         loss, slope = _cross_entropy(tl.sum(x * w[None, :], 1) + b, y)
@@ -107,22 +116,69 @@ def _logistic_step_rows(
         gradient += tl.sum(x * slope[:, None], 0)  # the same x: nothing is read again
         slopes += slope
         losses += tl.where(i < N, loss, 0.0)
-    tl.store(parts_ptr + p.to(tl.int64) * D + columns, gradient, mask=inside)
-    tl.store(sums_ptr + 2 * p, tl.sum(slopes, 0))
-    tl.store(sums_ptr + 2 * p + 1, tl.sum(losses, 0))
+    return gradient, tl.sum(slopes, 0), tl.sum(losses, 0)
+
+
+@triton.jit
+def _logistic_step_rows(
+    parts_ptr, sums_ptr, x_ptr, y_ptr, w_ptr, b_ptr, N, D, stride, step,
+    ALIGN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr = False,
+):  # fmt: skip
+    """Every so many tiles of whole rows: margins, and with the rows still at hand, their part of the gradient."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+    FLOAT: tl.constexpr = parts_ptr.dtype.element_ty
+    D = D * ALIGN
+    p = tl.program_id(0)
+    columns = tl.arange(0, BLOCK)  # [BLOCK]
+    w = tl.load(w_ptr + columns, mask=columns < D, other=0.0)  # [BLOCK]
+    gradient, slopes, losses = _summed_rows(
+        x_ptr, y_ptr, w, tl.load(b_ptr), p.to(tl.int64) * ROWS, tl.num_programs(0) * ROWS, N, D, stride * ALIGN, step,
+        ROWS, BLOCK, FLOAT,
+    )  # fmt: skip
+    tl.store(parts_ptr + p.to(tl.int64) * D + columns, gradient, mask=columns < D)
+    tl.store(sums_ptr + 2 * p, slopes)
+    tl.store(sums_ptr + 2 * p + 1, losses)
+
+
+@triton.jit
+def _rates(lr, l2, N, FLOAT: tl.constexpr):
+    """Learning rate, weight of the squares and number of rows [1], of the dtype of what they are multiplied with."""
+    # Where N is beyond 2**24 float32 rounds it: one rounding among many.
+    return tl.full([1], lr, FLOAT), tl.full([1], l2, FLOAT), tl.full([1], N, FLOAT)
+
+
+@triton.jit
+def _logistic_step_alone(
+    w_out_ptr, b_out_ptr, loss_ptr, x_ptr, y_ptr, w_ptr, b_ptr, N, D, stride, step, lr: tl.float64, l2: tl.float64,
+    ALIGN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A whole step by one program, of what is over before a second launch would have begun."""
+    FLOAT: tl.constexpr = w_ptr.dtype.element_ty
+    D = D * ALIGN
+    rate, decay, n = _rates(lr, l2, N, FLOAT)
+    columns = tl.arange(0, BLOCK)  # [BLOCK]
+    w = tl.load(w_ptr + columns, mask=columns < D, other=0.0)  # [BLOCK]
+    b = tl.load(b_ptr)
+    gradient, slopes, losses = _summed_rows(
+        x_ptr, y_ptr, w, b, tl.zeros([], tl.int64), ROWS, N, D, stride * ALIGN, step, ROWS, BLOCK, FLOAT
+    )
+    tl.store(w_out_ptr + columns, w - rate * (gradient / n + 2.0 * decay * w), mask=columns < D)
+    one = tl.arange(0, 1)
+    tl.store(b_out_ptr + one, b - rate * (slopes / n))
+    tl.store(loss_ptr + one, losses / n + decay * tl.sum(w * w, 0))
 
 
 @triton.jit
 def _logistic_step_update(
     w_out_ptr, b_out_ptr, loss_ptr, parts_ptr, sums_ptr, w_ptr, b_ptr, P, S, N, D, lr: tl.float64, l2: tl.float64,
-    PARTS: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
+    PARTS: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr, LATE: tl.constexpr = False,
 ):  # fmt: skip
     """Add up P partial gradients, in their order, and take the step; the first program does the bias and the loss."""
+    if LATE:
+        tl.extra.cuda.gdc_wait()  # for the parts
     FLOAT: tl.constexpr = parts_ptr.dtype.element_ty
-    rate = tl.full([1], lr, FLOAT)
-    decay = tl.full([1], l2, FLOAT)
-    # Where N is beyond 2**24 float32 rounds it: one rounding among many.
-    n = tl.full([1], N, FLOAT)
+    rate, decay, n = _rates(lr, l2, N, FLOAT)
     columns = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
     p = tl.arange(0, PARTS)  # [PARTS]
     gradient = tl.zeros([PARTS, BLOCK], FLOAT)
@@ -152,9 +208,12 @@ def _logistic_step_update(
 
 @triton.jit
 def _logistic_step_margins(
-    slopes_ptr, sums_ptr, x_ptr, y_ptr, w_ptr, b_ptr, N, D, stride, ROWS: tl.constexpr, BLOCK: tl.constexpr
+    slopes_ptr, sums_ptr, x_ptr, y_ptr, w_ptr, b_ptr, N, D, stride,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """Margins of rows too wide to be kept: the slope of each loss, and the sums of a program's rows."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
     FLOAT: tl.constexpr = slopes_ptr.dtype.element_ty
     i = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
     z = tl.zeros([ROWS, BLOCK], FLOAT)
@@ -172,8 +231,13 @@ def _logistic_step_margins(
 
 
 @triton.jit
-def _logistic_step_columns(parts_ptr, slopes_ptr, x_ptr, N, D, stride, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def _logistic_step_columns(
+    parts_ptr, slopes_ptr, x_ptr, N, D, stride, ROWS: tl.constexpr, BLOCK: tl.constexpr, LATE: tl.constexpr = False
+):  # fmt: skip
     """The gradient of BLOCK features of rows too wide to be kept, from the slopes of all rows."""
+    if LATE:
+        tl.extra.cuda.gdc_wait()  # for the slopes
+        tl.extra.cuda.gdc_launch_dependents()
     FLOAT: tl.constexpr = slopes_ptr.dtype.element_ty
     j = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
     gradient = tl.zeros([ROWS, BLOCK], FLOAT)
@@ -276,6 +340,9 @@ def _logistic_fit_losses(losses_ptr, shares_ptr, P, steps, STEPS: tl.constexpr, 
 # Plans ---------------------------------------------------------------------------------------------------------------
 
 
+# Steps whose launches one plan of a call holds: of more there is no plan, and each launch is Triton's own, which takes
+# the host several times as long.
+_PLANNED = 20
 # A launch of the fit that keeps X on the chip does at most so many steps, to bound the memory for their losses.
 _TOGETHER = 8192
 
@@ -291,6 +358,7 @@ class StepPlan(NamedTuple):
     update: int  # weights that a program of the update answers for
     parts: int  # partial gradients that it reads at a time
     wide: int  # elements that its first program adds up at a time
+    alone: bool = False  # one program does all
 
 
 class FitPlan(NamedTuple):
@@ -316,6 +384,10 @@ def _logistic_step_plan(
     block = triton.next_power_of_2(max(D, 1))
     widest = 512 if interpreted else 65536 // itemsize
     tall = triton.next_power_of_2(N)
+    # What takes a program less time than a second launch.
+    if D and N * D <= (256 if interpreted else 2**14) and block <= widest:
+        rows = max(1, min(tall, 32768 // itemsize // block))
+        return StepPlan(True, rows, block, 1, 8, 32, 1, 1024, alone=True)
     if block > widest:
         rows, block, update = (8, 4096, 4096) if interpreted else (4, 2048, 128)
         return StepPlan(False, rows, block, triton.cdiv(N, rows), 4, update, 1, block)
@@ -385,43 +457,67 @@ def _launch_step(
 ) -> None:  # fmt: skip
     """Two launches, or three where rows are too wide to be kept."""
     N, D = X.shape
+    if plan.alone:
+        align = _align(X)
+        launch(
+            _logistic_step_alone, (1,),
+            *into, X, y, w, b, N, D // align, X.stride(0) // align, X.stride(1), lr, l2,
+            ALIGN=align, ROWS=plan.rows, BLOCK=plan.block, num_warps=plan.warps,
+        )  # fmt: skip
+        return
     parts, sums, slopes = work
+    early = overlapping(X.device)
     if plan.kept:
         align = _align(X)
         launch(
             _logistic_step_rows, (plan.programs,),
-            parts, sums, X, y, w, b, N, D // align, X.stride(0) // align,
-            ALIGN=align, ROWS=plan.rows, BLOCK=plan.block, num_warps=plan.warps,
+            parts, sums, X, y, w, b, N, D // align, X.stride(0) // align, X.stride(1),
+            ALIGN=align, ROWS=plan.rows, BLOCK=plan.block, EARLY=bool(early), num_warps=plan.warps,
         )  # fmt: skip
     else:
         launch(
             _logistic_step_margins, (plan.programs,),
-            slopes, sums, X, y, w, b, N, D, X.stride(0), ROWS=plan.rows, BLOCK=plan.block, num_warps=plan.warps,
+            slopes, sums, X, y, w, b, N, D, X.stride(0),
+            ROWS=plan.rows, BLOCK=plan.block, EARLY=bool(early), num_warps=plan.warps,
         )  # fmt: skip
         launch(
             _logistic_step_columns, (triton.cdiv(D, plan.update),),
-            parts, slopes, X, N, D, X.stride(0), ROWS=32, BLOCK=plan.update, num_warps=plan.warps,
+            parts, slopes, X, N, D, X.stride(0),
+            ROWS=32, BLOCK=plan.update, LATE=bool(early), num_warps=plan.warps, **early,
         )  # fmt: skip
     launch(
         _logistic_step_update, (max(1, triton.cdiv(D, plan.update)),),
         *into, parts, sums, w, b, len(parts), len(sums), N, D, lr, l2,
-        PARTS=plan.parts, BLOCK=plan.update, WIDE=plan.wide, num_warps=4,
+        PARTS=plan.parts, BLOCK=plan.update, WIDE=plan.wide, LATE=bool(early), num_warps=4, **early,
     )  # fmt: skip
 
 
 def _workspace(X: Tensor, plan: StepPlan) -> tuple[Tensor, Tensor, Tensor | None]:
     """Memory for partial gradients, for sums of slopes and losses, and for slopes where X is read twice."""
+    if plan.alone:
+        return X, X, None
     dtype, device = accumulated(X.dtype), X.device
-    parts = empty((plan.programs if plan.kept else 1, X.shape[1]), dtype, device)
-    sums = empty((plan.programs, 2), dtype, device)
-    return parts, sums, None if plan.kept else empty((len(X),), dtype, device)
+    wanted: list[tuple[tuple[int, ...], torch.dtype]] = [((plan.programs if plan.kept else 1, X.shape[1]), dtype)]
+    wanted += [((plan.programs, 2), dtype), *([] if plan.kept else [((len(X),), dtype)])]
+    parts, sums, *slopes = side_by_side(device, *wanted)
+    return parts, sums, slopes[0] if slopes else None
 
 
-def _packed(X: Tensor, y: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows, targets and weights without gaps; X is copied where its rows have some."""
-    if X.shape[1] > 1 and X.stride(1) != 1:
+def _packed(X: Tensor, y: Tensor, w: Tensor, across: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows, targets and weights without gaps; X is copied where its rows have some, unless it may lie `across`."""
+    if X.shape[1] > 1 and X.stride(1) != 1 and not (across and _taken_across(X)):
         X = apply(Tensor.contiguous, X)
     return X, contiguous(y), contiguous(w)
+
+
+def _taken_across(X: Tensor) -> bool:
+    """Whether a step takes rows that are not dense as they lie: a copy costs more than the step.
+
+    Where neighbours in memory are of several rows that a program has at once, or X stays in the L2 cache.
+    """
+    size, block = X.element_size(), triton.next_power_of_2(X.shape[1])
+    few = block <= (512 if INTERPRETED else 65536 // max(size, 4))  # a program can keep a row
+    return few and X.stride(0) == 1 and (block * max(size, 4) <= 8192 or X.numel() * size <= 2**24)
 
 
 def _step_outputs(X: Tensor, y: Tensor, w: Tensor, b: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -431,7 +527,7 @@ def _step_outputs(X: Tensor, y: Tensor, w: Tensor, b: Tensor, *_: Any) -> tuple[
 def _step_into(
     outs: tuple[Tensor, Tensor, Tensor], X: Tensor, y: Tensor, w: Tensor, b: Tensor, lr: float, l2: float
 ) -> None:
-    X, y, w = _packed(X, y, w)
+    X, y, w = _packed(X, y, w, across=True)
     plan = _step_plan(*X.shape, w.element_size(), *gpu(X.device), _align(X))
     _launch_step(X, y, w, b, lr, l2, outs, _workspace(X, plan), plan)
 
@@ -580,7 +676,7 @@ def logistic_step(
     ----------
     X : torch.Tensor
         ``[N, D]``, float16, bfloat16, float32 or float64, on a CUDA device, or on the CPU where Triton interprets.
-        Rows that are not contiguous are copied first.
+        Rows that are not contiguous are copied first, but for a transposed matrix of up to 2048 features or 16 MiB.
     y : torch.Tensor
         ``[N]``, targets of 0 and 1, in the dtype of `X`.
     w : torch.Tensor
@@ -676,7 +772,20 @@ def logistic_fit(
     On the chip all programs run at the same time and wait for each other, so the launch is a cooperative one: a GPU
     that is busy with other work starts it when all its programs find a place.
     """
-    return _fit(X, y, w, b, lr, l2, check, steps, on_chip)
+    if type(steps) is not int or steps <= _PLANNED or torch.compiler.is_compiling() or not _by_steps(X, on_chip):
+        return _fit(X, y, w, b, lr, l2, check, steps, on_chip)
+    if X.stride(1) != 1:
+        X = X.contiguous()
+    losses = []
+    for start in range(0, steps, _PLANNED):
+        w, b, loss = _fit(X, y, w, b, lr, l2, check and not start, min(_PLANNED, steps - start), False)
+        losses.append(loss)
+    return w, b, torch.cat(losses)
+
+
+def _by_steps(X: Any, on_chip: bool | None) -> bool:
+    """Whether a fit is a loop of single steps; what is no matrix is refused elsewhere."""
+    return isinstance(X, Tensor) and X.dim() == 2 and on_chip is not True and (on_chip is False or not _fits(X))
 
 
 def _fits(X: Tensor) -> bool:
