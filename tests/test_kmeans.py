@@ -496,8 +496,14 @@ def test_a_plan_is_the_cheapest_and_costs_grow_with_points_coordinates_and_centr
     # Of few coordinates: tiles of pairs where a thread a point would be few threads, or where points had to be copied.
     assert [how(n, 3, 785).how for n in (80, 3580, 5_000_000)] == ["pairs", "pairs", "few"]
     assert module.kmeans_plan(130_093, 7, 3, torch.float16, 1, (9, 0), False).how == "pairs"
+    # Few coordinates are no product: a thread a point, and tiles of pairs where those were few.
+    assert [how(*size).how for size in ((4_000_000, 5, 900), (60_000, 3, 1200), (9000, 1, 1600))] == [
+        "few", "pairs", "pairs"
+    ]  # fmt: skip
+    assert how(9000, 1, 1600).block_k == 4 * how(60_000, 3, 1200).block_k, "few programs wait less often for centres"
     assert how(34_295, 38, 3).how == how(17_668, 2863, 2).how == "each"
     assert how(1, 4070, 3).chunk == 4096 and how(20_000, 3000, 50).block == 32
+    assert [how(n, 512, 229)[1:4] for n in (1405, 6000)] == [(32, 32, 32), (64, 64, 16)], "tiles for all"
     assert how(10**6, 64, 256).how == "screen"
     # Odd rows are copied where the product takes long enough: that of many centres, and of many points.
     assert [how(n, d, k).pad for n, d, k in ((19_553, 403, 2431), (19_553, 404, 2431), (19_553, 403, 64))] == [16, 1, 1]

@@ -47,14 +47,15 @@ def _pairs_plan(n: int, d: int, k: int) -> tuple[float, Plan]:
     """How points of few coordinates are compared with many centres, and about how long that takes.
 
     A thread has eight pairs of a point and a centre. All of a program's points share what is loaded of a centre, so it
-    has as many of them as leave programs enough for a GPU.
+    has as many of them as leave programs enough for a GPU; where these are few all the same, a thread has 32 pairs, and
+    a program waits less often for centres.
     """
     wide = triton.next_power_of_2(k)
     block = max(1, min(triton.next_power_of_2(n) // 512, 128, max(32, 2048 // wide)))
-    block_k = min(wide, max(1, 1024 // block))
+    block_k = min(wide, max(1, (4096 if block >= 16 and n < 288 * block else 1024) // block))
     tiles = triton.cdiv(k, block_k)
     plan = Plan("pairs", block, block_k, steps=tiles, warps=8 if block_k == 1024 else 4)
-    return 6 + 0.35 * tiles + n * k * (2 * d + 5) / 20e6 + n * d / 1e6, plan
+    return 6 + 0.35 * tiles + n * tiles * block_k * (2 * d + 5) / 20e6 + n * (d + 12) / 1e6, plan
 
 
 def _some_plan(n: int, d: int, k: int) -> tuple[float, Plan]:
@@ -90,6 +91,8 @@ def _product_plan(n: int | None, d: int, k: int, doubles: bool) -> Plan:
     block = 64
     if n is not None and 32 < k <= 64 and d > 512 and triton.cdiv(n, 64) < 528:
         block, chunk = 32, 32  # no centres to share out, so points are
+    elif n is not None and k > 64 and triton.cdiv(n, 64) * tiles < 132:  # tiles for less than all multiprocessors
+        block, block_k, chunk, steps = 32, 32, max(chunk, min(32, triton.next_power_of_2(d))), 1
     elif n is not None and triton.cdiv(n, 64) < 900:
         steps = triton.cdiv(tiles, min(tiles, triton.cdiv(1056, triton.cdiv(n, block))))
     return Plan("product", block, block_k, chunk, steps=steps, stages=3, precision="ieee" if doubles else "tf32x3")
@@ -104,7 +107,7 @@ def _microseconds(how: str, n: int, d: int, k: int, size: int) -> float:
     """About how long the other plans take on an H200: in all of them a program goes through all centres."""
     align = math.gcd(16 // size, d)  # coordinates that are loaded at once
     if how == "few":
-        return 5 + max(0 if k * d <= 32 else k * (0.005 + 0.027 * d), n * d * k / 5.5e6)
+        return 5 + max(0 if k * d <= 32 else k * (0.005 + 0.027 * d), n * k * (2 * d + 5) / 22e6)
     if how == "each":
         whole = align * size == 16 or _rowwise(d, k, align, size)
         return 5 + 0.15 * k + max(0.4 * d / (32 * align), n * d * size / (2.5e6 if whole else 0.8e6))
@@ -113,7 +116,8 @@ def _microseconds(how: str, n: int, d: int, k: int, size: int) -> float:
     programs, block_k = triton.cdiv(n, 64), min(64, max(16, triton.next_power_of_2(k)))
     tiles = programs * triton.cdiv(k, block_k)
     widened = n * d * 6 / 3e6 if size == 2 else 0
-    work = tiles * 64 * block_k * (d / 19e6 + 0.4e-6)
+    # Of few coordinates, to ask who is nearest is most of it; they are multiplied in sixteens.
+    work = tiles * 64 * block_k * max(d / 19e6 + 0.4e-6, triton.cdiv(d, 16) * 16 / 26e6 + 2.9e-6)
     return 15 + widened + 0.004 * programs + max(0.03 * d, n * d * size / 3.6e6, work)
 
 
