@@ -392,6 +392,15 @@ Folded("The kernel of the library", Source(_softmax_rows, doc=False))
 # maximum turns up. Waiting is safe only if all these programs run at the same
 # time, which an ordinary launch does not promise. So a program that has waited
 # long computes by itself what is missing.
+#
+# GPUs since Hopper have another way to meet: a *cluster* of up to 16 blocks on
+# multiprocessors that lie together. The hardware promises that they run at the
+# same time, and they read each other's :term:`shared memory`, so no board has
+# to be cleared first and no word travels through the L2 cache. quack spreads a
+# wide row over a cluster. Triton can spread one program over a cluster
+# (``num_ctas``), but version 3.6 does not compile a reduction across it. So
+# ours is behind where a few wide rows are all there is, and the launch that
+# clears the board is a visible part of the time.
 
 Folded("What is launched for which shape", Source(softmax_plan, doc=False))
 
@@ -686,7 +695,17 @@ claims(
 #
 # The kernels of this page as they were shown, cold, as a share of a copy.
 # (A thread has at most 255 :term:`registers <register>`; what does not fit is
-# spilled to memory.)
+# spilled to memory.) The chain stands there twice: as PyTorch runs it, and as
+# TorchScript does, which fuses what lies between two reductions.
+
+
+# site: fold
+@functools.cache
+def scripted():
+    """The chain under `torch.jit.script`, which PyTorch calls deprecated."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return torch.jit.script(softmax_eager)
 
 
 # site: fold
@@ -700,6 +719,7 @@ def softmax_steps():
             frame = bench.staircase(
                 {
                     "the chain": lambda x=x: softmax_eager(x),
+                    "TorchScript": lambda x=x: scripted()(x),
                     "step one, 4 warps": lambda x=x: softmax_one_row(x),
                     "step one, the tutorial's warps": lambda x=x: by_the_rule(
                         x
@@ -721,6 +741,7 @@ def softmax_steps():
 stairs = measured("softmax_steps", softmax_steps)
 CODE = {
     "the chain": (softmax_eager,),
+    "TorchScript": (softmax_eager,),
     "step one, 4 warps": (one_row, softmax_one_row),
     "step one, the tutorial's warps": (one_row, softmax_one_row, by_the_rule),
     "step two": (some_rows, softmax_some_rows),
@@ -798,6 +819,15 @@ claims(
         "The library's kernel is within 2 % of the best step everywhere.",
         reached.loc["the library"] >= 0.98 * reached.max(),
         fatal=False,
+    ),
+    *(
+        say(
+            "TorchScript takes {least:.2f} to {most:.2f} times as long as the "
+            "chain that it was given.",
+            least=(reached.loc["the chain"] / row).min(),
+            most=(reached.loc["the chain"] / row).max(),
+        )
+        for _, row in reached.filter(items=["TorchScript"], axis=0).iterrows()
     ),
     say(
         "The persistent kernel reaches {least:.0%} to {most:.0%} of a copy.",
@@ -977,8 +1007,8 @@ claims(
 # <https://triton-lang.org/main/getting-started/tutorials>`__, which has
 # another kernel today. These are its statements in their order, with today's
 # numbers. Only those that can be tested as they stand have a verdict.
-# TorchScript, its unfused rival, is deprecated (:term:`JIT`); the eager chain,
-# which it was supposed to fuse, and `torch.compile` take its place.
+# TorchScript, its unfused rival, is deprecated (:term:`JIT`): it is among the
+# steps above, and `torch.compile` takes its place elsewhere.
 
 
 with warnings.catch_warnings(record=True) as said:
