@@ -123,7 +123,11 @@ BOX = """<h1>Page</h1><div class="docutils fb-box container">
             "the box says '✗ false: Ou",
         ),
         ("1 is true", "2 are true", "the box counts [2, 1, 1] our claims here, and the page has [1, 1, 1]"),
-        ("0 are met, 1 missed", "1 is met, 0 missed", "the box counts [1, 0, 0] our targets, and the page has [0, 1, 0]"),
+        (
+            "0 are met, 1 missed",
+            "1 is met, 0 missed",
+            "the box counts [1, 0, 0] our targets, and the page has [0, 1, 0]",
+        ),
         (
             "0 hold, 1 does not",
             "1 hold, 0 do not",

@@ -178,7 +178,9 @@ def _replay(graph: Any, outputs: Any) -> Any:
     return outputs
 
 
-def _captured_fit(X: Tensor, y: Tensor, w: Tensor, b: Tensor, lr: float, l2: float, steps: int) -> tuple[Any, ...]:
+def _captured_fit(
+    step: Any, X: Tensor, y: Tensor, w: Tensor, b: Tensor, lr: float, l2: float, steps: int
+) -> tuple[Any, ...]:  # fmt: skip
     """A CUDA graph of up to a hundred steps, which leaves the weights where it finds them."""
     if steps == 0:
         raise NotImplementedError("a graph of no steps has nothing to replay")
@@ -186,7 +188,7 @@ def _captured_fit(X: Tensor, y: Tensor, w: Tensor, b: Tensor, lr: float, l2: flo
     state = w.clone(), b.clone()
 
     def some() -> Tensor:
-        *new, losses = _loop(_eager, X, y, *state, lr, l2, together)
+        *new, losses = _loop(step, X, y, *state, lr, l2, together)
         for old, value in zip(state, new, strict=True):
             old.copy_(value)
         return losses
@@ -287,7 +289,15 @@ LOGISTIC_FIT = Op(
         ),
         "torch.compile": Variant(_fit_of(_torch_compile), cost=_cost_fit_eager, recompiles=True),
         "reduce-overhead": Variant(_fit_of(_reduce_overhead), cost=_cost_fit_eager, recompiles=True),
-        "eager in a graph": Variant(_replay_fit, cost=_cost_fit_eager, prepare=_captured_fit),
+        "eager in a graph": Variant(
+            _replay_fit, cost=_cost_fit_eager, prepare=functools.partial(_captured_fit, _eager)
+        ),
+        "torch.compile in a graph": Variant(
+            _replay_fit,
+            cost=_cost_fit_eager,
+            prepare=functools.partial(_captured_fit, _torch_compile),
+            recompiles=True,
+        ),
         "fusebook steps": Variant(_fusebook_fit(False), cost=_cost_fit_steps, needs=()),
         "fusebook": Variant(_fusebook_fit(None), needs=()),
     },
