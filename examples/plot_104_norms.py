@@ -208,11 +208,14 @@ Source(_norm_rows)
 # %%
 # Rows that no program can hold are cut into parts, and the programs of a row
 # tell each other what they found, as on the page of softmax. Each holds its
-# part in registers meanwhile, so that rows are read once. The rows, which are
-# needed once, leave the L1 cache to the weights, which every row needs again.
-# With a residual all of both tensors is asked for before the first number of
-# their sum is stored: the compiler moves no load to before a store, since the
-# two might meet.
+# part in registers meanwhile, so that rows are read once. With a residual all
+# of both tensors is asked for before the first number of their sum is stored:
+# the compiler moves no load to before a store, since the two might meet.
+#
+# All loads ask the L2 cache to keep what they read (``evict_last``). Rows do
+# not come again; but what is written then makes way sooner, and memory is
+# written while it is read. torch.compile asks for the same, since it reads a
+# row twice.
 #
 # The gradient
 # ~~~~~~~~~~~~
