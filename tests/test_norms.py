@@ -284,6 +284,23 @@ def test_short_rows_across_memory_are_read_where_they_are(centred, shape, added,
     torch.testing.assert_close(y.double(), plain(want, weight, bias, centred=centred), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("size", [2, 4, 8])
+@pytest.mark.parametrize("centred", [False, True])
+@pytest.mark.parametrize("added", [False, True])
+@pytest.mark.parametrize(("capability", "memory"), [((9, 0), 227), ((8, 9), 100)])
+def test_all_programs_of_a_wide_gradient_have_room_at_once(size, centred, added, capability, memory):
+    """Those without a place would be waited for. Beyond some words a thread, a program has no registers for them."""
+    for n in (20001, 32768, 50257, 65536, 131072, 262144, 2**20):
+        for rows in (1, 7, 8192):
+            plan = norm_backward_plan(rows, n, size, capability, 132, centred, added)
+            each = math.ceil(plan.groups * plan.parts / 132)
+            shared = (plan.constants["STAGES"] - 1) * (2 + added) * plan.constants["BLOCK"] * size
+            assert each * 32 * plan.warps * plan.registers <= 65536
+            assert each * (shared + 1024) <= memory * 1024
+            assert plan.constants["LANES"] >= 32 * plan.warps
+            assert n * size > 2**20 or plan.constants["LANES"] <= 4 * 32 * plan.warps
+
+
 @pytest.mark.parametrize("added", [False, True])
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_the_width_alone_decides_how_a_row_is_added_up(size, added):

@@ -13,7 +13,8 @@ A program takes many rows and the same columns of each, and adds up its part of 
 there is one partial row for each group of programs, and a second kernel adds these up in a fixed order: the same bits
 each time, without atomics.
 
-A row of up to 16 KiB belongs to one program; a wider one is shared by several, which tell each other what they found.
+A row of up to 16 KiB belongs to one program; a wider one is shared by several, which tell each other what they found:
+programs of one warp, and from 128 KiB on of four.
 
 Limits: there is no gradient of the gradient.
 """
@@ -306,8 +307,8 @@ def norm_backward_plan(
 
     The width decides how a row of dx is added up, the number of rows and of multiprocessors how dweight is.
     """
+    hopper = capability is not None and capability >= (9, 0)
     if n <= 16384 // size:
-        hopper = capability is not None and capability >= (9, 0)
         # What the loop loads ahead shall fit into 96 KiB where there is no more.
         stages = (4 if hopper and centred else 3) - added
         # 32 bytes of a row a thread, so that x, dy, weight and dweight fit into 128 registers; 16 warps in all.
@@ -319,15 +320,22 @@ def norm_backward_plan(
         groups = max(1, min(triton.cdiv(rows, together), 16 // warps * processors))
         return Plan({"STAGES": stages, "ROWS": together, "BLOCK": block}, groups, 1, n, warps, 128)
     # All parts of a row run at once, or they would wait for those that have no place. A program is one warp, whose
-    # threads need not meet.
+    # threads need not meet; but each part reads a word of every other. Beyond 128 parts that is as much traffic as the
+    # row, and more words than a warp has registers for: then four warps share a part of four times the width.
+    warps = 1 if n * size <= 2**17 else 4
     registers = 168 if centred else 128
-    resident = 65536 // (32 * registers) * processors
+    resident = 65536 // (32 * warps * registers) * processors
     least = triton.next_power_of_2(triton.cdiv(n, resident))
-    parts, span = parts_of(n, size, max(1024 // size, least) if capability is not None else 16384 // size)
+    parts, span = parts_of(n, size, max(1024 * warps // size, least) if capability is not None else 16384 // size)
     groups = max(1, min(rows, resident // parts))
+    block = triton.next_power_of_2(span)
+    # What is loaded ahead shall leave room for all programs of a multiprocessor; some have 100 KiB.
+    ahead = triton.cdiv(groups * parts, processors) * (2 + added) * block * size
+    stages = min(4, 1 + (200 if hopper else 80) * 1024 // ahead)
     # As many lanes as threads or more: so each word is loaded by one thread.
-    constants = {"STAGES": 4, "BLOCK": triton.next_power_of_2(span), "LANES": max(32, triton.next_power_of_2(parts))}
-    return Plan(constants, groups, parts, span, 1, registers)
+    lanes = max(32 * warps, triton.next_power_of_2(parts))
+    constants = {"STAGES": stages, "BLOCK": block, "LANES": lanes}
+    return Plan(constants, groups, parts, span, warps, registers)
 
 
 _plan = functools.lru_cache(maxsize=4096)(norm_backward_plan)
