@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 
 import fusebook
+from fusebook.cards import losses
+from fusebook.inputs import generator
 from fusebook.kernels import _entropy
 from fusebook.kernels._entropy import Terms, entropy_into, entropy_plan, plan_of
 from fusebook.kernels._operator import launching
@@ -367,6 +369,25 @@ def test_chunks_of_wide_rows_find_words_of_their_own():
     _, dh, dhead = fusebook.linear_cross_entropy_with_gradients(h, head, target, rows=1)
     for got, a, b in ((dh, dx, head.double()), (dhead, dx.T, h.double())):  # some sums cancel, so beside their terms
         assert ((got - a @ b).abs() <= 128 * torch.finfo(got.dtype).eps * (a.abs() @ b.abs())).all()
+
+
+@pytest.mark.parametrize("M", [7, 1, 0])
+def test_what_is_right_of_a_head_is_found_by_some_rows_at_a_time(M, monkeypatch):
+    """All logits of a large vocabulary at once, in float64, were more than a GPU had left."""
+    inputs = losses.LINEAR_CROSS_ENTROPY.make(generator(0), torch.float64, M=M, K=4, N=9)
+    h, head, target, scale = inputs
+    own = h.requires_grad_(), head.requires_grad_()
+    loss = F.cross_entropy(h @ head.T, target)
+    want = loss, *torch.autograd.grad(loss * scale, own)
+    held = []
+    find = losses._reference
+    monkeypatch.setattr(losses, "_reference", lambda x, t: held.append(len(x)) or find(x, t))
+    monkeypatch.setattr(losses, "_HELD", 27)
+    with torch.no_grad():
+        found = losses.LINEAR_CROSS_ENTROPY.reference(h, head, target, scale)
+    assert held == {7: [3, 3, 1], 1: [1], 0: [0]}[M]
+    for a, b in zip(found, want, strict=True):
+        torch.testing.assert_close(a, b, equal_nan=True)
 
 
 def test_what_does_not_fit_a_head_is_refused():

@@ -179,10 +179,23 @@ def _make_linear(rng: torch.Generator, dtype: torch.dtype, *, M: int, K: int, N:
     return rough(rng, (M, K), dtype).abs() / 64, head, target, scale
 
 
+#: Logits that the reference holds at a time: in float64 those of a whole vocabulary are gigabytes, several times over.
+_HELD = 2**27
+
+
 def _reference_linear(h: Tensor, head: Tensor, target: Tensor, scale: float) -> tuple[Tensor, ...]:
-    loss, dx = _reference((h @ head.T).to(accumulated(h.dtype)), target)
-    dx = dx.mul_(scale).to(h.dtype)
-    return loss, dx @ head, dx.T @ h
+    loss = torch.zeros((), dtype=accumulated(h.dtype), device=h.device)
+    dh, dhead = torch.empty_like(h), torch.zeros_like(head)
+    rows = max(1, _HELD // max(1, len(head)))
+    for start in range(0, max(1, len(h)), rows):  # once where there are no rows: the mean of nothing is NaN
+        at = slice(start, start + rows)
+        part, dx = _reference((h[at] @ head.T).to(accumulated(h.dtype)), target[at])
+        share = len(h[at]) / max(1, len(h))  # a mean of means
+        loss = loss + part * share if len(h) else part
+        dx = dx.mul_(scale * share).to(h.dtype)
+        dh[at] = dx @ head
+        dhead.addmm_(dx.T, h[at])
+    return loss, dh, dhead
 
 
 def _added_up(inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
