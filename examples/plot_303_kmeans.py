@@ -611,9 +611,10 @@ table(
 # the other elsewhere, which is also what a program does that calls them by
 # itself. Eager updates by atomic additions: with two centres, millions of
 # points wait for the same six numbers. Two ways do without them. *Sorted* puts
-# points of one label side by side and takes the mean of each stretch; *product*
-# multiplies with a matrix that has a one for each point, which is small where
-# centres are few. *Skewed* means that nine of ten points belong to one cluster.
+# points of one label side by side and takes the mean of each stretch;
+# *product* multiplies with a matrix that has a one for each point, which is
+# small where centres are few. *Skewed* means that nine of ten points belong to
+# one cluster.
 
 UPDATES = (
     *("eager", "torch.compile", "sorted", "product"),
