@@ -38,12 +38,7 @@ __all__ = [
 ]  # fmt: skip
 
 #: The dtypes that ``--dtype`` takes.
-DTYPES = {
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "float32": torch.float32,
-    "float64": torch.float64,
-}
+DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 
 _TIMES = tuple(f"{kind}_us{q}" for kind in timing.KINDS for q in ("_20", "", "_80"))
 

@@ -337,14 +337,7 @@ def dots(df: pd.DataFrame, *, of: str = "copy", title: str = "") -> Axes:
     return ax
 
 
-def times(
-    df: pd.DataFrame,
-    x: str = "N",
-    *,
-    kind: str = "call",
-    title: str = "",
-    xlabel: str = "",
-) -> Axes:
+def times(df: pd.DataFrame, x: str = "N", *, kind: str = "call", title: str = "", xlabel: str = "") -> Axes:
     """Time in microseconds over one size, on logarithmic axes, with the launch floor.
 
     Parameters

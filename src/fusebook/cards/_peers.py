@@ -77,11 +77,7 @@ def onnx_graph(dtype: torch.dtype, nodes: Sequence[Any], names: Sequence[str]) -
     """A graph of matrices: inputs by name, and the output y."""
     from onnx import TensorProto, helper
 
-    kinds = {
-        torch.float32: TensorProto.FLOAT,
-        torch.float16: TensorProto.FLOAT16,
-        torch.bfloat16: TensorProto.BFLOAT16,
-    }
+    kinds = {torch.float32: TensorProto.FLOAT, torch.float16: TensorProto.FLOAT16, torch.bfloat16: TensorProto.BFLOAT16}
     shaped = [helper.make_tensor_value_info(name, kinds[dtype], [None, None]) for name in (*names, "y")]
     graph = helper.make_graph(nodes, "gemm", shaped[:-1], shaped[-1:])
     return helper.make_model(graph, ir_version=10, opset_imports=[helper.make_opsetid("", 18)])

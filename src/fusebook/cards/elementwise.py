@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -29,17 +29,7 @@ from fusebook.kernels.elementwise import (
 )
 from fusebook.op import Cost, Dims, Op, Variant
 
-__all__ = [
-    "ADD_ADD_MULTIPLY",
-    "ADD_SUB",
-    "DOUBLE",
-    "EXP",
-    "MULTIPLY",
-    "MULTIPLY_ADD",
-    "PAGE",
-    "SILU",
-    "cuda_source",
-]
+__all__ = ["ADD_ADD_MULTIPLY", "ADD_SUB", "DOUBLE", "EXP", "MULTIPLY", "MULTIPLY_ADD", "PAGE", "SILU", "cuda_source"]
 
 #: The page that tells of them.
 PAGE = 101
@@ -77,50 +67,14 @@ def _make_four(rng: torch.Generator, dtype: torch.dtype, *, M: int, N: int, y: s
     return rough(rng, (M, N), dtype), *(_operand(rng, dtype, M, N, y) for _ in range(3))
 
 
-def _bytes(itemsize: int, M: int, N: int, y: str, others: int, read: int, write: int, flop: int) -> Cost:
-    """`others` operands are of the shape that `y` names, x is a matrix; so many reads and writes of matrices beyond."""
-    least = {"row": N, "column": M}.get(y, M * N)
-    return Cost((read * M * N + others * least) * itemsize, write * M * N * itemsize, flop * M * N)
+def _moving(read: int, write: int, flop: int, others: int = 0) -> Callable[..., Cost]:
+    """So many matrices read and written; `others` operands beside them are of the shape that ``y`` names."""
 
+    def cost(itemsize: int, *, M: int, N: int, y: str = "matrix") -> Cost:
+        least = {"row": N, "column": M}.get(y, M * N)
+        return Cost((read * M * N + others * least) * itemsize, write * M * N * itemsize, flop * M * N)
 
-def _cost_one(itemsize: int, *, M: int, N: int) -> Cost:
-    return _bytes(itemsize, M, N, "", 0, 1, 1, 1)
-
-
-def _cost_silu(itemsize: int, *, M: int, N: int) -> Cost:
-    return _bytes(itemsize, M, N, "", 0, 1, 1, 4)
-
-
-def _cost_silu_eager(itemsize: int, *, M: int, N: int) -> Cost:
-    return _bytes(itemsize, M, N, "", 0, 3, 2, 4)
-
-
-def _cost_two(itemsize: int, *, M: int, N: int, y: str) -> Cost:
-    return _bytes(itemsize, M, N, y, 1, 1, 1, 1)
-
-
-def _cost_add_sub(itemsize: int, *, M: int, N: int, y: str) -> Cost:
-    return _bytes(itemsize, M, N, y, 1, 1, 2, 2)
-
-
-def _cost_add_sub_eager(itemsize: int, *, M: int, N: int, y: str) -> Cost:
-    return _bytes(itemsize, M, N, y, 2, 2, 2, 2)
-
-
-def _cost_three(itemsize: int, *, M: int, N: int, y: str) -> Cost:
-    return _bytes(itemsize, M, N, y, 2, 1, 1, 2)
-
-
-def _cost_three_eager(itemsize: int, *, M: int, N: int, y: str) -> Cost:
-    return _bytes(itemsize, M, N, y, 2, 2, 2, 2)
-
-
-def _cost_four(itemsize: int, *, M: int, N: int, y: str) -> Cost:
-    return _bytes(itemsize, M, N, y, 3, 1, 1, 3)
-
-
-def _cost_four_eager(itemsize: int, *, M: int, N: int, y: str) -> Cost:
-    return _bytes(itemsize, M, N, y, 3, 3, 3, 3)
+    return cost
 
 
 def _torch_compile(function: Any) -> Variant:
@@ -247,10 +201,7 @@ def _with(M: int, N: int, y: str = "matrix") -> dict[str, int | str]:
 # float32 moves 256 MiB at least, for which the roof is that of memory.
 _SMALL = ((20, 10), (480, 480))
 _LARGE = ((2048, 8192), (4096, 8192), (8192, 8192))
-_ONE = {
-    "small": [_of(*s) for s in _SMALL],
-    "large": [_of(*s) for s in _LARGE],
-}
+_ONE = {"small": [_of(*s) for s in _SMALL], "large": [_of(*s) for s in _LARGE]}
 _SEVERAL: dict[str, list[dict[str, int | str]]] = {
     "small": [_with(*s) for s in _SMALL],
     "large": [_with(*s) for s in _LARGE],
@@ -297,7 +248,7 @@ MULTIPLY = Op(
     name="multiply",
     reference=torch.mul,
     make=_make_two,
-    cost=_cost_two,
+    cost=_moving(1, 1, 1, others=1),
     variants={
         "eager": Variant(torch.mul, needs=()),
         "CUDA C": _cuda_c("multiply"),
@@ -312,7 +263,7 @@ DOUBLE = Op(
     name="double",
     reference=_twice,
     make=_make_one,
-    cost=_cost_one,
+    cost=_moving(1, 1, 1),
     variants={
         "eager": Variant(lambda x: 2 * x, needs=()),
         "CUDA C": _cuda_c("double"),
@@ -328,9 +279,9 @@ ADD_SUB = Op(
     name="add_sub",
     reference=add_sub_eager,
     make=_make_two,
-    cost=_cost_add_sub,
+    cost=_moving(1, 2, 2, others=1),
     variants={
-        "eager": Variant(add_sub_eager, cost=_cost_add_sub_eager, needs=()),
+        "eager": Variant(add_sub_eager, cost=_moving(2, 2, 2, others=2), needs=()),
         "torch.compile": _torch_compile(add_sub_eager),
         "CUDA C": _cuda_c("add_sub", results=2),
         "fusebook": Variant(add_sub, needs=()),
@@ -345,12 +296,12 @@ MULTIPLY_ADD = Op(
     name="multiply_add",
     reference=multiply_add_eager,
     make=_make_three,
-    cost=_cost_three,
+    cost=_moving(1, 1, 2, others=2),
     variants={
-        "eager": Variant(multiply_add_eager, cost=_cost_three_eager, needs=()),
+        "eager": Variant(multiply_add_eager, cost=_moving(2, 2, 2, others=2), needs=()),
         "torch": Variant(lambda x, y, z: torch.addcmul(z, x, y), needs=()),
         "torch.compile": _torch_compile(multiply_add_eager),
-        "ONNX Runtime": _onnx("multiply_add", _cost_three_eager),
+        "ONNX Runtime": _onnx("multiply_add", _moving(2, 2, 2, others=2)),
         "CUDA C": _cuda_c("multiply_add"),
         "fusebook": Variant(multiply_add, needs=()),
     },
@@ -364,9 +315,9 @@ SILU = Op(
     name="silu",
     reference=silu_eager,
     make=_make_one,
-    cost=_cost_silu,
+    cost=_moving(1, 1, 4),
     variants={
-        "eager": Variant(silu_eager, cost=_cost_silu_eager, needs=()),
+        "eager": Variant(silu_eager, cost=_moving(3, 2, 4), needs=()),
         "torch": Variant(torch.nn.functional.silu, needs=()),
         "torch.compile": _torch_compile(silu_eager),
         "ONNX Runtime": _onnx("silu", None),
@@ -381,11 +332,11 @@ ADD_ADD_MULTIPLY = Op(
     name="add_add_multiply",
     reference=add_add_multiply_eager,
     make=_make_four,
-    cost=_cost_four,
+    cost=_moving(1, 1, 3, others=3),
     variants={
-        "eager": Variant(add_add_multiply_eager, cost=_cost_four_eager, needs=()),
+        "eager": Variant(add_add_multiply_eager, cost=_moving(3, 3, 3, others=3), needs=()),
         "torch.compile": _torch_compile(add_add_multiply_eager),
-        "ONNX Runtime": _onnx("add_add_multiply", _cost_four_eager),
+        "ONNX Runtime": _onnx("add_add_multiply", _moving(3, 3, 3, others=3)),
         "fusebook": Variant(add_add_multiply, needs=()),
     },
     configs=_SEVERAL,
@@ -398,7 +349,7 @@ EXP = Op(
     name="exp",
     reference=torch.exp,
     make=_make_exponents,
-    cost=_cost_one,
+    cost=_moving(1, 1, 1),
     variants={
         "eager": Variant(torch.exp, needs=()),
         "CUDA C": _cuda_c("exp"),

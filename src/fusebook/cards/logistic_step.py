@@ -293,10 +293,7 @@ LOGISTIC_FIT = Op(
             _replay_fit, cost=_cost_fit_eager, prepare=functools.partial(_captured_fit, _eager)
         ),
         "torch.compile in a graph": Variant(
-            _replay_fit,
-            cost=_cost_fit_eager,
-            prepare=functools.partial(_captured_fit, _torch_compile),
-            recompiles=True,
+            _replay_fit, cost=_cost_fit_eager, prepare=functools.partial(_captured_fit, _torch_compile), recompiles=True
         ),
         "fusebook steps": Variant(_fusebook_fit(False), cost=_cost_fit_steps, needs=()),
         "fusebook": Variant(_fusebook_fit(None), needs=()),

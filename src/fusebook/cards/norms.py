@@ -19,15 +19,7 @@ from fusebook.kernels.norms import add_rms_norm, layer_norm, layer_norm_eager, r
 from fusebook.kernels.norms_backward import layer_norm_backward, rms_norm_backward
 from fusebook.op import Cost, Dims, Op, Variant
 
-__all__ = [
-    "ADD_RMS_NORM",
-    "LAYER_NORM",
-    "LAYER_NORM_BACKWARD",
-    "PAGE",
-    "RMS_NORM",
-    "RMS_NORM_BACKWARD",
-    "RMS_NORM_FP8",
-]
+__all__ = ["ADD_RMS_NORM", "LAYER_NORM", "LAYER_NORM_BACKWARD", "PAGE", "RMS_NORM", "RMS_NORM_BACKWARD", "RMS_NORM_FP8"]
 
 #: The page that tells of them.
 PAGE = 104

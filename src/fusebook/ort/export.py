@@ -79,10 +79,7 @@ def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
     def one(op: Any) -> Any:
         return op.Constant(value_ints=[1])
 
-    return {
-        torch.ops.fusebook.softmax.default: softmax,
-        torch.ops.fusebook.scatter_nd.default: scatter_nd,
-    }
+    return {torch.ops.fusebook.softmax.default: softmax, torch.ops.fusebook.scatter_nd.default: scatter_nd}
 
 
 def _number(value: Any) -> Any:

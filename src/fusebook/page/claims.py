@@ -320,10 +320,7 @@ def every_clock(df: pd.DataFrame) -> Folded:
 
 
 def exercise(
-    text: str,
-    attempt: Callable[..., Any],
-    reference: Callable[..., Any],
-    cases: Sequence[tuple[Any, ...]],
+    text: str, attempt: Callable[..., Any], reference: Callable[..., Any], cases: Sequence[tuple[Any, ...]]
 ) -> Exercise:
     """Check a reader's attempt by the rule that the library is checked by; never fatal.
 

@@ -379,11 +379,7 @@ def _has(folder: Path, name: str) -> bool:
 
 
 def measured(
-    name: str,
-    function: Callable[[], pd.DataFrame],
-    live: bool | None = None,
-    *,
-    by_device: bool = False,
+    name: str, function: Callable[[], pd.DataFrame], live: bool | None = None, *, by_device: bool = False
 ) -> pd.DataFrame:
     """What no card measures: runs a function where there is a GPU, replays its record where there is none.
 
