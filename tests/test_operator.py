@@ -11,10 +11,12 @@ import sys
 import threading
 import time
 import types
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
+import torch.autograd.forward_ad as forward
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -321,6 +323,22 @@ def test_what_dispatches_tensors_may_change(driver):
         for _ in range(2):
             fusebook.softmax(x)
         assert op.plans.again(x, -1) is not _operator._OTHER and len(op.plans) == 1
+
+
+@absent
+def test_a_known_call_is_looked_at_again_where_torch_differentiates_forward_or_traces(driver):
+    x, op = torch.randn(8, 100), OPERATORS["softmax"]
+    for _ in range(3):
+        fusebook.softmax(x)
+    assert op.plans.again(x, -1) is not _operator._OTHER
+    with forward.dual_level():
+        assert op.plans.again(x, -1) is op.plans.before((x, -1)) is _operator._OTHER
+        with pytest.raises(NotImplementedError, match="in reverse mode"):
+            fusebook.softmax(forward.make_dual(x, x))
+    driver.seen.clear()
+    with warnings.catch_warnings(action="ignore"):
+        traced = torch.jit.trace(fusebook.softmax, x, check_trace=False)
+    assert "fusebook::softmax" in str(traced.inlined_graph)
 
 
 @absent

@@ -32,7 +32,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ._arguments import FLOATING, INTEGERS, integer, number, one_of, shapes
-from ._operator import accumulated, apply, capturing, contiguous, empty, gpu, launch, launching, overlapping
+from ._operator import accumulated, apply, as_it_is, capturing, contiguous, empty, gpu, launch, launching, overlapping
 from ._rows import Plan, leave, missing_of, put, window, words_of
 
 # Kernels -------------------------------------------------------------------------------------------------------------
@@ -853,6 +853,7 @@ class Once(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
+        g = as_it_is(g)
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None or torch.is_grad_enabled():
             if ctx.anew is None:
@@ -861,6 +862,8 @@ class Once(torch.autograd.Function):
                     "memory and hands it out once; pass inplace=False to go back several times"
                 )
             gradients = ctx.anew(g, *ctx.saved_tensors)
+        elif not torch._C._has_storage(g):  # a batch of gradients, as torch.autograd asks for it
+            gradients = [dx * g.view(g.shape + (1,) * (dx.dim() - g.dim())) for dx in gradients]
         else:
             for dx in gradients:
                 times(dx.view(-1, dx.shape[-1]) if dx.is_contiguous() else dx, g.reshape(-1) if g.dim() else g)

@@ -12,12 +12,13 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import triton
 from torch import Tensor
 from torch._library.autograd import Info, make_autograd_impl
+from torch.autograd.forward_ad import unpack_dual
 from torch.nn import Parameter
 
 from . import _tape
@@ -106,6 +107,9 @@ _current: Callable[[], int | None] = torch._C._cuda_getDevice if torch.cuda.is_a
 _modes = torch._C._len_torch_dispatch_stack
 _transforms = torch._C._are_functorch_transforms_active
 _wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+_stored = torch._C._has_storage
+#: Of forward-mode differentiation whether it is under way; a tensor with a tangent looks like any other.
+_forward = vars(torch.autograd.forward_ad)
 #: What torch.compile asks of tensors before it runs what it compiled: one call tells whether their types, dtypes,
 #: devices, sizes, strides, what dispatches them and whether they require gradients are as they were.
 _guards = torch._C._dynamo.guards.TensorGuards
@@ -145,11 +149,16 @@ def empty_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return memory
 
 
+#: The interpreter puts itself in the place of Triton's language while a kernel runs: in one thread at a time.
+_by_turns: Any = threading.RLock() if INTERPRETED else contextlib.nullcontext()
+
+
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> Any:
     """Launch a kernel: ``kernel[grid](*args, **constants)``, taken down where a plan is being made."""
     tape = _state.tape
     if tape is None:
-        return kernel[grid](*args, **constants)
+        with _by_turns:
+            return kernel[grid](*args, **constants)
     with tape.heard():
         compiled = kernel[grid](*args, **constants)
     tape.launched(kernel, grid, args, constants, compiled)
@@ -212,14 +221,21 @@ _knobs = triton.knobs.runtime
 _runtime, _compilation = _knobs.__dict__, triton.knobs.compilation.__dict__
 _enters, _leaves = (getattr(h, "calls", []) for h in (_knobs.launch_enter_hook, _knobs.launch_exit_hook))
 _compiling = torch.compiler.is_compiling
+_tracing = torch._C._get_tracing_state
 _traced = torch.compiler.is_dynamo_compiling
 _grad_enabled = torch.is_grad_enabled
+_FUNCTIONAL = torch._C._functorch.TransformType.Functionalize
 _aside: list[None] = []
 
 
 def watched() -> bool:
     """Whether somebody traces or transforms, so that a call is to go through torch's dispatcher."""
-    return bool(_compiling() or _modes() or _transforms())
+    return bool(_compiling() or _modes() or _transforms() or _forward["_current_level"] >= 0 or _tracing())
+
+
+def readable(x: Tensor) -> bool:
+    """Whether its values are numbers yet: not where torch.jit traces, or torch.func transforms."""
+    return not (x.is_meta or _tracing() or _wrapped(x))
 
 
 @contextlib.contextmanager
@@ -309,6 +325,17 @@ class _Plan:
     def __init__(self, device: int | None, replay: Any, template: tuple[Any, ...]) -> None:
         self.device, self.replay, self.template = device, replay, template
         self.again: Callable[..., Any] | None = None  # knows this call again, from the second one on
+
+
+def as_it_is(g: Any) -> Any:
+    """A gradient whose numbers stand in memory as they are, which no kernel asks: a view may negate them."""
+    if isinstance(g, list):
+        return [as_it_is(one) for one in g]
+    return g.resolve_neg() if isinstance(g, Tensor) and g.is_neg() else g
+
+
+def _as_they_are(backward: Callable[..., Any], ctx: Any, *gradients: Any) -> Any:
+    return backward(ctx, *map(as_it_is, gradients))
 
 
 _OTHER = object()
@@ -503,7 +530,7 @@ class Operator:
             "guard": _guarded(tensors), "current": _current, "device": plan.device, "OTHER": _OTHER,
             "aside": _aside, "enters": _enters, "leaves": _leaves, "runtime": _runtime, "compilation": _compilation,
             "unhooked": unhooked, "grad": _grad_enabled, "modes": self.modes, "places": self.places, "read": self.read,
-            "apply": self._apply, "template": plan.template, "listed": self._again,
+            "apply": self._apply, "template": plan.template, "listed": self._again, "forward": _forward,
         }  # fmt: skip
         found: list[str] = []  # where the tensors are
         tests: list[str] = []
@@ -537,6 +564,7 @@ class Operator:
         if self.places is not None:
             tests.append(f"places({inputs}) == {constant(places)}")
         tests.append("current() == device")
+        tests.append("forward['_current_level'] < 0")
         # Where nothing of Triton's is set, there is nothing to ask.
         tests.append("(not (aside or enters or leaves or runtime or compilation) or unhooked())")
         lines = [f"a{i} = {n}" for i, n in enumerate(found) if n != f"a{i}"] + plan.replay.lines
@@ -552,7 +580,13 @@ class Operator:
 
     def dispatched(self, *inputs: Any) -> Any:
         """Through torch's dispatcher, for whoever traces or transforms; arguments as of the operator."""
-        if _compiling() or not _transforms():
+        if _compiling():
+            return self.custom(*inputs)
+        if not _transforms():
+            if _forward["_current_level"] >= 0 and any(unpack_dual(t).tangent is not None for t in _flat(inputs)):
+                self._no_tangents()
+            return self.custom(*inputs)
+        if torch._C._functorch.peek_interpreter_stack().key() == _FUNCTIONAL:
             return self.custom(*inputs)
         return self._again(self._transformed.apply(_template(inputs), *_flat(inputs)))
 
@@ -590,9 +624,16 @@ class Operator:
         """A call for which there is no plan: checked, launched, and remembered."""
         inputs = self.check(*args)
         found = _flat(inputs)
-        # What torch.func.vjp returns is called with wrapped tensors when nothing is transformed any more.
+        if self.listed and not all(map(_stored, found)):
+            raise NotImplementedError(
+                f"{self.name}: expected a gradient at a time, got a batch of them, for which torch's is_grads_batched "
+                "has no rule; use torch.func.vmap of what torch.func.vjp returns, or torch.func.jacrev"
+            )
+        # What torch.func.vjp returns is called with wrapped tensors when nothing is transformed any more, and gradients
+        # that torch.autograd asks for by the batch have no memory.
         if any(
-            type(t) not in (Tensor, Parameter) or t.device.type not in ("cpu", "cuda") or _wrapped(t) for t in found
+            type(t) not in (Tensor, Parameter) or t.device.type not in ("cpu", "cuda") or _wrapped(t) or not _stored(t)
+            for t in found
         ):
             return self.custom(*inputs)
         if self.read is not None:
@@ -699,6 +740,7 @@ class Operator:
 
     def _differentiated(self, backward: Callable[..., Any], keep: Callable[..., None]) -> None:
         """Register the gradient twice: with torch's dispatcher, and without it, which takes a fraction of the time."""
+        backward = functools.partial(_as_they_are, backward)
         _LIBRARY.impl(self.name, make_autograd_impl(self.custom, Info(backward, keep)), "Autograd", with_keyset=True)
 
         def flattened(ctx: Any, *gradients: Any) -> list[Any]:
@@ -744,10 +786,7 @@ class Operator:
 
             @staticmethod
             def jvp(ctx: Any, *tangents: Any) -> Any:
-                raise NotImplementedError(
-                    f"{self.name}: expected derivatives in reverse mode, got forward mode, for which it has no rule; "
-                    "use torch.func.jacrev for torch.func.jacfwd, twice for torch.func.hessian"
-                )
+                self._no_tangents()
 
             @staticmethod
             def vmap(info: Any, in_dims: Sequence[Any], template: tuple[Any, ...], *tensors: Tensor) -> Any:
@@ -758,6 +797,12 @@ class Operator:
         self._eager, self._transformed = Eager, Transformed
         # Torch's own `apply` first looks for transforms, which is done here already.
         self._apply = super(torch.autograd.Function, Eager).apply
+
+    def _no_tangents(self) -> NoReturn:
+        raise NotImplementedError(
+            f"{self.name}: expected derivatives in reverse mode, got forward mode, for which it has no rule; "
+            "use torch.func.jacrev for torch.func.jacfwd, twice for torch.func.hessian"
+        )
 
     def _no_gradient(self, ctx: Any, *gradients: Any) -> Any:
         raise NotImplementedError(

@@ -628,6 +628,11 @@ def adamw_step(
     if not watched():
         _stepped(*lists, *numbers)
     else:
+        if torch._C._get_tracing_state():
+            raise NotImplementedError(
+                f"{_NAME}: expected a step that is made, got one that torch.jit.trace takes down, which misses what is "
+                "written into lists; use torch.compile"
+            )
         _no_gradient_of(lists[1])
         with torch.no_grad():
             _custom(*lists, *numbers)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from . import kmeans_update  # noqa: F401  (it defines the step)
 from ._arguments import integer, number, shapes
-from ._operator import OPERATORS, accumulated, empty, launch, launching
+from ._operator import OPERATORS, accumulated, empty, launch, launching, readable
 from ._points import DTYPES, check_k, refuse_not_finite, tensors
 from .kmeans import kmeans_assign
 
@@ -179,8 +179,9 @@ def kmeans(
     max_iter = integer(name, "max_iter", max_iter, "give the most iterations", "of 1 or more", lambda most: most >= 1)
     seed = integer(name, "seed", seed, "give any")
     number(name, "tol", tol, "0 iterates until the centres stand still", "to be 0 or more", lambda tol: tol >= 0)
-    if points.device.type == "meta":
-        raise ValueError(f"{name}: expected points whose values can be read, got a tensor on meta; move it to a GPU")
+    if not readable(points):
+        what = "a tensor on meta" if points.is_meta else "one that torch traces or transforms"
+        raise ValueError(f"{name}: expected points whose values can be read, got {what}; give one that holds numbers")
     if torch.is_grad_enabled() and (points.requires_grad or (given is not None and given.requires_grad)):
         raise NotImplementedError(
             f"{name}: expected points and init that require no gradient, since what is found has none; detach them, "
