@@ -386,10 +386,16 @@ ten("rms_norm", "add_rms_norm", "layer_norm", "cross_entropy")
 # Clusters
 # ~~~~~~~~
 #
-# Millions of points of few coordinates and many centres: the plan's costs of a
-# product were learned from points of more coordinates, and six of them fill
-# sixteen columns of a tile. A point a thread, which it passed over, is what
-# belongs there.
+# Millions of points of few coordinates and many centres were given to the
+# product, whose costs had been learned from points of more coordinates: six of
+# them fill sixteen columns of a tile, and to ask who is nearest is most of the
+# work. They have a thread a point now, or, where those are few, tiles of pairs
+# of a point and a centre.
+#
+# Some hundred or thousand points of many coordinates are tiles for a part of
+# the multiprocessors only. Of seven tiles, from 32 x 32 to 128 x 64 in steps
+# of 16 and 32 coordinates, the smallest is faster there, and slower everywhere
+# else. What remains is what a product in float64 costs beside one in float32.
 #
 # A single point in doubt: the product finds all labels but one or two, whose
 # two nearest centres it cannot tell apart. One program compares such a point
@@ -412,7 +418,10 @@ ten("kmeans_assign")
 # small that is a launch more; where it is narrow and large it is the whole
 # difference. By Zipf's law a few rows have most of the lookups; they are cut
 # in pieces that are added in one order, while atomic additions have no second
-# pass, and no order either. A handful of lookups in a large table is zeros.
+# pass, and no order either. A handful of lookups in a large table is zeros. We
+# held each of the three strategies against the one that is chosen: it was the
+# fastest at all but a few problems of half types, of which those with hundreds
+# of lookups for each row are grouped since.
 
 ten("masked_scatter_nd_of_shape", "embedding_backward")
 
@@ -420,11 +429,14 @@ ten("masked_scatter_nd_of_shape", "embedding_backward")
 # A step of logistic regression
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 #
-# X that lies by columns is copied to rows before the step, and the copy reads
-# with large strides; the compiled step reads X as it lies, twice. One to a few
-# rows are two launches, partial gradients and their sum, three for the widest;
-# the compiled step is one or two smaller ones. Rows are padded to a power of
-# two, so that of 512 lanes 278 may have work, where a library has no padding.
+# X that lies by columns was copied to rows before the step, and the copy reads
+# with large strides; of up to 2048 features it is read as it lies now, and
+# once, where the compiled step reads it twice. Two passes of our own, with
+# tiles that follow the columns, were slower at every one of nine problems.
+# Wider ones are still copied. One to a few rows are a single launch since; of
+# others the second launch is under way before the first has ended. Rows are
+# padded to a power of two, so that of 512 lanes 278 may have work, where a
+# library has no padding.
 
 ten("logistic_step")
 
@@ -435,24 +447,27 @@ ten("logistic_step")
 # Most are lost to *packed*: weights that were put side by side before the
 # clock started are one product to PyTorch, and ours finds them where they are.
 # Up to 64 rows each weight is read once, and the time is that of memory. We
-# tried tiles of 16 to 64 rows by 32 and 64 columns, sums in one to 16 parts,
-# counters that need no zeros, and descriptors. The plan now cuts sums until 2
-# to 16 programs a multiprocessor wait for memory. Rows of odd length are
-# fetched number by number; to copy them first takes longer.
+# tried tiles of 16 to 64 rows by 16 to 64 columns in steps of 32 to 128, sums
+# in one to 16 parts, and descriptors; counters of parts become zero while the
+# product is under way. One row and two are multiplied without tensor cores
+# where columns lie side by side: number by number as they were loaded. Four
+# rows that way, and weights that lie in rows, were slower. Rows of odd length
+# are fetched number by number; to copy them first takes longer.
 #
 # From 65 to 512 rows the last round of tiles is not full. We tried tiles of 64
 # x 32 to 128 x 256, each with its rounds counted. Triton's tiles are powers of
 # two; a library also has 192 columns, and divides the last round's sums, which
-# we did not try. In float32 we add three products in TF32, from small tiles;
-# weights in rows become columns first, which pays from 512 rows on and large
-# weights. Below, and where rows begin anywhere, the products are PyTorch's,
-# each into its own columns, and one packed product is faster.
+# our tiles do not. So few tiles of a long K are PyTorch's: in float32 where
+# they are fewer than the multiprocessors, in half types where they are half as
+# many. In float32 we add three products in TF32, from small tiles; weights in
+# rows become columns first, which pays from 512 rows on and large weights.
+# Below, and where rows begin anywhere, the products are PyTorch's, each into
+# its own columns, and one packed product is faster.
 #
-# Two stand out. At 1199 x 74 by twice 78 all but two ways took many times as
-# long as two products and their copy: something else held the device. And
-# where widths are odd and K has few steps, as at 30164 x 222, threads store
-# what the copy engine cannot, number by number, and the kernel that had a
-# descriptor for each tile did so in half the time; why is not known.
+# Where widths are odd and K has few steps, as at 30164 x 222, threads stored
+# number by number what the copy engine cannot, at three edges of a tile's
+# columns. Copies of such weights lie side by side now, as one weight with one
+# edge, and the copy engine stores the product where its rows are aligned.
 
 ten("concat_gemm")
 
@@ -474,8 +489,8 @@ ten("concat_gemm")
 # tensor cores while the others finish a tile. Ours all do the same at once. We
 # tried to fetch the next tile before the end of this one, stores by the copy
 # engine, and tiles walked in groups of 8 and 16 rows. Small problems in
-# float32 are lost to one packed product; a long K with few columns is a few
-# tiles with a long sum each, which our tiles do not divide.
+# float32 are lost to one packed product. A long K with few columns, a few
+# tiles with a long sum each, is PyTorch's two products.
 
 ten("swiglu")
 
