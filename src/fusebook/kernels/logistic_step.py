@@ -785,7 +785,9 @@ def logistic_fit(
 
 def _by_steps(X: Any, on_chip: bool | None) -> bool:
     """Whether a fit is a loop of single steps; what is no matrix is refused elsewhere."""
-    return isinstance(X, Tensor) and X.dim() == 2 and on_chip is not True and (on_chip is False or not _fits(X))
+    if not isinstance(X, Tensor) or X.is_nested or X.layout is not torch.strided or X.dim() != 2:
+        return False
+    return on_chip is not True and (on_chip is False or not _fits(X))
 
 
 def _fits(X: Tensor) -> bool:
