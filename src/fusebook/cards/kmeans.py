@@ -168,10 +168,11 @@ def _compiled_update(points: Tensor, labels: Tensor, k: int) -> Tensor:
 
 def _sorted_update(points: Tensor, labels: Tensor, k: int) -> Tensor:
     """Without atomic additions: points of one label side by side, and a mean of each stretch."""
-    order = labels.argsort()
     wide = points if points.dtype == torch.float64 else points.float()
-    counts = torch.bincount(labels, minlength=k)
-    return torch.segment_reduce(wide[order], "mean", lengths=counts, axis=0).to(points.dtype)
+    of_rows, order = labels.int().sort()
+    # Where stretches end is asked of the sorted labels: to count them would be atomic again, and wait for the host.
+    ends = torch.searchsorted(of_rows, torch.arange(k + 1, dtype=torch.int32, device=labels.device))
+    return torch.segment_reduce(wide[order], "mean", lengths=ends.diff(), axis=0, unsafe=True).to(points.dtype)
 
 
 def _product_update(points: Tensor, labels: Tensor, k: int) -> Tensor:
