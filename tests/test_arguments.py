@@ -3,6 +3,7 @@
 import re
 import types
 
+import numpy as np
 import pytest
 import torch
 
@@ -135,6 +136,7 @@ RIGHT = {
     "logistic_fit": ([X, LABEL % 2.0, W, drawn(1), 0.1, 0.1], {"steps": 1}),
     "kmeans_assign": ([X, drawn(2, 4)], {"label_dtype": torch.int64}),
     "kmeans_update": ([X, LABEL, 3], {"centres": X}),
+    "kmeans_share": ([10, 0, 2], {}),
     "kmeans": ([X, 2], {"init": "random", "max_iter": 1, "tol": 1e-3, "seed": 0}),
     "adamw_step": (
         [[drawn(4)], [drawn(4)], [drawn(4)], [drawn(4)]],
@@ -159,6 +161,10 @@ STRANGE = {
     "no number": float("nan"),
     "a nested tensor": torch.nested.nested_tensor([torch.ones(3), torch.ones(2)], device=DEVICE),
     "a sparse tensor": X.to_sparse(),
+    "compressed rows": X.to_sparse_csr(),
+    "an array": np.ones((3, 4), dtype=np.float32),
+    "an array of objects": np.array([None]),
+    "a class": torch.Tensor,
     "complex numbers": X.to(torch.complex64),
     "eight bits": X.to(torch.float8_e4m3fn),
     "another shape": drawn(7, 9),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import numbers
 import operator
 from collections.abc import Callable, Sequence
@@ -160,9 +161,11 @@ def integer(
     if isinstance(value, torch.SymInt):
         return value  # type: ignore[return-value]
     # What torch.compile traces as an integer has no more attributes to be asked for.
-    if isinstance(value, (bool, Tensor)) or not (isinstance(value, int) or hasattr(value, "__index__")):
+    if not isinstance(value, int) and not isinstance(value, Tensor) and hasattr(value, "__index__"):
+        with contextlib.suppress(TypeError):  # an array has one, and is no number
+            value = operator.index(value)
+    if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name}: expected {what} to be an integer, got {type(value).__name__}; {remedy}")
-    value = value if isinstance(value, int) else operator.index(value)
     if not -(2**63) <= value < 2**63:
         raise ValueError(f"{name}: expected {what} to be an integer of 64 bits, got {value}; {remedy}")
     if fine is not None and not fine(value):

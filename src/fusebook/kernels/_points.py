@@ -231,9 +231,9 @@ def refuse_not_finite(name: str, what: str, x: Tensor, remedy: str) -> None:
     )
 
 
-def check_k(name: str, k: Any) -> None:
+def check_k(name: str, k: Any) -> int:
     """Refuse what is not a number of centres."""
-    integer(name, "k", k, "give the number of centres", "from 1 to 2**31 - 1", lambda k: 1 <= k < 2**31)
+    return integer(name, "k", k, "give the number of centres", "from 1 to 2**31 - 1", lambda k: 1 <= k < 2**31)
 
 
 def tensors(name: str, **given: Any) -> tuple[list[Any], bool]:
@@ -249,9 +249,11 @@ def tensors(name: str, **given: Any) -> tuple[list[Any], bool]:
                 "give arrays only, or tensors only"
             )
     found: list[Any] = []
-    for value in given.values():
+    for what, value in given.items():
         if value is None:
             found.append(None)
+        elif value.dtype.kind not in "fiub":
+            raise TypeError(f"{name}: expected {what} to be an array of numbers, got {value.dtype}; use astype")
         elif torch.cuda.is_available():
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", UserWarning)  # it may be read-only: nobody writes to it

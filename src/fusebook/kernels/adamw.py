@@ -343,7 +343,7 @@ class _List:
         try:
             if list(map(Tensor.data_ptr, states)) != self.addresses or not self.guards[1].check(*grads):
                 return False
-        except TypeError:  # no tensor
+        except (TypeError, RuntimeError):  # no tensor, or one without memory of its own
             return False
         ids = list(map(id, states))
         if ids == self.ids:
@@ -499,9 +499,12 @@ torch.library.register_vmap(f"fusebook::{_NAME}", _no_batch, lib=_LIBRARY)
 
 def _listed(what: str, of: Any) -> list[Any]:
     """The tensors of an argument; a tensor has rows, which are nobody's parameters."""
-    if isinstance(of, Tensor) or not hasattr(of, "__iter__"):
-        raise TypeError(f"{_NAME}: expected {what} to be a list of tensors, got {type(of).__name__}; put it in a list")
-    return list(of)
+    try:
+        if not isinstance(of, Tensor):
+            return list(of)
+    except TypeError:
+        pass
+    raise TypeError(f"{_NAME}: expected {what} to be a list of tensors, got {type(of).__name__}; put it in a list")
 
 
 def _within(what: str, value: float, fine: bool, accepted: str) -> None:

@@ -673,7 +673,7 @@ def check_assign(
     points: Any, centres: Any, label_dtype: Any, check: bool = False, name: str = "kmeans_assign"
 ) -> tuple[Any, ...]:  # fmt: skip
     k = shapes(name, points=(points, "[n, d]", DTYPES), centres=(centres, "[k > 0, d]"))["k"]
-    if label_dtype not in LABELS:
+    if not any(label_dtype is of for of in LABELS):
         raise TypeError(
             f"{name}: expected label_dtype to be torch.int64, int32 or uint8, got {label_dtype}; choose one"
         )

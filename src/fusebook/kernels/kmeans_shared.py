@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import kmeans_update  # noqa: F401  (it defines the parts of the step)
+from ._arguments import integer
 from ._operator import OPERATORS, empty_like, launch, launching
 from ._peers import Peers, reachable
 
@@ -112,6 +113,10 @@ def kmeans_share(n: int, rank: int, world: int) -> slice:
     slice
         Empty for some where there are few points.
     """
+    name = "kmeans_share"
+    n = integer(name, "n", n, "give the number of points", "of 0 or more", lambda n: n >= 0)
+    world = integer(name, "world", world, "give the number of processes", "of 1 or more", lambda world: world >= 1)
+    rank = integer(name, "rank", rank, "give that of a process", f"from 0 to {world - 1}", lambda r: 0 <= r < world)
     whole = triton.cdiv(n, _WHOLE)
     begin, end = (min(n, whole * r // world * _WHOLE) for r in (rank, rank + 1))
     return slice(begin, end)

@@ -331,7 +331,7 @@ def _check_update(points: Any, labels: Any, k: Any, centres: Any, check: bool) -
     shapes(
         name, points=(points, "[n, d]", DTYPES), labels=(labels, "[n]", LABELS), centres=(centres, "[k, d]?")
     )  # fmt: skip
-    check_k(name, k)
+    k = check_k(name, k)
     if centres is not None and centres.shape[0] != k:
         raise ValueError(f"{name}: expected k = {k} centres, got {centres.shape[0]}; give one for each label")
     return points, labels, k, centres

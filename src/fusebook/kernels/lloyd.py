@@ -168,7 +168,7 @@ def kmeans(
     given = init if not isinstance(init, str) else None
     (points, given), arrays = tensors(name, points=points, init=given)
     n = shapes(name, points=(points, "[n > 0, d]", DTYPES), init=(given, "[k, d]?"))["n"]
-    check_k(name, k)
+    k = check_k(name, k)
     if k > n:
         raise ValueError(f"{name}: expected k to be at most the number of points, {n}, got {k}; ask for fewer centres")
     if given is not None:

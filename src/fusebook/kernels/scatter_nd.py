@@ -486,7 +486,7 @@ def _checked_shape(name: str, shape: Any, indices: Any, updates: Any, reduction:
     shape = _shape_of(name, shape)
     given = {"indices": (indices, "[..., k]", INTEGERS)}
     k = shapes(name, **given)["k"]
-    if reduction not in _REDUCTIONS:
+    if not isinstance(reduction, str) or reduction not in _REDUCTIONS:
         raise ValueError(
             f"{name}: expected reduction to be 'add', got {reduction!r}; ONNX knows {', '.join(_REDUCTIONS)}"
         )
@@ -698,7 +698,7 @@ def embedding_backward(
     name = "embedding_backward"
     try:
         shape, indices = (rows, dy.shape[-1]), indices.unsqueeze(-1)
-    except (AttributeError, IndexError, RuntimeError):
+    except (AttributeError, IndexError, RuntimeError, TypeError):
         shapes(name, dy=(dy, "[..., D]"), indices=(indices, "[...]", INTEGERS))
         raise
     if padding_idx is not None:
