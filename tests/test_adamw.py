@@ -197,28 +197,35 @@ def test_tensors_that_touch_share_nothing(device):
     close([p], want)
 
 
-def test_who_has_the_number_of_one_that_was_dropped_is_another(device):
-    """A list is known by the numbers of its tensors, which Python gives again."""
+def test_others_in_the_same_memory_are_known(device):
     ps, gs, ms, vs = model(device, [(8,), (8,)])
     adamw_step(ps, gs, ms, vs, step=1)
     of = list(module._known.values())[-1]
-    assert of.ids == [id(t) for t in (*ps, *ms, *vs)]
-    del ms[1]
-    assert not of.ids
-
-
-def test_others_in_the_same_memory_are_known_when_they_come_again(device):
-    """To ask each of a thousand tensors what it is takes as long as the step."""
-    ps, gs, ms, vs = model(device, [(8,), (8,)])
-    adamw_step(ps, gs, ms, vs, step=1)
-    of = list(module._known.values())[-1]
-    ps, ms, vs = ([t.detach() for t in tensors] for tensors in (ps, ms, vs))
-    adamw_step(ps, gs, ms, vs, step=2)
-    adamw_step(ps, gs, ms, vs, step=3)
+    others = [[t.detach() for t in tensors] for tensors in (ps, ms, vs)]
+    adamw_step(others[0], gs, *others[1:], step=2)
     assert list(module._known.values())[-1] is of
-    assert of.ids == [id(t) for t in (*ps, *ms, *vs)]
-    del vs[0]
-    assert not of.ids
+    adamw_step(
+        [p.view(2, 4) for p in ps], [g.view(2, 4) for g in gs], *([t.view(2, 4) for t in ts] for ts in (ms, vs)), step=3
+    )
+    assert list(module._known.values())[-1] is not of
+
+
+@pytest.mark.parametrize("few", [0, 32])
+def test_gradients_that_move_are_found_and_those_in_what_is_written_refused(few, device, monkeypatch):
+    """By Python's own means, where there are few of them, and by NumPy's."""
+    monkeypatch.setattr(module, "_FEW", few)
+    ps, gs, ms, vs = model(device, [(8,), (0,), (12,)])
+    want = by_torch(ps, [gs, [2 * g for g in gs], gs], lr=0.01)
+    for t, now in enumerate((gs, [2 * g for g in gs], gs), 1):
+        adamw_step(ps, [g.clone() for g in now], ms, vs, step=t, lr=0.01)
+    close(ps, want)
+    memory = torch.zeros(44, device=device)
+    p, m, v = memory[10:18], memory[18:26], memory[26:34]
+    for first in (0, 2, 34):
+        adamw_step([p], [memory[first : first + 8]], [m], [v], step=1)
+    for first in (3, 14, 33):
+        with pytest.raises(ValueError, match="expected gradients apart from what is written"):
+            adamw_step([p], [memory[first : first + 8]], [m], [v], step=1)
 
 
 def test_parameters_without_a_gradient_stay(device):

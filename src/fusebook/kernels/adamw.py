@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import bisect
 import math
-import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -214,17 +213,21 @@ _NONE = type(None)
 #: What is known of lists, by the first address and the length; with one more it begins anew.
 _known: dict[Any, _List] = {}
 _LISTS = 256
+#: So many gradients are placed by Python's own means: a call of NumPy costs as much as some dozens of them.
+_FEW = 32
 #: What graphs read, which may be replayed as long as the process lives.
 _captured: list[Any] = []
 
 
 def _on_device(values: Any, device: torch.device) -> tuple[Tensor, Tensor]:
     """Integers on the device, and where they come from, which must outlast the copy if a graph holds that."""
-    host = torch.as_tensor(values, dtype=torch.int64)
-    if device.type != "cuda":
-        return host, host
-    host = host.pin_memory()  # or the host would wait for the device
-    return host.to(device, non_blocking=True), host
+    cuda = device.type == "cuda"  # pinned, or the host would wait for the device
+    if isinstance(values, list):
+        host = torch.tensor(values, dtype=torch.int64, pin_memory=cuda)
+    else:
+        host = torch.as_tensor(values, dtype=torch.int64)
+        host = host.pin_memory() if cuda else host
+    return (host.to(device, non_blocking=True) if cuda else host), host
 
 
 class _Group:
@@ -257,11 +260,16 @@ class _Group:
         self.held = [_on_device(v, self.device) for v in ([sizes, *rows], chunks)]
         self.table, self.chunks = (on_device for on_device, _ in self.held)
 
-    def placed(self, addresses: np.ndarray) -> tuple[Tensor, Tensor, Tensor]:
+    def placed(self, addresses: Any) -> tuple[Tensor, Tensor, Tensor]:
         """A table of where the gradients are, of all of the list's tensors; a ticket; and what they are copies of."""
-        mine = addresses[self.places]
-        aligned = self.aligned & (mine % 16 == 0)
-        table, held = _on_device(np.concatenate([mine, aligned, [0]]), self.device)
+        values: Any
+        if isinstance(addresses, list):
+            few = [addresses[i] for i in self.places.tolist()]
+            values = [*few, *(int(ok and a % 16 == 0) for ok, a in zip(self.aligned.tolist(), few, strict=True)), 0]
+        else:
+            mine = addresses[self.places]
+            values = np.concatenate([mine, self.aligned & (mine % 16 == 0), [0]])
+        table, held = _on_device(values, self.device)
         return table, table[-1:].view(torch.int32), held
 
     def launch(
@@ -306,7 +314,6 @@ class _List:
         states = tensors[: -len(grads)]
         with torch.no_grad():  # so that they also notice a gradient that is recorded
             self.guards = [_Guards(*of, dynamic_dims_sizes=None, dynamic_dims_strides=None) for of in (states, grads)]
-        self.know(states)
         self.addresses = [t.data_ptr() for t in states]
         spans = sorted((t.data_ptr(), t.data_ptr() + t.numel() * t.element_size()) for t in states)
         self.starts, self.ends = np.array(spans).T.copy()
@@ -328,43 +335,33 @@ class _List:
         self.placed: dict[int, _Placed] = {}
         self.first: _Placed | None = None
 
-    def know(self, states: list[Tensor]) -> None:
-        """Know these by their ids, as long as all of them live."""
-        self.ids = list(map(id, states))
-        self.last = list(self.ids)
-
-        def gone(_: Any, ids: list[int] = self.ids) -> None:
-            ids.clear()  # another may get its id
-
-        self.alive = [weakref.ref(t, gone) for t in states]
-
     def holds(self, states: list[Tensor], grads: list[Tensor]) -> bool:
-        """Whether these are the tensors that it knows, or lie where those lay and are of their kinds."""
+        """Whether these lie where the tensors lay that it knows, and are of their kinds.
+
+        Not whether they are the same objects: Python's id takes longer where somebody listens to it (sys.addaudithook).
+        """
         try:
-            if list(map(Tensor.data_ptr, states)) != self.addresses or not self.guards[1].check(*grads):
-                return False
+            there = list(map(Tensor.data_ptr, states)) == self.addresses
+            return there and self.guards[1].check(*grads) and self.guards[0].check(*states)
         except (TypeError, RuntimeError):  # no tensor, or one without memory of its own
             return False
-        ids = list(map(id, states))
-        if ids == self.ids:
-            return True
-        if not self.guards[0].check(*states):
-            return False
-        if ids == self.last:  # the same others twice: to ask each of them takes as long as the step
-            self.know(states)
-        self.last = ids
-        return True
 
-    def writes(self, address: int) -> bool:
-        """Whether a step writes there."""
-        at = bisect.bisect_right(self.spans, (address, math.inf)) - 1
-        return at >= 0 and address < self.spans[at][1]
+    def meets(self, address: int, size: int) -> bool:
+        """Whether a step writes any of so many bytes from there on."""
+        at = bisect.bisect_left(self.spans, (address + size,)) - 1  # the last that begins before their end
+        return at >= 0 < size and address < self.spans[at][1]
 
     def place(self, grads: list[int]) -> _Placed:
         """Tell the device where the gradients are."""
-        first = np.array(grads)  # not of torch, which wakes threads for a few hundred numbers
-        behind = np.minimum(self.ends.searchsorted(first, "right"), len(self.ends) - 1)
-        if ((self.starts[behind] < first + self.sizes) & (first < self.ends[behind]) & (self.sizes > 0)).any():
+        first: Any = grads
+        if len(grads) <= _FEW:
+            within = any(map(self.meets, grads, self.sizes.tolist()))
+        else:
+            first = np.array(grads)  # not of torch, which wakes threads for a few hundred numbers
+            behind = np.minimum(self.ends.searchsorted(first, "right"), len(self.ends) - 1)
+            met = (self.starts[behind] < first + self.sizes) & (first < self.ends[behind])
+            within = (met & (self.sizes > 0)).any()
+        if within:
             raise ValueError(f"{_NAME}: expected gradients apart from what is written, got one in its memory; copy it")
         return _Placed(grads, [group.placed(first) for group in self.groups])
 
@@ -439,14 +436,14 @@ def _stepped(
     check_tensor(_NAME, "params[0]", params[0])
     device, cuda = params[0].device, params[0].is_cuda
     capture = cuda and torch.cuda.is_current_stream_capturing()
-    stream = torch.cuda.current_stream(device).cuda_stream if cuda else 0
+    stream = torch._C._cuda_getCurrentRawStream(device.index) if cuda else 0
     key = params[0].data_ptr(), len(params), len(tops), len(exacts)
     with torch._C.DisableTorchFunction():
         of = _known.get(key)
         if of is None or not of.holds(states, grads):
             of = _List((params, ms, vs, tops, exacts, grads), [*states, *grads])
         for what, single in (("step", count), ("lr", rate), ("norm", norm)):
-            if single is not None and of.writes(single.data_ptr()):
+            if single is not None and of.meets(single.data_ptr(), 1):
                 raise ValueError(f"{_NAME}: expected {what} apart from what is written, got it in its memory; clone it")
         # A graph may read what has been on the device for long, and nothing that a stream is about to replace.
         placed = of.first if capture else of.placed.get(stream)
