@@ -45,6 +45,7 @@ import fusebook  # before triton: it decides whether kernels are interpreted
 from fusebook import timing
 from fusebook.inputs import generator
 from fusebook.page import (
+    NoResults,
     claim,
     claims,
     downloads,
@@ -282,6 +283,10 @@ claims(
 # the compiler does not fuse and calls as it is; or our operator. The first is
 # the least that any kernel can add. (``torch.exp`` alone is no measure: a
 # function of C is wrapped in one of Python before it is compiled.)
+#
+# ``mode="reduce-overhead"`` has the compiler capture what it made in a
+# **CUDA graph** and replay that. The checks remain, and so does a copy of the
+# input into the graph's own memory.
 
 
 def ways_to_call():
@@ -303,8 +308,15 @@ def ways_to_call():
         f"torch.compile{what}": functools.partial(torch.compile(function), x)
         for what, function in functions.items()
     }
-    for call in compiled.values():
-        call()
+    by_mode = {
+        f"reduce-overhead{what}": functools.partial(
+            torch.compile(functions[what], mode="reduce-overhead"), x
+        )
+        for what in (", 2 x + 1", ", fusebook.exp(2 x + 1)")
+    }
+    for call in [*compiled.values(), *by_mode.values()]:
+        for _ in range(3):  # a graph is captured by the second call
+            call()
     graph = torch.cuda.CUDAGraph()
     by_brackets(x)
     with torch.cuda.graph(graph):
@@ -333,6 +345,8 @@ def ways_to_call():
     for name, kinds in times.items():
         kinds = {k: q.q50 * 1e6 for k, q in kinds.items() if q is not None}
         rows.append({"way": name, **{f"{k} us": v for k, v in kinds.items()}})
+    for name, q in timing.host(by_mode).items():
+        rows.append({"way": name, "host us": q.q50 * 1e6})
     replay = timing.host({"graph": graph.replay})["graph"]
     rows.append({"way": "CUDA graph of 100", "host us": replay.q50 * 1e4})
     return pd.DataFrame(rows)
@@ -374,6 +388,19 @@ if "torch.compile, airy_ai(2 x + 1)" in each:
             part=ours / own - 1,
         ),
     ]
+replayed = "reduce-overhead, fusebook.exp(2 x + 1)"
+if replayed in each:
+    compiled.append(
+        say(
+            'With mode="reduce-overhead" the compiled call of ours takes '
+            "{ours:.1f} us of the host's time in place of {before:.1f}, and "
+            "2 x + 1 alone {alone:.1f} in place of {plain:.1f}.",
+            ours=each[replayed],
+            before=each["torch.compile, fusebook.exp(2 x + 1)"],
+            alone=each["reduce-overhead, 2 x + 1"],
+            plain=each["torch.compile, 2 x + 1"],
+        )
+    )
 claims(
     claim(
         "A small kernel costs its launch. For 4096 numbers the device needs "
@@ -536,6 +563,86 @@ claims(
 # interpreter: see :doc:`plot_501_onnxruntime`, whose operators run in a
 # process without Python.
 #
+# What a check costs
+# ------------------
+#
+# Some operators of the library look at their input before they compute: is
+# each index in range, is each class one that exists, is each point finite?
+# That is ``check=True``, the default. The answer lies on the device, so the
+# host waits for it, and can queue nothing meanwhile. Where a page does not say
+# otherwise its times are taken with ``check=False``. Here is a call, waited
+# for, with either.
+
+
+def calls_with_checks():
+    on = {"device": "cuda"}
+    rows = torch.randint(0, 32000, (2048, 1), **on)
+    updates = torch.randn(2048, 4096, **on)
+    logits = torch.randn(2048, 32000, dtype=torch.bfloat16, **on)
+    classes = torch.randint(0, 32000, (2048,), **on)
+    points, centres = (
+        torch.randn(1_000_000, 16, **on),
+        torch.randn(16, 16, **on),
+    )
+    X, w = torch.randn(400, 784, **on), torch.zeros(784, **on)
+    y, b = (torch.rand(400, **on) < 0.5).float(), torch.zeros((), **on)
+    functions = {
+        "masked_scatter_nd_of_shape, 2048 updates": functools.partial(
+            fusebook.masked_scatter_nd_of_shape, (32000, 4096), rows, updates
+        ),
+        "cross_entropy, 2048 x 32000": functools.partial(
+            fusebook.cross_entropy, logits, classes
+        ),
+        "kmeans_assign, a million points": functools.partial(
+            fusebook.kmeans_assign, points, centres
+        ),
+        "logistic_step, 400 x 784": functools.partial(
+            fusebook.logistic_step, X, y, w, b, 0.1, 0.01
+        ),
+    }
+    found = []
+    for name, function in functions.items():
+        with torch.no_grad():
+            times = timing.call(
+                {
+                    c: functools.partial(function, check=c)
+                    for c in (False, True)
+                }
+            )
+        us = {f"check={c} us": q.q50 * 1e6 for c, q in times.items()}
+        found.append({"call": name, **us})
+    return pd.DataFrame(found)
+
+
+try:
+    checked = measured("launching_checks", calls_with_checks)
+    told = table(
+        checked.set_index("call"),
+        "A call, waited for, in microseconds",
+        fold=False,
+    )
+except NoResults:
+    checked = None
+    told = say("Not measured on this GPU yet: `nox -s record` does it.")
+told
+
+# %%
+longer = None
+if checked is not None:
+    longer = checked["check=True us"] / checked["check=False us"]
+claims(
+    say("What the checks cost was not measured.")
+    if longer is None
+    else say(
+        "With its check a call takes {least:.1f} to {most:.1f} times as long. "
+        "Check while a program is new, and say check=False where its input "
+        "is known to be right.",
+        least=longer.min(),
+        most=longer.max(),
+    )
+)
+
+# %%
 # Lessons
 # -------
 #
