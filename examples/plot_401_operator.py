@@ -360,6 +360,25 @@ for device in ("CPU", "CUDA"):
     library.impl("trusted", forward, device)
 
 # %%
+# A compiler does not look into any of these. ``torch.library.triton_op`` is
+# the way that lets it: the function is registered as by ``custom_op``, and
+# launches through ``wrap_triton``. Then tracing sees an allocation and a
+# kernel of Triton's, knows shapes without a fake, and the generated code
+# launches the kernel itself. The interpreter's kernels cannot be wrapped, so
+# this one runs on a GPU only.
+
+
+def transparent(x: torch.Tensor) -> torch.Tensor:
+    x = x.contiguous()
+    y, n = torch.empty_like(x), x.numel()
+    launch = torch.library.wrap_triton(silu_forward)
+    launch[(triton.cdiv(n, 1024),)](y, x, n, BLOCK=1024)
+    return y
+
+
+seen = torch.library.triton_op("page401::seen", transparent, mutates_args=())
+
+# %%
 
 
 def costs():
@@ -370,8 +389,9 @@ def costs():
     compiled = torch.compile(full, fullgraph=True)
     ours = torch.compile(fusebook.silu, fullgraph=True)
     eager = torch.compile(silu_eager, fullgraph=True)
+    looked_into = torch.compile(seen, fullgraph=True)
     program = torch.export.export(Module(full), (x,)).module()
-    compiled(x), ours(x), eager(x)
+    compiled(x), ours(x), eager(x), looked_into(x)
 
     def there_and_back(f):
         return lambda: torch.autograd.grad(f(leaf).sum(), leaf)
@@ -383,8 +403,10 @@ def costs():
         "custom_op, a name": lambda: stages["a name"](x),
         "custom_op, + gradient": lambda: stages["+ gradient"](x),
         "custom_op, + batch": lambda: full(x),
+        "triton_op": lambda: seen(x),
         "fusebook.silu": lambda: fusebook.silu(x),
         "torch.compile of the operator": lambda: compiled(x),
+        "torch.compile of the triton_op": lambda: looked_into(x),
         "torch.compile of fusebook.silu": lambda: ours(x),
         "torch.compile of the chain": lambda: eager(x),
         "the exported program": lambda: program(x),
@@ -430,6 +452,18 @@ if "torch.compile of fusebook.silu" in us:
             ours=us["torch.compile of fusebook.silu"],
         )
     ]
+if "torch.compile of the triton_op" in us:
+    compiled.append(
+        say(
+            "A triton_op costs {plain:.0f} us a call, custom_op {op:.0f}; "
+            "compiled, {looked:.0f} and {whole:.0f}, since the generated code "
+            "launches the kernel of the one and calls the other.",
+            plain=us["triton_op"],
+            op=us["custom_op, a name"],
+            looked=us["torch.compile of the triton_op"],
+            whole=us["torch.compile of the operator"],
+        )
+    )
 claims(
     say(
         "The function costs {function:.0f} us a call, of which torch's own "
@@ -493,6 +527,8 @@ downloads(paid, "operator_costs")
 #   training as well.
 # - Run ``opcheck`` on what is strided and on what requires a gradient: the
 #   plain case finds little.
+# - ``triton_op`` is ``custom_op`` for kernels of Triton's that a compiler may
+#   look into: it plans their memory, and needs no fake.
 # - ``custom_op`` guards every call. Where calls are small, ``Library`` with
 #   ``define`` and ``impl`` is the same registration without the guards, and a
 #   call that steps around the dispatcher is cheaper than both.
