@@ -1,12 +1,13 @@
 """The page of problems that nobody chose replays, with made-up times of all operators."""
 
 import random
+import shutil
 
 import matplotlib.pyplot as plt
 import pandas as pd
 import pytest
 
-from fusebook import bench, explore, record
+from fusebook import bench, explore, page, record
 from fusebook import machine as machines
 from fusebook.cards import OPS
 from fusebook.page import _place
@@ -30,14 +31,16 @@ def rows(op, case, dims, rng):
 
 
 @pytest.fixture
-def recorded(tmp_path, monkeypatch):
+def recorded(request, tmp_path, monkeypatch):
+    """Records of all operators, or of those that are named, with the host's clock or without."""
+    names, host = getattr(request, "param", (OPS, True))
     monkeypatch.setattr(machines, "RECORDS", tmp_path / "records")
     monkeypatch.setattr(_place, "live", lambda: False)
     monkeypatch.chdir(tmp_path)
     on = machine(slug="nvidia-h200", name="Made-up GPU")
-    for op in OPS.values():
+    for op in map(OPS.get, names):
         if explore.explorable(op):
-            run = explore._Run(op, 100, 4, True, (), None)
+            run = explore._Run(op, 100, 4, host, (), None)
             run.file = explore.path(on.slug, op.name)
             for case, dims in enumerate(explore.problems(op, 100, 4)):
                 run.take(case, list(rows(op, case, dims, random.Random(case))))
@@ -58,5 +61,26 @@ def test_the_page_replays(recorded):
     lines = worst.index.to_series()
     assert lines.str.startswith("explore.problem(").all() and not lines.duplicated().any()
     assert set(lines.str.split("'").str[1]) == {name for name, op in OPS.items() if explore.explorable(op)}
-    assert "false: At each of these shapes ours takes at most 1.15 times" in told
+    assert "missed: At each of these shapes ours takes at most 1.15 times" in told
+    assert f"known of {4 * count} of {4 * count} problems" in told and "as paid" in told
     assert all(name in told for name in ("to 16 MiB", "permuted", "Replayed from the record of Made-up GPU"))
+
+
+@pytest.mark.parametrize("recorded", [(("softmax", "concat_gemm"), False)], indirect=True)
+def test_the_page_says_which_operators_lack_the_hosts_clock_and_bears_that_others_are_missing(recorded):
+    told = "\n".join(map(repr, run_page(PAGE)))
+    assert "8 problems of 2 operators" in told
+    assert "known of 0 of these 8 problems. Without the host's clock: " in told
+    assert "not measured: As paid" in told and "Of 0 problems none is lost." in told
+
+
+def test_records_of_ones_own_are_shown_before_the_packages(recorded, tmp_path, monkeypatch):
+    own = tmp_path / "own" / "nvidia-toy"
+    shutil.copytree(machines.RECORDS / "nvidia-h200", own)
+    for file in (own / "explored").iterdir():
+        if file.stem != "softmax":
+            file.unlink()
+    monkeypatch.setenv("FUSEBOOK_RECORDS", str(own.parent))
+    assert set(page.explored()) == {"softmax"}
+    shutil.rmtree(own / "explored")
+    assert len(page.explored()) > 1

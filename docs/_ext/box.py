@@ -172,8 +172,8 @@ def told(facts):
     if sentence := counted(facts.get("counts", {})):
         false = "".join(f"<li>{detailed(*claim)}</li>" for claim in facts.get("false", []))
         parts.append(
-            f'<details class="fb-fold"><summary class="fb-box-claims">{sentence} Which are {bad(facts["counts"])}?</summary>'
-            f"<ul>{false}</ul></details>"
+            f'<details class="fb-fold"><summary class="fb-box-claims">{sentence} Which are {bad(facts["counts"])}?'
+            f"</summary><ul>{false}</ul></details>"
             if false
             else f'<p class="fb-box-claims">{sentence}</p>'
         )

@@ -514,8 +514,10 @@ def explored(
     """
     ours = {name: op for name, op in OPS.items() if explore.explorable(op)}
     found: dict[str, pd.DataFrame] = {}
-    slug = machine.here().slug if _place.live() else machine.places()[-1].name
-    recorded = {name: op for name, op in ours.items() if explore.path(slug, name).exists()}
+    places = [machine.RECORDS / machine.here().slug] if _place.live() else machine.places()
+    there = {at: [name for name in ours if explore.path(at.name, name, at.parent).exists()] for at in places}
+    place = next((at for at, names in there.items() if names), places[-1])  # of one GPU, not of several
+    recorded = {name: ours[name] for name in there[place]}
     if _place.live() and not ("due" in _part() and recorded):
         folder = os.environ.get("FUSEBOOK_RECORD")
         root = Path(folder) if folder else None
@@ -528,7 +530,9 @@ def explored(
             found[op.name] = frame
     else:
         for name, op in recorded.items():
-            found[name] = _noted(explore.read(op, slug))
+            found[name] = _noted(explore.read(op, place.name, place.parent))
         if not found:
-            _nothing(f"explored problems on {slug}", f"python -m fusebook.explore all --seed {seed}", excused=True)
+            _nothing(
+                f"explored problems on {place.name}", f"python -m fusebook.explore all --seed {seed}", excused=True
+            )
     return {name: frame for name, frame in found.items() if len(frame)}
