@@ -77,6 +77,7 @@ from fusebook.kernels.elementwise import (
     _load,
     _multiply_add,
     _place,
+    _row_at,
     _silu,
     add_add_multiply_eager,
     add_sub_eager,
@@ -375,6 +376,7 @@ Folded(
         _multiply_add,
         _silu,
         _load,
+        _row_at,
         _place,
         _elements_at,
         _elementwise_flat,
@@ -390,7 +392,8 @@ Folded(
 #
 # Where operands have strides of their own, a group's place is found by one
 # division for each axis, and whoever passes the end of a row goes on in the
-# next. Before that, adjacent axes are merged where one stride serves for both,
+# next. Where one column stands for all columns, one element is loaded for a
+# group, if groups end with the row. Before all that, adjacent axes are merged where one stride serves for both,
 # such as height and width of a batch of images. An operand that lies across,
 # so that its neighbours are in other rows, goes through :term:`tiles <tile>`.
 
@@ -402,8 +405,8 @@ Folded(
 # %%
 # The exponential has a trap that no timing shows. The hardware has powers of
 # two, so :math:`e^x` is computed as :math:`2^{x \log_2 e}`. The product is
-# rounded, and the error of the result grows with x. Two more operations
-# correct it.
+# rounded, and the error of the result grows with x. A few more operations
+# correct it. Half types round away what they would correct, and go without.
 
 Source(_exp, doc=False)
 
@@ -949,8 +952,8 @@ claims(
 #
 # The points of this page, small ones too, at which another way is faster on
 # the device by more than 2 %, the worst first: as many as are counted below.
-# Where one column stands for all columns, our kernel loads it again for every
-# element, from the cache; the compiler loads it once for a row.
+# Where one column stands for all columns and rows are no whole groups, our
+# kernel loads it again for every element, from the cache.
 
 compared = tables.alike(pd.concat([every, singles, little, shapes, half]))
 table(

@@ -126,6 +126,16 @@ def test_neighbours_of_an_operand_share_a_tile_along_whatever_axis_they_lie():
         assert C.out == 1 == C.ins[1] or (plan.tiled and R.ins[1] == 1), "neighbours lie in different programs"
 
 
+def test_a_column_is_loaded_once_for_a_group_and_asks_for_no_tiles():
+    for n, kind in ((4096, False), (4095, True)):  # groups end with the row, or not
+        plan = elementwise._elementwise_plan((128, n), (n, 1), ((n, 1), (1, 0)), 2, (9, 0))
+        assert plan.tiled == kind and plan.constants.get("REPEATED", 2) == 2
+    turned = elementwise._elementwise_plan(
+        (128, 64, 256), (2**14, 256, 1), ((2**14, 256, 1), (64, 1, 64 * 128)), 2, (9, 0)
+    )
+    assert turned.tiled
+
+
 def test_operands_that_lie_across(device):
     """Tiles that are not full: of matrices, and of a batch along either axis."""
     x = torch.randn(3, 70, 45, device=device)
@@ -206,6 +216,24 @@ def test_every_number_of_bfloat16_is_kept(device):
     kept = ~x.isnan()
     assert torch.equal(got[kept].view(torch.int16), x[kept].view(torch.int16))
     assert got[~kept].isnan().all()
+
+
+@pytest.mark.parametrize("name", ["silu", "exp"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
+def test_every_number_of_half_types_gives_the_nearest_one_or_its_neighbour(dtype, name, device):
+    x = torch.arange(-(2**15), 2**15, dtype=torch.int16, device=device).view(dtype)
+    got = getattr(fusebook, name)(x)
+    meant = MEANING[name][0](x.double())
+    want = meant.to(dtype)
+    assert torch.equal(got.isnan(), want.isnan()) and torch.equal(got.isinf(), want.isinf())
+    fine = want.isfinite() & (meant.abs() > 1e-36)  # below, powers of two may be zero or infinite
+    if dtype == torch.float16:
+        fine = want.isfinite()
+    # Of one sign, the bits of neighbours are neighbours.
+    apart = (got[fine].view(torch.int16).int() - want[fine].view(torch.int16).int()).abs()
+    assert apart.max() <= 1
+    if dtype == torch.float16 or device == "cuda":  # interpreted, bfloat16 is cut off
+        assert (apart == 0).double().mean() > 0.99
 
 
 def test_half_types_are_rounded_once(device):

@@ -167,6 +167,11 @@ def _silu(x):
 
 
 @triton.jit
+def _silu_of_halves(x):
+    return (x / (1 + tl.exp2(x * -1.4426950408889634)),)
+
+
+@triton.jit
 def _add_add_multiply(x, y, z, w):
     return ((x + y + z) * w,)
 
@@ -177,6 +182,11 @@ def _exponential(x):
 
 
 @triton.jit
+def _exponential_of_halves(x):
+    return (tl.exp2(x * 1.4426950408889634),)
+
+
+@triton.jit
 def _load(ptr, inside):
     """One operand, in float32 at least: bfloat16 products are wrong in Triton's interpreter, and coarse everywhere."""
     x = tl.load(ptr, mask=inside)  # read SIZE
@@ -184,37 +194,52 @@ def _load(ptr, inside):
 
 
 @triton.jit
-def _place(first, within, SIZES, strides, WRAPS: tl.constexpr):
+def _row_at(row, SIZES, strides):
+    """Where an operand has a row, counted along all axes but the fastest."""
+    place = tl.zeros([], row.dtype)
+    for k in tl.static_range(1, len(SIZES)):
+        place += (row % SIZES[k]) * strides[k]
+        row = row // SIZES[k]
+    return place + row * strides[len(SIZES)]
+
+
+@triton.jit
+def _place(first, within, SIZES, strides, WRAPS: tl.constexpr, REPEATED: tl.constexpr):
     """Where an operand has elements ``first + within``, counted along axes of `SIZES` and a slowest one, fastest first.
 
-    One division serves a group `within`, which is no longer than the first of SIZES and so passes its end at most once:
-    where WRAPS, for otherwise groups end with it.
+    One division for each axis serves a group `within`, which is no longer than the first of SIZES and so passes its end
+    at most once: where WRAPS, for otherwise groups end with it. REPEATED: one element stands for all of a group.
     """
-    place = tl.zeros([], first.dtype)
-    for k in tl.static_range(len(SIZES)):
-        at = first % SIZES[k]
-        if WRAPS:
-            beyond = at + within >= SIZES[k]
-            at += tl.where(beyond, within - SIZES[k], within)
-            within = beyond.to(first.dtype)
-        elif k == 0:
+    if len(SIZES) == 0:
+        return (first + within) * strides[0]
+    else:
+        row, at = first // SIZES[0], first % SIZES[0]
+        place = _row_at(row, SIZES, strides)
+        if REPEATED:
+            return place
+        elif WRAPS:
+            at += within
+            beyond = _row_at(row + 1, SIZES, strides) - SIZES[0] * strides[0]
+            return tl.where(at < SIZES[0], place, beyond) + at * strides[0]
+        else:
             at = at // within.shape[1] * within.shape[1] + within  # nothing new but to the compiler
-            within = 0
-        place += at * strides[k]
-        first = first // SIZES[k]
-    return place + (first + within) * strides[len(SIZES)]
+            return place + at * strides[0]
 
 
 @triton.jit
 def _elements_at(
-    outs, ins, first, within, inside, ALIKE: tl.constexpr, WRAPS: tl.constexpr, SIZES, in_strides,
-    EXPRESSION: tl.constexpr,
+    outs, ins, first, within, inside, ALIKE: tl.constexpr, WRAPS: tl.constexpr, REPEATED: tl.constexpr, SIZES,
+    in_strides, EXPRESSION: tl.constexpr,
 ):  # fmt: skip
     """Load, compute and store elements that are neighbours in the results."""
     values = ()
     for i in tl.static_range(len(ins)):
-        place = first + within if ALIKE >> i & 1 else _place(first, within, SIZES, in_strides[i], WRAPS)
-        values += (_load(ins[i] + place, inside),)
+        if ALIKE >> i & 1:
+            place = first + within
+        else:
+            place = _place(first, within, SIZES, in_strides[i], WRAPS, REPEATED >> i & 1)
+        place, there = tl.broadcast(place, inside)
+        values += (_load(ins[i] + place, there),)
     results = EXPRESSION(*values)
     for i in tl.static_range(len(outs)):
         tl.store(outs[i] + (first + within), results[i], mask=inside)  # write SIZE
@@ -223,21 +248,24 @@ def _elements_at(
 @triton.jit
 def _elementwise_flat(
     outs, ins, SIZE, EXPRESSION: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, WIDE: tl.constexpr,
-    ALIKE: tl.constexpr, WRAPS: tl.constexpr = False, SIZES=None, in_strides=None,
+    ALIKE: tl.constexpr, WRAPS: tl.constexpr = False, REPEATED: tl.constexpr = 0, SIZES=None, in_strides=None,
 ):  # fmt: skip
     """BLOCK neighbours of the results, in groups that a thread takes.
 
-    Operands lie as the results do where a bit of ALIKE says so; others have `in_strides`.
+    Operands lie as the results do where a bit of ALIKE says so; others have `in_strides`. A bit of REPEATED says that
+    an operand has one element for each group.
     """
     # Half the work where no tensor reaches beyond 2**31 elements.
     start = tl.program_id(0).to(tl.int64 if WIDE else tl.int32) * BLOCK
     first = start + tl.arange(0, BLOCK // GROUP)[:, None] * GROUP  # [BLOCK / GROUP, 1]
     within = tl.arange(0, GROUP)[None, :]  # [1, GROUP]
     # Whole groups, moved by one instruction each; then what is left, element by element.
-    _elements_at(outs, ins, first, within, first <= SIZE - GROUP, ALIKE, WRAPS, SIZES, in_strides, EXPRESSION)
+    _elements_at(outs, ins, first, within, first <= SIZE - GROUP, ALIKE, WRAPS, REPEATED, SIZES, in_strides, EXPRESSION)
     if (start > SIZE - BLOCK) & (SIZE % GROUP > 0):
         rest = tl.zeros([1, 1], start.dtype) + SIZE // GROUP * GROUP
-        _elements_at(outs, ins, rest, within, rest + within < SIZE, ALIKE, WRAPS, SIZES, in_strides, EXPRESSION)
+        _elements_at(
+            outs, ins, rest, within, rest + within < SIZE, ALIKE, WRAPS, REPEATED, SIZES, in_strides, EXPRESSION
+        )
 
 
 @triton.jit
@@ -316,7 +344,15 @@ def _elementwise_plan(
     size = math.prod(shape)
     axes = _fold(shape, out, ins)
     interpreted = capability is None
-    across = [axis for axis in axes[:-1] if 1 in axis.ins and min(axis.size, axes[-1].size) >= 32]
+    group = 16 // itemsize
+    if axes:
+        group = min(group, 1 << axes[-1].size.bit_length() - 1)  # of no more than the elements of a row
+    wraps = len(axes) > 1 and axes[-1].size % group > 0
+    # An operand that is broadcast along the last axis lies nowhere, where each group is in one row.
+    lying = [i for i in range(len(ins)) if axes and (axes[-1].ins[i] or wraps)]
+    across = [
+        axis for axis in axes[:-1] if any(axis.ins[i] == 1 for i in lying) and min(axis.size, axes[-1].size) >= 32
+    ]
     if across and len(axes) <= 3:
         # An operand lies across, and the neighbours of its elements are in its rows: in a square tile both kinds of
         # lines are whole.
@@ -329,12 +365,14 @@ def _elementwise_plan(
     # loops and larger blocks. Half types have two such loads where there is much to load.
     most = min(4096 // itemsize, 1024 if size <= 2**20 else 2048)
     block, warps = (2**16, 1) if interpreted else (most, 8 if itemsize >= 4 else 4)
-    group = 16 // itemsize
     alike = [all(axis.ins[i] == axis.out for axis in axes) for i in range(len(ins))]
     constants = {"BLOCK": min(block, triton.next_power_of_2(size)), "ALIKE": sum(a << i for i, a in enumerate(alike))}
-    if not all(alike):
-        group = min(group, 1 << axes[-1].size.bit_length() - 1)  # of fewer than the elements of a row
-        constants["WRAPS"] = axes[-1].size % group > 0
+    if all(alike):
+        group = 16 // itemsize
+    else:
+        constants["WRAPS"] = wraps
+        if len(axes) > 1 and not wraps:
+            constants["REPEATED"] = sum(1 << i for i, step in enumerate(axes[-1].ins) if step == 0)
     reaches = (sum((axis.size - 1) * axis.ins[i] for axis in axes) for i in range(len(ins)))
     constants |= {"GROUP": min(group, constants["BLOCK"]), "WIDE": max(size, *reaches) >= 2**31, "num_warps": warps}
     return Plan(False, -(-size // constants["BLOCK"]), () if all(alike) else tuple(axes), constants)
@@ -351,6 +389,7 @@ class Expression(NamedTuple):
     results: int
     gradients: Callable[..., tuple[Tensor, ...]]
     by_result: bool = False  # the gradient takes the one result, in place of the one operand
+    of_halves: Any = None  # less work, where the results are rounded to half types
 
 
 def _silu_gradient(x: Tensor, dy: Tensor) -> tuple[Tensor]:
@@ -363,11 +402,13 @@ _EXPRESSIONS = {
     "double": Expression(_double, "x", 1, lambda x, d: (d + d,)),
     "add_sub": Expression(_add_sub, "xy", 2, lambda x, y, d, e: (d + e, d - e)),
     "multiply_add": Expression(_multiply_add, "xyz", 1, lambda x, y, z, d: (d * y, d * x, d)),
-    "silu": Expression(_silu, "x", 1, _silu_gradient),
+    "silu": Expression(_silu, "x", 1, _silu_gradient, of_halves=_silu_of_halves),
     "add_add_multiply": Expression(
         _add_add_multiply, "xyzw", 1, lambda x, y, z, w, d: (d * w, d * w, d * w, d * (x + y + z))
     ),
-    "exp": Expression(_exponential, "x", 1, lambda y, d: (d * y,), by_result=True),
+    "exp": Expression(
+        _exponential, "x", 1, lambda y, d: (d * y,), by_result=True, of_halves=_exponential_of_halves
+    ),
 }  # fmt: skip
 _plan = functools.lru_cache(maxsize=4096)(_elementwise_plan)
 
@@ -389,13 +430,14 @@ def _outputs(results: int, *operands: Tensor) -> Tensor | tuple[Tensor, ...]:
     return outs if results > 1 else outs[0]
 
 
-def _elementwise_into(expression: Any, outs: Tensor | tuple[Tensor, ...], *operands: Tensor) -> None:
+def _elementwise_into(expression: Expression, outs: Tensor | tuple[Tensor, ...], *operands: Tensor) -> None:
     outs = outs if isinstance(outs, tuple) else (outs,)
     out, shape = outs[0], outs[0].shape
+    kernel = expression.of_halves if expression.of_halves and out.element_size() == 2 else expression.kernel
     ins = tuple(t if t.shape == shape else t.expand(shape) for t in operands)
     itemsize = max(t.element_size() for t in (out, *ins))
     plan = _plan(shape, out.stride(), tuple(t.stride() for t in ins), itemsize, gpu(out.device)[0])
-    grid, constants = (plan.programs,), {"EXPRESSION": expression, **plan.constants}
+    grid, constants = (plan.programs,), {"EXPRESSION": kernel, **plan.constants}
     if plan.tiled:
         B, R, C = plan.axes
         strides = (B.out, R.out, C.out), tuple(zip(B.ins, R.ins, C.ins, strict=True))
@@ -462,7 +504,7 @@ def _operator(name: str) -> Operator:
         f"({operands}) -> {results if expression.results == 1 else f'({results})'}",
         check=functools.partial(_check, name, expression.operands),
         outputs=functools.partial(_outputs, expression.results),
-        into=functools.partial(_elementwise_into, expression.kernel),
+        into=functools.partial(_elementwise_into, expression),
         gradient=(functools.partial(_gradients, expression), functools.partial(_keep, expression)),
         batched=functools.partial(_batched, name),
         traced=lambda *operands: operands,
