@@ -1,12 +1,15 @@
 """What is special to cross entropy: its terms, bad input, gradients in place, rows that several programs share."""
 
 import math
+import sys
+import types
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 import fusebook
+from fusebook.cards import OPS
 from fusebook.cards import losses
 from fusebook.inputs import generator
 from fusebook.kernels import _entropy
@@ -428,6 +431,17 @@ def test_tensors_of_two_devices_are_refused(which):
     given[which] = given[which].cpu()
     with pytest.raises(ValueError, match="move one|CUDA"):
         fusebook.linear_cross_entropy(*given)
+
+
+def test_a_rival_that_cannot_be_imported_is_refused_and_not_wrong(monkeypatch, tmp_path):
+    (tmp_path / "linear_cross_entropy.py").write_text("raise TypeError('epilogue fn depends on a ContextVar')")
+    quack = types.ModuleType("quack")
+    quack.__path__ = [str(tmp_path)]
+    monkeypatch.setitem(sys.modules, "quack", quack)
+    monkeypatch.delitem(sys.modules, "quack.linear_cross_entropy", raising=False)
+    h = torch.zeros(8, 5, device=DEVICE)
+    with pytest.raises(NotImplementedError, match="quack cannot be imported beside this CuTe: epilogue fn depends"):
+        OPS["linear_cross_entropy"].variants["quack"].run(h, h[:3], torch.zeros_like(h[:, 0]).long(), 1.0)
 
 
 def test_a_chunk_is_as_many_rows_as_fit():
