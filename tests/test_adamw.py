@@ -448,6 +448,20 @@ def test_a_captured_step_counts_and_copies_only_where_gradients_are_of_its_own(m
 
 
 @needs_cuda
+def test_a_captured_step_copies_nothing_where_gradients_have_stayed():
+    """Lists may lie where freed ones lay, whose gradients were elsewhere."""
+    ps, gs, ms, vs = model("cuda")
+    adamw_step(ps, [g.clone() for g in gs], ms, vs, step=1)
+    for t in (2, 3):
+        adamw_step(ps, gs, ms, vs, step=t)
+        torch.cuda.synchronize()
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        adamw_step(ps, gs, ms, vs, step=4)
+    of, placed = module._captured[-1]
+    assert placed is of.first and placed.addresses == [g.data_ptr() for g in gs]
+
+
+@needs_cuda
 def test_streams_have_tables_of_their_own():
     ps, gs, ms, vs = model("cuda")
     want = by_torch(ps, [gs] * 4)

@@ -331,7 +331,7 @@ class _List:
             for (_, dtypes), at in kinds.items()
         ]
         self.groups = [group for group in groups if group.programs]
-        #: By stream, where gradients were last; and where they were at first.
+        #: By stream, where gradients were last; and where they were when they last stayed, of which the device knows.
         self.placed: dict[int, _Placed] = {}
         self.first: _Placed | None = None
 
@@ -371,6 +371,7 @@ class _Placed(NamedTuple):
 
     addresses: list[int]
     tables: list[tuple[Tensor, Tensor, Tensor]]
+    there: Any = None  # on a GPU an event behind the copies of these tables
 
 
 def _no_gradient_of(grads: list[Tensor]) -> None:
@@ -446,10 +447,12 @@ def _stepped(
             if single is not None and of.meets(single.data_ptr(), 1):
                 raise ValueError(f"{_NAME}: expected {what} apart from what is written, got it in its memory; clone it")
         # A graph may read what has been on the device for long, and nothing that a stream is about to replace.
-        placed = of.first if capture else of.placed.get(stream)
+        known = of.first if capture else of.placed.get(stream)
         addresses = list(map(Tensor.data_ptr, grads))
-        if placed is None or placed.addresses != addresses:
-            placed = of.place(addresses)
+        stayed = known is not None and known.addresses == addresses
+        placed: _Placed = known if known is not None and stayed else of.place(addresses)
+        if cuda and not stayed and not capture:
+            placed = placed._replace(there=torch.cuda.current_stream(device).record_event())
     if capture:
         _captured.append((of, placed))
     else:
@@ -461,6 +464,8 @@ def _stepped(
             if len(_known) >= _LISTS:
                 _known.clear()
             _known[key] = of
+        elif stayed and placed is not of.first and placed.there is not None and placed.there.query():
+            of.first = placed  # or a graph would copy at each replay where gradients lie
     fractions = (1 - beta1**step, 1 - beta2**step)
     numbers = step & 0x7FFFFFFF, (seed or 0) & 0x7FFFFFFF, lr, beta1, beta2, *fractions, eps, decay, most
     for group, tables in zip(of.groups, placed.tables, strict=True):
