@@ -174,7 +174,8 @@ def left_out():
     if names := unchecked():
         sentences.append(
             f"Timed with ``check=False``: {', '.join(names)}. By default they look at indices, labels or numbers "
-            "first, and wait for the GPU to do so."
+            "first, and wait for the GPU to do so: :doc:`page 003 <auto_examples/plot_003_launching>` has what that "
+            "costs."
         )
     if missing:
         sentences.append(f"Not in the table, since a page compares whole graphs of them: {', '.join(missing)}.")

@@ -33,7 +33,9 @@ def figure():
 
 
 def verdicts():
-    """The table of verdicts: by the device's clock and the caller's against torch, and by the caller's a library."""
+    """The verdicts in a few lines and, on demand, as a table: by the device's clock and the caller's against torch, and
+    by the caller's against a library.
+    """
     rows = [
         "| operator | write it? | on the device, over torch and torch.compile | for the caller, over the same "
         "| for the caller, over a library |",
@@ -47,7 +49,11 @@ def verdicts():
         ]
         name = f"[`{verdict.op.name}`](examples/{page.path.name})"
         rows.append(f"| {name} | {front.word(verdict)} | {told[0]} | {told[2]} | {told[3]} |")
-    return "\n".join([*rows, "", front.caption()])
+    few = front.short().replace("``", "`")
+    summary = f"Every operator, in times of the others: all {len(rows) - 2}"
+    return "\n".join(
+        [few, "", f"<details><summary>{summary}</summary>", "", *rows, "", front.caption(), "", "</details>"]
+    )
 
 
 def pages():
