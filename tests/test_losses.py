@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import fusebook
-from fusebook.cards import OPS
-from fusebook.cards import losses
+from fusebook.cards import OPS, losses
 from fusebook.inputs import generator
 from fusebook.kernels import _entropy
 from fusebook.kernels._entropy import Terms, entropy_into, entropy_plan, plan_of

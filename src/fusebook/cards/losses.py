@@ -258,9 +258,7 @@ def _linear_quack(h: Tensor, head: Tensor, target: Tensor) -> Tensor:
         raise NotImplementedError(f"quack takes hidden states in eights, got {len(h)}")
     try:
         from quack.linear_cross_entropy import chunked_linear_cross_entropy
-    except (
-        TypeError
-    ) as error:  # as it is imported it names all that its epilogues use, and CuTe may hold what it cannot
+    except TypeError as error:  # its import names what its epilogues use, and CuTe may hold what it cannot name
         raise NotImplementedError(f"quack cannot be imported beside this CuTe: {error}"[:160]) from error
     # By its length it tells a vector for the rows from one for the columns: as many of both it refuses.
     rows = next(n for n in (4096, 2048, 1024) if min(n, len(h)) != h.shape[1])  # 4096 if nobody asks
