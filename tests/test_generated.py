@@ -153,15 +153,20 @@ def is_right(yard, inputs, got, math=None):
     """Whether a result is within the limit, in float64 too where terms cancel.
 
     There nothing is more exact, which would tell what rounding costs: in float32 it costs as many eps, and what that
-    itself gets wrong tells nothing.
+    itself gets wrong tells nothing. A number may be near its rounded one by luck, so it is the most of several problems.
     """
     verdict = yard.judge(got, math)
     if verdict.ok or yard.dtype != torch.float64:
         return verdict.ok
     single = [t.float() if isinstance(t, torch.Tensor) and t.dtype == torch.float64 else t for t in inputs]
-    rounded = check.yardstick(yard.op, single).rounded
+    rounded = max(check.yardstick(yard.op, near(yard.op, single, i)).rounded for i in range(8))
     share = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
     return rounded > 0.25 or verdict.score <= 2 * rounded * share
+
+
+def near(op, inputs, i):
+    """A problem of linear cross entropy whose logits are larger by some 2**-14: how near to 1 a share is decides all."""
+    return [inputs[0] * (1 + i / 2**14), *inputs[1:]] if op.name == "linear_cross_entropy" else inputs
 
 
 @LAW
@@ -389,6 +394,7 @@ def assert_from_the_rounded(softmax, x, dy):
 )
 @example("linear_cross_entropy", 52, 48, 8, {"label_smoothing": 0.1})  # classes that are all the same, in float64
 @example("cross_entropy", 191, 0, 1, {"softcap": 1e4})  # far above the logits
+@example("linear_cross_entropy", 103, 0, 1, {})  # torch's own in float64 is further from what is right
 @in_time
 def test_a_gradient_of_any_problem_in_any_layout(spent, name, seed, how, spare, options):
     problem = drawn(name, seed, how, spare)
