@@ -393,9 +393,10 @@ Folded(
 # Where operands have strides of their own, a group's place is found by one
 # division for each axis, and whoever passes the end of a row goes on in the
 # next. Where one column stands for all columns, one element is loaded for a
-# group, if groups end with the row. Before all that, adjacent axes are merged where one stride serves for both,
-# such as height and width of a batch of images. An operand that lies across,
-# so that its neighbours are in other rows, goes through :term:`tiles <tile>`.
+# group, if groups end with the row. Before all that, adjacent axes are merged
+# where one stride serves for both, such as height and width of a batch of
+# images. An operand that lies across, so that its neighbours are in other
+# rows, goes through :term:`tiles <tile>`.
 
 Folded(
     "Tiles, and which kernel is launched when",
