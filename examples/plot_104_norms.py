@@ -75,6 +75,7 @@ from fusebook.page import (
     solution,
     study,
     table,
+    target,
 )
 
 import pandas as pd
@@ -444,6 +445,23 @@ table(
 )
 
 # %%
+# Step one moves the same bytes as the library's kernel; what differs is how
+# a row lies in threads. So it can be ahead where its tile, one whole row,
+# happens to suit a width better than what the library chooses for it: of two
+# tensors that are waited for, a thread of few warps has more under way.
+
+at_once = stairs.pivot_table("us", "at", "step")
+first_steps = at_once[["step one, 4 warps", "step one, 16 warps"]].min(axis=1)
+claims(
+    claim(
+        "The library's kernel takes at most 1.01 times as long as step one "
+        "with the better number of warps.",
+        at_once["the library"] <= 1.01 * first_steps,
+        fatal=False,
+    )
+)
+
+# %%
 every = {
     "norm": pd.concat([large, few]),
     "sum and norm": summed,
@@ -482,7 +500,7 @@ table(
 # Lessons
 # -------
 #
-# The targets were set before the kernels were written.
+# The targets were set before the kernels were written; each is met or missed.
 
 
 def beaten(frame, *others):
@@ -511,7 +529,7 @@ of_shared = tables.share(tables.where(large, N=[65536, 262144]), "fusebook")
 gain = tables.ratio(large, "eager", "fusebook")
 quick = tables.times(eight)
 claims(
-    claim(
+    target(
         "Rows of 781 to 8192 numbers run at 96 % of a copy of the same bytes "
         "or more, the odd ones too. Rows that several programs share, and "
         "those with a residual, follow.",
@@ -520,16 +538,21 @@ claims(
         )
         >= 0.96,
         of=of_copy,
-        fatal=False,
         headline=True,
     ),
-    say(
-        "Rows that several programs share run at {least:.1%} to {most:.1%} "
-        "of a copy, those with a residual at {summed:.1%}; the target is 96 "
-        "% for each.",
+    target(
+        "Rows that several programs share run at 96 % of a copy or more: at "
+        "{least:.1%} to {most:.1%}.",
+        of_shared >= 0.96,
+        of=of_copy,
         least=of_shared.min(),
         most=of_shared.max(),
-        summed=tables.share(summed, "fusebook").min(),
+    ),
+    target(
+        "With a residual added rows run at 96 % of a copy or more: at "
+        "{share:.1%}.",
+        tables.share(summed, "fusebook") >= 0.96,
+        share=tables.share(summed, "fusebook").min(),
     ),
     say(
         "RMSNorm is {least:.1f} to {most:.1f} times as fast as its chain, "
@@ -538,22 +561,21 @@ claims(
         most=gain.max(),
         predicted=predicted,
     ),
-    claim(
+    target(
         "RMSNorm is never slower than quack, torch.compile and Liger by more "
-        "than 5 %; the target was 2 %.",
-        beaten(large, *LIBRARIES) <= 1.05,
-        fatal=False,
+        "than 2 %: it takes {least:.2f} to {most:.2f} times the time of the "
+        "fastest of them.",
+        beaten(large, *LIBRARIES) <= 1.02,
+        least=beaten(large, *LIBRARIES).min(),
+        most=beaten(large, *LIBRARIES).max(),
     ),
-    claim(
+    target(
         "With a residual added it is never slower than them by more than 2 %.",
         beaten(summed, *LIBRARIES) <= 1.02,
-        fatal=False,
     ),
-    claim(
-        "The gradients, dw and db included, reach 80 % of the roof or more; "
-        "the target was 90 %.",
-        of_roof >= 0.8,
-        fatal=False,
+    target(
+        "The gradients, dw and db included, reach 90 % of the roof or more.",
+        of_roof >= 0.9,
         headline=True,
     ),
     say(
@@ -563,22 +585,20 @@ claims(
         most=of_roof.max(),
         other=others_of_roof.max(),
     ),
-    claim(
+    target(
         "The gradient of RMSNorm is never slower than quack, torch.compile "
         "and Liger by more than 2 %.",
         beaten(backward, *LIBRARIES) <= 1.02,
-        fatal=False,
     ),
     claim(
         "Every row that we normalise has the same bits alone and among "
         "others, at every size here.",
         ours_alone[ours_alone.ne("")] == "yes",
     ),
-    claim(
+    target(
         "Straight to fp8 is at least twice as fast as a fused norm and then a "
         "fused quantisation.",
         quick["norm, then quantise"] / quick["fusebook"] >= 2,
-        fatal=False,
     ),
     say(
         "It is {gain:.2f} times as fast, {predicted:.2f} were predicted.",

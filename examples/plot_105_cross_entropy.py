@@ -654,6 +654,11 @@ axes = timed.set_index(["M", "K", "N", "variant"])[[*AXES, "score"]]
 table(axes, "Memory, then time, bfloat16", fold=False)
 
 # %%
+# Where a note begins with *inputs and reference*, it was not that way which
+# ran out of memory but its judge: what is right is found in float64, in which
+# the logits of a vocabulary are gigabytes, several times over. It takes some
+# rows at a time since such a note was written.
+
 together = pd.concat([sweep, heads])
 missing = together[together["status"] != "ok"]
 table(
@@ -734,7 +739,7 @@ claims(
         "MiB.",
         over.loc["fusebook", "peak_bytes"] <= 2 * 2**20,
     ),
-    claim(
+    target(
         "Linear cross entropy of 8192 x 4096 x 128256 takes {ours:.2f} GiB "
         "beyond inputs and gradients, at most 1.2, and no more than {best}, "
         "the fastest other way, with {theirs:.2f}.",
@@ -746,10 +751,9 @@ claims(
         theirs=llama.loc[best, "GiB beyond"],
         of=llama,
     ),
-    claim(
+    target(
         "It takes {ratio:.2f} times the time of {best}, at most 1.05.",
         llama.loc["fusebook", "ms"] <= 1.05 * llama.loc[best, "ms"],
-        fatal=False,
         ratio=llama.loc["fusebook", "ms"] / llama.loc[best, "ms"],
         best=best,
         of=llama,

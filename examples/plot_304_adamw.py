@@ -715,12 +715,11 @@ table(
 
 # %%
 claims(
-    claim(
+    target(
         "A step of 1e9 float32 parameters in 1000 tensors runs at 96 % of the "
         "rate of a copy of the same bytes, or more: {share:.1%}.",
         share >= 0.96 if same_clock else None,
         share=share,
-        fatal=False,
     ),
     claim(
         "The samples agree with float64.",
@@ -828,6 +827,27 @@ table(
     tables.losses(both, kind="warm"),
     "Points lost, warm",
     fold=False,
+)
+
+# %%
+# Nothing of these steps fits into the cache, so a replayed step should take as
+# long as a cold one. It takes longer where the graph holds a copy besides: of
+# the addresses of gradients, if the device was told of others when the list
+# was first stepped. That happens to whoever makes lists where freed ones lay,
+# as the timing of cards does. A step whose gradients have stayed since the
+# step before is now captured without the copy.
+
+mine = tables.where(small, variant="fusebook").set_index("tensors")
+replayed = mine["warm_us"] / mine["cold_us"]
+claims(
+    claim(
+        "Replayed, our step of ten million numbers takes at most 1.05 times "
+        "as long as cold: it takes {least:.2f} to {most:.2f} times.",
+        replayed <= 1.05,
+        fatal=False,
+        least=replayed.min(),
+        most=replayed.max(),
+    ),
 )
 
 # %%
