@@ -244,9 +244,9 @@ Source(_norm_rows)
 # found in this one, so that nobody waits for long.
 #
 # Yet all parts of a row go on at the pace of the slowest. In a trial whose
-# programs asked nobody, and whose result was wrong, gradients of wide rows came
-# about as near to the roof as those of narrow ones. So it is meeting that keeps
-# them from it, and neither traffic nor arithmetic.
+# programs asked nobody, and whose result was wrong, gradients of wide rows
+# came about as near to the roof as those of narrow ones. So it is the meeting,
+# with the instructions that it takes, which keeps them from it.
 
 Source(_norm_backward)
 
