@@ -153,7 +153,7 @@ def is_right(yard, inputs, got, math=None):
     """Whether a result is within the limit, in float64 too where terms cancel.
 
     There nothing is more exact, which would tell what rounding costs: in float32 it costs as many eps, and what that
-    itself gets wrong tells nothing. A number may be near its rounded one by luck, so it is the most of several problems.
+    itself gets wrong tells nothing. A number may be near its rounded one by luck, so it is the most of several.
     """
     verdict = yard.judge(got, math)
     if verdict.ok or yard.dtype != torch.float64:
@@ -165,7 +165,7 @@ def is_right(yard, inputs, got, math=None):
 
 
 def near(op, inputs, i):
-    """A problem of linear cross entropy whose logits are larger by some 2**-14: how near to 1 a share is decides all."""
+    """A problem of linear cross entropy whose logits are larger by some 2**-14: what a share near 1 loses is luck."""
     return [inputs[0] * (1 + i / 2**14), *inputs[1:]] if op.name == "linear_cross_entropy" else inputs
 
 
