@@ -330,9 +330,10 @@ def test_a_browser_looks_at_every_page_and_counts(chromium, tmp_path):
     for name, text in {
         "index.html": MENU + SWITCH,
         "two.html": MENU + SWITCH + "<a></a><img>",
-        "search.html": "",
+        "search.html": '<ul id="search-results"><li><a href="two.html">two</a></li></ul>',  # who finds none waits
     }.items():
         (tmp_path / name).write_text(text)
     found, tried = browser.look(tmp_path)
-    assert tried["accessibility"] == tried["overflow"] == 3
+    assert tried["accessibility"] == tried["overflow"] == 3 and tried["search"] == len(browser.WORDS)
+    assert sum("is not among the first of ['two.html']" in finding for finding in found) == len(browser.WORDS)
     assert any(finding.startswith("two.html: image-alt") for finding in found)
