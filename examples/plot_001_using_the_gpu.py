@@ -354,8 +354,8 @@ claims(
     ),
     say(
         "The manual saved about half by it in 2012. Here each result goes "
-        "back at {rate:.1f} GB/s, into *pageable* memory. The link carries "
-        "more: a picture of *Moving data*, below, has the rates.",
+        "back at {rate:.1f} GB/s, into pageable memory. The link carries "
+        "more: the picture under Moving data, below, has the rates.",
         rate=4 * n / 1e3 / (us["GPU, copied back"] - us["GPU, left there"]),
     ),
     say(
@@ -1513,14 +1513,38 @@ claims(
 # one need not leave Python: kernels are written in Triton, or in CUDA C and
 # compiled as the program runs, by CuPy or by NVIDIA's own `cuda.core`. The
 # first examples of the manual, a product, a double, a sum and a difference,
-# stand side by side in both on :doc:`plot_101_elementwise`. Triton compiles
-# for AMD's GPUs as well, and PyTorch has backends for Intel's and Apple's;
-# nothing on these pages was measured on them. One of its notes can be tested
-# at once: that fusion handles expressions of a single result only.
+# stand side by side in both on :doc:`plot_101_elementwise`.
+#
+# Of `PyCUDA <https://documen.tician.de/pycuda/>`__ the manual names five
+# advantages: it is convenient, it binds all of the driver's interface, it
+# turns errors into exceptions, its base layer is written in C++, and memory is
+# freed with the object that holds it. PyCUDA is still maintained, and nothing
+# here says that it has lost one of them. Three have become common: PyTorch and
+# CuPy free memory with its tensor and raise an error as an exception, though
+# late (*Asynchrony*, above), and both have convenient arrays. All of the
+# driver's interface is bound by NVIDIA's `cuda-python
+# <https://nvidia.github.io/cuda-python/>`__ too. A base layer in C++ is a
+# matter of microseconds, which are counted below for CuPy's.
+#
+# `OpenCL <https://www.khronos.org/opencl/>`__ is still there for programs that
+# have to run on GPUs of any maker, and so is PyOpenCL. Most numerical work
+# outside of NVIDIA's GPUs has gone to AMD's `HIP
+# <https://rocm.docs.amd.com/projects/HIP/>`__, which is CUDA C under other
+# names, and to `SYCL <https://www.khronos.org/sycl/>`__, which Intel compiles
+# for its own. Triton compiles for AMD's and Intel's GPUs as well, and PyTorch
+# has backends for Intel's and Apple's. Nothing in this book was measured on
+# them: ratios of bytes carry over, and times do not.
+#
+# A note of the manual can be tested at once: that fusion handles expressions
+# of a single result only.
 
 pair = results(
     ADD_SUB, config="8192x8192", variants=["eager", "torch.compile"]
 )
+few = results(
+    ADD_SUB, config="20x10", variants=["eager", "CUDA C", "fusebook"]
+)
+queued = few.set_index("variant")["host_us"]
 two_results = tables.ratio(pair, "eager", "torch.compile").iloc[0]
 by_way = pair.set_index("variant")
 saved = 1e-6 * by_way["cold_us"].sub(by_way.loc["torch.compile", "cold_us"])
@@ -1534,6 +1558,14 @@ claims(
         "Fusion is only applicable to computations with a single output "
         "(2012).",
         two_results < 1.1,
+    ),
+    say(
+        "To queue x + y and x - y of 20 x 10 numbers takes {cupy:.0f} us of "
+        "the host's time as one kernel of CUDA C through CuPy, {ours:.0f} as "
+        "one of ours, and {eager:.0f} as PyTorch's two operations.",
+        cupy=queued.get("CUDA C"),
+        ours=queued.get("fusebook"),
+        eager=queued.get("eager"),
     ),
     say(
         "The manual's other advice on compilers is to choose between a short "
@@ -1755,9 +1787,7 @@ claims(
     claim(
         "Of {all} pieces of advice of 2012, {yes} still hold and {no} do not. "
         "The two on where to keep data hold: leave results on the GPU, and "
-        "copies cancel the advantage. (Above, some of them are judged in "
-        "several parts and some not at all, so verdicts and rows differ in "
-        "number.)",
+        "copies cancel the advantage.",
         advice.loc[
             ["Leave results on the GPU", "Copies often cancel the advantage"],
             "holds",

@@ -1133,11 +1133,11 @@ inside = tables.losses(medium_rows(everything))
 claims(
     say(
         "Cold, another way is faster by more than 2 % at {lost} of {all} "
-        "points. Of the points with rows of 4 to 64 KiB that are bound by "
-        "memory, these are {inside}.",
+        "points, and at {inside} of those with rows of 4 to 64 KiB that are "
+        "bound by memory.",
         lost=len(lost),
         all=len(tables.share(everything, "fusebook")),
-        inside=len(inside) or "none",
+        inside=len(inside),
     ),
     claim(
         "Rows of more than 128 KiB, bound by memory, reach {least:.0%} of the "
