@@ -147,15 +147,11 @@ def _made(op: Op, dims: Dims, device: str) -> tuple[Any, ...]:
 # One problem ----------------------------------------------------------------------------------------------------------
 
 
-def problem(op: str | Op, /, *, check_only: bool = False, without: Sequence[str] = (), **dims: Any) -> pd.DataFrame:
-    """Check one problem, and time all that a user would pick for it.
+def problem(op: str | Op, /, **dims: Any) -> pd.DataFrame:
+    """Check one problem, and time all that a user would pick for it; without a GPU no times are taken.
 
     Parameters
     ----------
-    check_only : bool
-        Take no times; without a GPU none are taken.
-    without : sequence of str
-        Variants whose name contains one of these are left out.
     **dims
         Of the card, ``dtype`` and ``layout`` among them.
 
@@ -170,7 +166,7 @@ def problem(op: str | Op, /, *, check_only: bool = False, without: Sequence[str]
         Where a result of ours is above the limit.
     """
     card = OPS[op] if isinstance(op, str) else op
-    rows = _explored(card, dims, _chosen(card, without), True, check_only)
+    rows = _explored(card, dims, _chosen(card, ()), True)
     return _frame(card, [{"case": 0, **row} for row in rows])
 
 

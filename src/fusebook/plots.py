@@ -250,45 +250,43 @@ def _shade(ax: Axes, xs: Sequence[float], zones: Sequence[str]) -> None:
         )
 
 
-def bandwidth(df: pd.DataFrame, x: str = "N", *, xlabel: str = "") -> Axes:
-    """Bandwidth over one size, cold: a line a variant with its 20 to 80 % band, the measured roof, and the zones.
+def bandwidth(df: pd.DataFrame, *, xlabel: str = "") -> Axes:
+    """Bandwidth over N, cold: a line a variant with its 20 to 80 % band, the measured roof, and the zones.
 
     Parameters
     ----------
     df : pandas.DataFrame
         Results of one operator in one dtype; the other sizes should not vary.
-    x : str
-        The size on the x axis.
     xlabel : str, optional
-        What `x` is, in words.
+        What N is, in words.
     """
     dtypes = list(dict.fromkeys(df["dtype"]))
     if len(dtypes) > 1:
         raise ValueError(f"plots.bandwidth: expected one dtype, got {', '.join(dtypes)}; draw one figure each")
     first = df.iloc[0]
-    others = [f"{n} = {first[n]}" for n in tables.dims(df) if n != x and len(df[n].unique()) == 1]
+    others = [f"{n} = {first[n]}" for n in tables.dims(df) if n != "N" and len(df[n].unique()) == 1]
     what, (found, some) = ", ".join([_words(first["op"]), first["dtype"], *others]), _found(df, "roof")
     rate = "bandwidth of the least traffic (GB/s)"
-    ax = axes(found or what, xlabel or f"size {x}", rate, below=[what if found else "", _gpu(df), "cold", some])
+    ax = axes(found or what, xlabel or "size N", rate, below=[what if found else "", _gpu(df), "cold", some])
 
     def rate_of(rows: pd.DataFrame, column: str) -> pd.Series:
         return (rows["read_bytes"] + rows["write_bytes"]) / rows[column].astype(float) / 1e3
 
     ends: _Ends = {}
     for name, drawn in _styles(list(dict.fromkeys(df["variant"]))).items():
-        rows = tables.timed(df[df["variant"] == name], "cold").sort_values(x)
+        rows = tables.timed(df[df["variant"] == name], "cold").sort_values("N")
         if rows.empty:
             continue
-        _line(ax, ends, name, rows[x], rate_of(rows, "cold_us"), **drawn)
+        _line(ax, ends, name, rows["N"], rate_of(rows, "cold_us"), **drawn)
         band = rate_of(rows, "cold_us_80"), rate_of(rows, "cold_us_20")
-        ax.fill_between(rows[x].astype(float), *band, color=drawn["color"], alpha=0.18, linewidth=0)
-    points = df.dropna(subset=["roof_us"]).drop_duplicates(x).sort_values(x)
+        ax.fill_between(rows["N"].astype(float), *band, color=drawn["color"], alpha=0.18, linewidth=0)
+    points = df.dropna(subset=["roof_us"]).drop_duplicates("N").sort_values("N")
     if len(points):
         for name, column, dash in (("the measured roof", "roof_us", "-"), ("a copy", "copy_us", (0, (1, 2)))):
             if points[column].notna().any():
                 how = {"color": INK, "linewidth": 1.2, "linestyle": dash, "zorder": 2}
-                _line(ax, ends, name, points[x], rate_of(points, column), **how)
-        _shade(ax, points[x].astype(float).tolist(), points["zone"].astype(str).tolist())
+                _line(ax, ends, name, points["N"], rate_of(points, column), **how)
+        _shade(ax, points["N"].astype(float).tolist(), points["zone"].astype(str).tolist())
     ax.set_ylim(bottom=0)
     ax.margins(x=0.01)
     _name_ends(ax, ends)

@@ -503,24 +503,19 @@ def _remember(file: pathlib.Path, found: Any) -> None:
         _replace(file, json.dumps(found))
 
 
-def read_all(gpu: str | None = None) -> dict[str, pd.DataFrame]:
+def read_all() -> dict[str, pd.DataFrame]:
     """The records of all operators; two processes share the work of finding out whether they are stale.
-
-    Parameters
-    ----------
-    gpu : str, optional
-        See `fusebook.machine.slug`.
 
     Returns
     -------
     dict of str to pandas.DataFrame
         As of `read`, by operator. What was found out is remembered until the code changes.
     """
-    names = [name for name in OPS if exists(name, gpu)]
+    names = [name for name in OPS if exists(name)]
     asked: dict[str, list[Any]] = {}
     for name in names:
-        frame, _ = _load(path(name, gpu), name)
-        on = _machine_beside(path(name, gpu))
+        frame, _ = _load(path(name), name)
+        on = _machine_beside(path(name))
         ours = list(_launching(frame, OPS[name]).values())
         if ours and not _kept(name, ours, on).exists():
             asked[name] = ours
@@ -535,7 +530,7 @@ def read_all(gpu: str | None = None) -> dict[str, pd.DataFrame]:
 
     with concurrent.futures.ThreadPoolExecutor() as pool:
         list(pool.map(find, [half for half in halves if half]))
-    return {name: read(name, gpu) for name in names}
+    return {name: read(name) for name in names}
 
 
 def restamp(gpu: str | None = None, root: pathlib.Path | None = None) -> dict[str, tuple[int, int]]:

@@ -41,8 +41,9 @@ _BUSY = 5e-3
 # kernel with it. So calls short enough to live in L2 are timed warm with outputs in several places.
 _PLACEMENTS = 3
 _SMALL = 50e-6
-# Calls in the graph that estimates, and the most in the one that is timed.
+# Calls in the graph that estimates; about how many seconds one that is timed lasts, and the most calls in it.
 _PILOT = 5
+_REPLAY = 1e-3
 _MOST = 500
 # The most calls whose queueing is timed together, and the least. The device's queue holds about a thousand launches:
 # when it is full the host waits. So calls of more than some twenty launches are queued few at a time.
@@ -218,7 +219,7 @@ def cold(functions: Functions, *, warmup: int = 5, repeat: int = 30) -> dict[str
     }
 
 
-def warm(functions: Functions, *, repeat: int = 30, seconds: float = 1e-3) -> dict[str, Quantiles | None]:
+def warm(functions: Functions, *, repeat: int = 30) -> dict[str, Quantiles | None]:
     """Device time per call of many calls in a CUDA graph, without launch overhead.
 
     Short calls are captured anew for several placements of their outputs in memory, which L2 does not serve alike.
@@ -227,8 +228,6 @@ def warm(functions: Functions, *, repeat: int = 30, seconds: float = 1e-3) -> di
     ----------
     repeat : int
         Replays timed, per function.
-    seconds : float
-        About how long one replay lasts; it holds 1 to 500 calls.
 
     Returns
     -------
@@ -239,7 +238,7 @@ def warm(functions: Functions, *, repeat: int = 30, seconds: float = 1e-3) -> di
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     kept = []  # alive, so that each placement allocates anew
     for _ in range(_PLACEMENTS):
-        graphs = {name: captured for name, f in functions.items() if (captured := _capture(f, seconds)) is not None}
+        graphs = {name: captured for name, f in functions.items() if (captured := _capture(f)) is not None}
         kept.append(graphs)
         for graph, _ in graphs.values():
             graph.replay()
@@ -255,7 +254,7 @@ def warm(functions: Functions, *, repeat: int = 30, seconds: float = 1e-3) -> di
     return {name: Quantiles.of(samples[name]) if name in samples else None for name in functions}
 
 
-def _capture(function: Callable[[], Any], seconds: float) -> tuple[torch.cuda.CUDAGraph, int] | None:
+def _capture(function: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, int] | None:
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     side, before = torch.cuda.Stream(), torch.cuda.current_stream()
     try:
@@ -272,7 +271,7 @@ def _capture(function: Callable[[], Any], seconds: float) -> tuple[torch.cuda.CU
         end.record()
         end.synchronize()
         each = start.elapsed_time(end) / 1e3 / _PILOT
-        calls = max(1, min(_MOST, math.ceil(seconds / max(each, 1e-7))))
+        calls = max(1, min(_MOST, math.ceil(_REPLAY / max(each, 1e-7))))
         return _captured(function, calls, side, before), calls
     except Exception:  # whatever a library raises when it is captured: it cannot be timed this way
         torch.cuda.synchronize()
