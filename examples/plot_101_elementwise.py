@@ -128,7 +128,11 @@ CHAIN = (
     silu_eager,
     add_add_multiply_eager,
 )
-Source(*CHAIN, doc=False)
+Source(CHAIN[0], doc=False)
+
+# %%
+
+Folded("The other three chains", Source(*CHAIN[1:], doc=False))
 
 # %%
 # For each chain: how many operations PyTorch runs (its profiler counts them

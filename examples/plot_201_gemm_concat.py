@@ -97,6 +97,7 @@ asked = study(
 FLOAT = onnx.TensorProto.FLOAT
 
 
+# site: fold
 def model(first):
     """Concatenate the products, or the weights."""
     nodes = {

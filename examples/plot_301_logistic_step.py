@@ -456,6 +456,7 @@ inputs = LOGISTIC_STEP.make(generator(0), torch.float32, N=100, D=60)
 yard = yardstick(LOGISTIC_STEP, inputs)
 
 
+# site: fold
 def textbook(X, y, w, b, lr, l2):
     """The step in the words of the formula, loss included."""
     p = torch.sigmoid(X @ w + b)

@@ -119,11 +119,7 @@ claims(
 # A result of ours beyond its limit ends the run of its operator, and what is
 # shown are the problems before it. Where there are fewer than were asked for
 # without that, the time had ended.
-
-counts = {name: frame["case"].nunique() for name, frame in found.items()}
-table(pd.Series(counts, name="problems").to_frame(), "Problems explored")
-
-# %%
+#
 # Ours against the best
 # ---------------------
 #
@@ -155,23 +151,32 @@ quantiles = pd.concat(
     },
     names=["operator"],
 )
+
+
+def beside(clock):
+    """Both companies side by side, an operator a row, where they are known."""
+    whole = quantiles.xs((clock, "over all"), level=("clock", "ours"))
+    whole = whole[whole["problems"] > 0][["problems"]]
+    for company in ("over torch", "over all"):
+        named = quantiles.xs((clock, company), level=("clock", "ours"))
+        named = named.drop(columns="problems").add_prefix(f"{company}: ")
+        whole = whole.join(named)
+    return whole
+
+
 table(
-    quantiles.xs("cold", level="clock"),
-    "Ours in times of the best of the others, cold",
-    fold=False,
+    beside("cold"), "Ours in times of the best of the others, cold", fold=False
 )
 
 # %%
-paid = quantiles.xs("paid", level="clock")
-paid = paid[paid["problems"] > 0]
 told = (
     table(
-        paid,
+        beside("paid"),
         "The same by what a program of many calls pays, the larger of host "
         "and device",
         fold=False,
     )
-    if len(paid)
+    if len(beside("paid"))
     else say(
         "What a program of many calls pays is not known here: the host's "
         "clock was left out."
@@ -334,7 +339,7 @@ table(
 # -------------
 #
 # For each operator: what the problems have in common at which ours is behind,
-# why that is as far as we know and what was tried, and the ten worst of them.
+# why that is as far as we know, what was tried, and, folded, the ten worst.
 # After ``from fusebook import explore`` each line does one again, on your GPU.
 
 
@@ -376,7 +381,7 @@ def ten(*names):
     lost = pd.concat(lost)[columns] if lost else pd.DataFrame(columns=columns)
     lost["line"] = [str(line).partition("; ")[2] for line in lost["line"]]
     title = f"The ten worst of {' and '.join(names)}"
-    return table(lost.set_index("line"), title)
+    return table(lost.set_index("line"), title, fold=len(lost) > 0)
 
 
 # %%
