@@ -9,11 +9,13 @@ import shutil
 import subprocess
 import sys
 import types
+import zipfile
 from pathlib import Path
 
 import pytest
 
 import crawl
+import front
 import fusebook
 import fusebook_site
 import gallery_hooks
@@ -680,3 +682,12 @@ def test_a_figure_is_drawn_once_for_both_of_its_sizes(tmp_path, monkeypatch):
             sizes[file.name] = picture.size
     assert sizes == {"figure.png": (633, 410), "figure_2_00x.png": (1266, 820)}
     assert len(drawn) == 1
+
+
+@pytest.mark.skipif(not front.under_git(), reason="the source is no checkout of git")
+def test_a_site_without_an_address_brings_its_source(tmp_path):
+    fusebook_site.publish_source(tmp_path / front.ARCHIVE)
+    with zipfile.ZipFile(tmp_path / front.ARCHIVE) as archive:
+        names = set(archive.namelist())
+    assert {"fusebook/README.md", "fusebook/examples/plot_102_softmax.py", "fusebook/noxfile.py"} <= names
+    assert not any(name.startswith(("fusebook/.nox", "fusebook/build", "fusebook/.git/")) for name in names)

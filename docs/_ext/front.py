@@ -9,6 +9,7 @@ import html
 import inspect
 import json
 import os
+import shutil
 from pathlib import Path
 
 from docutils import nodes
@@ -439,16 +440,32 @@ class RecordSize(SphinxDirective):
         return self.parse_text_to_nodes(text + "\n")
 
 
+#: Where the source of a site lies that knows no address of its repository.
+ARCHIVE = "source/fusebook.zip"
+
+
+def under_git():
+    """Whether the source is a checkout, of which git can make an archive."""
+    return (ROOT / ".git").exists() and shutil.which("git") is not None
+
+
 class SourceLine(SphinxDirective):
     """How to get the source, where its address is known, and to run a page."""
 
     def run(self):
         """Write the lines."""
         repository = self.config.fusebook_repository
+        archived = not repository and under_git()
         lines = [f"git clone {repository} fusebook && cd fusebook"] if repository else []
+        lines += ["unzip fusebook.zip && cd fusebook"] if archived else []
         lines += ["python examples/plot_102_softmax.py"]
         text = ".. code-block:: bash\n\n" + "".join(f"   {line}\n" for line in lines)
-        if not repository:
+        if archived:
+            text += (
+                "\nThis copy of the book does not know the public address of its source, and brings it: "
+                f"`fusebook.zip <{ARCHIVE}>`__, all of it as of the commit that these pages were built from.\n"
+            )
+        elif not repository:
             text += (
                 "\nThis copy of the book does not know the public address of its source, so no link stands here: the "
                 "source lies where you got the book.\n"

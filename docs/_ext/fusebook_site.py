@@ -288,6 +288,8 @@ def publish(app, exception):
         if source.is_dir():
             shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
     publish_scripts(html / "_downloads", app.config.fusebook_repository)
+    if not app.config.fusebook_repository and front.under_git():
+        publish_source(html / front.ARCHIVE)
     notebooks = html / "notebooks"
     shutil.rmtree(notebooks, ignore_errors=True)
     if app.config.fusebook_repository:  # at an address that a link can name: downloads have a hash in theirs
@@ -318,6 +320,13 @@ def alone(text, repository):
     else:
         source = "# Where fusebook comes from is yours to say: pip install PATH[book,ort], of a checkout of its source."
     return re.sub(r"\[tool\.uv\.sources\]\n# fusebook = .*", lambda _: source, text, count=1)
+
+
+def publish_source(file):
+    """Put the source of this commit into an archive, for readers of a site that knows no address of its repository."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    made = ["git", "archive", "--format=zip", "--prefix=fusebook/", f"--output={file}", "HEAD"]
+    subprocess.run(made, cwd=ROOT, check=True)
 
 
 def publish_scripts(folder, repository):
