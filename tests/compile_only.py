@@ -29,6 +29,9 @@ from fusebook.launches import AbsentGPU
 # KiB a block. Where nothing is tuned, sm_80 here, plans promise 96 KiB, which every architecture since sm_86 has.
 SHARED = {80: 96, 90: 227, 100: 227}
 
+#: What kernels leave for others; where they leave nothing, their results.
+LEAVES = re.compile(r"\b(atom|red)\.[\w.:]*global"), re.compile(r"\bst\.[\w.:]*global|\bcp\.[\w.:]*global\.shared")
+
 
 def once(constants):
     """Compile once what differs only in what is known of integers and addresses: that one is 1, or 16 divides it.
@@ -54,13 +57,17 @@ def unspoiled():
     """Refuse addresses that LLVM has spoiled, as that of Triton 3.6 does: it widens a shift by 31 to a product.
 
     That has 64 bits, and its upper half what was to be lost, a thread's number: norms of odd widths were misaligned.
+    And refuse a kernel that starts before the one ahead has ended, by which memory becomes zero, and leaves something
+    there before it waits for that: a race that no GPU need show.
     """
     make = CUDABackend.make_ptx
 
-    def checked(self, source, metadata, *rest):
-        ptx = make(self, source, metadata, *rest)
+    def checked(self, source, metadata, options, *rest):
+        ptx = make(self, source, metadata, options, *rest)
         spoiled = re.search(r"mul\.wide\.u32[^;]*, 2147483648;", ptx)
         assert not spoiled, f"{metadata['name']}: spoiled addresses, {spoiled[0]}"
+        wait, left = ptx.find("griddepcontrol.wait"), next(filter(None, (of.search(ptx) for of in LEAVES)))
+        assert not options.launch_pdl or 0 <= wait < left.start(), f"{metadata['name']}: leaves before it waits"
         return ptx
 
     CUDABackend.make_ptx = checked
