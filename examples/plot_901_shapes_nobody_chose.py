@@ -282,6 +282,7 @@ claims(
 # within 2 % is ours.
 
 
+# site: fold
 def winner(row):
     return "fusebook" if row["over all"] <= 1.02 else row["best"]
 
@@ -579,10 +580,10 @@ ten("swiglu")
 # Of these nothing was tried for what is lost here alone.
 
 rest = [name for name in found if name not in told_of]
-common(*rest)
+common(*rest) if rest else say("There are no others.")
 
 # %%
-ten(*rest)
+ten(*rest) if rest else None
 
 # %%
 # What others do not compute, refuse or get wrong:
@@ -624,15 +625,18 @@ downloads(every, "shapes_nobody_chose")
 # record.
 
 
+# site: fold
 def rows_of(M, N, dtype="float32", layout="contiguous"):
     return "softmax", {"M": M, "N": N, "dtype": dtype, "layout": layout}
 
 
+# site: fold
 def tokens(M, K, N):
     sizes = {"M": M, "K": K, "N": N}
     return "swiglu", {**sizes, "dtype": "bfloat16", "layout": "contiguous"}
 
 
+# site: fold
 def points(n, d, k):
     sizes = {"n": n, "d": d, "k": k, "labels": "int64", "law": "blobs"}
     return "kmeans_assign", {
