@@ -607,8 +607,8 @@ claims(
         not most(index_of_the_thread, n=128, D=256),
     ),
     claim(
-        "It is right with the 20 updates of its own example, which fill no "
-        "block.",
+        "That kernel is right with the 20 updates of its own example, which "
+        "fill no block.",
         most(index_of_the_thread, n=20, D=256),
     ),
     claim(

@@ -189,20 +189,22 @@ def step_one(x, residual, weight, warps=4):
 # The finished kernel
 # ~~~~~~~~~~~~~~~~~~~
 #
-# It takes several rows where they are short and several tiles where they are
-# long, as that of softmax. ``CENTRED`` is LayerNorm: its squares are summed
-# around the mean in a second look at the registers, which costs no traffic.
-# With a ``LIMIT`` the result goes to eight bits: the row's largest magnitude
-# is one more look. A missing weight, bias or residual is None, and its code is
-# not compiled. Where rows are few, nobody hides another's waiting: weights are
-# asked for together with the rows (``AHEAD``), not after their sums. Where it
-# is neighbouring rows that lie side by side in memory (``STEP`` apart are the
-# numbers of a row), a tile is read along them and written along the rows.
+# The library's kernel takes several rows where they are short, and several
+# tiles of a row where they are long, as that of softmax does. ``CENTRED`` is
+# LayerNorm: its squares are summed around the mean in a second look at the
+# registers, which costs no traffic. With a ``LIMIT`` the result goes to eight
+# bits: the row's largest magnitude is one more look. A missing weight, bias or
+# residual is None, and its code is not compiled. With few rows no other
+# program works while one waits: so weights are asked for together with the
+# rows (``AHEAD``), and not after their sums. In a transposed matrix adjacent
+# rows lie side by side in memory, and the numbers of a row are ``STEP`` apart:
+# a tile is then read across its rows and written along them.
 #
-# Rows of 781 half-precision numbers begin anywhere within 16 bytes, and number
-# by number they would be loaded in eight times as many pieces. So they are
-# read by whole vectors (``VEC``), of which the first and the last hold numbers
-# of the neighbours too: these count as zeros, and each row writes its own.
+# Rows of 781 half-precision numbers begin anywhere within 16 bytes. Loaded
+# number by number they would take eight times as many loads. So they are read
+# by whole vectors of 16 bytes (``VEC``). The first and the last also hold
+# numbers of the rows before and behind: these count as zeros, and each row
+# writes only its own.
 
 Source(_norm_rows)
 
@@ -606,7 +608,8 @@ claims(
         quick["norm, then quantise"] / quick["fusebook"] >= 2,
     ),
     say(
-        "It is {gain:.2f} times as fast, {predicted:.2f} were predicted.",
+        "Straight to fp8 is {gain:.2f} times as fast; {predicted:.2f} times "
+        "were predicted.",
         gain=(quick["norm, then quantise"] / quick["fusebook"]).median(),
         predicted=halved,
     ),

@@ -752,7 +752,8 @@ claims(
         of=llama,
     ),
     target(
-        "It takes {ratio:.2f} times the time of {best}, at most 1.05.",
+        "For that it takes {ratio:.2f} times the time of {best}, at most "
+        "1.05.",
         llama.loc["fusebook", "ms"] <= 1.05 * llama.loc[best, "ms"],
         ratio=llama.loc["fusebook", "ms"] / llama.loc[best, "ms"],
         best=best,

@@ -702,7 +702,8 @@ claims(
     say(
         "NumPy's line takes {once:.0f} ms here, called once in a process that "
         "has done much before, and {alone:.0f} ms in the process of its own "
-        "above (float64): a verdict that lies closer than that is open.",
+        "above (float64). So a verdict is not certain where its numbers are "
+        "closer together than these two.",
         once=ms["float64", "NumPy"],
         alone=threads.loc["float64", "NumPy, ms"].median(),
     ),

@@ -234,9 +234,9 @@ Folded("Sums in registers", Source(_few_steps, doc=False))
 # are digits to spare, and points are widened in registers, so that nothing
 # more is read.
 #
-# How wrong a product can be is known, so the kernel also knows for which
-# points it cannot tell two centres apart, and puts them on a list. Those are
-# next to no points.
+# How wrong a product can be is known. So the kernel also knows for which
+# points it cannot tell two centres apart, and puts these on a list. They are
+# very few.
 
 Source(_multiplied, doc=False)
 

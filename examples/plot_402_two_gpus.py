@@ -109,16 +109,15 @@ def by_nccl(points, centres):
 # all of it: add its own, send the sums to the others, wait for theirs, divide.
 #
 # How does it know that a sum has come? A flag that is written after the sum
-# would do, but what is written after has to wait until what was written before
-# has arrived: the way over and back, before the flag even starts. So the flag
-# travels with the data, in each word. A word of 64 bits arrives whole. Half of
-# it is half of a sum, the other half is the number of the iteration; whoever
-# reads that number in it has the sum. NCCL calls this its low-latency
-# protocol, :term:`LL protocol`. It doubles the bytes, and of these there are
-# few.
+# would do. But it may start only when the sum is known to have arrived, which
+# takes a trip there and back. So the flag travels with the data, in each word.
+# A word of 64 bits arrives whole. Half of it is half of a sum, the other half
+# is the number of the iteration; whoever reads that number in it has the sum.
+# NCCL calls this its low-latency protocol, :term:`LL protocol`. It doubles the
+# bytes, and of these there are few.
 #
 # The kernel counts iterations itself, so that a CUDA graph of it can be
-# replayed; and nobody has to take a flag down.
+# replayed; and nobody has to reset a flag.
 
 Source(_kmeans_shared_means, doc=False)
 
