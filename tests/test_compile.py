@@ -27,7 +27,7 @@ def _cases():
 
 
 @pytest.mark.timeout(1800)  # the first of them waits until its op is compiled
-@pytest.mark.parametrize("task", _cases())
+@pytest.mark.parametrize("task", list(_cases()))
 def test_every_launcher_compiles_on_every_edge(task, compiled):
     points = compiling.answer(compiled, task)
     op = OPS[task.split("/")[1]]
