@@ -238,8 +238,10 @@ def test_the_last_call_is_known_again_and_no_other_is_taken_for_it(driver):
     for _ in range(3):
         fusebook.softmax(x, 1)
     again = OPERATORS["softmax"].plans.again
+    here = again.__globals__["current"]
     again.__globals__["current"] = lambda: "another device"
     assert again(x, 1) is _operator._OTHER
+    again.__globals__["current"] = here
     with pytest.raises(TypeError, match="dim to be an integer, got bool"):
         fusebook.softmax(x, True)
     z = torch.randn(8, 100, dtype=torch.complex64)
@@ -300,6 +302,7 @@ def test_what_is_asked_in_every_call_is_asked_of_the_last_call_again(driver):
     out, write = torch.empty(70, 96, dtype=x.dtype), OPERATORS["concat_gemm"].write
     for order in ((0, 1), (1, 0), (0, 1)):
         weights = [both[i] for i in order]
+        assert OPERATORS["concat_gemm"].written.again(out, x, weights, None, "fused") is _operator._OTHER
         for _ in range(3):
             fusebook.concat_gemm(x, weights)
             write(out, x, weights, None, "fused")
