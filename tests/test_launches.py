@@ -109,7 +109,8 @@ NOTICED = {
     ),
     "a tuned row": (r"(?m)^(90,half,.*,tiles,)128,", r"\g<1>64,", {("swiglu", "fusebook")}),
     "another number of warps": (
-        r"WIDE=plan\.wide, num_warps=4", "WIDE=plan.wide, num_warps=8", {("logistic_step", "fusebook")},
+        r"WIDE=plan\.wide, LATE=bool\(early\), num_warps=4", "WIDE=plan.wide, LATE=bool(early), num_warps=8",
+        {("logistic_step", "fusebook")},
     ),
     "another grid": (
         r"_logistic_fit_losses, \(triton\.cdiv\(steps, rows\),\)",
