@@ -221,7 +221,7 @@ drawn = (
         xlabel="times as long",
     )
     if any(map(len, pays.values()))
-    else None
+    else say("So there is no picture of it.")
 )
 drawn
 
@@ -583,7 +583,7 @@ rest = [name for name in found if name not in told_of]
 common(*rest) if rest else say("There are no others.")
 
 # %%
-ten(*rest) if rest else None
+ten(*rest) if rest else say("So none of these is lost.")
 
 # %%
 # What others do not compute, refuse or get wrong:
