@@ -74,6 +74,7 @@ class Twins:
                 self.stopped = f"From here on this page cannot be shown for your GPU: {type(error).__name__}: {error}"
             function.run = False  # the gallery lets a piece of code run once
             self.names = dict(names)
+            _unregister(value for name, value in names.items() if value is not theirs.get(name))
             names.clear()
             names.update(theirs)
             self.figures += sorted(set(plt.get_fignums()) - before)
@@ -110,6 +111,15 @@ class Twins:
             f"   .. tab-item:: {label}\n      :sync: {key}\n\n{_indented(picture)}\n{_raw(text)}\n"
             for (key, label), picture, text in parts
         )
+
+
+def _unregister(values):
+    """Take back operators that a piece of code has defined: it defines them again when it runs for the other GPU."""
+    import torch
+
+    for value in values:
+        if isinstance(value, torch.library.Library):
+            value._destroy()
 
 
 def _as_html(value, gallery_conf):
