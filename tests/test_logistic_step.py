@@ -339,6 +339,8 @@ def test_a_small_step_is_one_launch(N, D, dtype, device, monkeypatch):
     assert right(LOGISTIC_STEP, inputs, logistic_step(*inputs))
     assert launched == [module._logistic_step_alone]
     assert not module._logistic_step_plan(20_000, D, 4, (9, 0), 132).alone
+    plan = module._logistic_step_plan(N, D, dtype.itemsize, (9, 0), 132)
+    assert plan.warps == 1 or 32 * plan.warps <= plan.rows * plan.block  # no number is written by two warps
 
 
 @pytest.mark.parametrize(("N", "D"), [(6, 5), (70, 33), (300, 100)])

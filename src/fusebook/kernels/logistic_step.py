@@ -387,7 +387,8 @@ def _logistic_step_plan(
     # What takes a program less time than a second launch.
     if D and N * D <= (256 if interpreted else 2**14) and block <= widest:
         rows = max(1, min(tall, 32768 // itemsize // block))
-        return StepPlan(True, rows, block, 1, 8, 32, 1, 1024, alone=True)
+        # More threads than numbers would hold some twice, and write them to shared memory together.
+        return StepPlan(True, rows, block, 1, max(1, min(8, rows * block // 32)), 32, 1, 1024, alone=True)
     if block > widest:
         rows, block, update = (8, 4096, 4096) if interpreted else (4, 2048, 128)
         return StepPlan(False, rows, block, triton.cdiv(N, rows), 4, update, 1, block)
