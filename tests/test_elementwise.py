@@ -136,6 +136,15 @@ def test_a_column_is_loaded_once_for_a_group_and_asks_for_no_tiles():
     assert turned.tiled
 
 
+def test_few_steps_that_lie_far_apart_are_taken_by_a_tile():
+    # [M, N] by a transposed [M, N]: whose columns of 16 a block of 1024 results would read 1 number of 8 of.
+    plan = elementwise._elementwise_plan
+    few, near = ((16, 50257), (50257, 1), ((50257, 1), (1, 16))), ((50257, 16), (16, 1), ((16, 1), (1, 50257)))
+    assert plan(*few, 4, (9, 0)).tiled and plan(*few, 4, (9, 0)).constants["ROWS"] == 16
+    assert not plan(*near, 4, (9, 0)).tiled, "a block has all rows of a line of memory"
+    assert not plan(*few[:2], ((50257, 1), (1, 0)), 4, (9, 0)).tiled, "of a column nothing is left to read"
+
+
 def test_operands_that_lie_across(device):
     """Tiles that are not full: of matrices, and of a batch along either axis."""
     x = torch.randn(3, 70, 45, device=device)

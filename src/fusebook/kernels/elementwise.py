@@ -350,8 +350,15 @@ def _elementwise_plan(
     wraps = len(axes) > 1 and axes[-1].size % group > 0
     # An operand that is broadcast along the last axis lies nowhere, where each group is in one row.
     lying = [i for i in range(len(ins)) if axes and (axes[-1].ins[i] or wraps)]
+    # What is read across within a block comes from the cache; steps that lie further apart pay for a tile at eight.
     across = [
-        axis for axis in axes[:-1] if any(axis.ins[i] == 1 for i in lying) and min(axis.size, axes[-1].size) >= 32
+        axis
+        for axis in axes[:-1]
+        if any(
+            axis.ins[i] == 1
+            and min(axis.size, axes[-1].size) >= (8 if axes[-1].ins[i] and 8 * itemsize * axis.out > 4096 else 32)
+            for i in lying
+        )
     ]
     if across and len(axes) <= 3:
         # An operand lies across, and the neighbours of its elements are in its rows: in a square tile both kinds of
