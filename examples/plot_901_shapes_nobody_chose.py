@@ -189,8 +189,8 @@ alone = {
     name: frame.attrs.get("clocks", "device and host") != "device"
     for name, frame in found.items()
 }
-hosted = sum(len(rows) for rows in standing["paid"].values())
-cold = sum(len(rows) for rows in standing["cold"].values())
+hosted = sum(rows["case"].nunique() for rows in standing["paid"].values())
+cold = sum(rows["case"].nunique() for rows in standing["cold"].values())
 without = [name for name, host in alone.items() if not host]
 claims(
     say(

@@ -27,6 +27,8 @@ def rows(op, case, dims, rng):
         row |= {"cold_us": 10 * rng.uniform(0.5, 2), "host_us": 8.0, "read_bytes": 2**20, "write_bytes": 2**20}
         if name == "quack" and case % 2:
             row |= {"status": "refused", "note": "made up", "cold_us": float("nan"), "host_us": float("nan")}
+        if v.math and dims["dtype"] != "float32":
+            row |= {"status": "refused", "note": "made up", "cold_us": float("nan"), "host_us": float("nan")}
         yield row
 
 
@@ -36,6 +38,7 @@ def recorded(request, tmp_path, monkeypatch):
     names, host = getattr(request, "param", (OPS, True))
     monkeypatch.setattr(machines, "RECORDS", tmp_path / "records")
     monkeypatch.setattr(_place, "live", lambda: False)
+    monkeypatch.setattr(bench, "missing", lambda v: None)  # the same rows, with a GPU and without
     monkeypatch.chdir(tmp_path)
     on = machine(slug="nvidia-h200", name="Made-up GPU")
     for op in map(OPS.get, names):
@@ -59,7 +62,9 @@ def test_the_page_replays(recorded):
     count = sum(explore.explorable(op) for op in OPS.values())
     assert f"{4 * count} problems of {count} operators, of seed 100" in told
     lines = worst.index.to_series()
-    assert lines.str.startswith("explore.problem(").all() and not lines.duplicated().any()
+    assert lines.str.startswith("explore.problem(").all()
+    # A product in float32 and in TF32 stands there twice, each beside the best of its own arithmetic.
+    assert not worst.reset_index().duplicated(["line", "best"]).any()
     assert set(lines.str.split("'").str[1]) == {name for name, op in OPS.items() if explore.explorable(op)}
     assert "missed: At each of these shapes ours takes at most 1.15 times" in told
     assert f"known of {4 * count} of {4 * count} problems" in told and "as paid" in told
