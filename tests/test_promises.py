@@ -458,7 +458,8 @@ def test_it_runs_on_the_device_of_its_tensors_whichever_is_current(op, variant):
 @each_of_ours
 def test_a_graph_of_another_device_than_the_current_one(op, variant):
     made, arguments = problem(op, variant, usual(op), "cuda:1")
-    variant.run(*arguments)
+    with torch.cuda.device("cuda:1"):  # a plan is made on the current device alone, and the graph is to be of a plan
+        variant.run(*arguments)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=torch.cuda.Stream("cuda:1")):
         out = variant.run(*arguments)
