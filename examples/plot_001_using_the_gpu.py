@@ -1515,7 +1515,7 @@ claims(
 # first examples of the manual, a product, a double, a sum and a difference,
 # stand side by side in both on :doc:`plot_101_elementwise`.
 #
-# Of `PyCUDA <https://pypi.org/project/pycuda/>`__ the manual names five
+# Of `PyCUDA <https://github.com/inducer/pycuda>`__ the manual names five
 # advantages: it is convenient, it binds all of the driver's interface, it
 # turns errors into exceptions, its base layer is written in C++, and memory is
 # freed with the object that holds it. PyCUDA is still maintained, and nothing
