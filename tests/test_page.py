@@ -348,7 +348,10 @@ def test_what_a_kernel_is_worth_is_told_by_each_clock():
     assert call.endswith("at 2 of 2 sizes, and slower than the best at 0.")
     df.loc[df["variant"].eq("fusebook") & df["M"].eq(16), "call_us"] = 1e6
     call = repr(page.by_clock(df).items[2])
-    assert "at 1. From 64x64 float32 on, in the order of the work, it loses only where the device loses, too." in call
+    assert "at 1. Among larger problems, from 64x64 float32 on, it loses only where the device loses, too." in call
+    slow = df["variant"].eq("fusebook") & df["M"].eq(16)
+    cold, _, call = map(repr, page.by_clock(df.assign(cold_us=df["cold_us"].mask(slow, 1e6))).items)
+    assert "slower than the best at 1." in cold and call.endswith("at 1. The device loses there, too.")
     _, paid, call = map(repr, page.by_clock(df.drop(columns="host_us")).items)
     assert paid.endswith("not measured, the results lack a clock that it needs.") and "64x64" in call
 
@@ -392,7 +395,7 @@ def test_a_claim_over_many_points_tells_where_it_fails():
     assert repr(page.claim("fast", fast)) == "✗ false: fast (checked on all 3 rows, fails at 2: 4x6, 7x8)"
     assert repr(page.claim("fast", fast[:1])) == "✓ true: fast"
     assert repr(page.claim("fast", fast[1:2])) == "✗ false: fast (fails at 4x6)"
-    assert repr(page.claim("fast", fast[1:])) == "✗ false: fast (checked on all 2 rows, fails at all of them)"
+    assert repr(page.claim("fast", fast[1:])) == "✗ false: fast (checked on both rows, fails at both)"
     sizes = pd.Series([True, False, False], index=[(64, 8, "float32"), (16, 8, "float16"), (16, 8, "float16")])
     assert repr(page.claim("fast", sizes)) == "✗ false: fast (checked on all 3 rows, fails at 2: 16x8 float16)"
     assert repr(page.claim("fast", pd.Series([True] * 9))) == "✓ true: fast (checked on all 9 rows)"

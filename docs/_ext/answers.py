@@ -150,7 +150,8 @@ def _word(standing, behind, start):
             return "yes, from a size on"
         dtypes = behind.index.get_level_values("dtype")
         bad = set(dtypes[lost])
-        if len(bad) == 1 and len(set(dtypes)) > 1:
+        # A dtype that loses at one size of many is no dtype to warn of.
+        if len(bad) == 1 and len(set(dtypes)) > 1 and 2 * lost.sum() >= dtypes.isin(bad).sum():
             return f"yes, but not in {bad.pop()}"
         return "yes at most sizes"
     if standing.losses * 2 >= standing.points:

@@ -154,7 +154,7 @@ def reader(about, every):
 def records(raw):
     """The records, as links where they have an address: the first few."""
     linked = [f"`{name} <{url}>`__" if url else name for name, url in raw]
-    return linked[:3] + ([f"and {len(linked) - 3} more records below"] if len(linked) > 3 else [])
+    return linked[:3] + ([f"and {more} more record{'s' * (more > 1)} below"] if (more := len(linked) - 3) > 0 else [])
 
 
 def told(facts):

@@ -120,12 +120,16 @@ def _decide(condition: Any, of: Any = None) -> tuple[bool | None, str]:
     total = len(good) if of is None else of if isinstance(of, int) else len(of)
     if total < len(good):
         raise ValueError(f"claim: expected the rows of the whole table, at least {len(good)}, got {total}")
-    rows = f"checked on {len(good)} of {total} rows" if total > len(good) else f"checked on all {total} rows"
+    rows = (
+        f"checked on {len(good)} of {total} rows"
+        if total > len(good)
+        else f"checked on {'both' if total == 2 else f'all {total}'} rows"
+    )
     rows *= total > 1
     if good.all():
         return True, rows
     if not good.any() and rows:
-        return False, f"{rows}, fails at all of them"
+        return False, f"{rows}, fails at {'both' if total == 2 else 'all of them'}"
     failed = list(dict.fromkeys(map(_named, good[~good].index)))  # a size may be judged by two clocks
     more = f" and {len(failed) - 8} more" if len(failed) > 8 else ""
     where = f"fails at {(~good).sum()}: {', '.join(failed[:8])}{more}" if rows else f"fails at {failed[0]}"
@@ -281,6 +285,7 @@ def by_clock(df: pd.DataFrame) -> Claims:
         A sentence a clock. A clock that the record lacks is said to be missing.
     """
     standing = tables.standing(df)
+    lost = {kind: set(tables.losses(df, kind=kind).index) for kind in _CLOCKS}
     told = []
     for kind, by in _CLOCKS.items():
         row = standing.loc[kind]
@@ -294,9 +299,11 @@ def by_clock(df: pd.DataFrame) -> Claims:
         start = tables.pays_from(df, kind) if kind != "cold" else None
         if start == "":
             text += ", even at the largest of the sizes at which the device loses nothing."
+        elif kind != "cold" and lost[kind] and lost[kind] <= lost["cold"]:
+            text += ". The device loses there, too."
         elif start and row["slower"]:
             start = start.partition(" (")[0]  # without the least time that it needs
-            text += ". From {start} on, in the order of the work, it loses only where the device loses, too."
+            text += ". Among larger problems, from {start} on, it loses only where the device loses, too."
         else:
             text += "."
         told.append(say(text, by=by, start=start, **row[["faster", "points", "slower"]]))
