@@ -323,6 +323,16 @@ def test_a_function_is_the_same_on_every_machine(monkeypatch, where, name, value
     assert digests.digest(asks) != before
 
 
+def test_a_function_is_the_same_with_another_build_of_torch_and_triton(monkeypatch):
+    """What their modules hold, and where their files lie, is theirs."""
+    asked = [fusebook.adamw_step, *(way.run for op in OPS.values() for way in op.variants.values())]
+    before = [digests.digest(function) for function in asked]
+    abroad = [module for name, module in list(sys.modules.items()) if name.partition(".")[0] in ("torch", "triton")]
+    for module in abroad:
+        monkeypatch.setitem(vars(module), "__cached__", "/elsewhere/of_another_build.pyc")
+    assert [digests.digest(function) for function in asked] == before
+
+
 def test_functions_of_one_line_are_told_apart():
     one, two, three = (lambda x: x + 1), (lambda y: y + 1), (lambda x: x + 2)
     assert digests.digest(one) == digests.digest(two) != digests.digest(three)

@@ -84,6 +84,8 @@ def _said(value: Any, met: _Met) -> str:
     if isinstance(value, (list, tuple)):
         return f"[{','.join(_said(v, met) for v in value)}]"
     if isinstance(value, (dict, types.MappingProxyType)):
+        if "__spec__" in value:  # what a module holds, with where its file lies
+            return f"module {value['__name__']}"
         return f"{{{','.join(f'{_said(k, met)}:{_said(v, met)}' for k, v in value.items())}}}"
     if isinstance(value, (set, frozenset)):
         return f"set({','.join(sorted(_said(v, met) for v in value))})"
