@@ -1,10 +1,12 @@
 """Kernels that wait for each other, count each other or start early, a hundred thousand times: ``nox -s stress``.
 
-Each case runs in a CUDA graph of many calls, every call into memory that was spoiled first, and is compared with its
-first result: bit by bit, or within some roundings where sums come in the order of the hardware. It runs by itself,
-while another stream writes memory, while a kernel holds all but a multiprocessor's worth of the GPU's threads, and
-beside itself on another stream; and other processes share the GPU meanwhile, by turns, or all at once where NVIDIA's
-multi-process service (MPS) runs. What does not end is ended by a watchdog, with the operator's name.
+Each case runs in a CUDA graph of many calls, every call into memory that was spoiled first, and is compared on the
+device with its first result: bit by bit, or within some roundings where sums come in the order of the hardware. It runs
+while a kernel holds all but a multiprocessor's worth of the GPU's threads and lets go of them one after the other,
+while another stream writes memory, beside itself on another stream, and by itself; and other processes share the GPU
+meanwhile, by turns, or all at once where NVIDIA's multi-process service (MPS) runs. What does not end is ended by a
+watchdog, with the operator's name. A race that is planted has to be found: programs that trust that the one beside them
+has run by now.
 
     python tests/stress.py                              # all
     python tests/stress.py softmax --calls 1000         # operators whose names contain a word
@@ -12,8 +14,10 @@ multi-process service (MPS) runs. What does not end is ended by a watchdog, with
 """
 
 import argparse
+import collections
 import contextlib
 import functools
+import itertools
 import json
 import os
 import queue
@@ -28,7 +32,9 @@ import time
 import trials
 
 #: Calls in a graph.
-MANY = 50
+MANY = 200
+#: Graphs that are queued before the host waits for the first of them.
+AHEAD = 4
 SKEWED = {"R": 1024, "D": 2048, "n": 2048}
 #: Of these the sums are judged within roundings, which takes longer than to add them.
 FEW = {"R": 256, "D": 512, "n": 2048}
@@ -65,12 +71,27 @@ CASES = [
     # A count of steps on the device, which the last program to take a ticket advances.
     ("adamw_step", "counted", "float32", {"numbers": 200_000, "tensors": 30, "sizes": "uneven", "kind": "plain"}),
 ]
-#: How a case runs, and its share of the calls: there are few while the GPU is held.
-WAYS = {"alone": 0.32, "beside writes": 0.32, "held": 0.04, "beside itself": 0.32}
+#: The number of the planted race, behind those of the cases.
+PLANTED = len(CASES)
+#: How a case runs, and its share of the calls: there are few while the GPU is held. The last makes up for the others.
+WAYS = {"held": 0.04, "beside writes": 0.32, "beside itself": 0.32, "alone": 0.32}
+#: Each block for a time of its own, another one each time.
 HOLD = """
-extern "C" __global__ void hold(int cycles) {
-    long long start = clock64();
-    while (clock64() - start < cycles);
+extern "C" __global__ void hold(int cycles, int turn) {
+    unsigned other = (blockIdx.x + 977u * turn) * 2654435761u;
+    long long start = clock64(), least = cycles / 2 + (long long)(cycles / 2) * (other >> 16) / 65536;
+    while (clock64() - start < least);
+}
+"""
+#: A race: each block leaves a word and reads its neighbour's, which it trusts to be there soon. Alone it always is.
+RACE = """
+extern "C" __global__ void race(unsigned* board, unsigned* found) {
+    if (threadIdx.x == 0) {
+        atomicExch(board + blockIdx.x, 1u + blockIdx.x);
+        long long start = clock64();
+        while (clock64() - start < 20000);
+        found[blockIdx.x] = atomicAdd(board + (blockIdx.x + 1) % gridDim.x, 0u);
+    }
 }
 """
 #: Counts words that are not as they were, and spoils them: one launch, where torch takes four.
@@ -95,25 +116,31 @@ extern "C" __global__ void near(float* found, const float* right, unsigned long 
 
 @contextlib.contextmanager
 def watched(number, seconds):
-    """End the process with a case where what is inside takes longer; a kernel that hangs cannot be ended otherwise."""
+    """End the process with a case that does not go on for so long; a kernel that hangs cannot be ended otherwise.
 
-    def end():
-        print(json.dumps({"number": number, "outcome": "hangs", "n": 0, "why": f"after {seconds:.0f} s"}), flush=True)
-        os._exit(3)
+    Gives the function that tells that it goes on.
+    """
+    told, over = [time.monotonic()], threading.Event()
 
-    timer = threading.Timer(seconds, end)
-    timer.start()
+    def watch():
+        while not over.wait(0.5):
+            if time.monotonic() - told[0] > seconds:
+                why = f"no end of {MANY} calls in {seconds:.0f} s"
+                print(json.dumps({"number": number, "outcome": "hangs", "n": 0, "why": why}), flush=True)
+                os._exit(3)
+
+    threading.Thread(target=watch, daemon=True).start()
     try:
-        yield
+        yield lambda: told.__setitem__(0, time.monotonic())
     finally:
-        timer.cancel()
+        over.set()
 
 
 @functools.cache
 def kernel(name):
     import torch
 
-    return torch.cuda._compile_kernel({"hold": HOLD, "judge": JUDGE, "near": NEAR}[name], name)
+    return torch.cuda._compile_kernel({"hold": HOLD, "judge": JUDGE, "near": NEAR, "race": RACE}[name], name)
 
 
 def judge(found, right, wrong, limit):
@@ -146,7 +173,8 @@ def disturber(how):
         return lambda: [memory.fill_(float(i)) for i in range(10)]
     if how == "held":
         blocks = 2 * (torch.cuda.get_device_properties(0).multi_processor_count - 1)  # of half its threads each
-        return lambda: kernel("hold")((blocks, 1, 1), (1024, 1, 1), (10_000_000,))  # cycles, some milliseconds
+        turns = itertools.count()  # of at most so many cycles, some milliseconds
+        return lambda: kernel("hold")((blocks, 1, 1), (1024, 1, 1), (10_000_000, next(turns) % 4096))
     return None
 
 
@@ -162,8 +190,8 @@ def counted(p, g, m, v, extra, widths, kind, step, lr):
     return p, m, v, count
 
 
-def case(op, name, dtype, dims, calls, seconds):
-    """Run a case in each of the ways; returns what it came to, and how many calls it took."""
+def problem(number):
+    """A function that calls what a case calls, and returns its tensors; and whether every bit of them counts."""
     import torch
     import torch.utils._pytree as pytree
 
@@ -171,6 +199,15 @@ def case(op, name, dtype, dims, calls, seconds):
     from fusebook.cards import OPS
     from fusebook.op import Variant
 
+    if number == PLANTED:
+
+        def race():
+            board, found = (torch.zeros(512, dtype=torch.int32, device="cuda") for _ in range(2))
+            kernel("race")((512, 1, 1), (32, 1, 1), (board, found))
+            return [found]
+
+        return race, True
+    op, name, dtype, dims = CASES[number]
     variant = OPS[op].variants.get(name) or Variant(counted)
     made = OPS[op].make(inputs.generator(0), getattr(torch, dtype), **dims)
     made = variant.prepare(*made) if variant.prepare else made
@@ -178,12 +215,18 @@ def case(op, name, dtype, dims, calls, seconds):
     def run():
         return [t for t in pytree.tree_leaves(variant.run(*made)) if isinstance(t, torch.Tensor)]
 
+    return run, "atomic" not in name and "owner" not in name
+
+
+def case(number, calls, seconds, until, goes_on):
+    """Run a case in each of the ways; returns what it came to, and how many calls it took."""
+    import torch
+
+    run, exact = problem(number)
     run()
     first = [t.clone(memory_format=torch.contiguous_format) for t in run()]
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
-    limit = None
-    if "atomic" in name or "owner" in name:
-        limit = 64 * torch.finfo(torch.float32).eps * first[0].abs().max()
+    limit = None if exact else 64 * torch.finfo(torch.float32).eps * first[0].abs().max()
     for right in first:  # against itself, so that what judges is compiled; then a planted mistake is to be found
         judge(right.clone(), right, wrong, limit)
     assert not int(wrong)
@@ -192,30 +235,40 @@ def case(op, name, dtype, dims, calls, seconds):
     assert int(wrong)
     wrong.zero_()
     torch.cuda.synchronize()
+    # Ahead of what disturbs, so that programs start as that leaves them room, one after the other.
+    stream, side, apart = (torch.cuda.Stream(priority=priority) for priority in (-1, -1, 0))
 
     def captured():
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, stream=stream):
             for _ in range(MANY):
                 for found, right in zip(run(), first, strict=True):
                     judge(found, right, wrong, limit)
         return graph
 
-    graphs, side, done, said = [captured(), captured()], torch.cuda.Stream(), 0, []
-    planned = 0
+    graphs, done, said, planned = [captured(), captured()], 0, [], 0
     for how, share in WAYS.items():
-        planned += round(calls * share)
+        last = how == "alone"
+        planned = calls if last else planned + round(calls * share)
         disturb = graphs[1].replay if how == "beside itself" else disturber(how)
-        idle = torch.cuda.Event()
+        torch.cuda.synchronize()
+        idle, queued = torch.cuda.Event(), collections.deque()
         began, before = time.monotonic(), done
-        while done < planned and time.monotonic() - began < seconds:
+        end = until if last else min(until, began + seconds)
+        while done < planned and time.monotonic() < end:
             if disturb and idle.query():
-                with torch.cuda.stream(side):
+                with torch.cuda.stream(side if how == "beside itself" else apart):
                     disturb()
                     idle.record()
-            graphs[0].replay()
-            torch.cuda.current_stream().synchronize()
+                done += MANY if how == "beside itself" else 0
+            with torch.cuda.stream(stream):
+                graphs[0].replay()
+                queued.append(torch.cuda.Event())
+                queued[-1].record()
             done += MANY
+            if len(queued) > AHEAD:
+                queued.popleft().synchronize()
+                goes_on()
         torch.cuda.synchronize()
         said.append(f"{done - before} {how} in {time.monotonic() - began:.1f} s")
         if count := int(wrong):
@@ -223,12 +276,14 @@ def case(op, name, dtype, dims, calls, seconds):
     return "same" if done >= calls else f"same, in fewer than {calls} calls", done, "; ".join(said)
 
 
-def child(numbers, calls, seconds, hangs):
-    """Run cases by their numbers and print a line for each."""
-    for number in numbers:
-        with watched(number, hangs + 4 * seconds):
+def child(calls, seconds, until, hangs):
+    """Run cases, whose numbers are asked for one at a time, and print a line for each."""
+    print("{}", flush=True)
+    for line in sys.stdin:
+        number = int(line)
+        with watched(number, hangs) as goes_on:
             try:
-                outcome, n, why = case(*CASES[number], calls, seconds)
+                outcome, n, why = case(number, calls, seconds, until, goes_on)
             except Exception as error:  # a GPU that an error has stopped does nothing more for this process
                 outcome, n, why = "fails", 0, f"{type(error).__name__}: {error}"[:800]
         print(json.dumps({"number": number, "outcome": outcome, "n": n, "why": why}), flush=True)
@@ -275,11 +330,11 @@ def main(argv=None):
     parser.add_argument("--seconds", type=float, default=3600, help="after which what is not done is cut off")
     parser.add_argument("--processes", type=int, default=2, help="that share the GPU by slices of time")
     parser.add_argument("--mps", action="store_true", help="share it at once")
-    parser.add_argument("--hangs", type=float, default=120, help="seconds that a case may take besides its ways")
-    parser.add_argument("--child", nargs="+", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--hangs", type=float, default=120, help="seconds that a graph may take, or what is compiled")
+    parser.add_argument("--child", type=float, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.child:
-        return child(args.child, args.calls, args.each, args.hangs)
+        return child(args.calls, args.each, args.child, args.hangs)
     if not args.mps:
         return stressed(args, "Stress: kernels that wait, count or start early", "stress", None)
     name = "Stress of the same, processes at once by MPS"
@@ -295,43 +350,52 @@ def main(argv=None):
 
 def named(number):
     """What a log calls a case."""
-    return " ".join(map(str, CASES[number]))
+    return "planted race" if number == PLANTED else " ".join(map(str, CASES[number]))
 
 
 def stressed(args, trial, file, environment):
     """Run the chosen cases in processes of an environment, and tell what each came to; returns the exit code."""
     chosen = [i for i, c in enumerate(CASES) if not args.words or any(word in c[0] for word in args.words)]
-    path = trials.LOGS / f"{file}.jsonl"
-    done = {line.get("case") for line in trials.read(path) if line.get("outcome") == "same"} if path.exists() else ()
-    chosen.sort(key=lambda i: named(i) in done)  # what was cut off last time comes first
     log = trials.Log.begin(trial, len(chosen), file, unit="calls")
     if not args.words:
         log.say(note=f"{args.processes} processes share the GPU")
     until = time.monotonic() + args.seconds
     bad, left = [], len(chosen)
-    lines = queue.SimpleQueue()
+    waiting, lines = queue.SimpleQueue(), queue.SimpleQueue()
+    for number in [PLANTED, *chosen]:
+        waiting.put(number)
 
-    def serve(numbers):
-        """Run cases in a process, and those behind one that ended it in another."""
-        while numbers and time.monotonic() < until:
-            before = len(numbers)
-            options = {"--calls": args.calls, "--each": args.each, "--hangs": args.hangs}
+    def serve():
+        """Run cases in a process, one behind the other, and those behind one that ended it in another process."""
+        while not waiting.empty() and time.monotonic() < until:
+            options = {"--calls": args.calls, "--each": args.each, "--hangs": args.hangs, "--child": until}
             command = [sys.executable, __file__, *(str(word) for option in options.items() for word in option)]
-            command += ["--child", *map(str, numbers)]
-            pipe = {"stdout": subprocess.PIPE, "text": True, "start_new_session": True, "env": environment}
-            with subprocess.Popen(command, **pipe) as process:
-                end = threading.Timer(until - time.monotonic(), os.killpg, (process.pid, signal.SIGKILL))
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "start_new_session": True}
+            number = None
+            with subprocess.Popen(command, **pipes, env=environment) as process:
+                # What ends in time says itself that it was cut short.
+                end = threading.Timer(until + args.hangs - time.monotonic(), os.killpg, (process.pid, signal.SIGKILL))
                 end.start()
                 for line in process.stdout:
                     found = json.loads(line)
-                    numbers.remove(found["number"])
-                    lines.put(found)
+                    if found:  # it is empty when the process is ready for its first case
+                        lines.put(found)
+                    number = None
+                    if found.get("outcome") in ("fails", "hangs") or time.monotonic() > until:
+                        break
+                    try:
+                        number = waiting.get_nowait()
+                        print(number, file=process.stdin, flush=True)
+                    except (queue.Empty, BrokenPipeError):
+                        break
+                with contextlib.suppress(BrokenPipeError):
+                    process.stdin.close()
+                process.wait()
                 end.cancel()
-            if len(numbers) == before and time.monotonic() < until:  # it died without a line
-                why = f"ended with {process.returncode}"
-                lines.put({"number": numbers.pop(0), "outcome": "fails", "n": 0, "why": why})
+            if number is not None:  # it died without a line
+                lines.put({"number": number, "outcome": "fails", "n": 0, "why": f"ended with {process.returncode}"})
 
-    threads = [threading.Thread(target=serve, args=(chosen[i :: args.processes],)) for i in range(args.processes)]
+    threads = [threading.Thread(target=serve) for _ in range(args.processes)]
     for thread in threads:
         thread.start()
     while any(thread.is_alive() for thread in threads) or not lines.empty():
@@ -339,10 +403,14 @@ def stressed(args, trial, file, environment):
             found = lines.get(timeout=0.2)
         except queue.Empty:
             continue
-        left -= 1
-        name = named(found["number"])
-        log.came(name, found["outcome"], n=found["n"])
-        bad += [name] if found["outcome"] != "same" else []
+        name, well = named(found["number"]), found["outcome"] == "same"
+        if found["number"] == PLANTED:
+            well = found["outcome"].startswith("differs")
+            log.say(note=f"the planted race is {'found' if well else 'not found'}")
+        else:
+            left -= 1
+            log.came(name, found["outcome"], n=found["n"])
+        bad += [] if well else [name]
         print(f"{found['outcome']} {found['n']} {name}: {found['why']}", flush=True)
     if not args.words:
         trials.tell([log.path])
