@@ -126,9 +126,10 @@ Source(logistic_step_eager, doc=False)
 #
 # For 400 rows traffic does not matter: X has 1.25 MB and stays in the L2
 # cache. There a step costs its launches. Each operation that PyTorch
-# dispatches is a launch, or several, and Python has to prepare each:
+# dispatches is a launch, or several, and Python has to prepare each.
 
 
+# site: fold
 class Counted(TorchDispatchMode):
     """Counts the operations that are not just another view of a tensor."""
 
@@ -559,8 +560,8 @@ claims(
 # the L2 cache; *host* is what Python needs to queue it; *paid* is the larger
 # of host and cold. Eager's *warm* time is that of eager PyTorch in a
 # :term:`CUDA graph`. NumPy starts and ends in the memory of the host. (PyTorch
-# on the CPU is left out here: it wakes its threads for one step and takes a
-# hundred times as long as in the loop below.)
+# on the CPU is left out here: for a single step it has to wake its threads,
+# which in the loop below are awake.)
 
 one = asked.results()
 table(
@@ -967,7 +968,7 @@ large = asked.results(
 )
 device = ["eager", "torch.compile", "eager in a graph", "fusebook"]
 both = tables.together(tables.where(one, variant=device), large)
-plots.dots(both, of="roof")
+plots.dots(both[both["variant"] != "eager in a graph"], of="roof")
 
 # %%
 table(
@@ -983,10 +984,11 @@ provenance(large, sweep)
 # Lessons
 # -------
 #
-# The old text asked three questions. **Is there an increase in speed from CPU
-# to GPU?** For this problem, one operation at a time, it is the other way
-# round. **Where does it come from?** Not from the device, which is busy for a
-# fraction of the time that Python takes to ask for a step.
+# The old text asked three questions, of which the third is the next heading.
+# **Is there an increase in speed from CPU to GPU?** For this problem, one
+# operation at a time, it is the other way round. **Where does it come from?**
+# Not from the device, which is busy for a fraction of the time that Python
+# takes to ask for a step.
 
 each = by_way["seconds"]
 claims(
@@ -1021,7 +1023,7 @@ claims(
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 #
 # Ask less often: a graph asks once for many launches, fusion needs fewer of
-# them, and a :term:`persistent kernel` needs none.
+# them, and a :term:`persistent kernel` needs one for all steps.
 
 chip = tables.where(rows, variant="fusebook").set_index("N")["warm_us"]
 fits = points["on the chip"]
@@ -1097,8 +1099,9 @@ claims(
         of=points,
     ),
     say(
-        "At 400 rows 784 features cost {small:.1f} times as much on the chip "
-        "as 16, which are 49 times less data: messages are what is left.",
+        "With 400 rows on the chip a step of 784 features takes {small:.1f} "
+        "times as long as one of 16, whose data is 49 times as small: what is "
+        "left is the time of messages.",
         small=points.loc[(400, 784), "fusebook"]
         / points.loc[(400, 16), "fusebook"],
     ),

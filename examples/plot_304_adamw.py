@@ -116,6 +116,7 @@ Source(adamw_step_eager)
 # this operator says they move.
 
 
+# site: fold
 class Counted(TorchDispatchMode):
     """Counts the operations that are dispatched."""
 

@@ -261,6 +261,19 @@ def test_names_at_the_ends_of_lines_do_not_overlap(sweep):
     assert all(below.y1 <= above.y0 + 2 for below, above in itertools.pairwise(boxes))
 
 
+def test_names_at_the_ends_of_lines_stand_above_the_numbers_of_the_axis():
+    ends = pd.DataFrame({name: [1.0, 0.0] for name in "abcd"}, pd.Index([1, 10000], name="step"))
+    ax = plots.lines(ends, title="", ylabel="")
+    places = [text.get_window_extent() for text in ax.texts]
+    assert len(places) == 4 and min(place.y0 for place in places) >= ax.bbox.y0 - 2
+
+
+def test_points_of_lines_are_named_in_three_digits():
+    size = pd.DataFrame({"a": [1.0, 2.0, 3.0]}, pd.Index([2.09715, 2147.48, 40_000_000], name="MB"))
+    ax = plots.lines(size, title="", ylabel="")
+    assert [text.get_text() for text in ax.get_xticklabels()] == ["2.1", "2147", "40,000,000"]
+
+
 def test_a_bandwidth_plot_of_two_dtypes_is_refused(df):
     with pytest.raises(ValueError, match="expected one dtype, got float32, bfloat16; draw one figure each"):
         plots.bandwidth(df)

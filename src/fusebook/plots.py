@@ -210,6 +210,9 @@ def _name_ends(ax: Axes, ends: _Ends) -> None:
             if (short := height - (places[i + 1] - places[i])) > 0:
                 places[i] -= short / 2
                 places[i + 1] += short / 2
+    lowest = float(ax.transAxes.transform((0, 0))[1]) + height / 2  # below stand the numbers of the x axis
+    for i, place in enumerate(places):
+        places[i] = max(place, lowest + i * height)
     right = max(x for x, _, _ in ends.values())
     for name, place in zip(order, places, strict=True):
         y = ax.transData.inverted().transform((0, place))[1]
@@ -404,7 +407,7 @@ def lines(
     ax.set_xscale("log")
     ax.xaxis.set_major_formatter("{x:g}")
     if len(df) <= 8:  # few points are named, and not powers of ten between them
-        ax.set_xticks(df.index, [f"{x:,.0f}" if x >= 1e4 else f"{x:g}" for x in df.index])
+        ax.set_xticks(df.index, [f"{x:,.0f}" if x >= 1e4 else f"{x:.{4 if x >= 1e3 else 3}g}" for x in df.index])
         ax.xaxis.minorticks_off()
     ends: _Ends = {}
     for name, drawn in _styles([str(name) for name in df.columns]).items():
