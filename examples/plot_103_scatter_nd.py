@@ -12,8 +12,9 @@ Masked ScatterND
 The gradient of an embedding table is mostly zeros: a few thousand rows of
 updates, added up in a table of tens of thousands of rows. This page writes
 it in three ways, proves each right where indices repeat, where they are masked
-and where they are wrong, and asks how much of a published speed-up of 7 to 50
-times was fusion.
+and where they are wrong. Its source is a page of onnx-extended, *Optimizing
+Masked ScatterND operator on CUDA* (2024), which reports a speed-up of 7 to 50
+times; this page asks how much of that was fusion.
 
 With a CUDA GPU everything here is measured as the page runs. Without one, the
 kernels run in Triton's interpreter and the times are replayed from the record
@@ -230,8 +231,7 @@ claims(
 )
 
 # %%
-# This is the example of the page that this one grew from, 20 updates of seven
-# ones into five rows:
+# This is the example of the source, 20 updates of seven ones into five rows:
 
 result = pd.DataFrame(meant["ScatterND"]).astype(int)
 result.index.name = "row"
@@ -283,8 +283,8 @@ for threads in (1, 2, 4):
 claims(
     claim("With one thread all 30 runs are right.", lost[1] == 0),
     say(
-        "With two threads {two} of 30 runs were wrong just now, and with "
-        "four threads {four}.",
+        "Of 30 runs with two threads {two} came out wrong just now, of 30 "
+        "with four threads {four}.",
         two=lost[2],
         four=lost[4],
     ),
@@ -540,10 +540,10 @@ scores = pd.concat([steps, halves]).set_index(["law", "dtype", "way"])
 table(scores[["score", "limit", "right"]], "Scores")
 
 # %%
-# A check is worth what it catches. The page that this one grew from never
-# compares its kernels: its check calls the reference a second time, ``got =
-# ref.run(None, feeds)[0]``, where the session should run. And its masked
-# kernel is wrong (``scatter_nd_of_shape_masked.cu`` of `onnx-extended
+# A check is worth what it catches. The source never compares its kernels: its
+# check calls the reference a second time, ``got = ref.run(None, feeds)[0]``,
+# where the session should run. And its masked kernel is wrong
+# (``scatter_nd_of_shape_masked.cu`` of `onnx-extended
 # <https://github.com/sdpython/onnx-extended>`__, the kernel for 128 columns or
 # more). A thread has one column. The threads read 128 indices into
 # :term:`shared memory`, one each. Then each thread goes over the 128 updates
@@ -679,11 +679,11 @@ claims(
 # How fast?
 # ---------
 #
-# First the squares of the page that this one grew from: R rows, twice as many
-# columns, and twice as many updates as rows. It timed a call in ONNX Runtime
-# by the host's clock; our times are *cold*, the device's time of one call
-# after a flush of the :term:`L2 cache`. Every result was compared with float64
-# before it was timed.
+# First the squares of the source: R rows, twice as many columns, and twice as
+# many updates as rows. The source timed a call in ONNX Runtime by the host's
+# clock; our times are *cold*, the device's time of one call after a flush of
+# the :term:`L2 cache`. Every result was compared with float64 before it was
+# timed.
 
 sweep = asked.results()
 one = sweep[sweep["dtype"] == sweep["dtype"].iloc[0]]
@@ -920,11 +920,11 @@ claims(
 # What the 7 to 50 times measured
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 #
-# The source (the page that this one grew from) reports that its masked kernel
-# is 10.6, 6.8 and 49.8 times as fast as the standard graph at R = 256, 512 and
-# 1024. Between the standard graph and *our* kernel lie three changes:
-# PyTorch's chain in place of ONNX Runtime's; that chain compiled; another
-# kernel. Each factor is a ratio of cold times.
+# The source reports that its masked kernel is 10.6, 6.8 and 49.8 times as fast
+# as the standard graph at R = 256, 512 and 1024. Between the standard graph
+# and *our* kernel lie three changes: PyTorch's chain in place of ONNX
+# Runtime's; that chain compiled; another kernel. Each factor is a ratio of
+# cold times.
 
 parts = pd.DataFrame(
     {
@@ -1131,11 +1131,11 @@ merged = tables.ratio(one, "eager", "fusebook")
 theirs = changed.index[:3]  # the sizes that the source has
 claims(
     claim(
-        "Most of the published 7 to 50 times is ONNX Runtime's slow "
-        "ScatterND, not fusion: at the three sizes published, leaving it for "
-        "PyTorch's gives {left:.0f} times or more, and all that follows at "
-        "most {rest:.1f} times. On the {larger} largest squares what follows "
-        "gives more.",
+        "Most of the 7 to 50 times that onnx-extended published in 2024 is "
+        "ONNX Runtime's slow ScatterND, not fusion: at the three sizes "
+        "published, leaving it for PyTorch's gives {left:.0f} times or more, "
+        "and all that follows at most {rest:.1f} times. On the {larger} "
+        "largest squares what follows gives more.",
         changed[theirs] > merged[theirs],
         of=changed,
         headline=True,

@@ -99,7 +99,8 @@ ps, gs, ms, vs = model([300, 5000, 40])
 fusebook.adamw_step(ps, gs, ms, vs, step=1, lr=1e-3)
 claims(
     say(
-        "The first numbers of the first parameter are now {numbers}.",
+        "A model of three tensors has taken a step: the first of them begins "
+        "with {numbers} now.",
         numbers=", ".join(f"{x:.3f}" for x in ps[0][:3].tolist()),
     )
 )
@@ -608,14 +609,14 @@ claims(
 # Larger models
 # ~~~~~~~~~~~~~
 #
-# Three things take a GPU longer. A step of 16 GB of state and gradients, a
-# thousand tensors of a million numbers, is timed beside a copy of as many
-# bytes, and samples of every tensor are compared with float64. Each step of
-# this page is timed for ten million numbers in a thousand tensors. And the
-# card is asked for a hundred million numbers in a thousand tensors, the
-# largest a thousand times the smallest, and for each way to keep sixteen bits;
-# against the fastest of torch's ways, since a point of the others takes a
-# quarter of a minute.
+# The first table below is of a step of 16 GB of state and gradients, a
+# thousand tensors of a million numbers, beside a copy of as many bytes;
+# samples of every tensor are compared with float64. The second table has each
+# step of this page for ten million numbers in a thousand tensors. The next
+# section has a hundred million numbers in a thousand tensors, the largest a
+# thousand times the smallest, and each way to keep sixteen bits. These are
+# compared with the fastest of torch's ways alone, since the others take long
+# to measure.
 
 
 def billion():
@@ -831,12 +832,11 @@ table(
 )
 
 # %%
-# Nothing of these steps fits into the cache, so a replayed step should take as
-# long as a cold one. It takes longer where the graph holds a copy besides: of
-# the addresses of gradients, if the device was told of others when the list
-# was first stepped. That happens to whoever makes lists where freed ones lay,
-# as the timing of cards does. A step whose gradients have stayed since the
-# step before is now captured without the copy.
+# The state of these steps does not fit into the cache, so a replayed step
+# should take as long as a cold one. It takes longer where the graph also holds
+# a copy: of the addresses of gradients, where the device's table has others. A
+# step whose gradients lie where they lay in the step before is captured
+# without that copy.
 
 mine = tables.where(small, variant="fusebook").set_index("tensors")
 replayed = mine["warm_us"] / mine["cold_us"]
@@ -880,7 +880,7 @@ table(tables.losses(callers, kind="paid"), "Points lost by an eager program")
 # ---------
 #
 # Each has a function that is wrong, and a check that says so. Mend it; run the
-# page, or the notebook, again. They need no GPU.
+# page, or the notebook, again. No GPU is needed.
 #
 # 1. Decoupled
 # ~~~~~~~~~~~~

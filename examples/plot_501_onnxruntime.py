@@ -15,9 +15,10 @@ usually written in C++ and CUDA. Here a node is a Python function that launches
 a Triton kernel, and then a library that needs neither Python nor Triton.
 
 Masked ScatterND, which has a page of its own, becomes three graphs and three
-sessions. The page separates three things: what fusion gives, what leaving ONNX
-Runtime's own ScatterND gives, and what a run costs before any kernel has
-begun.
+sessions. The source of both is a page of onnx-extended, *Optimizing Masked
+ScatterND operator on CUDA* (2024). This page separates three things: what
+fusion gives, what leaving ONNX Runtime's own ScatterND gives, and what a run
+costs before any kernel has begun.
 
 For whom: those who run models in ONNX Runtime and want an operator of their
 own in it.
@@ -433,9 +434,9 @@ table(least, "Graphs of one node on 4 KiB, in microseconds", fold=False)
 # Three sessions
 # ~~~~~~~~~~~~~~
 #
-# The page this one grew from timed the run of its sessions, so this is the
-# *call*: one run, waited for. All outputs were compared with float64 on the
-# GPU before and after they were timed.
+# The source timed the run of its sessions, so this is the *call*: one run,
+# waited for. All outputs were compared with float64 on the GPU before and
+# after they were timed.
 
 sweep = asked.results()
 table(
@@ -481,10 +482,9 @@ table(
 )
 
 # %%
-# The page that this one grew from (*Optimizing Masked ScatterND operator on
-# CUDA*, in the gallery of `onnx-extended
-# <https://github.com/sdpython/onnx-extended>`__, 2024) compares the node with
-# a mask with the node without one, which needs two more nodes for the masking.
+# The source, in the gallery of `onnx-extended
+# <https://github.com/sdpython/onnx-extended>`__, compares the node with a mask
+# with the node without one, which needs two more nodes for the masking.
 
 one_or_three = {
     how: tables.ratio(
@@ -807,7 +807,7 @@ claims(
 # ---------
 #
 # Each has a function that is wrong, and a check that says so. Mend it and run
-# the page again. No GPU is needed, but a C compiler.
+# the page again. A C compiler is needed, a GPU is not.
 #
 # 1. An attribute
 # ~~~~~~~~~~~~~~~
