@@ -1,8 +1,8 @@
 """Problems that nobody chose, drawn by hypothesis: sizes of the cards' own draws, layouts, dtypes, gradients, batches.
 
 Each is held to the card's reference in float64. FUZZ is the seconds of CPU that each test may take, and CI takes more;
-``nox -s fuzz`` takes twenty minutes. On a GPU, where most of the time goes to compiling, the suite draws a fixed number,
-so that the next run tries the same. What was found once stands as an example.
+``nox -s fuzz`` takes twenty minutes. On a GPU, where compiling takes most of the time, the suite draws a fixed number,
+and the next run tries the same. What was found once stands as an example.
 """
 
 import dataclasses
@@ -49,6 +49,7 @@ OURS = {
 #: For a GPU other processes compile.
 CLOCK = time.monotonic if DEVICE == "cuda" else time.process_time
 seeds = st.integers(0, 2**20)
+LOSSES = ("cross_entropy", "linear_cross_entropy")
 
 
 @dataclasses.dataclass
@@ -153,23 +154,21 @@ def numel(made):
 
 
 def is_right(yard, inputs, got, math=None):
-    """Whether a result is within the limit, in float64 too where terms cancel.
+    """Whether a result is within the limit, or within twice what rounding costs the reference in problems near by.
 
-    There nothing is more exact, which would tell what rounding costs: in float32 it costs as many eps, and what that
-    itself gets wrong tells nothing. A number may be near its rounded one by luck, so it is the most of several.
+    Of these there are some for losses, whose small differences of probabilities cancel, and whose rounded gradient may
+    be near the exact one by luck: so it is the most of several. And in float64, where nothing is more exact that would
+    tell what rounding costs: in float32 it costs as many eps, and what that itself gets wrong tells nothing.
     """
     verdict = yard.judge(got, math)
-    if verdict.ok or yard.dtype != torch.float64:
+    double, count = yard.dtype == torch.float64, 16 if yard.op.name in LOSSES else 1
+    if verdict.ok or (not double and count == 1):
         return verdict.ok
     single = [t.float() if isinstance(t, torch.Tensor) and t.dtype == torch.float64 else t for t in inputs]
-    rounded = max(check.yardstick(yard.op, near(yard.op, single, i)).rounded for i in range(8))
-    share = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
-    return rounded > 0.25 or verdict.score <= 2 * rounded * share
-
-
-def near(op, inputs, i):
-    """A problem of linear cross entropy whose logits are larger by some 2**-14: what a share near 1 loses is luck."""
-    return [inputs[0] * (1 + i / 2**14), *inputs[1:]] if op.name == "linear_cross_entropy" else inputs
+    near = ([single[0] * (1 + i / 2**14), *single[1:]] for i in range(count))
+    rounded = max(check.yardstick(yard.op, problem).rounded for problem in near)
+    share = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps if double else 1
+    return (double and rounded > 0.25) or verdict.score <= 2 * rounded * share
 
 
 @LAW
@@ -398,6 +397,7 @@ def assert_from_the_rounded(softmax, x, dy):
 @example("linear_cross_entropy", 52, 48, 8, {"label_smoothing": 0.1})  # classes that are all the same, in float64
 @example("cross_entropy", 191, 0, 1, {"softcap": 1e4})  # far above the logits
 @example("linear_cross_entropy", 103, 0, 1, {})  # torch's own in float64 is further from what is right
+@example("cross_entropy", 95, 7, 1, {"ignore_index": 3, "label_smoothing": 0.2, "softcap": 70.0})  # logits above it
 @in_time
 def test_a_gradient_of_any_problem_in_any_layout(spent, name, seed, how, spare, options):
     problem = drawn(name, seed, how, spare)
