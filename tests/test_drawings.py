@@ -11,11 +11,16 @@ from fusebook.page import draw
 SVG = "{http://www.w3.org/2000/svg}"
 
 
+def told(drawing):
+    """The words for who cannot see a drawing, below its caption."""
+    return repr(drawing).partition("\n")[2]
+
+
 def parts(drawing, tag):
     """Elements of a drawing, which must be XML."""
     figure = ElementTree.fromstring(drawing._repr_html_())
     (svg,) = figure.iter(f"{SVG}svg")
-    assert svg.get("aria-label") == drawing.alt
+    assert svg.get("aria-label") == told(drawing)
     return list(svg.iter(SVG + tag))
 
 
@@ -25,30 +30,30 @@ def widths(drawing):
 
 def test_rounds_of_tiles_are_as_full_as_they_are():
     drawing = page.draw.waves("Tiles & rounds", 576, 132)
-    assert drawing.alt.endswith("round 4: 132 of 132; round 5: 48 of 132; 5 rounds for the work of 4.36.")
+    assert told(drawing).endswith("round 4: 132 of 132; round 5: 48 of 132; 5 rounds for the work of 4.36.")
     assert widths(drawing)[-1] / widths(drawing)[0] == pytest.approx(48 / 132, rel=1e-3)
-    assert draw.waves("", 132, 132).alt == "round 1: 132 of 132; 1 round for the work of 1.00."
+    assert told(draw.waves("", 132, 132)) == "round 1: 132 of 132; 1 round for the work of 1.00."
 
 
 def test_bytes_are_as_long_as_they_are_many():
     drawing = draw.traffic("Traffic", {"eager": Cost(5_000_000, 3_000_000, 0), "fused": Cost(1_000_000, 1_000_000, 0)})
     read, write, least, _ = widths(drawing)
     assert (read / write, read / least) == (pytest.approx(5 / 3, rel=1e-2), pytest.approx(5, rel=1e-2))
-    assert drawing.alt == "eager reads 5 MB, writes 3 MB; fused reads 1 MB, writes 1 MB."
+    assert told(drawing) == "eager reads 5 MB, writes 3 MB; fused reads 1 MB, writes 1 MB."
 
 
 def test_every_update_reaches_its_row_or_none():
     drawing = draw.owners("Owners", [3, -1, 3, 1], 5)
     assert len(parts(drawing, "line")) == 3
-    assert "row 3 is u0 + u2" in drawing.alt and "row 0 is zeros" in drawing.alt
-    assert drawing.alt.endswith("masked, and nowhere: update 1.")
+    assert "row 3 is u0 + u2" in told(drawing) and "row 0 is zeros" in told(drawing)
+    assert told(drawing).endswith("masked, and nowhere: update 1.")
 
 
 def test_lanes_are_told_in_their_order_and_waiting_is_drawn_empty():
     spans = {"one": [(0, 4, "works"), (4, 5, "waits")], "two": [(2, 6, "adds <up>")]}
     drawing = draw.lanes("Lanes", spans, [("one", 4, "two", 5)])
-    assert drawing.alt == "one: works, then waits; two: adds <up>; an arrow from one to two."
+    assert told(drawing) == "one: works, then waits; two: adds <up>; an arrow from one to two."
     assert [box.get("fill") == "none" for box in parts(drawing, "rect")] == [False, True, False]
-    assert repr(drawing) == f"Lanes\n{drawing.alt}"
+    assert repr(drawing).startswith("Lanes\n")
     with pytest.raises(KeyError, match="three"):
         draw.lanes("Lanes", spans, [("one", 4, "three", 5)])

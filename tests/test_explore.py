@@ -4,11 +4,7 @@ import contextlib
 import dataclasses
 import math
 import multiprocessing
-import pathlib
 import random
-import re
-import shutil
-import subprocess
 import sys
 import types
 from collections import Counter
@@ -17,7 +13,7 @@ import pandas as pd
 import pytest
 import torch
 
-from fusebook import bench, check, explore, inputs, plots, record, timing, ways
+from fusebook import bench, check, explore, inputs, plots, record, timing
 from fusebook import machine as machines
 from fusebook.cards import OPS, _draws
 from fusebook.op import Variant
@@ -519,47 +515,9 @@ def test_what_does_something_else_now_is_told_by_its_name(recorded, op):
     )
 
 
-def aged(file, **about):
-    """As an older rule stamped it."""
-    frame, told = explore._load(file)
-    told = {k: v for k, v in told.items() if k != "ways"} | about
-    record._save(file, f"explored/{file.stem}", frame, **told, stamp=explore._stamp(told))
-
-
 def test_what_an_older_rule_stamped_says_so(recorded, op):
-    aged(recorded / "test-gpu" / "explored" / "toy.csv", source="0123456789ab")
+    file = recorded / "test-gpu" / "explored" / "toy.csv"
+    frame, told = explore._load(file)
+    del told["ways"]
+    record._save(file, "explored/toy", frame, **told, stamp=explore._stamp(told))
     assert explore.read(op, "test-gpu", recorded).attrs["origin"].stale == ("toy was stamped by an older rule",)
-
-
-@pytest.mark.parametrize(("source", "told"), [("then", "stamped"), ("before", "stays as it is: the library of")])
-def test_what_an_older_rule_stamped_is_stamped_by_the_library_of_its_commit(gpu, tmp_path, monkeypatch, source, told):
-    library, git = tmp_path / "src" / "fusebook", ["git", "-C", str(tmp_path)]
-    ignored = shutil.ignore_patterns("__pycache__", "records")
-    shutil.copytree(pathlib.Path(explore.__file__).parent, library, ignore=ignored)
-    for file, old, new in (
-        ("explore.py", r"stale = ways\.changed.*", 'stale = () if about["source"] == "then" else ("old",)'),
-        ("cards/elementwise.py", r"lambda x: 2 \* x, needs", "lambda x: x * 2, needs"),
-    ):
-        text, count = re.subn(old, new, (library / file).read_text())
-        assert count, f"nothing in {file} matches {old}"
-        (library / file).write_text(text)
-    for words in (["init", "-q"], ["add", "."], ["-c", "user.name=a", "-c", "user.email=a@b.c", "commit", "-qm", "."]):
-        subprocess.run([*git, *words], check=True)
-    commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
-    monkeypatch.setattr(ways, "__file__", str(library / "ways.py"))
-    machines.save(machine(), tmp_path / "test-gpu" / "machine.json")
-    op, file = OPS["double"], explore.path("test-gpu", "double", tmp_path)
-    monkeypatch.setattr(timing, "cold", lambda fs, **_: {n: timing.Quantiles(1e-6, 1e-6, 1e-6, 1) for n in fs})
-    run = explore._Run(op, 100, 1, True, (), tmp_path)
-    run.take(0, explore._explored(op, {**run.asked[0], "M": 3, "N": 5}, run.variants, False, True))
-    aged(file, source=source, commit=commit)
-    before = file.read_text()
-    assert explore.restamp(op, "test-gpu", tmp_path).startswith(told)
-    after = file.read_text()
-    assert after.partition("\n")[2] == before.partition("\n")[2]
-    stale = explore.read(op, "test-gpu", tmp_path).attrs["origin"].stale
-    if source == "before":
-        assert after == before and stale == ("double was stamped by an older rule",)
-    else:
-        assert stale == ("double (eager) is called by other code than when it was measured",)
-        assert explore.restamp(op, "test-gpu", tmp_path) == "has a stamp of today's rule"

@@ -517,13 +517,14 @@ def test_a_listing_keeps_its_lines_and_is_highlighted_on_request():
 
 
 def test_tabs_stand_side_by_side_on_the_site_and_below_each_other_elsewhere(monkeypatch):
-    tabs = page.Tabs({"Triton & co": page.Listing("one"), "CUDA C": page.Listing("two")})
+    parts = {"Triton & co": page.Listing("one"), "CUDA C": page.Listing("two")}
+    tabs = page.Tabs(parts)
     elsewhere = tabs._repr_html_()
     assert elsewhere.index("<strong>Triton &amp; co") < elsewhere.index("one") < elsewhere.index("CUDA C")
     assert "input" not in elsewhere
     assert repr(tabs) == "# Triton & co\none\n\n# CUDA C\ntwo"
     monkeypatch.setattr(_place, "sphinx", lambda: True)
-    site = tabs._repr_html_()
+    site = page.Tabs(parts)._repr_html_()
     assert site.count('type="radio"') == 2 and site.count("checked") == 1
     names, ids, labels = (re.findall(rf' {key}="([^"]+)"', site) for key in ("name", "id", "for"))
     assert len(set(names)) == 1 and len(set(ids)) == 2 and ids == labels

@@ -22,7 +22,7 @@ from fusebook import bench, record
 from fusebook import machine as machines
 from fusebook.cards import OPS
 from fusebook.page import NoResults, _place
-from fusebook.page.claims import Exercise
+from fusebook.page.claims import Claim, Claims
 from toy import machine
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
@@ -177,7 +177,8 @@ def run_page(page, solved=None):
 
 def exercises(shown):
     """The verdicts on exercises among what a page shows."""
-    return [item for part in shown if isinstance(part, Exercise) for item in part.items]
+    items = [item for part in shown if isinstance(part, Claims) for item in part.items]
+    return [item for item in items if isinstance(item, Claim) and item.kind == "exercise"]
 
 
 def solutions(page):

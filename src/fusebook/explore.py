@@ -46,7 +46,7 @@ with extra("book"):
 
 __all__ = [
     "COLUMNS", "RECORDED_FROM", "Wrong", "explorable", "explore", "ours", "path", "problem", "problems", "quantiles",
-    "read", "refusals", "restamp", "several", "standing", "worst",
+    "read", "refusals", "several", "standing", "worst",
 ]  # fmt: skip
 
 #: The seeds before this one are those that plans are tuned by; they are not recorded.
@@ -658,45 +658,6 @@ def read(op: Op, slug: str = "nvidia-h200", root: pathlib.Path | None = None) ->
     return frame
 
 
-def restamp(op: Op, slug: str = "nvidia-h200", root: pathlib.Path | None = None) -> str:
-    """Stamp a file that an older rule stamped with what the library did at the commit that it was measured at.
-
-    It is stamped where the library of that commit, which is taken from the repository, finds by its own rule that the
-    file is of what it does. Whether that is what the library does today, `read` tells.
-
-    Parameters
-    ----------
-    slug : str
-        The GPU's folder.
-    root : pathlib.Path, optional
-        The package's records by default.
-
-    Returns
-    -------
-    str
-        What became of the file, in a few words.
-
-    Raises
-    ------
-    fusebook.record.RecordError
-        Where the file is missing, or is not what was explored.
-    """
-    file = path(slug, op.name, root)
-    _, about = _load(file)
-    if "ways" in about:
-        return "has a stamp of today's rule"
-    beside = file.parent.parent / "machine.json"
-    try:
-        told = ways.then(op.name, about["commit"], file, beside)
-    except ways.Unknown as error:
-        return f"stays as it is: {error}"
-    about = {k: v for k, v in about.items() if k != "source"} | {"ways": told}
-    head, _, rows = file.read_text().partition("\n")
-    parts = [*head.split(" | ")[:4], *(f"{k}={v}" for k, v in (about | {"stamp": _stamp(about)}).items())]
-    record._replace(file, f"{' | '.join(parts)}\n{rows}")
-    return "stamped"
-
-
 # What was found -------------------------------------------------------------------------------------------------------
 
 
@@ -816,18 +777,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--without", default="", metavar="WORDS", help="comma list: no variants that hold one of these")
     parser.add_argument("--check-only", action="store_true", help="no times; without a GPU at small sizes")
     parser.add_argument("--out", type=pathlib.Path, help="folder of records (default: the package's, or explored here)")
-    parser.add_argument("--restamp", action="store_true", help="only stamp by today's rule what an older one stamped")
     args = parser.parse_args(argv)
     if args.cases < 1 or args.seconds <= 0 or args.seed < 0:
         parser.error("expected --cases and --seconds above 0, and --seed from 0 up")
     names = list(dict.fromkeys(known if "all" in args.ops else args.ops))
     here = pathlib.Path("explored", f"seed-{args.seed}")
-    if args.restamp:
-        slug = machines.slug()
-        for name in names:
-            if path(slug, name, args.out).exists():
-                print(f"{name}: {restamp(OPS[name], slug, args.out)}", flush=True)
-        return 0
     out = args.out or (machines.RECORDS if args.seed >= RECORDED_FROM else here)
     how = {k: getattr(args, k) for k in ("seed", "cases", "seconds", "check_only")}
     how["without"] = [word for word in args.without.split(",") if word]

@@ -7,12 +7,7 @@ them count; see `fusebook.digests` for what is left out of all of them.
 
 from __future__ import annotations
 
-import os
 import pathlib
-import shutil
-import subprocess
-import sys
-import tempfile
 from collections.abc import Iterable
 from typing import Any
 
@@ -22,17 +17,13 @@ from fusebook.kernels._operator import Operator
 from fusebook.kernels._products import read
 from fusebook.op import Op
 
-__all__ = ["PROBLEMS", "Unknown", "changed", "then", "told", "ways"]
+__all__ = ["PROBLEMS", "changed", "told", "ways"]
 
 #: What stands for the problems themselves, beside the names of variants.
 PROBLEMS = "problems"
 
 # Functions of `fusebook.kernels._operator` through which all launchers go. How they do it is no operator's matter.
 _MECHANICS = ("apply", "empty", "empty_like", "launch", "launching", "record", "watched")
-
-
-class Unknown(RuntimeError):
-    """What was done then cannot be found out here; the message says why."""
 
 
 def _instead(value: Any) -> Any:
@@ -96,62 +87,3 @@ def changed(op: Op, capability: tuple[int, int] | None, then: str) -> tuple[str,
         if names:
             reasons.append(f"{op.name} ({', '.join(names)}) {how} than when it was measured")
     return tuple(reasons)
-
-
-#: Run where the library is that of another commit, with the rule of today beside it.
-_THERE = """
-import sys
-from fusebook import explore, ways
-from fusebook.cards import OPS
-op = OPS[sys.argv[1]]
-frame = explore.read(op, sys.argv[2])
-origin = frame.attrs["origin"]
-if origin.stale:
-    sys.exit("the library of that commit is not what it was measured with")
-print(ways.told(op, origin.machine.capability, dict.fromkeys(frame["variant"])))
-"""
-
-
-def then(name: str, commit: str, file: pathlib.Path, machine: pathlib.Path) -> str:
-    """What an operator did at a commit, as `told` says it, where a file of explored problems is of what it did then.
-
-    Parameters
-    ----------
-    name : str
-        Of the operator.
-    commit : str
-        Its sources are taken from the repository in which this library lies. They tell by their own rule whether the
-        file is of what they do.
-    file, machine : pathlib.Path
-        The file, and the ``machine.json`` of its GPU.
-
-    Returns
-    -------
-    str
-
-    Raises
-    ------
-    Unknown
-        Where there is no such commit, or the file is of something else.
-    """
-    here = pathlib.Path(__file__).parent
-    with tempfile.TemporaryDirectory() as folder:
-        archive = ["git", "-C", str(here.parents[1]), "archive", commit, "src"]
-        try:
-            packed = subprocess.run(archive, capture_output=True, check=True).stdout
-            subprocess.run(["tar", "-x", "-C", folder], input=packed, check=True)
-        except (OSError, subprocess.CalledProcessError):
-            raise Unknown(f"the repository does not have the commit {commit}") from None
-        there = pathlib.Path(folder, "src", "fusebook")
-        for rule in ("digests.py", "ways.py"):
-            shutil.copy(here / rule, there / rule)
-        gpu = there / "records" / machine.parent.name
-        (gpu / "explored").mkdir(parents=True, exist_ok=True)
-        shutil.copy(file, gpu / "explored" / file.name)
-        shutil.copy(machine, gpu / machine.name)
-        environment = os.environ | {"PYTHONPATH": str(there.parent)}
-        asks = [sys.executable, "-W", "ignore", "-c", _THERE, name, gpu.name]
-        process = subprocess.run(asks, capture_output=True, text=True, cwd=folder, env=environment)
-    if process.returncode:
-        raise Unknown((process.stderr.strip().splitlines() or [f"exit code {process.returncode}"])[-1])
-    return process.stdout.strip()

@@ -14,7 +14,7 @@ import torch
 from fusebook import check, tables
 from fusebook.op import Cost, Op
 from fusebook.page import _place
-from fusebook.page.show import Folded, _Shown, rich, table
+from fusebook.page.show import Folded, Shown, rich, table
 
 __all__ = ["Claims", "by_clock", "claim", "claims", "every_clock", "exercise", "holds", "say", "target"]
 
@@ -35,20 +35,7 @@ def _fill(text: str, numbers: dict[str, Any]) -> str:
     return _Numbers().format(text, **numbers) if numbers else text
 
 
-@dataclass(frozen=True, repr=False)
-class Say(_Shown):
-    """See `say`."""
-
-    text: str
-
-    def _repr_html_(self) -> str:
-        return f'<p class="fb-say">{rich(self.text)}</p>'
-
-    def __repr__(self) -> str:
-        return self.text
-
-
-def say(text: str, **numbers: Any) -> Say:
+def say(text: str, **numbers: Any) -> Shown:
     """A sentence that takes its numbers from results.
 
     Parameters
@@ -58,7 +45,8 @@ def say(text: str, **numbers: Any) -> Say:
     **numbers
         Values of the fields; a missing one is written as not measured.
     """
-    return Say(_fill(text, numbers))
+    said = _fill(text, numbers)
+    return Shown(f'<p class="fb-say">{rich(said)}</p>', said)
 
 
 #: What is said of each kind: in words where it is true and where not, the signs of both, and what many are called.
@@ -71,7 +59,7 @@ _KINDS = {
 
 
 @dataclass(frozen=True, repr=False)
-class Claim(_Shown):
+class Claim(Shown):
     """See `claim`, `target`, `holds` and `exercise`, which are the four kinds."""
 
     text: str
@@ -217,10 +205,10 @@ def _many(n: int, verdict: Hashable) -> str:
     return f"{n} {verdict}" if n == 1 else f"{n} {str(verdict).replace('does', 'do').replace('holds', 'hold')}"
 
 
-class Claims(_Shown):
+class Claims(Shown):
     """See `claims`."""
 
-    def __init__(self, items: Sequence[Claim | Say]) -> None:
+    def __init__(self, items: Sequence[Claim | Shown]) -> None:
         self.items = tuple(items)
 
     @property
@@ -243,11 +231,11 @@ class Claims(_Shown):
         return f'<ul class="fb-claims">{lines}{count}</ul>'
 
     def __repr__(self) -> str:
-        lines = [f"- {item!r}" if isinstance(item, Say) else repr(item) for item in self.items]
+        lines = [repr(item) if isinstance(item, Claim) else f"- {item!r}" for item in self.items]
         return "\n".join(lines + ([self.count] if self.count else []))
 
 
-def claims(*items: Claim | Say) -> Claims:
+def claims(*items: Claim | Shown) -> Claims:
     """Conclusions, each with its verdict.
 
     Raises
@@ -328,7 +316,7 @@ def every_clock(df: pd.DataFrame) -> Folded:
 
 def exercise(
     text: str, attempt: Callable[..., Any], reference: Callable[..., Any], cases: Sequence[tuple[Any, ...]]
-) -> Exercise:
+) -> Claims:
     """Check a reader's attempt by the rule that the library is checked by; never fatal.
 
     Parameters
@@ -344,7 +332,7 @@ def exercise(
 
     Returns
     -------
-    Exercise
+    Claims
         Done, or to do with the first reason.
     """
     op = Op("exercise", reference, lambda *_: (), lambda *_: Cost(0, 0, 0), {}, {}, lambda _: {}, ())
@@ -365,8 +353,4 @@ def exercise(
                 reason = f"on {shapes} the score is {verdict.score:.2g}, the limit {verdict.limit:.2g}; {where}"
         if reason:
             break
-    return Exercise((Claim(text, not reason, False, "exercise", reason),))._now()
-
-
-class Exercise(Claims):
-    """The answer to an attempt, see `exercise`."""
+    return Claims((Claim(text, not reason, False, "exercise", reason),))._now()

@@ -6,44 +6,24 @@ import html
 from collections.abc import Mapping, Sequence
 
 from fusebook.op import Cost
-from fusebook.page.show import _Shown, rich
+from fusebook.page.show import Shown, rich
 
-__all__ = ["Drawing", "lanes", "owners", "traffic", "waves"]
+__all__ = ["lanes", "owners", "traffic", "waves"]
 
 _WIDTH = 720
 _BLUE, _AMBER = "#0a84d6", "#c98500"  # told apart without red and green, and seen on white and on near-black
 
 
-class Drawing(_Shown):
-    """An SVG with its caption, and with words for who cannot see it.
-
-    Parameters
-    ----------
-    caption : str
-    alt : str
-        What is to be seen, in reading order.
-    height : float
-        Of a drawing that is 720 wide.
-    *parts : str
-        Elements of the SVG.
-    """
-
-    def __init__(self, caption: str, alt: str, height: float, *parts: str) -> None:
-        self.caption = caption
-        self.alt = alt
-        self.height = height
-        self.parts = parts
-
-    def _repr_html_(self) -> str:
-        return (
-            f'<figure class="fb-drawing"><svg viewBox="0 0 {_WIDTH} {self.height:g}" role="img" '
-            f'xmlns="http://www.w3.org/2000/svg" aria-label="{html.escape(self.alt)}" font-size="13" '
-            f'style="max-width: {_WIDTH}px; width: 100%; color: inherit">{"".join(self.parts)}</svg>'
-            f"<figcaption>{rich(self.caption)}</figcaption></figure>"
-        )
-
-    def __repr__(self) -> str:
-        return f"{self.caption}\n{self.alt}"
+def _drawing(caption: str, told: Sequence[str], height: float, parts: Sequence[str]) -> Shown:
+    """An SVG with its caption, and with words for who cannot see it, in reading order."""
+    alt = f"{'; '.join(told)}."
+    made = (
+        f'<figure class="fb-drawing"><svg viewBox="0 0 {_WIDTH} {height:g}" role="img" '
+        f'xmlns="http://www.w3.org/2000/svg" aria-label="{html.escape(alt)}" font-size="13" '
+        f'style="max-width: {_WIDTH}px; width: 100%; color: inherit">{"".join(parts)}</svg>'
+        f"<figcaption>{rich(caption)}</figcaption></figure>"
+    )
+    return Shown(made, f"{caption}\n{alt}")
 
 
 def _text(x: float, y: float, text: str, anchor: str = "start") -> str:
@@ -74,7 +54,7 @@ def lanes(
     caption: str,
     spans: Mapping[str, Sequence[tuple[float, float, str]]],
     arrows: Sequence[tuple[str, float, str, float]] = (),
-) -> Drawing:
+) -> Shown:
     """Who does what when: a lane for each actor, time from left to right, arrows from one lane to another.
 
     Parameters
@@ -112,10 +92,10 @@ def lanes(
     height = top + step * len(spans) + 12
     parts.append(_arrow(left, height - 14, _WIDTH - 8, height - 14))
     parts.append(_text(left - 10, height - 9, "time", "end"))
-    return Drawing(caption, "; ".join(told) + ".", height, *parts)
+    return _drawing(caption, told, height, parts)
 
 
-def owners(caption: str, keys: Sequence[int], rows: int) -> Drawing:
+def owners(caption: str, keys: Sequence[int], rows: int) -> Shown:
     """Which update goes to which row of the output, and which rows are zeros.
 
     Parameters
@@ -148,10 +128,10 @@ def owners(caption: str, keys: Sequence[int], rows: int) -> Drawing:
     lost = [str(i) for i, key in enumerate(keys) if key == -1]
     if lost:
         told.append(f"masked, and nowhere: update {', '.join(lost)}")
-    return Drawing(caption, "; ".join(told) + ".", height, *parts)
+    return _drawing(caption, told, height, parts)
 
 
-def waves(caption: str, tiles: int, places: int) -> Drawing:
+def waves(caption: str, tiles: int, places: int) -> Shown:
     """Tiles in rounds of as many as run at once.
 
     Parameters
@@ -172,10 +152,10 @@ def waves(caption: str, tiles: int, places: int) -> Drawing:
         parts.append(_text(left + full + 10, y + 16, f"{mine} tiles of {places}"))
         told.append(f"round {i + 1}: {mine} of {places}")
     told.append(f"{rounds} round{'s' * (rounds > 1)} for the work of {tiles / places:.2f}")
-    return Drawing(caption, "; ".join(told) + ".", step * rounds + 8, *parts)
+    return _drawing(caption, told, step * rounds + 8, parts)
 
 
-def traffic(caption: str, costs: Mapping[str, Cost]) -> Drawing:
+def traffic(caption: str, costs: Mapping[str, Cost]) -> Shown:
     """The bytes that ways of computing read and write, as a card states them."""
     left, step, bar = 150.0, 34.0, 24.0
     most = max(cost.read + cost.write for cost in costs.values())
@@ -190,4 +170,4 @@ def traffic(caption: str, costs: Mapping[str, Cost]) -> Drawing:
         words = f"reads {cost.read / 1e6:,.0f} MB, writes {cost.write / 1e6:,.0f} MB"
         parts.append(_text(x + 8, y + 17, words))
         told.append(f"{name} {words}")
-    return Drawing(caption, "; ".join(told) + ".", step * len(costs) + 8, *parts)
+    return _drawing(caption, told, step * len(costs) + 8, parts)

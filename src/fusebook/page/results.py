@@ -21,7 +21,7 @@ from fusebook.bench import Origin
 from fusebook.cards import OPS
 from fusebook.op import Dims, Op
 from fusebook.page import _place
-from fusebook.page.show import _Shown, rich
+from fusebook.page.show import Shown, rich
 
 __all__ = [
     "NoResults", "Study", "arguments", "changed", "explored", "measured", "options", "records", "results", "study",
@@ -223,20 +223,9 @@ class NoResults(SystemExit):
         self.excused = excused
 
     @property
-    def banner(self) -> _Banner:
+    def banner(self) -> Shown:
         """The sentence as something that renders itself on a page."""
-        return _Banner(self.sentence)
-
-
-@dataclass(frozen=True, repr=False)
-class _Banner(_Shown):
-    sentence: str
-
-    def _repr_html_(self) -> str:
-        return f'<div class="fb-banner" role="note"><p>{rich(self.sentence)}</p></div>'
-
-    def __repr__(self) -> str:
-        return self.sentence
+        return Shown(f'<div class="fb-banner" role="note"><p>{rich(self.sentence)}</p></div>', self.sentence)
 
 
 def results(

@@ -18,7 +18,7 @@ import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import pandas as pd
@@ -56,16 +56,25 @@ def rich(text: str) -> str:
     return re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(text, quote=False))
 
 
-class _Shown:
-    """What renders itself: in the gallery, in a notebook, in a terminal, and by itself in a script."""
+class Shown:
+    """What renders itself: in the gallery and in a notebook as HTML, in a terminal and by itself in a script as text.
+
+    Parameters
+    ----------
+    html, text : str
+    """
+
+    def __init__(self, html: str, text: str) -> None:
+        self.html = html
+        self.text = text
 
     def _repr_html_(self) -> str:
-        raise NotImplementedError
+        return self.html
 
     def __repr__(self) -> str:
-        raise NotImplementedError
+        return self.text
 
-    def _now(self) -> Any:
+    def _now(self) -> Self:
         if _place.script():
             print(repr(self), end="\n\n")
         return self
@@ -74,7 +83,7 @@ class _Shown:
 # Where results come from, and files -----------------------------------------------------------------------------------
 
 
-def provenance(*frames: pd.DataFrame) -> Provenance:
+def provenance(*frames: pd.DataFrame) -> Shown:
     """Where results come from: the GPU, versions, date, commit, method, and the raw record.
 
     Parameters
@@ -90,17 +99,53 @@ def provenance(*frames: pd.DataFrame) -> Provenance:
         values = {str(v) for f in frames if column in f for v in f[column].dropna()}
         return sorted(filter(None, values | {getattr(o, field) for o in origins}))
 
-    first: Any = origins[0].machine
+    on: Any = origins[0].machine
     _place.remember("frames", *frames)
-    return Provenance(
-        machine=first,
-        measured=all(o.measured for o in origins),
-        dates=seen("date", "date") or [str(first.date)],
-        versions=seen("versions", "versions"),
-        commits=seen("commit", "commit") or [str(first.commit)],
-        stale=sorted({why for o in origins for why in o.stale}),
-        raw=list(dict.fromkeys(_raw(frame) for frame in frames)),
-    )._now()
+    dates = seen("date", "date") or [str(on.date)]
+    commits = seen("commit", "commit") or list(filter(None, [str(on.commit)]))
+    stale = "; ".join(sorted({why for o in origins for why in o.stale}))
+    versions = _once(seen("versions", "versions")) or f"torch {on.torch}; triton {on.triton}"
+    facts = {
+        "GPU": f"{on.name}, driver {on.driver}, CUDA {on.cuda}",
+        "Versions": f"Python {on.python}; {versions}",
+        "Date": dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}",
+        "Commit": ", ".join(commit[:12] for commit in commits),
+    }
+    if all(o.measured for o in origins):
+        headline = f"Measured {'while this page was built' if _place.sphinx() else 'just now'} on {on.name}"
+    else:
+        headline = f"Replayed from the record of {on.name}"
+    lines = [headline, *([f"  STALE: {stale}"] if stale else []), *(f"  {k}: {v}" for k, v in facts.items() if v)]
+    told = {k: rich(v) for k, v in facts.items()}
+    if repository := os.environ.get("FUSEBOOK_REPOSITORY", "").rstrip("/"):
+        address = f"{html.escape(repository)}/commit/"
+        told["Commit"] = ", ".join(f'<a href="{address}{html.escape(c)}">{rich(c[:12])}</a>' for c in commits)
+    told["Method"] = (
+        '<a href="../method.html">how we time</a>' if _place.sphinx() else "cold: events after an L2 flush, medians"
+    )
+    raw = dict.fromkeys(_raw(frame) for frame in frames)
+    told["Raw"] = ", ".join(
+        f'<a href="{html.escape(url)}">{rich(name)}</a>' if url else rich(name) for name, url in raw
+    )
+    changed = (
+        '<p class="fb-stale">Changed since it was recorded, so that its times may be out of date: '
+        f"{rich(stale)}. Whether results are right was checked as this page was built.</p>"
+    )
+    made = (
+        f'<div class="fb-provenance{" fb-stale-box" if stale else ""}">{changed if stale else ""}'
+        f'<details><summary class="fb-headline">{rich(headline)}</summary>'
+        f"<dl>{''.join(f'<dt>{k}</dt><dd>{v}</dd>' for k, v in told.items() if v)}</dl></details></div>"
+    )
+    return Shown(made, "\n".join(lines))._now()
+
+
+def _once(texts: list[str]) -> str:
+    """Each library and its versions, once."""
+    seen: dict[str, dict[str, None]] = {}
+    for part in "; ".join(texts).split(";"):
+        name, _, version = part.strip().partition(" ")
+        seen.setdefault(name, {})[version] = None
+    return "; ".join(f"{name} {' and '.join(found)}" for name, found in seen.items() if name)
 
 
 def _raw(frame: pd.DataFrame) -> tuple[str, str]:
@@ -129,77 +174,7 @@ def _harmless(frame: pd.DataFrame) -> pd.DataFrame:
     return safe
 
 
-@dataclass(frozen=True, repr=False)
-class Provenance(_Shown):
-    """See `provenance`."""
-
-    machine: Any
-    measured: bool
-    dates: list[str]
-    versions: list[str]
-    commits: list[str]
-    stale: list[str]
-    raw: list[tuple[str, str]]
-
-    def _facts(self) -> list[tuple[str, str]]:
-        m = self.machine
-        versions = self._versions() or f"torch {m.torch}; triton {m.triton}"
-        facts = [
-            ("GPU", f"{m.name}, driver {m.driver}, CUDA {m.cuda}"),
-            ("Versions", f"Python {m.python}; {versions}"),
-            ("Date", self.dates[0] if len(self.dates) == 1 else f"{self.dates[0]} to {self.dates[-1]}"),
-        ]
-        commits = ", ".join(commit[:12] for commit in self.commits if commit)
-        return facts + ([("Commit", commits)] if commits else [])
-
-    def _versions(self) -> str:
-        """Each library and its versions, once."""
-        seen: dict[str, list[str]] = {}
-        for text in self.versions:
-            for part in text.split(";"):
-                name, _, version = part.strip().partition(" ")
-                if name and version not in seen.setdefault(name, []):
-                    seen[name].append(version)
-        return "; ".join(f"{name} {' and '.join(found)}" for name, found in seen.items())
-
-    def _headline(self) -> str:
-        how = "Measured while this page was built" if _place.sphinx() else "Measured just now"
-        return f"{how} on" if self.measured else "Replayed from the record of"
-
-    def _repr_html_(self) -> str:
-        told = {k: rich(v) for k, v in self._facts()}
-        if repository := os.environ.get("FUSEBOOK_REPOSITORY", "").rstrip("/"):
-            told["Commit"] = ", ".join(
-                f'<a href="{html.escape(repository)}/commit/{html.escape(c)}">{rich(c[:12])}</a>'
-                for c in filter(None, self.commits)
-            )
-        facts = "".join(f"<dt>{k}</dt><dd>{v}</dd>" for k, v in told.items() if v)
-        files = ", ".join(
-            f'<a href="{html.escape(url)}">{rich(name)}</a>' if url else rich(name) for name, url in self.raw
-        )
-        method = (
-            '<a href="../method.html">how we time</a>' if _place.sphinx() else "cold: events after an L2 flush, medians"
-        )
-        stale = ""
-        if self.stale:
-            stale = (
-                '<p class="fb-stale">Changed since it was recorded, so that its times may be out of date: '
-                f"{rich('; '.join(self.stale))}. Whether results are right was checked as this page was built.</p>"
-            )
-        return (
-            f'<div class="fb-provenance{" fb-stale-box" if self.stale else ""}">{stale}'
-            f'<details><summary class="fb-headline">{self._headline()} {rich(str(self.machine.name))}</summary>'
-            f"<dl>{facts}<dt>Method</dt><dd>{method}</dd><dt>Raw</dt><dd>{files}</dd></dl></details></div>"
-        )
-
-    def __repr__(self) -> str:
-        lines = [f"{self._headline()} {self.machine.name}"]
-        if self.stale:
-            lines.append(f"  STALE: {'; '.join(self.stale)}")
-        return "\n".join(lines + [f"  {k}: {v}" for k, v in self._facts()])
-
-
-def downloads(df: pd.DataFrame, name: str, ax: Axes | None = None) -> Downloads:
+def downloads(df: pd.DataFrame, name: str, ax: Axes | None = None) -> Shown:
     """Offer a table as CSV and as a real XLSX; a script writes both, and its figure too.
 
     A notebook writes no file that nobody asked for: there the links hold the files.
@@ -230,39 +205,31 @@ def downloads(df: pd.DataFrame, name: str, ax: Axes | None = None) -> Downloads:
     except ImportError:
         missing = "for an XLSX too, install openpyxl"
     if _place.notebook() and not os.environ.get("FUSEBOOK_DOWNLOADS"):
+        done = "Offered"
         links = {file: f"data:{_TYPES[file[-4:]]};base64,{base64.b64encode(b).decode()}" for file, b in files.items()}
-        return Downloads(links, len(plain), missing, "Offered")._now()
-    folder = _place.folder()
-    for file, content in files.items():
-        (folder / file).write_bytes(content)
-    written = {file: _place.link(folder / file) for file in files}
-    if ax is not None and _place.script():
-        ax.figure.canvas.print_figure(folder / f"{name}.png", dpi=150, facecolor="white", bbox_inches="tight")
-        written[f"{name}.png"] = f"{name}.png"
-    return Downloads(written, len(plain), missing, f"Written into {folder}")._now()
+    else:
+        folder = _place.folder()
+        done = f"Written into {folder}"
+        for file, content in files.items():
+            (folder / file).write_bytes(content)
+        links = {file: _place.link(folder / file) for file in files}
+        if ax is not None and _place.script():
+            ax.figure.canvas.print_figure(folder / f"{name}.png", dpi=150, facecolor="white", bbox_inches="tight")
+            links[f"{name}.png"] = f"{name}.png"
+    anchors = " ".join(_file(rich(file), address, file) for file, address in links.items())
+    return Shown(
+        f'<p class="fb-downloads">These {len(plain)} rows as a file: {anchors} {rich(missing)}</p>',
+        f"{done}: {', '.join(links)}" + (f" ({missing})" if missing else ""),
+    )._now()
+
+
+def _file(name: str, address: str, saved: str = "") -> str:
+    """A link to a file to download, under the name that it has or is to be saved by."""
+    by = f'="{html.escape(saved)}"' if saved else ""
+    return f'<a class="fb-file" href="{html.escape(address)}" download{by}>{name}</a>'
 
 
 _TYPES = {".csv": "text/csv", "xlsx": "application/vnd.openxmlformats-officedocument.spreadsheetml.sheet"}
-
-
-@dataclass(frozen=True, repr=False)
-class Downloads(_Shown):
-    """See `downloads`."""
-
-    files: dict[str, str]
-    rows: int
-    missing: str = ""
-    done: str = "Written"
-
-    def _repr_html_(self) -> str:
-        links = " ".join(
-            f'<a class="fb-file" href="{html.escape(address)}" download="{html.escape(name)}">{rich(name)}</a>'
-            for name, address in self.files.items()
-        )
-        return f'<p class="fb-downloads">These {self.rows} rows as a file: {links} {rich(self.missing)}</p>'
-
-    def __repr__(self) -> str:
-        return f"{self.done}: {', '.join(self.files)}" + (f" ({self.missing})" if self.missing else "")
 
 
 def environment() -> Listing:
@@ -341,7 +308,7 @@ def _best(df: pd.DataFrame) -> frozenset[tuple[int, int]]:
 
 
 @dataclass(frozen=True, repr=False)
-class Table(_Shown):
+class Table(Shown):
     """See `table`."""
 
     frame: pd.DataFrame
@@ -396,7 +363,7 @@ def _printed(caption: str, frame: pd.DataFrame) -> str:
         return f"{caption}\n{frame}"
 
 
-def sortable(df: pd.DataFrame, caption: str, best: pd.DataFrame | None = None) -> Sortable:
+def sortable(df: pd.DataFrame, caption: str, best: pd.DataFrame | None = None) -> Shown:
     """A table of many rows: on the site it sorts and filters by each column; without JavaScript it is a plain one.
 
     Parameters
@@ -408,41 +375,27 @@ def sortable(df: pd.DataFrame, caption: str, best: pd.DataFrame | None = None) -
     best : pandas.DataFrame of bool, optional
         Of some columns of `df` and all of its rows: what is to be set in bold.
     """
+    frame = tables.pretty(df)
     bold = pd.DataFrame(False, df.index, df.columns)
     if best is not None:
         bold[list(best.columns)] = best
-    return Sortable(tables.pretty(df), caption, bold)._now()
-
-
-@dataclass(frozen=True, repr=False)
-class Sortable(_Shown):
-    """See `sortable`."""
-
-    frame: pd.DataFrame
-    caption: str
-    bold: pd.DataFrame
-
-    def _repr_html_(self) -> str:
-        head = "".join(f'<th scope="col">{rich(str(name))}</th>' for name in self.frame.columns)
-        rows = zip(self.frame.to_numpy().tolist(), self.bold.to_numpy().tolist(), strict=True)
-        body = "\n".join(
-            f"<tr>{''.join(f'<td><b>{rich(v)}</b>' if b else f'<td>{rich(v)}' for v, b in zip(*row, strict=True))}"
-            for row in rows
-        )  # the end of a cell and of a row may be left out, and there are thousands
-        return (
-            f'<div class="fb-scroll fb-sortable" role="region" tabindex="0" aria-label="{html.escape(self.caption)}">'
-            f"<table><caption>{rich(self.caption)}</caption><thead><tr>{head}</tr></thead>"
-            f"<tbody>{body}</tbody></table></div>"
-        )
-
-    def __repr__(self) -> str:
-        return _printed(self.caption, self.frame)
+    head = "".join(f'<th scope="col">{rich(str(name))}</th>' for name in frame.columns)
+    rows = zip(frame.to_numpy().tolist(), bold.to_numpy().tolist(), strict=True)
+    body = "\n".join(
+        f"<tr>{''.join(f'<td><b>{rich(v)}</b>' if b else f'<td>{rich(v)}' for v, b in zip(*row, strict=True))}"
+        for row in rows
+    )  # the end of a cell and of a row may be left out, and there are thousands
+    made = (
+        f'<div class="fb-scroll fb-sortable" role="region" tabindex="0" aria-label="{html.escape(caption)}">'
+        f"<table><caption>{rich(caption)}</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+    )
+    return Shown(made, _printed(caption, frame))._now()
 
 
 # Source and exercises -------------------------------------------------------------------------------------------------
 
 
-class Source(_Shown):
+class Source(Shown):
     """The source of functions, highlighted, read from the library at the time the page is built.
 
     Parameters
@@ -454,28 +407,25 @@ class Source(_Shown):
     """
 
     def __init__(self, *functions: Any, doc: bool = True) -> None:
-        self.parts = []
+        shown, printed = [], []
         for function in functions:
             plain = _plain(function)
             lines, first = inspect.getsourcelines(plain)
             _place.note(inspect.getfile(plain))
+            where = f"lines {first} to {first + len(lines) - 1}"
             path = f"{plain.__module__}.{plain.__qualname__}"
             text = textwrap.dedent("".join(lines)).rstrip()
-            self.parts.append((path, first, first + len(lines) - 1, text if doc else _undocumented(text)))
-
-    def _repr_html_(self) -> str:
-        return "".join(
-            f'<div class="fb-source"><p class="fb-source-title"><code>{html.escape(path)}</code>, lines {first} to '
-            f'{last}</p><div class="highlight-python notranslate"><div class="highlight"><pre>{_coloured(text)}</pre>'
-            "</div></div></div>"
-            for path, first, last, text in self.parts
-        )
-
-    def __repr__(self) -> str:
-        return "\n\n".join(f"# {path}, lines {first} to {last}\n{text}" for path, first, last, text in self.parts)
+            text = text if doc else _undocumented(text)
+            shown.append(
+                f'<div class="fb-source"><p class="fb-source-title"><code>{html.escape(path)}</code>, {where}</p>'
+                f'<div class="highlight-python notranslate"><div class="highlight"><pre>{_coloured(text)}</pre>'
+                "</div></div></div>"
+            )
+            printed.append(f"# {path}, {where}\n{text}")
+        super().__init__("".join(shown), "\n\n".join(printed))
 
 
-class Listing(_Shown):
+class Listing(Shown):
     """A text that keeps its lines: a model, a table of a tool.
 
     Parameters
@@ -486,19 +436,13 @@ class Listing(_Shown):
     """
 
     def __init__(self, text: str, language: str = "") -> None:
-        self.text = textwrap.dedent(text).strip("\n")
-        self.language = language
+        text = textwrap.dedent(text).strip("\n")
+        shown = _coloured(text, language) if language else html.escape(text)
+        super().__init__(f'<div class="highlight notranslate"><pre tabindex="0">{shown}</pre></div>', text)
         self._now()
 
-    def _repr_html_(self) -> str:
-        text = _coloured(self.text, self.language) if self.language else html.escape(self.text)
-        return f'<div class="highlight notranslate"><pre tabindex="0">{text}</pre></div>'
 
-    def __repr__(self) -> str:
-        return self.text
-
-
-class Tabs(_Shown):
+class Tabs(Shown):
     """The same thing said in several ways, side by side: tabs on the site, one under the other elsewhere.
 
     Parameters
@@ -508,22 +452,16 @@ class Tabs(_Shown):
     """
 
     def __init__(self, parts: Mapping[str, Any]) -> None:
-        self.parts = dict(parts)
-
-    def _repr_html_(self) -> str:
-        shown = {name: part._repr_html_() for name, part in self.parts.items()}
-        if not _place.sphinx():
-            return "".join(f"<p><strong>{rich(name)}</strong></p>{part}" for name, part in shown.items())
+        shown = {name: part._repr_html_() for name, part in parts.items()}
         group = "fb-tab-" + hashlib.sha256(repr(shown).encode()).hexdigest()[:8]
         tabs = "".join(
             f'<input type="radio" name="{group}" id="{group}-{i}"{"" if i else " checked"}>'
             f'<label for="{group}-{i}">{rich(name)}</label><div class="fb-tab">{part}</div>'
             for i, (name, part) in enumerate(shown.items())
         )
-        return f'<div class="fb-tabs">{tabs}</div>'
-
-    def __repr__(self) -> str:
-        return "\n\n".join(f"# {name}\n{part!r}" for name, part in self.parts.items())
+        below = "".join(f"<p><strong>{rich(name)}</strong></p>{part}" for name, part in shown.items())
+        text = "\n\n".join(f"# {name}\n{part!r}" for name, part in parts.items())
+        super().__init__(f'<div class="fb-tabs">{tabs}</div>' if _place.sphinx() else below, text)
 
 
 def _plain(function: Any) -> Any:
@@ -569,7 +507,7 @@ def _coloured(text: str, language: str = "python") -> str:
     return highlight(text, get_lexer_by_name(language), HtmlFormatter(nowrap=True))
 
 
-def solution(path: str) -> Solution:
+def solution(path: str) -> Shown:
     """Offer the solution of exercises for download.
 
     Parameters
@@ -580,34 +518,19 @@ def solution(path: str) -> Solution:
     page = Path(getattr(sys.modules.get("__main__"), "__file__", None) or "page.py")
     source = next((f for f in (Path(path), page.parent / path) if f.exists()), Path(path))
     _place.note(source)
-    if source.exists() and os.environ.get("FUSEBOOK_DOWNLOADS"):
-        shutil.copyfile(source, _place.folder() / source.name)
-    return Solution(source)._now()
+    address = source.as_posix() if source.exists() else ""
+    if os.environ.get("FUSEBOOK_DOWNLOADS"):
+        address = _place.link(source)
+        if source.exists():
+            shutil.copyfile(source, _place.folder() / source.name)
+    elif repository := os.environ.get("FUSEBOOK_REPOSITORY"):
+        address = f"{repository.rstrip('/')}/blob/main/examples/solutions/{source.name}"
+    name, said = f"<code>{html.escape(source.name)}</code>", "Solutions to read after trying"
+    link = _file(name, address) if address else name
+    return Shown(f'<p class="fb-downloads">{said}: {link}</p>', f"{said}: {source.as_posix()}")._now()
 
 
-@dataclass(frozen=True, repr=False)
-class Solution(_Shown):
-    """See `solution`."""
-
-    file: Path
-
-    def _address(self) -> str:
-        if os.environ.get("FUSEBOOK_DOWNLOADS"):
-            return _place.link(self.file)
-        if repository := os.environ.get("FUSEBOOK_REPOSITORY"):
-            return f"{repository.rstrip('/')}/blob/main/examples/solutions/{self.file.name}"
-        return self.file.as_posix() if self.file.exists() else ""
-
-    def _repr_html_(self) -> str:
-        address, name = self._address(), f"<code>{html.escape(self.file.name)}</code>"
-        link = f'<a class="fb-file" href="{html.escape(address)}" download>{name}</a>' if address else name
-        return f'<p class="fb-downloads">Solutions to read after trying: {link}</p>'
-
-    def __repr__(self) -> str:
-        return f"Solutions to read after trying: {self.file.as_posix()}"
-
-
-class Folded(_Shown):
+class Folded(Shown):
     """Something long, shown on demand: the code that a compiler generated.
 
     Parameters
@@ -619,12 +542,6 @@ class Folded(_Shown):
     """
 
     def __init__(self, caption: str, *parts: Any) -> None:
-        self.caption = caption
-        self.parts = parts
-
-    def _repr_html_(self) -> str:
-        shown = "".join(part._repr_html_() for part in self.parts)
-        return f'<details class="fb-fold"><summary>{rich(self.caption)}</summary>{shown}</details>'
-
-    def __repr__(self) -> str:
-        return "\n".join([self.caption, *map(repr, self.parts)])
+        shown = "".join(part._repr_html_() for part in parts)
+        made = f'<details class="fb-fold"><summary>{rich(caption)}</summary>{shown}</details>'
+        super().__init__(made, "\n".join([caption, *map(repr, parts)]))
