@@ -53,17 +53,17 @@ def parse(monkeypatch, *argv):
     monkeypatch.delitem(sys.modules, "pytest")  # a script is what no test runs
     monkeypatch.setattr(sys.modules["__main__"], "__file__", "plot_x.py", raising=False)  # and what is a file
     monkeypatch.setattr(sys, "argv", ["plot_x.py", *argv])
-    return page.arguments(SOFTMAX, config="triton", dtype="float32")
+    return page.study(SOFTMAX, config="triton", dtype="float32")
 
 
 def test_arguments_have_defaults(monkeypatch):
     args = parse(monkeypatch)
-    assert vars(args) == {"config": "triton", "dtype": "float32", "warmup": 5, "repeat": 30}
+    assert vars(args) == {"op": SOFTMAX, "config": "triton", "dtype": "float32", "warmup": 5, "repeat": 30}
 
 
 def test_arguments_are_read(monkeypatch):
     args = parse(monkeypatch, "--config", "small,4096x781", "--dtype", "bfloat16", "--warmup", "1", "--repeat", "2")
-    assert vars(args) == {"config": "small,4096x781", "dtype": "bfloat16", "warmup": 1, "repeat": 2}
+    assert (args.config, args.dtype, args.warmup, args.repeat) == ("small,4096x781", "bfloat16", 1, 2)
 
 
 @pytest.mark.parametrize(("number", "name"), [("1", "float32"), ("10", "float16")])

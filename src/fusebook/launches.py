@@ -526,11 +526,9 @@ def elsewhere(
     Parameters
     ----------
     asked : mapping of str to sequence of (variant, dtype, dims)
-        By operator.
+        Points by operator.
     capability, multiprocessors
         Of the GPU for which launchers plan.
-    compile : bool
-        Whether `code` is asked for too.
     triton : str
         The version of Triton that must be used; the folder FUSEBOOK_TRITON is looked through first.
     cards : str
@@ -560,15 +558,7 @@ def elsewhere(
 
 
 def main(argv: Sequence[str]) -> int:
-    """Read what is asked as JSON from standard input, and print what was found.
-
-    Parameters
-    ----------
-    argv : sequence of str
-        The cards: a module and the name of a mapping in it, ``fusebook.cards:OPS``. Standard input holds the GPU's
-        ``capability`` and ``sms``, whether to ``compile`` and with which ``triton``, and ``asked``: (variant, dtype,
-        dims) by operator.
-    """
+    """Read what `elsewhere` asks as JSON from standard input, and print what was found; `argv` names the cards."""
     given = json.load(sys.stdin)
     if given.get("triton") not in (None, "", triton.__version__):
         raise SystemExit(

@@ -165,18 +165,7 @@ def claim(
 def target(text: str, condition: Any, of: Any = None, headline: bool = False, **numbers: Any) -> Claim:
     """What was wanted before the kernel was written: it is met or missed, is never fatal, and is counted apart.
 
-    Parameters
-    ----------
-    text : str
-        A whole sentence that has what was wanted and what came of it.
-    condition : bool, pandas.Series of bool or None
-        As in `claim`.
-    of : int or sized, optional
-        As in `claim`.
-    headline : bool
-        As in `claim`.
-    **numbers
-        Values of the fields.
+    The arguments are those of `claim`; the text has what was wanted and what came of it.
     """
     true, detail = _decide(condition, of)
     return Claim(_fill(text, numbers), true, False, "target", detail, headline)
@@ -185,16 +174,7 @@ def target(text: str, condition: Any, of: Any = None, headline: bool = False, **
 def holds(text: str, condition: Any, of: Any = None, **numbers: Any) -> Claim:
     """A statement of others: it holds or does not, is never fatal, and is not counted among our claims.
 
-    Parameters
-    ----------
-    text : str
-        With its source and date.
-    condition : bool, pandas.Series of bool or None
-        As in `claim`.
-    of : int or sized, optional
-        As in `claim`.
-    **numbers
-        Values of the fields.
+    The arguments are those of `claim`; the text has its source and date.
     """
     true, detail = _decide(condition, of)
     return Claim(_fill(text, numbers), true, False, "statement", detail)

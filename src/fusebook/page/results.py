@@ -24,70 +24,8 @@ from fusebook.page import _place
 from fusebook.page.show import Shown, rich
 
 __all__ = [
-    "NoResults", "Study", "arguments", "changed", "explored", "measured", "options", "records", "results", "study",
+    "NoResults", "Study", "changed", "explored", "measured", "options", "records", "results", "study",
 ]  # fmt: skip
-
-
-def arguments(op: Op, *, config: str, dtype: str = "float32", repeat: int = 30) -> argparse.Namespace:
-    """What a page was asked for on its command line.
-
-    Parameters
-    ----------
-    op : Op
-        The card whose configs are the choices of ``--config``.
-    config, dtype : str
-        Defaults: comma lists.
-    repeat : int
-        A default.
-
-    Returns
-    -------
-    argparse.Namespace
-        With ``config``, ``dtype``, ``warmup`` and ``repeat``. In a notebook and under Sphinx the defaults: that
-        command line belongs to somebody else.
-
-    Raises
-    ------
-    SystemExit
-        With code 2 and the choices, on nonsense.
-    """
-
-    def checked(read: Callable[[str], Any]) -> Callable[[str], str]:
-        def type_(text: str) -> str:
-            try:
-                read(text)
-            except (ValueError, TypeError) as error:
-                raise argparse.ArgumentTypeError(str(error)) from None
-            return text
-
-        return type_
-
-    onnx = {"1": "float32", "10": "float16"}
-    parser = _parser(op.name)
-    parser.add_argument(
-        "--config",
-        type=checked(lambda text: bench.points(op, text)),
-        default=config,
-        metavar="NAME|SIZES,...",
-        help=f"a comma list of {', '.join(op.configs)} and of sizes such as 781 or 4096x781 (default: {config})",
-    )
-    parser.add_argument(
-        "--dtype",
-        type=checked(bench.dtypes),
-        default=dtype,
-        metavar="NAME,...",
-        help=f"a comma list of float32, bfloat16, float16, float64 (default: {dtype})",
-    )
-    parser.add_argument(
-        "--itype", choices=tuple(onnx), help="ONNX's number of a dtype instead: 1 is float32, 10 is float16"
-    )
-    parser.add_argument("--warmup", type=_whole(0), default=5, help="calls before the clock (default: 5)")
-    parser.add_argument("--repeat", type=_whole(1), default=repeat, help=f"calls timed (default: {repeat})")
-    given = _given(parser)
-    if given.itype:
-        given.dtype = onnx[given.itype]
-    del given.itype
-    return given
 
 
 def options(**defaults: int | str) -> argparse.Namespace:
@@ -198,12 +136,57 @@ def study(op: Op, *, config: str, dtype: str = "float32", repeat: int = 30) -> S
 
     Parameters
     ----------
+    op : Op
+        The card whose configs are the choices of ``--config``.
     config, dtype : str
         Defaults: comma lists.
     repeat : int
         A default.
+
+    Returns
+    -------
+    Study
+        In a notebook and under Sphinx of the defaults: that command line belongs to somebody else.
+
+    Raises
+    ------
+    SystemExit
+        With code 2 and the choices, on nonsense.
     """
-    return Study(op, **vars(arguments(op, config=config, dtype=dtype, repeat=repeat)))
+
+    def checked(read: Callable[[str], Any]) -> Callable[[str], str]:
+        def type_(text: str) -> str:
+            try:
+                read(text)
+            except (ValueError, TypeError) as error:
+                raise argparse.ArgumentTypeError(str(error)) from None
+            return text
+
+        return type_
+
+    onnx = {"1": "float32", "10": "float16"}
+    parser = _parser(op.name)
+    parser.add_argument(
+        "--config",
+        type=checked(lambda text: bench.points(op, text)),
+        default=config,
+        metavar="NAME|SIZES,...",
+        help=f"a comma list of {', '.join(op.configs)} and of sizes such as 781 or 4096x781 (default: {config})",
+    )
+    parser.add_argument(
+        "--dtype",
+        type=checked(bench.dtypes),
+        default=dtype,
+        metavar="NAME,...",
+        help=f"a comma list of float32, bfloat16, float16, float64 (default: {dtype})",
+    )
+    parser.add_argument(
+        "--itype", choices=tuple(onnx), help="ONNX's number of a dtype instead: 1 is float32, 10 is float16"
+    )
+    parser.add_argument("--warmup", type=_whole(0), default=5, help="calls before the clock (default: 5)")
+    parser.add_argument("--repeat", type=_whole(1), default=repeat, help=f"calls timed (default: {repeat})")
+    given = _given(parser)
+    return Study(op, given.config, onnx.get(given.itype, given.dtype), given.warmup, given.repeat)
 
 
 class NoResults(SystemExit):
