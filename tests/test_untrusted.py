@@ -254,3 +254,24 @@ def test_what_is_rewritten_equals_onnx_runtime_on_the_original(kind, device):
             for a, b in zip(got.values(), want.values(), strict=True):
                 torch.testing.assert_close(a.cpu(), b, rtol=0, atol=0)
     assert rewritten >= 3, "nothing was tried"
+
+
+@pytest.mark.parametrize("which", ["masked", "nothing", "v"])
+def test_no_file_that_a_model_names_is_read(which, tmp_path, monkeypatch):
+    """Of numbers that lie elsewhere only the place is known, and that may be anybody's file."""
+    onnx, *_ = map(pytest.importorskip, ("onnx", "onnxscript"))
+    from fusebook.ort import export
+
+    model, _ = chain(18, torch.float32, "plain")
+    monkeypatch.chdir(tmp_path)
+    for place in (tmp_path / "secret", "../secret", "/dev/zero", "nowhere"):
+        (tmp_path / "secret").write_bytes(bytes(8))
+        told = onnx.ModelProto.FromString(model.SerializeToString())
+        values = {t.name: t for t in told.graph.initializer}
+        values["v"] = told.graph.node[0].attribute[0].t
+        values[which].ClearField("raw_data")
+        values[which].data_location = onnx.TensorProto.EXTERNAL
+        for key, value in (("location", place), ("offset", 0), ("length", 8 if which == "masked" else 4)):
+            values[which].external_data.add(key=key, value=str(value))
+        ours = [name for domain, name in operators(export.fuse(told)) if domain]
+        assert ours == ([] if which == "v" else ["ScatterNDOfShape"])  # which needs no more than the zeros

@@ -85,9 +85,16 @@ def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
 def _number(value: Any) -> Any:
     """The one number that a value is known to be, else None; what a caller of the graph may replace is not known."""
     tensor = value.const_value if value is not None and not value.is_graph_input() else None
-    if tensor is None or math.prod(tensor.shape) != 1:
+    if tensor is None or math.prod(tensor.shape) != 1 or _elsewhere(tensor):
         return None
     return tensor.numpy().reshape(()).item()
+
+
+def _elsewhere(tensor: Any) -> bool:
+    """Whether numbers lie in another file: that is named by whoever wrote the model, may be any, and is not read."""
+    import onnx_ir
+
+    return isinstance(tensor, onnx_ir.ExternalTensor)
 
 
 def _is_zero(attribute: Any) -> bool:
@@ -95,19 +102,28 @@ def _is_zero(attribute: Any) -> bool:
     if attribute is None:
         return True
     made = attribute.as_tensor()
-    return made.dtype.name in ("FLOAT", "FLOAT16", "BFLOAT16", "DOUBLE") and not made.numpy().any()
+    floating = made.dtype.name in ("FLOAT", "FLOAT16", "BFLOAT16", "DOUBLE")
+    return floating and not _elsewhere(made) and not made.numpy().any()
 
 
 def fuse(model: Any) -> Any:
     """Replace chains of standard operators by Fusebook's.
 
     ``ScatterND(ConstantOfShape(shape), indices, Where(Equal(indices, masked), 0, updates), reduction="add")`` becomes
-    MaskedScatterNDOfShape; without Equal and Where it becomes ScatterNDOfShape. A model
-    is data: nothing in it is run.
+    MaskedScatterNDOfShape; without Equal and Where it becomes ScatterNDOfShape. A model is data: nothing in it is run,
+    and no other file that it names is read.
 
-    A model of the kind that was given. A chain that means something else (other constants, those that a caller may
-    replace, integers, indices of several components under a mask, or updates of another number of axes, zeros that
-    somebody else reads), or of which that is not known, stays as it is.
+    Parameters
+    ----------
+    model : onnx.ModelProto or onnx_ir.Model
+        It stays as it is.
+
+    Returns
+    -------
+    onnx.ModelProto or onnx_ir.Model
+        A model of the kind that was given. A chain that means something else (other constants, those that a caller may
+        replace or that lie in another file, integers, indices of several components under a mask, or updates of another
+        number of axes, zeros that somebody else reads), or of which that is not known, stays as it is.
 
     Raises
     ------
