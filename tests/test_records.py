@@ -368,6 +368,28 @@ def test_a_machine_survives_json(tmp_path):
     assert set(values) == {f.name for f in dataclasses.fields(machines.Machine)} - {"recorded"}
 
 
+@pytest.mark.parametrize("why", ["no home", "no folder"])
+def test_a_machine_that_keeps_nothing_is_one(why, tmp_path, monkeypatch):
+    """A user without a home, as in some containers, and a cache that cannot be made."""
+
+    def nobody():
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("FUSEBOOK_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    if why == "no home":
+        monkeypatch.setattr(pathlib.Path, "home", nobody)
+    else:
+        (tmp_path / "file").touch()
+        monkeypatch.setenv("FUSEBOOK_CACHE", str(tmp_path / "file" / "below"))
+    folder = machines.cache_folder()
+    record._remember(folder / "launches" / "toy.json", ["found"])
+    monkeypatch.setattr(machines, "_cache", lambda: folder / "gpu.json")
+    monkeypatch.setattr(machines, "_measure", machine)
+    monkeypatch.setattr(machines, "_MACHINES", {})
+    assert machines._here(0, False) == machine() and not folder.exists()
+
+
 def test_an_unknown_machine_is_named():
     with pytest.raises(FileNotFoundError, match="recorded are"):
         machines.recorded("no-such-gpu")

@@ -402,8 +402,13 @@ def _measure() -> Machine:
 
 def cache_folder() -> pathlib.Path:
     """Where is kept what takes long to find out or to make: ``FUSEBOOK_CACHE``, or ``fusebook`` in the user's cache."""
-    root = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
-    return pathlib.Path(os.environ.get("FUSEBOOK_CACHE") or pathlib.Path(root) / "fusebook")
+    if given := os.environ.get("FUSEBOOK_CACHE"):
+        return pathlib.Path(given)
+    try:
+        root = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+    except RuntimeError:  # a user without a home, as in some containers: a folder that nobody can make
+        root = os.devnull
+    return pathlib.Path(root) / "fusebook"
 
 
 def _cache() -> pathlib.Path:
@@ -428,7 +433,7 @@ def load(file: pathlib.Path, **changes: Any) -> Machine:
         values = json.loads(file.read_text())
         checked_slug(values["slug"])
         return Machine(**{**values, "capability": tuple(values["capability"]), **changes})
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise ValueError(f"{file}: not a machine.json of this version ({error}); record it again") from error
 
 
@@ -474,7 +479,8 @@ def _here(device: int, fresh: bool) -> Machine:
             except ValueError:
                 pass  # written by another version of this module
         _MACHINES[device] = _measure()
-        save(_MACHINES[device], cache)
+        with contextlib.suppress(OSError):  # where nothing can be kept, it is measured again
+            save(_MACHINES[device], cache)
     return _MACHINES[device]
 
 
