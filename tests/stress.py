@@ -75,12 +75,15 @@ CASES = [
 PLANTED = len(CASES)
 #: How a case runs, and its share of the calls: there are few while the GPU is held. The last makes up for the others.
 WAYS = {"held": 0.04, "beside writes": 0.32, "beside itself": 0.32, "alone": 0.32}
-#: Each block for a time of its own, another one each time.
+#: Each block for a time of its own, another one each time. It counts steps: the clock goes on while others have a turn.
 HOLD = """
-extern "C" __global__ void hold(int cycles, int turn) {
-    unsigned other = (blockIdx.x + 977u * turn) * 2654435761u;
-    long long start = clock64(), least = cycles / 2 + (long long)(cycles / 2) * (other >> 16) / 65536;
-    while (clock64() - start < least);
+extern "C" __global__ void hold(int steps, int turn, unsigned* never) {
+    unsigned x = (blockIdx.x + 977u * turn) * 2654435761u, least = steps / 2 + steps / 2 * (x >> 16) / 65536;
+    if (threadIdx.x == 0) {
+        for (unsigned i = 0; i < least; i++) x = (x ^ (x >> 13)) * 1664525u + 1013904223u;
+        if (x == 0 && turn < 0) *never = x;
+    }
+    __syncthreads();
 }
 """
 #: A race: each block leaves a word and reads its neighbour's, which it trusts to be there soon. Alone it always is.
@@ -173,8 +176,11 @@ def disturber(how):
         return lambda: [memory.fill_(float(i)) for i in range(10)]
     if how == "held":
         blocks = 2 * (torch.cuda.get_device_properties(0).multi_processor_count - 1)  # of half its threads each
-        turns = itertools.count()  # of at most so many cycles, some milliseconds
-        return lambda: kernel("hold")((blocks, 1, 1), (1024, 1, 1), (10_000_000, next(turns) % 4096))
+        turns, never = itertools.count(), torch.zeros(1, device="cuda", dtype=torch.int32)
+        steps = 60_000  # a millisecond at most
+        return lambda: [
+            kernel("hold")((blocks, 1, 1), (1024, 1, 1), (steps, next(turns) % 4096, never)) for _ in range(50)
+        ]
     return None
 
 
@@ -184,7 +190,7 @@ def counted(p, g, m, v, extra, widths, kind, step, lr):
 
     from fusebook import adamw_step
 
-    p, m, v = p.clone(), m.clone(), v.clone()
+    p, m, v = p * 1, m * 1, v * 1  # by kernels: a copy waits for another engine, and others have a turn meanwhile
     count = torch.full((), step - 1, dtype=torch.int64, device="cuda")
     adamw_step(*(t.split(widths) for t in (p, g, m, v)), step=count, lr=lr)
     return p, m, v, count
