@@ -155,6 +155,18 @@ def test_what_overflows_in_the_dtype_may_be_infinite():
     assert yard.score(torch.tensor([[60000.0, 2.0]], dtype=torch.float16)) == math.inf
 
 
+def test_below_the_normal_range_one_step_of_the_dtype_is_right_and_two_are_not():
+    """The gradient of a mean over a million rows lies there in float16; rounded as it should be, it was wrong."""
+    step = torch.finfo(torch.float16).smallest_normal * torch.finfo(torch.float16).eps
+    want = torch.tensor([[0.499, 1.501, 2.2, 3.0]], dtype=torch.float64) * step
+    yard = dataclasses.replace(check.yardstick(toy(), (want / 2,)), dtypes=(torch.float16,))
+    assert yard.score(want.half()) == 0
+    assert yard.score(torch.zeros(1, 4, dtype=torch.float16)) > 0.25
+    assert yard.score(want.half() + 2 * step) > 0.25
+    zero = dataclasses.replace(check.yardstick(toy(), (0 * want,)), dtypes=(torch.float16,))
+    assert zero.score(torch.full((1, 4), step, dtype=torch.float16)) == math.inf
+
+
 def test_empty_scores_zero():
     assert verdict(torch.empty(0, 3), torch.empty(0, 3)) == 0
     assert verdict(torch.empty(3, 0), torch.empty(3, 0)) == 0
