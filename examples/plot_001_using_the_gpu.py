@@ -24,8 +24,8 @@ Two of its exercises have pages of their own: programming a GPU directly is
 With a CUDA GPU everything is measured as the page runs. Without one, it is
 replayed from the record of a GPU that is named at the end.
 
-For whom: anyone who writes PyTorch or NumPy and asks when a GPU helps. No
-kernel is read here.
+For whom: anyone who writes PyTorch or NumPy and asks when a GPU helps. The few
+kernels here need not be understood.
 
 Read before: nothing.
 """
@@ -94,6 +94,7 @@ def once(y_ptr, x_ptr, n, BLOCK: tl.constexpr):
     tl.store(y_ptr + at, tl.exp(x.to(tl.float32)), mask=at < n)
 
 
+# site: fold
 def link():
     """The lanes between host and GPU, by NVML: generation, width, GB/s."""
     try:
@@ -116,6 +117,7 @@ def link():
     }
 
 
+# site: fold
 def refusal(function):
     """What an operation says when it raises."""
     try:
@@ -731,8 +733,8 @@ claims(
         ratio=rates["float64"] / rates["float32"],
     ),
     holds(
-        "On GPUs that are not made for data centers float64 is still far "
-        "slower than float32 (published ratios, above).",
+        "On most other GPUs, here those of capability 8.6 and 8.9, float64 is "
+        "still far slower than float32 (published ratios, above).",
         published["float64"].loc[["8.6", "8.9"]]
         < 0.5 * published["float32"].loc[["8.6", "8.9"]],
         of=published,
@@ -1584,7 +1586,9 @@ claims(
 # The old advice, line by line
 # ----------------------------
 #
-# *Holds* is decided by the number beside it.
+# *Holds* is decided by the number beside it. Each line is one piece of advice;
+# sentences of the manual that are quoted on the way here have verdicts of
+# their own, which the box at the top counts apart.
 
 lines = []
 

@@ -301,9 +301,9 @@ def step_one(x, w0, w1, BM=64, BN=64, BK=64, warps=4):
 # the copy engine of a multiprocessor, the :term:`TMA`. One thread asks for a
 # tile by its coordinates, and the engine fetches it while the others multiply.
 # Rows must begin at multiples of 16 bytes, and a descriptor has one base, so
-# that each weight has its own. A descriptor cannot be chosen while the kernel
-# runs without being copied, so the loop over tiles is written once for each
-# weight, as ``tl.static_range`` unrolls it.
+# that each weight has its own. To choose between descriptors while the kernel
+# runs would mean to copy one. So the kernel has the loop over tiles once for
+# each weight, as ``tl.static_range`` unrolls it.
 #
 # Step three: a persistent kernel
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -347,9 +347,9 @@ Folded(
 # %%
 # Weights may have any widths, up to four in a launch. Those that no descriptor
 # can describe take pointers, as in step one; where many rows need them, they
-# are copied first, side by side, to where they are aligned. In float32 weights
-# that lie in rows become columns on that way: tensor cores take TF32 along K
-# only.
+# are copied first, side by side, to where they are aligned. In float32 this
+# copy also turns weights that lie in rows into columns, since tensor cores
+# take TF32 only where the numbers along K are adjacent.
 #
 # Ours or PyTorch's?
 # ~~~~~~~~~~~~~~~~~~
@@ -707,7 +707,8 @@ claims(
 # ~~~~~~~~~~~~~~~~~~~~
 #
 # The library *quack* has matrix products of its own, which can be written into
-# views as PyTorch's can. Cold:
+# views as PyTorch's can. Beside them stand PyTorch's products and the kernel
+# of this page, which the column *the library* means. Cold:
 
 
 # site: fold
@@ -834,7 +835,7 @@ claims(
 # The same kernel at the same size stands in three tables of this page, and at
 # n = 4096 its times differ by more than the spread of any of them. A table's
 # ways are timed in turn, so they can be compared within it; large products
-# draw as much power as the card may, its clock falls, and how far depends on
+# draw as much power as the GPU may, its clock falls, and how far depends on
 # what ran before. That is our reading: it is at n = 4096 that they differ. A
 # product of 1024 is over before, and one of 8192 takes so long that its clock
 # has settled. Compare two ways of one table, and never two tables.
@@ -906,7 +907,7 @@ claims(
 # seconds. ``python -m fusebook.tune concat_gemm`` is the same loop, run when
 # the library is written: it takes a shape from the middle of each class,
 # scores each candidate against float64, times those that are right cold and
-# warm, and writes the best into a table, a row a class.
+# warm, and writes the best into a table with a row for each class.
 
 # %%
 # How far from the roof?

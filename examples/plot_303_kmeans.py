@@ -229,7 +229,7 @@ Folded("Sums in registers", Source(_few_steps, doc=False))
 #
 # contains a matrix product. Far from the origin three large numbers leave a
 # small one, and in float32 that loses most of its digits. But the
-# :term:`tensor cores <tensor core>` of data centre GPUs multiply float64, too,
+# :term:`tensor cores <tensor core>` of data-center GPUs multiply float64, too,
 # about as fast as the rest of such a GPU multiplies float32. In float64 there
 # are digits to spare, and points are widened in registers, so that nothing
 # more is read.
