@@ -389,7 +389,7 @@ Folded("The kernel of the library", Source(_softmax_rows, doc=False))
 # A row wider than 128 KiB is too much for the registers of one program, so
 # several programs share it. Each holds a part of the row. It writes the
 # maximum and the sum of its part to a table in memory that all of them see,
-# the *board*, waits for those of the others, and joins them as in an
+# the :term:`board`, waits for those of the others, and joins them as in an
 # :term:`online softmax`: a sum is rescaled when a larger maximum turns up.
 # Waiting is safe only if all these programs run at the same time, which an
 # ordinary launch does not promise. So a program that has waited long computes

@@ -201,11 +201,11 @@ def step_two(x, target, warps=4):
 # A vocabulary of 128256 is a row of 256 KiB in half types, and no program has
 # registers for that. As in the softmax, several programs then share a row, and
 # each writes the maximum and the sum of its part, one word of 64 bits, where
-# the others read it: the *board*. Beside that the kernel has what training
-# asks for: rows that are ignored, weights of classes, smoothing, a z-loss, a
-# cap, a mean whose divisor another kernel has found. Two things keep it fast.
-# Half-precision numbers are held two in a register and converted each time
-# they are needed. And whatever a row needs beside its logits is asked for
+# the others read it: the :term:`board`. Beside that the kernel has what
+# training asks for: rows that are ignored, weights of classes, smoothing, a
+# z-loss, a cap, a mean whose divisor another kernel has found. Two things keep
+# it fast. Half-precision numbers are held two in a register and converted each
+# time they are needed. And whatever a row needs beside its logits is asked for
 # while these are on their way.
 
 Source(_entropy_parts)

@@ -409,11 +409,11 @@ ten("multiply", "silu")
 # Few and wide rows: one program or a handful holds a row. The time is then
 # that of one chain of loads, sums and stores, and not that of memory. quack
 # spreads such a row over a cluster, whose programs meet in shared memory; ours
-# meet in memory, after a launch that clears their board. We tried clusters,
-# which were slower for many rows, and parts of 1024 to 16384 numbers by 2 to
-# 16 warps. Smaller parts are faster for tens of rows and slower for thousands,
-# and the width alone decides, since a row's bits must not depend on how many
-# come with it.
+# meet in memory, after a launch that clears their :term:`board`. We tried
+# :term:`clusters <cluster>`, which were slower for many rows, and parts of
+# 1024 to 16384 numbers by 2 to 16 warps. Smaller parts are faster for tens of
+# rows and slower for thousands, and the width alone decides, since a row's
+# bits must not depend on how many come with it.
 #
 # Wide rows of float64 are shared as well; one program used to read them twice.
 # Each of few rows of a gradient has programs of its own, which come to the
