@@ -185,7 +185,7 @@ def _turned(y_ptr, x_ptr, INNER, N, y_strides, x_strides, ROWS: tl.constexpr, BL
 class Plan(NamedTuple):
     """How rows are launched: by which kernel, with which constants, by how many programs of how many warps."""
 
-    kernel: str  # "rows", "pairs", "whole", "shared" or "twice"; "turned": laid side by side first, and again
+    kernel: str  # "rows", "whole", "shared" or "twice"; "turned": laid side by side first, and again
     constants: Mapping[str, int]
     programs: int
     warps: int
@@ -201,7 +201,6 @@ def softmax_plan(
     *,
     processors: int = 132,
     last: bool = True,
-    pairs: bool = False,
     vector: int = 1,
     flat: bool = False,
     tensors: int = 1,
@@ -209,16 +208,14 @@ def softmax_plan(
     """Choose the kernel and its constants.
 
     `sizes` are OUTER, INNER and N; `capability` is None in the interpreter. `last`: the elements of a row lie side by
-    side; otherwise those along INNER do. `pairs`: rows can be read as 32-bit pairs of half-precision numbers. `vector`:
-    numbers in 16 bytes, where each row begins at the same place within 16 bytes in every tensor; otherwise 1. `flat`:
-    OUTER is 1 and rows lie side by side in every tensor. `tensors`: how many a row keeps in registers, 1 for softmax, 2
-    for its gradient.
+    side; otherwise those along INNER do. `vector`: numbers in 16 bytes, where each row begins at the same place within
+    16 bytes in every tensor; otherwise 1. `flat`: OUTER is 1 and rows lie side by side in every tensor. `tensors`: how
+    many a row keeps in registers, 1 for softmax, 2 for its gradient.
     """
     outer, inner, n = sizes
     size = dtype.itemsize
-    kernel, rows, held_twice = "rows", 1, False
-    # Rows of half types that lie across 16-byte vectors are slow as pairs where they are wide.
-    least = 12800 if n % vector else 40960 if pairs else 32768
+    kernel, rows = "rows", 1
+    least = 512 if n % 2 else 12800 if n % vector else 24576
     if not last:
         # 32 neighbours along INNER, so that a warp reads 64 bytes and more in one piece. Eight elements a thread and a
         # tile, 64 in all: more would spill.
@@ -236,28 +233,11 @@ def softmax_plan(
         warps = 4 if numbers <= 8192 else 16
         block = min(max(1, (1024 if warps == 4 else 2048) // rows), triton.next_power_of_2(n))
     elif vector > 1 and size == 2 and tensors == 1 and least < n <= 13 * 4096:
-        # 13 tiles are 52 registers of each of 512 threads; more would spill.
-        chunks = triton.cdiv(n + vector - 1, 4096)
-        constants = {"VEC": vector, "BLOCK": 4096, "CHUNKS": chunks, "ANEW": 0}
-        return Plan("whole", constants, outer * inner, 16)
-    elif pairs and tensors == 1 and ((n % 2 and n > 512) or n == 4096 or n > 12800) and n <= 65536:
-        kernel = "pairs"
-        if n < 2048:
-            block, warps = 64, 1
-        elif n < 8192:
-            block, warps = 256, 4
-        elif n <= 16384:
-            block, warps = 2048, 16
-        elif n <= 20480:
-            block, warps = 2048, 8
-        elif n <= 40960:
-            block, warps = (4096, 32) if 24576 < n < 32768 else (2048, 16)
-        else:
-            block, warps = 8192, 32
-        # Up to 80 numbers a thread the exponentials are kept; with more there would be one row at a time on a
-        # multiprocessor, which waits for its loads and then for its stores.
-        # Where one row more fits on a multiprocessor if only the pairs are held, that is faster for fewer numbers too.
-        held_twice = n == 4096 or 12800 < n <= 16384 or n > 24576
+        # Rows that lie across 16-byte vectors, odd ones most of all, and wide ones. 13 tiles are 52 registers of each
+        # of 512 threads; more would spill.
+        block, warps = (4096, 16) if n > 12800 else tile_of(n, size, tensors)
+        chunks = triton.cdiv(n + vector - 1, block)
+        return Plan("whole", {"VEC": vector, "BLOCK": block, "CHUNKS": chunks, "ANEW": 0}, outer * inner, warps)
     elif size == 2 and tensors == 2 and vector > 1 and n % 4 and 512 < n <= 32768:
         # Odd widths, whose rows lie across vectors.
         block, warps = tile_of(n, size, tensors)
@@ -280,10 +260,7 @@ def softmax_plan(
         # The second pass finds in L2 what is left there of the first: the larger the tile, the fewer rows at once.
         kernel, warps = "twice", 32
         block = 32768 if size == 4 and tensors == 1 else 16384 if size < 8 else 8192
-    columns = n // 2 if kernel == "pairs" else n
-    chunks = max(1, triton.cdiv(columns, block))
-    if kernel == "pairs":
-        return Plan(kernel, {"BLOCK": block, "CHUNKS": chunks, "TWICE": held_twice}, outer * inner, warps)
+    chunks = max(1, triton.cdiv(n, block))
     if capability is None:
         # The interpreter's cost is programs times operations, whatever their size.
         tile = block * chunks if kernel == "rows" else block
@@ -438,14 +415,11 @@ def _prepared(
     starts = [(*along, step) for along, step, _ in strides]
     whole = 16 // dense.element_size()
     align = math.gcd(whole, n, *(v for s in starts for v in s)) if last else 1
-    # Rows that begin in the middle of a pair can be read as pairs if both tensors' rows do.
-    alike = align > 1 or starts[0] == starts[1]
-    pairs = dense.element_size() == 2 and last and outer == 1 and alike and free.data_ptr() % 4 == 0
     alike = all((a - b) % whole == 0 for a, b in zip(*starts, strict=True))
     vector = whole if alike and dense.data_ptr() % 16 == free.data_ptr() % 16 == 0 else 1
     capability, processors = gpu(dense.device)
     flat = outer == 1 and last and (inner == 1 or all(along == n for _, along, _ in strides))
-    known = {"processors": processors, "last": last, "pairs": pairs, "vector": vector, "flat": flat, "tensors": tensors}
+    known = {"processors": processors, "last": last, "vector": vector, "flat": flat, "tensors": tensors}
     plan = _plan((outer, inner, n), dense.dtype, capability, **known)
     windowed = plan.kernel in ("whole", "shared")  # these find out where a row begins
     align = 1 if windowed else align
@@ -477,9 +451,7 @@ def launch_rows(
         return
     kernel, grid = kernels[plan.kernel], (plan.programs,)
     constants = {**layout, **plan.constants, "num_warps": plan.warps}
-    if plan.kernel == "pairs":
-        launch(kernel, grid, out, *ins, sizes[1], *(s[1] for s in strides), **constants)
-    elif plan.kernel == "shared":
+    if plan.kernel == "shared":
         # A word of zeros for each part of a row; the first rows are read while the zeros are written.
         rows, early = out.numel() // out.shape[dim], overlapping(out.device)
         all_words = rows * plan.parts * words
