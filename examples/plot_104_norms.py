@@ -197,8 +197,8 @@ def step_one(x, residual, weight, warps=4):
 # residual is None, and its code is not compiled. With few rows no other
 # program works while one waits: so weights are asked for together with the
 # rows (``AHEAD``), and not after their sums. In a transposed matrix adjacent
-# rows lie side by side in memory, and the numbers of a row are ``STEP`` apart:
-# a tile is then read across its rows and written along them.
+# rows lie side by side in memory, and the numbers of a row apart: another
+# kernel reads such tiles across rows and writes them along rows.
 #
 # Rows of 781 half-precision numbers begin anywhere within 16 bytes. Loaded
 # number by number they would take eight times as many loads. So they are read

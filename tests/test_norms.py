@@ -11,6 +11,7 @@ import torch.nn.functional as F
 import fusebook
 import memcheck
 import warm
+from fusebook import inputs
 from fusebook.kernels import _norms, norms_backward
 from fusebook.kernels._norms import norm_plan
 from fusebook.kernels._rows import side_by_side
@@ -271,16 +272,23 @@ def test_rows_that_lie_apart_are_copied_as_they_are(view):
 
 
 @centred
-@pytest.mark.parametrize("shape", [(1, 2), (33, 70), (100, 256), (5, 3)], ids=str)
+@pytest.mark.parametrize("shape", [(3, 2), (33, 70), (100, 256), (35, 2100)], ids=str)
+@pytest.mark.parametrize("how", ["across", "permuted", "both"])
 @pytest.mark.parametrize("added", [False, True])
-def test_short_rows_across_memory_are_read_where_they_are(centred, shape, added, monkeypatch):
+def test_rows_that_lie_apart_are_read_where_they_are(centred, shape, how, added, monkeypatch):
     monkeypatch.setattr("fusebook.kernels._rows.side_by_side", None)  # nothing is copied
-    x, residual = (made(*shape[::-1], seed=seed).T for seed in (0, 1))
+    x, residual = (made(*shape, seed=seed) + 3 * seed for seed in (1, 2))
+    x[:, : shape[1] // 2] += 50  # parts of a row have other means
+    x, residual = (inputs.laid(t, "across" if how == "both" else how) for t in (x, residual))
+    if how == "both":  # each its own way
+        residual = residual.contiguous()
     weight, bias = made(shape[1], seed=2), made(shape[1], seed=3)
     want = x.double() + residual.double() if added else x.double()
     given = (x, residual, weight, bias) if added else (x, weight, bias)
     y = (SUMS if added else OURS)[centred](*given, eps=1e-5)
-    y = y[0] if added else y
+    if added:
+        y, total = y
+        assert torch.equal(total, x + residual)
     torch.testing.assert_close(y.double(), plain(want, weight, bias, centred=centred), rtol=1e-4, atol=1e-4)
 
 
@@ -306,7 +314,7 @@ def test_all_programs_of_a_wide_gradient_have_room_at_once(size, centred, added,
 def test_the_width_alone_decides_how_a_row_is_added_up(size, added):
     for n in (1, 64, 96, 150, 274, 520, 781, 4096, 8191, 8192, 32768, 50257, 262144):
         vector = 8 if size == 2 and n % 2 and n > 256 else 1
-        plans = [norm_plan(rows, n, size, (9, 0), added, False, False, vector) for rows in (1, 7, 4096, 10**6)]
+        plans = [norm_plan(rows, n, size, (9, 0), added, False, vector) for rows in (1, 7, 4096, 10**6)]
         cuts = [{k: v for k, v in p.constants.items() if k not in ("ROWS", "AHEAD")} for p in plans]
         assert len({(p.kernel, str(cut), p.warps, p.span, p.parts) for p, cut in zip(plans, cuts, strict=True)}) == 1
         # Each thread has 16 bytes of a row at a time or all that there are of its share, however many rows there are.

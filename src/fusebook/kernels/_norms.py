@@ -16,8 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ._arguments import FLOATING, number, shapes
-from ._operator import contiguous, empty, gpu, launch, overlapping
-from ._rows import Plan, leave, missing_of, put, rows_in, tile_of, word_of, words_of
+from ._operator import accumulated, contiguous, empty, gpu, launch, overlapping
+from ._rows import Plan, begin_of, layout_of, leave, missing_of, put, rows_in, tile_of, word_of, words_of
 from ._tl import fill
 
 # Kernels -------------------------------------------------------------------------------------------------------------
@@ -101,13 +101,13 @@ def _quantised(y, scale, TYPE: tl.constexpr, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def _norm_rows(
-    y_ptr, sum_ptr, scale_ptr, x_ptr, r_ptr, w_ptr, b_ptr, M, N, x_stride, r_stride, STEP,
+    y_ptr, sum_ptr, scale_ptr, x_ptr, r_ptr, w_ptr, b_ptr, M, N, x_stride, r_stride,
     ALIGN: tl.constexpr, VEC: tl.constexpr, EPS: tl.constexpr, CENTRED: tl.constexpr, LIMIT: tl.constexpr,
     INTERPRETED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """ROWS rows in registers, as CHUNKS tiles of BLOCK columns, of which only the last is masked.
 
-    STEP lies between the numbers of a row. AHEAD: weight and bias are loaded while nobody waits for anything else.
+    AHEAD: weight and bias are loaded while nobody waits for anything else.
     Where VEC is not 1, rows begin anywhere within vectors of so many numbers, and are taken by whole vectors. Every
     VEC-th row begins alike, so a program takes such rows.
     """
@@ -133,19 +133,24 @@ def _norm_rows(
     for i in tl.static_range(CHUNKS):
         at = i * BLOCK + columns
         inside = live & (at < tl.cdiv(end, VEC) * VEC) if i >= LATER else live
-        step = at.to(tl.int64) * STEP
+        step = at.to(tl.int64)
         x = _row(x_ptr, r_ptr, at_x + step, at_r + step, inside)  # [ROWS, BLOCK]; read MN, with a residual 2MN
         if VEC > 1 and (i == 0 or i >= LATER):
             x = tl.where((at >= head) & (at < end), x, 0.0).to(TYPE)
         if AHEAD:
             own = _inside(at, head, end, VEC) if i >= LATER or (VEC > 1 and i == 0) else None
             vectors += (loaded(w_ptr, at - head, own, 1.0), loaded(b_ptr, at - head, own, 0.0))
-        if r_ptr is not None:
+        if r_ptr is not None and not AHEAD:
             inside = live & _inside(at, first, last, VEC) if i >= LATER or (VEC > 1 and i == 0) else live
             tl.store(sum_ptr + at_y + at, x, mask=inside)  # write MN
         chunks += (x,)
         x = x.to(FLOAT)
         totals += x if CENTRED else x * x
+    if r_ptr is not None and AHEAD:  # no load is moved before a store: of few rows all are asked for first
+        for i in tl.static_range(CHUNKS):
+            at = i * BLOCK + columns
+            inside = live & _inside(at, first, last, VEC) if i >= LATER or (VEC > 1 and i == 0) else live
+            tl.store(sum_ptr + at_y + at, chunks[i], mask=inside)  # write MN
     if VEC > 1:  # the numbers of vectors that are neighbours' too, to be written one by one
         inner = tl.arange(0, 2 * VEC)[None, :]  # [1, 2 VEC]
         ends = tl.where(inner < VEC, inner, last + inner - VEC)
@@ -193,6 +198,100 @@ def _norm_rows(
         if LIMIT > 0:
             y = _quantised(y, scale, y_ptr.dtype.element_ty, INTERPRETED)
         tl.store(y_ptr + at_y + ends, y.to(y_ptr.dtype.element_ty), mask=lone)
+
+
+# Rows whose numbers lie apart, as those of a transposed matrix do, while those of neighbouring rows lie together: tiles
+# of many rows are read across them and written along them. Wide rows are read twice: once for what a part of a row adds
+# to its statistics, which is left in memory, and once by those of all parts. A copy by tiles that is then normalised
+# reads and writes once more.
+
+
+@triton.jit
+def _norm_across(
+    y_ptr, sum_ptr, scale_ptr, stats_ptr, x_ptr, r_ptr, w_ptr, b_ptr, OUTER, INNER, N, PARTS,
+    y_strides, x_strides, r_strides,
+    EPS: tl.constexpr, CENTRED: tl.constexpr, LIMIT: tl.constexpr, INTERPRETED: tl.constexpr, STEP: tl.constexpr,
+    ROWS: tl.constexpr, SIDE: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, SPAN: tl.constexpr,
+    LANES: tl.constexpr, OUTERS=None,
+):  # fmt: skip
+    """ROWS rows, SIDE of them neighbours along INNER: CHUNKS tiles of BLOCK columns. Each of PARTS is of SPAN columns.
+
+    STEP 0: all of a row; 1: what a part adds to its statistics, and the sum with the residual; 2: the rest by these.
+    """
+    TYPE: tl.constexpr = x_ptr.dtype.element_ty
+    FLOAT: tl.constexpr = tl.float64 if TYPE == tl.float64 else tl.float32
+    # From the end back: what was read last is likeliest to be in a cache still.
+    program = tl.num_programs(0) - 1 - tl.program_id(0) if STEP == 2 else tl.program_id(0)
+    along = tl.cdiv(INNER, SIDE)
+    tiles = along * tl.cdiv(OUTER, ROWS // SIDE)
+    part = program // tiles
+    tile = program % tiles
+    lane = tl.arange(0, ROWS)[:, None]  # [ROWS, 1]
+    inner = (tile % along * SIDE + lane % SIDE).to(tl.int64)
+    outer = (tile // along * (ROWS // SIDE) + lane // SIDE).to(tl.int64)
+    live = (inner < INNER) & (outer < OUTER)
+    at_x = begin_of(outer, inner, OUTERS, x_strides)
+    at_y = begin_of(outer, inner, OUTERS, y_strides)
+    at_r = begin_of(outer, inner, OUTERS, r_strides)
+    begin = part * (CHUNKS * BLOCK)
+    columns = begin + tl.arange(0, BLOCK)[None, :]  # [1, BLOCK]
+    chunks = ()
+    for i in tl.static_range(CHUNKS):  # all of them before the first is stored
+        at = (columns + i * BLOCK).to(tl.int64)
+        inside = live & (columns + i * BLOCK < N)
+        chunks += (_row(x_ptr, r_ptr, at_x + at * x_strides[2], at_r + at * r_strides[2], inside),)
+    if STEP < 2:
+        totals = tl.zeros([ROWS, BLOCK], FLOAT)
+        for i in tl.static_range(CHUNKS):
+            if r_ptr is not None:
+                tl.store(sum_ptr + at_y + columns + i * BLOCK, chunks[i], mask=live & (columns + i * BLOCK < N))
+            x = chunks[i].to(FLOAT)
+            totals += x if CENTRED else x * x
+        total = tl.sum(totals, 1)[:, None]  # [ROWS, 1]
+        mean = tl.zeros([ROWS, 1], FLOAT)
+        if CENTRED:
+            mean = total / tl.minimum(N - begin, SPAN)
+            totals = tl.zeros([ROWS, BLOCK], FLOAT)
+            for i in tl.static_range(CHUNKS):
+                x = tl.where(columns + i * BLOCK < N, chunks[i].to(FLOAT) - mean, 0.0)
+                totals += x * x
+        squares = tl.sum(totals, 1)[:, None] if CENTRED else total
+    row = outer * INNER + inner
+    if STEP == 1:
+        rows = (tl.zeros([], tl.int64) + OUTER) * INNER
+        tl.store(stats_ptr + part * rows + row, squares, mask=live)
+        if CENTRED:
+            tl.store(stats_ptr + (PARTS + part) * rows + row, total, mask=live)
+    else:
+        if STEP == 2:
+            rows = (tl.zeros([], tl.int64) + OUTER) * INNER
+            lanes = tl.arange(0, LANES)[None, :]  # [1, LANES]
+            found = live & (lanes < PARTS)
+            squares = tl.load(stats_ptr + lanes * rows + row, mask=found, other=0.0)  # [ROWS, LANES]
+            mean = tl.zeros([ROWS, 1], FLOAT)
+            if CENTRED:
+                totals = tl.load(stats_ptr + (PARTS + lanes) * rows + row, mask=found, other=0.0)
+                mean = tl.sum(totals, 1)[:, None] / N
+                counts = tl.maximum(tl.minimum(N - lanes * SPAN, SPAN), 0).to(FLOAT)
+                away = totals / tl.maximum(counts, 1.0) - mean
+                squares += counts * away * away
+            squares = tl.sum(squares, 1)[:, None]
+        factor = 1 / tl.sqrt(squares / N + EPS)  # [ROWS, 1]
+        scale = factor
+        if LIMIT > 0:
+            tops = tl.zeros([ROWS, BLOCK], tl.int64 if FLOAT == tl.float64 else tl.int32)
+            for i in tl.static_range(CHUNKS):
+                inside = columns + i * BLOCK < N
+                y = _result(chunks[i], mean, factor, w_ptr, b_ptr, columns + i * BLOCK, inside)
+                tops = tl.maximum(tops, _magnitude(tl.where(inside, y, 0.0)))
+            scale = _scale_of(tl.max(tops, 1)[:, None], FLOAT, LIMIT)
+            tl.store(scale_ptr + at_y // N, scale, mask=live)  # write M
+        for i in tl.static_range(CHUNKS):
+            inside = columns + i * BLOCK < N
+            y = _result(chunks[i], mean, factor, w_ptr, b_ptr, columns + i * BLOCK, inside)
+            if LIMIT > 0:
+                y = _quantised(y, scale, y_ptr.dtype.element_ty, INTERPRETED)
+            tl.store(y_ptr + at_y + columns + i * BLOCK, y.to(y_ptr.dtype.element_ty), mask=live & inside)  # write MN
 
 
 @triton.jit
@@ -475,7 +574,6 @@ def norm_plan(
     capability: tuple[int, int] | None,
     added: bool,
     quantised: bool,
-    across: bool = False,
     vector: int = 1,
     pairs: bool = False,
     processors: int = 132,
@@ -483,8 +581,8 @@ def norm_plan(
 ) -> Plan:
     """Choose the kernel and its constants, for `rows` rows of `n` numbers of `size` bytes; `added`: of two tensors.
 
-    `across`: neighbouring rows lie side by side, not the numbers of a row. `vector`: the numbers in 16 bytes, where
-    rows begin anywhere within these, otherwise 1. `pairs`: half types can be read in pairs.
+    `vector`: the numbers in 16 bytes, where rows begin anywhere within these, otherwise 1. `pairs`: half types can be
+    read in pairs.
 
     But for the interpreter, whose `capability` is None, the width and how rows lie decide how one is cut and added up:
     so its result is the same, bit for bit, however many rows there are.
@@ -503,9 +601,7 @@ def norm_plan(
             # leaves room for a second program.
             block, warps = (4096, 16) if n == 16384 else (2048, 4)
         few = rows <= 8 * processors * together
-        if across:
-            block, warps, together = min(whole, 64), max(1, min(16, whole // 16)), 32
-        elif vector > 1:
+        if vector > 1:
             block, warps, together = next(tile for most, tile in _WINDOWS if n <= most)
         elif few:
             # Each thread still takes 16 bytes of a row, so that it is added up as among many.
@@ -537,6 +633,28 @@ def norm_plan(
     return Plan("shared", constants, rows * parts, 4, span, parts, registers)
 
 
+def across_plan(outer: int, inner: int, n: int, size: int, capability: tuple[int, int] | None) -> Plan:
+    """Choose the constants for rows whose numbers lie apart: OUTER times INNER of them, neighbours along INNER.
+
+    A plan of one part is of one step, another one of two; its programs are those of one part.
+    """
+    side = min(32, triton.next_power_of_2(inner))
+    rows = max(side, min(32, triton.next_power_of_2(outer * side)))
+    whole = triton.next_power_of_2(n)
+    held = whole * max(1, size // 4)
+    if rows == 32 and 1024 < held <= 2048:
+        rows, side = 16, min(side, 16)
+    span = whole if held <= 2048 else 1024 // max(1, size // 4)
+    parts = triton.cdiv(n, span)
+    if capability is None:  # the interpreter's cost is programs times operations, whatever their size
+        rows = max(rows, min(triton.next_power_of_2(outer * inner), max(1, 2**16 // span)))
+        side = min(rows, triton.next_power_of_2(inner))
+    warps = max(1, min(16, rows * span // 1024))
+    block = min(span, 64) if capability is not None else span
+    tiles = triton.cdiv(inner, side) * triton.cdiv(outer, rows // side)
+    return Plan("across", {"ROWS": rows, "SIDE": side, "BLOCK": block, "SPAN": span}, tiles, warps, span, parts)
+
+
 def parts_of(n: int, size: int, block: int) -> tuple[int, int]:
     """Into how many parts of at most `block` numbers a row is cut, and their width: whole lines of 128 bytes."""
     line = 128 // size
@@ -545,14 +663,17 @@ def parts_of(n: int, size: int, block: int) -> tuple[int, int]:
 
 
 _plan = functools.lru_cache(maxsize=4096)(norm_plan)
+_across_plan = functools.lru_cache(maxsize=4096)(across_plan)
 
 # Launching -----------------------------------------------------------------------------------------------------------
 
 
-def _across(x: Tensor, residual: Tensor | None) -> bool:
-    """Whether neighbouring rows of a matrix lie side by side, and rows are short: then they are read where they are."""
-    lies = x.dim() == 2 and x.stride(0) == 1 < x.stride(1) and 1 < x.shape[1] <= 1024 // x.element_size()
-    return lies and (residual is None or residual.stride() == x.stride())
+def _across(x: Tensor, residual: Tensor | None, quantised: bool) -> bool:
+    """Whether numbers of a row lie apart: then they are read where they are, unless a wide row is quantised."""
+    n = x.shape[-1]
+    if n <= 1 or not x.numel() or (quantised and n * max(1, x.element_size() // 4) > 2048) or n > 2**18:
+        return False
+    return x.stride(-1) != 1 or (residual is not None and residual.stride(-1) != 1)
 
 
 def aligned(n: int, *tensors: Tensor | None) -> int:
@@ -584,6 +705,52 @@ def board_of(words: int, dtype: torch.dtype, device: torch.device, early: bool =
 LIMITS = {torch.float8_e4m3fn: 448, torch.int8: 127}
 
 
+def _across_into(
+    y: Tensor,
+    total: Tensor | None,
+    scale: Tensor | None,
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    centred: bool,
+    eps: float,
+) -> None:
+    """Rows whose numbers lie apart, in one step or in two."""
+    given = (y, x) if residual is None else (y, x, residual)
+    (outer, inner, n), outers, strides = layout_of(x.dim() - 1, *given)
+    capability = gpu(x.device)[0]
+    plan = _across_plan(outer, inner, n, x.element_size(), capability)
+    of_y, *of = [(along if len(along) > 1 else along[0], b, step) for along, b, step in strides]
+    constants = {"EPS": eps, "CENTRED": centred, "INTERPRETED": capability is None, **plan.constants}
+    constants |= {"LANES": triton.next_power_of_2(plan.parts)}
+    if len(outers) > 1:
+        constants["OUTERS"] = outers[:-1]
+    sizes, limit = (outer, inner, n, plan.parts), LIMITS.get(y.dtype, 0)
+
+    def step(which: int, stats: Tensor | None, x: Tensor, residual: Tensor | None, *of: Any) -> None:
+        # The second step holds numbers only from their loads to their stores: a quarter of a part at once.
+        less = min(4, plan.span // plan.constants["BLOCK"]) if which == 2 else 1
+        columns = plan.span // less
+        programs = plan.programs * triton.cdiv(n, columns)
+        warps = max(1, min(plan.warps, 2 * plan.warps // less))
+        launch(
+            _norm_across, (programs,), y, total, scale, stats, x, residual, weight, bias, *sizes, of_y, *of,
+            STEP=which, LIMIT=limit, CHUNKS=columns // plan.constants["BLOCK"], num_warps=warps, **constants,
+        )  # fmt: skip
+
+    if plan.parts == 1:
+        step(0, None, x, residual, of[0], of[-1])
+        return
+    words = plan.parts * outer * inner * (2 if centred else 1)
+    stats = empty((words,), accumulated(x.dtype), x.device)
+    step(1, stats, x, residual, of[0], of[-1])
+    if total is not None:
+        step(2, stats, total, None, of_y, of_y)
+    else:
+        step(2, stats, x, None, of[0], of[0])
+
+
 def norm_into(
     y: Tensor,
     total: Tensor | None,
@@ -602,17 +769,18 @@ def norm_into(
             "ask for torch.int8"
         )
     n = x.shape[-1]
-    across = _across(x, residual)
-    if not across:
-        x = rows_in(x)
-        residual = None if residual is None else rows_in(residual)
     weight = None if weight is None else contiguous(weight)
     bias = None if bias is None else contiguous(bias)
+    if _across(x, residual, scale is not None):
+        _across_into(y, total, scale, x, residual, weight, bias, centred, eps)
+        return
+    x = rows_in(x)
+    residual = None if residual is None else rows_in(residual)
     added, quantised = residual is not None, scale is not None
-    align = 1 if across else aligned(n, x, residual)
-    vector = 1 if across or (quantised and n > 32768) else _window(n, align, x, residual)
+    align = aligned(n, x, residual)
+    vector = 1 if quantised and n > 32768 else _window(n, align, x, residual)
     pairs = in_pairs(align, x, residual, weight)
-    plan = _plan(len(x), n, x.element_size(), capability, added, quantised, across, vector, pairs, processors, centred)
+    plan = _plan(len(x), n, x.element_size(), capability, added, quantised, vector, pairs, processors, centred)
     sizes = (len(x), n // align, x.stride(0) // align, 0 if residual is None else residual.stride(0) // align)
     constants = {"ALIGN": align, "EPS": eps, "CENTRED": centred, **plan.constants, "num_warps": plan.warps}
     grid = (plan.programs,)
@@ -625,9 +793,9 @@ def norm_into(
             maxnreg=plan.registers, **constants, **early,
         )  # fmt: skip
     else:
-        kernel, steps = (_norm_rows, (x.stride(1),)) if plan.kernel == "rows" else (_norm_looped, ())
+        kernel = _norm_rows if plan.kernel == "rows" else _norm_looped
         launch(
-            kernel, grid, y, total, scale, x, residual, weight, bias, *sizes, *steps,
+            kernel, grid, y, total, scale, x, residual, weight, bias, *sizes,
             LIMIT=LIMITS.get(y.dtype, 0), INTERPRETED=capability is None, **constants,
         )  # fmt: skip
 

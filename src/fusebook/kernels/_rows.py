@@ -371,7 +371,7 @@ class Layout(NamedTuple):
     strides: list[tuple[tuple[int, ...], int, int]]  # of each tensor: those of OUTER's axes, that of INNER, that of N
 
 
-def _layout(dim: int, *tensors: Tensor) -> Layout:
+def layout_of(dim: int, *tensors: Tensor) -> Layout:
     """See tensors of one shape as [OUTER, INNER, N], where N is the axis `dim`."""
     shape = tensors[0].shape
     if not shape:
@@ -410,7 +410,7 @@ def _prepared(
 
     `dense` is contiguous; `free` has its shape and any strides.
     """
-    (outer, inner, n), outers, strides = _layout(dim, dense, free)
+    (outer, inner, n), outers, strides = layout_of(dim, dense, free)
     last = n == 1 or all(step == 1 for _, _, step in strides)
     starts = [(*along, step) for along, step, _ in strides]
     whole = 16 // dense.element_size()
@@ -478,7 +478,7 @@ def side_by_side(x: Tensor) -> Tensor:
 
 def lay(y: Tensor, x: Tensor) -> None:
     """Copy numbers to where they lie otherwise: in one of `x` and `y`, those of neighbouring rows lie together."""
-    (outer, inner, n), outers, strides = _layout(x.dim() - 1, y, x)
+    (outer, inner, n), outers, strides = layout_of(x.dim() - 1, y, x)
     # Large tiles, where there are enough of them; the interpreter's cost is programs times operations.
     numbers, warps = (8192, 8) if x.numel() >= 2**24 and x.element_size() < 8 else (4096, 4)
     numbers = numbers if gpu(x.device)[0] is not None else 2**16

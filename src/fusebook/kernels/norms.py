@@ -13,8 +13,8 @@ A row of up to 32768 numbers stays in the registers of one program between its l
 shared by several programs, each of which holds a part of it, and tells the others what it found.
 
 Limits: a wide row whose result is quantised is read three times, by one program, and so is a row for which the GPU has
-no room. Tensors whose rows do not lie one behind the other at equal distances, each without gaps, are copied first, but
-for short rows of a matrix that lies across memory.
+no room. Rows whose numbers lie apart, as in a transposed matrix, are read twice where they are wide. Copied first are
+rows that lie at no equal distances, and wide ones whose numbers lie apart and whose result is quantised.
 """
 
 from __future__ import annotations
@@ -213,7 +213,7 @@ def rms_norm(
     Notes
     -----
     Differentiable once, but for results in eight bits; works under `torch.compile` and `torch.vmap`. Of a row its
-    result depends on nothing else, bit for bit.
+    result depends on nothing else, bit for bit, where its numbers lie side by side.
 
     Examples
     --------
