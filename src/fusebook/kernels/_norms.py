@@ -239,7 +239,8 @@ def _norm_across(
     for i in tl.static_range(CHUNKS):  # all of them before the first is stored
         at = (columns + i * BLOCK).to(tl.int64)
         inside = live & (columns + i * BLOCK < N)
-        chunks += (_row(x_ptr, r_ptr, at_x + at * x_strides[2], at_r + at * r_strides[2], inside),)
+        x = _row(x_ptr, r_ptr, at_x + at * x_strides[2], at_r + at * r_strides[2], inside)  # [ROWS, BLOCK]; read MN
+        chunks += (x,)
     if STEP < 2:
         totals = tl.zeros([ROWS, BLOCK], FLOAT)
         for i in tl.static_range(CHUNKS):
@@ -594,12 +595,12 @@ def norm_plan(
         together = max(1, (1024 if size == 2 else 512) // whole)
         if size == 2 and 512 < n <= 1024 and n % 8:  # read number by number: more of them at once
             together = 2
-        elif size == 2 and 64 < n <= whole - whole // 8:  # a narrow last tile wastes less
+        elif size == 2 and 64 < n <= min(whole - whole // 8, 4096 if added else 8192):  # a narrow last tile wastes less
             block, together = max(64, whole // 8), 8 if n <= 128 else 4 if n <= 512 else 2
-        elif size == 2 and added and n in (4096, 8192, 16384):
+        elif size == 2 and added and n >= 4096:
             # Of two tensors a thread has twice the loads under way: fewer warps, or of long rows twice as many, which
             # leaves room for a second program.
-            block, warps = (4096, 16) if n == 16384 else (2048, 4)
+            block, warps = (4096, 16) if n > 8192 else (2048, 4 if n in (4096, 8192) else 8)
         few = rows <= 8 * processors * together
         if vector > 1:
             block, warps, together = next(tile for most, tile in _WINDOWS if n <= most)
@@ -640,18 +641,15 @@ def across_plan(outer: int, inner: int, n: int, size: int, capability: tuple[int
     """
     side = min(32, triton.next_power_of_2(inner))
     rows = max(side, min(32, triton.next_power_of_2(outer * side)))
-    whole = triton.next_power_of_2(n)
-    held = whole * max(1, size // 4)
-    if rows == 32 and 1024 < held <= 2048:
-        rows, side = 16, min(side, 16)
-    span = whole if held <= 2048 else 1024 // max(1, size // 4)
+    span = triton.next_power_of_2(n) if n <= 512 else 1024 // max(1, size // 4)
     parts = triton.cdiv(n, span)
     if capability is None:  # the interpreter's cost is programs times operations, whatever their size
         rows = max(rows, min(triton.next_power_of_2(outer * inner), max(1, 2**16 // span)))
         side = min(rows, triton.next_power_of_2(inner))
-    warps = max(1, min(16, rows * span // 1024))
     block = min(span, 64) if capability is not None else span
     tiles = triton.cdiv(inner, side) * triton.cdiv(outer, rows // side)
+    # 32 numbers a thread; of few programs, which wait for their loads alone, 16.
+    warps = max(1, min(16, rows * span // (1024 if tiles * parts >= 128 else 512)))
     return Plan("across", {"ROWS": rows, "SIDE": side, "BLOCK": block, "SPAN": span}, tiles, warps, span, parts)
 
 
@@ -668,12 +666,25 @@ _across_plan = functools.lru_cache(maxsize=4096)(across_plan)
 # Launching -----------------------------------------------------------------------------------------------------------
 
 
+#: From how many numbers on two readings of wide rows take less time than a copy by tiles and its norm.
+_ENOUGH = 2**24
+
+
 def _across(x: Tensor, residual: Tensor | None, quantised: bool) -> bool:
-    """Whether numbers of a row lie apart: then they are read where they are, unless a wide row is quantised."""
-    n = x.shape[-1]
-    if n <= 1 or not x.numel() or (quantised and n * max(1, x.element_size() // 4) > 2048) or n > 2**18:
+    """Whether rows whose numbers lie apart are read where they are, and not laid side by side first.
+
+    Half types are moved number by number: of these, wide rows are worth it only with a residual, which would be copied
+    as well, and short ones only of a matrix.
+    """
+    n, size = x.shape[-1], x.element_size()
+    if n <= 1 or not x.numel() or (x.stride(-1) == 1 and (residual is None or residual.stride(-1) == 1)):
         return False
-    return x.stride(-1) != 1 or (residual is not None and residual.stride(-1) != 1)
+    if n <= (512 if size == 2 else 256):
+        return size > 2 or x.dim() == 2
+    if quantised or not 2048 < n <= 2**18:
+        return False
+    enough = x.numel() >= _ENOUGH
+    return enough or x.numel() <= 3 * n if size > 2 else enough and residual is not None
 
 
 def aligned(n: int, *tensors: Tensor | None) -> int:

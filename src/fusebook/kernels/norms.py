@@ -13,8 +13,8 @@ A row of up to 32768 numbers stays in the registers of one program between its l
 shared by several programs, each of which holds a part of it, and tells the others what it found.
 
 Limits: a wide row whose result is quantised is read three times, by one program, and so is a row for which the GPU has
-no room. Rows whose numbers lie apart, as in a transposed matrix, are read twice where they are wide. Copied first are
-rows that lie at no equal distances, and wide ones whose numbers lie apart and whose result is quantised.
+no room. Rows whose numbers lie apart, as in a transposed matrix, are read where they are if they are short, and twice
+if they are wide and many; others are first laid side by side, as are rows at no equal distances.
 """
 
 from __future__ import annotations
