@@ -250,7 +250,8 @@ def uses_otherwise(x):
 def asks():
     """Reads what differs from one machine to the next, and from one process to the next."""
     found = sys.executable, torch.__version__, torch.version.cuda, torch._C._cuda_getCurrentRawStream, __file__, __doc__
-    return *found, INTERPRETED, _operator.INTERPRETED, OPERATORS, custom._OPS, np.random.default_rng(0), CALLS
+    found += INTERPRETED, _operator.INTERPRETED, OPERATORS, custom._OPS, np.random.default_rng(0), _operator._forward
+    return *found, CALLS
 
 
 def again(n):
@@ -310,6 +311,7 @@ def test_a_function_is_what_it_does(monkeypatch):
         (sys.modules[__name__], "__file__", str(Path(__file__).parent / ".." / "tests" / Path(__file__).name)),
         (_operator.OPERATORS, "another", None),
         (custom._OPS, -1, None),
+        (torch.autograd.forward_ad, "another", None),
     ],
 )
 def test_a_function_is_the_same_on_every_machine(monkeypatch, where, name, value):
