@@ -9,6 +9,7 @@ import os
 import threading
 
 import numpy as np
+import torch
 import triton.language as tl
 import triton.runtime.interpreter as interpreter
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -50,13 +51,15 @@ def _memory(values, found):
 
 def _listed(given):
     """The memory whose addresses a table holds, as `fusebook.kernels.adamw` has it: sizes, then a row for each kind."""
-    if not {"table_ptr", "grads_ptr"} <= given.keys():
+    if not {"table_ptr", "grads_ptr", "tensors"} <= given.keys():
         return []
-    sizes, *rows = given["table_ptr"].tolist()
+    tensors, grads = given["tensors"], given["grads_ptr"]
+    sizes, *rows = given["table_ptr"][: 6 * tensors].view(6, tensors).tolist()
+    rows.append(grads.tolist() if grads.dtype == torch.int64 else [grads.data_ptr()])
     kinds = [given["P"], given["S"], given["S"], given["S"], tl.float32, given["G"]]
     return [
         (start, start + n * kind.primitive_bitwidth // 8)
-        for row, kind in zip([*rows, given["grads_ptr"].tolist()[: len(sizes)]], kinds, strict=True)
+        for row, kind in zip(rows, kinds, strict=True)
         for start, n in zip(row, sizes, strict=True)
         if start
     ]

@@ -14,8 +14,8 @@ operation of PyTorch at a time reads 64 and writes 40. Numbers are float32 in be
 
 from __future__ import annotations
 
-import bisect
 import math
+import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -83,9 +83,9 @@ def _root(x):
 
 
 @triton.jit
-def _memory(entry_ptr, first, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    """Where a chunk begins of the tensor whose address the table holds."""
-    memory = tl.load(entry_ptr).to(tl.pointer_type(TYPE))
+def _memory(address, first, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    """Where a chunk begins of the tensor at an address."""
+    memory = address.to(tl.pointer_type(TYPE))
     if ALIGNED:
         memory = tl.multiple_of(memory, 16)
     return memory + first
@@ -93,18 +93,17 @@ def _memory(entry_ptr, first, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
 
 @triton.jit
 def _chunk(
-    table_ptr, grads_ptr, tensors, i, first, live, key, scalars, P: tl.constexpr, G: tl.constexpr, S: tl.constexpr,
+    row, tensors, grad, first, live, key, scalars, P: tl.constexpr, G: tl.constexpr, S: tl.constexpr,
     TOP: tl.constexpr, EXACT: tl.constexpr, CHANCE: tl.constexpr, FLOAT: tl.constexpr, ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """Step the chunk of tensor i that begins at `first`: all of it where it is aligned, else its `live` numbers."""
-    row = table_ptr + i
-    g_ptr = _memory(grads_ptr + i, first, G, ALIGNED)
-    p_ptr = _memory(row + tensors, first, P, ALIGNED)
-    m_ptr = _memory(row + 2 * tensors, first, S, ALIGNED)
-    v_ptr = _memory(row + 3 * tensors, first, S, ALIGNED)
-    top_ptr = _memory(row + 4 * tensors, first, S, ALIGNED)
-    exact_ptr = _memory(row + 5 * tensors, first, tl.float32, ALIGNED)
+    """Step the chunk of a tensor that begins at `first`: all of it where it is aligned, else its `live` numbers."""
+    g_ptr = _memory(grad, first, G, ALIGNED)
+    p_ptr = _memory(tl.load(row + tensors), first, P, ALIGNED)
+    m_ptr = _memory(tl.load(row + 2 * tensors), first, S, ALIGNED)
+    v_ptr = _memory(tl.load(row + 3 * tensors), first, S, ALIGNED)
+    top_ptr = _memory(tl.load(row + 4 * tensors), first, S, ALIGNED)
+    exact_ptr = _memory(tl.load(row + 5 * tensors), first, tl.float32, ALIGNED)
     scale, keep, size, eps, rest1, beta2, rest2, root = scalars
     for step in range(STEPS):
         at = step * BLOCK + tl.arange(0, BLOCK)  # [BLOCK], as all that follows
@@ -128,7 +127,7 @@ def _chunk(
         tl.store(p_ptr + at, p.to(P), mask)
 
 
-@triton.jit(do_not_specialize=["t", "seed"])
+@triton.jit(do_not_specialize=["grads_ptr", "t", "seed"])
 def _adamw_chunks(
     table_ptr, grads_ptr, chunks_ptr, ticket_ptr, count_ptr, rate_ptr, norm_ptr, tensors, t, seed,
     lr: tl.float64, beta1: tl.float64, beta2: tl.float64, fraction1: tl.float64, fraction2: tl.float64,
@@ -138,8 +137,8 @@ def _adamw_chunks(
 ):  # fmt: skip
     """Step one chunk of one tensor, both of which the list of chunks tells.
 
-    `table_ptr` holds for all tensors their sizes, then the addresses of p, m, v, and of what else there is; `grads_ptr`
-    those of g, then whether all of a tensor's addresses are aligned.
+    `table_ptr` holds for all tensors their sizes, then the addresses of p, m, v, and of what else there is, and whether
+    all of these are aligned; `grads_ptr` points to the addresses of g, or to the only g.
     """
     where = tl.load(chunks_ptr + tl.program_id(0))
     i, first = where >> 32, (where & 0xFFFFFFFF) * (BLOCK * STEPS)
@@ -164,15 +163,17 @@ def _adamw_chunks(
         (1 - one * beta1).to(FLOAT), tl.full([1], beta2, FLOAT), (1 - one * beta2).to(FLOAT),
         tl.sqrt(fraction2).to(FLOAT),
     )  # fmt: skip
-    live = tl.load(table_ptr + i) - first
-    if (tl.load(grads_ptr + tensors + i) != 0) & (live >= BLOCK * STEPS):
+    row = table_ptr + i
+    grad = tl.load(grads_ptr + i) if grads_ptr.dtype.element_ty == tl.int64 else grads_ptr.to(tl.int64)
+    live = tl.load(row) - first
+    if (tl.load(row + 6 * tensors) != 0) & (grad % 16 == 0) & (live >= BLOCK * STEPS):
         _chunk(
-            table_ptr, grads_ptr, tensors, i, first, live, key, scalars,
+            row, tensors, grad, first, live, key, scalars,
             P, G, S, TOP, EXACT, CHANCE, FLOAT, True, BLOCK, STEPS,
         )  # fmt: skip
     else:  # a ragged end, or what lies anywhere: one number after another
         _chunk(
-            table_ptr, grads_ptr, tensors, i, first, live, key, scalars,
+            row, tensors, grad, first, live, key, scalars,
             P, G, S, TOP, EXACT, CHANCE, FLOAT, False, BLOCK, STEPS,
         )  # fmt: skip
     if ADVANCE:  # by the last program to come here: all others have read the number of steps
@@ -213,21 +214,19 @@ _NONE = type(None)
 #: What is known of lists, by the first address and the length; with one more it begins anew.
 _known: dict[Any, _List] = {}
 _LISTS = 256
-#: So many gradients are placed by Python's own means: a call of NumPy costs as much as some dozens of them.
-_FEW = 32
+#: Beyond all addresses.
+_FAR = 2**62
 #: What graphs read, which may be replayed as long as the process lives.
 _captured: list[Any] = []
 
 
-def _on_device(values: Any, device: torch.device) -> tuple[Tensor, Tensor]:
+def _on_device(values: Any, device: torch.device, table: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Integers on the device, and where they come from, which must outlast the copy if a graph holds that."""
     cuda = device.type == "cuda"  # pinned, or the host would wait for the device
-    if isinstance(values, list):
-        host = torch.tensor(values, dtype=torch.int64, pin_memory=cuda)
-    else:
-        host = torch.as_tensor(values, dtype=torch.int64)
-        host = host.pin_memory() if cuda else host
-    return (host.to(device, non_blocking=True) if cuda else host), host
+    host = torch.empty(len(values), dtype=torch.int64, pin_memory=cuda)
+    host.numpy()[:] = values
+    table = torch.empty(len(values), dtype=torch.int64, device=device) if table is None else table
+    return table.copy_(host, non_blocking=True), host
 
 
 class _Group:
@@ -235,55 +234,40 @@ class _Group:
 
     Parameters
     ----------
-    places : list of int
-        Which of the list's tensors.
     lists : sequence of list of torch.Tensor
         p, m, v, and what else there is, of these.
     dtypes : tuple of torch.dtype
         Of p, of g, and of m and v.
     """
 
-    def __init__(self, places: list[int], lists: Sequence[list[Tensor]], dtypes: tuple[Any, ...]) -> None:
-        self.places, self.dtypes, self.device = np.array(places), dtypes, lists[0][0].device
-        self.has = bool(lists[3]), bool(lists[4])
+    def __init__(self, lists: Sequence[list[Tensor]], dtypes: tuple[Any, ...]) -> None:
+        self.tensors, self.device = len(lists[0]), lists[0][0].device
+        single = tl.float64 if dtypes[0] == torch.float64 else tl.float32
+        self.kinds = *(_TYPES[dtype] for dtype in dtypes), bool(lists[3]), bool(lists[4]), single
         self.compiled: dict[Any, Any] = {}
-        rows = [[t.data_ptr() for t in tensors] if tensors else [0] * len(places) for tensors in lists]
-        sizes = [t.numel() for t in lists[0]]
-        self.aligned = (np.array(rows) % 16 == 0).all(0)
+        none = [0] * self.tensors
+        rows = np.array([[t.data_ptr() for t in tensors] if tensors else none for tensors in lists])
+        sizes = np.array([t.numel() for t in lists[0]])
         self.plan = _adamw_plan(dtypes[2].itemsize, gpu(self.device)[0])
-        each = torch.tensor([triton.cdiv(n, self.plan.block * self.plan.steps) for n in sizes])
+        each = -(-sizes // (self.plan.block * self.plan.steps))
         self.programs = int(each.sum())
         # Chunk 0, 1, ... of each tensor, behind its number.
-        starts = torch.repeat_interleave(each.cumsum(0) - each, each)
-        tensor = torch.repeat_interleave(torch.arange(len(sizes)), each)
-        chunks = (tensor << 32) + torch.arange(self.programs) - starts
-        self.held = [_on_device(v, self.device) for v in ([sizes, *rows], chunks)]
+        starts = np.repeat(each.cumsum() - each, each)
+        chunks = (np.repeat(np.arange(self.tensors), each) << 32) + np.arange(self.programs) - starts
+        table = np.concatenate([sizes, *rows, (rows % 16 == 0).all(0), [0]])
+        self.held = [_on_device(v, self.device) for v in (table, chunks)]
         self.table, self.chunks = (on_device for on_device, _ in self.held)
-
-    def placed(self, addresses: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """A table of where the gradients are, of all of the list's tensors; a ticket; and what they are copies of."""
-        values: Any
-        if isinstance(addresses, list):
-            few = [addresses[i] for i in self.places.tolist()]
-            values = [*few, *(int(ok and a % 16 == 0) for ok, a in zip(self.aligned.tolist(), few, strict=True)), 0]
-        else:
-            mine = addresses[self.places]
-            values = np.concatenate([mine, self.aligned & (mine % 16 == 0), [0]])
-        table, held = _on_device(values, self.device)
-        return table, table[-1:].view(torch.int32), held
+        self.ticket = self.table[-1:].view(torch.int32)
 
     def launch(
-        self, placed: tuple[Tensor, Tensor, Tensor], tensors: tuple[Any, ...], numbers: tuple[Any, ...], maximize: bool,
-        chance: bool, last: bool,
+        self, grads: Any, tensors: tuple[Any, ...], numbers: tuple[Any, ...], maximize: bool, chance: bool, last: bool
     ) -> None:  # fmt: skip
         """Step all, with a count, a learning rate and a norm that are on the device, or None."""
-        args = self.table, placed[0], self.chunks, placed[1], *tensors, len(self.places), *numbers
+        args = self.table, grads, self.chunks, self.ticket, *tensors, self.tensors, *numbers
         advance = last and tensors[0] is not None
         key = maximize, chance, advance, *(None if t is None else (t.dtype, t.data_ptr() % 16) for t in tensors)
         compiled = self.compiled.get(key)
-        types = tuple(_TYPES[dtype] for dtype in self.dtypes)
-        single = tl.float64 if self.dtypes[0] == torch.float64 else tl.float32
-        constants = (*types, *self.has, single, maximize, chance, advance, self.plan.block, self.plan.steps)
+        constants = *self.kinds, maximize, chance, advance, self.plan.block, self.plan.steps
         current = self.device.type == "cuda" and torch.cuda.current_device() == self.device.index
         if compiled is not None and current and unhooked():  # Triton would derive anew what has not changed
             stream = torch._C._cuda_getCurrentRawStream(self.device.index)
@@ -309,16 +293,20 @@ class _List:
 
     def __init__(self, lists: tuple[list[Tensor], ...], tensors: list[Tensor]) -> None:
         params, ms, *_, grads = lists
+        self.device = params[0].device
         _no_gradient_of(grads)
         _check_lists(*lists)
         states = tensors[: -len(grads)]
         with torch.no_grad():  # so that they also notice a gradient that is recorded
             self.guards = [_Guards(*of, dynamic_dims_sizes=None, dynamic_dims_strides=None) for of in (states, grads)]
         self.addresses = [t.data_ptr() for t in states]
+        # While all of them live, no other tensor is where one of them is.
+        alive = self.alive = [True]
+        self.objects = _objects(states)
+        self.watched = [weakref.ref(t, lambda _: alive.clear()) for t in states]
         spans = sorted((t.data_ptr(), t.data_ptr() + t.numel() * t.element_size()) for t in states)
-        self.starts, self.ends = np.array(spans).T.copy()
-        self.spans = spans
-        self.sizes = np.array([g.numel() * g.element_size() for g in grads])
+        self.starts, self.ends = np.array([*spans, (_FAR, _FAR)]).T.copy()
+        self.sizes = np.array([g.numel() * g.element_size() or -_FAR for g in grads])
         kinds: dict[Any, list[int]] = {}
         for i, p in enumerate(params):
             kinds.setdefault((p.device, (p.dtype, grads[i].dtype, ms[i].dtype)), []).append(i)
@@ -327,51 +315,57 @@ class _List:
                 f"{_NAME}: expected tensors that share no memory, and two that are written do; give each of them once"
             )
         groups = [
-            _Group(at, [[of[i] for i in at] if of else [] for of in lists[:-1]], dtypes)
+            (at, _Group([[of[i] for i in at] if of else [] for of in lists[:-1]], dtypes))
             for (_, dtypes), at in kinds.items()
         ]
-        self.groups = [group for group in groups if group.programs]
-        #: By stream, where gradients were last; and where they were when they last stayed, of which the device knows.
-        self.placed: dict[int, _Placed] = {}
-        self.first: _Placed | None = None
+        self.groups = [group for _, group in groups if group.programs]
+        self.order = np.array([i for at, group in groups if group.programs for i in at], np.int64)
+        self.placed: _Placed | None = None
 
     def holds(self, states: list[Tensor], grads: list[Tensor]) -> bool:
         """Whether these lie where the tensors lay that it knows, and are of their kinds.
 
-        Not whether they are the same objects: Python's id takes longer where somebody listens to it (sys.addaudithook).
+        The same objects at the same addresses, beside gradients of the same kinds, need no guards. NumPy tells objects
+        apart: Python's id takes longer where somebody listens to it (sys.addaudithook).
         """
         try:
-            there = list(map(Tensor.data_ptr, states)) == self.addresses
-            return there and self.guards[1].check(*grads) and self.guards[0].check(*states)
+            if list(map(Tensor.data_ptr, states)) != self.addresses or not self.guards[1].check(*grads):
+                return False
+            return (bool(self.alive) and _objects(states) == self.objects) or self.guards[0].check(*states)
         except (TypeError, RuntimeError):  # no tensor, or one without memory of its own
             return False
 
-    def meets(self, address: int, size: int) -> bool:
-        """Whether a step writes any of so many bytes from there on."""
-        at = bisect.bisect_left(self.spans, (address + size,)) - 1  # the last that begins before their end
-        return at >= 0 < size and address < self.spans[at][1]
+    def meets(self, first: Any, sizes: Any) -> bool:
+        """Whether a step writes any of so many bytes from these addresses on."""
+        return bool((self.starts[self.ends.searchsorted(first, "right")] < first + sizes).any())
 
-    def place(self, grads: list[int]) -> _Placed:
-        """Tell the device where the gradients are."""
-        first: Any = grads
-        if len(grads) <= _FEW:
-            within = any(map(self.meets, grads, self.sizes.tolist()))
-        else:
-            first = np.array(grads)  # not of torch, which wakes threads for a few hundred numbers
-            behind = np.minimum(self.ends.searchsorted(first, "right"), len(self.ends) - 1)
-            met = (self.starts[behind] < first + self.sizes) & (first < self.ends[behind])
-            within = (met & (self.sizes > 0)).any()
-        if within:
+    def place(self, addresses: list[int], kept: _Placed | None) -> _Placed:
+        """Tell the device where the gradients are, in the table that it keeps if it may write to that."""
+        # Not of torch, which wakes threads for a few hundred numbers.
+        first = np.fromiter(addresses, np.int64, len(addresses))
+        if self.meets(first, self.sizes):
             raise ValueError(f"{_NAME}: expected gradients apart from what is written, got one in its memory; copy it")
-        return _Placed(grads, [group.placed(first) for group in self.groups])
+        if len(addresses) == 1:  # an argument of the launch
+            return _Placed(addresses)
+        if kept is not None and kept.table is not None:
+            _, held = _on_device(first[self.order], self.device, kept.table)
+            return _Placed(addresses, kept.told, kept.table, held)
+        table, held = _on_device(first[self.order], self.device)
+        return _Placed(addresses, table.split([group.tensors for group in self.groups]), table, held)
 
 
 class _Placed(NamedTuple):
-    """Where gradients are, and for each group what its launches are told of that."""
+    """Where gradients are, the parts of groups in a table of that, the table if it may change, and its source."""
 
     addresses: list[int]
-    tables: list[tuple[Tensor, Tensor, Tensor]]
-    there: Any = None  # on a GPU an event behind the copies of these tables
+    told: Sequence[Tensor] = ()
+    table: Tensor | None = None
+    held: Tensor | None = None
+
+
+def _objects(tensors: list[Tensor]) -> bytes:
+    """Which objects these are."""
+    return np.fromiter(tensors, object, len(tensors)).tobytes()
 
 
 def _no_gradient_of(grads: list[Tensor]) -> None:
@@ -435,9 +429,7 @@ def _stepped(
         return
     states = [*params, *ms, *vs, *tops, *exacts]
     check_tensor(_NAME, "params[0]", params[0])
-    device, cuda = params[0].device, params[0].is_cuda
-    capture = cuda and torch.cuda.is_current_stream_capturing()
-    stream = torch._C._cuda_getCurrentRawStream(device.index) if cuda else 0
+    capture = params[0].is_cuda and torch.cuda.is_current_stream_capturing()
     key = params[0].data_ptr(), len(params), len(tops), len(exacts)
     with torch._C.DisableTorchFunction():
         of = _known.get(key)
@@ -446,30 +438,24 @@ def _stepped(
         for what, single in (("step", count), ("lr", rate), ("norm", norm)):
             if single is not None and of.meets(single.data_ptr(), 1):
                 raise ValueError(f"{_NAME}: expected {what} apart from what is written, got it in its memory; clone it")
-        # A graph may read what has been on the device for long, and nothing that a stream is about to replace.
-        known = of.first if capture else of.placed.get(stream)
-        addresses = list(map(Tensor.data_ptr, grads))
-        stayed = known is not None and known.addresses == addresses
-        placed: _Placed = known if known is not None and stayed else of.place(addresses)
-        if cuda and not stayed and not capture:
-            placed = placed._replace(there=torch.cuda.current_stream(device).record_event())
-    if capture:
-        _captured.append((of, placed))
-    else:
-        of.placed[stream] = placed
-        if of.first is None:  # its tables are for other streams, too
-            of.first = placed
-            if cuda:
-                torch.cuda.current_stream(device).synchronize()
+        # Steps of a list follow each other, on whatever streams: when one begins, its table is there and nobody's else.
+        kept, addresses = of.placed, list(map(Tensor.data_ptr, grads))
+        stayed = kept is not None and kept.addresses == addresses
+        placed: _Placed = kept if kept and stayed else of.place(addresses, None if capture else kept)
+    if not capture:
+        of.placed = placed
+        if _known.get(key) is not of:
             if len(_known) >= _LISTS:
                 _known.clear()
             _known[key] = of
-        elif stayed and placed is not of.first and placed.there is not None and placed.there.query():
-            of.first = placed  # or a graph would copy at each replay where gradients lie
+    else:
+        _captured.append((of, placed))
+        if stayed:  # nobody writes any more to what a graph reads
+            of.placed = placed._replace(table=None)
     fractions = (1 - beta1**step, 1 - beta2**step)
     numbers = step & 0x7FFFFFFF, (seed or 0) & 0x7FFFFFFF, lr, beta1, beta2, *fractions, eps, decay, most
-    for group, tables in zip(of.groups, placed.tables, strict=True):
-        group.launch(tables, (count, rate, norm), numbers, maximize, seed is not None, group is of.groups[-1])
+    for group, told in zip(of.groups, placed.told or grads, strict=False):
+        group.launch(told, (count, rate, norm), numbers, maximize, seed is not None, group is of.groups[-1])
     if count is not None and not of.groups:
         apply(Tensor.add_, count, 1)
     if not torch.is_inference_mode_enabled():
@@ -576,9 +562,9 @@ def adamw_step(
     Notes
     -----
     Arithmetic is float32, float64 for float64, and is the same in every run. The first step of a list puts tables of
-    addresses on the device and waits for them; later ones look whether they still hold. A graph that is captured
-    behind such a step reads its tables, which then live as long as the process, and copies at most the addresses of
-    gradients, where these lie elsewhere.
+    addresses on the device; later ones look whether they still hold. A graph that is captured behind such a step reads
+    its tables, which then live as long as the process, and copies at most the addresses of gradients, where these lie
+    elsewhere. Steps of a list on several streams have to wait for each other, as for all that works in place.
 
     The formula is that of I. Loshchilov and F. Hutter, "Decoupled Weight Decay Regularization", 2019.
 
