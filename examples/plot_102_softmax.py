@@ -218,6 +218,7 @@ def softmax_one_row(x, warps=4):
 # library has a table of its own, the :term:`plan` further down.
 
 
+# site: fold
 def by_the_rule(x):
     """Step one with the warps of the tutorial's first kernel."""
     N = triton.next_power_of_2(x.shape[1])

@@ -467,15 +467,18 @@ def textbook(X, y, w, b, lr, l2):
     return new, b - lr * r.sum(), loss + l2 * (w * w).sum()
 
 
+# site: fold
 def without_penalty(*inputs):
     return fusebook.logistic_step(*inputs[:5], 0.0)
 
 
+# site: fold
 def loss_afterwards(X, y, w, b, lr, l2):
     w, b, _ = fusebook.logistic_step(X, y, w, b, lr, l2)
     return w, b, fusebook.logistic_step(X, y, w, b, lr, l2)[2]
 
 
+# site: fold
 def with_our_loss(step):
     """New weights by `step`, which has no loss."""
     return lambda *a: (*step(*a), fusebook.logistic_step(*a)[2])

@@ -86,6 +86,7 @@ def nearest(X, means):
     return np.argmin(np.linalg.norm(X - means[:, None], axis=2), axis=0)
 
 
+# site: fold
 def planted(n, middle, seed=0):
     """n points around each of the middles, and where each belongs."""
     label = np.repeat(np.arange(len(middle)), n)
@@ -601,6 +602,7 @@ table(
 table(
     laws.set_index(["law", "variant"])[["status", "score", "note"]],
     "Who is right",
+    fold=True,
 )
 
 # %%
