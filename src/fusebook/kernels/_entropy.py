@@ -612,6 +612,8 @@ def entropy_plan(
     even = even and n % vector == 0
     reach = n if even else n + vector - 1
     whole, shared = _CUTS[size] if capability else (_INTERPRETED, _INTERPRETED._replace(held=size == 2))
+    if size == 2 and vector > 1 and not even:  # to tell a row's ends from its neighbours' numbers takes registers
+        whole = shared
     block, warps, most, held, registers = whole if reach <= whole.block * whole.most else shared
     # A word of the board has no room for numbers of float64.
     parts = 1 if size == 8 else triton.cdiv(reach, block * most)
