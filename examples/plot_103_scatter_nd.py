@@ -62,7 +62,6 @@ from fusebook.kernels._grouped import (
     _scatter_nd_owner,
     _scatter_nd_segments,
     _scatter_nd_sort,
-    _scatter_nd_zeros,
 )
 from fusebook.kernels.scatter_nd import (
     _scatter_nd_plan,
@@ -430,7 +429,7 @@ def step_two(shape, indices, updates):
 # each stretch of equal keys is the sum of one row. The library sorts by
 # counting: the place of an update is the number of updates that go before it,
 # so each is compared with every other. That is quadratic work in a single
-# pass. Other programs of the same launch write the first zeros meanwhile.
+# pass. Other programs of the same launch write zeros to all rows meanwhile.
 
 Folded("Sort by counting", Source(_scatter_nd_sort, doc=False))
 
@@ -442,38 +441,10 @@ Folded("Sort by counting", Source(_scatter_nd_sort, doc=False))
 Folded("Add up segments", Source(_scatter_nd_segments, doc=False))
 
 # %%
-# The other rows get their zeros at the same time. How does a program know that
-# row r has no updates? Each row that has updates notes in a table, ``first``,
-# where its keys start in the sorted list. The table is never cleared, which
-# would be one more launch. Row r has updates if and only if ``keys[first[r]]
-# == r``; garbage fails this test. That is the :term:`sparse set` of Briggs and
-# Torczon.
-
-Folded("Zeros", Source(_scatter_nd_zeros, doc=False))
-
-# %%
-# These are three kernels. With :term:`programmatic dependent launch`, on
-# Hopper and later GPUs, each may start while the one ahead of it still runs,
-# and says itself where it has to wait (``gdc_wait``). The kernel for the rows
-# waits for the sort. The kernel for the zeros starts when all programs of the
-# rows have passed that point. At its end it waits for the rows, so that what
-# is launched next finds the output complete. The picture is not to scale.
-
-draw.lanes(
-    "Three kernels, each launched before the one ahead of it has ended",
-    {
-        "sort": [(0, 3, "sorts, writes first zeros")],
-        "rows": [(1.2, 3, "waits for sort"), (3, 6.2, "adds up rows")],
-        "zeros": [(3.4, 5.4, "writes zeros"), (5.4, 6.2, "waits")],
-        "what is next": [(6.2, 7.4, "reads all")],
-    },
-    [
-        ("sort", 3, "rows", 3.05),
-        ("rows", 3.1, "zeros", 3.4),
-        ("rows", 6.15, "zeros", 6.2),
-        ("zeros", 6.2, "what is next", 6.25),
-    ],
-)
+# With :term:`programmatic dependent launch`, on Hopper and later GPUs, this
+# kernel may start while the sort still runs, and says itself where it has to
+# wait (``gdc_wait``). So its programs have their places when the last zero is
+# written.
 
 # %%
 # With very many updates, comparing all with all takes too long. Then atomic

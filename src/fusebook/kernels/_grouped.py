@@ -32,7 +32,6 @@ class Plan(NamedTuple):
     chunk: int  # updates of one row that one program adds up; further ones are other programs' work
     fill: int  # zeros that a program writes
     warps: int
-    beside: int  # rows of zeros that are written while updates are sorted by counting
 
 
 @triton.jit
@@ -66,7 +65,7 @@ def row_of(index, R, masked, MASKED: tl.constexpr):
     return tl.where(live, row, -1)
 
 
-# Sorted: the rows with updates, and beside them the zeros of the others -----------------------------------------------
+# Sorted: zeros, and behind them the rows with updates -----------------------------------------------
 
 
 @triton.jit
@@ -183,34 +182,6 @@ def _scatter_nd_segments(
                     # .cg: from L2, where other multiprocessors' stores are; L1 may hold what was there before.
                     acc += tl.load(part, mask=(piece + u < left)[:, None] & inside, other=0.0, cache_modifier=".cg")
             tl.store(out, acc, mask=(left > 0)[:, None] & inside)
-
-
-@triton.jit
-def _scatter_nd_zeros(
-    out_ptr, keys_ptr, starts_ptr, FIRST, D, n, ALIGN: tl.constexpr, BLOCK: tl.constexpr, LATE: tl.constexpr = False
-):  # fmt: skip
-    """Zeros for the rows from FIRST on that no update names, while others add up those that one names.
-
-    A row that is named knows where its keys start. What stands there for another row is whatever was in memory before,
-    so it is believed only where the key at that place is this very row.
-    """
-    D = D * ALIGN
-    tiles = tl.cdiv(D, BLOCK)
-    row = FIRST + tl.program_id(0) // tiles
-    columns = (tl.program_id(0) % tiles).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
-    # Through L1, which neighbouring programs share: a program is over as soon as it has asked, so that is its time.
-    at = tl.load(starts_ptr + row)
-    known = (at >= 0) & (at < n)
-    key = tl.load(keys_ptr + tl.where(known, at, 0))
-    reach = tl.where(known & (key == row), 0, D)
-    zeros = tl.zeros([BLOCK], out_ptr.dtype.element_ty)
-    tl.store(
-        out_ptr + row.to(tl.int64) * D + columns, zeros, mask=columns < reach
-    )  # write RD, together with the others
-    if LATE:
-        if tl.program_id(0) == tl.num_programs(0) - 1:
-            # Who waits for this kernel waits for the one before, too.
-            tl.extra.cuda.gdc_wait()
 
 
 # Owner: every row of the output, written once -------------------------------------------------------------------------
@@ -340,18 +311,17 @@ def launch_segments(
     out: Tensor, indices: Tensor, updates: Tensor, parts: Tensor, counters: Tensor, order: Tensor, keys: Tensor,
     spans: Tensor, sizes: tuple[int, int, int], masked: int | None, plan: Plan,
 ) -> None:  # fmt: skip
-    """A sort by counting beside the first zeros; rows that have updates; beside them, zeros for the other rows.
+    """A sort by counting beside the zeros of all rows; then the rows that have updates.
 
-    Where the GPU can, each kernel starts while the one before it still runs. The third needs the first, but not the
-    second: it starts when all programs of the second have waited for the first, and does not wait itself.
+    Where the GPU can, the second kernel starts while the first one still runs.
     """
     R, D, n = sizes
     stride, align = steps_of(updates, D)
     early = overlapping(out.device)
     mine, theirs = (256, 256) if INTERPRETED else (4, min(256, max(32, triton.next_power_of_2(n))))
     launch(
-        _scatter_nd_sort, (triton.cdiv(n, mine) + triton.cdiv(plan.beside * D, plan.fill),),
-        out, order, keys, spans[0], spans[1], counters, indices, plan.beside * D, R, n, len(counters), masked or 0,
+        _scatter_nd_sort, (triton.cdiv(n, mine) + triton.cdiv(R * D, plan.fill),),
+        out, order, keys, spans[0], spans[1], counters, indices, R * D, R, n, len(counters), masked or 0,
         MASKED=masked is not None, WIDE=(R + 2) * n >= 2**31, MINE=mine, THEIRS=theirs, BLOCK=plan.fill,
         EARLY=bool(early),
     )  # fmt: skip
@@ -361,12 +331,6 @@ def launch_segments(
         ALIGN=align, CHUNK=plan.chunk, ROWS=plan.rows, BLOCK=plan.block, TOGETHER=plan.together, LATE=bool(early),
         num_warps=plan.warps, **early,
     )  # fmt: skip
-    if plan.beside < R:
-        block = min(triton.next_power_of_2(D), plan.fill)
-        launch(
-            _scatter_nd_zeros, ((R - plan.beside) * triton.cdiv(D, block),),
-            out, keys, spans[0], plan.beside, D // align, n, ALIGN=align, BLOCK=block, LATE=bool(early), **early,
-        )  # fmt: skip
 
 
 def launch_lists(

@@ -15,10 +15,9 @@ hundred terms. Limits: the output is contiguous; reductions other than ``add`` a
 
 Three strategies. *Atomic*: zeros, then atomic additions, in the order that the hardware takes. *Sorted*: the updates
 are put in the order of their rows, and each stretch of one row is added up in the order of their numbers: the same bits
-in every run. Up to some thousand updates the sort is hidden behind the first zeros, and the rows with updates are added
-up while the other rows are still being filled; some dozen updates each look for the others of their row. *Owner*:
-updates are grouped by row with integer atomics (or, where they are few, each row looks through all indices), and one
-kernel writes each row of the output exactly once, zeros included.
+in every run. Up to some thousand updates the sort is hidden behind the zeros; some dozen updates each look for the
+others of their row. *Owner*: updates are grouped by row with integer atomics (or, where they are few, each row looks
+through all indices), and one kernel writes each row of the output exactly once, zeros included.
 """
 
 from __future__ import annotations
@@ -194,9 +193,6 @@ STRATEGIES = ("atomic", "sorted", "owner")
 _GROUPING = 576
 _GROUPED = {"sorted": 14 * 2**20, "owner": 48 * 2**20}
 
-# Bytes of zeros that are written beside the sort by counting.
-_BESIDE = 2**26
-
 
 def _scatter_nd_plan(
     sizes: tuple[int, int, int], dtype: torch.dtype, capability: tuple[int, int] | None, *, strategy: str | None = None,
@@ -223,7 +219,7 @@ def _scatter_nd_plan(
         elif small and (size < 4 or n <= 16 or n > few):
             strategy = "owner"
         else:
-            # Few updates are sorted by comparing each with each, and what they take is done beside the zeros of others.
+            # Few updates are sorted by comparing each with each, and that is done beside the zeros.
             strategy = "sorted" if n <= many and (cached or n <= max(few, R // 4)) else "owner"
             # Additions move some bytes a nanosecond less than loads do. What is to be saved by grouping must first be
             # earned: its launches, and about as much for each update as half a kilobyte of additions takes. In a small
@@ -264,11 +260,7 @@ def _scatter_nd_plan(
     tall = triton.next_power_of_2(max(1, R if find in ("sort", "lists") else n))
     tile = 16384 if interpreted else 512 if find == "" and cached else 1024
     rows = 1 if find in ("scan", "first") else max(1, min(tile // block, tall))
-    # Zeros beside the sort, as many as outlast it. All of them where rows are narrow or odd: to ask whether a row has
-    # updates pays where the answer is worth a program's tile, written in pieces of 16 bytes.
-    asked = D * size >= zeros and D * size % 16 == 0
-    beside = R // 2 if interpreted else min(R, _BESIDE // (D * size)) if asked else R
-    return Plan(strategy, find, steps, rows, block, together, chunk, zeros // size, warps, beside)
+    return Plan(strategy, find, steps, rows, block, together, chunk, zeros // size, warps)
 
 
 # Launchers -----------------------------------------------------------------------------------------------------------

@@ -38,8 +38,6 @@ _CONSTANTS = {
     "SORT_MINE": 4,
     "CHUNK": 32,
     "KEYS_BLOCK": 256,
-    "BESIDE": 2**26,  # bytes of zeros that are written while updates are sorted, if rows have at least
-    "ZEROS_FROM": 4096,  # bytes
 }
 # Softmax by rows: the width of a tile, its rows, its warps.
 _ROWS = (
@@ -154,13 +152,6 @@ def specs(types: Sequence[str]) -> Iterator[Spec]:
                     | {f"{x}_ptr": "*i32" for x in ("order", "keys", "starts", "ends")} | sizes,
                     {"ALIGN": align, "CHUNK": _CONSTANTS["CHUNK"], "ROWS": rows, "BLOCK": block, "TOGETHER": 8}, 8,
                     late="LATE",
-                )  # fmt: skip
-            if aligned:
-                block = _CONSTANTS["ZEROS_FROM"] // size
-                yield Spec(
-                    "ZEROS", type_, aligned, block, 1, grouped, "_scatter_nd_zeros",
-                    {"out_ptr": pointer, "keys_ptr": "*i32", "starts_ptr": "*i32", "FIRST": "i32"} | sizes,
-                    {"ALIGN": align, "BLOCK": block}, 4, late="LATE",
                 )  # fmt: skip
             strides = {"INNER": "i32", "N": "i32", "y_strides": ("i32",) * 3, "x_strides": ("i32",) * 3}
             tensors = {"y_ptr": pointer, "x_ptr": pointer}

@@ -22,7 +22,7 @@ typedef struct {
   const char *name;
 } Entry;
 
-enum { KEYS, SCAN, FILL, ATOMIC, ROUND, SORT, SEGMENTS, ZEROS, SOFTMAX_ROWS, SOFTMAX_WIDE, SOFTMAX_AXIS };
+enum { KEYS, SCAN, FILL, ATOMIC, ROUND, SORT, SEGMENTS, SOFTMAX_ROWS, SOFTMAX_WIDE, SOFTMAX_AXIS };
 
 #include "table.h" /* ENTRIES, ARCHITECTURES, TYPES, and the constants that plan and kernels must agree on */
 
@@ -369,18 +369,13 @@ static Status scatter(Kernel *kernel, void *context, const char *name) {
   } else if (sorted) {
     uint64_t order = run.scratch + order_at, row = run.scratch + row_at, start = run.scratch + start_at;
     uint64_t end = run.scratch + end_at, counters = run.scratch + count_at, parts = run.scratch + parts_at;
-    int32_t counted = pieces * tiles, beside = R;
-    if (aligned && D * bytes >= ZEROS_FROM && BESIDE / (D * bytes) < R) beside = BESIDE / (D * bytes);
-    int64_t first = beside * D;
-    const Entry *e = choose(&run, SORT, type, 0, wide), *zeros = choose(&run, ZEROS, type, aligned, D);
-    status = LAUNCH(&run, e, ceil_div(n, SORT_MINE) + ceil_div(first, e ? e->rows : 1), &out, &order, &row, &start,
-                    &end, &counters, &from, &first, &rows, &count, &counted, &masked);
+    int32_t counted = pieces * tiles;
+    const Entry *e = choose(&run, SORT, type, 0, wide);
+    status = LAUNCH(&run, e, ceil_div(n, SORT_MINE) + ceil_div(elements, e ? e->rows : 1), &out, &order, &row, &start,
+                    &end, &counters, &from, &elements, &rows, &count, &counted, &masked);
     if (!status)
       status = LAUNCH_WHEN(1, &run, segments, ceil_div(n, segments->rows) * tiles, &out, &source, &parts, &counters,
                            &order, &row, &start, &end, &columns, &count, &columns);
-    if (!status && beside < R)
-      status = LAUNCH_WHEN(1, &run, zeros, (R - beside) * ceil_div(D, zeros ? zeros->limit : 1), &out, &row, &start,
-                           &beside, &columns, &count);
   } else {
     uint64_t sums = half ? run.scratch + sums_at : out;
     int small = R * D * (half ? 4 : bytes) <= 1 << 24;
