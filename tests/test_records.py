@@ -1,9 +1,11 @@
 """Records: whole or not there, and refused by name and row when they are not what was recorded."""
 
 import dataclasses
+import hashlib
 import json
 import os
 import pathlib
+import re
 import threading
 
 import pandas as pd
@@ -240,6 +242,28 @@ def damage(file, what):
 def test_a_damaged_record_is_refused_by_name_and_row(file, tmp_path, what, words):
     damage(file, what)
     with pytest.raises(record.RecordError) as error:
+        record.read("toy", "test-gpu", tmp_path)
+    assert str(file) in str(error.value) and words in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda body: body.replace(",ok,", ",\x1b[2Jok,", 1), "control characters"),
+        (lambda body: f'{body}"toy\n', "EOF inside string"),
+        (lambda body: body.replace("variant", "name", 1), "no column variant"),
+        (lambda body: "a,b\n1,2\n", "no column op"),
+        (lambda body: re.sub(r"(?m),ok,([^,]*),[^,]*,", r",ok,\1,fast,", body), "Unable to parse string"),
+    ],
+)
+def test_rows_that_somebody_made_by_hand_are_refused_though_their_sum_fits(file, tmp_path, change, words):
+    head, _, body = file.read_text().partition("\n")
+    made = change(body)
+    assert made != body
+    sums = (hashlib.sha256(text.encode()).hexdigest() for text in (body, made))
+    head = re.sub(r"rows=\d+", f"rows={made.count(chr(10)) - 1}", head).replace(*sums)
+    file.write_text(f"{head}\n{made}")
+    with pytest.raises(record.RecordError, match="not the rows of a record") as error:
         record.read("toy", "test-gpu", tmp_path)
     assert str(file) in str(error.value) and words in str(error.value)
 

@@ -136,8 +136,7 @@ def _load(file: pathlib.Path, name: str) -> tuple[pd.DataFrame, dict[str, str]]:
         raise RecordError(f"{file}: ends after row {max(rows, 0)} of {match[3]}; record it again")
     if hashlib.sha256(body.encode()).hexdigest() != match[4]:
         raise RecordError(f"{file}: its rows are not those that were recorded; record it again instead of editing it")
-    text = dict.fromkeys(_TEXT, str)
-    frame = pd.read_csv(io.StringIO(body), dtype=text, keep_default_na=False, na_values=[""])  # type: ignore[arg-type]
+    frame = _rows(file, body, _KEYS if "/" not in name else ())
     more = dict(part.split("=", 1) for part in match[5].split(" | ") if "=" in part)
     if "/" in name:
         return frame, more
@@ -149,6 +148,22 @@ def _load(file: pathlib.Path, name: str) -> tuple[pd.DataFrame, dict[str, str]]:
     frame = frame.reindex(columns=[*_KEYS, *dims, *bench.COLUMNS]).reset_index(drop=True)
     frame[list(_TEXT)] = frame[list(_TEXT)].astype(object).fillna("")
     return frame, more
+
+
+def _rows(file: pathlib.Path, body: str, needed: Sequence[str]) -> pd.DataFrame:
+    """What stands below the first line, which whoever made a file by hand can have made fit."""
+    text = dict.fromkeys(_TEXT, str)
+    try:
+        if re.search(r"[\x00-\x08\x0b\x0c\x0e-\x1f]", body):
+            raise ValueError("control characters")
+        frame = pd.read_csv(io.StringIO(body), dtype=text, keep_default_na=False, na_values=[""])  # type: ignore[arg-type]
+        if lacking := [column for column in needed if column not in frame]:
+            raise ValueError(f"no column {lacking[0]}")
+        for column in set(frame) & set(bench.COLUMNS) - set(_TEXT) if needed else ():
+            pd.to_numeric(frame[column])
+    except ValueError as error:
+        raise RecordError(f"{file}: not the rows of a record ({error}); record it again") from error
+    return frame
 
 
 def read(name: str | Op, gpu: str | None = None, root: pathlib.Path | None = None) -> pd.DataFrame:
