@@ -226,7 +226,7 @@ def softmax_plan(
             # time than few programs with many rows, or than a copy and its launch.
             rows = 1
         numbers = rows * whole
-        if rows == 32 and 32768 < numbers <= 65536:
+        if rows == 32 and 32768 < numbers <= 65536 and outer * inner * n * size <= 2**24:
             rows, numbers = 16, numbers // 2
         if numbers > 32768:
             return Plan("turned", {}, 0, 0)
@@ -238,7 +238,7 @@ def softmax_plan(
         block, warps = (4096, 16) if n > 12800 else tile_of(n, size, tensors)
         chunks = triton.cdiv(n + vector - 1, block)
         return Plan("whole", {"VEC": vector, "BLOCK": block, "CHUNKS": chunks, "ANEW": 0}, outer * inner, warps)
-    elif size == 2 and tensors == 2 and vector > 1 and n % 4 and 512 < n <= 32768:
+    elif size == 2 and tensors == 2 and vector > 1 and n % 2 and 512 < n <= 32768:
         # Odd widths, whose rows lie across vectors.
         block, warps = tile_of(n, size, tensors)
         chunks = triton.cdiv(n + vector - 1, block)
