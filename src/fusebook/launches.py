@@ -33,6 +33,7 @@ import torch
 import triton
 import triton.language as tl
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 from triton.runtime.jit import JITFunction
@@ -218,22 +219,8 @@ def _works(name: str, kwargs: Any, given: list[torch.Tensor], made: list[torch.T
     return any(t.untyped_storage()._cdata not in memory for t in made)
 
 
-def _mapped(function: Callable[[torch.Tensor], Any], values: Any) -> Any:
-    """The same nest of tuples, lists and dicts with a function of each tensor in it."""
-    if isinstance(values, torch.Tensor):
-        return function(values)
-    if isinstance(values, (tuple, list)):
-        made = [_mapped(function, v) for v in values]
-        return made if isinstance(values, list) else tuple(made) if type(values) is tuple else type(values)(made)
-    if isinstance(values, dict):
-        return {k: _mapped(function, v) for k, v in values.items()}
-    return values
-
-
 def _tensors(values: Any) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-    _mapped(found.append, values)
-    return found
+    return [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
 
 
 @contextlib.contextmanager
@@ -407,7 +394,7 @@ class _Nowhere(TorchFunctionMode):
         def twin(t: torch.Tensor) -> torch.Tensor:
             return twins.setdefault(id(t), torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta"))
 
-        stand_ins = _mapped(twin, (args, {k: v for k, v in kwargs.items() if k != "generator"}))
+        stand_ins = tree_map_only(torch.Tensor, twin, (args, {k: v for k, v in kwargs.items() if k != "generator"}))
         if not given or "device" in kwargs:
             stand_ins[1]["device"] = "meta"
         try:
@@ -422,7 +409,7 @@ class _Nowhere(TorchFunctionMode):
         elif given and name not in _EMPTY:
             return func(*args, **kwargs)  # a view, or a number
         real = {id(twins[id(t)]): t for t in given}
-        result = _mapped(lambda t: real[id(t)] if id(t) in real else self.hand_out(t), out)
+        result = tree_map_only(torch.Tensor, lambda t: real[id(t)] if id(t) in real else self.hand_out(t), out)
         if name not in _EMPTY:
             for tensor in _tensors(result):
                 if not any(tensor is t for t in given):

@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import contextlib
-import csv
 import dataclasses
 import functools
 import hashlib
@@ -96,11 +95,7 @@ def _cell(value: object) -> str:
 
 
 def _save(file: pathlib.Path, name: str, frame: pd.DataFrame, **more: str) -> None:
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(map(tables.harmless, frame.columns))
-    writer.writerows([_cell(v) for v in row] for row in frame.itertuples(index=False))
-    body = out.getvalue()
+    body = frame.rename(columns=tables.harmless).map(_cell).to_csv(index=False, lineterminator="\n")
     told = {"name": name, "rows": len(frame), "sha256": hashlib.sha256(body.encode()).hexdigest(), **more}
     head = " | ".join([f"# fusebook record {_FORMAT}", *(f"{k}={v}" for k, v in told.items())])
     _replace(file, f"{head}\n{body}")
