@@ -539,7 +539,7 @@ claims(
     target(
         "Rows of 781 to 8192 numbers run at 96 % of a copy of the same bytes "
         "or more, the odd ones too. Rows that several programs share, and "
-        "those with a residual, follow.",
+        "those with a residual, have targets of their own.",
         tables.share(
             tables.where(large, N=[781, 2880, 4096, 8192]), "fusebook"
         )

@@ -978,7 +978,7 @@ claims(
 )
 
 # %%
-# Further targets, and a claim:
+# Two more targets, and two claims on the update:
 
 claims(
     target(

@@ -100,12 +100,12 @@ def by_nccl(points, centres):
 # Without a library between
 # ~~~~~~~~~~~~~~~~~~~~~~~~~
 #
-# Six numbers for two centres in the plane: NCCL takes longer to begin than to
-# add them, and three launches stand in the place of one. GPUs of one machine
-# can read and write each other's memory, over NVLink here. PyTorch maps it,
-# `symmetric memory
-# <https://docs.pytorch.org/docs/stable/symmetric_memory.html>`__, and a kernel
-# stores there as it stores at home. So the kernel that adds the parts can do
+# For two centres in the plane there are six numbers to add. NCCL takes longer
+# to begin than to add them, and it takes three launches where one would do.
+# GPUs of one machine can read and write each other's memory, over NVLink here.
+# PyTorch maps that memory into each process (`symmetric memory
+# <https://docs.pytorch.org/docs/stable/symmetric_memory.html>`__), and a
+# kernel stores to it as to its own. So the kernel that adds the parts can do
 # all of it: add its own, send the sums to the others, wait for theirs, divide.
 #
 # How does it know that a sum has come? A flag that is written after the sum
