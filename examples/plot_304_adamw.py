@@ -494,19 +494,19 @@ downloads(small, "adamw_step")
 # Where the host's time goes
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~
 #
-# One launch takes as long as another, whatever is in the table.
-# What is left grows with the list: checking that the table is still true. A
-# tensor's memory may be exchanged between two steps, and gradients usually
-# are. So each call collects all addresses and compares them with the table's.
-# Torch's own guards look whether gradients have the shapes, strides and dtypes
-# that they had. Parameters and averages have them if they are the same objects
-# of Python, which NumPy compares by the thousand. Each of these is one call of
-# C for a whole list: a loop of Python over a thousand tensors, or a search
-# that wakes other threads, takes longer than the step. Only gradients that
-# moved are written into the table anew, and the only gradient of a list of one
-# is no table: it is an argument of the launch. A step that is captured in a
-# graph reads the same tables, and what it copies at each replay is at most the
-# addresses of gradients that the table does not know.
+# One launch takes as long as another, whatever is in the table. What is left
+# grows with the list: checking that the table is still true. A tensor's memory
+# may be exchanged between two steps, and gradients usually are. So each call
+# collects all addresses and compares them with the table's. Torch's own guards
+# tell whether gradients have the shapes, strides and dtypes that they had.
+# Parameters and averages need no guards: it is enough that they are the same
+# objects of Python as before, which NumPy tells in one comparison. Each of
+# these is one call of C for a whole list: a loop of Python over a thousand
+# tensors, or a search that wakes other threads, takes longer than the step.
+# Only gradients that moved are written into the table anew. The gradient of a
+# list of one tensor is an argument of the launch instead. A step that is
+# captured in a graph reads the same tables, and what it copies at each replay
+# is at most the addresses of gradients that the table does not know.
 #
 # ``Optimizer.step`` is what a training loop calls. It does all that the
 # function does, and looks up the state of each parameter before.
