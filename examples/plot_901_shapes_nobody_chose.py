@@ -417,11 +417,11 @@ ten("multiply", "silu")
 #
 # Wide rows of float64 are shared as well; one program used to read them twice.
 # Each of few rows of a gradient has programs of its own, which come to the
-# same bits as those that go from row to row. Rows that lie across are laid
-# side by side first, or read where they are, by a program each, if they are
-# few. Numbers of half types that must be loaded one by one are held by more
-# warps: 16 of them in each of 16 tiles were more than a thread's registers.
-# Small problems are launches.
+# same bits as those that go from row to row. Rows that lie across are read by
+# tiles of several rows; wider ones are laid side by side first, or read where
+# they are, by a program each, if they are few. Numbers of half types that must
+# be loaded one by one are held by more warps: 16 of them in each of 16 tiles
+# were more than a thread's registers. Small problems are launches.
 
 common("softmax", "softmax_backward")
 
@@ -432,13 +432,13 @@ ten("softmax", "softmax_backward")
 # Norms and losses
 # ~~~~~~~~~~~~~~~~
 #
-# Rows that lie across are laid side by side first, two passes more; tiles that
-# are turned in registers were tried, and were slower. One to a few wide rows
-# wait for the launch that clears a board. One program of 32 warps, and smaller
-# parts, are faster for them and slower for many; the width alone decides. Rows
-# that begin within a vector are read by whole vectors, and weights of wide
-# rows are asked for a tile ahead, as far as registers go. A small problem is a
-# launch and one row's latency.
+# Rows of norms that lie across are read where they are if they are short, and
+# twice if they are wide and many. Others are laid side by side first, which is
+# two passes more. One to a few wide rows wait for the launch that clears a
+# board. One program of 32 warps, and smaller parts, are faster for them and
+# slower for many; the width alone decides. Rows that begin within a vector are
+# read by whole vectors, and weights of wide rows are asked for a tile ahead,
+# as far as registers go. A small problem is a launch and one row's latency.
 #
 # Of losses, float64 of whole vocabularies has its rows read twice: a word of
 # the board, in which programs leave what they found, has no room for it.
@@ -487,8 +487,8 @@ ten("kmeans_assign")
 # Zipf's law a few rows have most of the lookups; they are cut in pieces that
 # are added in one order, while atomic additions have no second pass, and no
 # order either. A handful of lookups in a large table is mostly zeros to write.
-# We held each of the three strategies against the one that is chosen: it was
-# the fastest at all but a few problems of half types, of which those with
+# We timed each of the three strategies beside the chosen one, which was the
+# fastest at all but a few problems of half types; those of them that have
 # hundreds of lookups for each row are grouped since.
 
 common("masked_scatter_nd_of_shape", "embedding_backward")
