@@ -30,7 +30,7 @@ COUNTED = {
 
 def keep(file, name, shown):
     """Write down what a page has shown: `shown` is ``fusebook.page._place.shown``."""
-    from fusebook import page
+    from fusebook.page.show import gathered
 
     claims, frames = shown.get("claims", []), shown.get("frames", [])
     facts = {
@@ -40,10 +40,10 @@ def keep(file, name, shown):
         "false": [[c.text, c.detail] for c in claims if c.kind in ("claim", "target") and c.true is False],
     }
     if frames:
-        told = page.provenance(*frames)
+        told = gathered(*frames)
         facts |= {"gpu": told.machine.name, "measured": told.measured, "stale": told.stale, "raw": told.raw}
         facts["dates"] = " to ".join(dict.fromkeys((told.dates[0], told.dates[-1])))
-        facts["versions"] = told._versions()
+        facts["versions"] = told.versions
     facts["ops"] = [of(op, frame) for op, frame in decisive(name, frames)]
     file.write_text(json.dumps(facts, indent=1), encoding="utf-8")
 

@@ -18,22 +18,9 @@ from collections.abc import Sequence
 import torch
 
 __all__ = [
-    "ANY",
-    "BYTES",
-    "FLOP",
-    "HIDDEN",
-    "LAYERS",
-    "ROWS",
-    "VOCABULARIES",
-    "count",
-    "dtype",
-    "itemsize",
-    "layer",
-    "layout",
-    "log_uniform",
-    "most_rows",
-    "size",
-]
+    "ANY", "BYTES", "FLOP", "HIDDEN", "LAYERS", "ROWS", "VOCABULARIES", "count", "dtype", "itemsize", "layer", "layout",
+    "log_uniform", "most_rows", "size",
+]  # fmt: skip
 
 #: The most that a problem moves, in bytes; the most that it computes in half types. Others are a tenth as fast.
 BYTES = 2**31

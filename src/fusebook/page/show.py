@@ -18,7 +18,7 @@ import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 import pandas as pd
@@ -83,8 +83,20 @@ class Shown:
 # Where results come from, and files -----------------------------------------------------------------------------------
 
 
-def provenance(*frames: pd.DataFrame) -> Shown:
-    """Where results come from: the GPU, versions, date, commit, method, and the raw record.
+class Gathered(NamedTuple):
+    """Where results come from, see `gathered`."""
+
+    machine: Any
+    measured: bool
+    dates: list[str]
+    versions: str
+    commits: list[str]
+    stale: list[str]
+    raw: list[tuple[str, str]]
+
+
+def gathered(*frames: pd.DataFrame) -> Gathered:
+    """Where results come from: their first GPU, and of all what they differ in, each once.
 
     Parameters
     ----------
@@ -100,18 +112,29 @@ def provenance(*frames: pd.DataFrame) -> Shown:
         return sorted(filter(None, values | {getattr(o, field) for o in origins}))
 
     on: Any = origins[0].machine
+    return Gathered(
+        on,
+        measured=all(o.measured for o in origins),
+        dates=seen("date", "date") or [str(on.date)],
+        versions=_once(seen("versions", "versions")),
+        commits=seen("commit", "commit") or list(filter(None, [str(on.commit)])),
+        stale=sorted({why for o in origins for why in o.stale}),
+        raw=list(dict.fromkeys(_raw(frame) for frame in frames)),
+    )
+
+
+def provenance(*frames: pd.DataFrame) -> Shown:
+    """Where results come from: the GPU, versions, date, commit, method, and the raw record; frames as of `gathered`."""
+    on, measured, dates, versions, commits, changes, raw = gathered(*frames)
     _place.remember("frames", *frames)
-    dates = seen("date", "date") or [str(on.date)]
-    commits = seen("commit", "commit") or list(filter(None, [str(on.commit)]))
-    stale = "; ".join(sorted({why for o in origins for why in o.stale}))
-    versions = _once(seen("versions", "versions")) or f"torch {on.torch}; triton {on.triton}"
+    stale = "; ".join(changes)
     facts = {
         "GPU": f"{on.name}, driver {on.driver}, CUDA {on.cuda}",
-        "Versions": f"Python {on.python}; {versions}",
+        "Versions": f"Python {on.python}; {versions or f'torch {on.torch}; triton {on.triton}'}",
         "Date": dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}",
         "Commit": ", ".join(commit[:12] for commit in commits),
     }
-    if all(o.measured for o in origins):
+    if measured:
         headline = f"Measured {'while this page was built' if _place.sphinx() else 'just now'} on {on.name}"
     else:
         headline = f"Replayed from the record of {on.name}"
@@ -123,7 +146,6 @@ def provenance(*frames: pd.DataFrame) -> Shown:
     told["Method"] = (
         '<a href="../method.html">how we time</a>' if _place.sphinx() else "cold: events after an L2 flush, medians"
     )
-    raw = dict.fromkeys(_raw(frame) for frame in frames)
     told["Raw"] = ", ".join(
         f'<a href="{html.escape(url)}">{rich(name)}</a>' if url else rich(name) for name, url in raw
     )
