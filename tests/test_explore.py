@@ -13,6 +13,7 @@ import pandas as pd
 import pytest
 import torch
 
+import strategies
 from fusebook import bench, check, explore, inputs, plots, record, timing
 from fusebook import machine as machines
 from fusebook.cards import OPS, _draws
@@ -521,3 +522,18 @@ def test_what_an_older_rule_stamped_says_so(recorded, op):
     del told["ways"]
     record._save(file, "explored/toy", frame, **told, stamp=explore._stamp(told))
     assert explore.read(op, "test-gpu", recorded).attrs["origin"].stale == ("toy was stamped by an older rule",)
+
+
+# What strategies earn
+
+
+def test_a_strategy_is_left_out_where_a_plan_took_it(monkeypatch):
+    common = {"labels": "int64", "law": "blobs", "dtype": "float32", "layout": "contiguous"}
+    problems = [{"n": 41, "d": 3, "k": 4} | common, {"n": 41, "d": 30, "k": 4} | common]
+    monkeypatch.setattr(explore, "problems", lambda *asked: problems)
+    rows = pd.DataFrame(strategies.measure("kmeans_update", 0, 2), columns=strategies.COLUMNS)
+    assert rows["same"].tolist() == [False, True]
+    assert len(list(strategies.table())) == 17, "each edit is still to be made"
+    rows = rows.assign(us=10.0, without_us=[12.0, math.nan])
+    (told,) = strategies.tell(rows).to_dict("records")
+    assert (told["Problems"], told["Taken"], told["Timed"], told["Slower"], told["Most"]) == (2, 1, 1, 1, 1.2)
