@@ -406,7 +406,7 @@ def test_a_machine_that_keeps_nothing_is_one(why, tmp_path, monkeypatch):
     else:
         (tmp_path / "file").touch()
         monkeypatch.setenv("FUSEBOOK_CACHE", str(tmp_path / "file" / "below"))
-    folder = machines.cache_folder()
+    folder = machines.cache_folder_if_any()
     record._remember(folder / "launches" / "toy.json", ["found"])
     monkeypatch.setattr(machines, "_cache", lambda: folder / "gpu.json")
     monkeypatch.setattr(machines, "_measure", machine)

@@ -32,8 +32,8 @@ from fusebook import timing
 from fusebook.op import Cost
 
 __all__ = [
-    "RECORDS", "SHIPPED", "Machine", "aten", "beside_torch", "cache_folder", "current", "here", "overrides", "places",
-    "recorded", "slug", "slug_of", "slugs", "versions",
+    "RECORDS", "SHIPPED", "Machine", "aten", "beside_torch", "cache_folder", "cache_folder_if_any", "current", "here",
+    "overrides", "places", "recorded", "slug", "slug_of", "slugs", "versions",
 ]  # fmt: skip
 
 #: Where the records of the package lie, a folder a GPU.
@@ -402,18 +402,21 @@ def _measure() -> Machine:
 
 def cache_folder() -> pathlib.Path:
     """Where is kept what takes long to find out or to make: ``FUSEBOOK_CACHE``, or ``fusebook`` in the user's cache."""
-    if given := os.environ.get("FUSEBOOK_CACHE"):
-        return pathlib.Path(given)
+    root = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+    return pathlib.Path(os.environ.get("FUSEBOOK_CACHE") or pathlib.Path(root) / "fusebook")
+
+
+def cache_folder_if_any() -> pathlib.Path:
+    """The same; a folder that nobody can make for a user without a home, as in some containers."""
     try:
-        root = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
-    except RuntimeError:  # a user without a home, as in some containers: a folder that nobody can make
-        root = os.devnull
-    return pathlib.Path(root) / "fusebook"
+        return cache_folder()
+    except RuntimeError:
+        return pathlib.Path(os.devnull) / "fusebook"
 
 
 def _cache() -> pathlib.Path:
     uuid = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
-    return cache_folder() / f"{uuid}-{torch.__version__}-{triton.__version__}.json"
+    return cache_folder_if_any() / f"{uuid}-{torch.__version__}-{triton.__version__}.json"
 
 
 def load(file: pathlib.Path, **changes: Any) -> Machine:

@@ -495,7 +495,7 @@ def _library() -> str:
 def _kept(op: str, points: Sequence[Any], on: machines.Machine) -> pathlib.Path:
     """Where it is remembered what the code of today launches."""
     text = json.dumps([_library(), points, on.capability, on.sms])
-    return machines.cache_folder() / "launches" / f"{op}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
+    return machines.cache_folder_if_any() / "launches" / f"{op}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
 
 
 def _today(op: str, points: list[tuple[str, str, Dims]], on: machines.Machine) -> list[Sequence[str]]:
