@@ -29,7 +29,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._norms import aligned, board_of, check_norm, held, in_pairs, loaded, numbers, parts_of
+from ._norms import aligned, board_of, check_norm, loaded, parts_of
 from ._operator import Operator, accumulated, contiguous, empty, gpu, launch, overlapping
 from ._rows import leave, rows_in, word_of
 
@@ -157,7 +157,7 @@ def _norm_backward_shared(
     dx_ptr, sums_ptr, board_ptr, x_ptr, dy_ptr, dtotal_ptr, w_ptr, M, N, x_stride, dy_stride, dtotal_stride,
     GROUPS, SPAN, PARTS,
     ALIGN: tl.constexpr, EPS: tl.constexpr, CENTRED: tl.constexpr, DW: tl.constexpr, DB: tl.constexpr,
-    PAIRS: tl.constexpr, STAGES: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr, TRIES: tl.constexpr,
+    STAGES: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr, TRIES: tl.constexpr,
     LATE: tl.constexpr,
 ):  # fmt: skip
     """Parts of up to SPAN columns of one row after another, by PARTS programs; GROUPS such groups take all rows."""
@@ -165,7 +165,6 @@ def _norm_backward_shared(
     FLOAT: tl.constexpr = tl.float64 if TYPE == tl.float64 else tl.float32
     NOTHING: tl.constexpr = -9223372036854775808 if FLOAT == tl.float64 else -2147483648  # -0.0
     WORDS: tl.constexpr = 4 if CENTRED else 2
-    W_TYPE: tl.constexpr = tl.float32 if w_ptr is None else w_ptr.dtype.element_ty
     N = N * ALIGN
     group = tl.program_id(0) // PARTS
     part = tl.program_id(0) % PARTS
@@ -174,15 +173,15 @@ def _norm_backward_shared(
     begin = part * SPAN
     count = tl.minimum(N - begin, SPAN)
     own = inner < count
-    weight = held(w_ptr, begin, count, BLOCK, PAIRS, 1.0)
+    weight = loaded(w_ptr, begin + inner, own, 1.0)
     dw = tl.zeros([BLOCK], FLOAT)
     db = tl.zeros([BLOCK], FLOAT)
     row = tl.zeros([], tl.int64) + group
     rest = tl.where(row < M, count, 0)
-    x = held(x_ptr, row * (x_stride * ALIGN) + begin, rest, BLOCK, PAIRS)
-    dy = held(dy_ptr, row * (dy_stride * ALIGN) + begin, rest, BLOCK, PAIRS)
-    g = numbers(dy, TYPE, FLOAT, BLOCK) * numbers(weight, W_TYPE, FLOAT, BLOCK)
-    one, two, three, four = _sums(numbers(x, TYPE, FLOAT, BLOCK), g, own, count, 0, CENTRED, TRIES > 0)
+    x = loaded(x_ptr + (row * (x_stride * ALIGN) + begin), inner, inner < rest, 0.0)
+    dy = loaded(dy_ptr + (row * (dy_stride * ALIGN) + begin), inner, inner < rest, 0.0)
+    g = dy.to(FLOAT) * weight.to(FLOAT)
+    one, two, three, four = _sums(x.to(FLOAT), g, own, count, 0, CENTRED, TRIES > 0)
     if LATE:
         tl.extra.cuda.gdc_wait()  # for the zeros on the board
     _leave_sums(board_ptr + row * (PARTS * WORDS) + part, PARTS, one, two, three, four, CENTRED)
@@ -190,12 +189,12 @@ def _norm_backward_shared(
         row = tl.zeros([], tl.int64) + start
         later = row + GROUPS
         rest = tl.where(later < M, count, 0)
-        next_x = held(x_ptr, later * (x_stride * ALIGN) + begin, rest, BLOCK, PAIRS)  # read MN
-        next_dy = held(dy_ptr, later * (dy_stride * ALIGN) + begin, rest, BLOCK, PAIRS)  # read MN
+        next_x = loaded(x_ptr + (later * (x_stride * ALIGN) + begin), inner, inner < rest, 0.0)  # read MN
+        next_dy = loaded(dy_ptr + (later * (dy_stride * ALIGN) + begin), inner, inner < rest, 0.0)  # read MN
         at = board_ptr + row * (PARTS * WORDS)
-        w = numbers(weight, W_TYPE, FLOAT, BLOCK)
-        g = numbers(next_dy, TYPE, FLOAT, BLOCK) * w
-        one, two, three, four = _sums(numbers(next_x, TYPE, FLOAT, BLOCK), g, own, count, 0, CENTRED, TRIES > 0)
+        w = weight.to(FLOAT)
+        g = next_dy.to(FLOAT) * w
+        one, two, three, four = _sums(next_x.to(FLOAT), g, own, count, 0, CENTRED, TRIES > 0)
         _leave_sums(at + GROUPS * (PARTS * WORDS) + part, PARTS, one, two, three, four, CENTRED)
         squares = tl.full([LANES], NOTHING, board_ptr.dtype.element_ty)
         products, totals, gs = squares, squares, squares
@@ -213,12 +212,12 @@ def _norm_backward_shared(
                     else:  # Nothing promises that the others run at the same time: by their own steps, then.
                         there = missing * SPAN
                         many = tl.minimum(N - there, SPAN)
-                        its_x = held(x_ptr, row * (x_stride * ALIGN) + there, many, BLOCK, PAIRS)
-                        its_dy = held(dy_ptr, row * (dy_stride * ALIGN) + there, many, BLOCK, PAIRS)
-                        its_weight = held(w_ptr, there, many, BLOCK, PAIRS, 1.0)
-                        g = numbers(its_dy, TYPE, FLOAT, BLOCK) * numbers(its_weight, W_TYPE, FLOAT, BLOCK)
+                        its_x = loaded(x_ptr + (row * (x_stride * ALIGN) + there), inner, inner < many, 0.0)
+                        its_dy = loaded(dy_ptr + (row * (dy_stride * ALIGN) + there), inner, inner < many, 0.0)
+                        its_weight = loaded(w_ptr, there + inner, inner < many, 1.0)
+                        g = its_dy.to(FLOAT) * its_weight.to(FLOAT)
                         one, two, three, four = _sums(
-                            numbers(its_x, TYPE, FLOAT, BLOCK), g, inner < many, many, 0, CENTRED, TRIES > 0
+                            its_x.to(FLOAT), g, inner < many, many, 0, CENTRED, TRIES > 0
                         )  # fmt: skip
                         squares = tl.where(lanes == missing, word_of(one), squares)
                         products = tl.where(lanes == missing, word_of(two), products)
@@ -242,12 +241,12 @@ def _norm_backward_shared(
                 _both,
             )
         factor = 1 / tl.sqrt(square / N + EPS)
-        away_x = numbers(x, TYPE, FLOAT, BLOCK) - mean  # [BLOCK]
-        scaled = numbers(dy, TYPE, FLOAT, BLOCK) * factor
+        away_x = x.to(FLOAT) - mean  # [BLOCK]
+        scaled = dy.to(FLOAT) * factor
         if DW:
             dw += scaled * away_x
         if DB:
-            db += numbers(dy, TYPE, FLOAT, BLOCK)
+            db += dy.to(FLOAT)
         dx = scaled * w - away_x * (product * factor / N * factor * factor)
         if CENTRED:
             dx -= all_gs / N * factor
@@ -379,7 +378,7 @@ def _into(
         board = board_of(words, x.dtype, x.device, bool(early))
         launch(
             _norm_backward_shared, (plan.groups * plan.parts,), dx, sums, board, x, dy, dtotal, weight, *sizes,
-            plan.span, plan.parts, PAIRS=in_pairs(align, x, dy, weight), TRIES=0 if capability is None else 4096,
+            plan.span, plan.parts, TRIES=0 if capability is None else 4096,
             LATE=bool(early), **constants, **options, **early,
         )  # fmt: skip
     if sums is not None:
