@@ -47,7 +47,13 @@ from fusebook import bench, machine, plots, tables
 from fusebook.cards.concat_gemm import CONCAT_GEMM, _in_views
 from fusebook.check import yardstick
 from fusebook.inputs import generator, rough
-from fusebook.kernels._products import _filled, _gemm_plan, _take_over
+from fusebook.kernels._products import (
+    _cheapest,
+    _filled,
+    _gemm_plan,
+    _take_over,
+    microseconds,
+)
 from fusebook.kernels.concat_gemm import (
     _concat_gemm_tiles,
     concat_gemm_eager,
@@ -354,9 +360,13 @@ Folded(
 # Ours or PyTorch's?
 # ~~~~~~~~~~~~~~~~~~
 #
-# The plan sorts shapes into classes, and each class has one size of tiles.
-# From 65 to 512 rows of x a formula of a few lines compares three sizes
-# instead, by the rounds that each would take. What is a round? At n = 3072 the
+# In half types the plan sorts shapes into classes, and each class has one size
+# of tiles. From 65 to 512 rows of x a formula of a few lines compares three
+# sizes instead, by the rounds that each would take. In float32 a formula says
+# what each size of tiles would take where they are few, with the sums over K
+# in one part or several, and what copies and PyTorch's products would. Its
+# constants are microseconds, of a launch and of a step along K, fitted to
+# problems that were drawn to tune by. What is a round? At n = 3072 the
 # output has 3072 x 6144 numbers, which are 24 x 24 = 576 tiles of 128 x 256. A
 # multiprocessor takes one at a time, so there are rounds, and the last one is
 # hardly filled: :term:`wave quantization`. PyTorch has tiles of many sizes and
@@ -376,8 +386,8 @@ draw.waves(
 # %%
 
 Folded(
-    "How full the rounds are, and the plan of a product",
-    Source(_filled, _gemm_plan, doc=False),
+    "How full the rounds are, what ways cost, and the plan of a product",
+    Source(_filled, microseconds, _cheapest, _gemm_plan, doc=False),
 )
 
 # %%

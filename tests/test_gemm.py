@@ -13,10 +13,10 @@ from fusebook.inputs import poison
 from fusebook.kernels import _products
 from fusebook.kernels import concat_gemm as concat
 from fusebook.kernels import swiglu as gated
-from fusebook.kernels._products import Plan, Tuned
+from fusebook.kernels._products import Cost, Plan, Tuned
 from fusebook.kernels.concat_gemm import concat_gemm_eager
 from fusebook.kernels.swiglu import swiglu_eager
-from fusebook.tune import products
+from fusebook.tune import costs, products
 
 RAGGED = (1, 7, 63, 65)
 DEPTHS = (1, 65)  # of K: less than a step, and a step and one more
@@ -511,6 +511,151 @@ def test_classes_of_shapes_meet_without_gaps():
     assert _products.shape_class(2**20, 2**20) == "2**27"
 
 
+def test_swiglu_of_few_tiles_of_rows_counts_rounds():
+    def plan(M, N, strategy=None, name="swiglu"):
+        return _products._gemm_plan(name, (M, 2 * N), "half", "column", True, ((9, 0), 132), strategy)
+
+    assert plan(72, 11008)[1:3] == (128, 128), "86 tiles in one round; 172 of half the size take two"
+    assert plan(72, 4864)[1:3] == (128, 64), "one round of either: the smaller tile"
+    assert plan(192, 11008)[1:3] == (64, 128)
+    assert plan(256, 11008).kernel == "torch", "172 tiles of 128 x 128 are a round and a third"
+    assert plan(256, 11008, "fused").kernel == "tiles"
+    for M in (64, 513):
+        assert plan(M, 11008).kernel == "tiles"
+    assert plan(72, 11008, name="concat_gemm") != plan(72, 11008)
+
+
+def test_products_of_few_tiles_of_rows_take_what_fills_a_round():
+    def plan(M, N, strategy=None):
+        return _products._gemm_plan("concat_gemm", (M, N), "half", "column", True, ((9, 0), 132), strategy)
+
+    assert plan(165, 6144)[1:3] == (64, 128), "144 tiles, two on some multiprocessors"
+    assert plan(288, 1536)[1:3] == (64, 64)
+    assert plan(452, 43008).kernel == "torch" and plan(452, 43008, "fused")[1:3] == (128, 256)
+    assert plan(65, 64) == _products._tuned("concat_gemm")["90", "half column"]["2**15"].plan, "small ones by class"
+
+
+def test_tiles_are_twice_as_wide_where_that_saves_most_of_a_round():
+    def tile(name, M, N):
+        return _products._gemm_plan(name, (M, N), "half", "column", True, ((9, 0), 132), "fused")[1:3]
+
+    assert tile("concat_gemm", 773, 3840) == (128, 256), "105 tiles for 210, which are two rounds"
+    assert tile("concat_gemm", 1069, 3840) == (128, 128), "135 tiles are two rounds, and 270 three"
+    assert tile("swiglu", 1624, 2 * 768) == (128, 128) and tile("swiglu", 1000, 2 * 768) == (128, 64)
+
+
+# Costs
+
+CAN = ((9, 0), 132)
+
+
+def costing(monkeypatch, **fetches):
+    """What is chosen where these are the costs, in microseconds: start, alone, each and finish of plans."""
+    known = {("90", "tf32", fetch): tuple(Cost(*way) for way in ways) for fetch, ways in fetches.items()}
+    monkeypatch.setattr(_products, "_costs", lambda name: known)
+    _products._cheapest.cache_clear()
+
+    def chosen(M, K, widths, layout="column", there=(True, True), strategy="", name="concat_gemm", whole=True):
+        return _products._cheapest(name, (M, K), widths, "tf32", layout, there, CAN, strategy, whole)
+
+    yield chosen
+    _products._cheapest.cache_clear()
+
+
+@pytest.fixture
+def cheapest(monkeypatch):
+    small, large = Plan("tiles", 64, 64, 64, waves=0), Plan("tiles", 128, 128, 64, waves=0)
+    pointers = Plan("strided", 64, 64, 64)
+    yield from costing(
+        monkeypatch,
+        descriptors=[(small, 4.0, 0.4, 0.2, 0.5), (large, 4.0, 0.8, 0.5, 0.5), (pointers, 4.0, 0.5, 0.3, 0.5)],
+        pointers=[(pointers, 4.0, 0.9, 0.9, 0.5)],
+        library=[(Plan("torch"), 6.0, 1.0, 3.6, 0.0)],
+    )
+
+
+def test_the_cheapest_way_fills_its_rounds_and_cuts_long_sums_of_few_tiles(cheapest):
+    assert cheapest(128, 1024, (1024, 1024))[0][1:3] == (64, 64), "64 tiles, one for a multiprocessor"
+    assert cheapest(2048, 1024, (2048,))[0][1:3] == (128, 128), "256 tiles, where 1024 small ones are eight each"
+    plan, move = cheapest(100, 8192, (256, 256))
+    assert plan.kernel == "strided" and plan.split >= 8 and not move
+    assert cheapest(100, 8192, (256, 256), whole=False)[0].split == 1, "parts lie as the whole output does"
+    assert cheapest(64, 1024, (1024,)) is None and cheapest(600, 64, (2**14,)) is None
+
+
+def test_the_cheapest_way_counts_what_is_copied_and_products_of_torchs(cheapest):
+    odd = {"there": (False, False), "strategy": "fused"}
+    assert cheapest(400, 4096, (1000, 1000), **odd)[1], "much is read of what is copied once"
+    plan, move = cheapest(70, 200, (9, 9), **odd)
+    assert plan.kernel == "strided" and not move, "copies would be two launches"
+    assert cheapest(100, 8192, (256, 256), "row")[0].kernel == "strided", "pointers fetch rows as they lie"
+    assert cheapest(2000, 512, (4000,), "row", strategy="fused")[1], "and tiles of weights in rows become columns"
+    assert cheapest(400, 4096, (1000,), "any", (False, False))[1] is False, "nothing can be copied"
+    assert cheapest(385, 2048, (20000,))[0] == Plan("torch"), "tiles of 128 rows hang over, and are one round more"
+    assert cheapest(385, 2048, (20000,), strategy="fused")[0].bm
+    _products._costs("").pop(("90", "tf32", "descriptors"))
+    _products._cheapest.cache_clear()
+    assert cheapest(4000, 300, (300, 2, 1), "row", (True, False))[0] == Plan("joined"), "one product for three"
+    assert cheapest(4000, 300, (300, 2, 1), "any", (True, False))[0] != Plan("joined"), "of any strides"
+
+
+def test_costs_that_are_written_are_read_again_and_those_of_other_gpus_stay(tmp_path):
+    file, way = tmp_path / "costs.csv", Cost(Plan("tiles", 64, 64, 64, late=True), 4.0, 0.4, 0.2, 0.5)
+    costs.write(file, "80", {("half", "pointers"): [way]})
+    costs.write(
+        file, "90", {("half", "descriptors"): [way, way], ("half", "library"): [way._replace(plan=Plan("torch"))]}
+    )
+    costs.write(file, "90", {("half", "descriptors"): [way]})
+    assert _products.read_costs(file) == {("80", "half", "pointers"): (way,), ("90", "half", "descriptors"): (way,)}
+    assert not _products.read_costs(tmp_path / "none.csv")
+
+
+@pytest.mark.parametrize("name", ["concat_gemm", "swiglu"])
+def test_costs_are_known_of_ways_that_are_tried(name):
+    for (capability, math, fetch), ways in _products._costs(name).items():
+        tried = costs.candidates(name, math) | {"library": (Plan("torch"),)}
+        assert capability == "90" and ways and {way.plan for way in ways} <= set(tried[fetch])
+        assert all(min(way[1:4]) > 0 and way.finish >= 0 for way in ways)
+
+
+@pytest.mark.parametrize("both", [1, 2])
+def test_a_fit_finds_costs_again(both):
+    true = Cost(Plan("strided", 64, 64, 64), 5.0, 0.6, 0.2, 0.8)
+    given = []
+    for M, K, N, split in (
+        (70, 4096, 300, 4),
+        (512, 512, 512, 1),
+        (300, 2048, 4096, 1),
+        (500, 1000, 9000, 1),
+        (90, 64, 64, 1),
+    ):
+        plan = true.plan._replace(split=split)
+        taken = _products.microseconds(true._replace(plan=plan), M, K, (N,), 2, 132, both)
+        given.append(costs.Point(plan, M, K, (N,), 2, 3.0, taken + 3.0))
+    found = costs.fitted(given, 132, both)
+    for p in given:
+        time = 3.0 + _products.microseconds(found._replace(plan=p.plan), p.M, p.K, p.widths, 2, 132, both)
+        assert time == pytest.approx(p.taken, rel=0.05)
+
+
+@pytest.mark.parametrize("wanted", [
+    (Plan("torch"), False), (Plan("joined"), False), (Plan("tiles", 64, 32, 32, warps=4, waves=0), True),
+    (Plan("strided", 64, 32, 16, split=2, warps=4), False), (Plan("strided", 64, 32, 16, split=2, warps=4), True),
+])  # fmt: skip
+@pytest.mark.parametrize("column", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_every_way_that_costs_compare_is_right(wanted, column, dtype, device, monkeypatch):
+    monkeypatch.setattr(_products, "_cheapest", lambda *_: wanted)
+    given = {"dtype": dtype, "device": device}
+    x, weights = drawn(70, 45, **given), [drawn(45, n, **given) for n in (33, 33)]
+    weights = [stored(w, "columns") if column else w for w in weights]
+    poison([x.new_empty(70, 66)])
+    assert is_right(CONCAT_GEMM, fusebook.concat_gemm(x, weights), (x, *weights))
+    if wanted[0].kernel != "joined":
+        poison([x.new_empty(70, 33)])
+        assert is_right(SWIGLU, fusebook.swiglu(x, *weights), (x, *weights))
+
+
 # Tuning
 
 
@@ -599,37 +744,16 @@ def test_what_no_descriptor_describes_is_copied_where_many_rows_need_it(column, 
         ((4096, 4097, 4097), "float32", True, True),
         ((1000, 1001, 1001), "float32", True, True),
         ((100, 1001, 1001), "float32", True, False),
-        ((76, 1143, 940), "half", True, True),
+        ((76, 1143, 940), "half", True, False),
+        ((179, 1143, 940), "half", True, True),
+        ((16, 2048, 1536), "half", False, False),
+        ((17, 2048, 1536), "half", False, True),
         ((4096, 4097, 64), "half", False, False),
         ((200, 100, 100), "half", True, False),
     ],
 )
 def test_x_is_copied_for_large_weights_and_weights_for_many_rows(sizes, math, weights, worth):
     assert _products._worth_moving(sizes, math, weights, (9, 0)) is worth
-
-
-def test_swiglu_of_few_tiles_of_rows_counts_rounds():
-    def plan(M, N, strategy=None, name="swiglu"):
-        return _products._gemm_plan(name, (M, 2 * N), "half", "column", True, ((9, 0), 132), strategy)
-
-    assert plan(72, 11008)[1:3] == (128, 128), "86 tiles in one round; 172 of half the size take two"
-    assert plan(72, 4864)[1:3] == (128, 64), "one round of either: the smaller tile"
-    assert plan(192, 11008)[1:3] == (64, 128)
-    assert plan(256, 11008).kernel == "torch", "172 tiles of 128 x 128 are a round and a third"
-    assert plan(256, 11008, "fused").kernel == "tiles"
-    for M in (64, 513):
-        assert plan(M, 11008).kernel == "tiles"
-    assert plan(72, 11008, name="concat_gemm") != plan(72, 11008)
-
-
-def test_products_of_few_tiles_of_rows_take_what_fills_a_round():
-    def plan(M, N, strategy=None):
-        return _products._gemm_plan("concat_gemm", (M, N), "half", "column", True, ((9, 0), 132), strategy)
-
-    assert plan(165, 6144)[1:3] == (64, 128), "144 tiles, two on some multiprocessors"
-    assert plan(288, 1536)[1:3] == (64, 64)
-    assert plan(452, 43008).kernel == "torch" and plan(452, 43008, "fused")[1:3] == (128, 256)
-    assert plan(65, 64) == _products._tuned("concat_gemm")["90", "half column"]["2**15"].plan, "small ones by class"
 
 
 @pytest.mark.parametrize(
@@ -673,27 +797,31 @@ def test_one_row_or_two_take_no_tensor_cores_where_columns_lie_side_by_side():
         assert rows(1, "half", "column", True, name) == rows(1, "half", "column", False, name) == 1
         assert rows(2, "float32", "column", True, name) == rows(2, "half", "column", False, name) == 2
         assert rows(2, "half", "column", True, name) == rows(3, "float32", "column", True, name) == 16
-        assert rows(1, "half", "row", True, name) == 16
+        assert rows(1, "half", "row", True, name) == rows(1, "float32", "row", True, name) == 16
+        assert rows(1, "half", "row", False, name) == 1 and rows(2, "half", "row", False, name) == 16
 
 
-def test_few_tiles_of_a_long_sum_are_torchs():
-    long = _products._long
-    assert long("swiglu", (792, 5562, 146), "float32", 132) and not long("swiglu", (896, 2273, 406), "float32", 132)
-    assert not long("swiglu", (3000, 5562, 2000), "float32", 132), "tiles for all multiprocessors"
-    assert long("concat_gemm", (105, 10667, 528), "half", 132) and not long(
-        "concat_gemm", (105, 4000, 528), "half", 132
-    )
-    assert not long("swiglu", (154, 10100, 100), "half", 132), "torch's are slow where columns begin anywhere"
-    assert not long("concat_gemm", (64, 10667, 528), "half", 132), "few rows share out the sum themselves"
+def test_a_long_sum_of_few_tiles_is_shared_out(monkeypatch):
+    def shared(name, M, K, widths, aligned=True, math="half"):
+        plan = _products._shared_out(name, M, K, widths, math, aligned, 132)
+        return plan and (plan.bm, plan.bn, plan.split)
 
-
-def test_tiles_are_twice_as_wide_where_that_saves_most_of_a_round():
-    def tile(name, M, N):
-        return _products._gemm_plan(name, (M, N), "half", "column", True, ((9, 0), 132), "fused")[1:3]
-
-    assert tile("concat_gemm", 773, 3840) == (128, 256), "105 tiles for 210, which are two rounds"
-    assert tile("concat_gemm", 1069, 3840) == (128, 128), "135 tiles are two rounds, and 270 three"
-    assert tile("swiglu", 1624, 2 * 768) == (128, 128) and tile("swiglu", 1000, 2 * 768) == (128, 64)
+    assert shared("concat_gemm", 286, 4096, (256, 256)) == (64, 64, 4), "40 tiles"
+    assert shared("swiglu", 21, 7168, (2048,)) == (32, 32, 4) and shared("swiglu", 4, 2048, (768,)) == (16, 32, 8)
+    assert shared("concat_gemm", 64, 4096, (4096, 4096)) is None, "a tile for each multiprocessor"
+    for given in (("concat_gemm", 286, 2047, (512,)), ("concat_gemm", 32, 4096, (512,)), ("swiglu", 65, 7168, (70,))):
+        assert shared(*given) is None
+    assert shared("concat_gemm", 286, 4096, (512,), False) is None and shared("swiglu", 2, 4096, (64,)) is None
+    assert shared("concat_gemm", 286, 4096, (512,), math="float32") is None, "which has costs"
+    launched = []
+    for module in (concat, gated):
+        launch = "_launch_concat" if module is concat else "_launch_swiglu"
+        monkeypatch.setattr(module, launch, lambda *given: launched.append(given[-1]))
+        monkeypatch.setattr(module, "gpu", lambda device: (None, 132))
+    x, weights = torch.empty(40, 4096).half(), [torch.empty(64, 4096).half().T for _ in range(2)]
+    concat._into(torch.empty(40, 128).half(), x, weights, False, "")
+    gated._into(torch.empty(40, 64).half(), x, *weights, None, False, "")
+    assert [plan.split for plan in launched] == [16, 16]
 
 
 def test_copies_of_rows_lie_side_by_side(device):

@@ -143,6 +143,11 @@ def test_nothing_in_a_tuned_table_is_run(witness, tmp_path):
         (tmp_path / "t.csv").write_text(f"{head}\n{','.join(cells)}\n")
         with pytest.raises(ValueError):
             _products.read(tmp_path / "t.csv")
+    head = "capability,math,fetch," + ",".join((*_products.Plan._fields, *_products.Cost._fields[1:]))
+    for column in ("bm", "swap", "start"):
+        (tmp_path / "t.csv").write_text(f"{head}\n{','.join(text if c == column else '1' for c in head.split(','))}\n")
+        with pytest.raises(ValueError):
+            _products.read_costs(tmp_path / "t.csv")
 
 
 # ONNX models

@@ -143,7 +143,7 @@ STRATEGIES = ("fused", "views")
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _MOST = 4  # weights of one launch
 _FEW = 64  # rows of x that one tile holds: then each weight is fetched once, however it lies
-_MIDDLE = 512  # rows up to which rounds are counted
+_MIDDLE = 512  # rows up to which rounds are counted, and costs are compared however many columns there are
 _WITHIN = 0.01  # times that are closer count as equal, and then the kernel is ours
 
 
@@ -204,7 +204,7 @@ def shape_class(M: int, N: int) -> str:
 
     ``"rows 16"``, ``"rows 32"`` or ``"rows 64"`` up to so many rows. Above, ``"2**k"`` with an odd k for sizes M * N
     from ``2**(k - 1)`` to below ``2**(k + 1)``; the first class, k = 15, takes what is smaller and the last, k = 27,
-    what is larger.
+    what is larger. In float32 what is smaller than k = 23 is planned by costs.
     """
     for rows in (16, 32, 64):
         if M <= rows:
@@ -289,18 +289,149 @@ def _of_few_tiles(M: int, N: int, multiprocessors: int, torch: bool) -> Plan:
     return Plan("torch") if torch and torchs < cost(best) else best
 
 
-def _by_vectors(M: int, math: str, aligned: bool) -> bool:
-    """Whether one or two rows are multiplied number by number, where columns of weights lie side by side.
+class Cost(NamedTuple):
+    """What a way to multiply costs, in microseconds; fitted by `fusebook.tune` to problems that were drawn."""
 
-    Reading the weights is all the work, and tensor cores take them by way of shared memory.
+    plan: Plan
+    start: float  # of a launch; of each product where they are torch's
+    alone: float  # of a step along K of a multiprocessor's only program; of 1024 numbers of K where they are torch's
+    each: float  # of a step of each program where it has several; of 2**30 products of numbers where they are torch's
+    finish: float = 0.0  # of a program when its sum is there
+
+
+#: Bytes in a microsecond: of what a product reads and writes, and of copies, which read and write. Microseconds of one
+#: launch more beside others, and of sums in parts: counters, and programs that wait for each other's parts.
+_READ, _COPIED, _BESIDE, _PARTS = 3.6e6, 3e6, 1.5, 4.0
+
+
+def read_costs(file: pathlib.Path) -> dict[tuple[str, str, str], tuple[Cost, ...]]:
+    """The costs of ways, a row each, by capability, math and how tiles are fetched; empty where there is no such file.
+
+    "descriptors", or "pointers" of what no descriptor describes; "" are torch's products.
     """
-    return M == 1 or (M == 2 and not (math == "half" and aligned))
+    if not file.exists():
+        return {}
+    found: dict[tuple[str, str, str], list[Cost]] = {}
+    with file.open(newline="") as lines:
+        for row in csv.DictReader(lines):
+            given: dict[str, Any] = {k: int(row[k]) for k in Plan._fields[1:] if row[k]}
+            plan = Plan(row["kernel"], **given | {k: bool(given[k]) for k in ("flat", "swap", "late") if k in given})
+            key = row["capability"], row["math"], row["fetch"]
+            found.setdefault(key, []).append(Cost(plan, *(float(row[k]) for k in Cost._fields[1:])))
+    return {key: tuple(costs) for key, costs in found.items()}
+
+
+@functools.cache
+def _costs(name: str) -> dict[tuple[str, str, str], tuple[Cost, ...]]:
+    return read_costs(pathlib.Path(__file__).parent / "tuned" / f"{name}_costs.csv")
+
+
+def microseconds(
+    cost: Cost, M: int, K: int, widths: Sequence[int], itemsize: int, multiprocessors: int, both: int = 1
+) -> float:
+    """What products of M rows and K take by one way, whose plan says in how many parts sums are cut.
+
+    Programs beside each other on a multiprocessor hide what each waits for, up to where they share its units. `both` is
+    2 for SwiGLU, which has two weights of each width and one output.
+    """
+    plan, N = cost.plan, sum(widths)
+    reading = (M * K + both * K * N + M * N) * itemsize / _READ
+    if not plan.bm:  # torch's products
+        work = both * 64 * triton.cdiv(M, 64) * K * 64 * triton.cdiv(N, 64) / 2**30
+        gate = _BESIDE + 3 * M * N * itemsize / _COPIED if both == 2 else 0.0
+        count = both * len(widths)
+        return cost.start * count + max(reading, cost.each * work) + cost.alone * K / 1024 * count + gate
+    tiles = triton.cdiv(M, plan.bm) * sum(triton.cdiv(n, plan.bn) for n in widths)
+    programs = triton.cdiv(tiles * plan.split, multiprocessors)
+    steps = triton.cdiv(triton.cdiv(K, plan.bk), plan.split)
+    walking = steps * max(cost.alone, cost.each * programs) + cost.finish * programs
+    parts = _PARTS + 8 * both * plan.split * M * N / _COPIED if plan.split > 1 else 0.0
+    return cost.start + max(walking, reading) + parts
+
+
+def copying(M: int, K: int, widths: Sequence[int], itemsize: int, x: bool, weights: bool) -> float:
+    """Microseconds of the copies of x, and of weights: of each a launch, which reads and writes it."""
+    time = _BESIDE + 2 * M * K * itemsize / _COPIED if x else 0.0
+    return time + (_BESIDE * len(widths) + 2 * K * sum(widths) * itemsize / _COPIED if weights else 0.0)
+
+
+@functools.lru_cache(maxsize=4096)
+def _cheapest(
+    name: str, sizes: tuple[int, int], widths: tuple[int, ...], math: str, layout: str, there: tuple[bool, bool],
+    hardware: tuple[tuple[int, int] | None, int], strategy: str, whole: bool = True,
+) -> tuple[Plan, bool] | None:  # fmt: skip
+    """Of the ways whose costs are known the plan of the cheapest, and whether it wants copies.
+
+    None where none are known: few rows, and so many tiles that classes of shapes tell enough. `sizes` are M and K,
+    `widths` the columns of each weight, of one where there are two alike for SwiGLU. `there`: whether descriptors
+    describe x, and the weights. `whole`: these weights are all, so that sums can be cut.
+    """
+    (M, K), N, (capability, multiprocessors) = sizes, sum(widths), hardware
+    if math not in ("float32", "tf32") or capability is None or M <= _FEW or (M > _MIDDLE and M * N > 2**23):
+        return None
+    costs, here = _costs(name), f"{capability[0]}{capability[1]}"
+    itemsize, both = 4, 2 if name == "swiglu" else 1
+    sizes_of_copies = M, K, both * widths, itemsize
+    for_x, for_weights = copying(*sizes_of_copies, not there[0], False), copying(*sizes_of_copies, False, True)
+    merged = (N,) if both == 1 and (layout == "column" or M > K) else widths
+    ways: list[tuple[Cost, tuple[int, ...], float, bool]] = []  # with the columns, and the time, of what is copied
+    for cost in costs.get((here, math, "descriptors"), ()) if layout != "any" else ():
+        tiles = cost.plan.kernel == "tiles"
+        # Tensor cores take TF32 along K only. Who reads by pointers needs no copies.
+        if tiles and (layout == "row" or not there[1]):
+            ways.append((cost, merged, for_x + for_weights, True))
+        elif tiles or all(there):
+            ways.append((cost, widths, for_x, not there[0]))
+    if layout == "any" or not all(there):
+        ways += [(cost, widths, 0.0, False) for cost in costs.get((here, math, "pointers"), ())]
+    if ways and not strategy:
+        for cost in costs.get((here, math, "library"), ()):
+            # Queueing them takes the host several times as long as ours: they are to be faster by a tenth.
+            cost = cost._replace(**{k: 1.1 * getattr(cost, k) for k in ("start", "alone", "each")})
+            ways.append((cost, widths, 0.0, False))
+            if both == 1 and layout != "any" and len(widths) > 1:  # weights side by side, and one product of them
+                ways.append((cost._replace(plan=Plan("joined")), (N,), _PARTS + for_weights, False))
+    best, found = float("inf"), None
+    for cost, columns, before, move in ways:
+        for split in (1, 2, 4, 8, 16, 32, 64):
+            if split > 1 and (cost.plan.kernel != "strided" or not whole or 2 * split * cost.plan.bk > K):
+                break
+            cut = cost._replace(plan=cost.plan._replace(split=split))
+            time = before + microseconds(cut, M, K, columns, itemsize, multiprocessors, both)
+            if time < best:
+                best, found = time, (cut.plan, move)
+    return found
+
+
+def _wanted(
+    name: str, x: Tensor, weights: Sequence[Tensor], math: str, layout: str,
+    hardware: tuple[tuple[int, int] | None, int], strategy: str, whole: bool = True,
+) -> tuple[Plan, bool] | None:  # fmt: skip
+    """What `_cheapest` finds for x and weights of one layout."""
+    if strategy == "views" or math == "float64" or not x.shape[1]:  # a descriptor has no empty axis
+        return None
+    layout = layout if layout_of(x) == "row" else "any"
+    there = _describable(x, "row"), all(_describable(w, layout) for w in weights)
+    widths = tuple(w.shape[1] for w in (weights[:1] if name == "swiglu" else weights))
+    return _cheapest(name, tuple(x.shape), widths, math, layout, there, hardware, strategy, whole)
+
+
+def _by_vectors(M: int, math: str, layout: str, aligned: bool) -> bool:
+    """Whether one or two rows are multiplied number by number.
+
+    Reading the weights is all the work, and tensor cores take them by way of shared memory: columns that lie side by
+    side, and what is loaded one by one.
+    """
+    if layout.startswith("column"):
+        return M == 1 or (M == 2 and not (math == "half" and aligned))
+    return M == 1 and layout.startswith("row") and not aligned
 
 
 def _of_vectors(M: int, math: str, aligned: bool, halves: int) -> Plan:
-    """Tiles of a weight that a thread has 64 numbers of; half types that are loaded one by one have half as many."""
-    numbers = (8192 if math == "half" and aligned else 4096) // (M * halves)
-    return Plan("strided", M, max(8, numbers // 128), 128, warps=4)
+    """Tiles of a weight that a thread has 16 numbers of, or 64 of half types that are loaded as vectors."""
+    if math == "half" and aligned:
+        return Plan("strided", M, max(8, 64 // (M * halves)), 128, warps=4)
+    return Plan("strided", M, 16 if math == "half" and M == 1 else 16 // halves, 128, warps=4)
 
 
 def _of_float32(name: str, M: int, N: int, kernel: str, multiprocessors: int) -> Plan:
@@ -338,8 +469,10 @@ def _worth_moving(sizes: tuple[int, int, int], math: str, weights: bool, capabil
         return M > 8  # so that small products show both ways
     if not weights and M > 256 and N < 128:  # then reading x is all the work
         return False
-    least = 2**26 if math == "half" else 2**29
-    return (M > _FEW and M * K * N >= least) if weights else K * N >= 2**21 or M * K * N >= 2**29
+    least = 2**27 if math == "half" else 2**29
+    if weights:
+        return M > _FEW and M * K * N >= least
+    return K * N >= (2**23 if M <= 16 else 2**21) or M * K * N >= 2**29
 
 
 def _math(dtype: torch.dtype, tf32: bool) -> str:
@@ -378,7 +511,7 @@ def _gemm_plan(
             swap = name == "swiglu" and M <= 16
             return Plan("tiles", 16 if swap else 64, 64 // halves, 64, group=2, bulk=2 if M % 2 else 1, swap=swap)
         return Plan("strided", 16 if M <= 16 else 64, 256 // halves, 64, group=2, split=2 if M <= 16 else 1)
-    if layout.startswith("column") and _by_vectors(M, math, aligned):
+    if _by_vectors(M, math, layout, aligned):
         return _of_vectors(M, math, aligned, halves)
     tuned, here = _tuned(name), f"{capability[0]}{capability[1]}"
     layout, _, kind = layout.partition(" ") if aligned else ("any", "", "")
@@ -452,24 +585,33 @@ def _describable(x: Tensor, layout: str) -> bool:
 
 def _fetchable(
     x: Tensor, weights: Sequence[Tensor], layout: str, math: str, capability: tuple[int, int] | None, strategy: str,
-    merge: bool = False,
+    merge: bool = False, wanted: tuple[Plan, bool] | None = None,
 ) -> tuple[Tensor, Sequence[Tensor], bool, bool]:  # fmt: skip
     """x and weights for tensor descriptors, copied to where their rows are aligned if that pays, or to columns.
 
-    Besides, whether they are aligned, and whether any was copied. `merge`: what is copied becomes one weight; of rows,
-    whose copies then begin anywhere, where the product is much larger than they are. It has whole tiles and is stored
-    by the copy engine, where three kinds of edges took up to four times as long.
+    Besides, whether they are aligned, and whether any was copied. `wanted`: a plan, and whether it wants copies.
+    `merge`: what is copied becomes one weight; of rows, whose copies then begin anywhere, where the product is much
+    larger than they are. It has whole tiles and is stored by the copy engine, where three kinds of edges took up to
+    four times as long.
     """
     if layout == "any" or layout_of(x) != "row" or not x.shape[1]:  # a descriptor has no empty axis
         return x, weights, False, False
     (M, K), N = x.shape, sum(w.shape[1] for w in weights)
-    turn = strategy != "views" and _worth_turning((M, K, N), math, layout, capability)
+    if wanted is not None:
+        turn = wanted[1] and wanted[0].kernel == "tiles" and layout == "row"
+    else:
+        turn = strategy != "views" and _worth_turning((M, K, N), math, layout, capability)
     move_x, move_weights = not _describable(x, "row"), turn or not all(_describable(w, layout) for w in weights)
     if not (move_x or move_weights):
         return x, weights, True, False
     layout = "column" if turn else layout
     in_rows = math == "float32" and layout == "row"  # others are torch's, which takes them as they lie
-    if strategy == "views" or in_rows or not (turn or _worth_moving((M, K, N), math, move_weights, capability)):
+    if wanted is not None:
+        move = wanted[1]
+    else:
+        worth = turn or _worth_moving((M, K, N), math, move_weights, capability)
+        move = worth and strategy != "views" and not in_rows
+    if not move:
         return x, weights, False, False
     if move_x:
         (x,) = _moved([x], "row")
@@ -496,9 +638,10 @@ def _cut(
     """
     if plan.kernel != "strided":
         return plan
+    one_by_one = math == "half" and not aligned and M > 16
     tiles, steps = triton.cdiv(M, plan.bm) * sum(triton.cdiv(N, plan.bn) for N in widths), K // plan.bk
-    if plan.bm < 16 or (math == "half" and not aligned and 16 < M <= _FEW):
-        beside = 8 if plan.bm < 16 and not (math == "half" and aligned) else 4
+    if plan.bm < 16 or one_by_one:
+        beside = 2 if M > _FEW else 8 if plan.bm < 16 and not (math == "half" and aligned) else 4
         most = min(beside * multiprocessors // max(1, tiles), steps // 2)
         return plan._replace(split=max(plan.split, 1 << max(0, most.bit_length() - 1)))
     beside, parts = 2, K // max(256, 4 * plan.bk)
@@ -507,6 +650,23 @@ def _cut(
     most = min(beside * multiprocessors // max(1, tiles), parts)
     split = 1 << max(0, most.bit_length() - 1)
     return plan if split <= plan.split or steps - steps // split < 6 else plan._replace(split=split)
+
+
+def _shared_out(name: str, M: int, K: int, widths: Sequence[int], math: str, aligned: bool, sms: int) -> Plan | None:
+    """A plan by pointers, whose sums are cut, where so few tiles walk a long K that half of the GPU would have none.
+
+    Of half types that descriptors could fetch. SwiGLU has few such tiles only where rows are few: its tiles have the
+    columns of two weights. One row or two are multiplied without tensor cores.
+    """
+    few = 2 < M <= _FEW if name == "swiglu" else M > 32
+    if math != "half" or not aligned or K < 2048 or not few:
+        return None
+    bm, bn = 16 if M <= 16 else 32 if M <= 32 else 64, 32 if name == "swiglu" else 64
+    tiles = triton.cdiv(M, bm) * sum(triton.cdiv(n, bn) for n in widths)
+    if 2 * tiles > sms:
+        return None
+    split = 1 << (min(2 * sms // tiles, K // 256).bit_length() - 1)
+    return Plan("strided", bm, bn, 64, split=split, stages=4, warps=4)
 
 
 def _by_torch(M: int, K: int, N: int, math: str, aligned: bool, layout: str) -> bool:
@@ -520,21 +680,6 @@ def _by_torch(M: int, K: int, N: int, math: str, aligned: bool, layout: str) -> 
     if aligned:
         return layout == "row" and M > _FEW and M * K * N >= 2**30
     return M > _FEW or (M > 16 and (K * N >= 2**22 or (K >= 4096 and N < 1024)))
-
-
-def _long(name: str, sizes: tuple[int, int, int], math: str, multiprocessors: int) -> bool:
-    """Whether few tiles of many rows walk a K so long that torch's products are faster, which cut it.
-
-    Then nothing is copied for ours. For float32 microseconds of an H200 are compared: those of a tile, and of what
-    torch multiplies. In half types torch's products are slow where SwiGLU's weights begin anywhere.
-    """
-    M, K, N = sizes
-    tiles = triton.cdiv(M, 64) * triton.cdiv(N, 64)
-    if M <= _FEW:
-        return False
-    if math == "float32":
-        return tiles <= multiprocessors and 0.024 * K > 14 + M * K * N / 12.5e6
-    return (name, math) == ("concat_gemm", "half") and tiles <= multiprocessors // 2 and K >= 4096
 
 
 def _moved(matrices: Sequence[Tensor], layout: str) -> list[Tensor]:
@@ -696,6 +841,9 @@ def torch_in_tf32(on: bool) -> Iterator[None]:
 
 
 def _mm(x: Tensor, w: Tensor, out: Tensor, tf32: bool) -> None:
+    if tf32 == (torch.backends.cuda.matmul.fp32_precision == "tf32"):  # to enter a context takes as long as half of it
+        torch.mm(x, w, out=out)
+        return
     with torch_in_tf32(tf32):
         torch.mm(x, w, out=out)
 

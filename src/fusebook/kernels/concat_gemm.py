@@ -35,7 +35,6 @@ from ._products import (
     _fetchable,
     _kind,
     _late,
-    _long,
     _math,
     _matrix,
     _options,
@@ -45,6 +44,7 @@ from ._products import (
     _product,
     _programs,
     _ragged,
+    _shared_out,
     _starts,
     _store,
     _sum_of_parts,
@@ -52,6 +52,7 @@ from ._products import (
     _take_over,
     _takes_tf32,
     _tiles_of,
+    _wanted,
     _workspace,
     layout_of,
 )
@@ -253,7 +254,7 @@ def _into(out: Tensor, x: Tensor, weights: Sequence[Tensor], tf32: bool, strateg
         return
     given = x = _matrix(x)
     M, N = len(x), out.shape[-1]
-    out = out.view(M, N)
+    out = out if out.dim() == 2 else out.view(M, N)  # a plan makes each view again, which takes the host's time
     math, hardware = _math(x.dtype, tf32), gpu(x.device)
     weights = [w for w in weights if w.shape[1]]
     # Weights that few rows need are not copied: one whose rows begin anywhere is not to slow down large ones beside it.
@@ -270,26 +271,31 @@ def _into(out: Tensor, x: Tensor, weights: Sequence[Tensor], tf32: bool, strateg
         group: Sequence[Tensor] = weights[at:end]
         layout, _ = layouts[at]
         width = sum(w.shape[1] for w in group)
-        way = strategy
-        if not way and hardware[0] is not None and _long("concat_gemm", (M, x.shape[1], N), math, hardware[1]):
-            way = "views"
-        x, group, aligned, copied = _fetchable(x, group, layout, math, hardware[0], way, merge=True)
+        wanted = _wanted("concat_gemm", x, group, math, layout, hardware, strategy, width == N)
+        x, group, aligned, copied = _fetchable(x, group, layout, math, hardware[0], strategy, True, wanted)
         layout = layout_of(group[0]) if copied else layout
-        kind = _kind(x, group, layout) if aligned else ""
-        # What was copied to where it is aligned was copied for ours; x, perhaps, with earlier weights.
-        wanted = way or ("fused" if aligned and (ragged or copied or x is not given) else None)
-        plan = _plan("concat_gemm", (M, N), math, layout + kind, aligned, hardware, wanted)
-        if width == N:  # parts lie as the whole output does
-            plan = _cut(plan, M, x.shape[1], [w.shape[1] for w in group], math, aligned, hardware[1])
-        # Rows that begin anywhere and were not worth a copy take torch's product, joined, which is one of both.
-        anywhere = math == "half" and layout == "row" and not all(_describable(w, layout) for w in group)
-        anywhere = anywhere and M >= 128 and x.shape[1] >= 512
-        if not strategy and (anywhere or _by_torch(M, x.shape[1], N, math, aligned, layout)):
-            plan = Plan("torch")
-        columns = out.narrow(1, start, width)
-        if plan.kernel == "torch":
-            if not strategy and layout != "any" and M > _FEW and x.shape[1] * width <= 2**23:
-                group = _joined(group, layout)  # small beside x, and two launches less
+        widths, plan = [w.shape[1] for w in group], None
+        if wanted is not None:
+            plan, _ = wanted
+        elif strategy != "views" and width == N:  # parts lie as the whole output does
+            plan = _shared_out("concat_gemm", M, x.shape[1], widths, math, aligned, hardware[1])
+        if plan is None:
+            kind = _kind(x, group, layout) if aligned else ""
+            # What was copied to where it is aligned was copied for ours; x, perhaps, with earlier weights.
+            way = strategy or ("fused" if aligned and (ragged or copied or x is not given) else None)
+            plan = _plan("concat_gemm", (M, N), math, layout + kind, aligned, hardware, way)
+            if width == N:
+                plan = _cut(plan, M, x.shape[1], widths, math, aligned, hardware[1])
+            # Rows that begin anywhere and were not worth a copy take torch's product, joined, which is one of both.
+            anywhere = math == "half" and layout == "row" and not all(_describable(w, layout) for w in group)
+            anywhere = anywhere and M >= 128 and x.shape[1] >= 512
+            if not strategy and (anywhere or _by_torch(M, x.shape[1], N, math, aligned, layout)):
+                plan = Plan("torch")
+            if plan.kernel == "torch" and not strategy and layout != "any" and M > _FEW and x.shape[1] * width <= 2**23:
+                plan = Plan("joined")  # small beside x, and two launches less
+        columns = out if width == N else out.narrow(1, start, width)
+        if plan.kernel in ("torch", "joined"):
+            group = _joined(group, layout) if plan.kernel == "joined" else group
             _products_of(columns, x, group, tf32)
         else:
             _launch_concat(columns, x, group, math, layout, plan)
@@ -307,7 +313,8 @@ def _joined(weights: Sequence[Tensor], layout: str) -> list[Tensor]:
 
 def _products_of(out: Tensor, x: Tensor, weights: Sequence[Tensor], tf32: bool) -> None:
     """Torch's products, each into its own columns: nothing is concatenated, and no kernel of ours is needed."""
-    for w, columns in zip(weights, out.split([w.shape[1] for w in weights], 1), strict=True):
+    parts = (out,) if len(weights) == 1 else out.split([w.shape[1] for w in weights], 1)
+    for w, columns in zip(weights, parts, strict=True):
         _product(x, w, columns, tf32)
 
 

@@ -27,7 +27,6 @@ from ._products import (
     _fetchable,
     _late,
     _leading,
-    _long,
     _math,
     _matrix,
     _options,
@@ -35,6 +34,7 @@ from ._products import (
     _plan,
     _product,
     _programs,
+    _shared_out,
     _stack,
     _store,
     _sum_of_parts,
@@ -42,6 +42,7 @@ from ._products import (
     _take_over,
     _takes_tf32,
     _tiles_of,
+    _wanted,
     _workspace,
     layout_of,
 )
@@ -352,15 +353,20 @@ def _into(
     math = _math(x.dtype, tf32)
     layout = layout_of(gate) if layout_of(gate) == layout_of(up) else "any"
     hardware = gpu(x.device)
-    # What was copied to where it is aligned was copied for ours.
-    if not strategy and hardware[0] is not None and _long("swiglu", (M, x.shape[1], 2 * N), math, hardware[1]):
-        strategy = "views"
-    x, (gate, up), aligned, copied = _fetchable(x, (gate, up), layout, math, hardware[0], strategy)
+    wanted = _wanted("swiglu", x, (gate, up), math, layout, hardware, strategy)
+    x, (gate, up), aligned, copied = _fetchable(x, (gate, up), layout, math, hardware[0], strategy, wanted=wanted)
     layout = layout_of(gate) if copied else layout
-    plan = _plan("swiglu", (M, 2 * N), math, layout, aligned, hardware, strategy or ("fused" if copied else None))
-    plan = _cut(plan, M, x.shape[1], (N,), math, aligned, hardware[1])
-    if not strategy and _by_torch(M, x.shape[1], 2 * N, math, aligned, layout):
-        plan = Plan("torch")
+    plan = None
+    if wanted is not None:
+        plan, _ = wanted
+    elif strategy != "views":
+        plan = _shared_out("swiglu", M, x.shape[1], (N,), math, aligned, hardware[1])
+    if plan is None:
+        # What was copied to where it is aligned was copied for ours.
+        plan = _plan("swiglu", (M, 2 * N), math, layout, aligned, hardware, strategy or ("fused" if copied else None))
+        plan = _cut(plan, M, x.shape[1], (N,), math, aligned, hardware[1])
+        if not strategy and _by_torch(M, x.shape[1], 2 * N, math, aligned, layout):
+            plan = Plan("torch")
     if plan.kernel == "torch":
         _products_gated(out, x, gate, up, bias, tf32)
     else:

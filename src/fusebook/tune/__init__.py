@@ -30,7 +30,7 @@ from fusebook import check, kernels, timing
 from fusebook.cards import OPS
 from fusebook.extras import extra
 from fusebook.kernels._products import _WITHIN, Plan, Tuned, read
-from fusebook.tune import products
+from fusebook.tune import costs, products
 
 with extra("book"):
     from tqdm import tqdm
@@ -173,6 +173,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("ops", nargs="+", metavar="op", choices=TUNABLE, help=", ".join(TUNABLE))
     parser.add_argument("--repeat", type=int, default=30)
     parser.add_argument("--only", default="", metavar="CLASSES", help='comma list: "half row,tf32" for what begins so')
+    parser.add_argument(
+        "--costs", type=int, default=0, metavar="PROBLEMS", help="fit costs to so many drawn ones instead"
+    )
     parser.add_argument("--out", type=pathlib.Path, help="folder of the plans; the package's")
     args = parser.parse_args(argv)
     try:
@@ -181,6 +184,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             folder.mkdir(parents=True, exist_ok=True)
             file = folder / f"{name}.csv"
             major, minor = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
+            if args.costs and torch.cuda.is_available():
+                sms = torch.cuda.get_device_properties(0).multi_processor_count
+                fit = costs.fit(costs.points(name, args.costs), sms, 2 if name == "swiglu" else 1)
+                costs.write(folder / f"{name}_costs.csv", f"{major}{minor}", fit)
+                print(folder / f"{name}_costs.csv")
+                continue
             found = tune(name, repeat=args.repeat, only=args.only.split(","))
             write(file, read(file) | {(f"{major}{minor}", *key): tuned for key, tuned in found.items()})
             print(file)

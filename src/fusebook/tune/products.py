@@ -35,7 +35,7 @@ def classes(name: str) -> tuple[tuple[str, str, str], ...]:
     found += [("half", "any", shape) for shape in (*rows, *sizes[:5])]
     if name == "concat_gemm":  # in half types SwiGLU has nothing to choose
         found += [("half", layout, shape) for layout in ("row short", "column short") for shape in sizes[3:]]
-    found += [("tf32", layout, shape) for layout in ("row", "column") for shape in sizes[1:6]]
+    found += [("tf32", layout, shape) for layout in ("row", "column") for shape in sizes[4:6]]
     return tuple(found)
 
 
