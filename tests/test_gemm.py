@@ -589,7 +589,8 @@ def test_the_cheapest_way_counts_what_is_copied_and_products_of_torchs(cheapest)
     plan, move = cheapest(70, 200, (9, 9), **odd)
     assert plan.kernel == "strided" and not move, "copies would be two launches"
     assert cheapest(100, 8192, (256, 256), "row")[0].kernel == "strided", "pointers fetch rows as they lie"
-    assert cheapest(2000, 512, (4000,), "row", strategy="fused")[1], "and tiles of weights in rows become columns"
+    assert cheapest(100, 1024, (256, 256), "row") is None and cheapest(100, 1024, (256, 256), "row", (False, True))
+    assert cheapest(2000, 512, (4000,), "row", **odd)[1], "tiles of weights in rows become columns"
     assert cheapest(400, 4096, (1000,), "any", (False, False))[1] is False, "nothing can be copied"
     assert cheapest(385, 2048, (20000,))[0] == Plan("torch"), "tiles of 128 rows hang over, and are one round more"
     assert cheapest(385, 2048, (20000,), strategy="fused")[0].bm

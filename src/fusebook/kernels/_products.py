@@ -367,7 +367,9 @@ def _cheapest(
     describe x, and the weights. `whole`: these weights are all, so that sums can be cut.
     """
     (M, K), N, (capability, multiprocessors) = sizes, sum(widths), hardware
-    if math not in ("float32", "tf32") or capability is None or M <= _FEW or (M > _MIDDLE and M * N > 2**23):
+    if math not in ("float32", "tf32") or capability is None or M <= _FEW or (M > _MIDDLE and M * N >= 2**23):
+        return None
+    if layout == "row" and all(there) and K < 2048:  # descriptors fetch rows without copies, which was not timed
         return None
     costs, here = _costs(name), f"{capability[0]}{capability[1]}"
     itemsize, both = 4, 2 if name == "swiglu" else 1

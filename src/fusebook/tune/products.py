@@ -35,7 +35,8 @@ def classes(name: str) -> tuple[tuple[str, str, str], ...]:
     found += [("half", "any", shape) for shape in (*rows, *sizes[:5])]
     if name == "concat_gemm":  # in half types SwiGLU has nothing to choose
         found += [("half", layout, shape) for layout in ("row short", "column short") for shape in sizes[3:]]
-    found += [("tf32", layout, shape) for layout in ("row", "column") for shape in sizes[4:6]]
+    found += [("tf32", "row", shape) for shape in sizes[1:6]]  # of columns what is smaller is planned by costs
+    found += [("tf32", "column", shape) for shape in sizes[4:6]]
     return tuple(found)
 
 
