@@ -379,7 +379,8 @@ def test_plans_of_wide_rows_hold_every_number_once(processors, dtype, aligned, t
             seen.add(plan.kernel)
             # Where a row begins with the last number of a vector.
             reach = n if n % vector == 0 else n + vector - 1
-            held = plan.constants["BLOCK"] * plan.constants.get("CHUNKS", 1)
+            ctas = plan.constants.get("CTAS", 1)
+            held = plan.constants["BLOCK"] * plan.constants.get("CHUNKS", 1) * ctas
             if plan.kernel == "shared":
                 registers = plan.registers or 128
                 if tensors == 1 or plan.constants["ONCE"]:
@@ -400,9 +401,13 @@ def test_plans_of_wide_rows_hold_every_number_once(processors, dtype, aligned, t
                 assert many.constants == plan.constants | {k: v for k, v in many.constants.items() if k == "ONCE"}
             elif plan.kernel == "whole":
                 assert reach <= held
-                assert (plan.constants["CHUNKS"] - 2) * plan.constants["BLOCK"] <= n  # these are loaded without a mask
+                # All but two tiles are loaded without a mask.
+                assert (plan.constants["CHUNKS"] - 2) * plan.constants["BLOCK"] * ctas <= n
                 # Numbers a thread, two a register.
-                assert tensors * held <= {16: 104}.get(plan.warps, 17 * 16) * 32 * plan.warps
+                assert tensors * held / ctas <= {16: 104}.get(plan.warps, 17 * 16) * 32 * plan.warps
+                # As many programs as every GPU that has clusters starts together, however many rows there are.
+                assert ctas == 1 or (capability >= (9, 0) and ctas <= 8)
+                assert _rows.softmax_plan((1, 700, n), dtype, capability, **known).constants == plan.constants
     assert "shared" in seen
 
 

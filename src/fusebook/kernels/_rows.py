@@ -161,6 +161,54 @@ def leave(board_ptr, word):
     tl.atomic_xchg(board_ptr, word, sem="relaxed")
 
 
+# Or the programs are a cluster, which a GPU starts together: each writes its word into the shared memory of all, and
+# nobody looks for it. A tile has an axis of as many as there are programs, along which Triton gives one to each.
+
+
+@triton.jit
+def begun(CTAS: tl.constexpr):
+    """Say that this program of a cluster has begun, so that others may write to its memory."""
+    if CTAS > 1:
+        tl.inline_asm_elementwise(
+            "barrier.cluster.arrive.relaxed.aligned; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
+def told(word, CTAS: tl.constexpr):
+    """Tell all programs of a cluster the word [CTAS] of this one; returns those of all, in their order."""
+    if CTAS == 1:
+        return (word,)
+    else:
+        board = tl.inline_asm_elementwise(
+            """{
+            .shared .align 8 .b64 board[16];
+            .reg .b32 own, theirs, rank, thread, programs;
+            .reg .pred one;
+            mov.u32 own, board;
+            mov.u32 rank, %cluster_ctarank;
+            mov.u32 programs, %cluster_nctarank;
+            mov.u32 thread, %tid.x;
+            setp.lt.u32 one, thread, programs;
+            barrier.cluster.wait.acquire.aligned;
+            mad.lo.u32 theirs, rank, 8, own;
+            @one mapa.shared::cluster.u32 theirs, theirs, thread;
+            @one st.shared::cluster.b64 [theirs], $1;
+            barrier.cluster.arrive.release.aligned;
+            barrier.cluster.wait.acquire.aligned;
+            mov.u32 $0, own;
+            }""",
+            "=r,l", [word], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+        words = ()
+        for k in tl.static_range(CTAS):
+            theirs = tl.inline_asm_elementwise(
+                "ld.shared.b64 $0, [$1];", "=l,r", [board + 8 * k], dtype=tl.int64, is_pure=False, pack=1
+            )
+            words += (theirs,)  # type: ignore[assignment]
+        return words
+
+
 @triton.jit
 def _turned(y_ptr, x_ptr, INNER, N, y_strides, x_strides, ROWS: tl.constexpr, BLOCK: tl.constexpr, OUTERS=None):
     """A copy by tiles, read along one axis and written along another: so the numbers of x and of y lie together."""
@@ -216,6 +264,7 @@ def softmax_plan(
     size = dtype.itemsize
     kernel, rows = "rows", 1
     least = 512 if n % 2 else 12800 if n % vector else 24576
+    clusters = capability is not None and capability >= (9, 0)
     if not last:
         # 32 neighbours along INNER, so that a warp reads 64 bytes and more in one piece. Eight elements a thread and a
         # tile, 64 in all: more would spill.
@@ -234,15 +283,19 @@ def softmax_plan(
         block = min(max(1, (1024 if warps == 4 else 2048) // rows), triton.next_power_of_2(n))
     elif vector > 1 and size == 2 and tensors == 1 and least < n <= 13 * 4096:
         # Rows that lie across 16-byte vectors, odd ones most of all, and wide ones. 13 tiles are 52 registers of each
-        # of 512 threads; more would spill.
-        block, warps = (4096, 16) if n > 12800 else tile_of(n, size, tensors)
-        chunks = triton.cdiv(n + vector - 1, block)
-        return Plan("whole", {"VEC": vector, "BLOCK": block, "CHUNKS": chunks, "ANEW": 0}, outer * inner, warps)
+        # of 512 threads; more would spill. Where these are of four programs, few rows take three quarters of the time,
+        # and of the widest rows many take no longer.
+        if clusters and n > 40960:
+            return _whole_plan(sizes, vector, 4, 1024, 4)
+        return _whole_plan(sizes, vector, 1, *((4096, 16) if n > 12800 else tile_of(n, size, tensors)))
+    elif clusters and vector > 1 and size == 2 and tensors == 2 and (24576 < n <= 2**16 or 98304 < n <= 2**17):
+        # Some 32 to 64 numbers a thread of each tensor: of fewer, many rows take longer than where programs go from row
+        # to row.
+        ctas, warps = (4, 4) if n <= 32768 else (4, 8) if n <= 2**16 else (8, 8)
+        return _whole_plan(sizes, vector, ctas, 256 * warps, warps)
     elif size == 2 and tensors == 2 and vector > 1 and n % 2 and 512 < n <= 32768:
         # Odd widths, whose rows lie across vectors.
-        block, warps = tile_of(n, size, tensors)
-        chunks = triton.cdiv(n + vector - 1, block)
-        return Plan("whole", {"VEC": vector, "BLOCK": block, "CHUNKS": chunks}, outer * inner, warps)
+        return _whole_plan(sizes, vector, 1, *tile_of(n, size, tensors))
     elif n <= {2: 32768, 4: 32768 if tensors == 1 else 24576, 8: 16384 // tensors}[size]:
         # float32 rows of 128 KiB still fit: they leave room for one program of 32 warps, which is enough.
         block, warps = tile_of(n, size, tensors)
@@ -271,6 +324,13 @@ def softmax_plan(
         return Plan(kernel, {"ROWS": rows, "BLOCK": block, "CHUNKS": chunks, "FLAT": flat}, tiles, warps)
     group = {"GROUP": 16 // size} if tensors == 1 else {}
     return Plan(kernel, {"ROWS": rows, "BLOCK": block, **group}, tiles, warps)
+
+
+def _whole_plan(sizes: tuple[int, int, int], vector: int, ctas: int, block: int, warps: int) -> Plan:
+    """Rows held by a program each, or by a cluster of `ctas`, as tiles of `block` columns a program."""
+    outer, inner, n = sizes
+    chunks = triton.cdiv(n if n % vector == 0 else n + vector - 1, ctas * block)  # a row may lie across one vector more
+    return Plan("whole", {"VEC": vector, "CTAS": ctas, "BLOCK": block, "CHUNKS": chunks}, outer * inner, warps)
 
 
 def _shared_plan(
@@ -451,6 +511,8 @@ def launch_rows(
         return
     kernel, grid = kernels[plan.kernel], (plan.programs,)
     constants = {**layout, **plan.constants, "num_warps": plan.warps}
+    if plan.constants.get("CTAS", 1) > 1:
+        constants["num_ctas"] = plan.constants["CTAS"]
     if plan.kernel == "shared":
         # A word of zeros for each part of a row; the first rows are read while the zeros are written.
         rows, early = out.numel() // out.shape[dim], overlapping(out.device)

@@ -12,7 +12,8 @@ Fused: the maximum, the subtraction, the exponential, the sum and the division. 
 
 A row of up to 128 KiB in float32, 104 KiB and more in half types and 64 KiB in the gradient of these, stays in the
 registers of one program between its load and its store. A wider one is shared by several programs: each holds a part of
-it, and they tell one another what they found there. So it is read once, too.
+it, and they tell one another what they found there, in memory or, in a cluster, which Hopper and later have, in shared
+memory. So it is read once, too.
 
 Limits: wide rows whose numbers do not lie side by side are first laid so, and then results where they belong. A row of
 more than some two million numbers, of float64 half a million, is read twice by one program: once to find the maximum
@@ -37,6 +38,7 @@ from ._rows import (
     alike,
     batched,
     begin_of,
+    begun,
     checked_axis,
     launch_rows,
     leave,
@@ -44,6 +46,7 @@ from ._rows import (
     place_of,
     put,
     rows_of,
+    told,
     window,
     word_of,
     words_of,
@@ -177,42 +180,69 @@ def _taken(x_ptr, at, inner, low, high, OTHER: tl.constexpr, VEC: tl.constexpr):
 
 
 @triton.jit
+def _word(top, total):
+    """A maximum and a sum in one word, which is never zero: the sum is one at least, or the maximum is -inf."""
+    upper = top.to(tl.int32, bitcast=True).to(tl.int64) << 32
+    return upper | (total.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF)
+
+
+@triton.jit
+def _top(word):
+    return (word >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _total(word):
+    return word.to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _softmax_whole(
     y_ptr, x_ptr, INNER, N, y_strides, x_strides,
-    VEC: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, ANEW: tl.constexpr, OUTERS=None,
+    VEC: tl.constexpr, CTAS: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, OUTERS=None,
 ):  # fmt: skip
-    """One row, one program: CHUNKS tiles, held as they were loaded. Half types take half the registers so."""
+    """One row by one program, or by CTAS of a cluster: CHUNKS tiles of whole vectors, which stay in registers."""
+    begun(CTAS)
     outer, inner = place_of(tl.program_id(0), INNER)
-    at, low, high = window(begin_of(outer, inner, OUTERS, x_strides), N, 0, CHUNKS * BLOCK, VEC)
-    columns = tl.arange(0, BLOCK)  # [BLOCK]
+    at, low, high = window(begin_of(outer, inner, OUTERS, x_strides), N, 0, CHUNKS * CTAS * BLOCK, VEC)
+    columns = tl.arange(0, CTAS)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]  # [CTAS, BLOCK]
     chunks = ()
-    tops = tl.full([BLOCK], float("-inf"), tl.float32)
+    tops = tl.full([CTAS, BLOCK], float("-inf"), tl.float32)
     for i in tl.static_range(CHUNKS):
+        here = i * CTAS * BLOCK + columns
         if i < CHUNKS - 2:
-            x = tl.load(x_ptr + at + i * BLOCK + columns)  # [BLOCK]; read MN
+            x = tl.load(x_ptr + at + here)  # [CTAS, BLOCK]; read MN
         else:  # the last tile may hold nothing but what a first vector has pushed there
-            inside = i * BLOCK + columns < (high + VEC - 1) // VEC * VEC
-            x = tl.load(x_ptr + at + i * BLOCK + columns, mask=inside, other=float("-inf"))
+            x = tl.load(x_ptr + at + here, mask=here < (high + VEC - 1) // VEC * VEC, other=float("-inf"))
         if i == 0 or i >= CHUNKS - 2:
-            own = (i * BLOCK + columns >= low) & (i * BLOCK + columns < high)
-            x = tl.where(own, x, float("-inf")).to(x_ptr.dtype.element_ty)
+            x = tl.where((here >= low) & (here < high), x, float("-inf")).to(x_ptr.dtype.element_ty)
         chunks += (x,)
         tops = tl.maximum(tops, x.to(tl.float32))
-    top = tl.max(tops, 0)
-    zero = zero_of(N, top)
-    totals = tl.zeros([BLOCK], tl.float32)
+    top = tl.max(tops, 1)  # [CTAS]
+    # A program of several may hold nothing but -inf.
+    shift = (top if CTAS == 1 else tl.where(top == float("-inf"), 0.0, top))[:, None]
+    totals = tl.zeros([CTAS, BLOCK], tl.float32)
     for i in tl.static_range(CHUNKS):
-        totals += _exp(again(chunks[i], zero, ANEW) - top)
-    total = tl.sum(totals, 0)
+        totals += _exp(chunks[i].to(tl.float32) - shift)
+    total = tl.sum(totals, 1)  # [CTAS]
     scale = 1 / total
-    zero = zero_of(N, total)
-    y_ptr += window(begin_of(outer, inner, OUTERS, y_strides), N, 0, CHUNKS * BLOCK, VEC)[0]
+    if CTAS > 1:
+        words = told(_word(top, total), CTAS)
+        highest = top
+        for k in tl.static_range(CTAS):
+            highest = tl.maximum(highest, _top(words[k]))
+        total = tl.zeros([CTAS], tl.float32)  # everywhere the same
+        for k in tl.static_range(CTAS):
+            total += _total(words[k]) * _exp(_top(words[k]) - tl.where(highest == float("-inf"), 0.0, highest))
+        scale = _exp(top - highest) / total
+    y_ptr += window(begin_of(outer, inner, OUTERS, y_strides), N, 0, CHUNKS * CTAS * BLOCK, VEC)[0]
     for i in tl.static_range(CHUNKS):
-        y = _exp(again(chunks[i], zero, ANEW) - top) * scale
+        y = _exp(chunks[i].to(tl.float32) - shift) * scale[:, None]
         if i == 0 or i >= CHUNKS - 2:
-            put(y_ptr + i * BLOCK, y, columns, low - i * BLOCK, tl.minimum(high - i * BLOCK, BLOCK), VEC)  # write MN
+            first = i * CTAS * BLOCK
+            put(y_ptr + first, y, columns, low - first, tl.minimum(high - first, CTAS * BLOCK), VEC)  # write MN
         else:
-            tl.store(y_ptr + i * BLOCK + columns, y.to(y_ptr.dtype.element_ty))
+            tl.store(y_ptr + i * CTAS * BLOCK + columns, y.to(y_ptr.dtype.element_ty))
 
 
 @triton.jit
@@ -223,18 +253,14 @@ def _part(x_ptr, begin, N, part, SPAN, VEC: tl.constexpr, BLOCK: tl.constexpr):
     top = tl.max(x.to(tl.float32), 0)
     zero = zero_of(N, top)
     total = tl.sum(_exp(again(x, zero, x.dtype != tl.float32) - tl.where(top == float("-inf"), 0.0, top)), 0)
-    # Never zero: the sum is one at least, or the maximum is -inf.
-    upper = top.to(tl.int32, bitcast=True).to(tl.int64) << 32
-    return x, upper | (total.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF)
+    return x, _word(top, total)
 
 
 @triton.jit
 def _divided_part(y_ptr, x, words, begin, N, part, SPAN, VEC: tl.constexpr, BLOCK: tl.constexpr):
     """Store a part of a row, by the words of all parts."""
-    tops = (words >> 32).to(tl.int32).to(tl.float32, bitcast=True)  # [LANES]
-    totals = words.to(tl.int32).to(tl.float32, bitcast=True)
-    highest = tl.max(tops, 0)
-    scale = 1 / tl.sum(totals * _exp(tops - tl.where(highest == float("-inf"), 0.0, highest)), 0)
+    highest = tl.max(_top(words), 0)
+    scale = 1 / tl.sum(_total(words) * _exp(_top(words) - tl.where(highest == float("-inf"), 0.0, highest)), 0)
     # Exponentials once more, of numbers as they were loaded: those of half types take half the registers meanwhile.
     zero = zero_of(N, scale)
     _, low, high = window(begin, N, part * SPAN, SPAN, VEC)

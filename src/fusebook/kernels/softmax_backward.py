@@ -27,6 +27,7 @@ from ._rows import (
     alike,
     batched,
     begin_of,
+    begun,
     checked_axis,
     launch_rows,
     leave,
@@ -34,6 +35,7 @@ from ._rows import (
     place_of,
     put,
     rows_of,
+    told,
     window,
     word_of,
     words_of,
@@ -135,36 +137,47 @@ def _softmax_backward_twice(
 @triton.jit
 def _softmax_backward_whole(
     dx_ptr, y_ptr, dy_ptr, INNER, N, y_strides, dy_strides,
-    VEC: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, OUTERS=None,
+    VEC: tl.constexpr, CTAS: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, OUTERS=None,
 ):  # fmt: skip
-    """The gradient of one row by one program, y and dy held as CHUNKS tiles of whole vectors. dx lies as y does."""
+    """The gradient of one row by one program, or by CTAS of a cluster; y and dy are held as CHUNKS tiles of vectors.
+
+    dx lies as y does.
+    """
+    begun(CTAS)
     outer, inner = place_of(tl.program_id(0), INNER)
-    at, low, high = window(begin_of(outer, inner, OUTERS, y_strides), N, 0, CHUNKS * BLOCK, VEC)
+    at, low, high = window(begin_of(outer, inner, OUTERS, y_strides), N, 0, CHUNKS * CTAS * BLOCK, VEC)
     y_ptr += at
     dx_ptr += at
-    dy_ptr += window(begin_of(outer, inner, OUTERS, dy_strides), N, 0, CHUNKS * BLOCK, VEC)[0]
-    columns = tl.arange(0, BLOCK)  # [BLOCK]
+    dy_ptr += window(begin_of(outer, inner, OUTERS, dy_strides), N, 0, CHUNKS * CTAS * BLOCK, VEC)[0]
+    columns = tl.arange(0, CTAS)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]  # [CTAS, BLOCK]
     ys = ()
     dys = ()
-    dots = tl.zeros([BLOCK], tl.float32)
+    dots = tl.zeros([CTAS, BLOCK], tl.float32)
     for i in tl.static_range(CHUNKS):
-        inside = i * BLOCK + columns < (high + VEC - 1) // VEC * VEC
-        mask = None if i < CHUNKS - 2 else inside
-        y = tl.load(y_ptr + i * BLOCK + columns, mask=mask)  # [BLOCK]; read MN
-        dy = tl.load(dy_ptr + i * BLOCK + columns, mask=mask)  # [BLOCK]; read MN
+        here = i * CTAS * BLOCK + columns
+        mask = None if i < CHUNKS - 2 else here < (high + VEC - 1) // VEC * VEC
+        y = tl.load(y_ptr + here, mask=mask)  # [CTAS, BLOCK]; read MN
+        dy = tl.load(dy_ptr + here, mask=mask)  # [CTAS, BLOCK]; read MN
         product = y.to(tl.float32) * dy.to(tl.float32)
         if i == 0 or i >= CHUNKS - 2:
-            product = tl.where((i * BLOCK + columns >= low) & (i * BLOCK + columns < high), product, 0.0)
+            product = tl.where((here >= low) & (here < high), product, 0.0)
         ys += (y,)
         dys += (dy,)
         dots += product
-    dot = tl.sum(dots, 0)
+    words = told(tl.sum(dots, 1).to(tl.int32, bitcast=True).to(tl.int64), CTAS)
+    dot = tl.zeros([CTAS], tl.float32)
+    for k in tl.static_range(CTAS):
+        dot += words[k].to(tl.int32).to(tl.float32, bitcast=True)
+    ANEW: tl.constexpr = (CTAS > 1) & (y_ptr.dtype.element_ty.primitive_bitwidth == 16)
+    zero = zero_of(N, dot)[:, None]
+    dot = dot[:, None]
     for i in tl.static_range(CHUNKS):
-        dx = ys[i].to(tl.float32) * (dys[i].to(tl.float32) - dot)
+        dx = again(ys[i], zero, ANEW) * (again(dys[i], zero, ANEW) - dot)
         if i == 0 or i >= CHUNKS - 2:
-            put(dx_ptr + i * BLOCK, dx, columns, low - i * BLOCK, tl.minimum(high - i * BLOCK, BLOCK), VEC)  # write MN
+            first = i * CTAS * BLOCK
+            put(dx_ptr + first, dx, columns, low - first, tl.minimum(high - first, CTAS * BLOCK), VEC)  # write MN
         else:
-            tl.store(dx_ptr + i * BLOCK + columns, dx.to(dx_ptr.dtype.element_ty))
+            tl.store(dx_ptr + i * CTAS * BLOCK + columns, dx.to(dx_ptr.dtype.element_ty))
 
 
 @triton.jit
