@@ -136,7 +136,7 @@ _CONFIGS: dict[str, tuple[dict[str, int], ...]] = {
         {"M": 8192, "N": 65536},
         {"M": 2048, "N": 262144},
     ),
-    "llama": ({"M": 4096, "N": 32000}, {"M": 4096, "N": 128256}),
+    "llama": ({"M": 4096, "N": 32000}, *({"M": M, "N": 128256} for M in (16, 256, 4096))),
     # Every second width of the tutorial's sweep.
     "triton": tuple({"M": 4096, "N": 256 * i} for i in range(1, 50)),
 }
