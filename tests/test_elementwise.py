@@ -143,6 +143,21 @@ def test_few_steps_that_lie_far_apart_are_taken_by_a_tile():
     assert plan(*few, 4, (9, 0)).tiled and plan(*few, 4, (9, 0)).constants["ROWS"] == 16
     assert not plan(*near, 4, (9, 0)).tiled, "a block has all rows of a line of memory"
     assert not plan(*few[:2], ((50257, 1), (1, 0)), 4, (9, 0)).tiled, "of a column nothing is left to read"
+    assert plan(*few, 4, (9, 0)).constants["BLOCK"] == 256, "few rows make long ones"
+
+
+def test_few_elements_and_narrow_rows_are_taken_one_by_one():
+    plan = elementwise._elementwise_plan
+    for given, single in (
+        (((2, 326), (326, 1), ((326, 1),)), True),
+        (((2000, 326), (326, 1), ((326, 1),)), False),
+        (((652876, 5), (5, 1), ((69, 1),)), True),  # a view
+        (((130577, 11), (11, 1), ((75, 1),)), False),
+        (((652876, 4), (4, 1), ((68, 1),)), False),  # a group a row
+    ):
+        found = plan(*given, 4, (9, 0))
+        assert (found.constants["GROUP"] == 1) == single
+        assert found.programs * found.constants["BLOCK"] >= torch.Size(given[0]).numel()
 
 
 def test_operands_that_lie_across(device):

@@ -350,24 +350,26 @@ def _elementwise_plan(
     wraps = len(axes) > 1 and axes[-1].size % group > 0
     # An operand that is broadcast along the last axis lies nowhere, where each group is in one row.
     lying = [i for i in range(len(ins)) if axes and (axes[-1].ins[i] or wraps)]
-    # What is read across within a block comes from the cache; steps that lie further apart pay for a tile at eight.
+    # What is read across within a block comes from the cache; steps that lie further apart pay for a tile at six.
     across = [
         axis
         for axis in axes[:-1]
         if any(
             axis.ins[i] == 1
-            and min(axis.size, axes[-1].size) >= (8 if axes[-1].ins[i] and 8 * itemsize * axis.out > 4096 else 32)
+            and min(axis.size, axes[-1].size) >= (6 if axes[-1].ins[i] and 8 * itemsize * axis.out > 4096 else 32)
             for i in lying
         )
     ]
     if across and len(axes) <= 3:
         # An operand lies across, and the neighbours of its elements are in its rows: in a square tile both kinds of
-        # lines are whole.
+        # lines are whole. Few rows are longer.
         B = [axis for axis in (Axis(1, 0, (0,) * len(ins)), *axes[:-1]) if axis is not across[-1]][-1]
         R, C = across[-1], axes[-1]
-        rows, block = (min(256 if interpreted else 64, triton.next_power_of_2(axis.size)) for axis in (R, C))
+        numbers, warps = (2**16, 1) if interpreted else (4096, 8) if itemsize >= 4 else (2048, 4)
+        rows = min(256 if interpreted else 64, triton.next_power_of_2(R.size))
+        block = min(numbers // rows, triton.next_power_of_2(C.size))
         programs = B.size * -(-R.size // rows) * -(-C.size // block)
-        return Plan(True, programs, (B, R, C), {"ROWS": rows, "BLOCK": block, "num_warps": 1 if interpreted else 8})
+        return Plan(True, programs, (B, R, C), {"ROWS": rows, "BLOCK": block, "num_warps": warps})
     # Tried on an H200: one load of 16 bytes a thread, of each operand; what is under way in many small programs beats
     # loops and larger blocks. Half types have two such loads where there is much to load.
     most = min(4096 // itemsize, 1024 if size <= 2**20 else 2048)
@@ -376,7 +378,10 @@ def _elementwise_plan(
     constants = {"BLOCK": min(block, triton.next_power_of_2(size)), "ALIKE": sum(a << i for i, a in enumerate(alike))}
     if all(alike):
         group = 16 // itemsize
-    else:
+    if not interpreted and (size <= 2**16 or (wraps and axes[-1].size < 8)):
+        # Few elements take fewer instructions one by one; in rows so narrow, neighbouring threads take neighbours.
+        group, wraps, warps, constants["BLOCK"] = 1, False, 8, 512
+    if not all(alike):
         constants["WRAPS"] = wraps
         if len(axes) > 1 and not wraps:
             constants["REPEATED"] = sum(1 << i for i, step in enumerate(axes[-1].ins) if step == 0)
