@@ -99,6 +99,12 @@ MEASURED = {
     (8192, 16384, 16384): ("owner", "owner"),
     (256, 512, 512): ("owner", "owner"),
     (1024, 2048, 2048): ("atomic", "sorted"),
+    (1504, 2016, 3148): (None, "atomic"),
+    (553, 4449, 479): (None, "sorted"),
+    (12, 12, 22969): (None, "atomic"),  # two thousand of each row
+    (70, 8, 51038): (None, "atomic"),
+    (62, 768, 29185): (None, "atomic"),
+    (3457, 3584, 48254): (None, "owner"),
 }
 
 

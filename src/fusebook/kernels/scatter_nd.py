@@ -225,8 +225,8 @@ def _scatter_nd_plan(
             # earned: its launches, and about as much for each update as half a kilobyte of additions takes. In a small
             # output, which stays in L2 between its zeros and its additions, it takes many updates until grouping pays.
             if cached:
-                # Of half types, which are rounded afterwards, fewer; many updates of each row wait for one another.
-                alike = size >= 4 or (few < n < 256 * R and R * D <= (2**20 if n <= many else 2**22))
+                # Of half types, which are rounded afterwards, fewer; thousands of each row wait for one another.
+                alike = size >= 4 or (few < n <= 4096 * R and R * D <= (2**20 if n <= 2048 else 2**22))
                 atomic = alike and n * D <= (2**26 if size >= 4 else 2**25)
             else:
                 # Of narrow rows it is cheaper to round sums than to ask each row for its updates.
