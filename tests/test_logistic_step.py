@@ -339,6 +339,7 @@ def test_a_small_step_is_one_launch(N, D, dtype, device, monkeypatch):
     assert right(LOGISTIC_STEP, inputs, logistic_step(*inputs))
     assert launched == [module._logistic_step_alone]
     assert not module._logistic_step_plan(20_000, D, 4, (9, 0), 132).alone
+    assert not module._logistic_step_plan(72, 109, 4, (9, 0), 132).alone, "a second tile takes as long as a launch"
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])

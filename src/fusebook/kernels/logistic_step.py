@@ -374,19 +374,20 @@ class FitPlan(NamedTuple):
 
 
 def _logistic_step_plan(
-    N: int, D: int, itemsize: int, capability: tuple[int, int] | None, multiprocessors: int, align: int = 16
-) -> StepPlan:
+    N: int, D: int, itemsize: int, capability: tuple[int, int] | None, multiprocessors: int, align: int = 16,
+    across: bool = False,
+) -> StepPlan:  # fmt: skip
     """Choose the constants of a step; `itemsize` is that of the sums, `capability` None in the interpreter.
 
-    Rows begin at multiples of `align` elements.
+    Rows begin at multiples of `align` elements, or lie `across`.
     """
     interpreted = capability is None
     block = triton.next_power_of_2(max(D, 1))
     widest = 512 if interpreted else 65536 // itemsize
     tall = triton.next_power_of_2(N)
-    # What takes a program less time than a second launch.
-    if D and N * D <= (256 if interpreted else 2**14) and block <= widest:
-        rows = max(1, min(tall, 32768 // itemsize // block))
+    # What takes a program less time than a second launch: a tile, of few features two or three.
+    rows = max(1, min(tall, 32768 // itemsize // block))
+    if D and N * D <= (256 if interpreted else 2**14) and block <= widest and (N <= rows or block <= 32 or interpreted):
         # More threads than numbers would hold some twice, and write them to shared memory together.
         return StepPlan(True, rows, block, 1, max(1, min(8, rows * block // 32)), 32, 1, 1024, alone=True)
     if block > widest:
@@ -394,8 +395,8 @@ def _logistic_step_plan(
         return StepPlan(False, rows, block, triton.cdiv(N, rows), 4, update, 1, block)
     # A tile of 32 KiB: enough loads are under way when each multiprocessor has four, and with 4 warps they are few
     # enough to agree on a sum quickly. Where a row has many elements, one row is a tile; where it has few, or they are
-    # wide, half of the tile is better. 64 registers a thread hold it.
-    tile = 4096 if block <= 32 or block >= 4096 else 8192
+    # wide, or must be loaded one by one, half of the tile is better. 64 registers a thread hold it.
+    tile = 4096 if block <= 32 or block >= 4096 or (itemsize == 4 and align < 4 and not across) else 8192
     rows = 16384 // block if interpreted else max(tile * 4 // itemsize // (2 if itemsize > 4 else 1) // block, 1)
     rows = max(1, min(rows, tall))
     warps = 1 if interpreted else 8 if block >= 8192 else 4
@@ -408,7 +409,8 @@ def _logistic_step_plan(
     times = 1 if interpreted else 2 if block > 8192 else 4
     programs = min(triton.cdiv(N, rows), times * multiprocessors)
     parts = min(64, triton.next_power_of_2(programs))
-    return StepPlan(True, rows, block, programs, warps, 1024 if interpreted else 32, parts, 1024)
+    wide = max(1024, min(4096, block))
+    return StepPlan(True, rows, block, programs, warps, 1024 if interpreted else 32, parts, wide)
 
 
 def _logistic_fit_plan(
@@ -529,7 +531,7 @@ def _step_into(
     outs: tuple[Tensor, Tensor, Tensor], X: Tensor, y: Tensor, w: Tensor, b: Tensor, lr: float, l2: float
 ) -> None:
     X, y, w = _packed(X, y, w, across=True)
-    plan = _step_plan(*X.shape, w.element_size(), *gpu(X.device), _align(X))
+    plan = _step_plan(*X.shape, w.element_size(), *gpu(X.device), _align(X), X.stride(1) != 1)
     _launch_step(X, y, w, b, lr, l2, outs, _workspace(X, plan), plan)
 
 
