@@ -891,7 +891,7 @@ table(tables.shares(large), "Each way over the large shapes, cold", fold=True)
 # Vocabularies of language models. A row of 32000 fits into the registers of
 # one program. A row of 128256 does not, so several programs share it.
 
-vocabulary = asked.results(config="llama", dtype="bfloat16")
+vocabulary = asked.results(config="llama", dtype="float32,bfloat16")
 table(
     tables.times(vocabulary, words=True),
     "Vocabularies: cold time in microseconds",
