@@ -393,9 +393,10 @@ def ten(*names):
 # Narrow rows, cut from a wider matrix (*sliced*) or beside a column, leave
 # tiles mostly empty. So elements are counted along the result, and a group of
 # adjacent ones finds its place by one division. What is transposed is read by
-# square tiles, which are partly empty where it has few columns. The rest are
-# launches: blocks of a quarter to twice the size were tried, and are within a
-# few percent of each other.
+# tiles, which are long where it has few columns. The rest are launches: up to
+# 65536 elements are taken one by one, which fewer instructions do, and so are
+# rows of fewer than eight. Of more, blocks of a quarter to twice the size were
+# tried, and are within a few percent of each other.
 
 common("multiply", "silu")
 
@@ -408,12 +409,13 @@ ten("multiply", "silu")
 #
 # Few and wide rows: one program or a handful holds a row. The time is then
 # that of one chain of loads, sums and stores, and not that of memory. quack
-# spreads such a row over a cluster, whose programs meet in shared memory; ours
-# meet in memory, after a launch that clears their :term:`board`. We tried
-# :term:`clusters <cluster>`, which were slower for many rows, and parts of
-# 1024 to 16384 numbers by 2 to 16 warps. Smaller parts are faster for tens of
-# rows and slower for thousands, and the width alone decides, since a row's
-# bits must not depend on how many come with it.
+# spreads such a row over a :term:`cluster`, whose programs meet in shared
+# memory. So do ours where many rows take no longer by it: half types of more
+# than 40960 columns, and gradients of more than 24576. Others meet in memory,
+# after a launch that clears their :term:`board`. Of clusters of 2, 4 and 8
+# programs of 4 to 16 warps, all were faster for a few rows, most slower for
+# thousands, and the width alone decides, since a row's bits must not depend on
+# how many come with it.
 #
 # Wide rows of float64 are shared as well; one program used to read them twice.
 # Each of few rows of a gradient has programs of its own, which come to the
@@ -489,7 +491,7 @@ ten("kmeans_assign")
 # order either. A handful of lookups in a large table is mostly zeros to write.
 # We timed each of the three strategies beside the chosen one, which was the
 # fastest at all but a few problems of half types; those of them that have
-# hundreds of lookups for each row are grouped since.
+# hundreds of lookups for each row are no longer grouped, which took longer.
 
 common("masked_scatter_nd_of_shape", "embedding_backward")
 
@@ -504,9 +506,11 @@ ten("masked_scatter_nd_of_shape", "embedding_backward")
 # the compiled step reads it twice. Wider X is copied to rows before the step,
 # and the copy reads with large strides. Two passes of our own, with tiles that
 # follow the columns, were slower at every one of nine problems. One to a few
-# rows are a single launch; of others the second launch is under way before the
-# first has ended. Rows are padded to a power of two, so that of 512 lanes 278
-# may have work, where a library has no padding.
+# rows are a single launch, as is all that one tile holds; of others the second
+# launch is under way before the first has ended. Rows are padded to a power of
+# two, so that of 512 lanes 278 may have work, where a library has no padding;
+# those that begin within a vector come in tiles of half the size since. With
+# more than 16384 features X is read twice, which other tiles did not mend.
 
 common("logistic_step")
 
