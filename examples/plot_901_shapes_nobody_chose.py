@@ -411,8 +411,8 @@ ten("multiply", "silu")
 # that of one chain of loads, sums and stores, and not that of memory. quack
 # spreads such a row over a :term:`cluster`, whose programs meet in shared
 # memory. So do ours where many rows take no longer by it: half types of more
-# than 40960 columns, and gradients of more than 24576. Others meet in memory,
-# after a launch that clears their :term:`board`. Of clusters of 2, 4 and 8
+# than 40960 columns, and most gradients of 24577 to 131072. The rest meet in
+# memory, after a launch that clears their :term:`board`. Of clusters of 2 to 8
 # programs of 4 to 16 warps, all were faster for a few rows, most slower for
 # thousands, and the width alone decides, since a row's bits must not depend on
 # how many come with it.
