@@ -404,7 +404,7 @@ Folded("The kernel of the library", Source(_softmax_rows, doc=False))
 # wide row over a cluster. Triton can spread one program over a cluster
 # (``num_ctas``), but version 3.6 does not compile a reduction across it. So a
 # tile has an axis of as many as there are blocks, each of which reduces its
-# own part, and a few lines of :term:`PTX` tell all of them what each found.
+# own part, and a few lines of assembly tell all of them what each found.
 # Half types of 40961 to 53248 columns are taken so, and most gradients of
 # 24577 to 131072: there many rows take no longer by it. Elsewhere they do, and
 # a row's bits must not depend on how many come with it, so ours is behind
