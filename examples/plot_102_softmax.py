@@ -403,12 +403,12 @@ Folded("The kernel of the library", Source(_softmax_rows, doc=False))
 # to be cleared first and no word travels through the L2 cache. quack spreads a
 # wide row over a cluster. Triton can spread one program over a cluster
 # (``num_ctas``), but version 3.6 does not compile a reduction across it. So a
-# tile has an axis of as many as there are blocks, each of which reduces its
-# own part, and a few lines of assembly tell all of them what each found.
+# tile here has one more axis, with an entry for each block. Each block reduces
+# its own part, and a few lines of assembly tell all of them what each found.
 # Half types of 40961 to 53248 columns are taken so, and most gradients of
-# 24577 to 131072: there many rows take no longer by it. Elsewhere they do, and
-# a row's bits must not depend on how many come with it, so ours is behind
-# where a few of the widest rows are all there is.
+# 24577 to 131072: there many rows take no longer by it. At other widths many
+# rows would take longer, and a row's bits must not depend on how many come
+# with it. So ours is behind where a few of the widest rows are all there is.
 
 Folded("What is launched for which shape", Source(softmax_plan, doc=False))
 

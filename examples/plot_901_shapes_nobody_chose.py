@@ -535,13 +535,14 @@ ten("logistic_step")
 #
 # From 65 to 512 rows the last round of tiles is not full. We tried tiles of 64
 # x 32 to 128 x 256, each with its rounds counted. Triton's tiles are powers of
-# two; a library also has 192 columns, and divides the last round's sums, which
-# our tiles do not. So few tiles of a long K are PyTorch's: in float32 where
-# they are fewer than the multiprocessors, in half types where they are half as
-# many. In float32 we add three products in TF32, from small tiles; weights in
-# rows become columns first, which pays from 512 rows on and large weights.
-# Below, and where rows begin anywhere, the products are PyTorch's, each into
-# its own columns, and one packed product is faster.
+# two; a library also has 192 columns, and divides the last round's sums. In
+# half types programs share out long sums where tiles are few. In float32,
+# where we add three products in TF32, a formula says what each way would take
+# where tiles are few: tiles of several sizes, sums over K in up to 64 parts,
+# copies that turn rows into columns, and PyTorch's products, of each weight or
+# of weights that are first put side by side. Its constants are fitted to
+# problems that were timed. The launcher takes the way that should be the
+# fastest, and PyTorch's products only where these should be faster by a tenth.
 #
 # Where widths are odd and K has few steps, as at 30164 x 222, threads have to
 # store number by number what the copy engine cannot. Copies of such weights
