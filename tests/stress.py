@@ -51,6 +51,9 @@ CASES = [
     ("rms_norm", "fusebook", "float32", {"M": 64, "N": 65536}),
     ("layer_norm", "fusebook", "bfloat16", {"M": 64, "N": 65536}),
     ("rms_norm_backward", "fusebook", "bfloat16", {"M": 64, "N": 65536}),
+    # Rows that the programs of a cluster share, who wait at its barrier.
+    ("softmax", "fusebook", "bfloat16", {"M": 64, "N": 50304}),
+    ("softmax_backward", "fusebook", "bfloat16", {"M": 64, "N": 50304}),
     # Counters of pieces, of which the last adds the others up; kernels that start beside the one ahead.
     ("masked_scatter_nd_of_shape", "fusebook sorted", "float32", SKEWED | {"law": "zipf"}),
     ("masked_scatter_nd_of_shape", "fusebook sorted", "float16", SKEWED | {"law": "equal"}),
