@@ -390,10 +390,11 @@ claims(
 # The manual has a list, "to give a rough idea of what to expect". Here it is
 # with numbers, on one GPU and on all cores of the CPU of the same machine. The
 # third column also brings the operands from the host and the result back: a
-# program that uses the GPU for only this operation pays that. Results are
-# written over those of the call before, everywhere. (The convolution takes no
-# result to write to. It multiplies in float32 here; on the GPU PyTorch would
-# take TF32 unless told otherwise.)
+# program that uses the GPU for only this operation pays that. Each call is
+# waited for, so a small one takes longer here than among the thousand above.
+# Results are written over those of the call before, everywhere. (The
+# convolution takes no result to write to. It multiplies in float32 here; on
+# the GPU PyTorch would take TF32 unless told otherwise.)
 
 
 def seconds(function, repeat=5):
@@ -543,8 +544,8 @@ claims(
 )
 
 # %%
-# The convolution in float32 and in :term:`TF32`, with its largest error
-# relative to float64:
+# The convolution once more, in float32 and in :term:`TF32`, with its largest
+# error relative to float64:
 
 
 def in_tf32():
