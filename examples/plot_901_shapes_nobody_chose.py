@@ -529,9 +529,11 @@ ten("logistic_step")
 # tried tiles of 16 to 64 rows by 16 to 64 columns in steps of 32 to 128, sums
 # in one to 16 parts, and descriptors; counters of parts become zero while the
 # product is under way. One row and two are multiplied without tensor cores
-# where columns lie side by side: number by number as they were loaded. Four
-# rows that way, and weights that lie in rows, were slower. Rows of odd length
-# are fetched number by number; to copy them first takes longer.
+# where columns lie side by side: number by number as they were loaded; one row
+# also where weights lie in rows that begin anywhere. Four rows that way, and
+# aligned weights in rows, were slower. Rows of odd length are fetched number
+# by number; to copy them first takes longer. Hints to keep the weights in L2
+# changed nothing.
 #
 # From 65 to 512 rows the last round of tiles is not full. We tried tiles of 64
 # x 32 to 128 x 256, each with its rounds counted. Triton's tiles are powers of
@@ -572,7 +574,9 @@ ten("concat_gemm")
 # tried to fetch the next tile before the end of this one, stores by the copy
 # engine, and tiles walked in groups of 8 and 16 rows. Small problems in
 # float32 are lost to one packed product. A long K with few columns, a few
-# tiles with a long sum each, is PyTorch's two products.
+# tiles with a long sum each, is in float32 what the formula above says: sums
+# in parts, or PyTorch's two products. One packed product divides its sums
+# faster.
 
 common("swiglu")
 
