@@ -362,20 +362,22 @@ Folded(
 #
 # In half types the plan sorts shapes into classes, and each class has one size
 # of tiles. From 65 to 512 rows of x a formula of a few lines compares three
-# sizes instead, by the rounds that each would take. In float32 a formula says
-# what each size of tiles would take where they are few, with the sums over K
-# in one part or several, and what copies and PyTorch's products would. Its
-# constants are microseconds, of a launch and of a step along K, fitted to
-# problems that were drawn to tune by. What is a round? At n = 3072 the
-# output has 3072 x 6144 numbers, which are 24 x 24 = 576 tiles of 128 x 256. A
-# multiprocessor takes one at a time, so there are rounds, and the last one is
-# hardly filled: :term:`wave quantization`. PyTorch has tiles of many sizes and
-# may have fuller rounds.
+# sizes instead, by the rounds that each would take. What is a round? At n =
+# 3072 the output has 3072 x 6144 numbers, which are 24 x 24 = 576 tiles of 128
+# x 256. A multiprocessor takes one at a time, so there are rounds, and the
+# last one is hardly filled: :term:`wave quantization`. PyTorch has tiles of
+# many sizes and may have fuller rounds.
 #
 # So each class also keeps the ratio of PyTorch's time, in views, to ours, for
 # a product whose rounds are full. For another product the launcher corrects
 # that ratio by how full its rounds are, and takes the views where they should
 # be faster. That is the row *chosen* in the tables below.
+#
+# In float32, where tiles are few, a formula says how long each way would take:
+# each size of tiles, with the sums over K in one part or in several and the
+# copies that it needs, and PyTorch's products. Its constants are the times of
+# a launch and of a step along K, fitted to problems that were drawn to tune
+# by.
 
 draw.waves(
     "n = 3072 in tiles of 128 x 256, one for each multiprocessor at a time",
