@@ -418,7 +418,8 @@ def lines(
         ends[name] = (float(held.index[-1]), float(held.iloc[-1]), drawn["color"])
     for name, value in (marks or {}).items():
         ax.axhline(value, color=INK, linewidth=1.2)
-        ax.text(df.index[0], value, name, color=INK, va="top", fontsize=9)  # names of lines are at the right
+        below: dict[str, Any] = {"xytext": (0, -3), "textcoords": "offset points", "va": "top"}
+        ax.annotate(name, (df.index[0], value), color=INK, fontsize=9, **below)
     if logy:
         ax.set_yscale("log")
         ax.yaxis.set_major_formatter("{x:g}")
