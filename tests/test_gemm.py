@@ -858,6 +858,7 @@ def test_weights_in_rows_become_columns_where_float32_has_many_rows(widths, devi
     ):
         assert not _products._worth_turning(sizes, math, layout, (9, 0))
     monkeypatch.setattr(_products, "_worth_turning", lambda *_: True)
+    monkeypatch.setattr(_products, "_cheapest", lambda *_: None)  # as on a GPU of which no costs are known
     launched, real = [], concat._launch_concat
     monkeypatch.setattr(concat, "_launch_concat", lambda *given: launched.append(given[2:]) or real(*given))
     x, weights = drawn(70, 45, device=device), [drawn(45, n, device=device) for n in widths]
@@ -988,6 +989,7 @@ def test_float32_weights_in_rows_are_not_copied_for_torch(device):
 
 @pytest.mark.parametrize("column", [False, True])
 def test_small_weights_are_joined_where_torch_multiplies(column, monkeypatch, device):
+    monkeypatch.setattr(_products, "_cheapest", lambda *_: None)  # as on a GPU of which no costs are known
     monkeypatch.setattr(concat, "_plan", lambda *_: Plan("torch"))
     given = []
     real = concat._products_of
