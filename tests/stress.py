@@ -264,9 +264,10 @@ def case(number, calls, seconds, until, goes_on):
             for _ in range(MANY):
                 for found, right in zip(run(), first, strict=True):
                     judge(found, right, wrong, limit)
-        return graph
+        return graph, run
 
-    graphs, done, said, planned = [captured(), captured()], 0, [], 0
+    steps = [captured(), captured()]  # and what they read, which goes with the function that holds it
+    graphs, done, said, planned = [graph for graph, _ in steps], 0, [], 0
     for how, share in WAYS.items():
         last = how == "alone"
         planned = calls if last else planned + round(calls * share)
