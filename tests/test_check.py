@@ -167,6 +167,17 @@ def test_below_the_normal_range_one_step_of_the_dtype_is_right_and_two_are_not()
     assert zero.score(torch.full((1, 4), step, dtype=torch.float16)) == math.inf
 
 
+@pytest.mark.parametrize(("dtype", "right"), [(torch.float32, True), (torch.bfloat16, True), (torch.float64, False)])
+def test_zero_is_right_below_the_normal_range_of_float32(dtype, right):
+    """SiLU of -103 is there: 1 + exp(103) is infinite in float32."""
+    want = torch.tensor([[-3.5e-43]], dtype=torch.float64)
+    yard = dataclasses.replace(check.yardstick(toy(), (want / 2,)), dtypes=(dtype,))
+    assert (yard.score(torch.zeros(1, 1, dtype=dtype)) == 0) is right
+    assert yard.score(torch.full((1, 1), 1e-37, dtype=dtype)) > 0.25
+    least = dataclasses.replace(check.yardstick(toy(), (want + 1.2e-38,)), dtypes=(dtype,))
+    assert least.score(torch.zeros(1, 1, dtype=dtype)) > 0.25
+
+
 def test_empty_scores_zero():
     assert verdict(torch.empty(0, 3), torch.empty(0, 3)) == 0
     assert verdict(torch.empty(3, 0), torch.empty(3, 0)) == 0
