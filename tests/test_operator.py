@@ -610,6 +610,14 @@ def test_compiled_code_finds_plans(driver, monkeypatch):
     assert len(asked) == 2 and len(driver.seen) == before + 3  # torch resolves the one, and differentiates the other
 
 
+def test_what_has_no_elements_lies_nowhere():
+    """A part without elements lies at 0, its memory does not, and another call's memory lies elsewhere again."""
+    x = torch.empty(8)
+    tape = _tape.Tape([x])
+    assert tape.address(x[4:]) == "a0.data_ptr() + 16"
+    assert x[8:].data_ptr() == 0 and tape.address(x[8:]) == "0"
+
+
 def test_a_view_is_written_down_by_where_it_begins():
     """Of an argument, whose own beginning another call tells."""
     x = torch.zeros(3, 8)[1:]

@@ -3,9 +3,9 @@
 The score of a result is the largest of ``|got - want| / (|want| + rms of want's row)`` over its elements, where `want`
 is the reference run in float64. It is free of scale: a result of zeros scores at least 0.5 whatever the operator, one
 wrong row is as visible as a wrong tensor, and honest rounding scores a few eps. A constant absolute tolerance has none
-of these: a softmax over a hundred thousand columns that writes 1/N everywhere passes ``atol=1e-3``. One step of the
-result's dtype is no error below its normal range, where the steps stay as they are while the numbers get smaller; nor is
-zero below the normal range of float32.
+of these: a softmax over a hundred thousand columns that writes 1/N everywhere passes ``atol=1e-3``. One
+step of the result's dtype is no error below its normal range, where the steps stay as they are while the numbers get
+smaller; nor is zero below the normal range of float32.
 """
 
 from __future__ import annotations
@@ -213,8 +213,8 @@ def _rows(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
     alike = torch.where(rounded.isnan(), got.isnan(), got == rounded)
     want = torch.where(finite, want, 0)
     error = torch.where(finite, (got.double() - want).abs(), 0)
-    # Below the normal range numbers are a fixed step apart: no result can be expected to be nearer than that. Below that
-    # of float32, in which half types are computed, too, zero is right: 1 + exp(-x) overflows there, and GPUs flush.
+    # Below the normal range numbers are a fixed step apart: no result can be expected to be nearer than that. Below
+    # that of float32, in which half types are computed, too, zero is right: 1 + exp(-x) overflows there.
     info = torch.finfo(got.dtype)
     step = info.smallest_normal * info.eps
     held = (error <= step) & (want.abs() < info.smallest_normal)

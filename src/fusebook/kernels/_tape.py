@@ -169,6 +169,8 @@ class Tape:
         return name, t.data_ptr() - other.data_ptr()
 
     def address(self, t: Tensor) -> str:
+        if not t.numel():  # torch says that it begins at 0, wherever its memory is
+            return "0"
         name, offset = self.tensor(t)
         return f"{name}.data_ptr(){f' + {offset}' if offset else ''}"
 
