@@ -92,11 +92,11 @@ standing = {
 seeds = sorted({str(f.attrs.get("seed", args.seed)) for f in found.values()})
 claims(
     say(
-        "{problems} problems of {ops} operators, of seed {seeds}, were drawn. "
+        "{problems} problems of {ops} operators, of {seeds}, were drawn. "
         "Seeds 0 to {last} are there to tune by, and none of them is shown.",
         problems=sum(frame["case"].nunique() for frame in found.values()),
         ops=len(found),
-        seeds=", ".join(seeds),
+        seeds=f"seed{'s' * (len(seeds) > 1)} {' and '.join(seeds)}",
         last=explore.RECORDED_FROM - 1,
     ),
     claim(
