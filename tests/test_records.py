@@ -369,6 +369,19 @@ def test_nonsense_on_the_command_line_exits_with_2_and_the_choices(argv, words, 
     assert stop.value.code == 2 and words in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("FUSEBOOK_GPU", "nobody", "no records in "),
+        ("FUSEBOOK_GPU", "../elsewhere", "expected the folder of a GPU"),
+        ("FUSEBOOK_RECORDS", os.devnull, "expected a folder with the records of one GPU"),
+    ],
+)
+def test_a_check_of_records_that_are_not_there_says_so(name, value, words, monkeypatch, capsys):
+    monkeypatch.setenv(name, value)
+    assert record.main(["--check"]) == 1 and words in capsys.readouterr().err
+
+
 def test_without_a_gpu_the_command_line_says_so(monkeypatch, capsys):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert record.main(["--machine"]) == 1

@@ -681,14 +681,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     try:
         if args.check:
-            for name, frame in read_all().items():
+            if not (found := read_all()):
+                raise RecordError(f"no records in {machines.places()[0]}")
+            for name, frame in found.items():
                 print(f"{name}: {'; '.join(map('stale: {}'.format, frame.attrs['origin'].stale)) or 'fresh'}")
         if args.join:
             print(f"{len(set(join(args.join, args.out)))} records of {len(args.join)} folders written to {args.out}")
         if args.restamp:
             for name, (done, left) in restamp(root=args.out).items():
                 print(f"{name}: {done} rows stamped anew, {left} stay stale")
-    except (ValueError, launches.Unknown) as error:  # a RecordError among them, or a machine.json that is none
+    except (ValueError, FileNotFoundError, launches.Unknown) as error:  # of RecordError, a machine.json that is none
         print(f"fusebook.record: {error}", file=sys.stderr)
         return 1
     if args.check or args.join or args.restamp:
