@@ -97,7 +97,7 @@ def room(tmp_path_factory):
             gpu = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
             lock = held.enter_context((_of_all(tmp_path_factory) / f"room-{gpu}").open("w"))
             fcntl.flock(lock, fcntl.LOCK_EX)
-            until = time.monotonic() + 120
+            until = time.monotonic() + 60  # below what a test may take
             while torch.cuda.mem_get_info()[0] < need:
                 if time.monotonic() > until:
                     pytest.skip(f"{needed}, of which others hold too much")
