@@ -238,15 +238,16 @@ def test_a_row_of_more_than_a_million():
 
 def test_the_interpreter_reaches_every_kernel():
     kinds = {
-        _rows.softmax_plan((1, m, n), dtype, None, processors=4, vector=8 if dtype.itemsize == 2 else 1).kernel
-        for m, n, dtype in (
-            (3, 100, torch.float32),
-            (3, 781, torch.float16),
-            (2, 66000, torch.float32),
-            (20, 66000, torch.float64),
+        _rows.softmax_plan((1, m, n), dtype, None, processors=4, pairs=pairs, vector=8 if pairs else 1).kernel
+        for m, n, dtype, pairs in (
+            (3, 100, torch.float32, False),
+            (3, 781, torch.float16, True),
+            (3, 50257, torch.float16, True),
+            (2, 66000, torch.float32, False),
+            (20, 66000, torch.float64, False),
         )
     }
-    assert kinds == {"rows", "whole", "shared", "twice"}
+    assert kinds == {"rows", "pairs", "whole", "shared", "twice"}
 
 
 # Rows beyond the registers of one program
@@ -372,6 +373,7 @@ def test_plans_of_wide_rows_hold_every_number_once(processors, dtype, aligned, t
             known = {
                 "processors": processors,
                 "tensors": tensors,
+                "pairs": aligned and dtype.itemsize == 2,
                 "vector": vector,
                 "flat": True,
             }

@@ -233,7 +233,7 @@ def _turned(y_ptr, x_ptr, INNER, N, y_strides, x_strides, ROWS: tl.constexpr, BL
 class Plan(NamedTuple):
     """How rows are launched: by which kernel, with which constants, by how many programs of how many warps."""
 
-    kernel: str  # "rows", "whole", "shared" or "twice"; "turned": laid side by side first, and again
+    kernel: str  # "rows", "pairs", "whole", "shared" or "twice"; "turned": laid side by side first, and again
     constants: Mapping[str, int]
     programs: int
     warps: int
@@ -249,6 +249,7 @@ def softmax_plan(
     *,
     processors: int = 132,
     last: bool = True,
+    pairs: bool = False,
     vector: int = 1,
     flat: bool = False,
     tensors: int = 1,
@@ -256,14 +257,17 @@ def softmax_plan(
     """Choose the kernel and its constants.
 
     `sizes` are OUTER, INNER and N; `capability` is None in the interpreter. `last`: the elements of a row lie side by
-    side; otherwise those along INNER do. `vector`: numbers in 16 bytes, where each row begins at the same place within
-    16 bytes in every tensor; otherwise 1. `flat`: OUTER is 1 and rows lie side by side in every tensor. `tensors`: how
-    many a row keeps in registers, 1 for softmax, 2 for its gradient.
+    side; otherwise those along INNER do. `pairs`: rows can be read as 32-bit pairs of half-precision numbers. `vector`:
+    numbers in 16 bytes, where each row begins at the same place within 16 bytes in every tensor; otherwise 1. `flat`:
+    OUTER is 1 and rows lie side by side in every tensor. `tensors`: how many a row keeps in registers, 1 for softmax, 2
+    for its gradient.
     """
     outer, inner, n = sizes
     size = dtype.itemsize
-    kernel, rows = "rows", 1
-    least = 512 if n % 2 else 12800 if n % vector else 24576
+    kernel, rows, held_twice = "rows", 1, False
+    # Pairs of half types are slow where wide rows lie across 16-byte vectors, and where rows are so wide that one at a
+    # time fits on a multiprocessor.
+    least = (512 if n % 2 else 12800 if n % vector else 24576) if not pairs else 12800 if n % vector else 32767
     clusters = capability is not None and capability >= (9, 0)
     if not last:
         # 32 neighbours along INNER, so that a warp reads 64 bytes and more in one piece. Eight elements a thread and a
@@ -288,6 +292,24 @@ def softmax_plan(
         if clusters and n > 40960:
             return _whole_plan(sizes, vector, 4, 1024, 4)
         return _whole_plan(sizes, vector, 1, *((4096, 16) if n > 12800 else tile_of(n, size, tensors)))
+    elif pairs and tensors == 1 and ((n % 2 and n > 512) or n == 4096 or n > 12800) and n <= 65536:
+        kernel = "pairs"
+        if n < 2048:
+            block, warps = 64, 1
+        elif n < 8192:
+            block, warps = 256, 4
+        elif n <= 16384:
+            block, warps = 2048, 16
+        elif n <= 20480:
+            block, warps = 2048, 8
+        elif n <= 40960:
+            block, warps = (4096, 32) if 24576 < n < 32768 else (2048, 16)
+        else:
+            block, warps = 8192, 32
+        # Up to 80 numbers a thread the exponentials are kept; with more there would be one row at a time on a
+        # multiprocessor, which waits for its loads and then for its stores.
+        # Where one row more fits on a multiprocessor if only the pairs are held, that is faster for fewer numbers too.
+        held_twice = n == 4096 or 12800 < n <= 16384 or n > 24576
     elif clusters and vector > 1 and size == 2 and tensors == 2 and (24576 < n <= 2**16 or 98304 < n <= 2**17):
         # Some 32 to 64 numbers a thread of each tensor: of fewer, many rows take longer than where programs go from row
         # to row.
@@ -313,7 +335,10 @@ def softmax_plan(
         # The second pass finds in L2 what is left there of the first: the larger the tile, the fewer rows at once.
         kernel, warps = "twice", 32
         block = 32768 if size == 4 and tensors == 1 else 16384 if size < 8 else 8192
-    chunks = max(1, triton.cdiv(n, block))
+    columns = n // 2 if kernel == "pairs" else n
+    chunks = max(1, triton.cdiv(columns, block))
+    if kernel == "pairs":
+        return Plan(kernel, {"BLOCK": block, "CHUNKS": chunks, "TWICE": held_twice}, outer * inner, warps)
     if capability is None:
         # The interpreter's cost is programs times operations, whatever their size.
         tile = block * chunks if kernel == "rows" else block
@@ -475,11 +500,14 @@ def _prepared(
     starts = [(*along, step) for along, step, _ in strides]
     whole = 16 // dense.element_size()
     align = math.gcd(whole, n, *(v for s in starts for v in s)) if last else 1
+    # Rows that begin in the middle of a pair can be read as pairs if both tensors' rows do.
+    alike = align > 1 or starts[0] == starts[1]
+    pairs = dense.element_size() == 2 and last and outer == 1 and alike and free.data_ptr() % 4 == 0
     alike = all((a - b) % whole == 0 for a, b in zip(*starts, strict=True))
     vector = whole if alike and dense.data_ptr() % 16 == free.data_ptr() % 16 == 0 else 1
     capability, processors = gpu(dense.device)
     flat = outer == 1 and last and (inner == 1 or all(along == n for _, along, _ in strides))
-    known = {"processors": processors, "last": last, "vector": vector, "flat": flat, "tensors": tensors}
+    known = {"processors": processors, "last": last, "pairs": pairs, "vector": vector, "flat": flat, "tensors": tensors}
     plan = _plan((outer, inner, n), dense.dtype, capability, **known)
     windowed = plan.kernel in ("whole", "shared")  # these find out where a row begins
     align = 1 if windowed else align
@@ -513,7 +541,9 @@ def launch_rows(
     constants = {**layout, **plan.constants, "num_warps": plan.warps}
     if plan.constants.get("CTAS", 1) > 1:
         constants["num_ctas"] = plan.constants["CTAS"]
-    if plan.kernel == "shared":
+    if plan.kernel == "pairs":
+        launch(kernel, grid, out, *ins, sizes[1], *(s[1] for s in strides), **constants)
+    elif plan.kernel == "shared":
         # A word of zeros for each part of a row; the first rows are read while the zeros are written.
         rows, early = out.numel() // out.shape[dim], overlapping(out.device)
         all_words = rows * plan.parts * words

@@ -131,6 +131,91 @@ def _softmax_rows(
 
 
 @triton.jit
+def _unpacked(pairs, HALF: tl.constexpr):
+    """Of pairs of half-precision numbers in 32-bit words, the lower and the upper ones in float32."""
+    if HALF == tl.bfloat16:  # bfloat16 is the upper half of a float32
+        low = (pairs << 16).to(tl.float32, bitcast=True)
+        high = (pairs & -65536).to(tl.float32, bitcast=True)
+    else:
+        low = pairs.to(tl.int16).to(HALF, bitcast=True).to(tl.float32)
+        high = (pairs >> 16).to(tl.int16).to(HALF, bitcast=True).to(tl.float32)
+    return low, high
+
+
+@triton.jit
+def _softmax_pairs(
+    y_ptr, x_ptr, N, y_inner, x_inner,
+    ALIGN: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, TWICE: tl.constexpr,
+):  # fmt: skip
+    """One row of half-precision numbers, held as CHUNKS tiles of BLOCK pairs: two numbers a register.
+
+    Where ALIGN is 1, rows may begin and end in the middle of a pair: the first and the last number are taken alone, and
+    x and y begin alike. With TWICE, exponentials are computed twice and only the pairs are held.
+    """
+    HALF: tl.constexpr = x_ptr.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64)
+    N = N * ALIGN
+    x_pairs = x_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
+    y_pairs = y_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
+    if ALIGN == 1:
+        begin = row * x_inner
+        head = (begin % 2).to(tl.int32)  # 1 where the row begins with the upper half of a pair
+        tail = (N - head) % 2  # 1 where it ends with the lower half of one
+        PAIRS = (N - head) // 2
+        x_pairs += (begin + 1) // 2
+        y_pairs += (begin + 1) // 2
+        first = tl.load(x_ptr + begin, mask=head == 1, other=float("-inf")).to(tl.float32)
+        final = tl.load(x_ptr + begin + N - 1, mask=tail == 1, other=float("-inf")).to(tl.float32)
+    else:
+        PAIRS = N // 2
+        x_pairs += row * (x_inner * (ALIGN // 2))
+        y_pairs += row * (y_inner * (ALIGN // 2))
+    columns = tl.arange(0, BLOCK)  # [BLOCK]
+    NOTHING: tl.constexpr = -8323200 if HALF == tl.bfloat16 else -67044352  # two -inf
+
+    chunks = ()
+    tops = tl.full([BLOCK], float("-inf"), tl.float32)
+    for i in tl.static_range(CHUNKS):
+        at = i * BLOCK + columns
+        if i < CHUNKS - 1:
+            pairs = tl.load(x_pairs + at)  # [BLOCK]; read MN
+        else:
+            pairs = tl.load(x_pairs + at, mask=at < PAIRS, other=NOTHING)
+        chunks += (pairs,)
+        low, high = _unpacked(pairs, HALF)
+        tops = tl.maximum(tops, tl.maximum(low, high))
+    top = tl.max(tops, 0)
+    if ALIGN == 1:
+        top = tl.maximum(top, tl.maximum(first, final))
+    # Without it, the compiler would see that the numbers and exponentials below are those above and keep them, in twice
+    # the registers that the pairs take.
+    zero = zero_of(N, top).to(tl.int32)
+    totals = tl.zeros([BLOCK], tl.float32)
+    for i in tl.static_range(CHUNKS):
+        low, high = _unpacked(chunks[i] ^ zero if TWICE else chunks[i], HALF)
+        totals += _exp(low - top) + _exp(high - top)
+    total = tl.sum(totals, 0)
+    if ALIGN == 1:
+        total += _exp(first - top) + _exp(final - top)
+    scale = 1 / total
+    zero = zero_of(N, total).to(tl.int32)
+    # Stored as single numbers, side by side: so they are also rounded two at a time, by one instruction.
+    y_halves = y_pairs.to(tl.pointer_type(HALF), bitcast=True)
+    for i in tl.static_range(CHUNKS):
+        low, high = _unpacked(chunks[i] ^ zero if TWICE else chunks[i], HALF)
+        y = tl.join(_exp(low - top) * scale, _exp(high - top) * scale)  # [BLOCK, 2]
+        y = tl.reshape(y, [2 * BLOCK]).to(HALF)
+        at = 2 * i * BLOCK + tl.arange(0, 2 * BLOCK)
+        if i < CHUNKS - 1:
+            tl.store(y_halves + at, y)  # write MN
+        else:
+            tl.store(y_halves + at, y, mask=at < 2 * PAIRS)
+    if ALIGN == 1:
+        tl.store(y_ptr + begin, _exp(first - top) * scale, mask=head == 1)
+        tl.store(y_ptr + begin + N - 1, _exp(final - top) * scale, mask=tail == 1)
+
+
+@triton.jit
 def _softmax_online(
     y_ptr, x_ptr, INNER, N, y_strides, x_strides,
     ALIGN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, OUTERS=None,
@@ -356,6 +441,7 @@ def _softmax_shared_wide(
 
 _KERNELS = {
     "rows": _softmax_rows,
+    "pairs": _softmax_pairs,
     "whole": _softmax_whole,
     "shared": _softmax_shared,
     "twice": _softmax_online,
