@@ -381,9 +381,9 @@ def softmax_in_turn(x):
 # A program of the finished kernel holds several rows, each in several chunks.
 # It takes any axis of any tensor with any strides, and float64. Unlike step
 # three it converts at the load and keeps the exponentials, so that each is
-# computed once. (Odd and wide rows of half types take a second kernel, which
-# reads them by whole vectors of 16 bytes and holds two numbers in a register.)
-# This is the library's source, read when the page was built.
+# computed once. (Odd and wide rows of half types take two other kernels, which
+# hold two numbers in a register.) This is the library's source, read when the
+# page was built.
 
 Folded("The kernel of the library", Source(_softmax_rows, doc=False))
 

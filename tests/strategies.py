@@ -25,6 +25,7 @@ SCATTERS = ("embedding_backward", "masked_scatter_nd_of_shape")
 EDITS = {
     ("_rows softmax_plan", "_rows _plan"): (
         (("softmax",), "half types by whole vectors", "elif vector > 1 and size == 2 and tensors == 1", "elif 0"),
+        (("softmax",), "half types by pairs", "outer, inner, n = sizes", "outer, inner, n, pairs = *sizes, False"),
         (("softmax_backward",), "odd half types by whole vectors", "elif size == 2 and tensors == 2", "elif 0"),
     ),
     ("scatter_nd _scatter_nd_plan", "scatter_nd _plan"): (
