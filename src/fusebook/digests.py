@@ -83,10 +83,8 @@ def _said(value: Any, met: _Met) -> str:
         return _said(value.value, met)
     if isinstance(value, (list, tuple)):
         return f"[{','.join(_said(v, met) for v in value)}]"
-    if isinstance(value, dict) and (module := sys.modules.get(str(value.get("__name__")))) and vars(module) is value:
-        value = module  # by its name: what it holds is its version's
     if isinstance(value, (dict, types.MappingProxyType)):
-        if "__spec__" in value:  # what a module holds, with where its file lies
+        if "__spec__" in value:  # what a module holds is its version's, and says where its file lies
             return f"module {value['__name__']}"
         return f"{{{','.join(f'{_said(k, met)}:{_said(v, met)}' for k, v in value.items())}}}"
     if isinstance(value, (set, frozenset)):
