@@ -616,6 +616,8 @@ def test_what_has_no_elements_lies_nowhere():
     tape = _tape.Tape([x])
     assert tape.address(x[4:]) == "a0.data_ptr() + 16"
     assert x[8:].data_ptr() == 0 and tape.address(x[8:]) == "0"
+    tape.whole(x[8:])
+    assert tape.lines == ["s0 = a0.as_strided((0,), (1,), a0.storage_offset() + 8)"] and not tape.spoiled
 
 
 def test_a_view_is_written_down_by_where_it_begins():

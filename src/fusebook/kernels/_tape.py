@@ -165,8 +165,8 @@ class Tape:
         if len(sharing) != 1:  # a stranger; or two arguments in one memory, which need not lie so in the next call
             self.spoiled = True
             return "a0", 0
-        other, name = sharing[0]
-        return name, t.data_ptr() - other.data_ptr()
+        other, name = sharing[0]  # addresses would not do: torch says that what has no elements begins at 0
+        return name, int(t.storage_offset() * t.element_size() - other.storage_offset() * other.element_size())
 
     def address(self, t: Tensor) -> str:
         if not t.numel():  # torch says that it begins at 0, wherever its memory is
