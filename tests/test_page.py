@@ -405,6 +405,7 @@ def test_a_claim_tells_how_many_rows_of_its_table_it_looked_at():
     fast = pd.Series([True, True, False], index=pd.Index(["3x5", "4x6", "7x8"]))
     assert repr(page.claim("fast", fast[:2], of=fast)) == "✓ true: fast (checked on 2 of 3 rows)"
     assert repr(page.claim("fast", fast[2:], of=3)) == "✗ false: fast (checked on 1 of 3 rows, fails at all of them)"
+    assert repr(page.claim("fast", fast[2:], of=2)) == "✗ false: fast (checked on 1 of 2 rows, fails at all of them)"
     assert repr(page.holds("fast", fast[:1], of=fast)) == "= holds: fast (checked on 1 of 3 rows)"
     with pytest.raises(ValueError, match="at least 3, got 2"):
         page.claim("fast", fast, of=2)

@@ -65,7 +65,7 @@ def row_of(index, R, masked, MASKED: tl.constexpr):
     return tl.where(live, row, -1)
 
 
-# Sorted: zeros, and behind them the rows with updates -----------------------------------------------
+# Sorted: zeros, and behind them the rows with updates -----------------------------------------------------------------
 
 
 @triton.jit

@@ -108,16 +108,13 @@ def _decide(condition: Any, of: Any = None) -> tuple[bool | None, str]:
     total = len(good) if of is None else of if isinstance(of, int) else len(of)
     if total < len(good):
         raise ValueError(f"claim: expected the rows of the whole table, at least {len(good)}, got {total}")
-    rows = (
-        f"checked on {len(good)} of {total} rows"
-        if total > len(good)
-        else f"checked on {'both' if total == 2 else f'all {total}'} rows"
-    )
-    rows *= total > 1
+    both = len(good) == total == 2
+    seen = f"{len(good)} of {total}" if len(good) < total else "both" if both else f"all {total}"
+    rows = f"checked on {seen} rows" if total > 1 else ""
     if good.all():
         return True, rows
     if not good.any() and rows:
-        return False, f"{rows}, fails at {'both' if total == 2 else 'all of them'}"
+        return False, f"{rows}, fails at {'both' if both else 'all of them'}"
     failed = list(dict.fromkeys(map(_named, good[~good].index)))  # a size may be judged by two clocks
     more = f" and {len(failed) - 8} more" if len(failed) > 8 else ""
     where = f"fails at {(~good).sum()}: {', '.join(failed[:8])}{more}" if rows else f"fails at {failed[0]}"
