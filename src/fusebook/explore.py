@@ -23,7 +23,6 @@ import math
 import multiprocessing
 import os
 import pathlib
-import random
 import signal
 import sys
 import time
@@ -78,11 +77,8 @@ class Wrong(Exception):
 
 
 def problems(op: Op, seed: int = 0, cases: int = 100) -> list[Dims]:
-    """The problems of a seed, each drawn by itself: the tenth is the same however many are asked for.
-
-    What ``op.draw`` returns.
-    """
-    return [op.draw(random.Random(f"{op.name} {seed} {case}")) for case in range(cases)]
+    """The problems of a seed, see `fusebook.op.Op.problem`."""
+    return [op.problem(seed, case) for case in range(cases)]
 
 
 def _small(dims: Dims) -> Dims:

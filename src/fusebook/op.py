@@ -124,3 +124,7 @@ class Op:
     dtypes: Sequence[torch.dtype] = field(default=(torch.float32, torch.float16, torch.bfloat16))
     meaning: Callable[..., Any] | None = None
     rows: tuple[int, ...] = ()
+
+    def problem(self, seed: int, case: int) -> Dims:
+        """A problem of a seed, drawn by itself: the tenth is the same however many are asked for."""
+        return self.draw(random.Random(f"{self.name} {seed} {case}"))

@@ -35,7 +35,7 @@ from fusebook.op import Dims
 
 __all__ = ["Point", "candidates", "fit", "fitted", "points", "problems", "write"]
 
-#: The times that a fit needs at least; the seeds that problems are drawn by, of which those from 100 up are recorded.
+#: The times that a fit needs at least; so many seeds are drawn by, from 0 on: those below 100 are there to tune by.
 _LEAST, _SEEDS = 4, 60
 _COLUMNS = ("start", "alone", "each", "finish")
 
@@ -62,7 +62,7 @@ def problems(name: str, count: int) -> Iterator[Dims]:
     """
     op = OPS[name]
     for i in range(100 * _SEEDS):
-        dims = op.draw(random.Random(f"{name} {i // 100} {i % 100}"))
+        dims = op.problem(*divmod(i, 100))
         M, N, work = int(dims["M"]), 2 * int(dims["N"]), int(dims["M"]) * int(dims["K"]) * int(dims["N"])
         if dims["dtype"] == "float32" and M > _FEW and (M <= _MIDDLE or M * N <= 2**23) and work < 2**35:
             yield dims
