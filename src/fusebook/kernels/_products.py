@@ -388,7 +388,7 @@ def _cheapest(
         ways += [(cost, widths, 0.0, False) for cost in costs.get((here, math, "pointers"), ())]
     if ways and not strategy:
         for cost in costs.get((here, math, "library"), ()):
-            # Queueing them takes the host several times as long as ours: they are to be faster by a tenth.
+            # Queueing them takes the host longer than ours: they are to be faster by a tenth.
             cost = cost._replace(**{k: 1.1 * getattr(cost, k) for k in ("start", "alone", "each")})
             ways.append((cost, widths, 0.0, False))
             if both == 1 and layout != "any" and len(widths) > 1:  # weights side by side, and one product of them

@@ -287,8 +287,8 @@ def softmax_plan(
         block = min(max(1, (1024 if warps == 4 else 2048) // rows), triton.next_power_of_2(n))
     elif vector > 1 and size == 2 and tensors == 1 and least < n <= 13 * 4096:
         # Rows that lie across 16-byte vectors, odd ones most of all, and wide ones. 13 tiles are 52 registers of each
-        # of 512 threads; more would spill. Where these are of four programs, few rows take three quarters of the time,
-        # and of the widest rows many take no longer.
+        # of 512 threads; more would spill. Where these are of four programs, few rows take less time, and of the widest
+        # rows many take no longer.
         if clusters and n > 40960:
             return _whole_plan(sizes, vector, 4, 1024, 4)
         return _whole_plan(sizes, vector, 1, *((4096, 16) if n > 12800 else tile_of(n, size, tensors)))

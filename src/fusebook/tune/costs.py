@@ -127,7 +127,7 @@ def fitted(given: Sequence[Point], multiprocessors: int, both: int = 1) -> Cost:
         return usual + found / len(given)
 
     first = Cost(given[0].plan._replace(split=1), 5.0, 0.5, 0.3, 0.5)
-    # Steps of some products of torch's take a hundred times as long as those of others.
+    # Steps of some products of torch's take far longer than those of others.
     firsts = [first._replace(alone=alone, each=each) for alone in (0.1, 1.0, 5.0) for each in (0.1, 1.0, 10.0, 50.0)]
     least, best = min((off(cost), i, cost) for i, cost in enumerate(firsts))[::2]
     tries = 2000
