@@ -537,3 +537,12 @@ def test_a_strategy_is_left_out_where_a_plan_took_it(monkeypatch):
     rows = rows.assign(us=10.0, without_us=[12.0, math.nan])
     (told,) = strategies.tell(rows).to_dict("records")
     assert (told["Problems"], told["Taken"], told["Timed"], told["Slower"], told["Most"]) == (2, 1, 1, 1, 1.2)
+    assert told["Stays"] == "as it is better"
+
+
+def test_a_strategy_that_earns_nothing_has_its_reason_beside_it():
+    # Of 8 that are taken and timed a quarter is better, so 5 of 100 may be where 20 are taken.
+    assert strategies.stays("half types by pairs", 100, 20, 8, 2) == "as it is better"
+    assert strategies.stays("half types by pairs", 100, 19, 8, 2) == strategies.WHY["half types by pairs"]
+    assert strategies.stays("another", 100, 19, 8, 2) == "no: it is to go"
+    assert strategies.WHY.keys() <= {what for _, what, *_ in strategies.table()}

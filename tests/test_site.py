@@ -484,6 +484,18 @@ def test_each_promise_names_tests_that_exist():
                 assert f"\ndef test_{words.replace(' ', '_')}(" in code, f"{file}: {words}"
 
 
+def test_what_trials_came_to_is_counted_by_tables_alone():
+    """A count in a sentence is of the run before, and nobody writes it anew."""
+    text = (ROOT / "docs" / "method.rst").read_text(encoding="utf-8")
+    lines = text[text.index("How the library is tried") :].splitlines()
+    prose = " ".join(line for line in lines if line[:1].strip())  # and no option of a table
+    many = "once|twice|one|two|three|four|five|six|seven|eight|nine|ten|sixteen|twenty|hundred|thousand|[0-9][0-9,]*"
+    what = "cases?|calls|tests?|runs?|failures?|findings?|faults?|problems?|strategies|strategy|mistakes?|times"
+    counts = re.compile(rf"\b({many})( of)?( [a-z]+)? ({what})\b", re.IGNORECASE)
+    assert counts.search("ended in nine failures") and counts.search("failed in 16 of 26 cases")
+    assert not [found.group() for found in counts.finditer(prose)]
+
+
 def test_the_commands_of_the_readme_exist():
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     noxfile = (ROOT / "noxfile.py").read_text(encoding="utf-8")

@@ -62,9 +62,10 @@ def test_what_the_sanitizer_finds_or_does_not_get_to_is_told(tmp_path, monkeypat
     assert sanitize.main(["racecheck", "--processes", "1", "--seconds", "3"]) == 1
     told = {tool: told_of(f"sanitize_{tool}") for tool in [*tools, "racecheck"]}
     # The case that a launch failed in is a finding, and another process goes on behind it.
-    assert told["memcheck"] == "6 cases: 5 clean, 1 with findings; the planted store behind the end is found"
-    assert told["synccheck"].startswith("6 cases: 5 clean, 1 with findings; ")
-    assert told["initcheck"] == "6 cases: 5 clean, 1 with findings; the planted load of what nobody wrote is missed"
+    assert told["memcheck"] == "6 cases: 5 clean, 1 with findings (case 1); the planted store behind the end is found"
+    assert told["synccheck"].startswith("6 cases: 5 clean, 1 with findings (case 0); ")
+    missed = "the planted load of what nobody wrote is missed"
+    assert told["initcheck"] == f"6 cases: 5 clean, 1 with findings (case 4); {missed}"
     assert told["racecheck"].startswith("did not end: ") and "clean" not in told["racecheck"]
     said = capfd.readouterr().out
     assert "memcheck: case 1: Invalid __global__ read" in said and "a launch failed" in said
@@ -79,9 +80,9 @@ def test_parts_of_a_trial_are_put_together_where_the_library_was_the_same(tmp_pa
         log = trials.Log.begin("Stress", 2, part, unit="calls")
         for case, outcome in cases.items():
             log.came(case, outcome, n=100)
-    assert told_of("1", "2") == "2 cases: 200 calls, 1 same, 1 differs"
+    assert told_of("1", "2") == "2 cases: 200 calls, 1 same, 1 differs (y)"
     assert told_of("1", "2", "3") == "did not end: 1 of 2 cases ran: 100 calls"
-    assert told_of("2") == "did not end: 1 of 2 cases ran: 100 calls, 1 differs"
+    assert told_of("2") == "did not end: 1 of 2 cases ran: 100 calls, 1 differs (y)"
     with (tmp_path / "1.jsonl").open("a") as file:
         file.write(json.dumps({"case": "z", "outcome": "differs"})[:-5])  # cut off while it was written
     trials.tell([tmp_path / "1.jsonl"])
@@ -99,3 +100,12 @@ def test_parts_with_cases_of_their_own_are_a_whole_when_each_has_ended(told_of):
     assert told_of("1", "2") == "did not end: 3 cases ran"
     log.say(planned=1)
     assert told_of("1", "2") == "3 cases: 3 passed"
+
+
+def test_what_did_not_go_well_is_named(told_of):
+    log = trials.Log.begin("Tests", 7, "1")
+    for i in range(6):
+        log.came(f"tests/test_a.py::test_b[{i}]", "failed")
+    log.came("tests/test_a.py::test_c", "passed")
+    first = "; ".join(f"test_b[{i}]" for i in range(4))
+    assert told_of("1") == f"7 cases: 6 failed ({first}; 2 more), 1 passed"

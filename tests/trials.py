@@ -24,6 +24,8 @@ TABLE = ROOT / "docs" / "trials.csv"
 HEAD = ["Trial", "What it came to", "Seconds", "Machine", "Commit", "Date"]
 #: What a case may come to that is well; all else is told wherever it occurs.
 WELL = {"passed", "skipped", "clean", "same", "dies", "lives, and why is known"}
+#: Of all else so many cases are named.
+NAMED = 4
 
 
 class Log:
@@ -104,13 +106,24 @@ def sentence(trial):
     """What a trial came to; of one that did not end, how far it came and what was wrong until then."""
     count = collections.Counter(case["outcome"] for case in trial["cases"].values())
     whole = len(trial["cases"]) >= (trial["planned"] or float("inf"))
-    told = [f"{n} {outcome}" for outcome, n in count.most_common() if whole or outcome not in WELL]
+    told = [
+        f"{n} {outcome}{'' if outcome in WELL else named(trial, outcome)}"
+        for outcome, n in count.most_common()
+        if whole or outcome not in WELL
+    ]
     if trial["unit"] != "cases":
         told.insert(0, f"{sum(case.get('n', 0) for case in trial['cases'].values())} {trial['unit']}")
     planned = f"of {trial['planned']} " if trial["planned"] else ""
     ran = f"{len(trial['cases'])} {planned}cases ran"
     start = f"{trial['planned']} cases" if whole else f"did not end: {ran}"
     return "; ".join([": ".join(filter(None, [start, ", ".join(told)])), *trial["notes"]])
+
+
+def named(trial, outcome):
+    """Which cases came to this, in brackets; a test without the file that it stands in."""
+    names = [name.rpartition("::")[2] for name, case in trial["cases"].items() if case["outcome"] == outcome]
+    more = [f"{len(names) - NAMED} more"] * (len(names) > NAMED)
+    return f" ({'; '.join([*names[:NAMED], *more])})"
 
 
 def tell(files):
