@@ -1,5 +1,6 @@
 """The sentences in which launchers refuse a tensor."""
 
+import math
 import re
 import types
 
@@ -174,6 +175,33 @@ STRANGE = {
     "a function": len,
     "a list for a shape": types.SimpleNamespace(shape=[3, 4]),
 }
+
+
+LISTS = [[drawn(4)] for _ in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("said", "call"),
+    [
+        ("inplace to be True or False, got 'no'", lambda: fusebook.cross_entropy(X, LABEL, inplace="no")),
+        ("maximize to be True or False, got 'no'", lambda: fusebook.adamw_step(*LISTS, step=1, maximize="no")),
+        ("max_norm of 0 or more, got -1.0", lambda: fusebook.adamw_step(*LISTS, step=1, norm=W[0], max_norm=-1)),
+        ("max_norm of 0 or more, got nan", lambda: fusebook.adamw_step(*LISTS, step=1, norm=W[0], max_norm=math.nan)),
+        ("grads to be a list of tensors, got set", lambda: fusebook.adamw_step(LISTS[0], {W}, *LISTS[2:], step=1)),
+        ("grads to be a list of tensors, got dict", lambda: fusebook.adamw_step(LISTS[0], {0: W}, *LISTS[2:], step=1)),
+        (
+            "on_chip to be True, False or None, got 'no'",
+            lambda: fusebook.logistic_fit(X, LABEL % 2.0, W, drawn(1), 0.1, 0.1, steps=1, on_chip="no"),
+        ),
+        (
+            "hidden of shape [..., K > 0], got [3, 0]; give one at least",
+            lambda: fusebook.linear_cross_entropy(X[:, :0], drawn(4, 0), LABEL),
+        ),
+    ],
+)
+def test_what_would_be_taken_for_something_else_is_refused(said, call):
+    with pytest.raises((TypeError, ValueError), match=re.escape(f": expected {said}")):
+        call()
 
 
 @pytest.mark.parametrize("name", RIGHT)

@@ -110,6 +110,15 @@ def test_a_batch_of_gradients_is_each_of_them_or_refused(ours, theirs, given):
 
 
 @each_pair
+def test_a_batch_of_nobody_has_the_shape_of_its_results(ours, theirs, given):
+    places = (0, *[None] * (len(given) - 1))
+    nobody, one = given[0].new_zeros(0, *given[0].shape), theirs(*given)
+    found = torch.vmap(ours, places)(nobody, *given[1:])
+    assert (found.shape, found.dtype) == ((0, *one.shape), one.dtype)
+    assert torch.func.grad(lambda x: torch.vmap(ours, places)(x, *given[1:]).sum())(nobody).shape == nobody.shape
+
+
+@each_pair
 def test_torch_func_functionalizes_it(ours, theirs, given):
     torch.testing.assert_close(torch.func.functionalize(ours)(*given), theirs(*given))
 

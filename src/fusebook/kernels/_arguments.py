@@ -150,6 +150,12 @@ def one_of(name: str, what: str, value: Any, accepted: Sequence[Any], remedy: st
         raise ValueError(f"{name}: expected {what} to be {_any_of(accepted)}, got {value!r}; {remedy}")
 
 
+def flag(name: str, what: str, value: Any) -> None:
+    """Refuse, by TypeError, what is neither True nor False: a text such as "no" would count as True."""
+    if type(value) is not bool:
+        raise TypeError(f"{name}: expected {what} to be True or False, got {value!r}; give one of the two")
+
+
 def integer(
     name: str, what: str, value: Any, remedy: str, accepted: str = "", fine: Callable[[int], bool] | None = None
 ) -> int:

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch._library.autograd import Info, make_autograd_impl
 from torch.autograd.forward_ad import unpack_dual
 from torch.nn import Parameter
+from torch.utils._pytree import tree_map_only
 
 from . import _tape
 from ._tape import Overheard, Tape
@@ -315,6 +316,15 @@ def _refilled(template: Sequence[Any], tensors: Iterator[Tensor]) -> tuple[Any, 
 def _places(a: Any, places: Iterator[Any]) -> Any:
     """Along which axes the tensors of one argument of a template are batches."""
     return next(places) if a is _HOLE else [_places(v, places) for v in a[1]] if type(a) is tuple else None
+
+
+def _one_of_zeros(a: Any, at: Any) -> Any:
+    """An argument whose batch along `at` is empty, with a member of zeros."""
+    if isinstance(a, Tensor):
+        return a if at is None else a.new_zeros([1 if axis == at else n for axis, n in enumerate(a.shape)])
+    if isinstance(a, (list, tuple)) and at is not None:
+        return [_one_of_zeros(v, d) for v, d in zip(a, at, strict=True)]
+    return a
 
 
 class _Plan:
@@ -820,8 +830,14 @@ class Operator:
                 return [member(i, v, d) for v, d in zip(a, at, strict=True)]
             return a
 
-        found = [self.dispatched(*(member(i, a, d) for a, d in zip(args, in_dims, strict=True)))
-                 for i in range(info.batch_size)]  # fmt: skip
+        def made(i: int) -> Any:
+            return self.dispatched(*(member(i, a, d) for a, d in zip(args, in_dims, strict=True)))
+
+        if not info.batch_size:  # nobody to ask how a result looks: one of zeros is, and left out
+            args = tuple(_one_of_zeros(a, d) for a, d in zip(args, in_dims, strict=True))
+            found = made(0)
+            return tree_map_only(Tensor, lambda t: t[None][:0], found), tree_map_only(Tensor, lambda t: 0, found)
+        found = [made(i) for i in range(info.batch_size)]
         if isinstance(found[0], Tensor):
             return torch.stack(found), 0
         stacked = [torch.stack(members) for members in zip(*found, strict=True)]

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._arguments import check_alike, check_tensor, integer, number
+from ._arguments import check_alike, check_tensor, flag, integer, number
 from ._operator import apply, check_device, gpu, launch, launching, unhooked, watched
 
 __all__ = ["adamw_step", "adamw_step_eager"]
@@ -488,7 +488,7 @@ torch.library.register_vmap(f"fusebook::{_NAME}", _no_batch, lib=_LIBRARY)
 def _listed(what: str, of: Any) -> list[Any]:
     """The tensors of an argument; a tensor has rows, which are nobody's parameters."""
     try:
-        if not isinstance(of, Tensor):
+        if not isinstance(of, (Tensor, Set, Mapping)):  # whose order is chance, or that hold names
             return list(of)
     except TypeError:
         pass
@@ -598,6 +598,7 @@ def adamw_step(
             _single(what, value, first, dtypes)
     done = 1 if count is not None else integer(_NAME, "step", step, "give the number of this step")
     _within("step", done, done >= 1, "of 1 or more")
+    flag(_NAME, "maximize", maximize)
     beta1, beta2, speed, eps, decay, most = (
         value if type(value) is float else number(_NAME, what, value, "see torch.optim.AdamW")
         for what, value in (
@@ -609,6 +610,7 @@ def adamw_step(
         _within(what, size, 0 <= size < 1, "from 0 to below 1")
     for what, size in (("lr", speed), ("eps", eps), ("weight_decay", decay)):
         _within(what, size, 0 <= size < math.inf, "of 0 or more")
+    _within("max_norm", most, most >= 0, "of 0 or more")  # below, gradients would change their signs
     if seed is not None:
         seed = integer(_NAME, "seed", seed, "None rounds to the nearest")
         if other := next((p.dtype for p in lists[0] if p.dtype != torch.bfloat16), None):

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from ._arguments import flag
 from ._entropy import TERMS, Once, Terms, check_terms, entropy_into, line, loss_like, once_only, read_target
 from ._operator import Operator, empty, watched
 from ._rows import rows_in
@@ -172,7 +173,7 @@ def cross_entropy(
     z_loss : float, default 0
         Adds so many times the squared logarithm of the row's sum of exponentials, times the weight of the target.
     softcap : float, optional
-        Logits l are taken as ``softcap * tanh(l / softcap)``.
+        Logits l are taken as ``softcap * tanh(l / softcap)``; -inf, of what is masked, stays -inf.
     inplace : bool, default False
         Allow that the gradient overwrites the logits, where one is recorded. In float16, and traced by torch, it does
         not.
@@ -210,6 +211,7 @@ def cross_entropy(
     >>> x, t = torch.randn(3, 5, device="cuda"), torch.tensor([0, 4, -100], device="cuda")
     >>> loss = fusebook.cross_entropy(x.requires_grad_(), t)  # doctest: +SKIP
     """
+    flag("cross_entropy", "inplace", inplace)
     rest = (reduction, ignore_index, label_smoothing, z_loss, softcap)
     recorded = torch.is_grad_enabled() and isinstance(logits, (Tensor, Parameter)) and logits.requires_grad
     plain = type(logits) in (Tensor, Parameter) and logits.dtype != torch.float16

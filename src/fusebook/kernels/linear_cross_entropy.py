@@ -143,7 +143,7 @@ def _all_into(found: tuple[Tensor, ...], h: Tensor, head: Tensor, target: Tensor
 def _check(h: Any, head: Any, target: Any, weight: Any, *rest: Any) -> tuple[Any, ...]:
     name = "linear_cross_entropy"
     # The head has a row for each class, as the weight of torch.nn.Linear has.
-    terms = check_terms(name, target, weight, *rest[:5], hidden=(h, "[..., K]"), head=(head, "[C > 0, K]"))
+    terms = check_terms(name, target, weight, *rest[:5], hidden=(h, "[..., K > 0]"), head=(head, "[C > 0, K]"))
     if rest[6] is not None:
         integer(name, "rows", rest[6], "None lets the plan choose", "of 1 or more", lambda rows: rows >= 1)
     return h, head, target, *terms, *rest[6:]

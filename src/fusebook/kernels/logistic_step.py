@@ -32,7 +32,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from ._arguments import FLOATING, integer, number, shapes
+from ._arguments import FLOATING, integer, number, one_of, shapes
 from ._memory import side_by_side
 from ._operator import (
     INTERPRETED,
@@ -638,6 +638,7 @@ def _check_fit(
     numbers = _check(name, X, y, w, b, lr, l2)
     remedy, few = "give how many to take", lambda steps: 0 <= steps < 2**31
     steps = integer(name, "steps", steps, remedy, "from 0 to 2**31 - 1", few)
+    one_of(name, "on_chip", on_chip, (True, False, None), "None takes what is faster")
     if on_chip and X.device.type in ("cpu", "cuda") and not _fits(X):
         raise NotImplementedError(
             f"{name}: expected X to fit on the chip, got {X.dtype} of shape {tuple(X.shape)}; leave on_chip to be "
