@@ -46,7 +46,6 @@ Read before: 002.
 
 # sphinx_gallery_tags = ["elementwise", "strides", "broadcasting"]
 import ctypes
-import inspect
 import os
 import shutil
 import subprocess
@@ -96,6 +95,7 @@ from fusebook.page import (
     downloads,
     every_clock,
     exercise,
+    lines_behind,
     lines_of,
     measured,
     provenance,
@@ -392,18 +392,18 @@ Folded(
 )
 
 # %%
-# A thread takes groups of 16 bytes, and the mask is of whole groups: one that
-# may end anywhere keeps the compiler from wide loads, since four adjacent
-# elements need not be all inside or all outside. The last block takes what is
-# left, element by element.
+# A thread takes groups of 16 bytes, and the mask is of whole groups. A mask
+# that may end within a group keeps the compiler from wide loads, since four
+# adjacent elements need not be all inside or all outside. The last block takes
+# what is left, element by element.
 #
-# Where operands have strides of their own, a group's place is found by one
-# division for each axis, and whoever passes the end of a row goes on in the
-# next. Where one column stands for all columns, one element is loaded for a
+# Where operands have strides of their own, a thread finds the place of its
+# group by one division for each axis, and goes on in the next row where a row
+# ends. Where one column stands for all columns, one element is loaded for a
 # group, if groups end with the row. Before all that, adjacent axes are merged
 # where one stride serves for both, such as height and width of a batch of
-# images. An operand that lies across, so that its neighbours are in other
-# rows, goes through :term:`tiles <tile>`.
+# images. An operand that is transposed, so that adjacent elements of the
+# result are in different rows of it, goes through :term:`tiles <tile>`.
 
 Folded(
     "Tiles, and which kernel is launched when",
@@ -705,7 +705,7 @@ stairs["lines of code"] = pd.Series(
         "step two, 512 a program": lines_of(multiply_grid, step_two),
         "step two, 4096 a program": lines_of(multiply_grid, step_two),
         "step four, a row a program": lines_of(multiply_strided, step_four),
-        "the library": lines_of(inspect.getmodule(silu_eager)),
+        "the library": lines_behind(silu_eager),
     }
 )
 table(
@@ -899,7 +899,7 @@ own = tables.ratio(little, "fusebook", "eager", "call")
 claims(
     claim(
         "Let torch.compile fuse chains of elementwise operations: at 8192 x "
-        "8192 in float32 our kernels take {least:.2f} to {most:.2f} times "
+        "8192 in float32 our kernels take {least:.3f} to {most:.3f} times "
         "its time, which is no reason to write them.",
         large >= 0.95,
         fatal=False,

@@ -47,7 +47,6 @@ Read before: 002, 101.
 # masks as well.
 
 # sphinx_gallery_tags = ["scatter", "ScatterND", "atomics", "embedding"]
-import inspect
 
 import fusebook  # before triton: it decides whether kernels are interpreted
 from fusebook import bench, plots, tables, timing
@@ -81,6 +80,7 @@ from fusebook.page import (
     exercise,
     extra,
     holds,
+    lines_behind,
     lines_of,
     measured,
     provenance,
@@ -1029,7 +1029,7 @@ CODE = {
     "theirs, shared indices, mended": own_lines[1],
     "step one, atomic": lines_of(add_rows, step_one),
     "step two, owner": lines_of(own_row, step_two),
-    "the library": lines_of(inspect.getmodule(_scatter_nd_sort)),
+    "the library": lines_behind(masked_scatter_nd_eager),
 }
 table(
     source_us.assign(**{"lines of code": pd.Series(CODE)}),

@@ -52,7 +52,6 @@ Read before: 003, 102.
 
 # sphinx_gallery_tags = ["training step", "grid barrier", "CUDA graph"]
 import functools
-import inspect
 import time
 
 import fusebook  # before triton: it decides whether kernels are interpreted
@@ -81,6 +80,7 @@ from fusebook.page import (
     draw,
     every_clock,
     exercise,
+    lines_behind,
     lines_of,
     measured,
     provenance,
@@ -578,10 +578,10 @@ downloads(one, "logistic_step")
 
 # %%
 # Now the loop of 2012: ten thousand steps, and the loss before each. Every way
-# starts from the same weights, and is compared with the chain in float64. A
-# second call of a launcher does again what the first one wrote down; of a loop
-# of fused steps twenty at a time are written down, so that a step of it takes
-# the host no longer than a call.
+# starts from the same weights, and is compared with the chain in float64. The
+# library writes down which kernels the first call of a launcher launched, and
+# later calls launch these (:doc:`plot_003_launching`). Of a loop of fused
+# steps it writes down twenty at a time.
 
 WAYS = (
     "NumPy",
@@ -688,7 +688,9 @@ provenance(one, seconds, losses)
 #
 # "Is time being used sensibly?" was a question of 2012. In a hundred steps of
 # each way `torch.profiler` counts the kernels of a step and how long the GPU
-# is busy with them; the time of a step is taken without the profiler.
+# is busy with them; the time of a step is taken without the profiler. A fused
+# step is a call of its own here, and not one of twenty that the loop above has
+# written down.
 
 
 # site: fold
@@ -823,9 +825,7 @@ stair_us["lines of code"] = pd.Series(
         ),
         "step three, one program": lines_of(fit_alone, step_three),
         "step four, barriers": lines_of(wait_for_all, fit_barriers, step_four),
-        "step five, the library's": lines_of(
-            inspect.getmodule(logistic_step_eager)
-        ),
+        "step five, the library's": lines_behind(logistic_step_eager),
     }
 )
 table(stair_us, "One step of a hundred, 784 features, in a graph", fold=False)
@@ -1120,9 +1120,9 @@ claims(
 #
 # In a loop nobody waits for each step. The device works while the host queues
 # what comes next, and an eager program of many calls pays, for each, the
-# larger of the host's time and the device's: *paid*. Two launches from Python
-# take longer than the replay of one graph, however much is in it. A fused step
-# in a graph of your own has both.
+# larger of the host's time and the device's: *paid*. A fused step can be
+# captured in a CUDA graph as well; then neither its launches nor Python cost
+# the host anything.
 
 callers = tables.alike(pd.concat([one, large]))
 by_clock(callers)

@@ -67,6 +67,8 @@ from fusebook.page import (
     claims,
     downloads,
     exercise,
+    lines_behind,
+    lines_of,
     measured,
     provenance,
     say,
@@ -618,7 +620,9 @@ claims(
 # section has a hundred million numbers in a thousand tensors, the largest a
 # thousand times the smallest, and each way to keep sixteen bits. These are
 # compared with the fastest of torch's ways alone, since the others take long
-# to measure.
+# to measure. (A step of a thousand tensors stands in several tables of this
+# page. Each table is a run of its own, and the host is not always equally
+# fast: compare the ways of one table.)
 
 
 def billion():
@@ -732,8 +736,18 @@ claims(
 ) if more else None
 
 # %%
+by_a_table = (whole_list, stepped, chunks_of, tables_of, step_two)
+of_step = {
+    "a loop of operations": (adamw_step_eager,),
+    "step one, a launch a tensor": (one_tensor, stepped, step_one),
+    "step two, a table, built anew": by_a_table,
+    "step two, a table, kept": by_a_table,
+}
+by_lines = pd.Series({at: lines_of(*of) for at, of in of_step.items()})
+by_lines["fusebook"] = lines_behind(adamw_step_eager)
 table(
-    stair, "Each step of this page: ten million numbers in 1000 tensors"
+    stair.assign(**{"lines of code": by_lines}),
+    "Each step of this page: ten million numbers in 1000 tensors",
 ) if more else None
 
 # %%
@@ -875,7 +889,7 @@ table(tables.losses(callers, kind="paid"), "Points lost by an eager program")
 #   in each step, and the host pays for that.
 # - Say what is aligned. A kernel that gets its addresses from a table has to
 #   be told.
-# - Where a kernel counts on the device, the last program to come does it.
+# - Where the device keeps a count, the last program of a kernel updates it.
 # - Small steps need digits: of a master, or of chance.
 #
 # Exercises

@@ -121,7 +121,7 @@ def backward(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 # Shapes without memory
 # ~~~~~~~~~~~~~~~~~~~~~
 #
-# Whoever traces a program runs it on fake tensors (:term:`fake tensor`), which
+# Whoever traces a program runs it on :term:`fake tensors <fake tensor>`, which
 # have a shape, a stride, a dtype and a device, and no memory.
 # ``register_fake`` says what comes out. It must agree with what the kernel
 # does: with its strides as well.
@@ -503,10 +503,10 @@ claims(
         us["custom_op, a name"] > us["Library.impl"],
     ),
     claim(
-        "A plain call of the library's operator, which steps around its own "
-        "registration where nobody watches, costs the host less than the bare "
-        "function that launches by brackets: {ours:.0f} and {function:.0f} "
-        "us.",
+        "A plain call of the library's operator, which bypasses PyTorch's "
+        "dispatcher where nothing is traced or recorded, costs the host less "
+        "than the bare function that launches by brackets: {ours:.0f} and "
+        "{function:.0f} us.",
         us["fusebook.silu"] < us["the function"],
         ours=us["fusebook.silu"],
         function=us["the function"],
@@ -540,7 +540,7 @@ downloads(paid, "operator_costs")
 #   look into: it plans their memory, and needs no fake.
 # - ``custom_op`` guards every call. Where calls are small, ``Library`` with
 #   ``define`` and ``impl`` is the same registration without the guards, and a
-#   call that steps around the dispatcher is cheaper than both.
+#   call that bypasses the dispatcher is cheaper than both.
 #
 # Exercises
 # ---------

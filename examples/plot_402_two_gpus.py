@@ -323,8 +323,8 @@ here = None if enough(scaling, asked.gpus) else False
 same = measured("gpus_agreement", agreed, live=here)
 times = measured("gpus_scaling", scaled, live=here)
 say(
-    "Asked for: {gpus} GPUs. This process may use {there}. What follows is "
-    "from {world}.",
+    "The page asks for {gpus} GPUs, and this process may use {there}. What "
+    "follows was measured on {world}.",
     gpus=asked.gpus,
     there=torch.cuda.device_count(),
     world=times["GPUs"].iloc[0],

@@ -206,7 +206,7 @@ y = session({"shape": torch.tensor([5, 2]), "indices": k, "updates": u})["y"]
 table(pd.DataFrame(y.cpu().numpy()), "y", fold=False)
 
 # %%
-# That was all. Between ONNX Runtime and Python stands a C file of a few
+# No more is needed. Between ONNX Runtime and Python stands a C file of a few
 # hundred lines that knows no operator. The system's C compiler compiles it
 # when it is first needed. It needs no header: ONNX Runtime's interface is a
 # table of functions whose places never change. When a node runs, ONNX Runtime

@@ -97,7 +97,7 @@ def test_an_id_that_stands_twice_is_found(site):
 BOX = """<h1>Page</h1><div class="docutils fb-box container">
     <p class="fb-box-headline"><span class="fb-mark">✓</span> <strong>true:</strong> Ours is\n <code>fast</code>.</p>
     <p class="fb-box-claims">Of our claims here 1 is true, 1 false, 1 not measured.
-    Of our targets 0 are met, 1 missed. Of what others say 0 hold, 1 does not.</p>
+    Of our targets 0 are met, 1 missed. Of sentences quoted from others 0 hold, 1 does not.</p>
     </div><ul class="fb-claims">
     <li class="fb-claim fb-true"><span>✓</span> <span><span>true:</span> Ours is <code>fast</code>. (all)</span></li>
     <li class="fb-claim fb-false"><span>✗</span> <span>false:</span> Ours is small.</li>
@@ -131,9 +131,13 @@ BOX = """<h1>Page</h1><div class="docutils fb-box container">
         (
             "0 hold, 1 does not",
             "1 hold, 0 do not",
-            "the box counts [1, 0, 0] what others say, and the page has [0, 1, 0]",
+            "the box counts [1, 0, 0] sentences quoted from others, and the page has [0, 1, 0]",
         ),
-        ("Of what others say", "Others say", "the box counts [0, 0, 0] what others say, and the page has [0, 1, 0]"),
+        (
+            "Of sentences quoted from others",
+            "Others say",
+            "the box counts [0, 0, 0] sentences quoted from others, and the page has [0, 1, 0]",
+        ),
     ],
 )
 def test_a_box_that_is_missing_or_untrue_is_found(tmp_path, old, new, why):

@@ -1,3 +1,5 @@
+import ast
+import inspect
 import os
 import re
 import subprocess
@@ -16,8 +18,9 @@ import warm
 from fusebook import bench, page, plots, record, tables
 from fusebook import machine as machines
 from fusebook.cards.softmax import SOFTMAX
+from fusebook.kernels.adamw import _chunk, adamw_step_eager
 from fusebook.kernels.softmax import softmax, softmax_eager
-from fusebook.page import _place
+from fusebook.page import _place, show
 from fusebook.page.counters import COUNTERS, _counted
 from toy import machine, toy, variant
 
@@ -617,7 +620,16 @@ def test_lines_of_code_are_counted_without_what_says_nothing_to_the_machine():
 
     assert page.lines_of(documented) == 2
     assert page.lines_of(documented, documented) == 4
-    assert page.lines_of(page) > 5
+
+
+def test_the_lines_behind_a_kernel_are_those_of_its_own_modules():
+    def lines(name):
+        return show._lines(ast.parse(inspect.getsource(sys.modules[f"fusebook.kernels.{name}"])))
+
+    one = page.lines_behind(adamw_step_eager)  # its module imports nothing but what launches
+    assert one == page.lines_behind(_chunk) == lines("adamw") > 100  # interpreted, a kernel is an object of Triton's
+    family = ("softmax", "softmax_backward", "_rows", "_tl")  # the gradient is imported in a function
+    assert page.lines_behind(softmax_eager, softmax_eager) == sum(map(lines, family))
 
 
 NCU = """==PROF== Connected to process 1

@@ -21,7 +21,7 @@ NAMES = {"torch": "torch", "torch.compile": "torch.compile", "libraries": "a lib
 COUNTED = {
     "claim": ("Of our claims here", ("are true", "is true"), ("false", "false")),
     "target": ("Of our targets", ("are met", "is met"), ("missed", "missed")),
-    "statement": ("Of what others say", ("hold", "holds"), ("do not", "does not")),
+    "statement": ("Of sentences quoted from others", ("hold", "holds"), ("do not", "does not")),
 }
 
 

@@ -171,7 +171,7 @@ def boxes(site):
         for items, whose, yes, no in (
             (claims, "Of our claims here", r"(?:is|are) true", "false"),
             (targets, "Of our targets", r"(?:is|are) met", "missed"),
-            (statements, "Of what others say", "holds?", "do(?:es)? not"),
+            (statements, "Of sentences quoted from others", "holds?", "do(?:es)? not"),
         ):
             counted = re.search(rf"{whose} (\d+) {yes}, (\d+) {no}(?:, (\d+) not measured)?\.", said)
             told = [int(count or 0) for count in counted.groups()] if counted else [0, 0, 0]

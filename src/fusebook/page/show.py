@@ -32,9 +32,13 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 __all__ = [
-    "Folded", "Listing", "Source", "Tabs", "downloads", "environment", "lines_of", "provenance", "solution", "sortable",
-    "table",
+    "Folded", "Listing", "Source", "Tabs", "downloads", "environment", "lines_behind", "lines_of", "provenance",
+    "solution", "sortable", "table",
 ]  # fmt: skip
+
+
+# Modules of kernels that are not of one kernel.
+_LAUNCHING = ("_arguments", "_operator", "_tape")
 
 
 # What renders itself --------------------------------------------------------------------------------------------------
@@ -508,15 +512,34 @@ def _undocumented(text: str) -> str:
 
 
 def lines_of(*parts: Any) -> int:
-    """Lines of code, without docstrings, comments and empty lines."""
-    count = 0
-    for part in parts:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(part if inspect.ismodule(part) else _plain(part))))
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node):
-                node.body = node.body[1:]
-        count += len(ast.unparse(tree).splitlines())
-    return count
+    """Lines of code of functions and kernels, without docstrings, comments and empty lines."""
+    return sum(_lines(ast.parse(textwrap.dedent(inspect.getsource(_plain(part))))) for part in parts)
+
+
+def lines_behind(*parts: Any) -> int:
+    """Lines of code of the modules in which functions or kernels of the library stand, and of all that these import.
+
+    What every launcher launches with is left out: it belongs to no kernel.
+    """
+    todo = [Path(inspect.getfile(_plain(part))) for part in parts]
+    trees: dict[str, ast.Module] = {}
+    while todo:
+        file = todo.pop()
+        if file.stem in trees or file.stem in _LAUNCHING:
+            continue
+        trees[file.stem] = ast.parse(file.read_text(encoding="utf-8"))
+        for node in ast.walk(trees[file.stem]):
+            if isinstance(node, ast.ImportFrom) and node.level == 1:
+                names = [node.module] if node.module else [alias.name for alias in node.names]
+                todo += [file.with_name(f"{name}.py") for name in names]
+    return sum(map(_lines, trees.values()))
+
+
+def _lines(tree: ast.Module) -> int:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node):
+            node.body = node.body[1:]
+    return len(ast.unparse(tree).splitlines())
 
 
 def _coloured(text: str, language: str = "python") -> str:
