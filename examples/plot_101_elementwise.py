@@ -219,6 +219,74 @@ Tabs(
 )
 
 # %%
+
+
+# site: fold
+def in_cuda_c(source, call, blocks, n, out, x, y):
+    """Make a call of CUDA C in every thread of some blocks of 512.
+
+    On a GPU CuPy compiles it. Without one a C++ compiler does, and one thread
+    runs after another.
+    """
+    pointers = [v.data_ptr() for v in (out, x, y)]
+    name, arguments = call.split("(")
+    if x.is_cuda:
+        import cupy
+
+        given = (*map(np.uint64, pointers), np.int64(n))
+        stream = torch.cuda.current_stream().cuda_stream
+        with cupy.cuda.ExternalStream(stream):
+            kernel = cupy.RawKernel(source, name)
+            kernel((blocks,), (512,), given[: arguments.count(",") + 1])
+        return
+    if not (compiler := shutil.which(os.environ.get("CXX") or "g++")):
+        raise NotImplementedError("no GPU and no C++ compiler")
+    every_thread = """
+    #define __global__
+    static struct { long long x; } blockIdx, blockDim, threadIdx;
+    KERNEL
+    extern "C" void every(long long blocks, float* out, const float* x,
+                          const float* y, long long n)
+    {
+        blockDim.x = 512;
+        for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x)
+            for (threadIdx.x = 0; threadIdx.x < 512; ++threadIdx.x)
+                CALL;
+    }
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        subprocess.run(
+            [compiler, "-shared", "-fPIC", "-xc++", "-", "-o", "every.so"],
+            input=every_thread.replace("KERNEL", source).replace("CALL", call),
+            text=True,
+            cwd=folder,
+            check=True,
+        )
+        every = ctypes.CDLL(os.path.join(folder, "every.so")).every
+        every(*map(ctypes.c_longlong, (blocks, *pointers, n)))
+
+
+def agree(a, b):
+    """Whether both kernels give PyTorch's product of one block."""
+    y, y_in_c = torch.zeros_like(a), torch.zeros_like(a)
+    multiply_block[(1,)](y, a, b, BLOCK=512)
+    try:
+        call = "multiply_block(out, x, y)"
+        in_cuda_c(MULTIPLY_BLOCK, call, 1, len(a), y_in_c, a, b)
+    except (ImportError, NotImplementedError):
+        return None  # nothing here compiles CUDA C
+    return torch.equal(y, a * b) and torch.equal(y_in_c, a * b)
+
+
+claims(
+    claim(
+        "Both kernels, in Triton and in CUDA C, give PyTorch's product of two "
+        "vectors of 512 numbers.",
+        agree(*torch.rand(2, 512, generator=generator(4), device=device)),
+    )
+)
+
+# %%
 # It is right for a vector as long as the block, and silently wrong for any
 # other. With a shorter vector it reads and writes beyond the end. With a
 # longer one it leaves the rest unwritten. The output below is filled with NaN
@@ -1142,41 +1210,8 @@ def between_sevens(x, y):
     n = x.numel()
     room = [v.new_full((n + 512,), 7.0) for v in (x, x, y)]
     room[1][:n], room[2][:n] = x.flatten(), y.flatten()
-    pointers, blocks = [v.data_ptr() for v in room], triton.cdiv(n, 512)
-    if x.is_cuda:
-        import cupy
-
-        kernel = cupy.RawKernel(product_in_c(), "product")
-        stream = torch.cuda.current_stream().cuda_stream
-        with cupy.cuda.ExternalStream(stream):
-            given = (*map(np.uint64, pointers), np.int64(n))
-            kernel((blocks,), (512,), given)
-        return room[0]
-    if not (compiler := shutil.which(os.environ.get("CXX") or "g++")):
-        raise NotImplementedError("no GPU and no C++ compiler")
-    every_thread = """
-    #define __global__
-    static struct { long long x; } blockIdx, blockDim, threadIdx;
-    KERNEL
-    extern "C" void every(long long blocks, float* out, const float* x,
-                          const float* y, long long n)
-    {
-        blockDim.x = 512;
-        for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x)
-            for (threadIdx.x = 0; threadIdx.x < 512; ++threadIdx.x)
-                product(out, x, y, n);
-    }
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        subprocess.run(
-            [compiler, "-shared", "-fPIC", "-xc++", "-", "-o", "every.so"],
-            input=every_thread.replace("KERNEL", product_in_c()),
-            text=True,
-            cwd=folder,
-            check=True,
-        )
-        every = ctypes.CDLL(os.path.join(folder, "every.so")).every
-        every(*map(ctypes.c_longlong, (blocks, *pointers, n)))
+    blocks = triton.cdiv(n, 512)
+    in_cuda_c(product_in_c(), "product(out, x, y, n)", blocks, n, *room)
     return room[0]
 
 
