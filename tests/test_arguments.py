@@ -48,6 +48,13 @@ def test_true_is_neither_a_number_nor_an_integer():
             check("f", "n", True, "say how many")
 
 
+def test_an_integer_has_64_bits():
+    assert [integer("f", "n", n, "say how many") for n in (-(2**63), 2**63 - 1)] == [-(2**63), 2**63 - 1]
+    for n in (-(2**63) - 1, 2**63):
+        with pytest.raises(ValueError, match=f"f: expected n to be an integer of 64 bits, got {n}; say how many"):
+            integer("f", "n", n, "say how many")
+
+
 def test_another_dtype_or_device_is_refused():
     x = torch.zeros(2)
     with pytest.raises(TypeError, match="expected y to be torch.float32 as x is, got torch.float64"):

@@ -87,6 +87,13 @@ def test_a_third_of_widths_are_real_and_a_third_odd(name, width):
     assert abs(odd - 1 / 3) < 0.05 and abs(real - 1 / 3) < 0.05
 
 
+def test_dtypes_are_drawn_as_often_as_they_are_met():
+    rng = random.Random(0)
+    many = Counter(_draws.dtype(rng) for _ in range(16 * MANY))
+    often = {"float32": 6, "bfloat16": 6, "float16": 3, "float64": 1}
+    assert {name: round(n / MANY) for name, n in many.items()} == often
+
+
 def test_sizes_are_log_uniform():
     rng = random.Random(0)
     octaves = Counter(_draws.log_uniform(rng, 1, 2**12 - 1).bit_length() for _ in range(12 * MANY))
@@ -185,6 +192,50 @@ def test_problems_are_checked_and_timed(op, gpu):
     told = explore.quantiles(op, frame)
     assert told.loc[("cold", "over torch"), "worst"] == 1.25 and told.loc[("cold", "over all"), "at most 1.02"] == 0
     assert len(explore.worst(op, frame)) == 3 and explore.refusals(frame).empty
+
+
+def test_ours_is_held_against_what_a_user_would_pick_instead(gpu):
+    half = {"M": 3, "N": 4, "dtype": "float16", "layout": "contiguous"}
+    ways = {
+        "fusebook, slowly": variant(lambda x: x + x),
+        "TF32": variant(lambda x: x + x, math="tf32"),
+        "C": variant(lambda x: x + x, on_cpu=True),
+        "NumPy": variant(lambda x: x + x),
+    }
+    op = dataclasses.replace(toy(fusebook=variant(lambda x: x + x), **ways), draw=lambda rng: half)
+    assert set(explore._chosen(op, ())) == {"honest", "fusebook", "fusebook, slowly", "TF32"}
+    assert set(explore._chosen(op, ["slow", "TF"])) == {"honest", "fusebook"}
+    (frame,) = explored(op, check_only=True, cases=1)
+    assert set(frame["variant"]) == {"honest", "fusebook", "fusebook, slowly"}, "halves are not multiplied in TF32"
+    times = {"honest": 8.0, "fusebook": 10.0, "fusebook, slowly": 2.0}
+    found = explore.standing(op, frame.assign(cold_us=frame["variant"].map(times)))
+    assert list(found["best"]) == ["honest"] and list(found["over all"]) == [1.25]
+    assert explore.standing(op, frame.assign(cold_us=frame["variant"].map({"fusebook": 10.0}))).empty
+
+
+def test_quantiles_are_of_all_problems_and_the_worst_come_first(op, gpu):
+    (frame,) = explored(op, cases=11)
+    ours = frame["variant"] == "fusebook"
+    frame.loc[ours, "cold_us"] = [8.08, *(8.0 * (1 + case / 10) for case in range(1, 11))]
+    told = explore.quantiles(op, frame).loc[("cold", "over all")]
+    assert list(told.round(9)) == [11, 1.5, 1.9, 2.0, round(1 / 11, 9)], "what is 1 % slower is not behind"
+    assert list(explore.worst(op, frame)["case"]) == [10, 9, 8, 7, 6, 5, 4, 3, 2, 1]
+
+
+def test_first_problems_of_all_come_before_second_ones(op, monkeypatch):
+    other, taken = dataclasses.replace(op, name="other"), []
+    monkeypatch.setattr(explore, "_each", lambda jobs, *_: taken.extend(job[0].name for job in jobs) or [])
+    explored(op, other, cases=2, check_only=True)
+    assert taken == ["toy", "other", "toy", "other"]
+
+
+def test_of_an_operator_that_was_wrong_nothing_more_is_kept(op):
+    run = explore._Run(op, 100, 3, True, (), None)
+    run.take(0, [{"variant": "fusebook"}])
+    run.take(1, explore.Wrong("this one"))
+    run.take(2, [{"variant": "fusebook"}])
+    run.take(1, explore.Wrong("another"))
+    assert [row["case"] for row in run.rows] == [0] and str(run.wrong) == "this one"
 
 
 def test_the_best_of_torch_needs_nothing_but_torch(op, gpu, monkeypatch):
@@ -296,7 +347,7 @@ def test_processes_take_problems_in_turn_and_one_that_fails_is_told(capsys):
 class Narrow:
     """A process of a device with room for one problem beside nothing: it runs out of memory at less than all of it."""
 
-    asked, busy = [], set()
+    asked, busy, short = [], set(), None
 
     def __init__(self):
         self.pipe, self.other = multiprocessing.Pipe()
@@ -307,7 +358,7 @@ class Narrow:
         assert not self.busy, "there was no room for another"
         self.busy.add(job[1]["N"])
         self.other.send(None)
-        self.other.send([{"status": "ok" if share == 1 or job[1]["N"] == 5 else "out of memory"}])
+        self.other.send([{"status": "ok"}] if share == 1 or job[1]["N"] == 5 else self.short)
 
     def told(self):
         found = self.pipe.recv()
@@ -316,8 +367,13 @@ class Narrow:
         return found
 
 
-def test_what_has_no_room_beside_others_comes_again_alone(monkeypatch):
+@pytest.mark.parametrize(
+    "short", [[{"status": "out of memory"}], RuntimeError("OutOfMemoryError: CUDA out of memory")], ids=["row", "all"]
+)
+def test_what_has_no_room_beside_others_comes_again_alone(monkeypatch, short):
     monkeypatch.setattr(explore, "_Worker", Narrow)
+    monkeypatch.setattr(Narrow, "short", short)
+    monkeypatch.setattr(Narrow, "asked", [])
     monkeypatch.setattr(explore, "_share", lambda job: 0.6)
     monkeypatch.setattr(explore, "_stopped", lambda workers: contextlib.nullcontext())
     jobs = [(OPS["double"], {"N": n}, ()) for n in (4, 5, 6)]
@@ -362,8 +418,8 @@ def test_seeds_to_tune_by_are_not_recorded(op, gpu):
 
 
 def test_small_problems_keep_what_makes_them_hard():
-    small = explore._small({"M": 1, "N": 50257, "K": 8192, "law": "zipf"})
-    assert small == {"M": 1, "N": 16 + 50257 % 32, "K": 16, "law": "zipf"} and small["N"] % 2
+    small = explore._small({"M": 1, "N": 50257, "K": 8192, "D": 100, "law": "zipf"})
+    assert small == {"M": 1, "N": 16 + 50257 % 32, "K": 16, "D": 20, "law": "zipf"} and small["N"] % 2
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
@@ -375,7 +431,20 @@ def test_without_a_gpu_problems_are_only_checked(capsys):
     assert capsys.readouterr().out.strip() == "double: 2 problems"
 
 
-@pytest.mark.parametrize("argv", [["no_such_op"], ["double", "--cases", "0"], ["double", "--seed", "-1"], []])
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_a_wrong_result_is_a_failure_of_the_command(monkeypatch, capsys):
+    monkeypatch.setattr(explore, "OPS", {"toy": toy(fusebook=variant(lambda x: 3 * x))})
+    assert explore.main(["toy", "--check-only", "--cases", "2"]) == 1
+    assert "explore.problem('toy'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        *(["no_such_op"], ["double", "--cases", "0"], ["double", "--seed", "-1"], []),
+        *(["double", "--seconds", "0"], ["double", "--seconds", "nan"]),
+    ],
+)
 def test_nonsense_on_the_command_line_exits_with_2(argv, capsys):
     with pytest.raises(SystemExit) as stop:
         explore.main(argv)

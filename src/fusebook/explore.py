@@ -774,7 +774,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--check-only", action="store_true", help="no times; without a GPU at small sizes")
     parser.add_argument("--out", type=pathlib.Path, help="folder of records (default: the package's, or explored here)")
     args = parser.parse_args(argv)
-    if args.cases < 1 or args.seconds <= 0 or args.seed < 0:
+    if args.cases < 1 or not args.seconds > 0 or args.seed < 0:
         parser.error("expected --cases and --seconds above 0, and --seed from 0 up")
     names = list(dict.fromkeys(known if "all" in args.ops else args.ops))
     here = pathlib.Path("explored", f"seed-{args.seed}")
