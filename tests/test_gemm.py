@@ -1,12 +1,13 @@
 """What is special to products: widths and layouts of weights, TF32, gradients, and plans that were tuned."""
 
 import contextvars
+import types
 
 import pytest
 import torch
 
 import fusebook
-from fusebook import check, tune
+from fusebook import check, explore, tune
 from fusebook.cards.concat_gemm import CONCAT_GEMM
 from fusebook.cards.swiglu import SWIGLU
 from fusebook.inputs import poison
@@ -609,6 +610,57 @@ def test_costs_that_are_written_are_read_again_and_those_of_other_gpus_stay(tmp_
     costs.write(file, "90", {("half", "descriptors"): [way]})
     assert _products.read_costs(file) == {("80", "half", "pointers"): (way,), ("90", "half", "descriptors"): (way,)}
     assert not _products.read_costs(tmp_path / "none.csv")
+
+
+def test_what_a_way_costs_is_its_waits_its_work_its_parts_and_its_copies():
+    M, K, N = 64, 512, 128
+    parts = Cost(Plan("strided", 64, 64, 64, split=4), 4.0, 0.1, 0.2, 0.5)
+    # Two tiles in four parts are eight programs, each of two steps: one on a multiprocessor, or two on each of four.
+    written = 4 + 8 * 4 * M * N / 3e6
+    assert _products.microseconds(parts, M, K, (N,), 4, 132) == pytest.approx(4 + (2 * 0.2 + 0.5) + written)
+    assert _products.microseconds(parts, M, K, (N,), 4, 4) == pytest.approx(4 + 2 * (2 * 0.2 + 0.5) + written)
+    torchs = Cost(Plan("torch"), 6.0, 1.0, 1000.0, 0.0)
+    work = 1000 * M * K * N / 2**30
+    assert _products.microseconds(torchs, M, K, (N,), 4, 132) == pytest.approx(6 + work + 0.5)
+    gate = 1.5 + 3 * M * N * 4 / 3e6
+    assert _products.microseconds(torchs, M, K, (N,), 4, 132, 2) == pytest.approx(2 * 6 + 2 * work + 2 * 0.5 + gate)
+    of_x, of_weights = 1.5 + 2 * M * K * 4 / 3e6, 2 * 1.5 + 2 * K * 2 * N * 4 / 3e6
+    copies = [_products.copying(M, K, (N, N), 4, *which) for which in ((0, 0), (1, 0), (0, 1), (1, 1))]
+    assert copies == pytest.approx([0, of_x, of_weights, of_x + of_weights])
+
+
+@pytest.mark.parametrize(("share", "kernel"), [(0.95, "tiles"), (0.88, "torch")])
+def test_torchs_products_are_to_be_faster_by_a_tenth(monkeypatch, share, kernel):
+    ours = Cost(Plan("tiles", 64, 64, 64, waves=0), 4.0, 0.4, 0.2, 0.5)
+    time = _products.microseconds(ours, 128, 1024, (1024,), 4, CAN[1])
+    torchs = Plan("torch"), share * time - 4 * 1024 * (128 + 1024 + 128) / 3.6e6, 0.0, 0.0, 0.0  # beside what it reads
+    for chosen in costing(monkeypatch, descriptors=[ours], library=[torchs]):
+        assert chosen(128, 1024, (1024,))[0].kernel == kernel
+
+
+def test_costs_are_of_one_gpu_and_of_float32(cheapest):
+    def chosen(math, capability):
+        known = _products._costs("")
+        known |= {(gpu, "half", fetch): way for (gpu, _, fetch), way in list(known.items())}
+        sizes = "concat_gemm", (128, 1024), (1024,)
+        return _products._cheapest(*sizes, math, "column", (True, True), (capability, 132), "")
+
+    assert chosen("tf32", (9, 0))
+    assert chosen("tf32", (8, 0)) is chosen("tf32", (10, 0)) is chosen("tf32", None) is chosen("half", (9, 0)) is None
+
+
+def test_costs_are_fitted_to_four_times_at_least_and_to_seeds_to_tune_by(monkeypatch):
+    plan, seeds = Plan("strided", 64, 64, 64), []
+    times = [costs.Point(plan, 64 * i, 512, (128,), 4, 0.0, 5.0 + i) for i in range(1, 5)]
+    assert not costs.fit({("tf32", "pointers", plan): times[:3]}, 132)
+    assert costs.fit({("tf32", "pointers", plan): times}, 132).keys() == {("tf32", "pointers")}
+
+    def problem(seed, case):
+        seeds.append(seed)
+        return {"M": 1, "N": 1, "K": 1, "dtype": "float64"}
+
+    monkeypatch.setattr(costs, "OPS", {"concat_gemm": types.SimpleNamespace(problem=problem)})
+    assert list(costs.problems("concat_gemm", 1)) == [] and max(seeds) < explore.RECORDED_FROM
 
 
 @pytest.mark.parametrize("name", ["concat_gemm", "swiglu"])

@@ -1,5 +1,6 @@
 """What a call launches: found without a GPU, changed by what changes it, and by nothing else."""
 
+import dataclasses
 import functools
 import json
 import os
@@ -17,7 +18,7 @@ import triton.language as tl
 
 import fusebook
 import warm
-from fusebook import digests, launches
+from fusebook import digests, launches, ways
 from fusebook.cards import OPS
 from fusebook.kernels import _operator
 from fusebook.kernels._operator import INTERPRETED, OPERATORS
@@ -399,6 +400,22 @@ def test_what_an_operator_does_otherwise_is_noticed_and_nowhere_else(original_wa
     ours = set().union(*(which for *_, which in CHANGED.values()))
     expected = {(op, name) for op, name in original_ways if op in ours and name.startswith("fusebook")}
     assert changed == expected | {("softmax", "Liger")}
+
+
+@pytest.mark.parametrize("what", ["into", "outputs", "check", "read"])
+def test_all_of_an_operator_counts(what, monkeypatch):
+    asked = OPS["scatter_nd_of_shape"], (9, 0), ("fusebook", "eager")
+    before = ways.ways(*asked)
+    monkeypatch.setattr(OPERATORS["scatter_nd"], what, lambda *given: given)
+    assert {name for name, way in ways.ways(*asked).items() if way != before[name]} == {"fusebook"}
+
+
+@pytest.mark.parametrize("what", ["make", "draw"])
+def test_problems_are_what_draws_and_what_makes_them(what):
+    op = OPS["softmax"]
+    other = dataclasses.replace(op, **{what: lambda *given: given})
+    before, now = (ways.ways(of, (9, 0), op.variants) for of in (op, other))
+    assert {name for name, way in now.items() if way != before[name]} == {ways.PROBLEMS}
 
 
 def test_what_an_operator_does_is_the_same_however_it_is_said(original_ways, tmp_path):

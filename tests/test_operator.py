@@ -169,6 +169,67 @@ def test_weights_that_change_places_have_plans_of_their_own(driver):
 
 
 @absent
+def test_distances_between_weights_are_those_of_each_call(driver):
+    x, both = torch.randn(70, 64).bfloat16(), torch.randn(4, 64, 48).bfloat16()
+    out, write = torch.empty(70, 48, dtype=x.dtype), OPERATORS["swiglu"].write
+    for other in (1, 1, 1, 2, 3, 2):  # all else lies where it lay
+        write(out, x, both[0], both[other], None, None, "fused")
+        planned = addresses(driver.seen[-1][2])
+        with plans_aside():
+            write(out, x, both[0], both[other], None, None, "fused")
+        assert planned == addresses(driver.seen[-1][2]), other
+    assert len(OPERATORS["swiglu"].written) == 1
+
+
+@absent
+def test_a_plan_is_made_of_what_a_plan_can_do_again(driver, monkeypatch):
+    x = torch.randn(8, 100)
+
+    def planned(call):
+        return _operator.record([x], call)[1] is not None
+
+    monkeypatch.setattr(_tape, "_LONGEST", 2)
+    softmax = OPERATORS["softmax"]._computed
+    assert planned(lambda: [softmax(x, -1) for _ in range(2)])
+    assert not planned(lambda: [softmax(x, -1) for _ in range(3)]), "a long one"
+    assert planned(lambda: _operator.apply(torch.neg, x[1:]))
+    assert not planned(lambda: _operator.apply(torch.neg, x.view(torch.int32))), "of other numbers in the same memory"
+    assert not planned(lambda: torch.zeros(3)), "unheard"
+
+
+@absent
+def test_a_plan_returns_what_the_first_call_did(driver):
+    x, dy = torch.randn(8, 100), torch.randn(8, 100)
+    gradient = x, dy, None, None, None, False, 1e-6
+    for op, args in ((OPERATORS["norm_backward"], gradient), (fusebook.add_sub, (x, dy))):
+        assert len({(type(found), len(found)) for found in (op(*args) for _ in range(3))}) == 1
+
+
+def test_addresses_of_which_descriptors_are_kept_are_few(monkeypatch):
+    launcher = _tape._Launcher(types.SimpleNamespace(launch=len), (1, 1, 1), ())
+    monkeypatch.setattr(launcher, "passed", lambda stream, arguments: (1, 1, 1, stream, *arguments), raising=False)
+    for address in range(3 * launcher.MOST):
+        assert launcher.encoded((address,), (address,)) == launcher.kept[(address,)] == (address,)
+        assert len(launcher.kept) <= launcher.MOST
+
+
+@pytest.mark.parametrize(("capability", "early"), [(None, False), ((8, 0), False), ((9, 0), True), ((10, 0), True)])
+def test_kernels_start_early_where_the_gpu_can(monkeypatch, capability, early):
+    monkeypatch.setattr(_operator, "gpu", lambda device: (capability, 108))
+    assert _operator.overlapping("cuda") == ({"launch_pdl": True} if early else {})
+
+
+@pytest.mark.skipif(ABSENT in os.environ, reason="no kernel runs there")
+def test_memory_that_is_given_is_written_where_values_are_fine(device):
+    out, indices, updates = torch.ones(5, 4, device=device), torch.tensor([[5]], device=device), torch.ones(1, 4)
+    given = out.shape, indices, updates.to(device), None, "add"
+    with pytest.raises(IndexError, match=r"indices\[0, 0\]"):
+        OPERATORS["scatter_nd"].write(out, "scatter", *given, True, None)
+    OPERATORS["scatter_nd"].write(out, "scatter", *given, False, None)
+    assert not out.any()
+
+
+@absent
 def test_modes_are_asked_for_in_every_call(driver):
     index, dy = torch.randint(0, 50, (40,)), torch.randn(40, 16)
     kernels = []

@@ -1,5 +1,6 @@
 """Several GPUs: kernels that send and meet, the processes of a page, and what ends them. Here they are on the CPU."""
 
+import contextlib
 import itertools
 import os
 import subprocess
@@ -7,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import pandas as pd
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,9 +20,10 @@ from fusebook.kernels._operator import OPERATORS
 from fusebook.kernels._peers import reachable
 from fusebook.kernels.allreduce_norm import WAYS, _allreduce_norm, plan
 from fusebook.kernels.kmeans_shared import _kmeans_shared_means, _shared_plan
-from fusebook.page.ranks import enough, join, ranks
+from fusebook.page.ranks import enough, join, ranks, timed
 
 ROOT = Path(__file__).resolve().parents[1]
+processes = sys.modules["fusebook.page.ranks"]  # `fusebook.page.ranks` is its function
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="one GPU pretends to be several")
 
 
@@ -227,7 +230,10 @@ def found():
     reduce = fusebook.AllReduceNorm(4, 48, torch.float32)
     *every, residual = (torch.randn(4, 48, **at) for _ in range(world + 1))
     weight = torch.randn(48, **at)
+    last = None
     for used in (4, 1, 0):
+        assert reduce.part(4).data_ptr() != last, "the others may still read the last one"
+        last = reduce.part(4).data_ptr()
         reduce.part(used).copy_(every[rank][:used])
         y, h = reduce(residual[:used], weight)
         want = sum(every)[:used] + residual[:used]
@@ -319,6 +325,66 @@ def test_two_machines_are_two_torchruns_of_the_same_script_and_neither_outlives_
     assert [node.returncode for node in nodes] == [1, 1]
     assert all("all 2 have met" in text for text in said)
     assert "this rank has had enough" in said[1]
+
+
+def test_times_are_of_the_slowest_rank_begin_together_and_leave_out_what_comes_before(monkeypatch):
+    clock, told = [0.0], []
+
+    def takes(seconds, name=""):
+        def run(*_, **__):
+            told.append(name)
+            clock[0] += seconds.pop(0) if isinstance(seconds, list) else seconds
+
+        return run
+
+    def gather(every, mine):  # another rank takes twice as long
+        every[:] = [mine, {name: [2 * us for us in times] for name, times in mine.items()}]
+
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *shape, device: zeros(*shape))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(processes.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist, "all_reduce", takes(10.0, "together"))
+    monkeypatch.setattr(dist, "all_gather_object", gather)
+    a = takes([1e-6, 1e-6, 5e-6, 5e-6, 9e-6, 9e-6], "a")  # two calls in each of three rounds
+    found = timed({"a": a, "b": takes(3e-6, "b")}, calls=2, repeat=3, before=takes(7.0, "before"), graph=False)
+    assert found == pytest.approx({"a": 2 * 5, "b": 2 * 3})
+    one = {name: ["before", "together", name, name] for name in "ab"}
+    assert told == [*one["b"], *one["a"], *one["a"], *one["b"], *one["b"], *one["a"]]
+
+
+def test_rank_0_alone_writes_the_rows(monkeypatch, tmp_path, page):
+    def rows():
+        return pd.DataFrame([{"rank": dist.get_rank()}])
+
+    monkeypatch.setattr(processes, "join", lambda: None)
+    monkeypatch.setattr(processes.faulthandler, "register", lambda *_, **__: None)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
+    file = tmp_path / "rows.csv"
+    monkeypatch.setenv("FUSEBOOK_RANKS", f"rows={file}")
+    for rank in (1, 0):
+        monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
+        processes._work(rows, page["dies"])
+        assert file.exists() == (rank == 0)
+    assert pd.read_csv(file)["rank"].tolist() == [0]
+
+
+def test_a_rank_that_fails_when_the_rows_are_there_is_told(monkeypatch, page):
+    class Failed(contextlib.nullcontext):
+        returncode = 1
+
+        def __init__(self, command, env, **_):
+            super().__init__(self)
+            Path(env["FUSEBOOK_RANKS"].partition("=")[2]).write_text("rows")
+
+        def communicate(self, timeout):
+            return "rank 1 had enough", None
+
+    monkeypatch.setattr(processes.subprocess, "Popen", Failed)
+    with pytest.raises(RuntimeError, match=r"dies failed on 2 ranks:\nrank 1 had enough"):
+        ranks(page["dies"], 2)
 
 
 # What is missing

@@ -155,6 +155,9 @@ def test_each_loss_of_the_callers_has_its_reason():
         "8x8": "a kernel that is not chosen there",
     }
     assert found.loc["2x8", ["us lost", "by the host", "by the device"]].tolist() == [20.0, 20.0, 0.0]
+    # The device loses a little where the host loses most.
+    both = clock(fusebook=[(6.0, 30.0, 60.0)], torch=[(4.0, 7.0, 30.0)])
+    assert tables.reasons(both)["why"].tolist() == ["the host"]
     again = tables.reasons(df).droplevel("dtype")["why"]
     assert again["4x8"] == again["8x8"] == "the host after a wait"
 
