@@ -340,9 +340,10 @@ table(
 # The ten worst
 # -------------
 #
-# For each operator: what the problems have in common at which ours is behind,
-# why that is as far as we know, what was tried, and, folded, the ten worst.
-# After ``from fusebook import explore`` each line does one again, on your GPU.
+# For each operator: why ours is behind where it is, as far as we know, what
+# was tried, what was mended, what the lost problems have in common, and,
+# folded, the ten worst. After ``from fusebook import explore`` each line does
+# one again, on your GPU.
 
 
 told_of = set()
@@ -390,13 +391,15 @@ def ten(*names):
 # Element by element
 # ~~~~~~~~~~~~~~~~~~
 #
-# Narrow rows, cut from a wider matrix (*sliced*) or beside a column, leave
-# tiles mostly empty. So elements are counted along the result, and a group of
-# adjacent ones finds its place by one division. What is transposed is read by
-# tiles, which are long where it has few columns. The rest are launches: up to
-# 65536 elements are taken one by one, which fewer instructions do, and so are
-# rows of fewer than eight. Of more, blocks of a quarter to twice the size were
-# tried, and are within a few percent of each other.
+# *Why.* Narrow rows, cut from a wider matrix (*sliced*) or beside a column,
+# leave tiles mostly empty. So the kernel counts elements along the result, and
+# each group of adjacent elements finds its place by one division. A transposed
+# operand is read by tiles, which are long where it has few columns. The rest
+# are launches: up to 65536 elements, and rows of fewer than eight, are taken
+# one by one, since that needs fewer instructions.
+#
+# *Tried.* For more elements, blocks of a quarter to twice the size: they are
+# within a few percent of each other.
 
 common("multiply", "silu")
 
@@ -407,23 +410,25 @@ ten("multiply", "silu")
 # Softmax and its gradient
 # ~~~~~~~~~~~~~~~~~~~~~~~~
 #
-# Few and wide rows: one program or a handful holds a row. The time is then
-# that of one chain of loads, sums and stores, and not that of memory. quack
-# spreads such a row over a :term:`cluster`, whose programs meet in shared
-# memory. So do ours where many rows take no longer by it: half types of more
-# than 40960 columns, and most gradients of 24577 to 131072. The rest meet in
-# memory, after a launch that clears their :term:`board`. Of clusters of 2 to 8
-# programs of 4 to 16 warps, all were faster for a few rows, most slower for
-# thousands, and the width alone decides, since a row's bits must not depend on
-# how many come with it.
+# *Why.* Where rows are few and wide, one program or a handful holds a row. The
+# time is then that of one chain of loads, sums and stores, and not that of
+# memory. quack spreads such a row over a :term:`cluster`, whose programs meet
+# in shared memory. Ours do so for half types of more than 40960 columns and
+# for most gradients of 24577 to 131072, where many rows take no longer by it.
+# All others meet in memory, after a launch that clears their :term:`board`.
+# Small problems are launches.
 #
-# Wide rows of float64 are shared as well; one program used to read them twice.
-# Each of few rows of a gradient has programs of its own, which come to the
-# same bits as those that go from row to row. Rows that lie across are read by
-# tiles of several rows; wider ones are laid side by side first, or read where
-# they are, by a program each, if they are few. Numbers of half types that must
-# be loaded one by one are held by more warps: 16 of them in each of 16 tiles
-# were more than a thread's registers. Small problems are launches.
+# *Tried.* Clusters of 2 to 8 programs of 4 to 16 warps: all were faster for a
+# few rows, and most were slower for thousands. The number of rows cannot
+# choose between them, since the bits of a row must not depend on it.
+#
+# *Mended.* Wide rows of float64 are shared as well; one program used to
+# read them twice. Each of few rows of a gradient has programs of its own,
+# which come to the same bits as those that go from row to row. Transposed rows
+# (*across*) are read by tiles of several rows. Wider ones are copied first, or
+# read where they are, by a program each, if they are few. Numbers of half
+# types that must be loaded one by one are held by more warps: 16 of them in
+# each of 16 tiles were more than a thread's registers.
 
 common("softmax", "softmax_backward")
 
@@ -434,16 +439,19 @@ ten("softmax", "softmax_backward")
 # Norms and losses
 # ~~~~~~~~~~~~~~~~
 #
-# Rows of norms that lie across are read where they are if they are short, and
-# twice if they are wide and many. Others are laid side by side first, which is
-# two passes more. One to a few wide rows wait for the launch that clears a
-# board. One program of 32 warps, and smaller parts, are faster for them and
-# slower for many; the width alone decides. Rows that begin within a vector are
-# read by whole vectors, and weights of wide rows are asked for a tile ahead,
-# as far as registers go. A small problem is a launch and one row's latency.
+# *Why.* Transposed rows of norms (*across*) are read where they are if they
+# are short, and twice if they are wide and many. All others are copied first,
+# which is two passes more. One to a few wide rows wait for the launch that
+# clears a board. A small problem is a launch and one row's latency. Of losses,
+# float64 of whole vocabularies has its rows read twice: a word of the board
+# has no room for a maximum and a sum of float64.
 #
-# Of losses, float64 of whole vocabularies has its rows read twice: a word of
-# the board, in which programs leave what they found, has no room for it.
+# *Tried.* One program of 32 warps, and smaller parts of a row: both are faster
+# for a few rows and slower for many, and the width alone decides.
+#
+# *Mended.* Rows that begin within a vector of 16 bytes are read by whole
+# vectors. Weights of wide rows are asked for a tile ahead, as far as registers
+# go.
 
 common("rms_norm", "add_rms_norm", "layer_norm", "cross_entropy")
 
@@ -454,23 +462,24 @@ ten("rms_norm", "add_rms_norm", "layer_norm", "cross_entropy")
 # The nearest of some centres
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~
 #
-# Of millions of points of few coordinates each has a thread, which asks every
-# centre; where points are few, a tile has pairs of a point and a centre. As a
-# product they were slower: six coordinates are padded to sixteen, and finding
-# the nearest centre is most of the work.
+# *Few coordinates.* Each of millions of points has a thread, which compares it
+# with every centre. Where points are few, a tile has pairs of a point and a
+# centre. A product was tried and was slower: six coordinates are padded to
+# sixteen, and finding the nearest centre is most of the work.
 #
-# Some hundred or thousand points of many coordinates make tiles for only a
-# part of the multiprocessors. Of seven tiles, from 32 x 32 to 128 x 64 in
-# steps of 16 and 32 coordinates, the smallest is faster there, and slower
+# *Many coordinates.* Some hundred or thousand points make tiles for only a
+# part of the multiprocessors. Seven tiles were tried, from 32 x 32 to 128 x 64
+# in steps of 16 and 32 coordinates: the smallest is faster there, and slower
 # everywhere else. What remains is what a product in float64 costs beside one
 # in float32.
 #
-# With few points in doubt, the product finds all labels but one or two, whose
-# two nearest centres it cannot tell apart. A program compares such a point
-# with all centres, which takes long with thousands of coordinates. Points that
-# lie across, or begin off a word, are loaded a number at a time: for odd rows
-# a copy pays, and is made; for these it would cost what it saves. Small
-# problems are a launch or two.
+# *Points in doubt.* The product finds all labels but one or two, whose two
+# nearest centres it cannot tell apart. A program compares such a point with
+# all centres, which takes long with thousands of coordinates.
+#
+# *Layouts.* Transposed points, and points that begin within a word, are loaded
+# a number at a time. For rows of odd length a copy pays, and is made; for
+# these it would cost what it saves. Small problems are a launch or two.
 
 common("kmeans_assign")
 
@@ -481,17 +490,19 @@ ten("kmeans_assign")
 # Rows that indices name
 # ~~~~~~~~~~~~~~~~~~~~~~
 #
-# The compiled gradient of an embedding in half types adds into the table
-# itself and rounds at every addition, which is right as long as a row is
+# *Why.* In half types the compiled gradient of an embedding adds into the
+# table itself and rounds at every addition, which is right as long as a row is
 # looked up a few times. Ours adds in float32 and rounds once: it sorts the
 # lookups first, or rounds a table of float32 afterwards. Where the table is
 # small that is a launch more; where it is narrow and large, a pass more. By
-# Zipf's law a few rows have most of the lookups; they are cut in pieces that
-# are added in one order, while atomic additions have no second pass, and no
-# order either. A handful of lookups in a large table is mostly zeros to write.
-# We timed each of the three strategies beside the chosen one, which was the
-# fastest at all but a few problems of half types; those of them that have
-# hundreds of lookups for each row are no longer grouped, which took longer.
+# Zipf's law a few rows have most of the lookups. Ours cuts these rows in
+# pieces and adds them in one order; atomic additions have no second pass, and
+# no order either. With a handful of lookups in a large table most of the time
+# goes into writing zeros.
+#
+# *Tried.* Each of the three strategies beside the chosen one, which was the
+# fastest at all but a few problems of half types. Of these, the ones with
+# hundreds of lookups for each row are no longer grouped.
 
 common("masked_scatter_nd_of_shape", "embedding_backward")
 
@@ -502,15 +513,20 @@ ten("masked_scatter_nd_of_shape", "embedding_backward")
 # A step of logistic regression
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 #
-# X that lies by columns is read as it lies, once, with up to 2048 features;
-# the compiled step reads it twice. Wider X is copied to rows before the step,
-# and the copy reads with large strides. Two passes of our own, with tiles that
-# follow the columns, were slower at every one of nine problems. One to a few
-# rows are a single launch, as is all that one tile holds; of others the second
-# launch is under way before the first has ended. Rows are padded to a power of
-# two, so that of 512 lanes 278 may have work, where a library has no padding;
-# those that begin within a vector come in tiles of half the size since. With
-# more than 16384 features X is read twice, which other tiles did not mend.
+# *Why.* A transposed X with up to 2048 features is read as it lies, once; the
+# compiled step reads it twice. With more features X is copied to rows before
+# the step, and the copy reads with large strides. One to a few rows are a
+# single launch, and so is all that one tile holds; otherwise the second launch
+# is under way before the first has ended. Rows are padded to a power of two:
+# of 512 lanes 278 may have work, where a library has no padding. With more
+# than 16384 features X is read twice.
+#
+# *Tried.* Two passes with tiles that follow the columns, in place of the copy:
+# slower at each of nine problems. Other tiles for more than 16384 features: no
+# faster.
+#
+# *Mended.* Rows that begin within a vector of 16 bytes come in tiles of
+# half the size.
 
 common("logistic_step")
 
@@ -525,31 +541,32 @@ ten("logistic_step")
 # the clock started are one product to PyTorch, and ours finds them where they
 # are.
 #
-# Up to 64 rows each weight is read once, and the time is that of memory. We
-# tried tiles of 16 to 64 rows by 16 to 64 columns in steps of 32 to 128, sums
-# in one to 16 parts, and descriptors; counters of parts become zero while the
-# product is under way. One row and two are multiplied without tensor cores
-# where columns lie side by side: number by number as they were loaded; one row
-# also where weights lie in rows that begin anywhere. Four rows that way, and
-# aligned weights in rows, were slower. Rows of odd length are fetched number
-# by number; to copy them first takes longer. Hints to keep the weights in L2
-# changed nothing.
+# *Up to 64 rows* each weight is read once, and the time is that of memory. One
+# row and two are multiplied without tensor cores where columns lie side by
+# side, number by number as they were loaded; one row also where weights lie in
+# rows that begin anywhere. Rows of odd length are fetched number by number,
+# since to copy them first takes longer. Tried: tiles of 16 to 64 rows by 16 to
+# 64 columns in steps of 32 to 128, sums in one to 16 parts, and descriptors.
+# Four rows without tensor cores, and aligned weights in rows, were slower so.
+# Hints to keep the weights in L2 changed nothing.
 #
-# From 65 to 512 rows the last round of tiles is not full. We tried tiles of 64
-# x 32 to 128 x 256, each with its rounds counted. Triton's tiles are powers of
-# two; a library also has 192 columns, and divides the last round's sums. In
-# half types programs share out long sums where tiles are few. In float32,
-# where we add three products in TF32, a formula says what each way would take
-# where tiles are few: tiles of several sizes, sums over K in up to 64 parts,
-# copies that turn rows into columns, and PyTorch's products, of each weight or
-# of weights that are first put side by side. Its constants are fitted to
-# problems that were timed. The launcher takes the way that should be the
-# fastest, and PyTorch's products only where these should be faster by a tenth.
+# *From 65 to 512 rows* the last round of tiles is not full. Triton's tiles are
+# powers of two; a library also has 192 columns, and divides the sums of the
+# last round. In half types ours divides long sums where tiles are few. Tried:
+# tiles of 64 x 32 to 128 x 256, each with its rounds counted.
 #
-# Where widths are odd and K has few steps, as at 30164 x 222, threads have to
-# store number by number what the copy engine cannot. Copies of such weights
-# lie side by side, as one weight with one edge, and the copy engine stores the
-# product where its rows are aligned.
+# *In float32* ours adds three products in TF32. Where tiles are few, a formula
+# says how long each way would take: tiles of several sizes, sums over K in up
+# to 64 parts, copies that turn rows into columns, and PyTorch's products, of
+# each weight or of weights that are first put side by side. Its constants are
+# fitted to problems that were timed. The launcher takes the way that should be
+# the fastest, but PyTorch's products only where these should be faster by a
+# tenth.
+#
+# *Odd widths with few steps along K*, as 30164 x 222: threads have to store
+# number by number what the copy engine cannot. So such weights are copied side
+# by side, as one weight with one edge, and the copy engine stores the product
+# where its rows are aligned.
 
 common("concat_gemm")
 
@@ -560,23 +577,23 @@ ten("concat_gemm")
 # SwiGLU
 # ~~~~~~
 #
-# *Packed + compiled* is one product of a library, and one kernel of the
-# compiler's behind it. Against it stands what is said above, and that ours
-# holds sums of both weights, which leaves half as many tiles to choose from.
-# We tried 64 x 32 to 128 x 128 columns of both, transposed products of 16 to
-# 256 rows, two and three programs a multiprocessor, and PyTorch's two products
-# with one kernel behind them, which the plan takes where rounds are bad. One
-# such choice depends on the dtype: at some sizes PyTorch's product takes much
-# longer in float16 than in bfloat16, and no plan of ours knows where.
+# *Few to some hundred rows.* *Packed + compiled* is one product of a library,
+# and one kernel of the compiler's behind it. It gains what is said of products
+# above. Besides, ours holds sums of both weights, which leaves half as many
+# tiles to choose from. Tried: 64 x 32 to 128 x 128 columns of both, transposed
+# products of 16 to 256 rows, two and three programs a multiprocessor, and
+# PyTorch's two products with one kernel behind them, which the plan takes
+# where rounds are bad. At some sizes PyTorch's product takes much longer in
+# float16 than in bfloat16, and no plan of ours knows where.
 #
-# Thousands of rows are lost to quack, whose groups of warps take turns at the
-# tensor cores while the others finish a tile. Ours all do the same at once. We
-# tried to fetch the next tile before the end of this one, stores by the copy
-# engine, and tiles walked in groups of 8 and 16 rows. Small problems in
-# float32 are lost to one packed product. A long K with few columns, a few
-# tiles with a long sum each, is in float32 what the formula above says: sums
-# in parts, or PyTorch's two products. One packed product divides its sums
-# faster.
+# *Thousands of rows* are lost to quack, whose groups of warps take turns: some
+# use the tensor cores while others finish a tile. All of ours do the same at
+# once. Tried: to fetch the next tile before the end of this one, stores by the
+# copy engine, and tiles walked in groups of 8 and 16 rows.
+#
+# *In float32* small problems, and those of a long K with few columns, are lost
+# to one packed product, which divides its sums faster. Ours takes sums in
+# parts there, or PyTorch's two products.
 
 common("swiglu")
 
