@@ -266,6 +266,7 @@ def in_cuda_c(source, call, blocks, n, out, x, y):
         every(*map(ctypes.c_longlong, (blocks, *pointers, n)))
 
 
+# site: fold
 def agree(a, b):
     """Whether both kernels give PyTorch's product of one block."""
     y, y_in_c = torch.zeros_like(a), torch.zeros_like(a)

@@ -9,11 +9,12 @@
 Norms, with a residual and in eight bits
 ========================================
 
-A transformer normalises its hidden state twice a layer: before that a residual
-is added, after it the result is often rounded to eight bits, and on the way
-back there is a gradient whose weights sum over all rows. Each of these is a
-pass over memory where it is an operation of its own. This page does each in
-one pass, and compares every one of them with its roof.
+A transformer normalises its hidden state twice a layer. Before a norm a
+residual is added; after it the result is often rounded to eight bits; and on
+the way back there is a gradient, of which the part of the weights is a sum
+over all rows. Each of these is a pass over memory where it is an operation of
+its own. This page does each in one pass, and compares every one of them with
+its roof.
 
 With a CUDA GPU everything here is measured as the page runs. Without one, the
 kernels run in Triton's interpreter and the times are replayed from the record

@@ -507,8 +507,8 @@ downloads(small, "adamw_step")
 # tensors, or a search that wakes other threads, takes longer than the step.
 # Only gradients that moved are written into the table anew. The gradient of a
 # list of one tensor is an argument of the launch instead. A step that is
-# captured in a graph reads the same tables, and what it copies at each replay
-# is at most the addresses of gradients that the table does not know.
+# captured in a graph reads the same tables. A replay copies nothing but the
+# addresses of gradients that the table did not have yet.
 #
 # ``Optimizer.step`` is what a training loop calls. It does all that the
 # function does, and looks up the state of each parameter before.
