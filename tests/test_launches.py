@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,7 @@ import fusebook
 import warm
 from fusebook import digests, launches, ways
 from fusebook.cards import OPS
-from fusebook.kernels import _operator
+from fusebook.kernels import _operator, _products
 from fusebook.kernels._operator import INTERPRETED, OPERATORS
 from fusebook.ort import custom
 
@@ -180,6 +181,64 @@ def test_code_does_not_depend_on_the_assembler_that_was_found():
     text = ".version {}\n.target sm_90a\n.visible .entry f()\n{{\n  ret;\n}}\n"
     earlier, later = (launches._ptx(text.format(version), "f") for version in ("8.7", "9.0"))
     assert earlier == later != launches._ptx(text.format("9.0").replace("ret", "trap"), "f")
+
+
+def parameter(name, constant=False):
+    return types.SimpleNamespace(name=name, default=None, has_default=False, is_constexpr=constant)
+
+
+def test_what_a_launch_is_made_of(monkeypatch):
+    kernel = types.SimpleNamespace(params=[parameter("x_ptr"), parameter("n"), parameter("BLOCK", True)])
+    monkeypatch.setattr(launches, "_of_kernel", str)
+    ptx = types.SimpleNamespace(asm={"ptx": "ret;"}, metadata=types.SimpleNamespace(name="f"))
+    memory = torch.zeros(32)
+    x = memory[(-memory.data_ptr() % 16) // 4 :]
+
+    def traced(pointer=x, n=7, grid=(3,), **given):
+        trace = launches.Trace()
+        trace.launched(kernel, (pointer, n), grid, {"BLOCK": 64} | given, ptx)
+        return trace.launches, trace.code
+
+    def tiles(*block):
+        return types.SimpleNamespace(base=x, shape=[4, 8], block_shape=list(block), padding="zero")
+
+    calls = [{}, {"n": 8}, {"grid": (4,)}, {"BLOCK": 32}, {"num_warps": 8}, {"pointer": x.double()}, {"pointer": x[1:]}]
+    calls += [{"pointer": tiles(2, 8)}, {"pointer": tiles(4, 8)}]
+    assert len({traced(**call)[0] for call in calls}) == len(calls)
+    assert traced(pointer=x.clone()) == traced(grid=lambda given: (3, 1, 1)) == traced()
+    assert traced(n=8)[1] != traced()[1] != traced(grid=(4,))[1], "numbers and grids are given to the same code"
+    assert traced(n=1)[1] == traced(n=None)[1], "and these are part of it"
+
+
+def test_what_a_call_of_torch_is_made_of():
+    x = torch.ones(4, 6)
+
+    def called(*args, tf32=False, **kwargs):
+        trace = launches.Trace()
+        with _products.torch_in_tf32(tf32):
+            trace.called("mm", args, kwargs)
+        return trace.launches
+
+    calls = [called(x), called(x[:2]), called(x.T), called(x.double()), called(x, alpha=2), called(x, tf32=True)]
+    assert len(set(calls)) == 6 and called(x + 1) == called(x, device="cpu") == calls[0]
+    assert not launches._works("t", {}, [x], [x.T]) and launches._works("mm", {"out": x}, [x], [x])
+
+
+def test_what_is_compiled_ahead_is_no_launch(monkeypatch):
+    monkeypatch.setattr(launches.JITFunction, "run", lambda self, *_, grid, warmup: f"compiled {warmup}")
+    with launches.kernels() as found:
+        for warmup in (True, False):
+            launches.JITFunction.run(None, grid=(1,), warmup=warmup)
+    assert found == ["compiled False"]
+
+
+def test_memory_that_was_read_is_zero_again():
+    place = launches._Nowhere()
+    for _ in range(2):
+        with place:
+            assert torch.empty(4).tolist() == [0] * 4
+            assert torch.ones(4).tolist() == [1] * 4
+        place.again(everything=True)
 
 
 SAME_BOTH_WAYS = """

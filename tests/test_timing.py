@@ -138,6 +138,17 @@ def test_host_times_a_call_and_collects_no_garbage(monkeypatch):
     assert not any(collected[-timing._FEW :]) and gc.isenabled()
 
 
+def test_the_first_launch_to_an_idle_device_is_not_counted(monkeypatch):
+    clock, idle = Clock(monkeypatch), []
+    monkeypatch.setattr(timing, "_wait", lambda: idle.append(True))
+
+    def launch():
+        clock.launch(1e-3 if idle else 1e-5)
+        idle.clear()
+
+    assert timing._queued(launch, 5) == pytest.approx(1e-5)
+
+
 def test_a_batch_ends_before_the_queue_is_full(monkeypatch):
     clock = Clock(monkeypatch, room=8)
     assert timing._calls_to_queue(lambda: clock.now) == timing._BATCH
@@ -153,8 +164,9 @@ def test_a_batch_ends_before_the_queue_is_full(monkeypatch):
 
 def test_long_calls_are_repeated_less_and_some_times_at_least(monkeypatch):
     clock = Clock(monkeypatch)
-    found = timing.call({"long": lambda: clock.launch(10.0)}, repeat=30)
-    assert found["long"].n == timing._FEWEST > 1
+    calls = []
+    found = timing.call({"long": lambda: clock.launch(10.0) or calls.append(1)}, warmup=5, repeat=30)
+    assert found["long"].n == timing._FEWEST > 1 and len(calls) == 1 + timing._FEWEST, "it is warm by one call"
     assert timing.call({"short": lambda: clock.launch(1e-5)}, repeat=30)["short"].n == 30
     assert timing.call({"long": lambda: clock.launch(10.0)}, repeat=2)["long"].n == 2
 

@@ -189,6 +189,22 @@ def test_a_verdict_knows_the_noise(package, times, spread, verdict):
     assert list(found["verdict"]) == [verdict] and found["times as long"].iloc[0] == pytest.approx(times, rel=1e-4)
 
 
+def test_each_gpu_has_a_roof_of_its_own_and_what_is_as_fast_as_another_way_is_ahead(package):
+    mine, theirs = made_up("64x64", copy=2e12), made_up("64x64", slug="nvidia-h200")
+    for frame, root in ((mine, Path("mine")), (theirs, machines.RECORDS)):
+        ours, others = frame["variant"].eq("fusebook"), ~frame["variant"].isin(["fusebook", "eager"])
+        frame.loc[ours, "cold_us"] = 1.01 * frame.loc[frame["variant"].eq("eager"), "cold_us"].item()
+        frame.loc[others, "cold_us"] *= 10
+        record.write(frame, root)
+    places = compare.folder("mine"), compare.folder("nvidia-h200")
+    found = compare.points("exp", *places, variant="fusebook")
+    for who, frame in (("mine", mine), ("theirs", theirs)):
+        ours = frame[frame["variant"] == "fusebook"]
+        share = (ours["roof_us"] / ours["cold_us"]).item()
+        assert found[f"{who}, of roof"].item() == pytest.approx(share, rel=1e-4)
+    assert [compare._ahead(place, "exp", "fusebook", "cold") for place in places] == ["1 of 1", "2 of 2"]
+
+
 def test_what_a_record_superseded_is_compared_by_its_name(package):
     record.write(made_up("64x64", slug="nvidia-h200"), machines.RECORDS)
     gpu = machines.RECORDS / "nvidia-h200"
