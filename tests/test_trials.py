@@ -102,6 +102,18 @@ def test_parts_with_cases_of_their_own_are_a_whole_when_each_has_ended(told_of):
     assert told_of("1", "2") == "3 cases: 3 passed"
 
 
+def test_a_folder_without_logs_and_a_log_without_a_line_change_nothing(tmp_path, told_of):
+    (tmp_path / "none").mkdir()
+    with pytest.raises(SystemExit, match=r"trials: no logs in .*none; the table is as it was"):
+        trials.main([tmp_path / "none"])
+    assert not trials.TABLE.exists()
+    (tmp_path / "0.jsonl").write_text('{"trial": "Te')
+    trials.Log.begin("Tests", 1, "1").came("x", "passed")
+    trials.main([tmp_path])
+    _, *rows = trials.TABLE.read_text().splitlines()
+    assert [row.split(",")[:2] for row in rows] == [["Tests", "1 cases: 1 passed"]]
+
+
 def test_what_did_not_go_well_is_named(told_of):
     log = trials.Log.begin("Tests", 7, "1")
     for i in range(6):

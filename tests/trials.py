@@ -84,6 +84,8 @@ def put_together(files):
     trials = {}
     for file in files:
         lines = read(file)
+        if not lines:  # cut off before its first line
+            continue
         head = lines[0]
         known = trials.get(head["trial"])
         if known and (known["commit"], known["machine"]) != (head["commit"], head["machine"]):
@@ -140,5 +142,12 @@ def tell(files):
         csv.writer(file, lineterminator="\n").writerows([HEAD, *(rows[name] for name in sorted(rows))])
 
 
+def main(folders):
+    found = {folder: sorted(Path(folder).glob("*.jsonl")) for folder in folders or [LOGS]}
+    if none := [str(folder) for folder, files in found.items() if not files]:
+        raise SystemExit(f"trials: no logs in {', '.join(none)}; the table is as it was")
+    tell([file for files in found.values() for file in files])
+
+
 if __name__ == "__main__":
-    tell([file for folder in sys.argv[1:] or [LOGS] for file in sorted(Path(folder).glob("*.jsonl"))])
+    main(sys.argv[1:])
