@@ -103,12 +103,12 @@ draw.traffic(
 )
 
 # %%
-# But memory is ten times as fast as the link. So with many tokens the link is
-# the roof for every way: each of two GPUs has to get all that the other has.
-# With few tokens latency decides: of launches, of a flag that goes over, and
-# of the first byte that comes back. One kernel has one launch, one flag, one
-# read. The prediction: fusing pays for few tokens, and for many it is a tie at
-# best.
+# But the link is far slower than memory: the last table has its rate. So with
+# many tokens the link is the roof for every way: each of two GPUs has to get
+# all that the other has. With few tokens latency decides: of launches, of a
+# flag that goes over, and of the first byte that comes back. One kernel has
+# one launch, one flag, one read. The prediction: fusing pays for few tokens,
+# and for many it is a tie at best.
 #
 # The kernel
 # ----------
