@@ -688,9 +688,9 @@ provenance(one, seconds, losses)
 #
 # "Is time being used sensibly?" was a question of 2012. In a hundred steps of
 # each way `torch.profiler` counts the kernels of a step and how long the GPU
-# is busy with them; the time of a step is taken without the profiler. A fused
-# step is a call of its own here, and not one of twenty that the loop above has
-# written down.
+# is busy with them; the time of a step is taken without the profiler, in
+# another run than the loop's above. A fused step is a call of its own here,
+# and not one of twenty that were written down.
 
 
 # site: fold
