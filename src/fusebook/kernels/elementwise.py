@@ -562,126 +562,36 @@ def multiply(x: Tensor, y: Tensor) -> Tensor:
 
 
 def double(x: Tensor) -> Tensor:
-    """Twice a tensor.
-
-    Parameters
-    ----------
-    x : torch.Tensor
-        As those of `multiply`.
-
-    Returns
-    -------
-    torch.Tensor
-        As from `multiply`.
-
-    Raises
-    ------
-    TypeError, ValueError
-        As `multiply`.
-    """
+    """Twice a tensor. What it takes, returns and refuses is as of `multiply`."""
     return _OPERATORS["double"].call(x)
 
 
 def add_sub(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """The sum and the difference of two tensors, which are read once for both.
 
-    Parameters
-    ----------
-    x, y : torch.Tensor
-        As those of `multiply`.
-
     Returns
     -------
     tuple of torch.Tensor
-        ``x + y`` and ``x - y``, each as from `multiply`.
-
-    Raises
-    ------
-    TypeError, ValueError
-        As `multiply`.
+        ``x + y`` and ``x - y``, each as from `multiply`. What it takes and refuses is as there.
     """
     return _OPERATORS["add_sub"].call(x, y)
 
 
 def multiply_add(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
-    """``x * y + z``, in one pass.
-
-    Parameters
-    ----------
-    x, y, z : torch.Tensor
-        As those of `multiply`.
-
-    Returns
-    -------
-    torch.Tensor
-        As from `multiply`.
-
-    Raises
-    ------
-    TypeError, ValueError
-        As `multiply`.
-    """
+    """``x * y + z``, in one pass. What it takes, returns and refuses is as of `multiply`."""
     return _OPERATORS["multiply_add"].call(x, y, z)
 
 
 def silu(x: Tensor) -> Tensor:
-    """``x * sigmoid(x)``, in one pass.
-
-    Parameters
-    ----------
-    x : torch.Tensor
-        As those of `multiply`.
-
-    Returns
-    -------
-    torch.Tensor
-        As from `multiply`.
-
-    Raises
-    ------
-    TypeError, ValueError
-        As `multiply`.
-    """
+    """``x * sigmoid(x)``, in one pass. What it takes, returns and refuses is as of `multiply`."""
     return _OPERATORS["silu"].call(x)
 
 
 def add_add_multiply(x: Tensor, y: Tensor, z: Tensor, w: Tensor) -> Tensor:
-    """``(x + y + z) * w``, in one pass.
-
-    Parameters
-    ----------
-    x, y, z, w : torch.Tensor
-        As those of `multiply`.
-
-    Returns
-    -------
-    torch.Tensor
-        As from `multiply`.
-
-    Raises
-    ------
-    TypeError, ValueError
-        As `multiply`.
-    """
+    """``(x + y + z) * w``, in one pass. What it takes, returns and refuses is as of `multiply`."""
     return _OPERATORS["add_add_multiply"].call(x, y, z, w)
 
 
 def exp(x: Tensor) -> Tensor:
-    """The exponential of every element.
-
-    Parameters
-    ----------
-    x : torch.Tensor
-        As those of `multiply`.
-
-    Returns
-    -------
-    torch.Tensor
-        As from `multiply`.
-
-    Raises
-    ------
-    TypeError, ValueError
-        As `multiply`.
-    """
+    """The exponential of every element. What it takes, returns and refuses is as of `multiply`."""
     return _OPERATORS["exp"].call(x)
