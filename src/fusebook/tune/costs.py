@@ -1,4 +1,7 @@
-"""What ways to multiply cost: problems that cards draw are timed by each way, and a formula is fitted to the times."""
+"""What ways to multiply cost: problems that cards draw are timed by each way, and a formula is fitted to the times.
+
+`name` is ``"concat_gemm"`` or ``"swiglu"``, and `math` ``"tf32"`` or ``"float32"``: of half types classes have plans.
+"""
 
 from __future__ import annotations
 
@@ -23,15 +26,13 @@ from fusebook.kernels._products import (
     Plan,
     _describable,
     _fetchable,
-    _math,
     copying,
     layout_of,
     microseconds,
     read_costs,
 )
-from fusebook.kernels.concat_gemm import _launch_concat, _products_of
-from fusebook.kernels.swiglu import _launch_swiglu, _products_gated
 from fusebook.op import Dims
+from fusebook.tune import products
 
 __all__ = ["Point", "candidates", "fit", "fitted", "points", "problems", "write"]
 
@@ -53,13 +54,7 @@ class Point(NamedTuple):
 
 
 def problems(name: str, count: int) -> Iterator[Dims]:
-    """Problems of seeds to tune by: more rows than a tile holds, and few tiles.
-
-    Parameters
-    ----------
-    name : str
-        ``"concat_gemm"`` or ``"swiglu"``.
-    """
+    """So many problems of float32, of seeds to tune by: more rows than a tile holds, and few tiles."""
     op = OPS[name]
     for i in range(100 * _SEEDS):
         dims = op.problem(*divmod(i, 100))
@@ -72,15 +67,7 @@ def problems(name: str, count: int) -> Iterator[Dims]:
 
 
 def candidates(name: str, math: str) -> dict[str, tuple[Plan, ...]]:
-    """The plans whose costs are worth to be known, by how tiles are fetched.
-
-    Parameters
-    ----------
-    name : str
-        ``"concat_gemm"`` or ``"swiglu"``.
-    math : str
-        ``"tf32"`` or ``"float32"``.
-    """
+    """The plans whose costs are worth to be known, by how tiles are fetched."""
 
     def tiles(bm: int, bn: int, bk: int, stages: int, warps: int, **more: Any) -> Plan:
         return Plan("tiles", bm, bn, bk, stages=stages, warps=warps, **{"waves": 0, "late": True} | more)
@@ -141,35 +128,24 @@ def fitted(given: Sequence[Point], multiprocessors: int, both: int = 1) -> Cost:
     return best._replace(**{k: round(getattr(best, k), 4) for k in _COLUMNS})
 
 
-def _attempt(name: str, inputs: Sequence[Tensor], tf32: bool, way: tuple[str, Plan]) -> Tensor | None:
+def _attempt(name: str, inputs: Sequence[Tensor], math: str, way: tuple[str, Plan]) -> Tensor | None:
     """A call by one way; None where it is none, as descriptors of what none describes."""
     fetch, plan = way
-    x, *weights = inputs
-    math_of, layout = _math(x.dtype, tf32), layout_of(weights[0])
-    out = x.new_empty(len(x), weights[0].shape[1] if name == "swiglu" else sum(w.shape[1] for w in weights))
     if fetch == "library":
-        if name == "swiglu":
-            _products_gated(out, x, weights[0], weights[1], None, tf32)
-        else:
-            _products_of(out, x, weights, tf32)
-        return out
-    capability = torch.cuda.get_device_capability()
-    wanted = plan, fetch == "descriptors"
-    x, given, aligned, copied = _fetchable(x, weights, layout, math_of, capability, "", name == "concat_gemm", wanted)
+        return products.attempt(name, math, inputs, None)
+    x, *weights = inputs
+    capability, wanted = torch.cuda.get_device_capability(), (plan, fetch == "descriptors")
+    layout, merge = layout_of(weights[0]), name == "concat_gemm"
+    x, given, aligned, copied = _fetchable(x, weights, layout, math, capability, "", merge, wanted)
     if aligned != (fetch == "descriptors") or (copied and plan.kernel != "tiles"):
         return None
-    layout = layout_of(given[0]) if copied else layout
-    if name == "swiglu":
-        _launch_swiglu(out, x, given[0], given[1], None, math_of, layout, plan)
-    else:
-        _launch_concat(out, x, given, math_of, layout, plan)
-    return out
+    return products.attempt(name, math, (x, *given), plan)
 
 
-def _ways(name: str, math_of: str, M: int, K: int, widths: Sequence[int], sms: int) -> list[tuple[str, Plan]]:
+def _ways(name: str, math: str, M: int, K: int, widths: Sequence[int], sms: int) -> list[tuple[str, Plan]]:
     """All ways, and those by pointers with sums in so many parts that two or four programs share a multiprocessor."""
     found = [("library", Plan("torch"))]
-    for fetch, plans in candidates(name, math_of).items():
+    for fetch, plans in candidates(name, math).items():
         for plan in plans:
             tiles = -(-M // plan.bm) * sum(-(-n // plan.bn) for n in widths)
             most = [min(beside * sms // tiles, K // (2 * plan.bk)) for beside in (2, 4)]
@@ -179,39 +155,31 @@ def _ways(name: str, math_of: str, M: int, K: int, widths: Sequence[int], sms: i
 
 
 def points(name: str, count: int = 100) -> dict[tuple[str, str, Plan], list[Point]]:
-    """Times of drawn problems by each way, cold, where its result is right; by math, fetch and plan.
-
-    Parameters
-    ----------
-    name : str
-        ``"concat_gemm"`` or ``"swiglu"``.
-    count : int
-        Problems.
-    """
+    """Times of so many drawn problems by each way, cold, where its result is right; by math, fetch and plan."""
     op, found = OPS[name], dict[tuple[str, str, Plan], list[Point]]()
+    sms = torch.cuda.get_device_properties(0).multi_processor_count
     for dims in problems(name, count):
-        kind = getattr(torch, str(dims["dtype"]))
         sizes = {k: v for k, v in dims.items() if k not in ("dtype", "layout")}
-        x, *weights = inputs = op.make(generator(0, "cuda"), kind, **sizes)
+        x, *weights = inputs = op.make(generator(0, "cuda"), torch.float32, **sizes)
         (M, K), widths = x.shape, tuple(w.shape[1] for w in weights)
         alike = widths[:1] if name == "swiglu" else widths
         layout, yard = layout_of(weights[0]), check.yardstick(op, inputs)
         there = _describable(x, "row"), all(_describable(w, layout) for w in weights)
-        for tf32 in (False, True) if kind == torch.float32 else (False,):
-            calls, math_of = {}, _math(kind, tf32)
-            for way in _ways(name, math_of, M, K, alike, torch.cuda.get_device_properties(0).multi_processor_count):
+        for math_of in ("float32", "tf32"):
+            calls = {}
+            for way in _ways(name, math_of, M, K, alike, sms):
                 try:
-                    out = _attempt(name, inputs, tf32, way)
+                    out = _attempt(name, inputs, math_of, way)
                     torch.cuda.synchronize()
                 except Exception:  # more shared memory than there is, for one
                     continue
-                if out is not None and yard.judge(out, "tf32" if tf32 else None).ok:
-                    calls[way] = functools.partial(_attempt, name, inputs, tf32, way)
+                if out is not None and yard.judge(out, math_of).ok:
+                    calls[way] = functools.partial(_attempt, name, inputs, math_of, way)
             times = timing.cold({str(way): call for way, call in calls.items()}, warmup=1, repeat=7)
             for fetch, plan in calls:
                 if (q := times[str((fetch, plan))]) is None:
                     continue
-                turned = math_of != "half" and layout == "row" and plan.kernel == "tiles"
+                turned = layout == "row" and plan.kernel == "tiles"
                 moved = fetch == "descriptors" and not there[0], fetch == "descriptors" and (turned or not there[1])
                 copies = copying(M, K, widths, x.element_size(), *moved)
                 point = Point(plan, M, K, alike, x.element_size(), copies, q.q50 * 1e6)

@@ -1,4 +1,7 @@
-"""How products are tuned: which classes of problems have a plan, which plans are tried, how a problem looks."""
+"""How products are tuned: which classes of problems have a plan, which plans are tried, how a problem looks.
+
+`name` is ``"concat_gemm"`` or ``"swiglu"``; `math`, `layout` and `shape` are those of a class.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +22,7 @@ __all__ = ["attempt", "candidates", "classes", "problem"]
 def classes(name: str) -> tuple[tuple[str, str, str], ...]:
     """The classes of problems that have a plan of their own: math, layout of the weights and shape.
 
-    Parameters
-    ----------
-    name : str
-        ``"concat_gemm"`` or ``"swiglu"``.
-
-    Returns
-    -------
-    tuple of tuple of str
-        The layout ``"any"`` stands for what no descriptor describes; `_kind` says what a second word means.
+    The layout ``"any"`` stands for what no descriptor describes; `_kind` says what a second word means.
     """
     rows = tuple(f"rows {n}" for n in (16, 32, 64))
     sizes = tuple(f"2**{n}" for n in range(15, 29, 2))
@@ -41,19 +36,7 @@ def classes(name: str) -> tuple[tuple[str, str, str], ...]:
 
 
 def candidates(name: str, math: str, layout: str, shape: str) -> tuple[Plan, ...]:
-    """The plans that tuning tries for a class of problems.
-
-    Parameters
-    ----------
-    name : str
-        ``"concat_gemm"`` or ``"swiglu"``.
-    math, layout, shape : str
-        Of `classes`.
-
-    Returns
-    -------
-    tuple of Plan
-    """
+    """The plans that tuning tries for a class of problems."""
 
     def tiles(bm: int, bn: int, bk: int, stages: int, warps: int, **more: Any) -> Plan:
         return Plan("tiles", bm, bn, bk, stages=stages, warps=warps, **more)
@@ -97,18 +80,7 @@ def candidates(name: str, math: str, layout: str, shape: str) -> tuple[Plan, ...
 
 
 def problem(math: str, layout: str, shape: str, device: torch.device) -> tuple[Tensor, ...]:
-    """Inputs in the middle of a class, to tune on.
-
-    Parameters
-    ----------
-    math, layout, shape : str
-        Of `classes`.
-
-    Returns
-    -------
-    tuple of torch.Tensor
-        x and two weights.
-    """
+    """Inputs in the middle of a class, to tune on: x and two weights."""
     dtype = torch.bfloat16 if math == "half" else torch.float32
     if shape.startswith("rows"):
         M, K, N = int(shape.split()[1]), 4096, 11008
@@ -125,21 +97,9 @@ def problem(math: str, layout: str, shape: str, device: torch.device) -> tuple[T
 
 
 def attempt(name: str, math: str, inputs: Sequence[Tensor], plan: Plan | None) -> Tensor | None:
-    """One call by a plan, or by torch's products where None.
+    """One call by a plan, or by torch's products where None; `inputs` are x and weights.
 
-    Parameters
-    ----------
-    name : str
-        ``"concat_gemm"`` or ``"swiglu"``.
-    math : str
-        Of `classes`.
-    inputs : sequence of torch.Tensor
-        Of `problem`.
-
-    Returns
-    -------
-    torch.Tensor or None
-        None where torch's way is no choice: SwiGLU in half types, whose products it would round.
+    None where torch's way is no choice: SwiGLU in half types, whose products it would round.
     """
     x, *weights = inputs
     layout = layout_of(weights[0])
