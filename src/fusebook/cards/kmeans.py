@@ -193,12 +193,6 @@ def _fusebook_update(points: Tensor, labels: Tensor, k: int) -> Tensor:
     return kmeans_update(points, labels, k, check=False)
 
 
-def _make_step(
-    rng: torch.Generator, dtype: torch.dtype, *, n: int, d: int, k: int, labels: str, law: str
-) -> tuple[Any, ...]:
-    return *_draw(rng, dtype, n, d, k, law), _WORDS[labels]
-
-
 def _reference_step(points: Tensor, centres: Tensor, label_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     labels = _reference_assign(points, centres, label_dtype)
     return labels, _kept(kmeans_update_eager(points, labels, len(centres)), centres)
@@ -372,7 +366,7 @@ KMEANS_UPDATE = Op(
 KMEANS_STEP = Op(
     name="kmeans_step",
     reference=_reference_step,
-    make=_make_step,
+    make=_make_assign,
     cost=_cost_step,
     variants={
         "eager": Variant(_eager_step, cost=_cost_step_apart, needs=()),

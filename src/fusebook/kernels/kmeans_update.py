@@ -268,22 +268,31 @@ def _step_outputs(points: Tensor, centres: Tensor, label_dtype: torch.dtype) -> 
     return assign_outputs(points, centres, label_dtype), empty(centres.shape, centres.dtype, centres.device)
 
 
+def _labelled(
+    labels: Tensor, points: Tensor, centres: Tensor, label_dtype: torch.dtype, sums: Tensor | None = None
+) -> Tensor:
+    """Labels, and parts of sums: in one pass where these fit in registers. `sums` where they are as many."""
+    n, k = len(points), len(centres)
+    if not _sums_fit(points.shape[1], k):
+        assign_into(labels, points, centres, label_dtype)
+        return _launch_segments(points, labels, k, sums)
+    plan = _sums_plan(points.shape[1], k, assign=True)
+    parts = sums if sums is not None and len(sums) == _programs(n, plan) else _parts(points, k, plan)
+    launch_few(labels, parts, points, centres, k, plan)
+    return parts
+
+
 def _step_into(
     outs: tuple[Tensor, Tensor], points: Tensor, centres: Tensor, label_dtype: torch.dtype
 ) -> None:  # fmt: skip
-    """In one pass over the points where the sums fit in registers."""
-    (labels, new), (n, d), k = outs, points.shape, len(centres)
+    (labels, new), (n, d) = outs, points.shape
     points, centres = contiguous(points), contiguous(centres)
-    if n and d and _sums_fit(d, k):
-        plan = _sums_plan(d, k, assign=True)
-        parts = _parts(points, k, plan)
-        launch_few(labels, parts, points, centres, k, plan)
-        _launch_means(new, parts, centres)
-        return
-    if n:
-        assign_into(labels, points, centres, label_dtype)
-    if d:
-        _update_into(new, points, labels, k, centres)
+    if n and d:
+        _launch_means(new, _labelled(labels, points, centres, label_dtype), centres)
+    elif n:  # points without coordinates are all the first centre's
+        apply(Tensor.zero_, labels)
+    elif d:
+        apply(Tensor.copy_, new, centres)
 
 
 def _sums_outputs(points: Tensor, centres: Tensor, label_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -303,20 +312,14 @@ def _sums_into(
     """As `_step_into`, up to where parts of sums become centres."""
     (labels, sums), (n, d), k = outs, points.shape, len(centres)
     points, centres = contiguous(points), contiguous(centres)
-    if not n or not d:  # nothing is added up; points without coordinates are all the first centre's
+    if not n or not d:  # nothing is added up
         apply(Tensor.zero_, sums)
         if n:
             apply(Tensor.zero_, labels)
             apply(Tensor.fill_, sums[:, 0], n)
-    elif _sums_fit(d, k):
-        plan = _sums_plan(d, k, assign=True)
-        memory = sums.flatten(1)
-        parts = memory if len(memory) == _programs(n, plan) else _parts(points, k, plan)
-        launch_few(labels, parts, points, centres, k, plan)
-        _grouped(parts, d, k, memory)
     else:
-        assign_into(labels, points, centres, label_dtype)
-        _launch_segments(points, labels, k, sums.flatten(1))
+        memory = sums.flatten(1)
+        _grouped(_labelled(labels, points, centres, label_dtype, memory), d, k, memory)
 
 
 def _means_into(out: Tensor, sums: Tensor, old: Tensor) -> None:
