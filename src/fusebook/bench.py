@@ -254,19 +254,17 @@ def _attempt(variant: Variant, data: _Data, which: int) -> tuple[Any, Callable[[
     waiting, so that work it does not wait for is missing.
     """
     data.load(which)
-    args = data.inputs if variant.prepare is None else variant.prepare(*data.inputs)
-    call = functools.partial(variant.run, *args)
+    call = functools.partial(variant.run, *variant.given(*data.inputs))
     device = data.device
+    inputs.poison(data.yards[which].outputs(torch.device("cpu") if variant.on_cpu else device))
     if variant.on_cpu:
-        inputs.poison(data.yards[which].outputs(torch.device("cpu")))
         return _brought(call(), device), call
-    inputs.poison(data.yards[which].outputs(device))
     if device.type == "cuda":
         # A host that is slower than the delay (it compiled, or allocating waited for the device) calls when the inputs
         # are whole already, and nothing is shown: once more, with a longer delay. A call that waits always does that.
         for delay in (1e-3, 4e-3, 16e-3):
-            if variant.in_place and variant.prepare is not None:  # the first call has changed what there was
-                call = functools.partial(variant.run, *variant.prepare(*data.inputs))
+            if variant.in_place:  # the first call has changed what there was
+                call = functools.partial(variant.run, *variant.given(*data.inputs))
             torch.cuda.synchronize()
             data.spoil()
             timing.flush(delay)
@@ -337,19 +335,22 @@ def verify(op: Op, name: str, dtype: torch.dtype, dims: Dims) -> check.Verdict:
 def _judged(variant: Variant, data: _Data, which: int, out: Any, when: str = "") -> check.Verdict:
     if not data.intact(which):
         raise WrongResult(f"changed its inputs{when}", math.inf)
-    verdict = data.yards[which].judge(out, variant.math)
+    return _within(data.yards[which], variant, out, when)
+
+
+def _within(yard: check.Yardstick, variant: Variant, out: Any, when: str = "") -> check.Verdict:
+    """The verdict of a right result; another one is raised."""
+    verdict = yard.judge(out, variant.math)
     if not verdict.ok:
-        where = data.yards[which].where(out)
-        raise WrongResult(
-            f"score {verdict.score:.3g} is above the limit {verdict.limit:.3g}{when}; {where}", verdict.score
-        )
+        text = f"score {verdict.score:.3g} is above the limit {verdict.limit:.3g}{when}; {yard.where(out)}"
+        raise WrongResult(text, verdict.score)
     return verdict
 
 
 def _first_call(variant: Variant, data: _Data) -> float:
     """Seconds of the very first call, compilation included."""
     data.load(0)
-    args = data.inputs if variant.prepare is None else variant.prepare(*data.inputs)
+    args = variant.given(*data.inputs)
     start = time.perf_counter()
     variant.run(*args)
     if torch.cuda.is_available():
@@ -361,13 +362,9 @@ def _alone(op: Op, variant: Variant, data: _Data) -> str:
     """Whether a row depends on how many there are; not asked of what takes long to be set up for another number."""
     if variant.recompiles or variant.on_cpu or "onnxruntime" in variant.needs:
         return ""
-
-    def call(*given: Any) -> Any:
-        return variant.run(*(given if variant.prepare is None else variant.prepare(*given)))
-
     data.load(1)
     try:
-        found = check.alone(op, call, data.inputs)
+        found = check.alone(op, lambda *rows: variant.run(*variant.given(*rows)), data.inputs)
     except NotImplementedError:  # it takes all of the rows, and not some of them
         return ""
     return "" if found is None else "yes" if found else "no"
@@ -375,7 +372,7 @@ def _alone(op: Op, variant: Variant, data: _Data) -> str:
 
 def _launched(variant: Variant, data: _Data) -> dict[str, str]:
     """What a call launches, and the code that the GPU runs, as columns; a time without them is worth more than none."""
-    args = data.inputs if variant.prepare is None else variant.prepare(*data.inputs)
+    args = variant.given(*data.inputs)
     try:
         with launches.observed() as trace:
             variant.run(*args)
@@ -520,9 +517,9 @@ def _as_installed(op: Op, variants: Mapping[str, Variant], dtype: torch.dtype, d
             called.add(func.overloadpacket.__name__)
             return func(*args, **(kwargs or {}))
 
-    given = op.make(inputs.generator(), dtype, **dims)
+    made = op.make(inputs.generator(), dtype, **dims)
     with contextlib.suppress(NotImplementedError), Names():
-        variant.run(*(given if variant.prepare is None else variant.prepare(*given)))
+        variant.run(*variant.given(*made))
     return {f"torch{AS_INSTALLED}": variant} if called & handed_over else {}
 
 

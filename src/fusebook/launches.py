@@ -485,7 +485,7 @@ def found(
 def _one(variant: Variant, made: tuple[Any, ...], place: _Nowhere) -> tuple[str, str]:
     try:
         with place:
-            args = made if variant.prepare is None else variant.prepare(*made)
+            args = variant.given(*made)
             place.trace.clear()
             variant.run(*args)
     except NotImplementedError:

@@ -79,6 +79,10 @@ class Variant:
     on_cpu: bool = False
     in_place: bool = False
 
+    def given(self, *inputs: Any) -> tuple[Any, ...]:
+        """What `run` takes: the inputs, or what `prepare` makes of them."""
+        return inputs if self.prepare is None else self.prepare(*inputs)
+
 
 @dataclass(frozen=True)
 class Op:
