@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import string
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import Any
 
@@ -164,8 +164,7 @@ def target(text: str, condition: Any, of: Any = None, headline: bool = False, **
 
     The arguments are those of `claim`; the text has what was wanted and what came of it.
     """
-    true, detail = _decide(condition, of)
-    return Claim(_fill(text, numbers), true, False, "target", detail, headline)
+    return replace(claim(text, condition, False, of, headline, **numbers), kind="target")
 
 
 def holds(text: str, condition: Any, of: Any = None, **numbers: Any) -> Claim:
@@ -173,8 +172,7 @@ def holds(text: str, condition: Any, of: Any = None, **numbers: Any) -> Claim:
 
     The arguments are those of `claim`; the text has its source and date.
     """
-    true, detail = _decide(condition, of)
-    return Claim(_fill(text, numbers), true, False, "statement", detail)
+    return replace(claim(text, condition, False, of, **numbers), kind="statement")
 
 
 def _many(n: int, verdict: Hashable) -> str:

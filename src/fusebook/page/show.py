@@ -8,7 +8,6 @@ import hashlib
 import html
 import inspect
 import io
-import math
 import os
 import platform
 import re
@@ -307,28 +306,21 @@ def _best(df: pd.DataFrame) -> frozenset[tuple[int, int]]:
     It is ``least in a row`` or ``most in a row``, or says of columns, by name, whether the least or the most is best
     among the ways of computing, which are the last part of the index.
     """
-    told = df.attrs.get("best")
-    values = df.map(lambda value: float(value) if _is_number(value) else math.nan).reset_index(drop=True)
-    values.columns = pd.RangeIndex(values.shape[1])
-    groups: list[tuple[list[int], list[int]]] = []
-    most: dict[int, bool] = {}
+    told = df.attrs.get("best") or {}
+    values, (rows, columns) = df.to_numpy(dtype=object), map(range, df.shape)
     if isinstance(told, str):
-        groups = [([row], list(range(values.shape[1]))) for row in range(len(values))]
-        most = dict.fromkeys(range(values.shape[1]), told.startswith("most"))
-    elif told:
+        groups = [(told, [(row, column) for column in columns]) for row in rows]
+    else:
         points: dict[Any, list[int]] = {}
-        for i, key in enumerate(df.index):
-            points.setdefault(key[:-1] if isinstance(key, tuple) else (), []).append(i)
-        most = {i: told[name] == "most" for i, name in enumerate(df.columns) if name in told}
-        groups = [(of, [column]) for of in points.values() for column in most]
+        for row, key in zip(rows, df.index, strict=True):
+            points.setdefault(key[:-1] if isinstance(key, tuple) else (), []).append(row)
+        judged = [(told[name], column) for column, name in enumerate(df.columns) if name in told]
+        groups = [(how, [(row, column) for row in of]) for of in points.values() for how, column in judged]
     places: set[tuple[int, int]] = set()
-    for rows, columns in groups:
-        found: dict[tuple[int, int], Any] = {
-            (row, column): values.iloc[row, column] for row in rows for column in columns
-        }
-        found = {place: value for place, value in found.items() if value == value}
+    for how, group in groups:
+        found = {place: float(values[place]) for place in group if _is_number(values[place])}
         if len(found) > 1:
-            best = (max if most[columns[0]] else min)(found.values())
+            best = (max if how.startswith("most") else min)(found.values())
             places |= {place for place, value in found.items() if tables.number(value) == tables.number(best)}
     return frozenset(places)
 
