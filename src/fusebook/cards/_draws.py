@@ -86,16 +86,9 @@ def layer(rng: random.Random, kind: str) -> tuple[int, int]:
 
 
 def most_rows(kind: str, *, moved: int, held: int, flop: int) -> int:
-    """How many rows a problem can have: each moves and computes so much, and something is held beside them.
+    """How many rows a problem can have, of which each moves so many numbers of the dtype called `kind` and computes.
 
-    Parameters
-    ----------
-    kind : str
-        The name of a dtype.
-    moved, held : int
-        Numbers of that dtype, of a row and in all.
-    flop : int
-        Of a row.
+    So many numbers are `held` beside them.
     """
     numbers = BYTES // itemsize(kind) - held
     return min(numbers // max(1, moved), (FLOP if itemsize(kind) == 2 else FLOP // 10) // max(1, flop))

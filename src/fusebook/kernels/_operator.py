@@ -720,14 +720,9 @@ class Operator:
                 self.into(found, *inputs)
 
     def write(self, out: Any, *args: Any) -> None:
-        """Check and compute into memory that is given; no gradient is recorded.
+        """Check and compute into memory that is given, as `outputs` would return it; no gradient is recorded.
 
-        Parameters
-        ----------
-        out : torch.Tensor or tuple of torch.Tensor
-            As `outputs` would return; what it holds does not matter. It overlaps no argument.
-        *args
-            As of a call.
+        What it holds does not matter, and it overlaps no argument.
         """
         if self.written.again(out, *args) is not _OTHER or self.written.before((out, *args)) is not _OTHER:
             return

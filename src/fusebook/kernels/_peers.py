@@ -59,43 +59,21 @@ def reachable(group: Any = None) -> bool:
 class Peers:
     """The GPUs of a group, one a process, and the flags by which the programs of their kernels meet.
 
-    Parameters
-    ----------
-    programs : int
-        The most programs of a kernel that meets.
-    group : torch.distributed.ProcessGroup, optional
-        All processes unless given.
-
-    Attributes
-    ----------
-    rank, world : int
-    slots : int
-        The most programs.
-    turns : torch.Tensor
-        ``[programs]``, int32: how often each program has met. A kernel counts, so that a graph of it can be replayed.
-    flags : tuple of torch.Tensor
-        ``[world, programs]`` of each GPU.
+    `programs` are the most that a kernel has which meets. The group is that of all processes unless given.
     """
 
     def __init__(self, programs: int, group: Any = None) -> None:
         self.group = group or dist.distributed_c10d._get_default_group()
         self.rank, self.world = dist.get_rank(self.group), dist.get_world_size(self.group)
         self.slots = programs
+        #: How often each program has met. A kernel counts, so that a graph of it can be replayed.
         self.turns = torch.zeros(programs, dtype=torch.int32, device="cuda")
-        self.flags = self.shared((self.world, programs), torch.int32)
+        self.flags = self.shared((self.world, programs), torch.int32)  # a tensor for each GPU
 
     def shared(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, ...]:
         """Memory of this shape on every GPU, full of zeros; all of the group ask for it together.
 
-        Parameters
-        ----------
-        shape : tuple of int
-        dtype : torch.dtype
-
-        Returns
-        -------
-        tuple of torch.Tensor
-            One a GPU; that of `rank` is this one's own.
+        A tensor for each GPU; that of `rank` is this one's own.
         """
         import torch.distributed._symmetric_memory as symmetric
 

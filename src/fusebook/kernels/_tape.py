@@ -73,12 +73,7 @@ class _Launcher:
     function of C. What it passes on is learned by having it call another function, and is not written down here, where
     it would hold for one version of Triton.
 
-    Parameters
-    ----------
-    run : object
-        ``CompiledKernel.run``.
-    known : tuple
-        What stands between the stream and a kernel's arguments.
+    `run` is that of a ``CompiledKernel``, and `known` what stands between the stream and a kernel's arguments.
     """
 
     #: Addresses for which descriptors are kept, at most.

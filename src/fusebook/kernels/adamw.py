@@ -232,12 +232,7 @@ def _on_device(values: Any, device: torch.device, table: Tensor | None = None) -
 class _Group:
     """Tensors of one device and the same dtypes: what one launch steps.
 
-    Parameters
-    ----------
-    lists : sequence of list of torch.Tensor
-        p, m, v, and what else there is, of these.
-    dtypes : tuple of torch.dtype
-        Of p, of g, and of m and v.
+    `lists` are of their p, m, v, and what else there is; `dtypes` those of p, of g, and of m and v.
     """
 
     def __init__(self, lists: Sequence[list[Tensor]], dtypes: tuple[Any, ...]) -> None:
@@ -283,12 +278,7 @@ class _Group:
 class _List:
     """What is known of a list of tensors: that it can be stepped, and the tables of its groups.
 
-    Parameters
-    ----------
-    lists : tuple of list of torch.Tensor
-        p, m, v, the largest v, exact p, g.
-    tensors : list of torch.Tensor
-        All of them.
+    `lists` are of p, m, v, the largest v, exact p, g; `tensors` all of them.
     """
 
     def __init__(self, lists: tuple[list[Tensor], ...], tensors: list[Tensor]) -> None:

@@ -49,35 +49,18 @@ _ROWS = (
 class Spec:
     """A kernel to compile.
 
-    Attributes
-    ----------
-    kind : str
-        Its name in library.c.
-    type : int
-        Place of its dtype in `TYPES`.
-    aligned : bool
-        Whether rows begin at multiples of 16 bytes.
-    limit, rows : int
-        The largest size that it takes at once, and how much of the other axis a program takes.
-    module, function : str
-        Where the kernel stands in the library.
-    signature : dict of str to str or tuple of str
-        Triton's types of the arguments.
-    constants : dict of str to int or bool
-    warps : int
-    late, early : str
-        Names of constants that are true where kernels may overlap, from sm_90 on: of one that starts while the kernel
-        ahead still runs and waits in its own code, and of one that lets the next kernel start so.
+    `late` and `early` name constants that are true where kernels may overlap, from sm_90 on: of one that starts while
+    the kernel ahead still runs and waits in its own code, and of one that lets the next kernel start so.
     """
 
-    kind: str
-    type: int
-    aligned: bool
-    limit: int
-    rows: int
+    kind: str  # its name in library.c
+    type: int  # place of its dtype in `TYPES`
+    aligned: bool  # whether rows begin at multiples of 16 bytes
+    limit: int  # the largest size that it takes at once
+    rows: int  # how much of the other axis a program takes
     module: str
     function: str
-    signature: dict[str, Any]
+    signature: dict[str, Any]  # Triton's types of the arguments
     constants: dict[str, int | bool]
     warps: int
     late: str = ""
@@ -85,13 +68,7 @@ class Spec:
 
 
 def specs(types: Sequence[str]) -> Iterator[Spec]:
-    """What is compiled for dtypes.
-
-    Parameters
-    ----------
-    types : sequence of str
-        Names of `TYPES`.
-    """
+    """What is compiled for dtypes, by their names in `TYPES`."""
     scatter, softmax = "fusebook.kernels.scatter_nd", "fusebook.kernels.softmax"
     grouped = "fusebook.kernels._grouped"
     sizes = {"R": "i32", "D": "i32", "n": "i32", "stride": "i32", "masked": "i64"}
@@ -343,13 +320,7 @@ def build(
 
 
 def cached(arch: Sequence[int], dtype: Sequence[str]) -> pathlib.Path:
-    """A library that was built before from the same sources, or one that is built now.
-
-    Parameters
-    ----------
-    arch, dtype
-        As those of `build`.
-    """
+    """A library that was built before from the same sources, or one that is built now; arguments as of `build`."""
     from importlib.metadata import version
 
     files = [C / "library.c", C / "ort_api.h", _HERE / "aot.py"]
