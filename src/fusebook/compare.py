@@ -227,9 +227,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     for who, m in zip(("mine:  ", "theirs:"), on, strict=True):
         print(f"{who} {m.name}, driver {m.driver}, torch {m.torch}, Triton {m.triton}, {m.date}, {m.commit}")
-    with pd.option_context("display.width", 200, "display.max_columns", 30, "display.max_rows", None):
-        print(f"\nCeilings\n{tables.pretty(ceilings(*on))}")
-        print(f"\n{args.variant}, {args.clock}\n{tables.pretty(table)}\n")
+    print(f"\nCeilings\n{tables.pretty(ceilings(*on)).to_string()}")
+    print(f"\n{args.variant}, {args.clock}\n{tables.pretty(table).to_string()}\n")
     args.out.mkdir(parents=True, exist_ok=True)
     for file in _figures(by_point, f"{on[0].name} against {on[1].name}", args.clock, args.out):
         print(file)

@@ -41,18 +41,9 @@ from ._arguments import FLOATING, shapes
 from ._operator import Operator, empty, empty_like, gpu, launch
 
 __all__ = [
-    "add_add_multiply",
-    "add_add_multiply_eager",
-    "add_sub",
-    "add_sub_eager",
-    "double",
-    "exp",
-    "multiply",
-    "multiply_add",
-    "multiply_add_eager",
-    "silu",
-    "silu_eager",
-]
+    "add_add_multiply", "add_add_multiply_eager", "add_sub", "add_sub_eager", "double", "exp", "multiply",
+    "multiply_add", "multiply_add_eager", "silu", "silu_eager",
+]  # fmt: skip
 
 # The unfused chains --------------------------------------------------------------------------------------------------
 

@@ -20,22 +20,9 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from . import _entropy
 from ._arguments import integer
-from ._entropy import (
-    TERMS,
-    Once,
-    Terms,
-    begin,
-    check_terms,
-    end,
-    left_by,
-    line,
-    loss_like,
-    once_only,
-    plan_of,
-    read_target,
-    rows_into,
-)
+from ._entropy import TERMS, Once, Terms, line, loss_like
 from ._operator import Operator, accumulated, apply, empty, watched
 from ._rows import rows_in
 
@@ -102,18 +89,18 @@ def _chunks_into(
     (m, _), n = h.shape, len(head)
     rows = min(rows or chunk_plan(m, n, h.element_size()), max(1, m))
     x = empty((rows, n), h.dtype, h.device)
-    plan = plan_of(x, x)
-    shape = left_by(plan, m, terms, True)
+    plan = _entropy.plan_of(x, x)
+    shape = _entropy.left_by(plan, m, terms, True)
     left = loss if terms.reduction == "none" and len(shape) == 1 else empty(shape, loss.dtype, h.device)
-    sums = begin(x, target, terms, m * plan.parts if plan.parts > 1 else 0)._replace(late={})
+    sums = _entropy.begin(x, target, terms, m * plan.parts if plan.parts > 1 else 0)._replace(late={})
     for first in range(0, m, rows):
         part = slice(first, min(m, first + rows))
         logits = x[: part.stop - first]
         apply(torch.mm, h[part], head.T, out=logits)
         here = sums if sums.board is None else sums._replace(board=sums.board[first * plan.parts :])
-        rows_into(
+        _entropy.rows_into(
             left[part], None if dh is None else logits, logits, target[part],
-            scale[part] if scale is not None and scale.dim() else scale, terms, here, plan_of(logits, logits),
+            scale[part] if scale is not None and scale.dim() else scale, terms, here, _entropy.plan_of(logits, logits),
         )  # fmt: skip
         if dh is not None:
             apply(torch.mm, logits, head, out=dh[part])
@@ -122,7 +109,7 @@ def _chunks_into(
                 apply(torch.addmm, dhead, logits.T, h[part], out=dhead)
             else:
                 apply(torch.mm, logits.T, h[part], out=dhead)
-    end(loss, left, terms, sums)
+    _entropy.end(loss, left, terms, sums)
     if not m and dhead is not None:
         apply(Tensor.zero_, dhead)
 
@@ -143,7 +130,7 @@ def _all_into(found: tuple[Tensor, ...], h: Tensor, head: Tensor, target: Tensor
 def _check(h: Any, head: Any, target: Any, weight: Any, *rest: Any) -> tuple[Any, ...]:
     name = "linear_cross_entropy"
     # The head has a row for each class, as the weight of torch.nn.Linear has.
-    terms = check_terms(name, target, weight, *rest[:5], hidden=(h, "[..., K > 0]"), head=(head, "[C > 0, K]"))
+    terms = _entropy.check_terms(name, target, weight, *rest[:5], hidden=(h, "[..., K > 0]"), head=(head, "[C > 0, K]"))
     if rest[6] is not None:
         integer(name, "rows", rest[6], "None lets the plan choose", "of 1 or more", lambda rows: rows >= 1)
     return h, head, target, *terms, *rest[6:]
@@ -151,7 +138,7 @@ def _check(h: Any, head: Any, target: Any, weight: Any, *rest: Any) -> tuple[Any
 
 def _read(h: Tensor, head: Tensor, target: Tensor, weight: Any, reduction: Any, ignore_index: int, *rest: Any) -> None:
     if rest[3]:
-        read_target("linear_cross_entropy", target, len(head), ignore_index)
+        _entropy.read_target("linear_cross_entropy", target, len(head), ignore_index)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -182,7 +169,7 @@ _loss = Operator(
 _all = Operator(
     "linear_cross_entropy_with_gradients",
     f"(Tensor h, Tensor head, {TERMS}, SymInt? rows, Tensor? scale) -> (Tensor, Tensor, Tensor)",
-    check=_check, outputs=_all_of, into=_all_into, read=_read, gradient=once_only("linear_cross_entropy"),
+    check=_check, outputs=_all_of, into=_all_into, read=_read, gradient=_entropy.once_only("linear_cross_entropy"),
 )  # fmt: skip
 
 

@@ -225,14 +225,8 @@ def results(
 
     Parameters
     ----------
-    config : str
-        A comma list of the card's configs and of sizes.
-    dtype : str
-        A comma list of dtypes.
-    warmup, repeat : int
-        Calls before the clock and calls timed, where they are measured.
-    variants : sequence of str, optional
-        Fewer than the card has.
+    config, dtype, warmup, repeat, variants
+        As `fusebook.bench.run` takes them: comma lists, calls before the clock and timed, fewer ways than the card has.
     live : str, optional
         The config to measure where there is a GPU, when `config` would take too long for a page: a record answers for
         all of it at no cost. A run that records measures all of it.

@@ -19,18 +19,8 @@ from torch import Tensor
 from fusebook import check, timing
 from fusebook.cards import OPS
 from fusebook.inputs import generator
-from fusebook.kernels._products import (
-    _FEW,
-    _MIDDLE,
-    Cost,
-    Plan,
-    _describable,
-    _fetchable,
-    copying,
-    layout_of,
-    microseconds,
-    read_costs,
-)
+from fusebook.kernels import _products
+from fusebook.kernels._products import Cost, Plan, layout_of
 from fusebook.op import Dims
 from fusebook.tune import products
 
@@ -59,7 +49,8 @@ def problems(name: str, count: int) -> Iterator[Dims]:
     for i in range(100 * _SEEDS):
         dims = op.problem(*divmod(i, 100))
         M, N, work = int(dims["M"]), 2 * int(dims["N"]), int(dims["M"]) * int(dims["K"]) * int(dims["N"])
-        if dims["dtype"] == "float32" and M > _FEW and (M <= _MIDDLE or M * N <= 2**23) and work < 2**35:
+        few = M <= _products._MIDDLE or M * N <= 2**23
+        if dims["dtype"] == "float32" and M > _products._FEW and few and work < 2**35:
             yield dims
             count -= 1
         if not count:
@@ -109,7 +100,7 @@ def fitted(given: Sequence[Point], multiprocessors: int, both: int = 1) -> Cost:
         found = 0.0
         for p in given:
             way = cost._replace(plan=p.plan)
-            time = p.copying + microseconds(way, p.M, p.K, p.widths, p.itemsize, multiprocessors, both)
+            time = p.copying + _products.microseconds(way, p.M, p.K, p.widths, p.itemsize, multiprocessors, both)
             found += math.log(time / p.taken) ** 2
         return usual + found / len(given)
 
@@ -136,7 +127,7 @@ def _attempt(name: str, inputs: Sequence[Tensor], math: str, way: tuple[str, Pla
     x, *weights = inputs
     capability, wanted = torch.cuda.get_device_capability(), (plan, fetch == "descriptors")
     layout, merge = layout_of(weights[0]), name == "concat_gemm"
-    x, given, aligned, copied = _fetchable(x, weights, layout, math, capability, "", merge, wanted)
+    x, given, aligned, copied = _products._fetchable(x, weights, layout, math, capability, "", merge, wanted)
     if aligned != (fetch == "descriptors") or (copied and plan.kernel != "tiles"):
         return None
     return products.attempt(name, math, (x, *given), plan)
@@ -164,7 +155,7 @@ def points(name: str, count: int = 100) -> dict[tuple[str, str, Plan], list[Poin
         (M, K), widths = x.shape, tuple(w.shape[1] for w in weights)
         alike = widths[:1] if name == "swiglu" else widths
         layout, yard = layout_of(weights[0]), check.yardstick(op, inputs)
-        there = _describable(x, "row"), all(_describable(w, layout) for w in weights)
+        there = _products._describable(x, "row"), all(_products._describable(w, layout) for w in weights)
         for math_of in ("float32", "tf32"):
             calls = {}
             for way in _ways(name, math_of, M, K, alike, sms):
@@ -181,7 +172,7 @@ def points(name: str, count: int = 100) -> dict[tuple[str, str, Plan], list[Poin
                     continue
                 turned = layout == "row" and plan.kernel == "tiles"
                 moved = fetch == "descriptors" and not there[0], fetch == "descriptors" and (turned or not there[1])
-                copies = copying(M, K, widths, x.element_size(), *moved)
+                copies = _products.copying(M, K, widths, x.element_size(), *moved)
                 point = Point(plan, M, K, alike, x.element_size(), copies, q.q50 * 1e6)
                 found.setdefault((math_of, fetch, plan._replace(split=1)), []).append(point)
     return found
@@ -200,7 +191,7 @@ def fit(
 
 def write(file: pathlib.Path, capability: str, costs: Mapping[tuple[str, str], Sequence[Cost]]) -> None:
     """Write what `fusebook.kernels._products.read_costs` reads; the costs on other GPUs stay as they are."""
-    rows = {key: list(ways) for key, ways in read_costs(file).items() if key[0] != capability}
+    rows = {key: list(ways) for key, ways in _products.read_costs(file).items() if key[0] != capability}
     rows |= {(capability, *key): list(ways) for key, ways in costs.items()}
     with file.open("w", newline="") as lines:
         writer = csv.writer(lines, lineterminator="\n")
