@@ -457,6 +457,8 @@ def test_every_operator_of_ours_can_be_explored():
             assert explore.ours(op) in op.variants and explore._torchs(op)
     with pytest.raises(ValueError, match="variant fusebook"):
         explore.ours(OPS["onnxruntime_nodes"])
+    with pytest.raises(ValueError, match="expected our own fusebook among what is tried, got without use"):
+        explored(OPS["softmax"], without=["use"], check_only=True)
 
 
 # Pages

@@ -642,8 +642,10 @@ def test_costs_are_of_one_gpu_and_of_float32(cheapest):
     def chosen(math, capability):
         known = _products._costs("")
         known |= {(gpu, "half", fetch): way for (gpu, _, fetch), way in list(known.items())}
-        sizes = "concat_gemm", (128, 1024), (1024,)
-        return _products._cheapest(*sizes, math, "column", (True, True), (capability, 132), "")
+        sizes, found = ("concat_gemm", (128, 1024), (1024,)), []
+        for there in ((True, True), (False, False)):  # by descriptors, or by pointers as well
+            found.append(_products._cheapest(*sizes, math, "column", there, (capability, 132), ""))
+        return all(found) if all(found) or any(found) else None
 
     assert chosen("tf32", (9, 0))
     assert chosen("tf32", (8, 0)) is chosen("tf32", (10, 0)) is chosen("tf32", None) is chosen("half", (9, 0)) is None
@@ -746,8 +748,9 @@ def test_tuning_keeps_the_fastest_right_plan_and_the_plans_of_others(monkeypatch
 def test_tuning_needs_a_gpu_and_a_known_operator(capsys):
     assert tune.main(["swiglu"]) == 1
     assert "expected a CUDA device, got none" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        tune.main(["softmax"])
+    for argv in (["softmax"], ["swiglu", "--costs", "0"], ["swiglu", "--costs", "-1"], ["swiglu", "--repeat", "0"]):
+        with pytest.raises(SystemExit):
+            tune.main(argv)
 
 
 @pytest.mark.parametrize("column", [False, True])

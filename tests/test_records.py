@@ -1,7 +1,9 @@
 """Records: whole or not there, and refused by name and row when they are not what was recorded."""
 
+import csv
 import dataclasses
 import hashlib
+import io
 import json
 import os
 import pathlib
@@ -246,6 +248,14 @@ def test_a_damaged_record_is_refused_by_name_and_row(file, tmp_path, what, words
     assert str(file) in str(error.value) and words in str(error.value)
 
 
+def with_cell(body, column, value):
+    """The rows with another value in the last one."""
+    rows, made = list(csv.reader(body.splitlines())), io.StringIO()
+    rows[-1][rows[0].index(column)] = value
+    csv.writer(made, lineterminator="\n").writerows(rows)
+    return made.getvalue()
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -254,6 +264,11 @@ def test_a_damaged_record_is_refused_by_name_and_row(file, tmp_path, what, words
         (lambda body: body.replace("variant", "name", 1), "no column variant"),
         (lambda body: "a,b\n1,2\n", "no column op"),
         (lambda body: re.sub(r"(?m),ok,([^,]*),[^,]*,", r",ok,\1,fast,", body), "Unable to parse string"),
+        (lambda body: with_cell(body, "cold_us", "-5"), "cold_us of -5"),
+        (lambda body: with_cell(body, "call_us_80", "0"), "call_us_80 of 0"),
+        (lambda body: with_cell(body, "roof_us", "inf"), "roof_us of inf"),
+        (lambda body: with_cell(body, "op", "softmax"), "rows of 'softmax'"),
+        (lambda body: with_cell(body, "op", ""), "rows of ''"),
     ],
 )
 def test_rows_that_somebody_made_by_hand_are_refused_though_their_sum_fits(file, tmp_path, change, words):
@@ -266,6 +281,17 @@ def test_rows_that_somebody_made_by_hand_are_refused_though_their_sum_fits(file,
     with pytest.raises(record.RecordError, match="not the rows of a record") as error:
         record.read("toy", "test-gpu", tmp_path)
     assert str(file) in str(error.value) and words in str(error.value)
+
+
+def test_commands_for_a_folder_that_is_none_say_so(file, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("FUSEBOOK_GPU", "test-gpu")
+    taken = tmp_path / "taken"
+    taken.write_text("a file")
+    for argv in (["--restamp", "--out", "nowhere"], ["--join", str(tmp_path), "--out", str(taken)]):
+        assert record.main(argv) == 1
+        told = capsys.readouterr()
+        assert told.err.startswith("fusebook.record: ") and told.err.count("\n") == 1 and not told.out
+    assert taken.read_text() == "a file"
 
 
 def test_a_record_without_its_machine_is_refused(file, tmp_path):

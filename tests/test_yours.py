@@ -251,6 +251,13 @@ def test_what_cannot_be_compared_is_refused_with_a_sentence(package, capsys, spo
     assert words in told.err and told.err.count("\n") == 1 and not told.out
 
 
+def test_figures_that_cannot_be_written_are_said_before_the_tables(package, capsys):
+    Path("taken").write_text("a file")
+    assert compared(made_up(), made_up(slug="nvidia-h200"), "--out", "taken") == 1
+    told = capsys.readouterr()
+    assert "taken" in told.err and told.err.count("\n") == 1 and not told.out
+
+
 def test_other_sizes_are_no_comparison(package, capsys):
     assert compared(made_up("8x8"), made_up(slug="nvidia-h200")) == 1
     assert "have no point in common" in capsys.readouterr().err

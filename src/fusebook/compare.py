@@ -222,14 +222,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         places = [folder(args.mine), folder(args.theirs)]
         on = [machines.load(place / "machine.json", recorded=True) for place in places]
         table, by_point = verdicts(*places, variant=args.variant, clock=args.clock)
-    except ValueError as error:  # a RecordError among them
+        args.out.mkdir(parents=True, exist_ok=True)
+    except (ValueError, OSError) as error:  # a RecordError among them
         print(f"fusebook.compare: {error}", file=sys.stderr)
         return 1
     for who, m in zip(("mine:  ", "theirs:"), on, strict=True):
         print(f"{who} {m.name}, driver {m.driver}, torch {m.torch}, Triton {m.triton}, {m.date}, {m.commit}")
     print(f"\nCeilings\n{tables.pretty(ceilings(*on)).to_string()}")
     print(f"\n{args.variant}, {args.clock}\n{tables.pretty(table).to_string()}\n")
-    args.out.mkdir(parents=True, exist_ok=True)
     for file in _figures(by_point, f"{on[0].name} against {on[1].name}", args.clock, args.out):
         print(file)
     return 0

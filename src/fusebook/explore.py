@@ -502,11 +502,15 @@ def explore(
     RuntimeError
         Where there is no GPU, and times were asked for.
     ValueError
-        Where an operator has no variant of ours, or the seed is one to tune by and the folder is the package's.
+        Where an operator has no variant of ours, or `without` leaves it out, or the seed is one to tune by and the
+        folder is the package's.
     """
     until = time.monotonic() + seconds
     for op in ops:
-        ours(op)
+        if ours(op) not in _chosen(op, without):
+            raise ValueError(
+                f"explore: expected our own {ours(op)} among what is tried, got without {','.join(without)}"
+            )
     if not check_only and not _gpu():
         raise RuntimeError(
             "fusebook.explore: expected a CUDA device, got none; problems are timed on a GPU, and --check-only checks "

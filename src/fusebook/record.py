@@ -155,7 +155,11 @@ def _rows(file: pathlib.Path, body: str, needed: Sequence[str]) -> pd.DataFrame:
         if lacking := [column for column in needed if column not in frame]:
             raise ValueError(f"no column {lacking[0]}")
         for column in set(frame) & set(bench.COLUMNS) - set(_TEXT) if needed else ():
-            pd.to_numeric(frame[column])
+            numbers = pd.to_numeric(frame[column])
+            if "_us" in str(column) and len(wrong := numbers[numbers.le(0) | numbers.eq(math.inf)]):
+                raise ValueError(f"{column} of {wrong.iloc[0]:g}")
+        if needed and (other := set(frame["op"].fillna("").astype(str)) - {file.stem}):
+            raise ValueError(f"rows of {min(other)!r}")
     except ValueError as error:
         raise RecordError(f"{file}: not the rows of a record ({error}); record it again") from error
     return frame
@@ -688,9 +692,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.join:
             print(f"{len(set(join(args.join, args.out)))} records of {len(args.join)} folders written to {args.out}")
         if args.restamp:
+            if not any(args.out.glob("*/*.csv")):
+                raise RecordError(f"no records in {args.out}")
             for name, (done, left) in restamp(root=args.out).items():
                 print(f"{name}: {done} rows stamped anew, {left} stay stale")
-    except (ValueError, FileNotFoundError, launches.Unknown) as error:  # of RecordError, a machine.json that is none
+    except (ValueError, OSError, launches.Unknown) as error:  # of RecordError, a machine.json that is none
         print(f"fusebook.record: {error}", file=sys.stderr)
         return 1
     if args.check or args.join or args.restamp:

@@ -173,11 +173,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("ops", nargs="+", metavar="op", choices=TUNABLE, help=", ".join(TUNABLE))
     parser.add_argument("--repeat", type=int, default=30)
     parser.add_argument("--only", default="", metavar="CLASSES", help='comma list: "half row,tf32" for what begins so')
-    parser.add_argument(
-        "--costs", type=int, default=0, metavar="PROBLEMS", help="fit costs to so many drawn ones instead"
-    )
+    parser.add_argument("--costs", type=int, metavar="PROBLEMS", help="fit costs to so many drawn ones instead")
     parser.add_argument("--out", type=pathlib.Path, help="folder of the plans; the package's")
     args = parser.parse_args(argv)
+    if args.repeat < 1 or (args.costs is not None and args.costs < 1):
+        parser.error("expected --repeat and --costs of 1 or more")
     try:
         for name in args.ops:
             folder = args.out or pathlib.Path(kernels.__path__[0]) / "tuned"
@@ -193,7 +193,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             found = tune(name, repeat=args.repeat, only=args.only.split(","))
             write(file, read(file) | {(f"{major}{minor}", *key): tuned for key, tuned in found.items()})
             print(file)
-    except (RuntimeError, ValueError) as error:
+    except (RuntimeError, ValueError, OSError) as error:
         print(error, file=sys.stderr)
         return 1
     return 0
