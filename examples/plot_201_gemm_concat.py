@@ -1079,7 +1079,7 @@ claims(
 )  # fmt: skip
 
 # %%
-# And where ours does not win:
+# In float32 and TF32, and with packed weights:
 
 full = tables.times(single)
 slow = tables.ratio(single[single["N"] >= 2048], "fusebook", "views")
