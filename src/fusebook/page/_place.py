@@ -56,16 +56,18 @@ def link(file: Path) -> str:
 
 def note(*paths: str | Path) -> None:
     """Write down files and folders that the page is made from, where the site asks for it by ``FUSEBOOK_DEPS``."""
-    if target := os.environ.get("FUSEBOOK_DEPS"):
-        with open(target, "a", encoding="utf-8") as file:
-            file.writelines(f"{Path(path).resolve()}\n" for path in paths)
+    _add_to("FUSEBOOK_DEPS", *(Path(path).resolve() for path in paths))
 
 
 def due(*parts: str) -> None:
     """Write down what a record still lacks, by the part that takes it, where ``FUSEBOOK_DUE`` names a file for it."""
-    if target := os.environ.get("FUSEBOOK_DUE"):
+    _add_to("FUSEBOOK_DUE", *parts)
+
+
+def _add_to(variable: str, *lines: object) -> None:
+    if target := os.environ.get(variable):
         with open(target, "a", encoding="utf-8") as file:
-            file.writelines(f"{part}\n" for part in parts)
+            file.writelines(f"{line}\n" for line in lines)
 
 
 #: What the page has shown so far: the site makes the box under its title from it.

@@ -242,13 +242,17 @@ def results(
     NoResults
         Where there is neither a GPU nor a record.
     """
+
+    def recorded(place: Path) -> pd.DataFrame:
+        frame = record.select(_noted(record.read(op, place.name, place.parent)), op, config, dtype)
+        return frame if variants is None else tables.where(frame, variant=list(variants))
+
     if _place.live():
         folder = os.environ.get("FUSEBOOK_RECORD")
         asked = config if folder else live or config
         if not {"host", "due"}.isdisjoint(_part()):
             with contextlib.suppress(record.RecordError, record.Missing):  # the device's part of it is recorded
-                frame = record.select(record.read(op, machine.here().slug, machine.RECORDS), op, config, dtype)
-                frame = frame if variants is None else tables.where(frame, variant=list(variants))
+                frame = recorded(machine.RECORDS / machine.here().slug)
                 _record_again(op, frame, warmup, repeat)
                 return frame
         frame = _run(op, config=asked, dtype=dtype, variants=variants, warmup=warmup, repeat=repeat)
@@ -261,8 +265,7 @@ def results(
     what: object = op.name
     for place in _recorded(op.name):
         try:
-            frame = record.select(_noted(record.read(op, place.name, place.parent)), op, config, dtype)
-            frame = frame if variants is None else tables.where(frame, variant=list(variants))
+            frame = recorded(place)
             lacks = "device" if _outdated(frame).any() else "host" if _uncalled(frame).any() else None
             _place.due(*filter(None, [lacks]))
             return frame
@@ -376,33 +379,31 @@ def measured(
     there = []
     if other or "due" in _part():
         there = [p for p in [machine.RECORDS / machine.here().slug] if _has(p, record_name)]
+    now = digests.digest(function)
     if "due" in _part() and not other:
         then = [record.read(record_name, place.name, place.parent).attrs["origin"].function for place in there]
-        there = there if then == [digests.digest(function)] else []
-    if live and not torch.cuda.is_available():
+        there = there if then == [now] else []
+    on_gpu = live is not False and _place.live() and not there
+    if on_gpu or (live and not torch.cuda.is_available()):
         frame = function()
-        frame.attrs["origin"] = Origin(None, measured=True, page=name, date=dt.date.today().isoformat())
-    elif live is not False and _place.live() and not there:
-        frame = function()
-        frame.attrs["origin"] = Origin(
-            machine.here(),
-            measured=True,
-            page=name,
-            date=dt.date.today().isoformat(),
-            versions="; ".join(f"{k} {v}" for k, v in bench.software().items()),
-            function=digests.digest(function),
-        )
-        if (folder := os.environ.get("FUSEBOOK_RECORD")) and not other:
+        versions = "; ".join(f"{k} {v}" for k, v in bench.software().items())
+        told: dict[str, Any] = {
+            "page": name,
+            "date": dt.date.today().isoformat(),
+            "versions": versions,
+            "function": now,
+        }
+        frame.attrs["origin"] = Origin(machine.here() if on_gpu else None, measured=True, **told)
+        if on_gpu and (folder := os.environ.get("FUSEBOOK_RECORD")) and not other:
             record.write(frame, Path(folder), record_name)
     else:
         if not (found := there or _recorded(record_name)):
             _nothing(f"{name} on {machine.slug()}", "nox -s record")
         frame = _noted(record.read(record_name, found[0].name, found[0].parent))
         was = frame.attrs["origin"]
-        same = was.function == digests.digest(function)
-        if not same:
+        if was.function != now:
             _place.due("device" if by_device else "host")
-        stale = () if same else (f"how {name} is measured",)
+        stale = () if was.function == now else (f"how {name} is measured",)
         frame.attrs["origin"] = dataclasses.replace(was, stale=stale, page=name)
     return frame
 

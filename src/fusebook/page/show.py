@@ -60,12 +60,7 @@ def rich(text: str) -> str:
 
 
 class Shown:
-    """What renders itself: in the gallery and in a notebook as HTML, in a terminal and by itself in a script as text.
-
-    Parameters
-    ----------
-    html, text : str
-    """
+    """What renders itself: in the gallery and in a notebook as HTML, in a terminal, and in a script unasked, as text."""
 
     def __init__(self, html: str, text: str) -> None:
         self.html = html
