@@ -385,7 +385,6 @@ def test_the_records_of_the_package_can_be_read():
         (["no_such_op"], "no_such_op"),
         (["softmax", "--config", "enormous"], "enormous"),
         (["softmax", "--dtype", "int8"], "int8"),
-        (["softmax", "--repeat", "0"], "--repeat"),
         ([], "nothing to record"),
     ],
 )

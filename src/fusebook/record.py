@@ -625,7 +625,7 @@ def _left(op: Op, file: pathlib.Path) -> list[tuple[str, str, Dims]]:
     return [point for point in everything(op) if (point[0], tuple(point[2].items())) not in done]
 
 
-def _record_all(op: Op, root: pathlib.Path, on: machines.Machine, **how: Any) -> Iterator[str]:
+def _record_all(op: Op, root: pathlib.Path, on: machines.Machine) -> Iterator[str]:
     """Measure and write what a record lacks, point by point, so that what was cut off goes on; say what was done."""
     if whys := {why for variant in op.variants.values() if (why := bench.missing(variant))}:
         if all(map(bench.missing, op.variants.values())):
@@ -633,7 +633,7 @@ def _record_all(op: Op, root: pathlib.Path, on: machines.Machine, **how: Any) ->
             return
     points, left = everything(op), _left(op, path(op.name, on.slug, root))
     for dtype, label, dims in tqdm(left, desc=op.name, disable=None, leave=False):
-        write(bench.run(op, config=[(label, dims)], dtype=dtype, progress=False, **how), root)
+        write(bench.run(op, config=[(label, dims)], dtype=dtype, progress=False), root)
     yield f"{op.name}: {len(left)} points measured, {len(points) - len(left)} were there"
 
 
@@ -656,8 +656,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("ops", nargs="*", metavar="op", help=f"any of {', '.join(OPS)}")
     parser.add_argument("--config", help="names of configs and sizes, by commas; all configs of an op if not given")
     parser.add_argument("--dtype", default="float32", help=f"by commas, of {', '.join(bench.DTYPES)}")
-    parser.add_argument("--warmup", type=int, default=5)
-    parser.add_argument("--repeat", type=int, default=30)
     parser.add_argument("--machine", action="store_true", help="measure the ceilings anew and write machine.json")
     parser.add_argument(
         "--all",
@@ -705,8 +703,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("nothing to record: name an op, or pass --machine or --all")
     if args.all and args.out == machines.RECORDS:
         parser.error("--all needs --out DIR, a folder of your own: the package's records stay as they are")
-    if args.warmup < 0 or args.repeat < 1:
-        parser.error(f"expected --warmup >= 0 and --repeat >= 1, got {args.warmup} and {args.repeat}")
     try:
         on = machines.here(fresh=args.machine)
     except RuntimeError:
@@ -720,12 +716,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _record_each(args.out, on, list(sys.argv[1:] if argv is None else argv))
     for op in args.ops:
         if args.all:
-            for line in _record_all(OPS[op], args.out, on, warmup=args.warmup, repeat=args.repeat):
+            for line in _record_all(OPS[op], args.out, on):
                 print(line, flush=True)
             continue
         config = args.config or ",".join(OPS[op].configs)
-        frame = bench.run(OPS[op], config=config, dtype=args.dtype, warmup=args.warmup, repeat=args.repeat)
-        print(write(frame, args.out))
+        print(write(bench.run(OPS[op], config=config, dtype=args.dtype), args.out))
     return 0
 
 

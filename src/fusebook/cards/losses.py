@@ -129,6 +129,10 @@ def _draw(rng: random.Random) -> Dims:
     return {"M": M, "N": N, "dtype": dtype, "layout": _draws.layout(rng, (*_draws.ROWS, "across"))}
 
 
+def _of(M: int, N: int) -> dict[str, int]:
+    return {"M": M, "N": N}
+
+
 _VOCABULARIES = (32000, 50257, 128256, 151936, 256000)
 CROSS_ENTROPY = Op(
     name="cross_entropy",
@@ -144,24 +148,15 @@ CROSS_ENTROPY = Op(
         "quack": Variant(_by_autograd(_quack), cost=_cost_twice_read, needs=("cuda", "quack"), recompiles=True),
     },
     configs={
-        "small": tuple({"M": m, "N": 32000} for m in (8, 64, 512)),
-        "large": ({"M": 8192, "N": 131072},),
-        "vocabularies": tuple({"M": 2048, "N": n} for n in _VOCABULARIES),
-        "classes": ({"M": 65536, "N": 1000}, {"M": 32768, "N": 4096}),
+        "small": tuple(_of(m, 32000) for m in (8, 64, 512)),
+        "large": (_of(8192, 131072),),
+        "vocabularies": tuple(_of(2048, n) for n in _VOCABULARIES),
+        "classes": (_of(65536, 1000), _of(32768, 4096)),
     },
     draw=_draw,
     # One class; few; several rows a program, the last tile ragged; a row in tiles, whose last is ragged and whose first
     # begins within a vector; a row of several programs, or in float64 one that is read twice; no rows.
-    edges=(
-        {"M": 1, "N": 1},
-        {"M": 5, "N": 2},
-        {"M": 37, "N": 100},
-        {"M": 3, "N": 781},
-        {"M": 2, "N": 8200},
-        {"M": 3, "N": 13001},
-        {"M": 2, "N": 33001},
-        {"M": 0, "N": 5},
-    ),
+    edges=(_of(1, 1), _of(5, 2), _of(37, 100), _of(3, 781), _of(2, 8200), _of(3, 13001), _of(2, 33001), _of(0, 5)),
     dtypes=FLOATING,
 )
 

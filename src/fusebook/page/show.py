@@ -60,7 +60,7 @@ def rich(text: str) -> str:
 
 
 class Shown:
-    """What renders itself: in the gallery and in a notebook as HTML, in a terminal, and in a script unasked, as text."""
+    """What renders itself: as HTML in the gallery and in a notebook, as text in a terminal, and unasked in a script."""
 
     def __init__(self, html: str, text: str) -> None:
         self.html = html
