@@ -118,7 +118,8 @@ claims(
 # %%
 # A result of ours beyond its limit ends the run of its operator, and what is
 # shown are the problems before it. Where there are fewer than were asked for
-# without that, the time had ended.
+# without that, the time had ended. A problem at which a later version launches
+# something else is measured again; one at which it does not, is not.
 #
 # Ours against the best
 # ---------------------

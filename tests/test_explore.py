@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import strategies
-from fusebook import bench, check, explore, inputs, plots, record, timing
+from fusebook import bench, check, explore, inputs, launches, plots, record, timing
 from fusebook import machine as machines
 from fusebook.cards import OPS, _draws
 from fusebook.op import Variant
@@ -136,11 +136,9 @@ def test_layouts_are_what_they_are_called():
 
 def test_a_problem_lays_its_matrices_out_and_nothing_else():
     dims = {"M": 6, "N": 8, "y": "row", "dtype": "float32", "layout": "permuted"}
-    x, y = explore._made(OPS["multiply"], dims, "cpu")
+    x, y = OPS["multiply"].made(dims, "cpu")
     assert x.shape == (2, 3, 8) and y.shape == (1, 8)
-    x, gate, up = explore._made(
-        OPS["swiglu"], {"M": 3, "K": 8, "N": 16, "dtype": "bfloat16", "layout": "offset"}, "cpu"
-    )
+    x, gate, up = OPS["swiglu"].made({"M": 3, "K": 8, "N": 16, "dtype": "bfloat16", "layout": "offset"}, "cpu")
     assert x.storage_offset() == 1 and gate.storage_offset() == up.storage_offset() == 0
     assert x.dtype == torch.bfloat16
 
@@ -167,6 +165,7 @@ def gpu(monkeypatch):
     monkeypatch.setattr(explore, "_gpu", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda *_: "Test GPU")
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda *_: types.SimpleNamespace(multi_processor_count=3))
     monkeypatch.setattr(timing, "cold", clock("cold"))
     monkeypatch.setattr(timing, "host", clock("host"))
     monkeypatch.setattr(timing, "_host_seconds", lambda _: 1.0)
@@ -617,3 +616,78 @@ def test_a_strategy_that_earns_nothing_has_its_reason_beside_it():
     assert strategies.stays("half types by pairs", 100, 19, 8, 2) == strategies.WHY["half types by pairs"]
     assert strategies.stays("another", 100, 19, 8, 2) == "no: it is to go"
     assert strategies.WHY.keys() <= {what for _, what, *_ in strategies.table()}
+
+
+# What was launched
+
+
+@pytest.fixture
+def launched(gpu, monkeypatch):
+    """A card of the library's that was explored on a made-up GPU, and what its launches are said to be now."""
+    doubled = toy(fusebook=variant(lambda x: x + x), slow=variant(lambda x: 2 * x))
+    now = {}
+    monkeypatch.setitem(explore.OPS, "toy", doubled)
+    monkeypatch.setattr(explore, "_each", lambda jobs, *_: ((i, rows(job)) for i, job in enumerate(jobs)))
+    monkeypatch.setattr(record, "today", lambda op, points, capability, sms: [(now[p[2]["M"]], "") for p in points])
+
+    def rows(job):
+        now.setdefault(job[1]["M"], "then")
+        found = explore._explored(job[0], job[1], {name: job[0].variants[name] for name in job[2]}, True)
+        return [r | {"launches": now[r["M"]]} if r["variant"] == "fusebook" else r for r in found]
+
+    return doubled, now
+
+
+def test_only_what_launches_something_else_is_measured_again(launched, tmp_path, monkeypatch):
+    op, now = launched
+    explored(op, root=tmp_path, cases=5)
+    other = toy(fusebook=variant(lambda x: x * 2), slow=op.variants["slow"])
+    monkeypatch.setitem(explore.OPS, "toy", other)
+    beside = tmp_path / "test-gpu" / "machine.json"
+    machines.save(dataclasses.replace(machines.recorded("nvidia-h200"), name="Test GPU"), beside)
+    before = explore.read(other, "test-gpu", tmp_path)
+    assert before.attrs["origin"].stale == (), "another text, the same launches"
+    changed = next(m for m, rows in Counter(before["M"]).items() if rows == 3)  # of one problem, in three ways
+    now[changed] = "now"
+    (why,) = explore.read(other, "test-gpu", tmp_path).attrs["origin"].stale
+    assert why == "toy (fusebook) at 1 of 5 problems launches something else than when it was measured"
+    monkeypatch.setattr(machines, "_commit", lambda: "another")
+    asked = []
+    monkeypatch.setattr(inputs, "poison", lambda outputs: asked.append(outputs[0].shape[0]))
+    (frame,) = explored(other, root=tmp_path, cases=5)
+    assert asked == [changed] * 3 and len(frame) == len(before)
+    again = explore.read(other, "test-gpu", tmp_path)
+    assert again.attrs["origin"].stale == () and again.attrs["commit"].endswith("; another")
+    assert set(again.loc[again["M"] == changed, "launches"]) == {"", "now"}
+
+
+def test_where_it_is_not_known_what_is_launched_all_of_ours_is_measured_again(launched, tmp_path, monkeypatch):
+    op, _ = launched
+    explored(op, root=tmp_path, cases=5)
+    other = toy(fusebook=variant(lambda x: x * 2), slow=op.variants["slow"])
+    monkeypatch.setitem(explore.OPS, "toy", other)
+
+    def unknown(*_):
+        raise launches.Unknown("no Triton here")
+
+    monkeypatch.setattr(record, "today", unknown)
+    asked = []
+    monkeypatch.setattr(inputs, "poison", asked.append)
+    explored(other, root=tmp_path, cases=5)
+    assert len(asked) == 5 * 3
+
+
+@pytest.mark.parametrize(
+    ("part", "then", "now", "goes_on"),
+    [
+        ("seed", "100", "101", False),
+        ("clocks", "device", "device and host", False),
+        ("commit", "a", "b", True),
+        ("versions", "torch 2.11; triton 3.6; quack 0.6", "torch 2.11; triton 3.6; quack 0.7", True),
+        ("versions", "torch 2.11; triton 3.6", "torch 2.12; triton 3.6", False),
+        ("ways", "problems a; eager b; fusebook, TF32 c", "problems a; eager d; fusebook, TF32 e", True),
+        ("ways", "problems a; eager b", "problems a; eager b; fusebook c", False),
+    ],
+)
+def test_which_files_go_on(part, then, now, goes_on):
+    assert explore._continued(part, then, now) is goes_on

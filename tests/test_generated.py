@@ -183,7 +183,7 @@ def test_any_problem_in_any_layout_is_right_or_refused(spent, name, seed, how, s
     if bench.missing(variant) and DEVICE == "cuda":
         return
     dims = explore._small(op.draw(random.Random(seed)))
-    made = laid(explore._made(op, dims, DEVICE), how, spare)
+    made = laid(op.made(dims, DEVICE), how, spare)
     if numel(made) > 2**18:
         return
     yard = check.yardstick(op, made)
@@ -348,7 +348,7 @@ def drawn(name, seed, how=0, spare=1):
     dims = explore._small(op.draw(random.Random(seed)))
     if name == "linear_cross_entropy" and dims["dtype"] in ("bfloat16", "float16"):
         dims["dtype"] = "float32"  # half types have no digits for what cancels in the gradient of a head
-    made = explore._made(op, dims, DEVICE)
+    made = op.made(dims, DEVICE)
     if name == "softmax":
         made = (made[0] / 16,)  # numbers that saturate no row, whose gradient would cancel
     made = laid(made, how, spare)
@@ -528,7 +528,7 @@ def test_threads_with_problems_of_their_own(spent, chosen):
     problems = []
     for name, seed in chosen:
         op, variant = OURS[name]
-        made = explore._made(op, explore._small(op.draw(random.Random(seed))), DEVICE)
+        made = op.made(explore._small(op.draw(random.Random(seed))), DEVICE)
         if numel(made) <= 2**18 and not variant.in_place:
             problems.append((variant, made, check.yardstick(op, made)))
     together, outs = threading.Barrier(max(1, len(problems))), [[] for _ in problems]

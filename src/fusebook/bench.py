@@ -33,8 +33,8 @@ with extra("book"):
     from tqdm import tqdm
 
 __all__ = [
-    "COLUMNS", "DTYPES", "Origin", "WrongResult", "dtypes", "missing", "points", "run", "software", "staircase",
-    "verify",
+    "COLUMNS", "DTYPES", "Origin", "WrongResult", "dtypes", "launched", "missing", "points", "run", "software",
+    "staircase", "verify",
 ]  # fmt: skip
 
 #: The dtypes that ``--dtype`` takes.
@@ -370,12 +370,17 @@ def _alone(op: Op, variant: Variant, data: _Data) -> str:
     return "" if found is None else "yes" if found else "no"
 
 
-def _launched(variant: Variant, data: _Data) -> dict[str, str]:
-    """What a call launches, and the code that the GPU runs, as columns; a time without them is worth more than none."""
-    args = variant.given(*data.inputs)
+def launched(variant: Variant, given: Sequence[Any]) -> dict[str, str]:
+    """What a call launches, and the code that the GPU runs, as columns; a time without them is worth more than none.
+
+    Parameters
+    ----------
+    given : sequence
+        What `Variant.run` takes.
+    """
     try:
         with launches.observed() as trace:
-            variant.run(*args)
+            variant.run(*given)
         return {"launches": trace.launches, "code": trace.code}
     except Exception as error:  # what a variant raises for itself is seen in all other calls
         warnings.warn(f"bench: what was launched is not known: {type(error).__name__}: {error}", stacklevel=2)
@@ -627,7 +632,7 @@ def _point(
         with _reasons(row):
             row["first_call_s"] = _first_call(v, data)
             if cuda and launches.launching(name, v):
-                row.update(_launched(v, data))
+                row.update(launched(v, v.given(*data.inputs)))
             verdict, deterministic, call = _verify(v, data)
             row.update(score=verdict.score, limit=verdict.limit, deterministic="yes" if deterministic else "no")
             row["alone"] = _alone(op, v, data) if alone else ""

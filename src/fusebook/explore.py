@@ -7,6 +7,8 @@ compile and check a problem each, as many at once as the device has memory for; 
 A problem for which there was not enough memory beside others comes once more at the end, alone.
 
 ``records/<gpu>/explored/<op>.csv`` is a record that grows with every problem; a run that was cut off goes on with it.
+So does one of later code: only what launches something else than when it was measured, or is called by other code, is
+measured again.
 
 Seeds 0 to 99 are there to tune by. What is recorded has a seed from 100 up, which nothing was ever tuned on.
 """
@@ -33,7 +35,7 @@ from typing import Any
 
 import torch
 
-from fusebook import bench, check, inputs, record, timing, ways
+from fusebook import bench, check, inputs, launches, record, timing, ways
 from fusebook import machine as machines
 from fusebook.cards import OPS
 from fusebook.extras import extra
@@ -53,10 +55,10 @@ RECORDED_FROM = 100
 
 _FRONT = ("case", "op", "variant", "dtype", "layout")
 _TIMES = ("cold_us", "host_us", "call_us")
-_BACK = ("status", "note", "score", "limit", *_TIMES, "math", "read_bytes", "write_bytes", "flop")
+_BACK = ("status", "note", "score", "limit", *_TIMES, "math", "launches", "read_bytes", "write_bytes", "flop")
 #: The columns of what was explored; the dims stand after ``layout``.
 COLUMNS = (*_FRONT, *_BACK)
-_TEXT = ["op", "variant", "dtype", "layout", "status", "note", "math"]
+_TEXT = ["op", "variant", "dtype", "layout", "status", "note", "math", "launches"]
 
 _ON_HOST = ("NumPy", "torch on the CPU")  # no choice where the data lies in the device's memory
 _CALLS = 7  # that are timed
@@ -129,15 +131,6 @@ def _chosen(op: Op, without: Sequence[str]) -> dict[str, Variant]:
 def _split(dims: Dims) -> tuple[torch.dtype, str, dict[str, Any]]:
     sizes = dict(dims)
     return bench.DTYPES[str(sizes.pop("dtype"))], str(sizes.pop("layout")), sizes
-
-
-def _made(op: Op, dims: Dims, device: str) -> tuple[Any, ...]:
-    """Inputs, of which the data lies as the problem says: the first matrix of floats, and those of as many rows."""
-    kind, how, sizes = _split(dims)
-    made = op.make(inputs.generator(0, device), kind, **sizes)
-    data = [v for v in made if isinstance(v, torch.Tensor) and v.is_floating_point() and v.dim() > 1]
-    rows = len(data[0]) if data else 0
-    return tuple(inputs.laid(v, how) if any(v is d for d in data) and len(v) == rows else v for v in made)
 
 
 # One problem ----------------------------------------------------------------------------------------------------------
@@ -219,6 +212,7 @@ def _explored(
             "status": "ok",
             "note": "",
             "math": v.math or "",
+            "launches": "",
             "read_bytes": least.read,
             "write_bytes": least.write,
             "flop": least.flop,
@@ -227,7 +221,7 @@ def _explored(
         if v.math != "tf32" or kind == torch.float32
     }
     try:
-        made = _made(op, dims, "cuda" if torch.cuda.is_available() else "cpu")
+        made = op.made(dims, "cuda" if torch.cuda.is_available() else "cpu")
         yard = check.yardstick(op, made)
     except torch.cuda.OutOfMemoryError as error:
         for row in rows.values():
@@ -242,6 +236,8 @@ def _explored(
         if rows[name]["status"] == "ok":
             continue
         calls.pop(name, None)
+        if rows[name]["status"] == "refused" and launches.launching(name, variants[name]):
+            rows[name]["launches"] = launches.REFUSED
         if name.startswith("fusebook") and rows[name]["status"] in ("wrong", "failed"):
             raise Wrong(f"{op.name}: {name} is {rows[name]['status']}: {rows[name]['note']}\n{_line(op, dims)}")
     del yard
@@ -259,6 +255,8 @@ def _right_call(
     inputs.poison(yard.outputs(next(v for v in made if isinstance(v, torch.Tensor)).device))
     row.update(limit=yard.limit(variant.math))
     row.update(score=bench._within(yard, variant, call()).score)
+    if torch.cuda.is_available() and launches.launching(row["variant"], variant):
+        row["launches"] = bench.launched(variant, call.args).get("launches", "")
     return call
 
 
@@ -537,7 +535,8 @@ def _gpu() -> bool:
 class _Run:
     """The problems of one operator, and what is known of them, in a file where a folder is given.
 
-    A file of other versions, of another commit or seed begins anew; one of the same goes on.
+    A file of another seed, of other variants, of another torch or Triton begins anew. Any other goes on: what is still
+    fresh of it stays, and its first line names the commits and versions of all runs.
     """
 
     def __init__(
@@ -564,9 +563,14 @@ class _Run:
         if self.file and self.file.exists():
             with contextlib.suppress(record.RecordError):
                 known, about = _load(self.file)
-                if {**about, "date": ""} == {**self.about, "date": ""}:
-                    self.about = about  # with the day that it began
+                if all(_continued(part, about.get(part, ""), text) for part, text in self.about.items()):
+                    stale = _stale(op, known, about["ways"], *_this_gpu())
+                    known = known[~known["case"].isin(known["case"][stale != ""])]
                     self.rows = [{str(k): v for k, v in row.items()} for row in known.to_dict("records")]
+                    for part in ("commit", "versions"):
+                        parts = dict.fromkeys([*about[part].split("; "), *self.about[part].split("; ")])
+                        self.about[part] = "; ".join(parts)
+                    self.about["date"] = about["date"]  # the day that it began
         self.wrong: Wrong | None = None
         self.todo = sorted(set(range(cases)) - {int(row["case"]) for row in self.rows})
 
@@ -586,6 +590,24 @@ class _Run:
         origin = bench.Origin(None, measured=True, page=f"{self.op.name}-explored", date=self.about["date"])
         frame.attrs.update(self.about, origin=origin)
         return frame
+
+
+def _continued(part: str, then: str, now: str) -> bool:
+    """Whether a file of which `part` was said so can go on as one of which it is said otherwise."""
+    if part == "ways":  # of the same variants
+        return [way.rpartition(" ")[0] for way in then.split("; ")] == [
+            way.rpartition(" ")[0] for way in now.split("; ")
+        ]
+    if part == "versions":
+        return all(
+            version in then.split("; ") for version in now.split("; ") if version.startswith(("torch ", "triton "))
+        )
+    return part in ("commit", "date") or then == now
+
+
+def _this_gpu() -> tuple[tuple[int, int], int]:
+    """Its capability and how many multiprocessors it has."""
+    return torch.cuda.get_device_capability(), torch.cuda.get_device_properties(0).multi_processor_count
 
 
 def _tidy() -> None:
@@ -612,6 +634,7 @@ def _load(file: pathlib.Path) -> tuple[pd.DataFrame, dict[str, str]]:
     frame, about = record._load(file, f"explored/{file.stem}")
     if about.pop("stamp", "") != _stamp(about):
         raise record.RecordError(f"{file}: its first line is not what was recorded; explore again, do not edit it")
+    frame = frame.reindex(columns=[*(c for c in frame if c not in _BACK), *_BACK])
     frame[_TEXT] = frame[_TEXT].astype(object).fillna("")
     return frame, about
 
@@ -644,11 +667,53 @@ def read(op: Op, slug: str = "nvidia-h200", root: pathlib.Path | None = None) ->
     frame, about = _load(file)
     beside = file.parent.parent / "machine.json"
     machine = machines.load(beside, recorded=True) if beside.exists() else None
-    stale = ways.changed(op, machine.capability if machine else None, about.get("ways", ""))
+    gpu = (machine.capability, machine.sms) if machine else (None, 0)
+    reasons = _summed(op, frame, _stale(op, frame, about.get("ways", ""), *gpu))
     told = {k: about.get(k, "") for k in ("date", "versions", "commit")}
-    origin = bench.Origin(machine, measured=False, stale=stale, path=file, page=f"{op.name}-explored", **told)
+    origin = bench.Origin(machine, measured=False, stale=reasons, path=file, page=f"{op.name}-explored", **told)
     frame.attrs.update(about, origin=origin)
     return frame
+
+
+_LAUNCHES = "launches something else than when it was measured"
+
+
+def _stale(op: Op, frame: pd.DataFrame, then: str, capability: tuple[int, int] | None, sms: int) -> pd.Series[str]:
+    """Why each row is not what the code does today, empty where it is; `then` is what the file says of its ways."""
+    reasons = pd.Series("", frame.index, dtype=object)
+    other = ways.changed(op, capability, then) if then else set()
+    if not then or ways.PROBLEMS in other:
+        reasons[:] = "has other problems than when it was measured" if then else "was stamped by an older rule"
+        return reasons
+    by_name = frame["variant"].map(lambda name: name if name in other else "")
+    reasons[by_name != ""] = "is called by other code than when it was measured"
+    ours = by_name.str.startswith("fusebook")
+    reasons[ours] = "does something else than when it was measured"
+    if capability is None or OPS.get(op.name) is not op:
+        return reasons
+    asked = frame[ours & (frame["launches"] != "")]
+    if len(asked):
+        dims = [c for c in frame.columns if c not in (*_FRONT, *_BACK)]
+        points = []
+        for row in asked.to_dict("records"):
+            sizes = {str(k): row[k] if isinstance(row[k], str) else int(row[k]) for k in (*dims, "layout")}
+            points.append((row["variant"], row["dtype"], sizes))
+        with contextlib.suppress(launches.Unknown):
+            now = [found for found, _ in record.today(op.name, points, capability, sms)]
+            same = asked["launches"] == now
+            reasons[asked.index] = same.map({True: "", False: _LAUNCHES})
+    return reasons
+
+
+def _summed(op: Op, frame: pd.DataFrame, reasons: pd.Series[str]) -> tuple[str, ...]:
+    """The reasons, each once, with the variants and the number of problems that it is about."""
+    sentences = []
+    for why, rows in frame[reasons != ""].groupby(reasons, sort=False):
+        names, cases = list(dict.fromkeys(rows["variant"])), rows["case"].nunique()
+        whose = f" ({', '.join(names)})" if len(names) < frame["variant"].nunique() else ""
+        where = f" at {cases} of {frame['case'].nunique()} problems" if cases < frame["case"].nunique() else ""
+        sentences.append(f"{op.name}{whose}{where} {why}")
+    return tuple(sentences)
 
 
 # What was found -------------------------------------------------------------------------------------------------------

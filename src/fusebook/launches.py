@@ -38,7 +38,6 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 from triton.runtime.jit import JITFunction
 
-from fusebook import inputs
 from fusebook.digests import digest, twelve
 from fusebook.kernels import _operator
 from fusebook.op import Dims, Op, Variant
@@ -453,7 +452,7 @@ def found(
     Parameters
     ----------
     points : iterable of (variant, dtype, dims)
-        A variant's name, a dtype's name such as ``"float16"``, and sizes.
+        A variant's name, a dtype's name such as ``"float16"``, and sizes; of a drawn problem ``layout``, too.
     compile : bool
         Whether `code` is asked for too.
 
@@ -475,7 +474,7 @@ def found(
                 before = (dtype, dims)
                 place.again(everything=True)
                 with place:
-                    made = op.make(inputs.generator(0, "cpu"), getattr(torch, dtype), **dims)
+                    made = op.made({**dims, "dtype": dtype}, "cpu")
                 place.keep()
             place.again()
             results.append(_one(op.variants[name], made, place))

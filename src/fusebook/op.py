@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from fusebook import inputs
+
 __all__ = ["Cost", "Dims", "Op", "Variant"]
 
 #: One point of a sweep: the sizes of a problem by name, and words that name a kind of input.
@@ -132,3 +134,21 @@ class Op:
     def problem(self, seed: int, case: int) -> Dims:
         """A problem of a seed, drawn by itself: the tenth is the same however many are asked for."""
         return self.draw(random.Random(f"{self.name} {seed} {case}"))
+
+    def made(self, dims: Dims, device: str) -> tuple[Any, ...]:
+        """The inputs of a problem,.
+
+        Parameters
+        ----------
+        dims : Dims
+            As `draw` returns them. Where they name a ``layout``, the data lies so: the first matrix of floats, and
+            those of as many rows.
+        device : str
+            Where the inputs are made.
+        """
+        sizes = dict(dims)
+        kind, how = getattr(torch, str(sizes.pop("dtype"))), str(sizes.pop("layout", "contiguous"))
+        made = self.make(inputs.generator(0, device), kind, **sizes)
+        data = [v for v in made if isinstance(v, torch.Tensor) and v.is_floating_point() and v.dim() > 1]
+        rows = len(data[0]) if data else 0
+        return tuple(inputs.laid(v, how) if any(v is d for d in data) and len(v) == rows else v for v in made)

@@ -47,7 +47,7 @@ with extra("book"):
 
 __all__ = [
     "Missing", "RecordError", "everything", "exists", "join", "keep_superseded", "path", "read", "read_all", "restamp",
-    "select", "with_callers_clocks", "write",
+    "select", "today", "with_callers_clocks", "write",
 ]  # fmt: skip
 
 _FORMAT = 2
@@ -447,7 +447,7 @@ def _reasons(frame: pd.DataFrame, op: Op, on: machines.Machine) -> list[str]:
             reasons.append(_CALLED if changed else _other_version(row, variant))
     if asked:
         try:
-            found = _today(op.name, list(asked.values()), on)
+            found = today(op.name, list(asked.values()), on.capability, on.sms)
         except launches.Unknown as error:
             found = [(f"failed: {error}", "")] * len(asked)
         for i, (now, _) in zip(asked, found, strict=True):
@@ -496,18 +496,26 @@ def _library() -> str:
     return found.hexdigest()
 
 
-def _kept(op: str, points: Sequence[Any], on: machines.Machine) -> pathlib.Path:
+def _kept(op: str, points: Sequence[Any], capability: tuple[int, int], sms: int) -> pathlib.Path:
     """Where it is remembered what the code of today launches."""
-    text = json.dumps([_library(), points, on.capability, on.sms])
+    text = json.dumps([_library(), points, capability, sms])
     return machines.cache_folder_if_any() / "launches" / f"{op}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
 
 
-def _today(op: str, points: list[tuple[str, str, Dims]], on: machines.Machine) -> list[Sequence[str]]:
-    file = _kept(op, points, on)
+def today(
+    op: str, points: Sequence[tuple[str, str, Dims]], capability: tuple[int, int], sms: int
+) -> list[Sequence[str]]:
+    """What an operator launches today, see `fusebook.launches.elsewhere`; remembered until the library is another.
+
+    Raises
+    ------
+    fusebook.launches.Unknown
+    """
+    file = _kept(op, points, capability, sms)
     try:
         return json.loads(file.read_text())  # type: ignore[no-any-return]
     except (OSError, ValueError):
-        found: list[Any] = launches.elsewhere({op: points}, on.capability, on.sms)[op]
+        found: list[Any] = launches.elsewhere({op: points}, capability, sms)[op]
         _remember(file, found)
         return found
 
@@ -531,7 +539,7 @@ def read_all() -> dict[str, pd.DataFrame]:
         frame, _ = _load(path(name), name)
         on = _machine_beside(path(name))
         ours = list(_launching(frame, OPS[name]).values())
-        if ours and not _kept(name, ours, on).exists():
+        if ours and not _kept(name, ours, on.capability, on.sms).exists():
             asked[name] = ours
     halves: list[dict[str, list[Any]]] = [{}, {}]
     for name in sorted(asked, key=lambda name: -len(asked[name])):
@@ -540,7 +548,7 @@ def read_all() -> dict[str, pd.DataFrame]:
     def find(half: dict[str, list[Any]]) -> None:
         with contextlib.suppress(launches.Unknown):  # which the rows will say
             for name, found in launches.elsewhere(half, on.capability, on.sms).items():
-                _remember(_kept(name, half[name], on), found)
+                _remember(_kept(name, half[name], on.capability, on.sms), found)
 
     with concurrent.futures.ThreadPoolExecutor() as pool:
         list(pool.map(find, [half for half in halves if half]))

@@ -70,20 +70,8 @@ def told(op: Op, capability: tuple[int, int] | None, variants: Iterable[str]) ->
     return "; ".join(f"{name} {way}" for name, way in ways(op, capability, variants).items())
 
 
-def changed(op: Op, capability: tuple[int, int] | None, then: str) -> tuple[str, ...]:
-    """What does something else today than a text of `told` says, in a sentence each.
-
-    An empty text was stamped by an older rule.
-    """
-    if not then:
-        return (f"{op.name} was stamped by an older rule",)
+def changed(op: Op, capability: tuple[int, int] | None, then: str) -> set[str]:
+    """The names that do something else today than a text of `told` says; `PROBLEMS`, too, where others are drawn."""
     before = dict(part.rsplit(" ", 1) for part in then.split("; "))
     now = ways(op, capability, before)
-    other = [name for name in before if now.get(name) != before[name]]
-    ours = [name for name in other if name.startswith("fusebook")]
-    rivals = [name for name in other if name not in (PROBLEMS, *ours)]
-    reasons = [f"{op.name} has other problems than when it was measured"] if PROBLEMS in other else []
-    for names, how in ((ours, "does something else"), (rivals, "is called by other code")):
-        if names:
-            reasons.append(f"{op.name} ({', '.join(names)}) {how} than when it was measured")
-    return tuple(reasons)
+    return {name for name in before if now.get(name) != before[name]}
