@@ -1,4 +1,4 @@
-"""What several cards share: torch.compile as a reader uses it, products in TF32, weights, graphs of ONNX."""
+"""What several cards share: sizes, torch.compile as a reader uses it, products in TF32, weights, graphs of ONNX."""
 
 from __future__ import annotations
 
@@ -12,9 +12,14 @@ from torch import Tensor
 from fusebook.kernels._products import layout_of, torch_in_tf32
 
 __all__ = [
-    *("ORT", "compiled", "in_tf32", "liger_takes", "needs_float32", "onnx_graph", "onnx_run", "pack", "quack_takes"),
-    *("side_by_side", "weight"),
+    *("ORT", "compiled", "in_tf32", "liger_takes", "matrices", "needs_float32", "onnx_graph", "onnx_run", "pack"),
+    *("quack_takes", "side_by_side", "weight"),
 ]
+
+
+def matrices(*sizes: tuple[int, int]) -> tuple[dict[str, int], ...]:
+    """Points of a sweep over matrices of so many rows and columns."""
+    return tuple({"M": M, "N": N} for M, N in sizes)
 
 
 def weight(rng: torch.Generator, K: int, N: int, dtype: torch.dtype, scale: float, columns: bool) -> Tensor:

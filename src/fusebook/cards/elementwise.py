@@ -12,7 +12,7 @@ import triton
 from torch import Tensor
 
 from fusebook.cards import _draws
-from fusebook.cards._peers import compiled
+from fusebook.cards._peers import compiled, matrices
 from fusebook.inputs import rough
 from fusebook.kernels.elementwise import (
     add_add_multiply,
@@ -189,10 +189,6 @@ def _onnx(name: str, cost: Any) -> Variant:
     )  # fmt: skip
 
 
-def _of(M: int, N: int) -> dict[str, int]:
-    return {"M": M, "N": N}
-
-
 def _with(M: int, N: int, y: str = "matrix") -> dict[str, int | str]:
     return {"M": M, "N": N, "y": y}
 
@@ -201,7 +197,7 @@ def _with(M: int, N: int, y: str = "matrix") -> dict[str, int | str]:
 # float32 moves 256 MiB at least, for which the roof is that of memory.
 _SMALL = ((20, 10), (480, 480))
 _LARGE = ((2048, 8192), (4096, 8192), (8192, 8192))
-_ONE = {"small": [_of(*s) for s in _SMALL], "large": [_of(*s) for s in _LARGE]}
+_ONE = {"small": matrices(*_SMALL), "large": matrices(*_LARGE)}
 _SEVERAL: dict[str, list[dict[str, int | str]]] = {
     "small": [_with(*s) for s in _SMALL],
     "large": [_with(*s) for s in _LARGE],
@@ -242,7 +238,7 @@ def _draw_five(rng: random.Random) -> Dims:
 
 # All have the same kernels: three of them are tried in every type, the others in two.
 _TWO_TYPES = (torch.float32, torch.bfloat16)
-_ONE_EDGES = (_of(3, 781), _of(0, 5))
+_ONE_EDGES = matrices((3, 781), (0, 5))
 _SEVERAL_EDGES = (_with(3, 781), _with(0, 5), _with(37, 50, "row"), _with(70, 45, "transposed"))
 MULTIPLY = Op(
     name="multiply",
@@ -271,7 +267,7 @@ DOUBLE = Op(
     },
     configs=_ONE,
     draw=_draw,
-    edges=(*_ONE_EDGES, _of(1, 1)),
+    edges=(*_ONE_EDGES, *matrices((1, 1))),
     dtypes=_TWO_TYPES,
     rows=(0,),
 )

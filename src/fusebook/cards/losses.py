@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fusebook.cards import _draws
-from fusebook.cards._peers import compiled
+from fusebook.cards._peers import compiled, matrices
 from fusebook.inputs import rough
 from fusebook.kernels._arguments import FLOATING
 from fusebook.kernels._operator import accumulated
@@ -129,10 +129,6 @@ def _draw(rng: random.Random) -> Dims:
     return {"M": M, "N": N, "dtype": dtype, "layout": _draws.layout(rng, (*_draws.ROWS, "across"))}
 
 
-def _of(M: int, N: int) -> dict[str, int]:
-    return {"M": M, "N": N}
-
-
 _VOCABULARIES = (32000, 50257, 128256, 151936, 256000)
 CROSS_ENTROPY = Op(
     name="cross_entropy",
@@ -148,15 +144,15 @@ CROSS_ENTROPY = Op(
         "quack": Variant(_by_autograd(_quack), cost=_cost_twice_read, needs=("cuda", "quack"), recompiles=True),
     },
     configs={
-        "small": tuple(_of(m, 32000) for m in (8, 64, 512)),
-        "large": (_of(8192, 131072),),
-        "vocabularies": tuple(_of(2048, n) for n in _VOCABULARIES),
-        "classes": (_of(65536, 1000), _of(32768, 4096)),
+        "small": matrices((8, 32000), (64, 32000), (512, 32000)),
+        "large": matrices((8192, 131072)),
+        "vocabularies": matrices(*((2048, n) for n in _VOCABULARIES)),
+        "classes": matrices((65536, 1000), (32768, 4096)),
     },
     draw=_draw,
     # One class; few; several rows a program, the last tile ragged; a row in tiles, whose last is ragged and whose first
     # begins within a vector; a row of several programs, or in float64 one that is read twice; no rows.
-    edges=(_of(1, 1), _of(5, 2), _of(37, 100), _of(3, 781), _of(2, 8200), _of(3, 13001), _of(2, 33001), _of(0, 5)),
+    edges=matrices((1, 1), (5, 2), (37, 100), (3, 781), (2, 8200), (3, 13001), (2, 33001), (0, 5)),
     dtypes=FLOATING,
 )
 

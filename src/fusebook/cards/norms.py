@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fusebook.cards import _draws
-from fusebook.cards._peers import compiled, liger_takes, quack_takes
+from fusebook.cards._peers import compiled, liger_takes, matrices, quack_takes
 from fusebook.inputs import rough
 from fusebook.kernels._arguments import FLOATING
 from fusebook.kernels.norms import add_rms_norm, layer_norm, layer_norm_eager, rms_norm, rms_norm_eager
@@ -291,34 +291,19 @@ def _quack_backward(x: Tensor, dy: Tensor, weight: Tensor, factor: Tensor) -> tu
 
 # The cards ------------------------------------------------------------------------------------------------------------
 
-_CONFIGS: dict[str, tuple[dict[str, int], ...]] = {
-    "small": tuple({"M": n, "N": n} for n in (256, 512, 1024)),
+_CONFIGS = {
+    "small": matrices((256, 256), (512, 512), (1024, 1024)),
     # Hidden states of models, with few rows and many.
-    "llama": ({"M": 16, "N": 4096}, {"M": 4096, "N": 4096}),
+    "llama": matrices((16, 4096), (4096, 4096)),
     # Four times the L2 of an H200 in traffic or more, for rows of 1.5 KiB to 512 KiB in half types.
-    "large": (
-        {"M": 131072, "N": 781},
-        {"M": 65536, "N": 2880},
-        {"M": 32768, "N": 4096},
-        {"M": 32768, "N": 8192},
-        {"M": 8192, "N": 65536},
-        {"M": 2048, "N": 262144},
-    ),
-    "wide": ({"M": 32768, "N": 8192}, {"M": 8192, "N": 65536}),
-    "target": ({"M": 32768, "N": 8192},),
+    "large": matrices((131072, 781), (65536, 2880), (32768, 4096), (32768, 8192), (8192, 65536), (2048, 262144)),
+    "wide": matrices((32768, 8192), (8192, 65536)),
+    "target": matrices((32768, 8192)),
 }
 
 # One column; several rows a program; an odd width; a row in chunks, the last one ragged; a row of several programs, in
 # more rows than there are groups of programs; nothing at all.
-_EDGES = (
-    {"M": 1, "N": 1},
-    {"M": 37, "N": 100},
-    {"M": 3, "N": 781},
-    {"M": 2, "N": 8200},
-    {"M": 3, "N": 33000},
-    {"M": 300, "N": 50257},
-    {"M": 0, "N": 5},
-)
+_EDGES = matrices((1, 1), (37, 100), (3, 781), (2, 8200), (3, 33000), (300, 50257), (0, 5))
 # Of operators that take the same ways: of one program and of several, and nothing at all.
 _FEW = tuple(dims for dims in _EDGES if dims["N"] in (100, 33000, 5))
 _LIGER, _QUACK = ("cuda", "liger_kernel"), ("cuda", "quack")

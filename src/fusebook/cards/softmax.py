@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fusebook.cards import _draws
-from fusebook.cards._peers import compiled, liger_takes, quack_takes
+from fusebook.cards._peers import compiled, liger_takes, matrices, quack_takes
 from fusebook.inputs import rough
 from fusebook.kernels._arguments import FLOATING
 from fusebook.kernels.softmax import softmax, softmax_eager
@@ -119,44 +119,27 @@ def _draw_backward(rng: random.Random) -> Dims:
     return _draw(rng, 3)
 
 
-_CONFIGS: dict[str, tuple[dict[str, int], ...]] = {
-    "small": tuple({"M": n, "N": n} for n in (256, 512, 1024)),
-    "medium": tuple({"M": 4096, "N": n} for n in (256, 1024, 4096, 8192)),
+_CONFIGS = {
+    "small": matrices((256, 256), (512, 512), (1024, 1024)),
+    "medium": matrices((4096, 256), (4096, 1024), (4096, 4096), (4096, 8192)),
     # Four times the L2 of an H200 in traffic or more, for rows of 4 to 64 KiB in one dtype or the other; odd widths;
     # widths that no power of two is near.
-    "large": (
-        {"M": 65536, "N": 781},
-        {"M": 65536, "N": 1000},
-        {"M": 131072, "N": 1024},
-        {"M": 32768, "N": 4096},
-        {"M": 16384, "N": 9000},
-        {"M": 16384, "N": 12672},
-        {"M": 32768, "N": 16384},
-        {"M": 16384, "N": 32768},
-        {"M": 8192, "N": 65536},
-        {"M": 2048, "N": 262144},
+    "large": matrices(
+        (65536, 781), (65536, 1000), (131072, 1024), (32768, 4096), (16384, 9000), (16384, 12672), (32768, 16384),
+        (16384, 32768), (8192, 65536), (2048, 262144),
     ),
-    "llama": ({"M": 4096, "N": 32000}, *({"M": M, "N": 128256} for M in (16, 256, 4096))),
+    "llama": matrices((4096, 32000), (16, 128256), (256, 128256), (4096, 128256)),
     # Every second width of the tutorial's sweep.
-    "triton": tuple({"M": 4096, "N": 256 * i} for i in range(1, 50)),
-}
+    "triton": matrices(*((4096, 256 * i) for i in range(1, 50))),
+}  # fmt: skip
 
 # One column; several rows a program, the last tile ragged; a row in one tile; a row in chunks, the last one ragged; a
 # row of one program in one dtype and of several in another, which begins anywhere; a row of several programs; more such
 # rows than multiprocessors of the interpreter, and of a GPU; nothing at all.
-_EDGES = (
-    {"M": 1, "N": 1},
-    {"M": 5, "N": 2},
-    {"M": 37, "N": 100},
-    {"M": 3, "N": 781},
-    {"M": 2, "N": 8200},
-    {"M": 2, "N": 24578},
-    {"M": 3, "N": 50257},
-    {"M": 2, "N": 66000},
-    {"M": 25, "N": 33000},
-    {"M": 140, "N": 33000},
-    {"M": 0, "N": 5},
-)
+_EDGES = matrices(
+    (1, 1), (5, 2), (37, 100), (3, 781), (2, 8200), (2, 24578), (3, 50257), (2, 66000), (25, 33000), (140, 33000),
+    (0, 5),
+)  # fmt: skip
 SOFTMAX = Op(
     name="softmax",
     reference=_reference,
