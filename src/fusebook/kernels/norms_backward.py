@@ -25,6 +25,7 @@ import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -114,27 +115,55 @@ def _norm_backward(
 
 
 @triton.jit
-def _leave_sums(at, PARTS, squares, products, total, gs, CENTRED: tl.constexpr):
-    leave(at, word_of(squares))
-    leave(at + PARTS, word_of(products))
-    if CENTRED:
-        leave(at + 2 * PARTS, word_of(total))
-        leave(at + 3 * PARTS, word_of(gs))
+def _leave_two(at, PARTS, a, b):
+    """Leave two numbers: of 32 bits in one word, which takes one access where two words take two."""
+    if a.dtype == tl.float64:
+        leave(at, word_of(a))
+        leave(at + PARTS, word_of(b))
+    else:
+        leave(at, word_of(a).to(tl.uint32, bitcast=True).to(tl.int64) | (word_of(b).to(tl.int64) << 32))
 
 
 @triton.jit
-def _look(at, lanes, PARTS, NOTHING: tl.constexpr, CENTRED: tl.constexpr):
-    """The words of all parts as they are now, four planes of them; not centred, the first two again."""
+def _leave_sums(at, PARTS, squares, products, total, gs, CENTRED: tl.constexpr):
+    _leave_two(at, PARTS, squares, products)
+    if CENTRED:
+        _leave_two(at + (2 * PARTS if squares.dtype == tl.float64 else PARTS), PARTS, total, gs)
+
+
+@triton.jit
+def _look_for_two(at, lanes, PARTS, FLOAT: tl.constexpr):
     # volatile: from where other multiprocessors' words arrive, each time anew.
     own = lanes < PARTS
-    squares = tl.load(at + lanes, mask=own, other=NOTHING, volatile=True)
-    products = tl.load(at + PARTS + lanes, mask=own, other=NOTHING, volatile=True)
+    if FLOAT == tl.float64:
+        first = tl.load(at + lanes, mask=own, other=-9223372036854775808, volatile=True)  # -0.0
+        return first, tl.load(at + PARTS + lanes, mask=own, other=-9223372036854775808, volatile=True)
+    else:
+        both = tl.load(at + lanes, mask=own, other=-9223372034707292160, volatile=True)  # -0.0 twice
+        return both.to(tl.int32), (both >> 32).to(tl.int32)
+
+
+@triton.jit
+def _look(at, lanes, PARTS, FLOAT: tl.constexpr, CENTRED: tl.constexpr):
+    """The numbers of all parts as words that are zero where none is left yet, four of each; or the first two again."""
+    squares, products = _look_for_two(at, lanes, PARTS, FLOAT)
     totals = squares
     gs = products
     if CENTRED:
-        totals = tl.load(at + 2 * PARTS + lanes, mask=own, other=NOTHING, volatile=True)
-        gs = tl.load(at + 3 * PARTS + lanes, mask=own, other=NOTHING, volatile=True)
+        totals, gs = _look_for_two(at + (2 * PARTS if FLOAT == tl.float64 else PARTS), lanes, PARTS, FLOAT)
     return squares, products, totals, gs
+
+
+@triton.jit
+def _beside(PROCESSORS):
+    """This program's number, so that neighbours by it share a multiprocessor, if these are given programs by turns.
+
+    Nobody relies on that; where the parts of a row lie on few multiprocessors, rows took less time in trials.
+    """
+    programs = tl.num_programs(0)
+    processor = tl.program_id(0) % PROCESSORS
+    before = processor * (programs // PROCESSORS) + tl.minimum(processor, programs % PROCESSORS)
+    return before + tl.program_id(0) // PROCESSORS
 
 
 @triton.jit
@@ -155,7 +184,7 @@ def _met(squares, products, totals, gs, FLOAT: tl.constexpr):
 @triton.jit
 def _norm_backward_shared(
     dx_ptr, sums_ptr, board_ptr, x_ptr, dy_ptr, dtotal_ptr, w_ptr, M, N, x_stride, dy_stride, dtotal_stride,
-    GROUPS, SPAN, PARTS,
+    GROUPS, SPAN, PARTS, PROCESSORS,
     ALIGN: tl.constexpr, EPS: tl.constexpr, CENTRED: tl.constexpr, DW: tl.constexpr, DB: tl.constexpr,
     STAGES: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr, TRIES: tl.constexpr,
     LATE: tl.constexpr,
@@ -163,11 +192,11 @@ def _norm_backward_shared(
     """Parts of up to SPAN columns of one row after another, by PARTS programs; GROUPS such groups take all rows."""
     TYPE: tl.constexpr = x_ptr.dtype.element_ty
     FLOAT: tl.constexpr = tl.float64 if TYPE == tl.float64 else tl.float32
-    NOTHING: tl.constexpr = -9223372036854775808 if FLOAT == tl.float64 else -2147483648  # -0.0
-    WORDS: tl.constexpr = 4 if CENTRED else 2
+    WORDS: tl.constexpr = (2 if CENTRED else 1) * (2 if FLOAT == tl.float64 else 1)
     N = N * ALIGN
-    group = tl.program_id(0) // PARTS
-    part = tl.program_id(0) % PARTS
+    program = _beside(PROCESSORS)
+    group = program // PARTS
+    part = program % PARTS
     lanes = tl.arange(0, LANES)  # [LANES]
     inner = tl.arange(0, BLOCK)  # [BLOCK]
     begin = part * SPAN
@@ -196,19 +225,19 @@ def _norm_backward_shared(
         g = next_dy.to(FLOAT) * w
         one, two, three, four = _sums(next_x.to(FLOAT), g, own, count, 0, CENTRED, TRIES > 0)
         _leave_sums(at + GROUPS * (PARTS * WORDS) + part, PARTS, one, two, three, four, CENTRED)
-        squares = tl.full([LANES], NOTHING, board_ptr.dtype.element_ty)
+        squares = word_of(tl.zeros([LANES], FLOAT))
         products, totals, gs = squares, squares, squares
         total = tl.zeros([], FLOAT)
         all_gs = total
         if word_of(one) != 0:  # always: what depends on nothing that is loaded would come before the words are left
-            squares, products, totals, gs = _look(at, lanes, PARTS, NOTHING, CENTRED)
+            squares, products, totals, gs = _look(at, lanes, PARTS, FLOAT, CENTRED)
             total, all_gs = _met(squares, products, totals, gs, FLOAT)
             if (total != total) | (all_gs != all_gs):  # a word is missing, or a number is NaN
                 missing = _missing(squares, products, totals, gs, lanes)
                 tries = 0
                 while missing < LANES:
                     if tries < TRIES:
-                        squares, products, totals, gs = _look(at, lanes, PARTS, NOTHING, CENTRED)
+                        squares, products, totals, gs = _look(at, lanes, PARTS, FLOAT, CENTRED)
                     else:  # Nothing promises that the others run at the same time: by their own steps, then.
                         there = missing * SPAN
                         many = tl.minimum(N - there, SPAN)
@@ -374,11 +403,11 @@ def _into(
         )  # fmt: skip
     else:
         early = overlapping(x.device)
-        words = (len(x) + plan.groups) * plan.parts * (4 if centred else 2)
-        board = board_of(words, x.dtype, x.device, bool(early))
+        words = (len(x) + plan.groups) * plan.parts * (2 if centred else 1) * (2 if kind == torch.float64 else 1)
+        board = board_of(words, torch.float64, x.device, bool(early))
         launch(
             _norm_backward_shared, (plan.groups * plan.parts,), dx, sums, board, x, dy, dtotal, weight, *sizes,
-            plan.span, plan.parts, TRIES=0 if capability is None else 4096,
+            plan.span, plan.parts, processors, TRIES=0 if capability is None else 4096,
             LATE=bool(early), **constants, **options, **early,
         )  # fmt: skip
     if sums is not None:
