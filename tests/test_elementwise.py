@@ -127,9 +127,9 @@ def test_neighbours_of_an_operand_share_a_tile_along_whatever_axis_they_lie():
 
 
 def test_a_column_is_loaded_once_for_a_group_and_asks_for_no_tiles():
-    for n, kind in ((4096, False), (4095, True)):  # groups end with the row, or not
+    for n in (4096, 4095):  # groups end with the row, or have elements of two
         plan = elementwise._elementwise_plan((128, n), (n, 1), ((n, 1), (1, 0)), 2, (9, 0))
-        assert plan.tiled == kind and plan.constants.get("REPEATED", 2) == 2
+        assert not plan.tiled and plan.constants["REPEATED"] == 2 and plan.constants["GROUP"] == 8
     turned = elementwise._elementwise_plan(
         (128, 64, 256), (2**14, 256, 1), ((2**14, 256, 1), (64, 1, 64 * 128)), 2, (9, 0)
     )
@@ -144,6 +144,13 @@ def test_few_steps_that_lie_far_apart_are_taken_by_a_tile():
     assert not plan(*near, 4, (9, 0)).tiled, "a block has all rows of a line of memory"
     assert not plan(*few[:2], ((50257, 1), (1, 0)), 4, (9, 0)).tiled, "of a column nothing is left to read"
     assert plan(*few, 4, (9, 0)).constants["BLOCK"] == 256, "few rows make long ones"
+
+
+def test_few_elements_that_lie_across_have_tiles_for_all_multiprocessors_or_none():
+    for m, n in ((174, 250), (828, 107), (300, 3000), (5000, 5000)):
+        plan = elementwise._elementwise_plan((m, n), (n, 1), ((n, 1), (1, m)), 4, (9, 0))
+        assert plan.tiled == (m * n > 2**16)
+        assert plan.programs >= min(80, m * n // 1024)
 
 
 def test_few_elements_and_narrow_rows_are_taken_one_by_one():

@@ -206,7 +206,7 @@ def _place(first, within, SIZES, strides, WRAPS: tl.constexpr, REPEATED: tl.cons
     else:
         row, at = first // SIZES[0], first % SIZES[0]
         place = _row_at(row, SIZES, strides)
-        if REPEATED:
+        if REPEATED and not WRAPS:
             return place
         elif WRAPS:
             at += within
@@ -225,12 +225,20 @@ def _elements_at(
     """Load, compute and store elements that are neighbours in the results."""
     values = ()
     for i in tl.static_range(len(ins)):
-        if ALIKE >> i & 1:
-            place = first + within
+        if WRAPS and (REPEATED >> i & 1) and inside.shape[1] == 1:
+            # One element of each row that a whole group touches: two at most.
+            row, at = first // SIZES[0], first % SIZES[0]
+            own = _load(ins[i] + _row_at(row, SIZES, in_strides[i]), inside)
+            passes = inside & (at + within.shape[1] > SIZES[0])
+            beyond = _load(ins[i] + _row_at(row + 1, SIZES, in_strides[i]), passes)
+            values += (tl.where(at + within < SIZES[0], own, beyond),)
         else:
-            place = _place(first, within, SIZES, in_strides[i], WRAPS, REPEATED >> i & 1)
-        place, there = tl.broadcast(place, inside)
-        values += (_load(ins[i] + place, there),)
+            if ALIKE >> i & 1:
+                place = first + within
+            else:
+                place = _place(first, within, SIZES, in_strides[i], WRAPS, REPEATED >> i & 1)
+            place, there = tl.broadcast(place, inside)
+            values += (_load(ins[i] + place, there),)
     results = EXPRESSION(*values)
     for i in tl.static_range(len(outs)):
         tl.store(outs[i] + (first + within), results[i], mask=inside)  # write SIZE
@@ -339,8 +347,8 @@ def _elementwise_plan(
     if axes:
         group = min(group, 1 << axes[-1].size.bit_length() - 1)  # of no more than the elements of a row
     wraps = len(axes) > 1 and axes[-1].size % group > 0
-    # An operand that is broadcast along the last axis lies nowhere, where each group is in one row.
-    lying = [i for i in range(len(ins)) if axes and (axes[-1].ins[i] or wraps)]
+    # An operand that is broadcast along the last axis lies nowhere: a group has one element of it, or two.
+    lying = [i for i in range(len(ins)) if axes and axes[-1].ins[i]]
     # What is read across within a block comes from the cache; steps that lie further apart pay for a tile at six.
     across = [
         axis
@@ -351,13 +359,15 @@ def _elementwise_plan(
             for i in lying
         )
     ]
-    if across and len(axes) <= 3:
+    if across and len(axes) <= 3 and (interpreted or size > 2**16):
         # An operand lies across, and the neighbours of its elements are in its rows: in a square tile both kinds of
         # lines are whole. Few rows are longer.
         B = [axis for axis in (Axis(1, 0, (0,) * len(ins)), *axes[:-1]) if axis is not across[-1]][-1]
         R, C = across[-1], axes[-1]
         numbers, warps = (2**16, 1) if interpreted else (4096, 8) if itemsize >= 4 else (2048, 4)
-        rows = min(256 if interpreted else 64, triton.next_power_of_2(R.size))
+        if not interpreted:  # small tiles where there would be fewer than multiprocessors
+            numbers = min(numbers, max(1024, triton.next_power_of_2(size // 132)))
+        rows = min(256 if interpreted else 64 if numbers > 1024 else 32, triton.next_power_of_2(R.size))
         block = min(numbers // rows, triton.next_power_of_2(C.size))
         programs = B.size * -(-R.size // rows) * -(-C.size // block)
         return Plan(True, programs, (B, R, C), {"ROWS": rows, "BLOCK": block, "num_warps": warps})
@@ -374,8 +384,9 @@ def _elementwise_plan(
         group, wraps, warps, constants["BLOCK"] = 1, False, 8, 512
     if not all(alike):
         constants["WRAPS"] = wraps
-        if len(axes) > 1 and not wraps:
-            constants["REPEATED"] = sum(1 << i for i, step in enumerate(axes[-1].ins) if step == 0)
+        repeated = sum(1 << i for i, step in enumerate(axes[-1].ins) if step == 0)
+        if len(axes) > 1 and (repeated or not wraps):
+            constants["REPEATED"] = repeated
     reaches = (sum((axis.size - 1) * axis.ins[i] for axis in axes) for i in range(len(ins)))
     constants |= {"GROUP": min(group, constants["BLOCK"]), "WIDE": max(size, *reaches) >= 2**31, "num_warps": warps}
     return Plan(False, -(-size // constants["BLOCK"]), () if all(alike) else tuple(axes), constants)
