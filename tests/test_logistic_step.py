@@ -315,6 +315,19 @@ def test_a_plan_covers_the_data_and_fits_the_chip(N, D):
     assert plan is not None or N * max(D, 256) > 10**6 or D > 10**4
 
 
+def test_rows_too_wide_to_be_kept_are_shared_out(device):
+    """Among programs of the same columns, until there are some for all multiprocessors."""
+    for N, D in ((6000, 18000), (700, 30000), (40, 20000)):
+        plan = module._logistic_step_plan(N, D, 4, (9, 0), 132)
+        assert not plan.kept and plan.programs == N
+        assert plan.parts * D // plan.update > 132 and plan.parts <= max(1, N // 16)
+    inputs = made(device, N=100, D=600 if device == "cpu" else 16500)
+    X = inputs[0]
+    plan = module._step_plan(*X.shape, 4, *module.gpu(X.device), 4, False)
+    assert plan.parts > 1 and not plan.kept
+    assert right(LOGISTIC_STEP, inputs, logistic_step(*inputs))
+
+
 @pytest.mark.parametrize(("N", "D"), [(37034, 73), (33258, 129), (300_000, 33)])
 def test_a_tile_of_rows_that_begin_anywhere_is_one_warp_s(N, D, device):
     """Of more warps each would compute the loss of every row; and rows are added up as they are by any other plan."""

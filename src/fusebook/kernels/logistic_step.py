@@ -232,21 +232,22 @@ def _logistic_step_margins(
 
 @triton.jit
 def _logistic_step_columns(
-    parts_ptr, slopes_ptr, x_ptr, N, D, stride, ROWS: tl.constexpr, BLOCK: tl.constexpr, LATE: tl.constexpr = False
+    parts_ptr, slopes_ptr, x_ptr, N, D, stride, P, ROWS: tl.constexpr, BLOCK: tl.constexpr, LATE: tl.constexpr = False
 ):  # fmt: skip
-    """The gradient of BLOCK features of rows too wide to be kept, from the slopes of all rows."""
+    """Partial gradients of BLOCK features of rows too wide to be kept: one of P shares of them, and their slopes."""
     if LATE:
         tl.extra.cuda.gdc_wait()  # for the slopes
         tl.extra.cuda.gdc_launch_dependents()
     FLOAT: tl.constexpr = slopes_ptr.dtype.element_ty
-    j = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
+    share = tl.program_id(0) % P
+    j = (tl.program_id(0) // P).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
     gradient = tl.zeros([ROWS, BLOCK], FLOAT)
-    for start in range(0, N, ROWS):
+    for start in range(share * ROWS, N, P * ROWS):
         i = start + tl.arange(0, ROWS).to(tl.int64)  # [ROWS]
         inside = (i < N)[:, None] & (j < D)[None, :]
         x = tl.load(x_ptr + (i * stride)[:, None] + j[None, :], mask=inside, other=0.0).to(FLOAT)  # read ND again
         gradient += x * tl.load(slopes_ptr + i, mask=i < N, other=0.0)[:, None]
-    tl.store(parts_ptr + j, tl.sum(gradient, 0), mask=j < D)
+    tl.store(parts_ptr + share.to(tl.int64) * D + j, tl.sum(gradient, 0), mask=j < D)
 
 
 # A message between programs of one launch is a word of 64 bits: a float32 in the lower half, and above it the number of
@@ -356,7 +357,7 @@ class StepPlan(NamedTuple):
     programs: int
     warps: int
     update: int  # weights that a program of the update answers for
-    parts: int  # partial gradients that it reads at a time
+    parts: int  # partial gradients that it reads at a time; where X is read twice, all
     wide: int  # elements that its first program adds up at a time
     alone: bool = False  # one program does all
 
@@ -391,8 +392,14 @@ def _logistic_step_plan(
         # More threads than numbers would hold some twice, and write them to shared memory together.
         return StepPlan(True, rows, block, 1, max(1, min(8, rows * block // 32)), 32, 1, 1024, alone=True)
     if block > widest:
-        rows, block, update = (8, 4096, 4096) if interpreted else (4, 2048, 128)
-        return StepPlan(False, rows, block, triton.cdiv(N, rows), 4, update, 1, block)
+        # A program takes one row; of few rows large tiles, since one follows another. The columns' programs share out
+        # the rows until they fill the GPU several times over.
+        large = N <= 2 * multiprocessors
+        tile, warps = (65536, 16) if large else (16384, 4)
+        rows, block, update = (8, 4096, 4096) if interpreted else (1, tile // itemsize, 512 // itemsize)
+        shares = min(N // 32, 2 if interpreted else 8 * multiprocessors * update // D)
+        parts = triton.next_power_of_2(max(1, shares))
+        return StepPlan(False, rows, block, triton.cdiv(N, rows), warps, update, parts, min(block, 16384 // itemsize))
     # A tile of 32 KiB: enough loads are under way when each multiprocessor has four, and with 4 warps they are few
     # enough to agree on a sum quickly. Where a row has many elements, one row is a tile; where it has few, or they are
     # wide, or must be loaded one by one, half of the tile is better. 64 registers a thread hold it.
@@ -484,9 +491,9 @@ def _launch_step(
             ROWS=plan.rows, BLOCK=plan.block, EARLY=bool(early), num_warps=plan.warps,
         )  # fmt: skip
         launch(
-            _logistic_step_columns, (triton.cdiv(D, plan.update),),
-            parts, slopes, X, N, D, X.stride(0),
-            ROWS=32, BLOCK=plan.update, LATE=bool(early), num_warps=plan.warps, **early,
+            _logistic_step_columns, (len(parts) * triton.cdiv(D, plan.update),),
+            parts, slopes, X, N, D, X.stride(0), len(parts),
+            ROWS=32, BLOCK=plan.update, LATE=bool(early), num_warps=4, **early,
         )  # fmt: skip
     launch(
         _logistic_step_update, (max(1, triton.cdiv(D, plan.update)),),
@@ -500,10 +507,11 @@ def _workspace(X: Tensor, plan: StepPlan) -> tuple[Tensor, Tensor, Tensor | None
     if plan.alone:
         return X, X, None
     dtype, device = accumulated(X.dtype), X.device
-    wanted: list[tuple[tuple[int, ...], torch.dtype]] = [((plan.programs if plan.kept else 1, X.shape[1]), dtype)]
+    parts = plan.programs if plan.kept else plan.parts
+    wanted: list[tuple[tuple[int, ...], torch.dtype]] = [((parts, X.shape[1]), dtype)]
     wanted += [((plan.programs, 2), dtype), *([] if plan.kept else [((len(X),), dtype)])]
-    parts, sums, *slopes = side_by_side(device, *wanted)
-    return parts, sums, slopes[0] if slopes else None
+    gradients, sums, *slopes = side_by_side(device, *wanted)
+    return gradients, sums, slopes[0] if slopes else None
 
 
 def _packed(X: Tensor, y: Tensor, w: Tensor, across: bool = False) -> tuple[Tensor, Tensor, Tensor]:
