@@ -92,6 +92,9 @@ MEASURED = {
     (50257, 768, 16384): ("atomic", "owner"),
     (50257, 768, 1024): (None, "sorted"),
     (32000, 4096, 2048): ("sorted", "sorted"),
+    (13403, 896, 3568): (None, "sorted"),
+    (834, 5120, 1208): (None, "sorted"),
+    (2146, 5120, 1555): (None, "sorted"),
     (32000, 4096, 32000): ("owner", "owner"),
     (128256, 4096, 16384): ("owner", "owner"),
     (201088, 2880, 32768): ("owner", "owner"),
@@ -119,6 +122,15 @@ def test_owners_of_few_rows_and_many_updates_are_as_many_as_can_be():
     few, many = (scatter_nd._scatter_nd_plan((R, 2048, 60000), torch.bfloat16, (9, 0)) for R in (14, 4000))
     assert few.strategy == many.strategy == "owner"
     assert few.steps * few.rows * few.block < many.steps * many.rows * many.block
+
+
+def test_narrow_halves_have_small_tiles_and_long_pieces():
+    """Where a few rows have most of some thousand updates, a tile waits for the longest stretch that begins in it."""
+    plan = scatter_nd._scatter_nd_plan
+    half, single = torch.float16, torch.float32
+    for dtype, D, tile, chunk in ((half, 77, 256, 32), (half, 300, 1024, 16), (single, 77, 1024, 16)):
+        found = plan((200_000, D, 2000), dtype, (9, 0), strategy="sorted")
+        assert (found.find, found.rows * found.block, found.chunk) == ("count", tile, chunk)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -89,8 +89,10 @@ def _scatter_nd_keys(
 
 
 @triton.jit
-def _scatter_nd_round(out_ptr, sums_ptr, SIZE, BLOCK: tl.constexpr):
+def _scatter_nd_round(out_ptr, sums_ptr, SIZE, BLOCK: tl.constexpr, LATE: tl.constexpr = False):
     """Sums into the output's dtype."""
+    if LATE:
+        tl.extra.cuda.gdc_wait()  # for the sums
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
     sums = tl.load(sums_ptr + at, mask=at < SIZE, other=0.0)  # read RD
     tl.store(out_ptr + at, sums, mask=at < SIZE)  # write RD
@@ -220,7 +222,9 @@ def _scatter_nd_plan(
             strategy = "owner"
         else:
             # Few updates are sorted by comparing each with each, and that is done beside the zeros.
-            strategy = "sorted" if n <= many and (cached or n <= max(few, R // 4)) else "owner"
+            # Of half types also where most rows have some.
+            named = R // 4 if size >= 4 else 3 * R // 2
+            strategy = "sorted" if n <= many and (cached or n <= max(few, named)) else "owner"
             # Additions move some bytes a nanosecond less than loads do. What is to be saved by grouping must first be
             # earned: its launches, and about as much for each update as half a kilobyte of additions takes. In a small
             # output, which stays in L2 between its zeros and its additions, it takes many updates until grouping pays.
@@ -240,6 +244,7 @@ def _scatter_nd_plan(
     # quickly; where memory counts, small ones in the order of addresses fill faster.
     zeros = 16384 if R * D * size <= 2**26 else 4096
     wide = D * size >= 8192
+    narrow = D <= 128 and size < 4 and not cached
     large = wide and size >= 4 and not cached
     if find in ("scan", "first"):
         width, together, chunk, steps, warps = (2048, 16, 0, 1, 4)
@@ -247,6 +252,8 @@ def _scatter_nd_plan(
         width, together, chunk, steps, warps = (2048 if cached else 8192, 1, 0, 1, 4)
     elif find == "count":
         width, together, chunk, steps, warps = (4096, 8, 32, 1, 8) if large else (2048, 8, 16, 1, 4)
+        if narrow:
+            chunk = 32
     else:
         width, together, steps, warps, zeros = (4096, 4, 4, 4, 16384)
         # Balances the pieces: updates of one, sums of all, of which those of wide rows take longer.
@@ -258,7 +265,7 @@ def _scatter_nd_plan(
     block = min(triton.next_power_of_2(D), width // size)
     # Narrow rows share a tile.
     tall = triton.next_power_of_2(max(1, R if find in ("sort", "lists") else n))
-    tile = 16384 if interpreted else 512 if find == "" and cached else 1024
+    tile = 16384 if interpreted else 512 if find == "" and cached else 256 if find == "count" and narrow else 1024
     rows = 1 if find in ("scan", "first") else max(1, min(tile // block, tall))
     return Plan(strategy, find, steps, rows, block, together, chunk, zeros // size, warps)
 
@@ -294,7 +301,9 @@ def _launch_atomic(
         num_warps=plan.warps, **early,
     )  # fmt: skip
     if sums is not out:
-        launch(_scatter_nd_round, (triton.cdiv(R * D, plan.fill),), out, sums, R * D, BLOCK=plan.fill)
+        late = overlapping(out.device)
+        programs = triton.cdiv(R * D, plan.fill)
+        launch(_scatter_nd_round, (programs,), out, sums, R * D, BLOCK=plan.fill, LATE=bool(late), **late)
 
 
 def _launch_scan(
