@@ -1,6 +1,7 @@
 """What is special to softmax: axes, strides, NaN, gradients, tracing, bad input, and laws that any rows obey."""
 
 import functools
+import math
 import random
 
 import pytest
@@ -82,6 +83,32 @@ def test_a_long_axis_before_the_last(dtype):
 
 def test_an_axis_before_the_last_that_one_program_could_not_finish_in_time():
     assert_softmax(torch.randn(20000, 3, device=DEVICE), 0)
+
+
+NARROW = {
+    "an odd number of rows": lambda randn: randn(9, 10001 if CUDA else 1001).t(),
+    "few neighbours": lambda randn: randn(5000 if CUDA else 500, 7, 2).permute(2, 0, 1),
+    "four axes permuted": lambda randn: randn(50 if CUDA else 5, 17, 7, 30).permute(2, 0, 3, 1),
+    "five axes, of which no two fold": lambda randn: randn(40 if CUDA else 4, 3, 12, 5, 8).permute(2, 0, 4, 3, 1)[
+        :, :, :7
+    ],
+    "two numbers": lambda randn: randn(2, 33333 if CUDA else 333).t(),
+}
+
+
+@EVERY_DTYPE
+@pytest.mark.parametrize("view", NARROW.values(), ids=NARROW.keys())
+def test_narrow_rows_whose_numbers_lie_apart(view, dtype):
+    x = view(functools.partial(torch.randn, device=DEVICE)).to(dtype)
+    plan = _rows._prepared(torch.empty_like(x).contiguous(), x, x.dim() - 1, 1)[0]
+    assert plan.kernel == ("rows" if dtype == torch.float64 else "narrow")
+    assert_softmax(x, -1)
+    y = torch.softmax(torch.randn(x.shape, device=DEVICE), -1).to(dtype)
+    assert_gradient(y, x, x.dim() - 1)
+    rows = x.movedim(-1, 0)
+    assert_softmax(rows, 0)  # the result lies as the rows do
+    x[0] = float("-inf")
+    assert_softmax(x, -1)
 
 
 VIEWS = {
@@ -203,17 +230,36 @@ def test_widths_on_both_sides_of_each_choice(n, dtype):
 
 @EVERY_DTYPE
 def test_few_short_rows_have_many_warps_and_each_row_as_many_threads_as_ever(dtype):
-    def plan(rows, n):
-        return _rows.softmax_plan((1, rows, n), dtype, (9, 0), flat=True)
+    def plan(rows, n, tensors=1):
+        return _rows.softmax_plan((1, rows, n), dtype, (9, 0), flat=True, tensors=tensors)
 
-    for n in (1, 3, 30, 64, 135, 370, 512):
-        many = plan(10**6, n).constants
-        for rows in (1, 100, 5000, 10**5):
-            few = plan(rows, n).constants
-            assert few["BLOCK"] == many["BLOCK"] and few["ROWS"] <= many["ROWS"]
-            # 16 bytes a thread, or single numbers of which it has several: the layout is the same.
-            assert few["ROWS"] * few["BLOCK"] * dtype.itemsize >= (256 if n % 2 else 512)
+    def together(plan, n):
+        """Neighbours that a thread takes at a time: what a load moves, if the tile has as many for each thread."""
+        tile = plan.constants["ROWS"] * plan.constants["BLOCK"]
+        return min(math.gcd(n, 16 // dtype.itemsize), tile // (32 * plan.warps))
+
+    for n in (1, 3, 30, 50, 64, 76, 135, 188, 255, 370, 512):
+        for tensors in (1, 2):
+            many = plan(10**6, n, tensors)
+            for rows in (1, 100, 5000, 10**5):
+                few = plan(rows, n, tensors)
+                assert few.constants["ROWS"] <= many.constants["ROWS"] and few.warps == many.warps
+                assert few.constants["BLOCK"] == many.constants["BLOCK"] and together(few, n) == together(many, n) > 0
     assert plan(500, 48).programs > 60
+
+
+def test_short_rows_that_are_no_whole_vectors_are_taken_by_tiles_of_few_columns():
+    for n, tensors, kind in (
+        (54, 1, True),
+        (54, 2, True),
+        (53, 1, True),
+        (53, 2, False),
+        (64, 1, False),
+        (300, 1, False),
+    ):
+        plan = _rows.softmax_plan((1, 10**6, n), torch.float16, (9, 0), tensors=tensors)
+        assert (plan.constants["BLOCK"] == 16) == kind
+        assert plan.constants["BLOCK"] * plan.constants["CHUNKS"] < n + 16 or not kind
 
 
 @EVERY_DTYPE

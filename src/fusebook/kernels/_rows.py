@@ -40,6 +40,15 @@ def rows_of(program, INNER, ROWS: tl.constexpr, FLAT: tl.constexpr = False):
 
 
 @triton.jit
+def narrow_rows_of(program, M, INNER, ROWS: tl.constexpr, FLAT: tl.constexpr):
+    """Of a program, the places [ROWS, 1] of its rows along OUTER and INNER, and which there are; FLAT: OUTER is 1."""
+    row = (program * ROWS + tl.arange(0, ROWS))[:, None]
+    outer = tl.zeros([ROWS, 1], tl.int64) if FLAT else (row // INNER).to(tl.int64)
+    inner = row.to(tl.int64) if FLAT else (row % INNER).to(tl.int64)
+    return outer, inner, row < M
+
+
+@triton.jit
 def place_of(row, INNER):
     """Where a row is along OUTER, and where along INNER."""
     return (row // INNER).to(tl.int64), (row % INNER).to(tl.int64)
@@ -233,13 +242,17 @@ def _turned(y_ptr, x_ptr, INNER, N, y_strides, x_strides, ROWS: tl.constexpr, BL
 class Plan(NamedTuple):
     """How rows are launched: by which kernel, with which constants, by how many programs of how many warps."""
 
-    kernel: str  # "rows", "pairs", "whole", "shared" or "twice"; "turned": laid side by side first, and again
+    kernel: str  # "rows", "narrow", "pairs", "whole", "shared" or "twice"; "turned": laid side by side first, and again
     constants: Mapping[str, int]
     programs: int
     warps: int
     span: int = 0  # columns of a part; 0 where a row belongs to one program
     parts: int = 1  # programs that share a row
     registers: int | None = None  # the most that a thread takes; None leaves it to the compiler
+
+
+#: Rows whose numbers lie apart are narrow up to so many.
+NARROW = 32
 
 
 def softmax_plan(
@@ -269,6 +282,15 @@ def softmax_plan(
     # time fits on a multiprocessor.
     least = (512 if n % 2 else 12800 if n % vector else 24576) if not pairs else 12800 if n % vector else 32767
     clusters = capability is not None and capability >= (9, 0)
+    narrow = n <= NARROW and size < 8 and (33 if capability is None else 8192) <= outer * inner < 2**30
+    if not last and narrow and (outer == 1 or inner < 32):
+        # Many narrow rows. A warp has 32 at least, so that a thread takes a whole row, and adds it up in one order; of
+        # a gradient it takes one. With more neighbours, and others beyond, results would lie further apart than lines.
+        block = triton.next_power_of_2(n)
+        most = (65536 if capability is None else min(8192 // size, 512 // tensors**2 * block)) // block
+        rows = max(32, min(most, 1 << (outer * inner // (4 * processors)).bit_length()))
+        constants = {"ROWS": rows, "BLOCK": block, "FLAT": outer == 1}
+        return Plan("narrow", constants, triton.cdiv(outer * inner, rows), max(1, min(4, rows // 32)))
     if not last:
         # 32 neighbours along INNER, so that a warp reads 64 bytes and more in one piece. Eight elements a thread and a
         # tile, 64 in all: more would spill.
@@ -329,6 +351,13 @@ def softmax_plan(
         width = size * triton.next_power_of_2(n) * (2 if size == 2 and n % 2 else 1)
         each = max(1, outer * inner // (8 * processors))
         rows = max(1, 512 // width, min(2048 // width, 1 << each.bit_length() - 1))
+        if 16 < n <= 256 and n % (16 // size) and (size < 8 if tensors == 1 else size == 2 and n % 2 == 0):
+            # Short rows that are no whole vectors: tiles of 16 columns. A row is 16 threads' or fewer, and they add up
+            # by themselves most of what 32 would have to tell one another.
+            block, warps = 16, 4
+            most = 1 << (2048 // (triton.cdiv(n, block) * block)).bit_length() - 1
+            # As above; of no fewer rows a thread has as many neighbours.
+            rows = max(min(most, 8 * math.gcd(n, 16 // size)), min(most, 1 << (each * 4).bit_length() - 1))
     elif plan := _shared_plan(sizes, size, capability, processors, vector, tensors):
         return plan
     else:
@@ -509,7 +538,7 @@ def _prepared(
     flat = outer == 1 and last and (inner == 1 or all(along == n for _, along, _ in strides))
     known = {"processors": processors, "last": last, "pairs": pairs, "vector": vector, "flat": flat, "tensors": tensors}
     plan = _plan((outer, inner, n), dense.dtype, capability, **known)
-    windowed = plan.kernel in ("whole", "shared")  # these find out where a row begins
+    windowed = plan.kernel in ("narrow", "whole", "shared")  # these find out where a row begins
     align = 1 if windowed else align
     given = []
     for along, b, step in strides:
@@ -543,6 +572,8 @@ def launch_rows(
         constants["num_ctas"] = plan.constants["CTAS"]
     if plan.kernel == "pairs":
         launch(kernel, grid, out, *ins, sizes[1], *(s[1] for s in strides), **constants)
+    elif plan.kernel == "narrow":
+        launch(kernel, grid, out, *ins, out.numel() // sizes[1], *sizes, *strides, **constants)
     elif plan.kernel == "shared":
         # A word of zeros for each part of a row; the first rows are read while the zeros are written.
         rows, early = out.numel() // out.shape[dim], overlapping(out.device)

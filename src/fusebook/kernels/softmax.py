@@ -43,6 +43,7 @@ from ._rows import (
     launch_rows,
     leave,
     missing_of,
+    narrow_rows_of,
     place_of,
     put,
     rows_of,
@@ -128,6 +129,24 @@ def _softmax_rows(
         inside = live if i < CHUNKS - 1 else live & (i * BLOCK + columns < N)
         at = (i * BLOCK + columns).to(tl.int64)
         tl.store(y_ptr + at * y_strides[2], exps[i] * scale, mask=inside)  # write MN
+
+
+@triton.jit
+def _softmax_narrow(
+    y_ptr, x_ptr, M, INNER, N, y_strides, x_strides,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, FLAT: tl.constexpr, OUTERS=None,
+):  # fmt: skip
+    """ROWS of M narrow rows whose numbers lie apart, counted along INNER, then OUTER: a thread has whole rows."""
+    FLOAT: tl.constexpr = tl.float64 if x_ptr.dtype.element_ty == tl.float64 else tl.float32
+    outer, inner, live = narrow_rows_of(tl.program_id(0), M, INNER, ROWS, FLAT)  # [ROWS, 1]
+    columns = tl.arange(0, BLOCK)[None, :]  # [1, BLOCK]
+    inside = live & (columns < N)
+    at = begin_of(outer, inner, OUTERS, x_strides) + columns.to(tl.int64) * x_strides[2]
+    x = tl.load(x_ptr + at, mask=inside, other=float("-inf")).to(FLOAT)  # [ROWS, BLOCK]; read MN
+    e = _exp(x - tl.max(x, 1)[:, None])
+    y = e * (1 / tl.sum(e, 1)[:, None])
+    at = begin_of(outer, inner, OUTERS, y_strides) + columns.to(tl.int64) * y_strides[2]
+    tl.store(y_ptr + at, y, mask=inside)  # write MN
 
 
 @triton.jit
@@ -441,6 +460,7 @@ def _softmax_shared_wide(
 
 _KERNELS = {
     "rows": _softmax_rows,
+    "narrow": _softmax_narrow,
     "pairs": _softmax_pairs,
     "whole": _softmax_whole,
     "shared": _softmax_shared,

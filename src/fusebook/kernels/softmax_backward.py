@@ -32,6 +32,7 @@ from ._rows import (
     launch_rows,
     leave,
     missing_of,
+    narrow_rows_of,
     place_of,
     put,
     rows_of,
@@ -100,6 +101,23 @@ def _softmax_backward_rows(
         inside = live if i < CHUNKS - 1 else live & (i * BLOCK + columns < N)
         at = (i * BLOCK + columns).to(tl.int64)
         tl.store(dx_ptr + at * y_strides[2], ys[i].to(FLOAT) * (dys[i].to(FLOAT) - dot), mask=inside)  # write MN
+
+
+@triton.jit
+def _softmax_backward_narrow(
+    dx_ptr, y_ptr, dy_ptr, M, INNER, N, y_strides, dy_strides,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, FLAT: tl.constexpr, OUTERS=None,
+):  # fmt: skip
+    """The gradient of ROWS of M narrow rows whose numbers lie apart, counted along INNER and on along OUTER."""
+    FLOAT: tl.constexpr = tl.float64 if y_ptr.dtype.element_ty == tl.float64 else tl.float32
+    outer, inner, live = narrow_rows_of(tl.program_id(0), M, INNER, ROWS, FLAT)  # [ROWS, 1]
+    columns = tl.arange(0, BLOCK)[None, :]  # [1, BLOCK]
+    inside = live & (columns < N)
+    at = begin_of(outer, inner, OUTERS, y_strides) + columns.to(tl.int64) * y_strides[2]
+    dy_at = begin_of(outer, inner, OUTERS, dy_strides) + columns.to(tl.int64) * dy_strides[2]
+    y = tl.load(y_ptr + at, mask=inside, other=0.0).to(FLOAT)  # [ROWS, BLOCK]; read MN
+    dy = tl.load(dy_ptr + dy_at, mask=inside, other=0.0).to(FLOAT)  # [ROWS, BLOCK]; read MN
+    tl.store(dx_ptr + at, y * (dy - tl.sum(y * dy, 1)[:, None]), mask=inside)  # write MN
 
 
 @triton.jit
@@ -294,6 +312,7 @@ def _softmax_backward_shared(
 
 _KERNELS = {
     "rows": _softmax_backward_rows,
+    "narrow": _softmax_backward_narrow,
     "whole": _softmax_backward_whole,
     "shared": _softmax_backward_shared,
     "twice": _softmax_backward_twice,
