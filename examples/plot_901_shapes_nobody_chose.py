@@ -99,6 +99,12 @@ claims(
         seeds=f"seed{'s' * (len(seeds) > 1)} {' and '.join(seeds)}",
         last=explore.RECORDED_FROM - 1,
     ),
+    say(
+        "{again} of them were measured again, because a plan that reaches "
+        "them was changed: it was tuned by other seeds, but after these had "
+        "been seen.",
+        again=sum(int(f.attrs.get("again", 0)) for f in found.values()),
+    ),
     claim(
         "Ours is within its limit at every problem that is shown here, where "
         "the memory sufficed.",

@@ -658,6 +658,7 @@ def test_only_what_launches_something_else_is_measured_again(launched, tmp_path,
     assert asked == [changed] * 3 and len(frame) == len(before)
     again = explore.read(other, "test-gpu", tmp_path)
     assert again.attrs["origin"].stale == () and again.attrs["commit"].endswith("; another")
+    assert again.attrs["again"] == "1" and before.attrs["again"] == "0"
     assert set(again.loc[again["M"] == changed, "launches"]) == {"", "now"}
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import concurrent.futures
 import contextlib
 import datetime
 import functools
@@ -516,7 +517,8 @@ def explore(
         )
     if root == machines.RECORDS and seed < RECORDED_FROM and not check_only:
         raise ValueError(f"explore: expected a seed from {RECORDED_FROM} up to record, got {seed}; see --out")
-    runs = [_Run(op, seed, cases, host, without, None if check_only else root) for op in ops]
+    with concurrent.futures.ThreadPoolExecutor() as pool:  # what is stale is found out by processes
+        runs = list(pool.map(lambda op: _Run(op, seed, cases, host, without, None if check_only else root), ops))
     # The first problems of all come before the second ones, in case there is no time for the last.
     asked = [(run, case) for case in range(cases) for run in runs if case in run.todo]
     jobs = [(run.op, run.asked[case], tuple(run.variants)) for run, case in asked]
@@ -557,6 +559,7 @@ class _Run:
             "commit": machines._commit(),
             "versions": "; ".join(f"{k} {v}" for k, v in versions.items() if v),
             "date": datetime.date.today().isoformat(),
+            "again": "0",  # problems that were stale, and measured again
         }
         self.file = path(machines.slug_of(torch.cuda.get_device_name()), op.name, root) if root else None
         self.rows: list[dict[str, Any]] = []
@@ -565,12 +568,14 @@ class _Run:
                 known, about = _load(self.file)
                 if all(_continued(part, about.get(part, ""), text) for part, text in self.about.items()):
                     stale = _stale(op, known, about["ways"], *_this_gpu())
-                    known = known[~known["case"].isin(known["case"][stale != ""])]
+                    due = set(known["case"][stale != ""])
+                    known = known[~known["case"].isin(due)]
                     self.rows = [{str(k): v for k, v in row.items()} for row in known.to_dict("records")]
                     for part in ("commit", "versions"):
                         parts = dict.fromkeys([*about[part].split("; "), *self.about[part].split("; ")])
                         self.about[part] = "; ".join(parts)
                     self.about["date"] = about["date"]  # the day that it began
+                    self.about["again"] = str(int(about.get("again", 0)) + len(due))
         self.wrong: Wrong | None = None
         self.todo = sorted(set(range(cases)) - {int(row["case"]) for row in self.rows})
 
@@ -602,7 +607,7 @@ def _continued(part: str, then: str, now: str) -> bool:
         return all(
             version in then.split("; ") for version in now.split("; ") if version.startswith(("torch ", "triton "))
         )
-    return part in ("commit", "date") or then == now
+    return part in ("commit", "date", "again") or then == now
 
 
 def _this_gpu() -> tuple[tuple[int, int], int]:
