@@ -1,12 +1,14 @@
 """What is special to products: widths and layouts of weights, TF32, gradients, and plans that were tuned."""
 
 import contextvars
+import os
 import types
 
 import pytest
 import torch
 
 import fusebook
+import warm
 from fusebook import check, explore, tune
 from fusebook.cards.concat_gemm import CONCAT_GEMM
 from fusebook.cards.swiglu import SWIGLU
@@ -995,6 +997,62 @@ def test_the_copy_engine_stores_where_no_tile_reaches_into_the_next_weight(width
     plan = Plan("tiles", 64, 32, 64, bulk=2, warps=4)
     concat._launch_concat(torch.empty(128, sum(widths), **given), x, weights, "half", "row", plan)
     assert launched == [bulk]
+
+
+@pytest.mark.parametrize(
+    ("column", "K", "widths", "numbers"),
+    [
+        (True, 66, (40, 24), {"X_BY": 2, "W_BY": 2}),
+        (True, 72, (41, 23), {"X_BY": 8, "W_BY": 8}),
+        (False, 65, (40, 24), {"W_BY": 8}),
+        (False, 68, (40, 4), {"X_BY": 4, "W_BY": 4}),
+        (False, 68, (40, 5), {"X_BY": 4}),
+        (False, 64, (32, 16), {}),  # the compiler sees by itself what 16 divides
+    ],
+)
+def test_a_kernel_by_pointers_is_told_how_many_numbers_are_loaded_as_one(
+    column, K, widths, numbers, device, monkeypatch
+):
+    given, told = {"dtype": torch.float16, "device": device}, []
+    for module in (concat, gated):
+        launch = module.launch
+        monkeypatch.setattr(
+            module, "launch", lambda kernel, *rest, launch=launch, **c: told.append(c) or launch(kernel, *rest, **c)
+        )
+    x, layout = drawn(20, K, **given), "column" if column else "row"
+    weights = [drawn(n, K, **given).T if column else drawn(K, n, **given) for n in widths]
+    plan, out = Plan("strided", 16, 32, 64, warps=4), x.new_empty(20, sum(widths))
+    concat._launch_concat(out, x, weights, "half", layout, plan)
+    assert is_right(CONCAT_GEMM, out, (x, *weights))
+    alike = weights[1], weights[1] + 1 if not column else (weights[1].T + 1).T
+    out = x.new_empty(20, widths[1])
+    gated._launch_swiglu(out, x, *alike, None, "half", layout, plan)
+    assert is_right(SWIGLU, out, (x, *alike))
+    assert {k: v for k, v in told[0].items() if k.endswith("_BY")} == numbers
+    anywhere = [torch.cat([w.new_empty(1), w.flatten()])[1:].view(w.shape) for w in weights]
+    assert "W_BY" not in _products._by_words(x, anywhere, layout), "addresses are no multiples of 16 bytes"
+
+
+COMPILED = """
+import fusebook, torch, triton
+from fusebook import launches
+from fusebook.kernels import _products, concat_gemm, swiglu
+
+triton.runtime.driver.set_active(launches.AbsentGPU())
+x, w = torch.empty(16, 90, dtype=torch.float16), torch.empty(40, 90, dtype=torch.float16).T
+plan = _products.Plan("strided", 16, 32, 64, warps=4)
+with launches.kernels() as found:
+    concat_gemm._launch_concat(x.new_empty(16, 80), x, (w, w), "half", "column", plan)
+    swiglu._launch_swiglu(x.new_empty(16, 40), x, w, w, None, "half", "column", plan)
+print(*["cp.async.ca" in kernel.asm["ptx"] for kernel in found], *["ld.global.b16" in k.asm["ptx"] for k in found])
+"""
+
+
+@pytest.mark.slow
+def test_pairs_of_halves_are_under_way_ahead(tmp_path):
+    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    end = warm.run("-c", COMPILED, env=environment)
+    assert end.stdout.splitlines()[-1:] == ["True True False False"], end.stderr[-2000:]
 
 
 @pytest.mark.parametrize("split", [2, 4, 8])

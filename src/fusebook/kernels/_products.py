@@ -83,6 +83,14 @@ def _starts(zero, lengths, COUNT: tl.constexpr):
 
 
 @triton.jit
+def _whole(length, BY: tl.constexpr):
+    """A length that BY divides, so that the compiler knows it: by itself it asks for 16 only."""
+    if BY > 1:
+        length = length // BY * BY
+    return length
+
+
+@triton.jit
 def _take_over(LATE: tl.constexpr):
     """LATE: this kernel was launched before the one ahead had ended, and touches no memory until it has.
 
@@ -737,6 +745,26 @@ def _options(plan: Plan, dtype: torch.dtype, math: str) -> dict[str, Any]:
         "num_warps": plan.warps,
         "num_stages": plan.stages,
     }
+
+
+def _together(matrices: Sequence[Tensor], layout: str) -> int:
+    """How many numbers, side by side in memory, are loaded as one, beyond what the compiler sees by itself."""
+    if layout == "any" or any(m.data_ptr() % 16 for m in matrices):
+        return 1
+    lengths = [length for m in matrices for length in (m.shape[layout == "row"], _leading(m, layout))]
+    if all(length % 16 == 0 for length in lengths):
+        return 1
+    most = 16 // matrices[0].element_size()
+    return min(length & -length if length else most for length in (*lengths, most))
+
+
+def _by_words(x: Tensor, weights: Sequence[Tensor], layout: str) -> dict[str, int]:
+    """How a kernel by pointers is told how many numbers of x and of the weights it may load as one.
+
+    Numbers of two bytes that are loaded one by one cannot be under way ahead: copies to shared memory have four.
+    """
+    by = {"X_BY": _together([x], layout_of(x) if layout_of(x) == "row" else "any"), "W_BY": _together(weights, layout)}
+    return {name: numbers for name, numbers in by.items() if numbers > 1}
 
 
 def _late(plan: Plan, x: Tensor) -> dict[str, bool]:

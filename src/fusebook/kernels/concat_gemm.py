@@ -29,6 +29,7 @@ from ._products import (
     Plan,
     _asked,
     _by_torch,
+    _by_words,
     _cut,
     _describable,
     _ends,
@@ -53,6 +54,7 @@ from ._products import (
     _takes_tf32,
     _tiles_of,
     _wanted,
+    _whole,
     _workspace,
     layout_of,
 )
@@ -137,7 +139,7 @@ def _concat_gemm_strided(
     out_ptr, parts_ptr, counts_ptr, x_ptr, weights, M, K, widths, LD, XM, XK, row_steps, column_steps,
     COUNT: tl.constexpr, LAYOUT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     GROUP: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
-    LATE: tl.constexpr = False,
+    LATE: tl.constexpr = False, X_BY: tl.constexpr = 1, W_BY: tl.constexpr = 1,
 ):  # fmt: skip
     """One tile of the output, or one of SPLIT parts of its sum; the last program to finish adds the parts."""
     first = (0,)
@@ -148,16 +150,22 @@ def _concat_gemm_strided(
     w_ptr = _pick(c, ends, weights, COUNT)
     N = _pick(c, ends, widths, COUNT)
     start = _pick(c, ends, _starts(0, widths, COUNT), COUNT)
+    XM = _whole(XM, X_BY)
+    K = _whole(K, X_BY)
+    if LAYOUT == "row":
+        N = _whole(N, W_BY)
+    else:
+        K = _whole(K, W_BY)
     m = r * BM + tl.arange(0, BM)  # [BM]
     n = (c - _pick(c, ends, first + ends, COUNT)) * BN + tl.arange(0, BN)  # [BN]
     k = tl.arange(0, BK)  # [BK]
     # Strides from row to row of a weight and from column to column; one of them is 1 unless the layout is "any".
     if LAYOUT == "row":
-        WK = tl.cast(_pick(c, ends, row_steps, COUNT), tl.int64)
+        WK = tl.cast(_whole(_pick(c, ends, row_steps, COUNT), W_BY), tl.int64)
         w_ptrs = w_ptr + k[:, None] * WK + n[None, :]  # [BK, BN]
     elif LAYOUT == "column":
         WK = 1
-        WN = tl.cast(_pick(c, ends, column_steps, COUNT), tl.int64)
+        WN = tl.cast(_whole(_pick(c, ends, column_steps, COUNT), W_BY), tl.int64)
         w_ptrs = w_ptr + n[None, :] * WN + k[:, None]
     else:
         WK = tl.cast(_pick(c, ends, row_steps, COUNT), tl.int64)
@@ -239,7 +247,7 @@ def _launch_concat(out: Tensor, x: Tensor, weights: Sequence[Tensor], math: str,
     launch(
         _concat_gemm_strided, (tiles * plan.split,),
         out, parts, counts, x, all_of, M, K, widths, LD, *x.stride(), row_steps, column_steps,
-        LAYOUT=layout, SPLIT=plan.split, **options, **late,
+        LAYOUT=layout, SPLIT=plan.split, **options, **late, **_by_words(x, weights, layout),
     )  # fmt: skip
 
 

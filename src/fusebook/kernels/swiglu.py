@@ -23,6 +23,7 @@ from ._products import (
     Plan,
     _asked,
     _by_torch,
+    _by_words,
     _cut,
     _fetchable,
     _late,
@@ -43,6 +44,7 @@ from ._products import (
     _takes_tf32,
     _tiles_of,
     _wanted,
+    _whole,
     _workspace,
     layout_of,
 )
@@ -206,7 +208,7 @@ def _swiglu_strided(
     out_ptr, parts_ptr, counts_ptr, x_ptr, gate_ptr, up_ptr, bias_ptr, M, K, N, XM, XK, GK, GN, UK, UN,
     LAYOUT: tl.constexpr, BIAS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     GROUP: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
-    LATE: tl.constexpr = False,
+    LATE: tl.constexpr = False, X_BY: tl.constexpr = 1, W_BY: tl.constexpr = 1,
 ):  # fmt: skip
     """One tile of the output, or one of SPLIT parts of its two sums; the last program to finish adds the parts."""
     tile = tl.program_id(0) // SPLIT
@@ -215,10 +217,18 @@ def _swiglu_strided(
     m = r * BM + tl.arange(0, BM)  # [BM]
     n = c * BN + tl.arange(0, BN)  # [BN]
     k = tl.arange(0, BK)  # [BK]
+    XM = _whole(XM, X_BY)
+    K = _whole(K, X_BY)
     if LAYOUT == "row":
+        N = _whole(N, W_BY)
+        GK = _whole(GK, W_BY)
+        UK = _whole(UK, W_BY)
         GN = 1
         UN = 1
     elif LAYOUT == "column":
+        K = _whole(K, W_BY)
+        GN = _whole(GN, W_BY)
+        UN = _whole(UN, W_BY)
         GK = 1
         UK = 1
     wide_k = k.to(tl.int64)[:, None]
@@ -321,7 +331,7 @@ def _launch_swiglu(
     launch(
         _swiglu_strided, (tiles * plan.split,),
         out, parts, counts, x, gate, up, biases, M, K, N, *x.stride(), *gate.stride(), *up.stride(),
-        LAYOUT=layout, SPLIT=plan.split, **options, **late,
+        LAYOUT=layout, SPLIT=plan.split, **options, **late, **_by_words(x, (gate, up), layout),
     )  # fmt: skip
 
 
