@@ -529,13 +529,14 @@ def test_swiglu_of_few_tiles_of_rows_counts_rounds():
 
 
 def test_products_of_few_tiles_of_rows_take_what_fills_a_round():
-    def plan(M, N, strategy=None):
-        return _products._gemm_plan("concat_gemm", (M, N), "half", "column", True, ((9, 0), 132), strategy)
+    def plan(M, K, widths, torch=True):
+        return _products._of_few_tiles(M, K, widths, 132, torch)
 
-    assert plan(165, 6144)[1:3] == (64, 128), "144 tiles, two on some multiprocessors"
-    assert plan(288, 1536)[1:3] == (64, 64)
-    assert plan(452, 43008).kernel == "torch" and plan(452, 43008, "fused")[1:3] == (128, 256)
-    assert plan(65, 64) == _products._tuned("concat_gemm")["90", "half column"]["2**15"].plan, "small ones by class"
+    assert plan(153, 2370, (3555,))[1:3] == (64, 128), "84 tiles"
+    assert plan(202, 1346, (6041,))[1:3] == (128, 128), "96 tiles, where 64 x 128 has two on a multiprocessor"
+    assert plan(288, 4096, (768, 768))[1:3] == (64, 64)
+    assert plan(203, 8192, (8192, 2048, 2048))[1:3] == (128, 256)
+    assert plan(140, 1536, (8960, 8960)).kernel == "torch" and plan(140, 1536, (8960, 8960), False)[1:3] == (64, 128)
 
 
 def test_tiles_are_twice_as_wide_where_that_saves_most_of_a_round():
@@ -785,7 +786,7 @@ def test_what_no_descriptor_describes_is_copied_where_many_rows_need_it(column, 
     assert set(beside_each_other) == {1}, "copies are one weight"
     moved.clear()
     fusebook.concat_gemm(x[:40], weights, strategy="fused")
-    assert set(beside_each_other[-1:]) == ({1} if column else {len(widths)}), "rows are joined below a larger product"
+    assert beside_each_other[-1:] == [1], "rows become columns where there are few of them"
     moved.clear()
     fusebook.concat_gemm(x[:7], weights, strategy="fused")
     fusebook.concat_gemm(x, weights, strategy="views")
@@ -803,7 +804,9 @@ def test_what_no_descriptor_describes_is_copied_where_many_rows_need_it(column, 
         ((1000, 1001, 1001), "float32", True, True),
         ((100, 1001, 1001), "float32", True, False),
         ((76, 1143, 940), "half", True, False),
-        ((179, 1143, 940), "half", True, True),
+        ((179, 1143, 940), "half", True, False),
+        ((217, 768, 3074), "half", True, True),
+        ((4331, 1608, 76), "half", True, False),
         ((16, 2048, 1536), "half", False, False),
         ((17, 2048, 1536), "half", False, True),
         ((4096, 4097, 64), "half", False, False),
@@ -928,15 +931,47 @@ def test_weights_in_rows_become_columns_where_float32_has_many_rows(widths, devi
     assert len(launched) == 1, "torch's products take them as they lie"
 
 
-def test_weights_whose_rows_begin_anywhere_are_joined_for_torch_where_sums_are_long(monkeypatch):
-    by_torch = []
-    monkeypatch.setattr(concat, "_products_of", lambda out, x, weights, tf32: by_torch.append(len(weights)))
-    monkeypatch.setattr(concat, "_launch_concat", lambda *_: by_torch.append(0))
-    monkeypatch.setattr(_products, "_worth_moving", lambda *_: False)
-    for M, K, count in ((461, 896, 1), (127, 896, 0), (461, 511, 0)):
-        x, *weights = (torch.empty(*size, dtype=torch.float16) for size in ((M, K), (K, 260), (K, 131), (K, 1)))
-        concat._into(x.new_empty(M, 392), x, weights, False, "")
-        assert by_torch.pop(0) == count and not by_torch.clear()
+@pytest.mark.parametrize(
+    ("M", "K", "widths", "math", "aligned", "tiles"),
+    [
+        (10, 6093, (256, 256), "half", False, (32, 128)),
+        (5, 828, (2560, 2560), "half", False, (64, 64)),
+        (8, 2177, (23820, 11911), "half", False, (64, 128)),
+        (41, 9234, (7381, 7381), "half", False, (64, 64)),
+        (126, 2048, (768, 385, 1), "half", False, (32, 128)),
+        (175, 60, (2048, 2048), "half", False, (64, 64)),
+        (4392, 500, (76, 76), "half", False, (64, 128)),
+        (126, 2048, (768, 384), "half", True, (64, 128)),
+        (63, 1000, (713, 713), "tf32", True, (32, 64)),
+        (63, 1000, (7130, 7130), "tf32", True, (64, 128)),
+        (65, 1000, (713, 713), "float32", True, (64, 128)),
+    ],
+)
+def test_tiles_by_pointers_are_narrow_where_programs_are_few(M, K, widths, math, aligned, tiles):
+    plan = Plan("strided", 16 if M <= 16 else 64, 64, 128)
+    assert _products._narrowed(plan, M, K, widths, math, aligned, 132)[2:4] == tiles
+    others = Plan("tiles", 64, 64, 128), Plan("strided", 2, 64, 128)
+    assert all(_products._narrowed(other, M, K, widths, math, aligned, 132) == other for other in others)
+
+
+def test_a_long_sum_of_few_tiles_is_not_copied_before_it_is_cut(monkeypatch):
+    launched, moved = [], []
+    for module in (_products, concat):
+        monkeypatch.setattr(module, "gpu", lambda device: ((9, 0), 132))
+    real = _products._moved
+    monkeypatch.setattr(_products, "launch", lambda *_, **__: None)
+    monkeypatch.setattr(_products, "_moved", lambda *given: moved.append(1) or real(*given))
+    monkeypatch.setattr(concat, "_launch_concat", lambda *given: launched.append(given[-1]))
+
+    def plan(M, K, *widths):
+        x, *weights = (torch.empty(size, dtype=torch.float16) for size in ((M, K), *((K, n) for n in widths)))
+        concat._into(x.new_empty(M, sum(widths)), x, weights, False, "")
+        return launched.pop()
+
+    assert plan(126, 2049, 768, 385).split == 4 and not moved
+    assert plan(300, 2047, 768, 385).kernel == "tiles" and moved, "K is short"
+    moved.clear()
+    assert plan(126, 2049, 7681, 385).kernel == "tiles" and moved, "tiles are many"
 
 
 @pytest.mark.parametrize(("columns", "wanted"), [(64, ""), (45, "fused")])
@@ -1067,7 +1102,7 @@ def test_a_sum_in_many_parts_is_right(split, dtype, device, monkeypatch):
     assert is_right(SWIGLU, fusebook.swiglu(x, *weights, strategy="fused"), (x, *weights))
 
 
-@pytest.mark.parametrize(("M", "K", "together"), [(64, 2100, [1, 2]), (65, 2100, [3]), (64, 1000, [3])])
+@pytest.mark.parametrize(("M", "K", "together"), [(64, 30000, [1, 2]), (65, 30000, [3]), (64, 2100, [3])])
 def test_large_weights_of_few_rows_are_fetched_by_descriptors_whatever_is_beside_them(monkeypatch, M, K, together):
     launched = []
     monkeypatch.setattr(_products, "_worth_moving", lambda *_: False)
@@ -1085,7 +1120,9 @@ def test_large_weights_of_few_rows_are_fetched_by_descriptors_whatever_is_beside
         (65, 8, 8, False, "row", True),
         (65, 8, 8, True, "row", False),
         (1024, 1024, 1024, True, "row", True),
-        (64, 4096, 4096, True, "row", False),
+        (64, 4096, 4096, True, "row", True),
+        (64, 4096, 4095, True, "row", False),
+        (32, 4096, 4096, True, "row", False),
         (1024, 1024, 1024, True, "column", False),
     ],
 )

@@ -260,12 +260,12 @@ def _of_rounds(M: int, N: int, plans: Sequence[Plan], multiprocessors: int, torc
     return Plan("torch") if torch and torchs < cost(best) else best
 
 
-# Tiles of products side by side for few tiles of rows. A round over the multiprocessors costs the first number where
-# it is the only one, and the second where programs share a multiprocessor, in 1.5 ns for each step along K.
+# Tiles of products side by side for few tiles of rows, and what they cost: the numbers of a `Cost`.
 _FEW_TILES = {
-    Plan("tiles", 64, 64, 128, stages=3, warps=4, waves=0, late=True): (2.7, 1.75),
-    Plan("tiles", 64, 128, 64, stages=4, warps=4, waves=0, late=True): (3.4, 2.05),
-    Plan("tiles", 128, 256, 64, group=16, stages=4, warps=8, flat=True, bulk=2, late=True): (7.0, 7.0),
+    Plan("tiles", 64, 64, 128, stages=3, warps=4, waves=0, late=True): (6.7, 0.17, 0.325, 0.93),
+    Plan("tiles", 64, 128, 64, stages=4, warps=4, waves=0, late=True): (6.9, 0.117, 0.224, 1.56),
+    Plan("tiles", 128, 128, 64, stages=4, warps=8, waves=0, late=True): (4.9, 0.014, 0.317, 3.9),
+    Plan("tiles", 128, 256, 64, group=16, stages=4, warps=8, flat=True, bulk=2, late=True): (7.3, 0.06, 0.56, 3.9),
 }
 
 
@@ -280,21 +280,6 @@ def _wider(name: str, M: int, N: int, plan: Plan, multiprocessors: int) -> Plan:
         triton.cdiv(triton.cdiv(M, p.bm) * triton.cdiv(N // halves, p.bn), multiprocessors) for p in (plan, wide)
     )
     return wide if 1.8 * fewer < rounds else plan
-
-
-def _of_few_tiles(M: int, N: int, multiprocessors: int, torch: bool) -> Plan:
-    """Of `_FEW_TILES` the one that costs least; with `torch`, or torch's products, as in `_of_rounds`.
-
-    Fitted to products of 66 to 522 rows on an H200, of problems drawn to tune by.
-    """
-
-    def cost(plan: Plan) -> float:
-        alone, each = _FEW_TILES[plan]
-        return max(alone, each * triton.cdiv(triton.cdiv(M, plan.bm) * triton.cdiv(N, plan.bn), multiprocessors))
-
-    best = min(_FEW_TILES, key=cost)
-    torchs = 2.4 + 3.7 * 64 * triton.cdiv(M, 64) * N / (multiprocessors * 2**14)
-    return Plan("torch") if torch and torchs < cost(best) else best
 
 
 class Cost(NamedTuple):
@@ -355,6 +340,20 @@ def microseconds(
     walking = steps * max(cost.alone, cost.each * programs) + cost.finish * programs
     parts = _PARTS + 8 * both * plan.split * M * N / _COPIED if plan.split > 1 else 0.0
     return cost.start + max(walking, reading) + parts
+
+
+def _of_few_tiles(M: int, K: int, widths: Sequence[int], multiprocessors: int, torch: bool) -> Plan:
+    """Of `_FEW_TILES` the one that costs least; with `torch`, or torch's products, whose tiles fill their rounds.
+
+    Fitted to products of 65 to 512 rows on an H200, of problems drawn to tune by.
+    """
+
+    def cost(plan: Plan) -> float:
+        return microseconds(Cost(plan, *_FEW_TILES[plan]), M, K, widths, 2, multiprocessors)
+
+    best = min(_FEW_TILES, key=cost)
+    torchs = 7 + K * (0.0036 + 0.0055 * 64 * triton.cdiv(M, 64) * sum(widths) / (multiprocessors * 2**14))
+    return Plan("torch") if torch and torchs < cost(best) else best
 
 
 def copying(M: int, K: int, widths: Sequence[int], itemsize: int, x: bool, weights: bool) -> float:
@@ -477,9 +476,9 @@ def _worth_moving(sizes: tuple[int, int, int], math: str, weights: bool, capabil
         return math == "float32" and M > _FEW and M * K * N >= 2**27 and capability is not None
     if capability is None:
         return M > 8  # so that small products show both ways
-    if not weights and M > 256 and N < 128:  # then reading x is all the work
+    if M > 256 and N < 128 and (math == "half" or not weights):  # then reading x is all the work
         return False
-    least = 2**27 if math == "half" else 2**29
+    least = 2**28 if math == "half" else 2**29
     if weights:
         return M > _FEW and M * K * N >= least
     return K * N >= (2**23 if M <= 16 else 2**21) or M * K * N >= 2**29
@@ -532,8 +531,6 @@ def _gemm_plan(
         plans = [shapes[shape].plan for shape in ("2**21", "2**23", "2**19")]
         plans.append(Plan("tiles", 64, 128, 64, stages=4))
         return _of_rounds(M, N // 2, plans, multiprocessors, strategy is None)
-    if (name, math) == ("concat_gemm", "half") and _FEW < M <= _MIDDLE and M * N >= 2**18 and aligned and shapes:
-        return _of_few_tiles(M, N, multiprocessors, strategy is None)
     if (shape := _nearest(shape_class(M, N), shapes)) is not None:
         plan, torchs = shapes[shape]
         if strategy is None and torchs is not None and plan.kernel == "tiles" and plan.waves and shape[0] == "2":
@@ -620,12 +617,15 @@ def _fetchable(
         move = wanted[1]
     else:
         worth = turn or _worth_moving((M, K, N), math, move_weights, capability)
+        worth = worth and not (merge and _long(M, K, [w.shape[1] for w in weights], math, gpu(x.device)[1]))
         move = worth and strategy != "views" and not in_rows
     if not move:
         return x, weights, False, False
     if move_x:
         (x,) = _moved([x], "row")
     if move_weights:
+        if merge and (layout, math) == ("row", "half") and len(weights) > 1 and M <= K:
+            layout = "column"  # one weight, whose columns begin where descriptors can fetch them
         if merge and layout == "row" and len(weights) > 1 and M > K:
             weights = [_merged(weights)]
         elif merge and layout == "column":
@@ -635,6 +635,33 @@ def _fetchable(
             alike = all(w.shape == weights[0].shape for w in weights)  # and then one descriptor describes them
             weights = _moved(weights, layout) if alike else [_moved([w], layout)[0] for w in weights]
     return x, weights, True, True
+
+
+def _narrowed(
+    plan: Plan, M: int, K: int, widths: Sequence[int], math: str, aligned: bool, multiprocessors: int
+) -> Plan:  # fmt: skip
+    """Tiles by pointers of weights side by side: narrow ones with long steps where programs are few.
+
+    Their loads are under way together. No descriptor describes weights of half types, others may be described; and no
+    steps go beyond K. Fitted to problems drawn to tune by.
+    """
+    if plan.kernel != "strided" or plan.bm < 16 or (math == "half" and aligned):
+        return plan
+    if M > _FEW and K <= 64 < plan.bk:
+        return plan._replace(bn=64, bk=64, stages=4)
+    tiles = triton.cdiv(M, plan.bm) * sum(triton.cdiv(N, 32) for N in widths)
+    if math != "half":
+        return plan._replace(bn=32, bk=64) if M <= _FEW and tiles < multiprocessors else plan
+    if M <= _MIDDLE and tiles < (1 if M <= 16 else 2) * multiprocessors:
+        return plan._replace(bn=32, bk=128, stages=3)
+    wide = tiles < 8 * multiprocessors if M <= 16 else 32 < M <= _FEW
+    return plan._replace(bn=64, bk=64, stages=4) if wide else plan
+
+
+def _long(M: int, K: int, widths: Sequence[int], math: str, multiprocessors: int) -> bool:
+    """Whether half types have so few tiles with so long a K that sums are cut and no copy is waited for."""
+    tiles = triton.cdiv(M, 64) * sum(triton.cdiv(n, 64) for n in widths)
+    return math == "half" and _FEW < M <= _MIDDLE and K >= 2048 and 2 * tiles <= multiprocessors
 
 
 def _cut(
@@ -651,12 +678,14 @@ def _cut(
     one_by_one = math == "half" and not aligned and M > 16
     tiles, steps = triton.cdiv(M, plan.bm) * sum(triton.cdiv(N, plan.bn) for N in widths), K // plan.bk
     if plan.bm < 16 or one_by_one:
-        beside = 2 if M > _FEW else 8 if plan.bm < 16 and not (math == "half" and aligned) else 4
+        beside = 8 if not (math == "half" and aligned) else 4
+        if plan.bm >= 16:
+            beside = 2 if plan.bn > 32 else 3 if M > _FEW else 4
         most = min(beside * multiprocessors // max(1, tiles), steps // 2)
         return plan._replace(split=max(plan.split, 1 << max(0, most.bit_length() - 1)))
     beside, parts = 2, K // max(256, 4 * plan.bk)
     if not aligned or math == "float32":
-        beside, parts = 4 if aligned else 16, max(parts, min(8, K // max(128, 2 * plan.bk)))
+        beside, parts = 4 if aligned else 16 if math == "half" else 8, max(parts, min(8, K // max(128, 2 * plan.bk)))
     most = min(beside * multiprocessors // max(1, tiles), parts)
     split = 1 << max(0, most.bit_length() - 1)
     return plan if split <= plan.split or steps - steps // split < 6 else plan._replace(split=split)
@@ -685,6 +714,8 @@ def _by_torch(M: int, K: int, N: int, math: str, aligned: bool, layout: str) -> 
     Tensor cores take TF32 along K only, so that rows of weights would go through registers, once for each product; they
     are not worth turning here, see `_worth_turning`. Few tiles of a long K are slow as well.
     """
+    if aligned and layout == "row" and math in ("float32", "tf32") and 32 < M <= _FEW and K * N >= 2**24:
+        return True
     if math != "float32":
         return False
     if aligned:

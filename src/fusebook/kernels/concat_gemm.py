@@ -25,6 +25,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ._operator import Operator, apply, empty, gpu, launch
 from ._products import (
     _FEW,
+    _MIDDLE,
     _MOST,
     Plan,
     _asked,
@@ -38,6 +39,8 @@ from ._products import (
     _late,
     _math,
     _matrix,
+    _narrowed,
+    _of_few_tiles,
     _options,
     _pick,
     _place,
@@ -266,7 +269,7 @@ def _into(out: Tensor, x: Tensor, weights: Sequence[Tensor], tf32: bool, strateg
     math, hardware = _math(x.dtype, tf32), gpu(x.device)
     weights = [w for w in weights if w.shape[1]]
     # Weights that few rows need are not copied: one whose rows begin anywhere is not to slow down large ones beside it.
-    large = M <= _FEW and N * x.shape[1] >= 2**22
+    large = M <= _FEW and N * x.shape[1] >= 2**26
     layouts = [(how := layout_of(w), large and _describable(w, how)) for w in weights]
     # Plans were tuned on columns that begin at multiples of 16 bytes: their notes on torch do not hold for others.
     ragged = math == "half" and _ragged((w.shape[1] for w in weights), x.element_size())
@@ -292,12 +295,13 @@ def _into(out: Tensor, x: Tensor, weights: Sequence[Tensor], tf32: bool, strateg
             # What was copied to where it is aligned was copied for ours; x, perhaps, with earlier weights.
             way = strategy or ("fused" if aligned and (ragged or copied or x is not given) else None)
             plan = _plan("concat_gemm", (M, N), math, layout + kind, aligned, hardware, way)
+            if hardware[0] is not None:
+                plan = _narrowed(plan, M, x.shape[1], widths, math, aligned, hardware[1])
+                if math == "half" and aligned and way != "views" and _FEW < M <= _MIDDLE and M * N >= 2**18:
+                    plan = _of_few_tiles(M, x.shape[1], widths, hardware[1], way is None)
             if width == N:
                 plan = _cut(plan, M, x.shape[1], widths, math, aligned, hardware[1])
-            # Rows that begin anywhere and were not worth a copy take torch's product, joined, which is one of both.
-            anywhere = math == "half" and layout == "row" and not all(_describable(w, layout) for w in group)
-            anywhere = anywhere and M >= 128 and x.shape[1] >= 512
-            if not strategy and (anywhere or _by_torch(M, x.shape[1], N, math, aligned, layout)):
+            if not strategy and _by_torch(M, x.shape[1], N, math, aligned, layout):
                 plan = Plan("torch")
             if plan.kernel == "torch" and not strategy and layout != "any" and M > _FEW and x.shape[1] * width <= 2**23:
                 plan = Plan("joined")  # small beside x, and two launches less
