@@ -530,7 +530,7 @@ def test_swiglu_of_few_tiles_of_rows_counts_rounds():
 
 def test_products_of_few_tiles_of_rows_take_what_fills_a_round():
     def plan(M, K, widths, torch=True):
-        return _products._of_few_tiles(M, K, widths, 132, torch)
+        return concat._of_few_tiles(M, K, widths, 132, torch)
 
     assert plan(153, 2370, (3555,))[1:3] == (64, 128), "84 tiles"
     assert plan(202, 1346, (6041,))[1:3] == (128, 128), "96 tiles, where 64 x 128 has two on a multiprocessor"
@@ -949,9 +949,9 @@ def test_weights_in_rows_become_columns_where_float32_has_many_rows(widths, devi
 )
 def test_tiles_by_pointers_are_narrow_where_programs_are_few(M, K, widths, math, aligned, tiles):
     plan = Plan("strided", 16 if M <= 16 else 64, 64, 128)
-    assert _products._narrowed(plan, M, K, widths, math, aligned, 132)[2:4] == tiles
+    assert concat._narrowed(plan, M, K, widths, math, aligned, 132)[2:4] == tiles
     others = Plan("tiles", 64, 64, 128), Plan("strided", 2, 64, 128)
-    assert all(_products._narrowed(other, M, K, widths, math, aligned, 132) == other for other in others)
+    assert all(concat._narrowed(other, M, K, widths, math, aligned, 132) == other for other in others)
 
 
 def test_a_long_sum_of_few_tiles_is_not_copied_before_it_is_cut(monkeypatch):

@@ -19,7 +19,7 @@ import csv
 import functools
 import itertools
 import pathlib
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -342,20 +342,6 @@ def microseconds(
     return cost.start + max(walking, reading) + parts
 
 
-def _of_few_tiles(M: int, K: int, widths: Sequence[int], multiprocessors: int, torch: bool) -> Plan:
-    """Of `_FEW_TILES` the one that costs least; with `torch`, or torch's products, whose tiles fill their rounds.
-
-    Fitted to products of 65 to 512 rows on an H200, of problems drawn to tune by.
-    """
-
-    def cost(plan: Plan) -> float:
-        return microseconds(Cost(plan, *_FEW_TILES[plan]), M, K, widths, 2, multiprocessors)
-
-    best = min(_FEW_TILES, key=cost)
-    torchs = 7 + K * (0.0036 + 0.0055 * 64 * triton.cdiv(M, 64) * sum(widths) / (multiprocessors * 2**14))
-    return Plan("torch") if torch and torchs < cost(best) else best
-
-
 def copying(M: int, K: int, widths: Sequence[int], itemsize: int, x: bool, weights: bool) -> float:
     """Microseconds of the copies of x, and of weights: of each a launch, which reads and writes it."""
     time = _BESIDE + 2 * M * K * itemsize / _COPIED if x else 0.0
@@ -637,27 +623,6 @@ def _fetchable(
     return x, weights, True, True
 
 
-def _narrowed(
-    plan: Plan, M: int, K: int, widths: Sequence[int], math: str, aligned: bool, multiprocessors: int
-) -> Plan:  # fmt: skip
-    """Tiles by pointers of weights side by side: narrow ones with long steps where programs are few.
-
-    Their loads are under way together. No descriptor describes weights of half types, others may be described; and no
-    steps go beyond K. Fitted to problems drawn to tune by.
-    """
-    if plan.kernel != "strided" or plan.bm < 16 or (math == "half" and aligned):
-        return plan
-    if M > _FEW and K <= 64 < plan.bk:
-        return plan._replace(bn=64, bk=64, stages=4)
-    tiles = triton.cdiv(M, plan.bm) * sum(triton.cdiv(N, 32) for N in widths)
-    if math != "half":
-        return plan._replace(bn=32, bk=64) if M <= _FEW and tiles < multiprocessors else plan
-    if M <= _MIDDLE and tiles < (1 if M <= 16 else 2) * multiprocessors:
-        return plan._replace(bn=32, bk=128, stages=3)
-    wide = tiles < 8 * multiprocessors if M <= 16 else 32 < M <= _FEW
-    return plan._replace(bn=64, bk=64, stages=4) if wide else plan
-
-
 def _long(M: int, K: int, widths: Sequence[int], math: str, multiprocessors: int) -> bool:
     """Whether half types have so few tiles with so long a K that sums are cut and no copy is waited for."""
     tiles = triton.cdiv(M, 64) * sum(triton.cdiv(n, 64) for n in widths)
@@ -849,15 +814,6 @@ def _kind(x: Tensor, weights: Sequence[Tensor], layout: str) -> str:
     """
     pitches = [_leading(x, "row"), *(_leading(w, layout) for w in weights)]
     return " short" if any(pitch * x.element_size() % 128 for pitch in pitches) else ""
-
-
-def _ragged(widths: Iterable[int], itemsize: int) -> bool:
-    """Whether products side by side leave some row of theirs beginning at no multiple of 16 bytes.
-
-    Torch's products into such rows were much slower where that was measured: its fastest kernels want whole 16 bytes.
-    Ours fetches by descriptors all the same; only its threads store, one by one.
-    """
-    return any(width * itemsize % 16 for width in widths)
 
 
 def _workspace(plan: Plan, tiles: int, sums: int, out: Tensor) -> tuple[Tensor, Tensor, dict[str, bool]]:

@@ -13,7 +13,7 @@ the same output.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -25,8 +25,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ._operator import Operator, apply, empty, gpu, launch
 from ._products import (
     _FEW,
+    _FEW_TILES,
     _MIDDLE,
     _MOST,
+    Cost,
     Plan,
     _asked,
     _by_torch,
@@ -39,15 +41,12 @@ from ._products import (
     _late,
     _math,
     _matrix,
-    _narrowed,
-    _of_few_tiles,
     _options,
     _pick,
     _place,
     _plan,
     _product,
     _programs,
-    _ragged,
     _shared_out,
     _starts,
     _store,
@@ -60,6 +59,7 @@ from ._products import (
     _whole,
     _workspace,
     layout_of,
+    microseconds,
 )
 
 __all__ = ["concat_gemm", "concat_gemm_eager"]
@@ -215,6 +215,53 @@ def _concat_gemm_strided(
             _store(out_ptr + start, y, m, n, M, N, LD)
     else:
         _store(out_ptr + start, y, m, n, M, N, LD)  # write MN
+
+
+# Plans ---------------------------------------------------------------------------------------------------------------
+
+
+def _ragged(widths: Iterable[int], itemsize: int) -> bool:
+    """Whether products side by side leave some row of theirs beginning at no multiple of 16 bytes.
+
+    Torch's products into such rows were much slower where that was measured: its fastest kernels want whole 16 bytes.
+    Ours fetches by descriptors all the same; only its threads store, one by one.
+    """
+    return any(width * itemsize % 16 for width in widths)
+
+
+def _narrowed(
+    plan: Plan, M: int, K: int, widths: Sequence[int], math: str, aligned: bool, multiprocessors: int
+) -> Plan:  # fmt: skip
+    """Tiles by pointers of weights side by side: narrow ones with long steps where programs are few.
+
+    Their loads are under way together. No descriptor describes weights of half types, others may be described; and no
+    steps go beyond K. Fitted to problems drawn to tune by.
+    """
+    if plan.kernel != "strided" or plan.bm < 16 or (math == "half" and aligned):
+        return plan
+    if M > _FEW and K <= 64 < plan.bk:
+        return plan._replace(bn=64, bk=64, stages=4)
+    tiles = triton.cdiv(M, plan.bm) * sum(triton.cdiv(N, 32) for N in widths)
+    if math != "half":
+        return plan._replace(bn=32, bk=64) if M <= _FEW and tiles < multiprocessors else plan
+    if M <= _MIDDLE and tiles < (1 if M <= 16 else 2) * multiprocessors:
+        return plan._replace(bn=32, bk=128, stages=3)
+    wide = tiles < 8 * multiprocessors if M <= 16 else 32 < M <= _FEW
+    return plan._replace(bn=64, bk=64, stages=4) if wide else plan
+
+
+def _of_few_tiles(M: int, K: int, widths: Sequence[int], multiprocessors: int, torch: bool) -> Plan:
+    """Of `_FEW_TILES` the one that costs least; with `torch`, or torch's products, whose tiles fill their rounds.
+
+    Fitted to products of 65 to 512 rows on an H200, of problems drawn to tune by.
+    """
+
+    def cost(plan: Plan) -> float:
+        return microseconds(Cost(plan, *_FEW_TILES[plan]), M, K, widths, 2, multiprocessors)
+
+    best = min(_FEW_TILES, key=cost)
+    torchs = 7 + K * (0.0036 + 0.0055 * 64 * triton.cdiv(M, 64) * sum(widths) / (multiprocessors * 2**14))
+    return Plan("torch") if torch and torchs < cost(best) else best
 
 
 # Launchers -----------------------------------------------------------------------------------------------------------
