@@ -408,7 +408,7 @@ Folded("The kernel of the library", Source(_softmax_rows, doc=False))
 # Half types of 40961 to 53248 columns are taken so, and most gradients of
 # 24577 to 131072: there many rows take no longer by it. At other widths many
 # rows would take longer, and a row's bits must not depend on how many come
-# with it. What quack gains there stands in the table of points lost, below.
+# with it. What quack gains there stands below, under *Where it does not win*.
 
 Folded("What is launched for which shape", Source(softmax_plan, doc=False))
 

@@ -444,7 +444,7 @@ Folded("Add up segments", Source(_scatter_nd_segments, doc=False))
 # With :term:`programmatic dependent launch`, on Hopper and later GPUs, this
 # kernel may start while the sort still runs, and says itself where it has to
 # wait (``gdc_wait``). So its programs have their places when the last zero is
-# written.
+# written. (:doc:`plot_201_gemm_concat` has a picture of it.)
 
 # %%
 # With very many updates, comparing all with all takes too long. Then atomic

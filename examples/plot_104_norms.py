@@ -696,7 +696,7 @@ claims(
 
 table(
     pd.concat({name: tables.losses(frame) for name, frame in every.items()}),
-    "Points lost, cold: the fastest other way, and how far behind",
+    "Where another way is faster, cold: the fastest, and how far behind",
 )
 
 # %%

@@ -816,7 +816,7 @@ claims(
 everything = tables.together(widest, models, heads)
 table(
     tables.losses(everything),
-    "Points lost, cold: the fastest other way, and how far behind",
+    "Where another way is faster, cold: the fastest, and how far behind",
     fold=False,
 )
 

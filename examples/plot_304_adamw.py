@@ -834,7 +834,7 @@ claims(
 
 table(
     tables.losses(both),
-    "Points lost, cold: the fastest other way, and how far behind we are",
+    "Where another way is faster, cold: the fastest, and how far behind",
     fold=False,
 )
 
@@ -843,7 +843,7 @@ table(
 
 table(
     tables.losses(both, kind="warm"),
-    "Points lost, warm",
+    "Where another way is faster, warm",
     fold=False,
 )
 
@@ -878,7 +878,10 @@ callers = tables.alike(both)
 by_clock(callers)
 
 # %%
-table(tables.losses(callers, kind="paid"), "Points lost by an eager program")
+table(
+    tables.losses(callers, kind="paid"),
+    "Where another way is faster for an eager program",
+)
 
 # %%
 # What to take to the next kernel:

@@ -197,23 +197,29 @@ def lost(kind, how=tables.losses):
     return every
 
 
-table(lost("cold"), "Points lost cold, the worst of each operator first")
+table(
+    lost("cold"),
+    "Where another way is faster, cold, the worst of each operator first",
+)
 
 # %%
-table(lost("warm"), "Points lost warm")
+table(lost("warm"), "Where another way is faster, warm")
 
 # %%
-table(lost("paid"), "Points lost by an eager program of many calls")
+table(
+    lost("paid"),
+    "Where another way is faster for an eager program of many calls",
+)
 
 # %%
 # By a single call, with the reason of each loss. Some ways are given what took
 # work outside the clock: weights that were packed into one matrix beforehand,
 # or a captured graph. A caller who can do that should; what ours is given is
-# compared by itself below. *A kernel that is not chosen there*: by itself the
-# launcher takes another one at this size, which does not lose. Where neither
-# the device's time nor the host's in a loop explains half of what is lost, the
-# host takes longer after a wait, when the processor's caches hold other
-# things.
+# compared by itself below. *A kernel that is not chosen there* is one that the
+# launcher does not take at this size unless it is told to; what it takes does
+# not lose. *The host after a wait* is the reason where neither the device's
+# time nor the host's in a loop explains half of what is lost: after a wait the
+# processor's caches hold other things.
 
 
 prepared = {
@@ -229,7 +235,7 @@ called = pd.concat(
     names=["operator"],
 )
 called.attrs["compared"] = points["call"]
-table(called, "Points lost by one call that is waited for, and why")
+table(called, "Where another way is faster by a call, waited for, and why")
 
 # %%
 given = {
@@ -242,7 +248,7 @@ unprepared = sum(
 why = called["why"].value_counts()
 claims(
     say(
-        "Of {lost} points that are lost by one call, {prepared} are lost to "
+        "Of {lost} sizes that are lost by one call, {prepared} are lost to "
         "what was prepared beforehand, {device} on the device, {host} by the "
         "host, {wait} by the host after a wait, {other} by a kernel that is "
         "not chosen there.",

@@ -223,7 +223,7 @@ def test_all_results_replay_and_points_lost_are_among_them(recorded, tmp_path, m
     record.write(frame, folder)
     monkeypatch.setattr(machines, "RECORDS", folder)
     shown = map(repr, run_page(EXAMPLES / "plot_900_all_results.py"))
-    cold, warm, paid, call = [text for text in shown if text.startswith("Points lost")]
+    cold, warm, paid, call = [text for text in shown if text.startswith("Where another way is faster")]
     assert "double" in cold and "eager" in cold
     assert "double" not in warm
     assert "eager program" in paid and "waited for" in call
