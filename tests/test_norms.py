@@ -271,16 +271,27 @@ def test_rows_that_lie_apart_are_copied_as_they_are(view):
     assert side_by_side(y) is y
 
 
+def with_gaps(x):
+    """Rows along two axes, the second first in memory; between places along the first one number is nobody's."""
+    outer = next(n for n in (2, 3, 5) if len(x) % n == 0)
+    rows = x.unflatten(0, (outer, -1))
+    memory = x.new_full((outer, rows[0].numel() + 1), math.nan)
+    return memory[:, :-1].view(outer, x.shape[1], -1).mT.copy_(rows)
+
+
 @centred
-@pytest.mark.parametrize("shape", [(3, 2), (33, 70), (100, 256), (35, 2100)], ids=str)
-@pytest.mark.parametrize("how", ["across", "permuted", "both"])
+@pytest.mark.parametrize("shape", [(3, 2), (33, 70), (96, 256), (35, 2100)], ids=str)
+@pytest.mark.parametrize("how", ["across", "permuted", "both", "with gaps"])
 @pytest.mark.parametrize("added", [False, True])
 def test_rows_that_lie_apart_are_read_where_they_are(centred, shape, how, added, monkeypatch):
     monkeypatch.setattr("fusebook.kernels._rows.side_by_side", None)  # nothing is copied
     monkeypatch.setattr(_norms, "_ENOUGH", 1)
     x, residual = (made(*shape, seed=seed) + 3 * seed for seed in (1, 2))
     x[:, : shape[1] // 2] += 50  # parts of a row have other means
-    x, residual = (inputs.laid(t, "across" if how == "both" else how) for t in (x, residual))
+    if how == "with gaps":
+        x, residual = with_gaps(x), with_gaps(residual)
+    else:
+        x, residual = (inputs.laid(t, "across" if how == "both" else how) for t in (x, residual))
     if how == "both":  # each its own way
         residual = residual.contiguous()
     weight, bias = made(shape[1], seed=2), made(shape[1], seed=3)
@@ -310,20 +321,36 @@ def test_all_programs_of_a_wide_gradient_have_room_at_once(size, centred, added,
             assert n * size > 2**20 or plan.constants["LANES"] <= 4 * 32 * plan.warps
 
 
+@pytest.mark.parametrize("lined", [False, True])
 @pytest.mark.parametrize("added", [False, True])
 @pytest.mark.parametrize("size", [2, 4, 8])
-def test_the_width_alone_decides_how_a_row_is_added_up(size, added):
-    for n in (1, 64, 96, 150, 274, 520, 781, 4096, 8191, 8192, 32768, 50257, 262144):
+def test_the_width_alone_decides_how_a_row_is_added_up(size, added, lined):
+    for n in (1, 64, 75, 96, 131, 150, 274, 520, 781, 1602, 4096, 8191, 8192, 32768, 50257, 262144):
         vector = 8 if size == 2 and n % 2 and n > 256 else 1
-        plans = [norm_plan(rows, n, size, (9, 0), added, False, vector) for rows in (1, 7, 4096, 10**6)]
+        counts = (1, 7, 4096, 10**6)
+        plans = [norm_plan(rows, n, size, (9, 0), added, False, vector, lined=lined) for rows in counts]
         cuts = [{k: v for k, v in p.constants.items() if k not in ("ROWS", "AHEAD")} for p in plans]
         assert len({(p.kernel, str(cut), p.warps, p.span, p.parts) for p, cut in zip(plans, cuts, strict=True)}) == 1
-        # Each thread has 16 bytes of a row at a time or all that there are of its share, however many rows there are.
-        taken = [p.constants["ROWS"] * p.constants["BLOCK"] for p in plans if p.kernel == "rows"]
-        assert len(set(taken)) <= 1 or min(taken) * size >= 16 * 32 * plans[0].warps
+        # Each thread has 16 bytes of a row at a time, or what rows of this width let it, however many rows there are.
+        together = [p.constants["ROWS"] for p in plans if p.kernel == "rows"]
+        at_once = math.gcd(n, 16 // size) * 32 * plans[0].warps
+        assert len(set(together)) <= 1 or min(together) * plans[0].constants["BLOCK"] >= at_once
+        # A tile of one row is cut as the weights are, which may begin where vectors do when rows do not.
+        assert lined or len({rows == 1 for rows in together}) <= 1
         backward = [norm_backward_plan(rows, n, size, (9, 0), 132, False, False) for rows in (1, 7, 4096, 10**6)]
         assert len({(str(p.constants), p.warps, p.span, p.parts) for p in backward}) == 1
         assert all(1 <= p.groups * p.parts <= 132 * 64 for p in backward)
+
+
+def test_no_weights_are_held_for_which_a_thread_has_no_register():
+    """They would go through memory."""
+    ahead = {
+        (n, size, centred): norm_plan(8, n, size, (9, 0), False, False, centred=centred).constants["AHEAD"]
+        for n, size in ((4096, 4), (18432, 4), (28672, 4), (32768, 4), (8192, 8), (16384, 8), (28672, 2))
+        for centred in (False, True)
+    }
+    behind = {(28672, 4, True), (32768, 4, False), (32768, 4, True), (16384, 8, False), (16384, 8, True)}
+    assert {case for case, early in ahead.items() if not early} == behind
 
 
 @pytest.mark.parametrize(

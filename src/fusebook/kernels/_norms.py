@@ -209,37 +209,43 @@ def _norm_rows(
 @triton.jit
 def _norm_across(
     y_ptr, sum_ptr, scale_ptr, stats_ptr, x_ptr, r_ptr, w_ptr, b_ptr, OUTER, INNER, N, PARTS,
-    y_strides, x_strides, r_strides,
+    y_strides, x_strides, r_strides, ALIGN: tl.constexpr,
     EPS: tl.constexpr, CENTRED: tl.constexpr, LIMIT: tl.constexpr, INTERPRETED: tl.constexpr, STEP: tl.constexpr,
-    ROWS: tl.constexpr, SIDE: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, SPAN: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, SPAN: tl.constexpr,
     LANES: tl.constexpr, OUTERS=None,
 ):  # fmt: skip
-    """ROWS rows, SIDE of them neighbours along INNER: CHUNKS tiles of BLOCK columns. Each of PARTS is of SPAN columns.
+    """ROWS rows, neighbours along INNER first: CHUNKS tiles of BLOCK columns. Each of PARTS is of SPAN columns.
 
+    INNER, and of x and r the strides of OUTER and N, are counted in units of ALIGN rows, which lie side by side.
     STEP 0: all of a row; 1: what a part adds to its statistics, and the sum with the residual; 2: the rest by these.
     """
     TYPE: tl.constexpr = x_ptr.dtype.element_ty
     FLOAT: tl.constexpr = tl.float64 if TYPE == tl.float64 else tl.float32
     # From the end back: what was read last is likeliest to be in a cache still.
     program = tl.num_programs(0) - 1 - tl.program_id(0) if STEP == 2 else tl.program_id(0)
-    along = tl.cdiv(INNER, SIDE)
-    tiles = along * tl.cdiv(OUTER, ROWS // SIDE)
+    tiles = tl.cdiv((tl.zeros([], tl.int64) + OUTER) * INNER, ROWS // ALIGN).to(tl.int32)
     part = program // tiles
-    tile = program % tiles
+    unit = (program % tiles).to(tl.int64) * (ROWS // ALIGN)
     lane = tl.arange(0, ROWS)[:, None]  # [ROWS, 1]
-    inner = (tile % along * SIDE + lane % SIDE).to(tl.int64)
-    outer = (tile // along * (ROWS // SIDE) + lane // SIDE).to(tl.int64)
-    live = (inner < INNER) & (outer < OUTER)
-    at_x = begin_of(outer, inner, OUTERS, x_strides)
+    units = (unit % INNER).to(tl.int32) + lane // ALIGN
+    inner = units % INNER * ALIGN + lane % ALIGN
+    if ALIGN == 1:  # nearly so, and neighbours of a warp are to be neighbours in memory
+        inner = tl.max_contiguous(inner, [ROWS, 1])
+    inner = inner.to(tl.int64)
+    outer = unit // INNER + units // INNER
+    live = outer < OUTER
+    first = tl.zeros([ROWS, 1], tl.int64)
+    at_x = begin_of(outer, first, OUTERS, x_strides) * ALIGN + inner * x_strides[1]
+    at_r = begin_of(outer, first, OUTERS, r_strides) * ALIGN + inner * r_strides[1]
     at_y = begin_of(outer, inner, OUTERS, y_strides)
-    at_r = begin_of(outer, inner, OUTERS, r_strides)
     begin = part * (CHUNKS * BLOCK)
     columns = begin + tl.arange(0, BLOCK)[None, :]  # [1, BLOCK]
     chunks = ()
     for i in tl.static_range(CHUNKS):  # all of them before the first is stored
         at = (columns + i * BLOCK).to(tl.int64)
         inside = live & (columns + i * BLOCK < N)
-        x = _row(x_ptr, r_ptr, at_x + at * x_strides[2], at_r + at * r_strides[2], inside)  # [ROWS, BLOCK]; read MN
+        to_x, to_r = at_x + at * (x_strides[2] * ALIGN), at_r + at * (r_strides[2] * ALIGN)
+        x = _row(x_ptr, r_ptr, to_x, to_r, inside)  # [ROWS, BLOCK]; read MN
         chunks += (x,)
     if STEP < 2:
         totals = tl.zeros([ROWS, BLOCK], FLOAT)
@@ -257,15 +263,15 @@ def _norm_across(
                 x = tl.where(columns + i * BLOCK < N, chunks[i].to(FLOAT) - mean, 0.0)
                 totals += x * x
         squares = tl.sum(totals, 1)[:, None] if CENTRED else total
-    row = outer * INNER + inner
+    row = outer * (INNER * ALIGN) + inner
     if STEP == 1:
-        rows = (tl.zeros([], tl.int64) + OUTER) * INNER
+        rows = (tl.zeros([], tl.int64) + OUTER) * (INNER * ALIGN)
         tl.store(stats_ptr + part * rows + row, squares, mask=live)
         if CENTRED:
             tl.store(stats_ptr + (PARTS + part) * rows + row, total, mask=live)
     else:
         if STEP == 2:
-            rows = (tl.zeros([], tl.int64) + OUTER) * INNER
+            rows = (tl.zeros([], tl.int64) + OUTER) * (INNER * ALIGN)
             lanes = tl.arange(0, LANES)[None, :]  # [1, LANES]
             found = live & (lanes < PARTS)
             squares = tl.load(stats_ptr + lanes * rows + row, mask=found, other=0.0)  # [ROWS, LANES]
@@ -568,6 +574,10 @@ _WINDOWS = (
 )
 
 
+#: Sums of such rows with a residual: beyond this width 8 warps leave a multiprocessor no room for a second program.
+_WIDE_SUMS = 24576
+
+
 def norm_plan(
     rows: int,
     n: int,
@@ -579,11 +589,12 @@ def norm_plan(
     pairs: bool = False,
     processors: int = 132,
     centred: bool = False,
+    lined: bool = False,
 ) -> Plan:
     """Choose the kernel and its constants, for `rows` rows of `n` numbers of `size` bytes; `added`: of two tensors.
 
     `vector`: the numbers in 16 bytes, where rows begin anywhere within these, otherwise 1. `pairs`: half types can be
-    read in pairs.
+    read in pairs. `lined`: all rows begin where vectors of 16 bytes do.
 
     But for the interpreter, whose `capability` is None, the width and how rows lie decide how one is cut and added up:
     so its result is the same, bit for bit, however many rows there are.
@@ -604,9 +615,13 @@ def norm_plan(
         few = rows <= 8 * processors * together
         if vector > 1:
             block, warps, together = next(tile for most, tile in _WINDOWS if n <= most)
+            if added and n > _WIDE_SUMS:
+                block, warps = 4096, 16
         elif few:
-            # Each thread still takes 16 bytes of a row, so that it is added up as among many.
-            together = max(1, min(together, 512 // size // block))
+            # Each thread still takes 16 bytes of a row, or what rows of this width let it, so that it is added up as
+            # among many. In a tile of one row it takes as many numbers of that as of weights, which are aligned.
+            least = 1 if lined else min(2, together)
+            together = max(least, min(together, 32 * math.gcd(n, 16 // size) // block))
         chunks = max(1, triton.cdiv(reach, block))
         if capability is None:  # the interpreter's cost is programs times operations, whatever their size
             most = max(1, 2**15 // triton.next_power_of_2(block * chunks))  # a power of two, as it must be
@@ -614,6 +629,9 @@ def norm_plan(
         # Where a warp takes whole vectors, Triton 3.6 makes one shift of 64 bits of two of a thread's number, and wrong
         # addresses of it, if weights are asked for ahead.
         ahead = few and (vector == 1 or warps > 1)
+        # A thread holds numbers, weights and biases: in more registers than it has they would go through memory.
+        words = chunks * block * size * (3 if centred else 2) // (4 * 32 * warps)
+        ahead = ahead and words <= min(255, 65536 // (32 * warps)) - 8
         constants = {"VEC": vector, "ROWS": together, "BLOCK": block, "CHUNKS": chunks, "AHEAD": ahead}
         return Plan("rows", constants, triton.cdiv(rows, together * vector) * vector, warps)
     # Parts of 16 KiB take half of 64 registers, and of sums, which load two tensors at once, half of 128; weights that
@@ -634,23 +652,36 @@ def norm_plan(
     return Plan("shared", constants, rows * parts, 4, span, parts, registers)
 
 
-def across_plan(outer: int, inner: int, n: int, size: int, capability: tuple[int, int] | None) -> Plan:
-    """Choose the constants for rows whose numbers lie apart: OUTER times INNER of them, neighbours along INNER.
+def across_plan(rows: int, n: int, size: int, capability: tuple[int, int] | None) -> Plan:
+    """Choose the constants for so many rows whose numbers lie apart.
 
     A plan of one part is of one step, another one of two; its programs are those of one part.
     """
-    side = min(32, triton.next_power_of_2(inner))
-    rows = max(side, min(32, triton.next_power_of_2(outer * side)))
-    span = triton.next_power_of_2(n) if n <= 512 else 1024 // max(1, size // 4)
-    parts = triton.cdiv(n, span)
+    wide = max(1, size // 4)
     if capability is None:  # the interpreter's cost is programs times operations, whatever their size
-        rows = max(rows, min(triton.next_power_of_2(outer * inner), max(1, 2**16 // span)))
-        side = min(rows, triton.next_power_of_2(inner))
-    block = min(span, 64) if capability is not None else span
-    tiles = triton.cdiv(inner, side) * triton.cdiv(outer, rows // side)
-    # 32 numbers a thread; of few programs, which wait for their loads alone, 16.
-    warps = max(1, min(16, rows * span // (1024 if tiles * parts >= 128 else 512)))
-    return Plan("across", {"ROWS": rows, "SIDE": side, "BLOCK": block, "SPAN": span}, tiles, warps, span, parts)
+        span = triton.next_power_of_2(n) if n <= _AT_ONCE else 1024
+        together = max(8, min(triton.next_power_of_2(rows), 2**16 // span))
+        constants = {"ROWS": together, "BLOCK": span, "SPAN": span}
+        return Plan("across", constants, triton.cdiv(rows, together), 1, span, triton.cdiv(n, span))
+    # Neighbours of 32 bytes, which is what memory is read by; more of them of short rows. With more numbers a program
+    # fewer programs run at once, and while one waits for its loads, nobody stores.
+    together = min(8 if size > 2 else 16, triton.next_power_of_2(rows))
+    if n <= _AT_ONCE:
+        while together < min(32, rows) and 2 * together * n <= 4096:
+            together *= 2
+        while together > 4 and triton.cdiv(rows, together) < 132:
+            together //= 2
+        warps = max(1, min(16, triton.next_power_of_2(together * n * wide) // 1024))
+        block = min(triton.next_power_of_2(n), max(64, warps * 128 // together))
+        span = triton.cdiv(n, block) * block  # the last tile wastes less than a power of two
+    else:
+        span = 1024 // wide
+        while span > 128 and triton.cdiv(rows, together) * triton.cdiv(n, span) < 264 and 128 * span >= n:
+            span //= 2
+        warps = max(1, min(16, together * span // 1024))
+        block = max(64, warps * 64 // together)
+    constants = {"ROWS": together, "BLOCK": block, "SPAN": span}
+    return Plan("across", constants, triton.cdiv(rows, together), warps, span, triton.cdiv(n, span))
 
 
 def parts_of(n: int, size: int, block: int) -> tuple[int, int]:
@@ -666,6 +697,9 @@ _across_plan = functools.lru_cache(maxsize=4096)(across_plan)
 # Launching -----------------------------------------------------------------------------------------------------------
 
 
+#: Up to this width rows whose numbers lie apart are held between their loads and their stores.
+_AT_ONCE = 1024
+
 #: From how many numbers on two readings of wide rows take less time than a copy by tiles and its norm.
 _ENOUGH = 2**24
 
@@ -673,18 +707,17 @@ _ENOUGH = 2**24
 def _across(x: Tensor, residual: Tensor | None, quantised: bool) -> bool:
     """Whether rows whose numbers lie apart are read where they are, and not laid side by side first.
 
-    Half types are moved number by number: of these, wide rows are worth it only with a residual, which would be copied
-    as well, and short ones only of a matrix.
+    Wide ones with a residual always are: that would be copied as well. Of others half types are moved number by number
+    twice, which is not worth it.
     """
     n, size = x.shape[-1], x.element_size()
     if n <= 1 or not x.numel() or (x.stride(-1) == 1 and (residual is None or residual.stride(-1) == 1)):
         return False
-    if n <= (512 if size == 2 else 256):
-        return size > 2 or x.dim() == 2
-    if quantised or not 2048 < n <= 2**18:
+    if n <= _AT_ONCE:
+        return True
+    if quantised or n > 2**18:
         return False
-    enough = x.numel() >= _ENOUGH
-    return enough or x.numel() <= 3 * n if size > 2 else enough and residual is not None
+    return residual is not None or (size > 2 and n > 2048 and (x.numel() >= _ENOUGH or x.numel() <= 3 * n))
 
 
 def aligned(n: int, *tensors: Tensor | None) -> int:
@@ -731,35 +764,45 @@ def _across_into(
     given = (y, x) if residual is None else (y, x, residual)
     (outer, inner, n), outers, strides = layout_of(x.dim() - 1, *given)
     capability = gpu(x.device)[0]
-    plan = _across_plan(outer, inner, n, x.element_size(), capability)
-    of_y, *of = [(along if len(along) > 1 else along[0], b, step) for along, b, step in strides]
+    plan = _across_plan(outer * inner, n, x.element_size(), capability)
+    # Whole vectors of so many rows, where these lie side by side.
+    vector = math.gcd(16 // x.element_size(), plan.constants["ROWS"], inner)
+    side = math.gcd(vector, *(stride for along, _, step in strides[1:] for stride in (step, *along)))
+    of_y, *of = strides
     constants = {"EPS": eps, "CENTRED": centred, "INTERPRETED": capability is None, **plan.constants}
     constants |= {"LANES": triton.next_power_of_2(plan.parts)}
     if len(outers) > 1:
         constants["OUTERS"] = outers[:-1]
-    sizes, limit = (outer, inner, n, plan.parts), LIMITS.get(y.dtype, 0)
+    limit = LIMITS.get(y.dtype, 0)
 
-    def step(which: int, stats: Tensor | None, x: Tensor, residual: Tensor | None, *of: Any) -> None:
+    def step(which: int, align: int, stats: Tensor | None, x: Tensor, residual: Tensor | None, *of: Any) -> None:
         # The second step holds numbers only from their loads to their stores: a quarter of a part at once.
-        less = min(4, plan.span // plan.constants["BLOCK"]) if which == 2 else 1
+        less = min(4, plan.span // plan.constants["BLOCK"]) if which == 2 and plan.span > 256 else 1
         columns = plan.span // less
         programs = plan.programs * triton.cdiv(n, columns)
         warps = max(1, min(plan.warps, 2 * plan.warps // less))
         launch(
-            _norm_across, (programs,), y, total, scale, stats, x, residual, weight, bias, *sizes, of_y, *of,
-            STEP=which, LIMIT=limit, CHUNKS=columns // plan.constants["BLOCK"], num_warps=warps, **constants,
+            _norm_across, (programs,), y, total, scale, stats, x, residual, weight, bias, outer, inner // align, n,
+            plan.parts, _in_units(of_y, 1), *(_in_units(places, align) for places in of), align, STEP=which,
+            LIMIT=limit, CHUNKS=columns // plan.constants["BLOCK"], num_warps=warps, **constants,
         )  # fmt: skip
 
     if plan.parts == 1:
-        step(0, None, x, residual, of[0], of[-1])
+        step(0, side, None, x, residual, of[0], of[-1])
         return
     words = plan.parts * outer * inner * (2 if centred else 1)
     stats = empty((words,), accumulated(x.dtype), x.device)
-    step(1, stats, x, residual, of[0], of[-1])
+    step(1, side, stats, x, residual, of[0], of[-1])
     if total is not None:
-        step(2, stats, total, None, of_y, of_y)
+        step(2, 1, stats, total, None, of_y, of_y)
     else:
-        step(2, stats, x, None, of[0], of[0])
+        step(2, side, stats, x, None, of[0], of[0])
+
+
+def _in_units(strides: tuple[tuple[int, ...], int, int], align: int) -> tuple[Any, int, int]:
+    """Strides of OUTER's axes, or of its only one, and of N, in units of `align` neighbours along INNER."""
+    along = tuple(stride // align for stride in strides[0])
+    return along if len(along) > 1 else along[0], strides[1], strides[2] // align
 
 
 def norm_into(
@@ -791,7 +834,8 @@ def norm_into(
     align = aligned(n, x, residual)
     vector = 1 if quantised and n > 32768 else _window(n, align, x, residual)
     pairs = in_pairs(align, x, residual, weight)
-    plan = _plan(len(x), n, x.element_size(), capability, added, quantised, vector, pairs, processors, centred)
+    lined = align * x.element_size() % 16 == 0 and all(t is None or t.data_ptr() % 16 == 0 for t in (x, residual))
+    plan = _plan(len(x), n, x.element_size(), capability, added, quantised, vector, pairs, processors, centred, lined)
     sizes = (len(x), n // align, x.stride(0) // align, 0 if residual is None else residual.stride(0) // align)
     constants = {"ALIGN": align, "EPS": eps, "CENTRED": centred, **plan.constants, "num_warps": plan.warps}
     grid = (plan.programs,)

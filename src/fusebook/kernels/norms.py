@@ -14,7 +14,8 @@ shared by several programs, each of which holds a part of it, and tells the othe
 
 Limits: a wide row whose result is quantised is read three times, by one program, and so is a row for which the GPU has
 no room. Rows whose numbers lie apart, as in a transposed matrix, are read where they are if they are short, and twice
-if they are wide and many; others are first laid side by side, as are rows at no equal distances.
+if they are wide and either come with a residual or are many; others are first laid side by side, as are rows at no
+equal distances.
 """
 
 from __future__ import annotations
