@@ -14,19 +14,7 @@ from torch import Tensor
 from fusebook.cards import _draws
 from fusebook.cards._peers import compiled, matrices
 from fusebook.inputs import rough
-from fusebook.kernels.elementwise import (
-    add_add_multiply,
-    add_add_multiply_eager,
-    add_sub,
-    add_sub_eager,
-    double,
-    exp,
-    multiply,
-    multiply_add,
-    multiply_add_eager,
-    silu,
-    silu_eager,
-)
+from fusebook.kernels import elementwise as ours
 from fusebook.op import Cost, Dims, Op, Variant
 
 __all__ = ["ADD_ADD_MULTIPLY", "ADD_SUB", "DOUBLE", "EXP", "MULTIPLY", "MULTIPLY_ADD", "PAGE", "SILU", "cuda_source"]
@@ -248,7 +236,7 @@ MULTIPLY = Op(
     variants={
         "eager": Variant(torch.mul, needs=()),
         "CUDA C": _cuda_c("multiply"),
-        "fusebook": Variant(multiply, needs=()),
+        "fusebook": Variant(ours.multiply, needs=()),
     },
     configs=_SEVERAL,
     draw=_draw_two,
@@ -263,7 +251,7 @@ DOUBLE = Op(
     variants={
         "eager": Variant(lambda x: 2 * x, needs=()),
         "CUDA C": _cuda_c("double"),
-        "fusebook": Variant(double, needs=()),
+        "fusebook": Variant(ours.double, needs=()),
     },
     configs=_ONE,
     draw=_draw,
@@ -273,14 +261,14 @@ DOUBLE = Op(
 )
 ADD_SUB = Op(
     name="add_sub",
-    reference=add_sub_eager,
+    reference=ours.add_sub_eager,
     make=_make_two,
     cost=_moving(1, 2, 2, others=1),
     variants={
-        "eager": Variant(add_sub_eager, cost=_moving(2, 2, 2, others=2), needs=()),
-        "torch.compile": _torch_compile(add_sub_eager),
+        "eager": Variant(ours.add_sub_eager, cost=_moving(2, 2, 2, others=2), needs=()),
+        "torch.compile": _torch_compile(ours.add_sub_eager),
         "CUDA C": _cuda_c("add_sub", results=2),
-        "fusebook": Variant(add_sub, needs=()),
+        "fusebook": Variant(ours.add_sub, needs=()),
     },
     configs=_SEVERAL,
     draw=_draw_four,
@@ -290,16 +278,16 @@ ADD_SUB = Op(
 )
 MULTIPLY_ADD = Op(
     name="multiply_add",
-    reference=multiply_add_eager,
+    reference=ours.multiply_add_eager,
     make=_make_three,
     cost=_moving(1, 1, 2, others=2),
     variants={
-        "eager": Variant(multiply_add_eager, cost=_moving(2, 2, 2, others=2), needs=()),
+        "eager": Variant(ours.multiply_add_eager, cost=_moving(2, 2, 2, others=2), needs=()),
         "torch": Variant(lambda x, y, z: torch.addcmul(z, x, y), needs=()),
-        "torch.compile": _torch_compile(multiply_add_eager),
+        "torch.compile": _torch_compile(ours.multiply_add_eager),
         "ONNX Runtime": _onnx("multiply_add", _moving(2, 2, 2, others=2)),
         "CUDA C": _cuda_c("multiply_add"),
-        "fusebook": Variant(multiply_add, needs=()),
+        "fusebook": Variant(ours.multiply_add, needs=()),
     },
     configs=_SEVERAL,
     draw=_draw_four,
@@ -309,15 +297,15 @@ MULTIPLY_ADD = Op(
 )
 SILU = Op(
     name="silu",
-    reference=silu_eager,
+    reference=ours.silu_eager,
     make=_make_one,
     cost=_moving(1, 1, 4),
     variants={
-        "eager": Variant(silu_eager, cost=_moving(3, 2, 4), needs=()),
+        "eager": Variant(ours.silu_eager, cost=_moving(3, 2, 4), needs=()),
         "torch": Variant(torch.nn.functional.silu, needs=()),
-        "torch.compile": _torch_compile(silu_eager),
+        "torch.compile": _torch_compile(ours.silu_eager),
         "ONNX Runtime": _onnx("silu", None),
-        "fusebook": Variant(silu, needs=()),
+        "fusebook": Variant(ours.silu, needs=()),
     },
     configs=_ONE,
     draw=_draw,
@@ -326,14 +314,14 @@ SILU = Op(
 )
 ADD_ADD_MULTIPLY = Op(
     name="add_add_multiply",
-    reference=add_add_multiply_eager,
+    reference=ours.add_add_multiply_eager,
     make=_make_four,
     cost=_moving(1, 1, 3, others=3),
     variants={
-        "eager": Variant(add_add_multiply_eager, cost=_moving(3, 3, 3, others=3), needs=()),
-        "torch.compile": _torch_compile(add_add_multiply_eager),
+        "eager": Variant(ours.add_add_multiply_eager, cost=_moving(3, 3, 3, others=3), needs=()),
+        "torch.compile": _torch_compile(ours.add_add_multiply_eager),
         "ONNX Runtime": _onnx("add_add_multiply", _moving(3, 3, 3, others=3)),
-        "fusebook": Variant(add_add_multiply, needs=()),
+        "fusebook": Variant(ours.add_add_multiply, needs=()),
     },
     configs=_SEVERAL,
     draw=_draw_five,
@@ -350,7 +338,7 @@ EXP = Op(
         "eager": Variant(torch.exp, needs=()),
         "CUDA C": _cuda_c("exp"),
         "CUDA C, fast math": _cuda_c("exp", options=("--use_fast_math",)),
-        "fusebook": Variant(exp, needs=()),
+        "fusebook": Variant(ours.exp, needs=()),
     },
     configs=_ONE,
     draw=_draw,
