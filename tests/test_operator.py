@@ -170,14 +170,15 @@ def test_weights_that_change_places_have_plans_of_their_own(driver):
 
 @absent
 def test_distances_between_weights_are_those_of_each_call(driver):
-    x, both = torch.randn(70, 64).bfloat16(), torch.randn(4, 64, 48).bfloat16()
-    out, write = torch.empty(70, 48, dtype=x.dtype), OPERATORS["swiglu"].write
+    x, both = torch.randn(300, 256).bfloat16(), torch.randn(4, 512, 256).bfloat16().mT  # which lie as columns
+    out, write = torch.empty(300, 512, dtype=x.dtype), OPERATORS["swiglu"].write
     for other in (1, 1, 1, 2, 3, 2):  # all else lies where it lay
         write(out, x, both[0], both[other], None, None, "fused")
         planned = addresses(driver.seen[-1][2])
         with plans_aside():
             write(out, x, both[0], both[other], None, None, "fused")
         assert planned == addresses(driver.seen[-1][2]), other
+        assert any(isinstance(a, tuple) and other * 512 * 256 in a for a in planned), "one descriptor of both"
     assert len(OPERATORS["swiglu"].written) == 1
 
 

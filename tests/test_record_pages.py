@@ -285,6 +285,37 @@ def test_what_cannot_be_joined_is_refused(tmp_path, capsys):
         assert words in told and told.count("\n") == 1
 
 
+def test_of_two_runs_the_later_machine_and_the_last_rows_and_seconds_stay(tmp_path):
+    runs = {"late": machine(date="2026-03-03", commit="c" * 12), "early": machine(date="2026-02-02", commit="d" * 12)}
+    for name, on in runs.items():
+        record.write(rows(EXP, "64x64", on=on), tmp_path / name)
+        (tmp_path / name / "test-gpu" / "seconds.json").write_text(json.dumps({"plot_1": name}))
+    for order in (("late", "early"), ("early", "late")):
+        out = tmp_path / "-".join(order)
+        record.join([tmp_path / name for name in order], out)
+        assert machines.load(out / "test-gpu" / "machine.json").date == "2026-03-03"
+        assert json.loads((out / "test-gpu" / "seconds.json").read_text()) == {"plot_1": order[-1]}
+        assert record._load(out / "test-gpu" / "exp.csv", "exp")[1]["commit"] == runs[order[-1]].commit
+    record.write(rows(EXP, "64x64", on=machine(l2=1)), tmp_path / "another")
+    with pytest.raises(record.RecordError, match="join them into different folders"):
+        record.join([tmp_path / "another"], tmp_path / "late")
+
+
+def test_what_one_clock_measured_again_is_superseded_and_what_is_gone_is_not(tmp_path):
+    gpu, before, then = tmp_path / "test-gpu", tmp_path / "before", machine(commit="c" * 12, date="2026-01-01")
+    record.write(rows(EXP, "64x64,64x128,64x256", on=then), tmp_path)
+    shutil.copytree(gpu, before)
+    now, _ = record._load(gpu / "exp.csv", "exp")
+    now.loc[now["N"].eq(64), "call_us"] *= 2
+    now.loc[now["N"].eq(128), "cold_us"] *= 2
+    record._save(gpu / "exp.csv", "exp", now[now["N"] < 256], commit="d" * 12)
+    machines.save(machine(date="2026-02-02"), gpu / "machine.json")
+    record.keep_superseded(before, gpu)
+    kept, told = record._load(gpu / "previous" / "exp.csv", "exp")
+    assert set(kept["N"]) == {64, 128} and len(kept) == 2 * len(EXP.variants) and told["commit"] == then.commit
+    assert machines.load(gpu / "previous" / "machine.json").date == then.date
+
+
 def test_what_is_measured_again_is_kept_as_it_was(tmp_path, monkeypatch):
     """Row by row: what another page measured long ago stays what that superseded."""
     root, before = tmp_path / "records", tmp_path / "before"
