@@ -351,10 +351,11 @@ def beside_others(frame):
 
 
 def test_a_row_keeps_the_callers_clocks_of_the_same_launches_and_no_others(tmp_path):
-    before = rows(EXP, "64x64,64x128")
+    before = rows(EXP, "64x64,64x128,64x512")
     before.loc[before["N"] == 128, "code"] = "other"
+    before.loc[before["N"] == 512, "versions"] = "torch 0.0; triton 0.1"
     record.write(before, tmp_path)
-    found = record.with_callers_clocks(beside_others(rows(EXP, "64x64,64x128,64x256", 2.0)), tmp_path)
+    found = record.with_callers_clocks(beside_others(rows(EXP, "64x64,64x128,64x256,64x512", 2.0)), tmp_path)
     same = found["N"] == 64
     for clock in ("host_us", "call_us", "call_us_80"):
         kept = before.loc[before["N"] == 64, clock]
@@ -362,6 +363,8 @@ def test_a_row_keeps_the_callers_clocks_of_the_same_launches_and_no_others(tmp_p
         assert found.loc[~same, clock].isna().all()
     assert found.loc[same, "cold_us"].tolist() == pytest.approx((2 * before.loc[before["N"] == 64, "cold_us"]).tolist())
     assert set(found.loc[same, "date"]) == {"2000-01-01"} and set(found.loc[~same, "date"]) == {"2000-02-02"}
+    measured = record.with_callers_clocks(rows(EXP, "64x64", 3.0), tmp_path)
+    assert measured["call_us"].tolist() == rows(EXP, "64x64", 3.0)["call_us"].tolist(), "what was measured stays"
 
 
 @pytest.mark.alone

@@ -82,6 +82,43 @@ def test_a_record_by_the_older_rule_is_read_and_says_so(frame, tmp_path):
     assert read.attrs["origin"].stale[0] == "toy (honest) stamped by an older rule"
 
 
+def test_what_is_remembered_of_launches_is_of_one_library_and_one_gpu(tmp_path, monkeypatch):
+    for name in ("kernels/k.py", "cards/c.py", "tuned/t.py", "inputs.py", "op.py", "digests.py", "launches.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("x = 1")
+    monkeypatch.setattr(record, "__file__", str(tmp_path / "record.py"))
+    found = []
+
+    def kept(on=machine(), points=()):
+        record._library.cache_clear()
+        found.append(record._kept("exp", points, on).name)
+
+    kept()
+    (tmp_path / "tuned" / "t.py").write_text("x = 2")  # which decides nothing
+    kept()
+    assert found[0] == found.pop()
+    for other in (machine(sms=11), machine(capability=(8, 0))):
+        kept(other)
+    kept(points=[("fusebook", "float32", {"N": 4})])
+    for name in ("kernels/k.py", "cards/c.py", "inputs.py", "op.py", "digests.py", "launches.py"):
+        (tmp_path / name).write_text("x = 2")
+        kept()
+    monkeypatch.setattr(triton, "__version__", "0")
+    kept()
+    record._library.cache_clear()
+    assert len(set(found)) == len(found) == 11
+
+
+def test_a_peer_that_is_not_here_is_not_called_stale(frame, tmp_path, monkeypatch):
+    record.write(frame[frame["variant"] == "honest"].copy(), tmp_path)
+    file = record.path("toy", "test-gpu", tmp_path)
+    rows, more = record._load(file, "toy")
+    record._save(file, "toy", rows.assign(versions="torch 2; peer 0.6.5"), **more)
+    monkeypatch.setattr(bench, "software", lambda of=None: {"peer": ""})
+    monkeypatch.setattr(bench, "missing", lambda of: "needs peer")
+    assert record.read(toy(), "test-gpu", tmp_path).attrs["origin"].stale == ()
+
+
 def test_a_wrapper_that_changed_makes_its_rows_stale_and_a_peer_of_another_version(frame, tmp_path, monkeypatch):
     record.write(frame[frame["variant"] == "honest"].copy(), tmp_path)
     assert record.read(toy(), "test-gpu", tmp_path).attrs["origin"].stale == ()
