@@ -89,16 +89,16 @@ def test_what_is_remembered_of_launches_is_of_one_library_and_one_gpu(tmp_path, 
     monkeypatch.setattr(record, "__file__", str(tmp_path / "record.py"))
     found = []
 
-    def kept(on=machine(), points=()):
+    def kept(points=(), **changes):
         record._library.cache_clear()
-        found.append(record._kept("exp", points, on).name)
+        found.append(record._kept("exp", points, machine(**changes)).name)
 
     kept()
     (tmp_path / "tuned" / "t.py").write_text("x = 2")  # which decides nothing
     kept()
     assert found[0] == found.pop()
-    for other in (machine(sms=11), machine(capability=(8, 0))):
-        kept(other)
+    for other in ({"sms": 11}, {"capability": (8, 0)}):
+        kept(**other)
     kept(points=[("fusebook", "float32", {"N": 4})])
     for name in ("kernels/k.py", "cards/c.py", "inputs.py", "op.py", "digests.py", "launches.py"):
         (tmp_path / name).write_text("x = 2")

@@ -280,3 +280,38 @@ def test_no_file_that_a_model_names_is_read(which, tmp_path, monkeypatch):
             values[which].external_data.add(key=key, value=str(value))
         ours = [name for domain, name in operators(export.fuse(told)) if domain]
         assert ours == ([] if which == "v" else ["ScatterNDOfShape"])  # which needs no more than the zeros
+
+
+def odd_value(told):
+    told.graph.node[0].attribute[0].Clear()
+    told.graph.node[0].attribute[0].name, told.graph.node[0].attribute[0].type = "value", 2  # a whole number
+    told.graph.node[0].attribute[0].i = 0
+
+
+def odd_dtype(told):
+    told.graph.node[0].attribute[0].t.data_type = 0
+
+
+def few_bytes(told):
+    for tensor in (*told.graph.initializer, told.graph.node[0].attribute[0].t):
+        tensor.raw_data = b"0"
+
+
+def no_axes(told):
+    next(v for v in told.graph.input if v.name == "indices").type.tensor_type.shape.ClearField("dim")
+
+
+@pytest.mark.parametrize(
+    ("change", "left"), [(odd_value, []), (odd_dtype, []), (few_bytes, []), (no_axes, ["ScatterNDOfShape"])]
+)
+def test_a_model_of_odd_parts_is_left_as_it_is(change, left):
+    onnx, *_ = map(pytest.importorskip, ("onnx", "onnxscript"))
+    from fusebook.ort import export
+
+    model, _ = chain(18, torch.float32, "plain")
+    told = onnx.ModelProto.FromString(model.SerializeToString())
+    change(told)
+    assert [name for domain, name in operators(export.fuse(told)) if domain] == left
+    for other in (None, "model.onnx", model.SerializeToString()):
+        with pytest.raises(TypeError, match=r"fuse: expected an onnx\.ModelProto or onnx_ir\.Model, got \w+; load it"):
+            export.fuse(other)

@@ -85,25 +85,36 @@ def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
 def _number(value: Any) -> Any:
     """The one number that a value is known to be, else None; what a caller of the graph may replace is not known."""
     tensor = value.const_value if value is not None and not value.is_graph_input() else None
-    if tensor is None or math.prod(tensor.shape) != 1 or _elsewhere(tensor):
-        return None
-    return tensor.numpy().reshape(()).item()
+    numbers = _numbers(tensor) if tensor is not None and math.prod(tensor.shape) == 1 else None
+    return None if numbers is None else numbers.reshape(()).item()
 
 
-def _elsewhere(tensor: Any) -> bool:
-    """Whether numbers lie in another file: that is named by whoever wrote the model, may be any, and is not read."""
+def _numbers(tensor: Any) -> Any:
+    """The numbers of a constant, else None.
+
+    Those in another file are not read: it is named by whoever wrote the model, and may be any.
+    """
     import onnx_ir
 
-    return isinstance(tensor, onnx_ir.ExternalTensor)
+    if isinstance(tensor, onnx_ir.ExternalTensor):
+        return None
+    try:
+        return tensor.numpy()
+    except Exception:  # whatever is raised for fewer bytes than numbers, or for a dtype that is none
+        return None
 
 
 def _is_zero(attribute: Any) -> bool:
     """Whether ConstantOfShape makes zeros that our nodes can add to: those of float32, unless it is told otherwise."""
     if attribute is None:
         return True
-    made = attribute.as_tensor()
+    try:
+        made = attribute.as_tensor()
+    except Exception:  # it is something else, or of a dtype that is none
+        return False
     floating = made.dtype.name in ("FLOAT", "FLOAT16", "BFLOAT16", "DOUBLE")
-    return floating and not _elsewhere(made) and not made.numpy().any()
+    numbers = _numbers(made) if floating else None
+    return numbers is not None and not numbers.any()
 
 
 def fuse(model: Any) -> Any:
@@ -129,9 +140,18 @@ def fuse(model: Any) -> Any:
     ------
     ModuleNotFoundError
         Where onnxscript is not installed.
+    TypeError
+        For what is no model.
     """
     _onnxscript()
+    import onnx
+    import onnx_ir
     from onnxscript.rewriter import pattern, rewrite
+
+    if not isinstance(model, (onnx.ModelProto, onnx_ir.Model)):
+        raise TypeError(
+            f"fuse: expected an onnx.ModelProto or onnx_ir.Model, got {type(model).__name__}; load it first"
+        )
 
     def masked(op, shape, indices, masked, nothing, updates):  # type: ignore[no-untyped-def]
         zeros = op.ConstantOfShape(shape, _allow_other_attributes=True, _outputs=["zeros"])
@@ -142,7 +162,7 @@ def fuse(model: Any) -> Any:
         whole = _number(masked)
         # A mask of several components, or of updates with further axes, is broadcast otherwise than a node masks.
         known = indices.shape is not None and updates.shape is not None
-        one = known and indices.shape[-1] == 1 and len(indices.shape) == len(updates.shape)
+        one = known and list(indices.shape)[-1:] == [1] and len(indices.shape) == len(updates.shape)
         made = zeros.producer().attributes.get("value")
         return one and isinstance(whole, int) and _number(nothing) == 0 and _is_zero(made)
 
