@@ -342,6 +342,16 @@ def test_the_width_alone_decides_how_a_row_is_added_up(size, added, lined):
         assert all(1 <= p.groups * p.parts <= 132 * 64 for p in backward)
 
 
+@pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter adds as many at once as take the least time")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize(("n", "begin"), [(75, 0), (131, 0), (246, 0), (512, 1), (638, 0)])
+def test_a_row_comes_to_the_same_bits_among_few_and_among_many(dtype, n, begin):
+    x = made(20000 * n + 1, dtype=dtype)[begin:][: 20000 * n].view(20000, n)
+    weight = made(n, dtype=dtype, seed=1)
+    for norm in OURS.values():
+        assert torch.equal(norm(x[:500], weight), norm(x, weight)[:500])
+
+
 def test_no_weights_are_held_for_which_a_thread_has_no_register():
     """They would go through memory."""
     ahead = {
