@@ -89,9 +89,9 @@ def test_what_is_remembered_of_launches_is_of_one_library_and_one_gpu(tmp_path, 
     monkeypatch.setattr(record, "__file__", str(tmp_path / "record.py"))
     found = []
 
-    def kept(points=(), **changes):
+    def kept(points=(), capability=(9, 0), sms=10):
         record._library.cache_clear()
-        found.append(record._kept("exp", points, machine(**changes)).name)
+        found.append(record._kept("exp", points, capability, sms).name)
 
     kept()
     (tmp_path / "tuned" / "t.py").write_text("x = 2")  # which decides nothing
