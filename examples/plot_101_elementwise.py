@@ -468,11 +468,12 @@ Folded(
 #
 # Where operands have strides of their own, a thread finds the place of its
 # group by one division for each axis, and goes on in the next row where a row
-# ends. Where one column stands for all columns, one element is loaded for a
-# group, if groups end with the row. Before all that, adjacent axes are merged
-# where one stride serves for both, such as height and width of a batch of
-# images. An operand that is transposed, so that adjacent elements of the
-# result are in different rows of it, goes through :term:`tiles <tile>`.
+# ends. Where one column stands for all columns, one element of it is loaded
+# for a group, or two where the group passes the end of a row. Before all that,
+# adjacent axes are merged where one stride serves for both, such as height and
+# width of a batch of images. An operand that is transposed, so that adjacent
+# elements of the result are in different rows of it, goes through :term:`tiles
+# <tile>`.
 
 Folded(
     "Tiles, and which kernel is launched when",
@@ -1042,9 +1043,7 @@ claims(
 # ~~~~~~~~~~~~~~~~~~~~~
 #
 # The sizes of this page at which another way is faster on the device by more
-# than 2 %, the worst first, small ones too. Where one column stands for all
-# columns, and the length of a row is no multiple of the 16 bytes of a group,
-# our kernel loads the column's number again for every element, from the cache.
+# than 2 %, the worst first, small ones too.
 
 compared = tables.alike(pd.concat([every, singles, little, shapes, half]))
 table(

@@ -382,8 +382,9 @@ def softmax_in_turn(x):
 # It takes any axis of any tensor with any strides, and float64. Unlike step
 # three it converts at the load and keeps the exponentials, so that each is
 # computed once. (Odd and wide rows of half types take two other kernels, which
-# hold two numbers in a register.) This is the library's source, read when the
-# page was built.
+# hold two numbers in a register; many narrow rows whose numbers lie apart take
+# one whose threads have whole rows.) This is the library's source, read when
+# the page was built.
 
 Folded("The kernel of the library", Source(_softmax_rows, doc=False))
 

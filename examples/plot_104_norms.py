@@ -242,8 +242,8 @@ Source(_norm_rows)
 # ``num_stages`` of the loop asks for that. Rows of more than 16 KiB are shared
 # by several programs, as on the way forward. But here the kernel is
 # :term:`persistent <persistent kernel>`: its programs stay for many rows, and
-# each leaves what it found in the next row before it looks for what the others
-# found in this one, so that nobody waits for long.
+# each leaves what it found in the next row, two numbers in a word, before it
+# looks for what the others found in this one, so that nobody waits for long.
 #
 # Yet all parts of a row go on at the pace of the slowest. In a trial programs
 # did not wait for each other: its result was wrong, and gradients of wide rows

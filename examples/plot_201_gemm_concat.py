@@ -361,8 +361,8 @@ Folded(
 # ~~~~~~~~~~~~~~~~~~
 #
 # In half types the plan sorts shapes into classes, and each class has one size
-# of tiles. From 65 to 512 rows of x a formula of a few lines compares three
-# sizes instead, by the rounds that each would take. What is a round? At n =
+# of tiles. From 65 to 512 rows of x a formula says how long each of a few
+# sizes would take instead, by its rounds above all. What is a round? At n =
 # 3072 the output has 3072 x 6144 numbers, which are 24 x 24 = 576 tiles of 128
 # x 256. A multiprocessor takes one at a time, so there are rounds, and the
 # last one is hardly filled: :term:`wave quantization`. PyTorch has tiles of

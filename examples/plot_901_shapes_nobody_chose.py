@@ -435,7 +435,8 @@ ten("multiply", "silu")
 # (*across*) are read by tiles of several rows. Wider ones are copied first, or
 # read where they are, by a program each, if they are few. Numbers of half
 # types that must be loaded one by one are held by more warps: 16 of them in
-# each of 16 tiles were more than a thread's registers.
+# each of 16 tiles were more than a thread's registers. Many narrow rows whose
+# numbers lie apart have a thread each.
 
 common("softmax", "softmax_backward")
 
@@ -446,9 +447,10 @@ ten("softmax", "softmax_backward")
 # Norms and losses
 # ~~~~~~~~~~~~~~~~
 #
-# *Why.* Transposed rows of norms (*across*) are read where they are if they
-# are short, and twice if they are wide and many. All others are copied first,
-# which is two passes more. One to a few wide rows wait for the launch that
+# *Why.* Transposed rows of norms (*across*) are read where they are up to 1024
+# numbers. Wider ones are read twice where a residual comes with them, or where
+# they are many in float32; all others are copied first, which is two passes
+# more. One to a few wide rows wait for the launch that
 # clears a board. A small problem is a launch and one row's latency. Of losses,
 # float64 of whole vocabularies has its rows read twice: a word of the board
 # has no room for a maximum and a sum of float64.
@@ -529,11 +531,12 @@ ten("masked_scatter_nd_of_shape", "embedding_backward")
 # than 16384 features X is read twice.
 #
 # *Tried.* Two passes with tiles that follow the columns, in place of the copy:
-# slower at each of nine problems. Other tiles for more than 16384 features: no
-# faster.
+# slower at each of nine problems.
 #
-# *Mended.* Rows that begin within a vector of 16 bytes come in tiles of
-# half the size.
+# *Mended.* Rows that begin within a vector of 16 bytes come in tiles of half
+# the size. With more than 16384 features a program takes one row for the
+# margins, and the programs of the columns share out the rows, where launches
+# had fewer programs than the GPU has room for.
 
 common("logistic_step")
 
@@ -560,7 +563,10 @@ ten("logistic_step")
 # *From 65 to 512 rows* the last round of tiles is not full. Triton's tiles are
 # powers of two; a library also has 192 columns, and divides the sums of the
 # last round. In half types ours divides long sums where tiles are few. Tried:
-# tiles of 64 x 32 to 128 x 256, each with its rounds counted.
+# tiles of 64 x 32 to 128 x 256, each with its rounds counted. Mended: a
+# formula says how long each of a few tiles would take, and where tiles are few
+# and sums long, or where no descriptor describes the weights, narrow tiles
+# take long steps along K by pointers.
 #
 # *In float32* ours adds three products in TF32. Where tiles are few, a formula
 # says how long each way would take: tiles of several sizes, sums over K in up
