@@ -466,13 +466,16 @@ def test_plans_pass_the_driver_what_the_launcher_of_triton_passes(monkeypatch):
         for plans in (operator.plans, operator.checked, operator.written):
             plans.clear()
     x, left, right = (torch.randn(256, 256, dtype=torch.bfloat16) for _ in range(3))
+    columns = torch.randn(3, 256, 256, dtype=torch.bfloat16).mT
     arguments = {
         "softmax": [(x, -1), (left, -1)],
         "concat_gemm": [(x, [left, right], None, "fused"), (left, [x, right], None, "fused")],
+        # The second weights lie at other distances from the first ones, and all else where it lay.
+        "swiglu": [(x, columns[0], other, None, None, "fused") for other in columns[1:]],
     }
     for name, calls in arguments.items():
         shape = OPERATORS[name].outputs(*OPERATORS[name].check(*calls[0])).shape
-        results = [torch.empty(shape, dtype=x.dtype) for _ in calls]
+        results = [torch.empty(shape, dtype=x.dtype)] * len(calls)
         for turn in range(4):
             for out, args in zip(results, calls, strict=True):
                 made.passed.clear()

@@ -1,5 +1,6 @@
 """Several GPUs: a queue of pages, shares of them, and records that are joined. The GPUs are pretended."""
 
+import dataclasses
 import json
 import os
 import re
@@ -290,6 +291,7 @@ def test_of_two_runs_the_later_machine_and_the_last_rows_and_seconds_stay(tmp_pa
     for name, on in runs.items():
         record.write(rows(EXP, "64x64", on=on), tmp_path / name)
         (tmp_path / name / "test-gpu" / "seconds.json").write_text(json.dumps({"plot_1": name}))
+        machines.save(dataclasses.replace(on, commit="e" * 12), tmp_path / name / "test-gpu" / "machine.json")
     for order in (("late", "early"), ("early", "late")):
         out = tmp_path / "-".join(order)
         record.join([tmp_path / name for name in order], out)
