@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -85,13 +84,14 @@ def _cost_fit(itemsize: int, *, N: int, D: int, steps: int) -> Cost:
     )  # fmt: skip
 
 
-def _cost_each(cost_step: Callable[..., Cost], itemsize: int, *, steps: int, **dims: int) -> Cost:
-    """Of a fit that is a loop of steps."""
-    one = cost_step(itemsize, **dims)
+def _cost_fit_steps(itemsize: int, *, N: int, D: int, steps: int) -> Cost:
+    one = _cost_step(itemsize, N=N, D=D)
     return Cost(read=one.read * steps, write=one.write * steps, flop=one.flop * steps)
 
 
-_cost_fit_steps, _cost_fit_eager = (functools.partial(_cost_each, step) for step in (_cost_step, _cost_step_eager))
+def _cost_fit_eager(itemsize: int, *, N: int, D: int, steps: int) -> Cost:
+    one = _cost_step_eager(itemsize, N=N, D=D)
+    return Cost(read=one.read * steps, write=one.write * steps, flop=one.flop * steps)
 
 
 def _one_dtype(X: Tensor, y: Tensor, w: Tensor) -> None:
