@@ -45,7 +45,7 @@ import functools
 import time
 
 import fusebook  # before triton: it decides whether kernels are interpreted
-from fusebook import plots, tables, timing
+from fusebook import bench, plots, tables, timing
 from fusebook.cards.kmeans import KMEANS_ASSIGN, KMEANS_STEP, KMEANS_UPDATE
 from fusebook.check import yardstick
 from fusebook.inputs import generator
@@ -467,35 +467,40 @@ say(
 
 # %%
 # What were the steps above worth? Each kernel is timed with the constants that
-# it was shown with. The chain, the compiler, a copy and the roof are from the
-# run of the table above.
+# it was shown with. The compiler, a copy and the roof are from the run of the
+# table above.
 
 
+# site: fold
 def teaching():
-    x, c, _ = KMEANS_ASSIGN.make(
-        generator(0), torch.float32, n=N, d=2, k=2, labels="int64", law="blobs"
-    )
-    rows = []
-    for labels in (torch.int64, torch.int32, torch.uint8):
+    parts = []
+    for labels in ("int64", "int32", "uint8"):
+        dims = {"n": N, "d": 2, "k": 2, "labels": labels, "law": "blobs"}
+        given = KMEANS_ASSIGN.make(generator(0), torch.float32, **dims)
+        yard, dtype = yardstick(KMEANS_ASSIGN, given), getattr(torch, labels)
 
-        def library(labels=labels):
-            return assign(x, c, label_dtype=labels, check=False)
+        def way(step, given=given, dtype=dtype, **more):
+            return lambda: step(*given[:2], label_dtype=dtype, **more)
 
-        times = timing.cold(
+        frame = bench.staircase(
             {
-                "step one": lambda labels=labels: step_one(x, c, labels),
-                "step two": lambda labels=labels: step_two(x, c, labels),
-                "the library's": library,
-            }
+                "eager": lambda g=given: KMEANS_ASSIGN.variants["eager"].run(
+                    *g
+                ),
+                "step one": way(step_one),
+                "step two": way(step_two),
+                "the library's": way(assign, check=False),
+            },
+            lambda got, yard=yard: yard.judge(got).ok,
         )
-        us = {name: q.q50 * 1e6 for name, q in times.items()}
-        rows.append({"labels": str(labels)[6:], **us})
-    return pd.DataFrame(rows)
+        parts.append(frame.assign(labels=labels))
+    return pd.concat(parts, ignore_index=True)
 
 
-steps = measured("kmeans_teaching", teaching, by_device=True).set_index(
-    "labels"
-)
+taught = measured("kmeans_teaching", teaching, by_device=True)
+if "step" not in taught:  # recorded before steps were checked here
+    taught = taught.melt("labels", var_name="step", value_name="us")
+steps = taught.pivot_table("us", "step", "labels", sort=False).T
 of_step = {
     "step one": (nearest_of_two, step_one),
     "step two": (pairs_of_two, step_two),
@@ -505,15 +510,17 @@ by_lines["the library's"] = lines_behind(_kmeans_some)
 by_label = plane.drop_duplicates("labels").set_index("labels")
 stairs = pd.concat(
     [
-        plane.pivot_table("cold_us", "variant", "labels").reindex(
-            ["eager", "torch.compile"]
-        ),
+        plane.pivot_table("cold_us", "variant", "labels").loc[
+            ["torch.compile"]
+        ],
         steps.T,
         by_label[["copy_us", "roof_us"]].T.rename(
             {"copy_us": "a copy of the same bytes", "roof_us": "the roof"}
         ),
     ]
 ).reindex(columns=steps.index)
+if "registers" in taught:
+    stairs["registers a thread"] = taught.groupby("step")["registers"].max()
 table(
     stairs.assign(**{"lines of code": by_lines}).rename_axis("step"),
     "Cold time in microseconds, by the type of a label",
@@ -524,6 +531,7 @@ table(
 
 gain = steps["step one"] / steps["step two"]
 claims(
+    claim("Every step is right.", taught.get("right")),
     claim(
         "With labels of a byte, loading pairs is {gain:.2f} times as fast.",
         gain["uint8"] > 1.2,

@@ -49,7 +49,7 @@ import statistics
 import time
 
 import fusebook  # before triton: it decides whether kernels are interpreted
-from fusebook import plots, tables, timing
+from fusebook import launches, plots, tables, timing
 from fusebook.cards.adamw import ADAMW_STEP
 from fusebook.check import yardstick
 from fusebook.inputs import generator
@@ -676,11 +676,14 @@ def staircase():
     }
     rows = []
     for name, call in ways.items():
-        call()
+        with launches.kernels() as kernels:
+            call()
+        most = max((kernel.n_regs for kernel in kernels), default=None)
         cold = timing.cold({name: call}, warmup=2, repeat=10)[name]
         device = None if cold is None else 1e6 * cold.q50
-        rows.append((name, 1e6 * seconds(call), device))
-    return pd.DataFrame(rows, columns=["way", "host us", "device us"])
+        rows.append((name, 1e6 * seconds(call), device, most))
+    columns = ["way", "host us", "device us", "registers a thread"]
+    return pd.DataFrame(rows, columns=columns)
 
 
 ask = functools.partial(asked.results, variants=["fused=True", "fusebook"])
