@@ -554,19 +554,22 @@ ten("logistic_step")
 # *Up to 64 rows* each weight is read once, and the time is that of memory. One
 # row and two are multiplied without tensor cores where columns lie side by
 # side, number by number as they were loaded; one row also where weights lie in
-# rows that begin anywhere. Rows of odd length are fetched number by number,
-# since to copy them first takes longer. Tried: tiles of 16 to 64 rows by 16 to
-# 64 columns in steps of 32 to 128, sums in one to 16 parts, and descriptors.
-# Four rows without tensor cores, and aligned weights in rows, were slower so.
-# Hints to keep the weights in L2 changed nothing.
+# rows that begin anywhere. Half types of odd length are fetched number by
+# number, since to copy them first takes longer; of even length by words, which
+# are under way ahead. Tiles are narrow, with long steps, where programs are
+# few. Tried: tiles of 16 to 64 rows by 16 to 128 columns in steps of 32 to
+# 128, sums in one to 64 parts, and descriptors. Four rows without tensor
+# cores, and aligned weights in rows, were slower so. Hints to keep the weights
+# in L2 changed nothing.
 #
 # *From 65 to 512 rows* the last round of tiles is not full. Triton's tiles are
 # powers of two; a library also has 192 columns, and divides the sums of the
-# last round. In half types ours divides long sums where tiles are few. Tried:
-# tiles of 64 x 32 to 128 x 256, each with its rounds counted. Mended: a
-# formula says how long each of a few tiles would take, and where tiles are few
-# and sums long, or where no descriptor describes the weights, narrow tiles
-# take long steps along K by pointers.
+# last round. Tried: tiles of 64 x 32 to 128 x 256, each with its rounds
+# counted. Mended: in half types a formula says how long each of four tiles and
+# PyTorch's products would take, by the time of a launch, of a step and of a
+# tile's end. Where tiles are few and sums long, or where no descriptor
+# describes the weights, narrow tiles take long steps along K by pointers; long
+# sums are divided, and nothing is copied first.
 #
 # *In float32* ours adds three products in TF32. Where tiles are few, a formula
 # says how long each way would take: tiles of several sizes, sums over K in up
