@@ -423,7 +423,9 @@ ten("multiply", "silu")
 # in shared memory. Ours do so for half types of more than 40960 columns and
 # for most gradients of 24577 to 131072, where many rows take no longer by it.
 # All others meet in memory, after a launch that clears their :term:`board`.
-# Small problems are launches.
+# Narrow rows of a permuted tensor that are neighbours in memory may lie far
+# apart in the result, where a tile of them writes parts of lines. Small
+# problems are launches.
 #
 # *Tried.* Clusters of 2 to 8 programs of 4 to 16 warps: all were faster for a
 # few rows, and most were slower for thousands. The number of rows cannot
