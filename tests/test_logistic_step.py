@@ -311,7 +311,7 @@ def test_a_plan_covers_the_data_and_fits_the_chip(N, D):
         assert plan.rows * plan.programs >= N and plan.block >= D and plan.slice * plan.programs >= D
         assert plan.rows * plan.block * 4 <= 2**17
         assert min(plan.words, plan.parts * plan.slice, plan.block) >= 32 * plan.warps, "a word for each thread"
-        assert min(plan.words, plan.parts) >= plan.programs
+        assert min(plan.words, plan.parts) >= plan.programs and plan.parts * plan.slice <= 2**14
     assert plan is not None or N * max(D, 256) > 10**6 or D > 10**4
 
 

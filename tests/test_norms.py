@@ -342,6 +342,23 @@ def test_the_width_alone_decides_how_a_row_is_added_up(size, added, lined):
         assert all(1 <= p.groups * p.parts <= 132 * 64 for p in backward)
 
 
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_a_plan_holds_every_number_of_a_row_once_and_a_word_of_every_part(size):
+    for n in (1, 130, 513, 1024, 4095, 4097, 8193, 16385, 30001, *range(32769, 2**18, 2111), 2**19 + 1, 2**20):
+        for vector in (1, 16 // size) if n > 64 else (1,):
+            plan = norm_plan(8, n, size, (9, 0), False, False, vector)
+            constants, reach = plan.constants, n + plan.constants.get("VEC", 1) - 1
+            if plan.kernel == "rows":
+                assert constants["BLOCK"] * constants["CHUNKS"] >= reach
+                assert not constants["AHEAD"] or constants["VEC"] == 1 or plan.warps > 1
+            elif plan.kernel == "shared":
+                held = constants["BLOCK"] * constants["CHUNKS"]
+                assert (plan.parts - 1) * plan.span < reach <= plan.parts * plan.span and plan.span <= held
+                assert plan.span * size % 128 == 0 and constants["LANES"] >= plan.parts
+                # Only the last two tiles are looked at for what is beyond the row.
+                assert constants["VEC"] == 1 or n - (plan.parts - 1) * plan.span > held - 2 * constants["BLOCK"]
+
+
 @pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter adds as many at once as take the least time")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize(("n", "begin"), [(75, 0), (131, 0), (246, 0), (512, 1), (638, 0)])
