@@ -1,5 +1,6 @@
 """What a call launches: found without a GPU, changed by what changes it, and by nothing else."""
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -8,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 import types
 from pathlib import Path
 
@@ -382,6 +384,13 @@ def test_a_function_is_the_same_on_every_machine(monkeypatch, where, name, value
     assert digests.digest(asks) == before
     monkeypatch.setitem(globals(), "CALLS", CALLS + 1)
     assert digests.digest(asks) != before
+
+
+def test_what_is_chosen_by_whether_triton_interprets_counts_as_where_it_compiles(monkeypatch):
+    before = digests.digest(_operator.launch)
+    for other in (threading.RLock(), contextlib.nullcontext()):
+        monkeypatch.setattr(_operator, "_by_turns", other)
+        assert digests.digest(_operator.launch) == before
 
 
 def test_a_function_is_the_same_with_another_build_of_torch_and_triton(monkeypatch):

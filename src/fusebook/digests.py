@@ -157,11 +157,16 @@ def _code_of(value: Any, scope: Mapping[str, Any], name: str) -> Any:
     """A global, or what stands for it where it is the state of this process and not code.
 
     A dict, a list or a set that is begun empty counts as empty, whatever it holds by now. A switch that was asked of
-    the machine, such as whether Triton interprets, counts as False.
+    the machine, such as whether Triton interprets, counts as False; and what the library chooses by it, accordingly.
     """
-    if not isinstance(value, (dict, list, set, bool, types.NoneType)):
+    if isinstance(value, (types.FunctionType, type, types.ModuleType)):
         return value
     how = _bound(scope.get("__file__") or "", name)
+    if isinstance(how, ast.IfExp) and isinstance(how.test, ast.Name) and str(scope.get("__name__")).startswith(_HOUSE):
+        if _code_of(True, scope, how.test.id) is False:
+            return eval(compile(ast.Expression(how.orelse), "<otherwise>", "eval"), dict(scope))
+    if not isinstance(value, (dict, list, set, bool, types.NoneType)):
+        return value
     if isinstance(how, ast.ImportFrom):
         asked = next(alias.name for alias in how.names if name in (alias.asname, alias.name))
         module = importlib.util.resolve_name("." * how.level + (how.module or ""), scope.get("__package__"))
