@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 import math
 import multiprocessing
 import random
@@ -660,6 +661,26 @@ def test_only_what_launches_something_else_is_measured_again(launched, tmp_path,
     assert again.attrs["origin"].stale == () and again.attrs["commit"].endswith("; another")
     assert again.attrs["again"] == "1" and before.attrs["again"] == "0"
     assert set(again.loc[again["M"] == changed, "launches"]) == {"", "now"}
+
+
+def test_what_is_stale_stays_until_it_is_measured_again(launched, tmp_path, monkeypatch):
+    op, now = launched
+    explored(op, root=tmp_path, cases=5)
+    other = toy(fusebook=variant(lambda x: x * 2), slow=op.variants["slow"])
+    monkeypatch.setitem(explore.OPS, "toy", other)
+    now.update(dict.fromkeys(now, "now"))
+    each = explore._each
+    monkeypatch.setattr(explore, "_each", lambda jobs, *rest: itertools.islice(each(jobs, *rest), 2))
+    (frame,) = explored(other, root=tmp_path, cases=5)
+    (why,) = frame.attrs["origin"].stale
+    assert why == "toy at 3 of 5 problems is of earlier code, and due"
+    read = explore.read(other, "test-gpu", tmp_path)
+    assert read.attrs["origin"].stale == (why,) and len(read) == 5 * 3
+    assert (read.attrs["again"], read.attrs["due"]) == ("2", "2 3 4")
+    monkeypatch.setattr(explore, "_each", each)
+    (frame,) = explored(other, root=tmp_path, cases=5)
+    assert frame.attrs["origin"].stale == () and (frame.attrs["again"], frame.attrs["due"]) == ("5", "")
+    assert set(frame.loc[frame["variant"] == "fusebook", "launches"]) == {"now"} and len(frame) == 5 * 3
 
 
 def test_where_it_is_not_known_what_is_launched_all_of_ours_is_measured_again(launched, tmp_path, monkeypatch):

@@ -559,31 +559,37 @@ class _Run:
             "commit": machines._commit(),
             "versions": "; ".join(f"{k} {v}" for k, v in versions.items() if v),
             "date": datetime.date.today().isoformat(),
-            "again": "0",  # problems that were stale, and measured again
+            "again": "0",  # how many problems were stale and are measured again
+            "due": "",  # those that are still to be
         }
         self.file = path(machines.slug_of(torch.cuda.get_device_name()), op.name, root) if root else None
         self.rows: list[dict[str, Any]] = []
+        self.due: set[int] = set()
         if self.file and self.file.exists():
             with contextlib.suppress(record.RecordError):
                 known, about = _load(self.file)
                 if all(_continued(part, about.get(part, ""), text) for part, text in self.about.items()):
-                    stale = _stale(op, known, about["ways"], *_this_gpu())
-                    due = set(known["case"][stale != ""])
-                    known = known[~known["case"].isin(due)]
+                    stale = _stale(op, known, about, *_this_gpu())
+                    self.due = set(known["case"][stale != ""])
                     self.rows = [{str(k): v for k, v in row.items()} for row in known.to_dict("records")]
                     for part in ("commit", "versions"):
                         parts = dict.fromkeys([*about[part].split("; "), *self.about[part].split("; ")])
                         self.about[part] = "; ".join(parts)
-                    self.about["date"] = about["date"]  # the day that it began
-                    self.about["again"] = str(int(about.get("again", 0)) + len(due))
+                    # The day that it began; what is stale stays until it is measured again.
+                    self.about |= {part: about[part] for part in ("date", "again") if part in about}
+                    self.about["due"] = _listed(self.due)
         self.wrong: Wrong | None = None
-        self.todo = sorted(set(range(cases)) - {int(row["case"]) for row in self.rows})
+        self.todo = sorted(set(range(cases)) - {int(row["case"]) for row in self.rows} | self.due & set(range(cases)))
 
     def take(self, case: int, found: list[dict[str, Any]] | Wrong) -> None:
         """Keep what was found at a problem; of an operator that was wrong nothing more."""
         if isinstance(found, Wrong):
             self.wrong = self.wrong or found
         elif not self.wrong:
+            if case in self.due:
+                self.due.remove(case)
+                self.about |= {"due": _listed(self.due), "again": str(int(self.about["again"]) + 1)}
+            self.rows = [row for row in self.rows if row["case"] != case]
             self.rows += [{"case": case, **row} for row in found]
             if self.file:
                 told = {**self.about, "stamp": _stamp(self.about)}
@@ -592,9 +598,16 @@ class _Run:
     def frame(self) -> pd.DataFrame:
         """A row a problem and variant."""
         frame = _frame(self.op, self.rows)
-        origin = bench.Origin(None, measured=True, page=f"{self.op.name}-explored", date=self.about["date"])
+        stale = _summed(self.op, frame, _due(frame, self.about))
+        origin = bench.Origin(
+            None, measured=True, stale=stale, page=f"{self.op.name}-explored", date=self.about["date"]
+        )
         frame.attrs.update(self.about, origin=origin)
         return frame
+
+
+def _listed(cases: Collection[int]) -> str:
+    return " ".join(map(str, sorted(cases)))
 
 
 def _continued(part: str, then: str, now: str) -> bool:
@@ -607,7 +620,7 @@ def _continued(part: str, then: str, now: str) -> bool:
         return all(
             version in then.split("; ") for version in now.split("; ") if version.startswith(("torch ", "triton "))
         )
-    return part in ("commit", "date", "again") or then == now
+    return part in ("commit", "date", "again", "due") or then == now
 
 
 def _this_gpu() -> tuple[tuple[int, int], int]:
@@ -673,7 +686,7 @@ def read(op: Op, slug: str = "nvidia-h200", root: pathlib.Path | None = None) ->
     beside = file.parent.parent / "machine.json"
     machine = machines.load(beside, recorded=True) if beside.exists() else None
     gpu = (machine.capability, machine.sms) if machine else (None, 0)
-    reasons = _summed(op, frame, _stale(op, frame, about.get("ways", ""), *gpu))
+    reasons = _summed(op, frame, _stale(op, frame, about, *gpu))
     told = {k: about.get(k, "") for k in ("date", "versions", "commit")}
     origin = bench.Origin(machine, measured=False, stale=reasons, path=file, page=f"{op.name}-explored", **told)
     frame.attrs.update(about, origin=origin)
@@ -683,16 +696,25 @@ def read(op: Op, slug: str = "nvidia-h200", root: pathlib.Path | None = None) ->
 _LAUNCHES = "launches something else than when it was measured"
 
 
-def _stale(op: Op, frame: pd.DataFrame, then: str, capability: tuple[int, int] | None, sms: int) -> pd.Series[str]:
-    """Why each row is not what the code does today, empty where it is; `then` is what the file says of its ways."""
-    reasons = pd.Series("", frame.index, dtype=object)
+def _due(frame: pd.DataFrame, about: Mapping[str, str]) -> pd.Series[str]:
+    """Why rows of what a run was cut off before are not of its code; empty for the others."""
+    due = frame["case"].isin([int(case) for case in about.get("due", "").split()])
+    return due.map({True: "is of earlier code, and due", False: ""}).astype(object)
+
+
+def _stale(
+    op: Op, frame: pd.DataFrame, about: Mapping[str, str], capability: tuple[int, int] | None, sms: int
+) -> pd.Series[str]:
+    """Why each row is not what the code does today, empty where it is; `about` is what the file says of itself."""
+    reasons, then = _due(frame, about), about.get("ways", "")
+    due = reasons != ""
     other = ways.changed(op, capability, then) if then else set()
     if not then or ways.PROBLEMS in other:
         reasons[:] = "has other problems than when it was measured" if then else "was stamped by an older rule"
         return reasons
     by_name = frame["variant"].map(lambda name: name if name in other else "")
     reasons[by_name != ""] = "is called by other code than when it was measured"
-    ours = by_name.str.startswith("fusebook")
+    ours = by_name.str.startswith("fusebook") & ~due
     reasons[ours] = "does something else than when it was measured"
     if capability is None or OPS.get(op.name) is not op:
         return reasons
