@@ -498,8 +498,6 @@ def teaching():
 
 
 taught = measured("kmeans_teaching", teaching, by_device=True)
-if "step" not in taught:  # recorded before steps were checked here
-    taught = taught.melt("labels", var_name="step", value_name="us")
 steps = taught.pivot_table("us", "step", "labels", sort=False).T
 of_step = {
     "step one": (nearest_of_two, step_one),
@@ -519,8 +517,7 @@ stairs = pd.concat(
         ),
     ]
 ).reindex(columns=steps.index)
-if "registers" in taught:
-    stairs["registers a thread"] = taught.groupby("step")["registers"].max()
+stairs["registers a thread"] = taught.groupby("step")["registers"].max()
 table(
     stairs.assign(**{"lines of code": by_lines}).rename_axis("step"),
     "Cold time in microseconds, by the type of a label",
@@ -531,7 +528,7 @@ table(
 
 gain = steps["step one"] / steps["step two"]
 claims(
-    claim("Every step is right.", taught.get("right")),
+    claim("Every step is right.", taught["right"]),
     claim(
         "With labels of a byte, loading pairs is {gain:.2f} times as fast.",
         gain["uint8"] > 1.2,
