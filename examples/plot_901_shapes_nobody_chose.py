@@ -96,14 +96,16 @@ claims(
         "Seeds 0 to {last} are there to tune by, and none of them is shown.",
         problems=sum(frame["case"].nunique() for frame in found.values()),
         ops=len(found),
-        seeds=f"seed{'s' * (len(seeds) > 1)} {' and '.join(seeds)}",
+        seeds=f"seed{'s' * (len(seeds) > 1)} {', '.join(seeds)}",
         last=explore.RECORDED_FROM - 1,
     ),
     say(
         "{again} of them were measured again, because a plan that reaches "
         "them was changed: it was tuned by other seeds, but after these had "
-        "been seen.",
+        "been seen. {stale} have the times of earlier code: in the tables of "
+        "the worst, they are those with a *yes* under *stale*.",
         again=sum(int(f.attrs.get("again", 0)) for f in found.values()),
+        stale=sum(len(f.attrs.get("stale", ())) for f in found.values()),
     ),
     claim(
         "Ours is within its limit at every problem that is shown here, where "
@@ -386,8 +388,10 @@ def ten(*names):
     for name in names:
         if name in found:
             rows = explore.worst(OPS[name], found[name])
+            old = rows["case"].isin(found[name].attrs.get("stale", ()))
+            rows["stale"] = old.map({True: "yes", False: ""})
             lost.append(rows[rows["over all"] > 1.02])
-    columns = ["over all", "best", "best_us", "ours_us", "line"]
+    columns = ["over all", "best", "best_us", "ours_us", "stale", "line"]
     lost = pd.concat(lost)[columns] if lost else pd.DataFrame(columns=columns)
     lost["line"] = [str(line).partition("; ")[2] for line in lost["line"]]
     title = f"The ten worst of {' and '.join(names)}"

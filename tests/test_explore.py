@@ -676,6 +676,7 @@ def test_what_is_stale_stays_until_it_is_measured_again(launched, tmp_path, monk
     assert why == "toy at 3 of 5 problems is of earlier code, and due"
     read = explore.read(other, "test-gpu", tmp_path)
     assert read.attrs["origin"].stale == (why,) and len(read) == 5 * 3
+    assert read.attrs["stale"] == frame.attrs["stale"] == [2, 3, 4]
     assert (read.attrs["again"], read.attrs["due"]) == ("2", "2 3 4")
     monkeypatch.setattr(explore, "_each", each)
     (frame,) = explored(other, root=tmp_path, cases=5)

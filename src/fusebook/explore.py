@@ -598,11 +598,15 @@ class _Run:
     def frame(self) -> pd.DataFrame:
         """A row a problem and variant."""
         frame = _frame(self.op, self.rows)
-        stale = _summed(self.op, frame, _due(frame, self.about))
+        stale = _due(frame, self.about)
         origin = bench.Origin(
-            None, measured=True, stale=stale, page=f"{self.op.name}-explored", date=self.about["date"]
+            None,
+            measured=True,
+            stale=_summed(self.op, frame, stale),
+            page=f"{self.op.name}-explored",
+            date=self.about["date"],
         )
-        frame.attrs.update(self.about, origin=origin)
+        frame.attrs.update(self.about, origin=origin, stale=sorted(self.due))
         return frame
 
 
@@ -670,7 +674,8 @@ def read(op: Op, slug: str = "nvidia-h200", root: pathlib.Path | None = None) ->
     Returns
     -------
     pandas.DataFrame
-        As of `explore`; ``attrs`` holds ``origin``, a `fusebook.bench.Origin`, and ``seed``, ``without``, ``clocks``,
+        As of `explore`; ``attrs`` holds ``origin``, a `fusebook.bench.Origin`, ``stale``, the cases that are not what
+        the code does today, ``again``, how many were measured again, and ``seed``, ``without``, ``clocks``,
         ``versions`` and ``commit``.
 
     Raises
@@ -686,10 +691,11 @@ def read(op: Op, slug: str = "nvidia-h200", root: pathlib.Path | None = None) ->
     beside = file.parent.parent / "machine.json"
     machine = machines.load(beside, recorded=True) if beside.exists() else None
     gpu = (machine.capability, machine.sms) if machine else (None, 0)
-    reasons = _summed(op, frame, _stale(op, frame, about, *gpu))
+    stale = _stale(op, frame, about, *gpu)
     told = {k: about.get(k, "") for k in ("date", "versions", "commit")}
+    reasons = _summed(op, frame, stale)
     origin = bench.Origin(machine, measured=False, stale=reasons, path=file, page=f"{op.name}-explored", **told)
-    frame.attrs.update(about, origin=origin)
+    frame.attrs.update(about, origin=origin, stale=sorted(set(frame["case"][stale != ""])))
     return frame
 
 

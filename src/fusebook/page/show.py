@@ -115,7 +115,9 @@ def gathered(*frames: pd.DataFrame) -> Gathered:
         measured=all(o.measured for o in origins),
         dates=seen("date", "date") or [str(on.date)],
         versions=_once(seen("versions", "versions")),
-        commits=seen("commit", "commit") or list(filter(None, [str(on.commit)])),
+        commits=sorted(
+            {commit for text in seen("commit", "commit") or [str(on.commit)] for commit in text.split("; ")} - {""}
+        ),
         stale=sorted({why for o in origins for why in o.stale}),
         raw=list(dict.fromkeys(_raw(frame) for frame in frames)),
     )
