@@ -341,6 +341,19 @@ def not_specialised(x_ptr, n):
     tl.store(x_ptr, n)
 
 
+def test_what_a_page_keeps_is_begun_empty_where_a_gallery_runs_it(tmp_path):
+    page = tmp_path / "plot_page.py"
+    page.write_text("plans = {}\n\n\ndef planned(x):\n    return plans.setdefault(x, x)\n")
+    found = []
+    for file in (str(page), "plot_page.py"):  # a gallery is in another folder by then
+        scope = {"__name__": "__main__", "__file__": file}
+        exec(compile(page.read_text(), str(page), "exec"), scope)
+        for _ in range(2):
+            found.append(digests.digest(scope["planned"]))
+            scope["planned"](7)
+    assert len(set(found)) == 1
+
+
 def test_a_function_is_what_it_does(monkeypatch):
     assert digests.digest(uses) == digests.digest(uses_too) != digests.digest(uses_otherwise)
     assert digests.digest(again) == digests.digest(again)

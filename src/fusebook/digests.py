@@ -133,7 +133,7 @@ def _written(function: Any, instead: Callable[[Any], Any] | None) -> tuple[str, 
         return f"unwritten {function.__qualname__}", []
     scope = dict(vars(sys.modules.get(function.__module__, builtins)))
     if isinstance(function, types.FunctionType):
-        scope = {"__file__": function.__code__.co_filename, **function.__globals__}
+        scope = {**function.__globals__, "__file__": function.__code__.co_filename}  # a gallery names another
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             with contextlib.suppress(ValueError):  # not bound yet
                 scope[name] = cell.cell_contents
