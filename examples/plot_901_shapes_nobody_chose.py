@@ -102,8 +102,8 @@ claims(
     say(
         "{again} of them were measured again, because a plan that reaches "
         "them was changed: it was tuned by other seeds, but after these had "
-        "been seen. {stale} have the times of earlier code: in the tables of "
-        "the worst, they are those with a *yes* under *stale*.",
+        "been seen. {stale} have the times of earlier code: the tables of the "
+        "worst say which.",
         again=sum(int(f.attrs.get("again", 0)) for f in found.values()),
         stale=sum(len(f.attrs.get("stale", ())) for f in found.values()),
     ),

@@ -156,16 +156,18 @@ def numel(made):
 def is_right(yard, inputs, got, math=None):
     """Whether a result is within the limit, or within twice what rounding costs the reference in problems near by.
 
-    Of these there are some for losses, whose small differences of probabilities cancel, and whose rounded gradient may
-    be near the exact one by luck: so it is the most of several. And in float64, where nothing is more exact that would
+    Of these there are some for losses and softmax, in whose gradients small differences of probabilities cancel, and
+    whose rounded gradient may be near the exact one by luck: so it is the most of several, each another problem in its
+    dtype. And in float64, where nothing is more exact that would
     tell what rounding costs: in float32 it costs as many eps, and what that itself gets wrong tells nothing.
     """
     verdict = yard.judge(got, math)
-    double, count = yard.dtype == torch.float64, 16 if yard.op.name in LOSSES else 1
+    double, count = yard.dtype == torch.float64, 16 if yard.op.name in (*LOSSES, "softmax") else 1
     if verdict.ok or (not double and count == 1):
         return verdict.ok
     single = [t.float() if isinstance(t, torch.Tensor) and t.dtype == torch.float64 else t for t in inputs]
-    near = ([single[0] * (1 + i / 2**14), *single[1:]] for i in range(count))
+    step = max(2**-14, torch.finfo(single[0].dtype).eps)
+    near = ([single[0] * (1 + i * step), *single[1:]] for i in range(count))
     rounded = max(check.yardstick(yard.op, problem).rounded for problem in near)
     share = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps if double else 1
     return (double and rounded > 0.25) or verdict.score <= 2 * rounded * share
@@ -177,6 +179,7 @@ def is_right(yard, inputs, got, math=None):
 @example("softmax fusebook", 5, 5, 1)
 @example("linear_cross_entropy fusebook", 0, 48, 8)  # classes that are all the same
 @example("linear_cross_entropy fusebook", 272, 0, 1)  # a row in float64 that is nearly sure of its class
+@example("cross_entropy fusebook", 287, 7, 1)  # a row in bfloat16 that is, and PyTorch ten times as far off
 @in_time
 def test_any_problem_in_any_layout_is_right_or_refused(spent, name, seed, how, spare):
     op, variant = OURS[name]
@@ -229,6 +232,7 @@ def assert_near(got, want, dtype, factor=16, of=None):
 
 @LAW
 @given(seeds, shapes, dtypes, st.integers(0, len(LAYOUTS) - 3), st.integers(-4, 3))
+@example(2322, (2,), torch.float32, 0, 0)  # whose gradients nearly cancel
 @in_time
 def test_a_softmax_of_any_shape_and_its_gradient(spent, seed, shape, dtype, how, dim):
     if not -max(1, len(shape)) <= dim < max(1, len(shape)):
@@ -240,11 +244,15 @@ def test_a_softmax_of_any_shape_and_its_gradient(spent, seed, shape, dtype, how,
     assert_near(y.detach(), want.detach(), dtype)
     dy = numbers(seed + 1, shape, dtype)
     (got,), (right,) = torch.autograd.grad(y, own, dy), torch.autograd.grad(want, exact, dy.double())
-    assert_near(got, right, dtype, 64)
+    # A difference is as exact as its terms are large.
+    terms = want.detach() * dy.double().abs()
+    terms += want.detach() * (terms.sum(dim, keepdim=True) if terms.dim() else terms)
+    assert_near(got, right, dtype, 64, of=terms)
 
 
 @LAW
 @given(seeds, st.sampled_from(sorted(ELEMENTWISE)), shapes, dtypes, st.integers(0, 8**3 - 1), st.integers(0, 15))
+@example(11821, "silu", (), torch.float64, 0, 0)  # near the point where its slope is zero
 @example(9646, "multiply_add", (), torch.float32, 0, 0)  # x y is nearly -z
 @example(244, "multiply", (1, 5, 1, 8), torch.float32, 0, 10)  # forty products, nearly none when they are added up
 @in_time
@@ -271,6 +279,9 @@ def test_elementwise_of_any_shapes_and_its_gradients(spent, seed, name, shape, d
     if count > 1:  # the gradient of what is broadcast is a sum, which may cancel
         wide = [x.detach().abs().requires_grad_() for x in exact]
         sums = torch.autograd.grad(reference(*wide), wide, dy.double().abs())
+    elif name == "silu":  # whose slope crosses zero: a sum of two terms
+        x, share = exact[0].detach(), exact[0].detach().sigmoid()
+        sums = [dy.double().abs() * (share + (x * share * (1 - share)).abs())]
     for got, right, of in zip(torch.autograd.grad(y, mine, dy), rights, sums, strict=True):
         assert_near(got, right, dtype, 256, of=of)
 
@@ -397,6 +408,7 @@ def assert_from_the_rounded(softmax, x, dy):
 @example("linear_cross_entropy", 52, 48, 8, {"label_smoothing": 0.1})  # classes that are all the same, in float64
 @example("cross_entropy", 191, 0, 1, {"softcap": 1e4})  # far above the logits
 @example("linear_cross_entropy", 103, 0, 1, {})  # torch's own in float64 is further from what is right
+@example("softmax", 230, 7, 1, {})  # rounded by luck to within less than problems near by
 @example("cross_entropy", 95, 7, 1, {"ignore_index": 3, "label_smoothing": 0.2, "softcap": 70.0})  # logits above it
 @in_time
 def test_a_gradient_of_any_problem_in_any_layout(spent, name, seed, how, spare, options):
