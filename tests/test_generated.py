@@ -158,8 +158,8 @@ def is_right(yard, inputs, got, math=None):
 
     Of these there are some for losses and softmax, in whose gradients small differences of probabilities cancel, and
     whose rounded gradient may be near the exact one by luck: so it is the most of several, each another problem in its
-    dtype. And in float64, where nothing is more exact that would
-    tell what rounding costs: in float32 it costs as many eps, and what that itself gets wrong tells nothing.
+    dtype. And in float64, where nothing is more exact that would tell what rounding costs: in float32 it costs as many
+    eps, once more for the reference, which is rounded as well, and what that itself gets wrong tells nothing.
     """
     verdict = yard.judge(got, math)
     double, count = yard.dtype == torch.float64, 16 if yard.op.name in (*LOSSES, "softmax") else 1
@@ -170,7 +170,7 @@ def is_right(yard, inputs, got, math=None):
     near = ([single[0] * (1 + i * step), *single[1:]] for i in range(count))
     rounded = max(check.yardstick(yard.op, problem).rounded for problem in near)
     share = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps if double else 1
-    return (double and rounded > 0.25) or verdict.score <= 2 * rounded * share
+    return (double and rounded > 0.25) or verdict.score <= (3 if double else 2) * rounded * share
 
 
 @LAW
@@ -179,6 +179,7 @@ def is_right(yard, inputs, got, math=None):
 @example("softmax fusebook", 5, 5, 1)
 @example("linear_cross_entropy fusebook", 0, 48, 8)  # classes that are all the same
 @example("linear_cross_entropy fusebook", 272, 0, 1)  # a row in float64 that is nearly sure of its class
+@example("linear_cross_entropy fusebook", 534372, 0, 1)  # another: PyTorch's is further from the exact one
 @example("cross_entropy fusebook", 287, 7, 1)  # a row in bfloat16 that is, and PyTorch ten times as far off
 @in_time
 def test_any_problem_in_any_layout_is_right_or_refused(spent, name, seed, how, spare):
