@@ -95,6 +95,12 @@ def _line(op: Op, dims: Dims) -> str:
     return f"from fusebook import explore; explore.problem({op.name!r}{given})"
 
 
+def _named(rows: pd.DataFrame, columns: Sequence[str]) -> list[dict[str, int | str]]:
+    """Of each row what these columns say of its problem, as a draw says it."""
+    given = rows[list(columns)].to_dict("records")
+    return [{str(k): v if isinstance(v, str) else int(v) for k, v in row.items()} for row in given]
+
+
 def explorable(op: Op) -> bool:
     """Whether an operator has a variant of ours to hold against the others."""
     return "fusebook" in op.variants or "fusebook (chosen)" in op.variants
@@ -560,7 +566,6 @@ class _Run:
             "versions": "; ".join(f"{k} {v}" for k, v in versions.items() if v),
             "date": datetime.date.today().isoformat(),
             "again": "0",  # how many problems were stale and are measured again
-            "due": "",  # those that are still to be
         }
         self.file = path(machines.slug_of(torch.cuda.get_device_name()), op.name, root) if root else None
         self.rows: list[dict[str, Any]] = []
@@ -577,7 +582,6 @@ class _Run:
                         self.about[part] = "; ".join(parts)
                     # The day that it began; what is stale stays until it is measured again.
                     self.about |= {part: about[part] for part in ("date", "again") if part in about}
-                    self.about["due"] = _listed(self.due)
         self.wrong: Wrong | None = None
         self.todo = sorted(set(range(cases)) - {int(row["case"]) for row in self.rows} | self.due & set(range(cases)))
 
@@ -588,43 +592,39 @@ class _Run:
         elif not self.wrong:
             if case in self.due:
                 self.due.remove(case)
-                self.about |= {"due": _listed(self.due), "again": str(int(self.about["again"]) + 1)}
+                self.about["again"] = str(int(self.about["again"]) + 1)
             self.rows = [row for row in self.rows if row["case"] != case]
             self.rows += [{"case": case, **row} for row in found]
             if self.file:
-                told = {**self.about, "stamp": _stamp(self.about)}
+                about = self._told()
+                told = {**about, "stamp": _stamp(about)}
                 record._save(self.file, f"explored/{self.op.name}", _frame(self.op, self.rows), **told)
+
+    def _told(self) -> dict[str, str]:
+        """What the file says of itself: also, which problems are still to be measured again."""
+        return {**self.about, "due": " ".join(map(str, sorted(self.due)))}
 
     def frame(self) -> pd.DataFrame:
         """A row a problem and variant."""
         frame = _frame(self.op, self.rows)
-        stale = _due(frame, self.about)
+        about = self._told()
+        stale = record._summed(frame.assign(stale=_due(frame, about)))
         origin = bench.Origin(
-            None,
-            measured=True,
-            stale=_summed(self.op, frame, stale),
-            page=f"{self.op.name}-explored",
-            date=self.about["date"],
+            None, measured=True, stale=stale, page=f"{self.op.name}-explored", date=self.about["date"]
         )
-        frame.attrs.update(self.about, origin=origin, stale=sorted(self.due))
+        frame.attrs.update(about, origin=origin, stale=sorted(self.due))
         return frame
-
-
-def _listed(cases: Collection[int]) -> str:
-    return " ".join(map(str, sorted(cases)))
 
 
 def _continued(part: str, then: str, now: str) -> bool:
     """Whether a file of which `part` was said so can go on as one of which it is said otherwise."""
     if part == "ways":  # of the same variants
-        return [way.rpartition(" ")[0] for way in then.split("; ")] == [
-            way.rpartition(" ")[0] for way in now.split("; ")
-        ]
+        before, after = ([way.rpartition(" ")[0] for way in text.split("; ")] for text in (then, now))
+        return before == after
     if part == "versions":
-        return all(
-            version in then.split("; ") for version in now.split("; ") if version.startswith(("torch ", "triton "))
-        )
-    return part in ("commit", "date", "again", "due") or then == now
+        ours = (version for version in now.split("; ") if version.startswith(("torch ", "triton ")))
+        return all(version in then.split("; ") for version in ours)
+    return part in ("commit", "date", "again") or then == now
 
 
 def _this_gpu() -> tuple[tuple[int, int], int]:
@@ -693,13 +693,10 @@ def read(op: Op, slug: str = "nvidia-h200", root: pathlib.Path | None = None) ->
     gpu = (machine.capability, machine.sms) if machine else (None, 0)
     stale = _stale(op, frame, about, *gpu)
     told = {k: about.get(k, "") for k in ("date", "versions", "commit")}
-    reasons = _summed(op, frame, stale)
+    reasons = record._summed(frame.assign(stale=stale))
     origin = bench.Origin(machine, measured=False, stale=reasons, path=file, page=f"{op.name}-explored", **told)
     frame.attrs.update(about, origin=origin, stale=sorted(set(frame["case"][stale != ""])))
     return frame
-
-
-_LAUNCHES = "launches something else than when it was measured"
 
 
 def _due(frame: pd.DataFrame, about: Mapping[str, str]) -> pd.Series[str]:
@@ -716,10 +713,10 @@ def _stale(
     due = reasons != ""
     other = ways.changed(op, capability, then) if then else set()
     if not then or ways.PROBLEMS in other:
-        reasons[:] = "has other problems than when it was measured" if then else "was stamped by an older rule"
+        reasons[:] = "has other problems than when it was measured" if then else f"was {record._OLDER}"
         return reasons
     by_name = frame["variant"].map(lambda name: name if name in other else "")
-    reasons[by_name != ""] = "is called by other code than when it was measured"
+    reasons[(by_name != "") & ~due] = record._CALLED
     ours = by_name.str.startswith("fusebook") & ~due
     reasons[ours] = "does something else than when it was measured"
     if capability is None or OPS.get(op.name) is not op:
@@ -727,26 +724,12 @@ def _stale(
     asked = frame[ours & (frame["launches"] != "")]
     if len(asked):
         dims = [c for c in frame.columns if c not in (*_FRONT, *_BACK)]
-        points = []
-        for row in asked.to_dict("records"):
-            sizes = {str(k): row[k] if isinstance(row[k], str) else int(row[k]) for k in (*dims, "layout")}
-            points.append((row["variant"], row["dtype"], sizes))
+        points = list(zip(asked["variant"], asked["dtype"], _named(asked, [*dims, "layout"]), strict=True))
         with contextlib.suppress(launches.Unknown):
             now = [found for found, _ in record.today(op.name, points, capability, sms)]
             same = asked["launches"] == now
-            reasons[asked.index] = same.map({True: "", False: _LAUNCHES})
+            reasons[asked.index] = same.map({True: "", False: record._OTHERWISE})
     return reasons
-
-
-def _summed(op: Op, frame: pd.DataFrame, reasons: pd.Series[str]) -> tuple[str, ...]:
-    """The reasons, each once, with the variants and the number of problems that it is about."""
-    sentences = []
-    for why, rows in frame[reasons != ""].groupby(reasons, sort=False):
-        names, cases = list(dict.fromkeys(rows["variant"])), rows["case"].nunique()
-        whose = f" ({', '.join(names)})" if len(names) < frame["variant"].nunique() else ""
-        where = f" at {cases} of {frame['case'].nunique()} problems" if cases < frame["case"].nunique() else ""
-        sentences.append(f"{op.name}{whose}{where} {why}")
-    return tuple(sentences)
 
 
 # What was found -------------------------------------------------------------------------------------------------------
@@ -795,8 +778,7 @@ def standing(op: Op, frame: pd.DataFrame, kind: str = "cold") -> pd.DataFrame:
     found["bytes"] = found["read_bytes"] + found["write_bytes"]
     for company, name in (("over torch", "torch"), ("over all", "best")):
         found[company] = found["ours_us"] / found[f"{name}_us"]
-    given = found[[*dims, "dtype", "layout"]].to_dict("records")
-    found["line"] = [_line(op, {str(k): v if isinstance(v, str) else int(v) for k, v in row.items()}) for row in given]
+    found["line"] = [_line(op, given) for given in _named(found, [*dims, "dtype", "layout"])]
     names = ["case", "math", "dtype", "layout", *dims, "bytes", "ours_us", "torch", "torch_us", "best", "best_us"]
     return found[[*names, "over torch", "over all", "line"]].reset_index(drop=True)
 

@@ -417,15 +417,18 @@ def keep_superseded(before: pathlib.Path, gpu: pathlib.Path) -> None:
 
 
 def _summed(frame: pd.DataFrame) -> tuple[str, ...]:
-    """The reasons of all rows, each once."""
+    """The reasons of all rows, each once, with the variants and, of drawn problems, how many it is about."""
     if "stale" not in frame:
         return ()
     old = frame[frame["stale"] != ""]
     found = []
     for (op, why), rows in old.groupby(["op", "stale"], sort=False):
-        names = dict.fromkeys(rows["variant"])
-        whose = "" if set(names) == set(frame.loc[frame["op"] == op, "variant"]) else f" ({', '.join(names)})"
-        found.append(f"{op}{whose} {why}")
+        whole, names = frame[frame["op"] == op], dict.fromkeys(rows["variant"])
+        whose = "" if set(names) == set(whole["variant"]) else f" ({', '.join(names)})"
+        where = ""
+        if "case" in frame and (cases := rows["case"].nunique()) < (drawn := whole["case"].nunique()):
+            where = f" at {cases} of {drawn} problems"
+        found.append(f"{op}{whose}{where} {why}")
     return tuple(found)
 
 

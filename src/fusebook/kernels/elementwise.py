@@ -354,8 +354,7 @@ def _elementwise_plan(
         axis
         for axis in axes[:-1]
         if any(
-            axis.ins[i] == 1
-            and min(axis.size, axes[-1].size) >= (6 if axes[-1].ins[i] and 8 * itemsize * axis.out > 4096 else 32)
+            axis.ins[i] == 1 and min(axis.size, axes[-1].size) >= (6 if 8 * itemsize * axis.out > 4096 else 32)
             for i in lying
         )
     ]
