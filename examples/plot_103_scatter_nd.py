@@ -72,8 +72,10 @@ from fusebook.page import (
     Listing,
     Source,
     by_clock,
+    by_step,
     claim,
     claims,
+    counters,
     downloads,
     draw,
     every_clock,
@@ -460,6 +462,64 @@ Folded("Grouped by counting", Source(_scatter_nd_owner, doc=False))
 # ``torch.use_deterministic_algorithms(True)`` it is always sorted segments.
 
 Folded("Which of them is launched", Source(_scatter_nd_plan, doc=False))
+
+# %%
+# What the hardware counts
+# ~~~~~~~~~~~~~~~~~~~~~~~~
+#
+# The counters of the GPU, as on :doc:`plot_101_elementwise`: bytes from and to
+# memory, and the *sectors* of 32 bytes that one load of a :term:`warp` asks
+# for. An addition by an atomic operation has to fetch what it adds to. 2048
+# updates of 4096 numbers go to a table of 4096 rows.
+
+
+# site: fold
+def to_count():
+    dims = {"R": 4096, "D": 4096, "n": 2048, "law": "uniform"}
+    given = MASKED_SCATTER_ND.make(generator(0), torch.float32, **dims)
+    ways = {
+        "step one, atomic": lambda: step_one(*given),
+        "step three, sorted": lambda: fusebook.masked_scatter_nd_of_shape(
+            *given, check=False, strategy="sorted"
+        ),
+    }
+    standard = MASKED_SCATTER_ND.variants["ONNX Runtime"]
+    if not bench.missing(standard):
+        bound = standard.given(*given)
+        ways["ONNX Runtime"] = lambda: standard.run(*bound)
+    return ways
+
+
+seen = counters("scatter_nd_counters", to_count)
+fetched = by_step(seen, 2048 * 4096 * 4, "in updates")
+table(fetched, "One row per way, by the counters of the GPU", fold=True)
+
+# %%
+theirs = seen[seen["kernel"].str.contains("ScatterND")]["sectors"]
+reads = fetched["read, in updates"]
+claims(
+    claim(
+        "In ONNX Runtime's ScatterND a load asks for {sectors:.0f} sectors, "
+        "one for each thread of a warp, and a thread uses 4 bytes of its 32.",
+        theirs >= 30,
+        fatal=False,
+        sectors=theirs.max() if len(theirs) else None,
+    ),
+    claim(
+        "The atomic kernel reads {atomic:.2f} times the bytes of the updates, "
+        "since it fetches rows to add to; sorted segments read {ours:.2f} "
+        "times these bytes, less than 1.1.",
+        pd.concat(
+            [
+                reads.filter(items=["step one, atomic"]).gt(1.1),
+                reads.filter(items=["step three, sorted"]).lt(1.1),
+            ]
+        ),
+        fatal=False,
+        atomic=reads.get("step one, atomic"),
+        ours=reads.get("step three, sorted"),
+    ),
+)
 
 # %%
 # Is it right?

@@ -61,8 +61,10 @@ from fusebook.kernels.norms_backward import _column_sums, _norm_backward
 from fusebook.page import (
     Source,
     by_clock,
+    by_step,
     claim,
     claims,
+    counters,
     downloads,
     draw,
     exercise,
@@ -256,6 +258,58 @@ Source(_norm_backward)
 # A second kernel adds up the partial rows, always in the same order.
 
 Source(_column_sums)
+
+# %%
+# What the hardware counts
+# ~~~~~~~~~~~~~~~~~~~~~~~~
+#
+# Does the gradient read x and dy once? The counters of the GPU, as on
+# :doc:`plot_101_elementwise`, say what came from memory, here over what the
+# operator's card counts as the least. Of what is written some stays in the
+# :term:`L2 cache`.
+
+
+# site: fold
+def to_count():
+    def given(M, N):
+        dims = {"M": M, "N": N}
+        return RMS_NORM_BACKWARD.make(generator(0), torch.bfloat16, **dims)
+
+    rows, wide = given(8192, 8192), given(1024, 65536)
+    way = RMS_NORM_BACKWARD.variants["torch"]
+    kept = way.given(*rows)
+    return {
+        "an operation a line": lambda: RMS_NORM_BACKWARD.variants["eager"].run(
+            *rows
+        ),
+        "torch": lambda: way.run(*kept),
+        "the library": lambda: fusebook.rms_norm_backward(*rows),
+        "the library, rows of 65536": lambda: fusebook.rms_norm_backward(
+            *wide
+        ),
+    }
+
+
+card = RMS_NORM_BACKWARD.cost(2, M=8192, N=8192)
+traffic = by_step(counters("norms_counters", to_count), card.read, "in reads")
+table(traffic, "8192 x 8192 in bfloat16, in what the card reads", fold=True)
+
+# %%
+reads = traffic["read, in reads"]
+claims(
+    claim(
+        "The library's gradient reads what its card counts, to 5 %, rows that "
+        "several programs share too.",
+        (reads.filter(like="the library") - 1).abs() < 0.05,
+        fatal=False,
+    ),
+    say(
+        "An operation a line reads {chain:.1f} times as much, torch's own "
+        "operator {torch:.2f} times.",
+        chain=reads.get("an operation a line"),
+        torch=reads.get("torch"),
+    ),
+)
 
 # %%
 # Is it right?

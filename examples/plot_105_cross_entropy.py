@@ -58,8 +58,10 @@ from fusebook.page import (
     NoResults,
     Source,
     by_clock,
+    by_step,
     claim,
     claims,
+    counters,
     downloads,
     draw,
     exercise,
@@ -237,6 +239,56 @@ table(
         }
     ).rename_axis(["N", "dtype"]),
     "How rows are cut on a Hopper GPU",
+)
+
+# %%
+# What the hardware counts
+# ~~~~~~~~~~~~~~~~~~~~~~~~
+#
+# Are the logits read once? The counters of the GPU, as on
+# :doc:`plot_101_elementwise`, say what came from memory. 4096 rows of 32000
+# numbers are as many as 1000 rows of 131072, which several programs share.
+
+
+# site: fold
+def to_count():
+    short, wide = (
+        CROSS_ENTROPY.make(generator(0), torch.bfloat16, M=M, N=N)
+        for M, N in ((4096, 32000), (1000, 131072))
+    )
+    ours = partial(fusebook.cross_entropy_with_gradient, check=False)
+    ways = CROSS_ENTROPY.variants
+    return {
+        "an operation a line": partial(ways["eager"].run, *short),
+        "torch": partial(ways["torch"].run, *short),
+        "step two, 16 warps": partial(step_two, *short, warps=16),
+        "the library": partial(ours, *short),
+        "the library, rows of 131072": partial(ours, *wide),
+    }
+
+
+MN = 2 * 4096 * 32000  # bytes
+traffic = by_step(counters("cross_entropy_counters", to_count), MN, "MN")
+table(traffic, "Loss and gradient, in bytes of the logits", fold=True)
+
+# %%
+reads = traffic["read, MN"]
+claims(
+    claim(
+        "Step two and the library's kernel read the logits once, to 2 %, and "
+        "so do programs that share a row.",
+        (
+            reads.drop(["an operation a line", "torch"], errors="ignore") - 1
+        ).abs()
+        < 0.02,
+        fatal=False,
+    ),
+    say(
+        "An operation a line reads {chain:.1f}MN, PyTorch's own loss and "
+        "backward pass {torch:.1f}MN.",
+        chain=reads.get("an operation a line"),
+        torch=reads.get("torch"),
+    ),
 )
 
 # %%

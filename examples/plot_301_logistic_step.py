@@ -74,8 +74,10 @@ from fusebook.page import (
     Folded,
     Source,
     by_clock,
+    by_step,
     claim,
     claims,
+    counters,
     downloads,
     draw,
     every_clock,
@@ -443,6 +445,54 @@ Folded("The kernel on the chip", Source(_logistic_fit_rows, doc=False))
 # has no room for a float64 and a step.
 
 Folded("What fits on the chip", Source(_logistic_fit_plan, doc=False))
+
+# %%
+# What the hardware counts
+# ~~~~~~~~~~~~~~~~~~~~~~~~
+#
+# How often does X come from memory? By the counters of the GPU (see
+# :doc:`plot_101_elementwise`), for one step of 100000 x 784, and for a hundred
+# steps of the pictures in one launch, whose programs talk by messages.
+
+
+# site: fold
+def to_count():
+    rows, few = problem_of_2012(100_000), problem_of_2012()
+    return {
+        "eager": lambda: logistic_step_eager(*rows, 0.01, 0.01),
+        "step one": lambda: step_one(*rows, 0.01, 0.01),
+        "the library": lambda: fusebook.logistic_step(*rows, 0.01, 0.01),
+        "a hundred steps, on the chip": lambda: fusebook.logistic_fit(
+            *few, 0.01, 0.01, steps=100
+        ),
+    }
+
+
+OF_X = dict.fromkeys(("eager", "step one", "the library"), 4.0 * 100_000 * 784)
+OF_X["a hundred steps, on the chip"] = 4.0 * 400 * 784
+traffic = by_step(counters("logistic_counters", to_count), OF_X, "X")
+table(traffic, "In bytes of X, by the counters of the GPU", fold=True)
+
+# %%
+reads = traffic["read, X"]
+claims(
+    claim(
+        "Eager reads X twice, to 5 %.",
+        (reads.filter(items=["eager"]) / 2 - 1).abs() < 0.05,
+        fatal=False,
+    ),
+    claim(
+        "Step one and the library's step read X once, to 2 %.",
+        (reads.filter(items=["step one", "the library"]) - 1).abs() < 0.02,
+        fatal=False,
+    ),
+    claim(
+        "A hundred steps on the chip read less than two X: {chip:.2f}.",
+        reads.filter(items=["a hundred steps, on the chip"]) < 2,
+        fatal=False,
+        chip=reads.get("a hundred steps, on the chip"),
+    ),
+)
 
 # %%
 # Is it right?

@@ -59,8 +59,10 @@ from fusebook.page import (
     Folded,
     Source,
     by_clock,
+    by_step,
     claim,
     claims,
+    counters,
     downloads,
     draw,
     exercise,
@@ -279,6 +281,52 @@ Folded("Some of the centres", Source(_kmeans_some, doc=False))
 
 # %%
 # A table of costs in the plan, measured on one GPU, chooses among these.
+
+# %%
+# By the counters of the GPU (see :doc:`plot_101_elementwise`), for the 20
+# million points: how many *sectors* of 32 bytes a load of a :term:`warp` asks
+# for, and how often the points come from memory.
+
+
+# site: fold
+def to_count():
+    points = torch.randn(N, 2, device="cuda")
+    given = points, points[:2].clone(), torch.int64
+    ways = KMEANS_STEP.variants
+    return {
+        "step one": lambda: step_one(*given),
+        "step two": lambda: step_two(*given),
+        "assignment, then update": lambda: ways["fusebook, two calls"].run(
+            *given
+        ),
+        "both in a pass": lambda: ways["fusebook"].run(*given),
+    }
+
+
+seen = counters("kmeans_counters", to_count)
+traffic = by_step(seen, 4.0 * 2 * N, "in points")
+table(traffic, "20 million points in the plane", fold=True)
+
+# %%
+reads, sectors = traffic["read, in points"], traffic["sectors a load"]
+claims(
+    claim(
+        "A load of step two asks for more sectors than one of step one, "
+        "{two:.1f} against {one:.1f}, and both read the points once, to 2 %.",
+        sectors.filter(items=["step two"]).gt(sectors.get("step one"))
+        & reads.filter(items=["step two"]).sub(1).abs().lt(0.02),
+        fatal=False,
+        one=sectors.get("step one"),
+        two=sectors.get("step two"),
+    ),
+    claim(
+        "Both halves in a pass read the points once, to 2 %, and one after "
+        "the other {twice:.2f} times.",
+        reads.filter(items=["both in a pass"]).sub(1).abs() < 0.02,
+        fatal=False,
+        twice=reads.get("assignment, then update"),
+    ),
+)
 
 # %%
 # Is it right?

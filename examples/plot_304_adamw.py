@@ -63,8 +63,10 @@ from fusebook.page import (
     NoResults,
     Source,
     by_clock,
+    by_step,
     claim,
     claims,
+    counters,
     downloads,
     exercise,
     lines_behind,
@@ -312,6 +314,54 @@ Source(_rounded_by_chance)
 # The random bits come from a counter that a few multiplications have mixed:
 # nothing is stored, and the same seed and step give the same bits.
 #
+# What the hardware counts
+# ~~~~~~~~~~~~~~~~~~~~~~~~
+#
+# The bytes from memory and the *sectors* of 32 bytes that a load of a
+# :term:`warp` asks for, by the counters of the GPU (see
+# :doc:`plot_101_elementwise`), for two tensors of 16 million numbers. A load
+# of 4 bytes a thread asks for 4 sectors, one of 16 bytes for 16; loads from
+# the table ask for one.
+
+
+# site: fold
+def to_count():
+    lists = model([2**24] * 2)
+    put = tables_of(lists)
+    return {
+        "the loop": lambda: adamw_step_eager(*lists, *rest),
+        "step one": lambda: step_one(*lists, 1, 1e-3),
+        "step two": lambda: step_two(*lists, 1, 1e-3, put),
+        "the library": lambda: fusebook.adamw_step(*lists, step=1, lr=1e-3),
+    }
+
+
+seen = counters("adamw_counters", to_count)
+traffic = by_step(seen, 4.0 * 2**25, "in parameters")
+table(traffic, "A step of 33 million parameters", fold=True)
+
+# %%
+reads, sectors = traffic["read, in parameters"], traffic["sectors a load"]
+claims(
+    claim(
+        "Both steps and the library read parameters, gradients and two "
+        "averages once, to 2 %; the loop reads {loop:.1f} times the "
+        "parameters.",
+        (reads.drop("the loop", errors="ignore") / 4 - 1).abs() < 0.02,
+        fatal=False,
+        loop=reads.get("the loop"),
+    ),
+    claim(
+        "A load of step two asks for {two:.1f} sectors, one of the library's "
+        "kernel for at least twice as many, {ours:.1f}.",
+        sectors.filter(items=["the library"]).ge(2 * sectors.get("step two")),
+        fatal=False,
+        two=sectors.get("step two"),
+        ours=sectors.get("the library"),
+    ),
+)
+
+# %%
 # Is it right?
 # ------------
 #

@@ -2,10 +2,12 @@ import ast
 import inspect
 import os
 import re
+import shutil
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pandas as pd
@@ -21,7 +23,7 @@ from fusebook.cards.softmax import SOFTMAX
 from fusebook.kernels.adamw import _chunk, adamw_step_eager
 from fusebook.kernels.softmax import softmax, softmax_eager
 from fusebook.page import _place, show
-from fusebook.page.counters import COUNTERS, _counted
+from fusebook.page.counters import COUNTERS, _counted, _read
 from toy import machine, toy, variant
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -666,6 +668,38 @@ def test_where_nsight_compute_counts_nothing_its_words_are_told(monkeypatch):
         _counted("name", lambda: {"no step": print})
 
 
+def test_where_nsight_compute_fails_the_page_goes_on_without(monkeypatch):
+    tried = []
+
+    def refused(name, measure, live, by_device):
+        tried.append(live)
+        return measure() if live is None else pd.DataFrame({"step": ["recorded"]})
+
+    monkeypatch.setattr(shutil, "which", lambda name: name)
+    monkeypatch.setattr(_place, "script", lambda: True)
+    monkeypatch.setitem(page.counters.__globals__, "measured", refused)
+    late = subprocess.TimeoutExpired(["ncu"], 60.0)
+    monkeypatch.setattr(subprocess, "run", Mock(side_effect=late))
+    with pytest.warns(UserWarning, match="timed out after 60"):
+        seen = page.counters("name", lambda: {"no step": print})
+    assert tried == [None, False] and seen["step"].tolist() == ["recorded"]
+
+
+def test_a_step_has_the_bytes_of_all_its_kernels_and_the_sectors_of_the_largest():
+    seen = _read(NCU, ["chain", "ours"])
+    seen.attrs["origin"] = "here"
+    small = page.by_step(seen, {"chain": 2.0**27 + 1, "ours": 50.0}, "operands")
+    assert small["kernels"].tolist() == [2, 1]
+    assert small["read, operands"].tolist() == [1, 2]
+    assert small["written, operands"].tolist() == [66 / (2**27 + 1), 64 / 50]
+    assert small["sectors a load"].tolist() == [4, 16] and small["occupancy, %"].tolist() == [80.5, 12.5]
+    assert page.by_step(seen, 50.0, "operands").loc["ours", "read, operands"] == 2
+    assert small.attrs["origin"] == "here"
+
+
 def test_without_counters_and_a_record_the_table_says_so():
     seen = page.counters("nobody_counted_this", dict)
+    few = page.by_step(seen, 8.0, "operands")
+    assert repr(page.table(few, "Counters")) == "Counters: not measured."
+    assert few["read, operands"].filter(items=["ours"]).empty
     assert repr(page.table(seen.set_index("step"), "Counters")) == "Counters: not measured."

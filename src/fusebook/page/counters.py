@@ -6,9 +6,11 @@ import csv
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ import torch
 from fusebook.page import _place
 from fusebook.page.results import NoResults, measured
 
-__all__ = ["counters"]
+__all__ = ["by_step", "counters"]
 
 Steps = Callable[[], Mapping[str, Callable[[], Any]]]
 
@@ -33,6 +35,7 @@ COUNTERS = {
 #: A kernel of PyTorch's that nobody else launches stands between two steps.
 MARK = "spin_kernel"
 LONGEST = 60.0  # seconds
+STUCK = 30  # seconds, of the steps alone
 
 
 def counters(name: str, steps: Steps) -> pd.DataFrame:
@@ -52,18 +55,59 @@ def counters(name: str, steps: Steps) -> pd.DataFrame:
     pandas.DataFrame
         A row a kernel: ``step``, ``kernel``, ``read`` and ``written`` in bytes of memory, ``sectors`` of 32 bytes that
         a load asks for, and ``occupancy``, the percent of the warps that a multiprocessor has room for. Empty where
-        there is neither Nsight Compute nor a record.
+        there is neither Nsight Compute nor a record. Where Nsight Compute fails, as on a machine that keeps its
+        counters from users, a warning says why and the record answers: the rest of a page needs no counters.
     """
     if os.environ.get("FUSEBOOK_COUNT") == name:
+        signal.alarm(STUCK)  # a kernel that waits for ever would outlive Nsight Compute
         _run(steps())
         raise SystemExit(0)
     able = shutil.which("ncu") is not None and _place.script() and "FUSEBOOK_COUNT" not in os.environ
-    try:
-        return measured(name, lambda: _counted(name, steps), live=None if able else False, by_device=True)
-    except NoResults:
-        nothing = pd.DataFrame(columns=["step", "kernel", *COUNTERS.values()])
-        nothing.attrs["compared"] = 0
-        return nothing
+    for live in (None, False) if able else (False,):
+        try:
+            return measured(name, lambda: _counted(name, steps), live=live, by_device=True)
+        except (RuntimeError, subprocess.TimeoutExpired) as error:
+            warnings.warn(str(error), stacklevel=2)
+        except NoResults:
+            break
+    nothing = pd.DataFrame(columns=["step", "kernel", *COUNTERS.values()])
+    nothing.attrs["compared"] = 0
+    return nothing
+
+
+def by_step(seen: pd.DataFrame, of: float | Mapping[str, float], what: str) -> pd.DataFrame:
+    """What `counters` saw, one row a step: the bytes of all its kernels, and the rest of the one that reads most.
+
+    Parameters
+    ----------
+    seen : pandas.DataFrame
+        Of `counters`, and perhaps empty.
+    of : float or mapping
+        Bytes that stand for one, by step where they differ.
+    what : str
+        What these bytes are, for the names of two columns.
+
+    Returns
+    -------
+    pandas.DataFrame
+        By step: ``kernels``, how many; ``read, <what>`` and ``written, <what>``; ``sectors a load`` and
+        ``occupancy, %``.
+    """
+    steps = seen.astype({counter: float for counter in COUNTERS.values()}).groupby("step", sort=False)
+    moved = steps[["read", "written"]].sum()
+    one = pd.Series(of).reindex(moved.index) if isinstance(of, Mapping) else of
+    largest = seen.loc[steps["read"].idxmax()].set_index("step")
+    frame = pd.DataFrame(
+        {
+            "kernels": steps.size(),
+            f"read, {what}": moved["read"] / one,
+            f"written, {what}": moved["written"] / one,
+            "sectors a load": largest["sectors"],
+            "occupancy, %": largest["occupancy"],
+        }
+    )
+    frame.attrs.update(seen.attrs)
+    return frame
 
 
 def _run(steps: Mapping[str, Callable[[], Any]]) -> None:
