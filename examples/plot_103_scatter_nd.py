@@ -1091,10 +1091,17 @@ CODE = {
     "step two, owner": lines_of(own_row, step_two),
     "the library": lines_behind(masked_scatter_nd_eager),
 }
+registers = source.groupby("step")["registers"].max()
 table(
-    source_us.assign(**{"lines of code": pd.Series(CODE)}),
+    source_us.assign(
+        **{
+            "registers a thread": registers,
+            "lines of code": pd.Series(CODE),
+        }
+    ),
     "What each step was worth, beside the source's kernels: cold time in "
-    "microseconds, R x D and the number of updates",
+    "microseconds, R x D and the number of updates; registers are the most of "
+    "all sizes",
     fold=False,
 )
 
@@ -1113,7 +1120,6 @@ peers = pd.DataFrame(
     }
 )
 mended = source_us.loc["theirs, shared indices, mended"]
-taken = source.groupby("step")["registers"].agg(["min", "max"])
 claims(
     claim(
         "All of these are right, once the mistake is mended.", source["right"]
@@ -1132,19 +1138,6 @@ claims(
         "GPU idle, and goes over all updates one after the other.",
         least=(mended / source_us.loc["the library"]).min(),
         most=(mended / source_us.loc["the library"]).max(),
-    ),
-    say(
-        "A thread takes {one} registers in step one, {two} in step two and "
-        "{ours} in the library's largest kernel, by the size; 255 is the "
-        "most there is.",
-        **{
-            name: "{:.0f} to {:.0f}".format(*taken.loc[step])
-            for name, step in (
-                ("one", "step one, atomic"),
-                ("two", "step two, owner"),
-                ("ours", "the library"),
-            )
-        },
     ),
 )
 

@@ -354,7 +354,8 @@ claims(
     claim(
         "A load of step two asks for {two:.1f} sectors, one of the library's "
         "kernel for at least twice as many, {ours:.1f}.",
-        sectors.filter(items=["the library"]).ge(2 * sectors.get("step two")),
+        sectors.filter(items=["the library"]).div(2)
+        >= sectors.get("step two", 0.0),
         fatal=False,
         two=sectors.get("step two"),
         ours=sectors.get("the library"),
