@@ -136,7 +136,7 @@ class Op:
         return self.draw(random.Random(f"{self.name} {seed} {case}"))
 
     def made(self, dims: Dims, device: str) -> tuple[Any, ...]:
-        """The inputs of a problem,.
+        """The inputs of a problem.
 
         Parameters
         ----------
