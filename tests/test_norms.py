@@ -237,6 +237,25 @@ def test_programs_that_share_a_row_come_to_its_norm_and_gradients(centred, n, dt
         torch.testing.assert_close(got.double(), told, rtol=1e-2, atol=1e-2)
 
 
+@centred
+@pytest.mark.parametrize(("rows", "n"), [(1, 453), (2, 34), (0, 5)])
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16], ids=str)
+def test_a_program_that_takes_all_rows_has_the_gradients_of_the_weights(centred, rows, n, kind, monkeypatch):
+    monkeypatch.setattr(norms_backward, "_column_sums", None)  # nothing is left to be added up
+    x, dy = made(rows, n), made(rows, n, seed=1)
+    for given in ((kind, kind), (None, kind), (kind, None)):
+        vectors = [None if v is None else made(n, dtype=v, seed=2) for v in given]
+        backward = fusebook.layer_norm_backward if centred else fusebook.rms_norm_backward
+        dx, *rest = backward(x, dy, *vectors, eps=1e-5)
+        exact = [None if t is None else t.double().requires_grad_() for t in (x, *vectors)]
+        told = [t for t in exact if t is not None]
+        right = torch.autograd.grad(plain(*exact, centred=centred), told, dy.double())
+        for got, want, like in zip((dx, *rest), right, (x, *[v for v in vectors if v is not None]), strict=True):
+            assert got.dtype == like.dtype
+            close = HALF if got.dtype == torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-4}
+            torch.testing.assert_close(got.double(), want, **close)
+
+
 @pytest.mark.skipif(DEVICE == "cuda", reason="on a GPU words come when they come")
 def test_a_part_is_there_when_both_of_its_words_are(monkeypatch):
     x, boards, real = made(1, 66000) + 3, [], _norms.board_of

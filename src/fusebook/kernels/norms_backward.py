@@ -11,7 +11,7 @@ normalised is that sum, which takes both gradients.
 Nothing is kept from the forward pass but its input: the statistics of a row are found anew while it is in registers.
 A program takes many rows and the same columns of each, and adds up its part of dweight and dbias in registers. So
 there is one partial row for each group of programs, and a second kernel adds these up in a fixed order: the same bits
-each time, without atomics.
+each time, without atomics. Where one program takes all rows, its part is the whole, and there is no second kernel.
 
 A row of up to 16 KiB belongs to one program; a wider one is shared by several, which tell each other what they found:
 programs of one warp, and from 128 KiB on of four.
@@ -68,11 +68,15 @@ def _sums(x, g, own, count, axis: tl.constexpr, CENTRED: tl.constexpr, TOGETHER:
 
 @triton.jit
 def _norm_backward(
-    dx_ptr, sums_ptr, x_ptr, dy_ptr, dtotal_ptr, w_ptr, M, N, x_stride, dy_stride, dtotal_stride, GROUPS,
+    dx_ptr, sums_ptr, dw_ptr, db_ptr, x_ptr, dy_ptr, dtotal_ptr, w_ptr, M, N, x_stride, dy_stride, dtotal_stride,
+    GROUPS,
     ALIGN: tl.constexpr, EPS: tl.constexpr, CENTRED: tl.constexpr, DW: tl.constexpr, DB: tl.constexpr,
     STAGES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows at a time; GROUPS programs take all rows. Rows of STAGES loops are on their way into shared memory."""
+    """ROWS rows at a time; GROUPS programs take all rows. Rows of STAGES loops are on their way into shared memory.
+
+    Partial rows are left in `sums_ptr`; where that is None, there is one program, which writes dweight and dbias.
+    """
     FLOAT: tl.constexpr = tl.float64 if x_ptr.dtype.element_ty == tl.float64 else tl.float32
     N = N * ALIGN
     group = tl.program_id(0)
@@ -104,11 +108,16 @@ def _norm_backward(
         tl.store(dx_ptr + rows * N + columns, dx.to(dx_ptr.dtype.element_ty), mask=own)  # write MN
     if sums_ptr is not None:
         sums_ptr += group.to(tl.int64) * N
-    if DW:
-        tl.store(sums_ptr + columns, tl.sum(dw, 0)[None, :], mask=mine)
-    if DB:
-        sums_ptr += (tl.zeros([], tl.int64) + GROUPS) * N if DW else 0
-        tl.store(sums_ptr + columns, tl.sum(db, 0)[None, :], mask=mine)
+        if DW:
+            tl.store(sums_ptr + columns, tl.sum(dw, 0)[None, :], mask=mine)
+        if DB:
+            sums_ptr += (tl.zeros([], tl.int64) + GROUPS) * N if DW else 0
+            tl.store(sums_ptr + columns, tl.sum(db, 0)[None, :], mask=mine)
+    else:
+        if DW:
+            tl.store(dw_ptr + columns, tl.sum(dw, 0)[None, :].to(dw_ptr.dtype.element_ty), mask=mine)
+        if DB:
+            tl.store(db_ptr + columns, tl.sum(db, 0)[None, :].to(db_ptr.dtype.element_ty), mask=mine)
 
 
 # Wide rows are shared by several programs, as in `_norms._norm_shared`.
@@ -392,14 +401,15 @@ def _into(
     plan = _plan(len(x), n, x.element_size(), capability, processors, centred, dtotal is not None)
     align = aligned(n, x, dy, dtotal)
     summed = [d for d in (dw, db) if d is not None]
-    sums = empty((len(summed), plan.groups, n), kind, x.device) if summed else None
+    alone = plan.groups == plan.parts == 1
+    sums = empty((len(summed), plan.groups, n), kind, x.device) if summed and not alone else None
     sizes = (len(x), n // align, *(0 if t is None else t.stride(0) // align for t in (x, dy, dtotal)), plan.groups)
     constants = {"ALIGN": align, "EPS": eps, "CENTRED": centred, "DW": dw is not None, "DB": db is not None}
     options = {**plan.constants, "num_warps": plan.warps, "maxnreg": plan.registers}
     if plan.parts == 1:
         launch(
-            _norm_backward, (plan.groups,), dx, sums, x, dy, dtotal, weight, *sizes, TOGETHER=capability is not None,
-            **constants, **options,
+            _norm_backward, (plan.groups,), dx, sums, *((dw, db) if alone else (None, None)), x, dy, dtotal, weight,
+            *sizes, TOGETHER=capability is not None, **constants, **options,
         )  # fmt: skip
     else:
         early = overlapping(x.device)
