@@ -649,7 +649,7 @@ claims(
 # float32 only?
 # ~~~~~~~~~~~~~
 #
-# In 2012 nothing else could be accelerated, and float64 was "still relatively
+# In 2012 only float32 could be accelerated, and float64 was "still relatively
 # slow". Elementwise operations cost their bytes: twice as many in float64,
 # half as many in the half types. Matrix products have units for each type,
 # whose rates on this GPU are far apart.

@@ -404,9 +404,9 @@ if replayed in each:
 claims(
     claim(
         "A small kernel costs its launch. For 4096 numbers the device needs "
-        "{device:.1f} us; the host needs {brackets:.0f} us to launch by "
-        "brackets, {plan:.0f} us by this page's plan cache, {eager:.0f} us in "
-        "torch, and {graph:.2f} us for a call in a CUDA graph.",
+        "{device:.1f} us; the host needs {brackets:.0f} us to launch it by "
+        "`kernel[grid](...)`, {plan:.0f} us by this page's plan cache, "
+        "{eager:.0f} us in torch, and {graph:.2f} us in a CUDA graph.",
         each.drop("CUDA graph of 100") > warm["torch.exp"],
         headline=True,
         device=warm["kernel[grid]"],
@@ -523,10 +523,10 @@ library = []
 if "fusebook.exp" in of:
     library = [
         say(
-            "The library's way takes {ours:.1f} us, torch.exp {torch:.1f} us: "
-            "guards take {guards:.1f} us instead of the key and the lookup, "
-            "and the function of C {launch:.1f} us instead of Triton's "
-            "launcher.",
+            "The library's call takes {ours:.1f} us, torch.exp {torch:.1f} "
+            "us. In place of the key and the lookup the library has guards, "
+            "{guards:.1f} us; in place of Triton's launcher it calls the "
+            "function of C, {launch:.1f} us.",
             ours=of["fusebook.exp"],
             torch=of["torch.exp"],
             guards=of["guards instead of both"],

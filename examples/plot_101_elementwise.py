@@ -504,7 +504,7 @@ Folded("The launcher of CUDA C", Source(_cuda_c, doc=False))
 # With an element for each thread, a thread asks memory for 4 bytes at a time.
 # Triton's compiler makes loads of 16 bytes of neighbours; in CUDA C they are
 # written by hand: a ``float4`` is four numbers that begin at a multiple of 16
-# bytes. The last one to three are left for the first threads.
+# bytes. The last one to three numbers are left for the first threads.
 
 # site: fold
 MULTIPLY_BY_FOUR = """
@@ -856,10 +856,10 @@ claims(
 # Half the bytes
 # ~~~~~~~~~~~~~~
 #
-# The same chains in bfloat16, 8192 x 8192. *Wrong* means that every operation
-# rounds its result to bfloat16, and that the error exceeds the limit where a
-# sum cancels; a fused chain rounds once. The CUDA C of this page takes float32
-# only.
+# The same chains in bfloat16, 8192 x 8192. *Wrong* are ways that round the
+# result of every operation to bfloat16: where a sum cancels, their error
+# exceeds the limit. A fused chain rounds once. The CUDA C of this page takes
+# float32 only.
 
 half = together(
     [asked.results(op, config="8192x8192", dtype="bfloat16") for op in OPS]

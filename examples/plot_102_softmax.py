@@ -406,10 +406,11 @@ Folded("The kernel of the library", Source(_softmax_rows, doc=False))
 # (``num_ctas``), but version 3.6 does not compile a reduction across it. So a
 # tile here has one more axis, with an entry for each block. Each block reduces
 # its own part, and a few lines of assembly tell all of them what each found.
-# Half types of 40961 to 53248 columns are taken so, and most gradients of
-# 24577 to 131072: there many rows take no longer by it. At other widths many
-# rows would take longer, and a row's bits must not depend on how many come
-# with it. What quack gains there stands below, under *Where it does not win*.
+# Half types of 40961 to 53248 columns have clusters, and so have most
+# gradients of 24577 to 131072. At other widths a few rows would be faster by
+# clusters and many rows slower, and the number of rows may not choose: a row's
+# bits must not depend on how many come with it. What quack gains there stands
+# below, under *Where it does not win*.
 
 Folded("What is launched for which shape", Source(softmax_plan, doc=False))
 
@@ -651,7 +652,7 @@ claims(
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 #
 # At 4096 x 256 the kernel lasts a few microseconds, about as long as an empty
-# one, and a host that launches it from Python may take longer: the
+# one. To launch it from Python may take the host longer than that: the
 # :term:`launch overhead`. Three more clocks tell the parts apart. *Warm* is
 # the device's time of a call among many in a :term:`CUDA graph`; *host* is the
 # time that Python takes to queue a call; *call* is how long Python waits for

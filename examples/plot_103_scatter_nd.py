@@ -301,8 +301,8 @@ Source(masked_scatter_nd_eager, doc=False)
 
 # %%
 # The least is to write the output once and to read each update once. The
-# chain's traffic over the least is what :term:`fusion` can give at most. With
-# twice as many updates as rows (the *squares* of this page) most of the
+# chain's traffic over the least is what :term:`fusion` can give at most. Where
+# the updates are a *square*, R rows and 2R updates of 2R numbers, most of the
 # chain's traffic passes updates on, which fusion saves. In the *Llama's table*
 # most of it is zeros, which every way has to write.
 

@@ -11,10 +11,9 @@ Norms, with a residual and in eight bits
 
 A transformer normalises its hidden state twice a layer. Before a norm a
 residual is added; after it the result is often rounded to eight bits; and on
-the way back there is a gradient, of which the part of the weights is a sum
-over all rows. Each of these is a pass over memory where it is an operation of
-its own. This page does each in one pass, and compares every one of them with
-its roof.
+the way back there is a gradient, whose part for the weights is a sum over all
+rows. As operations of their own these are a pass over memory each. This page
+does each in one pass, and compares every one of them with its roof.
 
 With a CUDA GPU everything here is measured as the page runs. Without one, the
 kernels run in Triton's interpreter and the times are replayed from the record
@@ -213,9 +212,10 @@ Source(_norm_rows)
 # %%
 # Rows that no program can hold are cut into parts, and the programs of a row
 # tell each other what they found, as on the page of softmax. Each holds its
-# part in registers meanwhile, so that rows are read once. With a residual all
-# of both tensors is asked for before the first number of their sum is stored:
-# the compiler moves no load to before a store, since the two might meet.
+# part in registers meanwhile, so that rows are read once. With a residual the
+# kernel asks for all of both tensors before it stores the first number of
+# their sum: the compiler moves no load ahead of a store, since both might be
+# of the same address.
 #
 # All loads ask the L2 cache to keep what they read (``evict_last``), although
 # no row is read again. What was written then leaves the cache sooner, so that
@@ -233,12 +233,13 @@ Source(_norm_rows)
 #    \qquad dw_i = \sum_\mathrm{rows} dy_i n_i .
 #
 # Two things can make it slow. Often the forward pass keeps statistics for it,
-# or an input twice; here nothing is kept, since the row is in registers anyway
-# and the sum of its squares costs no traffic. And dw sums over rows, across
-# which programs run: atomic additions would come in another order each time,
-# and a matrix of all terms would be another pass. So a program takes **many
-# rows and the same columns of each**, and adds up its part of dw in registers.
-# At the end there is one partial row a program, a few hundred in all.
+# or a copy of an input; here nothing is kept, since the row is in registers
+# anyway and the sum of its squares costs no traffic. And dw sums over rows,
+# across which programs run: atomic additions would come in another order each
+# time, and a matrix of all terms would be another pass. So a program takes
+# **many rows and the same columns of each**, and adds up its part of dw in
+# registers. At the end there is one partial row a program, a few hundred in
+# all.
 #
 # While it works on a row, the next ones are on their way into shared memory:
 # ``num_stages`` of the loop asks for that. Rows of more than 16 KiB are shared
@@ -682,7 +683,8 @@ claims(
 # T. Dao, *Getting Memory-bound Kernels to Speed-of-Light*, on an H100), and
 # PyTorch's about what torch.compile makes of norms since (*SOTA Normalization
 # Performance with torch.compile*, on H100 and B200). Both speak of
-# bandwidth as the datasheet has it: 4.8 TB/s for an H200.
+# bandwidth as the datasheet has it: 4.8 TB/s for an H200. *Taken as* says how
+# a sentence without a number of its own was tested.
 
 DATASHEET = 4.8e12
 theirs = tables.where(large, variant="quack", status="ok").set_index(

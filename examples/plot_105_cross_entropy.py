@@ -404,7 +404,7 @@ claims(
     ),
     claim(
         "Of a loss in float16 that is scaled by 65536 every gradient has its "
-        "digits, though {share:.0%} of them were no normal numbers before.",
+        "digits; not scaled, {share:.0%} of them are no normal numbers.",
         torch.allclose(small.double(), 2.0**16 * wanted, rtol=2**-9, atol=0),
         share=(wanted.abs() < 2**-14).double().mean().item(),
     ),
@@ -662,8 +662,8 @@ table(
 # buffer; the kernel above turns them into their gradient in place; two more
 # products read that. Then the buffer is free for the next rows.
 #
-# How many rows? Few rows take little memory, and each chunk reads the head
-# again, and reads and writes the head's gradient, to add to it.
+# How many rows? Few rows take little memory. But each chunk reads the head
+# again, and to add to the head's gradient it reads and writes that, too.
 
 Source(chunk_plan, doc=False)
 
@@ -696,7 +696,7 @@ trade = pd.DataFrame(
 table(trade, "By rows of a chunk, 8192 x 4096 x 128256, bfloat16", fold=False)
 
 # %%
-# Memory is asked first, since the chunks are there to save it. *Beyond* is the
+# Memory comes first, since the chunks are there to save it. *Beyond* is the
 # peak of a call beyond its inputs and gradients. *Liger* waits for the device
 # and so has no time on the device alone. The operator's :term:`card` has
 # ``F.linear_cross_entropy`` too, which PyTorch has from 2.13 on.

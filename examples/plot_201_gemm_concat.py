@@ -731,8 +731,8 @@ compiled = asked.results(
 )
 table(
     by_n(tables.times(compiled, words=True)),
-    "bfloat16: cold time in microseconds",
-    fold=False,
+    "The compiler's products in bfloat16: cold time in microseconds",
+    fold=True,
 )
 
 # %%
@@ -804,7 +804,11 @@ def products_of_quack():
 
 theirs = measured("gemm_quack", products_of_quack, by_device=True)
 their_us = theirs.pivot_table("us", "n", "step", sort=False)
-table(their_us, "bfloat16: cold time in microseconds", fold=False)
+table(
+    their_us,
+    "quack's products in bfloat16: cold time in microseconds",
+    fold=True,
+)
 
 # %%
 claims(

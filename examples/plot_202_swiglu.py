@@ -195,13 +195,13 @@ def step_one(x, gate, up, BM=64, BN=64, warps=4):
 # reads it half as often as two of 128. So the tiles of both weights should be
 # one tile.
 #
-# They are if the weights are one tensor, and two weights of one shape always
-# are: the distance between their addresses is the stride of a third axis. A
-# descriptor of three axes then fetches 2 x 128 columns at once, from two
-# places in memory, and they arrive as 256. Each thread then holds the gate and
-# the up value of the same column. Two of the constants below are explained
-# elsewhere: ``LATE`` is the :term:`programmatic dependent launch` of
-# :doc:`plot_201_gemm_concat`, and ``SWAP`` is for a few rows.
+# They are one tile if the weights are one tensor. Two weights of one shape
+# can always be seen as one: the distance between their addresses is the stride
+# of a third axis. A descriptor of three axes then fetches 2 x 128 columns at
+# once, from two places in memory, and they arrive as 256. Each thread then
+# holds the gate and the up value of the same column. Two of the constants
+# below are explained elsewhere: ``LATE`` is the :term:`programmatic dependent
+# launch` of :doc:`plot_201_gemm_concat`, and ``SWAP`` is for a few rows.
 
 Source(_swiglu_stacked, doc=False)
 
@@ -570,9 +570,9 @@ table(
 # %%
 claims(
     say(
-        "Too fast is a time under the roof, which is not kept. Here the roof "
-        "is what PyTorch's own product of float32 reaches, and three products "
-        "in TF32 can take less."
+        "A time that is less than the roof is not kept, and the table says "
+        "too fast. Here the roof is what PyTorch's own product of float32 "
+        "reaches, and three products in TF32 can take less."
     )
 ) if (others["status"] == "too fast").any() else None
 

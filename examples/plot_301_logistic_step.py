@@ -701,8 +701,8 @@ by_way["microseconds a step"] = 100 * by_way["seconds"]
 table(by_way, "Ten thousand steps of 400 x 784", fold=False)
 
 # %%
-# The losses are those of float64. How far each way is from them, in parts of
-# what the check allows:
+# How far the losses of each way are from those of float64, in parts of what
+# the check allows:
 
 losses = measured("logistic_losses", losses_of_each_way)
 curves = losses.set_index("step")

@@ -268,8 +268,8 @@ Folded("The screen", Source(_kmeans_screen, doc=False))
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 #
 # All kernels so far give a program its own points, and let it go through all
-# centres. A dozen points and thousands of centres are one program, and all
-# other multiprocessors look on. There the centres are shared out, too. A
+# centres. A dozen points are one program, however many the centres, and all
+# other multiprocessors would be idle. There the centres are shared out, too. A
 # program finds the nearest of its centres by differences and notes how near
 # that is, and a second kernel compares what the programs found.
 #
@@ -655,7 +655,7 @@ bare = measured("kmeans_product", bare_products, by_device=True)
 table(
     bare.set_index(["n", "d", "k"]),
     "The product alone and the whole assignment: cold, microseconds",
-    fold=False,
+    fold=True,
 )
 
 # %%
@@ -778,9 +778,9 @@ table(
 # start until the centres stand still. The time of ours is with the points on
 # the GPU; *arrays* copies them there and the result back. In the plane the
 # clusters are far apart, and both go the same way. The wide points start from
-# sixteen of their own number, several of one cluster: a point halfway between
-# two centres may go either way by its last bit, and from there on the paths
-# differ.
+# sixteen of the points, some of which lie in one cluster: a point halfway
+# between two centres may go either way by its last bit, and from there on the
+# paths differ.
 #
 # The GPU's rival is the loop that a reader would write: assignment and update
 # by torch.compile, captured in a CUDA graph, and replayed as many times as
@@ -902,7 +902,7 @@ plots.dots(both, of="roof")
 # The roof is measured on gigabytes. With 180 MB of points and uint8 labels the
 # beginning and the end of a kernel, when memory is not fully busy, are a
 # larger part of its time. So how long does it take only to *read* the points?
-# This kernel leaves one number a program and knows no labels at all. And how
+# The kernel below writes one number for each program, and no labels. And how
 # long does a copy of as many bytes take?
 
 
@@ -1104,14 +1104,14 @@ claims(
 
 table(
     tables.losses(pd.concat([both, wide, laws])),
-    "Assignments lost: the fastest other way, and how far behind we are",
+    "Assignments that another way does faster, and how far behind we are",
     fold=True,
 )
 
 # %%
 table(
     tables.losses(update),
-    "Updates lost",
+    "Updates that another way does faster, and how far behind we are",
     fold=True,
 )
 

@@ -280,10 +280,10 @@ def step_two(ps, gs, ms, vs, t, lr, tables=None):
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 #
 # Triton reads and writes 16 bytes at a time where it knows that an address is
-# a multiple of 16. Of an argument it looks; of an address that comes from a
-# table it knows nothing, and step two reads 4 bytes at a time. So the table
-# also says whether a tensor is aligned, and the kernel has two ways: whole
-# chunks of aligned tensors, and all others. In PTX the first shows as
+# a multiple of 16. It looks at the addresses that are arguments. Of one that
+# comes from a table it knows nothing, so step two reads 4 bytes at a time. So
+# the table also says whether a tensor is aligned, and the kernel has two ways:
+# whole chunks of aligned tensors, and all others. In PTX the first shows as
 # ``ld.global.v4``.
 
 Source(_chunk)
@@ -554,8 +554,8 @@ downloads(small, "adamw_step")
 # tell whether gradients have the shapes, strides and dtypes that they had.
 # Parameters and averages need no guards: it is enough that they are the same
 # objects of Python as before, which NumPy tells in one comparison. Each of
-# these is one call of C for a whole list: a loop of Python over a thousand
-# tensors, or a search that wakes other threads, takes longer than the step.
+# these is one call of C for a whole list, since a loop of Python over a
+# thousand tensors takes longer than the step.
 # Only gradients that moved are written into the table anew. The gradient of a
 # list of one tensor is an argument of the launch instead. A step that is
 # captured in a graph reads the same tables. A replay copies nothing but the
@@ -903,8 +903,8 @@ table(
 
 # %%
 # The state of these steps does not fit into the cache, so a replayed step
-# should take as long as a cold one. It takes longer where the graph also holds
-# a copy: of the addresses of gradients, where the device's table has others. A
+# should take as long as a cold one. It takes longer where the graph also
+# copies the addresses of gradients, because the device's table has others. A
 # step whose gradients lie where they lay in the step before is captured
 # without that copy.
 

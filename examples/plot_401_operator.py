@@ -474,10 +474,10 @@ claims(
     say(
         "A name costs {name:.0f} us more by custom_op and {trusted:.0f} by "
         "Library.impl; a gradient that is registered and not asked for "
-        "{gradient:.0f} us more than the name.",
+        "{gradient} us more than the name.",
         name=above["custom_op, a name"],
         trusted=above["Library.impl"],
-        gradient=us["custom_op, + gradient"] - us["custom_op, a name"],
+        gradient=round(us["custom_op, + gradient"] - us["custom_op, a name"]),
     ),
     say(
         "Forward and back cost {op:.0f} us by custom_op, {function:.0f} by "

@@ -109,7 +109,7 @@ def by_nccl(points, centres):
 # all of it: add its own, send the sums to the others, wait for theirs, divide.
 #
 # How does it know that a sum has come? A flag that is written after the sum
-# would do. But it may start only when the sum is known to have arrived, which
+# would do. But it may be sent only when the sum is known to have come, which
 # takes a trip there and back. So the flag travels with the data, in each word.
 # A word of 64 bits arrives whole. Half of it is half of a sum, the other half
 # is the number of the iteration; whoever reads that number in it has the sum.

@@ -839,8 +839,8 @@ exercise(
 # 2. Another mask
 # ~~~~~~~~~~~~~~~
 #
-# The graph's author may mask by another number than -1, which then is an index
-# as any other that counts from the end. This launcher does not listen.
+# The graph's author may choose another mask than -1. Then -1 is an index like
+# any other that counts from the end. This launcher ignores the choice.
 
 
 def masked_by(shape, indices, updates, out, *, maskedValue):

@@ -165,7 +165,7 @@ pays = {
 pays = pd.DataFrame.from_dict(pays, orient="index").fillna("not measured")
 table(
     pays.replace("", "never").replace(r" \(.* the least\)", "", regex=True),
-    "What wins on the device pays for the caller from",
+    "From which size on the caller gains, too, where the device does",
     fold=False,
 )
 
@@ -215,11 +215,11 @@ table(
 # By a single call, with the reason of each loss. Some ways are given what took
 # work outside the clock: weights that were packed into one matrix beforehand,
 # or a captured graph. A caller who can do that should; what ours is given is
-# compared by itself below. *A kernel that is not chosen there* is one that the
-# launcher does not take at this size unless it is told to; what it takes does
-# not lose. *The host after a wait* is the reason where neither the device's
-# time nor the host's in a loop explains half of what is lost: after a wait the
-# processor's caches hold other things.
+# compared by itself below. Where the reason is *a kernel that is not chosen
+# there*, the launcher takes another one at this size unless it is told
+# otherwise, and that one does not lose. *The host after a wait* is the reason
+# where neither the device's time nor the host's in a loop explains half of
+# what is lost: after a wait the processor's caches hold other things.
 
 
 prepared = {

@@ -436,12 +436,12 @@ ten("multiply", "silu")
 # choose between them, since the bits of a row must not depend on it.
 #
 # *Mended.* Wide rows of float64 are shared as well; one program used to
-# read them twice. Each of few rows of a gradient has programs of its own,
+# read them twice. Where a gradient has few rows, each has programs of its own,
 # which come to the same bits as those that go from row to row. Transposed rows
 # (*across*) are read by tiles of several rows. Wider ones are copied first, or
 # read where they are, by a program each, if they are few. Numbers of half
-# types that must be loaded one by one are held by more warps: 16 of them in
-# each of 16 tiles were more than a thread's registers. Many narrow rows whose
+# types that must be loaded one by one are held by more warps: with 16 of them
+# in each of 16 tiles a thread ran out of registers. Many narrow rows whose
 # numbers lie apart have a thread each.
 
 common("softmax", "softmax_backward")
@@ -564,9 +564,9 @@ ten("logistic_step")
 # number, since to copy them first takes longer; of even length by words, which
 # are under way ahead. Tiles are narrow, with long steps, where programs are
 # few. Tried: tiles of 16 to 64 rows by 16 to 128 columns in steps of 32 to
-# 128, sums in one to 64 parts, and descriptors. Four rows without tensor
-# cores, and aligned weights in rows, were slower so. Hints to keep the weights
-# in L2 changed nothing.
+# 128, sums in one to 64 parts, and descriptors. Without tensor cores four rows
+# were slower, and so were aligned weights that lie in rows. Hints to keep the
+# weights in L2 changed nothing.
 #
 # *From 65 to 512 rows* the last round of tiles is not full. Triton's tiles are
 # powers of two; a library also has 192 columns, and divides the sums of the
@@ -600,13 +600,14 @@ ten("concat_gemm")
 # ~~~~~~
 #
 # *Few to some hundred rows.* *Packed + compiled* is one product of a library,
-# and one kernel of the compiler's behind it. It gains what is said of products
-# above. Besides, ours holds sums of both weights, which leaves half as many
-# tiles to choose from. Tried: 64 x 32 to 128 x 128 columns of both, transposed
-# products of 16 to 256 rows, two and three programs a multiprocessor, and
-# PyTorch's two products with one kernel behind them, which the plan takes
-# where rounds are bad. At some sizes PyTorch's product takes much longer in
-# float16 than in bfloat16, and no plan of ours knows where.
+# and one kernel of the compiler's behind it. That product is faster than ours
+# for the reasons that stand above, under products. Besides, ours holds sums of
+# both weights, which leaves half as many tiles to choose from. Tried: 64 x 32
+# to 128 x 128 columns of both, transposed products of 16 to 256 rows, two and
+# three programs a multiprocessor, and PyTorch's two products with one kernel
+# behind them, which the plan takes where rounds are bad. At some sizes
+# PyTorch's product takes much longer in float16 than in bfloat16, and no plan
+# of ours knows where.
 #
 # *Thousands of rows* are lost to quack, whose groups of warps take turns: some
 # use the tensor cores while others finish a tile. All of ours do the same at

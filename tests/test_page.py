@@ -353,7 +353,7 @@ def test_what_a_kernel_is_worth_is_told_by_each_clock():
     assert call.endswith("at 2 of 2 sizes, and slower than the best at 0.")
     df.loc[df["variant"].eq("fusebook") & df["M"].eq(16), "call_us"] = 1e6
     call = repr(page.by_clock(df).items[2])
-    assert "at 1. Among larger problems, from 64x64 float32 on, it loses only where the device loses, too." in call
+    assert "at 1. From 64x64 float32 on, ordered by size, it loses only where the device loses, too." in call
     slow = df["variant"].eq("fusebook") & df["M"].eq(16)
     cold, _, call = map(repr, page.by_clock(df.assign(cold_us=df["cold_us"].mask(slow, 1e6))).items)
     assert cold.endswith("slower than the best at 1.") and call.endswith("at 1. The device loses there, too.")

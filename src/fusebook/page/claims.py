@@ -266,7 +266,7 @@ def by_clock(df: pd.DataFrame) -> Claims:
             text += ". The device loses there, too."
         elif start and row["slower"]:
             start = start.partition(" (")[0]  # without the least time that it needs
-            text += ". Among larger problems, from {start} on, it loses only where the device loses, too."
+            text += ". From {start} on, ordered by size, it loses only where the device loses, too."
         else:
             text += "."
         told.append(say(text, by=by, start=start, **row[["faster", "points", "slower"]]))
