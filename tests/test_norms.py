@@ -323,6 +323,30 @@ def test_rows_that_lie_apart_are_read_where_they_are(centred, shape, how, added,
     torch.testing.assert_close(y.double(), plain(want, weight, bias, centred=centred), rtol=1e-4, atol=1e-4)
 
 
+@centred
+@pytest.mark.parametrize("shape", [(3, 2), (33, 70), (96, 256)], ids=str)
+@pytest.mark.parametrize("how", ["across", "permuted", "both", "with gaps"])
+@pytest.mark.parametrize("added", [False, True])
+def test_gradients_of_few_rows_that_lie_apart_are_of_rows_where_they_are(centred, shape, how, added, monkeypatch):
+    monkeypatch.setattr("fusebook.kernels._rows.side_by_side", None)  # nothing is copied
+    x, dy, dtotal = (made(*shape, seed=seed) + seed for seed in range(3))
+    if how == "with gaps":
+        x, dy, dtotal = map(with_gaps, (x, dy, dtotal))
+    else:
+        x, dy, dtotal = (inputs.laid(t, "across" if how == "both" else how) for t in (x, dy, dtotal))
+    if how == "both":  # each its own way
+        dy = dy.contiguous()
+    weight = made(shape[1], seed=3)
+    backward = fusebook.layer_norm_backward if centred else fusebook.rms_norm_backward
+    dx, dw, db = backward(x, dy, weight, weight, dtotal if added else None, eps=1e-5)
+    exact = [t.double().requires_grad_() for t in (x, weight, weight)]
+    right, *vectors = torch.autograd.grad(plain(*exact, centred=centred), exact, dy.double())
+    assert dx.is_contiguous()
+    torch.testing.assert_close(dx.double(), right + dtotal.double() if added else right, rtol=1e-4, atol=1e-4)
+    for got, want in zip((dw, db), vectors, strict=True):
+        torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-3)
+
+
 @pytest.mark.parametrize("size", [2, 4, 8])
 @pytest.mark.parametrize("centred", [False, True])
 @pytest.mark.parametrize("added", [False, True])
@@ -444,3 +468,28 @@ def test_programs_leave_their_words_before_they_wait_for_others(tmp_path):
     first, waiting = loop.split("isVolatile = true", 1)
     assert first.count("tt.atomic_rmw exch") == 1
     assert "ttg.async_copy_global_to_local" in waiting, "nothing is loaded ahead"
+
+
+SUMMED = """
+import json
+import fusebook, torch, triton
+from fusebook import launches
+
+triton.runtime.driver.set_active(launches.AbsentGPU())
+x, w = torch.empty(300, 512, dtype=torch.bfloat16), torch.empty(512, dtype=torch.bfloat16)
+with launches.kernels() as found:
+    fusebook.rms_norm_backward(x, x, w)
+print(json.dumps({kernel.metadata.name: kernel.asm["ptx"] for kernel in found}))
+"""
+
+
+@pytest.mark.slow
+def test_partial_rows_are_read_behind_the_wait_for_them(tmp_path):
+    """Who adds them up starts while they are made."""
+    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    end = warm.run("-c", SUMMED, env=environment)
+    assert end.returncode == 0, end.stderr[-2000:]
+    found = json.loads(end.stdout.splitlines()[-1])
+    assert "griddepcontrol.launch_dependents" in found["_norm_backward"]
+    before, behind = found["_column_sums"].split("griddepcontrol.wait")
+    assert "ld.global" not in before and "ld.global" in behind

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from ._norms import aligned, board_of, check_norm, loaded, parts_of
 from ._operator import Operator, accumulated, contiguous, empty, gpu, launch, overlapping
-from ._rows import leave, rows_in, word_of
+from ._rows import layout_of, leave, rows_in, word_of
 
 __all__ = ["layer_norm_backward", "rms_norm_backward"]
 
@@ -54,34 +54,57 @@ def _sum_both(a, b, axis: tl.constexpr, TOGETHER: tl.constexpr):
 
 
 @triton.jit
-def _sums(x, g, own, count, axis: tl.constexpr, CENTRED: tl.constexpr, TOGETHER: tl.constexpr):
+def _mean(total, count, share):
+    """total / count; in float64 by `share`, which is 1 / count: there a division takes some forty steps."""
+    return total / count if share is None else total * share
+
+
+@triton.jit
+def _sums(x, g, own, count, axis: tl.constexpr, CENTRED: tl.constexpr, TOGETHER: tl.constexpr, share=None):
     """Of rows the sums of x x, g x, x and g: centred, the first two around x's mean, else the last two are zero."""
     total = tl.sum(tl.zeros_like(x), axis)
     gs = total
     if CENTRED:
         total, gs = _sum_both(x, g, axis, TOGETHER)
-        mean = total / count
+        mean = _mean(total, count, share)
         x = tl.where(own, x - (mean if axis == 0 else mean[:, None]), 0.0)
     squares, products = _sum_both(x * x, g * x, axis, TOGETHER)
     return squares, products, total, gs
 
 
 @triton.jit
+def _at(rows, columns, strides, ALIGN: tl.constexpr, APART: tl.constexpr):
+    """Where numbers of rows are, by the stride of rows; APART: by how many INNER are, and strides of all three axes."""
+    if APART:
+        inner = rows % strides[0]
+        if rows.shape[0] > 1:  # nearly so, and neighbours of a warp are to be neighbours in memory
+            inner = tl.max_contiguous(inner, [rows.shape[0], 1])
+        return rows // strides[0] * strides[1] + inner * strides[2] + columns.to(tl.int64) * strides[3]
+    else:
+        return rows * (strides * ALIGN) + columns
+
+
+@triton.jit
 def _norm_backward(
-    dx_ptr, sums_ptr, dw_ptr, db_ptr, x_ptr, dy_ptr, dtotal_ptr, w_ptr, M, N, x_stride, dy_stride, dtotal_stride,
-    GROUPS,
+    dx_ptr, sums_ptr, dw_ptr, db_ptr, x_ptr, dy_ptr, dtotal_ptr, w_ptr, M, N, dx_stride, x_stride, dy_stride,
+    dtotal_stride, GROUPS,
     ALIGN: tl.constexpr, EPS: tl.constexpr, CENTRED: tl.constexpr, DW: tl.constexpr, DB: tl.constexpr,
-    STAGES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, TOGETHER: tl.constexpr,
+    STAGES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, TOGETHER: tl.constexpr, APART: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """ROWS rows at a time; GROUPS programs take all rows. Rows of STAGES loops are on their way into shared memory.
 
-    Partial rows are left in `sums_ptr`; where that is None, there is one program, which writes dweight and dbias.
+    Partial rows are left in `sums_ptr`; EARLY: who adds them up may start at once. One program alone has none: it
+    writes dweight and dbias.
     """
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
     FLOAT: tl.constexpr = tl.float64 if x_ptr.dtype.element_ty == tl.float64 else tl.float32
     N = N * ALIGN
     group = tl.program_id(0)
     columns = tl.arange(0, BLOCK)[None, :]  # [1, BLOCK]
     mine = columns < N
+    share = 1 / N.to(FLOAT) if FLOAT == tl.float64 else None
     w = loaded(w_ptr, columns, mine, 1.0)  # [1, BLOCK]
     dw = tl.zeros([ROWS, BLOCK], FLOAT)
     db = tl.zeros([ROWS, BLOCK], FLOAT)
@@ -89,23 +112,25 @@ def _norm_backward(
         row = tl.zeros([], tl.int64) + start
         rows = (row + tl.arange(0, ROWS))[:, None]  # [ROWS, 1]
         own = mine & (rows < M)
-        x = tl.load(x_ptr + rows * (x_stride * ALIGN) + columns, mask=own, other=0.0).to(FLOAT)  # read MN
-        dy = tl.load(dy_ptr + rows * (dy_stride * ALIGN) + columns, mask=own, other=0.0).to(FLOAT)  # read MN
-        squares, products, total, gs = _sums(x, dy * w.to(FLOAT), own, N, 1, CENTRED, TOGETHER)
-        factor = 1 / tl.sqrt(squares / N + EPS)  # [ROWS]
-        n = (x - (total / N)[:, None]) * factor[:, None] if CENTRED else x * factor[:, None]  # [ROWS, BLOCK]
+        x = tl.load(x_ptr + _at(rows, columns, x_stride, ALIGN, APART), mask=own, other=0.0).to(FLOAT)  # read MN
+        dy = tl.load(dy_ptr + _at(rows, columns, dy_stride, ALIGN, APART), mask=own, other=0.0).to(FLOAT)  # read MN
+        squares, products, total, gs = _sums(x, dy * w.to(FLOAT), own, N, 1, CENTRED, TOGETHER, share)
+        factor = 1 / tl.sqrt(_mean(squares, N, share) + EPS)  # [ROWS]
+        n = (x - _mean(total, N, share)[:, None] if CENTRED else x) * factor[:, None]  # [ROWS, BLOCK]
         # Of rows beyond the last all numbers are zero, of columns beyond it dy is.
         if DW:
             dw += dy * n
         if DB:
             db += dy
-        dx = dy * w.to(FLOAT) - n * (products * factor / N)[:, None]
+        dx = dy * w.to(FLOAT) - n * _mean(products * factor, N, share)[:, None]
         if CENTRED:
-            dx -= (gs / N)[:, None]
+            dx -= _mean(gs, N, share)[:, None]
         dx *= factor[:, None]
         if dtotal_ptr is not None:
-            dx += tl.load(dtotal_ptr + rows * (dtotal_stride * ALIGN) + columns, mask=own, other=0.0).to(FLOAT)
-        tl.store(dx_ptr + rows * N + columns, dx.to(dx_ptr.dtype.element_ty), mask=own)  # write MN
+            at = _at(rows, columns, dtotal_stride, ALIGN, APART)
+            dx += tl.load(dtotal_ptr + at, mask=own, other=0.0).to(FLOAT)
+        at = _at(rows, columns, dx_stride, ALIGN, True) if APART else rows * N + columns
+        tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=own)  # write MN
     if sums_ptr is not None:
         sums_ptr += group.to(tl.int64) * N
         if DW:
@@ -304,8 +329,12 @@ def _norm_backward_shared(
 
 
 @triton.jit
-def _column_sums(dw_ptr, db_ptr, sums_ptr, GROUPS, N, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def _column_sums(
+    dw_ptr, db_ptr, sums_ptr, GROUPS, N, ROWS: tl.constexpr, BLOCK: tl.constexpr, LATE: tl.constexpr
+):  # fmt: skip
     """Sums of columns over all groups, ROWS of them at a time: of dweight, and behind it of dbias."""
+    if LATE:
+        tl.extra.cuda.gdc_wait()  # for the partial rows
     which = tl.program_id(1)
     sums_ptr += which.to(tl.int64) * GROUPS * N
     columns = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK))[None, :]  # [1, BLOCK]
@@ -338,9 +367,12 @@ class Plan(NamedTuple):
 
 
 def norm_backward_plan(
-    rows: int, n: int, size: int, capability: tuple[int, int] | None, processors: int, centred: bool, added: bool
-) -> Plan:
+    rows: int, n: int, size: int, capability: tuple[int, int] | None, processors: int, centred: bool, added: bool,
+    apart: bool = False,
+) -> Plan:  # fmt: skip
     """Choose the constants, for `rows` rows of `n` numbers of `size` bytes; `added`: a gradient is added to dx.
+
+    `apart`: the numbers of a row lie apart, those of neighbouring rows side by side.
 
     The width decides how a row of dx is added up, the number of rows and of multiprocessors how dweight is.
     """
@@ -348,10 +380,15 @@ def norm_backward_plan(
     if n <= 16384 // size:
         # What the loop loads ahead shall fit into 96 KiB where there is no more.
         stages = (4 if hopper and centred else 3) - added
-        # 32 bytes of a row a thread, so that x, dy, weight and dweight fit into 128 registers; 16 warps in all.
+        # At most 32 bytes and 16 numbers a thread: x, dy, weight and dweight fit into 128 registers. 16 warps in all.
         block = triton.next_power_of_2(n)
         warps = max(1, min(16, block * size // 1024))
-        together = max(1, min(2048 // size // block, 64))
+        together = max(1, min(64, min(512, 2048 // size) // block))
+        if size == 8 and warps == 16:  # two programs of half the warps, which wait for memory by turns
+            warps, stages = 8, 2
+        if apart:  # addresses take registers, too: four numbers a thread
+            together = max(2, 1024 // block)
+            warps = together * block // 128
         if capability is None:  # the interpreter's cost is programs times operations, whatever their size
             together = min(max(1, triton.next_power_of_2(rows)), max(1, 2**15 // block))
         groups = max(1, min(triton.cdiv(rows, together), 16 // warps * processors))
@@ -377,7 +414,49 @@ def norm_backward_plan(
 
 _plan = functools.lru_cache(maxsize=4096)(norm_backward_plan)
 
+
+def sums_plan(groups: int, columns: int, capability: tuple[int, int] | None, processors: int) -> tuple[int, int, int]:
+    """Choose rows, columns and warps of a tile, for partial rows of `groups` with so many `columns`."""
+    if capability is None:  # interpreted, few programs
+        return 32, min(triton.next_power_of_2(columns), 1024), 4
+    if groups <= 32 or columns >= 32 * processors:
+        return 32, 32, 4
+    # One program after another would wait for memory: many rows of 32 bytes at once.
+    return min(512, triton.next_power_of_2(groups)), 8, 8
+
+
+_sums_plan = functools.lru_cache(maxsize=4096)(sums_plan)
+
 # Launchers -----------------------------------------------------------------------------------------------------------
+
+
+#: Up to how many numbers rows whose numbers lie apart are read where they are; others are laid side by side first.
+_DIRECT = 2**19
+
+#: From how many bytes on, read and written, nobody sees when the second kernel starts.
+_SEEN = 2**26
+
+
+def _apart(*tensors: Tensor | None) -> tuple[Any, ...] | None:
+    """Of dx, x, dy and dtotal INNER and all strides, where x is read in place though numbers of a row lie apart."""
+    given = [t for t in tensors if t is not None]
+    dx, *others = given
+    n = dx.shape[-1]
+    if not 0 < dx.numel() <= _DIRECT or n > 1024 or all(map(_lined, others)):
+        return None
+    (_, inner, _), outers, strides = layout_of(dx.dim() - 1, *given)
+    if len(outers) > 1:
+        return None
+    found = iter([(inner, along[0], step, apart) for along, step, apart in strides])
+    return tuple(None if t is None else next(found) for t in tensors)
+
+
+def _lined(x: Tensor) -> bool:
+    """Whether rows lie at equal distances, and their numbers side by side."""
+    try:
+        return x.view(-1, x.shape[-1]).stride(-1) == 1 or x.shape[-1] == 1
+    except RuntimeError:
+        return False
 
 
 def _into(
@@ -394,36 +473,47 @@ def _into(
     dw = rest.pop(0) if weight is not None else None
     db = rest[0] if rest else None
     n, kind = x.shape[-1], accumulated(x.dtype)
-    x, dy = rows_in(x), rows_in(dy)
-    dtotal = None if dtotal is None else rows_in(dtotal)
+    apart, align = _apart(dx, x, dy, dtotal), 1
+    if apart is None:
+        x, dy = rows_in(x), rows_in(dy)
+        dtotal = None if dtotal is None else rows_in(dtotal)
+        align = aligned(n, x, dy, dtotal)
+    rows = dx.numel() // max(1, n)
     weight = None if weight is None else contiguous(weight)
     capability, processors = gpu(x.device)
-    plan = _plan(len(x), n, x.element_size(), capability, processors, centred, dtotal is not None)
-    align = aligned(n, x, dy, dtotal)
+    plan = _plan(rows, n, x.element_size(), capability, processors, centred, dtotal is not None, apart is not None)
     summed = [d for d in (dw, db) if d is not None]
     alone = plan.groups == plan.parts == 1
     sums = empty((len(summed), plan.groups, n), kind, x.device) if summed and not alone else None
-    sizes = (len(x), n // align, *(0 if t is None else t.stride(0) // align for t in (x, dy, dtotal)), plan.groups)
+    strides = apart or (None, *(0 if t is None else t.stride(0) // align for t in (x, dy, dtotal)))
     constants = {"ALIGN": align, "EPS": eps, "CENTRED": centred, "DW": dw is not None, "DB": db is not None}
     options = {**plan.constants, "num_warps": plan.warps, "maxnreg": plan.registers}
+    soon: dict[str, bool] = {}  # how the second kernel is launched
     if plan.parts == 1:
+        # Where programs of many warps fill the multiprocessors, its own crowd where the first ones end.
+        room = plan.warps <= 4 or plan.groups * plan.warps <= 8 * processors
+        if sums is not None and room and 3 * dx.numel() * dx.element_size() <= _SEEN:
+            soon = overlapping(x.device)
         launch(
             _norm_backward, (plan.groups,), dx, sums, *((dw, db) if alone else (None, None)), x, dy, dtotal, weight,
-            *sizes, TOGETHER=capability is not None, **constants, **options,
+            rows, n // align, *strides, plan.groups, TOGETHER=capability is not None, APART=apart is not None,
+            EARLY=bool(soon), **constants, **options,
         )  # fmt: skip
     else:
         early = overlapping(x.device)
-        words = (len(x) + plan.groups) * plan.parts * (2 if centred else 1) * (2 if kind == torch.float64 else 1)
+        words = (rows + plan.groups) * plan.parts * (2 if centred else 1) * (2 if kind == torch.float64 else 1)
         board = board_of(words, torch.float64, x.device, bool(early))
         launch(
-            _norm_backward_shared, (plan.groups * plan.parts,), dx, sums, board, x, dy, dtotal, weight, *sizes,
-            plan.span, plan.parts, processors, TRIES=0 if capability is None else 4096,
-            LATE=bool(early), **constants, **options, **early,
+            _norm_backward_shared, (plan.groups * plan.parts,), dx, sums, board, x, dy, dtotal, weight, rows,
+            n // align, *strides[1:], plan.groups, plan.span, plan.parts, processors,
+            TRIES=0 if capability is None else 4096, LATE=bool(early), **constants, **options, **early,
         )  # fmt: skip
     if sums is not None:
-        block = min(triton.next_power_of_2(n), 1024 if capability is None else 32)  # interpreted, few programs
-        grid = (triton.cdiv(n, block), len(summed))
-        launch(_column_sums, grid, dw, db, sums, plan.groups, n, ROWS=32, BLOCK=block, num_warps=4)
+        at_once, block, warps = _sums_plan(plan.groups, n * len(summed), capability, processors)
+        launch(
+            _column_sums, (triton.cdiv(n, block), len(summed)), dw, db, sums, plan.groups, n, ROWS=at_once, BLOCK=block,
+            LATE=bool(soon), num_warps=warps, **soon,
+        )  # fmt: skip
 
 
 def _outputs(x: Tensor, dy: Any, dtotal: Any, weight: Tensor | None, bias: Tensor | None, *_: Any) -> list[Tensor]:
