@@ -261,7 +261,6 @@ def to_count():
     return {
         "an operation a line": partial(ways["eager"].run, *short),
         "torch": partial(ways["torch"].run, *short),
-        "step two, 16 warps": partial(step_two, *short, warps=16),
         "the library": partial(ours, *short),
         "the library, rows of 131072": partial(ours, *wide),
     }
@@ -269,18 +268,19 @@ def to_count():
 
 MN = 2 * 4096 * 32000  # bytes
 traffic = by_step(counters("cross_entropy_counters", to_count), MN, "MN")
-table(traffic, "Loss and gradient, in bytes of the logits", fold=True)
+table(
+    traffic.iloc[:, :3],
+    "Loss and gradient, in bytes of the logits",
+    fold=True,
+)
 
 # %%
 reads = traffic["read, MN"]
 claims(
     claim(
-        "Step two and the library's kernel read the logits once, to 2 %, and "
-        "so do programs that share a row.",
-        (
-            reads.drop(["an operation a line", "torch"], errors="ignore") - 1
-        ).abs()
-        < 0.02,
+        "The library's kernel reads the logits once, to 2 %, also where "
+        "programs share a row.",
+        (reads.filter(like="the library") - 1).abs() < 0.02,
         fatal=False,
     ),
     say(

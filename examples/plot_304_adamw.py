@@ -319,9 +319,9 @@ Source(_rounded_by_chance)
 #
 # The bytes from memory and the *sectors* of 32 bytes that a load of a
 # :term:`warp` asks for, by the counters of the GPU (see
-# :doc:`plot_101_elementwise`), for two tensors of 16 million numbers. A load
-# of 4 bytes a thread asks for 4 sectors, one of 16 bytes for 16; loads from
-# the table ask for one.
+# :doc:`plot_101_elementwise`), for two tensors of 16 million numbers. Sectors
+# are of the kernel that reads most. A load of 4 bytes a thread asks for 4, one
+# of 16 bytes for 16; loads from the table ask for one.
 
 
 # site: fold

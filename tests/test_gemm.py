@@ -587,6 +587,14 @@ def test_the_cheapest_way_fills_its_rounds_and_cuts_long_sums_of_few_tiles(cheap
     assert cheapest(64, 1024, (1024,)) is None and cheapest(600, 64, (2**14,)) is None
 
 
+def test_large_products_turn_rows_of_weights_that_no_descriptor_fetches_to_columns(cheapest):
+    plan, move = cheapest(600, 64, (2**14,), "row", (True, False))
+    assert (plan.bm, plan.bn) == (128, 128) and move, "for the largest tiles"
+    assert cheapest(600, 64, (2**14,), "row", (True, True)) is None, "descriptors fetch rows as they lie"
+    assert cheapest(2**17, 64, (127,), "row", (False, True)) is None, "the copy of x would be all the work"
+    assert cheapest(600, 64, (2**14,), "row", (True, False), name="swiglu") is None
+
+
 def test_the_cheapest_way_counts_what_is_copied_and_products_of_torchs(cheapest):
     odd = {"there": (False, False), "strategy": "fused"}
     assert cheapest(400, 4096, (1000, 1000), **odd)[1], "much is read of what is copied once"
@@ -803,6 +811,13 @@ def test_what_no_descriptor_describes_is_copied_where_many_rows_need_it(column, 
         ((4096, 4097, 4097), "float32", True, True),
         ((1000, 1001, 1001), "float32", True, True),
         ((100, 1001, 1001), "float32", True, False),
+        ((64, 4096, 2048), "float32", False, True),
+        ((17, 4096, 2047), "float32", False, False),
+        ((16, 4096, 2048), "float32", False, False),
+        ((64, 4096, 2048), "float32", True, False),
+        ((64, 4096, 8192), "tf32", False, True),
+        ((64, 4096, 8191), "tf32", False, False),
+        ((64, 4096, 8192), "tf32", True, False),
         ((76, 1143, 940), "half", True, False),
         ((179, 1143, 940), "half", True, False),
         ((217, 768, 3074), "half", True, True),
@@ -1024,6 +1039,34 @@ def test_few_programs_with_a_long_sum_each_share_it(kernel, M, K, widths, split,
     assert _products._cut(tuned, M, K, widths, "half", True, 132) == tuned, "what was tuned is not cut less"
 
 
+@pytest.mark.parametrize(
+    ("M", "K", "widths", "bn", "float32", "tf32"),
+    [
+        (31, 335, (627, 627), 64, 4, 1),  # steps of two are left at least, or of four
+        (31, 362, (2048, 2048), 64, 4, 2),
+        (17, 1071, (239, 239), 64, 16, 8),
+        (28, 4213, (1024, 1024), 64, 8, 8),  # two programs a multiprocessor
+        (64, 553, (8631,), 32, 1, 1),
+        (40, 8631, (136,), 16, 32, 32),  # four of narrow tiles
+    ],
+)
+def test_float32_that_is_loaded_one_by_one_has_parts_for_all_multiprocessors(M, K, widths, bn, float32, tf32):
+    plan = Plan("strided", 32 if M <= 32 else 64, bn, 32)
+    for math, parts in (("float32", float32), ("tf32", tf32)):
+        assert _products._cut(plan, M, K, widths, math, False, 132).split == parts
+
+
+def test_tiles_of_two_sums_are_narrow_where_float32_is_loaded_one_by_one():
+    for name, M, N, aligned, bn in (
+        ("swiglu", 17, 64 * 132, False, 16),
+        ("swiglu", 17, 64 * 132 + 1, False, 32),
+        ("swiglu", 16, 64, False, 32),
+        ("swiglu", 17, 64, True, 32),
+        ("concat_gemm", 17, 64, False, 64),
+    ):
+        assert _products._gemm_plan(name, (M, N), "float32", "column", aligned, ((9, 0), 132)).bn == bn
+
+
 @pytest.mark.parametrize(("widths", "bulk"), [((64, 40), 2), ((40, 64), 0), ((64, 32, 8), 2)])
 def test_the_copy_engine_stores_where_no_tile_reaches_into_the_next_weight(widths, bulk, device, monkeypatch):
     launched, given = [], {"dtype": torch.float16, "device": device}
@@ -1113,22 +1156,29 @@ def test_large_weights_of_few_rows_are_fetched_by_descriptors_whatever_is_beside
 
 
 @pytest.mark.parametrize(
-    ("M", "K", "N", "aligned", "layout", "torchs"),
+    ("name", "M", "K", "N", "how", "torchs"),
     [
-        (16, 9000, 9000, False, "row", False),
-        (17, 2100, 2100, False, "column", True),
-        (65, 8, 8, False, "row", True),
-        (65, 8, 8, True, "row", False),
-        (1024, 1024, 1024, True, "row", True),
-        (64, 4096, 4096, True, "row", True),
-        (64, 4096, 4095, True, "row", False),
-        (32, 4096, 4096, True, "row", False),
-        (1024, 1024, 1024, True, "column", False),
+        ("swiglu", 16, 9000, 9000, (False, "row", True), False),
+        ("swiglu", 17, 2100, 2100, (False, "column", False), True),
+        ("swiglu", 64, 181, 12752, (False, "column", True), True),
+        ("swiglu", 64, 181, 12752, (False, "column", False), False),
+        ("swiglu", 32, 181, 12752, (False, "column", True), False),
+        ("swiglu", 40, 8631, 272, (False, "column", True), False),
+        ("concat_gemm", 32, 2100, 2100, (False, "column", True), False),
+        ("concat_gemm", 33, 2100, 2100, (False, "column", True), True),
+        ("concat_gemm", 32, 4200, 4200, (False, "column", True), True),
+        ("concat_gemm", 65, 8, 8, (False, "row", True), True),
+        ("concat_gemm", 65, 8, 8, (True, "row", False), False),
+        ("concat_gemm", 1024, 1024, 1024, (True, "row", False), True),
+        ("concat_gemm", 64, 4096, 4096, (True, "row", False), True),
+        ("concat_gemm", 64, 4096, 4095, (True, "row", False), False),
+        ("concat_gemm", 32, 4096, 4096, (True, "row", False), False),
+        ("concat_gemm", 1024, 1024, 1024, (True, "column", False), False),
     ],
 )
-def test_float32_is_torchs_from_some_rows_on_where_weights_lie_in_rows_or_by_pointers(M, K, N, aligned, layout, torchs):
-    assert _products._by_torch(M, K, N, "float32", aligned, layout) is torchs
-    assert not _products._by_torch(M, K, N, "half", aligned, layout)
+def test_float32_is_torchs_where_weights_lie_in_rows_or_much_is_loaded_by_pointers(name, M, K, N, how, torchs):
+    assert _products._by_torch(name, M, K, N, "float32", *how) is torchs
+    assert not _products._by_torch(name, M, K, N, "half", *how)
 
 
 def test_float32_weights_in_rows_are_not_copied_for_torch(device):

@@ -355,16 +355,21 @@ def _cheapest(
 ) -> tuple[Plan, bool] | None:  # fmt: skip
     """Of the ways whose costs are known the plan of the cheapest, and whether it wants copies.
 
-    None where none are known: few rows, and so many tiles that classes of shapes tell enough. `sizes` are M and K,
+    None where none are known: few rows, and so many tiles that classes of shapes tell enough. Of these, rows of weights
+    in TF32 that descriptors cannot fetch are turned to columns, for the largest tiles. `sizes` are M and K,
     `widths` the columns of each weight, of one where there are two alike for SwiGLU. `there`: whether descriptors
     describe x, and the weights. `whole`: these weights are all, so that sums can be cut.
     """
     (M, K), N, (capability, multiprocessors) = sizes, sum(widths), hardware
-    if math not in ("float32", "tf32") or capability is None or M <= _FEW or (M > _MIDDLE and M * N >= 2**23):
-        return None
-    if layout == "row" and all(there) and K < 2048:  # descriptors fetch rows without copies, which was not timed
+    if math not in ("float32", "tf32") or capability is None or M <= _FEW:
         return None
     costs, here = _costs(name), f"{capability[0]}{capability[1]}"
+    if M > _MIDDLE and M * N >= 2**23:
+        turned = (name, math, layout) == ("concat_gemm", "tf32", "row") and not all(there) and N >= 128
+        known = [cost.plan for cost in costs.get((here, math, "descriptors"), ()) if turned]
+        return (max(known, key=lambda plan: plan.bm * plan.bn), True) if known else None
+    if layout == "row" and all(there) and K < 2048:  # descriptors fetch rows without copies, which was not timed
+        return None
     itemsize, both = 4, 2 if name == "swiglu" else 1
     sizes_of_copies = M, K, both * widths, itemsize
     for_x, for_weights = copying(*sizes_of_copies, not there[0], False), copying(*sizes_of_copies, False, True)
@@ -459,9 +464,12 @@ def _worth_moving(sizes: tuple[int, int, int], math: str, weights: bool, capabil
     """
     M, K, N = sizes
     if math not in ("half", "tf32"):  # float32 is torch's otherwise, which takes it as it lies
-        return math == "float32" and M > _FEW and M * K * N >= 2**27 and capability is not None
+        few = M <= _FEW and not weights and M > 16 and K * N >= 2**23
+        return math == "float32" and (few or (M > _FEW and M * K * N >= 2**27)) and capability is not None
     if capability is None:
         return M > 8  # so that small products show both ways
+    if math == "tf32" and M <= _FEW:
+        return not weights and K * N >= 2**25
     if M > 256 and N < 128 and (math == "half" or not weights):  # then reading x is all the work
         return False
     least = 2**28 if math == "half" else 2**29
@@ -536,7 +544,9 @@ def _gemm_plan(
         bm = 16 if M <= 16 else 32 if M <= 32 else 64
         if math == "float32" and aligned and (M <= 16 if name == "swiglu" else M > 16 or layout == "row"):
             bk = 64
-        return Plan("strided", bm, 64 // halves, bk, stages=3, warps=4)
+        # Two sums of three products each, of numbers that come one by one, fill a thread's registers.
+        narrow = name == "swiglu" and math == "float32" and not aligned and M > 16 and N <= 64 * multiprocessors
+        return Plan("strided", bm, 16 if narrow else 64 // halves, bk, stages=3, warps=4)
     kernel = "tiles" if aligned else "strided"
     if math == "float32":
         return _of_float32(name, M, N, kernel, multiprocessors)
@@ -635,8 +645,9 @@ def _cut(
     """The plan with its sums in parts, where few programs would walk a long K by pointers, each alone.
 
     Two programs for each multiprocessor, of four steps at least. Float32 waits longer for its numbers, and what is
-    fetched one by one longest: more programs, and up to eight parts of two steps. The parts cost about as much as six
-    steps: counters, and what is written and read again. One or two rows have more of either.
+    fetched one by one longest: more programs, and up to eight parts of two steps, or any number of them where one tile
+    of 32 or 64 rows holds x. The parts cost about as much as six steps: counters, and what is written and read again.
+    One or two rows have more of either.
     """
     if plan.kernel != "strided":
         return plan
@@ -649,7 +660,9 @@ def _cut(
         most = min(beside * multiprocessors // max(1, tiles), steps // 2)
         return plan._replace(split=max(plan.split, 1 << max(0, most.bit_length() - 1)))
     beside, parts = 2, K // max(256, 4 * plan.bk)
-    if not aligned or math == "float32":
+    if math != "half" and not aligned and 16 < M <= _FEW:
+        beside, parts = 4 if plan.bn < 32 else 2, K // (64 if math == "float32" else 128)
+    elif not aligned or math == "float32":
         beside, parts = 4 if aligned else 16 if math == "half" else 8, max(parts, min(8, K // max(128, 2 * plan.bk)))
     most = min(beside * multiprocessors // max(1, tiles), parts)
     split = 1 << max(0, most.bit_length() - 1)
@@ -673,11 +686,13 @@ def _shared_out(name: str, M: int, K: int, widths: Sequence[int], math: str, ali
     return Plan("strided", bm, bn, 64, split=split, stages=4, warps=4)
 
 
-def _by_torch(M: int, K: int, N: int, math: str, aligned: bool, layout: str) -> bool:
+def _by_torch(
+    name: str, M: int, K: int, N: int, math: str, aligned: bool, layout: str, one_by_one: bool
+) -> bool:  # fmt: skip
     """Whether torch multiplies float32 for many rows: by pointers ours is slow, and so it is where weights lie in rows.
 
     Tensor cores take TF32 along K only, so that rows of weights would go through registers, once for each product; they
-    are not worth turning here, see `_worth_turning`. Few tiles of a long K are slow as well.
+    are not worth turning here, see `_worth_turning`. `one_by_one`: numbers of weights cannot be loaded as vectors.
     """
     if aligned and layout == "row" and math in ("float32", "tf32") and 32 < M <= _FEW and K * N >= 2**24:
         return True
@@ -685,7 +700,12 @@ def _by_torch(M: int, K: int, N: int, math: str, aligned: bool, layout: str) -> 
         return False
     if aligned:
         return layout == "row" and M > _FEW and M * K * N >= 2**30
-    return M > _FEW or (M > 16 and (K * N >= 2**22 or (K >= 4096 and N < 1024)))
+    most = 2**22
+    if M > 32 and N >= 2048 and name == "swiglu" and one_by_one:
+        most = 2**21
+    elif M <= 32 and name == "concat_gemm":  # one tile of 32 rows
+        most = 2**24
+    return M > _FEW or (M > 16 and K * N >= most)
 
 
 def _moved(matrices: Sequence[Tensor], layout: str) -> list[Tensor]:
