@@ -132,10 +132,14 @@ def model(first):
     return oh.make_model(graph, ir_version=10, opset_imports=opset)
 
 
-Listing(
-    "\n\n".join(
-        onnx.printer.to_text(model(first)) for first in ("products", "weights")
-    )
+Folded(
+    "The two graphs as text",
+    Listing(
+        "\n\n".join(
+            onnx.printer.to_text(model(first))
+            for first in ("products", "weights")
+        )
+    ),
 )
 
 # %%

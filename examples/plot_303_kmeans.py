@@ -368,7 +368,11 @@ cases = [
 scores = pd.DataFrame(
     [row for case in cases for row in judged(*case)], columns=columns
 )
-table(scores.set_index(["d", "dtype", "law", "way"]), "Scores and limits")
+table(
+    scores.set_index(["d", "dtype", "law", "way"]),
+    "Scores and limits",
+    fold=True,
+)
 
 # %%
 ours = scores["way"] == "kmeans_assign"
