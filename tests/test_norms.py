@@ -256,6 +256,16 @@ def test_a_program_that_takes_all_rows_has_the_gradients_of_the_weights(centred,
             torch.testing.assert_close(got.double(), want, **close)
 
 
+@pytest.mark.parametrize("groups", [2, 32, 33])
+def test_partial_rows_of_all_groups_are_added_up(groups, monkeypatch):
+    plan = norms_backward.Plan({"STAGES": 1, "ROWS": 1, "BLOCK": 8}, groups, 1, 5, 1, 128)
+    monkeypatch.setattr(norms_backward, "_plan", lambda *_: plan)
+    x, dy, w = made(40, 5), made(40, 5, seed=1), made(5, seed=2)
+    _, dw, db = fusebook.layer_norm_backward(x, dy, w, w)
+    torch.testing.assert_close(dw.double(), (dy * plain(x.double(), centred=True)).sum(0), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(db.double(), dy.double().sum(0), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.skipif(DEVICE == "cuda", reason="on a GPU words come when they come")
 def test_a_part_is_there_when_both_of_its_words_are(monkeypatch):
     x, boards, real = made(1, 66000) + 3, [], _norms.board_of

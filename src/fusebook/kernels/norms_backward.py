@@ -390,7 +390,7 @@ def norm_backward_plan(
             together = max(2, 1024 // block)
             warps = together * block // 128
         if capability is None:  # the interpreter's cost is programs times operations, whatever their size
-            together = min(max(1, triton.next_power_of_2(rows)), max(1, 2**15 // block))
+            together = min(max(2, triton.next_power_of_2(rows) // 2), max(1, 2**15 // block))
         groups = max(1, min(triton.cdiv(rows, together), 16 // warps * processors))
         return Plan({"STAGES": stages, "ROWS": together, "BLOCK": block}, groups, 1, n, warps, 128)
     # All parts of a row run at once, or they would wait for those that have no place. A program is one warp, whose
