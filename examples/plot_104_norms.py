@@ -56,8 +56,13 @@ from fusebook.check import yardstick
 from fusebook.inputs import generator
 from fusebook.kernels._norms import _norm_rows
 from fusebook.kernels.norms import rms_norm_eager
-from fusebook.kernels.norms_backward import _column_sums, _norm_backward
+from fusebook.kernels.norms_backward import (
+    _column_sums,
+    _norm_backward,
+    _rms_norm_backward_cluster,
+)
 from fusebook.page import (
+    Folded,
     Source,
     by_clock,
     by_step,
@@ -254,6 +259,15 @@ Source(_norm_rows)
 # rows from the roof is this exchange, with the instructions that it takes.
 
 Source(_norm_backward)
+
+# %%
+# On Hopper rows of RMSNorm in half types that fill four or eight programs of
+# 8192 numbers each are shared by a :term:`cluster`. Each program writes its
+# two numbers into the shared memory of the others, and a barrier there counts
+# the bytes that have come. The barrier of the whole cluster would also wait
+# for the stores of the row before.
+
+Folded("By the programs of a cluster", Source(_rms_norm_backward_cluster))
 
 # %%
 # A second kernel adds up the partial rows, always in the same order.
