@@ -378,6 +378,45 @@ def test_chunks_of_wide_rows_find_words_of_their_own():
         assert ((got - a @ b).abs() <= 128 * torch.finfo(got.dtype).eps * (a.abs() @ b.abs())).all()
 
 
+@pytest.mark.parametrize("rows", [None, 3])
+@pytest.mark.parametrize(
+    "case",
+    [
+        ("mean", 2.0**-6, 64, {}),  # one of 4200 classes has 2**-20
+        ("mean", 8.0, 64, {"ignore_index": 5, "label_smoothing": 0.1}),
+        ("mean", 2.0**-6, 64, {"weight": True, "z_loss": 1e-4}),
+        ("sum", 2.0**-8, 64, {"label_smoothing": 0.1, "weight": True}),
+        ("sum", 2.0**14, 1, {}),  # there is no room
+        ("sum", 2.0**7, 1, {"z_loss": 0.25, "sure": 8}),  # of class 0, which has 16 times the gradient then
+        ("none", [2.0**-8, 2.0**-3, 2.0**4, 2.0**9, 2.0**14, 0.0, -3.0], 1, {}),
+    ],
+    ids=str,
+)
+def test_gradients_of_many_logits_keep_their_digits_in_float16(case, rows):
+    """They are no normal numbers; raised by what makes them some, those of a large loss would be infinite."""
+    reduction, g, size, terms = case
+    rng = torch.Generator(DEVICE).manual_seed(3)
+    h = (size * torch.rand(7, 8, generator=rng, device=DEVICE)).half()
+    head = (torch.randn(4200, 8, generator=rng, device=DEVICE) / (8 * size)).half()
+    target = torch.randint(6, 4200, (7,), generator=rng, device=DEVICE)
+    target[:4] = 5
+    terms = dict(terms)
+    head[0] += terms.pop("sure", 0)
+    if terms.get("weight"):
+        terms = terms | {"weight": torch.rand(4200, generator=rng, device=DEVICE) + 0.5}
+    own = h.requires_grad_(), head.requires_grad_()
+    loss = fusebook.linear_cross_entropy(*own, target, reduction=reduction, rows=rows, **terms)
+    g = torch.tensor(g, device=DEVICE).expand(loss.shape)
+    got = torch.autograd.grad(loss, own, g)
+    h, head = h.detach(), head.detach()
+    _, dx = wanted(h @ head.T, target, reduction=reduction, **terms)
+    dx *= g.double()[:, None] if g.dim() else g.double()
+    for found, a, b in ((got[0], dx, head.double()), (got[1], dx.T, h.double())):
+        # A rounding of logits, of gradients and of sums, each beside its terms; none is nearer than a step.
+        near = 3 * 2.0**-11 * (a.abs() @ b.abs()) + 2.0**-24
+        assert ((found - a @ b).abs() <= near).all()
+
+
 @pytest.mark.parametrize("M", [7, 1, 0])
 def test_what_is_right_of_a_head_is_found_by_some_rows_at_a_time(M, monkeypatch):
     """All logits of a large vocabulary at once, in float64, were more than a GPU had left."""

@@ -10,6 +10,10 @@ and are written once, read and overwritten once, and read twice; the products ar
 
 In half types each product adds up in float32, and the gradient of the weight is rounded once for each chunk of rows,
 where it is added to what the chunks before have left: the fewer chunks, the fewer roundings.
+
+In float16 the gradient of a logit among many is no normal number, even of a loss that is scaled: of 256000 classes the
+average has a bit less than others at a scale of 8 a row, and unlikely ones have few. So rows of many logits are raised,
+each by a power of two that leaves it room, and the products lower what they have added up, before it is rounded.
 """
 
 from __future__ import annotations
@@ -17,13 +21,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 from torch.nn import Parameter
 
 from . import _entropy
 from ._arguments import integer
-from ._entropy import TERMS, Once, Terms, line, loss_like
-from ._operator import Operator, accumulated, apply, empty, watched
+from ._entropy import TERMS, Once, Terms, _class_of, _factors, _known, line, loss_like
+from ._operator import Operator, accumulated, apply, empty, launch, watched
 from ._rows import rows_in
 
 __all__ = ["linear_cross_entropy", "linear_cross_entropy_eager", "linear_cross_entropy_with_gradients"]
@@ -57,6 +63,43 @@ def linear_cross_entropy_eager(h: Tensor, head: Tensor, target: Tensor) -> tuple
     return loss, dx @ head, dx.T @ h  # read MN twice
 
 
+# Kernels -------------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _linear_raises(
+    raised_ptr, rest_ptr, target_ptr, weight_ptr, scale_ptr, sums_ptr, M, N, SCALE_STEP, IGNORE,
+    COUNTS: tl.constexpr, MEAN: tl.constexpr, SMOOTHING: tl.constexpr, Z: tl.constexpr, MOST: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """By how much rows are scaled, MOST times as much or a smaller power of two, and what is left to MOST."""
+    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
+    live = rows < M
+    _, _, weight = _class_of(target_ptr, weight_ptr, rows, live, N, IGNORE, tl.float32)
+    SUMMED: tl.constexpr = SMOOTHING != 0.0 and weight_ptr is not None
+    scale, classes = _known(scale_ptr, sums_ptr, rows, live, SCALE_STEP, N, weight, COUNTS, MEAN, SUMMED)
+    # No logarithm of a sum is beyond what float16 holds, and a bit. Nothing in a row is above all its factors together.
+    of_p, hit, every, _ = _factors(scale, classes, N, weight, tl.full([BLOCK], 65536.0, tl.float32), SMOOTHING, Z)
+    room = 32768.0 / (tl.abs(of_p) + tl.abs(hit) + tl.abs(every * classes))
+    power = (room.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    times = tl.where(room >= MOST, MOST, tl.where(room >= 1.0, power, 1.0))  # 1 where it is NaN
+    given = 1.0
+    if scale_ptr is not None:
+        given = tl.load(scale_ptr + rows * SCALE_STEP, mask=live).to(tl.float32)
+    tl.store(raised_ptr + rows, given * times, mask=live)
+    tl.store(rest_ptr + rows, MOST / times, mask=live)
+
+
+@triton.jit
+def _linear_times(out_ptr, x_ptr, rest_ptr, K, out_stride, x_stride, FACTOR: tl.constexpr, BLOCK: tl.constexpr):
+    """Rows by powers of two, which round nothing that float32 has not rounded."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
+    x = tl.load(x_ptr + row * x_stride + columns, mask=columns < K).to(tl.float32)
+    x *= tl.load(rest_ptr + row) * FACTOR
+    tl.store(out_ptr + row * out_stride + columns, x.to(out_ptr.dtype.element_ty), mask=columns < K)
+
+
 # Plan ----------------------------------------------------------------------------------------------------------------
 
 #: What the logits of a chunk may take, in bytes.
@@ -79,44 +122,106 @@ def chunk_plan(m: int, n: int, itemsize: int) -> int:
     return min(most, -(-rows // 128) * 128)
 
 
+#: By how much gradients of logits in float16 are raised at most: those of a row that is scaled by 1 and has a million
+#: classes are normal numbers then, and a row that is scaled by 256 still has room for it.
+RAISED = 64
+#: Classes above which they are. Of fewer the average is a normal number of a loss that is scaled.
+FEW = 4096
+
+
 # Launchers -----------------------------------------------------------------------------------------------------------
 
 
+def _raised(target: Tensor, scale: Tensor | None, terms: Terms, sums: _entropy.Sums, n: int) -> tuple[Tensor, Tensor]:
+    """What rows of logits are scaled by, and what is left to do."""
+    m = len(target)
+    both = empty((2, m), torch.float32, target.device)
+    step = scale.stride(0) if scale is not None and scale.dim() else 0
+    launch(
+        _linear_raises, (triton.cdiv(m, 1024),), both[0], both[1], target, terms.weight, scale, sums.sums, m, n, step,
+        terms.ignore_index, COUNTS=sums.counts, MEAN=terms.reduction == "mean", SMOOTHING=terms.smoothing,
+        Z=terms.z_loss, MOST=RAISED, BLOCK=1024,
+    )  # fmt: skip
+    return both[0], both[1]
+
+
+def _times_into(out: Tensor, x: Tensor, rest: Tensor, factor: float) -> None:
+    m, k = x.shape
+    block = min(1024, triton.next_power_of_2(k))
+    launch(
+        _linear_times, (m, triton.cdiv(k, block)), out, x, rest, k, out.stride(0), x.stride(0),
+        FACTOR=factor, BLOCK=block,
+    )  # fmt: skip
+
+
+def _wide_product(x: Tensor, w: Tensor, out: Tensor) -> None:
+    """Of half types in float32."""
+    if x.is_cuda:
+        torch.mm(x, w, out.dtype, out=out)
+    else:
+        torch.mm(x.to(out.dtype), w.to(out.dtype), out=out)
+
+
+def _add_lowered(out: Tensor, x: Tensor, w: Tensor, first: bool) -> None:
+    """Add a product, lowered; no part of its sum is rounded before that, or it might be infinite."""
+    matmul = torch.backends.cuda.matmul
+    before = matmul.allow_fp16_reduced_precision_reduction
+    try:
+        if before:
+            matmul.allow_fp16_reduced_precision_reduction = False
+        torch.addmm(out, x, w, beta=0 if first else 1, alpha=1 / RAISED, out=out)
+    finally:
+        if before:
+            matmul.allow_fp16_reduced_precision_reduction = before
+
+
 def _chunks_into(
-    loss: Tensor, dh: Tensor | None, dhead: Tensor | None, h: Tensor, head: Tensor, target: Tensor,
+    loss: Tensor, gradients: tuple[Tensor, Tensor] | None, h: Tensor, head: Tensor, target: Tensor,
     scale: Tensor | None, terms: Terms, rows: int | None,
 ) -> None:  # fmt: skip
-    (m, _), n = h.shape, len(head)
+    (m, k), n = h.shape, len(head)
     rows = min(rows or chunk_plan(m, n, h.element_size()), max(1, m))
     x = empty((rows, n), h.dtype, h.device)
     plan = _entropy.plan_of(x, x)
     shape = _entropy.left_by(plan, m, terms, True)
     left = loss if terms.reduction == "none" and len(shape) == 1 else empty(shape, loss.dtype, h.device)
     sums = _entropy.begin(x, target, terms, m * plan.parts if plan.parts > 1 else 0)._replace(late={})
+    raised: Tensor | None = None
+    if gradients and m and h.dtype == torch.float16 and n > FEW:
+        scale, raised = _raised(target, scale, terms, sums, n)
+        wide, higher = (empty((rows, k), dtype, h.device) for dtype in (torch.float32, h.dtype))
     for first in range(0, m, rows):
         part = slice(first, min(m, first + rows))
         logits = x[: part.stop - first]
         apply(torch.mm, h[part], head.T, out=logits)
         here = sums if sums.board is None else sums._replace(board=sums.board[first * plan.parts :])
         _entropy.rows_into(
-            left[part], None if dh is None else logits, logits, target[part],
+            left[part], logits if gradients else None, logits, target[part],
             scale[part] if scale is not None and scale.dim() else scale, terms, here, _entropy.plan_of(logits, logits),
         )  # fmt: skip
-        if dh is not None:
-            apply(torch.mm, logits, head, out=dh[part])
-        if dhead is not None:
-            if first:
-                apply(torch.addmm, dhead, logits.T, h[part], out=dhead)
-            else:
-                apply(torch.mm, logits.T, h[part], out=dhead)
+        if gradients is None:
+            continue
+        dh, dhead = gradients
+        if raised is not None:
+            product, lifted = wide[: len(logits)], higher[: len(logits)]
+            apply(_wide_product, logits, head, product)
+            _times_into(dh[part], product, raised[part], 1 / RAISED)
+            _times_into(lifted, h[part], raised[part], 1.0)
+            apply(_add_lowered, dhead, logits.T, lifted, not first)
+            continue
+        apply(torch.mm, logits, head, out=dh[part])
+        if first:
+            apply(torch.addmm, dhead, logits.T, h[part], out=dhead)
+        else:
+            apply(torch.mm, logits.T, h[part], out=dhead)
     _entropy.end(loss, left, terms, sums)
-    if not m and dhead is not None:
-        apply(Tensor.zero_, dhead)
+    if gradients and not m:
+        apply(Tensor.zero_, gradients[1])
 
 
 def _into(loss: Tensor, h: Tensor, head: Tensor, target: Tensor, *rest: Any) -> None:
     *terms, rows = rest
-    _chunks_into(line(loss), None, None, rows_in(h), rows_in(head), line(target), None, Terms(*terms).of(h), rows)
+    _chunks_into(line(loss), None, rows_in(h), rows_in(head), line(target), None, Terms(*terms).of(h), rows)
 
 
 def _all_into(found: tuple[Tensor, ...], h: Tensor, head: Tensor, target: Tensor, *rest: Any) -> None:
@@ -124,7 +229,7 @@ def _all_into(found: tuple[Tensor, ...], h: Tensor, head: Tensor, target: Tensor
     loss, dh, dhead = found
     scale = line(scale) if scale is not None and scale.dim() > 1 else scale
     given = rows_in(h), rows_in(head), line(target), scale
-    _chunks_into(line(loss), rows_in(dh), dhead, *given, Terms(*terms).of(h), rows)
+    _chunks_into(line(loss), (rows_in(dh), dhead), *given, Terms(*terms).of(h), rows)
 
 
 def _check(h: Any, head: Any, target: Any, weight: Any, *rest: Any) -> tuple[Any, ...]:
@@ -190,7 +295,8 @@ def linear_cross_entropy(
         As of `cross_entropy`.
     rows : int, optional
         Hidden states that are taken at a time. Their logits are all that the call takes beside its results, 2 bytes a
-        number in half types; by default they fill up to a GiB.
+        number in half types; by default they fill up to a GiB. In float16, of more than 4096 classes, there are 6 bytes
+        for each of their own numbers besides.
 
     Returns
     -------
