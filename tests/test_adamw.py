@@ -325,6 +325,14 @@ def test_chunks_cover_every_number_once():
     assert covered == [(i, c) for i, n in enumerate(sizes) for c in range(-(-n // chunk))]
 
 
+def test_programs_that_all_run_at_once_have_short_chunks():
+    on = (9, 0), 132
+    at_once = 2**14 * 132
+    assert module._adamw_plan(2, at_once, *on) == module.Plan(512, 1, 4)
+    assert module._adamw_plan(2, at_once + 1, *on) == module.Plan(1024, 4, 4)
+    assert module._adamw_plan(4, 1, *on) == module._adamw_plan(8, 2**30, *on) == module.Plan(1024, 1, 4)
+
+
 # Bad input ------------------------------------------------------------------------------------------------------------
 
 REFUSED = {

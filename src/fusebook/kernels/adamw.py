@@ -194,13 +194,13 @@ class Plan(NamedTuple):
     warps: int
 
 
-def _adamw_plan(itemsize: int, capability: tuple[int, int] | None) -> Plan:
-    """How many numbers a program steps; `itemsize` is that of the averages."""
-    if capability is None:  # interpreted
+def _adamw_plan(itemsize: int, numbers: int, capability: tuple[int, int] | None, multiprocessors: int) -> Plan:
+    """How many numbers a program steps; `itemsize` is that of the averages, `numbers` are those of all tensors."""
+    if capability is None or itemsize != 2:
         return Plan(1024, 1, 4)
     # What all programs have in flight hides what each waits for at its start. Of half types they have half as much, and
-    # a longer chunk makes up for it.
-    return Plan(1024, 4 if itemsize == 2 else 1, 4)
+    # a longer chunk makes up for it; where all programs run at once, each waits for every block of its chunk in turn.
+    return Plan(512, 1, 4) if numbers <= 2**14 * multiprocessors else Plan(1024, 4, 4)
 
 
 # The launcher ---------------------------------------------------------------------------------------------------------
@@ -243,7 +243,7 @@ class _Group:
         none = [0] * self.tensors
         rows = np.array([[t.data_ptr() for t in tensors] if tensors else none for tensors in lists])
         sizes = np.array([t.numel() for t in lists[0]])
-        self.plan = _adamw_plan(dtypes[2].itemsize, gpu(self.device)[0])
+        self.plan = _adamw_plan(dtypes[2].itemsize, int(sizes.sum()), *gpu(self.device))
         each = -(-sizes // (self.plan.block * self.plan.steps))
         self.programs = int(each.sum())
         # Chunk 0, 1, ... of each tensor, behind its number.
