@@ -270,7 +270,9 @@ Source(_norm_backward)
 Folded("By the programs of a cluster", Source(_rms_norm_backward_cluster))
 
 # %%
-# A second kernel adds up the partial rows, always in the same order.
+# A second kernel adds up the partial rows, always in the same order. Of small
+# tensors it is launched while the first still works, and waits for that. Where
+# one program takes all rows, there is no second kernel.
 
 Source(_column_sums)
 
