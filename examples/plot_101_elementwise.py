@@ -546,14 +546,14 @@ Listing(MULTIPLY_BY_FOUR, "cuda")
 # What the hardware counts
 # ~~~~~~~~~~~~~~~~~~~~~~~~
 #
-# Nsight Compute reads the counters of the GPU. Memory is fetched in *sectors*
-# of 32 bytes. The 32 threads of a :term:`warp` that take 4 adjacent bytes each
-# ask for 4 sectors, and for 16 where they take 16 bytes each. That is
-# :term:`coalescing`. Where the second operand is transposed, the threads of
-# step four are a row apart and ask for a sector each, of which they use 4
-# bytes; the L2 cache keeps the rest until somebody else asks for it. Tiles
-# mend it. The :term:`occupancy` is how many warps a multiprocessor holds, of
-# those that it could. All matrices are 4096 x 4096.
+# Nsight Compute reads the counters of the GPU. Memory is fetched in
+# :term:`sectors <sector>` of 32 bytes. The 32 threads of a :term:`warp` that
+# take 4 adjacent bytes each ask for 4 sectors, and for 16 where they take 16
+# bytes each. That is :term:`coalescing`. Where the second operand is
+# transposed, the threads of step four are a row apart and ask for a sector
+# each, of which they use 4 bytes; the L2 cache keeps the rest until somebody
+# else asks for it. Tiles mend it. The :term:`occupancy` is how many warps a
+# multiprocessor holds, of those that it could. All matrices are 4096 x 4096.
 
 
 # site: fold

@@ -284,8 +284,9 @@ Folded("Some of the centres", Source(_kmeans_some, doc=False))
 
 # %%
 # By the counters of the GPU (see :doc:`plot_101_elementwise`), for the 20
-# million points: how many *sectors* of 32 bytes a load of a :term:`warp` asks
-# for in the kernel that reads most, and how often the points come from memory.
+# million points: how many :term:`sectors <sector>` a load of a :term:`warp`
+# asks for in the kernel that reads most, and how often the points come from
+# memory.
 
 
 # site: fold

@@ -317,7 +317,7 @@ Source(_rounded_by_chance)
 # What the hardware counts
 # ~~~~~~~~~~~~~~~~~~~~~~~~
 #
-# The bytes from memory and the *sectors* of 32 bytes that a load of a
+# The bytes from memory and the :term:`sectors <sector>` that a load of a
 # :term:`warp` asks for, by the counters of the GPU (see
 # :doc:`plot_101_elementwise`), for two tensors of 16 million numbers. Sectors
 # are of the kernel that reads most. A load of 4 bytes a thread asks for 4, one
