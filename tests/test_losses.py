@@ -15,7 +15,7 @@ from fusebook.kernels import _entropy
 from fusebook.kernels._entropy import Terms, entropy_into, entropy_plan, plan_of
 from fusebook.kernels._operator import launching
 from fusebook.kernels._rows import Plan
-from fusebook.kernels.linear_cross_entropy import CHUNK_BYTES, chunk_plan
+from fusebook.kernels.linear_cross_entropy import CHUNK_BYTES, chunk_plan, pitch_plan
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = pytest.mark.parametrize(
@@ -493,6 +493,12 @@ def test_a_chunk_is_as_many_rows_as_fit():
         rows = chunk_plan(m, 128256, 2)
         assert rows % 128 == 0 and rows * 128256 * 2 <= CHUNK_BYTES
         assert rows * math.ceil(m / rows) - m < 128 * math.ceil(m / rows), "chunks are alike"
+
+
+def test_rows_of_logits_begin_at_whole_vectors_where_all_others_do():
+    assert pitch_plan(50257, 2, aligned=True) == 50264 and pitch_plan(9, 2, aligned=True) == 16
+    for n, size, aligned in ((50257, 2, False), (50257, 4, True), (50256, 2, True), (7, 2, True)):
+        assert pitch_plan(n, size, aligned=aligned) == n
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])

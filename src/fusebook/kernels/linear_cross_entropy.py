@@ -122,6 +122,15 @@ def chunk_plan(m: int, n: int, itemsize: int) -> int:
     return min(most, -(-rows // 128) * 128)
 
 
+def pitch_plan(n: int, itemsize: int, *, aligned: bool) -> int:
+    """How far apart rows of logits begin.
+
+    In half types at whole vectors of 16 bytes, as cuBLAS asks, where rows of what is given do: `aligned`.
+    """
+    whole = 16 // itemsize
+    return triton.cdiv(n, whole) * whole if itemsize == 2 and aligned and n > whole else n
+
+
 #: By how much gradients of logits in float16 are raised at most: those of a row that is scaled by 1 and has a million
 #: classes are normal numbers then, and a row that is scaled by 256 still has room for it.
 RAISED = 64
@@ -181,7 +190,8 @@ def _chunks_into(
 ) -> None:  # fmt: skip
     (m, k), n = h.shape, len(head)
     rows = min(rows or chunk_plan(m, n, h.element_size()), max(1, m))
-    x = empty((rows, n), h.dtype, h.device)
+    aligned = not any(t.stride(0) * t.element_size() % 16 or t.data_ptr() % 16 for t in (h, head))
+    x = empty((rows, pitch_plan(n, h.element_size(), aligned=aligned)), h.dtype, h.device)[:, :n]
     plan = _entropy.plan_of(x, x)
     shape = _entropy.left_by(plan, m, terms, True)
     left = loss if terms.reduction == "none" and len(shape) == 1 else empty(shape, loss.dtype, h.device)
