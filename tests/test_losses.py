@@ -12,10 +12,11 @@ import fusebook
 from fusebook.cards import OPS, losses
 from fusebook.inputs import generator
 from fusebook.kernels import _entropy
+from fusebook.kernels import linear_cross_entropy as module
 from fusebook.kernels._entropy import Terms, entropy_into, entropy_plan, plan_of
 from fusebook.kernels._operator import launching
 from fusebook.kernels._rows import Plan
-from fusebook.kernels.linear_cross_entropy import CHUNK_BYTES, chunk_plan, pitch_plan
+from fusebook.kernels.linear_cross_entropy import CHUNK_BYTES, chunk_plan, pieces_plan
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = pytest.mark.parametrize(
@@ -487,18 +488,35 @@ def test_a_rival_that_cannot_be_imported_is_refused_and_not_wrong(monkeypatch, t
         OPS["linear_cross_entropy"].variants["quack"].run(h, h[:3], torch.zeros_like(h[:, 0]).long(), 1.0)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("N", [13, 4203])
+def test_classes_beside_whole_vectors_are_multiplied_apart(N, dtype, monkeypatch):
+    monkeypatch.setattr(module, "APART", (1, 1))
+    h, head, target, scale = losses.LINEAR_CROSS_ENTROPY.make(generator(3), dtype, M=7, K=16, N=N)
+    own = h.requires_grad_(), head.requires_grad_()
+    loss = scale * fusebook.linear_cross_entropy(*own, target % 4 + N - 4, rows=3)
+    got = torch.autograd.grad(loss, own)
+    h, head = h.detach(), head.detach()
+    _, dx = wanted(h @ head.T, target % 4 + N - 4)
+    for found, a, b in ((got[0], dx * scale, head.double()), (got[1], dx.T * scale, h.double())):
+        assert ((found - a @ b).abs() <= 3 * torch.finfo(dtype).eps * (a.abs() @ b.abs()) + 2.0**-24).all()
+
+
+def test_what_is_multiplied_apart_is_worth_it_and_reaches_every_class():
+    assert pieces_plan(8192, 768, 50257, 2, aligned=True) == (50264, (slice(0, 50256), slice(50256, 50257)))
+    assert pieces_plan(8, 768, 50257, 2, aligned=True) == (50264, (slice(0, 50257),))
+    assert pieces_plan(8192, 770, 50257, 2, aligned=True) == (50264, (slice(0, 50257),))
+    assert pieces_plan(2**30, 8, 999, 2, aligned=True) == (1000, (slice(0, 999),))
+    for given in ((99, 8, 50257, 2, False), (99, 8, 50257, 4, True), (99, 8, 50256, 2, True), (99, 8, 7, 2, True)):
+        assert pieces_plan(*given[:4], aligned=given[4]) == (given[2], (slice(0, given[2]),))
+
+
 def test_a_chunk_is_as_many_rows_as_fit():
     assert chunk_plan(100, 32000, 2) == 100 and chunk_plan(0, 5, 4) == 1 and chunk_plan(5, 2**40, 2) == 1
     for m in (8191, 8192, 8193, 100001):
         rows = chunk_plan(m, 128256, 2)
         assert rows % 128 == 0 and rows * 128256 * 2 <= CHUNK_BYTES
         assert rows * math.ceil(m / rows) - m < 128 * math.ceil(m / rows), "chunks are alike"
-
-
-def test_rows_of_logits_begin_at_whole_vectors_where_all_others_do():
-    assert pitch_plan(50257, 2, aligned=True) == 50264 and pitch_plan(9, 2, aligned=True) == 16
-    for n, size, aligned in ((50257, 2, False), (50257, 4, True), (50256, 2, True), (7, 2, True)):
-        assert pitch_plan(n, size, aligned=aligned) == n
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])

@@ -122,13 +122,22 @@ def chunk_plan(m: int, n: int, itemsize: int) -> int:
     return min(most, -(-rows // 128) * 128)
 
 
-def pitch_plan(n: int, itemsize: int, *, aligned: bool) -> int:
-    """How far apart rows of logits begin.
+#: Classes, and multiplications of a product, from which classes beside whole vectors are multiplied apart.
+APART = 1024, 2**32
 
-    In half types at whole vectors of 16 bytes, as cuBLAS asks, where rows of what is given do: `aligned`.
+
+def pieces_plan(m: int, k: int, n: int, itemsize: int, *, aligned: bool) -> tuple[int, tuple[slice, ...]]:
+    """How far apart rows of logits begin, and which classes are multiplied at a time.
+
+    Tensor cores are fed by vectors of 16 bytes, and cuBLAS's fast products ask that rows of all matrices begin at whole
+    vectors, as those of what is given do where `aligned`, and are made of them. So a few classes are left over.
     """
     whole = 16 // itemsize
-    return triton.cdiv(n, whole) * whole if itemsize == 2 and aligned and n > whole else n
+    if itemsize != 2 or not aligned or n < whole or n % whole == 0:
+        return n, (slice(0, n),)
+    even = n - n % whole
+    apart = k % whole == 0 and n >= APART[0] and m * k * n >= APART[1]
+    return even + whole, (slice(0, even), slice(even, n)) if apart else (slice(0, n),)
 
 
 #: By how much gradients of logits in float16 are raised at most: those of a row that is scaled by 1 and has a million
@@ -163,12 +172,24 @@ def _times_into(out: Tensor, x: Tensor, rest: Tensor, factor: float) -> None:
     )  # fmt: skip
 
 
-def _wide_product(x: Tensor, w: Tensor, out: Tensor) -> None:
-    """Of half types in float32."""
-    if x.is_cuda:
+def _wide_product(out: Tensor, x: Tensor, w: Tensor, first: bool) -> None:
+    """Add a product of half types in float32."""
+    if first and x.is_cuda:
         torch.mm(x, w, out.dtype, out=out)
     else:
-        torch.mm(x.to(out.dtype), w.to(out.dtype), out=out)
+        torch.addmm(out, x.to(out.dtype), w.to(out.dtype), beta=0 if first else 1, out=out)
+
+
+def _product_into(out: Tensor, x: Tensor, w: Tensor, pieces: tuple[slice, ...]) -> None:
+    """Logits by the head. In half types few classes come first, so that what is rounded between is as small as they."""
+    wide = out.dtype != x.dtype
+    for later, at in enumerate(pieces if wide else reversed(pieces)):
+        if wide:
+            apply(_wide_product, out, x[:, at], w[at], not later)
+        elif later:
+            apply(torch.addmm, out, x[:, at], w[at], out=out)
+        else:
+            apply(torch.mm, x[:, at], w[at], out=out)
 
 
 def _add_lowered(out: Tensor, x: Tensor, w: Tensor, first: bool) -> None:
@@ -191,7 +212,8 @@ def _chunks_into(
     (m, k), n = h.shape, len(head)
     rows = min(rows or chunk_plan(m, n, h.element_size()), max(1, m))
     aligned = not any(t.stride(0) * t.element_size() % 16 or t.data_ptr() % 16 for t in (h, head))
-    x = empty((rows, pitch_plan(n, h.element_size(), aligned=aligned)), h.dtype, h.device)[:, :n]
+    pitch, pieces = pieces_plan(m, k, n, h.element_size(), aligned=aligned)
+    x = empty((rows, pitch), h.dtype, h.device)[:, :n]
     plan = _entropy.plan_of(x, x)
     shape = _entropy.left_by(plan, m, terms, True)
     left = loss if terms.reduction == "none" and len(shape) == 1 else empty(shape, loss.dtype, h.device)
@@ -203,7 +225,8 @@ def _chunks_into(
     for first in range(0, m, rows):
         part = slice(first, min(m, first + rows))
         logits = x[: part.stop - first]
-        apply(torch.mm, h[part], head.T, out=logits)
+        for at in pieces:
+            apply(torch.mm, h[part], head[at].T, out=logits[:, at])
         here = sums if sums.board is None else sums._replace(board=sums.board[first * plan.parts :])
         _entropy.rows_into(
             left[part], logits if gradients else None, logits, target[part],
@@ -211,19 +234,23 @@ def _chunks_into(
         )  # fmt: skip
         if gradients is None:
             continue
-        dh, dhead = gradients
+        dh, dhead = gradients[0][part], gradients[1]
         if raised is not None:
             product, lifted = wide[: len(logits)], higher[: len(logits)]
-            apply(_wide_product, logits, head, product)
-            _times_into(dh[part], product, raised[part], 1 / RAISED)
+            _product_into(product, logits, head, pieces)
+            _times_into(dh, product, raised[part], 1 / RAISED)
             _times_into(lifted, h[part], raised[part], 1.0)
-            apply(_add_lowered, dhead, logits.T, lifted, not first)
-            continue
-        apply(torch.mm, logits, head, out=dh[part])
-        if first:
-            apply(torch.addmm, dhead, logits.T, h[part], out=dhead)
         else:
-            apply(torch.mm, logits.T, h[part], out=dhead)
+            _product_into(dh, logits, head, pieces)
+            lifted = h[part]
+        for at in pieces:
+            turned, there = logits[:, at].T, dhead[at]
+            if raised is not None:
+                apply(_add_lowered, there, turned, lifted, not first)
+            elif first:
+                apply(torch.addmm, there, turned, lifted, out=there)
+            else:
+                apply(torch.mm, turned, lifted, out=there)
     _entropy.end(loss, left, terms, sums)
     if gradients and not m:
         apply(Tensor.zero_, gradients[1])
