@@ -474,6 +474,73 @@ common("rms_norm", "add_rms_norm", "layer_norm", "cross_entropy")
 ten("rms_norm", "add_rms_norm", "layer_norm", "cross_entropy")
 
 # %%
+# Gradients of norms
+# ~~~~~~~~~~~~~~~~~~
+#
+# *Why.* Transposed rows (*across*) of more than 1024 numbers, and of more than
+# half a million in all, are copied first, x and its gradient alike: four
+# passes more. A single row is one launch, whose loop is made for many rows.
+#
+# *Tried.* A loop that has one tile under way, for a single row: it is shorter,
+# but its threads hold other numbers of the row, and the bits of a row must not
+# depend on how many there are. Two to eight warps for narrow rows: faster at
+# the two problems where they were tried. Larger tensors read where they lie:
+# slower than the copy.
+#
+# *Mended.* Each program leaves a partial row of the weight's gradient. These
+# are added up 512 at a time, by a kernel that starts while they are made; of
+# few rows one program writes the sum itself. In half types a thread has 16
+# numbers of a row, since 32 did not fit into its registers. Wide rows of
+# RMSNorm are shared by a cluster.
+
+common("rms_norm_backward", "layer_norm_backward")
+
+# %%
+ten("rms_norm_backward", "layer_norm_backward")
+
+# %%
+# A loss without logits
+# ~~~~~~~~~~~~~~~~~~~~~
+#
+# *Why.* PyTorch's products are slow where rows of hidden states or of the head
+# begin within a vector of 16 bytes. Small problems are about ten launches: the
+# logits, which were not kept, are computed again for the gradient.
+#
+# *Tried.* Copies of hidden states, of the head, or of both, to where they are
+# aligned: slower at most problems.
+#
+# *Mended.* A number of classes that is no multiple of eight, as 50257, leaves
+# a few beside whole vectors. These are multiplied apart. In float16 the
+# gradients of logits are raised by a power of two until they are multiplied:
+# of 256000 classes they were no normal numbers, and the head's gradient was
+# wrong. A problem of a tuning seed had shown it.
+
+common("linear_cross_entropy")
+
+# %%
+ten("linear_cross_entropy")
+
+# %%
+# A step of AdamW
+# ~~~~~~~~~~~~~~~
+#
+# *Why.* Lists of few numbers are one launch, which first reads from a table
+# where its tensors lie. A compiled step has the addresses as arguments. Why a
+# list of 348 numbers takes several times as long as others of its size is not
+# known.
+#
+# *Tried.* Chunks of 256 to 1024 numbers, with one to four blocks of each. Of
+# three million numbers and more all are within a few percent.
+#
+# *Mended.* Few numbers of half types are stepped by short chunks, whose
+# programs all run at once.
+
+common("adamw_step")
+
+# %%
+ten("adamw_step")
+
+# %%
 # The nearest of some centres
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~
 #
@@ -583,7 +650,10 @@ ten("logistic_step")
 # each weight or of weights that are first put side by side. Its constants are
 # fitted to problems that were timed. The launcher takes the way that should be
 # the fastest, but PyTorch's products only where these should be faster by a
-# tenth.
+# tenth. Mended: in TF32 rows of weights that no descriptor describes are
+# turned to columns for large products, too; where one tile holds all rows of
+# x, sums of numbers that come one by one are divided into as many parts as
+# fill the GPU.
 #
 # *Odd widths with few steps along K*, as 30164 x 222: threads have to store
 # number by number what the copy engine cannot. So such weights are copied side
