@@ -520,7 +520,7 @@ claims(
         atomic=reads.get("step one, atomic"),
         ours=reads.get("step three, sorted"),
     ),
-)
+) if len(fetched) else None
 
 # %%
 # Is it right?

@@ -289,7 +289,7 @@ claims(
         chain=reads.get("an operation a line"),
         torch=reads.get("torch"),
     ),
-)
+) if len(traffic) else None
 
 # %%
 # Is it right?

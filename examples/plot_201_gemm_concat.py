@@ -440,7 +440,7 @@ claims(
         rows=reads.get("step one, 128 x 256"),
         ours=reads.get("the library"),
     )
-)
+) if len(traffic) else None
 
 # %%
 # Is it right?

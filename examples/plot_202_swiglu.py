@@ -260,7 +260,7 @@ claims(
         eager=both.get("eager"),
         least=(least.read + least.write) / Y,
     )
-)
+) if len(traffic) else None
 
 # %%
 # Is it right?

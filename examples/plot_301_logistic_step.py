@@ -498,7 +498,7 @@ claims(
         fatal=False,
         chip=reads.get("a hundred steps, on the chip"),
     ),
-)
+) if len(traffic) else None
 
 # %%
 # Is it right?

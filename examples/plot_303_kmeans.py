@@ -327,7 +327,7 @@ claims(
         fatal=False,
         twice=reads.get("assignment, then update"),
     ),
-)
+) if len(traffic) else None
 
 # %%
 # Is it right?

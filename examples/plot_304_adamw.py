@@ -360,7 +360,7 @@ claims(
         two=sectors.get("step two"),
         ours=sectors.get("the library"),
     ),
-)
+) if len(traffic) else None
 
 # %%
 # Is it right?
