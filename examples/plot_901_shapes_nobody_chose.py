@@ -342,7 +342,7 @@ table(
         sort=False,
     ),
     "The same by how the data lies in memory",
-    fold=False,
+    fold=True,
 )
 
 # %%
