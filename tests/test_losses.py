@@ -418,6 +418,23 @@ def test_gradients_of_many_logits_keep_their_digits_in_float16(case, rows):
         assert ((found - a @ b).abs() <= near).all()
 
 
+@pytest.mark.parametrize("ignored", [-100, 5])
+def test_large_hidden_states_that_are_ignored_spoil_no_gradient_in_float16(ignored):
+    """What raises those of a large loss made them infinite."""
+    rng = torch.Generator(DEVICE).manual_seed(4)
+    h, head = (torch.randn(n, 8, generator=rng, device=DEVICE).half() for n in (5, 4200))
+    target = torch.tensor([7, ignored, 9, ignored, 11], device=DEVICE)
+    h[1], h[3] = 3000, 65504
+    own = target != ignored
+    found = []
+    for rows in (slice(None), own):
+        given = h[rows].requires_grad_(), head.clone().requires_grad_()
+        loss = 1024 * fusebook.linear_cross_entropy(*given, target[rows], reduction="sum", ignore_index=ignored)
+        found.append(torch.autograd.grad(loss, given))
+    assert torch.equal(found[0][0][own], found[1][0]) and not found[0][0][~own].any()
+    assert_close(found[0][1], found[1][1])
+
+
 @pytest.mark.parametrize("M", [7, 1, 0])
 def test_what_is_right_of_a_head_is_found_by_some_rows_at_a_time(M, monkeypatch):
     """All logits of a large vocabulary at once, in float64, were more than a GPU had left."""

@@ -75,14 +75,15 @@ def _linear_raises(
     """By how much rows are scaled, MOST times as much or a smaller power of two, and what is left to MOST."""
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
     live = rows < M
-    _, _, weight = _class_of(target_ptr, weight_ptr, rows, live, N, IGNORE, tl.float32)
+    _, counts, weight = _class_of(target_ptr, weight_ptr, rows, live, N, IGNORE, tl.float32)
     SUMMED: tl.constexpr = SMOOTHING != 0.0 and weight_ptr is not None
     scale, classes = _known(scale_ptr, sums_ptr, rows, live, SCALE_STEP, N, weight, COUNTS, MEAN, SUMMED)
     # No logarithm of a sum is beyond what float16 holds, and a bit. Nothing in a row is above all its factors together.
     of_p, hit, every, _ = _factors(scale, classes, N, weight, tl.full([BLOCK], 65536.0, tl.float32), SMOOTHING, Z)
     room = 32768.0 / (tl.abs(of_p) + tl.abs(hit) + tl.abs(every * classes))
     power = (room.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-    times = tl.where(room >= MOST, MOST, tl.where(room >= 1.0, power, 1.0))  # 1 where it is NaN
+    # What is left raises hidden states: beside no gradient they must not become infinite.
+    times = tl.where(counts & (room < MOST), tl.where(room >= 1.0, power, 1.0), MOST)
     given = 1.0
     if scale_ptr is not None:
         given = tl.load(scale_ptr + rows * SCALE_STEP, mask=live).to(tl.float32)
