@@ -121,6 +121,12 @@ def test_rows_of_each_tensor_may_begin_at_a_distance_of_its_own(centred, n):
         torch.testing.assert_close(function(*given), function(*dense))
 
 
+def test_strides_of_more_than_32_bits_are_given_as_such():
+    for stride, align in ((2**31 - 64, 8), (2**31, 1), (2**32 + 64, 1)):
+        x = torch.empty_strided((2, 64), (stride, 1), dtype=torch.float16, device="meta")
+        assert _norms.aligned(64, made(2, 64, dtype=torch.float16), x, None) == align
+
+
 def test_numbers_that_begin_in_the_middle_of_a_word_are_no_pairs():
     for function, n in ((fusebook.rms_norm, 33000), (fusebook.rms_norm_backward, 9000)):
         memory = [made(2 * n + 1, dtype=torch.bfloat16, seed=i) for i in range(2)]
@@ -239,10 +245,11 @@ def test_programs_that_share_a_row_come_to_its_norm_and_gradients(centred, n, dt
 
 @centred
 @pytest.mark.parametrize(("rows", "n"), [(1, 453), (2, 34), (0, 5)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16], ids=str)
-def test_a_program_that_takes_all_rows_has_the_gradients_of_the_weights(centred, rows, n, kind, monkeypatch):
+def test_a_program_that_takes_all_rows_has_the_gradients_of_the_weights(centred, rows, n, kind, dtype, monkeypatch):
     monkeypatch.setattr(norms_backward, "_column_sums", None)  # nothing is left to be added up
-    x, dy = made(rows, n), made(rows, n, seed=1)
+    x, dy = made(rows, n, dtype=dtype), made(rows, n, dtype=dtype, seed=1)
     for given in ((kind, kind), (None, kind), (kind, None)):
         vectors = [None if v is None else made(n, dtype=v, seed=2) for v in given]
         backward = fusebook.layer_norm_backward if centred else fusebook.rms_norm_backward

@@ -722,7 +722,10 @@ def _across(x: Tensor, residual: Tensor | None, quantised: bool) -> bool:
 
 def aligned(n: int, *tensors: Tensor | None) -> int:
     """Of how many numbers, up to those of 16 bytes, widths and strides of matrices are multiples."""
-    return math.gcd(n, *(v for t in tensors if t is not None for v in (16 // t.element_size(), t.stride(0))))
+    steps = [t.stride(0) for t in tensors if t is not None]
+    if max(steps) >= 2**31:  # a quotient of 32 bits, multiplied by this again, would be a product of 32 bits
+        return 1
+    return math.gcd(n, *steps, *(16 // t.element_size() for t in tensors if t is not None))
 
 
 def in_pairs(align: int, x: Tensor, *others: Tensor | None) -> bool:

@@ -28,7 +28,7 @@ from ._tape import Overheard, Tape
 #: Whether Triton interprets; decided when it is imported.
 INTERPRETED: bool = triton.knobs.runtime.interpret
 if INTERPRETED:
-    from triton.language import bfloat16
+    from triton.language import bfloat16, float32, float64
     from triton.runtime import interpreter
 
     _builder, _patched = interpreter.InterpreterBuilder, interpreter._patch_lang_tensor
@@ -41,6 +41,16 @@ if INTERPRETED:
             scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
         interpreter._patch_lang_tensor = _with_index
+
+    _cast = _builder.cast_impl
+
+    def _cast_by_steps(self: Any, source: Any, kind: Any) -> Any:
+        """It makes integers of numbers of float64 where they become bfloat16, unless float32 is between them."""
+        if source.dtype.scalar == float64 and kind.scalar == bfloat16:
+            source = _cast(self, source, float32)
+        return _cast(self, source, kind)
+
+    _builder.cast_impl = _cast_by_steps
 
 
 @functools.cache
