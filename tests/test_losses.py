@@ -322,6 +322,14 @@ def test_a_cap_leaves_logits_their_digits(size, N, dtype):
         assert_close(got_dx, dx, 16 if got_dx.itemsize == 2 else eps)
 
 
+def test_rows_of_logits_may_lie_2_to_the_31_numbers_apart():
+    stride = 2**31 + 64  # whole vectors
+    memory = torch.empty(stride + 64, dtype=torch.float16, device=DEVICE)  # of which pages are taken that are written
+    x, target = memory.as_strided((2, 64), (stride, 1)), torch.tensor([1, 5], device=DEVICE)
+    x.copy_(torch.arange(128).view(2, 64).sin())
+    assert torch.equal(fusebook.cross_entropy(x, target), fusebook.cross_entropy(x.contiguous(), target))
+
+
 def test_any_axes_and_strides():
     x = torch.randn(2, 3, 8, device=DEVICE).transpose(0, 1)
     target = torch.randint(0, 8, (3, 2), device=DEVICE)

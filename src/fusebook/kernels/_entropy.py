@@ -32,6 +32,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ._arguments import FLOATING, INTEGERS, integer, number, one_of, shapes
+from ._norms import aligned
 from ._operator import accumulated, apply, as_it_is, capturing, contiguous, empty, gpu, launch, launching, overlapping
 from ._rows import Plan, leave, missing_of, put, window, words_of
 
@@ -682,10 +683,10 @@ class Sums(NamedTuple):
 def plan_of(x: Tensor, dx: Tensor | None) -> Plan:
     """The plan for logits and, where it is asked for, their gradient."""
     whole = 16 // x.element_size()
-    aligned = x.data_ptr() % 16 == 0
+    alike = x.data_ptr() % 16 == 0
     if dx is not None and dx is not x:
-        aligned = aligned and dx.data_ptr() % 16 == 0 and (x.stride(0) - dx.stride(0)) % whole == 0
-    vector = whole if aligned else 1
+        alike = alike and dx.data_ptr() % 16 == 0 and (x.stride(0) - dx.stride(0)) % whole == 0
+    vector = whole if alike else 1
     even = vector > 1 and x.stride(0) % vector == 0
     return entropy_plan(*x.shape, x.dtype, gpu(x.device)[0], vector=vector, even=even)
 
@@ -725,7 +726,7 @@ def rows_into(
     if not m:
         return
     if plan.kernel == "rows":
-        align = math.gcd(n, 16 // x.element_size(), *strides)
+        align = aligned(n, x, dx)
         strides = (strides[0] // align, strides[1] // align)
         launch(
             _entropy_rows, (plan.programs,), left, dx, x, *known, m, n // align, *strides, step, terms.ignore_index,

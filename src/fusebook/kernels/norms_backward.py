@@ -522,7 +522,8 @@ def norm_backward_plan(
     `apart`: the numbers of a row lie apart, those of neighbouring rows side by side. `biased`: the gradient of a bias
     is asked for.
 
-    The width decides how a row of dx is added up, the number of rows and of multiprocessors how dweight is.
+    The width decides how a row of dx is added up, the number of rows and of multiprocessors how dweight is. Where
+    numbers of a row lie apart, the number of rows decides about both: bits of dx may differ with it.
     """
     hopper = capability is not None and capability >= (9, 0)
     clusters = capability is not None and capability[0] == 9 and processors >= 64
