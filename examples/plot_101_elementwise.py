@@ -89,6 +89,7 @@ from fusebook.page import (
     Source,
     Tabs,
     by_clock,
+    by_step,
     claim,
     claims,
     counters,
@@ -570,20 +571,14 @@ def to_count():
 
 
 seen = counters("elementwise_counters", to_count)
-ours = seen[~seen["kernel"].str.startswith("native")].set_index("step")
+ours = seen[~seen["kernel"].str.startswith("native")]
 both = 2 * 4 * 4096**2  # bytes of both operands
-by_step = pd.DataFrame(
-    {
-        "read, of the operands' bytes": ours["read"] / both,
-        "sectors a load": ours["sectors"],
-        "occupancy, %": ours["occupancy"],
-    }
-)
-by_step.attrs.update(seen.attrs)
-table(by_step, "A product, by the counters of the GPU", fold=False)
+traffic = by_step(ours, both, "of the operands' bytes")
+traffic = traffic.drop(columns=["kernels", "written, of the operands' bytes"])
+table(traffic, "A product, by the counters of the GPU", fold=False)
 
 # %%
-sectors = by_step["sectors a load"]
+sectors = traffic["sectors a load"]
 claims(
     claim(
         "In CUDA C, with one element per thread, a load asks for 4 sectors; "

@@ -32,9 +32,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ._arguments import FLOATING, INTEGERS, integer, number, one_of, shapes
-from ._norms import aligned
 from ._operator import accumulated, apply, as_it_is, capturing, contiguous, empty, gpu, launch, launching, overlapping
-from ._rows import Plan, leave, missing_of, put, window, words_of
+from ._rows import Plan, aligned, leave, missing_of, put, window, words_of
 
 # Kernels -------------------------------------------------------------------------------------------------------------
 

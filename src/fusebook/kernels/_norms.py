@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ._arguments import FLOATING, number, shapes
 from ._operator import accumulated, contiguous, empty, gpu, launch, overlapping
-from ._rows import Plan, begin_of, layout_of, leave, missing_of, put, rows_in, tile_of, word_of, words_of
+from ._rows import Plan, aligned, begin_of, layout_of, leave, missing_of, put, rows_in, tile_of, word_of, words_of
 from ._tl import fill
 
 # Kernels -------------------------------------------------------------------------------------------------------------
@@ -718,14 +718,6 @@ def _across(x: Tensor, residual: Tensor | None, quantised: bool) -> bool:
     if quantised or n > 2**18:
         return False
     return residual is not None or (size > 2 and n > 2048 and (x.numel() >= _ENOUGH or x.numel() <= 3 * n))
-
-
-def aligned(n: int, *tensors: Tensor | None) -> int:
-    """Of how many numbers, up to those of 16 bytes, widths and strides of matrices are multiples."""
-    steps = [t.stride(0) for t in tensors if t is not None]
-    if max(steps) >= 2**31:  # a quotient of 32 bits, multiplied by this again, would be a product of 32 bits
-        return 1
-    return math.gcd(n, *steps, *(16 // t.element_size() for t in tensors if t is not None))
 
 
 def in_pairs(align: int, x: Tensor, *others: Tensor | None) -> bool:

@@ -774,6 +774,11 @@ def _together(matrices: Sequence[Tensor], layout: str) -> int:
     return min(length & -length if length else most for length in (*lengths, most))
 
 
+def _one_by_one(weights: Sequence[Tensor], layout: str) -> bool:
+    """Whether numbers of weights cannot be loaded as vectors."""
+    return _together(weights, layout) == 1 and not _describable(weights[0], layout)
+
+
 def _by_words(x: Tensor, weights: Sequence[Tensor], layout: str) -> dict[str, int]:
     """How a kernel by pointers is told how many numbers of x and of the weights it may load as one.
 

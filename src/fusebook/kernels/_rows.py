@@ -632,15 +632,29 @@ def checked_axis(name: str, what: str, x: Any, dim: Any) -> tuple[Tensor, int]:
     return x, dim % axes
 
 
+def in_rows(x: Tensor) -> Tensor | None:
+    """A tensor as a matrix of its rows; None where their numbers do not lie side by side, at equal distances."""
+    n = x.shape[-1]
+    if n > 1 and x.stride(-1) != 1:
+        return None
+    try:
+        return x.view(-1, n)
+    except RuntimeError:  # rows at no equal distances
+        return None
+
+
 def rows_in(x: Tensor) -> Tensor:
     """A tensor as a matrix of its rows, whose numbers lie side by side; copied where they do not."""
-    n = x.shape[-1]
-    if n <= 1 or x.stride(-1) == 1:
-        try:
-            return x.view(-1, n)
-        except RuntimeError:  # rows at no equal distances
-            pass
-    return side_by_side(x).view(-1, n)
+    matrix = in_rows(x)
+    return side_by_side(x).view(-1, x.shape[-1]) if matrix is None else matrix
+
+
+def aligned(n: int, *tensors: Tensor | None) -> int:
+    """Of how many numbers, up to those of 16 bytes, widths and strides of matrices are multiples."""
+    steps = [t.stride(0) for t in tensors if t is not None]
+    if max(steps) >= 2**31:  # a quotient of 32 bits, multiplied by this again, would be a product of 32 bits
+        return 1
+    return math.gcd(n, *steps, *(16 // t.element_size() for t in tensors if t is not None))
 
 
 def alike(x: Tensor, *_: Any) -> Tensor:

@@ -41,6 +41,7 @@ from ._products import (
     _late,
     _math,
     _matrix,
+    _one_by_one,
     _options,
     _pick,
     _place,
@@ -55,7 +56,6 @@ from ._products import (
     _take_over,
     _takes_tf32,
     _tiles_of,
-    _together,
     _wanted,
     _whole,
     _workspace,
@@ -349,7 +349,7 @@ def _into(out: Tensor, x: Tensor, weights: Sequence[Tensor], tf32: bool, strateg
                     plan = _of_few_tiles(M, x.shape[1], widths, hardware[1], way is None)
             if width == N:
                 plan = _cut(plan, M, x.shape[1], widths, math, aligned, hardware[1])
-            one_by_one = _together(group, layout) == 1 and not _describable(group[0], layout)
+            one_by_one = _one_by_one(group, layout)
             if not strategy and _by_torch("concat_gemm", M, x.shape[1], N, math, aligned, layout, one_by_one):
                 plan = Plan("torch")
             if plan.kernel == "torch" and not strategy and layout != "any" and M > _FEW and x.shape[1] * width <= 2**23:

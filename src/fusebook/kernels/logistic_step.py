@@ -47,6 +47,7 @@ from ._operator import (
     launch,
     overlapping,
 )
+from ._rows import aligned
 
 __all__ = ["logistic_fit", "logistic_step", "logistic_step_eager"]
 
@@ -456,11 +457,6 @@ _step_plan = functools.lru_cache(maxsize=4096)(_logistic_step_plan)
 _fit_plan = functools.lru_cache(maxsize=4096)(_logistic_fit_plan)
 
 
-def _align(X: Tensor) -> int:
-    """The number of elements whose multiples all rows begin at, and end at."""
-    return math.gcd(max(1, 16 // X.element_size()), X.shape[1], X.stride(0))
-
-
 def _launch_step(
     X: Tensor, y: Tensor, w: Tensor, b: Tensor, lr: float, l2: float, into: tuple[Tensor, Tensor, Tensor],
     work: tuple[Tensor, Tensor, Tensor | None], plan: StepPlan,
@@ -468,7 +464,7 @@ def _launch_step(
     """Two launches, or three where rows are too wide to be kept."""
     N, D = X.shape
     if plan.alone:
-        align = _align(X)
+        align = aligned(X.shape[1], X)
         launch(
             _logistic_step_alone, (1,),
             *into, X, y, w, b, N, D // align, X.stride(0) // align, X.stride(1), lr, l2,
@@ -478,7 +474,7 @@ def _launch_step(
     parts, sums, slopes = work
     early = overlapping(X.device)
     if plan.kept:
-        align = _align(X)
+        align = aligned(X.shape[1], X)
         launch(
             _logistic_step_rows, (plan.programs,),
             parts, sums, X, y, w, b, N, D // align, X.stride(0) // align, X.stride(1),
@@ -539,7 +535,7 @@ def _step_into(
     outs: tuple[Tensor, Tensor, Tensor], X: Tensor, y: Tensor, w: Tensor, b: Tensor, lr: float, l2: float
 ) -> None:
     X, y, w = _packed(X, y, w, across=True)
-    plan = _step_plan(*X.shape, w.element_size(), *gpu(X.device), _align(X), X.stride(1) != 1)
+    plan = _step_plan(*X.shape, w.element_size(), *gpu(X.device), aligned(X.shape[1], X), X.stride(1) != 1)
     _launch_step(X, y, w, b, lr, l2, outs, _workspace(X, plan), plan)
 
 
@@ -565,7 +561,7 @@ def _fit_into(
         if chip is not None:
             _launch_fit(X, y, w, b, lr, l2, (last[0], last[1]), losses, chip)
             return
-    plan = _step_plan(*X.shape, w.element_size(), capability, multiprocessors, _align(X))
+    plan = _step_plan(*X.shape, w.element_size(), capability, multiprocessors, aligned(X.shape[1], X))
     work = _workspace(X, plan)
     spare = (empty(w.shape, w.dtype, w.device), empty_like(b)) if steps > 1 else last
     for t in range(steps):
@@ -580,7 +576,7 @@ def _launch_fit(
 ) -> None:  # fmt: skip
     """The fit on the chip; launched several times where there are very many steps."""
     (N, D), P = X.shape, plan.programs
-    align = _align(X)
+    align = aligned(X.shape[1], X)
     # Words of no step: the first is number 1.
     sizes = (2 * P * D, 2 * D, 2 * P)
     words = apply(torch.zeros, sum(sizes), dtype=torch.int64, device=X.device)

@@ -31,9 +31,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._norms import aligned, board_of, check_norm, loaded, parts_of
+from ._norms import board_of, check_norm, loaded, parts_of
 from ._operator import Operator, accumulated, contiguous, empty, gpu, launch, overlapping
-from ._rows import layout_of, leave, rows_in, word_of
+from ._rows import aligned, in_rows, layout_of, leave, rows_in, word_of
 
 __all__ = ["layer_norm_backward", "rms_norm_backward"]
 
@@ -600,21 +600,13 @@ def _apart(*tensors: Tensor | None) -> tuple[Any, ...] | None:
     given = [t for t in tensors if t is not None]
     dx, *others = given
     n = dx.shape[-1]
-    if not 0 < dx.numel() <= _DIRECT or n > 1024 or all(map(_lined, others)):
+    if not 0 < dx.numel() <= _DIRECT or n > 1024 or all(in_rows(t) is not None for t in others):
         return None
     (_, inner, _), outers, strides = layout_of(dx.dim() - 1, *given)
     if len(outers) > 1:
         return None
     found = iter([(inner, along[0], step, apart) for along, step, apart in strides])
     return tuple(None if t is None else next(found) for t in tensors)
-
-
-def _lined(x: Tensor) -> bool:
-    """Whether rows lie at equal distances, and their numbers side by side."""
-    try:
-        return x.view(-1, x.shape[-1]).stride(-1) == 1 or x.shape[-1] == 1
-    except RuntimeError:
-        return False
 
 
 def _into(

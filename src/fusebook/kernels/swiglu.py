@@ -25,12 +25,12 @@ from ._products import (
     _by_torch,
     _by_words,
     _cut,
-    _describable,
     _fetchable,
     _late,
     _leading,
     _math,
     _matrix,
+    _one_by_one,
     _options,
     _place,
     _plan,
@@ -44,7 +44,6 @@ from ._products import (
     _take_over,
     _takes_tf32,
     _tiles_of,
-    _together,
     _wanted,
     _whole,
     _workspace,
@@ -377,7 +376,7 @@ def _into(
         # What was copied to where it is aligned was copied for ours.
         plan = _plan("swiglu", (M, 2 * N), math, layout, aligned, hardware, strategy or ("fused" if copied else None))
         plan = _cut(plan, M, x.shape[1], (N,), math, aligned, hardware[1])
-        one_by_one = _together((gate, up), layout) == 1 and not _describable(gate, layout)
+        one_by_one = _one_by_one((gate, up), layout)
         if not strategy and _by_torch("swiglu", M, x.shape[1], 2 * N, math, aligned, layout, one_by_one):
             plan = Plan("torch")
     if plan.kernel == "torch":
