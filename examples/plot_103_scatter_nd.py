@@ -445,8 +445,21 @@ Folded("Add up segments", Source(_scatter_nd_segments, doc=False))
 # %%
 # With :term:`programmatic dependent launch`, on Hopper and later GPUs, this
 # kernel may start while the sort still runs, and says itself where it has to
-# wait (``gdc_wait``). So its programs have their places when the last zero is
-# written. (:doc:`plot_201_gemm_concat` has a picture of it.)
+# wait (``gdc_wait``). So its programs have their places when the sort ends.
+
+draw.lanes(
+    "Two launches: the second starts when the last zeros are under way, and "
+    "waits for the sort",
+    {
+        "launch 1, sort": [(0, 5, "sorts by counting")],
+        "launch 1, zeros": [(0, 4, "writes zeros")],
+        "launch 2": [(4, 5, "waits"), (5, 8, "adds up rows")],
+    },
+    [
+        ("launch 1, zeros", 4, "launch 2", 4),
+        ("launch 1, sort", 5, "launch 2", 5),
+    ],
+)
 
 # %%
 # With very many updates, comparing all with all takes too long. Then atomic

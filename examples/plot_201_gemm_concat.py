@@ -341,10 +341,7 @@ draw.lanes(
     "Two products in one stream, with programmatic dependent launch",
     {
         "first product": [(0, 4, "multiplies")],
-        "second product": [
-            (2.6, 4.05, "waits in its place"),
-            (4.05, 8, "multiplies"),
-        ],
+        "second product": [(2.6, 4.05, "waits"), (4.05, 8, "multiplies")],
     },
     [("first product", 4, "second product", 4.05)],
 )

@@ -404,7 +404,7 @@ draw.lanes(
     {
         "program 0": [
             (0, 2, "step t"),
-            (2, 3.2, "waits for parts"),
+            (2, 3.2, "waits"),
             (3.2, 5, "its weights"),
             (5, 7.2, "step t + 1"),
         ],

@@ -57,3 +57,20 @@ def test_lanes_are_told_in_their_order_and_waiting_is_drawn_empty():
     assert repr(drawing).startswith("Lanes\n")
     with pytest.raises(KeyError, match="three"):
         draw.lanes("Lanes", spans, [("one", 4, "three", 5)])
+
+
+def test_no_word_leaves_its_drawing():
+    costs = {"an operation a line": Cost(12_885_000_000, 8_590_000_000, 0)}
+    spans = {"second product": [(0, 4, "multiplies"), (4, 5, "waits")]}
+    made = (
+        draw.traffic("", costs),
+        draw.lanes("", spans),
+        draw.owners("", [0, 1, 2, 0, 0], 3),
+        draw.waves("", 999, 132),
+    )
+    for drawing in made:
+        right = float(ElementTree.fromstring(drawing._repr_html_())[0].get("viewBox").split()[2])
+        for text in parts(drawing, "text"):
+            x, wide = float(text.get("x")), 7 * len(text.text)
+            shift = {"start": 0, "middle": wide / 2, "end": wide}[text.get("text-anchor")]
+            assert 0 <= x - shift and x - shift + wide <= right, text.text

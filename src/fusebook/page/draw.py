@@ -10,7 +10,8 @@ from fusebook.page.show import Shown, rich
 
 __all__ = ["lanes", "owners", "traffic", "waves"]
 
-_WIDTH = 720
+#: So narrow that words are read on a telephone, too, where all of it is shrunk to the width of the text.
+_WIDTH = 440
 _BLUE, _AMBER = "#0a84d6", "#c98500"  # told apart without red and green, and seen on white and on near-black
 
 
@@ -20,7 +21,7 @@ def _drawing(caption: str, told: Sequence[str], height: float, parts: Sequence[s
     made = (
         f'<figure class="fb-drawing"><svg viewBox="0 0 {_WIDTH} {height:g}" role="img" '
         f'xmlns="http://www.w3.org/2000/svg" aria-label="{html.escape(alt)}" font-size="13" '
-        f'style="max-width: {_WIDTH}px; width: 100%; color: inherit">{"".join(parts)}</svg>'
+        f'style="max-width: {1.25 * _WIDTH:g}px; width: 100%; color: inherit">{"".join(parts)}</svg>'
         f"<figcaption>{rich(caption)}</figcaption></figure>"
     )
     return Shown(made, f"{caption}\n{alt}")
@@ -70,7 +71,7 @@ def lanes(
     KeyError
         Where an arrow names an actor that has no lane.
     """
-    left, top, step, bar = 150.0, 8.0, 46.0, 26.0
+    left, top, step, bar = 108.0, 8.0, 42.0, 26.0
     last = max(end for row in spans.values() for _, end, _ in row)
     scale = (_WIDTH - left - 8) / last
     at = {name: top + step * i for i, name in enumerate(spans)}
@@ -105,7 +106,7 @@ def owners(caption: str, keys: Sequence[int], rows: int) -> Shown:
     rows : int
         Rows of the output.
     """
-    step, bar, left, right, width = 27.0, 20.0, 130.0, 440.0, 110.0
+    step, bar, left, right, width = 25.0, 20.0, 56.0, 250.0, 74.0
     height = step * max(len(keys), rows) + 12
     shift = (height - 12 - step * rows) / 2  # the rows stand in the middle beside the updates
     parts, told = [], []
@@ -139,9 +140,9 @@ def waves(caption: str, tiles: int, places: int) -> Shown:
     places : int
         How many run at once, one for each multiprocessor for example.
     """
-    left, step, bar = 80.0, 30.0, 22.0
+    left, step, bar = 62.0, 28.0, 22.0
     rounds = -(-tiles // places)
-    full = _WIDTH - left - 160
+    full = _WIDTH - left - 124
     parts, told = [], []
     for i in range(rounds):
         mine = min(places, tiles - i * places)
@@ -157,17 +158,19 @@ def waves(caption: str, tiles: int, places: int) -> Shown:
 
 def traffic(caption: str, costs: Mapping[str, Cost]) -> Shown:
     """The bytes that ways of computing read and write, as a card states them."""
-    left, step, bar = 150.0, 34.0, 24.0
+    step, top, bar = 46.0, 18.0, 20.0
     most = max(cost.read + cost.write for cost in costs.values())
-    scale = (_WIDTH - left - 230) / most
+    scale = (_WIDTH - 2) / most
     parts, told = [], []
     for i, (name, cost) in enumerate(costs.items()):
-        y, x = 4 + step * i, left
-        parts.append(_text(left - 10, y + 17, name, "end"))
-        for amount, colour in ((cost.read, _BLUE), (cost.write, _AMBER)):
-            parts.append(_box(x, y, scale * amount, bar, colour))
-            x += scale * amount
+        y, x = step * i, 1.0
         words = f"reads {cost.read / 1e6:,.0f} MB, writes {cost.write / 1e6:,.0f} MB"
-        parts.append(_text(x + 8, y + 17, words))
+        parts.append(_text(x, y + top - 4, f"{name}: {words}"))
+        for amount, what, colour in ((cost.read, "read", _BLUE), (cost.write, "written", _AMBER)):
+            width = scale * amount
+            parts.append(_box(x, y + top, width, bar, colour))
+            if width > 50:
+                parts.append(_text(x + width / 2, y + top + 15, what, "middle"))
+            x += width
         told.append(f"{name} {words}")
-    return _drawing(caption, told, step * len(costs) + 8, parts)
+    return _drawing(caption, told, step * len(costs), parts)
