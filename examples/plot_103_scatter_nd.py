@@ -481,10 +481,10 @@ Folded("Which of them is launched", Source(_scatter_nd_plan, doc=False))
 # ~~~~~~~~~~~~~~~~~~~~~~~~
 #
 # The counters of the GPU, as on :doc:`plot_101_elementwise`: bytes from and to
-# memory, and the :term:`sectors <sector>` that one load of a :term:`warp` asks
-# for, here of the kernel that reads most. An addition by an atomic operation
-# has to fetch what it adds to. 2048 updates of 4096 numbers go to a table of
-# 4096 rows.
+# memory, and of the kernel that reads most the :term:`sectors <sector>` that
+# one load of a :term:`warp` asks for, and the :term:`occupancy`. An addition
+# by an atomic operation has to fetch what it adds to. 2048 updates of 4096
+# numbers go to a table of 4096 rows.
 
 
 # site: fold

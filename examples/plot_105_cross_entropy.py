@@ -248,6 +248,7 @@ table(
 # Are the logits read once? The counters of the GPU, as on
 # :doc:`plot_101_elementwise`, say what came from memory. 4096 rows of 32000
 # numbers are as many as 1000 rows of 131072, which several programs share.
+# Sectors and occupancy are of the kernel that reads most.
 
 
 # site: fold
@@ -268,11 +269,7 @@ def to_count():
 
 MN = 2 * 4096 * 32000  # bytes
 traffic = by_step(counters("cross_entropy_counters", to_count), MN, "MN")
-table(
-    traffic.iloc[:, :3],
-    "Loss and gradient, in bytes of the logits",
-    fold=True,
-)
+table(traffic, "Loss and gradient, in bytes of the logits", fold=True)
 
 # %%
 reads = traffic["read, MN"]

@@ -398,7 +398,8 @@ Folded(
 # %%
 # What does the order of tiles save? The counters of the GPU, as on
 # :doc:`plot_101_elementwise`, say what came from memory, here at n = 8192,
-# where no operand fits into the :term:`L2 cache`.
+# where no operand fits into the :term:`L2 cache`. What a tensor descriptor
+# fetches is no load of a thread's, and is not among the sectors a load.
 
 
 # site: fold
@@ -417,11 +418,7 @@ def to_count():
 
 seen = counters("gemm_counters", to_count)
 traffic = by_step(seen, 3 * 2 * 8192**2, "in operands")
-table(
-    traffic.iloc[:, :3],
-    "n = 8192, in bytes of the three operands",
-    fold=True,
-)
+table(traffic, "n = 8192, in bytes of the three operands", fold=True)
 
 # %%
 reads = traffic["read, in operands"]

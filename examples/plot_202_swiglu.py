@@ -228,7 +228,9 @@ Folded("The epilogue", Source(_gated, doc=False))
 #
 # What comes from memory and goes there, by the counters of the GPU (see
 # :doc:`plot_101_elementwise`), for the 4096 tokens of Llama 2 7B. Operands
-# that leave the :term:`L2 cache` between two tiles are read again.
+# that leave the :term:`L2 cache` between two tiles are read again. Sectors (of
+# threads' loads, not of descriptors) and occupancy are of the kernel that
+# reads most.
 
 
 # site: fold
@@ -244,7 +246,7 @@ def to_count():
 
 Y = 2 * 4096 * 11008  # bytes of the result
 traffic = by_step(counters("swiglu_counters", to_count), Y, "in results")
-table(traffic.iloc[:, :3], "In bytes of the result", fold=True)
+table(traffic, "In bytes of the result", fold=True)
 
 # %%
 both = traffic[["read, in results", "written, in results"]].sum(axis=1)

@@ -453,6 +453,7 @@ Folded("What fits on the chip", Source(_logistic_fit_plan, doc=False))
 # How often does X come from memory? By the counters of the GPU (see
 # :doc:`plot_101_elementwise`), for one step of 100000 x 784, and for a hundred
 # steps of the pictures in one launch, whose programs talk by messages.
+# Sectors and :term:`occupancy` are of the kernel that reads most.
 
 
 # site: fold
@@ -473,11 +474,7 @@ def to_count():
 OF_X = dict.fromkeys(("eager", "step one", "the library"), 4.0 * 100_000 * 784)
 OF_X["a hundred steps, on the chip"] = 4.0 * 400 * 784
 traffic = by_step(counters("logistic_counters", to_count), OF_X, "X")
-table(
-    traffic.iloc[:, :3],
-    "In bytes of X, by the counters of the GPU",
-    fold=True,
-)
+table(traffic, "In bytes of X, by the counters of the GPU", fold=True)
 
 # %%
 reads = traffic["read, X"]

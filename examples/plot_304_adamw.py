@@ -317,11 +317,11 @@ Source(_rounded_by_chance)
 # What the hardware counts
 # ~~~~~~~~~~~~~~~~~~~~~~~~
 #
-# The bytes from memory and the :term:`sectors <sector>` that a load of a
-# :term:`warp` asks for, by the counters of the GPU (see
-# :doc:`plot_101_elementwise`), for two tensors of 16 million numbers. Sectors
-# are of the kernel that reads most. A load of 4 bytes a thread asks for 4, one
-# of 16 bytes for 16; loads from the table ask for one.
+# The bytes from memory, the :term:`sectors <sector>` that a load of a
+# :term:`warp` asks for and the :term:`occupancy`, by the counters of the GPU
+# (see :doc:`plot_101_elementwise`), for two tensors of 16 million numbers.
+# Sectors and occupancy are of the kernel that reads most. A load of 4 bytes a
+# thread asks for 4 sectors, one of 16 bytes for 16.
 
 
 # site: fold
