@@ -280,9 +280,9 @@ claims(
 # compiler's or another's. To see what one more kernel costs there, we start
 # from a compiled ``2 x + 1``, which is one kernel, and add one of three: a
 # second kernel of the compiler's own; ``airy_ai``, an operator of PyTorch that
-# the compiler does not fuse and calls as it is; or our operator. The first is
-# the least that any kernel can add. (``torch.exp`` alone is no measure: a
-# function of C is wrapped in one of Python before it is compiled.)
+# the compiler does not fuse and calls as it is; or our operator.
+# (``torch.exp`` alone is no measure: a function of C is wrapped in one of
+# Python before it is compiled.)
 #
 # ``mode="reduce-overhead"`` has the compiler capture what it made in a
 # **CUDA graph** and replay that. The checks remain, and so does a copy of the
@@ -408,6 +408,7 @@ claims(
         "`kernel[grid](...)`, {plan:.0f} us by this page's plan cache, "
         "{eager:.0f} us in torch, and {graph:.2f} us in a CUDA graph.",
         each.drop("CUDA graph of 100") > warm["torch.exp"],
+        of=each,
         headline=True,
         device=warm["kernel[grid]"],
         brackets=brackets,
@@ -422,19 +423,26 @@ claims(
     ),
     claim(
         "A call of the library takes at most twice the host's time of "
-        "torch.exp.",
+        "torch.exp: {ours:.1f} and {eager:.1f} us.",
         each["fusebook.exp"] <= 2 * eager,
+        ours=each["fusebook.exp"],
+        eager=eager,
     ),
     *compiled,
     claim(
         "torch.library.custom_op adds more than twice as much to the brackets "
-        "as Library.impl.",
+        "as Library.impl: {custom:.1f} and {plain:.1f} us.",
         each["custom_op"] - brackets > 2 * (each["Library.impl"] - brackets),
+        custom=each["custom_op"] - brackets,
+        plain=each["Library.impl"] - brackets,
     ),
     claim(
         "A call of the library that records a gradient takes less of the "
-        "host's time than brackets that record none.",
+        "host's time than brackets that record none: {ours:.1f} and "
+        "{brackets:.1f} us.",
         each["fusebook.exp, gradient recorded"] < brackets,
+        ours=each["fusebook.exp, gradient recorded"],
+        brackets=brackets,
     ),
     say(
         "In a graph a call costs the host {graph:.2f} us: whoever runs the "
@@ -558,8 +566,8 @@ claims(
 )
 
 # %%
-# What is left of the library's call is the driver, the allocator and some
-# fifteen calls of Python. A library that was compiled ahead of time has no
+# What is left of the library's call is the driver, the allocator and calls of
+# Python. A library that was compiled ahead of time has no
 # interpreter: see :doc:`plot_501_onnxruntime`, whose operators run in a
 # process without Python.
 #
@@ -648,8 +656,8 @@ claims(
 #
 # - A small call is the host's time first. Look at the *host* clock before
 #   tuning a kernel for small sizes.
-# - Most of a launch by brackets is finding out what the last one found out.
-#   What it depends on can be seen without the device: use that as the key.
+# - A launch by brackets finds out what the last one has found out. What it
+#   depends on can be seen without the device: use that as the key.
 # - The key is the contract. What a launcher looks at belongs into it: shapes,
 #   strides, dtypes, devices, alignment, plain arguments, and global modes such
 #   as determinism. What changes from call to call is asked for at each: the
@@ -659,7 +667,8 @@ claims(
 # - A compiled program compares each object of Python that it was traced
 #   through, before every call. What an operator lets the compiler trace is
 #   what its caller pays for: let that be one call.
-# - A **CUDA graph** beats every cache, and fixes shapes and addresses.
+# - A **CUDA graph** leaves the host nothing to do, and fixes shapes and
+#   addresses.
 #
 # Exercises
 # ---------
