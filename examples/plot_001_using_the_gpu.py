@@ -10,11 +10,12 @@ Using the GPU: old advice, measured again
 =========================================
 
 Between 2012 and 2014 the manual of Theano, an ancestor of today's frameworks,
-had a chapter on using the GPU: how to see that it is used, what to keep there,
-what it is good at, and a list of tips. Much of that has become folklore. This
-page asks the chapter's questions again, in its order, of one GPU of today. Its
-result is a table, :ref:`old-advice`: each piece of advice, what became of it,
-and the measurement that says so.
+had `a chapter on using the GPU <https://github.com/Theano/Theano/blob/
+master/doc/tutorial/using_gpu.txt>`__: how to see that it is used, what to keep
+there, what it is good at, and a list of tips. Much of that has become
+folklore. This page asks the chapter's questions again, in its order, of one
+GPU of today. Its result is a table, :ref:`old-advice`: each piece of advice,
+what became of it, and the measurement that says so.
 
 Two of its exercises have pages of their own: programming a GPU directly is
 :doc:`plot_101_elementwise`, and the training step of a logistic regression is
@@ -1141,15 +1142,34 @@ claims(
 # No operator on the CPU by accident
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 #
-# ``assert_no_cpu_op`` stopped a program that had left the GPU unasked. PyTorch
-# never moves data by itself; it raises an error. It does wait silently, and
-# there is a mode in which it raises an error for that, too.
+# ``assert_no_cpu_op`` stopped a program that had left the GPU unasked, and
+# ``tag.target`` kept an input on the CPU. In PyTorch operands stay where they
+# are. It raises an error where they are on two devices, unless one of them is
+# a single number without an axis. It does wait silently, and there is a mode
+# in which it raises an error for that, too.
 
 accidents = [
     "a tensor of the GPU plus one of the CPU",
     "item() where waiting is an error",
 ]
 table(answer[accidents].to_frame("says"), "Refused", fold=False)
+
+# %%
+
+
+def meets_another_device(shape):
+    """Whether a tensor of the CPU adds to one of a device without memory."""
+    there = torch.ones(3, device="meta")
+    return refusal(lambda: there + torch.ones(shape)) == "nothing"
+
+
+claims(
+    claim(
+        "A number of the CPU without an axis may be added to a tensor of "
+        "another device, and three numbers may not.",
+        meets_another_device(()) and not meets_another_device(3),
+    ),
+)
 
 # %%
 # Asynchrony
@@ -1650,9 +1670,9 @@ line(
 )
 line(
     "Only float32 is accelerated",
-    "Every type is; bytes decide, and the matrix units",
+    "Every type is, on this GPU; most others are slow in float64",
     rates["float64"] < 0.5 * rates["float32"],
-    "products in float64 at {r:.2f} times the rate of float32",
+    "here products in float64 at {r:.2f} times the rate of float32",
     r=rates["float64"] / rates["float32"],
 )
 line(
@@ -1745,7 +1765,7 @@ line(
 )
 line(
     "assert_no_cpu_op",
-    "Nothing moves by itself; set_sync_debug_mode for waits",
+    "Tensors do not move; set_sync_debug_mode for waits",
     answer[accidents[0]] == "nothing",
     "GPU plus CPU tensor: refused",
 )
@@ -1842,14 +1862,23 @@ downloads(advice, "old_advice")
 # -------------------
 #
 # The manual had a list, most of whose links have died. This one is of November
-# 2026.
+# 2026. To begin with:
 #
 # - NVIDIA's `CUDA Programming Guide
 #   <https://docs.nvidia.com/cuda/cuda-c-programming-guide/>`__ and `Best
 #   Practices Guide
 #   <https://docs.nvidia.com/cuda/cuda-c-best-practices-guide/>`__.
 # - Triton's `tutorials
-#   <https://triton-lang.org/main/getting-started/tutorials>`__.
+#   <https://triton-lang.org/main/getting-started/tutorials>`__, and `puzzles
+#   <https://github.com/srush/Triton-Puzzles>`__ that need no GPU.
+# - PyTorch's `introduction to torch.compile
+#   <https://docs.pytorch.org/tutorials/intermediate/
+#   torch_compile_tutorial.html>`__.
+# - The lectures of `GPU MODE <https://github.com/gpu-mode/lectures>`__, and
+#   the book *Programming Massively Parallel Processors* that they follow.
+#
+# And then:
+#
 # - PyTorch's `custom operators
 #   <https://pytorch.org/tutorials/advanced/custom_ops_landing_page.html>`__,
 #   `torch.library <https://docs.pytorch.org/docs/stable/library.html>`__, `FAQ
@@ -1859,7 +1888,8 @@ downloads(advice, "old_advice")
 #   <https://pytorch.org/blog/accelerating-pytorch-with-cuda-graphs/>`__.
 # - CuPy's `kernels in CUDA C
 #   <https://docs.cupy.dev/en/latest/user_guide/kernel.html>`__.
-# - The lectures of `GPU MODE <https://github.com/gpu-mode/lectures>`__, and
-#   the book *Programming Massively Parallel Processors* that they follow.
-# - The papers that the :doc:`/glossary` names: the roofline, the online
-#   softmax, stream-K, NCCL's protocols.
+# - NVIDIA's `Nsight Compute
+#   <https://docs.nvidia.com/nsight-compute/NsightCompute/index.html>`__.
+# - The papers: `the roofline <https://doi.org/10.1145/1498765.1498785>`__,
+#   `the online softmax <https://arxiv.org/abs/1805.02867>`__, `stream-K
+#   <https://arxiv.org/abs/2301.03598>`__. The :doc:`/glossary` has more.

@@ -995,9 +995,10 @@ table(parts, "Times as fast, by what was changed, cold", fold=False)
 # writes zeros down its column, goes over all updates and adds its number of
 # each. No two threads share a column, so nothing is atomic. One kernel reads
 # each index from memory; the other, for 128 columns and more, brings 128
-# indices at a time into :term:`shared memory`. Here they are in CUDA C of our
-# own, with the mistake mended (theirs are in
-# ``onnx_extended/ortops/optim/cuda``).
+# indices at a time into :term:`shared memory`. (The operator without
+# a mask, ScatterNDOfShape, has the first of them, which then compares
+# nothing.) Here they are in CUDA C of our own, with the mistake mended (theirs
+# are in ``onnx_extended/ortops/optim/cuda``).
 
 # site: fold
 BY_COLUMN = """
@@ -1207,7 +1208,9 @@ claims(
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 #
 # The source, *Optimizing Masked ScatterND operator on CUDA* of onnx-extended
-# (2024), prints one table and closes with three sentences. Its only
+# (2024, `its script <https://github.com/sdpython/onnx-extended/blob/main/
+# _doc/examples/plot_op_scatternd_mask_cuda.py>`__), prints one table and
+# closes with three sentences. Its only
 # explanation is that ScatterND "seems very slow as it is using atomic
 # addition". Our kernel of step one's kind adds atomically too, so the
 # explanation can be tested. What ONNX Runtime's kernel does stands in its

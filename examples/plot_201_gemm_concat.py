@@ -517,10 +517,11 @@ table(
 
 # %%
 # The page that this one grew from, *Gemm Exploration with CUDA* of
-# `onnx-extended <https://github.com/sdpython/onnx-extended>`__ (2023), had
-# such a table of ratios for n of 256, 512 and 1024 in float32. It used the
-# host's clock and waited for each run, which is *call* here; *cold* is the
-# device's time.
+# onnx-extended (2024, `its script
+# <https://github.com/sdpython/onnx-extended/blob/main/
+# _doc/examples/plot_op_gemm2_cuda.py>`__), had such a table of ratios for n of
+# 256, 512 and 1024 in float32. It used the host's clock and waited for each
+# run, which is *call* here; *cold* is the device's time.
 
 THEIRS = pd.Series({256: 0.675043, 512: 1.128154, 1024: 0.914766})
 
@@ -1188,37 +1189,43 @@ claims(
 # checks that the two graphs agree on 16 x 16 numbers, prints three ratios and
 # closes with one sentence.
 
+in_tf32 = ratios["here, TF32, cold"].dropna()
 claims(
     holds(
-        '"It seems the fused operator is 33% faster" (the source, 2023), at '
+        '"It seems the fused operator is 33% faster" (the source, 2024), at '
         "all sizes of its own table: there it takes 33 % less time at n = "
         "256, 13 % more at 512 and 9 % less at 1024.",
         THEIRS <= 0.675043,
     ),
     holds(
-        '"33% faster" here, by the same clock in float32: at n = 256, 512 and '
-        "1024, the sizes of the source, one Gemm takes {ratios} of the time.",
-        one_gemm.loc[list(THEIRS.index)] <= 0.675043,
+        '"33% faster" here, within 2 %, by the same clock in float32: at n = '
+        "256, 512 and 1024, the sizes of the source, one Gemm takes {ratios} "
+        "of the time.",
+        one_gemm.loc[list(THEIRS.index)] <= 1.02 * 0.675043,
         of=one_gemm,
         ratios=", ".join(f"{r:.2f}" for r in one_gemm.loc[[256, 512, 1024]]),
     ),
     holds(
-        '"diff=0.0" (the source, 2023, on a GPU): on this CPU, too, the two '
+        '"diff=0.0" (the source, 2024, on a GPU): on this CPU, too, the two '
         "graphs give the same bits.",
         torch.equal(by_products, by_weights),
     ),
     holds(
-        "One big Gemm is the better one (the source's question, 2023): in "
+        "One big Gemm is the better one (the source's question, 2024): in "
         "ONNX Runtime in float32, cold, it is never slower by more than 2 %, "
         "its Concat included: it takes {least:.2f} to {most:.2f} of the time.",
         ratios["here, float32, cold"].dropna() <= 1.02,
         least=ratios["here, float32, cold"].min(),
         most=ratios["here, float32, cold"].max(),
     ),
-    holds(
+    say(
         "In TF32, which ONNX Runtime computes unless told otherwise, one big "
-        "Gemm with its Concat is never slower by more than 2 % either.",
-        ratios["here, TF32, cold"].dropna() <= 1.02,
+        "Gemm with its Concat takes {least:.2f} to {most:.2f} of the time, "
+        "cold, and is slower by more than 2 % at {lost} of {all} sizes.",
+        least=in_tf32.min(),
+        most=in_tf32.max(),
+        lost=int((in_tf32 > 1.02).sum()),
+        all=len(in_tf32),
     ),
 )
 

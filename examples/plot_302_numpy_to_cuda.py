@@ -737,8 +737,8 @@ claims(
     ),
     say(
         "On this GPU, by one call that is waited for, float32 is {half:.1f} "
-        "times as fast as float64. Most GPUs have few units for float64: page "
-        "001 has the published ratios.",
+        "times as fast as float64. Most GPUs, consumer ones above all, have "
+        "few units for float64: page 001 has the published ratios.",
         half=gained("compiled, tensors in and out"),
     ),
 )
@@ -1165,13 +1165,16 @@ provenance(ladder, ways)
 # %%
 # What to take along:
 #
-# - Count the bytes over the bus first: where arrays travel with every call,
-#   compiling gains little.
+# - Count what travels first. Where arrays go to the GPU and back with every
+#   call, copies and the host's new memory are most of the time: write results
+#   over old ones, or keep tensors on the GPU.
 # - A compiler fuses a short chain into one loop. It does not know how wide a
 #   label needs to be, nor that the update needs the same points.
 # - Test with data that has no symmetry which could hide a mistake.
-# - PyTorch's `FAQ of torch.compile
-#   <https://docs.pytorch.org/docs/stable/torch.compiler_faq.html>`__ has a
+# - PyTorch has an `introduction to torch.compile
+#   <https://docs.pytorch.org/tutorials/intermediate/
+#   torch_compile_tutorial.html>`__ and a `FAQ
+#   <https://docs.pytorch.org/docs/stable/torch.compiler_faq.html>`__ with a
 #   section on NumPy, and the announcement points to more.
 
 # sphinx_gallery_thumbnail_number = 2

@@ -32,6 +32,12 @@ Read before: 003, 101.
 # The operation is SiLU, :math:`y = x \, \sigma(x)`, and its gradient is
 # :math:`dx = dy \, \sigma(x) (1 + x (1 - \sigma(x)))`. Both are one pass over
 # memory. What is of interest here is all that is not in the kernel.
+#
+# In 2012 the `manual of Theano <https://github.com/Theano/Theano/blob/
+# master/doc/tutorial/using_gpu.txt>`__ made an operator of a kernel in CUDA C
+# by a class: ``make_node`` said of which type the result is, as a fake does
+# below, and ``make_thunk`` compiled the kernel and returned what launches it.
+# Its example had no gradient, and no batch.
 
 # sphinx_gallery_tags = ["custom operator", "gradient", "torch.compile"]
 import itertools
@@ -446,7 +452,9 @@ if "torch.compile of fusebook.silu" in us:
             "Compiled, the chain costs {chain:.0f} us, the operator {op:.0f} "
             "and fusebook.silu {ours:.0f}. Code that the compiler generates "
             "asks the dispatcher for an operator at each call; that of "
-            "fusebook.silu asks for its plan.",
+            "fusebook.silu asks for its plan. The exported program of the "
+            "operator costs {exported:.0f} us.",
+            exported=us["the exported program"],
             chain=us["torch.compile of the chain"],
             op=us["torch.compile of the operator"],
             ours=us["torch.compile of fusebook.silu"],
