@@ -131,9 +131,12 @@ claims(
         compiled=gain,
     ),
     claim(
-        "With 16 tokens eager is predicted to take less than 1.05 times the "
-        "products: nearly all traffic is weights, and nothing saves those.",
+        "With 16 tokens eager is predicted to take {ratio:.2f} times the "
+        "products, less than 1.05: {share:.1%} of the least traffic is "
+        "weights, and nothing saves those.",
         predicted["eager"].iloc[2] < 1.05,
+        ratio=predicted["eager"].iloc[2],
+        share=2 * 2 * 4096 * 11008 / (least.read + least.write),
     ),
 )
 
@@ -298,14 +301,14 @@ found = pd.concat(
 table(found, "Scores, each within its limit", fold=False)
 
 # %%
-half = found[(found["dtype"] == "bfloat16") & (found["M"] == 70)]
-error = half.set_index("way")["score"]
+error = found[found["M"] == 70].pivot_table("score", "dtype", "way")
 claims(
     claim("Every way is within its limit.", found["right"]),
     claim(
-        "Our kernel, which rounds once, is no less exact than eager, which "
-        "rounds each product.",
-        error["fusebook"] <= error["eager"],
+        "In half types our kernel, which rounds once, is no less exact than "
+        "eager, which rounds each product. (In float32 both add in it.)",
+        (error["fusebook"] <= error["eager"]).drop("float32"),
+        of=error,
     ),
 )
 
@@ -485,7 +488,16 @@ apart_us["lines of code"] = pd.Series(
         "the library": lines_behind(swiglu_eager),
     }
 )
-table(apart_us, "4096 x 11008 in bfloat16, cold", fold=False)
+least_us = {
+    f"{M} token{'s' * (M > 1)}, us": 1e6
+    * on.roof(SWIGLU.cost(2, M=M, K=4096, N=11008), "bfloat16")
+    for M in apart["M"].unique().tolist()
+}
+table(
+    pd.concat([apart_us, pd.DataFrame({"the roof": least_us}).T]),
+    "4096 x 11008 in bfloat16, cold",
+    fold=False,
+)
 
 # %%
 token, tokens = apart_us["1 token, us"], apart_us["4096 tokens, us"]
@@ -584,8 +596,9 @@ chosen = tables.times(single)
 claims(
     claim(
         "In float32 our kernel, which adds three products in TF32, is faster "
-        "than eager: it takes {ratios} times its time.",
+        "than eager where it has a time: it takes {ratios} times eager's.",
         tables.ratio(single, "fusebook", "eager") < 1,
+        of=chosen,
         fatal=False,
         ratios=" and ".join(
             f"{ratio:.2f}"
@@ -594,14 +607,16 @@ claims(
     ),
     claim(
         "What the launcher chooses in float32 is not slower than eager by "
-        "more than 3 %.",
+        "more than 3 %, where it has a time.",
         (chosen["fusebook (chosen)"] / chosen["eager"]).dropna() <= 1.03,
+        of=chosen,
         fatal=False,
     ),
     claim(
         "What the launcher chooses in float32 is not slower than packed "
-        "weights by more than 3 %.",
+        "weights by more than 3 %, where it has a time.",
         (chosen["fusebook (chosen)"] / chosen["packed"]).dropna() <= 1.03,
+        of=chosen,
         fatal=False,
     ),
     claim(
@@ -619,6 +634,11 @@ claims(
 # Targets were set before the kernel was written, and are met or missed.
 
 against = beside("cold")
+over_torch = tables.times(layers)
+over_torch = over_torch["fusebook"] / over_torch[
+    ["eager", "packed", "packed + compiled"]
+].min(axis=1)
+many = over_torch.index.get_level_values("M") >= 4096
 few = decode[(decode["M"] == 16) & (decode["variant"] == "fusebook")]
 few = few.set_index(SIZES)
 
@@ -638,13 +658,17 @@ claims(
     claim(
         "For Llama's layers in bfloat16, 4096 and 8192 tokens, our kernel is "
         "faster than every way of PyTorch's, cold: it takes {least:.2f} to "
-        "{most:.2f} times the time of packed and compiled.",
-        against["fusebook"]
-        < against[["eager", "packed", "packed + compiled"]].min(axis=1),
+        "{most:.2f} times the time of the fastest. It takes {few}.",
+        over_torch[many] < 1,
         fatal=False,
         headline=True,
-        least=(against["fusebook"] / against["packed + compiled"]).min(),
-        most=(against["fusebook"] / against["packed + compiled"]).max(),
+        of=over_torch,
+        least=over_torch[many].min(),
+        most=over_torch[many].max(),
+        few=" and ".join(
+            f"{ratio:.2f} times its time with {M} tokens"
+            for (M, *_), ratio in over_torch[~many].items()
+        ),
     ),
     say(
         "Of the libraries: our kernel takes {ratios}. Not timed: {untimed}.",
@@ -669,9 +693,12 @@ claims(
     ),
     claim(
         "With 4096 tokens packed and compiled takes what was predicted, "
-        "within 10 %.",
+        "within 10 %: {found:.2f} times the bare product, and {gain:.2f} were "
+        "predicted.",
         abs(against["packed + compiled"].iloc[0] / gain - 1) <= 0.1,
         fatal=False,
+        found=against["packed + compiled"].iloc[0],
+        gain=gain,
     ),
     say(
         "For 4096 tokens SwiGLU takes {ours:.2f} times the bare product here, "
@@ -691,10 +718,6 @@ claims(
         )
         for (_, K, N), row in few.iterrows()
     ],
-    say(
-        "Smaller weights leave a larger part of the time to the launch, the "
-        "first loads and the last, which take as long as for large ones."
-    ),
 )
 
 # %%
@@ -730,8 +753,7 @@ every_clock(alike)
 # %%
 # What to take to the next kernel:
 #
-# - What comes after a product is nearly free while the product is in
-#   registers.
+# - What comes after a product moves nothing while the product is in registers.
 # - Fusing saves traffic, and a large product has little of it: predict what
 #   there is to win before you start.
 # - Two tensors of one shape are one tensor with one more axis.
