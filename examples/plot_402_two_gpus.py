@@ -610,8 +610,9 @@ rates = moved.pivot_table("GB/s", "MiB", "way", sort=False).loc[256]
 large = took.loc[20_000_000]
 claims(
     holds(
-        "One process uses one GPU (Theano's manual, 2013): taken as two jobs "
-        "on two GPUs, called by one process, being no faster than on one.",
+        '"There is a limit of one GPU per process" (Theano\'s manual, 2012): '
+        "taken as two jobs on two GPUs, called by one process, being no "
+        "faster than on one.",
         large["two jobs, two GPUs"] > 0.9 * large["two jobs, one GPU"],
     ),
     say(
