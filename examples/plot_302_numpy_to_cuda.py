@@ -323,8 +323,8 @@ threads = by_threads(cpu).set_index(["dtype", "threads"])
 table(threads, where_and_when(cpu), fold=False)
 
 # %%
-# The code is a loop over points, about eight at a time in vector registers,
-# shared among threads by OpenMP; the two centres are unrolled in its body.
+# The code is a loop over points, several at a time in vector registers, shared
+# among threads by OpenMP; the two centres are unrolled in its body.
 # Differences and distances exist in registers only.
 
 code = cpu["code"][0]
@@ -737,7 +737,7 @@ claims(
     ),
     say(
         "On this GPU, by one call that is waited for, float32 is {half:.1f} "
-        "times as fast as float64. Most GPUs, consumer ones above all, have "
+        "times as fast as float64. Many GPUs, consumer ones above all, have "
         "few units for float64: page 001 has the published ratios.",
         half=gained("compiled, tensors in and out"),
     ),
