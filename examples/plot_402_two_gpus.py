@@ -34,8 +34,7 @@ Read before: 003, 303.
 # points. The second needs, of all points, k sums of d coordinates and k
 # counts: k (d + 1) numbers, however many points there are. So the points may
 # lie anywhere. Each GPU labels its own and adds them up, the sums of all GPUs
-# are added, and every GPU divides. Only these few bytes travel, so a message
-# costs its latency and not its length.
+# are added, and every GPU divides. Only these few bytes travel.
 
 # sphinx_gallery_tags = ["k-means", "several GPUs", "NCCL", "NVLink"]
 import time
@@ -100,10 +99,10 @@ def by_nccl(points, centres):
 # Without a library between
 # ~~~~~~~~~~~~~~~~~~~~~~~~~
 #
-# For two centres in the plane there are six numbers to add. NCCL takes longer
-# to begin than to add them, and it takes three launches where one would do.
-# GPUs of one machine can read and write each other's memory, over NVLink here.
-# PyTorch maps that memory into each process (`symmetric memory
+# For two centres in the plane there are six numbers to add, by NCCL in three
+# launches where one would do. GPUs of one machine can read and write each
+# other's memory, over NVLink here. PyTorch maps that memory into each process
+# (`symmetric memory
 # <https://docs.pytorch.org/docs/stable/symmetric_memory.html>`__), and a
 # kernel stores to it as to its own. So the kernel that adds the parts can do
 # all of it: add its own, send the sums to the others, wait for theirs, divide.
@@ -363,7 +362,8 @@ table(
 # last bits depend on the number of GPUs. They do not depend on the run, and
 # all GPUs have the same ones.
 
-exact = cut.xs("where a program ends", level="cut")["same"] == TIMES
+ends = cut.xs("where a program ends", level="cut")["same"]
+exact = ends == TIMES
 waited = same[same["cut"] == "late"].set_index(["d", "k"])["same"]
 claims(
     claim(
@@ -373,10 +373,13 @@ claims(
     ),
     claim(
         "In the plane several GPUs give the bits of one, where shares are cut "
-        "where a program's points end. With 64 coordinates the last bits "
-        "depend on the number of GPUs.",
+        "where a program's points end. With 64 coordinates they give them in "
+        "{wide} of {all} runs: there the last bits may depend on the number "
+        "of GPUs.",
         exact.xs(2, level="d"),
         of=exact,
+        wide=int(ends.xs(64, level="d").sum()),
+        all=TIMES * len(ends.xs(64, level="d")),
     ),
     claim(
         "However shares are cut, the centres are within 1e-5 of those of one "
@@ -483,8 +486,9 @@ claims(
         most=(best / plain).max(),
     ),
     claim(
-        "Adding the sums of one half while the other is labelled never pays: "
-        "it takes {least:.2f} to {most:.2f} times the time of NCCL in one go.",
+        "Adding the sums of one half while the other is labelled pays at none "
+        "of these sizes: it takes {least:.2f} to {most:.2f} times the time of "
+        "NCCL in one go.",
         halved >= 0.98 * plain,
         fatal=False,
         least=(halved / plain).min(),
@@ -617,8 +621,8 @@ claims(
     ),
     say(
         "Two jobs on two GPUs, called by one process, take {ratio:.2f} times "
-        "as long as one job on one GPU; of the small jobs, where the host "
-        "cannot queue faster, {small:.2f} times.",
+        "as long as one job on one GPU, and of the small jobs {small:.2f} "
+        "times.",
         ratio=large["two jobs, two GPUs"] / large["one job"],
         small=took["two jobs, two GPUs"].iloc[0] / took["one job"].iloc[0],
     ),
@@ -631,12 +635,11 @@ claims(
 )
 
 # %%
-# What has remained of the advice: one process a GPU is still the right way for
-# work that is cut in pieces, because each has a host thread of its own to
-# queue it. And the choice is still best made before a process starts:
-# ``CUDA_VISIBLE_DEVICES=1 python job.py`` shows a program that knows of one
-# GPU the second one, as ``cuda:0``. Two users, or two jobs of one user, need
-# no more than that.
+# What has remained of the advice: with one process a GPU each has a host
+# thread of its own to queue its work. And the choice can still be made before
+# a process starts: ``CUDA_VISIBLE_DEVICES=1 python job.py`` shows a program
+# that knows of one GPU the second one, as ``cuda:0``. Two users, or two jobs
+# of one user, need no more than that.
 
 provenance(same, times, moved, both)
 
@@ -649,8 +652,8 @@ downloads(several.drop(columns="case"), "kmeans_gpus")
 #
 # - Look for what has to travel. Here it is k (d + 1) numbers, and no more
 #   GPUs, points or iterations make it more.
-# - A short message costs its beginning. A word that brings its own flag is
-#   the shortest there is, and a kernel that has to run anyway can send it.
+# - A word that brings its own flag needs no second message, and a kernel that
+#   has to run anyway can send it.
 # - Ask of a sum whether its order can be seen. In float64, of float32 parts,
 #   it often cannot; then the number of GPUs cannot either.
 # - Let a kernel count how often it has run: a graph of it can be replayed,
