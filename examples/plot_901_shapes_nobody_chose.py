@@ -254,10 +254,10 @@ behind = behind.dropna()
 claims(
     claim(
         "In {share:.0%}, more than half, of {count} comparisons at problems "
-        "that nobody chose ours takes at most 1.02 times as long as the best of torch and "
-        "torch.compile, cold; in one of ten it takes more than {tail:.1f} "
-        "times as long, at the worst {worst:.1f} times. (A problem in float32 "
-        "counts again where TF32 is compared with TF32.)",
+        "that nobody chose ours takes at most 1.02 times as long as the best "
+        "of torch and torch.compile, cold; in one of ten it takes more than "
+        "{tail:.1f} times as long, at the worst {worst:.1f} times. (A problem "
+        "in float32 counts again where TF32 is compared with TF32.)",
         (behind <= 1.02).mean() > 0.5 if len(behind) else None,
         fatal=False,
         headline=True,
@@ -369,7 +369,8 @@ def common(*names):
     return say(
         "Of {all} problems {lost} are lost by more than 2 %, and {far} by "
         "more than 25 %. Among those lost, {small} move less than 1 MiB, and "
-        "{odd} are not contiguous in memory. Most often {best} is the fastest way: at {times} of them.",
+        "{odd} are not contiguous in memory. Most often {best} is the fastest "
+        "way: at {times} of them.",
         all=len(rows),
         lost=len(lost),
         far=(lost["over all"] > 1.25).sum(),
