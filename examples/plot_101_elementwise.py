@@ -522,7 +522,7 @@ Folded("The launcher of CUDA C", Source(_cuda_c, doc=False))
 
 # %%
 # With an element for each thread, a thread asks memory for 4 bytes at a time.
-# Triton's compiler makes loads of 16 bytes of neighbours; in CUDA C they are
+# Triton's compiler makes loads of 16 adjacent bytes; in CUDA C they are
 # written by hand: a ``float4`` is four numbers that begin at a multiple of 16
 # bytes. The last one to three numbers are left for the first threads.
 

@@ -543,9 +543,9 @@ claims(
 # result is its largest error, relative to the element plus the root mean
 # square of its row; a row that is rightly zero must be exactly zero. Freed
 # memory is filled with NaN before each call, so that an unwritten row shows.
-# The indices are drawn by four laws (the column *law*): uniform, Zipf's as the
-# tokens of a text, all equal, and all masked. Half types are tried where
-# indices meet.
+# The indices are drawn from four distributions (the column *law*): uniform,
+# Zipf's as the tokens of a text, all equal, and all masked. Half types are
+# tried where indices meet.
 
 
 def by(strategy):

@@ -800,8 +800,8 @@ table(tables.clocks(callers), "Every way by every clock, in microseconds")
 #
 # - What is in registers can be looked at again for nothing: a mean, a maximum,
 #   the statistics that others keep for the way back.
-# - A sum across programs wants programs that stay: let each take many rows and
-#   keep its part to the end.
+# - A sum across programs wants persistent programs: let each take many rows
+#   and keep its part to the end.
 # - Rounding is part of an operator's meaning: round where the next reader
 #   will see it, once.
 #

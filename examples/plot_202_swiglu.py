@@ -381,7 +381,7 @@ turns = measured("swiglu_in_turn", in_turn)
 
 
 def beside(kind):
-    """Times of each way in times of the product alone."""
+    """The time of each way over that of the product alone."""
     wide = turns.pivot_table(f"{kind}_us", SIZES, "variant", sort=False)
     return wide.div(wide[BARE], axis=0).drop(columns=BARE)
 

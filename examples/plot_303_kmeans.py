@@ -160,11 +160,11 @@ def step_one(points, centres, label_dtype=torch.int64):
 # Step two: both coordinates by one load
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 #
-# The coordinates x and y lie side by side. Read as 2 BLOCK neighbouring
-# numbers, a thread gets 16 bytes, two whole points, in one instruction;
-# ``tl.split`` tells x from y without leaving the registers. The mask is the
-# other half of the trick: a mask that may end anywhere makes the compiler load
-# number by number, so programs whose points are all there have none.
+# The coordinates x and y lie side by side. Read as 2 BLOCK adjacent numbers, a
+# thread gets 16 bytes, two whole points, in one instruction. ``tl.split``
+# tells x from y without leaving the registers. The mask is the other half of
+# the trick: a mask that may end anywhere makes the compiler load number by
+# number, so programs whose points are all there have none.
 
 
 @triton.jit
@@ -334,8 +334,9 @@ claims(
 # Labels are compared by what they mean, the distance to the centre that was
 # chosen: where two are equally near, either is right, and ours is the lower
 # number, as ``argmin`` gives. The reference is computed in float64. Points
-# come *near* the origin, *far* from it, in *blobs*, and *rough*, where a third
-# of the points, and of the centres, lies a hundred away.
+# are drawn from four distributions (the column *law*): *near* the origin,
+# *far* from it, in *blobs*, and *rough*, where a third of the points, and of
+# the centres, lies a hundred away.
 
 
 def by_product(points, centres):
@@ -681,7 +682,7 @@ laws = asked.results(
 )
 table(
     tables.times(laws, words=True),
-    "1M points, d = 64, k = 256, by the law of the points: cold, microseconds",
+    "1M points, d = 64, k = 256, by how points lie: cold, microseconds",
     fold=False,
 )
 
@@ -1054,8 +1055,8 @@ claims(
         tables.where(laws, variant="fusebook")["status"] == "ok",
     ),
     say(
-        "torch.cdist with argmin is not right at {wrong} of {all} laws of "
-        "points: from 25 rows on it multiplies matrices, unless its "
+        "torch.cdist with argmin is wrong for {wrong} of {all} of these sets "
+        "of points: from 25 rows on it multiplies matrices, unless its "
         "compute_mode forbids that, as PyTorch's documentation says.",
         wrong=int(cdist_status.ne("ok").sum()),
         all=len(cdist_status),

@@ -597,7 +597,7 @@ held = ours.assign(
 )
 table(
     held.pivot_table("times", "size", "variant", sort=False),
-    "A run less the Identity, in times of the roof",
+    "A run less the Identity, over the roof",
     fold=False,
 )
 

@@ -252,10 +252,10 @@ unprepared = sum(
 why = called["why"].value_counts()
 claims(
     say(
-        "Of {lost} sizes that are lost by one call, {prepared} are lost to "
-        "what was prepared beforehand, {device} on the device, {host} by the "
-        "host, {wait} by the host after a wait, {other} by a kernel that is "
-        "not chosen there.",
+        "By one call another way is faster at {lost} sizes. It is so at "
+        "{prepared} by what was prepared beforehand, at {device} on the "
+        "device, at {host} by the host, at {wait} by the host after a wait, "
+        "and at {other} by a kernel of ours that is not chosen there.",
         lost=len(called),
         prepared=why.get("prepared beforehand", 0),
         device=why.get("the device", 0),

@@ -132,7 +132,7 @@ claims(
 # Ours against the best
 # ---------------------
 #
-# How long ours takes, in times of the best of what torch has: the chain of
+# Our time, divided by that of the best of what torch has: the chain of
 # operations, torch's own function, and torch.compile. Every dot is a problem,
 # the bar is the median, and left of the line ours is faster.
 
@@ -173,9 +173,7 @@ def beside(clock):
     return whole
 
 
-table(
-    beside("cold"), "Ours in times of the best of the others, cold", fold=False
-)
+table(beside("cold"), "Our time over the best of the others, cold", fold=False)
 
 # %%
 told = (
@@ -365,12 +363,14 @@ def common(*names):
     lost = rows[rows["over all"] > 1.02]
     to = lost["best"].value_counts()
     if lost.empty:
-        return say("Of {all} problems none is lost.", all=len(rows))
+        return say(
+            "Another way is faster at none of {all} problems.", all=len(rows)
+        )
     return say(
-        "Of {all} problems {lost} are lost by more than 2 %, and {far} by "
-        "more than 25 %. Among those lost, {small} move less than 1 MiB, and "
-        "{odd} are not contiguous in memory. Most often {best} is the fastest "
-        "way: at {times} of them.",
+        "Another way is faster by more than 2 % at {lost} of {all} problems, "
+        "and by more than 25 % at {far}. Of the {lost}, {small} move less "
+        "than 1 MiB, and {odd} are not contiguous in memory. Most often "
+        "{best} is the fastest way: at {times} of them.",
         all=len(rows),
         lost=len(lost),
         far=(lost["over all"] > 1.25).sum(),
@@ -427,7 +427,7 @@ ten("multiply", "silu")
 # in shared memory. Ours do so for half types of more than 40960 columns and
 # for most gradients of 24577 to 131072, where many rows take no longer by it.
 # All others meet in memory, after a launch that clears their :term:`board`.
-# Narrow rows of a permuted tensor that are neighbours in memory may lie far
+# Narrow rows of a permuted tensor that are adjacent in memory may lie far
 # apart in the result, where a tile of them writes parts of lines. Small
 # problems are launches.
 #
@@ -679,14 +679,14 @@ ten("concat_gemm")
 # PyTorch's product takes much longer in float16 than in bfloat16, and no plan
 # of ours knows where.
 #
-# *Thousands of rows* are lost to quack, whose groups of warps take turns: some
+# At *thousands of rows* quack is faster. Its groups of warps take turns: some
 # use the tensor cores while others finish a tile. All of ours do the same at
 # once. Tried: to fetch the next tile before the end of this one, stores by the
 # copy engine, and tiles walked in groups of 8 and 16 rows.
 #
-# *In float32* small problems, and those of a long K with few columns, are lost
-# to one packed product, which divides its sums faster. Ours takes sums in
-# parts there, or PyTorch's two products.
+# *In float32*, at small problems and at those of a long K with few columns,
+# one packed product is faster, since it divides its sums faster. Ours takes
+# sums in parts there, or PyTorch's two products.
 
 common("swiglu")
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import docutils.core
 import pytest
 from docutils import nodes
+from sphinx import addnodes
 
 import folding
 import fusebook_site
@@ -56,7 +57,7 @@ def test_imports_and_harness_are_folded_and_kernels_are_not():
     assert folds(page, MEASURE) == ["how this was measured and tabulated (7 lines)"]
     assert folds(page, 'claims(claim("It is so", taken > 1))') == ["how this was decided (1 line)"]
     assert folds(page, "y = softmax_one_row(torch.rand(3))\ny") == [""]
-    assert folds(page, "plots.lines(taken)") == ["how this was drawn (1 line)"]
+    assert folds(page, "plots.lines(\n    taken\n)") == ["how this was drawn (3 lines)"]
 
 
 def test_what_only_prepares_a_harness_goes_with_it_and_functions_do_not():
@@ -74,6 +75,18 @@ def test_a_comment_decides_and_is_not_shown():
     assert [bool(part.summary) for part in parts] == [False, True]
     assert "site: open" not in parts[0].text and parts[0].text.startswith("def seconds")
     assert page.parts("# site: fold\n" + KERNEL)[0].summary
+
+
+def test_a_line_that_only_names_what_is_shown_is_left_out():
+    page = folding.Page()
+    page.parts(IMPORTS.replace(", table", ", Folded, Source, table"))
+    bare = lambda text: [part.bare for part in page.parts(text)]  # noqa: E731
+    assert bare('Folded("The kernel",\n    Source(y))') == bare("table(taken, 'Seconds')\nSource(y)") == [True]
+    assert bare("table(\n    taken, 'Seconds'\n)") == bare("claims(claim('So', taken > 1))") == [False]
+    assert bare("table(measured('x', y), 'Seconds')") == bare("z = table(y, '')") == bare(KERNEL + "\ny") == [False]
+    document = page_of(IMPORTS + "\nfrom fusebook.page import Folded, Source", "Source(y)", KERNEL)
+    reading.fold_code(document)
+    assert [type(node).__name__ for node in document.children] == ["fold", "literal_block"]
 
 
 def test_folding_loses_no_line_of_any_page():
@@ -105,6 +118,25 @@ def test_a_block_is_replaced_by_its_parts():
     reading.fold_code(document)
     assert [type(node).__name__ for node in document.children] == ["fold", "literal_block", "literal_block", "fold"]
     assert all(block.rawsource == block.astext() for block in document.findall(nodes.literal_block))
+
+
+def test_a_word_of_the_field_leads_to_the_glossary_where_it_is_first_used_and_only_there():
+    page = docutils.core.publish_doctree(
+        "Warp\n====\n\n*warp* Two warps, an L2\ncache, ``TMA``, roofs.\n\nA warp, a roof.\n"
+    )
+    paragraph = list(page.findall(nodes.paragraph))[1]
+    given = addnodes.pending_xref("", nodes.inline("", "tiles"), reftype="term", reftarget="tile")
+    again = addnodes.pending_xref("", nodes.inline("", "the warp"), reftype="term", reftarget="warp")
+    paragraph += [given, again]
+    reading.link_words(page, "auto_examples/plot_101_elementwise")
+    links = list(page.findall(addnodes.pending_xref))
+    assert [link["reftarget"] for link in links] == ["warp", "L2 cache", "roof", "tile"]
+    assert links[0].astext() == "warps" and page.astext().endswith("A warp, a roof.tilesthe warp")
+
+
+def test_words_that_lead_to_the_glossary_stand_in_it():
+    glossary = (ROOT / "docs" / "glossary.rst").read_text(encoding="utf-8")
+    assert [word for word in reading.WORDS if f"\n   {word}\n" not in glossary] == []
 
 
 CLAIM = (

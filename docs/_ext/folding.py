@@ -2,7 +2,8 @@
 
 Kernels and calls stay open, and so do results. Which is which is read off the syntax of a page's code: a statement that
 uses the harness, or what was made by it, belongs to the harness. A comment line ``# site: open`` or ``# site: fold``
-right above a statement decides for it, and is not shown. Scripts and notebooks keep all of it.
+right above a statement decides for it, and is not shown; nor is a line that only names what stands below it. Scripts
+and notebooks keep all of it.
 """
 
 import ast
@@ -32,10 +33,14 @@ _MARK = re.compile(r"# site: (open|fold)")
 
 @dataclass(frozen=True)
 class Part:
-    """Lines of a block of code that are open, where `summary` is empty, or folded under it."""
+    """Lines of a block of code that are open, where `summary` is empty, or folded under it.
+
+    Those that are `bare` only name what is shown below them, such as a source: a page goes without.
+    """
 
     text: str
     summary: str = ""
+    bare: bool = False
 
 
 def _used(node):
@@ -116,7 +121,8 @@ class Page:
         parts = []
         for (fold, nodes), first, last in zip(found, starts, starts[1:], strict=False):
             part = "\n".join(line for i, line in enumerate(lines[first:last], first) if i not in wishes).strip("\n")
-            parts.append(Part(part, self._summary(nodes, part) if fold else ""))
+            bare = fold and all(map(_only_shows, nodes))
+            parts.append(Part(part, self._summary(nodes, part) if fold else "", bare))
         return parts or [Part(text)]
 
     def _start(self, lines, node):
@@ -160,6 +166,16 @@ class Page:
             return f"imports, and what this page was asked for {lines}"
         told = " and ".join(filter(None, (", ".join(does[:-1]), does[-1]))) if does else "prepared"
         return f"how this was {told} {lines}"
+
+
+def _only_shows(node):
+    """Whether a statement only names what is shown: by a call of its own, or in one line that decides nothing."""
+    if not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)):
+        return False
+    if isinstance(node.value.func, ast.Name) and node.value.func.id in DOES["shown"]:
+        return True
+    does = {*DOES["measured"], *DOES["checked"], *DOES["decided"]}
+    return node.lineno == node.end_lineno and not does & _words(node)
 
 
 def _is_text(node):

@@ -2,7 +2,8 @@
 
 Code that nobody came for is folded. A claim, a table and a figure get an id made of their own words, so that it stays
 when numbers change, and a link to it, as headings have. The gallery has a heading for each section, and each page is
-called by its number. What a page is about, its tags, is in the index, where the search looks first.
+called by its number. What a page is about, its tags, is in the index, where the search looks first. A word of the
+field leads to the glossary where a page first uses it.
 """
 
 import ast
@@ -12,12 +13,13 @@ import re
 from pathlib import Path
 
 from docutils import nodes
+from sphinx import addnodes
 from sphinx.transforms.post_transforms import SphinxPostTransform
 
 import folding
 import pages
 
-__all__ = ["FoldCode", "Ids", "fold_code", "in_sections", "index_tags", "link_results", "tags"]
+__all__ = ["FoldCode", "Ids", "fold_code", "in_sections", "index_tags", "link_results", "link_words", "tags"]
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
@@ -54,11 +56,13 @@ def fold_code(doctree):
     for block in [b for b in doctree.findall(nodes.literal_block) if b.get("language") == "Python"]:
         parts = []
         for part in page.parts(block.astext()):
+            if part.bare:
+                continue
             shown = block.copy()
             shown.rawsource = part.text
             shown += nodes.Text(part.text)
             parts.append(fold("", shown, summary=part.summary) if part.summary else shown)
-        block.replace_self(parts)
+        block.parent.remove(block) if not parts else block.replace_self(parts)
 
 
 class Ids:
@@ -152,6 +156,55 @@ def link_results(app, doctree, docname):
         picture.replace_self(nodes.container("", picture.deepcopy(), link, ids=[name], classes=["fb-figure"]))
 
 
+#: Words of the glossary that mean the same wherever they stand. Others, such as "program", a page links itself.
+WORDS = (
+    *("all-reduce", "arithmetic intensity", "atomic operation", "autotuning", "barrier", "coalescing", "CUDA graph"),
+    *("dispatcher", "eager", "elementwise", "epilogue", "fake tensor", "fusion", "graph break", "grid", "HBM"),
+    *("Inductor", "JIT", "kernel", "L2 cache", "launch overhead", "LL protocol", "master weights", "multiprocessor"),
+    *("NVML", "occupancy", "online softmax", "persistent kernel", "pinned memory", "pointer table"),
+    *("programmatic dependent launch", "rank", "roof", "roofline", "sector", "shared memory", "split-K"),
+    *("stochastic rounding", "stream-K", "symmetric memory", "tensor core", "TF32", "tile", "TMA", "warp"),
+    "wave quantization",
+)
+_LONGEST_FIRST = "|".join(sorted(map(re.escape, WORDS), key=len, reverse=True))
+_WORD = re.compile(rf"(?<![\w-])({_LONGEST_FIRST})s?(?![\w-])", flags=re.IGNORECASE)
+
+
+def link_words(doctree, docname):
+    """Link words of the field to the glossary, which sets them in bold: each where a page first uses it, only there.
+
+    Parameters
+    ----------
+    doctree : docutils.nodes.document
+        As it was read: links are still to be resolved.
+    docname : str
+    """
+    known = {word.lower(): word for word in WORDS}
+    seen = set()
+    for paragraph in list(doctree.findall(nodes.paragraph)):
+        for child in list(paragraph.children):
+            if isinstance(child, addnodes.pending_xref) and child.get("reftype") == "term":
+                if child["reftarget"].lower() in seen:
+                    child.replace_self(nodes.Text(child.astext()))
+                seen.add(child["reftarget"].lower())
+            elif isinstance(child, nodes.Text):
+                parts, done = [], 0
+                for match in _WORD.finditer(child.astext().replace("\n", " ")):
+                    if match[1].lower() not in seen:
+                        seen.add(match[1].lower())
+                        parts += [nodes.Text(child.astext()[done : match.start()]), _term(known, match, docname)]
+                        done = match.end()
+                if parts:
+                    child.parent.replace(child, [*parts, nodes.Text(child.astext()[done:])])
+
+
+def _term(known, match, docname):
+    """A link to the glossary that is still to be resolved."""
+    shown = nodes.inline("", match[0], classes=["xref", "std", "std-term"])
+    about = {"refdomain": "std", "reftype": "term", "reftarget": known[match[1].lower()], "refdoc": docname}
+    return addnodes.pending_xref("", shown, refexplicit=True, refwarn=True, **about)
+
+
 # The gallery, and the index
 
 
@@ -231,10 +284,17 @@ def prepare(app, docname, source):
             source[0] = index_tags(source[0], found)
 
 
+def read(app, doctree):
+    """Change a page that was read."""
+    if app.env.docname.startswith("auto_examples/plot_"):
+        link_words(doctree, app.env.docname)
+
+
 def setup(app):
     """Connect the handlers."""
     app.add_node(fold, html=(visit_fold, depart_fold))
     app.add_post_transform(FoldCode)
     app.connect("source-read", prepare)
+    app.connect("doctree-read", read)
     app.connect("doctree-resolved", link_results)
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}

@@ -50,7 +50,7 @@ def verdicts():
         name = f"[`{verdict.op.name}`](examples/{page.path.name})"
         rows.append(f"| {name} | {front.word(verdict)} | {told[0]} | {told[2]} | {told[3]} |")
     few = front.short().replace("``", "`")
-    summary = f"Every operator, in times of the others: all {len(rows) - 2}"
+    summary = f"Every operator, its time over that of the others: all {len(rows) - 2}"
     return "\n".join(
         [few, "", f"<details><summary>{summary}</summary>", "", *rows, "", front.caption(), "", "</details>"]
     )

@@ -20,7 +20,7 @@ def _drawing(caption: str, told: Sequence[str], height: float, parts: Sequence[s
     alt = f"{'; '.join(told)}."
     made = (
         f'<figure class="fb-drawing"><svg viewBox="0 0 {_WIDTH} {height:g}" role="img" '
-        f'xmlns="http://www.w3.org/2000/svg" aria-label="{html.escape(alt)}" font-size="13" '
+        f'xmlns="http://www.w3.org/2000/svg" aria-label="{html.escape(alt)}" font-size="12" '
         f'style="max-width: {1.25 * _WIDTH:g}px; width: 100%; color: inherit">{"".join(parts)}</svg>'
         f"<figcaption>{rich(caption)}</figcaption></figure>"
     )
@@ -71,7 +71,7 @@ def lanes(
     KeyError
         Where an arrow names an actor that has no lane.
     """
-    left, top, step, bar = 108.0, 8.0, 42.0, 26.0
+    left, top, step, bar = 122.0, 8.0, 42.0, 26.0
     last = max(end for row in spans.values() for _, end, _ in row)
     scale = (_WIDTH - left - 8) / last
     at = {name: top + step * i for i, name in enumerate(spans)}
@@ -106,7 +106,7 @@ def owners(caption: str, keys: Sequence[int], rows: int) -> Shown:
     rows : int
         Rows of the output.
     """
-    step, bar, left, right, width = 25.0, 20.0, 56.0, 250.0, 74.0
+    step, bar, left, right, width = 25.0, 20.0, 56.0, 236.0, 66.0
     height = step * max(len(keys), rows) + 12
     shift = (height - 12 - step * rows) / 2  # the rows stand in the middle beside the updates
     parts, told = [], []
@@ -142,7 +142,7 @@ def waves(caption: str, tiles: int, places: int) -> Shown:
     """
     left, step, bar = 62.0, 28.0, 22.0
     rounds = -(-tiles // places)
-    full = _WIDTH - left - 124
+    full = _WIDTH - left - 130
     parts, told = [], []
     for i in range(rounds):
         mine = min(places, tiles - i * places)
@@ -169,7 +169,7 @@ def traffic(caption: str, costs: Mapping[str, Cost]) -> Shown:
         for amount, what, colour in ((cost.read, "read", _BLUE), (cost.write, "written", _AMBER)):
             width = scale * amount
             parts.append(_box(x, y + top, width, bar, colour))
-            if width > 50:
+            if width > 56:
                 parts.append(_text(x + width / 2, y + top + 15, what, "middle"))
             x += width
         told.append(f"{name} {words}")
