@@ -76,7 +76,7 @@ def test_the_page_says_which_operators_lack_the_hosts_clock_and_bears_that_other
     told = "\n".join(map(repr, run_page(PAGE)))
     assert "8 problems of 2 operators" in told
     assert "known of 0 of these 8 problems. Without the host's clock: " in told
-    assert "not measured: As paid" in told and "Of 0 problems none is lost." in told
+    assert "not measured: As paid" in told and "Another way is faster at none of 0 problems." in told
 
 
 def test_records_of_ones_own_are_shown_before_the_packages(recorded, tmp_path, monkeypatch):
