@@ -656,9 +656,9 @@ claims(
 # ~~~~~~~~~~~~~
 #
 # In 2012 only float32 could be accelerated, and float64 was "still relatively
-# slow". Elementwise operations cost their bytes: twice as many in float64,
-# half as many in the half types. Matrix products have units for each type,
-# whose rates on this GPU are far apart.
+# slow". Elementwise operations should cost their bytes: twice as many in
+# float64, half as many in the half types. Matrix products have units for each
+# type, whose rates are beside them.
 
 
 def types():

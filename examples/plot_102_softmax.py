@@ -654,12 +654,11 @@ claims(
 # Small work is another question
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 #
-# At 4096 x 256 the kernel lasts a few microseconds, about as long as an empty
-# one. To launch it from Python may take the host longer than that: the
-# :term:`launch overhead`. Three more clocks tell the parts apart. *Warm* is
-# the device's time of a call among many in a :term:`CUDA graph`; *host* is the
-# time that Python takes to queue a call; *call* is how long Python waits for
-# one. The last two shapes have fewer rows than the GPU has
+# To launch a small kernel from Python may take the host longer than the kernel
+# lasts: the :term:`launch overhead`. Three more clocks tell the parts apart.
+# *Warm* is the device's time of a call among many in a :term:`CUDA graph`;
+# *host* is the time that Python takes to queue a call; *call* is how long
+# Python waits for one. The last two shapes have fewer rows than the GPU has
 # :term:`multiprocessors <multiprocessor>`.
 
 small = asked.results(

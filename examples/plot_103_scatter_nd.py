@@ -782,8 +782,7 @@ table(
 # ----------------------
 #
 # The :term:`roof` is the time to read n updates and to write R rows, at rates
-# that were measured on the same machine. At the smallest sizes the launch
-# decides and not memory.
+# that were measured on the same machine. It leaves launches out.
 
 shown = [*ways, "fusebook sorted"]
 both = tables.where(tables.together(one, llama), variant=shown)
@@ -1308,7 +1307,7 @@ every_clock(callers)
 # - Turn a scatter into a gather where you can. A program that owns an output
 #   needs no atomics, adds in the precision it likes, and writes once.
 # - Test with indices that are all equal. Uniform ones hide races and queues.
-# - A sum in half precision is wrong long before it looks wrong.
+# - A sum in half precision can be wrong and look right.
 #
 # Exercises
 # ---------

@@ -611,7 +611,7 @@ claims(
 # Half precision
 # ~~~~~~~~~~~~~~
 #
-# Half precision is where the question is asked today. All ways, n x n, each
+# All ways, n x n, each
 # cold (after a flush of the L2 cache) and warm (many calls in a
 # :term:`CUDA graph`). The two ONNX graphs are in
 # float16 only, and *refused* in bfloat16.

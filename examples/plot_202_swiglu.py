@@ -535,7 +535,7 @@ claims(
 #
 # For many tokens the roof is the rate of the tensor cores, as PyTorch's own
 # product reached it when this machine was measured. It varies with the power
-# that the data draws. In small layers the launch decides.
+# that the data draws.
 
 plots.dots(
     tables.where(layers, variant=lambda c: ~c.str.contains("TF32")), of="roof"

@@ -910,7 +910,7 @@ plots.dots(both, of="roof")
 
 # %%
 # The roof is measured on gigabytes. With 180 MB of points and uint8 labels the
-# beginning and the end of a kernel, when memory is not fully busy, are a
+# beginning and the end of a kernel, when memory is not fully busy, may be a
 # larger part of its time. So how long does it take only to *read* the points?
 # The kernel below writes one number for each program, and no labels. And how
 # long does a copy of as many bytes take?

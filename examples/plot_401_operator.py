@@ -550,7 +550,7 @@ downloads(paid, "operator_costs")
 #   look into: it plans their memory, and needs no fake.
 # - ``custom_op`` guards every call. Where calls are small, ``Library`` with
 #   ``define`` and ``impl`` is the same registration without the guards, and a
-#   call that bypasses the dispatcher is cheaper than both.
+#   call can bypass the dispatcher.
 #
 # Exercises
 # ---------
