@@ -14,7 +14,7 @@ from fusebook.inputs import generator
 from fusebook.kernels import _entropy
 from fusebook.kernels import linear_cross_entropy as module
 from fusebook.kernels._entropy import Terms, entropy_into, entropy_plan, plan_of
-from fusebook.kernels._operator import launching
+from fusebook.kernels._operator import launching, plans_aside
 from fusebook.kernels._rows import Plan
 from fusebook.kernels.linear_cross_entropy import CHUNK_BYTES, chunk_plan, pieces_plan
 
@@ -465,6 +465,31 @@ def test_what_is_right_of_a_head_is_found_by_some_rows_at_a_time(M, monkeypatch)
     assert held == {7: [3, 3, 1], 1: [1], 0: [0]}[M]
     for a, b in zip(found, want, strict=True):
         torch.testing.assert_close(a, b, equal_nan=True)
+
+
+@pytest.mark.parametrize("given", [(torch.bfloat16, 37, 16, 100), (torch.float16, 3, 8, 8201)], ids=str)
+def test_what_lies_between_rows_of_logits_reaches_no_result(given, monkeypatch):
+    """Kernels and cuBLAS read whole vectors of memory that nobody has written."""
+    dtype, M, K, N = given
+    h, head, target, scale = losses.LINEAR_CROSS_ENTROPY.make(generator(0, DEVICE), dtype, M=M, K=K, N=N)
+    empty, shapes = module.empty, []
+
+    def found(poison):
+        def poisoned(*options):
+            memory = empty(*options)
+            shapes.append(memory.shape)
+            return memory.fill_(poison)
+
+        monkeypatch.setattr(module, "empty", poisoned)
+        own = h.clone().requires_grad_(), head.clone().requires_grad_()
+        with plans_aside():
+            loss = scale * fusebook.linear_cross_entropy(*own, target)
+            return loss.detach(), *torch.autograd.grad(loss, own)
+
+    zeros = found(0.0)
+    assert (M, N + 8 - N % 8) in shapes
+    for poison in (math.nan, math.inf):
+        assert all(map(torch.equal, found(poison), zeros))
 
 
 def test_what_does_not_fit_a_head_is_refused():

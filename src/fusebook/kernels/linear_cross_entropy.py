@@ -151,6 +151,11 @@ FEW = 4096
 # Launchers -----------------------------------------------------------------------------------------------------------
 
 
+def padded(shape: tuple[int, int], pitch: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Memory for rows that begin so far apart. Whole vectors are read of it, so the pads too, and then passed over."""
+    return empty((shape[0], pitch), dtype, device)[:, : shape[1]]
+
+
 def _raised(target: Tensor, scale: Tensor | None, terms: Terms, sums: _entropy.Sums, n: int) -> tuple[Tensor, Tensor]:
     """What rows of logits are scaled by, and what is left to do."""
     m = len(target)
@@ -214,7 +219,7 @@ def _chunks_into(
     rows = min(rows or chunk_plan(m, n, h.element_size()), max(1, m))
     aligned = not any(t.stride(0) * t.element_size() % 16 or t.data_ptr() % 16 for t in (h, head))
     pitch, pieces = pieces_plan(m, k, n, h.element_size(), aligned=aligned)
-    x = empty((rows, pitch), h.dtype, h.device)[:, :n]
+    x = padded((rows, n), pitch, h.dtype, h.device)
     plan = _entropy.plan_of(x, x)
     shape = _entropy.left_by(plan, m, terms, True)
     left = loss if terms.reduction == "none" and len(shape) == 1 else empty(shape, loss.dtype, h.device)
