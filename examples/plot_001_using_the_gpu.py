@@ -1882,7 +1882,8 @@ downloads(advice, "old_advice")
 #   <https://pytorch.org/tutorials/advanced/custom_ops_landing_page.html>`__,
 #   `torch.library <https://docs.pytorch.org/docs/stable/library.html>`__, `FAQ
 #   of torch.compile
-#   <https://docs.pytorch.org/docs/main/user_guide/torch_compiler/torch.compiler_faq.html>`__
+#   <https://docs.pytorch.org/docs/main/user_guide/torch_compiler/
+#   torch.compiler_faq.html>`__
 #   and `CUDA graphs
 #   <https://pytorch.org/blog/accelerating-pytorch-with-cuda-graphs/>`__.
 # - CuPy's `kernels in CUDA C

@@ -1172,9 +1172,11 @@ provenance(ladder, ways)
 #   label needs to be, nor that the update needs the same points.
 # - Test with data that has no symmetry which could hide a mistake.
 # - PyTorch has an `introduction to torch.compile
-#   <https://docs.pytorch.org/tutorials/intermediate/torch_compile_tutorial.html>`__
+#   <https://docs.pytorch.org/tutorials/intermediate/
+#   torch_compile_tutorial.html>`__
 #   and a `FAQ
-#   <https://docs.pytorch.org/docs/main/user_guide/torch_compiler/torch.compiler_faq.html>`__
+#   <https://docs.pytorch.org/docs/main/user_guide/torch_compiler/
+#   torch.compiler_faq.html>`__
 #   with a section on NumPy, and the announcement points to more.
 
 # sphinx_gallery_thumbnail_number = 2
