@@ -128,7 +128,9 @@ def test_a_word_of_the_field_leads_to_the_glossary_where_it_is_first_used_and_on
     given = addnodes.pending_xref("", nodes.inline("", "tiles"), reftype="term", reftarget="tile")
     again = addnodes.pending_xref("", nodes.inline("", "the warp"), reftype="term", reftarget="warp")
     paragraph += [given, again]
+    page.insert(0, nodes.container("", nodes.paragraph("", "an L2 cache"), classes=["fb-box"]))
     reading.link_words(page, "auto_examples/plot_101_elementwise")
+    assert paragraph.children[1:] and not list(page[0].findall(addnodes.pending_xref))
     links = list(page.findall(addnodes.pending_xref))
     assert [link["reftarget"] for link in links] == ["warp", "L2 cache", "roof", "tile"]
     assert links[0].astext() == "warps" and page.astext().endswith("A warp, a roof.tilesthe warp")

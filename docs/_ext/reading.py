@@ -173,6 +173,8 @@ _WORD = re.compile(rf"(?<![\w-])({_LONGEST_FIRST})s?(?![\w-])", flags=re.IGNOREC
 def link_words(doctree, docname):
     """Link words of the field to the glossary, which sets them in bold: each where a page first uses it, only there.
 
+    The box under the title, which has names from the record, is left as it is.
+
     Parameters
     ----------
     doctree : docutils.nodes.document
@@ -181,7 +183,8 @@ def link_words(doctree, docname):
     """
     known = {word.lower(): word for word in WORDS}
     seen = set()
-    for paragraph in list(doctree.findall(nodes.paragraph)):
+    boxed = {p for box in doctree.findall(nodes.container) if "fb-box" in box["classes"] for p in box.findall()}
+    for paragraph in [p for p in doctree.findall(nodes.paragraph) if p not in boxed]:
         for child in list(paragraph.children):
             if isinstance(child, addnodes.pending_xref) and child.get("reftype") == "term":
                 if child["reftarget"].lower() in seen:
