@@ -33,7 +33,7 @@ Read before: 002.
 # The work is the same in each: the exponential of 4096 numbers, which the
 # device finishes in a time that nobody would notice. The *host* clock counts
 # what Python and the driver do to queue one call among many; *warm* is what
-# the device needs, from a **CUDA graph**.
+# the device needs, from a :term:`CUDA graph`.
 
 # sphinx_gallery_tags = ["launching", "plan cache", "custom operator"]
 import copy
@@ -284,9 +284,9 @@ claims(
 # (``torch.exp`` alone is no measure: a function of C is wrapped in one of
 # Python before it is compiled.)
 #
-# ``mode="reduce-overhead"`` has the compiler capture what it made in a
-# **CUDA graph** and replay that. The checks remain, and so does a copy of the
-# input into the graph's own memory.
+# ``mode="reduce-overhead"`` has the compiler capture what it made in a CUDA
+# graph and replay that. The checks remain, and so does a copy of the input
+# into the graph's own memory.
 
 
 def ways_to_call():
@@ -667,8 +667,7 @@ claims(
 # - A compiled program compares each object of Python that it was traced
 #   through, before every call. What an operator lets the compiler trace is
 #   what its caller pays for: let that be one call.
-# - A **CUDA graph** leaves the host nothing to do, and fixes shapes and
-#   addresses.
+# - A CUDA graph leaves the host nothing to do, and fixes shapes and addresses.
 #
 # Exercises
 # ---------

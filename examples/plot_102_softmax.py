@@ -401,17 +401,17 @@ Folded("The kernel of the library", Source(_softmax_rows, doc=False))
 # ordinary launch does not promise. So a program that has waited long computes
 # by itself what is missing.
 #
-# GPUs since Hopper have another way to meet: a *cluster* of up to 16 blocks on
-# multiprocessors that lie together. The hardware promises that they run at the
-# same time, and they read each other's :term:`shared memory`, so no board has
-# to be cleared first and no word travels through the L2 cache. quack spreads a
-# wide row over a cluster. Triton can spread one program over a cluster
-# (``num_ctas``), but version 3.6 does not compile a reduction across it. So a
-# tile here has one more axis, with an entry for each block. Each block reduces
-# its own part, and a few lines of assembly tell all of them what each found.
-# Half types of 40961 to 53248 columns have clusters, and so have most
-# gradients of 24577 to 131072. The number of rows may not choose: a row's bits
-# must not depend on how many come with it. What quack gains there stands
+# GPUs since Hopper have another way to meet: a :term:`cluster` of up to 16
+# blocks on multiprocessors that lie together. The hardware promises that they
+# run at the same time, and they read each other's :term:`shared memory`, so no
+# board has to be cleared first and no word travels through the L2 cache. quack
+# spreads a wide row over a cluster. Triton can spread one program over a
+# cluster (``num_ctas``), but version 3.6 does not compile a reduction across
+# it. So a tile here has one more axis, with an entry for each block. Each
+# block reduces its own part, and a few lines of assembly tell all of them what
+# each found. Half types of 40961 to 53248 columns have clusters, and so have
+# most gradients of 24577 to 131072. The number of rows may not choose: a row's
+# bits must not depend on how many come with it. What quack gains there stands
 # below, under *Where it does not win*.
 
 Folded("What is launched for which shape", Source(softmax_plan, doc=False))

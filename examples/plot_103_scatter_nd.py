@@ -506,7 +506,7 @@ def to_count():
 
 seen = counters("scatter_nd_counters", to_count)
 fetched = by_step(seen, 2048 * 4096 * 4, "in updates")
-table(fetched, "One row per way, by the counters of the GPU", fold=True)
+table(fetched, "One row per way, by the counters of the GPU", fold=False)
 
 # %%
 theirs = seen[seen["kernel"].str.contains("ScatterND")]["sectors"]

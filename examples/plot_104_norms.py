@@ -306,7 +306,7 @@ def to_count():
 
 card = RMS_NORM_BACKWARD.cost(2, M=8192, N=8192)
 traffic = by_step(counters("norms_counters", to_count), card.read, "in reads")
-table(traffic, "8192 x 8192 in bfloat16, in what the card reads", fold=True)
+table(traffic, "8192 x 8192 in bfloat16, in what the card reads", fold=False)
 
 # %%
 reads = traffic["read, in reads"]

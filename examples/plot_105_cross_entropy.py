@@ -269,7 +269,7 @@ def to_count():
 
 MN = 2 * 4096 * 32000  # bytes
 traffic = by_step(counters("cross_entropy_counters", to_count), MN, "MN")
-table(traffic, "Loss and gradient, in bytes of the logits", fold=True)
+table(traffic, "Loss and gradient, in bytes of the logits", fold=False)
 
 # %%
 reads = traffic["read, MN"]

@@ -234,11 +234,11 @@ claims(
 # %%
 # Three more ways concatenate nothing:
 #
-# - *packed*: the weights are put side by side once, when the model is loaded.
-#   It is one product, and what the others are compared with; but the weights
-#   must be ours to rearrange.
-# - *views*: two products, each written by PyTorch into its half of the output.
-#   No kernel of ours is needed, and no copy is made:
+# - :term:`packed`: the weights are put side by side once, when the model is
+#   loaded. It is one product, and what the others are compared with; but the
+#   weights must be ours to rearrange.
+# - :term:`views`: two products, each written by PyTorch into its half of the
+#   output. No kernel of ours is needed, and no copy is made:
 
 Source(_in_views, doc=False)
 
@@ -411,7 +411,7 @@ def to_count():
 
 seen = counters("gemm_counters", to_count)
 traffic = by_step(seen, 3 * 2 * 8192**2, "in operands")
-table(traffic, "n = 8192, in bytes of the three operands", fold=True)
+table(traffic, "n = 8192, in bytes of the three operands", fold=False)
 
 # %%
 reads = traffic["read, in operands"]

@@ -93,9 +93,10 @@ Source(swiglu_eager, doc=False)
 # is worth at most follows from what this machine was measured to do: the rate
 # of its matrix units for the products, the rate of its memory for the rest.
 #
-# *Packed* weights, side by side in one, make one product of two. That saves
-# one reading of x and no other traffic. A compiler can do all that comes after
-# the product in one kernel, but the product must be written for it.
+# :term:`Packed <packed>` weights, side by side in one, make one product of
+# two. That saves one reading of x and no other traffic. A compiler can do all
+# that comes after the product in one kernel, but the product must be written
+# for it.
 
 on = machine.current()
 LAYERS = {
@@ -249,7 +250,7 @@ def to_count():
 
 Y = 2 * 4096 * 11008  # bytes of the result
 traffic = by_step(counters("swiglu_counters", to_count), Y, "in results")
-table(traffic, "In bytes of the result", fold=True)
+table(traffic, "In bytes of the result", fold=False)
 
 # %%
 both = traffic[["read, in results", "written, in results"]].sum(axis=1)

@@ -474,7 +474,7 @@ def to_count():
 OF_X = dict.fromkeys(("eager", "step one", "the library"), 4.0 * 100_000 * 784)
 OF_X["a hundred steps, on the chip"] = 4.0 * 400 * 784
 traffic = by_step(counters("logistic_counters", to_count), OF_X, "X")
-table(traffic, "In bytes of X, by the counters of the GPU", fold=True)
+table(traffic, "In bytes of X, by the counters of the GPU", fold=False)
 
 # %%
 reads = traffic["read, X"]

@@ -304,7 +304,7 @@ def to_count():
 
 seen = counters("kmeans_counters", to_count)
 traffic = by_step(seen, 4.0 * 2 * N, "in points")
-table(traffic, "20 million points in the plane", fold=True)
+table(traffic, "20 million points in the plane", fold=False)
 
 # %%
 reads, sectors = traffic["read, in points"], traffic["sectors a load"]

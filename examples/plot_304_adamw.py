@@ -338,7 +338,7 @@ def to_count():
 
 seen = counters("adamw_counters", to_count)
 traffic = by_step(seen, 4.0 * 2**25, "in parameters")
-table(traffic, "A step of 33 million parameters", fold=True)
+table(traffic, "A step of 33 million parameters", fold=False)
 
 # %%
 reads, sectors = traffic["read, in parameters"], traffic["sectors a load"]

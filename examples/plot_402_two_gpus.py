@@ -76,11 +76,12 @@ asked = options(gpus=2)
 # One process a GPU
 # ~~~~~~~~~~~~~~~~~
 #
-# The processes run the same lines. Each is a *rank*, a number from 0, and
-# there are *world* of them. What differs from rank to rank is which points it
-# has. ``torchrun`` starts them, tells each its rank by environment variables,
-# and ends the others when one fails. All the rest is `torch.distributed`: the
-# processes find each other, and from then on a sum over all of them is a call.
+# The processes run the same lines. Each is a :term:`rank`, a number from 0,
+# and there are *world* of them. What differs from rank to rank is which points
+# it has. ``torchrun`` starts them, tells each its rank by environment
+# variables, and ends the others when one fails. All the rest is
+# `torch.distributed`: the processes find each other, and from then on a sum
+# over all of them is a call.
 #
 # The step on one GPU ends in parts of sums, one of each group of programs, and
 # a small kernel that adds the parts and divides. Between the two the other
@@ -102,10 +103,9 @@ def by_nccl(points, centres):
 # For two centres in the plane there are six numbers to add, by NCCL in three
 # launches where one would do. GPUs of one machine can read and write each
 # other's memory, over NVLink here. PyTorch maps that memory into each process
-# (`symmetric memory
-# <https://docs.pytorch.org/docs/stable/symmetric_memory.html>`__), and a
-# kernel stores to it as to its own. So the kernel that adds the parts can do
-# all of it: add its own, send the sums to the others, wait for theirs, divide.
+# (:term:`symmetric memory`), and a kernel stores to it as to its own. So the
+# kernel that adds the parts can do all of it: add its own, send the sums to
+# the others, wait for theirs, divide.
 #
 # How does it know that a sum has come? A flag that is written after the sum
 # would do. But it may be sent only when the sum is known to have come, which
