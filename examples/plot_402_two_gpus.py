@@ -52,6 +52,7 @@ from fusebook.page import (
     downloads,
     enough,
     holds,
+    lines_of,
     measured,
     options,
     provenance,
@@ -493,6 +494,12 @@ claims(
         fatal=False,
         least=(halved / plain).min(),
         most=(halved / plain).max(),
+    ),
+    say(
+        "By NCCL an iteration has {nccl} lines of code; the "
+        "kernel that sends words has {words}.",
+        nccl=lines_of(by_nccl),
+        words=lines_of(_kmeans_shared_means),
     ),
 )
 

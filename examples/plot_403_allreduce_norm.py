@@ -64,6 +64,7 @@ from fusebook.page import (
     draw,
     enough,
     holds,
+    lines_of,
     measured,
     options,
     provenance,
@@ -463,6 +464,12 @@ claims(
         pays=len(pays),
         all=len(ratio),
         loses=int((ratio > 1.02).sum()),
+    ),
+    say(
+        "The chain has {chain} lines of code, the fused kernel {fused}, its "
+        "meeting included.",
+        chain=lines_of(allreduce_norm_eager),
+        fused=lines_of(_allreduce_norm, meet),
     ),
     holds(
         "At 128 tokens of 8192 columns a fused all-reduce and norm does not "
