@@ -1840,6 +1840,7 @@ claims(
             "holds",
         ]
         == "yes",
+        of=advice,
         headline=True,
         all=len(advice),
         yes=len(advice) - len(old),

@@ -614,6 +614,7 @@ claims(
                 sectors.filter(items=["the library"]).eq(16),
             ]
         ),
+        of=sectors,
         fatal=False,
     ),
     claim(
@@ -622,6 +623,7 @@ claims(
         sectors.filter(items=["step four, transposed"]).gt(
             sectors.get("the library, transposed")
         ),
+        of=sectors,
         fatal=False,
     ),
 )

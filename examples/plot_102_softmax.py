@@ -462,11 +462,13 @@ claims(
     claim(
         "By the counters the chain reads its 5MN, to 2 %.",
         (read.filter(items=["the chain"]) / 5 - 1).abs() < 0.02,
+        of=read,
     ),
     claim(
-        "By the counters each kernel of this page reads the rows once, to 2 "
-        "%: masked lanes fetch nothing.",
+        "By the counters each fused kernel reads the rows once, to 2 %: "
+        "masked lanes fetch nothing.",
         (read.drop("the chain", errors="ignore") - 1).abs() < 0.02,
+        of=read,
     ),
     say(
         "With 4 warps step one keeps {four:.0f} % of the warps that a "

@@ -529,6 +529,7 @@ claims(
                 reads.filter(items=["step three, sorted"]).lt(1.1),
             ]
         ),
+        of=reads,
         fatal=False,
         atomic=reads.get("step one, atomic"),
         ours=reads.get("step three, sorted"),

@@ -315,6 +315,7 @@ claims(
         "The library's gradient reads what its card counts, to 5 %, rows that "
         "several programs share too.",
         (reads.filter(like="the library") - 1).abs() < 0.05,
+        of=reads,
         fatal=False,
     ),
     say(

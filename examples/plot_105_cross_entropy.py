@@ -278,6 +278,7 @@ claims(
         "The library's kernel reads the logits once, to 2 %, also where "
         "programs share a row.",
         (reads.filter(like="the library") - 1).abs() < 0.02,
+        of=reads,
         fatal=False,
     ),
     say(

@@ -423,6 +423,7 @@ claims(
         reads.filter(items=["the library"]).lt(
             reads.get("step one, 128 x 256")
         ),
+        of=reads,
         fatal=False,
         rows=reads.get("step one, 128 x 256"),
         ours=reads.get("the library"),

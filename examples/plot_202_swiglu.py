@@ -261,6 +261,7 @@ claims(
         "results, read and written, against {eager:.1f}; its card counts "
         "{least:.1f}.",
         both.filter(items=["the library"]).lt(both.get("eager")),
+        of=both,
         fatal=False,
         ours=both.get("the library"),
         eager=both.get("eager"),

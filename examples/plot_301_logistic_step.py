@@ -482,16 +482,19 @@ claims(
     claim(
         "Eager reads X twice, to 5 %.",
         (reads.filter(items=["eager"]) / 2 - 1).abs() < 0.05,
+        of=reads,
         fatal=False,
     ),
     claim(
         "Step one and the library's step read X once, to 2 %.",
         (reads.filter(items=["step one", "the library"]) - 1).abs() < 0.02,
+        of=reads,
         fatal=False,
     ),
     claim(
         "A hundred steps on the chip read less than two X: {chip:.2f}.",
         reads.filter(items=["a hundred steps, on the chip"]) < 2,
+        of=reads,
         fatal=False,
         chip=reads.get("a hundred steps, on the chip"),
     ),

@@ -314,6 +314,7 @@ claims(
         "{two:.1f} against {one:.1f}, and both read the points once, to 2 %.",
         sectors.filter(items=["step two"]).gt(sectors.get("step one"))
         & reads.filter(like="step ").sub(1).abs().lt(0.02).all(),
+        of=sectors,
         fatal=False,
         one=sectors.get("step one"),
         two=sectors.get("step two"),
@@ -322,6 +323,7 @@ claims(
         "Both halves in a pass read the points once, to 2 %, and one after "
         "the other {twice:.2f} times.",
         reads.filter(items=["both in a pass"]).sub(1).abs() < 0.02,
+        of=reads,
         fatal=False,
         twice=reads.get("assignment, then update"),
     ),

@@ -348,6 +348,7 @@ claims(
         "averages once, to 2 %; the loop reads {loop:.1f} times the "
         "parameters.",
         (reads.drop("the loop", errors="ignore") / 4 - 1).abs() < 0.02,
+        of=reads,
         fatal=False,
         loop=reads.get("the loop"),
     ),
@@ -356,6 +357,7 @@ claims(
         "kernel for at least twice as many, {ours:.1f}.",
         sectors.filter(items=["the library"]).div(2)
         >= sectors.get("step two", 0.0),
+        of=sectors,
         fatal=False,
         two=sectors.get("step two"),
         ours=sectors.get("the library"),
