@@ -288,7 +288,7 @@ def softmax_some_rows(x, elements=2**15):
 # several equal chunks, a tuple of tiles that ``tl.static_range`` unrolls at
 # compile time. Only the last chunk is padded, and threads reduce once a row,
 # not once a chunk. Masked lanes move no bytes, so this need not be faster:
-# width, dtype and warps decide, and are timed below.
+# width, dtype and warps are timed below.
 
 
 @triton.jit
