@@ -16,7 +16,7 @@ from fusebook.kernels import linear_cross_entropy as module
 from fusebook.kernels._entropy import Terms, entropy_into, entropy_plan, plan_of
 from fusebook.kernels._operator import launching, plans_aside
 from fusebook.kernels._rows import Plan
-from fusebook.kernels.linear_cross_entropy import CHUNK_BYTES, chunk_plan, pieces_plan
+from fusebook.kernels.linear_cross_entropy import CHUNK_BYTES, chunk_plan, kept_plan, pieces_plan, whole_plan
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = pytest.mark.parametrize(
@@ -465,6 +465,76 @@ def test_what_is_right_of_a_head_is_found_by_some_rows_at_a_time(M, monkeypatch)
     assert held == {7: [3, 3, 1], 1: [1], 0: [0]}[M]
     for a, b in zip(found, want, strict=True):
         torch.testing.assert_close(a, b, equal_nan=True)
+
+
+@pytest.mark.parametrize("rows", [None, 3])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("size", [(7, 19, 13), (7, 6, 4203), (5, 12, 4208), (11, 9, 24), (1, 1, 1)], ids=str)
+def test_rows_beside_whole_vectors_are_copied_into_whole_ones(size, dtype, rows, monkeypatch):
+    M, K, N = size
+    given = losses.LINEAR_CROSS_ENTROPY.make(generator(3, DEVICE), dtype, M=M, K=K, N=N)
+    run, copies, copy = OPS["linear_cross_entropy"].variants["fusebook"].run, [], module._whole_into
+    monkeypatch.setattr(module, "_whole_into", lambda *both: copies.append(both) or copy(*both))
+    monkeypatch.setattr(module, "chunk_plan", lambda m, *_: min(m, rows or m))
+    found = []
+    for plan in ((math.inf, math.inf), (0, -1)):
+        monkeypatch.setattr(module, "WHOLE", plan)
+        with plans_aside():
+            found.append(run(*given))
+        assert bool(copies) == (plan == (0, -1))
+    h, head, target, scale = given
+    _, dx = wanted(h @ head.T, target)
+    assert_close(found[1][0], found[0][0].double(), 4.0)
+    for which, a, b in ((1, dx, head.double()), (2, dx.T, h.double())):
+        near = (5 if rows else 3) * torch.finfo(dtype).eps * scale * (a.abs() @ b.abs()) + 2.0**-24  # once a chunk
+        for got in found:
+            assert ((got[which] - scale * a @ b).abs() <= near).all()
+
+
+def test_what_is_no_number_in_states_that_are_ignored_stays_out_of_copied_gradients(monkeypatch):
+    monkeypatch.setattr(module, "WHOLE", (0, -1))
+    h, head, target, _ = losses.LINEAR_CROSS_ENTROPY.make(generator(3, DEVICE), torch.bfloat16, M=5, K=9, N=13)
+    h[2], target[2] = math.inf, -100
+    with plans_aside():
+        _, dh, _ = fusebook.linear_cross_entropy_with_gradients(h, head, target)
+    assert dh.isfinite().all() and not dh[2].any()
+
+
+def test_copies_are_worth_it():
+    """Where both sides of the logits are long."""
+    options = {"aligned": False, "products": 3, "copies": 4}
+    assert whole_plan(4096, 4095, 50257, 2, **options) and not whole_plan(4096, 4095, 50257, 4, **options)
+    assert not whole_plan(4096, 4096, 50257, 2, **options | {"aligned": True})
+    assert not whole_plan(10**6, 4095, 2, 2, **options) and not whole_plan(2, 4095, 10**6, 2, **options)
+    assert not whole_plan(64, 63, 64, 2, **options)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("size", [(7, 19, 13), (3, 2000, 4203)], ids=str)
+def test_logits_of_a_scaled_loss_are_kept_for_one_backward_pass(size, reduction, monkeypatch):
+    M, K, N = size
+    h, head, target, scale = losses.LINEAR_CROSS_ENTROPY.make(generator(3, DEVICE), torch.float16, M=M, K=K, N=N)
+    own = h.requires_grad_(), head.requires_grad_()
+    found = {}
+    for kept in (False, True):
+        monkeypatch.setattr(module, "KEPT", kept)
+        with plans_aside():
+            loss = fusebook.linear_cross_entropy(*own, target, reduction=reduction)
+            g = scale * torch.arange(1, 1 + loss.numel(), device=DEVICE).view(loss.shape).float()
+            assert ("Once" in type(loss.grad_fn).__name__) == kept
+            found[kept] = [loss, *(torch.autograd.grad(loss, own, g, retain_graph=True) for _ in range(2))]
+            if kept and reduction == "mean":
+                loss = fusebook.linear_cross_entropy(*own, target)
+                many = torch.autograd.grad(loss, own, torch.stack([g, 2 * g]), is_grads_batched=True)
+                torch.testing.assert_close([dx[0] for dx in many], list(found[kept][1]))
+    assert torch.equal(found[True][0], found[False][0])
+    for first, again, other in zip(found[True][1], found[True][2], found[False][1], strict=True):
+        assert torch.equal(first, other) and torch.equal(again, other)
+
+
+def test_logits_are_kept_where_they_are_fewer_than_what_they_are_of():
+    assert kept_plan(2214, 1024, 17, 2) and kept_plan(512, 1024, 32000, 2)
+    assert not kept_plan(8192, 1024, 32000, 2) and not kept_plan(2**20, 2**13, 2**13, 2)
 
 
 @pytest.mark.parametrize("given", [(torch.bfloat16, 37, 16, 100), (torch.float16, 3, 8, 8201)], ids=str)

@@ -840,7 +840,7 @@ class Once(torch.autograd.Function):
     """A loss whose gradients are found with it, and handed out by the first backward pass; another finds them anew.
 
     ``found()`` returns the loss and the gradients of the tensors, and ``anew(g, *tensors)`` the gradients again, given
-    that of the loss.
+    that of the loss. Or in place of the first gradients what finds them, called as `anew` is, once at most.
     """
 
     @staticmethod
@@ -857,14 +857,18 @@ class Once(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> Any:
         g = as_it_is(g)
         gradients, ctx.gradients = ctx.gradients, None
-        if gradients is None or torch.is_grad_enabled():
+        batched = not torch._C._has_storage(g)  # a batch of gradients, as torch.autograd asks for it
+        later = gradients is not None and callable(gradients[0])
+        if gradients is None or torch.is_grad_enabled() or (later and batched):
             if ctx.anew is None:
                 raise RuntimeError(
                     "cross_entropy: expected one backward pass, since inplace=True keeps the gradient in the logits' "
                     "memory and hands it out once; pass inplace=False to go back several times"
                 )
             gradients = ctx.anew(g, *ctx.saved_tensors)
-        elif not torch._C._has_storage(g):  # a batch of gradients, as torch.autograd asks for it
+        elif later:
+            gradients = gradients[0](g, *ctx.saved_tensors)
+        elif batched:
             gradients = [dx * g.view(g.shape + (1,) * (dx.dim() - g.dim())) for dx in gradients]
         else:
             for dx in gradients:

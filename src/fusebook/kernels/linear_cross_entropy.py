@@ -101,6 +101,20 @@ def _linear_times(out_ptr, x_ptr, rest_ptr, K, out_stride, x_stride, FACTOR: tl.
     tl.store(out_ptr + row * out_stride + columns, x.to(out_ptr.dtype.element_ty), mask=columns < K)
 
 
+@triton.jit
+def _linear_whole(
+    out_ptr, x_ptr, M, K, HEIGHT, WIDTH, out_stride, x_stride, WORD: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Copy [M, K] numbers of half types into [HEIGHT, WIDTH], zeros behind them; all in words of WORD numbers."""
+    KIND: tl.constexpr = tl.int64 if WORD == 4 else tl.int32 if WORD == 2 else tl.int16
+    x_ptr, out_ptr = x_ptr.to(tl.pointer_type(KIND), bitcast=True), out_ptr.to(tl.pointer_type(KIND), bitcast=True)
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]  # [ROWS, 1]
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]  # [1, BLOCK]
+    x = tl.load(x_ptr + rows * x_stride + columns, mask=(rows < M) & (columns < K), other=0)
+    tl.store(out_ptr + rows * out_stride + columns, x, mask=(rows < HEIGHT) & (columns < WIDTH))
+
+
 # Plan ----------------------------------------------------------------------------------------------------------------
 
 #: What the logits of a chunk may take, in bytes.
@@ -141,6 +155,34 @@ def pieces_plan(m: int, k: int, n: int, itemsize: int, *, aligned: bool) -> tupl
     return even + whole, (slice(0, even), slice(even, n)) if apart else (slice(0, n),)
 
 
+#: Multiplications that products of rows beside whole vectors lose while a byte is copied, and while a copy is launched.
+WHOLE = 32, 2**28
+
+
+def whole_plan(m: int, k: int, n: int, itemsize: int, *, aligned: bool, products: int, copies: int) -> bool:
+    """Whether half types whose rows are no whole vectors are copied into rows that are, for so many products.
+
+    cuBLAS moves such rows by words of 2 to 8 bytes, and multiplies slower. A copy reads and writes hidden states
+    or the head: worth it where both sides of the logits are long, since each number is multiplied with one of them.
+    """
+    if itemsize != 2 or (aligned and k % 8 == 0):
+        return False
+    a_byte, a_launch = WHOLE
+    return products * m * k * n > copies * ((m + n) * k * itemsize * a_byte + a_launch)
+
+
+def kept_plan(m: int, k: int, n: int, itemsize: int) -> bool:
+    """Whether logits are kept for a backward pass that needs them, which would multiply anew otherwise.
+
+    Where they take no more memory than what they are a product of, which is kept too, and are one chunk.
+    """
+    return KEPT and m * n <= (m + n) * k and m <= chunk_plan(m, n, itemsize)
+
+
+#: Whether any are.
+KEPT = True
+
+
 #: By how much gradients of logits in float16 are raised at most: those of a row that is scaled by 1 and has a million
 #: classes are normal numbers then, and a row that is scaled by 256 still has room for it.
 RAISED = 64
@@ -152,8 +194,8 @@ FEW = 4096
 
 
 def padded(shape: tuple[int, int], pitch: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Memory for rows that begin so far apart. Whole vectors are read of it, so the pads too, and then passed over."""
-    return empty((shape[0], pitch), dtype, device)[:, : shape[1]]
+    """Memory for rows that begin so far apart. Whole vectors are read of it, and what lies between rows passed over."""
+    return empty((shape[0], pitch), dtype, device)
 
 
 def _raised(target: Tensor, scale: Tensor | None, terms: Terms, sums: _entropy.Sums, n: int) -> tuple[Tensor, Tensor]:
@@ -175,6 +217,20 @@ def _times_into(out: Tensor, x: Tensor, rest: Tensor, factor: float) -> None:
     launch(
         _linear_times, (m, triton.cdiv(k, block)), out, x, rest, k, out.stride(0), x.stride(0),
         FACTOR=factor, BLOCK=block,
+    )  # fmt: skip
+
+
+def _whole_into(out: Tensor, x: Tensor) -> None:
+    """Copy rows of half types into others; where those are more, or longer, the rest becomes zero."""
+    (height, width), (m, k) = out.shape, x.shape
+    places = (width, k, out.stride(0), x.stride(0), *(t.data_ptr() // t.element_size() for t in (out, x)))
+    word = next(w for w in (4, 2, 1) if not any(n % w for n in places))
+    width, k = width // word, k // word
+    block = min(1024, triton.next_power_of_2(width))
+    rows = 2048 // block
+    launch(
+        _linear_whole, (triton.cdiv(height, rows), triton.cdiv(width, block)), out, x, m, k, height, width,
+        out.stride(0) // word, x.stride(0) // word, WORD=word, ROWS=rows, BLOCK=block,
     )  # fmt: skip
 
 
@@ -212,27 +268,54 @@ def _add_lowered(out: Tensor, x: Tensor, w: Tensor, first: bool) -> None:
 
 
 def _chunks_into(
-    loss: Tensor, gradients: tuple[Tensor, Tensor] | None, h: Tensor, head: Tensor, target: Tensor,
-    scale: Tensor | None, terms: Terms, rows: int | None,
+    loss: Tensor | None, gradients: tuple[Tensor, Tensor] | None, h: Tensor, head: Tensor, target: Tensor,
+    scale: Tensor | None, terms: Terms, rows: int | None, kept: Tensor | None = None,
 ) -> None:  # fmt: skip
-    (m, k), n = h.shape, len(head)
-    rows = min(rows or chunk_plan(m, n, h.element_size()), max(1, m))
+    """Loss and gradients; the loss alone, which leaves all logits where they are kept; or gradients alone, of those."""
+    (m, k), n, size = h.shape, len(head), h.element_size()
+    rows = min((rows or chunk_plan(m, n, size)) if kept is None else m, max(1, m))
     aligned = not any(t.stride(0) * t.element_size() % 16 or t.data_ptr() % 16 for t in (h, head))
-    pitch, pieces = pieces_plan(m, k, n, h.element_size(), aligned=aligned)
-    x = padded((rows, n), pitch, h.dtype, h.device)
+    products, copies = (1, 2) if gradients is None else (3, 4)
+    if kept is not None:
+        products, copies = 3, 6  # both passes decide alike: what lies behind logits is zero in both or in none
+    whole = whole_plan(m, k, n, size, aligned=aligned, products=products, copies=copies)
+    pitch, pieces = pieces_plan(m, k, n, size, aligned=aligned)
+    width, factor = k, head
+    if whole:
+        width, pitch = (triton.cdiv(length, 8) * 8 for length in (k, n))
+        pieces = (slice(0, pitch),)
+        factor = empty((pitch, width), h.dtype, h.device)
+        _whole_into(factor, head)
+        states = empty((rows, width), h.dtype, h.device)
+    board = padded((rows, n), pitch, h.dtype, h.device) if kept is None else kept
+    x = board[:, :n]
     plan = _entropy.plan_of(x, x)
     shape = _entropy.left_by(plan, m, terms, True)
-    left = loss if terms.reduction == "none" and len(shape) == 1 else empty(shape, loss.dtype, h.device)
+    if loss is None or terms.reduction != "none" or len(shape) > 1:
+        left = empty(shape, accumulated(h.dtype), h.device)
+    else:
+        left = loss
     sums = _entropy.begin(x, target, terms, m * plan.parts if plan.parts > 1 else 0)._replace(late={})
     raised: Tensor | None = None
     if gradients and m and h.dtype == torch.float16 and n > FEW:
         scale, raised = _raised(target, scale, terms, sums, n)
-        wide, higher = (empty((rows, k), dtype, h.device) for dtype in (torch.float32, h.dtype))
+        wide, higher = (empty((rows, width), dtype, h.device) for dtype in (torch.float32, h.dtype))
+    if gradients:
+        dh, dhead = gradients
+        if whole:
+            dhead = empty((pitch, width), h.dtype, h.device)
+            near = empty((rows, width), h.dtype, h.device) if raised is None else dh
     for first in range(0, m, rows):
         part = slice(first, min(m, first + rows))
         logits = x[: part.stop - first]
-        for at in pieces:
-            apply(torch.mm, h[part], head[at].T, out=logits[:, at])
+        full = board[: len(logits)] if whole else logits
+        given = h[part]
+        if whole:
+            given = states[: len(logits)]
+            _whole_into(given, h[part])
+        if gradients is None or kept is None:
+            for at in pieces:
+                apply(torch.mm, given, factor[at].T, out=full[:, at])
         here = sums if sums.board is None else sums._replace(board=sums.board[first * plan.parts :])
         _entropy.rows_into(
             left[part], logits if gradients else None, logits, target[part],
@@ -240,26 +323,34 @@ def _chunks_into(
         )  # fmt: skip
         if gradients is None:
             continue
-        dh, dhead = gradients[0][part], gradients[1]
+        if whole and pitch > n:  # beside hidden states that are no numbers, nor are products with zeros
+            apply(Tensor.zero_, full[:, n:])
         if raised is not None:
             product, lifted = wide[: len(logits)], higher[: len(logits)]
-            _product_into(product, logits, head, pieces)
-            _times_into(dh, product, raised[part], 1 / RAISED)
-            _times_into(lifted, h[part], raised[part], 1.0)
+            _product_into(product, full, factor, pieces)
+            _times_into(dh[part], product[:, :k], raised[part], 1 / RAISED)
+            _times_into(lifted, given, raised[part], 1.0)
+        elif whole:
+            _product_into(near[: len(logits)], full, factor, pieces)
+            _whole_into(dh[part], near[: len(logits), :k])
+            lifted = given
         else:
-            _product_into(dh, logits, head, pieces)
-            lifted = h[part]
+            _product_into(dh[part], full, factor, pieces)
+            lifted = given
         for at in pieces:
-            turned, there = logits[:, at].T, dhead[at]
+            turned, there = full[:, at].T, dhead[at]
             if raised is not None:
                 apply(_add_lowered, there, turned, lifted, not first)
             elif first:
                 apply(torch.addmm, there, turned, lifted, out=there)
             else:
                 apply(torch.mm, turned, lifted, out=there)
-    _entropy.end(loss, left, terms, sums)
+    if loss is not None:
+        _entropy.end(loss, left, terms, sums)
     if gradients and not m:
         apply(Tensor.zero_, gradients[1])
+    elif gradients and whole:
+        _whole_into(gradients[1], dhead[:n, :k])
 
 
 def _into(loss: Tensor, h: Tensor, head: Tensor, target: Tensor, *rest: Any) -> None:
@@ -275,11 +366,23 @@ def _all_into(found: tuple[Tensor, ...], h: Tensor, head: Tensor, target: Tensor
     _chunks_into(line(loss), (rows_in(dh), dhead), *given, Terms(*terms).of(h), rows)
 
 
+def _kept_into(found: tuple[Tensor, Tensor], h: Tensor, head: Tensor, target: Tensor, *terms: Any) -> None:
+    loss, kept = found
+    given = rows_in(h), rows_in(head), line(target), None, Terms(*terms).of(h)
+    _chunks_into(line(loss), None, *given, None, kept)
+
+
+def _over_into(found: tuple[Tensor, Tensor], kept: Tensor, h: Tensor, head: Tensor, target: Tensor, *rest: Any) -> None:
+    *terms, scale = rest
+    given = rows_in(h), rows_in(head), line(target), line(scale) if scale.dim() > 1 else scale, Terms(*terms).of(h)
+    _chunks_into(None, (rows_in(found[0]), found[1]), *given, None, kept)
+
+
 def _check(h: Any, head: Any, target: Any, weight: Any, *rest: Any) -> tuple[Any, ...]:
     name = "linear_cross_entropy"
     # The head has a row for each class, as the weight of torch.nn.Linear has.
     terms = _entropy.check_terms(name, target, weight, *rest[:5], hidden=(h, "[..., K > 0]"), head=(head, "[C > 0, K]"))
-    if rest[6] is not None:
+    if len(rest) > 6 and rest[6] is not None:
         integer(name, "rows", rest[6], "None lets the plan choose", "of 1 or more", lambda rows: rows >= 1)
     return h, head, target, *terms, *rest[6:]
 
@@ -310,6 +413,16 @@ def _all_of(h: Tensor, head: Tensor, target: Tensor, weight: Any, reduction: str
     return loss_like(h, target, reduction), *gradients
 
 
+def _kept_of(h: Tensor, head: Tensor, target: Tensor, weight: Any, reduction: str, *_: Any) -> tuple[Tensor, Tensor]:
+    whole = 16 // h.element_size()
+    pitch = (len(head) + whole - 1) // whole * whole
+    return loss_like(h, target, reduction), padded((h.numel() // h.shape[-1], len(head)), pitch, h.dtype, h.device)
+
+
+def _over_of(kept: Tensor, h: Tensor, head: Tensor, *_: Any) -> tuple[Tensor, ...]:
+    return tuple(empty(t.shape, t.dtype, t.device) for t in (h, head))
+
+
 _loss = Operator(
     "linear_cross_entropy", f"(Tensor h, Tensor head, {TERMS}, SymInt? rows) -> Tensor",
     check=_check, outputs=_loss_of, into=_into, read=_read, gradient=(_gradient, _keep),
@@ -318,6 +431,26 @@ _all = Operator(
     "linear_cross_entropy_with_gradients",
     f"(Tensor h, Tensor head, {TERMS}, SymInt? rows, Tensor? scale) -> (Tensor, Tensor, Tensor)",
     check=_check, outputs=_all_of, into=_all_into, read=_read, gradient=_entropy.once_only("linear_cross_entropy"),
+)  # fmt: skip
+
+
+def _keeps(rows: int | None, h: Tensor, head: Tensor) -> bool:
+    """Whether logits of these are kept for the backward pass."""
+    if rows is not None or not h.numel() or not h.dim() or head.dim() != 2:
+        return False
+    return kept_plan(h.numel() // h.shape[-1], h.shape[-1], len(head), h.element_size())
+
+
+#: The loss, and the logits that it is of.
+_kept = Operator(
+    "linear_cross_entropy_kept", f"(Tensor h, Tensor head, {TERMS}) -> (Tensor, Tensor)",
+    check=_check, outputs=_kept_of, into=_kept_into, read=_read, gradient=_entropy.once_only("linear_cross_entropy"),
+)  # fmt: skip
+#: The gradients of a loss whose logits are kept, over which theirs are written.
+_over = Operator(
+    "linear_cross_entropy_over",
+    f"(Tensor(a!) kept, Tensor h, Tensor head, {TERMS}, Tensor scale) -> (Tensor, Tensor)",
+    check=lambda kept, *rest: (kept, *_check(*rest[:9]), rest[9]), outputs=_over_of, into=_over_into,
 )  # fmt: skip
 
 
@@ -367,12 +500,16 @@ def linear_cross_entropy(
     rest = (reduction, ignore_index, label_smoothing, z_loss, softcap, check, rows)
     given = [t for t in (hidden, head) if isinstance(t, Tensor)]
     recorded = torch.is_grad_enabled() and any(t.requires_grad for t in given)
-    plain = all(type(t) in (Tensor, Parameter) and t.dtype != torch.float16 for t in given)
-    if not recorded or not plain or watched() or reduction == "none":
+    plain = len(given) == 2 and all(type(t) in (Tensor, Parameter) for t in given)
+    scaled = any(t.dtype == torch.float16 for t in given)
+    if not recorded or not plain or watched() or (not _keeps(rows, *given) if scaled else reduction == "none"):
         return _loss(hidden, head, target, weight, *rest)
 
-    def found() -> tuple[Tensor, ...]:
-        return _all(hidden.detach(), head.detach(), target, weight, *rest, None)
+    def found() -> tuple[Any, ...]:
+        if not scaled:
+            return _all(hidden.detach(), head.detach(), target, weight, *rest, None)
+        loss, kept = _kept(hidden.detach(), head.detach(), target, weight, *rest[:6])
+        return loss, lambda g, hidden, head: _over(kept, hidden.detach(), head.detach(), target, weight, *rest[:5], g)
 
     def anew(g: Tensor, hidden: Tensor, head: Tensor) -> tuple[Tensor, ...]:
         return _all(hidden, head, target, weight, *rest[:5], False, rows, g)[1:]
