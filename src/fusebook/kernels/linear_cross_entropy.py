@@ -14,6 +14,8 @@ where it is added to what the chunks before have left: the fewer chunks, the few
 In float16 the gradient of a logit among many is no normal number, even of a loss that is scaled: of 256000 classes the
 average has a bit less than others at a scale of 8 a row, and unlikely ones have few. So rows of many logits are raised,
 each by a power of two that leaves it room, and the products lower what they have added up, before it is rounded.
+
+Its gradients wait for the scale of the loss. Logits that are few are kept for them, others multiplied anew.
 """
 
 from __future__ import annotations
@@ -330,13 +332,11 @@ def _chunks_into(
             _product_into(product, full, factor, pieces)
             _times_into(dh[part], product[:, :k], raised[part], 1 / RAISED)
             _times_into(lifted, given, raised[part], 1.0)
-        elif whole:
-            _product_into(near[: len(logits)], full, factor, pieces)
-            _whole_into(dh[part], near[: len(logits), :k])
-            lifted = given
         else:
-            _product_into(dh[part], full, factor, pieces)
-            lifted = given
+            product, lifted = near[: len(logits)] if whole else dh[part], given
+            _product_into(product, full, factor, pieces)
+            if whole:
+                _whole_into(dh[part], product[:, :k])
         for at in pieces:
             turned, there = full[:, at].T, dhead[at]
             if raised is not None:
@@ -472,7 +472,8 @@ def linear_cross_entropy(
     rows : int, optional
         Hidden states that are taken at a time. Their logits are all that the call takes beside its results, 2 bytes a
         number in half types; by default they fill up to a GiB. In float16, of more than 4096 classes, there are 6 bytes
-        for each of their own numbers besides.
+        for each of their own numbers besides. Half types whose rows do not begin at multiples of 16 bytes may be
+        copied into rows that do, and their gradients out of such.
 
     Returns
     -------
@@ -488,7 +489,8 @@ def linear_cross_entropy(
     -----
     Differentiable once; works under `torch.compile`. Where a gradient is recorded, both are found in the forward pass,
     and the backward pass hands them out. A second backward pass, one without reduction, one in float16, whose loss has
-    to be scaled before, and one under `torch.compile` compute the logits anew.
+    to be scaled before, and one under `torch.compile` compute the logits anew; but in float16, unless `rows` are given,
+    logits of one chunk that take no more memory than `hidden` and `head` are kept for the first backward pass.
 
     Examples
     --------
