@@ -507,6 +507,7 @@ def test_copies_are_worth_it():
     assert not whole_plan(4096, 4096, 50257, 2, **options | {"aligned": True})
     assert not whole_plan(10**6, 4095, 2, 2, **options) and not whole_plan(2, 4095, 10**6, 2, **options)
     assert not whole_plan(64, 63, 64, 2, **options)
+    assert whole_plan(5000, 1025, 40, 2, **options) and not whole_plan(5000, 1026, 40, 2, **options)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])

@@ -158,7 +158,7 @@ def pieces_plan(m: int, k: int, n: int, itemsize: int, *, aligned: bool) -> tupl
 
 
 #: Multiplications that products of rows beside whole vectors lose while a byte is copied, and while a copy is launched.
-WHOLE = 32, 2**28
+WHOLE = 8, 2**23
 
 
 def whole_plan(m: int, k: int, n: int, itemsize: int, *, aligned: bool, products: int, copies: int) -> bool:
@@ -166,10 +166,14 @@ def whole_plan(m: int, k: int, n: int, itemsize: int, *, aligned: bool, products
 
     cuBLAS moves such rows by words of 2 to 8 bytes, and multiplies slower. A copy reads and writes hidden states
     or the head: worth it where both sides of the logits are long, since each number is multiplied with one of them.
+    Rows of an even length are moved by 4 bytes or more, which costs less where few classes make the hidden states most
+    of what is moved.
     """
     if itemsize != 2 or (aligned and k % 8 == 0):
         return False
     a_byte, a_launch = WHOLE
+    if k % 2 == 0 and n < m:
+        a_byte *= 4
     return products * m * k * n > copies * ((m + n) * k * itemsize * a_byte + a_launch)
 
 
