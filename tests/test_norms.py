@@ -392,6 +392,54 @@ def test_gradients_of_few_rows_that_lie_apart_are_of_rows_where_they_are(centred
         torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-3)
 
 
+@centred
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(64, 2), (100, 34), (2, 70, 300), (67, 2100)], ids=str)
+@pytest.mark.parametrize("added", [False, True])
+def test_gradients_of_many_rows_that_lie_across_are_of_rows_where_they_are(centred, dtype, shape, added, monkeypatch):
+    monkeypatch.setattr("fusebook.kernels._rows.side_by_side", None)  # nothing is copied
+    monkeypatch.setattr(norms_backward, "_DIRECT", 0)
+    given = [made(*shape, seed=seed) + seed for seed in range(3)]
+    given[0][..., : shape[-1] // 2] += 5  # parts of a row have other means
+    x, dy, dtotal = (t.to(dtype).mT.contiguous().mT for t in given)
+    weight = made(shape[-1], seed=3).to(dtype)
+    backward = fusebook.layer_norm_backward if centred else fusebook.rms_norm_backward
+    found = backward(x, dy, weight, weight, dtotal if added else None, eps=1e-5)
+    exact = [t.double().clone().requires_grad_() for t in (x, weight, weight)]
+    right, *vectors = torch.autograd.grad(plain(*exact, centred=centred), exact, dy.double())
+    near = HALF if dtype == torch.bfloat16 else {"rtol": 1e-4, "atol": 2e-4}
+    assert found[0].is_contiguous()
+    for got, want in zip(found, (right + dtotal.double() if added else right, *vectors), strict=True):
+        torch.testing.assert_close(got.double(), want, **near)
+    again = backward(x, dy, weight, weight, dtotal if added else None, eps=1e-5)
+    assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
+
+
+@pytest.mark.parametrize("n", [34, 2100])
+def test_gradients_of_rows_that_lie_across_keep_nan_and_rows_beyond_the_last_to_themselves(n, monkeypatch):
+    monkeypatch.setattr(norms_backward, "_DIRECT", 0)
+    x, dy, w = made(67, n).mT.contiguous().mT, made(67, n, seed=1).mT.contiguous().mT, made(n, seed=2)
+    dx, dw, db = fusebook.rms_norm_backward(x, dy, w, w, eps=0.0)
+    assert dx.isfinite().all() and dw.isfinite().all() and db.isfinite().all()
+    assert fusebook.rms_norm_backward(x, dy, eps=0.0)[0].isfinite().all()
+    x[5, 3] = math.nan
+    bad, bad_dw = fusebook.rms_norm_backward(x, dy, w, eps=0.0)
+    assert bad[5].isnan().all() and bad_dw.isnan().all()
+    rest = torch.arange(67, device=DEVICE) != 5
+    assert torch.equal(bad[rest], dx[rest])
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="on the CPU pages that nobody touches take no memory")
+def test_gradients_of_rows_whose_numbers_lie_2_to_the_31_apart(monkeypatch):
+    monkeypatch.setattr(norms_backward, "_DIRECT", 0)
+    monkeypatch.setattr("fusebook.kernels._rows.side_by_side", None)
+    x, dy = (torch.empty_strided((64, 3), (1, 2**31 + 64), dtype=torch.float16) for _ in range(2))
+    x.copy_(made(64, 3)), dy.copy_(made(64, 3, seed=1))
+    w = made(3, seed=2)
+    got, want = (fusebook.layer_norm_backward(*given, w) for given in ((x, dy), (x.contiguous(), dy.contiguous())))
+    torch.testing.assert_close(got, want)
+
+
 @pytest.mark.parametrize("size", [2, 4, 8])
 @pytest.mark.parametrize("centred", [False, True])
 @pytest.mark.parametrize("added", [False, True])

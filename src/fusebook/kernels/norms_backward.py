@@ -32,6 +32,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ._norms import board_of, check_norm, loaded, parts_of
+from ._norms_across import across_into, places_of, planned
 from ._operator import Operator, accumulated, contiguous, empty, gpu, launch, overlapping
 from ._rows import aligned, in_rows, layout_of, leave, rows_in, word_of
 
@@ -623,7 +624,15 @@ def _into(
     dw = rest.pop(0) if weight is not None else None
     db = rest[0] if rest else None
     n, kind = x.shape[-1], accumulated(x.dtype)
+    summed = [d for d in (dw, db) if d is not None]
     apart, align = _apart(dx, x, dy, dtotal), 1
+    if apart is None and (places := places_of(dx, x, dy, dtotal)) is not None:
+        across = planned(places, x)
+        sums = empty((len(summed), across.groups, n), kind, x.device) if summed else None
+        given = {"EPS": eps, "CENTRED": centred, "DW": dw is not None, "DB": db is not None}
+        across_into(across, places, dx, sums, x, dy, dtotal, None if weight is None else contiguous(weight), given)
+        _added_up(dw, db, sums)
+        return
     if apart is None:
         x, dy = rows_in(x), rows_in(dy)
         dtotal = None if dtotal is None else rows_in(dtotal)
@@ -635,7 +644,6 @@ def _into(
         rows, n, x.element_size(), capability, processors, centred, dtotal is not None, apart is not None,
         db is not None,
     )  # fmt: skip
-    summed = [d for d in (dw, db) if d is not None]
     alone = plan.groups == plan.parts == 1
     sums = empty((len(summed), plan.groups, n), kind, x.device) if summed and not alone else None
     strides = apart or (None, *(0 if t is None else t.stride(0) // align for t in (x, dy, dtotal)))
@@ -668,12 +676,19 @@ def _into(
             n // align, *strides[1:], plan.groups, plan.span, plan.parts, processors,
             TRIES=0 if capability is None else 4096, LATE=bool(early), **constants, **options, **early,
         )  # fmt: skip
-    if sums is not None:
-        at_once, block, warps = _sums_plan(plan.groups, n * len(summed), capability, processors)
-        launch(
-            _column_sums, (triton.cdiv(n, block), len(summed)), dw, db, sums, plan.groups, n, ROWS=at_once, BLOCK=block,
-            LATE=bool(soon), num_warps=warps, **soon,
-        )  # fmt: skip
+    _added_up(dw, db, sums, **soon)
+
+
+def _added_up(dw: Tensor | None, db: Tensor | None, sums: Tensor | None, **soon: bool) -> None:
+    """Gradients of weights from partial rows, if there are such; `soon`: how that is launched."""
+    if sums is None:
+        return
+    vectors, groups, n = sums.shape
+    at_once, block, warps = _sums_plan(groups, n * vectors, *gpu(sums.device))
+    launch(
+        _column_sums, (triton.cdiv(n, block), vectors), dw, db, sums, groups, n, ROWS=at_once, BLOCK=block,
+        LATE=bool(soon), num_warps=warps, **soon,
+    )  # fmt: skip
 
 
 def _outputs(x: Tensor, dy: Any, dtotal: Any, weight: Tensor | None, bias: Tensor | None, *_: Any) -> list[Tensor]:
