@@ -604,3 +604,11 @@ def test_partial_rows_are_read_behind_the_wait_for_them(tmp_path):
     assert "griddepcontrol.launch_dependents" in found["_norm_backward"]
     before, behind = found["_column_sums"].split("griddepcontrol.wait")
     assert "ld.global" not in before and "ld.global" in behind
+
+
+@centred
+def test_rows_beyond_the_last_add_nothing_to_weights_without_eps(centred):
+    x, dy, w = made(3, 70), made(3, 70, seed=1), made(70, seed=2)
+    backward = fusebook.layer_norm_backward if centred else fusebook.rms_norm_backward
+    for dx, dw in (backward(x, dy, w, eps=0.0), backward(x[:2], dy[:2], w, eps=0.0)):
+        assert dx.isfinite().all() and dw.isfinite().all()

@@ -225,11 +225,22 @@ class Plan(NamedTuple):
 #: Tiles for rows of up to so many numbers, by the bytes of a number: ROWS and BLOCK, warps, how many programs a
 #: multiprocessor has, and the most registers. Wider rows are read twice, by the tiles of `_TWICE`.
 _TILES = {
-    2: ((64, (64, 16, 16, 2, 64)), (160, (32, 32, 16, 2, 64)), (512, (16, 128, 16, 1, 128))),
-    4: ((64, (32, 16, 8, 3, 80)), (320, (16, 64, 8, 2, 128)), (1152, (8, 128, 16, 1, 128))),
+    2: (
+        *((64, (64, 16, 8, 2, 128)), (160, (16, 32, 8, 2, 128))),
+        *((640, (16, 128, 16, 1, 128)), (1280, (8, 128, 16, 1, 128))),
+    ),
+    4: (
+        *((64, (32, 16, 8, 3, 80)), (320, (16, 64, 8, 2, 128))),
+        *((768, (8, 128, 8, 2, 128)), (1152, (8, 128, 16, 1, 128))),
+    ),
     8: ((64, (16, 16, 8, 3, 80)), (128, (8, 64, 8, 2, 128)), (512, (4, 128, 16, 1, 128))),
 }
-_TWICE = {2: (16, 64, 8, 3, 80), 4: (8, 128, 8, 3, 80), 8: (4, 64, 8, 2, 128)}
+#: Of fewer than 4096 rows side by side, and of more: there columns lie far apart, and tiles have more of them.
+_TWICE = {
+    2: ((16, 64, 8, 3, 80), (16, 128, 8, 2, 128)),
+    4: ((16, 64, 8, 4, 128), (8, 128, 8, 3, 80)),
+    8: ((4, 64, 8, 2, 128), (4, 64, 8, 2, 128)),
+}
 
 
 def across_backward_plan(
@@ -237,7 +248,9 @@ def across_backward_plan(
 ) -> Plan:
     """Choose the constants for `outer` times `inner` rows, of `n` numbers of `size` bytes."""
     tiles = _TILES[size]
-    rows, block, warps, programs, registers = next((tile for most, tile in tiles if n <= most), _TWICE[size])
+    rows, block, warps, programs, registers = next(
+        (tile for most, tile in tiles if n <= most), _TWICE[size][inner >= 4096]
+    )
     at_once = n <= tiles[-1][0]
     if capability is None:  # the interpreter's cost is programs times operations, whatever their size
         rows, block = 64, min(512, triton.next_power_of_2(n))

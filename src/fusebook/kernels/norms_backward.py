@@ -653,6 +653,8 @@ def _into(
     options = {**plan.constants, "num_warps": plan.warps, "maxnreg": plan.registers}
     soon: dict[str, bool] = {}  # how the second kernel is launched
     if plan.parts == 1:
+        if eps == 0:  # of rows beyond the last the factor is infinite, and dweight would be NaN: there shall be none
+            options["ROWS"] = 1
         # Where programs of many warps fill the multiprocessors, its own crowd where the first ones end.
         room = plan.warps <= 4 or plan.groups * plan.warps <= 8 * processors
         if sums is not None and room and 3 * dx.numel() * dx.element_size() <= _SEEN:
