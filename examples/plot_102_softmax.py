@@ -288,7 +288,8 @@ def softmax_some_rows(x, elements=2**15):
 # several equal chunks, a tuple of tiles that ``tl.static_range`` unrolls at
 # compile time. Only the last chunk is padded, and threads reduce once a row,
 # not once a chunk. Masked lanes move no bytes, so this need not be faster:
-# width, dtype and warps are timed below.
+# width, dtype and warps are timed below. The hardware has a power of two and
+# no exponential, so the logarithm of e is multiplied in here.
 
 
 @triton.jit
@@ -301,18 +302,19 @@ def in_chunks(y_ptr, x_ptr, N, BLOCK: tl.constexpr, CHUNKS: tl.constexpr):
         inside = i * BLOCK + columns < N
         at = row * N + i * BLOCK + columns
         x = tl.load(x_ptr + at, mask=inside, other=float("-inf"))  # read N
-        chunks = chunks + (x,)  # in the dtype of x, for the second use
-        tops = tl.maximum(tops, x.to(tl.float32))
+        chunks += (x.to(tl.float32),)
+        tops = tl.maximum(tops, chunks[i])
     top = tl.max(tops, 0)
+    exps = ()  # kept, so that each is computed once
     sums = tl.zeros([BLOCK], tl.float32)
     for i in tl.static_range(CHUNKS):
-        sums += tl.exp(chunks[i].to(tl.float32) - top)
+        exps += (tl.exp2((chunks[i] - top) * 1.4426950408889634),)  # log2(e)
+        sums += exps[i]
     scale = 1 / tl.sum(sums, 0)  # one division a row
     for i in tl.static_range(CHUNKS):
         inside = i * BLOCK + columns < N
         at = row * N + i * BLOCK + columns
-        e = tl.exp(chunks[i].to(tl.float32) - top)  # once more, not kept
-        tl.store(y_ptr + at, e * scale, mask=inside)  # write N
+        tl.store(y_ptr + at, exps[i] * scale, mask=inside)  # write N
 
 
 def softmax_in_chunks(x, block=1024):
@@ -382,12 +384,11 @@ def softmax_in_turn(x):
 # ~~~~~~~~~~~~~~~~~~~
 #
 # A program of the finished kernel holds several rows, each in several chunks.
-# It takes any axis of any tensor with any strides, and float64. Unlike step
-# three it converts at the load and keeps the exponentials, so that each is
-# computed once. (Odd and wide rows of half types take two other kernels, which
-# hold two numbers in a register; many narrow rows whose numbers lie apart take
-# one whose threads have whole rows.) This is the library's source, read when
-# the page was built.
+# It takes any axis of any tensor with any strides, and float64. What it does
+# with a row is step three. (Odd and wide rows of half types take two other
+# kernels, which hold two numbers in a register; many narrow rows whose numbers
+# lie apart take one whose threads have whole rows.) This is the library's
+# source, read when the page was built.
 
 Folded("The kernel of the library", Source(_softmax_rows, doc=False))
 
