@@ -47,6 +47,7 @@ Read before: 002, 101.
 # masks as well.
 
 # sphinx_gallery_tags = ["scatter", "ScatterND", "atomics", "embedding"]
+from functools import partial
 
 import fusebook  # before triton: it decides whether kernels are interpreted
 from fusebook import bench, plots, tables, timing
@@ -1088,9 +1089,20 @@ def scatter_nd_source():
             PUBLISHED: theirs("by_column_shared", published),
             "step one, atomic": step(step_one),
             "step two, owner": step(step_two),
-            "the library": step(
-                lambda *a: fusebook.masked_scatter_nd_of_shape(*a, check=False)
-            ),
+            **{
+                name: step(
+                    partial(
+                        fusebook.masked_scatter_nd_of_shape,
+                        check=False,
+                        strategy=strategy,
+                    )
+                )
+                for name, strategy in (
+                    ("step three, sorted", "sorted"),
+                    ("grouped by counting", "owner"),
+                    ("the library", None),
+                )
+            },
         }
         frame = bench.staircase(
             steps, lambda got, yard=yard: yard.judge(got).ok, repeat=15
@@ -1118,6 +1130,8 @@ CODE = {
     PUBLISHED: own_lines[1],
     "step one, atomic": lines_of(add_rows, step_one),
     "step two, owner": lines_of(own_row, step_two),
+    "step three, sorted": lines_of(_scatter_nd_sort, _scatter_nd_segments),
+    "grouped by counting": lines_of(_scatter_nd_owner, _scatter_nd_segments),
     "the library": lines_behind(masked_scatter_nd_eager),
 }
 registers = source.groupby("step")["registers"].max()
