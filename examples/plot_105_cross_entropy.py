@@ -459,20 +459,26 @@ downloads(sweep, "cross_entropy")
 # What each step was worth
 # ~~~~~~~~~~~~~~~~~~~~~~~~
 #
-# Step two as it was shown, with the four warps that Triton takes unless it is
-# told otherwise, and with sixteen, between the chain and the library's kernel.
+# The steps as they were shown, step two with the four warps that Triton takes
+# unless it is told otherwise, and with sixteen, between the chain and the
+# library's kernel. Step one writes no gradient.
 # A row of 32000 numbers is the widest here that one program can hold.
 
 EACH = {
     "an operation a line": CROSS_ENTROPY.variants["eager"].run,
+    "step one, the loss alone": step_one,
     "step two, 4 warps": step_two,
     "step two, 16 warps": partial(step_two, warps=16),
     "the library": partial(fusebook.cross_entropy_with_gradient, check=False),
 }
 
 
-def right(yard, got):
+def right(yard, given, got):
     """Whether a loss and its gradient are right; step two gives sums."""
+    if isinstance(got, torch.Tensor):
+        x, target = given
+        of_rows = F.cross_entropy(x.double(), target, reduction="none")
+        return torch.allclose(got.double(), of_rows, rtol=1e-5)
     loss, dx = got
     if loss.dim():
         got = loss.mean().to(yard.dtypes[0]), dx / len(dx)
@@ -485,7 +491,7 @@ def cross_entropy_steps():
         given = CROSS_ENTROPY.make(generator(0), torch.bfloat16, M=4096, N=N)
         frame = bench.staircase(
             {k: partial(f, *given) for k, f in EACH.items()},
-            partial(right, yardstick(CROSS_ENTROPY, given)),
+            partial(right, yardstick(CROSS_ENTROPY, given), given),
             repeat=15,
         )
         parts.append(frame.assign(at=f"4096 x {N}"))
@@ -514,6 +520,9 @@ table(
             "lines of code": pd.Series(
                 {
                     "an operation a line": lines_of(cross_entropy_eager),
+                    "step one, the loss alone": lines_of(
+                        loss_of_row, step_one
+                    ),
                     "step two, 4 warps": lines_of(both_of_row, step_two),
                     "step two, 16 warps": lines_of(both_of_row, step_two),
                     "the library": lines_behind(cross_entropy_eager),
