@@ -40,12 +40,14 @@ Read before: 002.
 # the products, the other the weights.
 
 # sphinx_gallery_tags = ["matrix product", "Gemm", "persistent kernel"]
+from math import nan
 
 import fusebook  # before triton: it decides whether kernels are interpreted
-from fusebook import bench, machine, plots, tables
+from fusebook import bench, machine, plots, tables, timing
 from fusebook.cards.concat_gemm import CONCAT_GEMM, _in_views
 from fusebook.check import yardstick
 from fusebook.inputs import generator, rough
+from fusebook.kernels._operator import gpu
 from fusebook.kernels._products import (
     _cheapest,
     _filled,
@@ -84,6 +86,7 @@ from fusebook.page import (
     table,
     target,
 )
+from fusebook.tune.products import attempt
 
 import matplotlib.pyplot as plt
 import pandas as pd
@@ -826,8 +829,23 @@ downloads(half, "concat_gemm")
 # What each step was worth
 # ~~~~~~~~~~~~~~~~~~~~~~~~
 #
-# Step one as it was shown and in larger tiles, and the library's kernel, which
-# is steps two to four.
+# Step one as it was shown and in larger tiles; the library's kernel with a
+# program for each tile, which is step two, and as a persistent kernel, step
+# three; and as the library launches it, early, step four, by its tuned plan.
+# *Cold* is one call alone; *warm* is a call among many, each of which has one
+# ahead.
+
+
+# site: fold
+def by_plan(*given, **changed):
+    """The library's kernel by its plan with other constants."""
+    x, *weights = given
+    columns = sum(w.shape[1] for w in weights)
+    plan = _gemm_plan(
+        "concat_gemm", (len(x), columns), "half", "row", True, gpu(x.device)
+    )
+    changed = {"flat": False, "bulk": 0, "late": False} | changed
+    return attempt("concat_gemm", "half", given, plan._replace(**changed))
 
 
 # site: fold
@@ -841,16 +859,20 @@ def gemm_steps():
         def step(function, given=given, **tiles):
             return lambda: function(*given, **tiles)
 
+        steps = {
+            "eager": step(concat_gemm_eager),
+            "step one, 64 x 64": step(step_one),
+            "step one, 128 x 128": step(step_one, BM=128, BN=128, warps=8),
+            "step one, 128 x 256": step(step_one, BM=128, BN=256, warps=8),
+            "step two, descriptors": step(by_plan, waves=0),
+            "step three, persistent": step(by_plan, waves=1, flat=True),
+            "the library": step(ours),
+        }
         frame = bench.staircase(
-            {
-                "eager": step(concat_gemm_eager),
-                "step one, 64 x 64": step(step_one),
-                "step one, 128 x 128": step(step_one, BM=128, BN=128, warps=8),
-                "step one, 128 x 256": step(step_one, BM=128, BN=256, warps=8),
-                "the library": step(ours),
-            },
-            lambda got, yard=yard: yard.judge(got).ok,
+            steps, lambda got, yard=yard: yard.judge(got).ok
         )
+        warm = timing.warm(steps)
+        frame["warm us"] = [1e6 * warm[name].q50 for name in frame["step"]]
         parts.append(frame.assign(n=n))
     return pd.concat(parts, ignore_index=True)
 
@@ -858,6 +880,9 @@ def gemm_steps():
 stairs = measured("gemm_steps", gemm_steps, by_device=True)
 stair_us = stairs.pivot_table("us", "step", "n", sort=False)
 stair_us.columns = [f"n = {n}, us" for n in stair_us.columns]
+if "warm us" in stairs:
+    for n, frame in stairs.set_index("step").groupby("n"):
+        stair_us[f"n = {n}, warm"] = frame["warm us"]
 registers = stairs[stairs["n"] == 4096].set_index("step")["registers"]
 stair_us["registers a thread"] = registers
 stair_us["lines of code"] = pd.Series(
@@ -866,6 +891,8 @@ stair_us["lines of code"] = pd.Series(
         "step one, 64 x 64": lines_of(side_by_side, step_one),
         "step one, 128 x 128": lines_of(side_by_side, step_one),
         "step one, 128 x 256": lines_of(side_by_side, step_one),
+        "step two, descriptors": lines_of(_concat_gemm_tiles),
+        "step three, persistent": lines_of(_concat_gemm_tiles),
         "the library": lines_behind(concat_gemm_eager),
     }
 )
@@ -887,7 +914,10 @@ claims(
     say(
         "At n = 4096 step one takes {first:.2f} times eager's time in tiles "
         "of 64 x 64, {second:.2f} times in tiles of 128 x 256, and the "
-        "library's kernel {last:.2f} times.",
+        "library's kernel {last:.2f} times; with descriptors and a program a "
+        "tile that takes {two:.2f} times, persistent {three:.2f} times.",
+        two=large_us.get("step two, descriptors", nan) / large_us["eager"],
+        three=large_us.get("step three, persistent", nan) / large_us["eager"],
         first=large_us["step one, 64 x 64"] / large_us["eager"],
         second=large_us["step one, 128 x 256"] / large_us["eager"],
         last=large_us["the library"] / large_us["eager"],
