@@ -478,20 +478,21 @@ ten("rms_norm", "add_rms_norm", "layer_norm", "cross_entropy")
 # ~~~~~~~~~~~~~~~~~~
 #
 # *Why.* Transposed rows (*across*) of more than 1024 numbers, and of more than
-# half a million in all, are copied first, x and its gradient alike: four
-# passes more. A single row is one launch, whose loop is made for many rows.
+# half a million in all, were copied first, x and its gradient alike: four
+# passes more. They are no longer, and their times are those of earlier code. A
+# single row is one launch, whose loop is made for many rows.
 #
 # *Tried.* A loop that has one tile under way, for a single row: it is shorter,
 # but its threads hold other numbers of the row, and the bits of a row must not
 # depend on how many there are. Two to eight warps for narrow rows: faster at
-# the two problems where they were tried. Larger tensors read where they lie:
-# slower than the copy.
+# the two problems where they were tried.
 #
 # *Mended.* Each program leaves a partial row of the weight's gradient. These
 # are added up 512 at a time, by a kernel that starts while they are made; of
 # few rows one program writes the sum itself. In half types a thread has 16
 # numbers of a row, since 32 did not fit into its registers. Wide rows of
-# RMSNorm are shared by a cluster.
+# RMSNorm are shared by a cluster. Transposed rows are read where they lie, by
+# tiles of some rows side by side: short ones once, wide ones twice.
 
 common("rms_norm_backward", "layer_norm_backward")
 
@@ -503,17 +504,21 @@ ten("rms_norm_backward", "layer_norm_backward")
 # ~~~~~~~~~~~~~~~~~~~~~
 #
 # *Why.* PyTorch's products are slow where rows of hidden states or of the head
-# begin within a vector of 16 bytes. Small problems are about ten launches: the
-# logits, which were not kept, are computed again for the gradient.
+# begin within a vector of 16 bytes, and small problems are about ten launches.
+# In float16 the logits were computed twice, for the loss and for the gradient.
 #
-# *Tried.* Copies of hidden states, of the head, or of both, to where they are
+# *Tried.* Copies of hidden states or of the head alone to where they are
 # aligned: slower at most problems.
 #
 # *Mended.* A number of classes that is no multiple of eight, as 50257, leaves
 # a few beside whole vectors. These are multiplied apart. In float16 the
 # gradients of logits are raised by a power of two until they are multiplied:
 # of 256000 classes they were no normal numbers, and the head's gradient was
-# wrong. A problem of a tuning seed had shown it.
+# wrong. A problem of a tuning seed had shown it. After the problems below were
+# timed, two things more: in float16 logits that take no more memory than what
+# they are made from are kept for the gradient, and half types whose rows are
+# no whole vectors are copied into rows that are, both factors and both
+# results, where the products are large enough to pay for that.
 
 common("linear_cross_entropy")
 
@@ -525,9 +530,11 @@ ten("linear_cross_entropy")
 # ~~~~~~~~~~~~~~~
 #
 # *Why.* Lists of few numbers are one launch, which first reads from a table
-# where its tensors lie. A compiled step has the addresses as arguments. Why a
-# list of 348 numbers takes several times as long as others of its size is not
-# known.
+# where its tensors lie. A compiled step has the addresses as arguments. Two
+# lists were timed while something that is not known disturbed the GPU: that of
+# 348 numbers, and that of 240 tensors, where PyTorch's own fused step took
+# several times its time, too. Timed again by themselves, in a trial, ours took
+# less time than any way has in the record.
 #
 # *Tried.* Chunks of 256 to 1024 numbers, with one to four blocks of each. Of
 # three million numbers and more all are within a few percent.
