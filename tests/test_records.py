@@ -139,6 +139,14 @@ def test_rows_of_some_variants_may_be_stale_and_those_of_a_variant_that_is_gone_
     assert why == "toy (wrong) is no variant of its card any more"
 
 
+def test_a_page_is_not_told_that_ways_which_it_leaves_out_are_stale(frame, tmp_path):
+    record.write(frame, tmp_path)
+    rows = record.read(toy(), "test-gpu", tmp_path)
+    assert record.select(rows, toy(), "64").attrs["origin"].stale
+    chosen = record.select(rows, toy(), "64", variants=["honest"])
+    assert chosen.attrs["origin"].stale == () and set(chosen["variant"]) == {"honest"}
+
+
 def test_what_was_absent_is_not_recorded(frame, tmp_path):
     frame.loc[frame["variant"] == "wrong", "status"] = "absent"
     record.write(frame, tmp_path)

@@ -210,20 +210,22 @@ def _machine_beside(file: pathlib.Path) -> machines.Machine:
         raise RecordError(str(error)) from error
 
 
-def select(frame: pd.DataFrame, op: Op, config: str, dtype: str = "float32") -> pd.DataFrame:
+def select(
+    frame: pd.DataFrame, op: Op, config: str, dtype: str = "float32", variants: Sequence[str] | None = None
+) -> pd.DataFrame:
     """The rows of a record that are asked for, in the order asked, with the name of their config.
 
     Parameters
     ----------
     frame : pandas.DataFrame
         Of `read`.
-    config, dtype : str
-        Comma lists, as `fusebook.bench.run` takes them.
+    config, dtype, variants
+        As `fusebook.bench.run` takes them: comma lists, and fewer ways than the record has.
 
     Returns
     -------
     pandas.DataFrame
-        As of `fusebook.bench.run`, with the column ``stale``.
+        As of `fusebook.bench.run`, with the column ``stale``; ``attrs["origin"]`` tells what is stale of these rows.
 
     Raises
     ------
@@ -242,6 +244,7 @@ def select(frame: pd.DataFrame, op: Op, config: str, dtype: str = "float32") -> 
         parts.append(part)
     found = pd.concat(parts, ignore_index=True)
     found = found[["op", "config", "variant", "dtype", *dims, *bench.COLUMNS, "stale"]]
+    found = found if variants is None else tables.where(found, variant=list(variants))
     found.attrs["origin"] = dataclasses.replace(frame.attrs["origin"], stale=_summed(found))
     return found
 

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import pandas as pd
 import torch
 
-from fusebook import bench, check, compare, digests, explore, inputs, machine, record, tables
+from fusebook import bench, check, compare, digests, explore, inputs, machine, record
 from fusebook.bench import Origin
 from fusebook.cards import OPS
 from fusebook.op import Dims, Op
@@ -244,8 +244,7 @@ def results(
     """
 
     def recorded(place: Path) -> pd.DataFrame:
-        frame = record.select(_noted(record.read(op, place.name, place.parent)), op, config, dtype)
-        return frame if variants is None else tables.where(frame, variant=list(variants))
+        return record.select(_noted(record.read(op, place.name, place.parent)), op, config, dtype, variants)
 
     if _place.live():
         folder = os.environ.get("FUSEBOOK_RECORD")
