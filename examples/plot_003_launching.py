@@ -225,7 +225,7 @@ def traps(device):
     for i in range(50):  # freed at once, and handed out again
         y = torch.full((64, 33), i / 50, device=device)
         reused.append(same(y))
-    rows.append(("memory that was freed and had again", all(reused)))
+    rows.append(("memory that was freed and handed out again", all(reused)))
     leaf = x.clone().requires_grad_()
     Differentiable.apply(leaf).sum().backward()
     rows.append(("a gradient", same(x, leaf.grad)))
@@ -417,8 +417,8 @@ claims(
         graph=each["CUDA graph of 100"],
     ),
     claim(
-        "The cache of this page takes less than three quarters of the host's "
-        "time of a launch by brackets.",
+        "A call by this page's plan cache takes less than three quarters of "
+        "the host's time of `kernel[grid](...)`.",
         plan < 0.75 * brackets,
     ),
     claim(
@@ -430,16 +430,17 @@ claims(
     ),
     *compiled,
     claim(
-        "torch.library.custom_op adds more than twice as much to the brackets "
-        "as Library.impl: {custom:.1f} and {plain:.1f} us.",
+        "Registered by torch.library.custom_op, `kernel[grid](...)` takes "
+        "{custom:.1f} us more, by Library.impl {plain:.1f}: the former adds "
+        "more than twice as much.",
         each["custom_op"] - brackets > 2 * (each["Library.impl"] - brackets),
         custom=each["custom_op"] - brackets,
         plain=each["Library.impl"] - brackets,
     ),
     claim(
         "A call of the library that records a gradient takes less of the "
-        "host's time than brackets that record none: {ours:.1f} and "
-        "{brackets:.1f} us.",
+        "host's time than `kernel[grid](...)`, which records none: "
+        "{ours:.1f} and {brackets:.1f} us.",
         each["fusebook.exp, gradient recorded"] < brackets,
         ours=each["fusebook.exp, gradient recorded"],
         brackets=brackets,
@@ -466,9 +467,9 @@ ax
 # Where the rest goes
 # -------------------
 #
-# What is left of a planned call is measured part by part, each alone in a
-# loop. The loop itself and the calls of Python functions are in all of them,
-# so that parts add up to more than the whole.
+# A planned call is measured part by part, each part alone in a loop. The loop
+# and the call of a Python function are in all of them, and what joins the
+# parts is in none: they need not add up to the whole.
 
 
 def parts_of_a_call():
@@ -656,17 +657,17 @@ claims(
 #
 # - A small call is the host's time first. Look at the *host* clock before
 #   tuning a kernel for small sizes.
-# - A launch by brackets finds out what the last one has found out. What it
-#   depends on can be seen without the device: use that as the key.
-# - The key is the contract. What a launcher looks at belongs into it: shapes,
-#   strides, dtypes, devices, alignment, plain arguments, and global modes such
-#   as determinism. What changes from call to call is asked for at each: the
-#   stream, the addresses, the memory.
+# - ``kernel[grid](...)`` finds out at every call what the call before it found
+#   out. What that depends on can be seen without the device: use it as a key.
+# - The key holds all that a launcher looks at: shapes, strides, dtypes,
+#   devices, alignment, plain arguments, and global modes such as determinism.
+#   What may change from call to call is asked for at each: the stream, the
+#   addresses, the memory.
 # - Fall back to the slow path while PyTorch traces or transforms, for
 #   subclasses of tensors, and while a hook of Triton's is installed.
-# - A compiled program compares each object of Python that it was traced
-#   through, before every call. What an operator lets the compiler trace is
-#   what its caller pays for: let that be one call.
+# - Before every call a compiled program compares each Python object that it
+#   was traced through. So each object that an operator lets the compiler see
+#   costs its caller time: let it see one call.
 # - A CUDA graph leaves the host nothing to do, and fixes shapes and addresses.
 #
 # Exercises
@@ -675,8 +676,8 @@ claims(
 # 1. A key that forgets
 # ~~~~~~~~~~~~~~~~~~~~~
 #
-# This cache keeps plans under shape and dtype. It is right until a tensor lies
-# in memory in another way. Mend the key.
+# The key of this cache is shape and dtype. It is right until a tensor has
+# other strides. Mend the key.
 
 
 def forgetful(first, second):
@@ -706,8 +707,8 @@ exercise(
 # 2. Two operands
 # ~~~~~~~~~~~~~~~
 #
-# Make a planned sum of two tensors of one shape. Either may begin where 16
-# divides its address or not: how many plans are there for one shape?
+# Make a planned sum of two tensors of one shape. Either address may be a
+# multiple of 16 or not: how many plans are there for one shape?
 
 
 def planned_sum(x, y):

@@ -474,8 +474,9 @@ if "torch.compile of the triton_op" in us:
     )
 claims(
     say(
-        "The function costs {function:.0f} us a call, of which torch's own "
-        "operator takes {torch:.0f}: the rest is Triton's launch by brackets.",
+        "The function costs {function:.0f} us a call, torch's own operator "
+        "{torch:.0f}. Page 003 measures what a launch by `kernel[grid](...)` "
+        "spends its time on.",
         function=us["the function"],
         torch=us["torch's silu"],
     ),
@@ -516,8 +517,8 @@ claims(
     claim(
         "A plain call of the library's operator, which bypasses PyTorch's "
         "dispatcher where nothing is traced or recorded, costs the host less "
-        "than the bare function that launches by brackets: {ours:.0f} and "
-        "{function:.0f} us.",
+        "than the bare function, which launches by `kernel[grid](...)`: "
+        "{ours:.0f} and {function:.0f} us.",
         us["fusebook.silu"] < us["the function"],
         ours=us["fusebook.silu"],
         function=us["the function"],
@@ -527,9 +528,9 @@ claims(
 
 # %%
 # How can that be? ``fusebook.silu`` is registered, as these operators are, for
-# whoever traces and transforms. A plain call does not go that way: it looks
-# whether anybody watches, and launches at once, by the plan of page 003. Its
-# gradient is recorded by an ``autograd.Function`` where one is needed.
+# tracing and for transforms. A plain call does not use the registration: it
+# checks that nothing traces or transforms, and launches by a plan (page 003).
+# Its gradient is recorded by an ``autograd.Function`` where one is needed.
 
 provenance(paid)
 
@@ -540,12 +541,12 @@ downloads(paid, "operator_costs")
 # Lessons
 # -------
 #
-# - A launch is not an operator. What is missing is refused, but for the
-#   gradient: nobody says so.
+# - A launch is not an operator. PyTorch refuses what is missing, except for a
+#   gradient: that is lost without a word.
 # - Register a name and a fake, and programs can be traced, compiled and
 #   exported. Register the gradient as an operator too, and those of
 #   training as well.
-# - Run ``opcheck`` on what is strided and on what requires a gradient, too.
+# - Run ``opcheck`` on strided tensors and on those that require a gradient.
 # - ``triton_op`` is ``custom_op`` for kernels of Triton's that a compiler may
 #   look into: it plans their memory, and needs no fake.
 # - ``custom_op`` guards every call. Where calls are small, ``Library`` with
