@@ -288,8 +288,8 @@ def softmax_some_rows(x, elements=2**15):
 # several equal chunks, a tuple of tiles that ``tl.static_range`` unrolls at
 # compile time. Only the last chunk is padded, and threads reduce once a row,
 # not once a chunk. Masked lanes move no bytes, so this need not be faster:
-# width, dtype and warps are timed below. The hardware has a power of two and
-# no exponential, so the logarithm of e is multiplied in here.
+# width, dtype and warps are timed below. The hardware has an instruction for
+# powers of two and none for those of e: exponents are multiplied by log2(e).
 
 
 @triton.jit
@@ -327,9 +327,9 @@ def softmax_in_chunks(x, block=1024):
 
 # %%
 # Triton's tutorial of today has a fourth way: a :term:`persistent kernel`. It
-# launches as many programs as run at the same time. Each goes over every so
-# many rows, and loads the next one while it works on this one
-# (``num_stages``). Written as the kernels of this page:
+# launches as many programs as run at the same time. Each takes row after row,
+# as many apart as there are programs, and loads the next one while it works on
+# this one (``num_stages``). Written as the kernels of this page:
 
 
 # site: fold
@@ -411,9 +411,9 @@ Folded("The kernel of the library", Source(_softmax_rows, doc=False))
 # it. So a tile here has one more axis, with an entry for each block. Each
 # block reduces its own part, and a few lines of assembly tell all of them what
 # each found. Half types of 40961 to 53248 columns have clusters, and so have
-# most gradients of 24577 to 131072. The number of rows may not choose: a row's
-# bits must not depend on how many come with it. What quack gains there stands
-# below, under *Where it does not win*.
+# most gradients of 24577 to 131072. The number of rows has no part in this: a
+# row's bits must not depend on how many come with it. The widths at which
+# quack is faster stand under *Where it does not win*.
 
 Folded("What is launched for which shape", Source(softmax_plan, doc=False))
 
@@ -427,6 +427,9 @@ Folded("What is launched for which shape", Source(softmax_plan, doc=False))
 # :term:`occupancy`, which is how many warps a multiprocessor holds of those
 # that it could. Below are 3168 rows of 12672 numbers. What a kernel writes
 # last stays in the :term:`L2 cache`, so less is written to memory than stored.
+# Sectors are the mean of a kernel's loads: 16 where a thread takes 16 bytes, 4
+# where it takes 4, and 1 where all threads take one number, as two kernels of
+# the chain do with the row's maximum or sum, beside its numbers.
 
 COUNTED = 3168, 12672
 
@@ -662,7 +665,8 @@ claims(
 # *Warm* is the device's time of a call among many in a :term:`CUDA graph`;
 # *host* is the time that Python takes to queue a call; *call* is how long
 # Python waits for one. The last two shapes have fewer rows than the GPU has
-# :term:`multiprocessors <multiprocessor>`.
+# :term:`multiprocessors <multiprocessor>`. The :doc:`launch floor </method>`
+# is what a kernel takes that moves one element a program.
 
 small = asked.results(
     config="4096x256,4096x1024,64x8192,16x131072", dtype="float32"
@@ -711,7 +715,7 @@ claims(
 # The kernels of this page as they were shown, cold, as a share of a copy.
 # (A thread has at most 255 :term:`registers <register>`; what does not fit is
 # spilled to memory.) The chain stands there twice: as PyTorch runs it, and as
-# TorchScript does, which fuses what lies between two reductions.
+# TorchScript does, which may fuse what lies between two reductions.
 
 
 # site: fold
@@ -823,13 +827,16 @@ claims(
     ),
     claim(
         "At that width in float32 more warps gain what chunks gain, within 3 "
-        "%.",
+        "%, though by the counters above they keep {many:.0f} % of a "
+        "multiprocessor's warps, and chunks {few:.0f} %.",
         abs(
             wide_row["step one, the tutorial's warps"] / wide_row["step three"]
             - 1
         )
         <= 0.03,
         fatal=False,
+        many=held.get("step one, the tutorial's warps"),
+        few=held.get("step three"),
     ),
     claim(
         "At that width in bfloat16 chunks are worth more than warps: chunks "
@@ -841,11 +848,11 @@ claims(
         rule=wide_half["step one, the tutorial's warps"],
     ),
     claim(
-        "From 781 columns on several rows a program, step two, gain nothing "
-        "over step one's better choice of warps; with 256 columns they take "
-        "{float32:.2f} times its time in float32 and {bfloat16:.2f} times in "
-        "bfloat16.",
-        gained.drop(narrow.index) <= 1.02,
+        "With 781 columns step two, four rows a program, gains nothing over "
+        "step one's better choice of warps; with 256, sixteen rows, it takes "
+        "{float32:.2f} times step one's time in float32 and {bfloat16:.2f} "
+        "times in bfloat16. (From 4096 columns on a program has one row.)",
+        gained.filter(like="x781,") <= 1.02,
         fatal=False,
         of=gained,
         float32=1 / narrow.get("262144x256, float32", np.nan),
@@ -857,7 +864,8 @@ claims(
         fatal=False,
     ),
     say(
-        "The persistent kernel reaches {least:.0%} to {most:.0%} of a copy.",
+        "The tutorial of today, the persistent kernel, reaches {least:.0%} to "
+        "{most:.0%} of a copy.",
         least=reached.loc["the tutorial of today"].min(),
         most=reached.loc["the tutorial of today"].max(),
     ),
@@ -868,8 +876,9 @@ claims(
 # ----------------------
 #
 # Over the sweep, for each way: its share of the roof and of a copy, its error
-# as a part of the limit, whether two runs give the same bits, the memory that
-# it takes beyond its input, and the seconds of the first call, which compiles.
+# as a part of the limit, whether two runs give the same bits, and a row alone
+# the same as among others (*rows alone*), the memory that it takes beyond its
+# input, and the seconds of the first call, which compiles.
 
 table(tables.shares(one), "Each way over the sweep, cold", fold=True)
 
@@ -973,8 +982,8 @@ ours = tables.where(wide, variant="fusebook", status="ok")
 claims(
     target(
         "Rows of 4 to 64 KiB that are bound by memory run at 97 % of the "
-        "speed of a copy or more. For more than 8192 columns that are no "
-        "power of two 93 % are enough; the other rows are in the tables.",
+        "speed of a copy or more, and at 93 % where their number of columns "
+        "is above 8192 and no power of two; the other rows are in the tables.",
         pd.concat(
             [
                 tables.share(rows[~ragged], "fusebook") >= 0.97,
@@ -1037,7 +1046,7 @@ claims(
 # tutorials/02-fused-softmax.html>`__ has another kernel and most of the old
 # sentences. These are the statements in their order, with today's numbers.
 # Only those that can be tested as they stand have a verdict. TorchScript, the
-# unfused rival, is deprecated (:term:`JIT`): it is among the steps above, and
+# rival of then, is deprecated (:term:`JIT`): it is among the steps above, and
 # `torch.compile` takes its place elsewhere.
 
 
@@ -1072,7 +1081,7 @@ claims(
     holds(
         '"Use more threads per row by increasing the number of warps": with '
         "the tutorial's warps step one is faster than with four by more than "
-        "2 % wherever the two differ, so not up to 781 columns.",
+        "2 % at 4096 and 12672 columns. (Narrower rows get four.)",
         reached.loc["step one, the tutorial's warps"].filter(regex="4096|12")
         > 1.02 * reached.loc["step one, 4 warps"].filter(regex="4096|12"),
         of=reached.columns,
@@ -1187,8 +1196,8 @@ claims(
     claim(
         "Rows of more than 128 KiB, bound by memory, reach {least:.0%} of the "
         "roof or more: a kernel that reads them twice cannot exceed two "
-        "thirds. (Narrower rows have one program each; a few wide rows are a "
-        "launch, see the four clocks.)",
+        "thirds. (Narrower rows have one program each; for few wide rows see "
+        "the four clocks.)",
         shared > 2 / 3,
         fatal=False,
         of=tables.share(everything, "fusebook", of="roof"),
