@@ -357,8 +357,8 @@ claims(
     ),
     say(
         "The manual saved about half by it in 2012. Here each result goes "
-        "back at {rate:.1f} GB/s, into pageable memory; NVML gives the link "
-        "{link} GB/s.",
+        "back at {rate:.1f} GB/s, into memory that is not pinned; by NVML the "
+        "link could carry {link} GB/s.",
         rate=4 * n / 1e3 / (us["GPU, copied back"] - us["GPU, left there"]),
         link=answer["PCIe GB/s, each way"],
     ),
@@ -370,8 +370,8 @@ claims(
         other=us["PyTorch, CPU"] / us["GPU, copied back"],
     ),
     claim(
-        "The GPU works for less than a quarter of the time that one call "
-        "takes: for {share:.0%} of it.",
+        "Where results are left on the GPU, it works for less than a quarter "
+        "of the time that a call takes: for {share:.0%} of it.",
         busy["GPU, left there", "kernel"] < us["GPU, left there"] / 4,
         share=busy["GPU, left there", "kernel"] / us["GPU, left there"],
     ),
@@ -1138,8 +1138,8 @@ claims(
 # ``assert_no_cpu_op`` stopped a program that had left the GPU unasked, and
 # ``tag.target`` kept an input on the CPU. In PyTorch operands stay where they
 # are. It raises an error where they are on two devices, unless one of them is
-# a single number without an axis. It does wait silently, and there is a mode
-# in which it raises an error for that, too.
+# a zero-dimensional tensor of the CPU. It waits silently where the host asks
+# for a value, as ``item()`` does; a mode makes that an error, too.
 
 accidents = [
     "a tensor of the GPU plus one of the CPU",
@@ -1158,8 +1158,8 @@ def meets_another_device(shape):
 
 claims(
     claim(
-        "A number of the CPU without an axis may be added to a tensor of "
-        "another device, and three numbers may not.",
+        "A zero-dimensional tensor of the CPU may be added to a tensor of "
+        "another device, and one of three numbers may not.",
         meets_another_device(()) and not meets_another_device(3),
     ),
 )
@@ -1169,8 +1169,8 @@ claims(
 # ----------
 #
 # A call on the GPU returns when it has been queued. Two things follow, today
-# as in 2012: a clock that does not wait shows a speed-up that is none, and an
-# error is raised later than it occurs.
+# as in 2012: a clock that does not wait shows too short a time, and an error
+# is raised later than it occurs.
 
 
 def clock():
@@ -1741,8 +1741,8 @@ line(
     "Profile: is time used sensibly?",
     "torch.profiler",
     wall > 1.1 * wall_pinned,
-    "it showed {share:.0%} of a program in transfers; with these mended it is "
-    "{gain:.1f} times as fast",
+    "it showed {share:.0%} of the GPU's time in transfers; with batches "
+    "pinned the program is {gain:.1f} times as fast",
     share=carried,
     gain=wall / wall_pinned,
 )

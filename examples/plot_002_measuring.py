@@ -15,8 +15,8 @@ still holds the last result. Each of these makes some plausible measurement
 wrong. This page makes these mistakes on purpose, in five groups, with the
 right measurement beside each.
 
-What the other pages mean by *cold*, *warm*, *host*, *call* and *roof* is what
-is right here; the definitions stand in :doc:`/method`.
+The right measurements are those that the other pages call *cold*, *warm*,
+*host*, *call* and *roof*; the definitions stand in :doc:`/method`.
 
 With a CUDA GPU everything is measured as the page runs. Without one, it is
 replayed from the record of a GPU that is named at the end.
@@ -126,8 +126,7 @@ claims(
     ),
     claim(
         "At 4 GiB a clock that does not wait shows {share:.1%} of the time, "
-        "less than a twentieth. (The smaller the copy, the less there is to "
-        "miss.)",
+        "less than a twentieth. (Of a smaller copy it misses less.)",
         last["not waiting us"] < last["cold us"] / 20,
         share=last["not waiting us"] / last["cold us"],
     ),
@@ -205,11 +204,11 @@ claims(
         of=cache,
     ),
     say(
-        "Even after a flush, what is written last stays in the cache, as much "
-        "as fits: up to a quarter of {edge:.0f} MB, and up to {part:.0%} of a "
-        "gigabyte. So below {edge:.0f} MB, four times the "
-        "cache, these pages claim no bandwidth; above it, a time may pass the "
-        "roof by as much as one cache full of writes takes.",
+        "Even after a flush the cache keeps what a kernel writes last: up to "
+        "a quarter of the bytes of a copy of {edge:.0f} MB, and up to "
+        "{part:.0%} of one of a gigabyte. So below {edge:.0f} MB, four times "
+        "the cache, these pages claim no bandwidth; above it, a time may pass "
+        "the roof by as much as one cache full of writes takes.",
         edge=4 * on.l2 / 1e6,
         part=on.l2 / 1e9,
     ),
@@ -217,7 +216,7 @@ claims(
         say(
             "The largest copy runs at {looped:.0f} GB/s in the loop and at "
             "{flushed:.0f} after a flush. No cache explains that, and we have "
-            "not found what does: the copy in a graph may be another one.",
+            "not found what does. (The graph may copy by another kernel.)",
             looped=row["looped GB/s"],
             flushed=row["flushed GB/s"],
         )
@@ -387,9 +386,8 @@ claims(
 # A function of the CPU that returns a large fresh array pays for its memory
 # pages: the system hands out each one, filled with zeros, when it is first
 # touched. PyTorch keeps the memory of the GPU and hands it out again. This
-# makes the GPU look faster than it is, and a
-# copy to the host look limited by the bus. Give both sides a result to write
-# to, or say that the result is fresh.
+# makes the GPU look faster than it is, and a copy to the host look limited by
+# the bus. Give both sides a result to write to, or say that it is fresh.
 
 
 # site: open
@@ -435,8 +433,8 @@ claims(
     ),
     claim(
         "For PyTorch on the CPU, which works with all cores, a fresh result "
-        "costs more than the work. NumPy, which works with one, is left out: "
-        "there it makes exp {numpy:.1f} times as long. The GPU is next.",
+        "costs more than the work. (NumPy, which works with one, is not among "
+        "these: there a fresh result makes exp {numpy:.1f} times as long.)",
         paying[paying.index.str.endswith("CPU")] > 2,
         of=paying,
         numpy=paying["exp in NumPy"],
@@ -710,8 +708,8 @@ most = second["MiB read and written"] * 2**20
 charged = (second["do_bench us"] - second["fusebook us"]) * 1e-6 * on.copy
 claims(
     claim(
-        "At 4 GiB both harnesses agree within 3 %; smaller work is in the "
-        "claim on the extra time.",
+        "At 4 GiB both harnesses agree within 3 %; the next claim has smaller "
+        "work.",
         (apart["ratio"].xs(4096, level=1) - 1).abs() <= 0.03,
         of=apart,
     ),
