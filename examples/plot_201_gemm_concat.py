@@ -363,20 +363,19 @@ Folded(
 # of tiles. From 65 to 512 rows of x a formula says how long each of a few
 # sizes would take instead, by its rounds above all. What is a round? At n =
 # 3072 the output has 3072 x 6144 numbers, which are 24 x 24 = 576 tiles of 128
-# x 256. A multiprocessor takes one at a time, so there are rounds, and the
-# last one is hardly filled: :term:`wave quantization`. PyTorch has tiles of
-# many sizes and may have fuller rounds.
+# x 256. Each multiprocessor takes one at a time, so all together take them in
+# rounds, and few may be left for the last one: :term:`wave quantization`.
+# PyTorch has tiles of many sizes and may have fuller rounds.
 #
 # So each class also keeps the ratio of PyTorch's time, in views, to ours, for
 # a product whose rounds are full. For another product the launcher corrects
 # that ratio by how full its rounds are, and takes the views where they should
-# be faster. That is the row *chosen* in the tables below.
+# be faster. That is the column *fusebook (chosen)* in the tables below.
 #
 # In float32, where tiles are few, a formula says how long each way would take:
 # each size of tiles, with the sums over K in one part or in several and the
 # copies that it needs, and PyTorch's products. Its constants are the times of
-# a launch and of a step along K, fitted to problems that were drawn to tune
-# by.
+# a launch and of a step along K, fitted to random problems for tuning.
 
 draw.waves(
     "n = 3072 in tiles of 128 x 256, one for each multiprocessor at a time",
@@ -394,8 +393,9 @@ Folded(
 # %%
 # What does the order of tiles save? The counters of the GPU, as on
 # :doc:`plot_101_elementwise`, say what came from memory, here at n = 8192,
-# where no operand fits into the :term:`L2 cache`. What a tensor descriptor
-# fetches is no load of a thread's, and is not among the sectors a load.
+# where no operand fits into the :term:`L2 cache`. Step one takes tiles row by
+# row, and comes back to a tile of a weight when the cache has lost it. The
+# sectors a load leave out what tensor descriptors fetch.
 
 
 # site: fold
@@ -414,15 +414,19 @@ def to_count():
 
 seen = counters("gemm_counters", to_count)
 traffic = by_step(seen, 3 * 2 * 8192**2, "in operands")
-table(traffic, "n = 8192, in bytes of the three operands", fold=False)
+table(
+    traffic,
+    "n = 8192: one is the bytes of x and of both weights together",
+    fold=False,
+)
 
 # %%
 reads = traffic["read, in operands"]
 claims(
     claim(
-        "Step one reads its operands {rows:.1f} times from memory in tiles of "
-        "128 x 256; in groups of rows of such tiles the library's kernel "
-        "reads them fewer times, {ours:.1f}.",
+        "Step one in tiles of 128 x 256, row by row, reads its operands "
+        "{rows:.3g} times from memory; the library's kernel, which takes such "
+        "tiles in groups of rows, reads them fewer times, {ours:.3g}.",
         reads.filter(items=["the library"]).lt(
             reads.get("step one, 128 x 256")
         ),
@@ -590,11 +594,11 @@ claims(
 )
 
 # %%
-# TF32 is less exact. Our kernel's float32 is three products in TF32: of the
-# first eleven bits of both numbers, and of the first bits of each with what
-# they leave of the other. It is held to float32's limit. At the ends of the
-# range it has less: numbers within a 4096th of the largest count as
-# infinite, and those below 1e-34 lose digits.
+# TF32 is less exact. In float32 our kernel splits each number into its first
+# eleven bits and the rest, and adds three products in TF32: first by first,
+# first by rest, and rest by first. It is held to float32's limit. At the ends
+# of the range it is less exact: numbers within a 4096th of the largest count
+# as infinite, and those below 1e-34 lose digits.
 
 scores = single[single["status"] == "ok"].assign(
     numbers=lambda d: d["math"].map({"tf32": "TF32"}).fillna("float32")
@@ -761,7 +765,7 @@ claims(
 #
 # The library *quack* has matrix products of its own, which can be written into
 # views as PyTorch's can. Beside them stand PyTorch's products and the kernel
-# of this page, which the column *the library* means. Cold:
+# of this page, in the column *the library*. Cold:
 
 
 # site: fold
@@ -903,19 +907,22 @@ least_us = {
 }
 table(
     pd.concat([stair_us, pd.DataFrame({"the roof": least_us}).T]),
-    "Each step in bfloat16, cold",
+    "Each step in bfloat16, in microseconds: cold (us) and warm",
     fold=False,
 )
 
 # %%
-large_us = stair_us["n = 4096, us"]
+small_us, large_us = stair_us["n = 1024, us"], stair_us["n = 4096, us"]
 claims(
     claim("Every step is right.", stairs["right"]),
     say(
-        "At n = 4096 step one takes {first:.2f} times eager's time in tiles "
-        "of 64 x 64, {second:.2f} times in tiles of 128 x 256, and the "
-        "library's kernel {last:.2f} times; with descriptors and a program a "
-        "tile that takes {two:.2f} times, persistent {three:.2f} times.",
+        "At n = 4096, cold, step one takes {first:.2f} times eager's time in "
+        "tiles of 64 x 64 and {second:.2f} times in tiles of 128 x 256, step "
+        "two {two:.2f} times, step three {three:.2f} times, and the library's "
+        "kernel {last:.2f} times. At n = 1024 step three takes {small:.2f} "
+        "times the time of step two.",
+        small=small_us.get("step three, persistent", nan)
+        / small_us.get("step two, descriptors", nan),
         two=large_us.get("step two, descriptors", nan) / large_us["eager"],
         three=large_us.get("step three, persistent", nan) / large_us["eager"],
         first=large_us["step one, 64 x 64"] / large_us["eager"],
@@ -1142,8 +1149,8 @@ claims(
         of=tables.ratio(half, "fusebook", "packed", "warm"),
     ),
     claim(
-        "Concat and launches cost no more than predicted, with 10 % of the "
-        "product allowed for its own spread.",
+        "Beyond the packed product no way costs more than predicted, give or "
+        "take 10 % of that product's time.",
         (counted - allowed.reindex(counted.index)).le(
             0.1 * lines["packed"], axis=0
         ).all(axis=1),
@@ -1151,11 +1158,12 @@ claims(
     ),
     say(
         "At n = 8192 two Gemm and a Concat cost {more:.0f} microseconds "
-        "beyond the packed product, where at most {most:.0f} were predicted: "
-        "{part:.0%} of the product.",
+        "beyond the packed product, where at most {most:.0f} were predicted. "
+        "These differ by {part:.1%} of that product's time.",
         more=counted.loc[8192, "two + cat"],
         most=allowed.loc[8192, "two + cat"],
-        part=counted.loc[8192, "two + cat"] / lines.loc[8192, "packed"],
+        part=abs(counted - allowed).loc[8192, "two + cat"]
+        / lines.loc[8192, "packed"],
     ) if 8192 in counted.index else say("n = 8192 was not asked for."),
 )  # fmt: skip
 
@@ -1183,7 +1191,8 @@ claims(
         "units, as three products in TF32 can, and its times were refused."
     ),
     say(
-        "In TF32 from n = 1024 it takes {few:.1f} to {many:.1f} times theirs.",
+        "In TF32 from n = 1024 our kernel takes {few:.1f} to {many:.1f} times "
+        "the time of PyTorch's views, cold.",
         few=slow_tf32.min(),
         many=slow_tf32.max(),
     ),
@@ -1278,18 +1287,19 @@ table(
 # Tensor cores take TF32 only where the numbers along K lie side by side in
 # memory. Weights stored by rows have to be transposed on the way, in TF32 as
 # in float32. In half precision n = 3000 has as many tiles as n = 3072, but a
-# row of 6000 bytes begins at no multiple of 128, so each piece of a tile lies
-# in two lines of the cache instead of one. At n = 1024 a cold call is short.
-# *Fusebook* and *chosen* are one kernel there, so their difference is how much
-# a time varies.
+# row of 6000 bytes seldom begins at a multiple of 128, so most pieces of a
+# tile lie in two lines of the cache instead of one. At n = 1024 a cold call is
+# short. *Fusebook* and *fusebook (chosen)* are one kernel there, so their
+# difference is how much a time varies.
 
 by_size = tables.times(odd)["fusebook"].groupby("N").first()
 per_product = by_size / pd.Series(by_size.index, by_size.index) ** 3
 short = best.loc[best.index.get_level_values("n") == 1024]
 claims(
     say(
-        "n = 1024, cold: {first} times the packed product for the row "
-        "fusebook, {second} for the row chosen.",
+        "At n = 1024, cold, in each half type, our kernel takes {first} times "
+        "the packed product's time in the column fusebook, and {second} times "
+        "in the column fusebook (chosen).",
         first=" and ".join(
             f"{r:.3f}" for r in short["fusebook"] / short["packed"]
         ),
@@ -1298,8 +1308,8 @@ claims(
         ),
     ),
     claim(
-        "Over the cube of n, n = 3000 takes our kernel {times:.2f} times as "
-        "long as n = 3072, which is more than 1.1 times.",
+        "For the same work our kernel takes {times:.2f} times as long at n = "
+        "3000 as at n = 3072, which is more than 1.1 times.",
         per_product[3000] / per_product[3072] > 1.1,
         fatal=False,
         times=per_product[3000] / per_product[3072],
