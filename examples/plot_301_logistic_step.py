@@ -281,8 +281,8 @@ def step_three(X, y, w, b, lr, l2, steps):
 # %%
 # That is all of training, for data that fits into the registers of one
 # multiprocessor: 256 KB on an H200. The pictures need five times as much. All
-# multiprocessors together have 33 MB of registers: data that stays there is
-# **on the chip** on this page. But then programs have to talk: in each step
+# multiprocessors together have 33 MB of registers. This page calls data that
+# stays there **on the chip**. But then programs have to talk: in each step
 # every program's part of the gradient must reach every program's weights.
 #
 # Step four: a barrier
@@ -441,8 +441,8 @@ Folded("The kernel on the chip", Source(_logistic_fit_rows, doc=False))
 # still be the old word. The result would be slightly wrong once in a while.
 #
 # The :term:`plan` keeps half of the registers for the data. Data that does not
-# fit is fitted by a loop of fused steps, and so is float64: a word of 64 bits
-# has no room for a float64 and a step.
+# fit there is left to a loop of fused steps, and so is float64: a word of 64
+# bits has no room for a float64 and a step.
 
 Folded("What fits on the chip", Source(_logistic_fit_plan, doc=False))
 
@@ -453,7 +453,8 @@ Folded("What fits on the chip", Source(_logistic_fit_plan, doc=False))
 # How often does X come from memory? By the counters of the GPU (see
 # :doc:`plot_101_elementwise`), for one step of 100000 x 784, and for a hundred
 # steps of the pictures in one launch, whose programs talk by messages.
-# Sectors and :term:`occupancy` are of the kernel that reads most.
+# Sectors and :term:`occupancy` are of the kernel that reads most. On the chip
+# it has few warps on purpose: they keep the data in registers.
 
 
 # site: fold
@@ -474,7 +475,7 @@ def to_count():
 OF_X = dict.fromkeys(("eager", "step one", "the library"), 4.0 * 100_000 * 784)
 OF_X["a hundred steps, on the chip"] = 4.0 * 400 * 784
 traffic = by_step(counters("logistic_counters", to_count), OF_X, "X")
-table(traffic, "In bytes of X, by the counters of the GPU", fold=False)
+table(traffic, "One is the bytes of X, as large as it is there", fold=False)
 
 # %%
 reads = traffic["read, X"]
@@ -492,7 +493,8 @@ claims(
         fatal=False,
     ),
     claim(
-        "A hundred steps on the chip read less than two X: {chip:.2f}.",
+        "A hundred steps on the chip read less than twice the bytes of X: "
+        "{chip:.2f} times.",
         reads.filter(items=["a hundred steps, on the chip"]) < 2,
         of=reads,
         fatal=False,
@@ -617,8 +619,9 @@ claims(
 # First one step of the problem of 2012, 400 x 784. *Call* is how long Python
 # waits for it; *cold* and *warm* are the device's time, without and with X in
 # the L2 cache; *host* is what Python needs to queue it; *paid* is the larger
-# of host and cold. Eager's *warm* time is that of eager PyTorch in a
-# :term:`CUDA graph`. (NumPy and PyTorch on the CPU are left out here: for a
+# of host and cold. *Fusebook, checked* also reads whether all targets are 0 or
+# 1, and waits for the answer. Eager's *warm* time is that of eager PyTorch in
+# a :term:`CUDA graph`. (NumPy and PyTorch on the CPU are left out here: for a
 # single step between calls of others they have to wake their threads and fetch
 # the data. In the loop below threads are awake, and the data is in the cache.)
 
@@ -714,8 +717,8 @@ by_way["microseconds a step"] = 100 * by_way["seconds"]
 table(by_way, "Ten thousand steps of 400 x 784", fold=False)
 
 # %%
-# How far the losses of each way are from those of float64, in parts of what
-# the check allows:
+# How far the losses of four of these ways are from those of float64, in parts
+# of what the check allows:
 
 losses = measured("logistic_losses", losses_of_each_way)
 curves = losses.set_index("step")
@@ -934,10 +937,10 @@ claims(
 # Over rows and features
 # ~~~~~~~~~~~~~~~~~~~~~~
 #
-# Fifty steps at a time, and the device's time of one of them. All ways are
-# captured in a CUDA graph, since launches by Python would hide the rest. Up to
-# some thousand rows the data fits on the chip; beyond, `logistic_fit` is a
-# loop of fused steps.
+# Fifty steps are timed at once, and the device's time of one of them is shown.
+# All ways are captured in a CUDA graph, since launches by Python would hide
+# the rest. Up to some thousand rows the data fits on the chip; beyond,
+# `logistic_fit` is a loop of fused steps.
 
 sweep = asked.results(
     LOGISTIC_FIT,
@@ -1008,14 +1011,15 @@ claims(
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 #
 # An eager step and a fused one by Python's clock and by the device's, beside
-# what as many empty launches take on this machine:
+# as many empty launches as a step has operations, on this machine:
 
 eager = tables.where(one, variant="eager").iloc[0]
 ours = tables.where(one, variant="fusebook").iloc[0]
 budget = {
     "Python waits for an eager step": eager["call_us"],
     "the device works on it (in a graph)": eager["warm_us"],
-    "that many empty launches": counted.operations * eager["floor_warm_us"],
+    f"{counted.operations} empty launches": counted.operations
+    * eager["floor_warm_us"],
     "Python waits for a fused step": ours["call_us"],
     "the device works on it": ours["warm_us"],
     "two empty launches": 2 * ours["floor_warm_us"],
@@ -1055,8 +1059,8 @@ provenance(large, sweep)
 # Lessons
 # -------
 #
-# The old text asked three questions, of which the third is the next heading:
-# **Is there an increase in speed from CPU to GPU? Where does it come from?**
+# The old text asked: **Is there an increase in speed from CPU to GPU? Where
+# does it come from?** Its third question is the next heading.
 
 each = by_way["seconds"]
 claims(
