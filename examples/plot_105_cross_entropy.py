@@ -6,14 +6,14 @@
 # fusebook = { path = "..", editable = true }
 # ///
 """
-Cross entropy: a loss that never writes its logits
-==================================================
+Cross entropy: a loss that never holds all its logits
+=====================================================
 
 The loss of a language model reads one logit for each word of its vocabulary
 and each token, and its gradient is as large again. This page finds both in
-one pass, and then does without the logits: it takes hidden states and the
-weight of the head, some rows at a time, and asks what that costs in time and
-what it saves in memory.
+one pass. Then it never holds all logits at once: it computes those of some
+rows at a time, from hidden states and the weight of the head, and asks what
+that costs in time and what it saves in memory.
 
 With a CUDA GPU everything here is measured as the page runs. Without one, the
 kernels run in Triton's interpreter and the times are replayed from the record
@@ -219,8 +219,8 @@ Source(_entropy_parts)
 # the meantime. So the word goes onto the board by a compare-and-swap: if the
 # other's own word is there by then, that one counts.
 #
-# How a row is cut follows from its width alone, so that a row of whole vectors
-# of 16 bytes has the same bits however many rows come with it:
+# How a row is cut follows from its width and dtype, so that a row of whole
+# vectors of 16 bytes has the same bits however many rows come with it:
 
 VOCABULARIES = (32000, 50257, 128256, 151936, 256000)
 plans = {
@@ -246,9 +246,11 @@ table(
 # ~~~~~~~~~~~~~~~~~~~~~~~~
 #
 # Are the logits read once? The counters of the GPU, as on
-# :doc:`plot_101_elementwise`, say what came from memory. 4096 rows of 32000
-# numbers are as many as 1000 rows of 131072, which several programs share.
-# Sectors and occupancy are of the kernel that reads most.
+# :doc:`plot_101_elementwise`, say what came from memory, by all kernels of a
+# way. Of what is written some stays in the :term:`L2 cache`. 4096 rows of
+# 32000 numbers and 1000 rows of 131072, which several programs share, have as
+# many numbers, MN. Sectors and :term:`occupancy` are those of the kernel that
+# reads most. The library launches a short kernel before and one after it.
 
 
 # site: fold
@@ -275,8 +277,8 @@ table(traffic, "Loss and gradient, in bytes of the logits", fold=False)
 reads = traffic["read, MN"]
 claims(
     claim(
-        "The library's kernel reads the logits once, to 2 %, also where "
-        "programs share a row.",
+        "The library reads the logits once, to 2 %, also where programs share "
+        "a row.",
         (reads.filter(like="the library") - 1).abs() < 0.02,
         of=reads,
         fatal=False,
@@ -294,9 +296,9 @@ claims(
 # ------------
 #
 # The reference is the formula in float64. Rows are rough: a third plain, a
-# third with three large values, a third shifted by 100. The library's terms
-# are held to PyTorch's own in float64: smoothing with weights of classes, rows
-# that are ignored, each reduction.
+# third with three large values, a third shifted by 100. What else the library
+# computes is compared with PyTorch in float64: smoothing with weights of
+# classes, rows that are ignored, each reduction.
 
 rng = generator(seed=0)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -415,8 +417,9 @@ claims(
         bool(lost.isnan()) and not zeros.any(),
     ),
     claim(
-        "Of a loss in float16 that is scaled by 65536 every gradient has its "
-        "digits; not scaled, {share:.0%} of them are no normal numbers.",
+        "With a loss in float16 that is scaled by 65536 every gradient keeps "
+        "its digits; without the scale {share:.0%} of the gradients would be "
+        "subnormal or zero.",
         torch.allclose(small.double(), 2.0**16 * wanted, rtol=2**-9, atol=0),
         share=(wanted.abs() < 2**-14).double().mean().item(),
     ),
@@ -461,8 +464,9 @@ downloads(sweep, "cross_entropy")
 #
 # The steps as they were shown, step two with the four warps that Triton takes
 # unless it is told otherwise, and with sixteen, between the chain and the
-# library's kernel. Step one writes no gradient.
-# A row of 32000 numbers is the widest here that one program can hold.
+# library's kernel. Step one writes no gradient. Step two leaves a loss for
+# each row; the library also counts the rows and adds up their losses, in two
+# more launches. A row of 32000 is the widest here that one program can hold.
 
 EACH = {
     "an operation a line": CROSS_ENTROPY.variants["eager"].run,
@@ -548,8 +552,8 @@ claims(
     ),
     *(
         say(
-            "At {at} the library's kernel takes {ratio:.2f} times as long as "
-            "step two with the better of four and sixteen warps.",
+            "At {at} the library takes {ratio:.2f} times as long as step two "
+            "with the better of four and sixteen warps.",
             at=at,
             ratio=us["the library"]
             / us[["step two, 4 warps", "step two, 16 warps"]].min(),
@@ -649,9 +653,11 @@ def in_place():
 
 over = measured("cross_entropy_in_place", in_place).set_index("variant")
 over["MiB beside the logits"] = over["peak_bytes"] / 2**20
+over["us"] = over["cold_us"]
 table(
-    over.drop(columns="peak_bytes"),
-    "8192 x 131072, bfloat16, the gradient over the logits: cold microseconds",
+    over[["us", "MiB beside the logits", "note"]],
+    "8192 x 131072, bfloat16, the gradient over the logits: cold, and Liger, "
+    "which waits for the device, by a call",
     fold=False,
 )
 
@@ -662,8 +668,8 @@ table(
 table(tables.shares(sweep), "Each way, cold")
 
 # %%
-# Without the logits
-# ~~~~~~~~~~~~~~~~~~
+# Some logits at a time
+# ~~~~~~~~~~~~~~~~~~~~~
 #
 # The logits are a product, of hidden states and the weight of the head. Here
 # is what each takes for 8192 tokens, 4096 numbers of a hidden state and 128256
@@ -727,8 +733,8 @@ table(trade, "By rows of a chunk, 8192 x 4096 x 128256, bfloat16", fold=False)
 # %%
 # Memory comes first, since the chunks are there to save it. *Beyond* is the
 # peak of a call beyond its inputs and gradients. *Liger* waits for the device
-# and so has no time on the device alone. The operator's :term:`card` has
-# ``F.linear_cross_entropy`` too, which PyTorch has from 2.13 on.
+# and so has no time on the device alone. ``F.linear_cross_entropy`` has a row
+# only where it was timed with PyTorch 2.13 or later.
 #
 # How wrong may the head's gradient be? The gradient of a class is one sum less
 # another: hidden states times their probabilities, less the hidden states of
@@ -853,8 +859,8 @@ claims(
     ),
     target(
         "Linear cross entropy of 8192 x 4096 x 128256 takes {ours:.2f} GiB "
-        "beyond inputs and gradients; the target was 1.2, and no more than "
-        "the fastest other way. That is {best}, which takes {theirs:.2f}.",
+        "beyond inputs and gradients; the target was at most 1.2, and no more "
+        "than the fastest other way, {best}, which takes {theirs:.2f}.",
         llama.loc["fusebook", "GiB beyond"]
         <= min(1.2, llama.loc[best, "GiB beyond"]),
         headline=True,
@@ -864,9 +870,9 @@ claims(
         of=llama,
     ),
     target(
-        "For that it takes {ratio:.2f} times the time of {best}; the target "
-        "was 1.05. Left out, since they have no time on the device: "
-        "{untimed}.",
+        "Linear cross entropy of that size takes {ratio:.2f} times the time "
+        "of {best}; the target was 1.05. Left out, since they have no time on "
+        "the device or are wrong: {untimed}.",
         llama.loc["fusebook", "ms"] <= 1.05 * llama.loc[best, "ms"],
         ratio=llama.loc["fusebook", "ms"] / llama.loc[best, "ms"],
         best=best,
@@ -910,8 +916,8 @@ table(
 # ~~~~~~~~~~~~~~~~~~~~~
 #
 # The device works while the host queues what comes next. So an eager program
-# of many calls pays the larger of the two times for each, *paid*. Targets are
-# not looked at in any of these times: ``check=True`` waits for the GPU.
+# of many calls pays the larger of the two times for each, *paid*. All of these
+# times are without a check of the classes: ``check=True`` waits for the GPU.
 
 callers = tables.alike(everything)
 by_clock(callers)
