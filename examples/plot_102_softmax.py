@@ -826,8 +826,8 @@ claims(
         chunks=wide_row["step three"],
     ),
     claim(
-        "At that width in float32 more warps gain what chunks gain, within 3 "
-        "%, though by the counters above they keep {many:.0f} % of a "
+        "At 12672 columns in float32 more warps gain what chunks gain, within "
+        "3 %, though by the counters above they keep {many:.0f} % of a "
         "multiprocessor's warps, and chunks {few:.0f} %.",
         abs(
             wide_row["step one, the tutorial's warps"] / wide_row["step three"]
@@ -839,8 +839,8 @@ claims(
         few=held.get("step three"),
     ),
     claim(
-        "At that width in bfloat16 chunks are worth more than warps: chunks "
-        "reach {chunks:.0%} of a copy, more warps {rule:.0%}.",
+        "At 12672 columns in bfloat16 chunks are worth more than warps: "
+        "chunks reach {chunks:.0%} of a copy, more warps {rule:.0%}.",
         wide_half["step three"]
         > 1.05 * wide_half["step one, the tutorial's warps"],
         fatal=False,

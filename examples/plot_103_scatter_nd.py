@@ -524,9 +524,9 @@ claims(
         sectors=theirs["sectors"].max() if len(theirs) else None,
     ),
     claim(
-        "From memory that kernel reads {theirs:.2f} times the bytes of the "
-        "updates, no more than the atomic kernel, to 2 %: bytes from memory "
-        "are not what makes it slow.",
+        "From memory ONNX Runtime's ScatterND reads {theirs:.2f} times the "
+        "bytes of the updates, no more than the atomic kernel, to 2 %: bytes "
+        "from memory are not what makes it slow.",
         fetches <= 1.02 * reads.get("step one, atomic"),
         fatal=False,
         theirs=fetches.max() if len(theirs) else None,
@@ -665,13 +665,13 @@ claims(
         not most(index_of_the_thread, n=128, D=256),
     ),
     claim(
-        "That kernel is right with the 20 updates of its own example, which "
-        "fill no block.",
+        "The source's kernel is right with the 20 updates of its own example, "
+        "which fill no block.",
         most(index_of_the_thread, n=20, D=256),
     ),
     claim(
-        "With 128 updates of one row the mistake does not show: all indices "
-        "are equal.",
+        "The source's kernel is right with 128 updates that all go to one "
+        "row: there the mistake does not show.",
         most(index_of_the_thread, law="equal", n=128, D=256),
     ),
     claim(
@@ -932,8 +932,9 @@ claims(
         times=at(single, variant="fusebook", **LLAMA).iloc[0],
     ),
     target(
-        "The sorted kernel, which gives the same bits in every run, takes "
-        "{times:.2f} times the roof there; the target was 1.25.",
+        "On that table the sorted kernel, which gives the same bits in every "
+        "run, takes {times:.2f} times the roof in float32; the target was "
+        "1.25.",
         at(single, variant="fusebook sorted", **LLAMA) <= 1.25,
         times=at(single, variant="fusebook sorted", **LLAMA).iloc[0],
     ),
@@ -1187,12 +1188,13 @@ def over_the_graph(name):
 
 claims(
     claim(
-        "All of these are right, once the mistake is mended.",
+        "All of these ways are right, once the source's mistake is mended.",
         source["right"][~as_published],
         of=source,
     ),
     claim(
-        "As it was published the kernel is wrong at all of these sizes.",
+        "As it was published the source's kernel is wrong at all of these "
+        "sizes.",
         ~source["right"][as_published],
         of=source,
     ),
