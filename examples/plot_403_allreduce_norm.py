@@ -522,6 +522,7 @@ claims(
         "{low:.2f} to {high:.2f} times as long as the best of the others.",
         over < 1,
         fatal=False,
+        headline=True,
         low=over.min(),
         high=over.max(),
     )

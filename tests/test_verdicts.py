@@ -358,6 +358,9 @@ def test_the_front_page_says_when_and_what_is_stale_or_left_out(monkeypatch, df)
     assert f"Of {len(stale) + len(df)} results 3 are of code that was changed after they were measured" in said
     assert "pages name them: softmax (3)." in said and "check=False" not in said
     assert f"another way is faster than ours at {len(faster)} of 68 sizes" in said
+    assert "torch.compile was not measured" not in said
+    found["softmax"] = stale[stale["variant"] != "torch.compile"]
+    assert "Compared with torch only, as torch.compile was not measured: softmax." in front.left_out()
     losing = types.SimpleNamespace(op=types.SimpleNamespace(name="kmeans_assign"))
     monkeypatch.setattr(front, "verdicts", lambda: [losing, told()])
     assert front.unchecked() == ["kmeans_assign"]

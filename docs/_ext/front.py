@@ -140,6 +140,15 @@ def unchecked():
     return [name for name in names if "check" in inspect.signature(getattr(fusebook, name, len)).parameters]
 
 
+def compiled(name):
+    """Whether torch.compile was timed beside an operator of ours, at any size."""
+    from fusebook.cards import OPS
+    from fusebook.page.verdicts import compared
+
+    ways = compared(OPS[name], found()[name], ("torch.compile",))
+    return bool((ways["group"].eq("torch.compile") & ways["status"].eq("ok")).any())
+
+
 def word(verdict):
     """Whether to write it, and the library that is faster where one is."""
     return verdict.word + (f"; {verdict.library} is faster" if verdict.library else "")
@@ -179,6 +188,9 @@ def left_out():
             "first, and wait for the GPU to do so: :doc:`page 003 <auto_examples/plot_003_launching>` has what that "
             "costs."
         )
+    alone = [name for name in found() if name in told and not compiled(name)]
+    if alone:
+        sentences.append(f"Compared with torch only, as torch.compile was not measured: {', '.join(alone)}.")
     if missing:
         sentences.append(f"Not in the table, since a page compares whole graphs of them: {', '.join(missing)}.")
     if any(stale.values()):
