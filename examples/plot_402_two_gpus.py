@@ -632,9 +632,10 @@ claims(
     ),
     say(
         "Two jobs on two GPUs, called by one process, take {ratio:.2f} times "
-        "as long as one job on one GPU. The small jobs, of 100,000 points, "
-        "take {small:.2f} times as long on two GPUs as both on one.",
+        "as long as one job on one GPU. Two small jobs, of {points:,} points "
+        "each, take {small:.2f} times as long on two GPUs as on one.",
         ratio=large["two jobs, two GPUs"] / large["one job"],
+        points=took.index[0],
         small=took["two jobs, two GPUs"].iloc[0]
         / took["two jobs, one GPU"].iloc[0],
     ),
