@@ -210,9 +210,9 @@ table(pd.DataFrame(y.cpu().numpy()), "y", fold=False)
 # hundred lines that knows no operator. The system's C compiler compiles it
 # when it is first needed. It needs no header: ONNX Runtime's interface is a
 # table of functions whose places never change. When a node runs, ONNX Runtime
-# hands over pointers with shapes and types, which become tensors over *the
-# same memory*: nothing is copied. On a GPU its stream is PyTorch's current
-# stream while the launcher runs.
+# calls the launcher, a *callback*. It hands over pointers with shapes and
+# types, which become tensors over *the same memory*: nothing is copied. On a
+# GPU its stream is PyTorch's current stream while the launcher runs.
 #
 # Step three: what goes wrong
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -242,12 +242,12 @@ claims(
 )
 
 # %%
-# Step four: the library's own kernels
-# ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+# Step four: Fusebook's own kernels
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 #
-# The library's own kernels can be nodes, too. Their launchers allocate what
-# they return, so each has a second form that takes its output. Here is
-# Softmax, with an attribute:
+# Fusebook's own kernels can be nodes, too. Their launchers allocate what they
+# return, so each has a second form that takes its output. Here is Softmax,
+# with an attribute:
 
 Source(softmax_into)
 
@@ -257,9 +257,9 @@ Source(softmax_into)
 #
 # A program that serves a model may have no Python at all. ``python -m
 # fusebook.ort build --arch 80,90,100`` compiles the kernels to machine code,
-# which needs no GPU, and packs them into one library with a plan in C. It
-# finds CUDA's driver when its first node runs, takes the code for the GPU that
-# is there, and says so if it has none.
+# which needs no GPU, and packs them into one file with a plan in C: *the
+# library* on the rest of this page. It finds CUDA's driver when its first node
+# runs, takes the code for the GPU that is there, and says so if it has none.
 #
 # The price is that the choices are made beforehand. Triton compiles a kernel
 # anew for another tile or for rows that begin at odd addresses; a library has
@@ -282,8 +282,7 @@ table(listed, "What is compiled for float32, for each architecture")
 # Step six: from a model
 # ~~~~~~~~~~~~~~~~~~~~~~
 #
-# Nobody writes graphs by hand. A torch module that calls ``fusebook.softmax``
-# is exported with
+# A torch module that calls ``fusebook.softmax`` is exported with
 #
 # .. code-block:: python
 #
@@ -580,7 +579,7 @@ table(
 # The :term:`roof` is about memory only, and a run has more to do. So the time
 # of an Identity is subtracted before a run is compared with the roof of its
 # traffic: the smallest that we measured, so that we never subtract too much.
-# With little work the launch is left.
+# The launch of the node remains in it, which shows where updates are few.
 
 of_identity = replayed[replayed["run"] == "Identity"]["call_us"]
 identity = min(least.loc["Identity", "call_us"], of_identity.min())
@@ -610,11 +609,11 @@ plots.dots(tables.where(everything, dtype="float32", variant=ways), of="roof")
 # Lessons
 # -------
 #
-# What fusion gives and what leaving gives
-# ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+# What fusion gives, and what leaving ONNX Runtime's scatter gives
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 #
-# ScatterNDOfShape fuses only the zero fill; Equal and Where stay as they were.
-# What changes is whose scatter kernel runs. From there to
+# From ScatterND to ScatterNDOfShape another scatter kernel runs, which also
+# writes the zeros; Equal and Where stay as they were. From there to
 # MaskedScatterNDOfShape is fusion of the mask. The times are those of the GPU.
 # (:doc:`plot_103_scatter_nd` goes from ONNX Runtime to PyTorch's chain, and
 # from there to our kernel.)
@@ -664,9 +663,9 @@ small_chain = tables.where(
 )["call_us"].iloc[0]
 claims(
     claim(
-        "Replacing ONNX Runtime's ScatterND makes the graph {least:.0f} to "
-        "{most:.0f} times as fast on the GPU, fusing the mask another "
-        "{few:.1f} to {many:.1f} times.",
+        "Replacing ONNX Runtime's ScatterND and its zeros makes the graph "
+        "{least:.0f} to {most:.0f} times as fast on the GPU, and fusing the "
+        "mask another {few:.1f} to {many:.1f} times: less at every size.",
         apart["leaving ONNX Runtime's ScatterND"] > apart["fusing the mask"],
         headline=True,
         least=apart["leaving ONNX Runtime's ScatterND"].min(),
@@ -723,14 +722,15 @@ claims(
         times=replayed_near_roof.max(),
     ),
     target(
-        "A launch by the library takes {more:.1f} us more of the host's time "
-        "than an Identity; the target was 10.",
+        "To launch Softmax by the library changes the host's time by "
+        "{more:+.1f} us from that of an Identity; the target was at most +10.",
         over_identity("Softmax, ahead of time") <= 10,
         more=over_identity("Softmax, ahead of time"),
     ),
     target(
-        "A callback that launches Softmax takes {more:.1f} us more of the "
-        "host's time than one that does nothing; the target was 12.",
+        "To launch Softmax changes the host's time of a callback by "
+        "{more:+.1f} us from one that does nothing; the target was at most "
+        "+12.",
         softmax - nothing <= 12,
         more=softmax - nothing,
     ),
@@ -769,8 +769,8 @@ fewer = tables.ratio(some, BUILT, MASKED)
 claims(
     claim(
         "With 8192 updates or more the callback's kernels are faster than the "
-        "library's by the device's clock: with 4096 or fewer the library "
-        "takes {least:.2f} to {most:.2f} times their time.",
+        "library's by the device's clock; with 4096 or fewer the library's "
+        "take {least:.2f} to {most:.2f} times their time.",
         tables.ratio(many, MASKED, BUILT) < 1,
         of=tables.ratio(everything, MASKED, BUILT),
         least=fewer.min(),
