@@ -936,7 +936,8 @@ claims(
 # table's ways are timed in turn, so they can be compared within it. Between
 # tables the clock of the GPU may have moved: large products draw as much power
 # as it may, and how far its clock falls depends on what ran before. Compare
-# two ways of one table, and never two tables.
+# two ways of one column, and never two tables. (Warm, large products follow
+# each other without a pause, and may take longer than cold.)
 
 same = pd.DataFrame(
     {
@@ -1095,10 +1096,10 @@ draw(cold)
 # What became of the targets
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~
 #
-# They were set before the kernel was written, and were met or missed; the
-# claims among them are conclusions of now. *Chosen* is what the launcher
-# takes, which may be PyTorch's views. It cannot choose the packed product,
-# since nobody has packed the weights.
+# Targets were set before the kernel was written, and were met or missed; the
+# claims beside them were drawn from the results. What the launcher chooses may
+# be PyTorch's views. It cannot choose the packed product, since nobody has
+# packed the weights.
 
 PEERS = [*WAYS, *ORT]
 best = by_n(tables.times(half))
