@@ -620,10 +620,11 @@ claims(
 # waits for it; *cold* and *warm* are the device's time, without and with X in
 # the L2 cache; *host* is what Python needs to queue it; *paid* is the larger
 # of host and cold. *Fusebook, checked* also reads whether all targets are 0 or
-# 1, and waits for the answer. Eager's *warm* time is that of eager PyTorch in
-# a :term:`CUDA graph`. (NumPy and PyTorch on the CPU are left out here: for a
-# single step between calls of others they have to wake their threads and fetch
-# the data. In the loop below threads are awake, and the data is in the cache.)
+# 1, and waits for the answer. *Reduce-overhead* also copies its results out of
+# its graph. Eager's *warm* time is that of eager PyTorch in a :term:`CUDA
+# graph`. (NumPy and PyTorch on the CPU are left out: between calls of others
+# they first wake their threads and fetch the data; in the loop below they are
+# alone.)
 
 one = asked.results()
 one = one[~one["variant"].isin(["NumPy", "torch on the CPU"])]
