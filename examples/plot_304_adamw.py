@@ -678,12 +678,13 @@ claims(
 # thousand tensors of a million numbers, beside a copy of as many bytes;
 # samples of every tensor are compared with float64. The second table has each
 # step of this page for ten million numbers in a thousand tensors. The next
-# section has a hundred million numbers in a thousand tensors, the largest a
-# thousand times the smallest, and each way to keep sixteen bits. These are
-# compared with ``fused=True`` alone, since the others take long to measure. (A
-# step of a thousand tensors stands in several tables of this
-# page. Each table is a run of its own, and the host is not always equally
-# fast: compare the ways of one table.)
+# section has a hundred million numbers: in a thousand float32 tensors, the
+# largest a thousand times the smallest, and in a hundred bfloat16 ones,
+# *plain*, with *masters*, rounded by *chance*, or with *amsgrad*, which also
+# keeps the largest v. These are compared with ``fused=True`` alone, since the
+# others take long to measure. (A step of a thousand tensors stands in several
+# tables. Each is a run of its own, and the host is not always equally fast:
+# compare the ways of one table.)
 
 
 def billion():
