@@ -533,6 +533,34 @@ def test_logits_of_a_scaled_loss_are_kept_for_one_backward_pass(size, reduction,
         assert torch.equal(first, other) and torch.equal(again, other)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("changed", ["target", "weight"])
+def test_a_gradient_that_is_not_found_yet_notices_what_was_changed(changed, dtype):
+    """Of kept logits the first one, and of either loss the one of a second backward pass."""
+    h, head, target, _ = losses.LINEAR_CROSS_ENTROPY.make(generator(3, DEVICE), dtype, M=7, K=19, N=13)
+    given = {"target": target, "weight": torch.rand(13, device=DEVICE)}
+    linear = fusebook.linear_cross_entropy(h.requires_grad_(), head.requires_grad_(), **given)
+    whole = fusebook.cross_entropy((h @ head.T).detach().float().requires_grad_(), **given)
+    whole.backward(retain_graph=True)
+    if dtype != torch.float16:
+        linear.backward(retain_graph=True)
+    given[changed].zero_()
+    for loss in (linear, whole):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_what_is_wrong_is_refused_where_a_gradient_is_recorded_too(dtype):
+    x, target, weight = drawn(3, 20, dtype)
+    head = torch.ones(20, 20, dtype=dtype, device=DEVICE, requires_grad=True)
+    for loss in (fusebook.cross_entropy, lambda h, *rest: fusebook.linear_cross_entropy(h, head, *rest)):
+        with pytest.raises(ValueError, match="needs no gradient"):
+            loss(x.requires_grad_(), target, weight.requires_grad_())
+    with pytest.raises(ValueError, match=r"head of shape \[C > 0, 20\].*got \[0, 20\]"):
+        fusebook.linear_cross_entropy(x, head[:0], target)
+
+
 def test_logits_are_kept_where_they_are_fewer_than_what_they_are_of():
     assert kept_plan(2214, 1024, 17, 2) and kept_plan(512, 1024, 32000, 2)
     assert not kept_plan(8192, 1024, 32000, 2) and not kept_plan(2**20, 2**13, 2**13, 2)

@@ -839,14 +839,16 @@ def once_only(name: str) -> tuple[Callable[..., Any], Callable[..., None]]:
 class Once(torch.autograd.Function):
     """A loss whose gradients are found with it, and handed out by the first backward pass; another finds them anew.
 
-    ``found()`` returns the loss and the gradients of the tensors, and ``anew(g, *tensors)`` the gradients again, given
-    that of the loss. Or in place of the first gradients what finds them, called as `anew` is, once at most.
+    ``found()`` returns the loss and the gradients of the first tensors, and ``anew(g, *tensors)`` the gradients again,
+    given that of the loss. Or in place of the first gradients what finds them, called as `anew` is, once at most. The
+    tensors are all that a gradient depends on: one that was changed in place meanwhile is refused.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, found: Callable[[], Sequence[Tensor]], anew: Callable[..., Sequence[Tensor]] | None, *tensors: Tensor
-    ) -> Tensor:
+        ctx: Any, found: Callable[[], Sequence[Tensor]], anew: Callable[..., Sequence[Tensor]] | None,
+        *tensors: Tensor | None,
+    ) -> Tensor:  # fmt: skip
         loss, *ctx.gradients = found()
         ctx.anew = anew
         if anew is not None:
@@ -873,4 +875,4 @@ class Once(torch.autograd.Function):
         else:
             for dx in gradients:
                 times(dx.view(-1, dx.shape[-1]) if dx.is_contiguous() else dx, g.reshape(-1) if g.dim() else g)
-        return None, None, *gradients
+        return None, None, *gradients, *[None] * (len(ctx.needs_input_grad) - 2 - len(gradients))

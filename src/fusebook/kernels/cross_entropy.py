@@ -215,6 +215,7 @@ def cross_entropy(
     rest = (reduction, ignore_index, label_smoothing, z_loss, softcap)
     recorded = torch.is_grad_enabled() and isinstance(logits, (Tensor, Parameter)) and logits.requires_grad
     plain = type(logits) in (Tensor, Parameter) and logits.dtype != torch.float16
+    plain = plain and not getattr(weight, "requires_grad", False)  # which is refused where gradients are recorded
     if not recorded or not plain or watched():
         return _loss(logits, target, weight, *rest, check)
     x = logits.detach()
@@ -226,10 +227,10 @@ def cross_entropy(
         torch.autograd.graph.increment_version(logits)  # who has kept them for a gradient is told
         return loss, x
 
-    def anew(g: Tensor, logits: Tensor) -> tuple[Tensor]:
+    def anew(g: Tensor, logits: Tensor, target: Tensor, weight: Tensor | None) -> tuple[Tensor]:
         return (_again(logits, target, weight, rest, g),)
 
-    return Once.apply(found, None if inplace else anew, logits)
+    return Once.apply(found, None if inplace else anew, logits, target, weight)
 
 
 def cross_entropy_with_gradient(

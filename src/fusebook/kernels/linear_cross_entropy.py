@@ -440,7 +440,7 @@ _all = Operator(
 
 def _keeps(rows: int | None, h: Tensor, head: Tensor) -> bool:
     """Whether logits of these are kept for the backward pass."""
-    if rows is not None or not h.numel() or not h.dim() or head.dim() != 2:
+    if rows is not None or any(t.is_nested or not t.dim() or not t.numel() for t in (h, head)):
         return False
     return kept_plan(h.numel() // h.shape[-1], h.shape[-1], len(head), h.element_size())
 
@@ -507,6 +507,7 @@ def linear_cross_entropy(
     given = [t for t in (hidden, head) if isinstance(t, Tensor)]
     recorded = torch.is_grad_enabled() and any(t.requires_grad for t in given)
     plain = len(given) == 2 and all(type(t) in (Tensor, Parameter) for t in given)
+    plain = plain and not getattr(weight, "requires_grad", False)  # which is refused where gradients are recorded
     scaled = any(t.dtype == torch.float16 for t in given)
     if not recorded or not plain or watched() or (not _keeps(rows, *given) if scaled else reduction == "none"):
         return _loss(hidden, head, target, weight, *rest)
@@ -515,12 +516,12 @@ def linear_cross_entropy(
         if not scaled:
             return _all(hidden.detach(), head.detach(), target, weight, *rest, None)
         loss, kept = _kept(hidden.detach(), head.detach(), target, weight, *rest[:6])
-        return loss, lambda g, hidden, head: _over(kept, hidden.detach(), head.detach(), target, weight, *rest[:5], g)
+        return loss, lambda g, hidden, head, *known: _over(kept, hidden.detach(), head.detach(), *known, *rest[:5], g)
 
-    def anew(g: Tensor, hidden: Tensor, head: Tensor) -> tuple[Tensor, ...]:
-        return _all(hidden, head, target, weight, *rest[:5], False, rows, g)[1:]
+    def anew(g: Tensor, *tensors: Any) -> tuple[Tensor, ...]:
+        return _all(*tensors, *rest[:5], False, rows, g)[1:]
 
-    return Once.apply(found, anew, hidden, head)
+    return Once.apply(found, anew, hidden, head, target, weight)
 
 
 def linear_cross_entropy_with_gradients(
