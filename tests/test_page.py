@@ -347,16 +347,16 @@ def test_what_a_kernel_is_worth_is_told_by_each_clock():
     cold, paid, call = map(repr, page.by_clock(df).items)
     assert "faster than every other way by more than 2 % at 2 of 2 sizes, and slower than the best at 0." in cold
     assert (
-        "at 0 of 2 sizes, and slower than the best at 2, even at the largest of the sizes at which the device loses "
-        "nothing." in paid
+        "at 0 of 2 sizes, and slower than the best at 2, even at the largest of those at which it is not slower on the "
+        "device." in paid
     )
     assert call.endswith("at 2 of 2 sizes, and slower than the best at 0.")
     df.loc[df["variant"].eq("fusebook") & df["M"].eq(16), "call_us"] = 1e6
     call = repr(page.by_clock(df).items[2])
-    assert "at 1. From 64x64 float32 on, ordered by size, it loses only where the device loses, too." in call
+    assert "at 1. From 64x64 float32 on, ordered by size, it is slower nowhere." in call
     slow = df["variant"].eq("fusebook") & df["M"].eq(16)
     cold, _, call = map(repr, page.by_clock(df.assign(cold_us=df["cold_us"].mask(slow, 1e6))).items)
-    assert cold.endswith("slower than the best at 1.") and call.endswith("at 1. The device loses there, too.")
+    assert cold.endswith("slower than the best at 1.") and call.endswith("at 1, where it is slower on the device, too.")
     _, paid, call = map(repr, page.by_clock(df.drop(columns="host_us")).items)
     assert paid.endswith("not measured, the results lack a clock that it needs.") and "64x64" in call
 

@@ -261,12 +261,14 @@ def by_clock(df: pd.DataFrame) -> Claims:
         )
         start = tables.pays_from(df, kind) if kind != "cold" else None
         if start == "":
-            text += ", even at the largest of the sizes at which the device loses nothing."
+            text += ", even at the largest of those at which it is not slower on the device."
         elif kind != "cold" and lost[kind] and lost[kind] <= lost["cold"]:
-            text += ". The device loses there, too."
+            text += ", where it is slower on the device, too."
         elif start and row["slower"]:
             start = start.partition(" (")[0]  # without the least time that it needs
-            text += ". From {start} on, ordered by size, it loses only where the device loses, too."
+            text += ". From {start} on, ordered by size, it is slower " + (
+                "only where it is slower on the device, too." if lost["cold"] else "nowhere."
+            )
         else:
             text += "."
         told.append(say(text, by=by, start=start, **row[["faster", "points", "slower"]]))
