@@ -146,7 +146,11 @@ parts = pd.DataFrame(
     }
 ).set_axis(chain["operation"])
 parts.loc["all five"] = parts.sum()
-table(parts, "Traffic of the chain, in multiples of MN and of M elements")
+table(
+    parts,
+    "Traffic of the chain, in multiples of MN and of M elements",
+    fold=True,
+)
 
 # %%
 # The prediction, made before anything is timed: if every kernel of the chain
@@ -789,10 +793,13 @@ shown.loc["the roof"] = {
     )
     for _, row in stairs.drop_duplicates("at").iterrows()
 }
+narrow_names = {"x": " x ", "bfloat16": "bf16", "float32": "f32"}
+for long, short in narrow_names.items():
+    shown.columns = shown.columns.str.replace(long, short)
 table(
     shown.assign(**{"lines of code": by_lines}),
-    "Percent of a copy, cold. The library's lines are those of its modules, "
-    "for all shapes and the gradient",
+    "Percent of a copy, cold; bf16 is bfloat16, f32 float32. The library's "
+    "lines are those of its modules, for all shapes and the gradient",
     fold=False,
 )
 

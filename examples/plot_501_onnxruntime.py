@@ -474,7 +474,7 @@ downloads(sweep, "onnxruntime_nodes")
 
 llama = asked.results(config="32000x4096x2048", dtype="float32,float16")
 table(
-    tables.times(llama, "call", words=True),
+    tables.times(llama, "call", words=True).droplevel("law"),
     "The gradient of an embedding: time of a run, in microseconds",
     fold=False,
 )
