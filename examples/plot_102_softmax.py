@@ -805,7 +805,7 @@ table(
 
 # %%
 taken = stairs.set_index(["at", "step"])[["registers", "spilled", "warps"]]
-table(taken.dropna(), "What a kernel takes of a thread", fold=True)
+table(taken.dropna(), "Registers of a thread, warps of a program", fold=True)
 
 # %%
 gained = (

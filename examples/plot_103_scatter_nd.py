@@ -823,7 +823,7 @@ table(
     tables.times(
         tables.where(contention, variant=[*ways, *forced]), words=True
     ),
-    "Indices that meet: cold time in microseconds",
+    "Indices that repeat: cold time in microseconds",
     fold=True,
 )
 
@@ -963,8 +963,9 @@ claims(
         <= 1.5 * (launched["floor_warm_us"] + launched["roof_us"]),
     ),
     claim(
-        "However indices meet, our kernel is never slower than torch.compile, "
-        "where that is right, by more than 2 %, cold: it takes at most "
+        "However the indices are drawn, our kernel is never slower than "
+        "torch.compile, where that is right, by more than 2 %, cold: it takes "
+        "at most "
         "{most:.2f} times its time.",
         over_compiled <= 1.02,
         of=tables.where(contention, variant="fusebook"),

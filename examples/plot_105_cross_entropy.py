@@ -359,8 +359,8 @@ table(terms / 2**-23, "Off from PyTorch in float64, in eps of float32")
 # %%
 # And hostile rows: a NaN, an infinity, nothing but minus infinity, a masked
 # class as the target, and no row that counts. In float16 gradients of a mean
-# may be less than its least number, so training scales the loss; there the
-# gradient is found in the backward pass, when the scale is known.
+# may be too small for a normal number, so training scales the loss; there the
+# gradient is computed in the backward pass, when the scale is known.
 
 inf, nan = float("inf"), float("nan")
 hostile = rough(rng, (5, 1000), torch.float32)

@@ -158,10 +158,10 @@ def add_rows(shape, indices, updates, out):
 # Step two: an operator
 # ~~~~~~~~~~~~~~~~~~~~~
 #
-# Names and types, and where the shape of the output comes from. ``T`` stands
-# for a type that is the same wherever it is named. The input ``shape`` is
-# wanted on the host, since its *values* say how large the output is, and to
-# fetch them from a GPU would mean to wait for it.
+# An operator has names and types, and says where the shape of its output comes
+# from. ``T`` stands for a type that is the same wherever it is named. The
+# input ``shape`` is wanted on the host, since its *values* say how large the
+# output is, and to fetch them from a GPU would mean to wait for it.
 
 adding = custom_op(
     "AddRows",
