@@ -607,8 +607,12 @@ def test_partial_rows_are_read_behind_the_wait_for_them(tmp_path):
 
 
 @centred
-def test_rows_beyond_the_last_add_nothing_to_weights_without_eps(centred):
-    x, dy, w = made(3, 70), made(3, 70, seed=1), made(70, seed=2)
+@pytest.mark.parametrize("eps", [0.0, 1e-46, -1e-6])
+@pytest.mark.parametrize("across", [False, True])
+def test_rows_beyond_the_last_add_nothing_to_weights_without_eps(centred, eps, across, monkeypatch):
+    monkeypatch.setattr(norms_backward, "_DIRECT", 0)
+    x, dy, w = made(67, 70), made(67, 70, seed=1), made(70, seed=2)
+    x, dy = (t.mT.contiguous().mT if across else t for t in (x, dy))
     backward = fusebook.layer_norm_backward if centred else fusebook.rms_norm_backward
-    for dx, dw in (backward(x, dy, w, eps=0.0), backward(x[:2], dy[:2], w, eps=0.0)):
+    for dx, dw in (backward(x, dy, w, eps=eps), backward(x[:2], dy[:2], w, eps=eps)):
         assert dx.isfinite().all() and dw.isfinite().all()

@@ -23,6 +23,9 @@ from ._norms import loaded
 from ._operator import accumulated, empty, gpu, launch
 from ._rows import layout_of
 
+#: Up to this, the smallest normal number of float32, what is added to a row of zeros may be nothing, or less.
+LEAST_EPS = tl.constexpr(2.0**-126)
+
 # Kernels -------------------------------------------------------------------------------------------------------------
 
 
@@ -166,7 +169,7 @@ def _norm_backward_across(
                     products += its_gs * away
                 square, product = _sums_of_rows(squares, products, TOGETHER)
             factor = 1 / tl.sqrt(square / N + EPS)  # [ROWS, 1]
-            if EPS == 0:  # of rows beyond the last it is infinite
+            if not EPS > LEAST_EPS:  # of rows beyond the last it is infinite, or NaN
                 factor = tl.where(live, factor, 0.0)
             mean_product = product * factor / N
             mean_g = tl.zeros([ROWS, 1], FLOAT)

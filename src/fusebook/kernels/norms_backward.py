@@ -32,7 +32,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ._norms import board_of, check_norm, loaded, parts_of
-from ._norms_across import across_into, places_of, planned
+from ._norms_across import LEAST_EPS, across_into, places_of, planned
 from ._operator import Operator, accumulated, contiguous, empty, gpu, launch, overlapping
 from ._rows import aligned, in_rows, layout_of, leave, rows_in, word_of
 
@@ -653,7 +653,7 @@ def _into(
     options = {**plan.constants, "num_warps": plan.warps, "maxnreg": plan.registers}
     soon: dict[str, bool] = {}  # how the second kernel is launched
     if plan.parts == 1:
-        if eps == 0:  # of rows beyond the last the factor is infinite, and dweight would be NaN: there shall be none
+        if not eps > LEAST_EPS.value:  # rows beyond the last have no finite factor, nor had dweight: there are none
             options["ROWS"] = 1
         # Where programs of many warps fill the multiprocessors, its own crowd where the first ones end.
         room = plan.warps <= 4 or plan.groups * plan.warps <= 8 * processors
