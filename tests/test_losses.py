@@ -561,6 +561,17 @@ def test_what_is_wrong_is_refused_where_a_gradient_is_recorded_too(dtype):
         fusebook.linear_cross_entropy(x, head[:0], target)
 
 
+@pytest.mark.skipif(DEVICE == "cuda", reason="on the CPU pages that nobody touches take no memory")
+def test_rows_may_be_scaled_by_numbers_that_lie_2_to_the_30_apart(monkeypatch):
+    monkeypatch.setattr(module, "FEW", 0)
+    h, head, target, _ = losses.LINEAR_CROSS_ENTROPY.make(generator(3, DEVICE), torch.float16, M=3, K=19, N=13)
+    own, g = (h.requires_grad_(), head.requires_grad_()), torch.empty_strided((3,), (2**30,))
+    loss = fusebook.linear_cross_entropy(*own, target, reduction="none")
+    near = g.copy_(torch.arange(1.0, 4.0)).contiguous()
+    for got, want in zip(*(torch.autograd.grad(loss, own, k, retain_graph=True) for k in (g, near)), strict=True):
+        torch.testing.assert_close(got, want)
+
+
 def test_logits_are_kept_where_they_are_fewer_than_what_they_are_of():
     assert kept_plan(2214, 1024, 17, 2) and kept_plan(512, 1024, 32000, 2)
     assert not kept_plan(8192, 1024, 32000, 2) and not kept_plan(2**20, 2**13, 2**13, 2)

@@ -75,7 +75,7 @@ def _linear_raises(
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """By how much rows are scaled, MOST times as much or a smaller power of two, and what is left to MOST."""
-    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
+    rows = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
     live = rows < M
     _, counts, weight = _class_of(target_ptr, weight_ptr, rows, live, N, IGNORE, tl.float32)
     SUMMED: tl.constexpr = SMOOTHING != 0.0 and weight_ptr is not None
