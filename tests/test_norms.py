@@ -14,6 +14,7 @@ import warm
 from fusebook import inputs
 from fusebook.kernels import _norms, norms_backward
 from fusebook.kernels._norms import norm_plan
+from fusebook.kernels._norms_across import places_of
 from fusebook.kernels._rows import side_by_side
 from fusebook.kernels.norms_backward import norm_backward_plan
 
@@ -413,6 +414,12 @@ def test_gradients_of_many_rows_that_lie_across_are_of_rows_where_they_are(centr
         torch.testing.assert_close(got.double(), want, **near)
     again = backward(x, dy, weight, weight, dtotal if added else None, eps=1e-5)
     assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
+
+
+def test_rows_are_read_across_where_their_neighbours_are_nearer_than_their_numbers():
+    apart, across = made(70, 200)[:, ::2], made(100, 70).mT
+    assert places_of(torch.empty_like(across), apart, apart, None) is None
+    assert places_of(across.contiguous(), across, across, None) is not None
 
 
 @pytest.mark.parametrize("n", [34, 2100])

@@ -295,6 +295,8 @@ def places_of(dx: Tensor, x: Tensor, dy: Tensor, dtotal: Tensor | None) -> Place
     # Tiles end where INNER does, and so many shall be full; they are counted in 32 bits.
     if len(outers) > 1 or inner < 64 or outer * inner >= 2**30:
         return None
+    if any(step >= apart for _, step, apart in strides[1:]):  # along a row they lie nearer
+        return None
     found: list[tuple[int, int, int] | None] = [(along[0], step, apart) for along, step, apart in strides]
     if strides[0][1] != n:  # a tile's rows of dx would lie apart
         return None
