@@ -45,6 +45,20 @@ def _inside(at, first, last, VEC: tl.constexpr):
 
 
 @triton.jit
+def add_both(a, b, c, d):
+    return a + c, b + d
+
+
+@triton.jit
+def sum_both(a, b, axis: tl.constexpr, TOGETHER: tl.constexpr):
+    """Two sums, for which the threads meet once; interpreted, that would take thousands of steps."""
+    if TOGETHER:
+        return tl.reduce((a, b), axis, add_both)
+    else:
+        return tl.sum(a, axis), tl.sum(b, axis)
+
+
+@triton.jit
 def loaded(ptr, columns, inside, OTHER: tl.constexpr, KEEP: tl.constexpr = False):
     """A weight or a bias; OTHER everywhere where there is none."""
     if ptr is None:

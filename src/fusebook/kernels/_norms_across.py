@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._norms import loaded
+from ._norms import loaded, sum_both
 from ._operator import accumulated, empty, gpu, launch
 from ._rows import layout_of
 
@@ -30,17 +30,9 @@ LEAST_EPS = tl.constexpr(2.0**-126)
 
 
 @triton.jit
-def _both(a, b, c, d):
-    return a + c, b + d
-
-
-@triton.jit
 def _sums_of_rows(a, b, TOGETHER: tl.constexpr):
-    """Of two tiles the sums of their rows [ROWS, 1]; interpreted, one after the other."""
-    if TOGETHER:
-        first, second = tl.reduce((a, b), 1, _both)
-    else:
-        first, second = tl.sum(a, 1), tl.sum(b, 1)
+    """Of two tiles the sums of their rows [ROWS, 1]."""
+    first, second = sum_both(a, b, 1, TOGETHER)
     return first[:, None], second[:, None]
 
 
@@ -343,14 +335,13 @@ def across_into(
         options = {} if most is None else {"maxnreg": most}
         launch(
             _norm_backward_across, (groups * parts,), dx, sums, stats, x, dy, dtotal, weight, outer, inner // side,
-            n // align, groups, plan_parts, *strides, STEP=which, num_warps=warps, **options, **chosen, **constants,
+            n // align, groups, plan.parts, *strides, STEP=which, num_warps=warps, **options, **chosen, **constants,
         )  # fmt: skip
 
-    plan_parts = plan.parts
     if plan.first is not None:
         chosen, groups, warps = plan.first
-        words = (4 if given["CENTRED"] else 2) * plan_parts * outer * inner
+        words = (4 if given["CENTRED"] else 2) * plan.parts * outer * inner
         stats = empty((words,), accumulated(x.dtype), x.device)
-        step(1, chosen, groups, plan_parts, warps, None)
+        step(1, chosen, groups, plan.parts, warps, None)
     less = plan.constants["BLOCK"] * plan.constants["CHUNKS"]
     step(0 if plan.first is None else 2, plan.constants, plan.groups, triton.cdiv(n, less), plan.warps, plan.registers)

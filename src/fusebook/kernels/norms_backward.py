@@ -31,7 +31,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._norms import board_of, check_norm, loaded, parts_of
+from ._norms import add_both, board_of, check_norm, loaded, parts_of, sum_both
 from ._norms_across import LEAST_EPS, across_into, places_of, planned
 from ._operator import Operator, accumulated, contiguous, empty, gpu, launch, overlapping
 from ._rows import aligned, in_rows, layout_of, leave, rows_in, word_of
@@ -39,20 +39,6 @@ from ._rows import aligned, in_rows, layout_of, leave, rows_in, word_of
 __all__ = ["layer_norm_backward", "rms_norm_backward"]
 
 # Kernels -------------------------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def _both(a, b, c, d):
-    return a + c, b + d
-
-
-@triton.jit
-def _sum_both(a, b, axis: tl.constexpr, TOGETHER: tl.constexpr):
-    """Two sums, for which the threads meet once; interpreted, that would take thousands of steps."""
-    if TOGETHER:
-        return tl.reduce((a, b), axis, _both)
-    else:
-        return tl.sum(a, axis), tl.sum(b, axis)
 
 
 @triton.jit
@@ -67,10 +53,10 @@ def _sums(x, g, own, count, axis: tl.constexpr, CENTRED: tl.constexpr, TOGETHER:
     total = tl.sum(tl.zeros_like(x), axis)
     gs = total
     if CENTRED:
-        total, gs = _sum_both(x, g, axis, TOGETHER)
+        total, gs = sum_both(x, g, axis, TOGETHER)
         mean = _mean(total, count, share)
         x = tl.where(own, x - (mean if axis == 0 else mean[:, None]), 0.0)
-    squares, products = _sum_both(x * x, g * x, axis, TOGETHER)
+    squares, products = sum_both(x * x, g * x, axis, TOGETHER)
     return squares, products, total, gs
 
 
@@ -214,7 +200,7 @@ def _met(squares, products, totals, gs, FLOAT: tl.constexpr):
     """The sums of the last two; NaN where a word is missing."""
     lacks = (squares == 0) | (products == 0) | (totals == 0) | (gs == 0)
     totals = tl.where(lacks, float("nan"), totals.to(FLOAT, bitcast=True))
-    return tl.reduce((totals, gs.to(FLOAT, bitcast=True)), 0, _both)
+    return tl.reduce((totals, gs.to(FLOAT, bitcast=True)), 0, add_both)
 
 
 @triton.jit
@@ -303,7 +289,7 @@ def _norm_backward_shared(
                     products.to(FLOAT, bitcast=True) + gs.to(FLOAT, bitcast=True) * away,
                 ),
                 0,
-                _both,
+                add_both,
             )
         factor = 1 / tl.sqrt(square / N + EPS)
         away_x = x.to(FLOAT) - mean  # [BLOCK]
