@@ -736,7 +736,7 @@ step = asked.results(
     KMEANS_STEP,
     config="plane,wide",
     dtype="float32",
-    variants=("eager", "fusebook", "fusebook, two calls"),
+    variants=("eager", "torch.compile", "fusebook", "fusebook, two calls"),
 )
 update_us = tables.times(update)
 of_fastest = update_us["fusebook"] / update_us.drop(columns="fusebook").min(

@@ -471,6 +471,27 @@ def test_a_row_that_failed_is_due_and_one_that_was_refused_is_not(status, again,
         assert set(record.read("exp", "test-gpu", tmp_path / "new")["N"]) == {64}
 
 
+@pytest.mark.parametrize("asked", [None, ("eager", "torch.compile")])
+def test_a_way_that_came_after_the_record_is_due_at_every_point_with_the_ways_beside_it(
+    asked, gpu, monkeypatch, tmp_path
+):
+    frame = rows(EXP, "64x64,64x128")
+    (machines.RECORDS / "test-gpu" / "exp.csv").unlink()
+    record.write(frame[frame["variant"] != "torch.compile"], machines.RECORDS)
+
+    def ask():
+        return results(EXP, config="64x64", variants=asked)
+
+    assert noted_as_due(monkeypatch, tmp_path, ask) == ["device"]
+    assert noted_as_due(monkeypatch, tmp_path, lambda: results(EXP, config="64x64", variants=("eager",))) == []
+    monkeypatch.setenv("FUSEBOOK_PART", "due")
+    ask()
+    found = record.read("exp", "test-gpu", tmp_path / "new")
+    assert len(gpu) == 1 and set(found["variant"]) == set(asked or EXP.variants) and set(found["N"]) == {64}
+    record.join([tmp_path / "new"], machines.RECORDS)
+    assert noted_as_due(monkeypatch, tmp_path, ask) == []
+
+
 def spans():
     frame = rows(EXP, "64x64")[["variant", "cold_us"]]
     frame.attrs.clear()

@@ -235,6 +235,7 @@ MULTIPLY = Op(
     cost=_moving(1, 1, 1, others=1),
     variants={
         "eager": Variant(torch.mul, needs=()),
+        "torch.compile": _torch_compile(lambda x, y: x * y),
         "CUDA C": _cuda_c("multiply"),
         "fusebook": Variant(ours.multiply, needs=()),
     },
@@ -250,6 +251,7 @@ DOUBLE = Op(
     cost=_moving(1, 1, 1),
     variants={
         "eager": Variant(lambda x: 2 * x, needs=()),
+        "torch.compile": _torch_compile(lambda x: 2 * x),
         "CUDA C": _cuda_c("double"),
         "fusebook": Variant(ours.double, needs=()),
     },
@@ -336,6 +338,7 @@ EXP = Op(
     cost=_moving(1, 1, 1),
     variants={
         "eager": Variant(torch.exp, needs=()),
+        "torch.compile": _torch_compile(lambda x: x.exp()),
         "CUDA C": _cuda_c("exp"),
         "CUDA C, fast math": _cuda_c("exp", options=("--use_fast_math",)),
         "fusebook": Variant(ours.exp, needs=()),

@@ -114,6 +114,10 @@ def _reference_of_shape(shape: tuple[int, ...], indices: Tensor, updates: Tensor
     return out.index_put_(tuple(indices.unbind(-1)), updates, accumulate=True)
 
 
+def _torch_compile_of_shape(shape: tuple[int, ...], indices: Tensor, updates: Tensor) -> Tensor:
+    return compiled(_reference_of_shape)(shape, indices, updates)
+
+
 def _make_embedding(rng: torch.Generator, dtype: torch.dtype, *, R: int, D: int, n: int, law: str) -> tuple[Any, ...]:
     return _drawn_updates(rng, n, D, dtype), _draw(rng, R, n, law), R
 
@@ -273,6 +277,7 @@ SCATTER_ND_OF_SHAPE = Op(
     cost=_cost,
     variants={
         "eager": Variant(_reference_of_shape, needs=()),
+        "torch.compile": Variant(_torch_compile_of_shape, needs=(), recompiles=True),
         "fusebook": Variant(_fusebook_of_shape(), needs=()),
         "fusebook atomic": Variant(_fusebook_of_shape("atomic"), cost=_cost_atomic, needs=()),
         "fusebook sorted": Variant(_fusebook_of_shape("sorted"), needs=()),

@@ -8,7 +8,7 @@ import dataclasses
 import datetime as dt
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -252,7 +252,7 @@ def results(
         if not {"host", "due"}.isdisjoint(_part()):
             with contextlib.suppress(record.RecordError, record.Missing):  # the device's part of it is recorded
                 frame = recorded(machine.RECORDS / machine.here().slug)
-                _record_again(op, frame, warmup, repeat)
+                _record_again(op, frame, variants or tuple(op.variants), warmup, repeat)
                 return frame
         frame = _run(op, config=asked, dtype=dtype, variants=variants, warmup=warmup, repeat=repeat)
         if folder:
@@ -265,7 +265,8 @@ def results(
     for place in _recorded(op.name):
         try:
             frame = recorded(place)
-            lacks = "device" if _outdated(frame).any() else "host" if _uncalled(frame).any() else None
+            old = _outdated(frame).any() or _new(frame, variants or op.variants)
+            lacks = "device" if old else "host" if _uncalled(frame).any() else None
             _place.due(*filter(None, [lacks]))
             return frame
         except record.Missing as missing:
@@ -273,26 +274,33 @@ def results(
     return _nothing(f"{what} on {machine.slug()}", command)
 
 
-def _record_again(op: Op, frame: pd.DataFrame, warmup: int, repeat: int) -> None:
+def _record_again(op: Op, frame: pd.DataFrame, variants: Sequence[str], warmup: int, repeat: int) -> None:
     """Measure again, when the host is alone, what was recorded beside others and had no caller's clocks to keep.
 
     Where only what is due is recorded, also every point that has a row to be taken anew, and that whole: what is
-    compared is timed in turn, on one machine.
+    compared is timed in turn, on one machine. So is every point where the record lacks one of `variants`.
     """
     dims = [c for c in frame if c not in ("op", "config", "variant", "dtype", "stale", *bench.COLUMNS)]
     at = ["dtype", "config", *dims]
+    new = _new(frame, variants) if "due" in _part() else []
     old = _outdated(frame) & ("due" in _part())
-    lacking = old.groupby([frame[c] for c in at], dropna=False).transform("any")
+    lacking = old.groupby([frame[c] for c in at], dropna=False).transform("any") | bool(new)
     if "device" not in _part():
         lacking |= _uncalled(frame)
     asked: dict[tuple[str, ...], list[tuple[str, Dims]]] = {}  # points by dtype and variants, which are timed together
     for _, rows in frame[lacking].groupby(at, sort=False):
         first = rows.iloc[0]
-        names = dict.fromkeys(name.removesuffix(bench.AS_INSTALLED) for name in rows["variant"])
+        there = [name.removesuffix(bench.AS_INSTALLED) for name in rows["variant"]]
+        names = dict.fromkeys([*there, *new])
         asked.setdefault((first["dtype"], *names), []).append((first["config"], {str(d): first[str(d)] for d in dims}))
     for (dtype, *variants), points in asked.items():
         again = _run(op, config=points, dtype=dtype, variants=variants, warmup=warmup, repeat=repeat)
         record.write(again, Path(os.environ["FUSEBOOK_RECORD"]))
+
+
+def _new(frame: pd.DataFrame, variants: Collection[str]) -> list[str]:
+    """The variants that have no row at all, neither times nor a reason: they came after the record."""
+    return [name for name in variants if name not in set(frame["variant"])]
 
 
 def _outdated(frame: pd.DataFrame) -> pd.Series:
