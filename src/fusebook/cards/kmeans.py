@@ -149,12 +149,6 @@ def _cost_update(itemsize: int, *, n: int, d: int, k: int, labels: str, law: str
     return Cost(read=n * d * itemsize + n * _WORDS[labels].itemsize, write=k * d * itemsize, flop=n * d)
 
 
-def _cost_update_sorted(itemsize: int, *, n: int, d: int, k: int, labels: str, law: str) -> Cost:
-    # Points are written in the order of their labels, and read again; the sort itself is not counted.
-    least = _cost_update(itemsize, n=n, d=d, k=k, labels=labels, law=law)
-    return Cost(read=least.read + n * d * itemsize, write=least.write + n * d * itemsize, flop=least.flop)
-
-
 def _cost_update_product(itemsize: int, *, n: int, d: int, k: int, labels: str, law: str) -> Cost:
     # A matrix of ones and zeros is written, and read by the product and by the sums of its columns.
     least = _cost_update(itemsize, n=n, d=d, k=k, labels=labels, law=law)
@@ -167,12 +161,11 @@ def _compiled_update(points: Tensor, labels: Tensor, k: int) -> Tensor:
 
 
 def _sorted_update(points: Tensor, labels: Tensor, k: int) -> Tensor:
-    """Without atomic additions: points of one label side by side, and a mean of each stretch."""
+    """Without atomic additions: as torch adds up the gradient of an embedding, whose rows it sorts by their labels."""
     wide = points if points.dtype == torch.float64 else points.float()
-    of_rows, order = labels.int().sort()
-    # Where stretches end is asked of the sorted labels: to count them would be atomic again, and wait for the host.
-    ends = torch.searchsorted(of_rows, torch.arange(k + 1, dtype=torch.int32, device=labels.device))
-    return torch.segment_reduce(wide[order], "mean", lengths=ends.diff(), axis=0, unsafe=True).to(points.dtype)
+    of_rows = labels.int()
+    sums = torch.ops.aten.embedding_dense_backward(wide, of_rows, k, -1, False)
+    return (sums / torch.histc(of_rows.float(), k, 0, k)[:, None]).to(points.dtype)
 
 
 def _product_update(points: Tensor, labels: Tensor, k: int) -> Tensor:
@@ -341,7 +334,7 @@ KMEANS_UPDATE = Op(
     variants={
         "eager": Variant(kmeans_update_eager, needs=()),
         "torch.compile": Variant(_compiled_update, needs=(), recompiles=True),
-        "sorted": Variant(_sorted_update, cost=_cost_update_sorted, needs=()),
+        "sorted": Variant(_sorted_update, needs=()),
         "product": Variant(_product_update, cost=_cost_update_product, needs=()),
         "torch.compile, product": Variant(
             _compiled_product_update, cost=_cost_update_product, needs=(), recompiles=True
