@@ -500,10 +500,48 @@ def test_what_is_no_number_in_states_that_are_ignored_stays_out_of_copied_gradie
     assert dh.isfinite().all() and not dh[2].any()
 
 
+@pytest.mark.parametrize("place", [(20, 24, 0, 4), (19, 20, 0, 1), (20, 21, 0, 1), (20, 24, 2, 2), (18, 24, 0, 2)])
+def test_copies_are_made_in_words_that_rows_are_whole_of(place, monkeypatch):
+    """Where a row begins, where it ends, and how far the next one is."""
+    k, stride, first, word = place
+    memory, words = torch.randn(first + 5 * stride, device=DEVICE).half(), []
+    x, out = memory.as_strided((5, k), (stride, 1), first), torch.full((8, 24), math.nan, device=DEVICE).half()
+    launch = module.launch
+    monkeypatch.setattr(module, "launch", lambda *given, **how: words.append(how["WORD"]) or launch(*given, **how))
+    with launching(x):
+        module._whole_into(out, x)
+    assert words == [word] and torch.equal(out, F.pad(x, (0, 24 - k, 0, 3)))
+
+
+@pytest.mark.parametrize("way", ["loss", "gradients", "kept"])
+def test_plans_of_copies_know_how_many_products_and_copies_there_are(way, monkeypatch):
+    """Of a loss, of one with its gradients, and of one whose logits are kept, with those of its backward pass."""
+    h, head, target, _ = losses.LINEAR_CROSS_ENTROPY.make(generator(3, DEVICE), torch.float16, M=7, K=19, N=13)
+    told, copies, products = [], [], []
+    copy, apply, wide = module._whole_into, module.apply, module._wide_product
+
+    def applied(function, *given, **how):
+        products.extend([function] * (function in (torch.mm, torch.addmm, wide, module._add_lowered)))
+        return apply(function, *given, **how)
+
+    monkeypatch.setattr(module, "whole_plan", lambda *_, **how: told.append((how["products"], how["copies"])) or True)
+    monkeypatch.setattr(module, "_whole_into", lambda *both: copies.append(both) or copy(*both))
+    monkeypatch.setattr(module, "apply", applied)
+    with plans_aside():
+        if way == "loss":
+            fusebook.linear_cross_entropy(h, head, target)
+        elif way == "gradients":
+            fusebook.linear_cross_entropy_with_gradients(h, head, target)
+        else:
+            fusebook.linear_cross_entropy(h.requires_grad_(), head.requires_grad_(), target).backward()
+    assert set(told) == {(len(products), len(copies))} and len(told) == (2 if way == "kept" else 1)
+
+
 def test_copies_are_worth_it():
     """Where both sides of the logits are long."""
     options = {"aligned": False, "products": 3, "copies": 4}
     assert whole_plan(4096, 4095, 50257, 2, **options) and not whole_plan(4096, 4095, 50257, 4, **options)
+    assert whole_plan(4096, 4096, 50257, 2, **options)
     assert not whole_plan(4096, 4096, 50257, 2, **options | {"aligned": True})
     assert not whole_plan(10**6, 4095, 2, 2, **options) and not whole_plan(2, 4095, 10**6, 2, **options)
     assert not whole_plan(64, 63, 64, 2, **options)
@@ -575,6 +613,16 @@ def test_rows_may_be_scaled_by_numbers_that_lie_2_to_the_30_apart(monkeypatch):
 def test_logits_are_kept_where_they_are_fewer_than_what_they_are_of():
     assert kept_plan(2214, 1024, 17, 2) and kept_plan(512, 1024, 32000, 2)
     assert not kept_plan(8192, 1024, 32000, 2) and not kept_plan(2**20, 2**13, 2**13, 2)
+    for sizes, rows, kept in (
+        (((2, 3, 19), 13), None, True),
+        (((2, 3, 3), 13), None, False),
+        (((6, 19), 13), 6, False),
+    ):
+        shape, classes = sizes
+        h, head = (torch.ones(s, dtype=torch.float16, device=DEVICE) for s in (shape, (classes, shape[-1])))
+        target = torch.zeros(shape[:-1], dtype=torch.int64, device=DEVICE)
+        loss = fusebook.linear_cross_entropy(h.requires_grad_(), head, target, rows=rows)
+        assert ("Once" in type(loss.grad_fn).__name__) == kept
 
 
 @pytest.mark.parametrize("given", [(torch.bfloat16, 37, 16, 100), (torch.float16, 3, 8, 8201)], ids=str)
