@@ -1112,6 +1112,17 @@ claims(
             columns[2:], ["divisions", "roots", "exponentials"], strict=True
         )
     ),
+    claim(
+        "With `{switch}` the exponentials take {times:.2f} times as long as "
+        "without. `expf` has one instruction more then: a multiply-add that "
+        "also clamps its result becomes a multiply-add and an addition that "
+        "clamps, in the code that NVRTC 13.0 makes for compute capability "
+        "9.0.",
+        faster_by.loc["exponentials", columns[1]] < 1,
+        fatal=False,
+        switch=columns[1],
+        times=1 / faster_by.loc["exponentials", columns[1]],
+    ),
     say(
         "Of these switches {beside} stand beside another one, which the "
         "compiler of this record set by itself.",

@@ -207,11 +207,21 @@ def step_one(x, residual, weight, warps=4):
 # kernel reads such tiles across rows and writes them along rows.
 #
 # Rows of 781 half-precision numbers begin anywhere within 16 bytes. Loaded
-# number by number they would take eight times as many loads. So they are read
-# by whole vectors of 16 bytes (``VEC``). The first and the last also hold
-# numbers of the rows before and behind: these count as zeros, and each row
-# writes only its own.
+# number by number they would take eight times as many loads. So a row is read
+# by whole vectors of 16 bytes, eight numbers (``VEC``). Its first vector may
+# begin with numbers of the row before, its last one end with numbers of the
+# row behind. Those count as zeros. The other vectors are the row's alone and
+# are written whole; of these two only the row's own numbers are written, one
+# by one.
 
+draw.vectors(
+    "The second of several rows of 781 numbers, by vectors of eight",
+    row=1,
+    length=781,
+    vector=8,
+)
+
+# %%
 Source(_norm_rows)
 
 # %%
@@ -223,10 +233,22 @@ Source(_norm_rows)
 # of the same address.
 #
 # All loads ask the L2 cache to keep what they read (``evict_last``), although
-# no row is read again: what was written is to leave the cache sooner, so that
-# memory is written while it is read. torch.compile asks for the same, since it
-# reads a row twice.
-#
+# no row is read again. The hint is meant for what is written: where the cache
+# keeps what was read, it has to let go of what was written, and memory is
+# written while later rows are read. Without the hint more would be left to
+# write when all is read. (No counter of this page shows that.) torch.compile
+# gives the same hint for another reason: it reads a row twice.
+
+draw.lanes(
+    "What the hint is meant to do, not to scale",
+    {
+        "memory": [(0, 8, "is read")],
+        "no hint": [(0, 5, "waits in L2"), (5, 12, "is written")],
+        "evict_last": [(0, 2, "waits"), (2, 9, "is written")],
+    },
+)
+
+# %%
 # The gradient
 # ~~~~~~~~~~~~
 #

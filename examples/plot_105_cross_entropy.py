@@ -738,10 +738,11 @@ table(trade, "By rows of a chunk, 8192 x 4096 x 128256, bfloat16", fold=False)
 #
 # How wrong may the head's gradient be? The gradient of a class is one sum less
 # another: hidden states times their probabilities, less the hidden states of
-# the tokens whose target it is. Of so many classes there are some for which
-# the two sums are nearly equal. Then no half type has digits for their
-# difference, whoever computes it. So the error is scored relative to the sums,
-# and not to their difference.
+# the tokens whose target it is. Where there are a hundred thousand classes,
+# the two sums are nearly equal for some of them. The terms of the sums are
+# rounded to a half type first, and what is left of nearly equal sums may be
+# smaller than these roundings, whoever computes it. So the error is scored
+# relative to the sums, and not to their difference.
 
 heads = asked.results(
     LINEAR_CROSS_ENTROPY,

@@ -36,7 +36,7 @@ Read before: 002, 101.
 # .. math::
 #
 #    \ell_i = \arg\min_j |x_i - c_j|, \qquad
-#    c_j' = \frac{1}{|\{i: \ell_i = j\}|} \sum_{i:\; \ell_i = j} x_i
+#    c_j' = \frac{1}{n_j} \sum_{i:\; \ell_i = j} x_i
 #
 # The first half is the assignment, the second the update; k-means alternates
 # between them until the centres stand still. The assignment in NumPy is one
@@ -1096,10 +1096,12 @@ table(
 # What became of the statements of 2023
 # ---------------------------------------
 #
-# The main ones, judged above, in one table and in the order of the
-# announcement, on the versions of this page and of the record. Where a
-# statement has a number, *yes* means at least that much. The table also has
-# what ran on the recorded GPU, so it counts more than the box at the top.
+# The table has the main ones in the order of the announcement, a row each.
+# *Yes* means that a statement holds with the versions of this page and of the
+# record; where it has a number, that it is at least that much. The box at the
+# top counts other sentences: those that have a verdict of their own above.
+# Some of them are not in the table, and some rows have no verdict above, only
+# a line in one of the tables.
 
 runs = ways.set_index("way")["runs"]
 statements = {

@@ -35,10 +35,11 @@ Read before: 002, 101, 302.
 # .. math::
 #
 #    \ell_i = \arg\min_j |x_i - c_j|, \qquad
-#    c_j' = \frac{1}{|\{i: \ell_i = j\}|} \sum_{i:\; \ell_i = j} x_i
+#    c_j' = \frac{1}{n_j} \sum_{i:\; \ell_i = j} x_i
 #
-# The first half is the assignment, the second the update; k-means alternates
-# between them until the centres stand still.
+# where :math:`n_j` points have the label j. The first half is the assignment,
+# the second the update; k-means alternates between them until the centres
+# stand still.
 
 # sphinx_gallery_tags = ["k-means", "kmeans", "atomics"]
 import functools

@@ -247,13 +247,16 @@ def checked():
 
 
 # %%
-# And how fast? Beside the fused kernel stand three all-reduces with the
-# library's norm in one kernel, NCCL's and two of PyTorch on symmetric memory
-# (one-shot: each GPU reads and adds all parts; two-shot: each adds a share of
-# them, and fetches the rest), and NCCL with PyTorch's own norm. The calls are
-# in CUDA graphs, and the slowest rank counts. The parts of a chain are timed
-# by themselves as well: a copy of the other's part, a flag that goes and
-# comes, each all-reduce.
+# And how fast? A way other than the fused kernel has two names, of its
+# all-reduce and of its norm. The all-reduce is NCCL's or one of two of
+# PyTorch's on symmetric memory: *one-shot*, where each GPU reads and adds all
+# parts, or *two-shot*, where each adds a share of them and fetches the rest.
+# The norm is the library's (*one norm*, in one kernel), PyTorch's (*eager*) or
+# *torch.compile*'s, which is timed at a few sizes. *Fused* is this page's
+# kernel, and *fusebook* what the library chooses. The calls are in CUDA
+# graphs, and the slowest rank counts. The parts of a way are timed by
+# themselves as well: a copy of the other's part, a flag that goes and comes,
+# an all-reduce.
 
 TOKENS = (1, 8, 32, 64, 128, 256, 1024, 4096)
 COLUMNS = (4096, 8192)
@@ -356,29 +359,29 @@ def speeds():
 # None: measure where the page would measure anyway. False: replay.
 here = None if asked.gpus > 1 and enough(speed, asked.gpus) else False
 found = measured("allreduce_norm_checks", rightness, live=here)
-errors = found[found["what"] == "error"].set_index(["tokens", "way"])
+errors = found[found["what"] == "error"].replace({"way": {"group": "NCCL"}})
+score = errors.pivot_table("value", "tokens", "way", sort=False)
 table(
-    errors[["value", "alike"]].rename(
-        columns={
-            "value": "largest error, in roundings of bfloat16 (1/256)",
-            "alike": "all GPUs alike",
-        }
+    score.assign(alike=errors.groupby("tokens")["alike"].all()).rename(
+        columns={"alike": "all GPUs have the same bits"}
     ),
-    "Compared with float64",
+    "The largest error of each way, in roundings of bfloat16 (1/256)",
     fold=False,
 )
 
 # %%
 
-late = found[found["what"] != "error"].set_index(["tokens", "way", "what"])
+late = found[found["what"] != "error"]
 table(
-    late[["value"]].rename(columns={"value": "repeats that were wrong"}),
-    "Wrong repeats, when one rank comes late",
+    late.assign(way=late["way"] + ": " + late["what"]).pivot_table(
+        "value", "tokens", "way", sort=False
+    ),
+    "Repeats that were wrong, where one rank comes late",
     fold=False,
 )
 
 # %%
-wrong = late["value"].droplevel("what")
+wrong = late.set_index(["tokens", "way"])["value"]
 claims(
     claim(
         "Each way is within the limit of this library for bfloat16.",
@@ -387,7 +390,7 @@ claims(
     claim(
         "The fused kernel has the smallest error: it rounds the sum once, the "
         "others once more between the all-reduce and the norm.",
-        errors.pivot_table("value", "tokens", "way").idxmin(axis=1) == "fused",
+        score.idxmin(axis=1) == "fused",
     ),
     claim("All GPUs have the same bits.", errors["alike"]),
     claim(

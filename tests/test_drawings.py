@@ -49,6 +49,17 @@ def test_every_update_reaches_its_row_or_none():
     assert told(drawing).endswith("masked, and nowhere: update 1.")
 
 
+def test_vectors_are_a_rows_own_but_for_the_first_and_the_last():
+    drawing = draw.vectors("Vectors", 1, 781, 8)
+    assert told(drawing) == (
+        "vector 97: 5 of row 0, 3 of row 1; vector 98: 8 of row 1; vectors 99 to 194: row 1 alone; "
+        "vector 195: 2 of row 1, 6 of row 2."
+    )
+    filled = [box.get("fill") != "none" for box in parts(drawing, "rect")]
+    assert filled == [False] * 5 + [True] * 13 + [False] * 6
+    assert told(draw.vectors("", 0, 8, 4)) == "vector 0: 4 of row 0; vector 1: 4 of row 0."
+
+
 def test_lanes_are_told_in_their_order_and_waiting_is_drawn_empty():
     spans = {"one": [(0, 4, "works"), (4, 5, "waits")], "two": [(2, 6, "adds <up>")]}
     drawing = draw.lanes("Lanes", spans, [("one", 4, "two", 5)])
@@ -67,6 +78,7 @@ def test_no_word_leaves_its_drawing():
         draw.lanes("", spans),
         draw.owners("", [0, 1, 2, 0, 0], 3),
         draw.waves("", 999, 132),
+        draw.vectors("", 999, 781, 8),
     )
     for drawing in made:  # a wide sans serif of 12 pixels
         right = float(ElementTree.fromstring(drawing._repr_html_())[0].get("viewBox").split()[2])
