@@ -510,3 +510,29 @@ def test_what_an_operator_does_is_the_same_however_it_is_said(original_ways, tmp
     copy.change(r"self\._caller\(\)", "self._made_quick()")
     copy.change(r"(?m)^90(,half,any,rows 16,.*)$", r"90\1\n80\1")
     assert ways_of(copy) == original_ways
+
+
+def of_two_blocks(blocks):
+    """Launch a kernel whose threads keep a row of so many numbers."""
+    import torch
+
+    from fusebook.kernels.allreduce_norm import _allreduce_norm
+
+    turns = torch.zeros(4, dtype=torch.int32)
+    for block in blocks:
+        x = torch.zeros(4, block, dtype=torch.bfloat16)
+        _allreduce_norm[(4,)](
+            x, x, (x, x), x, x, turns, (turns, turns), 4, block, 1e-6, 4, ME=0, MEET=True, BLOCK=block, num_warps=8
+        )
+
+
+def refused():
+    raise ValueError("nothing to launch")
+
+
+def test_registers_are_counted_without_a_gpu():
+    version, (few, many) = launches.registers(of_two_blocks, [1024, 8192])
+    assert version == triton.__version__
+    assert 16 <= few < many <= 255
+    with pytest.raises(launches.Unknown, match="nothing to launch"):
+        launches.registers(refused)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import inspect
 import json
 import mmap
 import os
@@ -25,6 +26,7 @@ import pkgutil
 import re
 import subprocess
 import sys
+import textwrap
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -44,7 +46,7 @@ from fusebook.op import Dims, Op, Variant
 
 __all__ = [
     "REFUSED", "AbsentGPU", "Trace", "Unknown", "elsewhere", "found", "kernels", "launching", "nowhere", "observed",
-    "of_wrapper",
+    "of_wrapper", "registers",
 ]  # fmt: skip
 
 #: What stands for the launches of a call that was refused.
@@ -531,16 +533,69 @@ def elsewhere(
     Unknown
         Where Triton cannot be used without a GPU here, or not the version that is asked for; it says how to get it.
     """
+    request = {"capability": capability, "sms": multiprocessors, "compile": compile, "triton": triton, "asked": asked}
+    said = _compiling(["-m", "fusebook.launches", cards], json.dumps(request), library)
+    answers = [answer for line in said for answer in json.loads(line).items()]
+    return {name: [tuple(pair) for pair in pairs] for name, pairs in answers}
+
+
+def _compiling(words: Sequence[str], text: str, library: pathlib.Path) -> list[str]:
+    """The lines that Python says, given these words and a text, where Triton compiles."""
     paths = [os.environ.get("FUSEBOOK_TRITON", ""), str(library), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     environment["OMP_NUM_THREADS"] = "1"  # nothing is computed
-    request = {"capability": capability, "sms": multiprocessors, "compile": compile, "triton": triton, "asked": asked}
-    command = [sys.executable, "-W", "ignore", "-m", "fusebook.launches", cards]
-    process = subprocess.run(command, input=json.dumps(request), capture_output=True, text=True, env=environment)
+    command = [sys.executable, "-W", "ignore", *words]
+    process = subprocess.run(command, input=text, capture_output=True, text=True, env=environment)
     if process.returncode:
         raise Unknown((process.stderr.strip().splitlines() or [f"exit code {process.returncode}"])[-1])
-    answers = [answer for line in process.stdout.splitlines() for answer in json.loads(line).items()]
-    return {name: [tuple(pair) for pair in pairs] for name, pairs in answers}
+    return process.stdout.splitlines()
+
+
+_REGISTERS = """
+import json, re, subprocess, sys, tempfile
+import fusebook, torch, triton
+from fusebook import launches
+triton.runtime.driver.set_active(launches.AbsentGPU())
+names = {}
+exec(sys.stdin.read(), names)
+with launches.kernels() as found:
+    names[sys.argv[1]](*json.loads(sys.argv[2]))
+print(triton.__version__)
+for kernel in found:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        said = subprocess.check_output([triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name], text=True)
+    print(re.search(r"REG:(\\d+)", said)[1])
+"""
+
+
+def registers(launch: Callable[..., Any], *given: Any) -> tuple[str, list[int]]:
+    """Registers a thread of what a function launches, as it is compiled here for Hopper, which need not be here.
+
+    Parameters
+    ----------
+    launch : callable
+        Its source stands by itself: it imports what it uses.
+    *given
+        Its arguments, as JSON can hold them.
+
+    Returns
+    -------
+    version : str
+        Of the Triton that compiled.
+    registers : list of int
+        Of each launch, in their order, by the cuobjdump that comes with Triton.
+
+    Raises
+    ------
+    Unknown
+        Where it does not compile; the message is the compiler's.
+    """
+    text = textwrap.dedent(inspect.getsource(launch))
+    words = ["-c", _REGISTERS, launch.__name__, json.dumps(given)]
+    version, *said = _compiling(words, text, pathlib.Path(__file__).parents[1])
+    return version, [int(line) for line in said]
 
 
 def main(argv: Sequence[str]) -> int:
