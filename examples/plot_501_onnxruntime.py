@@ -222,7 +222,7 @@ k = torch.tensor([[3], [-1], [0], [3]], device=device)
 u = torch.arange(8.0, device=device).view(4, 2)
 session = Graph(one_node(adding), ops=[adding])
 y = session({"shape": torch.tensor([5, 2]), "indices": k, "updates": u})["y"]
-table(pd.DataFrame(y.cpu().numpy()), "y", fold=False)
+table(pd.DataFrame(y.cpu().numpy()), "The node's output y", fold=False)
 
 # %%
 # No more is needed. Between ONNX Runtime and Python stands a C file of a few

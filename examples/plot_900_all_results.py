@@ -68,7 +68,8 @@ downloads(everything, "all_results")
 # --------------
 #
 # The microseconds that a caller pays with torch, with torch.compile, with the
-# best library, and with ours. Take: all that is within 2 % of the fastest.
+# best library, and with ours. *Take* names all that is within 2 % of the
+# fastest.
 
 sortable(
     verdicts.winners(found), "Which way for which size, the smallest first"
@@ -93,9 +94,9 @@ table(summary, "Shares of roof and copy by operator and way, cold")
 # Under the roofline
 # ------------------
 #
-# One panel per family. Each point is one size: its arithmetic per byte of the
-# least traffic, and the arithmetic that was done a second, by our kernel and
-# by the best other way.
+# One panel per family. Each point is one size. It stands by its arithmetic per
+# byte of the least traffic, and as high as the arithmetic that was done in a
+# second, by our kernel and by the best other way.
 
 on = next(iter(found.values())).attrs["origin"].machine
 families = {
@@ -129,8 +130,8 @@ claims(
         stale=int(everything["stale"].ne("").sum()),
     ),
     claim(
-        "None of our {n} recorded results is wrong. (Those that were found "
-        "wrong at problems that nobody chose stand on page 901.)",
+        "None of our {n} recorded results is wrong. (Page 901 says it of "
+        "problems that nobody chose.)",
         ours["status"].ne("wrong"),
         of=everything,
         headline=True,
@@ -223,9 +224,10 @@ table(
 # beforehand*: the faster way is given what took work outside the clock,
 # weights packed into one matrix or a captured graph. A caller who can do that
 # should; the target below leaves these ways out. *A kernel that is not chosen
-# there*: ours that loses runs only when the launcher is told to, and the one
-# that it chooses does not lose. *The host after a wait*: neither the device's
-# time nor the host's in a loop explains half of what is lost.
+# there*: the way of ours that loses runs only when the launcher is told to,
+# and the way that it takes by itself does not lose. *The host after a wait*:
+# neither the device's time nor the host's in a loop explains half of what is
+# lost.
 
 
 prepared = {
@@ -254,10 +256,10 @@ unprepared = sum(
 why = called["why"].value_counts()
 claims(
     say(
-        "By one call another way is faster at {lost} sizes. It is so at "
-        "{prepared} by what was prepared beforehand, at {device} on the "
-        "device, at {host} by the host, at {wait} by the host after a wait, "
-        "and at {other} by a kernel of ours that is not chosen there.",
+        "By one call another way is faster at {lost} sizes. The cause is "
+        "at {prepared} of them what was prepared beforehand, at {device} the "
+        "device, at {host} the host, at {wait} the host after a wait, and at "
+        "{other} a kernel of ours that is not chosen there.",
         lost=len(called),
         prepared=why.get("prepared beforehand", 0),
         device=why.get("the device", 0),

@@ -173,7 +173,12 @@ def beside(clock):
     return whole
 
 
-table(beside("cold"), "Our time over the best of the others, cold", fold=False)
+table(
+    beside("cold"),
+    "Our time over the best of the others, cold, and at which share of the "
+    "problems it is at most 1.02 times theirs",
+    fold=False,
+)
 
 # %%
 told = (
@@ -251,11 +256,11 @@ behind = pd.concat([rows["over torch"] for rows in standing["cold"].values()])
 behind = behind.dropna()
 claims(
     claim(
-        "In {share:.0%}, more than half, of {count} comparisons at problems "
-        "that nobody chose ours takes at most 1.02 times as long as the best "
-        "of torch and torch.compile, cold; in one of ten it takes more than "
-        "{tail:.1f} times as long, at the worst {worst:.1f} times. (A problem "
-        "in float32 counts again where TF32 is compared with TF32.)",
+        "At problems that nobody chose, ours takes at most 1.02 times as long "
+        "as the best of torch and torch.compile, cold, in more than half of "
+        "{count} comparisons: in {share:.0%}. In one of ten it takes more "
+        "than {tail:.1f} times as long, at the worst {worst:.1f} times. (A "
+        "problem in float32 counts again where TF32 is compared with TF32.)",
         (behind <= 1.02).mean() > 0.5 if len(behind) else None,
         fatal=False,
         headline=True,
@@ -354,10 +359,11 @@ table(
 # The ten worst
 # -------------
 #
-# For each operator: why ours is behind where it is, as far as we know, what
-# was tried, what was mended, what the lost problems have in common, and,
-# folded, the ten worst. After ``from fusebook import explore`` each line does
-# one again, on your GPU.
+# Each part says of some operators why ours is behind where it is, as far as we
+# know, what was tried, what was mended, and what the lost problems have in
+# common. The ten worst are folded, each as a line of Python that does it again
+# on your GPU, after ``from fusebook import explore``. A time that is *stale*
+# is of the code before the last mending.
 
 
 told_of = set()
@@ -412,9 +418,10 @@ def ten(*names):
 # *Why.* Narrow rows, cut from a wider matrix (*sliced*) or beside a column,
 # leave tiles mostly empty. So the kernel counts elements along the result, and
 # each group of adjacent elements finds its place by one division. A transposed
-# operand is read by tiles, which are long where it has few columns. The rest
-# are launches: up to 65536 elements, and rows of fewer than eight, are taken
-# one by one, since that needs fewer instructions.
+# operand is read by tiles, which are long where it has few columns. The other
+# problems are small and take little longer than a launch: up to 65536 elements
+# are taken one by one, and so are rows of fewer than eight, since that needs
+# fewer instructions.
 #
 # *Tried.* For more elements, blocks of a quarter to twice the size: they are
 # within a few percent of each other.
@@ -431,12 +438,12 @@ ten("multiply", "silu")
 # *Why.* Where rows are few and wide, one program or a handful holds a row. The
 # time is then that of one chain of loads, sums and stores, and not that of
 # memory. quack spreads such a row over a :term:`cluster`, whose programs meet
-# in shared memory. Ours do so for half types of more than 40960 columns and
-# for most gradients of 24577 to 131072, where many rows take no longer by it.
-# All others meet in memory, after a launch that clears their :term:`board`.
-# Narrow rows of a permuted tensor that are adjacent in memory may lie far
-# apart in the result, where a tile of them writes parts of lines. Small
-# problems are launches.
+# in shared memory. Ours does so for half types of more than 40960 columns and
+# for most gradients of 24577 to 131072: there many rows take no longer by it.
+# The programs of all other wide rows meet in memory, on a :term:`board` that a
+# launch has cleared. Narrow rows of a permuted tensor may be adjacent in
+# memory and lie far apart in the result: a tile of them writes parts of cache
+# lines. Small problems take little longer than their launches.
 #
 # *Tried.* Clusters of 2 to 8 programs of 4 to 16 warps: all were faster for a
 # few rows, and most were slower for thousands. The number of rows cannot
@@ -463,13 +470,13 @@ ten("softmax", "softmax_backward")
 # *Why.* Transposed rows of norms (*across*) are read where they are up to 1024
 # numbers. Wider ones are read twice where a residual comes with them, or where
 # they are many in float32; all others are copied first, which is two passes
-# more. One to a few wide rows wait for the launch that
-# clears a board. A small problem is a launch and one row's latency. Of losses,
-# float64 of whole vocabularies has its rows read twice: a word of the board
-# has no room for a maximum and a sum of float64.
+# more. One to a few wide rows wait for the launch that clears a board. A small
+# problem is a launch and one row's latency. In float64 a loss reads rows of a
+# whole vocabulary twice: a word of the board has no room for a maximum and a
+# sum of float64.
 #
 # *Tried.* One program of 32 warps, and smaller parts of a row: both are faster
-# for a few rows and slower for many, and the width alone decides.
+# for a few rows and slower for many, and a plan may look at the width alone.
 #
 # *Mended.* Rows that begin within a vector of 16 bytes are read by whole
 # vectors. Weights of wide rows are asked for a tile ahead, as far as registers
@@ -486,8 +493,7 @@ ten("rms_norm", "add_rms_norm", "layer_norm", "cross_entropy")
 #
 # *Why.* Transposed rows (*across*) of more than 1024 numbers, and of more than
 # half a million in all, were copied first, x and its gradient alike: four
-# passes more. They are no longer, and their times are those of earlier code. A
-# single row is one launch, whose loop is made for many rows.
+# passes more. A single row is one launch, whose loop is made for many rows.
 #
 # *Tried.* A loop that has one tile under way, for a single row: it is shorter,
 # but its threads hold other numbers of the row, and the bits of a row must not
@@ -521,11 +527,11 @@ ten("rms_norm_backward", "layer_norm_backward")
 # a few beside whole vectors. These are multiplied apart. In float16 the
 # gradients of logits are raised by a power of two until they are multiplied:
 # of 256000 classes they were no normal numbers, and the head's gradient was
-# wrong. A problem of a tuning seed had shown it. After the problems below were
-# timed, two things more: in float16 logits that take no more memory than what
-# they are made from are kept for the gradient, and half types whose rows are
-# no whole vectors are copied into rows that are, both factors and both
-# results, where the products are large enough to pay for that.
+# wrong. A problem of a tuning seed had shown it. The last two things: in
+# float16 logits that take no more memory than what they are made from are kept
+# for the gradient; and half types whose rows are no whole vectors are copied
+# into rows that are, both factors and both results, where the products are
+# large enough to pay for that.
 
 common("linear_cross_entropy")
 
@@ -569,9 +575,9 @@ ten("adamw_step")
 # everywhere else. What remains is what a product in float64 costs beside one
 # in float32.
 #
-# *Points in doubt.* The product finds all labels but one or two, whose two
-# nearest centres it cannot tell apart. A program compares such a point with
-# all centres, which takes long with thousands of coordinates.
+# *Points in doubt.* The product leaves a point or two without a label, where
+# it cannot tell the two nearest centres apart. A program compares such a point
+# with all centres, which takes long with thousands of coordinates.
 #
 # *Layouts.* Transposed points, and points that begin within a word, are loaded
 # a number at a time. For rows of odd length a copy pays, and is made; for
@@ -596,9 +602,9 @@ ten("kmeans_assign")
 # no order either. With a handful of lookups in a large table most of the time
 # goes into writing zeros.
 #
-# *Tried.* Each of the three strategies beside the chosen one, which was the
-# fastest at all but a few problems of half types. Of these, the ones with
-# hundreds of lookups for each row are no longer grouped.
+# *Tried.* Each of the three strategies beside the one that is chosen. That was
+# the fastest at all but a few problems of half types; those with hundreds of
+# lookups for each row are no longer grouped.
 
 common("masked_scatter_nd_of_shape", "embedding_backward")
 
@@ -634,8 +640,8 @@ ten("logistic_step")
 # Products side by side
 # ~~~~~~~~~~~~~~~~~~~~~
 #
-# *Packed* is given more than ours: weights that were put side by side before
-# the clock started are one product to PyTorch, and ours finds them where they
+# *Packed* is given more than ours: its weights were put side by side before
+# the clock started and are one product to PyTorch. Ours takes both as they
 # are.
 #
 # *Up to 64 rows* each weight is read once, and the time is that of memory. One
