@@ -51,6 +51,7 @@ from fusebook.cards.norms import (
     RMS_NORM,
     RMS_NORM_BACKWARD,
     RMS_NORM_FP8,
+    _backward,
 )
 from fusebook.check import yardstick
 from fusebook.inputs import generator
@@ -63,6 +64,7 @@ from fusebook.kernels.norms_backward import (
 )
 from fusebook.page import (
     Folded,
+    NoResults,
     Source,
     by_clock,
     by_step,
@@ -264,13 +266,89 @@ draw.lanes(
 # registers anyway, and the sum of its squares costs no traffic. The other is
 # dw, a sum over rows, across which programs run: atomic additions would come
 # in another order each time, and a matrix of all terms would be another pass.
-# So a program takes **many rows and the same columns of each**, and adds up
-# its part of dw in registers. At the end there is one partial row a program, a
-# few hundred in all.
 #
-# While it works on a row, the next ones are on their way into shared memory:
-# ``num_stages`` of the loop asks for that. Rows of more than 16 KiB are shared
-# by several programs, as in the forward pass. But here the kernel is
+# The gradient's step one keeps nothing and adds atomically. A program has one
+# row, as in the forward pass.
+
+
+@triton.jit
+def dx_and_terms(x, dy, w, N, EPS):
+    """Of one row: dx, and what it adds to dw."""
+    factor = 1 / tl.sqrt(tl.sum(x * x, 0) / N + EPS)
+    n, g = x * factor, dy * w
+    return (g - n * (tl.sum(g * n, 0) / N)) * factor, dy * n
+
+
+@triton.jit
+def gradient_of_row(
+    dx_ptr, dw_ptr, x_ptr, dy_ptr, w_ptr, N, EPS, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)  # [BLOCK]
+    inside = columns < N
+    at = row * N + columns
+    x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)  # read N
+    dy = tl.load(dy_ptr + at, mask=inside, other=0.0).to(tl.float32)  # read N
+    w = tl.load(w_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    dx, terms = dx_and_terms(x, dy, w, N, EPS)
+    tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=inside)
+    tl.atomic_add(dw_ptr + columns, terms, mask=inside, sem="relaxed")
+
+
+def gradient_one(x, dy, weight):
+    M, N = x.shape
+    dx, dw = torch.empty_like(x), weight.new_zeros(N, dtype=torch.float32)
+    sizes = {"BLOCK": triton.next_power_of_2(N), "num_warps": 16}
+    gradient_of_row[(M,)](dx, dw, x, dy, weight, N, 1e-6, **sizes)
+    return dx, dw.to(weight.dtype)
+
+
+# %%
+# In step two a program takes **many rows and the same columns of each**, and
+# adds up its part of dw in registers. At the end there is one partial row a
+# program, a few hundred in all, and torch adds these up. With ``STAGES`` the
+# loop asks for the next rows, into shared memory, while it works on one.
+
+
+@triton.jit
+def gradient_of_rows(
+    dx_ptr, parts_ptr, x_ptr, dy_ptr, w_ptr, M, N, EPS,
+    BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < N
+    w = tl.load(w_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    dw = tl.zeros([BLOCK], tl.float32)
+    for row in tl.range(program, M, tl.num_programs(0), num_stages=STAGES):
+        at = row * N + columns
+        x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        dy = tl.load(dy_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        dx, terms = dx_and_terms(x, dy, w, N, EPS)
+        tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=inside)
+        dw += terms
+    tl.store(parts_ptr + program * N + columns, dw, mask=inside)
+
+
+def gradient_two(x, dy, weight, stages=1, programs=264):
+    M, N = x.shape
+    dx = torch.empty_like(x)
+    parts = x.new_empty(programs, N, dtype=torch.float32)
+    sizes = {"BLOCK": triton.next_power_of_2(N), "num_warps": 16}
+    gradient_of_rows[(programs,)](
+        dx, parts, x, dy, weight, M, N, 1e-6, STAGES=stages, **sizes
+    )
+    return dx, parts.sum(0).to(weight.dtype)
+
+
+def gradient_ahead(*given):
+    return gradient_two(*given, stages=3)
+
+
+# %%
+# The library's kernel does the same. It takes several rows at a time where
+# they are short. Rows of more than 16 KiB are shared by several programs, as
+# in the forward pass. But here the kernel is
 # :term:`persistent <persistent kernel>`: its programs stay for many rows, and
 # each leaves what it found in the next row, two numbers in a word, before it
 # looks for what the others found in this one, so that nobody waits for long.
@@ -395,7 +473,13 @@ table(found, "Scores, each within its limit")
 x, dy, w = RMS_NORM_BACKWARD.make(generator(3), torch.float32, M=37, N=781)
 whole = fusebook.rms_norm(x, w)
 again = [fusebook.rms_norm_backward(x, dy, w) for _ in range(3)]
+yard = yardstick(RMS_NORM_BACKWARD, (x, dy, w))
+GRADIENTS = gradient_one, gradient_two, gradient_ahead
 claims(
+    claim(
+        "The steps to the gradient are within the limit, too.",
+        all(yard.judge(step(x, dy, w)).ok for step in GRADIENTS),
+    ),
     claim(
         "Ours and eager are within the limit at every operator, size and "
         "dtype.",
@@ -567,6 +651,120 @@ claims(
 )
 
 # %%
+# And the gradient of RMSNorm, from its chain to the roof of reading 2MN
+# numbers and writing MN. *dw differs* is how many columns of dw two calls gave
+# other bits.
+
+
+# site: fold
+def norms_gradient_steps():
+    parts = []
+    ways = RMS_NORM_BACKWARD.variants
+    for M, N in ((32768, 4096), (32768, 8192)):
+        given = RMS_NORM_BACKWARD.make(generator(0), torch.bfloat16, M=M, N=N)
+        yard = yardstick(RMS_NORM_BACKWARD, given)
+        torch.compiler.reset()
+        steps = {
+            "an operation a line": ways["eager"].run,
+            "torch.compile": ways["torch.compile"].run,
+            "step one, atomic additions": gradient_one,
+            "step two, a partial row a program": gradient_two,
+            "step two, next rows asked for": gradient_ahead,
+            "the library": fusebook.rms_norm_backward,
+        }
+        frame = bench.staircase(
+            {k: lambda f=f, g=given: f(*g) for k, f in steps.items()},
+            lambda got, yard=yard: yard.judge(got).ok,
+            repeat=15,
+        )
+        frame["dw differs"] = [
+            int((step(*given)[1] != step(*given)[1]).sum())
+            for step in steps.values()
+        ]
+        parts.append(frame.assign(at=f"{M} x {N}"))
+    return pd.concat(parts, ignore_index=True)
+
+
+try:
+    climb = measured(
+        "norms_gradient_steps", norms_gradient_steps, by_device=True
+    )
+except NoResults:
+    climb = None
+OF_GRADIENT = {
+    "an operation a line": (_backward,),
+    "step one, atomic additions": (
+        *(dx_and_terms, gradient_of_row, gradient_one),
+    ),
+    "step two, a partial row a program": (
+        *(dx_and_terms, gradient_of_rows, gradient_two),
+    ),
+    "step two, next rows asked for": (
+        *(dx_and_terms, gradient_of_rows, gradient_two),
+    ),
+}
+by_lines = pd.Series({at: lines_of(*of) for at, of in OF_GRADIENT.items()})
+by_lines["the library"] = lines_behind(_norm_backward)
+roofs = {
+    f"32768 x {N}": 1e6
+    * on.memory_seconds(RMS_NORM_BACKWARD.cost(2, M=32768, N=N))
+    for N in (4096, 8192)
+}
+table(
+    pd.concat(
+        [
+            climb.pivot_table("us", "step", "at", sort=False),
+            pd.DataFrame({"the roof": roofs}).T,
+        ]
+    ).assign(
+        **{
+            "dw differs": climb.groupby("step")["dw differs"].max(),
+            "registers a thread": climb.groupby("step")["registers"].max(),
+            "lines of code": by_lines,
+        }
+    ),
+    "The gradient of RMSNorm, each step, bfloat16: cold, microseconds",
+    fold=False,
+) if climb is not None else claims(
+    say("The steps to the gradient are not recorded yet.")
+)
+
+# %%
+if climb is None:
+    climb_us, same = pd.DataFrame(), None
+else:
+    climb_us = climb.pivot_table("us", "at", "step", sort=False)
+    same = climb[~climb["step"].str.contains("atomic")]["dw differs"] == 0
+claims(
+    claim(
+        "Every step to the gradient is right.",
+        None if climb is None else climb["right"],
+        fatal=False,
+    ),
+    claim(
+        "But for step one, by atomic additions, two calls of each step give "
+        "the same dw.",
+        same,
+        of=climb,
+        fatal=False,
+    ),
+    *(
+        say(
+            "At {at} step two takes {parts:.2f} times as long as atomic "
+            "additions, and the next rows asked for {ahead:.2f} times; the "
+            "library takes {ours:.2f} times as long as the best of the three.",
+            at=at,
+            parts=us["step two, a partial row a program"]
+            / us["step one, atomic additions"],
+            ahead=us["step two, next rows asked for"]
+            / us["step one, atomic additions"],
+            ours=us["the library"] / us.filter(like="step ").min(),
+        )
+        for at, us in climb_us.iterrows()
+    ),
+)
+
+# %%
 every = {
     "norm": pd.concat([large, few]),
     "sum and norm": summed,
@@ -576,7 +774,8 @@ every = {
     "its gradient": layers_backward,
 }
 provenance(
-    large, few, summed, eight, backward, layers, layers_backward, stairs
+    *(large, few, summed, eight, backward, layers, layers_backward, stairs),
+    *(() if climb is None else (climb,)),
 )
 
 # %%
