@@ -50,14 +50,18 @@ from fusebook import bench, plots, tables, timing
 from fusebook.cards.kmeans import KMEANS_ASSIGN, KMEANS_STEP, KMEANS_UPDATE
 from fusebook.check import yardstick
 from fusebook.inputs import generator
+from fusebook.kernels._operator import gpu
 from fusebook.kernels._points import _few_steps, _nearest
 from fusebook.kernels.kmeans import (
     _kmeans_screen,
     _kmeans_some,
+    _launched,
     _multiplied,
 )
+from fusebook.kernels.kmeans_plan import kmeans_plan
 from fusebook.page import (
     Folded,
+    NoResults,
     Source,
     by_clock,
     by_step,
@@ -239,26 +243,133 @@ Folded("Sums in registers", Source(_few_steps, doc=False))
 # (:doc:`plot_002_measuring` has the rates). In float64 there are digits to
 # spare, and points are widened in registers, so that nothing more is read.
 #
-# How wrong a product can be is known. So the kernel also knows for which
-# points it cannot tell two centres apart, and puts these on a list, to be
-# looked at once more.
+# Step three keeps a point's coordinates in registers and multiplies them with
+# a tile of centres after the other. Of each point it keeps the nearest centre,
+# and how much nearer that is than the second.
 
-Source(_multiplied, doc=False)
+
+@triton.jit
+def two_nearest(
+    x_ptr, c_ptr, squares_ptr, i, live, K, D, FLOAT: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """The nearest centre, by how much it is, and the points' squares."""
+    HOW: tl.constexpr = "tf32" if FLOAT == tl.float32 else "ieee"
+    j, a = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_D)
+    here, inside = live[:, None] & (a < D)[None, :], (a < D)[:, None]
+    x = tl.load(x_ptr + i[:, None] * D + a[None, :], mask=here, other=0.0)
+    best = tl.full([BLOCK], float("inf"), FLOAT)
+    second, label = best, tl.zeros([BLOCK], tl.int32)
+    for start in range(0, K, BLOCK_K):
+        known = start + j < K
+        at = c_ptr + (start + j)[None, :] * D + a[:, None]
+        c = tl.load(at, mask=known[None, :] & inside, other=0.0)
+        square = tl.load(
+            squares_ptr + start + j, mask=known, other=float("inf")
+        )
+        xc = tl.dot(
+            x.to(FLOAT), c.to(FLOAT), input_precision=HOW, out_dtype=FLOAT
+        )
+        distance = square.to(FLOAT)[None, :] - 2 * xc  # less |x|^2
+        least, place = tl.min(distance, 1), tl.argmin(distance, 1)
+        others = tl.where(j[None, :] == place[:, None], float("inf"), distance)
+        after = tl.minimum(tl.min(others, 1), tl.maximum(best, least))
+        second = tl.minimum(second, after)
+        label = tl.where(least < best, start + place, label)
+        best = tl.minimum(best, least)
+    return label, second - best, tl.sum(x * x, 1)
+
+
+@triton.jit
+def in_float64(
+    l_ptr, list_ptr, count_ptr, x_ptr, c_ptr, squares_ptr, n, K, D,
+    BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    live = i < n
+    if list_ptr is not None:  # of points in doubt
+        live = i < tl.load(count_ptr)
+        i = tl.load(list_ptr + i, mask=live, other=0).to(tl.int64)
+    if tl.max(live.to(tl.int32), 0) > 0:
+        label, _, _ = two_nearest(
+            x_ptr, c_ptr, squares_ptr, i, live, K, D, tl.float64,
+            BLOCK, BLOCK_K, BLOCK_D,
+        )  # fmt: skip
+        tl.store(l_ptr + i, label.to(l_ptr.dtype.element_ty), mask=live)
+
 
 # %%
+# The library's kernel also goes through long points in pieces. How wrong a
+# product can be is known. So the kernel also knows for which points it cannot
+# tell two centres apart, and puts these on a list, to be looked at once more.
 # On GPUs without such tensor cores the product is made of three in TF32.
-#
+
+Folded("The library's product", Source(_multiplied, doc=False))
+
+# %%
 # Many centres, few coordinates: a screen before it
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 #
-# TF32 has a higher rate than float64, and rounds each factor to eleven bits. A
-# factor is then wrong by at most one part in 2048, so a distance is wrong by
-# little more than :math:`4 \cdot 2^{-11} |x| |c|`. So a product in TF32 can
-# *screen* the points: it keeps the smallest distance and the second smallest,
-# and where they differ by more than both can be wrong, the label is certain.
-# The other points go to the product in float64. To leave few of them, the
-# screen subtracts the mean of the centres from all points and centres, which
-# changes no distance.
+# TF32 has a higher rate than float64, and keeps eleven bits of each factor. A
+# factor that is cut there is wrong by at most one part in 1024, so a distance
+# is wrong by little more than :math:`4 \cdot 2^{-10} |x| |c|`. So a product in
+# TF32 can *screen* the points: where the smallest distance and the second
+# smallest differ by more than both can be wrong, the label is certain. The
+# other points go to the product in float64. That is step four.
+
+
+@triton.jit
+def screened(
+    l_ptr, list_ptr, count_ptr, x_ptr, c_ptr, squares_ptr, far_ptr, n, K, D,
+    BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    label, apart, square = two_nearest(
+        x_ptr, c_ptr, squares_ptr, i, i < n, K, D, tl.float32,
+        BLOCK, BLOCK_K, BLOCK_D,
+    )  # fmt: skip
+    tl.store(l_ptr + i, label.to(l_ptr.dtype.element_ty), mask=i < n)
+    far = tl.load(far_ptr).to(tl.float32)  # the largest |c|^2
+    # What both may be wrong by, and a little for sums in float32.
+    error = 1.05 * 2.0**-7 * tl.sqrt(square * far) + 2.0**-18 * far
+    doubt = ((i < n) & (apart <= error)).to(tl.int32)
+    many = tl.sum(doubt, 0).to(count_ptr.dtype.element_ty)
+    place = tl.atomic_add(count_ptr, many).to(tl.int32)
+    place += tl.cumsum(doubt, 0) - doubt
+    listed = i.to(list_ptr.dtype.element_ty)
+    tl.store(list_ptr + place, listed, mask=doubt != 0)
+
+
+def by_products(points, centres, label_dtype=torch.int64, count=None):
+    (n, d), k = points.shape, len(centres)
+    labels = points.new_empty(n, dtype=label_dtype)
+    squares = centres.double().square().sum(1)
+    given = points, centres, squares
+    tiles = {"BLOCK": 64, "BLOCK_K": 64, "num_warps": 8}
+    tiles["BLOCK_D"] = max(16, triton.next_power_of_2(d))
+    grid, listed = (triton.cdiv(n, 64),), None
+    if count is not None:
+        listed = points.new_empty(n, dtype=torch.int32)
+        screened[grid](
+            labels, listed, count, *given, squares.max(), n, k, d, **tiles
+        )
+    in_float64[grid](labels, listed, count, *given, n, k, d, **tiles)
+    return labels
+
+
+def step_three(points, centres, **more):
+    return by_products(points, centres, **more)
+
+
+def step_four(points, centres, **more):
+    count = points.new_zeros(1, dtype=torch.int32)
+    return by_products(points, centres, count=count, **more)
+
+
+# %%
+# The library's screen rounds what it gives the tensor cores, which halves the
+# error. And it subtracts the mean of the centres from all points and centres,
+# which changes no distance.
 
 Folded("The screen", Source(_kmeans_screen, doc=False))
 
@@ -383,6 +494,8 @@ cases = [
     (assign, 30, 24, 24, torch.float16, "rough"),
     (assign, 30, 24, 24, torch.float64, "rough"),
     (by_product, 4000, 24, 24, single, "near far blobs rough"),
+    (step_three, 150, 20, 70, single, "near far blobs rough"),
+    (step_four, 150, 20, 70, single, "near far blobs rough"),
 ]
 scores = pd.DataFrame(
     [row for case in cases for row in judged(*case)], columns=columns
@@ -395,10 +508,11 @@ table(
 
 # %%
 ours = scores["way"] == "kmeans_assign"
+in_steps = scores["way"].str.startswith("step_")
 plain_two = KMEANS_ASSIGN.make(
     generator(2), single, n=2517, d=2, k=2, labels="int64", law="near"
 )[:2]
-usual = scores[~ours].set_index("law")["right"]
+usual = scores[scores["way"] == "by_product"].set_index("law")["right"]
 bits = []
 inputs = KMEANS_STEP.make(
     generator(3), torch.float32, n=700, d=2, k=3, labels="int64", law="blobs"
@@ -411,6 +525,10 @@ claims(
         "The library's labels are right for points near the origin, far from "
         "it, in blobs and rough.",
         scores["right"][ours],
+    ),
+    claim(
+        "Steps three and four are right for all of these points, too.",
+        scores["right"][in_steps],
     ),
     claim(
         "Steps one and two give the labels of the library.",
@@ -682,10 +800,110 @@ def bare_products():
 
 
 bare = measured("kmeans_product", bare_products, by_device=True)
+
+# %%
+# Beside it stand the steps to the screen: all points in float64, and those
+# that the screen leaves; then the library's product of all points, and what
+# the library takes, with its screen.
+
+
+# site: fold
+def unscreened(points, centres, label_dtype=torch.int64):
+    labels = points.new_empty(len(points), dtype=label_dtype)
+    plan = kmeans_plan(
+        *points.shape,
+        len(centres),
+        points.dtype,
+        label_dtype.itemsize,
+        gpu(points.device)[0],
+        how="product",
+    )
+    _launched(labels, points, centres, plan)
+    return labels
+
+
+def screen_steps():
+    parts = []
+    ways = KMEANS_ASSIGN.variants
+    for n, d, k in ((1_000_000, 64, 256), (65536, 128, 1024)):
+        dims = {"n": n, "d": d, "k": k, "labels": "int64", "law": "near"}
+        given = KMEANS_ASSIGN.make(generator(0), torch.float32, **dims)
+        yard = yardstick(KMEANS_ASSIGN, given)
+        torch.compiler.reset()
+        compiled = ways["torch.compile, product"].run
+        steps = {
+            "torch.cdist, argmin": lambda g=given: ways["torch.cdist"].run(*g),
+            "torch.compile, product": lambda g=given, f=compiled: f(*g),
+            "step three, float64": lambda g=given: step_three(*g[:2]),
+            "step four, a screen": lambda g=given: step_four(*g[:2]),
+            "the library's product": lambda g=given: unscreened(*g[:2]),
+            "the library's": lambda g=given: assign(*g[:2], check=False),
+        }
+        frame = bench.staircase(
+            steps, lambda got, yard=yard: yard.judge(got).ok
+        )
+        count = torch.zeros(1, dtype=torch.int32, device=given[0].device)
+        by_products(*given[:2], count=count)
+        doubt = count.item() / n
+        parts.append(frame.assign(n=n, d=d, k=k, doubt=doubt))
+    return pd.concat(parts, ignore_index=True)
+
+
+try:
+    climb = measured("kmeans_screen_steps", screen_steps, by_device=True)
+except NoResults:
+    climb = pd.DataFrame()
+
+
+def at_size(frame):
+    where = frame[["n", "d", "k"]].itertuples(index=False)
+    return frame.assign(at=[f"{n} x {d} by {k}" for n, d, k in where])
+
+
+rows = [at_size(bare).set_index("at")[["bare product"]].T]
+roof = at_size(tables.where(wide, variant="fusebook", d=[64, 128]))
+rows += [roof.set_index("at")[["roof_us"]].T.rename({"roof_us": "the roof"})]
+of_screen = {"step three, float64": (two_nearest, in_float64, by_products)}
+of_screen["step four, a screen"] = (
+    *(two_nearest, in_float64, screened, by_products, step_four),
+)
+screen_lines = pd.Series({at: lines_of(*of) for at, of in of_screen.items()})
+screen_lines["the library's"] = lines_behind(_kmeans_some)
+beside = {}
+if len(climb):
+    climb = at_size(climb)
+    rows = [climb.pivot_table("us", "step", "at", sort=False), *rows]
+    beside["registers a thread"] = climb.groupby("step")["registers"].max()
+    beside["lines of code"] = screen_lines
 table(
-    bare.set_index(["n", "d", "k"]),
-    "The product alone and the whole assignment: cold, microseconds",
-    fold=True,
+    pd.concat(rows).rename_axis("step").assign(**beside),
+    "Assignment by products, each step, and the product alone: cold, "
+    "microseconds",
+    fold=False,
+)
+
+# %%
+claims(
+    *(
+        say(
+            "At {at} the screen of step four leaves {doubt:.1%} of the points "
+            "in doubt, and the step takes {screen:.2f} times as long as step "
+            "three. The library's kernel takes {ours:.2f} times as long as "
+            "its product without a screen.",
+            at=at,
+            doubt=part["doubt"].iloc[0],
+            screen=us["step four, a screen"] / us["step three, float64"],
+            ours=us["the library's"] / us["the library's product"],
+        )
+        for at, part in (climb.groupby("at", sort=False) if beside else ())
+        for us in [part.set_index("step")["us"]]
+    ),
+    claim(
+        "Every step to the screen is right.",
+        climb["right"] if beside else None,
+        fatal=False,
+    ),
+    *(() if beside else (say("These steps are not recorded yet."),)),
 )
 
 # %%
