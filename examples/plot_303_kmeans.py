@@ -207,7 +207,7 @@ def step_two(points, centres, label_dtype=torch.int64):
 # The library's kernel takes up to eight coordinates and any number of centres,
 # unrolled where there are few.
 
-Source(_nearest, doc=False)
+Folded("The nearest of few centres", Source(_nearest, doc=False))
 
 # %%
 # The update in the same pass
@@ -243,9 +243,9 @@ Folded("Sums in registers", Source(_few_steps, doc=False))
 # (:doc:`plot_002_measuring` has the rates). In float64 there are digits to
 # spare, and points are widened in registers, so that nothing more is read.
 #
-# Step three keeps a point's coordinates in registers and multiplies them with
-# a tile of centres after the other. Of each point it keeps the nearest centre,
-# and how much nearer that is than the second.
+# Steps three and four keep points in registers and multiply them with one tile
+# of centres after another. Of each point they keep the nearest centre, and how
+# much nearer that is than the second: step three in float64.
 
 
 @triton.jit
@@ -278,24 +278,6 @@ def two_nearest(
         label = tl.where(least < best, start + place, label)
         best = tl.minimum(best, least)
     return label, second - best, tl.sum(x * x, 1)
-
-
-@triton.jit
-def in_float64(
-    l_ptr, list_ptr, count_ptr, x_ptr, c_ptr, squares_ptr, n, K, D,
-    BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    live = i < n
-    if list_ptr is not None:  # of points in doubt
-        live = i < tl.load(count_ptr)
-        i = tl.load(list_ptr + i, mask=live, other=0).to(tl.int64)
-    if tl.max(live.to(tl.int32), 0) > 0:
-        label, _, _ = two_nearest(
-            x_ptr, c_ptr, squares_ptr, i, live, K, D, tl.float64,
-            BLOCK, BLOCK_K, BLOCK_D,
-        )  # fmt: skip
-        tl.store(l_ptr + i, label.to(l_ptr.dtype.element_ty), mask=live)
 
 
 # %%
@@ -340,6 +322,31 @@ def screened(
     tl.store(list_ptr + place, listed, mask=doubt != 0)
 
 
+# %%
+# ``in_float64`` does the same in float64: in step three for all points, in step
+# four, behind the screen, for those on the list.
+
+
+# site: fold
+@triton.jit
+def in_float64(
+    l_ptr, list_ptr, count_ptr, x_ptr, c_ptr, squares_ptr, n, K, D,
+    BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    live = i < n
+    if list_ptr is not None:  # of points in doubt
+        live = i < tl.load(count_ptr)
+        i = tl.load(list_ptr + i, mask=live, other=0).to(tl.int64)
+    if tl.max(live.to(tl.int32), 0) > 0:
+        label, _, _ = two_nearest(
+            x_ptr, c_ptr, squares_ptr, i, live, K, D, tl.float64,
+            BLOCK, BLOCK_K, BLOCK_D,
+        )  # fmt: skip
+        tl.store(l_ptr + i, label.to(l_ptr.dtype.element_ty), mask=live)
+
+
+# site: fold
 def by_products(points, centres, label_dtype=torch.int64, count=None):
     (n, d), k = points.shape, len(centres)
     labels = points.new_empty(n, dtype=label_dtype)
@@ -357,10 +364,12 @@ def by_products(points, centres, label_dtype=torch.int64, count=None):
     return labels
 
 
+# site: fold
 def step_three(points, centres, **more):
     return by_products(points, centres, **more)
 
 
+# site: fold
 def step_four(points, centres, **more):
     count = points.new_zeros(1, dtype=torch.int32)
     return by_products(points, centres, count=count, **more)
@@ -855,6 +864,7 @@ except NoResults:
     climb = pd.DataFrame()
 
 
+# site: fold
 def at_size(frame):
     where = frame[["n", "d", "k"]].itertuples(index=False)
     return frame.assign(at=[f"{n} x {d} by {k}" for n, d, k in where])
@@ -1193,10 +1203,6 @@ read = measured("kmeans_reading", reading, by_device=True).set_index("way")
 narrow_roof = tables.where(plane, labels="uint8")["roof_us"].iloc[0]
 read["times the roof"] = read["cold, us"] / narrow_roof
 table(read, "Beside the assignment with uint8 labels", fold=True)
-
-# %%
-
-plots.dots(both, of="copy")
 
 # %%
 shares = tables.shares(both).drop(columns="first call, s")
