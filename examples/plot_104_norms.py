@@ -333,6 +333,7 @@ def gradient_of_rows(
 def gradient_two(x, dy, weight, stages=1, programs=264):
     M, N = x.shape
     dx = torch.empty_like(x)
+    # Two programs for each multiprocessor of an H200.
     parts = x.new_empty(programs, N, dtype=torch.float32)
     sizes = {"BLOCK": triton.next_power_of_2(N), "num_warps": 16}
     gradient_of_rows[(programs,)](
@@ -652,8 +653,8 @@ claims(
 
 # %%
 # And the gradient of RMSNorm, from its chain to the roof of reading 2MN
-# numbers and writing MN. *dw differs* is how many columns of dw two calls gave
-# other bits.
+# numbers and writing MN. *dw differs* counts the columns of dw whose bits
+# differ between two calls.
 
 
 # site: fold
@@ -742,8 +743,8 @@ claims(
         fatal=False,
     ),
     claim(
-        "But for step one, by atomic additions, two calls of each step give "
-        "the same dw.",
+        "Two calls of a step give the same dw. (Step one is left out, since "
+        "it adds atomically.)",
         same,
         of=climb,
         fatal=False,
@@ -751,8 +752,8 @@ claims(
     *(
         say(
             "At {at} step two takes {parts:.2f} times as long as atomic "
-            "additions, and the next rows asked for {ahead:.2f} times; the "
-            "library takes {ours:.2f} times as long as the best of the three.",
+            "additions, and {ahead:.2f} times with the next rows asked for; "
+            "the library takes {ours:.2f} times as long as the best of these.",
             at=at,
             parts=us["step two, a partial row a program"]
             / us["step one, atomic additions"],
