@@ -244,9 +244,9 @@ Source(_norm_rows)
 draw.lanes(
     "What the hint is meant to do, not to scale",
     {
-        "memory": [(0, 8, "is read")],
-        "no hint": [(0, 5, "waits in L2"), (5, 12, "is written")],
-        "evict_last": [(0, 2, "waits"), (2, 9, "is written")],
+        "x": [(0, 8, "is read")],
+        "y, no hint": [(0, 5, "waits in L2"), (5, 12, "is written")],
+        "y, evict_last": [(0, 2, "waits"), (2, 9, "is written")],
     },
 )
 
