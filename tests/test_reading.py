@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 IMPORTS = """\
 import fusebook
 from fusebook import plots, tables
-from fusebook.page import claim, claims, measured, table
+from fusebook.page import claim, claims, draw, measured, table
 
 import torch
 import triton
@@ -58,6 +58,7 @@ def test_imports_and_harness_are_folded_and_kernels_are_not():
     assert folds(page, 'claims(claim("It is so", taken > 1))') == ["how this was decided (1 line)"]
     assert folds(page, "y = softmax_one_row(torch.rand(3))\ny") == [""]
     assert folds(page, "plots.lines(\n    taken\n)") == ["how this was drawn (3 lines)"]
+    assert folds(page, 'draw.waves("Tiles", 576, 132)') == ["how this was drawn (1 line)"]
 
 
 def test_what_only_prepares_a_harness_goes_with_it_and_functions_do_not():

@@ -24,7 +24,7 @@ DOES = {
     "measured": ("bench", "explored", "measured", "records", "results", "time", "timeit", "timing"),
     "checked": ("check", "exercise", "judge", "judged", "yardstick"),
     "tabulated": ("DataFrame", "downloads", "table", "tables"),
-    "drawn": ("matplotlib", "plots", "plt", "subplots"),
+    "drawn": ("draw", "matplotlib", "plots", "plt", "subplots"),
     "decided": ("by_clock", "claim", "claims", "holds", "target"),
     "shown": ("Folded", "Listing", "Source", "Tabs", "provenance", "solution"),
 }
