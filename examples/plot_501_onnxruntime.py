@@ -15,9 +15,9 @@ a Triton kernel, and of a library compiled ahead of time, whose C code launches
 Triton's machine code through CUDA's driver. The library needs neither Python
 nor Triton where it runs.
 
-Whoever writes CUDA finds three answers here, with times: what a framework
-takes before the first launch, how much of that a CUDA graph saves, and how a
-program in C launches kernels that were written in Triton.
+Whoever writes CUDA finds three answers here: how long a framework takes before
+the first launch, how much of that a CUDA graph saves, and how a program in C
+launches kernels that were written in Triton.
 
 The example is masked ScatterND, which has a page of its own. Its source is a
 page of onnx-extended, *Optimizing Masked ScatterND operator on CUDA* (2024).
