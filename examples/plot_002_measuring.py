@@ -445,6 +445,19 @@ claims(
         paying["exp on the GPU"] < 2,
         times=paying["exp on the GPU"],
     ),
+    *(
+        [
+            say(
+                "That is no price of memory pages, since PyTorch hands out "
+                "the block that the call before has freed. It may be one of "
+                "the order: the ways are timed forward and back in turn, an "
+                "odd number of times, so that behind work of the CPU the "
+                "fresh one is first more often."
+            )
+        ]
+        if paying["exp on the GPU"] > 1.1
+        else []
+    ),
 )
 
 # %%
