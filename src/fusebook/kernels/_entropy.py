@@ -576,13 +576,17 @@ class _Cut(NamedTuple):
     registers: int | None
 
 
-#: By the bytes of a number, for rows of one program and for wider ones. A row of one program waits for nobody; parts
-#: are small, so that several on a multiprocessor wait in turn.
-_CUTS: dict[int, tuple[_Cut, _Cut]] = {
-    2: (_Cut(4096, 16, 8, True, 64), _Cut(1024, 4, 22, True, 128)),
-    4: (_Cut(4096, 16, 8, True, None), _Cut(1024, 4, 8, True, 128)),
-    8: (_Cut(4096, 16, 8, False, None), _Cut(4096, 16, 8, False, None)),
-}
+#: By the bytes of a number, for ever wider rows; the last is for rows that several programs share. A row of one program
+#: waits for nobody: programs of few warps, several on a multiprocessor, wait in turn. What they hold of a row takes
+#: registers, so that wider rows take more warps. Parts are small for the same reason.
+_CUTS: dict[int, tuple[_Cut, ...]] = {
+    2: (
+        _Cut(2048, 4, 8, True, None), _Cut(2048, 8, 10, True, 64), _Cut(4096, 16, 8, True, 64),
+        _Cut(1024, 4, 22, True, 128),
+    ),
+    4: (_Cut(4096, 8, 2, True, None), _Cut(4096, 16, 8, True, None), _Cut(1024, 4, 8, True, 128)),
+    8: (_Cut(4096, 16, 8, False, None),),
+}  # fmt: skip
 #: The interpreter pays by the program and the operation: few large tiles.
 _INTERPRETED = _Cut(16384, 16, 2, True, None)
 
@@ -611,10 +615,12 @@ def entropy_plan(
     line = 128 // size
     even = even and n % vector == 0
     reach = n if even else n + vector - 1
-    whole, shared = _CUTS[size] if capability else (_INTERPRETED, _INTERPRETED._replace(held=size == 2))
+    cuts = _CUTS[size] if capability else (_INTERPRETED, _INTERPRETED._replace(held=size == 2))
     if size == 2 and vector > 1 and not even:  # to tell a row's ends from its neighbours' numbers takes registers
-        whole = shared
-    block, warps, most, held, registers = whole if reach <= whole.block * whole.most else shared
+        cuts = cuts[-1:]
+    elif size == 2 and vector == 1:  # nothing is held
+        cuts = cuts[-2:]
+    block, warps, most, held, registers = next((cut for cut in cuts if reach <= cut.block * cut.most), cuts[-1])
     # A word of the board has no room for numbers of float64.
     parts = 1 if size == 8 else triton.cdiv(reach, block * most)
     span = triton.cdiv(triton.cdiv(reach, parts), line) * line
