@@ -122,11 +122,14 @@ def _kmeans_segments(
     high = begin + count * (part + 1) // PARTS
     rows = tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK, BLOCK_D], FLOAT)
+    i = tl.load(order_ptr + low + rows, mask=low + rows < high, other=0)  # [BLOCK]
     while low < high:
         live = low + rows < high
-        i = tl.load(order_ptr + low + rows, mask=live, other=0).to(tl.int64)  # [BLOCK]
-        inside = live[:, None] & (columns < D)[None, :]
-        total += tl.load(points_ptr + i[:, None] * D + columns[None, :], mask=inside, other=0.0).to(FLOAT)  # read nD
+        # Where the next points lie is asked for before these are waited for.
+        soon = tl.load(order_ptr + low + BLOCK + rows, mask=low + BLOCK + rows < high, other=0)
+        at = i.to(tl.int64)[:, None] * D + columns[None, :]
+        total += tl.load(points_ptr + at, mask=live[:, None] & (columns < D)[None, :], other=0.0).to(FLOAT)  # read nD
+        i = soon
         low += BLOCK
     sums_ptr += (part.to(tl.int64) * K + j) * (D + 1)
     tl.store(sums_ptr + columns, tl.sum(total, 0), mask=columns < D)
@@ -166,11 +169,15 @@ def _narrowest(most: int) -> torch.dtype:
     return next(dtype for dtype in (torch.uint8, torch.int16, torch.int32) if most <= torch.iinfo(dtype).max)
 
 
-def _segments_plan(d: int, k: int, capability: tuple[int, int] | None) -> Sums:
+def _segments_plan(n: int, d: int, k: int, capability: tuple[int, int] | None) -> Sums:
     """How points that are sorted by label are added up."""
     wide = min(triton.next_power_of_2(d), 128)
-    # Programs enough to fill a GPU, sums of sums few enough; in the interpreter each program costs.
-    return Sums(max(1, min(64, (12 if capability is None else 8192) // k)), max(1, 1024 // wide), wide)
+    # Programs enough to fill a GPU, even where one label has most points, and sums of sums few enough; in the
+    # interpreter each program costs.
+    parts = max(1, min(64, (12 if capability is None else 16384) // k, max(8, triton.cdiv(n, 16 * k))))
+    # As many points at once as a part has where all labels have as many, within what registers hold.
+    each = triton.next_power_of_2(triton.cdiv(n, k * parts))
+    return Sums(parts, max(1, min(max(each, 2048 // wide), 4096 // wide)), wide)
 
 
 def _groups_plan(parts: int, d: int, k: int) -> Sums | None:
@@ -235,7 +242,7 @@ def _launch_segments(points: Tensor, labels: Tensor, k: int, sums: Tensor | None
     keys, order = apply(torch.sort, keys, stable=True)
     numbers = apply(torch.arange, k + 1, dtype=torch.int32, device=device)
     bounds = apply(torch.searchsorted, apply(Tensor.to, keys, torch.int32), numbers)
-    plan = _segments_plan(d, k, gpu(device)[0])
+    plan = _segments_plan(n, d, k, gpu(device)[0])
     if sums is None:
         sums = empty((plan.parts, k * (d + 1)), accumulated(points.dtype), device)
     launch(
@@ -300,7 +307,7 @@ def _sums_outputs(points: Tensor, centres: Tensor, label_dtype: torch.dtype) -> 
     parts, dtype = 1, accumulated(points.dtype)
     if n and d:
         few = _sums_plan(d, k, assign=True) if _sums_fit(d, k) else None
-        parts = _segments_plan(d, k, gpu(points.device)[0]).parts if few is None else _programs(n, few)
+        parts = _segments_plan(n, d, k, gpu(points.device)[0]).parts if few is None else _programs(n, few)
         if few is not None and (together := _groups_plan(parts, d, k)):
             parts, dtype = together.parts, torch.float64
     return assign_outputs(points, centres, label_dtype), empty((parts, k, d + 1), dtype, points.device)
