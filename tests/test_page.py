@@ -478,6 +478,9 @@ def test_a_page_notes_what_it_reads(monkeypatch, recorded, tmp_path):
     assert noted() == {"softmax.csv", "machine.json"}
     page.records()
     assert noted() == {"nvidia-h200", "softmax.csv", "machine.json"}
+    with pytest.raises(page.NoResults):
+        page.measured("not_yet", lambda: None, live=False)
+    assert noted() == {"not_yet.csv"}
     page.Source(softmax_eager)
     assert noted() == {"softmax.py"}
     page.solution("solutions/plot_1.py")

@@ -346,7 +346,8 @@ def _noted(frame: pd.DataFrame) -> pd.DataFrame:
 def _recorded(name: str) -> list[Path]:
     """The folders that have a record of this name, in the order in which they are asked."""
     places = machine.places()
-    _place.note(*places[:-1])  # what is added to one that is asked first belongs to the page
+    # What is added to one that is asked first belongs to the page, and so does a record that is not there yet.
+    _place.note(*places[:-1], places[-1] / f"{name}.csv")
     return [folder for folder in places if _has(folder, name)]
 
 
