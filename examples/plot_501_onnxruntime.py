@@ -56,9 +56,10 @@ Read before: 103.
 
 # sphinx_gallery_tags = ["ONNX Runtime", "ONNX", "custom operator"]
 import re
+from functools import partial
 
 import fusebook  # before triton: it decides who runs kernels
-from fusebook import plots, tables, timing
+from fusebook import bench, plots, tables, timing
 from fusebook.cards.onnxruntime import (
     MODELS,
     NODES_OF_ONNX_RUNTIME,
@@ -66,6 +67,7 @@ from fusebook.cards.onnxruntime import (
 )
 from fusebook.check import yardstick
 from fusebook.inputs import generator, poison
+from fusebook.kernels.scatter_nd import masked_scatter_nd_eager
 from fusebook.ort import NODES, Graph, custom_op, fuse
 from fusebook.ort.alone import alone
 from fusebook.ort.aot import cached, specs
@@ -74,6 +76,7 @@ from fusebook.ort.nodes import MASKED_SCATTER_ND, softmax_into
 from fusebook.page import (
     Folded,
     Listing,
+    NoResults,
     Source,
     claim,
     claims,
@@ -81,6 +84,8 @@ from fusebook.page import (
     exercise,
     extra,
     holds,
+    lines_behind,
+    lines_of,
     measured,
     provenance,
     say,
@@ -491,12 +496,6 @@ plots.times(
 )
 
 # %%
-provenance(sweep, before, by_itself)
-
-# %%
-downloads(sweep, "onnxruntime_nodes")
-
-# %%
 # The Llama's table
 # ~~~~~~~~~~~~~~~~~
 #
@@ -601,6 +600,160 @@ table(
     "Captured in a CUDA graph: time of a run, in microseconds",
     fold=False,
 )
+
+# %%
+# What each step was worth
+# ~~~~~~~~~~~~~~~~~~~~~~~~
+#
+# The steps of this page from the chain to the roof, timed in turn in one
+# process, and each checked. A session that is given arrays of NumPy copies
+# them over the bus, and its result back. In all other rows memory of the GPU
+# is bound.
+
+ON_THE_HOST = "the chain, arrays of NumPy"
+OURS_CALLED = "Fusebook's kernels, callback"
+OURS_BUILT = "Fusebook's kernels, ahead of time"
+SIZES = (256, 512, 512), (32000, 4096, 2048)
+
+
+# site: fold
+def steps_of_runs():
+    import onnxruntime
+
+    # Otherwise a lookup fails in every run, by an exception.
+    plainly = onnxruntime.RunOptions()
+    plainly.add_run_config_entry("gpu_graph_id", "0")
+    parts = []
+    for R, D, n in SIZES:
+        made = NODES_OF_ONNX_RUNTIME.make(
+            generator(0), torch.float32, R=R, D=D, n=n, law="uniform"
+        )
+        yard = yardstick(NODES_OF_ONNX_RUNTIME, made)
+        shape, indices, updates = made
+        feeds = {
+            "shape": torch.tensor(shape),
+            "indices": indices,
+            "updates": updates,
+        }
+        arrays = {name: feed.cpu().numpy() for name, feed in feeds.items()}
+        run = Graph(model("ScatterND")).session.run
+        steps = {ON_THE_HOST: partial(run, ["y"], arrays, plainly)}
+        node = model(MODELS[2])
+        for captured in (False, True):
+            for name, graph, how in (
+                ("the chain", model("ScatterND"), {}),
+                ("step one, callback", one_node(adding), {"ops": [adding]}),
+                (OURS_CALLED, node, {"ops": NODES}),
+                (OURS_BUILT, node, {"library": library()}),
+            ):
+                how |= {"options": {"enable_cuda_graph": str(int(captured))}}
+                y = updates.new_empty(shape)
+                bound = Graph(graph, **how).bind(feeds, {"y": y})
+                for _ in range(3 * captured):
+                    bound()
+                y.fill_(torch.nan)
+                steps[f"{name}, captured" if captured else name] = bound
+        from_torch = variants["fusebook from torch"].run
+        steps["Fusebook's kernels, from torch"] = partial(from_torch, *made)
+
+        def right(got, yard=yard, on=updates.device):
+            y = got["y"] if isinstance(got, dict) else got
+            y = y[0] if isinstance(y, list) else y
+            return yard.judge(torch.as_tensor(y, device=on)).ok
+
+        frame = bench.staircase(steps, right, kind="call", repeat=15)
+        del steps[ON_THE_HOST]  # most of its work is not the device's
+        times = timing.measure(steps, repeat=15, kinds=("cold",))
+        frame["cold us"] = frame["step"].map(
+            {k: 1e6 * q["cold"].q50 for k, q in times.items() if q["cold"]}
+        )
+        parts.append(frame.assign(R=R, D=D, n=n))
+    return pd.concat(parts, ignore_index=True)
+
+
+try:
+    stairs = measured("onnxruntime_steps", steps_of_runs)
+except NoResults:
+    stairs = None
+
+# %%
+
+
+def staircase():
+    """A row a step, and the roof; columns by size and clock."""
+    on, columns, roofs = stairs.attrs["origin"].machine, {}, {}
+    for R, D, n in SIZES:
+        rows = stairs[stairs["R"] == R].set_index("step")
+        cost = NODES_OF_ONNX_RUNTIME.cost(4, R=R, D=D, n=n, law="uniform")
+        for clock, column in (("call", "us"), ("device", "cold us")):
+            name = f"{R} x {D}, {n}: {clock}"
+            columns[name] = rows[column].astype(float)
+            roofs[name] = 1e6 * on.memory_seconds(cost)
+    nodes = len(model("ScatterND").graph.node)
+    lines = {
+        "the chain": nodes,
+        "step one": lines_of(own_row, add_rows),
+        "Fusebook": lines_behind(masked_scatter_nd_eager),
+    }
+    shown = pd.DataFrame(columns)
+    shown.loc["the roof"] = roofs
+    # What is captured launches what its session launched before.
+    most = stairs.groupby("step")["registers"].max()
+    source = [step.removesuffix(", captured") for step in shown.index]
+    shown["registers a thread"] = most.reindex(source).to_numpy()
+    shown["lines of code"] = [
+        next((n for of, n in lines.items() if step.startswith(of)), None)
+        for step in shown.index
+    ]
+    return shown
+
+
+table(
+    staircase(),
+    "Each step, in microseconds: a call that is waited for, and the device's "
+    "time of it; nodes count as lines",
+    fold=False,
+) if stairs is not None else claims(
+    say(
+        "The steps of this page are not recorded yet: `nox -s record -- "
+        "onnxruntime` records them."
+    )
+)
+
+# %%
+# Registers are known of kernels that Triton launches. ONNX Runtime's own, and
+# those that are compiled ahead of time, are loaded by C code.
+
+worth = None if stairs is None else stairs.set_index(["R", "step"])["us"]
+claims(
+    claim("Every step is right.", stairs["right"]),
+    *(
+        say(
+            "At {R} x {D} with {n} updates, by a call: binding memory makes "
+            "the chain {bound:.1f} times as fast, step one's kernel makes "
+            "that another {one:.1f} times as fast, Fusebook's kernels that "
+            "{ours:.2f} times, and captured they are {graph:.2f} times as "
+            "fast as called.",
+            R=R,
+            D=D,
+            n=n,
+            bound=worth[R, ON_THE_HOST] / worth[R, "the chain"],
+            one=worth[R, "the chain"] / worth[R, "step one, callback"],
+            ours=worth[R, "step one, callback"] / worth[R, OURS_CALLED],
+            graph=worth[R, OURS_CALLED] / worth[R, f"{OURS_CALLED}, captured"],
+        )
+        for R, D, n in SIZES
+    ),
+) if stairs is not None else None
+
+# %%
+provenance(
+    *(sweep, llama, before, by_itself, replayed),
+    *([] if stairs is None else [stairs]),
+)
+
+# %%
+downloads(sweep, "onnxruntime_nodes")
 
 # %%
 # How far from the roof?
