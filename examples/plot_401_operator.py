@@ -40,18 +40,27 @@ Read before: 003, 101.
 # Its example had no gradient, and no batch.
 
 # sphinx_gallery_tags = ["custom operator", "gradient", "torch.compile"]
+import ast
+import inspect
 import itertools
 import logging
+import textwrap
 import warnings
+from functools import partial
 
 import fusebook  # before triton: it decides whether kernels are interpreted
-from fusebook import timing
+from fusebook import bench, timing
+from fusebook.cards.elementwise import SILU
+from fusebook.check import yardstick
 from fusebook.inputs import generator
 from fusebook.page import (
+    NoResults,
     claim,
     claims,
     downloads,
     exercise,
+    lines_behind,
+    lines_of,
     measured,
     provenance,
     say,
@@ -532,7 +541,121 @@ claims(
 # checks that nothing traces or transforms, and launches by a plan (page 003).
 # Its gradient is recorded by an ``autograd.Function`` where one is needed.
 
-provenance(paid)
+# %%
+# On many numbers
+# ~~~~~~~~~~~~~~~
+#
+# The price of an operator is the host's. A caller who waits after each call
+# pays it on top of the device's time. One who queues calls ahead pays the
+# longer of the two, which on 8192 x 8192 numbers is the device's. These are
+# the steps of this page, from the chain to the roof, each checked there.
+
+
+# site: fold
+def operator_steps():
+    made = SILU.make(generator(0), torch.float32, M=8192, N=8192)
+    yard = yardstick(SILU, made)
+    ways = {
+        "the chain": silu_eager,
+        **stages,
+        "triton_op": seen,
+        "torch's silu": torch.nn.functional.silu,
+        "fusebook.silu": fusebook.silu,
+    }
+    steps = {name: partial(way, *made) for name, way in ways.items()}
+    frame = bench.staircase(
+        steps, lambda got: yard.judge(got).ok, kind="call", repeat=15
+    )
+    times = timing.measure(steps, repeat=15, kinds=("cold",))
+    frame["cold us"] = frame["step"].map(
+        {k: 1e6 * q["cold"].q50 for k, q in times.items() if q["cold"]}
+    )
+    return frame
+
+
+def lines_of_steps():
+    """Each step with those that it builds upon."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(operator)))
+    more = {
+        node.test.id: sum(len(ast.unparse(s).splitlines()) for s in node.body)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If)
+    }
+    steps = {
+        "a function": lines_of(silu_forward, forward),
+        "a name": 1,
+        "+ fake": more["fake"],
+        "+ gradient": more["gradient"] + lines_of(silu_backward, backward) + 1,
+        "+ batch": more["batch"],
+    }
+    return {
+        "the chain": lines_of(silu_eager),
+        **dict(zip(steps, itertools.accumulate(steps.values()), strict=True)),
+        "triton_op": lines_of(silu_forward, transparent) + 1,
+        "fusebook.silu": lines_behind(SILU.reference),
+    }
+
+
+try:
+    stairs = measured("operator_steps", operator_steps).set_index("step")
+except NoResults:
+    stairs = None
+if stairs is not None:
+    roof = 1e6 * stairs.attrs["origin"].machine.roof(
+        SILU.cost(4, M=8192, N=8192), "float32"
+    )
+    shown = pd.concat(
+        [stairs, pd.DataFrame({"us": roof, "cold us": roof}, ["the roof"])]
+    ).assign(lines=pd.Series(lines_of_steps()))
+table(
+    shown[["us", "cold us", "registers", "lines"]].set_axis(
+        [
+            "a call, us",
+            "the device, us",
+            "registers a thread",
+            "lines of code",
+        ],
+        axis=1,
+    ),
+    "SiLU of 8192 x 8192 numbers in float32; a step's lines are those of the "
+    "steps before it, too",
+    fold=False,
+) if stairs is not None else claims(
+    say(
+        "These steps are not recorded yet: `nox -s record -- operator` "
+        "records them."
+    )
+)
+
+# %%
+if stairs is not None:
+    registered = [name for name in stages if name != "a function"]
+    both = stairs[["us", "cold us"]]
+    beside = both.loc[registered] / both.loc["a function"]
+claims(
+    claim("Each step is right.", stairs["right"]),
+    claim(
+        "By the device an operator takes the time of its function, with all "
+        "registrations and with none: {least:.3f} to {most:.3f} times.",
+        (beside["cold us"] - 1).abs() <= 0.02,
+        fatal=False,
+        least=beside["cold us"].min(),
+        most=beside["cold us"].max(),
+    ),
+    say(
+        "By a call that is waited for it takes {least:.2f} to {most:.2f} "
+        "times the function's. On the device the chain takes {chain:.2f} "
+        "times the function's time, and the function {roof:.2f} times the "
+        "roof.",
+        least=beside["us"].min(),
+        most=beside["us"].max(),
+        chain=stairs["cold us"]["the chain"] / stairs["cold us"]["a function"],
+        roof=stairs["cold us"]["a function"] / roof,
+    ),
+) if stairs is not None else None
+
+# %%
+provenance(*([paid] if stairs is None else [paid, stairs]))
 
 # %%
 downloads(paid, "operator_costs")
