@@ -557,7 +557,7 @@ def operator_steps():
     yard = yardstick(SILU, made)
     ways = {
         "the chain": silu_eager,
-        **stages,
+        **{name.replace("+", "and a"): f for name, f in stages.items()},
         "triton_op": seen,
         "torch's silu": torch.nn.functional.silu,
         "fusebook.silu": fusebook.silu,
@@ -584,9 +584,11 @@ def lines_of_steps():
     steps = {
         "a function": lines_of(silu_forward, forward),
         "a name": 1,
-        "+ fake": more["fake"],
-        "+ gradient": more["gradient"] + lines_of(silu_backward, backward) + 1,
-        "+ batch": more["batch"],
+        "and a fake": more["fake"],
+        "and a gradient": more["gradient"]
+        + lines_of(silu_backward, backward)
+        + 1,
+        "and a batch": more["batch"],
     }
     return {
         "the chain": lines_of(silu_eager),
@@ -629,9 +631,8 @@ table(
 
 # %%
 if stairs is not None:
-    registered = [name for name in stages if name != "a function"]
     both = stairs[["us", "cold us"]]
-    beside = both.loc[registered] / both.loc["a function"]
+    beside = both.loc["a name":"and a batch"] / both.loc["a function"]
 claims(
     claim("Each step is right.", stairs["right"]),
     claim(
