@@ -411,7 +411,12 @@ def fresh_and_reused():
         ("copy to the CPU", "fresh"): lambda: there.cpu(),
         ("copy to the CPU", "reused"): lambda: out.copy_(there),
     }
+    # The GPU's calls stand apart: the first behind work of the CPU may pay for
+    # that, and of an odd number of rounds, forward and back in turn, the fresh
+    # one was the first more often.
+    works = {way: ways.pop(way) for way in list(ways) if way[0][-3:] == "GPU"}
     times = timing.call(ways, warmup=2, repeat=15)
+    times |= timing.call(works, warmup=20, repeat=100)
     found = {}
     for (what, how), time_ in times.items():
         found.setdefault(what, {"what": what})[f"{how} ms"] = 1e3 * time_.q50
@@ -449,10 +454,8 @@ claims(
         [
             say(
                 "That is no price of memory pages, since PyTorch hands out "
-                "the block that the call before has freed. It may be one of "
-                "the order: the ways are timed forward and back in turn, an "
-                "odd number of times, so that behind work of the CPU the "
-                "fresh one is first more often."
+                "the block that the call before has freed. The table does not "
+                "tell what it is."
             )
         ]
         if paying["exp on the GPU"] > 1.1
