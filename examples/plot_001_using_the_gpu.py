@@ -1125,11 +1125,6 @@ claims(
         switch=columns[1],
         times=1 / faster_by.loc["exponentials", columns[1]],
     ),
-    say(
-        "Of these switches {beside} stand beside another one, which the "
-        "compiler of this record set by itself.",
-        beside=sum(" " in switch for switch in columns),
-    ),
     claim(
         "With -ftz sums of subnormal numbers are lost altogether; without it "
         "their largest error is {error:.0e} of the sum.",
