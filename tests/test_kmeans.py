@@ -268,6 +268,23 @@ def test_a_mean_of_many_halves_is_not_a_sum_in_halves(device):
     assert update(points, labels, 1).tolist() == [[40.0, 40.0]]
 
 
+@pytest.mark.parametrize("law", ["all of one", "most of one", "a chunk each", "across chunks", "few have any"])
+def test_labels_are_added_up_over_chunks(law, device):
+    n, d, k = 700, 20, 9
+    i = torch.arange(n)
+    labels = {
+        "all of one": torch.full((n,), 4),
+        "most of one": torch.where(i % 10 == 0, i // 10 % k, 2),
+        "a chunk each": (i // 64).clamp(max=k - 1),
+        "across chunks": i * k // n,
+        "few have any": torch.where(i < 640, 8, 3),
+    }[law][torch.randperm(n, generator=torch.Generator().manual_seed(0))].to(device)
+    points = torch.randn(n, d, generator=generator(0, device), device=device)
+    sums = torch.zeros(k, d, dtype=torch.float64, device=device).index_add_(0, labels, points.double())
+    counts = torch.bincount(labels, minlength=k)[:, None]
+    torch.testing.assert_close(update(points, labels, k).double(), sums / counts, rtol=1e-5, atol=1e-6, equal_nan=True)
+
+
 @pytest.mark.parametrize(("n", "d", "k"), [(2100, 2, 2), (100, 20, 9)])
 def test_every_run_gives_the_same_bits(n, d, k, device):
     points, centres = drawn("blobs", device, n=n, d=d, k=k)

@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ._arguments import shapes
-from ._operator import Operator, accumulated, apply, capturing, contiguous, empty, gpu, launch
+from ._operator import Operator, accumulated, apply, capturing, contiguous, empty, launch
 from ._points import DTYPES, LABELS, Plan, check_k, launch_few, refuse_not_finite, tensors
 from .kmeans import assign_into, assign_outputs, check_assign
 
@@ -108,34 +108,56 @@ def _kmeans_keys(keys_ptr, labels_ptr, n, K, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _kmeans_segments(
-    sums_ptr, points_ptr, order_ptr, bounds_ptr, D, K, PARTS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr
+def _kmeans_chunks(
+    parts_ptr, points_ptr, keys_ptr, order_ptr, bounds_ptr, D, K, CHUNK, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr
 ):  # fmt: skip
-    """One of PARTS of a centre's points, which stand side by side in `order`: their sum and their number."""
-    FLOAT: tl.constexpr = sums_ptr.dtype.element_ty
-    j = tl.program_id(0) // PARTS
-    part = tl.program_id(0) % PARTS
+    """CHUNK neighbours of `order`: the sum of the points of each label among them.
+
+    Of label j in chunk c it is part c + j, which is no other label's and no other chunk's: along `order` labels and
+    chunks only rise.
+    """
+    FLOAT: tl.constexpr = parts_ptr.dtype.element_ty
+    chunk = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)  # [BLOCK_D]
+    rows = tl.arange(0, BLOCK)
+    low = chunk * CHUNK
+    # Keys of K come last and belong to nobody.
+    high = tl.minimum(low + CHUNK, tl.load(bounds_ptr + K).to(tl.int64))
+    while low < high:
+        j = tl.load(keys_ptr + low).to(tl.int64)
+        end = tl.minimum(high, tl.load(bounds_ptr + j + 1).to(tl.int64))
+        total = tl.zeros([BLOCK, BLOCK_D], FLOAT)
+        while low < end:
+            live = low + rows < end
+            i = tl.load(order_ptr + low + rows, mask=live, other=0).to(tl.int64)  # [BLOCK]
+            inside = live[:, None] & (columns < D)[None, :]
+            total += tl.load(points_ptr + i[:, None] * D + columns[None, :], mask=inside, other=0.0).to(
+                FLOAT
+            )  # read nD
+            low += BLOCK
+        tl.store(parts_ptr + (chunk + j) * D + columns, tl.sum(total, 0), mask=columns < D)
+        low = end
+
+
+@triton.jit
+def _kmeans_sums(
+    sums_ptr, parts_ptr, bounds_ptr, D, CHUNK, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr
+):  # fmt: skip
+    """What the points of a label add up to, its parts in float64 in the order of the chunks; and how many they are."""
+    j = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)  # [BLOCK_D]
     begin = tl.load(bounds_ptr + j).to(tl.int64)
-    count = tl.load(bounds_ptr + j + 1).to(tl.int64) - begin
-    low = begin + count * part // PARTS
-    high = begin + count * (part + 1) // PARTS
-    rows = tl.arange(0, BLOCK)
-    total = tl.zeros([BLOCK, BLOCK_D], FLOAT)
-    i = tl.load(order_ptr + low + rows, mask=low + rows < high, other=0)  # [BLOCK]
-    while low < high:
-        live = low + rows < high
-        # Where the next points lie is asked for before these are waited for.
-        soon = tl.load(order_ptr + low + BLOCK + rows, mask=low + BLOCK + rows < high, other=0)
-        at = i.to(tl.int64)[:, None] * D + columns[None, :]
-        total += tl.load(points_ptr + at, mask=live[:, None] & (columns < D)[None, :], other=0.0).to(FLOAT)  # read nD
-        i = soon
-        low += BLOCK
-    sums_ptr += (part.to(tl.int64) * K + j) * (D + 1)
+    end = tl.load(bounds_ptr + j + 1).to(tl.int64)
+    last = tl.where(begin < end, (end - 1) // CHUNK, -1)
+    total = tl.zeros([BLOCK, BLOCK_D], tl.float64)
+    for first in range(begin // CHUNK, last + 1, BLOCK):
+        chunk = first + tl.arange(0, BLOCK)
+        inside = (chunk <= last)[:, None] & (columns < D)[None, :]
+        total += tl.load(parts_ptr + (chunk + j)[:, None] * D + columns[None, :], mask=inside, other=0.0).to(tl.float64)
+    sums_ptr += j * (D + 1)
     tl.store(sums_ptr + columns, tl.sum(total, 0), mask=columns < D)
     if tl.program_id(1) == 0:
-        size = count * (part + 1) // PARTS - count * part // PARTS
-        tl.store(sums_ptr + D, size.to(FLOAT))
+        tl.store(sums_ptr + D, (end - begin).to(tl.float64))
 
 
 # Plans ----------------------------------------------------------------------------------------------------------------
@@ -169,15 +191,22 @@ def _narrowest(most: int) -> torch.dtype:
     return next(dtype for dtype in (torch.uint8, torch.int16, torch.int32) if most <= torch.iinfo(dtype).max)
 
 
-def _segments_plan(n: int, d: int, k: int, capability: tuple[int, int] | None) -> Sums:
+class Chunks(NamedTuple):
     """How points that are sorted by label are added up."""
+
+    size: int  # neighbours that one program adds up, whoever they belong to: no label is left to a few programs
+    block: int  # of them at a time
+    together: int  # parts of a label that are added at a time
+    wide: int  # columns a program
+
+
+def _chunks_plan(n: int, d: int, k: int) -> Chunks:
     wide = min(triton.next_power_of_2(d), 128)
-    # Programs enough to fill a GPU, even where one label has most points, and sums of sums few enough; in the
-    # interpreter each program costs.
-    parts = max(1, min(64, (12 if capability is None else 16384) // k, max(8, triton.cdiv(n, 16 * k))))
-    # As many points at once as a part has where all labels have as many, within what registers hold.
-    each = triton.next_power_of_2(triton.cdiv(n, k * parts))
-    return Sums(parts, max(1, min(max(each, 2048 // wide), 4096 // wide)), wide)
+    # Programs enough to fill a GPU, and parts of a label few enough for one program to add up.
+    size = max(64, min(8192, triton.next_power_of_2(triton.cdiv(n, 4096))))
+    # As many points at once as labels have neighbours where all have as many.
+    each = triton.next_power_of_2(triton.cdiv(n, k))
+    return Chunks(size, max(1, min(size, each, 2048 // wide)), max(1, min(64, 4096 // wide)), wide)
 
 
 def _groups_plan(parts: int, d: int, k: int) -> Sums | None:
@@ -233,8 +262,8 @@ def _launch_means(out: Tensor, parts: Tensor, old: Tensor | None) -> None:
     )  # fmt: skip
 
 
-def _launch_segments(points: Tensor, labels: Tensor, k: int, sums: Tensor | None = None) -> Tensor:
-    """Sort by label, add up what stands side by side; returns parts of sums, `sums` where they are given."""
+def _launch_chunks(points: Tensor, labels: Tensor, k: int, sums: Tensor | None = None) -> Tensor:
+    """Sort by label, add up what stands side by side; returns sums ``[1, k (d + 1)]``, `sums` where they are given."""
     (n, d), device = points.shape, points.device
     # k stands for what is out of range: it comes last and belongs to nobody.
     keys = empty((n,), _narrowest(k), device)
@@ -242,12 +271,18 @@ def _launch_segments(points: Tensor, labels: Tensor, k: int, sums: Tensor | None
     keys, order = apply(torch.sort, keys, stable=True)
     numbers = apply(torch.arange, k + 1, dtype=torch.int32, device=device)
     bounds = apply(torch.searchsorted, apply(Tensor.to, keys, torch.int32), numbers)
-    plan = _segments_plan(n, d, k, gpu(device)[0])
-    if sums is None:
-        sums = empty((plan.parts, k * (d + 1)), accumulated(points.dtype), device)
+    plan = _chunks_plan(n, d, k)
+    chunks, tiles = triton.cdiv(n, plan.size), triton.cdiv(d, plan.wide)
+    parts = empty((chunks + k, d), accumulated(points.dtype), device)
     launch(
-        _kmeans_segments, (k * plan.parts, triton.cdiv(d, plan.wide)),
-        sums, points, order, bounds, d, k, PARTS=plan.parts, BLOCK=plan.block, BLOCK_D=plan.wide,
+        _kmeans_chunks, (chunks, tiles),
+        parts, points, keys, order, bounds, d, k, plan.size, BLOCK=plan.block, BLOCK_D=plan.wide,
+    )  # fmt: skip
+    if sums is None:
+        sums = empty((1, k * (d + 1)), torch.float64, device)
+    launch(
+        _kmeans_sums, (k, tiles),
+        sums, parts, bounds, d, plan.size, BLOCK=plan.together, BLOCK_D=plan.wide,
     )  # fmt: skip
     return sums
 
@@ -267,7 +302,7 @@ def _update_into(out: Tensor, points: Tensor, labels: Tensor, k: int, old: Tenso
         parts = _parts(points, k, plan)
         launch_few(labels, parts, points, None, k, plan)
     else:
-        parts = _launch_segments(points, labels, k)
+        parts = _launch_chunks(points, labels, k)
     _launch_means(out, parts, None if old is None else contiguous(old))
 
 
@@ -282,7 +317,7 @@ def _labelled(
     n, k = len(points), len(centres)
     if not _sums_fit(points.shape[1], k):
         assign_into(labels, points, centres, label_dtype)
-        return _launch_segments(points, labels, k, sums)
+        return _launch_chunks(points, labels, k, sums)
     plan = _sums_plan(points.shape[1], k, assign=True)
     parts = sums if sums is not None and len(sums) == _programs(n, plan) else _parts(points, k, plan)
     launch_few(labels, parts, points, centres, k, plan)
@@ -304,11 +339,10 @@ def _step_into(
 
 def _sums_outputs(points: Tensor, centres: Tensor, label_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     (n, d), k = points.shape, len(centres)
-    parts, dtype = 1, accumulated(points.dtype)
-    if n and d:
-        few = _sums_plan(d, k, assign=True) if _sums_fit(d, k) else None
-        parts = _segments_plan(n, d, k, gpu(points.device)[0]).parts if few is None else _programs(n, few)
-        if few is not None and (together := _groups_plan(parts, d, k)):
+    parts, dtype = 1, torch.float64
+    if n and d and _sums_fit(d, k):
+        parts, dtype = _programs(n, _sums_plan(d, k, assign=True)), accumulated(points.dtype)
+        if together := _groups_plan(parts, d, k):
             parts, dtype = together.parts, torch.float64
     return assign_outputs(points, centres, label_dtype), empty((parts, k, d + 1), dtype, points.device)
 
