@@ -1,5 +1,6 @@
 """What is special to cross entropy: its terms, bad input, gradients in place, rows that several programs share."""
 
+import functools
 import math
 import sys
 import types
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 import fusebook
 from fusebook.cards import OPS, losses
 from fusebook.inputs import generator
-from fusebook.kernels import _entropy
+from fusebook.kernels import _entropy, _few
 from fusebook.kernels import linear_cross_entropy as module
 from fusebook.kernels._entropy import Terms, entropy_into, entropy_plan, plan_of
 from fusebook.kernels._operator import launching, plans_aside
@@ -42,7 +43,7 @@ def wanted(x, target, weight=None, reduction="mean", ignore_index=-100, label_sm
     logits = x if softcap is None else softcap * torch.tanh(x / softcap)
     weight = None if weight is None else weight.double()
     counts = target != ignore_index
-    weights = torch.ones_like(target, dtype=torch.float64) if weight is None else weight[target.clamp(min=0)]
+    weights = torch.ones_like(target, dtype=torch.float64) if weight is None else weight[target * counts]
     weights = torch.where(counts, weights, 0.0)
     options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "reduction": "none"}
     losses = F.cross_entropy(logits, target, weight, **options)
@@ -352,6 +353,75 @@ def test_any_axes_and_strides():
 # Of hidden states
 
 
+def exact(M, K, N, dtype):
+    """Hidden states and a head whose logits are rounded nowhere; and classes."""
+    rng = torch.Generator(DEVICE).manual_seed(1)
+    both = (torch.randint(-2, 3, (length, K), generator=rng, device=DEVICE).to(dtype) / 4 for length in (M, N))
+    return *both, torch.randint(0, N, (M,), generator=rng, device=DEVICE)
+
+
+def beside_nan(x, place):
+    """The same numbers as rows of wider ones, whose other numbers are NaN; how much wider, and where they begin."""
+    more, first = place
+    wide = x.new_full((len(x), x.shape[1] + more), math.nan)
+    wide[:, first : first + x.shape[1]] = x
+    return wide[:, first : first + x.shape[1]]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("place", [(0, 0), (8, 8), (3, 1)], ids=str)
+@pytest.mark.parametrize("size", [(170, 304, 16), (70, 131, 11), (5, 3, 1)], ids=str)
+@pytest.mark.parametrize("terms", TERMS.values(), ids=TERMS)
+def test_few_classes_in_half_types_are_multiplied_by_kernels(terms, size, place, dtype, monkeypatch):
+    M, K, N = size
+    h, head, target = exact(M, K, N, dtype)
+    h, head = beside_nan(h, place), beside_nan(head, place)
+    target[1::5] = terms.get("ignore_index", -100)
+    weight = torch.arange(1.0, 1 + N, device=DEVICE) if terms.get("weight") else None
+    terms = terms | {"weight": weight}
+    loss, dx = wanted(h.double() @ head.double().T, target, **terms)
+    launched, launch = [], _few.launch
+    monkeypatch.setattr(_few, "launch", lambda *given, **how: launched.append(given[0]) or launch(*given, **how))
+    monkeypatch.setattr(module, "apply", None)  # a library's product
+    monkeypatch.setattr(module, "WHOLE", (0, -1))  # copies for it
+    own = h.detach().requires_grad_(), head.detach().requires_grad_()
+    with plans_aside():
+        got = fusebook.linear_cross_entropy(*own, target, **terms)
+        g = 2.0 ** (4 + torch.arange(got.numel(), device=DEVICE) % 3).view(got.shape)
+        found = [torch.autograd.grad(got, own, g, retain_graph=True) for _ in range(2)]
+    assert set(launched) == {_few._few_logits, _few._few_gradients, *([_few._few_sums] if M > 64 else [])}
+    assert_close(got.detach(), loss)
+    assert all(map(torch.equal, *found))
+    dx *= g.double().reshape(-1, 1)
+    for dt, a, b in ((found[0][0], dx, head.double()), (found[0][1], dx.T, h.double())):
+        # Gradients of logits are rounded, and sums; the interpreter cuts bfloat16 off, which is twice as far.
+        near = (1.1 if dtype == torch.float16 else 2.1) * torch.finfo(dtype).eps * (a.abs() @ b.abs())
+        assert ((dt - a @ b).abs() <= near + torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps).all()
+
+
+def test_few_classes_are_few_halves_at_once():
+    plan = functools.partial(_few.few_plan, processors=132, whole=True)
+    assert plan(4096, 8192, 16, torch.float16) and plan(1, 1, 1, torch.bfloat16)
+    assert not plan(4096, 8192, 17, torch.float16) and not plan(4096, 8200, 16, torch.float16)
+    assert not plan(4096, 8192, 16, torch.float32)
+
+
+@pytest.mark.parametrize("rows", [None, 4])
+def test_few_classes_beside_a_target_that_is_none(rows):
+    """It is refused, or loses its own loss and gradient; and of several chunks a library multiplies the same."""
+    h, head, target = exact(6, 9, 5, torch.bfloat16)
+    loss, dx = wanted(h.double() @ head.double().T, target, reduction="none")
+    target[4] = 5
+    with pytest.raises(IndexError, match="from 0 to 4"):
+        fusebook.linear_cross_entropy(h, head, target, rows=rows)
+    got = fusebook.linear_cross_entropy(h.requires_grad_(), head, target, reduction="none", rows=rows, check=False)
+    (dh,) = torch.autograd.grad(got.sum(), h)
+    assert got.isnan().tolist() == dh.isnan().all(1).tolist() == [False] * 4 + [True, False]
+    assert_close(got[:4].detach(), loss[:4])
+    near = 2.1 * torch.finfo(h.dtype).eps * (dx.abs() @ head.double().abs())
+    assert ((dh - dx @ head.double()).abs() <= near)[:4].all()
+
+
 @pytest.mark.parametrize("rows", [None, 4, 3])
 @pytest.mark.parametrize("terms", TERMS.values(), ids=TERMS)
 def test_linear_cross_entropy_is_that_of_the_product(terms, rows):
@@ -469,7 +539,7 @@ def test_what_is_right_of_a_head_is_found_by_some_rows_at_a_time(M, monkeypatch)
 
 @pytest.mark.parametrize("rows", [None, 3])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("size", [(7, 19, 13), (7, 6, 4203), (5, 12, 4208), (11, 9, 24), (1, 1, 1)], ids=str)
+@pytest.mark.parametrize("size", [(7, 19, 21), (7, 6, 4203), (5, 12, 4208), (11, 9, 24), (1, 1, 17)], ids=str)
 def test_rows_beside_whole_vectors_are_copied_into_whole_ones(size, dtype, rows, monkeypatch):
     M, K, N = size
     given = losses.LINEAR_CROSS_ENTROPY.make(generator(3, DEVICE), dtype, M=M, K=K, N=N)
@@ -493,7 +563,7 @@ def test_rows_beside_whole_vectors_are_copied_into_whole_ones(size, dtype, rows,
 
 def test_what_is_no_number_in_states_that_are_ignored_stays_out_of_copied_gradients(monkeypatch):
     monkeypatch.setattr(module, "WHOLE", (0, -1))
-    h, head, target, _ = losses.LINEAR_CROSS_ENTROPY.make(generator(3, DEVICE), torch.bfloat16, M=5, K=9, N=13)
+    h, head, target, _ = losses.LINEAR_CROSS_ENTROPY.make(generator(3, DEVICE), torch.bfloat16, M=5, K=9, N=21)
     h[2], target[2] = math.inf, -100
     with plans_aside():
         _, dh, _ = fusebook.linear_cross_entropy_with_gradients(h, head, target)
@@ -516,7 +586,7 @@ def test_copies_are_made_in_words_that_rows_are_whole_of(place, monkeypatch):
 @pytest.mark.parametrize("way", ["loss", "gradients", "kept"])
 def test_plans_of_copies_know_how_many_products_and_copies_there_are(way, monkeypatch):
     """Of a loss, of one with its gradients, and of one whose logits are kept, with those of its backward pass."""
-    h, head, target, _ = losses.LINEAR_CROSS_ENTROPY.make(generator(3, DEVICE), torch.float16, M=7, K=19, N=13)
+    h, head, target, _ = losses.LINEAR_CROSS_ENTROPY.make(generator(3, DEVICE), torch.float16, M=7, K=19, N=21)
     told, copies, products = [], [], []
     copy, apply, wide = module._whole_into, module.apply, module._wide_product
 
@@ -602,7 +672,7 @@ def test_what_is_wrong_is_refused_where_a_gradient_is_recorded_too(dtype):
 @pytest.mark.skipif(DEVICE == "cuda", reason="on the CPU pages that nobody touches take no memory")
 def test_rows_may_be_scaled_by_numbers_that_lie_2_to_the_30_apart(monkeypatch):
     monkeypatch.setattr(module, "FEW", 0)
-    h, head, target, _ = losses.LINEAR_CROSS_ENTROPY.make(generator(3, DEVICE), torch.float16, M=3, K=19, N=13)
+    h, head, target, _ = losses.LINEAR_CROSS_ENTROPY.make(generator(3, DEVICE), torch.float16, M=3, K=19, N=21)
     own, g = (h.requires_grad_(), head.requires_grad_()), torch.empty_strided((3,), (2**30,))
     loss = fusebook.linear_cross_entropy(*own, target, reduction="none")
     near = g.copy_(torch.arange(1.0, 4.0)).contiguous()
@@ -625,7 +695,9 @@ def test_logits_are_kept_where_they_are_fewer_than_what_they_are_of():
         assert ("Once" in type(loss.grad_fn).__name__) == kept
 
 
-@pytest.mark.parametrize("given", [(torch.bfloat16, 37, 16, 100), (torch.float16, 3, 8, 8201)], ids=str)
+@pytest.mark.parametrize(
+    "given", [(torch.bfloat16, 37, 16, 100), (torch.float16, 3, 8, 8201), (torch.bfloat16, 200, 16, 13)], ids=str
+)
 def test_what_lies_between_rows_of_logits_reaches_no_result(given, monkeypatch):
     """Kernels and cuBLAS read whole vectors of memory that nobody has written."""
     dtype, M, K, N = given
@@ -638,7 +710,8 @@ def test_what_lies_between_rows_of_logits_reaches_no_result(given, monkeypatch):
             shapes.append(memory.shape)
             return memory.fill_(poison)
 
-        monkeypatch.setattr(module, "empty", poisoned)
+        for each in (module, _few):
+            monkeypatch.setattr(each, "empty", poisoned)
         own = h.clone().requires_grad_(), head.clone().requires_grad_()
         with plans_aside():
             loss = scale * fusebook.linear_cross_entropy(*own, target)

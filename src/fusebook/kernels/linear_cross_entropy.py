@@ -6,7 +6,8 @@ For M hidden states h of K numbers and N classes with the weight W [N, K]:
 
 where dx is the gradient of the logits. The states are taken some rows at a time: their logits by a product, loss and
 gradient by one kernel in place, see `_entropy`, and then two more products. So the logits take the memory of some rows,
-and are written once, read and overwritten once, and read twice; the products are cuBLAS's.
+and are written once, read and overwritten once, and read twice; the products are cuBLAS's, but those of few classes in
+half types, see `_few`.
 
 In half types each product adds up in float32, and the gradient of the weight is rounded once for each chunk of rows,
 where it is added to what the chunks before have left: the fewer chunks, the fewer roundings.
@@ -28,10 +29,10 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import Parameter
 
-from . import _entropy
+from . import _entropy, _few
 from ._arguments import integer
 from ._entropy import TERMS, Once, Terms, _class_of, _factors, _known, line, loss_like
-from ._operator import Operator, accumulated, apply, empty, launch, watched
+from ._operator import Operator, accumulated, apply, empty, gpu, launch, watched
 from ._rows import rows_in
 
 __all__ = ["linear_cross_entropy", "linear_cross_entropy_eager", "linear_cross_entropy_with_gradients"]
@@ -284,7 +285,10 @@ def _chunks_into(
     products, copies = (1, 2) if gradients is None else (3, 4)
     if kept is not None:
         products, copies = 3, 6  # both passes decide alike: what lies behind logits is zero in both or in none
-    whole = whole_plan(m, k, n, size, aligned=aligned, products=products, copies=copies)
+    few = None
+    if rows >= m:  # all states at once
+        few = _few.few_plan(m, k, n, h.dtype, gpu(h.device)[1], whole=aligned and k % 8 == 0)
+    whole = not few and whole_plan(m, k, n, size, aligned=aligned, products=products, copies=copies)
     pitch, pieces = pieces_plan(m, k, n, size, aligned=aligned)
     width, factor = k, head
     if whole:
@@ -320,14 +324,20 @@ def _chunks_into(
             given = states[: len(logits)]
             _whole_into(given, h[part])
         if gradients is None or kept is None:
-            for at in pieces:
-                apply(torch.mm, given, factor[at].T, out=full[:, at])
+            if few:
+                _few.logits_into(logits, h, head, few)
+            else:
+                for at in pieces:
+                    apply(torch.mm, given, factor[at].T, out=full[:, at])
         here = sums if sums.board is None else sums._replace(board=sums.board[first * plan.parts :])
         _entropy.rows_into(
             left[part], logits if gradients else None, logits, target[part],
             scale[part] if scale is not None and scale.dim() else scale, terms, here, _entropy.plan_of(logits, logits),
         )  # fmt: skip
         if gradients is None:
+            continue
+        if few:
+            _few.gradients_into(dh, dhead, logits, h, head, few)
             continue
         if whole and pitch > n:  # beside hidden states that are no numbers, nor are products with zeros
             apply(Tensor.zero_, full[:, n:])
@@ -477,7 +487,8 @@ def linear_cross_entropy(
         Hidden states that are taken at a time. Their logits are all that the call takes beside its results, 2 bytes a
         number in half types; by default they fill up to a GiB. In float16, of more than 4096 classes, there are 6 bytes
         for each of their own numbers besides. Half types whose rows do not begin at multiples of 16 bytes may be
-        copied into rows that do, and their gradients out of such.
+        copied into rows that do, and their gradients out of such. Those of 16 classes or fewer may take some MiB for
+        sums in float32.
 
     Returns
     -------
