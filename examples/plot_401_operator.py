@@ -80,8 +80,9 @@ where = generator(0).device
 # What eager costs
 # ----------------
 #
-# Two operations: PyTorch reads twice what it needs and writes twice. (It has
-# an operation for SiLU too, which is what the costs are compared with.)
+# Two operations, *the chain* of the tables below: PyTorch reads three times
+# what it needs and writes twice. (It has an operation for SiLU too, which is
+# what the costs are compared with.)
 
 
 def silu_eager(x):
@@ -548,7 +549,8 @@ claims(
 # The price of an operator is the host's. A caller who waits after each call
 # pays it on top of the device's time. One who queues calls ahead pays the
 # longer of the two, which on 8192 x 8192 numbers is the device's. These are
-# the steps of this page, from the chain to the roof, each checked there.
+# the steps of this page, from the chain to the :term:`roof`, each checked
+# there.
 
 
 # site: fold
@@ -619,8 +621,8 @@ table(
         ],
         axis=1,
     ),
-    "SiLU of 8192 x 8192 numbers in float32; a step's lines are those of the "
-    "steps before it, too",
+    "SiLU of 8192 x 8192 numbers in float32; from the function to the batch "
+    "a row's lines hold those of the rows above it, too",
     fold=False,
 ) if stairs is not None else claims(
     say(
