@@ -1853,7 +1853,7 @@ claims(
 # One piece of advice, "one GPU per process", needs a second GPU:
 # :doc:`plot_402_two_gpus` measures it.
 
-provenance(ways, spans, moved, work, late)
+provenance(ways, spans, moved, work, switched, late)
 
 # %%
 downloads(advice, "old_advice")

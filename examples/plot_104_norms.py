@@ -653,8 +653,8 @@ claims(
 
 # %%
 # And the gradient of RMSNorm, from its chain to the roof of reading 2MN
-# numbers and writing MN. *dw differs* counts the columns of dw whose bits
-# differ between two calls.
+# numbers and writing MN. *dw differs* counts the columns of dw, as it is
+# returned in bfloat16, whose bits differ between two calls.
 
 
 # site: fold
@@ -748,6 +748,16 @@ claims(
         same,
         of=climb,
         fatal=False,
+    ),
+    *(
+        say(
+            "In step one two calls differ in {most} columns of dw: it adds in "
+            "float32, in whatever order, and the sum is rounded to bfloat16.",
+            most=climb[climb["step"].str.contains("atomic")][
+                "dw differs"
+            ].max(),
+        )
+        for _ in climb_us.index[:1]
     ),
     *(
         say(
@@ -1029,8 +1039,8 @@ table(tables.clocks(callers), "Every way by every clock, in microseconds")
 #
 # - What is in registers can be looked at again for nothing: a mean, a maximum,
 #   the statistics that others keep for the backward pass.
-# - A sum across programs wants persistent programs: let each take many rows
-#   and keep its part to the end.
+# - A sum across programs wants persistent programs: let each take many rows,
+#   ask for the next while it works on one, and keep its part to the end.
 # - Rounding is part of an operator's meaning: round where the next reader
 #   will see it, once.
 #
