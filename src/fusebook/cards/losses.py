@@ -190,14 +190,17 @@ def _reference_linear(h: Tensor, head: Tensor, target: Tensor, scale: float) -> 
 
 
 def _added_up(inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Twice what is taken off for the targets is put back to the gradient of the head.
+    """Twice what is taken off for the targets is put back to both gradients.
 
-    That is a difference: of hidden states by probabilities, which are rounded, and those of the targets. Where the two
-    are nearly alike, no half type has digits for what is left. So the error is scored beside what is added up.
+    They are differences: of what probabilities, which are rounded, weigh, and of what belongs to the targets. Where the
+    two are nearly alike, as of a hidden state whose class is all but certain, no dtype has digits for what is left, nor
+    has the reference in float64. So the error is scored beside what is added up.
     """
     h, head, target, scale = inputs
+    loss, dh, dhead = outputs
+    each = 2 * scale / max(1, len(h))
     taken = torch.zeros_like(head).index_add_(0, target, h)
-    return *outputs[:2], taken.mul_(2 * scale / max(1, len(h))).add_(outputs[2])
+    return loss, dh + each * head[target], taken.mul_(each).add_(dhead)
 
 
 def _cost_linear(itemsize: int, *, M: int, K: int, N: int) -> Cost:

@@ -88,7 +88,8 @@ def _few_sums(out_ptr, left_ptr, COUNT, PARTS, LANES: tl.constexpr, BLOCK: tl.co
 
 # Plan ----------------------------------------------------------------------------------------------------------------
 
-#: Classes at most: as many as tensor cores multiply at once. Of twice as many, a library's products took no longer.
+#: Classes at most: as many as tensor cores multiply at once. Of twice as many, a library's products took no longer; nor
+#: of eight or sixteen whose rows are whole vectors, which is what these are made for.
 MOST = 16
 #: Numbers of a hidden state at most, whose logits one program adds up. Longer ones were not tried.
 LONGEST = 8192
@@ -107,7 +108,7 @@ def few_plan(m: int, k: int, n: int, dtype: torch.dtype, processors: int, *, who
 
     `whole`: rows are whole vectors of 16 bytes. Others go through registers to where tensor cores read them.
     """
-    if dtype.itemsize != 2 or n > MOST or k > LONGEST:
+    if dtype.itemsize != 2 or n > MOST or k > LONGEST or (whole and n % 8 == 0):
         return None
     if whole:
         logits = (64, 128, 4, 3) if m >= 32 * processors else (16, 256, 4, 3)
