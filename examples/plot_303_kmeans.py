@@ -951,11 +951,11 @@ table(
 # An iteration is one pass where the sums fit in registers; elsewhere it is the
 # two public functions, one after the other, as in *two calls*. Eager updates
 # by atomic additions: with two centres, millions of points wait for the same
-# six numbers. Two ways do without them, and have a column where they were
-# timed. *Sorted* puts points of one label side by side and takes the mean of
-# each stretch; *product* multiplies with a matrix that has a one for each
-# point, which is small where centres are few. *Skewed* means that nine of ten
-# points belong to one cluster.
+# six numbers. Two ways go about it otherwise. *Sorted* adds up as PyTorch for
+# the gradient of an embedding, whose rows it sorts by their labels; *product*
+# multiplies with a matrix that has a one for each point, which is small where
+# centres are few. *Skewed* means that nine of ten points belong to one
+# cluster.
 
 UPDATES = (
     *("eager", "torch.compile", "sorted", "product"),
@@ -974,6 +974,8 @@ update_us = tables.times(update)
 of_fastest = update_us["fusebook"] / update_us.drop(columns="fusebook").min(
     axis=1
 )
+many = update_us.index.get_level_values("n") >= 1_000_000
+fewer = update_us[~many].index.to_frame().iloc[0]
 table(
     tables.times(update, words=True),
     "The update: cold time in microseconds",
@@ -1345,17 +1347,19 @@ claims(
         most=tables.ratio(big, "torch.compile, product", "fusebook").max(),
     ),
     claim(
-        "The update is never slower than PyTorch's atomics by more than 2 %.",
-        tables.ratio(update, "fusebook", "eager") <= 1.02,
-        fatal=False,
-    ),
-    claim(
-        "The update is never slower than the fastest other way of the table "
-        "({others}) by more than 2 %.",
-        of_fastest <= 1.02,
+        "From a million points on the update is never slower than the fastest "
+        "other way of the table ({others}) by more than 2 %.",
+        of_fastest[many] <= 1.02,
         fatal=False,
         of=of_fastest,
         others=", ".join(update_us.columns.drop("fusebook")),
+    ),
+    say(
+        "At {n} points of {k} centres {way} takes {times:.2f} times our time.",
+        n=fewer["n"],
+        k=fewer["k"],
+        way=update_us.loc[~many].iloc[0].idxmin(),
+        times=(1 / of_fastest[~many]).iloc[0],
     ),
     say(
         "Of the roof of uint8 labels, reading the points alone takes "
@@ -1372,7 +1376,8 @@ claims(
 # Every point at which some other way is faster by more than 2 % when both are
 # cold; the ladder of :doc:`plot_302_numpy_to_cuda` has the host's clock. Where
 # an update has many centres with few points each, atomic additions hardly
-# meet, and nothing has to be sorted first.
+# meet, and nothing has to be sorted first. Their order is one of chance: ours
+# is always the same.
 
 table(
     tables.losses(pd.concat([both, wide, laws])),

@@ -161,7 +161,7 @@ def _compiled_update(points: Tensor, labels: Tensor, k: int) -> Tensor:
 
 
 def _sorted_update(points: Tensor, labels: Tensor, k: int) -> Tensor:
-    """Without atomic additions: as torch adds up the gradient of an embedding, whose rows it sorts by their labels."""
+    """As torch adds up the gradient of an embedding, whose rows it sorts by their labels."""
     wide = points if points.dtype == torch.float64 else points.float()
     of_rows = labels.int()
     sums = torch.ops.aten.embedding_dense_backward(wide, of_rows, k, -1, False)
