@@ -751,9 +751,6 @@ times = tables.times(squares, words=True)
 table(times, "Cold time in microseconds", fold=False)
 
 # %%
-provenance(sweep)
-
-# %%
 downloads(sweep, "masked_scatter_nd")
 
 # %%
@@ -840,6 +837,9 @@ table(
     "The gradient of an embedding, in PyTorch and here: cold, microseconds",
     fold=True,
 )
+
+# %%
+provenance(sweep, llama, unmasked, contention, embedding)
 
 # %%
 # Lessons
