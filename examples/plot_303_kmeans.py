@@ -224,8 +224,9 @@ Folded("Sums in registers", Source(_few_steps, doc=False))
 
 # %%
 # Where there are too many centres for registers, points are sorted by label
-# first and each cluster is added up as a stretch, again in one order. A
-# cluster without points keeps its centre.
+# first. Each program then adds up as many neighbours as any other, a sum for
+# each label among them, so that a large cluster is the work of many; the parts
+# are added in one order again. A cluster without points keeps its centre.
 #
 # More coordinates: a product
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~
