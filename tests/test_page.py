@@ -1,5 +1,6 @@
 import ast
 import inspect
+import json
 import os
 import re
 import shutil
@@ -15,6 +16,7 @@ import pytest
 import torch
 import triton
 
+import box
 import synthetic
 import warm
 from fusebook import bench, page, plots, record, tables
@@ -235,6 +237,25 @@ def test_what_a_page_measures_is_recorded_and_replayed(monkeypatch, tmp_path):
     assert replayed.attrs["origin"].stale == ()
     assert replayed.attrs["origin"].machine.name == "Made-up GPU"
     assert page.measured("drift", other).attrs["origin"].stale == ("how drift is measured",)
+
+
+def test_the_site_names_all_of_other_code_that_a_page_has_asked_for(recorded, monkeypatch, tmp_path):
+    """Not only what the page hands to its box: what was measured beside that would go unnamed."""
+    monkeypatch.setattr(_place, "live", lambda: True)
+    monkeypatch.setattr(machines, "here", lambda: machine(slug="nvidia-h200"))
+    monkeypatch.setenv("FUSEBOOK_RECORD", str(machines.RECORDS))
+    page.measured("drift", drift)
+    monkeypatch.setattr(_place, "live", lambda: False)
+    softmax = page.results(SOFTMAX, config="small")
+    page.measured("drift", other)
+    assert "how drift is measured" not in repr(page.provenance(softmax))
+    monkeypatch.setenv("FUSEBOOK_DEPS", str(tmp_path / "deps"))
+    monkeypatch.setattr(_place, "shown", {})
+    page.measured("drift", other)
+    assert "how drift is measured" in repr(page.provenance(softmax))
+    file = tmp_path / "plot_102_softmax.box.json"
+    box.keep(file, "plot_102_softmax", _place.shown)
+    assert "how drift is measured" in json.loads(file.read_text())["stale"]
 
 
 def test_what_needs_no_gpu_is_measured_where_it_can_be(monkeypatch):

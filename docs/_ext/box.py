@@ -39,8 +39,8 @@ def keep(file, name, shown):
         "counts": {kind: count([claim for claim in claims if claim.kind == kind]) for kind in COUNTED},
         "false": [[c.text, c.detail] for c in claims if c.kind in ("claim", "target") and c.true is False],
     }
-    if frames:
-        told = gathered(*frames)
+    if every := frames + shown.get("asked", []):
+        told = gathered(*every)
         facts |= {"gpu": told.machine.name, "measured": told.measured, "stale": told.stale, "raw": told.raw}
         facts["dates"] = " to ".join(dict.fromkeys((told.dates[0], told.dates[-1])))
         facts["versions"] = told.versions

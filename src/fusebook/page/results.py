@@ -253,11 +253,11 @@ def results(
             with contextlib.suppress(record.RecordError, record.Missing):  # the device's part of it is recorded
                 frame = recorded(machine.RECORDS / machine.here().slug)
                 _record_again(op, frame, variants or tuple(op.variants), warmup, repeat)
-                return frame
+                return _told(frame)
         frame = _run(op, config=asked, dtype=dtype, variants=variants, warmup=warmup, repeat=repeat)
         if folder:
             record.write(frame, Path(folder))
-        return frame
+        return _told(frame)
     command = f"python -m fusebook.record {op.name} --config {config} --dtype {dtype}"
     if op.name not in OPS:  # a card of its own page: what records kernels does not know it
         command = "nox -s record"
@@ -268,7 +268,7 @@ def results(
             old = _outdated(frame).any() or _new(frame, variants or op.variants)
             lacks = "device" if old else "host" if _uncalled(frame).any() else None
             _place.due(*filter(None, [lacks]))
-            return frame
+            return _told(frame)
         except record.Missing as missing:
             what = missing
     return _nothing(f"{what} on {machine.slug()}", command)
@@ -334,6 +334,13 @@ def _nothing(what: str, command: str, *, excused: bool = False) -> NoReturn:
         f"There is no CUDA GPU here and no record of {what} to replay: run `{command}` on a machine with a GPU.",
         excused=excused,
     )
+
+
+def _told(frame: pd.DataFrame) -> pd.DataFrame:
+    """What a page has asked for, kept for the box that says of what machine and of what code its results are."""
+    if frame.attrs["origin"].machine is not None:
+        _place.remember("asked", frame)
+    return frame
 
 
 def _noted(frame: pd.DataFrame) -> pd.DataFrame:
@@ -413,7 +420,7 @@ def measured(
             _place.due("device" if by_device else "host")
         stale = () if was.function == now else (f"how {name} is measured",)
         frame.attrs["origin"] = dataclasses.replace(was, stale=stale, page=name)
-    return frame
+    return _told(frame)
 
 
 def records() -> dict[str, pd.DataFrame]:

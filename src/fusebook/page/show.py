@@ -124,9 +124,12 @@ def gathered(*frames: pd.DataFrame) -> Gathered:
 
 
 def provenance(*frames: pd.DataFrame) -> Shown:
-    """Where results come from: the GPU, versions, date, commit, method, and the raw record; frames as of `gathered`."""
-    on, measured, dates, versions, commits, changes, raw = gathered(*frames)
+    """Where results come from: the GPU, versions, date, commit, method, and the raw record; frames as of `gathered`.
+
+    On the site these are all that the page has asked for so far, so that none of other code goes unnamed.
+    """
     _place.remember("frames", *frames)
+    on, measured, dates, versions, commits, changes, raw = gathered(*frames, *_place.shown.get("asked", []))
     stale = "; ".join(changes)
     facts = {
         "GPU": f"{on.name}, driver {on.driver}, CUDA {on.cuda}",
