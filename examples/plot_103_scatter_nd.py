@@ -1148,7 +1148,6 @@ CODE = {
     "grouped by counting": lines_of(_scatter_nd_owner, _scatter_nd_segments),
     "the library": lines_behind(masked_scatter_nd_eager),
 }
-registers = source.groupby("step")["registers"].max()
 on = source.attrs["origin"].machine
 least_us = {
     row["at"]: 1e6
@@ -1160,12 +1159,7 @@ least_us = {
     for _, row in source.drop_duplicates("at").iterrows()
 }
 table(
-    pd.concat([source_us, pd.DataFrame({"the roof": least_us}).T]).assign(
-        **{
-            "registers a thread": registers,
-            "lines of code": pd.Series(CODE),
-        }
-    ),
+    tables.staircase(source_us, source, roof=least_us, lines=CODE),
     "What each step was worth, beside the source's kernels: cold time in "
     "microseconds, R x D and the number of updates; registers are the most of "
     "all sizes",

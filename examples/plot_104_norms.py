@@ -616,20 +616,16 @@ CODE = {
 reached = stairs.pivot_table("of a copy", "step", "at", sort=False)
 by_lines = pd.Series({at: lines_of(*of) for at, of in CODE.items()})
 by_lines["the library"] = lines_behind(rms_norm_eager)
-shown = 100 * reached
-shown.loc["the roof"] = {
+of_roof = {
     f"32768 x {N}": 1e-4
     * stairs.set_index("at")["copy us"][f"32768 x {N}"].iloc[0]
     / on.memory_seconds(ADD_RMS_NORM.cost(2, M=32768, N=N))
     for N in (4096, 8192)
 }
 table(
-    shown.assign(
-        **{
-            "registers a thread": stairs.groupby("step")["registers"].max(),
-            "lines of code": by_lines,
-        }
-    ),
+    tables.staircase(
+        100 * reached, stairs, roof=of_roof, lines=by_lines
+    ).rename_axis("step"),
     "Percent of a copy, cold; all norms and gradients in the library's lines",
     fold=False,
 )
@@ -712,17 +708,13 @@ roofs = {
     for N in (4096, 8192)
 }
 table(
-    pd.concat(
-        [
-            climb.pivot_table("us", "step", "at", sort=False),
-            pd.DataFrame({"the roof": roofs}).T,
-        ]
-    ).assign(
-        **{
-            "dw differs": climb.groupby("step")["dw differs"].max(),
-            "registers a thread": climb.groupby("step")["registers"].max(),
-            "lines of code": by_lines,
-        }
+    tables.staircase(
+        climb.pivot_table("us", "step", "at", sort=False).assign(
+            **{"dw differs": climb.groupby("step")["dw differs"].max()}
+        ),
+        climb,
+        roof=roofs,
+        lines=by_lines,
     ),
     "The gradient of RMSNorm, each step, bfloat16: cold, microseconds",
     fold=False,

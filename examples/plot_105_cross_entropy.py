@@ -513,26 +513,17 @@ roofs = {
     for N in (8192, 32000)
 }
 table(
-    pd.concat(
-        [
-            stairs.pivot_table("us", "step", "at", sort=False),
-            pd.DataFrame({"the roof": roofs}).T,
-        ]
-    ).assign(
-        **{
-            "registers a thread": stairs.groupby("step")["registers"].max(),
-            "lines of code": pd.Series(
-                {
-                    "an operation a line": lines_of(cross_entropy_eager),
-                    "step one, the loss alone": lines_of(
-                        loss_of_row, step_one
-                    ),
-                    "step two, 4 warps": lines_of(both_of_row, step_two),
-                    "step two, 16 warps": lines_of(both_of_row, step_two),
-                    "the library": lines_behind(cross_entropy_eager),
-                }
-            ),
-        }
+    tables.staircase(
+        stairs.pivot_table("us", "step", "at", sort=False),
+        stairs,
+        roof=roofs,
+        lines={
+            "an operation a line": lines_of(cross_entropy_eager),
+            "step one, the loss alone": lines_of(loss_of_row, step_one),
+            "step two, 4 warps": lines_of(both_of_row, step_two),
+            "step two, 16 warps": lines_of(both_of_row, step_two),
+            "the library": lines_behind(cross_entropy_eager),
+        },
     ),
     "Each step, bfloat16, cold, in microseconds",
     fold=False,

@@ -887,26 +887,24 @@ stair_us.columns = [f"n = {n}, us" for n in stair_us.columns]
 if "warm us" in stairs:
     for n, frame in stairs.set_index("step").groupby("n"):
         stair_us[f"n = {n}, warm"] = frame["warm us"]
-registers = stairs[stairs["n"] == 4096].set_index("step")["registers"]
-stair_us["registers a thread"] = registers
-stair_us["lines of code"] = pd.Series(
-    {
-        "eager": lines_of(concat_gemm_eager),
-        "step one, 64 x 64": lines_of(side_by_side, step_one),
-        "step one, 128 x 128": lines_of(side_by_side, step_one),
-        "step one, 128 x 256": lines_of(side_by_side, step_one),
-        "step two, descriptors": lines_of(_concat_gemm_tiles),
-        "step three, persistent": lines_of(_concat_gemm_tiles),
-        "the library": lines_behind(concat_gemm_eager),
-    }
-)
+by_lines = {
+    "eager": lines_of(concat_gemm_eager),
+    "step one, 64 x 64": lines_of(side_by_side, step_one),
+    "step one, 128 x 128": lines_of(side_by_side, step_one),
+    "step one, 128 x 256": lines_of(side_by_side, step_one),
+    "step two, descriptors": lines_of(_concat_gemm_tiles),
+    "step three, persistent": lines_of(_concat_gemm_tiles),
+    "the library": lines_behind(concat_gemm_eager),
+}
 least_us = {
     f"n = {n}, us": 1e6
     * on.roof(CONCAT_GEMM.cost(2, M=n, K=n, N=n, weights="two"), "bfloat16")
     for n in (1024, 4096)
 }
 table(
-    pd.concat([stair_us, pd.DataFrame({"the roof": least_us}).T]),
+    tables.staircase(
+        stair_us, stairs[stairs["n"] == 4096], roof=least_us, lines=by_lines
+    ),
     "Each step in bfloat16, in microseconds: cold (us) and warm",
     fold=False,
 )

@@ -481,22 +481,19 @@ def compiled_products():
 apart = measured("swiglu_compiled", compiled_products, by_device=True)
 apart_us = apart.pivot_table("us", "step", "M", sort=False)
 apart_us.columns = [f"{M} token{'s' * (M > 1)}, us" for M in apart_us.columns]
-apart_us["registers a thread"] = apart.groupby("step")["registers"].max()
-apart_us["lines of code"] = pd.Series(
-    {
-        "eager": lines_of(swiglu_eager),
-        "step one, 64 x 64": lines_of(two_sums, step_one),
-        "step one, 128 x 128": lines_of(two_sums, step_one),
-        "the library": lines_behind(swiglu_eager),
-    }
-)
+by_lines = {
+    "eager": lines_of(swiglu_eager),
+    "step one, 64 x 64": lines_of(two_sums, step_one),
+    "step one, 128 x 128": lines_of(two_sums, step_one),
+    "the library": lines_behind(swiglu_eager),
+}
 least_us = {
     f"{M} token{'s' * (M > 1)}, us": 1e6
     * on.roof(SWIGLU.cost(2, M=M, K=4096, N=11008), "bfloat16")
     for M in apart["M"].unique().tolist()
 }
 table(
-    pd.concat([apart_us, pd.DataFrame({"the roof": least_us}).T]),
+    tables.staircase(apart_us, apart, roof=least_us, lines=by_lines),
     "4096 x 11008 in bfloat16, cold",
     fold=False,
 )

@@ -372,3 +372,21 @@ def test_the_best_is_told_for_tables_of_ways(df):
     assert tables.times(df).attrs["best"] == "least in a row"
     assert tables.shares(df).attrs["best"]["% of copy"] == "most"
     assert tables.clocks(df).attrs["best"]["cold"] == "least"
+
+
+def test_a_staircase_ends_in_the_roof_with_the_most_registers_and_the_lines_of_each_step():
+    steps = pd.DataFrame(
+        {
+            "step": ["eager", "ours"] * 2,
+            "n": [1, 1, 2, 2],
+            "us": [3.0, 2.0, 6.0, 4.0],
+            "registers": [math.nan, 40, math.nan, 32],
+        }
+    )
+    times = steps.pivot_table("us", "step", "n", sort=False)
+    found = tables.staircase(times, steps, roof={1: 1.0, 2: 2.5}, lines={"eager": 1, "ours": 9})
+    assert found.index.tolist() == ["eager", "ours", "the roof"]
+    assert found[[1, 2]].to_numpy().tolist() == [[3, 6], [2, 4], [1, 2.5]]
+    assert found["registers a thread"].fillna(0).tolist() == [0, 40, 0]
+    assert found["lines of code"].fillna(0).tolist() == [1, 9, 0]
+    assert times.index.tolist() == ["eager", "ours"], "what is given stays"

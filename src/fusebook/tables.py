@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from fusebook import timing
@@ -22,7 +22,8 @@ with extra("book"):
 
 __all__ = [
     "KINDS", "WITHIN", "alike", "behind", "clocks", "dims", "harmless", "label", "losses", "number", "paid",
-    "pays_from", "pretty", "ratio", "reasons", "share", "shares", "standing", "timed", "times", "together", "where",
+    "pays_from", "pretty", "ratio", "reasons", "share", "shares", "staircase", "standing", "timed", "times", "together",
+    "where",
 ]  # fmt: skip
 
 #: The kinds of time that a table can show.
@@ -441,6 +442,31 @@ def clocks(df: pd.DataFrame) -> pd.DataFrame:
     table = table.set_axis(list(KINDS), axis=1)
     table.attrs["best"] = dict.fromkeys(KINDS, "least")
     return table
+
+
+def staircase(
+    times: pd.DataFrame, steps: pd.DataFrame, *, roof: Mapping[str, float], lines: Mapping[str, int]
+) -> pd.DataFrame:
+    """The steps on the way to a kernel, down to the roof, with what each takes of registers and of a reader.
+
+    Parameters
+    ----------
+    times : pandas.DataFrame
+        What is shown of each step, a row a step and a column a size.
+    steps : pandas.DataFrame
+        Of `fusebook.bench.staircase`, of one size or more: the most registers of all count.
+    roof : mapping of str to float
+        By column, what stands in the last row.
+    lines : mapping of str to int
+        By step, its lines of code.
+
+    Returns
+    -------
+    pandas.DataFrame
+        `times` with the row ``the roof``, and with the columns ``registers a thread`` and ``lines of code``.
+    """
+    beside = {"registers a thread": steps.groupby("step")["registers"].max(), "lines of code": pd.Series(lines)}
+    return pd.concat([times, pd.DataFrame({"the roof": roof}).T]).assign(**beside)
 
 
 def harmless(value: Any) -> Any:

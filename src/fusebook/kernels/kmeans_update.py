@@ -131,18 +131,15 @@ def _kmeans_chunks(
             live = low + rows < end
             i = tl.load(order_ptr + low + rows, mask=live, other=0).to(tl.int64)  # [BLOCK]
             inside = live[:, None] & (columns < D)[None, :]
-            total += tl.load(points_ptr + i[:, None] * D + columns[None, :], mask=inside, other=0.0).to(
-                FLOAT
-            )  # read nD
+            # read nD
+            total += tl.load(points_ptr + i[:, None] * D + columns[None, :], mask=inside, other=0.0).to(FLOAT)
             low += BLOCK
         tl.store(parts_ptr + (chunk + j) * D + columns, tl.sum(total, 0), mask=columns < D)
         low = end
 
 
 @triton.jit
-def _kmeans_sums(
-    sums_ptr, parts_ptr, bounds_ptr, D, CHUNK, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr
-):  # fmt: skip
+def _kmeans_sums(sums_ptr, parts_ptr, bounds_ptr, D, CHUNK, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
     """What the points of a label add up to, its parts in float64 in the order of the chunks; and how many they are."""
     j = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)  # [BLOCK_D]

@@ -300,7 +300,8 @@ def _record_again(op: Op, frame: pd.DataFrame, variants: Sequence[str], warmup: 
 
 def _new(frame: pd.DataFrame, variants: Collection[str]) -> list[str]:
     """The variants that have no row at all, neither times nor a reason: they came after the record."""
-    return [name for name in variants if name not in set(frame["variant"])]
+    known = set(frame["variant"])
+    return [name for name in variants if name not in known]
 
 
 def _outdated(frame: pd.DataFrame) -> pd.Series:
