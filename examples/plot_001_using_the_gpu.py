@@ -53,7 +53,6 @@ import fusebook  # before triton: it decides whether kernels are interpreted
 from fusebook import plots, tables, timing
 from fusebook.cards.elementwise import ADD_SUB
 from fusebook.inputs import generator
-from fusebook.kernels.elementwise import silu_eager
 from fusebook.page import (
     claim,
     claims,
@@ -1328,7 +1327,7 @@ def memory():
         rows.append({"what": what, "us": seconds(run, 99) * 1e6})
     x = torch.rand(2**26, device="cuda")  # 256 MiB
     for what, run in {
-        "two operations": silu_eager,
+        "two operations": fusebook.silu_eager,
         "one kernel": fusebook.silu,
     }.items():
         run(x)

@@ -66,25 +66,9 @@ from fusebook.cards.elementwise import (
 )
 from fusebook.check import yardstick
 from fusebook.inputs import generator, rough
-from fusebook.kernels.elementwise import (
-    _add_sub,
-    _elements_at,
-    _elementwise_flat,
-    _elementwise_plan,
-    _elementwise_tiles,
-    _exp,
-    _load,
-    _multiply_add,
-    _place,
-    _row_at,
-    _silu,
-    add_add_multiply_eager,
-    add_sub_eager,
-    multiply_add_eager,
-    silu_eager,
-)
 from fusebook.page import (
     Folded,
+    Kernels,
     Listing,
     Source,
     Tabs,
@@ -125,10 +109,10 @@ asked = study(MULTIPLY_ADD, config="large", dtype="float32")
 # back.
 
 CHAIN = (
-    add_sub_eager,
-    multiply_add_eager,
-    silu_eager,
-    add_add_multiply_eager,
+    fusebook.add_sub_eager,
+    fusebook.multiply_add_eager,
+    fusebook.silu_eager,
+    fusebook.add_add_multiply_eager,
 )
 Source(CHAIN[0], doc=False)
 
@@ -145,10 +129,10 @@ Folded("The other three chains", Source(*CHAIN[1:], doc=False))
 
 device = generator(0).device
 CHAINS = {
-    "add_sub": (ADD_SUB, add_sub_eager),
-    "multiply_add": (MULTIPLY_ADD, multiply_add_eager),
-    "silu": (SILU, silu_eager),
-    "add_add_multiply": (ADD_ADD_MULTIPLY, add_add_multiply_eager),
+    "add_sub": (ADD_SUB, fusebook.add_sub_eager),
+    "multiply_add": (MULTIPLY_ADD, fusebook.multiply_add_eager),
+    "silu": (SILU, fusebook.silu_eager),
+    "add_add_multiply": (ADD_ADD_MULTIPLY, fusebook.add_add_multiply_eager),
 }
 
 
@@ -397,7 +381,9 @@ pair = torch.rand(2, 1000, generator=generator(5), device=device)
 claims(
     claim(
         "Step three gives PyTorch's sum and difference of 1000 numbers.",
-        all(map(torch.equal, step_three(*pair), add_sub_eager(*pair))),
+        all(
+            map(torch.equal, step_three(*pair), fusebook.add_sub_eager(*pair))
+        ),
     )
 )
 
@@ -465,20 +451,7 @@ claims(
 # compiles the kernel anew for each expression, so this costs nothing at run
 # time.
 
-Folded(
-    "Three expressions, and the kernel that goes through results in order",
-    Source(
-        _add_sub,
-        _multiply_add,
-        _silu,
-        _load,
-        _row_at,
-        _place,
-        _elements_at,
-        _elementwise_flat,
-        doc=False,
-    ),
-)
+Folded("The library's kernels", Kernels(fusebook.add_sub))
 
 # %%
 # A thread takes groups of 16 bytes, and the mask is of whole groups. A mask
@@ -494,21 +467,12 @@ Folded(
 # width of a batch of images. An operand that is transposed, so that adjacent
 # elements of the result are in different rows of it, goes through :term:`tiles
 # <tile>`.
-
-Folded(
-    "Tiles, and which kernel is launched when",
-    Source(_elementwise_tiles, _elementwise_plan, doc=False),
-)
-
-# %%
+#
 # The exponential has a trap that no timing shows. The hardware has powers of
 # two, so :math:`e^x` is computed as :math:`2^{x \log_2 e}`. The product is
 # rounded, and the error of the result grows with x. A few more operations
 # correct it. Half types round away what they would correct, and go without.
-
-Source(_exp, doc=False)
-
-# %%
+#
 # CUDA C from Python
 # ~~~~~~~~~~~~~~~~~~
 #
@@ -766,7 +730,7 @@ def product_steps():
         for _ in range(2)
     )
     want = a * b
-    wanted = add_sub_eager(a, b)
+    wanted = fusebook.add_sub_eager(a, b)
 
     def right(got):
         if isinstance(got, torch.Tensor):
@@ -795,7 +759,7 @@ def product_steps():
             "step two, 4096 a program": lambda: grid(4096),
             "step four, a row a program": lambda: step_four(a, b),
             "the library": lambda: fusebook.multiply(a, b),
-            "x + y and x - y: PyTorch": lambda: add_sub_eager(a, b),
+            "x + y and x - y: PyTorch": lambda: fusebook.add_sub_eager(a, b),
             "x + y and x - y: step three": pair,
             "x + y and x - y: the library": lambda: ADD_SUB.variants[
                 "fusebook"
@@ -818,7 +782,7 @@ stairs["lines of code"] = pd.Series(
         "step two, 512 a program": lines_of(multiply_grid, step_two),
         "step two, 4096 a program": lines_of(multiply_grid, step_two),
         "step four, a row a program": lines_of(multiply_strided, step_four),
-        "the library": lines_behind(silu_eager),
+        "the library": lines_behind(fusebook.silu_eager),
         "x + y and x - y: step three": lines_of(add_and_subtract, step_three),
     }
 )

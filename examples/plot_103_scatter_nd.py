@@ -58,18 +58,10 @@ from fusebook.cards.scatter_nd import (
 )
 from fusebook.check import yardstick
 from fusebook.inputs import generator, rough
-from fusebook.kernels._grouped import (
-    _scatter_nd_owner,
-    _scatter_nd_segments,
-    _scatter_nd_sort,
-)
-from fusebook.kernels.scatter_nd import (
-    _scatter_nd_plan,
-    masked_scatter_nd_eager,
-)
 from fusebook.ort import Graph
 from fusebook.page import (
     Folded,
+    Kernels,
     Listing,
     Source,
     by_clock,
@@ -298,7 +290,7 @@ claims(
 #
 # In PyTorch the chain is four operations, and the comments are its traffic.
 
-Source(masked_scatter_nd_eager, doc=False)
+Source(fusebook.masked_scatter_nd_eager, doc=False)
 
 # %%
 # The least is to write the output once and to read each update once. The
@@ -433,17 +425,11 @@ def step_two(shape, indices, updates):
 # counting: the place of an update is the number of updates that go before it,
 # so each is compared with every other. That is quadratic work in a single
 # pass. Other programs of the same launch write zeros to all rows meanwhile.
-
-Folded("Sort by counting", Source(_scatter_nd_sort, doc=False))
-
-# %%
+#
 # Then the rows that have updates are added up. A long stretch of one row is
 # cut into pieces for several programs. The program that finishes last adds the
 # pieces, always in the same order, so every run gives the same bits.
-
-Folded("Add up segments", Source(_scatter_nd_segments, doc=False))
-
-# %%
+#
 # With :term:`programmatic dependent launch`, on Hopper and later GPUs, this
 # kernel may start while the sort still runs, and says itself where it has to
 # wait (``gdc_wait``). So its programs have their places when the sort ends.
@@ -467,15 +453,12 @@ draw.lanes(
 # operations on integers count and number the updates of each row, and a
 # program owns each row as in step two. The counts are the same in every run;
 # only the order of the updates *within* a row is the hardware's.
-
-Folded("Grouped by counting", Source(_scatter_nd_owner, doc=False))
-
-# %%
+#
 # The sizes decide which of them is launched, since looking at the indices
 # would mean to wait for the GPU. Under
 # ``torch.use_deterministic_algorithms(True)`` it is always sorted segments.
 
-Folded("Which of them is launched", Source(_scatter_nd_plan, doc=False))
+Folded("The library's kernels", Kernels(fusebook.masked_scatter_nd_of_shape))
 
 # %%
 # What the hardware counts
@@ -574,7 +557,7 @@ steps = pd.concat(
     asked.judged(
         {**sizes, "law": law},
         torch.float32,
-        eager=masked_scatter_nd_eager,
+        eager=fusebook.masked_scatter_nd_eager,
         step_one=step_one,
         step_two=step_two,
         atomic=by("atomic"),
@@ -625,7 +608,7 @@ def index_of_the_thread(shape, indices, updates, block=128):
         total = updates[begin : begin + block].sum(0)
         y[row[live], column[live]] += total[live]
     rest = indices[whole:], updates[whole:]
-    return y + masked_scatter_nd_eager(shape, *rest)
+    return y + fusebook.masked_scatter_nd_eager(shape, *rest)
 
 
 # site: fold
@@ -1097,7 +1080,7 @@ def scatter_nd_source():
             return step(lambda *a: launched(module, name, *a))
 
         steps = {
-            "the chain": step(masked_scatter_nd_eager),
+            "the chain": step(fusebook.masked_scatter_nd_eager),
             "theirs": theirs("by_column"),
             "theirs, shared indices, mended": theirs("by_column_shared"),
             PUBLISHED: theirs("by_column_shared", published),
@@ -1138,15 +1121,13 @@ own_lines = [
     for kernel in BY_COLUMN.split('extern "C"')[1:]
 ]
 CODE = {
-    "the chain": lines_of(masked_scatter_nd_eager),
+    "the chain": lines_of(fusebook.masked_scatter_nd_eager),
     "theirs": own_lines[0],
     "theirs, shared indices, mended": own_lines[1],
     PUBLISHED: own_lines[1],
     "step one, atomic": lines_of(add_rows, step_one),
     "step two, owner": lines_of(own_row, step_two),
-    "step three, sorted": lines_of(_scatter_nd_sort, _scatter_nd_segments),
-    "grouped by counting": lines_of(_scatter_nd_owner, _scatter_nd_segments),
-    "the library": lines_behind(masked_scatter_nd_eager),
+    "the library": lines_behind(fusebook.masked_scatter_nd_eager),
 }
 on = source.attrs["origin"].machine
 least_us = {

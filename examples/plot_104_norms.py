@@ -55,15 +55,9 @@ from fusebook.cards.norms import (
 )
 from fusebook.check import yardstick
 from fusebook.inputs import generator
-from fusebook.kernels._norms import _norm_rows
-from fusebook.kernels.norms import rms_norm_eager
-from fusebook.kernels.norms_backward import (
-    _column_sums,
-    _norm_backward,
-    _rms_norm_backward_cluster,
-)
 from fusebook.page import (
     Folded,
+    Kernels,
     NoResults,
     Source,
     by_clock,
@@ -102,7 +96,7 @@ on = machine.current()
 # growing after 256 terms. So the chain moves float32 where the data is half as
 # long.
 
-Source(rms_norm_eager, doc=False)
+Source(fusebook.rms_norm_eager, doc=False)
 
 # %%
 M, N = 32768, 8192
@@ -222,9 +216,6 @@ draw.vectors(
     length=781,
     vector=8,
 )
-
-# %%
-Source(_norm_rows)
 
 # %%
 # Rows that no program can hold are cut into parts, and the programs of a row
@@ -354,25 +345,14 @@ def gradient_ahead(*given):
 # each leaves what it found in the next row, two numbers in a word, before it
 # looks for what the others found in this one, so that nobody waits for long.
 #
-# Yet all parts of a row go on at the pace of the slowest.
-
-Source(_norm_backward)
-
-# %%
-# On Hopper rows of RMSNorm in half types that fill four or eight programs of
-# 8192 numbers each are shared by a :term:`cluster`. Each program writes its
-# two numbers into the shared memory of the others, and a barrier there counts
-# the bytes that have come. The barrier of the whole cluster would also wait
-# for the stores of the row before.
-
-Folded("By the programs of a cluster", Source(_rms_norm_backward_cluster))
-
-# %%
 # A second kernel adds up the partial rows, always in the same order. Of small
 # tensors it is launched while the first still works, and waits for that. Where
 # one program takes all rows, there is no second kernel.
 
-Source(_column_sums)
+Folded(
+    "The library's kernels",
+    Kernels(fusebook.rms_norm, fusebook.rms_norm_backward),
+)
 
 # %%
 # What the hardware counts
@@ -609,13 +589,13 @@ def step_one_16(*given):
 stairs = measured("norms_steps", norms_steps, by_device=True)
 stairs["of a copy"] = stairs["copy us"] / stairs["us"]
 CODE = {
-    "the chain": (rms_norm_eager,),
+    "the chain": (fusebook.rms_norm_eager,),
     "step one, 4 warps": (one_row, step_one),
     "step one, 16 warps": (one_row, step_one),
 }
 reached = stairs.pivot_table("of a copy", "step", "at", sort=False)
 by_lines = pd.Series({at: lines_of(*of) for at, of in CODE.items()})
-by_lines["the library"] = lines_behind(rms_norm_eager)
+by_lines["the library"] = lines_behind(fusebook.rms_norm_eager)
 of_roof = {
     f"32768 x {N}": 1e-4
     * stairs.set_index("at")["copy us"][f"32768 x {N}"].iloc[0]
@@ -701,7 +681,7 @@ OF_GRADIENT = {
     ),
 }
 by_lines = pd.Series({at: lines_of(*of) for at, of in OF_GRADIENT.items()})
-by_lines["the library"] = lines_behind(_norm_backward)
+by_lines["the library"] = lines_behind(fusebook.rms_norm_backward)
 roofs = {
     f"32768 x {N}": 1e6
     * on.memory_seconds(RMS_NORM_BACKWARD.cost(2, M=32768, N=N))

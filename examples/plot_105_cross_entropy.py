@@ -51,10 +51,9 @@ from fusebook import bench, machine, plots, tables
 from fusebook.cards.losses import CROSS_ENTROPY, LINEAR_CROSS_ENTROPY
 from fusebook.check import yardstick
 from fusebook.inputs import generator, rough
-from fusebook.kernels._entropy import _entropy_parts, entropy_plan
-from fusebook.kernels.cross_entropy import cross_entropy_eager
-from fusebook.kernels.linear_cross_entropy import chunk_plan
 from fusebook.page import (
+    Folded,
+    Kernels,
     NoResults,
     Source,
     by_clock,
@@ -93,7 +92,7 @@ on = machine.current()
 # The loss and its gradient, an operation a line, with the multiples of MN
 # elements that each reads and writes.
 
-Source(cross_entropy_eager, doc=False)
+Source(fusebook.cross_entropy_eager, doc=False)
 
 # %%
 # The least is to read each logit once and to write each gradient once. A
@@ -210,7 +209,7 @@ def step_two(x, target, warps=4):
 # And whatever a row needs beside its logits is asked for
 # while these are on their way.
 
-Source(_entropy_parts)
+Folded("The library's kernels", Kernels(fusebook.cross_entropy))
 
 # %%
 # In place, sharing a row has a trap. A program that has waited long for
@@ -218,28 +217,6 @@ Source(_entropy_parts)
 # the other is only slow, it may overwrite these logits with its gradient in
 # the meantime. So the word goes onto the board by a compare-and-swap: if the
 # other's own word is there by then, that one counts.
-#
-# How a row is cut follows from its width and dtype, so that a row of whole
-# vectors of 16 bytes has the same bits however many rows come with it:
-
-VOCABULARIES = (32000, 50257, 128256, 151936, 256000)
-plans = {
-    (n, str(dtype)[6:]): entropy_plan(
-        4096, n, dtype, (9, 0), vector=vector, even=True
-    )
-    for n in VOCABULARIES
-    for dtype, vector in ((torch.bfloat16, 8), (torch.float32, 4))
-}
-table(
-    pd.DataFrame(
-        {
-            "programs of a row": {k: p.parts for k, p in plans.items()},
-            "warps": {k: p.warps for k, p in plans.items()},
-            "numbers of a program": {k: p.span for k, p in plans.items()},
-        }
-    ).rename_axis(["N", "dtype"]),
-    "How rows are cut on a Hopper GPU",
-)
 
 # %%
 # What the hardware counts
@@ -518,11 +495,11 @@ table(
         stairs,
         roof=roofs,
         lines={
-            "an operation a line": lines_of(cross_entropy_eager),
+            "an operation a line": lines_of(fusebook.cross_entropy_eager),
             "step one, the loss alone": lines_of(loss_of_row, step_one),
             "step two, 4 warps": lines_of(both_of_row, step_two),
             "step two, 16 warps": lines_of(both_of_row, step_two),
-            "the library": lines_behind(cross_entropy_eager),
+            "the library": lines_behind(fusebook.cross_entropy_eager),
         },
     ),
     "Each step, bfloat16, cold, in microseconds",
@@ -690,10 +667,6 @@ table(
 #
 # How many rows? Few rows take little memory. But each chunk reads the head
 # again, and to add to the head's gradient it reads and writes that, too.
-
-Source(chunk_plan, doc=False)
-
-# %%
 # So the chunk is a trade of memory against time:
 
 

@@ -40,29 +40,17 @@ Read before: 002.
 # the products, the other the weights.
 
 # sphinx_gallery_tags = ["matrix product", "Gemm", "persistent kernel"]
-from math import nan
 
 import fusebook  # before triton: it decides whether kernels are interpreted
 from fusebook import bench, machine, plots, tables, timing
 from fusebook.cards.concat_gemm import CONCAT_GEMM, _in_views
 from fusebook.check import yardstick
 from fusebook.inputs import generator, rough
-from fusebook.kernels._operator import gpu
-from fusebook.kernels._products import (
-    _cheapest,
-    _filled,
-    _gemm_plan,
-    _take_over,
-    microseconds,
-)
-from fusebook.kernels.concat_gemm import (
-    _concat_gemm_tiles,
-    concat_gemm_eager,
-)
 from fusebook.op import Cost
 from fusebook.ort import Graph
 from fusebook.page import (
     Folded,
+    Kernels,
     Listing,
     Source,
     by_clock,
@@ -86,7 +74,6 @@ from fusebook.page import (
     table,
     target,
 )
-from fusebook.tune.products import attempt
 
 import matplotlib.pyplot as plt
 import pandas as pd
@@ -157,7 +144,7 @@ by_products, by_weights = (
     Graph(model(first), device="cpu")(feeds)["XYZ"]
     for first in ("products", "weights")
 )
-wanted = concat_gemm_eager(*feeds.values())
+wanted = fusebook.concat_gemm_eager(*feeds.values())
 claims(
     claim(
         "In ONNX Runtime the two graphs give the same numbers, to 1e-5.",
@@ -176,7 +163,7 @@ claims(
 # In PyTorch the first graph is two products and a copy. The comments are its
 # traffic.
 
-Source(concat_gemm_eager, doc=False)
+Source(fusebook.concat_gemm_eager, doc=False)
 
 # %%
 # For n x n matrices the time of a product grows with the cube of n, the
@@ -344,10 +331,7 @@ draw.lanes(
 
 # %%
 
-Folded(
-    "The kernel of steps two to four, and its wait",
-    Source(_concat_gemm_tiles, _take_over, doc=False),
-)
+Folded("The library's kernels", Kernels(fusebook.concat_gemm))
 
 # %%
 # Weights may have any widths, up to four in a launch. Those that no descriptor
@@ -356,41 +340,6 @@ Folded(
 # copy also turns weights that lie in rows into columns, since tensor cores
 # take TF32 only where the numbers along K are adjacent.
 #
-# Ours or PyTorch's?
-# ~~~~~~~~~~~~~~~~~~
-#
-# In half types the plan sorts shapes into classes, and each class has one size
-# of tiles. From 65 to 512 rows of x a formula says how long each of a few
-# sizes would take instead, by its rounds above all. What is a round? At n =
-# 3072 the output has 3072 x 6144 numbers, which are 24 x 24 = 576 tiles of 128
-# x 256. Each multiprocessor takes one at a time, so all together take them in
-# rounds, and few may be left for the last one: :term:`wave quantization`.
-# PyTorch has tiles of many sizes and may have fuller rounds.
-#
-# So each class also keeps the ratio of PyTorch's time, in views, to ours, for
-# a product whose rounds are full. For another product the launcher corrects
-# that ratio by how full its rounds are, and takes the views where they should
-# be faster. That is the column *fusebook (chosen)* in the tables below.
-#
-# In float32, where tiles are few, a formula says how long each way would take:
-# each size of tiles, with the sums over K in one part or in several and the
-# copies that it needs, and PyTorch's products. Its constants are the times of
-# a launch and of a step along K, fitted to random problems for tuning.
-
-draw.waves(
-    "n = 3072 in tiles of 128 x 256, one for each multiprocessor at a time",
-    tiles=24 * 24,
-    places=on.sms,
-)
-
-# %%
-
-Folded(
-    "How full the rounds are, what ways cost, and the plan of a product",
-    Source(_filled, microseconds, _cheapest, _gemm_plan, doc=False),
-)
-
-# %%
 # What does the order of tiles save? The counters of the GPU, as on
 # :doc:`plot_101_elementwise`, say what came from memory, here at n = 8192,
 # where no operand fits into the :term:`L2 cache`. Step one takes tiles row by
@@ -833,23 +782,10 @@ downloads(half, "concat_gemm")
 # What each step was worth
 # ~~~~~~~~~~~~~~~~~~~~~~~~
 #
-# Step one as it was shown and in larger tiles; the library's kernel with a
-# program for each tile, which is step two, and as a persistent kernel, step
-# three; and as the library launches it, early, step four, by its tuned plan.
+# The table has step one as it was shown and in larger tiles, and the library's
+# kernel as it is launched.
 # *Cold* is one call alone; *warm* is a call among many, each of which has one
 # ahead.
-
-
-# site: fold
-def by_plan(*given, **changed):
-    """The library's kernel by its plan with other constants."""
-    x, *weights = given
-    columns = sum(w.shape[1] for w in weights)
-    plan = _gemm_plan(
-        "concat_gemm", (len(x), columns), "half", "row", True, gpu(x.device)
-    )
-    changed = {"flat": False, "bulk": 0, "late": False} | changed
-    return attempt("concat_gemm", "half", given, plan._replace(**changed))
 
 
 # site: fold
@@ -864,12 +800,10 @@ def gemm_steps():
             return lambda: function(*given, **tiles)
 
         steps = {
-            "eager": step(concat_gemm_eager),
+            "eager": step(fusebook.concat_gemm_eager),
             "step one, 64 x 64": step(step_one),
             "step one, 128 x 128": step(step_one, BM=128, BN=128, warps=8),
             "step one, 128 x 256": step(step_one, BM=128, BN=256, warps=8),
-            "step two, descriptors": step(by_plan, waves=0),
-            "step three, persistent": step(by_plan, waves=1, flat=True),
             "the library": step(ours),
         }
         frame = bench.staircase(
@@ -882,19 +816,19 @@ def gemm_steps():
 
 
 stairs = measured("gemm_steps", gemm_steps, by_device=True)
+# Older records have steps whose code this page no longer shows.
+stairs = stairs[stairs["step"].str.match("eager|step one|the library")]
 stair_us = stairs.pivot_table("us", "step", "n", sort=False)
 stair_us.columns = [f"n = {n}, us" for n in stair_us.columns]
 if "warm us" in stairs:
     for n, frame in stairs.set_index("step").groupby("n"):
         stair_us[f"n = {n}, warm"] = frame["warm us"]
 by_lines = {
-    "eager": lines_of(concat_gemm_eager),
+    "eager": lines_of(fusebook.concat_gemm_eager),
     "step one, 64 x 64": lines_of(side_by_side, step_one),
     "step one, 128 x 128": lines_of(side_by_side, step_one),
     "step one, 128 x 256": lines_of(side_by_side, step_one),
-    "step two, descriptors": lines_of(_concat_gemm_tiles),
-    "step three, persistent": lines_of(_concat_gemm_tiles),
-    "the library": lines_behind(concat_gemm_eager),
+    "the library": lines_behind(fusebook.concat_gemm_eager),
 }
 least_us = {
     f"n = {n}, us": 1e6
@@ -910,19 +844,13 @@ table(
 )
 
 # %%
-small_us, large_us = stair_us["n = 1024, us"], stair_us["n = 4096, us"]
+large_us = stair_us["n = 4096, us"]
 claims(
     claim("Every step is right.", stairs["right"]),
     say(
         "At n = 4096, cold, step one takes {first:.2f} times eager's time in "
-        "tiles of 64 x 64 and {second:.2f} times in tiles of 128 x 256, step "
-        "two {two:.2f} times, step three {three:.2f} times, and the library's "
-        "kernel {last:.2f} times. At n = 1024 step three takes {small:.2f} "
-        "times the time of step two.",
-        small=small_us.get("step three, persistent", nan)
-        / small_us.get("step two, descriptors", nan),
-        two=large_us.get("step two, descriptors", nan) / large_us["eager"],
-        three=large_us.get("step three, persistent", nan) / large_us["eager"],
+        "tiles of 64 x 64 and {second:.2f} times in tiles of 128 x 256, and "
+        "the library's kernel {last:.2f} times.",
         first=large_us["step one, 64 x 64"] / large_us["eager"],
         second=large_us["step one, 128 x 256"] / large_us["eager"],
         last=large_us["the library"] / large_us["eager"],

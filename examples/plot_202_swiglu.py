@@ -49,9 +49,9 @@ from fusebook import bench, machine, plots, tables
 from fusebook.cards.swiglu import SWIGLU
 from fusebook.check import yardstick
 from fusebook.inputs import generator
-from fusebook.kernels.swiglu import _gated, _swiglu_stacked, swiglu_eager
 from fusebook.page import (
     Folded,
+    Kernels,
     Source,
     by_clock,
     by_step,
@@ -84,7 +84,7 @@ asked = study(SWIGLU, config="llama,small", dtype="bfloat16", repeat=20)
 # What eager costs
 # ----------------
 
-Source(swiglu_eager, doc=False)
+Source(fusebook.swiglu_eager, doc=False)
 
 # %%
 # The products take their time in any case. What can be saved is the traffic
@@ -207,15 +207,12 @@ def step_one(x, gate, up, BM=64, BN=64, warps=4):
 # below are explained elsewhere: ``LATE`` is the :term:`programmatic dependent
 # launch` of :doc:`plot_201_gemm_concat`, and ``SWAP`` is for a few rows.
 
-Source(_swiglu_stacked, doc=False)
+Folded("The library's kernels", Kernels(fusebook.swiglu))
 
 # %%
 # All our kernels of this page have the same end, in float32. (Eager has
 # rounded both products to half precision by then.)
-
-Folded("The epilogue", Source(_gated, doc=False))
-
-# %%
+#
 # A few rows
 # ~~~~~~~~~~
 #
@@ -242,7 +239,7 @@ def to_count():
     dims = LAYERS["Llama 2 7B, 4096 tokens"]
     given = SWIGLU.make(generator(0), torch.bfloat16, **dims)
     return {
-        "eager": lambda: swiglu_eager(*given),
+        "eager": lambda: fusebook.swiglu_eager(*given),
         "step one": lambda: step_one(*given),
         "the library": lambda: fusebook.swiglu(*given),
     }
@@ -288,7 +285,7 @@ found = pd.concat(
         asked.judged(
             {"M": 70, "K": 96, "N": 72},
             dtype,
-            eager=swiglu_eager,
+            eager=fusebook.swiglu_eager,
             step_one=step_one,
             fusebook=ours,
         )
@@ -452,9 +449,11 @@ def compiled_products():
         yard = yardstick(SWIGLU, given)
         packed = SWIGLU.variants["packed"].prepare(*given)
         torch.compiler.reset()
-        default = torch.compile(swiglu_eager, dynamic=False)
+        default = torch.compile(fusebook.swiglu_eager, dynamic=False)
         tuned = torch.compile(
-            swiglu_eager, dynamic=False, mode="max-autotune-no-cudagraphs"
+            fusebook.swiglu_eager,
+            dynamic=False,
+            mode="max-autotune-no-cudagraphs",
         )
 
         def way(function, given=given, **more):
@@ -462,7 +461,7 @@ def compiled_products():
 
         frame = bench.staircase(
             {
-                "eager": way(swiglu_eager),
+                "eager": way(fusebook.swiglu_eager),
                 "packed + compiled": way(
                     SWIGLU.variants["packed + compiled"].run, packed
                 ),
@@ -482,10 +481,10 @@ apart = measured("swiglu_compiled", compiled_products, by_device=True)
 apart_us = apart.pivot_table("us", "step", "M", sort=False)
 apart_us.columns = [f"{M} token{'s' * (M > 1)}, us" for M in apart_us.columns]
 by_lines = {
-    "eager": lines_of(swiglu_eager),
+    "eager": lines_of(fusebook.swiglu_eager),
     "step one, 64 x 64": lines_of(two_sums, step_one),
     "step one, 128 x 128": lines_of(two_sums, step_one),
-    "the library": lines_behind(swiglu_eager),
+    "the library": lines_behind(fusebook.swiglu_eager),
 }
 least_us = {
     f"{M} token{'s' * (M > 1)}, us": 1e6

@@ -59,19 +59,9 @@ from fusebook import bench, plots, tables, timing
 from fusebook.cards.logistic_step import LOGISTIC_FIT, LOGISTIC_STEP
 from fusebook.check import yardstick
 from fusebook.inputs import generator
-from fusebook.kernels._operator import gpu
-from fusebook.kernels.logistic_step import (
-    _cross_entropy,
-    _logistic_fit_plan,
-    _logistic_fit_rows,
-    _logistic_step_rows,
-    _logistic_step_update,
-    _received,
-    _sent,
-    logistic_step_eager,
-)
 from fusebook.page import (
     Folded,
+    Kernels,
     Source,
     by_clock,
     by_step,
@@ -120,7 +110,7 @@ claims(say("The loss before the first step: {loss:.4f}", loss=loss.item()))
 # What eager costs
 # ----------------
 
-Source(logistic_step_eager, doc=False)
+Source(fusebook.logistic_step_eager, doc=False)
 
 # %%
 # X is read twice. With a million rows that should be what a step costs, and a
@@ -143,7 +133,7 @@ class Counted(TorchDispatchMode):
 
 
 with Counted() as counted:
-    logistic_step_eager(X, y, w, b, 0.01, 0.01)
+    fusebook.logistic_step_eager(X, y, w, b, 0.01, 0.01)
 
 big, small = {"N": 1_000_000, "D": 784}, {"N": 400, "D": 784}
 chain = LOGISTIC_STEP.variants["eager"].cost(4, **big)
@@ -218,28 +208,19 @@ def step_one(X, y, w, b, lr, l2):
 # Each program goes over many tiles of rows and keeps one partial gradient,
 # which it writes beside those of the others: a few hundred rows of D numbers,
 # whatever N is.
-
-Folded(
-    "The step over rows, of the library",
-    Source(_logistic_step_rows, doc=False),
-)
-
-# %%
+#
 # A second launch adds them up in their order and takes the step. In the first
 # launch a program would have to wait for all others, and the end of a launch
 # is the simplest :term:`barrier`.
 
-Folded("The update, of the library", Source(_logistic_step_update, doc=False))
+Folded("The library's kernels", Kernels(fusebook.logistic_step))
 
 # %%
 # The textbook's formula of the **loss** fails. At a margin of 20 the float32
 # number nearest to p is 1, and the logarithm of 1 - p is minus infinity. With
 # :math:`e = \exp(-|z|)`, which never overflows, the smaller of p and 1 - p is
 # e / (1 + e), and the loss is a sum of positive terms.
-
-Source(_cross_entropy, doc=False)
-
-# %%
+#
 # Step three: many steps in one launch
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 #
@@ -356,7 +337,7 @@ def fit_barriers(
 def step_four(X, y, w, b, lr, l2, steps):
     (N, D), (w, b) = X.shape, (w.clone(), b.clone())
     # Interpreted, programs run one after the other: one must hold all rows.
-    alone = gpu(X.device)[0] is None
+    alone = not X.is_cuda
     rows = triton.next_power_of_2(N) if alone else 4
     programs = triton.cdiv(N, rows)
     sizes = (rows, D, triton.cdiv(D, programs), programs)
@@ -387,10 +368,7 @@ def step_four(X, y, w, b, lr, l2, steps):
 # number reads the word until the step in it is right. There is no counter and
 # no barrier, and there is one trip less each way. NCCL calls this its
 # :term:`LL protocol`.
-
-Source(_sent, _received, doc=False)
-
-# %%
+#
 # The library's kernel is made of these. Each program owns some rows of X and a
 # slice of the weights. In each step it sends its part of the gradient to the
 # owners of the slices, and receives new weights from them. Two buffers
@@ -430,10 +408,6 @@ draw.lanes(
 )
 
 # %%
-
-Folded("The kernel on the chip", Source(_logistic_fit_rows, doc=False))
-
-# %%
 # One detail is Triton's. The thread that waits for a word must be the thread
 # that uses it, so a tile of words needs as many words as there are threads.
 # Say there were 64 words and 128 threads: then two threads would load each
@@ -443,10 +417,7 @@ Folded("The kernel on the chip", Source(_logistic_fit_rows, doc=False))
 # The :term:`plan` keeps half of the registers for the data. Data that does not
 # fit there is left to a loop of fused steps, and so is float64: a word of 64
 # bits has no room for a float64 and a step.
-
-Folded("What fits on the chip", Source(_logistic_fit_plan, doc=False))
-
-# %%
+#
 # What the hardware counts
 # ~~~~~~~~~~~~~~~~~~~~~~~~
 #
@@ -461,7 +432,7 @@ Folded("What fits on the chip", Source(_logistic_fit_plan, doc=False))
 def to_count():
     rows, few = problem_of_2012(100_000), problem_of_2012()
     return {
-        "eager": lambda: logistic_step_eager(*rows, 0.01, 0.01),
+        "eager": lambda: fusebook.logistic_step_eager(*rows, 0.01, 0.01),
         "step one": lambda: step_one(*rows, 0.01, 0.01),
         "the library": lambda: fusebook.logistic_step(
             *rows, 0.01, 0.01, check=False
@@ -786,7 +757,7 @@ def profile_of_a_step():
         )
 
     ways = {
-        "eager": steps(logistic_step_eager),
+        "eager": steps(fusebook.logistic_step_eager),
         "fused step": steps(ours),
         "many steps in one launch": at_once,
     }
@@ -850,18 +821,20 @@ def logistic_steps():
     parts = []
     for N, D in ((16, 784), (400, 784)):
         given = problem_of_2012(N, D)
-        want = steps(logistic_step_eager, [v.double() for v in given])()[0]
+        want = steps(
+            fusebook.logistic_step_eager, [v.double() for v in given]
+        )()[0]
         scale = want.abs() + want.square().mean().sqrt()
 
         def score(got, want=want, scale=scale):
             return ((got[0] - want).abs() / scale).max().item()
 
-        rounded = score(steps(logistic_step_eager, given)())
+        rounded = score(steps(fusebook.logistic_step_eager, given)())
         limit = max(64 * torch.finfo(torch.float32).eps, 2 * rounded)
         torch.compiler.reset()
-        compiled = torch.compile(logistic_step_eager, dynamic=False)
+        compiled = torch.compile(fusebook.logistic_step_eager, dynamic=False)
         ways = {
-            "eager": steps(logistic_step_eager, given),
+            "eager": steps(fusebook.logistic_step_eager, given),
             "torch.compile": steps(compiled, given),
             "step one": steps(step_one, given),
             "step two, the library's": steps(library_step, given),
@@ -890,14 +863,11 @@ stair_us["registers a thread"] = stairs.drop_duplicates("step").set_index(
 )["registers"]
 stair_us["lines of code"] = pd.Series(
     {
-        "eager": lines_of(logistic_step_eager),
+        "eager": lines_of(fusebook.logistic_step_eager),
         "step one": lines_of(step_rows, step_one),
-        "step two, the library's": lines_of(
-            _logistic_step_rows, _logistic_step_update
-        ),
         "step three, one program": lines_of(fit_alone, step_three),
         "step four, barriers": lines_of(wait_for_all, fit_barriers, step_four),
-        "step five, the library's": lines_behind(logistic_step_eager),
+        "step five, the library's": lines_behind(fusebook.logistic_step_eager),
     }
 )
 table(stair_us, "One step of a hundred, 784 features, in a graph", fold=False)
@@ -971,10 +941,8 @@ points = a_step.pivot_table(
     index=["N", "D"], columns="variant", values="warm_us"
 )
 points["MB of X"] = [4e-6 * N * D for N, D in points.index]
-points["on the chip"] = [
-    _logistic_fit_plan(N, D, 4, on.capability, on.sms) is not None
-    for N, D in points.index
-]
+# X is kept in half of the registers: 2**16 of four bytes a multiprocessor.
+points["on the chip"] = points["MB of X"] <= on.sms * 2**17 / 1e6
 table(points, "One step of many, in microseconds", fold=True)
 
 # %%

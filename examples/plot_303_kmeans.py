@@ -50,19 +50,10 @@ from fusebook import bench, plots, tables, timing
 from fusebook.cards.kmeans import KMEANS_ASSIGN, KMEANS_STEP, KMEANS_UPDATE
 from fusebook.check import yardstick
 from fusebook.inputs import generator
-from fusebook.kernels._operator import gpu
-from fusebook.kernels._points import _few_steps, _nearest
-from fusebook.kernels.kmeans import (
-    _kmeans_screen,
-    _kmeans_some,
-    _launched,
-    _multiplied,
-)
-from fusebook.kernels.kmeans_plan import kmeans_plan
 from fusebook.page import (
     Folded,
+    Kernels,
     NoResults,
-    Source,
     by_clock,
     by_step,
     claim,
@@ -206,10 +197,7 @@ def step_two(points, centres, label_dtype=torch.int64):
 #
 # The library's kernel takes up to eight coordinates and any number of centres,
 # unrolled where there are few.
-
-Folded("The nearest of few centres", Source(_nearest, doc=False))
-
-# %%
+#
 # The update in the same pass
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~
 #
@@ -219,10 +207,7 @@ Folded("The nearest of few centres", Source(_nearest, doc=False))
 # adds the parts in float64, in the order of the programs. No atomics: the same
 # bits in every run. So centres that stand still stand *exactly* still, and the
 # iteration knows its end.
-
-Folded("Sums in registers", Source(_few_steps, doc=False))
-
-# %%
+#
 # Where there are too many centres for registers, points are sorted by label
 # first. Each program then adds up as many neighbours as any other, a sum for
 # each label among them, so that a large cluster is the work of many; the parts
@@ -286,10 +271,7 @@ def two_nearest(
 # product can be is known. So the kernel also knows for which points it cannot
 # tell two centres apart, and puts these on a list, to be looked at once more.
 # On GPUs without such tensor cores the product is made of three in TF32.
-
-Folded("The library's product", Source(_multiplied, doc=False))
-
-# %%
+#
 # Many centres, few coordinates: a screen before it
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 #
@@ -380,10 +362,7 @@ def step_four(points, centres, **more):
 # The library's screen rounds what it gives the tensor cores, which halves the
 # error. And it subtracts the mean of the centres from all points and centres,
 # which changes no distance.
-
-Folded("The screen", Source(_kmeans_screen, doc=False))
-
-# %%
+#
 # Few points, and points in doubt
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 #
@@ -397,7 +376,7 @@ Folded("The screen", Source(_kmeans_screen, doc=False))
 # the GPU knows how long their list is, so a fixed number of programs takes
 # turns.
 
-Folded("Some of the centres", Source(_kmeans_some, doc=False))
+Folded("The library's kernels", Kernels(fusebook.kmeans_assign))
 
 # %%
 # The launcher chooses among these by a table of costs, measured on one GPU.
@@ -703,7 +682,7 @@ of_step = {
     "step two": (pairs_of_two, step_two),
 }
 by_lines = pd.Series({at: lines_of(*of) for at, of in of_step.items()})
-by_lines["the library's"] = lines_behind(_kmeans_some)
+by_lines["the library's"] = lines_behind(fusebook.kmeans_assign)
 by_label = plane.drop_duplicates("labels").set_index("labels")
 stairs = pd.concat(
     [
@@ -812,25 +791,10 @@ def bare_products():
 bare = measured("kmeans_product", bare_products, by_device=True)
 
 # %%
-# Beside it stand the steps to the screen: a product in float64 of all points,
-# and of those that the screen leaves; then the library without its screen, and
-# as it is. They were timed in another run than the bare product, so the
-# library has a second row, *beside that product*, from the run of that.
-
-
-# site: fold
-def unscreened(points, centres, label_dtype=torch.int64):
-    labels = points.new_empty(len(points), dtype=label_dtype)
-    plan = kmeans_plan(
-        *points.shape,
-        len(centres),
-        points.dtype,
-        label_dtype.itemsize,
-        gpu(points.device)[0],
-        how="product",
-    )
-    _launched(labels, points, centres, plan)
-    return labels
+# The table also has the steps to the screen: a product in float64 of all
+# points, and of those that the screen leaves; then the library. These steps
+# were timed in another run than the bare product. So the library has a second
+# row, *beside that product*, from the run of that product.
 
 
 def screen_steps():
@@ -847,7 +811,6 @@ def screen_steps():
             "torch.compile, product": lambda g=given, f=compiled: f(*g),
             "step three, float64": lambda g=given: step_three(*g[:2]),
             "step four, a screen": lambda g=given: step_four(*g[:2]),
-            "the library, no screen": lambda g=given: unscreened(*g[:2]),
             "the library": lambda g=given: assign(*g[:2], check=False),
         }
         frame = bench.staircase(
@@ -881,7 +844,7 @@ of_screen["step four, a screen"] = (
     *(two_nearest, in_float64, screened, by_products, step_four),
 )
 screen_lines = pd.Series({at: lines_of(*of) for at, of in of_screen.items()})
-screen_lines["the library"] = lines_behind(_kmeans_some)
+screen_lines["the library"] = lines_behind(fusebook.kmeans_assign)
 beside = {}
 if len(climb):
     climb = at_size(climb)
@@ -901,13 +864,11 @@ claims(
         say(
             "At {at} the screen of step four leaves {doubt:.1%} of the points "
             "in doubt, and the step takes {screen:.2f} times as long as step "
-            "three. The library takes {ours:.2f} times as long as step three, "
-            "and without its screen {alone:.2f} times.",
+            "three. The library takes {ours:.2f} times as long as step three.",
             at=at,
             doubt=part["doubt"].iloc[0],
             screen=us["step four, a screen"] / us["step three, float64"],
             ours=us["the library"] / us["step three, float64"],
-            alone=us["the library, no screen"] / us["step three, float64"],
         )
         for at, part in (climb.groupby("at", sort=False) if beside else ())
         for us in [part.set_index("step")["us"]]

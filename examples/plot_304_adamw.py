@@ -53,13 +53,9 @@ from fusebook import launches, plots, tables, timing
 from fusebook.cards.adamw import ADAMW_STEP
 from fusebook.check import yardstick
 from fusebook.inputs import generator
-from fusebook.kernels.adamw import (
-    _adamw_chunks,
-    _chunk,
-    _rounded_by_chance,
-    adamw_step_eager,
-)
 from fusebook.page import (
+    Folded,
+    Kernels,
     NoResults,
     Source,
     by_clock,
@@ -113,7 +109,7 @@ claims(
 # What eager costs
 # ----------------
 
-Source(adamw_step_eager)
+Source(fusebook.adamw_step_eager)
 
 # %%
 # Every line is a pass over memory, and a launch for every tensor. Let us
@@ -134,7 +130,7 @@ class Counted(TorchDispatchMode):
 
 rest = (1, 1e-3, 0.9, 0.999, 1e-8, 0.01)
 with Counted() as counted:
-    adamw_step_eager(ps, gs, ms, vs, *rest)
+    fusebook.adamw_step_eager(ps, gs, ms, vs, *rest)
 
 point = {"numbers": 10**9, "tensors": 1000, "sizes": "equal", "kind": "plain"}
 chain = ADAMW_STEP.variants["loop"].cost(4, **point)
@@ -285,19 +281,13 @@ def step_two(ps, gs, ms, vs, t, lr, tables=None):
 # the table also says whether a tensor is aligned, and the kernel has two ways:
 # whole chunks of aligned tensors, and all others. In PTX the first shows as
 # ``ld.global.v4``.
-
-Source(_chunk)
-
-# %%
+#
 # The learning rate, the number of steps and the gradients' norm may be on the
 # device, so that a :term:`CUDA graph` of a step can be replayed. Then the
 # kernel has to count: all programs read the number of steps, and one may write
 # the next, but only when all have read. Each takes a ticket, and the last one
 # counts.
-
-Source(_adamw_chunks)
-
-# %%
+#
 # Step four: sixteen bits
 # ~~~~~~~~~~~~~~~~~~~~~~~
 #
@@ -308,7 +298,7 @@ Source(_adamw_chunks)
 # the rounding is left to chance: :term:`stochastic rounding` goes up as often
 # as the lost digits say, so that the mean of many steps is right.
 
-Source(_rounded_by_chance)
+Folded("The library's kernels", Kernels(fusebook.adamw_step))
 
 # %%
 # The random bits come from a counter that a few multiplications have mixed:
@@ -331,7 +321,7 @@ def to_count():
     lists = model([2**24] * 2)
     put = tables_of(lists)
     return {
-        "the loop": lambda: adamw_step_eager(*lists, *rest),
+        "the loop": lambda: fusebook.adamw_step_eager(*lists, *rest),
         "step one": lambda: step_one(*lists, 1, 1e-3),
         "step two": lambda: step_two(*lists, 1, 1e-3, put),
         "the library": lambda: fusebook.adamw_step(*lists, step=1, lr=1e-3),
@@ -695,7 +685,7 @@ def billion():
     ]
     fusebook.adamw_step(ps, gs, ms, vs, step=1, lr=1e-3)
     p, g, m, v = first
-    adamw_step_eager([p], [g], [m], [v], 1, 1e-3, *rest[2:])
+    fusebook.adamw_step_eager([p], [g], [m], [v], 1, 1e-3, *rest[2:])
     got = torch.stack([t[at] for t in ps]).double()
     score = ((got - p).abs() / (p.abs() + p.square().mean().sqrt())).max()
     x = torch.empty(28 * 10**9 // 8, device="cuda").normal_()
@@ -730,7 +720,9 @@ def staircase():
     lists = model([10**4] * 1000)
     kept = tables_of(lists)
     ways = {
-        "a loop of operations": lambda: adamw_step_eager(*lists, *rest),
+        "a loop of operations": lambda: fusebook.adamw_step_eager(
+            *lists, *rest
+        ),
         "step one, a launch a tensor": lambda: step_one(*lists, 7, 1e-3),
         "step two, a table, built anew": lambda: step_two(*lists, 7, 1e-3),
         "step two, a table, kept": lambda: step_two(*lists, 7, 1e-3, kept),
@@ -804,13 +796,13 @@ claims(
 # %%
 by_a_table = (whole_list, stepped, chunks_of, tables_of, step_two)
 of_step = {
-    "a loop of operations": (adamw_step_eager,),
+    "a loop of operations": (fusebook.adamw_step_eager,),
     "step one, a launch a tensor": (one_tensor, stepped, step_one),
     "step two, a table, built anew": by_a_table,
     "step two, a table, kept": by_a_table,
 }
 by_lines = pd.Series({at: lines_of(*of) for at, of in of_step.items()})
-by_lines["fusebook"] = lines_behind(adamw_step_eager)
+by_lines["fusebook"] = lines_behind(fusebook.adamw_step_eager)
 ten_million = {**point, "numbers": 10**7}
 roof = on.memory_seconds(ADAMW_STEP.cost(4, **ten_million)) if more else None
 table(
@@ -993,7 +985,9 @@ def decoupled(p, g, m, v, t, lr, decay):
 
 def by_torch(p, g, m, v, t, lr, decay):
     own = [x.clone() for x in (p, g, m, v)]
-    adamw_step_eager(*([x] for x in own), t, lr, 0.9, 0.999, 1e-8, decay)
+    fusebook.adamw_step_eager(
+        *([x] for x in own), t, lr, 0.9, 0.999, 1e-8, decay
+    )
     return own[0], own[2], own[3]
 
 

@@ -43,17 +43,14 @@ import fusebook  # before triton: it decides whether kernels are interpreted
 from fusebook import plots
 from fusebook.cards.kmeans import KMEANS_STEP
 from fusebook.inputs import generator
-from fusebook.kernels._operator import OPERATORS
-from fusebook.kernels.kmeans_shared import _kmeans_shared_means
-from fusebook.launches import registers
 from fusebook.page import (
-    Source,
+    Folded,
+    Kernels,
     claim,
     claims,
     downloads,
     enough,
     holds,
-    lines_of,
     measured,
     options,
     provenance,
@@ -92,10 +89,12 @@ asked = options(gpus=2)
 
 def by_nccl(points, centres):
     """An iteration; the sums of all GPUs are added by NCCL."""
-    labels, parts = OPERATORS["kmeans_sums"](points, centres, torch.uint8)
+    labels, parts = torch.ops.fusebook.kmeans_sums(
+        points, centres, torch.uint8
+    )
     total = parts.sum(0, dtype=torch.float64, keepdim=True)
     dist.all_reduce(total)
-    return labels, OPERATORS["kmeans_means"](total, centres)
+    return labels, torch.ops.fusebook.kmeans_means(total, centres)
 
 
 # %%
@@ -120,7 +119,7 @@ def by_nccl(points, centres):
 # The kernel counts iterations itself, so that a CUDA graph of it can be
 # replayed; and nobody has to reset a flag.
 
-Source(_kmeans_shared_means, doc=False)
+Folded("The library's kernels", Kernels(fusebook.SharedKMeans))
 
 # %%
 # Two buffers for the sums take turns. A rank that sends its sums for iteration
@@ -171,15 +170,19 @@ CASES = ((20_000_000, 2, 2), (100_000_000, 2, 2), (2_000_000, 64, 256))
 def in_halves(points, centres):
     """The sums of one half are added while the other half is labelled."""
     halves = points.chunk(2)
-    labels, parts = OPERATORS["kmeans_sums"](halves[0], centres, torch.uint8)
+    labels, parts = torch.ops.fusebook.kmeans_sums(
+        halves[0], centres, torch.uint8
+    )
     first = parts.sum(0, dtype=torch.float64, keepdim=True)
     sent = dist.all_reduce(first, async_op=True)
-    others, parts = OPERATORS["kmeans_sums"](halves[1], centres, torch.uint8)
+    others, parts = torch.ops.fusebook.kmeans_sums(
+        halves[1], centres, torch.uint8
+    )
     second = parts.sum(0, dtype=torch.float64, keepdim=True)
     dist.all_reduce(second)
     sent.wait()
     total = torch.cat([first, second])
-    return (labels, others), OPERATORS["kmeans_means"](total, centres)
+    return (labels, others), torch.ops.fusebook.kmeans_means(total, centres)
 
 
 def iterations(n, d, k):
@@ -191,7 +194,7 @@ def iterations(n, d, k):
         return step(share, centres, label_dtype=torch.uint8)
 
     def alone():
-        return OPERATORS["kmeans_step"](points, centres, torch.uint8)
+        return torch.ops.fusebook.kmeans_step(points, centres, torch.uint8)
 
     share = points[: n // dist.get_world_size()]
     return {
@@ -278,7 +281,7 @@ def agreement():
             for way, moved in ways.items():
                 alone, ours, same = start, start, 0
                 for _ in range(TIMES):
-                    _, alone = OPERATORS["kmeans_step"](
+                    _, alone = torch.ops.fusebook.kmeans_step(
                         points, alone, torch.uint8
                     )
                     ours = moved(points[mine], ours)
@@ -463,33 +466,6 @@ plots.lines(
 # to follow, so a message is waited for all the same, and one pass became two.
 
 
-# site: fold
-def words_of_two(cases):
-    """Launch the kernel as one of two GPUs, where it is only compiled."""
-    from fusebook.kernels.kmeans_shared import (
-        _kmeans_shared_means,
-        _shared_plan,
-    )
-    from fusebook.kernels.kmeans_update import _sums_outputs
-
-    import torch
-
-    turns = torch.zeros(256, dtype=torch.int32)
-    for n, d, k in cases:
-        points, centres = torch.empty(n, d), torch.empty(k, d)
-        _, parts = _sums_outputs(points, centres, torch.uint8)
-        words = torch.zeros(2, 2, k, d + 1, 2, dtype=torch.int64)
-        block, block_k, block_d, warps = _shared_plan(len(parts), k, d)
-        _kmeans_shared_means[(-(-k // block_k),)](
-            centres, (words, words), parts, centres, turns, len(parts), k, d,
-            ME=0, BLOCK=block, BLOCK_K=block_k, BLOCK_D=block_d,
-            num_warps=warps,
-        )  # fmt: skip
-
-
-version, kept = registers(
-    words_of_two, [(20_000_000, 2, 2), (2_000_000, 64, 256)]
-)
 efficiency = several.set_index(["scaling", "n", "k", "way"])["%"]
 weak = efficiency.xs("weak")
 plain, halved, best = (
@@ -527,17 +503,6 @@ claims(
         fatal=False,
         least=(halved / plain).min(),
         most=(halved / plain).max(),
-    ),
-    say(
-        "By NCCL an iteration has {nccl} lines of code; the kernel that sends "
-        "words has {words}. Compiled for Hopper as this page is made, by "
-        "Triton {version}, it takes {few} registers a thread for two centres "
-        "in the plane and {many} for 256 of 64 coordinates.",
-        nccl=lines_of(by_nccl),
-        words=lines_of(_kmeans_shared_means),
-        version=version,
-        few=kept[0],
-        many=kept[1],
     ),
 )
 
@@ -637,7 +602,9 @@ def jobs():
         def steps(*jobs):
             for points, centres in jobs:
                 with torch.cuda.device(points.device):
-                    OPERATORS["kmeans_step"](points, centres, torch.uint8)
+                    torch.ops.fusebook.kmeans_step(
+                        points, centres, torch.uint8
+                    )
 
         for way, todo in (
             ("one job", made[:1]),

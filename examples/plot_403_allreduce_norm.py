@@ -50,22 +50,16 @@ import os
 import fusebook  # before triton: it decides whether kernels are interpreted
 from fusebook import plots
 from fusebook.inputs import generator
-from fusebook.kernels._peers import meet
-from fusebook.kernels.allreduce_norm import (
-    _allreduce_norm,
-    allreduce_norm_eager,
-)
-from fusebook.launches import registers
 from fusebook.op import Cost
 from fusebook.page import (
-    Source,
+    Folded,
+    Kernels,
     claim,
     claims,
     downloads,
     draw,
     enough,
     holds,
-    lines_of,
     measured,
     options,
     provenance,
@@ -79,6 +73,7 @@ from fusebook.page import (
 import pandas as pd
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 asked = options(gpus=2)
 EPS = 1e-6
@@ -87,7 +82,13 @@ EPS = 1e-6
 # What the chain costs
 # --------------------
 
-Source(allreduce_norm_eager)
+
+def allreduce_norm_eager(x, residual, weight, eps=EPS):
+    dist.all_reduce(x)  # over NVLink; write MN
+    h = residual + x  # read 2MN, write MN
+    y = F.rms_norm(h, weight.shape, weight, eps)  # read MN, write MN
+    return y, h
+
 
 # %%
 # The all-reduce moves x over the link, and through memory twice; the norm
@@ -121,17 +122,14 @@ draw.traffic(
 # are complete. It reads them from the other GPUs' memory and adds them in the
 # order of the GPUs, so that all get the same bits. The rest is a norm, in
 # registers.
-
-Source(_allreduce_norm, doc=False)
-
-# %%
+#
 # On :doc:`plot_402_two_gpus` each word carries a flag, which doubles the
 # bytes. Here there are many bytes, so one flag stands for a whole row. A
 # program raises it in the memory of each other GPU, after all that it wrote
 # before can be read there (*release*). Then it reads its own flags until the
 # others have raised theirs (*acquire*). The flag is the number of the meeting.
 
-Source(meet, doc=False)
+Folded("The library's kernels", Kernels(fusebook.AllReduceNorm))
 
 # %%
 # No program waits at the end. A GPU may still be reading a part when the owner
@@ -171,21 +169,19 @@ def on_gpus(cases, few):
 # part, and one rank, drawn at random, sleeps before it writes its part. The
 # sums h are known to the bit, so no tolerance is needed.
 #
-# A test that cannot fail shows nothing. So the same is done with a kernel that
-# lacks one line, the one in which programs meet.
+# A test that cannot fail shows nothing. So we repeat it with code that reads
+# the parts of the other GPUs without waiting for them.
 
 
 def careless(reduce, residual, weight):
-    """The same kernel, which waits for nobody."""
-    rows, columns = residual.shape
+    """The same sums and norm, without waiting for the other GPUs."""
+    rows = len(residual)
     parts = tuple(part[:rows] for part in reduce.parts[reduce.turn])
     reduce.turn = 1 - reduce.turn
-    y, h = torch.empty_like(residual), torch.empty_like(residual)
-    _allreduce_norm[(rows,)](
-        y, h, parts, residual, weight, None, parts, rows, columns, EPS, 1,
-        ME=reduce.rank, MEET=False, BLOCK=columns, num_warps=8,
-    )  # fmt: skip
-    return y, h
+    # This may read what another GPU has yet to write.
+    h = sum(part.float() for part in parts) + residual.float()
+    y = F.rms_norm(h, weight.shape, weight.float(), EPS).to(residual.dtype)
+    return y, h.to(residual.dtype)
 
 
 def disturbed(way, rows, columns, repeats):
@@ -449,24 +445,6 @@ plots.lines(
 # %%
 
 
-# site: fold
-def fused_of_two(every):
-    """Launch the kernel as one of two GPUs, where it is only compiled."""
-    from fusebook.kernels.allreduce_norm import _allreduce_norm, plan
-
-    import torch
-
-    turns = torch.zeros(132, dtype=torch.int32)
-    for columns in every:
-        x = torch.zeros(256, columns, dtype=torch.bfloat16)
-        made = plan(*x.shape, 2, len(turns))
-        _allreduce_norm[(made.programs,)](
-            x, x, (x, x), x, x, turns, (turns, turns), *x.shape, 1e-6,
-            len(turns), ME=0, MEET=True, BLOCK=columns, num_warps=made.warps,
-        )  # fmt: skip
-
-
-version, kept = registers(fused_of_two, COLUMNS)
 best = wide[[*others, *chains]].min(axis=1)
 ratio = wide["fused"] / best
 chosen = wide["chosen"] / best
@@ -492,17 +470,6 @@ claims(
         pays=len(pays),
         all=len(ratio),
         loses=int((ratio > 1.02).sum()),
-    ),
-    say(
-        "The chain has {chain} lines of code, the fused kernel {fused}, its "
-        "meeting included. Compiled for Hopper as this page is made, by "
-        "Triton {version}, it takes {few} registers a thread for 4096 columns "
-        "and {many} for 8192.",
-        chain=lines_of(allreduce_norm_eager),
-        fused=lines_of(_allreduce_norm, meet),
-        version=version,
-        few=kept[0],
-        many=kept[1],
     ),
     holds(
         "At 128 tokens of 8192 columns a fused all-reduce and norm does not "

@@ -67,7 +67,6 @@ from fusebook.cards.onnxruntime import (
 )
 from fusebook.check import yardstick
 from fusebook.inputs import generator, poison
-from fusebook.kernels.scatter_nd import masked_scatter_nd_eager
 from fusebook.ort import NODES, Graph, custom_op, fuse
 from fusebook.ort.alone import alone
 from fusebook.ort.aot import cached, specs
@@ -693,7 +692,7 @@ def staircase():
     lines = {
         "the chain": nodes,
         "step one": lines_of(own_row, add_rows),
-        "Fusebook": lines_behind(masked_scatter_nd_eager),
+        "Fusebook": lines_behind(fusebook.masked_scatter_nd_eager),
     }
     shown = pd.DataFrame(columns)
     shown.loc["the roof"] = roofs

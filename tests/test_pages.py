@@ -43,6 +43,12 @@ HEADINGS = [
 ]
 
 
+@pytest.mark.parametrize("page", [p for p in PAGES if p.stem != "plot_102_softmax"], ids=lambda p: p.stem)
+def test_a_page_imports_nothing_from_the_kernels(page):
+    modules = [n.module or "" for n in ast.walk(ast.parse(page.read_text())) if isinstance(n, ast.ImportFrom)]
+    assert not [m for m in modules if m.startswith("fusebook.kernels")]
+
+
 @functools.cache
 def asked(keyword):
     """The words in all comma lists that pages give for `keyword`."""
