@@ -278,6 +278,8 @@ def site(session):
 @nox.session(venv_backend="none", requires=["environment"], default=False)
 def mutants(session):
     """Plant known mistakes one at a time and see which tests notice: ``nox -s mutants -- softmax``."""
+    if "--ast" in session.posargs:
+        run(session, "-m", "pip", "install", "--quiet", "cosmic-ray>=8.4")
     run(session, "tests/mutants.py", *session.posargs, OMP_NUM_THREADS="1")
 
 
