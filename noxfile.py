@@ -1,5 +1,5 @@
 """The commands: ``nox -s docs tests lint``; on request ``browser``, ``record``, ``restamp``, ``versions``, ``site``,
-``gpu``, ``sanitize``, ``stress``, ``fuzz``, ``mutants``.
+``gpu``, ``sanitize``, ``stress``, ``fuzz``, ``mutants``, ``wheel``.
 
 All sessions share one environment, `.nox/environment`, which is made once and remade when what it should hold changes:
 torch alone takes a gigabyte. ``nox --no-venv --no-install -s docs`` uses the Python it runs in and installs nothing.
@@ -178,6 +178,36 @@ def lint(session):
     run(session, "-m", "mypy")
     modules = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "src").rglob("*.py"))
     run(session, "-m", "numpydoc", "lint", *modules)
+
+
+#: Links torch and Triton, with the CUDA libraries that they load, into the folder that is named.
+LINK_TORCH = """
+import importlib.metadata, pathlib, re, sys
+for found in importlib.metadata.distributions():
+    if re.match("(torch|triton|nvidia(?!.ml)|cuda)([-_]|$)", found.name.lower()):
+        for top in {file.parts[0] for file in found.files or ()} - {"..", "__pycache__"}:
+            link = pathlib.Path(sys.argv[1], top)
+            link.exists() or link.symlink_to(found.locate_file(top))
+"""
+
+#: What a user tries first.
+FIRST_CALL = """
+import fusebook, torch
+x = torch.randn(4, 781, device="cuda" if torch.cuda.is_available() else "cpu")
+torch.testing.assert_close(fusebook.softmax(x), torch.softmax(x, -1))
+print(fusebook.__file__)
+"""
+
+
+@nox.session(venv_backend="virtualenv", reuse_venv=False, requires=["environment"], default=False)
+def wheel(session):
+    """Install the library into a fresh environment, as a user does, and call a kernel; only torch is borrowed."""
+    if session.venv_backend == "none":
+        session.skip("it needs an environment to install into")
+    site = next(Path(session.virtualenv.location).resolve().glob("lib/python*/site-packages"))
+    run(session, "-c", LINK_TORCH, str(site))
+    session.install(str(ROOT))
+    session.run("python", "-c", FIRST_CALL, env={"PYTHONPATH": ""})
 
 
 @nox.session(venv_backend="none", requires=["environment", "docs"], default=False)

@@ -38,6 +38,7 @@ COPIED = (
     "examples",
     "conf.py",
     "CITATION.cff",
+    "LICENSE",
     "noxfile.py",
     "pyproject.toml",
     "README.md",

@@ -1,4 +1,4 @@
-"""What importing the library loads and needs: torch and Triton; all else comes with an extra, which is named."""
+"""What importing the library loads and needs: torch, Triton and NumPy; all else comes with an extra, which is named."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What goes beyond torch and Triton comes with an extra of the package; where one is missing, it is named."""
+"""Modules beyond torch, Triton and NumPy come with an extra of the package; the error for a missing one names it."""
 
 from __future__ import annotations
 
