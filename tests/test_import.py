@@ -2,8 +2,13 @@
 
 import json
 import os
+import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
+
+import pytest
 
 import warm
 
@@ -134,3 +139,23 @@ def test_a_missing_extra_is_named():
         f"pip install 'PATH[{extra}]', where PATH is a checkout of its source"
         for _, hidden, extra in MISSING
     ]
+
+
+#: The commands that the library's argument parsers name.
+COMMANDS = sorted(
+    name
+    for file in (ROOT / "src").rglob("*.py")
+    for name in re.findall(r'prog="python -m ([\w.]+)"', file.read_text(encoding="utf-8"))
+)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_without_its_extra_ends_in_a_sentence(command, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(f"{HIDE}\nHidden.names = {EXTRAS}\n")
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT / "src")])}
+    done = subprocess.run([sys.executable, "-m", command, "--help"], capture_output=True, text=True, env=env)
+    if done.returncode:
+        (said,) = done.stderr.splitlines()
+        assert said.startswith("fusebook: the module ") and "pip install 'PATH[book]'" in said
+    else:
+        assert "usage:" in done.stdout and not done.stderr

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
+import sys
 from collections.abc import Iterator
+from typing import Any
 
 __all__ = ["extra"]
 
@@ -32,7 +36,18 @@ def extra(name: str) -> Iterator[None]:
     except ModuleNotFoundError as error:
         if error.name is None:  # said already, by a module of ours that this block imports
             raise
-        raise ModuleNotFoundError(
+        missing = ModuleNotFoundError(
             f"the module {error.name} is not installed; it comes with Fusebook's extra {name!r}: "
             f"pip install 'PATH[{name}]', where PATH is a checkout of its source"
-        ) from error
+        )
+        if any(a == "-m" and b.startswith("fusebook.") for a, b in itertools.pairwise(sys.orig_argv)):
+            sys.excepthook = functools.partial(_without_traceback, missing, sys.excepthook)
+        raise missing from error
+
+
+def _without_traceback(missing: Exception, hook: Any, kind: type, value: Exception, trace: Any) -> None:
+    """End a command of the library in the sentence alone."""
+    if value is missing:
+        print(f"fusebook: {missing}", file=sys.stderr)
+    else:
+        hook(kind, value, trace)
