@@ -324,6 +324,8 @@ def test_a_page_takes_what_it_took_here_or_when_it_was_recorded(tmp_path):
     pages = ["plot_1", "plot_2", "plot_3"]
     assert gallery_progress.seconds_of(pages, tmp_path, recorded) == {"plot_1": 20.0, "plot_2": 7.0, "plot_3": 20.0}
     assert gallery_progress.seconds_of(pages, tmp_path / "no", None) == dict.fromkeys(pages, 1.0)
+    recorded.write_text('{"plot_1": "5", "plot_2": 7.0}')
+    assert gallery_progress.seconds_of(pages, tmp_path / "no", recorded) == dict.fromkeys(pages, 1.0)
 
 
 def test_the_log_takes_what_anybody_writes_and_counts_messages_not_lines(tmp_path):

@@ -111,6 +111,111 @@ def test_a_machine_that_names_another_folder_is_refused(tmp_path):
         machines.load(file)
 
 
+#: Changes of a machine.json: a field by its path, and what replaces it; None removes it.
+ESCAPE = "NVIDIA \x1b]0;title\x07\x1b[2J"
+WRONG = [
+    *((f"{key}", ESCAPE) for key in ("name", "driver", "torch", "cpu", "commit", "date")),
+    ("name", "a\nb"),
+    ("name", "a\u202eb"),
+    ("name", "\x9b2J"),
+    ("beside torch-overrides", ESCAPE),
+    (f"beside {ESCAPE}", "1"),
+    ("name", 5),
+    ("name", None),
+    (ESCAPE, 1),
+    ("recorded", True),
+    *(("copy", value) for value in (float("nan"), float("inf"), 0, -1, 10**400, True, "fast", None, [])),
+    *(("sms", value) for value in (0, -1, 1.5, True, "132")),
+    ("rates", "fast"),
+    ("rates float32", None),
+    ("rates float32", "x"),
+    ("rates float7", 1e12),
+    ("floor_cold", {}),
+    ("floor_cold", {"1": 1e-6}),
+    ("floor_cold one", 1e-6),
+    (f"floor_warm {'9' * 5000}", 1e-6),
+    ("clocks sm", -1),
+    ("clocks", []),
+    ("bandwidth", "x"),
+    ("bandwidth", [{"bytes": 1}]),
+    ("capability", "90"),
+    ("capability", [9]),
+    ("capability", [9, "0"]),
+    ("beside", []),
+]
+
+
+@pytest.mark.parametrize(("where", "value"), WRONG, ids=lambda value: ascii(value)[:40])
+def test_a_machine_with_a_wrong_value_is_refused_in_a_line_that_names_its_file(where, value, tmp_path):
+    file = tmp_path / "machine.json"
+    machines.save(machine(), file)
+    values = json.loads(file.read_text())
+    first, _, second = (where, "", "") if where == ESCAPE else where.partition(" ")
+    place, key = (values[first], second) if second else (values, first)
+    if value is None and not second:
+        del place[key]
+    else:
+        place[key] = value
+    file.write_text(json.dumps(values))
+    with pytest.raises(ValueError, match=r"machine\.json: not a machine\.json of this version") as caught:
+        machines.load(file)
+    assert str(caught.value).isprintable() and len(str(caught.value)) < len(str(file)) + 250
+
+
+def test_a_machine_is_read_as_it_was_written(tmp_path):
+    for on in (machine(), machine(beside={"torch-overrides": "none"}, clocks={}, onnxruntime="", bandwidth=[])):
+        machines.save(on, tmp_path / "machine.json")
+        assert machines.load(tmp_path / "machine.json") == on
+    for name in machines.slugs():
+        assert machines.recorded(name).slug == name
+
+
+@pytest.mark.parametrize(
+    "text", ["[]", "5", '{"plot_1": "5"}', '{"plot_1": NaN}', '{"plot_\\u001b[2J": 5}', "{", "\x00"]
+)
+def test_seconds_of_pages_are_names_and_numbers(text, tmp_path):
+    file = tmp_path / "seconds.json"
+    assert machines.seconds(file) == {}
+    file.write_text('{"plot_1": 0.0, "plot_2": 5}')
+    assert machines.seconds(file) == {"plot_1": 0.0, "plot_2": 5.0}
+    file.write_text(text)
+    with pytest.raises(ValueError, match=r"seconds\.json: not seconds by page") as caught:
+        machines.seconds(file)
+    assert str(caught.value).isprintable()
+
+
+def test_the_first_line_of_a_record_is_bounded_and_printable(tmp_path):
+    found = bench.run(toy(), config="small", repeat=2, warmup=0, progress=False)
+    found.attrs["origin"] = Origin(machine(), measured=True)
+    file = record.write(found, tmp_path)
+    head, _, body = file.read_text().partition("\n")
+    assert record.read(toy(), "test-gpu", tmp_path) is not None
+    for other in (
+        head.replace("rows=2", f"rows={'2' * 5000}"),
+        head.replace("record 2", f"record {'2' * 5000}", 1),
+        *(f"{head} | {key}={ESCAPE}" for key in ("versions", "date", "commit")),
+        f"{head} | date=\x9b2J",
+    ):
+        assert other != head
+        file.write_text(f"{other}\n{body}")
+        with pytest.raises(record.RecordError, match=r"toy\.csv: ") as caught:
+            record.read(toy(), "test-gpu", tmp_path)
+        assert str(caught.value).isprintable()
+
+
+def test_a_folder_in_place_of_a_file_is_named(tmp_path):
+    found = bench.run(toy(), config="small", repeat=2, warmup=0, progress=False)
+    found.attrs["origin"] = Origin(machine(), measured=True)
+    for file in (record.write(found, tmp_path), tmp_path / "test-gpu" / "machine.json"):
+        text = file.read_text()
+        file.unlink()
+        file.mkdir()
+        with pytest.raises(record.RecordError, match=file.name):
+            record.read(toy(), "test-gpu", tmp_path)
+        file.rmdir()
+        file.write_text(text)
+
+
 # Values
 
 
@@ -141,13 +246,21 @@ def test_nothing_in_a_tuned_table_is_run(witness, tmp_path):
     for column in ("torch", "bm", "flat"):
         cells = [text if c == column else "1" for c in head.split(",")]
         (tmp_path / "t.csv").write_text(f"{head}\n{','.join(cells)}\n")
-        with pytest.raises(ValueError):
+        with pytest.raises(ValueError, match=r"t\.csv: not a table"):
             _products.read(tmp_path / "t.csv")
     head = "capability,math,fetch," + ",".join((*_products.Plan._fields, *_products.Cost._fields[1:]))
     for column in ("bm", "swap", "start"):
         (tmp_path / "t.csv").write_text(f"{head}\n{','.join(text if c == column else '1' for c in head.split(','))}\n")
-        with pytest.raises(ValueError):
+        with pytest.raises(ValueError, match=r"t\.csv: not a table"):
             _products.read_costs(tmp_path / "t.csv")
+
+
+@pytest.mark.parametrize("data", [b"\xff\xfe\x00", b"capability,math\n90\n", b"capability\n\x00\n", None], ids=ascii)
+def test_a_damaged_tuned_table_is_named(data, tmp_path):
+    file = tmp_path / "t.csv"
+    file.write_bytes(data) if data else file.mkdir()
+    with pytest.raises(ValueError, match=r"t\.csv: not a table of `python -m fusebook\.tune`"):
+        _products.read(file)
 
 
 # ONNX models

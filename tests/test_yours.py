@@ -258,6 +258,13 @@ def test_figures_that_cannot_be_written_are_said_before_the_tables(package, caps
     assert "taken" in told.err and told.err.count("\n") == 1 and not told.out
 
 
+def test_a_full_disk_costs_the_figures_and_is_a_sentence(package, capsys):
+    Path("compare_times.png").symlink_to("/dev/full")
+    assert compared(made_up(), made_up(slug="nvidia-h200")) == 1
+    said = capsys.readouterr()
+    assert "No space left on device" in said.err and said.err.count("\n") == 1 and "Ceilings" in said.out
+
+
 def test_other_sizes_are_no_comparison(package, capsys):
     assert compared(made_up("8x8"), made_up(slug="nvidia-h200")) == 1
     assert "have no point in common" in capsys.readouterr().err

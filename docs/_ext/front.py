@@ -7,7 +7,6 @@ decide. The README shows the same in short.
 import functools
 import html
 import inspect
-import json
 import os
 import shutil
 from pathlib import Path
@@ -447,8 +446,8 @@ class RecordSize(SphinxDirective):
             f"them right and timed, and {size:.1f} MB. Its first calls, which compile, took {first:.0f} minutes "
             f"together; its largest problem needs {largest:.0f} GB of the GPU's memory with inputs and results."
         )
-        if (kept := folder / "seconds.json").exists():
-            pages_took = sum(json.loads(kept.read_text()).values()) / 60
+        if took := machine.seconds(folder / "seconds.json"):
+            pages_took = sum(took.values()) / 60
             text += f" All pages that measure, which time the same and more, took {pages_took:.0f} minutes there."
         return self.parse_text_to_nodes(text + "\n")
 

@@ -35,9 +35,11 @@ def seconds_of(pages, generated, recorded=None):
     recorded : pathlib.Path, optional
         Seconds by page, as JSON.
     """
+    from fusebook import machine
+
     known = {}
-    with contextlib.suppress(OSError, ValueError, TypeError):
-        known.update(json.loads(recorded.read_text(encoding="utf-8")) if recorded else {})
+    with contextlib.suppress(ValueError):
+        known.update(machine.seconds(recorded) if recorded else {})
     for page in pages:
         with contextlib.suppress(OSError, ValueError, KeyError):
             known[page] = json.loads((generated / f"{page}.cost.json").read_text(encoding="utf-8"))["time"]

@@ -230,8 +230,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{who} {m.name}, driver {m.driver}, torch {m.torch}, Triton {m.triton}, {m.date}, {m.commit}")
     print(f"\nCeilings\n{tables.pretty(ceilings(*on)).to_string()}")
     print(f"\n{args.variant}, {args.clock}\n{tables.pretty(table).to_string()}\n")
-    for file in _figures(by_point, f"{on[0].name} against {on[1].name}", args.clock, args.out):
-        print(file)
+    try:
+        for file in _figures(by_point, f"{on[0].name} against {on[1].name}", args.clock, args.out):
+            print(file)
+    except OSError as error:
+        print(f"fusebook.compare: no figures in {args.out}: {error}; choose another folder by --out", file=sys.stderr)
+        return 1
     return 0
 
 

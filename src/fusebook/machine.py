@@ -33,7 +33,7 @@ from fusebook.op import Cost
 
 __all__ = [
     "RECORDS", "SHIPPED", "Machine", "aten", "beside_torch", "cache_folder", "cache_folder_if_any", "current", "here",
-    "overrides", "places", "recorded", "slug", "slug_of", "slugs", "versions",
+    "overrides", "places", "recorded", "seconds", "slug", "slug_of", "slugs", "versions",
 ]  # fmt: skip
 
 #: Where the records of the package lie, a folder a GPU.
@@ -419,6 +419,59 @@ def _cache() -> pathlib.Path:
     return cache_folder_if_any() / f"{uuid}-{torch.__version__}-{triton.__version__}.json"
 
 
+def _text(key: str, value: Any) -> None:
+    """Refuse anything but text that a terminal shows as it is."""
+    if not isinstance(value, str) or not value.isprintable():
+        raise ValueError(f"{key}: expected printable text, got {str(value)[:60]!r}")
+
+
+def _number(key: str, value: Any, kind: Any = (int, float)) -> None:
+    """Refuse anything but a finite positive number."""
+    if isinstance(value, bool) or not isinstance(value, kind) or not 0 < value <= sys.float_info.max:
+        what = "whole" if kind is int else "finite"
+        raise ValueError(f"{key}: expected a {what} positive number, got {str(value)[:60]!r}")
+
+
+def _numbers(key: str, value: Any, keys: str, least: int) -> None:
+    """Refuse anything but at least so many positive numbers by keys that match a pattern."""
+    if not isinstance(value, dict) or len(value) < least or not all(re.fullmatch(keys, k) for k in value):
+        raise ValueError(f"{key}: expected {least} or more numbers by names like {keys}, got {str(value)[:60]!r}")
+    for name, number in value.items():
+        _number(f"{key} {name}", number)
+
+
+_TEXTS = ("name", "slug", "driver", "cuda", "python", "torch", "triton", "onnxruntime", "cpu", "commit", "date")
+_RATES = ("float64", "float32", "tf32", "float16", "bfloat16")
+
+
+def _checked(values: dict[str, Any]) -> dict[str, Any]:
+    """The same fields; ValueError names one that a machine does not have, or that does not have its kind of value."""
+    known = {f.name: f.default_factory is dataclasses.MISSING for f in dataclasses.fields(Machine)}
+    del known["recorded"]  # where a machine is from decides its reader
+    if wrong := (set(values) - set(known)) | {name for name, needed in known.items() if needed} - set(values):
+        raise ValueError(f"{'unknown' if min(wrong) in values else 'no'} field {min(wrong)[:60]!r}")
+    for key in _TEXTS:
+        _text(key, values[key])
+    for key, text in values.get("beside", {}).items():
+        _text("a name in beside", key)
+        _text(f"beside {key}", text)
+    checked_slug(values["slug"])
+    for key in ("sms", "l2", "memory", "cores"):
+        _number(key, values[key], int)
+    for key in ("copy", "fill", "read"):
+        _number(key, values[key])
+    _numbers("clocks", values["clocks"], "sm|memory", 0)
+    _numbers("rates", values["rates"], "|".join(_RATES), len(_RATES))
+    for key in ("floor_cold", "floor_warm"):  # interpolated, so two at least
+        _numbers(key, values[key], "[1-9][0-9]{0,8}", 2)
+    for at, row in enumerate(values["bandwidth"]):
+        _numbers(f"bandwidth {at}", row, "bytes|cold", 2)
+    capability = values["capability"]
+    if not (isinstance(capability, list) and len(capability) == 2 and all(n in range(100) for n in capability)):
+        raise ValueError(f"capability: expected two numbers such as [9, 0], got {str(capability)[:60]!r}")
+    return values | {"capability": tuple(capability)}
+
+
 def load(file: pathlib.Path, **changes: Any) -> Machine:
     """Read a machine from JSON.
 
@@ -429,15 +482,42 @@ def load(file: pathlib.Path, **changes: Any) -> Machine:
 
     Raises
     ------
+    FileNotFoundError
+        Where there is no such file.
     ValueError
         Where the file is no machine; it says what is wrong with it.
     """
     try:
-        values = json.loads(file.read_text())
-        checked_slug(values["slug"])
-        return Machine(**{**values, "capability": tuple(values["capability"]), **changes})
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        return Machine(**_checked(json.loads(file.read_text())) | changes)
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{file}: not a machine.json of this version ({error}); record it again") from error
+
+
+def seconds(file: pathlib.Path) -> dict[str, float]:
+    """How long each page took when its machine was recorded, by the page's name; empty where there is no such file.
+
+    Parameters
+    ----------
+    file : path
+        ``seconds.json`` of a GPU's records.
+
+    Raises
+    ------
+    ValueError
+        Where the file has anything else.
+    """
+    if not file.exists():
+        return {}
+    try:
+        found = json.loads(file.read_text())
+        for page, number in found.items():
+            _text("a page", page)
+            _number(page, number or 1)  # rounded to 0 where a page is fast
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{file}: not seconds by page ({error}); record it again") from error
+    return {page: float(number) for page, number in found.items()}
 
 
 def save(machine: Machine, file: pathlib.Path) -> None:

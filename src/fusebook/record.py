@@ -51,7 +51,7 @@ __all__ = [
 ]  # fmt: skip
 
 _FORMAT = 2
-_HEAD = re.compile(r"# fusebook (?:record|page) (\d+) \| name=(\S+) \| rows=(\d+) \| sha256=([0-9a-f]{64})(.*)")
+_HEAD = re.compile(r"# fusebook (?:record|page) (\d{1,9}) \| name=(\S+) \| rows=(\d{1,9}) \| sha256=([0-9a-f]{64})(.*)")
 _KEYS = ("op", "variant", "dtype")
 _TEXT = (*_KEYS, "status", "note", "deterministic", "alone", "zone", "math", "launches", "code", "versions", "date")
 # What decides what is launched, beside kernels and cards.
@@ -120,8 +120,10 @@ def _load(file: pathlib.Path, name: str) -> tuple[pd.DataFrame, dict[str, str]]:
         head, _, body = file.read_text().partition("\n")
     except UnicodeDecodeError as error:
         raise RecordError(f"{file}: not text ({error.reason}); record it again") from error
+    except OSError as error:
+        raise RecordError(f"{file}: cannot be read: {error.strerror}") from error
     match = _HEAD.fullmatch(head)
-    if not match:
+    if not match or not head.isprintable():
         raise RecordError(f"{file}: not a fusebook record: its first line is {head[:60]!r}")
     if int(match[1]) > _FORMAT:
         raise RecordError(f"{file}: format {match[1]}, this version reads {_FORMAT}; record it again")
@@ -149,7 +151,7 @@ def _rows(file: pathlib.Path, body: str, needed: Sequence[str]) -> pd.DataFrame:
     """What stands below the first line, which whoever made a file by hand can have made fit."""
     text = dict.fromkeys(_TEXT, str)
     try:
-        if re.search(r"[\x00-\x08\x0b\x0c\x0e-\x1f]", body):
+        if re.search(tables.CONTROLS, body):
             raise ValueError("control characters")
         frame = pd.read_csv(io.StringIO(body), dtype=text, keep_default_na=False, na_values=[""])  # type: ignore[arg-type]
         if lacking := [column for column in needed if column not in frame]:

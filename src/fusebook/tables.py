@@ -21,13 +21,15 @@ with extra("book"):
 
 
 __all__ = [
-    "KINDS", "WITHIN", "alike", "behind", "clocks", "dims", "harmless", "label", "losses", "number", "paid",
+    "CONTROLS", "KINDS", "WITHIN", "alike", "behind", "clocks", "dims", "harmless", "label", "losses", "number", "paid",
     "pays_from", "pretty", "ratio", "reasons", "share", "shares", "staircase", "standing", "timed", "times", "together",
     "where",
 ]  # fmt: skip
 
 #: The kinds of time that a table can show.
 KINDS = (*timing.KINDS, "paid")
+#: A pattern of characters that change how a terminal shows those around them.
+CONTROLS = r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]"
 #: Medians this close are equal.
 WITHIN = 0.02
 
@@ -476,7 +478,7 @@ def harmless(value: Any) -> Any:
     """
     if not isinstance(value, str):
         return value
-    value = re.sub(r"\x1b\[[0-9;]*m|[\x00-\x08\x0b\x0c\x0e-\x1f]", "", value)
+    value = re.sub(rf"\x1b\[[0-9;]*m|{CONTROLS}", "", value)
     return f"'{value}" if value[:1] in tuple("=+-@\t\r") else value
 
 

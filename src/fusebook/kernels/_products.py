@@ -180,6 +180,16 @@ class Tuned(NamedTuple):
     torch: float | None
 
 
+@contextlib.contextmanager
+def _naming(file: pathlib.Path) -> Iterator[None]:
+    """Inside, an error of a table that somebody edited or cut off names its file."""
+    try:
+        yield
+    except (OSError, ValueError, TypeError, KeyError, csv.Error) as error:
+        what = f"no column {error}" if isinstance(error, KeyError) else error
+        raise ValueError(f"{file}: not a table of `python -m fusebook.tune` ({what}); tune again") from error
+
+
 def read(file: pathlib.Path) -> dict[tuple[str, str, str, str], Tuned]:
     """What ``python -m fusebook.tune`` has written, a row a plan, by capability, math, layout and class of shape.
 
@@ -188,7 +198,7 @@ def read(file: pathlib.Path) -> dict[tuple[str, str, str, str], Tuned]:
     if not file.exists():
         return {}
     found = {}
-    with file.open(newline="") as lines:
+    with _naming(file), file.open(newline="") as lines:
         for row in csv.DictReader(lines):
             key = row["capability"], row["math"], row["layout"], row["shape"]
             given: dict[str, Any] = {k: int(row[k]) for k in Plan._fields[1:] if row[k]}
@@ -305,7 +315,7 @@ def read_costs(file: pathlib.Path) -> dict[tuple[str, str, str], tuple[Cost, ...
     if not file.exists():
         return {}
     found: dict[tuple[str, str, str], list[Cost]] = {}
-    with file.open(newline="") as lines:
+    with _naming(file), file.open(newline="") as lines:
         for row in csv.DictReader(lines):
             given: dict[str, Any] = {k: int(row[k]) for k in Plan._fields[1:] if row[k]}
             plan = Plan(row["kernel"], **given | {k: bool(given[k]) for k in ("flat", "swap", "late") if k in given})
