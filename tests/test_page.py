@@ -302,27 +302,45 @@ def test_downloads_are_a_csv_and_a_real_spreadsheet(recorded, tmp_path):
     openpyxl = pytest.importorskip("openpyxl")
     frame = page.results(SOFTMAX, config="small")
     shown = page.downloads(frame, "softmax")
-    assert zipfile.is_zipfile("softmax.xlsx")
-    sheet = openpyxl.load_workbook("softmax.xlsx").active
+    assert zipfile.is_zipfile("build/downloads/softmax.xlsx")
+    sheet = openpyxl.load_workbook("build/downloads/softmax.xlsx").active
     assert sheet.max_row == len(frame) + 1
     assert [cell.value for cell in sheet[1]][:6] == ["op", "config", "variant", "dtype", "M", "N"]
-    assert len(pd.read_csv("softmax.csv")) == len(frame)
-    assert 'href="softmax.xlsx"' in shown._repr_html_()
+    assert len(pd.read_csv("build/downloads/softmax.csv")) == len(frame)
+    assert 'href="build/downloads/softmax.xlsx"' in shown._repr_html_()
 
 
 def test_a_script_keeps_its_figure(monkeypatch):
     frame = pd.DataFrame({"t": [1.0, 2.0]}, index=pd.Index([1, 2], name="N"))
     ax = plots.lines(frame, title="t", ylabel="s")
     page.downloads(frame, "figure", ax)
-    assert not Path("figure.png").exists()
+    assert not Path("build/downloads/figure.png").exists()
     monkeypatch.setattr(_place, "script", lambda: True)
     page.downloads(frame, "figure", ax)
-    assert Path("figure.png").read_bytes().startswith(b"\x89PNG")
+    assert Path("build/downloads/figure.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_page_of_a_checkout_writes_into_its_build_folder(tmp_path):
+    """Whatever the current folder is, nothing is written next to the page."""
+    (tmp_path / "examples").mkdir()
+    for name in ("GALLERY_HEADER.rst", "plot_1.py"):
+        (tmp_path / "examples" / name).write_text(
+            "import fusebook\nimport pandas as pd\nfrom fusebook import page\n"
+            "page.downloads(pd.DataFrame({'t': [1.0]}), 't')\n"
+        )
+    path = os.pathsep.join([str(Path(page.__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
+    env = {k: v for k, v in os.environ.items() if k != "FUSEBOOK_DOWNLOADS"} | {"PYTHONPATH": path}
+    for script in ("plot_1.py", str(tmp_path / "examples" / "plot_1.py")):
+        done = warm.run(script, cwd=tmp_path / "examples", env=env)
+        assert done.returncode == 0, done.stderr
+        written = {file.relative_to(tmp_path).as_posix() for file in tmp_path.rglob("t.*")}
+        assert written == {"build/downloads/t.csv", "build/downloads/t.xlsx"}
+        assert f"Written into {tmp_path / 'build' / 'downloads'}: t.csv, t.xlsx" in done.stdout
 
 
 def test_downloads_keep_what_the_index_says():
     page.downloads(pd.DataFrame({"t": [1.0]}, index=pd.Index([781], name="N")), "t")
-    assert Path("t.csv").read_text() == "N,t\n781,1.0\n"
+    assert Path("build/downloads/t.csv").read_text() == "N,t\n781,1.0\n"
 
 
 # What is shown
@@ -628,7 +646,7 @@ def test_a_notebook_leaves_no_files(monkeypatch):
     pytest.importorskip("openpyxl")
     monkeypatch.setattr(_place, "notebook", lambda: True)
     shown = page.downloads(pd.DataFrame({"t": [1.0]}), "t")
-    assert not list(Path().glob("t.*"))
+    assert not list(Path().rglob("t.*"))
     assert 'href="data:text/csv;base64,dAoxLjAK"' in shown._repr_html_() and "t.xlsx" in repr(shown)
 
 

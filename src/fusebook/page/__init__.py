@@ -17,7 +17,7 @@ FUSEBOOK_RECORDS
 FUSEBOOK_RECORD
     A folder of records: what is measured is written there too.
 FUSEBOOK_DOWNLOADS
-    Where downloads go; the current folder unless set.
+    Where downloads go. Unless set, ``build/downloads`` in the page's checkout, or in the current folder.
 FUSEBOOK_DEPS
     A file in which a page notes what it reads: records, sources that it shows, solutions. The site sets it, and runs a
     page again when one of them has changed.

@@ -44,14 +44,17 @@ def supported() -> bool:
 
 
 def folder() -> Path:
-    folder = Path(os.environ.get("FUSEBOOK_DOWNLOADS") or ".")
+    """Where downloads go: never next to the page, where version control would see them."""
+    root = Path(getattr(sys.modules.get("__main__"), "__file__", None) or "page").resolve().parent.parent
+    checkout = (root / "examples" / "GALLERY_HEADER.rst").exists()
+    folder = Path(os.environ.get("FUSEBOOK_DOWNLOADS") or (root if checkout else Path()) / "build" / "downloads")
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
 
 def link(file: Path) -> str:
     """The address of a download as seen from the page."""
-    return f"downloads/{file.name}" if os.environ.get("FUSEBOOK_DOWNLOADS") else file.name
+    return f"downloads/{file.name}" if os.environ.get("FUSEBOOK_DOWNLOADS") else file.as_posix()
 
 
 def note(*paths: str | Path) -> None:

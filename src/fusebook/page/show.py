@@ -241,7 +241,7 @@ def downloads(df: pd.DataFrame, name: str, ax: Axes | None = None) -> Shown:
         links = {file: _place.link(folder / file) for file in files}
         if ax is not None and _place.script():
             ax.figure.canvas.print_figure(folder / f"{name}.png", dpi=150, facecolor="white", bbox_inches="tight")
-            links[f"{name}.png"] = f"{name}.png"
+            links[f"{name}.png"] = _place.link(folder / f"{name}.png")
     anchors = " ".join(_file(rich(file), address, file) for file, address in links.items())
     return Shown(
         f'<p class="fb-downloads">These {len(plain)} rows as a file: {anchors} {rich(missing)}</p>',
