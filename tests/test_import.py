@@ -1,15 +1,22 @@
 """What importing the library loads and needs: torch, Triton and NumPy; all else comes with an extra, which is named."""
 
+import ast
+import builtins
+import importlib
 import json
+import math
 import os
+import pkgutil
 import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy
 import pytest
 
+import fusebook
 import warm
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -139,6 +146,36 @@ def test_a_missing_extra_is_named():
         f"pip install 'PATH[{extra}]', where PATH is a checkout of its source"
         for _, hidden, extra in MISSING
     ]
+
+
+def test_public_names_are_those_of_the_kernels_as_a_type_checker_sees_them():
+    """In imports that are written out; a star imports no name that NumPy, math or Python itself has."""
+    public = {}
+    for found in pkgutil.iter_modules(fusebook.kernels.__path__):
+        if not (found.name.startswith("_") or found.name.endswith("_plan")):
+            module = importlib.import_module(f"fusebook.kernels.{found.name}")
+            public |= {name: getattr(module, name) for name in module.__all__}
+    statements = ast.parse(Path(fusebook.__file__).read_text(encoding="utf-8")).body
+    kernels = [
+        s for s in statements if isinstance(s, ast.ImportFrom) and (s.module or "").startswith("fusebook.kernels")
+    ]
+    assert sorted(name.name for s in kernels for name in s.names) == sorted(public)
+    assert {name: getattr(fusebook, name) for name in public} == public
+    elsewhere = {*dir(builtins), *dir(math), *dir(numpy)}
+    assert sorted(fusebook.__all__) == sorted(public.keys() - elsewhere)
+    # A name that no star imports is re-exported by "import exp as exp".
+    again = {name.asname for s in kernels for name in s.names}
+    assert {"double", "exp"} <= public.keys() & elsewhere == again - {None}
+
+
+@pytest.mark.parametrize(("order", "warned"), [("triton, fusebook", True), ("fusebook, triton", False)])
+def test_triton_before_the_library_is_named_where_no_kernel_can_run(order, warned):
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    env |= {"PYTHONPATH": str(ROOT / "src"), "CUDA_VISIBLE_DEVICES": ""}
+    code = f"import {order}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr
+    assert ("import fusebook first, or set TRITON_INTERPRET=1" in done.stderr) == warned
 
 
 #: The commands that the library's argument parsers name.

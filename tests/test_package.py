@@ -83,6 +83,7 @@ def test_the_wheel_imports_what_it_requires_and_no_more(built, tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert Path(done.stdout.strip()).is_relative_to(tmp_path)
+    assert (tmp_path / "fusebook" / "py.typed").exists()
 
 
 def test_the_sdist_has_every_file_of_the_repository(built):

@@ -624,6 +624,7 @@ def test_a_new_kernel_needs_four_files_and_no_list(tmp_path):
     assert made.stdout.splitlines()[:4] == files
     assert not any(re.search("squared.?relu", (tmp_path / file).read_text(), re.IGNORECASE) for file in files)
     assert f"({page}) | 002, 101 | `{name}` |" in (tmp_path / "README.md").read_text(encoding="utf-8")
+    assert run("-c", f"import fusebook; fusebook.{name}; from fusebook import *; {name}_eager").returncode == 0
     again = run("docs/_ext/new_kernel.py", name)
     assert again.returncode == 2 and f"{name} is taken by {files[0]}" in again.stderr
 
@@ -635,8 +636,8 @@ def test_a_new_kernel_needs_four_files_and_no_list(tmp_path):
         assert re.search(rf"test_{passed}.* PASSED", tried.stdout), tried.stdout
     assert re.search(r"test_floor.* PASSED", tried.stdout), tried.stdout
     for module, *words in (
-        ("ruff", "check", "--no-cache", *files),
-        ("ruff", "format", "--check", "--no-cache", *files),
+        ("ruff", "check", "--no-cache", *files, new_kernel.PACKAGE),
+        ("ruff", "format", "--check", "--no-cache", *files, new_kernel.PACKAGE),
         ("codespell_lib", *files),
         ("mypy", *files[:2]),
         ("numpydoc", "lint", *files[:2]),

@@ -16,6 +16,7 @@ __all__ = ["files", "refusal"]
 
 ROOT = Path(__file__).resolve().parents[2]
 TEMPLATE = ROOT / "docs" / "template"
+PACKAGE = "src/fusebook/__init__.py"
 SECTION = 1
 LONGEST = 30  # a page's lines have 79 characters
 sys.path.insert(0, str(ROOT / "src"))
@@ -83,6 +84,15 @@ def refusal(name):
     return f"{name} is taken by {', '.join(there)}: choose another name" if there else ""
 
 
+def public(name):
+    """The package's own module with the names of the new kernel; ruff sorts them."""
+    text = (ROOT / PACKAGE).read_text(encoding="utf-8")
+    names = [name, f"{name}_eager"]
+    line = f"from fusebook.kernels.{name} import {', '.join(names)}\n"
+    text = text.replace("from fusebook.kernels.", f"{line}from fusebook.kernels.", 1)
+    return text.replace("__all__ = [", "__all__ = [\n" + "".join(f'    "{word}",\n' for word in names), 1)
+
+
 def main(argv):
     """Write the files, put them into the house's style, and say what is next; returns the exit code."""
     if len(argv) != 1 or (why := refusal(argv[0])):
@@ -92,8 +102,11 @@ def main(argv):
     for target, text in written.items():
         (ROOT / target).parent.mkdir(exist_ok=True)
         (ROOT / target).write_text(text, encoding="utf-8")
+    (ROOT / PACKAGE).write_text(public(argv[0]), encoding="utf-8")
     for how in (["check", "--fix"], ["format"]):  # lines are as long as the name makes them
-        subprocess.run([sys.executable, "-m", "ruff", *how, "--quiet", "--no-cache", *written], cwd=ROOT, check=True)
+        subprocess.run(
+            [sys.executable, "-m", "ruff", *how, "--quiet", "--no-cache", *written, PACKAGE], cwd=ROOT, check=True
+        )
     subprocess.run([sys.executable, str(ROOT / "docs/_ext/readme.py"), "pages"], cwd=ROOT, check=True)
     print(*written, f"next: change them, then pytest -k {argv[0]}; docs/contributing.rst says how", sep="\n")
     return 0

@@ -1,6 +1,6 @@
 """The reference: a table of each group, what the functions are used for, and on which pages.
 
-Modules of kernels and of the library are found because they are there; a new kernel is described without a line here.
+Public functions and modules of the library are found because they are there; a new kernel needs no line here.
 """
 
 import importlib
@@ -25,9 +25,8 @@ def families():
 
     told = {module.__name__.rpartition(".")[2]: f"{module.PAGE:03}" for module in cards.FAMILIES}
     found = {}
-    for name in fusebook.__all__:
-        function = getattr(fusebook, name)
-        if inspect.isfunction(function):
+    for name, function in vars(fusebook).items():
+        if inspect.isfunction(function) and function.__module__.startswith("fusebook.kernels."):
             found.setdefault(function.__module__.rpartition(".")[2], []).append(name)
     return [(family, names, told.get(family)) for family, names in found.items()]
 

@@ -1,32 +1,114 @@
 """Fused GPU kernels in Triton, and the means to show that they are right and how fast they are."""
 
-import importlib
 import importlib.util
 import os
-import pkgutil
 import sys
-from typing import TYPE_CHECKING, Any
+import warnings
 
 # Triton decides when it is imported whether `@triton.jit` compiles or interprets; afterwards is too late. Without a
 # CUDA device only the interpreter can run a kernel, so it is chosen here, before anything below imports triton.
-if "TRITON_INTERPRET" not in os.environ and "triton" not in sys.modules and importlib.util.find_spec("torch"):
+if "TRITON_INTERPRET" not in os.environ and importlib.util.find_spec("torch"):
     import torch
 
     if not torch.cuda.is_available():
-        os.environ["TRITON_INTERPRET"] = "1"
+        if "triton" in sys.modules:
+            warnings.warn(
+                "Triton was imported before fusebook on a machine without a GPU, so no kernel can run: import fusebook "
+                "first, or set TRITON_INTERPRET=1",
+                stacklevel=2,
+            )
+        else:
+            os.environ["TRITON_INTERPRET"] = "1"
 
-from fusebook import kernels
+from fusebook.kernels.adamw import adamw_step, adamw_step_eager
+from fusebook.kernels.allreduce_norm import AllReduceNorm
+from fusebook.kernels.concat_gemm import concat_gemm, concat_gemm_eager
+from fusebook.kernels.cross_entropy import cross_entropy, cross_entropy_eager, cross_entropy_with_gradient
+from fusebook.kernels.elementwise import (
+    add_add_multiply,
+    add_add_multiply_eager,
+    add_sub,
+    add_sub_eager,
+    multiply_add,
+    multiply_add_eager,
+    silu,
+    silu_eager,
+)
+from fusebook.kernels.elementwise import double as double
+from fusebook.kernels.elementwise import exp as exp
+from fusebook.kernels.elementwise import multiply as multiply
+from fusebook.kernels.kmeans import kmeans_assign, kmeans_assign_eager
+from fusebook.kernels.kmeans_shared import SharedKMeans, kmeans_share
+from fusebook.kernels.kmeans_update import kmeans_update, kmeans_update_eager
+from fusebook.kernels.linear_cross_entropy import (
+    linear_cross_entropy,
+    linear_cross_entropy_eager,
+    linear_cross_entropy_with_gradients,
+)
+from fusebook.kernels.lloyd import KMeans, kmeans
+from fusebook.kernels.logistic_step import logistic_fit, logistic_step, logistic_step_eager
+from fusebook.kernels.norms import add_layer_norm, add_rms_norm, layer_norm, layer_norm_eager, rms_norm, rms_norm_eager
+from fusebook.kernels.norms_backward import layer_norm_backward, rms_norm_backward
+from fusebook.kernels.scatter_nd import (
+    embedding_backward,
+    masked_scatter_nd_eager,
+    masked_scatter_nd_of_shape,
+    scatter_nd_of_shape,
+)
+from fusebook.kernels.softmax import softmax, softmax_eager
+from fusebook.kernels.softmax_backward import softmax_backward, softmax_backward_eager
+from fusebook.kernels.swiglu import swiglu, swiglu_eager
 
 __version__ = "0.1.0"
 
-# What a module of kernels names in its `__all__` is public: `fusebook.softmax` and its like. Plans are for the kernels.
-__all__: list[str] = []
-for _found in pkgutil.iter_modules(kernels.__path__):
-    if not (_found.name.startswith("_") or _found.name.endswith("_plan")):
-        _module = importlib.import_module(f"{kernels.__name__}.{_found.name}")
-        globals().update({name: getattr(_module, name) for name in _module.__all__})
-        __all__ += _module.__all__
-
-if TYPE_CHECKING:  # a type checker runs no loops: it takes such a name for anything
-
-    def __getattr__(name: str) -> Any: ...
+# Names that NumPy has too are missing: `from fusebook import *` must not replace `exp`.
+__all__ = [
+    "AllReduceNorm",
+    "KMeans",
+    "SharedKMeans",
+    "adamw_step",
+    "adamw_step_eager",
+    "add_add_multiply",
+    "add_add_multiply_eager",
+    "add_layer_norm",
+    "add_rms_norm",
+    "add_sub",
+    "add_sub_eager",
+    "concat_gemm",
+    "concat_gemm_eager",
+    "cross_entropy",
+    "cross_entropy_eager",
+    "cross_entropy_with_gradient",
+    "embedding_backward",
+    "kmeans",
+    "kmeans_assign",
+    "kmeans_assign_eager",
+    "kmeans_share",
+    "kmeans_update",
+    "kmeans_update_eager",
+    "layer_norm",
+    "layer_norm_backward",
+    "layer_norm_eager",
+    "linear_cross_entropy",
+    "linear_cross_entropy_eager",
+    "linear_cross_entropy_with_gradients",
+    "logistic_fit",
+    "logistic_step",
+    "logistic_step_eager",
+    "masked_scatter_nd_eager",
+    "masked_scatter_nd_of_shape",
+    "multiply_add",
+    "multiply_add_eager",
+    "rms_norm",
+    "rms_norm_backward",
+    "rms_norm_eager",
+    "scatter_nd_of_shape",
+    "silu",
+    "silu_eager",
+    "softmax",
+    "softmax_backward",
+    "softmax_backward_eager",
+    "softmax_eager",
+    "swiglu",
+    "swiglu_eager",
+]
