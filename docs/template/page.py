@@ -23,16 +23,13 @@ Read before: 002, 101.
 # :math:`y = \max(x, 0)^2`, for every element by itself. Each element is used
 # once, so the least traffic is to read it once and to write its result once.
 
+import fusebook
 from fusebook import plots, tables
 from fusebook.cards.squared_relu import SQUARED_RELU
 from fusebook.check import yardstick
 from fusebook.inputs import generator
-from fusebook.kernels.squared_relu import (
-    _squared_relu_flat,
-    squared_relu,
-    squared_relu_eager,
-)
 from fusebook.page import (
+    Kernels,
     Source,
     claim,
     claims,
@@ -53,7 +50,7 @@ asked = study(SQUARED_RELU, config="large", dtype="float32")
 # What eager costs
 # ----------------
 
-Source(squared_relu_eager)
+Source(fusebook.squared_relu_eager)
 
 # %%
 
@@ -66,14 +63,14 @@ say("Predicted from traffic: {gain:.1f} times as fast.", gain=predicted)
 # The kernel
 # ----------
 
-Source(_squared_relu_flat)
+Kernels(fusebook.squared_relu)
 
 # %%
 # Is it right?
 # ------------
 
 x = SQUARED_RELU.make(generator(0), torch.float32, M=64, N=781)[0]
-verdict = yardstick(SQUARED_RELU, (x,)).judge(squared_relu(x))
+verdict = yardstick(SQUARED_RELU, (x,)).judge(fusebook.squared_relu(x))
 claims(
     claim(
         "The score {score:.1e} is within the limit {limit:.1e}",
@@ -124,7 +121,9 @@ def without_clamp(x):
     return x * x
 
 
-exercise("Right without clamp", without_clamp, squared_relu_eager, [(x,)])
+exercise(
+    "Right without clamp", without_clamp, fusebook.squared_relu_eager, [(x,)]
+)
 
 # %%
 
