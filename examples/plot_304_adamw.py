@@ -549,10 +549,9 @@ downloads(small, "adamw_step")
 # grows with the list: checking that the table is still true. A tensor's memory
 # may be exchanged between two steps, and gradients usually are. So each call
 # collects all addresses and compares them with the table's. Torch's own guards
-# tell whether gradients have the shapes, strides and dtypes that they had.
-# Parameters and averages need no guards: it is enough that they are the same
-# objects of Python as before, which NumPy tells in one comparison. Each of
-# these is one call of C for a whole list, and no loop of Python.
+# compare the shapes, strides and dtypes of all tensors with those of the last
+# step. The address alone is not enough: ``p.data = p.data[:5]`` keeps it.
+# Each of these is one call of C for a whole list, and no loop of Python.
 # Only gradients that moved are written into the table anew. The gradient of a
 # list of one tensor is an argument of the launch instead. A step that is
 # captured in a graph reads the same tables. A replay copies only those

@@ -1,9 +1,16 @@
 """AdamW for a list of tensors: against torch's own, in every kind, for every list that somebody may give."""
 
+import contextlib
+import itertools
 import math
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch._subclasses import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, distribute_tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 import fusebook
 from fusebook.cards.adamw import ADAMW_STEP
@@ -143,6 +150,15 @@ def test_rounding_by_chance_is_right_on_average_and_the_same_for_a_seed(device):
     assert torch.equal(first, walked(1)) and not torch.equal(first, walked(2))
 
 
+def test_chunks_and_tensors_are_rounded_by_bits_of_their_own(device):
+    ps = [torch.ones(8192, dtype=torch.bfloat16, device=device) for _ in range(2)]  # two chunks each, of whatever plan
+    state = [[torch.zeros(8192, device=device) for _ in ps] for _ in range(2)]
+    adamw_step(ps, [torch.ones_like(p) for p in ps], *state, step=1, lr=2**-9, weight_decay=0.0, seed=1)
+    chunks = [chunk for p in ps for chunk in p.view(2, 4096)]
+    assert all(chunk.unique().numel() == 2 for chunk in chunks)
+    assert not any(torch.equal(a, b) for i, a in enumerate(chunks) for b in chunks[:i])
+
+
 def test_rounding_by_chance_keeps_what_is_exact_and_what_is_not_finite(device):
     ps = [torch.tensor([1.5, -2.0, 0.0, math.inf, -math.inf, math.nan], device=device).bfloat16()]
     before = ps[0].clone()
@@ -264,13 +280,29 @@ def test_a_step_in_inference_mode(device):
         assert not torch.equal(ps[0], before)
 
 
-def test_a_graph_that_kept_what_was_stepped_notices(device):
-    ps, gs, ms, vs = model(device, [(4,)])
-    own = torch.nn.Parameter(ps[0])
-    loss = (own * own).sum()
-    adamw_step([own], gs, ms, vs, step=1)
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("kept", range(11))
+def test_a_graph_that_kept_what_was_stepped_notices(kept, inference, device):
+    """Both tensors of every list that is written, and the count."""
+    ps, gs, ms, vs = model(device, [(4,), (1500,)], torch.bfloat16)
+    tops = [torch.zeros_like(v) for v in vs]
+    exact, count = [p.float() for p in ps], torch.zeros((), device=device)
+    written = [*ps, *ms, *vs, *tops, *exact, count][kept]
+    factor = torch.ones_like(written, requires_grad=True)
+    loss = (factor * written).sum()
+    with torch.inference_mode(inference):
+        adamw_step(ps, gs, ms, vs, tops, exact, step=count)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+def test_no_more_lists_are_known_than_the_limit(device, monkeypatch):
+    monkeypatch.setattr(module, "_known", {})
+    monkeypatch.setattr(module, "_LISTS", 3)
+    alive = [model(device, [(4,)]) for _ in range(8)]
+    for lists in alive:
+        adamw_step(*lists, step=1)
+        assert 1 <= len(module._known) <= 3
 
 
 def test_what_is_known_of_a_list_holds_for_no_other(device):
@@ -314,6 +346,186 @@ def test_a_tensor_that_lies_where_one_was_is_another(device):
     assert ms[1].data_ptr() == address
     with pytest.raises(ValueError, match=r"exp_avgs\[1\] of shape"):
         adamw_step(ps, gs, ms, vs, step=2)
+
+
+@pytest.mark.parametrize("which", range(4), ids=["params", "grads", "exp_avgs", "exp_avg_sqs"])
+@pytest.mark.parametrize("change", ["shorter", "transposed", "resized", "another dtype"])
+def test_what_changes_in_an_object_that_is_known_is_noticed(change, which, device):
+    """The object is the same and begins at the same address."""
+    lists = model(device, [(8, 8), (8, 8)])
+    adamw_step(*lists, step=1)
+    t = lists[which][1]
+    if change == "resized":
+        t.resize_(2, 3)
+    else:
+        t.data = {"shorter": t[:4], "transposed": t.t(), "another dtype": t.view(torch.bfloat16)[:, :8]}[change]
+    before = [t.clone() for ts in lists for t in ts]
+    with pytest.raises((TypeError, ValueError), match=r"adamw_step: expected (grads|exp_avgs|exp_avg_sqs|params)\[1\]"):
+        adamw_step(*lists, step=2)
+    close([t for ts in lists for t in ts], before, 0)
+
+
+def test_a_gradient_that_is_recorded_is_refused_after_a_step_that_was_not(device):
+    ps, gs, ms, vs = model(device, [(4,)])
+    gs[0].requires_grad_()
+    with torch.no_grad():
+        adamw_step(ps, gs, ms, vs, step=1)
+    with pytest.raises(NotImplementedError, match="expected no gradient to be asked for"):
+        adamw_step(ps, gs, ms, vs, step=2)
+
+
+def test_a_tangent_is_refused(device):
+    ps, gs, ms, vs = model(device, [(4,)])
+
+    def stepped(g):
+        adamw_step(ps, [g], ms, vs, step=1)
+        return g
+
+    with pytest.raises(NotImplementedError, match="expected grads without tangents"):
+        torch.func.jvp(stepped, (gs[0],), (gs[0],))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_a_count_may_be_as_large_as_its_dtype(dtype, device):
+    ps, gs, ms, vs = model(device, [(9,)])
+    done = torch.iinfo(torch.int32).max - 1 if dtype == torch.int32 else 3 * 10**9
+    want = [p.double() for p in ps]
+    state = [[t.double() for t in ts] for ts in (gs, ms, vs)]
+    fusebook.adamw_step_eager(want, *state, done + 1, 0.1, 0.9, 0.999, 1e-8, 0.01)
+    adamw_step(ps, gs, ms, vs, step=torch.tensor(done, dtype=dtype, device=device), lr=0.1)
+    close([p.double() for p in ps], want)
+
+
+def test_strides_of_axes_of_length_1_decide_nothing(device):
+    last = torch.randn(2, 3, 1, 1, device=device).to(memory_format=torch.channels_last)
+    assert last.stride() == (3, 1, 3, 3)
+    row = torch.randn(5, 1, device=device).t()
+    odd = torch.randn(40, device=device).as_strided((1, 5, 1), (77, 1, 0))
+    ps, gs = [last, row, odd], [torch.randn(p.shape, device=device) for p in (last, row, odd)]
+    ms, vs = ([torch.zeros(p.shape, device=device) for p in ps] for _ in range(2))
+    want = by_torch(ps, [gs] * 2, lr=0.1)
+    for step in (1, 2):
+        adamw_step(ps, gs, ms, vs, step=step, lr=0.1)
+    close(ps, want)
+
+
+# Memory ---------------------------------------------------------------------------------------------------------------
+
+
+class Wrapper(torch.Tensor):
+    """A tensor whose elements are in another one."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        raise AssertionError("nothing is computed")
+
+
+def faked(t):
+    with FakeTensorMode():
+        return torch.empty(t.shape, device=t.device)
+
+
+def leaked(t):
+    found = []
+    torch.vmap(lambda x: found.append(x) or x)(t[None])
+    return found[0]
+
+
+def freed(t):
+    """Its address is not 0, but how far behind the beginning of freed storage it is."""
+    found = torch.zeros(2, *t.shape, device=t.device)[1]
+    found.untyped_storage().resize_(0)
+    return found
+
+
+def shrunk(t):
+    found = t.clone()
+    found.untyped_storage().resize_(max(1, t.numel() - 1) * t.element_size() // 2)
+    return found
+
+
+WITHOUT = {
+    "a wrapper": Wrapper,
+    "a functional tensor": torch._to_functional_tensor,
+    "zeros": lambda t: torch._efficientzerotensor(t.shape, device=t.device),
+    "a fake tensor": faked,
+    "a batch of vmap": leaked,
+    "freed storage": freed,
+    "storage that shrank": shrunk,
+}
+PLACES = ("params", "grads", "exp_avgs", "exp_avg_sqs", "step", "lr", "norm")
+
+
+def with_one(place, change, device):
+    lists = dict(zip(PLACES, model(device, [(4, 8), (3,)]), strict=False))
+    if place in lists:
+        lists[place][0] = change(lists[place][0])
+        return lists | {"step": 1}
+    return lists | {"step": 1} | {place: change(torch.ones((), device=device))}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("change", WITHOUT.values(), ids=WITHOUT)
+@pytest.mark.filterwarnings("ignore")
+def test_a_tensor_without_memory_is_refused_wherever_it_is(change, place, device):
+    with pytest.raises(TypeError, match=rf"adamw_step: expected {place}\S* with memory for its elements, got .*; pass"):
+        adamw_step(**with_one(place, change, device))
+
+
+@pytest.mark.parametrize("place", PLACES[:4])
+def test_storage_that_is_freed_between_steps_is_noticed(place, device):
+    lists = dict(zip(PLACES, model(device, [(4, 8), (3,)]), strict=False))
+    adamw_step(**lists, step=1)
+    t = lists[place][1]
+    t.data = freed(t)
+    with pytest.raises(TypeError, match="with memory for its elements"):
+        adamw_step(**lists, step=2)
+
+
+@pytest.mark.parametrize("watched", [False, True])
+@pytest.mark.parametrize("place", PLACES)
+def test_a_dtensor_is_refused_and_says_what_to_pass(place, watched):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        given = with_one(place, lambda t: distribute_tensor(t, mesh, [Replicate()]), "cpu")
+        with FlopCounterMode(display=False) if watched else contextlib.nullcontext():
+            with pytest.raises(TypeError, match=r"adamw_step: expected .* got a DTensor; pass to_local\(\)"):
+                adamw_step(**given)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_no_kernel_writes_beside_what_it_is_given_in_any_mixture_of_dtypes(device):
+    """Each of five lists in each dtype: a list that is taken for a wider one would be written beyond its end."""
+    dtypes, n, taken = (torch.float16, torch.bfloat16, torch.float32, torch.float64), 37, 0
+    for kinds in itertools.product(dtypes, dtypes, dtypes, dtypes, (None, *dtypes), (None, torch.float32)):
+        if len(set(kinds) - {None}) > 2:
+            continue
+        around = [torch.full((n + 32,), 7.0, dtype=kind, device=device) for kind in kinds if kind]
+        inside = iter(t[16 : 16 + n].fill_(0.5) for t in around)
+        try:
+            adamw_step(*([next(inside)] if kind else () for kind in kinds), step=1)
+        except TypeError:
+            continue
+        taken += 1
+        assert all((torch.cat([t[:16], t[16 + n :]]) == 7).all() for t in around), kinds
+    assert taken == 36
+
+
+def test_on_meta_a_step_is_checked_and_nothing_else(device):
+    lists = [[t.to("meta") for t in ts] for ts in model(device)]
+    count, rate, norm = torch.zeros(3, device="meta")
+    assert adamw_step(*lists, step=1) is None
+    assert adamw_step(*lists, step=count, lr=rate, norm=norm) is None
+    with pytest.raises(ValueError, match=r"exp_avg_sqs\[1\] of shape"):
+        adamw_step(*lists[:3], [lists[3][0], lists[3][1][:3], *lists[3][2:]], step=1)
+    with pytest.raises(ValueError, match="expected step on meta"):
+        adamw_step(*lists, step=torch.zeros(()))
 
 
 def test_chunks_cover_every_number_once():
@@ -389,6 +601,15 @@ REFUSED = {
             params=[t.bfloat16() for t in p], grads=[t.bfloat16() for t in g], exp_avgs=[t.bfloat16() for t in m]
         ),
     ),
+    "largest v of another dtype": (
+        TypeError,
+        "max_exp_avg_sqs.0. and exp_avg_sqs.0. of one dtype, got torch.bfloat16 and torch.float32",
+        lambda p, g, m, v: dict(
+            params=[t.bfloat16() for t in p],
+            grads=[t.bfloat16() for t in g],
+            max_exp_avg_sqs=[t.bfloat16() for t in v],
+        ),
+    ),
     "masters of float32": (
         TypeError,
         "masters of float16 or bfloat16",
@@ -404,6 +625,35 @@ REFUSED = {
     "a norm that is written": (ValueError, "norm apart from what is written", lambda p, g, m, v: dict(norm=m[0][:1])),
     "a rate that is written": (ValueError, "lr apart from what is written", lambda p, g, m, v: dict(lr=v[1][7:])),
     "a count that is stepped": (ValueError, "step apart from what", lambda p, g, m, v: dict(step=p[0][3:4])),
+    "a count that begins before what is written": (
+        ValueError,
+        "step apart from what is written",
+        lambda p, g, m, v: dict(
+            params=[(whole := torch.zeros(10, device=p[0].device))[1:9], p[1]], step=whole.view(torch.int64)[0]
+        ),
+    ),
+    "a count that is the rate": (
+        ValueError,
+        "apart from lr",
+        lambda p, g, m, v: dict(step=(c := m[0].new_ones(())), lr=c),
+    ),
+    "a count that is the norm": (
+        ValueError,
+        "apart from norm",
+        lambda p, g, m, v: dict(step=(c := m[0].new_ones(())), norm=c),
+    ),
+    "a count in a gradient": (ValueError, "apart from gradients", lambda p, g, m, v: dict(step=g[1][7])),
+    "no tensor, and a count": (
+        TypeError,
+        r"params\[0\] to be a torch.Tensor",
+        lambda p, g, m, v: dict(params=[[1.0], p[1]], step=m[0].new_ones(())),
+    ),
+    "no tensor, and chance": (
+        TypeError,
+        r"params\[1\] to be a torch.Tensor",
+        lambda p, g, m, v: dict(params=[p[0].bfloat16(), 3], seed=1),
+    ),
+    "lr that no float holds": (ValueError, "lr that float64 can hold", lambda p, g, m, v: dict(lr=10**400)),
     "a gradient of gradients": (
         NotImplementedError,
         "gradient",

@@ -42,6 +42,38 @@ def check_tensor(name: str, what: str, value: object, dtypes: Sequence[torch.dty
         )
 
 
+def check_local(name: str, what: str, value: object) -> None:
+    """Refuse, by TypeError, a DTensor: each process holds a part of it, and `to_local` returns that part."""
+    if hasattr(value, "to_local"):
+        raise TypeError(f"{name}: expected {what} to be a local tensor, got a DTensor; pass to_local()")
+
+
+def check_stored(name: str, what: str, value: Tensor, *, meta: bool = False) -> None:
+    """Refuse, by TypeError, a tensor without memory for all of its elements. `meta`: those on meta pass.
+
+    Every launcher that passes addresses without torch's dispatcher asks this. The dispatcher hands wrappers to their
+    own class; their address is 0, or that of an offset. The same holds for fake tensors and for freed storage.
+    """
+    if torch.compiler.is_compiling():
+        return
+    check_local(name, what, value)
+    if meta and value.is_meta:
+        return
+    try:
+        storage = value.untyped_storage()
+        address = storage.data_ptr()  # that of a wrapper is refused
+        extents = zip(value.shape, value.stride(), strict=True)
+        end = value.storage_offset() + 1 + sum((n - 1) * stride for n, stride in extents)
+        if not value.numel() or (address and storage.nbytes() >= end * value.element_size()):
+            return
+    except RuntimeError:
+        pass
+    raise TypeError(
+        f"{name}: expected {what} with memory for its elements, got {type(value).__name__} without; pass the tensor "
+        "that it wraps, or a clone"
+    )
+
+
 def check_alike(name: str, what: str, value: Tensor, model: str, other: Tensor, *, dtype: bool = True) -> None:
     """Refuse a tensor whose device, or dtype, is not that of `other`, which is the argument `model`.
 
@@ -190,6 +222,10 @@ def number(
         return value  # type: ignore[return-value]
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name}: expected {what} to be a number, got {type(value).__name__}; {remedy}")
-    if fine is not None and not fine(float(value)):
+    try:
+        size = float(value)
+    except OverflowError:
+        raise ValueError(f"{name}: expected {what} that float64 can hold, got an integer beyond it; {remedy}") from None
+    if fine is not None and not fine(size):
         raise ValueError(f"{name}: expected {what} {accepted}, got {value}; {remedy}")
-    return float(value)
+    return size

@@ -15,7 +15,6 @@ operation of PyTorch at a time reads 64 and writes 40. Numbers are float32 in be
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
@@ -24,8 +23,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
 
-from ._arguments import check_alike, check_tensor, flag, integer, number
+from ._arguments import check_alike, check_local, check_stored, check_tensor, flag, integer, number
 from ._operator import apply, check_device, gpu, launch, launching, unhooked, watched
 
 __all__ = ["adamw_step", "adamw_step_eager"]
@@ -148,7 +148,7 @@ def _adamw_chunks(
     if rate_ptr is not None:
         rate = tl.load(rate_ptr + tl.arange(0, 1)).to(tl.float64)
     if count_ptr is not None:
-        t = tl.load(count_ptr).to(tl.int32) + 1
+        t = tl.load(count_ptr).to(tl.int64) + 1
         fraction1 = 1 - tl.exp(t * tl.log(one * beta1))
         fraction2 = 1 - tl.exp(t * tl.log(one * beta2))
     scale = -one if MAXIMIZE else one
@@ -216,6 +216,8 @@ _known: dict[Any, _List] = {}
 _LISTS = 256
 #: Beyond all addresses.
 _FAR = 2**62
+#: What is below may be no address, but an offset into storage that was freed.
+_LOW = 2**40
 #: What graphs read, which may be replayed as long as the process lives.
 _captured: list[Any] = []
 
@@ -286,14 +288,11 @@ class _List:
         self.device = params[0].device
         _no_gradient_of(grads)
         _check_lists(*lists)
+        self.asked = any(g.requires_grad for g in grads)
         states = tensors[: -len(grads)]
         with torch.no_grad():  # so that they also notice a gradient that is recorded
             self.guards = [_Guards(*of, dynamic_dims_sizes=None, dynamic_dims_strides=None) for of in (states, grads)]
         self.addresses = [t.data_ptr() for t in states]
-        # While all of them live, no other tensor is where one of them is.
-        alive = self.alive = [True]
-        self.objects = _objects(states)
-        self.watched = [weakref.ref(t, lambda _: alive.clear()) for t in states]
         spans = sorted((t.data_ptr(), t.data_ptr() + t.numel() * t.element_size()) for t in states)
         self.starts, self.ends = np.array([*spans, (_FAR, _FAR)]).T.copy()
         self.sizes = np.array([g.numel() * g.element_size() or -_FAR for g in grads])
@@ -313,15 +312,17 @@ class _List:
         self.placed: _Placed | None = None
 
     def holds(self, states: list[Tensor], grads: list[Tensor]) -> bool:
-        """Whether these lie where the tensors lay that it knows, and are of their kinds.
+        """Whether these have the addresses of the tensors that it knows, and are of their kinds.
 
-        The same objects at the same addresses, beside gradients of the same kinds, need no guards. NumPy tells objects
-        apart: Python's id takes longer where somebody listens to it (sys.addaudithook).
+        The same objects are asked too: a new ``data`` may be shorter and begin at the same address.
         """
         try:
-            if list(map(Tensor.data_ptr, states)) != self.addresses or not self.guards[1].check(*grads):
-                return False
-            return (bool(self.alive) and _objects(states) == self.objects) or self.guards[0].check(*states)
+            return (
+                not (self.asked and torch.is_grad_enabled())
+                and list(map(Tensor.data_ptr, states)) == self.addresses
+                and self.guards[1].check(*grads)
+                and self.guards[0].check(*states)
+            )
         except (TypeError, RuntimeError):  # no tensor, or one without memory of its own
             return False
 
@@ -329,33 +330,32 @@ class _List:
         """Whether a step writes any of so many bytes from these addresses on."""
         return bool((self.starts[self.ends.searchsorted(first, "right")] < first + sizes).any())
 
-    def place(self, addresses: list[int], kept: _Placed | None) -> _Placed:
+    def place(self, grads: list[Tensor], addresses: list[int], kept: _Placed | None) -> _Placed:
         """Tell the device where the gradients are, in the table that it keeps if it may write to that."""
         # Not of torch, which wakes threads for a few hundred numbers.
         first = np.fromiter(addresses, np.int64, len(addresses))
+        if ((first < _LOW) & (self.sizes > 0)).any():
+            for i, g in enumerate(grads):
+                check_stored(_NAME, f"grads[{i}]", g)
         if self.meets(first, self.sizes):
             raise ValueError(f"{_NAME}: expected gradients apart from what is written, got one in its memory; copy it")
         if len(addresses) == 1:  # an argument of the launch
-            return _Placed(addresses)
+            return _Placed(addresses, first)
         if kept is not None and kept.table is not None:
             _, held = _on_device(first[self.order], self.device, kept.table)
-            return _Placed(addresses, kept.told, kept.table, held)
+            return _Placed(addresses, first, kept.told, kept.table, held)
         table, held = _on_device(first[self.order], self.device)
-        return _Placed(addresses, table.split([group.tensors for group in self.groups]), table, held)
+        return _Placed(addresses, first, table.split([group.tensors for group in self.groups]), table, held)
 
 
 class _Placed(NamedTuple):
     """Where gradients are, the parts of groups in a table of that, the table if it may change, and its source."""
 
     addresses: list[int]
+    first: Any  # the same, for NumPy
     told: Sequence[Tensor] = ()
     table: Tensor | None = None
     held: Tensor | None = None
-
-
-def _objects(tensors: list[Tensor]) -> bytes:
-    """Which objects these are."""
-    return np.fromiter(tensors, object, len(tensors)).tobytes()
 
 
 def _no_gradient_of(grads: list[Tensor]) -> None:
@@ -377,12 +377,18 @@ def _dense(t: Tensor) -> bool:
     return True
 
 
+def _laid(t: Tensor) -> list[int]:
+    """The strides that decide where elements are: not those of axes of length 1."""
+    return [stride for n, stride in zip(t.shape, t.stride(), strict=True) if n != 1]
+
+
 def _check_lists(params: Any, ms: Any, vs: Any, tops: Any, exacts: Any, grads: Any) -> None:
     """Refuse lists of which a step would not be what torch's is."""
     named = {"grads": grads, "exp_avgs": ms, "exp_avg_sqs": vs, "max_exp_avg_sqs": tops, "masters": exacts}
     for i, p in enumerate(params):
         of = f"params[{i}]"
         check_tensor(_NAME, of, p)
+        check_stored(_NAME, of, p, meta=True)
         check_device(_NAME, p)
         check_alike(_NAME, of, p, "params[0]", params[0], dtype=False)
         if p.numel() and not _dense(p):
@@ -396,17 +402,19 @@ def _check_lists(params: Any, ms: Any, vs: Any, tops: Any, exacts: Any, grads: A
             what, t = f"{name}[{i}]", tensors[i]
             single = (torch.float32,) if narrow else ()
             check_tensor(_NAME, what, t, single if name == "masters" else (p.dtype, *single))
+            check_stored(_NAME, what, t, meta=True)
             check_alike(_NAME, what, t, of, p, dtype=False)
-            if t.shape != p.shape or (t.numel() and t.stride() != p.stride()):
+            if t.shape != p.shape or (t.numel() and _laid(t) != _laid(p)):
                 raise ValueError(
                     f"{_NAME}: expected {what} of shape {tuple(p.shape)} and strides {p.stride()} as {of} has, got "
                     f"{tuple(t.shape)} and {t.stride()}; copy it into torch.empty_like({of})"
                 )
-        if ms[i].dtype != vs[i].dtype:
-            raise TypeError(
-                f"{_NAME}: expected exp_avgs[{i}] and exp_avg_sqs[{i}] of one dtype, got {ms[i].dtype} and "
-                f"{vs[i].dtype}; cast one of them"
-            )
+        for name, tensors in (("exp_avgs", ms), ("max_exp_avg_sqs", tops)):  # a kernel takes them for one dtype
+            if tensors and tensors[i].dtype != vs[i].dtype:
+                raise TypeError(
+                    f"{_NAME}: expected {name}[{i}] and exp_avg_sqs[{i}] of one dtype, got {tensors[i].dtype} and "
+                    f"{vs[i].dtype}; cast one of them"
+                )
 
 
 def _stepped(
@@ -418,20 +426,37 @@ def _stepped(
     if not params:
         return
     states = [*params, *ms, *vs, *tops, *exacts]
-    check_tensor(_NAME, "params[0]", params[0])
-    capture = params[0].is_cuda and torch.cuda.is_current_stream_capturing()
-    key = params[0].data_ptr(), len(params), len(tops), len(exacts)
+    first = params[0]
+    singles = [(what, t) for what, t in (("step", count), ("lr", rate), ("norm", norm)) if t is not None]
+    for what, single in singles:
+        check_stored(_NAME, what, single, meta=first.is_meta)
     with torch._C.DisableTorchFunction():
+        if first.is_meta:  # nothing to compute, and every address is 0
+            _no_gradient_of(grads)
+            _check_lists(params, ms, vs, tops, exacts, grads)
+            return
+        try:
+            key: Any = (first.data_ptr(), len(params), len(tops), len(exacts))
+        except RuntimeError:  # it has no memory
+            key = None
+        capture = first.is_cuda and torch.cuda.is_current_stream_capturing()
         of = _known.get(key)
         if of is None or not of.holds(states, grads):
             of = _List((params, ms, vs, tops, exacts, grads), [*states, *grads])
-        for what, single in (("step", count), ("lr", rate), ("norm", norm)):
-            if single is not None and of.meets(single.data_ptr(), 1):
+        for what, single in singles:
+            if of.meets(single.data_ptr(), single.element_size()):
                 raise ValueError(f"{_NAME}: expected {what} apart from what is written, got it in its memory; clone it")
         # Steps of a list follow each other, on whatever streams: when one begins, its table is there and nobody's else.
         kept, addresses = of.placed, list(map(Tensor.data_ptr, grads))
         stayed = kept is not None and kept.addresses == addresses
-        placed: _Placed = kept if kept and stayed else of.place(addresses, None if capture else kept)
+        placed: _Placed = kept if kept and stayed else of.place(grads, addresses, None if capture else kept)
+        if count is not None:  # it is written too
+            begin, end = count.data_ptr(), count.data_ptr() + count.element_size()
+            meeting = [what for what, t in singles[1:] if begin - t.element_size() < t.data_ptr() < end]
+            if ((placed.first < end) & (placed.first + of.sizes > begin)).any():
+                meeting.append("gradients")
+            if meeting:
+                raise ValueError(f"{_NAME}: expected step apart from {meeting[0]}, got it in the same memory; clone it")
     if not capture:
         of.placed = placed
         if _known.get(key) is not of:
@@ -448,8 +473,7 @@ def _stepped(
         group.launch(told, (count, rate, norm), numbers, maximize, seed is not None, group is of.groups[-1])
     if count is not None and not of.groups:
         apply(Tensor.add_, count, 1)
-    if not torch.is_inference_mode_enabled():
-        torch.autograd.graph.increment_version(params)  # for graphs that kept one
+    torch.autograd.graph.increment_version(states if count is None else [*states, count])  # for graphs that kept one
 
 
 _SCHEMA = (
@@ -513,12 +537,13 @@ def adamw_step(
         Of any shapes, float16, bfloat16, float32 or float64, all on one CUDA device, or on the CPU where Triton
         interprets. Without gaps, with their axes in any order. Of each mixture of dtypes there is one launch.
     grads : sequence of torch.Tensor or None
-        A gradient for each parameter, of its shape and strides, in its dtype, or in float32 beside half types. A
-        parameter whose gradient is None is left as it is, with all that belongs to it.
+        A gradient for each parameter, of its shape and strides, in its dtype, or in float32 beside half types. Strides
+        of axes of length 1 may differ. A parameter whose gradient is None is left as it is, with all that belongs to
+        it.
     exp_avgs, exp_avg_sqs : sequence of torch.Tensor
         The running averages m and v, zeros before the first step, as `grads`; both of one dtype.
     max_exp_avg_sqs : sequence of torch.Tensor, optional
-        The largest v of all steps, as `exp_avg_sqs`. Where it is given the step divides by it: AMSGrad.
+        The largest v of all steps, of the dtype of `exp_avg_sqs`. Where it is given the step divides by it: AMSGrad.
     masters : sequence of torch.Tensor, optional
         The parameters in float32, where `params` are float16 or bfloat16: they are stepped, and `params` are their
         roundings.
@@ -542,15 +567,19 @@ def adamw_step(
     Raises
     ------
     TypeError
-        For arguments that are no tensors, and other dtypes than those above.
+        For arguments that are no tensors, and other dtypes than those above. Also for tensors without memory of their
+        own: pass ``to_local()`` of a DTensor.
     ValueError
         For lists of different lengths, shapes or strides that do not match, several devices, tensors that share memory
         with one that is written, and numbers out of range.
     NotImplementedError
-        Where gradients require gradients and those are recorded: a step has none.
+        Where gradients require gradients and those are recorded, and for tensors with tangents: a step has no
+        derivative.
 
     Notes
     -----
+    Tensors on meta are checked, and nothing is computed.
+
     Arithmetic is float32, float64 for float64, and is the same in every run. The first step of a list puts tables of
     addresses on the device; later ones look whether they still hold. A graph that is captured behind such a step reads
     its tables, which then live as long as the process, and copies at most the addresses of gradients, where these lie
@@ -579,6 +608,8 @@ def adamw_step(
     count = step if isinstance(step, Tensor) else None
     rate = lr if isinstance(lr, Tensor) else None
     first = lists[0][0] if lists[0] else None
+    if lists[0]:
+        check_tensor(_NAME, "params[0]", first)
     for what, value, dtypes in (
         ("step", count, (torch.float32, torch.int32, torch.int64)),
         ("lr", rate, (torch.float32, torch.float64)),
@@ -603,7 +634,7 @@ def adamw_step(
     _within("max_norm", most, most >= 0, "of 0 or more")  # below, gradients would change their signs
     if seed is not None:
         seed = integer(_NAME, "seed", seed, "None rounds to the nearest")
-        if other := next((p.dtype for p in lists[0] if p.dtype != torch.bfloat16), None):
+        if other := next((p.dtype for p in lists[0] if getattr(p, "dtype", torch.bfloat16) != torch.bfloat16), None):
             raise TypeError(
                 f"{_NAME}: expected bfloat16 where a seed asks for stochastic rounding, got {other}; give no seed"
             )
@@ -616,6 +647,15 @@ def adamw_step(
                 f"{_NAME}: expected a step that is made, got one that torch.jit.trace takes down, which misses what is "
                 "written into lists; use torch.compile"
             )
+        if not torch.compiler.is_compiling():
+            for name, of in zip((*_LISTED, "step, lr and norm"), (*lists, [count, rate, norm]), strict=True):
+                for t in of:
+                    check_local(_NAME, name, t)
+                    if t is not None and unpack_dual(t).tangent is not None:
+                        raise NotImplementedError(
+                            f"{_NAME}: expected {name} without tangents, since a step has no derivative, got one; "
+                            "call it outside of forward mode"
+                        )
         _no_gradient_of(lists[1])
         with torch.no_grad():
             _custom(*lists, *numbers)
