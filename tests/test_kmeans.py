@@ -393,6 +393,135 @@ def test_arrays_give_arrays_and_are_not_changed(device):
     assert isinstance(found.centres, np.ndarray) and isinstance(found.labels, np.ndarray) and found.iterations <= 2
 
 
+def spread(scale, d=3):
+    """Two clusters of 40 points, as arrays of float64: their labels do not depend on the scale."""
+    rng = np.random.default_rng(0)
+    return np.concatenate([rng.normal(0, 0.1, (40, d)), rng.normal(5, 0.1, (40, d))]) * scale
+
+
+@pytest.mark.parametrize("init", ["given", "k-means++", "random"])
+@pytest.mark.parametrize(
+    ("dtype", "scale"),
+    [(np.float32, s) for s in (1e19, 1e30, 6e37, 1e-19, 1e-25, 1e-36)]
+    + [(np.float64, s) for s in (1e160, 3e307, 1e-170, 1e-300)],
+)
+def test_clusters_are_found_at_every_scale_that_a_dtype_holds(dtype, scale, init):
+    exact = spread(1.0)
+    points = (exact * scale).astype(dtype)
+    kept = points.copy()
+    found = cluster(points, 2, init=points[[0, 40]].copy() if init == "given" else init, tol=0)
+    labels = found.labels ^ found.labels[0]
+    assert labels.tolist() == [0] * 40 + [1] * 40 and np.array_equal(points, kept)
+    means = np.stack([exact[:40].mean(0), exact[40:].mean(0)])[[found.labels[0], 1 - found.labels[0]]]
+    np.testing.assert_allclose(found.centres.astype(np.float64) / scale, means, rtol=1e-4, atol=1e-3)
+    plain = cluster(exact, 2, init=exact[[0, 40]])
+    with np.errstate(over="ignore"):
+        size = float(np.float64(plain.inertia) * scale * scale)  # infinite in float64 for the largest scales
+    assert found.inertia == pytest.approx(size, rel=1e-3)
+
+
+def test_a_far_point_leaves_the_others_apart(device):
+    points = torch.tensor(np.concatenate([spread(1.0), [[1e25] * 3]]), dtype=torch.float32, device=device)
+    found = cluster(points, 3, init=points[[0, 40, 80]])
+    assert found.labels.tolist() == [0] * 40 + [1] * 40 + [2]
+
+
+@pytest.mark.parametrize("d", [2, 20, 200])
+def test_magnitudes_that_a_check_accepts_give_the_nearest_and_others_are_refused(d):
+    points = spread(1.0, d)
+    points /= np.abs(points).max()
+    limit = _points.farthest(torch.float32, d)
+    for scale in (0.999 * limit, 1.2e-16):
+        given = (points * scale).astype(np.float32)
+        centres = np.concatenate([given[[0, 40]]] * 20 + [given[5:9]])
+        wide = ((given.astype(np.float64)[:, None] - centres.astype(np.float64)) ** 2).sum(-1)
+        found = wide[np.arange(80), assign(given, centres)]
+        np.testing.assert_allclose(found, wide.min(1), rtol=1e-3)
+    for scale, said in ((1.001 * limit, "points of magnitudes up to"), (1e-16, "points or centres of magnitudes from")):
+        given = (points * scale).astype(np.float32)
+        with pytest.raises(ValueError, match=f"kmeans_assign: expected {said} .*; scale all of them"):
+            assign(given, given[[0, 40]])
+
+
+def test_sums_of_far_points_are_finite_or_refused():
+    labels = np.zeros(9000, np.int64)
+    for d in (2, 20):
+        points = np.full((9000, d), 4.1e34, np.float32)
+        np.testing.assert_allclose(update(points, labels, 1), points[:1], rtol=1e-5)
+        with pytest.raises(ValueError, match="kmeans_update: expected points of magnitudes up to"):
+            update(points * np.float32(1.1), labels, 1)
+
+
+def test_masked_values_are_refused_and_arrays_without_any_taken():
+    points = spread(1.0).astype(np.float32)
+    masked, some = np.ma.masked_array(points, points > 5), np.ma.masked_array([0] * 80, [1] + [0] * 79)
+    calls = [
+        lambda: cluster(masked, 2),
+        lambda: cluster(points, 2, init=masked[40:42]),
+        lambda: assign(masked, points[:2]),
+        lambda: assign(points, masked[40:42]),
+        lambda: update(masked, np.zeros(80, np.int64), 2),
+        lambda: update(points, some, 2),
+    ]
+    for call in calls:
+        with pytest.raises(TypeError, match=r"without masked values, got a masked array; leave out .* with filled\(\)"):
+            call()
+    whole = masked[~masked.mask.any(1)]
+    assert len(cluster(whole, 2).labels) == len(whole) < 80
+    assert np.array_equal(assign(np.ma.masked_array(points), points[:2]), assign(points, points[:2]))
+
+
+def test_arrays_of_another_byte_order_are_computed_and_others_refused_in_a_sentence():
+    points = spread(1.0)
+    want = cluster(points, 2, init=points[[0, 40]])
+    for kind in (">f8", ">f4", ">f2"):
+        foreign = points.astype(kind)
+        found = cluster(foreign, 2, init=foreign[[0, 40]])
+        assert found.centres.dtype == np.dtype(kind).newbyteorder("=")
+        np.testing.assert_allclose(found.centres, want.centres, rtol=1e-2)
+        assert np.array_equal(assign(foreign, foreign[[0, 40]]), want.labels)
+        np.testing.assert_allclose(update(foreign, want.labels.astype(">i8"), 2), want.centres, rtol=1e-2)
+    for array in (
+        points.astype(np.longdouble),
+        points.astype(object),
+        points.astype("U5"),
+        np.zeros(80, [("x", "f4")]),
+    ):
+        if array.dtype == np.float64:  # a machine whose long double is that
+            continue
+        with pytest.raises(TypeError, match="expected points to be an array of numbers that torch has, got .*; use"):
+            cluster(array, 2)
+
+
+class Wrapper(torch.Tensor):
+    """A tensor whose elements are in another one."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        raise AssertionError("nothing is computed")
+
+
+def test_points_without_memory_are_refused(device):
+    points = drawn("near", device, n=20, d=3, k=2)[0]
+    freed = points.clone()
+    freed.untyped_storage().resize_(0)
+    others = (
+        Wrapper(points),
+        torch._to_functional_tensor(points),
+        torch._efficientzerotensor((20, 3), device=device),
+        freed,
+    )
+    for other in others:
+        with pytest.raises(TypeError, match="kmeans: expected points with memory for its elements, got .*; pass"):
+            cluster(other, 2)
+        with pytest.raises(TypeError, match="kmeans: expected init with memory for its elements, got .*; pass"):
+            cluster(points, 20, init=other)
+
+
 def test_no_bar_is_drawn_where_there_is_no_terminal():
     code = (
         "import fusebook, torch; "
@@ -441,6 +570,7 @@ def refusals(device):
     yield ValueError, r"expected points of shape \[n > 0, d\], got \[0, 3\]; give one", lambda: cluster(x[:0], 1)
     yield ValueError, "expected init to be 'k-means\\+\\+', 'random' or centres", lambda: cluster(x, 2, init="best")
     yield ValueError, "expected k = 3 centres in init, got 4", lambda: cluster(x, 3, init=c)
+    yield ValueError, "expected init of magnitudes up to", lambda: cluster(x, 4, init=c * 1e25)
     yield ValueError, "expected max_iter of 1 or more", lambda: cluster(x, 2, max_iter=0)
     yield ValueError, "expected tol to be 0 or more", lambda: cluster(x, 2, tol=math.nan)
     yield (

@@ -7,11 +7,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pandas as pd
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import fusebook
 import warm
@@ -288,13 +291,56 @@ def test_shares_of_any_size_give_what_one_process_gives(page, path):
     assert frame[["uneven", "empty"]].to_numpy().max() < 1e-5
 
 
-@interpreted
-def test_a_world_of_one(page):
+@pytest.fixture
+def alone():
+    """A group of one process."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        assert page["found"]()[["uneven", "empty", "world"]].to_numpy().tolist() == [[0, 0, 1]]
-    finally:
-        dist.destroy_process_group()
+    yield
+    dist.destroy_process_group()
+
+
+@interpreted
+def test_a_world_of_one(page, alone):
+    assert page["found"]()[["uneven", "empty", "world"]].to_numpy().tolist() == [[0, 0, 1]]
+
+
+@interpreted
+def test_a_dtensor_is_refused_and_says_what_to_pass(alone):
+    def sharded(*shape):
+        return distribute_tensor(torch.ones(shape), init_device_mesh("cpu", (1,)), [Shard(0)])
+
+    step, reduce = fusebook.SharedKMeans(2, 3), fusebook.AllReduceNorm(4, 8, torch.float32)
+    calls = [
+        lambda: fusebook.kmeans(sharded(5, 3), 2),
+        lambda: fusebook.kmeans(torch.ones(5, 3), 2, init=sharded(2, 3)),
+        lambda: step(sharded(5, 3), torch.ones(2, 3)),
+        lambda: step(torch.ones(5, 3), sharded(2, 3)),
+        lambda: reduce(sharded(4, 8), torch.ones(8)),
+        lambda: reduce(torch.ones(4, 8), sharded(8)),
+    ]
+    for call in calls:
+        with pytest.raises(TypeError, match=r"expected \w+ to be a local tensor, got a DTensor; pass to_local\(\)"):
+            call()
+    without = torch._efficientzerotensor((4, 8))
+    with pytest.raises(TypeError, match="AllReduceNorm: expected residual with memory for its elements"):
+        reduce(without, torch.ones(8))
+    with pytest.raises(TypeError, match="SharedKMeans: expected points with memory for its elements"):
+        step(torch._efficientzerotensor((5, 3)), torch.ones(2, 3))
+
+
+@interpreted
+def test_centres_in_any_layout_are_moved_where_gpus_write_to_each_other(alone, monkeypatch):
+    """A group of one that sends its sums as several do: centres stored by columns stay in their places."""
+    points, centres = torch.randn(50, 3, generator=generator(3)), torch.randn(4, 3, generator=generator(4))
+    step = fusebook.SharedKMeans(4, 3)
+    slots = -(-4 // _shared_plan(1, 4, 3)[1])
+    step.peers = SimpleNamespace(rank=0, slots=slots, turns=torch.zeros(slots, dtype=torch.int32))
+    step.words, step.alone = (torch.zeros(1, 2, 4, 4, 2, dtype=torch.int64),), False
+    want = OPERATORS["kmeans_step"](points, centres, torch.int64)
+    for laid in (centres, centres.t().contiguous().t(), torch.stack([centres, centres], -1)[..., 0]):
+        labels, moved = step(points, laid)
+        assert torch.equal(labels, want[0])
+        torch.testing.assert_close(moved, want[1])
 
 
 def test_a_rank_that_dies_ends_the_others_with_its_error(page, path):

@@ -5,6 +5,7 @@ Points are [n, D] and contiguous. Addresses are int64, because n D may be more t
 
 from __future__ import annotations
 
+import math
 import sys
 import warnings
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ._arguments import integer
-from ._operator import launch
+from ._operator import accumulated, launch
 
 #: What points and centres may be, and labels.
 DTYPES = (torch.float16, torch.float32, torch.float64)
@@ -216,19 +217,30 @@ def launch_few(
 # Arguments ------------------------------------------------------------------------------------------------------------
 
 
-def refuse_not_finite(name: str, what: str, x: Tensor, remedy: str) -> None:
-    """Read all of `x` once and refuse NaN and infinities, naming the first. Waits for the GPU."""
-    x = x.detach()
-    if x.numel() == 0 or bool(torch.isfinite(x.sum(dtype=torch.float64))):
-        return
-    wrong = torch.isfinite(x).logical_not_()
-    if not bool(wrong.any()):  # the sum alone overflowed
-        return
-    at = int(wrong.reshape(-1).to(torch.uint8).argmax())
+def refuse_not_finite(name: str, what: str, x: Tensor, remedy: str) -> float:
+    """Read all of `x` once and refuse NaN and infinities, naming the first; return the largest magnitude."""
+    most = float(torch.stack(torch.aminmax(x.detach())).abs().max()) if x.numel() else 0.0  # waits for the GPU
+    if math.isfinite(most):
+        return most
+    at = int(torch.isfinite(x.detach()).logical_not_().reshape(-1).to(torch.uint8).argmax())
     row, column = divmod(at, x.shape[1])
     raise ValueError(
         f"{name}: expected finite {what}, got {x[row, column].item()} at {what}[{row}, {column}]; {remedy}"
     )
+
+
+def refuse_beyond(name: str, what: str, most: float, limit: float) -> None:
+    """Refuse points whose squares or sums would be infinite; `most` is their largest magnitude."""
+    if most > limit:
+        raise ValueError(
+            f"{name}: expected {what} of magnitudes up to {limit:.3g}, got {most:.3g}; scale all of them down, or cast "
+            "them to torch.float64"
+        )
+
+
+def farthest(dtype: torch.dtype, d: int) -> float:
+    """The magnitude up to which sums of 1024 squared distances of `d` coordinates are finite."""
+    return math.sqrt(torch.finfo(accumulated(dtype)).max / (4096 * max(d, 1)))
 
 
 def check_k(name: str, k: Any) -> int:
@@ -252,12 +264,23 @@ def tensors(name: str, **given: Any) -> tuple[list[Any], bool]:
     for what, value in given.items():
         if value is None:
             found.append(None)
-        elif value.dtype.kind not in "fiub":
-            raise TypeError(f"{name}: expected {what} to be an array of numbers, got {value.dtype}; use astype")
-        elif torch.cuda.is_available():
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", UserWarning)  # it may be read-only: nobody writes to it
-                found.append(torch.from_numpy(numpy.ascontiguousarray(value)).cuda())
-        else:  # the interpreter wants memory of its own, which the points and the first centres may share
-            found.append(torch.from_numpy(numpy.array(value, order="C")))
+            continue
+        if numpy.ma.is_masked(value):
+            raise TypeError(
+                f"{name}: expected {what} without masked values, got a masked array; leave out the rows that hold "
+                "them, or fill them in with filled()"
+            )
+        native = value.dtype.newbyteorder("=")
+        try:
+            if torch.cuda.is_available():
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore", UserWarning)  # it may be read-only: nothing writes to it
+                    found.append(torch.from_numpy(numpy.ascontiguousarray(value, native)).cuda())
+            else:  # the interpreter wants memory of its own, which the points and the first centres may share
+                found.append(torch.from_numpy(numpy.array(value, native, order="C")))
+        except TypeError:
+            raise TypeError(
+                f"{name}: expected {what} to be an array of numbers that torch has, got {value.dtype}; use "
+                "astype(numpy.float64)"
+            ) from None
     return found, True

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._arguments import shapes
+from ._arguments import check_stored, shapes
 from ._operator import empty_like, gpu, launch, launching
 from ._peers import Peers, meet, reachable
 
@@ -210,6 +210,8 @@ class AllReduceNorm:
         name = "AllReduceNorm"
         x = self.part(len(residual) if isinstance(residual, Tensor) and residual.dim() else 0)
         shapes(name, **{"a part": (x, "[rows, D]")}, residual=(residual, "[rows, D]"), weight=(weight, "[D]"))
+        check_stored(name, "residual", residual)
+        check_stored(name, "weight", weight)
         own = ("group",) if self.peers is None else WAYS
         made = plan(len(x), x.shape[1], self.world, _multiprocessors(), way if self.peers or way else "group")
         if made.way not in own:

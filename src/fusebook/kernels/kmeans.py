@@ -38,7 +38,7 @@ from torch import Tensor
 from ._arguments import shapes
 from ._memory import side_by_side
 from ._operator import Operator, accumulated, apply, capturing, contiguous, empty, gpu, launch, overlapping
-from ._points import DTYPES, LABELS, Plan, launch_few, refuse_not_finite, tensors
+from ._points import DTYPES, LABELS, Plan, farthest, launch_few, refuse_beyond, refuse_not_finite, tensors
 from .kmeans_plan import bound, kmeans_plan, loose
 
 __all__ = ["kmeans_assign", "kmeans_assign_eager"]
@@ -689,8 +689,24 @@ def _read_assign(points: Tensor, centres: Tensor, label_dtype: torch.dtype, chec
     name = "kmeans_assign"
     if not check or capturing(points):
         return
-    refuse_not_finite(name, "points", points, "mend it, or pass check=False, which gives such a point label 0")
-    refuse_not_finite(name, "centres", centres, "mend it, or pass check=False, which chooses such a centre for none")
+    most = {
+        "points": refuse_not_finite(
+            name, "points", points, "fix it, or pass check=False, which gives such a point label 0"
+        ),
+        "centres": refuse_not_finite(
+            name, "centres", centres, "fix it, or pass check=False, which chooses such a centre for none"
+        ),
+    }
+    if len(centres) == 1:
+        return
+    for what, size in most.items():
+        refuse_beyond(name, what, size, farthest(points.dtype, points.shape[1]))
+    least = 1024 * math.sqrt(torch.finfo(accumulated(points.dtype)).tiny)
+    if points.numel() and 0 < max(most.values()) < least:
+        raise ValueError(
+            f"{name}: expected points or centres of magnitudes from {least:.3g} up, whose squares are not 0, got "
+            f"{max(most.values()):.3g}; scale all of them up"
+        )
 
 
 _assign = Operator(
@@ -719,8 +735,9 @@ def kmeans_assign(
     label_dtype : torch.dtype, default torch.int64
         int64, int32 or uint8. Labels are all that is written, and for few coordinates their width decides the time.
     check : bool, default True
-        Read the points and the centres first and refuse NaN and infinities, which waits for the GPU. Skipped under
-        torch.compile and graph capture.
+        Read the points and the centres first and refuse values whose distances a kernel cannot compute, which waits for
+        the GPU: NaN, infinities, and all that is below or beyond the range under Notes. Skipped under torch.compile and
+        graph capture.
 
     Returns
     -------
@@ -734,10 +751,14 @@ def kmeans_assign(
         For what is neither a tensor nor an array, another dtype, centres of another dtype than the points.
     ValueError
         For other shapes or devices, no centres, a `label_dtype` that cannot count to k, and, with `check`, NaN or
-        infinities; names the first.
+        infinities; names the first. With `check` also for values out of the range below.
 
     Notes
     -----
+    Distances are squared in float32, or in float64 for float64. So magnitudes are at most 2.8e17 / sqrt(d) in float32
+    and 2.0e152 / sqrt(d) in float64. The largest is 0, or at least 1.2e-16 and 1.6e-151. `fusebook.kmeans` scales its
+    points and has no such range.
+
     Where there are few coordinates, centres or points, distances are sums of squared differences. With more, they are
     a matrix product, in float64 where tensor cores multiply that; points that it cannot tell, wherever they lie, are
     compared by differences. Torch's switches of TF32 change nothing: where a product in TF32 goes before, it only sorts

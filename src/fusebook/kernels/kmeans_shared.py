@@ -18,9 +18,10 @@ import triton.language as tl
 from torch import Tensor
 
 from . import kmeans_update  # noqa: F401  (it defines the parts of the step)
-from ._arguments import integer
+from ._arguments import check_stored, check_tensor, integer
 from ._operator import OPERATORS, empty_like, launch, launching
 from ._peers import Peers, reachable
+from ._points import DTYPES
 
 __all__ = ["SharedKMeans", "kmeans_share"]
 
@@ -171,6 +172,9 @@ class SharedKMeans:
         TypeError, ValueError
             As `fusebook.kmeans_assign`; ValueError for centres of another shape than was announced.
         """
+        for what, value in (("points", points), ("centres", centres)):
+            check_tensor("SharedKMeans", what, value, DTYPES)
+            check_stored("SharedKMeans", what, value)
         if tuple(centres.shape) != (self.k, self.d):
             raise ValueError(
                 f"SharedKMeans: expected centres of shape {(self.k, self.d)}, got {tuple(centres.shape)}; make another"
@@ -182,7 +186,8 @@ class SharedKMeans:
             total = parts.sum(0, dtype=torch.float64, keepdim=True)
             dist.all_reduce(total, group=self.group)
             return labels, OPERATORS["kmeans_means"](total, centres)
-        new, centres = empty_like(centres), centres.contiguous()
+        centres = centres.contiguous()
+        new = empty_like(centres)  # contiguous as well
         block, block_k, block_d, warps = _shared_plan(len(parts), self.k, self.d)
         with launching(points):
             launch(

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ._arguments import shapes
 from ._operator import Operator, accumulated, apply, capturing, contiguous, empty, launch
-from ._points import DTYPES, LABELS, Plan, check_k, launch_few, refuse_not_finite, tensors
+from ._points import DTYPES, LABELS, Plan, check_k, launch_few, refuse_beyond, refuse_not_finite, tensors
 from .kmeans import assign_into, assign_outputs, check_assign
 
 __all__ = ["kmeans_update", "kmeans_update_eager"]
@@ -162,6 +162,8 @@ def _kmeans_sums(sums_ptr, parts_ptr, bounds_ptr, D, CHUNK, BLOCK: tl.constexpr,
 
 #: Programs that share the addition of many parts.
 _GROUPS = 64
+#: Points that a program adds up, at most.
+_MOST = 8192
 
 
 def _sums_fit(d: int, k: int) -> bool:
@@ -200,7 +202,7 @@ class Chunks(NamedTuple):
 def _chunks_plan(n: int, d: int, k: int) -> Chunks:
     wide = min(triton.next_power_of_2(d), 128)
     # Programs enough to fill a GPU, and parts of a label few enough for one program to add up.
-    size = max(64, min(8192, triton.next_power_of_2(triton.cdiv(n, 4096))))
+    size = max(64, min(_MOST, triton.next_power_of_2(triton.cdiv(n, 4096))))
     # As many points at once as labels have neighbours where all have as many.
     each = triton.next_power_of_2(triton.cdiv(n, k))
     return Chunks(size, max(1, min(size, each, 2048 // wide)), max(1, min(64, 4096 // wide)), wide)
@@ -382,7 +384,8 @@ def _read_update(points: Tensor, labels: Tensor, k: int, centres: Tensor | None,
     name = "kmeans_update"
     if not check or capturing(points):
         return
-    refuse_not_finite(name, "points", points, "mend it, or pass check=False, which lets it spoil its centre")
+    most = refuse_not_finite(name, "points", points, "fix it, or pass check=False, which lets it spoil its centre")
+    refuse_beyond(name, "points", most, torch.finfo(accumulated(points.dtype)).max / _MOST)
     if labels.numel() == 0:
         return
     low, high = torch.stack(torch.aminmax(labels)).tolist()
@@ -475,7 +478,8 @@ def kmeans_update(points: Any, labels: Any, k: int, *, centres: Any = None, chec
     TypeError
         For what is neither a tensor nor an array, other dtypes, a `k` that is no integer.
     ValueError
-        For shapes or devices that do not match, and, with `check`, NaN or infinities in points; names the first.
+        For shapes or devices that do not match, and, with `check`, NaN or infinities in points; names the first. With
+        `check` also for magnitudes beyond 4.1e34 in float32 and 2.1e304 in float64, whose sums may be infinite.
     IndexError
         With `check`, for a label out of range; names its position.
 

@@ -13,9 +13,9 @@ import triton.language as tl
 from torch import Tensor
 
 from . import kmeans_update  # noqa: F401  (it defines the step)
-from ._arguments import integer, number, shapes
+from ._arguments import check_stored, integer, number, shapes
 from ._operator import OPERATORS, accumulated, empty, launch, launching, readable
-from ._points import DTYPES, check_k, refuse_not_finite, tensors
+from ._points import DTYPES, check_k, farthest, refuse_beyond, refuse_not_finite, tensors
 from .kmeans import kmeans_assign
 
 __all__ = ["KMeans", "kmeans"]
@@ -130,8 +130,8 @@ def kmeans(
     Parameters
     ----------
     points : torch.Tensor or numpy.ndarray
-        ``[n, d]``, float16, float32 or float64, all finite. An array is copied to the GPU once, and what is found is
-        copied back; a tensor stays where it is.
+        ``[n, d]``, float16, float32 or float64, all finite, of any magnitude. An array may have any byte order and no
+        masked values. It is copied to the GPU once, and what is found is copied back; a tensor stays where it is.
     k : int
         The number of centres, at most n.
     init : {"k-means++", "random"} or torch.Tensor or numpy.ndarray
@@ -154,7 +154,7 @@ def kmeans(
     ------
     TypeError, ValueError
         As `kmeans_assign` and `kmeans_update`; also for no points, for more centres than points, and for an unknown
-        `init`.
+        `init`, or one that is much farther away than all points.
     NotImplementedError
         For points or an `init` that require a gradient, which centres do not have.
 
@@ -187,11 +187,18 @@ def kmeans(
             f"{name}: expected points and init that require no gradient, since what is found has none; detach them, "
             "or call it under torch.no_grad()"
         )
-    refuse_not_finite(name, "points", points, "leave such points out")
-    points = points.contiguous()
+    check_stored(name, "points", points)
+    most = refuse_not_finite(name, "points", points, "leave such points out")
+    # A power of two changes no digit, and keeps squares finite and above 0.
+    bound = 400 if points.dtype == torch.float64 else 40
+    exponent = math.frexp(most)[1]
+    unit = 1.0 if abs(exponent) <= bound else 2.0 ** max(exponent - bound, -5 * bound // 2)
+    points = points.contiguous() if unit == 1 else points.contiguous() / unit
     if given is not None:
-        refuse_not_finite(name, "init", given, "give finite centres")
-        centres = given.contiguous()
+        check_stored(name, "init", given)
+        most = refuse_not_finite(name, "init", given, "give finite centres")
+        refuse_beyond(name, "init", most, farthest(points.dtype, points.shape[1]) * unit)
+        centres = given.contiguous() if unit == 1 else given.contiguous() / unit
     elif init == "random" or not points.shape[1]:  # points without coordinates are all at one place
         rows = random.Random(seed).sample(range(n), k)
         centres = points[torch.tensor(rows, device=points.device)]
@@ -208,6 +215,8 @@ def kmeans(
             break
     labels = kmeans_assign(points, centres, check=False)
     inertia = float(_spread(points, centres, labels, None).double().sum()) if points.numel() else 0.0
+    if unit != 1:
+        centres, inertia = centres * unit, inertia * unit * unit
     if arrays:
         return KMeans(centres.cpu().numpy(), labels.cpu().numpy(), inertia, iterations)
     return KMeans(centres, labels, inertia, iterations)
