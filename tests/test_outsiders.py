@@ -94,6 +94,24 @@ def test_a_gradient_that_negates_is_read_with_its_sign(ours, theirs, given):
 
 
 @each_pair
+def test_zeros_without_memory_are_zeros(ours, theirs, given):
+    """Torch keeps such zeros as arguments and as gradients; their address is 0."""
+    for _ in range(3):  # plans are known by then
+        ours(*given)
+    for i, t in enumerate(given):
+        none = torch._efficientzerotensor(t.shape, dtype=t.dtype, device=t.device)
+        others = [*given[:i], torch.zeros_like(t), *given[i + 1 :]]
+        torch.testing.assert_close(ours(*given[:i], none, *given[i + 1 :]), theirs(*others))
+    found = []
+    for function in (ours, theirs):
+        tensors = own(given)
+        y = function(*tensors)
+        none = torch._efficientzerotensor(y.shape, dtype=y.dtype, device=y.device)
+        found.append(torch.autograd.grad(y, tensors, none if function is ours else torch.zeros_like(y)))
+    torch.testing.assert_close(*found)
+
+
+@each_pair
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 def test_a_batch_of_gradients_is_each_of_them_or_refused(ours, theirs, given):
     tensors = own(given)

@@ -865,7 +865,8 @@ class Once(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> Any:
         g = as_it_is(g)
         gradients, ctx.gradients = ctx.gradients, None
-        batched = not torch._C._has_storage(g)  # a batch of gradients, as torch.autograd asks for it
+        # A batch of gradients, as torch.autograd asks for it, or zeros without memory.
+        batched = not (torch._C._has_storage(g) and g.data_ptr())
         later = gradients is not None and callable(gradients[0])
         if gradients is None or torch.is_grad_enabled() or (later and batched):
             if ctx.anew is None:

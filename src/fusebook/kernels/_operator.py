@@ -281,8 +281,11 @@ def _described(args: Sequence[Any], tensors: list[Tensor]) -> tuple[Any, ...] | 
         kind = type(a)
         if kind is Tensor or kind is Parameter:
             tensors.append(a)
+            address = a.data_ptr()
+            if not address and a.numel():
+                return None  # a wrapper, which has no memory of its own
             parts.append(
-                (kind, a.get_device(), a.dtype, a.shape, a.stride(), a.data_ptr() & 15, a.is_neg(), a.requires_grad)
+                (kind, a.get_device(), a.dtype, a.shape, a.stride(), address & 15, a.is_neg(), a.requires_grad)
             )
         elif kind is int or a is None:
             parts.append(a)
@@ -652,7 +655,10 @@ class Operator:
         # What torch.func.vjp returns is called with wrapped tensors when nothing is transformed any more, and gradients
         # that torch.autograd asks for by the batch have no memory.
         if any(
-            type(t) not in (Tensor, Parameter) or t.device.type not in ("cpu", "cuda") or _wrapped(t) or not _stored(t)
+            type(t) not in (Tensor, Parameter)
+            or t.device.type not in ("cpu", "cuda")
+            or _wrapped(t)
+            or not (_stored(t) and (t.data_ptr() or not t.numel()))
             for t in found
         ):
             return self.custom(*inputs)
