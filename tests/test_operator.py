@@ -112,6 +112,14 @@ def test_whatever_a_plan_depends_on_has_a_plan_of_its_own(driver):
 
 
 @absent
+def test_zeros_without_memory_launch_on_no_plan_of_zeros_that_have_some(driver):
+    fusebook.softmax(torch.zeros(8, 100))
+    fusebook.softmax(torch._efficientzerotensor((8, 100)))
+    assert len(driver.seen) == 2
+    assert all(address != 0 for _, _, arguments in driver.seen for address in addresses(arguments)[:2])
+
+
+@absent
 def test_the_current_stream_is_asked_for_in_every_call(driver):
     x = torch.randn(8, 100)
     for stream in (0, 7, 0):
