@@ -329,6 +329,20 @@ def test_a_dtensor_is_refused_and_says_what_to_pass(alone):
 
 
 @interpreted
+def test_a_gradient_that_would_be_dropped_is_refused(alone):
+    reduce = fusebook.AllReduceNorm(4, 8, torch.float32)
+    residual, weight = torch.ones(4, 8), torch.nn.Parameter(torch.ones(8))
+    for given in ((residual, weight), (residual.clone().requires_grad_(), torch.ones(8))):
+        with pytest.raises(NotImplementedError, match="AllReduceNorm: expected residual and weight that require no"):
+            reduce(*given)
+    with torch.no_grad():
+        reduce.part(4).zero_()
+        assert torch.equal(reduce(residual, weight)[1], residual)
+    with pytest.raises(TypeError, match="AllReduceNorm: expected eps to be a number, got str"):
+        reduce(residual, torch.ones(8), "small")
+
+
+@interpreted
 def test_centres_in_any_layout_are_moved_where_gpus_write_to_each_other(alone, monkeypatch):
     """A group of one that sends its sums as several do: centres stored by columns stay in their places."""
     points, centres = torch.randn(50, 3, generator=generator(3)), torch.randn(4, 3, generator=generator(4))

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._arguments import check_stored, shapes
+from ._arguments import check_stored, number, shapes
 from ._operator import empty_like, gpu, launch, launching
 from ._peers import Peers, meet, reachable
 
@@ -206,12 +206,20 @@ class AllReduceNorm:
         TypeError, ValueError
             For what is no tensor, of another dtype, shape or device than announced, and for an unknown way, or one that
             GPUs which do not read each other's memory cannot go.
+        NotImplementedError
+            For a residual or a weight that requires a gradient, which results do not have.
         """
         name = "AllReduceNorm"
         x = self.part(len(residual) if isinstance(residual, Tensor) and residual.dim() else 0)
         shapes(name, **{"a part": (x, "[rows, D]")}, residual=(residual, "[rows, D]"), weight=(weight, "[D]"))
         check_stored(name, "residual", residual)
         check_stored(name, "weight", weight)
+        eps = number(name, "eps", eps, "give a float such as 1e-6")
+        if torch.is_grad_enabled() and (residual.requires_grad or weight.requires_grad):
+            raise NotImplementedError(
+                f"{name}: expected residual and weight that require no gradient, since its results have none; detach "
+                "them, or call it under torch.no_grad()"
+            )
         own = ("group",) if self.peers is None else WAYS
         made = plan(len(x), x.shape[1], self.world, _multiprocessors(), way if self.peers or way else "group")
         if made.way not in own:
