@@ -445,6 +445,29 @@ def test_the_gradient_of_an_embedding_is_torchs(device):
         fusebook.embedding_backward(None, k, rows)
 
 
+@pytest.mark.parametrize("strategy", [None, "atomic", "sorted", "owner"])
+@pytest.mark.parametrize("kind", [torch.int64, torch.int32], ids=str)
+def test_a_padding_row_is_counted_from_either_end_and_gets_nothing(kind, strategy, device):
+    looked = torch.tensor([[0, 4, 4], [2, 4, 0]], device=device, dtype=kind)
+    dy = torch.arange(1.0, 13.0, device=device).view(2, 3, 2)
+    for padding in (-1, 4, -5, 0, np.int64(-3)):
+        table = torch.zeros(5, 2, device=device, requires_grad=True)
+        torch.nn.functional.embedding(looked, table, padding_idx=int(padding)).backward(dy)
+        for named in (looked, looked - 5):  # every lookup from the start, and from the end
+            got = fusebook.embedding_backward(dy, named, 5, padding_idx=padding, strategy=strategy)
+            assert torch.equal(got, table.grad)
+    nan = torch.where((looked == 4)[..., None], float("nan"), dy)
+    assert fusebook.embedding_backward(nan, looked, 5, padding_idx=-1, strategy=strategy).isfinite().all()
+
+
+@pytest.mark.parametrize(("padding", "rows"), [(5, 5), (7, 5), (-6, 5), (0, 0), (-1, 0)])
+def test_a_padding_row_outside_of_the_table_is_refused(padding, rows, device):
+    with pytest.raises(ValueError, match=f"padding_idx from {-rows} to {rows - 1}, got {padding}; give a row"):
+        fusebook.embedding_backward(
+            torch.ones(4, 2, device=device), torch.zeros(4, dtype=torch.int64, device=device), rows, padding_idx=padding
+        )
+
+
 def test_the_card_draws_what_it_says():
     for law in ("uniform", "zipf", "equal", "masked"):
         _, k, _ = MASKED_SCATTER_ND.make(generator(0, "cpu"), torch.float32, R=20, D=1, n=2000, law=law)

@@ -682,7 +682,7 @@ def embedding_backward(
     rows : int
         Of the table.
     padding_idx : int, optional
-        A row that gets no gradient.
+        A row that gets no gradient. A negative one counts from the end, as in ``torch.nn.functional.embedding``.
     check, strategy
         As those of `scatter_nd_of_shape`.
 
@@ -703,5 +703,11 @@ def embedding_backward(
         shapes(name, dy=(dy, "[..., D]"), indices=(indices, "[...]", INTEGERS))
         raise
     if padding_idx is not None:
-        padding_idx = integer(name, "padding_idx", padding_idx, "give a row of the table")
+        rows = integer(name, "rows", rows, "give the number of rows of the table")
+        accepted, remedy = f"from {-rows} to {rows - 1}", "give a row of the table"
+        padding_idx = integer(name, "padding_idx", padding_idx, remedy, accepted, lambda row: -rows <= row < rows)
+        padding_idx = padding_idx + rows if padding_idx < 0 else padding_idx
+        shapes(name, indices=(indices, "", INTEGERS))
+        # A lookup may name the row from the end, too.
+        indices = indices.masked_fill(indices == padding_idx - rows, padding_idx)
     return _scatter(name, shape, indices, dy, padding_idx, "add", check, strategy)
