@@ -137,7 +137,7 @@ RIGHT = {
     "add_layer_norm": ([X, X, W, W], NORM),
     "layer_norm_backward": ([X, X, W, W, X], {"eps": 1e-6}),
     "cross_entropy": ([X, LABEL, W], LOSS),
-    "linear_cross_entropy": ([X, drawn(4, 4), LABEL, W], LOSS | {"rows": 2}),
+    "linear_cross_entropy": ([X, drawn(4, 4), LABEL, W], LOSS | {"rows": 2, "bias": W}),
     "concat_gemm": ([X, [drawn(4, 2), drawn(4, 2)]], {"tf32": None, "strategy": None}),
     "swiglu": ([X, drawn(4, 2), drawn(4, 2)], {"tf32": None, "strategy": None}),
     "logistic_step": ([X, LABEL % 2.0, W, drawn(1), 0.1, 0.1], {}),

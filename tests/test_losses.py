@@ -547,7 +547,13 @@ def test_rows_beside_whole_vectors_are_copied_into_whole_ones(size, dtype, rows,
     M, K, N = size
     given = losses.LINEAR_CROSS_ENTROPY.make(generator(3, DEVICE), dtype, M=M, K=K, N=N)
     run, copies, copy = OPS["linear_cross_entropy"].variants["fusebook"].run, [], module._whole_into
-    monkeypatch.setattr(module, "_whole_into", lambda *both: copies.append(both) or copy(*both))
+
+    def copied(out, x, *ignored):
+        if x is not None and out.shape != x.shape:
+            copies.append(out)
+        copy(out, x, *ignored)
+
+    monkeypatch.setattr(module, "_whole_into", copied)
     monkeypatch.setattr(module, "chunk_plan", lambda m, *_: min(m, rows or m))
     found = []
     for plan in ((math.inf, math.inf), (0, -1)):
@@ -755,6 +761,125 @@ def test_hidden_states_that_are_not_finite_or_count_for_nothing():
     none = fusebook.linear_cross_entropy_with_gradients(h[:0], head, target[:0])
     for loss, dh, dhead in (nothing, none):
         assert loss.isnan() and not dh.any() and dhead.shape == head.shape and not dhead.any()
+
+
+#: The dtype, the sizes, and what sends a call there: each implementation of the products.
+PRODUCTS = {
+    "as they are": (torch.float32, (7, 6, 11), {}),
+    "in float64": (torch.float64, (7, 5, 300), {}),
+    "of whole vectors": (torch.bfloat16, (7, 16, 24), {}),
+    "copied": (torch.bfloat16, (7, 19, 21), {"WHOLE": (0, -1)}),
+    "raised": (torch.float16, (7, 16, 24), {"FEW": 0}),
+    "raised and copied": (torch.float16, (7, 19, 21), {"FEW": 0, "WHOLE": (0, -1)}),
+    "in two pieces": (torch.bfloat16, (7, 16, 21), {"APART": (1, 1)}),
+    "raised in two pieces": (torch.float16, (7, 16, 21), {"APART": (1, 1), "FEW": 0}),
+    "of few classes": (torch.bfloat16, (70, 19, 5), {}),
+    "of few classes in float16": (torch.float16, (7, 16, 13), {}),
+}
+ROWS = pytest.mark.parametrize("rows", [None, 3], ids=["at once", "in chunks"])
+
+
+def planned(case, monkeypatch):
+    """Hidden states, a head and targets that an implementation is planned for."""
+    dtype, (M, K, N), limits = case
+    for name, limit in limits.items():
+        monkeypatch.setattr(module, name, limit)
+    return exact(M, K, N, dtype)
+
+
+@ROWS
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("case", PRODUCTS.values(), ids=PRODUCTS)
+def test_ignored_rows_take_no_part_whatever_they_hold(case, reduction, rows, monkeypatch):
+    h, head, target = planned(case, monkeypatch)
+    target[[0, 4, 5]] = -100
+    found = []
+    for number in (0.0, math.nan, math.inf, -math.inf):
+        h[0], h[4, 1], h[5] = number, number, torch.finfo(h.dtype).max if number else 0.0
+        own = h.clone().requires_grad_(), head.clone().requires_grad_()
+        with plans_aside():
+            loss = fusebook.linear_cross_entropy(*own, target, reduction=reduction, rows=rows, label_smoothing=0.1)
+            ways = [torch.autograd.grad(loss.sum(), own, retain_graph=True) for _ in range(2)]  # at once, and again
+            apart = fusebook.linear_cross_entropy_with_gradients(h, head, target, reduction=reduction, rows=rows)
+        found.append([loss.detach(), *ways[0], *ways[1], *apart])
+        assert all(torch.equal(*both) for both in zip(found[0], found[-1], strict=True)), number
+    assert not found[0][1][[0, 4, 5]].any() and found[0][2].any()
+
+
+@ROWS
+@pytest.mark.parametrize("case", PRODUCTS.values(), ids=PRODUCTS)
+def test_ignored_rows_have_no_gradient_beside_a_head_that_is_not_finite(case, rows, monkeypatch):
+    h, head, target = planned(case, monkeypatch)
+    target[[0, 4]], head[1] = -100, math.inf
+    dh = fusebook.linear_cross_entropy_with_gradients(h, head, target, rows=rows)[1]
+    assert not dh[[0, 4]].any() and dh[1].isnan().all()
+
+
+@ROWS
+@pytest.mark.parametrize("terms", TERMS.values(), ids=TERMS)
+@pytest.mark.parametrize("case", PRODUCTS.values(), ids=PRODUCTS)
+def test_a_head_may_have_a_bias(case, terms, rows, monkeypatch):
+    h, head, target = planned(case, monkeypatch)
+    target[1::5] = terms.get("ignore_index", -100)
+    N, eps = len(head), torch.finfo(h.dtype).eps
+    bias = (torch.arange(N, device=DEVICE) % 5 - 2).to(h.dtype) / 4
+    bias[0] = -math.inf if terms.get("label_smoothing") is None else 2  # a class that is masked
+    terms = terms | {"weight": torch.arange(1.0, 1 + N, device=DEVICE) if terms.get("weight") else None}
+    target[target == 0] = 1
+    loss, dx = wanted(h.double() @ head.double().T + bias.double(), target, **terms)
+    own = [t.clone().requires_grad_() for t in (h, head, bias)]
+    with plans_aside():
+        got = fusebook.linear_cross_entropy(own[0], own[1], target, bias=own[2], rows=rows, **terms)
+        g = 2.0 ** (4 + torch.arange(got.numel(), device=DEVICE) % 3).view(got.shape)
+        found = [torch.autograd.grad(got, own, g, retain_graph=True) for _ in range(2)]
+        apart = fusebook.linear_cross_entropy_with_gradients(h, head, target, bias=bias, rows=rows, **terms)
+        alone = fusebook.linear_cross_entropy(h, head, target, bias=bias, rows=rows, **terms)
+        bias_alone = fusebook.linear_cross_entropy(h, head, target, bias=own[2], rows=rows, **terms)
+    for one in (got, apart[0], alone, bias_alone):
+        assert_close(one.detach(), loss)
+    assert all(map(torch.equal, *found))
+    wide = dx * g.double().reshape(-1, 1)
+    ones = torch.ones(len(h), 1, device=DEVICE, dtype=torch.float64)
+    chunks = len(h) / (rows or len(h))
+    (of_bias,) = torch.autograd.grad(bias_alone, own[2], g)
+    for of_logits, (dh, dhead, dbias) in ((wide, found[0]), (dx, apart[1:]), (wide, (None, None, of_bias))):
+        turned = of_logits.T
+        for d, a, b in ((dh, of_logits, head.double()), (dhead, turned, h.double()), (dbias, turned, ones)):
+            if d is not None:
+                # Gradients of logits are rounded, and sums, once for each chunk; float16 has a least number.
+                near = (64 if eps < 1e-5 else 2.1 + chunks) * eps * (a.abs() @ b.abs())
+                near += (2 + chunks) * len(h) * torch.finfo(h.dtype).smallest_normal * eps
+                assert ((d - (a @ b).view(d.shape)).abs() <= near.view(d.shape)).all()
+
+
+def test_a_bias_has_a_gradient_under_transforms_and_compiled():
+    h, head, target = exact(6, 5, 9, torch.float32)
+    bias = torch.arange(9.0, device=DEVICE) / 8
+    _, dx = wanted(h.double() @ head.double().T + bias.double(), target)
+    linear = functools.partial(fusebook.linear_cross_entropy, h, head, target)
+    assert_close(torch.func.grad(lambda bias: linear(bias=bias))(bias), dx.sum(0))
+    many = torch.func.vmap(torch.func.grad(lambda bias: linear(bias=bias)))(torch.stack([bias, bias]))
+    assert_close(many[1], dx.sum(0))
+    torch.compiler.reset()
+    own = bias.clone().requires_grad_()
+    torch.compile(lambda bias: linear(bias=bias), fullgraph=True, backend="aot_eager")(own).backward()
+    assert_close(own.grad, dx.sum(0))
+    loss = linear(bias=own)
+    with torch.no_grad():
+        own.add_(1)
+    loss.backward(retain_graph=True)  # its gradient was found before
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_a_bias_that_does_not_fit_is_refused():
+    linear, head = fusebook.linear_cross_entropy, torch.zeros(7, 5, device=DEVICE)
+    with pytest.raises(ValueError, match=r"bias of shape \[7\], \[C\] where head is .*got \[5\]"):
+        linear(X, head, TARGET, bias=X[0])
+    with pytest.raises(TypeError, match="bias to be torch.float32"):
+        linear(X, head, TARGET, bias=head[:, 0].half())
+    with pytest.raises(TypeError, match="bias to be a torch.Tensor"):
+        linear(X.clone().requires_grad_(), head, TARGET, bias=0.5)
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="without a GPU there is one device that holds numbers")

@@ -25,7 +25,7 @@ from ._rows import aligned
 
 @triton.jit
 def _few_logits(
-    x_ptr, h_ptr, head_ptr, M, N, K, x_stride, h_stride, head_stride,
+    x_ptr, h_ptr, head_ptr, bias_ptr, M, N, K, x_stride, h_stride, head_stride,
     ALIGN: tl.constexpr, CLASSES: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -43,16 +43,22 @@ def _few_logits(
         if WIDE:  # the interpreter multiplies no bfloat16
             h, head = h.to(tl.float32), head.to(tl.float32)
         x = tl.dot(h, head, x)
+    if bias_ptr is not None:
+        x += tl.load(bias_ptr + classes, mask=classes < N, other=0.0).to(tl.float32)
     tl.store(x_ptr + rows * x_stride + classes, x.to(x_ptr.dtype.element_ty), mask=(rows < M) & (classes < N))
 
 
 @triton.jit
 def _few_gradients(
-    dh_ptr, left_ptr, dx_ptr, h_ptr, head_ptr, M, N, K, dh_stride, dx_stride, h_stride, head_stride, SPAN,
+    dh_ptr, left_ptr, dx_ptr, h_ptr, head_ptr, target_ptr, M, N, K, dh_stride, dx_stride, h_stride, head_stride, SPAN,
+    IGNORE,
     ALIGN: tl.constexpr, CLASSES: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK columns of the gradients of SPAN hidden states, and what these add to the gradient of the head."""
+    """BLOCK columns of the gradients of SPAN hidden states, and what these add to the gradient of the head.
+
+    Rows that are ignored take no part: a NaN of theirs times a gradient of zero would be NaN.
+    """
     K = K * ALIGN
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]  # [1, BLOCK]
     classes = tl.arange(0, CLASSES)  # [CLASSES]
@@ -67,10 +73,11 @@ def _few_gradients(
         rows = first + start + tl.arange(0, ROWS)[:, None]  # [ROWS, 1]
         inside = (rows < M) & (columns < K)  # [ROWS, BLOCK]
         dx = tl.load(dx_ptr + rows * dx_stride + classes[None, :], mask=(rows < M) & (classes[None, :] < N), other=0.0)
-        h = tl.load(h_ptr + rows * (h_stride * ALIGN) + columns, mask=inside, other=0.0)  # read MK
+        counts = tl.load(target_ptr + rows, mask=rows < M, other=IGNORE) != IGNORE  # [ROWS, 1]
+        h = tl.load(h_ptr + rows * (h_stride * ALIGN) + columns, mask=inside & counts, other=0.0)  # read MK
         if WIDE:
             dx, h = dx.to(tl.float32), h.to(tl.float32)
-        dh = tl.dot(dx, head)
+        dh = tl.where(counts, tl.dot(dx, head), 0.0)
         tl.store(dh_ptr + rows * (dh_stride * ALIGN) + columns, dh.to(dh_ptr.dtype.element_ty), mask=inside)  # write MK
         dhead = tl.dot(tl.trans(dx), h, dhead)
     to = left_ptr + (tl.program_id(1).to(tl.int64) * N + classes[:, None]) * K + columns
@@ -133,25 +140,28 @@ def _tile(tile: tuple[int, int, int, int], align: int, dtype: torch.dtype) -> di
     }  # fmt: skip
 
 
-def logits_into(x: Tensor, h: Tensor, head: Tensor, plan: Few) -> None:
-    """``x[:] = h @ head.T``."""
+def logits_into(x: Tensor, h: Tensor, head: Tensor, bias: Tensor | None, plan: Few) -> None:
+    """``x[:] = h @ head.T + bias``; the bias is contiguous."""
     (m, k), n, align = h.shape, len(head), aligned(h.shape[1], h, head)
     launch(
-        _few_logits, (triton.cdiv(m, plan.logits[0]),), x, h, head, m, n, k // align, x.stride(0),
+        _few_logits, (triton.cdiv(m, plan.logits[0]),), x, h, head, bias, m, n, k // align, x.stride(0),
         h.stride(0) // align, head.stride(0) // align, **_tile(plan.logits, align, h.dtype),
     )  # fmt: skip
 
 
-def gradients_into(dh: Tensor, dhead: Tensor, dx: Tensor, h: Tensor, head: Tensor, plan: Few) -> None:
-    """``dh[:] = dx @ head`` and ``dhead[:] = dx.T @ h``, which is contiguous."""
+def gradients_into(
+    dh: Tensor, dhead: Tensor, dx: Tensor, h: Tensor, head: Tensor, target: Tensor, ignored: int, plan: Few
+) -> None:
+    """``dh[:] = dx @ head`` and ``dhead[:] = dx.T @ h``, which is contiguous, without rows whose target is ignored."""
     (m, k), n, align = h.shape, len(head), aligned(h.shape[1], h, head, dh)
     rows, block, *_ = plan.gradients
     span = triton.cdiv(triton.cdiv(m, plan.parts), rows) * rows
     parts = triton.cdiv(m, span)
     left = dhead if parts == 1 else empty((parts, n, k), torch.float32, h.device)
     launch(
-        _few_gradients, (triton.cdiv(k, block), parts), dh, left, dx, h, head, m, n, k // align, dh.stride(0) // align,
-        dx.stride(0), h.stride(0) // align, head.stride(0) // align, span, **_tile(plan.gradients, align, h.dtype),
+        _few_gradients, (triton.cdiv(k, block), parts), dh, left, dx, h, head, target, m, n, k // align,
+        dh.stride(0) // align, dx.stride(0), h.stride(0) // align, head.stride(0) // align, span, ignored,
+        **_tile(plan.gradients, align, h.dtype),
     )  # fmt: skip
     if parts > 1:
         lanes = triton.next_power_of_2(parts)

@@ -2,7 +2,7 @@
 
 For M hidden states h of K numbers and N classes with the weight W [N, K]:
 
-    loss = cross_entropy(h W^T, target)    dh = dx W    dW = dx^T h
+    loss = cross_entropy(h W^T + b, target)    dh = dx W    dW = dx^T h    db = sum of dx's rows
 
 where dx is the gradient of the logits. The states are taken some rows at a time: their logits by a product, loss and
 gradient by one kernel in place, see `_entropy`, and then two more products. So the logits take the memory of some rows,
@@ -16,11 +16,17 @@ In float16 the gradient of a logit among many is no normal number, even of a los
 average has a bit less than others at a scale of 8 a row, and unlikely ones have few. So rows of many logits are raised,
 each by a power of two that leaves it room, and the products lower what they have added up, before it is rounded.
 
+The gradient of the bias is that of one more number in each hidden state, which is always one.
+
+Rows that are ignored take no part, whatever they hold: a product would make NaN of a NaN and the zeros of their
+gradient. So the products for the gradients read hidden states in which these rows are zero.
+
 Its gradients wait for the scale of the loss. Logits that are few are kept for them, others multiplied anew.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -32,7 +38,7 @@ from torch.nn import Parameter
 from . import _entropy, _few
 from ._arguments import integer
 from ._entropy import TERMS, Once, Terms, _class_of, _factors, _known, line, loss_like
-from ._operator import Operator, accumulated, apply, empty, gpu, launch, watched
+from ._operator import Operator, accumulated, apply, contiguous, empty, gpu, launch, watched
 from ._rows import rows_in
 
 __all__ = ["linear_cross_entropy", "linear_cross_entropy_eager", "linear_cross_entropy_with_gradients"]
@@ -95,27 +101,42 @@ def _linear_raises(
 
 
 @triton.jit
-def _linear_times(out_ptr, x_ptr, rest_ptr, K, out_stride, x_stride, FACTOR: tl.constexpr, BLOCK: tl.constexpr):
-    """Rows by powers of two, which round nothing that float32 has not rounded."""
+def _linear_times(
+    out_ptr, x_ptr, rest_ptr, target_ptr, K, out_stride, x_stride, IGNORE, FACTOR: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Rows by powers of two, which round nothing that float32 has not rounded; zeros in rows that are ignored."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
-    x = tl.load(x_ptr + row * x_stride + columns, mask=columns < K).to(tl.float32)
+    own = columns < tl.where(tl.load(target_ptr + row) != IGNORE, K, 0)
+    x = tl.load(x_ptr + row * x_stride + columns, mask=own, other=0.0).to(tl.float32)
     x *= tl.load(rest_ptr + row) * FACTOR
     tl.store(out_ptr + row * out_stride + columns, x.to(out_ptr.dtype.element_ty), mask=columns < K)
 
 
 @triton.jit
 def _linear_whole(
-    out_ptr, x_ptr, M, K, HEIGHT, WIDTH, out_stride, x_stride, WORD: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    out_ptr, x_ptr, target_ptr, M, K, HEIGHT, WIDTH, out_stride, x_stride, IGNORE, WORD: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Copy [M, K] numbers of half types into [HEIGHT, WIDTH], zeros behind them; all in words of WORD numbers."""
-    KIND: tl.constexpr = tl.int64 if WORD == 4 else tl.int32 if WORD == 2 else tl.int16
-    x_ptr, out_ptr = x_ptr.to(tl.pointer_type(KIND), bitcast=True), out_ptr.to(tl.pointer_type(KIND), bitcast=True)
+    """Copy [M, K] numbers into [HEIGHT, WIDTH], zeros behind them; all in words of WORD numbers.
+
+    With targets, rows that are ignored are zeros too. Without `x_ptr`, nothing but these zeros is written.
+    """
+    BITS: tl.constexpr = WORD * out_ptr.dtype.element_ty.primitive_bitwidth
+    KIND: tl.constexpr = tl.int64 if BITS == 64 else tl.int32 if BITS == 32 else tl.int16
+    out_ptr = out_ptr.to(tl.pointer_type(KIND), bitcast=True)
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]  # [ROWS, 1]
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]  # [1, BLOCK]
-    x = tl.load(x_ptr + rows * x_stride + columns, mask=(rows < M) & (columns < K), other=0)
-    tl.store(out_ptr + rows * out_stride + columns, x, mask=(rows < HEIGHT) & (columns < WIDTH))
+    counts = rows < M
+    if target_ptr is not None:
+        counts &= tl.load(target_ptr + rows, mask=counts, other=IGNORE) != IGNORE
+    own = (rows < HEIGHT) & (columns < WIDTH)  # [ROWS, BLOCK]
+    out_ptr += rows * out_stride + columns
+    if x_ptr is None:
+        tl.store(out_ptr, tl.zeros([ROWS, BLOCK], KIND), mask=own & (counts == 0))
+    else:
+        x_ptr = x_ptr.to(tl.pointer_type(KIND), bitcast=True) + rows * x_stride + columns
+        tl.store(out_ptr, tl.load(x_ptr, mask=counts & (columns < K), other=0), mask=own)
 
 
 # Plan ----------------------------------------------------------------------------------------------------------------
@@ -218,26 +239,32 @@ def _raised(target: Tensor, scale: Tensor | None, terms: Terms, sums: _entropy.S
     return both[0], both[1]
 
 
-def _times_into(out: Tensor, x: Tensor, rest: Tensor, factor: float) -> None:
+def _times_into(out: Tensor, x: Tensor, rest: Tensor, target: Tensor, ignored: int, factor: float) -> None:
     m, k = x.shape
     block = min(1024, triton.next_power_of_2(k))
     launch(
-        _linear_times, (m, triton.cdiv(k, block)), out, x, rest, k, out.stride(0), x.stride(0),
+        _linear_times, (m, triton.cdiv(k, block)), out, x, rest, target, k, out.stride(0), x.stride(0), ignored,
         FACTOR=factor, BLOCK=block,
     )  # fmt: skip
 
 
-def _whole_into(out: Tensor, x: Tensor) -> None:
-    """Copy rows of half types into others; where those are more, or longer, the rest becomes zero."""
-    (height, width), (m, k) = out.shape, x.shape
-    places = (width, k, out.stride(0), x.stride(0), *(t.data_ptr() // t.element_size() for t in (out, x)))
-    word = next(w for w in (4, 2, 1) if not any(n % w for n in places))
+def _whole_into(out: Tensor, x: Tensor | None, target: Tensor | None = None, ignored: int = 0) -> None:
+    """Copy rows into others; where those are more, or longer, the rest becomes zero.
+
+    With targets, rows that are ignored become zero; without `x` that is all that is done.
+    """
+    height, width = out.shape
+    m, k = out.shape if x is None else x.shape
+    tensors = [t for t in (out, x) if t is not None]
+    strides = [t.stride(0) for t in tensors]
+    places = (width, k, *strides, *(t.data_ptr() // t.element_size() for t in tensors))
+    word = next(w for w in (4, 2, 1) if w * out.element_size() <= 8 and not any(n % w for n in places))
     width, k = width // word, k // word
     block = min(1024, triton.next_power_of_2(width))
     rows = 2048 // block
     launch(
-        _linear_whole, (triton.cdiv(height, rows), triton.cdiv(width, block)), out, x, m, k, height, width,
-        out.stride(0) // word, x.stride(0) // word, WORD=word, ROWS=rows, BLOCK=block,
+        _linear_whole, (triton.cdiv(height, rows), triton.cdiv(width, block)), out, x, target, m, k, height, width,
+        strides[0] // word, strides[-1] // word, ignored, WORD=word, ROWS=rows, BLOCK=block,
     )  # fmt: skip
 
 
@@ -275,8 +302,8 @@ def _add_lowered(out: Tensor, x: Tensor, w: Tensor, first: bool) -> None:
 
 
 def _chunks_into(
-    loss: Tensor | None, gradients: tuple[Tensor, Tensor] | None, h: Tensor, head: Tensor, target: Tensor,
-    scale: Tensor | None, terms: Terms, rows: int | None, kept: Tensor | None = None,
+    loss: Tensor | None, gradients: Sequence[Tensor] | None, h: Tensor, head: Tensor, bias: Tensor | None,
+    target: Tensor, scale: Tensor | None, terms: Terms, rows: int | None, kept: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Loss and gradients; the loss alone, which leaves all logits where they are kept; or gradients alone, of those."""
     (m, k), n, size = h.shape, len(head), h.element_size()
@@ -291,12 +318,17 @@ def _chunks_into(
     whole = not few and whole_plan(m, k, n, size, aligned=aligned, products=products, copies=copies)
     pitch, pieces = pieces_plan(m, k, n, size, aligned=aligned)
     width, factor = k, head
+    bias = None if bias is None else contiguous(bias)
     if whole:
         width, pitch = (triton.cdiv(length, 8) * 8 for length in (k, n))
         pieces = (slice(0, pitch),)
         factor = empty((pitch, width), h.dtype, h.device)
         _whole_into(factor, head)
         states = empty((rows, width), h.dtype, h.device)
+        if bias is not None:
+            longer = empty((1, pitch), h.dtype, h.device)
+            _whole_into(longer, bias[None])
+            bias = longer[0]
     board = padded((rows, n), pitch, h.dtype, h.device) if kept is None else kept
     x = board[:, :n]
     plan = _entropy.plan_of(x, x)
@@ -311,24 +343,32 @@ def _chunks_into(
         scale, raised = _raised(target, scale, terms, sums, n)
         wide, higher = (empty((rows, width), dtype, h.device) for dtype in (torch.float32, h.dtype))
     if gradients:
-        dh, dhead = gradients
+        dh, dhead, dbias = gradients[0], gradients[1], None if bias is None else gradients[2][:, None]
+        ones = None
+        if dbias is not None and not few:
+            ones = empty((rows, 1), h.dtype, h.device)
+            apply(Tensor.fill_, ones, 1.0)
         if whole:
             dhead = empty((pitch, width), h.dtype, h.device)
+            dbias = None if dbias is None else empty((pitch, 1), h.dtype, h.device)
             near = empty((rows, width), h.dtype, h.device) if raised is None else dh
     for first in range(0, m, rows):
         part = slice(first, min(m, first + rows))
         logits = x[: part.stop - first]
         full = board[: len(logits)] if whole else logits
-        given = h[part]
+        given, ignored = h[part], (target[part], terms.ignore_index)
         if whole:
             given = states[: len(logits)]
-            _whole_into(given, h[part])
+            _whole_into(given, h[part], *ignored)
         if gradients is None or kept is None:
             if few:
-                _few.logits_into(logits, h, head, few)
+                _few.logits_into(logits, h, head, bias, few)
             else:
                 for at in pieces:
-                    apply(torch.mm, given, factor[at].T, out=full[:, at])
+                    if bias is None:
+                        apply(torch.mm, given, factor[at].T, out=full[:, at])
+                    else:
+                        apply(torch.addmm, bias[at], given, factor[at].T, out=full[:, at])
         here = sums if sums.board is None else sums._replace(board=sums.board[first * plan.parts :])
         _entropy.rows_into(
             left[part], logits if gradients else None, logits, target[part],
@@ -337,113 +377,148 @@ def _chunks_into(
         if gradients is None:
             continue
         if few:
-            _few.gradients_into(dh, dhead, logits, h, head, few)
+            _few.gradients_into(dh, dhead, logits, h, head, *ignored, few)
+            if dbias is not None:
+                apply(torch.sum, logits, 0, out=dbias[:, 0])
             continue
         if whole and pitch > n:  # beside hidden states that are no numbers, nor are products with zeros
             apply(Tensor.zero_, full[:, n:])
+        one = None if ones is None else ones[: len(logits)]
         if raised is not None:
             product, lifted = wide[: len(logits)], higher[: len(logits)]
             _product_into(product, full, factor, pieces)
-            _times_into(dh[part], product[:, :k], raised[part], 1 / RAISED)
-            _times_into(lifted, given, raised[part], 1.0)
-        else:
-            product, lifted = near[: len(logits)] if whole else dh[part], given
+            _times_into(dh[part], product[:, :k], raised[part], *ignored, 1 / RAISED)
+            _times_into(lifted, given, raised[part], *ignored, 1.0)
+            if one is not None:
+                apply(Tensor.copy_, one[:, 0], raised[part])
+        elif whole:
+            product, lifted = near[: len(logits)], given
             _product_into(product, full, factor, pieces)
-            if whole:
-                _whole_into(dh[part], product[:, :k])
+            _whole_into(dh[part], product[:, :k], *ignored)
+        else:  # the gradient's memory holds the hidden states that count, until it is written
+            lifted = dh[part]
+            _whole_into(lifted, given, *ignored)
         for at in pieces:
-            turned, there = full[:, at].T, dhead[at]
-            if raised is not None:
-                apply(_add_lowered, there, turned, lifted, not first)
-            elif first:
-                apply(torch.addmm, there, turned, lifted, out=there)
-            else:
-                apply(torch.mm, turned, lifted, out=there)
+            turned = full[:, at].T
+            for there, right in ((dhead[at], lifted), *([] if dbias is None else [(dbias[at], one)])):
+                if raised is not None:
+                    apply(_add_lowered, there, turned, right, not first)
+                elif first:
+                    apply(torch.addmm, there, turned, right, out=there)
+                else:
+                    apply(torch.mm, turned, right, out=there)
+        if raised is None and not whole:
+            _product_into(dh[part], full, factor, pieces)
+            _whole_into(dh[part], None, *ignored)  # zeros, also beside a head that is not finite
     if loss is not None:
         _entropy.end(loss, left, terms, sums)
     if gradients and not m:
-        apply(Tensor.zero_, gradients[1])
+        for none in gradients[1:]:
+            apply(Tensor.zero_, none)
     elif gradients and whole:
         _whole_into(gradients[1], dhead[:n, :k])
+        if dbias is not None:
+            apply(Tensor.copy_, gradients[2], dbias[:n, 0])
 
 
-def _into(loss: Tensor, h: Tensor, head: Tensor, target: Tensor, *rest: Any) -> None:
+def _given(
+    h: Tensor, head: Tensor, bias: Tensor | None, target: Tensor
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    return rows_in(h), rows_in(head), bias, line(target)
+
+
+def _into(loss: Tensor, h: Tensor, head: Tensor, bias: Tensor | None, target: Tensor, *rest: Any) -> None:
     *terms, rows = rest
-    _chunks_into(line(loss), None, rows_in(h), rows_in(head), line(target), None, Terms(*terms).of(h), rows)
+    _chunks_into(line(loss), None, *_given(h, head, bias, target), None, Terms(*terms).of(h), rows)
 
 
-def _all_into(found: tuple[Tensor, ...], h: Tensor, head: Tensor, target: Tensor, *rest: Any) -> None:
+def _all_into(
+    found: tuple[Tensor, ...], h: Tensor, head: Tensor, bias: Tensor | None, target: Tensor, *rest: Any
+) -> None:
     *terms, rows, scale = rest
-    loss, dh, dhead = found
+    loss, dh, *others = found
     scale = line(scale) if scale is not None and scale.dim() > 1 else scale
-    given = rows_in(h), rows_in(head), line(target), scale
-    _chunks_into(line(loss), (rows_in(dh), dhead), *given, Terms(*terms).of(h), rows)
+    given = *_given(h, head, bias, target), scale
+    _chunks_into(line(loss), (rows_in(dh), *others), *given, Terms(*terms).of(h), rows)
 
 
-def _kept_into(found: tuple[Tensor, Tensor], h: Tensor, head: Tensor, target: Tensor, *terms: Any) -> None:
+def _kept_into(
+    found: tuple[Tensor, Tensor], h: Tensor, head: Tensor, bias: Tensor | None, target: Tensor, *terms: Any
+) -> None:
     loss, kept = found
-    given = rows_in(h), rows_in(head), line(target), None, Terms(*terms).of(h)
-    _chunks_into(line(loss), None, *given, None, kept)
+    _chunks_into(line(loss), None, *_given(h, head, bias, target), None, Terms(*terms).of(h), None, kept)
 
 
-def _over_into(found: tuple[Tensor, Tensor], kept: Tensor, h: Tensor, head: Tensor, target: Tensor, *rest: Any) -> None:
+def _over_into(
+    found: tuple[Tensor, ...], kept: Tensor, h: Tensor, head: Tensor, bias: Tensor | None, target: Tensor, *rest: Any
+) -> None:
     *terms, scale = rest
-    given = rows_in(h), rows_in(head), line(target), line(scale) if scale.dim() > 1 else scale, Terms(*terms).of(h)
-    _chunks_into(None, (rows_in(found[0]), found[1]), *given, None, kept)
+    given = *_given(h, head, bias, target), line(scale) if scale.dim() > 1 else scale, Terms(*terms).of(h)
+    _chunks_into(None, (rows_in(found[0]), *found[1:]), *given, None, kept)
 
 
-def _check(h: Any, head: Any, target: Any, weight: Any, *rest: Any) -> tuple[Any, ...]:
+def _check(h: Any, head: Any, bias: Any, target: Any, weight: Any, *rest: Any) -> tuple[Any, ...]:
     name = "linear_cross_entropy"
     # The head has a row for each class, as the weight of torch.nn.Linear has.
-    terms = _entropy.check_terms(name, target, weight, *rest[:5], hidden=(h, "[..., K > 0]"), head=(head, "[C > 0, K]"))
+    rows = {"hidden": (h, "[..., K > 0]"), "head": (head, "[C > 0, K]"), "bias": (bias, "[C]?")}
+    terms = _entropy.check_terms(name, target, weight, *rest[:5], **rows)
     if len(rest) > 6 and rest[6] is not None:
         integer(name, "rows", rest[6], "None lets the plan choose", "of 1 or more", lambda rows: rows >= 1)
-    return h, head, target, *terms, *rest[6:]
+    return h, head, bias, target, *terms, *rest[6:]
 
 
-def _read(h: Tensor, head: Tensor, target: Tensor, weight: Any, reduction: Any, ignore_index: int, *rest: Any) -> None:
-    if rest[3]:
+def _read(h: Tensor, head: Tensor, bias: Any, target: Tensor, weight: Any, reduction: Any, *rest: Any) -> None:
+    ignore_index, *_, check = rest[:5]
+    if check:
         _entropy.read_target("linear_cross_entropy", target, len(head), ignore_index)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    h, head, target, weight, *ctx.rest = inputs
-    ctx.save_for_backward(h, head, target, *([] if weight is None else [weight]))
+    *tensors, ctx.reduction = inputs[:6]
+    ctx.rest = inputs[6:]
+    ctx.save_for_backward(*tensors)
 
 
 def _gradient(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-    h, head, target, *weight = ctx.saved_tensors
-    *rest, rows = ctx.rest
-    found = _all(h, head, target, weight[0] if weight else None, *rest, False, rows, g)
-    return *found[1:], *[None] * (2 + len(ctx.rest))
+    tensors, (*rest, rows) = ctx.saved_tensors, ctx.rest
+    _, dh, dhead, dbias = _all(*tensors, ctx.reduction, *rest, False, rows, g)
+    return dh, dhead, None if tensors[2] is None else dbias, *[None] * (3 + len(ctx.rest))
 
 
-def _loss_of(h: Tensor, head: Tensor, target: Tensor, weight: Any, reduction: str, *_: Any) -> Tensor:
+def _loss_of(h: Tensor, head: Tensor, bias: Any, target: Tensor, weight: Any, reduction: str, *_: Any) -> Tensor:
     return loss_like(h, target, reduction)
 
 
-def _all_of(h: Tensor, head: Tensor, target: Tensor, weight: Any, reduction: str, *_: Any) -> tuple[Tensor, ...]:
-    gradients = (empty(t.shape, t.dtype, t.device) for t in (h, head))
-    return loss_like(h, target, reduction), *gradients
+def _gradients_of(h: Tensor, head: Tensor, bias: Tensor | None, *_: Any) -> tuple[Tensor, ...]:
+    """Without a bias, that of the bias has no elements."""
+    return tuple(
+        empty(shape, h.dtype, h.device) for shape in (h.shape, head.shape, (0,) if bias is None else bias.shape)
+    )
 
 
-def _kept_of(h: Tensor, head: Tensor, target: Tensor, weight: Any, reduction: str, *_: Any) -> tuple[Tensor, Tensor]:
+def _all_of(
+    h: Tensor, head: Tensor, bias: Any, target: Tensor, weight: Any, reduction: str, *_: Any
+) -> tuple[Tensor, ...]:
+    return loss_like(h, target, reduction), *_gradients_of(h, head, bias)
+
+
+def _kept_of(
+    h: Tensor, head: Tensor, bias: Any, target: Tensor, weight: Any, reduction: str, *_: Any
+) -> tuple[Tensor, Tensor]:
     whole = 16 // h.element_size()
     pitch = (len(head) + whole - 1) // whole * whole
     return loss_like(h, target, reduction), padded((h.numel() // h.shape[-1], len(head)), pitch, h.dtype, h.device)
 
 
-def _over_of(kept: Tensor, h: Tensor, head: Tensor, *_: Any) -> tuple[Tensor, ...]:
-    return tuple(empty(t.shape, t.dtype, t.device) for t in (h, head))
-
-
+_GIVEN = f"Tensor h, Tensor head, Tensor? bias, {TERMS}"
 _loss = Operator(
-    "linear_cross_entropy", f"(Tensor h, Tensor head, {TERMS}, SymInt? rows) -> Tensor",
+    "linear_cross_entropy", f"({_GIVEN}, SymInt? rows) -> Tensor",
     check=_check, outputs=_loss_of, into=_into, read=_read, gradient=(_gradient, _keep),
 )  # fmt: skip
+#: The loss, and the gradients of hidden states, head and bias.
 _all = Operator(
     "linear_cross_entropy_with_gradients",
-    f"(Tensor h, Tensor head, {TERMS}, SymInt? rows, Tensor? scale) -> (Tensor, Tensor, Tensor)",
+    f"({_GIVEN}, SymInt? rows, Tensor? scale) -> (Tensor, Tensor, Tensor, Tensor)",
     check=_check, outputs=_all_of, into=_all_into, read=_read, gradient=_entropy.once_only("linear_cross_entropy"),
 )  # fmt: skip
 
@@ -457,23 +532,23 @@ def _keeps(rows: int | None, h: Tensor, head: Tensor) -> bool:
 
 #: The loss, and the logits that it is of.
 _kept = Operator(
-    "linear_cross_entropy_kept", f"(Tensor h, Tensor head, {TERMS}) -> (Tensor, Tensor)",
+    "linear_cross_entropy_kept", f"({_GIVEN}) -> (Tensor, Tensor)",
     check=_check, outputs=_kept_of, into=_kept_into, read=_read, gradient=_entropy.once_only("linear_cross_entropy"),
 )  # fmt: skip
 #: The gradients of a loss whose logits are kept, over which theirs are written.
 _over = Operator(
-    "linear_cross_entropy_over",
-    f"(Tensor(a!) kept, Tensor h, Tensor head, {TERMS}, Tensor scale) -> (Tensor, Tensor)",
-    check=lambda kept, *rest: (kept, *_check(*rest[:9]), rest[9]), outputs=_over_of, into=_over_into,
+    "linear_cross_entropy_over", f"(Tensor(a!) kept, {_GIVEN}, Tensor scale) -> (Tensor, Tensor, Tensor)",
+    check=lambda kept, *rest: (kept, *_check(*rest[:10]), rest[10]), outputs=lambda _, *rest: _gradients_of(*rest),
+    into=_over_into,
 )  # fmt: skip
 
 
 def linear_cross_entropy(
-    hidden: Tensor, head: Tensor, target: Tensor, weight: Tensor | None = None, *, reduction: str = "mean",
-    ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float | None = None,
-    rows: int | None = None, check: bool = True,
+    hidden: Tensor, head: Tensor, target: Tensor, weight: Tensor | None = None, *, bias: Tensor | None = None,
+    reduction: str = "mean", ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0,
+    softcap: float | None = None, rows: int | None = None, check: bool = True,
 ) -> Tensor:  # fmt: skip
-    """Cross entropy of ``hidden @ head.T``, whose gradients are found with it, some rows at a time.
+    """Cross entropy of ``hidden @ head.T + bias``, whose gradients are found with it, some rows at a time.
 
     Parameters
     ----------
@@ -483,6 +558,8 @@ def linear_cross_entropy(
         [N, K], of the same dtype: a row for each class.
     target, weight, reduction, ignore_index, label_smoothing, z_loss, softcap, check
         As of `cross_entropy`.
+    bias : torch.Tensor, optional
+        [N], of the same dtype: what is added to the logits of each class.
     rows : int, optional
         Hidden states that are taken at a time. Their logits are all that the call takes beside its results, 2 bytes a
         number in half types; by default they fill up to a GiB. In float16, of more than 4096 classes, there are 6 bytes
@@ -498,7 +575,7 @@ def linear_cross_entropy(
     Raises
     ------
     TypeError, ValueError, IndexError
-        As `cross_entropy`; also if `hidden` and `head` differ in dtype or do not fit, or `rows` is no count.
+        As `cross_entropy`; also if `hidden`, `head` and `bias` differ in dtype or do not fit, or `rows` is no count.
 
     Notes
     -----
@@ -516,43 +593,51 @@ def linear_cross_entropy(
     """
     rest = (reduction, ignore_index, label_smoothing, z_loss, softcap, check, rows)
     given = [t for t in (hidden, head) if isinstance(t, Tensor)]
-    recorded = torch.is_grad_enabled() and any(t.requires_grad for t in given)
-    plain = len(given) == 2 and all(type(t) in (Tensor, Parameter) for t in given)
+    learned = given if bias is None else [*given, bias]
+    recorded = torch.is_grad_enabled() and any(getattr(t, "requires_grad", False) for t in learned)
+    plain = len(given) == 2 and all(type(t) in (Tensor, Parameter) for t in learned)
     plain = plain and not getattr(weight, "requires_grad", False)  # which is refused where gradients are recorded
     scaled = any(t.dtype == torch.float16 for t in given)
     if not recorded or not plain or watched() or (not _keeps(rows, *given) if scaled else reduction == "none"):
-        return _loss(hidden, head, target, weight, *rest)
+        return _loss(hidden, head, bias, target, weight, *rest)
+    count = 2 if bias is None else 3  # of gradients
+    apart = hidden.detach(), head.detach(), None if bias is None else bias.detach()
 
-    def found() -> tuple[Any, ...]:
+    def found() -> Sequence[Any]:
         if not scaled:
-            return _all(hidden.detach(), head.detach(), target, weight, *rest, None)
-        loss, kept = _kept(hidden.detach(), head.detach(), target, weight, *rest[:6])
-        return loss, lambda g, hidden, head, *known: _over(kept, hidden.detach(), head.detach(), *known, *rest[:5], g)
+            return _all(*apart, target, weight, *rest, None)[: 1 + count]
+        loss, kept = _kept(*apart, target, weight, *rest[:6])
 
-    def anew(g: Tensor, *tensors: Any) -> tuple[Tensor, ...]:
-        return _all(*tensors, *rest[:5], False, rows, g)[1:]
+        def later(g: Tensor, *tensors: Tensor | None) -> Sequence[Tensor]:
+            return _over(kept, *(t if t is None else t.detach() for t in tensors), *rest[:5], g)[:count]
 
-    return Once.apply(found, anew, hidden, head, target, weight)
+        return loss, later
+
+    def anew(g: Tensor, *tensors: Any) -> Sequence[Tensor]:
+        return _all(*tensors, *rest[:5], False, rows, g)[1 : 1 + count]
+
+    return Once.apply(found, anew, hidden, head, bias, target, weight)
 
 
 def linear_cross_entropy_with_gradients(
-    hidden: Tensor, head: Tensor, target: Tensor, weight: Tensor | None = None, *, reduction: str = "mean",
-    ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float | None = None,
-    rows: int | None = None, check: bool = True,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Cross entropy of ``hidden @ head.T`` and its gradients, without autograd.
+    hidden: Tensor, head: Tensor, target: Tensor, weight: Tensor | None = None, *, bias: Tensor | None = None,
+    reduction: str = "mean", ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0,
+    softcap: float | None = None, rows: int | None = None, check: bool = True,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Cross entropy of ``hidden @ head.T + bias`` and its gradients, without autograd.
 
     Parameters
     ----------
-    hidden, head, target, weight, reduction, ignore_index, label_smoothing, z_loss, softcap, rows, check
+    hidden, head, target, weight, bias, reduction, ignore_index, label_smoothing, z_loss, softcap, rows, check
         As of `linear_cross_entropy`.
 
     Returns
     -------
     loss : torch.Tensor
         As of `linear_cross_entropy`.
-    dhidden, dhead : torch.Tensor
-        Gradients of the loss, or of the sum of losses without reduction; contiguous, as `hidden` and `head`.
+    dhidden, dhead, dbias : torch.Tensor
+        Gradients of the loss, or of the sum of losses without reduction; contiguous, as `hidden`, `head` and `bias`.
+        The last one only with a bias.
 
     Raises
     ------
@@ -560,4 +645,4 @@ def linear_cross_entropy_with_gradients(
         As `linear_cross_entropy`.
     """
     rest = (reduction, ignore_index, label_smoothing, z_loss, softcap, check, rows)
-    return _all(hidden, head, target, weight, *rest, None)
+    return _all(hidden, head, bias, target, weight, *rest, None)[: 3 if bias is None else 4]
