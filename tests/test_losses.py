@@ -48,7 +48,8 @@ def wanted(x, target, weight=None, reduction="mean", ignore_index=-100, label_sm
     weights = torch.where(counts, weights, 0.0)
     options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "reduction": "none"}
     losses = F.cross_entropy(logits, target, weight, **options)
-    losses = losses + z_loss * weights * logits.logsumexp(-1) ** 2
+    if z_loss:
+        losses = losses + z_loss * weights * logits.logsumexp(-1) ** 2
     loss = {"none": losses, "sum": losses.sum(), "mean": losses.sum() / weights.sum()}[reduction]
     return loss.detach(), torch.autograd.grad(loss.sum(), x)[0]
 
@@ -206,6 +207,42 @@ def test_special_values_are_where_torch_has_them(N):
     # A class that is masked stays masked under a cap; the others are near it.
     capped, capped_dx = fusebook.cross_entropy_with_gradient(x[3:], target[3:], reduction="none", softcap=1e6)
     assert torch.equal(capped.isinf(), got[3:].isinf()) and not capped_dx.isnan().any()
+
+
+@DTYPES
+@WIDTHS
+@pytest.mark.parametrize("smoothing", [0.0, 0.1, 0.9])
+@pytest.mark.parametrize("weighted", [False, True], ids=["alike", "weighted"])
+def test_logits_may_be_the_least_and_the_largest_numbers(weighted, smoothing, N, dtype):
+    """As they are where a mask shuns infinity: their sums, and their products with log2(e), would overflow."""
+    if N > 6000 and weighted and dtype != torch.bfloat16:
+        pytest.skip("the kernel is the same")
+    x, target, weight = drawn(5, N, dtype)
+    least = torch.finfo(dtype).min
+    target[:] = torch.arange(5, device=DEVICE)
+    x[0], x[1], x[3, 5:] = least, -least, least
+    x[2, N // 2 :] = least
+    terms = {"label_smoothing": smoothing, "weight": weight / 2 if weighted else None, "reduction": "none"}
+    loss, dx = wanted(x, target, **terms)
+    got, got_dx = fusebook.cross_entropy_with_gradient(x, target, **terms)
+    rows = [0, 1, 4] if dtype == torch.float64 else [0, 1, 2, 3, 4]  # torch's own sums overflow in float64
+    assert loss[rows].isfinite().all()
+    assert_close(got[rows, None], loss[rows, None])
+    assert_close(got_dx[rows], dx[rows])
+    assert_close(fusebook.cross_entropy(x, target, **terms)[rows, None], loss[rows, None])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@WIDTHS
+def test_logits_that_are_further_apart_than_the_largest_number_are_infinitely_so(N, dtype):
+    """As in torch in float32; nothing becomes NaN."""
+    x, target, _ = drawn(2, N, dtype)
+    x[:], target[:] = torch.finfo(dtype).min, 7
+    x[0, 3], x[1, 7] = -x[0, 3], -x[1, 7]
+    want = F.cross_entropy(x.float(), target, label_smoothing=0.1, reduction="none")
+    got, dx = fusebook.cross_entropy_with_gradient(x, target, label_smoothing=0.1, reduction="none")
+    assert want.isinf().all() and torch.equal(got, want)
+    assert_close(dx, wanted(x, target, label_smoothing=0.1, reduction="none")[1])
 
 
 @pytest.mark.parametrize("N", [37, 5001])

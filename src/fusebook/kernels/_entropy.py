@@ -48,7 +48,9 @@ def _exp(x):
 def _exp_from(x, top, HALF: tl.constexpr):
     """exp(x - top); of half types by one multiply-add, which is off by the rounding of a product with `top`."""
     if HALF:
-        return tl.exp2(x * 1.4426950408889634 - top * 1.4426950408889634)
+        # The product with a bfloat16 near its limits would overflow. Such numbers are equal, or 2**119 apart.
+        factor = tl.where(tl.abs(top) < 1e38, 1.4426950408889634, 0.5)
+        return tl.exp2(x * factor - top * factor)
     else:
         return _exp(x - top)
 
@@ -170,12 +172,12 @@ def _factors(scale, classes, N, weight, lse, SMOOTHING: tl.constexpr, Z: tl.cons
 
 
 @triton.jit
-def _loss(x_t, top, log_total, weight, every, classes, summed, SMOOTHING: tl.constexpr, Z: tl.constexpr):
-    """Of a row, without the sum of weighted logits, which several programs may share."""
+def _loss(x_t, top, log_total, weight, every, classes, spread, SMOOTHING: tl.constexpr, Z: tl.constexpr):
+    """Of a row; `spread`, which several programs may share, is the sum of what `_spread` makes of it."""
     lse = top + log_total
     loss = weight * (1.0 - SMOOTHING) * ((top - x_t) + log_total)
     if SMOOTHING != 0.0:
-        loss += every * (classes * lse - summed)
+        loss += every * classes * log_total - spread
     if Z != 0.0:
         loss += Z * weight * lse * lse
     return loss
@@ -209,11 +211,30 @@ def _bent(dx, x, CAP: tl.constexpr):
 
 
 @triton.jit
-def _weighted(x, columns, own, weight_ptr):
-    """Logits by the weights of their classes, for a sum over the row."""
-    if weight_ptr is not None:
-        x *= tl.load(weight_ptr + columns, mask=own, other=0.0)
-    return tl.where(own, x, 0.0)
+def _share(N, FLOAT: tl.constexpr, SMOOTHING: tl.constexpr):
+    """The smoothing of one class of N."""
+    return (tl.zeros([], FLOAT) + SMOOTHING) / N
+
+
+@triton.jit
+def _shares(columns, own, share, weight_ptr):
+    """The smoothing of classes, by their weights."""
+    if weight_ptr is None:
+        return tl.where(own, share, 0.0)
+    else:
+        return share * tl.load(weight_ptr + columns, mask=own, other=0.0)
+
+
+@triton.jit
+def _spread(x, top, own, shares):
+    """How far logits are below `top`, by their smoothing: of a whole row none of their sums cancels or overflows."""
+    return tl.where(own, (x - top) * shares, 0.0)
+
+
+@triton.jit
+def _finite(top):
+    """What logits are taken relative to; nothing but -inf relative to that would be NaN."""
+    return tl.where(top == float("-inf"), 0.0, top)
 
 
 @triton.jit
@@ -239,13 +260,16 @@ def _entropy_rows(
         top = tl.where(counts, tl.max(x, 1), 0.0)  # [ROWS]
         total = tl.sum(_exp(x - top[:, None]), 1)
         log_total = tl.log(total)
-        summed = tl.sum(_weighted(x, columns, inside, weight_ptr), 1) if SMOOTHING != 0.0 else x_t
+        spread = x_t
+        if SMOOTHING != 0.0:
+            shares = _shares(columns, inside, _share(N, FLOAT, SMOOTHING), weight_ptr)
+            spread = tl.sum(_spread(x, top[:, None], inside, shares), 1)
         if LATE:
             tl.extra.cuda.gdc_wait()  # for the sums
         SUMMED: tl.constexpr = SMOOTHING != 0.0 and weight_ptr is not None
         scale, classes = _known(scale_ptr, sums_ptr, rows, live, SCALE_STEP, N, weight, COUNTS, MEAN, SUMMED)
         of_p, hit, every, of_loss = _factors(scale, classes, N, weight, top + log_total, SMOOTHING, Z)
-        loss = tl.where(counts, _loss(x_t, top, log_total, weight, of_loss, classes, summed, SMOOTHING, Z), 0.0)
+        loss = tl.where(counts, _loss(x_t, top, log_total, weight, of_loss, classes, spread, SMOOTHING, Z), 0.0)
         if APART:
             tl.store(left_ptr + rows, loss, mask=live)
         losses += loss
@@ -338,15 +362,15 @@ def _merge(tops, totals):
     """Maximum and sum of exponentials of a whole, from those of its pieces."""
     top = tl.max(tops, 0)
     # A piece that has seen nothing but -inf has the sum 0; relative to 0 it stays 0, relative to -inf it would be NaN.
-    return top, tl.sum(totals * _exp(tops - tl.where(top == float("-inf"), 0.0, top)), 0)
+    return top, tl.sum(totals * _exp(tops - _finite(top)), 0)
 
 
 @triton.jit
 def _read(
-    x_ptr, weight_ptr, at, low, high, VEC: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
+    x_ptr, weight_ptr, at, share, low, high, VEC: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
     SMOOTHING: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
-    """Maximum, sum of exponentials and sum of weighted logits of a part of a row, in one pass.
+    """Of a part of a row, in one pass, maximum, sum of exponentials, and sums of `_spread` and of `_shares`.
 
     Every GROUP neighbours, which one thread holds, share a running maximum: a sum is rescaled once a group and not once
     an element, which would double the exponentials. The groups meet at the end.
@@ -356,19 +380,23 @@ def _read(
     inner = tl.arange(0, BLOCK)  # [BLOCK]
     tops = tl.full([BLOCK // GROUP], float("-inf"), FLOAT)
     totals = tl.zeros([BLOCK // GROUP], FLOAT)
-    sums = tl.zeros([BLOCK], FLOAT)
+    spreads = tl.zeros([BLOCK // GROUP], FLOAT)
+    weights = tl.zeros([BLOCK // GROUP], FLOAT)
     for start in range(0, high, BLOCK):
         x = _float(_tile_of(x_ptr, at, start + inner, low, high, VEC, True), CAP)  # read MN
-        if SMOOTHING != 0.0:
-            own = (start + inner >= low) & (start + inner < high)
-            sums += _weighted(x, start + inner - low, own, weight_ptr)
         x = tl.reshape(x, [BLOCK // GROUP, GROUP])
         new = tl.maximum(tops, tl.max(x, 1))
-        shift = tl.where(new == float("-inf"), 0.0, new)
+        shift = _finite(new)
         totals = totals * _exp(tops - shift) + tl.sum(_exp_from(x, shift[:, None], HALF), 1)
+        if SMOOTHING != 0.0:
+            own = (start + inner >= low) & (start + inner < high)
+            shares = tl.reshape(_shares(start + inner - low, own, share, weight_ptr), [BLOCK // GROUP, GROUP])
+            own = tl.reshape(own, [BLOCK // GROUP, GROUP])
+            spreads += (_finite(tops) - shift) * weights + tl.sum(_spread(x, shift[:, None], own, shares), 1)
+            weights += tl.sum(shares, 1)
         tops = new
     top, total = _merge(tops, totals)
-    return top, total, tl.sum(sums, 0)
+    return top, total, tl.sum(spreads + (_finite(tops) - _finite(top)) * weights, 0), tl.sum(weights, 0)
 
 
 @triton.jit
@@ -382,7 +410,7 @@ def _most(x, y, HALF: tl.constexpr):
 
 @triton.jit
 def _held(
-    chunks, weight_ptr, N, low, high, HALF: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
+    chunks, weight_ptr, N, share, low, high, HALF: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
     SMOOTHING: tl.constexpr, CAP: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """The same of tiles that are held."""
@@ -397,16 +425,21 @@ def _held(
         for i in tl.static_range(1, CHUNKS):
             tops = tl.maximum(tops, _anew(chunks[i], N, N, HALF, CAP))
     top = tl.max(tops, 0)
-    shift = tl.where(top == float("-inf"), 0.0, top)
+    shift = _finite(top)
     totals = tl.zeros([BLOCK], top.dtype)
-    sums = tl.zeros([BLOCK], top.dtype)
+    spreads = tl.zeros([BLOCK], top.dtype)
+    weights = tl.zeros([BLOCK], top.dtype)
     for i in tl.static_range(CHUNKS):
         x = _anew(chunks[i], top, N, HALF, CAP)
         totals += _exp_from(x, shift, HALF.primitive_bitwidth == 16)
         if SMOOTHING != 0.0:
             own = (i * BLOCK + inner >= low) & (i * BLOCK + inner < high)
-            sums += _weighted(x, i * BLOCK + inner - low, own, weight_ptr)
-    return top, tl.sum(totals, 0), tl.sum(sums, 0)
+            shares = _shares(i * BLOCK + inner - low, own, share, weight_ptr)
+            spreads += _spread(x, shift, own, shares)
+            if weight_ptr is not None:
+                weights += shares
+    shares = share * (high - tl.maximum(low, 0)) if weight_ptr is None else tl.sum(weights, 0)
+    return top, tl.sum(totals, 0), tl.sum(spreads, 0), shares
 
 
 @triton.jit
@@ -419,7 +452,7 @@ def _found(
     for i in range(CHUNKS):
         tops = tl.maximum(tops, _anew(_kept(x_ptr, at, i * BLOCK, low, high, VEC, BLOCK, EVEN, True), N, N, HALF, CAP))
     top = tl.max(tops, 0)
-    shift = tl.where(top == float("-inf"), 0.0, top)
+    shift = _finite(top)
     totals = tl.zeros([BLOCK], tl.float32)
     for i in range(CHUNKS):
         x = _anew(_kept(x_ptr, at, i * BLOCK, low, high, VEC, BLOCK, EVEN, True), top, N, HALF, CAP)
@@ -466,10 +499,14 @@ def _entropy_parts(
     target, counts, weight = _class_of(target_ptr, weight_ptr, row, None, N, IGNORE, FLOAT)
     mine = (target + low >= 0) & (target + low < high)
     x_t = _float(tl.load(x_ptr + row * x_stride + target), CAP)  # of use where it is this program's own
+    share = _share(N, FLOAT, SMOOTHING)
     if CHUNKS > 0:
-        top, total, summed = _held(chunks, weight_ptr, N, low, high, HALF, BLOCK, CHUNKS, SMOOTHING, CAP, PACKED)
+        top, total, spread, shares = _held(
+            chunks, weight_ptr, N, share, low, high, HALF, BLOCK, CHUNKS, SMOOTHING, CAP, PACKED
+        )  # fmt: skip
     else:
-        top, total, summed = _read(x_ptr, weight_ptr, at, low, high, VEC, BLOCK, GROUP, SMOOTHING, CAP)
+        top, total, spread, shares = _read(x_ptr, weight_ptr, at, share, low, high, VEC, BLOCK, GROUP, SMOOTHING, CAP)
+    own_top = _finite(top)
     if LATE:
         tl.extra.cuda.gdc_wait()  # for the zeros on the board, and the sums; the row is here already
     SUMMED: tl.constexpr = SMOOTHING != 0.0 and weight_ptr is not None
@@ -488,7 +525,7 @@ def _entropy_parts(
                 if CHUNKS > 0:
                     most, sum = _found(x_ptr, begin, N, first, last, HALF, VEC, BLOCK, CHUNKS, EVEN, CAP)
                 else:
-                    most, sum, _ = _read(x_ptr, weight_ptr, begin, first, last, VEC, BLOCK, GROUP, 0.0, CAP)
+                    most, sum, _, _ = _read(x_ptr, weight_ptr, begin, share, first, last, VEC, BLOCK, GROUP, 0.0, CAP)
                 # Left for others to find. If it has come meanwhile, its word counts: its logits may be overwritten.
                 found = tl.atomic_cas(board_ptr + missing, tl.zeros([], tl.int64), _word(most, sum), sem="acq_rel")
                 words = tl.where(lanes == missing, tl.where(found == 0, _word(most, sum), found), words)
@@ -501,7 +538,8 @@ def _entropy_parts(
         of_p, hit, every, of_loss = _factors(scale, classes, N, weight, top + log_total, SMOOTHING, Z)
         loss = _loss(x_t, top, log_total, weight, of_loss, classes, 0.0, SMOOTHING, Z)
         if SMOOTHING != 0.0:
-            tl.store(left_ptr + tl.program_id(0), tl.where(mine, loss, 0.0) - of_loss * summed)
+            spread += (own_top - top) * shares
+            tl.store(left_ptr + tl.program_id(0), tl.where(mine, loss, 0.0) - spread)
         elif mine:
             tl.store(left_ptr + row, loss)
         if dx_ptr is not None:
