@@ -178,6 +178,82 @@ def test_a_layer_norm_far_from_zero_does_not_cancel():
     torch.testing.assert_close(fusebook.layer_norm(x).double(), F.layer_norm(x.double(), (33000,)), rtol=0, atol=1e-3)
 
 
+def far_from_zero(*shape, dtype, seed=0):
+    """Whole numbers from 0 to 3, exactly; and, for each row, their sums with one of three large numbers."""
+    rng = torch.Generator(DEVICE).manual_seed(seed)
+    near = torch.randint(0, 4, shape, generator=rng, device=DEVICE).double()
+    near[..., 0, :] = 2.0  # a row that does not vary is zero exactly
+    far = torch.tensor([1, -1.5, 1.5], device=DEVICE).double().repeat(shape[-2])[: shape[-2], None]
+    return near, (near + far / torch.finfo(dtype).eps).to(dtype)
+
+
+def assert_score(got, want):
+    """Within the limit that cards have."""
+    eps = (8 if got.element_size() == 2 else 64) * torch.finfo(got.dtype).eps
+    error = (got.double() - want).abs()
+    assert (error <= eps * (want.abs() + want.square().mean(-1, keepdim=True).sqrt())).all()
+
+
+def layouts(n):
+    """Of rows of n numbers: side by side, and, where they are read across, neighbours of other rows side by side."""
+    yield lambda *tensors: tensors
+    if n < 5000:
+        yield lambda *tensors: [t.transpose(0, 1).contiguous().transpose(0, 1) for t in tensors]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("n", [1, 2, 16, 70, 700, 1500, 9000, 33000])
+def test_a_layer_norm_of_the_least_differences_far_from_zero_is_that_of_the_differences(n, dtype):
+    rows = 130 if n < 5000 else 3
+    near, x = far_from_zero(rows, n, dtype=dtype)
+    w, b, dy = (made(*size, seed=seed).to(dtype) for seed, size in enumerate([(n,), (n,), (rows, n)]))
+    exact = [t.double().requires_grad_() for t in (near, w, b)]
+    want = plain(*exact, centred=True)
+    right = torch.autograd.grad(want, exact, dy.double())
+    want = want.detach()
+    for laid in layouts(n):
+        given, ones = laid(x, torch.ones_like(x))
+        got = fusebook.layer_norm(given, w, b, eps=1e-5)
+        assert_score(got, want)
+        got, total = fusebook.add_layer_norm(given - 1, ones, w, b, eps=1e-5)
+        if torch.equal(total, x):  # where one less is a number, too
+            assert_score(got, want)
+        quantised, scale = fusebook.layer_norm(given, w, b, eps=1e-5, dtype=torch.int8)
+        assert ((quantised.double() * scale.double() - want).abs() <= 0.52 * scale.double()).all()
+        dx, dw, db = fusebook.layer_norm_backward(*laid(x, dy), w, b, eps=1e-5)
+        if dtype.itemsize > 2 and n != 2:  # of two numbers the gradient is what is left of a difference
+            for found, exactly in ((dx, right[0]), (dw, right[1]), (db, right[2])):
+                assert_score(found, exactly)
+    y = fusebook.layer_norm(x, eps=1e-5)
+    assert not y[0].any()
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="on a GPU other plans are tried as they are")
+@pytest.mark.parametrize("plan", [({"ROWS": 2, "BLOCK": 512}, 2, 1, 300), ({"BLOCK": 128, "LANES": 32}, 2, 3, 104)])
+def test_gradients_of_a_layer_norm_take_each_row_relative_to_its_own_numbers(plan, monkeypatch):
+    constants, *rest = plan
+    found = norms_backward.Plan({"STAGES": 1, **constants}, *rest, 1, 64)
+    monkeypatch.setattr(norms_backward, "_plan", lambda *_: found)
+    near, x = far_from_zero(9, 300, dtype=torch.float32)
+    w, dy = made(300), made(9, 300, seed=1)
+    exact = [t.double().requires_grad_() for t in (near, w)]
+    right = torch.autograd.grad(plain(*exact, centred=True), exact, dy.double())
+    for got, want in zip(fusebook.layer_norm_backward(x, dy, w, eps=1e-5), right, strict=True):
+        assert_score(got, want)
+
+
+@pytest.mark.parametrize("n", [9000, 33000, 70000])
+@pytest.mark.parametrize("place", ["first", "middle", "last"])
+def test_one_large_number_costs_others_no_digits_in_a_layer_norm(place, n):
+    x = made(3, n)
+    x[:, {"first": 0, "middle": n // 2, "last": n - 1}[place]] = 1e6
+    assert_score(fusebook.layer_norm(x, eps=1e-5), plain(x.double(), centred=True))
+    exact = x.double().requires_grad_()
+    dy = made(3, n, seed=1)
+    (right,) = torch.autograd.grad(plain(exact, centred=True), exact, dy.double())
+    assert_score(fusebook.layer_norm_backward(x, dy, eps=1e-5)[0], right)
+
+
 def test_leading_axes_may_be_any_and_there_may_be_nothing():
     x, w = made(2, 3, 4, 50), made(50, seed=1)
     for view in (x, x.transpose(0, 2), x[:, ::2], x.expand(5, 2, 3, 4, 50), x[0, 0, 0]):

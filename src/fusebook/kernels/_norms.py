@@ -39,6 +39,43 @@ def _row(x_ptr, r_ptr, at_x, at_r, inside):
 
 
 @triton.jit
+def far(TYPE: tl.constexpr, CENTRED: tl.constexpr):
+    """Whether rows may lie so far from zero that sums of their numbers have no digits for their differences.
+
+    Half types have not: the steps between their numbers are larger than what sums in float32 lose.
+    """
+    return CENTRED and TYPE.primitive_bitwidth > 16
+
+
+@triton.jit
+def anchor_of(x_ptr, r_ptr, at_x, at_r, step_x, step_r, N, live, FAR: tl.constexpr, WIDE: tl.constexpr):
+    """A number near those of a row, which is normalised relative to it: so large numbers lose no digits in sums.
+
+    It is the first one, or of a WIDE row the median of three: relative to one that is far from all others, these would
+    lose digits, the more the wider the row.
+    """
+    if not FAR:
+        return 0.0
+    elif not WIDE:
+        return _row(x_ptr, r_ptr, at_x, at_r, tl.where(live, N, 0) > 0)
+    else:
+        first = _row(x_ptr, r_ptr, at_x, at_r, live)
+        middle = _row(x_ptr, r_ptr, at_x + N // 2 * step_x, at_r + N // 2 * step_r, live)
+        last = _row(x_ptr, r_ptr, at_x + (N - 1) * step_x, at_r + (N - 1) * step_r, live)
+        low, high = tl.minimum(first, middle), tl.maximum(first, middle)
+        return tl.maximum(low, tl.minimum(high, last))
+
+
+@triton.jit
+def since(x, anchor, FLOAT: tl.constexpr, FAR: tl.constexpr):
+    """Numbers of a row as they are computed with."""
+    if FAR:
+        return x.to(FLOAT) - anchor
+    else:
+        return x.to(FLOAT)
+
+
+@triton.jit
 def _inside(at, first, last, VEC: tl.constexpr):
     """From `first` on and below `last`; where rows begin with a vector, `first` is 0."""
     return at < last if VEC == 1 else (at >= first) & (at < last)
@@ -141,6 +178,8 @@ def _norm_rows(
     first = tl.cdiv(head, VEC) * VEC  # from here on, and below `last`, vectors are the row's alone
     last = end // VEC * VEC
 
+    FAR: tl.constexpr = far(TYPE, CENTRED)
+    anchor = anchor_of(x_ptr, r_ptr, at_x, at_r, 1, 1, N, live, FAR, BLOCK * CHUNKS > 1024)  # [ROWS, 1]
     chunks = ()
     vectors = ()
     totals = tl.zeros([ROWS, BLOCK], FLOAT)
@@ -158,7 +197,9 @@ def _norm_rows(
             inside = live & _inside(at, first, last, VEC) if i >= LATER or (VEC > 1 and i == 0) else live
             tl.store(sum_ptr + at_y + at, x, mask=inside)  # write MN
         chunks += (x,)
-        x = x.to(FLOAT)
+        x = since(x, anchor, FLOAT, FAR)
+        if FAR and i >= LATER:
+            x = tl.where(at < N, x, 0.0)
         totals += x if CENTRED else x * x
     if r_ptr is not None and AHEAD:  # no load is moved before a store: of few rows all are asked for first
         for i in tl.static_range(CHUNKS):
@@ -177,7 +218,7 @@ def _norm_rows(
         # Not the mean of squares less the square of the mean, which cancels where a row lies far from zero.
         totals = tl.zeros([ROWS, BLOCK], FLOAT)
         for i in tl.static_range(CHUNKS):
-            x = chunks[i].to(FLOAT) - mean
+            x = since(chunks[i], anchor, FLOAT, FAR) - mean
             if i >= LATER or (VEC > 1 and i == 0):
                 x = tl.where(_inside(i * BLOCK + columns, head, end, VEC), x, 0.0)
             totals += x * x
@@ -188,7 +229,7 @@ def _norm_rows(
         for i in tl.static_range(CHUNKS):
             at = i * BLOCK + columns
             own = _inside(at, head, end, VEC)
-            y = _result(chunks[i], mean, factor, w_ptr, b_ptr, at - head, own)
+            y = _result(since(chunks[i], anchor, FLOAT, FAR), mean, factor, w_ptr, b_ptr, at - head, own)
             if i >= LATER or (VEC > 1 and i == 0):
                 y = tl.where(own, y, 0.0)
             tops = tl.maximum(tops, _magnitude(y))
@@ -196,11 +237,12 @@ def _norm_rows(
         tl.store(scale_ptr + rows[:, None], scale, mask=live)  # write M
     for i in tl.static_range(CHUNKS):
         at = i * BLOCK + columns
+        x = since(chunks[i], anchor, FLOAT, FAR)
         if AHEAD:
-            y = _normed(chunks[i], mean, factor, vectors[2 * i], vectors[2 * i + 1])
+            y = _normed(x, mean, factor, vectors[2 * i], vectors[2 * i + 1])
         else:
             own = _inside(at, head, end, VEC) if i >= LATER or (VEC > 1 and i == 0) else None
-            y = _result(chunks[i], mean, factor, w_ptr, b_ptr, at - head, own)
+            y = _result(x, mean, factor, w_ptr, b_ptr, at - head, own)
         if LIMIT > 0:
             y = _quantised(y, scale, y_ptr.dtype.element_ty, INTERPRETED)
         inside = live & _inside(at, first, last, VEC) if i >= LATER or (VEC > 1 and i == 0) else live
@@ -254,19 +296,23 @@ def _norm_across(
     at_y = begin_of(outer, inner, OUTERS, y_strides)
     begin = part * (CHUNKS * BLOCK)
     columns = begin + tl.arange(0, BLOCK)[None, :]  # [1, BLOCK]
+    FAR: tl.constexpr = far(TYPE, CENTRED)
+    step_x, step_r = tl.cast(x_strides[2], tl.int64) * ALIGN, tl.cast(r_strides[2], tl.int64) * ALIGN
+    anchor = anchor_of(x_ptr, r_ptr, at_x, at_r, step_x, step_r, N, live, FAR, SPAN > 1024)  # [ROWS, 1]
     chunks = ()
     for i in tl.static_range(CHUNKS):  # all of them before the first is stored
         at = (columns + i * BLOCK).to(tl.int64)
         inside = live & (columns + i * BLOCK < N)
-        to_x, to_r = at_x + at * (x_strides[2] * ALIGN), at_r + at * (r_strides[2] * ALIGN)
-        x = _row(x_ptr, r_ptr, to_x, to_r, inside)  # [ROWS, BLOCK]; read MN
+        x = _row(x_ptr, r_ptr, at_x + at * step_x, at_r + at * step_r, inside)  # [ROWS, BLOCK]; read MN
         chunks += (x,)
     if STEP < 2:
         totals = tl.zeros([ROWS, BLOCK], FLOAT)
         for i in tl.static_range(CHUNKS):
             if r_ptr is not None:
                 tl.store(sum_ptr + at_y + columns + i * BLOCK, chunks[i], mask=live & (columns + i * BLOCK < N))
-            x = chunks[i].to(FLOAT)
+            x = since(chunks[i], anchor, FLOAT, FAR)
+            if FAR:
+                x = tl.where(columns + i * BLOCK < N, x, 0.0)
             totals += x if CENTRED else x * x
         total = tl.sum(totals, 1)[:, None]  # [ROWS, 1]
         mean = tl.zeros([ROWS, 1], FLOAT)
@@ -274,7 +320,7 @@ def _norm_across(
             mean = total / tl.minimum(N - begin, SPAN)
             totals = tl.zeros([ROWS, BLOCK], FLOAT)
             for i in tl.static_range(CHUNKS):
-                x = tl.where(columns + i * BLOCK < N, chunks[i].to(FLOAT) - mean, 0.0)
+                x = tl.where(columns + i * BLOCK < N, since(chunks[i], anchor, FLOAT, FAR) - mean, 0.0)
                 totals += x * x
         squares = tl.sum(totals, 1)[:, None] if CENTRED else total
     row = outer * (INNER * ALIGN) + inner
@@ -303,13 +349,15 @@ def _norm_across(
             tops = tl.zeros([ROWS, BLOCK], tl.int64 if FLOAT == tl.float64 else tl.int32)
             for i in tl.static_range(CHUNKS):
                 inside = columns + i * BLOCK < N
-                y = _result(chunks[i], mean, factor, w_ptr, b_ptr, columns + i * BLOCK, inside)
+                x = since(chunks[i], anchor, FLOAT, FAR)
+                y = _result(x, mean, factor, w_ptr, b_ptr, columns + i * BLOCK, inside)
                 tops = tl.maximum(tops, _magnitude(tl.where(inside, y, 0.0)))
             scale = _scale_of(tl.max(tops, 1)[:, None], FLOAT, LIMIT)
             tl.store(scale_ptr + at_y // N, scale, mask=live)  # write M
         for i in tl.static_range(CHUNKS):
             inside = columns + i * BLOCK < N
-            y = _result(chunks[i], mean, factor, w_ptr, b_ptr, columns + i * BLOCK, inside)
+            x = since(chunks[i], anchor, FLOAT, FAR)
+            y = _result(x, mean, factor, w_ptr, b_ptr, columns + i * BLOCK, inside)
             if LIMIT > 0:
                 y = _quantised(y, scale, y_ptr.dtype.element_ty, INTERPRETED)
             tl.store(y_ptr + at_y + columns + i * BLOCK, y.to(y_ptr.dtype.element_ty), mask=live & inside)  # write MN
@@ -331,6 +379,8 @@ def _norm_looped(
     if r_ptr is not None:
         r_ptr += row * (r_stride * ALIGN)
         sum_ptr += row * N
+    FAR: tl.constexpr = far(x_ptr.dtype.element_ty, CENTRED)
+    anchor = anchor_of(x_ptr, r_ptr, 0, 0, 1, 1, N, row >= 0, FAR, True)
     count = tl.zeros([BLOCK], FLOAT)
     means = tl.zeros([BLOCK], FLOAT)
     totals = tl.zeros([BLOCK], FLOAT)
@@ -339,7 +389,7 @@ def _norm_looped(
         x = _row(x_ptr, r_ptr, at, at, at < N)
         if r_ptr is not None:
             tl.store(sum_ptr + at, x, mask=at < N)
-        x = x.to(FLOAT)
+        x = since(x, anchor, FLOAT, FAR)
         if CENTRED:  # each lane's mean and sum of squares around it, one number after another
             count += tl.where(at < N, 1.0, 0.0)
             away = tl.where(at < N, x - means, 0.0)
@@ -358,13 +408,15 @@ def _norm_looped(
         tops = tl.zeros([BLOCK], tl.int64 if FLOAT == tl.float64 else tl.int32)
         for start in range(0, N, BLOCK):
             at = start + columns
-            y = _result(_row(x_ptr, r_ptr, at, at, at < N), mean, factor, w_ptr, b_ptr, at, at < N)
+            x = since(_row(x_ptr, r_ptr, at, at, at < N), anchor, FLOAT, FAR)
+            y = _result(x, mean, factor, w_ptr, b_ptr, at, at < N)
             tops = tl.maximum(tops, tl.where(at < N, _magnitude(y), 0))
         scale = _scale_of(tl.max(tops, 0), FLOAT, LIMIT)
         tl.store(scale_ptr + row, scale)
     for start in range(0, N, BLOCK):
         at = start + columns
-        y = _result(_row(x_ptr, r_ptr, at, at, at < N), mean, factor, w_ptr, b_ptr, at, at < N)
+        x = since(_row(x_ptr, r_ptr, at, at, at < N), anchor, FLOAT, FAR)
+        y = _result(x, mean, factor, w_ptr, b_ptr, at, at < N)
         if LIMIT > 0:
             y = _quantised(y, scale, y_ptr.dtype.element_ty, INTERPRETED)
         tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=at < N)
@@ -453,22 +505,23 @@ def _put(ptr, y, at, low, high, VEC: tl.constexpr, EDGE: tl.constexpr):
 
 @triton.jit
 def _found(
-    x_ptr, r_ptr, at_x, at_r, low, high, TYPE: tl.constexpr, FLOAT: tl.constexpr, CENTRED: tl.constexpr,
+    x_ptr, r_ptr, at_x, at_r, anchor, low, high, TYPE: tl.constexpr, FLOAT: tl.constexpr, CENTRED: tl.constexpr,
     PAIRS: tl.constexpr, VEC: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """Of a part that nobody holds, the squares around its mean and its sum, by the steps of who holds it."""
+    FAR: tl.constexpr = far(TYPE, CENTRED)
     whole = tl.cdiv(high, VEC) * VEC
     total = tl.zeros([], FLOAT)
     if CENTRED:
         sums = tl.zeros([BLOCK], FLOAT)
         for at in range(0, CHUNKS * BLOCK, BLOCK):
             x = numbers(_tile(x_ptr, r_ptr, at_x + at, at_r + at, whole - at, BLOCK, PAIRS), TYPE, FLOAT, BLOCK)
-            sums += _own(x, 0.0, low - at, high - at, VEC > 1)
+            sums += _own(since(x, anchor, FLOAT, FAR), 0.0, low - at, high - at, FAR or VEC > 1)
         total = tl.sum(sums, 0)
     sums = tl.zeros([BLOCK], FLOAT)
     for at in range(0, CHUNKS * BLOCK, BLOCK):
         x = numbers(_tile(x_ptr, r_ptr, at_x + at, at_r + at, whole - at, BLOCK, PAIRS), TYPE, FLOAT, BLOCK)
-        x = _own(x, total / (high - low), low - at, high - at, CENTRED or VEC > 1)
+        x = _own(since(x, anchor, FLOAT, FAR), total / (high - low), low - at, high - at, CENTRED or VEC > 1)
         sums += x * x
     return tl.sum(sums, 0), total
 
@@ -501,6 +554,8 @@ def _norm_shared(
     at_x = row * (x_stride * ALIGN) // VEC * VEC + begin
     at_r = row * (r_stride * ALIGN) // VEC * VEC + begin
     to = row * N // VEC * VEC + begin
+    FAR: tl.constexpr = far(TYPE, CENTRED)
+    anchor = anchor_of(x_ptr, r_ptr, at_x - begin, at_r - begin, 1, 1, N, row >= 0, FAR, True)
     chunks = ()
     for i in tl.static_range(CHUNKS):  # all of them before the first is stored
         at = i * BLOCK
@@ -511,13 +566,13 @@ def _norm_shared(
             total = numbers(chunks[i], TYPE, TYPE, BLOCK)
             _put(sum_ptr + to, total, i * BLOCK, low, high, VEC, i == 0 or i >= CHUNKS - 2)  # write MN
         if CENTRED:
-            x = numbers(chunks[i], TYPE, FLOAT, BLOCK)
-            sums += _own(x, 0.0, low - i * BLOCK, high - i * BLOCK, VEC > 1 and (i == 0 or i >= CHUNKS - 2))
+            x = since(numbers(chunks[i], TYPE, FLOAT, BLOCK), anchor, FLOAT, FAR)
+            sums += _own(x, 0.0, low - i * BLOCK, high - i * BLOCK, FAR or (VEC > 1 and (i == 0 or i >= CHUNKS - 2)))
     total = tl.sum(sums, 0) if CENTRED else tl.zeros([], FLOAT)
     zero = tl.minimum(N, 0) & total.to(tl.int32)
     sums = tl.zeros([BLOCK], FLOAT)
     for i in tl.static_range(CHUNKS):
-        x = numbers(_anew(chunks[i], zero), TYPE, FLOAT, BLOCK)
+        x = since(numbers(_anew(chunks[i], zero), TYPE, FLOAT, BLOCK), anchor, FLOAT, FAR)
         x = _own(
             x, total / (high - low), low - i * BLOCK, high - i * BLOCK,
             CENTRED or (VEC > 1 and (i == 0 or i >= CHUNKS - 2)),
@@ -544,8 +599,8 @@ def _norm_shared(
         its_high = tl.minimum(head + N - there, SPAN)
         there -= begin
         square, sum_ = _found(
-            x_ptr, r_ptr, at_x + there, at_r + there, its_low, its_high, TYPE, FLOAT, CENTRED, PAIRS, VEC, BLOCK,
-            CHUNKS,
+            x_ptr, r_ptr, at_x + there, at_r + there, anchor, its_low, its_high, TYPE, FLOAT, CENTRED, PAIRS, VEC,
+            BLOCK, CHUNKS,
         )  # fmt: skip
         words = tl.where(lanes == missing, word_of(square), words)
         totals = tl.where(lanes == missing, word_of(sum_), totals) if CENTRED else words
@@ -563,7 +618,7 @@ def _norm_shared(
     for i in tl.static_range(CHUNKS):
         own = _inside(i * BLOCK + inner, low, high, VEC)
         columns = begin - head + zero * 16 + i * BLOCK + inner  # by 16 bytes at a time
-        y = numbers(_anew(chunks[i], zero), TYPE, FLOAT, BLOCK)
+        y = since(numbers(_anew(chunks[i], zero), TYPE, FLOAT, BLOCK), anchor, FLOAT, FAR)
         if AHEAD:
             w = numbers(next_w, W_TYPE, FLOAT, BLOCK)
             if i < CHUNKS - 1:

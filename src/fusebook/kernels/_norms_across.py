@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._norms import loaded, sum_both
+from ._norms import anchor_of, far, loaded, since, sum_both
 from ._operator import accumulated, empty, gpu, launch
 from ._rows import layout_of
 
@@ -70,6 +70,7 @@ def _norm_backward_across(
     STEP 0: all of a row; 1: what a part of SPAN columns adds to its statistics; 2: the rest by these.
     """
     FLOAT: tl.constexpr = tl.float64 if x_ptr.dtype.element_ty == tl.float64 else tl.float32
+    FAR: tl.constexpr = far(x_ptr.dtype.element_ty, CENTRED)
     N = N * ALIGN
     INNER = INNER * SIDE
     tiles = tl.cdiv(INNER, ROWS)
@@ -109,6 +110,9 @@ def _norm_backward_across(
         first = (tile % tiles * ROWS).to(tl.int64)
         x_tile = x_ptr + (outer * x_strides[0] * SIDE + first * x_strides[1])
         dy_tile = dy_ptr + (outer * dy_strides[0] * SIDE + first * dy_strides[1])
+        step_x = tl.cast(x_strides[2], tl.int64) * SIDE
+        at_x = lane.to(tl.int64) * x_strides[1] - begin.to(tl.int64) * step_x
+        anchor = anchor_of(x_tile, None, at_x, at_x, step_x, step_x, N, live, FAR, SPAN > 1024)  # [ROWS, 1]
         xs = ()
         dys = ()
         for i in tl.static_range(CHUNKS):  # all of them before the first is stored
@@ -122,7 +126,8 @@ def _norm_backward_across(
             if CENTRED:
                 for i in tl.static_range(CHUNKS):
                     w = _weight(ws, i, w_ptr, columns + i * BLOCK, N, KEEP).to(FLOAT)
-                    totals += xs[i].to(FLOAT)
+                    x = since(xs[i], anchor, FLOAT, FAR)
+                    totals += tl.where(columns + i * BLOCK < N, x, 0.0) if FAR else x
                     gs += dys[i].to(FLOAT) * w
                 total, g = _sums_of_rows(totals, gs, TOGETHER)
                 mean = total / tl.minimum(N - begin, SPAN)
@@ -130,7 +135,7 @@ def _norm_backward_across(
             products = squares
             for i in tl.static_range(CHUNKS):
                 w = _weight(ws, i, w_ptr, columns + i * BLOCK, N, KEEP).to(FLOAT)
-                x = xs[i].to(FLOAT)
+                x = since(xs[i], anchor, FLOAT, FAR)
                 if CENTRED:
                     x = tl.where(columns + i * BLOCK < N, x - mean, 0.0)
                 squares += x * x
@@ -173,7 +178,7 @@ def _norm_backward_across(
             for i in tl.static_range(CHUNKS):
                 inside = live & (columns + i * BLOCK < N)
                 w = _weight(ws, i, w_ptr, columns + i * BLOCK, N, KEEP).to(FLOAT)
-                x = xs[i].to(FLOAT)
+                x = since(xs[i], anchor, FLOAT, FAR)
                 dy = dys[i].to(FLOAT)
                 n = (x - mean if CENTRED else x) * factor
                 if DW:

@@ -31,7 +31,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._norms import add_both, board_of, check_norm, loaded, parts_of, sum_both
+from ._norms import add_both, anchor_of, board_of, check_norm, far, loaded, parts_of, sum_both
 from ._norms_across import LEAST_EPS, across_into, places_of, planned
 from ._operator import Operator, accumulated, contiguous, empty, gpu, launch, overlapping
 from ._rows import aligned, in_rows, layout_of, leave, rows_in, word_of
@@ -73,6 +73,18 @@ def _at(rows, columns, strides, ALIGN: tl.constexpr, APART: tl.constexpr):
 
 
 @triton.jit
+def _anchor_of(
+    x_ptr, rows, M, N, x_stride, ALIGN: tl.constexpr, APART: tl.constexpr, FAR: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """What `rows` [ROWS, 1] are taken relative to."""
+    if APART:
+        at, step = _at(rows, tl.zeros([1, 1], tl.int32), x_stride, ALIGN, APART), x_stride[3]
+    else:
+        at, step = rows * (x_stride * ALIGN), 1
+    return anchor_of(x_ptr, None, at, at, step, step, N, rows < M, FAR, BLOCK > 1024)
+
+
+@triton.jit
 def _norm_backward(
     dx_ptr, sums_ptr, dw_ptr, db_ptr, x_ptr, dy_ptr, dtotal_ptr, w_ptr, M, N, dx_stride, x_stride, dy_stride,
     dtotal_stride, GROUPS,
@@ -96,11 +108,19 @@ def _norm_backward(
     w = loaded(w_ptr, columns, mine, 1.0)  # [1, BLOCK]
     dw = tl.zeros([ROWS, BLOCK], FLOAT)
     db = tl.zeros([ROWS, BLOCK], FLOAT)
+    FAR: tl.constexpr = far(x_ptr.dtype.element_ty, CENTRED)
+    lane = tl.arange(0, ROWS)[:, None]  # [ROWS, 1]
+    next_anchor = _anchor_of(x_ptr, group.to(tl.int64) * ROWS + lane, M, N, x_stride, ALIGN, APART, FAR, BLOCK)
     for start in tl.range(group * ROWS, M, GROUPS * ROWS, num_stages=STAGES):
         row = tl.zeros([], tl.int64) + start
-        rows = (row + tl.arange(0, ROWS))[:, None]  # [ROWS, 1]
+        rows = row + lane  # [ROWS, 1]
         own = mine & (rows < M)
-        x = tl.load(x_ptr + _at(rows, columns, x_stride, ALIGN, APART), mask=own, other=0.0).to(FLOAT)  # read MN
+        x = tl.load(x_ptr + _at(rows, columns, x_stride, ALIGN, APART), mask=own, other=0.0)  # read MN
+        if FAR:
+            x = tl.where(own, x - next_anchor, 0.0)
+            later = rows + GROUPS * ROWS  # whose anchors arrive while these rows are computed
+            next_anchor = _anchor_of(x_ptr, later, M, N, x_stride, ALIGN, APART, FAR, BLOCK)
+        x = x.to(FLOAT)
         dy = tl.load(dy_ptr + _at(rows, columns, dy_stride, ALIGN, APART), mask=own, other=0.0).to(FLOAT)  # read MN
         squares, products, total, gs = _sums(x, dy * w.to(FLOAT), own, N, 1, CENTRED, TOGETHER, share)
         factor = 1 / tl.sqrt(_mean(squares, N, share) + EPS)  # [ROWS]
@@ -204,6 +224,13 @@ def _met(squares, products, totals, gs, FLOAT: tl.constexpr):
 
 
 @triton.jit
+def _anchor_in(x_ptr, row, M, N, x_stride, FAR: tl.constexpr):
+    """What one row is taken relative to."""
+    at = row * x_stride
+    return anchor_of(x_ptr, None, at, at, 1, 1, N, row < M, FAR, True)
+
+
+@triton.jit
 def _norm_backward_shared(
     dx_ptr, sums_ptr, board_ptr, x_ptr, dy_ptr, dtotal_ptr, w_ptr, M, N, x_stride, dy_stride, dtotal_stride,
     GROUPS, SPAN, PARTS, PROCESSORS,
@@ -231,6 +258,10 @@ def _norm_backward_shared(
     rest = tl.where(row < M, count, 0)
     x = loaded(x_ptr + (row * (x_stride * ALIGN) + begin), inner, inner < rest, 0.0)
     dy = loaded(dy_ptr + (row * (dy_stride * ALIGN) + begin), inner, inner < rest, 0.0)
+    FAR: tl.constexpr = far(TYPE, CENTRED)
+    anchor = _anchor_in(x_ptr, row, M, N, x_stride * ALIGN, FAR)
+    if FAR:
+        x = tl.where(own, x - anchor, 0.0)
     g = dy.to(FLOAT) * weight.to(FLOAT)
     one, two, three, four = _sums(x.to(FLOAT), g, own, count, 0, CENTRED, TRIES > 0)
     if LATE:
@@ -243,6 +274,9 @@ def _norm_backward_shared(
         next_x = loaded(x_ptr + (later * (x_stride * ALIGN) + begin), inner, inner < rest, 0.0)  # read MN
         next_dy = loaded(dy_ptr + (later * (dy_stride * ALIGN) + begin), inner, inner < rest, 0.0)  # read MN
         at = board_ptr + row * (PARTS * WORDS)
+        if FAR:
+            next_anchor = _anchor_in(x_ptr, later, M, N, x_stride * ALIGN, FAR)
+            next_x = tl.where(own, next_x - next_anchor, 0.0)
         w = weight.to(FLOAT)
         g = next_dy.to(FLOAT) * w
         one, two, three, four = _sums(next_x.to(FLOAT), g, own, count, 0, CENTRED, TRIES > 0)
@@ -264,6 +298,8 @@ def _norm_backward_shared(
                         there = missing * SPAN
                         many = tl.minimum(N - there, SPAN)
                         its_x = loaded(x_ptr + (row * (x_stride * ALIGN) + there), inner, inner < many, 0.0)
+                        if FAR:
+                            its_x = tl.where(inner < many, its_x - anchor, 0.0)
                         its_dy = loaded(dy_ptr + (row * (dy_stride * ALIGN) + there), inner, inner < many, 0.0)
                         its_weight = loaded(w_ptr, there + inner, inner < many, 1.0)
                         g = its_dy.to(FLOAT) * its_weight.to(FLOAT)
@@ -307,6 +343,8 @@ def _norm_backward_shared(
         tl.store(dx_ptr + row * N + begin + inner, dx.to(TYPE), mask=own)  # write MN
         x = next_x
         dy = next_dy
+        if FAR:
+            anchor = next_anchor
     if sums_ptr is not None:
         sums_ptr += group.to(tl.int64) * N + begin
     if DW:
