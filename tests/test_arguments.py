@@ -127,6 +127,7 @@ LOSS = {"reduction": "mean", "ignore_index": -100, "label_smoothing": 0.1, "z_lo
 RIGHT = {
     "multiply": ([X, X], {}),
     "double": ([X], {}),
+    "silu_mul": ([X, X], {}),
     "add_add_multiply": ([X, X, X, X], {}),
     "softmax": ([X, -1], {}),
     "softmax_backward": ([X, X, -1], {}),

@@ -22,6 +22,7 @@ MEANING = {
     "add_sub": (lambda x, y: (x + y, x - y), 2),
     "multiply_add": (lambda x, y, z: x * y + z, 3),
     "silu": (torch.nn.functional.silu, 1),
+    "silu_mul": (lambda x, y: torch.nn.functional.silu(x) * y, 2),
     "add_add_multiply": (lambda x, y, z, w: (x + y + z) * w, 4),
     "exp": (torch.exp, 1),
 }
@@ -229,6 +230,8 @@ def test_special_numbers(name, device):
         assert torch.equal(a.isnan(), c.isnan())
         assert torch.equal(a.isinf(), c.isinf())
         fine = c.isfinite() & (b.abs() > 1e-37)
+        if name == "silu_mul":  # its first factor is zero below that as well
+            fine &= torch.nn.functional.silu(operands[0].double()).abs() > 1e-37
         # Where fma does not round once, as in the interpreter, exp cannot correct its argument.
         torch.testing.assert_close(a[fine], b[fine].float(), rtol=1e-6 if device == "cuda" else 1e-5, atol=0)
 
@@ -323,8 +326,31 @@ def test_gradients(name, device):
     operands = [x.requires_grad_() for x in operands]
     function = getattr(fusebook, name)
     assert torch.autograd.gradcheck(function, operands)
-    if name in ("multiply", "silu"):  # of the others the gradients are made of the same operations
+    if name in ("multiply", "silu", "silu_mul"):  # of the others the gradients are made of the same operations
         assert torch.autograd.gradgradcheck(function, operands)
+
+
+@pytest.mark.parametrize("dtype", FLOATING, ids=lambda dtype: str(dtype)[6:])
+def test_the_gradients_of_a_gate_are_rounded_once_by_one_kernel(dtype, device, monkeypatch):
+    """Of halves of one matrix too, as a layer of both has them, and of batches."""
+    both, dy = drawn((6, 80), (6, 40), device=device, dtype=dtype)
+    both[0] *= 100
+    exact = [t.double().requires_grad_() for t in both.chunk(2, -1)]
+    want = torch.nn.functional.silu(exact[0]) * exact[1]
+    right = torch.autograd.grad(want, exact, dy.double())
+    given = [t.detach().requires_grad_() for t in both.chunk(2, -1)]
+    launched, launch = [], elementwise.launch
+    monkeypatch.setattr(elementwise, "launch", lambda *args, **how: launched.append(args[0]) or launch(*args, **how))
+    y = fusebook.silu_mul(*given)
+    got = torch.autograd.grad(y, given, dy)
+    assert len(launched) <= 2
+    step = 2 if dtype == torch.bfloat16 else 1 if dtype == torch.float16 else 8  # interpreted, bfloat16 is cut off
+    for a, b in zip((y, *got), (want, *right), strict=True):
+        assert a.dtype == dtype
+        torch.testing.assert_close(a.double(), b, rtol=step * torch.finfo(dtype).eps, atol=1e-7)
+    grad = torch.func.grad(lambda gate, up, d: (fusebook.silu_mul(gate, up) * d).sum(), argnums=(0, 1))
+    for a, b in zip(torch.func.vmap(grad)(*given, dy), got, strict=True):
+        torch.testing.assert_close(a, b)
 
 
 def test_the_gradient_of_one_of_two_results(device):

@@ -17,7 +17,10 @@ from fusebook.inputs import rough
 from fusebook.kernels import elementwise as ours
 from fusebook.op import Cost, Dims, Op, Variant
 
-__all__ = ["ADD_ADD_MULTIPLY", "ADD_SUB", "DOUBLE", "EXP", "MULTIPLY", "MULTIPLY_ADD", "PAGE", "SILU", "cuda_source"]
+__all__ = [
+    "ADD_ADD_MULTIPLY", "ADD_SUB", "DOUBLE", "EXP", "MULTIPLY", "MULTIPLY_ADD", "PAGE", "SILU", "SILU_MUL",
+    "cuda_source",
+]  # fmt: skip
 
 #: The page that tells of them.
 PAGE = 101
@@ -154,6 +157,7 @@ def _onnx_model(chain: Sequence[tuple[str, str, str]], operands: str, dtype: tor
 _CHAINS = {
     "multiply_add": ("x y z", (("Mul", "x y", "product"), ("Add", "product z", "out"))),
     "silu": ("x", (("Sigmoid", "x", "gate"), ("Mul", "x gate", "out"))),
+    "silu_mul": ("x y", (("Sigmoid", "x", "gate"), ("Mul", "x gate", "silu"), ("Mul", "silu y", "out"))),
     "add_add_multiply": ("x y z w", (("Add", "x y", "two"), ("Add", "two z", "three"), ("Mul", "three w", "out"))),
 }
 
@@ -175,6 +179,16 @@ def _onnx(name: str, cost: Any) -> Variant:
     return Variant(
         lambda bound: bound()["out"], cost=cost, needs=("cuda", "onnxruntime", "onnx"), prepare=prepare
     )  # fmt: skip
+
+
+def _liger_silu_mul(x: Tensor, y: Tensor) -> Tensor:
+    from liger_kernel.ops.swiglu import LigerSiLUMulFunction
+
+    if x.shape != y.shape or not x.numel():
+        raise NotImplementedError(f"Liger takes two tensors of one shape, got {list(x.shape)} and {list(y.shape)}")
+    if x.dtype == torch.float64:
+        raise NotImplementedError("Liger computes in float32, got float64")
+    return LigerSiLUMulFunction.apply(x, y)
 
 
 def _with(M: int, N: int, y: str = "matrix") -> dict[str, int | str]:
@@ -313,6 +327,24 @@ SILU = Op(
     draw=_draw,
     edges=_ONE_EDGES,
     rows=(0,),
+)
+SILU_MUL = Op(
+    name="silu_mul",
+    reference=ours.silu_mul_eager,
+    make=_make_two,
+    cost=_moving(1, 1, 5, others=1),
+    variants={
+        "eager": Variant(ours.silu_mul_eager, cost=_moving(4, 3, 5, others=1), needs=()),
+        "torch": Variant(lambda x, y: torch.nn.functional.silu(x) * y, cost=_moving(2, 2, 5, others=1), needs=()),
+        "torch.compile": _torch_compile(ours.silu_mul_eager),
+        "ONNX Runtime": _onnx("silu_mul", None),
+        "fusebook": Variant(ours.silu_mul, needs=()),
+        "Liger": Variant(_liger_silu_mul, needs=("cuda", "liger_kernel")),
+    },
+    configs=_SEVERAL,
+    draw=_draw_two,
+    edges=_SEVERAL_EDGES,
+    rows=(0, 1),
 )
 ADD_ADD_MULTIPLY = Op(
     name="add_add_multiply",

@@ -7,6 +7,7 @@ For operands that broadcast against each other, element by element,
     add_sub             x + y and x - y
     multiply_add        x * y + z
     silu                x * sigmoid(x)
+    silu_mul            x * sigmoid(x) * y
     add_add_multiply    (x + y + z) * w
     exp                 exp(x)
 
@@ -42,7 +43,7 @@ from ._operator import Operator, empty, empty_like, gpu, launch
 
 __all__ = [
     "add_add_multiply", "add_add_multiply_eager", "add_sub", "add_sub_eager", "double", "exp", "multiply",
-    "multiply_add", "multiply_add_eager", "silu", "silu_eager",
+    "multiply_add", "multiply_add_eager", "silu", "silu_eager", "silu_mul", "silu_mul_eager",
 ]  # fmt: skip
 
 # The unfused chains --------------------------------------------------------------------------------------------------
@@ -91,6 +92,20 @@ def silu_eager(x: Tensor) -> Tensor:
     """
     gate = torch.sigmoid(x)  # read SIZE, write SIZE
     return x * gate  # read 2 SIZE, write SIZE
+
+
+def silu_mul_eager(gate: Tensor, up: Tensor) -> Tensor:
+    """``silu(gate) * up``, one operation after another: what fusing saves.
+
+    Parameters
+    ----------
+    gate, up : torch.Tensor
+
+    Returns
+    -------
+    torch.Tensor
+    """
+    return silu_eager(gate) * up  # and read 2 SIZE, write SIZE
 
 
 def add_add_multiply_eager(x: Tensor, y: Tensor, z: Tensor, w: Tensor) -> Tensor:
@@ -160,6 +175,24 @@ def _silu(x):
 @triton.jit
 def _silu_of_halves(x):
     return (x / (1 + tl.exp2(x * -1.4426950408889634)),)
+
+
+@triton.jit
+def _silu_mul(x, y):
+    return (x / (1 + _exp(-x)) * y,)
+
+
+@triton.jit
+def _silu_mul_of_halves(x, y):
+    return (x / (1 + tl.exp2(x * -1.4426950408889634)) * y,)
+
+
+@triton.jit
+def _silu_mul_backward(x, y, d):
+    """The gradients of both operands, given that of the result."""
+    s = 1 / (1 + _exp(-x))
+    silu = x * s
+    return d * y * (s + silu * (1 - s)), d * silu
 
 
 @triton.jit
@@ -410,12 +443,27 @@ def _silu_gradient(x: Tensor, dy: Tensor) -> tuple[Tensor]:
     return (dy * gate * (1 + x * (1 - gate)),)
 
 
+def _silu_mul_gradients(x: Tensor, y: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
+    """In one pass as well: it is an expression of its own."""
+    return _OPERATORS["silu_mul_backward"].call(x, y, d)  # type: ignore[no-any-return]
+
+
+def _silu_mul_second(x: Tensor, y: Tensor, d: Tensor, p: Tensor, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of the gradients, which are ``d * y * first`` and ``d * x * s``."""
+    s = torch.sigmoid(x)
+    first = s * (1 + x * (1 - s))
+    second = s * (1 - s) * (2 + x * (1 - 2 * s))
+    return p * d * y * second + q * d * first, p * d * first, p * y * first + q * x * s
+
+
 _EXPRESSIONS = {
     "multiply": Expression(_multiply, "xy", 1, lambda x, y, d: (d * y, d * x)),
     "double": Expression(_double, "x", 1, lambda x, d: (d + d,)),
     "add_sub": Expression(_add_sub, "xy", 2, lambda x, y, d, e: (d + e, d - e)),
     "multiply_add": Expression(_multiply_add, "xyz", 1, lambda x, y, z, d: (d * y, d * x, d)),
     "silu": Expression(_silu, "x", 1, _silu_gradient, of_halves=_silu_of_halves),
+    "silu_mul": Expression(_silu_mul, "xy", 1, _silu_mul_gradients, of_halves=_silu_mul_of_halves),
+    "silu_mul_backward": Expression(_silu_mul_backward, "xyd", 2, _silu_mul_second),
     "add_add_multiply": Expression(
         _add_add_multiply, "xyzw", 1, lambda x, y, z, w, d: (d * w, d * w, d * w, d * (x + y + z))
     ),
@@ -586,6 +634,22 @@ def multiply_add(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
 def silu(x: Tensor) -> Tensor:
     """``x * sigmoid(x)``, in one pass. What it takes, returns and refuses is as of `multiply`."""
     return _OPERATORS["silu"].call(x)
+
+
+def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    """``silu(gate) * up`` of two tensors, in one pass: what `swiglu` does to its products.
+
+    It is for layers that make both by other means: with adapters, of quantised weights, or shared by several GPUs.
+    What it takes, returns and refuses is as of `multiply`. Its gradients are one pass as well.
+
+    Examples
+    --------
+    >>> import fusebook, torch
+    >>> both = torch.nn.Linear(64, 2 * 96, device="cuda")(torch.randn(8, 64, device="cuda"))  # doctest: +SKIP
+    >>> fusebook.silu_mul(*both.chunk(2, -1)).shape  # doctest: +SKIP
+    torch.Size([8, 96])
+    """
+    return _OPERATORS["silu_mul"].call(gate, up)
 
 
 def add_add_multiply(x: Tensor, y: Tensor, z: Tensor, w: Tensor) -> Tensor:
