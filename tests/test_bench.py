@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import gc
+import itertools
 import math
 import time
 import types
@@ -118,6 +119,16 @@ def test_what_works_in_place_on_copies_is_checked_where_they_are_new(seconds):
     fields = {"prepare": lambda x: (x.clone(),)}
     assert row(toy(cheat=variant(doubled, in_place=True, **fields)))["status"] == "ok"
     assert_caught(row(toy(cheat=variant(doubled, **fields))), "wrong", "above the limit")
+
+
+def test_the_worst_of_several_calls_is_the_one_that_comes_nearest_to_its_limit(monkeypatch):
+    """Values decide the limit as well, which is wider where float32 rounds more."""
+    verdicts = [check.Verdict(0.2, 0.25), check.Verdict(0.9e-5, 1e-5), check.Verdict(0.1, 0.25)]
+    for order in itertools.permutations(verdicts):
+        told = iter(order)
+        monkeypatch.setattr(bench, "_judged", lambda *_, told=told: next(told))
+        data = bench._Data.make(toy(), torch.float32, {"M": 3, "N": 5}, "cpu")
+        assert bench._verify(toy().variants["honest"], data)[0] == verdicts[1]
 
 
 def test_memory_is_poisoned_before_every_call(monkeypatch):

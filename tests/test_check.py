@@ -155,6 +155,20 @@ def test_what_overflows_in_the_dtype_may_be_infinite():
     assert yard.score(torch.tensor([[60000.0, 2.0]], dtype=torch.float16)) == math.inf
 
 
+@pytest.mark.parametrize("other", [math.inf, -math.inf, math.nan])
+def test_what_is_not_finite_makes_no_score_of_the_rest_of_its_row_smaller(other):
+    """Neither where it is part of the reference, nor where it is what the dtype makes of it."""
+    row = torch.tensor([[3.0, 0.0, 4.0, -5.0]])
+    wrong = row + torch.tensor([[0.0, 1e-3, 0.0, 0.0]])
+    score = verdict(wrong, row)
+    beside = torch.full((1, 12), other)
+    assert verdict(torch.cat([wrong, beside], 1), torch.cat([row, beside], 1)) == pytest.approx(score, rel=1e-6)
+    if not math.isnan(other):
+        overflown = torch.full((1, 12), math.copysign(1e300, other), dtype=torch.float64)
+        got, want = torch.cat([wrong, beside], 1), torch.cat([row.double(), overflown], 1)
+        assert check._distance(got, want) == pytest.approx(score, rel=1e-6)
+
+
 def test_below_the_normal_range_one_step_of_the_dtype_is_right_and_two_are_not():
     """The gradient of a mean over a million rows lies there in float16; rounded as it should be, it was wrong."""
     step = torch.finfo(torch.float16).smallest_normal * torch.finfo(torch.float16).eps

@@ -45,6 +45,18 @@ def test_what_was_written_is_read(frame, file, tmp_path):
     assert again["note"].iloc[1] == frame["note"].iloc[1]
 
 
+def test_numbers_are_written_in_six_digits_but_for_counts_that_are_exact(frame, tmp_path):
+    """A count beyond 2**53 is none: float64 does not tell it from its neighbours."""
+    written = {2.0**53 - 1: "9007199254740991", 2.0**53: "9.0072e+15", -(2.0**60): "-1.15292e+18", 1e300: "1e+300"}
+    written |= {0.1 + 0.2: "0.3", 1234567.25: "1.23457e+06", 3e9: "3000000000", -4.0: "-4"}
+    values = list(written)
+    rows = frame.iloc[[0] * len(values)].assign(N=range(len(values)), moved_bytes=values)
+    rows.attrs.update(frame.attrs)
+    with open(record.write(rows, tmp_path), newline="") as lines:
+        next(lines)  # what the file says of itself
+        assert [row["moved_bytes"] for row in csv.DictReader(lines)] == list(written.values())
+
+
 def test_writing_again_replaces_the_same_points_and_keeps_the_others(frame, file, tmp_path):
     frame.loc[:, "call_us"] = 12345.0
     record.write(frame[frame["N"] == 16].copy(), tmp_path)
