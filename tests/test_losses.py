@@ -272,6 +272,26 @@ def test_nothing_to_learn_is_nan_and_has_no_gradient():
     assert fusebook.cross_entropy(x[:0], target[:0], reduction="none").shape == (0,)
 
 
+@DTYPES
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_an_ignored_row_has_no_gradient_whatever_the_gradient_of_its_loss(reduction, dtype):
+    """A mask that divides by the number of rows that count, for one, has infinity there."""
+    x, target, _ = drawn(4, 37, dtype)
+    head = torch.ones(37, 37, device=DEVICE, dtype=dtype)
+    for number in (math.nan, math.inf):
+        for loss_of in (
+            fusebook.cross_entropy,
+            lambda h, *rest, **how: fusebook.linear_cross_entropy(h, head, *rest, **how),
+        ):
+            own = x.clone().requires_grad_()
+            loss = loss_of(own, target, reduction=reduction)
+            g = torch.full_like(loss, number)
+            if reduction == "none":
+                g = torch.where(target == -100, g, 1.0)
+            (got,) = torch.autograd.grad(loss, own, g)
+            assert not got[2].any() and (reduction == "mean" or got.isfinite().all())
+
+
 X, TARGET = torch.zeros(3, 5, device=DEVICE), torch.zeros(3, dtype=torch.int64, device=DEVICE)
 REFUSED = {
     "probabilities": (TypeError, "target to be int64 or int32", (X, X)),

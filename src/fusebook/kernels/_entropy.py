@@ -597,7 +597,8 @@ def _times(dx_ptr, scale_ptr, TILES, N, dx_stride, SCALE_STEP, BLOCK: tl.constex
             columns = tile % across * BLOCK + tl.arange(0, BLOCK)
             scale = tl.load(scale_ptr + row * SCALE_STEP)
             at = dx_ptr + row * dx_stride + columns
-            dx = tl.load(at, mask=columns < N).to(scale.dtype) * scale
+            dx = tl.load(at, mask=columns < N).to(scale.dtype)
+            dx = tl.where(dx == 0, dx, dx * scale)  # a row that is ignored has no gradient, whatever its factor
             tl.store(at, dx.to(dx_ptr.dtype.element_ty), mask=columns < N)
 
 
