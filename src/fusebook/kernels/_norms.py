@@ -179,7 +179,7 @@ def _norm_rows(
     last = end // VEC * VEC
 
     FAR: tl.constexpr = far(TYPE, CENTRED)
-    anchor = anchor_of(x_ptr, r_ptr, at_x, at_r, 1, 1, N, live, FAR, BLOCK * CHUNKS > 1024)  # [ROWS, 1]
+    anchor = anchor_of(x_ptr, r_ptr, at_x, at_r, 1, 1, N, live, FAR, BLOCK * CHUNKS > 4096)  # [ROWS, 1]
     chunks = ()
     vectors = ()
     totals = tl.zeros([ROWS, BLOCK], FLOAT)
@@ -298,7 +298,7 @@ def _norm_across(
     columns = begin + tl.arange(0, BLOCK)[None, :]  # [1, BLOCK]
     FAR: tl.constexpr = far(TYPE, CENTRED)
     step_x, step_r = tl.cast(x_strides[2], tl.int64) * ALIGN, tl.cast(r_strides[2], tl.int64) * ALIGN
-    anchor = anchor_of(x_ptr, r_ptr, at_x, at_r, step_x, step_r, N, live, FAR, SPAN > 1024)  # [ROWS, 1]
+    anchor = anchor_of(x_ptr, r_ptr, at_x, at_r, step_x, step_r, N, live, FAR, STEP > 0)  # [ROWS, 1]
     chunks = ()
     for i in tl.static_range(CHUNKS):  # all of them before the first is stored
         at = (columns + i * BLOCK).to(tl.int64)

@@ -112,7 +112,7 @@ def _norm_backward_across(
         dy_tile = dy_ptr + (outer * dy_strides[0] * SIDE + first * dy_strides[1])
         step_x = tl.cast(x_strides[2], tl.int64) * SIDE
         at_x = lane.to(tl.int64) * x_strides[1] - begin.to(tl.int64) * step_x
-        anchor = anchor_of(x_tile, None, at_x, at_x, step_x, step_x, N, live, FAR, SPAN > 1024)  # [ROWS, 1]
+        anchor = anchor_of(x_tile, None, at_x, at_x, step_x, step_x, N, live, FAR, STEP > 0)  # [ROWS, 1]
         xs = ()
         dys = ()
         for i in tl.static_range(CHUNKS):  # all of them before the first is stored

@@ -73,15 +73,10 @@ def _at(rows, columns, strides, ALIGN: tl.constexpr, APART: tl.constexpr):
 
 
 @triton.jit
-def _anchor_of(
-    x_ptr, rows, M, N, x_stride, ALIGN: tl.constexpr, APART: tl.constexpr, FAR: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
-    """What `rows` [ROWS, 1] are taken relative to."""
-    if APART:
-        at, step = _at(rows, tl.zeros([1, 1], tl.int32), x_stride, ALIGN, APART), x_stride[3]
-    else:
-        at, step = rows * (x_stride * ALIGN), 1
-    return anchor_of(x_ptr, None, at, at, step, step, N, rows < M, FAR, BLOCK > 1024)
+def _anchors_of(x_ptr, rows, M, N, x_stride, ALIGN: tl.constexpr, APART: tl.constexpr, FAR: tl.constexpr):
+    """What `rows` [ROWS, 1], which are not wide, are taken relative to."""
+    at = _at(rows, tl.zeros([1, 1], tl.int32), x_stride, ALIGN, APART)
+    return anchor_of(x_ptr, None, at, at, 1, 1, N, rows < M, FAR, False)
 
 
 @triton.jit
@@ -110,7 +105,7 @@ def _norm_backward(
     db = tl.zeros([ROWS, BLOCK], FLOAT)
     FAR: tl.constexpr = far(x_ptr.dtype.element_ty, CENTRED)
     lane = tl.arange(0, ROWS)[:, None]  # [ROWS, 1]
-    next_anchor = _anchor_of(x_ptr, group.to(tl.int64) * ROWS + lane, M, N, x_stride, ALIGN, APART, FAR, BLOCK)
+    next_anchor = _anchors_of(x_ptr, group.to(tl.int64) * ROWS + lane, M, N, x_stride, ALIGN, APART, FAR)
     for start in tl.range(group * ROWS, M, GROUPS * ROWS, num_stages=STAGES):
         row = tl.zeros([], tl.int64) + start
         rows = row + lane  # [ROWS, 1]
@@ -119,7 +114,7 @@ def _norm_backward(
         if FAR:
             x = tl.where(own, x - next_anchor, 0.0)
             later = rows + GROUPS * ROWS  # whose anchors arrive while these rows are computed
-            next_anchor = _anchor_of(x_ptr, later, M, N, x_stride, ALIGN, APART, FAR, BLOCK)
+            next_anchor = _anchors_of(x_ptr, later, M, N, x_stride, ALIGN, APART, FAR)
         x = x.to(FLOAT)
         dy = tl.load(dy_ptr + _at(rows, columns, dy_stride, ALIGN, APART), mask=own, other=0.0).to(FLOAT)  # read MN
         squares, products, total, gs = _sums(x, dy * w.to(FLOAT), own, N, 1, CENTRED, TOGETHER, share)
