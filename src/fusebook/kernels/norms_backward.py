@@ -105,16 +105,13 @@ def _norm_backward(
     db = tl.zeros([ROWS, BLOCK], FLOAT)
     FAR: tl.constexpr = far(x_ptr.dtype.element_ty, CENTRED)
     lane = tl.arange(0, ROWS)[:, None]  # [ROWS, 1]
-    next_anchor = _anchors_of(x_ptr, group.to(tl.int64) * ROWS + lane, M, N, x_stride, ALIGN, APART, FAR)
     for start in tl.range(group * ROWS, M, GROUPS * ROWS, num_stages=STAGES):
         row = tl.zeros([], tl.int64) + start
         rows = row + lane  # [ROWS, 1]
         own = mine & (rows < M)
         x = tl.load(x_ptr + _at(rows, columns, x_stride, ALIGN, APART), mask=own, other=0.0)  # read MN
         if FAR:
-            x = tl.where(own, x - next_anchor, 0.0)
-            later = rows + GROUPS * ROWS  # whose anchors arrive while these rows are computed
-            next_anchor = _anchors_of(x_ptr, later, M, N, x_stride, ALIGN, APART, FAR)
+            x = tl.where(own, x - _anchors_of(x_ptr, rows, M, N, x_stride, ALIGN, APART, FAR), 0.0)
         x = x.to(FLOAT)
         dy = tl.load(dy_ptr + _at(rows, columns, dy_stride, ALIGN, APART), mask=own, other=0.0).to(FLOAT)  # read MN
         squares, products, total, gs = _sums(x, dy * w.to(FLOAT), own, N, 1, CENTRED, TOGETHER, share)
