@@ -33,6 +33,8 @@ from fusebook.kernels.elementwise import (
     multiply_add_eager,
     silu,
     silu_eager,
+    silu_mul,
+    silu_mul_eager,
 )
 from fusebook.kernels.elementwise import double as double
 from fusebook.kernels.elementwise import exp as exp
@@ -105,6 +107,8 @@ __all__ = [
     "scatter_nd_of_shape",
     "silu",
     "silu_eager",
+    "silu_mul",
+    "silu_mul_eager",
     "softmax",
     "softmax_backward",
     "softmax_backward_eager",
