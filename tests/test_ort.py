@@ -378,6 +378,33 @@ def test_a_module_exports_to_our_nodes(device):
         torch.testing.assert_close(y, Module()(indices, updates))
 
 
+SCATTERS = {
+    "scatter_nd": lambda r, i, u: fusebook.scatter_nd_of_shape((r.shape[0], *u.shape[1:]), i, u),
+    "masked": lambda r, i, u: fusebook.masked_scatter_nd_of_shape((r.shape[0], *u.shape[1:]), i, u, masked_value=1),
+    "two components": lambda r, i, u: fusebook.scatter_nd_of_shape((r.shape[0], 3, *u.shape[1:]), i.expand(-1, 2), u),
+    "fixed": lambda r, i, u: fusebook.scatter_nd_of_shape((5, 8), i, u),
+    "embedding": lambda r, i, u: fusebook.embedding_backward(u, i[:, 0], r.shape[0], padding_idx=0),
+}
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("name", SCATTERS)
+def test_scatters_export_with_symbolic_sizes(name, strict, device):
+    class Scatter(torch.nn.Module):
+        def forward(self, *args):
+            return SCATTERS[name](*args)
+
+    def inputs_of(R, D, n):
+        return tuple(x.to(device) for x in (torch.ones(R, 1), torch.arange(n)[:, None] % 3, torch.randn(n, D)))
+
+    sizes = [torch.export.Dim(letter) for letter in "RDn"]
+    dynamic = ({0: sizes[0]}, {0: sizes[2]}, {0: sizes[2]} if name == "fixed" else {0: sizes[2], 1: sizes[1]})
+    program = torch.export.export(Scatter(), inputs_of(7, 8, 4), dynamic_shapes={"args": dynamic}, strict=strict)
+    for R, D, n in ((7, 8, 4), (4, 8, 6), (5, 8, 9)) if name == "fixed" else ((7, 8, 4), (4, 6, 9), (9, 1, 2)):
+        given = inputs_of(R, D, n)
+        torch.testing.assert_close(program.module()(*given), SCATTERS[name](*given))
+
+
 def changed(change):
     """The standard chain, with a change that makes it mean something else."""
     proto = onnx.ModelProto.FromString(_onnx_model(torch.float32).SerializeToString())

@@ -109,7 +109,7 @@ def _sizes_of(shape: Sequence[Any], letters: Sequence[Any], known: dict[Any, Any
             size -= int(rule.removeprefix("+ ")) if rule.startswith("+") else 0
             if size < int(rule == "> 0") or size != found.setdefault(letter, size):
                 return None
-        elif size != int(letter):
+        elif size != (int(letter) if isinstance(letter, str) else letter):  # int() would make a symbol a number
             return None
     return found
 
@@ -204,7 +204,8 @@ def integer(
             value = operator.index(value)
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name}: expected {what} to be an integer, got {type(value).__name__}; {remedy}")
-    if not -(2**63) <= value < 2**63:
+    # A size that torch.compile traces has 64 bits, and to compare it would bound the sizes that an export takes.
+    if not torch.compiler.is_compiling() and not -(2**63) <= value < 2**63:
         raise ValueError(f"{name}: expected {what} to be an integer of 64 bits, got {value}; {remedy}")
     if fine is not None and not fine(value):
         raise ValueError(f"{name}: expected {what} {accepted}, got {value}; {remedy}")

@@ -504,7 +504,8 @@ def _checked_shape(name: str, shape: Any, indices: Any, updates: Any, reduction:
         )
     what = "dy" if name == "embedding_backward" else "updates"
     shapes(name, **given, **{what: (updates, (*indices.shape[:-1], *shape[k:]), FLOATING)})
-    if all(isinstance(size, int) for size in shape) and math.prod(shape) * updates.element_size() >= 2**63:
+    known = not torch.compiler.is_compiling() and all(isinstance(size, int) for size in shape)
+    if known and math.prod(shape) * updates.element_size() >= 2**63:
         raise ValueError(
             f"{name}: expected an output of less than 2**63 bytes, got shape {shape} of {updates.dtype}; give a shape "
             "that memory can hold"
