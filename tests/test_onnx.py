@@ -1,5 +1,8 @@
 """An ONNX graph as a function of torch tensors. On a machine with a GPU both providers are tried."""
 
+import gc
+import threading
+
 import numpy as np
 import pytest
 import torch
@@ -11,8 +14,8 @@ import onnx.helper as oh  # noqa: E402
 
 from fusebook.cards.scatter_nd import _onnx_model  # noqa: E402
 from fusebook.ort import Graph  # noqa: E402
-from fusebook.ort.graph import _place  # noqa: E402
-from graphs import model  # noqa: E402
+from fusebook.ort import graph as graphs_of_torch  # noqa: E402
+from graphs import KINDS, model, one_node  # noqa: E402
 
 
 def matmul():
@@ -109,7 +112,7 @@ def test_empty_tensors_and_bytes_and_files(tmp_path):
         assert Graph(given, device="cpu")({"a": a, "b": a})["c"].shape == (0, 0)
     # A CUDA provider takes no null pointer, which such a tensor's address is.
     graph = Graph(matmul(), device="cpu")
-    assert a.data_ptr() == 0 and _place("a", a, graph, "tensor(float)")[-1] != 0
+    assert a.data_ptr() == 0 and graphs_of_torch._place(a, graph)[-1] != 0
 
 
 def test_wrong_calls_are_refused_in_one_sentence():
@@ -123,6 +126,9 @@ def test_wrong_calls_are_refused_in_one_sentence():
         (TypeError, "torch.Tensor, got ndarray", {"a": np.zeros((2, 2)), "b": a}, None),
         (ValueError, "contiguous", {"a": a, "b": a}, {"c": torch.zeros(2, 4)[:, ::2]}),
         (ValueError, "on cpu or the CPU, got meta", {"a": a.to("meta"), "b": a}, None),
+        (TypeError, "inputs to map names to tensors, got list; pass a dict", [a, a], None),
+        (TypeError, "outputs to map names to tensors, got Tensor", {"a": a, "b": a}, a),
+        (ValueError, "memory for c without a gradient", {"a": a, "b": a}, {"c": a.clone().requires_grad_()}),
     ]
     for error, message, inputs, outputs in refused:
         with pytest.raises(error, match=message) as raised:
@@ -130,6 +136,231 @@ def test_wrong_calls_are_refused_in_one_sentence():
         assert "\n" not in str(raised.value)
     with pytest.raises(ValueError, match="cpu or cuda"):
         Graph(matmul(), device="meta")
+
+
+def hands_on(given=()):
+    """A decoder's step, whose cache is an input and an output."""
+    f = torch.float32
+    proto = model([oh.make_node("Add", ["x", "x"], ["y"])], {"x": f, "past": f}, {"y": f, "past": f})
+    proto.graph.initializer.extend(given)
+    return proto
+
+
+def test_an_output_that_is_an_input_is_a_copy(device):
+    usable(device)
+    graph = Graph(hands_on(), device=device)
+    x, past = torch.ones(64, device=device), torch.full((64, 2), 3.0, device=device)
+    for given in (past[:, 0], past[:, 0].contiguous(), torch.full((64,), 3.0)):
+        out = graph({"x": x, "past": given})
+        gc.collect()
+        junk = [torch.full((64,), 7.0, device=device) for _ in range(50)]
+        assert out["past"].device.type == device and bool((out["past"] == 3).all()) and len(junk) == 50
+        out["past"].zero_()
+        assert bool((given == 3).all())
+    bound = graph.bind({"x": x, "past": given})
+    first = bound()["past"]
+    given.fill_(4.0)
+    assert bound()["past"][0] == 4 and first[0] == 3
+
+
+def test_an_output_that_is_an_input_is_written_where_it_was_asked_for(device):
+    usable(device)
+    graph = Graph(hands_on(), device=device)
+    x, past, memory = torch.ones(4, device=device), torch.full((4,), 3.0, device=device), torch.zeros(4, device=device)
+    assert graph({"x": x, "past": past}, {"past": memory})["past"] is memory and memory.tolist() == [3.0] * 4
+    out = graph({"x": x, "past": past}, {"past": past})
+    assert out["past"] is past and past.tolist() == [3.0] * 4
+    out = graph({"x": x, "past": past}, {"y": past})  # read before it is written over
+    assert out["past"].tolist() == [3.0] * 4 and past.tolist() == [2.0] * 4
+    with pytest.raises(ValueError, match=r"past of shape \[4\], as the input that it is, got \[3, 4\]"):
+        graph({"x": x, "past": past}, {"past": torch.zeros(3, 4, device=device)})
+    alone = Graph(model([], {"x": torch.float32}, {"x": torch.float32}), device=device)
+    assert alone({"x": x})["x"].tolist() == [1.0] * 4
+
+
+def test_an_initializer_that_is_an_input_may_be_given(device):
+    usable(device)
+    weights = [onnx.numpy_helper.from_array(np.full(4, 5, np.float32), "past")]
+    graph = Graph(hands_on(weights), device=device)
+    assert list(graph.inputs) == ["x"] and graph.defaults == {"past": "tensor(float)"}
+    x = torch.ones(4, device=device)
+    out = graph({"x": x})
+    out["past"].zero_()
+    assert graph({"x": x})["past"].tolist() == [5.0] * 4
+    given = x * 7
+    out = graph({"x": x, "past": given})["past"]
+    assert out.tolist() == [7.0] * 4 and out.data_ptr() != given.data_ptr()
+    with pytest.raises(ValueError, match="inputs of x, past, got unknown w"):
+        graph({"x": x, "w": x})
+
+
+def test_each_run_of_a_binding_has_outputs_of_its_own(device):
+    usable(device)
+    graph = Graph(one_node("NonZero", {"x": torch.float32}, {"y": torch.int64}, domain=""), device=device)
+    x = torch.tensor([1.0, 0.0, 1.0, 1.0], device=device)
+    bound = graph.bind({"x": x})
+    first = bound()["y"]
+    x[0] = 0
+    assert bound()["y"].tolist() == [[2, 3]] and first.tolist() == [[0, 2, 3]]
+
+
+def test_threads_share_a_binding():
+    graph = Graph(one_node("Neg", {"x": torch.float32}, {"y": torch.float32}, domain=""), device="cpu")
+    bound, wrong = graph.bind({"x": torch.ones(1000)}), []
+
+    def work():
+        for _ in range(200):
+            if not bool((bound()["y"] == -1).all()):
+                wrong.append(1)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def without_memory():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    with FakeTensorMode():
+        yield "fake", torch.ones(2, 2)
+        yield "fake and empty", torch.ones(0, 2)
+    yield "functional", torch._to_functional_tensor(torch.ones(2, 2))
+    yield "wrapper", TwoTensor(torch.ones(2, 2), torch.ones(2, 2))
+    yield "zero", torch._efficientzerotensor(2, 2)
+    yield "sparse", torch.eye(2).to_sparse()
+    yield "nested", torch.nested.nested_tensor([torch.ones(2), torch.ones(2)])
+    yield "jagged", torch.nested.nested_tensor([torch.ones(2), torch.ones(1)], layout=torch.jagged)
+    yield "mkldnn", torch.eye(2).to_mkldnn()
+    yield "uninitialized", torch.nn.UninitializedParameter()
+    for size in (0, 8):
+        x = torch.ones(2, 2)
+        x.untyped_storage().resize_(size)
+        yield f"of {size} bytes", x
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_tensor_without_memory_is_refused_in_one_sentence():
+    graph = Graph(matmul(), device="cpu")
+    a = torch.eye(2)
+    for name, x in without_memory():
+        for call in (graph, graph.bind):
+            for inputs, outputs in (({"a": a, "b": x}, {}), ({"a": a, "b": a}, {"c": x})):
+                with pytest.raises(TypeError, match="[bc] to have memory of its own") as raised:
+                    call(inputs, outputs)
+                assert "\n" not in str(raised.value), name
+    for wrap in (torch.vmap, lambda f: torch.func.grad(lambda x: f(x).sum()), torch.func.functionalize):
+        with pytest.raises(TypeError, match="b to have memory of its own"):
+            wrap(lambda x: graph({"a": a, "b": x})["c"])(torch.ones(3, 2, 2))
+
+
+def test_views_parameters_and_subclasses_are_read_as_they_are():
+    graph = Graph(matmul(), device="cpu")
+    a = torch.eye(2)
+    z = torch.complex(torch.ones(2, 2), torch.arange(4.0).view(2, 2))
+    negated = z.conj().imag
+    few = torch.arange(4.0)
+    found = {
+        "negated": (negated, -z.imag),
+        "expanded": (torch.ones(1, 2).expand(2, 2), torch.ones(2, 2)),
+        "parameter": (torch.nn.Parameter(few.view(2, 2)), few.view(2, 2)),
+        "subclass": (few.view(2, 2).as_subclass(type("Some", (torch.Tensor,), {})), few.view(2, 2)),
+        "lazy": (torch._lazy_clone(few.view(2, 2)), few.view(2, 2)),
+    }
+    for name, (x, want) in found.items():
+        out = graph({"a": a, "b": x})["c"]
+        assert torch.equal(out, want) and not out.requires_grad, name
+    negated = torch.ones(1, 1, dtype=torch.complex64).conj().imag
+    with pytest.raises(ValueError, match="resolve_neg"):
+        graph.bind({"a": negated, "b": negated})
+
+
+def test_memory_that_moves_after_it_was_bound_is_not_read():
+    graph = Graph(matmul(), device="cpu")
+    for moved in ("a", "c"):
+        given = {name: torch.eye(2) for name in "abc"}
+        bound = graph.bind({"a": given["a"], "b": given["b"]}, {"c": given["c"]})
+        bound()
+        given[moved].data = torch.zeros(2, 2)
+        with pytest.raises(RuntimeError, match=f"expected {moved} to stay where it was bound"):
+            bound()
+
+
+def test_outputs_do_not_overlap():
+    f = torch.float32
+    nodes = [oh.make_node("Neg", ["x"], ["a"]), oh.make_node("Abs", ["x"], ["b"])]
+    graph = Graph(model(nodes, {"x": f}, {"a": f, "b": f}), device="cpu")
+    x, memory = torch.ones(4), torch.zeros(8)
+    for start in range(5):
+        given = {"b": memory[4:], "a": memory[start : start + 4]}
+        if start:
+            with pytest.raises(ValueError, match="got a and b over the same"):
+                graph({"x": x}, given)
+        else:
+            assert graph({"x": x}, given)["a"].tolist() == [-1.0] * 4
+
+
+def test_autograd_sees_that_an_output_was_written():
+    graph = Graph(matmul(), device="cpu")
+    a, c = torch.eye(2), torch.ones(2, 2)
+    y = (torch.ones(2, 2, requires_grad=True) * c).sum()
+    graph({"a": a, "b": a}, {"c": c})
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()
+    with torch.inference_mode():
+        c = torch.ones(2, 2)
+    assert torch.equal(graph({"a": a, "b": a}, {"c": c})["c"], a)
+
+
+@pytest.mark.parametrize("dtype", graphs_of_torch._NAMES, ids=lambda d: str(d)[6:])
+def test_inputs_and_outputs_of_each_dtype(dtype):
+    number = graphs_of_torch._NUMBERS[dtype]
+    assert KINDS.get(dtype, number) == number
+    infos = [oh.make_tensor_value_info(name, number, ["n"]) for name in "xy"]
+    graph = oh.make_graph([oh.make_node("Identity", ["x"], ["y"])], "g", infos[:1], infos[1:])
+    proto = oh.make_model(graph, ir_version=10, opset_imports=[oh.make_opsetid("", 19)])
+    x = torch.tensor([0, 1, 1]).to(dtype)
+    for given in ({}, {"y": torch.zeros(3).to(dtype)}):
+        y = Graph(proto, device="cpu")({"x": x}, given)["y"]
+        assert y.dtype == dtype and y.float().tolist() == [0, 1, 1]
+
+
+def test_inputs_and_outputs_that_no_tensor_can_be_are_refused():
+    def made(nodes, inputs, outputs):
+        graph = oh.make_graph(nodes, "g", inputs, outputs)
+        return oh.make_model(graph, ir_version=10, opset_imports=[oh.make_opsetid("", 21)])
+
+    number = onnx.TensorProto
+    x, name = oh.make_tensor_value_info("x", number.FLOAT, ["n"]), oh.make_node("Identity", ["x"], ["y"])
+    several = oh.make_tensor_sequence_value_info("y", number.FLOAT, ["n"])
+    maybe = oh.make_value_info("x", oh.make_optional_type_proto(x.type))
+    for nodes, inputs, outputs, word in (
+        ([oh.make_node("Cast", ["x"], ["y"], to=number.STRING)], [x], number.STRING, r"outputs .* y, tensor\(string\)"),
+        ([oh.make_node("Cast", ["x"], ["y"], to=number.INT4)], [x], number.INT4, r"outputs .* y, tensor\(int4\)"),
+        ([oh.make_node("SequenceConstruct", ["x", "x"], ["y"])], [x], several, r"outputs .* y, seq\(tensor\(float"),
+        ([name], [oh.make_tensor_value_info("x", number.STRING, [])], number.STRING, r"inputs .* x, tensor\(string"),
+        ([oh.make_node("OptionalGetElement", ["x"], ["y"])], [maybe], number.FLOAT, r"inputs .* x, optional\("),
+    ):
+        outputs = oh.make_tensor_value_info("y", outputs, None) if isinstance(outputs, int) else outputs
+        with pytest.raises(TypeError, match="ort.Graph: expected " + word) as raised:
+            Graph(made(nodes, inputs, [outputs]), device="cpu")
+        assert "\n" not in str(raised.value)
+
+
+def test_models_of_several_kinds_and_what_is_none():
+    ir = pytest.importorskip("onnx_ir")
+    pytest.importorskip("networkx")  # torch's export needs it
+    a = torch.eye(2)
+    assert torch.equal(Graph(ir.from_proto(matmul()), device="cpu")({"a": a, "b": a})["c"], a)
+    program = torch.onnx.export(torch.nn.ReLU(), (a,), dynamo=True, verbose=False)
+    graph = Graph(program, device="cpu")
+    assert torch.equal(graph({next(iter(graph.inputs)): -a})[next(iter(graph.outputs))], torch.zeros(2, 2))
+    for wrong in (None, 3, matmul().graph, ir.from_proto(matmul()).graph, torch.nn.ReLU()):
+        with pytest.raises(TypeError, match="expected a model .*, got .*; load or export it first"):
+            Graph(wrong, device="cpu")
 
 
 def test_without_onnx_runtime_there_is_a_sentence(monkeypatch):

@@ -8,8 +8,10 @@ updates with more where indices repeat.
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,17 +21,34 @@ from fusebook.ort.custom import _ELEMENTS, CustomOp, register
 
 __all__ = ["Bound", "Graph"]
 
+#: Names and numbers that ONNX Runtime has for torch's dtypes.
 _NAMES = {
     torch.float32: "tensor(float)",
     torch.uint8: "tensor(uint8)",
     torch.int8: "tensor(int8)",
+    torch.uint16: "tensor(uint16)",
     torch.int16: "tensor(int16)",
     torch.int32: "tensor(int32)",
     torch.int64: "tensor(int64)",
     torch.bool: "tensor(bool)",
     torch.float16: "tensor(float16)",
     torch.float64: "tensor(double)",
+    torch.uint32: "tensor(uint32)",
+    torch.uint64: "tensor(uint64)",
     torch.bfloat16: "tensor(bfloat16)",
+    torch.float8_e4m3fn: "tensor(float8e4m3fn)",
+    torch.float8_e4m3fnuz: "tensor(float8e4m3fnuz)",
+    torch.float8_e5m2: "tensor(float8e5m2)",
+    torch.float8_e5m2fnuz: "tensor(float8e5m2fnuz)",
+}
+_NUMBERS = _ELEMENTS | {
+    torch.uint16: 4,
+    torch.uint32: 12,
+    torch.uint64: 13,
+    torch.float8_e4m3fn: 17,
+    torch.float8_e4m3fnuz: 18,
+    torch.float8_e5m2: 19,
+    torch.float8_e5m2fnuz: 20,
 }
 
 
@@ -38,7 +57,7 @@ class Graph:
 
     Parameters
     ----------
-    model : onnx.ModelProto, bytes or path
+    model : onnx.ModelProto, onnx_ir.Model, torch.onnx.ONNXProgram, bytes or path
     device : str or torch.device, optional
         CUDA where there is a GPU, else the CPU.
     tf32 : bool, default False
@@ -58,6 +77,14 @@ class Graph:
         Where ONNX Runtime is not installed.
     RuntimeError
         Where the ONNX Runtime that is installed cannot use the device.
+    TypeError
+        For something else than a model, and for a model with inputs or outputs that no tensor of torch can be: strings,
+        sequences, maps, optional values, numbers of four bits.
+
+    Notes
+    -----
+    No gradient is recorded. On the CPU, several threads may call one graph at once. `inputs`, `defaults` and
+    `outputs` map names to ONNX Runtime's types; `defaults` are initializers that a caller may replace.
 
     Examples
     --------
@@ -112,11 +139,7 @@ class Graph:
         # The default, said aloud: ONNX Runtime 1.31 looks for it in every run, and finds out that it is missing by an
         # exception thrown in C++, which takes longer than all the rest of a small run.
         self._run.add_run_config_entry("gpu_graph_id", "0")
-        if not isinstance(model, (str, bytes, os.PathLike)):
-            model = model.SerializeToString()
-        elif isinstance(model, os.PathLike):
-            model = os.fspath(model)
-        self.session = ort.InferenceSession(model, settings, providers=providers)
+        self.session = ort.InferenceSession(_readable(model), settings, providers=providers)
         if self.stream is not None and "CUDAExecutionProvider" not in self.session.get_providers():
             raise RuntimeError(
                 "ort.Graph: ONNX Runtime could not load its CUDA provider and fell back to the CPU; check that its "
@@ -124,8 +147,12 @@ class Graph:
             )
         # An empty tensor has no address, and ONNX Runtime takes no null pointer: this one is never read.
         self._nothing = torch.empty(16, dtype=torch.uint8, device=self.device)
-        self.inputs = {node.name: node.type for node in self.session.get_inputs()}
-        self.outputs = {node.name: node.type for node in self.session.get_outputs()}
+        self.inputs = _tensors("inputs", self.session.get_inputs())
+        self.outputs = _tensors("outputs", self.session.get_outputs())
+        known = _NAMES.values()
+        self.defaults = {n.name: n.type for n in self.session.get_overridable_initializers() if n.type in known}
+        # A captured CUDA graph writes to the same memory in every run.
+        self._fixed = (options or {}).get("enable_cuda_graph", "0").lower() in ("1", "true")
 
     def bind(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor] | None = None) -> Bound:
         """Bind tensors once, to run on them many times.
@@ -134,8 +161,10 @@ class Graph:
         ----------
         inputs : mapping of str to torch.Tensor
             Every input of the graph, on its device or on the CPU. Contiguous. What they hold may change between runs.
+            Initializers that are inputs of the graph too may be given.
         outputs : mapping of str to torch.Tensor, optional
-            Memory for outputs, of the right shape and dtype. Those not given are allocated by ONNX Runtime.
+            Memory for outputs, of the right shape and dtype. Those not given are allocated by ONNX Runtime. It may be
+            that of an input where the graph allows for that.
 
         Returns
         -------
@@ -145,9 +174,10 @@ class Graph:
         Raises
         ------
         ValueError, TypeError
-            For a missing or unknown name, a wrong dtype, or a tensor that is not contiguous.
+            For a missing or unknown name, a wrong dtype, a tensor that is not contiguous or has no memory of its own,
+            and for outputs that overlap.
         """
-        return Bound(self, dict(inputs), dict(outputs or {}))
+        return Bound(self, inputs, {} if outputs is None else outputs)
 
     def __call__(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
         """Run once.
@@ -160,40 +190,83 @@ class Graph:
         Returns
         -------
         dict of str to torch.Tensor
-            Every output of the graph, on its device.
+            Every output of the graph, on its device. None shares memory with an input unless it was given.
         """
-        return self.bind({name: _dense(value) for name, value in inputs.items()}, outputs)()
+        return Bound(self, inputs, {} if outputs is None else outputs, copied=True)()
 
 
 class Bound:
     """A graph with its tensors; made by `Graph.bind`. Calling it runs the graph and returns its outputs by name."""
 
-    def __init__(self, graph: Graph, inputs: dict[str, Tensor], outputs: dict[str, Tensor]) -> None:
+    def __init__(
+        self, graph: Graph, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor], *, copied: bool = False
+    ) -> None:
         self.graph = graph
         self._binding = graph.session.io_binding()
-        self._kept = inputs  # their memory is bound by address
-        self._given = outputs
+        self._lock = threading.RLock()  # the binding holds the outputs of one run
         if graph.stream is not None:
             # Made once: to make an event takes as long as to record one.
             self._before, self._after = torch.cuda.Event(), torch.cuda.Event()
-        _named("inputs", inputs, graph.inputs, all_of=True)
-        _named("outputs", outputs, graph.outputs, all_of=False)
-        for name, value in inputs.items():
-            self._binding.bind_input(name, *_place(name, value, graph, graph.inputs[name]))
-        for name in graph.outputs:
+        types = graph.inputs | graph.defaults
+        _named("inputs", inputs, types, graph.inputs)
+        _named("outputs", outputs, graph.outputs, ())
+        # Their memory is bound by address, so they are kept.
+        self._inputs = {name: _own(name, value, graph, types[name], copied) for name, value in inputs.items()}
+        self._given = {name: _own(name, value, graph, graph.outputs[name]) for name, value in outputs.items()}
+        _apart(self._given)
+        for name, value in self._given.items():
+            if value.requires_grad and torch.is_grad_enabled():
+                raise ValueError(
+                    f"ort.Graph: expected memory for {name} without a gradient, got a tensor that requires one, and "
+                    "none is recorded; detach() it"
+                )
+        # ONNX Runtime hands an input on as it is, and leaves memory that is given for it alone.
+        self._passed = [name for name in graph.outputs if name in inputs]
+        self._computed = [name for name in graph.outputs if name not in inputs]
+        self._fresh = [name for name in self._computed if name not in outputs]
+        self._written = [value for value in self._given.values() if not value.is_inference()]
+        self._places = [(n, t, t.data_ptr()) for n, t in (*self._inputs.items(), *self._given.items())]
+        for name in self._passed:
+            given, value = self._given.get(name), self._inputs[name]
+            if given is not None and given.shape != value.shape:
+                raise ValueError(
+                    f"ort.Graph: expected {name} of shape {list(value.shape)}, as the input that it is, got "
+                    f"{list(given.shape)}; give memory of that shape"
+                )
+        for name, value in self._inputs.items():
+            self._binding.bind_input(name, *_place(value, graph))
+        for name in self._computed:
             if name in outputs:
-                kind, index, element, shape, address = _place(name, outputs[name], graph, graph.outputs[name])
-                self._binding.bind_output(name, kind, index, element, shape, address)
+                self._binding.bind_output(name, *_place(self._given[name], graph))
             else:
-                self._binding.bind_output(name, graph.device.type, graph.device.index or 0)
+                self._allocate(name)
+
+    def _allocate(self, name: str) -> None:
+        self._binding.bind_output(name, self.graph.device.type, self.graph.device.index or 0)
 
     def __call__(self) -> dict[str, Tensor]:
         """Run on what the bound tensors hold now.
 
-        Every output. What ONNX Runtime allocated is valid until the next run.
+        Every output. What ONNX Runtime allocated belongs to this run, or, in a captured CUDA graph, to all runs.
         """
+        with self._lock:
+            return self._run()
+
+    def _run(self) -> dict[str, Tensor]:
         graph = self.graph
-        if graph.stream is None:
+        for name, value, address in self._places:
+            if value.data_ptr() != address:
+                raise RuntimeError(
+                    f"ort.Graph: expected {name} to stay where it was bound, got memory elsewhere; bind it again"
+                )
+        # Copied before the run, which may write over them where memory of an input is given for an output.
+        passed = {name: self._inputs[name].detach().to(graph.device, copy=True) for name in self._passed}
+        if not graph._fixed:
+            for name in self._fresh:  # else it would write over those of the last run, if only they have its shapes
+                self._allocate(name)
+        if not self._computed:
+            pass  # ONNX Runtime runs nothing for no outputs
+        elif graph.stream is None:
             graph.session.run_with_iobinding(self._binding, graph._run)
         else:
             current = torch.cuda.current_stream(graph.device.index)
@@ -202,10 +275,15 @@ class Bound:
             graph.session.run_with_iobinding(self._binding, graph._run)
             self._after.record(graph.stream)
             current.wait_event(self._after)
-        if len(self._given) == len(graph.outputs):
-            return dict(self._given)
-        values = zip(graph.outputs, self._binding.get_outputs(), strict=True)
-        return {name: self._given[name] if name in self._given else _over_its_memory(value) for name, value in values}
+        found = dict(self._given)
+        if self._fresh:
+            values = zip(self._computed, self._binding.get_outputs(), strict=True)
+            found |= {name: _over_its_memory(value) for name, value in values if name not in self._given}
+        for name, value in passed.items():
+            found[name] = found[name].detach().copy_(value) if name in found else value
+        if self._written:
+            torch.autograd.graph.increment_version(self._written)
+        return {name: self._given.get(name, found[name]) for name in graph.outputs}
 
 
 def _onnxruntime() -> Any:
@@ -219,37 +297,116 @@ def _onnxruntime() -> Any:
     return onnxruntime
 
 
-def _dense(value: Any) -> Any:
-    return value.contiguous() if isinstance(value, Tensor) else value
+def _readable(model: Any) -> Any:
+    """A model as ONNX Runtime takes it: a path, or bytes."""
+    if isinstance(model, (str, bytes, os.PathLike)):
+        return os.fspath(model)
+    model = getattr(model, "model_proto", model)  # of torch.onnx.ONNXProgram
+    if type(model).__module__.partition(".")[0] == "onnx_ir" and type(model).__name__ == "Model":
+        import onnx_ir
+
+        model = onnx_ir.to_proto(model)
+    if type(model).__name__ != "ModelProto":
+        raise TypeError(
+            f"ort.Graph: expected a model (onnx.ModelProto, onnx_ir.Model, torch.onnx.ONNXProgram, bytes or a path), "
+            f"got {type(model).__name__}; load or export it first"
+        )
+    try:
+        return model.SerializeToString()
+    except Exception as error:  # protobuf's own, for more than 2 GiB
+        raise ValueError(
+            f"ort.Graph: expected a model of less than 2 GiB, got one that cannot be serialised ({error}); save its "
+            "weights as external data and pass the path"
+        ) from error
 
 
-def _named(what: str, given: Mapping[str, Any], known: Mapping[str, str], *, all_of: bool) -> None:
-    unknown = [name for name in given if name not in known]
-    lacking = [name for name in known if name not in given] if all_of else []
+def _tensors(what: str, nodes: Sequence[Any]) -> dict[str, str]:
+    """Types by names; TypeError for those that no tensor of torch has."""
+    names = [node.name for node in nodes]
+    if len(set(names)) < len(names):
+        raise ValueError(f"ort.Graph: expected {what} of different names, got {', '.join(names)}; rename them")
+    for node in nodes:
+        if node.type not in _NAMES.values():
+            raise TypeError(
+                f"ort.Graph: expected {what} to be tensors whose dtype torch has, got {node.name}, {node.type}; cut it "
+                "off with onnx.utils.extract_model, or run onnxruntime.InferenceSession"
+            )
+    return {node.name: node.type for node in nodes}
+
+
+def _named(what: str, given: Any, known: Mapping[str, str], needed: Iterable[str]) -> None:
+    """Refuse what maps no names, names that are not known, and those that lack."""
+    if not isinstance(given, Mapping):
+        raise TypeError(f"ort.Graph: expected {what} to map names to tensors, got {type(given).__name__}; pass a dict")
+    unknown = [str(name) for name in given if name not in known]
+    lacking = [name for name in needed if name not in given]
     if unknown or lacking:
         wrong = f"unknown {', '.join(unknown)}" if unknown else f"no {', '.join(lacking)}"
-        raise ValueError(f"ort.Graph: expected {what} of {', '.join(known)}, got {wrong}; name them as the graph does")
+        accepted = ", ".join(known) or "no name"
+        raise ValueError(f"ort.Graph: expected {what} of {accepted}, got {wrong}; name them as the graph does")
 
 
-def _place(name: str, value: Any, graph: Graph, type_: str) -> tuple[str, int, int, Sequence[int], int]:
-    """Device, element type, shape and address of a tensor, as ONNX Runtime wants to be told."""
+def _own(name: str, value: Any, graph: Graph, type_: str, copied: bool = False) -> Tensor:
+    """A tensor whose memory can be bound; a copy where it cannot and `copied` is set."""
     if not isinstance(value, Tensor):
         raise TypeError(
             f"ort.Graph: expected {name} to be a torch.Tensor, got {type(value).__name__}; use torch.as_tensor"
         )
     if _NAMES.get(value.dtype) != type_:
         raise TypeError(f"ort.Graph: expected {name} to be {type_}, got {value.dtype}; cast it first")
-    if not value.is_contiguous():
-        raise ValueError(
-            f"ort.Graph: expected {name} to be contiguous, since its memory is bound; call contiguous() first"
-        )
     if value.device.type != "cpu" and value.device != graph.device:
         raise ValueError(
             f"ort.Graph: expected {name} on {graph.device} or the CPU, got {value.device}; move it, or make the graph "
             "there"
         )
+    if not _stored(value):
+        raise TypeError(
+            f"ort.Graph: expected {name} to have memory of its own, got a {type(value).__name__} without; pass the "
+            "plain, dense tensor that it is made of (to_local() of a DTensor)"
+        )
+    if copied:
+        return value.resolve_neg().contiguous()
+    if not value.is_contiguous() or value.is_neg():
+        raise ValueError(
+            f"ort.Graph: expected {name} to be contiguous, since its memory is bound; call resolve_neg().contiguous() "
+            "first"
+        )
+    return value
+
+
+def _stored(x: Tensor) -> bool:
+    """Whether numbers are in memory on its device: not for fake, functional, wrapped, sparse or nested tensors."""
+    if x.is_nested:
+        return False
+    try:
+        memory = x.untyped_storage()
+        if memory.device != x.device:  # that of a fake tensor is on meta
+            return False
+        memory.data_ptr()
+    except (NotImplementedError, RuntimeError, ValueError):
+        return False
+    # It may have been given back.
+    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    needed = (x.storage_offset() + last + 1) * x.element_size() if x.numel() else 0
+    return memory.nbytes() >= needed
+
+
+def _apart(outputs: Mapping[str, Tensor]) -> None:
+    """Refuse outputs that share memory."""
+    spans = sorted((t.data_ptr(), t.data_ptr() + t.numel() * t.element_size(), n) for n, t in outputs.items())
+    spans = [span for span in spans if span[0] < span[1]]
+    for (_, end, one), (start, _, other) in itertools.pairwise(spans):
+        if start < end:
+            raise ValueError(
+                f"ort.Graph: expected outputs with memory of their own, got {one} and {other} over the same; give each "
+                "its own"
+            )
+
+
+def _place(value: Tensor, graph: Graph) -> tuple[str, int, int, Sequence[int], int]:
+    """Device, element type, shape and address of a tensor, as ONNX Runtime takes them."""
     memory = value if value.numel() else graph._nothing
-    return memory.device.type, memory.device.index or 0, _ELEMENTS[value.dtype], tuple(value.shape), memory.data_ptr()
+    return memory.device.type, memory.device.index or 0, _NUMBERS[value.dtype], tuple(value.shape), memory.data_ptr()
 
 
 def _over_its_memory(value: Any) -> Tensor:
