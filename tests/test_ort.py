@@ -482,6 +482,55 @@ def test_a_mask_that_means_something_else_stays(change):
     assert ("", "Where") in found and ("fusebook", "ScatterNDOfShape") in found
 
 
+@pytest.mark.parametrize(
+    ("indices", "updates", "fused"),
+    [
+        (["n", 1], ["n", "D"], True),
+        ([4, 1], [4, "D"], True),
+        (["n", 1], [1, "D"], False),
+        (["n", 1], ["m", "D"], False),
+        ([None, 1], [None, "D"], False),
+        (["a", "b", 1], ["a", "b", "D"], True),
+        (["a", "b", 1], ["a", 1, "D"], False),
+        (["a", "b", 1], ["b", "D"], False),
+        (["n", "k"], ["n", "D"], False),
+    ],
+)
+def test_updates_that_where_broadcasts_stay_as_they_are(indices, updates, fused, device):
+    pytest.importorskip("onnxscript")
+
+    def declared(graph):
+        for value, shape in ((graph.input[1], indices), (graph.input[2], updates)):
+            kind = value.type.tensor_type.elem_type
+            value.CopyFrom(oh.make_tensor_value_info(value.name, kind, shape))
+
+    proto = changed(declared)
+    after = export.fuse(proto)
+    assert (("fusebook", "MaskedScatterNDOfShape") in domains(after)) == fused
+    sizes = {"n": 4, "m": 1, "a": 2, "b": 3, None: 4, "k": 1, "D": 2}
+    index = torch.tensor([0, -1, 2, 0, 1, -1], device=device)[: 6 if "a" in indices else 4]
+    values = torch.arange(1.0, 13.0, device=device)
+    shape = [sizes.get(size, size) for size in updates]
+    if None in updates:
+        shape[0] = 1  # it is not known to be that of the indices
+    feeds = {
+        "shape": torch.tensor([3, 2]),
+        "indices": index.view([sizes.get(size, size) for size in indices]),
+        "updates": values[: torch.Size(shape).numel()].view(shape),
+    }
+    want, got = Graph(proto, device="cpu"), Graph(after, device=device, ops=NODES)
+    assert torch.equal(got(feeds)["out"].cpu(), want({key: value.cpu() for key, value in feeds.items()})["out"])
+
+
+def test_a_model_of_onnx_ir_stays_as_it_is():
+    pytest.importorskip("onnxscript")
+    ir = pytest.importorskip("onnx_ir")
+    given = ir.from_proto(_onnx_model(torch.float32))
+    before = [node.op_type for node in given.graph]
+    assert [node.op_type for node in export.fuse(given).graph] == ["MaskedScatterNDOfShape"]
+    assert [node.op_type for node in given.graph] == before
+
+
 def test_without_onnxscript_there_is_a_sentence(monkeypatch):
     monkeypatch.setitem(sys.modules, "onnxscript", None)
     for call in (export.translations, lambda: export.fuse(None)):

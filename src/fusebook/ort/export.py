@@ -133,8 +133,9 @@ def fuse(model: Any) -> Any:
     -------
     onnx.ModelProto or onnx_ir.Model
         A model of the kind that was given. A chain that means something else (other constants, those that a caller may
-        replace or that lie in another file, integers, indices of several components under a mask, or updates of another
-        number of axes, zeros that somebody else reads), or of which that is not known, stays as it is.
+        replace or that are in another file, integers, indices of several components under a mask, updates that Where
+        broadcasts, zeros that another node reads), or of which that is not known, stays as it is. Sizes are known to be
+        equal where they are the same number or have the same name.
 
     Raises
     ------
@@ -160,9 +161,11 @@ def fuse(model: Any) -> Any:
 
     def masked_fits(_, shape, indices, masked, nothing, updates, zeros):  # type: ignore[no-untyped-def]
         whole = _number(masked)
-        # A mask of several components, or of updates with further axes, is broadcast otherwise than a node masks.
+        # A mask of several components, or of updates that Where broadcasts, means something else than a node's.
         known = indices.shape is not None and updates.shape is not None
-        one = known and list(indices.shape)[-1:] == [1] and len(indices.shape) == len(updates.shape)
+        rows = [getattr(size, "value", size) for size in list(indices.shape)[:-1]] if known else [None]
+        alike = None not in rows and rows == [getattr(size, "value", size) for size in list(updates.shape)[:-1]]
+        one = alike and list(indices.shape)[-1:] == [1]
         made = zeros.producer().attributes.get("value")
         return one and isinstance(whole, int) and _number(nothing) == 0 and _is_zero(made)
 
@@ -188,4 +191,5 @@ def fuse(model: Any) -> Any:
         ],
         commute=True,
     )
-    return rewrite(model, pattern_rewrite_rules=rules)
+    # What is no ModelProto would be rewritten where it is.
+    return rewrite(model.clone() if isinstance(model, onnx_ir.Model) else model, pattern_rewrite_rules=rules)
