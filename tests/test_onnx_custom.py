@@ -420,7 +420,7 @@ def test_a_compiler_that_fails_leaves_nothing(monkeypatch, tmp_path):
 def test_a_cache_that_cannot_be_written_is_named(monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("FUSEBOOK_CACHE", str(tmp_path / "file" / "folder"))
-    with pytest.raises(RuntimeError, match="cannot write to .*folder .*; set FUSEBOOK_CACHE"):
+    with pytest.raises(RuntimeError, match="cannot write .*folder.* .*; set FUSEBOOK_CACHE to a folder that can be"):
         custom._library_path()
 
 

@@ -299,13 +299,46 @@ def test_what_cannot_be_built_is_refused(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_compiled(tmp_path, monkeypatch):
+    monkeypatch.setattr(aot, "_compiled", None)
+    (tmp_path / "file").write_text("")
+    for out, why in ((tmp_path, "it is a folder"), (tmp_path / "file" / "x.so", "Not a directory|File exists")):
+        with pytest.raises(RuntimeError, match=rf"cannot write {out} \(({why})\); give another file as out \(--out\)"):
+            build(out)
+    assert [f.name for f in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_build_names_its_kernels_and_what_it_cannot_write(tmp_path, monkeypatch, capfd):
+    two = [spec for spec in aot.specs(["float32"]) if spec.function == "_scatter_nd_keys"][:2]
+    monkeypatch.setattr(aot, "specs", lambda types: two)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    out = tmp_path / "x.so"
+    assert build(out, arch=[90], dtype=["float32"], workers=1, progress=True) == out and out.exists()
+    said = capfd.readouterr()
+    assert said.err == "".join(f"{i} of 2: sm_90 _scatter_nd_keys float32\n" for i in (1, 2)) and not said.out
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    with pytest.raises(RuntimeError, match="do not compile: .*file.*; set TRITON_CACHE_DIR and TMPDIR to folders"):
+        build(out, arch=[90], dtype=["float32"], workers=1)
+    assert not capfd.readouterr().err
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(aot, "_compiled", full)
+    with pytest.raises(RuntimeError, match="temporary files .*No space left.*; set TMPDIR to a folder"):
+        build(out)
+
+
 def test_the_library_is_told_of_the_smallest_variant_first(tmp_path, monkeypatch):
     """It takes the first that is large enough."""
     key = dict(arch=90, kind="FILL", type=0, aligned=1)
     found = [key | {"limit": limit} for limit in (1024, 64, 4096, 256)]
     monkeypatch.setattr(aot, "_compiled", lambda *_: found)
     monkeypatch.setattr(aot, "_table", lambda rows, *_: " ".join(str(row["limit"]) for row in rows))
-    monkeypatch.setattr(aot, "compile_c", lambda files, path, include, *_: Path(include[2:], "table.h").read_text())
+    monkeypatch.setattr(
+        aot, "compile_c", lambda files, path, include, *_, **__: Path(include[2:], "table.h").read_text()
+    )
     assert build(tmp_path / "x.so", arch=[90], dtype=["float32"]) == "64 256 1024 4096"
 
 
@@ -326,7 +359,7 @@ def test_a_library_is_kept_until_one_of_its_changed_sources(tmp_path, monkeypatc
     shutil.copytree(Path(fusebook.__file__).parent, copy, ignore=shutil.ignore_patterns("__pycache__", "records"))
     monkeypatch.setattr(aot, "_HERE", copy / "ort")
     monkeypatch.setattr(aot, "C", copy / "ort" / "c")
-    monkeypatch.setattr(aot, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(aot, "cache_folder_if_any", lambda: tmp_path)
     monkeypatch.setattr(aot, "build", lambda out, **_: out)
     found = [aot.cached([90], ["float32"])]
     assert aot.cached([90], ["float32"]) == found[0] != aot.cached([80], ["float32"])

@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError:
         parser.error(f"--arch: expected numbers by commas such as 80,90, got {args.arch!r}")
     try:
-        print(build(args.out, arch=architectures, dtype=args.dtype.split(",")))
+        print(build(args.out, arch=architectures, dtype=args.dtype.split(","), progress=True))
     except ValueError as error:
         parser.error(str(error))
     except RuntimeError as error:

@@ -7,6 +7,7 @@ few sizes of tile. ``library.c`` chooses among them where it runs.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -19,8 +20,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from fusebook.machine import cache_folder
-from fusebook.ort.custom import C, compile_c
+from fusebook.machine import cache_folder_if_any
+from fusebook.ort.custom import C, beside, compile_c
 
 __all__ = ["ARCHITECTURES", "TYPES", "build"]
 
@@ -208,22 +209,30 @@ def compile_one(spec: Spec, arch: int, folder: pathlib.Path) -> dict[str, object
 
 def _worker(job: pathlib.Path) -> None:
     """Compile a share of the kernels: what each process that `build` starts does."""
-    wanted = json.loads(job.read_text())
-    rows = [compile_one(Spec(**spec), arch, job.parent) for arch, spec in wanted]
+    rows = []
+    for number, arch, spec in json.loads(job.read_text()):
+        print(f"{number}: sm_{arch} {spec['function']} {list(TYPES)[spec['type']]}", flush=True)
+        rows.append(compile_one(Spec(**spec), arch, job.parent))
     job.with_suffix(".rows").write_text(json.dumps(rows))
 
 
-def _compiled(wanted: list[tuple[int, Spec]], folder: pathlib.Path, workers: int) -> list[dict[str, object]]:
+def _compiled(
+    wanted: list[tuple[int, Spec]], folder: pathlib.Path, workers: int, progress: bool
+) -> list[dict[str, object]]:
     environment = os.environ | {"TRITON_INTERPRET": "0"}
     source = str(_HERE.parents[1])
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [source, environment.get("PYTHONPATH", "")]))
     running = []
+    jobs = [(f"{i} of {len(wanted)}", arch, asdict(spec)) for i, (arch, spec) in enumerate(wanted, 1)]
     for i in range(min(workers, len(wanted))):
         job = folder / f"{i}.json"
-        job.write_text(json.dumps([(arch, asdict(spec)) for arch, spec in wanted[i::workers]]))
+        job.write_text(json.dumps(jobs[i::workers]))
         code = "import pathlib, sys; from fusebook.ort import aot; aot._worker(pathlib.Path(sys.argv[1]))"
         with job.with_suffix(".err").open("w") as errors:
-            process = subprocess.Popen([sys.executable, "-c", code, str(job)], env=environment, stderr=errors)
+            command = [sys.executable, "-c", code, str(job)]
+            # The command's own output is the library's path.
+            said = 2 if progress else subprocess.DEVNULL
+            process = subprocess.Popen(command, env=environment, stdout=said, stderr=errors)
         running.append((job, process))
     try:
         failed = [job for job, process in running if process.wait(timeout=900)]
@@ -232,10 +241,11 @@ def _compiled(wanted: list[tuple[int, Spec]], folder: pathlib.Path, workers: int
             process.kill()
     if failed:
         lines = failed[0].with_suffix(".err").read_text().strip().splitlines()
-        raise RuntimeError(
-            f"fusebook.ort: the kernels do not compile: {lines[-1] if lines else 'a process died'}; this needs a "
-            "Triton of 3.6 to 3.9"
-        )
+        last = lines[-1] if lines else "a process died"
+        # Python's errors of files begin so: "OSError: [Errno 28] No space left on device".
+        full = "[Errno " in last
+        advice = "set TRITON_CACHE_DIR and TMPDIR to folders that can be written" if full else "use Triton 3.6 to 3.9"
+        raise RuntimeError(f"fusebook.ort: the kernels do not compile: {last}; {advice}")
     return [row for job, _ in running for row in json.loads(job.with_suffix(".rows").read_text())]
 
 
@@ -274,6 +284,7 @@ def build(
     arch: Sequence[int] = ARCHITECTURES,
     dtype: Sequence[str] = tuple(TYPES),
     workers: int | None = None,
+    progress: bool = False,
 ) -> pathlib.Path:
     """Make the library. It needs Triton and a C compiler, and no GPU.
 
@@ -287,6 +298,8 @@ def build(
         Names of `TYPES`.
     workers : int, optional
         Processes that compile side by side; one a core by default.
+    progress : bool, default False
+        Name each kernel on stderr before it is compiled.
 
     Returns
     -------
@@ -309,14 +322,27 @@ def build(
     if not arch or not dtype:
         raise ValueError("fusebook.ort: expected an architecture and a dtype at least, got none; see --help")
     wanted = [(number, spec) for number in dict.fromkeys(arch) for spec in specs(dtype)]
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = pathlib.Path(temporary)
-        rows = _compiled(wanted, folder, workers or os.cpu_count() or 1)
+    remedy = "give another file as out (--out) in a folder"
+    beside(pathlib.Path(out), remedy).unlink()  # compiling takes minutes: look first
+    with _scratch() as folder:
+        rows = _compiled(wanted, folder, workers or os.cpu_count() or 1, progress)
         # Variants of one kernel from the smallest up: library.c takes the first that is large enough.
         rows.sort(key=lambda r: tuple(r[k] for k in ("arch", "kind", "type", "aligned", "limit")))  # type: ignore[return-value]
         (folder / "table.h").write_text(_table(rows, folder / "kernels.bin", dtype))
         options = [f"-I{folder}", "-ldl", "-lpthread"]
-        return compile_c([C / "library.c"], pathlib.Path(out), *options)
+        return compile_c([C / "library.c"], pathlib.Path(out), *options, remedy=remedy)
+
+
+@contextlib.contextmanager
+def _scratch() -> Iterator[pathlib.Path]:
+    """A folder for as long as it is needed; RuntimeError where it cannot be made, or takes no more files."""
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            yield pathlib.Path(folder)
+    except OSError as error:
+        raise RuntimeError(
+            f"fusebook.ort: cannot write temporary files ({error}); set TMPDIR to a folder that can be written"
+        ) from error
 
 
 def cached(arch: Sequence[int], dtype: Sequence[str]) -> pathlib.Path:
@@ -326,5 +352,8 @@ def cached(arch: Sequence[int], dtype: Sequence[str]) -> pathlib.Path:
     files = [C / "library.c", C / "ort_api.h", _HERE / "aot.py"]
     files += sorted((_HERE.parent / "kernels").glob("*.py"))
     text = b"".join(f.read_bytes() for f in files) + repr((tuple(arch), tuple(dtype), version("triton"))).encode()
-    out = cache_folder() / f"fusebook-ort-{hashlib.sha256(text).hexdigest()[:16]}.so"
-    return out if out.exists() else build(out, arch=arch, dtype=dtype)
+    out = cache_folder_if_any() / f"fusebook-ort-{hashlib.sha256(text).hexdigest()[:16]}.so"
+    if not out.exists():
+        beside(out, "set FUSEBOOK_CACHE to a folder").unlink()
+        build(out, arch=arch, dtype=dtype)
+    return out

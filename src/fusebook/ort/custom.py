@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import errno
 import functools
 import hashlib
 import inspect
@@ -27,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
-from fusebook.machine import cache_folder
+from fusebook.machine import cache_folder_if_any
 
 __all__ = ["CustomOp", "custom_op", "register"]
 
@@ -50,7 +51,9 @@ _ELEMENTS = {
 # The library -----------------------------------------------------------------------------------------------------
 
 
-def compile_c(sources: Sequence[pathlib.Path], out: pathlib.Path, *options: str) -> pathlib.Path:
+def compile_c(
+    sources: Sequence[pathlib.Path], out: pathlib.Path, *options: str, remedy: str = "set FUSEBOOK_CACHE to a folder"
+) -> pathlib.Path:
     """Make a shared library with the system's C compiler.
 
     Parameters
@@ -59,6 +62,8 @@ def compile_c(sources: Sequence[pathlib.Path], out: pathlib.Path, *options: str)
         Whole or not there, whatever happens meanwhile.
     *options : str
         Further options of the compiler.
+    remedy : str
+        What helps where `out` cannot be written.
 
     Returns
     -------
@@ -77,16 +82,7 @@ def compile_c(sources: Sequence[pathlib.Path], out: pathlib.Path, *options: str)
             f"fusebook.ort: found no C compiler ({asked or 'cc, gcc or clang'}), which operators of ONNX Runtime are "
             "made with; install gcc, or set CC to the one to use"
         )
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(suffix=".so", dir=out.parent)
-    except OSError as error:
-        raise RuntimeError(
-            f"fusebook.ort: cannot write to {out.parent} ({error.strerror}); set FUSEBOOK_CACHE to a folder that can "
-            "be written"
-        ) from error
-    os.close(handle)
-    part = pathlib.Path(name)
+    part = beside(out, remedy)
     flags = ["-std=gnu11", "-O2", "-shared", "-fPIC", "-fvisibility=hidden", f"-I{C}"]
     try:
         done = subprocess.run(
@@ -94,19 +90,37 @@ def compile_c(sources: Sequence[pathlib.Path], out: pathlib.Path, *options: str)
             capture_output=True, text=True, check=False,
         )  # fmt: skip
         if done.returncode:
-            first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip()[:200])
-            raise RuntimeError(f"fusebook.ort: {compiler} failed: {first}; set CC to a compiler of C11")
-        part.chmod(0o755)  # the temporary file is nobody else's
+            lines = done.stderr.splitlines()
+            full = next((line for line in lines if "No space left" in line), "")
+            first = full or next((line for line in lines if "error" in line), done.stderr.strip()[:200])
+            advice = "free some, or set TMPDIR to another folder" if full else "set CC to a compiler of C11"
+            raise RuntimeError(f"fusebook.ort: {compiler} failed: {first}; {advice}")
+        part.chmod(0o755)  # the temporary file is for one user only
         part.replace(out)
     finally:
         part.unlink(missing_ok=True)
     return out
 
 
+def beside(out: pathlib.Path, remedy: str) -> pathlib.Path:
+    """A new, empty file in the folder of `out`; RuntimeError with the remedy where there can be none."""
+    try:
+        if out.is_dir():
+            raise IsADirectoryError(errno.EISDIR, "it is a folder")
+        out.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(suffix=".so", dir=out.parent)
+    except OSError as error:
+        raise RuntimeError(
+            f"fusebook.ort: cannot write {out} ({error.strerror}); {remedy} that can be written"
+        ) from error
+    os.close(handle)
+    return pathlib.Path(name)
+
+
 def _library_path() -> pathlib.Path:
     """The compiled shim of this version of the library; compiled where it is not there yet."""
     text = b"".join((C / name).read_bytes() for name in ("ort_api.h", "shim.c"))
-    path = cache_folder() / f"shim-{hashlib.sha256(text).hexdigest()[:16]}.so"
+    path = cache_folder_if_any() / f"shim-{hashlib.sha256(text).hexdigest()[:16]}.so"
     return path if path.exists() else compile_c([C / "shim.c"], path)
 
 
