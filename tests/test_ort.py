@@ -24,6 +24,7 @@ from fusebook import check, inputs  # noqa: E402
 from fusebook.cards import OPS  # noqa: E402
 from fusebook.cards import onnxruntime as card  # noqa: E402
 from fusebook.cards.scatter_nd import _onnx_model  # noqa: E402
+from fusebook.kernels._operator import OPERATORS  # noqa: E402
 from fusebook.ort import LOSSES, NODES, NORMS, Graph, aot, build, export  # noqa: E402
 from fusebook.ort.alone import alone  # noqa: E402
 from graphs import one_node, registered_by_an_old_onnx_runtime  # noqa: E402
@@ -392,14 +393,9 @@ class Module(torch.nn.Module):
 
 
 def test_a_module_exports_to_our_nodes(device):
-    pytest.importorskip("onnxscript")
-    pytest.importorskip("networkx")  # torch's export needs it
     made = OPS["masked_scatter_nd_of_shape"].make(inputs.generator(0), torch.float32, R=7, D=6, n=9, law="zipf")
     sizes = ({0: "n"}, {0: "n", 1: "D"})
-    program = torch.onnx.export(
-        Module().eval(), made[1:], dynamo=True, custom_translation_table=export.translations(), dynamic_shapes=sizes,
-        opset_version=18, verbose=False,
-    )  # fmt: skip
+    program = exported(Module(), made[1:], dynamic_shapes=sizes, opset_version=18)
     proto = program.model_proto
     ours = [n.op_type for n in proto.graph.node if n.domain == "fusebook"]
     assert ours == ["MaskedScatterNDOfShape", "Softmax", "Softmax"]
@@ -409,6 +405,104 @@ def test_a_module_exports_to_our_nodes(device):
         indices, updates = made[1][:n], torch.randn(n, D, device=device)
         (y,) = graph(dict(zip(graph.inputs, (indices, updates), strict=True))).values()
         torch.testing.assert_close(y, Module()(indices, updates))
+
+
+class Everything(torch.nn.Module):
+    """All operators that become standard nodes, with and without what they may leave out."""
+
+    def forward(self, x, r, w, b, labels, weights, gate, up, biases, head, scalar):
+        f = fusebook
+        terms = {"check": False, "ignore_index": 3}
+        return {
+            "rms_norm": f.rms_norm(x, w, eps=0.1), "rms_norm, none": f.rms_norm(x),
+            "rms_norm, bias": f.rms_norm(x, w, b), "rms_norm, float32": f.rms_norm(x, weights),
+            "layer_norm": f.layer_norm(x, w, b), "layer_norm, none": f.layer_norm(x),
+            "layer_norm, weight": f.layer_norm(x, w), "layer_norm, bias": f.layer_norm(x, None, b),
+            "add_rms_norm": f.add_rms_norm(x, r, w), "add_layer_norm": f.add_layer_norm(x, r, w, b),
+            "cross_entropy": f.cross_entropy(x, labels, **terms),
+            "cross_entropy, none": f.cross_entropy(x, labels, reduction="none", **terms),
+            "cross_entropy, weights": f.cross_entropy(x, labels, w.abs(), reduction="sum", **terms),
+            "cross_entropy, one": f.cross_entropy(x[0, 0], labels[0, 0], reduction="none", **terms),
+            "cross_entropy, ignored": f.cross_entropy(x, torch.full_like(labels, 3), **terms),
+            "linear_cross_entropy": f.linear_cross_entropy(x, head, labels, **terms),
+            "swiglu": f.swiglu(x, gate, up), "swiglu, bias": f.swiglu(x, gate, up, biases),
+            "concat_gemm": f.concat_gemm(x, [gate, up, gate]), "multiply": f.multiply(x, w),
+            "multiply, mixed": f.multiply(x, weights), "multiply, 0": f.multiply(x, scalar), "double": f.double(x),
+            "add_sub": f.add_sub(x, w), "multiply_add": f.multiply_add(x, w, b), "silu": f.silu(x),
+            "add_add_multiply": f.add_add_multiply(x, w, b, r), "exp": f.exp(x),
+        }  # fmt: skip
+
+
+def exported(module, given, **more):
+    pytest.importorskip("onnxscript")
+    pytest.importorskip("networkx")  # torch's export needs it
+    return torch.onnx.export(
+        module.eval(), given, dynamo=True, custom_translation_table=export.translations(), verbose=False, **more
+    )
+
+
+@pytest.mark.parametrize("opset", [18, 23])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64], ids=lambda d: str(d)[6:])
+def test_operators_become_standard_nodes(dtype, opset, device):
+    rng = inputs.generator(0)
+
+    def made(batch):
+        sizes = ((batch, 5, 16), (batch, 5, 16), 16, 16, None, 16, (16, 6), (16, 6), (2, 6), (20, 16), ())
+        found = [s if s is None else torch.randn(s, generator=rng, device=device) for s in sizes]
+        found[6:8] = found[6] / 4, found[7] / 4  # so that products are as large as x
+        found[4] = torch.randint(0, 16, (batch, 5), generator=rng, device=device)
+        return tuple(t if i in (4, 5) else t.to(torch.float64 if i == 10 else dtype) for i, t in enumerate(found))
+
+    dynamic = ({0: torch.export.Dim("batch")},) * 2 + ({},) * 2 + ({0: torch.export.Dim("batch")},) + ({},) * 6
+    program = exported(Everything(), made(3), opset_version=opset, dynamic_shapes=dynamic)
+    assert {node.domain for node in program.model_proto.graph.node} == {""}
+    graph = Graph(program, device=device)
+    eps = torch.finfo(dtype).eps
+    for batch in (3, 2):
+        given = made(batch)
+        want = Everything()(*given)
+        flat = [(key, y) for key, value in want.items() for y in (value if isinstance(value, tuple) else (value,))]
+        got = graph(dict(zip(graph.inputs, given, strict=True))).values()
+        for (key, right), y in zip(flat, got, strict=True):
+            torch.testing.assert_close(
+                y, right, rtol=8 * eps, atol=32 * eps, equal_nan=True, msg=lambda m, key=key: f"{key}: {m}"
+            )
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda x, t: fusebook.cross_entropy(x, t, label_smoothing=0.1, check=False),
+            "without label_smoothing, z_loss",
+        ),
+        (
+            lambda x, t: fusebook.rms_norm(x, dtype=torch.int8),
+            "got fusebook::quantised_norm, which has no node in ONNX",
+        ),
+    ],
+)
+def test_what_has_no_node_is_named(call, message):
+    class Called(torch.nn.Module):
+        def forward(self, x, t):
+            return call(x, t)
+
+    with pytest.raises(torch.onnx.OnnxExporterError, match=f"fusebook.ort.translations: expected .*{message}"):
+        exported(Called(), (torch.ones(3, 4), torch.ones(3, dtype=torch.int64)))
+
+
+def test_translations_has_each_operator_and_names_those_that_become_nodes():
+    pytest.importorskip("onnxscript")
+    table = export.translations()
+    assert set(table) == {operator.custom for operator in OPERATORS.values()}
+    known = {key for key, function in table.items() if function.__name__ != "refused"}
+    assert known == {
+        getattr(torch.ops.fusebook, name).default
+        for name in ("softmax", "scatter_nd", "norm", "add_norm", "cross_entropy", "linear_cross_entropy", "swiglu",
+                     "concat_gemm", "multiply", "double", "add_sub", "multiply_add", "silu", "add_add_multiply", "exp")
+    }  # fmt: skip
+    named = re.findall("``([a-z_]+)``", export.translations.__doc__.partition("The export of")[0])
+    assert all(hasattr(fusebook, name) for name in set(named) - {"custom_translation_table", "ops", "library"})
 
 
 SCATTERS = {

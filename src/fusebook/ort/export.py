@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -9,11 +11,14 @@ from typing import Any
 import torch
 
 from fusebook.extras import extra
+from fusebook.kernels._operator import OPERATORS, Operator
 from fusebook.ort.custom import CustomOp
-from fusebook.ort.graph import _NAMES
+from fusebook.ort.graph import _NAMES, _NUMBERS
 from fusebook.ort.nodes import NODES
 
 __all__ = ["fuse", "translations"]
+
+_DTYPES = {number: dtype for dtype, number in _NUMBERS.items()}
 
 
 def _onnxscript() -> Any:
@@ -47,7 +52,16 @@ def _symbol(onnxscript: Any, op: CustomOp) -> Any:
 def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
     """What Fusebook's torch operators become in ONNX.
 
-    For ``custom_translation_table`` of ``torch.onnx.export(..., dynamo=True)``.
+    For ``custom_translation_table`` of ``torch.onnx.export(..., dynamo=True)``. Each becomes
+
+    - a node of `NODES`, for which `Graph` needs ``ops`` or ``library``: ``softmax``, ``scatter_nd_of_shape``,
+      ``masked_scatter_nd_of_shape`` and ``embedding_backward``;
+    - standard nodes, which any runtime has: ``rms_norm``, ``layer_norm``, ``add_rms_norm``, ``add_layer_norm`` (all of
+      them without quantisation), ``cross_entropy`` and ``linear_cross_entropy`` (without label smoothing, z-loss and
+      softcap), ``swiglu``, ``concat_gemm``, ``multiply``, ``double``, ``add_sub``, ``multiply_add``, ``silu``,
+      ``add_add_multiply`` and ``exp``.
+
+    The export of any other of Fusebook's operators ends with a sentence that names it.
 
     Raises
     ------
@@ -59,27 +73,140 @@ def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
     >>> torch.onnx.export(module, (x,), dynamo=True, custom_translation_table=translations())  # doctest: +SKIP
     """
     onnxscript = _onnxscript()
-    standard = onnxscript.opset18
-    softmax_node, scatter_node, masked_node = (_symbol(onnxscript, op) for op in NODES)
+    import onnx_ir
+
+    op = onnxscript.opset18
+    softmax_node, scatter_node, masked_node = (_symbol(onnxscript, node) for node in NODES)
 
     def softmax(x, dim: int):  # type: ignore[no-untyped-def]
         return softmax_node(x, axis=dim)
 
     def scatter_nd(shape, indices, updates, masked: int | None = None, strategy: str = ""):  # type: ignore[no-untyped-def]
         if isinstance(shape, (list, tuple)):  # sizes, some of them known only when the graph runs
-            sizes = [
-                standard.Constant(value_ints=[s]) if isinstance(s, int) else standard.Reshape(s, one(standard))
-                for s in shape
-            ]
-            shape = standard.Concat(*sizes, axis=0)
+            one = op.Constant(value_ints=[1])
+            sizes = [op.Constant(value_ints=[s]) if isinstance(s, int) else op.Reshape(s, one) for s in shape]
+            shape = op.Concat(*sizes, axis=0)
         if masked is None:
             return scatter_node(shape, indices, updates, reduction="add")
         return masked_node(shape, indices, updates, reduction="add", maskedValue=masked)
 
-    def one(op: Any) -> Any:
-        return op.Constant(value_ints=[1])
+    # Standard nodes compute in float32, or in float64 where an operand is; results are rounded once, as Fusebook's are.
 
-    return {torch.ops.fusebook.softmax.default: softmax, torch.ops.fusebook.scatter_nd.default: scatter_nd}
+    def kind_of(*operands: Any) -> int:
+        return 11 if any(x.dtype == 11 for x in operands) else 1
+
+    def wide(*operands: Any) -> list[Any]:
+        kind = kind_of(*operands)
+        return [x if x.dtype == kind else op.Cast(x, to=kind) for x in operands]
+
+    def normed(h: Any, weight: Any, bias: Any, centred: bool, eps: float, kind: int) -> Any:
+        # A node has eps in float32. ONNX Runtime fuses what has Pow; of LayerNorm with casts it makes an invalid graph.
+        if centred and weight is not None and kind != 11:
+            given = [op.CastLike(v, h) for v in (weight, bias) if v is not None]
+            return op.LayerNormalization(h, *given, axis=-1, epsilon=eps)[0]
+        two, least = (op.Constant(value=onnx_ir.tensor(v, onnx_ir.DataType(kind))) for v in (2.0, eps))
+        last = op.Constant(value_ints=[-1])
+        if centred:
+            h = op.Sub(h, op.ReduceMean(h, last))
+        square = op.ReduceMean(op.Mul(h, h) if centred else op.Pow(h, two), last)
+        y = op.Div(h, op.Sqrt(op.Add(square, least)))
+        y = y if weight is None else op.Mul(y, op.CastLike(weight, y))
+        return y if bias is None else op.Add(y, op.CastLike(bias, y))
+
+    def norm(x, weight, bias, centred: bool, eps: float):  # type: ignore[no-untyped-def]
+        return op.CastLike(normed(wide(x)[0], weight, bias, centred, eps, kind_of(x)), x)
+
+    def add_norm(x, residual, weight, bias, centred: bool, eps: float):  # type: ignore[no-untyped-def]
+        total = op.CastLike(op.Add(*wide(x, residual)), x)
+        h = op.CastLike(total, wide(x)[0])
+        return op.CastLike(normed(h, weight, bias, centred, eps, kind_of(x)), x), total
+
+    def cross_entropy(  # type: ignore[no-untyped-def]
+        x, target, weight, reduction: str, ignore_index: int, smoothing: float, z: float, cap: float | None
+    ):  # fmt: skip
+        if smoothing or z or cap is not None:
+            raise NotImplementedError(
+                "fusebook.ort.translations: expected a loss without label_smoothing, z_loss and softcap, which ONNX's "
+                f"SoftmaxCrossEntropyLoss has not, got {smoothing}, {z} and {cap}; leave them out, or export the logits"
+            )
+        x = wide(x)[0]
+        weight = None if weight is None else op.CastLike(weight, x)
+        rest = op.Constant(value_ints=[-1])
+        scores = op.Reshape(x, op.Concat(rest, op.Shape(x, start=-1), axis=0))  # Flatten of one x twice does not export
+        loss, _ = op.SoftmaxCrossEntropyLoss(
+            scores, op.Reshape(target, rest), weight, reduction=reduction, ignore_index=ignore_index
+        )
+        return op.Reshape(loss, op.Shape(target)) if reduction == "none" else loss
+
+    def linear_cross_entropy(  # type: ignore[no-untyped-def]
+        h, head, target, weight, reduction: str, ignore_index: int, smoothing: float, z: float, cap: float | None,
+        rows: int | None,
+    ):  # fmt: skip
+        logits = op.MatMul(h, op.Transpose(head, perm=[1, 0]))
+        logits.dtype = h.dtype
+        return cross_entropy(logits, target, weight, reduction, ignore_index, smoothing, z, cap)
+
+    def swiglu(x, gate, up, bias, tf32: bool, strategy: str):  # type: ignore[no-untyped-def]
+        g, u = op.MatMul(x, gate), op.MatMul(x, up)
+        if x.dtype not in (1, 11):
+            g, u = op.Cast(g, to=1), op.Cast(u, to=1)
+        if bias is not None:
+            both = [op.Gather(bias, op.Constant(value_int=i), axis=0) for i in (0, 1)]
+            g, u = (op.Add(y, op.CastLike(b, y)) for y, b in zip((g, u), both, strict=True))
+        return op.CastLike(op.Mul(op.Mul(g, op.Sigmoid(g)), u), x)
+
+    def concat_gemm(x, weights, tf32: bool, strategy: str):  # type: ignore[no-untyped-def]
+        return op.Concat(*[op.MatMul(x, w) for w in weights], axis=-1)
+
+    def elementwise(compute: Callable[..., Any]) -> Callable[..., Any]:
+        def computed(*operands: Any) -> Any:
+            # As in PyTorch, an operand without axes does not widen others.
+            counting = [x for x in operands if len(x.shape)] or operands
+            dtype = functools.reduce(torch.promote_types, (_DTYPES[x.dtype] for x in counting))
+            found = compute(*wide(*operands))
+            several = isinstance(found, tuple)
+            results = tuple(op.Cast(y, to=_NUMBERS[dtype]) for y in (found if several else (found,)))
+            return results if several else results[0]
+
+        return _like(inspect.signature(compute), computed)
+
+    known: dict[str, Callable[..., Any]] = {
+        "softmax": softmax,
+        "scatter_nd": scatter_nd,
+        "norm": norm,
+        "add_norm": add_norm,
+        "cross_entropy": cross_entropy,
+        "linear_cross_entropy": linear_cross_entropy,
+        "swiglu": swiglu,
+        "concat_gemm": concat_gemm,
+        "multiply": elementwise(lambda x, y: op.Mul(x, y)),
+        "double": elementwise(lambda x: op.Add(x, x)),
+        "add_sub": elementwise(lambda x, y: (op.Add(x, y), op.Sub(x, y))),
+        "multiply_add": elementwise(lambda x, y, z: op.Add(op.Mul(x, y), z)),
+        "silu": elementwise(lambda x: op.Mul(x, op.Sigmoid(x))),
+        "add_add_multiply": elementwise(lambda x, y, z, w: op.Mul(op.Add(op.Add(x, y), z), w)),
+        "exp": elementwise(lambda x: op.Exp(x)),
+    }
+
+    return {o.custom: known[name] if name in known else _refusing(o) for name, o in OPERATORS.items()}
+
+
+def _like(signature: inspect.Signature, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function with a signature, which the exporter reads."""
+    function.__signature__ = signature  # type: ignore[attr-defined]
+    return function
+
+
+def _refusing(operator: Operator) -> Callable[..., Any]:
+    def refused(*_: Any) -> Any:
+        raise NotImplementedError(
+            f"fusebook.ort.translations: expected an operator that it lists, got fusebook::{operator.name}, which has "
+            "no node in ONNX; leave it out of the module that is exported"
+        )
+
+    names = [a.name for a in operator.custom._schema.arguments]
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    return _like(inspect.Signature([inspect.Parameter(name, kind) for name in names]), refused)
 
 
 def _number(value: Any) -> Any:
