@@ -1,6 +1,8 @@
 """An ONNX graph as a function of torch tensors. On a machine with a GPU both providers are tried."""
 
+import copy
 import gc
+import pickle
 import threading
 
 import numpy as np
@@ -136,6 +138,35 @@ def test_wrong_calls_are_refused_in_one_sentence():
         assert "\n" not in str(raised.value)
     with pytest.raises(ValueError, match="cpu or cuda"):
         Graph(matmul(), device="meta")
+    for threads, error in ((-1, ValueError), ("2", TypeError), (1.5, TypeError)):
+        with pytest.raises(error, match="ort.Graph: expected threads .*; give 1, or 0 for one a core"):
+            Graph(matmul(), device="cpu", threads=threads)
+    for call in (copy.copy, copy.deepcopy, pickle.dumps):
+        for session in (graph, graph.bind({"a": a, "b": a})):
+            with pytest.raises(TypeError, match="ort.Graph: expected a session to stay where it is"):
+                call(session)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_without_a_gpu_cuda_is_refused_in_one_sentence():
+    with pytest.raises(RuntimeError, match="ort.Graph: expected a CUDA device, and torch finds none"):
+        Graph(matmul(), device="cuda")
+
+
+def test_weights_in_another_file_are_found_beside_the_path(tmp_path):
+    ir = pytest.importorskip("onnx_ir")
+    w = np.arange(6, dtype=np.float32).reshape(2, 3)
+    proto = one_node("MatMul", {"x": torch.float32, "w": torch.float32}, {"y": torch.float32}, domain="")
+    del proto.graph.input[1]
+    proto.graph.initializer.append(onnx.numpy_helper.from_array(w, "w"))
+    path = tmp_path / "g.onnx"
+    onnx.save(proto, path, save_as_external_data=True, location="w.bin", size_threshold=0)
+    x = torch.eye(2)
+    for given in (path, onnx.load(path), ir.external_data.load_to_model(ir.load(path))):
+        assert Graph(given, device="cpu")({"x": x})["y"].tolist() == w.tolist()
+    for given in (onnx.load(path, load_external_data=False), ir.load(path)):
+        with pytest.raises(ValueError, match="ort.Graph: expected weights within the model.*; pass the path, or load"):
+            Graph(given, device="cpu")
 
 
 def hands_on(given=()):
@@ -206,19 +237,13 @@ def test_each_run_of_a_binding_has_outputs_of_its_own(device):
 
 def test_threads_share_a_binding():
     graph = Graph(one_node("Neg", {"x": torch.float32}, {"y": torch.float32}, domain=""), device="cpu")
-    bound, wrong = graph.bind({"x": torch.ones(1000)}), []
-
-    def work():
-        for _ in range(200):
-            if not bool((bound()["y"] == -1).all()):
-                wrong.append(1)
-
-    threads = [threading.Thread(target=work) for _ in range(4)]
+    bound, found = graph.bind({"x": torch.ones(10_000)}), []
+    threads = [threading.Thread(target=lambda: found.extend(bound()["y"] for _ in range(200))) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert not wrong
+    assert len({y.data_ptr() for y in found}) == 800 and all(bool((y == -1).all()) for y in found)
 
 
 def without_memory():
@@ -293,14 +318,18 @@ def test_outputs_do_not_overlap():
     f = torch.float32
     nodes = [oh.make_node("Neg", ["x"], ["a"]), oh.make_node("Abs", ["x"], ["b"])]
     graph = Graph(model(nodes, {"x": f}, {"a": f, "b": f}), device="cpu")
-    x, memory = torch.ones(4), torch.zeros(8)
-    for start in range(5):
-        given = {"b": memory[4:], "a": memory[start : start + 4]}
-        if start:
-            with pytest.raises(ValueError, match="got a and b over the same"):
-                graph({"x": x}, given)
-        else:
+    x, memory = torch.ones(4), torch.zeros(12)
+    for start in range(9):
+        given = {"b": memory[4:8], "a": memory[start : start + 4]}
+        if start in (0, 8):
             assert graph({"x": x}, given)["a"].tolist() == [-1.0] * 4
+            continue
+        with pytest.raises(ValueError, match="memory for a that holds nothing else, got some of b's"):
+            graph({"x": x}, given)
+        if start != 4:
+            with pytest.raises(ValueError, match="memory for a that holds nothing else, got some of x's"):
+                graph({"x": memory[4:8]}, {"a": memory[start : start + 4]})
+    assert graph({"x": x}, {"a": x})["a"] is x and x.tolist() == [-1.0] * 4
 
 
 def test_autograd_sees_that_an_output_was_written():

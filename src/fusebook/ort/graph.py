@@ -8,7 +8,6 @@ updates with more where indices repeat.
 
 from __future__ import annotations
 
-import itertools
 import os
 import threading
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusebook.kernels._arguments import integer
 from fusebook.ort.custom import _ELEMENTS, CustomOp, register
 
 __all__ = ["Bound", "Graph"]
@@ -107,8 +107,12 @@ class Graph:
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         if self.device.type not in ("cpu", "cuda"):
             raise ValueError(f"ort.Graph: expected device to be cpu or cuda, got {self.device}; choose one of them")
+        if self.device.type == "cuda" and not torch.cuda.is_available():
+            raise RuntimeError("ort.Graph: expected a CUDA device, and torch finds none; pass device='cpu'")
         settings = ort.SessionOptions()
-        settings.intra_op_num_threads = threads
+        settings.intra_op_num_threads = integer(
+            "ort.Graph", "threads", threads, "give 1, or 0 for one a core", "from 0 up", lambda n: n >= 0
+        )
         settings.inter_op_num_threads = 1
         settings.log_severity_level = 4  # errors are raised, and need not be printed as well
         if library is not None:
@@ -139,7 +143,15 @@ class Graph:
         # The default, said aloud: ONNX Runtime 1.31 looks for it in every run, and finds out that it is missing by an
         # exception thrown in C++, which takes longer than all the rest of a small run.
         self._run.add_run_config_entry("gpu_graph_id", "0")
-        self.session = ort.InferenceSession(_readable(model), settings, providers=providers)
+        try:
+            self.session = ort.InferenceSession(_readable(model), settings, providers=providers)
+        except Exception as error:  # classes of its own
+            if "External data" not in str(error):
+                raise
+            raise ValueError(
+                f"ort.Graph: expected weights within the model, or in files beside its path, got {error}; pass the "
+                "path, or load them with onnx.load or onnx_ir.external_data.load_to_model"
+            ) from error
         if self.stream is not None and "CUDAExecutionProvider" not in self.session.get_providers():
             raise RuntimeError(
                 "ort.Graph: ONNX Runtime could not load its CUDA provider and fell back to the CPU; check that its "
@@ -152,7 +164,12 @@ class Graph:
         known = _NAMES.values()
         self.defaults = {n.name: n.type for n in self.session.get_overridable_initializers() if n.type in known}
         # A captured CUDA graph writes to the same memory in every run.
-        self._fixed = (options or {}).get("enable_cuda_graph", "0").lower() in ("1", "true")
+        self._fixed = str((options or {}).get("enable_cuda_graph")).lower() in ("1", "true")
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "ort.Graph: expected a session to stay where it is, got a copy or pickle of it; make another one"
+        )
 
     def bind(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor] | None = None) -> Bound:
         """Bind tensors once, to run on them many times.
@@ -175,7 +192,7 @@ class Graph:
         ------
         ValueError, TypeError
             For a missing or unknown name, a wrong dtype, a tensor that is not contiguous or has no memory of its own,
-            and for outputs that overlap.
+            and for outputs that overlap each other or a part of an input.
         """
         return Bound(self, inputs, {} if outputs is None else outputs)
 
@@ -213,7 +230,7 @@ class Bound:
         # Their memory is bound by address, so they are kept.
         self._inputs = {name: _own(name, value, graph, types[name], copied) for name, value in inputs.items()}
         self._given = {name: _own(name, value, graph, graph.outputs[name]) for name, value in outputs.items()}
-        _apart(self._given)
+        _apart(self._inputs, self._given)
         for name, value in self._given.items():
             if value.requires_grad and torch.is_grad_enabled():
                 raise ValueError(
@@ -240,6 +257,8 @@ class Bound:
                 self._binding.bind_output(name, *_place(self._given[name], graph))
             else:
                 self._allocate(name)
+
+    __reduce__ = Graph.__reduce__
 
     def _allocate(self, name: str) -> None:
         self._binding.bind_output(name, self.graph.device.type, self.graph.device.index or 0)
@@ -391,15 +410,21 @@ def _stored(x: Tensor) -> bool:
     return memory.nbytes() >= needed
 
 
-def _apart(outputs: Mapping[str, Tensor]) -> None:
-    """Refuse outputs that share memory."""
-    spans = sorted((t.data_ptr(), t.data_ptr() + t.numel() * t.element_size(), n) for n, t in outputs.items())
-    spans = [span for span in spans if span[0] < span[1]]
-    for (_, end, one), (start, _, other) in itertools.pairwise(spans):
-        if start < end:
+def _apart(inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
+    """Refuse outputs that share memory, and those over a part of an input."""
+
+    def spans(tensors: Mapping[str, Tensor]) -> list[tuple[int, int, str]]:
+        return [(t.data_ptr(), t.data_ptr() + t.nbytes, name) for name, t in tensors.items() if t.numel()]
+
+    written = spans(outputs)
+    read = spans(inputs)
+    for i, (start, end, name) in enumerate(written):
+        shared = [other for begin, last, other in written[:i] if begin < end and start < last]
+        shared += [o for begin, last, o in read if begin < end and start < last and (begin, last) != (start, end)]
+        if shared:
             raise ValueError(
-                f"ort.Graph: expected outputs with memory of their own, got {one} and {other} over the same; give each "
-                "its own"
+                f"ort.Graph: expected memory for {name} that holds nothing else, got some of {shared[0]}'s; give "
+                "memory of its own, or all of an input's"
             )
 
 
