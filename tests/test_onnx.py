@@ -282,6 +282,16 @@ def test_a_tensor_without_memory_is_refused_in_one_sentence():
             wrap(lambda x: graph({"a": a, "b": x})["c"])(torch.ones(3, 2, 2))
 
 
+def test_a_copy_that_is_fake_is_refused():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    graph, a = Graph(matmul(), device="cpu"), torch.arange(4.0).view(2, 2)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert graph({"a": a, "b": a})["c"].tolist() == [[2.0, 3.0], [6.0, 11.0]]
+        with pytest.raises(TypeError, match="b to have memory of its own, got a FakeTensor without"):
+            graph({"a": a, "b": a.T})
+
+
 def test_views_parameters_and_subclasses_are_read_as_they_are():
     graph = Graph(matmul(), device="cpu")
     a = torch.eye(2)

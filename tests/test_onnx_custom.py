@@ -9,6 +9,7 @@ import sys
 import threading
 import weakref
 
+import numpy as np
 import pytest
 import torch
 
@@ -110,8 +111,8 @@ def test_attributes_have_defaults_or_must_be_there(device):
     x = torch.ones(2, device=device)
     graph(op, device, f=7)({"x": x})
     assert seen == given | {"f": 7}
-    graph(op, device, a=-(2**40), b=2.25, c="é", d=[3, 4, 5], e=[2.5], f=0)({"x": x})
-    assert seen == {"a": -(2**40), "b": 2.25, "c": "é", "d": (3, 4, 5), "e": (2.5,), "f": 0}
+    graph(op, device, a=-(2**40), b=2.25, c="é\0è", d=[3, 4, 5], e=[2.5], f=0)({"x": x})
+    assert seen == {"a": -(2**40), "b": 2.25, "c": "é\0è", "d": (3, 4, 5), "e": (2.5,), "f": 0}
     with pytest.raises(Exception, match="expected the attribute f, got a node without it"):
         graph(op, device)
 
@@ -208,6 +209,22 @@ def test_what_a_launcher_must_return(device):
     refused("expected 2 shapes, got 1", graph(op, device, *wanted), {"x": x})
     op = unary(launcher=lambda x, out: x * 2)
     refused("expected the launcher to write y into the memory given as out", graph(op, device), {"x": x})
+    for axes in (17, 65):
+        op = unary(launcher=lambda x, n=axes: x.view([1] * n), shape=None)
+        refused(f"expected outputs of at most 16 axes, got {axes}", graph(op, device), {"x": x[:1].clone()})
+    for shape in (3, None, (1.5,), "ab", [3, (2,)]):
+        op = unary(shape=lambda x, s=shape: s)
+        refused("expected a tuple of sizes from shape, or one an output, got", graph(op, device), {"x": x})
+    op = unary(shape=lambda x: (np.int64(3),))
+    assert graph(op, device)({"x": x})["y"].tolist() == [2, 2, 2]
+    for function in (lambda x: torch.complex(x, x), lambda x: x.to_sparse()):
+        with pytest.raises(RuntimeError):
+            graph(unary(launcher=function, shape=None), device)({"x": x})
+    whole = custom_op("Whole", lambda x: x / 2, {"x": f}, {"y": torch.int64})
+    message = "expected the launcher to return y as torch.int64, got torch.float32"
+    refused(message, graph(whole, device, {"x": f}, {"y": torch.int64}), {"x": x})
+    op = unary(shape=lambda x: (2**64,), launcher=lambda x, out: None)
+    refused("expected sizes from 0 up in a shape, got .18446744073709551616", graph(op, device), {"x": x})
     op = unary(shape=lambda x: (-1,))
     refused("expected sizes from 0 up in a shape, got", graph(op, device), {"x": x})
     op = unary(shape=lambda x: (2**60,), launcher=lambda x, out: None)
@@ -240,7 +257,15 @@ def test_descriptions_that_contradict_themselves_are_refused():
         (ValueError, "a name such as", {"name": "no name"}),
         (TypeError, "launcher to be a function, got int", {"launcher": 3}),
         (ValueError, "at least one output", {"outputs": {}}),
-        (ValueError, "the type of x to be a torch dtype or one of types", {"inputs": {"x": "T"}}),
+        (ValueError, r"the type of x to be a torch dtype \(float32, .*\) or one of types", {"inputs": {"x": "T"}}),
+        (
+            ValueError,
+            r"the type of x to be a torch dtype .*, got torch.uint16; choose",
+            {"inputs": {"x": torch.uint16}},
+        ),
+        (TypeError, "inputs to map names to types, got list; pass a dict", {"inputs": ["x"]}),
+        (TypeError, "outputs to map names to types, got NoneType", {"outputs": None}),
+        (TypeError, "domain to be a str, got int", {"domain": 3}),
         (ValueError, "list torch dtypes", {"types": {"T": (torch.complex64,)}}),
         (ValueError, "each type of an output to be that of an input", {"outputs": {"y": "T"}, "types": {"T": (f,)}}),
         (ValueError, "host to name inputs", {"host": ["s"]}),

@@ -15,6 +15,7 @@ import functools
 import hashlib
 import inspect
 import itertools
+import operator
 import os
 import pathlib
 import shutil
@@ -162,7 +163,7 @@ def _shim() -> _Shim:
     return _Shim()
 
 
-_SIZES = [ctypes.c_int64 * axes for axes in range(65)]
+_SIZES = [ctypes.c_int64 * axes for axes in range(17)]
 
 # A DLPack struct becomes a capsule, which from_dlpack takes over together with the struct.
 _capsule = ctypes.pythonapi.PyCapsule_New
@@ -218,7 +219,13 @@ class _Kernel:
             results = results if isinstance(results, (tuple, list)) else (results,)
             op._complete(results)
             for i, result in enumerate(results):
-                self._output(running, i, tuple(result.shape)).copy_(result)
+                out = self._output(running, i, tuple(result.shape))
+                if not torch.can_cast(result.dtype, out.dtype):
+                    raise TypeError(
+                        f"expected the launcher to return {list(op.outputs)[i]} as {out.dtype}, got {result.dtype}, "
+                        "which loses a part of each element; cast it there"
+                    )
+                out.copy_(result)
             return
         shapes = op._shapes(given, self.attributes)
         memory = [self._output(running, i, shape) for i, shape in enumerate(shapes)]
@@ -235,6 +242,8 @@ class _Kernel:
                 )
 
     def _output(self, running: int, i: int, shape: tuple[int, ...]) -> Tensor:
+        if len(shape) > 16:  # as ort_api.h has it
+            raise ValueError(f"expected outputs of at most 16 axes, got {len(shape)}; reshape it")
         managed = _shim().output(running, i, _SIZES[len(shape)](*shape), len(shape))
         if not managed:
             raise _Refused
@@ -320,6 +329,16 @@ class CustomOp:
     ) -> None:
         self.name = name
         self.launcher = launcher
+        for what, names in (("inputs", inputs), ("outputs", outputs)):
+            if not isinstance(names, Mapping):
+                raise TypeError(
+                    f"onnx.custom_op: {name}: expected {what} to map names to types, got {type(names).__name__}; pass "
+                    "a dict such as {'x': torch.float32}"
+                )
+        if not isinstance(domain, str):
+            raise TypeError(
+                f"onnx.custom_op: {name}: expected domain to be a str, got {type(domain).__name__}; leave it out"
+            )
         self.inputs = dict(inputs)
         self.outputs = dict(outputs)
         self.shape = shape
@@ -354,8 +373,8 @@ class CustomOp:
             known = self.types if isinstance(kind, str) else _ELEMENTS
             if kind not in known:
                 refuse(
-                    f"expected the type of {name} to be a torch dtype or one of types ({', '.join(self.types)}), got "
-                    f"{kind!r}; name it in types"
+                    f"expected the type of {name} to be a torch dtype ({', '.join(str(d)[6:] for d in _ELEMENTS)}) or "
+                    f"one of types ({', '.join(self.types)}), got {kind!r}; choose one, or name it in types"
                 )
         for key, kinds in self.types.items():
             if not kinds or any(kind not in _ELEMENTS for kind in kinds):
@@ -391,13 +410,19 @@ class CustomOp:
         else:
             assert self.shape is not None
             shapes = self.shape(*given, **attributes)
-        shapes = [shapes] if not shapes or isinstance(shapes[0], int) else list(shapes)
+        try:
+            several = len(shapes) > 0 and not hasattr(shapes[0], "__index__")
+            shapes = [tuple(map(operator.index, shape)) for shape in (shapes if several else [shapes])]
+        except TypeError as error:
+            raise TypeError(
+                f"expected a tuple of sizes from shape, or one an output, got {shapes!r}; return x.shape for instance"
+            ) from error
         if len(shapes) != len(self.outputs):
             raise ValueError(f"expected {len(self.outputs)} shapes, got {len(shapes)}; shape must give one an output")
         for shape in shapes:
-            if any(size < 0 for size in shape):
-                raise ValueError(f"expected sizes from 0 up in a shape, got {tuple(shape)}; give each axis its length")
-        return [tuple(shape) for shape in shapes]
+            if any(not 0 <= size < 2**63 for size in shape):
+                raise ValueError(f"expected sizes from 0 up in a shape, got {shape}; give each axis its length")
+        return shapes
 
     def _complete(self, results: Sequence[Any]) -> None:
         if len(results) != len(self.outputs):
@@ -482,7 +507,7 @@ def _reader_of(op: str, name: str, default: Any) -> Callable[[int, int], Any]:
             library.fusebook_string(*where, None, ctypes.byref(count))
             text = ctypes.create_string_buffer(max(1, count.value))
             if count.value and library.fusebook_string(*where, text, ctypes.byref(count)):
-                return text.value.decode()
+                return text.raw[: count.value - 1].decode()
         else:
             call = library.fusebook_floats if floats else library.fusebook_ints
             call(*where, None, ctypes.byref(count))

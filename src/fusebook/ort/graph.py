@@ -378,19 +378,20 @@ def _own(name: str, value: Any, graph: Graph, type_: str, copied: bool = False) 
             f"ort.Graph: expected {name} on {graph.device} or the CPU, got {value.device}; move it, or make the graph "
             "there"
         )
-    if not _stored(value):
+    dense = value
+    if copied and _stored(value) and (value.is_neg() or not value.is_contiguous()):
+        dense = value.resolve_neg().contiguous()
+    if not _stored(dense):  # a copy under FakeTensorMode is fake
         raise TypeError(
-            f"ort.Graph: expected {name} to have memory of its own, got a {type(value).__name__} without; pass the "
+            f"ort.Graph: expected {name} to have memory of its own, got a {type(dense).__name__} without; pass the "
             "plain, dense tensor that it is made of (to_local() of a DTensor)"
         )
-    if copied:
-        return value.resolve_neg().contiguous()
-    if not value.is_contiguous() or value.is_neg():
+    if not dense.is_contiguous() or dense.is_neg():
         raise ValueError(
             f"ort.Graph: expected {name} to be contiguous, since its memory is bound; call resolve_neg().contiguous() "
             "first"
         )
-    return value
+    return dense
 
 
 def _stored(x: Tensor) -> bool:
