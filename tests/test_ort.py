@@ -292,8 +292,12 @@ def test_compiled_nodes_refuse_in_one_sentence(library):
 
 def test_what_cannot_be_built_is_refused(tmp_path, monkeypatch):
     for given, message in (({"arch": [70]}, "architectures from 80"), ({"dtype": ["int8"]}, "dtypes of float32"),
-                           ({"arch": []}, "an architecture and a dtype at least")):  # fmt: skip
-        with pytest.raises(ValueError, match=message):
+                           ({"arch": []}, "an architecture and a dtype at least"),
+                           ({"arch": [90.0]}, "architectures from 80"), ({"arch": "90"}, "expected lists, such as"),
+                           ({"arch": 90}, "expected lists, such as"), ({"dtype": "float32"}, "expected lists, such as"),
+                           ({"workers": -1}, "workers from 1 up, got -1"), ({"workers": 0}, "workers from 1 up, got 0"),
+                           ({"workers": "2"}, "workers to be an integer, got str")):  # fmt: skip
+        with pytest.raises((TypeError, ValueError), match=message):
             build(tmp_path / "x.so", **given)
     end = warm.run("-m", "fusebook.ort", "build", "--out", str(tmp_path / "x.so"), "--arch", "hopper")
     assert end.returncode == 2 and "expected numbers by commas such as 80,90, got 'hopper'" in end.stderr
@@ -322,6 +326,10 @@ def test_a_build_names_its_kernels_and_what_it_cannot_write(tmp_path, monkeypatc
     with pytest.raises(RuntimeError, match="do not compile: .*file.*; set TRITON_CACHE_DIR and TMPDIR to folders"):
         build(out, arch=[90], dtype=["float32"], workers=1)
     assert not capfd.readouterr().err
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    with pytest.raises(RuntimeError, match="do not compile: ptxas.*sm_199.*; leave that architecture out"):
+        build(out, arch=[199], dtype=["float32"], workers=1)
 
     def full(*_):
         raise OSError(28, "No space left on device")

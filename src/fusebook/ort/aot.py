@@ -20,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from fusebook.kernels._arguments import integer
 from fusebook.machine import cache_folder_if_any
 from fusebook.ort.custom import C, beside, compile_c
 
@@ -241,10 +242,13 @@ def _compiled(
             process.kill()
     if failed:
         lines = failed[0].with_suffix(".err").read_text().strip().splitlines()
-        last = lines[-1] if lines else "a process died"
+        unknown = next((line for line in lines if re.match(r"ptxas.* fatal .*'sm_", line)), "")
+        last = unknown or (lines[-1] if lines else "a process died")
         # Python's errors of files begin so: "OSError: [Errno 28] No space left on device".
         full = "[Errno " in last
         advice = "set TRITON_CACHE_DIR and TMPDIR to folders that can be written" if full else "use Triton 3.6 to 3.9"
+        if unknown:
+            advice = "leave that architecture out"
         raise RuntimeError(f"fusebook.ort: the kernels do not compile: {last}; {advice}")
     return [row for job, _ in running for row in json.loads(job.with_suffix(".rows").read_text())]
 
@@ -308,13 +312,17 @@ def build(
 
     Raises
     ------
-    ValueError
-        For an architecture or a dtype that is not known.
+    TypeError, ValueError
+        For an architecture or a dtype that is not known, and for workers that are no positive number.
     RuntimeError
         Where there is no C compiler, a kernel does not compile, or `out` cannot be written.
     """
+    if isinstance(arch, (str, int)) or isinstance(dtype, str):
+        raise TypeError(f"fusebook.ort: expected lists, such as [90] and ['float32'], got {arch!r} and {dtype!r}")
+    if workers is not None:
+        workers = integer("fusebook.ort", "workers", workers, "leave it out", "from 1 up", lambda n: n > 0)
     for number in arch:
-        if not 80 <= number < 200:
+        if not isinstance(number, int) or not 80 <= number < 200:
             raise ValueError(f"fusebook.ort: expected architectures from 80 on, such as 90 for sm_90, got {number}")
     for name in dtype:
         if name not in TYPES:
