@@ -15,7 +15,7 @@ if not os.access(ROOT, os.W_OK):
 sys.path[:0] = [str(ROOT / "docs" / "_ext"), str(ROOT / "src")]
 # Where the pages put what they offer; fusebook_site copies it beside them. Not in auto_examples, where sphinx-gallery
 # would take a script for a page.
-os.environ["FUSEBOOK_DOWNLOADS"] = str(ROOT / "docs" / "auto_downloads")
+os.environ["_FUSEBOOK_DOWNLOADS"] = str(ROOT / "docs" / "auto_downloads")
 if os.environ.get("FUSEBOOK_RECORDS"):  # pages run in a folder of their own
     os.environ["FUSEBOOK_RECORDS"] = os.path.abspath(os.environ["FUSEBOOK_RECORDS"])
 

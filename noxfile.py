@@ -1,5 +1,5 @@
-"""The commands: ``nox -s docs tests lint``; on request ``browser``, ``record``, ``restamp``, ``versions``, ``site``,
-``gpu``, ``sanitize``, ``stress``, ``fuzz``, ``mutants``, ``wheel``.
+"""The commands: ``nox -s docs tests lint``; on request ``browser``, ``record``, ``versions``, ``site``, ``gpu``,
+``sanitize``, ``stress``, ``fuzz``, ``mutants``, ``wheel``.
 
 All sessions share one environment, `.nox/environment`, which is made once and remade when what it should hold changes:
 torch alone takes a gigabyte. ``nox --no-venv --no-install -s docs`` uses the Python it runs in and installs nothing.
@@ -104,7 +104,7 @@ def run(session, *args, **env):
 def docs(session):
     """Build the site into build/html: measured where there is a GPU, on all where there are several; else replayed."""
     measured = {}
-    if len(gpus()) > 1 and not {"FUSEBOOK_REPLAY", "FUSEBOOK_RECORDS"} & os.environ.keys():
+    if len(gpus()) > 1 and not {"FUSEBOOK_GPU", "FUSEBOOK_RECORDS"} & os.environ.keys():
         measured["FUSEBOOK_RECORDS"] = str(ROOT / "build" / "measured")
         found = ["--gpus", "all", "--changed", "--out", measured["FUSEBOOK_RECORDS"]]
         run(session, "docs/_ext/record_pages.py", *found)
@@ -235,9 +235,9 @@ def browser(session):
 
 @nox.session(venv_backend="none", requires=["environment"], default=False)
 def record(session):
-    """Measure this machine by every page (or those named after ``--``) into src/fusebook/records.
+    """Record every page, or ``nox -s record -- plot_102_softmax``, into src/fusebook/records.
 
-    ``--gpus 0,1`` takes several GPUs, ``--shard 1/4`` a part of the pages; ``--help`` tells.
+    ``--stale`` records only pages whose records are stale, ``--gpus 0,1`` one page per GPU; see ``--help``.
     """
     run(session, "docs/_ext/record_pages.py", *session.posargs)
 
@@ -246,13 +246,6 @@ def record(session):
 def new(session):
     """Begin a kernel: its module, its card, its page and solutions: ``nox -s new -- my_kernel``."""
     run(session, "docs/_ext/new_kernel.py", *session.posargs)
-
-
-@nox.session(venv_backend="none", requires=["environment"], default=False)
-def restamp(session):
-    """Stamp records anew whose code is written otherwise now but compiles to the same; needs no GPU."""
-    run(session, "-m", "fusebook.record", "--restamp")
-    run(session, "-m", "fusebook.record", "--check")
 
 
 @nox.session(venv_backend="none", requires=["environment"], default=False)

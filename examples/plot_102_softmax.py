@@ -509,7 +509,8 @@ def judged(x, **ways):
     verdicts = {name: yard.judge(way(x)) for name, way in ways.items()}
     rows = [(v.score, v.limit, v.ok) for v in verdicts.values()]
     names = pd.Index(verdicts, name="way")
-    return pd.DataFrame(rows, index=names, columns=["score", "limit", "right"])
+    columns = ["error", "tolerance", "right"]
+    return pd.DataFrame(rows, index=names, columns=columns)
 
 
 rng = generator(seed=0)
@@ -632,7 +633,7 @@ def own_rate(variant):
     rows = tables.where(memory, variant=variant, status="ok")
     least = rows["read_bytes"] + rows["write_bytes"]
     moved = rows["moved_bytes"].fillna(least)
-    return (moved / least * rows["copy_us"] / rows["cold_us"]).median()
+    return (moved / least * rows["copy_us"] / rows["gpu_us"]).median()
 
 
 claims(
@@ -697,18 +698,18 @@ claims(
     claim(
         "Warm, our kernel takes at most 1.3 times the launch floor plus the "
         "roof: {least:.2f} to {most:.2f} times.",
-        fused["warm_us"] <= 1.3 * bound,
+        fused["gpu_warm_us"] <= 1.3 * bound,
         fatal=False,
-        least=(fused["warm_us"] / bound).min(),
-        most=(fused["warm_us"] / bound).max(),
+        least=(fused["gpu_warm_us"] / bound).min(),
+        most=(fused["gpu_warm_us"] / bound).max(),
     ),
     say(
         "At 4096 x 256 the host takes {host:.1f} microseconds to queue our "
         "call and {theirs:.1f} to queue PyTorch's; our kernel takes "
         "{warm:.1f} of the device, warm. A CUDA graph saves the host's part.",
-        host=fused.loc[(4096, 256), "host_us"],
+        host=fused.loc[(4096, 256), "launch_us"],
         theirs=tables.times(small, "host").loc[(4096, 256), "torch"],
-        warm=fused.loc[(4096, 256), "warm_us"],
+        warm=fused.loc[(4096, 256), "gpu_warm_us"],
     ),
 )
 
@@ -1060,13 +1061,13 @@ claims(
 small_x = x[:64].contiguous()
 turned = rough(rng, (20, 7, 30), torch.float32).transpose(0, 2)
 general = yardstick(SOFTMAX, (turned,)).judge(fusebook.softmax(turned))
-worst = tables.where(sweep, status="ok").groupby("variant")["score"].max()
+worst = tables.where(sweep, status="ok").groupby("variant")["error"].max()
 in_cuda_c = results(
     EXP,
     config="8192x8192",
     dtype="float32",
     variants=["CUDA C", "CUDA C, fast math"],
-).set_index("variant")["score"]
+).set_index("variant")["error"]
 scripted_over = (
     reached.loc["step one, the tutorial's warps"] / reached.loc["TorchScript"]
 ).filter(like="float32")

@@ -426,8 +426,8 @@ found = pd.DataFrame(
         **dims,
         "dtype": str(dtype).removeprefix("torch."),
         "way": way,
-        "score": verdict.score,
-        "limit": verdict.limit,
+        "error": verdict.score,
+        "tolerance": verdict.limit,
         "right": verdict.ok,
     }
     for op in (
@@ -927,9 +927,9 @@ theirs = tables.where(large, variant="quack", status="ok").set_index(
     ["M", "N"]
 )
 their_rate = (theirs["read_bytes"] + theirs["write_bytes"]) / (
-    theirs["cold_us"] * 1e-6
+    theirs["gpu_us"] * 1e-6
 )
-their_shares = theirs["copy_us"] / theirs["cold_us"]
+their_shares = theirs["copy_us"] / theirs["gpu_us"]
 their_share = their_shares.loc[lambda s: s.index.isin(range(4096, 2**20), 1)]
 far = tables.where(large, N=[65536, 262144])
 narrow = tables.where(large, N=[2880, 4096, 8192])

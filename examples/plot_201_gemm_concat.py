@@ -552,15 +552,15 @@ claims(
 scores = single[single["status"] == "ok"].assign(
     numbers=lambda d: d["math"].map({"tf32": "TF32"}).fillna("float32")
 )
-worst = scores.groupby("numbers")[["score", "limit"]].max()
+worst = scores.groupby("numbers")[["error", "tolerance"]].max()
 claims(
     say(
         "The worst score of all ways is {fp32:.1e} in float32 and {tf32:.1e} "
         "in TF32, where {least:.1e} and {most:.1e} are allowed.",
-        fp32=worst.loc["float32", "score"],
-        tf32=worst.loc["TF32", "score"],
-        least=worst.loc["float32", "limit"],
-        most=worst.loc["TF32", "limit"],
+        fp32=worst.loc["float32", "error"],
+        tf32=worst.loc["TF32", "error"],
+        least=worst.loc["float32", "tolerance"],
+        most=worst.loc["TF32", "tolerance"],
     )
 )
 
@@ -654,8 +654,8 @@ table(
 
 decode = asked.results(config="decode", dtype="bfloat16", variants=WAYS + OURS)
 shares = decode.assign(
-    cold=100 * decode["roof_us"] / decode["cold_us"],
-    warm=100 * decode["roof_us"] / decode["warm_us"],
+    cold=100 * decode["roof_us"] / decode["gpu_us"],
+    warm=100 * decode["roof_us"] / decode["gpu_warm_us"],
 )
 reading = shares.pivot_table(["cold", "warm"], "M", "variant", sort=False)
 reading.columns = [f"{name}, {kind}" for kind, name in reading.columns]
@@ -869,7 +869,7 @@ same = pd.DataFrame(
     {
         "half types": tables.where(
             half, variant="fusebook", dtype="bfloat16"
-        ).set_index("N")["cold_us"],
+        ).set_index("N")["gpu_us"],
         "quack's": their_us["the library"],
         "each step": stairs[stairs["step"] == "the library"].set_index("n")[
             "us"

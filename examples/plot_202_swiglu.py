@@ -300,7 +300,7 @@ found = pd.concat(
 table(found, "Scores, each within its limit", fold=False)
 
 # %%
-error = found[found["M"] == 70].pivot_table("score", "dtype", "way")
+error = found[found["M"] == 70].pivot_table("error", "dtype", "way")
 claims(
     claim("Every way is within its limit.", found["right"]),
     claim(
@@ -368,7 +368,7 @@ def in_turn():
         times = measure(calls, repeat=asked.repeat, kinds=("cold", "warm"))
         for name, kinds in times.items():
             medians = {
-                f"{kind}_us": 1e6 * q.q50
+                tables.column(kind): 1e6 * q.q50
                 for kind, q in kinds.items()
                 if q is not None
             }
@@ -381,7 +381,7 @@ turns = measured("swiglu_in_turn", in_turn)
 
 def beside(kind):
     """The time of each way over that of the product alone."""
-    wide = turns.pivot_table(f"{kind}_us", SIZES, "variant", sort=False)
+    wide = turns.pivot_table(tables.column(kind), SIZES, "variant", sort=False)
     return wide.div(wide[BARE], axis=0).drop(columns=BARE)
 
 
@@ -412,8 +412,8 @@ table(
 
 # %%
 shares = decode.assign(
-    cold=100 * decode["roof_us"] / decode["cold_us"],
-    warm=100 * decode["roof_us"] / decode["warm_us"],
+    cold=100 * decode["roof_us"] / decode["gpu_us"],
+    warm=100 * decode["roof_us"] / decode["gpu_warm_us"],
 )
 table(
     shares.set_index([*SIZES, "variant"])[["warm", "cold"]].dropna(how="all"),
@@ -684,14 +684,14 @@ claims(
     target(
         "With 16 tokens our kernel reaches at least 90 % of the roof of "
         "reading the weights, warm: it reaches {least:.0%} or more.",
-        few["roof_us"] / few["warm_us"] >= 0.9,
-        least=(few["roof_us"] / few["warm_us"]).min(),
+        few["roof_us"] / few["gpu_warm_us"] >= 0.9,
+        least=(few["roof_us"] / few["gpu_warm_us"]).min(),
     ),
     target(
         "With 16 tokens our kernel reaches at least 90 % of the roof of "
         "reading the weights, cold: it reaches {least:.0%} or more.",
-        few["roof_us"] / few["cold_us"] >= 0.9,
-        least=(few["roof_us"] / few["cold_us"]).min(),
+        few["roof_us"] / few["gpu_us"] >= 0.9,
+        least=(few["roof_us"] / few["gpu_us"]).min(),
     ),
     claim(
         "With 4096 tokens packed and compiled takes what was predicted, "
@@ -715,8 +715,8 @@ claims(
             "x {N} warm, {cold:.1%} cold.",
             K=K,
             N=N,
-            warm=row["roof_us"] / row["warm_us"],
-            cold=row["roof_us"] / row["cold_us"],
+            warm=row["roof_us"] / row["gpu_warm_us"],
+            cold=row["roof_us"] / row["gpu_us"],
         )
         for (_, K, N), row in few.iterrows()
     ],

@@ -475,7 +475,7 @@ def judged(way, n, d, k, dtype, laws):
     return rows
 
 
-columns = ["law", "d", "dtype", "way", "score", "limit", "right"]
+columns = ["law", "d", "dtype", "way", "error", "tolerance", "right"]
 assign, single = fusebook.kmeans_assign, torch.float32
 cases = [
     (assign, 300, 2, 3, single, "near far blobs rough"),
@@ -631,7 +631,7 @@ table(
 # The checked call has no time there: it waits for the answer, and what waits
 # cannot be timed by events. The host's clock can:
 
-by_host = plane.set_index(["labels", "variant"])["call_us"]
+by_host = plane.set_index(["labels", "variant"])["latency_us"]
 wait, go = (
     by_host.xs(name, level="variant")["int64"]
     for name in ("fusebook, checked", "fusebook")
@@ -686,7 +686,7 @@ by_lines["the library's"] = lines_behind(fusebook.kmeans_assign)
 by_label = plane.drop_duplicates("labels").set_index("labels")
 stairs = pd.concat(
     [
-        plane.pivot_table("cold_us", "variant", "labels").loc[
+        plane.pivot_table("gpu_us", "variant", "labels").loc[
             ["torch.compile"]
         ],
         steps.T,
@@ -901,7 +901,7 @@ table(
 
 # %%
 table(
-    laws.set_index(["law", "variant"])[["status", "score", "note"]],
+    laws.set_index(["law", "variant"])[["status", "error", "note"]],
     "Who is right",
     fold=True,
 )
@@ -1190,7 +1190,7 @@ table(shares, "Each way in the plane, cold", fold=True)
 def over(df, other="roof", **wanted):
     """Our time over another at the points wanted."""
     rows = tables.where(df, variant="fusebook", status="ok", **wanted)
-    return rows["cold_us"] / rows[f"{other}_us"]
+    return rows["gpu_us"] / rows[f"{other}_us"]
 
 
 compiled = tables.ratio(both, "fusebook", "torch.compile")

@@ -49,7 +49,7 @@ import statistics
 import time
 
 import fusebook  # before triton: it decides whether kernels are interpreted
-from fusebook import launches, plots, tables, timing
+from fusebook import compiled, plots, tables, timing
 from fusebook.cards.adamw import ADAMW_STEP
 from fusebook.check import yardstick
 from fusebook.inputs import generator
@@ -418,7 +418,7 @@ ways = {
 verdicts = {name: verdict_of(step) for name, step in ways.items()}
 scores = pd.DataFrame(
     {
-        name: {"score": v.score, "limit": v.limit, "right": v.ok}
+        name: {"error": v.score, "tolerance": v.limit, "right": v.ok}
         for name, v in verdicts.items()
     }
 ).T
@@ -712,7 +712,7 @@ def billion():
         queued = 1e6 * kinds["host"].q50 if kinds["host"] else None
         rows.append((name, 1e6 * kinds[clock].q50, clock, queued))
     frame = pd.DataFrame(rows, columns=["way", "us", "clock", "host us"])
-    return frame.assign(score=score.item())
+    return frame.assign(error=score.item())
 
 
 def staircase():
@@ -729,7 +729,7 @@ def staircase():
     }
     rows = []
     for name, call in ways.items():
-        with launches.kernels() as kernels:
+        with compiled.kernels() as kernels:
             call()
         most = max((kernel.n_regs for kernel in kernels), default=None)
         cold = timing.cold({name: call}, warmup=2, repeat=10)[name]
@@ -788,7 +788,7 @@ claims(
     ),
     claim(
         "The samples agree with float64.",
-        big["score"].iloc[0] <= 64 * torch.finfo(torch.float32).eps,
+        big["error"].iloc[0] <= 64 * torch.finfo(torch.float32).eps,
     ),
 ) if more else None
 
@@ -921,7 +921,7 @@ table(
 # without that copy.
 
 mine = tables.where(small, variant="fusebook").set_index("tensors")
-replayed = mine["warm_us"] / mine["cold_us"]
+replayed = mine["gpu_warm_us"] / mine["gpu_us"]
 claims(
     claim(
         "Replayed, our step of ten million numbers takes at most 1.05 times "

@@ -364,7 +364,7 @@ for law in ("uniform", "zipf", "equal", "masked"):
         verdict = yard.judge(graph(feeds)["y"])
         rows.append((law, name, verdict.score, verdict.limit, verdict.ok))
 scores = pd.DataFrame(
-    rows, columns=["indices", "graph", "score", "limit", "right"]
+    rows, columns=["indices", "graph", "error", "tolerance", "right"]
 ).set_index(["indices", "graph"])
 table(scores, "Scores")
 
@@ -428,9 +428,9 @@ def timed(functions, **more):
     for row in rows:
         for kind in kinds:
             if (q := times[row["run"]][kind]) is not None:
-                row[f"{kind}_us_20"] = q.q20 * 1e6
-                row[f"{kind}_us"] = q.q50 * 1e6
-                row[f"{kind}_us_80"] = q.q80 * 1e6
+                row[f"{timing.COLUMN[kind]}_20"] = q.q20 * 1e6
+                row[timing.COLUMN[kind]] = q.q50 * 1e6
+                row[f"{timing.COLUMN[kind]}_80"] = q.q80 * 1e6
     return rows
 
 
@@ -455,7 +455,7 @@ def overhead():
 
 
 before = measured("onnxruntime_overhead", overhead)
-least = before.set_index("run")[["host_us", "call_us", "cold_us"]]
+least = before.set_index("run")[["launch_us", "latency_us", "gpu_us"]]
 table(least, "Graphs of one node on 4 KiB, in microseconds", fold=False)
 
 # %%
@@ -595,7 +595,7 @@ replayed = measured("onnxruntime_captured", captured)
 names = replayed[["R", "D", "n"]].itertuples(index=False)
 runs = replayed.assign(size=[f"{R}x{D}, {n}" for R, D, n in names])
 table(
-    runs.pivot_table("call_us", "run", "size", sort=False),
+    runs.pivot_table("latency_us", "run", "size", sort=False),
     "Captured in a CUDA graph: time of a run, in microseconds",
     fold=False,
 )
@@ -778,7 +778,7 @@ claims(
         "takes {here:.0f} us at 256 x 512 where ten steps take turns, and "
         "{there:.0f} in the table before, where four runs do.",
         here=worth[256, f"{OURS_CALLED}, captured"],
-        there=replayed.set_index(["R", "run"])["call_us"][
+        there=replayed.set_index(["R", "run"])["latency_us"][
             256, "Masked, callback"
         ],
     ),
@@ -802,8 +802,8 @@ downloads(sweep, "onnxruntime_nodes")
 # traffic: the smallest that we measured, so that we never subtract too much.
 # The launch of the node remains in it, which shows where updates are few.
 
-of_identity = replayed[replayed["run"] == "Identity"]["call_us"]
-identity = min(least.loc["Identity", "call_us"], of_identity.min())
+of_identity = replayed[replayed["run"] == "Identity"]["latency_us"]
+identity = min(least.loc["Identity", "latency_us"], of_identity.min())
 everything = tables.together(sweep, llama)
 ours = tables.where(
     everything,
@@ -813,7 +813,7 @@ ours = tables.where(
 )
 held = ours.assign(
     size=tables.label(ours),
-    times=(ours["call_us"] - identity) / ours["roof_us"],
+    times=(ours["latency_us"] - identity) / ours["roof_us"],
 )
 table(
     held.pivot_table("times", "size", "variant", sort=False),
@@ -869,19 +869,19 @@ def at(series, label):
 
 def over_identity(run):
     """Host time of a run beyond that of the Identity."""
-    return least.loc[run, "host_us"] - least.loc["Identity", "host_us"]
+    return least.loc[run, "launch_us"] - least.loc["Identity", "launch_us"]
 
 
 near_roof = held[held["size"] == LLAMA].set_index("variant")["times"]
 big = runs[(runs["R"] == 32000) & runs["run"].str.startswith("Masked")]
 roof = ours[ours["R"] == 32000]["roof_us"].iloc[0]
-replayed_near_roof = (big.set_index("run")["call_us"] - identity) / roof
-replay = runs.set_index(["run", "size"])["call_us"]
+replayed_near_roof = (big.set_index("run")["latency_us"] - identity) / roof
+replay = runs.set_index(["run", "size"])["latency_us"]
 nothing = over_identity("a callback that does nothing")
 softmax = over_identity("Softmax, callback")
 small_chain = tables.where(
     everything, variant="ScatterND", R=256, D=512, dtype="float32"
-)["call_us"].iloc[0]
+)["latency_us"].iloc[0]
 claims(
     claim(
         "Replacing ONNX Runtime's ScatterND and its zeros makes the graph "

@@ -37,7 +37,6 @@ import fusebook  # noqa: F401  before triton: it decides how kernels run
 from fusebook import plots, tables
 from fusebook.cards import FAMILIES, OPS
 from fusebook.page import (
-    changed,
     claim,
     claims,
     downloads,
@@ -275,21 +274,6 @@ claims(
         points=points["call"],
         lost=unprepared,
     ),
-)
-
-# %%
-# What has changed
-# ----------------
-#
-# A record that is measured again keeps the times that it supersedes. Where all
-# ways, ours and others, take longer or less than before, the cause is the
-# machine or torch, and no kernel.
-# ``python -m fusebook.compare`` compares two GPUs (:doc:`/your_gpu`).
-
-table(
-    changed(),
-    "The last record's time over that of the one before, cold",
-    fold=True,
 )
 
 # %%

@@ -24,7 +24,7 @@ from triton.runtime.jit import JITFunction
 import fusebook  # noqa: F401  (before triton, see fusebook/__init__.py)
 from fusebook import inputs
 from fusebook.cards import OPS
-from fusebook.launches import AbsentGPU
+from fusebook.compiled import AbsentGPU
 
 # KiB a block. Where nothing is tuned, sm_80 here, plans promise 96 KiB, which every architecture since sm_86 has.
 SHARED = {80: 96, 90: 227, 100: 227}

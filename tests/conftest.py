@@ -20,7 +20,7 @@ import interpreting
 import memcheck
 import trials
 import warm
-from fusebook import launches
+from fusebook import compiled as compiled_module
 from fusebook.page import _place
 
 interpreting.hasten()
@@ -58,7 +58,7 @@ def _launches_are_found_by_a_fork():
         asked = types.SimpleNamespace(
             run=lambda command, *, input, env, **_: warm.run(*command[1:], input=input, env=env)
         )
-        patch.setattr(launches, "subprocess", asked)
+        patch.setattr(compiled_module, "subprocess", asked)
         yield
 
 

@@ -1,186 +1,189 @@
-"""What the strategies of plans earn: drawn problems as they are computed, and as they would be without one of them.
+"""What a strategy earns: random problems with it, and without it.
 
-    PYTHONPATH=src python tests/strategies.py softmax --cases 100    # on a GPU, adds to strategies.csv here
+    PYTHONPATH=src python tests/strategies.py kmeans_update      # on a GPU; writes build/strategies.csv
 
-A strategy is left out by an edit of the plan that chooses it, and the time of the problems that are then computed
-otherwise is told in times of what it was. The table of docs/method.rst is of these. Seeds below 100 only.
+A strategy is a row of a table of launch configs or a branch, and has a name: that of the table and the first value of
+the row, or that of the function that decides for the branch. Without it, 200 random problems of three seeds are timed
+in the order with, without, without, with. It stays if at least 3 % of all problems are at least 5 % slower without it.
 """
 
 import argparse
 import contextlib
 import csv
 import dataclasses
+import functools
 import importlib
-import inspect
 import pathlib
+import time
 
 import pandas as pd
+import torch
+from triton.runtime import interpreter
+from triton.runtime.jit import JITFunction
 
-from fusebook import explore, launches
+from fusebook import explore, timing
 from fusebook.cards import OPS
+from fusebook.kernels import _operator
+
+#: At least this share of the problems must be this many times slower without a strategy.
+SHARE, SLOWER = 0.03, 1.05
+SEEDS = (71, 72, 73)
+COLUMNS = ("operator", "strategy", "seed", "case", "taken", "us", "us_again", "without_us", "without_us_again")
+
+
+@dataclasses.dataclass(frozen=True)
+class Strategy:
+    """A row of a table, or a branch.
+
+    Attributes
+    ----------
+    name : str
+    ops : tuple of str
+        The operators that use it.
+    at : str
+        The table or the function that decides, such as ``"_norms._window"`` of `fusebook.kernels`.
+    value : object
+        The first value of the row; or what the function returns without the branch.
+    """
+
+    name: str
+    ops: tuple[str, ...]
+    at: str
+    value: object
+
+    @contextlib.contextmanager
+    def left_out(self):
+        """Inside, the library works without the strategy."""
+        path, _, attribute = self.at.rpartition(".")
+        module = importlib.import_module(f"fusebook.kernels.{path}")
+        own = getattr(module, attribute)
+        if callable(own):
+            other = functools.wraps(own)(lambda *_, **__: self.value)
+        else:
+            other = type(own)(row for row in own if row[0] != self.value)
+            if len(other) != len(own) - 1:
+                raise ValueError(f"{self.name}: expected one row of {self.at} that begins with {self.value!r}")
+        setattr(module, attribute, other)
+        try:
+            yield
+        finally:
+            setattr(module, attribute, own)
+
 
 NORMS = ("rms_norm", "add_rms_norm", "layer_norm")
-SCATTERS = ("embedding_backward", "masked_scatter_nd_of_shape")
-#: By plan and where it is called: operators, what a strategy is called, and what is written in place of what.
-EDITS = {
-    ("_rows softmax_plan", "_rows _plan"): (
-        (("softmax",), "half types by whole vectors", "elif vector > 1 and size == 2 and tensors == 1", "elif 0"),
-        (("softmax",), "half types by pairs", "outer, inner, n = sizes", "outer, inner, n, pairs = *sizes, False"),
-        (("softmax_backward",), "odd half types by whole vectors", "elif size == 2 and tensors == 2", "elif 0"),
-    ),
-    ("scatter_nd _scatter_nd_plan", "scatter_nd _plan"): (
-        (SCATTERS, "some dozen updates look for each other", 'first = "first" if n <= few else', "first ="),
-        (SCATTERS, "each row looks through all indices", "small = R <= 512", "small = False"),
-    ),
-    ("_norms norm_plan", "_norms _plan"): (
-        (NORMS, "weights asked for ahead", "ahead = few and", "ahead = 0 and"),
-        (NORMS, "wide rows by several programs", "if quantised or parts > 1024", "if 1"),
-    ),
-    ("_entropy entropy_plan", "_entropy entropy_plan"): (
-        (("cross_entropy",), "several short rows at once", "if n <= 4096:", "if n <= 256:"),
-        (("cross_entropy",), "numbers held, not read twice", "held = held and", "held = 0 and"),
-        (("cross_entropy",), "wide rows by several programs", "parts = 1 if size == 8", "held, parts = 0, 1 if size"),
-    ),
-    ("logistic_step _logistic_step_plan", "logistic_step _step_plan"): (
-        (("logistic_step",), "one program for all", "if D and N * D", "if 0 and N * D"),
-        (("logistic_step",), "one warp a tile", "if not interpreted and 32 * align", "if 0 and 32 * align"),
-    ),
-    ("kmeans_plan kmeans_plan", "kmeans _plan"): (
-        (("kmeans_assign",), "pairs of few coordinates", "*([_pairs_plan(n, d, k)] if d <= 8 else ())", "*()"),
-        (("kmeans_assign",), "sums for each of few centres", '["each"] if k', '["each"] if k < 0 and k'),
-        (("kmeans_assign",), "a screen by TF32", "if k > 64 and d > 8 and roomy", "if 0"),
-    ),
-}  # fmt: skip
-#: The same by what a function returns.
-VALUES = (
-    (NORMS, "odd half types by whole vectors", "_norms _window", 1),
-    (("logistic_step",), "matrices that lie across as they are", "logistic_step _taken_across", False),
-    (("kmeans_update", "kmeans_step"), "sums of all centres in registers", "kmeans_update _sums_fit", False),
+STRATEGIES = (
+    Strategy("odd half types by whole vectors", NORMS, "_norms._window", 1),
+    Strategy("matrices that lie across as they are", ("logistic_step",), "logistic_step._taken_across", False),
+    Strategy("sums of all centres in registers", ("kmeans_update", "kmeans_step"), "kmeans_update._sums_fit", False),
 )
-OPERATORS = (*NORMS, *SCATTERS, "softmax", "softmax_backward", "cross_entropy", "logistic_step", "kmeans_assign",
-             "kmeans_update", "kmeans_step")  # fmt: skip
-#: Why one stays that is not 5 % better at a twentieth of the problems.
-WHY = {
-    "half types by pairs": "the record of page 102 has widths that lose without them, one a common vocabulary",
-    "sums of all centres in registers": "page 303 is about them",
-    "odd half types by whole vectors": "users asked for such widths",
-    "each row looks through all indices": "comes close",
-    "sums for each of few centres": "too few were timed",
-}
-FILE = pathlib.Path("strategies.csv")
-TABLE = pathlib.Path(__file__).parent.parent / "docs" / "strategies.csv"
-
-
-def _place(name):
-    """The module and the attribute of a name such as "_rows _plan"."""
-    module, attribute = name.split()
-    return importlib.import_module(f"fusebook.kernels.{module}"), attribute
-
-
-def edited(plan, old, new):
-    """A plan whose source has something else in one place."""
-    module, name = _place(plan)
-    function = inspect.unwrap(getattr(module, name))
-    source = inspect.getsource(function)
-    source = source[source.index("def ") :]
-    if source.count(old) != 1:
-        raise ValueError(f"strategies: expected {old!r} once in {plan}, got {source.count(old)}; mend the table")
-    space = {}
-    exec(compile(source.replace(old, new), f"<{plan}>", "exec"), module.__dict__, space)
-    return space[name]
-
-
-def table():
-    """Of each strategy its operators, its name, where it is called, and what is called in its place."""
-    for (plan, at), edits in EDITS.items():
-        yield from ((ops, name, at, edited(plan, old, new)) for ops, name, old, new in edits)
-    yield from ((ops, name, at, lambda *_, value=value, **__: value) for ops, name, at, value in VALUES)
 
 
 @contextlib.contextmanager
-def without(at, other):
-    """Inside, a strategy is left out."""
-    module, attribute = _place(at)
-    own = getattr(module, attribute)
-    setattr(module, attribute, other)
+def launched():
+    """What the calls inside launch: kernels with their grids and constants, and operators of torch."""
+    log = []
+
+    def noted(own):
+        def getitem(self, grid):
+            run = own(self, grid)
+
+            def call(*args, **kwargs):
+                plain = [v for v in args if isinstance(v, (bool, int, float, str))]
+                log.append((getattr(self.fn, "__name__", ""), grid, plain, sorted(map(str, kwargs.items()))))
+                return run(*args, **kwargs)
+
+            return call
+
+        return getitem
+
+    kinds = (JITFunction, interpreter.InterpretedFunction)
+    before = [kind.__getitem__ for kind in kinds]
+    for kind, own in zip(kinds, before, strict=True):
+        kind.__getitem__ = noted(own)
     try:
-        yield
+        with _operator.plans_aside():
+            yield log
     finally:
-        setattr(module, attribute, own)
+        for kind, own in zip(kinds, before, strict=True):
+            kind.__getitem__ = own
 
 
-def left_out(base, at, other):
-    """The variant `base` without a strategy; refused where that launches the same."""
-
-    def prepare(*made):
-        with launches.observed() as now:
-            base.run(*made)
-        with launches.observed() as then, without(at, other):
-            base.run(*made)
-        if now.launches == then.launches:
-            raise NotImplementedError("it launches the same")
-        return made
-
-    def run(*made):
-        with without(at, other):
-            return base.run(*made)
-
-    return dataclasses.replace(base, run=run, prepare=prepare)
+def microseconds(call, repeat=9):
+    """The GPU time of a call, cold; NaN if it waits for the GPU."""
+    with torch.no_grad():
+        found = timing.cold({"call": call}, warmup=2, repeat=repeat)["call"]
+    return found.q50 * 1e6 if found else float("nan")
 
 
-def measure(name, seed, cases):
-    """The rows of an operator: a problem and a strategy each, with the times with and without it."""
-    op = OPS[name]
-    base = explore.ours(op)
-    others = {what: left_out(op.variants[base], at, other) for ops, what, at, other in table() if name in ops}
-    card = dataclasses.replace(op, variants={base: op.variants[base], **others})
-    jobs = [(card, dims, (base, *others)) for dims in explore.problems(op, seed, cases)]
-    for case, rows in explore._each(jobs, False, float("inf")):
-        if isinstance(rows, explore.Wrong):
-            raise rows
-        for row in rows[1:]:
-            same = row["note"] == "it launches the same"
-            yield name, row["variant"], case, same, rows[0]["cold_us"], row["cold_us"]
+def measure(op, strategy, problems, clock=microseconds, until=float("inf")):
+    """A row for each problem, with the times in the order with, without, without, with."""
+    run = op.variants[explore.ours(op)].run
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+
+    def without(*made):
+        with strategy.left_out():
+            return run(*made)
+
+    for seed, case, dims in problems:
+        if time.monotonic() >= until:
+            return
+        try:
+            made = op.made(dims, device)
+            with launched() as log:
+                run(*made)
+                own = list(log)
+                log.clear()
+                without(*made)
+            row = [op.name, strategy.name, seed, case, taken := own != log]
+            if taken:
+                with _operator.plans_aside():  # a plan of a call would repeat what was launched first
+                    first, *others, last = (clock(functools.partial(f, *made)) for f in (run, without, without, run))
+                yield [*row, first, last, *others]
+            else:
+                yield [*row, *[float("nan")] * 4]
+        except (NotImplementedError, torch.cuda.OutOfMemoryError):
+            continue
 
 
-COLUMNS = ("operator", "strategy", "case", "same", "us", "without_us")
+def drawn(op, count=200, seeds=SEEDS):
+    """So many problems of several seeds, the first of each seed first."""
+    each = -(-count // len(seeds))
+    return [(seed, case, op.problem(seed, case)) for case in range(each) for seed in seeds][:count]
 
 
 def tell(rows):
-    """What strategies earn: of how many problems they are taken for, and what it costs to leave them out."""
-    rows = rows.assign(ratio=rows["without_us"] / rows["us"], taken=~rows["same"])
+    """A row for each operator and strategy: how many problems take it, what it earns, and whether it stays."""
+    with_, without = rows[["us", "us_again"]].mean(axis=1), rows[["without_us", "without_us_again"]].mean(axis=1)
+    noise = (rows["us"] / rows["us_again"] - 1).abs()
+    rows = rows.assign(ratio=without / with_, noise=noise)
     found = rows.groupby(["operator", "strategy"], sort=False).agg(
-        Problems=("case", "size"), Taken=("taken", "sum"), Timed=("ratio", "count"), Least=("ratio", "min"),
-        Median=("ratio", "median"), Most=("ratio", "max"), Slower=("ratio", lambda r: (r > 1.05).sum()),
-        Faster=("ratio", lambda r: (r < 0.95).sum()),
+        problems=("case", "size"), taken=("taken", "sum"), least=("ratio", "min"), median=("ratio", "median"),
+        most=("ratio", "max"), slower=("ratio", lambda r: (r >= SLOWER).sum()), noise=("noise", "median"),
     )  # fmt: skip
-    names = {"operator": "Operator", "strategy": "Without"}
-    found = found[found["Timed"] > 0].round({"Least": 2, "Median": 2, "Most": 2}).reset_index().rename(columns=names)
-    asked = found[["Without", "Problems", "Taken", "Timed", "Slower"]].itertuples(index=False)
-    return found.assign(Stays=[stays(*row) for row in asked])
-
-
-def stays(strategy, problems, taken, timed, slower):
-    """Why a strategy is there: it is better where enough problems take it, or has a reason; else it is to go."""
-    return "as it is better" if 20 * taken * slower >= timed * problems else WHY.get(strategy, "no: it is to go")
+    found["stays"] = (found["slower"] >= SHARE * found["problems"]).map({True: "yes", False: "no"})
+    return found.reset_index()
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("ops", nargs="*", choices=OPERATORS)
-    parser.add_argument("--cases", type=int, default=100)
-    parser.add_argument("--seed", type=int, default=77, choices=range(explore.RECORDED_FROM), metavar="BELOW 100")
+    parser.add_argument("ops", nargs="*", choices=sorted({op for s in STRATEGIES for op in s.ops}), metavar="op")
+    parser.add_argument("--problems", type=int, default=200, help="of each operator, in all")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="in all")
+    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("build", "strategies.csv"))
     args = parser.parse_args()
-    new = not FILE.exists()
-    with FILE.open("a", newline="") as file:
+    if not torch.cuda.is_available():
+        parser.error("strategies are timed on a GPU, and there is no CUDA device")
+    until = time.monotonic() + args.seconds
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    with args.out.open("w", newline="") as file:
         writer = csv.writer(file)
-        if new:
-            writer.writerow(COLUMNS)
-        for name in args.ops:
-            for row in measure(name, args.seed, args.cases):
-                writer.writerow(row)
-                file.flush()
-    tell(pd.read_csv(FILE)).to_csv(TABLE, index=False)
+        writer.writerow(COLUMNS)
+        for strategy in STRATEGIES:
+            for name in [op for op in strategy.ops if not args.ops or op in args.ops]:
+                for row in measure(OPS[name], strategy, drawn(OPS[name], args.problems), until=until):
+                    writer.writerow(row)
+                    file.flush()
+    print(tell(pd.read_csv(args.out)).to_string(index=False))
 
 
 if __name__ == "__main__":

@@ -1,13 +1,12 @@
 """Results that nobody measured, for tests: a made-up GPU on which every time is a formula."""
 
-import functools
 import json
 import math
 from dataclasses import asdict
 
 import pandas as pd
 
-from fusebook import bench, launches
+from fusebook import bench, sources, timing
 from fusebook.op import Cost
 from toy import machine
 
@@ -16,12 +15,6 @@ SLOWER = {"eager": 5.0, "torch": 1.3, "torch.compile": 1.2, "fusebook": 1.01, "L
 
 #: What it takes the host to queue a call, in microseconds, far from what any way needs.
 HOST = {"eager": 40.0, "torch": 8.0, "torch.compile": 30.0, "fusebook": 20.0, "Liger": 40.0, "quack": 25.0}
-
-
-@functools.cache
-def stamp(name, variant):
-    """What a row says of its launches. To know those of our kernels takes a process; nothing is said of them."""
-    return "" if launches.launching(name, variant) else launches.of_wrapper(variant)
 
 
 def frame(op, config, dtype="float32", on=None):
@@ -41,21 +34,24 @@ def frame(op, config, dtype="float32", on=None):
                 copy = on.memory_seconds(Cost(least.read, least.write, 0)) * 1e6 + floor
                 row = dict.fromkeys(bench.COLUMNS, math.nan)
                 row |= {"op": op.name, "config": config_name, "variant": variant, "dtype": name, **dims}
-                row |= {"status": "ok", "note": "", "score": 1e-7, "limit": 1e-5, "deterministic": "yes", "alone": ""}
+                row |= {"status": "ok", "note": "", "error": 1e-7, "tolerance": 1e-5}
+                row |= {"deterministic": "yes", "alone": ""}
                 for kind, more in (("cold", 0), ("warm", -floor / 2), ("call", 20)):
                     middle = copy * SLOWER.get(variant, 2.0) + more
-                    row |= {f"{kind}_us_20": 0.99 * middle, f"{kind}_us": middle, f"{kind}_us_80": 1.02 * middle}
+                    us = timing.COLUMN[kind]
+                    row |= {f"{us}_20": 0.99 * middle, us: middle, f"{us}_80": 1.02 * middle}
                 host = HOST.get(variant, 10.0)
-                row |= {"host_us_20": 0.99 * host, "host_us": host, "host_us_80": 1.02 * host}
+                row |= {"launch_us_20": 0.99 * host, "launch_us": host, "launch_us_80": 1.02 * host}
                 row |= {"repeat": 30, "first_call_s": 0.5, "read_bytes": least.read, "write_bytes": least.write}
                 row |= {"flop": least.flop, "moved_bytes": moved.read + moved.write, "roof_us": roof}
                 row |= {"copy_us": copy, "copy_warm_us": copy - floor / 2, "floor_us": floor}
                 row |= {"floor_warm_us": on.floor(kind="warm") * 1e6, "zone": on.zone(least, name)}
-                row |= {"peak_bytes": least.write, "math": how.math or "", "launches": stamp(variant, how), "code": ""}
+                row |= {"peak_bytes": least.write, "math": how.math or ""}
+                row |= dict(zip(("code", "host"), sources.of_variant(op, variant), strict=True))
                 row |= {"versions": "torch 0.0; triton 0.0", "date": "2000-01-01"}
                 if variant == "quack" and any(isinstance(v, int) and v % 8 for v in dims.values()):
-                    row |= {"status": "refused", "note": "made up: width not divisible by 8", "score": math.nan}
-                    row |= {c: math.nan for c in row if c.startswith(("cold_us", "warm_us", "host_us", "call_us"))}
+                    row |= {"status": "refused", "note": "made up: width not divisible by 8", "error": math.nan}
+                    row |= {c: math.nan for c in row if c.startswith(tuple(timing.COLUMN.values()))}
                 rows.append(row)
     df = pd.DataFrame(rows)
     df = df[["op", "config", "variant", "dtype", *dims, *bench.COLUMNS]]

@@ -424,7 +424,7 @@ def test_several_results_are_benchmarked_and_recorded(tmp_path, device):
     )
     frame = bench.run(op, config="33x50", repeat=2, warmup=1, progress=False)
     eager, coarse = (tables.where(frame, variant=name).iloc[0] for name in ("eager", "coarse"))
-    assert eager["status"] == "ok" and eager["call_us"] > 0
+    assert eager["status"] == "ok" and eager["latency_us"] > 0
     assert coarse["status"] == "wrong" and "of output 1" in coarse["note"]
     made = synthetic.frame(ADD_SUB, "small,large")
     record.write(made, tmp_path)

@@ -1113,13 +1113,13 @@ def test_a_kernel_by_pointers_is_told_how_many_numbers_are_loaded_as_one(
 
 COMPILED = """
 import fusebook, torch, triton
-from fusebook import launches
+from fusebook import compiled
 from fusebook.kernels import _products, concat_gemm, swiglu
 
-triton.runtime.driver.set_active(launches.AbsentGPU())
+triton.runtime.driver.set_active(compiled.AbsentGPU())
 x, w = torch.empty(16, 90, dtype=torch.float16), torch.empty(40, 90, dtype=torch.float16).T
 plan = _products.Plan("strided", 16, 32, 64, warps=4)
-with launches.kernels() as found:
+with compiled.kernels() as found:
     concat_gemm._launch_concat(x.new_empty(16, 80), x, (w, w), "half", "column", plan)
     swiglu._launch_swiglu(x.new_empty(16, 40), x, w, w, None, "half", "column", plan)
 print(*["cp.async.ca" in kernel.asm["ptx"] for kernel in found], *["ld.global.b16" in k.asm["ptx"] for k in found])

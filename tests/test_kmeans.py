@@ -747,7 +747,7 @@ import torch, triton
 import fusebook
 from fusebook.kernels import kmeans
 from fusebook.kernels._points import Plan
-from fusebook.launches import AbsentGPU
+from fusebook.compiled import AbsentGPU
 
 triton.runtime.driver.set_active(AbsentGPU((9, 0)))
 made, launch = [], kmeans.launch

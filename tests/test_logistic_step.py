@@ -385,7 +385,7 @@ def test_rows_across_memory_are_copied_where_few_neighbours_are_read_at_once(dev
 COMPILE = """
 import torch, triton
 import fusebook
-from fusebook.launches import AbsentGPU
+from fusebook.compiled import AbsentGPU
 launched = []
 triton.runtime.driver.set_active(AbsentGPU(launched=launched.append))
 from test_logistic_step import fit, made_fit

@@ -627,11 +627,11 @@ def test_what_does_not_fit_is_refused_by_name(call, error, said):
 COMPILED = """
 import json, subprocess, tempfile
 import fusebook, torch, triton
-from fusebook import launches
+from fusebook import compiled
 
-triton.runtime.driver.set_active(launches.AbsentGPU())
+triton.runtime.driver.set_active(compiled.AbsentGPU())
 x, w = torch.empty(264, 65536, dtype=torch.bfloat16), torch.empty(65536, dtype=torch.bfloat16)
-with launches.kernels() as found:
+with compiled.kernels() as found:
     fusebook.rms_norm_backward(x, x, w)
     fusebook.rms_norm_backward(x, x, w, w)  # with a bias, no cluster
 told = {}
@@ -667,11 +667,11 @@ def test_programs_leave_their_words_before_they_wait_for_others(tmp_path):
 SUMMED = """
 import json
 import fusebook, torch, triton
-from fusebook import launches
+from fusebook import compiled
 
-triton.runtime.driver.set_active(launches.AbsentGPU())
+triton.runtime.driver.set_active(compiled.AbsentGPU())
 x, w = torch.empty(300, 512, dtype=torch.bfloat16), torch.empty(512, dtype=torch.bfloat16)
-with launches.kernels() as found:
+with compiled.kernels() as found:
     fusebook.rms_norm_backward(x, x, w)
 print(json.dumps({kernel.metadata.name: kernel.asm["ptx"] for kernel in found}))
 """

@@ -22,11 +22,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 import fusebook
 import warm
+from fusebook.compiled import AbsentGPU
 from fusebook.kernels import _operator, _tape
 from fusebook.kernels._operator import INTERPRETED, OPERATORS, plans_aside
-from fusebook.launches import AbsentGPU
 
-ABSENT = "FUSEBOOK_TEST_ABSENT"  # set in the process that the first test starts
+ABSENT = "_FUSEBOOK_TEST_ABSENT"  # set in the process that the first test starts
 absent = pytest.mark.skipif(ABSENT not in os.environ, reason="runs on a driver without a GPU, in a process of its own")
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

@@ -29,7 +29,7 @@ from fusebook.page.counters import COUNTERS, _counted, _read
 from toy import machine, toy, variant
 
 ROOT = Path(__file__).resolve().parents[1]
-VARIABLES = [name for name in os.environ if name.startswith("FUSEBOOK_")]
+VARIABLES = [name for name in os.environ if name.startswith(("FUSEBOOK_", "_FUSEBOOK_"))]
 
 
 @pytest.fixture(autouse=True)
@@ -153,7 +153,7 @@ def test_a_script_without_results_exits_with_code_1_and_no_traceback(tmp_path):
         "from fusebook.cards.softmax import SOFTMAX\n"
         "results(SOFTMAX, config='3x5')\n"
     )
-    env = {**os.environ, "FUSEBOOK_GPU": "no-such-gpu", "FUSEBOOK_REPLAY": "1", "PYTHONPATH": str(ROOT / "src")}
+    env = {**os.environ, "FUSEBOOK_GPU": "no-such-gpu", "PYTHONPATH": str(ROOT / "src")}
     end = warm.run(str(script), env=env)
     assert end.returncode == 1
     assert len(end.stderr.strip().splitlines()) == 1
@@ -169,7 +169,7 @@ def test_where_there_is_a_gpu_results_are_measured_and_recorded_on_request(monke
     assert asked["config"] == "small"
     assert asked["repeat"] == 7
     assert not (tmp_path / "out").exists()
-    monkeypatch.setenv("FUSEBOOK_RECORD", str(tmp_path / "out"))
+    monkeypatch.setenv("_FUSEBOOK_RECORD", str(tmp_path / "out"))
     page.results(SOFTMAX, config="large", live="small")
     assert asked["config"] == "large"
     assert (tmp_path / "out" / "test-gpu" / "softmax.csv").exists()
@@ -179,16 +179,16 @@ def test_replay_is_forced_by_the_environment(monkeypatch):
     monkeypatch.undo()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))
-    monkeypatch.delenv("FUSEBOOK_REPLAY", raising=False)
+    monkeypatch.delenv("FUSEBOOK_GPU", raising=False)
     assert _place.live()
-    monkeypatch.setenv("FUSEBOOK_REPLAY", "1")
+    monkeypatch.setenv("FUSEBOOK_GPU", "nvidia-h200")
     assert not _place.live()
 
 
 def test_on_a_gpu_that_triton_no_longer_supports_results_are_replayed(monkeypatch):
     monkeypatch.undo()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.delenv("FUSEBOOK_REPLAY", raising=False)
+    monkeypatch.delenv("FUSEBOOK_GPU", raising=False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (7, 5))
     assert not _place.live()
 
@@ -198,9 +198,9 @@ def test_a_changed_wrapper_makes_its_results_stale():
     record.write(synthetic.frame(op, "small", on=machine(slug="nvidia-h200")), machines.RECORDS)
     assert page.results(op, config="small").attrs["origin"].stale == ()
     frame = page.results(toy(honest=variant(lambda x: 2 * x)), config="small")
-    assert frame.attrs["origin"].stale == ("toy is called by other code than when it was measured",)
-    assert "toy is called by other code than when it was measured" in page.provenance(frame)._repr_html_()
-    assert "STALE: toy is called by other code" in repr(page.provenance(frame))
+    assert frame.attrs["origin"].stale == ("toy was measured before the code changed (at commit 0123456789ab)",)
+    assert "toy was measured before the code changed (at commit 0123456789ab)" in page.provenance(frame)._repr_html_()
+    assert "STALE: toy was measured before the code changed" in repr(page.provenance(frame))
 
 
 def test_records_are_all_of_a_gpu(recorded):
@@ -227,7 +227,7 @@ def test_what_a_page_measures_is_recorded_and_replayed(monkeypatch, tmp_path):
     on = machine(slug="nvidia-h200", name="Made-up GPU")
     monkeypatch.setattr(_place, "live", lambda: True)
     monkeypatch.setattr(machines, "here", lambda: on)
-    monkeypatch.setenv("FUSEBOOK_RECORD", str(machines.RECORDS))
+    monkeypatch.setenv("_FUSEBOOK_RECORD", str(machines.RECORDS))
     live = page.measured("drift", drift)
     assert live.attrs["origin"].measured is True
     monkeypatch.setattr(_place, "live", lambda: False)
@@ -236,26 +236,27 @@ def test_what_a_page_measures_is_recorded_and_replayed(monkeypatch, tmp_path):
     assert replayed.attrs["origin"].measured is False
     assert replayed.attrs["origin"].stale == ()
     assert replayed.attrs["origin"].machine.name == "Made-up GPU"
-    assert page.measured("drift", other).attrs["origin"].stale == ("how drift is measured",)
+    why = "drift was measured before the code changed (at commit 0123456789ab)"
+    assert page.measured("drift", other).attrs["origin"].stale == (why,)
 
 
 def test_the_site_names_all_of_other_code_that_a_page_has_asked_for(recorded, monkeypatch, tmp_path):
     """Not only what the page hands to its box: what was measured beside that would go unnamed."""
     monkeypatch.setattr(_place, "live", lambda: True)
     monkeypatch.setattr(machines, "here", lambda: machine(slug="nvidia-h200"))
-    monkeypatch.setenv("FUSEBOOK_RECORD", str(machines.RECORDS))
+    monkeypatch.setenv("_FUSEBOOK_RECORD", str(machines.RECORDS))
     page.measured("drift", drift)
     monkeypatch.setattr(_place, "live", lambda: False)
     softmax = page.results(SOFTMAX, config="small")
     page.measured("drift", other)
-    assert "how drift is measured" not in repr(page.provenance(softmax))
-    monkeypatch.setenv("FUSEBOOK_DEPS", str(tmp_path / "deps"))
+    assert "drift was measured before the code changed" not in repr(page.provenance(softmax))
+    monkeypatch.setenv("_FUSEBOOK_DEPS", str(tmp_path / "deps"))
     monkeypatch.setattr(_place, "shown", {})
     page.measured("drift", other)
-    assert "how drift is measured" in repr(page.provenance(softmax))
+    assert "drift was measured before the code changed" in repr(page.provenance(softmax))
     file = tmp_path / "plot_102_softmax.box.json"
     box.keep(file, "plot_102_softmax", _place.shown)
-    assert "how drift is measured" in json.loads(file.read_text())["stale"]
+    assert any("drift was measured before" in why for why in json.loads(file.read_text())["stale"])
 
 
 def test_what_needs_no_gpu_is_measured_where_it_can_be(monkeypatch):
@@ -283,7 +284,7 @@ def test_what_a_page_measures_is_missed_by_name():
 
 
 def test_provenance_says_where_results_come_from(recorded, monkeypatch, tmp_path):
-    monkeypatch.setenv("FUSEBOOK_DOWNLOADS", str(tmp_path / "downloads"))
+    monkeypatch.setenv("_FUSEBOOK_DOWNLOADS", str(tmp_path / "downloads"))
     frame = page.results(SOFTMAX, config="small")
     text = page.provenance(frame)._repr_html_()
     for fact in ("Replayed from the record of", "Made-up GPU", "driver 1.0", "CUDA 13.0", "2000-01-01", "0123456789ab"):
@@ -376,13 +377,13 @@ def test_a_table_without_rows_says_so():
 def test_a_table_of_losses_that_nobody_measured_does_not_say_none():
     df = synthetic.frame(toy(fusebook=variant(lambda x: x + x)), "small")
     assert repr(page.table(tables.losses(df), "Lost")) == "Lost: none."
-    old = page.table(tables.losses(df.drop(columns="host_us"), kind="paid"), "Lost")
+    old = page.table(tables.losses(df.drop(columns="launch_us"), kind="paid"), "Lost")
     assert repr(old) == "Lost: not measured." and "Lost: not measured." in old._repr_html_()
 
 
 def test_what_a_kernel_is_worth_is_told_by_each_clock():
     df = synthetic.frame(toy(fusebook=variant(lambda x: x + x)), "small")
-    df.loc[df["variant"] == "fusebook", "host_us"] = 1000.0
+    df.loc[df["variant"] == "fusebook", "launch_us"] = 1000.0
     cold, paid, call = map(repr, page.by_clock(df).items)
     assert "faster than every other way by more than 2 % at 2 of 2 sizes, and slower than the best at 0." in cold
     assert (
@@ -390,13 +391,13 @@ def test_what_a_kernel_is_worth_is_told_by_each_clock():
         "device." in paid
     )
     assert call.endswith("at 2 of 2 sizes, and slower than the best at 0.")
-    df.loc[df["variant"].eq("fusebook") & df["M"].eq(16), "call_us"] = 1e6
+    df.loc[df["variant"].eq("fusebook") & df["M"].eq(16), "latency_us"] = 1e6
     call = repr(page.by_clock(df).items[2])
     assert "at 1. From 64x64 float32 on, ordered by size, it is slower nowhere." in call
     slow = df["variant"].eq("fusebook") & df["M"].eq(16)
-    cold, _, call = map(repr, page.by_clock(df.assign(cold_us=df["cold_us"].mask(slow, 1e6))).items)
+    cold, _, call = map(repr, page.by_clock(df.assign(gpu_us=df["gpu_us"].mask(slow, 1e6))).items)
     assert cold.endswith("slower than the best at 1.") and call.endswith("at 1, where it is slower on the device, too.")
-    _, paid, call = map(repr, page.by_clock(df.drop(columns="host_us")).items)
+    _, paid, call = map(repr, page.by_clock(df.drop(columns="launch_us")).items)
     assert paid.endswith("not measured, the results lack a clock that it needs.") and "64x64" in call
 
 
@@ -506,7 +507,7 @@ def kernel(y_ptr, BLOCK: triton.language.constexpr):
 
 def test_a_page_notes_what_it_reads(monkeypatch, recorded, tmp_path):
     notes = tmp_path / "notes"
-    monkeypatch.setenv("FUSEBOOK_DEPS", str(notes))
+    monkeypatch.setenv("_FUSEBOOK_DEPS", str(notes))
 
     def noted():
         lines = {Path(line).name for line in notes.read_text().splitlines()}
@@ -610,7 +611,7 @@ def test_a_solution_is_offered_for_download(monkeypatch, tmp_path):
     source = tmp_path / "solutions" / "plot_1.py"
     source.parent.mkdir()
     source.write_text("pass\n")
-    monkeypatch.setenv("FUSEBOOK_DOWNLOADS", str(tmp_path / "downloads"))
+    monkeypatch.setenv("_FUSEBOOK_DOWNLOADS", str(tmp_path / "downloads"))
     shown = page.solution("solutions/plot_1.py")
     assert 'href="downloads/plot_1.py"' in shown._repr_html_()
     assert (tmp_path / "downloads" / "plot_1.py").read_text() == "pass\n"

@@ -23,12 +23,12 @@ def rows(op, case, dims, rng):
     for name, v in explore._chosen(op, ()).items():
         row = dict.fromkeys(explore.COLUMNS, float("nan")) | sizes
         row |= {"case": case, "op": op.name, "variant": name, "dtype": dims["dtype"], "layout": dims["layout"]}
-        row |= {"status": "ok", "note": "", "score": 1e-7, "limit": 1e-5, "math": v.math or ""}
-        row |= {"cold_us": 10 * rng.uniform(0.5, 2), "host_us": 8.0, "read_bytes": 2**20, "write_bytes": 2**20}
+        row |= {"status": "ok", "note": "", "error": 1e-7, "tolerance": 1e-5, "math": v.math or ""}
+        row |= {"gpu_us": 10 * rng.uniform(0.5, 2), "launch_us": 8.0, "read_bytes": 2**20, "write_bytes": 2**20}
         if name == "quack" and case % 2:
-            row |= {"status": "refused", "note": "made up", "cold_us": float("nan"), "host_us": float("nan")}
+            row |= {"status": "refused", "note": "made up", "gpu_us": float("nan"), "launch_us": float("nan")}
         if v.math and dims["dtype"] != "float32":
-            row |= {"status": "refused", "note": "made up", "cold_us": float("nan"), "host_us": float("nan")}
+            row |= {"status": "refused", "note": "made up", "gpu_us": float("nan"), "launch_us": float("nan")}
         yield row
 
 

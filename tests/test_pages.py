@@ -225,7 +225,7 @@ def test_all_results_replay_and_points_lost_are_among_them(recorded, tmp_path, m
     op = OPS["double"]
     frame = synthetic.frame(op, *everything(op), machine(slug="nvidia-h200", name="Made-up GPU"))
     faster = frame["variant"].eq("eager")
-    frame.loc[faster, frame.columns.str.startswith("cold_us")] /= 10
+    frame.loc[faster, frame.columns.str.startswith("gpu_us")] /= 10
     record.write(frame, folder)
     monkeypatch.setattr(machines, "RECORDS", folder)
     shown = map(repr, run_page(EXAMPLES / "plot_900_all_results.py"))

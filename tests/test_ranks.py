@@ -145,7 +145,7 @@ import fusebook
 from fusebook.kernels._peers import _barrier
 from fusebook.kernels.allreduce_norm import _allreduce_norm
 from fusebook.kernels.kmeans_shared import _kmeans_shared_means, _shared_plan
-from fusebook.launches import AbsentGPU
+from fusebook.compiled import AbsentGPU
 names = []
 gpu = AbsentGPU((9, 0), shared=96 * 1024, launched=lambda found: names.append(found.name))
 triton.runtime.driver.set_active(gpu)
@@ -372,7 +372,7 @@ def test_ranks_that_end_too_late_are_ended(page, path):
 @pytest.mark.slow_interpreted
 def test_two_machines_are_two_torchruns_of_the_same_script_and_neither_outlives_the_other(page, path, tmp_path):
     rows, port = tmp_path / "rows.csv", str(20_000 + os.getpid() % 20_000)
-    env = os.environ | {"FUSEBOOK_RANKS": f"meets_and_dies={rows}", "OMP_NUM_THREADS": "1"}
+    env = os.environ | {"_FUSEBOOK_RANKS": f"meets_and_dies={rows}", "OMP_NUM_THREADS": "1"}
     nodes = [
         subprocess.Popen(
             [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", str(node),
@@ -423,7 +423,7 @@ def test_rank_0_alone_writes_the_rows(monkeypatch, tmp_path, page):
     monkeypatch.setattr(processes.faulthandler, "register", lambda *_, **__: None)
     monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
     file = tmp_path / "rows.csv"
-    monkeypatch.setenv("FUSEBOOK_RANKS", f"rows={file}")
+    monkeypatch.setenv("_FUSEBOOK_RANKS", f"rows={file}")
     for rank in (1, 0):
         monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
         processes._work(rows, page["dies"])
@@ -437,7 +437,7 @@ def test_a_rank_that_fails_when_the_rows_are_there_is_told(monkeypatch, page):
 
         def __init__(self, command, env, **_):
             super().__init__(self)
-            Path(env["FUSEBOOK_RANKS"].partition("=")[2]).write_text("rows")
+            Path(env["_FUSEBOOK_RANKS"].partition("=")[2]).write_text("rows")
 
         def communicate(self, timeout):
             return "rank 1 had enough", None

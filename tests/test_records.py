@@ -5,6 +5,7 @@ import dataclasses
 import hashlib
 import io
 import json
+import math
 import os
 import pathlib
 import re
@@ -12,13 +13,10 @@ import threading
 
 import pandas as pd
 import pytest
-import triton
 
-import synthetic
-from fusebook import bench, launches, record, tables
+from fusebook import bench, record, sources, tables, timing
 from fusebook import machine as machines
 from fusebook.bench import Origin
-from fusebook.cards.elementwise import EXP
 from toy import machine, toy, variant
 
 
@@ -37,10 +35,10 @@ def file(frame, tmp_path):
 
 def test_what_was_written_is_read(frame, file, tmp_path):
     again = record.read("toy", "test-gpu", tmp_path)
-    assert list(again.columns) == [c for c in frame if c != "config"] + ["stale"]
+    assert list(again.columns) == [c for c in frame if c != "config"] + ["stale", "stale_host"]
     assert list(again["status"]) == ["ok", "wrong"] * 2
     assert again.attrs["origin"].measured is False and again.attrs["origin"].machine == machine(recorded=True)
-    for column in ("M", "call_us", "score", "read_bytes", "cold_us"):
+    for column in ("M", "latency_us", "error", "read_bytes", "gpu_us"):
         pd.testing.assert_series_equal(again[column], frame[column], rtol=1e-5, check_dtype=False)
     assert again["note"].iloc[1] == frame["note"].iloc[1]
 
@@ -58,97 +56,134 @@ def test_numbers_are_written_in_six_digits_but_for_counts_that_are_exact(frame, 
 
 
 def test_writing_again_replaces_the_same_points_and_keeps_the_others(frame, file, tmp_path):
-    frame.loc[:, "call_us"] = 12345.0
+    frame.loc[:, "latency_us"] = 12345.0
     record.write(frame[frame["N"] == 16].copy(), tmp_path)
     again = record.read("toy", "test-gpu", tmp_path)
     assert len(again) == 4
-    assert (again[again["N"] == 16]["call_us"] == 12345).all()
-    assert (again[again["N"] == 64]["call_us"] != 12345).all()
+    assert (again[again["N"] == 16]["latency_us"] == 12345).all()
+    assert (again[again["N"] == 64]["latency_us"] != 12345).all()
     assert list(again["N"]) == [16, 16, 64, 64], "in the order of sizes, whatever was written last"
 
 
+#: How columns were called before they got their names for good.
+OLD = {
+    "error": "score", "tolerance": "limit", "gpu_us": "cold_us", "gpu_warm_us": "warm_us", "launch_us": "host_us",
+    "latency_us": "call_us",
+}  # fmt: skip
+
+
+def of_before(frame, tmp_path, form=2, lacking=(), **more):
+    """A record in the form of an earlier version."""
+    named = {c: OLD[stem] + c.removeprefix(stem) for c in frame for stem in OLD if re.fullmatch(f"{stem}(_20|_80)?", c)}
+    later = ("config", "host", "sm_mhz", "memory_mhz", "power_w", *lacking)
+    body = frame.drop(columns=[c for c in later if c in frame])
+    body = body.rename(columns=named).assign(launches="b" * 12, code="a" * 12, **more)
+    file = record.path("toy", "test-gpu", tmp_path)
+    record._save(file, "toy", body, commit="c6c266a")
+    file.write_text(file.read_text().replace("record 3", f"record {form}"))
+    machines.save(machine(), file.parent / "machine.json")
+    return file
+
+
+def test_a_record_of_earlier_names_is_read_by_todays(frame, tmp_path):
+    of_before(frame, tmp_path)
+    again = record.read(toy(wrong=variant(lambda x: x)), "test-gpu", tmp_path)
+    assert list(again.columns) == [c for c in frame if c != "config"] + ["stale", "stale_host"]
+    for column in ("latency_us", "latency_us_80", "error", "tolerance"):
+        pd.testing.assert_series_equal(again[column], frame[column], rtol=1e-5, check_dtype=False)
+    assert set(again["stale"]) == {"was measured before the code changed (at commit c6c266a)"}
+    assert again.attrs["origin"].stale == ("toy was measured before the code changed (at commit c6c266a)",)
+    assert set(again["versions"]) == set(frame["versions"]) and set(again["code"]) == {""}
+
+
 def test_a_record_that_was_taken_before_there_was_a_clock_is_read_without_it(frame, tmp_path):
-    later = [c for c in frame if c.startswith("host_us")]
-    file = record.path("toy", "test-gpu", tmp_path)
-    record._save(file, "toy", frame.drop(columns=["config", *later]), commit="x")
-    machines.save(machine(), file.parent / "machine.json")
+    later = [c for c in frame if c.startswith("launch_us")]
+    of_before(frame, tmp_path, lacking=later)
     again = record.read("toy", "test-gpu", tmp_path)
-    assert len(later) == 3 and list(again.columns) == [c for c in frame if c != "config"] + ["stale"]
-    assert again[later].isna().all().all() and (again["call_us"] > 0).any()
-    frame.loc[:, "host_us"] = 7.0
-    record.write(frame[frame["N"] == 16].copy(), tmp_path)
-    assert list(record.read("toy", "test-gpu", tmp_path)["host_us"].isna()) == [False, False, True, True]
+    assert len(later) == 3 and again[later].isna().all().all() and (again["latency_us"] > 0).any()
 
 
-def test_a_record_by_the_older_rule_is_read_and_says_so(frame, tmp_path):
-    """It named the query of each row, so a point may stand twice, and stamped the source of a module."""
-    old = frame.drop(columns=["launches", "code"]).assign(source="0" * 12, date="2026-01-01")
-    again = old[old["N"] == 16].assign(config="16", date="2026-01-02", call_us=5.0)
-    file = record.path("toy", "test-gpu", tmp_path)
-    record._save(file, "toy", pd.concat([again, old]))
-    file.write_text(file.read_text().replace("record 2", "record 1"))
-    machines.save(machine(), file.parent / "machine.json")
+def test_the_oldest_form_may_have_a_point_twice(frame, tmp_path):
+    """It named the query of each row."""
+    old = frame.assign(source="0" * 12, date="2026-01-01", config="small")
+    again = old[old["N"] == 16].assign(config="16", date="2026-01-02", latency_us=5.0)
+    file = of_before(pd.concat([again, old]).rename(columns={"config": "query"}), tmp_path, form=1)
+    head, _, body = file.read_text().partition("\n")
+    made = body.replace("query", "config", 1)
+    file.write_text(head.replace(*(hashlib.sha256(text.encode()).hexdigest() for text in (body, made))) + "\n" + made)
     read = record.read(toy(), "test-gpu", tmp_path)
-    assert len(read) == 4 and (read[read["N"] == 16]["call_us"] == 5).all()
-    assert set(read["stale"]) == {"stamped by an older rule", "is no variant of its card any more"}
-    assert read.attrs["origin"].stale[0] == "toy (honest) stamped by an older rule"
+    assert len(read) == 4 and (read[read["N"] == 16]["latency_us"] == 5).all()
 
 
-def test_what_is_remembered_of_launches_is_of_one_library_and_one_gpu(tmp_path, monkeypatch):
-    for name in ("kernels/k.py", "cards/c.py", "tuned/t.py", "inputs.py", "op.py", "digests.py", "launches.py"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text("x = 1")
-    monkeypatch.setattr(record, "__file__", str(tmp_path / "record.py"))
-    found = []
+def test_rows_of_other_versions_do_not_go_into_a_file(frame, file, tmp_path):
+    before = file.read_text()
+    other = frame.assign(versions="torch 0.0.1")
+    other.attrs["origin"] = frame.attrs["origin"]
+    with pytest.raises(record.RecordError, match="torch .* and not 0.0.1.*record its page whole"):
+        record.write(other, tmp_path)
+    of_before(frame, tmp_path)
+    with pytest.raises(record.RecordError, match="an older form of records"):
+        record.write(frame, tmp_path)
+    of_before(frame, tmp_path).write_text(before)
 
-    def kept(points=(), capability=(9, 0), sms=10):
-        record._library.cache_clear()
-        found.append(record._kept("exp", points, capability, sms).name)
 
-    kept()
-    (tmp_path / "tuned" / "t.py").write_text("x = 2")  # which decides nothing
-    kept()
-    assert found[0] == found.pop()
-    for other in ({"sms": 11}, {"capability": (8, 0)}):
-        kept(**other)
-    kept(points=[("fusebook", "float32", {"N": 4})])
-    for name in ("kernels/k.py", "cards/c.py", "inputs.py", "op.py", "digests.py", "launches.py"):
-        (tmp_path / name).write_text("x = 2")
-        kept()
-    monkeypatch.setattr(triton, "__version__", "0")
-    kept()
-    record._library.cache_clear()
-    assert len(set(found)) == len(found) == 11
+def test_times_of_the_host_are_added_to_the_row_of_the_same_code(frame, tmp_path):
+    gpu = frame.assign(gpu_us=7.0, gpu_warm_us=6.0, launch_us=math.nan, latency_us=math.nan)
+    host = frame.assign(gpu_us=math.nan, gpu_warm_us=math.nan, launch_us=3.0, latency_us=9.0, host="now")
+    for part in (gpu, host):
+        part.attrs["origin"] = frame.attrs["origin"]
+        record.write(part, tmp_path)
+    rows = record.read(toy(wrong=variant(lambda x: 3 * x)), "test-gpu", tmp_path)
+    fine = rows[rows["status"] == "ok"]
+    assert fine[["gpu_us", "gpu_warm_us", "launch_us", "latency_us"]].to_numpy().tolist() == [[7, 6, 3, 9]] * 2
+    host.loc[:, "code"] = "another"
+    record.write(host, tmp_path)
+    rows = record.read("toy", "test-gpu", tmp_path)
+    assert rows.loc[rows["status"] == "ok", "gpu_us"].isna().all()
 
 
 def test_a_peer_that_is_not_here_is_not_called_stale(frame, tmp_path, monkeypatch):
-    record.write(frame[frame["variant"] == "honest"].copy(), tmp_path)
-    file = record.path("toy", "test-gpu", tmp_path)
-    rows, more = record._load(file, "toy")
-    record._save(file, "toy", rows.assign(versions="torch 2; peer 0.6.5"), **more)
+    record.write(frame[frame["variant"] == "honest"].assign(versions="torch 2; peer 0.6.5"), tmp_path)
     monkeypatch.setattr(bench, "software", lambda of=None: {"peer": ""})
     monkeypatch.setattr(bench, "missing", lambda of: "needs peer")
     assert record.read(toy(), "test-gpu", tmp_path).attrs["origin"].stale == ()
 
 
-def test_a_wrapper_that_changed_makes_its_rows_stale_and_a_peer_of_another_version(frame, tmp_path, monkeypatch):
-    record.write(frame[frame["variant"] == "honest"].copy(), tmp_path)
+def test_an_implementation_that_changed_makes_its_rows_stale_and_a_peer_of_another_version(
+    frame, tmp_path, monkeypatch
+):
+    record.write(frame[frame["variant"] == "honest"].assign(versions="torch 2; peer 0.6.5"), tmp_path)
     assert record.read(toy(), "test-gpu", tmp_path).attrs["origin"].stale == ()
     other = record.read(toy(honest=variant(lambda x: 2 * x)), "test-gpu", tmp_path)
-    assert other.attrs["origin"].stale == ("toy is called by other code than when it was measured",)
-    monkeypatch.setattr(bench, "software", lambda of=None: {"torch": "9", "peer": "0.7"})
+    assert other.attrs["origin"].stale == ("toy was measured before the code changed (at commit 0123456789ab)",)
+    monkeypatch.setattr(bench, "software", lambda of=None: {"torch": "9", "peer": "0.6.5"})
     assert record.read(toy(), "test-gpu", tmp_path).attrs["origin"].stale == ()
-    file = record.path("toy", "test-gpu", tmp_path)
-    rows, more = record._load(file, "toy")
-    record._save(file, "toy", rows.assign(versions="torch 2; peer 0.6.5"), **more)
+    monkeypatch.setattr(bench, "software", lambda of=None: {"torch": "9", "peer": "0.7"})
     stale = record.read(toy(), "test-gpu", tmp_path).attrs["origin"].stale
     assert stale == ("toy was recorded with peer 0.6.5, installed is 0.7",)
+
+
+def test_another_call_path_makes_launch_times_stale_and_nothing_else(frame, tmp_path, monkeypatch):
+    record.write(frame[frame["variant"] == "honest"].copy(), tmp_path)
+    code, _ = sources.of_variant(toy(), "honest")
+    monkeypatch.setattr(sources, "of_variant", lambda op, name: (frame["code"].iloc[0], "another"))
+    rows = record.read(toy(), "test-gpu", tmp_path)
+    assert set(rows["stale"]) == {""} and rows["stale_host"].ne("").all() and code
+    (why,) = rows.attrs["origin"].stale
+    assert why == "toy launch time measured at commit 0123456789ab, before the call path changed"
+
+
+def test_another_version_of_the_clocks_makes_rows_stale(frame, tmp_path, monkeypatch):
+    record.write(frame[frame["variant"] == "honest"].copy(), tmp_path)
+    monkeypatch.setattr(timing, "VERSION", timing.VERSION + 1)
+    (why,) = record.read(toy(), "test-gpu", tmp_path).attrs["origin"].stale
+    assert why == "toy was timed before the clocks changed (at commit 0123456789ab)"
 
 
 def test_rows_of_some_variants_may_be_stale_and_those_of_a_variant_that_is_gone_are(frame, tmp_path):
     record.write(frame, tmp_path)
     (why,) = record.read(toy(), "test-gpu", tmp_path).attrs["origin"].stale
-    assert why == "toy (wrong) is no variant of its card any more"
+    assert why == "toy (wrong) is not an implementation of its card any more"
 
 
 def test_a_page_is_not_told_that_ways_which_it_leaves_out_are_stale(frame, tmp_path):
@@ -190,64 +225,11 @@ def test_a_file_that_cannot_take_its_place_leaves_nothing(frame, tmp_path, monke
     assert not [f for f in tmp_path.rglob("*") if f.is_file()]
 
 
-def recorded(tmp_path, stamps):
-    """A record of two points of exp, stamped as given."""
-    rows = synthetic.frame(EXP, "64x64,64x128", on=machine())
-    rows = rows[rows["variant"] == "fusebook"].assign(versions=f"triton {triton.__version__}")
-    rows["launches"], rows["code"] = zip(*stamps, strict=True)
-    rows.attrs["origin"] = Origin(machine(), measured=True)
-    return record.write(rows, tmp_path)
-
-
-@pytest.mark.slow
-def test_rows_that_launch_something_else_are_stale_and_stamped_anew_if_they_compile_to_the_same(tmp_path, monkeypatch):
-    monkeypatch.setenv("FUSEBOOK_CACHE", str(tmp_path / "cache"))
-    points = [("fusebook", "float32", {"M": 64, "N": n}) for n in (64, 128)]
-    now = launches.elsewhere({"exp": points}, (9, 0), 10, compile=True)["exp"]
-    recorded(tmp_path, now)
-    assert list(record.read("exp", "test-gpu", tmp_path)["stale"]) == ["", ""]
-    with monkeypatch.context() as without:
-        without.setattr(launches, "elsewhere", None)  # remembered
-        assert list(record.read("exp", "test-gpu", tmp_path)["stale"]) == ["", ""]
-    # The first is written otherwise and compiles to the same; the second does not.
-    file = recorded(tmp_path, [("0" * 12, now[0][1]), ("0" * 12, "0" * 12)])
-    assert (
-        list(record.read("exp", "test-gpu", tmp_path)["stale"])
-        == ["launches something else than when it was measured"] * 2
-    )
-    before, _ = record._load(file, "exp")
-    assert record.restamp("test-gpu", tmp_path) == {"exp": (1, 1)}
-    after, _ = record._load(file, "exp")
-    assert list(after["launches"]) == [now[0][0], "0" * 12]
-    pd.testing.assert_frame_equal(before.drop(columns="launches"), after.drop(columns="launches"))
-
-
-def test_restamp_without_the_recorded_triton_says_how_to_get_it(tmp_path, monkeypatch, capsys):
-    file = recorded(tmp_path, [("0" * 12, "1" * 12)] * 2)
-    rows, more = record._load(file, "exp")
-    record._save(file, "exp", rows.assign(versions="torch 2; triton 0.0.1"), **more)
-    monkeypatch.setenv("FUSEBOOK_GPU", "test-gpu")
-    assert record.main(["--restamp", "--out", str(tmp_path)]) == 1
-    assert "pip install --no-deps --target DIR triton==0.0.1" in capsys.readouterr().err
-
-
-def test_what_cannot_be_found_out_is_never_fresh(tmp_path, monkeypatch):
-    def no(*_, **__):
-        raise launches.Unknown("no Triton")
-
-    recorded(tmp_path, [("0" * 12, "1" * 12)] * 2)
-    monkeypatch.setenv("FUSEBOOK_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(launches, "elsewhere", no)
-    assert all(
-        "may be stale" in why and "no Triton" in why for why in record.read("exp", "test-gpu", tmp_path)["stale"]
-    )
-
-
 def test_rows_are_selected_by_a_query_in_its_order(frame, file, tmp_path):
     rows = record.read(toy(), "test-gpu", tmp_path)
     found = record.select(rows, toy(), "64,16x16")
     assert list(found["config"]) == ["64", "64", "16x16", "16x16"] and list(found["N"]) == [64, 64, 16, 16]
-    assert list(found.columns) == [*frame.columns, "stale"]
+    assert list(found.columns) == [*frame.columns, "stale", "stale_host"]
     with pytest.raises(record.Missing, match="toy for large in float32"):
         record.select(rows, toy(), "large")
 
@@ -255,7 +237,7 @@ def test_rows_are_selected_by_a_query_in_its_order(frame, file, tmp_path):
 def damage(file, what):
     lines = file.read_text().splitlines(keepends=True)
     fields = lines[2].split(",")
-    column = lines[1].split(",").index("call_us")
+    column = lines[1].split(",").index("latency_us")
     match what:
         case "truncated at a row":
             lines = lines[:-1]
@@ -272,7 +254,7 @@ def damage(file, what):
         case "another op":
             lines[0] = lines[0].replace("name=toy", "name=other")
         case "newer format":
-            lines[0] = lines[0].replace("record 2", "record 9")
+            lines[0] = lines[0].replace("record 3", "record 9")
         case "unknown status":
             lines[2] = lines[2].replace(",ok,", ",great,")
         case "empty":
@@ -321,8 +303,8 @@ def with_cell(body, column, value):
         (lambda body: body.replace("variant", "name", 1), "no column variant"),
         (lambda body: "a,b\n1,2\n", "no column op"),
         (lambda body: re.sub(r"(?m),ok,([^,]*),[^,]*,", r",ok,\1,fast,", body), "Unable to parse string"),
-        (lambda body: with_cell(body, "cold_us", "-5"), "cold_us of -5"),
-        (lambda body: with_cell(body, "call_us_80", "0"), "call_us_80 of 0"),
+        (lambda body: with_cell(body, "gpu_us", "-5"), "gpu_us of -5"),
+        (lambda body: with_cell(body, "latency_us_80", "0"), "latency_us_80 of 0"),
         (lambda body: with_cell(body, "roof_us", "inf"), "roof_us of inf"),
         (lambda body: with_cell(body, "op", "softmax"), "rows of 'softmax'"),
         (lambda body: with_cell(body, "op", ""), "rows of ''"),
@@ -340,15 +322,18 @@ def test_rows_that_somebody_made_by_hand_are_refused_though_their_sum_fits(file,
     assert str(file) in str(error.value) and words in str(error.value)
 
 
-def test_commands_for_a_folder_that_is_none_say_so(file, tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("FUSEBOOK_GPU", "test-gpu")
-    taken = tmp_path / "taken"
-    taken.write_text("a file")
-    for argv in (["--restamp", "--out", "nowhere"], ["--join", str(tmp_path), "--out", str(taken)]):
-        assert record.main(argv) == 1
-        told = capsys.readouterr()
-        assert told.err.startswith("fusebook.record: ") and told.err.count("\n") == 1 and not told.out
-    assert taken.read_text() == "a file"
+@pytest.mark.parametrize("gone", ["--join", "--restamp"])
+def test_options_that_went_say_what_to_do_instead(gone, tmp_path, capsys):
+    with pytest.raises(SystemExit) as stop:
+        record.main([gone, str(tmp_path)])
+    assert stop.value.code == 2 and "0.2.0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["FUSEBOOK_REPLAY", "FUSEBOOK_PART", "FUSEBOOK_TRITON"])
+def test_variables_that_went_say_what_to_do_instead(name, monkeypatch):
+    monkeypatch.setenv(name, "1")
+    with pytest.raises(ValueError, match=f"{name} went with version 0.2.0"):
+        machines.places()
 
 
 def test_a_record_without_its_machine_is_refused(file, tmp_path):
@@ -410,12 +395,12 @@ def test_readers_never_see_half_a_record(file, tmp_path, frame):
 
 def test_a_page_is_written_and_read(tmp_path):
     rows = pd.DataFrame({"what": ["a", "b"], "seconds": [1.5, None]})
-    rows.attrs["origin"] = Origin(machine(), measured=True, date="2026-01-02", versions="torch 1", function="abc")
+    rows.attrs["origin"] = Origin(machine(), measured=True, date="2026-01-02", versions="torch 1", code="abc")
     file = record.write(rows, tmp_path, "pages/transfers")
     again = record.read("pages/transfers", "test-gpu", tmp_path)
     assert list(again["what"]) == ["a", "b"] and again["seconds"].iloc[0] == 1.5 and pd.isna(again["seconds"].iloc[1])
     origin = again.attrs["origin"]
-    assert (origin.function, origin.date, origin.versions) == ("abc", "2026-01-02", "torch 1")
+    assert (origin.code, origin.date, origin.versions) == ("abc", "2026-01-02", "torch 1")
     assert origin.machine.name == "Test GPU" and not origin.measured
     file.write_text(file.read_text().replace("1.5", "0.5"))
     with pytest.raises(record.RecordError, match="instead of editing"):
@@ -502,7 +487,6 @@ def test_a_machine_that_keeps_nothing_is_one(why, tmp_path, monkeypatch):
         (tmp_path / "file").touch()
         monkeypatch.setenv("FUSEBOOK_CACHE", str(tmp_path / "file" / "below"))
     folder = machines.cache_folder_if_any()
-    record._remember(folder / "launches" / "toy.json", ["found"])
     monkeypatch.setattr(machines, "_cache", lambda: folder / "gpu.json")
     monkeypatch.setattr(machines, "_measure", machine)
     monkeypatch.setattr(machines, "_MACHINES", {})

@@ -645,7 +645,7 @@ def test_a_new_kernel_needs_four_files_and_no_list(tmp_path):
         if importlib.util.find_spec(module.split(".")[0]):
             held = run("-m", module, *words)
             assert held.returncode == 0, held.stdout + held.stderr
-    shown = run(page, "--config", "small", FUSEBOOK_REPLAY="1", MPLBACKEND="agg")
+    shown = run(page, "--config", "small", FUSEBOOK_GPU="nvidia-h200", MPLBACKEND="agg")
     assert "within the limit" in shown.stdout, shown.stdout + shown.stderr
     assert shown.returncode == 1  # there is no record of it
     assert shown.stderr.strip().startswith(f"There is no CUDA GPU here and no record of {name}")

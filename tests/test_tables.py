@@ -73,7 +73,7 @@ def test_ratio_compares_where_both_were_timed(df):
 def test_what_is_not_ok_is_not_timed_whatever_stands_there(df):
     spoilt = df.copy()
     spoilt.loc[spoilt.index[0], "status"] = "wrong"
-    assert spoilt["cold_us"].notna().iloc[0]
+    assert spoilt["gpu_us"].notna().iloc[0]
     assert list(tables.timed(spoilt, "cold").index) == list(tables.timed(df, "cold").index[1:])
 
 
@@ -103,8 +103,8 @@ def test_one_run_that_differs_is_seen_in_shares(df):
 def test_losses_are_found_and_the_worst_comes_first(df):
     assert tables.losses(df).empty
     slow = df.copy()
-    slow.loc[(slow["variant"] == "fusebook") & (slow["N"] == 16384), "cold_us"] *= 1.5
-    slow.loc[(slow["variant"] == "fusebook") & (slow["N"] == 4096), "cold_us"] *= 1.2
+    slow.loc[(slow["variant"] == "fusebook") & (slow["N"] == 16384), "gpu_us"] *= 1.5
+    slow.loc[(slow["variant"] == "fusebook") & (slow["N"] == 4096), "gpu_us"] *= 1.2
     lost = tables.losses(slow)
     assert list(lost["faster"].unique()) == ["quack"]
     assert lost.index[0][0] == "32768x16384"
@@ -123,7 +123,8 @@ def clock(**columns):
     for i, points in enumerate(zip(*columns.values(), strict=True)):
         for name, (cold, host, call) in zip(columns, points, strict=True):
             row = {"op": "softmax", "config": "c", "variant": name, "dtype": "float32", "M": 2**i, "N": 8}
-            row |= {"status": "ok", "math": "", "cold_us": cold, "warm_us": cold, "host_us": host, "call_us": call}
+            row |= {"status": "ok", "math": "", "gpu_us": cold, "gpu_warm_us": cold}
+            row |= {"launch_us": host, "latency_us": call}
             frames.append(row | {"roof_us": 10.0**i})
     return pd.DataFrame(frames)
 
@@ -135,7 +136,7 @@ def test_what_is_paid_is_the_larger_of_host_and_device():
     assert tables.paid(df).iloc[:3].tolist() == [40.0, 400.0, 70.0]
     assert tables.paid(df).iloc[3:].isna().all(), "the device's half of it is no answer"
     assert tables.paid(clock(fusebook=[(nan, 40.0, 90.0)])).iloc[0] == 40.0, "and the host's is the least"
-    old = df.drop(columns="host_us")
+    old = df.drop(columns="launch_us")
     assert tables.paid(old).iloc[2] == 70.0 and tables.paid(old).isna().sum() == 4
     assert tables.times(df, "paid")["fusebook"].iloc[1] == 400.0
 
@@ -146,7 +147,7 @@ def test_each_loss_of_the_callers_has_its_reason():
         torch=[(5.0, 10.0, 36.0), (5.0, 10.0, 20.0), (5.0, 10.0, 20.0), (5.0, 10.0, 20.0), (5.0, 10.0, 40.0)],
         packed=[(9.0, 99.0, 99.0)] * 2 + [(5.0, 10.0, 10.0)] + [(9.0, 99.0, 99.0)] * 2,
     )
-    chosen = df[(df["variant"] == "fusebook") & (df["M"] == 8)].assign(variant="fusebook (chosen)", call_us=20.0)
+    chosen = df[(df["variant"] == "fusebook") & (df["M"] == 8)].assign(variant="fusebook (chosen)", latency_us=20.0)
     found = tables.reasons(pd.concat([df, chosen]), ["packed"]).droplevel("dtype")
     assert dict(found["why"]) == {
         "1x8": "the device",
@@ -163,7 +164,7 @@ def test_each_loss_of_the_callers_has_its_reason():
 
 
 def test_a_record_without_the_hosts_clock_is_empty_there_and_loses_nothing():
-    df = clock(fusebook=[(5.0, 40.0, 60.0)], torch=[(6.0, 7.0, 20.0)]).drop(columns="host_us")
+    df = clock(fusebook=[(5.0, 40.0, 60.0)], torch=[(6.0, 7.0, 20.0)]).drop(columns="launch_us")
     assert tables.clocks(df)["host"].isna().all() and tables.clocks(df)["paid"].isna().all()
     assert tables.times(df, "host").isna().all().all()
     assert tables.losses(df, kind="paid").empty and tables.behind(df, kind="host").empty
@@ -181,7 +182,7 @@ def test_a_kernel_pays_from_where_its_launch_is_hidden():
     assert tables.pays_from(df, kind="cold") == "1x8 float32 (1.00 us at the least)"
     assert tables.pays_from(df.iloc[:4]) == "", "the largest is lost"
     slow = df.copy()
-    slow.loc[(slow["variant"] == "fusebook") & (slow["M"] == 8), "cold_us"] = 900.0
+    slow.loc[(slow["variant"] == "fusebook") & (slow["M"] == 8), "gpu_us"] = 900.0
     assert tables.pays_from(slow) == "4x8 float32 (100 us at the least)", "what is lost on the device is not asked"
 
 
@@ -246,7 +247,7 @@ def test_bandwidth_divides_the_least_bytes_by_the_time(sweep):
     ours = sweep[(sweep["variant"] == "fusebook") & (sweep["status"] == "ok")].sort_values("N")
     lines = {line.get_label(): line.get_ydata() for line in plots.bandwidth(sweep).lines}
     moved = 2 * ours["M"] * ours["N"] * 4
-    assert lines["fusebook"] == pytest.approx((moved / ours["cold_us"] / 1e3).to_numpy())
+    assert lines["fusebook"] == pytest.approx((moved / ours["gpu_us"] / 1e3).to_numpy())
     assert lines["the measured roof"] == pytest.approx(machine().copy / 1e9)
 
 
@@ -362,8 +363,8 @@ def test_a_figure_names_its_gpu_its_clock_and_what_was_found(sweep, df):
 
 def test_a_figure_is_described_by_its_data(sweep):
     text = gallery_hooks.described(plots.bandwidth(sweep, xlabel="columns").figure)
-    ours = sweep[sweep["variant"] == "fusebook"].dropna(subset="cold_us")
-    rate = (ours["read_bytes"] + ours["write_bytes"]) / ours["cold_us"] / 1e3
+    ours = sweep[sweep["variant"] == "fusebook"].dropna(subset="gpu_us")
+    rate = (ours["read_bytes"] + ours["write_bytes"]) / ours["gpu_us"] / 1e3
     assert f"fusebook: {tables.number(float(rate.min()))} to {tables.number(float(rate.max()))}" in text
     assert "x is columns" in text and "y is bandwidth" in text
 

@@ -30,7 +30,7 @@ def scaled(df, variant, factor, where=None):
     rows = df["variant"].eq(variant) & (True if where is None else where)
     changed = df.copy()
     for kind in ("cold", "warm", "host", "call"):
-        changed.loc[rows, f"{kind}_us"] *= factor
+        changed.loc[rows, tables.column(kind)] *= factor
     return changed
 
 
@@ -104,7 +104,7 @@ def test_a_library_is_faster_where_it_wins_more_often_than_it_loses(df):
 
 
 def test_the_device_answers_where_the_caller_was_not_timed(df):
-    callers = [column for column in df if column.startswith(("host_us", "call_us"))]
+    callers = [column for column in df if column.startswith(("launch_us", "latency_us"))]
     assert answers.verdict(SOFTMAX, df.assign(**dict.fromkeys(callers, float("nan")))).word == "yes, on the device"
     assert not answers.verdict(SOFTMAX, df).word.endswith("device")
 
@@ -138,7 +138,7 @@ def test_the_word_follows_the_caller(df):
 
 
 def test_other_arithmetic_is_no_rival(df):
-    cheat = df[df["variant"] == "torch"].assign(variant="eager", math="tf32", cold_us=1e-3, host_us=1e-3)
+    cheat = df[df["variant"] == "torch"].assign(variant="eager", math="tf32", gpu_us=1e-3, launch_us=1e-3)
     both = pd.concat([df[df["variant"] != "eager"], cheat], ignore_index=True)
     assert answers.verdict(SOFTMAX, both).torch["cold"].losses == 0
 
@@ -157,7 +157,7 @@ def test_choices_name_every_way_within_two_percent(df):
 
 def test_nobody_wins_unopposed_by_a_clock_that_ours_has_no_time_of(df):
     unclocked = df.copy()
-    unclocked.loc[df["variant"].eq("fusebook"), "host_us"] = float("nan")
+    unclocked.loc[df["variant"].eq("fusebook"), "launch_us"] = float("nan")
     assert verdicts.choices(SOFTMAX, unclocked).empty and len(verdicts.choices(SOFTMAX, unclocked, "cold"))
 
 
@@ -204,8 +204,8 @@ Read before: 002, 101.
 @pytest.fixture
 def facts(monkeypatch, tmp_path, df):
     """What is kept of a page that made a true claim, a false one and a statement, and showed results."""
-    monkeypatch.setenv("FUSEBOOK_DEPS", str(tmp_path / "deps"))
-    monkeypatch.delenv("FUSEBOOK_DOWNLOADS", raising=False)
+    monkeypatch.setenv("_FUSEBOOK_DEPS", str(tmp_path / "deps"))
+    monkeypatch.delenv("_FUSEBOOK_DOWNLOADS", raising=False)
     monkeypatch.setattr(_place, "shown", {})
     claims(
         claim("It is {n} times `that`", False, fatal=False, headline=True, n=3),
@@ -219,7 +219,7 @@ def facts(monkeypatch, tmp_path, df):
 
 def test_a_page_remembers_what_it_shows_for_the_site_only(monkeypatch):
     monkeypatch.setattr(_place, "shown", {})
-    monkeypatch.delenv("FUSEBOOK_DEPS", raising=False)
+    monkeypatch.delenv("_FUSEBOOK_DEPS", raising=False)
     claims(claim("x", True))
     assert _place.shown == {}
 
@@ -348,7 +348,7 @@ def test_the_front_page_says_when_and_what_is_stale_or_left_out(monkeypatch, df)
         frames = [df.assign(date=date) for date in dates]
         assert front.origins(frames)[:2] == ("Test GPU", said)
     stale = scaled(df, "Liger", 0.01)  # a library's gains count as torch's do
-    faster = stale[stale["variant"].eq("Liger") & stale["call_us"].notna()]
+    faster = stale[stale["variant"].eq("Liger") & stale["latency_us"].notna()]
     stale["stale"] = ["is older"] * 3 + [""] * (len(stale) - 3)
     found = {"softmax": stale, "onnxruntime_nodes": df.assign(stale="")}
     monkeypatch.setattr(front, "found", lambda: found)
@@ -388,7 +388,7 @@ def test_every_record_is_in_the_table_and_the_best_of_its_arithmetic_is_bold(df)
     large = (table["dtype"] == "float32") & (table["size"] == "65536x781")
     at = table[large].set_index("way")
     assert at.loc["quack", "status"] == "refused"
-    assert at.loc["fusebook", "cold, us"] == df[large & (df["variant"] == "fusebook")]["cold_us"].item()
+    assert at.loc["fusebook", "cold, us"] == df[large & (df["variant"] == "fusebook")]["gpu_us"].item()
     assert table["way"][large & best["cold, us"]].tolist() == ["fusebook"]
     assert table["way"][large & best["host, us"]].tolist() == ["torch"]
     other = df.assign(math=df["variant"].map({"eager": "tf32"}).fillna(""))  # alone of its arithmetic

@@ -15,7 +15,7 @@ __all__ = ["Page", "Part"]
 #: Modules whose use makes a statement part of the harness; of ``fusebook`` all but its kernels and its functions.
 HARNESS = ("matplotlib", "pandas", "statistics", "time", "timeit")
 LIBRARY = (
-    *("bench", "cards", "check", "explore", "inputs", "launches", "machine", "page", "plots", "record", "tables"),
+    *("bench", "cards", "check", "compiled", "explore", "inputs", "machine", "page", "plots", "record", "tables"),
     *("timing", "tune"),
 )
 

@@ -45,7 +45,6 @@ UNFINISHED = ".unfinished"
 SWITCHES = (
     "FUSEBOOK_GPU",
     "FUSEBOOK_RECORDS",
-    "FUSEBOOK_REPLAY",
     "FUSEBOOK_REPOSITORY",
     "FUSEBOOK_STRICT",
     "TRITON_INTERPRET",
@@ -57,7 +56,7 @@ PACKAGES = ("torch", "triton", "pandas", "matplotlib", "sphinx-gallery")
 
 
 #: Where a page that runs notes what it reads, see `fusebook.page`.
-NOTES = "FUSEBOOK_DEPS"
+NOTES = "_FUSEBOOK_DEPS"
 
 
 def common(root=ROOT):

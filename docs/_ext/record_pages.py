@@ -1,16 +1,15 @@
-"""Record this machine's GPUs by all pages: ``nox -s record``, or by some of them ``nox -s record -- softmax kmeans``.
+"""Record this machine's GPU by all pages, ``nox -s record``, or by some of them, ``nox -s record -- plot_102_softmax``.
 
-    nox -s record -- --gpus 0,1        # a queue of pages, longest first, one process a GPU
-    nox -s record -- --shard 1/4       # a quarter of the pages, into a folder of its own, for a job array
-    nox -s record -- --due             # what is missing or stale, and nothing else
-    nox -s record -- --due --list      # which pages have any of it; needs no GPU
-    python -m fusebook.record --join build/record/shard-*
+    nox -s record -- --gpus all        # one page per GPU, longest first
+    nox -s record -- --stale           # the pages whose records are missing or of older code
+    nox -s record -- --stale --list    # only name them; needs no GPU
 
-With one GPU a page has the host to itself, and every clock is recorded. With several, what the cards measure is
-recorded by the device's clocks alone, at the same time. Rows keep the caller's clocks, host and call, that they had,
-where the same was launched by the same versions. Then, one page at a time, come rows that had none, what pages measure
-by themselves, and pages that were never recorded. Last are pages that ask for several GPUs, by ``options(gpus=2)``: as
-many are each page's own, and where there are fewer it is left as it is.
+A page is recorded whole: its process writes into a folder of its own, and when it has ended well its files replace
+those of the record. Each card's file belongs to one page, that of its family.
+
+With one GPU a page has the host to itself, and all clocks are recorded in one run. With several GPUs the first run
+records the clocks of the GPUs, one page per GPU. A second run, one page at a time, records the clocks of the host.
+Pages that ask for several GPUs, by ``options(gpus=2)``, are recorded last, if ``--gpus`` gives as many.
 """
 
 import argparse
@@ -28,7 +27,7 @@ import threading
 import time
 from pathlib import Path
 
-__all__ = ["GPU", "Queue", "chosen", "longest_first", "needs", "shard", "visible"]
+__all__ = ["GPU", "Queue", "chosen", "installed", "longest_first", "needs", "visible"]
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build" / "record"
@@ -79,25 +78,6 @@ def longest_first(pages, seconds):
     return sorted(pages, key=lambda page: -seconds.get(page.stem, float("inf")))
 
 
-def shard(pages, seconds, words):
-    """The i-th of n parts of about the same length, from ``i/n``: each page goes where the least is waiting.
-
-    Raises
-    ------
-    ValueError
-        Says what was asked for and what is accepted.
-    """
-    match = re.fullmatch(r"(\d+)/(\d+)", words)
-    if not match or not 1 <= int(match[1]) <= int(match[2]):
-        raise ValueError(f"--shard: expected i/n with i from 1 to n, such as 1/4, got {words!r}")
-    parts = [[0.0, []] for _ in range(int(match[2]))]
-    for page in longest_first(pages, seconds):
-        least = min(parts, key=lambda part: (part[0], len(part[1])))
-        least[0] += seconds.get(page.stem, 60.0)
-        least[1].append(page)
-    return parts[int(match[1]) - 1][1]
-
-
 class Queue:
     """Pages on GPUs: each takes the next page when it has done one. A page that fails costs no other.
 
@@ -107,7 +87,7 @@ class Queue:
     build : path
         Where each page leaves its log and its records, and each GPU its Triton cache.
     done : callable
-        Called with a page's folder of records when it has ended, however it has; one at a time.
+        Called with a page's folder of records if the page has ended well; one at a time.
     """
 
     def __init__(self, gpus, build, done=lambda folder: None):
@@ -142,7 +122,8 @@ class Queue:
 
     def _one(self, page, gpu, env):
         folder = self.build / page.stem
-        shutil.rmtree(folder / "records", ignore_errors=True)  # of an earlier run, and joined then
+        if env.get("_FUSEBOOK_CLOCKS") != "host":  # which adds to the records of the first run
+            shutil.rmtree(folder / "records", ignore_errors=True)
         folder.mkdir(parents=True, exist_ok=True)
         cache = self.build / f"cache-{gpu.id}"
         env = {
@@ -152,16 +133,19 @@ class Queue:
             "TRITON_CACHE_DIR": str(cache / "triton"),
             "MPLBACKEND": "agg",
             "FUSEBOOK_STRICT": "0",
-            "FUSEBOOK_RECORD": str(folder / "records"),
+            "FUSEBOOK_GPU": None,  # a GPU that is named is replayed, and not measured
+            "FUSEBOOK_RECORDS": None,
+            "_FUSEBOOK_RECORD": str(folder / "records"),
             **env,
         }
         env = {name: value for name, value in env.items() if value is not None}
         start = time.monotonic()
-        with open(folder / "log", "a") as log:  # pages offer their tables in the current folder; here nobody wants them
+        with open(folder / "log", "a") as log:  # pages offer their tables in the current folder
             code = subprocess.run([sys.executable, str(page)], cwd=folder, env=env, stdout=log, stderr=log).returncode
         seconds = time.monotonic() - start
         with self.lock:
-            self.done(folder / "records")
+            if not code:
+                self.done(folder / "records")
             how = f"failed with {code}, see {folder / 'log'}" if code else "done"
             print(f"{page.stem}: {how} after {seconds:.0f} s on GPU {gpu.id}", flush=True)
         return None if code else seconds
@@ -170,28 +154,30 @@ class Queue:
 def replayed(pages, gpu, **env):
     """Run pages that measure nothing, several at once; returns the seconds of each, None where it failed."""
     many = Queue([gpu] * min(8, len(os.sched_getaffinity(0))), BUILD)
-    return many.run(pages, FUSEBOOK_RECORD=None, FUSEBOOK_REPLAY="1", **env)
+    return many.run(pages, _FUSEBOOK_RECORD=None, **env)
 
 
-def due(pages, gpu):
-    """What the record of each page lacks: nothing, or what is taken by ``device``, by ``host``, or both.
+def stale(pages, gpu, **env):
+    """The pages whose records are missing or of older code; one that fails is among them.
 
-    Only a page knows what it asks for, so they are replayed. One that fails is due whole.
+    Only a page knows what it asks for, so they are replayed.
     """
-    found = {page: BUILD / page.stem / "due" for page in pages}
-    for noted in found.values():
-        noted.unlink(missing_ok=True)
-    took = replayed(pages, gpu, FUSEBOOK_DUE="due")
-    noted = {page: file.read_text().split() if file.exists() else [] for page, file in found.items()}
-    return {page: {"device", "host"} if took[page] is None else set(noted[page]) for page in pages}
+    notes = {page: BUILD / page.stem / "stale" for page in pages}
+    for note in notes.values():
+        note.unlink(missing_ok=True)
+    took = replayed(pages, gpu, _FUSEBOOK_STALE="stale", **env)
+    return [page for page in pages if took[page] is None or notes[page].exists()]
 
 
-def _has_more(page):
-    """Whether a page that was recorded by the device's clocks has rows that lack those of the caller."""
-    from fusebook import record
-
-    made = (record._load(file, file.stem)[0] for file in (BUILD / page.stem / "records").glob("*/*.csv"))
-    return any((frame["status"].eq("ok") & frame["call_us"].isna()).any() for frame in made)
+def installed(folder, out):
+    """Put the files that a page has recorded in the place of those that are there."""
+    for file in sorted(folder.glob("*/**/*.*")):
+        target = out / file.relative_to(folder)
+        if file.name != "machine.json" or not target.exists():  # ceilings that other records were under stay
+            target.parent.mkdir(parents=True, exist_ok=True)
+            part = target.with_name(f".{target.name}.part")
+            shutil.copyfile(file, part)
+            part.replace(target)
 
 
 def needs(page):
@@ -207,6 +193,13 @@ def _stamp(page):
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
+#: Options of earlier versions, and what to do instead.
+GONE = {
+    "--shard": "name the pages that this machine is to record",
+    "--due": "--stale records pages whose records are missing or of older code",
+}
+
+
 def _seconds(folder):
     file = folder / "seconds.json"
     return json.loads(file.read_text()) if file.exists() else {}
@@ -214,19 +207,23 @@ def _seconds(folder):
 
 def main(argv):
     """The command line; returns the exit code."""
-    from fusebook import machine, record
+    from fusebook import machine
 
     parser = argparse.ArgumentParser(prog="nox -s record --", description=__doc__.splitlines()[0])
     parser.add_argument("pages", nargs="*", help="parts of the names of pages; all of them if none is given")
     parser.add_argument("--gpus", default="0", help="numbers of GPUs by commas, or all; 0 if not given")
-    parser.add_argument("--shard", help="i/n: the i-th of n parts, into build/record/shard-i-of-n")
     parser.add_argument("--out", type=Path, help="a folder of records; the package's if not given")
-    parser.add_argument("--due", action="store_true", help="only rows and measurements that are missing or stale")
-    parser.add_argument("--list", action="store_true", help="with --due: only say which pages have any; needs no GPU")
+    parser.add_argument("--stale", action="store_true", help="only pages whose records are missing or of older code")
+    parser.add_argument("--list", action="store_true", help="with --stale: only name the pages; needs no GPU")
     parser.add_argument("--changed", action="store_true", help="only pages that changed since they were recorded there")
+    for gone in GONE:
+        parser.add_argument(gone, nargs="?", const="", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
-    if args.list and not args.due:
-        parser.error("--list goes with --due")
+    for gone, instead in GONE.items():
+        if getattr(args, gone.removeprefix("--")) is not None:
+            parser.error(f"{gone} went with version 0.2.0: {instead}")
+    if args.list and not args.stale:
+        parser.error("--list goes with --stale")
     there = visible() or ([GPU("", machine.SHIPPED)] if args.list else [])
     if not there:
         parser.error("record needs an NVIDIA GPU, and nvidia-smi -L lists none: run it on the machine to be recorded")
@@ -236,70 +233,48 @@ def main(argv):
         parser.error(f"no page is named like {args.pages}; there are {[page.stem for page in every]}")
     try:
         gpus = chosen(args.gpus, there)
-        slug = machine.slug_of(gpus[0].name)
-        known = _seconds(RECORDS / slug) or _seconds(RECORDS / machine.SHIPPED)
-        if args.shard:
-            pages = shard(pages, known, args.shard)
     except ValueError as error:
         parser.error(str(error))
+    slug = machine.slug_of(gpus[0].name)
+    known = _seconds(RECORDS / slug) or _seconds(RECORDS / machine.SHIPPED)
     out = args.out or RECORDS
-    if args.shard and not args.out:
-        out = BUILD / f"shard-{args.shard.replace('/', '-of-')}"
+    recorded = {"FUSEBOOK_GPU": slug, "FUSEBOOK_RECORDS": str(args.out) if args.out and args.out.exists() else None}
+    if args.stale:
+        pages = stale(pages, gpus[0], **recorded)
+        print("stale:", ", ".join(page.stem for page in pages) or "nothing")
+    if args.list:
+        return 0
     if args.changed:
         pages = [page for page in pages if _seconds(out / "stamps").get(page.stem) != _stamp(page)]
-        if not (RECORDS / slug).exists():  # nothing is known of the caller's clocks, which need the host alone
-            gpus = gpus[:1]
     for page in [page for page in pages if needs(page) > len(gpus)]:
         pages.remove(page)
         print(f"{page.stem}: left as it is, since it needs {needs(page)} GPUs, and --gpus gives {len(gpus)}")
-    pages = longest_first(pages, known)
-    # Of a whole record the host's part is what pages measure by themselves.
-    lacking = {page: {"device", "host"} if "measured(" in page.read_text() else {"device"} for page in pages}
-    if args.due:
-        lacking = due(pages, gpus[0])
-        pages = [page for page in pages if lacking[page]]
-        print("due:", ", ".join(f"{page.stem} by {' and '.join(sorted(lacking[page]))}" for page in pages) or "nothing")
-    if args.list:
-        return 0
     if not pages:
         print("no page to record")
         return 0
+    pages = longest_first(pages, known)
     one = {"CUDA_VISIBLE_DEVICES": gpus[0].id, "PYTHONPATH": str(ROOT / "src")}
     ceilings = [sys.executable, "-m", "fusebook.record", "--machine", "--out", str(out)]
     if subprocess.run(ceilings, env={**os.environ, **one}).returncode:
         return 1
-    before = BUILD / "before"
-    shutil.rmtree(before, ignore_errors=True)
-    shutil.copytree(out / slug, before)
 
-    def joined(folder):
-        """What a page has measured is recorded, and what it measured again is kept as it was."""
-        if folder.exists():
-            record.join([folder], out)
-            record.keep_superseded(before, out / slug)
+    def done(folder):
+        installed(folder, out)
 
-    pending, single = Queue(gpus, BUILD, joined), [page for page in pages if needs(page) == 1]
-
-    def part(*words):
-        return " ".join([*(["due"] if args.due else []), *words]) or None
-
+    single = [page for page in pages if needs(page) == 1]
     if len(gpus) == 1:
-        took = pending.run(single, FUSEBOOK_PART=part())
+        took = Queue(gpus, BUILD, done).run(single)
     else:
-        known = _seconds(out / slug)
-        old, one = [page for page in single if page.stem in known], Queue(gpus[:1], BUILD, joined)
-        took = pending.run([page for page in old if "device" in lacking[page]], FUSEBOOK_PART=part("device"))
-        alone = [page for page in old if "host" in lacking[page] or (page in took and _has_more(page))]
-        for page, more in one.run(alone, FUSEBOOK_PART=part("host")).items():
-            took[page] = None if more is None or took.get(page, 0.0) is None else took.get(page, 0.0) + more
-        took |= one.run([page for page in single if page not in took], FUSEBOOK_PART=part())
+        took = Queue(gpus, BUILD).run(single, _FUSEBOOK_CLOCKS="gpu")
+        well = [page for page in single if took[page] is not None]
+        for page, more in Queue(gpus[:1], BUILD, done).run(well, _FUSEBOOK_CLOCKS="host").items():
+            took[page] = None if more is None else took[page] + more
     for page in [page for page in pages if page not in took]:
         those = GPU(",".join(gpu.id for gpu in gpus[: needs(page)]), gpus[0].name)
-        took |= Queue([those], BUILD, joined).run([page], FUSEBOOK_PART=part())
+        took |= Queue([those], BUILD, done).run([page])
     failed = [page.stem for page, seconds in took.items() if seconds is None]
     kept = out / slug / "seconds.json"
-    now = {page.stem: round(s, 1) for page, s in took.items() if s is not None}
-    seconds = now | _seconds(kept.parent) if args.due else _seconds(kept.parent) | now
+    seconds = _seconds(kept.parent) | {page.stem: round(s, 1) for page, s in took.items() if s is not None}
     kept.write_text(json.dumps(dict(sorted(seconds.items())), indent=2) + "\n")
     if args.changed:
         (out / "stamps").mkdir(exist_ok=True)
@@ -308,11 +283,11 @@ def main(argv):
     false = []
     if out == RECORDS:
         # A false claim must not cost the results after it, so pages are judged once all is recorded: strictly.
-        judged = replayed(pages, gpus[0], FUSEBOOK_STRICT="1")
+        judged = replayed(pages, gpus[0], **recorded, FUSEBOOK_STRICT="1")
         false = [page.stem for page, s in judged.items() if s is None and page.stem not in failed]
         subprocess.run([sys.executable, str(ROOT / "docs" / "_ext" / "readme.py")], check=True)
     if failed:
-        print(f"record: these pages failed, and what they had measured is kept: {', '.join(failed)}", file=sys.stderr)
+        print(f"record: these pages failed, and their old records are kept: {', '.join(failed)}", file=sys.stderr)
     if false:
         print(f"record: these pages make claims that the records deny: {', '.join(false)}", file=sys.stderr)
     return 1 if failed or false else 0

@@ -66,9 +66,9 @@ class Twins:
             mine = self.names or theirs
             names.clear()
             names.update(mine)
-            offered = os.path.join(os.environ.get("FUSEBOOK_DOWNLOADS", "."), "yours")
+            offered = os.path.join(os.environ.get("_FUSEBOOK_DOWNLOADS", "."), "yours")
             try:
-                with _environment(FUSEBOOK_RECORDS=self.records, FUSEBOOK_DOWNLOADS=offered, FUSEBOOK_STRICT=None):
+                with _environment(FUSEBOOK_RECORDS=self.records, _FUSEBOOK_DOWNLOADS=offered, FUSEBOOK_STRICT=None):
                     function()
             except (Exception, SystemExit) as error:  # a GPU that lacks what the page counts on: the other goes on
                 self.stopped = f"From here on this page cannot be shown for your GPU: {type(error).__name__}: {error}"
@@ -78,7 +78,9 @@ class Twins:
             names.clear()
             names.update(theirs)
             self.figures += sorted(set(plt.get_fignums()) - before)
-        with _environment(FUSEBOOK_RECORDS=None, FUSEBOOK_REPLAY="1"):
+        from fusebook import machine
+
+        with _environment(FUSEBOOK_RECORDS=None, FUSEBOOK_GPU=os.environ.get("FUSEBOOK_GPU") or machine.SHIPPED):
             return function()
 
     def show(self, block, block_vars, gallery_conf):
@@ -131,7 +133,7 @@ def _as_html(value, gallery_conf):
 
 def _own_files(text):
     """What offers a file that is another one for the reader's GPU, with the address of that."""
-    offered = Path(os.environ.get("FUSEBOOK_DOWNLOADS", "."))
+    offered = Path(os.environ.get("_FUSEBOOK_DOWNLOADS", "."))
 
     def own(match):
         files = [offered / "yours" / match[1], offered / match[1]]

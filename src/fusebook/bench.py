@@ -1,4 +1,4 @@
-"""Run a card: score every variant, time those that are right, and refuse what cannot be.
+"""Run a card: check every implementation, time the correct ones, and refuse impossible times.
 
 For each point of a sweep the variants are checked first, on poisoned memory and with inputs that change in place under
 them, then timed interleaved with a copy of the same bytes, then checked once more. What is wrong, refused, out of
@@ -15,7 +15,6 @@ import importlib.util
 import math
 import pathlib
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +22,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fusebook import check, inputs, launches, timing
+from fusebook import check, compiled, inputs, sources, timing
 from fusebook import machine as machines
 from fusebook.extras import extra
 from fusebook.op import Cost, Dims, Op, Variant
@@ -33,23 +32,24 @@ with extra("book"):
     from tqdm import tqdm
 
 __all__ = [
-    "COLUMNS", "DTYPES", "Origin", "WrongResult", "dtypes", "launched", "missing", "points", "run", "software",
+    "COLUMNS", "DTYPES", "Origin", "WrongResult", "dtypes", "missing", "points", "run", "software",
     "staircase", "verify",
 ]  # fmt: skip
 
 #: The dtypes that ``--dtype`` takes.
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 
-_TIMES = tuple(f"{kind}_us{q}" for kind in timing.KINDS for q in ("_20", "", "_80"))
+_TIMES = tuple(us + q for us in timing.COLUMN.values() for q in ("_20", "", "_80"))
 
 #: The columns of a result after ``op, config, variant, dtype`` and the dims.
 COLUMNS = (
-    *("status", "note", "score", "limit", "deterministic", "alone"),
+    *("status", "note", "error", "tolerance", "deterministic", "alone"),
     *_TIMES,
     *("repeat", "first_call_s"),
     *("read_bytes", "write_bytes", "flop", "moved_bytes", "roof_us"),
     *("copy_us", "copy_warm_us", "floor_us", "floor_warm_us", "zone", "peak_bytes"),
-    *("math", "launches", "code", "versions", "date"),
+    *("sm_mhz", "memory_mhz", "power_w"),
+    *("math", "code", "host", "versions", "date"),
 )
 
 # A sweep of more points than this measures the variants that recompile on every eighth of them.
@@ -164,8 +164,8 @@ class Origin:
         The name of what a page measured by itself.
     date, versions, commit : str
         Of the run, where rows do not say so themselves.
-    function : str
-        Digest of the function by which a page measured.
+    code : str
+        The hash of the function by which a page measured; see `fusebook.sources`.
     """
 
     machine: machines.Machine | None
@@ -176,7 +176,7 @@ class Origin:
     date: str = ""
     versions: str = ""
     commit: str = ""
-    function: str = ""
+    code: str = ""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Origin:
         """Itself, which nobody can change: pandas copies a frame's attrs at every step, deeply."""
@@ -186,7 +186,11 @@ class Origin:
 def software(variant: Variant | None = None) -> dict[str, str]:
     """Versions of what a variant runs on: torch and what it hands work to, Triton, and the packages that it needs."""
     needs = [name for name in (variant.needs if variant else ()) if name != "cuda"]
-    return machines.versions("torch", "triton", *needs) | machines.beside_torch()
+    found = machines.versions("torch", "triton", *needs) | machines.beside_torch()
+    if "onnxruntime" in needs and _importable("onnxruntime"):
+        providers = importlib.import_module("onnxruntime").get_available_providers()
+        found["onnxruntime-provider"] = next((name for name in providers if "cuda" in name.lower()), providers[0])
+    return found
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:
@@ -342,7 +346,7 @@ def _within(yard: check.Yardstick, variant: Variant, out: Any, when: str = "") -
     """The verdict of a right result; another one is raised."""
     verdict = yard.judge(out, variant.math)
     if not verdict.ok:
-        text = f"score {verdict.score:.3g} is above the limit {verdict.limit:.3g}{when}; {yard.where(out)}"
+        text = f"error {verdict.score:.3g} exceeds the tolerance {verdict.limit:.3g}{when}; {yard.where(out)}"
         raise WrongResult(text, verdict.score)
     return verdict
 
@@ -370,23 +374,6 @@ def _alone(op: Op, variant: Variant, data: _Data) -> str:
     return "" if found is None else "yes" if found else "no"
 
 
-def launched(variant: Variant, given: Sequence[Any]) -> dict[str, str]:
-    """What a call launches, and the code that the GPU runs, as columns; a time without them is worth more than none.
-
-    Parameters
-    ----------
-    given : sequence
-        What `Variant.run` takes.
-    """
-    try:
-        with launches.observed() as trace:
-            variant.run(*given)
-        return {"launches": trace.launches, "code": trace.code}
-    except Exception as error:  # what a variant raises for itself is seen in all other calls
-        warnings.warn(f"bench: what was launched is not known: {type(error).__name__}: {error}", stacklevel=2)
-        return {}
-
-
 def _peak(variant: Variant, call: Callable[[], Any]) -> float:
     """Bytes that a call allocates at its peak, outputs included; NaN where torch's allocator does not see them."""
     if not torch.cuda.is_available() or variant.on_cpu or "onnxruntime" in variant.needs:
@@ -412,7 +399,7 @@ def _reasons(row: dict[str, Any]) -> Iterator[None]:
         elif isinstance(error, torch.cuda.OutOfMemoryError):
             row.update(status="out of memory", note=_sentence(error))
         elif isinstance(error, WrongResult):
-            row.update(status="wrong", note=str(error), score=error.score)
+            row.update(status="wrong", note=str(error), error=error.score)
         else:
             row.update(status="failed", note=f"{type(error).__name__}: {_sentence(error)}")
         # Some libraries keep their errors, whose frames would keep all tensors of the point.
@@ -556,7 +543,7 @@ def staircase(
     """
     rows = []
     for name, step in steps.items():
-        with launches.kernels() as found:
+        with compiled.kernels() as found:
             row: dict[str, Any] = {"step": name, "right": right(step())}
         kernel = max(found, key=lambda k: k.n_regs, default=None)
         if kernel is not None:
@@ -576,6 +563,7 @@ def _blank(op: Op, head: dict[str, Any], name: str, variant: Variant, dims: Dims
     itemsize = DTYPES[head["dtype"]].itemsize
     least = op.cost(itemsize, **dims)
     own = least if variant.cost is None else variant.cost(itemsize, **dims)
+    code, host = sources.of_functions(op.name if name.startswith("fusebook") else "", variant.run, variant.prepare)
     return {
         **head,
         **dict.fromkeys(COLUMNS, math.nan),
@@ -590,8 +578,8 @@ def _blank(op: Op, head: dict[str, Any], name: str, variant: Variant, dims: Dims
         "moved_bytes": own.read + own.write,
         "zone": "",
         "math": variant.math or "",
-        "launches": "" if launches.launching(name, variant) else launches.of_wrapper(variant),
-        "code": "",
+        "code": code,
+        "host": host,
         "versions": "; ".join(f"{k} {v}" for k, v in software(variant).items()),
         "date": datetime.date.today().isoformat(),
     }
@@ -631,18 +619,17 @@ def _point(
             continue
         with _reasons(row):
             row["first_call_s"] = _first_call(v, data)
-            if cuda and launches.launching(name, v):
-                row.update(launched(v, v.given(*data.inputs)))
             verdict, deterministic, call = _verify(v, data)
-            row.update(score=verdict.score, limit=verdict.limit, deterministic="yes" if deterministic else "no")
+            row.update(error=verdict.score, tolerance=verdict.limit, deterministic="yes" if deterministic else "no")
             row["alone"] = _alone(op, v, data) if alone else ""
             row["peak_bytes"] = _peak(v, call)
             calls[name] = call
-        if row["status"] == "refused" and launches.launching(name, v):
-            row["launches"] = launches.REFUSED
     if calls:
         data.load(1)
         _time(rows, calls, variants, on, how)
+        seen = machines.clocks_and_power() if cuda else {}  # the GPU has just been at work
+        for name in calls:
+            rows[name].update(seen)
     for name in calls:
         data.load(1)
         with _reasons(rows[name]):  # a result that was right before it was timed, and is not afterwards
@@ -683,7 +670,8 @@ def _time(
         row = rows[name]
         for kind in timing.KINDS:
             if (q := times[name][kind]) is not None:
-                row.update({f"{kind}_us_20": q.q20 * 1e6, f"{kind}_us": q.q50 * 1e6, f"{kind}_us_80": q.q80 * 1e6})
+                us = timing.COLUMN[kind]
+                row.update({f"{us}_20": q.q20 * 1e6, us: q.q50 * 1e6, f"{us}_80": q.q80 * 1e6})
         row["repeat"] = max((q.n for q in times[name].values() if q is not None), default=0)
         _refuse_a_clock_apart(row)
         if on is None:
@@ -726,7 +714,8 @@ def _refuse_a_clock_apart(row: dict[str, Any]) -> None:
     """
     bounds = {"call": ("host", "cold"), "host": ("call",), "cold": ("warm",), "warm": ("cold",)}
     for kind, others in bounds.items():
-        time, most = row[f"{kind}_us"], _APART * sum(row[f"{other}_us"] for other in others)
+        time = row[timing.COLUMN[kind]]
+        most = _APART * sum(row[timing.COLUMN[other]] for other in others)
         if time > most:
             note = f"{kind} of {time:.4g} us is more than {_APART} times {' and '.join(others)} of the same work"
             row.update(status="too slow", note=note, **dict.fromkeys(_TIMES, math.nan))
@@ -747,6 +736,6 @@ def _refuse_faster_than_roof(row: dict[str, Any], on: machines.Machine, rate: st
     bound = row["roof_us"] - kept
     if row["zone"] == "compute" and rate == "float32":
         bound *= min(1, 3 * on.rates["float32"] / on.rates["tf32"])
-    if row["cold_us"] < (1 - allowed) * bound:
-        note = f"{row['cold_us']:.4g} us is faster than the roof of {row['roof_us']:.4g} us"
+    if row["gpu_us"] < (1 - allowed) * bound:
+        note = f"{row['gpu_us']:.4g} us is faster than the roof of {row['roof_us']:.4g} us"
         row.update(status="too fast", note=note, **dict.fromkeys(_TIMES, math.nan))

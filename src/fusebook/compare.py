@@ -33,8 +33,7 @@ def folder(given: str) -> pathlib.Path:
     Parameters
     ----------
     given : str
-        That folder, one that holds no other, or the name of a GPU that the package has; with ``/previous`` behind it,
-        what that GPU's records have superseded.
+        That folder, one that holds no other, or the name of a GPU that the package has.
 
     Raises
     ------
@@ -42,7 +41,7 @@ def folder(given: str) -> pathlib.Path:
         Says what was found there instead.
     """
     shipped = machines.RECORDS / given
-    if given.removesuffix("/previous") in machines.slugs() and (shipped / "machine.json").exists():
+    if given in machines.slugs():
         return shipped
     place = pathlib.Path(given)
     found = [place] if (place / "machine.json").exists() else sorted(f.parent for f in place.glob("*/machine.json"))
@@ -89,7 +88,7 @@ def points(name: str, mine: pathlib.Path, theirs: pathlib.Path, *, variant: str,
         sides.append(frame.assign(label=tables.label(frame)).set_index(["label", "dtype"]))
     both = sides[0].merge(sides[1], left_index=True, right_index=True, suffixes=(" mine", " theirs"))
     both = both.sort_values("roof_us mine", kind="stable")
-    us, low, high = f"{clock}_us", f"{clock}_us_20", f"{clock}_us_80"
+    us, low, high = (tables.column(clock) + quantile for quantile in ("", "_20", "_80"))
     ratio = both[f"{us} mine"] / both[f"{us} theirs"]
     meet = (both[f"{low} mine"] <= both[f"{high} theirs"]) & (both[f"{low} theirs"] <= both[f"{high} mine"])
     alike = meet | ((ratio - 1).abs() <= tables.WITHIN)

@@ -1,42 +1,31 @@
 """Problems that nobody chose: ``python -m fusebook.explore softmax --cases 100 --seed 100``.
 
-An operator's card draws problems that people have (`Op.draw`), without a thought of how ours are computed. Each is
-checked, and a wrong result of ours ends the run with the line of Python that shows it again. Then all that a user would
-pick is timed, in turn: on the device after a flush of the cache, and on the host. As many processes as there are cores
-compile and check a problem each, as many at once as the device has memory for; then they are timed one after another.
-A problem for which there was not enough memory beside others comes once more at the end, alone.
+An operator's card draws problems that people have (`Op.draw`), without regard to how Fusebook computes them. One after
+another is drawn, checked and timed, and its rows are appended to ``records/<gpu>/explored/<op>.csv``. An incorrect
+result of Fusebook ends the run with the line of Python that reproduces it.
 
-``records/<gpu>/explored/<op>.csv`` is a record that grows with every problem; a run that was cut off goes on with it.
-So does one of later code: only what launches something else than when it was measured, or is called by other code, is
-measured again.
+A run that was interrupted continues with its file, and measures again what is of older code.
 
-Seeds 0 to 99 are there to tune by. What is recorded has a seed from 100 up, which nothing was ever tuned on.
+Seeds 0 to 99 are for tuning. Recorded seeds are 100 and above, which nothing was ever tuned on.
 """
 
 from __future__ import annotations
 
 import argparse
-import collections
-import concurrent.futures
 import contextlib
 import datetime
 import functools
 import hashlib
 import math
-import multiprocessing
-import os
 import pathlib
-import signal
 import sys
 import time
-import types
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from multiprocessing.connection import Connection, wait
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from fusebook import bench, check, inputs, launches, record, timing, ways
+from fusebook import bench, check, inputs, record, sources, timing
 from fusebook import machine as machines
 from fusebook.cards import OPS
 from fusebook.extras import extra
@@ -55,21 +44,19 @@ __all__ = [
 RECORDED_FROM = 100
 
 _FRONT = ("case", "op", "variant", "dtype", "layout")
-_TIMES = ("cold_us", "host_us", "call_us")
-_BACK = ("status", "note", "score", "limit", *_TIMES, "math", "launches", "read_bytes", "write_bytes", "flop")
-#: The columns of what was explored; the dims stand after ``layout``.
+_TIMES = ("gpu_us", "launch_us", "latency_us")
+_BACK = (
+    *("status", "note", "error", "tolerance", *_TIMES, "first_call_s", "peak_bytes", "sm_mhz", "power_w"),
+    *("math", "code", "host", "read_bytes", "write_bytes", "flop"),
+)
+#: The columns of what was explored; the dims are after ``layout``.
 COLUMNS = (*_FRONT, *_BACK)
-_TEXT = ["op", "variant", "dtype", "layout", "status", "note", "math", "launches"]
+_TEXT = ["op", "variant", "dtype", "layout", "status", "note", "math", "code", "host"]
 
 _ON_HOST = ("NumPy", "torch on the CPU")  # no choice where the data lies in the device's memory
 _CALLS = 7  # that are timed
 # The host's clock is started where queueing takes at least this part of the device's time: below, nobody waits for it.
 _NOTICED = 0.25
-# Seconds after which a process that is timing is not awaited, and in which the device does what was asked of it.
-_AT_MOST, _DRAINED = 60, 0.05
-# Bytes that a small problem takes, and those beside for each number that is read or written; the part of the device's
-# memory that a process takes for itself.
-_LEAST, _HELD, _CONTEXT = 2**30, 24, 0.006
 
 
 class Wrong(Exception):
@@ -167,7 +154,7 @@ def problem(op: str | Op, /, **dims: Any) -> pd.DataFrame:
 
 
 def several(asked: Sequence[tuple[str, Dims]]) -> list[pd.DataFrame]:
-    """As `problem`, of several, by as many processes as there are cores and by the device's clock alone.
+    """As `problem`, of several, by the clock of the GPU alone.
 
     Parameters
     ----------
@@ -183,13 +170,12 @@ def several(asked: Sequence[tuple[str, Dims]]) -> list[pd.DataFrame]:
     ------
     Wrong
     """
-    jobs = [(OPS[name], dims, tuple(_chosen(OPS[name], ()))) for name, dims in asked]
-    found: dict[int, list[dict[str, Any]]] = {}
-    for i, rows in _each(jobs, False, math.inf):
-        if isinstance(rows, Wrong):
-            raise rows
-        found[i] = rows
-    return [_frame(op, [{"case": 0, **row} for row in found.get(i, ())]) for i, (op, _, _) in enumerate(jobs)]
+    found = []
+    for name, dims in asked:
+        rows = _explored(OPS[name], dims, _chosen(OPS[name], ()), False)
+        found.append(_frame(OPS[name], [{"case": 0, **row} for row in rows]))
+        _tidy()
+    return found
 
 
 def _frame(op: Op, rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
@@ -203,9 +189,8 @@ def _explored(
     variants: Mapping[str, Variant],
     host: bool,
     check_only: bool = False,
-    turn: Callable[[], None] = lambda: None,
 ) -> list[dict[str, Any]]:
-    """The rows of a problem, `host` times among them; `turn` waits until nobody else is at work on the device."""
+    """The rows of a problem; with launch times if `host`."""
     kind, how, sizes = _split(dims)
     least = op.cost(kind.itemsize, **sizes)
     rows = {
@@ -219,7 +204,7 @@ def _explored(
             "status": "ok",
             "note": "",
             "math": v.math or "",
-            "launches": "",
+            **dict(zip(("code", "host"), sources.of_variant(op, name), strict=True)),
             "read_bytes": least.read,
             "write_bytes": least.write,
             "flop": least.flop,
@@ -243,13 +228,10 @@ def _explored(
         if rows[name]["status"] == "ok":
             continue
         calls.pop(name, None)
-        if rows[name]["status"] == "refused" and launches.launching(name, variants[name]):
-            rows[name]["launches"] = launches.REFUSED
         if name.startswith("fusebook") and rows[name]["status"] in ("wrong", "failed"):
             raise Wrong(f"{op.name}: {name} is {rows[name]['status']}: {rows[name]['note']}\n{_line(op, dims)}")
     del yard
     if calls and _gpu() and not check_only:
-        turn()
         _time(calls, rows, host)
     return list(rows.values())
 
@@ -260,10 +242,15 @@ def _right_call(
     """The call to time, once its result is right."""
     call = functools.partial(variant.run, *variant.given(*made))
     inputs.poison(yard.outputs(next(v for v in made if isinstance(v, torch.Tensor)).device))
-    row.update(limit=yard.limit(variant.math))
-    row.update(score=bench._within(yard, variant, call()).score)
-    if torch.cuda.is_available() and launches.launching(row["variant"], variant):
-        row["launches"] = bench.launched(variant, call.args).get("launches", "")
+    row.update(tolerance=yard.limit(variant.math))
+    start = time.perf_counter()
+    outputs = call()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    row.update(first_call_s=time.perf_counter() - start)
+    row.update(error=bench._within(yard, variant, outputs).score)
+    del outputs
+    row.update(peak_bytes=bench._peak(variant, call))
     return call
 
 
@@ -285,188 +272,16 @@ def _time(calls: Mapping[str, Callable[[], Any]], rows: Mapping[str, dict[str, A
         for name in calls:
             rows[name].update(status="out of memory", note=f"while timed: {bench._sentence(error)}")
         return
-    for clock, times in (("cold_us", cold), ("host_us", queued), ("call_us", whole)):
+    seen = machines.clocks_and_power()
+    for clock, times in (("gpu_us", cold), ("launch_us", queued), ("latency_us", whole)):
         for name, q in times.items():
             if q is not None:
                 rows[name][clock] = q.q50 * 1e6
+    for name in calls:
+        rows[name].update({k: v for k, v in seen.items() if k in rows[name]})
 
 
 # Many problems --------------------------------------------------------------------------------------------------------
-
-
-_Job = tuple[Op, Dims, tuple[str, ...]]  # with the names of its variants
-
-
-def _each(
-    jobs: Sequence[_Job], host: bool, until: float, check_only: bool = False
-) -> Iterator[tuple[int, list[dict[str, Any]] | Wrong]]:
-    """What is found at each problem, by its number: by processes that know operators by their names, or by this one."""
-    if _gpu() and not check_only and all(OPS.get(op.name) is op for op, _, _ in jobs):
-        yield from _in_turn(jobs, os.cpu_count() or 1, host, until)
-        return
-    wrong = set()
-    for i, (op, dims, variants) in enumerate(jobs):
-        if op.name not in wrong and time.monotonic() < until:
-            try:
-                yield i, _explored(op, dims, {v: op.variants[v] for v in variants}, host, check_only)
-            except Wrong as found:
-                wrong.add(op.name)
-                yield i, found
-            _tidy()
-
-
-def _work(pipe: Connection) -> None:
-    """Take problems from a pipe: compile and check one, say so, wait for a turn, time it, and send what was found."""
-    torch.set_num_threads(1)
-    import torch._inductor.config as settings
-
-    settings.compile_threads = 1  # there are as many of these processes as cores; torch would add as many to each
-    while True:
-        name, dims, variants, host, share = pipe.recv()
-        found: list[dict[str, Any]] | Wrong | RuntimeError
-        ready: list[None] = []
-
-        def turn(ready: list[None] = ready) -> None:
-            _tidy()
-            ready.append(pipe.send(None))  # type: ignore[func-returns-value]
-            pipe.recv()
-
-        try:
-            if _gpu():
-                torch.cuda.set_per_process_memory_fraction(share)
-            op = OPS[name]
-            found = _explored(op, dims, {v: op.variants[v] for v in variants}, host, turn=turn)
-        except Wrong as wrong:
-            found = wrong
-        except Exception as error:
-            found = RuntimeError(f"{type(error).__name__}: {bench._sentence(error)}")
-        if not ready:
-            pipe.send(None)
-            pipe.recv()
-        pipe.send(found)
-        _tidy()  # ends this process where the device has failed, for good
-
-
-class _Worker:
-    """A process that does one problem after another."""
-
-    def __init__(self) -> None:
-        # Forked from a process that has imported everything: as many as there are cores import slowly at once.
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["fusebook._forked"])
-        os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # a look for a GPU that can still be forked
-        self.pipe, other = context.Pipe()
-        self.process = context.Process(target=_work, args=(other,), daemon=True)
-        with _no_main():
-            self.process.start()
-        other.close()
-
-    def asks(self, job: _Job, host: bool, share: float) -> None:
-        """Give it a problem, and that share of the device's memory."""
-        op, dims, variants = job
-        self.pipe.send((op.name, dims, variants, host, share))
-
-    def told(self) -> Any:
-        """What it sends; RuntimeError where it does not, or has ended."""
-        try:
-            if self.pipe.poll(_AT_MOST):
-                return self.pipe.recv()
-        except (EOFError, OSError):
-            return RuntimeError("a process has ended")
-        self.process.kill()
-        return RuntimeError("a process took too long")
-
-
-@contextlib.contextmanager
-def _no_main() -> Iterator[None]:
-    """A process that starts here does not run the program again that started it: a page has no guard against that."""
-    main, sys.modules["__main__"] = sys.modules["__main__"], types.ModuleType("__main__")
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = main
-
-
-def _share(job: _Job) -> float:
-    """Which part of the device's memory checking a problem may take: the reference holds it in float64 a few times."""
-    if not _gpu():
-        return 0.0
-    op, dims, _ = job
-    kind, _, sizes = _split(dims)
-    cost = op.cost(kind.itemsize, **sizes)
-    needed = _LEAST + _HELD * (cost.read + cost.write) / kind.itemsize
-    return min(1.0, needed / torch.cuda.get_device_properties(0).total_memory)
-
-
-def _short(found: Any) -> bool:
-    """Whether there was not enough memory for a problem, or for a way to compute it."""
-    if isinstance(found, RuntimeError):
-        return "out of memory" in str(found)
-    return isinstance(found, list) and any(row["status"] == "out of memory" for row in found)
-
-
-def _in_turn(
-    jobs: Sequence[_Job], workers: int, host: bool, until: float
-) -> Iterator[tuple[int, list[dict[str, Any]] | Wrong]]:
-    """What is found at each problem, by its number.
-
-    Processes compile and check, a problem each at the same time, in the order of the problems and as memory allows. One
-    that is ready is timed at once, while the others are stopped, so that nothing else is on the device.
-    """
-    shares = [_share(job) for job in jobs]
-    waiting, alone = collections.deque(range(len(jobs))), collections.deque[int]()
-    idle = [_Worker() for _ in range(min(workers, len(jobs)))]
-    team: dict[int, _Worker] = {}  # by the number of its problem
-    try:
-        while (team or waiting or alone) and time.monotonic() < until:
-            while idle and waiting and sum(shares[i] for i in team) + shares[waiting[0]] <= 1 - _CONTEXT * workers:
-                team[i := waiting.popleft()] = idle.pop()
-                team[i].asks(jobs[i], host, shares[i])
-            if not team:  # what is left takes all that there is
-                i = (waiting or alone).popleft()
-                shares[i] = 1.0
-                team[i] = idle.pop()
-                team[i].asks(jobs[i], host, shares[i])
-            pipes = {worker.pipe: i for i, worker in team.items()}
-            for pipe in wait(list(pipes), max(0.0, min(until - time.monotonic(), 1.0))):
-                i = pipes[pipe]  # type: ignore[index]
-                worker = team.pop(i)
-                if (found := worker.told()) is None:
-                    with _stopped([*team.values(), *idle]):
-                        worker.pipe.send(None)
-                        found = worker.told()
-                failed = isinstance(found, RuntimeError)
-                if shares[i] < 1 and _short(found):
-                    alone.append(i)
-                elif failed:
-                    print(f"{found}\n{_line(jobs[i][0], jobs[i][1])}", file=sys.stderr, flush=True)
-                else:
-                    yield i, found
-                if failed:
-                    worker.process.join(1)
-                if failed and not worker.process.is_alive():
-                    worker = _Worker()
-                idle.append(worker)
-    finally:
-        for worker in [*team.values(), *idle]:
-            worker.process.kill()
-
-
-@contextlib.contextmanager
-def _stopped(workers: Collection[_Worker]) -> Iterator[None]:
-    """Inside, these processes do nothing, and the device has had time to do what they had asked for."""
-
-    def tell(what: signal.Signals) -> None:
-        for worker in workers:
-            with contextlib.suppress(ProcessLookupError):  # it has ended
-                os.kill(worker.process.pid, what)  # type: ignore[arg-type]
-
-    tell(signal.SIGSTOP)
-    try:
-        time.sleep(_DRAINED)
-        yield
-    finally:
-        tell(signal.SIGCONT)
 
 
 def explore(
@@ -500,7 +315,7 @@ def explore(
     ------
     tuple
         The operator, and a row a problem and variant, with `COLUMNS` and the dims; ``attrs`` as those of `read`. Where
-        a result of ours is wrong, what was found until then is in the file alone, and `Wrong` stands in its place.
+        a result of Fusebook is incorrect, `Wrong` is in the place of the frame.
 
     Raises
     ------
@@ -523,15 +338,18 @@ def explore(
         )
     if root == machines.RECORDS and seed < RECORDED_FROM and not check_only:
         raise ValueError(f"explore: expected a seed from {RECORDED_FROM} up to record, got {seed}; see --out")
-    with concurrent.futures.ThreadPoolExecutor() as pool:  # what is stale is found out by processes
-        runs = list(pool.map(lambda op: _Run(op, seed, cases, host, without, None if check_only else root), ops))
-    # The first problems of all come before the second ones, in case there is no time for the last.
+    runs = [_Run(op, seed, cases, host, without, None if check_only else root) for op in ops]
+    # The first problems of all operators come before the second ones, in case the time runs out.
     asked = [(run, case) for case in range(cases) for run in runs if case in run.todo]
-    jobs = [(run.op, run.asked[case], tuple(run.variants)) for run, case in asked]
-    each = _each(jobs, host, until, check_only)
-    for i, found in tqdm(each, "explore", total=len(jobs), disable=None, leave=False):
-        run, case = asked[i]
-        run.take(case, found)
+    for run, case in tqdm(asked, "explore", disable=None, leave=False):
+        if time.monotonic() >= until:
+            break
+        if run.wrong is None:
+            try:
+                run.take(case, _explored(run.op, run.asked[case], run.variants, host, check_only))
+            except Wrong as wrong:
+                run.wrong = wrong
+            _tidy()
     for run in runs:
         yield run.op, run.wrong or run.frame()
 
@@ -541,10 +359,10 @@ def _gpu() -> bool:
 
 
 class _Run:
-    """The problems of one operator, and what is known of them, in a file where a folder is given.
+    """The problems of one operator, and what is known of them, in a file if a folder is given.
 
-    A file of another seed, of other variants, of another torch or Triton begins anew. Any other goes on: what is still
-    fresh of it stays, and its first line names the commits and versions of all runs.
+    A file of another seed, of other problems, variants or versions is begun again. Any other is continued: its rows of
+    today's code are kept.
     """
 
     def __init__(
@@ -556,84 +374,55 @@ class _Run:
         if not _gpu():
             self.asked = [_small(dims) for dims in self.asked]
         versions = machines.versions("torch", "triton", "liger_kernel", "quack", "onnxruntime")
+        versions |= machines.beside_torch()
         self.about = {
             "law": f"seeds 0 to {RECORDED_FROM - 1} are for tuning and recorded nowhere",
             "seed": str(seed),
             "without": ",".join(without),
             "clocks": "device and host" if host else "device",
-            "ways": ways.told(op, torch.cuda.get_device_capability() if _gpu() else None, self.variants),
-            "commit": machines._commit(),
+            "problems": _problems_hash(op),
+            "timing": str(timing.VERSION),
             "versions": "; ".join(f"{k} {v}" for k, v in versions.items() if v),
+            "commit": machines._commit(),
             "date": datetime.date.today().isoformat(),
-            "again": "0",  # how many problems were stale and are measured again
+            "again": "0",  # how many problems were measured again, as they were of older code
         }
         self.file = path(machines.slug_of(torch.cuda.get_device_name()), op.name, root) if root else None
         self.rows: list[dict[str, Any]] = []
-        self.due: set[int] = set()
+        self.wrong: Wrong | None = None
         if self.file and self.file.exists():
             with contextlib.suppress(record.RecordError):
                 known, about = _load(self.file)
-                if all(_continued(part, about.get(part, ""), text) for part, text in self.about.items()):
-                    stale = _stale(op, known, about, *_this_gpu())
-                    self.due = set(known["case"][stale != ""])
-                    self.rows = [{str(k): v for k, v in row.items()} for row in known.to_dict("records")]
-                    for part in ("commit", "versions"):
-                        parts = dict.fromkeys([*about[part].split("; "), *self.about[part].split("; ")])
-                        self.about[part] = "; ".join(parts)
-                    # The day that it began; what is stale stays until it is measured again.
-                    self.about |= {part: about[part] for part in ("date", "again") if part in about}
-        self.wrong: Wrong | None = None
-        self.todo = sorted(set(range(cases)) - {int(row["case"]) for row in self.rows} | self.due & set(range(cases)))
+                same = ("seed", "without", "clocks", "problems", "timing", "versions")
+                if all(about.get(part) == self.about[part] for part in same):
+                    old = known["case"][_stale(op, known, about) != ""].unique()
+                    kept = known[~known["case"].isin(old)]
+                    self.rows = [{str(k): v for k, v in row.items()} for row in kept.to_dict("records")]
+                    self.about["again"] = str(int(about.get("again", 0)) + len(old))
+        self.todo = set(range(cases)) - {int(row["case"]) for row in self.rows}
 
-    def take(self, case: int, found: list[dict[str, Any]] | Wrong) -> None:
-        """Keep what was found at a problem; of an operator that was wrong nothing more."""
-        if isinstance(found, Wrong):
-            self.wrong = self.wrong or found
-        elif not self.wrong:
-            if case in self.due:
-                self.due.remove(case)
-                self.about["again"] = str(int(self.about["again"]) + 1)
-            self.rows = [row for row in self.rows if row["case"] != case]
-            self.rows += [{"case": case, **row} for row in found]
-            if self.file:
-                about = self._told()
-                told = {**about, "stamp": _stamp(about)}
-                record._save(self.file, f"explored/{self.op.name}", _frame(self.op, self.rows), **told)
-
-    def _told(self) -> dict[str, str]:
-        """What the file says of itself: also, which problems are still to be measured again."""
-        return {**self.about, "due": " ".join(map(str, sorted(self.due)))}
+    def take(self, case: int, found: list[dict[str, Any]]) -> None:
+        """Append what was found at a problem."""
+        self.rows += [{"case": case, **row} for row in found]
+        if self.file:
+            facts = {**self.about, "stamp": _stamp(self.about)}
+            record._save(self.file, f"explored/{self.op.name}", _frame(self.op, self.rows), **facts)
 
     def frame(self) -> pd.DataFrame:
-        """A row a problem and variant."""
+        """A row for each problem and variant."""
         frame = _frame(self.op, self.rows)
-        about = self._told()
-        stale = record._summed(frame.assign(stale=_due(frame, about)))
-        origin = bench.Origin(
-            None, measured=True, stale=stale, page=f"{self.op.name}-explored", date=self.about["date"]
-        )
-        frame.attrs.update(about, origin=origin, stale=sorted(self.due))
+        origin = bench.Origin(None, measured=True, page=f"{self.op.name}-explored", date=self.about["date"])
+        frame.attrs.update(self.about, origin=origin, stale=[])
         return frame
 
 
-def _continued(part: str, then: str, now: str) -> bool:
-    """Whether a file of which `part` was said so can go on as one of which it is said otherwise."""
-    if part == "ways":  # of the same variants
-        before, after = ([way.rpartition(" ")[0] for way in text.split("; ")] for text in (then, now))
-        return before == after
-    if part == "versions":
-        ours = (version for version in now.split("; ") if version.startswith(("torch ", "triton ")))
-        return all(version in then.split("; ") for version in ours)
-    return part in ("commit", "date", "again") or then == now
-
-
-def _this_gpu() -> tuple[tuple[int, int], int]:
-    """Its capability and how many multiprocessors it has."""
-    return torch.cuda.get_device_capability(), torch.cuda.get_device_properties(0).multi_processor_count
+def _problems_hash(op: Op) -> str:
+    """The hash of how an operator's problems are drawn and made."""
+    return sources.hashes(op.draw, op.make)[0]
 
 
 def _tidy() -> None:
-    """Give memory back, to others and before it is in pieces; wait until the device has nothing to do."""
+    """Wait for the GPU, and give its memory back before it is in pieces."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
@@ -643,19 +432,23 @@ def _tidy() -> None:
 
 
 def path(slug: str, op: str, root: pathlib.Path | None = None) -> pathlib.Path:
-    """Where the explored problems of an op on a GPU lie."""
+    """The file of the explored problems of an operator on a GPU."""
     return record.path(f"explored/{op}", slug, root)
 
 
 def _stamp(about: Mapping[str, str]) -> str:
-    """Twelve digits of the sha256 of what is said of a file, its seed among it: its rows have one of their own."""
+    """Twelve digits of the sha256 of the facts in the first line of a file, its seed among them."""
     return hashlib.sha256(repr(sorted(about.items())).encode()).hexdigest()[:12]
 
 
 def _load(file: pathlib.Path) -> tuple[pd.DataFrame, dict[str, str]]:
     frame, about = record._load(file, f"explored/{file.stem}")
+    form = about.pop("format")
     if about.pop("stamp", "") != _stamp(about):
         raise record.RecordError(f"{file}: its first line is not what was recorded; explore again, do not edit it")
+    about["format"] = form
+    if form != str(record._FORMAT):
+        frame = frame.drop(columns="launches", errors="ignore")
     frame = frame.reindex(columns=[*(c for c in frame if c not in _BACK), *_BACK])
     frame[_TEXT] = frame[_TEXT].astype(object).fillna("")
     return frame, about
@@ -674,9 +467,9 @@ def read(op: Op, slug: str = "nvidia-h200", root: pathlib.Path | None = None) ->
     Returns
     -------
     pandas.DataFrame
-        As of `explore`; ``attrs`` holds ``origin``, a `fusebook.bench.Origin`, ``stale``, the cases that are not what
-        the code does today, ``again``, how many were measured again, and ``seed``, ``without``, ``clocks``,
-        ``versions`` and ``commit``.
+        As of `explore`; ``attrs`` holds ``origin``, a `fusebook.bench.Origin`, ``stale``, the cases that are not of
+        today's code, ``again``, how many were measured again, and ``seed``, ``without``, ``clocks``, ``versions`` and
+        ``commit``.
 
     Raises
     ------
@@ -690,46 +483,19 @@ def read(op: Op, slug: str = "nvidia-h200", root: pathlib.Path | None = None) ->
     frame, about = _load(file)
     beside = file.parent.parent / "machine.json"
     machine = machines.load(beside, recorded=True) if beside.exists() else None
-    gpu = (machine.capability, machine.sms) if machine else (None, 0)
-    stale = _stale(op, frame, about, *gpu)
-    told = {k: about.get(k, "") for k in ("date", "versions", "commit")}
+    stale = _stale(op, frame, about)
+    facts = {k: about.get(k, "") for k in ("date", "versions", "commit")}
     reasons = record._summed(frame.assign(stale=stale))
-    origin = bench.Origin(machine, measured=False, stale=reasons, path=file, page=f"{op.name}-explored", **told)
+    origin = bench.Origin(machine, measured=False, stale=reasons, path=file, page=f"{op.name}-explored", **facts)
     frame.attrs.update(about, origin=origin, stale=sorted(set(frame["case"][stale != ""])))
     return frame
 
 
-def _due(frame: pd.DataFrame, about: Mapping[str, str]) -> pd.Series[str]:
-    """Why rows of what a run was cut off before are not of its code; empty for the others."""
-    due = frame["case"].isin([int(case) for case in about.get("due", "").split()])
-    return due.map({True: "is of earlier code, and due", False: ""}).astype(object)
-
-
-def _stale(
-    op: Op, frame: pd.DataFrame, about: Mapping[str, str], capability: tuple[int, int] | None, sms: int
-) -> pd.Series[str]:
-    """Why each row is not what the code does today, empty where it is; `about` is what the file says of itself."""
-    reasons, then = _due(frame, about), about.get("ways", "")
-    due = reasons != ""
-    other = ways.changed(op, capability, then) if then else set()
-    if not then or ways.PROBLEMS in other:
-        reasons[:] = "has other problems than when it was measured" if then else f"was {record._OLDER}"
-        return reasons
-    by_name = frame["variant"].map(lambda name: name if name in other else "")
-    reasons[(by_name != "") & ~due] = record._CALLED
-    ours = by_name.str.startswith("fusebook") & ~due
-    reasons[ours] = "does something else than when it was measured"
-    if capability is None or OPS.get(op.name) is not op:
-        return reasons
-    asked = frame[ours & (frame["launches"] != "")]
-    if len(asked):
-        dims = [c for c in frame.columns if c not in (*_FRONT, *_BACK)]
-        points = list(zip(asked["variant"], asked["dtype"], _named(asked, [*dims, "layout"]), strict=True))
-        with contextlib.suppress(launches.Unknown):
-            now = [found for found, _ in record.today(op.name, points, capability, sms)]
-            same = asked["launches"] == now
-            reasons[asked.index] = same.map({True: "", False: record._OTHERWISE})
-    return reasons
+def _stale(op: Op, frame: pd.DataFrame, about: Mapping[str, str]) -> pd.Series[str]:
+    """Why each row is not of today's code, empty if it is; `about` is the first line of the file."""
+    if about["format"] == str(record._FORMAT) and about.get("problems") != _problems_hash(op):
+        return pd.Series("has other problems than when it was measured", frame.index, dtype=object)
+    return pd.Series(record._reasons(frame, op, about), frame.index, dtype=object)
 
 
 # What was found -------------------------------------------------------------------------------------------------------
@@ -827,7 +593,7 @@ def _told(op: Op, frame: pd.DataFrame) -> str:
     cases = frame["case"].nunique()
     parts = [f"{op.name}: {cases} problems"]
     with pd.option_context("display.width", 200, "display.max_colwidth", 90, "display.float_format", "{:.3g}".format):
-        if frame[["cold_us", "call_us"]].notna().to_numpy().any():
+        if frame[["gpu_us", "latency_us"]].notna().to_numpy().any():
             parts.append(f"ours, in times of the best of torch and torch.compile, and of all\n{quantiles(op, frame)}")
             lines = [f"{row['over all']:.2f} of {row['best']}: {row['line']}" for _, row in worst(op, frame).iterrows()]
             parts.append("\n".join(["the worst, cold", *lines]))

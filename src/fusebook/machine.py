@@ -32,8 +32,8 @@ from fusebook import timing
 from fusebook.op import Cost
 
 __all__ = [
-    "RECORDS", "SHIPPED", "Machine", "aten", "beside_torch", "cache_folder", "cache_folder_if_any", "current", "here",
-    "overrides", "places", "recorded", "seconds", "slug", "slug_of", "slugs", "versions",
+    "RECORDS", "SHIPPED", "Machine", "aten", "beside_torch", "cache_folder", "cache_folder_if_any", "clocks_and_power",
+    "current", "here", "overrides", "places", "recorded", "seconds", "slug", "slug_of", "slugs", "versions",
 ]  # fmt: skip
 
 #: Where the records of the package lie, a folder a GPU.
@@ -282,15 +282,23 @@ def beside_torch() -> dict[str, str]:
     From torch 2.13 on, torch hands operations to kernels in other languages where the packages of these are installed
     in versions that it knows; Triton contracts products and sums to one operation unless it is told not to.
 
-    Versions of ``nvidia-cutlass-dsl`` and ``apache-tvm-ffi`` where they are installed; ``torch-overrides``, the
-    operations that torch hands over; ``TRITON_DEFAULT_FP_FUSION`` where it is set.
+    Versions of ``nvidia-cutlass-dsl`` and ``apache-tvm-ffi`` where they are installed, and of the ``ptxas`` that Triton
+    calls; ``torch-overrides``, the operations that torch hands over; ``TRITON_DEFAULT_FP_FUSION`` where it is set.
     """
-    found = versions("nvidia-cutlass-dsl", "apache-tvm-ffi")
+    found = versions("nvidia-cutlass-dsl", "apache-tvm-ffi") | _ptxas()
     if (names := overrides()) is not None:
         found["torch-overrides"] = names
     if (fusion := os.environ.get("TRITON_DEFAULT_FP_FUSION")) is not None:
         found["TRITON_DEFAULT_FP_FUSION"] = fusion
     return found
+
+
+@functools.cache
+def _ptxas() -> dict[str, str]:
+    try:
+        return {"ptxas": str(triton.knobs.nvidia.ptxas.version)}
+    except Exception:  # another release of Triton, or one that finds no ptxas
+        return {}
 
 
 @functools.cache
@@ -344,21 +352,35 @@ def _commit() -> str:
     return "".join(f"version {version}" for version in versions("fusebook").values())
 
 
-def _driver_and_clocks(device: int) -> tuple[str, dict[str, int]]:
-    """The driver's version and the clocks in MHz, by NVML; empty where it cannot be asked."""
+def _driver() -> str:
+    """The driver's version, by NVML; empty if it cannot be asked."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        return str(pynvml.nvmlSystemGetDriverVersion())
+    except Exception:  # not installed, or a container without NVML
+        return ""
+
+
+def clocks_and_power() -> dict[str, float]:
+    """The clocks in MHz (``sm_mhz``, ``memory_mhz``) and the power in watts (``power_w``) of the GPU, by NVML.
+
+    Empty if NVML cannot be asked.
+    """
     try:
         import pynvml  # the module of nvidia-ml-py
 
         pynvml.nvmlInit()
-        uuid = str(torch.cuda.get_device_properties(device).uuid)
+        uuid = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
         handle = pynvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith("GPU-") else f"GPU-{uuid}")
-        clocks = {
-            "sm": pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM),
-            "memory": pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_MEM),
+        return {
+            "sm_mhz": pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM),
+            "memory_mhz": pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_MEM),
+            "power_w": pynvml.nvmlDeviceGetPowerUsage(handle) / 1e3,
         }
-        return str(pynvml.nvmlSystemGetDriverVersion()), clocks
-    except Exception:  # not installed, or a container without NVML: the ceilings do not depend on it
-        return "", {}
+    except Exception:  # not installed, or a container without NVML: times do not depend on it
+        return {}
 
 
 def _measure() -> Machine:
@@ -368,7 +390,7 @@ def _measure() -> Machine:
     bandwidth = _copies()
     torch.cuda.empty_cache()
     rates = _rates()
-    driver, clocks = _driver_and_clocks(device)  # straight after the matrix products, while the clocks are up
+    seen = clocks_and_power()  # straight after the matrix products, while the clocks are up
     floor_cold, floor_warm = _floors()
     ort = versions("onnxruntime")
     return Machine(
@@ -378,7 +400,7 @@ def _measure() -> Machine:
         l2=properties.L2_cache_size,
         memory=properties.total_memory,
         capability=(properties.major, properties.minor),
-        driver=driver,
+        driver=_driver(),
         cuda=torch.version.cuda or "",
         python=platform.python_version(),
         torch=torch.__version__,
@@ -386,7 +408,7 @@ def _measure() -> Machine:
         onnxruntime=next(iter(ort.values()), ""),
         cpu=_cpu(),
         cores=os.cpu_count() or 1,
-        clocks=clocks,
+        clocks={kind: int(seen[f"{kind}_mhz"]) for kind in ("sm", "memory") if seen},
         copy=copy,
         fill=fill,
         read=read,
@@ -590,6 +612,29 @@ def slugs() -> list[str]:
     return sorted(f.parent.name for f in RECORDS.glob("*/machine.json"))
 
 
+#: Variables of earlier versions, and what to do instead.
+_REMOVED = {
+    "FUSEBOOK_REPLAY": "set FUSEBOOK_GPU to the recorded GPU to replay, such as nvidia-h200",
+    "FUSEBOOK_PART": "nox -s record -- --gpus all records one page per GPU",
+    "FUSEBOOK_DUE": "nox -s record -- --stale --list names the pages that are stale",
+    "FUSEBOOK_TRITON": "records are not stamped again; nox -s record -- --stale records stale pages",
+    "FUSEBOOK_RECORD": "nox -s record -- PAGE records a page",
+}
+
+
+def refuse_removed_variables() -> None:
+    """Raise if the environment sets a variable that has no effect any more.
+
+    Raises
+    ------
+    ValueError
+        Names the variable and what replaces it.
+    """
+    for name, instead in _REMOVED.items():
+        if name in os.environ:
+            raise ValueError(f"{name} went with version 0.2.0: unset it; {instead}")
+
+
 def places() -> list[pathlib.Path]:
     """The folders of the recorded GPUs that are replayed, the first that has what is asked for.
 
@@ -601,6 +646,7 @@ def places() -> list[pathlib.Path]:
     FileNotFoundError
         Where FUSEBOOK_RECORDS names no folder with the records of one GPU.
     """
+    refuse_removed_variables()
     wish = os.environ.get("FUSEBOOK_GPU", "")
     shipped = RECORDS / checked_slug(wish or SHIPPED)
     if not (given := os.environ.get("FUSEBOOK_RECORDS")):

@@ -280,8 +280,8 @@ def bandwidth(df: pd.DataFrame, *, xlabel: str = "") -> Axes:
         rows = tables.timed(df[df["variant"] == name], "cold").sort_values("N")
         if rows.empty:
             continue
-        _line(ax, ends, name, rows["N"], rate_of(rows, "cold_us"), **drawn)
-        band = rate_of(rows, "cold_us_80"), rate_of(rows, "cold_us_20")
+        _line(ax, ends, name, rows["N"], rate_of(rows, "gpu_us"), **drawn)
+        band = rate_of(rows, "gpu_us_80"), rate_of(rows, "gpu_us_20")
         ax.fill_between(rows["N"].astype(float), *band, color=drawn["color"], alpha=0.18, linewidth=0)
     points = df.dropna(subset=["roof_us"]).drop_duplicates("N").sort_values("N")
     if len(points):
@@ -322,7 +322,7 @@ def dots(df: pd.DataFrame, *, of: str = "copy", title: str = "") -> Axes:
         # A little above or below the middle of the row, so that equal ones are both seen.
         aside = 0.5 * (i / (len(names) - 1) - 0.5) if len(names) > 1 else 0.0
         ax.plot(
-            100 * part[f"{of}_us"] / part["cold_us"],
+            100 * part[f"{of}_us"] / part["gpu_us"],
             part["_row"].map(place).astype(float) - aside,
             markersize=7 if ours else 6,
             markerfacecolor=drawn["color"] if ours else "none",
@@ -364,7 +364,7 @@ def times(df: pd.DataFrame, x: str = "N", *, kind: str = "call", title: str = ""
     for name, drawn in _styles(list(dict.fromkeys(df["variant"]))).items():
         rows = tables.timed(df[df["variant"] == name], kind).sort_values(x)
         if len(rows):
-            _line(ax, ends, name, rows[x], rows[f"{kind}_us"], **drawn)
+            _line(ax, ends, name, rows[x], rows[tables.column(kind)], **drawn)
     floor = {"cold": "floor_us", "warm": "floor_warm_us"}.get(kind)
     if floor and df[floor].notna().any():
         ax.axhline(df[floor].median(), color=INK, linewidth=1)
@@ -485,7 +485,7 @@ def roofline(parts: Mapping[str, pd.DataFrame], machine: Any) -> np.ndarray:
         points = tables.behind(tables.alike(df))
         ours = df[df["variant"] == "fusebook"]
         intensity = (ours["flop"] / (ours["read_bytes"] + ours["write_bytes"])).astype(float)
-        rate = (ours["flop"] / ours["cold_us"] / 1e3).astype(float)
+        rate = (ours["flop"] / ours["gpu_us"] / 1e3).astype(float)
         order = ["label", "dtype"] if points.index.nlevels == 2 else ["op", "label", "dtype"]
         at = pd.MultiIndex.from_frame(ours.assign(label=tables.label(ours))[order])
         other = rate.to_numpy() * points["times as long"].reindex(at).to_numpy()

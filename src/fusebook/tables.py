@@ -21,7 +21,8 @@ with extra("book"):
 
 
 __all__ = [
-    "CONTROLS", "KINDS", "WITHIN", "alike", "behind", "clocks", "dims", "harmless", "label", "losses", "number", "paid",
+    "CONTROLS", "KINDS", "WITHIN", "alike", "behind", "clocks", "column", "dims", "harmless", "label", "losses", "number",
+    "paid",
     "pays_from", "pretty", "ratio", "reasons", "share", "shares", "staircase", "standing", "timed", "times", "together",
     "where",
 ]  # fmt: skip
@@ -34,10 +35,17 @@ CONTROLS = r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]"
 WITHIN = 0.02
 
 
-def _kind(kind: str) -> str:
+def column(kind: str) -> str:
+    """The column that holds a kind of time, e.g. ``gpu_us`` for ``cold``.
+
+    Raises
+    ------
+    ValueError
+        If `kind` is none of `KINDS`.
+    """
     if kind not in KINDS:
         raise ValueError(f"tables: expected a time of {', '.join(KINDS)}, got {kind!r}")
-    return kind
+    return timing.COLUMN.get(kind, "end_to_end_us")
 
 
 def paid(df: pd.DataFrame) -> pd.Series:
@@ -47,27 +55,27 @@ def paid(df: pd.DataFrame) -> pd.Series:
     call. What fills the device's queue has no time of the device: it pays what the host needs, at the least. Missing
     where nothing was timed, and in records that were taken without the host's clock.
     """
-    device = df["cold_us"].astype(float)
-    host = df["host_us"].astype(float) if "host_us" in df else device * math.nan
+    device = df["gpu_us"].astype(float)
+    host = df["launch_us"].astype(float) if "launch_us" in df else device * math.nan
     larger = device.where((device >= host) | host.isna(), host).where(host.notna())
-    return larger.where(device.notna() | host.notna(), df["call_us"].astype(float))
+    return larger.where(device.notna() | host.notna(), df["latency_us"].astype(float))
 
 
 def timed(df: pd.DataFrame, kind: str) -> pd.DataFrame:
-    """The rows that have a time of a kind, in the column ``<kind>_us``.
+    """The rows that have a time of a kind, in its `column`.
 
     None of the rows where the record lacks the clock.
     """
     df = _with(df, kind)
-    return df[(df["status"] == "ok") & df[f"{kind}_us"].notna()]
+    return df[(df["status"] == "ok") & df[column(kind)].notna()]
 
 
 def _with(df: pd.DataFrame, kind: str) -> pd.DataFrame:
     """The same rows with a column of the kind's times, whether the record has it or not."""
-    column = f"{_kind(kind)}_us"
+    name = column(kind)
     if kind == "paid":
-        return df.assign(**{column: paid(df)})
-    return df if column in df else df.assign(**{column: math.nan})
+        return df.assign(**{name: paid(df)})
+    return df if name in df else df.assign(**{name: math.nan})
 
 
 def dims(df: pd.DataFrame) -> list[str]:
@@ -158,7 +166,7 @@ def times(df: pd.DataFrame, kind: str = "cold", words: bool = False) -> pd.DataF
     pandas.DataFrame
         Indexed by sizes; variants in the order in which they stand in `df`.
     """
-    df, column = _with(_points(df), kind), f"{kind}_us"
+    df = _with(_points(df), kind)
     keys = _keys(df)
     order = list(dict.fromkeys(df["variant"]))
     rows = df.drop_duplicates(keys).set_index(keys).index  # a pivot sorts; a sweep has an order of its own
@@ -167,7 +175,7 @@ def times(df: pd.DataFrame, kind: str = "cold", words: bool = False) -> pd.DataF
         wide = df.pivot_table(values, keys, "variant", aggfunc="first", sort=False)
         return wide.reindex(index=rows, columns=order)
 
-    table = pivot(column)
+    table = pivot(column(kind))
     if words:
         status = pivot("status")
         table = table.astype(object).where(table.notna() | status.isin(["ok"]) | status.isna(), status)
@@ -179,7 +187,7 @@ def times(df: pd.DataFrame, kind: str = "cold", words: bool = False) -> pd.DataF
 def _labelled(df: pd.DataFrame, kind: str) -> pd.DataFrame:
     """The points that have a time of a kind, with a label of their sizes: few columns, as many are slow to sort."""
     df = timed(_points(df), kind)
-    kept = [name for name in ("op", "dtype", "variant", f"{kind}_us", "roof_us") if name in df]
+    kept = [name for name in ("op", "dtype", "variant", column(kind), "roof_us") if name in df]
     return df[kept].assign(label=label(df))
 
 
@@ -199,7 +207,7 @@ def ratio(df: pd.DataFrame, variant: str, over: str, kind: str = "cold") -> pd.S
         Indexed by the sizes' label and the dtype; empty where the two never met.
     """
     df = _labelled(df, kind)
-    sides = [df[df["variant"] == name].set_index(["op", "label", "dtype"])[f"{kind}_us"] for name in (variant, over)]
+    sides = [df[df["variant"] == name].set_index(["op", "label", "dtype"])[column(kind)] for name in (variant, over)]
     both = pd.concat(sides, axis=1, join="inner", keys=["mine", "theirs"])
     result = both["mine"] / both["theirs"]
     return result.droplevel("op") if len(df["op"].unique()) <= 1 else result
@@ -226,7 +234,7 @@ def share(df: pd.DataFrame, variant: str, of: str = "copy", kind: str = "cold") 
     if of not in ceilings:
         raise ValueError(f"tables.share: expected a ceiling of {', '.join(ceilings)}, got {of!r}")
     result = df.set_index(["label", "dtype"])
-    return result[ceilings[of]] / result[f"{kind}_us"]
+    return result[ceilings[of]] / result[column(kind)]
 
 
 def shares(df: pd.DataFrame, kind: str = "cold") -> pd.DataFrame:
@@ -250,8 +258,8 @@ def shares(df: pd.DataFrame, kind: str = "cold") -> pd.DataFrame:
     for name in dict.fromkeys(df["variant"]):
         of = df[df["variant"] == name]
         clocked = timed(of, kind)
-        roof, copy = (clocked[name] / clocked[f"{kind}_us"] * 100 for name in ("roof_us", _copy(kind)))
-        judged = of[of["score"].notna()]
+        roof, copy = (clocked[name] / clocked[column(kind)] * 100 for name in ("roof_us", _copy(kind)))
+        judged = of[of["error"].notna()]
         left = of.loc[of["status"] != "ok", "status"].value_counts()
         rows[name] = {
             "points": len(clocked),
@@ -259,7 +267,7 @@ def shares(df: pd.DataFrame, kind: str = "cold") -> pd.DataFrame:
             "least % of roof": roof.min(),
             "% of copy": copy.median(),
             "least % of copy": copy.min(),
-            "worst error / limit": (judged["score"] / judged["limit"]).max(),
+            "worst error / limit": (judged["error"] / judged["tolerance"]).max(),
             "same bits twice": _always(of, "deterministic"),
             "rows alone": _always(of, "alone"),
             "peak MB": of["peak_bytes"].max() / 1e6,
@@ -330,11 +338,12 @@ def reasons(df: pd.DataFrame, prepared: Collection[str] = ()) -> pd.DataFrame:
     for point, faster in zip(found.index, found["faster"], strict=True):
         here = points.loc[point]
         ours, other = here.loc["fusebook"], here.loc[faster]
-        more = {c: ours.get(f"{c}_us", math.nan) - other.get(f"{c}_us", math.nan) for c in ("call", "host", "cold")}
-        chosen = here["call_us"].get("fusebook (chosen)", math.inf)
+        us = {kind: column(kind) for kind in ("call", "host", "cold")}
+        more = {kind: ours.get(name, math.nan) - other.get(name, math.nan) for kind, name in us.items()}
+        chosen = here["latency_us"].get("fusebook (chosen)", math.inf)
         if faster in prepared:
             why = "prepared beforehand"
-        elif chosen <= (1 + WITHIN) * other["call_us"]:
+        elif chosen <= (1 + WITHIN) * other["latency_us"]:
             why = "a kernel that is not chosen there"
         else:
             halves = {"the device": more["cold"], "the host": more["host"]}
@@ -359,7 +368,7 @@ def behind(df: pd.DataFrame, variant: str = "fusebook", kind: str = "cold") -> p
     mine: dict[Any, Any] = {}
     best: dict[Any, Any] = {}
     points = zip(*(df[name] for name in keys), strict=True)  # a frame for each of the two takes ten times as long
-    for at, name, us, least in zip(points, df["variant"], df[f"{kind}_us"], df["roof_us"], strict=True):
+    for at, name, us, least in zip(points, df["variant"], df[column(kind)], df["roof_us"], strict=True):
         if name == variant:
             mine[at] = us, least
         elif at not in best or us < best[at][1]:
@@ -440,7 +449,7 @@ def clocks(df: pd.DataFrame) -> pd.DataFrame:
     df = df[df["status"] == "ok"]
     for kind in KINDS:
         df = _with(df, kind)
-    table = df.set_index([*_keys(df), "variant"])[[f"{kind}_us" for kind in KINDS]]
+    table = df.set_index([*_keys(df), "variant"])[[column(kind) for kind in KINDS]]
     table = table.set_axis(list(KINDS), axis=1)
     table.attrs["best"] = dict.fromkeys(KINDS, "least")
     return table

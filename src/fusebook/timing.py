@@ -24,11 +24,18 @@ from typing import Any
 import torch
 
 __all__ = [
-    "KINDS", "Functions", "Quantiles", "call", "cold", "flush", "hidden", "host", "measure", "synchronises", "warm",
+    "COLUMN", "KINDS", "VERSION", "Functions", "Quantiles", "call", "cold", "flush", "hidden", "host", "measure",
+    "synchronises", "warm",
 ]  # fmt: skip
 
 #: The clocks, from the device's to the caller's.
 KINDS = ("cold", "warm", "host", "call")
+
+#: The column of results that holds the median of a clock, in microseconds.
+COLUMN = {"cold": "gpu_us", "warm": "gpu_warm_us", "host": "launch_us", "call": "latency_us"}
+
+#: Raised by hand whenever a clock changes what it measures: older records then say so.
+VERSION = 1
 
 Functions = Mapping[str, Callable[[], Any]]
 

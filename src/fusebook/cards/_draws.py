@@ -1,11 +1,13 @@
-"""The law by which cards draw problems that people have and nobody chose.
+"""How cards draw random problems: what people have, and nobody chose for a benchmark.
 
-Sizes are log-uniform over the range that users meet: between 64 and 128 there are as many as between 8192 and 16384. A
-third of them are those of models that people run, a third are odd, a third are even. Counts (of rows, tokens, points)
-are log-uniform as well, from one to what the bytes allow. Half of all problems lie contiguous in memory, the others are
-views. bfloat16 and float32 are drawn twice as often as float16, float64 seldom. No problem moves more than 2 GiB.
+Sizes are log-uniform over the range that users meet: between 64 and 128 there are as many as between 8192 and 16384.
+Of the widths, 65 % are those of models that people run, 25 % are other multiples of 8, and 10 % are odd. Counts (of
+rows, tokens, points) are log-uniform as well, from one to what the bytes allow. Of the problems, 80 % are contiguous,
+12 % are cut from a wider matrix or begin at an offset, and 8 % have the elements of a row apart. Of the dtypes, 60 %
+are bfloat16, 25 % float32, 13 % float16 and 2 % float64. Shares are of what a card has. No problem moves more than 2
+GiB.
 
-The law knows nothing of plans and tiles. A generator of Python's ``random`` draws: its numbers are the same in all
+The draws know nothing of launch configs. A generator of Python's ``random`` draws: its numbers are the same in all
 versions, so that a seed names a problem for good.
 """
 
@@ -48,7 +50,10 @@ LAYERS = (
 ROWS = ("sliced", "offset")
 ANY = (*ROWS, "across", "permuted")
 
-_OFTEN = {torch.float32: 6, torch.bfloat16: 6, torch.float16: 3, torch.float64: 1}
+# Shares in percent.
+_OFTEN = {torch.bfloat16: 60, torch.float32: 25, torch.float16: 13, torch.float64: 2}
+_REAL, _EIGHTS, _ODD = 65, 25, 10
+_CONTIGUOUS, _CUT, _APART = 80, 12, 8
 
 
 def log_uniform(rng: random.Random, least: int, most: int) -> int:
@@ -57,15 +62,15 @@ def log_uniform(rng: random.Random, least: int, most: int) -> int:
 
 
 def size(rng: random.Random, least: int, most: int, real: Sequence[int] = HIDDEN) -> int:
-    """A width: a third are of `real`, a third odd, a third even; without `real`, half and half."""
+    """A width: of `real`, another multiple of 8, or odd; without `real`, one of the last two."""
     known = [n for n in real if least <= n <= most]
-    kind = rng.randrange(3) if known else rng.randrange(1, 3)
-    if kind == 0:
+    kind = rng.choices(("real", "eights", "odd"), (_REAL if known else 0, _EIGHTS, _ODD))[0]
+    if kind == "real":
         return rng.choice(known)
     drawn = log_uniform(rng, least, most)
-    if drawn % 2 == kind % 2:
-        return drawn
-    return drawn + 1 if drawn < most else max(least, drawn - 1)
+    if kind == "eights":
+        return drawn if most < 8 or most // 8 * 8 < least else min(most // 8 * 8, max(8, -(-drawn // 8) * 8))
+    return drawn if drawn % 2 else drawn + 1 if drawn < most else max(least, drawn - 1)
 
 
 def count(rng: random.Random, most: int) -> int:
@@ -74,11 +79,11 @@ def count(rng: random.Random, most: int) -> int:
 
 
 def layer(rng: random.Random, kind: str) -> tuple[int, int]:
-    """The two widths of a weight: a third are of `LAYERS`; of the others half are odd, each for itself.
+    """The two widths of a weight: as often of `LAYERS` as widths are real; else each is drawn for itself.
 
     Two such weights of the dtype called `kind` leave room for what they are multiplied with.
     """
-    real = rng.randrange(3) == 0
+    real = rng.randrange(100) < _REAL
     while True:
         K, N = rng.choice(LAYERS) if real else (size(rng, 32, 16384, ()), size(rng, 32, 28672, ()))
         if 3 * K * N * itemsize(kind) <= BYTES:
@@ -105,5 +110,7 @@ def itemsize(kind: str) -> int:
 
 
 def layout(rng: random.Random, views: Sequence[str] = ANY) -> str:
-    """How the data lies in memory: contiguous half of the time, else one of `views`."""
-    return "contiguous" if rng.randrange(2) == 0 else rng.choice(list(views))
+    """How the data is placed in memory: contiguous, cut from more, or with the elements of a row apart."""
+    cut, apart = ([view for view in views if (view in ROWS) is cut] for cut in (True, False))
+    shares = _CONTIGUOUS, _CUT if cut else 0, _APART if apart else 0
+    return rng.choice(rng.choices((["contiguous"], cut, apart), shares)[0])

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from fusebook import machine
+
 
 def sphinx() -> bool:
     return "sphinx_gallery.gen_rst" in sys.modules
@@ -35,7 +37,9 @@ def flag(name: str) -> bool:
 
 
 def live() -> bool:
-    return supported() and not (flag("FUSEBOOK_REPLAY") or os.environ.get("FUSEBOOK_RECORDS"))
+    """Whether this run measures: there is a GPU, and no recorded one is named to be replayed."""
+    machine.refuse_removed_variables()
+    return supported() and not (os.environ.get("FUSEBOOK_GPU") or os.environ.get("FUSEBOOK_RECORDS"))
 
 
 def supported() -> bool:
@@ -47,24 +51,25 @@ def folder() -> Path:
     """Where downloads go: never next to the page, where version control would see them."""
     root = Path(getattr(sys.modules.get("__main__"), "__file__", None) or "page").resolve().parent.parent
     checkout = (root / "examples" / "GALLERY_HEADER.rst").exists()
-    folder = Path(os.environ.get("FUSEBOOK_DOWNLOADS") or (root if checkout else Path()) / "build" / "downloads")
+    folder = Path(os.environ.get("_FUSEBOOK_DOWNLOADS") or (root if checkout else Path()) / "build" / "downloads")
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
 
 def link(file: Path) -> str:
     """The address of a download as seen from the page."""
-    return f"downloads/{file.name}" if os.environ.get("FUSEBOOK_DOWNLOADS") else file.as_posix()
+    return f"downloads/{file.name}" if os.environ.get("_FUSEBOOK_DOWNLOADS") else file.as_posix()
 
 
 def note(*paths: str | Path) -> None:
-    """Write down files and folders that the page is made from, where the site asks for it by ``FUSEBOOK_DEPS``."""
-    _add_to("FUSEBOOK_DEPS", *(Path(path).resolve() for path in paths))
+    """Write down files and folders that the page is made from, where the site asks for it by ``_FUSEBOOK_DEPS``."""
+    _add_to("_FUSEBOOK_DEPS", *(Path(path).resolve() for path in paths))
 
 
-def due(*parts: str) -> None:
-    """Write down what a record still lacks, by the part that takes it, where ``FUSEBOOK_DUE`` names a file for it."""
-    _add_to("FUSEBOOK_DUE", *parts)
+def stale(is_stale: bool) -> None:
+    """Note that a record is missing or of older code, if ``_FUSEBOOK_STALE`` names a file for it."""
+    if is_stale:
+        _add_to("_FUSEBOOK_STALE", "stale")
 
 
 def _add_to(variable: str, *lines: object) -> None:
@@ -78,6 +83,6 @@ shown: dict[str, list[Any]] = {}
 
 
 def remember(kind: str, *things: Any) -> None:
-    """Keep what the page shows for the site, which sets ``FUSEBOOK_DEPS``; nobody else asks for it."""
-    if os.environ.get("FUSEBOOK_DEPS"):
+    """Keep what the page shows for the site, which sets ``_FUSEBOOK_DEPS``; nobody else asks for it."""
+    if os.environ.get("_FUSEBOOK_DEPS"):
         shown.setdefault(kind, []).extend(things)

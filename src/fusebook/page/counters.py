@@ -58,11 +58,11 @@ def counters(name: str, steps: Steps) -> pd.DataFrame:
         there is neither Nsight Compute nor a record. Where Nsight Compute fails, as on a machine that keeps its
         counters from users, a warning says why and the record answers: the rest of a page needs no counters.
     """
-    if os.environ.get("FUSEBOOK_COUNT") == name:
+    if os.environ.get("_FUSEBOOK_COUNT") == name:
         signal.alarm(STUCK)  # a kernel that waits for ever would outlive Nsight Compute
         _run(steps())
         raise SystemExit(0)
-    able = shutil.which("ncu") is not None and _place.script() and "FUSEBOOK_COUNT" not in os.environ
+    able = shutil.which("ncu") is not None and _place.script() and "_FUSEBOOK_COUNT" not in os.environ
     for live in (None, False) if able else (False,):
         try:
             return measured(name, lambda: _counted(name, steps), live=live, by_device=True)
@@ -128,7 +128,7 @@ def _counted(name: str, steps: Steps) -> pd.DataFrame:
         # The clocks are left alone, as everywhere; the caches are flushed before each kernel.
         how = ["--csv", "--page", "raw", "--profile-from-start", "off", "--clock-control", "none"]
         asked = ["ncu", *how, "--print-units", "base", "--metrics", ",".join(COUNTERS), "--log-file", str(log)]
-        env = {k: v for k, v in os.environ.items() if k != "FUSEBOOK_RECORD"} | {"FUSEBOOK_COUNT": name}
+        env = {k: v for k, v in os.environ.items() if k != "_FUSEBOOK_RECORD"} | {"_FUSEBOOK_COUNT": name}
         page = [sys.executable, steps.__code__.co_filename]
         done = subprocess.run([*asked, *page], env=env, capture_output=True, text=True, timeout=LONGEST)
         text = log.read_text() if log.exists() else ""

@@ -66,7 +66,7 @@ def ranks(worker: Callable[[], pd.DataFrame], count: int, *, seconds: float = LO
         file = Path(folder) / "rows.csv"
         env = {
             **os.environ,
-            "FUSEBOOK_RANKS": f"{worker.__name__}={file}",
+            "_FUSEBOOK_RANKS": f"{worker.__name__}={file}",
             "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // count)),
         }
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
@@ -104,7 +104,7 @@ def work(*workers: Callable[[], pd.DataFrame]) -> None:
 
 
 def _work(*workers: Callable[[], pd.DataFrame]) -> None:
-    name, _, file = os.environ.get("FUSEBOOK_RANKS", "").partition("=")
+    name, _, file = os.environ.get("_FUSEBOOK_RANKS", "").partition("=")
     faulthandler.register(signal.SIGTERM, chain=True)  # a rank that is ended while it waits says where
     join()
     for worker in workers:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import datetime as dt
 import os
+import re
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -16,15 +16,15 @@ from typing import Any, NoReturn
 import pandas as pd
 import torch
 
-from fusebook import bench, check, compare, digests, explore, inputs, machine, record
+from fusebook import bench, check, explore, inputs, machine, record, sources
 from fusebook.bench import Origin
-from fusebook.cards import OPS
+from fusebook.cards import FAMILIES, OPS
 from fusebook.op import Dims, Op
 from fusebook.page import _place
 from fusebook.page.show import Shown, rich
 
 __all__ = [
-    "NoResults", "Study", "changed", "explored", "measured", "options", "records", "results", "study",
+    "NoResults", "Study", "explored", "measured", "options", "records", "results", "study",
 ]  # fmt: skip
 
 
@@ -126,7 +126,7 @@ class Study:
         for name, way in ways.items():
             inputs.poison(yard.outputs(device))
             verdict = yard.judge(way(*made))
-            found = {"score": verdict.score, "limit": verdict.limit, "right": verdict.ok}
+            found = {"error": verdict.score, "tolerance": verdict.limit, "right": verdict.ok}
             rows.append({**dims, "dtype": str(dtype).removeprefix("torch."), "way": name, **found})
         return pd.DataFrame(rows)
 
@@ -226,7 +226,8 @@ def results(
     Parameters
     ----------
     config, dtype, warmup, repeat, variants
-        As `fusebook.bench.run` takes them: comma lists, calls before the clock and timed, fewer ways than the card has.
+        As `fusebook.bench.run` takes them: comma lists, calls before the clock and timed, fewer implementations than
+        the card has.
     live : str, optional
         The config to measure where there is a GPU, when `config` would take too long for a page: a record answers for
         all of it at no cost. A run that records measures all of it.
@@ -235,7 +236,8 @@ def results(
     -------
     pandas.DataFrame
         The columns of `fusebook.bench.run`. ``attrs["origin"]``, a `fusebook.bench.Origin`, says on which machine,
-        whether just now, and what is stale; what is replayed says so of each row in the column ``stale``.
+        whether just now, and what is stale; a replayed frame says so of each row in the columns ``stale`` and
+        ``stale_host``.
 
     Raises
     ------
@@ -243,20 +245,12 @@ def results(
         Where there is neither a GPU nor a record.
     """
 
-    def recorded(place: Path) -> pd.DataFrame:
-        return record.select(_noted(record.read(op, place.name, place.parent)), op, config, dtype, variants)
-
     if _place.live():
-        folder = os.environ.get("FUSEBOOK_RECORD")
-        asked = config if folder else live or config
-        if not {"host", "due"}.isdisjoint(_part()):
-            with contextlib.suppress(record.RecordError, record.Missing):  # the device's part of it is recorded
-                frame = recorded(machine.RECORDS / machine.here().slug)
-                _record_again(op, frame, variants or tuple(op.variants), warmup, repeat)
-                return _told(frame)
-        frame = _run(op, config=asked, dtype=dtype, variants=variants, warmup=warmup, repeat=repeat)
+        folder = _recording(op)
+        how: dict[str, Any] = {"warmup": warmup, "repeat": repeat, **_clocks()}
+        frame = bench.run(op, config=config if folder else live or config, dtype=dtype, variants=variants, **how)
         if folder:
-            record.write(frame, Path(folder))
+            record.write(frame, folder)
         return _told(frame)
     command = f"python -m fusebook.record {op.name} --config {config} --dtype {dtype}"
     if op.name not in OPS:  # a card of its own page: what records kernels does not know it
@@ -264,73 +258,34 @@ def results(
     what: object = op.name
     for place in _recorded(op.name):
         try:
-            frame = recorded(place)
-            old = _outdated(frame).any() or _new(frame, variants or op.variants)
-            lacks = "device" if old else "host" if _uncalled(frame).any() else None
-            _place.due(*filter(None, [lacks]))
+            frame = record.select(_noted(record.read(op, place.name, place.parent)), op, config, dtype, variants)
+            lacking = set(variants or op.variants) - set(frame["variant"])
+            old = frame["status"].isin(("failed", "out of memory"))  # for a reason that may be gone
+            old |= (frame["stale"] != "") | (frame["stale_host"] != "")
+            _place.stale(bool(lacking or old.any()))
             return _told(frame)
         except record.Missing as missing:
             what = missing
     return _nothing(f"{what} on {machine.slug()}", command)
 
 
-def _record_again(op: Op, frame: pd.DataFrame, variants: Sequence[str], warmup: int, repeat: int) -> None:
-    """Measure again, when the host is alone, what was recorded beside others and had no caller's clocks to keep.
-
-    Where only what is due is recorded, also every point that has a row to be taken anew, and that whole: what is
-    compared is timed in turn, on one machine. So is every point where the record lacks one of `variants`.
-    """
-    dims = [c for c in frame if c not in ("op", "config", "variant", "dtype", "stale", *bench.COLUMNS)]
-    at = ["dtype", "config", *dims]
-    new = _new(frame, variants) if "due" in _part() else []
-    old = _outdated(frame) & ("due" in _part())
-    lacking = old.groupby([frame[c] for c in at], dropna=False).transform("any") | bool(new)
-    if "device" not in _part():
-        lacking |= _uncalled(frame)
-    asked: dict[tuple[str, ...], list[tuple[str, Dims]]] = {}  # points by dtype and variants, which are timed together
-    for _, rows in frame[lacking].groupby(at, sort=False):
-        first = rows.iloc[0]
-        there = [name.removesuffix(bench.AS_INSTALLED) for name in rows["variant"]]
-        names = dict.fromkeys([*there, *new])
-        asked.setdefault((first["dtype"], *names), []).append((first["config"], {str(d): first[str(d)] for d in dims}))
-    for (dtype, *variants), points in asked.items():
-        again = _run(op, config=points, dtype=dtype, variants=variants, warmup=warmup, repeat=repeat)
-        record.write(again, Path(os.environ["FUSEBOOK_RECORD"]))
+def _recording(op: Op | None = None) -> Path | None:
+    """The folder that this run records into, if it does; of a card only on the page that owns its file."""
+    folder = os.environ.get("_FUSEBOOK_RECORD")
+    owner = next((str(family.PAGE) for family, ops in FAMILIES.items() if op in ops), "")
+    page = re.match(r"plot_(\d+)_", Path(getattr(sys.modules.get("__main__"), "__file__", None) or "").name)
+    return Path(folder) if folder and (not owner or not page or page[1] == owner) else None
 
 
-def _new(frame: pd.DataFrame, variants: Collection[str]) -> list[str]:
-    """The variants that have no row at all, neither times nor a reason: they came after the record."""
-    known = set(frame["variant"])
-    return [name for name in variants if name not in known]
-
-
-def _outdated(frame: pd.DataFrame) -> pd.Series:
-    """Rows of other code than today's, and those without times whose reason may be gone."""
-    return frame["stale"].ne("") | frame["status"].isin(("failed", "out of memory"))
-
-
-def _uncalled(frame: pd.DataFrame) -> pd.Series:
-    """Rows that were timed, though not by the caller's clocks."""
-    return frame["status"].eq("ok") & frame["call_us"].isna()
-
-
-def _run(op: Op, **how: Any) -> pd.DataFrame:
-    """What `fusebook.bench.run` measures; beside others by the device's clocks, with the caller's that were known."""
-    if "device" not in _part():
-        return bench.run(op, **how)
-    return record.with_callers_clocks(bench.run(op, **how, clocks=("cold", "warm")))
-
-
-def _part() -> list[str]:
-    """Which part of a record is taken: ``device``, while other GPUs of the host work too, or ``host``; else all of it.
-
-    With ``due``, of that part what is missing or stale.
-    """
-    return os.environ.get("FUSEBOOK_PART", "").split() if os.environ.get("FUSEBOOK_RECORD") else []
+def _clocks() -> dict[str, Any]:
+    """The clocks of a run that records one page per GPU: first those of the GPUs, then those of the host alone."""
+    given = {"gpu": ("cold", "warm"), "host": ("host", "call")}
+    clocks = os.environ.get("_FUSEBOOK_CLOCKS", "") if os.environ.get("_FUSEBOOK_RECORD") else ""
+    return {"clocks": given[clocks]} if clocks else {}
 
 
 def _nothing(what: str, command: str, *, excused: bool = False) -> NoReturn:
-    _place.due("device", "host")  # and it is not known what comes after
+    _place.stale(True)
     raise NoResults(
         f"There is no CUDA GPU here and no record of {what} to replay: run `{command}` on a machine with a GPU.",
         excused=excused,
@@ -375,10 +330,10 @@ def measured(
     function : callable
         Measures and returns a DataFrame.
     live : bool, optional
-        Whether this machine can run the function, where that is not a matter of a GPU: what needs a compiler, say. It
-        is replayed where this is false, and recorded where there is a GPU too.
+        Whether this machine can run the function, if that needs something else than a GPU, such as a compiler. If
+        false, the record is replayed; if true, it is recorded where there is a GPU too.
     by_device : bool
-        Whether it takes no time by a clock of the host's, so that it can be recorded while other GPUs work.
+        Whether it uses no clock of the host, so that it can be recorded while other GPUs of the host work.
 
     Returns
     -------
@@ -388,38 +343,28 @@ def measured(
     Raises
     ------
     NoResults
-        Where there is neither a GPU nor a record.
+        If there is neither a GPU nor a record.
     """
     record_name = f"pages/{name}"
-    other = ("host" if by_device else "device") in _part()  # recorded in the other part, and perhaps already
-    there = []
-    if other or "due" in _part():
-        there = [p for p in [machine.RECORDS / machine.here().slug] if _has(p, record_name)]
-    now = digests.digest(function)
-    if "due" in _part() and not other:
-        then = [record.read(record_name, place.name, place.parent).attrs["origin"].function for place in there]
-        there = there if then == [now] else []
-    on_gpu = live is not False and _place.live() and not there
+    code, _ = sources.hashes(function)
+    folder = _recording()
+    host_pass = folder is not None and _clocks().get("clocks") == ("host", "call")
+    known = folder / machine.here().slug if host_pass and by_device and folder else None
+    on_gpu = live is not False and _place.live() and not (known and _has(known, record_name))
     if on_gpu or (live and not torch.cuda.is_available()):
         frame = function()
         versions = "; ".join(f"{k} {v}" for k, v in bench.software().items())
-        told: dict[str, Any] = {
-            "page": name,
-            "date": dt.date.today().isoformat(),
-            "versions": versions,
-            "function": now,
-        }
-        frame.attrs["origin"] = Origin(machine.here() if on_gpu else None, measured=True, **told)
-        if on_gpu and (folder := os.environ.get("FUSEBOOK_RECORD")) and not other:
-            record.write(frame, Path(folder), record_name)
+        facts: dict[str, Any] = {"page": name, "date": dt.date.today().isoformat(), "versions": versions, "code": code}
+        frame.attrs["origin"] = Origin(machine.here() if on_gpu else None, measured=True, **facts)
+        if on_gpu and folder and (by_device or "clocks" not in _clocks() or host_pass):
+            record.write(frame, folder, record_name)
     else:
-        if not (found := there or _recorded(record_name)):
+        if not (found := [known] if known else _recorded(record_name)):
             _nothing(f"{name} on {machine.slug()}", "nox -s record")
         frame = _noted(record.read(record_name, found[0].name, found[0].parent))
         was = frame.attrs["origin"]
-        if was.function != now:
-            _place.due("device" if by_device else "host")
-        stale = () if was.function == now else (f"how {name} is measured",)
+        _place.stale(was.code != code)
+        stale = () if was.code == code else (f"{name} was measured before the code changed (at commit {was.commit})",)
         frame.attrs["origin"] = dataclasses.replace(was, stale=stale, page=name)
     return _told(frame)
 
@@ -439,34 +384,6 @@ def records() -> dict[str, pd.DataFrame]:
     if not found:
         _nothing(f"any operator on {machine.slug()}", "nox -s record")
     return found
-
-
-def changed(variants: Sequence[str] = ("fusebook", "eager", "torch", "torch.compile")) -> pd.DataFrame:
-    """How the named GPU's records differ from those that they superseded; nothing is measured.
-
-    Parameters
-    ----------
-    variants : sequence of str
-        Ours, and others beside it: what changed for all of them changed on the machine, or in torch.
-
-    Returns
-    -------
-    pandas.DataFrame
-        By operator and variant: points, how many times as long they take now, in the median, at the least and at the
-        most, and whether that is more than noise, see `fusebook.compare`. Empty where nothing was measured twice.
-    """
-    now = machine.places()[0]
-    then = now / "previous"
-    _place.note(then)
-    rows = {}
-    for name in OPS:
-        if all((folder / f"{name}.csv").exists() for folder in (now, then)):
-            for variant in variants:
-                if len(found := compare.points(name, now, then, variant=variant)):
-                    rows[name, variant] = compare.summed(found)
-    if not rows:
-        return pd.DataFrame()
-    return pd.DataFrame(list(rows.values()), pd.MultiIndex.from_tuples(rows, names=["operator", "variant"]))
 
 
 def explored(
@@ -497,13 +414,12 @@ def explored(
     """
     ours = {name: op for name, op in OPS.items() if explore.explorable(op)}
     found: dict[str, pd.DataFrame] = {}
-    places = [machine.RECORDS / machine.here().slug] if _place.live() else machine.places()
+    places = machine.places()
     there = {at: [name for name in ours if explore.path(at.name, name, at.parent).exists()] for at in places}
     place = next((at for at, names in there.items() if names), places[-1])  # of one GPU, not of several
     recorded = {name: ours[name] for name in there[place]}
-    if _place.live() and not ("due" in _part() and recorded):
-        folder = os.environ.get("FUSEBOOK_RECORD")
-        root = Path(folder) if folder else None
+    if _place.live():
+        root = _recording()
         for op, frame in explore.explore(
             *ours.values(), seed=seed, cases=cases, seconds=seconds, without=without, root=root
         ):

@@ -178,7 +178,7 @@ def _raw(frame: pd.DataFrame) -> tuple[str, str]:
     """The name of the raw record and its address; no address where nothing is offered for download."""
     origin: Origin = frame.attrs["origin"]
     name = origin.page or "-".join(dict.fromkeys(frame["op"]))
-    if not os.environ.get("FUSEBOOK_DOWNLOADS"):
+    if not os.environ.get("_FUSEBOOK_DOWNLOADS"):
         return (origin.path.name if origin.path else f"{name}, not recorded"), ""
     if not origin.path and "config" in frame:  # a page measures several configs, each a file of its own
         name += f"-{frame['config'].iloc[0]}"
@@ -230,7 +230,7 @@ def downloads(df: pd.DataFrame, name: str, ax: Axes | None = None) -> Shown:
         files[f"{name}.xlsx"] = sheet.getvalue()
     except ImportError:
         missing = "for an XLSX too, install openpyxl"
-    if _place.notebook() and not os.environ.get("FUSEBOOK_DOWNLOADS"):
+    if _place.notebook() and not os.environ.get("_FUSEBOOK_DOWNLOADS"):
         done = "Offered"
         links = {file: f"data:{_TYPES[file[-4:]]};base64,{base64.b64encode(b).decode()}" for file, b in files.items()}
     else:
@@ -572,7 +572,7 @@ def solution(path: str) -> Shown:
     source = next((f for f in (Path(path), page.parent / path) if f.exists()), Path(path))
     _place.note(source)
     address = source.as_posix() if source.exists() else ""
-    if os.environ.get("FUSEBOOK_DOWNLOADS"):
+    if os.environ.get("_FUSEBOOK_DOWNLOADS"):
         address = _place.link(source)
         if source.exists():
             shutil.copyfile(source, _place.folder() / source.name)

@@ -84,7 +84,7 @@ def choices(op: Op, frame: pd.DataFrame, kind: str = "paid") -> pd.DataFrame:
     """
     every, ways = compared(op, frame), tables.timed(compared(op, frame), kind)
     every, ways = (rows.assign(size=tables.label(rows)) for rows in (every, ways))
-    keys, column = ["size", "dtype"], f"{kind}_us"
+    keys, column = ["size", "dtype"], tables.column(kind)
     # Where ours is right and has no time by this clock, the others were timed on another day: nobody wins unopposed.
     right, timed = (
         pd.MultiIndex.from_frame(rows.loc[rows["group"].eq("ours") & rows["status"].eq("ok"), keys])
@@ -127,7 +127,8 @@ def every(found: Mapping[str, pd.DataFrame]) -> tuple[pd.DataFrame, pd.DataFrame
     """
     tables_, marks = [], []
     for name, frame in found.items():
-        times = pd.DataFrame({kind: tables.timed(frame, kind)[f"{kind}_us"] for kind in tables.KINDS}, frame.index)
+        by_kind = {kind: tables.timed(frame, kind)[tables.column(kind)] for kind in tables.KINDS}
+        times = pd.DataFrame(by_kind, frame.index)
         point = [frame["dtype"], tables.label(frame), frame["math"].fillna("")]
         least = times.groupby(point).transform("min")
         told = pd.DataFrame(
@@ -139,7 +140,7 @@ def every(found: Mapping[str, pd.DataFrame]) -> tuple[pd.DataFrame, pd.DataFrame
                 **{f"{kind}, us": times[kind] for kind in ("cold", "warm", "host", "paid", "call")},
                 "% of roof, cold": 100 * frame["roof_us"] / times["cold"],
                 "% of roof, warm": 100 * frame["roof_us"] / times["warm"],
-                "error / limit": frame["score"] / frame["limit"],
+                "error / limit": frame["error"] / frame["tolerance"],
                 "status": frame["status"].where(frame["status"] != "ok", ""),
             }
         )

@@ -1,0 +1,258 @@
+"""Hashes of source code: whether what was measured is what the code does today.
+
+A row of a record carries two. ``code`` covers every definition that an implementation reaches by name, from the
+function that its card calls to the kernels, launchers and tables; it decides about GPU times and memory. ``host``
+covers the call path, through which all launchers go; it decides about launch times and latency only.
+
+A hash is made from syntax trees. Docstrings, comments and annotations do not count, except ``tl.constexpr``.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+import importlib.util
+import pathlib
+import sys
+import sysconfig
+import types
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from fusebook.op import Op
+
+__all__ = ["CALL_PATH", "hashes", "of_functions", "of_variant"]
+
+#: The modules through which all launchers go: ``code`` stops here, and ``host`` covers them.
+CALL_PATH = ("fusebook.kernels._operator", "fusebook.kernels._tape", "fusebook.kernels._arguments")
+
+# What else of the package is read. The rest measures, and `fusebook.timing.VERSION` says when that changes.
+_READ = ("fusebook.kernels", "fusebook.cards", "fusebook.ort")
+_TABLES = pathlib.Path(__file__).parent / "kernels" / "tuned"
+_PLAIN = (str, int, float, types.NoneType)
+_SILENT = ("ctx", "kind", "returns", "type_comment", "type_params")
+
+
+class _Module(NamedTuple):
+    """A file: the statements that make each name, what its names import, and its functions by their first line."""
+
+    name: str
+    definitions: dict[str, list[ast.stmt]]
+    imports: dict[str, tuple[str, str]]
+    functions: dict[int, list[Any]]
+
+
+def hashes(*functions: Any, tables: Iterable[pathlib.Path] = ()) -> tuple[str, str]:
+    """The two hashes of what functions do.
+
+    Parameters
+    ----------
+    *functions : callable or None
+        Where the walk starts.
+    tables : iterable of pathlib.Path
+        Files that decide what is launched; those that do not exist are left out.
+
+    Returns
+    -------
+    code, host : str
+        Twelve digits each. `host` is empty if the call path is not reached.
+    """
+    code: dict[Any, str] = {}
+    host: dict[Any, str] = {}
+    ahead: list[Any] = list(functions)
+    while ahead:
+        thing = ahead.pop()
+        if isinstance(thing, _Definition):
+            known = host if thing.module.name in CALL_PATH else code
+            key = thing.module.name, thing.name
+            if key not in known:
+                read = [_read(statement) for statement in thing.module.definitions[thing.name]]
+                known[key] = "".join(text for text, _ in read)
+                found = [t for _, names in read for t in _reached(thing.module, names)]
+                # The call path does not lead back to kernels.
+                ahead += [t for t in found if known is code or t.module.name in CALL_PATH]
+        elif id(thing) not in code:
+            code[id(thing)], more = _start(thing)
+            ahead += more
+    given = [table.read_text() for table in tables if table.exists()]
+    return _twelve([*sorted(code.values()), *given]), _twelve(sorted(host.values())) if host else ""
+
+
+def of_variant(op: Op, name: str) -> tuple[str, str]:
+    """`hashes` of an implementation of a card; one of Fusebook's includes the operator's tuned tables."""
+    variant = op.variants[name]
+    return of_functions(op.name if name.startswith("fusebook") else "", variant.run, variant.prepare)
+
+
+@functools.lru_cache(maxsize=None)
+def of_functions(table: str, *functions: Any) -> tuple[str, str]:
+    """`hashes` of functions and of the tuned tables of an operator, if one is named."""
+    return hashes(*functions, tables=[_TABLES / f"{table}{end}.csv" for end in ("", "_costs")])
+
+
+def _twelve(texts: Iterable[str]) -> str:
+    return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:12]
+
+
+# From names to definitions --------------------------------------------------------------------------------------------
+
+
+class _Definition(NamedTuple):
+    module: _Module
+    name: str
+
+
+def _start(thing: Any) -> tuple[str, list[Any]]:
+    """An object as text, and the definitions and objects that it leads to."""
+    if isinstance(thing, functools.partial):
+        return _parts(thing.func, *thing.args, *thing.keywords, *thing.keywords.values())
+    if isinstance(thing, (list, tuple)):
+        return _parts(*thing)
+    while not isinstance(thing, (types.FunctionType, type)):  # a kernel, a cached function, a method
+        inner = next((v for n in ("fn", "__wrapped__", "__func__") if callable(v := getattr(thing, n, None))), None)
+        if inner is None:
+            plain = isinstance(thing, _PLAIN)
+            return repr(thing) if plain else f"{type(thing).__name__} {getattr(thing, '__name__', '')}", []
+        thing = inner
+    if isinstance(thing, type):
+        file, home, name = _file(thing.__module__), thing.__module__, thing.__qualname__
+    else:  # not by its attributes, which functools.wraps replaces
+        file, home, name = thing.__code__.co_filename, thing.__globals__["__name__"], thing.__code__.co_qualname
+    if not (module := _module(file, home)):
+        return f"{home}.{name}", []
+    if name in module.definitions:
+        return "", [_Definition(module, name)]
+    # A lambda, or a function within another: what it says, what it closes over, and what it reaches by name.
+    text, ahead = _parts(*(cell.cell_contents for cell in getattr(thing, "__closure__", None) or ()))
+    texts = [text]
+    code = getattr(thing, "__code__", None)
+    for node in module.functions.get(getattr(code, "co_firstlineno", 0), []):
+        if getattr(node, "name", "<lambda>") == getattr(code, "co_name", ""):
+            text, names = _read(node)
+            texts.append(text)
+            ahead += _reached(module, names, getattr(thing, "__globals__", {}))
+    return "".join(texts) or name, ahead
+
+
+def _parts(*values: Any) -> tuple[str, list[Any]]:
+    """Plain values as text, in their order, and the others."""
+    return ",".join(repr(v) if isinstance(v, _PLAIN) else "" for v in values), [
+        v for v in values if not isinstance(v, _PLAIN)
+    ]
+
+
+def _reached(module: _Module, names: Iterable[str], scope: Mapping[str, Any] | None = None) -> Iterator[Any]:
+    """The definitions that dotted names of a module stand for; objects of `scope` if the file does not say."""
+    for name in names:
+        first, *rest = name.split(".")
+        if first in module.definitions:
+            yield _Definition(module, first)
+        elif first in module.imports:
+            home, attribute = module.imports[first]
+            yield from _imported([*home.split("."), *([attribute] if attribute else []), *rest])
+        elif isinstance((value := (scope or {}).get(first)), types.FunctionType) or hasattr(value, "fn"):
+            yield value
+
+
+def _imported(path: list[str]) -> Iterator[_Definition]:
+    """The definition at a path through packages and modules."""
+    for n in range(len(path) - 1, 0, -1):
+        home = ".".join(path[:n])
+        if module := _module(_file(home), home):
+            if home == "fusebook":  # which gathers the public functions of all families
+                found = getattr(getattr(sys.modules.get(home), path[n], None), "__module__", "")
+                module = _module(_file(found), found) if found != home else None
+            yield from _reached(module, [".".join(path[n:])]) if module else ()
+            return
+
+
+@functools.lru_cache(maxsize=None)
+def _file(module: str) -> str:
+    if module.partition(".")[0] in ("torch", "triton", "numpy"):
+        return ""
+    try:
+        return getattr(importlib.util.find_spec(module), "origin", None) or ""
+    except (ImportError, ValueError, AttributeError):
+        return ""
+
+
+@functools.lru_cache(maxsize=None)
+def _module(file: str, name: str) -> _Module | None:
+    """A module of the package that is read, or a file of neither a package nor Python: a page."""
+    path = pathlib.Path(file)
+    own = name == "fusebook" or name.startswith(_READ)
+    foreign = name.startswith("fusebook.") or path.is_relative_to(sysconfig.get_paths()["stdlib"])
+    foreign = foreign or not {"site-packages", "dist-packages"}.isdisjoint(path.parts)
+    if path.suffix != ".py" or not path.exists() or (foreign and not own):
+        return None
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    made = _Module(name, {}, {}, {})
+    for statement in tree.body:
+        for bound in dict.fromkeys(_bound(statement)):
+            made.definitions.setdefault(bound, []).append(statement)
+    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                home = alias.name if alias.asname else alias.name.partition(".")[0]
+                made.imports[alias.asname or home] = home, ""
+        elif isinstance(node, ast.ImportFrom):
+            home = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
+            made.imports.update({alias.asname or alias.name: (home, alias.name) for alias in node.names})
+        elif isinstance(node, (ast.FunctionDef, ast.Lambda)):
+            first = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", ()))])
+            made.functions.setdefault(first, []).append(node)
+    return made
+
+
+def _bound(node: ast.AST) -> Iterator[str]:
+    """The names that a statement gives a value, or changes, at the level of its module."""
+    if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+        yield node.name
+    elif isinstance(getattr(node, "ctx", None), ast.Store):
+        yield getattr(node, "id", "") or getattr(getattr(node, "value", None), "id", "")
+    elif not isinstance(node, (ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)):
+        for child in ast.iter_child_nodes(node):
+            yield from _bound(child)
+
+
+# From a syntax tree to text -------------------------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=None)
+def _read(node: ast.AST) -> tuple[str, tuple[str, ...]]:
+    """A syntax tree as text, and the names in it, dotted where they go through modules."""
+    names: dict[str, None] = {}
+    return _text(node, names), tuple(names)
+
+
+def _text(node: Any, names: dict[str, None]) -> str:
+    """Node names and fields that are not empty, in which all versions of Python agree."""
+    if isinstance(node, list):
+        kept = [n for n in node if not (isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant))]
+        return f"[{','.join(filter(None, (_text(n, names) for n in kept)))}]"
+    if not isinstance(node, ast.AST):
+        return repr(node)
+    if isinstance(node, (ast.Import, ast.ImportFrom)):
+        here = isinstance(node, ast.ImportFrom) and (node.level or (node.module or "").startswith("fusebook"))
+        return "" if here else ast.unparse(node)  # definitions may move within the package
+    if isinstance(node, ast.AnnAssign) and "constexpr" not in ast.unparse(node.annotation):
+        return _text(ast.Assign([node.target], node.value), names) if node.value else ""
+    if isinstance(node, (ast.Name, ast.Attribute)) and (dotted := _dotted(node)):
+        names[dotted] = None
+    fields = []
+    for name in node._fields:
+        value = getattr(node, name, None)
+        if name == "annotation" and "constexpr" not in (ast.unparse(value) if value else ""):
+            continue
+        if name not in _SILENT and value not in (None, []):
+            fields.append(f"{name}={_text(value, names)}")
+    return f"{type(node).__name__}({','.join(fields)})"
+
+
+def _dotted(node: ast.AST) -> str:
+    """A name, or a chain of attributes of one; empty for another expression."""
+    if isinstance(node, ast.Attribute):
+        return f"{base}.{node.attr}" if (base := _dotted(node.value)) else ""
+    return node.id if isinstance(node, ast.Name) else ""

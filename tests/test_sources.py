@@ -1,0 +1,151 @@
+"""Hashes of source code: what changes them, and what does not."""
+
+import importlib
+import sys
+
+import pytest
+
+from fusebook import sources
+from fusebook.cards import OPS
+
+FILES = {
+    "shop_rows": """
+        '''Device functions.'''
+        TABLE = [(64, 8), (128, 16)]
+
+        @jit
+        def load(x_ptr, BLOCK: 'tl.constexpr'):
+            return x_ptr + BLOCK
+
+        def apart(x):
+            return x - 1
+        """,
+    "shop_softmax": """
+        from shop_call import Operator
+        from shop_rows import TABLE, load
+
+        @jit
+        def kernel(y_ptr, x_ptr):
+            '''Softmax.'''
+            return load(x_ptr)  # read MN
+
+        def _into(y, x):
+            for limit, warps in TABLE:
+                kernel(y, x)
+
+        _softmax = Operator("softmax", into=_into)
+
+        def softmax(x: int) -> int:
+            return _softmax.call(x)
+        """,
+    "shop_norms": """
+        from shop_rows import apart
+
+        def norm(x):
+            return apart(x)
+        """,
+    "shop_call": """
+        class Operator:
+            def __init__(self, name, into):
+                self.into = into
+
+            def call(self, x):
+                return launch(self.into, x)
+
+        def launch(into, x):
+            return into(x, x)
+
+        def unused(x):
+            return x
+        """,
+}
+
+
+@pytest.fixture
+def hashed(tmp_path, monkeypatch):
+    """Gives the hashes of softmax with one text of the files replaced by another."""
+    monkeypatch.setattr(sources, "CALL_PATH", ("shop_call",))
+    made = []
+
+    def hashed(old="", new="", name="shop_softmax", function="softmax"):
+        folder = tmp_path / str(len(made))
+        made.append(folder)
+        folder.mkdir()
+        assert sum(old in text for text in FILES.values()) >= 1
+        for module, text in FILES.items():
+            lines = [line.removeprefix("        ") for line in text.replace(old, new).splitlines()]
+            (folder / f"{module}.py").write_text("\n".join(["jit = lambda f: f", *lines]))
+            sys.modules.pop(module, None)
+        monkeypatch.syspath_prepend(folder)
+        importlib.invalidate_caches()
+        sources._file.cache_clear()
+        return sources.hashes(getattr(importlib.import_module(name), function))
+
+    yield hashed
+    for module in FILES:
+        sys.modules.pop(module, None)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("'''Softmax.'''", "'''Another text.'''"),
+        ("  # read MN", "  # read M * N"),
+        ("def softmax(x: int) -> int:", "def softmax(x: float) -> float:"),
+        ("return x - 1", "return x - 2"),  # a helper of another family
+        ("return apart(x)", "return apart(x) + 1"),
+        ("def unused(x):\n            return x", "def unused(x):\n            return 2 * x"),
+    ],
+)
+def test_what_does_not_concern_a_kernel_leaves_its_hashes(hashed, old, new):
+    assert hashed(old, new) == hashed()
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("return x_ptr + BLOCK", "return x_ptr - BLOCK"),  # a helper that the kernel calls
+        ("(128, 16)", "(128, 32)"),  # a constant of the table
+        ("return load(x_ptr)", "return load(x_ptr + 1)"),
+        ("kernel(y, x)", "kernel(x, y)"),  # the launcher
+        ("BLOCK: 'tl.constexpr'", "BLOCK"),
+    ],
+)
+def test_what_a_kernel_reaches_changes_its_code_and_not_its_host_time(hashed, old, new):
+    code, host = hashed(old, new)
+    assert code != hashed()[0] and host == hashed()[1]
+
+
+def test_the_call_path_changes_the_host_hash_alone(hashed):
+    code, host = hashed("return into(x, x)", "return into(x, x + 0)")
+    assert host and code == hashed()[0] and host != hashed()[1]
+    assert hashed(name="shop_norms", function="norm")[1] == "", "no launcher is reached"
+
+
+def test_versions_of_python_agree(hashed):
+    assert hashed() == ("1b9d93f4d824", "003e141f4b1a")
+
+
+def test_values_that_a_function_closes_over_count():
+    def made(n):
+        return lambda x: x + n
+
+    assert sources.hashes(made(1)) != sources.hashes(made(2))
+    assert sources.hashes(made(1)) == sources.hashes(made(1))
+
+
+def test_every_implementation_of_a_card_has_a_hash_of_its_own():
+    for op in OPS.values():
+        found = {name: sources.of_variant(op, name) for name in op.variants}
+        assert len({code for code, _ in found.values()}) == len(found), op.name
+        assert all(host for name, (_, host) in found.items() if name == "fusebook"), op.name
+
+
+def test_a_tuned_table_counts_for_fusebook_alone(tmp_path, monkeypatch):
+    before = {name: sources.of_variant(OPS["swiglu"], name) for name in ("fusebook", "quack")}
+    monkeypatch.setattr(sources, "_TABLES", tmp_path)
+    (tmp_path / "swiglu.csv").write_text("another")
+    sources.of_functions.cache_clear()
+    after = {name: sources.of_variant(OPS["swiglu"], name) for name in ("fusebook", "quack")}
+    sources.of_functions.cache_clear()
+    assert after["quack"] == before["quack"] and after["fusebook"] != before["fusebook"]
