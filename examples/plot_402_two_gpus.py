@@ -42,7 +42,6 @@ import time
 import fusebook  # before triton: it decides whether kernels are interpreted
 from fusebook import plots
 from fusebook.cards.kmeans import KMEANS_STEP
-from fusebook.compiled import registers
 from fusebook.inputs import generator
 from fusebook.page import (
     Folded,

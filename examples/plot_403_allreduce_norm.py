@@ -49,7 +49,6 @@ import os
 
 import fusebook  # before triton: it decides whether kernels are interpreted
 from fusebook import plots
-from fusebook.compiled import registers
 from fusebook.inputs import generator
 from fusebook.op import Cost
 from fusebook.page import (

@@ -3,7 +3,8 @@
 Run by compiling.py as ``python compile_only.py FOLDER sm_90/softmax/float32 sm_80/softmax/float32``, with any number of
 these tasks. A task is done by a process of its own, because Triton knows one driver; it is forked, because importing
 takes longer than many a task. Its driver is that of a GPU that is not there. The answer is the file of the task's name:
-one JSON object a line, what was launched, and the shared memory that the compiled kernel asks for.
+one JSON object a line, what was launched, and what the compiled kernel takes: shared memory, and on sm_90 the bytes of
+memory that a thread uses instead of registers.
 """
 
 import functools
@@ -24,7 +25,7 @@ from triton.runtime.jit import JITFunction
 import fusebook  # noqa: F401  (before triton, see fusebook/__init__.py)
 from fusebook import inputs
 from fusebook.cards import OPS
-from fusebook.compiled import AbsentGPU
+from fusebook.compiled import AbsentGPU, usage
 
 # KiB a block. Where nothing is tuned, sm_80 here, plans promise 96 KiB, which every architecture since sm_86 has.
 SHARED = {80: 96, 90: 227, 100: 227}
@@ -115,12 +116,27 @@ def points(op, dtype, launched):
             yield point | {"launched": list(launched)}
 
 
+class Counting(AbsentGPU):
+    """Counts, of each kernel that it loads, the bytes that a thread spills."""
+
+    def __init__(self, *given, **named):
+        super().__init__(*given, **named)
+        self.spilled = {}
+
+    def load_binary(self, name, kernel, shared, device):
+        if self.arch == 90:
+            self.spilled[name] = max(usage(kernel)[1], self.spilled.get(name, 0))
+        return super().load_binary(name, kernel, shared, device)
+
+
 def answer(file):
     """Do the task whose answer is to be `file`."""
     launched = []
 
     def note(metadata):
-        launched.append({"kernel": metadata.name, "shared": metadata.shared, "warps": metadata.num_warps})
+        spilled = gpu.spilled.get(metadata.name, 0)
+        taken = {"shared": metadata.shared, "warps": metadata.num_warps, "spilled": spilled}
+        launched.append({"kernel": metadata.name, **taken})
 
     unspoiled()
     arch, op, dtype = file.parts[-3:]
@@ -128,7 +144,8 @@ def answer(file):
     first = next(name for name in ("bfloat16", "float32", "float64") if getattr(torch, name) in OPS[op].dtypes)
     if (arch, dtype) != (90, first):  # for which everything is compiled
         once(constants=arch == 90)
-    triton.runtime.driver.set_active(AbsentGPU(divmod(arch, 10), shared=SHARED[arch] * 1024, launched=note))
+    gpu = Counting(divmod(arch, 10), shared=SHARED[arch] * 1024, launched=note)
+    triton.runtime.driver.set_active(gpu)
     write(file, "\n".join(json.dumps(point) for point in points(OPS[op], getattr(torch, dtype), launched)))
 
 
