@@ -267,6 +267,7 @@ def main(argv=None):
     parser.add_argument("-k", dest="words", action="append", help="only operators whose names contain this")
     parser.add_argument("--seed", type=int, help="random problems of this seed instead of the recorded sizes")
     parser.add_argument("--cases", type=int, default=20, help="random problems of each operator")
+    parser.add_argument("--problems", type=Path, help="a JSON file with lists of problems by operator, instead of both")
     parser.add_argument("--seconds", type=float, default=570.0, help="in all")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "ab.csv")
     args = parser.parse_args(argv)
@@ -275,7 +276,8 @@ def main(argv=None):
     workers = {"base": Worker(base), "new": Worker(new), "again": Worker(base)}
     rows = []
     try:
-        asked = workers["new"].ask(list=(args.words or [], args.seed, args.cases))
+        asked = json.loads(args.problems.read_text()) if args.problems else None
+        asked = asked or workers["new"].ask(list=(args.words or [], args.seed, args.cases))
         if not asked:
             parser.error(f"no operator is named like {args.words}")
         args.out.parent.mkdir(parents=True, exist_ok=True)

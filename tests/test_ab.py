@@ -69,10 +69,12 @@ def test_a_commit_that_is_none_is_refused(tmp_path):
 @pytest.mark.slow_interpreted
 def test_two_folders_are_compared_whole(tmp_path):
     out = tmp_path / "ab.csv"
-    words = ["-k", "double", "--seed", "3", "--cases", "1", "--seconds", "200", "--out", str(out)]
+    problem = {"M": 3, "N": 5, "dtype": "float32", "layout": "contiguous"}
+    (tmp_path / "problems.json").write_text(json.dumps({"double": [problem], "exp": [problem | {"K": 2}]}))
+    words = ["--problems", str(tmp_path / "problems.json"), "--out", str(out)]
     command = [sys.executable, str(ROOT / "tests" / "ab.py"), str(ROOT), str(ROOT), *words]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert "problems were timed" in done.stdout
-    rows = list(csv.DictReader(out.open()))
-    assert [row["op"] for row in rows] in (["double"], [])
+    assert "1 of 2 problems were timed" in done.stdout and "exp" in done.stdout.splitlines()[0]
+    (row,) = csv.DictReader(out.read_text().splitlines())
+    assert row["op"] == "double" and json.loads(row["problem"]) == problem and float(row["ratio"]) > 0
