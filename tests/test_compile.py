@@ -14,7 +14,13 @@ from fusebook.cards import OPS
 DTYPES = {"sm_90": ("bfloat16", "float32", "float64"), "sm_80": ("bfloat16",), "sm_100": ("float16",)}
 
 #: Kernels of default launch configs that spill registers on sm_90, and why.
-SPILLS: dict[str, str] = {}
+SPILLS = {
+    "_norm_shared": "a few bytes besides the part of a wide row, which fills the registers",
+    "_norm_backward_shared": "parts of x and dy and the sums for the weights fill the registers",
+    "_norm_backward": "a few bytes besides the sums for the weights",
+    "_scatter_nd_scan": "the scan over all indices, which one program does",
+    "_scatter_nd_sort": "a few bytes besides the keys that are sorted",
+}
 
 
 def _cases():

@@ -41,7 +41,7 @@ class AbsentGPU(DriverBase):
     shared : int
         Bytes of shared memory that a block may use.
     launched : callable, optional
-        Called with the metadata of each kernel that is compiled and would be launched.
+        Called with the metadata of each kernel that would be launched.
     """
 
     def __init__(
@@ -56,12 +56,10 @@ class AbsentGPU(DriverBase):
         self.launched = launched
         self.utils = self  # Triton looks for get_device_properties and load_binary there
 
-    # What Triton asks of a driver.
     is_active = staticmethod(lambda: True)
     get_current_device = get_current_stream = staticmethod(lambda *device: 0)
 
     def _unasked(self, *given: Any) -> Any:
-        """Refuse what a launcher or a benchmark asks for."""
         raise NotImplementedError("nothing is launched, so there is no launcher to generate and nothing to time")
 
     map_python_to_cpp_type = get_benchmarker = _unasked
@@ -108,17 +106,14 @@ def usage(cubin: bytes) -> tuple[int, int]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
-        said = subprocess.check_output(command, text=True)
-    found = re.search(r"REG:(\d+) STACK:(\d+)", said)
-    if not found:
-        raise Unknown(f"compiled.usage: cuobjdump says nothing of registers: {said.strip()[:200]}")
-    return int(found[1]), int(found[2])
+        said = subprocess.check_output([triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name], text=True)
+    if found := re.search(r"REG:(\d+) STACK:(\d+)", said):
+        return int(found[1]), int(found[2])
+    raise Unknown(f"compiled.usage: cuobjdump says nothing of registers: {said.strip()[:200]}")
 
 
 _REGISTERS = """
-import json, sys
-import fusebook, triton
+import json, sys, fusebook, triton
 from fusebook import compiled
 triton.runtime.driver.set_active(compiled.AbsentGPU())
 names = {}
@@ -132,30 +127,22 @@ print(triton.__version__, *(compiled.usage(kernel.asm["cubin"])[0] for kernel in
 def registers(launch: Callable[..., Any], *given: Any) -> tuple[str, list[int]]:
     """The registers of a thread of each kernel that a function launches, compiled here for Hopper.
 
-    Parameters
-    ----------
-    launch : callable
-        Its source is complete: it imports what it uses.
-    *given
-        Its arguments, as JSON can hold them.
+    The source of `launch` is complete: it imports what it uses. Its arguments are such as JSON can hold.
 
     Returns
     -------
-    version : str
-        Of the Triton that compiled.
-    registers : list of int
-        Of each launch, in their order.
+    str, list of int
+        The version of Triton, and the registers of each launch in their order.
 
     Raises
     ------
     Unknown
-        If it does not compile; the message is the compiler's.
     """
-    paths = [str(pathlib.Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-    environment = {"TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
+    paths = os.pathsep.join(filter(None, [str(pathlib.Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]))
+    env = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-W", "ignore", "-c", _REGISTERS, launch.__name__, json.dumps(given)]
-    text, environment = textwrap.dedent(inspect.getsource(launch)), os.environ | environment
-    process = subprocess.run(command, input=text, capture_output=True, text=True, env=environment)
+    source = textwrap.dedent(inspect.getsource(launch))
+    process = subprocess.run(command, input=source, capture_output=True, text=True, env=env)
     if process.returncode:
         raise Unknown((process.stderr.strip().splitlines() or [f"exit code {process.returncode}"])[-1])
     version, *said = process.stdout.split()
