@@ -67,11 +67,11 @@ def verdicts():
 
 def origins(frames):
     """On what the results were measured: the GPU, the dates, the versions of torch and Triton."""
-    on = next(iter(frames)).attrs["origin"].machine
+    names = dict.fromkeys(frame.attrs["origin"].machine.name for frame in frames)
     dates = sorted({str(date) for frame in frames for date in frame["date"].dropna()})
     told = {part for frame in frames for row in frame["versions"].dropna().unique() for part in row.split("; ")}
     versions = sorted(part for part in told if part.split()[0] in ("torch", "triton"))
-    return on.name, " to ".join(dict.fromkeys((dates[0], dates[-1]))), ", ".join(versions)
+    return " or ".join(names), " to ".join(dict.fromkeys((dates[0], dates[-1]))), ", ".join(versions)
 
 
 def caption():

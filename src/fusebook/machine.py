@@ -33,7 +33,8 @@ from fusebook.op import Cost
 
 __all__ = [
     "RECORDS", "SHIPPED", "Machine", "aten", "beside_torch", "cache_folder", "cache_folder_if_any", "clocks_and_power",
-    "current", "here", "overrides", "places", "recorded", "seconds", "slug", "slug_of", "slugs", "versions",
+    "current", "here", "newest", "overrides", "page_number", "places", "recorded", "seconds", "slug", "slug_of", "slugs",
+    "versions",
 ]  # fmt: skip
 
 #: Where the records of the package lie, a folder a GPU.
@@ -635,22 +636,44 @@ def refuse_removed_variables() -> None:
             raise ValueError(f"{name} went with version 0.2.0: unset it; {instead}")
 
 
-def places() -> list[pathlib.Path]:
-    """The folders of the recorded GPUs that are replayed, the first that has what is asked for.
+def page_number(name: str = "") -> str:
+    """The number in a page's file name, of the page that runs by default; empty if there is none."""
+    name = name or pathlib.Path(getattr(sys.modules.get("__main__"), "__file__", None) or "").name
+    found = re.match(r"plot_(\d+)_", name)
+    return found[1] if found else ""
 
-    That of FUSEBOOK_RECORDS, a folder as ``python -m fusebook.record --all`` writes, where it is set; then that of
-    FUSEBOOK_GPU in the package, ``nvidia-h200`` unless set.
+
+def newest(page: str) -> str:
+    """The GPU of the package with the newest whole record of the page of this number; `SHIPPED` if none has one."""
+    found = []
+    for file in RECORDS.glob("*/seconds.json"):  # it names the pages that were recorded there
+        with contextlib.suppress(OSError, ValueError):
+            if page and page in map(page_number, seconds(file)):
+                found.append((load(file.with_name("machine.json")).date, file.parent.name))
+    return max(found)[1] if found else SHIPPED
+
+
+def places(page: str = "") -> list[pathlib.Path]:
+    """The folders of the recorded GPUs that are replayed; the first that has a record counts.
+
+    First that of FUSEBOOK_RECORDS, a folder as ``python -m fusebook.record --all`` writes, if it is set. Then, in the
+    package, that of FUSEBOOK_GPU, or else that of the newest whole record of a page. Then ``nvidia-h200``.
+
+    Parameters
+    ----------
+    page : str
+        The number of a page; of the one that runs by default.
 
     Raises
     ------
     FileNotFoundError
-        Where FUSEBOOK_RECORDS names no folder with the records of one GPU.
+        If FUSEBOOK_RECORDS names no folder with the records of one GPU.
     """
     refuse_removed_variables()
     wish = os.environ.get("FUSEBOOK_GPU", "")
-    shipped = RECORDS / checked_slug(wish or SHIPPED)
+    shipped = RECORDS / checked_slug(wish or newest(page or page_number()))
     if not (given := os.environ.get("FUSEBOOK_RECORDS")):
-        return [shipped]
+        return [shipped] if wish else list(dict.fromkeys([shipped, RECORDS / SHIPPED]))
     found = sorted(f.parent for f in pathlib.Path(given).resolve().glob("*/machine.json"))
     if len(found) > 1 and wish:
         found = [folder for folder in found if folder.name == wish]

@@ -28,7 +28,7 @@ from typing import Any
 from fusebook import bench, sources, tables, timing
 from fusebook import machine as machines
 from fusebook.bench import Origin
-from fusebook.cards import OPS
+from fusebook.cards import FAMILIES, OPS
 from fusebook.extras import extra
 from fusebook.op import Dims, Op
 
@@ -36,7 +36,7 @@ with extra("book"):
     import pandas as pd
     from tqdm.auto import tqdm
 
-__all__ = ["Missing", "RecordError", "everything", "exists", "path", "read", "read_all", "select", "write"]
+__all__ = ["Missing", "RecordError", "everything", "exists", "owner", "path", "read", "read_all", "select", "write"]
 
 _FORMAT = 3
 _HEAD = re.compile(r"# fusebook (?:record|page) (\d{1,9}) \| name=(\S+) \| rows=(\d{1,9}) \| sha256=([0-9a-f]{64})(.*)")
@@ -63,8 +63,13 @@ def path(name: str, gpu: str | None = None, root: pathlib.Path | None = None) ->
     if not re.fullmatch(r"\w+(/\w+)?", name):
         raise RecordError(f"record: expected a name like softmax or pages/transfers, got {name!r}; no path leads here")
     if root is None and gpu is None:
-        return machines.places()[0] / f"{name}.csv"
+        return machines.places(owner(name))[0] / f"{name}.csv"
     return (root or machines.RECORDS) / machines.checked_slug(gpu or machines.slug()) / f"{name}.csv"
+
+
+def owner(name: str) -> str:
+    """The number of the page that owns the file of a card; empty for other names."""
+    return next((str(family.PAGE) for family, ops in FAMILIES.items() if name in {op.name for op in ops}), "")
 
 
 def exists(name: str, gpu: str | None = None) -> bool:

@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 import datetime as dt
 import os
-import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ import torch
 
 from fusebook import bench, check, explore, inputs, machine, record, sources
 from fusebook.bench import Origin
-from fusebook.cards import FAMILIES, OPS
+from fusebook.cards import OPS
 from fusebook.op import Dims, Op
 from fusebook.page import _place
 from fusebook.page.show import Shown, rich
@@ -272,9 +271,8 @@ def results(
 def _recording(op: Op | None = None) -> Path | None:
     """The folder that this run records into, if it does; of a card only on the page that owns its file."""
     folder = os.environ.get("_FUSEBOOK_RECORD")
-    owner = next((str(family.PAGE) for family, ops in FAMILIES.items() if op in ops), "")
-    page = re.match(r"plot_(\d+)_", Path(getattr(sys.modules.get("__main__"), "__file__", None) or "").name)
-    return Path(folder) if folder and (not owner or not page or page[1] == owner) else None
+    page, owner = machine.page_number(), record.owner(op.name) if op else ""
+    return Path(folder) if folder and (not owner or not page or page == owner) else None
 
 
 def _clocks() -> dict[str, Any]:
