@@ -330,7 +330,7 @@ def test_a_page_of_a_checkout_writes_into_its_build_folder(tmp_path):
             "page.downloads(pd.DataFrame({'t': [1.0]}), 't')\n"
         )
     path = os.pathsep.join([str(Path(page.__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
-    env = {k: v for k, v in os.environ.items() if k != "FUSEBOOK_DOWNLOADS"} | {"PYTHONPATH": path}
+    env = {k: v for k, v in os.environ.items() if k != "_FUSEBOOK_DOWNLOADS"} | {"PYTHONPATH": path}
     for script in ("plot_1.py", str(tmp_path / "examples" / "plot_1.py")):
         done = warm.run(script, cwd=tmp_path / "examples", env=env)
         assert done.returncode == 0, done.stderr

@@ -192,7 +192,7 @@ def test_the_first_line_of_a_record_is_bounded_and_printable(tmp_path):
     assert record.read(toy(), "test-gpu", tmp_path) is not None
     for other in (
         head.replace("rows=2", f"rows={'2' * 5000}"),
-        head.replace("record 2", f"record {'2' * 5000}", 1),
+        head.replace("record 3", f"record {'2' * 5000}", 1),
         *(f"{head} | {key}={ESCAPE}" for key in ("versions", "date", "commit")),
         f"{head} | date=\x9b2J",
     ):

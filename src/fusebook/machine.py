@@ -33,8 +33,8 @@ from fusebook.op import Cost
 
 __all__ = [
     "RECORDS", "SHIPPED", "Machine", "aten", "beside_torch", "cache_folder", "cache_folder_if_any", "clocks_and_power",
-    "current", "here", "newest", "overrides", "page_number", "places", "recorded", "seconds", "slug", "slug_of", "slugs",
-    "versions",
+    "current", "here", "newest", "overrides", "page_number", "places", "recorded", "seconds", "slug", "slug_of",
+    "slugs", "versions",
 ]  # fmt: skip
 
 #: Where the records of the package lie, a folder a GPU.

@@ -21,8 +21,8 @@ with extra("book"):
 
 
 __all__ = [
-    "CONTROLS", "KINDS", "WITHIN", "alike", "behind", "clocks", "column", "dims", "harmless", "label", "losses", "number",
-    "paid",
+    "CONTROLS", "KINDS", "WITHIN", "alike", "behind", "clocks", "column", "dims", "harmless", "label", "losses",
+    "number", "paid",
     "pays_from", "pretty", "ratio", "reasons", "share", "shares", "staircase", "standing", "timed", "times", "together",
     "where",
 ]  # fmt: skip
