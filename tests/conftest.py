@@ -42,6 +42,12 @@ def _same_seed():
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True)
+def _nothing_was_shown_before(monkeypatch):
+    """What a page has asked for in one test is not named in another."""
+    monkeypatch.setattr(_place, "shown", {})
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _no_page_is_shown():
     """The library tells by what is loaded whether Sphinx or a notebook shows a page; other tests load both."""

@@ -508,7 +508,6 @@ def kernel(y_ptr, BLOCK: triton.language.constexpr):
 def test_a_page_notes_what_it_reads(monkeypatch, recorded, tmp_path):
     notes = tmp_path / "notes"
     monkeypatch.setenv("_FUSEBOOK_DEPS", str(notes))
-    monkeypatch.setattr(_place, "shown", {})  # else later tests find what this page asked for
 
     def noted():
         lines = {Path(line).name for line in notes.read_text().splitlines()}
