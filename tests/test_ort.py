@@ -433,6 +433,7 @@ class Everything(torch.nn.Module):
             "cross_entropy, one": f.cross_entropy(x[0, 0], labels[0, 0], reduction="none", **terms),
             "cross_entropy, ignored": f.cross_entropy(x, torch.full_like(labels, 3), **terms),
             "linear_cross_entropy": f.linear_cross_entropy(x, head, labels, **terms),
+            "linear_cross_entropy, bias": f.linear_cross_entropy(x, head, labels, bias=head[:, 0], **terms),
             "swiglu": f.swiglu(x, gate, up), "swiglu, bias": f.swiglu(x, gate, up, biases),
             "concat_gemm": f.concat_gemm(x, [gate, up, gate]), "multiply": f.multiply(x, w),
             "multiply, mixed": f.multiply(x, weights), "multiply, 0": f.multiply(x, scalar), "double": f.double(x),

@@ -705,8 +705,11 @@ def embedding_backward(
         raise
     if padding_idx is not None:
         rows = integer(name, "rows", rows, "give the number of rows of the table")
-        accepted, remedy = f"from {-rows} to {rows - 1}", "give a row of the table"
-        padding_idx = integer(name, "padding_idx", padding_idx, remedy, accepted, lambda row: -rows <= row < rows)
+        padding_idx = integer(name, "padding_idx", padding_idx, "give a row of the table")
+        if not -rows <= padding_idx < rows:  # a text of `rows` would make a symbolic size a number
+            raise ValueError(
+                f"{name}: expected padding_idx from {-rows} to {rows - 1}, got {padding_idx}; give a row of the table"
+            )
         padding_idx = padding_idx + rows if padding_idx < 0 else padding_idx
         shapes(name, indices=(indices, "", INTEGERS))
         # A lookup may name the row from the end, too.

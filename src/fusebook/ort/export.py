@@ -139,10 +139,12 @@ def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
         return op.Reshape(loss, op.Shape(target)) if reduction == "none" else loss
 
     def linear_cross_entropy(  # type: ignore[no-untyped-def]
-        h, head, target, weight, reduction: str, ignore_index: int, smoothing: float, z: float, cap: float | None,
-        rows: int | None,
+        h, head, bias, target, weight, reduction: str, ignore_index: int, smoothing: float, z: float,
+        cap: float | None, rows: int | None,
     ):  # fmt: skip
         logits = op.MatMul(h, op.Transpose(head, perm=[1, 0]))
+        if bias is not None:
+            logits = op.Add(logits, bias)
         logits.dtype = h.dtype
         return cross_entropy(logits, target, weight, reduction, ignore_index, smoothing, z, cap)
 
