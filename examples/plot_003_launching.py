@@ -167,14 +167,10 @@ def planned(x):
 
 
 # %%
-# The library's plans (``fusebook.kernels._operator``) are these, for any
-# number of tensors, allocations and kernels: the first call of a launcher is
-# written down, and what was written down becomes a function. It saves two
-# things more. A call like the one before, or like the last one of its shape,
-# needs no key: the guards that ``torch.compile`` uses compare its tensors with
-# those of that call. And Triton's launcher is a class of Python around a
-# function of C; a plan calls that function itself, with what the class would
-# pass, and encodes tensor descriptors once for each address.
+# The library does the same for any number of tensors, allocations and
+# launches: the first call is recorded, and a loop replays the record. It saves
+# one thing more. Triton's launcher is a Python object around a function in C;
+# a replay calls that function itself.
 #
 # A gradient takes more. An operator of PyTorch finds its gradient through the
 # dispatcher; called directly, ``torch.autograd.Function`` records it.
@@ -533,12 +529,10 @@ if "fusebook.exp" in of:
     library = [
         say(
             "The library's call takes {ours:.1f} us, torch.exp {torch:.1f} "
-            "us. In place of the key and the lookup the library has guards, "
-            "{guards:.1f} us; in place of Triton's launcher it calls the "
-            "function of C, {launch:.1f} us.",
+            "us. Instead of Triton's launcher it calls the function in C, "
+            "{launch:.1f} us.",
             ours=of["fusebook.exp"],
             torch=of["torch.exp"],
-            guards=of["guards instead of both"],
             launch=of["the function of C in it"],
         )
     ]
@@ -577,8 +571,8 @@ claims(
 #
 # Some operators of the library look at their input before they compute: is
 # each index in range, is each class one that exists, is each point finite?
-# That is ``check=True``, the default. The answer lies on the device, so the
-# host waits for it, and can queue nothing meanwhile. Where a page does not say
+# That is ``check=True``, the default but for losses. The answer is on the
+# device, so the host waits for it, and can queue nothing meanwhile. Where a page does not say
 # otherwise its times are taken with ``check=False``. Here is a call, waited
 # for, with either.
 

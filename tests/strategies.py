@@ -23,7 +23,7 @@ from triton.runtime.jit import JITFunction
 
 from fusebook import explore, timing
 from fusebook.cards import OPS
-from fusebook.kernels import _operator
+from fusebook.kernels import _call
 
 #: At least this share of the problems must be this many times slower without a strategy.
 SHARE, SLOWER = 0.03, 1.05
@@ -101,7 +101,7 @@ def launched():
     for kind, own in zip(kinds, before, strict=True):
         kind.__getitem__ = noted(own)
     try:
-        with _operator.plans_aside():
+        with _call.uncached():
             yield log
     finally:
         for kind, own in zip(kinds, before, strict=True):
@@ -136,7 +136,7 @@ def measure(op, strategy, problems, clock=microseconds, until=float("inf")):
                 without(*made)
             row = [op.name, strategy.name, seed, case, taken := own != log]
             if taken:
-                with _operator.plans_aside():  # a plan of a call would repeat what was launched first
+                with _call.uncached():  # a plan of a call would repeat what was launched first
                     first, *others, last = (clock(functools.partial(f, *made)) for f in (run, without, without, run))
                 yield [*row, first, last, *others]
             else:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fusebook
-from fusebook.kernels._arguments import FLOATING, _sizes_of, check_alike, check_tensor, integer, number, shapes
+from fusebook.kernels._call import FLOATING, _sizes_of, check_alike, check_tensor, integer, number, shapes
 
 
 def test_floating_tensors_pass():

@@ -11,7 +11,7 @@ from fusebook import bench, check
 from fusebook.cards.elementwise import ADD_SUB, EXP
 from fusebook.inputs import generator, rough
 from fusebook.kernels import elementwise
-from fusebook.kernels._arguments import FLOATING
+from fusebook.kernels._call import FLOATING
 from fusebook.op import Variant
 from toy import toy, variant
 
@@ -310,8 +310,8 @@ def test_what_is_refused_in_one_sentence(error, said, make, device):
 
 
 def test_a_tensor_that_no_kernel_can_reach_is_refused(monkeypatch):
-    monkeypatch.setattr("fusebook.kernels._operator.INTERPRETED", False)
-    monkeypatch.setattr("fusebook.kernels._operator.runs_on", lambda device: False)
+    monkeypatch.setattr("fusebook.kernels._call.INTERPRETED", False)
+    monkeypatch.setattr("fusebook.kernels._call.runs_on", lambda device: False)
     with pytest.raises(ValueError, match="add_sub: expected a CUDA tensor, got one on cpu"):
         fusebook.add_sub(torch.ones(2), torch.ones(2))
 

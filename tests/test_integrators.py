@@ -7,10 +7,13 @@ and threads are in test_outsiders and test_promises.
 import copy
 import functools
 import io
+import json
 import multiprocessing
 import os
 import pickle
 import socket
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -276,25 +279,30 @@ def test_inference_mode(right):
     close(gradients(model), right)
 
 
-def in_a_process(queue, backward):
-    """Forward in a fork: torch's engine of gradients does not survive one."""
-    loss, found = gradients(Model()) if backward else (Model()(*batch()), [])
-    queue.put([t.tolist() for t in (loss, *found)])
+def in_a_process(queue):
+    queue.put([t.tolist() for t in gradients(Model())[1]])
+
+
+def in_another(method):
+    """The gradients that another process finds, after this one has computed some: called in a process of its own."""
+    Model()(*batch())
+    context = multiprocessing.get_context(method)
+    queue = context.Queue()
+    process = context.Process(target=in_a_process, args=(queue,))
+    process.start()
+    print(json.dumps(queue.get(timeout=120)))
+    process.join()
 
 
 @pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_another_process(method, right):
     if method == "fork" and DEVICE == "cuda":
         pytest.skip("CUDA starts in no fork")
-    Model()(*batch())  # what the parent has cached is no harm to a child
-    context = multiprocessing.get_context(method)
-    queue = context.Queue()
-    process = context.Process(target=in_a_process, args=(queue, method == "spawn"), daemon=True)
-    process.start()
-    loss, *found = queue.get(timeout=120)
-    process.join()
-    close(torch.tensor([loss]), right[0][None].cpu())
-    close([torch.tensor(g, device=DEVICE) for g in found], right[1][: len(found)])
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}  # OpenMP survives no fork
+    code = f"import test_integrators\nif __name__ == '__main__': test_integrators.in_another({method!r})"
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300)
+    assert not done.returncode, done.stderr
+    close([torch.tensor(g, device=DEVICE) for g in json.loads(done.stdout)], right[1])
 
 
 # Several processes ---------------------------------------------------------------------------------------------------

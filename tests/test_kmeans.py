@@ -18,7 +18,7 @@ from fusebook.inputs import generator
 from fusebook.kernels import _points, kmeans_update, lloyd
 from fusebook.kernels import kmeans as module
 from fusebook.kernels import kmeans_plan as plans
-from fusebook.kernels._operator import OPERATORS
+from fusebook.kernels._call import OPERATORS
 from fusebook.kernels._points import Plan
 from fusebook.kernels.kmeans import kmeans_assign_eager
 from fusebook.kernels.kmeans_update import kmeans_update_eager

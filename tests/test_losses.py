@@ -15,8 +15,8 @@ from fusebook.cards import OPS, losses
 from fusebook.inputs import generator
 from fusebook.kernels import _entropy, _few
 from fusebook.kernels import linear_cross_entropy as module
+from fusebook.kernels._call import launching, uncached
 from fusebook.kernels._entropy import Terms, entropy_into, entropy_plan, plan_of
-from fusebook.kernels._operator import launching, plans_aside
 from fusebook.kernels._rows import Plan
 from fusebook.kernels.linear_cross_entropy import CHUNK_BYTES, chunk_plan, kept_plan, pieces_plan, whole_plan
 
@@ -443,7 +443,7 @@ def test_few_classes_in_half_types_are_multiplied_by_kernels(terms, size, place,
     monkeypatch.setattr(module, "apply", None)  # a library's product
     monkeypatch.setattr(module, "WHOLE", (0, -1))  # copies for it
     own = h.detach().requires_grad_(), head.detach().requires_grad_()
-    with plans_aside():
+    with uncached():
         got = fusebook.linear_cross_entropy(*own, target, **terms)
         g = 2.0 ** (4 + torch.arange(got.numel(), device=DEVICE) % 3).view(got.shape)
         found = [torch.autograd.grad(got, own, g, retain_graph=True) for _ in range(2)]
@@ -615,7 +615,7 @@ def test_rows_beside_whole_vectors_are_copied_into_whole_ones(size, dtype, rows,
     found = []
     for plan in ((math.inf, math.inf), (0, -1)):
         monkeypatch.setattr(module, "WHOLE", plan)
-        with plans_aside():
+        with uncached():
             found.append(run(*given))
         assert bool(copies) == (plan == (0, -1))
     h, head, target, scale = given
@@ -631,7 +631,7 @@ def test_what_is_no_number_in_states_that_are_ignored_stays_out_of_copied_gradie
     monkeypatch.setattr(module, "WHOLE", (0, -1))
     h, head, target, _ = losses.LINEAR_CROSS_ENTROPY.make(generator(3, DEVICE), torch.bfloat16, M=5, K=9, N=21)
     h[2], target[2] = math.inf, -100
-    with plans_aside():
+    with uncached():
         _, dh, _ = fusebook.linear_cross_entropy_with_gradients(h, head, target)
     assert dh.isfinite().all() and not dh[2].any()
 
@@ -663,7 +663,7 @@ def test_plans_of_copies_know_how_many_products_and_copies_there_are(way, monkey
     monkeypatch.setattr(module, "whole_plan", lambda *_, **how: told.append((how["products"], how["copies"])) or True)
     monkeypatch.setattr(module, "_whole_into", lambda *both: copies.append(both) or copy(*both))
     monkeypatch.setattr(module, "apply", applied)
-    with plans_aside():
+    with uncached():
         if way == "loss":
             fusebook.linear_cross_entropy(h, head, target)
         elif way == "gradients":
@@ -693,7 +693,7 @@ def test_logits_of_a_scaled_loss_are_kept_for_one_backward_pass(size, reduction,
     found = {}
     for kept in (False, True):
         monkeypatch.setattr(module, "KEPT", kept)
-        with plans_aside():
+        with uncached():
             loss = fusebook.linear_cross_entropy(*own, target, reduction=reduction)
             g = scale * torch.arange(1, 1 + loss.numel(), device=DEVICE).view(loss.shape).float()
             assert ("Once" in type(loss.grad_fn).__name__) == kept
@@ -779,7 +779,7 @@ def test_what_lies_between_rows_of_logits_reaches_no_result(given, monkeypatch):
         for each in (module, _few):
             monkeypatch.setattr(each, "empty", poisoned)
         own = h.clone().requires_grad_(), head.clone().requires_grad_()
-        with plans_aside():
+        with uncached():
             loss = scale * fusebook.linear_cross_entropy(*own, target)
             return loss.detach(), *torch.autograd.grad(loss, own)
 
@@ -854,7 +854,7 @@ def test_ignored_rows_take_no_part_whatever_they_hold(case, reduction, rows, mon
     for number in (0.0, math.nan, math.inf, -math.inf):
         h[0], h[4, 1], h[5] = number, number, torch.finfo(h.dtype).max if number else 0.0
         own = h.clone().requires_grad_(), head.clone().requires_grad_()
-        with plans_aside():
+        with uncached():
             loss = fusebook.linear_cross_entropy(*own, target, reduction=reduction, rows=rows, label_smoothing=0.1)
             ways = [torch.autograd.grad(loss.sum(), own, retain_graph=True) for _ in range(2)]  # at once, and again
             apart = fusebook.linear_cross_entropy_with_gradients(h, head, target, reduction=reduction, rows=rows)
@@ -885,7 +885,7 @@ def test_a_head_may_have_a_bias(case, terms, rows, monkeypatch):
     target[target == 0] = 1
     loss, dx = wanted(h.double() @ head.double().T + bias.double(), target, **terms)
     own = [t.clone().requires_grad_() for t in (h, head, bias)]
-    with plans_aside():
+    with uncached():
         got = fusebook.linear_cross_entropy(own[0], own[1], target, bias=own[2], rows=rows, **terms)
         g = 2.0 ** (4 + torch.arange(got.numel(), device=DEVICE) % 3).view(got.shape)
         found = [torch.autograd.grad(got, own, g, retain_graph=True) for _ in range(2)]

@@ -7,7 +7,7 @@ import triton.language as tl
 
 import fusebook
 import memcheck
-from fusebook.kernels._operator import INTERPRETED
+from fusebook.kernels._call import INTERPRETED
 
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="compute-sanitizer does this on a GPU")
 #: Elements between neighbours that int32 can number, though not the second of them.

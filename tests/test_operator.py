@@ -6,25 +6,29 @@ addresses and numbers.
 """
 
 import contextlib
+import importlib
+import math
 import os
+import re
 import sys
 import threading
-import time
+import traceback
 import types
-import warnings
 from pathlib import Path
 
 import pytest
 import torch
-import torch.autograd.forward_ad as forward
 import triton
+from torch._subclasses.fake_tensor import FakeTensorMode
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 import fusebook
 import warm
+from fusebook.cards import OPS
 from fusebook.compiled import AbsentGPU
-from fusebook.kernels import _operator, _tape
-from fusebook.kernels._operator import INTERPRETED, OPERATORS, plans_aside
+from fusebook.inputs import generator
+from fusebook.kernels import _call
+from fusebook.kernels._call import INTERPRETED, OPERATORS, uncached
 
 ABSENT = "_FUSEBOOK_TEST_ABSENT"  # set in the process that the first test starts
 absent = pytest.mark.skipif(ABSENT not in os.environ, reason="runs on a driver without a GPU, in a process of its own")
@@ -45,25 +49,38 @@ class Recorder(AbsentGPU):
 
     def __init__(self):
         super().__init__((9, 0))
-        self.seen = []
+        self.seen, self.failing = [], None
+        self.launched_by_triton = 0
+
+    def get_current_stream(self, *device):  # asked for by Triton alone
+        self.launched_by_triton += 1
+        return 0
 
     def launcher_cls(self, source, metadata):
-        return lambda *arguments: self.seen.append((metadata.hash, arguments[3], arguments[9:]))
+        def launch(*arguments):
+            if self.failing is not None:
+                self.failing(*arguments)
+            self.seen.append((metadata.hash, arguments[3], arguments[9:]))
+
+        return launch
 
 
 @pytest.fixture
 def driver(monkeypatch):
     """CPU tensors stand for tensors of a GPU whose current stream is `driver.stream`."""
     made = Recorder()
-    made.stream = 0
-    triton.runtime.driver.set_active(made)
-    monkeypatch.setattr(_operator, "_current", lambda: -1)
-    monkeypatch.setattr(_tape, "_stream", lambda index: made.stream)
-    monkeypatch.setattr(_tape, "fresh_memory", lambda n, s, dtype: torch.empty_strided(n, s, dtype=dtype))
-    for operator in OPERATORS.values():
-        for plans in (operator.plans, operator.checked, operator.written):
-            plans.clear()
+    stand_in(monkeypatch, made)
     return made
+
+
+def stand_in(monkeypatch, driver, call=_call):
+    """Have a driver take the place of a GPU's, for the package or a copy of it."""
+    triton.runtime.driver.set_active(driver)
+    monkeypatch.setattr(call, "_current", lambda: -1)
+    monkeypatch.setattr(call, "_stream", lambda index: getattr(driver, "stream", 0))
+    monkeypatch.setattr(call, "_memory", lambda n, s, dtype: torch.empty_strided(n, s, dtype=dtype))
+    for operator in call.OPERATORS.values():
+        operator.calls.clear()
 
 
 def addresses(arguments):
@@ -85,7 +102,7 @@ def test_a_second_call_launches_the_same_kernel_with_other_addresses(driver):
     first, second = (addresses(arguments) for _, _, arguments in driver.seen)
     assert first[:2] == [y.data_ptr(), x.data_ptr()] and second[:2] == [w.data_ptr(), z.data_ptr()]
     assert first[2:] == second[2:] and driver.seen[0][0] == driver.seen[1][0]
-    assert len(OPERATORS["softmax"].plans) == 1
+    assert len(OPERATORS["softmax"].calls) == 1
 
 
 @absent
@@ -101,11 +118,11 @@ def test_whatever_a_plan_depends_on_has_a_plan_of_its_own(driver):
     }
     fusebook.softmax(x)
     for name, args in others.items():
-        before = len(OPERATORS["softmax"].plans)
+        before = len(OPERATORS["softmax"].calls)
         fusebook.softmax(*args)
-        with plans_aside():
+        with uncached():
             fusebook.softmax(*args)
-        assert len(OPERATORS["softmax"].plans) == before + 1, name
+        assert len(OPERATORS["softmax"].calls) == before + 1, name
         fusebook.softmax(*args)
         planned, launched = addresses(driver.seen[-1][2]), addresses(driver.seen[-2][2])
         assert planned[1:] == launched[1:], name  # but for the memory of the result
@@ -170,40 +187,10 @@ def test_weights_that_change_places_have_plans_of_their_own(driver):
     x, both = torch.randn(70, 64), torch.randn(4, 64, 48)
     for order in ((0, 1), (1, 0), (2, 3)):
         fusebook.swiglu(x, *(both[i] for i in order))
-    assert len(OPERATORS["swiglu"].plans) == 2
+    assert len(OPERATORS["swiglu"].calls) == 2
     for order in ((0, 1, 2), (0, 2, 3), (1, 2, 3)):
         fusebook.concat_gemm(x, [both[i] for i in order])
-    assert len(OPERATORS["concat_gemm"].plans) == 2
-
-
-@absent
-def test_distances_between_weights_are_those_of_each_call(driver):
-    x, both = torch.randn(300, 256).bfloat16(), torch.randn(4, 512, 256).bfloat16().mT  # which lie as columns
-    out, write = torch.empty(300, 512, dtype=x.dtype), OPERATORS["swiglu"].write
-    for other in (1, 1, 1, 2, 3, 2):  # all else lies where it lay
-        write(out, x, both[0], both[other], None, None, "fused")
-        planned = addresses(driver.seen[-1][2])
-        with plans_aside():
-            write(out, x, both[0], both[other], None, None, "fused")
-        assert planned == addresses(driver.seen[-1][2]), other
-        assert any(isinstance(a, tuple) and other * 512 * 256 in a for a in planned), "one descriptor of both"
-    assert len(OPERATORS["swiglu"].written) == 1
-
-
-@absent
-def test_a_plan_is_made_of_what_a_plan_can_do_again(driver, monkeypatch):
-    x = torch.randn(8, 100)
-
-    def planned(call):
-        return _operator.record([x], call)[1] is not None
-
-    monkeypatch.setattr(_tape, "_LONGEST", 2)
-    softmax = OPERATORS["softmax"]._computed
-    assert planned(lambda: [softmax(x, -1) for _ in range(2)])
-    assert not planned(lambda: [softmax(x, -1) for _ in range(3)]), "a long one"
-    assert planned(lambda: _operator.apply(torch.neg, x[1:]))
-    assert not planned(lambda: _operator.apply(torch.neg, x.view(torch.int32))), "of other numbers in the same memory"
-    assert not planned(lambda: torch.zeros(3)), "unheard"
+    assert len(OPERATORS["concat_gemm"].calls) == 2
 
 
 @absent
@@ -214,18 +201,82 @@ def test_a_plan_returns_what_the_first_call_did(driver):
         assert len({(type(found), len(found)) for found in (op(*args) for _ in range(3))}) == 1
 
 
-def test_addresses_of_which_descriptors_are_kept_are_few(monkeypatch):
-    launcher = _tape._Launcher(types.SimpleNamespace(launch=len), (1, 1, 1), ())
-    monkeypatch.setattr(launcher, "passed", lambda stream, arguments: (1, 1, 1, stream, *arguments), raising=False)
-    for address in range(3 * launcher.MOST):
-        assert launcher.encoded((address,), (address,)) == launcher.kept[(address,)] == (address,)
-        assert len(launcher.kept) <= launcher.MOST
+def numbered(seen):
+    """Launches with addresses as numbers, in the order of their appearance: fresh memory is elsewhere each time."""
+    order = {}
+
+    def plain(value):
+        if isinstance(value, tuple):
+            return tuple(map(plain, value))
+        return order.setdefault(value, f"address {len(order)}") if type(value) is int and value >= 2**32 else value
+
+    return [(kernel, stream, [plain(a) for a in addresses(arguments)]) for kernel, stream, arguments in seen]
+
+
+def reached():
+    """Our implementations that are called from torch, each with small inputs: ``name, function, arguments``."""
+    for op in OPS.values():
+        for name, variant in op.variants.items():
+            dims = min(op.edges, key=lambda dims: abs(math.prod(v for v in dims.values() if type(v) is int) - 4096))
+            made = op.make(generator(0, "cpu"), op.dtypes[0], **dims)
+            if name.startswith("fusebook") and set(variant.needs) <= {"cuda"}:
+                yield f"{op.name} {name}", variant.run, variant.prepare(*made) if variant.prepare else made
+
+
+@absent
+def test_a_replay_launches_what_the_launcher_does(driver):
+    replayed = []
+    for name, run, arguments in reached():
+        run(*arguments)
+        driver.seen.clear()
+        before = driver.launched_by_triton
+        run(*arguments)
+        known, driver.seen = driver.seen, []
+        if driver.launched_by_triton == before:
+            replayed.append(name)
+        with uncached():
+            run(*arguments)
+        assert numbered(known) == numbered(driver.seen), name
+    assert len(replayed) > 20
+
+
+#: Functions that a known call enters beyond six: what is asked in every call, of values or of positions in memory.
+ASKED = {"_read", "_read_assign", "_read_update", "_asked", "_places", "_shape_of", "capturing"}
+#: Operators with a call path of their own.
+APART = ("adamw_step", "kmeans_step fusebook, two calls")
+
+
+@absent
+def test_a_known_call_enters_six_functions_at_most(driver):
+    for name, run, arguments in reached():
+        if name.startswith(APART) or "checked" in name:
+            continue
+        first, _, known = (functions(run, arguments) for _ in range(3))
+        assert len([f for f in known if f not in ASKED]) <= 6, (name, known)
+        assert len(first) <= 65, (name, first)
+
+
+def functions(run, arguments):
+    """The package's functions that a call enters."""
+    entered = []
+
+    def enter(frame, event, _):
+        code = frame.f_code
+        if event == "call" and "fusebook/kernels" in code.co_filename and not code.co_name.startswith("<"):
+            entered.append(code.co_name)
+
+    sys.setprofile(enter)
+    try:
+        run(*arguments)
+    finally:
+        sys.setprofile(None)
+    return dict.fromkeys(entered)
 
 
 @pytest.mark.parametrize(("capability", "early"), [(None, False), ((8, 0), False), ((9, 0), True), ((10, 0), True)])
 def test_kernels_start_early_where_the_gpu_can(monkeypatch, capability, early):
-    monkeypatch.setattr(_operator, "gpu", lambda device: (capability, 108))
-    assert _operator.overlapping("cuda") == ({"launch_pdl": True} if early else {})
+    monkeypatch.setattr(_call, "gpu", lambda device: (capability, 108))
+    assert _call.overlapping("cuda") == ({"launch_pdl": True} if early else {})
 
 
 @pytest.mark.skipif(ABSENT in os.environ, reason="no kernel runs there")
@@ -265,282 +316,6 @@ def test_values_are_read_in_every_call(driver):
 
 
 @absent
-def test_the_last_call_is_known_again_and_no_other_is_taken_for_it(driver):
-    """Each of these comes behind two calls of `x`: it differs from them in one thing, or is refused."""
-    memory = torch.randn(64 * 100 + 1)
-    x = memory[:6400].view(64, 100)
-    leaf = x.clone().requires_grad_()
-    others = {
-        "address": (x.clone(), -1),
-        "shape": (x[:32], -1),
-        "strides": (x.t().contiguous().t(), -1),
-        "dtype": (x.half(), -1),
-        "alignment": (memory[1:].view(64, 100), -1),
-        "dim": (x, 0),
-        "gradient": (leaf, -1),
-        "parameter": (torch.nn.Parameter(x), -1),
-        "equal dim": (x, 1),
-    }
-    for name, args in others.items():
-        for _ in range(3):
-            fusebook.softmax(x)
-        assert OPERATORS["softmax"].plans.again(x, -1) is not _operator._OTHER
-        y = fusebook.softmax(*args)
-        kernel, _, planned = driver.seen[-1]
-        planned = addresses(planned)
-        with plans_aside():
-            fusebook.softmax(*args)
-        assert kernel == driver.seen[-1][0], name
-        assert planned[0] == y.data_ptr() and planned[1:] == addresses(driver.seen[-1][2])[1:], name
-        assert y.requires_grad == args[0].requires_grad, name
-    for rows in (leaf, leaf[:8].detach().requires_grad_()):  # one was called before
-        with torch.no_grad():
-            for _ in range(3):
-                assert not fusebook.softmax(rows).requires_grad
-        for _ in range(3):
-            assert fusebook.softmax(rows).requires_grad
-        with torch.no_grad():
-            assert not fusebook.softmax(rows).requires_grad
-    weights = [torch.randn(100, 16), torch.randn(100, 16)]
-    for _ in range(3):
-        assert fusebook.concat_gemm(x, weights[:1]).shape == (64, 16)
-    assert fusebook.concat_gemm(x, weights).shape == (64, 32)
-    for _ in range(3):
-        fusebook.softmax(x, 1)
-    again = OPERATORS["softmax"].plans.again
-    here = again.__globals__["current"]
-    again.__globals__["current"] = lambda: "another device"
-    assert again(x, 1) is _operator._OTHER
-    again.__globals__["current"] = here
-    with pytest.raises(TypeError, match="dim to be an integer, got bool"):
-        fusebook.softmax(x, True)
-    z = torch.randn(8, 100, dtype=torch.complex64)
-    for _ in range(3):
-        fusebook.softmax(z.imag)
-    with pytest.raises(ValueError, match="negates"):
-        fusebook.softmax(z.conj().imag)
-    with pytest.raises(TypeError):
-        fusebook.softmax([[1.0]])
-
-
-@absent
-def test_calls_by_turns_are_known_again_where_their_shapes_differ(driver, monkeypatch):
-    x, y = torch.randn(8, 100), torch.randn(4, 100)
-    into = torch.empty_like(x), torch.empty_like(y)
-    softmax, exp = OPERATORS["softmax"], OPERATORS["exp"]
-
-    def by_turns():
-        for t, out in zip((x, y), into, strict=True):
-            fusebook.softmax(t)
-            softmax.write(out, t, -1)
-            exp._compiled(t)
-
-    for _ in range(3):
-        by_turns()
-    wanted = [(kernel, arguments[1:]) for kernel, _, arguments in driver.seen[-6:]]  # but for the fresh results
-    with monkeypatch.context() as patched:
-        patched.setattr(_operator, "_described", lambda *_: pytest.fail("a key was made"))
-        by_turns()
-    assert [(kernel, arguments[1:]) for kernel, _, arguments in driver.seen[-6:]] == wanted
-    before = len(softmax.plans)
-    fusebook.softmax(x.double())  # of the shapes, and no calls that were made
-    fusebook.softmax(y.T.contiguous().T)
-    assert len(softmax.plans) == before + 2
-
-
-@absent
-def test_what_is_asked_in_every_call_is_asked_of_the_last_call_again(driver):
-    index, dy = torch.randint(0, 50, (40,)), torch.randn(40, 16)
-
-    def kernels():
-        driver.seen.clear()
-        fusebook.embedding_backward(dy, index, 50, check=False)
-        return [kernel for kernel, *_ in driver.seen]
-
-    usual = [kernels() for _ in range(3)]
-    torch.use_deterministic_algorithms(True)
-    try:
-        assert kernels() != usual[0] == usual[1] == usual[2]
-    finally:
-        torch.use_deterministic_algorithms(False)
-    for _ in range(3):
-        fusebook.embedding_backward(dy, index, 50)
-    index[3] = 50
-    with pytest.raises(IndexError, match=r"indices\[3, 0\]"):
-        fusebook.embedding_backward(dy, index, 50)
-    x, both = torch.randn(70, 64).bfloat16(), torch.randn(4, 64, 48).bfloat16()
-    out, write = torch.empty(70, 96, dtype=x.dtype), OPERATORS["concat_gemm"].write
-    for order in ((0, 1), (1, 0), (0, 1)):
-        weights = [both[i] for i in order]
-        assert OPERATORS["concat_gemm"].written.again(out, x, weights, None, "fused") is _operator._OTHER
-        for _ in range(3):
-            fusebook.concat_gemm(x, weights)
-            write(out, x, weights, None, "fused")
-        planned = addresses(driver.seen[-1][2])
-        with plans_aside():
-            write(out, x, weights, None, "fused")
-        assert planned == addresses(driver.seen[-1][2]), order
-    assert fusebook.concat_gemm(x, list(both)).shape == (70, 192)  # more weights
-    with pytest.raises(TypeError, match="sequence of tensors"):
-        fusebook.concat_gemm(x, both[:2])  # as if it were two
-
-
-@absent
-def test_what_dispatches_tensors_may_change(driver):
-    x = torch.randn(8, 100)
-    op = OPERATORS["softmax"]
-    for _ in range(3):
-        fusebook.softmax(x)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert op.plans.again(x, -1) is _operator._OTHER
-        for _ in range(2):
-            fusebook.softmax(x)
-        assert op.plans.again(x, -1) is not _operator._OTHER and len(op.plans) == 1
-
-
-@absent
-def test_a_known_call_is_looked_at_again_where_torch_differentiates_forward_or_traces(driver):
-    x, op = torch.randn(8, 100), OPERATORS["softmax"]
-    for _ in range(3):
-        fusebook.softmax(x)
-    assert op.plans.again(x, -1) is not _operator._OTHER
-    with forward.dual_level():
-        assert op.plans.again(x, -1) is op.plans.before((x, -1)) is _operator._OTHER
-        with pytest.raises(NotImplementedError, match="in reverse mode"):
-            fusebook.softmax(forward.make_dual(x, x))
-    driver.seen.clear()
-    with warnings.catch_warnings(action="ignore"):
-        traced = torch.jit.trace(fusebook.softmax, x, check_trace=False)
-    assert "fusebook::softmax" in str(traced.inlined_graph)
-
-
-@absent
-def test_plans_pass_the_driver_what_the_launcher_of_triton_passes(monkeypatch):
-    """Triton's own launcher, above a function that takes the driver's place; tensor descriptors as they are made."""
-    from triton.backends.nvidia import driver as backend
-
-    class Passed(AbsentGPU):
-        """Takes down what reaches the function of C."""
-
-        def __init__(self):
-            super().__init__((9, 0))
-            self.passed, self.filled = [], []
-
-        def launch(self, *arguments):
-            self.passed.append(arguments)
-
-        def launcher_cls(self, source, metadata):
-            return backend.CudaLauncher(source, metadata)
-
-        def build_signature_metadata(self, signature):
-            return b""
-
-        def map_python_to_cpp_type(self, ty):
-            return backend.ty_to_cpp(ty)
-
-        def fill_tma_descriptor(self, address, *shape):
-            self.filled.append(address)
-            return "descriptor of", address, *map(str, shape)
-
-        fill_tma_descriptor_tiled = fill_tma_descriptor
-
-    made = Passed()
-    triton.runtime.driver.set_active(made)
-    monkeypatch.setattr(_operator, "_current", lambda: -1)
-    monkeypatch.setattr(_tape, "_stream", lambda index: 0)
-    monkeypatch.setattr(_tape, "fresh_memory", lambda n, s, dtype: torch.empty_strided(n, s, dtype=dtype))
-    for name in ("ARG_CONSTEXPR", "ARG_KERNEL", "ARG_TUPLE"):
-        monkeypatch.setattr(backend, name, name, raising=False)
-    monkeypatch.setattr(
-        backend, "PyKernelArg", lambda nested_tuple=None, type=None: (nested_tuple, type), raising=False
-    )
-    if hasattr(backend, "compile_module_from_src"):  # an older Triton writes a launcher in C for each signature
-        monkeypatch.setattr(backend, "compile_module_from_src", lambda **_: types.SimpleNamespace(launch=made.launch))
-        monkeypatch.setattr(backend, "library_dirs", list)
-
-    def numbers(passed):
-        """What a kernel is given; Triton's own words on the launch and its hooks, which are nobody's here, are None."""
-        found = []
-        for value in passed:
-            if isinstance(value, (tuple, list)):
-                found += numbers(value)
-            elif hasattr(value, "data_ptr"):
-                found.append(value.data_ptr())
-            else:
-                found.append(None if hasattr(value, "data") or hasattr(value, "calls") else value)
-        return found
-
-    for operator in OPERATORS.values():
-        for plans in (operator.plans, operator.checked, operator.written):
-            plans.clear()
-    x, left, right = (torch.randn(256, 256, dtype=torch.bfloat16) for _ in range(3))
-    columns = torch.randn(3, 256, 256, dtype=torch.bfloat16).mT
-    arguments = {
-        "softmax": [(x, -1), (left, -1)],
-        "concat_gemm": [(x, [left, right], None, "fused"), (left, [x, right], None, "fused")],
-        # The second weights lie at other distances from the first ones, and all else where it lay.
-        "swiglu": [(x, columns[0], other, None, None, "fused") for other in columns[1:]],
-    }
-    for name, calls in arguments.items():
-        shape = OPERATORS[name].outputs(*OPERATORS[name].check(*calls[0])).shape
-        results = [torch.empty(shape, dtype=x.dtype)] * len(calls)
-        for turn in range(4):
-            for out, args in zip(results, calls, strict=True):
-                made.passed.clear()
-                before = len(made.filled)
-                OPERATORS[name].write(out, *args)
-                assert turn < 2 or len(made.filled) == before, "descriptors are made once for an address"
-                planned = list(made.passed)
-                made.passed.clear()
-                with plans_aside():
-                    OPERATORS[name].write(out, *args)
-                assert planned and numbers(planned) == numbers(made.passed), name
-    assert made.filled
-
-
-@absent
-def test_plans_are_put_aside_while_triton_has_hooks(driver):
-    x = torch.randn(8, 100)
-    for _ in range(3):
-        fusebook.softmax(x)
-    told = []
-    hook = told.append
-    triton.knobs.runtime.launch_enter_hook.add(hook)
-    try:
-        fusebook.softmax(x)
-        assert driver.seen[-1][2] and isinstance(driver.seen[-1][2][0], torch.Tensor)  # by Triton's own way
-    finally:
-        triton.knobs.runtime.launch_enter_hook.remove(hook)
-    fusebook.softmax(x)
-    assert isinstance(driver.seen[-1][2][0], int)
-
-
-@absent
-def test_what_a_launcher_does_besides_spoils_its_plan(driver):
-    def into(x, more):
-        out = _operator.empty((5,), x.dtype, x.device)
-        if more:
-            out.zero_()  # neither launched nor applied
-        _operator.launch(sys.modules["fusebook.kernels.elementwise"]._elementwise_flat, (1,), (out,), (x,), 5,
-                         EXPRESSION=sys.modules["fusebook.kernels.elementwise"]._double, BLOCK=8, GROUP=4,
-                         WIDE=False, ALIKE=1)  # fmt: skip
-
-    x = torch.randn(5)
-    assert [_operator.record([x], lambda more=more: into(x, more))[1] is None for more in (False, True)] == [
-        False,
-        True,
-    ]
-
-
-@absent
-def test_plans_are_bounded(driver, monkeypatch):
-    monkeypatch.setattr(_operator, "_PLANS", 4)
-    for n in range(1, 12):
-        fusebook.softmax(torch.randn(2, n))
-    assert 0 < len(OPERATORS["softmax"].plans) <= 4
-
-
-@absent
 def test_threads_share_plans(driver):
     wrong = []
 
@@ -561,7 +336,7 @@ def test_threads_share_plans(driver):
 def test_a_launch_goes_to_the_device_of_its_tensor(monkeypatch):
     seen = []
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext(seen.append(device)))
-    with _operator.launching(types.SimpleNamespace(is_cuda=True, device=torch.device("cuda:1"))):
+    with _call.launching(types.SimpleNamespace(is_cuda=True, device=torch.device("cuda:1"))):
         assert seen == [torch.device("cuda:1")]
 
 
@@ -576,22 +351,224 @@ def test_a_gradient_is_recorded_only_where_it_is_wanted(driver):
 
 
 @absent
-def test_the_path_of_a_planned_call_is_short(driver):
-    """Relative to torch's own call, in this thread's time, so that it holds on any machine, however busy."""
-    x = torch.randn(4, 16)
+def test_what_cannot_be_replayed_is_not_remembered(driver, monkeypatch):
+    x = torch.randn(8, 100)
 
-    def seconds(function, calls=300):
-        start = time.thread_time()
-        for _ in range(calls):
-            function()
-        return (time.thread_time() - start) / calls
+    def complete(call):
+        return _call.record([x], call)[1] is not None
 
-    with plans_aside():
-        slow = min(seconds(lambda: fusebook.softmax(x), 20) for _ in range(5))
-    rounds = [(seconds(lambda: fusebook.softmax(x)), seconds(lambda: torch.softmax(x, -1))) for _ in range(15)]
-    planned, torchs = (min(times) for times in zip(*rounds, strict=True))
-    assert planned < 6 * torchs  # a call of torch's that computes 64 numbers
-    assert planned < slow / 4
+    monkeypatch.setattr(_call, "_MOST_LAUNCHES", 2)
+    softmax = OPERATORS["softmax"]._computed
+    assert complete(lambda: [softmax(x, -1) for _ in range(2)])
+    assert not complete(lambda: [softmax(x, -1) for _ in range(3)]), "too long"
+    assert complete(lambda: _call.apply(torch.neg, x[1:]))
+    assert not complete(lambda: _call.apply(torch.neg, x.view(torch.int32))), "another dtype in the same memory"
+    assert not complete(lambda: torch.zeros(3)), "neither launched nor applied"
+
+
+@absent
+def test_a_replay_applies_operations_of_torch_to_the_tensors_of_its_call(driver):
+    x, y = torch.randn(4, 8)[1:], torch.randn(3, 8)
+
+    def call():
+        out = _call.empty((3, 4), x.dtype, x.device)
+        both = _call.apply(torch.cat, [x[:, :4], x[:, 4:]], 1)
+        _call.apply(torch.mul, both[:, 1:5], 2, out=out)
+        return out, both
+
+    replay = _call.record([x], call)[1]
+    for t in (x, y):
+        out, both = replay.run([t], [t.data_ptr()])
+        assert torch.equal(both, t) and torch.equal(out, 2 * t[:, 1:5])
+
+
+@absent
+def test_distances_between_weights_are_those_of_each_call(driver):
+    x, both = torch.randn(300, 256).bfloat16(), torch.randn(4, 512, 256).bfloat16().mT  # side by side, as columns
+    for other in (1, 1, 1, 2, 3, 2):
+        driver.seen.clear()
+        fusebook.swiglu(x, both[0], both[other], strategy="fused")
+        known, driver.seen = driver.seen, []
+        with uncached():
+            fusebook.swiglu(x, both[0], both[other], strategy="fused")
+        assert numbered(known) == numbered(driver.seen), other
+        assert any(isinstance(a, tuple) and other * 512 * 256 in a for a in addresses(known[-1][2])), "one descriptor"
+    assert len(OPERATORS["swiglu"].calls) == 1
+
+
+@absent
+def test_replays_pass_the_driver_what_the_launcher_of_triton_passes(monkeypatch):
+    """Triton's own launcher, above a function in place of the driver's; tensor descriptors as they are made."""
+    from triton.backends.nvidia import driver as backend
+
+    class Passed(AbsentGPU):
+        """Keeps what reaches the function in C."""
+
+        def __init__(self):
+            super().__init__((9, 0))
+            self.passed = []
+
+        def launch(self, *arguments):
+            self.passed.append(arguments)
+
+        def launcher_cls(self, source, metadata):
+            return backend.CudaLauncher(source, metadata)
+
+        def build_signature_metadata(self, signature):
+            return b""
+
+        def map_python_to_cpp_type(self, ty):
+            return backend.ty_to_cpp(ty)
+
+        def fill_tma_descriptor(self, address, *shape):
+            return "descriptor of", address, *map(str, shape)
+
+        fill_tma_descriptor_tiled = fill_tma_descriptor
+
+    made = Passed()
+    stand_in(monkeypatch, made)
+    for name in ("ARG_CONSTEXPR", "ARG_KERNEL", "ARG_TUPLE"):
+        monkeypatch.setattr(backend, name, name, raising=False)
+    monkeypatch.setattr(
+        backend, "PyKernelArg", lambda nested_tuple=None, type=None: (nested_tuple, type), raising=False
+    )
+    if hasattr(backend, "compile_module_from_src"):  # an older Triton writes a launcher in C for each signature
+        monkeypatch.setattr(backend, "compile_module_from_src", lambda **_: types.SimpleNamespace(launch=made.launch))
+        monkeypatch.setattr(backend, "library_dirs", list)
+
+    def values(passed):
+        """What a kernel is given; what Triton keeps of the launch and its hooks, of which there are none, is None."""
+        if isinstance(passed, (tuple, list)):
+            return tuple(map(values, passed))
+        if hasattr(passed, "data_ptr"):
+            return passed.data_ptr()
+        return None if hasattr(passed, "data") or hasattr(passed, "calls") else passed
+
+    x, left, right = (torch.randn(256, 256, dtype=torch.bfloat16) for _ in range(3))
+    columns = torch.randn(3, 256, 256, dtype=torch.bfloat16).mT
+    for call, calls in {
+        fusebook.softmax: [(x,), (left,)],
+        fusebook.concat_gemm: [(x, [left, right]), (left, [x, right])],
+        # The second weights are at other distances from the first ones.
+        fusebook.swiglu: [(x, columns[0], other) for other in columns[1:]],
+    }.items():
+        options = {} if call is fusebook.softmax else {"strategy": "fused"}
+        for _ in range(3):
+            for args in calls:
+                made.passed.clear()
+                call(*args, **options)
+                known = [("", 0, values(p)) for p in made.passed]
+                made.passed.clear()
+                with uncached():
+                    call(*args, **options)
+                assert known and numbered(known) == numbered([("", 0, values(p)) for p in made.passed]), call
+
+
+@absent
+def test_nothing_is_replayed_while_triton_has_hooks(driver):
+    x = torch.randn(8, 100)
+    for _ in range(3):
+        fusebook.softmax(x)
+    called = []
+    triton.knobs.runtime.launch_enter_hook.add(called.append)
+    try:
+        before = driver.launched_by_triton
+        fusebook.softmax(x)
+        assert driver.launched_by_triton == before + 1
+    finally:
+        triton.knobs.runtime.launch_enter_hook.remove(called.append)
+    fusebook.softmax(x)
+    assert driver.launched_by_triton == before + 1
+
+
+@absent
+def test_calls_are_bounded(driver, monkeypatch):
+    monkeypatch.setattr(_call, "_MOST_CALLS", 4)
+    for n in range(1, 12):
+        fusebook.softmax(torch.randn(2, n))
+    assert 0 < len(OPERATORS["softmax"].calls) <= 4
+
+
+@absent
+def test_a_gradient_is_replayed_too(driver):
+    x = torch.randn(8, 100, requires_grad=True)
+    for _ in range(3):
+        before = driver.launched_by_triton
+        fusebook.softmax(x).sum().backward()
+    assert driver.launched_by_triton == before
+
+
+@absent
+def test_a_call_is_named_in_the_profiler(driver):
+    x = torch.randn(8, 100)
+    for _ in range(3):
+        fusebook.softmax(x)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        fusebook.softmax(x)
+    assert "fusebook::softmax" in {event.key for event in profile.key_averages()}
+
+
+@absent
+def test_a_launch_that_fails_shows_lines_of_files(driver):
+    x = torch.randn(8, 100)
+    for known in (False, True):
+
+        def fail(*arguments):
+            raise RuntimeError("no such launch")
+
+        driver.failing = fail
+        try:
+            fusebook.softmax(x)
+            raise AssertionError("it did not fail")
+        except RuntimeError as error:
+            frames = traceback.extract_tb(error.__traceback__)
+        assert all(Path(frame.filename).is_file() for frame in frames)
+        assert any(frame.filename.endswith("_call.py") and frame.line for frame in frames)
+        driver.failing = None
+        if not known:
+            fusebook.softmax(x)
+
+
+def privates():
+    """What `_call` takes from torch under private names, as written there."""
+    source = Path(_call.__file__).read_text()
+    return [*re.findall(r'_private\(\s*"([^"]+)"', source), "_current_level", "_is_profiler_enabled"]
+
+
+@pytest.mark.parametrize("name", privates())
+def test_without_a_private_name_it_is_as_correct(name, tmp_path, monkeypatch, request):
+    """A copy in a folder of its own, which works next to the package, as a package of its own."""
+    package = f"copy_{privates().index(name)}"
+    folder = tmp_path / package
+    folder.mkdir()
+    for file in ("__init__", "_call", "_rows", "_tl", "elementwise", "softmax", "softmax_backward"):
+        source = Path(_call.__file__).with_name(f"{file}.py").read_text()
+        renamed = source.replace(f'"{name}"', '"torch:_C.no_such_name"' if ":" in name else '"no_such_name"')
+        assert file != "_call" or source != renamed
+        (folder / f"{file}.py").write_text(renamed)
+    monkeypatch.syspath_prepend(tmp_path)
+    call, elementwise, softmax = (
+        importlib.import_module(f"{package}.{file}") for file in ("_call", "elementwise", "softmax")
+    )
+    assert f"torch.ops.{package}" in str(getattr(torch.ops, package)) and call.OPERATORS is not OPERATORS
+    x = torch.randn(4, 6, requires_grad=True)
+    if ABSENT in os.environ:
+        driver = request.getfixturevalue("driver")
+        stand_in(monkeypatch, driver, call)
+        for _ in range(3):
+            softmax.softmax(x).sum().backward()
+        assert len(driver.seen) == 6
+        return
+    x = x.detach().to("cuda" if torch.cuda.is_available() else "cpu").requires_grad_()
+    for _ in range(3):
+        x.grad = None
+        y = softmax.softmax(elementwise.silu(x))
+        y.square().sum().backward()
+        given = x.grad, x.detach().requires_grad_()
+        right = torch.softmax(torch.nn.functional.silu(given[1]), -1)
+        right.square().sum().backward()
+        torch.testing.assert_close((y, given[0]), (right, given[1].grad))
+    torch.testing.assert_close(torch.vmap(softmax.softmax)(x), torch.softmax(x, -1))
 
 
 @gpu
@@ -659,60 +636,81 @@ def test_a_batch_of_an_operator_without_a_rule(device):
         torch.testing.assert_close(a, fusebook.embedding_backward(t, index, 4))
 
 
-@absent
-def test_compiled_code_finds_plans(driver, monkeypatch):
-    from torch._inductor.utils import run_and_get_code
+# Autocast
 
-    x = torch.randn(5, 7)
-    compiled = torch.compile(lambda t: fusebook.exp(t), fullgraph=True)
-    _, (code,) = run_and_get_code(compiled, x)
-    assert "torch.ops.fusebook.exp.default.planned(" in code
-    for _ in range(3):
-        compiled(x)
-    asked = []
-    before = len(driver.seen)
-    with monkeypatch.context() as patched:
-        patched.setattr(_operator, "_flat", asked.append)  # of whatever is not known again
-        for _ in range(3):
-            compiled(x)
-    assert len(driver.seen) == before + 3 and not asked
-    op = OPERATORS["exp"]
-    monkeypatch.setattr(op, "custom", lambda *args: asked.append(args))
-    op._compiled(torch.complex(x, x).conj().imag)
-    op._compiled(x.clone().requires_grad_())
-    assert len(asked) == 2 and len(driver.seen) == before + 3  # torch resolves the one, and differentiates the other
-
-
-def test_what_has_no_elements_lies_nowhere():
-    """A part without elements lies at 0, its memory does not, and another call's memory lies elsewhere again."""
-    x = torch.empty(8)
-    tape = _tape.Tape([x])
-    assert tape.address(x[4:]) == "a0.data_ptr() + 16"
-    assert x[8:].data_ptr() == 0 and tape.address(x[8:]) == "0"
-    tape.whole(x[8:])
-    assert tape.lines == ["s0 = a0.as_strided((0,), (1,), a0.storage_offset() + 8)"] and not tape.spoiled
+#: What Fusebook computes under torch.autocast, and the same by torch.
+CHAINS = {
+    "softmax": (lambda x, w: fusebook.softmax(x), lambda x, w: torch.softmax(x, -1)),
+    "rms_norm": (lambda x, w: fusebook.rms_norm(x), lambda x, w: torch.nn.functional.rms_norm(x, (8,), None, 1e-6)),
+    "layer_norm": (lambda x, w: fusebook.layer_norm(x), lambda x, w: torch.nn.functional.layer_norm(x, (8,))),
+    "add_layer_norm": (
+        lambda x, w: fusebook.add_layer_norm(x, x),
+        lambda x, w: (torch.nn.functional.layer_norm(x + x, (8,)), x + x),
+    ),
+    "cross_entropy": (
+        lambda x, w: fusebook.cross_entropy(x, torch.arange(4, device=x.device), check=False),
+        lambda x, w: torch.nn.functional.cross_entropy(x, torch.arange(4, device=x.device)),
+    ),
+    "linear_cross_entropy": (
+        lambda x, w: fusebook.linear_cross_entropy(x, w, torch.arange(4, device=x.device), check=False),
+        lambda x, w: torch.nn.functional.cross_entropy(x @ w.T, torch.arange(4, device=x.device)),
+    ),
+    "concat_gemm": (lambda x, w: fusebook.concat_gemm(x, [w.T]), lambda x, w: x @ w.T),
+    "swiglu": (
+        lambda x, w: fusebook.swiglu(x, w.T, w.T),
+        lambda x, w: torch.nn.functional.silu(x @ w.T) * (x @ w.T),
+    ),
+}
 
 
-def test_a_view_is_written_down_by_where_it_begins():
-    """Of an argument, whose own beginning another call tells."""
-    x = torch.zeros(3, 8)[1:]
-    tape = _tape.Tape([x])
-    assert tape.address(x[1:, 2:]) == "a0.data_ptr() + 40"
-    tape.whole(x[1:, 2:])
-    assert tape.lines == ["s0 = a0.as_strided((1, 6), (8, 1), a0.storage_offset() + 10)"] and not tape.spoiled
+def dtypes(value):
+    return [t.dtype for t in (value if isinstance(value, tuple) else (value,))]
 
 
-def test_a_subclass_of_tensors_has_no_plan():
-    class Named(torch.Tensor):
-        pass
+@contextlib.contextmanager
+def autocast(device, dtype):
+    """As torch.autocast, which is silent where there is no GPU."""
+    before = torch.get_autocast_dtype(device)
+    torch.set_autocast_enabled(device, True)
+    torch.set_autocast_dtype(device, dtype)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled(device, False)
+        torch.set_autocast_dtype(device, before)
 
-    assert _operator._described([torch.ones(2)], []) is not None
-    assert _operator._described([torch.ones(2).as_subclass(Named)], []) is None
+
+@pytest.mark.skipif(ABSENT in os.environ, reason="no kernel runs there")
+@pytest.mark.parametrize("name", CHAINS)
+@pytest.mark.parametrize("where", ["cpu", "cuda"])
+def test_autocast_has_the_rules_of_torch(name, where):
+    """Without a GPU, the rules for one are read from tensors that are fake."""
+    fused, chain = CHAINS[name]
+    fake = where == "cuda" and not torch.cuda.is_available()
+    if where == "cpu" and not INTERPRETED:
+        pytest.skip("nothing runs on the CPU")
+    for given in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        other = given if given == torch.float64 else torch.float32
+        for low in (torch.bfloat16, torch.float16):
+            with FakeTensorMode() if fake else contextlib.nullcontext(), autocast(where, low):
+                x = torch.randn(4, 8, dtype=given, device=where)
+                w = torch.randn(6, 8, dtype=other, device=where)
+                found, right = fused(x, w), chain(x, w)
+                assert dtypes(found) == dtypes(right), (given, low)
+                if not fake:
+                    torch.testing.assert_close(found, right, atol=0.06, rtol=0.06)
 
 
-def test_whoever_forgets_plans_forgets_the_last_call():
-    plans = _operator._Plans()
-    plans.last([torch.ones(2)], lambda *args: "again")
-    assert plans.again() == plans.before([torch.ones(2)]) == "again"
-    plans.clear()
-    assert plans.again() is plans.before([torch.ones(2)]) is _operator._OTHER
+@pytest.mark.skipif(ABSENT in os.environ, reason="no kernel runs there")
+def test_gradients_under_autocast_have_the_dtypes_of_their_tensors(device):
+    found = []
+    for fused in (True, False):
+        torch.manual_seed(1)
+        x, w = (torch.randn(n, 8, device=device, requires_grad=True) for n in (4, 6))
+        with torch.autocast(device, dtype=torch.bfloat16):
+            h = CHAINS["swiglu"][not fused](x, w)
+            loss = CHAINS["linear_cross_entropy"][not fused](h @ w, w)
+        loss.backward()
+        found.append((loss.detach(), x.grad, w.grad))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, atol=0.05 * b.abs().max().item(), rtol=0)

@@ -24,7 +24,7 @@ from fusebook import check, inputs  # noqa: E402
 from fusebook.cards import OPS  # noqa: E402
 from fusebook.cards import onnxruntime as card  # noqa: E402
 from fusebook.cards.scatter_nd import _onnx_model  # noqa: E402
-from fusebook.kernels._operator import OPERATORS  # noqa: E402
+from fusebook.kernels._call import OPERATORS  # noqa: E402
 from fusebook.ort import LOSSES, NODES, NORMS, Graph, aot, build, export  # noqa: E402
 from fusebook.ort.alone import alone  # noqa: E402
 from graphs import one_node, registered_by_an_old_onnx_runtime  # noqa: E402
@@ -372,7 +372,7 @@ def test_a_library_is_kept_until_one_of_its_changed_sources(tmp_path, monkeypatc
     monkeypatch.setattr(aot, "build", lambda out, **_: out)
     found = [aot.cached([90], ["float32"])]
     assert aot.cached([90], ["float32"]) == found[0] != aot.cached([80], ["float32"])
-    for source in ("ort/aot.py", "ort/c/library.c", "kernels/softmax.py", "kernels/_rows.py", "kernels/_operator.py"):
+    for source in ("ort/aot.py", "ort/c/library.c", "kernels/softmax.py", "kernels/_rows.py", "kernels/_call.py"):
         with (copy / source).open("a") as file:
             file.write("\n")
         found.append(aot.cached([90], ["float32"]))

@@ -12,7 +12,7 @@ import torch.autograd.forward_ad as forward
 import torch.nn.functional as F
 
 import fusebook
-from fusebook.kernels._operator import INTERPRETED
+from fusebook.kernels._call import INTERPRETED
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 AT = torch.tensor([0, 2, 1], device=DEVICE)

@@ -19,7 +19,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import fusebook
 import warm
 from fusebook.inputs import generator
-from fusebook.kernels._operator import OPERATORS
+from fusebook.kernels._call import OPERATORS
 from fusebook.kernels._peers import reachable
 from fusebook.kernels.allreduce_norm import WAYS, _allreduce_norm, plan
 from fusebook.kernels.kmeans_shared import _kmeans_shared_means, _shared_plan
@@ -213,7 +213,7 @@ import sys
 import fusebook
 import pandas as pd, torch, torch.distributed as dist
 from fusebook.inputs import generator
-from fusebook.kernels._operator import OPERATORS
+from fusebook.kernels._call import OPERATORS
 from fusebook.page import work
 
 def found():

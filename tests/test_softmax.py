@@ -14,8 +14,8 @@ from fusebook import check
 from fusebook.cards._peers import quack_takes
 from fusebook.cards.softmax import SOFTMAX_BACKWARD
 from fusebook.inputs import generator
-from fusebook.kernels import _operator, _rows
-from fusebook.kernels._operator import OPERATORS
+from fusebook.kernels import _call, _rows
+from fusebook.kernels._call import OPERATORS
 from fusebook.kernels.softmax_backward import softmax_backward
 
 CUDA = torch.cuda.is_available()
@@ -153,7 +153,7 @@ def test_wide_rows_that_lie_across_are_laid_side_by_side(dtype, monkeypatch):
     laid = []
     original = _rows.side_by_side
     monkeypatch.setattr(_rows, "side_by_side", lambda x: laid.append(x) or original(x))
-    with _operator.plans_aside():
+    with _call.uncached():
         x = torch.randn(2100, 260, device=DEVICE).to(dtype).mT
         assert_softmax(x, 1)
         assert len(laid) == 1
@@ -189,10 +189,10 @@ def test_numbers_that_are_loaded_one_by_one_fit_into_the_registers_of_a_thread()
 
 @pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS.keys())
 def test_no_view_is_copied(view, monkeypatch):
-    monkeypatch.setattr(_operator, "apply", None)
+    monkeypatch.setattr(_call, "apply", None)
     x = view(functools.partial(torch.randn, device=DEVICE))
     y = torch.empty(x.shape, device=DEVICE)
-    with _operator.launching(x):
+    with _call.launching(x):
         for dim in range(x.dim()):
             OPERATORS["softmax"].into(y, x, dim)
             OPERATORS["softmax_backward"].into(torch.empty_like(y), y, x, dim)
@@ -397,7 +397,7 @@ def test_what_other_programs_left_is_what_a_program_finds_out_for_itself(dtype, 
 
     monkeypatch.setattr(_rows, "_shared_plan", impatient)
     _rows._plan.cache_clear()
-    with _operator.plans_aside():
+    with _call.uncached():
         assert torch.equal(fusebook.softmax(x), want)
         assert torch.equal(softmax_backward(want, x, 1), gradient)
     _rows._plan.cache_clear()
@@ -616,7 +616,7 @@ def test_quack_refuses_rows_that_its_vectors_do_not_fill():
 
 
 def test_a_cpu_tensor_needs_the_interpreter(monkeypatch):
-    monkeypatch.setattr(_operator, "INTERPRETED", False)
+    monkeypatch.setattr(_call, "INTERPRETED", False)
     if CUDA:  # a real driver takes CUDA tensors only
         message = "expected a CUDA tensor, got one on cpu; .*TRITON_INTERPRET=1"
     else:

@@ -14,8 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ._arguments import shapes
-from ._operator import Operator, apply, empty, gpu, launch
+from ._call import Operator, apply, empty, gpu, launch, shapes
 
 __all__ = ["squared_relu", "squared_relu_eager"]
 

@@ -21,7 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 from triton.runtime.jit import JITFunction
 
-from fusebook.kernels import _operator
+from fusebook.kernels import _call
 
 __all__ = ["AbsentGPU", "Unknown", "kernels", "registers", "usage"]
 
@@ -95,7 +95,7 @@ def kernels() -> Iterator[list[Any]]:
 
     JITFunction.run = launch
     try:
-        with _operator.plans_aside():
+        with _call.uncached():
             yield found
     finally:
         JITFunction.run = run

@@ -25,7 +25,7 @@ from fusebook.op import Op
 __all__ = ["CALL_PATH", "hashes", "of_functions", "of_variant"]
 
 #: The modules through which all launchers go: ``code`` stops here, and ``host`` covers them.
-CALL_PATH = ("fusebook.kernels._operator", "fusebook.kernels._tape", "fusebook.kernels._arguments")
+CALL_PATH = ("fusebook.kernels._call",)
 
 # What else of the package is read. The rest measures, and `fusebook.timing.VERSION` says when that changes.
 _READ = ("fusebook.kernels", "fusebook.cards", "fusebook.ort")

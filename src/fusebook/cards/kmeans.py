@@ -12,7 +12,7 @@ from torch import Tensor
 from fusebook.cards import _draws
 from fusebook.cards._peers import compiled
 from fusebook.inputs import rough
-from fusebook.kernels._operator import OPERATORS
+from fusebook.kernels._call import OPERATORS
 from fusebook.kernels._points import DTYPES, LABELS
 from fusebook.kernels.kmeans import kmeans_assign, kmeans_assign_eager
 from fusebook.kernels.kmeans_update import kmeans_update, kmeans_update_eager

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fusebook.cards import _draws
 from fusebook.cards._peers import compiled
-from fusebook.kernels._operator import accumulated
+from fusebook.kernels._call import accumulated
 from fusebook.kernels.logistic_step import logistic_fit, logistic_step, logistic_step_eager
 from fusebook.op import Cost, Dims, Op, Variant
 

@@ -15,8 +15,7 @@ from torch import Tensor
 from fusebook.cards import _draws
 from fusebook.cards._peers import compiled, matrices
 from fusebook.inputs import rough
-from fusebook.kernels._arguments import FLOATING
-from fusebook.kernels._operator import accumulated
+from fusebook.kernels._call import FLOATING, accumulated
 from fusebook.kernels.cross_entropy import cross_entropy_eager, cross_entropy_with_gradient
 from fusebook.kernels.linear_cross_entropy import (
     linear_cross_entropy,

@@ -14,7 +14,7 @@ from torch import Tensor
 from fusebook.cards import _draws
 from fusebook.cards._peers import compiled, liger_takes, matrices, quack_takes
 from fusebook.inputs import rough
-from fusebook.kernels._arguments import FLOATING
+from fusebook.kernels._call import FLOATING
 from fusebook.kernels.norms import add_rms_norm, layer_norm, layer_norm_eager, rms_norm, rms_norm_eager
 from fusebook.kernels.norms_backward import layer_norm_backward, rms_norm_backward
 from fusebook.op import Cost, Dims, Op, Variant

@@ -31,8 +31,25 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._arguments import FLOATING, INTEGERS, integer, number, one_of, shapes
-from ._operator import accumulated, apply, as_it_is, capturing, contiguous, empty, gpu, launch, launching, overlapping
+from ._call import (
+    FLOATING,
+    INTEGERS,
+    Operator,
+    accumulated,
+    apply,
+    as_it_is,
+    capturing,
+    contiguous,
+    empty,
+    gpu,
+    integer,
+    launch,
+    number,
+    one_of,
+    overlapping,
+    recorder,
+    shapes,
+)
 from ._rows import Plan, aligned, leave, missing_of, put, window, words_of
 
 # Kernels -------------------------------------------------------------------------------------------------------------
@@ -817,17 +834,25 @@ def entropy_into(
     end(loss, left, terms, sums)
 
 
-def times(dx: Tensor, scale: Tensor) -> None:
-    """Multiply rows in place by a number, or each by its own; costs a launch where that is a single one."""
-    if not dx.numel():
-        return
+def _times_into(_: None, dx: Tensor, scale: Tensor) -> None:
     m, n = dx.shape
     block = min(4096, triton.next_power_of_2(n))
     tiles = m * triton.cdiv(n, block)
     grid = (min(tiles, 8 * gpu(dx.device)[1]),)
     step = scale.stride(0) if scale.dim() else 0
-    with launching(dx):
-        launch(_times, grid, dx, scale, tiles, n, dx.stride(0), step, BLOCK=block, num_warps=8)
+    launch(_times, grid, dx, scale, tiles, n, dx.stride(0), step, BLOCK=block, num_warps=8)
+
+
+_scale = Operator(
+    "scale_rows", "(Tensor(a!) dx, Tensor scale) -> ()",
+    check=lambda *given: given, outputs=lambda *_: None, into=_times_into,
+)  # fmt: skip
+
+
+def times(dx: Tensor, scale: Tensor) -> None:
+    """Multiply rows in place by a number, or each by its own; costs a launch where that is a single one."""
+    if dx.numel():
+        _scale.call(dx, scale)
 
 
 # Arguments and gradients ---------------------------------------------------------------------------------------------
@@ -852,9 +877,13 @@ def check_terms(
     return Terms(weight, reduction, ignored, smoothing, number(name, "z_loss", z_loss, "0 leaves it out"), softcap)
 
 
-def read_target(name: str, target: Tensor, classes: int, ignore_index: int) -> None:
-    """Read the targets and raise IndexError for the first that is no class. Waits for the GPU."""
-    if target.numel() == 0 or capturing(target):
+def read_target(name: str, target: Tensor, classes: int, ignore_index: int, check: bool | None) -> None:
+    """Read the targets and raise IndexError for the first that is no class, where `check` asks for it.
+
+    That waits for a GPU, so None reads only what is on the CPU.
+    """
+    wanted = not target.is_cuda if check is None else check
+    if not wanted or target.numel() == 0 or capturing(target):
         return
     least, most = torch.stack(torch.aminmax(target)).tolist()  # one transfer: the usual case ends here
     if 0 <= least and most < classes:
@@ -865,7 +894,7 @@ def read_target(name: str, target: Tensor, classes: int, ignore_index: int) -> N
         at = tuple(places[0].tolist())
         raise IndexError(
             f"{name}: expected targets from 0 to {classes - 1} or {ignore_index}, got {int(target[at])} at "
-            f"target[{', '.join(map(str, at))}]; mend it, or pass check=False, which makes such a loss NaN"
+            f"target[{', '.join(map(str, at))}]; fix it, or pass check=False, which makes such a loss NaN"
         )
 
 
@@ -922,3 +951,7 @@ class Once(torch.autograd.Function):
             for dx in gradients:
                 times(dx.view(-1, dx.shape[-1]) if dx.is_contiguous() else dx, g.reshape(-1) if g.dim() else g)
         return None, None, *gradients, *[None] * (len(ctx.needs_input_grad) - 2 - len(gradients))
+
+
+#: `Once.apply`, for callers that are not traced or transformed.
+once = recorder(Once)

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._operator import INTERPRETED, empty, launch
+from ._call import INTERPRETED, empty, launch
 from ._rows import aligned
 
 # Kernels -------------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._operator import INTERPRETED, launch, overlapping
+from ._call import INTERPRETED, launch, overlapping
 
 
 class Plan(NamedTuple):

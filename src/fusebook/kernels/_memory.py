@@ -10,7 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
-from ._operator import empty
+from ._call import empty
 
 #: Bytes that each tensor begins at a multiple of, as memory of its own would.
 _LINE = 256

@@ -15,8 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._arguments import FLOATING, number, shapes
-from ._operator import accumulated, contiguous, empty, gpu, launch, overlapping
+from ._call import FLOATING, accumulated, contiguous, empty, gpu, launch, number, overlapping, shapes
 from ._rows import Plan, aligned, begin_of, layout_of, leave, missing_of, put, rows_in, tile_of, word_of, words_of
 from ._tl import fill
 

@@ -19,8 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ._call import accumulated, empty, gpu, launch
 from ._norms import anchor_of, far, loaded, since, sum_both
-from ._operator import accumulated, empty, gpu, launch
 from ._rows import layout_of
 
 #: Up to this, the smallest normal number of float32, what is added to a row of zeros may be nothing, or less.

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._operator import launch, launching
+from ._call import launch, launching
 
 
 @triton.jit

@@ -15,8 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._arguments import integer
-from ._operator import accumulated, launch
+from ._call import accumulated, integer, launch
 
 #: What points and centres may be, and labels.
 DTYPES = (torch.float16, torch.float32, torch.float64)

@@ -28,11 +28,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ._arguments import one_of, shapes
+from ._call import INTERPRETED, Distance, apply, empty, gpu, launch, one_of, overlapping, shapes
 from ._grouped import scatter_nd_fill
 from ._memory import side_by_side
-from ._operator import INTERPRETED, apply, empty, gpu, launch, overlapping
-from ._tape import Distance
 
 # Kernels -------------------------------------------------------------------------------------------------------------
 #

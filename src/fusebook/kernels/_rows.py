@@ -21,8 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._arguments import integer, shapes
-from ._operator import Operator, apply, contiguous, empty, gpu, launch, overlapping
+from ._call import Operator, apply, contiguous, empty, gpu, integer, launch, overlapping, shapes
 from ._tl import fill
 
 # Rows on the device --------------------------------------------------------------------------------------------------

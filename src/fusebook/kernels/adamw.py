@@ -25,8 +25,22 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
-from ._arguments import check_alike, check_local, check_stored, check_tensor, flag, integer, number
-from ._operator import apply, check_device, gpu, launch, launching, unhooked, watched
+from ._call import (
+    apply,
+    check_alike,
+    check_device,
+    check_local,
+    check_stored,
+    check_tensor,
+    flag,
+    gpu,
+    integer,
+    launch,
+    launching,
+    number,
+    unhooked,
+    watched,
+)
 
 __all__ = ["adamw_step", "adamw_step_eager"]
 

@@ -23,8 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._arguments import check_stored, number, shapes
-from ._operator import empty_like, gpu, launch, launching
+from ._call import check_stored, empty_like, gpu, launch, launching, number, shapes
 from ._peers import Peers, meet, reachable
 
 __all__ = ["AllReduceNorm"]

@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ._operator import Operator, apply, empty, gpu, launch
+from ._call import Operator, apply, empty, gpu, launch, lower
 from ._products import (
     _FEW,
     _FEW_TILES,
@@ -414,6 +414,7 @@ _concat_gemm = Operator(
     into=_into,
     places=lambda x, weights, tf32, _: _asked(x, weights, tf32),
     gradient=(_gradients, _keep),
+    autocast=lower,
 )
 
 

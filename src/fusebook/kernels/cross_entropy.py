@@ -20,9 +20,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ._arguments import flag
-from ._entropy import TERMS, Once, Terms, check_terms, entropy_into, line, loss_like, once_only, read_target
-from ._operator import Operator, empty, watched
+from ._call import Operator, empty, flag, watched
+from ._entropy import TERMS, Terms, check_terms, entropy_into, line, loss_like, once, once_only, read_target
 from ._rows import rows_in
 
 __all__ = ["cross_entropy", "cross_entropy_eager", "cross_entropy_with_gradient"]
@@ -94,8 +93,8 @@ def _check_over(x: Any, *rest: Any) -> tuple[Any, ...]:
 
 
 def _read(x: Tensor, target: Tensor, weight: Any, reduction: Any, ignore_index: int, *rest: Any) -> None:
-    if rest[3]:
-        read_target("cross_entropy", target, x.shape[-1], ignore_index)
+    if rest[3] is not False:
+        read_target("cross_entropy", target, x.shape[-1], ignore_index, rest[3])
 
 
 def _read_over(x: Tensor, target: Tensor, weight: Any, *rest: Any) -> None:
@@ -151,7 +150,7 @@ _over = Operator(
 def cross_entropy(
     logits: Tensor, target: Tensor, weight: Tensor | None = None, *, reduction: str = "mean", ignore_index: int = -100,
     label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float | None = None, inplace: bool = False,
-    check: bool = True,
+    check: bool | None = None,
 ) -> Tensor:  # fmt: skip
     """Cross entropy of logits, whose gradient is found in the same pass.
 
@@ -177,9 +176,10 @@ def cross_entropy(
     inplace : bool, default False
         Allow that the gradient overwrites the logits, where one is recorded. In float16, and traced by torch, it does
         not.
-    check : bool, default True
-        Read the targets, which waits for the GPU, and refuse those that are no class. Otherwise the loss and the
-        gradient of such a row are NaN.
+    check : bool, optional
+        A target that is no class makes the loss and the gradient of its row NaN, and so the mean or the sum. True reads
+        the targets first, which waits for the GPU, and raises an IndexError that names the first such target. None does
+        so on the CPU only; False never.
 
     Returns
     -------
@@ -195,7 +195,7 @@ def cross_entropy(
         If shapes or devices do not match, a number is out of its range, the tensors are on the CPU and Triton compiles,
         or the logits cannot be overwritten and shall be.
     IndexError
-        If a target is no class and `check` is set.
+        If a target is no class and is read, see `check`.
     RuntimeError
         If a second backward pass asks for a gradient that has overwritten the logits.
 
@@ -230,12 +230,12 @@ def cross_entropy(
     def anew(g: Tensor, logits: Tensor, target: Tensor, weight: Tensor | None) -> tuple[Tensor]:
         return (_again(logits, target, weight, rest, g),)
 
-    return Once.apply(found, None if inplace else anew, logits, target, weight)
+    return once(found, None if inplace else anew, logits, target, weight)
 
 
 def cross_entropy_with_gradient(
     logits: Tensor, target: Tensor, weight: Tensor | None = None, *, reduction: str = "mean", ignore_index: int = -100,
-    label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float | None = None, check: bool = True,
+    label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float | None = None, check: bool | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Cross entropy of logits and its gradient, without autograd: one read, one write.
 

@@ -38,8 +38,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._arguments import FLOATING, shapes
-from ._operator import Operator, empty, empty_like, gpu, launch
+from ._call import FLOATING, Operator, empty, empty_like, gpu, launch, shapes
 
 __all__ = [
     "add_add_multiply", "add_add_multiply_eager", "add_sub", "add_sub_eager", "double", "exp", "multiply",
@@ -439,6 +438,8 @@ class Expression(NamedTuple):
 
 
 def _silu_gradient(x: Tensor, dy: Tensor) -> tuple[Tensor]:
+    if not torch.is_grad_enabled():  # torch's kernel has no gradient of its own
+        return (torch.ops.aten.silu_backward(dy, x),)
     gate = torch.sigmoid(x)
     return (dy * gate * (1 + x * (1 - gate)),)
 

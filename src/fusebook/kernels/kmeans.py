@@ -35,9 +35,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._arguments import shapes
+from ._call import Operator, accumulated, apply, capturing, contiguous, empty, gpu, launch, overlapping, shapes
 from ._memory import side_by_side
-from ._operator import Operator, accumulated, apply, capturing, contiguous, empty, gpu, launch, overlapping
 from ._points import DTYPES, LABELS, Plan, farthest, launch_few, refuse_beyond, refuse_not_finite, tensors
 from .kmeans_plan import bound, kmeans_plan, loose
 

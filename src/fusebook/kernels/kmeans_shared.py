@@ -18,8 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import kmeans_update  # noqa: F401  (it defines the parts of the step)
-from ._arguments import check_stored, check_tensor, integer
-from ._operator import OPERATORS, empty_like, launch, launching
+from ._call import OPERATORS, check_stored, check_tensor, empty_like, integer, launch, launching
 from ._peers import Peers, reachable
 from ._points import DTYPES
 

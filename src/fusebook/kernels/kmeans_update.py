@@ -23,8 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._arguments import shapes
-from ._operator import Operator, accumulated, apply, capturing, contiguous, empty, launch
+from ._call import Operator, accumulated, apply, capturing, contiguous, empty, launch, shapes
 from ._points import DTYPES, LABELS, Plan, check_k, launch_few, refuse_beyond, refuse_not_finite, tensors
 from .kmeans import assign_into, assign_outputs, check_assign
 

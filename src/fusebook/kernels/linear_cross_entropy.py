@@ -36,9 +36,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from . import _entropy, _few
-from ._arguments import integer
-from ._entropy import TERMS, Once, Terms, _class_of, _factors, _known, line, loss_like
-from ._operator import Operator, accumulated, apply, contiguous, empty, gpu, launch, watched
+from ._call import Operator, accumulated, apply, contiguous, empty, gpu, integer, launch, lower, lowered, watched
+from ._entropy import TERMS, Terms, _class_of, _factors, _known, line, loss_like, once
 from ._rows import rows_in
 
 __all__ = ["linear_cross_entropy", "linear_cross_entropy_eager", "linear_cross_entropy_with_gradients"]
@@ -469,8 +468,8 @@ def _check(h: Any, head: Any, bias: Any, target: Any, weight: Any, *rest: Any) -
 
 def _read(h: Tensor, head: Tensor, bias: Any, target: Tensor, weight: Any, reduction: Any, *rest: Any) -> None:
     ignore_index, *_, check = rest[:5]
-    if check:
-        _entropy.read_target("linear_cross_entropy", target, len(head), ignore_index)
+    if check is not False:
+        _entropy.read_target("linear_cross_entropy", target, len(head), ignore_index, check)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -510,16 +509,22 @@ def _kept_of(
     return loss_like(h, target, reduction), padded((h.numel() // h.shape[-1], len(head)), pitch, h.dtype, h.device)
 
 
+def _lower(device: str, call: Any, h: Tensor, head: Tensor, bias: Tensor | None, *rest: Any) -> Any:
+    """The rule of autocast: the product is in its dtype, the loss in float32."""
+    return lower(device, lambda *both: call(*both, *rest), h, head, bias)
+
+
 _GIVEN = f"Tensor h, Tensor head, Tensor? bias, {TERMS}"
 _loss = Operator(
     "linear_cross_entropy", f"({_GIVEN}, SymInt? rows) -> Tensor",
-    check=_check, outputs=_loss_of, into=_into, read=_read, gradient=(_gradient, _keep),
+    check=_check, outputs=_loss_of, into=_into, read=_read, gradient=(_gradient, _keep), autocast=_lower,
 )  # fmt: skip
 #: The loss, and the gradients of hidden states, head and bias.
 _all = Operator(
     "linear_cross_entropy_with_gradients",
     f"({_GIVEN}, SymInt? rows, Tensor? scale) -> (Tensor, Tensor, Tensor, Tensor)",
     check=_check, outputs=_all_of, into=_all_into, read=_read, gradient=_entropy.once_only("linear_cross_entropy"),
+    autocast=_lower,
 )  # fmt: skip
 
 
@@ -546,7 +551,7 @@ _over = Operator(
 def linear_cross_entropy(
     hidden: Tensor, head: Tensor, target: Tensor, weight: Tensor | None = None, *, bias: Tensor | None = None,
     reduction: str = "mean", ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0,
-    softcap: float | None = None, rows: int | None = None, check: bool = True,
+    softcap: float | None = None, rows: int | None = None, check: bool | None = None,
 ) -> Tensor:  # fmt: skip
     """Cross entropy of ``hidden @ head.T + bias``, whose gradients are found with it, some rows at a time.
 
@@ -592,6 +597,9 @@ def linear_cross_entropy(
     >>> fusebook.linear_cross_entropy(h, head, t).backward()  # doctest: +SKIP
     """
     rest = (reduction, ignore_index, label_smoothing, z_loss, softcap, check, rows)
+    if isinstance(hidden, Tensor) and isinstance(head, Tensor):
+        hidden, head, *low = lowered(hidden, head, *([] if bias is None else [bias]))
+        bias = low[0] if low else bias
     given = [t for t in (hidden, head) if isinstance(t, Tensor)]
     learned = given if bias is None else [*given, bias]
     recorded = torch.is_grad_enabled() and any(getattr(t, "requires_grad", False) for t in learned)
@@ -616,13 +624,13 @@ def linear_cross_entropy(
     def anew(g: Tensor, *tensors: Any) -> Sequence[Tensor]:
         return _all(*tensors, *rest[:5], False, rows, g)[1 : 1 + count]
 
-    return Once.apply(found, anew, hidden, head, bias, target, weight)
+    return once(found, anew, hidden, head, bias, target, weight)
 
 
 def linear_cross_entropy_with_gradients(
     hidden: Tensor, head: Tensor, target: Tensor, weight: Tensor | None = None, *, bias: Tensor | None = None,
     reduction: str = "mean", ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0,
-    softcap: float | None = None, rows: int | None = None, check: bool = True,
+    softcap: float | None = None, rows: int | None = None, check: bool | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Cross entropy of ``hidden @ head.T + bias`` and its gradients, without autograd.
 

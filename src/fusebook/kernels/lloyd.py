@@ -13,8 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import kmeans_update  # noqa: F401  (it defines the step)
-from ._arguments import check_stored, integer, number, shapes
-from ._operator import OPERATORS, accumulated, empty, launch, launching, readable
+from ._call import OPERATORS, accumulated, check_stored, empty, integer, launch, launching, number, readable, shapes
 from ._points import DTYPES, check_k, farthest, refuse_beyond, refuse_not_finite, tensors
 from .kmeans import kmeans_assign
 

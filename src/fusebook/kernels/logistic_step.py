@@ -32,9 +32,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from ._arguments import FLOATING, integer, number, one_of, shapes
-from ._memory import side_by_side
-from ._operator import (
+from ._call import (
+    FLOATING,
     INTERPRETED,
     Operator,
     accumulated,
@@ -44,9 +43,14 @@ from ._operator import (
     empty,
     empty_like,
     gpu,
+    integer,
     launch,
+    number,
+    one_of,
     overlapping,
+    shapes,
 )
+from ._memory import side_by_side
 from ._rows import aligned
 
 __all__ = ["logistic_fit", "logistic_step", "logistic_step_eager"]

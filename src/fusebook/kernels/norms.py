@@ -25,9 +25,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._call import Operator, accumulated, empty, wide
 from ._norms import LIMITS, check_norm, norm_into
-from ._operator import Operator, accumulated, empty
 from ._rows import alike
+from .norms_backward import norm_backward
 
 __all__ = ["add_layer_norm", "add_rms_norm", "layer_norm", "layer_norm_eager", "rms_norm", "rms_norm_eager"]
 
@@ -127,12 +128,10 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 def _gradients(ctx: Any, dy: Tensor | None, dtotal: Tensor | None = None) -> tuple[Any, ...]:
     """For what was normalised, for weight and bias, for nothing of the rest."""
-    from .norms_backward import norm_backward
-
     x, weight, bias = ctx.saved_tensors
     if dy is None:
         return dtotal, None, None, None, None
-    dx, *rest = norm_backward(x, dy, dtotal, weight, bias, ctx.centred, ctx.eps)
+    dx, *rest = norm_backward.call(x, dy, dtotal, weight, bias, ctx.centred, ctx.eps)
     dweight = None if weight is None else rest.pop(0)
     return dx, dweight, rest[0] if rest else None, None, None
 
@@ -140,6 +139,13 @@ def _gradients(ctx: Any, dy: Tensor | None, dtotal: Tensor | None = None) -> tup
 def _gradients_of_sum(ctx: Any, dy: Tensor | None, dtotal: Tensor | None) -> tuple[Any, ...]:
     dx, *rest = _gradients(ctx, dy, dtotal)
     return dx, dx, *rest
+
+
+def _under_autocast(device: str, call: Any, x: Tensor, residual: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    """The sum in the wider dtype, as torch adds; the norm of it as torch.autocast asks for it."""
+    dtype = torch.promote_types(x.dtype, residual.dtype)
+    y, total = wide(device, call, x.to(dtype), residual.to(dtype), *rest, like=_name(rest[2]))
+    return y, total.to(dtype)
 
 
 _norm: Operator = Operator(
@@ -150,6 +156,7 @@ _norm: Operator = Operator(
     into=lambda y, x, *rest: norm_into(y, None, None, x, None, *rest),
     gradient=(_gradients, _keep),
     traced=lambda *given: given,
+    autocast=lambda device, call, *given: wide(device, call, *given, like=_name(given[3])),
 )
 _add_norm: Operator = Operator(
     "add_norm",
@@ -159,6 +166,7 @@ _add_norm: Operator = Operator(
     into=lambda found, *rest: norm_into(found[0], found[1], None, *rest),
     gradient=(_gradients_of_sum, _keep),
     traced=lambda *given: given,
+    autocast=_under_autocast,
 )
 _quantised_norm: Operator = Operator(
     "quantised_norm",

@@ -31,9 +31,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ._call import Operator, accumulated, contiguous, empty, gpu, launch, overlapping
 from ._norms import add_both, anchor_of, board_of, check_norm, far, loaded, parts_of, sum_both
 from ._norms_across import LEAST_EPS, across_into, places_of, planned
-from ._operator import Operator, accumulated, contiguous, empty, gpu, launch, overlapping
 from ._rows import aligned, in_rows, layout_of, leave, rows_in, word_of
 
 __all__ = ["layer_norm_backward", "rms_norm_backward"]

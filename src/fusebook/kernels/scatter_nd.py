@@ -32,10 +32,25 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._arguments import FLOATING, INTEGERS, integer, one_of, shapes
+from ._call import (
+    FLOATING,
+    INTEGERS,
+    INTERPRETED,
+    Operator,
+    accumulated,
+    apply,
+    capturing,
+    contiguous,
+    empty,
+    gpu,
+    integer,
+    launch,
+    one_of,
+    overlapping,
+    shapes,
+)
 from ._grouped import Plan, launch_lists, launch_owner, launch_segments, row_of, scatter_nd_fill, steps_of
 from ._memory import side_by_side
-from ._operator import INTERPRETED, Operator, accumulated, apply, capturing, contiguous, empty, gpu, launch, overlapping
 
 __all__ = ["embedding_backward", "masked_scatter_nd_eager", "masked_scatter_nd_of_shape", "scatter_nd_of_shape"]
 

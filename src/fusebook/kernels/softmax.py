@@ -32,7 +32,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._operator import Operator
+from ._call import Operator, wide
 from ._rows import (
     again,
     alike,
@@ -53,6 +53,7 @@ from ._rows import (
     words_of,
     zero_of,
 )
+from .softmax_backward import _softmax_backward
 
 __all__ = ["softmax", "softmax_eager"]
 
@@ -484,10 +485,8 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _gradient(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-    from .softmax_backward import softmax_backward
-
     (y,) = ctx.saved_tensors
-    return softmax_backward(y, dy, ctx.dim), None
+    return _softmax_backward.call(y, dy, ctx.dim), None
 
 
 _softmax: Operator = Operator(
@@ -499,6 +498,7 @@ _softmax: Operator = Operator(
     gradient=(_gradient, _keep),
     batched=lambda *batch: batched(_softmax, *batch),
     traced=lambda x, dim: (x, dim + x.dim() if dim < 0 else dim),
+    autocast=wide,
 )
 
 

@@ -20,8 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._arguments import shapes
-from ._operator import Operator, accumulated, contiguous
+from ._call import Operator, accumulated, contiguous, shapes
 from ._rows import (
     again,
     alike,

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ._operator import INTERPRETED, Operator, contiguous, empty, gpu, launch
+from ._call import INTERPRETED, Operator, contiguous, empty, gpu, launch, lower
 from ._products import (
     Plan,
     _asked,
@@ -393,16 +393,21 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _gradients(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     """The two products once more, since neither was kept; then torch's products of their gradients."""
     x, gate, up, bias = ctx.saved_tensors
-    shape, x, dy = x.shape, x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
+    shape = x.shape
+    if len(shape) != 2:
+        x, dy = x.reshape(-1, shape[-1]), dy.reshape(-1, dy.shape[-1])
     g, u = x @ gate, x @ up
     if bias is not None:
         g, u = g + bias[0], u + bias[1]
-    s = torch.sigmoid(g)
-    for_u = dy * g * s
-    for_g = dy * u * s * (1 + g * (1 - s))
+    if torch.is_grad_enabled():  # torch's kernel has no gradient of its own
+        s = torch.sigmoid(g)
+        for_u, for_g = dy * g * s, dy * u * s * (1 + g * (1 - s))
+    else:
+        for_u, for_g = dy * torch.nn.functional.silu(g), torch.ops.aten.silu_backward(dy * u, g)
     for_bias = None if bias is None else torch.stack([for_g.sum(0), for_u.sum(0)])
-    for_x = (for_g @ gate.mT + for_u @ up.mT).view(shape)
-    return for_x, x.mT @ for_g, x.mT @ for_u, for_bias, None, None
+    for_x = torch.addmm(for_g @ gate.mT, for_u, up.mT)
+    turned = x.mT
+    return for_x.view(shape), turned @ for_g, turned @ for_u, for_bias, None, None
 
 
 def _check(
@@ -423,6 +428,7 @@ _swiglu = Operator(
     into=_into,
     places=lambda x, gate, up, bias, tf32, _: _asked(x, (gate, up), tf32),
     gradient=(_gradients, _keep),
+    autocast=lower,
 )
 
 

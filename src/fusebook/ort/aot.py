@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from fusebook.kernels._arguments import integer
+from fusebook.kernels._call import integer
 from fusebook.machine import cache_folder_if_any
 from fusebook.ort.custom import C, beside, compile_c
 

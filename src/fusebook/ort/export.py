@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from fusebook.extras import extra
-from fusebook.kernels._operator import OPERATORS, Operator
+from fusebook.kernels._call import OPERATORS, Operator
 from fusebook.ort.custom import CustomOp
 from fusebook.ort.graph import _NAMES, _NUMBERS
 from fusebook.ort.nodes import NODES

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusebook.kernels._arguments import integer
+from fusebook.kernels._call import integer
 from fusebook.ort.custom import _ELEMENTS, CustomOp, register
 
 __all__ = ["Bound", "Graph"]

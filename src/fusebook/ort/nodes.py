@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusebook.kernels._arguments import FLOATING
-from fusebook.kernels._operator import OPERATORS
+from fusebook.kernels._call import FLOATING, OPERATORS
 from fusebook.kernels.cross_entropy import cross_entropy
 from fusebook.ort.custom import custom_op
 

@@ -38,7 +38,7 @@ __all__ = [
 
 
 # Modules of kernels that are not of one kernel.
-_LAUNCHING = ("_arguments", "_operator", "_tape")
+_LAUNCHING = ("_call",)
 
 
 # What renders itself --------------------------------------------------------------------------------------------------

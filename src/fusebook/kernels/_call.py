@@ -1,0 +1,1277 @@
+"""From a launcher to an operator: what a call checks, launches, remembers and differentiates, in one path.
+
+    call -> the same call as before?  replay what it did: allocate, launch, return
+            another one?              check, launch as usual, and record what was done
+
+Under a compiler, a transform, a tracer or fake tensors, the operator goes through torch's dispatcher instead. There it
+is registered as ``torch.ops.<package>.<name>``, after the package that this file is in: a copy is another package.
+
+Launchers ask here, and not ``x.is_cuda``: they also run in Triton's interpreter, and compile for a GPU that is absent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import importlib
+import numbers
+import operator
+import threading
+import types
+import warnings
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any, NoReturn
+
+import torch
+import triton
+from torch import Tensor
+from torch.nn import Parameter
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+# Private names -------------------------------------------------------------------------------------------------------
+
+
+def _private(path: str, fallback: Any) -> Any:
+    """What torch or Triton has under a private name; without it, the fallback, which is slower and as correct."""
+    module, _, name = path.rpartition(".")
+    owner, _, attribute = module.partition(":")
+    try:
+        found = importlib.import_module(owner)
+        for part in attribute.split(".") if attribute else ():
+            found = getattr(found, part)
+        return getattr(found, name)
+    except (ImportError, AttributeError):
+        return fallback
+
+
+def _always() -> bool:
+    return True
+
+
+def _has_storage(x: Tensor) -> bool:
+    try:
+        return x.untyped_storage().data_ptr() >= 0
+    except (NotImplementedError, RuntimeError):
+        return False
+
+
+def _empty_strided(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return torch.empty_strided(shape, strides, dtype=dtype, device="cuda")
+
+
+# With a fallback of `_always`, calls take the long path through torch's dispatcher.
+_CUDA = torch.cuda.is_available()
+_modes = _private("torch:_C._len_torch_dispatch_stack", _always)
+_transforms = _private("torch:_C._are_functorch_transforms_active", _always)
+_tracing = _private("torch:_C._get_tracing_state", torch.jit.is_tracing)
+_autocast = _private("torch:_C._is_any_autocast_enabled", _always)
+_stored = _private("torch:_C._has_storage", _has_storage)
+_wrapped = _private("torch:_C._functorch.is_functorch_wrapped_tensor", lambda x: not _stored(x))
+_apply = _private("torch:_C._FunctionBase.apply", None)  # an attribute of each class; see `_Recorded`
+_memory = _private("torch:_C._dynamo.guards._empty_strided_cuda", _empty_strided)
+#: The current GPU, its stream; without a GPU, nothing that the device of a tensor could equal.
+_current: Callable[[], int | None] = lambda: None  # noqa: E731
+if _CUDA:
+    _current = _private("torch:_C._cuda_getDevice", torch.cuda.current_device)
+_stream = _private("torch:_C._cuda_getCurrentRawStream", lambda index: torch.cuda.current_stream(index).cuda_stream)
+_has_kernel = _private("torch:_C._dispatch_has_kernel_for_dispatch_key", lambda name, key: True)
+_functorch = _private("torch:_C._functorch.peek_interpreter_stack", None)
+_functionalize = _private("torch:_C._functorch.TransformType.Functionalize", None)
+_ad = vars(torch.autograd.forward_ad)  # of forward-mode differentiation whether it is under way
+_LEVEL = "_current_level"
+if _LEVEL not in _ad:
+    _ad = {_LEVEL: 0}
+_profiler = vars(torch.autograd.profiler)
+_PROFILING = "_is_profiler_enabled"
+if _PROFILING not in _profiler:
+    _profiler = {_PROFILING: False}
+_knobs = triton.knobs.runtime
+_runtime, _compilation = _knobs.__dict__, triton.knobs.compilation.__dict__  # knobs of Triton that a program has set
+_enter, _leave = (getattr(hook, "calls", []) for hook in (_knobs.launch_enter_hook, _knobs.launch_exit_hook))
+_dynamo = torch.compiler.is_dynamo_compiling
+_grad = torch.is_grad_enabled
+
+# The interpreter -----------------------------------------------------------------------------------------------------
+
+#: Whether Triton interprets; decided when it is imported.
+INTERPRETED: bool = _knobs.interpret
+if INTERPRETED:
+    from triton.language import bfloat16, float32, float64
+    from triton.runtime import interpreter
+
+    _builder, _patched = interpreter.InterpreterBuilder, interpreter._patch_lang_tensor
+    if not hasattr(_builder, "get_bf16"):  # Triton 3.6 interprets no constants of bfloat16
+        _builder.get_bf16 = lambda self, value: self.create_fp_trunc(self.get_fp32(value), bfloat16)
+
+        def _with_index(tensor: Any, scope: Any) -> None:
+            """Take an array of one number for a number, which NumPy does not from 2.4 on."""
+            _patched(tensor, scope)
+            scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+        interpreter._patch_lang_tensor = _with_index
+
+    if not hasattr(_builder, "_cast_directly"):  # by another copy of this file
+        _builder._cast_directly = _builder.cast_impl
+
+        def _cast_by_steps(self: Any, source: Any, kind: Any) -> Any:
+            """Go from float64 to bfloat16 by float32: directly, the interpreter makes integers."""
+            if source.dtype.scalar == float64 and kind.scalar == bfloat16:
+                source = self._cast_directly(source, float32)
+            return self._cast_directly(source, kind)
+
+        _builder.cast_impl = _cast_by_steps
+
+#: The interpreter replaces Triton's language while a kernel runs: in one thread at a time.
+_by_turns: Any = threading.RLock() if INTERPRETED else contextlib.nullcontext()
+
+# Devices and states --------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def gpu(device: torch.device) -> tuple[tuple[int, int] | None, int]:
+    """Capability and multiprocessors of a device; in the interpreter None, and few enough for small tests to share."""
+    if INTERPRETED:
+        return None, 4
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        return (properties.major, properties.minor), properties.multi_processor_count
+    driver = triton.runtime.driver.active  # of a GPU that is absent
+    return divmod(driver.get_current_target().arch, 10), driver.utils.get_device_properties(0)["multiprocessor_count"]
+
+
+def runs_on(device: torch.device) -> bool:
+    """Whether Triton can launch a kernel on a tensor of this device."""
+    if INTERPRETED or device.type == "cuda":
+        return device.type in ("cpu", "cuda")
+    try:
+        return triton.runtime.driver.active.get_active_torch_device().type == device.type
+    except RuntimeError:  # no GPU, so no driver
+        return False
+
+
+def check_device(name: str, tensor: Tensor) -> None:
+    """Refuse, by ValueError, a tensor on the CPU where Triton does not interpret; `name` is for the message."""
+    # Of a tensor on another device, such as meta, only the shape is asked.
+    if tensor.device.type in ("cpu", "cuda") and not runs_on(tensor.device):
+        raise ValueError(
+            f"{name}: expected a CUDA tensor, got one on {tensor.device.type}; move it to a GPU, or set "
+            "TRITON_INTERPRET=1 before Triton is imported, which runs the kernel in Triton's interpreter on the CPU"
+        )
+
+
+@contextlib.contextmanager
+def launching(tensor: Tensor) -> Iterator[None]:
+    """Launch on the tensor's device. In the interpreter, NaN raises no warning, as on a GPU."""
+    if tensor.is_cuda:
+        with torch.cuda.device(tensor.device):
+            yield
+    else:
+        import numpy
+
+        with numpy.errstate(all="ignore"), warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)
+            yield
+
+
+def capturing(x: Tensor) -> bool:
+    """Whether a graph is captured, so that values cannot be read."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def accumulated(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which elements of a dtype are summed."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def overlapping(device: torch.device) -> dict[str, bool]:
+    """Options of a kernel that starts before the previous one has ended: on Hopper and later, none elsewhere.
+
+    Such a kernel reads what the previous one has written only after `gdc_wait`.
+    """
+    capability, _ = gpu(device)
+    return {"launch_pdl": True} if capability is not None and capability >= (9, 0) else {}
+
+
+def watched() -> bool:
+    """Whether a compiler, tracer or transform is at work, so that a call must go through torch's dispatcher."""
+    return bool(torch.compiler.is_compiling() or _modes() or _transforms() or _ad[_LEVEL] >= 0 or _tracing())
+
+
+def readable(x: Tensor) -> bool:
+    """Whether its values can be read: not under torch.jit.trace or torch.func."""
+    return not (x.is_meta or _tracing() or _wrapped(x))
+
+
+_uncached: list[None] = []
+
+
+@contextlib.contextmanager
+def uncached() -> Iterator[None]:
+    """Inside, every call goes through its launcher, as the first one does."""
+    _uncached.append(None)
+    try:
+        yield
+    finally:
+        _uncached.pop()
+
+
+def unhooked() -> bool:
+    """Whether a launch may bypass Triton's `run`: no hooks, no debugging, no instrumentation."""
+    enter, leave = _knobs.launch_enter_hook, _knobs.launch_exit_hook
+    return not (
+        _uncached
+        or getattr(enter, "calls", enter)
+        or getattr(leave, "calls", leave)
+        or _knobs.debug
+        or "instrumentation_mode" in _compilation
+    )
+
+
+# What a call does, recorded and replayed -----------------------------------------------------------------------------
+
+#: Calls that an operator remembers; with one more it forgets all. One takes some kilobytes.
+_MOST_CALLS = 1024
+#: Launches of a call that is remembered, at most.
+_MOST_LAUNCHES = 64
+_ALLOCATE, _LAUNCH, _TORCH = range(3)
+
+
+class Distance(int):
+    """The elements from the beginning of one tensor to that of another, as a stride of a tensor descriptor.
+
+    A replay computes it again, since the next tensors may be elsewhere.
+    """
+
+    ends: tuple[Tensor, Tensor]
+
+    def __new__(cls, start: Tensor, end: Tensor) -> Distance:
+        made = super().__new__(cls, (end.data_ptr() - start.data_ptr()) // start.element_size())
+        made.ends = start, end
+        return made
+
+
+class _Address:
+    """Bytes from the beginning of a tensor; with an address, a tensor to Triton, which asks for `data_ptr` only."""
+
+    __slots__ = ("bytes", "slot")
+
+    def __init__(self, slot: int, offset: int) -> None:
+        self.slot, self.bytes = slot, offset
+
+    def data_ptr(self) -> int:
+        return self.bytes
+
+
+class _Parts(tuple[Any, ...]):
+    """A tuple of arguments, some of which are addresses."""
+
+    __slots__ = ()
+
+
+class _Tiles:
+    """A tensor descriptor with an address instead of a tensor."""
+
+    def __init__(self, like: TensorDescriptor, base: Any, strides: list[Any]) -> None:
+        self.fields = {name: value for name, value in like.__dict__.items() if name not in ("base", "strides")}
+        self.base, self.strides = base, strides
+
+
+class _View:
+    """A tensor of a call, or a view of one."""
+
+    __slots__ = ("layout", "offset", "slot")
+
+    def __init__(self, slot: int, layout: tuple[Any, Any] | None, offset: int) -> None:
+        self.slot, self.layout, self.offset = slot, layout, offset
+
+
+def _at(value: Any, at: Sequence[int]) -> Any:
+    """An argument of a kernel, given the addresses of this call's tensors."""
+    kind = type(value)
+    if kind is _Address:
+        return at[value.slot] + value.bytes
+    if kind is _Parts:
+        return tuple([at[v.slot] + v.bytes if type(v) is _Address else _at(v, at) for v in value])
+    if kind is _Tiles:
+        strides = [
+            s if type(s) is int else (_at(s[1], at) - _at(s[0], at)) // s[2] for s in value.strides
+        ]  # fmt: skip
+        made = object.__new__(TensorDescriptor)
+        made.__dict__.update(value.fields, base=_Address(0, _at(value.base, at)), strides=strides)
+        return made
+    return value
+
+
+def _given(value: Any, slots: Sequence[Tensor]) -> Any:
+    """An argument of an operation of torch, given this call's tensors."""
+    kind = type(value)
+    if kind is _View:
+        base = slots[value.slot]
+        if value.layout is None:
+            return base
+        return base.as_strided(*value.layout, base.storage_offset() + value.offset)
+    if kind is tuple or kind is list:
+        return kind([_given(v, slots) for v in value])
+    return value
+
+
+class _Replay:
+    """What a call did, to be done with other tensors of the same kind."""
+
+    __slots__ = ("device", "holes", "op", "results", "steps", "template")
+
+    def __init__(self, device: int, steps: list[Any], results: Any) -> None:
+        self.device, self.steps, self.results = device, steps, results
+        self.op: Any = None  # where a gradient is recorded
+        self.template: Any = None  # the operator's arguments, with holes for tensors
+        self.holes: list[int] | None = None  # the places of these
+
+    def run(self, slots: list[Tensor], at: list[int]) -> Any:
+        """Allocate and launch, given tensors and their addresses, to which those of fresh memory are added."""
+        stream = _stream(self.device)
+        for kind, step in self.steps:
+            if kind == _ALLOCATE:
+                memory = _memory(*step)
+                slots.append(memory)
+                at.append(memory.data_ptr())
+            elif kind == _LAUNCH:
+                run, grid, known, template, holes, packed = step
+                values = template.copy()
+                for i, slot, offset in holes:
+                    values[i] = at[slot] + offset if slot >= 0 else _at(values[i], at)
+                if packed:
+                    run(*grid, stream, *known, tuple(values))
+                else:
+                    run(*grid, stream, *known, *values)
+            else:
+                function, args, options, views, made = step
+                args, options = args.copy(), options.copy()
+                for i, view in views:
+                    if type(i) is int:
+                        args[i] = _given(view, slots)
+                    else:
+                        options[i] = _given(view, slots)
+                found = function(*args, **options)
+                for i in made:
+                    slots.append(found if i is None else found[i])
+                    at.append(slots[-1].data_ptr())
+        results = self.results
+        if type(results) is int:
+            return slots[results]
+        return None if results is None else type(results)([slots[i] for i in results])
+
+
+#: Operations of torch that a replay can leave out, besides views.
+_HARMLESS = ("empty", "empty_like", "empty_strided", "detach", "promote_types", "_unsafe_view")
+
+
+class _Recording(TorchDispatchMode):
+    """Records what a launcher does by `empty`, `launch` and `apply`, and notices whether it does anything else.
+
+    A launcher chooses its launches from shapes, strides, dtypes, devices and plain arguments, which are all in the key
+    of a call. A replay only allocates, and launches the same kernels with other addresses.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.tensors = list(tensors)  # by slot; alive, so that no other tensor has their memory
+        self.steps: list[tuple[int, Any]] = []
+        self.inside = self.incomplete = False
+        self.launches = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not (self.inside or func.is_view or func.overloadpacket.__name__ in _HARMLESS):
+            self.incomplete = True
+        return func(*args, **(kwargs or {}))
+
+    def place(self, t: Tensor) -> tuple[int, int]:
+        """The slot of a tensor, or of the one whose memory it shares, and the bytes between them."""
+        for i, other in enumerate(self.tensors):
+            if other is t:
+                return i, 0
+        memory = t.untyped_storage().data_ptr()
+        sharing = [i for i, other in enumerate(self.tensors) if other.untyped_storage().data_ptr() == memory]
+        if len(sharing) != 1:  # unknown, or of two arguments in one memory, which the next two need not be
+            self.incomplete = True
+            return 0, 0
+        other = self.tensors[sharing[0]]  # addresses would not do: an empty tensor begins at 0
+        start = int(other.storage_offset()) * other.element_size()
+        return sharing[0], int(t.storage_offset()) * t.element_size() - start
+
+    def argument(self, value: Any) -> Any:
+        """An argument of a kernel without its memory."""
+        if isinstance(value, Tensor):
+            return _Address(*self.place(value)) if value.numel() else 0
+        if isinstance(value, TensorDescriptor):
+            strides = [
+                (*map(self.argument, s.ends), s.ends[0].element_size()) if isinstance(s, Distance) else int(s)
+                for s in value.strides
+            ]
+            return _Tiles(value, self.argument(value.base), strides)
+        if type(value) is tuple:
+            parts = _Parts(map(self.argument, value))
+            return parts if any(type(part) in (_Address, _Parts, _Tiles) for part in parts) else value
+        return value
+
+    def tensor(self, value: Any) -> Any:
+        """An argument of an operation of torch without its memory."""
+        if isinstance(value, Tensor):
+            slot, offset = self.place(value)
+            base = self.tensors[slot]
+            self.incomplete |= value.dtype != base.dtype
+            if base is value or (not offset and value.shape == base.shape and value.stride() == base.stride()):
+                return _View(slot, None, 0)
+            return _View(slot, (tuple(value.shape), tuple(value.stride())), offset // value.element_size())
+        return type(value)(map(self.tensor, value)) if type(value) in (tuple, list) else value
+
+    def launched(self, kernel: Any, grid: Sequence[int], args: Any, constants: dict[str, Any], compiled: Any) -> None:
+        """Note a launch: the compiled kernel, and its arguments with holes for addresses."""
+        self.launches += 1
+        known = tuple(getattr(compiled, name, None) for name in ("function", "packed_metadata"))
+        if known[1] is None or kernel.pre_run_hooks or self.launches > _MOST_LAUNCHES:
+            self.incomplete = True
+            return
+        bound = dict(zip(kernel.arg_names, args, strict=False)) | constants
+        values = [bound[p.name] if p.name in bound else p.default for p in kernel.params]
+        template, holes = list(map(self.argument, values)), []
+        for i, value in enumerate(template):
+            if type(value) is _Address:
+                holes.append((i, value.slot, value.bytes))
+            elif type(value) in (_Parts, _Tiles):
+                holes.append((i, -1, 0))
+        sizes = (*grid, 1, 1)[:3]
+        run, known, packed = _below(compiled, sizes, (*known, None, None, None), len(values))
+        self.steps.append((_LAUNCH, (run, sizes, known, template, holes, packed)))
+
+    def applied(self, function: Any, args: Any, options: dict[str, Any], result: Any) -> None:
+        """Note an operation of torch, and the slots of its results."""
+        several = isinstance(result, (tuple, list))
+        found = list(result) if several else [result]
+        given: dict[Any, Any] = {**dict(enumerate(args)), **options}
+        views = [(i, v) for i, v in ((i, self.tensor(v)) for i, v in given.items()) if type(v) in (_View, list, tuple)]
+        made, known = [], [*self.tensors, *_flat(args), *_flat(list(options.values()))]
+        for i, t in enumerate(found):  # but for what was written to, or needed no copy
+            if isinstance(t, Tensor) and not any(t is other for other in known):
+                self.tensors.append(t)
+                made.append(i if several else None)
+        holes = {i for i, _ in views}  # a replay holds no tensors
+        plain = [None if i in holes else a for i, a in enumerate(args)]
+        options = {name: v for name, v in options.items() if name not in holes}
+        self.steps.append((_TORCH, (function, plain, options, views, made)))
+
+    def finished(self, result: Any, device: int) -> _Replay | None:
+        """The replay; None where the call did something that would be missing."""
+        places = [i for t in _flat([result]) for i, other in enumerate(self.tensors) if other is t]
+        if self.incomplete or len(places) != len(_flat([result])):
+            return None
+        results = places[0] if isinstance(result, Tensor) else None if result is None else type(result)(places)
+        return _Replay(device, self.steps, results)
+
+
+def _below(compiled: Any, grid: Any, known: Any, count: int) -> tuple[Any, tuple[Any, ...], bool]:
+    """The function that Triton's launcher calls, what it passes before a kernel's arguments, and whether as a tuple.
+
+    Triton's launcher is a Python object around a function in C. It is called once with stand-ins, and the function
+    replaced by one that keeps what is passed. Where this fails, the launcher itself is called.
+    """
+    run, metadata = compiled.run, compiled.metadata
+    scratch = any(getattr(metadata, f"{kind}_scratch_size", 0) for kind in ("global", "profile"))
+    if hasattr(run, "launch") and not scratch:
+        passed: list[Any] = []
+        stream, arguments = object(), tuple(object() for _ in range(count))
+        probe = copy.copy(run)
+        probe.launch = lambda *found: passed.extend(found)
+        probe(*grid, stream, *known, *arguments)
+        if tuple(passed[:4]) == (*grid, stream):
+            if passed[-1] == arguments:
+                return run.launch, tuple(passed[4:-1]), True
+            if tuple(passed[-count:]) == arguments:
+                return run.launch, tuple(passed[4:-count]), False
+    return run, known, False
+
+
+class _State(threading.local):
+    """What a thread is recording, if anything."""
+
+    recording: _Recording | None = None
+
+
+_state = _State()
+
+
+def empty(
+    shape: Sequence[int], dtype: torch.dtype, device: torch.device, strides: Sequence[int] | None = None
+) -> Tensor:
+    """Memory that kernels write as a whole, contiguous unless strides are given.
+
+    Under torch.use_deterministic_algorithms, torch.empty fills its memory with NaN, which a replay need not do.
+    """
+    if strides is None:
+        memory = torch.empty(shape, dtype=dtype, device=device)
+    else:
+        memory = torch.empty_strided(shape, strides, dtype=dtype, device=device)
+    return _allocated(memory)
+
+
+def empty_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Memory that kernels write as a whole, with the strides of `x` where that has no gaps."""
+    return _allocated(torch.empty_like(x, dtype=dtype))
+
+
+def _allocated(memory: Tensor) -> Tensor:
+    recording = _state.recording
+    if recording is not None:
+        recording.tensors.append(memory)
+        recording.steps.append((_ALLOCATE, (tuple(memory.shape), tuple(memory.stride()), memory.dtype)))
+    return memory
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> Any:
+    """Launch a kernel: ``kernel[grid](*args, **constants)``."""
+    recording = _state.recording
+    if recording is None:
+        with _by_turns:
+            return kernel[grid](*args, **constants)
+    recording.inside = True
+    try:
+        compiled = kernel[grid](*args, **constants)
+    finally:
+        recording.inside = False
+    recording.launched(kernel, grid, args, constants, compiled)
+    return compiled
+
+
+def apply(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Call an operation of torch, so that a replay calls it too."""
+    recording = _state.recording
+    if recording is None:
+        return function(*args, **options)
+    recording.inside = True
+    try:
+        result = function(*args, **options)
+    finally:
+        recording.inside = False
+    recording.applied(function, args, options, result)
+    return result
+
+
+def contiguous(x: Tensor) -> Tensor:
+    """A tensor without gaps, copied where it has some."""
+    return x if x.is_contiguous() else apply(Tensor.contiguous, x)
+
+
+def record(tensors: Sequence[Tensor], call: Callable[[], Any]) -> tuple[Any, _Replay | None]:
+    """Make a call; return its result, and what does the same with other tensors of the same kind, or None."""
+    recording = _state.recording = _Recording(tensors)
+    try:
+        with recording:
+            result = call()
+    finally:
+        _state.recording = None
+    devices = {t.get_device() for t in tensors}
+    return result, recording.finished(result, devices.pop()) if len(devices) == 1 else None
+
+
+# Arguments of an operator --------------------------------------------------------------------------------------------
+
+_HOLE = object()
+
+
+def _described(args: Sequence[Any], tensors: list[Tensor], at: list[int]) -> tuple[Any, ...]:
+    """All of the arguments that a launcher may depend on; collects tensors and addresses. TypeError without a key.
+
+    It is finer than what Triton specialises kernels for: sizes and strides, not what divides them.
+    """
+    parts: list[Any] = []
+    for a in args:
+        kind = type(a)
+        if kind is Tensor or kind is Parameter:
+            tensors.append(a)
+            address = a.data_ptr()  # raises without memory
+            if not address and a.numel():
+                raise TypeError("memory elsewhere")
+            at.append(address)
+            parts.append((a.get_device(), a.dtype, a.shape, a.stride(), address & 15, a.is_neg(), a.requires_grad))
+        elif kind is int or kind is str or a is None:
+            parts.append(a)
+        elif kind is tuple or kind is list:
+            parts.append((kind, _described(a, tensors, at)))
+        elif isinstance(a, Tensor):
+            raise TypeError("a subclass may mean something else by any of this")
+        else:
+            parts.append((kind, a))
+    return tuple(parts)
+
+
+def _flat(args: Sequence[Any]) -> list[Tensor]:
+    """The tensors among arguments, also in lists."""
+    found: list[Tensor] = []
+    for a in args:
+        found += [a] if isinstance(a, Tensor) else _flat(a) if isinstance(a, (list, tuple)) else []
+    return found
+
+
+def _template(args: Sequence[Any]) -> tuple[Any, ...]:
+    """Arguments with a hole for each tensor."""
+    return tuple(
+        _HOLE if isinstance(a, Tensor) else (type(a), _template(a)) if isinstance(a, (list, tuple)) else a for a in args
+    )
+
+
+def _refilled(template: Sequence[Any], tensors: Iterator[Any]) -> list[Any]:
+    """Arguments again."""
+    return [
+        next(tensors) if a is _HOLE else a[0](_refilled(a[1], tensors)) if type(a) is tuple else a for a in template
+    ]
+
+
+def as_it_is(g: Any) -> Any:
+    """A gradient whose memory holds its values: a view may negate them."""
+    if isinstance(g, list):
+        return [as_it_is(one) for one in g]
+    return g.resolve_neg() if isinstance(g, Tensor) and g.is_neg() else g
+
+
+def _cast(args: Sequence[Any], dtype: torch.dtype) -> list[Any]:
+    """Arguments with tensors in a dtype, but for integers and float64, which autocast leaves as they are."""
+    return [
+        _cast(a, dtype)
+        if isinstance(a, (list, tuple))
+        else a.to(dtype)
+        if isinstance(a, Tensor) and a.is_floating_point() and a.dtype != torch.float64
+        else a
+        for a in args
+    ]
+
+
+def lower(device: str, call: Callable[..., Any], *args: Any) -> Any:
+    """The rule of autocast for products: everything in autocast's dtype."""
+    return call(*_cast(args, torch.get_autocast_dtype(device)))
+
+
+def lowered(*tensors: Tensor) -> list[Tensor]:
+    """Tensors as `lower` casts them, where autocast is on."""
+    if not _autocast():
+        return list(tensors)
+    device = tensors[0].device.type
+    on = device in ("cpu", "cuda") and torch.is_autocast_enabled(device)
+    return _cast(tensors, torch.get_autocast_dtype(device)) if on else list(tensors)
+
+
+def wide(device: str, call: Callable[..., Any], *args: Any, like: str = "layer_norm") -> Any:
+    """The rule of autocast for softmax and norms: float32 on a GPU, and no cast on the CPU.
+
+    `like` is the operator of torch whose rule it is: older versions have none for rms_norm.
+    """
+    casts = device == "cuda" and _has_kernel(f"aten::{like}", "AutocastCUDA")
+    return call(*(_cast(args, torch.float32) if casts else args))
+
+
+# Operators -----------------------------------------------------------------------------------------------------------
+
+#: The package that this file is in, and its operators by name.
+NAMESPACE = __name__.partition(".")[0]
+LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
+OPERATORS: dict[str, Operator] = {}
+
+
+class _Recorded(torch.autograd.Function):
+    """The gradient of a call: ``apply(what, *tensors)``, where ``what`` has `op`, `run`, `template` and `holes`."""
+
+    @staticmethod
+    def forward(ctx: Any, what: Any, *tensors: Tensor) -> Any:
+        result = what.run([*tensors], [t.data_ptr() for t in tensors])
+        ctx.what, op = what, what.op
+        if what.holes is None:
+            inputs = _refilled(what.template, iter(tensors))
+        else:
+            inputs = [*what.template]
+            for i, t in zip(what.holes, tensors, strict=True):
+                inputs[i] = t
+        op.keep(ctx, inputs, result)
+        return tuple(result) if op.listed else result
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        """A gradient for each tensor among the arguments."""
+        what, op = ctx.what, ctx.what.op
+        found = op.backward(ctx, list(gradients)) if op.listed else op.backward(ctx, *gradients)
+        found = found if isinstance(found, tuple) else (found,)
+        if what.holes is not None:
+            return None, *[found[i] for i in what.holes]
+        flat = [None]
+        for g, a in zip(found, what.template, strict=True):
+            if a is _HOLE:
+                flat.append(g)
+            elif type(a) is tuple:
+                inside = [None] * len(a[1]) if g is None else g
+                flat += [v for v, b in zip(inside, a[1], strict=True) if b is _HOLE]
+        return tuple(flat)
+
+
+class _Transformed(_Recorded):
+    """The same for torch.func, which has to see what is saved, and needs a rule for batches."""
+
+    @staticmethod
+    def forward(what: Any, *tensors: Tensor) -> Any:  # type: ignore[override]
+        result = what.op.custom(*_refilled(what.template, iter(tensors)))
+        return tuple(result) if what.op.listed else result
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.what, *tensors = inputs
+        ctx.what.op.keep(ctx, _refilled(ctx.what.template, iter(tensors)), output)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        _no_tangents(ctx.what.op.name)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, what: Any, *tensors: Tensor) -> Any:
+        def along(a: Any) -> Any:
+            return next(places) if a is _HOLE else [along(v) for v in a[1]] if type(a) is tuple else None
+
+        places = iter(in_dims[1:])
+        axes = tuple(along(a) for a in what.template)
+        return what.op.batched(info, axes, *_refilled(what.template, iter(tensors)))
+
+
+def recorder(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """The `apply` of a function without a look for transforms, which its caller has done."""
+    return function.apply if _apply is None else super(torch.autograd.Function, function).apply  # type: ignore[misc]
+
+
+_recorded = recorder(_Recorded)
+
+
+def _what(op: Operator, template: tuple[Any, ...], run: Any = None) -> Any:
+    """What `_Recorded` needs to know of a call that is not replayed."""
+    return types.SimpleNamespace(op=op, run=run, template=template, holes=_holes(template))
+
+
+def _holes(template: Sequence[Any]) -> list[int] | None:
+    """The places of tensors in arguments; None where some are in lists."""
+    return None if any(type(a) is tuple for a in template) else [i for i, a in enumerate(template) if a is _HOLE]
+
+
+def _no_tangents(name: str) -> NoReturn:
+    raise NotImplementedError(
+        f"{name}: expected derivatives in reverse mode, got forward mode, for which it has no rule; "
+        "use torch.func.jacrev for torch.func.jacfwd, twice for torch.func.hessian"
+    )
+
+
+class Operator:
+    """A launcher as an operator of PyTorch: called at once, or by the dispatcher under a compiler or a transform.
+
+    The second call is cheap: what a call did is kept under all that it depends on, which are shapes, strides, dtypes,
+    devices, alignments, plain arguments and `modes`, and is replayed with other addresses.
+
+    Parameters
+    ----------
+    name : str
+        The operator is ``torch.ops.<package>.<name>``.
+    schema : str
+        Of the operator, in torch's notation: ``"(Tensor x, int dim) -> Tensor"``.
+    check : callable
+        Takes what callers give. Returns the operator's arguments, or raises an error.
+    outputs : callable
+        Takes the operator's arguments. Returns memory for the results, by `empty`: a tensor, or a tuple or list of
+        tensors. It is also asked for tensors without memory.
+    into : callable
+        ``into(outputs, *arguments)`` launches kernels, by `launch`, that write all elements of the results.
+    modes : callable, optional
+        Returns a hashable value of the global modes that `into` depends on, such as determinism.
+    places : callable, optional
+        ``places(*arguments)`` returns a hashable value of the relative positions of tensors in memory, where `into`
+        depends on them. Called before `check`, too.
+    read : callable, optional
+        Takes what callers give, after it has been checked. Reads values, in every call, to refuse some.
+    gradient : tuple of two callables, optional
+        ``backward(ctx, *gradients)``, which returns a gradient or None for each argument of the operator, and
+        ``keep(ctx, inputs, output)``, which saves what it needs: see `torch.library.register_autograd`. Without them a
+        gradient is refused.
+    batched : callable, optional
+        The rule for `torch.vmap`, see `torch.library.register_vmap`. Without one, each member of a batch is a call.
+    traced : callable, optional
+        Takes what callers give, and returns the operator's arguments without a check: what torch.compile traces, where
+        `check` also takes the operator's arguments. A compiled program guards each Python object that it was traced
+        through, so `check` is left to the call that asks for the results' shapes.
+    autocast : callable, optional
+        ``autocast(device_type, call, *arguments)`` makes the call that `torch.autocast` asks for, such as `lower` and
+        `wide`. Without it, autocast changes nothing.
+
+    Notes
+    -----
+    A call is not remembered for tensors on the CPU, in the interpreter, for subclasses of tensors, on a device that is
+    not the current one, where Triton has hooks or debugs, and where a launcher did something besides `empty`, `launch`
+    and `apply`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        schema: str,
+        *,
+        check: Callable[..., tuple[Any, ...]],
+        outputs: Callable[..., Any],
+        into: Callable[..., None],
+        modes: Callable[[], Hashable] | None = None,
+        places: Callable[..., Hashable] | None = None,
+        read: Callable[..., None] | None = None,
+        gradient: tuple[Callable[..., Any], Callable[..., None]] | None = None,
+        batched: Callable[..., Any] | None = None,
+        traced: Callable[..., tuple[Any, ...]] | None = None,
+        autocast: Callable[..., Any] | None = None,
+    ) -> None:
+        self.name, self.listed = name, schema.endswith("[]")
+        self.check, self.outputs, self.into, self.read = check, outputs, into, read
+        self.modes, self.places, self.traced, self.autocast = modes, places, traced or check, autocast
+        self.calls: dict[Hashable, _Replay] = {}
+        none: Any = self._no_gradient, lambda ctx, inputs, output: None
+        self.rule: Callable[..., Any]
+        self.keep: Callable[..., None]
+        self.rule, self.keep = gradient or none
+        self.batched = batched or self.one_by_one
+        # Not torch.library.custom_op: its guards against changed or returned inputs take longer than a launch.
+        LIBRARY.define(name + schema, tags=torch.Tag.pt2_compliant_tag)
+        for device in ("CUDA", "CPU"):
+            LIBRARY.impl(name, self._launched, device)
+        self.custom = getattr(getattr(torch.ops, NAMESPACE), name).default
+        torch.library.register_fake(f"{NAMESPACE}::{name}", self._shaped, lib=LIBRARY)
+        torch.library.register_vmap(f"{NAMESPACE}::{name}", self.batched, lib=LIBRARY)
+        if "!" not in schema:
+            torch.library.register_autograd(
+                f"{NAMESPACE}::{name}", self.backward, setup_context=self.keep, lib=LIBRARY
+            )  # fmt: skip
+        OPERATORS[name] = self
+
+    # Calls --------------------------------------------------------------------------------------------------------
+
+    def call(self, *args: Any) -> Any:
+        """Check and compute, with a gradient where one is recorded."""
+        if _dynamo():
+            return self._compiled(*args)
+        if _modes() or _transforms() or _autocast() or _ad[_LEVEL] >= 0 or _tracing() or _profiler[_PROFILING]:
+            return self._unusual(*args)
+        return self._usual(*args)
+
+    __call__ = call
+
+    def _usual(self, *args: Any) -> Any:
+        """Replay what the same call did before, or make it and remember."""
+        tensors: list[Tensor] = []
+        at: list[int] = []
+        try:
+            places = self.places(*args) if self.places is not None else None
+            key = _grad(), self.modes() if self.modes is not None else None, places, _described(args, tensors, at)
+            replay = self.calls.get(key)
+        except (AttributeError, RuntimeError, TypeError):  # without memory, not to be hashed, or about to be refused
+            return self._first(args, None, tensors)
+        if (
+            replay is None
+            or replay.device != _current()
+            or ((_uncached or _enter or _leave or _runtime or _compilation) and not unhooked())
+        ):
+            return self._first(args, key if replay is None else None, tensors)
+        if self.read is not None:
+            self.read(*args)
+        if replay.op is None:
+            return replay.run(tensors, at)
+        result = _recorded(replay, *tensors)
+        return list(result) if self.listed else result
+
+    def _first(self, args: tuple[Any, ...], key: Any, tensors: list[Tensor]) -> Any:
+        """A call that is not known: checked, launched and, with a key, remembered."""
+        inputs = self.check(*args)
+        found = _flat(inputs)
+        for t in found:
+            if hasattr(t, "to_local"):
+                raise TypeError(
+                    f"{self.name}: expected tensors of one process, got a {type(t).__name__}; pass to_local()"
+                )
+            if self.listed and not _stored(t):
+                raise NotImplementedError(
+                    f"{self.name}: expected a gradient at a time, got a batch of them, for which torch's "
+                    "is_grads_batched has no rule; use torch.func.vmap of what torch.func.vjp returns, or "
+                    "torch.func.jacrev"
+                )
+            # torch.func.vjp's function is given wrapped tensors after the transform; batches of gradients have no
+            # memory.
+            if (
+                type(t) not in (Tensor, Parameter)
+                or t.device.type not in ("cpu", "cuda")
+                or _wrapped(t)
+                or not (_stored(t) and (t.data_ptr() or not t.numel()))
+            ):
+                return self.custom(*inputs)
+        if self.read is not None:
+            self.read(*args)
+        if len(found) != len(tensors) or any(a is not b for a, b in zip(found, tensors, strict=False)):
+            key = None
+        if not (_grad() and any(t.requires_grad for t in found)):
+            return self._made(key, inputs, found)
+        template = _template(inputs)
+
+        def run(given: list[Tensor], at: list[int]) -> Any:
+            return self._made(key, _refilled(template, iter(given)), given, template)
+
+        result = _recorded(_what(self, template, run), *found)
+        return list(result) if self.listed else result
+
+    def _made(self, key: Any, inputs: Sequence[Any], tensors: Sequence[Tensor], template: Any = None) -> Any:
+        """Allocate and launch, and remember that under a key, where it can be replayed."""
+        device = _current()
+        if (
+            key is None
+            or INTERPRETED
+            or _state.recording is not None
+            or not tensors
+            or any(t.get_device() != device for t in tensors)
+            or not unhooked()
+        ):
+            return self._computed(*inputs)
+        # A tensor that is given twice is two arguments: the next call may give two.
+        apart = [t if all(t is not o for o in tensors[:i]) else t.view_as(t) for i, t in enumerate(tensors)]
+        inputs = _refilled(_template(inputs), iter(apart))
+        result, replay = record(apart, lambda: self._computed(*inputs))
+        if replay is not None:
+            if template is not None:
+                replay.op, replay.template, replay.holes = self, template, _holes(template)
+            if len(self.calls) >= _MOST_CALLS:
+                self.calls.clear()
+            self.calls[key] = replay
+        return result
+
+    def _computed(self, *inputs: Any) -> Any:
+        found = self.outputs(*inputs)
+        outs = _flat([found])
+        if not outs or any(o.numel() for o in outs):
+            with launching((outs or _flat(inputs))[0]):
+                self.into(found, *inputs)
+        return found
+
+    def write(self, out: Any, *args: Any) -> None:
+        """Check and compute into memory that is given, as `outputs` would return it; no gradient is recorded.
+
+        The memory may hold anything, and overlaps no argument.
+        """
+        inputs = self.check(*args)
+        if self.read is not None:
+            self.read(*args)
+        outs = _flat([out])
+        if any(o.numel() for o in outs):
+            with launching(outs[0]):
+                self.into(out, *inputs)
+
+    # Under torch's dispatcher -------------------------------------------------------------------------------------
+
+    def _compiled(self, *args: Any) -> Any:
+        """A call that torch.compile traces."""
+        if self.autocast is not None and torch.is_autocast_enabled(args[0].device.type):
+            with torch.autocast(args[0].device.type, enabled=False):
+                return self.autocast(args[0].device.type, lambda *cast: self.custom(*self.traced(*cast)), *args)
+        return self.custom(*self.traced(*args))
+
+    def _unusual(self, *args: Any) -> Any:
+        """A call under autocast, a profiler, a mode, a tracer or a transform."""
+        device = next((t.device.type for t in _flat(args)), "cpu")
+        if _autocast() and torch.is_autocast_enabled(device):
+            torch.set_autocast_enabled(device, False)
+            try:
+                return self.call(*args) if self.autocast is None else self.autocast(device, self.call, *args)
+            finally:
+                torch.set_autocast_enabled(device, True)
+        if watched():
+            return self.dispatched(*self.check(*args))
+        if _profiler[_PROFILING]:
+            with torch.profiler.record_function(f"{NAMESPACE}::{self.name}"):
+                return self._usual(*args)
+        return self._usual(*args)
+
+    def dispatched(self, *inputs: Any) -> Any:
+        """Through torch's dispatcher; arguments as of the operator."""
+        if not _transforms() or (_functorch is not None and _functorch() is None):
+            if _ad[_LEVEL] >= 0 and any(
+                torch.autograd.forward_ad.unpack_dual(t).tangent is not None for t in _flat(inputs)
+            ):
+                _no_tangents(self.name)
+            return self.custom(*inputs)
+        if _functorch is not None and _functorch().key() == _functionalize:
+            return self.custom(*inputs)
+        result = _Transformed.apply(_what(self, _template(inputs)), *_flat(inputs))
+        return list(result) if self.listed else result
+
+    def _launched(self, *inputs: Any) -> Any:
+        """Called by torch's dispatcher with tensors that have memory, and checked arguments."""
+        tensors: list[Tensor] = []
+        at: list[int] = []
+        try:
+            places = self.places(*inputs) if self.places is not None else None
+            key = None, self.modes() if self.modes is not None else None, places, _described(inputs, tensors, at)
+            replay = self.calls.get(key)
+        except (RuntimeError, TypeError):
+            return self._computed(*inputs)
+        if replay is not None and replay.device == _current() and _state.recording is None and unhooked():
+            return replay.run(tensors, at)
+        return self._made(key if replay is None else None, inputs, tensors)
+
+    def _shaped(self, *inputs: Any) -> Any:
+        """Results without memory."""
+        return self.outputs(*(inputs if self.traced is self.check else self.check(*inputs)))
+
+    def backward(self, ctx: Any, *gradients: Any) -> Any:
+        """Gradients of the operator's arguments, given those of its results."""
+        return self.rule(ctx, *[g if isinstance(g, Tensor) and not g.is_neg() else as_it_is(g) for g in gradients])
+
+    def _no_gradient(self, ctx: Any, *gradients: Any) -> NoReturn:
+        raise NotImplementedError(
+            f"{self.name}: expected no gradient to be asked for, since it has none; detach its arguments, or call it "
+            "under torch.no_grad()"
+        )
+
+    def one_by_one(self, info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
+        """The rule of an operator without one: a call for each member of the batch."""
+
+        def member(i: int, a: Any, at: Any) -> Any:
+            if isinstance(a, Tensor) and at is not None:  # of an empty batch, a member of zeros
+                return a.select(at, i) if info.batch_size else a.new_zeros(a.shape[:at] + a.shape[at + 1 :])
+            if isinstance(a, (list, tuple)) and at is not None:
+                return [member(i, v, d) for v, d in zip(a, at, strict=True)]
+            return a
+
+        def made(i: int) -> Any:
+            return self.dispatched(*(member(i, a, d) for a, d in zip(args, in_dims, strict=True)))
+
+        if not info.batch_size:
+            found = made(0)
+            return tree_map_only(Tensor, lambda t: t[None][:0], found), tree_map_only(Tensor, lambda t: 0, found)
+        found = [made(i) for i in range(info.batch_size)]
+        if isinstance(found[0], Tensor):
+            return torch.stack(found), 0
+        stacked = [torch.stack(members) for members in zip(*found, strict=True)]
+        return type(found[0])(stacked), type(found[0])(0 for _ in stacked)
+
+
+# Refusals ------------------------------------------------------------------------------------------------------------
+
+#: The dtypes that floating-point kernels take.
+FLOATING: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+#: Those of classes and indices.
+INTEGERS: tuple[torch.dtype, ...] = (torch.int64, torch.int32)
+
+
+def check_tensor(name: str, what: str, value: object, dtypes: Sequence[torch.dtype] = FLOATING) -> None:
+    """Refuse what is not a dense tensor of one of `dtypes`, whose numbers stand in memory as they are.
+
+    `name` is the function that was called, and `what` the argument, for the message. TypeError for what is no tensor,
+    of another dtype, or not dense; ValueError for a view that negates what it shows, as the imaginary part of a
+    conjugate is: a kernel would read the numbers with their old sign.
+    """
+    if not isinstance(value, Tensor):
+        raise TypeError(
+            f"{name}: expected {what} to be a torch.Tensor, got {type(value).__name__}; use torch.as_tensor"
+        )
+    if value.dtype not in dtypes:
+        raise TypeError(f"{name}: expected {what} to be {_any_of(dtypes)}, got {value.dtype}; cast it first")
+    if value.layout is not torch.strided or value.is_nested:
+        kind, remedy = ("a nested tensor", "to_padded_tensor") if value.is_nested else (value.layout, "to_dense")
+        raise TypeError(f"{name}: expected {what} to be dense, got {kind}; call {remedy}() first")
+    # Compiled code passes torch's dispatcher, which negates; there this cannot be asked.
+    if not torch.compiler.is_compiling() and value.is_neg():
+        raise ValueError(
+            f"{name}: expected {what} to stand in memory as it is, got a view that negates; call resolve_neg() first"
+        )
+
+
+def check_local(name: str, what: str, value: object) -> None:
+    """Refuse, by TypeError, a DTensor: each process holds a part of it, and `to_local` returns that part."""
+    if hasattr(value, "to_local"):
+        raise TypeError(f"{name}: expected {what} to be a local tensor, got a DTensor; pass to_local()")
+
+
+def check_stored(name: str, what: str, value: Tensor, *, meta: bool = False) -> None:
+    """Refuse, by TypeError, a tensor without memory for all of its elements. `meta`: those on meta pass.
+
+    Every launcher that passes addresses without torch's dispatcher asks this. The dispatcher hands wrappers to their
+    own class; their address is 0, or that of an offset. The same holds for fake tensors and for freed storage.
+    """
+    if torch.compiler.is_compiling():
+        return
+    check_local(name, what, value)
+    if meta and value.is_meta:
+        return
+    try:
+        storage = value.untyped_storage()
+        address = storage.data_ptr()  # that of a wrapper is refused
+        extents = zip(value.shape, value.stride(), strict=True)
+        end = value.storage_offset() + 1 + sum((n - 1) * stride for n, stride in extents)
+        if not value.numel() or (address and storage.nbytes() >= end * value.element_size()):
+            return
+    except RuntimeError:
+        pass
+    raise TypeError(
+        f"{name}: expected {what} with memory for its elements, got {type(value).__name__} without; pass the tensor "
+        "that it wraps, or a clone"
+    )
+
+
+def check_alike(name: str, what: str, value: Tensor, model: str, other: Tensor, *, dtype: bool = True) -> None:
+    """Refuse a tensor whose device, or dtype, is not that of `other`, which is the argument `model`.
+
+    TypeError where the dtypes differ, unless `dtype` is False; ValueError where the devices differ.
+    """
+    if dtype and value.dtype != other.dtype:
+        raise TypeError(
+            f"{name}: expected {what} to be {other.dtype} as {model} is, got {value.dtype}; cast one of them"
+        )
+    if value.device != other.device:
+        raise ValueError(
+            f"{name}: expected {what} on {other.device} as {model} is, got {value.device}; move one of them"
+        )
+
+
+def _any_of(accepted: Sequence[Any]) -> str:
+    *others, last = (str(value).removeprefix("torch.") for value in accepted)
+    return f"{', '.join(others)} or {last}" if others else last
+
+
+def _sizes_of(shape: Sequence[Any], letters: Sequence[Any], known: dict[Any, Any]) -> dict[Any, Any] | None:
+    """What letters stand for, where they can stand for this shape; those that are `known` stand for no other size."""
+    some = "..." in letters[:1]
+    ahead = len(shape) - len(letters) + some
+    if ahead < 0 or (ahead and not some):
+        return None
+    found = dict(known)
+    if some and found.setdefault("...", shape[:ahead]) != shape[:ahead]:
+        return None
+    for letter, size in zip(letters[some:], shape[ahead:], strict=True):
+        if isinstance(letter, str) and not letter.isdigit():
+            letter, _, rule = letter.partition(" ")
+            size -= int(rule.removeprefix("+ ")) if rule.startswith("+") else 0
+            if size < int(rule == "> 0") or size != found.setdefault(letter, size):
+                return None
+        elif size != (int(letter) if isinstance(letter, str) else letter):  # int() would make a symbol a number
+            return None
+    return found
+
+
+def _filled(letter: Any, sizes: dict[Any, Any]) -> Any:
+    """What a letter stands for, or the letter where that is not known; ``D + 1`` too."""
+    base, _, more = str(letter).partition(" + ")
+    return sizes[base] + int(more) if more and base in sizes else sizes.get(letter, letter)
+
+
+def shapes(name: str, /, **arguments: Any) -> dict[Any, Any]:
+    """Refuse arguments that are not tensors of one device whose shapes fit together; return the sizes of letters.
+
+    ``shapes("f", x=(x, "[..., D]"), weight=(weight, "[D]?", FLOATING))`` takes an `x` of any floating dtype and of one
+    axis or more, and a weight, or None, for each of its columns.
+
+    Parameters
+    ----------
+    name : str
+        The function that was called, for the message.
+    **arguments
+        For each the value, its shape and, optionally, the dtypes that it may have: unless given, those of `FLOATING`
+        for the first argument and the dtype of the first for the others. A shape is a tuple of sizes, or a text of
+        numbers, of letters, each of which stands for one size wherever it is, of ``N > 0`` for a size that is not 0, of
+        ``N + 1`` for one that is larger by 1, and of ``...`` in front for any number of axes. With ``?`` behind, None
+        passes; an empty text is any shape.
+
+    Returns
+    -------
+    dict
+        What each letter stands for, and ``...`` a tuple.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `check_tensor`, `check_alike` and `check_device`; ValueError for another shape.
+    """
+    sizes: dict[Any, Any] = {}
+    owners: dict[Any, tuple[str, Any]] = {}  # of each letter the argument that had it first
+    first: tuple[Any, ...] = ()
+    for what, (value, shape, *dtypes) in arguments.items():
+        if value is None and "?" in shape:
+            continue
+        check_tensor(name, what, value, *dtypes)
+        if first:
+            check_alike(name, what, value, *first, dtype=not dtypes)
+        else:
+            first = what, value
+        if shape == "":
+            continue
+        letters = shape.strip("[]?").split(", ") if isinstance(shape, str) else shape
+        found = _sizes_of(value.shape, letters, sizes)
+        if found is None:
+            filled = [_filled(letter, sizes) for letter in letters]
+            text = f"[{', '.join(str(list(s))[1:-1] if isinstance(s, tuple) else str(s) for s in filled)}]"
+            names = [str(letter).partition(" + ")[0] for letter in letters]
+            if models := dict.fromkeys(owners[letter] for letter in names if letter in owners):
+                text += f", {shape.strip('?')} where {' and '.join(f'{other} is {its}' for other, its in models)}"
+            remedy = "give one at least" if 0 in value.shape and " > " in text else "slice, expand or reshape it"
+            raise ValueError(f"{name}: expected {what} of shape {text}, got {list(value.shape)}; {remedy}")
+        owners = {letter: owners.get(letter, (what, shape)) for letter in found}
+        sizes = found
+    check_device(name, first[1])
+    return sizes
+
+
+def one_of(name: str, what: str, value: Any, accepted: Sequence[Any], remedy: str = "choose one of them") -> None:
+    """Refuse, by ValueError, what is none of the values that are accepted."""
+    if not any(value is a or (type(value) is type(a) and value == a) for a in accepted):
+        raise ValueError(f"{name}: expected {what} to be {_any_of(accepted)}, got {value!r}; {remedy}")
+
+
+def flag(name: str, what: str, value: Any) -> None:
+    """Refuse, by TypeError, what is neither True nor False: a text such as "no" would count as True."""
+    if type(value) is not bool:
+        raise TypeError(f"{name}: expected {what} to be True or False, got {value!r}; give one of the two")
+
+
+def integer(
+    name: str, what: str, value: Any, remedy: str, accepted: str = "", fine: Callable[[int], bool] | None = None
+) -> int:
+    """An argument that counts, as Python's int: NumPy's integers too, but no bool, no float and no tensor.
+
+    `name`, `what` and `remedy` are for the message: the function, the argument and what to do. What is not `fine` is
+    refused as well, in the words of `accepted`, such as "of 1 or more".
+    """
+    if isinstance(value, torch.SymInt):
+        return value  # type: ignore[return-value]
+    # What torch.compile traces as an integer has no more attributes to be asked for.
+    if not isinstance(value, int) and not isinstance(value, Tensor) and hasattr(value, "__index__"):
+        with contextlib.suppress(TypeError):  # an array has one, and is no number
+            value = operator.index(value)
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name}: expected {what} to be an integer, got {type(value).__name__}; {remedy}")
+    # A size that torch.compile traces has 64 bits, and to compare it would bound the sizes that an export takes.
+    if not torch.compiler.is_compiling() and not -(2**63) <= value < 2**63:
+        raise ValueError(f"{name}: expected {what} to be an integer of 64 bits, got {value}; {remedy}")
+    if fine is not None and not fine(value):
+        raise ValueError(f"{name}: expected {what} {accepted}, got {value}; {remedy}")
+    return value  # type: ignore[no-any-return]
+
+
+def number(
+    name: str, what: str, value: Any, remedy: str, accepted: str = "", fine: Callable[[float], bool] | None = None
+) -> float:
+    """An argument that measures, as Python's float: NumPy's numbers too, but no bool, no text and no tensor.
+
+    The other arguments are as those of `integer`.
+    """
+    if isinstance(value, (torch.SymFloat, torch.SymInt)):
+        return value  # type: ignore[return-value]
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name}: expected {what} to be a number, got {type(value).__name__}; {remedy}")
+    try:
+        size = float(value)
+    except OverflowError:
+        raise ValueError(f"{name}: expected {what} that float64 can hold, got an integer beyond it; {remedy}") from None
+    if fine is not None and not fine(size):
+        raise ValueError(f"{name}: expected {what} {accepted}, got {value}; {remedy}")
+    return size
