@@ -57,10 +57,8 @@ from fusebook.cards.elementwise import EXP
 from fusebook.cards.softmax import SOFTMAX, SOFTMAX_BACKWARD
 from fusebook.check import yardstick
 from fusebook.inputs import generator, rough
-from fusebook.kernels._rows import softmax_plan
-from fusebook.kernels.softmax import _softmax_rows, softmax_eager
+from fusebook.kernels.softmax import softmax_eager
 from fusebook.page import (
-    Folded,
     Source,
     by_clock,
     claim,
@@ -221,8 +219,8 @@ def softmax_one_row(x, warps=4):
 # Triton's default of four, 128 threads, whatever the width: at 12672 columns
 # each thread then holds 128 numbers. The tutorial that this page grew from
 # gives rows of 2048 numbers or more 8 warps, and rows of 4096 or more 16. The
-# library has a table of its own, the :term:`plan` further down. (How to let
-# the machine choose is on :doc:`plot_201_gemm_concat`: :term:`autotuning`.)
+# library has a table of its own. (How to let the machine choose is on
+# :doc:`plot_201_gemm_concat`: :term:`autotuning`.)
 
 
 # site: fold
@@ -231,21 +229,6 @@ def by_the_rule(x):
     N = triton.next_power_of_2(x.shape[1])
     return softmax_one_row(x, 4 + 4 * (N >= 2048) + 8 * (N >= 4096))
 
-
-plans = {
-    n: softmax_plan((1, 4096, n), torch.float32, (9, 0), flat=True)
-    for n in (256, 781, 1024, 2048, 4096, 8192, 12672)
-}
-warps = pd.DataFrame(
-    {
-        "the library": {n: plan.warps for n, plan in plans.items()},
-        "its rows a program": {
-            n: plan.constants.get("ROWS", 1) for n, plan in plans.items()
-        },
-    }
-)
-warps.index.name = "N"
-table(warps, "Warps of a program, by the width of a row, float32", fold=True)
 
 # %%
 # Step two: rows in tiles
@@ -389,14 +372,8 @@ def softmax_in_turn(x):
 #
 # A program of the finished kernel holds several rows, each in several chunks.
 # It takes any axis of any tensor with any strides, and float64. What it does
-# with a row is step three. (Odd and wide rows of half types take two other
-# kernels, which hold two numbers in a register; many narrow rows whose numbers
-# lie apart take one whose threads have whole rows.) This is the library's
-# source, read when the page was built.
-
-Folded("The kernel of the library", Source(_softmax_rows, doc=False))
-
-# %%
+# with a row is step three.
+#
 # A row wider than 128 KiB is too much for the registers of one program, so
 # several programs share it. Each holds a part of the row. It writes the
 # maximum and the sum of its part to a table in memory that all of them see,
@@ -405,21 +382,6 @@ Folded("The kernel of the library", Source(_softmax_rows, doc=False))
 # Waiting is safe only if all these programs run at the same time, which an
 # ordinary launch does not promise. So a program that has waited long computes
 # by itself what is missing.
-#
-# GPUs since Hopper have another way to meet: a :term:`cluster` of up to 16
-# blocks on multiprocessors that lie together. The hardware promises that they
-# run at the same time, and they read each other's :term:`shared memory`, so no
-# board has to be cleared first and no word travels through the L2 cache. quack
-# spreads a wide row over a cluster. Triton can spread one program over a
-# cluster (``num_ctas``), but version 3.6 does not compile a reduction across
-# it. So a tile here has one more axis, with an entry for each block. Each
-# block reduces its own part, and a few lines of assembly tell all of them what
-# each found. Half types of 40961 to 53248 columns have clusters, and so have
-# most gradients of 24577 to 131072. The number of rows has no part in this: a
-# row's bits must not depend on how many come with it. The widths at which
-# quack is faster stand under *Where it does not win*.
-
-Folded("What is launched for which shape", Source(softmax_plan, doc=False))
 
 # %%
 # What the hardware counts

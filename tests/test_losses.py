@@ -17,7 +17,7 @@ from fusebook.kernels import _entropy, _few
 from fusebook.kernels import linear_cross_entropy as module
 from fusebook.kernels._call import launching, uncached
 from fusebook.kernels._entropy import Terms, entropy_into, entropy_plan, plan_of
-from fusebook.kernels._rows import Plan
+from fusebook.kernels._layouts import Plan
 from fusebook.kernels.linear_cross_entropy import CHUNK_BYTES, chunk_plan, kept_plan, pieces_plan, whole_plan
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

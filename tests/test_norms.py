@@ -15,7 +15,7 @@ from fusebook import inputs
 from fusebook.kernels import _norms, norms_backward
 from fusebook.kernels._norms import norm_plan
 from fusebook.kernels._norms_across import places_of
-from fusebook.kernels._rows import side_by_side
+from fusebook.kernels._rows import with_adjacent_elements
 from fusebook.kernels.norms_backward import norm_backward_plan
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -407,9 +407,9 @@ def test_a_part_is_there_when_both_of_its_words_are(monkeypatch):
 )
 def test_rows_that_lie_apart_are_copied_as_they_are(view):
     x = view()
-    y = side_by_side(x)
+    y = with_adjacent_elements(x)
     assert y.is_contiguous() and torch.equal(y, x)
-    assert side_by_side(y) is y
+    assert with_adjacent_elements(y) is y
 
 
 def with_gaps(x):
@@ -425,7 +425,7 @@ def with_gaps(x):
 @pytest.mark.parametrize("how", ["across", "permuted", "both", "with gaps"])
 @pytest.mark.parametrize("added", [False, True])
 def test_rows_that_lie_apart_are_read_where_they_are(centred, shape, how, added, monkeypatch):
-    monkeypatch.setattr("fusebook.kernels._rows.side_by_side", None)  # nothing is copied
+    monkeypatch.setattr("fusebook.kernels._rows.with_adjacent_elements", None)  # nothing is copied
     monkeypatch.setattr(_norms, "_ENOUGH", 1)
     x, residual = (made(*shape, seed=seed) + 3 * seed for seed in (1, 2))
     x[:, : shape[1] // 2] += 50  # parts of a row have other means
@@ -450,7 +450,7 @@ def test_rows_that_lie_apart_are_read_where_they_are(centred, shape, how, added,
 @pytest.mark.parametrize("how", ["across", "permuted", "both", "with gaps"])
 @pytest.mark.parametrize("added", [False, True])
 def test_gradients_of_few_rows_that_lie_apart_are_of_rows_where_they_are(centred, shape, how, added, monkeypatch):
-    monkeypatch.setattr("fusebook.kernels._rows.side_by_side", None)  # nothing is copied
+    monkeypatch.setattr("fusebook.kernels._rows.with_adjacent_elements", None)  # nothing is copied
     x, dy, dtotal = (made(*shape, seed=seed) + seed for seed in range(3))
     if how == "with gaps":
         x, dy, dtotal = map(with_gaps, (x, dy, dtotal))
@@ -474,7 +474,7 @@ def test_gradients_of_few_rows_that_lie_apart_are_of_rows_where_they_are(centred
 @pytest.mark.parametrize("shape", [(64, 2), (100, 34), (2, 70, 300), (67, 2100)], ids=str)
 @pytest.mark.parametrize("added", [False, True])
 def test_gradients_of_many_rows_that_lie_across_are_of_rows_where_they_are(centred, dtype, shape, added, monkeypatch):
-    monkeypatch.setattr("fusebook.kernels._rows.side_by_side", None)  # nothing is copied
+    monkeypatch.setattr("fusebook.kernels._rows.with_adjacent_elements", None)  # nothing is copied
     monkeypatch.setattr(norms_backward, "_DIRECT", 0)
     given = [made(*shape, seed=seed) + seed for seed in range(3)]
     given[0][..., : shape[-1] // 2] += 5  # parts of a row have other means
@@ -515,7 +515,7 @@ def test_gradients_of_rows_that_lie_across_keep_nan_and_rows_beyond_the_last_to_
 @pytest.mark.skipif(DEVICE == "cuda", reason="on the CPU pages that nobody touches take no memory")
 def test_gradients_of_rows_whose_numbers_lie_2_to_the_31_apart(monkeypatch):
     monkeypatch.setattr(norms_backward, "_DIRECT", 0)
-    monkeypatch.setattr("fusebook.kernels._rows.side_by_side", None)
+    monkeypatch.setattr("fusebook.kernels._rows.with_adjacent_elements", None)
     x, dy = (torch.empty_strided((64, 3), (1, 2**31 + 64), dtype=torch.float16) for _ in range(2))
     x.copy_(made(64, 3)), dy.copy_(made(64, 3, seed=1))
     w = made(3, seed=2)

@@ -353,7 +353,7 @@ def library(tmp_path, monkeypatch):
     monkeypatch.setattr(fusebook_site, "families", lambda page, names: [tmp_path / "src/fusebook/cards/softmax.py"])
     monkeypatch.delenv(fusebook_site.NOTES, raising=False)
     names = (
-        *("bench.py", "kernels/_tl.py", "kernels/tuned/softmax.csv"),
+        *("bench.py", "kernels/_rows.py", "kernels/tuned/softmax.csv"),
         *("cards/softmax.py", "cards/swiglu.py", "kernels/softmax.py", "kernels/swiglu.py"),
         *("records/gpu/machine.json", "records/gpu/softmax.csv", "records/gpu/swiglu.csv", "records/gpu/seconds.json"),
     )
@@ -383,7 +383,7 @@ def _run(library, *noted, **around):
     ("file", "again"),
     [
         ("bench.py", True),
-        ("kernels/_tl.py", True),
+        ("kernels/_rows.py", True),
         ("kernels/tuned/softmax.csv", True),
         ("cards/softmax.py", True),
         ("cards/swiglu.py", False),
@@ -430,7 +430,7 @@ def test_a_page_is_made_from_the_families_that_its_variables_come_from():
     def found(page, **names):
         return {f"{path.parent.name}/{path.stem}" for path in fusebook_site.families(page, names)}
 
-    assert found("", SOFTMAX=OPS["softmax"], x=1) == {"cards/softmax", "kernels/softmax", "kernels/softmax_backward"}
+    assert found("", SOFTMAX=OPS["softmax"], x=1) == {"cards/softmax", "kernels/softmax"}
     assert found("y = fusebook.swiglu(x)", fusebook=fusebook) == {"kernels/swiglu"}
     ways = {f"kernels/{name}" for name in ("lloyd", "kmeans", "kmeans_plan", "kmeans_update")}
     assert found("", cluster=fusebook.kmeans) == ways

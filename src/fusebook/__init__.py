@@ -57,8 +57,7 @@ from fusebook.kernels.scatter_nd import (
     masked_scatter_nd_of_shape,
     scatter_nd_of_shape,
 )
-from fusebook.kernels.softmax import softmax, softmax_eager
-from fusebook.kernels.softmax_backward import softmax_backward, softmax_backward_eager
+from fusebook.kernels.softmax import softmax, softmax_backward, softmax_backward_eager, softmax_eager
 from fusebook.kernels.swiglu import swiglu, swiglu_eager
 
 __version__ = "0.1.0"

@@ -50,7 +50,8 @@ from ._call import (
     recorder,
     shapes,
 )
-from ._rows import Plan, aligned, leave, missing_of, put, window, words_of
+from ._layouts import Plan
+from ._rows import aligned, first_missing, publish, row_vectors, store_row_part, wait_for
 
 # Kernels -------------------------------------------------------------------------------------------------------------
 
@@ -507,8 +508,8 @@ def _entropy_parts(
     row = (tl.program_id(0) // PARTS).to(tl.int64)
     part = tl.program_id(0) % PARTS
     SPAN = SPAN * VEC
-    at, low, high = window(row * x_stride, N, part * SPAN, SPAN, VEC)
-    to = window(row * dx_stride, N, part * SPAN, SPAN, VEC)[0]
+    at, low, high = row_vectors(row * x_stride, N, part * SPAN, SPAN, VEC)
+    to = row_vectors(row * dx_stride, N, part * SPAN, SPAN, VEC)[0]
     inner = tl.arange(0, BLOCK)  # [BLOCK]
     HALF: tl.constexpr = x_ptr.dtype.element_ty
     if CHUNKS > 0:
@@ -530,15 +531,15 @@ def _entropy_parts(
     if counts:
         if LANES > 0:
             board_ptr += row * PARTS
-            leave(board_ptr + part, _word(top, total))
+            publish(board_ptr + part, _word(top, total))
         # Behind the word, for which others wait.
         scale, classes = _known(scale_ptr, sums_ptr, row, None, SCALE_STEP, N, weight, COUNTS, MEAN, SUMMED)
         if LANES > 0:
             lanes = tl.arange(0, LANES)  # [LANES]
-            words, missing = words_of(board_ptr, lanes, PARTS, NOTHING, TRIES)
+            words, missing = wait_for(board_ptr, lanes, PARTS, NOTHING, TRIES)
             while missing < LANES:
                 # By the very steps of the program that has not come, and so to the same bits.
-                begin, first, last = window(row * x_stride, N, missing * SPAN, SPAN, VEC)
+                begin, first, last = row_vectors(row * x_stride, N, missing * SPAN, SPAN, VEC)
                 if CHUNKS > 0:
                     most, sum = _found(x_ptr, begin, N, first, last, HALF, VEC, BLOCK, CHUNKS, EVEN, CAP)
                 else:
@@ -546,7 +547,7 @@ def _entropy_parts(
                 # Left for others to find. If it has come meanwhile, its word counts: its logits may be overwritten.
                 found = tl.atomic_cas(board_ptr + missing, tl.zeros([], tl.int64), _word(most, sum), sem="acq_rel")
                 words = tl.where(lanes == missing, tl.where(found == 0, _word(most, sum), found), words)
-                missing = missing_of(words, lanes)
+                missing = first_missing(words, lanes)
             tops = (words >> 32).to(tl.int32).to(tl.float32, bitcast=True)  # [LANES]
             top, total = _merge(tops, words.to(tl.int32).to(tl.float32, bitcast=True))
             # missing - LANES is zero, but the compiler cannot know.
@@ -575,7 +576,7 @@ def _entropy_parts(
                         inside = i * BLOCK + inner < high // VEC * VEC  # whole vectors
                         tl.store(here + inner, dx.to(dx_ptr.dtype.element_ty), mask=inside)
                     else:
-                        put(here, dx, inner, low - i * BLOCK, tl.minimum(high - i * BLOCK, BLOCK), VEC)
+                        store_row_part(here, dx, inner, low - i * BLOCK, tl.minimum(high - i * BLOCK, BLOCK), VEC)
             else:
                 # From the end back: what was read last is likeliest to be in a cache still.
                 final = (high - 1) // BLOCK * BLOCK
@@ -585,7 +586,9 @@ def _entropy_parts(
                     own = (start + inner >= low) & (start + inner < high)
                     columns = start + inner - low
                     dx = _gradient(x, columns, own, top, of_p, every, weight_ptr, HALVES, SMOOTHING, CAP)
-                    put(dx_ptr + to + start, dx, inner, low - start, tl.minimum(high - start, BLOCK), VEC)  # write MN
+                    store_row_part(
+                        dx_ptr + to + start, dx, inner, low - start, tl.minimum(high - start, BLOCK), VEC
+                    )  # write MN
             if mine:
                 # At the class once more, behind all that the program has written: cheaper than to ask at every column.
                 tl.debug_barrier()
@@ -600,7 +603,7 @@ def _entropy_parts(
         if dx_ptr is not None:
             for start in range(0, high, BLOCK):
                 zeros = tl.zeros([BLOCK], FLOAT)
-                put(dx_ptr + to + start, zeros, inner, low - start, tl.minimum(high - start, BLOCK), VEC)
+                store_row_part(dx_ptr + to + start, zeros, inner, low - start, tl.minimum(high - start, BLOCK), VEC)
 
 
 @triton.jit

@@ -16,8 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ._call import FLOATING, accumulated, contiguous, empty, gpu, launch, number, overlapping, shapes
-from ._rows import Plan, aligned, begin_of, layout_of, leave, missing_of, put, rows_in, tile_of, word_of, words_of
-from ._tl import fill
+from ._layouts import Plan, layout_of, row_offset_of_axes, tile_of, to_word
+from ._rows import aligned, contiguous_rows, fill, first_missing, publish, store_row_part, wait_for
 
 # Kernels -------------------------------------------------------------------------------------------------------------
 
@@ -290,9 +290,9 @@ def _norm_across(
     outer = unit // INNER + units // INNER
     live = outer < OUTER
     first = tl.zeros([ROWS, 1], tl.int64)
-    at_x = begin_of(outer, first, OUTERS, x_strides) * ALIGN + inner * x_strides[1]
-    at_r = begin_of(outer, first, OUTERS, r_strides) * ALIGN + inner * r_strides[1]
-    at_y = begin_of(outer, inner, OUTERS, y_strides)
+    at_x = row_offset_of_axes(outer, first, OUTERS, x_strides) * ALIGN + inner * x_strides[1]
+    at_r = row_offset_of_axes(outer, first, OUTERS, r_strides) * ALIGN + inner * r_strides[1]
+    at_y = row_offset_of_axes(outer, inner, OUTERS, y_strides)
     begin = part * (CHUNKS * BLOCK)
     columns = begin + tl.arange(0, BLOCK)[None, :]  # [1, BLOCK]
     FAR: tl.constexpr = far(TYPE, CENTRED)
@@ -497,7 +497,7 @@ def _put(ptr, y, at, low, high, VEC: tl.constexpr, EDGE: tl.constexpr):
     """Store a tile's own numbers; only at an EDGE there may be vectors that are neighbours' too."""
     inner = tl.arange(0, y.shape[0])
     if VEC > 1 and EDGE:
-        put(ptr + at, y, inner, low - at, tl.minimum(high - at, y.shape[0]), VEC)
+        store_row_part(ptr + at, y, inner, low - at, tl.minimum(high - at, y.shape[0]), VEC)
     else:
         tl.store(ptr + at + inner, y.to(ptr.dtype.element_ty), mask=at + inner < high // VEC * VEC)
 
@@ -581,16 +581,16 @@ def _norm_shared(
     if LATE:
         tl.extra.cuda.gdc_wait()  # for the zeros on the board; the row is here already
     board_ptr += row * PARTS * (2 if CENTRED else 1)
-    leave(board_ptr + part, word_of(squares))
+    publish(board_ptr + part, to_word(squares))
     if CENTRED:
-        leave(board_ptr + PARTS + part, word_of(total))
+        publish(board_ptr + PARTS + part, to_word(total))
     if AHEAD:
         next_w = held(w_ptr, begin, high, BLOCK, PAIRS, 1.0, True)
     lanes = tl.arange(0, LANES)  # [LANES]
-    words, missing = words_of(board_ptr, lanes, PARTS, NOTHING, TRIES)
+    words, missing = wait_for(board_ptr, lanes, PARTS, NOTHING, TRIES)
     totals = words
     if CENTRED:
-        totals, lacking = words_of(board_ptr + PARTS, lanes, PARTS, NOTHING, TRIES)
+        totals, lacking = wait_for(board_ptr + PARTS, lanes, PARTS, NOTHING, TRIES)
         missing = tl.minimum(missing, lacking)
     while missing < LANES:
         there = missing * SPAN
@@ -601,9 +601,9 @@ def _norm_shared(
             x_ptr, r_ptr, at_x + there, at_r + there, anchor, its_low, its_high, TYPE, FLOAT, CENTRED, PAIRS, VEC,
             BLOCK, CHUNKS,
         )  # fmt: skip
-        words = tl.where(lanes == missing, word_of(square), words)
-        totals = tl.where(lanes == missing, word_of(sum_), totals) if CENTRED else words
-        missing = tl.minimum(missing_of(words, lanes), missing_of(totals, lanes))
+        words = tl.where(lanes == missing, to_word(square), words)
+        totals = tl.where(lanes == missing, to_word(sum_), totals) if CENTRED else words
+        missing = tl.minimum(first_missing(words, lanes), first_missing(totals, lanes))
     mean = tl.zeros([], FLOAT)
     variance = tl.sum(words.to(FLOAT, bitcast=True), 0) / N
     if CENTRED:
@@ -891,8 +891,8 @@ def norm_into(
     if _across(x, residual, scale is not None):
         _across_into(y, total, scale, x, residual, weight, bias, centred, eps)
         return
-    x = rows_in(x)
-    residual = None if residual is None else rows_in(residual)
+    x = contiguous_rows(x)
+    residual = None if residual is None else contiguous_rows(residual)
     added, quantised = residual is not None, scale is not None
     align = aligned(n, x, residual)
     vector = 1 if quantised and n > 32768 else _window(n, align, x, residual)

@@ -20,8 +20,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ._call import accumulated, empty, gpu, launch
+from ._layouts import layout_of
 from ._norms import anchor_of, far, loaded, since, sum_both
-from ._rows import layout_of
 
 #: Up to this, the smallest normal number of float32, what is added to a row of zeros may be nothing, or less.
 LEAST_EPS = tl.constexpr(2.0**-126)

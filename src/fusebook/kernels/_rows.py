@@ -1,19 +1,22 @@
-"""What softmax and its gradient share: how the rows of a tensor of any strides are found, cut, planned and launched.
+# SPDX-License-Identifier: BSD-3-Clause
+# From Fusebook, src/fusebook/kernels/_rows.py. It needs torch, Triton, NumPy and _call.py.
+"""Rows on a GPU: how they are found, loaded, held in registers, shared by several programs, and copied.
 
-Every kernel sees its tensors as ``[OUTER, INNER, N]`` and takes three strides of each. The output is contiguous. A
-program takes a tile of ROWS neighbours along INNER: several where rows are short, and 32 where the normalised axis is
-not the last one, since then it is INNER whose elements lie side by side in memory.
+A tensor is seen as ``[OUTER, INNER, N]``, whatever its shape: N is the axis along which an operator works, and a row is
+its N elements. Two layouts have kernels. *Along*: the elements of each row are adjacent. *Across*: neighbouring rows
+are adjacent, along INNER. Every other tensor is copied first.
 
-N, outer and inner strides are counted in units of ALIGN elements. Triton knows of an integer only whether 16 divides
-it; in units of ALIGN it can see that rows of 1000 half-precision numbers begin at multiples of 16 bytes, and moves them
-by 16 bytes instead of 2. Addresses are int64, because tensors may have more than 2**31 elements.
+A row of up to some 128 KiB is held in the registers of one program, as CHUNKS tiles of BLOCK columns. A wider row is
+shared by several programs. Each loads a part, publishes what it found there, and waits for the others.
 """
+
+# Device code grows tuples of tiles; mypy sees a tuple of another length as another type.
+# mypy: disable-error-code="assignment"
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,212 +25,247 @@ import triton.language as tl
 from torch import Tensor
 
 from ._call import Operator, apply, contiguous, empty, gpu, integer, launch, overlapping, shapes
-from ._tl import fill
 
-# Rows on the device --------------------------------------------------------------------------------------------------
+# Arithmetic ----------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
-def rows_of(program, INNER, ROWS: tl.constexpr, FLAT: tl.constexpr = False):
-    """Of a program, its place along OUTER and its rows along INNER; with FLAT, OUTER is 1 and rows lie side by side."""
+def accumulated(x):
+    """The elements in the type in which they are added up: float64 stays, every other type becomes float32."""
+    return x if x.dtype == tl.float64 else x.to(tl.float32)  # bf16 keeps 8 bits: a sum of 256 terms loses the next
+
+
+@triton.jit
+def fast_exp(x):
+    """exp by exp2, which the hardware has. Unlike tl.exp it may round results below 1e-38 to zero: half the work."""
+    if x.dtype == tl.float64:  # no exp2 in hardware; the product would be fused with what follows, in some rows only
+        return tl.exp(x)
+    else:
+        return tl.exp2(x * 1.4426950408889634)  # log2(e)
+
+
+@triton.jit
+def finite_or_zero(top):
+    """A maximum as something to subtract: -inf becomes 0, because -inf - -inf is NaN."""
+    return tl.where(top == float("-inf"), 0.0, top)
+
+
+@triton.jit
+def opaque_zero(N, value):
+    """Zero, because N is not negative. The compiler cannot know that, and computes it after the float32 `value`."""
+    return (tl.minimum(N, 0) & value.to(tl.int32, bitcast=True)).to(tl.int16)
+
+
+@triton.jit
+def reconvert(x, zero):
+    """The elements as `accumulated`; fp16 and bf16 are converted a second time.
+
+    Meanwhile they are held two to a register, and not as float32 values, one to a register. `zero` is an `opaque_zero`:
+    without it the compiler sees the conversion before, and keeps its result.
+    """
+    if x.dtype.primitive_bitwidth == 16:
+        x = (x.to(tl.int16, bitcast=True) ^ zero).to(x.dtype, bitcast=True)
+    return accumulated(x)
+
+
+# Rows in registers ---------------------------------------------------------------------------------------------------
+
+# N and the strides of a kernel are in units of ALIGN elements. Triton only knows whether 16 divides an integer. In
+# units of ALIGN it sees that rows of 1000 bf16 elements begin at multiples of 16 bytes, and loads 16 bytes at a time.
+# Offsets are int64: a tensor may have more than 2**31 elements.
+
+
+@triton.jit
+def rows_of_program(INNER, ROWS: tl.constexpr, FLAT: tl.constexpr):
+    """The rows of this program: OUTER index, INNER indices [ROWS, 1], and which of these exist. FLAT: OUTER is 1."""
+    program = tl.program_id(0)
     tiles = 1 if FLAT else tl.cdiv(INNER, ROWS)
-    # Two integer divisions are a visible part of a program that only loads, reduces and stores a kilobyte.
     outer = tl.zeros([], tl.int64) if FLAT else (program // tiles).to(tl.int64)
     tile = program if FLAT else program % tiles
-    rows = tile.to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
-    return outer, rows
+    inner = tile.to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]  # [ROWS, 1]
+    return outer, inner, inner < INNER
 
 
 @triton.jit
-def narrow_rows_of(program, M, INNER, ROWS: tl.constexpr, FLAT: tl.constexpr):
-    """Of a program, the places [ROWS, 1] of its rows along OUTER and INNER, and which there are; FLAT: OUTER is 1."""
-    row = (program * ROWS + tl.arange(0, ROWS))[:, None]
-    outer = tl.zeros([ROWS, 1], tl.int64) if FLAT else (row // INNER).to(tl.int64)
-    inner = row.to(tl.int64) if FLAT else (row % INNER).to(tl.int64)
-    return outer, inner, row < M
+def row_offset(outer, inner, strides, ALIGN: tl.constexpr = 1):
+    """Where rows begin, in elements."""
+    return (outer * strides[0] + inner * strides[1]) * ALIGN
 
 
 @triton.jit
-def place_of(row, INNER):
-    """Where a row is along OUTER, and where along INNER."""
-    return (row // INNER).to(tl.int64), (row % INNER).to(tl.int64)
+def _inside(i, N, live, BLOCK: tl.constexpr, CHUNKS: tl.constexpr):
+    """Which elements of chunk `i` exist. Only the last chunk can be partly empty."""
+    return live if i < CHUNKS - 1 else live & (i * BLOCK + tl.arange(0, BLOCK)[None, :] < N)
 
 
 @triton.jit
-def begin_of(outer, inner, OUTERS, strides):
-    """Where rows begin: at places along OUTER and INNER, of a tensor whose strides are those of OUTER, INNER and N.
-
-    OUTER may be several axes: `OUTERS` are their sizes but that of the slowest, and its stride is a tuple.
-    """
-    if OUTERS is None:
-        at = outer * strides[0]
-    else:
-        at = tl.zeros([], tl.int64)
-        for i in tl.static_range(len(OUTERS)):
-            at += (outer % OUTERS[i]) * strides[0][i]
-            outer = outer // OUTERS[i]
-        at += outer * strides[0][len(OUTERS)]
-    return at + inner * strides[1]
-
-
-# Rows beyond the registers of one program are taken by whole vectors of VEC numbers, 16 bytes. The first and the last
-# vector of a row may hold numbers of its neighbours: these are read and passed over, and written by whoever owns them.
-# Both tensors' rows must begin at the same place within a vector; where they do not, VEC is 1.
+def load_row(x_ptr, step, N, live, OTHER: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr):
+    """The rows at `x_ptr` [ROWS, 1] as a tuple of CHUNKS tiles [ROWS, BLOCK], in their own type."""
+    chunks = ()
+    for i in tl.static_range(CHUNKS):
+        at = (i * BLOCK + tl.arange(0, BLOCK)[None, :]).to(tl.int64) * step
+        chunks += (tl.load(x_ptr + at, mask=_inside(i, N, live, BLOCK, CHUNKS), other=OTHER),)
+    return chunks
 
 
 @triton.jit
-def window(begin, N, first, SIZE, VEC: tl.constexpr):
-    """SIZE numbers of a row that begins at `begin`, the first of them `first` behind the row's first vector.
+def store_chunk(y_ptr, y, i, step, N, live, BLOCK: tl.constexpr, CHUNKS: tl.constexpr):
+    """Store chunk `i` of the rows at `y_ptr` [ROWS, 1]."""
+    at = (i * BLOCK + tl.arange(0, BLOCK)[None, :]).to(tl.int64) * step
+    tl.store(y_ptr + at, y, mask=_inside(i, N, live, BLOCK, CHUNKS))
 
-    Returns where they stand, and from which on and below which they are the row's own.
+
+@triton.jit
+def row_max(chunks, CHUNKS: tl.constexpr):
+    """The maximum of each row [ROWS, 1]. Chunks are combined first, so that threads are reduced across once."""
+    tops = accumulated(chunks[0])
+    for i in tl.static_range(1, CHUNKS):
+        tops = tl.maximum(tops, accumulated(chunks[i]))
+    return tl.max(tops, 1)[:, None]
+
+
+# A part of a row -----------------------------------------------------------------------------------------------------
+
+# A part is loaded as whole vectors of VEC elements, 16 bytes. The first and last vector of a row may hold elements of
+# its neighbours. These are loaded and ignored, and stored by their own program. The rows of all tensors must begin at
+# the same place within a vector; otherwise VEC is 1.
+
+
+@triton.jit
+def row_vectors(begin, N, first, SIZE, VEC: tl.constexpr):
+    """A window of SIZE elements of the row at `begin`; it begins `first` elements after the row's first vector.
+
+    Returns its offset, and from which to below which of its elements belong to the row.
     """
     head = (begin % VEC).to(tl.int32)
     return (begin // VEC) * VEC + first, head - first, tl.minimum(SIZE, head + N - first)
 
 
 @triton.jit
-def put(y_ptr, y, inner, low, high, VEC: tl.constexpr):
-    """Store the row's own numbers of a window: whole vectors, and at the row's ends single numbers."""
+def load_row_part(x_ptr, low, high, OTHER: tl.constexpr, VEC: tl.constexpr, BLOCK: tl.constexpr):
+    """The window at `x_ptr` as a tile [BLOCK], with OTHER for elements outside the row."""
+    columns = tl.arange(0, BLOCK)  # [BLOCK]
+    x = tl.load(x_ptr + columns, mask=columns < (high + VEC - 1) // VEC * VEC, other=OTHER)
+    if VEC > 1:
+        if (low > 0) | (high % VEC != 0):
+            x = tl.where((columns >= low) & (columns < high), x, OTHER).to(x.dtype)
+    return x
+
+
+@triton.jit
+def store_row_part(y_ptr, y, columns, low, high, VEC: tl.constexpr):
+    """Store the elements of a window that belong to the row: whole vectors, and single elements at the row's ends."""
     y = y.to(y_ptr.dtype.element_ty)
     if VEC == 1:
-        tl.store(y_ptr + inner, y, mask=inner < high)
+        tl.store(y_ptr + columns, y, mask=columns < high)
     else:
         begin = (tl.maximum(low, 0) + VEC - 1) // VEC * VEC
         end = high // VEC * VEC
-        tl.store(y_ptr + inner, y, mask=(inner >= begin) & (inner < end))
+        tl.store(y_ptr + columns, y, mask=(columns >= begin) & (columns < end))
         if (low > 0) | (high % VEC != 0):
-            own = (inner >= low) & (inner < high)
-            tl.store(y_ptr + inner, y, mask=own & ((inner < begin) | (inner >= end)))
+            own = (columns >= low) & (columns < high)
+            tl.store(y_ptr + columns, y, mask=own & ((columns < begin) | (columns >= end)))
 
 
-@triton.jit
-def zero_of(N, number):
-    """Always zero, since N is not negative; but the compiler cannot know, and waits for the float32 `number`."""
-    return (tl.minimum(N, 0) & number.to(tl.int32, bitcast=True)).to(tl.int16)
+# A row shared by several programs ------------------------------------------------------------------------------------
 
-
-@triton.jit
-def again(x, zero, ANEW: tl.constexpr):
-    """Numbers in float32 at least. ANEW, of half types: converted again, not held meanwhile in twice the registers.
-
-    `zero` is of `zero_of`. Without it, the compiler would see that these are the numbers of before, and keep them.
-    """
-    if ANEW:
-        x = (x.to(tl.int16, bitcast=True) ^ zero).to(x.dtype, bitcast=True)
-    return x if x.dtype == tl.float64 else x.to(tl.float32)
-
-
-# Several programs share a row: each takes a part of it, and leaves what it found there on a board, a word or two, for
-# the others to read. A word is zero until it is written, and never zero afterwards, so that nobody reads half of one.
+# A program writes what it found in its part as one word to the workspace: one or two float32 values in 64 bits. A word
+# is zero until it is published and not zero afterwards, and it is written at once, so no order of writes matters.
 #
-# All programs of a row run at once, or nearly so, and the words of the others come soon. Of a gradient as many programs
-# as the GPU runs at once go from row to row, and leave the word of the next row before they finish one. But nothing
-# promises that: a GPU may start programs in any order, and be busy with something else. So nobody waits for ever. A
-# program that has looked TRIES times finds out for itself what is missing, by the very steps of the program that did
-# not come, and so to the same bits. Whatever the order of the programs, each of them ends, and each comes to the same
-# result. (Interpreted programs run one after another: there the first of each row does this.)
+# The programs of a row usually run at the same time, so that words arrive soon. Nothing promises this: a GPU may start
+# programs in any order. Therefore a program looks TRIES times, then recomputes each missing word from the row, with the
+# arithmetic of the part's own program. Results have the same bits either way. In the interpreter, where programs run
+# one after another, the first program of each row recomputes all other words.
 
 
 @triton.jit
-def words_of(board_ptr, lanes, PARTS, NOTHING: tl.constexpr, TRIES: tl.constexpr):
-    """The words of a row [LANES], as soon as all are there or after so many tries; and the first that is not, or LANES.
-
-    There are as many lanes as threads or more: each word is loaded by one thread, and the number that is returned has
-    gone through memory that all threads share. So all of them take the same way from here.
-    """
-    # volatile: from where other multiprocessors' words arrive, each time anew.
-    words = tl.load(board_ptr + lanes, mask=lanes < PARTS, other=NOTHING, volatile=True)
-    missing = missing_of(words, lanes)
-    tries = 0
-    while (missing < lanes.shape[0]) & (tries < TRIES):
-        words = tl.load(board_ptr + lanes, mask=lanes < PARTS, other=NOTHING, volatile=True)
-        missing = missing_of(words, lanes)
-        tries += 1
-    return words, missing
+def pack(a, b):
+    """Two float32 values as a word that is not zero. -0.0 replaces 0.0 in the upper half where both are zero."""
+    word = a.to(tl.int32, bitcast=True).to(tl.int64) << 32
+    word = word | (b.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF)
+    return tl.where(word == 0, -9223372036854775808, word)
 
 
 @triton.jit
-def word_of(number):
-    """A number as a word that is not zero: -0.0 stands for 0.0."""
-    if number.dtype == tl.float64:
-        word = number.to(tl.int64, bitcast=True)
-        return tl.where(word == 0, -9223372036854775808, word)
-    else:
-        word = number.to(tl.int32, bitcast=True)
-        return tl.where(word == 0, -2147483648, word)
+def unpack(words):
+    """The two float32 values of each word."""
+    a = (words >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+    return a, words.to(tl.int32).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def missing_of(words, lanes):
-    """The first word that is zero, or their number."""
+def publish(workspace_ptr, word):
+    """Write a word so that the other programs of the row can see it."""
+    tl.atomic_xchg(workspace_ptr, word, sem="relaxed")
+
+
+@triton.jit
+def first_missing(words, lanes):
+    """The first word that is zero, or the number of words."""
     return tl.min(tl.where(words == 0, lanes, lanes.shape[0]), 0)
 
 
 @triton.jit
-def leave(board_ptr, word):
-    """Leave a word, whole and at once. No order is asked for: it is all that there is to see."""
-    tl.atomic_xchg(board_ptr, word, sem="relaxed")
+def wait_for(workspace_ptr, lanes, PARTS, NEUTRAL: tl.constexpr, TRIES: tl.constexpr):
+    """The words of a row [LANES], NEUTRAL in lanes from PARTS on; and the first that is missing after TRIES, or LANES.
+
+    LANES is at least the number of threads, so that one thread loads each word. The first missing one has passed
+    through shared memory: all threads have the same, and branch alike.
+    """
+    # volatile: another multiprocessor wrote it, so each load must go to L2.
+    words = tl.load(workspace_ptr + lanes, mask=lanes < PARTS, other=NEUTRAL, volatile=True)
+    missing = first_missing(words, lanes)
+    tries = 0
+    while (missing < lanes.shape[0]) & (tries < TRIES):
+        words = tl.load(workspace_ptr + lanes, mask=lanes < PARTS, other=NEUTRAL, volatile=True)
+        missing = first_missing(words, lanes)
+        tries += 1
+    return words, missing
 
 
-# Or the programs are a cluster, which a GPU starts together: each writes its word into the shared memory of all, and
-# nobody looks for it. A tile has an axis of as many as there are programs, along which Triton gives one to each.
-
-
-@triton.jit
-def begun(CTAS: tl.constexpr):
-    """Say that this program of a cluster has begun, so that others may write to its memory."""
-    if CTAS > 1:
-        tl.inline_asm_elementwise(
-            "barrier.cluster.arrive.relaxed.aligned; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
-        )
-
-
-@triton.jit
-def told(word, CTAS: tl.constexpr):
-    """Tell all programs of a cluster the word [CTAS] of this one; returns those of all, in their order."""
-    if CTAS == 1:
-        return (word,)
-    else:
-        board = tl.inline_asm_elementwise(
-            """{
-            .shared .align 8 .b64 board[16];
-            .reg .b32 own, theirs, rank, thread, programs;
-            .reg .pred one;
-            mov.u32 own, board;
-            mov.u32 rank, %cluster_ctarank;
-            mov.u32 programs, %cluster_nctarank;
-            mov.u32 thread, %tid.x;
-            setp.lt.u32 one, thread, programs;
-            barrier.cluster.wait.acquire.aligned;
-            mad.lo.u32 theirs, rank, 8, own;
-            @one mapa.shared::cluster.u32 theirs, theirs, thread;
-            @one st.shared::cluster.b64 [theirs], $1;
-            barrier.cluster.arrive.release.aligned;
-            barrier.cluster.wait.acquire.aligned;
-            mov.u32 $0, own;
-            }""",
-            "=r,l", [word], dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
-        words = ()
-        for k in tl.static_range(CTAS):
-            theirs = tl.inline_asm_elementwise(
-                "ld.shared.b64 $0, [$1];", "=l,r", [board + 8 * k], dtype=tl.int64, is_pure=False, pack=1
-            )
-            words += (theirs,)  # type: ignore[assignment]
-        return words
+#: Words that change no result of a merge: (-inf, 0) and (-0.0, 0).
+NEUTRAL_MAX_SUM = tl.constexpr(-36028797018963968)
+NEUTRAL_SUM = tl.constexpr(-9223372036854775808)
 
 
 @triton.jit
-def _turned(y_ptr, x_ptr, INNER, N, y_strides, x_strides, ROWS: tl.constexpr, BLOCK: tl.constexpr, OUTERS=None):
-    """A copy by tiles, read along one axis and written along another: so the numbers of x and of y lie together."""
+def merge_max_sum(words):
+    """From (maximum, sum of exp(x - maximum)) of each part, the same of the whole row."""
+    tops, totals = unpack(words)
+    top = tl.max(tops, 0)
+    return top, tl.sum(totals * fast_exp(tops - finite_or_zero(top)), 0)
+
+
+@triton.jit
+def merge_sum(words):
+    """From the sum of each part, the sum of the whole row."""
+    sums, _ = unpack(words)
+    return tl.sum(sums, 0)
+
+
+@triton.jit
+def fill(out_ptr, SIZE, BLOCK: tl.constexpr, EARLY: tl.constexpr = False):
+    """Zeros, BLOCK neighbours a program. EARLY: the next kernel may start now, and wait where it needs them."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
+    tl.store(out_ptr + at, tl.zeros([BLOCK], out_ptr.dtype.element_ty), mask=at < SIZE)  # write SIZE
+
+
+# The tiled copy ------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _copy_tiles(y_ptr, x_ptr, INNER, N, y_strides, x_strides, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """A copy by tiles: loads are coalesced along one axis, stores along the other."""
     across = tl.cdiv(N, BLOCK)
     tiles = tl.cdiv(INNER, ROWS)
     program = tl.program_id(0) // across
     outer = (program // tiles).to(tl.int64)
     row = program % tiles * ROWS
     column = tl.program_id(0) % across * BLOCK
-    x_ptr += begin_of(outer, row.to(tl.int64), OUTERS, x_strides) + column.to(tl.int64) * x_strides[2]
-    y_ptr += begin_of(outer, row.to(tl.int64), OUTERS, y_strides) + column.to(tl.int64) * y_strides[2]
+    x_ptr += row_offset(outer, row.to(tl.int64), x_strides) + column.to(tl.int64) * x_strides[2]
+    y_ptr += row_offset(outer, row.to(tl.int64), y_strides) + column.to(tl.int64) * y_strides[2]
     rows = tl.arange(0, ROWS)[:, None]  # [ROWS, 1]
     columns = tl.arange(0, BLOCK)[None, :]  # [1, BLOCK]
     inside = (rows < INNER - row) & (columns < N - column)
@@ -235,384 +273,212 @@ def _turned(y_ptr, x_ptr, INNER, N, y_strides, x_strides, ROWS: tl.constexpr, BL
     tl.store(y_ptr + (rows * y_strides[1] + columns * y_strides[2]), tile, mask=inside)  # write MN
 
 
-# Plans ---------------------------------------------------------------------------------------------------------------
-
-
-class Plan(NamedTuple):
-    """How rows are launched: by which kernel, with which constants, by how many programs of how many warps."""
-
-    kernel: str  # "rows", "narrow", "pairs", "whole", "shared" or "twice"; "turned": laid side by side first, and again
-    constants: Mapping[str, int]
-    programs: int
-    warps: int
-    span: int = 0  # columns of a part; 0 where a row belongs to one program
-    parts: int = 1  # programs that share a row
-    registers: int | None = None  # the most that a thread takes; None leaves it to the compiler
-
-
-#: Rows whose numbers lie apart are narrow up to so many.
-NARROW = 32
-
-
-def softmax_plan(
-    sizes: tuple[int, int, int],
-    dtype: torch.dtype,
-    capability: tuple[int, int] | None,
-    *,
-    processors: int = 132,
-    last: bool = True,
-    pairs: bool = False,
-    vector: int = 1,
-    flat: bool = False,
-    tensors: int = 1,
-) -> Plan:
-    """Choose the kernel and its constants.
-
-    `sizes` are OUTER, INNER and N; `capability` is None in the interpreter. `last`: the elements of a row lie side by
-    side; otherwise those along INNER do. `pairs`: rows can be read as 32-bit pairs of half-precision numbers. `vector`:
-    numbers in 16 bytes, where each row begins at the same place within 16 bytes in every tensor; otherwise 1. `flat`:
-    OUTER is 1 and rows lie side by side in every tensor. `tensors`: how many a row keeps in registers, 1 for softmax, 2
-    for its gradient.
-    """
-    outer, inner, n = sizes
-    size = dtype.itemsize
-    kernel, rows, held_twice = "rows", 1, False
-    # Pairs of half types are slow where wide rows lie across 16-byte vectors, and where rows are so wide that one at a
-    # time fits on a multiprocessor.
-    least = (512 if n % 2 else 12800 if n % vector else 24576) if not pairs else 12800 if n % vector else 32767
-    clusters = capability is not None and capability >= (9, 0)
-    narrow = n <= NARROW and size < 8 and (33 if capability is None else 8192) <= outer * inner < 2**30
-    if not last and narrow and (outer == 1 or inner < 32):
-        # Many narrow rows. A warp has 32 at least, so that a thread takes a whole row, and adds it up in one order; of
-        # a gradient it takes one. With more neighbours, and others beyond, results would lie further apart than lines.
-        block = triton.next_power_of_2(n)
-        most = (65536 if capability is None else min(8192 // size, 512 // tensors**2 * block)) // block
-        rows = max(32, min(most, 1 << (outer * inner // (4 * processors)).bit_length()))
-        constants = {"ROWS": rows, "BLOCK": block, "FLAT": outer == 1}
-        return Plan("narrow", constants, triton.cdiv(outer * inner, rows), max(1, min(4, rows // 32)))
-    if not last:
-        # 32 neighbours along INNER, so that a warp reads 64 bytes and more in one piece. Eight elements a thread and a
-        # tile, 64 in all: more would spill.
-        rows = min(32, triton.next_power_of_2(inner))
-        whole = triton.next_power_of_2(n) * tensors * max(1, size // 4)
-        if n >= 1024 and outer * inner <= 256 and outer * inner * n * size <= 2**20 and whole <= 32768:
-            # So little that L2 serves it: a program a row, which fetches its neighbours' numbers as well, takes less
-            # time than few programs with many rows, or than a copy and its launch.
-            rows = 1
-        numbers = rows * whole
-        if rows == 32 and 32768 < numbers <= 65536 and outer * inner * n * size <= 2**24:
-            rows, numbers = 16, numbers // 2
-        if numbers > 32768:
-            return Plan("turned", {}, 0, 0)
-        warps = 4 if numbers <= 8192 else 16
-        block = min(max(1, (1024 if warps == 4 else 2048) // rows), triton.next_power_of_2(n))
-    elif vector > 1 and size == 2 and tensors == 1 and least < n <= 13 * 4096:
-        # Rows that lie across 16-byte vectors, odd ones most of all, and wide ones. 13 tiles are 52 registers of each
-        # of 512 threads; more would spill. Where these are of four programs, few rows take less time, and of the widest
-        # rows many take no longer.
-        if clusters and n > 40960:
-            return _whole_plan(sizes, vector, 4, 1024, 4)
-        return _whole_plan(sizes, vector, 1, *((4096, 16) if n > 12800 else tile_of(n, size, tensors)))
-    elif pairs and tensors == 1 and ((n % 2 and n > 512) or n == 4096 or n > 12800) and n <= 65536:
-        kernel = "pairs"
-        if n < 2048:
-            block, warps = 64, 1
-        elif n < 8192:
-            block, warps = 256, 4
-        elif n <= 16384:
-            block, warps = 2048, 16
-        elif n <= 20480:
-            block, warps = 2048, 8
-        elif n <= 40960:
-            block, warps = (4096, 32) if 24576 < n < 32768 else (2048, 16)
-        else:
-            block, warps = 8192, 32
-        # Up to 80 numbers a thread the exponentials are kept; with more there would be one row at a time on a
-        # multiprocessor, which waits for its loads and then for its stores.
-        # Where one row more fits on a multiprocessor if only the pairs are held, that is faster for fewer numbers too.
-        held_twice = n == 4096 or 12800 < n <= 16384 or n > 24576
-    elif clusters and vector > 1 and size == 2 and tensors == 2 and (24576 < n <= 2**16 or 98304 < n <= 2**17):
-        # Some 32 to 64 numbers a thread of each tensor: of fewer, many rows take longer than where programs go from row
-        # to row.
-        ctas, warps = (4, 4) if n <= 32768 else (4, 8) if n <= 2**16 else (8, 8)
-        return _whole_plan(sizes, vector, ctas, 256 * warps, warps)
-    elif size == 2 and tensors == 2 and vector > 1 and n % 2 and 512 < n <= 32768:
-        # Odd widths, whose rows lie across vectors.
-        return _whole_plan(sizes, vector, 1, *tile_of(n, size, tensors))
-    elif n <= {2: 32768, 4: 32768 if tensors == 1 else 24576, 8: 16384 // tensors}[size]:
-        # float32 rows of 128 KiB still fit: they leave room for one program of 32 warps, which is enough.
-        block, warps = tile_of(n, size, tensors)
-        if size == 2 and tensors == 2 and vector == 1 and n > 20480:
-            warps = 16  # numbers that are loaded one by one take a register each: those of 8 warps spill
-        # A warp takes short rows of 512 to 2048 bytes in all, of few rows so many that there is work for all warps. Not
-        # less: a thread has 16 bytes at least, so that as many threads take a row, and come to the same bits, whatever
-        # the number of rows. Odd rows of half types are moved by 2 bytes, and a warp takes half of that.
-        width = size * triton.next_power_of_2(n) * (2 if size == 2 and n % 2 else 1)
-        each = max(1, outer * inner // (8 * processors))
-        rows = max(1, 512 // width, min(2048 // width, 1 << each.bit_length() - 1))
-        if 16 < n <= 256 and n % (16 // size) and (size < 8 if tensors == 1 else size == 2 and n % 2 == 0):
-            # Short rows that are no whole vectors: tiles of 16 columns. A row is 16 threads' or fewer, and they add up
-            # by themselves most of what 32 would have to tell one another.
-            block, warps = 16, 4
-            most = 1 << (2048 // (triton.cdiv(n, block) * block)).bit_length() - 1
-            # As above; of no fewer rows a thread has as many neighbours.
-            rows = max(min(most, 8 * math.gcd(n, 16 // size)), min(most, 1 << (each * 4).bit_length() - 1))
-    elif plan := _shared_plan(sizes, size, capability, processors, vector, tensors):
-        return plan
-    else:
-        # The second pass finds in L2 what is left there of the first: the larger the tile, the fewer rows at once.
-        kernel, warps = "twice", 32
-        block = 32768 if size == 4 and tensors == 1 else 16384 if size < 8 else 8192
-    columns = n // 2 if kernel == "pairs" else n
-    chunks = max(1, triton.cdiv(columns, block))
-    if kernel == "pairs":
-        return Plan(kernel, {"BLOCK": block, "CHUNKS": chunks, "TWICE": held_twice}, outer * inner, warps)
-    if capability is None:
-        # The interpreter's cost is programs times operations, whatever their size.
-        tile = block * chunks if kernel == "rows" else block
-        most = 1 << max(1, 65536 // tile).bit_length() - 1
-        rows = max(rows, min(triton.next_power_of_2(inner), most))
-    tiles = outer * triton.cdiv(inner, rows)
-    if kernel == "rows":
-        return Plan(kernel, {"ROWS": rows, "BLOCK": block, "CHUNKS": chunks, "FLAT": flat}, tiles, warps)
-    group = {"GROUP": 16 // size} if tensors == 1 else {}
-    return Plan(kernel, {"ROWS": rows, "BLOCK": block, **group}, tiles, warps)
-
-
-def _whole_plan(sizes: tuple[int, int, int], vector: int, ctas: int, block: int, warps: int) -> Plan:
-    """Rows held by a program each, or by a cluster of `ctas`, as tiles of `block` columns a program."""
-    outer, inner, n = sizes
-    chunks = triton.cdiv(n if n % vector == 0 else n + vector - 1, ctas * block)  # a row may lie across one vector more
-    return Plan("whole", {"VEC": vector, "CTAS": ctas, "BLOCK": block, "CHUNKS": chunks}, outer * inner, warps)
-
-
-def _shared_plan(
-    sizes: tuple[int, int, int],
-    size: int,
-    capability: tuple[int, int] | None,
-    processors: int,
-    vector: int,
-    tensors: int,
-) -> Plan | None:
-    """Rows whose parts are held by several programs; None where the GPU has no room for all parts of a row at once.
-
-    The width alone decides how a row is cut: so a row's result is the same, bit for bit, however many rows there are.
-    """
-    outer, inner, n = sizes
-    # A third to half of a thread's registers hold numbers. Left to itself, the compiler takes more, and fewer parts at
-    # once are under way. Small parts start and end quickly, large ones are few: both count where all parts of a row
-    # meet.
-    if size == 8:
-        block, warps, registers = (2048, 4, 96) if tensors == 1 else (1024, 4, 128)
-    elif tensors == 1 and size == 2:
-        block, warps, registers = (4096, 4, 48) if n <= 2**17 else (8192, 4, 96)
-    elif tensors == 1:
-        block, warps, registers = (4096, 4, 64) if n <= 2**18 else (8192, 8, 64)
-    else:
-        block, warps, registers = (2048, 2, 168) if size == 2 else (2048, 4, 128)
-    resident = processors * (65536 // (32 * warps * registers))
-    if capability is None:
-        # The interpreter's cost is programs times operations: few large parts, and of few rows only, which take turns.
-        if outer * inner > 8:
-            return None
-        block, resident = 16384, 2 * processors
-    # Parts are whole lines of 128 bytes, and a row may lie across one vector more than it fills.
-    line = 128 // size
-    reach = n if n % vector == 0 else n + vector - 1
-    span = triton.cdiv(triton.cdiv(reach, triton.cdiv(reach, block)), line) * line
-    parts = triton.cdiv(reach, span)
-    if parts > (2 * processors if tensors == 1 else resident):
-        return None
-    words = parts * (2 if size == 8 and tensors == 1 else 1)
-    constants = {
-        "VEC": vector,
-        "BLOCK": block,
-        "LANES": max(32 * warps, triton.next_power_of_2(words)),
-        "TRIES": 0 if capability is None else 4096,  # some milliseconds
-    }
-    rows = outer * inner
-    if tensors == 1:
-        return Plan("shared", constants, rows * parts, warps, span, parts, registers)
-    # Programs that go from row to row take longer to begin and to end than such as take one row each.
-    once = rows * parts <= 2 * resident
-    rows = rows if once else min(rows, resident // parts)
-    return Plan("shared", constants | {"ONCE": once}, rows * parts, warps, span, parts, None if once else registers)
-
-
-def tile_of(n: int, size: int, tensors: int) -> tuple[int, int]:
-    """BLOCK and warps for a row of `n` elements of `size` bytes that stays in registers.
-
-    A tile of a power of two wastes up to half its lanes, so a row is cut into tiles of 16 bytes a thread, and only the
-    last has lanes to spare. 16 to 64 numbers a thread keep enough loads in flight while several rows share a processor.
-    """
-    whole = triton.next_power_of_2(n)
-    if size == 2:
-        if n <= 1024:
-            return min(whole, 256 if n > 512 else 512), 1
-        if n <= 3072:
-            return 512, 2
-        if n in (4096, 8192):
-            return 4096, 8
-        if n <= 6144:
-            return 1024, 4
-        if tensors == 2 and 12800 < n <= 16384:
-            return 16384, 16
-        return 2048, 8
-    # float64 takes two registers a number: half the tile for the same bytes a thread.
-    wide = max(1, size // 4)
-    if n <= 2048:
-        if 512 < n <= 3 * whole // 4:
-            return whole // 4, 2
-        return whole, 1 if n * wide <= 512 else 2 if n == 1024 else 4
-    if n < 4096:
-        return 1024 // wide, 8
-    if n < 8192:
-        return 2048 // wide, 16
-    if n <= 20480:
-        return 2048 // wide, 8 * wide
-    return 4096 // wide, 32
-
-
-# Launching -----------------------------------------------------------------------------------------------------------
+# Layouts -------------------------------------------------------------------------------------------------------------
 
 
 class Layout(NamedTuple):
-    """Tensors of one shape seen as [OUTER, INNER, N]."""
+    """Tensors of one shape, seen as [OUTER, INNER, N]."""
 
-    sizes: tuple[int, int, int]  # OUTER, INNER and N
-    outers: tuple[int, ...]  # OUTER's axes, the fastest first, where it is more than one that no strides fold
-    strides: list[tuple[tuple[int, ...], int, int]]  # of each tensor: those of OUTER's axes, that of INNER, that of N
+    sizes: tuple[int, int, int]
+    strides: list[tuple[int, int, int]]  # of each tensor
+
+    @property
+    def along(self) -> bool:
+        """Whether the elements of a row are adjacent in every tensor."""
+        return all(step == 1 for *_, step in self.strides)
 
 
-def layout_of(dim: int, *tensors: Tensor) -> Layout:
-    """See tensors of one shape as [OUTER, INNER, N], where N is the axis `dim`."""
+def layout_of(dim: int, *tensors: Tensor) -> Layout | None:
+    """See tensors of one shape as [OUTER, INNER, N], where N is the axis `dim`.
+
+    None if that needs more than two axes for the rows, or if neither the elements of a row nor neighbouring rows are
+    adjacent: then the tensor must be copied.
+    """
     shape = tensors[0].shape
-    if not shape:
-        return Layout((1, 1, 1), (1,), [((1,), 1, 1) for _ in tensors])
     strides = [t.stride() for t in tensors]
-    folded: list[tuple[int, list[int]]] = []  # sizes and strides of the axes beside `dim`, after folding neighbours
+    n = shape[dim] if shape else 1
+    steps = [s[dim] if n > 1 else 1 for s in strides]
+    merged: list[tuple[int, list[int]]] = []  # sizes and strides of the other axes, neighbours merged where possible
     for i, size in enumerate(shape):
         if i == dim or size == 1:
             continue
         here = [s[i] for s in strides]
-        if folded and all(before == now * size for before, now in zip(folded[-1][1], here, strict=True)):
-            folded[-1] = (folded[-1][0] * size, here)
+        if merged and all(outer == inner * size for outer, inner in zip(merged[-1][1], here, strict=True)):
+            merged[-1] = (merged[-1][0] * size, here)
         else:
-            folded.append((size, here))
-    folded = [(1, [0] * len(tensors))] * (2 - len(folded)) + folded
-    steps = [s[dim] for s in strides]
-    # Where the numbers of a row lie apart, those of INNER shall lie together.
-    apart = [i for i, step in enumerate(steps) if step != 1]
-    axes = [k for k, (size, _) in enumerate(folded) if size > 1]
-    nearest = (
-        min(reversed(axes), key=lambda k: min(folded[k][1][i] or math.inf for i in apart)) if apart and axes else -1
-    )
-    inner, inners = folded.pop(nearest)
-    outers = tuple(size for size, _ in reversed(folded))
-    along = [tuple(axis[i] for _, axis in reversed(folded)) for i in range(len(tensors))]
-    return Layout((math.prod(outers), inner, shape[dim]), outers, list(zip(along, inners, steps, strict=True)))
+            merged.append((size, here))
+    if len(merged) > 2:
+        return None
+    if len(merged) == 2:  # INNER is the axis along which neighbours are adjacent
+        apart = [i for i, step in enumerate(steps) if step != 1]
+        if any(merged[0][1][i] == 1 for i in apart):
+            merged.reverse()
+    (outer, outers), (inner, inners) = [(1, [0] * len(tensors))] * (2 - len(merged)) + merged
+    if any(step != 1 and other != 1 for step, other in zip(steps, inners, strict=True)):
+        return None
+    return Layout((outer, inner, n), list(zip(outers, inners, steps, strict=True)))
 
 
-_plan = functools.lru_cache(maxsize=4096)(softmax_plan)
+def alignment(layout: Layout, *tensors: Tensor) -> int:
+    """By how many elements, up to those of 16 bytes, N, the strides of rows and all addresses are divisible."""
+    size = tensors[0].element_size()
+    steps = [abs(v) for *strides, _ in layout.strides for v in strides]
+    # A quotient of 32 bits, multiplied by ALIGN again, would be a product of 32 bits.
+    if not layout.along or max(steps) >= 2**31:
+        return 1
+    return math.gcd(16 // size, layout.sizes[2], *steps, *(t.data_ptr() // size for t in tensors))
 
 
-def _prepared(
-    dense: Tensor, free: Tensor, dim: int, tensors: int
-) -> tuple[Plan, tuple[int, int], list[tuple[Any, int, int]], dict[str, Any]]:
-    """The plan; INNER and N, and the strides of both tensors, as kernels take them; ALIGN and OUTER's axes.
-
-    `dense` is contiguous; `free` has its shape and any strides.
-    """
-    (outer, inner, n), outers, strides = layout_of(dim, dense, free)
-    last = n == 1 or all(step == 1 for _, _, step in strides)
-    starts = [(*along, step) for along, step, _ in strides]
-    whole = 16 // dense.element_size()
-    align = math.gcd(whole, n, *(v for s in starts for v in s)) if last else 1
-    # Rows that begin in the middle of a pair can be read as pairs if both tensors' rows do.
-    alike = align > 1 or starts[0] == starts[1]
-    pairs = dense.element_size() == 2 and last and outer == 1 and alike and free.data_ptr() % 4 == 0
-    alike = all((a - b) % whole == 0 for a, b in zip(*starts, strict=True))
-    vector = whole if alike and dense.data_ptr() % 16 == free.data_ptr() % 16 == 0 else 1
-    capability, processors = gpu(dense.device)
-    flat = outer == 1 and last and (inner == 1 or all(along == n for _, along, _ in strides))
-    known = {"processors": processors, "last": last, "pairs": pairs, "vector": vector, "flat": flat, "tensors": tensors}
-    plan = _plan((outer, inner, n), dense.dtype, capability, **known)
-    windowed = plan.kernel in ("narrow", "whole", "shared")  # these find out where a row begins
-    align = 1 if windowed else align
-    given = []
-    for along, b, step in strides:
-        a = tuple(v // align for v in along)
-        given.append((a if len(a) > 1 else a[0], b // align, step if n > 1 else 1))
-    if plan.kernel == "shared" and tensors == 1 and outer == 1:  # along OUTER, a row is found without a division
-        inner, given = 1, [(b, 0, step) for _, b, step in given]
-    layout = {} if windowed else {"ALIGN": align}
-    return plan, (inner, n // align), given, layout | ({"OUTERS": outers[:-1]} if len(outers) > 1 else {})
+def vector_width(layout: Layout, *tensors: Tensor) -> int:
+    """Elements of 16 bytes if the rows of all tensors begin at the same place within 16 bytes, otherwise 1."""
+    vec = 16 // tensors[0].element_size()
+    first, *others = layout.strides
+    alike = all((a - b) % vec == 0 for other in others for a, b in zip(first, other, strict=True))
+    return vec if alike and all(t.data_ptr() % 16 == 0 for t in tensors) else 1
 
 
-def launch_rows(
-    kernels: Mapping[str, Any], out: Tensor, ins: tuple[Tensor, ...], dim: int, word: torch.dtype, words: int = 1
-) -> None:
-    """Launch what the plan says; all tensors are contiguous, but for the last of `ins`, which may have any strides.
-
-    `kernels` are by `Plan.kernel`; a program of ``"shared"`` leaves `words` numbers of the dtype `word` for the others.
-    """
-    plan, sizes, strides, layout = _prepared(out, ins[-1], dim, len(ins))
-    if plan.kernel == "turned":  # which is less work than wide tiles that are read or written across
-        ins = tuple(t if t.stride(-1) == 1 else side_by_side(t) for t in (t.movedim(dim, -1) for t in ins))
-        turned = out.movedim(dim, -1)
-        found_in = turned if turned.stride(-1) == 1 else empty(turned.shape, out.dtype, out.device)
-        launch_rows(kernels, found_in, ins, turned.dim() - 1, word, words)
-        if found_in is not turned:
-            lay(turned, found_in)
-        return
-    kernel, grid = kernels[plan.kernel], (plan.programs,)
-    constants = {**layout, **plan.constants, "num_warps": plan.warps}
-    if plan.constants.get("CTAS", 1) > 1:
-        constants["num_ctas"] = plan.constants["CTAS"]
-    if plan.kernel == "pairs":
-        launch(kernel, grid, out, *ins, sizes[1], *(s[1] for s in strides), **constants)
-    elif plan.kernel == "narrow":
-        launch(kernel, grid, out, *ins, out.numel() // sizes[1], *sizes, *strides, **constants)
-    elif plan.kernel == "shared":
-        # A word of zeros for each part of a row; the first rows are read while the zeros are written.
-        rows, early = out.numel() // out.shape[dim], overlapping(out.device)
-        all_words = rows * plan.parts * words
-        board = empty((all_words,), word, out.device)
-        block = 16384 // word.itemsize
-        launch(fill, (triton.cdiv(all_words, block),), board, all_words, BLOCK=block, EARLY=bool(early), num_warps=8)
-        turns = (rows,) if len(ins) == 2 else ()  # programs of a gradient go from row to row
-        launch(
-            kernel, grid, out, *ins, board, *turns, *sizes, *strides, plan.span // plan.constants["VEC"], plan.parts,
-            LATE=bool(early), maxnreg=plan.registers, **constants, **early,
-        )  # fmt: skip
-    else:
-        launch(kernel, grid, out, *ins, *sizes, *strides, **constants)
+def as_rows(x: Tensor) -> Tensor | None:
+    """A view of a tensor as a matrix of its rows; None if their elements or the rows are not at equal distances."""
+    n = x.shape[-1]
+    if n > 1 and x.stride(-1) != 1:
+        return None
+    try:
+        return x.view(-1, n)
+    except RuntimeError:
+        return None
 
 
-def side_by_side(x: Tensor) -> Tensor:
-    """Rows without gaps, copied where they are not; by tiles where it is neighbouring rows that lie side by side."""
+def contiguous_rows(x: Tensor) -> Tensor:
+    """A tensor as a matrix whose rows have adjacent elements, copied if it has none."""
+    matrix = as_rows(x)
+    return with_adjacent_elements(x).view(-1, x.shape[-1]) if matrix is None else matrix
+
+
+def with_adjacent_elements(x: Tensor) -> Tensor:
+    """A contiguous tensor, copied by tiles where neighbouring rows are adjacent."""
     if x.is_contiguous() or x.stride(-1) == 1 or not x.numel():
         return contiguous(x)
     y = empty(x.shape, x.dtype, x.device)
-    lay(y, x)
+    copy_strided(y, x)
     return y
 
 
-def lay(y: Tensor, x: Tensor) -> None:
-    """Copy numbers to where they lie otherwise: in one of `x` and `y`, those of neighbouring rows lie together."""
-    (outer, inner, n), outers, strides = layout_of(x.dim() - 1, y, x)
-    # Large tiles, where there are enough of them; the interpreter's cost is programs times operations.
-    numbers, warps = (8192, 8) if x.numel() >= 2**24 and x.element_size() < 8 else (4096, 4)
-    numbers = numbers if gpu(x.device)[0] is not None else 2**16
-    rows = min(64, triton.next_power_of_2(inner))
-    block = min(numbers // rows, triton.next_power_of_2(n))
-    if any(rows * b + block * step >= 2**31 for _, b, step in strides):  # within a tile, places are of 32 bits
-        apply(Tensor.copy_, y, x)
-        return
-    grid = (outer * triton.cdiv(inner, rows) * triton.cdiv(n, block),)
-    given = [(along if len(along) > 1 else along[0], b, step) for along, b, step in strides]
-    layout = {"OUTERS": outers[:-1]} if len(outers) > 1 else {}
-    launch(_turned, grid, y, x, inner, n, *given, ROWS=rows, BLOCK=block, **layout, num_warps=warps)
+def copy_strided(y: Tensor, x: Tensor) -> None:
+    """Copy a tensor to one of another layout: by tiles where rows are adjacent in one of them, otherwise by torch."""
+    layout = layout_of(x.dim() - 1, y, x)
+    if layout is not None:
+        (outer, inner, n), strides = layout
+        # Larger tiles where there are many of them; in the interpreter a program costs more than its elements.
+        elements, warps = (8192, 8) if x.numel() >= 2**24 and x.element_size() < 8 else (4096, 4)
+        elements = elements if gpu(x.device)[0] is not None else 2**20
+        rows = min(64 if elements < 2**20 else 1024, triton.next_power_of_2(inner))
+        block = min(elements // rows, triton.next_power_of_2(n))
+        if all(rows * b + block * step < 2**31 for _, b, step in strides):  # offsets within a tile are int32
+            grid = (outer * triton.cdiv(inner, rows) * triton.cdiv(n, block),)
+            launch(_copy_tiles, grid, y, x, inner, n, *strides, ROWS=rows, BLOCK=block, num_warps=warps)
+            return
+    apply(Tensor.copy_, y, x)
+
+
+# Launch configs ------------------------------------------------------------------------------------------------------
+
+
+class Config(NamedTuple):
+    """A line of a table: rows of up to `limit` bytes are held as chunks of up to `block` columns by `warps` warps.
+
+    A program takes as many rows as make `elements` in all, one at least.
+    """
+
+    limit: int
+    block: int
+    warps: int
+    elements: int = 0
+
+
+class Parts(NamedTuple):
+    """A line of a table: rows of up to `limit` bytes are shared, in parts of up to `block` columns."""
+
+    limit: int
+    block: int
+    warps: int
+    registers: int | None = None  # the most that a thread takes; None leaves it to the compiler
+
+
+def first_that_fits(table: Mapping[int, Sequence[Any]], n: int, itemsize: int) -> Any:
+    """The first line of a table whose limit holds a row of `n` elements, or None."""
+    return next((line for line in table[itemsize] if n * itemsize <= line.limit), None)
+
+
+#: The widest row that a kernel takes: one block of Triton has at most 2**20 elements.
+WIDEST = 2**20
+
+
+def interpreted(device: torch.device) -> bool:
+    """Whether kernels run in Triton's interpreter, where a program costs more than its elements."""
+    return gpu(device)[0] is None
+
+
+#: The only config in the interpreter: one block of up to 2**20 elements.
+INTERPRETER = Config(limit=2**63, block=WIDEST, warps=4, elements=WIDEST)
+
+
+def row_constants(config: Config, n: int, inner: int) -> dict[str, Any]:
+    """ROWS, BLOCK, CHUNKS and warps by a line of a table."""
+    block = min(config.block, triton.next_power_of_2(n))
+    chunks = triton.cdiv(n, block)
+    rows = max(1, min(config.elements // (block * chunks), triton.next_power_of_2(inner)))
+    rows = 1 << rows.bit_length() - 1
+    return {"ROWS": rows, "BLOCK": block, "CHUNKS": chunks, "num_warps": config.warps}
+
+
+def across_constants(layout: Layout, size: int, interpret: bool) -> dict[str, Any] | None:
+    """The same for rows whose neighbours are adjacent; None if a tile of 32 rows does not fit into registers.
+
+    `size` counts the bytes that a row keeps in registers for each of its elements.
+    """
+    _, inner, n = layout.sizes
+    if interpret:
+        return row_constants(INTERPRETER, n, inner)
+    whole = triton.next_power_of_2(n)
+    rows = min(32, triton.next_power_of_2(inner))  # a warp loads 64 bytes or more in one piece
+    elements = rows * whole * max(4, size) // 4
+    if elements > 32768:  # 64 registers a thread; more would spill
+        return None
+    warps = 4 if elements <= 8192 else 16
+    block = min(max(1, (1024 if warps == 4 else 2048) // rows), whole)
+    return {"ROWS": rows, "BLOCK": block, "CHUNKS": triton.cdiv(n, block), "num_warps": warps}
+
+
+class Sharing(NamedTuple):
+    """How the programs of a row share it."""
+
+    parts: int
+    span: int  # columns of a part, in vectors
+    constants: dict[str, Any]
+
+
+#: How often a program looks for the words of others before it recomputes them: some milliseconds.
+TRIES = 4096
+
+
+def shared(parts: Parts, n: int, itemsize: int, vec: int) -> Sharing:
+    """Cut a row of `n` elements. The width alone decides, so a row has the same bits however many rows there are."""
+    # Parts are whole lines of 128 bytes, and an unaligned row touches one vector more than it fills.
+    line = 128 // itemsize
+    reach = n if n % vec == 0 else n + vec - 1
+    span = triton.cdiv(triton.cdiv(reach, triton.cdiv(reach, parts.block)), line) * line
+    count = triton.cdiv(reach, span)
+    lanes = max(32 * parts.warps, triton.next_power_of_2(count))
+    constants = {"VEC": vec, "BLOCK": parts.block, "LANES": lanes, "TRIES": TRIES, "num_warps": parts.warps}
+    return Sharing(count, span // vec, constants | ({"maxnreg": parts.registers} if parts.registers else {}))
+
+
+def workspace(words: int, device: torch.device) -> tuple[Tensor, dict[str, Any]]:
+    """Zeros for so many words, and how a kernel is launched that loads its part while they are written."""
+    early = overlapping(device)
+    zeros = empty((words,), torch.int64, device)
+    launch(fill, (triton.cdiv(words, 2048),), zeros, words, BLOCK=2048, EARLY=bool(early), num_warps=8)
+    return zeros, {"LATE": bool(early), **early}
 
 
 # Arguments, results, batches -----------------------------------------------------------------------------------------
@@ -631,32 +497,16 @@ def checked_axis(name: str, what: str, x: Any, dim: Any) -> tuple[Tensor, int]:
     return x, dim % axes
 
 
-def in_rows(x: Tensor) -> Tensor | None:
-    """A tensor as a matrix of its rows; None where their numbers do not lie side by side, at equal distances."""
-    n = x.shape[-1]
-    if n > 1 and x.stride(-1) != 1:
-        return None
-    try:
-        return x.view(-1, n)
-    except RuntimeError:  # rows at no equal distances
-        return None
-
-
-def rows_in(x: Tensor) -> Tensor:
-    """A tensor as a matrix of its rows, whose numbers lie side by side; copied where they do not."""
-    matrix = in_rows(x)
-    return side_by_side(x).view(-1, x.shape[-1]) if matrix is None else matrix
-
-
 def aligned(n: int, *tensors: Tensor | None) -> int:
-    """Of how many numbers, up to those of 16 bytes, widths and strides of matrices are multiples."""
+    """By how many elements, up to those of 16 bytes, widths and strides of matrices can be divided."""
     steps = [t.stride(0) for t in tensors if t is not None]
     if max(steps) >= 2**31:  # a quotient of 32 bits, multiplied by this again, would be a product of 32 bits
         return 1
     return math.gcd(n, *steps, *(16 // t.element_size() for t in tensors if t is not None))
 
 
-def alike(x: Tensor, *_: Any) -> Tensor:
+def empty_result(x: Tensor, *_: Any) -> Tensor:
+    """Contiguous memory of the shape, dtype and device of `x`."""
     return empty(x.shape, x.dtype, x.device)
 
 

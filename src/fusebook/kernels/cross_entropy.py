@@ -22,7 +22,7 @@ from torch.nn import Parameter
 
 from ._call import Operator, empty, flag, watched
 from ._entropy import TERMS, Terms, check_terms, entropy_into, line, loss_like, once, once_only, read_target
-from ._rows import rows_in
+from ._rows import contiguous_rows
 
 __all__ = ["cross_entropy", "cross_entropy_eager", "cross_entropy_with_gradient"]
 
@@ -61,11 +61,11 @@ def cross_entropy_eager(x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _into(loss: Tensor, x: Tensor, target: Tensor, *terms: Any) -> None:
-    entropy_into(line(loss), None, rows_in(x), line(target), None, Terms(*terms).of(x))
+    entropy_into(line(loss), None, contiguous_rows(x), line(target), None, Terms(*terms).of(x))
 
 
 def _over_into(loss: Tensor, x: Tensor, target: Tensor, *terms: Any) -> None:
-    x = rows_in(x)
+    x = contiguous_rows(x)
     entropy_into(line(loss), x, x, line(target), None, Terms(*terms).of(x))
 
 
@@ -73,7 +73,7 @@ def _both_into(found: tuple[Tensor, Tensor], x: Tensor, target: Tensor, *rest: A
     *terms, scale = rest
     loss, dx = found
     scale = line(scale) if scale is not None and scale.dim() > 1 else scale
-    entropy_into(line(loss), rows_in(dx), rows_in(x), line(target), scale, Terms(*terms).of(x))
+    entropy_into(line(loss), contiguous_rows(dx), contiguous_rows(x), line(target), scale, Terms(*terms).of(x))
 
 
 def _check(x: Any, target: Any, weight: Any, *rest: Any) -> tuple[Any, ...]:

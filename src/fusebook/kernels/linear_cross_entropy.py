@@ -38,7 +38,7 @@ from torch.nn import Parameter
 from . import _entropy, _few
 from ._call import Operator, accumulated, apply, contiguous, empty, gpu, integer, launch, lower, lowered, watched
 from ._entropy import TERMS, Terms, _class_of, _factors, _known, line, loss_like, once
-from ._rows import rows_in
+from ._rows import contiguous_rows
 
 __all__ = ["linear_cross_entropy", "linear_cross_entropy_eager", "linear_cross_entropy_with_gradients"]
 
@@ -423,7 +423,7 @@ def _chunks_into(
 def _given(
     h: Tensor, head: Tensor, bias: Tensor | None, target: Tensor
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    return rows_in(h), rows_in(head), bias, line(target)
+    return contiguous_rows(h), contiguous_rows(head), bias, line(target)
 
 
 def _into(loss: Tensor, h: Tensor, head: Tensor, bias: Tensor | None, target: Tensor, *rest: Any) -> None:
@@ -438,7 +438,7 @@ def _all_into(
     loss, dh, *others = found
     scale = line(scale) if scale is not None and scale.dim() > 1 else scale
     given = *_given(h, head, bias, target), scale
-    _chunks_into(line(loss), (rows_in(dh), *others), *given, Terms(*terms).of(h), rows)
+    _chunks_into(line(loss), (contiguous_rows(dh), *others), *given, Terms(*terms).of(h), rows)
 
 
 def _kept_into(
@@ -453,7 +453,7 @@ def _over_into(
 ) -> None:
     *terms, scale = rest
     given = *_given(h, head, bias, target), line(scale) if scale.dim() > 1 else scale, Terms(*terms).of(h)
-    _chunks_into(None, (rows_in(found[0]), *found[1:]), *given, None, kept)
+    _chunks_into(None, (contiguous_rows(found[0]), *found[1:]), *given, None, kept)
 
 
 def _check(h: Any, head: Any, bias: Any, target: Any, weight: Any, *rest: Any) -> tuple[Any, ...]:

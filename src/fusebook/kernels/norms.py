@@ -27,7 +27,7 @@ from torch import Tensor
 
 from ._call import Operator, accumulated, empty, wide
 from ._norms import LIMITS, check_norm, norm_into
-from ._rows import alike
+from ._rows import empty_result
 from .norms_backward import norm_backward
 
 __all__ = ["add_layer_norm", "add_rms_norm", "layer_norm", "layer_norm_eager", "rms_norm", "rms_norm_eager"]
@@ -111,12 +111,12 @@ def _name(centred: bool) -> str:
 
 
 def _with_sum(x: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return alike(x), alike(x)
+    return empty_result(x), empty_result(x)
 
 
 def _with_scale(x: Tensor, residual: Tensor | None, weight: Any, bias: Any, *rest: Any) -> list[Tensor]:
     quantised = [empty(x.shape, rest[-1], x.device), empty((*x.shape[:-1], 1), accumulated(x.dtype), x.device)]
-    return quantised if residual is None else [*quantised, alike(x)]
+    return quantised if residual is None else [*quantised, empty_result(x)]
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -152,7 +152,7 @@ _norm: Operator = Operator(
     "norm",
     "(Tensor x, Tensor? weight, Tensor? bias, bool centred, float eps) -> Tensor",
     check=_check,
-    outputs=alike,
+    outputs=empty_result,
     into=lambda y, x, *rest: norm_into(y, None, None, x, None, *rest),
     gradient=(_gradients, _keep),
     traced=lambda *given: given,

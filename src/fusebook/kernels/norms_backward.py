@@ -32,9 +32,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ._call import Operator, accumulated, contiguous, empty, gpu, launch, overlapping
+from ._layouts import layout_of, to_word
 from ._norms import add_both, anchor_of, board_of, check_norm, far, loaded, parts_of, sum_both
 from ._norms_across import LEAST_EPS, across_into, places_of, planned
-from ._rows import aligned, in_rows, layout_of, leave, rows_in, word_of
+from ._rows import aligned, as_rows, contiguous_rows, publish
 
 __all__ = ["layer_norm_backward", "rms_norm_backward"]
 
@@ -152,10 +153,10 @@ def _norm_backward(
 def _leave_two(at, PARTS, a, b):
     """Leave two numbers: of 32 bits in one word, which takes one access where two words take two."""
     if a.dtype == tl.float64:
-        leave(at, word_of(a))
-        leave(at + PARTS, word_of(b))
+        publish(at, to_word(a))
+        publish(at + PARTS, to_word(b))
     else:
-        leave(at, word_of(a).to(tl.uint32, bitcast=True).to(tl.int64) | (word_of(b).to(tl.int64) << 32))
+        publish(at, to_word(a).to(tl.uint32, bitcast=True).to(tl.int64) | (to_word(b).to(tl.int64) << 32))
 
 
 @triton.jit
@@ -273,11 +274,11 @@ def _norm_backward_shared(
         g = next_dy.to(FLOAT) * w
         one, two, three, four = _sums(next_x.to(FLOAT), g, own, count, 0, CENTRED, TRIES > 0)
         _leave_sums(at + GROUPS * (PARTS * WORDS) + part, PARTS, one, two, three, four, CENTRED)
-        squares = word_of(tl.zeros([LANES], FLOAT))
+        squares = to_word(tl.zeros([LANES], FLOAT))
         products, totals, gs = squares, squares, squares
         total = tl.zeros([], FLOAT)
         all_gs = total
-        if word_of(one) != 0:  # always: what depends on nothing that is loaded would come before the words are left
+        if to_word(one) != 0:  # always: what depends on nothing that is loaded would come before the words are left
             squares, products, totals, gs = _look(at, lanes, PARTS, FLOAT, CENTRED)
             total, all_gs = _met(squares, products, totals, gs, FLOAT)
             if (total != total) | (all_gs != all_gs):  # a word is missing, or a number is NaN
@@ -298,10 +299,10 @@ def _norm_backward_shared(
                         one, two, three, four = _sums(
                             its_x.to(FLOAT), g, inner < many, many, 0, CENTRED, TRIES > 0
                         )  # fmt: skip
-                        squares = tl.where(lanes == missing, word_of(one), squares)
-                        products = tl.where(lanes == missing, word_of(two), products)
-                        totals = tl.where(lanes == missing, word_of(three), totals) if CENTRED else squares
-                        gs = tl.where(lanes == missing, word_of(four), gs) if CENTRED else products
+                        squares = tl.where(lanes == missing, to_word(one), squares)
+                        products = tl.where(lanes == missing, to_word(two), products)
+                        totals = tl.where(lanes == missing, to_word(three), totals) if CENTRED else squares
+                        gs = tl.where(lanes == missing, to_word(four), gs) if CENTRED else products
                     missing = _missing(squares, products, totals, gs, lanes)
                     tries += 1
                 total, all_gs = _met(squares, products, totals, gs, FLOAT)
@@ -346,7 +347,7 @@ def _norm_backward_shared(
         tl.store(sums_ptr + inner, db, mask=own)
 
 
-# Or the programs are a cluster, which a GPU starts together, as in `_rows.told`. They go from row to row, and are told
+# Or the programs are a cluster, which a GPU starts together. They go from row to row, and are told
 # by barriers in their own shared memory, which count the bytes that have come: at the barrier of a cluster a program
 # would wait for all that it has stored before. Words of four turns have places of their own, and nobody writes where
 # somebody still reads, for a program tells the words of the next turn, and then finds those of this one. Who tells of a
@@ -617,7 +618,7 @@ def _apart(*tensors: Tensor | None) -> tuple[Any, ...] | None:
     given = [t for t in tensors if t is not None]
     dx, *others = given
     n = dx.shape[-1]
-    if not 0 < dx.numel() <= _DIRECT or n > 1024 or all(in_rows(t) is not None for t in others):
+    if not 0 < dx.numel() <= _DIRECT or n > 1024 or all(as_rows(t) is not None for t in others):
         return None
     (_, inner, _), outers, strides = layout_of(dx.dim() - 1, *given)
     if len(outers) > 1:
@@ -650,8 +651,8 @@ def _into(
         _added_up(dw, db, sums)
         return
     if apart is None:
-        x, dy = rows_in(x), rows_in(dy)
-        dtotal = None if dtotal is None else rows_in(dtotal)
+        x, dy = contiguous_rows(x), contiguous_rows(dy)
+        dtotal = None if dtotal is None else contiguous_rows(dtotal)
         align = aligned(n, x, dy, dtotal)
     rows = dx.numel() // max(1, n)
     weight = None if weight is None else contiguous(weight)

@@ -144,12 +144,12 @@ def specs(types: Sequence[str]) -> Iterator[Spec]:
                     )  # fmt: skip
             block = 32768 // size
             yield Spec(
-                "SOFTMAX_WIDE", type_, aligned, 0, 1, softmax, "_softmax_online", tensors | strides,
+                "SOFTMAX_WIDE", type_, aligned, 0, 1, "fusebook.ort.two_pass", "softmax_two_pass", tensors | strides,
                 {"ALIGN": align, "ROWS": 1, "BLOCK": block, "GROUP": 16 // size}, 16,
             )  # fmt: skip
             if not aligned:
                 yield Spec(
-                    "SOFTMAX_AXIS", type_, False, 0, 32, softmax, "_softmax_online", tensors | strides,
+                    "SOFTMAX_AXIS", type_, False, 0, 32, "fusebook.ort.two_pass", "softmax_two_pass", tensors | strides,
                     {"ALIGN": 1, "ROWS": 32, "BLOCK": 256 // size, "GROUP": 1}, 4,
                 )  # fmt: skip
 
@@ -357,7 +357,7 @@ def cached(arch: Sequence[int], dtype: Sequence[str]) -> pathlib.Path:
     """A library that was built before from the same sources, or one that is built now; arguments as of `build`."""
     from importlib.metadata import version
 
-    files = [C / "library.c", C / "ort_api.h", _HERE / "aot.py"]
+    files = [C / "library.c", C / "ort_api.h", _HERE / "aot.py", _HERE / "two_pass.py"]
     files += sorted((_HERE.parent / "kernels").glob("*.py"))
     text = b"".join(f.read_bytes() for f in files) + repr((tuple(arch), tuple(dtype), version("triton"))).encode()
     out = cache_folder_if_any() / f"fusebook-ort-{hashlib.sha256(text).hexdigest()[:16]}.so"
