@@ -572,9 +572,9 @@ claims(
 # Some operators of the library look at their input before they compute: is
 # each index in range, is each class one that exists, is each point finite?
 # That is ``check=True``, the default but for losses. The answer is on the
-# device, so the host waits for it, and can queue nothing meanwhile. Where a page does not say
-# otherwise its times are taken with ``check=False``. Here is a call, waited
-# for, with either.
+# device, so the host waits for it, and can queue nothing meanwhile. Unless a
+# page says otherwise, its times are taken with ``check=False``. Here is the
+# latency of a call with either.
 
 
 def calls_with_checks():
