@@ -49,6 +49,8 @@ extensions = [
     "sphinx_gallery.gen_gallery",
     "fusebook_site",
     "front",
+    "lessons",
+    "evidence_pages",
     "reading",
     "reference",
     "sorting",

@@ -421,12 +421,12 @@ def test_statements_of_others_and_exercises_are_no_claims_of_ours_and_counted_ap
     shown = page.claims(
         page.claim("a", True), page.claim("b", False), page.claim("c", True), page.holds("d", False), page.say("e")
     )
-    assert repr(shown).splitlines()[-1] == "Our claims: 2 true, 1 false. Statements of others: 1 does not hold."
+    assert repr(shown).splitlines()[-1] == "Claims: 2 true, 1 false. Statements of others: 1 does not hold."
     text = shown._repr_html_()
     assert text.count('class="fb-claim fb-true"') == 2
     assert text.count('class="fb-claim fb-false"') == 1
     assert text.count('class="fb-statement fb-false"') == 1
-    assert "Our claims" not in repr(page.claims(page.claim("a", True), page.claim("b", False)))
+    assert "Claims:" not in repr(page.claims(page.claim("a", True), page.claim("b", False)))
     wanted = page.claims(*(page.target(f"f{i}", i > 0) for i in range(4)))
     assert repr(wanted).splitlines()[0] == "○ missed: f0"
     assert repr(wanted).splitlines()[-1] == "Targets: 3 met, 1 missed."
@@ -594,7 +594,7 @@ CASES = [(torch.tensor([[1.0, second, 3.0]], device=DEVICE),) for second in (2.0
 def test_an_exercise_is_answered_by_the_check_of_the_library():
     assert repr(page.exercise("right", lambda x: softmax(x), lambda x: torch.softmax(x, -1), CASES)) == "☑ done: right"
     shown = page.exercise("no maximum", lambda x: x.exp() / x.exp().sum(-1), lambda x: torch.softmax(x, -1), CASES)
-    assert repr(shown).startswith("☐ to do: no maximum (on 1x3 float32 the score is inf")
+    assert repr(shown).startswith("☐ to do: no maximum (on 1x3 float32: error inf")
 
 
 def test_an_exercise_that_raises_is_answered_too(monkeypatch):

@@ -248,19 +248,19 @@ def test_bandwidth_divides_the_least_bytes_by_the_time(sweep):
     lines = {line.get_label(): line.get_ydata() for line in plots.bandwidth(sweep).lines}
     moved = 2 * ours["M"] * ours["N"] * 4
     assert lines["fusebook"] == pytest.approx((moved / ours["gpu_us"] / 1e3).to_numpy())
-    assert lines["the measured roof"] == pytest.approx(machine().copy / 1e9)
+    assert lines["roofline"] == pytest.approx(machine().copy / 1e9)
 
 
 def test_bandwidth_plot_names_every_line_and_the_roof(sweep):
     ax = plots.bandwidth(sweep)
     names = {t.get_text().strip() for t in ax.texts}
-    assert names >= {*SOFTMAX.variants, "the measured roof", "a copy", "memory", "partly L2"}
+    assert names >= {*SOFTMAX.variants, "roofline", "a copy", "memory", "partly L2"}
     assert "GB/s" in ax.get_ylabel()
 
 
 def test_names_at_the_ends_of_lines_do_not_overlap(sweep):
     ax = plots.bandwidth(sweep)
-    named = [t for t in ax.texts if t.get_text().strip() in {*SOFTMAX.variants, "the measured roof", "a copy"}]
+    named = [t for t in ax.texts if t.get_text().strip() in {*SOFTMAX.variants, "roofline", "a copy"}]
     boxes = sorted((t.get_window_extent() for t in named), key=lambda b: b.y0)
     assert all(below.y1 <= above.y0 + 2 for below, above in itertools.pairwise(boxes))
 

@@ -11,6 +11,7 @@ import re
 from pathlib import Path
 
 import front
+import lessons
 import pages
 
 __all__ = ["insert", "keep", "rst"]
@@ -44,6 +45,8 @@ def keep(file, name, shown):
         facts |= {"gpu": told.machine.name, "measured": told.measured, "stale": told.stale, "raw": told.raw}
         facts["dates"] = " to ".join(dict.fromkeys((told.dates[0], told.dates[-1])))
         facts["versions"] = told.versions
+    if frames_ := shown.get("gains"):
+        facts["gains"] = lessons.gains(name, frames_[-1])
     facts["ops"] = [of(op, frame) for op, frame in decisive(name, frames)]
     file.write_text(json.dumps(facts, indent=1), encoding="utf-8")
 
@@ -104,7 +107,7 @@ def of(op, frame):
 
 def insert(app, docname, source):
     """Put the box under the title of a page, and take from its text what the box says."""
-    if not docname.startswith("auto_examples/plot_"):
+    if not docname.startswith("auto_examples/plot_") or lessons.lesson(docname):
         return
     name = docname.removeprefix("auto_examples/")
     file = Path(app.srcdir) / "auto_examples" / f"{name}.box.json"

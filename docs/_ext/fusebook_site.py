@@ -10,6 +10,7 @@ import functools
 import gc
 import hashlib
 import importlib.metadata
+import importlib.util
 import inspect
 import json
 import os
@@ -33,6 +34,7 @@ import front
 import gallery_hooks
 import gallery_progress
 import interpreting
+import lessons
 import pages
 import side_by_side
 
@@ -235,6 +237,7 @@ def equip(generated, around=None, beside=False):
     runner.finish = functools.partial(end_page, generated, around or circumstances(), ROOT)
     runner.log = gallery_progress.Log(ROOT / "build" / "docs.log", begun=beside)
     interpreting.hasten()
+    lessons.make_notebooks()
     if beside:
         # loky takes what pages import for a leak, and begins another process, which imports it again.
         import joblib.externals.loky.process_executor as loky
@@ -286,7 +289,8 @@ def publish(app, exception):
         shutil.rmtree(target, ignore_errors=True)
         if source.is_dir():
             shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
-    publish_scripts(html / "_downloads", app.config.fusebook_repository)
+    made = build_wheel(html / "wheel")
+    publish_scripts(html / "_downloads", app.config.fusebook_repository, Path(app.srcdir) / "auto_examples", made)
     if not app.config.fusebook_repository and front.under_git():
         publish_source(html / front.ARCHIVE)
     notebooks = html / "notebooks"
@@ -328,18 +332,47 @@ def publish_source(file):
     subprocess.run(made, cwd=ROOT, check=True)
 
 
-def publish_scripts(folder, repository):
-    """Make the scripts that are downloaded run by themselves, also those in archives."""
+def build_wheel(folder):
+    """Build the library's wheel, which notebooks install; None where hatchling is not installed."""
+    if importlib.util.find_spec("hatchling") is None:
+        logger.info("no wheel is built, and notebooks install nothing: hatchling is not installed")
+        return None
+    made = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(folder)]
+    subprocess.run(made, cwd=ROOT, check=True, capture_output=True)
+    return folder / lessons.wheel()
+
+
+def publish_scripts(folder, repository, generated=None, wheel=None):
+    """Make the scripts that are downloaded run by themselves, also those in archives.
+
+    Parameters
+    ----------
+    folder : pathlib.Path
+        Of the downloads.
+    repository : str
+        Its address; empty where none is known.
+    generated : pathlib.Path, optional
+        The folder of what is made from the pages.
+    wheel : pathlib.Path, optional
+        Of the library, for the archives of lessons.
+    """
+
+    def complete(name, text):
+        found = lessons.built(generated, name) if generated and lessons.lesson(name) else {}
+        return lessons.fill(alone(text, repository), found) if found else alone(text, repository)
+
     for path in folder.rglob("plot_*.py"):
-        path.write_text(alone(path.read_text(encoding="utf-8"), repository), encoding="utf-8")
+        path.write_text(complete(path.stem, path.read_text(encoding="utf-8")), encoding="utf-8")
     for path in folder.rglob("*.zip"):
         with zipfile.ZipFile(path) as archive:
             parts = {info: archive.read(info) for info in archive.infolist()}
         with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
             for info, content in parts.items():
                 if info.filename.endswith(".py"):
-                    content = alone(content.decode(), repository).encode()
+                    content = complete(Path(info.filename).stem, content.decode()).encode()
                 archive.writestr(info, content)
+            if wheel and lessons.lesson(path.stem):
+                archive.write(wheel, wheel.name)
 
 
 # The text of pages

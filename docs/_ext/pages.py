@@ -18,7 +18,7 @@ EXAMPLES = ROOT / "examples"
 #: Of prose a reader takes so many words a minute, and of code so many lines.
 WORDS, LINES = 200, 50
 
-BEFORE = re.compile(r"^Read before: (.*)\.$", re.MULTILINE)
+BEFORE = re.compile(r"^(?:Read before|Prerequisites): (.*)$", re.MULTILINE)
 WHOM = re.compile(r"^For whom: ((?:.+\n?)+)", re.MULTILINE)
 
 
@@ -52,7 +52,8 @@ def page(path):
     prose = [line[1:] for line in text.splitlines() if line.startswith("#")]
     words = len(re.findall(r"\w+", " ".join([about, *prose])))
     lines = sum(bool(line.strip()) and not line.startswith("#") for line in text.splitlines())
-    first = next((part for part in re.split(r"\n\s*\n", about)[1:] if not re.match(r"Read before|For whom", part)), "")
+    parts = re.split(r"\n\s*\n", about)[1:]
+    first = next((part for part in parts if not re.match(r"Read before|Prerequisites|For whom", part)), "")
     return Page(
         path,
         title=about.splitlines()[0],

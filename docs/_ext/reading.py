@@ -17,6 +17,7 @@ from sphinx import addnodes
 from sphinx.transforms.post_transforms import SphinxPostTransform
 
 import folding
+import lessons
 import pages
 
 __all__ = ["FoldCode", "Ids", "fold_code", "in_sections", "index_tags", "link_results", "link_words", "tags"]
@@ -46,7 +47,9 @@ class FoldCode(SphinxPostTransform):
 
     def run(self, **kwargs):
         """Put each block of code into parts."""
-        if self.env.docname.startswith("auto_examples/plot_"):
+        if lessons.lesson(self.env.docname):
+            lessons.tidy_code(self.document)
+        elif self.env.docname.startswith("auto_examples/plot_"):
             fold_code(self.document)
 
 

@@ -123,33 +123,25 @@ def _words(op: Any) -> str:
     return str(op).replace("_", " ")
 
 
-def _percent(values: pd.Series) -> str:
-    """The middle, and from the least to the most, in percent."""
-    least, middle, most = (f"{100 * value:.0f}" for value in (values.min(), values.median(), values.max()))
-    return f"{middle} %" if least == most else f"{middle} % ({least} to {most})"
+def _found(df: pd.DataFrame, of: str) -> str:
+    """The finding of a figure of shares, and over how many sizes; empty where Fusebook is not in it.
 
-
-def _found(df: pd.DataFrame, of: str) -> tuple[str, str]:
-    """The finding of a figure of shares, made from what it shows, and of which points it is where not of all.
-
-    Empty where ours is not in it.
+    Where memory decides at some points, these are the ones: elsewhere a share says little.
     """
-    ours = "fusebook"
-    if ours not in set(df["variant"]):
-        return "", ""
     df = tables.alike(df)
+    memory = df[df["zone"].eq("memory")]
+    df, bound = (memory, "memory-bound ") if memory["variant"].eq("fusebook").any() else (df, "")
     shares = {name: tables.share(df, name, of).dropna() for name in dict.fromkeys(df["variant"])}
     points = pd.DataFrame({name: share.groupby(level=[0, 1]).max() for name, share in shares.items() if len(share)})
-    if ours not in points:
-        return "", ""
-    points = points[points[ours].notna()]
-    # The best of few ways says little of many: where some were measured at fewer points, it is these that are told of.
-    common, some = points.dropna(), ""
-    if 0 < len(common) < len(points):
-        points, some = common, f"title: {len(common)} of {len(points)} points that all ways have"
-    text = f"{ours} reaches {_percent(points.pop(ours))} of {'a copy' if of == 'copy' else 'the roof'}"
-    best = points.max(axis=1).dropna()
-    return (f"{text}, the best other way {_percent(best)}", some) if len(best) else (text, "")
+    if "fusebook" not in points:
+        return ""
+    points = points[points["fusebook"].notna()]
+    # The best of few implementations says little of many: only points that all of them have are compared.
+    points = points.dropna() if len(points.dropna()) else points
+    own, best = points.pop("fusebook"), points.max(axis=1).dropna()
+    text = f"Fusebook runs at {100 * own.median():.0f} % of {'copy speed' if of == 'copy' else 'the roofline'}"
+    text += f"; the best other at {100 * best.median():.0f} %" if len(best) else ""
+    return f"{text} (medians of {len(own)} {bound}sizes)"
 
 
 def _fastest(df: pd.DataFrame, kind: str) -> str:
@@ -268,9 +260,9 @@ def bandwidth(df: pd.DataFrame, *, xlabel: str = "") -> Axes:
         raise ValueError(f"plots.bandwidth: expected one dtype, got {', '.join(dtypes)}; draw one figure each")
     first = df.iloc[0]
     others = [f"{n} = {first[n]}" for n in tables.dims(df) if n != "N" and len(df[n].unique()) == 1]
-    what, (found, some) = ", ".join([_words(first["op"]), first["dtype"], *others]), _found(df, "roof")
+    what, found = ", ".join([_words(first["op"]), first["dtype"], *others]), _found(df, "copy")
     rate = "bandwidth of the least traffic (GB/s)"
-    ax = axes(found or what, xlabel or "size N", rate, below=[what if found else "", _gpu(df), "cold", some])
+    ax = axes(found or what, xlabel or "size N", rate, below=[what if found else "", _gpu(df), "GPU time, cold L2"])
 
     def rate_of(rows: pd.DataFrame, column: str) -> pd.Series:
         return (rows["read_bytes"] + rows["write_bytes"]) / rows[column].astype(float) / 1e3
@@ -285,7 +277,7 @@ def bandwidth(df: pd.DataFrame, *, xlabel: str = "") -> Axes:
         ax.fill_between(rows["N"].astype(float), *band, color=drawn["color"], alpha=0.18, linewidth=0)
     points = df.dropna(subset=["roof_us"]).drop_duplicates("N").sort_values("N")
     if len(points):
-        for name, column, dash in (("the measured roof", "roof_us", "-"), ("a copy", "copy_us", (0, (1, 2)))):
+        for name, column, dash in (("roofline", "roof_us", "-"), ("a copy", "copy_us", (0, (1, 2)))):
             if points[column].notna().any():
                 how = {"color": INK, "linewidth": 1.2, "linestyle": dash, "zorder": 2}
                 _line(ax, ends, name, points["N"], rate_of(points, column), **how)
@@ -311,8 +303,8 @@ def dots(df: pd.DataFrame, *, of: str = "copy", title: str = "") -> Axes:
     place = {row: len(rows) - 1 - i for i, row in enumerate(rows)}
     ceiling = "a copy of the same bytes" if of == "copy" else "the measured roof"
     what = title or f"{_words(df['op'].iloc[0] if len(df) else '')}: share of {ceiling}"
-    found, some = _found(df, of)
-    size, below = (8.0, 1.8 + 0.3 * len(rows)), [what if found else "", _gpu(df), "cold", some]
+    found = _found(df, of)
+    size, below = (8.0, 1.8 + 0.3 * len(rows)), [what if found else "", _gpu(df), "GPU time, cold L2"]
     ax = axes(found or what, f"percent of {ceiling}", "", size, below, rows=True)
     for y in place.values():
         ax.axhline(y, color=INK, alpha=0.18, linewidth=0.6, zorder=0)

@@ -51,7 +51,7 @@ def say(text: str, **numbers: Any) -> Shown:
 
 #: What is said of each kind: in words where it is true and where not, the signs of both, and what many are called.
 _KINDS = {
-    "claim": (("true", "false"), "✓✗", "Our claims"),
+    "claim": (("true", "false"), "✓✗", "Claims"),
     "target": (("met", "missed"), "●○", "Targets"),
     "statement": (("holds", "does not hold"), "=≠", "Statements of others"),
     "exercise": (("done", "to do"), "☑☐", "Exercises"),
@@ -327,7 +327,7 @@ def exercise(
         else:
             if not verdict.ok:
                 where = yard.where(got)
-                reason = f"on {shapes} the score is {verdict.score:.2g}, the limit {verdict.limit:.2g}; {where}"
+                reason = f"on {shapes}: error {verdict.score:.2g}, tolerance {verdict.limit:.2g}; {where}"
         if reason:
             break
     return Claims((Claim(text, not reason, False, "exercise", reason),))._now()

@@ -38,7 +38,7 @@ LONGEST = 60.0  # seconds
 STUCK = 30  # seconds, of the steps alone
 
 
-def counters(name: str, steps: Steps) -> pd.DataFrame:
+def counters(name: str, steps: Steps, script: str = "") -> pd.DataFrame:
     """What each step reads and writes by the counters of the GPU, where Nsight Compute is installed.
 
     It is called where nothing but definitions stands before it: the page is run again as far as here.
@@ -49,6 +49,8 @@ def counters(name: str, steps: Steps) -> pd.DataFrame:
         Of the record, see `fusebook.page.measured`.
     steps : callable
         Returns, by name, what is called without arguments.
+    script : str, optional
+        The file that is run again; the one in which `steps` is defined unless given.
 
     Returns
     -------
@@ -65,7 +67,7 @@ def counters(name: str, steps: Steps) -> pd.DataFrame:
     able = shutil.which("ncu") is not None and _place.script() and "_FUSEBOOK_COUNT" not in os.environ
     for live in (None, False) if able else (False,):
         try:
-            return measured(name, lambda: _counted(name, steps), live=live, by_device=True)
+            return measured(name, lambda: _counted(name, steps, script), live=live, by_device=True)
         except (RuntimeError, subprocess.TimeoutExpired) as error:
             warnings.warn(str(error), stacklevel=2)
         except NoResults:
@@ -122,14 +124,14 @@ def _run(steps: Mapping[str, Callable[[], Any]]) -> None:
     torch.cuda.cudart().cudaProfilerStop()
 
 
-def _counted(name: str, steps: Steps) -> pd.DataFrame:
+def _counted(name: str, steps: Steps, script: str = "") -> pd.DataFrame:
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "ncu.csv"
         # The clocks are left alone, as everywhere; the caches are flushed before each kernel.
         how = ["--csv", "--page", "raw", "--profile-from-start", "off", "--clock-control", "none"]
         asked = ["ncu", *how, "--print-units", "base", "--metrics", ",".join(COUNTERS), "--log-file", str(log)]
         env = {k: v for k, v in os.environ.items() if k != "_FUSEBOOK_RECORD"} | {"_FUSEBOOK_COUNT": name}
-        page = [sys.executable, steps.__code__.co_filename]
+        page = [sys.executable, script or steps.__code__.co_filename]
         done = subprocess.run([*asked, *page], env=env, capture_output=True, text=True, timeout=LONGEST)
         text = log.read_text() if log.exists() else ""
     if '"ID"' not in text:

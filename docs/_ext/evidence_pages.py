@@ -1,0 +1,264 @@
+"""The page of evidence behind each lesson, made from its claims and records: one template, and no prose by hand.
+
+It is written as reStructuredText into docs/evidence before Sphinx reads its sources, and again only when something that
+it is made from has changed.
+"""
+
+import hashlib
+
+from pathlib import Path
+
+from sphinx.util import logging
+
+import pages
+
+__all__ = ["page", "setup", "stamp", "write"]
+
+logger = logging.getLogger(__name__)
+
+ROOT = Path(__file__).resolve().parents[2]
+KINDS = {"claim": "Claims", "target": "Targets", "statement": "Published claims"}
+VERDICTS = {"claim": ("true", "false"), "target": ("met", "missed"), "statement": ("holds", "does not hold")}
+
+
+def raw(shown):
+    """HTML as reStructuredText."""
+    text = shown if isinstance(shown, str) else shown._repr_html_()
+    return ".. raw:: html\n\n" + "".join(f"   {line}\n" for line in text.splitlines()) + "\n"
+
+
+def heading(label, text):
+    """A heading of a section, with its fixed label."""
+    return f".. _{label}:\n\n{text}\n{'-' * len(text)}\n\n"
+
+
+def outcome_block(found):
+    """A claim with its verdict, condition, scope, worst point, address and rows."""
+    import pandas as pd
+
+    from fusebook.page.show import rich, table
+
+    claim = found.claim
+    state = "fb-open" if found.holds is None else "fb-true" if found.holds else "fb-false"
+    word = "" if found.holds is None else VERDICTS[claim.kind][not found.holds] + ": "
+    if claim.condition and found.holds is None:
+        word = "not measured: "
+    said = [f"Scope: {claim.scope}."]
+    if claim.condition:
+        said.insert(0, f"Condition: {claim.condition} at each point.")
+    if found.worst:
+        said.append(f"Fulfilled at {found.good.sum()} of {len(found.good)}; worst {found.worst}.")
+    rows = ""
+    if len(found.values) > 1:
+        frame = pd.DataFrame({"value": found.values})
+        if len(found.good):
+            frame["fulfilled"] = found.good
+        rows = table(frame.rename_axis([name or "" for name in frame.index.names]), "Rows", fold=True)._repr_html_()
+    return (
+        f'<div class="fb-evidence-claim" id="{claim.id}"><ul class="fb-claims"><li class="fb-{claim.kind} {state}">'
+        f'<span class="fb-verdict">{word}</span>{rich(found.text)} '
+        f'<a class="headerlink" href="#{claim.id}" title="Link to this claim">#</a></li></ul>'
+        f'<p class="fb-detail">{rich(" ".join(said))}</p>{rows}</div>'
+    )
+
+
+def outcomes(about, frames, kind):
+    """The blocks of all claims of a kind."""
+    from fusebook.lesson import evidence
+
+    found = [evidence.evaluate(claim, frames) for claim in about.CLAIMS if claim.kind == kind]
+    judged = [one for one in found if one.claim.condition]
+    good, bad = (sum(one.holds is value for one in judged) for value in (True, False))
+    count = f"<p>{len(judged)} with a condition: {good} {VERDICTS[kind][0]}, {bad} {VERDICTS[kind][1]}.</p>"
+    return count + "\n".join(map(outcome_block, found))
+
+
+def by_size(op, frame):
+    """Which implementation to take at each size, by two clocks."""
+    from fusebook.page import show, verdicts
+
+    parts = []
+    for kind, clock in (("cold", "GPU time"), ("paid", "end-to-end time")):
+        table = verdicts.choices(op, frame, kind).reset_index().rename(columns={"ours": "Fusebook"})
+        table["take"] = table["take"].str.replace("ours", "Fusebook")
+        text = "the fastest is best, and what is within 2 % of it can be taken"
+        parts.append(show.sortable(table, f"{op.name}: microseconds of {clock} by size; {text}")._repr_html_())
+    return "\n".join(parts)
+
+
+def implementations(op, frame):
+    """Every implementation at every size: all clocks, memory and error."""
+    import pandas as pd
+
+    from fusebook import tables
+    from fusebook.lesson.evidence import column
+    from fusebook.page import show
+
+    status = frame["status"].where(frame["status"] != "ok", "")
+    told = pd.DataFrame(
+        {
+            "implementation": frame["variant"],
+            "size": tables.label(frame),
+            "dtype": frame["dtype"],
+            "GPU time, cold L2": frame[column("gpu_us")],
+            "GPU time, warm L2": frame[column("gpu_warm_us")],
+            "launch": frame[column("launch_us")],
+            "end-to-end": tables.paid(frame),
+            "latency": frame[column("latency_us")],
+            "peak memory, MB": frame["peak_bytes"] / 1e6,
+            "error / tolerance": frame[column("error")] / frame[column("tolerance")],
+            "status": status,
+        }
+    )
+    return show.sortable(told, f"{op.name}: times in microseconds, medians")
+
+
+def elsewhere(op, frame):
+    """Where another implementation is faster, by three clocks."""
+    from fusebook import tables
+    from fusebook.page import show
+
+    alike, parts = tables.alike(frame), []
+    for kind, clock in (("cold", "GPU time"), ("paid", "end-to-end time"), ("call", "latency")):
+        lost = tables.losses(alike, kind=kind)
+        lost = lost.rename(columns={"faster": "fastest other", "times as long": "Fusebook over it"})
+        parts.append(show.table(lost, f"{op.name}, by {clock}", fold=False))
+    return "\n".join(part._repr_html_() for part in parts)
+
+
+def hardware(about, frames):
+    """Registers, warps and lines of the steps, and what the hardware counters saw."""
+    from fusebook.lesson.evidence import NotRecorded
+    from fusebook.page import show
+
+    parts = []
+    for name, caption in (("steps", "Steps"), ("counters", "Hardware counters: bytes, sectors per load, occupancy in %")):
+        try:
+            frame = frames[name]
+        except (NotRecorded, KeyError):
+            continue
+        keys = [key for key in ("step", "kernel", "shape", "dtype") if key in frame]
+        parts.append(show.table(frame.set_index(keys), caption, fold=True)._repr_html_())
+    return "\n".join(parts) or "<p>Not recorded.</p>"
+
+
+def random_problems(op):
+    """What problems drawn at random say of an operator."""
+    from fusebook import explore, machine
+    from fusebook.page import _place, show
+
+    for place in machine.places():
+        if explore.path(place.name, op.name, place.parent).exists():
+            _place.note(explore.path(place.name, op.name, place.parent))
+            drawn = explore.standing(op, explore.read(op, place.name, place.parent))
+            drawn = drawn.reset_index(drop=True).drop(columns=["case", "math", "line", "bytes"], errors="ignore")
+            over = {"over torch": "Fusebook over torch", "over all": "Fusebook over best"}
+            drawn = drawn.rename(columns={"ours_us": "Fusebook, us", "torch_us": "torch, us", "best_us": "best, us", **over})
+            ratios = drawn["Fusebook over best"]
+            said = f"median {ratios.median():.2f}, 90 % point {ratios.quantile(0.9):.2f}, worst {ratios.max():.2f}"
+            caption = f"{op.name}: {len(drawn)} problems drawn at random; GPU time over that of the best other: {said}"
+            return show.sortable(drawn, caption)
+    return f"<p><code>{op.name}</code>: none recorded.</p>"
+
+
+def origin(frames, about):
+    """Where every frame comes from."""
+    import pandas as pd
+
+    from fusebook.lesson.evidence import NotRecorded
+    from fusebook.page import show
+
+    rows = {}
+    for name in about.FRAMES:
+        try:
+            found = show.gathered(frames[name])
+        except (NotRecorded, ValueError):
+            continue
+        rows[name] = {
+            "GPU": found.machine.name,
+            "driver": found.machine.driver,
+            "versions": found.versions,
+            "dates": " to ".join(dict.fromkeys((found.dates[0], found.dates[-1]))),
+            "commit": ", ".join(commit[:12] for commit in found.commits),
+        }
+    files = [show.downloads(frames.of(op), f"evidence_{op}")._repr_html_() for op in about.OPERATORS]
+    files = "".join(files).replace('href="downloads/', 'href="../auto_examples/downloads/')
+    made = show.table(pd.DataFrame.from_dict(rows, orient="index"), "Where the rows come from", fold=False)
+    return made._repr_html_() + files
+
+
+def page(name):
+    """The page of evidence of a lesson, as reStructuredText."""
+    from fusebook.cards import OPS
+    from fusebook.lesson import evidence
+    from fusebook.page.show import rich
+
+    about = evidence.load(name)
+    frames = evidence.Frames(about)
+    title = f"Evidence: {next(p for p in pages.pages().values() if p.path.stem == name).title}"
+    ops = {op: frames.of(op) for op in about.OPERATORS}
+    every = [(OPS[op], frame) for op, frame in ops.items()]
+
+    def each(function):
+        return "\n".join(raw(function(op, frame)) for op, frame in every)
+
+    label = f"evidence-{name}"
+    parts = [
+        f":orphan:\n\n{title}\n{'=' * len(title)}\n",
+        f"What is behind :doc:`/auto_examples/{name}`: every claim with its condition, and every recorded number.\n",
+        heading(f"{label}-sizes", "1. Verdict by size"),
+        each(by_size),
+    ]
+    for number, (kind, what) in enumerate(KINDS.items(), 2):
+        parts += [heading(f"{label}-{kind}", f"{number}. {what}"), raw(outcomes(about, frames, kind))]
+    log = "\n".join(f"<p>{rich(text)}</p>" for text in about.LOG)
+    sections = [
+        ("implementations", "All implementations", each(implementations)),
+        ("losses", "Where another implementation is faster", each(elsewhere)),
+        ("hardware", "Registers and hardware counters", raw(hardware(about, frames))),
+        ("random", "Random problems", "\n".join(raw(random_problems(op)) for op, _ in every)),
+        ("provenance", "Provenance", raw(origin(frames, about))),
+        ("log", "Log", raw(log)),
+    ]
+    for number, (short, what, text) in enumerate(sections, 5):
+        parts += [heading(f"{label}-{short}", f"{number}. {what}"), text]
+    return "\n".join(parts)
+
+
+def stamp(name):
+    """A hash of what a page of evidence is made from: this file, the library without its kernels, and the records."""
+    from fusebook import machine
+
+    source = ROOT / "src" / "fusebook"
+    made_from = [Path(__file__), ROOT / "examples" / f"{name}.py", *source.glob("*.py")]
+    made_from += [*source.glob("lesson/**/*.py"), *source.glob("page/*.py"), *source.glob("cards/*.py")]
+    digest = hashlib.sha256()
+    for path in sorted(made_from):
+        digest.update(path.read_bytes())
+    for place in machine.places():
+        for path in sorted(place.rglob("*.csv")):
+            digest.update(f"{path} {path.stat().st_mtime_ns}\n".encode())
+    return digest.hexdigest()
+
+
+def write(app):
+    """Write the pages of evidence that are not there or made from something else now."""
+    from fusebook.lesson import evidence
+
+    folder = Path(app.srcdir) / "evidence"
+    folder.mkdir(exist_ok=True)
+    for old in folder.glob("*.rst"):
+        if old.stem not in evidence.lessons():
+            old.unlink()
+    for name in evidence.lessons():
+        file, now = folder / f"{name}.rst", f".. {stamp(name)}\n\n"
+        if file.exists() and file.read_text(encoding="utf-8").startswith(now):
+            continue
+        logger.info("writing the evidence of %s", name)
+        file.write_text(now + page(name), encoding="utf-8")
+
+
+def setup(app):
+    """Connect the handler."""
+    app.connect("builder-inited", write, priority=950)  # after the gallery
+    return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}

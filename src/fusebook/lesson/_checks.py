@@ -1,0 +1,217 @@
+"""Whether a function is correct: against the operator's reference in float64, on inputs that do not forgive."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fusebook import bench, check, inputs
+from fusebook.op import Op
+from fusebook.page import _place
+from fusebook.page.show import Shown, rich
+
+#: Primes: a count of elements is a sum of products of sizes in one way only.
+_PRIMES = (97, 89, 83, 79, 73)
+
+
+class Line(Shown):
+    """A result in one line, with a mark that needs no colour."""
+
+    def __init__(self, good: bool, text: str, more: str = "") -> None:
+        mark, word = ("✓", "correct") if good else ("✗", "incorrect")
+        super().__init__(
+            f'<p class="fb-check {"fb-true" if good else "fb-false"}"><span class="fb-mark" role="img" '
+            f'aria-label="{word}">{mark}</span> {rich(text)}</p>',
+            "\n".join(filter(None, [f"{mark} {text.replace('`', '')}", more])),
+        )
+        self.good = good
+
+    def strictly(self) -> Line:
+        """Show it; under FUSEBOOK_STRICT=1 an incorrect result is an error."""
+        if not self.good and _place.flag("FUSEBOOK_STRICT"):
+            raise AssertionError(self.text)
+        return self._now()
+
+
+def _name(function: Callable[..., Any]) -> str:
+    name = str(getattr(function, "__name__", function))
+    return f"fusebook.{name}" if str(getattr(function, "__module__", "")).startswith("fusebook.") else name
+
+
+def sizes(value: Any) -> str:
+    """The shape and dtype of a tensor, or the value itself."""
+    if not isinstance(value, torch.Tensor):
+        return repr(value)
+    return f"{' x '.join(map(str, value.shape))}, {str(value.dtype)[6:]}"
+
+
+def _judged(op: Op, function: Callable[..., Any], given: Sequence[Any]) -> tuple[check.Yardstick, Any, check.Verdict]:
+    yard = check.yardstick(op, given)
+    device = next((v.device for v in given if isinstance(v, torch.Tensor)), torch.device("cpu"))
+    inputs.poison(yard.outputs(device))
+    with np.errstate(all="ignore"):  # the interpreter is NumPy, which warns of NaN
+        got = function(*given)
+    return yard, got, yard.judge(got)
+
+
+def _eps(value: float, given: Sequence[Any]) -> str:
+    dtype = next(v.dtype for v in given if isinstance(v, torch.Tensor) and v.is_floating_point())
+    if not np.isfinite(value):
+        return "infinite"
+    return f"{value / torch.finfo(dtype).eps:.2g} eps"
+
+
+def checked(op: Op, function: Callable[..., Any], given: Sequence[Any], of: str = "", more: str = "") -> Line:
+    """The line of `fusebook.lesson.Page.check`."""
+    yard, got, verdict = _judged(op, function, given)
+    where = sizes(next(v for v in given if isinstance(v, torch.Tensor)))
+    numbers = f"error {_eps(verdict.score, given)}, tolerance {_eps(verdict.limit, given)}"
+    if verdict.ok:
+        text = f"`{_name(function)}` is correct on {where}: {numbers}.{of}"
+    else:
+        text = f"`{_name(function)}` is incorrect on {where}: {numbers}; {yard.where(got)}.{of}"
+    return Line(verdict.ok, text, more).strictly()
+
+
+def caught(op: Op, function: Callable[..., Any], named: dict[str, torch.Tensor]) -> Line:
+    """The line of `fusebook.lesson.Page.catches`."""
+    said, last = [], True
+    for name, x in named.items():
+        yard, got, verdict = _judged(op, function, (x,))
+        where = "" if verdict.ok else f" ({yard.where(got)})"
+        said.append(f"{'passes' if verdict.ok else 'fails'} on `{name}` inputs{where}")
+        last = verdict.ok
+    return Line(not last, f"`{_name(function)}` {', and '.join(said)}.").strictly()
+
+
+def _special(op: Op, dtype: torch.dtype, names: Sequence[str]) -> tuple[Any, ...]:
+    """Rows of -inf, NaN, inf and the largest finite values."""
+    made = op.make(inputs.generator(7), dtype, **dict(zip(names, (8, 1000), strict=False)))
+    x = next(v for v in made if isinstance(v, torch.Tensor))
+    x[0] = x[1] = -torch.inf
+    x[1, 7] = 3.0
+    x[2, 500] = torch.nan
+    x[3, 999] = torch.inf
+    x[4, ::2] = -torch.inf
+    x[5, 0] = torch.finfo(dtype).max
+    x[6] = torch.finfo(dtype).min
+    return made
+
+
+def _many(op: Op, shapes: Sequence[Sequence[int]], special: bool) -> Iterator[tuple[Any, ...]]:
+    """Inputs of the card's edges and of the lesson's widths, small enough for the interpreter, in three dtypes."""
+    names = [name for name, value in op.edges[0].items() if isinstance(value, int)]
+    edges = [dims for dims in op.edges if all(0 < int(dims[name]) <= 2**14 for name in names)]
+    edges += [{**op.edges[0], **dict(zip(names, (3, *shape[1:]), strict=True))} for shape in shapes]
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for seed, dims in enumerate([*edges, *edges]):
+            yield op.make(inputs.generator(seed), dtype, **dims)
+        if special:
+            yield _special(op, dtype, names)
+
+
+def all_checked(
+    op: Op, functions: Sequence[Callable[..., Any]], shapes: Sequence[Sequence[int]], special: bool
+) -> Line:
+    """The line of `fusebook.lesson.Page.check_all`."""
+    count = 0
+    for count, given in enumerate(_many(op, shapes, special), 1):  # noqa: B007
+        for function in functions:
+            yard, got, verdict = _judged(op, function, given)
+            if not verdict.ok:
+                numbers = f"error {_eps(verdict.score, given)}, tolerance {_eps(verdict.limit, given)}"
+                where = f"{sizes(given[0])}: {numbers}; {yard.where(got)}"
+                return Line(False, f"`{_name(function)}` is incorrect on {where}.").strictly()
+    names = ", ".join(f"`{_name(function)}`" for function in functions)
+    rows = ", with rows of -inf, NaN, inf and the largest finite values" if special else ""
+    text = f"All correct on {count} inputs in float32, bfloat16 and float16{rows}: {names}."
+    return Line(True, text).strictly()
+
+
+class _Traffic(TorchDispatchMode):
+    """Note how many elements each operation reads and writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, int, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        read = sum(a.numel() for a in args if isinstance(a, torch.Tensor))
+        self.seen.append((func.overloadpacket.__name__, read, out.numel()))
+        return out
+
+
+def traffic(op: Op, function: Callable[..., Any]) -> tuple[list[tuple[str, str, str]], str, list[tuple[int, int]], int]:
+    """Count what a function moves, on the meta device, which has shapes and no memory.
+
+    Returns
+    -------
+    list of (str, str, str)
+        Of each operation: its name, what it reads and what it writes, as ``MN + M``.
+    str
+        The total, as ``8MN + 4M``.
+    list of (int, int)
+        The same in elements.
+    int
+        Elements of the unit, which is the product of all sizes.
+    """
+    names = [name for name, value in op.edges[0].items() if isinstance(value, int)]
+    dims = dict(zip(names, _PRIMES, strict=False))
+    made = op.make(inputs.generator(0, "cpu"), torch.float32, **{**op.edges[0], **dims})
+    shapes = [v.to("meta") if isinstance(v, torch.Tensor) else v for v in made]
+    with _Traffic() as counted:
+        function(*shapes)
+    seen = counted.seen
+    unit = int(np.prod(list(dims.values())))
+
+    def written(count: int) -> str:
+        said = []
+        for name, size in [("".join(names), unit), *sorted(dims.items(), key=lambda item: -item[1])]:
+            many, count = divmod(count, size)
+            said += [f"{many if many > 1 else ''}{name}"] if many else []
+        return " + ".join([*said, *([str(count)] if count else [])])
+
+    steps = [(name, written(read), written(write)) for name, read, write in seen]
+    total = written(sum(read + write for _, read, write in seen))
+    return steps, total, [(read, write) for _, read, write in seen], unit
+
+
+def predicted(op: Op, eager: Callable[..., Any], fused: float) -> tuple[float, list[tuple[str, float, float]], str]:
+    """What a fused kernel saves by the count of elements, against what the card states.
+
+    Raises
+    ------
+    ValueError
+        Where the count of the eager code, or `fused`, is not what the card states.
+    """
+    steps, total, counted, unit = traffic(op, eager)
+    names = [name for name, value in op.edges[0].items() if isinstance(value, int)]
+    dims = {**op.edges[0], **dict(zip(names, _PRIMES, strict=False))}
+    least, first = op.cost(1, **dims), next(iter(op.variants.values()))
+    stated = first.cost(1, **dims) if first.cost else least
+    moved = sum(read + write for read, write in counted)
+    if moved != stated.read + stated.write:
+        raise ValueError(f"page.traffic: counted {moved} elements, the card states {stated.read + stated.write}")
+    if round((least.read + least.write) / unit, 3) != fused:
+        raise ValueError(f"page.traffic: expected fused={(least.read + least.write) / unit:g}, got {fused:g}")
+    bars = [
+        (name, round(read / unit), round(write / unit))
+        for (name, _, _), (read, write) in zip(steps, counted, strict=True)
+    ]
+    return moved / unit / fused, bars, total
+
+
+def plain(function: Callable[..., Any]) -> list[Any]:
+    """A launcher with the Triton kernels that it launches, for a count of lines."""
+    from triton.runtime import JITFunction
+    from triton.runtime.interpreter import InterpretedFunction
+
+    code = function.__code__
+    found = [function.__globals__.get(name) for name in code.co_names]
+    return [function, *(value for value in found if isinstance(value, JITFunction | InterpretedFunction))]
+

@@ -1,0 +1,276 @@
+"""What a lesson says in numbers: its verdict, its steps, the gains in its headings, and when to use the library."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pandas as pd
+import torch
+
+import fusebook
+from fusebook import bench, check, inputs, tables, timing
+from fusebook.bench import Origin
+from fusebook.lesson import picture
+from fusebook.lesson._checks import plain
+from fusebook.lesson.evidence import Frames, NotRecorded, column
+from fusebook.op import Op
+from fusebook.page import _place, show, verdicts
+from fusebook.page.counters import counters
+from fusebook.page.show import Shown
+
+#: ``{gain rows at N=256}``, or ``{gain rows at N=256, bfloat16}``.
+MARKER = re.compile(r"\{gain (\w+) at N=(\d+)(?:, (\w+))?\}")
+_SHORT = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "float64": "f64"}
+
+
+def microseconds(value: float) -> str:
+    """A time as a reader wants it."""
+    return f"{value / 1000:,.2f} ms" if value >= 1000 else f"{value:.3g} us"
+
+
+def times(ratio: float) -> str:
+    """A speedup in two or three digits."""
+    return f"{ratio:.2f}x" if ratio < 2 else f"{ratio:.1f}x"
+
+
+def origin(frame: pd.DataFrame) -> str:
+    """On which GPU rows were measured, and when or at which commit."""
+    found = frame.attrs.get("origin")
+    if not isinstance(found, Origin) or found.machine is None:
+        return ""
+    if found.measured:
+        return f"measured now on {found.machine.name}"
+    where = show.gathered(frame)
+    commit = where.commits[-1][:12] if where.commits else "unknown"
+    return f"record of {where.machine.name}, commit {commit}, {where.dates[-1]}"
+
+
+# Gains in headings ----------------------------------------------------------------------------------------------------
+
+
+def gain(frames: Frames, step: str, width: str, dtype: str | None = None) -> str:
+    """What a step gains over the one before, e.g. ``(1.35x faster than step 1 at N = 256)``.
+
+    Raises
+    ------
+    ValueError
+        Names the steps that there are.
+    """
+    order = frames.about.STEPS
+    if step not in order[1:]:
+        raise ValueError(f"gain: expected a step of {', '.join(order[1:])}, got {step!r}")
+    before = order[order.index(step) - 1]
+    label = before if before == order[0] else f"step {order.index(before)}"
+    at = f"at N = {width}" + (f" in {dtype}" if dtype else "")
+    try:
+        rows = tables.where(frames["steps"], dtype=dtype or "float32", shape=lambda s: s.str.endswith(f"x{width}"))
+    except NotRecorded:
+        return f"(not measured {at})"
+    taken = rows.drop_duplicates("step").set_index("step")["gpu_us"].reindex([before, step])
+    if taken.isna().any():
+        return f"(not measured {at})"
+    ratio = float(taken[before] / taken[step])
+    if abs(ratio - 1) <= tables.WITHIN:
+        return f"(as fast as {label} {at})"
+    word, ratio = ("faster", ratio) if ratio > 1 else ("slower", 1 / ratio)
+    return f"({times(ratio)} {word} than {label} {at})"
+
+
+def filled(text: str, frames: Frames) -> str:
+    """A text with every marker of a gain filled in."""
+    return MARKER.sub(lambda found: gain(frames, *found.groups()), text)
+
+
+# Steps ----------------------------------------------------------------------------------------------------------------
+
+
+def measured_steps(
+    op: Op, about: Any, steps: Mapping[str, Callable[..., Any]], extra: Mapping[str, Callable[..., Any]]
+) -> pd.DataFrame:
+    """Check and time every step at each size of the lesson, with a copy of the same bytes."""
+    names = [name for name, value in op.edges[0].items() if isinstance(value, int)]
+    library = {"fusebook": op.variants["fusebook"].run}
+    parts = []
+    for dtype in about.DTYPES:
+        for shape in about.SHAPES:
+            dims = {**op.edges[0], **dict(zip(names, shape, strict=True))}
+            given = op.make(inputs.generator(0), getattr(torch, dtype), **dims)
+            yard = check.yardstick(op, given)
+            calls = {
+                name: lambda step=step, given=given: step(*given)
+                for name, step in {**steps, **extra, **library}.items()
+            }
+            frame = bench.staircase(calls, lambda got, yard=yard: yard.judge(got).ok, repeat=15)
+            source, target = given[0], torch.empty_like(given[0])
+            copy = timing.cold({"copy": lambda target=target, source=source: target.copy_(source)})["copy"]
+            frame = frame.rename(columns={"us": "gpu_us", "right": "correct"})
+            frame["copy_us"] = copy.q50 * 1e6 if copy else float("nan")
+            parts.append(frame.assign(shape="x".join(map(str, shape)), dtype=dtype))
+    return pd.concat(parts, ignore_index=True)
+
+
+def staircase(op: Op, frame: pd.DataFrame, steps: Mapping[str, Callable[..., Any]]) -> pd.DataFrame:
+    """Percent of copy speed by step and size, and the lines of each step."""
+    at = frame["shape"].str.rpartition("x")[2] + " " + frame["dtype"].map(_SHORT)
+    wide = frame.assign(at=at, share=100 * frame["copy_us"] / frame["gpu_us"]).pivot_table(
+        "share", "step", "at", sort=False
+    )
+    wide = wide.reindex([*steps, "fusebook"])
+    lines = {name: show.lines_of(*plain(step)) for name, step in steps.items()}
+    lines["fusebook"] = show.lines_behind(op.variants["fusebook"].run)
+    numbered = {name: f"step {i}, {name}" if i else name for i, name in enumerate(steps)}
+    wide = wide.assign(lines=pd.Series(lines)).rename(index={**numbered, "fusebook": f"fusebook.{op.name}"})
+    wide.index.name = wide.columns.name = None
+    return wide
+
+
+def counted(op: Op, about: Any, name: str, steps: Mapping[str, Callable[..., Any]], page: str) -> pd.DataFrame:
+    """What the hardware counters say of the steps, for the evidence."""
+
+    def to_count() -> dict[str, Callable[[], Any]]:
+        names = [name for name, value in op.edges[0].items() if isinstance(value, int)]
+        dims = {**op.edges[0], **dict(zip(names, about.COUNTED, strict=True))}
+        given = op.make(inputs.generator(0), torch.float32, **dims)
+        every = {**steps, "fusebook": op.variants["fusebook"].run}
+        return {name: lambda step=step: step(*given) for name, step in every.items()}
+
+    return counters(name, to_count, script=page)
+
+
+# The verdict, and when to use the library -----------------------------------------------------------------------------
+
+
+def _point(frame: pd.DataFrame, example: Mapping[str, Any]) -> pd.DataFrame:
+    """The rows of the example; where it was not measured, of the largest size that most implementations have."""
+    rows = tables.where(frame, **example)
+    if rows["variant"].eq("fusebook").any():
+        return rows
+    timed = tables.timed(frame, "cold")
+    sizes = tables.label(timed) + timed["dtype"]
+    many = sizes.map(sizes.value_counts())
+    best = timed.assign(size=sizes)[many == many.max()].sort_values("roof_us")["size"].iloc[-1]
+    return timed[sizes == best]
+
+
+def _against(op: Op, frame: pd.DataFrame, *groups: str) -> pd.Series:
+    """The GPU time of Fusebook over that of the fastest implementation of some groups, by size and dtype."""
+    return tables.behind(verdicts.compared(op, frame, groups))["times as long"]
+
+
+def _libraries(op: Op, frame: pd.DataFrame) -> list[str]:
+    found = verdicts.compared(op, frame, ("libraries",))
+    return list(dict.fromkeys(found.loc[(found["group"] == "libraries") & (found["status"] == "ok"), "variant"]))
+
+
+def _pace(ratios: pd.Series, other: str) -> str:
+    """The median of times over those of another, at how many sizes they are longer, and at most by how much."""
+    ratio, lost = float(ratios.median()), int((ratios > 1 + tables.WITHIN).sum())
+    word = f"{times(1 / ratio)} faster than" if ratio < 1 else f"{times(ratio)} slower than"
+    word = "as fast as" if abs(ratio - 1) <= tables.WITHIN else word
+    return f"{word} {other} (median), and slower at {f'{lost}, by {times(ratios.max())} at most' if lost else 'none'}"
+
+
+def verdict(op: Op, frame: pd.DataFrame, example: Mapping[str, Any]) -> tuple[list[str], Shown | None]:
+    """Three sentences on time, on all sizes and on memory; and the times of one size as bars."""
+    gpu = column("gpu_us")
+    point = tables.timed(_point(frame, example), "cold").drop_duplicates("variant").set_index("variant")
+    if "fusebook" not in point.index:
+        return ["Not measured."], None
+    own = point.loc["fusebook"]
+    dims = " x ".join(str(own[name]) for name in tables.dims(frame))
+    others = point.drop(index="fusebook")[gpu].sort_values()
+    said = ", ".join(f"{name} {microseconds(us)} ({times(us / own[gpu])})" for name, us in others.items())
+    lines = [f"**Time.** {dims} in {own['dtype']}: **{microseconds(own[gpu])}** of GPU time. {said}."]
+    torchs, libraries = _against(op, frame, "torch", "torch.compile"), _against(op, frame, "libraries")
+    text = f"**Over {len(torchs)} sizes** it is {_pace(torchs, 'the faster of torch and torch.compile')}."
+    if len(libraries):
+        names = " and ".join(_libraries(op, frame))
+        text += f" Over {len(libraries)} sizes it is {_pace(libraries, f'the faster of {names}')}."
+    lines.append(text)
+    lines.append(f"**Memory.** {_memory_of(frame, 'fusebook')} {_memory_of(frame, next(iter(op.variants)))}")
+    bars = {**others.sort_values(ascending=False), "Fusebook": own[gpu], "a copy": own["copy_us"]}
+    caption = f"GPU time of {dims} in {own['dtype']}, cold L2; {origin(frame)}."
+    return lines, picture.bars(caption, bars, {n: microseconds(us) for n, us in bars.items()}, ["Fusebook"])
+
+
+def _extra(frame: pd.DataFrame, variant: str) -> float:
+    """Memory that an implementation allocates at its peak, in outputs: 1 is the output alone."""
+    rows = tables.where(frame, variant=variant, status="ok", zone="memory")
+    return float((rows["peak_bytes"] / rows["write_bytes"]).median())
+
+
+def _memory_of(frame: pd.DataFrame, variant: str) -> str:
+    ratio, name = _extra(frame, variant), "Fusebook" if variant == "fusebook" else f"{variant.capitalize()} PyTorch"
+    if ratio != ratio:
+        return f"{name}: not measured."
+    if ratio < 1.02:
+        return f"{name} allocates the output and nothing else."
+    return f"{name} allocates {ratio:.1f} times the output."
+
+
+def choices(op: Op, frame: pd.DataFrame) -> pd.DataFrame:
+    """Three choices with time and memory: Fusebook, the libraries, torch."""
+    libraries = _libraries(op, frame)
+    named = {
+        f"fusebook.{op.name}": ["ours"],
+        " or ".join(libraries) or "a library": ["libraries"],
+        "torch or torch.compile": ["torch", "torch.compile"],
+    }
+    found = {kind: verdicts.choices(op, frame, kind) for kind in ("cold", "paid")}
+    rows = {}
+    for name, groups in named.items():
+        row: dict[str, Any] = {}
+        for kind, title in (("cold", "GPU time"), ("paid", "end-to-end")):
+            table = found[kind]
+            own, least = table[groups].min(axis=1), table[[*verdicts.GROUPS, "ours"]].min(axis=1)
+            row[f"fastest by {title}"] = f"{int((own <= (1 + tables.WITHIN) * least).sum())} of {own.notna().sum()}"
+        cold = found["cold"]
+        row["median GPU time"] = times(float((cold[groups].min(axis=1) / cold["ours"]).median()))
+        variants = ["fusebook"] if groups == ["ours"] else libraries if groups == ["libraries"] else groups
+        most = [ratio for variant in variants if (ratio := _extra(frame, variant)) == ratio]
+        row["memory"] = f"{max(most):.1f} x output" if most else ""
+        rows[name] = row
+    return pd.DataFrame.from_dict(rows, orient="index")
+
+
+def losses(op: Op, frame: pd.DataFrame) -> list[str]:
+    """Where another implementation is faster, and where the launch decides."""
+    everything = _against(op, frame, *verdicts.GROUPS)
+    lost = everything[everything > 1 + tables.WITHIN].sort_values(ascending=False)
+    said = [f"Another implementation is more than 2 % faster at {len(lost)} of {len(everything)} sizes."]
+    if len(lost):
+        behind = tables.behind(verdicts.compared(op, frame, verdicts.GROUPS))
+        worst = [f"{size} {dtype} ({behind.loc[(size, dtype), 'best other']} {times(r)})" for (size, dtype), r in
+                 lost.head(3).items()]  # fmt: skip
+        said.append(f"The worst: {', '.join(worst)}.")
+    launch = column("launch_us")
+    own = tables.where(frame, variant="fusebook", status="ok")[launch].median()
+    torchs = tables.where(frame, variant="torch", status="ok")[launch].median()
+    if own == own and torchs == torchs:
+        said.append(
+            f"A launch takes {own:.1f} us of CPU time, torch's {torchs:.1f} us (medians). A shorter kernel waits for it."
+        )
+    return said
+
+
+def install() -> str:
+    """How to install the library: the wheel of the published site, else a checkout."""
+    if url := os.environ.get("FUSEBOOK_URL", "").rstrip("/"):
+        return f"pip install {url}/wheel/fusebook-{fusebook.__version__}-py3-none-any.whl"
+    return "pip install .   # in a checkout of the source"
+
+
+def site(document: str) -> str:
+    """The address of a page of the site as seen from the lesson; empty where there is none."""
+    if _place.sphinx():
+        return f"../{document}.html"
+    url = os.environ.get("FUSEBOOK_URL", "").rstrip("/")
+    return f"{url}/{document}.html" if url else ""
+
+
+def joined(sentences: Sequence[str]) -> str:
+    """Sentences as one paragraph of HTML, with ``**strong**`` words."""
+    return re.sub(r"\*\*(.+?)\*\*", r"<strong>\1</strong>", show.rich(" ".join(sentences)))

@@ -1,0 +1,352 @@
+"""The page of a lesson: see `Page`."""
+
+from __future__ import annotations
+
+import html
+import os
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+import torch
+
+from fusebook import inputs, plots
+from fusebook.cards import OPS
+from fusebook.lesson import _checks, _numbers, evidence
+from fusebook.lesson import picture as pictures
+from fusebook.lesson.evidence import Frames, Measured, Recorded
+from fusebook.page import _place, show
+from fusebook.page.claims import Claim, claims, exercise
+from fusebook.page.results import measured, results, study
+from fusebook.page.show import Shown
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["Page", "open"]
+
+#: Rows at most of inputs in Triton's interpreter, which takes a program at a time.
+_INTERPRETED = 64
+
+
+def open(name: str) -> Page:
+    """Open the page of a lesson: its operators, record, GPU, command line and evidence.
+
+    Parameters
+    ----------
+    name : str
+        Of the script, without ``.py``.
+
+    Raises
+    ------
+    ValueError
+        Names the lessons that there are.
+    """
+    return Page(evidence.load(name))
+
+
+class _Pictures:
+    """The pictures of `fusebook.lesson.picture`, each printed at once in a script."""
+
+    def __getattr__(self, name: str) -> Callable[..., Shown]:
+        draw = getattr(pictures, name)
+        return lambda *given, **named: draw(*given, **named)._now()
+
+
+class Page:
+    """What a lesson calls. Each method shows one result; see `open`."""
+
+    def __init__(self, about: ModuleType) -> None:
+        self.name = about.__name__.rpartition(".")[2]
+        self.about = about
+        self.op = OPS[about.OPERATORS[0]]
+        sweep = about.FRAMES["sweep"]
+        self.asked = study(self.op, config=sweep.config, dtype=sweep.dtype)
+        self.frames = Frames(about, replay=not _place.live())
+        self.picture = _Pictures()
+        self._whole: dict[tuple[int, ...], int] = {}
+
+    # What is measured or replayed
+
+    def _sweep(self) -> pd.DataFrame:
+        if "sweep" not in self.frames.known:
+            self.frames.known["sweep"] = self.asked.results()
+        return self.frames["sweep"]
+
+    def _everything(self) -> pd.DataFrame:
+        """All rows of the operator that there are: those of the sweep, where this run measures."""
+        self._sweep()
+        return self.frames.of(self.op.name)
+
+    def measure(self, function: Callable[[], pd.DataFrame], name: str) -> pd.DataFrame:
+        """What a function of the page measures on a GPU, or its record.
+
+        Parameters
+        ----------
+        function : callable
+            Returns a frame.
+        name : str
+            Of the record.
+        """
+        return measured(name, function)
+
+    # What is shown
+
+    def verdict(self) -> Shown:
+        """The box: time at one size, over all sizes, and memory."""
+        lines, bars = _numbers.verdict(self.op, self._everything(), self.about.EXAMPLE)
+        links = [
+            (f"fusebook.{self.op.name}", "api"),
+            ("evidence", f"evidence/{self.name}"),
+            ("how GPU time is measured", "method"),
+        ]
+        linked = " · ".join(
+            f'<a href="{html.escape(address)}">{show.rich(text)}</a>'
+            for text, document in links
+            if (address := _numbers.site(document))
+        )
+        made = "".join(f'<p class="fb-verdict-line">{_numbers.joined([line])}</p>' for line in lines)
+        label = _numbers.origin(self._everything())
+        return Shown(
+            f'<div class="fb-box fb-verdict-box"><div>{made}<p class="fb-box-claims">{show.rich(label.capitalize())}. {linked}</p>'
+            f"</div>{bars._repr_html_() if bars else ''}</div>",
+            "\n".join([*(line.replace("**", "") for line in lines), f"({label})"]),
+        )._now()
+
+    def traffic(self, *, fused: float, **eager: Callable[..., Any]) -> Shown:
+        """Count what eager code moves, on the meta device, and draw it above what a fused kernel has to move.
+
+        Parameters
+        ----------
+        fused : float
+            Elements that a fused kernel moves, in multiples of the matrix; the card must agree.
+        **eager : callable
+            The code, by its name.
+        """
+        ((name, function),) = eager.items()
+        gain, steps, total = _checks.predicted(self.op, function, fused)
+        unit = "".join(key for key, value in self.op.edges[0].items() if isinstance(value, int))
+        half = [("one kernel", fused / 2, fused / 2)]
+        return pictures.segments(
+            f"The {name} code moves {total} elements in {len(steps)} kernels. One kernel has to move {fused:g}{unit}, "
+            f"so we predict that it is {gain:.1f}x faster.",
+            {name: steps, "fused": half},
+            unit,
+        )._now()
+
+    def stress(self, *sizes: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
+        """Inputs that do not forgive, of the operator's card; at most 64 rows in Triton's interpreter.
+
+        Parameters
+        ----------
+        *sizes : int
+            Of the problem, in the card's order.
+        dtype : torch.dtype
+        seed : int
+        """
+        names = [key for key, value in self.op.edges[0].items() if isinstance(value, int)]
+        taken = list(sizes)
+        if self.op.rows and not torch.cuda.is_available():
+            taken[0] = min(taken[0], _INTERPRETED)
+            self._whole[tuple(taken)] = sizes[0]
+        made = self.op.make(inputs.generator(seed), dtype, **{**self.op.edges[0], **dict(zip(names, taken, strict=True))})
+        return made[0] if len(made) == 1 else made
+
+    def check(self, function: Callable[..., Any], *given: Any) -> Shown:
+        """Whether a function is correct: its error against float64, and the tolerance.
+
+        Parameters
+        ----------
+        function : callable
+        *given
+            Its inputs.
+        """
+        shape = next((tuple(v.shape) for v in given if isinstance(v, torch.Tensor)), ())
+        whole = self._whole.get(shape, 0)
+        of = f" Triton's interpreter takes {shape[0]} of the {whole} rows." if shape and whole > shape[0] else ""
+        return _checks.checked(self.op, function, given, of, self._heading() if _place.script() else "")
+
+    def _heading(self) -> str:
+        """The heading above the line that runs in a script, with its gain; empty where it has none."""
+        frame = sys._getframe(2)
+        try:
+            lines = Path(frame.f_code.co_filename).read_text(encoding="utf-8").splitlines()[: frame.f_lineno]
+        except OSError:
+            return ""
+        found = next((line for line in reversed(lines) if re.match(r"# \S.*\{gain ", line)), "")
+        below = lines[lines.index(found) + 1 :] if found else []
+        if not found or sum(bool(re.match(r"# ([-~])\1{3,}", line)) for line in below) > 1:
+            return ""
+        return _numbers.filled(found[2:], self.frames)
+
+    def catches(self, function: Callable[..., Any], **given: torch.Tensor) -> Shown:
+        """Show on which inputs a mistake passes; on the last ones it has to fail.
+
+        Parameters
+        ----------
+        function : callable
+            The mistake.
+        **given : torch.Tensor
+            Inputs, by a name.
+        """
+        return _checks.caught(self.op, function, given)
+
+    def check_all(self, *functions: Callable[..., Any], special: bool = False) -> Shown:
+        """Check functions on many inputs: small sizes, widths of the lesson, three dtypes.
+
+        Parameters
+        ----------
+        *functions : callable
+        special : bool
+            Whether also on rows of -inf, NaN, inf and the largest finite values.
+        """
+        return _checks.all_checked(self.op, functions, self.about.SHAPES, special)
+
+    def plot(self, kind: str, over: str) -> Axes | Shown:
+        """The sweep of the lesson as a figure.
+
+        Parameters
+        ----------
+        kind : str
+            A function of `fusebook.plots`: ``bandwidth``.
+        over : str
+            The size on the x axis.
+        """
+        sweep = self._sweep()
+        frame = sweep[sweep["dtype"] == sweep["dtype"].iloc[0]]
+        frame.attrs.update(sweep.attrs)
+        ax = getattr(plots, kind)(frame, xlabel=f"columns of a row, {over}" if over == "N" else over)
+        if _place.script():
+            return Shown("", f"Figure: {ax.get_title(loc='left')} ({_numbers.origin(sweep)})")._now()
+        return ax
+
+    def steps(self, **steps: Callable[..., Any]) -> Shown:
+        """Time every step of the lesson, or replay its record: percent of copy speed, and lines of code.
+
+        Parameters
+        ----------
+        **steps : callable
+            The steps in their order, as the evidence names them.
+
+        Raises
+        ------
+        ValueError
+            For other steps than the evidence names.
+        """
+        if tuple(steps) != self.about.STEPS:
+            raise ValueError(f"page.steps: expected {', '.join(self.about.STEPS)}, got {', '.join(steps)}")
+        spec = self.about.FRAMES["steps"]
+        extra = {name: made(steps) for name, made in self.about.EXTRA_STEPS.items()} if _recording() else {}
+
+        def measured_steps() -> pd.DataFrame:
+            return _numbers.measured_steps(self.op, self.about, steps, extra)
+
+        frame = measured(spec.name, measured_steps)
+        renamed = spec.renamed(frame)
+        renamed.attrs.update(frame.attrs)
+        self.frames.known["steps"] = renamed
+        _place.remember("gains", self.frames)
+        if _recording():
+            script = getattr(sys.modules["__main__"], "__file__", "") or ""
+            counters = self.about.FRAMES["counters"].name
+            self.frames.known["counters"] = _numbers.counted(self.op, self.about, counters, {**steps, **extra}, script)
+        wide = _numbers.staircase(self.op, renamed, steps)
+        caption = "Percent of copy speed (GPU time, cold L2), by N and dtype, and lines of code"
+        return show.table(wide, f"{caption}; {_numbers.origin(frame)}", fold=False)
+
+    def table(self, frame: pd.DataFrame, caption: str) -> Shown:
+        """A table with a caption.
+
+        Parameters
+        ----------
+        frame : pandas.DataFrame
+        caption : str
+            What a reader sees in it, with units.
+        """
+        return show.table(frame, caption, fold=False)
+
+    def findings(self) -> Shown:
+        """The claims that the lesson shows: at most four."""
+        found = [evidence.evaluate(claim, self.frames) for claim in self.about.CLAIMS if claim.lesson]
+        return claims(*(Claim(o.text, o.holds, False, kind=o.claim.kind, detail=o.shown) for o in found))
+
+    def use(self) -> Shown:
+        """When to use the library: a table of three choices, where it loses, and how to install it."""
+        frame = self._everything()
+        made = show.table(
+            _numbers.choices(self.op, frame),
+            "Fastest, or within 2 %, at how many sizes; median GPU time over that of Fusebook; memory at the peak",
+            fold=False,
+        )
+        sentences = _numbers.losses(self.op, frame)
+        install = _numbers.install()
+        return Shown(
+            f"{made._repr_html_()}<p>{_numbers.joined(sentences)}</p>"
+            f'<p>Install: <code>{html.escape(install)}</code></p>',
+            "\n".join([*sentences, f"Install: {install}"]),
+        )._now()
+
+    def exercise(
+        self, attempt: Callable[..., Any], reference: Callable[..., Any], given: Sequence[tuple[Any, ...]]
+    ) -> Shown:
+        """Check a reader's function against a reference in float64.
+
+        Parameters
+        ----------
+        attempt : callable
+        reference : callable
+            The meaning in plain PyTorch.
+        given : sequence of tuple
+            Inputs to try, each the arguments of both.
+        """
+        return exercise(f"`{attempt.__name__}` is correct", attempt, reference, given)
+
+    def source(self, name: str, fold: bool = False) -> Shown:
+        """The kernel of a function of the library, as it is installed.
+
+        Parameters
+        ----------
+        name : str
+            Of the function.
+        fold : bool
+            Whether it is shown on demand only.
+        """
+        module = sys.modules[OPS[name].variants["fusebook"].run.__module__]
+        source = show.Source(*(getattr(module, kernel) for kernel in self.about.KERNELS[name]), doc=False)
+        shown = show.Folded(f"The kernel of `fusebook.{name}`", source) if fold else source
+        return Shown(shown.html, f"The kernel of fusebook.{name}: {module.__file__}")._now()
+
+    def footer(self) -> Shown:
+        """Solutions, the evidence in one line, and what the page ran on."""
+        if _recording():
+            self._record()
+        found = [evidence.evaluate(claim, Frames(self.about)) for claim in self.about.CLAIMS if claim.condition]
+        held = sum(o.holds is True for o in found)
+        failed = sum(o.holds is False for o in found)
+        text = f"Evidence: {len(found)} checks behind this page, {held} hold, {failed} do not."
+        if missing := len(found) - held - failed:
+            text += f" {missing} were not measured."
+        more = "Every claim with its condition, all sizes and clocks, hardware counters, and what became of older claims."
+        address = _numbers.site(f"evidence/{self.name}")
+        link = f' <a href="{html.escape(address)}">{more}</a>' if address else ""
+        solutions = show.solution(f"solutions/{self.name}.py")
+        ran = show.environment()
+        return Shown(
+            f'{solutions._repr_html_()}<p class="fb-evidence"><strong>{text}</strong>{link}</p>'
+            f'<details class="fb-fold"><summary>What this page ran on</summary>{ran._repr_html_()}</details>',
+            text,
+        )._now()
+
+    def _record(self) -> None:
+        """Record what the evidence reads and the lesson does not show."""
+        for name, spec in self.about.FRAMES.items():
+            if isinstance(spec, Recorded) and not spec.borrowed and name not in self.frames.known:
+                results(OPS[spec.op], config=spec.config, dtype=spec.dtype, variants=spec.variants)
+
+
+def _recording() -> bool:
+    return _place.live() and bool(os.environ.get("FUSEBOOK_RECORD"))

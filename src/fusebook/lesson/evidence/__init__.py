@@ -1,0 +1,296 @@
+"""The claims behind a lesson: what was recorded, what is claimed of it, under which condition, and whether it holds.
+
+A module per lesson, of the lesson's name, defines:
+
+OPERATORS
+    Names of its operators; the first one is the lesson's subject.
+FRAMES
+    What its claims read, by name: a `Recorded` or a `Measured`. ``sweep`` is the lesson's figure, ``steps`` its table.
+EXAMPLE
+    The size and dtype that the verdict quotes.
+STEPS, SHAPES, DTYPES
+    The steps of the lesson in their order, the sizes at which they are timed, and in which dtypes.
+EXTRA_STEPS
+    Steps that only the evidence shows: functions from the lesson's steps to one more.
+KERNELS
+    Kernels of the library that the lesson shows, by operator.
+CLAIMS, LOG
+    Every `Claim`; and paragraphs on what was tried.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import operator
+import re
+import string
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+from fusebook import bench, machine, record, tables
+from fusebook.cards import OPS
+from fusebook.extras import extra
+from fusebook.page import _place
+
+with extra("book"):
+    import pandas as pd
+
+__all__ = ["Claim", "Frames", "Measured", "NotRecorded", "Outcome", "Recorded", "evaluate", "lessons", "load"]
+
+#: Names of columns in records that are older than these names.
+_OLDER = {
+    "gpu_us": "cold_us",
+    "gpu_warm_us": "warm_us",
+    "launch_us": "host_us",
+    "latency_us": "call_us",
+    "error": "score",
+    "tolerance": "limit",
+}
+_COMPARE = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt, "==": operator.eq}
+
+
+def column(name: str) -> str:
+    """What records of today call a column, e.g. ``gpu_us``."""
+    return name if name in bench.COLUMNS else _OLDER[name]
+
+
+class NotRecorded(LookupError):
+    """Neither this run nor a record has what a claim reads."""
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """Rows of an operator's record, as `fusebook.page.results` takes them.
+
+    Attributes
+    ----------
+    op, config, dtype : str
+    variants : tuple of str, optional
+    borrowed : bool
+        Another page records these rows.
+    """
+
+    op: str
+    config: str
+    dtype: str = "float32"
+    variants: tuple[str, ...] | None = None
+    borrowed: bool = False
+
+    def read(self) -> pd.DataFrame:
+        """The rows of the replayed GPU."""
+        op = OPS[self.op]
+        for place in machine.places():
+            if (place / f"{self.op}.csv").exists():
+                _place.note(place / f"{self.op}.csv")
+                try:
+                    frame = record.read(op, place.name, place.parent)
+                    return record.select(frame, op, self.config, self.dtype, self.variants)
+                except record.Missing:
+                    continue
+        raise NotRecorded(f"no record of {self.op} has {self.config} in {self.dtype}")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a lesson measures by itself.
+
+    Attributes
+    ----------
+    name : str
+        The record, ``records/<gpu>/pages/<name>.csv``.
+    older : mapping of str to str
+        Names of columns and of steps in records that are older than today's names.
+    """
+
+    name: str
+    older: Mapping[str, str] = field(default_factory=dict)
+
+    def read(self) -> pd.DataFrame:
+        """The rows of the replayed GPU, under today's names."""
+        for place in machine.places():
+            if (place / "pages" / f"{self.name}.csv").exists():
+                _place.note(place / "pages" / f"{self.name}.csv")
+                frame = record.read(f"pages/{self.name}", place.name, place.parent)
+                frame.attrs["origin"] = dataclasses.replace(frame.attrs["origin"], page=self.name)
+                return self.renamed(frame)
+        raise NotRecorded(f"no record of {self.name}")
+
+    def renamed(self, frame: pd.DataFrame) -> pd.DataFrame:
+        """The same rows under today's names."""
+        frame = frame.rename(columns=dict(self.older))
+        return frame.assign(step=frame["step"].replace(dict(self.older)))
+
+
+class Frames(Mapping[str, Any]):
+    """What the claims of a lesson read: rows that this run measured, else those of the replayed GPU.
+
+    Parameters
+    ----------
+    about : module
+        The lesson's evidence.
+    replay : bool
+        Whether records answer for what this run has not measured. Rows of two GPUs are never mixed.
+    """
+
+    def __init__(self, about: ModuleType, replay: bool = True) -> None:
+        self.about, self.replay = about, replay
+        self.known: dict[str, pd.DataFrame] = {}
+
+    def __getitem__(self, name: str) -> pd.DataFrame:
+        if name not in self.known:
+            if not self.replay:
+                raise NotRecorded(f"{name} was not measured in this run")
+            self.known[name] = self.about.FRAMES[name].read()
+        return self.known[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.about.FRAMES)
+
+    def __len__(self) -> int:
+        return len(self.about.FRAMES)
+
+    def of(self, op: str) -> pd.DataFrame:
+        """All rows of an operator, each point once."""
+        found = []
+        for name, spec in self.about.FRAMES.items():
+            if isinstance(spec, Recorded) and spec.op == op and (self.replay or name in self.known):
+                found.append(self[name])
+        if not found:
+            raise NotRecorded(f"no rows of {op}")
+        frame = pd.concat(found, ignore_index=True)
+        frame = frame.drop_duplicates(["variant", "dtype", *tables.dims(frame)], keep="last", ignore_index=True)
+        frame.attrs.update(found[0].attrs)
+        return frame
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A sentence about recorded numbers, and the condition under which it is true.
+
+    Attributes
+    ----------
+    id : str
+        Its permanent address on the evidence page.
+    text : str
+        A sentence. Its fields are ``least``, ``most``, ``median``, ``count``, ``good`` and what `numbers` returns.
+    values : callable
+        From `Frames` to a Series with a value per point.
+    condition : str
+        ``>= 0.97``: what each value must fulfil. Empty where a number is reported without a verdict.
+    scope : str
+        Which points, in words.
+    kind : str
+        ``claim``, ``target`` (set before the kernel was written) or ``statement`` (published by others).
+    lesson : bool
+        Whether the lesson shows it; at most four are.
+    numbers : callable, optional
+        From `Frames` to more fields of `text`.
+    """
+
+    id: str
+    text: str
+    values: Callable[[Frames], pd.Series]
+    condition: str
+    scope: str
+    kind: str = "claim"
+    lesson: bool = False
+    numbers: Callable[[Frames], Mapping[str, Any]] | None = None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a claim: ``holds`` is None where nothing was measured, or nothing is asked."""
+
+    claim: Claim
+    text: str
+    values: pd.Series
+    good: pd.Series
+    worst: str
+
+    @property
+    def holds(self) -> bool | None:
+        """Whether the condition is fulfilled at every point."""
+        return bool(self.good.all()) if len(self.good) else None
+
+    @property
+    def shown(self) -> str:
+        """What a lesson shows of it: nothing but the sentence where it holds."""
+        return self.detail if self.holds is False else ""
+
+    @property
+    def detail(self) -> str:
+        """The condition, at how many points it is fulfilled, and the worst one."""
+        if not len(self.good):
+            return "not measured" if self.values.empty else ""
+        if len(self.good) == 1:
+            return f"{self.worst}, condition {self.claim.condition}"
+        return f"at {self.good.sum()} of {len(self.good)} points, worst {self.worst}, condition {self.claim.condition}"
+
+
+class _Fields(string.Formatter):
+    """Fills in what was measured, and says so where nothing was."""
+
+    def get_value(self, key: Any, args: Any, kwargs: Any) -> Any:
+        return kwargs.get(key)
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        if value is None or (isinstance(value, float) and value != value):
+            return "(not measured)"
+        return super().format_field(value, format_spec)
+
+
+def evaluate(claim: Claim, frames: Frames) -> Outcome:
+    """Evaluate a claim on what was recorded.
+
+    Raises
+    ------
+    ValueError
+        For a condition that is not a comparison with a number.
+    """
+    try:
+        values = claim.values(frames).dropna().astype(float)
+        more = dict(claim.numbers(frames)) if claim.numbers else {}
+    except NotRecorded:
+        values, more = pd.Series(dtype=float), {}
+    good, worst = pd.Series(dtype=bool), ""
+    if claim.condition and len(values):
+        found = re.fullmatch(r"(>=|<=|==|>|<) (-?[\d.]+)", claim.condition)
+        if not found:
+            raise ValueError(f"claim {claim.id}: expected a condition such as '>= 0.97', got {claim.condition!r}")
+        limit = float(found[2])
+        good = _COMPARE[found[1]](values, limit)
+        off = limit - values if found[1] in (">=", ">") else values - limit
+        at = int((off.abs() if found[1] == "==" else off).to_numpy().argmax())
+        name = _named(values.index[at])
+        worst = f"{name}: {tables.number(float(values.iloc[at]))}" if name else tables.number(float(values.iloc[at]))
+    if len(values):
+        more = {"least": values.min(), "most": values.max(), "median": values.median(), **more}
+    text = _Fields().format(claim.text, count=len(values), good=int(good.sum()), **more)
+    return Outcome(claim, text, values, good, worst)
+
+
+def _named(key: Any) -> str:
+    return ", ".join(str(part) for part in (key if isinstance(key, tuple) else (key,)) if part != "")
+
+
+def lessons() -> list[str]:
+    """The names of all lessons that have evidence; every other page is still in its old form."""
+    import pkgutil
+
+    return sorted(found.name for found in pkgutil.iter_modules(__path__) if found.name.startswith("plot_"))
+
+
+def load(name: str) -> ModuleType:
+    """The evidence of a lesson.
+
+    Raises
+    ------
+    ValueError
+        Names the lessons that there are.
+    """
+    if name not in lessons():
+        raise ValueError(f"lesson.open: expected one of {', '.join(lessons())}, got {name!r}")
+    return importlib.import_module(f"{__name__}.{name}")

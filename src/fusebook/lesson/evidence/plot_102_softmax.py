@@ -1,0 +1,641 @@
+"""Evidence of the lesson on softmax."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fusebook import tables
+from fusebook.extras import extra
+from fusebook.lesson.evidence import Claim, Frames, Measured, Recorded, column
+
+with extra("book"):
+    import pandas as pd
+
+OPERATORS = ("softmax", "softmax_backward")
+EXAMPLE = {"M": 32768, "N": 4096, "dtype": "float32"}
+STEPS = ("eager", "one_row", "rows", "chunks")
+SHAPES = ((262144, 256), (65536, 781), (32768, 4096), (16384, 12672))
+DTYPES = ("float32", "bfloat16")
+KERNELS = {"softmax": ("_softmax_rows",)}
+#: Rows and columns at which Nsight Compute counts.
+COUNTED = (3168, 12672)
+
+_BOTH = "float32,bfloat16"
+FRAMES = {
+    "sweep": Recorded("softmax", "triton"),
+    "small": Recorded("softmax", "4096x256,4096x1024,64x8192,16x131072"),
+    "large": Recorded("softmax", "large", _BOTH),
+    "vocabulary": Recorded("softmax", "llama", _BOTH),
+    "gradient": Recorded("softmax_backward", "large", _BOTH, ("eager", "torch", "fusebook")),
+    "steps": Measured(
+        "softmax_steps",
+        {
+            "us": "gpu_us",
+            "copy us": "copy_us",
+            "right": "correct",
+            "the chain": "eager",
+            "step one, 4 warps": "one_row",
+            "step one, the tutorial's warps": "one_row, more warps",
+            "step two": "rows",
+            "step three": "chunks",
+            "the tutorial of today": "persistent",
+            "the library": "fusebook",
+        },
+    ),
+    "counters": Measured(
+        "softmax_counters",
+        {
+            "the chain": "eager",
+            "step one, 4 warps": "one_row",
+            "step one, the tutorial's warps": "one_row, more warps",
+            "step three": "chunks",
+            "the library": "fusebook",
+        },
+    ),
+    "exp": Recorded("exp", "8192x8192", variants=("CUDA C", "CUDA C, fast math"), borrowed=True),
+}
+
+
+# Steps that the lesson leaves out -------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _persistent(y_ptr, x_ptr, M, N, BLOCK: tl.constexpr, STAGES: tl.constexpr):  # type: ignore[no-untyped-def]
+    columns = tl.arange(0, BLOCK)
+    inside = columns < N
+    start, programs = tl.program_id(0), tl.num_programs(0)
+    for row in tl.range(start, M, programs, num_stages=STAGES):
+        at = row * tl.cast(N, tl.int64) + columns
+        x = tl.load(x_ptr + at, mask=inside, other=float("-inf"))  # read N
+        x = x.to(tl.float32)
+        e = tl.exp(x - tl.max(x, 0))
+        tl.store(y_ptr + at, e / tl.sum(e, 0), mask=inside)  # write N
+
+
+@functools.cache
+def _programs_that_fit(dtype: torch.dtype, N: int, constants: tuple[tuple[str, int], ...]) -> int:
+    """As many programs as registers and shared memory have room for."""
+    gpu = torch.cuda.get_device_properties()
+    row = torch.empty(N, dtype=dtype, device="cuda")
+    built = _persistent[(1,)](row, row, 0, N, **dict(constants))
+    warps = built.metadata.num_warps
+    registers = max(built.n_regs, 16) * 32 * warps
+    shared = built.metadata.shared + 1024
+    fit = min(
+        gpu.regs_per_multiprocessor // registers,
+        gpu.shared_memory_per_multiprocessor // shared,
+        64 // warps,
+    )
+    return int(gpu.multi_processor_count * max(fit, 1))
+
+
+def persistent(x: Tensor) -> Tensor:
+    """The kernel of Triton's current tutorial: as many programs as run at once, each with every so-many-th row."""
+    M, N = x.shape
+    y = torch.empty_like(x)
+    constants = {"BLOCK": triton.next_power_of_2(N), "STAGES": 4, "num_warps": 8}
+    programs = _programs_that_fit(x.dtype, N, tuple(constants.items())) if x.is_cuda else 4
+    _persistent[(min(programs, M),)](y, x, M, N, **constants)
+    return y
+
+
+@functools.cache
+def _scripted(eager: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return torch.jit.script(eager)
+
+
+def _more_warps(one_row: Callable[..., Tensor], x: Tensor) -> Tensor:
+    """Step 1 with the warps of the tutorial of 2022: 8 from 2048 columns, 16 from 4096."""
+    N = triton.next_power_of_2(x.shape[1])
+    return one_row(x, num_warps=4 + 4 * (N >= 2048) + 8 * (N >= 4096))
+
+
+EXTRA_STEPS: Mapping[str, Callable[..., Callable[[Tensor], Tensor]]] = {
+    "TorchScript": lambda steps: lambda x: _scripted(steps["eager"])(x),
+    "one_row, more warps": lambda steps: functools.partial(_more_warps, steps["one_row"]),
+    "persistent": lambda steps: persistent,
+}
+
+
+# What claims read -----------------------------------------------------------------------------------------------------
+
+
+def _reached(frames: Frames) -> pd.DataFrame:
+    """The share of copy speed that each step reaches: a row per step, a column per shape and dtype."""
+    steps = frames["steps"]
+    steps = steps.assign(share=steps["copy_us"] / steps["gpu_us"])
+    return steps.pivot_table("share", "step", ["shape", "dtype"], sort=False)
+
+
+def _gain(frames: Frames, step: str, over: str) -> pd.Series:
+    reached = _reached(frames)
+    return reached.loc[step] / reached.loc[over]
+
+
+def _at(values: pd.Series, shape: str, dtype: str = "") -> pd.Series:
+    found = values[values.index.get_level_values("shape") == shape]
+    return found[found.index.get_level_values("dtype") == dtype] if dtype else found
+
+
+def _memory(frames: Frames) -> pd.DataFrame:
+    return tables.where(frames["sweep"], zone="memory")
+
+
+def _own_rate(frames: Frames, variant: str) -> float:
+    """The rate at which an implementation moves its own bytes, over that of a copy, in the median."""
+    rows = tables.where(_memory(frames), variant=variant, status="ok")
+    least = rows["read_bytes"] + rows["write_bytes"]
+    moved = rows["moved_bytes"].fillna(least)
+    return float((moved / least * rows["copy_us"] / rows[column("gpu_us")]).median())
+
+
+def _read(frames: Frames) -> pd.Series:
+    """Elements read by the hardware counters, in multiples of MN, by step."""
+    seen = frames["counters"]
+    return seen.groupby("step", sort=False)["read"].sum() / (4 * COUNTED[0] * COUNTED[1])
+
+
+def _occupancy(frames: Frames) -> pd.Series:
+    return frames["counters"].groupby("step", sort=False)["occupancy"].min()
+
+
+def _bytes_of_row(df: pd.DataFrame) -> pd.Series:
+    return df["N"] * df["dtype"].map(lambda name: getattr(torch, name).itemsize)
+
+
+def _medium(df: pd.DataFrame) -> pd.DataFrame:
+    """Rows of 4 to 64 KiB whose time memory decides."""
+    kib = _bytes_of_row(df) / 1024
+    return df[(kib >= 4) & (kib <= 64) & (df["zone"] == "memory")]
+
+
+def _wide(frames: Frames) -> pd.DataFrame:
+    return pd.concat([frames["large"], frames["vocabulary"]], ignore_index=True)
+
+
+def _odd(frames: Frames) -> pd.DataFrame:
+    return tables.where(frames["large"], N=[781, 1000], zone="memory")
+
+
+def _copy_targets(frames: Frames) -> pd.Series:
+    """The share of copy speed over its target: 97 %, or 93 % above 8192 columns that are no power of two."""
+    rows = _medium(_wide(frames))
+    ragged = (rows["N"] > 8192) & (rows["N"] & (rows["N"] - 1) != 0)
+    return pd.concat(
+        [tables.share(rows[~ragged], "fusebook") / 0.97, tables.share(rows[ragged], "fusebook") / 0.93],
+    )
+
+
+def _peers(frames: Frames) -> pd.Series:
+    rows = tables.where(frames.of("softmax"), variant=["fusebook", "quack", "Liger"])
+    return tables.behind(rows)["times as long"]
+
+
+def _over_sweep(other: str) -> Callable[[Frames], pd.Series]:
+    return lambda frames: tables.ratio(frames["sweep"], "fusebook", other)
+
+
+def _small(frames: Frames, kind: str) -> pd.DataFrame:
+    return tables.times(frames["small"], kind)
+
+
+def _warm_small(frames: Frames) -> pd.Series:
+    warm = _small(frames, "warm")
+    others = [name for name in warm if name not in ("eager", "fusebook")]
+    return warm["fusebook"] / warm[others].min(axis=1)
+
+
+def _warm_floor(frames: Frames) -> pd.Series:
+    fused = tables.where(frames["small"], variant="fusebook").set_index(["M", "N"])
+    return fused[column("gpu_warm_us")] / (fused["floor_warm_us"] + fused["roof_us"])
+
+
+def _own(frames: Frames) -> pd.DataFrame:
+    rows = tables.where(_wide(frames), variant="fusebook", status="ok")
+    return rows.set_index([tables.label(rows), "dtype"])
+
+
+def _tolerances(frames: Frames) -> pd.Series:
+    rows = tables.where(frames.of("softmax"), variant="fusebook", status="ok")
+    return (rows[column("error")] / rows[column("tolerance")]).set_axis([tables.label(rows), rows["dtype"]])
+
+
+def _beyond(frames: Frames) -> pd.Series:
+    rows = frames.of("softmax")
+    rows = rows[(_bytes_of_row(rows) > 128 * 1024) & (rows["zone"] == "memory")]
+    return tables.share(rows, "fusebook", of="roof")
+
+
+def _script(frames: Frames, step: str = "one_row, more warps") -> pd.Series:
+    found = _gain(frames, step, "TorchScript")
+    return found[found.index.get_level_values("dtype") == "float32"]
+
+
+def _exp_errors(frames: Frames) -> dict[str, Any]:
+    scores = frames["exp"].set_index("variant")[column("error")] / 2**-23
+    worst = tables.where(frames["sweep"], status="ok").groupby("variant")[column("error")].max() / 2**-23
+    return {
+        "fast": scores["CUDA C, fast math"],
+        "plain": scores["CUDA C"],
+        "fusebook": worst["fusebook"],
+        "torch": worst["torch"],
+    }
+
+
+def _one(value: float) -> pd.Series:
+    return pd.Series([value], index=[""])
+
+
+# Claims ---------------------------------------------------------------------------------------------------------------
+
+_SWEEP = "4096 rows of 256 to 12544 columns, float32, cold L2"
+_MEMORY = "widths of the sweep at which memory decides; narrower rows are partly served by L2"
+_MEDIUM = "rows of 4 to 64 KiB at which memory decides, float32 and bfloat16"
+_STEPS = "the sizes of the step table, float32 and bfloat16"
+_ALL = "every recorded size, float32 and bfloat16"
+_COUNTERS = "3168 rows of 12672 columns, float32"
+_SMALL = "four small sizes, float32, warm L2"
+_2022 = "Triton 1.1.2, tutorial *Fused Softmax* (2022)"
+
+CLAIMS = (
+    # Traffic
+    Claim(
+        "eager-traffic",
+        "Eager softmax moves 8MN + 4M elements, by the count of its five operations.",
+        lambda frames: (
+            (rows := tables.where(frames["sweep"], variant="eager"))["moved_bytes"]
+            / (4 * (8 * rows["M"] * rows["N"] + 4 * rows["M"]))
+        ).set_axis(tables.label(rows)),
+        "== 1",
+        _SWEEP,
+    ),
+    Claim(
+        "counters-eager",
+        "The hardware counters show that eager softmax reads 5MN elements, within 2 %.",
+        lambda frames: (_read(frames)[["eager"]] / 5 - 1).abs(),
+        "<= 0.02",
+        _COUNTERS,
+    ),
+    Claim(
+        "counters-fused",
+        "The hardware counters show that each fused kernel reads the rows once, within 2 %. Masked lanes read nothing.",
+        lambda frames: (_read(frames).drop("eager") - 1).abs(),
+        "<= 0.02",
+        _COUNTERS,
+    ),
+    Claim(
+        "occupancy",
+        "With 4 warps, step 1 keeps {four:.0f} % of the warps that a multiprocessor has room for. With 16 warps it "
+        "keeps {more:.0f} %, step 3 {chunks:.0f} % and `fusebook.softmax` {fusebook:.0f} %.",
+        _occupancy,
+        "",
+        _COUNTERS,
+        numbers=lambda frames: {
+            "four": (held := _occupancy(frames)).get("one_row"),
+            "more": held.get("one_row, more warps"),
+            "chunks": held.get("chunks"),
+            "fusebook": held.get("fusebook"),
+        },
+    ),
+    # Correctness
+    Claim(
+        "within-tolerance",
+        "`fusebook.softmax` is within tolerance wherever it was timed.",
+        _tolerances,
+        "<= 1",
+        _ALL,
+    ),
+    Claim(
+        "steps-correct",
+        "Every step is correct on stress inputs at the sizes at which it was timed.",
+        lambda frames: frames["steps"].set_index(["step", "shape", "dtype"])["correct"],
+        "== 1",
+        _STEPS,
+    ),
+    Claim(
+        "deterministic",
+        "Two runs of `fusebook.softmax` give the same bits.",
+        lambda frames: _own(frames)["deterministic"].eq("yes"),
+        "== 1",
+        "large sizes and vocabularies, float32 and bfloat16",
+    ),
+    Claim(
+        "memory-output",
+        "`fusebook.softmax` allocates its output and at most 2 MiB more.",
+        lambda frames: (rows := _own(frames))["peak_bytes"] - rows["write_bytes"],
+        "<= 2097152",
+        "large sizes and vocabularies, float32 and bfloat16; bytes beyond the output",
+    ),
+    # The lesson's findings
+    Claim(
+        "gain-over-eager",
+        "Predicted 4.0x faster than eager, measured {median:.1f}x (median). The five eager kernels reach only "
+        "{eager:.0%} of copy speed themselves, and the fused kernel {fused:.0%}.",
+        lambda frames: tables.ratio(_memory(frames), "eager", "fusebook"),
+        ">= 4",
+        _MEMORY,
+        lesson=True,
+        numbers=lambda frames: {"eager": _own_rate(frames, "eager"), "fused": _own_rate(frames, "fusebook")},
+    ),
+    Claim(
+        "rows-narrow",
+        "At N = 256, several rows per program are {float32:.2f}x faster than one in float32, and {bfloat16:.2f}x in "
+        "bfloat16.",
+        lambda frames: _at(_gain(frames, "rows", "one_row"), "262144x256"),
+        "> 1.02",
+        "262144 rows of 256 columns; step 2 over step 1",
+        lesson=True,
+        numbers=lambda frames: {
+            dtype: _at(_gain(frames, "rows", "one_row"), "262144x256", dtype).max() for dtype in DTYPES
+        },
+    ),
+    Claim(
+        "chunks-bf16",
+        "At N = 12672 in bfloat16, chunks reach {chunks:.0%} of copy speed, and the padded tile {tile:.0%} with the "
+        "better of 4 and 16 warps.",
+        lambda frames: _at(
+            _reached(frames).loc["chunks"] / _reached(frames).loc[["one_row", "one_row, more warps"]].max(),
+            "16384x12672",
+            "bfloat16",
+        ),
+        "> 1.05",
+        "16384 rows of 12672 columns, bfloat16; step 3 over step 1 with its better number of warps",
+        lesson=True,
+        numbers=lambda frames: {
+            "chunks": _at(_reached(frames).loc["chunks"], "16384x12672", "bfloat16").max(),
+            "tile": _at(
+                _reached(frames).loc[["one_row", "one_row, more warps"]].max(), "16384x12672", "bfloat16"
+            ).max(),
+        },
+    ),
+    Claim(
+        "libraries",
+        "`fusebook.softmax` is never more than 2 % slower than the faster of quack and Liger.",
+        _peers,
+        "<= 1.02",
+        _ALL + "; time over that of the faster of the two",
+        lesson=True,
+    ),
+    # Steps
+    Claim(
+        "warps-like-chunks",
+        "At N = 12672 in float32, 16 warps gain as much as chunks, within 3 %.",
+        lambda frames: (_at(_gain(frames, "one_row, more warps", "chunks"), "16384x12672", "float32") - 1).abs(),
+        "<= 0.03",
+        "16384 rows of 12672 columns, float32",
+    ),
+    Claim(
+        "rows-odd",
+        "At N = 781, four rows per program gain nothing over one.",
+        lambda frames: _at(
+            _reached(frames).loc["rows"] / _reached(frames).loc[["one_row", "one_row, more warps"]].max(), "65536x781"
+        ),
+        "<= 1.02",
+        "65536 rows of 781 columns; step 2 over step 1 with its better number of warps",
+    ),
+    Claim(
+        "library-best-step",
+        "`fusebook.softmax` is within 2 % of the best step, or faster.",
+        lambda frames: _reached(frames).loc["fusebook"] / _reached(frames).max(),
+        ">= 0.98",
+        _STEPS,
+    ),
+    Claim(
+        "persistent",
+        "The persistent kernel of Triton's current tutorial reaches {least:.0%} to {most:.0%} of copy speed.",
+        lambda frames: _reached(frames).loc["persistent"],
+        "",
+        _STEPS,
+    ),
+    # Other implementations
+    *(
+        Claim(
+            f"sweep-{name.lower().replace('.', '-')}",
+            f"`fusebook.softmax` takes {{least:.2f}} to {{most:.2f}} of the time of {name}, and is never more than "
+            "2 % slower.",
+            _over_sweep(name),
+            "<= 1.02",
+            _SWEEP,
+        )
+        for name in ("eager", "torch", "torch.compile", "Liger", "quack")
+    ),
+    Claim(
+        "wide-roof",
+        "Rows of more than 128 KiB reach {least:.0%} of the roofline or more. A kernel that reads them twice cannot "
+        "exceed two thirds.",
+        _beyond,
+        "> 0.667",
+        "rows of more than 128 KiB at which memory decides, float32 and bfloat16",
+    ),
+    Claim(
+        "warm-small",
+        "With a warm L2, no other implementation is more than 2 % faster.",
+        _warm_small,
+        "<= 1.02",
+        _SMALL,
+    ),
+    Claim(
+        "warm-floor",
+        "With a warm L2, the kernel takes at most 1.3 times the launch floor plus the roofline.",
+        _warm_floor,
+        "<= 1.3",
+        _SMALL,
+    ),
+    Claim(
+        "launch",
+        "At 4096 x 256 the CPU takes {fusebook:.1f} us to launch `fusebook.softmax`, and {torch:.1f} us to launch "
+        "`torch.softmax`. The kernel itself takes {warm:.1f} us with a warm L2.",
+        lambda frames: _small(frames, "host")["fusebook"],
+        "",
+        _SMALL,
+        numbers=lambda frames: {
+            "fusebook": _small(frames, "host").loc[(4096, 256), "fusebook"],
+            "torch": _small(frames, "host").loc[(4096, 256), "torch"],
+            "warm": _small(frames, "warm").loc[(4096, 256), "fusebook"],
+        },
+    ),
+    # Targets
+    Claim(
+        "target-copy",
+        "Rows of 4 to 64 KiB run at 97 % of copy speed, and at 93 % above 8192 columns that are no power of two.",
+        _copy_targets,
+        ">= 1",
+        _MEDIUM + "; share of copy speed over its target",
+        kind="target",
+    ),
+    *(
+        Claim(
+            f"target-{name.lower()}",
+            f"On rows of 4 to 64 KiB `fusebook.softmax` is never more than 2 % slower than {name}.",
+            lambda frames, name=name: tables.ratio(_medium(_wide(frames)), "fusebook", name),
+            "<= 1.02",
+            _MEDIUM,
+            kind="target",
+        )
+        for name in ("Liger", "quack")
+    ),
+    Claim(
+        "target-odd-copy",
+        "Rows of 781 and 1000 elements run at 97 % of copy speed.",
+        lambda frames: tables.share(_odd(frames), "fusebook"),
+        ">= 0.97",
+        "65536 rows of 781 and 1000 columns at which memory decides, float32 and bfloat16",
+        kind="target",
+    ),
+    Claim(
+        "target-odd-compile",
+        "Rows of 781 and 1000 elements are never more than 2 % slower than torch.compile.",
+        lambda frames: tables.ratio(_odd(frames), "fusebook", "torch.compile"),
+        "<= 1.02",
+        "65536 rows of 781 and 1000 columns at which memory decides, float32 and bfloat16",
+        kind="target",
+    ),
+    Claim(
+        "target-gradient",
+        "The gradient reaches 95 % of its roofline on rows of 4 to 64 KiB.",
+        lambda frames: tables.share(_medium(frames["gradient"]), "fusebook", of="roof"),
+        ">= 0.95",
+        _MEDIUM,
+        kind="target",
+    ),
+    # Published by others
+    Claim(
+        "2022-native",
+        "\"Significantly faster than PyTorch's native op for a particular class of matrices: those whose rows can fit "
+        "in the GPU's SRAM\": {least:.2f} to {most:.2f} of its time. Rows of 65536 elements and more, which several "
+        "programs share, take {few:.2f} to {many:.2f}.",
+        _over_sweep("torch"),
+        "< 0.98",
+        f"{_2022}; {_SWEEP}",
+        kind="statement",
+        numbers=lambda frames: {
+            "few": (
+                far := tables.ratio((rows := _wide(frames))[rows["N"] >= 65536], "fusebook", "torch")
+            ).min(),
+            "many": far.max(),
+        },
+    ),
+    Claim(
+        "2022-warps",
+        '"Use more threads per row by increasing the number of warps": step 1 with the warps of the tutorial over '
+        "step 1 with 4 warps. Narrower rows get 4 warps.",
+        lambda frames: pd.concat(
+            [_at(_gain(frames, "one_row, more warps", "one_row"), shape) for shape in ("32768x4096", "16384x12672")]
+        ),
+        "> 1.02",
+        f"{_2022}; 4096 and 12672 columns, float32 and bfloat16",
+        kind="statement",
+    ),
+    Claim(
+        "2022-theory",
+        '"A theoretical speed-up of ~4x (i.e., (8MN + 4M) / 2MN)": counted from the operations, {median:.2f}x.',
+        lambda frames: (
+            (rows := tables.where(frames["sweep"], variant="eager"))["moved_bytes"]
+            / (rows["read_bytes"] + rows["write_bytes"])
+            - 4
+        )
+        .abs()
+        .set_axis(tables.label(rows)),
+        "< 0.1",
+        f"{_2022}; {_SWEEP}; distance from 4",
+        kind="statement",
+        numbers=lambda frames: {
+            "median": (
+                (rows := tables.where(frames["sweep"], variant="eager"))["moved_bytes"]
+                / (rows["read_bytes"] + rows["write_bytes"])
+            ).median()
+        },
+    ),
+    Claim(
+        "2022-jit",
+        '"Triton is 4x faster than the Torch JIT", which is "still far from ideal": step 1 with the warps of the '
+        "tutorial is {least:.1f}x to {most:.1f}x faster than TorchScript. TorchScript is deprecated now, and "
+        "torch.compile has replaced it.",
+        _script,
+        ">= 4",
+        f"{_2022}; the sizes of the step table, float32",
+        kind="statement",
+    ),
+    Claim(
+        "2022-fusion",
+        'Then: the JIT "does not do any fusion here". Now: TorchScript takes {least:.2f} to {most:.2f} of the time of '
+        "the eager code that it was given. The fused kernel is {fused:.1f}x faster than eager where memory decides, "
+        "and torch.compile, which does fuse, {compiled:.1f}x (medians).",
+        lambda frames: _gain(frames, "eager", "TorchScript"),
+        "",
+        f"{_2022}; {_STEPS}",
+        kind="statement",
+        numbers=lambda frames: {
+            "fused": tables.ratio(_memory(frames), "eager", "fusebook").median(),
+            "compiled": tables.ratio(_memory(frames), "eager", "torch.compile").median(),
+        },
+    ),
+    Claim(
+        "2022-exp",
+        '"Exponentials in Triton are fast but approximate (i.e., think __expf in CUDA)": over 67 million elements the '
+        "fast math of CUDA C, a power of two by the instruction that Triton takes, has an error of {fast:.1f} eps, and "
+        "its expf {plain:.1f}. In softmax the largest error of the sweep is {fusebook:.1f} eps for Fusebook and "
+        "{torch:.1f} for torch.softmax, with a tolerance of 64.",
+        lambda frames: _one(_exp_errors(frames)["fast"] / _exp_errors(frames)["plain"]),
+        "> 1.02",
+        f"{_2022}; 8192 x 8192, float32; error of fast math over that of expf",
+        kind="statement",
+        numbers=_exp_errors,
+    ),
+    Claim(
+        "2022-identical",
+        '"As expected, the results are identical", by allclose: step 1 is within tolerance of the float64 reference.',
+        lambda frames: tables.where(frames["steps"], step="one_row").set_index(["shape", "dtype"])["correct"],
+        "== 1",
+        f"{_2022}; {_STEPS}",
+        kind="statement",
+    ),
+    Claim(
+        "2022-readable",
+        'Then: "easier to read, understand and maintain". Now: the step table counts the lines of each step and of the '
+        "library.",
+        lambda frames: _one(1.0),
+        "",
+        _2022,
+        kind="statement",
+    ),
+    Claim(
+        "2022-general",
+        "Then: PyTorch's \"is more general and will work on tensors of any shape\". Now: `fusebook.softmax` takes any "
+        "axis of any strided tensor, and its tests check that.",
+        lambda frames: _one(1.0),
+        "",
+        _2022,
+        kind="statement",
+    ),
+)
+
+LOG = (
+    "The lesson grew from the tutorial *Fused Softmax* of Triton 1.1.2 (2022). The current tutorial has another kernel "
+    "and most of the old sentences. TorchScript, the baseline of 2022, is deprecated. It is among the steps here; "
+    "torch.compile has its place elsewhere.",
+    "The current tutorial has a persistent kernel. It launches as many programs as run at the same time. Each program "
+    "computes one row after another and loads the next row during the current one (`num_stages`). At every size of the "
+    "step table it is slower than the best step.",
+    "Rows of more than 128 KiB do not fit the registers of one program, so several programs share a row. They exchange "
+    "(max, sum) pairs through a workspace in global memory. A program that has waited too long computes the missing "
+    "pairs itself, because an ordinary launch does not promise that all programs run at the same time.",
+    "GPUs since Hopper can form a cluster of up to 16 blocks on neighbouring multiprocessors. The hardware promises "
+    "that the blocks of a cluster run at the same time, and they read each other's shared memory. No workspace has to "
+    "be cleared first. quack spreads a wide row over a cluster. Triton can spread one program over a cluster "
+    "(`num_ctas`), but version 3.6 does not compile a reduction across it. Fusebook therefore gives a tile one more "
+    "axis, with an entry per block, and a few lines of assembly exchange the partial results. The number of rows has "
+    "no part in this choice: the bits of a row must not depend on how many rows there are.",
+    "Step 1 leaves `num_warps` at Triton's default of 4, whatever the width. The tutorial of 2022 used 8 warps from "
+    "2048 columns and 16 from 4096. The library has a table of its own.",
+)

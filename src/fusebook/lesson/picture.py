@@ -1,0 +1,182 @@
+"""Pictures of a kernel: which program owns which elements, what is padding, and what programs exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from fusebook.page.draw import _AMBER, _BLUE, _WIDTH, _arrow, _box, _drawing, _text
+from fusebook.page.show import Shown
+
+__all__ = ["bars", "chunks", "rows", "segments", "shared_row", "tile"]
+
+_LEFT = 78.0
+
+
+def _cells(x: float, y: float, width: float, height: float, inside: int, total: int) -> list[str]:
+    """A row of a tile: elements of the matrix are filled, padding is dashed."""
+    return [_box(x + i * width, y, width, height, _BLUE if i < inside else _AMBER, i < inside) for i in range(total)]
+
+
+def _scale(y: float, width: float, columns: int, block: int, name: str) -> list[str]:
+    """What the columns below a tile are called."""
+    middle, end = _LEFT + width * columns / 2, _LEFT + width * (columns + block) / 2
+    return [
+        _text(middle, y, f"N = {columns} columns", "middle"),
+        *([_text(end, y, "padding", "middle")] if block > columns else []),
+        _text(_LEFT + width * block + 6, y, name),
+    ]
+
+
+def rows(rows: int, columns: int, block: int) -> Shown:
+    """One program per row: each loads its row into a padded tile.
+
+    Parameters
+    ----------
+    rows, columns : int
+        Of the matrix.
+    block : int
+        Elements of a program's tile.
+    """
+    width, height = (_WIDTH - _LEFT - 96) / block, 18.0
+    parts = _scale(12, width, columns, block, f"BLOCK = {block}")
+    for i in range(rows):
+        y = 20 + i * (height + 6)
+        parts += [_text(_LEFT - 8, y + 13, f"program {i}", "end"), *_cells(_LEFT, y, width, height, columns, block)]
+        parts.append(_text(_LEFT + width * block + 6, y + 13, f"row {i}"))
+    told = [f"program {i} owns row {i}" for i in range(rows)]
+    told.append(f"each loads {columns} elements and masks {block - columns} of {block}")
+    caption = f"Program i owns row i. Its tile has {block} elements; the last {block - columns} are masked padding."
+    return _drawing(caption, told, 24 + rows * (height + 6), parts)
+
+
+def tile(rows: int, columns: int, block: int, per: int) -> Shown:
+    """Several rows per program: each loads a two-dimensional tile.
+
+    Parameters
+    ----------
+    rows, columns : int
+        Of the matrix.
+    block, per : int
+        Columns and rows of a program's tile.
+    """
+    width, height, gap = (_WIDTH - _LEFT - 96) / block, 15.0, 9.0
+    parts, told = _scale(12, width, columns, block, f"BLOCK = {block}"), []
+    programs = -(-rows // per)
+    for i in range(programs * per):
+        program, y = i // per, 20 + i * height + i // per * gap
+        if i % per == 0:
+            parts.append(_text(_LEFT - 8, y + per * height / 2 + 4, f"program {program}", "end"))
+        parts += _cells(_LEFT, y, width, height, columns if i < rows else 0, block)
+        parts.append(_text(_LEFT + width * block + 6, y + 12, f"row {i}" if i < rows else "no such row"))
+    for program in range(programs):
+        last = min(rows, program * per + per) - 1
+        told.append(f"program {program} owns rows {program * per} to {last}")
+    if extra := programs * per - rows:
+        told.append(f"{extra} rows of the last tile are past the end and masked")
+    caption = f"A program owns ROWS = {per} rows. The last tile has rows past the end, which need a mask too."
+    return _drawing(caption, told, 24 + programs * (per * height + gap), parts)
+
+
+def chunks(columns: int, block: int, chunk: int) -> Shown:
+    """A wide row in one padded tile, and the same row in equal chunks.
+
+    Parameters
+    ----------
+    columns : int
+        Of the matrix.
+    block : int
+        Elements of the one tile.
+    chunk : int
+        Elements of each chunk.
+    """
+    count = -(-columns // chunk)
+    scale, height = (_WIDTH - 4) / max(block, count * chunk), 22.0
+    parts = [_text(2, 12, f"one tile of {block}: {block - columns} elements are padding")]
+    parts += [_box(2, 18, scale * columns, height, _BLUE)]
+    parts += [_box(2 + scale * columns, 18, scale * (block - columns), height, _AMBER, False)]
+    padding = count * chunk - columns
+    parts.append(_text(2, 64, f"{count} chunks of {chunk}: {padding} elements are padding"))
+    for i in range(count):
+        inside = min(chunk, columns - i * chunk)
+        x = 2 + scale * i * chunk
+        parts.append(_box(x, 70, scale * inside, height, _BLUE))
+        if inside < chunk:
+            parts.append(_box(x + scale * inside, 70, scale * (chunk - inside), height, _AMBER, False))
+    told = [f"one tile of {block} has {block - columns} elements of padding"]
+    told.append(f"{count} chunks of {chunk} have {padding}")
+    return _drawing(f"A row of {columns} elements: filled is data, dashed is padding.", told, 96, parts)
+
+
+def shared_row(programs: int) -> Shown:
+    """A row that several programs share: each publishes a pair and merges those of all.
+
+    Parameters
+    ----------
+    programs : int
+        How many share the row.
+    """
+    width = (_WIDTH - _LEFT - 10) / programs
+    levels = {"row": 20.0, "workspace": 92.0, "result": 164.0}
+    parts = [_text(_LEFT - 8, y + 15, name, "end") for name, y in levels.items()]
+    centre = _LEFT + width * programs / 2
+    for i in range(programs):
+        x = _LEFT + i * width
+        parts.append(_text(x + width / 2, 13, f"program {i}", "middle"))
+        for (name, y), text in zip(levels.items(), (f"part {i}", "(max, sum)", f"part {i}"), strict=True):
+            parts.append(_box(x + 2, y, width - 4, 22, _AMBER if name == "workspace" else _BLUE))
+            parts.append(_text(x + width / 2, y + 15, text, "middle"))
+        parts.append(_arrow(x + width / 2, 42, x + width / 2, 91))
+        parts.append(_arrow(centre, 128, x + width / 2, 163))
+        parts.append(_arrow(x + width / 2, 114, centre, 127))
+    parts.append(_text(_LEFT - 8, 71, "publish", "end"))
+    parts.append(_text(_LEFT - 8, 134, "merge", "end"))
+    told = ["each program reduces its own part of the row to a pair (max, sum)"]
+    told += ["writes the pair to the workspace in global memory", f"waits for all {programs} pairs and merges them"]
+    told.append("and writes its own part of the result")
+    caption = f"{programs} programs share one row. The only data they exchange is {programs} pairs of numbers."
+    return _drawing(caption, told, 192, parts)
+
+
+def bars(caption: str, values: Mapping[str, float], texts: Mapping[str, str], marked: Sequence[str] = ()) -> Shown:
+    """A horizontal bar per name, with its text; those that are marked have the second colour."""
+    left, step = 108.0, 24.0
+    scale = (_WIDTH - left - 96) / max(values.values())
+    parts = []
+    for i, (name, value) in enumerate(values.items()):
+        y = 2 + i * step
+        parts.append(_text(left - 8, y + 14, name, "end"))
+        parts.append(_box(left, y, scale * value, 18, _AMBER if name in marked else _BLUE))
+        parts.append(_text(left + scale * value + 6, y + 14, texts[name]))
+    return _drawing(caption, [f"{name}: {texts[name]}" for name in values], 4 + step * len(values), parts)
+
+
+def segments(caption: str, moved: Mapping[str, Sequence[tuple[str, float, float]]], unit: str) -> Shown:
+    """What each operation reads and writes: a bar per operation, under the name of its implementation.
+
+    Parameters
+    ----------
+    caption : str
+    moved : mapping of str to sequence of (str, float, float)
+        By implementation: the operations, each with what it reads and writes in units.
+    unit : str
+        What one unit is.
+    """
+    most = max(read + write for steps in moved.values() for _, read, write in steps)
+    left, y, parts, told = 108.0, 4.0, [], []
+    scale = (_WIDTH - left - 100) / most
+    for name, steps in moved.items():
+        for operation, read, write in steps:
+            parts.append(_text(left - 8, y + 14, operation, "end"))
+            x, said = left, []
+            for amount, word, colour in ((read, "read", _BLUE), (write, "write", _AMBER)):
+                if amount:
+                    parts.append(_box(x, y, scale * amount, 18, colour))
+                    parts.append(_text(x + scale * amount / 2, y + 13, word, "middle"))
+                    x += scale * amount
+                    said.append(f"{word}s {amount:g} {unit}")
+            told.append(f"{name}, {operation}: {' and '.join(said)}")
+            y += 22
+        total = sum(read + write for _, read, write in steps)
+        parts.append(_text(left + scale * most + 8, y - 22 * len(steps) / 2 + 4, f"{name}: {total:g} {unit}"))
+        y += 12
+    return _drawing(caption, told, y, parts)
