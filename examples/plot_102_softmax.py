@@ -11,9 +11,9 @@ You will learn
 - how to reduce along a row in Triton, with masks and padding,
 - how to choose rows and chunks per program for narrow and wide rows.
 
-Prerequisites: :doc:`plot_002_measuring`, :doc:`plot_101_elementwise`. You need
-no GPU: without one, kernels run in Triton's interpreter, and times come from
-the record of a GPU that is named.
+Prerequisites: :doc:`plot_002_measuring`, :doc:`plot_101_elementwise`. No GPU
+is needed: without one, kernels run in Triton's interpreter, and times come
+from a record.
 """
 
 import fusebook  # first: without a GPU it turns Triton's interpreter on
@@ -55,9 +55,8 @@ def softmax_eager(x):
 page.traffic(eager=softmax_eager, fused=2)
 
 # %%
-# The five kernels move 8MN + 4M elements, and the least is 2MN. Softmax does
-# only about five operations per element. A GPU does many more while it fetches
-# an element, so memory decides the time: **we predict 4x.**
+# Softmax does only about five operations per element. A GPU does many more
+# while it fetches an element, so memory decides the time: **we predict 4x.**
 
 # %%
 # .. _softmax-one-row:
@@ -74,7 +73,7 @@ page.traffic(eager=softmax_eager, fused=2)
 # padding from memory and fills it with minus infinity. That leaves the maximum
 # as it is, and its exponential is 0, which leaves the sum as it is.
 
-page.picture.rows(rows=4, columns=12, block=16)
+page.picture.rows(rows=3, columns=12, block=16)
 
 # %%
 
@@ -104,9 +103,10 @@ page.check(softmax_one_row, x)
 
 # %%
 # ``page.stress`` makes difficult rows. A third is plain ``randn``. A third has
-# three values that are twenty times larger, and a third is shifted by 100. The
-# error is the distance from the result in float64, in units of *eps*, the
-# distance from 1 to the next number of the dtype.
+# three values that are twenty times larger, and a third is shifted by 100. In
+# Triton's interpreter there are at most 64 rows. The error is relative to the
+# result in float64. Its unit *eps* is the distance from 1 to the next number
+# of the dtype.
 #
 # ``num_warps=4`` gives 128 threads to each row. A row of 12672 columns is
 # padded to 16384, so each thread holds 128 values in registers. A
@@ -123,7 +123,7 @@ page.check(softmax_one_row, x)
 # load at once. Here a program owns several rows, as a two-dimensional tile.
 # Reductions run along axis 1, and rows past the end need a mask as well.
 
-page.picture.tile(rows=6, columns=12, block=16, per=4)
+page.picture.tile(rows=3, columns=12, block=16, per=2)
 
 # %%
 # Compared with step 1, the lines with a comment are new.
@@ -187,7 +187,7 @@ def in_chunks(y_ptr, x_ptr, N, BLOCK: tl.constexpr, CHUNKS: tl.constexpr):
     exps = ()  # kept, so that each is computed once
     sums = tl.zeros([BLOCK], tl.float32)
     for i in tl.static_range(CHUNKS):
-        # A GPU has an instruction for 2**x and none for e**x: log2(e) converts.
+        # A GPU has an instruction for 2**x, and log2(e) converts to it.
         exps += (tl.exp2((chunks[i] - top) * 1.4426950408889634),)
         sums += exps[i]
     scale = 1 / tl.sum(sums, 0)  # one division per row

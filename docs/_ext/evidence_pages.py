@@ -5,7 +5,6 @@ it is made from has changed.
 """
 
 import hashlib
-
 from pathlib import Path
 
 from sphinx.util import logging
@@ -49,8 +48,8 @@ def outcome_block(found):
     if found.worst:
         said.append(f"Fulfilled at {found.good.sum()} of {len(found.good)}; worst {found.worst}.")
     rows = ""
-    if len(found.values) > 1:
-        frame = pd.DataFrame({"value": found.values})
+    if len(found.numbers) > 1:
+        frame = pd.DataFrame({"value": found.numbers})
         if len(found.good):
             frame["fulfilled"] = found.good
         rows = table(frame.rename_axis([name or "" for name in frame.index.names]), "Rows", fold=True)._repr_html_()
@@ -132,7 +131,10 @@ def hardware(about, frames):
     from fusebook.page import show
 
     parts = []
-    for name, caption in (("steps", "Steps"), ("counters", "Hardware counters: bytes, sectors per load, occupancy in %")):
+    for name, caption in (
+        ("steps", "Steps"),
+        ("counters", "Hardware counters: bytes, sectors per load, occupancy in %"),
+    ):
         try:
             frame = frames[name]
         except (NotRecorded, KeyError):
@@ -153,7 +155,9 @@ def random_problems(op):
             drawn = explore.standing(op, explore.read(op, place.name, place.parent))
             drawn = drawn.reset_index(drop=True).drop(columns=["case", "math", "line", "bytes"], errors="ignore")
             over = {"over torch": "Fusebook over torch", "over all": "Fusebook over best"}
-            drawn = drawn.rename(columns={"ours_us": "Fusebook, us", "torch_us": "torch, us", "best_us": "best, us", **over})
+            drawn = drawn.rename(
+                columns={"ours_us": "Fusebook, us", "torch_us": "torch, us", "best_us": "best, us", **over}
+            )
             ratios = drawn["Fusebook over best"]
             said = f"median {ratios.median():.2f}, 90 % point {ratios.quantile(0.9):.2f}, worst {ratios.max():.2f}"
             caption = f"{op.name}: {len(drawn)} problems drawn at random; GPU time over that of the best other: {said}"

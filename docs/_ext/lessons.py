@@ -14,7 +14,18 @@ from sphinx_gallery import gen_rst
 
 import pages
 
-__all__ = ["fill", "first_cell", "gains", "left", "lesson", "links", "make_notebooks", "notebook", "plain_roles", "wheel"]
+__all__ = [
+    "fill",
+    "first_cell",
+    "gains",
+    "left",
+    "lesson",
+    "links",
+    "make_notebooks",
+    "notebook",
+    "plain_roles",
+    "wheel",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -118,9 +129,15 @@ def tidy_code(doctree):
         while above is not None and "exercises" not in above.get("ids", []):
             above = above.parent
         if above is not None:
-            block.replace_self(fold("", block.deepcopy(), summary=f"the code to fix, and its check ({lines} lines)"))
+            closed = fold("", block.deepcopy(), summary=f"the code to fix, and its check ({lines} lines)")
+            at = block.parent.index(block)
+            for shown in block.parent.children[at + 1 :]:
+                if isinstance(shown, nodes.raw):
+                    block.parent.remove(shown)
+                    closed += shown
+            block.replace_self(closed)
         elif lines == 1:
-            block["classes"].append("fb-call")
+            block.replace_self(nodes.container("", block.deepcopy(), classes=["fb-call"]))
 
 
 # Notebooks ------------------------------------------------------------------------------------------------------------

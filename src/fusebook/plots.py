@@ -245,7 +245,7 @@ def _shade(ax: Axes, xs: Sequence[float], zones: Sequence[str]) -> None:
         )
 
 
-def bandwidth(df: pd.DataFrame, *, xlabel: str = "") -> Axes:
+def bandwidth(df: pd.DataFrame, *, xlabel: str = "", size: tuple[float, float] = (8.0, 4.6)) -> Axes:
     """Bandwidth over N, cold: a line a variant with its 20 to 80 % band, the measured roof, and the zones.
 
     Parameters
@@ -254,6 +254,8 @@ def bandwidth(df: pd.DataFrame, *, xlabel: str = "") -> Axes:
         Results of one operator in one dtype; the other sizes should not vary.
     xlabel : str, optional
         What N is, in words.
+    size : tuple of float
+        Inches.
     """
     dtypes = list(dict.fromkeys(df["dtype"]))
     if len(dtypes) > 1:
@@ -262,7 +264,7 @@ def bandwidth(df: pd.DataFrame, *, xlabel: str = "") -> Axes:
     others = [f"{n} = {first[n]}" for n in tables.dims(df) if n != "N" and len(df[n].unique()) == 1]
     what, found = ", ".join([_words(first["op"]), first["dtype"], *others]), _found(df, "copy")
     rate = "bandwidth of the least traffic (GB/s)"
-    ax = axes(found or what, xlabel or "size N", rate, below=[what if found else "", _gpu(df), "GPU time, cold L2"])
+    ax = axes(found or what, xlabel or "size N", rate, size, [what if found else "", _gpu(df), "GPU time, cold L2"])
 
     def rate_of(rows: pd.DataFrame, column: str) -> pd.Series:
         return (rows["read_bytes"] + rows["write_bytes"]) / rows[column].astype(float) / 1e3

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fusebook import bench, check, inputs
+from fusebook import check, inputs
 from fusebook.op import Op
 from fusebook.page import _place
 from fusebook.page.show import Shown, rich
@@ -42,11 +42,12 @@ def _name(function: Callable[..., Any]) -> str:
     return f"fusebook.{name}" if str(getattr(function, "__module__", "")).startswith("fusebook.") else name
 
 
-def sizes(value: Any) -> str:
-    """The shape and dtype of a tensor, or the value itself."""
+def sizes(value: Any, rows: str = "") -> str:
+    """The shape and dtype of a tensor, or the value itself; `rows` in the place of its rows."""
     if not isinstance(value, torch.Tensor):
         return repr(value)
-    return f"{' x '.join(map(str, value.shape))}, {str(value.dtype)[6:]}"
+    shape = [*map(str, value.shape)]
+    return f"{' x '.join([rows, *shape[1:]] if rows else shape)}, {str(value.dtype)[6:]}"
 
 
 def _judged(op: Op, function: Callable[..., Any], given: Sequence[Any]) -> tuple[check.Yardstick, Any, check.Verdict]:
@@ -65,15 +66,15 @@ def _eps(value: float, given: Sequence[Any]) -> str:
     return f"{value / torch.finfo(dtype).eps:.2g} eps"
 
 
-def checked(op: Op, function: Callable[..., Any], given: Sequence[Any], of: str = "", more: str = "") -> Line:
+def checked(op: Op, function: Callable[..., Any], given: Sequence[Any], rows: str = "", more: str = "") -> Line:
     """The line of `fusebook.lesson.Page.check`."""
     yard, got, verdict = _judged(op, function, given)
-    where = sizes(next(v for v in given if isinstance(v, torch.Tensor)))
+    where = sizes(next(v for v in given if isinstance(v, torch.Tensor)), rows)
     numbers = f"error {_eps(verdict.score, given)}, tolerance {_eps(verdict.limit, given)}"
     if verdict.ok:
-        text = f"`{_name(function)}` is correct on {where}: {numbers}.{of}"
+        text = f"`{_name(function)}` is correct on {where}: {numbers}."
     else:
-        text = f"`{_name(function)}` is incorrect on {where}: {numbers}; {yard.where(got)}.{of}"
+        text = f"`{_name(function)}` is incorrect on {where}: {numbers}; {yard.where(got)}."
     return Line(verdict.ok, text, more).strictly()
 
 
@@ -181,7 +182,7 @@ def traffic(op: Op, function: Callable[..., Any]) -> tuple[list[tuple[str, str, 
     return steps, total, [(read, write) for _, read, write in seen], unit
 
 
-def predicted(op: Op, eager: Callable[..., Any], fused: float) -> tuple[float, list[tuple[str, float, float]], str]:
+def predicted(op: Op, eager: Callable[..., Any], fused: float) -> tuple[float, list[tuple[str, int, int]], str]:
     """What a fused kernel saves by the count of elements, against what the card states.
 
     Raises
@@ -214,4 +215,3 @@ def plain(function: Callable[..., Any]) -> list[Any]:
     code = function.__code__
     found = [function.__globals__.get(name) for name in code.co_names]
     return [function, *(value for value in found if isinstance(value, JITFunction | InterpretedFunction))]
-

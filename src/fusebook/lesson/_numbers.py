@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -87,6 +88,10 @@ def filled(text: str, frames: Frames) -> str:
 # Steps ----------------------------------------------------------------------------------------------------------------
 
 
+def _is_correct(yard: check.Yardstick, got: Any) -> bool:
+    return yard.judge(got).ok
+
+
 def measured_steps(
     op: Op, about: Any, steps: Mapping[str, Callable[..., Any]], extra: Mapping[str, Callable[..., Any]]
 ) -> pd.DataFrame:
@@ -99,13 +104,9 @@ def measured_steps(
             dims = {**op.edges[0], **dict(zip(names, shape, strict=True))}
             given = op.make(inputs.generator(0), getattr(torch, dtype), **dims)
             yard = check.yardstick(op, given)
-            calls = {
-                name: lambda step=step, given=given: step(*given)
-                for name, step in {**steps, **extra, **library}.items()
-            }
-            frame = bench.staircase(calls, lambda got, yard=yard: yard.judge(got).ok, repeat=15)
-            source, target = given[0], torch.empty_like(given[0])
-            copy = timing.cold({"copy": lambda target=target, source=source: target.copy_(source)})["copy"]
+            calls = {name: functools.partial(step, *given) for name, step in {**steps, **extra, **library}.items()}
+            frame = bench.staircase(calls, functools.partial(_is_correct, yard), repeat=15)
+            copy = timing.cold({"copy": functools.partial(torch.empty_like(given[0]).copy_, given[0])})["copy"]
             frame = frame.rename(columns={"us": "gpu_us", "right": "correct"})
             frame["copy_us"] = copy.q50 * 1e6 if copy else float("nan")
             parts.append(frame.assign(shape="x".join(map(str, shape)), dtype=dtype))
@@ -135,7 +136,7 @@ def counted(op: Op, about: Any, name: str, steps: Mapping[str, Callable[..., Any
         dims = {**op.edges[0], **dict(zip(names, about.COUNTED, strict=True))}
         given = op.make(inputs.generator(0), torch.float32, **dims)
         every = {**steps, "fusebook": op.variants["fusebook"].run}
-        return {name: lambda step=step: step(*given) for name, step in every.items()}
+        return {name: functools.partial(step, *given) for name, step in every.items()}
 
     return counters(name, to_count, script=page)
 
@@ -179,11 +180,11 @@ def verdict(op: Op, frame: pd.DataFrame, example: Mapping[str, Any]) -> tuple[li
     point = tables.timed(_point(frame, example), "cold").drop_duplicates("variant").set_index("variant")
     if "fusebook" not in point.index:
         return ["Not measured."], None
-    own = point.loc["fusebook"]
+    own: Any = point.loc["fusebook"]
     dims = " x ".join(str(own[name]) for name in tables.dims(frame))
     others = point.drop(index="fusebook")[gpu].sort_values()
-    said = ", ".join(f"{name} {microseconds(us)} ({times(us / own[gpu])})" for name, us in others.items())
-    lines = [f"**Time.** {dims} in {own['dtype']}: **{microseconds(own[gpu])}** of GPU time. {said}."]
+    said = ", ".join(f"{name} {times(us / own[gpu])}" for name, us in others.items())
+    lines = [f"**Time.** {dims} in {own['dtype']}: **{microseconds(own[gpu])}** of GPU time; {said} of that."]
     torchs, libraries = _against(op, frame, "torch", "torch.compile"), _against(op, frame, "libraries")
     text = f"**Over {len(torchs)} sizes** it is {_pace(torchs, 'the faster of torch and torch.compile')}."
     if len(libraries):
@@ -192,7 +193,7 @@ def verdict(op: Op, frame: pd.DataFrame, example: Mapping[str, Any]) -> tuple[li
     lines.append(text)
     lines.append(f"**Memory.** {_memory_of(frame, 'fusebook')} {_memory_of(frame, next(iter(op.variants)))}")
     bars = {**others.sort_values(ascending=False), "Fusebook": own[gpu], "a copy": own["copy_us"]}
-    caption = f"GPU time of {dims} in {own['dtype']}, cold L2; {origin(frame)}."
+    caption = f"GPU time of {dims} in {own['dtype']}, cold L2."
     return lines, picture.bars(caption, bars, {n: microseconds(us) for n, us in bars.items()}, ["Fusebook"])
 
 
@@ -242,16 +243,16 @@ def losses(op: Op, frame: pd.DataFrame) -> list[str]:
     lost = everything[everything > 1 + tables.WITHIN].sort_values(ascending=False)
     said = [f"Another implementation is more than 2 % faster at {len(lost)} of {len(everything)} sizes."]
     if len(lost):
-        behind = tables.behind(verdicts.compared(op, frame, verdicts.GROUPS))
-        worst = [f"{size} {dtype} ({behind.loc[(size, dtype), 'best other']} {times(r)})" for (size, dtype), r in
-                 lost.head(3).items()]  # fmt: skip
+        behind = tables.behind(verdicts.compared(op, frame, verdicts.GROUPS)).loc[lost.index[:3]].reset_index()
+        places = zip(behind["label"], behind["dtype"], behind["best other"], behind["times as long"], strict=True)
+        worst = [f"{size} {dtype} ({other} {times(ratio)})" for size, dtype, other, ratio in places]
         said.append(f"The worst: {', '.join(worst)}.")
     launch = column("launch_us")
     own = tables.where(frame, variant="fusebook", status="ok")[launch].median()
     torchs = tables.where(frame, variant="torch", status="ok")[launch].median()
     if own == own and torchs == torchs:
         said.append(
-            f"A launch takes {own:.1f} us of CPU time, torch's {torchs:.1f} us (medians). A shorter kernel waits for it."
+            f"A launch takes {own:.1f} us of CPU time, and {torchs:.1f} us in torch (medians). A shorter kernel waits."
         )
     return said
 

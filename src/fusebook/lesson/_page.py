@@ -18,9 +18,9 @@ from fusebook import inputs, plots
 from fusebook.cards import OPS
 from fusebook.lesson import _checks, _numbers, evidence
 from fusebook.lesson import picture as pictures
-from fusebook.lesson.evidence import Frames, Measured, Recorded
+from fusebook.lesson.evidence import Frames, Recorded
 from fusebook.page import _place, show
-from fusebook.page.claims import Claim, claims, exercise
+from fusebook.page.claims import Claim, Claims, exercise
 from fusebook.page.results import measured, results, study
 from fusebook.page.show import Shown
 
@@ -55,6 +55,12 @@ class _Pictures:
     def __getattr__(self, name: str) -> Callable[..., Shown]:
         draw = getattr(pictures, name)
         return lambda *given, **named: draw(*given, **named)._now()
+
+
+class _Findings(Claims):
+    """Claims without a line that counts them: the footer has one."""
+
+    count = ""  # type: ignore[assignment]
 
 
 class Page:
@@ -111,8 +117,9 @@ class Page:
         )
         made = "".join(f'<p class="fb-verdict-line">{_numbers.joined([line])}</p>' for line in lines)
         label = _numbers.origin(self._everything())
+        label = label[:1].upper() + label[1:]
         return Shown(
-            f'<div class="fb-box fb-verdict-box"><div>{made}<p class="fb-box-claims">{show.rich(label.capitalize())}. {linked}</p>'
+            f'<div class="fb-box fb-verdict-box"><div>{made}<p class="fb-box-claims">{show.rich(label)}. {linked}</p>'
             f"</div>{bars._repr_html_() if bars else ''}</div>",
             "\n".join([*(line.replace("**", "") for line in lines), f"({label})"]),
         )._now()
@@ -132,8 +139,7 @@ class Page:
         unit = "".join(key for key, value in self.op.edges[0].items() if isinstance(value, int))
         half = [("one kernel", fused / 2, fused / 2)]
         return pictures.segments(
-            f"The {name} code moves {total} elements in {len(steps)} kernels. One kernel has to move {fused:g}{unit}, "
-            f"so we predict that it is {gain:.1f}x faster.",
+            f"Counted: {total} elements in {len(steps)} kernels, {fused:g}{unit} in one. Predicted: {gain:.1f}x.",
             {name: steps, "fused": half},
             unit,
         )._now()
@@ -153,7 +159,9 @@ class Page:
         if self.op.rows and not torch.cuda.is_available():
             taken[0] = min(taken[0], _INTERPRETED)
             self._whole[tuple(taken)] = sizes[0]
-        made = self.op.make(inputs.generator(seed), dtype, **{**self.op.edges[0], **dict(zip(names, taken, strict=True))})
+        made = self.op.make(
+            inputs.generator(seed), dtype, **{**self.op.edges[0], **dict(zip(names, taken, strict=True))}
+        )
         return made[0] if len(made) == 1 else made
 
     def check(self, function: Callable[..., Any], *given: Any) -> Shown:
@@ -167,7 +175,7 @@ class Page:
         """
         shape = next((tuple(v.shape) for v in given if isinstance(v, torch.Tensor)), ())
         whole = self._whole.get(shape, 0)
-        of = f" Triton's interpreter takes {shape[0]} of the {whole} rows." if shape and whole > shape[0] else ""
+        of = f"{shape[0]} (of {whole})" if shape and whole > shape[0] else ""
         return _checks.checked(self.op, function, given, of, self._heading() if _place.script() else "")
 
     def _heading(self) -> str:
@@ -219,7 +227,7 @@ class Page:
         sweep = self._sweep()
         frame = sweep[sweep["dtype"] == sweep["dtype"].iloc[0]]
         frame.attrs.update(sweep.attrs)
-        ax = getattr(plots, kind)(frame, xlabel=f"columns of a row, {over}" if over == "N" else over)
+        ax = getattr(plots, kind)(frame, xlabel=f"columns of a row, {over}" if over == "N" else over, size=(8.0, 3.6))
         if _place.script():
             return Shown("", f"Figure: {ax.get_title(loc='left')} ({_numbers.origin(sweep)})")._now()
         return ax
@@ -255,8 +263,9 @@ class Page:
             counters = self.about.FRAMES["counters"].name
             self.frames.known["counters"] = _numbers.counted(self.op, self.about, counters, {**steps, **extra}, script)
         wide = _numbers.staircase(self.op, renamed, steps)
-        caption = "Percent of copy speed (GPU time, cold L2), by N and dtype, and lines of code"
-        return show.table(wide, f"{caption}; {_numbers.origin(frame)}", fold=False)
+        return show.table(
+            wide, f"Percent of copy speed in GPU time, by N and dtype; {_numbers.origin(frame)}", fold=False
+        )
 
     def table(self, frame: pd.DataFrame, caption: str) -> Shown:
         """A table with a caption.
@@ -272,7 +281,7 @@ class Page:
     def findings(self) -> Shown:
         """The claims that the lesson shows: at most four."""
         found = [evidence.evaluate(claim, self.frames) for claim in self.about.CLAIMS if claim.lesson]
-        return claims(*(Claim(o.text, o.holds, False, kind=o.claim.kind, detail=o.shown) for o in found))
+        return _Findings([Claim(o.text, o.holds, False, kind=o.claim.kind, detail=o.shown) for o in found])._now()
 
     def use(self) -> Shown:
         """When to use the library: a table of three choices, where it loses, and how to install it."""
@@ -286,7 +295,7 @@ class Page:
         install = _numbers.install()
         return Shown(
             f"{made._repr_html_()}<p>{_numbers.joined(sentences)}</p>"
-            f'<p>Install: <code>{html.escape(install)}</code></p>',
+            f"<p>Install: <code>{html.escape(install)}</code></p>",
             "\n".join([*sentences, f"Install: {install}"]),
         )._now()
 
@@ -330,7 +339,9 @@ class Page:
         text = f"Evidence: {len(found)} checks behind this page, {held} hold, {failed} do not."
         if missing := len(found) - held - failed:
             text += f" {missing} were not measured."
-        more = "Every claim with its condition, all sizes and clocks, hardware counters, and what became of older claims."
+        more = (
+            "Every claim with its condition, all sizes and clocks, hardware counters, and what became of older claims."
+        )
         address = _numbers.site(f"evidence/{self.name}")
         link = f' <a href="{html.escape(address)}">{more}</a>' if address else ""
         solutions = show.solution(f"solutions/{self.name}.py")

@@ -116,7 +116,7 @@ def shared_row(programs: int) -> Shown:
         How many share the row.
     """
     width = (_WIDTH - _LEFT - 10) / programs
-    levels = {"row": 20.0, "workspace": 92.0, "result": 164.0}
+    levels = {"row": 20.0, "workspace": 76.0, "result": 132.0}
     parts = [_text(_LEFT - 8, y + 15, name, "end") for name, y in levels.items()]
     centre = _LEFT + width * programs / 2
     for i in range(programs):
@@ -125,16 +125,16 @@ def shared_row(programs: int) -> Shown:
         for (name, y), text in zip(levels.items(), (f"part {i}", "(max, sum)", f"part {i}"), strict=True):
             parts.append(_box(x + 2, y, width - 4, 22, _AMBER if name == "workspace" else _BLUE))
             parts.append(_text(x + width / 2, y + 15, text, "middle"))
-        parts.append(_arrow(x + width / 2, 42, x + width / 2, 91))
-        parts.append(_arrow(centre, 128, x + width / 2, 163))
-        parts.append(_arrow(x + width / 2, 114, centre, 127))
-    parts.append(_text(_LEFT - 8, 71, "publish", "end"))
-    parts.append(_text(_LEFT - 8, 134, "merge", "end"))
+        parts.append(_arrow(x + width / 2, 42, x + width / 2, 75))
+        parts.append(_arrow(centre, 110, x + width / 2, 131))
+        parts.append(_arrow(x + width / 2, 98, centre, 109))
+    parts.append(_text(_LEFT - 8, 63, "publish", "end"))
+    parts.append(_text(_LEFT - 8, 115, "merge", "end"))
     told = ["each program reduces its own part of the row to a pair (max, sum)"]
     told += ["writes the pair to the workspace in global memory", f"waits for all {programs} pairs and merges them"]
     told.append("and writes its own part of the result")
     caption = f"{programs} programs share one row. The only data they exchange is {programs} pairs of numbers."
-    return _drawing(caption, told, 192, parts)
+    return _drawing(caption, told, 158, parts)
 
 
 def bars(caption: str, values: Mapping[str, float], texts: Mapping[str, str], marked: Sequence[str] = ()) -> Shown:

@@ -206,7 +206,7 @@ class Outcome:
 
     claim: Claim
     text: str
-    values: pd.Series
+    numbers: pd.Series
     good: pd.Series
     worst: str
 
@@ -224,7 +224,7 @@ class Outcome:
     def detail(self) -> str:
         """The condition, at how many points it is fulfilled, and the worst one."""
         if not len(self.good):
-            return "not measured" if self.values.empty else ""
+            return "not measured" if self.numbers.empty else ""
         if len(self.good) == 1:
             return f"{self.worst}, condition {self.claim.condition}"
         return f"at {self.good.sum()} of {len(self.good)} points, worst {self.worst}, condition {self.claim.condition}"

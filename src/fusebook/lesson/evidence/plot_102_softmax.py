@@ -28,6 +28,7 @@ KERNELS = {"softmax": ("_softmax_rows",)}
 #: Rows and columns at which Nsight Compute counts.
 COUNTED = (3168, 12672)
 
+_ONE_ROW = ("one_row", "one_row, more warps")
 _BOTH = "float32,bfloat16"
 FRAMES = {
     "sweep": Recorded("softmax", "triton"),
@@ -83,7 +84,7 @@ def _persistent(y_ptr, x_ptr, M, N, BLOCK: tl.constexpr, STAGES: tl.constexpr): 
 @functools.cache
 def _programs_that_fit(dtype: torch.dtype, N: int, constants: tuple[tuple[str, int], ...]) -> int:
     """As many programs as registers and shared memory have room for."""
-    gpu = torch.cuda.get_device_properties()
+    gpu: Any = torch.cuda.get_device_properties()
     row = torch.empty(N, dtype=dtype, device="cuda")
     built = _persistent[(1,)](row, row, 0, N, **dict(constants))
     warps = built.metadata.num_warps
@@ -137,9 +138,14 @@ def _reached(frames: Frames) -> pd.DataFrame:
     return steps.pivot_table("share", "step", ["shape", "dtype"], sort=False)
 
 
-def _gain(frames: Frames, step: str, over: str) -> pd.Series:
-    reached = _reached(frames)
-    return reached.loc[step] / reached.loc[over]
+def _best(frames: Frames, *steps: str) -> pd.Series:
+    """The share of copy speed that the best of some steps reaches, by shape and dtype."""
+    return _reached(frames).loc[[*steps]].max()
+
+
+def _gain(frames: Frames, step: str, *over: str) -> pd.Series:
+    """The speed of a step over the best of others."""
+    return _best(frames, step) / _best(frames, *over)
 
 
 def _at(values: pd.Series, shape: str, dtype: str = "") -> pd.Series:
@@ -183,6 +189,24 @@ def _wide(frames: Frames) -> pd.DataFrame:
     return pd.concat([frames["large"], frames["vocabulary"]], ignore_index=True)
 
 
+def _over_torch(frames: Frames) -> pd.Series:
+    """The time over that of torch on rows that several programs share."""
+    rows = _wide(frames)
+    return tables.ratio(rows[rows["N"] >= 65536], "fusebook", "torch")
+
+
+def _eager(frames: Frames) -> pd.DataFrame:
+    """The rows of the sweep for eager, by size."""
+    rows = tables.where(frames["sweep"], variant="eager")
+    return rows.set_axis(tables.label(rows))
+
+
+def _predicted(frames: Frames) -> pd.Series:
+    """The traffic of eager over the least traffic, by size."""
+    rows = _eager(frames)
+    return rows["moved_bytes"] / (rows["read_bytes"] + rows["write_bytes"])
+
+
 def _odd(frames: Frames) -> pd.DataFrame:
     return tables.where(frames["large"], N=[781, 1000], zone="memory")
 
@@ -203,6 +227,10 @@ def _peers(frames: Frames) -> pd.Series:
 
 def _over_sweep(other: str) -> Callable[[Frames], pd.Series]:
     return lambda frames: tables.ratio(frames["sweep"], "fusebook", other)
+
+
+def _over_medium(other: str) -> Callable[[Frames], pd.Series]:
+    return lambda frames: tables.ratio(_medium(_wide(frames)), "fusebook", other)
 
 
 def _small(frames: Frames, kind: str) -> pd.DataFrame:
@@ -272,10 +300,7 @@ CLAIMS = (
     Claim(
         "eager-traffic",
         "Eager softmax moves 8MN + 4M elements, by the count of its five operations.",
-        lambda frames: (
-            (rows := tables.where(frames["sweep"], variant="eager"))["moved_bytes"]
-            / (4 * (8 * rows["M"] * rows["N"] + 4 * rows["M"]))
-        ).set_axis(tables.label(rows)),
+        lambda frames: (rows := _eager(frames))["moved_bytes"] / (4 * rows["M"] * (8 * rows["N"] + 4)),
         "== 1",
         _SWEEP,
     ),
@@ -363,19 +388,13 @@ CLAIMS = (
         "chunks-bf16",
         "At N = 12672 in bfloat16, chunks reach {chunks:.0%} of copy speed, and the padded tile {tile:.0%} with the "
         "better of 4 and 16 warps.",
-        lambda frames: _at(
-            _reached(frames).loc["chunks"] / _reached(frames).loc[["one_row", "one_row, more warps"]].max(),
-            "16384x12672",
-            "bfloat16",
-        ),
+        lambda frames: _at(_gain(frames, "chunks", *_ONE_ROW), "16384x12672", "bfloat16"),
         "> 1.05",
         "16384 rows of 12672 columns, bfloat16; step 3 over step 1 with its better number of warps",
         lesson=True,
         numbers=lambda frames: {
-            "chunks": _at(_reached(frames).loc["chunks"], "16384x12672", "bfloat16").max(),
-            "tile": _at(
-                _reached(frames).loc[["one_row", "one_row, more warps"]].max(), "16384x12672", "bfloat16"
-            ).max(),
+            "chunks": _at(_best(frames, "chunks"), "16384x12672", "bfloat16").max(),
+            "tile": _at(_best(frames, *_ONE_ROW), "16384x12672", "bfloat16").max(),
         },
     ),
     Claim(
@@ -397,23 +416,21 @@ CLAIMS = (
     Claim(
         "rows-odd",
         "At N = 781, four rows per program gain nothing over one.",
-        lambda frames: _at(
-            _reached(frames).loc["rows"] / _reached(frames).loc[["one_row", "one_row, more warps"]].max(), "65536x781"
-        ),
+        lambda frames: _at(_gain(frames, "rows", *_ONE_ROW), "65536x781"),
         "<= 1.02",
         "65536 rows of 781 columns; step 2 over step 1 with its better number of warps",
     ),
     Claim(
         "library-best-step",
         "`fusebook.softmax` is within 2 % of the best step, or faster.",
-        lambda frames: _reached(frames).loc["fusebook"] / _reached(frames).max(),
+        lambda frames: _best(frames, "fusebook") / _reached(frames).max(),
         ">= 0.98",
         _STEPS,
     ),
     Claim(
         "persistent",
         "The persistent kernel of Triton's current tutorial reaches {least:.0%} to {most:.0%} of copy speed.",
-        lambda frames: _reached(frames).loc["persistent"],
+        lambda frames: _best(frames, "persistent"),
         "",
         _STEPS,
     ),
@@ -477,7 +494,7 @@ CLAIMS = (
         Claim(
             f"target-{name.lower()}",
             f"On rows of 4 to 64 KiB `fusebook.softmax` is never more than 2 % slower than {name}.",
-            lambda frames, name=name: tables.ratio(_medium(_wide(frames)), "fusebook", name),
+            _over_medium(name),
             "<= 1.02",
             _MEDIUM,
             kind="target",
@@ -519,10 +536,8 @@ CLAIMS = (
         f"{_2022}; {_SWEEP}",
         kind="statement",
         numbers=lambda frames: {
-            "few": (
-                far := tables.ratio((rows := _wide(frames))[rows["N"] >= 65536], "fusebook", "torch")
-            ).min(),
-            "many": far.max(),
+            "few": _over_torch(frames).min(),
+            "many": _over_torch(frames).max(),
         },
     ),
     Claim(
@@ -539,22 +554,11 @@ CLAIMS = (
     Claim(
         "2022-theory",
         '"A theoretical speed-up of ~4x (i.e., (8MN + 4M) / 2MN)": counted from the operations, {median:.2f}x.',
-        lambda frames: (
-            (rows := tables.where(frames["sweep"], variant="eager"))["moved_bytes"]
-            / (rows["read_bytes"] + rows["write_bytes"])
-            - 4
-        )
-        .abs()
-        .set_axis(tables.label(rows)),
+        lambda frames: (_predicted(frames) - 4).abs(),
         "< 0.1",
         f"{_2022}; {_SWEEP}; distance from 4",
         kind="statement",
-        numbers=lambda frames: {
-            "median": (
-                (rows := tables.where(frames["sweep"], variant="eager"))["moved_bytes"]
-                / (rows["read_bytes"] + rows["write_bytes"])
-            ).median()
-        },
+        numbers=lambda frames: {"median": _predicted(frames).median()},
     ),
     Claim(
         "2022-jit",
@@ -611,7 +615,7 @@ CLAIMS = (
     ),
     Claim(
         "2022-general",
-        "Then: PyTorch's \"is more general and will work on tensors of any shape\". Now: `fusebook.softmax` takes any "
+        'Then: PyTorch\'s "is more general and will work on tensors of any shape". Now: `fusebook.softmax` takes any '
         "axis of any strided tensor, and its tests check that.",
         lambda frames: _one(1.0),
         "",
