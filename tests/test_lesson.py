@@ -1,0 +1,324 @@
+"""Lessons: their claims, the gains in their headings, their checks, and that they measure where there is a GPU."""
+
+import csv
+import hashlib
+import re
+import runpy
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import matplotlib.pyplot as plt
+import pandas as pd
+import pytest
+import torch
+
+import fusebook
+import fusebook.lesson as lesson
+import style
+import synthetic
+from fusebook import machine as machines
+from fusebook import timing
+from fusebook.lesson import _numbers, evidence, picture
+from fusebook.lesson.evidence import Claim, Frames, NotRecorded
+from fusebook.page import _place
+from toy import machine
+
+ROOT = Path(__file__).resolve().parents[1]
+VERDICTS = ROOT / "tests" / "verdicts.csv"
+LESSONS = evidence.lessons()
+
+
+@pytest.fixture
+def replayed(monkeypatch, tmp_path):
+    """Nothing but the shipped record: no GPU, and no variable that asks for another one."""
+    for name in ("FUSEBOOK_GPU", "FUSEBOOK_RECORD", "FUSEBOOK_RECORDS", "FUSEBOOK_STRICT", "FUSEBOOK_DEPS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(_place, "live", lambda: False)
+    monkeypatch.chdir(tmp_path)
+    yield
+    plt.close("all")
+
+
+@pytest.fixture
+def page(replayed):
+    return lesson.open("plot_102_softmax")
+
+
+# Evidence -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", LESSONS)
+def test_every_claim_is_evaluated_on_the_record(name, replayed):
+    about = evidence.load(name)
+    frames = Frames(about)
+    assert len({claim.id for claim in about.CLAIMS}) == len(about.CLAIMS)
+    assert sum(claim.lesson for claim in about.CLAIMS) <= 4
+    for claim in about.CLAIMS:
+        found = evidence.evaluate(claim, frames)
+        assert re.fullmatch(r"[a-z0-9-]+", claim.id) and claim.scope and claim.kind in ("claim", "target", "statement")
+        assert "not measured" not in found.text, claim.id
+        assert (found.holds is None) == (not claim.condition), f"{claim.id}: nothing was measured"
+        assert bool(found.worst) == bool(claim.condition)
+
+
+@pytest.mark.parametrize("name", LESSONS)
+def test_sentences_of_the_evidence_are_plain(name, replayed):
+    about = evidence.load(name)
+    frames = Frames(about)
+    texts = [evidence.evaluate(claim, frames).text for claim in about.CLAIMS]
+    texts += [f"{claim.scope}." for claim in about.CLAIMS] + list(about.LOG)
+    assert [fault for text in texts for fault in style.faults(text)] == []
+
+
+def test_the_lint_finds_what_it_is_for():
+    for bad, what in (
+        ("A row stands alone.", "stands"),
+        ("It is told.", "told"),
+        (f"{'word ' * 29}.", "29 words"),
+        ("The other way is slow.", "way"),
+        (f"It ({'x' * 61}) is.", "bracket"),
+        ("What it takes, then, is more.", "inversion"),
+    ):
+        assert any(what in fault for fault in style.faults(bad)), bad
+    assert style.faults('He said "it stands" and `it.stands`. This is good.') == []
+
+
+def test_a_claim_holds_fails_or_was_not_measured():
+    frames = {"a": pd.Series([1.0, 0.9], index=["first", "second"])}
+
+    def outcome(condition, values=lambda frames: frames["a"], text="{least:.1f} to {most:.1f} at {good} of {count}"):
+        return evidence.evaluate(Claim("id", text, values, condition, "both"), frames)
+
+    assert outcome(">= 0.9").holds is True and outcome(">= 0.9").text == "0.9 to 1.0 at 2 of 2"
+    failed = outcome(">= 0.95")
+    assert (failed.holds, failed.worst) == (False, "second: 0.900")
+    assert "at 1 of 2 points, worst second: 0.900" in failed.detail
+    assert outcome("").holds is None and outcome("").detail == ""
+
+    def missing(frames):
+        raise NotRecorded("nothing")
+
+    gone = outcome(">= 0.9", missing, "{least:.1f}")
+    assert (gone.holds, gone.text, gone.detail) == (None, "(not measured)", "not measured")
+    with pytest.raises(ValueError, match="expected a condition such as '>= 0.97', got 'about 1'"):
+        outcome("about 1")
+
+
+def test_what_was_measured_is_not_mixed_with_a_record():
+    frames = Frames(evidence.load("plot_102_softmax"), replay=False)
+    with pytest.raises(NotRecorded, match="steps was not measured in this run"):
+        frames["steps"]
+    assert [evidence.evaluate(claim, frames).holds for claim in frames.about.CLAIMS if claim.condition].count(None) > 30
+
+
+def test_an_unknown_lesson_is_refused():
+    with pytest.raises(ValueError, match=r"expected one of plot_102_softmax.*, got 'plot_000'"):
+        lesson.open("plot_000")
+
+
+# What became of the verdicts of the old pages -------------------------------------------------------------------------
+
+
+def test_every_old_verdict_has_a_claim_or_a_reason():
+    rows = list(csv.DictReader(VERDICTS.read_text(encoding="utf-8").splitlines()))
+    frozen = "\n".join(f"{row['page']}\t{row['text']}" for row in rows)
+    assert len(rows) == 419
+    assert hashlib.sha256(frozen.encode()).hexdigest()[:16] == "1dc1837a67f1aacc", "pages and texts are not edited"
+    claims = {name: {claim.id for claim in evidence.load(name).CLAIMS} for name in LESSONS}
+    every = set().union(*claims.values())
+    for row in rows:
+        if row["page"] not in LESSONS:
+            assert not row["id"] and not row["reason"], f"{row['page']} has no evidence yet"
+            continue
+        assert row["id"] or row["reason"], row["text"]
+        assert not row["id"] or row["id"] in every, row["id"]
+        assert "merged" not in row["reason"] or row["id"], "merged with what?"
+
+
+# Gains in headings ----------------------------------------------------------------------------------------------------
+
+
+class Steps(dict):
+    about = SimpleNamespace(STEPS=("eager", "one", "two"))
+
+
+def steps(**us):
+    rows = [{"step": step, "shape": "8x256", "dtype": "float32", "gpu_us": time} for step, time in us.items()]
+    return Steps(steps=pd.DataFrame(rows))
+
+
+def test_a_marker_says_what_a_step_gains_over_the_one_before():
+    found = steps(eager=550.0, one=100.0, two=74.0)
+    text = "Step 1 {gain one at N=256}, then {gain two at N=256}, {gain two at N=999}, {gain two at N=256, bfloat16}"
+    assert _numbers.filled(text, found) == (
+        "Step 1 (5.5x faster than eager at N = 256), then (1.35x faster than step 1 at N = 256), "
+        "(not measured at N = 999), (not measured at N = 256 in bfloat16)"
+    )
+    assert _numbers.filled("{gain two at N=256}", steps(one=100.0, two=101.0)) == "(as fast as step 1 at N = 256)"
+    assert (
+        _numbers.filled("{gain two at N=256}", steps(one=100.0, two=110.0)) == "(1.10x slower than step 1 at N = 256)"
+    )
+    with pytest.raises(ValueError, match="expected a step of one, two, got 'three'"):
+        _numbers.filled("{gain three at N=256}", found)
+
+
+# Checks ---------------------------------------------------------------------------------------------------------------
+
+
+def forgetful(x):
+    e = x.exp()
+    return e / e.sum(-1, keepdim=True)
+
+
+def test_a_check_says_how_wrong_a_result_is(page, monkeypatch):
+    x = page.stress(9, 20)
+    right = page.check(lambda x: torch.softmax(x, -1), x)
+    assert right.good and re.search(r"is correct on 9 x 20, float32: error [\d.]+ eps, tolerance 64 eps", right.text)
+    wrong = page.check(forgetful, x)
+    assert not wrong.good and "`forgetful` is incorrect" in wrong._repr_html_().replace("<code>", "`").replace(
+        "</code>", "`"
+    )
+    assert "worst at [2, " in wrong.text
+    monkeypatch.setenv("FUSEBOOK_STRICT", "1")
+    with pytest.raises(AssertionError, match="forgetful is incorrect"):
+        page.check(forgetful, x)
+
+
+def test_the_library_is_checked_under_its_own_name(page):
+    assert "fusebook.softmax is correct" in page.check(fusebook.softmax, page.stress(3, 5)).text
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter takes fewer rows")
+def test_the_interpreter_takes_64_rows_and_says_so(page):
+    x = page.stress(1823, 20)
+    assert len(x) == 64
+    assert "on 64 (of 1823) x 20, float32" in page.check(lambda x: torch.softmax(x, -1), x).text
+
+
+def test_a_mistake_has_to_be_caught(page, monkeypatch):
+    x = page.stress(9, 20)
+    caught = page.catches(forgetful, plain=torch.randn(9, 20), stress=x)
+    assert caught.good and "passes on plain inputs, and fails on stress inputs (worst at [2, " in caught.text
+    monkeypatch.setenv("FUSEBOOK_STRICT", "1")
+    with pytest.raises(AssertionError, match="passes on plain inputs"):
+        page.catches(forgetful, plain=torch.randn(9, 20))
+
+
+def test_all_checks_stop_at_the_first_wrong_function(page):
+    def plain(x):
+        return torch.softmax(x.float(), -1).to(x.dtype)
+
+    right = page.check_all(plain, special=True)
+    assert right.good and "with rows of -inf, NaN, inf" in right.text
+    assert "forgetful is incorrect" in page.check_all(plain, forgetful).text
+    clipped = page.check_all(lambda x: torch.softmax(x.float().clamp(-1e4, 1e4), -1).to(x.dtype), special=True)
+    assert not clipped.good, "special values must be looked at"
+
+
+def test_traffic_is_counted_and_held_against_the_card(page):
+    from fusebook.kernels.softmax import softmax_eager
+
+    shown = page.traffic(eager=softmax_eager, fused=2)
+    assert "8MN + 4M elements in 5 kernels, 2MN in one" in shown.text
+    with pytest.raises(ValueError, match=r"expected fused=2, got 3"):
+        page.traffic(eager=softmax_eager, fused=3)
+    with pytest.raises(ValueError, match="the card states"):
+        page.traffic(eager=lambda x: x.exp(), fused=2)
+
+
+@pytest.mark.parametrize(
+    "shown",
+    [
+        picture.rows(2, 3, 4),
+        picture.tile(3, 3, 4, 2),
+        picture.chunks(100, 128, 16),
+        picture.shared_row(4),
+        picture.bars("times", {"a": 2.0, "b": 1.0}, {"a": "2 us", "b": "1 us"}),
+    ],
+)
+def test_pictures_are_drawn_and_described(shown):
+    from xml.etree import ElementTree
+
+    ElementTree.fromstring(shown._repr_html_())
+    assert len(shown.text.split()) > 5
+
+
+def test_padding_is_told_from_data():
+    assert "program 1 owns row 1" in picture.rows(2, 3, 4).text and "masks 1 of 4" in picture.rows(2, 3, 4).text
+    assert "1 rows of the last tile are past the end" in picture.tile(3, 3, 4, 2).text
+    assert "one tile of 128 has 28 elements of padding; 7 chunks of 16 have 12" in picture.chunks(100, 128, 16).text
+
+
+# Three modes ----------------------------------------------------------------------------------------------------------
+
+
+def test_without_a_gpu_a_lesson_names_its_record(page):
+    assert re.search(r"Record of NVIDIA H\d00, commit [0-9a-f]{12}, 20\d\d-", page.verdict()._repr_html_())
+    with pytest.raises(ValueError, match=r"expected eager, one_row, rows, chunks, got one_row"):
+        page.steps(one_row=forgetful)
+    shown = page.steps(**dict.fromkeys(page.about.STEPS, forgetful))
+    assert "record of NVIDIA" in repr(shown)
+    assert len(page.findings().items) <= 4
+    text = page.use().text
+    assert "pip install" in text and "pip install fusebook\n" not in text
+    assert re.search(r"Evidence: \d+ checks behind this page, \d+ hold, \d+ do not\.", page.footer().text)
+
+
+def test_the_wheel_of_a_published_site_is_installed(page, monkeypatch):
+    monkeypatch.setenv("FUSEBOOK_URL", "https://example.org/book")
+    assert _numbers.install() == (
+        f"pip install https://example.org/book/wheel/fusebook-{fusebook.__version__}-py3-none-any.whl"
+    )
+
+
+@pytest.fixture
+def a_gpu(monkeypatch, replayed):
+    """A GPU with a clock that says what it likes, and notes what it times."""
+    from triton.runtime.interpreter import GridExecutor
+
+    launched, call = [], GridExecutor.__call__
+
+    def noted(self, *given, **how):
+        launched.append(self.fn.__name__)
+        return call(self, *given, **how)
+
+    def measure(functions, *, repeat=30, kinds=timing.KINDS, **_):
+        found = {}
+        for i, (name, function) in enumerate(functions.items()):
+            before = len(launched)
+            function()
+            seen[name] = launched[before:]
+            found[name] = {kind: timing.Quantiles(*3 * [(9 - i) * 1e-6], repeat) for kind in kinds}
+        return found
+
+    seen = {}
+    on = machine(slug="test-gpu", name="Test GPU")
+    monkeypatch.setattr(GridExecutor, "__call__", noted)
+    monkeypatch.setattr(_place, "live", lambda: True)
+    monkeypatch.setattr(machines, "here", lambda **_: on)
+    monkeypatch.setattr(timing, "measure", measure)
+    monkeypatch.setattr(timing, "cold", lambda f, **how: {n: found["cold"] for n, found in measure(f).items()})
+    module = sys.modules["fusebook.page.results"]
+
+    def run(op, *, config, dtype, **_):
+        return synthetic.frame(op, config, dtype, on)
+
+    monkeypatch.setattr(module, "_run", run)
+    monkeypatch.setattr(evidence.load("plot_102_softmax"), "SHAPES", ((6, 256), (5, 781), (4, 2048), (3, 3000)))
+    return seen
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU that is there needs no other one")
+def test_on_a_gpu_a_lesson_times_each_of_its_steps(a_gpu):
+    names = runpy.run_path(str(ROOT / "examples" / "plot_102_softmax.py"), run_name="lesson")
+    page = names["page"]
+    assert {*page.about.STEPS, "fusebook", "copy"} <= set(a_gpu)
+    assert a_gpu["one_row"] == ["one_row"] and a_gpu["rows"] == ["some_rows"] and a_gpu["chunks"] == ["in_chunks"]
+    assert a_gpu["fusebook"], "the library's kernel is timed too"
+    frame = page.frames["steps"]
+    assert set(frame["step"]) == {*page.about.STEPS, "fusebook"}
+    assert frame["correct"].all() and frame["gpu_us"].notna().all()
+    assert set(page.frames.known) == {"sweep", "steps"}, "nothing is replayed"
+    assert "measured now on Test GPU" in _numbers.origin(page._sweep())
+    assert _numbers.gain(page.frames, "one_row", "781") == "(1.12x faster than eager at N = 781)"
