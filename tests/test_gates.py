@@ -228,6 +228,16 @@ def test_errors_and_requests_that_leave_are_found(tab, text, why):
 
 
 @in_a_browser
+def test_a_lesson_of_too_many_screens_is_found(tab):
+    most = browser.SCREENS * browser.HEIGHT
+    assert _found(browser.length, tab(f"<section class=fb-lesson style='height: {most}px'></section>")) == []
+    fold = "<details><div style='height: 500px'></div></details>"
+    assert _found(browser.length, tab(f"<section class=fb-lesson style='min-height: 9px'>{fold}</section>")) == []
+    tall = tab(f"<section class=fb-lesson style='height: {most + 90}px'></section>")
+    assert _found(browser.length, tall) == ["8.1 screens of 900 pixels, a lesson has at most 8"]
+
+
+@in_a_browser
 def test_a_box_without_a_verdict_on_the_first_screen_is_found(tab):
     box = "<div class=fb-box><p class=fb-box-headline>true: fast</p></div>"
     assert browser.first_screen(tab(box)) == [] == browser.first_screen(tab("<p>no box</p>"))

@@ -65,7 +65,9 @@ def test_a_notebook_runs_as_downloaded(path, tmp_path, kernel):
     notebook = nbformat.read(path, as_version=4)
     afresh = nbformat.v4.new_code_cell(f"%reset -f\nimport os\nos.chdir({str(tmp_path)!r})\ndel os")
     notebook.cells.insert(0, afresh)
-    found = [i for i, cell in enumerate(notebook.cells) if re.search(r"^exercise\(", cell.source, re.MULTILINE)]
+    found = [
+        i for i, cell in enumerate(notebook.cells) if re.search(r"^(page\.)?exercise\(", cell.source, re.MULTILINE)
+    ]
     assert bool(found) == (SOLUTIONS / f"{path.stem}.py").exists()
     for i in reversed(found):
         text = SOLVED.format(solutions=str(SOLUTIONS / f"{path.stem}.py"), source=notebook.cells[i].source)

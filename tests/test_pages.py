@@ -21,6 +21,7 @@ import warm
 from fusebook import bench, record
 from fusebook import machine as machines
 from fusebook.cards import OPS
+from fusebook.lesson import evidence
 from fusebook.page import NoResults, _place
 from fusebook.page.claims import Claim, Claims
 from toy import machine
@@ -30,6 +31,7 @@ REAL = machines.RECORDS
 NOTEBOOKS = EXAMPLES.parent / "build" / "html" / "_downloads"
 PAGES = sorted(EXAMPLES.glob("plot_*.py"))
 KERNEL = re.compile(r"^@triton\.jit", re.MULTILINE)
+OLD_PAGES = [page for page in PAGES if page.stem not in evidence.lessons()]  # lessons: test_lesson_pages
 KERNEL_PAGES = [page for page in PAGES if page.stem[5] not in "09" and KERNEL.search(page.read_text())]
 HEADINGS = [
     "The problem",
@@ -54,6 +56,8 @@ def asked(keyword):
     """The words in all comma lists that pages give for `keyword`."""
     calls = [n for page in PAGES for n in ast.walk(ast.parse(page.read_text())) if isinstance(n, ast.Call)]
     given = [k.value.value for c in calls for k in c.keywords if k.arg == keyword and isinstance(k.value, ast.Constant)]
+    frames = [spec for name in evidence.lessons() for spec in evidence.load(name).FRAMES.values()]
+    given += [getattr(spec, keyword, None) for spec in frames]
     return dict.fromkeys(word for text in given if isinstance(text, str) for word in text.split(","))
 
 
@@ -121,7 +125,7 @@ def test_a_page_asks_for_results_and_never_for_a_gpu(page):
     assert not re.search(r"^print\(", text, re.MULTILINE)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
+@pytest.mark.parametrize("page", OLD_PAGES, ids=lambda p: p.stem)
 def test_a_page_runs_without_being_set_up(page):
     header, _, rest = page.read_text().partition("# ///\n")
     assert header.startswith("# /// script\n")
@@ -157,7 +161,7 @@ def test_no_time_of_ours_is_typed_into_prose(page):
         assert not re.search(r"\d(\.\d+)? ?(us|microseconds|ms|milliseconds|GB/s)\b", text), text
 
 
-@pytest.mark.parametrize("page", KERNEL_PAGES, ids=lambda p: p.stem)
+@pytest.mark.parametrize("page", [p for p in KERNEL_PAGES if p in OLD_PAGES], ids=lambda p: p.stem)
 def test_a_kernel_page_has_the_eight_headings(page):
     found = re.findall(r"^# (\S.*)\n# -{3,}$", page.read_text(), re.MULTILINE)
     assert found == HEADINGS
@@ -173,7 +177,7 @@ def run_page(page, solved=None):
     for line, text in blocks(page):
         last = run_block(page, line, text, names)
         shown.append(eval(last, names) if last is not None else None)
-        if solved and re.search(r"^exercise\(", text, re.MULTILINE):
+        if solved and re.search(r"^(page\.)?exercise\(", text, re.MULTILINE):
             own = names.copy()
             names.update(solved)
             passed.append(eval(last, names))
@@ -261,7 +265,9 @@ def ended(*command, environment=None):
 
 def test_pages_are_commands_with_help_and_without_nonsense():
     """All of them in one process, which imports the library once."""
-    commands = [page for page in KERNEL_PAGES if "study(" in page.read_text()]  # others take no sizes
+    commands = [
+        page for page in KERNEL_PAGES if re.search(r"study\(|lesson\.open", page.read_text())
+    ]  # others take no sizes
     end = ended("-c", COMMANDS, *map(str, commands))
     assert end.returncode == 0, end.stderr[-2000:]
     said = [json.loads(line) for line in end.stdout.splitlines()]

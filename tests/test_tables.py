@@ -355,7 +355,7 @@ def test_a_figure_names_its_gpu_its_clock_and_what_was_found(sweep, df):
     for ax in (plots.bandwidth(sweep), plots.dots(df), plots.times(sweep, kind="warm")):
         below = ax.texts[0].get_text()
         assert df.attrs["origin"].machine.name in below and ("cold" in below or "warm" in below)
-        assert ax.get_title(loc="left").startswith("fusebook")
+        assert ax.get_title(loc="left").lower().startswith("fusebook")
     both = tables.together(df, df)
     assert len(both) == 2 * len(df) and both.attrs == {"gpu": df.attrs["origin"].machine.name}
     assert df.attrs["origin"].machine.name in plots.dots(both).texts[0].get_text()

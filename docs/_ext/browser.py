@@ -20,13 +20,15 @@ from pathlib import Path
 import crawl
 
 __all__ = [
-    *("Tab", "accessibility", "figures", "first_screen", "keyboard", "look", "noises", "opened", "overflow", "search"),
-    "served",
+    *("Tab", "accessibility", "figures", "first_screen", "keyboard", "length", "look", "noises", "opened", "overflow"),
+    *("search", "served"),
 ]
 
 #: The window of a reader at a desk, and the widths at which nothing may reach out of the page: the same window at
 #: 200 percent, and a telephone.
 WIDTH, HEIGHT = 1400, 900
+#: Of a lesson.
+SCREENS = 8
 NARROW = (700, 400)
 
 #: What axe is heard on; "moderate" and "minor" are matters of taste.
@@ -145,7 +147,7 @@ def noises(tab):
 #: has no verdict.
 VERDICT = """() => {
   const box = document.querySelector(".fb-box");
-  const told = box && box.querySelector(".fb-box-headline, tbody tr, .fb-box-claims");
+  const told = box && box.querySelector(".fb-verdict-line, .fb-box-headline, tbody tr, .fb-box-claims");
   return box && (told ? told.getBoundingClientRect().bottom + scrollY : 0);
 }"""
 
@@ -158,6 +160,14 @@ def first_screen(tab):
     if ends is None or ends <= HEIGHT:
         return []
     return [f"{tab.name}: the first verdict in the box ends {ends:.0f} pixels down, on a screen of {HEIGHT}"]
+
+
+def length(tab):
+    """A lesson of more screens than a reader takes; folds are closed."""
+    tall = tab.page.evaluate("document.querySelector('section.fb-lesson')?.getBoundingClientRect().height ?? 0")
+    if tall <= SCREENS * HEIGHT:
+        return []
+    return [f"{tab.name}: {tall / HEIGHT:.1f} screens of {HEIGHT} pixels, a lesson has at most {SCREENS}"]
 
 
 def overflow(tab):
@@ -292,7 +302,7 @@ def _ascends(texts):
 # All of it
 
 #: What is tried on every page, in this order: accessibility leaves little of it.
-EVERYWHERE = (first_screen, figures, keyboard, overflow, noises, accessibility)
+EVERYWHERE = (first_screen, length, figures, keyboard, overflow, noises, accessibility)
 
 
 def look(folder, workers=2):

@@ -418,7 +418,11 @@ class Path_(SphinxDirective):
         for page in every.values():
             self.env.note_dependency(str(page.path))
             before = ", ".join(f":doc:`{number} <{every[number].document}>`" for number in page.before)
-            lines += [f"   * - {page.number} :doc:`/{page.document}`", f"     - {page.whom}", f"     - {page.minutes}"]
+            lines += [
+                f"   * - {page.number} :doc:`/{page.document}`",
+                f"     - {page.whom or page.purpose}",
+                f"     - {page.minutes}",
+            ]
             lines += [f"     - {before.replace('<auto', '</auto') or 'nothing'}"]
         return self.parse_text_to_nodes("\n".join(lines) + "\n")
 
