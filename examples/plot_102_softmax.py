@@ -69,9 +69,9 @@ page.traffic(eager=softmax_eager, fused=2)
 # and stores the result: one read, one write.
 #
 # A program works on a tile, an array whose size is a power of two. A row of
-# 781 columns needs a tile of 1024, and the rest is padding. A mask keeps the
-# padding from memory and fills it with minus infinity. That leaves the maximum
-# as it is, and its exponential is 0, which leaves the sum as it is.
+# 781 columns needs a tile of 1024, and the rest is padding. A mask stops reads
+# and writes of the padding, and loads minus infinity there instead. Minus
+# infinity changes no maximum, and its exponential is 0, which changes no sum.
 
 page.picture.rows(rows=3, columns=12, block=16)
 
@@ -121,12 +121,12 @@ page.check(softmax_one_row, x)
 #
 # A row of 256 float32 elements is only 1 KiB, so its program has little to
 # load at once. Here a program owns several rows, as a two-dimensional tile.
-# Reductions run along axis 1, and rows past the end need a mask as well.
+# Reductions run along axis 1, and rows past the end need a mask as well. In
+# the code below, the lines with a comment are new.
 
 page.picture.tile(rows=3, columns=12, block=16, per=2)
 
 # %%
-# Compared with step 1, the lines with a comment are new.
 
 
 @triton.jit
@@ -261,8 +261,9 @@ page.plot("bandwidth", over="N")
 
 # %%
 # The table compares the steps at four widths, with a copy of the same bytes as
-# 100 %. Lines of code count a kernel with its launcher. The library's lines
-# serve all shapes, dtypes and the gradient.
+# 100 %. From 4096 columns on, step 2 has one row per program too, and only the
+# compiler's layout of the tile differs. Lines of code count a kernel with its
+# launcher; the library's serve all shapes, dtypes and the gradient.
 
 steps = {"one_row": softmax_one_row, "rows": softmax_rows}
 page.steps(eager=softmax_eager, **steps, chunks=softmax_chunks)

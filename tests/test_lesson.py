@@ -322,3 +322,16 @@ def test_on_a_gpu_a_lesson_times_each_of_its_steps(a_gpu):
     assert set(page.frames.known) == {"sweep", "steps"}, "nothing is replayed"
     assert "measured now on Test GPU" in _numbers.origin(page._sweep())
     assert _numbers.gain(page.frames, "one_row", "781") == "(1.12x faster than eager at N = 781)"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU that is there needs no other one")
+def test_a_run_that_records_takes_all_that_the_evidence_reads(a_gpu, tmp_path, monkeypatch):
+    monkeypatch.setenv("FUSEBOOK_RECORD", str(tmp_path / "records"))
+    runpy.run_path(str(ROOT / "examples" / "plot_102_softmax.py"), run_name="lesson")
+    assert {"TorchScript", "one_row, more warps", "persistent"} <= set(a_gpu)
+    written = {path.relative_to(tmp_path / "records" / "test-gpu").as_posix() for path in tmp_path.rglob("*.csv")}
+    assert written == {"softmax.csv", "softmax_backward.csv", "pages/softmax_steps.csv"}, "what is borrowed stays"
+    frames = Frames(evidence.load("plot_102_softmax"))
+    monkeypatch.setattr(machines, "places", lambda: [tmp_path / "records" / "test-gpu"])
+    assert set(frames["steps"]["step"]) > {"eager", "TorchScript", "fusebook"}
+    assert len(frames["large"]) and len(frames["gradient"])

@@ -171,7 +171,7 @@ def _pace(ratios: pd.Series, other: str) -> str:
     ratio, lost = float(ratios.median()), int((ratios > 1 + tables.WITHIN).sum())
     word = f"{times(1 / ratio)} faster than" if ratio < 1 else f"{times(ratio)} slower than"
     word = "as fast as" if abs(ratio - 1) <= tables.WITHIN else word
-    return f"{word} {other} (median), and slower at {f'{lost}, by {times(ratios.max())} at most' if lost else 'none'}"
+    return f"{word} {other} (median), and slower at {f'{lost}, at worst by {times(ratios.max())}' if lost else 'none'}"
 
 
 def verdict(op: Op, frame: pd.DataFrame, example: Mapping[str, Any]) -> tuple[list[str], Shown | None]:
@@ -183,8 +183,8 @@ def verdict(op: Op, frame: pd.DataFrame, example: Mapping[str, Any]) -> tuple[li
     own: Any = point.loc["fusebook"]
     dims = " x ".join(str(own[name]) for name in tables.dims(frame))
     others = point.drop(index="fusebook")[gpu].sort_values()
-    said = ", ".join(f"{name} {times(us / own[gpu])}" for name, us in others.items())
-    lines = [f"**Time.** {dims} in {own['dtype']}: **{microseconds(own[gpu])}** of GPU time; {said} of that."]
+    said = ", ".join(f"{times(us / own[gpu])} in {name}" for name, us in others.items())
+    lines = [f"**Time.** {dims} in {own['dtype']} takes **{microseconds(own[gpu])}** of GPU time, and {said}."]
     torchs, libraries = _against(op, frame, "torch", "torch.compile"), _against(op, frame, "libraries")
     text = f"**Over {len(torchs)} sizes** it is {_pace(torchs, 'the faster of torch and torch.compile')}."
     if len(libraries):
@@ -252,16 +252,17 @@ def losses(op: Op, frame: pd.DataFrame) -> list[str]:
     torchs = tables.where(frame, variant="torch", status="ok")[launch].median()
     if own == own and torchs == torchs:
         said.append(
-            f"A launch takes {own:.1f} us of CPU time, and {torchs:.1f} us in torch (medians). A shorter kernel waits."
+            f"A launch takes {own:.1f} us of CPU time, and {torchs:.1f} us in torch (medians); shorter kernels wait."
         )
     return said
 
 
 def install() -> str:
-    """How to install the library: the wheel of the published site, else a checkout."""
+    """How to install the library: the wheel of the published site, else that of the archive, or a checkout."""
+    wheel = f"fusebook-{fusebook.__version__}-py3-none-any.whl"
     if url := os.environ.get("FUSEBOOK_URL", "").rstrip("/"):
-        return f"pip install {url}/wheel/fusebook-{fusebook.__version__}-py3-none-any.whl"
-    return "pip install .   # in a checkout of the source"
+        return f"pip install {url}/wheel/{wheel}"
+    return f"pip install {wheel}  # from this page's archive; in a checkout: pip install ."
 
 
 def site(document: str) -> str:

@@ -139,15 +139,15 @@ def shared_row(programs: int) -> Shown:
 
 def bars(caption: str, values: Mapping[str, float], texts: Mapping[str, str], marked: Sequence[str] = ()) -> Shown:
     """A horizontal bar per name, with its text; those that are marked have the second colour."""
-    left, step = 108.0, 24.0
-    scale = (_WIDTH - left - 96) / max(values.values())
+    left, step, width = 90.0, 22.0, 300.0
+    scale = (width - left - 60) / max(values.values())
     parts = []
     for i, (name, value) in enumerate(values.items()):
         y = 2 + i * step
         parts.append(_text(left - 8, y + 14, name, "end"))
         parts.append(_box(left, y, scale * value, 18, _AMBER if name in marked else _BLUE))
         parts.append(_text(left + scale * value + 6, y + 14, texts[name]))
-    return _drawing(caption, [f"{name}: {texts[name]}" for name in values], 4 + step * len(values), parts)
+    return _drawing(caption, [f"{name}: {texts[name]}" for name in values], 4 + step * len(values), parts, width)
 
 
 def segments(caption: str, moved: Mapping[str, Sequence[tuple[str, float, float]]], unit: str) -> Shown:

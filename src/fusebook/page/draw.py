@@ -15,13 +15,13 @@ _WIDTH = 440
 _BLUE, _AMBER = "#0a84d6", "#c98500"  # told apart without red and green, and seen on white and on near-black
 
 
-def _drawing(caption: str, told: Sequence[str], height: float, parts: Sequence[str]) -> Shown:
+def _drawing(caption: str, told: Sequence[str], height: float, parts: Sequence[str], width: float = _WIDTH) -> Shown:
     """An SVG with its caption, and with words for who cannot see it, in reading order."""
     alt = f"{'; '.join(told)}."
     made = (
-        f'<figure class="fb-drawing"><svg viewBox="0 0 {_WIDTH} {height:g}" role="img" '
+        f'<figure class="fb-drawing"><svg viewBox="0 0 {width:g} {height:g}" role="img" '
         f'xmlns="http://www.w3.org/2000/svg" aria-label="{html.escape(alt)}" font-size="12" '
-        f'style="max-width: {1.25 * _WIDTH:g}px; width: 100%; color: inherit">{"".join(parts)}</svg>'
+        f'style="max-width: {1.25 * width:g}px; width: 100%; color: inherit">{"".join(parts)}</svg>'
         f"<figcaption>{rich(caption)}</figcaption></figure>"
     )
     return Shown(made, f"{caption}\n{alt}")
