@@ -255,7 +255,7 @@ page.check_all(softmax_one_row, softmax_rows, softmax_chunks, special=True)
 #
 # *GPU time* is the time of one call on the GPU, after the L2 cache was
 # flushed. The figure shows the least traffic, 2MN elements, divided by it. The
-# roofline is the bandwidth that a copy of so many bytes reaches on this GPU.
+# roofline is the bandwidth of large copies; *a copy* moves as many bytes.
 
 page.plot("bandwidth", over="N")
 
