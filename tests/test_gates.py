@@ -227,6 +227,16 @@ def test_errors_and_requests_that_leave_are_found(tab, text, why):
     assert _found(browser.noises, page)[0].startswith(why)
 
 
+def test_the_box_of_a_lesson_counts_no_claims(tmp_path):
+    box = '<div class="fb-box"><p class="fb-verdict-line">fast</p></div><ul><li class="fb-claim">✓ true</li></ul>'
+    for folder in ("auto_examples", "evidence"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "auto_examples" / "plot_1.html").write_text(f"<main>{box}</main>")
+    assert len(crawl.boxes(crawl.Site(tmp_path))) == 1
+    (tmp_path / "evidence" / "plot_1.html").write_text("<main></main>")
+    assert crawl.boxes(crawl.Site(tmp_path)) == []
+
+
 @in_a_browser
 def test_a_lesson_of_too_many_screens_is_found(tab):
     most = browser.SCREENS * browser.HEIGHT
