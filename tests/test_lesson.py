@@ -4,7 +4,6 @@ import csv
 import hashlib
 import re
 import runpy
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,8 +16,8 @@ import fusebook
 import fusebook.lesson as lesson
 import style
 import synthetic
+from fusebook import bench, timing
 from fusebook import machine as machines
-from fusebook import timing
 from fusebook.lesson import _numbers, evidence, picture
 from fusebook.lesson.evidence import Claim, Frames, NotRecorded
 from fusebook.page import _place
@@ -32,7 +31,7 @@ LESSONS = evidence.lessons()
 @pytest.fixture
 def replayed(monkeypatch, tmp_path):
     """Nothing but the shipped record: no GPU, and no variable that asks for another one."""
-    for name in ("FUSEBOOK_GPU", "FUSEBOOK_RECORD", "FUSEBOOK_RECORDS", "FUSEBOOK_STRICT", "FUSEBOOK_DEPS"):
+    for name in ("FUSEBOOK_GPU", "_FUSEBOOK_RECORD", "FUSEBOOK_RECORDS", "FUSEBOOK_STRICT", "_FUSEBOOK_DEPS"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(_place, "live", lambda: False)
     monkeypatch.chdir(tmp_path)
@@ -299,12 +298,11 @@ def a_gpu(monkeypatch, replayed):
     monkeypatch.setattr(machines, "here", lambda **_: on)
     monkeypatch.setattr(timing, "measure", measure)
     monkeypatch.setattr(timing, "cold", lambda f, **how: {n: found["cold"] for n, found in measure(f).items()})
-    module = sys.modules["fusebook.page.results"]
 
     def run(op, *, config, dtype, **_):
         return synthetic.frame(op, config, dtype, on)
 
-    monkeypatch.setattr(module, "_run", run)
+    monkeypatch.setattr(bench, "run", run)
     monkeypatch.setattr(evidence.load("plot_102_softmax"), "SHAPES", ((6, 256), (5, 781), (4, 2048), (3, 3000)))
     return seen
 
@@ -326,12 +324,12 @@ def test_on_a_gpu_a_lesson_times_each_of_its_steps(a_gpu):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU that is there needs no other one")
 def test_a_run_that_records_takes_all_that_the_evidence_reads(a_gpu, tmp_path, monkeypatch):
-    monkeypatch.setenv("FUSEBOOK_RECORD", str(tmp_path / "records"))
+    monkeypatch.setenv("_FUSEBOOK_RECORD", str(tmp_path / "records"))
     runpy.run_path(str(ROOT / "examples" / "plot_102_softmax.py"), run_name="lesson")
     assert {"TorchScript", "one_row, more warps", "persistent"} <= set(a_gpu)
     written = {path.relative_to(tmp_path / "records" / "test-gpu").as_posix() for path in tmp_path.rglob("*.csv")}
     assert written == {"softmax.csv", "softmax_backward.csv", "pages/softmax_steps.csv"}, "what is borrowed stays"
     frames = Frames(evidence.load("plot_102_softmax"))
-    monkeypatch.setattr(machines, "places", lambda: [tmp_path / "records" / "test-gpu"])
+    monkeypatch.setattr(machines, "places", lambda *_: [tmp_path / "records" / "test-gpu"])
     assert set(frames["steps"]["step"]) > {"eager", "TorchScript", "fusebook"}
     assert len(frames["large"]) and len(frames["gradient"])

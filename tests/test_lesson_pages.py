@@ -273,7 +273,9 @@ def test_a_zip_runs_in_an_empty_folder_without_an_index(path, tmp_path, monkeypa
     written = json.loads((empty / f"{path.stem}.ipynb").read_text(encoding="utf-8"))
     first = ["".join(cell["source"]) for cell in written["cells"] if cell["cell_type"] == "code"][:5]
     (tmp_path / "cells.json").write_text(json.dumps(first))
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("FUSEBOOK_", "PYTHON"))}
+    kept = {
+        name: value for name, value in os.environ.items() if not name.startswith(("FUSEBOOK_", "_FUSEBOOK_", "PYTHON"))
+    }
     done = subprocess.run(
         [str(tmp_path / "venv" / "bin" / "python"), "-c", FIRST_CELLS, str(tmp_path / "cells.json")],
         cwd=empty,

@@ -90,7 +90,6 @@ def implementations(op, frame):
     import pandas as pd
 
     from fusebook import tables
-    from fusebook.lesson.evidence import column
     from fusebook.page import show
 
     status = frame["status"].where(frame["status"] != "ok", "")
@@ -99,13 +98,13 @@ def implementations(op, frame):
             "implementation": frame["variant"],
             "size": tables.label(frame),
             "dtype": frame["dtype"],
-            "GPU time, cold L2": frame[column("gpu_us")],
-            "GPU time, warm L2": frame[column("gpu_warm_us")],
-            "launch": frame[column("launch_us")],
+            "GPU time, cold L2": frame["gpu_us"],
+            "GPU time, warm L2": frame["gpu_warm_us"],
+            "launch": frame["launch_us"],
             "end-to-end": tables.paid(frame),
-            "latency": frame[column("latency_us")],
+            "latency": frame["latency_us"],
             "peak memory, MB": frame["peak_bytes"] / 1e6,
-            "error / tolerance": frame[column("error")] / frame[column("tolerance")],
+            "error / tolerance": frame["error"] / frame["tolerance"],
             "status": status,
         }
     )
@@ -144,12 +143,12 @@ def hardware(about, frames):
     return "\n".join(parts) or "<p>Not recorded.</p>"
 
 
-def random_problems(op):
+def random_problems(op, number):
     """What problems drawn at random say of an operator."""
     from fusebook import explore, machine
     from fusebook.page import _place, show
 
-    for place in machine.places():
+    for place in machine.places(number):
         if explore.path(place.name, op.name, place.parent).exists():
             _place.note(explore.path(place.name, op.name, place.parent))
             drawn = explore.standing(op, explore.read(op, place.name, place.parent))
@@ -220,7 +219,7 @@ def page(name):
         ("implementations", "All implementations", each(implementations)),
         ("losses", "Where another implementation is faster", each(elsewhere)),
         ("hardware", "Registers and hardware counters", raw(hardware(about, frames))),
-        ("random", "Random problems", "\n".join(raw(random_problems(op)) for op, _ in every)),
+        ("random", "Random problems", "\n".join(raw(random_problems(op, name.split("_")[1])) for op, _ in every)),
         ("provenance", "Provenance", raw(origin(frames, about))),
         ("log", "Log", raw(log)),
     ]
@@ -239,7 +238,7 @@ def stamp(name):
     digest = hashlib.sha256()
     for path in sorted(made_from):
         digest.update(path.read_bytes())
-    for place in machine.places():
+    for place in machine.places(name.split("_")[1]):
         for path in sorted(place.rglob("*.csv")):
             digest.update(f"{path} {path.stat().st_mtime_ns}\n".encode())
     return digest.hexdigest()

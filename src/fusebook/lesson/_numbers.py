@@ -16,7 +16,7 @@ from fusebook import bench, check, inputs, tables, timing
 from fusebook.bench import Origin
 from fusebook.lesson import picture
 from fusebook.lesson._checks import plain
-from fusebook.lesson.evidence import Frames, NotRecorded, column
+from fusebook.lesson.evidence import Frames, NotRecorded
 from fusebook.op import Op
 from fusebook.page import _place, show, verdicts
 from fusebook.page.counters import counters
@@ -176,7 +176,7 @@ def _pace(ratios: pd.Series, other: str) -> str:
 
 def verdict(op: Op, frame: pd.DataFrame, example: Mapping[str, Any]) -> tuple[list[str], Shown | None]:
     """Three sentences on time, on all sizes and on memory; and the times of one size as bars."""
-    gpu = column("gpu_us")
+    gpu = "gpu_us"
     point = tables.timed(_point(frame, example), "cold").drop_duplicates("variant").set_index("variant")
     if "fusebook" not in point.index:
         return ["Not measured."], None
@@ -247,7 +247,7 @@ def losses(op: Op, frame: pd.DataFrame) -> list[str]:
         places = zip(behind["label"], behind["dtype"], behind["best other"], behind["times as long"], strict=True)
         worst = [f"{size} {dtype} ({other} {times(ratio)})" for size, dtype, other, ratio in places]
         said.append(f"The worst: {', '.join(worst)}.")
-    launch = column("launch_us")
+    launch = "launch_us"
     own = tables.where(frame, variant="fusebook", status="ok")[launch].median()
     torchs = tables.where(frame, variant="torch", status="ok")[launch].median()
     if own == own and torchs == torchs:

@@ -360,4 +360,4 @@ class Page:
 
 
 def _recording() -> bool:
-    return _place.live() and bool(os.environ.get("FUSEBOOK_RECORD"))
+    return _place.live() and bool(os.environ.get("_FUSEBOOK_RECORD"))

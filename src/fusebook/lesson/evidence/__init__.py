@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
-from fusebook import bench, machine, record, tables
+from fusebook import machine, record, tables
 from fusebook.cards import OPS
 from fusebook.extras import extra
 from fusebook.page import _place
@@ -40,21 +40,7 @@ with extra("book"):
 
 __all__ = ["Claim", "Frames", "Measured", "NotRecorded", "Outcome", "Recorded", "evaluate", "lessons", "load"]
 
-#: Names of columns in records that are older than these names.
-_OLDER = {
-    "gpu_us": "cold_us",
-    "gpu_warm_us": "warm_us",
-    "launch_us": "host_us",
-    "latency_us": "call_us",
-    "error": "score",
-    "tolerance": "limit",
-}
 _COMPARE = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt, "==": operator.eq}
-
-
-def column(name: str) -> str:
-    """What records of today call a column, e.g. ``gpu_us``."""
-    return name if name in bench.COLUMNS else _OLDER[name]
 
 
 class NotRecorded(LookupError):
@@ -79,10 +65,10 @@ class Recorded:
     variants: tuple[str, ...] | None = None
     borrowed: bool = False
 
-    def read(self) -> pd.DataFrame:
-        """The rows of the replayed GPU."""
+    def read(self, page: str = "") -> pd.DataFrame:
+        """The rows of the GPU that is replayed for a page, by its number."""
         op = OPS[self.op]
-        for place in machine.places():
+        for place in machine.places(page):
             if (place / f"{self.op}.csv").exists():
                 _place.note(place / f"{self.op}.csv")
                 try:
@@ -108,9 +94,9 @@ class Measured:
     name: str
     older: Mapping[str, str] = field(default_factory=dict)
 
-    def read(self) -> pd.DataFrame:
-        """The rows of the replayed GPU, under today's names."""
-        for place in machine.places():
+    def read(self, page: str = "") -> pd.DataFrame:
+        """The rows of the GPU that is replayed for a page, under today's names."""
+        for place in machine.places(page):
             if (place / "pages" / f"{self.name}.csv").exists():
                 _place.note(place / "pages" / f"{self.name}.csv")
                 frame = record.read(f"pages/{self.name}", place.name, place.parent)
@@ -143,7 +129,7 @@ class Frames(Mapping[str, Any]):
         if name not in self.known:
             if not self.replay:
                 raise NotRecorded(f"{name} was not measured in this run")
-            self.known[name] = self.about.FRAMES[name].read()
+            self.known[name] = self.about.FRAMES[name].read(self.about.__name__.split("plot_")[1][:3])
         return self.known[name]
 
     def __iter__(self) -> Iterator[str]:

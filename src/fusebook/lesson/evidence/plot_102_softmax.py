@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fusebook import tables
 from fusebook.extras import extra
-from fusebook.lesson.evidence import Claim, Frames, Measured, NotRecorded, Recorded, column
+from fusebook.lesson.evidence import Claim, Frames, Measured, NotRecorded, Recorded
 
 with extra("book"):
     import pandas as pd
@@ -165,7 +165,7 @@ def _own_rate(frames: Frames, variant: str) -> float:
     rows = tables.where(_memory(frames), variant=variant, status="ok")
     least = rows["read_bytes"] + rows["write_bytes"]
     moved = rows["moved_bytes"].fillna(least)
-    return float((moved / least * rows["copy_us"] / rows[column("gpu_us")]).median())
+    return float((moved / least * rows["copy_us"] / rows["gpu_us"]).median())
 
 
 def _read(frames: Frames) -> pd.Series:
@@ -248,7 +248,7 @@ def _warm_small(frames: Frames) -> pd.Series:
 
 def _warm_floor(frames: Frames) -> pd.Series:
     fused = tables.where(frames["small"], variant="fusebook").set_index(["M", "N"])
-    return fused[column("gpu_warm_us")] / (fused["floor_warm_us"] + fused["roof_us"])
+    return fused["gpu_warm_us"] / (fused["floor_warm_us"] + fused["roof_us"])
 
 
 def _own(frames: Frames) -> pd.DataFrame:
@@ -258,7 +258,7 @@ def _own(frames: Frames) -> pd.DataFrame:
 
 def _tolerances(frames: Frames) -> pd.Series:
     rows = tables.where(frames.of("softmax"), variant="fusebook", status="ok")
-    return (rows[column("error")] / rows[column("tolerance")]).set_axis([tables.label(rows), rows["dtype"]])
+    return (rows["error"] / rows["tolerance"]).set_axis([tables.label(rows), rows["dtype"]])
 
 
 def _beyond(frames: Frames) -> pd.Series:
@@ -273,8 +273,8 @@ def _script(frames: Frames, step: str = "one_row, more warps") -> pd.Series:
 
 
 def _exp_errors(frames: Frames) -> dict[str, Any]:
-    scores = frames["exp"].set_index("variant")[column("error")] / 2**-23
-    worst = tables.where(frames["sweep"], status="ok").groupby("variant")[column("error")].max() / 2**-23
+    scores = frames["exp"].set_index("variant")["error"] / 2**-23
+    worst = tables.where(frames["sweep"], status="ok").groupby("variant")["error"].max() / 2**-23
     return {
         "fast": scores["CUDA C, fast math"],
         "plain": scores["CUDA C"],
