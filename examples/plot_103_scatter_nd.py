@@ -412,10 +412,8 @@ def step_two(shape, indices, updates):
 # %%
 # Nothing is written twice, and there is one launch. But every program reads
 # every index, and where all updates go to one row, one program does all the
-# work. So the library does this only with few indices. A small output then has
-# a program for each row; a large one has a program for each update, after
-# another kernel has written the zeros. With more indices, the library first
-# brings the updates into the order of their rows.
+# work. So the library does this only with few indices and a small output. In
+# other cases, it first brings the updates into the order of their rows.
 #
 # Step three: sorted segments
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~

@@ -71,9 +71,11 @@ class Strategy:
 
 
 NORMS = ("rms_norm", "add_rms_norm", "layer_norm")
+SCATTERS = ("embedding_backward", "masked_scatter_nd_of_shape")
 STRATEGIES = (
     Strategy("odd half types by whole vectors", NORMS, "_norms._window", 1),
     Strategy("matrices that lie across as they are", ("logistic_step",), "logistic_step._taken_across", False),
+    Strategy("each row looks through all indices", SCATTERS, "scatter._scan_pays", False),
     Strategy("sums of all centres in registers", ("kmeans_update", "kmeans_step"), "kmeans_update._sums_fit", False),
 )
 

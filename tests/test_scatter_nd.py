@@ -8,8 +8,8 @@ import fusebook
 from fusebook import bench, check
 from fusebook.cards.scatter_nd import EMBEDDING_BACKWARD, MASKED_SCATTER_ND
 from fusebook.inputs import generator, poison, rough
-from fusebook.kernels import scatter_nd
-from fusebook.kernels.scatter_nd import STRATEGIES
+from fusebook.kernels import scatter
+from fusebook.kernels.scatter import STRATEGIES, scatter_config
 
 LAWS = ("uniform", "equal", "zipf", "masked", "none masked")
 masked, plain = fusebook.masked_scatter_nd_of_shape, fusebook.scatter_nd_of_shape
@@ -54,8 +54,8 @@ def test_sorted_gives_the_same_bits_in_every_run(law, device):
 def test_deterministic_algorithms_choose_sorted(device, monkeypatch):
     inputs = made("uniform", device)
     chosen = []
-    plan = scatter_nd._scatter_nd_plan
-    monkeypatch.setattr(scatter_nd, "_plan", lambda *a, **k: chosen.append(plan(*a, **k)) or chosen[-1])
+    plan = scatter_config
+    monkeypatch.setattr(scatter, "_config", lambda *a, **k: chosen.append(plan(*a, **k)) or chosen[-1])
     torch.use_deterministic_algorithms(True)
     try:
         assert right(inputs, masked(*inputs))
@@ -75,8 +75,8 @@ GROUNDS = {
 
 @pytest.mark.parametrize(("size", "dtype", "strategy"), GROUNDS.values(), ids=GROUNDS)
 def test_each_strategy_has_its_ground(size, dtype, strategy):
-    assert scatter_nd._scatter_nd_plan(size, dtype, (9, 0)).strategy == strategy
-    assert scatter_nd._scatter_nd_plan(size, dtype, (9, 0), deterministic=True).strategy == "sorted"
+    assert scatter_config(size, dtype, (9, 0)).strategy == strategy
+    assert scatter_config(size, dtype, (9, 0), deterministic=True).strategy == "sorted"
 
 
 MEASURED = {
@@ -115,22 +115,22 @@ MEASURED = {
 def test_a_plan_takes_the_strategy_that_was_fastest(size):
     for dtype, fastest in zip((torch.float32, torch.float16), MEASURED[size], strict=True):
         if fastest is not None:
-            assert scatter_nd._scatter_nd_plan(size, dtype, (9, 0)).strategy == fastest
+            assert scatter_config(size, dtype, (9, 0)).strategy == fastest
 
 
 def test_owners_of_few_rows_and_many_updates_are_as_many_as_can_be():
-    few, many = (scatter_nd._scatter_nd_plan((R, 2048, 60000), torch.bfloat16, (9, 0)) for R in (14, 4000))
+    few, many = (scatter_config((R, 2048, 60000), torch.bfloat16, (9, 0)) for R in (14, 4000))
     assert few.strategy == many.strategy == "owner"
     assert few.steps * few.rows * few.block < many.steps * many.rows * many.block
 
 
 def test_narrow_halves_have_small_tiles_and_long_pieces():
     """Where a few rows have most of some thousand updates, a tile waits for the longest stretch that begins in it."""
-    plan = scatter_nd._scatter_nd_plan
+    plan = scatter_config
     half, single = torch.float16, torch.float32
     for dtype, D, tile, chunk in ((half, 77, 256, 32), (half, 300, 1024, 16), (single, 77, 1024, 16)):
         found = plan((200_000, D, 2000), dtype, (9, 0), strategy="sorted")
-        assert (found.find, found.rows * found.block, found.chunk) == ("count", tile, chunk)
+        assert (found.grouping, found.rows * found.block, found.chunk) == ("count", tile, chunk)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -147,8 +147,8 @@ def test_a_hot_row_among_others_is_cut_into_pieces(strategy, device):
 @pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize("law", ["equal", "zipf", "masked"])
 def test_zeros_are_written_beside_the_sort(law, rows, device, monkeypatch):
-    plan = scatter_nd._scatter_nd_plan
-    monkeypatch.setattr(scatter_nd, "_plan", lambda *a, **k: plan(*a, **k)._replace(rows=rows, chunk=8))
+    plan = scatter_config
+    monkeypatch.setattr(scatter, "_config", lambda *a, **k: plan(*a, **k)._replace(rows=rows, chunk=8))
     inputs = made(law, device, n=50)
     poison([inputs[2].new_empty(inputs[0])])
     assert right(inputs, masked(*inputs, strategy="sorted"))
@@ -156,13 +156,13 @@ def test_zeros_are_written_beside_the_sort(law, rows, device, monkeypatch):
 
 def test_what_memory_held_before_names_no_row(device, monkeypatch):
     """Starts of rows without updates are never written: there may stand what looks like a start."""
-    empty = scatter_nd.empty
+    empty = scatter.empty
 
     def held(shape, dtype, device):
         memory = empty(shape, dtype, device)
         return memory.random_(0, 50) if dtype == torch.int32 else memory
 
-    monkeypatch.setattr(scatter_nd, "empty", held)
+    monkeypatch.setattr(scatter, "empty", held)
     for seed in range(3):
         inputs = made("uniform", device, R=300, n=50, seed=seed)
         poison([inputs[2].new_empty(inputs[0])])
@@ -175,7 +175,7 @@ def test_a_wrong_shared_index_of_old_is_caught(device):
         inputs = made("none masked", device, n=n)
         shape, k, u = inputs
         wrong = k[torch.arange(n, device=device) % 128]
-        assert right(inputs, scatter_nd.masked_scatter_nd_eager(shape, wrong, u)) is fine
+        assert right(inputs, fusebook.masked_scatter_nd_eager(shape, wrong, u)) is fine
 
 
 def test_sums_of_half_types_are_float32(device):

@@ -51,7 +51,7 @@ from fusebook.kernels.lloyd import KMeans, kmeans
 from fusebook.kernels.logistic_step import logistic_fit, logistic_step, logistic_step_eager
 from fusebook.kernels.norms import add_layer_norm, add_rms_norm, layer_norm, layer_norm_eager, rms_norm, rms_norm_eager
 from fusebook.kernels.norms_backward import layer_norm_backward, rms_norm_backward
-from fusebook.kernels.scatter_nd import (
+from fusebook.kernels.scatter import (
     embedding_backward,
     masked_scatter_nd_eager,
     masked_scatter_nd_of_shape,

@@ -13,7 +13,7 @@ from torch import Tensor
 from fusebook.cards import _draws
 from fusebook.cards._peers import compiled
 from fusebook.inputs import rough
-from fusebook.kernels.scatter_nd import (
+from fusebook.kernels.scatter import (
     embedding_backward,
     masked_scatter_nd_eager,
     masked_scatter_nd_of_shape,

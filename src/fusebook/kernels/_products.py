@@ -29,8 +29,8 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ._call import INTERPRETED, Distance, apply, empty, gpu, launch, one_of, overlapping, shapes
-from ._grouped import scatter_nd_fill
 from ._memory import side_by_side
+from ._rows import fill
 
 # Kernels -------------------------------------------------------------------------------------------------------------
 #
@@ -858,7 +858,7 @@ def _workspace(plan: Plan, tiles: int, sums: int, out: Tensor) -> tuple[Tensor, 
         return out, out, {}
     parts, counts = side_by_side(out.device, ((plan.split * sums,), torch.float32), ((tiles,), torch.int32))
     early = overlapping(out.device)
-    launch(scatter_nd_fill, (triton.cdiv(tiles, 1024),), counts, tiles, BLOCK=1024, EARLY=bool(early))
+    launch(fill, (triton.cdiv(tiles, 1024),), counts, tiles, BLOCK=1024, EARLY=bool(early))
     return parts, counts, {"LATE": True, **early} if early else {}
 
 

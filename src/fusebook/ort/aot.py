@@ -71,8 +71,7 @@ class Spec:
 
 def specs(types: Sequence[str]) -> Iterator[Spec]:
     """What is compiled for dtypes, by their names in `TYPES`."""
-    scatter, softmax = "fusebook.kernels.scatter_nd", "fusebook.kernels.softmax"
-    grouped = "fusebook.kernels._grouped"
+    scatter, softmax = "fusebook.kernels.scatter", "fusebook.kernels.softmax"
     sizes = {"R": "i32", "D": "i32", "n": "i32", "stride": "i32", "masked": "i64"}
     for axes in (1, 2, 3, 4):
         yield Spec(
@@ -89,7 +88,7 @@ def specs(types: Sequence[str]) -> Iterator[Spec]:
             for cached, early in ((0, ""), (1, "EARLY")):
                 block = (16384 if cached else 4096) // size
                 yield Spec(
-                    "FILL", type_, False, cached, block, grouped, "scatter_nd_fill",
+                    "FILL", type_, False, cached, block, scatter, "_scatter_nd_fill",
                     {"out_ptr": f"*{triton_type}", "SIZE": "i64"}, {"BLOCK": block}, 8 if block >= 4096 else 4,
                     early=early,
                 )  # fmt: skip
@@ -103,7 +102,7 @@ def specs(types: Sequence[str]) -> Iterator[Spec]:
             )  # fmt: skip
         for wide in (False, True):
             yield Spec(
-                "SORT", type_, False, int(wide), 4096 // size, grouped, "_scatter_nd_sort",
+                "SORT", type_, False, int(wide), 4096 // size, scatter, "_scatter_nd_sort",
                 {"out_ptr": pointer, "counters_ptr": "*i32", "indices_ptr": "*i64", "SIZE": "i64", "COUNTERS": "i32"}
                 | {f"{x}_ptr": "*i32" for x in ("order", "keys", "starts", "ends")} | sizes,
                 {"MASKED": True, "WIDE": wide, "MINE": _CONSTANTS["SORT_MINE"], "THEIRS": 256, "BLOCK": 4096 // size},
@@ -115,7 +114,7 @@ def specs(types: Sequence[str]) -> Iterator[Spec]:
                 yield Spec(
                     "SCAN", type_, aligned, n, 2048 // size, scatter, "_scatter_nd_scan",
                     {"out_ptr": pointer, "indices_ptr": "*i64", "updates_ptr": pointer} | sizes,
-                    {"MASKED": True, "ALIGN": align, "N": n, "BLOCK": 2048 // size, "GROUP": 16, "FIRST": False}, 4,
+                    {"MASKED": True, "ALIGN": align, "N": n, "BLOCK": 2048 // size, "GROUP": 16}, 4,
                 )  # fmt: skip
             # Narrow rows share a tile; wide ones are cut into tiles.
             for block, rows in ((128, 4), (2048 // size, 1), (8192 // size, 1)):
@@ -126,7 +125,7 @@ def specs(types: Sequence[str]) -> Iterator[Spec]:
                 )  # fmt: skip
             for block, rows in ((128, 8), (4096 // size, 1)):
                 yield Spec(
-                    "SEGMENTS", type_, aligned, block, rows, grouped, "_scatter_nd_segments",
+                    "SEGMENTS", type_, aligned, block, rows, scatter, "_scatter_nd_segments",
                     {"out_ptr": pointer, "updates_ptr": pointer, "parts_ptr": sums, "counters_ptr": "*i32"}
                     | {f"{x}_ptr": "*i32" for x in ("order", "keys", "starts", "ends")} | sizes,
                     {"ALIGN": align, "CHUNK": _CONSTANTS["CHUNK"], "ROWS": rows, "BLOCK": block, "TOGETHER": 8}, 8,

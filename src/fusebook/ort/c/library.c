@@ -330,7 +330,7 @@ static Status scatter(Kernel *kernel, void *context, const char *name) {
   uint64_t from = (uintptr_t)indices.data, source = (uintptr_t)updates.data;
   if (n == 0) return cuda(api, driver.cuMemsetD8Async(out, 0, elements * bytes, run.stream), "writing zeros");
 
-  /* The plan: as in fusebook.kernels.scatter_nd, without what needs a general sort. */
+  /* The plan: as in fusebook.kernels.scatter, without what needs a general sort. */
   int cached = elements * bytes <= 1 << 24;
   int scan = n <= SCAN_MOST && R <= SCAN_MOST;
   int sorted = !scan && n <= SORT_MOST && (cached ? half : n <= R / 4);
