@@ -76,7 +76,7 @@ STRATEGIES = (
     Strategy("odd half types by whole vectors", NORMS, "_norms._window", 1),
     Strategy("matrices that lie across as they are", ("logistic_step",), "logistic_step._taken_across", False),
     Strategy("each row looks through all indices", SCATTERS, "scatter._scan_pays", False),
-    Strategy("sums of all centres in registers", ("kmeans_update", "kmeans_step"), "kmeans_update._sums_fit", False),
+    Strategy("sums of all centres in registers", ("kmeans_update", "kmeans_step"), "kmeans._sums_fit", False),
 )
 
 

@@ -592,11 +592,11 @@ def test_every_strategy_has_its_place():
 
 @pytest.mark.parametrize(("value", "left"), [(128, ((64, 8),)), (100, None)])
 def test_a_row_of_a_table_is_left_out_by_its_first_value(monkeypatch, value, left):
-    module = sys.modules["fusebook.kernels.kmeans_update"]
+    module = sys.modules["fusebook.kernels.kmeans"]
     monkeypatch.setattr(module, "TABLE", ((64, 8), (128, 16)), raising=False)
-    row = strategies.Strategy("wide rows", ("kmeans_update",), "kmeans_update.TABLE", value)
+    row = strategies.Strategy("wide rows", ("kmeans_update",), "kmeans.TABLE", value)
     if left is None:
-        with pytest.raises(ValueError, match="expected one row of kmeans_update.TABLE"), row.left_out():
+        with pytest.raises(ValueError, match="expected one row of kmeans.TABLE"), row.left_out():
             pass
         return
     with row.left_out():

@@ -15,13 +15,9 @@ import warm
 from fusebook.cards import kmeans as card
 from fusebook.cards.kmeans import KMEANS_ASSIGN
 from fusebook.inputs import generator
-from fusebook.kernels import _points, kmeans_update, lloyd
 from fusebook.kernels import kmeans as module
-from fusebook.kernels import kmeans_plan as plans
 from fusebook.kernels._call import OPERATORS
-from fusebook.kernels._points import Plan
-from fusebook.kernels.kmeans import kmeans_assign_eager
-from fusebook.kernels.kmeans_update import kmeans_update_eager
+from fusebook.kernels.kmeans import Config, kmeans_assign_eager, kmeans_update_eager
 
 assign, update, cluster = fusebook.kmeans_assign, fusebook.kmeans_update, fusebook.kmeans
 step = OPERATORS["kmeans_step"]
@@ -129,7 +125,7 @@ def test_what_a_product_may_lose_is_more_than_rounding_loses(precision):
             low = cut(x - cut(x)).double(), cut(c - cut(c)).double()
             got += (high[0] * low[1] + low[0] * high[1]).sum(1)
         lost = (got - (x.double() * c.double()).sum(1)).abs()
-        assert (lost <= module.loose(precision, d) * x.norm(dim=1) * c.norm(dim=1)).all()
+        assert (lost <= module._loose(precision, d) * x.norm(dim=1) * c.norm(dim=1)).all()
 
 
 def test_a_product_that_rounding_turns_around_is_in_doubt(device):
@@ -139,7 +135,7 @@ def test_a_product_that_rounding_turns_around_is_in_doubt(device):
     halfway = 1 + 2.0**-11  # between two numbers of TF32
     point = halfway - sign * 2.0**-20  # with the sign of the nearer centre rounded down, against it up
     point[0] += 2.0**-8
-    assert by(Plan("screen", 16, 16, d), point.repeat(40, 1), torch.stack([sign, -sign])).tolist() == [0] * 40
+    assert by(Config("screen", 16, 16, d), point.repeat(40, 1), torch.stack([sign, -sign])).tolist() == [0] * 40
 
 
 def test_of_candidates_that_are_equally_near_the_lowest_wins_and_no_other_centre_counts(device):
@@ -221,7 +217,7 @@ def test_sums_of_parts_end_with_the_parts(device):
     memory = torch.full((8, 3), math.nan, dtype=torch.float64, device=device)
     memory[:5] = torch.arange(15.0, device=device).view(5, 3)
     groups = torch.empty(3, 3, dtype=torch.float64, device=device)
-    kmeans_update._kmeans_groups[(3,)](groups, memory, 5, 3, 2, BLOCK=2, BLOCK_W=4)
+    module._kmeans_groups[(3,)](groups, memory, 5, 3, 2, BLOCK=2, BLOCK_W=4)
     assert groups.tolist() == [[3, 5, 7], [15, 17, 19], [12, 13, 14]]
 
 
@@ -237,7 +233,7 @@ def test_labels_in_range_count_even_where_k_is_beyond_their_dtype(device):
 
 def test_keys_hold_the_number_that_stands_for_labels_out_of_range():
     narrow = {255: torch.uint8, 256: torch.int16, 2**15 - 1: torch.int16, 2**15: torch.int32, 2**31 - 1: torch.int32}
-    assert {k: kmeans_update._narrowest(k) for k in narrow} == narrow
+    assert {k: module._narrowest(k) for k in narrow} == narrow
 
 
 @pytest.mark.parametrize(("d", "k"), [(2, 3), (20, 3)])
@@ -292,7 +288,7 @@ def test_every_run_gives_the_same_bits(n, d, k, device):
     for _ in range(100 if device == "cuda" else 2):
         again, also = step(points, centres, torch.int64)
         assert torch.equal(labels, again) and torch.equal(moved, also)
-        assert torch.equal(update(points, labels, k, centres=centres), moved) or kmeans_update._sums_fit(d, k)
+        assert torch.equal(update(points, labels, k, centres=centres), moved) or module._sums_fit(d, k)
 
 
 # The whole ------------------------------------------------------------------------------------------------------------
@@ -320,18 +316,18 @@ def test_the_same_seed_gives_the_same_bits(init, device):
 
 def test_every_first_centre_is_drawn_by_its_distance_wherever_it_lies(device):
     """In one of many blocks of points there is a second place, and nothing else has any distance."""
-    points = torch.zeros(3 * lloyd._SPREAD + 7, 2, device=device)
-    far = 2 * lloyd._SPREAD + 5
+    points = torch.zeros(3 * module._SPREAD + 7, 2, device=device)
+    far = 2 * module._SPREAD + 5
     points[far] = 3.0
     for seed in range(3):
-        centres = lloyd._plus_plus(points, 2, random.Random(seed))
+        centres = module._plus_plus(points, 2, random.Random(seed))
         assert sorted(centres[:, 0].tolist()) == [0, 3]
 
 
 def test_first_centres_keep_away_from_all_that_were_drawn_before(device):
     points = torch.tensor([[0.0, 0.0], [100.0, 0.0], [0.0, 100.0]], device=device).repeat(50, 1)
     for seed in range(8):
-        assert lloyd._plus_plus(points, 3, random.Random(seed)).unique(dim=0).shape == (3, 2)
+        assert module._plus_plus(points, 3, random.Random(seed)).unique(dim=0).shape == (3, 2)
 
 
 def test_the_tolerance_is_of_the_data_s_own_scale(device):
@@ -430,7 +426,7 @@ def test_a_far_point_leaves_the_others_apart(device):
 def test_magnitudes_that_a_check_accepts_give_the_nearest_and_others_are_refused(d):
     points = spread(1.0, d)
     points /= np.abs(points).max()
-    limit = _points.farthest(torch.float32, d)
+    limit = module._farthest(torch.float32, d)
     for scale in (0.999 * limit, 1.2e-16):
         given = (points * scale).astype(np.float32)
         centres = np.concatenate([given[[0, 40]]] * 20 + [given[5:9]])
@@ -605,15 +601,15 @@ def test_the_baselines_of_the_cards_agree(device):
 
 
 def test_a_plan_keeps_to_what_the_kernels_can(device):
-    for dtype in _points.DTYPES:
+    for dtype in module.DTYPES:
         for d in (1, 2, 8, 9, 64, 100, 128, 129, 256, 257, 4096):
             for k in (1, 2, 16, 17, 1024, 65536):
                 for n in (None, 1, 3000, 10**7):
                     for capability in ((8, 0), (8, 9), (9, 0), (10, 0), None):
-                        plan = module.kmeans_plan(n, d, k, dtype, 8, capability)
+                        plan = module.kmeans_config(n, d, k, dtype, 8, capability)
                         assert d <= 8 or plan.how not in ("few", "pairs")
                         assert plan.how != "screen" or (dtype == torch.float32 and d <= plan.chunk <= 256)
-                        assert plan.how != "each" or k <= plans._EACH
+                        assert plan.how != "each" or k <= 16
                         if plan.how == "product":
                             assert (plan.precision == "ieee") >= (dtype == torch.float64)
                             assert -(-k // (plan.steps * plan.block_k)) <= 1056, "parts are compared at once"
@@ -622,27 +618,19 @@ def test_a_plan_keeps_to_what_the_kernels_can(device):
 def test_points_that_lie_across_or_begin_anywhere_are_not_copied_for_a_product(device):
     """What a copy costs is a part of what the other ways cost."""
     for n, d, k in ((600_000, 384, 9), (30_000, 1107, 14)):
-        ways = [module.kmeans_plan(n, d, k, torch.float32, 8, (9, 0), dense).how for dense in (True, False)]
+        ways = [module.kmeans_config(n, d, k, torch.float32, 8, (9, 0), dense).how for dense in (True, False)]
         assert ways[1] == "product", ways
 
 
-def test_a_plan_is_the_cheapest_and_costs_grow_with_points_coordinates_and_centres():
-    for how, sizes in {
-        "few": (10**6, 8, 100), "each": (10**6, 64, 8), "screen": (10**5, 64, 1000), "product": (10**5, 300, 100),
-    }.items():  # fmt: skip
-        for axis in range(3):
-            larger = [8 * size if i == axis else size for i, size in enumerate(sizes)]
-            if how != "few" or axis != 1:  # of at most 8 coordinates
-                assert plans._microseconds(how, *larger, 4) > plans._microseconds(how, *sizes, 4), (how, axis)
-
+def test_a_config_suits_its_sizes():
     def how(n, d, k, capability=(9, 0), dtype=torch.float32):
-        return module.kmeans_plan(n, d, k, dtype, 8, capability)
+        return module.kmeans_config(n, d, k, dtype, 8, capability)
 
     assert how(3, 1319, 1231).block < how(100, 512, 1000).block  # a program has more points where there are more
     assert how(3, 1319, 1231).how == "some" and how(100_000, 500, 64).how == "product"
     # Of few coordinates: tiles of pairs where a thread a point would be few threads, or where points had to be copied.
     assert [how(n, 3, 785).how for n in (80, 3580, 5_000_000)] == ["pairs", "pairs", "few"]
-    assert module.kmeans_plan(130_093, 7, 3, torch.float16, 1, (9, 0), False).how == "pairs"
+    assert module.kmeans_config(130_093, 7, 3, torch.float16, 1, (9, 0), False).how == "pairs"
     # Few coordinates are no product: a thread a point, and tiles of pairs where those were few.
     assert [how(*size).how for size in ((4_000_000, 5, 900), (60_000, 3, 1200), (9000, 1, 1600))] == [
         "few", "pairs", "pairs"
@@ -655,7 +643,7 @@ def test_a_plan_is_the_cheapest_and_costs_grow_with_points_coordinates_and_centr
     # Odd rows are copied where the product takes long enough: that of many centres, and of many points.
     assert [how(n, d, k).pad for n, d, k in ((19_553, 403, 2431), (19_553, 404, 2431), (19_553, 403, 64))] == [16, 1, 1]
     # A copy is a launch of its own: few points are compared where they lie.
-    ways = [module.kmeans_plan(9, 4, 3, torch.float64, 4, (9, 0), dense).how for dense in (True, False)]
+    ways = [module.kmeans_config(9, 4, 3, torch.float64, 4, (9, 0), dense).how for dense in (True, False)]
     assert ways == ["few", "pairs"]
     # Only some GPUs multiply float64 fast.
     for capability in ((7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (12, 0)):
@@ -665,8 +653,8 @@ def test_a_plan_is_the_cheapest_and_costs_grow_with_points_coordinates_and_centr
 
 def test_deterministic_a_label_does_not_depend_on_how_many_points_there_are(device, monkeypatch):
     points, centres = drawn("near", device)
-    asked, plan = [], module._plan
-    monkeypatch.setattr(module, "_plan", lambda n, *rest: asked.append(n) or plan(n, *rest))
+    asked, plan = [], module._config
+    monkeypatch.setattr(module, "_config", lambda n, *rest: asked.append(n) or plan(n, *rest))
     before = torch.are_deterministic_algorithms_enabled()
     try:
         for deterministic in (True, False):
@@ -680,15 +668,15 @@ def test_deterministic_a_label_does_not_depend_on_how_many_points_there_are(devi
 
 # Plans that a test of small sizes would not meet by itself: one tile of centres and several, one part and several.
 OTHERS = [
-    Plan("some", 4, 8, 16, steps=2),
-    Plan("some", 1, 16, 64, steps=9),
-    Plan("pairs", 4, 8, steps=2),
-    Plan("pairs", 2, 16, steps=9),
-    Plan("product", 16, 16, 16, steps=9, precision="ieee"),
-    Plan("product", 16, 16, 16, steps=2, precision="ieee"),
-    Plan("product", 16, 16, 32, steps=1, precision="tf32x3"),
-    Plan("product", 16, 16, 16, steps=2, precision="ieee", pad=16),
-    Plan("screen", 16, 16, 64),
+    Config("some", 4, 8, 16, steps=2),
+    Config("some", 1, 16, 64, steps=9),
+    Config("pairs", 4, 8, steps=2),
+    Config("pairs", 2, 16, steps=9),
+    Config("product", 16, 16, 16, steps=9, precision="ieee"),
+    Config("product", 16, 16, 16, steps=2, precision="ieee"),
+    Config("product", 16, 16, 32, steps=1, precision="tf32x3"),
+    Config("product", 16, 16, 16, steps=2, precision="ieee", pad=16),
+    Config("screen", 16, 16, 64),
 ]
 
 
@@ -704,7 +692,7 @@ def by(plan, points, centres):
 
 #: Every law in one dtype, and every dtype.
 LAWS = [(law, torch.float32) for law in ("near", "far", "rough", "blobs")]
-LAWS += [("rough", dtype) for dtype in _points.DTYPES if dtype != torch.float32]
+LAWS += [("rough", dtype) for dtype in module.DTYPES if dtype != torch.float32]
 
 
 @pytest.mark.parametrize(("law", "dtype"), LAWS)
@@ -736,7 +724,7 @@ def test_of_centres_equally_near_but_for_rounding_the_lowest_wins(device):
     beside = torch.stack([points + way, points - way], 1).flatten(0, 1)
     apart = torch.cat([points + way, points - way])  # in other tiles, and in other parts
     for steps in (1, 9):
-        plan = Plan("product", 16, 16, 16, steps=steps, precision="ieee")
+        plan = Config("product", 16, 16, 16, steps=steps, precision="ieee")
         assert by(plan, points, beside).tolist() == [*range(0, 60, 2)]
         assert by(plan, points, apart).tolist() == [*range(30)]
 
@@ -746,14 +734,14 @@ import re
 import torch, triton
 import fusebook
 from fusebook.kernels import kmeans
-from fusebook.kernels._points import Plan
+from fusebook.kernels.kmeans import Config
 from fusebook.compiled import AbsentGPU
 
 triton.runtime.driver.set_active(AbsentGPU((9, 0)))
 made, launch = [], kmeans.launch
 kmeans.launch = lambda *args, **options: made.append(launch(*args, **options))
 labels, points, centres = torch.empty(9, dtype=torch.int64), torch.empty(9, 4), torch.empty(20, 4)
-kmeans._launched(labels, points, centres, Plan("some", 4, 32, 4))
+kmeans._launched(labels, points, centres, Config("some", 4, 32, 4))
 lanes, fused = set(), 0
 for line in made[0].asm["ptx"].splitlines():
     to, *of = re.findall(r"%\\w+", line) or [""]

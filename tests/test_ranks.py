@@ -20,9 +20,14 @@ import fusebook
 import warm
 from fusebook.inputs import generator
 from fusebook.kernels._call import OPERATORS
-from fusebook.kernels._peers import reachable
-from fusebook.kernels.allreduce_norm import WAYS, _allreduce_norm, plan
-from fusebook.kernels.kmeans_shared import _kmeans_shared_means, _shared_plan
+from fusebook.kernels.distributed import (
+    WAYS,
+    _allreduce_norm,
+    _kmeans_shared_means,
+    _shared_config,
+    allreduce_config,
+    reachable,
+)
 from fusebook.page.ranks import enough, join, ranks, timed
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -87,7 +92,7 @@ def test_every_gpu_makes_the_same_centres_of_what_all_have_sent(k, d, parts, wor
         words = [torch.zeros(world, 2, k, d + 1, 2, dtype=torch.int64) for _ in range(world)]
         for r in set(range(world)) - {me}:
             words[me][r, :] = sent(sums[r].sum(0), number)  # in both places: who looks at the wrong one is not to wait
-        block, block_k, block_d, warps = _shared_plan(parts, k, d)
+        block, block_k, block_d, warps = _shared_config(parts, k, d)
         turns = torch.full((-(-k // block_k),), number - 1, dtype=torch.int32)
         made.append(torch.full_like(old, torch.nan))
         _kmeans_shared_means[(len(turns),)](
@@ -132,19 +137,17 @@ def test_every_gpu_adds_and_normalises_the_parts_of_all(rows, columns, programs)
 
 def test_the_plan_depends_on_numbers_that_all_gpus_share():
     for rows, columns, world in itertools.product((1, 64, 4096), (4096, 8192), (2, 4, 8)):
-        made = plan(rows, columns, world, 132)
+        made = allreduce_config(rows, columns, world, 132)
         assert made.way in WAYS and 1 <= made.programs <= min(rows, 132)
-    assert plan(4096, 8192, 2, 132).way == "fused" != plan(4096, 8192, 8, 132).way
-    assert plan(1, 4096, 2, 132, "group").way == "group"
+    assert allreduce_config(4096, 8192, 2, 132).way == "fused" != allreduce_config(4096, 8192, 8, 132).way
+    assert allreduce_config(1, 4096, 2, 132, "group").way == "group"
 
 
 #: Compiles what is launched, for a GPU that is not there; the sizes are those at which a kernel is cut differently.
 COMPILED = """
 import re, torch, triton
 import fusebook
-from fusebook.kernels._peers import _barrier
-from fusebook.kernels.allreduce_norm import _allreduce_norm
-from fusebook.kernels.kmeans_shared import _kmeans_shared_means, _shared_plan
+from fusebook.kernels.distributed import _allreduce_norm, _barrier, _kmeans_shared_means, _shared_config
 from fusebook.compiled import AbsentGPU
 names = []
 gpu = AbsentGPU((9, 0), shared=96 * 1024, launched=lambda found: names.append(found.name))
@@ -159,7 +162,7 @@ def counts_behind_a_barrier(kernel):
 
 for k, d, parts in ((2, 2, 64), (16, 9, 8), (256, 64, 32)):
     words, sums = (torch.zeros(2, 2, k, d + 1, 2, dtype=torch.int64),) * 2, torch.zeros(parts, k, d + 1).double()
-    block, block_k, block_d, warps = _shared_plan(parts, k, d)
+    block, block_k, block_d, warps = _shared_config(parts, k, d)
     found = _kmeans_shared_means[(1,)](sums, words, sums, sums, turns, parts, k, d,
                                        ME=1, BLOCK=block, BLOCK_K=block_k, BLOCK_D=block_d, num_warps=warps)
     if warps > 1:
@@ -184,7 +187,7 @@ def test_kernels_compile_for_a_gpu_that_is_not_there(path):
 
 def test_no_two_warps_wait_for_copies_of_one_sum():
     for parts, k, d in itertools.product((1, 64, 5000), (1, 2, 16, 256, 3000), (1, 2, 7, 8, 15, 16, 31, 64, 300)):
-        _, centres, wide, warps = _shared_plan(parts, k, d)
+        _, centres, wide, warps = _shared_config(parts, k, d)
         assert warps in (1, 2, 4) and (warps == 1 or 32 * warps <= centres * wide)
 
 
@@ -347,7 +350,7 @@ def test_centres_in_any_layout_are_moved_where_gpus_write_to_each_other(alone, m
     """A group of one that sends its sums as several do: centres stored by columns stay in their places."""
     points, centres = torch.randn(50, 3, generator=generator(3)), torch.randn(4, 3, generator=generator(4))
     step = fusebook.SharedKMeans(4, 3)
-    slots = -(-4 // _shared_plan(1, 4, 3)[1])
+    slots = -(-4 // _shared_config(1, 4, 3)[1])
     step.peers = SimpleNamespace(rank=0, slots=slots, turns=torch.zeros(slots, dtype=torch.int32))
     step.words, step.alone = (torch.zeros(1, 2, 4, 4, 2, dtype=torch.int64),), False
     want = OPERATORS["kmeans_step"](points, centres, torch.int64)

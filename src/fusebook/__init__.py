@@ -21,9 +21,9 @@ if "TRITON_INTERPRET" not in os.environ and importlib.util.find_spec("torch"):
             os.environ["TRITON_INTERPRET"] = "1"
 
 from fusebook.kernels.adamw import adamw_step, adamw_step_eager
-from fusebook.kernels.allreduce_norm import AllReduceNorm
 from fusebook.kernels.concat_gemm import concat_gemm, concat_gemm_eager
 from fusebook.kernels.cross_entropy import cross_entropy, cross_entropy_eager, cross_entropy_with_gradient
+from fusebook.kernels.distributed import AllReduceNorm, SharedKMeans, kmeans_share
 from fusebook.kernels.elementwise import (
     add_add_multiply,
     add_add_multiply_eager,
@@ -39,15 +39,19 @@ from fusebook.kernels.elementwise import (
 from fusebook.kernels.elementwise import double as double
 from fusebook.kernels.elementwise import exp as exp
 from fusebook.kernels.elementwise import multiply as multiply
-from fusebook.kernels.kmeans import kmeans_assign, kmeans_assign_eager
-from fusebook.kernels.kmeans_shared import SharedKMeans, kmeans_share
-from fusebook.kernels.kmeans_update import kmeans_update, kmeans_update_eager
+from fusebook.kernels.kmeans import (
+    KMeans,
+    kmeans,
+    kmeans_assign,
+    kmeans_assign_eager,
+    kmeans_update,
+    kmeans_update_eager,
+)
 from fusebook.kernels.linear_cross_entropy import (
     linear_cross_entropy,
     linear_cross_entropy_eager,
     linear_cross_entropy_with_gradients,
 )
-from fusebook.kernels.lloyd import KMeans, kmeans
 from fusebook.kernels.logistic_step import logistic_fit, logistic_step, logistic_step_eager
 from fusebook.kernels.norms import add_layer_norm, add_rms_norm, layer_norm, layer_norm_eager, rms_norm, rms_norm_eager
 from fusebook.kernels.norms_backward import layer_norm_backward, rms_norm_backward

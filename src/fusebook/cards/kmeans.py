@@ -13,9 +13,14 @@ from fusebook.cards import _draws
 from fusebook.cards._peers import compiled
 from fusebook.inputs import rough
 from fusebook.kernels._call import OPERATORS
-from fusebook.kernels._points import DTYPES, LABELS
-from fusebook.kernels.kmeans import kmeans_assign, kmeans_assign_eager
-from fusebook.kernels.kmeans_update import kmeans_update, kmeans_update_eager
+from fusebook.kernels.kmeans import (
+    DTYPES,
+    LABELS,
+    kmeans_assign,
+    kmeans_assign_eager,
+    kmeans_update,
+    kmeans_update_eager,
+)
 from fusebook.op import Cost, Dims, Op, Variant
 
 __all__ = ["KMEANS_ASSIGN", "KMEANS_STEP", "KMEANS_UPDATE", "PAGE"]
