@@ -51,7 +51,7 @@ from functools import partial
 
 import fusebook  # before triton: it decides whether kernels are interpreted
 from fusebook import bench, plots, tables, timing
-from fusebook.cards.scatter_nd import (
+from fusebook.cards.scatter import (
     EMBEDDING_BACKWARD,
     MASKED_SCATTER_ND,
     SCATTER_ND_OF_SHAPE,

@@ -14,7 +14,7 @@ pytest.importorskip("onnxruntime")
 
 import onnx.helper as oh  # noqa: E402
 
-from fusebook.cards.scatter_nd import _onnx_model  # noqa: E402
+from fusebook.cards.scatter import _onnx_model  # noqa: E402
 from fusebook.ort import Graph  # noqa: E402
 from fusebook.ort import graph as graphs_of_torch  # noqa: E402
 from graphs import KINDS, model, one_node  # noqa: E402

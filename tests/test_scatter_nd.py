@@ -6,7 +6,7 @@ import torch
 
 import fusebook
 from fusebook import bench, check
-from fusebook.cards.scatter_nd import EMBEDDING_BACKWARD, MASKED_SCATTER_ND
+from fusebook.cards.scatter import EMBEDDING_BACKWARD, MASKED_SCATTER_ND
 from fusebook.inputs import generator, poison, rough
 from fusebook.kernels import scatter
 from fusebook.kernels.scatter import STRATEGIES, scatter_config

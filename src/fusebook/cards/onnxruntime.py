@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusebook.cards.scatter_nd import MASKED_SCATTER_ND
+from fusebook.cards.scatter import MASKED_SCATTER_ND
 from fusebook.kernels.scatter import masked_scatter_nd_of_shape
 from fusebook.op import Cost, Op, Variant
 from fusebook.ort import Bound, Graph
