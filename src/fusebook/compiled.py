@@ -60,6 +60,7 @@ class AbsentGPU(DriverBase):
     get_current_device = get_current_stream = staticmethod(lambda *device: 0)
 
     def _unasked(self, *given: Any) -> Any:
+        """Refuse what Triton asks a driver for only before a launch."""
         raise NotImplementedError("nothing is launched, so there is no launcher to generate and nothing to time")
 
     map_python_to_cpp_type = get_benchmarker = _unasked
