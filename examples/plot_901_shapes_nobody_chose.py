@@ -503,9 +503,9 @@ ten("rms_norm", "add_rms_norm", "layer_norm", "cross_entropy")
 # *Mended.* Each program leaves a partial row of the weight's gradient. These
 # are added up 512 at a time, by a kernel that starts while they are made; of
 # few rows one program writes the sum itself. In half types a thread has 16
-# numbers of a row, since 32 did not fit into its registers. Wide rows of
-# RMSNorm are shared by a cluster. Transposed rows are read where they lie, by
-# tiles of some rows side by side: short ones once, wide ones twice.
+# numbers of a row, since 32 did not fit into its registers. Transposed rows
+# are read where they are, by tiles of a few neighbouring rows: short ones
+# once, wide ones twice.
 
 common("rms_norm_backward", "layer_norm_backward")
 

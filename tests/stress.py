@@ -45,18 +45,17 @@ CASES = [
     ("softmax", "fusebook", "float32", {"M": 32, "N": 100003}),
     ("softmax_backward", "fusebook", "bfloat16", {"M": 8, "N": 131072}),
     ("softmax_backward", "fusebook", "float32", {"M": 32, "N": 100003}),
+    ("softmax", "fusebook", "bfloat16", {"M": 64, "N": 50304}),
+    ("softmax_backward", "fusebook", "bfloat16", {"M": 64, "N": 50304}),
     ("cross_entropy", "fusebook", "bfloat16", {"M": 8, "N": 262144}),
     ("cross_entropy", "fusebook", "float32", {"M": 32, "N": 100003}),
     ("rms_norm", "fusebook", "bfloat16", {"M": 8, "N": 262144}),
     ("rms_norm", "fusebook", "float32", {"M": 64, "N": 65536}),
     ("layer_norm", "fusebook", "bfloat16", {"M": 64, "N": 65536}),
     ("layer_norm_backward", "fusebook", "bfloat16", {"M": 64, "N": 65536}),
+    ("rms_norm_backward", "fusebook", "bfloat16", {"M": 64, "N": 65536}),
     # Partial rows, which the next kernel waits for.
     ("rms_norm_backward", "fusebook", "bfloat16", {"M": 3000, "N": 260}),
-    # Rows that the programs of a cluster share, who wait for each other's words.
-    ("rms_norm_backward", "fusebook", "bfloat16", {"M": 64, "N": 65536}),
-    ("softmax", "fusebook", "bfloat16", {"M": 64, "N": 50304}),
-    ("softmax_backward", "fusebook", "bfloat16", {"M": 64, "N": 50304}),
     # Counters of pieces, of which the last adds the others up; kernels that start beside the one ahead.
     ("masked_scatter_nd_of_shape", "fusebook sorted", "float32", SKEWED | {"law": "zipf"}),
     ("masked_scatter_nd_of_shape", "fusebook sorted", "float16", SKEWED | {"law": "equal"}),

@@ -350,7 +350,6 @@ def test_partial_rows_of_all_groups_are_added_up(groups, monkeypatch):
     torch.testing.assert_close(db.double(), dy.double().sum(0), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.skipif(DEVICE != "cuda", reason="needs a CUDA device: clusters are not interpreted")
 @pytest.mark.parametrize(
     ("n", "dtype", "added", "weighted"),
     [
@@ -361,8 +360,8 @@ def test_partial_rows_of_all_groups_are_added_up(groups, monkeypatch):
     ],
     ids=str,
 )
-def test_gradients_by_clusters_are_those_of_the_norm_whatever_comes_with_a_row(n, dtype, added, weighted):
-    x, dy, residual = (made(77, n + 8, dtype=dtype, seed=seed)[:, :n] for seed in range(3))
+def test_gradients_of_wide_rows_are_those_of_the_norm_whatever_comes_with_a_row(n, dtype, added, weighted):
+    x, dy, residual = (made(19, n + 8, dtype=dtype, seed=seed)[:, :n] for seed in range(3))
     w = made(n, seed=3) if weighted else None  # of another dtype
     told = [x.double().requires_grad_(), *([w.double().requires_grad_()] if weighted else [])]
     right = torch.autograd.grad(plain(*told, centred=False), told, dy.double())
@@ -373,7 +372,7 @@ def test_gradients_by_clusters_are_those_of_the_norm_whatever_comes_with_a_row(n
         torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-3)
     again = fusebook.rms_norm_backward(*given, eps=1e-5)
     assert all(torch.equal(a, b) for a, b in zip(again, (dx, *dw), strict=True))
-    for rows in (slice(1), slice(40, 57)):
+    for rows in (slice(1), slice(5, 12)):
         few = (t if t is None or t.dim() < 2 else t[rows] for t in given)
         assert torch.equal(fusebook.rms_norm_backward(*few, eps=1e-5)[0], dx[rows])
 
@@ -536,10 +535,6 @@ def test_all_programs_of_a_wide_gradient_have_room_at_once(size, centred, added,
             shared = (plan.constants["STAGES"] - 1) * (2 + added) * plan.constants["BLOCK"] * size
             assert each * 32 * plan.warps * plan.registers <= 65536
             assert each * (shared + 2048) <= memory * 1024
-            if "CTAS" in plan.constants:  # a cluster lies in one group of multiprocessors, of which some have few
-                assert capability == (9, 0) and plan.constants["CTAS"] == plan.parts <= 8 and each == 1
-                assert plan.groups <= sum(near // plan.parts for near in (14, 14, 16, 16, 18, 18, 18, 18))
-                continue
             assert plan.constants["LANES"] >= 32 * plan.warps
             assert n * size > 2**20 or plan.constants["LANES"] <= 4 * 32 * plan.warps
 
@@ -625,7 +620,7 @@ def test_what_does_not_fit_is_refused_by_name(call, error, said):
 
 
 COMPILED = """
-import json, subprocess, tempfile
+import json
 import fusebook, torch, triton
 from fusebook import compiled
 
@@ -633,16 +628,7 @@ triton.runtime.driver.set_active(compiled.AbsentGPU())
 x, w = torch.empty(264, 65536, dtype=torch.bfloat16), torch.empty(65536, dtype=torch.bfloat16)
 with compiled.kernels() as found:
     fusebook.rms_norm_backward(x, x, w)
-    fusebook.rms_norm_backward(x, x, w, w)  # with a bias, no cluster
-told = {}
-for kernel in found:
-    with tempfile.NamedTemporaryFile() as cubin:
-        cubin.write(kernel.asm["cubin"])
-        cubin.flush()
-        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", cubin.name]
-        used = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    told[kernel.metadata.name] = kernel.asm["ttgir"], used
-print(json.dumps(told))
+print(json.dumps({kernel.metadata.name: kernel.asm["ttgir"] for kernel in found}))
 """
 
 
@@ -652,16 +638,10 @@ def test_programs_leave_their_words_before_they_wait_for_others(tmp_path):
     environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     end = warm.run("-c", COMPILED, env=environment)
     assert end.returncode == 0, end.stderr[-2000:]
-    found = json.loads(end.stdout.splitlines()[-1])
-    for kernel, told, waits in (
-        ("_norm_backward_shared", "tt.atomic_rmw exch", "isVolatile = true"),
-        ("_rms_norm_backward_cluster", "st.async", "mbarrier.try_wait"),
-    ):
-        source, used = found[kernel]
-        first, waiting = source.split("scf.for", 1)[1].split(waits, 1)
-        assert first.count(told) == 1
-        assert "ttg.async_copy_global_to_local" in waiting, "nothing is loaded ahead"
-        assert kernel == "_norm_backward_shared" or " STACK:0 " in used, "registers go through memory"
+    source = json.loads(end.stdout.splitlines()[-1])["_norm_backward_shared"]
+    first, waiting = source.split("scf.for", 1)[1].split("isVolatile = true", 1)
+    assert first.count("tt.atomic_rmw exch") == 1
+    assert "ttg.async_copy_global_to_local" in waiting, "nothing is loaded ahead"
 
 
 SUMMED = """

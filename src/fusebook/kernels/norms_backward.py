@@ -13,9 +13,8 @@ A program takes many rows and the same columns of each, and adds up its part of 
 there is one partial row for each group of programs, and a second kernel adds these up in a fixed order: the same bits
 each time, without atomics. Where one program takes all rows, its part is the whole, and there is no second kernel.
 
-A row of up to 16 KiB belongs to one program; a wider one is shared by several, which tell each other what they found:
-programs of one warp, and from 128 KiB on of four. On Hopper rows of RMSNorm of 64 and 128 KiB, and little less, belong
-to a cluster of programs.
+A row of up to 16 KiB belongs to one program. Several programs share a wider one and publish their sums to each other:
+programs of one warp up to 128 KiB, of four warps beyond.
 
 Limits: there is no gradient of the gradient.
 """
@@ -347,152 +346,6 @@ def _norm_backward_shared(
         tl.store(sums_ptr + inner, db, mask=own)
 
 
-# Or the programs are a cluster, which a GPU starts together. They go from row to row, and are told
-# by barriers in their own shared memory, which count the bytes that have come: at the barrier of a cluster a program
-# would wait for all that it has stored before. Words of four turns have places of their own, and nobody writes where
-# somebody still reads, for a program tells the words of the next turn, and then finds those of this one. Who tells of a
-# turn has found what all told two turns before; and for that the threads of each had met, which had read what was told
-# four turns before.
-
-
-@triton.jit
-def _places():
-    """Where a program of a cluster is told, four times 16 words and four barriers, as soon as all may tell."""
-    return tl.inline_asm_elementwise(
-        """{
-        .shared .align 8 .b8 places[544];
-        .reg .b32 thread, at, bytes;
-        .reg .b64 state;
-        .reg .pred one;
-        mov.u32 thread, %tid.x;
-        mov.u32 at, places;
-        setp.eq.u32 one, thread, 0;
-        mov.u32 bytes, %cluster_nctarank;
-        shl.b32 bytes, bytes, 3;
-        @one mbarrier.init.shared::cta.b64 [at + 512], 1;
-        @one mbarrier.init.shared::cta.b64 [at + 520], 1;
-        @one mbarrier.init.shared::cta.b64 [at + 528], 1;
-        @one mbarrier.init.shared::cta.b64 [at + 536], 1;
-        @one fence.mbarrier_init.release.cluster;
-        @one mbarrier.arrive.expect_tx.shared::cta.b64 state, [at + 512], bytes;
-        @one mbarrier.arrive.expect_tx.shared::cta.b64 state, [at + 520], bytes;
-        @one mbarrier.arrive.expect_tx.shared::cta.b64 state, [at + 528], bytes;
-        @one mbarrier.arrive.expect_tx.shared::cta.b64 state, [at + 536], bytes;
-        barrier.cluster.arrive.release.aligned;
-        barrier.cluster.wait.acquire.aligned;
-        mov.u32 $0, at;
-        }""",
-        "=r", [], dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@triton.jit
-def _tell(places, turn, a, b):
-    """Tell all programs of a cluster two numbers [CTAS] of this one."""
-    word = a.to(tl.uint32, bitcast=True).to(tl.int64) | (b.to(tl.uint32, bitcast=True).to(tl.int64) << 32)
-    tl.inline_asm_elementwise(
-        """{
-        .reg .b32 slot, theirs, barrier, rank, thread, programs;
-        .reg .pred one;
-        mov.u32 rank, %cluster_ctarank;
-        mov.u32 programs, %cluster_nctarank;
-        mov.u32 thread, %tid.x;
-        setp.lt.u32 one, thread, programs;
-        and.b32 slot, $2, 3;
-        mad.lo.u32 barrier, slot, 8, $1;
-        mad.lo.u32 theirs, slot, 128, $1;
-        mad.lo.u32 theirs, rank, 8, theirs;
-        @one mapa.shared::cluster.u32 theirs, theirs, thread;
-        @one mapa.shared::cluster.u32 barrier, barrier, thread;
-        @one st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b64 [theirs], $3, [barrier + 512];
-        mov.u32 $0, 0;
-        }""",
-        "=r,r,r,l", [places, turn, word], dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@triton.jit
-def _found(places, turn):
-    """Where the words of a turn stand, when all are there; their place is ready for the fourth turn from this one."""
-    return tl.inline_asm_elementwise(
-        """{
-        .reg .b32 slot, at, parity, thread, bytes;
-        .reg .b64 state;
-        .reg .pred done, one;
-        and.b32 slot, $2, 3;
-        mad.lo.u32 at, slot, 8, $1;
-        bfe.u32 parity, $2, 2, 1;
-        again:
-        mbarrier.try_wait.parity.shared::cta.b64 done, [at + 512], parity;
-        @!done bra again;
-        mov.u32 thread, %tid.x;
-        setp.eq.u32 one, thread, 0;
-        mov.u32 bytes, %cluster_nctarank;
-        shl.b32 bytes, bytes, 3;
-        @one mbarrier.arrive.expect_tx.shared::cta.b64 state, [at + 512], bytes;
-        mad.lo.u32 $0, slot, 128, $1;
-        }""",
-        "=&r,r,r", [places, turn], dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@triton.jit
-def _rms_norm_backward_cluster(
-    dx_ptr, sums_ptr, x_ptr, dy_ptr, dtotal_ptr, w_ptr, M, N, x_stride, dy_stride, dtotal_stride, GROUPS, SPAN,
-    ALIGN: tl.constexpr, EPS: tl.constexpr, DW: tl.constexpr, STAGES: tl.constexpr,
-    BLOCK: tl.constexpr, CTAS: tl.constexpr,
-):  # fmt: skip
-    """Parts of up to SPAN columns of one row after another, by the CTAS programs of a cluster; GROUPS clusters."""
-    TYPE: tl.constexpr = x_ptr.dtype.element_ty
-    N = N * ALIGN
-    group = tl.program_id(0)
-    begin = tl.arange(0, CTAS)[:, None] * SPAN  # [CTAS, 1]
-    columns = begin + tl.arange(0, BLOCK)[None, :]  # [CTAS, BLOCK], of which Triton gives a row to each program
-    limit = tl.minimum(begin + SPAN, N)
-    own = columns < limit
-    weight = loaded(w_ptr, columns, own, 1.0)
-    dw = tl.zeros([CTAS, BLOCK], tl.float32)
-    row = tl.zeros([], tl.int64) + group
-    x = loaded(x_ptr + row * (x_stride * ALIGN), columns, own & (row < M), 0.0)
-    dy = loaded(dy_ptr + row * (dy_stride * ALIGN), columns, own & (row < M), 0.0)
-    one, two, _, _ = _sums(x.to(tl.float32), dy.to(tl.float32) * weight.to(tl.float32), own, N, 1, False, True)
-    places = _places()
-    turn = tl.zeros([], tl.int32)
-    _tell(places, turn, one, two)
-    for start in tl.range(group, M, GROUPS, num_stages=STAGES):
-        row = tl.zeros([], tl.int64) + start
-        later = row + GROUPS
-        next_x = loaded(x_ptr + later * (x_stride * ALIGN), columns, own & (later < M), 0.0)  # read MN
-        next_dy = loaded(dy_ptr + later * (dy_stride * ALIGN), columns, own & (later < M), 0.0)  # read MN
-        w = weight.to(tl.float32)
-        one, two, _, _ = _sums(next_x.to(tl.float32), next_dy.to(tl.float32) * w, own, N, 1, False, True)
-        _tell(places, turn + 1, one, two)
-        told = _found(places, turn)
-        turn += 1
-        square = tl.zeros([], tl.float32)
-        product = tl.zeros([], tl.float32)
-        for k in tl.static_range(CTAS):
-            a, b = tl.inline_asm_elementwise(
-                "ld.shared.v2.f32 {$0, $1}, [$2];", "=f,=f,r", [told + 8 * k], dtype=(tl.float32, tl.float32),
-                is_pure=False, pack=1,
-            )  # fmt: skip
-            square += a
-            product += b
-        factor = 1 / tl.sqrt(square / N + EPS)
-        scaled = dy.to(tl.float32) * factor  # [CTAS, BLOCK]
-        if DW:
-            dw += scaled * x.to(tl.float32)
-        dx = scaled * w - x.to(tl.float32) * (product * factor / N * factor * factor)
-        if dtotal_ptr is not None:
-            dx += loaded(dtotal_ptr + row * (dtotal_stride * ALIGN), columns, own, 0.0).to(tl.float32)
-        tl.store(dx_ptr + row * N + columns, dx.to(TYPE), mask=own)  # write MN
-        x = next_x
-        dy = next_dy
-    _found(places, turn)  # nobody ends while others write to its memory
-    if DW:
-        tl.store(sums_ptr + group.to(tl.int64) * N + columns, dw, mask=own)
-
-
 @triton.jit
 def _column_sums(
     dw_ptr, db_ptr, sums_ptr, GROUPS, N, ROWS: tl.constexpr, BLOCK: tl.constexpr, LATE: tl.constexpr
@@ -533,18 +386,16 @@ class Plan(NamedTuple):
 
 def norm_backward_plan(
     rows: int, n: int, size: int, capability: tuple[int, int] | None, processors: int, centred: bool, added: bool,
-    apart: bool = False, biased: bool = False,
+    apart: bool = False,
 ) -> Plan:  # fmt: skip
     """Choose the constants, for `rows` rows of `n` numbers of `size` bytes; `added`: a gradient is added to dx.
 
-    `apart`: the numbers of a row lie apart, those of neighbouring rows side by side. `biased`: the gradient of a bias
-    is asked for.
+    `apart`: the numbers of a row lie apart, those of neighbouring rows side by side.
 
     The width decides how a row of dx is added up, the number of rows and of multiprocessors how dweight is. Where
     numbers of a row lie apart, the number of rows decides about both: bits of dx may differ with it.
     """
     hopper = capability is not None and capability >= (9, 0)
-    clusters = capability is not None and capability[0] == 9 and processors >= 64
     if n <= 16384 // size:
         # What the loop loads ahead shall fit into 96 KiB where there is no more.
         stages = (4 if hopper and centred else 3) - added
@@ -561,14 +412,6 @@ def norm_backward_plan(
             together = min(max(2, triton.next_power_of_2(rows) // 2), max(1, 2**15 // block))
         groups = max(1, min(triton.cdiv(rows, together), 16 // warps * processors))
         return Plan({"STAGES": stages, "ROWS": together, "BLOCK": block}, groups, 1, n, warps, 128)
-    # A program of a cluster has a multiprocessor to itself, and the others are its neighbours. These come in groups, of
-    # 14 to 18 on an H200, and each group leaves some over: more clusters than these have room for would take twice the
-    # time. Where programs were idle by a part, or only two shared a row and few rows came, a board took less time.
-    ctas = 4 if n <= 32768 else 8
-    if not (centred or biased) and size == 2 and n % 8 == 0 and 7680 * ctas <= n <= 8192 * ctas and clusters:
-        span = parts_of(n, size, triton.cdiv(n, ctas))[1]
-        constants = {"STAGES": 4, "BLOCK": 8192, "CTAS": ctas}
-        return Plan(constants, max(1, min(rows, (processors - 20) // ctas)), ctas, span, 8, 255)
     # All parts of a row run at once, or they would wait for those that have no place. A program is one warp, whose
     # threads need not meet; but each part reads a word of every other. Beyond 128 parts that is as much traffic as the
     # row, and more words than a warp has registers for: then four warps share a part of four times the width.
@@ -657,16 +500,11 @@ def _into(
     rows = dx.numel() // max(1, n)
     weight = None if weight is None else contiguous(weight)
     capability, processors = gpu(x.device)
-    plan = _plan(
-        rows, n, x.element_size(), capability, processors, centred, dtotal is not None, apart is not None,
-        db is not None,
-    )  # fmt: skip
+    plan = _plan(rows, n, x.element_size(), capability, processors, centred, dtotal is not None, apart is not None)
     alone = plan.groups == plan.parts == 1
     sums = empty((len(summed), plan.groups, n), kind, x.device) if summed and not alone else None
     strides = apart or (None, *(0 if t is None else t.stride(0) // align for t in (x, dy, dtotal)))
-    constants = {"ALIGN": align, "EPS": eps, "DW": dw is not None}
-    if "CTAS" not in plan.constants:
-        constants |= {"CENTRED": centred, "DB": db is not None}
+    constants = {"ALIGN": align, "EPS": eps, "CENTRED": centred, "DW": dw is not None, "DB": db is not None}
     options = {**plan.constants, "num_warps": plan.warps, "maxnreg": plan.registers}
     soon: dict[str, bool] = {}  # how the second kernel is launched
     if plan.parts == 1:
@@ -680,11 +518,6 @@ def _into(
             _norm_backward, (plan.groups,), dx, sums, *((dw, db) if alone else (None, None)), x, dy, dtotal, weight,
             rows, n // align, *strides, plan.groups, TOGETHER=capability is not None, APART=apart is not None,
             EARLY=bool(soon), **constants, **options,
-        )  # fmt: skip
-    elif "CTAS" in plan.constants:
-        launch(
-            _rms_norm_backward_cluster, (plan.groups,), dx, sums, x, dy, dtotal, weight, rows, n // align, *strides[1:],
-            plan.groups, plan.span, num_ctas=plan.parts, **constants, **options,
         )  # fmt: skip
     else:
         early = overlapping(x.device)
