@@ -377,6 +377,27 @@ def test_gradients_of_wide_rows_are_those_of_the_norm_whatever_comes_with_a_row(
         assert torch.equal(fusebook.rms_norm_backward(*few, eps=1e-5)[0], dx[rows])
 
 
+@centred
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rows_beyond_those_of_the_kernels_are_normalised_by_torch(centred, dtype):
+    n = 2**20 + 1
+    near, x = far_from_zero(3, n, dtype=dtype)
+    if not centred:
+        x = made(n, 3, dtype=dtype).T
+        near = x.double()
+    weight, bias, residual = made(n, seed=1), made(n, seed=2), made(3, n, dtype=dtype, seed=3)
+    want = plain(near, weight.double(), bias.double(), centred=centred)
+    y = OURS[centred](x, weight, bias, eps=1e-5)
+    assert_score(y, want)
+    quantised, scale = OURS[centred](x, weight, bias, eps=1e-5, dtype=torch.int8)
+    torch.testing.assert_close(scale.double(), want.abs().amax(-1, keepdim=True) / 127, rtol=1e-4, atol=0)
+    assert ((quantised.double() * scale - want).abs() <= 0.51 * scale).all()
+    x.requires_grad_()
+    for of in (SUMS[centred](x, residual), SUMS[centred](x, residual, dtype=torch.int8)):
+        assert torch.equal(of[-1], x + residual)
+    assert_score(SUMS[centred](x, residual)[0], OURS[centred](x + residual))
+
+
 @pytest.mark.skipif(DEVICE == "cuda", reason="on a GPU words come when they come")
 def test_a_part_is_there_when_both_of_its_words_are(monkeypatch):
     x, boards, real = made(1, 66000) + 3, [], _norms.board_of
@@ -546,7 +567,7 @@ def test_the_width_alone_decides_how_a_row_is_added_up(size, added, lined):
     for n in (1, 64, 75, 96, 131, 150, 274, 520, 781, 1602, 4096, 8191, 8192, 32768, 50257, 262144):
         vector = 8 if size == 2 and n % 2 and n > 256 else 1
         counts = (1, 7, 4096, 10**6)
-        plans = [norm_plan(rows, n, size, (9, 0), added, False, vector, lined=lined) for rows in counts]
+        plans = [norm_plan(rows, n, size, (9, 0), added, vector, lined=lined) for rows in counts]
         cuts = [{k: v for k, v in p.constants.items() if k not in ("ROWS", "AHEAD")} for p in plans]
         assert len({(p.kernel, str(cut), p.warps, p.span, p.parts) for p, cut in zip(plans, cuts, strict=True)}) == 1
         # Each thread has 16 bytes of a row at a time, or what rows of this width let it, however many rows there are.
@@ -564,7 +585,7 @@ def test_the_width_alone_decides_how_a_row_is_added_up(size, added, lined):
 def test_a_plan_holds_every_number_of_a_row_once_and_a_word_of_every_part(size):
     for n in (1, 130, 513, 1024, 4095, 4097, 8193, 16385, 30001, *range(32769, 2**18, 2111), 2**19 + 1, 2**20):
         for vector in (1, 16 // size) if n > 64 else (1,):
-            plan = norm_plan(8, n, size, (9, 0), False, False, vector)
+            plan = norm_plan(8, n, size, (9, 0), False, vector)
             constants, reach = plan.constants, n + plan.constants.get("VEC", 1) - 1
             if plan.kernel == "rows":
                 assert constants["BLOCK"] * constants["CHUNKS"] >= reach
@@ -590,7 +611,7 @@ def test_a_row_comes_to_the_same_bits_among_few_and_among_many(dtype, n, begin):
 def test_no_weights_are_held_for_which_a_thread_has_no_register():
     """They would go through memory."""
     ahead = {
-        (n, size, centred): norm_plan(8, n, size, (9, 0), False, False, centred=centred).constants["AHEAD"]
+        (n, size, centred): norm_plan(8, n, size, (9, 0), False, centred=centred).constants["AHEAD"]
         for n, size in ((4096, 4), (18432, 4), (28672, 4), (32768, 4), (8192, 8), (16384, 8), (28672, 2))
         for centred in (False, True)
     }

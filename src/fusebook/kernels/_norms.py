@@ -15,9 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._call import FLOATING, accumulated, contiguous, empty, gpu, launch, number, overlapping, shapes
+from ._call import FLOATING, accumulated, apply, contiguous, empty, gpu, launch, number, overlapping, shapes
 from ._layouts import Plan, layout_of, row_offset_of_axes, tile_of, to_word
-from ._rows import aligned, contiguous_rows, fill, first_missing, publish, store_row_part, wait_for
+from ._rows import WIDEST, aligned, contiguous_rows, fill, first_missing, publish, store_row_part, wait_for
 
 # Kernels -------------------------------------------------------------------------------------------------------------
 
@@ -362,65 +362,6 @@ def _norm_across(
             tl.store(y_ptr + at_y + columns + i * BLOCK, y.to(y_ptr.dtype.element_ty), mask=live & inside)  # write MN
 
 
-@triton.jit
-def _norm_looped(
-    y_ptr, sum_ptr, scale_ptr, x_ptr, r_ptr, w_ptr, b_ptr, M, N, x_stride, r_stride,
-    ALIGN: tl.constexpr, EPS: tl.constexpr, CENTRED: tl.constexpr, LIMIT: tl.constexpr,
-    INTERPRETED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """A row of any width, read as often as it is needed."""
-    FLOAT: tl.constexpr = tl.float64 if x_ptr.dtype.element_ty == tl.float64 else tl.float32
-    N = N.to(tl.int64) * ALIGN
-    row = tl.program_id(0).to(tl.int64)
-    x_ptr += row * (x_stride * ALIGN)
-    y_ptr += row * N
-    columns = tl.arange(0, BLOCK)  # [BLOCK]
-    if r_ptr is not None:
-        r_ptr += row * (r_stride * ALIGN)
-        sum_ptr += row * N
-    FAR: tl.constexpr = far(x_ptr.dtype.element_ty, CENTRED)
-    anchor = anchor_of(x_ptr, r_ptr, 0, 0, 1, 1, N, row >= 0, FAR, True)
-    count = tl.zeros([BLOCK], FLOAT)
-    means = tl.zeros([BLOCK], FLOAT)
-    totals = tl.zeros([BLOCK], FLOAT)
-    for start in range(0, N, BLOCK):
-        at = start + columns
-        x = _row(x_ptr, r_ptr, at, at, at < N)
-        if r_ptr is not None:
-            tl.store(sum_ptr + at, x, mask=at < N)
-        x = since(x, anchor, FLOAT, FAR)
-        if CENTRED:  # each lane's mean and sum of squares around it, one number after another
-            count += tl.where(at < N, 1.0, 0.0)
-            away = tl.where(at < N, x - means, 0.0)
-            means += away / tl.maximum(count, 1.0)
-            totals += away * (x - means)
-        else:
-            totals += x * x
-    mean = tl.zeros([1], FLOAT)
-    total = tl.sum(totals, 0)
-    if CENTRED:
-        mean += tl.sum(means * count, 0) / N
-        total += tl.sum(count * (means - mean) * (means - mean), 0)
-    factor = 1 / tl.sqrt(total / N + EPS)
-    scale = mean
-    if LIMIT > 0:
-        tops = tl.zeros([BLOCK], tl.int64 if FLOAT == tl.float64 else tl.int32)
-        for start in range(0, N, BLOCK):
-            at = start + columns
-            x = since(_row(x_ptr, r_ptr, at, at, at < N), anchor, FLOAT, FAR)
-            y = _result(x, mean, factor, w_ptr, b_ptr, at, at < N)
-            tops = tl.maximum(tops, tl.where(at < N, _magnitude(y), 0))
-        scale = _scale_of(tl.max(tops, 0), FLOAT, LIMIT)
-        tl.store(scale_ptr + row, scale)
-    for start in range(0, N, BLOCK):
-        at = start + columns
-        x = since(_row(x_ptr, r_ptr, at, at, at < N), anchor, FLOAT, FAR)
-        y = _result(x, mean, factor, w_ptr, b_ptr, at, at < N)
-        if LIMIT > 0:
-            y = _quantised(y, scale, y_ptr.dtype.element_ty, INTERPRETED)
-        tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=at < N)
-
-
 # Rows that no program can hold are shared by several, see `_rows`: each reads its part once, in tiles that it holds
 # until it knows what the others have found. Half types are held as pairs in 32-bit words, since a number that is held
 # takes a register of its own.
@@ -632,6 +573,9 @@ def _norm_shared(
 # Plans ---------------------------------------------------------------------------------------------------------------
 
 
+#: The widest row that one program holds, by the bytes of an element.
+_HELD = {2: 32768, 4: 32768, 8: 16384}
+
 #: Rows of half types that begin anywhere within 16 bytes: up to which width, then BLOCK, warps and ROWS.
 _WINDOWS = (
     (512, (128, 1, 4)),
@@ -652,7 +596,6 @@ def norm_plan(
     size: int,
     capability: tuple[int, int] | None,
     added: bool,
-    quantised: bool,
     vector: int = 1,
     pairs: bool = False,
     processors: int = 132,
@@ -668,7 +611,7 @@ def norm_plan(
     so its result is the same, bit for bit, however many rows there are.
     """
     reach = n + vector - 1
-    if n <= {2: 32768, 4: 32768, 8: 16384}[size]:
+    if n <= _HELD[size]:
         block, warps = tile_of(n, size, 1)
         whole = triton.next_power_of_2(n)
         together = max(1, (1024 if size == 2 else 512) // whole)
@@ -708,11 +651,9 @@ def norm_plan(
     if capability is None:
         block, most = 16384, 2
     parts, span = parts_of(reach, size, block * most)
-    if quantised or parts > 1024:
-        return Plan("looped", {"BLOCK": 32768 // size}, rows, 16)
     chunks = triton.cdiv(span, block)
     if vector > 1 and n - (parts - 1) * span <= (chunks - 2) * block:  # only the last two tiles may reach beyond a row
-        return norm_plan(rows, n, size, capability, added, quantised)
+        return norm_plan(rows, n, size, capability, added)
     # As many lanes as threads or more: so each word is loaded by one thread.
     lanes = max(128, triton.next_power_of_2(parts))
     constants = {"VEC": vector, "BLOCK": block, "CHUNKS": chunks, "LANES": lanes}
@@ -772,7 +713,7 @@ _AT_ONCE = 1024
 _ENOUGH = 2**24
 
 
-def _across(x: Tensor, residual: Tensor | None, quantised: bool) -> bool:
+def _across(x: Tensor, residual: Tensor | None) -> bool:
     """Whether rows whose numbers lie apart are read where they are, and not laid side by side first.
 
     Wide ones with a residual always are: that would be copied as well. Of others half types are moved number by number
@@ -783,7 +724,7 @@ def _across(x: Tensor, residual: Tensor | None, quantised: bool) -> bool:
         return False
     if n <= _AT_ONCE:
         return True
-    if quantised or n > 2**18:
+    if n > 2**18:
         return False
     return residual is not None or (size > 2 and n > 2048 and (x.numel() >= _ENOUGH or x.numel() <= 3 * n))
 
@@ -868,6 +809,41 @@ def _in_units(strides: tuple[tuple[int, ...], int, int], align: int) -> tuple[An
     return along if len(along) > 1 else along[0], strides[1], strides[2] // align
 
 
+def _quantise(y: Tensor, scale: Tensor, exact: Tensor) -> None:
+    """Round rows to eight bits by operations of torch."""
+    top = exact.abs().amax(-1, keepdim=True)
+    scale.copy_(torch.where(top == 0, 1.0, top / LIMITS[y.dtype]))
+    scaled = (exact / scale).float()
+    y.copy_(scaled.round() if y.dtype == torch.int8 else scaled)
+
+
+def _by_torch(
+    y: Tensor,
+    total: Tensor | None,
+    scale: Tensor | None,
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    centred: bool,
+    eps: float,
+) -> None:
+    """Normalise rows of any width by operations of torch."""
+    if residual is not None:
+        x = torch.add(x, residual, out=total)
+    exact = x.to(accumulated(x.dtype))
+    if centred:
+        exact = exact - exact.mean(-1, keepdim=True)
+        exact = exact - exact.mean(-1, keepdim=True)  # the first mean is rounded, which counts far from zero
+    exact = exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + eps)
+    exact = exact if weight is None else exact * weight.to(exact.dtype)
+    exact = exact if bias is None else exact + bias.to(exact.dtype)
+    if scale is None:
+        y.copy_(exact)
+    else:
+        _quantise(y, scale, exact)
+
+
 def norm_into(
     y: Tensor,
     total: Tensor | None,
@@ -886,19 +862,27 @@ def norm_into(
             "ask for torch.int8"
         )
     n = x.shape[-1]
+    if n > WIDEST:
+        apply(_by_torch, y, total, scale, x, residual, weight, bias, centred, eps)
+        return
+    if scale is not None and n > _HELD[x.element_size()]:
+        exact = empty(x.shape, accumulated(x.dtype), x.device)
+        norm_into(exact, total, None, x, residual, weight, bias, centred, eps)
+        apply(_quantise, y, scale, exact)
+        return
     weight = None if weight is None else contiguous(weight)
     bias = None if bias is None else contiguous(bias)
-    if _across(x, residual, scale is not None):
+    if _across(x, residual):
         _across_into(y, total, scale, x, residual, weight, bias, centred, eps)
         return
     x = contiguous_rows(x)
     residual = None if residual is None else contiguous_rows(residual)
-    added, quantised = residual is not None, scale is not None
     align = aligned(n, x, residual)
-    vector = 1 if quantised and n > 32768 else _window(n, align, x, residual)
+    vector = _window(n, align, x, residual)
     pairs = in_pairs(align, x, residual, weight)
     lined = align * x.element_size() % 16 == 0 and all(t is None or t.data_ptr() % 16 == 0 for t in (x, residual))
-    plan = _plan(len(x), n, x.element_size(), capability, added, quantised, vector, pairs, processors, centred, lined)
+    added = residual is not None
+    plan = _plan(len(x), n, x.element_size(), capability, added, vector, pairs, processors, centred, lined)
     sizes = (len(x), n // align, x.stride(0) // align, 0 if residual is None else residual.stride(0) // align)
     constants = {"ALIGN": align, "EPS": eps, "CENTRED": centred, **plan.constants, "num_warps": plan.warps}
     grid = (plan.programs,)
@@ -911,9 +895,8 @@ def norm_into(
             maxnreg=plan.registers, **constants, **early,
         )  # fmt: skip
     else:
-        kernel = _norm_rows if plan.kernel == "rows" else _norm_looped
         launch(
-            kernel, grid, y, total, scale, x, residual, weight, bias, *sizes,
+            _norm_rows, grid, y, total, scale, x, residual, weight, bias, *sizes,
             LIMIT=LIMITS.get(y.dtype, 0), INTERPRETED=capability is None, **constants,
         )  # fmt: skip
 

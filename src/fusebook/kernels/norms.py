@@ -12,10 +12,10 @@ the residual, which the next layer needs, is written too. The gradients are in `
 A row of up to 32768 numbers stays in the registers of one program between its load and its store. A wider one is
 shared by several programs, each of which holds a part of it, and tells the others what it found.
 
-Limits: a wide row whose result is quantised is read three times, by one program, and so is a row for which the GPU has
-no room. Rows whose numbers lie apart, as in a transposed matrix, are read where they are if they are short, and twice
-if they are wide and either come with a residual or are many; others are first laid side by side, as are rows at no
-equal distances.
+Limits: rows of more than 2**20 elements are computed by operations of torch, as is the rounding to eight bits of rows
+that one program cannot hold. Rows whose elements are apart in memory, as in a transposed matrix, are read where they
+are if they are short. Wide ones are read twice if they come with a residual or are many; others are copied first, as
+are rows at no equal distances.
 """
 
 from __future__ import annotations
@@ -221,8 +221,8 @@ def rms_norm(
 
     Notes
     -----
-    Differentiable once, but for results in eight bits; works under `torch.compile` and `torch.vmap`. Of a row its
-    result depends on nothing else, bit for bit, where its numbers lie side by side.
+    Differentiable once, but for results in eight bits; works under `torch.compile` and `torch.vmap`. The result of a
+    row depends on no other row, bit for bit, where its elements are adjacent and at most 2**20.
 
     Examples
     --------
