@@ -9,10 +9,12 @@
 Programming a GPU directly: element by element
 ==============================================
 
-The smallest kernels there are: a product, a double, a sum and a difference.
-They teach what every kernel has to say, which element is mine and where it
-lies, and why the gain of fusing is counted in passes over memory. They are not
-to be written in earnest: `torch.compile` fuses such chains as well as we do.
+The kernels of this page are no faster than what `torch.compile` makes of the
+same chains: do not write them in production. They are the smallest there are:
+a product, a double, a sum and a difference. They teach what every kernel has
+to say, which element is mine and where it is, and why the gain of fusing is
+counted in passes over memory.
+
 Four small exercises of an old manual, Theano's of 2012, stand at the end, and
 one in CUDA C, each with a check.
 
@@ -459,14 +461,13 @@ Folded("The library's kernels", Kernels(fusebook.add_sub))
 # adjacent elements need not be all inside or all outside. The last block takes
 # what is left, element by element.
 #
-# Where operands have strides of their own, a thread finds the place of its
-# group by one division for each axis, and goes on in the next row where a row
-# ends. Where one column stands for all columns, one element of it is loaded
-# for a group, or two where the group passes the end of a row. Before all that,
-# adjacent axes are merged where one stride serves for both, such as height and
-# width of a batch of images. An operand that is transposed, so that adjacent
-# elements of the result are in different rows of it, goes through :term:`tiles
-# <tile>`.
+# Where operands have different strides, a thread finds the place of its group
+# by one division for each axis. No group passes the end of a row. Groups are
+# therefore smaller where a row is not a whole number of them, down to single
+# elements. Before all that, adjacent axes are merged where one stride serves
+# for both, such as height and width of a batch of images. An operand that is
+# transposed, so that adjacent elements of the result are in different rows of
+# it, goes through :term:`tiles <tile>`.
 #
 # The exponential has a trap that no timing shows. The hardware has powers of
 # two, so :math:`e^x` is computed as :math:`2^{x \log_2 e}`. The product is

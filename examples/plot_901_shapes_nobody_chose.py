@@ -420,8 +420,8 @@ def ten(*names):
 # each group of adjacent elements finds its place by one division. A transposed
 # operand is read by tiles, which are long where it has few columns. The other
 # problems are small and take little longer than a launch: up to 65536 elements
-# are taken one by one, and so are rows of fewer than eight, since that needs
-# fewer instructions.
+# are taken one by one, since that needs fewer instructions, and so are rows of
+# an odd number of elements.
 #
 # *Tried.* For more elements, blocks of a quarter to twice the size: they are
 # within a few percent of each other.

@@ -127,10 +127,10 @@ def test_neighbours_of_an_operand_share_a_tile_along_whatever_axis_they_lie():
         assert C.out == 1 == C.ins[1] or (plan.tiled and R.ins[1] == 1), "neighbours lie in different programs"
 
 
-def test_a_column_is_loaded_once_for_a_group_and_asks_for_no_tiles():
-    for n in (4096, 4095):  # groups end with the row, or have elements of two
+def test_rows_are_whole_groups_and_a_column_asks_for_no_tiles():
+    for n, group in ((4096, 8), (4092, 4), (4095, 1)):
         plan = elementwise._elementwise_plan((128, n), (n, 1), ((n, 1), (1, 0)), 2, (9, 0))
-        assert not plan.tiled and plan.constants["REPEATED"] == 2 and plan.constants["GROUP"] == 8
+        assert not plan.tiled and plan.constants["GROUP"] == group
     turned = elementwise._elementwise_plan(
         (128, 64, 256), (2**14, 256, 1), ((2**14, 256, 1), (64, 1, 64 * 128)), 2, (9, 0)
     )
@@ -154,13 +154,14 @@ def test_few_elements_that_lie_across_have_tiles_for_all_multiprocessors_or_none
         assert plan.programs >= min(80, m * n // 1024)
 
 
-def test_few_elements_and_narrow_rows_are_taken_one_by_one():
+def test_few_elements_and_odd_rows_are_taken_one_by_one():
     plan = elementwise._elementwise_plan
     for given, single in (
         (((2, 326), (326, 1), ((326, 1),)), True),
         (((2000, 326), (326, 1), ((326, 1),)), False),
         (((652876, 5), (5, 1), ((69, 1),)), True),  # a view
-        (((130577, 11), (11, 1), ((75, 1),)), False),
+        (((130577, 11), (11, 1), ((75, 1),)), True),
+        (((130577, 10), (10, 1), ((75, 1),)), False),  # groups of two
         (((652876, 4), (4, 1), ((68, 1),)), False),  # a group a row
     ):
         found = plan(*given, 4, (9, 0))

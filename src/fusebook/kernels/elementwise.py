@@ -227,50 +227,29 @@ def _row_at(row, SIZES, strides):
 
 
 @triton.jit
-def _place(first, within, SIZES, strides, WRAPS: tl.constexpr, REPEATED: tl.constexpr):
+def _place(first, within, SIZES, strides):
     """Where an operand has elements ``first + within``, counted along axes of `SIZES` and a slowest one, fastest first.
 
-    One division for each axis serves a group `within`, which is no longer than the first of SIZES and so passes its end
-    at most once: where WRAPS, for otherwise groups end with it. REPEATED: one element stands for all of a group.
+    One division for each axis serves a group `within`: no group passes the end of a row.
     """
     if len(SIZES) == 0:
         return (first + within) * strides[0]
     else:
         row, at = first // SIZES[0], first % SIZES[0]
-        place = _row_at(row, SIZES, strides)
-        if REPEATED and not WRAPS:
-            return place
-        elif WRAPS:
-            at += within
-            beyond = _row_at(row + 1, SIZES, strides) - SIZES[0] * strides[0]
-            return tl.where(at < SIZES[0], place, beyond) + at * strides[0]
-        else:
-            at = at // within.shape[1] * within.shape[1] + within  # nothing new but to the compiler
-            return place + at * strides[0]
+        at = at // within.shape[1] * within.shape[1] + within  # nothing new but to the compiler
+        return _row_at(row, SIZES, strides) + at * strides[0]
 
 
 @triton.jit
 def _elements_at(
-    outs, ins, first, within, inside, ALIKE: tl.constexpr, WRAPS: tl.constexpr, REPEATED: tl.constexpr, SIZES,
-    in_strides, EXPRESSION: tl.constexpr,
+    outs, ins, first, within, inside, ALIKE: tl.constexpr, SIZES, in_strides, EXPRESSION: tl.constexpr
 ):  # fmt: skip
     """Load, compute and store elements that are neighbours in the results."""
     values = ()
     for i in tl.static_range(len(ins)):
-        if WRAPS and (REPEATED >> i & 1) and inside.shape[1] == 1:
-            # One element of each row that a whole group touches: two at most.
-            row, at = first // SIZES[0], first % SIZES[0]
-            own = _load(ins[i] + _row_at(row, SIZES, in_strides[i]), inside)
-            passes = inside & (at + within.shape[1] > SIZES[0])
-            beyond = _load(ins[i] + _row_at(row + 1, SIZES, in_strides[i]), passes)
-            values += (tl.where(at + within < SIZES[0], own, beyond),)
-        else:
-            if ALIKE >> i & 1:
-                place = first + within
-            else:
-                place = _place(first, within, SIZES, in_strides[i], WRAPS, REPEATED >> i & 1)
-            place, there = tl.broadcast(place, inside)
-            values += (_load(ins[i] + place, there),)
+        place = first + within if ALIKE >> i & 1 else _place(first, within, SIZES, in_strides[i])
+        place, there = tl.broadcast(place, inside)
+        values += (_load(ins[i] + place, there),)
     results = EXPRESSION(*values)
     for i in tl.static_range(len(outs)):
         tl.store(outs[i] + (first + within), results[i], mask=inside)  # write SIZE
@@ -279,24 +258,22 @@ def _elements_at(
 @triton.jit
 def _elementwise_flat(
     outs, ins, SIZE, EXPRESSION: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, WIDE: tl.constexpr,
-    ALIKE: tl.constexpr, WRAPS: tl.constexpr = False, REPEATED: tl.constexpr = 0, SIZES=None, in_strides=None,
+    ALIKE: tl.constexpr, SIZES=None, in_strides=None,
 ):  # fmt: skip
     """BLOCK neighbours of the results, in groups that a thread takes.
 
-    Operands lie as the results do where a bit of ALIKE says so; others have `in_strides`. A bit of REPEATED says that
-    an operand has one element for each group.
+    Operands have the strides of the results where a bit of ALIKE says so; others have `in_strides`. Rows of these are
+    whole groups.
     """
     # Half the work where no tensor reaches beyond 2**31 elements.
     start = tl.program_id(0).to(tl.int64 if WIDE else tl.int32) * BLOCK
     first = start + tl.arange(0, BLOCK // GROUP)[:, None] * GROUP  # [BLOCK / GROUP, 1]
     within = tl.arange(0, GROUP)[None, :]  # [1, GROUP]
     # Whole groups, moved by one instruction each; then what is left, element by element.
-    _elements_at(outs, ins, first, within, first <= SIZE - GROUP, ALIKE, WRAPS, REPEATED, SIZES, in_strides, EXPRESSION)
+    _elements_at(outs, ins, first, within, first <= SIZE - GROUP, ALIKE, SIZES, in_strides, EXPRESSION)
     if (start > SIZE - BLOCK) & (SIZE % GROUP > 0):
         rest = tl.zeros([1, 1], start.dtype) + SIZE // GROUP * GROUP
-        _elements_at(
-            outs, ins, rest, within, rest + within < SIZE, ALIKE, WRAPS, REPEATED, SIZES, in_strides, EXPRESSION
-        )
+        _elements_at(outs, ins, rest, within, rest + within < SIZE, ALIKE, SIZES, in_strides, EXPRESSION)
 
 
 @triton.jit
@@ -375,11 +352,7 @@ def _elementwise_plan(
     size = math.prod(shape)
     axes = _fold(shape, out, ins)
     interpreted = capability is None
-    group = 16 // itemsize
-    if axes:
-        group = min(group, 1 << axes[-1].size.bit_length() - 1)  # of no more than the elements of a row
-    wraps = len(axes) > 1 and axes[-1].size % group > 0
-    # An operand that is broadcast along the last axis lies nowhere: a group has one element of it, or two.
+    # An operand that is broadcast along the last axis is never across.
     lying = [i for i in range(len(ins)) if axes and axes[-1].ins[i]]
     # What is read across within a block comes from the cache; steps that lie further apart pay for a tile at six.
     across = [
@@ -408,16 +381,11 @@ def _elementwise_plan(
     block, warps = (2**16, 1) if interpreted else (most, 8 if itemsize >= 4 else 4)
     alike = [all(axis.ins[i] == axis.out for axis in axes) for i in range(len(ins))]
     constants = {"BLOCK": min(block, triton.next_power_of_2(size)), "ALIKE": sum(a << i for i, a in enumerate(alike))}
-    if all(alike):
-        group = 16 // itemsize
-    if not interpreted and (size <= 2**16 or (wraps and axes[-1].size < 8)):
-        # Few elements take fewer instructions one by one; in rows so narrow, neighbouring threads take neighbours.
-        group, wraps, warps, constants["BLOCK"] = 1, False, 8, 512
-    if not all(alike):
-        constants["WRAPS"] = wraps
-        repeated = sum(1 << i for i, step in enumerate(axes[-1].ins) if step == 0)
-        if len(axes) > 1 and (repeated or not wraps):
-            constants["REPEATED"] = repeated
+    group = 16 // itemsize
+    if len(axes) > 1:
+        group = math.gcd(group, axes[-1].size)  # a row is whole groups
+    if not interpreted and (size <= 2**16 or group == 1):  # few elements take fewer instructions one by one
+        group, warps, constants["BLOCK"] = 1, 8, 512
     reaches = (sum((axis.size - 1) * axis.ins[i] for axis in axes) for i in range(len(ins)))
     constants |= {"GROUP": min(group, constants["BLOCK"]), "WIDE": max(size, *reaches) >= 2**31, "num_warps": warps}
     return Plan(False, -(-size // constants["BLOCK"]), () if all(alike) else tuple(axes), constants)
