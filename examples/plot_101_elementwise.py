@@ -472,7 +472,7 @@ Folded("The library's kernels", Kernels(fusebook.add_sub))
 # The exponential has a trap that no timing shows. The hardware has powers of
 # two, so :math:`e^x` is computed as :math:`2^{x \log_2 e}`. The product is
 # rounded, and the error of the result grows with x. A few more operations
-# correct it. Half types round away what they would correct, and go without.
+# correct it.
 #
 # CUDA C from Python
 # ~~~~~~~~~~~~~~~~~~

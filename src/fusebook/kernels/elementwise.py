@@ -172,18 +172,8 @@ def _silu(x):
 
 
 @triton.jit
-def _silu_of_halves(x):
-    return (x / (1 + tl.exp2(x * -1.4426950408889634)),)
-
-
-@triton.jit
 def _silu_mul(x, y):
     return (x / (1 + _exp(-x)) * y,)
-
-
-@triton.jit
-def _silu_mul_of_halves(x, y):
-    return (x / (1 + tl.exp2(x * -1.4426950408889634)) * y,)
 
 
 @triton.jit
@@ -202,11 +192,6 @@ def _add_add_multiply(x, y, z, w):
 @triton.jit
 def _exponential(x):
     return (_exp(x),)
-
-
-@triton.jit
-def _exponential_of_halves(x):
-    return (tl.exp2(x * 1.4426950408889634),)
 
 
 @triton.jit
@@ -402,7 +387,6 @@ class Expression(NamedTuple):
     results: int
     gradients: Callable[..., tuple[Tensor, ...]]
     by_result: bool = False  # the gradient takes the one result, in place of the one operand
-    of_halves: Any = None  # less work, where the results are rounded to half types
 
 
 def _silu_gradient(x: Tensor, dy: Tensor) -> tuple[Tensor]:
@@ -430,15 +414,13 @@ _EXPRESSIONS = {
     "double": Expression(_double, "x", 1, lambda x, d: (d + d,)),
     "add_sub": Expression(_add_sub, "xy", 2, lambda x, y, d, e: (d + e, d - e)),
     "multiply_add": Expression(_multiply_add, "xyz", 1, lambda x, y, z, d: (d * y, d * x, d)),
-    "silu": Expression(_silu, "x", 1, _silu_gradient, of_halves=_silu_of_halves),
-    "silu_mul": Expression(_silu_mul, "xy", 1, _silu_mul_gradients, of_halves=_silu_mul_of_halves),
+    "silu": Expression(_silu, "x", 1, _silu_gradient),
+    "silu_mul": Expression(_silu_mul, "xy", 1, _silu_mul_gradients),
     "silu_mul_backward": Expression(_silu_mul_backward, "xyd", 2, _silu_mul_second),
     "add_add_multiply": Expression(
         _add_add_multiply, "xyzw", 1, lambda x, y, z, w, d: (d * w, d * w, d * w, d * (x + y + z))
     ),
-    "exp": Expression(
-        _exponential, "x", 1, lambda y, d: (d * y,), by_result=True, of_halves=_exponential_of_halves
-    ),
+    "exp": Expression(_exponential, "x", 1, lambda y, d: (d * y,), by_result=True),
 }  # fmt: skip
 _plan = functools.lru_cache(maxsize=4096)(_elementwise_plan)
 
@@ -463,11 +445,10 @@ def _outputs(results: int, *operands: Tensor) -> Tensor | tuple[Tensor, ...]:
 def _elementwise_into(expression: Expression, outs: Tensor | tuple[Tensor, ...], *operands: Tensor) -> None:
     outs = outs if isinstance(outs, tuple) else (outs,)
     out, shape = outs[0], outs[0].shape
-    kernel = expression.of_halves if expression.of_halves and out.element_size() == 2 else expression.kernel
     ins = tuple(t if t.shape == shape else t.expand(shape) for t in operands)
     itemsize = max(t.element_size() for t in (out, *ins))
     plan = _plan(shape, out.stride(), tuple(t.stride() for t in ins), itemsize, gpu(out.device)[0])
-    grid, constants = (plan.programs,), {"EXPRESSION": kernel, **plan.constants}
+    grid, constants = (plan.programs,), {"EXPRESSION": expression.kernel, **plan.constants}
     if plan.tiled:
         B, R, C = plan.axes
         strides = (B.out, R.out, C.out), tuple(zip(B.ins, R.ins, C.ins, strict=True))
