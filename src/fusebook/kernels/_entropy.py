@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: BSD-3-Clause
+# From Fusebook, src/fusebook/kernels/_entropy.py. It needs torch, Triton, NumPy, _call.py, _layouts.py and _rows.py.
 """What cross entropy of logits and of hidden states share: kernels that find a row's loss and its gradient at once.
 
 A row of N logits x with the class t has

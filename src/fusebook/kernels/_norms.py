@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: BSD-3-Clause
+# From Fusebook, src/fusebook/kernels/_norms.py. It needs torch, Triton, NumPy, _call.py, _layouts.py and _rows.py.
 """Norms of rows on the device: kernels, how they are planned and launched, and what their gradients share with them."""
 
 # Device code grows tuples of tiles; mypy sees a tuple of another length as another type.

@@ -1,3 +1,6 @@
+# SPDX-License-Identifier: BSD-3-Clause
+# From Fusebook, src/fusebook/kernels/_norms_across.py. It needs torch, Triton, NumPy, _call.py, _layouts.py and
+# _norms.py.
 """Gradients of norms whose rows lie across: the numbers of a row apart in memory, those of neighbouring rows together.
 
 A tile of neighbouring rows is read across them and written along them. Where rows are short, a program holds all of a

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: BSD-3-Clause
+# From Fusebook, src/fusebook/kernels/adamw.py. It needs torch, Triton, NumPy and _call.py.
 r"""AdamW for a list of tensors: one launch for all of them, however many there are and whatever their sizes.
 
 Of each parameter p with gradient g, averages m of g and v of its square, in step t::

@@ -1,3 +1,6 @@
+# SPDX-License-Identifier: BSD-3-Clause
+# From Fusebook, src/fusebook/kernels/cross_entropy.py. It needs torch, Triton, NumPy, _call.py, _entropy.py and
+# _rows.py.
 """Cross entropy of logits: loss and gradient in one read and one write.
 
 The formulas are in `_entropy`. Fused: the cap, the maximum, exponentials and their sum, the logarithm, the choice of

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: BSD-3-Clause
+# From Fusebook, src/fusebook/kernels/elementwise.py. It needs torch, Triton, NumPy and _call.py.
 """Expressions of neighbouring elements: every operand is read once, every result is written once.
 
 For operands that broadcast against each other, element by element,

@@ -1,3 +1,6 @@
+# SPDX-License-Identifier: BSD-3-Clause
+# From Fusebook, src/fusebook/kernels/linear_cross_entropy.py. It needs torch, Triton, NumPy, _call.py, _entropy.py,
+# _few.py and _rows.py.
 """Cross entropy of hidden states by the weight of a head, without the logits of all of them in memory at once.
 
 For M hidden states h of K numbers and N classes with the weight W [N, K]:

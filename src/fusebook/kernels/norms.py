@@ -1,3 +1,6 @@
+# SPDX-License-Identifier: BSD-3-Clause
+# From Fusebook, src/fusebook/kernels/norms.py. It needs torch, Triton, NumPy, _call.py, _norms.py, _rows.py and
+# norms_backward.py.
 """Norms of rows: RMSNorm and LayerNorm, with a residual added before and a quantised result, in one pass.
 
 For a row of N elements x (of which a residual may be a part: x = x + residual),

@@ -1,3 +1,6 @@
+# SPDX-License-Identifier: BSD-3-Clause
+# From Fusebook, src/fusebook/kernels/norms_backward.py. It needs torch, Triton, NumPy, _call.py, _layouts.py,
+# _norms.py, _norms_across.py and _rows.py.
 """Gradients of RMSNorm and LayerNorm: the input and the gradient are read once, the result is written once.
 
 For a row x of N elements, its normalised numbers n[i] = (x[i] - mean) * factor, and g[i] = dy[i] * weight[i],
