@@ -39,13 +39,9 @@ def _row(x_ptr, r_ptr, at_x, at_r, inside):
     return x
 
 
-@triton.jit
-def far(TYPE: tl.constexpr, CENTRED: tl.constexpr):
-    """Whether rows may lie so far from zero that sums of their numbers have no digits for their differences.
-
-    Half types have not: the steps between their numbers are larger than what sums in float32 lose.
-    """
-    return CENTRED and TYPE.primitive_bitwidth > 16
+# FAR: rows of float32 and float64 may be so far from zero that sums of their elements lose the differences. fp16 and
+# bf16 rows are not: the steps between their elements are larger than what sums in float32 lose. It is written out in
+# each kernel, because a device function returns a tensor in Triton 3.6.
 
 
 @triton.jit
@@ -179,7 +175,7 @@ def _norm_rows(
     first = tl.cdiv(head, VEC) * VEC  # from here on, and below `last`, vectors are the row's alone
     last = end // VEC * VEC
 
-    FAR: tl.constexpr = far(TYPE, CENTRED)
+    FAR: tl.constexpr = CENTRED and TYPE.primitive_bitwidth > 16
     anchor = anchor_of(x_ptr, r_ptr, at_x, at_r, 1, 1, N, live, FAR, BLOCK * CHUNKS > 4096)  # [ROWS, 1]
     chunks = ()
     vectors = ()
@@ -297,7 +293,7 @@ def _norm_across(
     at_y = row_offset_of_axes(outer, inner, OUTERS, y_strides)
     begin = part * (CHUNKS * BLOCK)
     columns = begin + tl.arange(0, BLOCK)[None, :]  # [1, BLOCK]
-    FAR: tl.constexpr = far(TYPE, CENTRED)
+    FAR: tl.constexpr = CENTRED and TYPE.primitive_bitwidth > 16
     step_x, step_r = tl.cast(x_strides[2], tl.int64) * ALIGN, tl.cast(r_strides[2], tl.int64) * ALIGN
     anchor = anchor_of(x_ptr, r_ptr, at_x, at_r, step_x, step_r, N, live, FAR, STEP > 0)  # [ROWS, 1]
     chunks = ()
@@ -451,7 +447,7 @@ def _found(
     PAIRS: tl.constexpr, VEC: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """Of a part that nobody holds, the squares around its mean and its sum, by the steps of who holds it."""
-    FAR: tl.constexpr = far(TYPE, CENTRED)
+    FAR: tl.constexpr = CENTRED and TYPE.primitive_bitwidth > 16
     whole = tl.cdiv(high, VEC) * VEC
     total = tl.zeros([], FLOAT)
     if CENTRED:
@@ -496,7 +492,7 @@ def _norm_shared(
     at_x = row * (x_stride * ALIGN) // VEC * VEC + begin
     at_r = row * (r_stride * ALIGN) // VEC * VEC + begin
     to = row * N // VEC * VEC + begin
-    FAR: tl.constexpr = far(TYPE, CENTRED)
+    FAR: tl.constexpr = CENTRED and TYPE.primitive_bitwidth > 16
     anchor = anchor_of(x_ptr, r_ptr, at_x - begin, at_r - begin, 1, 1, N, row >= 0, FAR, True)
     chunks = ()
     for i in tl.static_range(CHUNKS):  # all of them before the first is stored

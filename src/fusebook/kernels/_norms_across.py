@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ._call import accumulated, empty, gpu, launch
 from ._layouts import layout_of
-from ._norms import anchor_of, far, loaded, since, sum_both
+from ._norms import anchor_of, loaded, since, sum_both
 
 #: Up to this, the smallest normal number of float32, what is added to a row of zeros may be nothing, or less.
 LEAST_EPS = tl.constexpr(2.0**-126)
@@ -73,7 +73,7 @@ def _norm_backward_across(
     STEP 0: all of a row; 1: what a part of SPAN columns adds to its statistics; 2: the rest by these.
     """
     FLOAT: tl.constexpr = tl.float64 if x_ptr.dtype.element_ty == tl.float64 else tl.float32
-    FAR: tl.constexpr = far(x_ptr.dtype.element_ty, CENTRED)
+    FAR: tl.constexpr = CENTRED and x_ptr.dtype.element_ty.primitive_bitwidth > 16
     N = N * ALIGN
     INNER = INNER * SIDE
     tiles = tl.cdiv(INNER, ROWS)

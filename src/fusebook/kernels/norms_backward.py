@@ -35,7 +35,7 @@ from torch import Tensor
 
 from ._call import Operator, accumulated, contiguous, empty, gpu, launch, overlapping
 from ._layouts import layout_of, to_word
-from ._norms import add_both, anchor_of, board_of, check_norm, far, loaded, parts_of, sum_both
+from ._norms import add_both, anchor_of, board_of, check_norm, loaded, parts_of, sum_both
 from ._norms_across import LEAST_EPS, across_into, places_of, planned
 from ._rows import aligned, as_rows, contiguous_rows, publish
 
@@ -106,7 +106,7 @@ def _norm_backward(
     w = loaded(w_ptr, columns, mine, 1.0)  # [1, BLOCK]
     dw = tl.zeros([ROWS, BLOCK], FLOAT)
     db = tl.zeros([ROWS, BLOCK], FLOAT)
-    FAR: tl.constexpr = far(x_ptr.dtype.element_ty, CENTRED)
+    FAR: tl.constexpr = CENTRED and x_ptr.dtype.element_ty.primitive_bitwidth > 16
     lane = tl.arange(0, ROWS)[:, None]  # [ROWS, 1]
     for start in tl.range(group * ROWS, M, GROUPS * ROWS, num_stages=STAGES):
         row = tl.zeros([], tl.int64) + start
@@ -253,7 +253,7 @@ def _norm_backward_shared(
     rest = tl.where(row < M, count, 0)
     x = loaded(x_ptr + (row * (x_stride * ALIGN) + begin), inner, inner < rest, 0.0)
     dy = loaded(dy_ptr + (row * (dy_stride * ALIGN) + begin), inner, inner < rest, 0.0)
-    FAR: tl.constexpr = far(TYPE, CENTRED)
+    FAR: tl.constexpr = CENTRED and TYPE.primitive_bitwidth > 16
     anchor = _anchor_in(x_ptr, row, M, N, x_stride * ALIGN, FAR)
     if FAR:
         x = tl.where(own, x - anchor, 0.0)
