@@ -17,6 +17,7 @@ DTYPES = {"sm_90": ("bfloat16", "float32", "float64"), "sm_80": ("bfloat16",), "
 SPILLS = {
     "_softmax_shared": "with a limit of registers more programs run at once, faster than no limit and no spills",
     "_softmax_backward_shared": "the same",
+    "_entropy_parts": "a few bytes besides the logits of a wide row, which fill the registers",
     "_norm_shared": "a few bytes besides the part of a wide row, which fills the registers",
     "_norm_backward_shared": "parts of x and dy and the sums for the weights fill the registers",
     "_norm_backward": "a few bytes besides the sums for the weights",
