@@ -335,10 +335,10 @@ Folded("The library's kernels", Kernels(fusebook.concat_gemm))
 
 # %%
 # Weights may have any widths, up to four in a launch. Those that no descriptor
-# can describe take pointers, as in step one; where many rows need them, they
-# are copied first, side by side, to where they are aligned. In float32 this
-# copy also turns weights that lie in rows into columns, since tensor cores
-# take TF32 only where the numbers along K are adjacent.
+# can describe are copied first, side by side, to where they are aligned. With
+# few rows the copy does not pay, and PyTorch multiplies. In float32 this copy
+# also turns large weights stored by rows into columns, since tensor cores take
+# TF32 only where the numbers along K are adjacent.
 #
 # What does the order of tiles save? The counters of the GPU, as on
 # :doc:`plot_101_elementwise`, say what came from memory, here at n = 8192,
@@ -927,12 +927,13 @@ claims(
 )
 
 # %%
-# Three things are missing: nobody checks that a candidate is right, all is
-# forgotten when the process ends, and the first call of each shape waits for
-# the trials. ``python -m fusebook.tune concat_gemm`` is the same loop, run
-# when the library is written: it takes a shape from the middle of each class,
-# scores each candidate against float64, times those that are right cold and
-# warm, and writes the best into a table with a row for each class.
+# Three things are missing: no candidate is checked, the choice is lost when
+# the process ends, and the first call of each shape waits for the trials. The
+# library has a table of at most eight rows instead, and takes the first row
+# whose limits fit. ``python -m fusebook.tune concat_gemm`` is the same loop,
+# run when the table is written. For a problem of each row, it checks each
+# candidate against float64, times those within tolerance, and prints the
+# fastest.
 
 # %%
 # How far from the roof?

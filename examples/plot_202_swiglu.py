@@ -203,9 +203,10 @@ def step_one(x, gate, up, BM=64, BN=64, warps=4):
 # can always be seen as one: the distance between their addresses is the stride
 # of a third axis. A descriptor of three axes then fetches 2 x 128 columns at
 # once, from two places in memory, and they arrive as 256. Each thread then
-# holds the gate and the up value of the same column. Two of the constants
-# below are explained elsewhere: ``LATE`` is the :term:`programmatic dependent
-# launch` of :doc:`plot_201_gemm_concat`, and ``SWAP`` is for a few rows.
+# holds the gate and the up value of the same column. ``LATE`` is the
+# :term:`programmatic dependent launch` of :doc:`plot_201_gemm_concat`. Where
+# float32 has a few rows only, ``SPLIT`` programs share the sum over K of a
+# tile, and a second kernel adds their parts.
 
 Folded("The library's kernels", Kernels(fusebook.swiglu))
 
@@ -216,13 +217,11 @@ Folded("The library's kernels", Kernels(fusebook.swiglu))
 # A few rows
 # ~~~~~~~~~~
 #
-# A few rows are another problem. Hopper's tensor cores multiply 64 rows at
-# once, but as few as 8 columns. So with few tokens we compute the transpose:
-# the columns of the weights become the rows, and there are thousands of them.
-# That is ``SWAP`` in the kernel above. The time is then that of reading the
-# weights from memory, so every multiprocessor should read all the time. Tiles
-# are narrow there, and several programs share a multiprocessor: while one
-# waits for its last loads, others read.
+# A few rows are another problem. The time is that of reading the weights from
+# memory, so every multiprocessor should read all the time. Tiles have 16, 32
+# or 64 rows there and few columns, and long steps along K are in flight.
+# Several programs share a multiprocessor: while one waits for its last loads,
+# others read.
 #
 # What the hardware counts
 # ~~~~~~~~~~~~~~~~~~~~~~~~
@@ -556,11 +555,9 @@ table(tables.shares(pd.concat([layers, decode])), "Each way, cold")
 # ~~~~~~~~~~~~~~~~~~~
 #
 # The small layers in other dtypes. Tensor cores have no float32, so our kernel
-# adds three products in TF32, which they have. Where that does not pay, the
-# launcher takes PyTorch's two products, side by side in one buffer, and one
-# kernel for the rest, by what was measured when it was tuned: the column
-# *fusebook (chosen)*. *Fusebook* is always our kernel. Half types are always
-# fused, since PyTorch would round both products; float64 never is.
+# adds three products in TF32, which they have. The column *fusebook (chosen)*
+# is the default: for these weights, the fused kernel. Weights stored by rows,
+# and float64, take PyTorch's two matmuls and one kernel for the rest.
 
 others = asked.results(
     config="small",

@@ -140,7 +140,7 @@ RIGHT = {
     "cross_entropy": ([X, LABEL, W], LOSS),
     "linear_cross_entropy": ([X, drawn(4, 4), LABEL, W], LOSS | {"rows": 2, "bias": W}),
     "concat_gemm": ([X, [drawn(4, 2), drawn(4, 2)]], {"tf32": None, "strategy": None}),
-    "swiglu": ([X, drawn(4, 2), drawn(4, 2)], {"tf32": None, "strategy": None}),
+    "swiglu": ([X, drawn(4, 2), drawn(4, 2)], {"tf32": None, "strategy": None, "recompute": False}),
     "logistic_step": ([X, LABEL % 2.0, W, drawn(1), 0.1, 0.1], {}),
     "logistic_fit": ([X, LABEL % 2.0, W, drawn(1), 0.1, 0.1], {"steps": 1}),
     "kmeans_assign": ([X, drawn(2, 4)], {"label_dtype": torch.int64}),

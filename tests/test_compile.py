@@ -15,6 +15,8 @@ DTYPES = {"sm_90": ("bfloat16", "float32", "float64"), "sm_80": ("bfloat16",), "
 
 #: Kernels of default launch configs that spill registers on sm_90, and why.
 SPILLS = {
+    "_concat_gemm": "float32 of 17 to 32 rows, whose tiles of two warps were fastest all the same",
+    "_swiglu": "float32 of 17 to 32 rows, whose tiles of two warps were fastest all the same",
     "_softmax_shared": "with a limit of registers more programs run at once, faster than no limit and no spills",
     "_softmax_backward_shared": "the same",
     "_entropy_parts": "a few bytes besides the logits of a wide row, which fill the registers",

@@ -97,7 +97,7 @@ def test_the_kernels_can_be_copied_out(tmp_path):
         "if device == 'cpu':\n"
         "    os.environ['TRITON_INTERPRET'] = '1'\n"
         "sys.path.insert(0, sys.argv[1])\n"
-        "from fast.concat_gemm import concat_gemm\n"
+        "from fast.products import concat_gemm\n"
         "from fast.softmax import softmax\n"
         "x, w = torch.randn(5, 32, device=device), torch.randn(32, 16, device=device)\n"
         "torch.testing.assert_close(softmax(x), torch.softmax(x, -1))\n"
@@ -113,7 +113,6 @@ MISSING = [
     ("fusebook.tables", "pandas", "book"),
     ("fusebook.plots", "matplotlib", "book"),
     ("fusebook.record", "pandas", "book"),
-    ("fusebook.tune", "tqdm", "book"),
     ("fusebook.page", "pandas", "book"),
     ("plot_102_softmax.py", "pandas", "book"),
     ("plot_501_onnxruntime.py", "onnx", "ort"),

@@ -353,8 +353,8 @@ def library(tmp_path, monkeypatch):
     monkeypatch.setattr(fusebook_site, "families", lambda page, names: [tmp_path / "src/fusebook/cards/softmax.py"])
     monkeypatch.delenv(fusebook_site.NOTES, raising=False)
     names = (
-        *("bench.py", "kernels/_rows.py", "kernels/tuned/softmax.csv"),
-        *("cards/softmax.py", "cards/swiglu.py", "kernels/softmax.py", "kernels/swiglu.py"),
+        *("bench.py", "kernels/_rows.py"),
+        *("cards/softmax.py", "cards/swiglu.py", "kernels/softmax.py", "kernels/products.py"),
         *("records/gpu/machine.json", "records/gpu/softmax.csv", "records/gpu/swiglu.csv", "records/gpu/seconds.json"),
     )
     for name in names:
@@ -384,11 +384,10 @@ def _run(library, *noted, **around):
     [
         ("bench.py", True),
         ("kernels/_rows.py", True),
-        ("kernels/tuned/softmax.csv", True),
         ("cards/softmax.py", True),
         ("cards/swiglu.py", False),
         ("kernels/softmax.py", True),
-        ("kernels/swiglu.py", False),
+        ("kernels/products.py", False),
         ("records/gpu/machine.json", False),
         ("records/gpu/softmax.csv", True),
         ("records/gpu/swiglu.csv", False),
@@ -431,7 +430,7 @@ def test_a_page_is_made_from_the_families_that_its_variables_come_from():
         return {f"{path.parent.name}/{path.stem}" for path in fusebook_site.families(page, names)}
 
     assert found("", SOFTMAX=OPS["softmax"], x=1) == {"cards/softmax", "kernels/softmax"}
-    assert found("y = fusebook.swiglu(x)", fusebook=fusebook) == {"kernels/swiglu"}
+    assert found("y = fusebook.swiglu(x)", fusebook=fusebook) == {"kernels/products"}
     ways = {f"kernels/{name}" for name in ("kmeans",)}
     assert found("", cluster=fusebook.kmeans) == ways
     assert {"cards/softmax", "cards/swiglu", "kernels/kmeans"} <= found("", OPS=OPS)

@@ -139,13 +139,3 @@ def test_every_implementation_of_a_card_has_a_hash_of_its_own():
         found = {name: sources.of_variant(op, name) for name in op.variants}
         assert len({code for code, _ in found.values()}) == len(found), op.name
         assert all(host for name, (_, host) in found.items() if name == "fusebook"), op.name
-
-
-def test_a_tuned_table_counts_for_fusebook_alone(tmp_path, monkeypatch):
-    before = {name: sources.of_variant(OPS["swiglu"], name) for name in ("fusebook", "quack")}
-    monkeypatch.setattr(sources, "_TABLES", tmp_path)
-    (tmp_path / "swiglu.csv").write_text("another")
-    sources.of_functions.cache_clear()
-    after = {name: sources.of_variant(OPS["swiglu"], name) for name in ("fusebook", "quack")}
-    sources.of_functions.cache_clear()
-    assert after["quack"] == before["quack"] and after["fusebook"] != before["fusebook"]

@@ -11,7 +11,6 @@ from fusebook import bench, explore, record, tables
 from fusebook import machine as machines
 from fusebook.bench import Origin
 from fusebook.inputs import generator
-from fusebook.kernels import _products
 from fusebook.page import claims, downloads, provenance, say, table
 from toy import machine, toy
 
@@ -239,29 +238,6 @@ def test_nothing_in_a_record_is_run(witness, tmp_path):
     assert again["note"].tolist() == [text] * 2
     assert set(again["stale"]) == {"is not an implementation of its card any more"}
     table(again, text)._repr_html_()
-
-
-def test_nothing_in_a_tuned_table_is_run(witness, tmp_path):
-    text, _ = witness
-    head = "capability,math,layout,shape,torch," + ",".join(_products.Plan._fields)
-    for column in ("torch", "bm", "flat"):
-        cells = [text if c == column else "1" for c in head.split(",")]
-        (tmp_path / "t.csv").write_text(f"{head}\n{','.join(cells)}\n")
-        with pytest.raises(ValueError, match=r"t\.csv: not a table"):
-            _products.read(tmp_path / "t.csv")
-    head = "capability,math,fetch," + ",".join((*_products.Plan._fields, *_products.Cost._fields[1:]))
-    for column in ("bm", "swap", "start"):
-        (tmp_path / "t.csv").write_text(f"{head}\n{','.join(text if c == column else '1' for c in head.split(','))}\n")
-        with pytest.raises(ValueError, match=r"t\.csv: not a table"):
-            _products.read_costs(tmp_path / "t.csv")
-
-
-@pytest.mark.parametrize("data", [b"\xff\xfe\x00", b"capability,math\n90\n", b"capability\n\x00\n", None], ids=ascii)
-def test_a_damaged_tuned_table_is_named(data, tmp_path):
-    file = tmp_path / "t.csv"
-    file.write_bytes(data) if data else file.mkdir()
-    with pytest.raises(ValueError, match=r"t\.csv: not a table of `python -m fusebook\.tune`"):
-        _products.read(file)
 
 
 # ONNX models

@@ -62,10 +62,10 @@ NOTES = "_FUSEBOOK_DEPS"
 
 
 def common(root=ROOT):
-    """What every page is made from: all modules but those of families of kernels, and the tuned plans."""
+    """What every page is made from: all modules but those of families of kernels."""
     source = root / "src" / "fusebook"
     families = {p for name in ("cards", "kernels") for p in (source / name).glob("*.py") if p.stem[0] != "_"}
-    return sorted({*source.rglob("*.py"), *source.glob("kernels/tuned/*")} - families)
+    return sorted({*source.rglob("*.py")} - families)
 
 
 def families(page, names):

@@ -21,7 +21,6 @@ if "TRITON_INTERPRET" not in os.environ and importlib.util.find_spec("torch"):
             os.environ["TRITON_INTERPRET"] = "1"
 
 from fusebook.kernels.adamw import adamw_step, adamw_step_eager
-from fusebook.kernels.concat_gemm import concat_gemm, concat_gemm_eager
 from fusebook.kernels.cross_entropy import cross_entropy, cross_entropy_eager, cross_entropy_with_gradient
 from fusebook.kernels.distributed import AllReduceNorm, SharedKMeans, kmeans_share
 from fusebook.kernels.elementwise import (
@@ -55,6 +54,7 @@ from fusebook.kernels.linear_cross_entropy import (
 from fusebook.kernels.logistic_step import logistic_fit, logistic_step, logistic_step_eager
 from fusebook.kernels.norms import add_layer_norm, add_rms_norm, layer_norm, layer_norm_eager, rms_norm, rms_norm_eager
 from fusebook.kernels.norms_backward import layer_norm_backward, rms_norm_backward
+from fusebook.kernels.products import concat_gemm, concat_gemm_eager, swiglu, swiglu_eager
 from fusebook.kernels.scatter import (
     embedding_backward,
     masked_scatter_nd_eager,
@@ -62,7 +62,6 @@ from fusebook.kernels.scatter import (
     scatter_nd_of_shape,
 )
 from fusebook.kernels.softmax import softmax, softmax_backward, softmax_backward_eager, softmax_eager
-from fusebook.kernels.swiglu import swiglu, swiglu_eager
 
 __version__ = "0.1.0"
 

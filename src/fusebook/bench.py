@@ -563,7 +563,7 @@ def _blank(op: Op, head: dict[str, Any], name: str, variant: Variant, dims: Dims
     itemsize = DTYPES[head["dtype"]].itemsize
     least = op.cost(itemsize, **dims)
     own = least if variant.cost is None else variant.cost(itemsize, **dims)
-    code, host = sources.of_functions(op.name if name.startswith("fusebook") else "", variant.run, variant.prepare)
+    code, host = sources.of_functions(variant.run, variant.prepare)
     return {
         **head,
         **dict.fromkeys(COLUMNS, math.nan),

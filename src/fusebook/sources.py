@@ -29,7 +29,6 @@ CALL_PATH = ("fusebook.kernels._call",)
 
 # What else of the package is read. The rest measures, and `fusebook.timing.VERSION` says when that changes.
 _READ = ("fusebook.kernels", "fusebook.cards", "fusebook.ort")
-_TABLES = pathlib.Path(__file__).parent / "kernels" / "tuned"
 _PLAIN = (str, int, float, types.NoneType)
 _SILENT = ("ctx", "kind", "returns", "type_comment", "type_params")
 
@@ -43,15 +42,13 @@ class _Module(NamedTuple):
     functions: dict[int, list[Any]]
 
 
-def hashes(*functions: Any, tables: Iterable[pathlib.Path] = ()) -> tuple[str, str]:
+def hashes(*functions: Any) -> tuple[str, str]:
     """The two hashes of what functions do.
 
     Parameters
     ----------
     *functions : callable or None
         Where the walk starts.
-    tables : iterable of pathlib.Path
-        Files that decide what is launched; those that do not exist are left out.
 
     Returns
     -------
@@ -75,20 +72,19 @@ def hashes(*functions: Any, tables: Iterable[pathlib.Path] = ()) -> tuple[str, s
         elif id(thing) not in code:
             code[id(thing)], more = _start(thing)
             ahead += more
-    given = [table.read_text() for table in tables if table.exists()]
-    return _twelve([*sorted(code.values()), *given]), _twelve(sorted(host.values())) if host else ""
+    return _twelve(sorted(code.values())), _twelve(sorted(host.values())) if host else ""
 
 
 def of_variant(op: Op, name: str) -> tuple[str, str]:
-    """`hashes` of an implementation of a card; one of Fusebook's includes the operator's tuned tables."""
+    """`hashes` of an implementation of a card."""
     variant = op.variants[name]
-    return of_functions(op.name if name.startswith("fusebook") else "", variant.run, variant.prepare)
+    return of_functions(variant.run, variant.prepare)
 
 
 @functools.lru_cache(maxsize=None)
-def of_functions(table: str, *functions: Any) -> tuple[str, str]:
-    """`hashes` of functions and of the tuned tables of an operator, if one is named."""
-    return hashes(*functions, tables=[_TABLES / f"{table}{end}.csv" for end in ("", "_costs")])
+def of_functions(*functions: Any) -> tuple[str, str]:
+    """`hashes` of functions, made once."""
+    return hashes(*functions)
 
 
 def _twelve(texts: Iterable[str]) -> str:

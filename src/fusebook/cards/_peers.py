@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusebook.kernels._products import layout_of, torch_in_tf32
+from fusebook.kernels.products import layout_of, torch_in_tf32
 
 __all__ = [
     *("ORT", "compiled", "in_tf32", "liger_takes", "matrices", "needs_float32", "onnx_graph", "onnx_run", "pack"),

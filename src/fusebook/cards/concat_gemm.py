@@ -22,7 +22,7 @@ from fusebook.cards._peers import (
     weight,
 )
 from fusebook.inputs import rough
-from fusebook.kernels.concat_gemm import concat_gemm, concat_gemm_eager
+from fusebook.kernels.products import concat_gemm, concat_gemm_eager
 from fusebook.op import Cost, Dims, Op, Variant
 
 __all__ = ["CONCAT_GEMM", "PAGE"]
