@@ -736,7 +736,9 @@ class _Transformed(_Recorded):
 
         places = iter(in_dims[1:])
         axes = tuple(along(a) for a in what.template)
-        return what.op.batched(info, axes, *_refilled(what.template, iter(tensors)))
+        found, places = what.op.batched(info, axes, *_refilled(what.template, iter(tensors)))
+        # Of a list, torch.func would record no gradient.
+        return (tuple(found), tuple(places)) if what.op.listed else (found, places)
 
 
 def recorder(function: type[torch.autograd.Function]) -> Callable[..., Any]:
