@@ -299,8 +299,9 @@ def _at(value: Any, at: Sequence[int]) -> Any:
         strides = [
             s if type(s) is int else (_at(s[1], at) - _at(s[0], at)) // s[2] for s in value.strides
         ]  # fmt: skip
-        made = object.__new__(TensorDescriptor)
-        made.__dict__.update(value.fields, base=_Address(0, _at(value.base, at)), strides=strides)
+        made, base = object.__new__(TensorDescriptor), object.__new__(_Address)  # a call less than by `__init__`
+        base.bytes = _at(value.base, at)
+        made.__dict__.update(value.fields, base=base, strides=strides)
         return made
     return value
 
