@@ -65,14 +65,29 @@ def _exp(x):
 
 
 @triton.jit
+def _factor_of(top):
+    """log2(e), unless its product with a bfloat16 maximum overflows. Such elements are equal, or 2**119 apart."""
+    return tl.where(tl.abs(top) < 1e38, 1.4426950408889634, 0.5)
+
+
+@triton.jit
 def _exp_from(x, top, HALF: tl.constexpr):
-    """exp(x - top); of half types by one multiply-add, which is off by the rounding of a product with `top`."""
+    """exp(x - top). For fp16 and bf16 one multiply-add an element, which leaves `_rounding_of` for the row."""
     if HALF:
-        # The product with a bfloat16 near its limits would overflow. Such numbers are equal, or 2**119 apart.
-        factor = tl.where(tl.abs(top) < 1e38, 1.4426950408889634, 0.5)
-        return tl.exp2(x * factor - top * factor)
+        factor = _factor_of(top)
+        return tl.exp2(tl.fma(x, factor, -(top * factor)))
     else:
         return _exp(x - top)
+
+
+@triton.jit
+def _rounding_of(top, HALF: tl.constexpr):
+    """The factor that `_exp_from` lacks: 2 to the rounding error of the product with `top`, far from 1 at 65504."""
+    if HALF:
+        factor = _factor_of(top)
+        return tl.exp2(-tl.fma(top, factor, -(top * factor)))
+    else:
+        return top * 0 + 1
 
 
 @triton.jit
@@ -407,7 +422,7 @@ def _read(
         x = tl.reshape(x, [BLOCK // GROUP, GROUP])
         new = tl.maximum(tops, tl.max(x, 1))
         shift = _finite(new)
-        totals = totals * _exp(tops - shift) + tl.sum(_exp_from(x, shift[:, None], HALF), 1)
+        totals = totals * _exp(tops - shift) + tl.sum(_exp_from(x, shift[:, None], HALF), 1) * _rounding_of(shift, HALF)
         if SMOOTHING != 0.0:
             own = (start + inner >= low) & (start + inner < high)
             shares = tl.reshape(_shares(start + inner - low, own, share, weight_ptr), [BLOCK // GROUP, GROUP])
@@ -459,7 +474,8 @@ def _held(
             if weight_ptr is not None:
                 weights += shares
     shares = share * (high - tl.maximum(low, 0)) if weight_ptr is None else tl.sum(weights, 0)
-    return top, tl.sum(totals, 0), tl.sum(spreads, 0), shares
+    total = tl.sum(totals, 0) * _rounding_of(shift, HALF.primitive_bitwidth == 16)
+    return top, total, tl.sum(spreads, 0), shares
 
 
 @triton.jit
@@ -477,7 +493,7 @@ def _found(
     for i in range(CHUNKS):
         x = _anew(_kept(x_ptr, at, i * BLOCK, low, high, VEC, BLOCK, EVEN, True), top, N, HALF, CAP)
         totals += _exp_from(x, shift, HALF.primitive_bitwidth == 16)
-    return top, tl.sum(totals, 0)
+    return top, tl.sum(totals, 0) * _rounding_of(shift, HALF.primitive_bitwidth == 16)
 
 
 @triton.jit
@@ -563,8 +579,8 @@ def _entropy_parts(
         elif mine:
             tl.store(left_ptr + row, loss)
         if dx_ptr is not None:
-            of_p /= total
             HALVES: tl.constexpr = HALF.primitive_bitwidth == 16
+            of_p *= _rounding_of(top, HALVES) / total
             if CHUNKS > 0:
                 for i in tl.static_range(CHUNKS):
                     own = (i * BLOCK + inner >= low) & (i * BLOCK + inner < high)
