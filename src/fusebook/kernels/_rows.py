@@ -37,7 +37,7 @@ def accumulated(x):
 
 @triton.jit
 def fast_exp(x):
-    """exp by exp2, which the hardware has. Unlike tl.exp it may round results below 1e-38 to zero: half the work."""
+    """Compute exp by exp2, which the hardware has. Results below 1e-38 may become zero, unlike with tl.exp."""
     if x.dtype == tl.float64:  # no exp2 in hardware; the product would be fused with what follows, in some rows only
         return tl.exp(x)
     else:
