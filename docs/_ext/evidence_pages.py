@@ -250,10 +250,11 @@ def write(app):
 
     folder = Path(app.srcdir) / "evidence"
     folder.mkdir(exist_ok=True)
+    names = [name for name in evidence.lessons() if (folder.parents[1] / "examples" / f"{name}.py").exists()]
     for old in folder.glob("*.rst"):
-        if old.stem not in evidence.lessons():
+        if old.stem not in names:
             old.unlink()
-    for name in evidence.lessons():
+    for name in names:
         file, now = folder / f"{name}.rst", f".. {stamp(name)}\n\n"
         if file.exists() and file.read_text(encoding="utf-8").startswith(now):
             continue
