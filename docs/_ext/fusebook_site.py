@@ -333,7 +333,9 @@ def publish_source(file):
 
 
 def build_wheel(folder):
-    """Build the library's wheel, which notebooks install; None where hatchling is not installed."""
+    """Build the wheel that notebooks install; None without hatchling, or in a copy of some folders only."""
+    if not (ROOT / "pyproject.toml").exists():
+        return None
     if importlib.util.find_spec("hatchling") is None:
         logger.info("no wheel is built, and notebooks install nothing: hatchling is not installed")
         return None
