@@ -844,6 +844,7 @@ class Operator:
         for device in ("CUDA", "CPU"):
             LIBRARY.impl(name, self._launched, device)
         self.custom = getattr(getattr(torch.ops, NAMESPACE), name).default
+        self.custom.planned = self.custom  # called by code that torch.compile cached with version 0.1.0
         torch.library.register_fake(f"{NAMESPACE}::{name}", self._shaped, lib=LIBRARY)
         torch.library.register_vmap(f"{NAMESPACE}::{name}", self.batched, lib=LIBRARY)
         if "!" not in schema:
