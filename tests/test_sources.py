@@ -1,6 +1,7 @@
 """Hashes of source code: what changes them, and what does not."""
 
 import importlib
+import importlib.util
 import sys
 
 import pytest
@@ -139,3 +140,17 @@ def test_every_implementation_of_a_card_has_a_hash_of_its_own():
         found = {name: sources.of_variant(op, name) for name in op.variants}
         assert len({code for code, _ in found.values()}) == len(found), op.name
         assert all(host for name, (_, host) in found.items() if name == "fusebook"), op.name
+
+
+def test_a_package_in_any_folder_is_not_read(tmp_path, monkeypatch):
+    """Its modules may import a name from each other in a circle."""
+    (tmp_path / "circle").mkdir()
+    (tmp_path / "circle/__init__.py").write_text("from circle import softmax\n")
+    (tmp_path / "page.py").write_text("from circle import softmax\n\ndef run(x):\n    return softmax(x)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    package = type(sys)("circle")
+    package.softmax, package.__spec__ = abs, importlib.util.find_spec("circle")
+    monkeypatch.setitem(sys.modules, "circle", package)
+    page = importlib.import_module("page")
+    monkeypatch.delitem(sys.modules, "page")
+    assert sources.hashes(page.run)[0]

@@ -180,6 +180,7 @@ def _module(file: str, name: str) -> _Module | None:
     own = name == "fusebook" or name.startswith(_READ)
     foreign = name.startswith("fusebook.") or path.is_relative_to(sysconfig.get_paths()["stdlib"])
     foreign = foreign or not {"site-packages", "dist-packages"}.isdisjoint(path.parts)
+    foreign = foreign or (path.parent / "__init__.py").exists()  # another project's package, in any folder
     if path.suffix != ".py" or not path.exists() or (foreign and not own):
         return None
     tree = ast.parse(path.read_text(encoding="utf-8"))
