@@ -251,7 +251,7 @@ def new(session):
 @nox.session(venv_backend="none", requires=["environment"], default=False)
 def explore(session):
     """Check and time problems that nobody chose: ``nox -s explore -- softmax --seed 7``."""
-    run(session, "-m", "fusebook.explore", *session.posargs)
+    run(session, "-m", "fusebook.measure.explore", *session.posargs)
 
 
 #: What tells one Triton from another: every kernel compiled, and interpreted where a GPU is missing.

@@ -50,9 +50,10 @@ import sys
 import time
 
 import fusebook  # before triton: it decides whether kernels are interpreted
-from fusebook import plots, tables, timing
+from fusebook import plots, tables
 from fusebook.cards.elementwise import ADD_SUB
-from fusebook.inputs import generator
+from fusebook.measure import timing
+from fusebook.measure.inputs import generator
 from fusebook.page import (
     claim,
     claims,

@@ -30,7 +30,7 @@ Read before: nothing.
 # Four clocks
 # -----------
 #
-# ``fusebook.timing`` has four, and they answer four questions:
+# ``fusebook.measure.timing`` has four, and they answer four questions:
 #
 # - *cold*: CUDA events around one call, after a flush of the L2 cache. What
 #   does the kernel cost in a program that did something else before?
@@ -54,7 +54,8 @@ Read before: nothing.
 import time
 
 import fusebook  # before triton: it decides whether kernels are interpreted
-from fusebook import machine, plots, timing
+from fusebook import plots
+from fusebook.measure import machine, timing
 from fusebook.page import (
     claim,
     claims,
@@ -465,8 +466,8 @@ claims(
 # Worse is memory that holds the *right* answer. PyTorch keeps freed blocks and
 # hands them out again. Run the reference, free its result, and run a kernel
 # that writes only half of its output: it finds the other half already there.
-# The remedy is to leave
-# NaN in the blocks that will be handed out: ``fusebook.inputs.poison``.
+# ``fusebook.measure.inputs.poison`` therefore leaves NaN in the blocks that
+# will be handed out.
 
 
 @triton.jit
@@ -489,7 +490,7 @@ def agrees(x, part, poisoned):
     torch.cuda.empty_cache()
     want = (x + x).cpu()  # its block on the device is free again after this
     if poisoned:
-        fusebook.inputs.poison([x])
+        fusebook.measure.inputs.poison([x])
     return "yes" if torch.equal(double(x, part).cpu(), want) else "no"
 
 
@@ -743,8 +744,8 @@ claims(
 # - Fresh random input, poisoned output, and a check of what was timed.
 # - Compare the time with what this machine was measured to do.
 #
-# An exercise without a check: time ``x.softmax(-1)`` of 4096 x 256 by all four
-# clocks of ``fusebook.timing.measure``, and say which one your program pays.
+# An exercise without a check: time ``x.softmax(-1)`` of 4096 x 256 by the four
+# clocks of ``fusebook.measure.timing.measure``. Which one does a program pay?
 
 provenance(clock, cache, first, flushed, pages, lazy, host, second)
 

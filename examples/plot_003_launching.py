@@ -42,8 +42,8 @@ import threading
 import time
 
 import fusebook  # before triton: it decides whether kernels are interpreted
-from fusebook import timing
-from fusebook.inputs import generator
+from fusebook.measure import timing
+from fusebook.measure.inputs import generator
 from fusebook.page import (
     NoResults,
     claim,

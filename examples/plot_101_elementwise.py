@@ -54,7 +54,7 @@ import subprocess
 import tempfile
 
 import fusebook  # before triton: it decides whether kernels are interpreted
-from fusebook import bench, plots, tables
+from fusebook import plots, tables
 from fusebook.cards.elementwise import (
     ADD_ADD_MULTIPLY,
     ADD_SUB,
@@ -66,8 +66,9 @@ from fusebook.cards.elementwise import (
     _cuda_c,
     cuda_source,
 )
-from fusebook.check import yardstick
-from fusebook.inputs import generator, rough
+from fusebook.measure import bench
+from fusebook.measure.check import yardstick
+from fusebook.measure.inputs import generator, rough
 from fusebook.page import (
     Folded,
     Kernels,

@@ -50,14 +50,15 @@ Read before: 002, 101.
 from functools import partial
 
 import fusebook  # before triton: it decides whether kernels are interpreted
-from fusebook import bench, plots, tables, timing
+from fusebook import plots, tables
 from fusebook.cards.scatter import (
     EMBEDDING_BACKWARD,
     MASKED_SCATTER_ND,
     SCATTER_ND_OF_SHAPE,
 )
-from fusebook.check import yardstick
-from fusebook.inputs import generator, rough
+from fusebook.measure import bench, timing
+from fusebook.measure.check import yardstick
+from fusebook.measure.inputs import generator, rough
 from fusebook.ort import Graph
 from fusebook.page import (
     Folded,

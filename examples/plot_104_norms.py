@@ -43,7 +43,7 @@ Read before: 002, 102.
 # sphinx_gallery_tags = ["norm", "reduction", "gradient", "fp8"]
 
 import fusebook  # before triton: it decides whether kernels are interpreted
-from fusebook import bench, machine, plots, tables, timing
+from fusebook import plots, tables
 from fusebook.cards.norms import (
     ADD_RMS_NORM,
     LAYER_NORM,
@@ -53,8 +53,9 @@ from fusebook.cards.norms import (
     RMS_NORM_FP8,
     _backward,
 )
-from fusebook.check import yardstick
-from fusebook.inputs import generator
+from fusebook.measure import bench, machine, timing
+from fusebook.measure.check import yardstick
+from fusebook.measure.inputs import generator
 from fusebook.page import (
     Folded,
     Kernels,

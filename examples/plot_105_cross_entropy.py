@@ -47,10 +47,12 @@ Read before: 102.
 from functools import partial
 
 import fusebook  # before triton: it decides whether kernels are interpreted
-from fusebook import bench, machine, plots, tables
+from fusebook import plots, tables
 from fusebook.cards.losses import CROSS_ENTROPY, LINEAR_CROSS_ENTROPY
-from fusebook.check import yardstick
-from fusebook.inputs import generator, rough
+from fusebook.measure import bench, machine
+from fusebook.measure.check import yardstick
+from fusebook.measure.inputs import generator, rough
+from fusebook.measure.timing import measure
 from fusebook.page import (
     Folded,
     Kernels,
@@ -74,7 +76,6 @@ from fusebook.page import (
     table,
     target,
 )
-from fusebook.timing import measure
 
 import pandas as pd
 import torch

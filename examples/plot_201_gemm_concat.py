@@ -42,11 +42,12 @@ Read before: 002.
 # sphinx_gallery_tags = ["matrix product", "Gemm", "persistent kernel"]
 
 import fusebook  # before triton: it decides whether kernels are interpreted
-from fusebook import bench, machine, plots, tables, timing
+from fusebook import plots, tables
 from fusebook.cards.concat_gemm import CONCAT_GEMM, _in_views
-from fusebook.check import yardstick
-from fusebook.inputs import generator, rough
-from fusebook.op import Cost
+from fusebook.measure import bench, machine, timing
+from fusebook.measure.check import yardstick
+from fusebook.measure.inputs import generator, rough
+from fusebook.measure.op import Cost
 from fusebook.ort import Graph
 from fusebook.page import (
     Folded,
@@ -930,9 +931,9 @@ claims(
 # Three things are missing: no candidate is checked, the choice is lost when
 # the process ends, and the first call of each shape waits for the trials. The
 # library has a table of at most eight rows instead, and takes the first row
-# whose limits fit. ``python -m fusebook.tune concat_gemm`` is the same loop,
-# run when the table is written. For a problem of each row, it checks each
-# candidate against float64, times those within tolerance, and prints the
+# whose limits fit. ``python -m fusebook.measure.tune concat_gemm`` is this
+# loop, run when the table is written. For a problem of each row, it checks
+# each candidate against float64, times those within tolerance, and prints the
 # fastest.
 
 # %%

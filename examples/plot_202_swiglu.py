@@ -45,10 +45,12 @@ Read before: 201.
 from functools import partial
 
 import fusebook  # before triton: it decides whether kernels are interpreted
-from fusebook import bench, machine, plots, tables
+from fusebook import plots, tables
 from fusebook.cards.swiglu import SWIGLU
-from fusebook.check import yardstick
-from fusebook.inputs import generator
+from fusebook.measure import bench, machine
+from fusebook.measure.check import yardstick
+from fusebook.measure.inputs import generator
+from fusebook.measure.timing import measure
 from fusebook.page import (
     Folded,
     Kernels,
@@ -71,7 +73,6 @@ from fusebook.page import (
     table,
     target,
 )
-from fusebook.timing import measure
 
 import pandas as pd
 import torch

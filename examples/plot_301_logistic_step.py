@@ -55,10 +55,11 @@ import functools
 import time
 
 import fusebook  # before triton: it decides whether kernels are interpreted
-from fusebook import bench, plots, tables, timing
+from fusebook import plots, tables
 from fusebook.cards.logistic_step import LOGISTIC_FIT, LOGISTIC_STEP
-from fusebook.check import yardstick
-from fusebook.inputs import generator
+from fusebook.measure import bench, timing
+from fusebook.measure.check import yardstick
+from fusebook.measure.inputs import generator
 from fusebook.page import (
     Folded,
     Kernels,

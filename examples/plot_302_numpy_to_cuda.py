@@ -61,7 +61,7 @@ import warnings
 import fusebook  # before triton: it decides whether kernels are interpreted
 from fusebook import plots
 from fusebook.cards.kmeans import KMEANS_ASSIGN
-from fusebook.inputs import generator
+from fusebook.measure.inputs import generator
 from fusebook.page import (
     Folded,
     Listing,

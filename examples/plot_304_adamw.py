@@ -49,10 +49,11 @@ import statistics
 import time
 
 import fusebook  # before triton: it decides whether kernels are interpreted
-from fusebook import compiled, plots, tables, timing
+from fusebook import plots, tables
 from fusebook.cards.adamw import ADAMW_STEP
-from fusebook.check import yardstick
-from fusebook.inputs import generator
+from fusebook.measure import compiled, timing
+from fusebook.measure.check import yardstick
+from fusebook.measure.inputs import generator
 from fusebook.page import (
     Folded,
     Kernels,

@@ -49,10 +49,10 @@ import warnings
 from functools import partial
 
 import fusebook  # before triton: it decides whether kernels are interpreted
-from fusebook import bench, timing
 from fusebook.cards.elementwise import SILU
-from fusebook.check import yardstick
-from fusebook.inputs import generator
+from fusebook.measure import bench, timing
+from fusebook.measure.check import yardstick
+from fusebook.measure.inputs import generator
 from fusebook.page import (
     NoResults,
     claim,

@@ -42,7 +42,7 @@ import time
 import fusebook  # before triton: it decides whether kernels are interpreted
 from fusebook import plots
 from fusebook.cards.kmeans import KMEANS_STEP
-from fusebook.inputs import generator
+from fusebook.measure.inputs import generator
 from fusebook.page import (
     Folded,
     Kernels,

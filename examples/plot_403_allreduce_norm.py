@@ -49,8 +49,8 @@ import os
 
 import fusebook  # before triton: it decides whether kernels are interpreted
 from fusebook import plots
-from fusebook.inputs import generator
-from fusebook.op import Cost
+from fusebook.measure.inputs import generator
+from fusebook.measure.op import Cost
 from fusebook.page import (
     Folded,
     Kernels,

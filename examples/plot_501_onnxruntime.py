@@ -59,14 +59,15 @@ import re
 from functools import partial
 
 import fusebook  # before triton: it decides who runs kernels
-from fusebook import bench, plots, tables, timing
+from fusebook import plots, tables
 from fusebook.cards.onnxruntime import (
     MODELS,
     NODES_OF_ONNX_RUNTIME,
     model,
 )
-from fusebook.check import yardstick
-from fusebook.inputs import generator, poison
+from fusebook.measure import bench, timing
+from fusebook.measure.check import yardstick
+from fusebook.measure.inputs import generator, poison
 from fusebook.ort import NODES, Graph, custom_op, fuse
 from fusebook.ort.alone import alone
 from fusebook.ort.aot import cached, specs

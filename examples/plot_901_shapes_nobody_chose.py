@@ -34,9 +34,10 @@ Read before: 900.
 
 # sphinx_gallery_tags = ["results"]
 import fusebook  # noqa: F401  before triton: it decides how kernels run
-from fusebook import explore, plots
+from fusebook import plots
 from fusebook.cards import OPS
 from fusebook.cards.softmax import SOFTMAX
+from fusebook.measure import explore
 from fusebook.page import (
     NoResults,
     Source,
@@ -362,8 +363,8 @@ table(
 # Each part says of some operators why ours is behind where it is, as far as we
 # know, what was tried, what was mended, and what the lost problems have in
 # common. The ten worst are folded, each as a line of Python that does it again
-# on your GPU, after ``from fusebook import explore``. A time that is *stale*
-# is of the code before the last mending.
+# on your GPU, by ``fusebook.measure.explore``. A time that is *stale*
+# is of the code before the last fix.
 
 
 told_of = set()
@@ -744,7 +745,7 @@ provenance(*found.values())
 #
 # .. code-block:: sh
 #
-#    python -m fusebook.explore softmax swiglu --seed 7 --cases 100
+#    python -m fusebook.measure.explore softmax swiglu --seed 7 --cases 100
 #
 # Is there something that you compute and the rule does not draw? Then the rule
 # is wrong. Say so, and it will be among the reported ones.

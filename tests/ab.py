@@ -91,7 +91,7 @@ def best(op):
 def problems(words, seed, cases):
     """The recorded contiguous sizes of each operator, or random problems of a seed, by operator."""
     from fusebook.cards import OPS
-    from fusebook.machine import RECORDS, SHIPPED
+    from fusebook.measure.machine import RECORDS, SHIPPED
 
     found = {}
     for name, op in OPS.items():

@@ -23,9 +23,9 @@ from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime.jit import JITFunction
 
 import fusebook  # noqa: F401  (before triton, see fusebook/__init__.py)
-from fusebook import inputs
 from fusebook.cards import OPS
-from fusebook.compiled import AbsentGPU, usage
+from fusebook.measure import inputs
+from fusebook.measure.compiled import AbsentGPU, usage
 
 # KiB a block. Where nothing is tuned, sm_80 here, plans promise 96 KiB, which every architecture since sm_86 has.
 SHARED = {80: 96, 90: 227, 100: 227}

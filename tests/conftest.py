@@ -20,7 +20,7 @@ import interpreting
 import memcheck
 import trials
 import warm
-from fusebook import compiled as compiled_module
+from fusebook.measure import compiled as compiled_module
 from fusebook.page import _place
 
 interpreting.hasten()

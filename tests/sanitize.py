@@ -134,8 +134,8 @@ def run(tool, taken, words):
     import torch
     import torch.utils._pytree as pytree
 
-    from fusebook import inputs
     from fusebook.kernels import linear_cross_entropy
+    from fusebook.measure import inputs
 
     linear_cross_entropy.padded = zeroed(linear_cross_entropy.padded)
     exact, whole = torch.empty, roomy(torch.empty)

@@ -21,9 +21,9 @@ import torch
 from triton.runtime import interpreter
 from triton.runtime.jit import JITFunction
 
-from fusebook import explore, timing
 from fusebook.cards import OPS
 from fusebook.kernels import _call
+from fusebook.measure import explore, timing
 
 #: At least this share of the problems must be this many times slower without a strategy.
 SHARE, SLOWER = 0.03, 1.05

@@ -214,8 +214,8 @@ def problem(number):
     import torch
     import torch.utils._pytree as pytree
 
-    from fusebook import inputs
     from fusebook.cards import OPS
+    from fusebook.measure import inputs
 
     if number == PLANTED:
 

@@ -6,8 +6,8 @@ from dataclasses import asdict
 
 import pandas as pd
 
-from fusebook import bench, sources, timing
-from fusebook.op import Cost
+from fusebook.measure import bench, sources, timing
+from fusebook.measure.op import Cost
 from toy import machine
 
 #: How much longer than the copy each variant takes here. quack is the one that refuses odd widths.
@@ -18,7 +18,7 @@ HOST = {"eager": 40.0, "torch": 8.0, "torch.compile": 30.0, "fusebook": 20.0, "L
 
 
 def frame(op, config, dtype="float32", on=None):
-    """Rows as `fusebook.bench.run` returns them, for every variant of a card."""
+    """Rows as `fusebook.measure.bench.run` returns them, for every variant of a card."""
     on = on or machine()
     rows = []
     for name in bench.dtypes(dtype):

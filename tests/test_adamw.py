@@ -14,10 +14,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fusebook
 from fusebook.cards.adamw import ADAMW_STEP
-from fusebook.check import yardstick
-from fusebook.inputs import generator
 from fusebook.kernels import adamw as module
 from fusebook.kernels.adamw import adamw_step
+from fusebook.measure.check import yardstick
+from fusebook.measure.inputs import generator
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

@@ -14,10 +14,10 @@ import pandas as pd
 import pytest
 import torch
 
-from fusebook import bench, check, timing
-from fusebook import machine as machines
 from fusebook.cards import OPS
-from fusebook.op import Variant
+from fusebook.measure import bench, check, timing
+from fusebook.measure import machine as machines
+from fusebook.measure.op import Variant
 from toy import machine, toy, variant
 
 pytestmark = pytest.mark.alone

@@ -6,9 +6,9 @@ import math
 import pytest
 import torch
 
-from fusebook import check
 from fusebook.cards import OPS
-from fusebook.inputs import generator, poison, rough
+from fusebook.measure import check
+from fusebook.measure.inputs import generator, poison, rough
 from toy import toy
 
 SOFTMAX = OPS["softmax"]

@@ -3,7 +3,7 @@
 import pytest
 import triton
 
-from fusebook import compiled
+from fusebook.measure import compiled
 
 
 def softmax_of(*widths):

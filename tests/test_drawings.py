@@ -5,7 +5,7 @@ from xml.etree import ElementTree
 import pytest
 
 from fusebook import page
-from fusebook.op import Cost
+from fusebook.measure.op import Cost
 from fusebook.page import draw
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 import fusebook
-from fusebook import bench, check
 from fusebook.cards.elementwise import ADD_SUB, EXP
-from fusebook.inputs import generator, rough
 from fusebook.kernels import elementwise
 from fusebook.kernels._call import FLOATING
-from fusebook.op import Variant
+from fusebook.measure import bench, check
+from fusebook.measure.inputs import generator, rough
+from fusebook.measure.op import Variant
 from toy import toy, variant
 
 #: Each public function with what PyTorch says it is, and its number of operands.
@@ -418,7 +418,8 @@ def test_several_results_are_benchmarked_and_recorded(tmp_path, device):
     import dataclasses
 
     import synthetic
-    from fusebook import record, tables
+    from fusebook import tables
+    from fusebook.measure import record
 
     op = dataclasses.replace(
         ADD_SUB, variants={"eager": ADD_SUB.variants["eager"], "coarse": Variant(second_coarse, needs=())}

@@ -12,10 +12,11 @@ import pytest
 import torch
 
 import strategies
-from fusebook import bench, check, explore, inputs, plots, record, timing
-from fusebook import machine as machines
+from fusebook import plots
 from fusebook.cards import OPS, _draws
-from fusebook.op import Variant
+from fusebook.measure import bench, check, explore, inputs, record, timing
+from fusebook.measure import machine as machines
+from fusebook.measure.op import Variant
 from fusebook.page import NoResults, _place, options
 from fusebook.page import explored as explored_by_a_page
 from toy import machine, toy, variant
@@ -364,7 +365,7 @@ def test_an_edited_file_is_refused(op, gpu, tmp_path, what):
 
 
 def test_a_missing_file_names_the_command(op, tmp_path):
-    with pytest.raises(record.RecordError, match=r"python -m fusebook.explore toy --seed 100"):
+    with pytest.raises(record.RecordError, match=r"python -m fusebook.measure.explore toy --seed 100"):
         explore.read(op, "test-gpu", tmp_path)
 
 
@@ -443,7 +444,7 @@ def test_a_page_replays_what_was_explored(recorded):
 
 def test_a_page_without_a_record_names_the_command(recorded, monkeypatch):
     monkeypatch.setenv("FUSEBOOK_GPU", "another-gpu")
-    with pytest.raises(NoResults, match="python -m fusebook.explore all --seed 100"):
+    with pytest.raises(NoResults, match="python -m fusebook.measure.explore all --seed 100"):
         explored_by_a_page()
 
 

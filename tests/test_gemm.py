@@ -8,12 +8,12 @@ import pytest
 import torch
 
 import fusebook
-from fusebook import check, tune
 from fusebook.cards.concat_gemm import CONCAT_GEMM
 from fusebook.cards.swiglu import SWIGLU
-from fusebook.inputs import poison
 from fusebook.kernels import products
 from fusebook.kernels.products import ANY, TABLES, Config, concat_gemm_eager, swiglu_eager
+from fusebook.measure import check, tune
+from fusebook.measure.inputs import poison
 
 RAGGED = (1, 7, 63, 65)
 DEPTHS = (1, 65)  # of K: less than a step, and a step and one more
@@ -248,7 +248,7 @@ def test_torchs_setting_of_tf32_is_left_as_it_was(device, allow_tf32):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="TF32 is not interpreted")
 def test_tf32_has_its_own_error_and_its_own_limit(device):
     dims = {"M": 256, "K": 512, "N": 256, "weights": "two"}
-    inputs = CONCAT_GEMM.make(fusebook.inputs.generator(0, device), torch.float32, **dims)
+    inputs = CONCAT_GEMM.make(fusebook.measure.inputs.generator(0, device), torch.float32, **dims)
     yard = check.yardstick(CONCAT_GEMM, inputs)
     x, *weights = inputs
     exact = yard.judge(fusebook.concat_gemm(x, weights, tf32=False, strategy="fused"))

@@ -22,9 +22,9 @@ from hypothesis import strategies as st
 
 import fusebook
 import memcheck
-from fusebook import bench, check, explore
 from fusebook.cards import OPS
-from fusebook.inputs import poison
+from fusebook.measure import bench, check, explore
+from fusebook.measure.inputs import poison
 
 CI = bool(os.environ.get("CI"))
 #: Seconds of CPU a test.

@@ -108,11 +108,11 @@ def test_the_kernels_can_be_copied_out(tmp_path):
 
 #: A module or page, what is not installed, and the extra that is to be named.
 MISSING = [
-    ("fusebook.bench", "pandas", "book"),
-    ("fusebook.bench", "tqdm", "book"),
+    ("fusebook.measure.bench", "pandas", "book"),
+    ("fusebook.measure.bench", "tqdm", "book"),
     ("fusebook.tables", "pandas", "book"),
     ("fusebook.plots", "matplotlib", "book"),
-    ("fusebook.record", "pandas", "book"),
+    ("fusebook.measure.record", "pandas", "book"),
     ("fusebook.page", "pandas", "book"),
     ("plot_102_softmax.py", "pandas", "book"),
     ("plot_501_onnxruntime.py", "onnx", "ort"),
@@ -145,6 +145,18 @@ def test_a_missing_extra_is_named():
         f"pip install 'PATH[{extra}]', where PATH is a checkout of its source"
         for _, hidden, extra in MISSING
     ]
+
+
+def test_a_module_that_moved_is_named():
+    for name in ("bench", "record"):
+        with pytest.raises(ModuleNotFoundError, match=rf"fusebook\.{name} moved: use fusebook\.measure\.{name}"):
+            importlib.import_module(f"fusebook.{name}")
+    with pytest.raises(ModuleNotFoundError, match=r"use fusebook\.measure\.sources"):
+        from fusebook import digests  # noqa: F401
+    with pytest.raises(ImportError, match="cannot import name 'nothing'"):
+        from fusebook import nothing  # noqa: F401
+    ran = subprocess.run([sys.executable, "-m", "fusebook.record", "--check"], capture_output=True, text=True)
+    assert ran.returncode == 1 and "use fusebook.measure.record" in ran.stderr and "Traceback" not in ran.stderr
 
 
 def test_public_names_are_those_of_the_kernels_as_a_type_checker_sees_them():

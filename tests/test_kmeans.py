@@ -14,10 +14,10 @@ import fusebook
 import warm
 from fusebook.cards import kmeans as card
 from fusebook.cards.kmeans import KMEANS_ASSIGN
-from fusebook.inputs import generator
 from fusebook.kernels import kmeans as module
 from fusebook.kernels._call import OPERATORS
 from fusebook.kernels.kmeans import Config, kmeans_assign_eager, kmeans_update_eager
+from fusebook.measure.inputs import generator
 
 assign, update, cluster = fusebook.kmeans_assign, fusebook.kmeans_update, fusebook.kmeans
 step = OPERATORS["kmeans_step"]
@@ -735,7 +735,7 @@ import torch, triton
 import fusebook
 from fusebook.kernels import kmeans
 from fusebook.kernels.kmeans import Config
-from fusebook.compiled import AbsentGPU
+from fusebook.measure.compiled import AbsentGPU
 
 triton.runtime.driver.set_active(AbsentGPU((9, 0)))
 made, launch = [], kmeans.launch

@@ -16,10 +16,10 @@ import fusebook
 import fusebook.lesson as lesson
 import style
 import synthetic
-from fusebook import bench, timing
-from fusebook import machine as machines
 from fusebook.lesson import _numbers, evidence, picture
 from fusebook.lesson.evidence import Claim, Frames, NotRecorded
+from fusebook.measure import bench, timing
+from fusebook.measure import machine as machines
 from fusebook.page import _place
 from toy import machine
 

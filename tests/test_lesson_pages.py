@@ -17,9 +17,9 @@ import torch
 
 import style
 import warm
-from fusebook import check, inputs
 from fusebook.cards import OPS
 from fusebook.lesson import Page, evidence
+from fusebook.measure import check, inputs
 
 pytest.importorskip("sphinx_gallery")
 

@@ -10,11 +10,11 @@ from torch.nn import functional as F
 
 import fusebook
 import warm
-from fusebook import check
 from fusebook.cards.logistic_step import LOGISTIC_FIT, LOGISTIC_STEP
-from fusebook.inputs import generator, poison
 from fusebook.kernels import logistic_step as module
 from fusebook.kernels.logistic_step import logistic_fit, logistic_step, logistic_step_eager
+from fusebook.measure import check
+from fusebook.measure.inputs import generator, poison
 
 ON_CHIP = [True, False]
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -385,7 +385,7 @@ def test_rows_across_memory_are_copied_where_few_neighbours_are_read_at_once(dev
 COMPILE = """
 import torch, triton
 import fusebook
-from fusebook.compiled import AbsentGPU
+from fusebook.measure.compiled import AbsentGPU
 launched = []
 triton.runtime.driver.set_active(AbsentGPU(launched=launched.append))
 from test_logistic_step import fit, made_fit

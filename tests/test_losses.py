@@ -10,15 +10,15 @@ import torch
 import torch.nn.functional as F
 
 import fusebook
-from fusebook import check
 from fusebook.cards import OPS, losses
-from fusebook.inputs import generator
 from fusebook.kernels import _entropy, _few
 from fusebook.kernels import linear_cross_entropy as module
 from fusebook.kernels._call import launching, uncached
 from fusebook.kernels._entropy import Terms, entropy_into, entropy_plan, plan_of
 from fusebook.kernels._layouts import Plan
 from fusebook.kernels.linear_cross_entropy import CHUNK_BYTES, chunk_plan, kept_plan, pieces_plan, whole_plan
+from fusebook.measure import check
+from fusebook.measure.inputs import generator
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = pytest.mark.parametrize(

@@ -11,12 +11,12 @@ import torch.nn.functional as F
 import fusebook
 import memcheck
 import warm
-from fusebook import inputs
 from fusebook.kernels import _norms, norms_backward
 from fusebook.kernels._norms import norm_plan
 from fusebook.kernels._norms_across import places_of
 from fusebook.kernels._rows import with_adjacent_elements
 from fusebook.kernels.norms_backward import norm_backward_plan
+from fusebook.measure import inputs
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HALF = {"rtol": 2e-2, "atol": 2e-2}
@@ -643,7 +643,7 @@ def test_what_does_not_fit_is_refused_by_name(call, error, said):
 COMPILED = """
 import json
 import fusebook, torch, triton
-from fusebook import compiled
+from fusebook.measure import compiled
 
 triton.runtime.driver.set_active(compiled.AbsentGPU())
 x, w = torch.empty(264, 65536, dtype=torch.bfloat16), torch.empty(65536, dtype=torch.bfloat16)
@@ -668,7 +668,7 @@ def test_programs_leave_their_words_before_they_wait_for_others(tmp_path):
 SUMMED = """
 import json
 import fusebook, torch, triton
-from fusebook import compiled
+from fusebook.measure import compiled
 
 triton.runtime.driver.set_active(compiled.AbsentGPU())
 x, w = torch.empty(300, 512, dtype=torch.bfloat16), torch.empty(512, dtype=torch.bfloat16)

@@ -25,10 +25,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 import fusebook
 import warm
 from fusebook.cards import OPS
-from fusebook.compiled import AbsentGPU
-from fusebook.inputs import generator
 from fusebook.kernels import _call
 from fusebook.kernels._call import INTERPRETED, OPERATORS, uncached
+from fusebook.measure.compiled import AbsentGPU
+from fusebook.measure.inputs import generator
 
 ABSENT = "_FUSEBOOK_TEST_ABSENT"  # set in the process that the first test starts
 absent = pytest.mark.skipif(ABSENT not in os.environ, reason="runs on a driver without a GPU, in a process of its own")

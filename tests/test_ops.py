@@ -8,9 +8,9 @@ import math
 import pytest
 import torch
 
-from fusebook import bench
 from fusebook.cards import OPS
-from fusebook.inputs import generator
+from fusebook.measure import bench
+from fusebook.measure.inputs import generator
 
 #: The edges on which dtypes are interpreted that take the ways of another one: small, and not of one number.
 TWINS = (1, 2)

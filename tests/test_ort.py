@@ -20,11 +20,11 @@ import onnx.helper as oh  # noqa: E402
 
 import fusebook  # noqa: E402
 import warm  # noqa: E402
-from fusebook import check, inputs  # noqa: E402
 from fusebook.cards import OPS  # noqa: E402
 from fusebook.cards import onnxruntime as card  # noqa: E402
 from fusebook.cards.scatter import _onnx_model  # noqa: E402
 from fusebook.kernels._call import OPERATORS  # noqa: E402
+from fusebook.measure import check, inputs  # noqa: E402
 from fusebook.ort import LOSSES, NODES, NORMS, Graph, aot, build, export  # noqa: E402
 from fusebook.ort.alone import alone  # noqa: E402
 from graphs import one_node, registered_by_an_old_onnx_runtime  # noqa: E402

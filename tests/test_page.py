@@ -19,11 +19,12 @@ import triton
 import box
 import synthetic
 import warm
-from fusebook import bench, page, plots, record, tables
-from fusebook import machine as machines
+from fusebook import page, plots, tables
 from fusebook.cards.softmax import SOFTMAX
 from fusebook.kernels.adamw import _chunk, adamw_step_eager
 from fusebook.kernels.softmax import softmax, softmax_eager
+from fusebook.measure import bench, record
+from fusebook.measure import machine as machines
 from fusebook.page import _place, show
 from fusebook.page.counters import COUNTERS, _counted, _read
 from toy import machine, toy, variant
@@ -131,9 +132,9 @@ def test_without_gpu_and_record_one_sentence_names_the_command():
         page.results(SOFTMAX, config="large", dtype="float16")
     assert str(stop.value) == (
         "There is no CUDA GPU here and no record of softmax on nvidia-h200 to replay: run "
-        "`python -m fusebook.record softmax --config large --dtype float16` on a machine with a GPU."
+        "`python -m fusebook.measure.record softmax --config large --dtype float16` on a machine with a GPU."
     )
-    assert "<code>python -m fusebook.record" in stop.value.banner._repr_html_()
+    assert "<code>python -m fusebook.measure.record" in stop.value.banner._repr_html_()
 
 
 def test_the_record_of_a_card_that_only_a_page_knows_is_made_with_the_pages():
@@ -157,7 +158,7 @@ def test_a_script_without_results_exits_with_code_1_and_no_traceback(tmp_path):
     end = warm.run(str(script), env=env)
     assert end.returncode == 1
     assert len(end.stderr.strip().splitlines()) == 1
-    assert "python -m fusebook.record softmax --config 3x5" in end.stderr
+    assert "python -m fusebook.measure.record softmax --config 3x5" in end.stderr
 
 
 def test_where_there_is_a_gpu_results_are_measured_and_recorded_on_request(monkeypatch, tmp_path):

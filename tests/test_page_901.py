@@ -7,9 +7,10 @@ import matplotlib.pyplot as plt
 import pandas as pd
 import pytest
 
-from fusebook import bench, explore, page, record
-from fusebook import machine as machines
+from fusebook import page
 from fusebook.cards import OPS
+from fusebook.measure import bench, explore, record
+from fusebook.measure import machine as machines
 from fusebook.page import _place
 from test_pages import EXAMPLES, run_page
 from toy import machine

@@ -18,10 +18,10 @@ import pytest
 import compiling
 import synthetic
 import warm
-from fusebook import bench, record
-from fusebook import machine as machines
 from fusebook.cards import OPS
 from fusebook.lesson import evidence
+from fusebook.measure import bench, record
+from fusebook.measure import machine as machines
 from fusebook.page import NoResults, _place
 from fusebook.page.claims import Claim, Claims
 from toy import machine

@@ -14,9 +14,9 @@ import torch.utils._pytree as pytree
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fusebook import bench, check
 from fusebook.cards import OPS
-from fusebook.inputs import generator
+from fusebook.measure import bench, check
+from fusebook.measure.inputs import generator
 
 OURS = [
     pytest.param(op, variant, id=f"{op.name}-{name}")

@@ -18,7 +18,6 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import fusebook
 import warm
-from fusebook.inputs import generator
 from fusebook.kernels._call import OPERATORS
 from fusebook.kernels.distributed import (
     WAYS,
@@ -28,6 +27,7 @@ from fusebook.kernels.distributed import (
     allreduce_config,
     reachable,
 )
+from fusebook.measure.inputs import generator
 from fusebook.page.ranks import enough, join, ranks, timed
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -148,7 +148,7 @@ COMPILED = """
 import re, torch, triton
 import fusebook
 from fusebook.kernels.distributed import _allreduce_norm, _barrier, _kmeans_shared_means, _shared_config
-from fusebook.compiled import AbsentGPU
+from fusebook.measure.compiled import AbsentGPU
 names = []
 gpu = AbsentGPU((9, 0), shared=96 * 1024, launched=lambda found: names.append(found.name))
 triton.runtime.driver.set_active(gpu)
@@ -215,7 +215,7 @@ WORKER = """
 import sys
 import fusebook
 import pandas as pd, torch, torch.distributed as dist
-from fusebook.inputs import generator
+from fusebook.measure.inputs import generator
 from fusebook.kernels._call import OPERATORS
 from fusebook.page import work
 

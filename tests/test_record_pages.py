@@ -12,9 +12,9 @@ import pytest
 
 import record_pages
 import synthetic
-from fusebook import bench, record, timing
-from fusebook import machine as machines
 from fusebook.cards.elementwise import EXP, SILU
+from fusebook.measure import bench, record, timing
+from fusebook.measure import machine as machines
 from fusebook.page import measured, results
 from record_pages import GPU, Queue
 from toy import machine
@@ -179,7 +179,7 @@ def two_gpus(tmp_path, monkeypatch):
     """A checkout in a folder of its own, with two GPUs whose ceilings are known."""
 
     def run(command, **how):
-        if command[0] != "nvidia-smi" and "fusebook.record" in command:
+        if command[0] != "nvidia-smi" and "fusebook.measure.record" in command:
             machines.save(machine(), Path(command[-1]) / "test-gpu" / "machine.json")
             return subprocess.CompletedProcess(command, 0)
         return real(command, **how)

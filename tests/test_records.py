@@ -15,9 +15,10 @@ import threading
 import pandas as pd
 import pytest
 
-from fusebook import bench, record, sources, tables, timing
-from fusebook import machine as machines
-from fusebook.bench import Origin
+from fusebook import tables
+from fusebook.measure import bench, record, sources, timing
+from fusebook.measure import machine as machines
+from fusebook.measure.bench import Origin
 from toy import machine, toy, variant
 
 
@@ -521,7 +522,7 @@ def test_an_unknown_machine_is_named():
 
 
 def test_the_roof_is_the_larger_of_traffic_and_arithmetic():
-    from fusebook.op import Cost
+    from fusebook.measure.op import Cost
 
     m = machine()
     assert m.roof(Cost(10**9, 10**9, 0), "float32") == pytest.approx(2e9 / m.copy)

@@ -5,11 +5,11 @@ import pytest
 import torch
 
 import fusebook
-from fusebook import bench, check
 from fusebook.cards.scatter import EMBEDDING_BACKWARD, MASKED_SCATTER_ND
-from fusebook.inputs import generator, poison, rough
 from fusebook.kernels import scatter
 from fusebook.kernels.scatter import STRATEGIES, scatter_config
+from fusebook.measure import bench, check
+from fusebook.measure.inputs import generator, poison, rough
 
 LAWS = ("uniform", "equal", "zipf", "masked", "none masked")
 masked, plain = fusebook.masked_scatter_nd_of_shape, fusebook.scatter_nd_of_shape

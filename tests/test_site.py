@@ -40,7 +40,7 @@ Nothing here
 from fusebook.page import NoResults
 
 def results():
-    raise NoResults("No GPU and no record: run `python -m fusebook.record toy`.")
+    raise NoResults("No GPU and no record: run `python -m fusebook.measure.record toy`.")
 
 df = results()
 df
@@ -167,7 +167,7 @@ def test_a_site_builds_without_results_rebuilds_what_changed_and_forgets_what_is
     built = _build(book)
     assert built.returncode == 0, built.stdout + built.stderr
     page = (book / "build/html/auto_examples/plot_191_without.html").read_text()
-    assert "python -m fusebook.record toy" in page
+    assert "python -m fusebook.measure.record toy" in page
     assert "this block must not run" in page  # as source
     assert "sphx-glr-script-out" not in page  # not as output
     assert "memory usage" not in page
@@ -184,7 +184,7 @@ def test_a_site_builds_without_results_rebuilds_what_changed_and_forgets_what_is
     module.write_text(module.read_text() + "\n# changed\n")
     strict = _build(book, **ALONE, FUSEBOOK_STRICT="1")
     assert strict.returncode == 1
-    assert "No GPU and no record: run `python -m fusebook.record toy`." in strict.stderr
+    assert "No GPU and no record: run `python -m fusebook.measure.record toy`." in strict.stderr
     assert "Traceback" not in strict.stderr
 
     (book / "examples/plot_191_without.py").unlink()
@@ -353,7 +353,7 @@ def library(tmp_path, monkeypatch):
     monkeypatch.setattr(fusebook_site, "families", lambda page, names: [tmp_path / "src/fusebook/cards/softmax.py"])
     monkeypatch.delenv(fusebook_site.NOTES, raising=False)
     names = (
-        *("bench.py", "kernels/_rows.py"),
+        *("measure/bench.py", "kernels/_rows.py"),
         *("cards/softmax.py", "cards/swiglu.py", "kernels/softmax.py", "kernels/products.py"),
         *("records/gpu/machine.json", "records/gpu/softmax.csv", "records/gpu/swiglu.csv", "records/gpu/seconds.json"),
     )
@@ -382,7 +382,7 @@ def _run(library, *noted, **around):
 @pytest.mark.parametrize(
     ("file", "again"),
     [
-        ("bench.py", True),
+        ("measure/bench.py", True),
         ("kernels/_rows.py", True),
         ("cards/softmax.py", True),
         ("cards/swiglu.py", False),
@@ -571,7 +571,7 @@ def test_contributing_shows_the_files_that_a_new_kernel_is_made_of():
             "taken by src/fusebook/kernels/softmax.py, src/fusebook/cards/softmax.py, examples/plot_102_softmax",
         ),
         ("exp", "taken by fusebook.exp, the card exp"),
-        ("bench", "taken by fusebook.bench"),
+        ("kernels", "taken by fusebook.kernels"),
         ("rough", "taken by a name of Python's or of the template's"),
         ("max", "taken by a name of Python's"),
         ("My-Kernel", "got 'My-Kernel'"),
@@ -583,8 +583,6 @@ def test_contributing_shows_the_files_that_a_new_kernel_is_made_of():
     ],
 )
 def test_a_kernel_of_a_bad_or_a_taken_name_is_refused_with_a_sentence(name, words, capsys):
-    import fusebook.bench  # noqa: F401  what is a module is taken
-
     assert new_kernel.main([name]) == 2
     told = capsys.readouterr()
     assert words in told.err and told.err.count("\n") == 1 and not told.out

@@ -11,14 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fusebook
-from fusebook import check
 from fusebook.cards._peers import quack_takes
 from fusebook.cards.softmax import SOFTMAX_BACKWARD
-from fusebook.inputs import generator
 from fusebook.kernels import _call, _rows
 from fusebook.kernels import softmax as kernels
 from fusebook.kernels._call import OPERATORS
 from fusebook.kernels.softmax import softmax_backward
+from fusebook.measure import check
+from fusebook.measure.inputs import generator
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"

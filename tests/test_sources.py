@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from fusebook import sources
 from fusebook.cards import OPS
+from fusebook.measure import sources
 
 FILES = {
     "shop_rows": """

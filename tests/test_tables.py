@@ -10,7 +10,7 @@ import gallery_hooks
 import synthetic
 from fusebook import plots, tables
 from fusebook.cards.softmax import SOFTMAX
-from fusebook.op import Cost, Variant
+from fusebook.measure.op import Cost, Variant
 from toy import machine, toy, variant
 
 matplotlib.use("agg")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fusebook import timing
+from fusebook.measure import timing
 
 pytestmark = pytest.mark.alone
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: streams and events")

@@ -7,10 +7,11 @@ import pandas as pd
 import pytest
 import torch
 
-from fusebook import bench, explore, record, tables
-from fusebook import machine as machines
-from fusebook.bench import Origin
-from fusebook.inputs import generator
+from fusebook import tables
+from fusebook.measure import bench, explore, record
+from fusebook.measure import machine as machines
+from fusebook.measure.bench import Origin
+from fusebook.measure.inputs import generator
 from fusebook.page import claims, downloads, provenance, say, table
 from toy import machine, toy
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fusebook import machine
+from fusebook.measure import machine
 
 ROOT = Path(__file__).resolve().parents[1]
 WORKFLOWS = {file.stem: file.read_text(encoding="utf-8") for file in (ROOT / ".github" / "workflows").glob("*.yml")}

@@ -13,10 +13,10 @@ import pytest
 import side_by_side
 import synthetic
 import warm
-from fusebook import bench, compare, record, timing
-from fusebook import machine as machines
 from fusebook.cards import OPS
 from fusebook.cards.elementwise import EXP
+from fusebook.measure import bench, compare, record, timing
+from fusebook.measure import machine as machines
 from fusebook.page import NoResults, results
 from toy import machine
 
@@ -140,7 +140,7 @@ def test_it_works_where_it_is_installed_inside_another_project(tmp_path):
     for words in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "other"]):
         subprocess.run([*git, *words], check=True)
     script = (
-        "import fusebook.record as r, fusebook.machine as m; print(m.__file__); print('commit', m._commit());"
+        "from fusebook.measure import machine as m, record as r; print(m.__file__); print('commit', m._commit());"
         "raise SystemExit(r.main(['--all', '--out', 'mine']))"
     )
     env = {k: v for k, v in os.environ.items() if not k.startswith(("FUSEBOOK_", "_FUSEBOOK_"))}
@@ -148,7 +148,8 @@ def test_it_works_where_it_is_installed_inside_another_project(tmp_path):
     ran = warm.run("-c", script, cwd=tmp_path, env=env)
     assert str(site) in ran.stdout and not re.search(r"commit [0-9a-f]{12}$", ran.stdout, re.MULTILINE)
     assert (
-        ran.returncode == 1 and ran.stderr.strip() == "fusebook.record: no CUDA device here; records are taken on a GPU"
+        ran.returncode == 1
+        and ran.stderr.strip() == "fusebook.measure.record: no CUDA device here; records are taken on a GPU"
     )
 
 

@@ -2,8 +2,8 @@
 
 import torch
 
-from fusebook.inputs import rough
-from fusebook.op import Cost, Op, Variant
+from fusebook.measure.inputs import rough
+from fusebook.measure.op import Cost, Op, Variant
 
 
 def reference(x):
@@ -47,7 +47,7 @@ def variant(run, **fields):
 
 def machine(**changes):
     """A made-up machine for tests; no number in it was measured."""
-    from fusebook.machine import Machine
+    from fusebook.measure.machine import Machine
 
     fields = dict(
         name="Test GPU",

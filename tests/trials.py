@@ -38,7 +38,7 @@ class Log:
     @classmethod
     def begin(cls, trial, planned, file, unit="cases"):
         """A new file in the place of the last one."""
-        from fusebook.machine import _commit
+        from fusebook.measure.machine import _commit
 
         LOGS.mkdir(parents=True, exist_ok=True)
         log = cls(LOGS / f"{file}.jsonl")
@@ -64,7 +64,7 @@ def machine():
     """The GPU, or the CPU where there is none, with the versions that decide."""
     import torch
 
-    from fusebook.machine import _cpu, versions
+    from fusebook.measure.machine import _cpu, versions
 
     where = torch.cuda.get_device_name() if torch.cuda.is_available() else _cpu()
     return ", ".join([where, *(f"{name} {version}" for name, version in versions("torch", "triton").items())])

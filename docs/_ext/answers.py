@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import pandas as pd
 
 from fusebook import cards, tables
-from fusebook.op import Op
+from fusebook.measure.op import Op
 from fusebook.page.verdicts import GROUPS, compared, ours
 
 __all__ = ["CLOCKS", "Standing", "Verdict", "page_of", "shares", "uses", "verdict", "verdicts"]

@@ -145,7 +145,7 @@ def hardware(about, frames):
 
 def random_problems(op, number):
     """What problems drawn at random say of an operator."""
-    from fusebook import explore, machine
+    from fusebook.measure import explore, machine
     from fusebook.page import _place, show
 
     for place in machine.places(number):
@@ -230,10 +230,10 @@ def page(name):
 
 def stamp(name):
     """A hash of what a page of evidence is made from: this file, the library without its kernels, and the records."""
-    from fusebook import machine
+    from fusebook.measure import machine
 
     source = ROOT / "src" / "fusebook"
-    made_from = [Path(__file__), ROOT / "examples" / f"{name}.py", *source.glob("*.py")]
+    made_from = [Path(__file__), ROOT / "examples" / f"{name}.py", *source.glob("*.py"), *source.glob("measure/*.py")]
     made_from += [*source.glob("lesson/**/*.py"), *source.glob("page/*.py"), *source.glob("cards/*.py")]
     digest = hashlib.sha256()
     for path in sorted(made_from):

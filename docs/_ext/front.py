@@ -44,7 +44,7 @@ PAYS = "Launch pays from"
 @functools.cache
 def found():
     """The records of the GPU that is replayed, by operator; none where it has none."""
-    from fusebook import record
+    from fusebook.measure import record
 
     return record.read_all()
 
@@ -52,7 +52,7 @@ def found():
 @functools.cache
 def record_of(op):
     """The record of one operator alone, or None: pages run in processes of their own, and no page needs all."""
-    from fusebook import record
+    from fusebook.measure import record
 
     return record.read(op) if record.exists(op) else None
 
@@ -122,8 +122,8 @@ def problem(verdict):
 @functools.cache
 def drawn(name):
     """How long ours takes at problems that nobody chose: the median and the worst; empty where none were drawn."""
-    from fusebook import explore, machine
     from fusebook.cards import OPS
+    from fusebook.measure import explore, machine
 
     if not explore.explorable(OPS[name]) or not explore.path(machine.slug(), name).exists():
         return ""
@@ -322,7 +322,7 @@ class _FromRecords(SphinxDirective):
 
     def watch(self):
         """Name the files to Sphinx."""
-        from fusebook import machine
+        from fusebook.measure import machine
 
         library = ROOT / "src" / "fusebook"
         for folder, pattern in (
@@ -432,7 +432,7 @@ class RecordSize(SphinxDirective):
 
     def run(self):
         """Ask the records."""
-        from fusebook import machine
+        from fusebook.measure import machine
 
         for file in (machine.RECORDS / machine.slug()).glob("*.csv"):
             self.env.note_dependency(str(file))

@@ -74,7 +74,7 @@ def families(page, names):
     A card is made of a module's functions, and a module of what it takes from others.
     """
     import fusebook
-    from fusebook.op import Op
+    from fusebook.measure.op import Op
 
     found = set()
     waiting = [*names.values()]
@@ -252,7 +252,7 @@ def recorded_seconds():
     """The file of the seconds that each page took when this GPU was recorded; None where pages replay."""
     import torch
 
-    from fusebook import machine
+    from fusebook.measure import machine
     from fusebook.page import _place
 
     if not _place.live():

@@ -35,7 +35,7 @@ def seconds_of(pages, generated, recorded=None):
     recorded : pathlib.Path, optional
         Seconds by page, as JSON.
     """
-    from fusebook import machine
+    from fusebook.measure import machine
 
     known = {}
     with contextlib.suppress(ValueError):

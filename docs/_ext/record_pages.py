@@ -207,7 +207,7 @@ def _seconds(folder):
 
 def main(argv):
     """The command line; returns the exit code."""
-    from fusebook import machine
+    from fusebook.measure import machine
 
     parser = argparse.ArgumentParser(prog="nox -s record --", description=__doc__.splitlines()[0])
     parser.add_argument("pages", nargs="*", help="parts of the names of pages; all of them if none is given")
@@ -254,7 +254,7 @@ def main(argv):
         return 0
     pages = longest_first(pages, known)
     one = {"CUDA_VISIBLE_DEVICES": gpus[0].id, "PYTHONPATH": str(ROOT / "src")}
-    ceilings = [sys.executable, "-m", "fusebook.record", "--machine", "--out", str(out)]
+    ceilings = [sys.executable, "-m", "fusebook.measure.record", "--machine", "--out", str(out)]
     if subprocess.run(ceilings, env={**os.environ, **one}).returncode:
         return 1
 

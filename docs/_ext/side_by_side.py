@@ -42,7 +42,7 @@ class Twins:
     """
 
     def __init__(self, records):
-        from fusebook import machine
+        from fusebook.measure import machine
 
         self.records = str(Path(records).resolve())
         with _environment(FUSEBOOK_RECORDS=self.records):
@@ -78,7 +78,7 @@ class Twins:
             names.clear()
             names.update(theirs)
             self.figures += sorted(set(plt.get_fignums()) - before)
-        from fusebook import machine
+        from fusebook.measure import machine
 
         with _environment(FUSEBOOK_RECORDS=None, FUSEBOOK_GPU=os.environ.get("FUSEBOOK_GPU") or machine.SHIPPED):
             return function()

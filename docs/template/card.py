@@ -7,9 +7,9 @@ from torch import Tensor
 
 from fusebook.cards import _draws
 from fusebook.cards._peers import compiled
-from fusebook.inputs import rough
+from fusebook.measure.inputs import rough
 from fusebook.kernels.squared_relu import squared_relu, squared_relu_eager
-from fusebook.op import Cost, Dims, Op, Variant
+from fusebook.measure.op import Cost, Dims, Op, Variant
 
 __all__ = ["PAGE", "SQUARED_RELU"]
 

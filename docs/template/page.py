@@ -26,8 +26,8 @@ Read before: 002, 101.
 import fusebook
 from fusebook import plots, tables
 from fusebook.cards.squared_relu import SQUARED_RELU
-from fusebook.check import yardstick
-from fusebook.inputs import generator
+from fusebook.measure.check import yardstick
+from fusebook.measure.inputs import generator
 from fusebook.page import (
     Kernels,
     Source,

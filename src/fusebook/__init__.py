@@ -65,6 +65,23 @@ from fusebook.kernels.softmax import softmax, softmax_backward, softmax_backward
 
 __version__ = "0.1.0"
 
+# Modules of 0.1.0, and the names that they have in fusebook.measure. An import or `python -m` raises an error.
+_MOVED = {name: name for name in "bench check compare explore inputs machine op record timing tune".split()}
+_MOVED |= {"digests": "sources", "launches": "compiled", "ways": "sources"}
+
+
+class _Moved:
+    """The last finder of modules, which finds none, and names the new address of a module that moved."""
+
+    @staticmethod
+    def find_spec(name: str, path: object = None, target: object = None) -> None:
+        package, _, module = name.rpartition(".")
+        if package == __name__ and module in _MOVED:
+            raise ModuleNotFoundError(f"{name} moved: use fusebook.measure.{_MOVED[module]}")
+
+
+sys.meta_path.append(_Moved)
+
 # Names that NumPy has too are missing: `from fusebook import *` must not replace `exp`.
 __all__ = [
     "AllReduceNorm",

@@ -1,9 +1,10 @@
-"""Tables of results: a DataFrame in, a DataFrame out. What the columns of results mean stands in `fusebook.bench`.
+"""Tables of results: a DataFrame in, a DataFrame out. `fusebook.measure.bench` says what their columns mean.
 
-`df` is a frame of results, as `fusebook.bench.run` and `fusebook.page.results` return it, wherever it has no words.
+`df` is a frame of results, as `fusebook.measure.bench.run` and `fusebook.page.results` return it, wherever it has no
+words.
 
-A kind of time is one of the clocks of `fusebook.timing`, or ``paid``: what an eager program of many calls pays for
-each, the larger of the host's time and the device's.
+A kind of time is one of the clocks of `fusebook.measure.timing`, or ``paid``: what an eager program of many calls pays
+for each, the larger of the host's time and the device's.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from fusebook import timing
 from fusebook.extras import extra
+from fusebook.measure import timing
 
 with extra("book"):
     import pandas as pd
@@ -89,7 +90,7 @@ def dims(df: pd.DataFrame) -> list[str]:
     except ValueError:
         raise ValueError(
             f"tables: expected results with the columns dtype and status, got {', '.join(map(str, columns))}; "
-            "pass what fusebook.bench.run or fusebook.page.results returned"
+            "pass what fusebook.measure.bench.run or fusebook.page.results returned"
         ) from None
     return [name for name in found if not df[name].isna().all()]
 
@@ -465,7 +466,7 @@ def staircase(
     times : pandas.DataFrame
         What is shown of each step, a row a step and a column a size.
     steps : pandas.DataFrame
-        Of `fusebook.bench.staircase`, of one size or more: the most registers of all count.
+        Of `fusebook.measure.bench.staircase`, of one size or more: the most registers of all count.
     roof : mapping of str to float
         By column, what stands in the last row.
     lines : mapping of str to int

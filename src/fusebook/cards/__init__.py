@@ -7,7 +7,7 @@ of the page that tells of them.
 import importlib
 import pkgutil
 
-from fusebook.op import Op
+from fusebook.measure.op import Op
 
 __all__ = ["FAMILIES", "OPS"]
 

@@ -46,7 +46,7 @@ LAYERS = (
     *((3584, 14336), (7168, 18432), (2048, 768), (4096, 1536), (2880, 2880), (7168, 2048), (4096, 14336)),
 )
 
-#: Ways to lie in memory, see `fusebook.inputs.laid`: those of rows that are read once, and of any tensor.
+#: Ways to lie in memory, see `fusebook.measure.inputs.laid`: those of rows that are read once, and of any tensor.
 ROWS = ("sliced", "offset")
 ANY = (*ROWS, "across", "permuted")
 

@@ -13,7 +13,7 @@ from torch.optim.adamw import adamw
 from fusebook.cards import _draws
 from fusebook.cards._peers import compiled
 from fusebook.kernels.adamw import adamw_step, adamw_step_eager
-from fusebook.op import Cost, Dims, Op, Variant
+from fusebook.measure.op import Cost, Dims, Op, Variant
 
 __all__ = ["ADAMW_STEP", "PAGE"]
 

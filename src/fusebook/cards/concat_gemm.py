@@ -21,9 +21,9 @@ from fusebook.cards._peers import (
     side_by_side,
     weight,
 )
-from fusebook.inputs import rough
 from fusebook.kernels.products import concat_gemm, concat_gemm_eager
-from fusebook.op import Cost, Dims, Op, Variant
+from fusebook.measure.inputs import rough
+from fusebook.measure.op import Cost, Dims, Op, Variant
 
 __all__ = ["CONCAT_GEMM", "PAGE"]
 

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from fusebook.cards import _draws
 from fusebook.cards._peers import compiled, matrices
-from fusebook.inputs import rough
 from fusebook.kernels import elementwise as ours
-from fusebook.op import Cost, Dims, Op, Variant
+from fusebook.measure.inputs import rough
+from fusebook.measure.op import Cost, Dims, Op, Variant
 
 __all__ = [
     "ADD_ADD_MULTIPLY", "ADD_SUB", "DOUBLE", "EXP", "MULTIPLY", "MULTIPLY_ADD", "PAGE", "SILU", "SILU_MUL",

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from fusebook.cards import _draws
 from fusebook.cards._peers import compiled
-from fusebook.inputs import rough
 from fusebook.kernels._call import OPERATORS
 from fusebook.kernels.kmeans import (
     DTYPES,
@@ -21,7 +20,8 @@ from fusebook.kernels.kmeans import (
     kmeans_update,
     kmeans_update_eager,
 )
-from fusebook.op import Cost, Dims, Op, Variant
+from fusebook.measure.inputs import rough
+from fusebook.measure.op import Cost, Dims, Op, Variant
 
 __all__ = ["KMEANS_ASSIGN", "KMEANS_STEP", "KMEANS_UPDATE", "PAGE"]
 

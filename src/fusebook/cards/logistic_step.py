@@ -13,7 +13,7 @@ from fusebook.cards import _draws
 from fusebook.cards._peers import compiled
 from fusebook.kernels._call import accumulated
 from fusebook.kernels.logistic_step import logistic_fit, logistic_step, logistic_step_eager
-from fusebook.op import Cost, Dims, Op, Variant
+from fusebook.measure.op import Cost, Dims, Op, Variant
 
 __all__ = ["LOGISTIC_FIT", "LOGISTIC_STEP", "PAGE"]
 

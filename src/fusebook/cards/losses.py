@@ -14,7 +14,6 @@ from torch import Tensor
 
 from fusebook.cards import _draws
 from fusebook.cards._peers import compiled, matrices
-from fusebook.inputs import rough
 from fusebook.kernels._call import FLOATING, accumulated
 from fusebook.kernels.cross_entropy import cross_entropy_eager, cross_entropy_with_gradient
 from fusebook.kernels.linear_cross_entropy import (
@@ -22,7 +21,8 @@ from fusebook.kernels.linear_cross_entropy import (
     linear_cross_entropy_eager,
     linear_cross_entropy_with_gradients,
 )
-from fusebook.op import Cost, Dims, Op, Variant
+from fusebook.measure.inputs import rough
+from fusebook.measure.op import Cost, Dims, Op, Variant
 
 __all__ = ["CROSS_ENTROPY", "LINEAR_CROSS_ENTROPY", "PAGE"]
 

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from fusebook.cards import _draws
 from fusebook.cards._peers import compiled, liger_takes, matrices, quack_takes
-from fusebook.inputs import rough
 from fusebook.kernels._call import FLOATING
 from fusebook.kernels.norms import add_rms_norm, layer_norm, layer_norm_eager, rms_norm, rms_norm_eager
 from fusebook.kernels.norms_backward import layer_norm_backward, rms_norm_backward
-from fusebook.op import Cost, Dims, Op, Variant
+from fusebook.measure.inputs import rough
+from fusebook.measure.op import Cost, Dims, Op, Variant
 
 __all__ = ["ADD_RMS_NORM", "LAYER_NORM", "LAYER_NORM_BACKWARD", "PAGE", "RMS_NORM", "RMS_NORM_BACKWARD", "RMS_NORM_FP8"]
 

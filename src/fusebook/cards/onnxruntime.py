@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fusebook.cards.scatter import MASKED_SCATTER_ND
 from fusebook.kernels.scatter import masked_scatter_nd_of_shape
-from fusebook.op import Cost, Op, Variant
+from fusebook.measure.op import Cost, Op, Variant
 from fusebook.ort import Bound, Graph
 from fusebook.ort.aot import cached
 from fusebook.ort.custom import _ELEMENTS

@@ -12,14 +12,14 @@ from torch import Tensor
 
 from fusebook.cards import _draws
 from fusebook.cards._peers import compiled
-from fusebook.inputs import rough
 from fusebook.kernels.scatter import (
     embedding_backward,
     masked_scatter_nd_eager,
     masked_scatter_nd_of_shape,
     scatter_nd_of_shape,
 )
-from fusebook.op import Cost, Dims, Op, Variant
+from fusebook.measure.inputs import rough
+from fusebook.measure.op import Cost, Dims, Op, Variant
 
 __all__ = ["EMBEDDING_BACKWARD", "MASKED_SCATTER_ND", "PAGE", "SCATTER_ND_OF_SHAPE"]
 

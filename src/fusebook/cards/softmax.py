@@ -9,10 +9,10 @@ from torch import Tensor
 
 from fusebook.cards import _draws
 from fusebook.cards._peers import compiled, liger_takes, matrices, quack_takes
-from fusebook.inputs import rough
 from fusebook.kernels._call import FLOATING
 from fusebook.kernels.softmax import softmax, softmax_backward, softmax_backward_eager, softmax_eager
-from fusebook.op import Cost, Dims, Op, Variant
+from fusebook.measure.inputs import rough
+from fusebook.measure.op import Cost, Dims, Op, Variant
 
 __all__ = ["PAGE", "SOFTMAX", "SOFTMAX_BACKWARD"]
 

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from fusebook.cards import _draws
 from fusebook.cards._peers import ORT, compiled, in_tf32, needs_float32, onnx_graph, onnx_run, pack, weight
-from fusebook.inputs import rough
 from fusebook.kernels.products import swiglu, swiglu_eager
-from fusebook.op import Cost, Dims, Op, Variant
+from fusebook.measure.inputs import rough
+from fusebook.measure.op import Cost, Dims, Op, Variant
 
 __all__ = ["PAGE", "SWIGLU"]
 

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fusebook import check, inputs
-from fusebook.op import Op
+from fusebook.measure import check, inputs
+from fusebook.measure.op import Op
 from fusebook.page import _place
 from fusebook.page.show import Shown, rich
 

@@ -12,12 +12,13 @@ import pandas as pd
 import torch
 
 import fusebook
-from fusebook import bench, check, inputs, tables, timing
-from fusebook.bench import Origin
+from fusebook import tables
 from fusebook.lesson import picture
 from fusebook.lesson._checks import plain
 from fusebook.lesson.evidence import Frames, NotRecorded
-from fusebook.op import Op
+from fusebook.measure import bench, check, inputs, timing
+from fusebook.measure.bench import Origin
+from fusebook.measure.op import Op
 from fusebook.page import _place, show, verdicts
 from fusebook.page.counters import counters
 from fusebook.page.show import Shown

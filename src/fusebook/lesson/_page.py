@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 import torch
 
-from fusebook import inputs, plots
+from fusebook import plots
 from fusebook.cards import OPS
 from fusebook.lesson import _checks, _numbers, evidence
 from fusebook.lesson import picture as pictures
 from fusebook.lesson.evidence import Frames, Recorded
+from fusebook.measure import inputs
 from fusebook.page import _place, show
 from fusebook.page.claims import Claim, Claims, exercise
 from fusebook.page.results import measured, results, study

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from fusebook.kernels._call import integer
-from fusebook.machine import cache_folder_if_any
+from fusebook.measure.machine import cache_folder_if_any
 from fusebook.ort.custom import C, beside, compile_c
 
 __all__ = ["ARCHITECTURES", "TYPES", "build"]

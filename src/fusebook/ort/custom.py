@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
-from fusebook.machine import cache_folder_if_any
+from fusebook.measure.machine import cache_folder_if_any
 
 __all__ = ["CustomOp", "custom_op", "register"]
 

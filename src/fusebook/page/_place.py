@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fusebook import machine
+from fusebook.measure import machine
 
 
 def sphinx() -> bool:

@@ -11,8 +11,9 @@ from typing import Any
 import pandas as pd
 import torch
 
-from fusebook import check, tables
-from fusebook.op import Cost, Op
+from fusebook import tables
+from fusebook.measure import check
+from fusebook.measure.op import Cost, Op
 from fusebook.page import _place
 from fusebook.page.show import Folded, Shown, rich, table
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 from collections.abc import Mapping, Sequence
 
-from fusebook.op import Cost
+from fusebook.measure.op import Cost
 from fusebook.page.show import Shown, rich
 
 __all__ = ["lanes", "owners", "traffic", "vectors", "waves"]

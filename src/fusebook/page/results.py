@@ -15,10 +15,10 @@ from typing import Any, NoReturn
 import pandas as pd
 import torch
 
-from fusebook import bench, check, explore, inputs, machine, record, sources
-from fusebook.bench import Origin
 from fusebook.cards import OPS
-from fusebook.op import Dims, Op
+from fusebook.measure import bench, check, explore, inputs, machine, record, sources
+from fusebook.measure.bench import Origin
+from fusebook.measure.op import Dims, Op
 from fusebook.page import _place
 from fusebook.page.show import Shown, rich
 
@@ -225,8 +225,8 @@ def results(
     Parameters
     ----------
     config, dtype, warmup, repeat, variants
-        As `fusebook.bench.run` takes them: comma lists, calls before the clock and timed, fewer implementations than
-        the card has.
+        As `fusebook.measure.bench.run` takes them: comma lists, calls before the clock and timed, fewer implementations
+        than the card has.
     live : str, optional
         The config to measure where there is a GPU, when `config` would take too long for a page: a record answers for
         all of it at no cost. A run that records measures all of it.
@@ -234,9 +234,9 @@ def results(
     Returns
     -------
     pandas.DataFrame
-        The columns of `fusebook.bench.run`. ``attrs["origin"]``, a `fusebook.bench.Origin`, says on which machine,
-        whether just now, and what is stale; a replayed frame says so of each row in the columns ``stale`` and
-        ``stale_host``.
+        The columns of `fusebook.measure.bench.run`. ``attrs["origin"]``, a `fusebook.measure.bench.Origin`, says on
+        which machine, whether just now, and what is stale; a replayed frame says so of each row in the columns
+        ``stale`` and ``stale_host``.
 
     Raises
     ------
@@ -251,7 +251,7 @@ def results(
         if folder:
             record.write(frame, folder)
         return _told(frame)
-    command = f"python -m fusebook.record {op.name} --config {config} --dtype {dtype}"
+    command = f"python -m fusebook.measure.record {op.name} --config {config} --dtype {dtype}"
     if op.name not in OPS:  # a card of its own page: what records kernels does not know it
         command = "nox -s record"
     what: object = op.name
@@ -370,7 +370,7 @@ def measured(
 def records() -> dict[str, pd.DataFrame]:
     """Every record of the named GPU, by operator; nothing is measured.
 
-    As of `fusebook.record.read`.
+    As of `fusebook.measure.record.read`.
 
     Raises
     ------
@@ -387,7 +387,7 @@ def records() -> dict[str, pd.DataFrame]:
 def explored(
     *, seed: int = explore.RECORDED_FROM, cases: int = 100, seconds: float = 600.0, without: Sequence[str] = ()
 ) -> dict[str, pd.DataFrame]:
-    """What was found at problems that nobody chose, see `fusebook.explore`, by operator.
+    """What was found at problems that nobody chose, see `fusebook.measure.explore`, by operator.
 
     Parameters
     ----------
@@ -401,13 +401,13 @@ def explored(
     Returns
     -------
     dict of str to pandas.DataFrame
-        Of `fusebook.explore.explore`; ``attrs["origin"]`` as of `results`.
+        Of `fusebook.measure.explore.explore`; ``attrs["origin"]`` as of `results`.
 
     Raises
     ------
     NoResults
         Where there is neither a GPU nor a record; excused, since kernels are recorded before anybody explores.
-    fusebook.explore.Wrong
+    fusebook.measure.explore.Wrong
         Where a result of ours is wrong.
     """
     ours = {name: op for name, op in OPS.items() if explore.explorable(op)}
@@ -430,6 +430,8 @@ def explored(
             found[name] = _noted(explore.read(op, place.name, place.parent))
         if not found:
             _nothing(
-                f"explored problems on {place.name}", f"python -m fusebook.explore all --seed {seed}", excused=True
+                f"explored problems on {place.name}",
+                f"python -m fusebook.measure.explore all --seed {seed}",
+                excused=True,
             )
     return {name: frame for name, frame in found.items() if len(frame)}

@@ -24,8 +24,9 @@ import pandas as pd
 import torch
 from triton.runtime.jit import KernelInterface
 
-from fusebook import bench, tables
-from fusebook.bench import Origin
+from fusebook import tables
+from fusebook.measure import bench
+from fusebook.measure.bench import Origin
 from fusebook.page import _place
 
 if TYPE_CHECKING:

@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 
 import pandas as pd
 
-from fusebook import bench, cards, tables
-from fusebook.op import Op
+from fusebook import cards, tables
+from fusebook.measure import bench
+from fusebook.measure.op import Op
 
 __all__ = ["GROUPS", "choices", "compared", "every", "group", "ours", "winners"]
 
@@ -114,7 +115,7 @@ def every(found: Mapping[str, pd.DataFrame]) -> tuple[pd.DataFrame, pd.DataFrame
     Parameters
     ----------
     found : mapping of str to pandas.DataFrame
-        Of `fusebook.record.read_all`.
+        Of `fusebook.measure.record.read_all`.
 
     Returns
     -------
@@ -155,7 +156,7 @@ def winners(found: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
     Parameters
     ----------
     found : mapping of str to pandas.DataFrame
-        Of `fusebook.record.read_all`.
+        Of `fusebook.measure.record.read_all`.
 
     Returns
     -------

@@ -30,9 +30,10 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
-from fusebook import machine, record, tables
+from fusebook import tables
 from fusebook.cards import OPS
 from fusebook.extras import extra
+from fusebook.measure import machine, record
 from fusebook.page import _place
 
 with extra("book"):

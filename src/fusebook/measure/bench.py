@@ -22,10 +22,10 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fusebook import check, compiled, inputs, sources, timing
-from fusebook import machine as machines
 from fusebook.extras import extra
-from fusebook.op import Cost, Dims, Op, Variant
+from fusebook.measure import check, compiled, inputs, sources, timing
+from fusebook.measure import machine as machines
+from fusebook.measure.op import Cost, Dims, Op, Variant
 
 with extra("book"):
     import pandas as pd
@@ -165,7 +165,7 @@ class Origin:
     date, versions, commit : str
         Of the run, where rows do not say so themselves.
     code : str
-        The hash of the function by which a page measured; see `fusebook.sources`.
+        The hash of the function by which a page measured; see `fusebook.measure.sources`.
     """
 
     machine: machines.Machine | None
@@ -442,13 +442,13 @@ def run(
     extra : mapping of str to callable, optional
         A reader's own functions of the card's inputs, held to the same check.
     warmup, repeat : int
-        See `fusebook.timing`.
+        See `fusebook.measure.timing`.
     progress : bool
         Show a bar where there is a terminal.
     machine : Machine, optional
         Whose roof to hold times against; this one by default.
     clocks : sequence of str
-        Of `fusebook.timing.KINDS`; all by default.
+        Of `fusebook.measure.timing.KINDS`; all by default.
 
     Returns
     -------
@@ -533,7 +533,7 @@ def staircase(
     right : callable
         Whether such a result is right.
     kind : str
-        The clock, of `fusebook.timing.KINDS`.
+        The clock, of `fusebook.measure.timing.KINDS`.
 
     Returns
     -------

@@ -20,14 +20,14 @@ import types
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from fusebook.op import Op
+from fusebook.measure.op import Op
 
 __all__ = ["CALL_PATH", "hashes", "of_functions", "of_variant"]
 
 #: The modules through which all launchers go: ``code`` stops here, and ``host`` covers them.
 CALL_PATH = ("fusebook.kernels._call",)
 
-# What else of the package is read. The rest measures, and `fusebook.timing.VERSION` says when that changes.
+# What else of the package is read. The rest measures, and `fusebook.measure.timing.VERSION` says when that changes.
 _READ = ("fusebook.kernels", "fusebook.cards", "fusebook.ort")
 _PLAIN = (str, int, float, types.NoneType)
 _SILENT = ("ctx", "kind", "returns", "type_comment", "type_params")

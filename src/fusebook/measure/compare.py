@@ -1,10 +1,10 @@
 """Two GPUs by their records: what each reaches, and whether the difference is more than noise.
 
-    python -m fusebook.compare my-gpu nvidia-h200        # a table, and two figures in the current folder
+    python -m fusebook.measure.compare my-gpu nvidia-h200        # a table, and two figures in the current folder
 
-A record is a folder that ``python -m fusebook.record --all --out my-gpu`` wrote, or the name of a GPU that the package
-has. Two points differ where their medians are more than 2 % apart and their ranges, from the 20 to the 80 % quantile,
-do not meet; else they are alike.
+A record is a folder that ``python -m fusebook.measure.record --all --out my-gpu`` wrote, or the name of a GPU that the
+package has. Two points differ where their medians are more than 2 % apart and their ranges, from the 20 to the 80 %
+quantile, do not meet; else they are alike.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from fusebook import machine as machines
-from fusebook import plots, record, tables, timing
+from fusebook import plots, tables
 from fusebook.cards import OPS
 from fusebook.extras import extra
+from fusebook.measure import machine as machines
+from fusebook.measure import record, timing
 
 with extra("book"):
     import pandas as pd
@@ -50,8 +51,8 @@ def folder(given: str) -> pathlib.Path:
     if found:
         raise ValueError(f"{given} holds {', '.join(f.name for f in found)}: name one of them, such as {found[0]}")
     raise ValueError(
-        f"{given} is neither a folder with a machine.json, as `python -m fusebook.record --all --out {given}` writes, "
-        f"nor a GPU that the package has: {', '.join(machines.slugs()) or 'none'}"
+        f"{given} is neither a folder with a machine.json, as `python -m fusebook.measure.record --all --out {given}` "
+        f"writes, nor a GPU that the package has: {', '.join(machines.slugs()) or 'none'}"
     )
 
 
@@ -73,7 +74,7 @@ def points(name: str, mine: pathlib.Path, theirs: pathlib.Path, *, variant: str,
     name : str
         Of `fusebook.cards.OPS`.
     clock : str
-        Of `fusebook.timing.KINDS`.
+        Of `fusebook.measure.timing.KINDS`.
 
     Returns
     -------
@@ -208,7 +209,9 @@ def _figures(by_point: dict[str, pd.DataFrame], title: str, clock: str, out: pat
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m fusebook.compare", description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m fusebook.measure.compare", description=(__doc__ or "").splitlines()[0]
+    )
     parser.add_argument("mine", help="a folder of records, or a GPU that the package has")
     parser.add_argument(
         "theirs", nargs="?", default=machines.SHIPPED, help=f"the same; {machines.SHIPPED} if not given"
@@ -223,7 +226,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         table, by_point = verdicts(*places, variant=args.variant, clock=args.clock)
         args.out.mkdir(parents=True, exist_ok=True)
     except (ValueError, OSError) as error:  # a RecordError among them
-        print(f"fusebook.compare: {error}", file=sys.stderr)
+        print(f"fusebook.measure.compare: {error}", file=sys.stderr)
         return 1
     for who, m in zip(("mine:  ", "theirs:"), on, strict=True):
         print(f"{who} {m.name}, driver {m.driver}, torch {m.torch}, Triton {m.triton}, {m.date}, {m.commit}")
@@ -233,7 +236,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         for file in _figures(by_point, f"{on[0].name} against {on[1].name}", args.clock, args.out):
             print(file)
     except OSError as error:
-        print(f"fusebook.compare: no figures in {args.out}: {error}; choose another folder by --out", file=sys.stderr)
+        print(
+            f"fusebook.measure.compare: no figures in {args.out}: {error}; choose another folder by --out",
+            file=sys.stderr,
+        )
         return 1
     return 0
 

@@ -1,8 +1,8 @@
 """The card of a kernel: what an operator means, costs, and how else it can be computed.
 
 A card is a frozen record of plain functions that stands at the bottom of a kernel's module. Tests, benchmarks, tables,
-records and pages all read the same card. It is silent on tolerance (`fusebook.check`), on timing (`fusebook.timing`)
-and on plots (`fusebook.plots`): those belong to whoever reads it.
+records and pages all read the same card. It says nothing of tolerance (`fusebook.measure.check`), of timing
+(`fusebook.measure.timing`) or of plots (`fusebook.plots`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from fusebook import inputs
+from fusebook.measure import inputs
 
 __all__ = ["Cost", "Dims", "Op", "Variant"]
 
@@ -106,7 +106,7 @@ class Op:
         What benchmarks sweep: workloads.
     draw : callable
         ``draw(rng) -> Dims``, with `rng` a ``random.Random``: a problem that somebody has and nobody chose. It names
-        its ``dtype`` and its ``layout`` too, a word of `fusebook.inputs.laid`, and knows nothing of our plans.
+        its ``dtype`` and its ``layout`` too, a word of `fusebook.measure.inputs.laid`, and knows nothing of our plans.
     edges : sequence of Dims
         What tests try: the smallest sizes that reach every branch.
     dtypes : sequence of torch.dtype

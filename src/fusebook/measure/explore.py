@@ -1,4 +1,4 @@
-"""Problems that nobody chose: ``python -m fusebook.explore softmax --cases 100 --seed 100``.
+"""Problems that nobody chose: ``python -m fusebook.measure.explore softmax --cases 100 --seed 100``.
 
 An operator's card draws problems that people have (`Op.draw`), without regard to how Fusebook computes them. One after
 another is drawn, checked and timed, and its rows are appended to ``records/<gpu>/explored/<op>.csv``. An incorrect
@@ -25,11 +25,11 @@ from typing import Any
 
 import torch
 
-from fusebook import bench, check, inputs, record, sources, timing
-from fusebook import machine as machines
 from fusebook.cards import OPS
 from fusebook.extras import extra
-from fusebook.op import Dims, Op, Variant
+from fusebook.measure import bench, check, inputs, record, sources, timing
+from fusebook.measure import machine as machines
+from fusebook.measure.op import Dims, Op, Variant
 
 with extra("book"):
     import pandas as pd
@@ -67,7 +67,7 @@ class Wrong(Exception):
 
 
 def problems(op: Op, seed: int = 0, cases: int = 100) -> list[Dims]:
-    """The problems of a seed, see `fusebook.op.Op.problem`."""
+    """The problems of a seed, see `fusebook.measure.op.Op.problem`."""
     return [op.problem(seed, case) for case in range(cases)]
 
 
@@ -79,7 +79,7 @@ def _small(dims: Dims) -> Dims:
 def _line(op: Op, dims: Dims) -> str:
     """The line of Python that does it again."""
     given = "".join(f", {k}={v!r}" for k, v in dims.items())
-    return f"from fusebook import explore; explore.problem({op.name!r}{given})"
+    return f"from fusebook.measure import explore; explore.problem({op.name!r}{given})"
 
 
 def _named(rows: pd.DataFrame, columns: Sequence[str]) -> list[dict[str, int | str]]:
@@ -333,8 +333,8 @@ def explore(
             )
     if not check_only and not _gpu():
         raise RuntimeError(
-            "fusebook.explore: expected a CUDA device, got none; problems are timed on a GPU, and --check-only checks "
-            "them at small sizes in Triton's interpreter"
+            "fusebook.measure.explore: expected a CUDA device, got none; problems are timed on a GPU, and --check-only "
+            "checks them at small sizes in Triton's interpreter"
         )
     if root == machines.RECORDS and seed < RECORDED_FROM and not check_only:
         raise ValueError(f"explore: expected a seed from {RECORDED_FROM} up to record, got {seed}; see --out")
@@ -467,18 +467,18 @@ def read(op: Op, slug: str = "nvidia-h200", root: pathlib.Path | None = None) ->
     Returns
     -------
     pandas.DataFrame
-        As of `explore`; ``attrs`` holds ``origin``, a `fusebook.bench.Origin`, ``stale``, the cases that are not of
-        today's code, ``again``, how many were measured again, and ``seed``, ``without``, ``clocks``, ``versions`` and
-        ``commit``.
+        As of `explore`; ``attrs`` holds ``origin``, a `fusebook.measure.bench.Origin`, ``stale``, the cases that are of
+        older code, ``again``, how many were measured again, and ``seed``, ``without``, ``clocks``, ``versions``
+        and ``commit``.
 
     Raises
     ------
-    fusebook.record.RecordError
+    fusebook.measure.record.RecordError
         Where the file is missing, or is not what was explored.
     """
     file = path(slug, op.name, root)
     if not file.exists():
-        command = f"python -m fusebook.explore {op.name} --seed {RECORDED_FROM}"
+        command = f"python -m fusebook.measure.explore {op.name} --seed {RECORDED_FROM}"
         raise record.RecordError(f"{file}: no such record; {command} makes it")
     frame, about = _load(file)
     beside = file.parent.parent / "machine.json"
@@ -606,7 +606,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code."""
     known = [name for name, op in OPS.items() if explorable(op)]
     parser = argparse.ArgumentParser(
-        prog="python -m fusebook.explore", description="Check and time problems that nobody chose."
+        prog="python -m fusebook.measure.explore", description="Check and time problems that nobody chose."
     )
     parser.add_argument("ops", nargs="+", metavar="op", choices=[*known, "all"], help=f"all, or {', '.join(known)}")
     parser.add_argument("--cases", type=int, default=100, help="problems of each op (default: 100)")
@@ -639,6 +639,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    from fusebook import explore as itself  # whose functions other processes find by their names
+    from fusebook.measure import explore as itself  # whose functions other processes find by their names
 
     raise SystemExit(itself.main())

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from fusebook.op import Op
+from fusebook.measure.op import Op
 
 __all__ = ["Verdict", "Yardstick", "alone", "yardstick"]
 

@@ -1,4 +1,4 @@
-"""Time launch configs on this GPU, and print rows of a table: ``python -m fusebook.tune concat_gemm``.
+"""Time launch configs on this GPU, and print rows of a table: ``python -m fusebook.measure.tune concat_gemm``.
 
 For a problem of each row of `fusebook.kernels.products.TABLES`, the configs of its table are tried, and the same with
 tiles half and twice as wide. Each result is checked; those within tolerance are timed with a cold L2 cache. A printed
@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from fusebook import check, timing
 from fusebook.cards import OPS
 from fusebook.kernels import products
 from fusebook.kernels.products import ANY, TABLES, Config
+from fusebook.measure import check, timing
 
 __all__ = ["candidates", "main", "problem", "tune"]
 
@@ -110,7 +110,9 @@ def _line(row: Config, seconds: dict[Any, float]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m fusebook.tune", description="Time launch configs on this GPU.")
+    parser = argparse.ArgumentParser(
+        prog="python -m fusebook.measure.tune", description="Time launch configs on this GPU."
+    )
     parser.add_argument("op", choices=TABLES, help=", ".join(TABLES))
     parser.add_argument("kinds", nargs="*", metavar="kind", help='math and layout, such as "half row"; all by default')
     for gone, instead in REMOVED.items():
@@ -120,7 +122,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if unknown := set(args.kinds) - set(TABLES[args.op]):
         parser.error(f"expected kinds of {', '.join(TABLES[args.op])}, got {', '.join(sorted(unknown))}")
     if not torch.cuda.is_available():
-        print("fusebook.tune: expected a CUDA device, got none; launch configs are timed on a GPU", file=sys.stderr)
+        print(
+            "fusebook.measure.tune: expected a CUDA device, got none; configs are timed on a GPU",
+            file=sys.stderr,
+        )
         return 1
     for kind in args.kinds or TABLES[args.op]:
         print(f'"{kind}": (')

@@ -115,7 +115,7 @@ def usage(cubin: bytes) -> tuple[int, int]:
 
 _REGISTERS = """
 import json, sys, fusebook, triton
-from fusebook import compiled
+from fusebook.measure import compiled
 triton.runtime.driver.set_active(compiled.AbsentGPU())
 names = {}
 exec(sys.stdin.read(), names)
@@ -139,7 +139,7 @@ def registers(launch: Callable[..., Any], *given: Any) -> tuple[str, list[int]]:
     ------
     Unknown
     """
-    paths = os.pathsep.join(filter(None, [str(pathlib.Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]))
+    paths = os.pathsep.join(filter(None, [str(pathlib.Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]))
     env = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-W", "ignore", "-c", _REGISTERS, launch.__name__, json.dumps(given)]
     source = textwrap.dedent(inspect.getsource(launch))

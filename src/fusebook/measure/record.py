@@ -1,13 +1,13 @@
 """Records of measurements: what a page replays where there is no GPU.
 
-``records/<gpu>/<op>.csv`` holds the rows of `fusebook.bench.run`, ``records/<gpu>/machine.json`` the machine and its
-ceilings, ``records/<gpu>/pages/<name>.csv`` what a page measured that no card covers. The first line of a CSV says what
-it is, how many rows follow and their sha256, so that a truncated or edited file is refused. It also names the versions
-of the software, the date and the commit, which all rows of a file share.
+``records/<gpu>/<op>.csv`` holds the rows of `fusebook.measure.bench.run`, ``records/<gpu>/machine.json`` the machine
+and its ceilings, ``records/<gpu>/pages/<name>.csv`` what a page measured that no card covers. The first line of a CSV
+says what it is, how many rows follow and their sha256, so that a truncated or edited file is refused. It also names the
+versions of the software, the date and the commit, which all rows of a file share.
 
-    python -m fusebook.record softmax --config triton,large,llama --out DIR
-    python -m fusebook.record --all --out my-gpu   # ceilings and all points that the package has of another GPU
-    python -m fusebook.record --check              # which rows were measured before the code changed
+    python -m fusebook.measure.record softmax --config triton,large,llama --out DIR
+    python -m fusebook.measure.record --all --out my-gpu   # ceilings and all points that the package has of another GPU
+    python -m fusebook.measure.record --check              # which rows were measured before the code changed
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from fusebook import bench, sources, tables, timing
-from fusebook import machine as machines
-from fusebook.bench import Origin
+from fusebook import tables
 from fusebook.cards import FAMILIES, OPS
 from fusebook.extras import extra
-from fusebook.op import Dims, Op
+from fusebook.measure import bench, sources, timing
+from fusebook.measure import machine as machines
+from fusebook.measure.bench import Origin
+from fusebook.measure.op import Dims, Op
 
 with extra("book"):
     import pandas as pd
@@ -180,15 +181,15 @@ def read(name: str | Op, gpu: str | None = None, root: pathlib.Path | None = Non
         Of an operator, or ``pages/transfers``. Pass the card itself if it is none of `fusebook.cards.OPS`: what changed
         is known of cards only.
     gpu : str, optional
-        The GPU's folder; see `fusebook.machine.slug`.
+        The GPU's folder; see `fusebook.measure.machine.slug`.
     root : pathlib.Path, optional
         The package's records by default.
 
     Returns
     -------
     pandas.DataFrame
-        ``attrs["origin"]`` is an `Origin`. Rows of an operator are those of `fusebook.bench.run` without the column
-        ``config``, and with two more: ``stale`` says why GPU times and memory are not those of today's code, and
+        ``attrs["origin"]`` is an `Origin`. Rows of an operator are those of `fusebook.measure.bench.run` without the
+        column ``config``, and with two more: ``stale`` says why GPU times and memory are not those of today's code, and
         ``stale_host`` the same of launch times. Both are empty for a row that is up to date.
 
     Raises
@@ -233,12 +234,12 @@ def select(
     frame : pandas.DataFrame
         Of `read`.
     config, dtype, variants
-        As `fusebook.bench.run` takes them: comma lists, and fewer implementations than the record has.
+        As `fusebook.measure.bench.run` takes them: comma lists, and fewer implementations than the record has.
 
     Returns
     -------
     pandas.DataFrame
-        As of `fusebook.bench.run`, with the columns of `read`; ``attrs["origin"]`` says what is stale of these rows.
+        As of `fusebook.measure.bench.run`, with the columns of `read`; ``attrs["origin"]`` says what is stale of them.
 
     Raises
     ------
@@ -268,7 +269,7 @@ def write(frame: pd.DataFrame, root: pathlib.Path | str, name: str = "") -> path
     Parameters
     ----------
     frame : pandas.DataFrame
-        Of `fusebook.bench.run`, of one operator; or what a page measured by itself. Measured on a GPU.
+        Of `fusebook.measure.bench.run`, of one operator; or what a page measured by itself. Measured on a GPU.
     root : path
         Becomes ``root/<gpu>/<name>.csv`` next to ``root/<gpu>/machine.json``.
     name : str
@@ -474,11 +475,11 @@ def _record_each(out: pathlib.Path, on: machines.Machine, argv: Sequence[str]) -
     failed = [name for name in OPS if subprocess.run([sys.executable, "-m", __spec__.name, name, *argv]).returncode]
     if failed:
         print(
-            f"fusebook.record: {', '.join(failed)} failed; the same command goes on with what is missing",
+            f"fusebook.measure.record: {', '.join(failed)} failed; the same command goes on with what is missing",
             file=sys.stderr,
         )
         return 1
-    print(f"{out / on.slug} is whole; next: python -m fusebook.compare {out} {machines.SHIPPED}")
+    print(f"{out / on.slug} is whole; next: python -m fusebook.measure.compare {out} {machines.SHIPPED}")
     return 0
 
 
@@ -491,7 +492,9 @@ _GONE = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m fusebook.record", description="Measure ops and write records.")
+    parser = argparse.ArgumentParser(
+        prog="python -m fusebook.measure.record", description="Measure ops and write records."
+    )
     parser.add_argument("ops", nargs="*", metavar="op", help=f"any of {', '.join(OPS)}")
     parser.add_argument("--config", help="names of configs and sizes, by commas; all configs of an op if not given")
     parser.add_argument("--dtype", default="float32", help=f"by commas, of {', '.join(bench.DTYPES)}")
@@ -524,7 +527,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             for name, frame in found.items():
                 print(f"{name}: {'; '.join(map('stale: {}'.format, frame.attrs['origin'].stale)) or 'fresh'}")
     except (ValueError, OSError) as error:  # of RecordError, a machine.json that is none
-        print(f"fusebook.record: {error}", file=sys.stderr)
+        print(f"fusebook.measure.record: {error}", file=sys.stderr)
         return 1
     if args.check:
         return 0
@@ -535,7 +538,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         on = machines.here(fresh=args.machine)
     except RuntimeError:
-        print("fusebook.record: no CUDA device here; records are taken on a GPU", file=sys.stderr)
+        print("fusebook.measure.record: no CUDA device here; records are taken on a GPU", file=sys.stderr)
         return 1
     beside = args.out / on.slug / "machine.json"
     if args.machine or (args.all and not beside.exists()):

@@ -28,8 +28,8 @@ import torch
 import triton
 import triton.language as tl
 
-from fusebook import timing
-from fusebook.op import Cost
+from fusebook.measure import timing
+from fusebook.measure.op import Cost
 
 __all__ = [
     "RECORDS", "SHIPPED", "Machine", "aten", "beside_torch", "cache_folder", "cache_folder_if_any", "clocks_and_power",
@@ -38,7 +38,7 @@ __all__ = [
 ]  # fmt: skip
 
 #: Where the records of the package lie, a folder a GPU.
-RECORDS = pathlib.Path(__file__).parent / "records"
+RECORDS = pathlib.Path(__file__).parents[1] / "records"
 
 #: The GPU whose records are replayed unless another is asked for.
 SHIPPED = "nvidia-h200"
@@ -343,7 +343,7 @@ def _commit() -> str:
     """The commit of the sources: FUSEBOOK_COMMIT where they are no checkout, else the version that is installed."""
     if given := os.environ.get("FUSEBOOK_COMMIT"):
         return given
-    source = pathlib.Path(__file__).parents[1]
+    source = pathlib.Path(__file__).parents[2]
     if (
         source.name == "src" and (source.parent / ".git").exists()
     ):  # and not that of another project, in whose folder this one is installed
@@ -656,8 +656,8 @@ def newest(page: str) -> str:
 def places(page: str = "") -> list[pathlib.Path]:
     """The folders of the recorded GPUs that are replayed; the first that has a record counts.
 
-    First that of FUSEBOOK_RECORDS, a folder as ``python -m fusebook.record --all`` writes, if it is set. Then, in the
-    package, that of FUSEBOOK_GPU, or else that of the newest whole record of a page. Then ``nvidia-h200``.
+    First that of FUSEBOOK_RECORDS, a folder as ``python -m fusebook.measure.record --all`` writes, if it is set. Then,
+    in the package, that of FUSEBOOK_GPU, or else that of the newest whole record of a page. Then ``nvidia-h200``.
 
     Parameters
     ----------
@@ -681,7 +681,7 @@ def places(page: str = "") -> list[pathlib.Path]:
         there = ", ".join(folder.name for folder in found) or "none"
         raise FileNotFoundError(
             f"FUSEBOOK_RECORDS={given}: expected a folder with the records of one GPU, found those of {there}; "
-            f"`python -m fusebook.record --all --out {given}` makes one, and FUSEBOOK_GPU chooses one of several"
+            f"`python -m fusebook.measure.record --all --out {given}` makes one, FUSEBOOK_GPU chooses one of several"
         )
     return [*found, shipped]
 

@@ -1,0 +1,1 @@
+"""Inputs, checks, clocks and records: how operators are measured."""
