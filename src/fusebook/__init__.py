@@ -55,6 +55,7 @@ from fusebook.kernels.logistic_step import logistic_fit, logistic_step, logistic
 from fusebook.kernels.norms import add_layer_norm, add_rms_norm, layer_norm, layer_norm_eager, rms_norm, rms_norm_eager
 from fusebook.kernels.norms_backward import layer_norm_backward, rms_norm_backward
 from fusebook.kernels.products import concat_gemm, concat_gemm_eager, swiglu, swiglu_eager
+from fusebook.kernels.quantized import PackedWeight, quantize, quantized_matmul, quantized_swiglu
 from fusebook.kernels.scatter import (
     embedding_backward,
     masked_scatter_nd_eager,
@@ -86,6 +87,7 @@ sys.meta_path.append(_Moved)
 __all__ = [
     "AllReduceNorm",
     "KMeans",
+    "PackedWeight",
     "SharedKMeans",
     "adamw_step",
     "adamw_step_eager",
@@ -120,6 +122,9 @@ __all__ = [
     "masked_scatter_nd_of_shape",
     "multiply_add",
     "multiply_add_eager",
+    "quantize",
+    "quantized_matmul",
+    "quantized_swiglu",
     "rms_norm",
     "rms_norm_backward",
     "rms_norm_eager",
