@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fusebook.cards import _draws
 from fusebook.cards._peers import compiled
-from fusebook.kernels._call import OPERATORS
+from fusebook.kernels import kmeans as _kernels
 from fusebook.kernels.kmeans import (
     DTYPES,
     LABELS,
@@ -235,7 +235,7 @@ def _compiled_step(points: Tensor, centres: Tensor, label_dtype: torch.dtype) ->
 
 
 def _fusebook_step(points: Tensor, centres: Tensor, label_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    return OPERATORS["kmeans_step"](points, centres, label_dtype)
+    return _kernels._step(points, centres, label_dtype)
 
 
 def _two_calls(points: Tensor, centres: Tensor, label_dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from fusebook.measure.op import Op
 
-__all__ = ["CALL_PATH", "hashes", "of_functions", "of_variant"]
+__all__ = ["CALL_PATH", "hashes", "of_functions", "of_variant", "reached"]
 
 #: The modules through which all launchers go: ``code`` stops here, and ``host`` covers them.
 CALL_PATH = ("fusebook.kernels._call",)
@@ -55,6 +55,17 @@ def hashes(*functions: Any) -> tuple[str, str]:
     code, host : str
         Twelve digits each. `host` is empty if the call path is not reached.
     """
+    code, host = _walked(functions)
+    return _twelve(sorted(code.values())), _twelve(sorted(host.values())) if host else ""
+
+
+def reached(*functions: Any) -> set[tuple[str, str]]:
+    """The definitions that functions reach by name, without those of the call path: a module and a name each."""
+    return {key for key in _walked(functions)[0] if isinstance(key, tuple)}
+
+
+def _walked(functions: Iterable[Any]) -> tuple[dict[Any, str], dict[Any, str]]:
+    """The source of all definitions that functions reach by name, and of those in the call path."""
     code: dict[Any, str] = {}
     host: dict[Any, str] = {}
     ahead: list[Any] = list(functions)
@@ -72,7 +83,7 @@ def hashes(*functions: Any) -> tuple[str, str]:
         elif id(thing) not in code:
             code[id(thing)], more = _start(thing)
             ahead += more
-    return _twelve(sorted(code.values())), _twelve(sorted(host.values())) if host else ""
+    return code, host
 
 
 def of_variant(op: Op, name: str) -> tuple[str, str]:
@@ -207,7 +218,7 @@ def _bound(node: ast.AST) -> Iterator[str]:
     """The names that a statement gives a value, or changes, at the level of its module."""
     if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
         yield node.name
-    elif isinstance(getattr(node, "ctx", None), ast.Store):
+    elif isinstance(getattr(node, "ctx", None), ast.Store) and not isinstance(node, (ast.Tuple, ast.List, ast.Starred)):
         yield getattr(node, "id", "") or getattr(getattr(node, "value", None), "id", "")
     elif not isinstance(node, (ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)):
         for child in ast.iter_child_nodes(node):

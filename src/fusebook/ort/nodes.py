@@ -9,12 +9,12 @@ from torch import Tensor
 
 from fusebook.kernels._call import FLOATING, OPERATORS
 from fusebook.kernels.cross_entropy import cross_entropy
+from fusebook.kernels.scatter import _scatter
+from fusebook.kernels.softmax import _softmax
 from fusebook.ort.custom import custom_op
 
 __all__ = ["LOSSES", "MASKED_SCATTER_ND", "NODES", "NORMS", "SCATTER_ND", "SOFTMAX"]
 
-_softmax = OPERATORS["softmax"]
-_scatter = OPERATORS["scatter_nd"]
 _norm = OPERATORS["norm"]
 _add_norm = OPERATORS["add_norm"]
 
