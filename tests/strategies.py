@@ -1,88 +1,147 @@
-"""What a strategy earns: random problems with it, and without it.
+"""The worth of a strategy: random problems with it, and without it.
 
-    PYTHONPATH=src python tests/strategies.py kmeans_update      # on a GPU; writes build/strategies.csv
+    PYTHONPATH=src python tests/strategies.py softmax                # on a GPU; writes build/strategies.csv
+    PYTHONPATH=src python tests/strategies.py softmax --list         # their names; needs no GPU
+    PYTHONPATH=src python tests/strategies.py softmax --only _SOFTMAX.parts
 
-A strategy is a row of a table of launch configs or a branch, and has a name: that of the table and the first value of
-the row, or that of the function that decides for the branch. Without it, 200 random problems of three seeds are timed
-in the order with, without, without, with. It stays if at least 3 % of all problems are at least 5 % slower without it.
+A strategy is a row of a launch table, or a branch. Tables are found in the modules of `fusebook.kernels`: a table is a
+tuple of rows that begin with a limit, under a name in capitals or within its value. The name of a row is the path to
+its table and its limits, such as ``softmax._SOFTMAX.configs.4.8192``. A branch is a function that decides, or a
+threshold, see `BRANCHES`.
+
+200 random problems of three seeds are timed in the order with, without, without, with. A strategy stays if at least 3 %
+of all problems are at least 5 % slower without it.
 """
 
 import argparse
 import contextlib
 import csv
-import dataclasses
 import functools
 import importlib
 import pathlib
+import pkgutil
 import time
 
 import pandas as pd
 import torch
-from triton.runtime import interpreter
-from triton.runtime.jit import JITFunction
 
+from fusebook import kernels
 from fusebook.cards import OPS
 from fusebook.kernels import _call
-from fusebook.measure import explore, timing
+from fusebook.measure import explore, sources, timing
 
 #: At least this share of the problems must be this many times slower without a strategy.
 SHARE, SLOWER = 0.03, 1.05
 SEEDS = (71, 72, 73)
 COLUMNS = ("operator", "strategy", "seed", "case", "taken", "us", "us_again", "without_us", "without_us_again")
 
-
-@dataclasses.dataclass(frozen=True)
-class Strategy:
-    """A row of a table, or a branch.
-
-    Attributes
-    ----------
-    name : str
-    ops : tuple of str
-        The operators that use it.
-    at : str
-        The table or the function that decides, such as ``"_norms._window"`` of `fusebook.kernels`.
-    value : object
-        The first value of the row; or what the function returns without the branch.
-    """
-
-    name: str
-    ops: tuple[str, ...]
-    at: str
-    value: object
-
-    @contextlib.contextmanager
-    def left_out(self):
-        """Inside, the library works without the strategy."""
-        path, _, attribute = self.at.rpartition(".")
-        module = importlib.import_module(f"fusebook.kernels.{path}")
-        own = getattr(module, attribute)
-        if callable(own):
-            other = functools.wraps(own)(lambda *_, **__: self.value)
-        else:
-            other = type(own)(row for row in own if row[0] != self.value)
-            if len(other) != len(own) - 1:
-                raise ValueError(f"{self.name}: expected one row of {self.at} that begins with {self.value!r}")
-        setattr(module, attribute, other)
-        try:
-            yield
-        finally:
-            setattr(module, attribute, own)
+#: A branch by the function that decides, and its result without the branch; or a threshold, and another value.
+BRANCHES = {
+    "kmeans._sums_fit": False,  # the sums of all centres in registers
+    "logistic_step._taken_across": False,  # transposed matrices without a copy
+    "scatter._scan_pays": False,  # each row reads all indices
+}
 
 
-NORMS = ("rms_norm", "add_rms_norm", "layer_norm")
-SCATTERS = ("embedding_backward", "masked_scatter_nd_of_shape")
-STRATEGIES = (
-    Strategy("odd half types by whole vectors", NORMS, "_norms._window", 1),
-    Strategy("matrices that lie across as they are", ("logistic_step",), "logistic_step._taken_across", False),
-    Strategy("each row looks through all indices", SCATTERS, "scatter._scan_pays", False),
-    Strategy("sums of all centres in registers", ("kmeans_update", "kmeans_step"), "kmeans._sums_fit", False),
-)
+def modules():
+    """The modules of kernels by name."""
+    names = [found.name for found in pkgutil.iter_modules(kernels.__path__)]
+    return {name: importlib.import_module(f"{kernels.__name__}.{name}") for name in names}
+
+
+def parts(value):
+    """The items of a dict or a tuple by name."""
+    return value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, tuple) else ()
+
+
+def is_table(value):
+    """Whether a value is a launch table: rows that begin with a limit, of one kind; one named row, or several rows."""
+    rows = value if type(value) is tuple else ()
+    named = {hasattr(row, "_fields") for row in rows}
+    limits = (isinstance(row, tuple) and row and type(row[0]) in (int, float) for row in rows)
+    return len(named) == 1 and all(limits) and (len(rows) > 1 or named == {True})
+
+
+def rows(value, path=()):
+    """The path to each row of each table within a value: keys, and the index of the row."""
+    if is_table(value):
+        yield from ((*path, index) for index in range(len(value)))
+    else:
+        for key, part in parts(value):
+            yield from rows(part, (*path, key))
+
+
+def label(value, path):
+    """The path to a row, with as many of its first numbers as tell it from other rows instead of its index."""
+    names = []
+    for key in path[:-1]:
+        names.append(str(getattr(value, "_fields", {key: key})[key]))
+        value = value[key]
+    row = value[path[-1]]
+    count = next((n for n in range(1, len(row)) if sum(other[:n] == row[:n] for other in value) == 1), len(row))
+    return ".".join([*names, *map(str, row[:count])])
+
+
+def without(value, path):
+    """The same value without the row at a path."""
+    key, *others = path
+    if not others:
+        return type(value)(row for index, row in enumerate(value) if index != key)
+    if isinstance(value, dict):
+        return value | {key: without(value[key], others)}
+    items = [without(part, others) if index == key else part for index, part in enumerate(value)]
+    return value._make(items) if hasattr(value, "_make") else type(value)(items)
+
+
+def strategies():
+    """By the name of each strategy: its module, the name there, and the value of that name without the strategy."""
+    found = {}
+    for name, module in modules().items():
+        for attribute, value in vars(module).items():
+            if attribute.strip("_").isupper():
+                for path in rows(value):
+                    found[f"{name}.{attribute}.{label(value, path)}"] = module, attribute, without(value, path)
+    for branch, other in BRANCHES.items():
+        name, attribute = branch.split(".")
+        own = getattr(module := modules()[name], attribute)
+        instead = functools.wraps(own)(lambda *_, other=other, **__: other) if callable(own) else other
+        found[branch] = module, attribute, instead
+    return found
+
+
+def of(op):
+    """The strategies of an operator: those in definitions that its implementation reaches."""
+    reached = sources.reached(op.variants[explore.fusebooks(op)].run)
+    return {name: found for name, found in strategies().items() if (found[0].__name__, found[1]) in reached}
+
+
+@contextlib.contextmanager
+def left_out(module, attribute, instead):
+    """Inside, the library works without a strategy."""
+    own = getattr(module, attribute)
+    setattr(module, attribute, instead)
+    forget()
+    try:
+        yield
+    finally:
+        setattr(module, attribute, own)
+        forget()
+
+
+def forget():
+    """Clear the caches of functions that choose launch configs."""
+    for module in modules().values():
+        for value in vars(module).values():
+            if callable(clear := getattr(value, "cache_clear", None)):
+                clear()
 
 
 @contextlib.contextmanager
 def launched():
     """What the calls inside launch: kernels with their grids and constants, and operators of torch."""
+    from triton.runtime import interpreter  # after fusebook, which chooses how kernels run
+    from triton.runtime.jit import JITFunction
+
     log = []
 
     def noted(own):
@@ -117,34 +176,30 @@ def microseconds(call, repeat=9):
     return found.q50 * 1e6 if found else float("nan")
 
 
-def measure(op, strategy, problems, clock=microseconds, until=float("inf")):
-    """A row for each problem, with the times in the order with, without, without, with."""
-    run = op.variants[explore.ours(op)].run
+def measure(op, found, problems, clock=microseconds, until=float("inf")):
+    """A row for each problem and strategy, with the times in the order with, without, without, with."""
+    run = op.variants[explore.fusebooks(op)].run
     device = "cuda" if torch.cuda.is_available() else "cpu"
-
-    def without(*made):
-        with strategy.left_out():
-            return run(*made)
-
     for seed, case, dims in problems:
-        if time.monotonic() >= until:
-            return
-        try:
+        with contextlib.suppress(NotImplementedError, torch.cuda.OutOfMemoryError):
             made = op.made(dims, device)
-            with launched() as log:
-                run(*made)
-                own = list(log)
-                log.clear()
-                without(*made)
-            row = [op.name, strategy.name, seed, case, taken := own != log]
-            if taken:
-                with _call.uncached():  # a plan of a call would repeat what was launched first
-                    first, *others, last = (clock(functools.partial(f, *made)) for f in (run, without, without, run))
-                yield [*row, first, last, *others]
-            else:
-                yield [*row, *[float("nan")] * 4]
-        except (NotImplementedError, torch.cuda.OutOfMemoryError):
-            continue
+            call = functools.partial(run, *made)
+            with launched() as own:
+                call()
+            for name, strategy in found.items():
+                if time.monotonic() >= until:
+                    return
+                times = [float("nan")] * 4
+                with contextlib.suppress(StopIteration):  # no other row fits
+                    with left_out(*strategy), launched() as other:
+                        call()
+                    if taken := own != other:
+                        with _call.uncached():  # the cached call of a problem would repeat what was launched first
+                            first = clock(call)
+                            with left_out(*strategy):
+                                second, third = clock(call), clock(call)
+                            times = [first, clock(call), second, third]
+                    yield [op.name, name, seed, case, taken, *times]
 
 
 def drawn(op, count=200, seeds=SEEDS):
@@ -168,11 +223,20 @@ def tell(rows):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("ops", nargs="*", choices=sorted({op for s in STRATEGIES for op in s.ops}), metavar="op")
+    known = [name for name, op in OPS.items() if explore.explorable(op)]
+    parser.add_argument("ops", nargs="*", metavar="op", help=f"all if none is given; or {', '.join(known)}")
+    parser.add_argument("--only", default="", metavar="TEXT", help="strategies whose name contains this")
+    parser.add_argument("--list", action="store_true", help="only name the strategies of each operator")
     parser.add_argument("--problems", type=int, default=200, help="of each operator, in all")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="in all")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("build", "strategies.csv"))
     args = parser.parse_args()
+    if unknown := set(args.ops) - set(known):
+        parser.error(f"expected operators of {', '.join(known)}, got {', '.join(sorted(unknown))}")
+    asked = {op: {k: v for k, v in of(OPS[op]).items() if args.only in k} for op in args.ops or known}
+    if args.list:
+        print("\n".join(f"{op} {name}" for op, found in asked.items() for name in found))
+        return
     if not torch.cuda.is_available():
         parser.error("strategies are timed on a GPU, and there is no CUDA device")
     until = time.monotonic() + args.seconds
@@ -180,11 +244,10 @@ def main():
     with args.out.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(COLUMNS)
-        for strategy in STRATEGIES:
-            for name in [op for op in strategy.ops if not args.ops or op in args.ops]:
-                for row in measure(OPS[name], strategy, drawn(OPS[name], args.problems), until=until):
-                    writer.writerow(row)
-                    file.flush()
+        for name, found in asked.items():
+            for row in measure(OPS[name], found, drawn(OPS[name], args.problems), until=until):
+                writer.writerow(row)
+                file.flush()
     print(tell(pd.read_csv(args.out)).to_string(index=False))
 
 

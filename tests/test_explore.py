@@ -6,6 +6,7 @@ import random
 import sys
 import types
 from collections import Counter
+from typing import NamedTuple
 
 import pandas as pd
 import pytest
@@ -162,123 +163,98 @@ def gpu(monkeypatch):
     """Times of a device that is not there: the variant's name tells how long it takes."""
     took = {"fusebook": 10e-6, "honest": 8e-6, "slow": 30e-6}
 
-    def clock(kind):
-        def times(functions, **_):
-            return {name: timing.Quantiles(*[took[name] * (kind == "cold" or 3)] * 3, 1) for name in functions}
-
-        return times
+    def cold(functions, **_):
+        return {name: timing.Quantiles(*[took[name]] * 3, 1) for name in functions}
 
     monkeypatch.setattr(explore, "_gpu", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda *_: "Test GPU")
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda *_: (9, 0))
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda *_: types.SimpleNamespace(multi_processor_count=3))
-    monkeypatch.setattr(timing, "cold", clock("cold"))
-    monkeypatch.setattr(timing, "host", clock("host"))
-    monkeypatch.setattr(timing, "_host_seconds", lambda _: 1.0)
+    monkeypatch.setattr(timing, "cold", cold)
 
 
-def explored(*ops, **options):
-    return [found for _, found in explore.explore(*ops, **{"cases": 3, "seed": 100, **options})]
-
-
-def test_problems_are_the_same_however_many_are_asked_for():
-    op = OPS["softmax"]
-    assert explore.problems(op, 7, 5) == explore.problems(op, 7, 9)[:5]
-    assert explore.problems(op, 7, 5) != explore.problems(op, 8, 5)
+def explored(op, **options):
+    return explore.explore(op, **{"cases": 3, **options})
 
 
 def test_problems_are_checked_and_timed(op, gpu):
-    (frame,) = explored(op)
+    frame = explored(op)
     assert len(frame) == 9 and (frame["status"] == "ok").all()
     assert list(frame.columns) == [*explore.COLUMNS[:5], "M", "N", *explore.COLUMNS[5:]]
-    found = explore.standing(op, frame)
+    found = explore.ratios(op, frame)
     assert list(found["over all"]) == [1.25] * 3 and set(found["best"]) == {"honest"}
-    assert list(explore.standing(op, frame, "paid")["ours_us"]) == pytest.approx([30.0] * 3)
-    told = explore.quantiles(op, frame)
-    assert told.loc[("cold", "over torch"), "worst"] == 1.25 and told.loc[("cold", "over all"), "at most 1.02"] == 0
-    assert len(explore.worst(op, frame)) == 3 and explore.refusals(frame).empty
+    assert explore.problem(op, **op.problem(100, 0))["gpu_us"].tolist() == frame["gpu_us"].tolist()[:3]
 
 
-def test_ours_is_held_against_what_a_user_would_pick_instead(gpu):
+def test_fusebook_is_compared_with_what_a_user_would_call_instead(gpu):
     half = {"M": 3, "N": 4, "dtype": "float16", "layout": "contiguous"}
     ways = {
         "fusebook, slowly": variant(lambda x: x + x),
         "TF32": variant(lambda x: x + x, math="tf32"),
         "C": variant(lambda x: x + x, on_cpu=True),
         "NumPy": variant(lambda x: x + x),
+        "max-autotune": variant(lambda x: x + x),
     }
     op = dataclasses.replace(toy(fusebook=variant(lambda x: x + x), **ways), draw=lambda rng: half)
-    assert set(explore._chosen(op, ())) == {"honest", "fusebook", "fusebook, slowly", "TF32"}
-    assert set(explore._chosen(op, ["slow", "TF"])) == {"honest", "fusebook"}
-    (frame,) = explored(op, check_only=True, cases=1)
-    assert set(frame["variant"]) == {"honest", "fusebook", "fusebook, slowly"}, "halves are not multiplied in TF32"
-    times = {"honest": 8.0, "fusebook": 10.0, "fusebook, slowly": 2.0}
-    found = explore.standing(op, frame.assign(gpu_us=frame["variant"].map(times)))
+    assert set(explore._compared(op)) == {"honest", "fusebook", "TF32"}
+    frame = explored(op, check_only=True, cases=1)
+    assert set(frame["variant"]) == {"honest", "fusebook"}, "halves are not multiplied in TF32"
+    found = explore.ratios(op, frame.assign(gpu_us=frame["variant"].map({"honest": 8.0, "fusebook": 10.0})))
     assert list(found["best"]) == ["honest"] and list(found["over all"]) == [1.25]
-    assert explore.standing(op, frame.assign(gpu_us=frame["variant"].map({"fusebook": 10.0}))).empty
+    assert explore.ratios(op, frame.assign(gpu_us=frame["variant"].map({"fusebook": 10.0}))).empty
 
 
-def test_quantiles_are_of_all_problems_and_the_worst_come_first(op, gpu):
-    (frame,) = explored(op, cases=11)
-    ours = frame["variant"] == "fusebook"
-    frame.loc[ours, "gpu_us"] = [8.08, *(8.0 * (1 + case / 10) for case in range(1, 11))]
-    told = explore.quantiles(op, frame).loc[("cold", "over all")]
-    assert list(told.round(9)) == [11, 1.5, 1.9, 2.0, round(1 / 11, 9)], "what is 1 % slower is not behind"
-    assert list(explore.worst(op, frame)["case"]) == [10, 9, 8, 7, 6, 5, 4, 3, 2, 1]
+@pytest.mark.parametrize(("name", "target"), [("toy", ""), ("softmax", "missed"), ("swiglu", "missed")])
+def test_a_summary_is_of_all_problems_and_knows_the_target(op, gpu, name, target):
+    op = dataclasses.replace(op, name=name)
+    frame = explored(op, cases=11)
+    own = frame["variant"] == "fusebook"
+    frame.loc[own, "gpu_us"] = [8 * (1 + case / 10) for case in range(11)]
+    told = explore.summary(op, frame).loc["over torch"]
+    assert told.tolist()[:4] == pytest.approx([11, 1.5, 1.9, 2.0]) and told["target"] == target
+    frame.loc[own, "gpu_us"] = [7.0] * 10 + [9.0]
+    assert explore.summary(op, frame).loc["over torch", "target"] == ("met" if target else "")
+    assert explore.summary(op, frame.head(0)).loc["over torch", ["problems", "target"]].tolist() == [0, ""]
 
 
-def test_first_problems_of_all_come_before_second_ones(op, monkeypatch):
-    other, taken = dataclasses.replace(op, name="other"), []
-    monkeypatch.setattr(explore, "_explored", lambda op, *_: taken.append(op.name) or [])
-    explored(op, other, cases=2, check_only=True)
-    assert taken == ["toy", "other", "toy", "other"]
-
-
-def test_of_an_operator_that_was_wrong_nothing_more_is_computed(op, monkeypatch):
-    called = []
-
-    def wrong(op, *_):
-        called.append(op.name)
-        raise explore.Wrong("this one")
-
-    monkeypatch.setattr(explore, "_explored", wrong)
-    (found,) = explored(op, cases=3, check_only=True)
-    assert called == ["toy"] and str(found) == "this one"
+def test_targets_are_of_operators():
+    names = [name for group in explore.TARGETS.values() for name in group]
+    assert len(set(names)) == len(names) and set(names) < set(OPS)
 
 
 def test_the_best_of_torch_needs_nothing_but_torch(op, gpu, monkeypatch):
     monkeypatch.setattr(bench, "missing", lambda _: "")
     op = toy(fusebook=variant(lambda x: x + x), slow=Variant(lambda x: 2 * x, needs=("cuda", "a_library")))
     monkeypatch.setattr(timing, "cold", lambda fs, **_: {n: timing.Quantiles(*[len(n) * 1e-6] * 3, 1) for n in fs})
-    found = explore.standing(op, explored(op)[0])
+    found = explore.ratios(op, explored(op))
     assert set(found["torch"]) == {"honest"} and set(found["best"]) == {"slow"}
     assert list(found["over torch"]) == [8 / 6] * 3 and list(found["over all"]) == [2.0] * 3
 
 
-def test_a_wrong_result_of_ours_ends_it_with_the_line_that_shows_it(op, monkeypatch):
-    wrong = toy(fusebook=variant(lambda x: x * (3 if x.shape[0] > 4 else 2)))
-    (found,) = explored(wrong, cases=20, check_only=True)
-    assert isinstance(found, explore.Wrong) and "error" in str(found)
-    line = str(found).splitlines()[-1]
-    monkeypatch.setattr(explore, "OPS", {"toy": wrong})
-    with pytest.raises(explore.Wrong):
+def test_an_incorrect_result_ends_it_with_the_line_that_shows_it(op, monkeypatch):
+    incorrect = toy(fusebook=variant(lambda x: x * (3 if x.shape[0] > 4 else 2)))
+    with pytest.raises(explore.Incorrect, match="error") as error:
+        explored(incorrect, cases=20, check_only=True)
+    line = str(error.value).splitlines()[-1]
+    monkeypatch.setattr(explore, "OPS", {"toy": incorrect})
+    with pytest.raises(explore.Incorrect):
         exec(line)
     monkeypatch.setattr(explore, "OPS", {"toy": op})
     exec(line)
 
 
-def test_ours_that_fails_ends_it_too():
+def test_a_failure_of_fusebook_ends_it_too():
     def fails(x):
         raise RuntimeError("no such thing")
 
-    (found,) = explored(toy(fusebook=variant(fails)), check_only=True)
-    assert isinstance(found, explore.Wrong) and "fusebook is failed: RuntimeError: no such thing" in str(found)
+    with pytest.raises(explore.Incorrect, match="fusebook is failed: RuntimeError: no such thing"):
+        explored(toy(fusebook=variant(fails)), check_only=True)
 
 
 def test_memory_for_a_result_is_spoiled_before_each_call(monkeypatch):
     log = []
     monkeypatch.setattr(inputs, "poison", lambda outputs: log.append([tuple(o.shape) for o in outputs]))
-    (frame,) = explored(toy(fusebook=variant(lambda x: log.append("call") or x + x)), cases=1, check_only=True)
+    frame = explored(toy(fusebook=variant(lambda x: log.append("call") or x + x)), cases=1, check_only=True)
     shape = tuple(frame[["M", "N"]].iloc[0])
     assert log[log.index("call") - 1] == [shape]
 
@@ -288,64 +264,58 @@ def test_what_others_do_wrong_is_noted_and_not_timed(gpu):
         raise NotImplementedError("takes nothing")
 
     op = toy(fusebook=variant(lambda x: x + x), bad=variant(torch.zeros_like), refusing=variant(refuses))
-    (frame,) = explored(op)
+    frame = explored(op)
     bad = frame[frame["variant"] == "bad"]
     assert set(bad["status"]) == {"wrong"} and bad["gpu_us"].isna().all() and (bad["error"] >= 0.5).all()
-    told = explore.refusals(frame)
-    assert told.loc[("refusing", "refused"), "problems"] == 3 and told["note"].iloc[1] == "takes nothing"
+    refused = frame[frame["variant"] == "refusing"]
+    assert set(refused["status"]) == {"refused"} and set(refused["note"]) == {"takes nothing"}
 
 
-def test_what_waits_for_the_device_has_its_whole_call(op, gpu, monkeypatch):
+def test_what_waits_for_the_device_has_no_time(op, gpu, monkeypatch):
     cold = timing.cold
     monkeypatch.setattr(timing, "cold", lambda fs, **_: cold(fs) | {"slow": None})
-    (frame,) = explored(op)
-    slow = frame[frame["variant"] == "slow"]
-    assert slow["gpu_us"].isna().all() and slow["launch_us"].isna().all() and (slow["latency_us"] > 0).all()
+    frame = explored(op)
+    assert frame[frame["variant"] == "slow"]["gpu_us"].isna().all() and len(explore.ratios(op, frame)) == 3
 
 
-def test_others_on_the_host_leave_its_clock_out(op, gpu, tmp_path):
-    (frame,) = explored(op, root=tmp_path, host=False)
-    read = explore.read(op, "test-gpu", tmp_path)
-    for found in (frame, read):
-        assert found["launch_us"].isna().all() and found["gpu_us"].notna().all() and found.attrs["clocks"] == "device"
-        assert explore.standing(op, found, "paid").empty and len(explore.standing(op, found)) == 3
-        assert list(explore.quantiles(op, found)["problems"]) == [3, 3, 0, 0]
-    (both,) = explored(op, root=tmp_path)
-    assert both["launch_us"].notna().all(), "a file of other clocks begins anew"
+def test_memory_that_does_not_suffice_is_noted(op, gpu, monkeypatch):
+    def full(*_, **__):
+        raise torch.cuda.OutOfMemoryError("no memory\nmore lines")
+
+    monkeypatch.setattr(timing, "cold", full)
+    frame = explored(op, cases=1)
+    assert set(frame["status"]) == {"out of memory"} and set(frame["note"]) == {"no memory"}
+    assert explore.ratios(op, frame).empty
 
 
 def test_seconds_end_it(op, gpu, tmp_path):
-    (frame,) = explored(op, seconds=1e-9, root=tmp_path)
+    frame = explored(op, seconds=1e-9, root=tmp_path)
     assert frame.empty and list(frame.columns)[:2] == ["case", "op"]
 
 
-def test_a_run_that_was_cut_off_goes_on(op, gpu, tmp_path, monkeypatch):
+def test_a_run_that_was_cut_off_continues(op, gpu, tmp_path, monkeypatch):
     explored(op, root=tmp_path)
     file = explore.path("test-gpu", "toy", tmp_path)
-    whole = file.read_text()
     before, about = explore._load(file)
     about.pop("format")
-    about["stamp"] = explore._stamp(about)
     record._save(file, "explored/toy", before[before["case"] < 2], **about)  # it ended before the last problem
     called = []
     monkeypatch.setattr(inputs, "poison", called.append)
-    (frame,) = explored(op, root=tmp_path, cases=4)
-    assert len(called) == 2 * 3, "the problem that was cut off, and the fourth, in three ways"
-    assert sorted(frame["case"]) == sorted([0, 1, 2, 3] * 3)
+    frame = explored(op, root=tmp_path, cases=4)
+    assert len(called) == 2 * 3, "the problem that was cut off, and the fourth, by three implementations"
+    assert list(frame["case"]) == sorted([0, 1, 2, 3] * 3)
     again = explore.read(op, "test-gpu", tmp_path)
-    by_case = [f.sort_values("case", kind="stable").reset_index(drop=True) for f in (again, frame)]
-    pd.testing.assert_frame_equal(*by_case, check_dtype=False, rtol=1e-5)
+    pd.testing.assert_frame_equal(again, frame, check_dtype=False, rtol=1e-5)
     assert again.attrs["seed"] == "100" and again.attrs["origin"].stale == ()
-    assert "seeds 0 to 99 are for tuning" in whole.partition("\n")[0]
 
 
-def test_another_seed_begins_anew(op, gpu, tmp_path):
+def test_another_seed_begins_again(op, gpu, tmp_path):
     explored(op, root=tmp_path)
-    (frame,) = explored(op, root=tmp_path, seed=101, cases=2)
+    frame = explored(op, root=tmp_path, seed=101, cases=2)
     assert set(frame["case"]) == {0, 1} and len(explore.read(op, "test-gpu", tmp_path)) == 6
 
 
-@pytest.mark.parametrize("what", ["a number", "the head", "a row gone", "two rows"])
+@pytest.mark.parametrize("what", ["a number", "a row gone", "two rows"])
 def test_an_edited_file_is_refused(op, gpu, tmp_path, what):
     explored(op, root=tmp_path)
     file = explore.path("test-gpu", "toy", tmp_path)
@@ -353,8 +323,6 @@ def test_an_edited_file_is_refused(op, gpu, tmp_path, what):
     match what:
         case "a number":
             lines[3] = lines[3].replace(",10,", ",9,")
-        case "the head":
-            lines[0] = lines[0].replace("seed=100", "seed=123")
         case "a row gone":
             del lines[4]
         case "two rows":
@@ -399,7 +367,7 @@ def test_a_wrong_result_is_a_failure_of_the_command(monkeypatch, capsys):
     "argv",
     [
         *(["no_such_op"], ["double", "--cases", "0"], ["double", "--seed", "-1"], []),
-        *(["double", "--seconds", "0"], ["double", "--seconds", "nan"]),
+        *(["double", "--seconds", "0"], ["double", "--seconds", "nan"], ["double", "--without", "quack"]),
     ],
 )
 def test_nonsense_on_the_command_line_exits_with_2(argv, capsys):
@@ -408,14 +376,12 @@ def test_nonsense_on_the_command_line_exits_with_2(argv, capsys):
     assert stop.value.code == 2 and capsys.readouterr().err
 
 
-def test_every_operator_of_ours_can_be_explored():
+def test_every_operator_of_fusebook_can_be_explored():
     for op in OPS.values():
-        if "onnxruntime" not in op.name:
-            assert explore.ours(op) in op.variants and explore._torchs(op)
-    with pytest.raises(ValueError, match="variant fusebook"):
-        explore.ours(OPS["onnxruntime_nodes"])
-    with pytest.raises(ValueError, match="expected our own fusebook among what is tried, got without use"):
-        explored(OPS["softmax"], without=["use"], check_only=True)
+        if explore.explorable(op):
+            assert explore.fusebooks(op) in explore._compared(op) or not torch.cuda.is_available()
+            assert explore._torchs(op)
+    assert [op.name for op in OPS.values() if not explore.explorable(op)] == ["onnxruntime_nodes"]
 
 
 # Pages
@@ -458,10 +424,10 @@ def test_a_page_explores_where_there_is_a_gpu_and_records_where_it_is_told(recor
 
 
 def test_options_of_a_page(monkeypatch, capsys):
-    assert vars(options(seed=100, without="")) == {"seed": 100, "without": ""}
+    assert vars(options(seed=100, words="")) == {"seed": 100, "words": ""}
     monkeypatch.setattr(_place, "script", lambda: True)
-    monkeypatch.setattr("sys.argv", ["page", "--seed", "7", "--without", "a,b"])
-    assert vars(options(seed=100, without="")) == {"seed": 7, "without": "a,b"}
+    monkeypatch.setattr("sys.argv", ["page", "--seed", "7", "--words", "a,b"])
+    assert vars(options(seed=100, words="")) == {"seed": 7, "words": "a,b"}
     monkeypatch.setattr("sys.argv", ["page", "--seed", "-7"])
     with pytest.raises(SystemExit):
         options(seed=100)
@@ -547,8 +513,8 @@ def test_a_file_of_an_earlier_form_is_read_and_stale(recorded, op):
     file = explore.path("test-gpu", "toy", recorded)
     rows, about = explore._load(file)
     form = about.pop("format")
-    old = rows.rename(columns={"gpu_us": "cold_us", "error": "score", "tolerance": "limit", "launch_us": "host_us"})
-    record._save(file, "explored/toy", old.assign(launches="x"), **about, stamp=explore._stamp(about))
+    old = rows.rename(columns={"gpu_us": "cold_us", "error": "score", "tolerance": "limit"})
+    record._save(file, "explored/toy", old.assign(launches="x"), **about)
     file.write_text(file.read_text().replace(f"record {form}", "record 2"))
     found = explore.read(op, "test-gpu", recorded)
     assert list(found.columns) == list(rows.columns) and found["gpu_us"].tolist() == rows["gpu_us"].tolist()
@@ -561,22 +527,22 @@ def test_only_problems_of_older_code_are_measured_again(recorded, op, monkeypatc
     rows, about = explore._load(file)
     about.pop("format")
     rows.loc[(rows["case"] == 1) & (rows["variant"] == "fusebook"), "code"] = "older"
-    record._save(file, "explored/toy", rows, **about, stamp=explore._stamp(about))
+    record._save(file, "explored/toy", rows, **about)
     assert explore.read(op, "test-gpu", recorded).attrs["stale"] == [1]
     called = []
     monkeypatch.setattr(inputs, "poison", called.append)
-    (frame,) = explored(op, root=recorded)
+    frame = explored(op, root=recorded)
     assert len(called) == 3 and sorted(frame["case"]) == [0, 0, 0, 1, 1, 1, 2, 2, 2]
-    read = explore.read(op, "test-gpu", recorded)
-    assert read.attrs["stale"] == [] and read.attrs["again"] == "1"
+    assert explore.read(op, "test-gpu", recorded).attrs["stale"] == []
 
 
-def test_a_strategy_is_left_out_by_its_name():
+def test_a_branch_is_left_out_by_its_name():
     common = {"labels": "int64", "law": "blobs", "dtype": "float32", "layout": "contiguous"}
     problems = [(71, 0, {"n": 41, "d": 3, "k": 4} | common), (72, 0, {"n": 41, "d": 30, "k": 4} | common)]
-    (sums,) = (s for s in strategies.STRATEGIES if "sums" in s.name)
+    op = OPS["kmeans_update"]
+    found = {"kmeans._sums_fit": strategies.of(op)["kmeans._sums_fit"]}
     clock = iter([10.0, 12.0, 12.2, 10.2])  # with, without, without, with
-    rows = list(strategies.measure(OPS["kmeans_update"], sums, problems, clock=lambda call: (call(), next(clock))[1]))
+    rows = list(strategies.measure(op, found, problems, clock=lambda call: (call(), next(clock))[1]))
     frame = pd.DataFrame(rows, columns=strategies.COLUMNS)
     assert frame["taken"].tolist() == [True, False]
     assert frame.iloc[0, 5:].tolist() == [10.0, 10.2, 12.0, 12.2]
@@ -585,24 +551,46 @@ def test_a_strategy_is_left_out_by_its_name():
     assert told["median"] == pytest.approx(24.2 / 20.2)
 
 
-def test_every_strategy_has_its_place():
-    for strategy in strategies.STRATEGIES:
-        with strategy.left_out():
-            pass
+class Row(NamedTuple):
+    limit: int
+    warps: int
 
 
-@pytest.mark.parametrize(("value", "left"), [(128, ((64, 8),)), (100, None)])
-def test_a_row_of_a_table_is_left_out_by_its_first_value(monkeypatch, value, left):
+class Family(NamedTuple):
+    kernel: str
+    configs: dict
+    limit: int
+
+
+TABLES = {
+    "plain": (((64, 8), (128, 16)), {"64": ((128, 16),), "128": ((64, 8),)}),
+    "one": ({2: (Row(64, 8),), 4: ()}, {"2.64": {2: (), 4: ()}}),
+    "same limit": (((64, 8), (64, 16)), {"64.8": ((64, 16),), "64.16": ((64, 8),)}),
+    "within": (Family("k", {2: (Row(64, 8),)}, 3), {"configs.2.64": Family("k", {2: ()}, 3)}),
+    "none": ({2: 72, 4: (80, 96)}, {}),
+}
+
+
+@pytest.mark.parametrize("case", TABLES)
+def test_a_row_of_a_table_is_left_out_by_its_name(monkeypatch, case):
+    value, rest = TABLES[case]
     module = sys.modules["fusebook.kernels.kmeans"]
-    monkeypatch.setattr(module, "TABLE", ((64, 8), (128, 16)), raising=False)
-    row = strategies.Strategy("wide rows", ("kmeans_update",), "kmeans.TABLE", value)
-    if left is None:
-        with pytest.raises(ValueError, match="expected one row of kmeans.TABLE"), row.left_out():
-            pass
-        return
-    with row.left_out():
-        assert left == module.TABLE
-    assert len(module.TABLE) == 2
+    monkeypatch.setattr(module, "_TABLE", value, raising=False)
+    found = {name: s for name, s in strategies.strategies().items() if name.startswith("kmeans._TABLE.")}
+    assert set(found) == {f"kmeans._TABLE.{name}" for name in rest}
+    for name, other in rest.items():
+        with strategies.left_out(*found[f"kmeans._TABLE.{name}"]):
+            assert module._TABLE == other
+    assert module._TABLE == value
+
+
+def test_strategies_are_of_the_operators_that_reach_them():
+    names = {op: [*strategies.of(OPS[op])] for op in ("softmax", "swiglu", "kmeans_step")}
+    configs = sys.modules["fusebook.kernels.softmax"]._SOFTMAX.configs
+    rows = [name for name in names["softmax"] if name.startswith("softmax._SOFTMAX.configs.")]
+    assert len(rows) == sum(map(len, configs.values()))
+    assert all(name.startswith("products.") for name in names["swiglu"]) and names["swiglu"]
+    assert "kmeans._sums_fit" in names["kmeans_step"] and "scatter._scan_pays" not in names["kmeans_step"]
 
 
 def test_a_strategy_stays_by_three_percent_of_the_problems():

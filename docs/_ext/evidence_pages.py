@@ -151,11 +151,12 @@ def random_problems(op, number):
     for place in machine.places(number):
         if explore.path(place.name, op.name, place.parent).exists():
             _place.note(explore.path(place.name, op.name, place.parent))
-            drawn = explore.standing(op, explore.read(op, place.name, place.parent))
-            drawn = drawn.reset_index(drop=True).drop(columns=["case", "math", "line", "bytes"], errors="ignore")
+            drawn = explore.ratios(op, explore.read(op, place.name, place.parent)).drop(
+                columns=["case", "math", "line", "bytes"], errors="ignore"
+            )
             over = {"over torch": "Fusebook over torch", "over all": "Fusebook over best"}
             drawn = drawn.rename(
-                columns={"ours_us": "Fusebook, us", "torch_us": "torch, us", "best_us": "best, us", **over}
+                columns={"fusebook_us": "Fusebook, us", "torch_us": "torch, us", "best_us": "best, us", **over}
             )
             ratios = drawn["Fusebook over best"]
             said = f"median {ratios.median():.2f}, 90 % point {ratios.quantile(0.9):.2f}, worst {ratios.max():.2f}"

@@ -127,7 +127,7 @@ def drawn(name):
 
     if not explore.explorable(OPS[name]) or not explore.path(machine.slug(), name).exists():
         return ""
-    told = explore.quantiles(OPS[name], explore.read(OPS[name], machine.slug())).loc["cold", "over torch"]
+    told = explore.summary(OPS[name], explore.read(OPS[name], machine.slug())).loc["over torch"]
     return f"drawn: {told['median']:.2f}, worst {told['worst']:.2f}" if told["problems"] else ""
 
 

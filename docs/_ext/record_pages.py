@@ -207,7 +207,7 @@ def _seconds(folder):
 
 def main(argv):
     """The command line; returns the exit code."""
-    from fusebook.measure import machine
+    from fusebook.measure import _removed, machine
 
     parser = argparse.ArgumentParser(prog="nox -s record --", description=__doc__.splitlines()[0])
     parser.add_argument("pages", nargs="*", help="parts of the names of pages; all of them if none is given")
@@ -216,12 +216,8 @@ def main(argv):
     parser.add_argument("--stale", action="store_true", help="only pages whose records are missing or of older code")
     parser.add_argument("--list", action="store_true", help="with --stale: only name the pages; needs no GPU")
     parser.add_argument("--changed", action="store_true", help="only pages that changed since they were recorded there")
-    for gone in GONE:
-        parser.add_argument(gone, nargs="?", const="", help=argparse.SUPPRESS)
+    _removed(parser, GONE)
     args = parser.parse_args(argv)
-    for gone, instead in GONE.items():
-        if getattr(args, gone.removeprefix("--")) is not None:
-            parser.error(f"{gone} went with version 0.2.0: {instead}")
     if args.list and not args.stale:
         parser.error("--list goes with --stale")
     there = visible() or ([GPU("", machine.SHIPPED)] if args.list else [])

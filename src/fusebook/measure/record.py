@@ -28,7 +28,7 @@ from typing import Any
 from fusebook import tables
 from fusebook.cards import FAMILIES, OPS
 from fusebook.extras import extra
-from fusebook.measure import bench, sources, timing
+from fusebook.measure import _removed, bench, sources, timing
 from fusebook.measure import machine as machines
 from fusebook.measure.bench import Origin
 from fusebook.measure.op import Dims, Op
@@ -505,13 +505,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="the ceilings, and all that the package has of a GPU; needs --out, and continues an interrupted run",
     )
     parser.add_argument("--check", action="store_true", help="list stale rows and the reasons; needs no GPU")
-    for gone in _GONE:
-        parser.add_argument(gone, nargs="*", help=argparse.SUPPRESS)
+    _removed(parser, _GONE)
     parser.add_argument("--out", type=pathlib.Path, default=machines.RECORDS, help="folder of records; the package's")
     args = parser.parse_args(argv)
-    for gone, instead in _GONE.items():
-        if getattr(args, gone.removeprefix("--")) is not None:
-            parser.error(f"{gone} went with version 0.2.0: {instead}")
     try:
         for op in args.ops:
             if op not in OPS:

@@ -19,7 +19,7 @@ import torch
 from fusebook.cards import OPS
 from fusebook.kernels import products
 from fusebook.kernels.products import ANY, TABLES, Config
-from fusebook.measure import check, timing
+from fusebook.measure import _removed, check, timing
 
 __all__ = ["candidates", "main", "problem", "tune"]
 
@@ -115,9 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("op", choices=TABLES, help=", ".join(TABLES))
     parser.add_argument("kinds", nargs="*", metavar="kind", help='math and layout, such as "half row"; all by default')
-    for gone, instead in REMOVED.items():
-        if any(word.split("=")[0] == gone for word in (sys.argv[1:] if argv is None else argv)):
-            parser.error(f"{gone} went with version 0.2.0: {instead}")
+    _removed(parser, REMOVED)
     args = parser.parse_args(argv)
     if unknown := set(args.kinds) - set(TABLES[args.op]):
         parser.error(f"expected kinds of {', '.join(TABLES[args.op])}, got {', '.join(sorted(unknown))}")
