@@ -46,6 +46,19 @@ def test_an_honest_variant_is_timed():
     assert found["error"] <= found["tolerance"]
 
 
+def test_a_binary_of_an_implementation_is_counted_once(monkeypatch):
+    launched = iter(["ab", "b", "bc"])
+
+    @contextlib.contextmanager
+    def kernels():
+        yield [types.SimpleNamespace(hash=name) for name in next(launched)]
+
+    monkeypatch.setattr(bench, "_BINARIES", {})
+    monkeypatch.setattr(bench.compiled, "kernels", kernels)
+    found = run(toy(), config="1x2,3x4,5x6", variants=["honest"])
+    assert found["binaries"].tolist() == [2, 0, 1] and (found["first_call_s"] > 0).all()
+
+
 def test_sizes_that_were_read_from_a_table_are_python_s_own():
     """What a table reads are numbers of NumPy, for which torch.compile breaks its graph and runs what is eager."""
     kinds = set()

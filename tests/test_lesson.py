@@ -16,6 +16,7 @@ import fusebook
 import fusebook.lesson as lesson
 import style
 import synthetic
+from fusebook.cards import OPS
 from fusebook.lesson import _numbers, evidence, picture
 from fusebook.lesson.evidence import Claim, Frames, NotRecorded
 from fusebook.measure import bench, timing
@@ -109,6 +110,15 @@ def test_what_was_measured_is_not_mixed_with_a_record():
     with pytest.raises(NotRecorded, match="steps was not measured in this run"):
         frames["steps"]
     assert [evidence.evaluate(claim, frames).holds for claim in frames.about.CLAIMS if claim.condition].count(None) > 30
+
+
+def test_evidence_shows_first_calls_and_compiled_kernels():
+    pages, softmax = pytest.importorskip("evidence_pages"), OPS["softmax"]
+    frame = synthetic.frame(softmax, "3x5,4x8")
+    frame["binaries"] = frame["variant"].map({"fusebook": 3})
+    shown = pages.first_calls(softmax, frame)
+    assert shown.frame.loc["fusebook"].tolist() == ["2", "0.500", "0.500", "1", "6"]
+    assert shown.frame.loc["eager", "kernels"] == ""
 
 
 def test_an_unknown_lesson_is_refused():

@@ -73,7 +73,7 @@ def test_the_longest_page_is_first_and_each_gpu_takes_the_next_when_it_has_done_
     assert {one["CUDA_VISIBLE_DEVICES"] for one in said.values()} == {"0", "1"}
 
 
-def test_each_gpu_has_a_triton_cache_and_cores_of_its_own(pages, tmp_path):
+def test_each_page_has_a_triton_cache_and_each_gpu_cores_of_its_own(pages, tmp_path):
     before = os.sched_getaffinity(0)
     Queue(TWO, tmp_path / "build").run(pages(a=0.5, b=0.5), _FUSEBOOK_CLOCKS="gpu")
     a, b = pages.said().values()

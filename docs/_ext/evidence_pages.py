@@ -111,6 +111,18 @@ def implementations(op, frame):
     return show.sortable(told, f"{op.name}: times in microseconds, medians")
 
 
+def first_calls(op, frame):
+    """By implementation, how long first calls take, and how many Triton kernels are compiled for all sizes."""
+    from fusebook.page import show
+
+    timed = frame[frame["first_call_s"].notna()].groupby("variant", sort=False)
+    told = timed["first_call_s"].agg(sizes="size", median="median", longest="max", together="sum")
+    told = told.assign(kernels=timed["binaries"].sum(min_count=1)).rename(
+        columns={name: f"{name}, s" for name in ("median", "longest", "together")}
+    )
+    return show.table(told, f"{op.name}: first calls, compilation included, and compiled Triton kernels", fold=False)
+
+
 def elsewhere(op, frame):
     """Where another implementation is faster, by three clocks."""
     from fusebook import tables
@@ -218,6 +230,7 @@ def page(name):
     log = "\n".join(f"<p>{rich(text)}</p>" for text in about.LOG)
     sections = [
         ("implementations", "All implementations", each(implementations)),
+        ("first", "First calls and compiled kernels", each(first_calls)),
         ("losses", "Where another implementation is faster", each(elsewhere)),
         ("hardware", "Registers and hardware counters", raw(hardware(about, frames))),
         ("random", "Random problems", "\n".join(raw(random_problems(op, name.split("_")[1])) for op, _ in every)),

@@ -85,7 +85,7 @@ class Queue:
     ----------
     gpus : list of GPU
     build : path
-        Where each page leaves its log and its records, and each GPU its Triton cache.
+        Where each page leaves its log, its records and its Triton cache.
     done : callable
         Called with a page's folder of records if the page has ended well; one at a time.
     """
@@ -123,14 +123,14 @@ class Queue:
     def _one(self, page, gpu, env):
         folder = self.build / page.stem
         if env.get("_FUSEBOOK_CLOCKS") != "host":  # which adds to the records of the first run
-            shutil.rmtree(folder / "records", ignore_errors=True)
+            for name in ("records", "triton"):  # first calls compile, and their seconds are recorded
+                shutil.rmtree(folder / name, ignore_errors=True)
         folder.mkdir(parents=True, exist_ok=True)
-        cache = self.build / f"cache-{gpu.id}"
         env = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")])),
             "CUDA_VISIBLE_DEVICES": gpu.id,
-            "TRITON_CACHE_DIR": str(cache / "triton"),
+            "TRITON_CACHE_DIR": str(folder / "triton"),
             "MPLBACKEND": "agg",
             "FUSEBOOK_STRICT": "0",
             "FUSEBOOK_GPU": None,  # a GPU that is named is replayed, and not measured

@@ -45,7 +45,7 @@ _TIMES = tuple(us + q for us in timing.COLUMN.values() for q in ("_20", "", "_80
 COLUMNS = (
     *("status", "note", "error", "tolerance", "deterministic", "alone"),
     *_TIMES,
-    *("repeat", "first_call_s"),
+    *("repeat", "first_call_s", "binaries"),
     *("read_bytes", "write_bytes", "flop", "moved_bytes", "roof_us"),
     *("copy_us", "copy_warm_us", "floor_us", "floor_warm_us", "zone", "peak_bytes"),
     *("sm_mhz", "memory_mhz", "power_w"),
@@ -351,15 +351,23 @@ def _within(yard: check.Yardstick, variant: Variant, out: Any, when: str = "") -
     return verdict
 
 
-def _first_call(variant: Variant, data: _Data) -> float:
-    """Seconds of the very first call, compilation included."""
+# By operator and implementation, the hashes of the binaries that it has launched in this process.
+_BINARIES: dict[tuple[str, str], set[str]] = {}
+
+
+def _first_call(variant: Variant, data: _Data, known: set[str]) -> dict[str, float]:
+    """Seconds of the very first call, compilation included, and how many binaries it launches that are not `known`."""
     data.load(0)
     args = variant.given(*data.inputs)
-    start = time.perf_counter()
-    variant.run(*args)
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
+    with compiled.kernels() as found:
+        start = time.perf_counter()
+        variant.run(*args)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - start
+    new = {kernel.hash for kernel in found} - known
+    known |= new
+    return {"first_call_s": seconds, "binaries": len(new)}
 
 
 def _alone(op: Op, variant: Variant, data: _Data) -> str:
@@ -618,7 +626,7 @@ def _point(
         if row["status"] != "ok":
             continue
         with _reasons(row):
-            row["first_call_s"] = _first_call(v, data)
+            row |= _first_call(v, data, _BINARIES.setdefault((op.name, name), set()))
             verdict, deterministic, call = _verify(v, data)
             row.update(error=verdict.score, tolerance=verdict.limit, deterministic="yes" if deterministic else "no")
             row["alone"] = _alone(op, v, data) if alone else ""
