@@ -25,7 +25,7 @@ gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA dev
 
 
 def run(op, **options):
-    return bench.run(op, **{"config": "64", "repeat": 3, "warmup": 1, "progress": False, **options})
+    return bench.run(op, **{"config": "64", "repeat": 3, "warmup": 1, **options})
 
 
 def row(op, name="cheat", **options):
@@ -161,7 +161,7 @@ def test_an_output_that_is_kept_once_it_was_timed_is_caught():
         calls.append(2 * x if len(calls) < 12 else calls[-1])
         return calls[-1]
 
-    found = bench.run(toy(cheat=variant(tired)), config="16", warmup=5, repeat=9, progress=False)
+    found = bench.run(toy(cheat=variant(tired)), config="16", warmup=5, repeat=9)
     assert_caught(found[found["variant"] == "cheat"].iloc[0], "wrong", "once it had been timed")
 
 
@@ -170,7 +170,7 @@ def test_times_are_in_microseconds():
         time.sleep(0.003)
         return 2 * x
 
-    found = bench.run(toy(cheat=variant(slow)), config="16", warmup=0, repeat=3, progress=False)
+    found = bench.run(toy(cheat=variant(slow)), config="16", warmup=0, repeat=3)
     assert 3000 < found[found["variant"] == "cheat"].iloc[0]["latency_us"] < 300_000
 
 
@@ -451,7 +451,7 @@ def test_torch_computes_by_aten_and_once_more_as_installed_where_that_differs(mo
     monkeypatch.setattr(machines, "overrides", lambda: handed_over)
     monkeypatch.setattr(machines, "aten", aten)
     monkeypatch.setattr(bench, "_refuse_a_clock_apart", lambda row: None)  # of two samples
-    found = bench.run(toy(torch=variant(run)), config="16", repeat=2, warmup=0, progress=False)
+    found = bench.run(toy(torch=variant(run)), config="16", repeat=2, warmup=0)
     differs = "add" in str(handed_over)
     assert list(found["variant"]) == ["honest", "torch", *["torch (as installed)"] * differs]
     assert set(found["status"]) == {"ok"} and where[0]
@@ -465,7 +465,7 @@ def test_a_row_tells_what_ran_beside_its_versions(monkeypatch):
     monkeypatch.setattr(machines, "aten", contextlib.nullcontext)
     monkeypatch.setattr(machines, "versions", lambda *names: {name: "1.2" for name in names})
     monkeypatch.setattr(machines, "_ptxas", lambda: {"ptxas": "12.9"})
-    (told,) = set(bench.run(toy(), config="16", repeat=2, warmup=0, progress=False)["versions"])
+    (told,) = set(bench.run(toy(), config="16", repeat=2, warmup=0)["versions"])
     assert told == (
         "torch 1.2; triton 1.2; nvidia-cutlass-dsl 1.2; apache-tvm-ffi 1.2; ptxas 12.9; torch-overrides topk; "
         "TRITON_DEFAULT_FP_FUSION 0"

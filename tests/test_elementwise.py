@@ -424,7 +424,7 @@ def test_several_results_are_benchmarked_and_recorded(tmp_path, device):
     op = dataclasses.replace(
         ADD_SUB, variants={"eager": ADD_SUB.variants["eager"], "coarse": Variant(second_coarse, needs=())}
     )
-    frame = bench.run(op, config="33x50", repeat=2, warmup=1, progress=False)
+    frame = bench.run(op, config="33x50", repeat=2, warmup=1)
     eager, coarse = (tables.where(frame, variant=name).iloc[0] for name in ("eager", "coarse"))
     assert eager["status"] == "ok" and eager["latency_us"] > 0
     assert coarse["status"] == "wrong" and "of output 1" in coarse["note"]
@@ -441,7 +441,7 @@ def test_exp_is_drawn_within_float16(device):
 
 def test_the_toy_has_one_result():
     """What returns a tuple where one result is due is wrong, and not unpacked."""
-    frame = bench.run(toy(two=variant(lambda x: (2 * x, 2 * x))), config="16", repeat=1, warmup=0, progress=False)
+    frame = bench.run(toy(two=variant(lambda x: (2 * x, 2 * x))), config="16", repeat=1, warmup=0)
     assert frame.set_index("variant").loc["two", "status"] == "wrong"
 
 

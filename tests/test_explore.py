@@ -483,7 +483,7 @@ def test_results_say_whether_rows_are_alone():
         return 2 * x
 
     op = toy(parts=prepared, slow=variant(lambda x: x + x, recompiles=True), all=variant(only_all))
-    frame = bench.run(op, config="16", repeat=1, warmup=0, progress=False)
+    frame = bench.run(op, config="16", repeat=1, warmup=0)
     assert dict(zip(frame["variant"], frame["alone"], strict=True)) == {
         "honest": "yes",
         "parts": "no",

@@ -245,8 +245,8 @@ def test_a_page_of_two_gpus_is_last_has_both_and_is_left_where_there_is_one(tmp_
 def test_clocks_that_are_not_asked_for_are_not_taken():
     from toy import toy
 
-    every = bench.run(toy(), config="16", repeat=3, warmup=1, progress=False)
-    device = bench.run(toy(), config="16", repeat=3, warmup=1, progress=False, clocks=("cold", "warm"))
+    every = bench.run(toy(), config="16", repeat=3, warmup=1)
+    device = bench.run(toy(), config="16", repeat=3, warmup=1, clocks=("cold", "warm"))
     assert every["latency_us"].notna().all() and device["latency_us"].isna().all() and set(device["status"]) == {"ok"}
 
 

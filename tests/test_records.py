@@ -25,7 +25,7 @@ from toy import machine, toy, variant
 @pytest.fixture
 def frame(monkeypatch):
     monkeypatch.setattr(bench, "_refuse_a_clock_apart", lambda row: None)  # others may use the GPU meanwhile
-    found = bench.run(toy(), config="small", repeat=3, warmup=1, progress=False, extra={"wrong": lambda x: 3 * x})
+    found = bench.run(toy(), config="small", repeat=3, warmup=1, extra={"wrong": lambda x: 3 * x})
     found.attrs["origin"] = Origin(machine(), measured=True)
     return found
 

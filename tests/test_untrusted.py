@@ -26,7 +26,7 @@ OUTSIDE = ["../elsewhere", "/tmp/elsewhere", "a/../../b", "..", "pages/../x", "a
 def frame(tmp_path, monkeypatch):
     """Results in which all that is text would be a mark in HTML."""
     monkeypatch.setenv("_FUSEBOOK_DOWNLOADS", str(tmp_path / "downloads"))
-    found = bench.run(toy(), config="small", repeat=2, warmup=0, progress=False)
+    found = bench.run(toy(), config="small", repeat=2, warmup=0)
     for column in ("op", "variant", "note", "zone", "versions", "date", "status"):
         found[column] = found[column].astype(object)
         found.loc[:, column] = HOSTILE
@@ -77,7 +77,7 @@ def test_no_cell_of_a_file_is_a_formula(tmp_path, monkeypatch):
 
 
 def test_no_cell_of_a_record_is_a_formula(tmp_path):
-    found = bench.run(toy(), config="small", repeat=2, warmup=0, progress=False)
+    found = bench.run(toy(), config="small", repeat=2, warmup=0)
     found["note"] = "=HYPERLINK()"
     found.attrs["origin"] = Origin(machine(), measured=True)
     file = record.write(found, tmp_path)
@@ -185,7 +185,7 @@ def test_seconds_of_pages_are_names_and_numbers(text, tmp_path):
 
 
 def test_the_first_line_of_a_record_is_bounded_and_printable(tmp_path):
-    found = bench.run(toy(), config="small", repeat=2, warmup=0, progress=False)
+    found = bench.run(toy(), config="small", repeat=2, warmup=0)
     found.attrs["origin"] = Origin(machine(), measured=True)
     file = record.write(found, tmp_path)
     head, _, body = file.read_text().partition("\n")
@@ -204,7 +204,7 @@ def test_the_first_line_of_a_record_is_bounded_and_printable(tmp_path):
 
 
 def test_a_folder_in_place_of_a_file_is_named(tmp_path):
-    found = bench.run(toy(), config="small", repeat=2, warmup=0, progress=False)
+    found = bench.run(toy(), config="small", repeat=2, warmup=0)
     found.attrs["origin"] = Origin(machine(), measured=True)
     for file in (record.write(found, tmp_path), tmp_path / "test-gpu" / "machine.json"):
         text = file.read_text()
@@ -230,7 +230,7 @@ def witness(tmp_path, monkeypatch):
 
 def test_nothing_in_a_record_is_run(witness, tmp_path):
     text, _ = witness
-    found = bench.run(toy(), config="small", repeat=2, warmup=0, progress=False)
+    found = bench.run(toy(), config="small", repeat=2, warmup=0)
     for column in ("note", "variant", "code", "host", "versions"):
         found[column] = text
     found.attrs["origin"] = Origin(machine(commit=text, driver=text), measured=True)

@@ -466,7 +466,7 @@ def _record_all(op: Op, root: pathlib.Path, on: machines.Machine) -> Iterator[st
             return
     points, left = everything(op), _left(op, path(op.name, on.slug, root))
     for dtype, label, dims in tqdm(left, desc=op.name, disable=None, leave=False):
-        write(bench.run(op, config=[(label, dims)], dtype=dtype, progress=False), root)
+        write(bench.run(op, config=[(label, dims)], dtype=dtype), root)
     yield f"{op.name}: {len(left)} points measured, {len(points) - len(left)} were there"
 
 
