@@ -18,7 +18,7 @@ from fusebook.cards import OPS
 from fusebook.measure import bench, check, timing
 from fusebook.measure import machine as machines
 from fusebook.measure.op import Variant
-from toy import machine, toy, variant
+from toy import machine, toy, variant, verify
 
 pytestmark = pytest.mark.alone
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: streams and events")
@@ -121,7 +121,7 @@ def test_one_of_two_inputs_that_is_changed_is_caught():
     card = OPS["multiply"]
     given = dataclasses.replace(card, variants={"cheat": variant(cheat)})
     with pytest.raises(bench.WrongResult, match="changed its inputs"):
-        bench.verify(given, "cheat", torch.float32, card.edges[0])
+        verify(given, "cheat", torch.float32, card.edges[0])
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.005])  # a slow call is attempted again, with what is prepared anew
@@ -148,7 +148,7 @@ def test_the_worst_of_several_calls_is_the_one_that_comes_nearest_to_its_limit(m
 def test_memory_is_poisoned_before_every_call(monkeypatch):
     seen = []
     monkeypatch.setattr(bench.inputs, "poison", lambda outs: seen.append([tuple(o.shape) for o in outs]))
-    bench.verify(toy(), "honest", torch.float32, {"M": 3, "N": 5})
+    verify(toy(), "honest", torch.float32, {"M": 3, "N": 5})
     assert seen == [[(3, 5)]] * (3 if torch.cuda.is_available() else 2)
 
 
@@ -386,13 +386,6 @@ def test_prepare_is_redone_when_the_inputs_change():
     assert found["status"] == "ok"
 
 
-def test_a_reader_adds_a_variant_and_it_is_checked():
-    frame = run(toy(), extra={"mine": lambda x: x * 2, "wrong": lambda x: x * 3})
-    assert dict(zip(frame["variant"], frame["status"], strict=True)) == {"honest": "ok", "mine": "ok", "wrong": "wrong"}
-    with pytest.raises(ValueError, match="choose another"):
-        run(toy(), extra={"honest": lambda x: x})
-
-
 def test_configs_are_named_sized_and_refused_by_name():
     op = toy()
     assert [d for _, d in bench.points(op, "small")] == [{"M": 16, "N": 16}, {"M": 64, "N": 64}]
@@ -403,14 +396,6 @@ def test_configs_are_named_sized_and_refused_by_name():
     with pytest.raises(ValueError, match="float16, bfloat16, float32, float64"):
         bench.dtypes("float31")
     assert bench.dtypes("float32,torch.float16") == ["float32", "float16"]
-
-
-def test_one_number_scales_what_differs_by_its_scale_only():
-    dims = [{"R": r, "D": 2 * r, "n": 2 * r} for r in (256, 512)]
-    scaled = dataclasses.replace(toy(), configs={"small": dims})
-    assert bench.points(scaled, "100") == [("100", {"R": 100, "D": 200, "n": 200})]
-    other = dataclasses.replace(toy(), configs={"small": [*dims, {"R": 256, "D": 256, "n": 512}]})
-    assert bench.points(other, "100") == [("100", {"R": 100, "D": 100, "n": 100})]
 
 
 def test_long_sweeps_measure_recompiling_variants_on_every_eighth_point():

@@ -11,6 +11,7 @@ import torch
 from fusebook.cards import OPS
 from fusebook.measure import bench
 from fusebook.measure.inputs import generator
+from toy import verify
 
 #: The edges on which dtypes are interpreted that take the ways of another one: small, and not of one number.
 TWINS = (1, 2)
@@ -49,7 +50,7 @@ def test_a_variant_stays_within_the_limit(op, name, dims, dtype, device):
         pytest.skip("torch.compile counts steps on the device in float32")
     torch.compiler.reset()
     try:
-        verdict = bench.verify(op, name, dtype, dims)
+        verdict = verify(op, name, dtype, dims)
     except NotImplementedError as why:
         pytest.skip(f"{name} refuses: {why}")
     assert verdict.ok

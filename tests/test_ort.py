@@ -368,7 +368,7 @@ def test_a_library_is_kept_until_one_of_its_changed_sources(tmp_path, monkeypatc
     shutil.copytree(Path(fusebook.__file__).parent, copy, ignore=shutil.ignore_patterns("__pycache__", "records"))
     monkeypatch.setattr(aot, "_HERE", copy / "ort")
     monkeypatch.setattr(aot, "C", copy / "ort" / "c")
-    monkeypatch.setattr(aot, "cache_folder_if_any", lambda: tmp_path)
+    monkeypatch.setattr(aot, "cache_folder", lambda: tmp_path)
     monkeypatch.setattr(aot, "build", lambda out, **_: out)
     found = [aot.cached([90], ["float32"])]
     assert aot.cached([90], ["float32"]) == found[0] != aot.cached([80], ["float32"])

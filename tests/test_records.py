@@ -25,7 +25,7 @@ from toy import machine, toy, variant
 @pytest.fixture
 def frame(monkeypatch):
     monkeypatch.setattr(bench, "_refuse_a_clock_apart", lambda row: None)  # others may use the GPU meanwhile
-    found = bench.run(toy(), config="small", repeat=3, warmup=1, extra={"wrong": lambda x: 3 * x})
+    found = bench.run(toy(wrong=variant(lambda x: 3 * x)), config="small", repeat=3, warmup=1)
     found.attrs["origin"] = Origin(machine(), measured=True)
     return found
 
@@ -488,7 +488,7 @@ def test_a_machine_that_keeps_nothing_is_one(why, tmp_path, monkeypatch):
     else:
         (tmp_path / "file").touch()
         monkeypatch.setenv("FUSEBOOK_CACHE", str(tmp_path / "file" / "below"))
-    folder = machines.cache_folder_if_any()
+    folder = machines.cache_folder()
     monkeypatch.setattr(machines, "_cache", lambda: folder / "gpu.json")
     monkeypatch.setattr(machines, "_measure", machine)
     monkeypatch.setattr(machines, "_MACHINES", {})

@@ -45,6 +45,15 @@ def variant(run, **fields):
     return Variant(run, **{"needs": (), **fields})
 
 
+def verify(op, name, dtype, dims):
+    """Check an implementation at one point, as `bench.run` does before it times it."""
+    from fusebook.measure import bench
+
+    gpu = torch.cuda.is_available()  # interpreted, programs run one by one: a second equal call would not differ
+    data = bench._Data.make(op, dtype, dims, "cuda" if gpu else "cpu")
+    return bench._verify(op.variants[name], data, (0, 1, 1) if gpu else (0, 1))[0]
+
+
 def machine(**changes):
     """A made-up machine for tests; no number in it was measured."""
     from fusebook.measure.machine import Machine

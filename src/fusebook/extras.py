@@ -34,7 +34,7 @@ def extra(name: str) -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        if error.name is None:  # said already, by a module of ours that this block imports
+        if error.name is None:  # said already, by a module of Fusebook that this block imports
             raise
         missing = ModuleNotFoundError(
             f"the module {error.name} is not installed; it comes with Fusebook's extra {name!r}: "

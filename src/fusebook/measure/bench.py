@@ -1,8 +1,8 @@
 """Run a card: check every implementation, time the correct ones, and refuse impossible times.
 
-For each point of a sweep the variants are checked first, on poisoned memory and with inputs that change in place under
-them, then timed interleaved with a copy of the same bytes, then checked once more. What is wrong, refused, out of
-memory, faster than the roof or slow by one clock only is kept as a row with its reason and no times.
+At each point, implementations are checked first, on poisoned memory and with inputs that change in place. Then they
+are timed, interleaved with a copy of the same bytes, and checked again. An incorrect, refused or impossible result
+becomes a row with its reason and no times.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ with extra("book"):
     from tqdm import tqdm
 
 __all__ = [
-    "COLUMNS", "DTYPES", "Origin", "WrongResult", "dtypes", "missing", "points", "run", "software",
-    "staircase", "verify",
+    "COLUMNS", "DTYPES", "Origin", "WrongResult", "dtypes", "missing", "points", "run", "software", "staircase",
 ]  # fmt: skip
 
 #: The dtypes that ``--dtype`` takes.
@@ -52,13 +51,13 @@ COLUMNS = (
     *("math", "code", "host", "versions", "date"),
 )
 
-# A sweep of more points than this measures the variants that recompile on every eighth of them.
+# A sweep of more points than this measures implementations that recompile at every eighth point.
 _LONG = 16
 _EVERY = 8
-# Cold times this far under the roof are refused: a copy's rate is known better than the matrix rate, which moves with
-# the power that the data draws.
+# GPU times this far below the roof are refused. The rate of a copy is known better than that of a matmul, which depends
+# on the power that the data draws.
 _UNDER = {"memory": 0.03, "compute": 0.20}
-# A time that is so many times what the other clocks allow for the same work is charged for something else.
+# Reject a time of more than 20 times what the other clocks imply: it measured something else.
 _APART = 20
 _COPY = "copy of the same bytes"
 
@@ -70,8 +69,7 @@ def points(op: Op, config: str) -> list[tuple[str, Dims]]:
     ----------
     config : str
         A comma list of names of ``op.configs`` and of sizes: ``4096x781`` sets the integer dimensions in order, ``781``
-        sets every one. Where the points of ``small`` differ by their scale only, such as R x 2R x 2R, one number is the
-        first dimension and the others keep their ratio to it.
+        sets every one.
 
     Raises
     ------
@@ -93,19 +91,9 @@ def points(op: Op, config: str) -> list[tuple[str, Dims]]:
                 f"or {'x'.join(sizes)} such as {'x'.join(['781'] * len(sizes))}"
             )
         numbers = [int(p) for p in parts]
-        if len(parts) == 1:
-            numbers = [numbers[0] * ratio for ratio in _ratios(op, sizes)]
-        found.append((item, {**dict(zip(sizes, numbers, strict=True)), **words}))
+        found.append((item, {**dict(zip(sizes, numbers * (len(sizes) // len(parts)), strict=True)), **words}))
     unique = {tuple(dims.items()): (label, dims) for label, dims in reversed(found)}
     return list(reversed(unique.values()))
-
-
-def _ratios(op: Op, sizes: Sequence[str]) -> list[int]:
-    """Of each size to the first, where all points of ``small`` have the same whole ones; otherwise ones."""
-    points = [[int(dims[size]) for size in sizes] for dims in op.configs.get("small", ())]
-    whole = all(number % point[0] == 0 for point in points for number in point)
-    ratios = {tuple(number // point[0] for number in point) for point in points} if whole else set()
-    return list(ratios.pop()) if len(ratios) == 1 and len(points) > 1 else [1] * len(sizes)
 
 
 def dtypes(text: str) -> list[str]:
@@ -124,7 +112,7 @@ def dtypes(text: str) -> list[str]:
 
 
 def missing(variant: Variant) -> str:
-    """What `variant` needs and this machine lacks, as a sentence; empty where nothing is."""
+    """The need of an implementation that this machine lacks, as a sentence; empty if there is none."""
     for need in variant.needs:
         if need == "cuda":
             if not torch.cuda.is_available():
@@ -179,7 +167,7 @@ class Origin:
     code: str = ""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Origin:
-        """Itself, which nobody can change: pandas copies a frame's attrs at every step, deeply."""
+        """Itself, since it cannot change: pandas copies the attrs of a frame deeply at every step."""
         return self
 
 
@@ -199,7 +187,7 @@ def _tensors(values: Any) -> list[torch.Tensor]:
 
 @dataclass
 class _Data:
-    """Inputs that change in place: the tensors that variants see stay, their values are exchanged."""
+    """Inputs that change in place: the tensors remain, and their values are exchanged."""
 
     inputs: tuple[Any, ...]
     values: list[list[torch.Tensor]]
@@ -232,7 +220,7 @@ class _Data:
 
 
 def _in_order(tensors: list[torch.Tensor]) -> None:
-    """Let tensors that are alike lie in memory in their order, which kernels may ask for and which is chance."""
+    """Order the addresses of tensors of the same kind, which is chance, and which kernels may need."""
     alike: dict[Any, list[torch.Tensor]] = {}
     for t in tensors:
         alike.setdefault((t.shape, t.stride(), t.dtype), []).append(t)
@@ -243,7 +231,7 @@ def _in_order(tensors: list[torch.Tensor]) -> None:
 
 
 class WrongResult(Exception):
-    """A variant is wrong in a way that its message says; ``score`` holds how much, where that is a number."""
+    """A result is incorrect; the message says how, and ``score`` is its error if that is a number."""
 
     def __init__(self, why: str, score: float = math.nan) -> None:
         super().__init__(why)
@@ -251,11 +239,11 @@ class WrongResult(Exception):
 
 
 def _attempt(variant: Variant, data: _Data, which: int) -> tuple[Any, Callable[[], Any]]:
-    """One call that a cheat does not survive, and its outputs as the current stream sees them.
+    """One call that finds cheats, and its outputs as the current stream sees them.
 
-    The inputs hold NaN until the device reaches the call, so that work on a stream that does not wait for the current
-    one reads NaN; freed memory of the outputs' size holds NaN; the outputs are copied by the current stream without
-    waiting, so that work it does not wait for is missing.
+    Inputs hold NaN until the GPU reaches the call, so work on a stream that does not wait for the current one reads
+    NaN. Freed memory of the outputs' size holds NaN. The current stream copies the outputs without waiting, so work
+    that it does not wait for is missing.
     """
     data.load(which)
     call = functools.partial(variant.run, *variant.given(*data.inputs))
@@ -264,8 +252,8 @@ def _attempt(variant: Variant, data: _Data, which: int) -> tuple[Any, Callable[[
     if variant.on_cpu:
         return _brought(call(), device), call
     if device.type == "cuda":
-        # A host that is slower than the delay (it compiled, or allocating waited for the device) calls when the inputs
-        # are whole already, and nothing is shown: once more, with a longer delay. A call that waits always does that.
+        # A host that is slower than the delay, because it compiles or allocates, calls after the inputs are loaded.
+        # This shows nothing, so the delay is longer next time. A call that waits for the GPU is always late.
         for delay in (1e-3, 4e-3, 16e-3):
             if variant.in_place:  # the first call has changed what there was
                 call = functools.partial(variant.run, *variant.given(*data.inputs))
@@ -311,31 +299,6 @@ def _verify(
     return worst, deterministic, call
 
 
-def verify(op: Op, name: str, dtype: torch.dtype, dims: Dims) -> check.Verdict:
-    """Check one variant at one point as `run` does before it times it.
-
-    Parameters
-    ----------
-    name : str
-        Of ``op.variants``.
-
-    Returns
-    -------
-    Verdict
-        The worst of three calls on two sets of inputs; of two calls without a GPU, where programs run one by one.
-
-    Raises
-    ------
-    WrongResult
-        Where it is above the limit or the inputs were changed.
-    NotImplementedError
-        What the variant refuses.
-    """
-    gpu = torch.cuda.is_available()
-    calls: Sequence[int] = (0, 1, 1) if gpu else (0, 1)
-    return _verify(_variant(op, name), _Data.make(op, dtype, dims, "cuda" if gpu else "cpu"), calls)[0]
-
-
 def _judged(variant: Variant, data: _Data, which: int, out: Any, when: str = "") -> check.Verdict:
     if not data.intact(which):
         raise WrongResult(f"changed its inputs{when}", math.inf)
@@ -371,13 +334,13 @@ def _first_call(variant: Variant, data: _Data, known: set[str]) -> dict[str, flo
 
 
 def _alone(op: Op, variant: Variant, data: _Data) -> str:
-    """Whether a row depends on how many there are; not asked of what takes long to be set up for another number."""
+    """Whether a row depends on the number of rows; empty if another number takes long to set up."""
     if variant.recompiles or variant.on_cpu or "onnxruntime" in variant.needs:
         return ""
     data.load(1)
     try:
         found = check.alone(op, lambda *rows: variant.run(*variant.given(*rows)), data.inputs)
-    except NotImplementedError:  # it takes all of the rows, and not some of them
+    except NotImplementedError:  # it takes all rows only
         return ""
     return "" if found is None else "yes" if found else "no"
 
@@ -401,7 +364,7 @@ def _reasons(row: dict[str, Any]) -> Iterator[None]:
     """Turn what a variant raises into the status and the note of its row."""
     try:
         yield
-    except Exception as error:  # a library may raise anything; the sweep goes on and the row tells
+    except Exception as error:  # a library may raise anything; the sweep goes on
         if isinstance(error, NotImplementedError):
             row.update(status="refused", note=_sentence(error))
         elif isinstance(error, torch.cuda.OutOfMemoryError):
@@ -418,7 +381,7 @@ def _reasons(row: dict[str, Any]) -> Iterator[None]:
 
 def _sentence(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
-    return (lines[0] if lines else type(error).__name__)[:500]  # who has the memory stands at its end
+    return (lines[0] if lines else type(error).__name__)[:500]  # the end says which process has the memory
 
 
 def run(
@@ -427,32 +390,26 @@ def run(
     config: str | Sequence[tuple[str, Dims]] = "small",
     dtype: str = "float32",
     variants: Sequence[str] | None = None,
-    extra: Mapping[str, Callable[..., Any]] | None = None,
     warmup: int = 5,
     repeat: int = 30,
-    progress: bool = True,
     machine: machines.Machine | None = None,
     clocks: Sequence[str] = timing.KINDS,
 ) -> pd.DataFrame:
-    """Check and time every way of computing an operator.
+    """Check and time every implementation of an operator.
 
     Parameters
     ----------
     config : str or sequence of (str, Dims)
-        See `points`, or what that returns. In a sweep of more than sixteen points of one config the variants that
-        recompile for every shape are measured on every eighth.
+        See `points`, or its result. In a config of more than sixteen points, implementations that recompile for every
+        shape are measured at every eighth.
     dtype : str
         A comma list of names, see `DTYPES`.
     variants : sequence of str, optional
         Only these; all that this machine can run by default. What it cannot run becomes a row ``absent``. Torch
         computes by ATen's kernels; where the one that is installed would take others, ``torch (as installed)`` is a row
         more.
-    extra : mapping of str to callable, optional
-        A reader's own functions of the card's inputs, held to the same check.
     warmup, repeat : int
         See `fusebook.measure.timing`.
-    progress : bool
-        Show a bar where there is a terminal.
     machine : Machine, optional
         Whose roof to hold times against; this one by default.
     clocks : sequence of str
@@ -470,10 +427,6 @@ def run(
         For a config, dtype or variant that does not exist.
     """
     chosen = dict(op.variants) if variants is None else {name: _variant(op, name) for name in variants}
-    for name, function in (extra or {}).items():
-        if name in op.variants:
-            raise ValueError(f"{op.name}: extra variant {name!r} has the name of one that the card has; choose another")
-        chosen[name] = Variant(function, needs=())
     asked = points(op, config) if isinstance(config, str) else list(config)
     # Sizes that a table was read for are NumPy's, which torch.compile takes for tensors: it would time what is eager.
     asked = [(label, {k: getattr(v, "item", lambda v=v: v)() for k, v in dims.items()}) for label, dims in asked]
@@ -482,7 +435,7 @@ def run(
     on = machine or (machines.here() if torch.cuda.is_available() else None)
     how = {"warmup": warmup, "repeat": repeat, "kinds": clocks}
     rows: list[dict[str, Any]] = []
-    bar = tqdm(total=len(sweep) * len(names), desc=op.name, disable=None if progress else True, leave=False)
+    bar = tqdm(total=len(sweep) * len(names), desc=op.name, disable=None, leave=False)
     with bar:
         for name in names:
             for label, dims, sparse in sweep:
@@ -500,12 +453,12 @@ def run(
     return frame
 
 
-#: Behind ``torch``: not by ATen alone, but as the torch that is installed computes it.
+#: The suffix of ``torch`` as the installed torch computes it, instead of by ATen alone.
 AS_INSTALLED = " (as installed)"
 
 
 def _as_installed(op: Op, variants: Mapping[str, Variant], dtype: torch.dtype, dims: Dims) -> dict[str, Variant]:
-    """The variant ``torch`` once more, where it calls something that torch hands to kernels that are not ATen's."""
+    """The implementation ``torch`` again, if it calls an operation that torch hands to kernels other than ATen's."""
     handed_over = {name.rpartition("::")[2] for name in (machines.overrides() or "none").split("+")}
     variant = variants.get("torch")
     if handed_over <= {"none", "unknown"} or variant is None or missing(variant):
@@ -532,7 +485,7 @@ def _variant(op: Op, name: str) -> Variant:
 def staircase(
     steps: timing.Functions, right: Callable[[Any], bool], *, kind: str = "cold", repeat: int = 30
 ) -> pd.DataFrame:
-    """What each step on the way to a kernel was worth.
+    """The gain of each step towards a kernel.
 
     Parameters
     ----------
@@ -609,7 +562,7 @@ def _point(
             rows[name].update(status="absent", note=why)
     cuda = torch.cuda.is_available()
     if cuda:
-        # What failed keeps its tensors in a cycle of frames and errors, gigabytes of which Python sees a few objects.
+        # A failure keeps its tensors in a cycle of frames and errors.
         gc.collect()
         torch.cuda.empty_cache()
     try:
@@ -640,7 +593,7 @@ def _point(
             rows[name].update(seen)
     for name in calls:
         data.load(1)
-        with _reasons(rows[name]):  # a result that was right before it was timed, and is not afterwards
+        with _reasons(rows[name]):  # a result may be incorrect after it was timed
             if not variants[name].in_place:
                 out = calls[name]()
                 if variants[name].on_cpu:
@@ -660,7 +613,7 @@ def _time(
     on: machines.Machine | None,
     how: Mapping[str, Any],
 ) -> None:
-    """Time what is right, and write times and ceilings into the rows; `how` is for `timing.measure`."""
+    """Time correct implementations, and write times and ceilings into their rows; `how` is for `timing.measure`."""
     on_cpu = {name: function for name, function in calls.items() if variants[name].on_cpu}
     timed = {name: function for name, function in calls.items() if name not in on_cpu}
     if torch.cuda.is_available() and timed:
@@ -696,7 +649,7 @@ def _time(
 
 
 def _escapes(call: Callable[[], Any]) -> str:
-    """Why events cannot be trusted with this call: it leaves work that the current stream does not wait for."""
+    """Why events cannot time this call: it leaves work that the current stream does not wait for. Otherwise empty."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     call()
@@ -715,10 +668,10 @@ def _copy_like(row: dict[str, Any]) -> Callable[[], Any]:
 
 
 def _refuse_a_clock_apart(row: dict[str, Any]) -> None:
-    """A time that the other clocks of the same work contradict is charged for something else, and nobody knows which.
+    """Reject a time that the other clocks of the same work contradict: it measured something else.
 
-    A call is at most its queueing, its work and some waiting; queueing takes no longer than the whole call; and a cold
-    call reads from memory what a warm one finds in the cache. A clock that is missing contradicts nothing.
+    Latency is at most launch and GPU time and some waiting. A launch takes no longer than the whole call. A cold call
+    reads from memory what a warm call finds in L2. A missing clock contradicts nothing.
     """
     bounds = {"call": ("host", "cold"), "host": ("call",), "cold": ("warm",), "warm": ("cold",)}
     for kind, others in bounds.items():
@@ -731,11 +684,10 @@ def _refuse_a_clock_apart(row: dict[str, Any]) -> None:
 
 
 def _refuse_faster_than_roof(row: dict[str, Any], on: machines.Machine, rate: str) -> None:
-    """A cold time under the roof is a mistake in the clock or in the kernel, unless the L2 cache served the traffic.
+    """Reject a GPU time below the roof, a mistake of the clock or the kernel, unless the L2 cache served the traffic.
 
-    What is written last stays in a cache that the flush left clean, and is not awaited: as much as fits is no cost.
-    Nor does the roof of float32 hold where tensor cores are more than three times as fast: three products in TF32 are
-    as exact.
+    The last writes stay in L2, which the flush left clean, so as many bytes as fit cost nothing. The roof of float32
+    does not hold where tensor cores are more than three times as fast, since three TF32 matmuls are as exact.
     """
     allowed = _UNDER.get(row["zone"])
     if allowed is None:

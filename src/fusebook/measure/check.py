@@ -1,11 +1,11 @@
-"""One number that says how wrong a result is, and the limit that it must stay under.
+"""The error of a result, one number, and its tolerance.
 
-The score of a result is the largest of ``|got - want| / (|want| + rms of want's row)`` over its elements, where `want`
-is the reference run in float64. It is free of scale: a result of zeros scores at least 0.5 whatever the operator, one
-wrong row is as visible as a wrong tensor, and honest rounding scores a few eps. A constant absolute tolerance has none
-of these: a softmax over a hundred thousand columns that writes 1/N everywhere passes ``atol=1e-3``. One
-step of the result's dtype is no error below its normal range, where the steps stay as they are while the numbers get
-smaller; nor is zero below the normal range of float32.
+The error is the largest of ``|got - want| / (|want| + rms of want's row)`` over all elements, where `want` is the
+reference in float64. It is free of scale. A result of zeros has an error of at least 0.5 for any operator. One
+incorrect row is as visible as an incorrect tensor. Rounding makes an error of a few eps. A constant absolute
+tolerance has none of these: a softmax over a hundred thousand columns that writes 1/N everywhere passes ``atol=1e-3``.
+Below the normal range of a dtype, one of its steps is no error, since steps do not shrink there. Zero is no error below
+the normal range of float32.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ _CHUNK = 2**26
 
 @dataclass(frozen=True)
 class Verdict:
-    """A score beside its limit."""
+    """An error and its tolerance: `score` and `limit`."""
 
     score: float
     limit: float
 
     @property
     def ok(self) -> bool:
-        """Whether the score is within the limit; NaN is not."""
+        """Whether the error is within tolerance; NaN is not."""
         return self.score <= self.limit
 
 
 @dataclass(frozen=True)
 class Yardstick:
-    """What a result is held against.
+    """The reference of a problem, to which results are compared.
 
     Attributes
     ----------
@@ -66,14 +66,14 @@ class Yardstick:
     rounded: float
 
     def judge(self, outputs: Any, math: str | None = None) -> Verdict:
-        """The score of `outputs` beside its limit."""
+        """The error of `outputs` and its tolerance."""
         return Verdict(self.score(outputs), self.limit(math))
 
     def score(self, outputs: Any) -> float:
-        """How wrong `outputs` are: 0 is exact, infinity is wrong in kind.
+        """The error of `outputs`, the largest of all; 0 is exact.
 
-        The worst output's score. Infinite where the number of outputs, a shape or a dtype differs, where NaN or
-        infinity does not stand where the reference has it, or where a row that is rightly zero is not exactly zero.
+        It is infinite if the number of outputs, a shape or a dtype differs. It is infinite, too, if NaN or infinity is
+        not where the reference has it, or if a row should be zero and is not.
         """
         got = _tuple(outputs)
         if len(got) != len(self.shapes):
@@ -86,10 +86,10 @@ class Yardstick:
             return max((_distance(g, w) for g, w in zip(scored, self.want, strict=True)), default=0.0)
 
     def limit(self, math: str | None = None) -> float:
-        """The score that a right result stays under.
+        """The tolerance: the largest error of a correct result.
 
-        Eight eps for half types and sixty-four for float32 and float64; except in float64 twice the score of the
-        reference run in float32 and rounded, where that is larger; never above 0.25. No variant is the yardstick.
+        It is 8 eps for fp16 and bf16, and 64 eps for float32 and float64. Except in float64, it is twice the error of
+        the reference in float32, rounded, if that is larger. It is never above 0.25, and no implementation sets it.
 
         Parameters
         ----------

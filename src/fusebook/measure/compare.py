@@ -66,7 +66,7 @@ def points(mine: pd.DataFrame, theirs: pd.DataFrame, *, variant: str = "fusebook
     -------
     pandas.DataFrame
         By sizes and dtype: the ``ratio`` of the first GPU's time to the second's; ``verdict``, faster, slower or alike;
-        and ``mine, of roof`` and ``theirs, of roof``, the shares that each reaches of its own roof.
+        and ``mine, of roof`` and ``theirs, of roof``, the shares of the roofs.
     """
     sides = []
     for frame in (mine, theirs):

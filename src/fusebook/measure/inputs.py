@@ -1,4 +1,4 @@
-"""Inputs that do not forgive: on plain normal rows, a softmax that forgets its maximum passes every check."""
+"""Inputs that show mistakes: with plain normal rows, a softmax without its maximum passes every check."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def generator(seed: int = 0, device: str | torch.device | None = None) -> torch.
 def rough(rng: torch.Generator, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """Random rows of three kinds, in turn: plain normal, with three large values, and far from zero.
 
-    Every third row holds three values twenty times too large, which dominate its sums; every third is shifted by 100
-    (by 1000 in float64), so that exponentials overflow where no maximum is subtracted, and differences cancel where
-    sums are kept in too low a precision.
+    Every third row has three values that are twenty times larger and dominate its sums. Every third row is shifted by
+    100, or by 1000 in float64: exponentials overflow unless the maximum is subtracted, and differences cancel in sums
+    of too low precision.
 
     Parameters
     ----------
@@ -60,17 +60,17 @@ def rough(rng: torch.Generator, shape: Sequence[int], dtype: torch.dtype) -> tor
 
 
 def laid(x: torch.Tensor, how: str) -> torch.Tensor:
-    """The same values laid out in memory another way, as the views that users bring.
+    """The same values in another layout, such as views that users pass.
 
     Parameters
     ----------
     x : torch.Tensor
         Of two or more axes; others are returned as they are.
     how : str
-        ``contiguous``: as it is. ``across``: the last two axes change places in memory, so that the last one is
-        strided, as for an operation along another axis. ``permuted``: the rows become two axes, of which the second is
-        the first in memory and the first one the last, so that no two axes can be taken together. ``sliced``: some
-        columns of a wider matrix, whose others hold NaN. ``offset``: begun one element off in memory.
+        ``contiguous``: unchanged. ``across``: the last two axes are swapped in memory, as for an operation along
+        another axis. ``permuted``: the rows become two axes, the second first in memory and the first last, so that no
+        two axes merge. ``sliced``: some columns of a wider matrix, with NaN in the others. ``offset``: one element
+        after an aligned address.
 
     Returns
     -------
@@ -91,7 +91,7 @@ def laid(x: torch.Tensor, how: str) -> torch.Tensor:
     if how == "permuted":
         first = next(n for n in range(math.isqrt(len(x)), 0, -1) if len(x) % n == 0)
         return x.reshape(first, -1, *x.shape[1:]).movedim(0, -1).contiguous().movedim(-1, 0)
-    if not x.is_contiguous() and x.mT.is_contiguous():  # it lies across, and stays so
+    if not x.is_contiguous() and x.mT.is_contiguous():  # the last axis remains strided
         return laid(x.mT, how).mT
     if how == "sliced":
         gap = math.nan if x.is_floating_point() else 0
@@ -104,7 +104,7 @@ def laid(x: torch.Tensor, how: str) -> torch.Tensor:
 def poison(outputs: Sequence[torch.Tensor]) -> None:
     """Free a block of NaN of each output's size, so that the next allocation of that size finds it.
 
-    A kernel that leaves part of its output unwritten then shows NaN there instead of an earlier, right result.
+    A kernel that leaves part of its output unwritten then shows NaN there instead of an earlier, correct result.
     Integer outputs are filled with their largest value.
     """
     blocks = [

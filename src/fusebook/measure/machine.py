@@ -1,8 +1,7 @@
-"""The machine that times were taken on: what it is, and how fast anything can be on it.
+"""The machine of a measurement: a GPU, its software, and its measured ceilings.
 
-A ceiling is measured, never read from a datasheet: no kernel of anybody reaches the 4.8 TB/s that an H200's memory is
-sold with, so a share of that number says nothing about the kernel. Bandwidths are the better of torch's own call and a
-plain Triton kernel, on 4 GiB.
+Ceilings are measured, not read from a datasheet. No kernel reaches the 4.8 TB/s of an H200's datasheet, so a share of
+that number says nothing about a kernel. A bandwidth is the better of torch's call and a plain Triton kernel, on 4 GiB.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from fusebook.measure import timing
 from fusebook.measure.op import Cost
 
 __all__ = [
-    "RECORDS", "SHIPPED", "Machine", "aten", "beside_torch", "cache_folder", "cache_folder_if_any", "clocks_and_power",
+    "RECORDS", "SHIPPED", "Machine", "aten", "beside_torch", "cache_folder", "clocks_and_power",
     "current", "here", "newest", "overrides", "page_number", "places", "recorded", "seconds", "slug", "slug_of",
     "slugs", "versions",
 ]  # fmt: skip
@@ -278,10 +277,10 @@ def _versions(package: str) -> tuple[tuple[str, str], ...]:
 
 
 def beside_torch() -> dict[str, str]:
-    """What decides which kernels torch and Triton run, beside their versions; nothing where it is as it always was.
+    """The facts that decide which kernels torch and Triton run, besides their versions.
 
-    From torch 2.13 on, torch hands operations to kernels in other languages where the packages of these are installed
-    in versions that it knows; Triton contracts products and sums to one operation unless it is told not to.
+    From 2.13 on, torch hands operations to kernels in other languages, if it knows the installed versions of their
+    packages. Triton contracts a product and a sum to one operation unless a variable forbids it.
 
     Versions of ``nvidia-cutlass-dsl`` and ``apache-tvm-ffi`` where they are installed, and of the ``ptxas`` that Triton
     calls; ``torch-overrides``, the operations that torch hands over; ``TRITON_DEFAULT_FP_FUSION`` where it is set.
@@ -344,9 +343,8 @@ def _commit() -> str:
     if given := os.environ.get("FUSEBOOK_COMMIT"):
         return given
     source = pathlib.Path(__file__).parents[2]
-    if (
-        source.name == "src" and (source.parent / ".git").exists()
-    ):  # and not that of another project, in whose folder this one is installed
+    # Not the commit of another project, in whose folder this one is installed.
+    if source.name == "src" and (source.parent / ".git").exists():
         with contextlib.suppress(OSError):
             git = ["git", "-C", str(source), "rev-parse", "--short=12", "HEAD"]
             return subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
@@ -424,22 +422,20 @@ def _measure() -> Machine:
 
 
 def cache_folder() -> pathlib.Path:
-    """Where is kept what takes long to find out or to make: ``FUSEBOOK_CACHE``, or ``fusebook`` in the user's cache."""
-    root = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
-    return pathlib.Path(os.environ.get("FUSEBOOK_CACHE") or pathlib.Path(root) / "fusebook")
+    """The folder for ceilings and compiled libraries: ``FUSEBOOK_CACHE``, or ``fusebook`` in the user's cache.
 
-
-def cache_folder_if_any() -> pathlib.Path:
-    """The same; a folder that nobody can make for a user without a home, as in some containers."""
+    It is one that cannot be made if the user has no home, as in some containers.
+    """
     try:
-        return cache_folder()
+        root = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
     except RuntimeError:
-        return pathlib.Path(os.devnull) / "fusebook"
+        root = os.devnull
+    return pathlib.Path(os.environ.get("FUSEBOOK_CACHE") or pathlib.Path(root) / "fusebook")
 
 
 def _cache() -> pathlib.Path:
     uuid = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
-    return cache_folder_if_any() / f"{uuid}-{torch.__version__}-{triton.__version__}.json"
+    return cache_folder() / f"{uuid}-{torch.__version__}-{triton.__version__}.json"
 
 
 def _text(key: str, value: Any) -> None:

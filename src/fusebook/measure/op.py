@@ -1,8 +1,7 @@
-"""The card of a kernel: what an operator means, costs, and how else it can be computed.
+"""The card of an operator: its meaning, its cost, and its implementations.
 
-A card is a frozen record of plain functions that stands at the bottom of a kernel's module. Tests, benchmarks, tables,
-records and pages all read the same card. It says nothing of tolerance (`fusebook.measure.check`), of timing
-(`fusebook.measure.timing`) or of plots (`fusebook.plots`).
+A card is a frozen record of plain functions. Tests, benchmarks, tables, records and pages all read the same card.
+Tolerances are in `fusebook.measure.check`, clocks in `fusebook.measure.timing`.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ Dims = Mapping[str, int | str]
 
 @dataclass(frozen=True)
 class Cost:
-    """What a computation moves through device memory, and the arithmetic it does.
+    """The DRAM traffic of a computation, and its arithmetic.
 
     Attributes
     ----------
@@ -43,32 +42,31 @@ class Cost:
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to compute an operator.
+    """One implementation of an operator.
 
     Attributes
     ----------
     run : callable
-        Takes what `prepare` returns, or the inputs themselves; returns a tensor or a tuple of tensors. Raises
-        ``NotImplementedError(why)`` for what it cannot do.
+        Takes the result of `prepare`, or the inputs; returns a tensor or a tuple of tensors. Raises
+        ``NotImplementedError(why)`` for a problem that it does not take.
     cost : callable, optional
-        ``cost(itemsize, **dims) -> Cost`` where this variant moves more than every variant must.
+        ``cost(itemsize, **dims) -> Cost`` if this implementation moves more than the least.
     needs : tuple of str
         What the machine must have: ``"cuda"``, or the name of a package that can be imported.
     prepare : callable, optional
-        Inputs to what `run` takes, untimed: packed weights, a session and its binding, a forward pass. It is redone
-        whenever the inputs change.
+        From the inputs to the arguments of `run`, untimed: packed weights, a bound session, a forward pass. It is
+        repeated when the inputs change.
     math : str, optional
-        ``"tf32"`` where float32 is multiplied in TF32: it is scored and roofed accordingly.
+        ``"tf32"`` if float32 is multiplied in TF32; tolerance and roof follow.
     recompiles : bool
-        It compiles anew for every shape, which outlasts all timing of it: long sweeps measure it on every eighth point.
+        It compiles for every shape, which takes longer than timing: long sweeps measure it at every eighth point.
     rate : str, optional
-        ``"tf32"`` where what is float32 and scored as such is found with the help of products in TF32, whose rate is
-        its roof.
+        ``"tf32"`` if TF32 matmuls help to find a float32 result: their rate is the roof, the tolerance is float32's.
     on_cpu : bool
-        It computes in the host's memory, from copies that `prepare` has made. Only the host's clock times it, without
-        the way of its results to where they are compared.
+        It computes in the host's memory, from copies that `prepare` made. Only its latency is measured, without
+        copying the result to the GPU.
     in_place : bool
-        It changes what `prepare` has made, which are copies: the first call with those is the one to check.
+        It changes the copies that `prepare` made: the first call with these is checked.
     """
 
     run: Callable[..., Any]
@@ -82,7 +80,7 @@ class Variant:
     in_place: bool = False
 
     def given(self, *inputs: Any) -> tuple[Any, ...]:
-        """What `run` takes: the inputs, or what `prepare` makes of them."""
+        """The arguments of `run`: the inputs, or the result of `prepare`."""
         return inputs if self.prepare is None else self.prepare(*inputs)
 
 
@@ -99,14 +97,14 @@ class Op:
     make : callable
         ``make(rng, dtype, **dims) -> inputs``, a tuple of tensors and plain values on the device of ``rng``.
     cost : callable
-        ``cost(itemsize, **dims) -> Cost``: the least that any variant can do.
+        ``cost(itemsize, **dims) -> Cost``: the least of any implementation.
     variants : mapping of str to Variant
         The first is the baseline.
     configs : mapping of str to sequence of Dims
         What benchmarks sweep: workloads.
     draw : callable
-        ``draw(rng) -> Dims``, with `rng` a ``random.Random``: a problem that somebody has and nobody chose. It names
-        its ``dtype`` and its ``layout`` too, a word of `fusebook.measure.inputs.laid`, and knows nothing of our plans.
+        ``draw(rng) -> Dims``, with `rng` a ``random.Random``: a random problem. It has a ``dtype`` and a ``layout``
+        of `fusebook.measure.inputs.laid`, and does not depend on launch configs.
     edges : sequence of Dims
         What tests try: the smallest sizes that reach every branch.
     dtypes : sequence of torch.dtype
@@ -141,8 +139,8 @@ class Op:
         Parameters
         ----------
         dims : Dims
-            As `draw` returns them. Where they name a ``layout``, the data lies so: the first matrix of floats, and
-            those of as many rows.
+            As `draw` returns them. The ``layout`` is that of the first matrix of floats, and of others with as
+            many rows.
         device : str
             Where the inputs are made.
         """

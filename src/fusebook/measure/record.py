@@ -319,7 +319,7 @@ def write(frame: pd.DataFrame, root: pathlib.Path | str, name: str = "") -> path
                 facts["versions"] = _versions(kept)
         kept = kept.drop_duplicates(key, keep="last").sort_values(["dtype", *map(str, key[3:])], kind="stable")
         _save(file, names[0], kept.drop(columns=list(_SHARED)), **facts)
-    # Each row holds the roof of its own run: a machine that is there keeps the ceilings that other records were under.
+    # Each row has the roof of its run, so an existing machine.json keeps the ceilings of other records.
     if not (beside := root / on.slug / "machine.json").exists():
         machines.save(on, beside)
     return file
@@ -471,7 +471,7 @@ def _record_all(op: Op, root: pathlib.Path, on: machines.Machine) -> Iterator[st
 
 
 def _record_each(out: pathlib.Path, on: machines.Machine, argv: Sequence[str]) -> int:
-    """Record every operator in a process of its own, so that one that fails costs no other; the exit code."""
+    """Record every operator in a separate process, so that a failure stops no other; the exit code."""
     failed = [name for name in OPS if subprocess.run([sys.executable, "-m", __spec__.name, name, *argv]).returncode]
     if failed:
         print(

@@ -1,8 +1,8 @@
 """Hashes of source code: whether what was measured is what the code does today.
 
 A row of a record carries two. ``code`` covers every definition that an implementation reaches by name, from the
-function that its card calls to the kernels, launchers and tables; it decides about GPU times and memory. ``host``
-covers the call path, through which all launchers go; it decides about launch times and latency only.
+function that its card calls to the kernels, launchers and tables. It decides about GPU times and memory. ``host``
+covers the call path, through which all launchers go. It decides about launch times and latency only.
 
 A hash is made from syntax trees. Docstrings, comments and annotations do not count, except ``tl.constexpr``.
 """
@@ -150,7 +150,7 @@ def _parts(*values: Any) -> tuple[str, list[Any]]:
 
 
 def _reached(module: _Module, names: Iterable[str], scope: Mapping[str, Any] | None = None) -> Iterator[Any]:
-    """The definitions that dotted names of a module stand for; objects of `scope` if the file does not say."""
+    """The definitions that dotted names of a module mean; objects of `scope` if the file does not say."""
     for name in names:
         first, *rest = name.split(".")
         if first in module.definitions:

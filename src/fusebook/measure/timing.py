@@ -1,13 +1,13 @@
-"""Time on a GPU, four ways, each with its spread. Knows nothing of operators.
+"""Four clocks for calls on a GPU, each with its spread.
 
-* **cold**: CUDA events around one call, its inputs flushed from the L2 cache. What a kernel costs in a program that
-  does other things between two calls.
-* **warm**: many calls captured in a CUDA graph, per call. No launch overhead, inputs in L2 where they fit.
-* **host**: the host's clock around many calls, per call, the device not waited for. What Python does to queue one.
-* **call**: the host's clock around one call, synchronised before and after. What Python waits for.
+* **cold**: GPU time with a cold L2 cache, by CUDA events around one call. This is the cost of a kernel in a program
+  that does other things between two calls.
+* **warm**: GPU time with a warm L2 cache, by many calls in a CUDA graph, per call.
+* **host**: CPU launch time, by the host's clock around many calls without synchronisation, per call.
+* **call**: latency, by the host's clock around one call, synchronised before and after.
 
-The device works while the host queues more, so a program of many calls pays the larger of *host* and *cold* for each.
-Variants are interleaved, forward then reversed, because clocks and temperature drift.
+The GPU works while the host launches more, so end-to-end time is the larger of *host* and *cold*. Functions are
+interleaved, forward then reversed, because clocks and temperature drift.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ _SECONDS = 0.6
 _FEWEST = 7
 # Seconds of work that a call is queued behind to see whether it waits for the device.
 _BUSY = 5e-3
-# Where in memory an output lies decides how far it is from the slices of L2 that serve it, and the time of a small
-# kernel with it. So calls short enough to live in L2 are timed warm with outputs in several places.
+# The address of an output decides how far it is from its slices of L2, and so the time of a small kernel. Short calls
+# are therefore timed warm with outputs at several addresses.
 _PLACEMENTS = 3
 _SMALL = 50e-6
 # Calls in the graph that estimates; about how many seconds one that is timed lasts, and the most calls in it.
@@ -56,7 +56,7 @@ _MOST = 500
 # when it is full the host waits. So calls of more than some twenty launches are queued few at a time.
 _BATCH = 50
 _FEW = 4
-# Seconds of device work in a batch, and of all batches of a function: what the device does there, nobody times.
+# Seconds of GPU work in a batch, and of all batches of a function. This work is not timed.
 _QUEUED = 2e-3
 _BATCHES = 0.1
 # Floats in a row of the buffer that flushes, 64 KiB: one block sums it.
@@ -93,7 +93,7 @@ def _flush_of(device: int) -> _Flush:
 def flush(at_least: float = 0.0) -> None:
     """Evict the L2 cache on the current stream, for at least so many seconds, without synchronising.
 
-    It ends in reads, so that no line is left that must be written to memory while the next kernel is timed.
+    It ends in reads, so that no dirty line is written back while the next kernel is timed.
     """
     _flush()(at_least)
 
@@ -103,10 +103,9 @@ def _flush() -> _Flush:
 
 
 class _Flush:
-    """Evict the L2 cache on the current stream, without synchronising: write several times its size, then read that.
+    """Evict the L2 cache on the current stream: write several times its size, then read that, without synchronising.
 
-    Lines that are only in the cache are written to memory when the next kernel needs their place, and at the cost of
-    that kernel. After the reading there are none: memory holds all that the cache holds.
+    The reads leave no dirty line, which the next kernel would have to write back.
     """
 
     def __init__(self) -> None:
@@ -133,7 +132,7 @@ class _Flush:
 
 
 def _host_seconds(function: Callable[[], Any]) -> float:
-    """Host time of a call that is not waited for: the least of five."""
+    """Launch time of a call: the least of five."""
     best = math.inf
     for _ in range(5):
         torch.cuda.synchronize()
@@ -186,8 +185,8 @@ def _repeats(seconds: float, repeat: int, within: float = _SECONDS) -> int:
 def cold(functions: Functions, *, warmup: int = 5, repeat: int = 30) -> dict[str, Quantiles | None]:
     """Device time of one call after a flush of the L2 cache, by CUDA events.
 
-    The flush is repeated until it outlasts the host time of the call: otherwise the device would idle between the
-    start event and the kernel, and the launch would be timed.
+    The flush is repeated until it takes longer than the launch. Otherwise the GPU would idle between the start event
+    and the kernel, and the launch would be timed.
 
     Parameters
     ----------
@@ -229,7 +228,7 @@ def cold(functions: Functions, *, warmup: int = 5, repeat: int = 30) -> dict[str
 def warm(functions: Functions, *, repeat: int = 30) -> dict[str, Quantiles | None]:
     """Device time per call of many calls in a CUDA graph, without launch overhead.
 
-    Short calls are captured anew for several placements of their outputs in memory, which L2 does not serve alike.
+    Short calls are captured several times, with outputs at several addresses, which L2 serves at different speeds.
 
     Parameters
     ----------
@@ -243,7 +242,7 @@ def warm(functions: Functions, *, repeat: int = 30) -> dict[str, Quantiles | Non
     """
     samples: dict[str, list[float]] = {}
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    kept = []  # alive, so that each placement allocates anew
+    kept = []  # alive, so that each capture allocates other addresses
     for _ in range(_PLACEMENTS):
         graphs = {name: captured for name, f in functions.items() if (captured := _capture(f)) is not None}
         kept.append(graphs)
@@ -269,8 +268,8 @@ def _capture(function: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, int] | 
         with torch.cuda.stream(side):  # libraries set themselves up on the stream that captures
             function()
         before.wait_stream(side)
-        # A replay has a cost of its own, which the calls in it share: their number follows from the time of the device,
-        # as a graph shows it, not from that of the host, or variants with a slow launcher would bear more of it.
+        # The calls of a replay share its cost. Their number follows from the GPU time in a graph. By launch time,
+        # functions with a slow launcher would bear more of that cost.
         pilot = _captured(function, _PILOT, side, before)
         pilot.replay()
         start.record()
@@ -280,7 +279,7 @@ def _capture(function: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, int] | 
         each = start.elapsed_time(end) / 1e3 / _PILOT
         calls = max(1, min(_MOST, math.ceil(_REPLAY / max(each, 1e-7))))
         return _captured(function, calls, side, before), calls
-    except Exception:  # whatever a library raises when it is captured: it cannot be timed this way
+    except Exception:  # a library may raise anything when it is captured
         torch.cuda.synchronize()
         return None
 
@@ -295,8 +294,8 @@ def _captured(
             for _ in range(calls):
                 function()
     except Exception:
-        # Torch before 2.12 stays on the stream of a capture that has failed, and its allocator believes that the
-        # capture goes on: it would give back no memory any more, not even where there is no other.
+        # After a failed capture, torch before 2.12 stays on its stream, and its allocator assumes that the capture goes
+        # on: it would never free memory again.
         torch.cuda.set_stream(before)
         with contextlib.suppress(RuntimeError):  # torch has seen to it
             torch._C._cuda_endAllocateToPool(before.device_index, pool)
@@ -312,7 +311,7 @@ def _wait() -> None:
 
 @contextlib.contextmanager
 def _no_collection() -> Iterator[None]:
-    """Keep the garbage collector from charging one call with what many left behind."""
+    """Inside, no garbage is collected: one call would pay for that of many."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -334,9 +333,9 @@ def _queued(function: Callable[[], Any], calls: int) -> float:
 
 
 def _calls_to_queue(function: Callable[[], Any]) -> int:
-    """How many calls fit into a batch: their work is short, and the device's queue does not fill.
+    """The number of calls in a batch: their work is short, and the GPU's queue does not fill.
 
-    A full queue shows itself: among many calls each takes longer than among few.
+    With a full queue, each of many calls takes longer than each of few.
     """
     _wait()
     start = time.perf_counter()
@@ -351,11 +350,10 @@ def _calls_to_queue(function: Callable[[], Any]) -> int:
 
 
 def host(functions: Functions, *, warmup: int = 5, repeat: int = 30) -> dict[str, Quantiles | None]:
-    """Host time of a call among many, the device not waited for: what Python and the driver do to queue it.
+    """CPU launch time of a call among many, without synchronisation.
 
-    The device works meanwhile, as in a program of many calls, where each takes the larger of this and its time on the
-    device. A sample is the mean of a batch of 4 to 50 calls; the device ends its work between batches, outside the
-    clock, and a batch never fills the device's queue, whereupon the host would wait. No garbage is collected in it.
+    A sample is the mean of a batch of 4 to 50 calls. The GPU ends its work between batches, outside the clock. A batch
+    never fills the GPU's queue, since the host would wait then. No garbage is collected in a batch.
 
     Parameters
     ----------
@@ -365,7 +363,7 @@ def host(functions: Functions, *, warmup: int = 5, repeat: int = 30) -> dict[str
     Returns
     -------
     dict of str to Quantiles or None
-        None where the call waits for the device: its host time is then that of `call`.
+        None if the call waits for the GPU: its launch time is then its latency.
     """
     calls: dict[str, int] = {}
     samples: dict[str, list[float]] = {}
@@ -387,7 +385,7 @@ def host(functions: Functions, *, warmup: int = 5, repeat: int = 30) -> dict[str
 
 
 def call(functions: Functions, *, warmup: int = 5, repeat: int = 30) -> dict[str, Quantiles]:
-    """Host time of one call, synchronised before and after; all that a function of the CPU has."""
+    """Latency: host time of one call, synchronised before and after; the only clock of a function on the CPU."""
     samples: dict[str, list[float]] = {name: [] for name in functions}
     slowest = 0.0
     for function in functions.values():

@@ -1,8 +1,8 @@
 """Kernels compiled ahead of time into one library that ONNX Runtime loads: no Python, torch or Triton where it runs.
 
-Triton compiles a kernel to machine code without a GPU, in a process that does not interpret. `specs` lists what is
-compiled: each kernel for each dtype, once for rows that begin at multiples of 16 bytes and once for others, and for a
-few sizes of tile. ``library.c`` chooses among them where it runs.
+Triton compiles a kernel to machine code without a GPU, in a process that does not interpret. `specs` lists the
+variants: each kernel for each dtype, for rows that begin at multiples of 16 bytes and for others, and for a few sizes
+of tile. ``library.c`` chooses among them at run time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from fusebook.kernels._call import integer
-from fusebook.measure.machine import cache_folder_if_any
+from fusebook.measure.machine import cache_folder
 from fusebook.ort.custom import C, beside, compile_c
 
 __all__ = ["ARCHITECTURES", "TYPES", "build"]
@@ -51,8 +51,8 @@ _ROWS = (
 class Spec:
     """A kernel to compile.
 
-    `late` and `early` name constants that are true where kernels may overlap, from sm_90 on: of one that starts while
-    the kernel ahead still runs and waits in its own code, and of one that lets the next kernel start so.
+    `late` and `early` name constants that are true from sm_90 on, where kernels may overlap. With `late`, a kernel
+    starts before the preceding one ends, and waits in its code. With `early`, it lets the next kernel start so.
     """
 
     kind: str  # its name in library.c
@@ -359,7 +359,7 @@ def cached(arch: Sequence[int], dtype: Sequence[str]) -> pathlib.Path:
     files = [C / "library.c", C / "ort_api.h", _HERE / "aot.py", _HERE / "two_pass.py"]
     files += sorted((_HERE.parent / "kernels").glob("*.py"))
     text = b"".join(f.read_bytes() for f in files) + repr((tuple(arch), tuple(dtype), version("triton"))).encode()
-    out = cache_folder_if_any() / f"fusebook-ort-{hashlib.sha256(text).hexdigest()[:16]}.so"
+    out = cache_folder() / f"fusebook-ort-{hashlib.sha256(text).hexdigest()[:16]}.so"
     if not out.exists():
         beside(out, "set FUSEBOOK_CACHE to a folder").unlink()
         build(out, arch=arch, dtype=dtype)

@@ -1,7 +1,7 @@
 """Operators of ONNX Runtime whose kernels are Python functions: a Triton launcher becomes a node of a graph.
 
-ONNX Runtime takes operators from a shared library. Fusebook's is a small C file that knows no operator at all; it is
-compiled by the system's C compiler when it is first needed, as Triton compiles its own launchers, and kept in a cache.
+ONNX Runtime takes operators from a shared library. Fusebook's is a small C file without any operator. The system's C
+compiler compiles it at its first use, as Triton compiles its launchers, and a cache keeps it.
 When a node runs, it hands its tensors to Python as DLPack structs over ONNX Runtime's memory, and Python launches on
 ONNX Runtime's stream.
 """
@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
-from fusebook.measure.machine import cache_folder_if_any
+from fusebook.measure.machine import cache_folder
 
 __all__ = ["CustomOp", "custom_op", "register"]
 
@@ -121,7 +121,7 @@ def beside(out: pathlib.Path, remedy: str) -> pathlib.Path:
 def _library_path() -> pathlib.Path:
     """The compiled shim of this version of the library; compiled where it is not there yet."""
     text = b"".join((C / name).read_bytes() for name in ("ort_api.h", "shim.c"))
-    path = cache_folder_if_any() / f"shim-{hashlib.sha256(text).hexdigest()[:16]}.so"
+    path = cache_folder() / f"shim-{hashlib.sha256(text).hexdigest()[:16]}.so"
     return path if path.exists() else compile_c([C / "shim.c"], path)
 
 
@@ -251,7 +251,7 @@ class _Kernel:
 
 
 class _Refused(Exception):
-    """ONNX Runtime has a status of its own, which ends the run."""
+    """ONNX Runtime has set its status, which ends the run."""
 
 
 @functools.lru_cache(maxsize=256)
@@ -605,8 +605,8 @@ def register(options: Any, *ops: CustomOp) -> None:
     Raises
     ------
     RuntimeError
-        Where there is no C compiler, or no folder to keep the compiled library in; from ONNX Runtime, where the options
-        know the domain of the operators already: a session takes one set of operators for each domain.
+        If there is no C compiler, or no folder for the compiled library. From ONNX Runtime, if the options have the
+        domain of the operators already: a session takes one set of operators for each domain.
     TypeError, ValueError
         For something else than operators, and for two of one name.
     """

@@ -221,7 +221,7 @@ def _number(value: Any) -> Any:
 def _numbers(tensor: Any) -> Any:
     """The numbers of a constant, else None.
 
-    Those in another file are not read: it is named by whoever wrote the model, and may be any.
+    Those in another file are not read: the author of the model names it, and it may be any.
     """
     import onnx_ir
 
@@ -234,7 +234,7 @@ def _numbers(tensor: Any) -> Any:
 
 
 def _is_zero(attribute: Any) -> bool:
-    """Whether ConstantOfShape makes zeros that our nodes can add to: those of float32, unless it is told otherwise."""
+    """Whether ConstantOfShape makes zeros that Fusebook's nodes can add to; its default is float32."""
     if attribute is None:
         return True
     try:

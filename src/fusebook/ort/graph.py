@@ -1,9 +1,9 @@
 """An ONNX graph as a function of torch tensors: session, IO binding on torch's memory, torch's streams.
 
 Only ONNX Runtime's public API is used. On a CUDA device nothing is copied and nothing waits for the GPU: inputs and
-outputs are bound to the memory of torch tensors, and the graph runs on a side stream of torch's that waits for the
-current stream and is waited for by it. On the CPU a session has one thread, because ONNX Runtime's ScatterND loses
-updates with more where indices repeat.
+outputs are bound to the memory of torch tensors. The graph runs on a side stream of torch, which waits for the current
+stream, and the current stream for it. On the CPU a session has one thread: with more, ONNX Runtime's ScatterND loses
+updates of repeated indices.
 """
 
 from __future__ import annotations
@@ -140,12 +140,12 @@ class Graph:
                 )
             # Otherwise every run ends in waiting for the GPU.
             self._run.add_run_config_entry("disable_synchronize_execution_providers", "1")
-        # The default, said aloud: ONNX Runtime 1.31 looks for it in every run, and finds out that it is missing by an
-        # exception thrown in C++, which takes longer than all the rest of a small run.
+        # The default. ONNX Runtime 1.31 looks for it in every run. Without it, a C++ exception takes longer than the
+        # rest of a small run.
         self._run.add_run_config_entry("gpu_graph_id", "0")
         try:
             self.session = ort.InferenceSession(_readable(model), settings, providers=providers)
-        except Exception as error:  # classes of its own
+        except Exception as error:  # ONNX Runtime has its own classes
             if "External data" not in str(error):
                 raise
             raise ValueError(
@@ -191,8 +191,8 @@ class Graph:
         Raises
         ------
         ValueError, TypeError
-            For a missing or unknown name, a wrong dtype, a tensor that is not contiguous or has no memory of its own,
-            and for outputs that overlap each other or a part of an input.
+            For a missing or unknown name, a wrong dtype, a tensor that is not contiguous or has no memory, and for
+            outputs that overlap each other or a part of an input.
         """
         return Bound(self, inputs, {} if outputs is None else outputs)
 

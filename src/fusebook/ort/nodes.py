@@ -1,4 +1,4 @@
-"""The library's launchers as operators of ONNX Runtime, in process: they write where ONNX Runtime tells them to."""
+"""The launchers as in-process operators of ONNX Runtime, which write into ONNX Runtime's outputs."""
 
 from __future__ import annotations
 
