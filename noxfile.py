@@ -250,7 +250,7 @@ def new(session):
 
 @nox.session(venv_backend="none", requires=["environment"], default=False)
 def explore(session):
-    """Check and time problems that nobody chose: ``nox -s explore -- softmax --seed 7``."""
+    """Check and time random problems: ``nox -s explore -- softmax --seed 7``."""
     run(session, "-m", "fusebook.measure.explore", *session.posargs)
 
 

@@ -156,24 +156,22 @@ def hardware(about, frames):
 
 
 def random_problems(op, number):
-    """What problems drawn at random say of an operator."""
+    """The problems of an operator that were drawn at random, and whether its target is met."""
     from fusebook.measure import explore, machine
     from fusebook.page import _place, show
 
     for place in machine.places(number):
-        if explore.path(place.name, op.name, place.parent).exists():
-            _place.note(explore.path(place.name, op.name, place.parent))
-            drawn = explore.ratios(op, explore.read(op, place.name, place.parent)).drop(
-                columns=["case", "math", "line", "bytes"], errors="ignore"
-            )
-            over = {"over torch": "Fusebook over torch", "over all": "Fusebook over best"}
+        if (file := explore.path(place.name, op.name, place.parent)).exists():
+            _place.note(file)
+            frame = explore.read(op, place.name, place.parent)
+            drawn = explore.ratios(op, frame).drop(columns=["case", "math", "line", "bytes"])
+            names = {"fusebook_us": "Fusebook, us", "torch_us": "torch, us", "best_us": "best, us"}
             drawn = drawn.rename(
-                columns={"fusebook_us": "Fusebook, us", "torch_us": "torch, us", "best_us": "best, us", **over}
+                columns=names | {"over torch": "Fusebook over torch", "over all": "Fusebook over best"}
             )
-            ratios = drawn["Fusebook over best"]
-            said = f"median {ratios.median():.2f}, 90 % point {ratios.quantile(0.9):.2f}, worst {ratios.max():.2f}"
-            caption = f"{op.name}: {len(drawn)} problems drawn at random; GPU time over that of the best other: {said}"
-            return show.sortable(drawn, caption)
+            found = show.table(explore.summary(op, frame).rename_axis("Fusebook"), f"{op.name}, GPU time", fold=False)
+            caption = f"{op.name}: {len(drawn)} problems drawn at random"
+            return found._repr_html_() + show.sortable(drawn, caption)._repr_html_()
     return f"<p><code>{op.name}</code>: none recorded.</p>"
 
 
