@@ -159,6 +159,19 @@ def test_chunks_and_tensors_are_rounded_by_bits_of_their_own(device):
     assert not any(torch.equal(a, b) for i, a in enumerate(chunks) for b in chunks[:i])
 
 
+def test_groups_of_one_list_and_seeds_of_64_bits_have_random_bits_of_their_own(device):
+    def rounded(seed):
+        ps = [torch.ones(1024, dtype=torch.bfloat16, device=device) for _ in range(2)]
+        gs = [torch.ones(1024, dtype=kind, device=device) for kind in (torch.bfloat16, torch.float32)]
+        ms, vs = ([torch.zeros_like(g) for g in gs] for _ in range(2))
+        adamw_step(ps, gs, ms, vs, step=1, lr=2**-9, weight_decay=0.0, seed=seed)
+        return ps
+
+    both = [p for seed in (1, 2**32 + 1, -1) for p in rounded(seed)]
+    assert all(p.unique().numel() == 2 for p in both)
+    assert not any(torch.equal(a, b) for i, a in enumerate(both) for b in both[:i])
+
+
 def test_rounding_by_chance_keeps_what_is_exact_and_what_is_not_finite(device):
     ps = [torch.tensor([1.5, -2.0, 0.0, math.inf, -math.inf, math.nan], device=device).bfloat16()]
     before = ps[0].clone()

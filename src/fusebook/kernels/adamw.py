@@ -484,9 +484,11 @@ def _stepped(
         if stayed:  # nobody writes any more to what a graph reads
             of.placed = placed._replace(table=None)
     fractions = (1 - beta1**step, 1 - beta2**step)
-    numbers = step & 0x7FFFFFFF, (seed or 0) & 0x7FFFFFFF, lr, beta1, beta2, *fractions, eps, decay, most
-    for group, told in zip(of.groups, placed.told or grads, strict=False):
-        group.launch(told, (count, rate, norm), numbers, maximize, seed is not None, group is of.groups[-1])
+    numbers = lr, beta1, beta2, *fractions, eps, decay, most
+    for i, (group, told) in enumerate(zip(of.groups, placed.told or grads, strict=False)):
+        # Programs of every group have the same numbers, and so would have the same random bits.
+        seeded = step & 0x7FFFFFFF, ((seed or 0) + i * 0x2545F491) % 0x7FFFFFFF, *numbers
+        group.launch(told, (count, rate, norm), seeded, maximize, seed is not None, group is of.groups[-1])
     if count is not None and not of.groups:
         apply(Tensor.add_, count, 1)
     torch.autograd.graph.increment_version(states if count is None else [*states, count])  # for graphs that kept one
@@ -573,7 +575,8 @@ def adamw_step(
     maximize : bool
         Go up the gradient.
     seed : int, optional
-        Round bfloat16 parameters by chance, by bits that follow from the seed and the number of the step.
+        Round bfloat16 parameters by chance, by bits that follow from the seed, the number of the step, and the place in
+        the lists. Give other lists of the same step another seed.
     norm : torch.Tensor, optional
         The norm of all gradients, one number on the device. Where it is above `max_norm` gradients are scaled by
         ``max_norm / (norm + 1e-6)``, as `torch.nn.utils.clip_grad_norm_` does, but not written.
