@@ -117,6 +117,28 @@ def test_attributes_have_defaults_or_must_be_there(device):
         graph(op, device)
 
 
+def test_an_attribute_that_is_empty_or_of_another_kind_is_not_its_default(device):
+    def launcher(x, out, **attributes):
+        seen.update(attributes)
+        out.copy_(x)
+
+    def node(default, **attribute):
+        made = one_node("Unary", {"x": torch.float32}, {"y": torch.float32})
+        made.graph.node[0].attribute.append(onnx.AttributeProto(name="a", **attribute))
+        op = unary(launcher=launcher, attributes={"a": default})
+        return Graph(made, device=device, ops=[op])
+
+    seen, kind = {}, onnx.AttributeProto
+    for default in ((1, 2), (0.5,), tuple):
+        for type_ in (kind.INTS, kind.FLOATS):
+            node(default, type=type_)({"x": torch.ones(2, device=device)})
+            assert seen.pop("a") == ()
+    for default in (1, 0.5, "word"):
+        for attribute in ({"type": kind.STRINGS, "strings": [b"a"]}, {"type": kind.INTS}, {"type": kind.FLOATS}):
+            with pytest.raises(Exception, match="expected the attribute a to be .*, got another kind"):
+                node(default, **attribute)
+
+
 def test_an_input_on_the_host_gives_the_shape(device):
     def launcher(shape, x, out):
         assert shape.device.type == "cpu" and x.device.type == device
@@ -194,6 +216,22 @@ def test_what_a_launcher_raises_is_an_error_of_onnx_runtime(device):
     for begin in ("", "x"):
         long = unary(lambda x, b=begin: exec("raise ValueError(b + 'é' * 9999)", {"b": b}))
         refused(f"Unary: ValueError: {begin}é{{300}}", graph(long, device), {"x": x})
+
+    class Mute(Exception):
+        def __str__(self):
+            raise ValueError
+
+    # What cannot be written as it is, and what cannot be written.
+    for error, said in ((OSError("\udcff is lost"), r"OSError: .udcff is lost"), (Mute(), "Mute")):
+        refused(f"Unary: {said}", graph(unary(lambda x, e=error: exec("raise e", {"e": e})), device), {"x": x})
+
+
+def test_a_callback_that_fails_where_nothing_is_caught_is_an_error(device, monkeypatch):
+    """As by Ctrl-C outside of the function's own code."""
+    g = graph(unary(launcher=lambda x, out: 1 // 0), device)
+    monkeypatch.setattr(custom, "_say", lambda *_: 1 // 0)
+    monkeypatch.setattr(sys, "unraisablehook", lambda *_: None)
+    refused("the Python function behind Unary could not be called", g, {"x": torch.ones(3, device=device)})
 
 
 def test_what_a_launcher_must_return(device):

@@ -231,6 +231,15 @@ def test_the_library_checks_its_attributes_and_types(library):
         Graph(node("ScatterNDOfShape", feeds, u.dtype), device="cpu", library=library)
     with pytest.raises(Exception, match="Softmax"):
         Graph(node("Softmax", {"x": u, "z": u}, u.dtype), device="cpu", library=library)
+    feeds["indices"] = feeds["indices"].long()
+    for attributes, message in (
+        ({"maskedValue": [1]}, "the attribute maskedValue to be an int"),
+        ({"maskedValue": ["a"]}, "the attribute maskedValue to be an int"),
+        ({"reduction": 1}, "expected reduction to be add"),
+        ({"reduction": "a" * 99}, "expected reduction to be add"),
+    ):
+        with pytest.raises(Exception, match=message):
+            Graph(node("MaskedScatterNDOfShape", feeds, u.dtype, **attributes), device="cpu", library=library)
 
 
 @pytest.mark.slow_interpreted

@@ -126,8 +126,11 @@ def _library_path() -> pathlib.Path:
 
 
 _pointer, _size = ctypes.c_void_p, ctypes.c_size_t
-_CREATE = ctypes.PYFUNCTYPE(ctypes.c_int, _size, _pointer, _pointer, ctypes.POINTER(_size), _pointer)
-_COMPUTE = ctypes.CFUNCTYPE(ctypes.c_int, _size, ctypes.POINTER(_pointer), _pointer, _pointer, ctypes.c_int, _pointer)
+_done = ctypes.POINTER(ctypes.c_int)
+_CREATE = ctypes.PYFUNCTYPE(None, _size, _pointer, _pointer, ctypes.POINTER(_size), _pointer, _done)
+_COMPUTE = ctypes.CFUNCTYPE(
+    None, _size, ctypes.POINTER(_pointer), _pointer, _pointer, ctypes.c_int, _pointer, _done
+)  # fmt: skip
 _DESTROY = ctypes.CFUNCTYPE(None, _size)
 
 
@@ -268,32 +271,36 @@ _numbers = itertools.count(1)
 
 def _say(error: BaseException, name: str, into: int) -> None:
     """Leave one line of an exception where C takes it from."""
-    line = (str(error).strip().splitlines() or [""])[0]
+    try:
+        line = (str(error).strip().splitlines() or [""])[0]
+    except Exception:  # of a class that cannot say what it is
+        line = ""
     text = f"{name}: {type(error).__name__}: {line}" if line else f"{name}: {type(error).__name__}"
-    ctypes.memmove(into, (data := text.encode()[: _MESSAGE - 1].decode(errors="ignore").encode() + b"\0"), len(data))
+    data = text.encode(errors="backslashreplace")[: _MESSAGE - 1].decode(errors="ignore").encode() + b"\0"
+    ctypes.memmove(into, data, len(data))
 
 
-def _create(op: int, api: int, info: int, kernel: Any, message: int) -> int:
+def _create(op: int, api: int, info: int, kernel: Any, message: int, done: Any) -> None:
     try:
         made = _Kernel(_OPS[op], _OPS[op]._attributes_of(api, info))
         number = next(_numbers)
         _KERNELS[number] = made
         kernel[0] = number
-    except BaseException as error:  # nothing may leave a callback: C would go on as if nothing had happened
+        done[0] = 1
+    except BaseException as error:  # it would be printed, and ONNX Runtime would not say what it was
         _say(error, _OPS[op].name if op in _OPS else "fusebook", message)
-        return 0
-    return 1
 
 
-def _compute(kernel: int, inputs: Any, running: int, stream: int | None, device: int, message: int) -> int:
+def _compute(
+    kernel: int, inputs: Any, running: int, stream: int | None, device: int, message: int, done: Any
+) -> None:  # fmt: skip
     try:
         _KERNELS[kernel].run(inputs, running, stream or 0, device)
+        done[0] = 1
     except _Refused:
-        return 0
+        pass
     except BaseException as error:
         _say(error, _KERNELS[kernel].op.name, message)
-        return 0
-    return 1
 
 
 def _destroy(kernel: int) -> None:
@@ -526,6 +533,10 @@ def _reader_of(op: str, name: str, default: Any) -> Callable[[int, int], Any]:
                 raise TypeError(
                     f"expected the attribute {name} to be {words[kind]}, got {word}; set it as {words[kind]}"
                 )
+        if library.fusebook_ints(*where, None, ctypes.byref(count)):  # there, whatever it is
+            if kind is tuple:
+                return ()
+            raise TypeError(f"expected the attribute {name} to be {words[kind]}, got another kind; set it as {words[kind]}")
         if isinstance(default, type):
             raise ValueError(f"expected the attribute {name}, got a node without it; set it")
         return default

@@ -408,20 +408,20 @@ enum { OP_SOFTMAX, OP_SCATTER, OP_MASKED };
 static const char *const NAMES[] = {"Softmax", "ScatterNDOfShape", "MaskedScatterNDOfShape"};
 static const int ELEMENTS[] = {FLOAT32, FLOAT16, BFLOAT16, FLOAT64};
 
+/* Whether an attribute is there. An array is read from one of any kind; it then has no elements. */
+static int present(Api api, const void *info, const char *name) {
+  size_t count = 0;
+  Status absent = KernelInfoGetAttributeArray_int64(api)(info, name, NULL, &count);
+  if (absent) ReleaseStatus(api)(absent);
+  return !absent;
+}
+
 /* An attribute that a node may leave out. One that is there with another type is refused, not taken for absent. */
 static Status integer(Api api, const void *info, const char *op, const char *name, int64_t *out) {
-  float real;
-  size_t length = 0;
-  Status status = KernelInfoGetAttribute_int64(api)(info, name, out), other;
+  Status status = KernelInfoGetAttribute_int64(api)(info, name, out);
   if (!status) return NULL;
   ReleaseStatus(api)(status);
-  other = KernelInfoGetAttribute_float(api)(info, name, &real);
-  if (other) {
-    ReleaseStatus(api)(other);
-    other = KernelInfoGetAttribute_string(api)(info, name, NULL, &length);
-    if (other) ReleaseStatus(api)(other);
-    if (other && !length) return NULL;
-  }
+  if (!present(api, info, name)) return NULL;
   return refuse(api, ORT_INVALID_ARGUMENT, "%s: expected the attribute %s to be an int; set it as int", op, name);
 }
 
@@ -429,10 +429,6 @@ static Status create_kernel(const CustomOp *op, Api api, const void *info, void 
   int which = (int)OVERLOAD(op)->number;
   Kernel made = {api, -1, which == OP_MASKED ? -1 : INT64_MIN};
   Status status = NULL;
-  if (!OVERLOAD(op)->cuda)
-    return refuse(api, ORT_NOT_IMPLEMENTED,
-                  "%s: this library is compiled for GPUs, and the session has none; make it with CUDAExecutionProvider",
-                  NAMES[which]);
   if (which == OP_SOFTMAX) status = integer(api, info, NAMES[which], "axis", &made.axis);
   if (which == OP_MASKED) status = integer(api, info, NAMES[which], "maskedValue", &made.masked);
   if (!status && which != OP_SOFTMAX) {
@@ -440,10 +436,14 @@ static Status create_kernel(const CustomOp *op, Api api, const void *info, void 
     size_t length = sizeof reduction;
     Status absent = KernelInfoGetAttribute_string(api)(info, "reduction", reduction, &length);
     if (absent) ReleaseStatus(api)(absent);
-    if (length > sizeof reduction || strcmp(reduction, "add"))
+    if (absent ? present(api, info, "reduction") : strcmp(reduction, "add"))
       status = refuse(api, ORT_NOT_IMPLEMENTED, "%s: expected reduction to be add, which is all that is implemented",
                       NAMES[which]);
   }
+  if (!status && !OVERLOAD(op)->cuda)
+    status = refuse(api, ORT_NOT_IMPLEMENTED,
+                    "%s: this library is compiled for GPUs, and the session has none; make it with CUDAExecutionProvider",
+                    NAMES[which]);
   if (status) return status;
   Kernel *kernel = malloc(sizeof *kernel);
   if (!kernel) return refuse(api, ORT_FAIL, "fusebook: out of memory");

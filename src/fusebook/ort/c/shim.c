@@ -62,9 +62,10 @@ static DLManagedTensor *hand_over(const View *seen, int device) {
   return &handed->managed;
 }
 
-/* Each returns 1 for success, 0 with a message; a callback that could not even run returns 0 as well. */
-typedef int (*Create)(size_t op, Api api, const void *info, size_t *kernel, char *message);
-typedef int (*Compute)(size_t kernel, DLManagedTensor **inputs, void *context, void *stream, int device, char *message);
+/* Each sets `done`, or leaves a message. Nothing is returned: what a Python function that raises returns is not defined. */
+typedef void (*Create)(size_t op, Api api, const void *info, size_t *kernel, char *message, int *done);
+typedef void (*Compute)(size_t kernel, DLManagedTensor **inputs, void *context, void *stream, int device, char *message,
+                        int *done);
 typedef void (*Destroy)(size_t kernel);
 
 typedef struct {
@@ -96,11 +97,13 @@ static Status failed(Api api, const char *message, const char *name) {
 
 static Status create_kernel(const CustomOp *op, Api api, const void *info, void **out) {
   char message[MESSAGE] = "";
+  int done = 0;
   Kernel *kernel = malloc(sizeof *kernel);
   if (!kernel || !create) return free(kernel), CreateStatus(api)(ORT_FAIL, "fusebook: out of memory, or Python has ended");
   kernel->op = OVERLOAD(op);
   kernel->api = api;
-  if (!create(kernel->op->number, api, info, &kernel->number, message)) {
+  create(kernel->op->number, api, info, &kernel->number, message, &done);
+  if (!done) {
     free(kernel);
     return failed(api, message, OVERLOAD(op)->name);
   }
@@ -150,7 +153,8 @@ static Status compute_kernel(void *pointer, void *context) {
     for (i = 0; i < given; i++) free(handed[i]);
     return status;
   }
-  int done = compute(kernel->number, handed, &running, stream, running.device, message);
+  int done = 0;
+  compute(kernel->number, handed, &running, stream, running.device, message, &done);
   for (i = 0; i < given; i++) free(handed[i]); /* those that Python has taken are NULL now */
   if (running.status) {
     if (!done && !message[0]) return running.status;
