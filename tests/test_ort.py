@@ -667,6 +667,72 @@ def test_updates_that_where_broadcasts_stay_as_they_are(indices, updates, fused,
     assert torch.equal(got(feeds)["out"].cpu(), want({key: value.cpu() for key, value in feeds.items()})["out"])
 
 
+def test_constants_of_more_axes_than_updates_stay_as_they_are(device):
+    pytest.importorskip("onnxscript")
+    for which in (0, 1):
+
+        def declared(graph, which=which):
+            graph.input[1].CopyFrom(oh.make_tensor_value_info("indices", 7, [1, 1]))
+            graph.input[2].CopyFrom(oh.make_tensor_value_info("updates", 1, [1, 2]))
+            graph.initializer[which].dims[:] = [1, 1, 1]
+
+        proto = changed(declared)
+        after = export.fuse(proto)
+        feeds = {"shape": torch.tensor([3, 1, 2]), "indices": torch.tensor([[2]]), "updates": torch.tensor([[1.0, 2]])}
+        want = Graph(proto, device="cpu")(feeds)["out"]
+        given = {name: value.to(device) if name != "shape" else value for name, value in feeds.items()}
+        assert torch.equal(Graph(after, device=device, ops=NODES)(given)["out"].cpu(), want)
+
+
+def _sparse():
+    one, zero = oh.make_tensor("s", 1, [1], [1.0]), oh.make_tensor("i", 7, [1], [0])
+    return oh.make_sparse_tensor(one, zero, [4])
+
+
+def _with_a_sparse_initializer(model):
+    model.graph.sparse_initializer.append(_sparse())
+
+
+def _with_a_sparse_constant(model):
+    branch = oh.make_graph([oh.make_node("Constant", [], ["c"], sparse_value=_sparse())], "b", [], [])
+    model.graph.node.append(oh.make_node("If", ["k"], ["z"], then_branch=branch, else_branch=branch))
+
+
+def _with_training(model):
+    model.training_info.add()
+
+
+def _with_another_version(model):
+    model.opset_import.append(oh.make_opsetid("fusebook", 7))
+
+
+def _with_a_function(model):
+    relu, opset = oh.make_node("Relu", ["a"], ["b"]), oh.make_opsetid("", 18)
+    model.functions.append(oh.make_function("fusebook", "ScatterNDOfShape", ["a"], ["b"], [relu], [opset]))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_with_a_sparse_initializer, "sparse tensors"),
+        (_with_a_sparse_constant, "sparse tensors"),
+        (_with_training, "training_info"),
+        (_with_another_version, "the domain fusebook in version 1"),
+        (_with_a_function, "without functions of the model"),
+    ],
+)
+def test_models_that_would_lose_or_mistake_something_are_refused(change, message):
+    pytest.importorskip("onnxscript")
+    ir = pytest.importorskip("onnx_ir")
+    model = _onnx_model(torch.float32)
+    change(model)
+    with pytest.raises(ValueError, match=message):
+        export.fuse(model)
+    if "fusebook" in message or "functions" in message:
+        with pytest.raises(ValueError, match=message):
+            export.fuse(ir.from_proto(model))
+
+
 def test_a_model_of_onnx_ir_stays_as_it_is():
     pytest.importorskip("onnxscript")
     ir = pytest.importorskip("onnx_ir")

@@ -211,10 +211,14 @@ def _refusing(operator: Operator) -> Callable[..., Any]:
     return _like(inspect.Signature([inspect.Parameter(name, kind) for name in names]), refused)
 
 
-def _number(value: Any) -> Any:
-    """The one number that a value is known to be, else None; what a caller of the graph may replace is not known."""
+def _number(value: Any, axes: float = math.inf) -> Any:
+    """The one number that a value of at most so many axes is known to be, else None.
+
+    What a caller of the graph may replace is not known.
+    """
     tensor = value.const_value if value is not None and not value.is_graph_input() else None
-    numbers = _numbers(tensor) if tensor is not None and math.prod(tensor.shape) == 1 else None
+    one = tensor is not None and math.prod(tensor.shape) == 1 and len(tensor.shape) <= axes
+    numbers = _numbers(tensor) if one else None
     return None if numbers is None else numbers.reshape(()).item()
 
 
@@ -246,6 +250,17 @@ def _is_zero(attribute: Any) -> bool:
     return numbers is not None and not numbers.any()
 
 
+def _sparse(nodes: Any, initializers: Any = ()) -> bool:
+    """Whether there are sparse tensors in a graph, or in one within it."""
+    attributes = [a for node in nodes for a in node.attribute]
+    graphs = [g for a in attributes for g in (a.g, *a.graphs)]
+    return bool(
+        initializers
+        or any(a.HasField("sparse_tensor") or a.sparse_tensors for a in attributes)
+        or any(_sparse(g.node, g.sparse_initializer) for g in graphs)
+    )
+
+
 def fuse(model: Any) -> Any:
     """Replace chains of standard operators by Fusebook's.
 
@@ -272,6 +287,9 @@ def fuse(model: Any) -> Any:
         Where onnxscript is not installed.
     TypeError
         For what is no model.
+    ValueError
+        For what would be lost: sparse tensors, and training_info. And where the domain ``fusebook`` is another: of a
+        version that is not 1, or with functions of the model.
     """
     _onnxscript()
     import onnx
@@ -282,6 +300,26 @@ def fuse(model: Any) -> Any:
         raise TypeError(
             f"fuse: expected an onnx.ModelProto or onnx_ir.Model, got {type(model).__name__}; load it first"
         )
+    proto = isinstance(model, onnx.ModelProto)
+    given: Any = model
+    functions = list(given.functions if proto else given.functions.values())
+    if proto and (
+        given.training_info
+        or _sparse(given.graph.node, given.graph.sparse_initializer)
+        or any(_sparse(function.node) for function in functions)
+    ):
+        raise ValueError(
+            "fuse: expected a model without sparse tensors and training_info, which onnx_ir loses, got one with them; "
+            "make the tensors dense, or clear training_info"
+        )
+    imports = [
+        {o.domain: o.version for o in of.opset_import} if proto else of.opset_imports for of in (given, *functions)
+    ]
+    if any(of.get("fusebook", 1) != 1 for of in imports) or any(of.domain == "fusebook" for of in functions):
+        raise ValueError(
+            "fuse: expected the domain fusebook in version 1 and without functions of the model, got another; rename "
+            "that domain"
+        )
 
     def masked(op, shape, indices, masked, nothing, updates):  # type: ignore[no-untyped-def]
         zeros = op.ConstantOfShape(shape, _allow_other_attributes=True, _outputs=["zeros"])
@@ -289,14 +327,16 @@ def fuse(model: Any) -> Any:
         return op.ScatterND(zeros, indices, kept, reduction="add")
 
     def masked_fits(_, shape, indices, masked, nothing, updates, zeros):  # type: ignore[no-untyped-def]
-        whole = _number(masked)
         # A mask of several components, or of updates that Where broadcasts, means something else than a node's.
         known = indices.shape is not None and updates.shape is not None
         rows = [getattr(size, "value", size) for size in list(indices.shape)[:-1]] if known else [None]
         alike = None not in rows and rows == [getattr(size, "value", size) for size in list(updates.shape)[:-1]]
         one = alike and list(indices.shape)[-1:] == [1]
         made = zeros.producer().attributes.get("value")
-        return one and isinstance(whole, int) and _number(nothing) == 0 and _is_zero(made)
+        if not (one and _is_zero(made)):
+            return False
+        axes = len(indices.shape)  # of a constant with more, Where has more than updates
+        return isinstance(_number(masked, axes), int) and _number(nothing, axes) == 0
 
     def masked_fused(op, shape, indices, masked, nothing, updates, zeros):  # type: ignore[no-untyped-def]
         return op.MaskedScatterNDOfShape(
