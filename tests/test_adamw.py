@@ -687,6 +687,17 @@ def test_bad_input_is_refused_in_one_sentence_and_nothing_is_written(error, mess
     assert all(torch.equal(a, b) for a, b in zip((*ps, *ms, *vs), before, strict=True))
 
 
+@pytest.mark.parametrize("single", ["count", "rate", "norm"])
+def test_the_operator_itself_refuses_what_is_not_one_number(single, device):
+    """As code does that was compiled or exported before."""
+    given = {"count": None, "step": 1, "rate": None, "lr": 0.1, "beta1": 0.9, "beta2": 0.9, "eps": 0.0}
+    given |= {"weight_decay": 0.0, "maximize": False, "seed": None, "norm": None, "max_norm": 1.0}
+    ps, gs, ms, vs = model(device, [(8,)])
+    for size in (0, 2):
+        with pytest.raises(ValueError, match=f"to be one number, got shape .{size},."):
+            torch.ops.fusebook.adamw_step(ps, gs, ms, vs, [], [], **given | {single: torch.ones(size, device=device)})
+
+
 # The card -------------------------------------------------------------------------------------------------------------
 
 

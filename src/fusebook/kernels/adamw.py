@@ -445,6 +445,7 @@ def _stepped(
     first = params[0]
     singles = [(what, t) for what, t in (("step", count), ("lr", rate), ("norm", norm)) if t is not None]
     for what, single in singles:
+        _single(what, single, first)
         check_stored(_NAME, what, single, meta=first.is_meta)
     with torch._C.DisableTorchFunction():
         if first.is_meta:  # nothing to compute, and every address is 0
@@ -532,9 +533,16 @@ def _within(what: str, value: float, fine: bool, accepted: str) -> None:
         raise ValueError(f"{_NAME}: expected {what} {accepted}, got {value}; see torch.optim.AdamW")
 
 
-def _single(what: str, value: Tensor, p: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
+_SINGLES = {
+    "step": (torch.float32, torch.int32, torch.int64),
+    "lr": (torch.float32, torch.float64),
+    "norm": (torch.float32, torch.float64, torch.bfloat16, torch.float16),
+}
+
+
+def _single(what: str, value: Tensor, p: Tensor) -> None:
     """Refuse what is not one number on the device of the parameters."""
-    check_tensor(_NAME, what, value, dtypes)
+    check_tensor(_NAME, what, value, _SINGLES[what])
     check_alike(_NAME, what, value, "params[0]", p, dtype=False)
     if value.numel() != 1:
         raise ValueError(f"{_NAME}: expected {what} to be one number, got shape {tuple(value.shape)}; take one of them")
@@ -629,13 +637,6 @@ def adamw_step(
     first = lists[0][0] if lists[0] else None
     if lists[0]:
         check_tensor(_NAME, "params[0]", first)
-    for what, value, dtypes in (
-        ("step", count, (torch.float32, torch.int32, torch.int64)),
-        ("lr", rate, (torch.float32, torch.float64)),
-        ("norm", norm, (torch.float32, torch.float64, torch.bfloat16, torch.float16)),
-    ):
-        if value is not None and first is not None:
-            _single(what, value, first, dtypes)
     done = 1 if count is not None else integer(_NAME, "step", step, "give the number of this step")
     _within("step", done, done >= 1, "of 1 or more")
     flag(_NAME, "maximize", maximize)
@@ -675,6 +676,9 @@ def adamw_step(
                             f"{_NAME}: expected {name} without tangents, since a step has no derivative, got one; "
                             "call it outside of forward mode"
                         )
+        for what, single in zip(_SINGLES, (count, rate, norm), strict=True):
+            if single is not None and first is not None:
+                _single(what, single, first)
         _no_gradient_of(lists[1])
         with torch.no_grad():
             _custom(*lists, *numbers)
