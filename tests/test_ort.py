@@ -432,6 +432,8 @@ class Everything(torch.nn.Module):
         terms = {"check": False, "ignore_index": 3}
         return {
             "rms_norm": f.rms_norm(x, w, eps=0.1), "rms_norm, none": f.rms_norm(x),
+            "rms_norm, eps": f.rms_norm(x * 2**-20, w, eps=1e-12),
+            "layer_norm, eps": f.layer_norm(x * 2**-20, eps=1e-12),
             "rms_norm, bias": f.rms_norm(x, w, b), "rms_norm, float32": f.rms_norm(x, weights),
             "layer_norm": f.layer_norm(x, w, b), "layer_norm, none": f.layer_norm(x),
             "layer_norm, weight": f.layer_norm(x, w), "layer_norm, bias": f.layer_norm(x, None, b),
@@ -447,6 +449,7 @@ class Everything(torch.nn.Module):
             "concat_gemm": f.concat_gemm(x, [gate, up, gate]), "multiply": f.multiply(x, w),
             "multiply, mixed": f.multiply(x, weights), "multiply, 0": f.multiply(x, scalar), "double": f.double(x),
             "add_sub": f.add_sub(x, w), "multiply_add": f.multiply_add(x, w, b), "silu": f.silu(x),
+            "silu_mul": f.silu_mul(x, r), "silu_mul, mixed": f.silu_mul(x, weights),
             "add_add_multiply": f.add_add_multiply(x, w, b, r), "exp": f.exp(x),
         }  # fmt: skip
 
@@ -517,7 +520,8 @@ def test_translations_has_each_operator_and_names_those_that_become_nodes():
     assert known == {
         getattr(torch.ops.fusebook, name).default
         for name in ("softmax", "scatter_nd", "norm", "add_norm", "cross_entropy", "linear_cross_entropy", "swiglu",
-                     "concat_gemm", "multiply", "double", "add_sub", "multiply_add", "silu", "add_add_multiply", "exp")
+                     "concat_gemm", "multiply", "double", "add_sub", "multiply_add", "silu", "silu_mul",
+                     "add_add_multiply", "exp")
     }  # fmt: skip
     named = re.findall("``([a-z_]+)``", export.translations.__doc__.partition("The export of")[0])
     assert all(hasattr(fusebook, name) for name in set(named) - {"custom_translation_table", "ops", "library"})

@@ -59,7 +59,7 @@ def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
     - standard nodes, which any runtime has: ``rms_norm``, ``layer_norm``, ``add_rms_norm``, ``add_layer_norm`` (all of
       them without quantisation), ``cross_entropy`` and ``linear_cross_entropy`` (without label smoothing, z-loss and
       softcap), ``swiglu``, ``concat_gemm``, ``multiply``, ``double``, ``add_sub``, ``multiply_add``, ``silu``,
-      ``add_add_multiply`` and ``exp``.
+      ``silu_mul``, ``add_add_multiply`` and ``exp``.
 
     The export of any other of Fusebook's operators ends with a sentence that names it.
 
@@ -109,7 +109,8 @@ def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
         if centred:
             h = op.Sub(h, op.ReduceMean(h, last))
         square = op.ReduceMean(op.Mul(h, h) if centred else op.Pow(h, two), last)
-        y = op.Div(h, op.Sqrt(op.Add(square, least)))
+        # The exporter takes less than 1e-8 for 0, and leaves out its Add.
+        y = op.Div(h, op.Sqrt((op.Add if eps > 1e-7 else op.Sum)(square, least)))
         y = y if weight is None else op.Mul(y, op.CastLike(weight, y))
         return y if bias is None else op.Add(y, op.CastLike(bias, y))
 
@@ -186,6 +187,7 @@ def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
         "add_sub": elementwise(lambda x, y: (op.Add(x, y), op.Sub(x, y))),
         "multiply_add": elementwise(lambda x, y, z: op.Add(op.Mul(x, y), z)),
         "silu": elementwise(lambda x: op.Mul(x, op.Sigmoid(x))),
+        "silu_mul": elementwise(lambda x, y: op.Mul(op.Mul(x, op.Sigmoid(x)), y)),
         "add_add_multiply": elementwise(lambda x, y, z, w: op.Mul(op.Add(op.Add(x, y), z), w)),
         "exp": elementwise(lambda x: op.Exp(x)),
     }
