@@ -658,6 +658,26 @@ CHAINS = {
         lambda x, w: fusebook.swiglu(x, w.T, w.T),
         lambda x, w: torch.nn.functional.silu(x @ w.T) * (x @ w.T),
     ),
+    "silu_mul": (
+        lambda x, w: (fusebook.silu_mul(x, w.narrow(0, 0, 1)), fusebook.silu_mul(w.narrow(0, 0, 1), x)),
+        lambda x, w: (torch.nn.functional.silu(x) * w.narrow(0, 0, 1), torch.nn.functional.silu(w.narrow(0, 0, 1)) * x),
+    ),
+    "silu": (lambda x, w: fusebook.silu(x), lambda x, w: torch.nn.functional.silu(x)),
+    "exp": (lambda x, w: fusebook.exp(x), lambda x, w: torch.exp(x)),
+    "multiply": (lambda x, w: fusebook.multiply(x, w.narrow(0, 0, 1)), lambda x, w: x * w.narrow(0, 0, 1)),
+    "double": (lambda x, w: fusebook.double(x), lambda x, w: 2 * x),
+    "add_sub": (
+        lambda x, w: fusebook.add_sub(x, w.narrow(0, 0, 1)),
+        lambda x, w: (x + w.narrow(0, 0, 1), x - w.narrow(0, 0, 1)),
+    ),
+    "multiply_add": (
+        lambda x, w: fusebook.multiply_add(x, w.narrow(0, 0, 1), x),
+        lambda x, w: x * w.narrow(0, 0, 1) + x,
+    ),
+    "add_add_multiply": (
+        lambda x, w: fusebook.add_add_multiply(x, w.narrow(0, 0, 1), x, x),
+        lambda x, w: (x + w.narrow(0, 0, 1) + x) * x,
+    ),
 }
 
 

@@ -663,7 +663,7 @@ def lowered(*tensors: Tensor) -> list[Tensor]:
 
 
 def wide(device: str, call: Callable[..., Any], *args: Any, like: str = "layer_norm") -> Any:
-    """The rule of autocast for softmax and norms: float32 on a GPU, and no cast on the CPU.
+    """The rule of autocast for softmax, norms and exp: float32 on a GPU, and no cast on the CPU.
 
     `like` is the operator of torch whose rule it is: older versions have none for rms_norm.
     """

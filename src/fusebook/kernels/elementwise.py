@@ -40,7 +40,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._call import FLOATING, Operator, empty, empty_like, gpu, launch, shapes
+from ._call import FLOATING, Operator, empty, empty_like, gpu, launch, shapes, wide
 
 __all__ = [
     "add_add_multiply", "add_add_multiply_eager", "add_sub", "add_sub_eager", "double", "exp", "multiply",
@@ -521,6 +521,7 @@ def _operator(name: str) -> Operator:
         gradient=(functools.partial(_gradients, expression), functools.partial(_keep, expression)),
         batched=functools.partial(_batched, name),
         traced=lambda *operands: operands,
+        autocast=functools.partial(wide, like="exp") if name == "exp" else None,
     )
 
 
