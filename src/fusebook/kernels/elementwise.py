@@ -391,9 +391,12 @@ class Expression(NamedTuple):
     by_result: bool = False  # the gradient takes the one result, in place of the one operand
 
 
+_aten_silu_backward = torch.ops.aten.silu_backward.default  # not the packet, which tries each overload
+
+
 def _silu_gradient(x: Tensor, dy: Tensor) -> tuple[Tensor]:
     if not torch.is_grad_enabled():  # torch's kernel has no gradient of its own
-        return (torch.ops.aten.silu_backward(dy, x),)
+        return (_aten_silu_backward(dy, x),)
     gate = torch.sigmoid(x)
     return (dy * gate * (1 + x * (1 - gate)),)
 
@@ -471,13 +474,14 @@ def _keep(expression: Expression, ctx: Any, inputs: tuple[Any, ...], output: Any
 def _gradients(expression: Expression, ctx: Any, *dys: Tensor | None) -> tuple[Tensor, ...]:
     """Each in its operand's shape and dtype: what was broadcast is summed up."""
     operands = ctx.saved_tensors
-    given = list(dys)
-    if any(d is None for d in dys):  # a result that nobody asked for
+    if len(dys) > 1 and any(d is None for d in dys):  # a result that nobody asked for
         shape, dtype = torch.broadcast_shapes(*(t.shape for t in operands)), _dtype_of(operands)
-        given = [torch.zeros(shape, dtype=dtype, device=operands[0].device) if d is None else d for d in dys]
-    found = expression.gradients(*operands, *given)
+        dys = tuple(torch.zeros(shape, dtype=dtype, device=operands[0].device) if d is None else d for d in dys)
+    found = expression.gradients(*operands, *dys)
+    if len(operands) == 1:  # nothing was broadcast, nor cast
+        return found
     pairs = zip(found, operands, strict=True)
-    return tuple((g if g.shape == x.shape else g.sum_to_size(x.shape)).to(x.dtype) for g, x in pairs)
+    return tuple([(g if g.shape == x.shape else g.sum_to_size(x.shape)).to(x.dtype) for g, x in pairs])
 
 
 def _check(name: str, letters: str, *operands: Any) -> tuple[Tensor, ...]:
