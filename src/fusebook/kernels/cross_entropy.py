@@ -214,7 +214,8 @@ def cross_entropy(
     >>> x, t = torch.randn(3, 5, device="cuda"), torch.tensor([0, 4, -100], device="cuda")
     >>> loss = fusebook.cross_entropy(x.requires_grad_(), t)  # doctest: +SKIP
     """
-    flag("cross_entropy", "inplace", inplace)
+    if type(inplace) is not bool:
+        flag("cross_entropy", "inplace", inplace)
     rest = (reduction, ignore_index, label_smoothing, z_loss, softcap)
     recorded = torch.is_grad_enabled() and isinstance(logits, (Tensor, Parameter)) and logits.requires_grad
     plain = type(logits) in (Tensor, Parameter) and logits.dtype != torch.float16
