@@ -8,7 +8,6 @@ import math
 import os
 import pkgutil
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -83,27 +82,6 @@ def test_kernels_run_and_cards_are_read_where_no_extra_is_installed():
         "print(*OPS)"
     )
     assert "softmax" in python(code).split()
-
-
-def test_the_kernels_can_be_copied_out(tmp_path):
-    """Into a project that has torch and Triton and nothing of this library, under another name."""
-    shutil.copytree(
-        ROOT / "src" / "fusebook" / "kernels", tmp_path / "fast", ignore=shutil.ignore_patterns("__pycache__")
-    )
-    code = HIDE + (
-        f"Hidden.names = ('fusebook', *{EXTRAS})\n"
-        "import os, torch\n"
-        "device = 'cuda' if torch.cuda.is_available() else 'cpu'\n"
-        "if device == 'cpu':\n"
-        "    os.environ['TRITON_INTERPRET'] = '1'\n"
-        "sys.path.insert(0, sys.argv[1])\n"
-        "from fast.products import concat_gemm\n"
-        "from fast.softmax import softmax\n"
-        "x, w = torch.randn(5, 32, device=device), torch.randn(32, 16, device=device)\n"
-        "torch.testing.assert_close(softmax(x), torch.softmax(x, -1))\n"
-        "torch.testing.assert_close(concat_gemm(x, [w, w]), x @ torch.cat([w, w], 1), atol=1e-4, rtol=1e-4)\n"
-    )
-    python(code, tmp_path)
 
 
 #: A module or page, what is not installed, and the extra that is to be named.

@@ -28,6 +28,8 @@ from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
 from ._call import (
+    LIBRARY,
+    NAMESPACE,
     apply,
     check_alike,
     check_device,
@@ -501,12 +503,11 @@ _SCHEMA = (
     "float beta1, float beta2, float eps, float weight_decay, bool maximize, int? seed, Tensor? norm, float max_norm)"
     " -> ()"
 )
-_LIBRARY = torch.library.Library("fusebook", "FRAGMENT")
-_LIBRARY.define(_SCHEMA, tags=torch.Tag.pt2_compliant_tag)
+LIBRARY.define(_SCHEMA, tags=torch.Tag.pt2_compliant_tag)
 for _device in ("CUDA", "CPU"):
-    _LIBRARY.impl(_NAME, _stepped, _device)
-torch.library.register_fake(f"fusebook::{_NAME}", lambda *_: None, lib=_LIBRARY)
-_custom = torch.ops.fusebook.adamw_step.default
+    LIBRARY.impl(_NAME, _stepped, _device)
+torch.library.register_fake(f"{NAMESPACE}::{_NAME}", lambda *_: None, lib=LIBRARY)
+_custom = getattr(torch.ops, NAMESPACE).adamw_step.default
 
 
 def _no_batch(*_: Any) -> None:
@@ -515,7 +516,7 @@ def _no_batch(*_: Any) -> None:
     )
 
 
-torch.library.register_vmap(f"fusebook::{_NAME}", _no_batch, lib=_LIBRARY)
+torch.library.register_vmap(f"{NAMESPACE}::{_NAME}", _no_batch, lib=LIBRARY)
 
 
 def _listed(what: str, of: Any) -> list[Any]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# From Fusebook, https://github.com/fusebook/fusebook: src/fusebook/kernels/distributed.py
+# From Fusebook, src/fusebook/kernels/distributed.py. It needs torch, Triton, NumPy, _call.py and kmeans.py.
 """Kernels on several GPUs: an iteration of k-means, and an all-reduce fused with a norm.
 
 Each GPU of a group has memory that the others read and write over NVLink (`torch.distributed._symmetric_memory`).

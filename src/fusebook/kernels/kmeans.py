@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# From Fusebook, https://github.com/fusebook/fusebook: src/fusebook/kernels/kmeans.py
+# From Fusebook, src/fusebook/kernels/kmeans.py. It needs torch, Triton, NumPy and _call.py.
 """K-means: the nearest of k centres for each of n points, the mean of the points of each centre, and Lloyd's iteration.
 
 For points ``x [n, d]`` and centres ``c [k, d]``,
@@ -60,8 +60,8 @@ from ._call import (
     overlapping,
     readable,
     shapes,
+    side_by_side,
 )
-from ._memory import side_by_side
 
 __all__ = ["KMeans", "kmeans", "kmeans_assign", "kmeans_assign_eager", "kmeans_update", "kmeans_update_eager"]
 

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# From Fusebook, src/fusebook/kernels/logistic_step.py. It needs torch, Triton, NumPy, _call.py, _memory.py and
-# _rows.py.
+# From Fusebook, src/fusebook/kernels/logistic_step.py. It needs torch, Triton, NumPy, _call.py and _rows.py.
 """Logistic regression by gradient descent: a step in one pass over the data, and many steps with the data on the chip.
 
 With data ``X [N, D]``, targets ``y [N]`` from 0 to 1, weights ``w [D]`` and a bias ``b``,
@@ -52,8 +51,8 @@ from ._call import (
     one_of,
     overlapping,
     shapes,
+    side_by_side,
 )
-from ._memory import side_by_side
 from ._rows import aligned
 
 __all__ = ["logistic_fit", "logistic_step", "logistic_step_eager"]

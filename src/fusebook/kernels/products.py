@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# From Fusebook. To copy this family out, take this file and _call.py; both need torch, Triton and NumPy.
+# From Fusebook, src/fusebook/kernels/products.py. It needs torch, Triton, NumPy and _call.py.
 """Matrix products that share their left side: side by side in one output, or combined to SwiGLU.
 
 For x ``[M, K]`` and weights ``[K, N_i]``,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# From Fusebook, https://github.com/fusebook/fusebook: src/fusebook/kernels/scatter.py
+# From Fusebook, src/fusebook/kernels/scatter.py. It needs torch, Triton, NumPy and _call.py.
 """ScatterND into zeros, masked: rows of updates are added to the rows of a new tensor that their indices name.
 
 For indices ``[n, k]`` into an output whose first k axes hold R rows of D elements each, and updates ``[n, D]``,
@@ -59,8 +59,8 @@ from ._call import (
     one_of,
     overlapping,
     shapes,
+    side_by_side,
 )
-from ._memory import side_by_side
 
 __all__ = ["embedding_backward", "masked_scatter_nd_eager", "masked_scatter_nd_of_shape", "scatter_nd_of_shape"]
 
