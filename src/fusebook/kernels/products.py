@@ -700,7 +700,7 @@ def _concat_keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _flat(x: Tensor) -> Tensor:
     """All axes but the last as one, in the backward pass; with -1 for them, reshape refuses what is empty."""
-    return x.reshape(x.shape[:-1].numel(), x.shape[-1])
+    return x if x.dim() == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
 
 
 def _wanted(x: Tensor) -> bool:
@@ -711,7 +711,7 @@ def _wanted(x: Tensor) -> bool:
 def _sum_of_products(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
     """Torch's products of some pairs, added up: each one adds to those before it."""
     (a, b), *others = pairs
-    y = a @ b
+    y = torch.mm(a, b)
     for a, b in others:
         # In place where that is not differentiated: addmm copies what it adds to.
         y = torch.addmm(y, a, b) if torch.is_grad_enabled() else y.addmm_(a, b)
@@ -724,8 +724,10 @@ def _concat_backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     flat, parts = _flat(x), _flat(dy).split([w.shape[1] for w in weights], -1)
     dx = None
     if _wanted(x):
-        dx = _sum_of_products([(d, w.mT) for d, w in zip(parts, weights, strict=True)]).view(x.shape)
-    return dx, [flat.mT @ d if _wanted(w) else None for d, w in zip(parts, weights, strict=True)], None, None
+        dx = _sum_of_products([(d, w.mT) for d, w in zip(parts, weights, strict=True)])
+        dx = dx if flat is x else dx.view(x.shape)
+    columns = flat.mT
+    return dx, [torch.mm(columns, d) if _wanted(w) else None for d, w in zip(parts, weights, strict=True)], None, None
 
 
 def _concat_check(x: Any, weights: Any, tf32: Any, strategy: Any) -> tuple[Tensor, list[Tensor], bool, str]:
@@ -791,8 +793,10 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 def _through_gate(dy: Tensor, g: Tensor, u: Tensor, bias: Tensor | None) -> Sequence[Tensor]:
     """The gradients of both products: in one pass, or by operations of torch where they are differentiated again."""
     if not torch.is_grad_enabled():
-        with contextlib.suppress(NotImplementedError):  # a batch of gradients, as of is_grads_batched
+        try:
             return _gradient_of_gate.call(dy, g, u, bias)  # type: ignore[no-any-return]
+        except NotImplementedError:  # a batch of gradients, as of is_grads_batched
+            pass
     if bias is not None:
         g, u = g + bias[0], u + bias[1]
     s = torch.sigmoid(g)
@@ -808,13 +812,17 @@ def _backward(ctx: Any, dy: Any) -> tuple[Any, ...]:
     given, x, dy = x, _flat(x), _flat(dy)
     # Products that were kept are no functions of x and the weights, so that a second derivative needs new ones.
     kept = products and not torch.is_grad_enabled()
-    g, u = (p.view(dy.shape) for p in products) if kept else (x @ gate, x @ up)
+    g, u = map(_flat, products) if kept else (x @ gate, x @ up)
     dg, du = _through_gate(dy, g, u, bias)
     del g, u  # their memory is free for what follows
+    dx, columns = None, x.mT
+    if _wanted(given):
+        dx = _sum_of_products([(dg, gate.mT), (du, up.mT)])
+        dx = dx if given is x else dx.view(given.shape)
     return (
-        _sum_of_products([(dg, gate.mT), (du, up.mT)]).view(given.shape) if _wanted(given) else None,
-        x.mT @ dg if _wanted(gate) else None,
-        x.mT @ du if _wanted(up) else None,
+        dx,
+        torch.mm(columns, dg) if _wanted(gate) else None,
+        torch.mm(columns, du) if _wanted(up) else None,
         torch.stack([dg.sum(0), du.sum(0)]) if bias is not None and _wanted(bias) else None,
         None,
         None,
