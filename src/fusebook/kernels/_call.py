@@ -14,11 +14,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import importlib
 import itertools
 import math
 import numbers
 import operator
+import pkgutil
 import threading
 import types
 import warnings
@@ -38,13 +38,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 def _private(path: str, fallback: Any) -> Any:
     """What torch or Triton has under a private name; without it, the fallback, which is slower and as correct."""
-    module, _, name = path.rpartition(".")
-    owner, _, attribute = module.partition(":")
     try:
-        found = importlib.import_module(owner)
-        for part in attribute.split(".") if attribute else ():
-            found = getattr(found, part)
-        return getattr(found, name)
+        return pkgutil.resolve_name(path)
     except (ImportError, AttributeError):
         return fallback
 
@@ -1177,28 +1172,10 @@ def shapes(name: str, /, **arguments: Any) -> dict[Any, Any]:
     """Refuse arguments that are not tensors of one device whose shapes fit together; return the sizes of letters.
 
     ``shapes("f", x=(x, "[..., D]"), weight=(weight, "[D]?", FLOATING))`` takes an `x` of any floating dtype and of one
-    axis or more, and a weight, or None, for each of its columns.
-
-    Parameters
-    ----------
-    name : str
-        The function that was called, for the message.
-    **arguments
-        For each the value, its shape and, optionally, the dtypes that it may have: unless given, those of `FLOATING`
-        for the first argument and the dtype of the first for the others. A shape is a tuple of sizes, or a text of
-        numbers, of letters, each of which stands for one size wherever it is, of ``N > 0`` for a size that is not 0, of
-        ``N + 1`` for one that is larger by 1, and of ``...`` in front for any number of axes. With ``?`` behind, None
-        passes; an empty text is any shape.
-
-    Returns
-    -------
-    dict
-        What each letter stands for, and ``...`` a tuple.
-
-    Raises
-    ------
-    TypeError, ValueError
-        As `check_tensor`, `check_alike` and `check_device`; ValueError for another shape.
+    axis or more, and a weight, or None, for each of its columns. A shape is a tuple of sizes, or a text of numbers and
+    letters. A letter stands for one size wherever it is, ``N > 0`` for one that is not 0, ``N + 1`` for one that is
+    larger by 1, and ``...`` in front for any axes, a tuple. With ``?`` behind, None passes; an empty text is any shape.
+    Dtypes that are not given are those of `FLOATING` for the first argument, and its dtype for the others.
     """
     sizes: dict[Any, Any] = {}
     owners: dict[Any, tuple[str, Any]] = {}  # of each letter the argument that had it first
