@@ -536,7 +536,9 @@ def _reader_of(op: str, name: str, default: Any) -> Callable[[int, int], Any]:
         if library.fusebook_ints(*where, None, ctypes.byref(count)):  # there, whatever it is
             if kind is tuple:
                 return ()
-            raise TypeError(f"expected the attribute {name} to be {words[kind]}, got another kind; set it as {words[kind]}")
+            raise TypeError(
+                f"expected the attribute {name} to be {words[kind]}, got another kind; set it as {words[kind]}"
+            )
         if isinstance(default, type):
             raise ValueError(f"expected the attribute {name}, got a node without it; set it")
         return default
