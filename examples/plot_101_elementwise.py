@@ -612,7 +612,9 @@ for op in OPS:
         inputs = op.make(generator(0), dtype, **dims)
         got = op.variants["fusebook"].run(*inputs)
         verdict = yardstick(op, inputs).judge(got)
-        rows.append((op.name, str(dtype)[6:], verdict.score, verdict.limit))
+        rows.append(
+            (op.name, str(dtype)[6:], verdict.error, verdict.tolerance)
+        )
 scores = pd.DataFrame(rows, columns=["op", "dtype", "error", "tolerance"])
 scores = scores.set_index(["op", "dtype"])
 table(scores, "Scores, and what is allowed", fold=True)

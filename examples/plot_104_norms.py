@@ -427,8 +427,8 @@ found = pd.DataFrame(
         **dims,
         "dtype": str(dtype).removeprefix("torch."),
         "way": way,
-        "error": verdict.score,
-        "tolerance": verdict.limit,
+        "error": verdict.error,
+        "tolerance": verdict.tolerance,
         "right": verdict.ok,
     }
     for op in (

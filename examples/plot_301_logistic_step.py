@@ -524,7 +524,7 @@ ways = {
 verdicts = {name: yard.judge(f(*inputs)) for name, f in ways.items()}
 scores = pd.DataFrame(
     {
-        name: {"error": v.score, "tolerance": v.limit, "right": v.ok}
+        name: {"error": v.error, "tolerance": v.tolerance, "right": v.ok}
         for name, v in verdicts.items()
     }
 ).T

@@ -471,7 +471,7 @@ def judged(way, n, d, k, dtype, laws):
         inputs = KMEANS_ASSIGN.make(generator(1), dtype, **dims)
         yard = yardstick(KMEANS_ASSIGN, inputs)
         verdict = yard.judge(way(*inputs[:2]))
-        found = verdict.score, verdict.limit, verdict.ok
+        found = verdict.error, verdict.tolerance, verdict.ok
         rows.append((law, d, str(dtype)[6:], way.__name__, *found))
     return rows
 

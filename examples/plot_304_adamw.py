@@ -419,7 +419,7 @@ ways = {
 verdicts = {name: verdict_of(step) for name, step in ways.items()}
 scores = pd.DataFrame(
     {
-        name: {"error": v.score, "tolerance": v.limit, "right": v.ok}
+        name: {"error": v.error, "tolerance": v.tolerance, "right": v.ok}
         for name, v in verdicts.items()
     }
 ).T

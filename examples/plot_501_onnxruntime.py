@@ -363,7 +363,7 @@ for law in ("uniform", "zipf", "equal", "masked"):
     for name, graph in sessions.items():
         poison([updates.new_empty(shape)])
         verdict = yard.judge(graph(feeds)["y"])
-        rows.append((law, name, verdict.score, verdict.limit, verdict.ok))
+        rows.append((law, name, verdict.error, verdict.tolerance, verdict.ok))
 scores = pd.DataFrame(
     rows, columns=["indices", "graph", "error", "tolerance", "right"]
 ).set_index(["indices", "graph"])

@@ -91,7 +91,7 @@ def yards():
 @pytest.mark.parametrize("mistake", MISTAKES.values(), ids=MISTAKES)
 def test_a_mistake_is_caught_on_some_edge(mistake, dtype, yards):
     verdicts = [y.judge(mistake(v[0].clone())) for (d, _), (v, y) in yards.items() if d == dtype]
-    assert not all(v.ok for v in verdicts), [f"{v.score:.2g} <= {v.limit:.2g}" for v in verdicts]
+    assert not all(v.ok for v in verdicts), [f"{v.error:.2g} <= {v.tolerance:.2g}" for v in verdicts]
 
 
 @pytest.mark.parametrize("dtype", SOFTMAX.dtypes, ids=str)
@@ -116,7 +116,7 @@ def verdict(got, want):
     """The score of `got` where the reference gives `want`."""
     op = toy()
     half = want.double() / 2
-    return check.yardstick(op, (half.to(want.dtype),)).score(got)
+    return check.yardstick(op, (half.to(want.dtype),)).error(got)
 
 
 def test_zeros_score_a_half_at_least():
@@ -151,8 +151,8 @@ def test_a_row_that_is_rightly_zero_must_be_zero():
 def test_what_overflows_in_the_dtype_may_be_infinite():
     op = toy()
     yard = check.yardstick(op, (torch.tensor([[40000.0, 1.0]], dtype=torch.float16),))
-    assert yard.score(torch.tensor([[math.inf, 2.0]], dtype=torch.float16)) == 0
-    assert yard.score(torch.tensor([[60000.0, 2.0]], dtype=torch.float16)) == math.inf
+    assert yard.error(torch.tensor([[math.inf, 2.0]], dtype=torch.float16)) == 0
+    assert yard.error(torch.tensor([[60000.0, 2.0]], dtype=torch.float16)) == math.inf
 
 
 @pytest.mark.parametrize("other", [math.inf, -math.inf, math.nan])
@@ -174,11 +174,11 @@ def test_below_the_normal_range_one_step_of_the_dtype_is_right_and_two_are_not()
     step = torch.finfo(torch.float16).smallest_normal * torch.finfo(torch.float16).eps
     want = torch.tensor([[0.499, 1.501, 2.2, 3.0]], dtype=torch.float64) * step
     yard = dataclasses.replace(check.yardstick(toy(), (want / 2,)), dtypes=(torch.float16,))
-    assert yard.score(want.half()) == 0
-    assert yard.score(torch.zeros(1, 4, dtype=torch.float16)) > 0.25
-    assert yard.score(want.half() + 2 * step) > 0.25
+    assert yard.error(want.half()) == 0
+    assert yard.error(torch.zeros(1, 4, dtype=torch.float16)) > 0.25
+    assert yard.error(want.half() + 2 * step) > 0.25
     zero = dataclasses.replace(check.yardstick(toy(), (0 * want,)), dtypes=(torch.float16,))
-    assert zero.score(torch.full((1, 4), step, dtype=torch.float16)) == math.inf
+    assert zero.error(torch.full((1, 4), step, dtype=torch.float16)) == math.inf
 
 
 @pytest.mark.parametrize(("dtype", "right"), [(torch.float32, True), (torch.bfloat16, True), (torch.float64, False)])
@@ -186,10 +186,10 @@ def test_zero_is_right_below_the_normal_range_of_float32(dtype, right):
     """SiLU of -103 is there: 1 + exp(103) is infinite in float32."""
     want = torch.tensor([[-3.5e-43]], dtype=torch.float64)
     yard = dataclasses.replace(check.yardstick(toy(), (want / 2,)), dtypes=(dtype,))
-    assert (yard.score(torch.zeros(1, 1, dtype=dtype)) == 0) is right
-    assert yard.score(torch.full((1, 1), 1e-37, dtype=dtype)) > 0.25
+    assert (yard.error(torch.zeros(1, 1, dtype=dtype)) == 0) is right
+    assert yard.error(torch.full((1, 1), 1e-37, dtype=dtype)) > 0.25
     least = dataclasses.replace(check.yardstick(toy(), (want + 1.2e-38,)), dtypes=(dtype,))
-    assert least.score(torch.zeros(1, 1, dtype=dtype)) > 0.25
+    assert least.error(torch.zeros(1, 1, dtype=dtype)) > 0.25
 
 
 def test_empty_scores_zero():
@@ -252,19 +252,19 @@ def test_the_limit_is_made_of_eps_and_never_wide():
     op = toy()
     for dtype, allowed in ((torch.float16, 8), (torch.bfloat16, 8), (torch.float32, 64), (torch.float64, 64)):
         yard = check.yardstick(op, (torch.randn(4, 4, dtype=dtype),))
-        assert yard.limit() == allowed * torch.finfo(dtype).eps
+        assert yard.tolerance() == allowed * torch.finfo(dtype).eps
     single = check.yardstick(op, (torch.randn(4, 4),))
-    assert single.limit("tf32") == 8 * 2**-10
-    assert dataclasses.replace(single, rounded=0.05).limit() == 0.1
-    assert dataclasses.replace(single, rounded=3.0).limit() == 0.25, "a limit that zeros pass"
+    assert single.tolerance("tf32") == 8 * 2**-10
+    assert dataclasses.replace(single, rounded=0.05).tolerance() == 0.1
+    assert dataclasses.replace(single, rounded=3.0).tolerance() == 0.25, "a limit that zeros pass"
 
 
 def test_integers_are_right_or_wrong():
     op = dataclasses.replace(toy(), reference=lambda x: x.argmax(1))
     x = torch.eye(4)
     yard = check.yardstick(op, (x,))
-    assert yard.judge(torch.arange(4)).score == 0
-    assert yard.judge(torch.tensor([0, 1, 2, 0])).score == math.inf
+    assert yard.judge(torch.arange(4)).error == 0
+    assert yard.judge(torch.tensor([0, 1, 2, 0])).error == math.inf
 
 
 def test_each_row_has_a_scale_of_its_own_and_the_reference_is_float64():
@@ -273,7 +273,7 @@ def test_each_row_has_a_scale_of_its_own_and_the_reference_is_float64():
     assert yard.want[0].dtype == torch.float64
     wrong = 2 * x
     wrong[0] = 0
-    assert yard.score(wrong) > 0.5
+    assert yard.error(wrong) > 0.5
 
 
 def test_poison_is_nan_or_the_largest_integer(monkeypatch):

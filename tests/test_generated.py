@@ -170,7 +170,7 @@ def is_right(yard, inputs, got, math=None):
     near = ([single[0] * (1 + i * step), *single[1:]] for i in range(count))
     rounded = max(check.yardstick(yard.op, problem).rounded for problem in near)
     share = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps if double else 1
-    return (double and rounded > 0.25) or verdict.score <= (3 if double else 2) * rounded * share
+    return (double and rounded > 0.25) or verdict.error <= (3 if double else 2) * rounded * share
 
 
 @LAW

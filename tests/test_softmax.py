@@ -66,7 +66,7 @@ def test_a_gradient_is_judged_by_the_rounded_y_that_every_way_is_given():
     y, dy = (t.double() for t in SOFTMAX_BACKWARD.variants["fusebook"].prepare(*made))
     exact = y * (dy - (y * dy).sum(-1, keepdim=True))
     yard = check.yardstick(SOFTMAX_BACKWARD, made)
-    assert yard.score((exact.half(),)) <= 1.01 * yard.rounded
+    assert yard.error((exact.half(),)) <= 1.01 * yard.rounded
 
 
 # Axes and strides

@@ -70,7 +70,7 @@ def checked(op: Op, function: Callable[..., Any], given: Sequence[Any], rows: st
     """The line of `fusebook.lesson.Page.check`."""
     yard, got, verdict = _judged(op, function, given)
     where = sizes(next(v for v in given if isinstance(v, torch.Tensor)), rows)
-    numbers = f"error {_eps(verdict.score, given)}, tolerance {_eps(verdict.limit, given)}"
+    numbers = f"error {_eps(verdict.error, given)}, tolerance {_eps(verdict.tolerance, given)}"
     if verdict.ok:
         text = f"`{_name(function)}` is correct on {where}: {numbers}."
     else:
@@ -124,7 +124,7 @@ def all_checked(
         for function in functions:
             yard, got, verdict = _judged(op, function, given)
             if not verdict.ok:
-                numbers = f"error {_eps(verdict.score, given)}, tolerance {_eps(verdict.limit, given)}"
+                numbers = f"error {_eps(verdict.error, given)}, tolerance {_eps(verdict.tolerance, given)}"
                 where = f"{sizes(given[0])}: {numbers}; {yard.where(got)}"
                 return Line(False, f"`{_name(function)}` is incorrect on {where}.").strictly()
     names = ", ".join(f"`{_name(function)}`" for function in functions)

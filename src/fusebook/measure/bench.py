@@ -231,11 +231,11 @@ def _in_order(tensors: list[torch.Tensor]) -> None:
 
 
 class WrongResult(Exception):
-    """A result is incorrect; the message says how, and ``score`` is its error if that is a number."""
+    """A result is incorrect; the message says how, and ``error`` is its error if that is a number."""
 
-    def __init__(self, why: str, score: float = math.nan) -> None:
+    def __init__(self, why: str, error: float = math.nan) -> None:
         super().__init__(why)
-        self.score = score
+        self.error = error
 
 
 def _attempt(variant: Variant, data: _Data, which: int) -> tuple[Any, Callable[[], Any]]:
@@ -291,7 +291,7 @@ def _verify(
     for which in calls:
         out, call = _attempt(variant, data, which)
         verdict = _judged(variant, data, which, out)
-        worst = max(worst, verdict, key=lambda v: v.score / v.limit)
+        worst = max(worst, verdict, key=lambda v: v.error / v.tolerance)
         outputs.append(out)
     deterministic = all(
         torch.equal(check._bits(a), check._bits(b)) for a, b in zip(outputs[-2], outputs[-1], strict=True)
@@ -309,8 +309,8 @@ def _within(yard: check.Yardstick, variant: Variant, out: Any, when: str = "") -
     """The verdict of a right result; another one is raised."""
     verdict = yard.judge(out, variant.math)
     if not verdict.ok:
-        text = f"error {verdict.score:.3g} exceeds the tolerance {verdict.limit:.3g}{when}; {yard.where(out)}"
-        raise WrongResult(text, verdict.score)
+        text = f"error {verdict.error:.3g} exceeds the tolerance {verdict.tolerance:.3g}{when}; {yard.where(out)}"
+        raise WrongResult(text, verdict.error)
     return verdict
 
 
@@ -370,7 +370,7 @@ def _reasons(row: dict[str, Any]) -> Iterator[None]:
         elif isinstance(error, torch.cuda.OutOfMemoryError):
             row.update(status="out of memory", note=_sentence(error))
         elif isinstance(error, WrongResult):
-            row.update(status="wrong", note=str(error), error=error.score)
+            row.update(status="wrong", note=str(error), error=error.error)
         else:
             row.update(status="failed", note=f"{type(error).__name__}: {_sentence(error)}")
         # Some libraries keep their errors, whose frames would keep all tensors of the point.
@@ -581,7 +581,7 @@ def _point(
         with _reasons(row):
             row |= _first_call(v, data, _BINARIES.setdefault((op.name, name), set()))
             verdict, deterministic, call = _verify(v, data)
-            row.update(error=verdict.score, tolerance=verdict.limit, deterministic="yes" if deterministic else "no")
+            row.update(error=verdict.error, tolerance=verdict.tolerance, deterministic="yes" if deterministic else "no")
             row["alone"] = _alone(op, v, data) if alone else ""
             row["peak_bytes"] = _peak(v, call)
             calls[name] = call

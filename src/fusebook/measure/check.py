@@ -21,21 +21,21 @@ from fusebook.measure.op import Op
 
 __all__ = ["Verdict", "Yardstick", "alone", "yardstick"]
 
-# Elements scored at a time: float64 temporaries of a 2 GiB result would otherwise take tens of GiB.
+# Elements compared at a time: float64 temporaries of a 2 GiB result would otherwise take tens of GiB.
 _CHUNK = 2**26
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """An error and its tolerance: `score` and `limit`."""
+    """An error and its tolerance: `error` and `tolerance`."""
 
-    score: float
-    limit: float
+    error: float
+    tolerance: float
 
     @property
     def ok(self) -> bool:
         """Whether the error is within tolerance; NaN is not."""
-        return self.score <= self.limit
+        return self.error <= self.tolerance
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,9 @@ class Yardstick:
     shapes, dtypes : tuple
         What each output must be.
     dtype : torch.dtype
-        The dtype of the first floating-point input, whose eps the limit is made of.
+        The dtype of the first floating-point input, whose eps makes the tolerance.
     rounded : float
-        The score of the reference run in float32 and rounded to the outputs' dtypes; 0 in float64.
+        The error of the reference in float32, rounded to the outputs' dtypes; 0 in float64.
     """
 
     op: Op
@@ -67,9 +67,9 @@ class Yardstick:
 
     def judge(self, outputs: Any, math: str | None = None) -> Verdict:
         """The error of `outputs` and its tolerance."""
-        return Verdict(self.score(outputs), self.limit(math))
+        return Verdict(self.error(outputs), self.tolerance(math))
 
-    def score(self, outputs: Any) -> float:
+    def error(self, outputs: Any) -> float:
         """The error of `outputs`, the largest of all; 0 is exact.
 
         It is infinite if the number of outputs, a shape or a dtype differs. It is infinite, too, if NaN or infinity is
@@ -82,10 +82,10 @@ class Yardstick:
             if not isinstance(out, torch.Tensor) or out.shape != shape or out.dtype != dtype:
                 return _math.inf
         with torch.no_grad():
-            scored = self._meant(tuple(o.detach() for o in got))
-            return max((_distance(g, w) for g, w in zip(scored, self.want, strict=True)), default=0.0)
+            meant = self._meant(tuple(o.detach() for o in got))
+            return max((_distance(g, w) for g, w in zip(meant, self.want, strict=True)), default=0.0)
 
-    def limit(self, math: str | None = None) -> float:
+    def tolerance(self, math: str | None = None) -> float:
         """The tolerance: the largest error of a correct result.
 
         It is 8 eps for fp16 and bf16, and 64 eps for float32 and float64. Except in float64, it is twice the error of
@@ -105,7 +105,7 @@ class Yardstick:
         return min(max(allowed, 2 * self.rounded), 0.25)
 
     def where(self, outputs: Any) -> str:
-        """Where `outputs` are most wrong, for messages.
+        """The place of the largest error in `outputs`, for messages.
 
         What was returned and what was expected: the number of outputs, a shape and dtype, or the worst element with its
         position. Empty where everything is exact.
@@ -120,11 +120,11 @@ class Yardstick:
                 return f"output {i}: got {given}, expected {dtype} of shape {tuple(shape)}"
         found: tuple[float, str] = (0.0, "")
         with torch.no_grad():
-            scored = self._meant(tuple(o.detach() for o in got))
-            for i, (g, w) in enumerate(zip(scored, self.want, strict=True)):
+            meant = self._meant(tuple(o.detach() for o in got))
+            for i, (g, w) in enumerate(zip(meant, self.want, strict=True)):
                 if w.numel() == 0:
                     continue
-                of = f" of output {i}" if len(scored) > 1 else ""
+                of = f" of output {i}" if len(meant) > 1 else ""
                 columns = w.shape[-1] if w.dim() else 1
                 step = max(1, _CHUNK // columns)
                 rows, wanted = g.reshape(-1, columns), w.reshape(-1, columns)
@@ -147,12 +147,12 @@ class Yardstick:
         return [torch.empty(s, dtype=d, device=device) for s, d in zip(self.shapes, self.dtypes, strict=True)]
 
     def _meant(self, outputs: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
-        """The floating-point tensors that are scored."""
+        """The floating-point tensors that are compared."""
         return outputs if self.op.meaning is None else _tuple(self.op.meaning(self.inputs, outputs))
 
 
 def yardstick(op: Op, inputs: Sequence[Any]) -> Yardstick:
-    """Run the reference: in float64 for what is right, in float32 for what rounding costs.
+    """Run the reference: in float64 for the correct result, in float32 for the error of rounding.
 
     Parameters
     ----------
@@ -183,7 +183,7 @@ def yardstick(op: Op, inputs: Sequence[Any]) -> Yardstick:
             return yard
         single = _tuple(op.reference(*_cast(inputs, torch.float32)))
         rounded = tuple(o.to(d) for o, d in zip(single, yard.dtypes, strict=True))
-        return replace(yard, rounded=yard.score(rounded))
+        return replace(yard, rounded=yard.error(rounded))
 
 
 def _tuple(outputs: Any) -> tuple[Any, ...]:
@@ -197,7 +197,7 @@ def _cast(inputs: Sequence[Any], dtype: torch.dtype) -> tuple[Any, ...]:
 def _distance(got: torch.Tensor, want: torch.Tensor) -> float:
     if want.numel() == 0:
         return 0.0
-    if not want.is_floating_point():  # integers are right or wrong
+    if not want.is_floating_point():  # integers are correct or not
         return 0.0 if torch.equal(got, want) else _math.inf
     columns = want.shape[-1] if want.dim() else 1
     got, want = got.reshape(-1, columns), want.reshape(-1, columns)
@@ -206,7 +206,7 @@ def _distance(got: torch.Tensor, want: torch.Tensor) -> float:
 
 
 def _rows(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
-    """How wrong each element is."""
+    """The error of each element."""
     # What float64 holds may be infinite in the result's dtype, so infinities are looked for after rounding.
     rounded = want.to(got.dtype)
     finite = rounded.isfinite()
@@ -214,7 +214,7 @@ def _rows(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
     want = torch.where(finite, want, 0)
     error = torch.where(finite, (got.double() - want).abs(), 0)
     # Below the normal range numbers are a fixed step apart: no result can be expected to be nearer than that. Below
-    # that of float32, in which half types are computed, too, zero is right: 1 + exp(-x) overflows there.
+    # that of float32, in which half types are computed, too, zero is correct: 1 + exp(-x) overflows there.
     info = torch.finfo(got.dtype)
     step = info.smallest_normal * info.eps
     held = (error <= step) & (want.abs() < info.smallest_normal)

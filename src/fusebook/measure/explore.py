@@ -151,7 +151,7 @@ def _measure(op: Op, dims: Dims, variants: Mapping[str, Variant], rows: dict[str
             call = functools.partial(variants[name].run, *variants[name].given(*made))
             inputs.poison(yard.outputs(next(v for v in made if isinstance(v, torch.Tensor)).device))
             verdict = bench._within(yard, variants[name], call())
-            row.update(error=verdict.score, tolerance=verdict.limit)
+            row.update(error=verdict.error, tolerance=verdict.tolerance)
             calls[name] = call
         if name.startswith("fusebook") and row["status"] in ("wrong", "failed"):
             raise Incorrect(f"{op.name}: {name} is {row['status']}: {row['note']}\n{_line(op, dims)}")

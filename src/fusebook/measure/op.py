@@ -110,8 +110,8 @@ class Op:
     dtypes : sequence of torch.dtype
         The dtypes that are tested.
     meaning : callable, optional
-        ``meaning(inputs, outputs)`` -> the floating-point tensors that are scored, for outputs that are not numbers to
-        compare, e.g. labels -> distance to the chosen centre, so that ties do not matter.
+        ``meaning(inputs, outputs)`` -> the floating-point tensors that are compared instead of the outputs, such as
+        the distance to the chosen centre instead of a label, so that ties do not matter.
     rows : tuple of int
         The places of the inputs whose first axis is that of the outputs, row by row; empty where an operator has no
         rows that are computed each for itself.

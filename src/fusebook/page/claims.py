@@ -328,7 +328,7 @@ def exercise(
         else:
             if not verdict.ok:
                 where = yard.where(got)
-                reason = f"on {shapes}: error {verdict.score:.2g}, tolerance {verdict.limit:.2g}; {where}"
+                reason = f"on {shapes}: error {verdict.error:.2g}, tolerance {verdict.tolerance:.2g}; {where}"
         if reason:
             break
     return Claims((Claim(text, not reason, False, "exercise", reason),))._now()

@@ -125,7 +125,7 @@ class Study:
         for name, way in ways.items():
             inputs.poison(yard.outputs(device))
             verdict = yard.judge(way(*made))
-            found = {"error": verdict.score, "tolerance": verdict.limit, "right": verdict.ok}
+            found = {"error": verdict.error, "tolerance": verdict.tolerance, "right": verdict.ok}
             rows.append({**dims, "dtype": str(dtype).removeprefix("torch."), "way": name, **found})
         return pd.DataFrame(rows)
 
