@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -346,6 +347,22 @@ def test_a_build_names_its_kernels_and_what_it_cannot_write(tmp_path, monkeypatc
     monkeypatch.setattr(aot, "_compiled", full)
     with pytest.raises(RuntimeError, match="temporary files .*No space left.*; set TMPDIR to a folder"):
         build(out)
+
+
+def test_temporary_files_may_lie_in_a_folder_of_any_name(tmp_path, monkeypatch):
+    keys = ("arch", "type", "aligned", "limit", "rows", "size", "shared", "threads", "late", "parameters")
+
+    def compiled(wanted, folder, *_):
+        (folder / "code").write_bytes(b"code")
+        return [dict.fromkeys(keys, 1) | {"kind": "FILL", "name": "fill", "file": "code"}]
+
+    odd = tmp_path / 'a "b\\n,ü'
+    odd.mkdir()
+    monkeypatch.setattr(aot, "_compiled", compiled)
+    monkeypatch.setattr(tempfile, "tempdir", str(odd))
+    monkeypatch.chdir(tmp_path)
+    assert build("x.so", arch=[90], dtype=["float32"]) == Path("x.so")
+    assert hasattr(ctypes.CDLL(str(tmp_path / "x.so")), "RegisterCustomOps") and not list(odd.iterdir())
 
 
 def test_the_library_is_told_of_the_smallest_variant_first(tmp_path, monkeypatch):

@@ -275,7 +275,7 @@ def _table(rows: list[dict[str, object]], kernels: pathlib.Path, types: Sequence
             f"enum {{ TYPES = {len(TYPES)} }};",
             f"static const int BUILT[] = {{{', '.join(str(int(name in types)) for name in TYPES)}}};",
             f"enum {{ {', '.join(f'{k} = {v}' for k, v in _CONSTANTS.items())} }};",
-            f'#define KERNELS "{kernels}"',
+            f'#define KERNELS "{kernels.name}"',  # no path, which may have characters that C or the locale has not
             "",
         ]
     )
@@ -337,7 +337,7 @@ def build(
         rows.sort(key=lambda r: tuple(r[k] for k in ("arch", "kind", "type", "aligned", "limit")))  # type: ignore[return-value]
         (folder / "table.h").write_text(_table(rows, folder / "kernels.bin", dtype))
         options = [f"-I{folder}", "-ldl", "-lpthread"]
-        return compile_c([C / "library.c"], pathlib.Path(out), *options, remedy=remedy)
+        return compile_c([C / "library.c"], pathlib.Path(out), *options, remedy=remedy, folder=folder)
 
 
 @contextlib.contextmanager

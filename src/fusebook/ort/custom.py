@@ -53,7 +53,11 @@ _ELEMENTS = {
 
 
 def compile_c(
-    sources: Sequence[pathlib.Path], out: pathlib.Path, *options: str, remedy: str = "set FUSEBOOK_CACHE to a folder"
+    sources: Sequence[pathlib.Path],
+    out: pathlib.Path,
+    *options: str,
+    remedy: str = "set FUSEBOOK_CACHE to a folder",
+    folder: pathlib.Path | None = None,
 ) -> pathlib.Path:
     """Make a shared library with the system's C compiler.
 
@@ -65,6 +69,8 @@ def compile_c(
         Further options of the compiler.
     remedy : str
         What helps where `out` cannot be written.
+    folder : pathlib.Path, optional
+        Where the compiler runs.
 
     Returns
     -------
@@ -88,7 +94,7 @@ def compile_c(
     try:
         done = subprocess.run(
             [compiler, *flags, *map(str, sources), "-o", str(part), *options],
-            capture_output=True, text=True, check=False,
+            capture_output=True, text=True, check=False, cwd=folder,
         )  # fmt: skip
         if done.returncode:
             lines = done.stderr.splitlines()
