@@ -1,5 +1,6 @@
 """Operators of ONNX Runtime whose kernels are Python functions. On a machine with a GPU both providers are tried."""
 
+import functools
 import gc
 import os
 import pathlib
@@ -7,6 +8,7 @@ import resource
 import subprocess
 import sys
 import threading
+import time
 import weakref
 
 import numpy as np
@@ -391,6 +393,28 @@ def test_a_tensor_that_is_kept_crashes_nothing():
     gc.collect()
     assert [t.shape for t in kept] == [(10,)] * 6
     kept.clear()
+
+
+def test_threads_that_come_first_load_the_library_once(device, monkeypatch):
+    """Or each would have a lock of its own, and register what another has chosen."""
+    load, loaded, found = custom._Shim, [], {}
+
+    def slowly():
+        loaded.append(None)
+        time.sleep(0.05)
+        return load()
+
+    def make(i):
+        found[i] = graph(unary(lambda x: x + i), device)({"x": torch.zeros(3, device=device)})["y"].tolist()
+
+    monkeypatch.setattr(custom, "_Shim", slowly)
+    monkeypatch.setattr(custom, "_shim", functools.cache(custom._shim.__wrapped__))
+    threads = [threading.Thread(target=make, args=(i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(loaded) == 1 and found == {i: [i] * 3 for i in range(8)}
 
 
 def test_threads_share_a_session(device):

@@ -153,7 +153,6 @@ class _Shim:
                 f"fusebook.ort: cannot load {self.path} ({error}); delete it, so that it is compiled for this machine"
             ) from error
         self.library = library
-        self.lock = threading.Lock()
         self.callbacks = (_CREATE_CALLBACK, _COMPUTE_CALLBACK, _DESTROY_CALLBACK)
         library.fusebook_callbacks(*self.callbacks)
         # A session may outlive the interpreter, which must not be called back then.
@@ -165,6 +164,10 @@ class _Shim:
         self.output.restype = _pointer
         self.output.argtypes = [_pointer, _size, _pointer, _size]
         self.selections: dict[tuple[str, tuple[int, ...]], int] = {}
+
+
+#: For one thread at a time: the library has one place for what is registered next, and is loaded once.
+_registering = threading.Lock()
 
 
 @functools.cache
@@ -639,8 +642,8 @@ def register(options: Any, *ops: CustomOp) -> None:
         names = [op.name for op in chosen]
         if len(set(names)) < len(names):
             raise ValueError(f"onnx.register: expected names that differ in {domain}, got {', '.join(names)}")
-        shim = _shim()
-        with shim.lock:
+        with _registering:
+            shim = _shim()
             key = domain, tuple(op.number for op in chosen)
             if key not in shim.selections:
                 overloads = [pointer for op in chosen for pointer in op._defined()]
