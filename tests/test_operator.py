@@ -338,6 +338,11 @@ def test_values_are_read_in_every_call(driver):
         index[3] = 50
         with pytest.raises(IndexError, match=r"indices\[3, 0\]"):
             fusebook.embedding_backward(dy, index, 50)
+    x, target = torch.randn(40, 16), torch.zeros(40, dtype=torch.int64)
+    for wrong in (0, 0, 16):  # without a list among the arguments: torch's guards recognise the call
+        target[3] = wrong
+        with pytest.raises(IndexError, match=r"target\[3\]") if wrong else contextlib.nullcontext():
+            fusebook.cross_entropy(x, target, check=True)
 
 
 class Seen(TorchDispatchMode):
@@ -414,6 +419,10 @@ def test_a_gradient_is_recorded_only_where_it_is_wanted(driver):
         assert fusebook.softmax(x).requires_grad == grad
         with torch.no_grad():
             assert not fusebook.softmax(x).requires_grad
+    y = torch.randn(8, 60, requires_grad=True)
+    for grad in (False, True, False, True):
+        with torch.set_grad_enabled(grad):
+            assert fusebook.softmax(y).requires_grad == grad
 
 
 @absent

@@ -817,8 +817,8 @@ class Operator:
         if _dynamo():
             return self._compiled(*args)
         kinds = [*map(type, args)]
-        for known, find, check, others, values, asked, replay in self.recent:
-            if known == kinds:
+        for known, find, check, others, values, asked, grad, replay in self.recent:
+            if known == kinds and grad is _grad():
                 tensors = find(args)
                 if (
                     check(*tensors)  # also that no mode, transform, tracer or autocast is at work
@@ -877,7 +877,7 @@ class Operator:
                 if len(where) != len(tensors) or not {kinds[i] for i in others} <= _PLAIN:
                     return result
                 check = _guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
-                replay.known = kinds, _pick(where), check, _pick(others), _pick(others)(args), asked, replay
+                replay.known = kinds, _pick(where), check, _pick(others), _pick(others)(args), asked, _grad(), replay
             self.recent = [replay.known, *[r for r in self.recent if r is not replay.known][: _RECENT - 1]]
         return result
 
