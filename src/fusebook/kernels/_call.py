@@ -301,6 +301,7 @@ class _Replay:
 
     def run(self, slots: list[Tensor], at: list[int]) -> Any:
         """Allocate and launch, given tensors and their addresses, to which those of fresh memory are added."""
+        stream = _stream(self.device)
         for kind, step in self.steps:
             if kind == _ALLOCATE:
                 memory = _memory(*step)
@@ -312,9 +313,9 @@ class _Replay:
                 for i, find in holes:
                     values[i] = find(at)
                 if packed:
-                    run(*grid, _stream(self.device), *known, tuple(values))
+                    run(*grid, stream, *known, tuple(values))
                 else:
-                    run(*grid, _stream(self.device), *known, *values)
+                    run(*grid, stream, *known, *values)
             else:
                 function, args, options, views, made = step
                 args, options = args.copy(), options.copy()
