@@ -1019,7 +1019,8 @@ class Operator:
             replay = self.calls.get(key)
         except (RuntimeError, TypeError):
             return self._computed(*inputs)
-        if replay is not None and replay.device == _current() and _state.recording is None and unhooked():
+        hooked = any(_settings) and not unhooked()
+        if replay is not None and replay.device == _current() and _state.recording is None and not hooked:
             return replay.run(tensors, at)
         return self._made(key if replay is None else None, inputs, tensors)
 
