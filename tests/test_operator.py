@@ -6,6 +6,7 @@ addresses and numbers.
 """
 
 import contextlib
+import gc
 import importlib
 import math
 import os
@@ -14,6 +15,7 @@ import sys
 import threading
 import traceback
 import types
+import weakref
 from pathlib import Path
 
 import pytest
@@ -34,6 +36,7 @@ from fusebook.measure.inputs import generator
 
 ABSENT = "_FUSEBOOK_TEST_ABSENT"  # set in the process that the first test starts
 absent = pytest.mark.skipif(ABSENT not in os.environ, reason="runs on a driver without a GPU, in a process of its own")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
@@ -572,6 +575,24 @@ def test_a_gradient_is_replayed_too(driver):
         before = driver.launched_by_triton
         fusebook.softmax(x).sum().backward()
     assert driver.launched_by_triton == before
+
+
+@pytest.mark.parametrize("name", ["softmax", "silu", "add_sub"])
+def test_a_result_does_not_keep_itself(name, request):
+    seen = request.getfixturevalue("driver").seen if ABSENT in os.environ else []
+    fusebook.exp(torch.ones(3, device=DEVICE))  # what torch imports with the first mode keeps frames
+    x = torch.randn(4, 8, requires_grad=True, device=DEVICE)
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(3):
+            found = getattr(fusebook, name)(*[x] * (2 if name == "add_sub" else 1))
+            kept = [weakref.ref(t) for t in (found if isinstance(found, tuple) else (found,))]
+            del found
+            seen.clear()
+            assert not any(one() is not None for one in kept)
+    finally:
+        gc.enable()
 
 
 @absent

@@ -918,6 +918,7 @@ class Operator:
         flat, lengths = _spread(inputs)
         made = types.SimpleNamespace(op=self, run=lambda *_: result, lengths=lengths)
         result = _recorded(made, found, None, *flat)
+        made.run = None  # the node of the result would keep the result
         return list(result) if self.listed else result
 
     def _made(self, key: Any, inputs: Sequence[Any], tensors: Sequence[Tensor], gradient: bool = False) -> Any:
