@@ -127,6 +127,23 @@ def test_versions_of_python_agree(hashed):
     assert hashed() == ("bd1ab2e17df9", "003e141f4b1a")
 
 
+def test_packages_of_others_are_neither_read_nor_imported(tmp_path, monkeypatch):
+    """On PYTHONPATH a package is in no folder that is named site-packages."""
+    package = tmp_path / "peer"
+    package.mkdir()
+    (package / "__init__.py").write_text("from peer.rows import rows\nraise RuntimeError('imported')\n")
+    (package / "rows.py").write_text("def rows(x):\n    return x\n")
+    (tmp_path / "baseline.py").write_text("def run(x):\n    from peer.rows import rows\n    return rows(x)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.invalidate_caches()
+    sources._file.cache_clear()
+    before = sources.hashes(importlib.import_module("baseline").run)
+    (package / "rows.py").write_text("def rows(x):\n    return -x\n")
+    sources._module.cache_clear()
+    assert sources.hashes(sys.modules.pop("baseline").run) == before
+    assert "peer" not in sys.modules
+
+
 def test_values_that_a_function_closes_over_count():
     def made(n):
         return lambda x: x + n

@@ -176,12 +176,15 @@ def _imported(path: list[str]) -> Iterator[_Definition]:
 
 @functools.lru_cache(maxsize=None)
 def _file(module: str) -> str:
-    if module.partition(".")[0] in ("torch", "triton", "numpy"):
+    """The file of a module; empty for packages of others, which are not read, and not imported to be found."""
+    own = module.partition(".")[0] == "fusebook"
+    if "." in module and not own:
         return ""
     try:
-        return getattr(importlib.util.find_spec(module), "origin", None) or ""
+        spec = importlib.util.find_spec(module)
     except (ImportError, ValueError, AttributeError):
         return ""
+    return (spec.origin or "") if spec and (own or not spec.submodule_search_locations) else ""
 
 
 @functools.lru_cache(maxsize=None)
