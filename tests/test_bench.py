@@ -362,6 +362,44 @@ def test_an_error_keeps_its_first_line_and_the_sweep_goes_on():
     assert frame["note"].iloc[1] == "RuntimeError: broken"
 
 
+def test_what_raises_only_while_it_is_timed_fails_alone(monkeypatch):
+    measure, timed = timing.measure, []
+
+    def measured(functions, **how):
+        timed.append([*functions])
+        try:
+            return measure(functions, **how)
+        finally:
+            timed.append([])
+
+    def tires(x):
+        if timed and timed[-1]:
+            raise RuntimeError("no more workspace")
+        return x + x
+
+    monkeypatch.setattr(timing, "measure", measured)
+    assert_caught(row(toy(cheat=variant(tires))), "failed", "RuntimeError: no more workspace")
+    frame = run(toy(cheat=variant(tires)))
+    assert list(frame["status"]) == ["ok", "failed"] and frame["latency_us"].notna().tolist() == [True, False]
+
+
+def test_a_library_that_ends_the_process_fails_in_its_row():
+    def ends(x):
+        raise SystemExit(1)
+
+    assert_caught(row(toy(cheat=variant(ends))), "failed", "SystemExit: 1")
+
+
+def test_a_library_that_breaks_the_gpu_is_named(monkeypatch):
+    def broken():
+        raise RuntimeError("an illegal memory access")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", broken)
+    head = {"op": "double", "config": "64", "variant": "peer", "dtype": "float32", "M": 64, "note": "no"}
+    with pytest.raises(RuntimeError, match=r"double: peer left the GPU unusable at dtype=float32, M=64: no"):
+        bench._usable(dataclasses.replace(toy(), name="double"), head)
+
+
 def test_a_variant_whose_needs_are_missing_is_absent():
     found = row(toy(cheat=Variant(torch.neg, needs=("no_such_package",))))
     assert_caught(found, "absent", "no_such_package")

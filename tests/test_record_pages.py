@@ -98,7 +98,8 @@ def test_a_page_that_crashes_costs_no_other_and_leaves_its_old_record(pages, tmp
     record.write(rows(SILU, "64x64"), found[1].with_suffix(".records"))
     took = Queue(TWO, tmp_path / "build", lambda folder: record_pages.installed(folder, out)).run(found)
     assert [seconds is None for seconds in took.values()] == [True, False]
-    assert re.search(r"^bad: failed with -6, see \S+/bad/log after", capsys.readouterr().out, re.MULTILINE)
+    shown = capsys.readouterr().out
+    assert re.search(r"^bad: failed with -6, see \S+/bad/log after", shown, re.MULTILINE)
     assert set(record.read("exp", "test-gpu", out)["N"]) == {64}
     assert len(record.read("silu", "test-gpu", out)) == len(SILU.variants)
 
@@ -114,6 +115,18 @@ def test_a_page_replaces_its_files_whole_and_no_others(tmp_path):
     assert (out / "test-gpu" / "silu.csv").read_text() == before
     assert machines.load(out / "test-gpu" / "machine.json").date == machine().date, "ceilings stay"
     assert not list(out.rglob("*.part"))
+
+
+def test_what_could_not_be_timed_is_named_at_the_end(pages, tmp_path, two_gpus, capsys):
+    frame = rows(EXP, "64x64")
+    frame.loc[frame["variant"] == "torch.compile", ["status", "note"]] = ["failed", "RuntimeError: no workspace"]
+    frame.loc[frame["variant"] == "eager", ["status", "note"]] = ["refused", "wide rows"]
+    (page,) = pages(plot_1=0)
+    record.write(frame, page.with_suffix(".records"))
+    assert record_pages.main(["--out", str(tmp_path / "out")]) == 0
+    said = capsys.readouterr().out
+    assert "plot_1: no time of exp, torch.compile at float32 64 64: failed, RuntimeError: no workspace" in said
+    assert "wide rows" not in said and len(record.read("exp", "test-gpu", tmp_path / "out")) == len(frame)
 
 
 @pytest.mark.parametrize("gone", ["--shard", "--due"])

@@ -56,7 +56,7 @@ class Clock:
 
     def __init__(self, patch, room=1000):
         self.now, self.queued, self.room = 0.0, 0, room
-        patch.setattr(timing, "time", types.SimpleNamespace(perf_counter=lambda: self.now))
+        patch.setattr(timing, "time", types.types.SimpleNamespace(perf_counter=lambda: self.now))
         patch.setattr(timing, "_wait", self.wait)
 
     def wait(self):
@@ -73,7 +73,7 @@ class Clock:
 def test_a_capture_that_fails_leaves_stream_and_allocator_as_they_were(monkeypatch, ended):
     """Torch 2.11 does not: all that is recorded afterwards would find the GPU's memory taken."""
     streams, underway, held = ["before"], [], []
-    cuda = types.SimpleNamespace(device_index=0)
+    cuda = types.types.SimpleNamespace(device_index=0)
 
     @contextlib.contextmanager
     def graph(made, pool, stream):
@@ -185,6 +185,16 @@ def test_a_copy_takes_the_time_that_do_bench_says():
     ours = timing.cold({"copy": lambda: y.copy_(x)})["copy"].q50
     theirs = triton_testing.do_bench(lambda: y.copy_(x), quantiles=[0.5]) / 1e3
     assert ours == pytest.approx(theirs, rel=0.03)
+
+
+@pytest.mark.parametrize(("waited", "waits"), [([True, False], False), ([False], False), ([True] * 3, True)])
+def test_a_host_that_was_held_up_once_has_not_waited(monkeypatch, waited, waits):
+    answers = iter(waited)
+    monkeypatch.setattr(timing, "_flush", lambda: lambda at_least: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: types.SimpleNamespace(record=lambda: None, query=lambda: next(answers)))
+    assert timing.synchronises(lambda: None) is waits
+    assert next(answers, None) is None
 
 
 @gpu

@@ -14,6 +14,7 @@ Pages that ask for several GPUs, by ``options(gpus=2)``, are recorded last, if `
 
 import argparse
 import concurrent.futures
+import csv
 import dataclasses
 import hashlib
 import json
@@ -27,11 +28,12 @@ import threading
 import time
 from pathlib import Path
 
-__all__ = ["GPU", "Queue", "chosen", "installed", "longest_first", "needs", "visible"]
+__all__ = ["GPU", "Queue", "chosen", "failures", "installed", "longest_first", "needs", "visible"]
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build" / "record"
 RECORDS = ROOT / "src" / "fusebook" / "records"
+LINES = 20  # of a log, where a page has failed
 sys.path.insert(0, str(ROOT / "src"))
 
 
@@ -148,6 +150,8 @@ class Queue:
                 self.done(folder / "records")
             how = f"failed with {code}, see {folder / 'log'}" if code else "done"
             print(f"{page.stem}: {how} after {seconds:.0f} s on GPU {gpu.id}", flush=True)
+            if code:
+                print(*(folder / "log").read_text(errors="replace").splitlines()[-LINES:], sep="\n", flush=True)
         return None if code else seconds
 
 
@@ -178,6 +182,22 @@ def installed(folder, out):
             part = target.with_name(f".{target.name}.part")
             shutil.copyfile(file, part)
             part.replace(target)
+
+
+def failures(folder):
+    """The rows that have no time although their implementation does not refuse them, as sentences."""
+    found = []
+    for file in sorted(folder.glob("*/*.csv")):
+        with open(file, encoding="utf-8") as lines:
+            next(lines)  # it says what the file is
+            rows = csv.DictReader(lines)
+            names = list(rows.fieldnames)
+            sizes = names[names.index("dtype") : names.index("status")]
+            for row in rows:
+                if row["status"] not in ("ok", "refused"):
+                    at = " ".join(filter(None, (row[size] for size in sizes)))
+                    found.append(f"{row['op']}, {row['variant']} at {at}: {row['status']}, {row['note']}")
+    return found
 
 
 def needs(page):
@@ -282,6 +302,9 @@ def main(argv):
         judged = replayed(pages, gpus[0], **recorded, FUSEBOOK_STRICT="1")
         false = [page.stem for page, s in judged.items() if s is None and page.stem not in failed]
         subprocess.run([sys.executable, str(ROOT / "docs" / "_ext" / "readme.py")], check=True)
+    for page in [page for page in pages if page.stem not in failed]:
+        for failure in failures(BUILD / page.stem / "records"):
+            print(f"{page.stem}: no time of {failure}")
     if failed:
         print(f"record: these pages failed, and their old records are kept: {', '.join(failed)}", file=sys.stderr)
     if false:

@@ -364,7 +364,7 @@ def _reasons(row: dict[str, Any]) -> Iterator[None]:
     """Turn what a variant raises into the status and the note of its row."""
     try:
         yield
-    except Exception as error:  # a library may raise anything; the sweep goes on
+    except (Exception, SystemExit) as error:  # a library may raise anything; the sweep goes on and the row says why
         if isinstance(error, NotImplementedError):
             row.update(status="refused", note=_sentence(error))
         elif isinstance(error, torch.cuda.OutOfMemoryError):
@@ -585,6 +585,8 @@ def _point(
             row["alone"] = _alone(op, v, data) if alone else ""
             row["peak_bytes"] = _peak(v, call)
             calls[name] = call
+        if cuda and row["status"] == "failed":
+            _usable(op, row)
     if calls:
         data.load(1)
         _time(rows, calls, variants, on, how)
@@ -618,11 +620,13 @@ def _time(
     timed = {name: function for name, function in calls.items() if name not in on_cpu}
     if torch.cuda.is_available() and timed:
         for name in list(timed):
-            if why := _escapes(calls[name]):
-                rows[name].update(status="wrong", note=why)
+            with _reasons(rows[name]):
+                if why := _escapes(calls[name]):
+                    rows[name].update(status="wrong", note=why)
+            if rows[name]["status"] != "ok":
                 del timed[name]
         timed[_COPY] = _copy_like(rows[next(iter(calls))])
-    times = timing.measure(timed, **how)
+    times = _measured(rows, timed, how)
     if "call" in how["kinds"]:
         times |= timing.measure(on_cpu, **{**how, "kinds": ("call",)})
     for name in calls:
@@ -646,6 +650,29 @@ def _time(
             row["copy_us"] = cold.q50 * 1e6 if cold else math.nan
             row["copy_warm_us"] = warm.q50 * 1e6 if warm else math.nan
         _refuse_faster_than_roof(row, on, rate)
+
+
+def _measured(
+    rows: Mapping[str, dict[str, Any]], timed: Mapping[str, Callable[[], Any]], how: Mapping[str, Any]
+) -> dict[str, dict[str, timing.Quantiles | None]]:
+    """The times of all that can be timed: what raises only then fails in its own row."""
+    try:
+        return timing.measure(timed, **how)
+    except Exception:  # timed alone, each shows whether it was the one
+        alone = [name for name in timed if name in rows]
+    for name in alone:
+        with _reasons(rows[name]):
+            timing.measure({name: timed[name]}, **how)
+    return timing.measure({n: f for n, f in timed.items() if n not in rows or rows[n]["status"] == "ok"}, **how)
+
+
+def _usable(op: Op, row: Mapping[str, Any]) -> None:
+    """Name what has broken the GPU's context: whatever follows in this process would fail, too."""
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        at = ", ".join(f"{k}={v}" for k, v in row.items() if k not in COLUMNS and k not in ("op", "config", "variant"))
+        raise RuntimeError(f"{op.name}: {row['variant']} left the GPU unusable at {at}: {row['note']}") from error
 
 
 def _escapes(call: Callable[[], Any]) -> str:
