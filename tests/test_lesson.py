@@ -4,6 +4,8 @@ import csv
 import hashlib
 import re
 import runpy
+import signal
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,7 +21,7 @@ import synthetic
 from fusebook.cards import OPS
 from fusebook.lesson import _numbers, evidence, picture
 from fusebook.lesson.evidence import Claim, Frames, NotRecorded
-from fusebook.measure import bench, timing
+from fusebook.measure import bench, sources, timing
 from fusebook.measure import machine as machines
 from fusebook.page import _place
 from toy import machine
@@ -168,8 +170,16 @@ def test_a_marker_says_what_a_step_gains_over_the_one_before():
     assert (
         _numbers.filled("{gain two at N=256}", steps(one=100.0, two=110.0)) == "(1.10x slower than step 1 at N = 256)"
     )
+    assert _numbers.filled("{gain two over eager at N=256}", found) == "(7.4x faster than eager at N = 256)"
     with pytest.raises(ValueError, match="expected a step of one, two, got 'three'"):
         _numbers.filled("{gain three at N=256}", found)
+    with pytest.raises(ValueError, match="expected a step of eager, one, two, got 'zero'"):
+        _numbers.filled("{gain two over zero at N=256}", found)
+
+
+def test_a_ratio_that_is_missing_has_no_sign():
+    claim = Claim("id", "It is {a:.1x} and {b:.2x} faster.", lambda frames: pd.Series([1.0]), "", "", numbers=dict)
+    assert evidence.evaluate(claim, {"a": 2.0, "b": None}).text == "It is 2.0x and (not measured) faster."
 
 
 # Checks ---------------------------------------------------------------------------------------------------------------
@@ -330,6 +340,64 @@ def test_on_a_gpu_a_lesson_times_each_of_its_steps(a_gpu):
     assert set(page.frames.known) == {"sweep", "steps"}, "nothing is replayed"
     assert "measured now on Test GPU" in _numbers.origin(page._sweep())
     assert _numbers.gain(page.frames, "one_row", "781") == "(1.12x faster than eager at N = 781)"
+
+
+STEP = """
+import triton
+import triton.language as tl
+
+@triton.jit
+def kernel(y_ptr, x_ptr, N):
+    tl.store(y_ptr, tl.load(x_ptr))  # read N
+
+def one(x):
+    kernel[(1,)](x, x, 1)
+"""
+
+
+def test_a_record_is_stale_when_the_kernel_of_a_step_changed(page, tmp_path):
+    def code(old="", new=""):
+        file = tmp_path / f"page_{len(list(tmp_path.iterdir()))}.py"
+        file.write_text(STEP.replace(old, new))
+        steps = {"one": runpy.run_path(str(file))["one"]}
+        return sources.hashes(*_numbers.code_of(page.op, page.about, steps))[0]
+
+    assert code("tl.load(x_ptr)", "tl.load(x_ptr + 1)") != code() == code("  # read N", "  # read MN")
+    assert code("x, x, 1)", "x, x, 2)") != code()
+
+
+def test_sizes_and_steps_of_the_evidence_make_a_record_stale(page, monkeypatch):
+    def code():
+        return sources.hashes(*_numbers.code_of(page.op, page.about, {}))[0]
+
+    before = code()
+    monkeypatch.setattr(page.about, "SHAPES", ((1, 2),))
+    assert code() != before
+    monkeypatch.undo()
+    monkeypatch.setattr(page.about, "EXTRA_STEPS", {})
+    assert code() != before
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU that is there needs no other one")
+def test_a_page_that_is_run_for_its_counters_launches_its_steps_alone(a_gpu, monkeypatch):
+    monkeypatch.setenv("_FUSEBOOK_COUNT", "softmax_counters")
+    monkeypatch.setattr(signal, "alarm", lambda seconds: None)
+    monkeypatch.setattr(sys.modules["fusebook.page.counters"], "_run", lambda steps: counted.extend(steps))
+    monkeypatch.setattr(bench, "run", None)
+    counted = []
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(ROOT / "examples" / "plot_102_softmax.py"), run_name="lesson")
+    assert ended.value.code == 0 and not a_gpu, "nothing is timed"
+    assert counted == [
+        "eager",
+        "one_row",
+        "rows",
+        "chunks",
+        "TorchScript",
+        "one_row, more warps",
+        "persistent",
+        "fusebook",
+    ]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU that is there needs no other one")

@@ -192,7 +192,9 @@ def test_a_host_that_was_held_up_once_has_not_waited(monkeypatch, waited, waits)
     answers = iter(waited)
     monkeypatch.setattr(timing, "_flush", lambda: lambda at_least: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(torch.cuda, "Event", lambda: types.SimpleNamespace(record=lambda: None, query=lambda: next(answers)))
+    monkeypatch.setattr(
+        torch.cuda, "Event", lambda: types.SimpleNamespace(record=lambda: None, query=lambda: next(answers))
+    )
     assert timing.synchronises(lambda: None) is waits
     assert next(answers, None) is None
 

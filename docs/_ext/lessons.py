@@ -54,7 +54,7 @@ def gains(name, frames=None):
 
     text = (pages.EXAMPLES / f"{name}.py").read_text(encoding="utf-8")
     frames = frames or evidence.Frames(evidence.load(name))
-    return {found[0]: _numbers.gain(frames, *found.groups()) for found in _numbers.MARKER.finditer(text)}
+    return {found[0]: _numbers.gain(frames, **found.groupdict()) for found in _numbers.MARKER.finditer(text)}
 
 
 def built(generated, name):

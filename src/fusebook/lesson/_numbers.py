@@ -16,15 +16,15 @@ from fusebook import tables
 from fusebook.lesson import picture
 from fusebook.lesson._checks import plain
 from fusebook.lesson.evidence import Frames, NotRecorded
-from fusebook.measure import bench, check, inputs, timing
+from fusebook.measure import bench, check, inputs
 from fusebook.measure.bench import Origin
 from fusebook.measure.op import Op
 from fusebook.page import _place, show, verdicts
 from fusebook.page.counters import counters
 from fusebook.page.show import Shown
 
-#: ``{gain rows at N=256}``, or ``{gain rows at N=256, bfloat16}``.
-MARKER = re.compile(r"\{gain (\w+) at N=(\d+)(?:, (\w+))?\}")
+#: ``{gain rows at N=256}``, or ``{gain rows over eager at N=256, bfloat16}``.
+MARKER = re.compile(r"\{gain (?P<step>\w+)(?: over (?P<over>\w+))? at N=(?P<width>\d+)(?:, (?P<dtype>\w+))?\}")
 _SHORT = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "float64": "f64"}
 
 
@@ -53,8 +53,8 @@ def origin(frame: pd.DataFrame) -> str:
 # Gains in headings ----------------------------------------------------------------------------------------------------
 
 
-def gain(frames: Frames, step: str, width: str, dtype: str | None = None) -> str:
-    """What a step gains over the one before, e.g. ``(1.35x faster than step 1 at N = 256)``.
+def gain(frames: Frames, step: str, width: str, dtype: str | None = None, over: str | None = None) -> str:
+    """What a step gains over another, or the one before, e.g. ``(1.35x faster than step 1 at N = 256)``.
 
     Raises
     ------
@@ -62,9 +62,10 @@ def gain(frames: Frames, step: str, width: str, dtype: str | None = None) -> str
         Names the steps that there are.
     """
     order = frames.about.STEPS
-    if step not in order[1:]:
-        raise ValueError(f"gain: expected a step of {', '.join(order[1:])}, got {step!r}")
-    before = order[order.index(step) - 1]
+    for named, known in ((step, order[1:]), (over or order[0], order)):
+        if named not in known:
+            raise ValueError(f"gain: expected a step of {', '.join(known)}, got {named!r}")
+    before = over or order[order.index(step) - 1]
     label = before if before == order[0] else f"step {order.index(before)}"
     at = f"at N = {width}" + (f" in {dtype}" if dtype else "")
     try:
@@ -83,7 +84,7 @@ def gain(frames: Frames, step: str, width: str, dtype: str | None = None) -> str
 
 def filled(text: str, frames: Frames) -> str:
     """A text with every marker of a gain filled in."""
-    return MARKER.sub(lambda found: gain(frames, *found.groups()), text)
+    return MARKER.sub(lambda found: gain(frames, **found.groupdict()), text)
 
 
 # Steps ----------------------------------------------------------------------------------------------------------------
@@ -106,10 +107,11 @@ def measured_steps(
             given = op.make(inputs.generator(0), getattr(torch, dtype), **dims)
             yard = check.yardstick(op, given)
             calls = {name: functools.partial(step, *given) for name, step in {**steps, **extra, **library}.items()}
+            calls["copy"] = functools.partial(torch.empty_like(given[0]).copy_, given[0])
             frame = bench.staircase(calls, functools.partial(_is_correct, yard), repeat=15)
-            copy = timing.cold({"copy": functools.partial(torch.empty_like(given[0]).copy_, given[0])})["copy"]
             frame = frame.rename(columns={"us": "gpu_us", "right": "correct"})
-            frame["copy_us"] = copy.q50 * 1e6 if copy else float("nan")
+            copied = frame["step"] == "copy"
+            frame = frame.assign(copy_us=frame.loc[copied, "gpu_us"].iloc[0])[~copied]
             parts.append(frame.assign(shape="x".join(map(str, shape)), dtype=dtype))
     return pd.concat(parts, ignore_index=True)
 
@@ -129,6 +131,12 @@ def staircase(op: Op, frame: pd.DataFrame, steps: Mapping[str, Callable[..., Any
     return wide
 
 
+def code_of(op: Op, about: Any, steps: Mapping[str, Callable[..., Any]]) -> list[Any]:
+    """What decides the times of steps: each step, those of the evidence, the library's, the sizes and the dtypes."""
+    library = op.variants["fusebook"].run
+    return [*steps.values(), *about.EXTRA_STEPS.values(), library, about.SHAPES, about.DTYPES]
+
+
 def counted(op: Op, about: Any, name: str, steps: Mapping[str, Callable[..., Any]], page: str) -> pd.DataFrame:
     """What the hardware counters say of the steps, for the evidence."""
 
@@ -139,7 +147,7 @@ def counted(op: Op, about: Any, name: str, steps: Mapping[str, Callable[..., Any
         every = {**steps, "fusebook": op.variants["fusebook"].run}
         return {name: functools.partial(step, *given) for name, step in every.items()}
 
-    return counters(name, to_count, script=page)
+    return counters(name, to_count, page, [*code_of(op, about, steps), about.COUNTED])
 
 
 # The verdict, and when to use the library -----------------------------------------------------------------------------

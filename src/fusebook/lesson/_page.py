@@ -6,7 +6,7 @@ import html
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -47,7 +47,9 @@ def open(name: str) -> Page:
     ValueError
         Names the lessons that there are.
     """
-    return Page(evidence.load(name))
+    about = evidence.load(name)
+    counted = about.FRAMES.get("counters")
+    return (_Counted if counted and os.environ.get("_FUSEBOOK_COUNT") == counted.name else Page)(about)
 
 
 class _Pictures:
@@ -249,24 +251,30 @@ class Page:
         if tuple(steps) != self.about.STEPS:
             raise ValueError(f"page.steps: expected {', '.join(self.about.STEPS)}, got {', '.join(steps)}")
         spec = self.about.FRAMES["steps"]
-        extra = {name: made(steps) for name, made in self.about.EXTRA_STEPS.items()} if _recording() else {}
+        extra = self._extra(steps) if _recording() else {}
 
         def measured_steps() -> pd.DataFrame:
             return _numbers.measured_steps(self.op, self.about, steps, extra)
 
-        frame = measured(spec.name, measured_steps)
+        frame = measured(spec.name, measured_steps, code_of=_numbers.code_of(self.op, self.about, steps))
         renamed = spec.renamed(frame)
         renamed.attrs.update(frame.attrs)
         self.frames.known["steps"] = renamed
         _place.remember("gains", self.frames)
         if _recording():
-            script = getattr(sys.modules["__main__"], "__file__", "") or ""
-            counters = self.about.FRAMES["counters"].name
-            self.frames.known["counters"] = _numbers.counted(self.op, self.about, counters, {**steps, **extra}, script)
+            self.frames.known["counters"] = self._count(steps)
         wide = _numbers.staircase(self.op, renamed, steps)
         return show.table(
             wide, f"Percent of copy speed in GPU time, by N and dtype; {_numbers.origin(frame)}", fold=False
         )
+
+    def _extra(self, steps: Mapping[str, Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
+        return {name: made(steps) for name, made in self.about.EXTRA_STEPS.items()}
+
+    def _count(self, steps: Mapping[str, Callable[..., Any]]) -> pd.DataFrame:
+        script = getattr(sys.modules["__main__"], "__file__", "") or ""
+        name = self.about.FRAMES["counters"].name
+        return _numbers.counted(self.op, self.about, name, {**steps, **self._extra(steps)}, script)
 
     def table(self, frame: pd.DataFrame, caption: str) -> Shown:
         """A table with a caption.
@@ -358,6 +366,20 @@ class Page:
         for name, spec in self.about.FRAMES.items():
             if isinstance(spec, Recorded) and not spec.borrowed and name not in self.frames.known:
                 results(OPS[spec.op], config=spec.config, dtype=spec.dtype, variants=spec.variants)
+
+
+class _Counted(Page):
+    """A page that Nsight Compute runs once more for its counters: it shows and measures nothing up to its steps."""
+
+    def _nothing(self, *given: Any, **named: Any) -> Any:
+        return Shown("", "")
+
+    verdict = traffic = check = catches = check_all = plot = findings = source = _nothing
+
+    def steps(self, **steps: Callable[..., Any]) -> Shown:
+        """Launch every step between the counters' marks; the process ends."""
+        self._count(steps)
+        return Shown("", "")
 
 
 def _recording() -> bool:

@@ -28,7 +28,7 @@ __all__ = ["CALL_PATH", "hashes", "of_functions", "of_variant", "reached"]
 CALL_PATH = ("fusebook.kernels._call",)
 
 # What else of the package is read. The rest measures, and `fusebook.measure.timing.VERSION` says when that changes.
-_READ = ("fusebook.kernels", "fusebook.cards", "fusebook.ort")
+_READ = ("fusebook.kernels", "fusebook.cards", "fusebook.ort", "fusebook.lesson.evidence.")
 _PLAIN = (str, int, float, types.NoneType)
 _SILENT = ("ctx", "kind", "returns", "type_comment", "type_params")
 

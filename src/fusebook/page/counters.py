@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ LONGEST = 60.0  # seconds
 STUCK = 30  # seconds, of the steps alone
 
 
-def counters(name: str, steps: Steps, script: str = "") -> pd.DataFrame:
+def counters(name: str, steps: Steps, script: str = "", code_of: Sequence[Any] = ()) -> pd.DataFrame:
     """What each step reads and writes by the counters of the GPU, where Nsight Compute is installed.
 
     It is called where nothing but definitions stands before it: the page is run again as far as here.
@@ -51,6 +51,8 @@ def counters(name: str, steps: Steps, script: str = "") -> pd.DataFrame:
         Returns, by name, what is called without arguments.
     script : str, optional
         The file that is run again; the one in which `steps` is defined unless given.
+    code_of : sequence
+        As of `fusebook.page.measured`.
 
     Returns
     -------
@@ -67,7 +69,7 @@ def counters(name: str, steps: Steps, script: str = "") -> pd.DataFrame:
     able = shutil.which("ncu") is not None and _place.script() and "_FUSEBOOK_COUNT" not in os.environ
     for live in (None, False) if able else (False,):
         try:
-            return measured(name, lambda: _counted(name, steps, script), live=live, by_device=True)
+            return measured(name, lambda: _counted(name, steps, script), live=live, by_device=True, code_of=code_of)
         except (RuntimeError, subprocess.TimeoutExpired) as error:
             warnings.warn(str(error), stacklevel=2)
         except NoResults:

@@ -317,7 +317,12 @@ def _has(folder: Path, name: str) -> bool:
 
 
 def measured(
-    name: str, function: Callable[[], pd.DataFrame], live: bool | None = None, *, by_device: bool = False
+    name: str,
+    function: Callable[[], pd.DataFrame],
+    live: bool | None = None,
+    *,
+    by_device: bool = False,
+    code_of: Sequence[Any] = (),
 ) -> pd.DataFrame:
     """What no card measures: runs a function where there is a GPU, replays its record where there is none.
 
@@ -332,6 +337,9 @@ def measured(
         false, the record is replayed; if true, it is recorded where there is a GPU too.
     by_device : bool
         Whether it uses no clock of the host, so that it can be recorded while other GPUs of the host work.
+    code_of : sequence
+        Functions and values that decide what is measured: a record is stale if one of them has changed. Unless given,
+        it is `function` alone.
 
     Returns
     -------
@@ -344,7 +352,7 @@ def measured(
         If there is neither a GPU nor a record.
     """
     record_name = f"pages/{name}"
-    code, _ = sources.hashes(function)
+    code, _ = sources.hashes(*(code_of or (function,)))
     folder = _recording()
     host_pass = folder is not None and _clocks().get("clocks") == ("host", "call")
     known = folder / machine.here().slug if host_pass and by_device and folder else None

@@ -162,7 +162,8 @@ class Claim:
     id : str
         Its permanent address on the evidence page.
     text : str
-        A sentence. Its fields are ``least``, ``most``, ``median``, ``count``, ``good`` and what `numbers` returns.
+        A sentence. Its fields are ``least``, ``most``, ``median``, ``count``, ``good`` and what `numbers` returns. The
+        format ``{median:.1x}`` writes a ratio as 5.4x.
     values : callable
         From `Frames` to a Series with a value per point.
     condition : str
@@ -226,6 +227,8 @@ class _Fields(string.Formatter):
     def format_field(self, value: Any, format_spec: str) -> str:
         if value is None or (isinstance(value, float) and value != value):
             return "(not measured)"
+        if format_spec.endswith("x"):  # a ratio: the sign goes with it where it is missing
+            return f"{super().format_field(value, format_spec[:-1] + 'f')}x"
         return super().format_field(value, format_spec)
 
 
