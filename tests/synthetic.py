@@ -24,10 +24,7 @@ def frame(op, config, dtype="float32", on=None):
     for name in bench.dtypes(dtype):
         itemsize = bench.DTYPES[name].itemsize
         for config_name, dims in bench.points(op, config):
-            sparse = bench._sparse(op, config_name, dims)
             for variant, how in op.variants.items():
-                if sparse and how.recompiles:
-                    continue
                 least = op.cost(itemsize, **dims)
                 moved = how.cost(itemsize, **dims) if how.cost else least
                 roof, floor = on.roof(least, name) * 1e6, on.floor() * 1e6

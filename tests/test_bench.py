@@ -436,11 +436,6 @@ def test_configs_are_named_sized_and_refused_by_name():
     assert bench.dtypes("float32,torch.float16") == ["float32", "float16"]
 
 
-def test_long_sweeps_measure_recompiling_variants_on_every_eighth_point():
-    frame = run(toy(slow=variant(lambda x: x + x, recompiles=True)), config="long")
-    assert (frame["variant"] == "honest").sum() == 25
-    assert list(frame[frame["variant"] == "slow"]["N"]) == [1, 9, 17, 25]
-    assert list(frame[frame["alone"] == "yes"]["N"]) == [1, 9, 17, 25], "which compiles for other numbers of rows"
 
 
 def test_columns_are_those_promised():

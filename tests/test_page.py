@@ -118,8 +118,8 @@ def test_results_are_replayed_for_the_config_and_dtype_asked_for(recorded):
 
 
 def test_a_size_is_replayed_from_whatever_config_has_it(recorded):
-    frame = page.results(SOFTMAX, config="65536x781,4096x512")
-    assert list(frame["N"].drop_duplicates()) == [781, 512]
+    frame = page.results(SOFTMAX, config="65536x781,4096x1280")
+    assert list(frame["N"].drop_duplicates()) == [781, 1280]
 
 
 def test_results_may_be_of_fewer_variants(recorded):
@@ -715,7 +715,7 @@ def test_where_nsight_compute_counts_nothing_its_words_are_told(monkeypatch):
 def test_where_nsight_compute_fails_the_page_goes_on_without(monkeypatch):
     tried = []
 
-    def refused(name, measure, live, by_device):
+    def refused(name, measure, live, by_device, code_of):
         tried.append(live)
         return measure() if live is None else pd.DataFrame({"step": ["recorded"]})
 

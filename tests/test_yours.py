@@ -82,14 +82,6 @@ def test_all_of_a_gpu_is_what_the_package_has_and_what_the_card_adds():
         assert points <= {point[1:] for point in found(op)}
 
 
-def test_a_sweep_leaves_out_what_the_package_left_out_and_nothing_else(package):
-    """Torch compiles anew for each width: in a long sweep at every eighth, and at each that was asked for by itself."""
-    op = OPS["softmax"]
-    record.write(made_up("triton,4096x512", op=op, slug="nvidia-h200"), machines.RECORDS)
-    labels = {tuple(dims.values()): label for _, label, dims in record.everything(op)}
-    assert labels[4096, 512] == "triton" and labels[4096, 256] == ""
-
-
 def test_a_gpu_is_recorded_whole_and_goes_on_where_it_was_cut_off(gpu, capsys):
     argv = ["exp", "--all", "--out", "mine"]
     whole = len(record.everything(EXP))

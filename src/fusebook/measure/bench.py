@@ -51,9 +51,6 @@ COLUMNS = (
     *("math", "code", "host", "versions", "date"),
 )
 
-# A sweep of more points than this measures implementations that recompile at every eighth point.
-_LONG = 16
-_EVERY = 8
 # GPU times this far below the roof are refused. The rate of a copy is known better than that of a matmul, which depends
 # on the power that the data draws.
 _UNDER = {"memory": 0.03, "compute": 0.20}
@@ -400,8 +397,7 @@ def run(
     Parameters
     ----------
     config : str or sequence of (str, Dims)
-        See `points`, or its result. In a config of more than sixteen points, implementations that recompile for every
-        shape are measured at every eighth.
+        See `points`, or what that returns.
     dtype : str
         A comma list of names, see `DTYPES`.
     variants : sequence of str, optional
@@ -429,8 +425,7 @@ def run(
     chosen = dict(op.variants) if variants is None else {name: _variant(op, name) for name in variants}
     asked = points(op, config) if isinstance(config, str) else list(config)
     # Sizes that a table was read for are NumPy's, which torch.compile takes for tensors: it would time what is eager.
-    asked = [(label, {k: getattr(v, "item", lambda v=v: v)() for k, v in dims.items()}) for label, dims in asked]
-    sweep = [(label, dims, _sparse(op, label, dims)) for label, dims in asked]
+    sweep = [(label, {k: getattr(v, "item", lambda v=v: v)() for k, v in dims.items()}) for label, dims in asked]
     names = dtypes(dtype)
     on = machine or (machines.here() if torch.cuda.is_available() else None)
     how = {"warmup": warmup, "repeat": repeat, "kinds": clocks}
@@ -438,13 +433,12 @@ def run(
     bar = tqdm(total=len(sweep) * len(names), desc=op.name, disable=None, leave=False)
     with bar:
         for name in names:
-            for label, dims, sparse in sweep:
-                here = {n: v for n, v in chosen.items() if not (sparse and v.recompiles)}
+            for label, dims in sweep:
                 head = {"op": op.name, "config": label, "dtype": name, **dims}
                 with machines.aten():
-                    rows += _point(op, head, DTYPES[name], dims, here, on, not sparse, how)
-                if again := _as_installed(op, here, DTYPES[name], dims):
-                    rows += _point(op, head, DTYPES[name], dims, again, on, not sparse, how)
+                    rows += _point(op, head, DTYPES[name], dims, chosen, on, how)
+                if again := _as_installed(op, chosen, DTYPES[name], dims):
+                    rows += _point(op, head, DTYPES[name], dims, again, on, how)
                 bar.update()
     frame = pd.DataFrame(rows)
     dims_seen = list(sweep[0][1]) if sweep else []
@@ -514,12 +508,6 @@ def staircase(
     return pd.DataFrame(rows).assign(us=[q.q50 * 1e6 if (q := times[r["step"]][kind]) else math.nan for r in rows])
 
 
-def _sparse(op: Op, label: str, dims: Dims) -> bool:
-    """Whether this point of a long sweep is one where recompiling variants are left out."""
-    sweep = op.configs.get(label, ())
-    return len(sweep) > _LONG and list(sweep).index(dims) % _EVERY != 0
-
-
 def _blank(op: Op, head: dict[str, Any], name: str, variant: Variant, dims: Dims) -> dict[str, Any]:
     itemsize = DTYPES[head["dtype"]].itemsize
     least = op.cost(itemsize, **dims)
@@ -553,7 +541,6 @@ def _point(
     dims: Dims,
     variants: Mapping[str, Variant],
     on: machines.Machine | None,
-    alone: bool,
     how: Mapping[str, Any],
 ) -> list[dict[str, Any]]:
     rows = {name: _blank(op, head, name, v, dims) for name, v in variants.items()}
@@ -582,7 +569,7 @@ def _point(
             row |= _first_call(v, data, _BINARIES.setdefault((op.name, name), set()))
             verdict, deterministic, call = _verify(v, data)
             row.update(error=verdict.error, tolerance=verdict.tolerance, deterministic="yes" if deterministic else "no")
-            row["alone"] = _alone(op, v, data) if alone else ""
+            row["alone"] = _alone(op, v, data)
             row["peak_bytes"] = _peak(v, call)
             calls[name] = call
         if cuda and row["status"] == "failed":

@@ -59,7 +59,7 @@ class Variant:
     math : str, optional
         ``"tf32"`` if float32 is multiplied in TF32; tolerance and roof follow.
     recompiles : bool
-        It compiles for every shape, which takes longer than timing: long sweeps measure it at every eighth point.
+        It compiles for every shape, which takes longer than timing: few sizes of a card are enough.
     rate : str, optional
         ``"tf32"`` if TF32 matmuls help to find a float32 result: their rate is the roof, the tolerance is float32's.
     on_cpu : bool

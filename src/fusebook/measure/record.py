@@ -434,16 +434,14 @@ def everything(op: Op) -> list[tuple[str, str, Dims]]:
     float32.
     """
     labels = {tuple(dims.items()): label for label, dims in bench.points(op, ",".join(op.configs))}
-    recompiled: dict[Any, bool] = {}  # by dtype and dims, whether the record has a variant that sweeps may leave out
+    found: dict[Any, None] = {}
     if (file := machines.RECORDS / machines.SHIPPED / f"{op.name}.csv").exists():
         for row in _load(file, op.name)[0].to_dict("records"):
-            name, dtype, dims = _point(row)
-            key = dtype, tuple(dims.items())
-            recompiles = name in op.variants and op.variants[name].recompiles
-            recompiled[key] = recompiles or recompiled.get(key, False)
-    there = {dims for _, dims in recompiled}
-    recompiled |= {("float32", dims): False for dims in labels if dims not in there}
-    return [(dtype, "" if all_ else labels.get(dims, ""), dict(dims)) for (dtype, dims), all_ in recompiled.items()]
+            _, dtype, dims = _point(row)
+            found[dtype, tuple(dims.items())] = None
+    there = {dims for _, dims in found}
+    found |= {("float32", dims): None for dims in labels if dims not in there}
+    return [(dtype, labels.get(dims, ""), dict(dims)) for dtype, dims in found]
 
 
 def _left(op: Op, file: pathlib.Path) -> list[tuple[str, str, Dims]]:
