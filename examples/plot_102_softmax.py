@@ -12,8 +12,8 @@ You will learn
 - how to choose rows and chunks per program for narrow and wide rows.
 
 Prerequisites: :doc:`plot_002_measuring`, :doc:`plot_101_elementwise`. No GPU
-is needed: without one, kernels run in Triton's interpreter, and times come
-from a record.
+is needed: without one, kernels run in Triton's interpreter, on the CPU, and
+times come from a record.
 """
 
 import fusebook  # first: without a GPU it turns Triton's interpreter on
@@ -38,10 +38,11 @@ page.verdict()
 #    y_i = \frac{e^{x_i - m}}{\sum_j e^{x_j - m}}, \qquad m = \max_j x_j
 #
 # Subtracting the maximum *m* does not change the result. It keeps the
-# exponential from overflowing, which happens above 88 in float32.
+# exponential from overflowing, which happens from 89 on in float32.
 #
-# In eager PyTorch each of the five lines below is a kernel: one function that
-# runs on the GPU. It reads its inputs from memory and writes its output back.
+# *Eager* PyTorch runs each operation when it is called. Each line below is a
+# kernel, a function that runs on the GPU: it reads its inputs from memory and
+# writes its output back. The comments count elements.
 
 
 def softmax_eager(x):
@@ -55,8 +56,10 @@ def softmax_eager(x):
 page.traffic(eager=softmax_eager, fused=2)
 
 # %%
-# Softmax does only about five operations per element. A GPU does many more
-# while it fetches an element, so memory decides the time: **we predict 4x.**
+# A *fused* kernel does all five at once. It reads the input once, keeps what
+# is in between in registers, and writes the result once. Softmax has about
+# five operations per element, and a GPU does many more while it fetches one.
+# So memory decides the time: **we predict 4x.**
 
 # %%
 # .. _softmax-one-row:
@@ -69,9 +72,9 @@ page.traffic(eager=softmax_eager, fused=2)
 # and stores the result: one read, one write.
 #
 # A program works on a tile, an array whose size is a power of two. A row of
-# 781 columns needs a tile of 1024, and the rest is padding. A mask stops reads
-# and writes of the padding, and loads minus infinity there instead. Minus
-# infinity changes no maximum, and its exponential is 0, which changes no sum.
+# 781 columns needs a tile of 1024, and the rest is padding. ``mask`` keeps
+# loads and stores away from the padding. ``other`` is what a load puts there:
+# minus infinity changes no maximum, and its exponential of 0 changes no sum.
 
 page.picture.rows(rows=3, columns=12, block=16)
 
@@ -98,20 +101,24 @@ def softmax_one_row(x, num_warps=4):
     return y
 
 
+# %%
+# ``one_row[(M,)](...)`` launches M programs. A ``tl.constexpr`` is a constant
+# of the compiled kernel, which is compiled once for each value.
+#
+# We check the kernel on difficult rows, made by ``page.stress``. A third is
+# plain ``randn``, a third has three values that are twenty times larger, and a
+# third is shifted by 100. In the interpreter there are at most 64 rows. The
+# error is relative to the result in float64. Its unit *eps* is the distance
+# from 1 to the next number of the dtype.
+
 x = page.stress(1823, 781)
 page.check(softmax_one_row, x)
 
 # %%
-# ``page.stress`` makes difficult rows. A third is plain ``randn``. A third has
-# three values that are twenty times larger, and a third is shifted by 100. In
-# Triton's interpreter there are at most 64 rows. The error is relative to the
-# result in float64. Its unit *eps* is the distance from 1 to the next number
-# of the dtype.
-#
-# ``num_warps=4`` gives 128 threads to each row. A row of 12672 columns is
-# padded to 16384, so each thread holds 128 values in registers. A
-# multiprocessor then has room for few programs, and few loads are in flight.
-# Steps 2 and 3 choose the work of a program to fit the width of the row.
+# ``num_warps=4`` gives each program 4 warps of 32 threads. A row of 12672
+# columns is padded to 16384, so each thread holds 128 values in registers. A
+# :term:`multiprocessor` then has room for few programs, and few loads are in
+# flight. Steps 2 and 3 fit the work of a program to the width of the row.
 
 # %%
 # .. _softmax-rows:
@@ -119,10 +126,10 @@ page.check(softmax_one_row, x)
 # Step 2: several rows per program, for narrow rows {gain rows at N=256}
 # ----------------------------------------------------------------------
 #
-# A row of 256 float32 elements is only 1 KiB, so its program has little to
-# load at once. Here a program owns several rows, as a two-dimensional tile.
-# Reductions run along axis 1, and rows past the end need a mask as well. In
-# the code below, the lines with a comment are new.
+# A row of 256 float32 elements is only 1 KiB. In step 1 each thread loads 8
+# bytes of it, and then waits. Here a program owns several rows, as a
+# two-dimensional tile, and each thread has eight loads of 16 bytes in flight.
+# Besides the arguments, the lines with a comment differ from step 1.
 
 page.picture.tile(rows=3, columns=12, block=16, per=2)
 
@@ -133,20 +140,21 @@ page.picture.tile(rows=3, columns=12, block=16, per=2)
 def some_rows(y_ptr, x_ptr, M, N, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
     columns = tl.arange(0, BLOCK)
-    live = (rows < M)[:, None]  # [ROWS, 1], rows that exist
+    live = (rows < M)[:, None]  # [ROWS, 1], past the last row it is false
     inside = live & (columns < N)[None, :]  # [ROWS, BLOCK]
-    at = rows[:, None] * N + columns[None, :]
+    at = rows[:, None] * N + columns[None, :]  # [ROWS, BLOCK]
     x = tl.load(x_ptr + at, mask=inside, other=float("-inf"))
-    x = tl.where(live, x.to(tl.float32), 0.0)  # -inf minus -inf would be NaN
-    e = tl.exp(x - tl.max(x, 1)[:, None])
-    tl.store(y_ptr + at, e / tl.sum(e, 1)[:, None], mask=inside)
+    x = x.to(tl.float32)
+    e = tl.exp(x - tl.max(x, 1)[:, None])  # a maximum per row, along axis 1
+    total = tl.sum(e, 1)[:, None]  # [ROWS, 1]
+    tl.store(y_ptr + at, e / total, mask=inside)
 
 
 def softmax_rows(x):
     M, N = x.shape
     y = torch.empty_like(x)
     block = triton.next_power_of_2(N)
-    rows = max(1, 4096 // block)  # so that a tile has 4096 elements
+    rows = max(1, 4096 // block)  # so that a tile has at least 4096 elements
     some_rows[(triton.cdiv(M, rows),)](y, x, M, N, ROWS=rows, BLOCK=block)
     return y
 
@@ -156,19 +164,20 @@ page.check(softmax_rows, x)
 # %%
 # .. _softmax-chunks:
 #
-# Step 3: chunks instead of one padded tile {gain chunks at N=12672}
-# ------------------------------------------------------------------
+# Step 3: chunks, not one padded tile {gain chunks over one_row at N=12672}
+# -------------------------------------------------------------------------
 #
-# A wide row wastes registers and arithmetic on padding: 12672 columns need a
-# tile of 16384. The same row can be held as a tuple of equal chunks, and only
-# the last chunk is padded.
+# This kernel changes step 1, which wastes registers and arithmetic on padding
+# where rows are wide: 12672 columns need a tile of 16384. The same row can be
+# held as a tuple of equal chunks, and only the last chunk is padded.
 
 page.picture.chunks(columns=12672, block=16384, chunk=1024)
 
 # %%
 # ``tl.static_range`` is unrolled when the kernel is compiled, so every chunk
-# stays in registers. The loop combines the chunks element by element. The
-# reduction across threads then happens once per row and not once per chunk.
+# stays in registers. ``tops`` holds, for each of the 1024 places of a chunk,
+# the maximum over all chunks: every thread reduces its own values first.
+# Threads then exchange values once per row, in ``tl.max``, not once per chunk.
 
 
 @triton.jit
@@ -216,7 +225,7 @@ page.check(softmax_chunks, page.stress(64, 12672))
 # programs share it. Each reduces its part to a pair: the maximum, and the sum
 # of the exponentials. It publishes the pair in a workspace, a small buffer in
 # global memory. Then it waits for the other pairs and merges them as in an
-# *online softmax*: a sum is rescaled when a larger maximum turns up.
+# :term:`online softmax`: a sum is rescaled when a larger maximum turns up.
 
 page.picture.shared_row(programs=4)
 
@@ -253,22 +262,34 @@ page.check_all(softmax_one_row, softmax_rows, softmax_chunks, special=True)
 # How fast is it?
 # ---------------
 #
-# *GPU time* is the time of one call on the GPU, after the L2 cache was
-# flushed. The figure shows the least traffic, 2MN elements, divided by it. The
-# roofline is the bandwidth of large copies; *a copy* moves as many bytes.
+# *GPU time* is the time of one call on the GPU, whose L2 cache holds none of
+# the data before (*cold L2*). The figure divides the least traffic, 2MN
+# elements, by the GPU time. The *roofline* is the bandwidth of large copies:
+# no kernel that reads and writes memory is faster. *A copy* is ``y.copy_(x)``
+# of the same matrix.
 
 page.plot("bandwidth", over="N")
 
 # %%
-# The table compares the steps at four widths, with a copy of the same bytes as
-# 100 %. From 4096 columns on, step 2 has one row per program too, and only the
-# compiler's layout of the tile differs. Lines of code count a kernel with its
-# launcher; the library's serve all shapes, dtypes and the gradient.
+# The table compares the steps at four widths, with a copy of the same matrix
+# as 100 %. Lines of code count a kernel with its launcher; the library's serve
+# all shapes, dtypes and the gradient.
 
 steps = {"one_row": softmax_one_row, "rows": softmax_rows}
 page.steps(eager=softmax_eager, **steps, chunks=softmax_chunks)
 
 # %%
+# - At 256 columns, three quarters of step 3's chunk of 1024 are padding.
+# - At 781 columns, rows do not begin at multiples of 16 bytes, so each load
+#   fetches one element. A program of step 1 has enough loads in flight. One of
+#   step 2 gains nothing, and its registers leave room for fewer programs.
+# - From 4096 columns on, step 2 also has one row per program. It compiles to
+#   as many loads and exponentials as step 1, in another order. Only that order
+#   can make it faster or slower, so do not count on it.
+# - Eager does not reach the speed of a copy. Its subtraction and its division
+#   broadcast a value per row, and PyTorch's kernel for that loads single
+#   elements instead of 16 bytes.
+
 page.findings()
 
 # %%
@@ -277,17 +298,17 @@ page.findings()
 # When to use it
 # --------------
 #
-# Call the library instead of copying these kernels, unless you need only one
-# width. It takes any axis and any strides, from float16 to float64. It has a
-# fused gradient and works under ``torch.compile``.
+# Copy a kernel from this page to change it. To use softmax, call the library:
+# it takes any axis and strides, and float16 to float64. Its gradient is fused
+# and needs the output alone, and it works under ``torch.compile``. Rows of
+# more than ``2**20`` elements are passed to torch.
 
 y = fusebook.softmax(x, dim=-1)
 page.check(fusebook.softmax, x)
 
 # %%
-# *End-to-end time* is the larger of the GPU time and the time that the CPU
-# takes to launch. ``fusebook.softmax`` has no ``check=`` option and never
-# waits for the GPU.
+# *End to end*, a call takes the larger of its GPU time and the time in which
+# the CPU launches it.
 
 page.use()
 
@@ -304,8 +325,8 @@ page.use()
 # Exercises
 # ---------
 #
-# Each function is incorrect, and the line below it says where. Fix it and run
-# the cell again. No GPU is needed.
+# Each function is incorrect, and the line below its check says where. Fix it
+# and run the cell again. No GPU is needed.
 #
 # 1. The logarithm
 # ~~~~~~~~~~~~~~~~

@@ -99,7 +99,7 @@ def links(name, repository=""):
         files.append(f"`Colab <{address}>`__")
     return (
         f".. container:: fb-lesson-links\n\n   {about.minutes} minutes. Download: {', '.join(files)}. "
-        f"Every number: :doc:`evidence </evidence/{name}>`.\n"
+        f"Where each number is from: :doc:`evidence </evidence/{name}>`.\n"
     )
 
 

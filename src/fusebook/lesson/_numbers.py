@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import importlib.metadata
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +27,8 @@ from fusebook.page.show import Shown
 
 #: ``{gain rows at N=256}``, or ``{gain rows over eager at N=256, bfloat16}``.
 MARKER = re.compile(r"\{gain (?P<step>\w+)(?: over (?P<over>\w+))? at N=(?P<width>\d+)(?:, (?P<dtype>\w+))?\}")
+#: What a reader sees instead of the name of a variant.
+_SAID = {"eager": "separate PyTorch operations"}
 _SHORT = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "float64": "f64"}
 
 
@@ -175,12 +179,13 @@ def _libraries(op: Op, frame: pd.DataFrame) -> list[str]:
     return list(dict.fromkeys(found.loc[(found["group"] == "libraries") & (found["status"] == "ok"), "variant"]))
 
 
-def _pace(ratios: pd.Series, other: str) -> str:
+def _pace(ratios: pd.Series, sizes: str, other: str) -> str:
     """The median of times over those of another, at how many sizes they are longer, and at most by how much."""
     ratio, lost = float(ratios.median()), int((ratios > 1 + tables.WITHIN).sum())
     word = f"{times(1 / ratio)} faster than" if ratio < 1 else f"{times(ratio)} slower than"
     word = "as fast as" if abs(ratio - 1) <= tables.WITHIN else word
-    return f"{word} {other} (median), and slower at {f'{lost}, at worst by {times(ratios.max())}' if lost else 'none'}"
+    worst = f"at {lost} of them, {times(ratios.max())} at worst" if lost else "at none of them"
+    return f"In the median of {sizes} it is {word} {other}. It is slower by more than 2 % {worst}."
 
 
 def verdict(op: Op, frame: pd.DataFrame, example: Mapping[str, Any]) -> tuple[list[str], Shown | None]:
@@ -190,19 +195,24 @@ def verdict(op: Op, frame: pd.DataFrame, example: Mapping[str, Any]) -> tuple[li
     if "fusebook" not in point.index:
         return ["Not measured."], None
     own: Any = point.loc["fusebook"]
-    dims = " x ".join(str(own[name]) for name in tables.dims(frame))
+    at = f"{' x '.join(str(own[name]) for name in tables.dims(frame))} in {own['dtype']}"
     others = point.drop(index="fusebook")[gpu].sort_values()
-    said = ", ".join(f"{times(us / own[gpu])} in {name}" for name, us in others.items())
-    lines = [f"**Time.** {dims} in {own['dtype']} takes **{microseconds(own[gpu])}** of GPU time, and {said}."]
+    said = ", ".join(f"{_SAID.get(str(name), name)} {us / own[gpu]:.3g}" for name, us in others.items())
+    lines = [
+        f"**Time.** {at} takes **{microseconds(own[gpu])}** of GPU time. Others take this many times as long: {said}."
+    ]
     torchs, libraries = _against(op, frame, "torch", "torch.compile"), _against(op, frame, "libraries")
-    text = f"**Over {len(torchs)} sizes** it is {_pace(torchs, 'the faster of torch and torch.compile')}."
+    text = f"**All sizes.** {_pace(torchs, f'{len(torchs)} sizes', 'the faster of torch and torch.compile')}"
     if len(libraries):
-        names = " and ".join(_libraries(op, frame))
-        text += f" Over {len(libraries)} sizes it is {_pace(libraries, f'the faster of {names}')}."
+        names = _libraries(op, frame)
+        some = f"the {len(libraries)} sizes that {' or '.join(names)} takes"
+        both = " and ".join(names)
+        sizes = "the same sizes" if len(libraries) == len(torchs) else some
+        text += " " + _pace(libraries, sizes, f"the faster of {both}")
     lines.append(text)
     lines.append(f"**Memory.** {_memory_of(frame, 'fusebook')} {_memory_of(frame, next(iter(op.variants)))}")
     bars = {**others.sort_values(ascending=False), "Fusebook": own[gpu], "a copy": own["copy_us"]}
-    caption = f"GPU time of {dims} in {own['dtype']}, cold L2."
+    caption = f"GPU time of {at}. The L2 cache holds none of it before (*cold*)."
     return lines, picture.bars(caption, bars, {n: microseconds(us) for n, us in bars.items()}, ["Fusebook"])
 
 
@@ -212,13 +222,21 @@ def _extra(frame: pd.DataFrame, variant: str) -> float:
     return float((rows["peak_bytes"] / rows["write_bytes"]).median())
 
 
-def _memory_of(frame: pd.DataFrame, variant: str) -> str:
-    ratio, name = _extra(frame, variant), "Fusebook" if variant == "fusebook" else f"{variant.capitalize()} PyTorch"
+def _memory_of(frame: pd.DataFrame, variant: str, name: str = "", output: str = "the output") -> str:
+    rows = tables.where(frame, variant=variant, status="ok", zone="memory")
+    ratio, beyond = _extra(frame, variant), float((rows["peak_bytes"] - rows["write_bytes"]).max())
+    name = name or ("Fusebook" if variant == "fusebook" else _SAID.get(variant, variant))
+    name = name[:1].upper() + name[1:]
+    verb = "allocate" if variant in _SAID else "allocates"
     if ratio != ratio:
         return f"{name}: not measured."
     if ratio < 1.02:
-        return f"{name} allocates the output and nothing else."
-    return f"{name} allocates {ratio:.1f} times the output."
+        return f"{name} {verb} {output} and {f'at most {_bytes(beyond)} more' if beyond > 0 else 'nothing else'}."
+    return f"{name} {verb} {ratio:.1f} times {output}."
+
+
+def _bytes(count: float) -> str:
+    return f"{count / 2**20:.3g} MiB" if count >= 2**20 else f"{count / 2**10:.3g} KiB"
 
 
 def choices(op: Op, frame: pd.DataFrame) -> pd.DataFrame:
@@ -233,36 +251,40 @@ def choices(op: Op, frame: pd.DataFrame) -> pd.DataFrame:
     rows = {}
     for name, groups in named.items():
         row: dict[str, Any] = {}
-        for kind, title in (("cold", "GPU time"), ("paid", "end-to-end")):
+        for kind, title in (("cold", "fastest in GPU time"), ("paid", "fastest end to end")):
             table = found[kind]
             own, least = table[groups].min(axis=1), table[[*verdicts.GROUPS, "ours"]].min(axis=1)
-            row[f"fastest by {title}"] = f"{int((own <= (1 + tables.WITHIN) * least).sum())} of {own.notna().sum()}"
+            row[title] = f"{int((own <= (1 + tables.WITHIN) * least).sum())} of {own.notna().sum()} sizes"
         cold = found["cold"]
-        row["median GPU time"] = times(float((cold[groups].min(axis=1) / cold["ours"]).median()))
+        row["GPU time"] = times(float((cold[groups].min(axis=1) / cold["ours"]).median()))
         variants = ["fusebook"] if groups == ["ours"] else libraries if groups == ["libraries"] else groups
         most = [ratio for variant in variants if (ratio := _extra(frame, variant)) == ratio]
-        row["memory"] = f"{max(most):.1f} x output" if most else ""
+        row["peak memory"] = f"{max(most):.1f} x output" if most else ""
         rows[name] = row
     return pd.DataFrame.from_dict(rows, orient="index")
 
 
-def losses(op: Op, frame: pd.DataFrame) -> list[str]:
-    """Where another implementation is faster, and where the launch decides."""
+def limits(op: Op, frame: pd.DataFrame, gradient: pd.DataFrame | None) -> list[str]:
+    """When not to use the library: where another implementation is faster, and where the launch decides; its memory."""
     everything = _against(op, frame, *verdicts.GROUPS)
     lost = everything[everything > 1 + tables.WITHIN].sort_values(ascending=False)
-    said = [f"Another implementation is more than 2 % faster at {len(lost)} of {len(everything)} sizes."]
+    said = [f"**Do not use it** where another implementation is faster: at {len(lost)} of {len(everything)} sizes."]
     if len(lost):
         behind = tables.behind(verdicts.compared(op, frame, verdicts.GROUPS)).loc[lost.index[:3]].reset_index()
         places = zip(behind["label"], behind["dtype"], behind["best other"], behind["times as long"], strict=True)
-        worst = [f"{size} {dtype} ({other} {times(ratio)})" for size, dtype, other, ratio in places]
-        said.append(f"The worst: {', '.join(worst)}.")
-    launch = "launch_us"
-    own = tables.where(frame, variant="fusebook", status="ok")[launch].median()
-    torchs = tables.where(frame, variant="torch", status="ok")[launch].median()
-    if own == own and torchs == torchs:
+        worst = [
+            f"{size.replace('x', ' x ')} {dtype} ({other}, {times(ratio)})" for size, dtype, other, ratio in places
+        ]
+        said.append(f"The largest losses: {', '.join(worst)}.")
+    launch = [tables.where(frame, variant=name, status="ok")["launch_us"].median() for name in ("fusebook", "torch")]
+    if launch == [us for us in launch if us == us]:
         said.append(
-            f"A launch takes {own:.1f} us of CPU time, and {torchs:.1f} us in torch (medians); shorter kernels wait."
+            "**Small inputs gain nothing** where the kernel is shorter than its launch, which takes "
+            f"{launch[0]:.1f} us of CPU time (torch: {launch[1]:.1f} us)."
         )
+    said.append(f"**Memory:** {_memory_of(frame, 'fusebook')}")
+    if gradient is not None:
+        said.append(_memory_of(gradient, "fusebook", "its backward pass", "the gradient"))
     return said
 
 
@@ -271,7 +293,17 @@ def install() -> str:
     wheel = f"fusebook-{fusebook.__version__}-py3-none-any.whl"
     if url := os.environ.get("FUSEBOOK_URL", "").rstrip("/"):
         return f"pip install {url}/wheel/{wheel}"
-    return f"pip install {wheel}  # from this page's archive; in a checkout: pip install ."
+    return f"pip install {wheel}  # from the zip at the top of the page; in a checkout: pip install ."
+
+
+def requires() -> str:
+    """What the library needs, by the metadata of the installed package."""
+    needs = "an NVIDIA GPU of compute capability 8.0 or later (Ampere, Ada, Hopper, Blackwell), Linux"
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        about = importlib.metadata.metadata("fusebook")
+        packages = [line for line in about.get_all("Requires-Dist") or () if "extra ==" not in line]
+        needs += f", Python {about['Requires-Python']}, {', '.join(packages)}"
+    return f"Requires {needs}."
 
 
 def site(document: str) -> str:

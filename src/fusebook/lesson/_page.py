@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import inspect
 import os
 import re
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pandas as pd
 import torch
 
@@ -265,7 +267,10 @@ class Page:
             self.frames.known["counters"] = self._count(steps)
         wide = _numbers.staircase(self.op, renamed, steps)
         return show.table(
-            wide, f"Percent of copy speed in GPU time, by N and dtype; {_numbers.origin(frame)}", fold=False
+            wide,
+            f"Percent of copy speed in GPU time, by N and dtype (f32 is float32, bf16 bfloat16); "
+            f"{_numbers.origin(frame)}",
+            fold=False,
         )
 
     def _extra(self, steps: Mapping[str, Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
@@ -297,15 +302,21 @@ class Page:
         frame = self._everything()
         made = show.table(
             _numbers.choices(self.op, frame),
-            "Fastest, or within 2 %, at how many sizes; median GPU time over that of Fusebook; memory at the peak",
+            "At how many sizes a choice is the fastest, or within 2 % of that. GPU time in multiples of Fusebook's "
+            "(median), and peak memory in multiples of the output",
             fold=False,
         )
-        sentences = _numbers.losses(self.op, frame)
-        install = _numbers.install()
+        gradient = f"{self.op.name}_backward"
+        sentences = _numbers.limits(
+            self.op,
+            frame,
+            self.frames.of(gradient) if gradient in self.about.OPERATORS and self.frames.replay else None,
+        )
+        needs, install = _numbers.requires(), _numbers.install()
         return Shown(
             f"{made._repr_html_()}<p>{_numbers.joined(sentences)}</p>"
-            f"<p>Install: <code>{html.escape(install)}</code></p>",
-            "\n".join([*sentences, f"Install: {install}"]),
+            f"<p>Install: <code>{html.escape(install)}</code>. {show.rich(needs)}</p>",
+            "\n".join([*(line.replace("**", "") for line in sentences), f"Install: {install}", needs]),
         )._now()
 
     def exercise(
@@ -321,7 +332,8 @@ class Page:
         given : sequence of tuple
             Inputs to try, each the arguments of both.
         """
-        return exercise(f"`{attempt.__name__}` is correct", attempt, reference, given)
+        with np.errstate(all="ignore"):  # the interpreter is NumPy, which warns of NaN
+            return exercise(f"`{attempt.__name__}` is correct", attempt, reference, given)
 
     def source(self, name: str, fold: bool = False) -> Shown:
         """The kernel of a function of the library, as it is installed.
@@ -334,8 +346,9 @@ class Page:
             Whether it is shown on demand only.
         """
         module = sys.modules[OPS[name].variants["fusebook"].run.__module__]
-        source = show.Source(*(getattr(module, kernel) for kernel in self.about.KERNELS[name]), doc=False)
-        shown = show.Folded(f"The kernel of `fusebook.{name}`", source) if fold else source
+        kernels = [getattr(module, kernel) for kernel in self.about.KERNELS[name]]
+        source, helpers = show.Source(*kernels, doc=False), _helpers(kernels)
+        shown = show.Folded(f"The kernel of `fusebook.{name}`", helpers, source) if fold else source
         return Shown(shown.html, f"The kernel of fusebook.{name}: {module.__file__}")._now()
 
     def footer(self) -> Shown:
@@ -344,21 +357,25 @@ class Page:
             self._record()
         found = [evidence.evaluate(claim, Frames(self.about)) for claim in self.about.CLAIMS if claim.condition]
         held = sum(o.holds is True for o in found)
-        failed = sum(o.holds is False for o in found)
-        text = f"Evidence: {len(found)} checks behind this page, {held} hold, {failed} do not."
-        if missing := len(found) - held - failed:
+        text = f"Evidence: {len(found)} checks behind this page, {held} hold."
+        if missing := sum(o.holds is None for o in found):
             text += f" {missing} were not measured."
-        more = (
-            "Every claim with its condition, all sizes and clocks, hardware counters, and what became of older claims."
-        )
         address = _numbers.site(f"evidence/{self.name}")
-        link = f' <a href="{html.escape(address)}">{more}</a>' if address else ""
+        failed, linked = [], []
+        for kind, what in (("claim", "claims"), ("target", "targets"), ("statement", "statements of others")):
+            if names := [o.claim.id for o in found if o.holds is False and o.claim.kind == kind]:
+                failed.append(f"{what}: {', '.join(names)}")
+                made = (f'<a href="{html.escape(address)}#{name}">{name}</a>' if address else name for name in names)
+                linked.append(f"{what}: {', '.join(made)}")
+        more = "All claims, sizes, clocks and counters"
+        link = f' <a href="{html.escape(address)}">{more}</a>.' if address else ""
         solutions = show.solution(f"solutions/{self.name}.py")
         ran = show.environment()
+        fails = f" These do not: {'; '.join(linked)}." if linked else ""
         return Shown(
-            f'{solutions._repr_html_()}<p class="fb-evidence"><strong>{text}</strong>{link}</p>'
+            f'{solutions._repr_html_()}<p class="fb-evidence"><strong>{text}</strong>{fails}{link}</p>'
             f'<details class="fb-fold"><summary>What this page ran on</summary>{ran._repr_html_()}</details>',
-            text,
+            text + (f" These do not: {'; '.join(failed)}." if failed else ""),
         )._now()
 
     def _record(self) -> None:
@@ -366,6 +383,18 @@ class Page:
         for name, spec in self.about.FRAMES.items():
             if isinstance(spec, Recorded) and not spec.borrowed and name not in self.frames.known:
                 results(OPS[spec.op], config=spec.config, dtype=spec.dtype, variants=spec.variants)
+
+
+def _helpers(kernels: Sequence[Any]) -> Shown:
+    """The device functions that kernels of the library call: their names, and what each does."""
+    found = {}
+    for kernel in kernels:
+        for name in kernel.fn.__code__.co_names:
+            called = getattr(kernel.fn.__globals__.get(name), "fn", None)
+            if callable(called) and (doc := inspect.getdoc(called)):
+                found[name] = " ".join(doc.partition("\n\n")[0].split())
+    items = "".join(f"<li><code>{name}</code>: {show.rich(text)}</li>" for name, text in found.items())
+    return Shown(f"<p>It calls these device functions:</p><ul>{items}</ul>", ", ".join(found))
 
 
 class _Counted(Page):

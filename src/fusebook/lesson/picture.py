@@ -70,9 +70,10 @@ def tile(rows: int, columns: int, block: int, per: int) -> Shown:
         parts.append(_text(_LEFT + width * block + 6, y + 12, f"row {i}" if i < rows else "no such row"))
     for program in range(programs):
         last = min(rows, program * per + per) - 1
-        told.append(f"program {program} owns rows {program * per} to {last}")
+        many = f"rows {program * per} to {last}" if last > program * per else f"row {last}"
+        told.append(f"program {program} owns {many}")
     if extra := programs * per - rows:
-        told.append(f"{extra} rows of the last tile are past the end and masked")
+        told.append(f"{extra} {'rows' if extra > 1 else 'row'} of the last tile past the end: masked")
     caption = f"A program owns ROWS = {per} rows. The last tile has rows past the end, which need a mask too."
     return _drawing(caption, told, 24 + programs * (per * height + gap), parts)
 

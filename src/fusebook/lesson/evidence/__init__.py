@@ -214,8 +214,12 @@ class Outcome:
         if not len(self.good):
             return "not measured" if self.numbers.empty else ""
         if len(self.good) == 1:
-            return f"{self.worst}, condition {self.claim.condition}"
-        return f"at {self.good.sum()} of {len(self.good)} points, worst {self.worst}, condition {self.claim.condition}"
+            return f"{self.worst}; condition {self.claim.condition}"
+        held, many = self.good.sum(), len(self.good)
+        fails = (
+            f"holds at {held} of {many} points and fails at {many - held}" if held < many else f"at all {many} points"
+        )
+        return f"{fails}; worst {self.worst}; condition {self.claim.condition}"
 
 
 class _Fields(string.Formatter):
@@ -229,7 +233,7 @@ class _Fields(string.Formatter):
             return "(not measured)"
         if format_spec.endswith("x"):  # a ratio: the sign goes with it where it is missing
             return f"{super().format_field(value, format_spec[:-1] + 'f')}x"
-        return super().format_field(value, format_spec)
+        return str(super().format_field(value, format_spec)).replace("%", " %")
 
 
 def evaluate(claim: Claim, frames: Frames) -> Outcome:
