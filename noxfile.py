@@ -244,7 +244,7 @@ def record(session):
 
 @nox.session(venv_backend="none", requires=["environment"], default=False)
 def new(session):
-    """Begin a kernel: its module, its card, its page and solutions: ``nox -s new -- my_kernel``."""
+    """Begin a kernel: its module, card, lesson, evidence and solutions: ``nox -s new -- my_kernel``."""
     run(session, "docs/_ext/new_kernel.py", *session.posargs)
 
 

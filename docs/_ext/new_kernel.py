@@ -1,7 +1,7 @@
-"""Begin a kernel: ``python docs/_ext/new_kernel.py my_kernel`` makes its module, its card, its page and solutions.
+"""Begin a kernel: ``python docs/_ext/new_kernel.py my_kernel`` makes its module, card, lesson, evidence and solutions.
 
-They are the example of docs/contributing.rst, from docs/template, under another name: right and documented as they
-stand, and there to be changed.
+They are the example of docs/contributing.rst, from docs/template, under another name: correct, documented, and there to
+be changed.
 """
 
 import ast
@@ -35,6 +35,7 @@ def files(name):
         f"src/fusebook/kernels/{name}.py": "kernel",
         f"src/fusebook/cards/{name}.py": "card",
         f"examples/{page}.py": "page",
+        f"src/fusebook/lesson/evidence/{page}.py": "evidence",
         f"examples/solutions/{page}.py": "solutions",
     }
     words = name.replace("_", " ")

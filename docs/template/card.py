@@ -13,7 +13,7 @@ from fusebook.measure.op import Cost, Dims, Op, Variant
 
 __all__ = ["PAGE", "SQUARED_RELU"]
 
-#: The page that tells of them.
+#: The lesson that owns its record.
 PAGE = 109
 
 
@@ -34,7 +34,7 @@ def _torch_compile(x: Tensor) -> Tensor:
 
 
 def _draw(rng: random.Random) -> Dims:
-    """Matrices of one number and up to gigabytes; the width is drawn first."""
+    """Matrices of one element and up to gigabytes; the width is drawn first."""
     dtype = _draws.dtype(rng)
     N = _draws.size(rng, 1, 2**18)
     M = _draws.count(rng, _draws.BYTES // (2 * N * _draws.itemsize(dtype)))

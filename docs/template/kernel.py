@@ -1,9 +1,11 @@
+# SPDX-License-Identifier: BSD-3-Clause
+# From Fusebook, src/fusebook/kernels/squared_relu.py. It needs torch, Triton, NumPy and _call.py.
 """Squared ReLU, element by element: everything is read once and written once.
 
     y[i, j] = max(x[i, j], 0) ** 2
 
-Fused: the maximum and the product. The chain of two operations reads 2MN elements and writes 2MN; the fused kernel
-reads MN and writes MN.
+Fused: the maximum and the product. Two separate operations read 2MN elements and write 2MN; the fused kernel reads MN
+and writes MN.
 
 Limits: the output is contiguous; an input that is not is copied first.
 """
@@ -19,11 +21,11 @@ from ._call import Operator, apply, empty, gpu, launch, shapes
 __all__ = ["squared_relu", "squared_relu_eager"]
 
 
-# The unfused chain
+# Separate operations
 
 
 def squared_relu_eager(x: torch.Tensor) -> torch.Tensor:
-    """Squared ReLU, one operation after another: what fusing saves.
+    """Squared ReLU by separate operations: what fusing saves.
 
     Parameters
     ----------
@@ -44,7 +46,7 @@ def squared_relu_eager(x: torch.Tensor) -> torch.Tensor:
 @triton.jit
 def _squared_relu_flat(y_ptr, x_ptr, SIZE, BLOCK: tl.constexpr):
     """BLOCK neighbouring elements."""
-    # int64: the number of an element may be larger than 2**31.
+    # int64: an index may be larger than 2**31.
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
     inside = at < SIZE
     x = tl.load(x_ptr + at, mask=inside, other=0.0)  # read MN
@@ -54,11 +56,11 @@ def _squared_relu_flat(y_ptr, x_ptr, SIZE, BLOCK: tl.constexpr):
     tl.store(y_ptr + at, top * top, mask=inside)  # write MN
 
 
-# Plans
+# Launch config
 
 
-def _squared_relu_plan(size: int, dtype: torch.dtype, capability: tuple[int, int] | None) -> dict[str, int]:
-    """Choose the constants; `capability` is None in the interpreter, whose cost is the number of programs."""
+def _squared_relu_config(size: int, dtype: torch.dtype, capability: tuple[int, int] | None) -> dict[str, int]:
+    """The constants of a launch; `capability` is None in the interpreter, whose cost is the number of programs."""
     block = 65536 if capability is None else 16384 // dtype.itemsize  # 16 KiB a program keep enough loads in flight
     return {"BLOCK": min(block, triton.next_power_of_2(size)), "num_warps": 4}
 
@@ -82,9 +84,9 @@ def squared_relu(x: torch.Tensor) -> torch.Tensor:
     Raises
     ------
     TypeError
-        Where `x` is not a dense tensor, or its dtype is another one.
+        If `x` is not a dense tensor, or has another dtype.
     ValueError
-        Where `x` is a view that negates, or on the CPU and Triton does not interpret.
+        If `x` is a view that negates, or on the CPU and Triton compiles.
     """
     return _squared_relu(x)
 
@@ -102,8 +104,8 @@ def _squared_relu_into(y: torch.Tensor, x: torch.Tensor) -> None:
     if not x.is_contiguous():
         x = apply(torch.Tensor.contiguous, x)
     capability, _ = gpu(x.device)  # and the number of multiprocessors
-    plan = _squared_relu_plan(x.numel(), x.dtype, capability)
-    launch(_squared_relu_flat, (triton.cdiv(x.numel(), plan["BLOCK"]),), y, x, x.numel(), **plan)
+    config = _squared_relu_config(x.numel(), x.dtype, capability)
+    launch(_squared_relu_flat, (triton.cdiv(x.numel(), config["BLOCK"]),), y, x, x.numel(), **config)
 
 
 def _keep(ctx, inputs, output) -> None:

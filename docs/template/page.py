@@ -1,118 +1,140 @@
-# /// script
-# requires-python = ">=3.11"
-# dependencies = ["fusebook[book]"]
-#
-# [tool.uv.sources]
-# fusebook = { path = "..", editable = true }
-# ///
 """
 Squared ReLU
 ============
 
-One comparison and one product, for which eager PyTorch goes to memory twice.
+Squared ReLU in eager PyTorch moves twice the memory it has to. We write it as
+one Triton kernel that touches each element once.
 
-For whom: those who want a kernel that touches each element once.
+You will learn
 
-Read before: 002, 101.
+- how to predict a speedup by counting bytes,
+- how one kernel replaces two operations.
+
+Prerequisites: :doc:`plot_002_measuring`, :doc:`plot_101_elementwise`.
 """
 
-# %%
-# The problem
-# -----------
-#
-# :math:`y = \max(x, 0)^2`, for every element by itself. Each element is used
-# once, so the least traffic is to read it once and to write its result once.
-
-import fusebook
-from fusebook import plots, tables
-from fusebook.cards.squared_relu import SQUARED_RELU
-from fusebook.measure.check import yardstick
-from fusebook.measure.inputs import generator
-from fusebook.page import (
-    Kernels,
-    Source,
-    claim,
-    claims,
-    downloads,
-    exercise,
-    provenance,
-    say,
-    solution,
-    study,
-    table,
-)
+import fusebook  # first: without a GPU it turns Triton's interpreter on
+import fusebook.lesson as lesson
 
 import torch
+import triton
+import triton.language as tl
 
-asked = study(SQUARED_RELU, config="large", dtype="float32")
-
-# %%
-# What eager costs
-# ----------------
-
-Source(fusebook.squared_relu_eager)
+page = lesson.open("plot_109_squared_relu")
+page.verdict()
 
 # %%
+# Why it is slow in eager PyTorch
+# -------------------------------
+#
+# :math:`y = \max(x, 0)^2` for each element of a matrix with M rows and N
+# columns. *Eager* PyTorch runs each operation when it is called. Each line
+# below is a kernel, which reads its inputs from memory and writes its output.
 
-eager = SQUARED_RELU.variants["eager"].cost(4, M=1024, N=1024)
-least = SQUARED_RELU.cost(4, M=1024, N=1024)
-predicted = (eager.read + eager.write) / (least.read + least.write)
-say("Predicted from traffic: {gain:.1f} times as fast.", gain=predicted)
 
-# %%
-# The kernel
-# ----------
+def eager(x):
+    top = x.clamp(min=0)  # read MN, write MN
+    return top.square()  # read MN, write MN
 
-Kernels(fusebook.squared_relu)
 
-# %%
-# Is it right?
-# ------------
-
-x = SQUARED_RELU.make(generator(0), torch.float32, M=64, N=781)[0]
-verdict = yardstick(SQUARED_RELU, (x,)).judge(fusebook.squared_relu(x))
-claims(
-    claim(
-        "The score {score:.1e} is within the limit {limit:.1e}",
-        verdict.ok,
-        score=verdict.score,
-        limit=verdict.limit,
-    ),
-)
+page.traffic(eager=eager, fused=2)
 
 # %%
-# How fast?
+# Each element takes two operations, and a GPU does many more while it fetches
+# one. So memory decides the time: **we predict 2x.**
+
+# %%
+# .. _squared_relu-one-pass:
+#
+# Step 1: one pass {gain one_pass at N=4096}
+# ------------------------------------------
+#
+# Program *i* owns row *i*. It works on a tile, an array whose size is a power
+# of two. ``mask`` keeps loads and stores away from the padding.
+
+page.picture.rows(rows=3, columns=12, block=16)
+
+# %%
+
+
+@triton.jit
+def one_row(y_ptr, x_ptr, N, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)  # int32 overflows past 2**31 elements
+    columns = tl.arange(0, BLOCK)  # [BLOCK]
+    at = row * N + columns
+    x = tl.load(x_ptr + at, mask=columns < N, other=0.0)  # read N
+    x = x.to(tl.float32)
+    top = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    tl.store(y_ptr + at, top * top, mask=columns < N)  # write N
+
+
+def one_pass(x):
+    M, N = x.shape
+    y = torch.empty_like(x)
+    one_row[(M,)](y, x, N, BLOCK=triton.next_power_of_2(N))
+    return y
+
+
+x = page.stress(64, 781)
+page.check(one_pass, x)
+
+# %%
+# The library's kernel takes any shape:
+
+page.source("squared_relu", fold=True)
+
+# %%
+# Is it correct?
+# --------------
+#
+# A check is worth what it catches. This attempt forgets the sign:
+
+
+def signless(x):
+    return x * x
+
+
+page.catches(signless, positive=torch.rand(64, 781), stress=x)
+
+# %%
+# How fast is it?
+# ---------------
+#
+# *GPU time* is the time of one call on the GPU, whose L2 cache holds none of
+# the data before (*cold L2*). A copy of the same matrix is 100 %.
+
+page.steps(eager=eager, one_pass=one_pass)
+
+# %%
+page.findings()
+
+# %%
+# When to use it
+# --------------
+
+y = fusebook.squared_relu(x)
+page.check(fusebook.squared_relu, x)
+
+# %%
+# *End to end*, a call takes the larger of its GPU time and the time in which
+# the CPU launches it.
+
+page.use()
+
+# %%
+# Takeaways
 # ---------
-
-df = asked.results()
-table(tables.times(df, words=True), "Cold time, in microseconds")
-
-# %%
-provenance(df)
-
-# %%
-downloads(df, "squared_relu")
-
-# %%
-# How far from the roof?
-# ----------------------
-
-plots.dots(df)
-
-# %%
-# Lessons
-# -------
-
-gain = tables.ratio(df, "eager", "fusebook")
-share = tables.share(df, "fusebook", of="copy")
-claims(
-    say("Measured: {gain:.1f} times as fast.", gain=gain.median()),
-    claim("At least 90 % of a copy of the same bytes", share >= 0.9),
-)
-
-# %%
+#
+# - Count the traffic before you write a kernel: the count is your prediction.
+#
 # Exercises
 # ---------
+#
+# The function is incorrect, and the line below its check says where. Fix it
+# and run the cell again. No GPU is needed.
+#
+# 1. Without clamp
+# ~~~~~~~~~~~~~~~~
 #
 # Write it without ``clamp``. This attempt forgets the sign.
 
@@ -121,10 +143,10 @@ def without_clamp(x):
     return x * x
 
 
-exercise(
-    "Right without clamp", without_clamp, fusebook.squared_relu_eager, [(x,)]
-)
+page.exercise(without_clamp, eager, [(x,)])
 
 # %%
+# Evidence
+# --------
 
-solution("solutions/plot_109_squared_relu.py")
+page.footer()

@@ -1,4 +1,4 @@
-"""Solutions to the exercise of the squared ReLU page."""
+"""Solutions to the exercise of the squared ReLU lesson."""
 
 import torch
 

@@ -28,8 +28,7 @@ from fusebook.page.show import Shown
 #: ``{gain rows at N=256}``, or ``{gain rows over eager at N=256, bfloat16}``.
 MARKER = re.compile(r"\{gain (?P<step>\w+)(?: over (?P<over>\w+))? at N=(?P<width>\d+)(?:, (?P<dtype>\w+))?\}")
 #: What a reader sees instead of the name of a variant.
-_SAID = {"eager": "separate PyTorch operations"}
-_SHORT = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "float64": "f64"}
+_SAID = {"eager": "eager PyTorch"}
 
 
 def microseconds(value: float) -> str:
@@ -122,7 +121,7 @@ def measured_steps(
 
 def staircase(op: Op, frame: pd.DataFrame, steps: Mapping[str, Callable[..., Any]]) -> pd.DataFrame:
     """Percent of copy speed by step and size, and the lines of each step."""
-    at = frame["shape"].str.rpartition("x")[2] + " " + frame["dtype"].map(_SHORT)
+    at = frame["shape"].str.rpartition("x")[2] + " " + frame["dtype"]
     wide = frame.assign(at=at, share=100 * frame["copy_us"] / frame["gpu_us"]).pivot_table(
         "share", "step", "at", sort=False
     )
@@ -212,7 +211,7 @@ def verdict(op: Op, frame: pd.DataFrame, example: Mapping[str, Any]) -> tuple[li
     lines.append(text)
     lines.append(f"**Memory.** {_memory_of(frame, 'fusebook')} {_memory_of(frame, next(iter(op.variants)))}")
     bars = {**others.sort_values(ascending=False), "Fusebook": own[gpu], "a copy": own["copy_us"]}
-    caption = f"GPU time of {at}. The L2 cache holds none of it before (*cold*)."
+    caption = f"GPU time of {at} (cold L2 cache)."
     return lines, picture.bars(caption, bars, {n: microseconds(us) for n, us in bars.items()}, ["Fusebook"])
 
 
@@ -227,12 +226,11 @@ def _memory_of(frame: pd.DataFrame, variant: str, name: str = "", output: str = 
     ratio, beyond = _extra(frame, variant), float((rows["peak_bytes"] - rows["write_bytes"]).max())
     name = name or ("Fusebook" if variant == "fusebook" else _SAID.get(variant, variant))
     name = name[:1].upper() + name[1:]
-    verb = "allocate" if variant in _SAID else "allocates"
     if ratio != ratio:
         return f"{name}: not measured."
     if ratio < 1.02:
-        return f"{name} {verb} {output} and {f'at most {_bytes(beyond)} more' if beyond > 0 else 'nothing else'}."
-    return f"{name} {verb} {ratio:.1f} times {output}."
+        return f"{name} allocates {output} and {f'at most {_bytes(beyond)} more' if beyond > 0 else 'nothing else'}."
+    return f"{name} allocates {ratio:.1f} times {output}."
 
 
 def _bytes(count: float) -> str:
@@ -254,7 +252,7 @@ def choices(op: Op, frame: pd.DataFrame) -> pd.DataFrame:
         for kind, title in (("cold", "fastest in GPU time"), ("paid", "fastest end to end")):
             table = found[kind]
             own, least = table[groups].min(axis=1), table[[*verdicts.GROUPS, "ours"]].min(axis=1)
-            row[title] = f"{int((own <= (1 + tables.WITHIN) * least).sum())} of {own.notna().sum()} sizes"
+            row[title] = f"{int((own <= (1 + tables.WITHIN) * least).sum())} of {own.notna().sum()}"
         cold = found["cold"]
         row["GPU time"] = times(float((cold[groups].min(axis=1) / cold["ours"]).median()))
         variants = ["fusebook"] if groups == ["ours"] else libraries if groups == ["libraries"] else groups
@@ -293,12 +291,12 @@ def install() -> str:
     wheel = f"fusebook-{fusebook.__version__}-py3-none-any.whl"
     if url := os.environ.get("FUSEBOOK_URL", "").rstrip("/"):
         return f"pip install {url}/wheel/{wheel}"
-    return f"pip install {wheel}  # from the zip at the top of the page; in a checkout: pip install ."
+    return f"pip install {wheel}  # of the zip above; in a checkout: pip install ."
 
 
 def requires() -> str:
     """What the library needs, by the metadata of the installed package."""
-    needs = "an NVIDIA GPU of compute capability 8.0 or later (Ampere, Ada, Hopper, Blackwell), Linux"
+    needs = "an NVIDIA GPU of compute capability 8.0 or later (Ampere), Linux"
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         about = importlib.metadata.metadata("fusebook")
         packages = [line for line in about.get_all("Requires-Dist") or () if "extra ==" not in line]

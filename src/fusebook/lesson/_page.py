@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import html
 import inspect
 import os
@@ -24,7 +25,7 @@ from fusebook.lesson.evidence import Frames, Recorded
 from fusebook.measure import inputs
 from fusebook.page import _place, show
 from fusebook.page.claims import Claim, Claims, exercise
-from fusebook.page.results import measured, results, study
+from fusebook.page.results import NoResults, measured, results, study
 from fusebook.page.show import Shown
 
 if TYPE_CHECKING:
@@ -60,6 +61,21 @@ class _Pictures:
     def __getattr__(self, name: str) -> Callable[..., Shown]:
         draw = getattr(pictures, name)
         return lambda *given, **named: draw(*given, **named)._now()
+
+
+def _or_banner(show: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that shows how to record what it lacks, so that a new lesson can be read before it is recorded."""
+
+    @functools.wraps(show)
+    def shown(*given: Any, **named: Any) -> Any:
+        try:
+            return show(*given, **named)
+        except NoResults as missing:
+            if _place.flag("FUSEBOOK_STRICT"):
+                raise
+            return missing.banner._now()
+
+    return shown
 
 
 class _Findings(Claims):
@@ -107,6 +123,7 @@ class Page:
 
     # What is shown
 
+    @_or_banner
     def verdict(self) -> Shown:
         """The box: time at one size, over all sizes, and memory."""
         lines, bars = _numbers.verdict(self.op, self._everything(), self.about.EXAMPLE)
@@ -219,6 +236,7 @@ class Page:
         """
         return _checks.all_checked(self.op, functions, self.about.SHAPES, special)
 
+    @_or_banner
     def plot(self, kind: str, over: str) -> Axes | Shown:
         """The sweep of the lesson as a figure.
 
@@ -232,11 +250,12 @@ class Page:
         sweep = self._sweep()
         frame = sweep[sweep["dtype"] == sweep["dtype"].iloc[0]]
         frame.attrs.update(sweep.attrs)
-        ax = getattr(plots, kind)(frame, xlabel=f"columns of a row, {over}" if over == "N" else over, size=(8.0, 3.4))
+        ax = getattr(plots, kind)(frame, xlabel=f"columns of a row, {over}" if over == "N" else over, size=(8.0, 3.2))
         if _place.script():
             return Shown("", f"Figure: {ax.get_title(loc='left')} ({_numbers.origin(sweep)})")._now()
         return ax
 
+    @_or_banner
     def steps(self, **steps: Callable[..., Any]) -> Shown:
         """Time every step of the lesson, or replay its record: percent of copy speed, and lines of code.
 
@@ -263,14 +282,11 @@ class Page:
         renamed.attrs.update(frame.attrs)
         self.frames.known["steps"] = renamed
         _place.remember("gains", self.frames)
-        if _recording():
+        if _recording() and "counters" in self.about.FRAMES:
             self.frames.known["counters"] = self._count(steps)
         wide = _numbers.staircase(self.op, renamed, steps)
         return show.table(
-            wide,
-            f"Percent of copy speed in GPU time, by N and dtype (f32 is float32, bf16 bfloat16); "
-            f"{_numbers.origin(frame)}",
-            fold=False,
+            wide, f"Percent of copy speed in GPU time, by N and dtype; {_numbers.origin(frame)}", fold=False
         )
 
     def _extra(self, steps: Mapping[str, Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
@@ -297,13 +313,13 @@ class Page:
         found = [evidence.evaluate(claim, self.frames) for claim in self.about.CLAIMS if claim.lesson]
         return _Findings([Claim(o.text, o.holds, False, kind=o.claim.kind, detail=o.shown) for o in found])._now()
 
+    @_or_banner
     def use(self) -> Shown:
         """When to use the library: a table of three choices, where it loses, and how to install it."""
         frame = self._everything()
         made = show.table(
             _numbers.choices(self.op, frame),
-            "At how many sizes a choice is the fastest, or within 2 % of that. GPU time in multiples of Fusebook's "
-            "(median), and peak memory in multiples of the output",
+            "Sizes at which it is the fastest or within 2 %; median of GPU time over Fusebook's; memory over the output",
             fold=False,
         )
         gradient = f"{self.op.name}_backward"
@@ -315,7 +331,7 @@ class Page:
         needs, install = _numbers.requires(), _numbers.install()
         return Shown(
             f"{made._repr_html_()}<p>{_numbers.joined(sentences)}</p>"
-            f"<p>Install: <code>{html.escape(install)}</code>. {show.rich(needs)}</p>",
+            f"<p>{show.rich(needs)} <strong>Install:</strong> <code>{html.escape(install)}</code></p>",
             "\n".join([*(line.replace("**", "") for line in sentences), f"Install: {install}", needs]),
         )._now()
 
