@@ -319,7 +319,7 @@ class Page:
         frame = self._everything()
         made = show.table(
             _numbers.choices(self.op, frame),
-            "Sizes at which it is the fastest or within 2 %; median of GPU time over Fusebook's; memory over the output",
+            "Sizes at which it is the fastest, within 2 %; median GPU time, Fusebook = 1; peak memory",
             fold=False,
         )
         gradient = f"{self.op.name}_backward"
