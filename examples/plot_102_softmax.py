@@ -104,7 +104,7 @@ def softmax_one_row(x, num_warps=4):
 # %%
 # ``one_row[(M,)](...)`` launches M programs. A ``tl.constexpr`` is a constant
 # of the compiled kernel, which is compiled once for each value. We check the
-# kernel on difficult rows, made by ``page.stress``: a third is ``randn``, a
+# kernel on difficult rows, made by ``page.stress``. A third is ``randn``. A
 # third has three values that are twenty times larger, and a third is shifted
 # by 100. In the interpreter there are at most 64. The error is relative to the
 # result in float64, in *eps*, the distance from 1 to the next number.

@@ -56,7 +56,7 @@ class Clock:
 
     def __init__(self, patch, room=1000):
         self.now, self.queued, self.room = 0.0, 0, room
-        patch.setattr(timing, "time", types.types.SimpleNamespace(perf_counter=lambda: self.now))
+        patch.setattr(timing, "time", types.SimpleNamespace(perf_counter=lambda: self.now))
         patch.setattr(timing, "_wait", self.wait)
 
     def wait(self):
@@ -73,7 +73,7 @@ class Clock:
 def test_a_capture_that_fails_leaves_stream_and_allocator_as_they_were(monkeypatch, ended):
     """Torch 2.11 does not: all that is recorded afterwards would find the GPU's memory taken."""
     streams, underway, held = ["before"], [], []
-    cuda = types.types.SimpleNamespace(device_index=0)
+    cuda = types.SimpleNamespace(device_index=0)
 
     @contextlib.contextmanager
     def graph(made, pool, stream):

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from fusebook.cards import _draws
 from fusebook.cards._peers import compiled
-from fusebook.measure.inputs import rough
 from fusebook.kernels.squared_relu import squared_relu, squared_relu_eager
+from fusebook.measure.inputs import rough
 from fusebook.measure.op import Cost, Dims, Op, Variant
 
 __all__ = ["PAGE", "SQUARED_RELU"]
