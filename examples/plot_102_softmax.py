@@ -106,8 +106,8 @@ def softmax_one_row(x, num_warps=4):
 # of the compiled kernel, which is compiled once for each value. We check the
 # kernel on difficult rows, made by ``page.stress``. A third is ``randn``. A
 # third has three values that are twenty times larger, and a third is shifted
-# by 100. In the interpreter there are at most 64. The error is relative to the
-# result in float64, in *eps*, the distance from 1 to the next number.
+# by 100. In the interpreter there are at most 64 rows. The error is relative
+# to the result in float64, in *eps*: from 1 to the dtype's next number.
 
 x = page.stress(1823, 781)
 page.check(softmax_one_row, x)
@@ -162,8 +162,8 @@ page.check(softmax_rows, x)
 # %%
 # .. _softmax-chunks:
 #
-# Step 3: chunks, not one padded tile {gain chunks over one_row at N=12672}
-# -------------------------------------------------------------------------
+# Step 3: chunks of a row {gain chunks over one_row at N=12672, bfloat16}
+# -----------------------------------------------------------------------
 #
 # This kernel changes step 1, which wastes registers and arithmetic on padding:
 # 12672 columns need a tile of 16384. Here a row is a tuple of equal chunks.

@@ -277,7 +277,8 @@ class Page:
         def measured_steps() -> pd.DataFrame:
             return _numbers.measured_steps(self.op, self.about, steps, extra)
 
-        frame = measured(spec.name, measured_steps, code_of=_numbers.code_of(self.op, self.about, steps))
+        code_of = _numbers.code_of(self.op, self.about, steps)
+        frame = measured(spec.name, measured_steps, by_device=True, code_of=code_of)
         renamed = spec.renamed(frame)
         renamed.attrs.update(frame.attrs)
         self.frames.known["steps"] = renamed
