@@ -436,8 +436,6 @@ def test_configs_are_named_sized_and_refused_by_name():
     assert bench.dtypes("float32,torch.float16") == ["float32", "float16"]
 
 
-
-
 def test_columns_are_those_promised():
     frame = run(toy())
     assert tuple(frame.columns) == ("op", "config", "variant", "dtype", "M", "N", *bench.COLUMNS)
