@@ -280,7 +280,7 @@ page.steps(eager=softmax_eager, **steps, chunks=softmax_chunks)
 #   fetches one element. Step 1 has enough of them in flight. Step 2 gains
 #   nothing, and its registers leave room for fewer programs.
 # - From 4096 columns on, step 2 also has one row per program. It compiles to
-#   as many loads and exponentials as step 1, and their order alone differs.
+#   the same loads and exponentials as step 1, at most in another order.
 # - Eager's subtraction and division broadcast a value per row. PyTorch's
 #   kernel for that loads single elements instead of 16 bytes.
 
