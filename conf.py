@@ -194,7 +194,7 @@ sphinx_gallery_conf = {
     "gallery_dirs": ["auto_examples"],
     "filename_pattern": r"/plot_\d+",
     "ignore_pattern": r"__init__",
-    "within_subsection_order": "FileNameSortKey",
+    "within_subsection_order": "pages.BookOrder",
     "nested_sections": False,
     "doc_module": ("fusebook",),
     "backreferences_dir": "auto_examples/backreferences",

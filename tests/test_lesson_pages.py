@@ -77,7 +77,8 @@ def test_a_lesson_calls_few_names_a_cell_and_none_that_is_private(path):
     for text in blocks(path, "code"):
         names = called(text)
         assert len(set(names)) <= NAMES, names
-        assert all(hasattr(Page, name) or name == "picture" for name in names), names
+        kind = getattr(evidence.load(path.stem), "PAGE", Page)
+        assert all(hasattr(kind, name) or name == "picture" for name in names), names
     whole = path.read_text(encoding="utf-8")
     tables = len(re.findall(r"^page\.(steps|table|use)\(", whole, re.MULTILINE))
     shown = sum(claim.lesson for claim in evidence.load(path.stem).CLAIMS)
@@ -191,7 +192,7 @@ spec = importlib.util.spec_from_file_location("kernels_of_a_notebook", sys.argv[
 module = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
 given = torch.load(sys.argv[2])
-torch.save({name: getattr(module, name)(given["x"]) for name in given["names"]}, sys.argv[2])
+torch.save({name: getattr(module, name)(*given["given"]) for name in given["names"]}, sys.argv[2])
 """
 
 
@@ -201,9 +202,11 @@ def extracted(path):
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     checked = [c.args[0].id for c in calls if ast.unparse(c.func) == "page.check" and isinstance(c.args[0], ast.Name)]
     functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
-    kernels = {f.name for f in functions if any("jit" in ast.unparse(d) for d in f.decorator_list)}
-    kept = [f for f in functions if f.name in kernels or f.name in checked]
-    head = "import torch\nimport triton\nimport triton.language as tl\n\n\n"
+    wanted, named = set(checked), {f.name: {n.id for n in ast.walk(f) if isinstance(n, ast.Name)} for f in functions}
+    while more := {name for f in wanted for name in named[f]} & named.keys() - wanted:
+        wanted |= more
+    kept = [f for f in functions if f.name in wanted]
+    head = "import torch\nimport torch.nn.functional as F\nimport triton\nimport triton.language as tl\n\n\n"
     return head + "\n\n\n".join(map(ast.unparse, kept)) + "\n", list(dict.fromkeys(checked))
 
 
@@ -216,16 +219,17 @@ def test_kernels_of_a_notebook_run_without_the_library(path, tmp_path):
     op = OPS[evidence.load(path.stem).OPERATORS[0]]
     sizes = [name for name, value in op.edges[0].items() if isinstance(value, int)]
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    (x,) = op.make(inputs.generator(0, device), torch.float32, **dict(zip(sizes, (5, 300), strict=True)))
-    torch.save({"x": x, "names": names}, data)
+    small = dict(zip(sizes, (5, 16, 300) if len(sizes) == 3 else (5, 300), strict=True))
+    given = op.make(inputs.generator(0, device), torch.float32, **small)
+    torch.save({"given": given, "names": names}, data)
     done = warm.run(
         "-c", ALONE, str(file), str(data), *([] if device == "cuda" else ["interpret"]), env=dict(os.environ)
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    yard = check.yardstick(op, (x,))
+    yard = check.yardstick(op, given)
     for name, got in torch.load(data).items():
         assert yard.judge(got).ok, name
-        torch.testing.assert_close(got, op.reference(x), atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(got, op.reference(*given), atol=1e-6, rtol=1e-5)
 
 
 #: Runs the first cells of a notebook as IPython does, magics included, and says where the library came from.

@@ -1,5 +1,6 @@
 """How the site presents pages: what is folded, what has an address, what is published for download."""
 
+import re
 import tomllib
 import zipfile
 from pathlib import Path
@@ -257,3 +258,14 @@ def test_the_gallery_has_a_heading_for_each_section():
         assert f'thumbnail-title">{page.number} {page.title}' in shown
         assert f":alt: A figure of the page {page.title}" in shown
         assert f"   {page.number} {page.title} </{page.document}>" in shown
+
+
+def test_the_book_has_an_order_and_new_pages_come_last(tmp_path):
+    (tmp_path / "order.txt").write_text("102 softmax\n305\n002 measuring\n")
+    for name in ("plot_002_a", "plot_101_b", "plot_102_c"):
+        (tmp_path / f"{name}.py").write_text('"""A page"""\n')
+    assert [path.stem for path in pages.scripts(tmp_path)] == ["plot_102_c", "plot_002_a", "plot_101_b"]
+    order = pages.BookOrder(str(tmp_path))
+    assert sorted(["plot_101_b.py", "plot_102_c.py"], key=order) == ["plot_102_c.py", "plot_101_b.py"]
+    listed = re.findall(r"^\d{3}", (pages.EXAMPLES / "order.txt").read_text(), re.MULTILINE)
+    assert len(listed) == len(set(listed)) and set(pages.pages()) <= set(listed)

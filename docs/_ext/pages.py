@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Page", "colab", "pages", "sections"]
+__all__ = ["BookOrder", "Page", "colab", "pages", "scripts", "sections"]
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
@@ -64,10 +64,33 @@ def page(path):
     )
 
 
+def scripts(examples=EXAMPLES):
+    """The scripts of all pages in the order of the book, examples/order.txt; those that it lacks come last."""
+    file = examples / "order.txt"
+    numbers = re.findall(r"^\d{3}", file.read_text(encoding="utf-8"), re.MULTILINE) if file.exists() else []
+    place = {number: i for i, number in enumerate(numbers)}
+    found = sorted(examples.glob("plot_*.py"))
+    return sorted(found, key=lambda path: place.get(path.stem.split("_")[1], len(place)))
+
+
+class BookOrder:
+    """The same order, for sphinx-gallery: its thumbnails, and what is *next* to a page."""
+
+    def __init__(self, src_dir):
+        self.places = {path.name: i for i, path in enumerate(scripts(Path(src_dir)))}
+
+    def __call__(self, filename):
+        """Where a page is in the book."""
+        return self.places.get(filename, len(self.places))
+
+    def __repr__(self):
+        return "pages.BookOrder"
+
+
 @functools.cache
 def pages(examples=EXAMPLES):
     """All pages by their number, in reading order."""
-    return {found.number: found for found in map(page, sorted(examples.glob("plot_*.py")))}
+    return {found.number: found for found in map(page, scripts(examples))}
 
 
 def sections(header=EXAMPLES / "GALLERY_HEADER.rst"):

@@ -24,9 +24,9 @@ from fusebook.kernels.linear_cross_entropy import (
 from fusebook.measure.inputs import rough
 from fusebook.measure.op import Cost, Dims, Op, Variant
 
-__all__ = ["CROSS_ENTROPY", "LINEAR_CROSS_ENTROPY", "PAGE"]
+__all__ = ["CROSS_ENTROPY", "PAGE"]
 
-#: The page that tells of them.
+#: The page on cross entropy of logits; that of hidden states is on another, see `fusebook.cards.chunked_head`.
 PAGE = 105
 
 

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._call import INTERPRETED, Operator, apply, check_alike, contiguous, empty, launch, one_of, shapes
+from ._call import INTERPRETED, Operator, apply, check_alike, contiguous, empty, gpu, launch, one_of, shapes
 
 __all__ = ["PackedWeight", "quantize", "quantized_matmul", "quantized_swiglu"]
 
@@ -138,9 +138,8 @@ def _numbers(words, HALF: tl.constexpr, BITS: tl.constexpr, PLAIN: tl.constexpr)
 # Matmul --------------------------------------------------------------------------------------------------------------
 #
 # A program owns 16 rows of the weight and 8 * TILES rows of x. Each of its SLICES warps takes every SLICES-th block of
-# columns, EACH of them in a step, and adds up products in registers. At the end the sums of the warps are added. The
-# reshapes below name the bits of a lane: `row` 8 and `pair` 4 make 32 lanes. They move nothing: the loads already have
-# the layout that an mma asks for.
+# columns, and adds up products in registers; at the end the warps' sums are added. The reshapes below name the bits of
+# a lane: `row` 8 and `pair` 4 make 32 lanes. They move nothing: the loads already have the layout that an mma asks for.
 
 
 @triton.jit
@@ -237,85 +236,60 @@ def _added(
 
 
 @triton.jit
-def _load_blocks(
+def _load_block(
     w_ptr, s_ptr, z_ptr, at, group_at, block, blocks, groups,
-    SLICES: tl.constexpr, EACH: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
+    SLICES: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Words, scales and zero points of the EACH blocks of a step."""
-    found = ()
-    for e in tl.static_range(EACH):
-        here = block + e * SLICES
-        found += ((
-            _load_words(w_ptr, at, here, blocks, SLICES),
-            _load_groups(s_ptr, group_at, here, groups, SLICES, COLUMNS, GROUP, PARTS),
-            _load_groups(z_ptr, group_at, here, groups, SLICES, COLUMNS, GROUP, PARTS),
-        ),)  # fmt: skip
-    return found
-
-
-@triton.jit
-def _load_xs(
-    x_ptr, first, block, M, K, SLICES: tl.constexpr, EACH: tl.constexpr, TILES: tl.constexpr, COLUMNS: tl.constexpr
-):  # fmt: skip
-    found = ()
-    for e in tl.static_range(EACH):
-        found += (_load_x(x_ptr, first, block + e * SLICES, M, K, SLICES, TILES, COLUMNS),)
-    return found
-
-
-@triton.jit
-def _added_blocks(
-    total, w, xs,
-    SLICES: tl.constexpr, EACH: tl.constexpr, TILES: tl.constexpr, BITS: tl.constexpr, PARTS: tl.constexpr,
-    ZEROS: tl.constexpr, HALF: tl.constexpr, PLAIN: tl.constexpr,
-):  # fmt: skip
-    for e in tl.static_range(EACH):
-        total = _added(total, w[e][0], w[e][1], w[e][2], xs[e], SLICES, TILES, BITS, PARTS, ZEROS, HALF, PLAIN)
-    return total
+    return (
+        _load_words(w_ptr, at, block, blocks, SLICES),
+        _load_groups(s_ptr, group_at, block, groups, SLICES, COLUMNS, GROUP, PARTS),
+        _load_groups(z_ptr, group_at, block, groups, SLICES, COLUMNS, GROUP, PARTS),
+    )
 
 
 @triton.jit
 def _quantized(
     y_ptr, x_ptr, w_ptr, s_ptr, z_ptr, gate_w_ptr, gate_s_ptr, gate_z_ptr, bias_ptr, M, N, K, blocks, groups,
-    SLICES: tl.constexpr, EACH: tl.constexpr, TILES: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
-    PARTS: tl.constexpr, PLAIN: tl.constexpr,
+    SLICES: tl.constexpr, TILES: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
+    PLAIN: tl.constexpr,
 ):  # fmt: skip
     """``y[M, N] = x[M, K] @ w[N, K].T``, and a bias; with a gate, ``silu(x @ gate.T) * y``."""
-    C: tl.constexpr = 512 // BITS
+    columns: tl.constexpr = 512 // BITS
     half: tl.constexpr = x_ptr.dtype.element_ty == tl.float16
     zeros: tl.constexpr = z_ptr is not None
-    gated: tl.constexpr = gate_w_ptr is not None
     rows = tl.program_id(0)
     first = tl.program_id(1) * 8 * TILES
     at = rows.to(tl.int64) * blocks * 256
-    g_at = rows.to(tl.int64) * groups * 16
+    group_at = rows.to(tl.int64) * groups * 16
     total = tl.zeros([SLICES, 2, 8, TILES, 4, 2], tl.float32)
     gate = total
-    w = _load_blocks(w_ptr, s_ptr, z_ptr, at, g_at, 0, blocks, groups, SLICES, EACH, C, GROUP, PARTS)
+    w = _load_block(w_ptr, s_ptr, z_ptr, at, group_at, 0, blocks, groups, SLICES, columns, GROUP, PARTS)
     g = w
-    if gated:
-        g = _load_blocks(gate_w_ptr, gate_s_ptr, gate_z_ptr, at, g_at, 0, blocks, groups, SLICES, EACH, C, GROUP, PARTS)
-    xs = _load_xs(x_ptr, first, 0, M, K, SLICES, EACH, TILES, C)
-    for block in range(0, blocks, SLICES * EACH):
-        # Ask for the next blocks, then work on these.
-        b = block + SLICES * EACH
-        next_w = _load_blocks(w_ptr, s_ptr, z_ptr, at, g_at, b, blocks, groups, SLICES, EACH, C, GROUP, PARTS)
+    if gate_w_ptr is not None:
+        g = _load_block(
+            gate_w_ptr, gate_s_ptr, gate_z_ptr, at, group_at, 0, blocks, groups, SLICES, columns, GROUP, PARTS
+        )
+    xs = _load_x(x_ptr, first, 0, M, K, SLICES, TILES, columns)
+    for block in range(0, blocks, SLICES):
+        # Ask for the next block, then work on this one.
+        next = block + SLICES
+        next_w = _load_block(w_ptr, s_ptr, z_ptr, at, group_at, next, blocks, groups, SLICES, columns, GROUP, PARTS)
         next_g = next_w
-        if gated:
-            next_g = _load_blocks(
-                gate_w_ptr, gate_s_ptr, gate_z_ptr, at, g_at, b, blocks, groups, SLICES, EACH, C, GROUP, PARTS
+        if gate_w_ptr is not None:
+            next_g = _load_block(
+                gate_w_ptr, gate_s_ptr, gate_z_ptr, at, group_at, next, blocks, groups, SLICES, columns, GROUP, PARTS
             )
-        next_xs = _load_xs(x_ptr, first, b, M, K, SLICES, EACH, TILES, C)
-        total = _added_blocks(total, w, xs, SLICES, EACH, TILES, BITS, PARTS, zeros, half, PLAIN)
-        if gated:
-            gate = _added_blocks(gate, g, xs, SLICES, EACH, TILES, BITS, PARTS, zeros, half, PLAIN)
+        next_xs = _load_x(x_ptr, first, next, M, K, SLICES, TILES, columns)
+        total = _added(total, w[0], w[1], w[2], xs, SLICES, TILES, BITS, PARTS, zeros, half, PLAIN)
+        if gate_w_ptr is not None:
+            gate = _added(gate, g[0], g[1], g[2], xs, SLICES, TILES, BITS, PARTS, zeros, half, PLAIN)
         w, g, xs = next_w, next_g, next_xs
     n = rows * 16 + tl.arange(0, 16)[:, None]
     m = first + tl.arange(0, 8 * TILES)[None, :]
     y = tl.reshape(tl.sum(total, 0), [16, 8 * TILES])
     if bias_ptr is not None:
         y += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)
-    if gated:
+    if gate_w_ptr is not None:
         z = tl.reshape(tl.sum(gate, 0), [16, 8 * TILES])
         y *= z / (1 + tl.exp(-z))
     tl.store(y_ptr + m * N + n, y.to(y_ptr.dtype.element_ty), mask=(m < M) & (n < N))
@@ -675,12 +649,12 @@ def _into(
     words, scales, zeros = _three(packed)
     assert words is not None and scales is not None
     tiles, blocks = words.shape[:2]
+    slices = 8 if 8 * tiles <= 32 * gpu(x.device)[1] else 4  # 32 warps in a multiprocessor hide the latency of memory
     wide = 1 if M <= 8 else 2
-    each = 1 if gate or wide == 2 else 2  # a gate, or more of x, fills the registers of a second block
     launch(
         _quantized, (tiles, -(-M // (8 * wide))), out, flat, words, scales, zeros, *_three(gate), bias, M, N, K, blocks,
-        scales.shape[1], SLICES=4, EACH=each, TILES=wide, PARTS=max(1, 512 // bits // (group or 2**30)),
-        num_warps=4, num_stages=1, **_constants(bits, group, x.device),
+        scales.shape[1], SLICES=slices, TILES=wide, PARTS=max(1, 512 // bits // (group or 2**30)), num_warps=slices,
+        num_stages=1, **_constants(bits, group, x.device),
     )  # fmt: skip
 
 

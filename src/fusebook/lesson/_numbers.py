@@ -59,6 +59,8 @@ def origin(frame: pd.DataFrame) -> str:
 def gain(frames: Frames, step: str, width: str, dtype: str | None = None, over: str | None = None) -> str:
     """What a step gains over another, or the one before, e.g. ``(1.35x faster than step 1 at N = 256)``.
 
+    With ``memory`` for the dtype, what it saves in the lesson's first dtype: ``(4.0x less memory than step 1 ...)``.
+
     Raises
     ------
     ValueError
@@ -70,18 +72,21 @@ def gain(frames: Frames, step: str, width: str, dtype: str | None = None, over: 
             raise ValueError(f"gain: expected a step of {', '.join(known)}, got {named!r}")
     before = over or order[order.index(step) - 1]
     label = before if before == order[0] else f"step {order.index(before)}"
-    at = f"at N = {width}" + (f" in {dtype}" if dtype else "")
+    memory = dtype == "memory"
+    at = f"at N = {width}" + (f" in {dtype}" if dtype and not memory else "")
+    dtype, column = (frames.about.DTYPES[0], "peak_bytes") if memory else (dtype or "float32", "gpu_us")
     try:
-        rows = tables.where(frames["steps"], dtype=dtype or "float32", shape=lambda s: s.str.endswith(f"x{width}"))
+        rows = tables.where(frames["steps"], dtype=dtype, shape=lambda s: s.str.endswith(f"x{width}"))
     except NotRecorded:
         return f"(not measured {at})"
-    taken = rows.drop_duplicates("step").set_index("step")["gpu_us"].reindex([before, step])
+    taken = rows.drop_duplicates("step").set_index("step")[column].reindex([before, step])
     if taken.isna().any():
         return f"(not measured {at})"
     ratio = float(taken[before] / taken[step])
     if abs(ratio - 1) <= tables.WITHIN:
-        return f"(as fast as {label} {at})"
-    word, ratio = ("faster", ratio) if ratio > 1 else ("slower", 1 / ratio)
+        return f"(as {'much memory' if memory else 'fast'} as {label} {at})"
+    words = ("less memory", "more memory") if memory else ("faster", "slower")
+    word, ratio = (words[0], ratio) if ratio > 1 else (words[1], 1 / ratio)
     return f"({times(ratio)} {word} than {label} {at})"
 
 
@@ -113,6 +118,7 @@ def measured_steps(
             calls["copy"] = functools.partial(torch.empty_like(given[0]).copy_, given[0])
             frame = bench.staircase(calls, functools.partial(_is_correct, yard), repeat=15)
             frame = frame.rename(columns={"us": "gpu_us", "right": "correct"})
+            frame["peak_bytes"] = [bench._peak(op.variants["fusebook"], calls[name]) for name in frame["step"]]
             copied = frame["step"] == "copy"
             frame = frame.assign(copy_us=frame.loc[copied, "gpu_us"].iloc[0])[~copied]
             parts.append(frame.assign(shape="x".join(map(str, shape)), dtype=dtype))
@@ -146,7 +152,7 @@ def counted(op: Op, about: Any, name: str, steps: Mapping[str, Callable[..., Any
     def to_count() -> dict[str, Callable[[], Any]]:
         names = [name for name, value in op.edges[0].items() if isinstance(value, int)]
         dims = {**op.edges[0], **dict(zip(names, about.COUNTED, strict=True))}
-        given = op.make(inputs.generator(0), torch.float32, **dims)
+        given = op.make(inputs.generator(0), getattr(torch, about.DTYPES[0]), **dims)
         every = {**steps, "fusebook": op.variants["fusebook"].run}
         return {name: functools.partial(step, *given) for name, step in every.items()}
 

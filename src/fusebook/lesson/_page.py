@@ -21,7 +21,7 @@ from fusebook import plots
 from fusebook.cards import OPS
 from fusebook.lesson import _checks, _numbers, evidence
 from fusebook.lesson import picture as pictures
-from fusebook.lesson.evidence import Frames, Recorded
+from fusebook.lesson.evidence import Frames, Measured, Recorded
 from fusebook.measure import inputs
 from fusebook.page import _place, show
 from fusebook.page.claims import Claim, Claims, exercise
@@ -52,7 +52,9 @@ def open(name: str) -> Page:
     """
     about = evidence.load(name)
     counted = about.FRAMES.get("counters")
-    return (_Counted if counted and os.environ.get("_FUSEBOOK_COUNT") == counted.name else Page)(about)
+    kind = getattr(about, "PAGE", Page)
+    made: Page = (_Counted if counted and os.environ.get("_FUSEBOOK_COUNT") == counted.name else kind)(about)
+    return made
 
 
 class _Pictures:
@@ -213,14 +215,14 @@ class Page:
             return ""
         return _numbers.filled(found[2:], self.frames)
 
-    def catches(self, function: Callable[..., Any], **given: torch.Tensor) -> Shown:
+    def catches(self, function: Callable[..., Any], **given: Any) -> Shown:
         """Show on which inputs a mistake passes; on the last ones it has to fail.
 
         Parameters
         ----------
         function : callable
             The mistake.
-        **given : torch.Tensor
+        **given : torch.Tensor or tuple
             Inputs, by a name.
         """
         return _checks.caught(self.op, function, given)
@@ -285,10 +287,12 @@ class Page:
         _place.remember("gains", self.frames)
         if _recording() and "counters" in self.about.FRAMES:
             self.frames.known["counters"] = self._count(steps)
-        wide = _numbers.staircase(self.op, renamed, steps)
-        return show.table(
-            wide, f"Percent of copy speed in GPU time, by N and dtype; {_numbers.origin(frame)}", fold=False
-        )
+        wide, caption = self._staircase(renamed, steps)
+        return show.table(wide, f"{caption}; {_numbers.origin(frame)}", fold=False)
+
+    def _staircase(self, frame: pd.DataFrame, steps: Mapping[str, Callable[..., Any]]) -> tuple[pd.DataFrame, str]:
+        """The table of the steps, and what it shows."""
+        return _numbers.staircase(self.op, frame, steps), "Percent of copy speed in GPU time, by N and dtype"
 
     def _extra(self, steps: Mapping[str, Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
         return {name: made(steps) for name, made in self.about.EXTRA_STEPS.items()}
@@ -400,6 +404,8 @@ class Page:
         for name, spec in self.about.FRAMES.items():
             if isinstance(spec, Recorded) and not spec.borrowed and name not in self.frames.known:
                 results(OPS[spec.op], config=spec.config, dtype=spec.dtype, variants=spec.variants)
+            if isinstance(spec, Measured) and spec.function and name not in self.frames.known:
+                measured(spec.name, spec.function)
 
 
 def _helpers(kernels: Sequence[Any]) -> Shown:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from fusebook.page.draw import _AMBER, _BLUE, _WIDTH, _arrow, _box, _drawing, _text
 from fusebook.page.show import Shown
 
-__all__ = ["bars", "chunks", "rows", "segments", "shared_row", "tile"]
+__all__ = ["bars", "chunks", "passes", "rows", "segments", "shared_row", "tile"]
 
 _LEFT = 78.0
 
@@ -136,6 +136,36 @@ def shared_row(programs: int) -> Shown:
     told.append("and writes its own part of the result")
     caption = f"{programs} programs share one row. The only data they exchange is {programs} pairs of numbers."
     return _drawing(caption, told, 158, parts)
+
+
+def passes(chunks: int) -> Shown:
+    """A program that reads its row twice, a chunk at a time: for the loss, and for the gradient.
+
+    Parameters
+    ----------
+    chunks : int
+        Of the row.
+    """
+    width, half = (_WIDTH - _LEFT - 10) / chunks, _WIDTH / 2 + _LEFT / 2
+    parts = [_text(_LEFT - 8, y, name, "end") for name, y in (("logits", 35), ("registers", 91), ("gradient", 147))]
+    parts.append(_text(half, 13, "program i owns row i", "middle"))
+    parts.append(_box(_LEFT + 2, 76, width * chunks - 4, 22, _AMBER))
+    parts.append(_text(half, 91, "one chunk, and the row's max and sum", "middle"))
+    for j in range(chunks):
+        x = _LEFT + j * width
+        for y in (20, 132):
+            parts += [_box(x + 2, y, width - 4, 22, _BLUE), _text(x + width / 2, y + 15, f"chunk {j}", "middle")]
+        parts.append(_arrow(x + width * 0.35, 42, x + width * 0.35, 75))
+        parts.append(_arrow(x + width * 0.65, 42, x + width * 0.65, 75))
+        parts.append(_text(x + width * 0.35 - 5, 63, "1", "end"))
+        parts.append(_text(x + width * 0.65 + 5, 63, "2"))
+        parts.append(_arrow(x + width * 0.65, 98, x + width * 0.65, 131))
+        parts.append(_text(x + width * 0.65 + 5, 119, "2"))
+    told = ["program i owns row i and never waits for another program"]
+    told += [f"pass 1 reads {chunks} chunks and keeps the row's max and sum in registers"]
+    told += ["pass 2 reads each chunk again and writes its gradient"]
+    caption = "Pass 1 reads the row for the loss. Pass 2 reads it again, mostly from the L2 cache, for the gradient."
+    return _drawing(caption, told, 160, parts)
 
 
 def bars(caption: str, values: Mapping[str, float], texts: Mapping[str, str], marked: Sequence[str] = ()) -> Shown:

@@ -10,6 +10,8 @@ EXAMPLE
     The size and dtype that the verdict quotes.
 STEPS, SHAPES, DTYPES
     The steps of the lesson in their order, the sizes at which they are timed, and in which dtypes.
+PAGE
+    The class of its page, where that is not `fusebook.lesson.Page`.
 EXTRA_STEPS
     Steps that only the evidence shows: functions from the lesson's steps to one more.
 KERNELS
@@ -20,6 +22,7 @@ CLAIMS, LOG
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import operator
@@ -90,10 +93,13 @@ class Measured:
         The record, ``records/<gpu>/pages/<name>.csv``.
     older : mapping of str to str
         Names of columns and of steps in records that are older than today's names.
+    function : callable, optional
+        Measures it on a GPU, where the lesson shows none of it.
     """
 
     name: str
     older: Mapping[str, str] = field(default_factory=dict)
+    function: Callable[[], pd.DataFrame] | None = None
 
     def read(self, page: str = "") -> pd.DataFrame:
         """The rows of the GPU that is replayed for a page, under today's names."""
@@ -144,7 +150,8 @@ class Frames(Mapping[str, Any]):
         found = []
         for name, spec in self.about.FRAMES.items():
             if isinstance(spec, Recorded) and spec.op == op and (self.replay or name in self.known):
-                found.append(self[name])
+                with contextlib.suppress(NotRecorded):
+                    found.append(self[name])
         if not found:
             raise NotRecorded(f"no rows of {op}")
         frame = pd.concat(found, ignore_index=True)
