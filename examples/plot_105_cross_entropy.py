@@ -325,8 +325,6 @@ loss.backward()  # hands out the gradient that the forward pass computed
 # - **Options.** ``check=True`` raises an error for a class that does not
 #   exist, and waits for the GPU. By default such a class gives NaN on a GPU,
 #   and an error on the CPU.
-# - **Needs.** An NVIDIA GPU of compute capability 8.0 or later (A100, L4, RTX
-#   30, H100), torch 2.11 or later, and Triton 3.6 to 3.9.
 # - **Do not use it** when a linear layer computes the logits: page
 #   :doc:`plot_108_chunked_head` never stores them all. Do not use ``inplace``
 #   when something else reads the logits, a metric for example.

@@ -253,8 +253,6 @@ loss.backward()  # hands out the gradients that the forward pass computed
 #   and an error on the CPU.
 # - **float16.** There the gradients wait for the scale of the loss. The
 #   backward pass computes the logits again, unless they are few.
-# - **Needs.** An NVIDIA GPU of compute capability 8.0 or later (A100, L4, RTX
-#   30, H100), torch 2.11 or later, and Triton 3.6 to 3.9.
 # - **Do not use it** when something else needs the logits. When all of them
 #   fit into 1 GiB, ``torch.compile`` of the torch code above takes as little
 #   memory.

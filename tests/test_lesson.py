@@ -517,6 +517,28 @@ def test_a_page_that_is_run_for_its_counters_launches_its_steps_alone(a_gpu, mon
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU that is there needs no other one")
+@pytest.mark.parametrize(
+    ("name", "files"),
+    [
+        ("plot_105_cross_entropy", {"cross_entropy", "pages/cross_entropy_steps", "pages/cross_entropy_in_place"}),
+        (
+            "plot_108_chunked_head",
+            {"linear_cross_entropy", "pages/linear_cross_entropy_steps", "pages/linear_cross_entropy_chunks"},
+        ),
+    ],
+)
+def test_what_no_step_of_a_lesson_shows_is_recorded_too(name, files, a_gpu, tmp_path, monkeypatch):
+    in_place = pd.DataFrame({"variant": ["fusebook", "torch"], "peak_bytes": 2.0, "gpu_us": 1.0})
+    losses = evidence.load("plot_105_cross_entropy")
+    function = dataclasses.replace(losses.FRAMES["in place"], function=lambda: in_place)
+    monkeypatch.setitem(losses.FRAMES, "in place", function)
+    monkeypatch.setenv("_FUSEBOOK_RECORD", str(tmp_path / "records"))
+    runpy.run_path(str(ROOT / "examples" / f"{name}.py"), run_name="lesson")
+    folder = tmp_path / "records" / "test-gpu"
+    assert {path.relative_to(folder).with_suffix("").as_posix() for path in folder.rglob("*.csv")} == files
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU that is there needs no other one")
 @pytest.mark.parametrize("name", ["plot_105_cross_entropy", "plot_108_chunked_head"])
 def test_on_a_gpu_a_lesson_with_several_inputs_times_its_steps(name, a_gpu):
     page = runpy.run_path(str(ROOT / "examples" / f"{name}.py"), run_name="lesson")["page"]

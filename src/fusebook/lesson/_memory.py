@@ -15,7 +15,7 @@ from triton.runtime.jit import KernelInterface
 
 from fusebook import tables
 from fusebook.lesson import _numbers, picture
-from fusebook.lesson._page import Page
+from fusebook.lesson._page import Page, _or_banner
 from fusebook.measure import inputs
 from fusebook.measure.op import Op
 from fusebook.page import show
@@ -156,6 +156,7 @@ def _beyond(frame: pd.DataFrame) -> pd.Series:
 class MemoryPage(Page):
     """The page of a lesson whose subject is memory; its outputs are gradients."""
 
+    @_or_banner
     def verdict(self) -> Shown:
         """The box: memory at one size, time at the same size, and where all logits fit."""
         frame = self._everything()
@@ -232,6 +233,7 @@ class MemoryPage(Page):
             held,
         )._now()
 
+    @_or_banner
     def trade(self) -> Shown:
         """Time and memory of the library by the rows of a chunk: measured on a GPU, else replayed."""
         if "rows" not in self.frames.known:
@@ -245,6 +247,7 @@ class MemoryPage(Page):
         caption = f"{size} by rows of a chunk, memory beyond inputs and gradients; {_numbers.origin(frame)}."
         return trade(caption, shown)._now()
 
+    @_or_banner
     def use(self) -> Shown:
         """When to use the library: memory and times of every implementation at one size, and how to install it."""
         frame = self._everything()
@@ -268,10 +271,11 @@ class MemoryPage(Page):
             f"{name} has no row: {why.get(row['status'], row['status'])} ({row['note'].partition(';')[0]})."
             for name, row in point[~ok].iterrows()
         ]
-        install = _numbers.install()
+        needs, install = _numbers.requires(), _numbers.install()
         return Shown(
-            f"{made._repr_html_()}<p>{_numbers.joined(left)}</p><p>Install: <code>{html.escape(install)}</code></p>",
-            "\n".join([*left, f"Install: {install}"]),
+            f"{made._repr_html_()}<p>{_numbers.joined(left)}</p>"
+            f"<p>{show.rich(needs)} <strong>Install:</strong> <code>{html.escape(install)}</code></p>",
+            "\n".join([*left, f"Install: {install}", needs]),
         )._now()
 
     def _staircase(self, frame: pd.DataFrame, steps: Mapping[str, Callable[..., Any]]) -> tuple[pd.DataFrame, str]:
