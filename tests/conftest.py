@@ -18,6 +18,7 @@ import compiling
 import fusebook  # noqa: F401  (before triton, see fusebook/__init__.py)
 import interpreting
 import memcheck
+import promised
 import trials
 import warm
 from fusebook.measure import compiled as compiled_module
@@ -115,9 +116,11 @@ def room(tmp_path_factory):
 
 
 _failed = set()
+_outcomes = promised.Outcomes()
 
 
 def pytest_runtest_logreport(report):
+    _outcomes.add(report)
     if report.failed:
         _failed.add(report.nodeid)
 
@@ -185,6 +188,16 @@ def pytest_collection_modifyitems(config, items):
         for item in items:
             if any(item.get_closest_marker(name) for name in names):
                 item.add_marker(pytest.mark.skip(LEFT_OUT))
+
+
+def pytest_sessionfinish(session):
+    """Fail a run of all tests, the slow ones too, in which a promised test passed nowhere."""
+    config = session.config
+    some = any(config.getoption(name) for name in ("keyword", "markexpr", "deselect", "collectonly", "maxfail"))
+    whole = config.getoption("slow") and config.args_source == config.ArgsSource.TESTPATHS and not some
+    if whole and not hasattr(config, "workerinput") and (untried := list(_outcomes.untried())):
+        config.get_terminal_writer().line("\npromised in docs/method, and passed nowhere:\n" + "\n".join(untried))
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def pytest_terminal_summary(terminalreporter):

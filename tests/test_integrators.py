@@ -1,7 +1,7 @@
 """What people build around the operators: a tiny model, exported, checkpointed, sharded, hooked, copied, in processes.
 
 `Model` is the same network twice: by Fusebook, and in plain PyTorch. Transforms of single operators, tangents, traces
-and threads are in test_outsiders and test_promises.
+and threads are in test_outsiders and test_cards.
 """
 
 import copy

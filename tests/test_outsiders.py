@@ -169,7 +169,7 @@ def test_what_cannot_be_traced_says_so():
         fusebook.kmeans(x.to("meta"), 2)
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="test_promises has threads on a GPU")
+@pytest.mark.skipif(not INTERPRETED, reason="test_cards has threads on a GPU")
 def test_threads_take_turns_in_the_interpreter():
     """It puts itself in the place of Triton's language while a kernel runs."""
 

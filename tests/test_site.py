@@ -2,6 +2,7 @@
 
 import importlib.util
 import io
+import itertools
 import os
 import re
 import runpy
@@ -22,6 +23,7 @@ import gallery_hooks
 import gallery_progress
 import inventories
 import new_kernel
+import promised
 import readme
 import warm
 from fusebook.cards import OPS
@@ -472,17 +474,25 @@ def test_edit_links_point_at_sources(page, path):
 
 
 def test_each_promise_names_tests_that_exist():
-    text = (ROOT / "docs" / "method.rst").read_text(encoding="utf-8")
-    promises = text[text.index("What is promised") : text.index("How the library is tried")].split("   * - ")[2:]
-    assert len(promises) >= 9
-    for promise in promises:
-        # Behind the file's name stand what its tests say, as words.
-        _, *named = re.split(r"``(test_\w+)``:", " ".join(promise.split("\n     - ")[2].split()))
-        assert named, promise
-        for file, said in zip(named[::2], named[1::2], strict=True):
-            code = (ROOT / "tests" / f"{file}.py").read_text(encoding="utf-8")
-            for words in said.strip(" .").split("; "):
-                assert f"\ndef test_{words.replace(' ', '_')}(" in code, f"{file}: {words}"
+    promises = list(promised.named())
+    assert len(promises) >= 9 and all(promises)
+    for file, test in itertools.chain(*promises):
+        assert f"\ndef {test}(" in (ROOT / "tests" / file).read_text(encoding="utf-8"), f"{file}: {test}"
+
+
+def test_a_promised_test_that_passed_nowhere_is_named(monkeypatch):
+    names = {name: ("test_a.py", f"test_{name}") for name in ("good", "gpu", "slow", "mixed", "absent")}
+    monkeypatch.setattr(promised, "named", lambda: [list(names.values())])
+    outcomes = promised.Outcomes()
+    for name, when, outcome, reason in (
+        ("good", "setup", "skipped", "slow"), ("good", "call", "passed", ""),
+        ("slow", "setup", "passed", ""), ("slow", "call", "skipped", "slow"),
+        ("gpu", "setup", "skipped", "needs a GPU"), ("mixed", "setup", "skipped", "needs a GPU"),
+        ("mixed", "setup", "skipped", "slow"),
+    ):  # fmt: skip
+        outcomes.add(pytest.TestReport(f"tests/test_a.py::test_{name}[1]", (), {}, outcome, ("a.py", 1, reason), when))
+    found = [line.partition(": ")[0] for line in outcomes.untried()]
+    assert found == [f"test_a.py::test_{name}" for name in ("slow", "mixed", "absent")]
 
 
 def test_what_trials_came_to_is_counted_by_tables_alone():

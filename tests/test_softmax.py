@@ -88,13 +88,13 @@ def test_an_axis_before_the_last_that_one_program_could_not_finish_in_time():
 
 
 NARROW = {
-    "an odd number of rows": lambda randn: randn(9, 10001 if CUDA else 1001).t(),
-    "few neighbours": lambda randn: randn(5000 if CUDA else 500, 7, 2).permute(2, 0, 1),
-    "four axes permuted": lambda randn: randn(50 if CUDA else 5, 17, 7, 30).permute(2, 0, 3, 1),
+    "an odd number of rows": lambda randn: randn(9, 10001 if CUDA else 101).t(),
+    "few neighbours": lambda randn: randn(5000 if CUDA else 50, 7, 2).permute(2, 0, 1),
+    "four axes permuted": lambda randn: randn(50 if CUDA else 2, 17, 7, 30).permute(2, 0, 3, 1),
     "five axes, of which no two fold": lambda randn: randn(40 if CUDA else 4, 3, 12, 5, 8).permute(2, 0, 4, 3, 1)[
         :, :, :7
     ],
-    "two numbers": lambda randn: randn(2, 33333 if CUDA else 333).t(),
+    "two numbers": lambda randn: randn(2, 33333 if CUDA else 33).t(),
 }
 
 
@@ -233,16 +233,6 @@ def test_without_axes(dim):
     assert fusebook.softmax(torch.tensor(float("inf"), device=DEVICE)).isnan()
 
 
-@pytest.mark.parametrize("shape", [(0,), (0, 5), (5, 0), (2, 0, 3)], ids=str)
-def test_nothing_in_gives_nothing_out(shape):
-    x = torch.empty(shape, device=DEVICE, requires_grad=True)
-    for dim in range(len(shape)):
-        y = fusebook.softmax(x, dim)
-        assert y.shape == shape
-        y.sum().backward()
-        assert x.grad.shape == shape
-
-
 @EVERY_DTYPE
 @pytest.mark.parametrize("n", [1, 2, 31, 128, 129, 1000, 4104, 12672, 20001, 30000, 70001], ids="{}-columns".format)
 def test_widths_on_both_sides_of_each_choice(n, dtype):
@@ -277,15 +267,8 @@ def test_no_table_leaves_out_rows_between_registers_and_torch(tensors, family):
 
 
 @EVERY_DTYPE
-@pytest.mark.parametrize("n", [3, 43, 64, 370])
-def test_a_short_row_is_the_same_whatever_rows_it_comes_with(n, dtype):
-    x = torch.randn(20000 if CUDA else 40, n, device=DEVICE).to(dtype)
-    assert torch.equal(fusebook.softmax(x)[:5], fusebook.softmax(x[:5]))
-
-
-@EVERY_DTYPE
 def test_more_wide_rows_than_processors(dtype):
-    x = torch.randn(20 if DEVICE == "cpu" else 200, 66000, device=DEVICE).to(dtype)
+    x = torch.randn(3 if DEVICE == "cpu" else 200, 66000, device=DEVICE).to(dtype)
     assert_softmax(x, 1)
     assert_gradient(torch.softmax(x, 1), x, 1)
 
@@ -342,34 +325,6 @@ def test_wide_rows_of_any_strides(view, dtype):
 def test_a_gradient_of_wide_rows_of_any_strides(view, dtype):
     dy = view(functools.partial(torch.randn, device=DEVICE, dtype=dtype))
     assert_gradient(torch.softmax(torch.randn_like(dy), -1), dy, -1)
-
-
-@TWO_DTYPES
-def test_nothing_of_a_neighbour_enters_a_gradient(dtype):
-    y = torch.softmax(torch.randn(3, 50257, device=DEVICE, dtype=dtype), -1)
-    dy = torch.randn_like(y)
-    want = softmax_backward(y, dy, -1)[1]
-    dy[0], dy[2] = float("nan"), float("inf")
-    assert torch.equal(softmax_backward(y, dy, -1)[1], want)
-    assert not softmax_backward(y[:, :1001].contiguous(), dy[:, :1001], -1)[1].isnan().any()
-
-
-@TWO_DTYPES
-@pytest.mark.parametrize("n", [1001, 20001, 66001])
-def test_nothing_of_a_neighbour_enters_a_row(n, dtype):
-    """A row that begins within a vector, between rows of numbers that are far larger."""
-    x = torch.full((3, n), 1000.0, device=DEVICE, dtype=dtype)
-    x[1] = torch.randn(n, device=DEVICE)
-    torch.testing.assert_close(fusebook.softmax(x), torch.softmax(x.float(), 1).to(dtype))
-
-
-@EVERY_DTYPE
-@pytest.mark.parametrize("n", [50257, 66000])
-def test_a_wide_row_is_the_same_whatever_rows_it_comes_with(n, dtype):
-    x = torch.randn(100 if CUDA else 6, n, device=DEVICE, dtype=dtype)
-    y, dy = fusebook.softmax(x), torch.randn_like(x)
-    assert torch.equal(y[:2], fusebook.softmax(x[:2]))
-    assert torch.equal(softmax_backward(y, dy, -1)[:2], softmax_backward(y[:2], dy[:2], -1))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
@@ -508,25 +463,10 @@ def test_what_no_kernel_holds_is_computed_by_torch(n, monkeypatch):
 
 
 @EVERY_DTYPE
-@pytest.mark.parametrize("n", [5, 781, 33000], ids="{}-columns".format)
-def test_special_values_stand_where_torch_has_them(n, dtype):
-    inf, nan = float("inf"), float("nan")
-    x = torch.randn(9, n, device=DEVICE).to(dtype)
-    x[0] = -inf
-    x[1, 0] = inf
-    x[2, n - 1] = nan
-    x[3, : n - 1] = -inf  # all the weight on one
-    x[4, 1:] = -inf
-    x[5] = nan
-    x[6, 0], x[6, 1] = inf, -inf
-    x[7] = torch.finfo(dtype).max
-    x[8, 0], x[8, 1:] = torch.finfo(dtype).max, torch.finfo(dtype).min
-    assert_softmax(x, 1)
-    assert_softmax(x.t().contiguous(), 0)
-
-
-def test_exponentials_do_not_overflow():
-    assert_softmax(torch.tensor([[1000.0, 999.0, -1000.0], [-1000.0, -1001.0, -1002.0]], device=DEVICE), 1)
+def test_exponentials_do_not_overflow(dtype):
+    most, least = torch.finfo(dtype).max, torch.finfo(dtype).min
+    rows = [[1000, 999, -1000], [-1000, -1001, -1002], [most, most, most], [most, least, least], [least, -3, most]]
+    assert_softmax(torch.tensor(rows, device=DEVICE, dtype=dtype), 1)
 
 
 # Gradients
@@ -539,49 +479,7 @@ def test_gradients_of_both_orders(dim):
     assert torch.autograd.gradgradcheck(lambda t: fusebook.softmax(t, dim), x, fast_mode=True)
 
 
-def test_gradient_of_a_wide_row():
-    x = torch.randn(2, 9000, dtype=torch.float64, device=DEVICE, requires_grad=True)
-    assert torch.autograd.gradcheck(fusebook.softmax, x, fast_mode=True)
-
-
-@EVERY_DTYPE
-def test_gradient_is_torchs(dtype):
-    x = torch.randn(7, 100, device=DEVICE).to(dtype)
-    weight = torch.randn(7, 100, device=DEVICE).to(dtype)
-    a, b = x.clone().requires_grad_(), x.double().requires_grad_()
-    (fusebook.softmax(a) * weight).sum().backward()
-    (torch.softmax(b, -1) * weight.double()).sum().backward()
-    assert a.grad.dtype == dtype
-    assert (a.grad.double() - b.grad).abs().max() <= 8 * torch.finfo(dtype).eps * b.grad.abs().max()
-
-
-def test_no_graph_is_kept_where_none_is_asked_for():
-    x = torch.randn(3, 5, device=DEVICE, requires_grad=True)
-    with torch.no_grad():
-        assert not fusebook.softmax(x).requires_grad
-    assert fusebook.softmax(x).requires_grad
-
-
 # Tracing and transforms
-
-
-def test_both_paths_to_the_kernel_agree():
-    x = torch.randn(3, 100, device=DEVICE)
-    assert torch.equal(fusebook.softmax(x, 0), torch.ops.fusebook.softmax(x, 0))
-
-
-def test_fullgraph_under_torch_compile():
-    torch.compiler.reset()
-
-    def scores(t):
-        return fusebook.softmax(2 * t, 0) + 1
-
-    x = torch.randn(6, 10, device=DEVICE, requires_grad=True)
-    compiled = torch.compile(scores, fullgraph=True, backend="inductor" if CUDA else "aot_eager")
-    torch.testing.assert_close(compiled(x), scores(x))
-    (got,) = torch.autograd.grad((compiled(x) ** 2).sum(), x)
-    (want,) = torch.autograd.grad((scores(x) ** 2).sum(), x)
-    torch.testing.assert_close(got, want)
 
 
 def test_vmap_moves_the_axis():
@@ -593,12 +491,6 @@ def test_vmap_moves_the_axis():
     torch.testing.assert_close(
         torch.vmap(fusebook.softmax)(torch.randn(4, device=DEVICE)), torch.ones(4, device=DEVICE)
     )
-
-
-def test_stand_ins_without_memory():
-    assert fusebook.softmax(torch.empty(3, 5, device="meta")).shape == (3, 5)
-    with torch._subclasses.FakeTensorMode():
-        assert fusebook.softmax(torch.empty(3, 5, device=DEVICE)).shape == (3, 5)
 
 
 def test_a_parameter_and_a_subclass_are_tensors():
@@ -619,22 +511,11 @@ def ones(*shape):
 
 
 BAD = {
-    "a list": (lambda: fusebook.softmax([1.0, 2.0]), TypeError, "torch.Tensor, got list"),
-    "integers": (lambda: fusebook.softmax(torch.arange(3)), TypeError, "got torch.int64; cast it first"),
-    "truth values": (lambda: fusebook.softmax(torch.ones(3, dtype=torch.bool)), TypeError, "got torch.bool"),
-    "complex": (lambda: fusebook.softmax(torch.ones(3, dtype=torch.complex64)), TypeError, "got torch.complex64"),
-    "sparse": (lambda: fusebook.softmax(torch.eye(3).to_sparse()), TypeError, "sparse_coo; call to_dense"),
     "dim too large": (lambda: fusebook.softmax(ones(3, 5), 2), IndexError, r"from -2 to 1 .*\(3, 5\), got 2"),
     "dim too small": (lambda: fusebook.softmax(ones(3, 5), -3), IndexError, "got -3"),
     "dim without axes": (lambda: fusebook.softmax(torch.tensor(1.0, device=DEVICE), 1), IndexError, "from -1 to 0"),
     "no dim": (lambda: fusebook.softmax(ones(3), None), TypeError, "dim to be an integer, got NoneType"),
     "two dims": (lambda: fusebook.softmax(ones(3, 5), (0, 1)), TypeError, "got tuple; give one axis"),
-    "an option that does not exist": (lambda: fusebook.softmax(torch.ones(3), fast=True), TypeError, "fast"),
-    "dy no tensor": (
-        lambda: softmax_backward(ones(3), 1.0),
-        TypeError,
-        "expected dy to be a torch.Tensor",
-    ),
     "dy of another shape": (
         lambda: softmax_backward(ones(3), ones(4)),
         ValueError,
@@ -672,51 +553,12 @@ def test_a_cpu_tensor_needs_the_interpreter(monkeypatch):
 
 # Laws
 
-ROWS = st.tuples(st.integers(1, 5), st.integers(1, 300), st.integers(0, 2**31))
-LAW = settings(max_examples=15, deadline=None)
 
-
-def drawn(size, scale=4.0):
-    m, n, seed = size
-    rng = torch.Generator(device=DEVICE).manual_seed(seed)
-    return scale * torch.randn(m, n, generator=rng, device=DEVICE)
-
-
-@LAW
-@given(ROWS, st.sampled_from(list(DTYPES.values())))
-def test_as_float64_has_it(size, dtype):
-    assert_softmax(drawn(size).to(dtype), -1)
-
-
-@LAW
-@given(ROWS, st.sampled_from([0, 1]))
-def test_rows_sum_to_one(size, dim):
-    y = fusebook.softmax(drawn(size), dim)
-    assert (y >= 0).all()
-    torch.testing.assert_close(y.sum(dim), torch.ones_like(y.sum(dim)))
-
-
-@LAW
-@given(ROWS, st.integers(-64, 64))
-def test_a_shift_changes_nothing(size, shift):
-    x = (drawn(size) * 64).round() / 64  # so that adding a small integer is exact
+@settings(max_examples=15, deadline=None)
+@given(st.integers(1, 5), st.integers(1, 300), st.integers(-64, 64))
+def test_a_shift_changes_nothing(m, n, shift):
+    x = (torch.randn(m, n, device=DEVICE) * 256).round() / 64  # so that adding a small integer is exact
     assert torch.equal(fusebook.softmax(x), fusebook.softmax(x + shift))
-
-
-@LAW
-@given(ROWS)
-def test_permuted_columns_give_permuted_results(size):
-    x = drawn(size)
-    order = torch.randperm(x.shape[1], device=DEVICE)
-    torch.testing.assert_close(fusebook.softmax(x[:, order]), fusebook.softmax(x)[:, order])
-
-
-@LAW
-@given(ROWS)
-def test_gradients_of_a_row_sum_to_zero(size):
-    y = fusebook.softmax(drawn(size, 1.0).double())
-    dx = softmax_backward(y, drawn(size).double())
-    torch.testing.assert_close(dx.sum(-1), torch.zeros_like(dx.sum(-1)), atol=1e-12, rtol=0)
 
 
 # What only a GPU has

@@ -193,12 +193,14 @@ def _fusebook_update(points: Tensor, labels: Tensor, k: int) -> Tensor:
 
 def _reference_step(points: Tensor, centres: Tensor, label_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     labels = _reference_assign(points, centres, label_dtype)
-    return labels, _kept(kmeans_update_eager(points, labels, len(centres)), centres)
+    return labels, _moved(points, labels, centres)
 
 
-def _kept(new: Tensor, old: Tensor) -> Tensor:
-    """A centre without points keeps its place."""
-    return torch.where(new.isnan(), old, new)
+def _moved(points: Tensor, labels: Tensor, centres: Tensor) -> Tensor:
+    """The means of the clusters; a centre without points keeps its place."""
+    new = kmeans_update_eager(points, labels, len(centres))
+    empty = torch.ones_like(centres[:, 0], dtype=torch.bool).index_fill(0, labels.long(), False)
+    return torch.where(empty[:, None], centres, new)
 
 
 def _meaning_step(inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
@@ -220,7 +222,7 @@ def _cost_step_apart(itemsize: int, *, n: int, d: int, k: int, labels: str, law:
 
 def _chain_step(points: Tensor, centres: Tensor, label_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     labels = kmeans_assign_eager(points, centres, label_dtype)
-    return labels, _kept(kmeans_update_eager(points, labels, len(centres)), centres)
+    return labels, _moved(points, labels, centres)
 
 
 def _eager_step(points: Tensor, centres: Tensor, label_dtype: torch.dtype) -> tuple[Tensor, Tensor]:

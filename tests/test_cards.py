@@ -1,9 +1,11 @@
-"""What every launcher promises: however its tensors lie, whoever calls it, wherever it runs.
+"""What every operator promises, on every edge of its card: accuracy, special values, bits, gradients, layouts, calls.
 
-Not edited when a kernel is added: it reads the cards.
+Not edited when a kernel is added: it reads the cards. The file of an operator has what is special to it.
 """
 
+import dataclasses
 import functools
+import itertools
 import math
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusebook.cards import OPS
 from fusebook.measure import bench, check
-from fusebook.measure.inputs import generator
+from fusebook.measure.inputs import generator, poison
+from toy import verify
 
 OURS = [
     pytest.param(op, variant, id=f"{op.name}-{name}")
@@ -28,6 +31,12 @@ each_of_ours = pytest.mark.parametrize(("op", "variant"), OURS)
 #: What the interpreter hardly breaks: it keeps no plans, its numbers lie anywhere, int32 ends beyond its memory.
 seldom_interpreted = pytest.mark.slow_interpreted
 on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+#: The edges on which dtypes are interpreted that take the path of another one: small, and not of one element.
+TWINS = (1, 2)
+#: More elements than that are interpreted in one dtype where slow tests are left out.
+LARGE = 2**14
+#: Operators of which each row is computed alone, with their gradients.
+ROWS = ("softmax", "rms_norm", "add_rms_norm", "layer_norm")
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +50,7 @@ def _what_is_here(request):
 
 
 def once_an_operator(function):
-    """Found once for an operator, whose name stands for it: all of its variants ask, in many tests."""
+    """Computed once for each operator, by its name: all its variants ask, in many tests."""
     found = functools.cache(lambda name, *more: function(OPS[name], *more))
     return lambda op, *more: found(op.name, *more)
 
@@ -99,6 +108,17 @@ def assert_right(op, variant, made, out):
     assert yard.judge(out, variant.math).ok, yard.where(out)
 
 
+def assert_right_or_refused(yard, variant, given, what, words=""):
+    """Within the limit, or refused by a message with these words in it."""
+    try:
+        out = variant.run(*given)
+    except (NotImplementedError, ValueError) as refusal:
+        fine, said = bool(str(refusal)) and words in str(refusal), f"refused: {refusal}"
+    else:
+        fine, said = yard.judge(out, variant.math).ok, yard.where(out)
+    assert fine, f"{what}: {said}"
+
+
 def flat(value):
     """The tensors in arguments or results."""
     if isinstance(value, (tuple, list)):
@@ -113,11 +133,166 @@ def changed(value, change):
     return change(value) if isinstance(value, torch.Tensor) else value
 
 
+def edges(op, least=0, most=None):
+    """The edges of a card whose sizes are `least` or more; interpreted, those of `most` elements or fewer."""
+    most = most if most and not torch.cuda.is_available() else math.inf
+    return [dims for dims in op.edges if min(sizes(dims).values()) >= least and moved(op, dims) <= most]
+
+
+def moved(op, dims):
+    """How many elements a problem reads and writes."""
+    cost = op.cost(1, **dims)
+    return cost.read + cost.write
+
+
+def problems(op, variant, dims, device):
+    """The problem in each dtype that the variant takes: the dtype, the inputs, and what the variant gets.
+
+    Interpreted, float16 takes the path of bfloat16, and TF32 takes float32 alone.
+    """
+    for dtype in op.dtypes:
+        twin = device == "cpu" and dtype == torch.float16 and torch.bfloat16 in op.dtypes
+        if not twin and (not variant.math or dtype == torch.float32):
+            yield dtype, *problem(op, variant, dims, device, dtype=dtype)
+
+
+# Results
+
+
+def _cases():
+    for op in OPS.values():
+        told = torch.bfloat16 if torch.bfloat16 in op.dtypes else op.dtypes[0]
+        for name, variant in op.variants.items():
+            # What compiles again for every shape takes seconds a case: one edge per dtype is enough to see it work.
+            for edge, dims in enumerate(op.edges[:1] if variant.recompiles else op.edges):
+                for dtype in op.dtypes:
+                    # Interpreted, float16 takes the path of bfloat16.
+                    twin = dtype == torch.float16 and torch.bfloat16 in op.dtypes
+                    if twin and not torch.cuda.is_available() and edge not in TWINS:
+                        continue
+                    again = moved(op, dims) > LARGE and dtype != told
+                    marks = [seldom_interpreted] if twin or again or variant.recompiles else []
+                    case = "-".join([op.name, name, *map(str, dims.values()), str(dtype)[6:]])
+                    yield pytest.param(op, name, dims, dtype, id=case, marks=marks)
+
+
+@pytest.mark.parametrize(("op", "name", "dims", "dtype"), list(_cases()))
+def test_a_variant_stays_within_the_limit(op, name, dims, dtype, device):
+    if why := bench.missing(op.variants[name]):
+        pytest.skip(f"{name} {why}")
+    if device == "cpu" and volume(dims) > 2**22:
+        pytest.skip("an edge that only a GPU's number of multiprocessors makes one")
+    if device == "cuda" and (op.name, name, dtype) == ("adamw_step", "torch.compile", torch.float64):
+        pytest.skip("torch.compile counts steps on the device in float32")
+    torch.compiler.reset()
+    try:
+        verdict = verify(op, name, dtype, dims)
+    except NotImplementedError as why:
+        pytest.skip(f"{name} refuses: {why}")
+    assert verdict.ok
+
+
+@pytest.mark.parametrize("op", OPS.values(), ids=OPS)
+def test_a_card_is_whole(op):
+    assert op.configs and op.edges and len(op.variants) >= 2
+    names = {tuple(dims) for config in op.configs.values() for dims in config} | {tuple(d) for d in op.edges}
+    assert len(names) == 1, f"configs and edges of {op.name} name different dims: {names}"
+    for dims in itertools.chain(*op.configs.values()):
+        cost = op.cost(4, **dims)
+        assert cost.read >= 0 and cost.write >= 0 and cost.flop >= 0
+        for variant in op.variants.values():
+            own = variant.cost(4, **dims) if variant.cost else cost
+            assert own.read >= cost.read and own.write >= cost.write, "the op's cost is the least there is"
+
+
+@pytest.mark.parametrize("op", OPS.values(), ids=OPS)
+def test_inputs_are_the_same_for_the_same_seed(op, device):
+    made, again = (op.make(generator(7, device), op.dtypes[0], **op.edges[0]) for _ in range(2))
+    for a, b in zip(made, again, strict=True):
+        assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+
+
+def spoilt(x):
+    """A copy whose first rows hold NaN, an infinity of either sign, and nothing but -infinity."""
+    x = x.clone()
+    values = (0, math.nan), (-1, math.inf), (x.shape[-1] // 2, -math.inf), (..., -math.inf)
+    for row, (place, value) in zip(x if x.dim() > 1 else x[None], values, strict=False):
+        row[..., place] = value
+    return x
+
+
+@each_of_ours
+def test_special_values_are_where_float64_has_them(op, variant, device):
+    """In each floating-point argument in turn; a variant that checks its arguments names the first one."""
+    for dims in edges(op, 2, 2**12):
+        for dtype, made, _ in problems(op, variant, dims, device):
+            for i, value in enumerate(made):
+                if not isinstance(value, torch.Tensor) or not value.is_floating_point() or not value.dim():
+                    continue
+                given = (*made[:i], spoilt(value), *made[i + 1 :])
+                yard = check.yardstick(op, given)
+                what = f"argument {i}, {dims}, {dtype}"
+                assert_right_or_refused(yard, variant, variant.given(*given), what, "got nan at")
+
+
+@each_of_ours
+def test_every_run_gives_the_same_bits(op, variant, device, request):
+    """Whatever memory held before. ScatterND's strategies other than sorted add in no fixed order on a GPU."""
+    name = request.node.callspec.id
+    if device == "cuda" and any(part in name for part in ("scatter", "embedding", "onnx")) and "sorted" not in name:
+        pytest.skip("adds in no fixed order")
+    for dims in edges(op, 0, 2**12):
+        for dtype, made, given in problems(op, variant, dims, device):
+            yard = check.yardstick(op, made)
+            found = []
+            for _ in range(20 if device == "cuda" else 2):
+                poison(yard.outputs(torch.device(device)))
+                given = variant.given(*made)
+                found.append([t.clone() for t in flat(variant.run(*given))])
+            for again in found[1:]:
+                torch.testing.assert_close(again, found[0], rtol=0, atol=0, equal_nan=True, msg=f"{dims}, {dtype}")
+
+
+#: Each row is computed alone, and its width alone decides how it is added up.
+ALONE = [op for op in OPS.values() if op.name.removesuffix("_backward").removesuffix("_fp8") in ROWS]
+
+
+@pytest.mark.parametrize("op", ALONE, ids=lambda op: op.name)
+def test_a_row_is_the_same_whatever_rows_it_comes_with(op, device):
+    """Few of them or many; rows of NaN and of infinity before and behind it."""
+    variant = op.variants["fusebook"]
+    for dims in edges(op, 2, 2**17):
+        rows = min(dims["M"], 8) if device == "cpu" else 20000 if dims["N"] < 1000 else 300
+        for dtype, made, _ in problems(op, variant, dims | {"M": rows}, device):
+            at = [i for i, t in enumerate(made) if t.dim() > 1]
+            few, beside = list(made), list(made)
+            for i in at:
+                few[i], beside[i] = made[i][:2].clone(), made[i].clone()
+                beside[i][::2] = math.nan
+                beside[i][2::4] = math.inf
+            found = (flat(variant.run(*given)) for given in (made, few, beside))
+            whole, few, beside = ([t.float() for t in of if t.dim() > 1] for of in found)  # eight bits, too
+            for a, b, c in zip(whole, few, beside, strict=True):
+                assert torch.equal(a[:2], b) and torch.equal(a[1::2], c[1::2]), f"{dims}, {dtype}"
+
+
+@each_of_ours
+def test_each_size_may_be_zero_or_is_refused(op, variant, device):
+    for name in sizes(usual(op)):
+        dims = usual(op) | {name: 0}
+        try:
+            made, given = problem(op, variant, dims, device)
+            yard = check.yardstick(op, made)
+        except (RuntimeError, ValueError, IndexError, ZeroDivisionError):  # no inputs of that size
+            continue
+        assert_right_or_refused(yard, variant, given, dims, ": expected ")
+
+
 # PyTorch
 
 
 class _Operators(TorchDispatchMode):
-    """Takes down the calls of operators of ours."""
+    """Notes the calls of Fusebook's operators."""
 
     def __init__(self):
         super().__init__()
@@ -177,6 +352,31 @@ def differentiable(variant, arguments):
 
 
 @each_of_ours
+def test_gradients_in_every_dtype_are_those_of_float64(op, variant, device):
+    """Inputs are within one of zero, because the gradient of a saturated softmax cancels."""
+    if variant.math:
+        pytest.skip("the gradients are those without TF32")
+    if not differentiable(variant, problem(op, variant, usual(op), device)[1]):
+        pytest.skip("has no gradient, and says so")
+    for dims in edges(op, 2, 2**12):
+        for dtype, made, _ in problems(op, variant, dims, device):
+            made = changed(made, lambda t: t.clamp(-1, 1) if t.is_floating_point() else t)
+            rng = generator(1, device)
+            of = [torch.randn(t.shape, generator=rng, device=device).to(t.dtype) for t in flat(variant.run(*made))]
+            meaning = functools.partial(gradients, op.reference, len(made))
+            meant = dataclasses.replace(op, reference=meaning, meaning=None)
+            got, yard = gradients(variant.run, len(made), *made, *of), check.yardstick(meant, (*made, *of))
+            assert yard.judge(got).ok, f"{dims}, {dtype}: {yard.where(got)}"
+
+
+def gradients(run, count, *given):
+    """The gradients of what `run` makes of so many arguments, for those of its results, which come after these."""
+    own = changed(given[:count], lambda t: t.detach().requires_grad_() if t.is_floating_point() else t)
+    with torch.enable_grad():
+        return torch.autograd.grad(flat(run(*own)), floats(own), given[count:])
+
+
+@each_of_ours
 def test_gradients_agree_with_differences_or_are_refused(op, variant, device):
     if variant.math:
         pytest.skip("there is no TF32 in float64")
@@ -211,7 +411,7 @@ def test_gradients_agree_with_differences_or_are_refused(op, variant, device):
 
 
 def gaps(x):
-    """The same numbers, every second one of memory; what lies between them is NaN, or 0 for integers."""
+    """The same numbers, in every second element of memory; the others are NaN, or 0 for integers."""
     between = math.nan if x.is_floating_point() else 0
     wide = torch.full((*x.shape[:-1], 2 * x.shape[-1] + 1), between, dtype=x.dtype, device=x.device)
     view = wide[..., 1::2]
@@ -249,7 +449,7 @@ ELSEWHERE = (negated, shifted)
 )
 @each_of_ours
 def test_a_view_is_right_or_refused(op, variant, change, least, device):
-    """All arguments that way, and then each alone."""
+    """All arguments together, and then each alone."""
     if least and device == "cpu" and change in ELSEWHERE:
         pytest.skip("the interpreter reads numbers one after another, wherever they lie")
     fitting = []
@@ -272,18 +472,12 @@ def test_a_view_is_right_or_refused(op, variant, change, least, device):
                 changed(v, lambda t: change(t.clone())) if i in chosen else changed(v, torch.clone)
                 for i, v in enumerate(arguments)
             ]
-            try:
-                out = variant.run(*given)
-            except (NotImplementedError, ValueError) as refusal:
-                fine, said = bool(str(refusal)), "refused without a message"
-            else:
-                fine, said = yard.judge(out, variant.math).ok, yard.where(out)
-            assert fine, f"{dims}: {said}"
+            assert_right_or_refused(yard, variant, given, dims)
 
 
 @each_of_ours
 def test_a_batch_is_each_of_its_members_or_refused(op, variant, device, recwarn):
-    """Every tensor has a batch of three; of the first one it is the last axis. Nothing is said of a slow way."""
+    """Every tensor has a batch of three; of the first one it is the last axis. No warning of a slow path appears."""
     members = [pytree.tree_flatten(problem(op, variant, usual(op), device, seed)[1]) for seed in range(3)]
     columns, spec = list(zip(*(leaves for leaves, _ in members), strict=True)), members[0][1]
     tensors = [isinstance(column[0], torch.Tensor) for column in columns]
@@ -478,7 +672,7 @@ def test_a_graph_of_another_device_than_the_current_one(op, variant):
 @on_a_gpu
 @each_of_ours
 def test_threads_do_not_disturb_each_other(op, variant):
-    """Each with a stream and sizes of its own, from their first call on."""
+    """Each thread has its own stream and sizes, from its first call on."""
     problems = [problem(op, variant, dims, "cuda") for dims in (usual(op), *others(op, 3))]
     outs, together = [[] for _ in problems], threading.Barrier(len(problems))
 
