@@ -15,13 +15,15 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
+from fusebook.measure.op import Dims
+
 __all__ = [
     "ANY", "BYTES", "FLOP", "HIDDEN", "LAYERS", "ROWS", "VOCABULARIES", "count", "dtype", "itemsize", "layer", "layout",
-    "log_uniform", "most_rows", "size",
+    "log_uniform", "matrices", "most_rows", "size",
 ]  # fmt: skip
 
 #: The most that a problem moves, in bytes; the most that it computes in half types. Others are a tenth as fast.
@@ -114,3 +116,37 @@ def layout(rng: random.Random, views: Sequence[str] = ANY) -> str:
     cut, apart = ([view for view in views if (view in ROWS) is cut] for cut in (True, False))
     shares = _CONTIGUOUS, _CUT if cut else 0, _APART if apart else 0
     return rng.choice(rng.choices((["contiguous"], cut, apart), shares)[0])
+
+
+def matrices(
+    tensors: int,
+    least: int,
+    most: int = 2**18,
+    *real: Sequence[int],
+    rows: int = 2**24,
+    dtypes: Sequence[torch.dtype] = tuple(_OFTEN),
+    views: Sequence[str] = ANY,
+) -> Callable[[random.Random], Dims]:
+    """The draw of an operator on matrices, of which so many are moved; the width is drawn first.
+
+    Parameters
+    ----------
+    tensors : int
+        How many matrices are moved.
+    least, most : int
+        The range of the width.
+    *real : sequence of int
+        Widths of models; one of these sequences is chosen for each problem.
+    rows : int
+        The largest number of rows.
+    dtypes, views : sequence
+        The dtypes that the operator takes, and the layouts that are drawn.
+    """
+
+    def draw(rng: random.Random) -> Dims:
+        kind = dtype(rng, dtypes)
+        N = size(rng, least, most, real[0] if len(real) == 1 else rng.choice(real))
+        M = count(rng, min(rows, BYTES // (tensors * N * itemsize(kind))))
+        return {"M": M, "N": N, "dtype": kind, "layout": layout(rng, views)}
+
+    return draw

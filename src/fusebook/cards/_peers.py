@@ -1,20 +1,79 @@
-"""What several cards share: sizes, torch.compile as a reader uses it, products in TF32, weights, graphs of ONNX."""
+"""What several cards share: the usual baselines, sizes, products in TF32, weights, graphs of ONNX."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fusebook.kernels.products import layout_of, torch_in_tf32
+from fusebook.measure.op import Op, Variant
 
 __all__ = [
-    *("ORT", "compiled", "in_tf32", "liger_takes", "matrices", "needs_float32", "onnx_graph", "onnx_run", "pack"),
-    *("quack_takes", "side_by_side", "weight"),
+    *("ORT", "card", "compiled", "compiling", "foreign", "in_tf32", "liger_takes", "matrices", "needs_float32"),
+    *("onnx_graph", "onnx_run", "pack", "quack_takes", "side_by_side", "weight"),
 ]
+
+
+def card(
+    name: str,
+    eager: Callable[..., Any],
+    fusebook: Callable[..., Any],
+    *,
+    torch: Variant | None = None,
+    others: Mapping[str, Variant] | None = None,
+    compile: Callable[..., Any] | None = None,
+    cost_eager: Callable[..., Any] | None = None,
+    prepare: Callable[..., Any] | None = None,
+    needs: tuple[str, ...] = ("cuda",),
+    **more: Any,
+) -> Op:
+    """The card of an operator with the usual baselines.
+
+    Parameters
+    ----------
+    name : str
+        The name of the operator.
+    eager, fusebook : callable
+        The chain of torch's operators, and the kernel.
+    torch : Variant, optional
+        The operator of torch that does the same.
+    others : mapping of str to Variant, optional
+        Further baselines; quack, Liger and their like.
+    compile : callable, optional
+        What torch.compile compiles, if not `eager`, where there is what `needs` names.
+    cost_eager : callable, optional
+        What `eager` moves.
+    prepare : callable, optional
+        What comes before each of them, untimed.
+    needs : tuple of str
+        What a machine must have to run torch.compile.
+    **more
+        The other fields of the card.
+    """
+    variants = {
+        "eager": Variant(eager, cost=cost_eager, needs=(), prepare=prepare),
+        **({"torch": torch} if torch else {}),
+        "torch.compile": compiling(compile or eager, needs=needs, prepare=prepare),
+        "fusebook": Variant(fusebook, needs=(), prepare=prepare),
+        **(others or {}),
+    }
+    return Op(name=name, variants=variants, **more)
+
+
+def compiling(
+    function: Callable[..., Any], mode: str | None = None, needs: tuple[str, ...] = (), **options: Any
+) -> Variant:
+    """A function by torch.compile."""
+    return Variant(lambda *given: compiled(function, mode)(*given), needs=needs, recompiles=True, **options)
+
+
+def foreign(package: str, function: Callable[..., Any], **options: Any) -> Variant:
+    """A kernel of another package, which is compiled for every shape."""
+    return Variant(function, needs=("cuda", package), recompiles=True, **options)
 
 
 def matrices(*sizes: tuple[int, int]) -> tuple[dict[str, int], ...]:

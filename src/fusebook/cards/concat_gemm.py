@@ -12,7 +12,7 @@ from torch import Tensor
 from fusebook.cards import _draws
 from fusebook.cards._peers import (
     ORT,
-    compiled,
+    compiling,
     in_tf32,
     needs_float32,
     onnx_graph,
@@ -92,15 +92,6 @@ def _in_views(x: Tensor, *weights: Tensor) -> Tensor:
     return out
 
 
-def _torch_compile(x: Tensor, *weights: Tensor) -> Tensor:
-    return compiled(concat_gemm_eager)(x, *weights)
-
-
-def _max_autotune(x: Tensor, *weights: Tensor) -> Tensor:
-    # Its CUDA graphs are left out: they copy inputs and outputs, and every way here can be captured in one.
-    return compiled(concat_gemm_eager, "max-autotune-no-cudagraphs")(x, *weights)
-
-
 def _fusebook(strategy: str | None, tf32: bool = False) -> Callable[..., Tensor]:
     def run(x: Tensor, *weights: Tensor) -> Tensor:
         if tf32:
@@ -175,8 +166,9 @@ CONCAT_GEMM = Op(
         "cat + one": Variant(_cat_one, cost=_cost_cat, needs=()),
         "packed": Variant(_packed, needs=(), prepare=pack),
         "views": Variant(_in_views, cost=_cost_views, needs=()),
-        "torch.compile": Variant(_torch_compile, needs=(), recompiles=True),
-        "max-autotune": Variant(_max_autotune, recompiles=True),
+        "torch.compile": compiling(concat_gemm_eager),
+        # Without its CUDA graphs, which copy inputs and outputs: every implementation can be captured in one.
+        "max-autotune": compiling(concat_gemm_eager, "max-autotune-no-cudagraphs", needs=("cuda",)),
         "fusebook": Variant(_fusebook("fused"), needs=()),
         "fusebook (chosen)": Variant(_fusebook(None), needs=()),
         "ORT two + Concat": Variant(onnx_run, cost=_cost_two, needs=ORT, prepare=_onnx_concat(False, False)),

@@ -12,7 +12,7 @@ import triton
 from torch import Tensor
 
 from fusebook.cards import _draws
-from fusebook.cards._peers import compiled, matrices
+from fusebook.cards._peers import card, matrices
 from fusebook.kernels import elementwise as ours
 from fusebook.measure.inputs import rough
 from fusebook.measure.op import Cost, Dims, Op, Variant
@@ -37,25 +37,16 @@ def _operand(rng: torch.Generator, dtype: torch.dtype, M: int, N: int, how: str)
     return rough(rng, {"matrix": (M, N), "row": (1, N), "column": (M, 1)}[how], dtype)
 
 
-def _make_one(rng: torch.Generator, dtype: torch.dtype, *, M: int, N: int) -> tuple[Tensor, ...]:
-    return (rough(rng, (M, N), dtype),)
+def _make(
+    rng: torch.Generator, dtype: torch.dtype, *, M: int, N: int, y: str = "", others: int = 0
+) -> tuple[Tensor, ...]:
+    """A matrix, and so many other operands of the shape that `y` names."""
+    return rough(rng, (M, N), dtype), *(_operand(rng, dtype, M, N, y) for _ in range(others))
 
 
 def _make_exponents(rng: torch.Generator, dtype: torch.dtype, *, M: int, N: int) -> tuple[Tensor, ...]:
     # A 16th, so that float16 holds the results.
     return (rough(rng, (M, N), dtype) / 16,)
-
-
-def _make_two(rng: torch.Generator, dtype: torch.dtype, *, M: int, N: int, y: str) -> tuple[Tensor, ...]:
-    return rough(rng, (M, N), dtype), _operand(rng, dtype, M, N, y)
-
-
-def _make_three(rng: torch.Generator, dtype: torch.dtype, *, M: int, N: int, y: str) -> tuple[Tensor, ...]:
-    return rough(rng, (M, N), dtype), *(_operand(rng, dtype, M, N, y) for _ in range(2))
-
-
-def _make_four(rng: torch.Generator, dtype: torch.dtype, *, M: int, N: int, y: str) -> tuple[Tensor, ...]:
-    return rough(rng, (M, N), dtype), *(_operand(rng, dtype, M, N, y) for _ in range(3))
 
 
 def _moving(read: int, write: int, flop: int, others: int = 0) -> Callable[..., Cost]:
@@ -66,10 +57,6 @@ def _moving(read: int, write: int, flop: int, others: int = 0) -> Callable[..., 
         return Cost((read * M * N + others * least) * itemsize, write * M * N * itemsize, flop * M * N)
 
     return cost
-
-
-def _torch_compile(function: Any) -> Variant:
-    return Variant(lambda *operands: compiled(function)(*operands), recompiles=True)
 
 
 #: The bodies of CUDA C kernels that say the same, for element i of n.
@@ -207,176 +194,112 @@ _SEVERAL: dict[str, list[dict[str, int | str]]] = {
 }
 
 
-def _draw(rng: random.Random, tensors: int = 2) -> Dims:
-    """Matrices from one number to gigabytes; the width is drawn first."""
-    dtype = _draws.dtype(rng)
-    N = _draws.size(rng, 1, 2**18, rng.choice([_draws.VOCABULARIES, _draws.HIDDEN]))
-    M = _draws.count(rng, min(2**24, _draws.BYTES // (tensors * N * _draws.itemsize(dtype))))
-    return {"M": M, "N": N, "dtype": dtype, "layout": _draws.layout(rng)}
+def _drawing(tensors: int) -> Callable[[random.Random], Dims]:
+    """Half of the time the other operands are of the matrix's shape; else a row, a column, or a transposed matrix."""
+
+    def draw(rng: random.Random) -> Dims:
+        dims = dict(_draws.matrices(tensors, *_WIDTHS)(rng))
+        y = "matrix" if rng.randrange(2) == 0 else rng.choice(["row", "column", "transposed"])
+        return {"M": dims["M"], "N": dims["N"], "y": y, "dtype": dims["dtype"], "layout": dims["layout"]}
+
+    return draw
 
 
-def _draw_several(rng: random.Random, tensors: int) -> Dims:
-    """As of one operand; half of the time the others are of its shape, else a row, a column, or lie across."""
-    dims = _draw(rng, tensors)
-    y = "matrix" if rng.randrange(2) == 0 else rng.choice(["row", "column", "transposed"])
-    sizes = {"M": dims["M"], "N": dims["N"], "y": y}
-    return {**sizes, "dtype": dims["dtype"], "layout": dims["layout"]}
+_WIDTHS = 1, 2**18, _draws.VOCABULARIES, _draws.HIDDEN
 
 
-def _draw_two(rng: random.Random) -> Dims:
-    """Of three tensors."""
-    return _draw_several(rng, 3)
-
-
-def _draw_four(rng: random.Random) -> Dims:
-    """Of four tensors: three operands or two results."""
-    return _draw_several(rng, 4)
-
-
-def _draw_five(rng: random.Random) -> Dims:
-    """Of five tensors."""
-    return _draw_several(rng, 5)
+def _card(name: str, eager: Any, flop: int, *, operands: int = 1, results: int = 1, **more: Any) -> Op:
+    """An expression of so many operands, with so many results and operations for each element."""
+    others = operands - 1
+    several: dict[str, Any] = {"configs": _SEVERAL, "edges": _SEVERAL_EDGES, "draw": _drawing(operands + results)}
+    one: dict[str, Any] = {"configs": _ONE, "edges": _ONE_EDGES, "draw": _draws.matrices(2, *_WIDTHS)}
+    fields = (several if others else one) | {"reference": eager, "rows": tuple(range(operands))}
+    fields |= {"make": functools.partial(_make, others=others), "cost": _moving(1, results, flop, others=others)}
+    return card(name, eager, getattr(ours, name), **fields | more)
 
 
 # All have the same kernels: three of them are tried in every type, the others in two.
 _TWO_TYPES = (torch.float32, torch.bfloat16)
 _ONE_EDGES = matrices((3, 781), (0, 5))
 _SEVERAL_EDGES = (_with(3, 781), _with(0, 5), _with(37, 50, "row"), _with(70, 45, "transposed"))
-MULTIPLY = Op(
-    name="multiply",
-    reference=torch.mul,
-    make=_make_two,
-    cost=_moving(1, 1, 1, others=1),
-    variants={
-        "eager": Variant(torch.mul, needs=()),
-        "torch.compile": _torch_compile(lambda x, y: x * y),
-        "CUDA C": _cuda_c("multiply"),
-        "fusebook": Variant(ours.multiply, needs=()),
-    },
-    configs=_SEVERAL,
-    draw=_draw_two,
+MULTIPLY = _card(
+    "multiply",
+    torch.mul,
+    1,
+    operands=2,
+    compile=lambda x, y: x * y,
+    others={"CUDA C": _cuda_c("multiply")},
     edges=(*_SEVERAL_EDGES, _with(1, 1), _with(37, 50, "column")),
-    rows=(0, 1),
 )
-DOUBLE = Op(
-    name="double",
+DOUBLE = _card(
+    "double",
+    lambda x: 2 * x,
+    1,
     reference=_twice,
-    make=_make_one,
-    cost=_moving(1, 1, 1),
-    variants={
-        "eager": Variant(lambda x: 2 * x, needs=()),
-        "torch.compile": _torch_compile(lambda x: 2 * x),
-        "CUDA C": _cuda_c("double"),
-        "fusebook": Variant(ours.double, needs=()),
-    },
-    configs=_ONE,
-    draw=_draw,
+    others={"CUDA C": _cuda_c("double")},
     edges=(*_ONE_EDGES, *matrices((1, 1))),
     dtypes=_TWO_TYPES,
-    rows=(0,),
 )
-ADD_SUB = Op(
-    name="add_sub",
-    reference=ours.add_sub_eager,
-    make=_make_two,
-    cost=_moving(1, 2, 2, others=1),
-    variants={
-        "eager": Variant(ours.add_sub_eager, cost=_moving(2, 2, 2, others=2), needs=()),
-        "torch.compile": _torch_compile(ours.add_sub_eager),
-        "CUDA C": _cuda_c("add_sub", results=2),
-        "fusebook": Variant(ours.add_sub, needs=()),
-    },
-    configs=_SEVERAL,
-    draw=_draw_four,
-    edges=_SEVERAL_EDGES,
+ADD_SUB = _card(
+    "add_sub",
+    ours.add_sub_eager,
+    2,
+    operands=2,
+    results=2,
+    cost_eager=_moving(2, 2, 2, others=2),
+    others={"CUDA C": _cuda_c("add_sub", results=2)},
     dtypes=_TWO_TYPES,
-    rows=(0, 1),
 )
-MULTIPLY_ADD = Op(
-    name="multiply_add",
-    reference=ours.multiply_add_eager,
-    make=_make_three,
-    cost=_moving(1, 1, 2, others=2),
-    variants={
-        "eager": Variant(ours.multiply_add_eager, cost=_moving(2, 2, 2, others=2), needs=()),
-        "torch": Variant(lambda x, y, z: torch.addcmul(z, x, y), needs=()),
-        "torch.compile": _torch_compile(ours.multiply_add_eager),
+MULTIPLY_ADD = _card(
+    "multiply_add",
+    ours.multiply_add_eager,
+    2,
+    operands=3,
+    cost_eager=_moving(2, 2, 2, others=2),
+    torch=Variant(lambda x, y, z: torch.addcmul(z, x, y), needs=()),
+    others={
         "ONNX Runtime": _onnx("multiply_add", _moving(2, 2, 2, others=2)),
         "CUDA C": _cuda_c("multiply_add"),
-        "fusebook": Variant(ours.multiply_add, needs=()),
     },
-    configs=_SEVERAL,
-    draw=_draw_four,
-    edges=_SEVERAL_EDGES,
     dtypes=_TWO_TYPES,
-    rows=(0, 1, 2),
 )
-SILU = Op(
-    name="silu",
-    reference=ours.silu_eager,
-    make=_make_one,
-    cost=_moving(1, 1, 4),
-    variants={
-        "eager": Variant(ours.silu_eager, cost=_moving(3, 2, 4), needs=()),
-        "torch": Variant(torch.nn.functional.silu, needs=()),
-        "torch.compile": _torch_compile(ours.silu_eager),
-        "ONNX Runtime": _onnx("silu", None),
-        "fusebook": Variant(ours.silu, needs=()),
-    },
-    configs=_ONE,
-    draw=_draw,
-    edges=_ONE_EDGES,
-    rows=(0,),
+SILU = _card(
+    "silu",
+    ours.silu_eager,
+    4,
+    cost_eager=_moving(3, 2, 4),
+    torch=Variant(torch.nn.functional.silu, needs=()),
+    others={"ONNX Runtime": _onnx("silu", None)},
 )
-SILU_MUL = Op(
-    name="silu_mul",
-    reference=ours.silu_mul_eager,
-    make=_make_two,
-    cost=_moving(1, 1, 5, others=1),
-    variants={
-        "eager": Variant(ours.silu_mul_eager, cost=_moving(4, 3, 5, others=1), needs=()),
-        "torch": Variant(lambda x, y: torch.nn.functional.silu(x) * y, cost=_moving(2, 2, 5, others=1), needs=()),
-        "torch.compile": _torch_compile(ours.silu_mul_eager),
+SILU_MUL = _card(
+    "silu_mul",
+    ours.silu_mul_eager,
+    5,
+    operands=2,
+    cost_eager=_moving(4, 3, 5, others=1),
+    torch=Variant(lambda x, y: torch.nn.functional.silu(x) * y, cost=_moving(2, 2, 5, others=1), needs=()),
+    others={
         "ONNX Runtime": _onnx("silu_mul", None),
-        "fusebook": Variant(ours.silu_mul, needs=()),
         "Liger": Variant(_liger_silu_mul, needs=("cuda", "liger_kernel")),
     },
-    configs=_SEVERAL,
-    draw=_draw_two,
-    edges=_SEVERAL_EDGES,
-    rows=(0, 1),
 )
-ADD_ADD_MULTIPLY = Op(
-    name="add_add_multiply",
-    reference=ours.add_add_multiply_eager,
-    make=_make_four,
-    cost=_moving(1, 1, 3, others=3),
-    variants={
-        "eager": Variant(ours.add_add_multiply_eager, cost=_moving(3, 3, 3, others=3), needs=()),
-        "torch.compile": _torch_compile(ours.add_add_multiply_eager),
-        "ONNX Runtime": _onnx("add_add_multiply", _moving(3, 3, 3, others=3)),
-        "fusebook": Variant(ours.add_add_multiply, needs=()),
-    },
-    configs=_SEVERAL,
-    draw=_draw_five,
-    edges=_SEVERAL_EDGES,
+ADD_ADD_MULTIPLY = _card(
+    "add_add_multiply",
+    ours.add_add_multiply_eager,
+    3,
+    operands=4,
+    cost_eager=_moving(3, 3, 3, others=3),
+    others={"ONNX Runtime": _onnx("add_add_multiply", _moving(3, 3, 3, others=3))},
     dtypes=_TWO_TYPES,
-    rows=(0, 1, 2, 3),
 )
-EXP = Op(
-    name="exp",
-    reference=torch.exp,
-    make=_make_exponents,
-    cost=_moving(1, 1, 1),
-    variants={
-        "eager": Variant(torch.exp, needs=()),
-        "torch.compile": _torch_compile(lambda x: x.exp()),
+EXP = _card(
+    "exp",
+    torch.exp,
+    1,
+    compile=lambda x: x.exp(),
+    others={
         "CUDA C": _cuda_c("exp"),
         "CUDA C, fast math": _cuda_c("exp", options=("--use_fast_math",)),
-        "fusebook": Variant(ours.exp, needs=()),
     },
-    configs=_ONE,
-    draw=_draw,
-    edges=_ONE_EDGES,
-    rows=(0,),
+    make=_make_exponents,
 )

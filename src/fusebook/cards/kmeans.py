@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fusebook.cards import _draws
-from fusebook.cards._peers import compiled
+from fusebook.cards._peers import compiled, compiling
 from fusebook.kernels import kmeans as _kernels
 from fusebook.kernels.kmeans import (
     DTYPES,
@@ -111,10 +111,14 @@ def _cost_assign_product(itemsize: int, *, n: int, d: int, k: int, labels: str, 
 _TOO_MUCH = 32e9
 
 
-def _eager_assign(points: Tensor, centres: Tensor, label_dtype: torch.dtype) -> Tensor:
+def _fits(points: Tensor, centres: Tensor) -> None:
     size = points.numel() * len(centres) * points.element_size()
     if size > _TOO_MUCH:
         raise NotImplementedError(f"the differences of all points and centres would take {size / 1e9:.0f} GB")
+
+
+def _eager_assign(points: Tensor, centres: Tensor, label_dtype: torch.dtype) -> Tensor:
+    _fits(points, centres)
     return kmeans_assign_eager(points, centres, label_dtype)
 
 
@@ -127,10 +131,6 @@ def _cdist_assign(points: Tensor, centres: Tensor, label_dtype: torch.dtype) -> 
 def _product_assign(points: Tensor, centres: Tensor, label_dtype: torch.dtype) -> Tensor:
     """As scikit-learn does: the square of the point is the same for all centres, and left out."""
     return (centres.square().sum(1) - 2 * (points @ centres.T)).argmin(1).to(label_dtype)
-
-
-def _compiled_assign(points: Tensor, centres: Tensor, label_dtype: torch.dtype) -> Tensor:
-    return compiled(kmeans_assign_eager)(points, centres, label_dtype)
 
 
 def _compiled_product(points: Tensor, centres: Tensor, label_dtype: torch.dtype) -> Tensor:
@@ -161,10 +161,6 @@ def _cost_update_product(itemsize: int, *, n: int, d: int, k: int, labels: str, 
     return Cost(read=least.read + 2 * ones, write=least.write + ones, flop=2 * n * k * d)
 
 
-def _compiled_update(points: Tensor, labels: Tensor, k: int) -> Tensor:
-    return compiled(kmeans_update_eager)(points, labels, k)
-
-
 def _sorted_update(points: Tensor, labels: Tensor, k: int) -> Tensor:
     """As torch adds up the gradient of an embedding, whose rows it sorts by their labels."""
     wide = points if points.dtype == torch.float64 else points.float()
@@ -181,10 +177,6 @@ def _product_update(points: Tensor, labels: Tensor, k: int) -> Tensor:
     wide = points if points.dtype == torch.float64 else points.float()
     ones = (labels[:, None] == torch.arange(k, device=labels.device)).to(wide.dtype)
     return (ones.T @ wide / ones.sum(0)[:, None]).to(points.dtype)
-
-
-def _compiled_product_update(points: Tensor, labels: Tensor, k: int) -> Tensor:
-    return compiled(_product_update)(points, labels, k)
 
 
 def _fusebook_update(points: Tensor, labels: Tensor, k: int) -> Tensor:
@@ -226,14 +218,8 @@ def _chain_step(points: Tensor, centres: Tensor, label_dtype: torch.dtype) -> tu
 
 
 def _eager_step(points: Tensor, centres: Tensor, label_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    size = points.numel() * len(centres) * points.element_size()
-    if size > _TOO_MUCH:
-        raise NotImplementedError(f"the differences of all points and centres would take {size / 1e9:.0f} GB")
+    _fits(points, centres)
     return _chain_step(points, centres, label_dtype)
-
-
-def _compiled_step(points: Tensor, centres: Tensor, label_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    return compiled(_chain_step)(points, centres, label_dtype)
 
 
 def _fusebook_step(points: Tensor, centres: Tensor, label_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -308,7 +294,7 @@ KMEANS_ASSIGN = Op(
     variants={
         "eager": Variant(_eager_assign, cost=_cost_assign_eager, needs=()),
         "torch.cdist": Variant(_cdist_assign, cost=_cost_assign_product, needs=()),
-        "torch.compile": Variant(_compiled_assign, needs=(), recompiles=True),
+        "torch.compile": compiling(kmeans_assign_eager),
         "torch.compile, product": Variant(_compiled_product, cost=_cost_assign_product, needs=(), recompiles=True),
         "fusebook": Variant(_fusebook_assign(), needs=(), rate="tf32"),
         "fusebook, checked": Variant(_fusebook_assign(check=True), needs=(), rate="tf32"),
@@ -340,12 +326,10 @@ KMEANS_UPDATE = Op(
     cost=_cost_update,
     variants={
         "eager": Variant(kmeans_update_eager, needs=()),
-        "torch.compile": Variant(_compiled_update, needs=(), recompiles=True),
+        "torch.compile": compiling(kmeans_update_eager),
         "sorted": Variant(_sorted_update, needs=()),
         "product": Variant(_product_update, cost=_cost_update_product, needs=()),
-        "torch.compile, product": Variant(
-            _compiled_product_update, cost=_cost_update_product, needs=(), recompiles=True
-        ),
+        "torch.compile, product": compiling(_product_update, cost=_cost_update_product),
         "fusebook": Variant(_fusebook_update, needs=()),
     },
     configs={
@@ -370,7 +354,7 @@ KMEANS_STEP = Op(
     cost=_cost_step,
     variants={
         "eager": Variant(_eager_step, cost=_cost_step_apart, needs=()),
-        "torch.compile": Variant(_compiled_step, cost=_cost_step_apart, needs=(), recompiles=True),
+        "torch.compile": compiling(_chain_step, cost=_cost_step_apart),
         "fusebook": Variant(_fusebook_step, needs=(), rate="tf32"),
         "fusebook, two calls": Variant(_two_calls, cost=_cost_step_apart, needs=(), rate="tf32"),
     },

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fusebook.cards import _draws
-from fusebook.cards._peers import compiled, matrices
+from fusebook.cards._peers import compiling, foreign, matrices
 from fusebook.kernels._call import FLOATING, accumulated
 from fusebook.kernels.cross_entropy import cross_entropy_eager, cross_entropy_with_gradient
 from fusebook.kernels.linear_cross_entropy import (
@@ -89,10 +89,6 @@ def _eager(x: Tensor, target: Tensor) -> tuple[Tensor, ...]:
     return _alone(*cross_entropy_eager(x, target))
 
 
-def _compiled(x: Tensor, target: Tensor) -> Tensor:
-    return compiled(F.cross_entropy)(x, target)
-
-
 def _fusebook(x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     return cross_entropy_with_gradient(x, target, check=False)
 
@@ -120,14 +116,6 @@ def _takes(who: str, x: Tensor) -> None:
         raise NotImplementedError(f"{who} launches an empty grid on an empty tensor")
 
 
-def _draw(rng: random.Random) -> Dims:
-    """Rows of the vocabularies that models have, or of few classes; one of them, and up to millions."""
-    dtype = _draws.dtype(rng, FLOATING)
-    N = _draws.size(rng, 2, 2**18, _draws.VOCABULARIES)
-    M = _draws.count(rng, min(2**22, _draws.BYTES // (2 * N * _draws.itemsize(dtype))))
-    return {"M": M, "N": N, "dtype": dtype, "layout": _draws.layout(rng, (*_draws.ROWS, "across"))}
-
-
 _VOCABULARIES = (32000, 50257, 128256, 151936, 256000)
 CROSS_ENTROPY = Op(
     name="cross_entropy",
@@ -137,10 +125,10 @@ CROSS_ENTROPY = Op(
     variants={
         "eager": Variant(_eager, cost=_cost_eager, needs=()),
         "torch": Variant(_by_autograd(F.cross_entropy), needs=()),
-        "torch.compile": Variant(_by_autograd(_compiled), needs=(), recompiles=True),
+        "torch.compile": Variant(_by_autograd(compiling(F.cross_entropy).run), needs=(), recompiles=True),
         "fusebook": Variant(_fusebook, needs=()),
-        "Liger (of a copy)": Variant(_by_autograd(_liger), needs=("cuda", "liger_kernel"), recompiles=True),
-        "quack": Variant(_by_autograd(_quack), cost=_cost_twice_read, needs=("cuda", "quack"), recompiles=True),
+        "Liger (of a copy)": foreign("liger_kernel", _by_autograd(_liger)),
+        "quack": foreign("quack", _by_autograd(_quack), cost=_cost_twice_read),
     },
     configs={
         "small": matrices((8, 32000), (64, 32000), (512, 32000)),
@@ -148,7 +136,8 @@ CROSS_ENTROPY = Op(
         "vocabularies": matrices(*((2048, n) for n in _VOCABULARIES)),
         "classes": matrices((65536, 1000), (32768, 4096)),
     },
-    draw=_draw,
+    # Rows of the vocabularies that models have, or of few classes.
+    draw=_draws.matrices(2, 2, 2**18, _draws.VOCABULARIES, rows=2**22, dtypes=FLOATING, views=(*_draws.ROWS, "across")),
     # One class; few; several rows a program, the last tile ragged; a row in tiles, whose last is ragged and whose first
     # begins within a vector; a row of several programs, or in float64 one that is read twice; no rows.
     edges=matrices((1, 1), (5, 2), (37, 100), (3, 781), (2, 8200), (3, 13001), (2, 33001), (0, 5)),
@@ -209,10 +198,6 @@ def _cost_linear(itemsize: int, *, M: int, K: int, N: int) -> Cost:
 
 def _linear_loss(h: Tensor, head: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(h @ head.T, target)
-
-
-def _linear_compiled(h: Tensor, head: Tensor, target: Tensor) -> Tensor:
-    return compiled(_linear_loss)(h, head, target)
 
 
 def _linear_eager(h: Tensor, head: Tensor, target: Tensor, scale: float) -> tuple[Tensor, ...]:
@@ -276,10 +261,6 @@ def _scaled(loss_of: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, ...]]
     return run
 
 
-def _linear(run: Callable[..., Tensor], **options: Any) -> Variant:
-    return Variant(_scaled(run), **options)
-
-
 LINEAR_CROSS_ENTROPY = Op(
     name="linear_cross_entropy",
     reference=_reference_linear,
@@ -287,12 +268,12 @@ LINEAR_CROSS_ENTROPY = Op(
     cost=_cost_linear,
     variants={
         "eager": Variant(_linear_eager, needs=()),
-        "torch": _linear(_linear_loss, needs=()),
-        "torch.compile": _linear(_linear_compiled, needs=(), recompiles=True),
-        "torch, in chunks": _linear(_linear_torch, needs=()),
+        "torch": Variant(_scaled(_linear_loss), needs=()),
+        "torch.compile": Variant(_scaled(compiling(_linear_loss).run), needs=(), recompiles=True),
+        "torch, in chunks": Variant(_scaled(_linear_torch), needs=()),
         "fusebook": Variant(_linear_fusebook, needs=()),
-        "Liger": _linear(_linear_liger, needs=("cuda", "liger_kernel"), recompiles=True),
-        "quack": _linear(_linear_quack, needs=("cuda", "quack"), recompiles=True),
+        "Liger": foreign("liger_kernel", _scaled(_linear_liger)),
+        "quack": foreign("quack", _scaled(_linear_quack)),
     },
     configs={
         "small": ({"M": 512, "K": 1024, "N": 32000},),

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fusebook.cards import _draws
-from fusebook.cards._peers import compiled, liger_takes, matrices, quack_takes
+from fusebook.cards._peers import card, compiled, compiling, foreign, liger_takes, matrices, quack_takes
 from fusebook.kernels._call import FLOATING
 from fusebook.kernels.norms import add_rms_norm, layer_norm, layer_norm_eager, rms_norm, rms_norm_eager
 from fusebook.kernels.norms_backward import layer_norm_backward, rms_norm_backward
@@ -90,19 +90,12 @@ def _quack(x: Tensor, weight: Tensor, **more: Any) -> Any:
     return rmsnorm_fwd(x, weight, eps=_EPS, **more)
 
 
-def _draw(rng: random.Random, tensors: int = 2) -> Dims:
-    """Rows of 32 to 131072 numbers, most often as wide as a model's hidden state; one of them, and up to millions."""
-    dtype = _draws.dtype(rng, FLOATING)
-    N = _draws.size(rng, 32, 2**17, _draws.HIDDEN)
-    M = _draws.count(rng, min(2**24, _draws.BYTES // (tensors * N * _draws.itemsize(dtype))))
-    return {"M": M, "N": N, "dtype": dtype, "layout": _draws.layout(rng)}
-
-
 def _drawing(tensors: int, dtypes: tuple[torch.dtype, ...] = FLOATING) -> Callable[[random.Random], Dims]:
-    """The same, of so many matrices, in one of `dtypes`."""
+    """Rows most often as wide as a model's hidden state, of so many matrices, in one of `dtypes`."""
+    drawn = _draws.matrices(tensors, 32, 2**17, _draws.HIDDEN, dtypes=FLOATING)
 
     def draw(rng: random.Random) -> Dims:
-        dims = _draw(rng, tensors)
+        dims = drawn(rng)
         return dims if getattr(torch, str(dims["dtype"])) in dtypes else draw(rng)
 
     return draw
@@ -306,62 +299,53 @@ _CONFIGS = {
 _EDGES = matrices((1, 1), (37, 100), (3, 781), (2, 8200), (3, 33000), (300, 50257), (0, 5))
 # Of operators that take the same ways: of one program and of several, and nothing at all.
 _FEW = tuple(dims for dims in _EDGES if dims["N"] in (100, 33000, 5))
-_LIGER, _QUACK = ("cuda", "liger_kernel"), ("cuda", "quack")
-RMS_NORM = Op(
-    name="rms_norm",
+_ROWS: dict[str, Any] = {"configs": _CONFIGS, "dtypes": FLOATING}
+_LIGER, _QUACK = "liger_kernel", "quack"
+RMS_NORM = card(
+    "rms_norm",
+    rms_norm_eager,
+    rms_norm,
+    torch=Variant(_torch),
+    others={
+        "Liger": foreign(_LIGER, _liger),
+        "quack": foreign(_QUACK, lambda x, weight: _quack(x, weight)[0]),
+    },
     reference=_reference,
     make=_make,
     cost=_cost,
-    variants={
-        "eager": Variant(rms_norm_eager, cost=_cost_eager, needs=()),
-        "torch": Variant(_torch),
-        "torch.compile": Variant(lambda *args: compiled(rms_norm_eager)(*args), recompiles=True),
-        "fusebook": Variant(rms_norm, needs=()),
-        "Liger": Variant(_liger, needs=_LIGER, recompiles=True),
-        "quack": Variant(lambda x, weight: _quack(x, weight)[0], needs=_QUACK, recompiles=True),
-    },
-    configs=_CONFIGS,
-    draw=_draw,
+    cost_eager=_cost_eager,
+    draw=_drawing(2),
     edges=_EDGES,
-    dtypes=FLOATING,
     rows=(0,),
+    **_ROWS,
 )
-ADD_RMS_NORM = Op(
-    name="add_rms_norm",
+ADD_RMS_NORM = card(
+    "add_rms_norm",
+    _eager_sum,
+    add_rms_norm,
+    torch=Variant(_torch_sum),
+    others={"Liger": foreign(_LIGER, _liger_sum), "quack": foreign(_QUACK, _quack_sum)},
     reference=_reference_sum,
     make=_make_sum,
     cost=functools.partial(_cost, passes=(2, 2)),
-    variants={
-        "eager": Variant(_eager_sum, needs=()),
-        "torch": Variant(_torch_sum),
-        "torch.compile": Variant(lambda *args: compiled(_eager_sum)(*args), recompiles=True),
-        "fusebook": Variant(add_rms_norm, needs=()),
-        "Liger": Variant(_liger_sum, needs=_LIGER, recompiles=True),
-        "quack": Variant(_quack_sum, needs=_QUACK, recompiles=True),
-    },
-    configs=_CONFIGS,
     draw=_drawing(4),
     edges=_FEW,
-    dtypes=FLOATING,
     rows=(0, 1),
+    **_ROWS,
 )
-LAYER_NORM = Op(
-    name="layer_norm",
+LAYER_NORM = card(
+    "layer_norm",
+    _eager_layer,
+    lambda *args: layer_norm(*args, eps=_EPS),
+    torch=Variant(_torch_layer),
+    others={"Liger": foreign(_LIGER, _liger_layer)},
     reference=_reference_layer,
     make=_make_layer,
     cost=functools.partial(_cost, vectors=2),
-    variants={
-        "eager": Variant(_eager_layer, needs=()),
-        "torch": Variant(_torch_layer),
-        "torch.compile": Variant(lambda *args: compiled(_eager_layer)(*args), recompiles=True),
-        "fusebook": Variant(lambda *args: layer_norm(*args, eps=_EPS), needs=()),
-        "Liger": Variant(_liger_layer, needs=_LIGER, recompiles=True),
-    },
-    configs=_CONFIGS,
-    draw=_draw,
+    draw=_drawing(2),
     edges=_FEW,
-    dtypes=FLOATING,
     rows=(0,),
+    **_ROWS,
 )
 RMS_NORM_FP8 = Op(
     name="rms_norm_fp8",
@@ -371,7 +355,7 @@ RMS_NORM_FP8 = Op(
     variants={
         "eager": Variant(_eager_fp8, needs=()),
         "norm, then quantise": Variant(_then_quantised, cost=_cost_then_quantised, recompiles=True),
-        "torch.compile": Variant(lambda *args: compiled(_eager_fp8)(*args), recompiles=True),
+        "torch.compile": compiling(_eager_fp8, needs=("cuda",)),
         "fusebook": Variant(lambda x, weight: rms_norm(x, weight, dtype=_FP8), needs=()),
     },
     configs=_CONFIGS,
@@ -381,37 +365,31 @@ RMS_NORM_FP8 = Op(
     meaning=_meaning_fp8,
     rows=(0,),
 )
-RMS_NORM_BACKWARD = Op(
-    name="rms_norm_backward",
+RMS_NORM_BACKWARD = card(
+    "rms_norm_backward",
+    _backward_rms,
+    rms_norm_backward,
+    torch=Variant(_torch_backward, prepare=_with_factor),
+    others={
+        "Liger": foreign(_LIGER, _liger_backward, prepare=_of_liger),
+        "quack": foreign(_QUACK, _quack_backward, prepare=_of_quack),
+    },
     reference=_backward_rms,
     make=_make_backward,
     cost=functools.partial(_cost, passes=(2, 1), vectors=2),
-    variants={
-        "eager": Variant(_backward_rms, needs=()),
-        "torch": Variant(_torch_backward, prepare=_with_factor),
-        "torch.compile": Variant(lambda *args: compiled(_backward_rms)(*args), recompiles=True),
-        "fusebook": Variant(rms_norm_backward, needs=()),
-        "Liger": Variant(_liger_backward, needs=_LIGER, prepare=_of_liger, recompiles=True),
-        "quack": Variant(_quack_backward, needs=_QUACK, prepare=_of_quack, recompiles=True),
-    },
-    configs=_CONFIGS,
     draw=_drawing(3),
     edges=_EDGES[1:],
-    dtypes=FLOATING,
+    **_ROWS,
 )
-LAYER_NORM_BACKWARD = Op(
-    name="layer_norm_backward",
+LAYER_NORM_BACKWARD = card(
+    "layer_norm_backward",
+    _backward_layer,
+    lambda *args: layer_norm_backward(*args, eps=_EPS),
+    torch=Variant(_torch_backward_layer, prepare=_with_statistics),
     reference=_backward_layer,
     make=functools.partial(_make_backward, centred=True),
     cost=functools.partial(_cost, passes=(2, 1), vectors=2),
-    variants={
-        "eager": Variant(_backward_layer, needs=()),
-        "torch": Variant(_torch_backward_layer, prepare=_with_statistics),
-        "torch.compile": Variant(lambda *args: compiled(_backward_layer)(*args), recompiles=True),
-        "fusebook": Variant(lambda *args: layer_norm_backward(*args, eps=_EPS), needs=()),
-    },
-    configs=_CONFIGS,
     draw=_drawing(3),
     edges=_FEW,
-    dtypes=FLOATING,
+    **_ROWS,
 )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fusebook.cards import _draws
-from fusebook.cards._peers import compiled
+from fusebook.cards._peers import compiling
 from fusebook.kernels.scatter import (
     embedding_backward,
     masked_scatter_nd_eager,
@@ -80,10 +80,6 @@ def _cost_atomic(itemsize: int, *, R: int, D: int, n: int, law: str, **_: Any) -
     )
 
 
-def _torch_compile(shape: tuple[int, int], indices: Tensor, updates: Tensor) -> Tensor:
-    return compiled(masked_scatter_nd_eager)(shape, indices, updates)
-
-
 def _fusebook(strategy: str | None = None, check: bool = False) -> Any:
     return functools.partial(masked_scatter_nd_of_shape, check=check, strategy=strategy)
 
@@ -114,10 +110,6 @@ def _reference_of_shape(shape: tuple[int, ...], indices: Tensor, updates: Tensor
     return out.index_put_(tuple(indices.unbind(-1)), updates, accumulate=True)
 
 
-def _torch_compile_of_shape(shape: tuple[int, ...], indices: Tensor, updates: Tensor) -> Tensor:
-    return compiled(_reference_of_shape)(shape, indices, updates)
-
-
 def _make_embedding(rng: torch.Generator, dtype: torch.dtype, *, R: int, D: int, n: int, law: str) -> tuple[Any, ...]:
     return _drawn_updates(rng, n, D, dtype), _draw(rng, R, n, law), R
 
@@ -128,10 +120,6 @@ def _reference_embedding(dy: Tensor, indices: Tensor, rows: int) -> Tensor:
 
 def _torch_embedding(dy: Tensor, indices: Tensor, rows: int) -> Tensor:
     return torch.ops.aten.embedding_dense_backward(dy, indices, rows, -1, False)
-
-
-def _torch_compile_embedding(dy: Tensor, indices: Tensor, rows: int) -> Tensor:
-    return compiled(_torch_embedding)(dy, indices, rows)
 
 
 def _fusebook_embedding(strategy: str | None = None) -> Any:
@@ -256,7 +244,7 @@ MASKED_SCATTER_ND = Op(
     cost=_cost,
     variants={
         "eager": Variant(masked_scatter_nd_eager, cost=_cost_eager, needs=()),
-        "torch.compile": Variant(_torch_compile, needs=(), recompiles=True),
+        "torch.compile": compiling(masked_scatter_nd_eager),
         "ONNX Runtime": Variant(
             _onnx_run, cost=_cost_eager, needs=("cuda", "onnxruntime", "onnx"), prepare=_onnx_session
         ),
@@ -277,7 +265,7 @@ SCATTER_ND_OF_SHAPE = Op(
     cost=_cost,
     variants={
         "eager": Variant(_reference_of_shape, needs=()),
-        "torch.compile": Variant(_torch_compile_of_shape, needs=(), recompiles=True),
+        "torch.compile": compiling(_reference_of_shape),
         "fusebook": Variant(_fusebook_of_shape(), needs=()),
         "fusebook atomic": Variant(_fusebook_of_shape("atomic"), cost=_cost_atomic, needs=()),
         "fusebook sorted": Variant(_fusebook_of_shape("sorted"), needs=()),
@@ -304,7 +292,7 @@ EMBEDDING_BACKWARD = Op(
     cost=_cost,
     variants={
         "torch": Variant(_torch_embedding, needs=()),
-        "torch.compile": Variant(_torch_compile_embedding, needs=(), recompiles=True),
+        "torch.compile": compiling(_torch_embedding),
         "fusebook": Variant(_fusebook_embedding(), needs=()),
         "fusebook sorted": Variant(_fusebook_embedding("sorted"), needs=()),
     },

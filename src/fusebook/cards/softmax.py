@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import random
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fusebook.cards import _draws
-from fusebook.cards._peers import compiled, liger_takes, matrices, quack_takes
+from fusebook.cards._peers import card, foreign, liger_takes, matrices, quack_takes
 from fusebook.kernels._call import FLOATING
 from fusebook.kernels.softmax import softmax, softmax_backward, softmax_backward_eager, softmax_eager
 from fusebook.measure.inputs import rough
-from fusebook.measure.op import Cost, Dims, Op, Variant
+from fusebook.measure.op import Cost, Variant
 
 __all__ = ["PAGE", "SOFTMAX", "SOFTMAX_BACKWARD"]
 
@@ -37,10 +37,6 @@ def _cost(itemsize: int, *, M: int, N: int) -> Cost:
 
 def _cost_eager(itemsize: int, *, M: int, N: int) -> Cost:
     return Cost(read=(5 * M * N + 2 * M) * itemsize, write=(3 * M * N + 2 * M) * itemsize, flop=5 * M * N)
-
-
-def _torch_compile(x: Tensor) -> Tensor:
-    return compiled(softmax_eager)(x)
 
 
 def _liger(x: Tensor) -> Tensor:
@@ -85,10 +81,6 @@ def _torch_backward(y: Tensor, dy: Tensor) -> Tensor:
     return torch.ops.aten._softmax_backward_data(dy, y, -1, y.dtype)
 
 
-def _torch_compile_backward(y: Tensor, dy: Tensor) -> Tensor:
-    return compiled(softmax_backward_eager)(y, dy)
-
-
 def _liger_backward(y: Tensor, dy: Tensor) -> Tensor:
     from liger_kernel.ops.softmax import _softmax_backward as backward
     from liger_kernel.ops.utils import calculate_settings
@@ -103,19 +95,6 @@ def _quack_backward(y: Tensor, dy: Tensor) -> Tensor:
 
     quack_takes(y)
     return softmax_bwd(dy, y)
-
-
-def _draw(rng: random.Random, tensors: int = 2) -> Dims:
-    """Rows of 2 to 262144 numbers, from attention's to those of a vocabulary; one of them, and up to millions."""
-    dtype = _draws.dtype(rng, FLOATING)
-    N = _draws.size(rng, 2, 2**18, rng.choice([_draws.VOCABULARIES, _draws.HIDDEN]))
-    M = _draws.count(rng, min(2**24, _draws.BYTES // (tensors * N * _draws.itemsize(dtype))))
-    return {"M": M, "N": N, "dtype": dtype, "layout": _draws.layout(rng)}
-
-
-def _draw_backward(rng: random.Random) -> Dims:
-    """As of the softmax itself; three tensors are moved."""
-    return _draw(rng, 3)
 
 
 _CONFIGS = {
@@ -139,41 +118,37 @@ _EDGES = matrices(
     (1, 1), (5, 2), (37, 100), (3, 781), (2, 8200), (2, 24578), (3, 50257), (2, 66000), (25, 33000), (140, 33000),
     (0, 5),
 )  # fmt: skip
-SOFTMAX = Op(
-    name="softmax",
+_ROWS: dict[str, Any] = {"configs": _CONFIGS, "edges": _EDGES, "dtypes": FLOATING, "needs": ()}
+_WIDTHS = 2, 2**18, _draws.VOCABULARIES, _draws.HIDDEN
+SOFTMAX = card(
+    "softmax",
+    softmax_eager,
+    softmax,
+    torch=Variant(lambda x: torch.softmax(x, -1)),
+    others={"Liger": foreign("liger_kernel", _liger), "quack": foreign("quack", _quack)},
     reference=_reference,
     make=_make,
     cost=_cost,
-    variants={
-        "eager": Variant(softmax_eager, cost=_cost_eager, needs=()),
-        "torch": Variant(lambda x: torch.softmax(x, -1)),
-        "torch.compile": Variant(_torch_compile, needs=(), recompiles=True),
-        "fusebook": Variant(softmax, needs=()),
-        "Liger": Variant(_liger, needs=("cuda", "liger_kernel"), recompiles=True),
-        "quack": Variant(_quack, needs=("cuda", "quack"), recompiles=True),
-    },
-    configs=_CONFIGS,
-    draw=_draw,
-    edges=_EDGES,
-    dtypes=FLOATING,
+    cost_eager=_cost_eager,
+    draw=_draws.matrices(2, *_WIDTHS, dtypes=FLOATING),
     rows=(0,),
+    **_ROWS,
 )
-SOFTMAX_BACKWARD = Op(
-    name="softmax_backward",
+SOFTMAX_BACKWARD = card(
+    "softmax_backward",
+    softmax_backward_eager,
+    softmax_backward,
+    torch=Variant(_torch_backward, needs=(), prepare=_after_forward),
+    others={
+        "Liger": foreign("liger_kernel", _liger_backward, prepare=_after_forward),
+        "quack": foreign("quack", _quack_backward, prepare=_after_forward),
+    },
     reference=softmax_backward_eager,
     make=_make_backward,
     cost=_cost_backward,
-    variants={
-        "eager": Variant(softmax_backward_eager, cost=_cost_backward_eager, needs=(), prepare=_after_forward),
-        "torch": Variant(_torch_backward, needs=(), prepare=_after_forward),
-        "torch.compile": Variant(_torch_compile_backward, needs=(), prepare=_after_forward, recompiles=True),
-        "fusebook": Variant(softmax_backward, needs=(), prepare=_after_forward),
-        "Liger": Variant(_liger_backward, needs=("cuda", "liger_kernel"), prepare=_after_forward, recompiles=True),
-        "quack": Variant(_quack_backward, needs=("cuda", "quack"), prepare=_after_forward, recompiles=True),
-    },
-    configs=_CONFIGS,
-    draw=_draw_backward,
-    edges=_EDGES,
-    dtypes=FLOATING,
+    cost_eager=_cost_backward_eager,
+    prepare=_after_forward,
+    draw=_draws.matrices(3, *_WIDTHS, dtypes=FLOATING),
     rows=(0, 1),
+    **_ROWS,
 )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fusebook.cards import _draws
-from fusebook.cards._peers import ORT, compiled, in_tf32, needs_float32, onnx_graph, onnx_run, pack, weight
+from fusebook.cards._peers import ORT, compiling, foreign, in_tf32, needs_float32, onnx_graph, onnx_run, pack, weight
 from fusebook.kernels.products import swiglu, swiglu_eager
 from fusebook.measure.inputs import rough
 from fusebook.measure.op import Cost, Dims, Op, Variant
@@ -64,10 +64,6 @@ def _cost_swiglu_two(itemsize: int, *, M: int, K: int, N: int) -> Cost:
 def _swiglu_packed(x: Tensor, packed: Tensor) -> Tensor:
     g, u = (x @ packed).chunk(2, 1)
     return torch.nn.functional.silu(g) * u
-
-
-def _swiglu_compiled(x: Tensor, packed: Tensor) -> Tensor:
-    return compiled(_swiglu_packed)(x, packed)
 
 
 def _liger(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
@@ -143,13 +139,11 @@ SWIGLU = Op(
     variants={
         "eager": Variant(swiglu_eager, cost=_cost_swiglu_eager, needs=()),
         "packed": Variant(_swiglu_packed, cost=_cost_swiglu_packed, needs=(), prepare=pack),
-        "packed + compiled": Variant(
-            _swiglu_compiled, cost=_cost_swiglu_written, needs=(), prepare=pack, recompiles=True
-        ),
+        "packed + compiled": compiling(_swiglu_packed, cost=_cost_swiglu_written, prepare=pack),
         "fusebook": Variant(_fusebook_swiglu("fused"), needs=()),
         "fusebook (chosen)": Variant(_fusebook_swiglu(None), cost=_cost_swiglu_two, needs=()),
-        "Liger": Variant(_liger, cost=_cost_swiglu_two, needs=("cuda", "liger_kernel"), recompiles=True),
-        "quack": Variant(_quack, needs=("cuda", "quack"), prepare=_interleave, recompiles=True),
+        "Liger": foreign("liger_kernel", _liger, cost=_cost_swiglu_two),
+        "quack": foreign("quack", _quack, prepare=_interleave),
         "ONNX Runtime": Variant(onnx_run, cost=_cost_swiglu_eager, needs=ORT, prepare=_onnx_swiglu),
         "packed, TF32": Variant(in_tf32(_swiglu_packed), cost=_cost_swiglu_packed, prepare=pack, math="tf32"),
         "fusebook, TF32": Variant(_fusebook_swiglu("fused", True), needs=(), math="tf32"),
