@@ -328,28 +328,22 @@ ten("multiply", "silu")
 # Softmax and its gradient
 # ~~~~~~~~~~~~~~~~~~~~~~~~
 #
-# *Why.* Where rows are few and wide, one program or a handful holds a row. The
-# time is then that of one chain of loads, sums and stores, and not that of
-# memory. quack spreads such a row over a :term:`cluster`, whose programs meet
-# in shared memory. Ours does so for half types of more than 40960 columns and
-# for most gradients of 24577 to 131072: there many rows take no longer by it.
-# The programs of all other wide rows meet in memory, on a :term:`board` that a
-# launch has cleared. Narrow rows of a permuted tensor may be adjacent in
-# memory and lie far apart in the result: a tile of them writes parts of cache
-# lines. Small problems take little longer than their launches.
+# *Why.* With few wide rows, only a handful of programs run. The time is then
+# one chain of loads, sums and stores, not the time that memory needs. The
+# library quack spreads such a row over a :term:`cluster`, whose programs meet
+# in shared memory. In Fusebook the programs of a wide row exchange their sums
+# through a small buffer in memory, which the launch clears first. Narrow rows
+# of a permuted tensor may be adjacent in memory and far apart in the result. A
+# small problem takes little longer than its launch.
 #
-# *Tried.* Clusters of 2 to 8 programs of 4 to 16 warps: all were faster for a
+# *Tried.* Clusters of 2 to 8 programs of 4 to 16 warps. All were faster for a
 # few rows, and most were slower for thousands. The number of rows cannot
-# choose between them, since the bits of a row must not depend on it.
+# choose between them, because the bits of a row must not depend on it.
 #
-# *Mended.* Wide rows of float64 are shared as well; one program used to
-# read them twice. Where a gradient has few rows, each has programs of its own,
-# which come to the same bits as those that go from row to row. Transposed rows
-# (*across*) are read by tiles of several rows. Wider ones are copied first, or
-# read where they are, by a program each, if they are few. Numbers of half
-# types that must be loaded one by one are held by more warps: with 16 of them
-# in each of 16 tiles a thread ran out of registers. Many narrow rows whose
-# numbers lie apart have a thread each.
+# *Changed since.* A table of a few lines chooses the launch config by the
+# width alone. Transposed rows (*across*) are read in tiles of several rows.
+# Rows across that do not fit into registers are copied first. Wide rows of
+# float64 are computed by PyTorch.
 
 common("softmax", "softmax_backward")
 
@@ -533,45 +527,30 @@ ten("logistic_step")
 # Products side by side
 # ~~~~~~~~~~~~~~~~~~~~~
 #
-# *Packed* is given more than ours: its weights were put side by side before
-# the clock started and are one product to PyTorch. Ours takes both as they
-# are.
+# *Packed* is given more: its weights were put side by side before the clock
+# started, and are one product to PyTorch. Fusebook takes both as they are.
 #
-# *Up to 64 rows* each weight is read once, and the time is that of memory. One
-# row and two are multiplied without tensor cores where columns lie side by
-# side, number by number as they were loaded; one row also where weights lie in
-# rows that begin anywhere. Half types of odd length are fetched number by
-# number, since to copy them first takes longer; of even length by words, which
-# are under way ahead. Tiles are narrow, with long steps, where programs are
-# few. Tried: tiles of 16 to 64 rows by 16 to 128 columns in steps of 32 to
-# 128, sums in one to 64 parts, and descriptors. Without tensor cores four rows
-# were slower, and so were aligned weights that lie in rows. Hints to keep the
-# weights in L2 changed nothing.
+# *Up to 64 rows* each weight is read once, and the time is that of memory.
+# Tiles are narrow there, and long sums along K are cut into parts. Weights
+# that no descriptor describes go to PyTorch, or are copied first. Tried: tiles
+# of 16 to 64 rows by 16 to 128 columns in steps of 32 to 128, and sums in one
+# to 64 parts. Hints to keep the weights in L2 changed nothing.
 #
 # *From 65 to 512 rows* the last round of tiles is not full. Triton's tiles are
 # powers of two; a library also has 192 columns, and divides the sums of the
 # last round. Tried: tiles of 64 x 32 to 128 x 256, each with its rounds
-# counted. Mended: in half types a formula says how long each of four tiles and
-# PyTorch's products would take, by the time of a launch, of a step and of a
-# tile's end. Where tiles are few and sums long, or where no descriptor
-# describes the weights, narrow tiles take long steps along K by pointers; long
-# sums are divided, and nothing is copied first.
+# counted.
 #
-# *In float32* ours adds three products in TF32. Where tiles are few, a formula
-# says how long each way would take: tiles of several sizes, sums over K in up
-# to 64 parts, copies that turn rows into columns, and PyTorch's products, of
-# each weight or of weights that are first put side by side. Its constants are
-# fitted to problems that were timed. The launcher takes the way that should be
-# the fastest, but PyTorch's products only where these should be faster by a
-# tenth. Mended: in TF32 rows of weights that no descriptor describes are
-# turned to columns for large products, too; where one tile holds all rows of
-# x, sums of numbers that come one by one are divided into as many parts as
-# fill the GPU.
+# *In float32* Fusebook adds three products in TF32. Large weights in rows are
+# turned into columns first.
+#
+# *Changed since.* A table gives the tiles for each size, and says where
+# PyTorch's product was faster. Formulas used to predict both. Products without
+# tensor cores for one and two rows are gone.
 #
 # *Odd widths with few steps along K*, as 30164 x 222: threads have to store
-# number by number what the copy engine cannot. So such weights are copied side
-# by side, as one weight with one edge, and the copy engine stores the product
-# where its rows are aligned.
+# element by element what the copy engine cannot. Such weights are copied side
+# by side first, as one weight with one edge.
 
 common("concat_gemm")
 
@@ -583,23 +562,22 @@ ten("concat_gemm")
 # ~~~~~~
 #
 # *Few to some hundred rows.* *Packed + compiled* is one product of a library,
-# and one kernel of the compiler's behind it. That product is faster than ours
-# for the reasons that stand above, under products. Besides, ours holds sums of
-# both weights, which leaves half as many tiles to choose from. Tried: 64 x 32
-# to 128 x 128 columns of both, transposed products of 16 to 256 rows, two and
-# three programs a multiprocessor, and PyTorch's two products with one kernel
-# behind them, which the plan takes where rounds are bad. At some sizes
-# PyTorch's product takes much longer in float16 than in bfloat16, and no plan
-# of ours knows where.
+# and one kernel of the compiler's behind it. That product is faster for the
+# reasons given above for products. A tile of Fusebook's kernel also holds sums
+# of both weights, which leaves half as many tiles to choose from. Tried: 64 x
+# 32 to 128 x 128 columns of both, transposed products of 16 to 256 rows, and
+# two and three programs a multiprocessor. Where the table says so, PyTorch
+# computes both products, and one kernel does the rest. At some sizes PyTorch's
+# product takes much longer in float16 than in bfloat16, and the table does not
+# tell the two apart.
 #
 # At *thousands of rows* quack is faster. Its groups of warps take turns: some
-# use the tensor cores while others finish a tile. All of ours do the same at
-# once. Tried: to fetch the next tile before the end of this one, stores by the
-# copy engine, and tiles walked in groups of 8 and 16 rows.
+# use the tensor cores while others finish a tile. In Fusebook all warps do the
+# same at once. Tried: to fetch the next tile before the end of this one,
+# stores by the copy engine, and tiles walked in groups of 8 and 16 rows.
 #
 # *In float32*, at small problems and at those of a long K with few columns,
-# one packed product is faster, since it divides its sums faster. Ours takes
-# sums in parts there, or PyTorch's two products.
+# one packed product is faster, because it divides its sums faster.
 
 common("swiglu")
 

@@ -479,8 +479,7 @@ def exported(module, given, **more):
     )
 
 
-@pytest.mark.parametrize("opset", [18, 23])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64], ids=lambda d: str(d)[6:])
+@pytest.mark.parametrize(("dtype", "opset"), [(torch.float32, 18), (torch.float16, 23), (torch.float64, 18)], ids=str)
 def test_operators_become_standard_nodes(dtype, opset, device):
     rng = inputs.generator(0)
 
