@@ -227,7 +227,7 @@ def spoilt(x):
 @each_of_ours
 def test_special_values_are_where_float64_has_them(op, variant, device):
     """In each floating-point argument in turn; a variant that checks its arguments names the first one."""
-    for dims in edges(op, 2, 2**12):
+    for dims in edges(op, 2, 2**13):
         for dtype, made, _ in problems(op, variant, dims, device):
             for i, value in enumerate(made):
                 if not isinstance(value, torch.Tensor) or not value.is_floating_point() or not value.dim():
@@ -244,7 +244,7 @@ def test_every_run_gives_the_same_bits(op, variant, device, request):
     name = request.node.callspec.id
     if device == "cuda" and any(part in name for part in ("scatter", "embedding", "onnx")) and "sorted" not in name:
         pytest.skip("adds in no fixed order")
-    for dims in edges(op, 0, 2**12):
+    for dims in edges(op, 0, 2**13):
         for dtype, made, given in problems(op, variant, dims, device):
             yard = check.yardstick(op, made)
             found = []
@@ -361,7 +361,7 @@ def test_gradients_in_every_dtype_are_those_of_float64(op, variant, device):
         pytest.skip("the gradients are those without TF32")
     if not differentiable(variant, problem(op, variant, usual(op), device)[1]):
         pytest.skip("has no gradient, and says so")
-    for dims in edges(op, 2, 2**12):
+    for dims in edges(op, 2, 2**13):
         for dtype, made, _ in problems(op, variant, dims, device):
             made = changed(made, lambda t: t.clamp(-1, 1) if t.is_floating_point() else t)
             rng = generator(1, device)
