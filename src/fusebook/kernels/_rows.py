@@ -76,14 +76,19 @@ def reconvert(x, zero):
 
 
 @triton.jit
-def rows_of_program(INNER, ROWS: tl.constexpr, FLAT: tl.constexpr):
-    """The rows of this program: OUTER index, INNER indices [ROWS, 1], and which of these exist. FLAT: OUTER is 1."""
-    program = tl.program_id(0)
+def rows_of_tile(tile, INNER, ROWS: tl.constexpr, FLAT: tl.constexpr):
+    """The rows of a tile: OUTER index, INNER indices [ROWS, 1], and which of these exist. FLAT: OUTER is 1."""
     tiles = 1 if FLAT else tl.cdiv(INNER, ROWS)
-    outer = tl.zeros([], tl.int64) if FLAT else (program // tiles).to(tl.int64)
-    tile = program if FLAT else program % tiles
+    outer = tl.zeros([], tl.int64) if FLAT else (tile // tiles).to(tl.int64)
+    tile = tile if FLAT else tile % tiles
     inner = tile.to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]  # [ROWS, 1]
     return outer, inner, inner < INNER
+
+
+@triton.jit
+def rows_of_program(INNER, ROWS: tl.constexpr, FLAT: tl.constexpr):
+    """The same where each program has one tile."""
+    return rows_of_tile(tl.program_id(0), INNER, ROWS, FLAT)
 
 
 @triton.jit
@@ -99,12 +104,21 @@ def _inside(i, N, live, BLOCK: tl.constexpr, CHUNKS: tl.constexpr):
 
 
 @triton.jit
+def load_chunk(
+    x_ptr, i, step, N, live, OTHER: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, KEEP: tl.constexpr = False
+):  # fmt: skip
+    """Chunk `i` of the rows at `x_ptr` [ROWS, 1] as a tile [ROWS, BLOCK], in their own type. KEEP: evicted last."""
+    at = (i * BLOCK + tl.arange(0, BLOCK)[None, :]).to(tl.int64) * step
+    inside = _inside(i, N, live, BLOCK, CHUNKS)
+    return tl.load(x_ptr + at, mask=inside, other=OTHER, eviction_policy="evict_last" if KEEP else "")
+
+
+@triton.jit
 def load_row(x_ptr, step, N, live, OTHER: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr):
-    """The rows at `x_ptr` [ROWS, 1] as a tuple of CHUNKS tiles [ROWS, BLOCK], in their own type."""
+    """The rows at `x_ptr` [ROWS, 1] as a tuple of CHUNKS tiles."""
     chunks = ()
     for i in tl.static_range(CHUNKS):
-        at = (i * BLOCK + tl.arange(0, BLOCK)[None, :]).to(tl.int64) * step
-        chunks += (tl.load(x_ptr + at, mask=_inside(i, N, live, BLOCK, CHUNKS), other=OTHER),)
+        chunks += (load_chunk(x_ptr, i, step, N, live, OTHER, BLOCK, CHUNKS),)
     return chunks
 
 
@@ -142,10 +156,13 @@ def row_vectors(begin, N, first, SIZE, VEC: tl.constexpr):
 
 
 @triton.jit
-def load_row_part(x_ptr, low, high, OTHER: tl.constexpr, VEC: tl.constexpr, BLOCK: tl.constexpr):
-    """The window at `x_ptr` as a tile [BLOCK], with OTHER for elements outside the row."""
+def load_row_part(
+    x_ptr, low, high, OTHER: tl.constexpr, VEC: tl.constexpr, BLOCK: tl.constexpr, KEEP: tl.constexpr = False
+):  # fmt: skip
+    """The window at `x_ptr` as a tile [BLOCK], with OTHER for elements outside the row. KEEP: evicted last."""
     columns = tl.arange(0, BLOCK)  # [BLOCK]
-    x = tl.load(x_ptr + columns, mask=columns < (high + VEC - 1) // VEC * VEC, other=OTHER)
+    inside = columns < (high + VEC - 1) // VEC * VEC
+    x = tl.load(x_ptr + columns, mask=inside, other=OTHER, eviction_policy="evict_last" if KEEP else "")
     if VEC > 1:
         if (low > 0) | (high % VEC != 0):
             x = tl.where((columns >= low) & (columns < high), x, OTHER).to(x.dtype)
