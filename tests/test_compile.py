@@ -20,15 +20,17 @@ SPILLS = {
     "_softmax_shared": "with a limit of registers more programs run at once, faster than no limit and no spills",
     "_softmax_backward_shared": "the same",
     "_entropy_parts": "a few bytes besides the logits of a wide row, which fill the registers",
-    "_norm_shared": "a few bytes besides the part of a wide row, which fills the registers",
     "_norm_backward_shared": "parts of x and dy and the sums for the weights fill the registers",
-    "_norm_backward": "a few bytes besides the sums for the weights",
+    "_norm_backward_rows": "float64: a few bytes besides the sums for the weights",
     "_scatter_nd_scan": "the scan over all indices, which one program does",
     "_scatter_nd_sort": "a few bytes besides the keys that are sorted",
 }
 
 #: Rows of so many columns and more are computed by torch.
 TORCHS = {"softmax/float64": 16385, "softmax_backward/float64": 8193}
+TORCHS |= {f"{name}/float64": 16385 for name in ("rms_norm", "add_rms_norm", "layer_norm")}
+TORCHS |= {f"{name}_norm_backward/float64": 4097 for name in ("rms", "layer")}
+TORCHS |= {f"rms_norm_fp8/{dtype}": 32769 for dtype in ("bfloat16", "float16", "float32")}
 
 
 def _cases():

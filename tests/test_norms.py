@@ -7,15 +7,14 @@ import os
 import pytest
 import torch
 import torch.nn.functional as F
+import triton
+import triton.language as tl  # noqa: F401  (a device function looks for it in its module)
 
 import fusebook
 import memcheck
 import warm
-from fusebook.kernels import _norms, norms_backward
-from fusebook.kernels._norms import norm_plan
-from fusebook.kernels._norms_across import places_of
+from fusebook.kernels import _call, _rows, norms
 from fusebook.kernels._rows import with_adjacent_elements
-from fusebook.kernels.norms_backward import norm_backward_plan
 from fusebook.measure import inputs
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -36,6 +35,32 @@ def plain(x, weight=None, bias=None, *, centred, eps=1e-5):
     y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
     y = y if weight is None else y * weight
     return y if bias is None else y + bias
+
+
+@pytest.fixture
+def tables(monkeypatch):
+    """The launch configs of a GPU in the interpreter, too."""
+    monkeypatch.setattr(norms, "interpreted", lambda device: False)
+    with _call.uncached():
+        yield
+
+
+@pytest.fixture
+def force_parts(tables, monkeypatch):
+    """Rows of any width are shared, in parts of up to `block` columns, in the interpreter as well."""
+
+    def force(block):
+        parts = {size: (_rows.Parts(2**40, block, 1),) for size in (2, 4)} | {8: ()}
+        none = {2: (), 4: (), 8: norms._ROWS[8]}
+        for name in ("_ROWS", "_ODD_ROWS", "_ROWS_OF_SUMS", "_BACKWARD_ROWS"):
+            monkeypatch.setattr(norms, name, none)
+        for name in ("_PARTS", "_BACKWARD_PARTS"):
+            monkeypatch.setattr(norms, name, parts)
+        monkeypatch.setattr(norms, "_CHUNK", 64)  # so that parts have several chunks
+        if DEVICE == "cpu":  # programs run in turn: looking again finds nothing new
+            monkeypatch.setattr(_rows, "TRIES", 0)
+
+    return force
 
 
 @centred
@@ -125,7 +150,7 @@ def test_rows_of_each_tensor_may_begin_at_a_distance_of_its_own(centred, n):
 def test_strides_of_more_than_32_bits_are_given_as_such():
     for stride, align in ((2**31 - 64, 8), (2**31, 1), (2**32 + 64, 1)):
         x = torch.empty_strided((2, 64), (stride, 1), dtype=torch.float16, device="meta")
-        assert _norms.aligned(64, made(2, 64, dtype=torch.float16), x, None) == align
+        assert _rows.aligned(64, made(2, 64, dtype=torch.float16), x, None) == align
 
 
 def test_numbers_that_begin_in_the_middle_of_a_word_are_no_pairs():
@@ -228,12 +253,10 @@ def test_a_layer_norm_of_the_least_differences_far_from_zero_is_that_of_the_diff
     assert not y[0].any()
 
 
-@pytest.mark.skipif(DEVICE == "cuda", reason="on a GPU other plans are tried as they are")
-@pytest.mark.parametrize("plan", [({"ROWS": 2, "BLOCK": 512}, 2, 1, 300), ({"BLOCK": 128, "LANES": 32}, 2, 3, 104)])
-def test_gradients_of_a_layer_norm_take_each_row_relative_to_its_own_numbers(plan, monkeypatch):
-    constants, *rest = plan
-    found = norms_backward.Plan({"STAGES": 1, **constants}, *rest, 1, 64)
-    monkeypatch.setattr(norms_backward, "_plan", lambda *_: found)
+@pytest.mark.parametrize("shared", [False, True])
+def test_gradients_of_a_layer_norm_take_each_row_relative_to_its_own_elements(shared, tables, force_parts):
+    if shared:
+        force_parts(128)
     near, x = far_from_zero(9, 300, dtype=torch.float32)
     w, dy = made(300), made(9, 300, seed=1)
     exact = [t.double().requires_grad_() for t in (near, w)]
@@ -291,41 +314,80 @@ def test_rows_that_begin_within_vectors_take_nothing_from_their_neighbours(centr
         assert ((quantised.double() * scale - y[1::2].double()).abs() <= 0.6 * scale).all()
 
 
-@pytest.mark.skipif(DEVICE == "cuda", reason="on a GPU wide rows are tried as they are, by the cards")
 @centred
+@pytest.mark.parametrize("parts", [2, 3])
 @pytest.mark.parametrize(("n", "dtype"), [(300, torch.float16), (301, torch.float16), (301, torch.float32)], ids=str)
-def test_programs_that_share_a_row_come_to_its_norm_and_gradients(centred, n, dtype, monkeypatch):
-    """Cut into three parts; numbers of a half type lie in pairs where the width is even, in vectors where it is odd."""
-    span, vector = 104, 8 if dtype == torch.float16 and n % 2 else 1
-    constants = {"STAGES": 1, "BLOCK": 128, "LANES": 32}
-    alone = _norms.Plan("shared", {"VEC": vector, "BLOCK": 64, "CHUNKS": 2, "LANES": 32}, 15, 1, span, 3)
-    monkeypatch.setattr(_norms, "_plan", lambda *_: alone)
-    monkeypatch.setattr(norms_backward, "_plan", lambda *_: norms_backward.Plan(constants, 2, 3, span, 1, 64))
-    x, residual, dy, w, b = (
-        made(*shape, dtype=dtype, seed=seed) for seed, shape in enumerate([(5, n)] * 3 + [(n,)] * 2)
-    )
-    total = (x + 3).detach()
+@pytest.mark.parametrize("when", ["in turn", "on time", "late"])
+def test_a_shared_row_has_the_same_bits_whenever_words_arrive(when, centred, n, dtype, parts, force_parts, monkeypatch):
+    """In the interpreter programs run in turn: the first recomputes all words, the others find them.
+
+    On time: a launch finds the words of the one before. Late: words are never seen, so every program recomputes all.
+    """
+    if DEVICE == "cuda" and when == "late":
+        pytest.skip("publish cannot be replaced in compiled code")
+    force_parts(256 if parts == 2 else 128)
+    x, residual, dy = (made(5, n, dtype=dtype, seed=seed) for seed in range(3))
+    w, b = made(n, seed=3).to(dtype), made(n, seed=4).to(dtype)
+    total = x + 3
+    backward = fusebook.layer_norm_backward if centred else fusebook.rms_norm_backward
+
+    def all_of_them():
+        y, *rest = SUMS[centred](x, residual, w, b, eps=1e-5)
+        return [OURS[centred](total, w, b, eps=1e-5), y, *rest, *backward(total, dy, w, b, residual, eps=1e-5)]
+
+    found = all_of_them()
     exact = [t.double().requires_grad_() for t in (total, w, b)]
     want = plain(*exact, centred=centred)
-    torch.testing.assert_close(OURS[centred](total, w, b, eps=1e-5).double(), want, rtol=4e-3, atol=4e-3)
-    y, summed = SUMS[centred](x, residual, w, b, eps=1e-5)
-    torch.testing.assert_close(summed, x + residual)
-    again = plain(summed.double(), w.double(), b.double(), centred=centred)
-    torch.testing.assert_close(y.double(), again, rtol=4e-3, atol=4e-3)
-    backward = fusebook.layer_norm_backward if centred else fusebook.rms_norm_backward
-    dx, *rest = backward(total, dy, w, b, residual, eps=1e-5)
     right, *others = torch.autograd.grad(want, exact, dy.double())
-    torch.testing.assert_close(dx.double(), right + residual.double(), rtol=4e-3, atol=4e-3)
-    for got, told in zip(rest, others, strict=True):
-        torch.testing.assert_close(got.double(), told, rtol=1e-2, atol=1e-2)
+    summed = (x + residual).double()
+    expected = [
+        want,
+        plain(summed, w.double(), b.double(), centred=centred),
+        summed,
+        right + residual.double(),
+        *others,
+    ]
+    for got, exactly in zip(found, expected, strict=True):
+        torch.testing.assert_close(got.double(), exactly, rtol=1e-2, atol=1e-2)
+    workspaces, made_one = [], norms.workspace
+    if when == "late":
+        monkeypatch.setattr(norms, "publish", nothing)
+    if when == "on time":
+        monkeypatch.setattr(norms, "workspace", lambda *a: workspaces.append(made_one(*a)) or workspaces[-1])
+        all_of_them()
+        groups = len(workspaces[2][0]) // (parts * (2 if centred else 1)) - 5
+        assert [len(words) for words, _ in workspaces[:2]] == [5 * parts] * 2 and groups >= 1
+        assert all((words != 0).all() for words, _ in workspaces)
+        kept = iter(workspaces[:3])
+        monkeypatch.setattr(norms, "workspace", lambda *_: next(kept))
+        if DEVICE == "cpu" and not centred:
+            monkeypatch.setattr(norms, "first_missing", None)  # nothing to recompute
+    assert all(torch.equal(a, b) for a, b in zip(all_of_them(), found, strict=True))
+
+
+@triton.jit
+def nothing(workspace_ptr, word):
+    """Replaces `publish`, so that no program ever sees a word of another."""
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="on a GPU words come when they come")
+def test_a_part_of_a_gradient_is_there_when_both_of_its_words_are(force_parts, monkeypatch):
+    force_parts(128)
+    x, dy, workspaces, made_one = made(1, 300) + 3, made(1, 300, seed=1), [], norms.workspace
+    monkeypatch.setattr(norms, "workspace", lambda *given: workspaces.append(made_one(*given)) or workspaces[-1])
+    want = fusebook.layer_norm_backward(x, dy)[0]
+    left, late = workspaces[0]
+    left = left.clone()
+    left[3:6] = 0  # of each part the squares, and not the sum yet
+    monkeypatch.setattr(norms, "workspace", lambda *_: (left, late))
+    assert torch.equal(fusebook.layer_norm_backward(x, dy)[0], want)
 
 
 @centred
 @pytest.mark.parametrize(("rows", "n"), [(1, 453), (2, 34), (0, 5)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16], ids=str)
-def test_a_program_that_takes_all_rows_has_the_gradients_of_the_weights(centred, rows, n, kind, dtype, monkeypatch):
-    monkeypatch.setattr(norms_backward, "_column_sums", None)  # nothing is left to be added up
+def test_few_rows_have_gradients_of_the_weights(centred, rows, n, kind, dtype):
     x, dy = made(rows, n, dtype=dtype), made(rows, n, dtype=dtype, seed=1)
     for given in ((kind, kind), (None, kind), (kind, None)):
         vectors = [None if v is None else made(n, dtype=v, seed=2) for v in given]
@@ -340,11 +402,12 @@ def test_a_program_that_takes_all_rows_has_the_gradients_of_the_weights(centred,
             torch.testing.assert_close(got.double(), want, **close)
 
 
-@pytest.mark.parametrize("groups", [2, 32, 33])
-def test_partial_rows_of_all_groups_are_added_up(groups, monkeypatch):
-    plan = norms_backward.Plan({"STAGES": 1, "ROWS": 1, "BLOCK": 8}, groups, 1, 5, 1, 128)
-    monkeypatch.setattr(norms_backward, "_plan", lambda *_: plan)
-    x, dy, w = made(40, 5), made(40, 5, seed=1), made(5, seed=2)
+@pytest.mark.parametrize("n", [5, 100])  # few columns and many
+@pytest.mark.parametrize("processors", [1, 2, 3])  # 16, 32 and 33 groups
+def test_partial_rows_of_all_groups_are_added_up(processors, n, tables, monkeypatch):
+    monkeypatch.setattr(norms, "gpu", lambda device: (None, processors))
+    monkeypatch.setattr(norms, "_BACKWARD_ROWS", {4: (_rows.Config(2**20, 128, 1),)})
+    x, dy, w = made(33, n), made(33, n, seed=1), made(n, seed=2)
     _, dw, db = fusebook.layer_norm_backward(x, dy, w, w)
     torch.testing.assert_close(dw.double(), (dy * plain(x.double(), centred=True)).sum(0), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(db.double(), dy.double().sum(0), rtol=1e-5, atol=1e-5)
@@ -398,17 +461,6 @@ def test_rows_beyond_those_of_the_kernels_are_normalised_by_torch(centred, dtype
     assert_score(SUMS[centred](x, residual)[0], OURS[centred](x + residual))
 
 
-@pytest.mark.skipif(DEVICE == "cuda", reason="on a GPU words come when they come")
-def test_a_part_is_there_when_both_of_its_words_are(monkeypatch):
-    x, boards, real = made(1, 66000) + 3, [], _norms.board_of
-    monkeypatch.setattr(_norms, "board_of", lambda *given: boards.append(real(*given)) or boards[-1])
-    want = fusebook.layer_norm(x)
-    left = boards[-1].clone()
-    left[len(left) // 2 :] = 0  # of each part the squares, and not the sum yet
-    monkeypatch.setattr(_norms, "board_of", lambda *_: left)
-    assert torch.equal(fusebook.layer_norm(x), want)
-
-
 @pytest.mark.parametrize(
     "view",
     [
@@ -445,8 +497,8 @@ def with_gaps(x):
 @pytest.mark.parametrize("how", ["across", "permuted", "both", "with gaps"])
 @pytest.mark.parametrize("added", [False, True])
 def test_rows_that_lie_apart_are_read_where_they_are(centred, shape, how, added, monkeypatch):
-    monkeypatch.setattr("fusebook.kernels._rows.with_adjacent_elements", None)  # nothing is copied
-    monkeypatch.setattr(_norms, "_ENOUGH", 1)
+    if shape[-1] <= 1024:  # wider rows are copied
+        monkeypatch.setattr(norms, "with_adjacent_elements", None)
     x, residual = (made(*shape, seed=seed) + 3 * seed for seed in (1, 2))
     x[:, : shape[1] // 2] += 50  # parts of a row have other means
     if how == "with gaps":
@@ -470,7 +522,8 @@ def test_rows_that_lie_apart_are_read_where_they_are(centred, shape, how, added,
 @pytest.mark.parametrize("how", ["across", "permuted", "both", "with gaps"])
 @pytest.mark.parametrize("added", [False, True])
 def test_gradients_of_few_rows_that_lie_apart_are_of_rows_where_they_are(centred, shape, how, added, monkeypatch):
-    monkeypatch.setattr("fusebook.kernels._rows.with_adjacent_elements", None)  # nothing is copied
+    if shape[-1] <= 1024:  # wider rows are copied
+        monkeypatch.setattr(norms, "with_adjacent_elements", None)
     x, dy, dtotal = (made(*shape, seed=seed) + seed for seed in range(3))
     if how == "with gaps":
         x, dy, dtotal = map(with_gaps, (x, dy, dtotal))
@@ -494,8 +547,8 @@ def test_gradients_of_few_rows_that_lie_apart_are_of_rows_where_they_are(centred
 @pytest.mark.parametrize("shape", [(64, 2), (100, 34), (2, 70, 300), (67, 2100)], ids=str)
 @pytest.mark.parametrize("added", [False, True])
 def test_gradients_of_many_rows_that_lie_across_are_of_rows_where_they_are(centred, dtype, shape, added, monkeypatch):
-    monkeypatch.setattr("fusebook.kernels._rows.with_adjacent_elements", None)  # nothing is copied
-    monkeypatch.setattr(norms_backward, "_DIRECT", 0)
+    if shape[-1] <= 1024:  # wider rows are copied
+        monkeypatch.setattr(norms, "with_adjacent_elements", None)
     given = [made(*shape, seed=seed) + seed for seed in range(3)]
     given[0][..., : shape[-1] // 2] += 5  # parts of a row have other means
     x, dy, dtotal = (t.to(dtype).mT.contiguous().mT for t in given)
@@ -512,15 +565,8 @@ def test_gradients_of_many_rows_that_lie_across_are_of_rows_where_they_are(centr
     assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
 
 
-def test_rows_are_read_across_where_their_neighbours_are_nearer_than_their_numbers():
-    dx, apart, across = made(70, 100), made(70, 200)[:, ::2], made(100, 70).mT
-    assert places_of(dx, apart, apart, None) is None
-    assert places_of(dx, across, across, None) is not None
-
-
 @pytest.mark.parametrize("n", [34, 2100])
-def test_gradients_of_rows_that_lie_across_keep_nan_and_rows_beyond_the_last_to_themselves(n, monkeypatch):
-    monkeypatch.setattr(norms_backward, "_DIRECT", 0)
+def test_gradients_of_rows_that_lie_across_keep_nan_and_rows_beyond_the_last_to_themselves(n):
     x, dy, w = made(67, n).mT.contiguous().mT, made(67, n, seed=1).mT.contiguous().mT, made(n, seed=2)
     dx, dw, db = fusebook.rms_norm_backward(x, dy, w, w, eps=0.0)
     assert dx.isfinite().all() and dw.isfinite().all() and db.isfinite().all()
@@ -534,8 +580,7 @@ def test_gradients_of_rows_that_lie_across_keep_nan_and_rows_beyond_the_last_to_
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="on the CPU pages that nobody touches take no memory")
 def test_gradients_of_rows_whose_numbers_lie_2_to_the_31_apart(monkeypatch):
-    monkeypatch.setattr(norms_backward, "_DIRECT", 0)
-    monkeypatch.setattr("fusebook.kernels._rows.with_adjacent_elements", None)
+    monkeypatch.setattr(norms, "with_adjacent_elements", None)
     x, dy = (torch.empty_strided((64, 3), (1, 2**31 + 64), dtype=torch.float16) for _ in range(2))
     x.copy_(made(64, 3)), dy.copy_(made(64, 3, seed=1))
     w = made(3, seed=2)
@@ -543,59 +588,93 @@ def test_gradients_of_rows_whose_numbers_lie_2_to_the_31_apart(monkeypatch):
     torch.testing.assert_close(got, want)
 
 
-@pytest.mark.parametrize("size", [2, 4, 8])
+@pytest.fixture
+def launches(monkeypatch):
+    """What would be launched on a GPU that is absent, for rows that have no memory."""
+
+    def of(operator, rows, n, dtype, *, centred=False, added=False, capability=(9, 0)):
+        found = []
+        monkeypatch.setattr(norms, "gpu", lambda device: (capability, 132))
+        monkeypatch.setattr(norms, "overlapping", lambda device: {})
+        monkeypatch.setattr(norms, "interpreted", lambda device: False)
+        monkeypatch.setattr(norms, "workspace", lambda *_: (None, {}))
+        monkeypatch.setattr(norms, "apply", lambda *_: None)
+        monkeypatch.setattr(
+            norms, "launch", lambda kernel, grid, *args, **constants: found.append((kernel, grid, args, constants))
+        )
+        x, w = (torch.empty(shape, dtype=dtype, device="meta") for shape in ((rows, n), n))
+        if operator == "norm":
+            norms._norm_into(x, x if added else None, None, x, x if added else None, w, None, centred, 1e-6)
+        else:
+            norms._backward_into([x, w, w], x, x, x if added else None, w, w, centred, 1e-6)
+        return found[0] if found else None
+
+    return of
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("centred", [False, True])
 @pytest.mark.parametrize("added", [False, True])
 @pytest.mark.parametrize(("capability", "memory"), [((9, 0), 227), ((8, 9), 100)])
-def test_all_programs_of_a_wide_gradient_have_room_at_once(size, centred, added, capability, memory):
-    """Those without a place would be waited for. Beyond some words a thread, a program has no registers for them."""
+def test_all_programs_of_a_wide_gradient_have_room_at_once(dtype, centred, added, capability, memory, launches):
+    """A program waits for those without a place. With more words to a thread, it has no registers for them."""
+    size = dtype.itemsize
     for n in (20001, 32768, 50257, 65536, 131072, 262144, 2**20):
         for rows in (1, 7, 8192):
-            plan = norm_backward_plan(rows, n, size, capability, 132, centred, added)
-            each = math.ceil(plan.groups * plan.parts / 132)
-            shared = (plan.constants["STAGES"] - 1) * (2 + added) * plan.constants["BLOCK"] * size
-            assert each * 32 * plan.warps * plan.registers <= 65536
+            found = launches("gradient", rows, n, dtype, centred=centred, added=added, capability=capability)
+            if found is None:
+                assert size == 8 or (centred and n == 2**20)
+                continue
+            _, (programs,), _, constants = found
+            each, warps, lanes = math.ceil(programs / 132), constants["num_warps"], constants["LANES"]
+            shared = (constants["STAGES"] - 1) * (2 + added) * constants["BLOCK"] * size
+            assert each * 32 * warps * constants["maxnreg"] <= 65536
             assert each * (shared + 2048) <= memory * 1024
-            assert plan.constants["LANES"] >= 32 * plan.warps
-            assert n * size > 2**20 or plan.constants["LANES"] <= 4 * 32 * plan.warps
+            assert lanes >= 32 * warps
+            assert n * size > 2**20 or lanes <= 4 * 32 * warps
 
 
-@pytest.mark.parametrize("lined", [False, True])
+@pytest.mark.parametrize("centred", [False, True])
 @pytest.mark.parametrize("added", [False, True])
-@pytest.mark.parametrize("size", [2, 4, 8])
-def test_the_width_alone_decides_how_a_row_is_added_up(size, added, lined):
-    for n in (1, 64, 75, 96, 131, 150, 274, 520, 781, 1602, 4096, 8191, 8192, 32768, 50257, 262144):
-        vector = 8 if size == 2 and n % 2 and n > 256 else 1
-        counts = (1, 7, 4096, 10**6)
-        plans = [norm_plan(rows, n, size, (9, 0), added, vector, lined=lined) for rows in counts]
-        cuts = [{k: v for k, v in p.constants.items() if k not in ("ROWS", "AHEAD")} for p in plans]
-        assert len({(p.kernel, str(cut), p.warps, p.span, p.parts) for p, cut in zip(plans, cuts, strict=True)}) == 1
-        # Each thread has 16 bytes of a row at a time, or what rows of this width let it, however many rows there are.
-        together = [p.constants["ROWS"] for p in plans if p.kernel == "rows"]
-        at_once = math.gcd(n, 16 // size) * 32 * plans[0].warps
-        assert len(set(together)) <= 1 or min(together) * plans[0].constants["BLOCK"] >= at_once
-        # A tile of one row is cut as the weights are, which may begin where vectors do when rows do not.
-        assert lined or len({rows == 1 for rows in together}) <= 1
-        backward = [norm_backward_plan(rows, n, size, (9, 0), 132, False, False) for rows in (1, 7, 4096, 10**6)]
-        assert len({(str(p.constants), p.warps, p.span, p.parts) for p in backward}) == 1
-        assert all(1 <= p.groups * p.parts <= 132 * 64 for p in backward)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_the_width_alone_decides_how_a_row_is_added_up(dtype, added, centred, launches):
+    for n in (1, 64, 75, 96, 131, 150, 274, 520, 781, 1602, 4096, 8191, 8192, 16384, 32768, 50257, 262144):
+        for operator in ("norm", "gradient"):
+            cuts = set()
+            for rows in (1, 7, 4096, 10**6):
+                found = launches(operator, rows, n, dtype, added=added, centred=centred)
+                if found is not None:
+                    kernel, _, _, constants = found
+                    # A tile may have fewer rows, and weights may be loaded ahead, where there are few.
+                    left = {k: v for k, v in constants.items() if k not in ("ROWS", "AHEAD", "FLAT", "EARLY")}
+                    cuts.add((kernel.__name__, str(left)))
+            assert len(cuts) == 1 or not cuts
 
 
-@pytest.mark.parametrize("size", [2, 4, 8])
-def test_a_plan_holds_every_number_of_a_row_once_and_a_word_of_every_part(size):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_a_launch_config_holds_every_element_of_a_row_once_and_a_word_of_every_part(dtype, launches):
     for n in (1, 130, 513, 1024, 4095, 4097, 8193, 16385, 30001, *range(32769, 2**18, 2111), 2**19 + 1, 2**20):
-        for vector in (1, 16 // size) if n > 64 else (1,):
-            plan = norm_plan(8, n, size, (9, 0), False, vector)
-            constants, reach = plan.constants, n + plan.constants.get("VEC", 1) - 1
-            if plan.kernel == "rows":
-                assert constants["BLOCK"] * constants["CHUNKS"] >= reach
-                assert not constants["AHEAD"] or constants["VEC"] == 1 or plan.warps > 1
-            elif plan.kernel == "shared":
-                held = constants["BLOCK"] * constants["CHUNKS"]
-                assert (plan.parts - 1) * plan.span < reach <= plan.parts * plan.span and plan.span <= held
-                assert plan.span * size % 128 == 0 and constants["LANES"] >= plan.parts
-                # Only the last two tiles are looked at for what is beyond the row.
-                assert constants["VEC"] == 1 or n - (plan.parts - 1) * plan.span > held - 2 * constants["BLOCK"]
+        for operator in ("norm", "gradient"):
+            found = launches(operator, 8, n, dtype)
+            if found is None:
+                assert dtype == torch.float64 and n > (16384 if operator == "norm" else 4096)
+                continue
+            kernel, (programs,), args, constants = found
+            held = constants["BLOCK"] * constants.get("CHUNKS", 1)
+            if kernel is norms._norm_shared:
+                *_, span, parts = args
+                vec = constants["VEC"]
+                span *= constants["ALIGN"] * vec
+                assert programs == 8 * parts
+            elif kernel is norms._norm_backward_shared:
+                *_, groups, span, parts, _ = args
+                vec = 1
+                assert programs == groups * parts
+            else:
+                assert held >= n
+                continue
+            assert (parts - 1) * span < n + vec - 1 <= parts * span and span <= held
+            assert span * dtype.itemsize % 128 == 0 and constants["LANES"] >= parts
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter adds as many at once as take the least time")
@@ -608,15 +687,17 @@ def test_a_row_comes_to_the_same_bits_among_few_and_among_many(dtype, n, begin):
         assert torch.equal(norm(x[:500], weight), norm(x, weight)[:500])
 
 
-def test_no_weights_are_held_for_which_a_thread_has_no_register():
+def test_no_weights_are_held_for_which_a_thread_has_no_register(launches):
     """They would go through memory."""
+    dtypes = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
     ahead = {
-        (n, size, centred): norm_plan(8, n, size, (9, 0), False, centred=centred).constants["AHEAD"]
+        (n, size, centred): launches("norm", 8, n, dtypes[size], centred=centred)[3]["AHEAD"]
         for n, size in ((4096, 4), (18432, 4), (28672, 4), (32768, 4), (8192, 8), (16384, 8), (28672, 2))
         for centred in (False, True)
     }
     behind = {(28672, 4, True), (32768, 4, False), (32768, 4, True), (16384, 8, False), (16384, 8, True)}
     assert {case for case, early in ahead.items() if not early} == behind
+    assert not launches("norm", 10**6, 4096, torch.bfloat16)[3]["AHEAD"]
 
 
 @pytest.mark.parametrize(
@@ -685,7 +766,7 @@ def test_partial_rows_are_read_behind_the_wait_for_them(tmp_path):
     end = warm.run("-c", SUMMED, env=environment)
     assert end.returncode == 0, end.stderr[-2000:]
     found = json.loads(end.stdout.splitlines()[-1])
-    assert "griddepcontrol.launch_dependents" in found["_norm_backward"]
+    assert "griddepcontrol.launch_dependents" in found["_norm_backward_rows"]
     before, behind = found["_column_sums"].split("griddepcontrol.wait")
     assert "ld.global" not in before and "ld.global" in behind
 
@@ -693,8 +774,7 @@ def test_partial_rows_are_read_behind_the_wait_for_them(tmp_path):
 @centred
 @pytest.mark.parametrize("eps", [0.0, 1e-46, -1e-6])
 @pytest.mark.parametrize("across", [False, True])
-def test_rows_beyond_the_last_add_nothing_to_weights_without_eps(centred, eps, across, monkeypatch):
-    monkeypatch.setattr(norms_backward, "_DIRECT", 0)
+def test_rows_beyond_the_last_add_nothing_to_weights_without_eps(centred, eps, across):
     x, dy, w = made(67, 70), made(67, 70, seed=1), made(70, seed=2)
     x, dy = (t.mT.contiguous().mT if across else t for t in (x, dy))
     backward = fusebook.layer_norm_backward if centred else fusebook.rms_norm_backward

@@ -52,8 +52,16 @@ from fusebook.kernels.linear_cross_entropy import (
     linear_cross_entropy_with_gradients,
 )
 from fusebook.kernels.logistic_step import logistic_fit, logistic_step, logistic_step_eager
-from fusebook.kernels.norms import add_layer_norm, add_rms_norm, layer_norm, layer_norm_eager, rms_norm, rms_norm_eager
-from fusebook.kernels.norms_backward import layer_norm_backward, rms_norm_backward
+from fusebook.kernels.norms import (
+    add_layer_norm,
+    add_rms_norm,
+    layer_norm,
+    layer_norm_backward,
+    layer_norm_eager,
+    rms_norm,
+    rms_norm_backward,
+    rms_norm_eager,
+)
 from fusebook.kernels.products import concat_gemm, concat_gemm_eager, swiglu, swiglu_eager
 from fusebook.kernels.quantized import PackedWeight, quantize, quantized_matmul, quantized_swiglu
 from fusebook.kernels.scatter import (

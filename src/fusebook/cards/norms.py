@@ -14,8 +14,15 @@ from torch import Tensor
 from fusebook.cards import _draws
 from fusebook.cards._peers import card, compiled, compiling, foreign, liger_takes, matrices, quack_takes
 from fusebook.kernels._call import FLOATING
-from fusebook.kernels.norms import add_rms_norm, layer_norm, layer_norm_eager, rms_norm, rms_norm_eager
-from fusebook.kernels.norms_backward import layer_norm_backward, rms_norm_backward
+from fusebook.kernels.norms import (
+    add_rms_norm,
+    layer_norm,
+    layer_norm_backward,
+    layer_norm_eager,
+    rms_norm,
+    rms_norm_backward,
+    rms_norm_eager,
+)
 from fusebook.measure.inputs import rough
 from fusebook.measure.op import Cost, Dims, Op, Variant
 
