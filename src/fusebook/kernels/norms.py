@@ -205,6 +205,18 @@ def _relative(x, anchor, FAR: tl.constexpr):
     return x - anchor if FAR else x
 
 
+@triton.jit
+def _mean(total, N):
+    """total / N, to which what is left of the division is added.
+
+    The quotient alone may be an ulp off, or be fused with a subtraction that follows and not be rounded. Far from zero
+    that is more than the differences between elements.
+    """
+    N = tl.cast(N, total.dtype)
+    mean = total / N
+    return mean + tl.fma(-mean, N, total) / N
+
+
 # Norms of rows in registers ------------------------------------------------------------------------------------------
 
 
@@ -221,7 +233,7 @@ def _statistics(x, anchor, N, EPS: tl.constexpr, CENTRED: tl.constexpr, FAR: tl.
         for i in tl.static_range(CHUNKS):
             away = _relative(x[i], anchor, FAR)
             totals += tl.where(last, away, 0.0) if FAR and i == CHUNKS - 1 else away
-        mean = tl.sum(totals, 1)[:, None] / N
+        mean = _mean(tl.sum(totals, 1)[:, None], N)
     # Not the mean of squares less the square of the mean, which cancels in a row far from zero.
     squares = tl.zeros([ROWS, BLOCK], FLOAT)
     for i in tl.static_range(CHUNKS):
@@ -388,7 +400,7 @@ def _part_word(x, anchor, low, high, N, CENTRED: tl.constexpr, FAR: tl.constexpr
             own = (columns >= low - i * BLOCK) & (columns < high - i * BLOCK)
             totals += tl.where(own, away, 0.0) if FAR else away
         total = tl.sum(totals, 0)
-    mean = total / (high - tl.maximum(low, 0))
+    mean = _mean(total, high - tl.maximum(low, 0))
     zero = opaque_zero(N, total)
     squares = tl.zeros([BLOCK], tl.float32)
     for i in tl.static_range(CHUNKS):
@@ -414,7 +426,7 @@ def _merge_statistics(words, lanes, head, N, SPAN, EPS: tl.constexpr, CENTRED: t
     squares, totals = unpack(words)
     mean = tl.zeros([], tl.float32)
     if CENTRED:
-        mean = tl.sum(totals, 0) / N
+        mean = _mean(tl.sum(totals, 0), N)
         ends = tl.minimum(head + N - lanes * SPAN, SPAN)  # [LANES]
         counts = tl.maximum(ends - tl.maximum(head - lanes * SPAN, 0), 0).to(tl.float32)
         away = totals / tl.maximum(counts, 1.0) - mean
@@ -510,7 +522,7 @@ def _gradient_sums(x, g, inside, count, axis: tl.constexpr, CENTRED: tl.constexp
     gs = total
     if CENTRED:
         total, gs = _two_sums(x, g, axis, TOGETHER)
-        mean = total / count
+        mean = _mean(total, count)
         x = tl.where(inside, x - (mean if axis == 0 else mean[:, None]), 0.0)
     squares, products = _two_sums(x * x, g * x, axis, TOGETHER)
     return squares, products, total, gs
@@ -564,7 +576,7 @@ def _norm_backward_rows(
         squares, products, total, gs = _gradient_sums(x, dy * w.to(FLOAT), inside, N, 1, CENTRED, TOGETHER)
         factor = (1 / tl.sqrt(squares / N + EPS))[:, None]  # [ROWS, 1]
         factor = tl.where(live, factor, 0.0)  # of rows beyond the last it may be infinite, or NaN
-        n = (x - total[:, None] / N if CENTRED else x) * factor  # [ROWS, BLOCK]
+        n = (x - _mean(total[:, None], N) if CENTRED else x) * factor  # [ROWS, BLOCK]
         dw = dw + dy * n if DW else dw
         db = db + dy if DB else db
         dx = dy * w.to(FLOAT) - n * (products[:, None] * factor / N)
@@ -662,7 +674,7 @@ def _merge_sums(words, more, lanes, N, SPAN, EPS: tl.constexpr, CENTRED: tl.cons
     mean_g = mean
     if CENTRED:
         totals, gs = unpack(more)
-        mean, mean_g = tl.sum(totals, 0) / N, tl.sum(gs, 0) / N
+        mean, mean_g = _mean(tl.sum(totals, 0), N), tl.sum(gs, 0) / N
         counts = tl.maximum(tl.minimum(N - lanes * SPAN, SPAN), 0).to(tl.float32)  # [LANES]
         away = totals / tl.maximum(counts, 1.0) - mean
         squares += counts * away * away
@@ -974,6 +986,8 @@ def _backward_into(
             early = overlapping(x.device)
         stages = (4 if newer and centred else 3) - (dtotal is not None) if layout.along else 1
         given |= {**constants, "STAGES": min(stages, 16 // size), "TOGETHER": capability is not None}
+        # With one column, the compiler would fuse g of a row with the subtraction of its mean, g once more.
+        given["BLOCK"] = max(2, given["BLOCK"])
         given.pop("CHUNKS", None)
         launch(
             _norm_backward_rows, (groups,), dx, sums, *tensors, outer, inner, n // align, groups, *places,
