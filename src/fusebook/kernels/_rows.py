@@ -240,6 +240,22 @@ def wait_for(workspace_ptr, lanes, PARTS, NEUTRAL: tl.constexpr, TRIES: tl.const
     return words, missing
 
 
+@triton.jit
+def wait_for_both(workspace_ptr, lanes, PARTS, NEUTRAL: tl.constexpr, TRIES: tl.constexpr):
+    """The same where a part has two words, the second PARTS behind the first. A part is missing until it has both."""
+    inside = lanes < PARTS
+    words = tl.load(workspace_ptr + lanes, mask=inside, other=NEUTRAL, volatile=True)
+    more = tl.load(workspace_ptr + PARTS + lanes, mask=inside, other=NEUTRAL, volatile=True)
+    missing = first_missing(tl.where(more == 0, more, words), lanes)
+    tries = 0
+    while (missing < lanes.shape[0]) & (tries < TRIES):
+        words = tl.load(workspace_ptr + lanes, mask=inside, other=NEUTRAL, volatile=True)
+        more = tl.load(workspace_ptr + PARTS + lanes, mask=inside, other=NEUTRAL, volatile=True)
+        missing = first_missing(tl.where(more == 0, more, words), lanes)
+        tries += 1
+    return words, more, missing
+
+
 #: Words that change no result of a merge: (-inf, 0) and (-0.0, 0).
 NEUTRAL_MAX_SUM = tl.constexpr(-36028797018963968)
 NEUTRAL_SUM = tl.constexpr(-9223372036854775808)

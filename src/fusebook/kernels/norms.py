@@ -72,6 +72,7 @@ from ._rows import (
     unpack,
     vector_width,
     wait_for,
+    wait_for_both,
     with_adjacent_elements,
     workspace,
 )
@@ -645,10 +646,10 @@ def _words_of_row(
     more = words
     # Always true. The compiler would otherwise move these loads ahead of what is published, which loads the next row.
     if published != 0:
-        words, missing = wait_for(workspace_ptr, lanes, PARTS, NEUTRAL_SUM, TRIES)
         if CENTRED:
-            more, also = wait_for(workspace_ptr + PARTS, lanes, PARTS, NEUTRAL_SUM, TRIES)
-            missing = tl.minimum(missing, also)
+            words, more, missing = wait_for_both(workspace_ptr, lanes, PARTS, NEUTRAL_SUM, TRIES)
+        else:
+            words, missing = wait_for(workspace_ptr, lanes, PARTS, NEUTRAL_SUM, TRIES)
         while missing < lanes.shape[0]:
             begin = missing * SPAN
             count = tl.minimum(N - begin, SPAN)
@@ -660,9 +661,7 @@ def _words_of_row(
             _publish_words(workspace_ptr + missing, PARTS, word, its_more, CENTRED)
             words = tl.where(lanes == missing, word, words)
             more = tl.where(lanes == missing, its_more, more)
-            missing = first_missing(words, lanes)
-            if CENTRED:
-                missing = tl.minimum(missing, first_missing(more, lanes))
+            missing = first_missing(tl.where(more == 0, more, words) if CENTRED else words, lanes)
     return words, more
 
 
