@@ -538,22 +538,17 @@ def _add_total(dx, dtotal_ptr, at, columns, inside):
 
 
 @triton.jit
-def _store_partial_rows(
-    sums_ptr, dw, db, group, columns, inside, GROUPS, N, DW: tl.constexpr, DB: tl.constexpr
-):  # fmt: skip
-    """Leave what a group of programs added up: dweight [GROUPS, N], and behind it dbias."""
-    if DW:
-        tl.store(sums_ptr + group.to(tl.int64) * N + columns, dw, mask=inside)
-    if DB:
-        group += GROUPS if DW else 0
-        tl.store(sums_ptr + group.to(tl.int64) * N + columns, db, mask=inside)
+def _store_partial_row(sums_ptr, sums, group, columns, inside, N):
+    """Leave what a group of programs added up. One group alone writes the gradient of the weights itself."""
+    if sums_ptr is not None:
+        tl.store(sums_ptr + group.to(tl.int64) * N + columns, sums, mask=inside)
 
 
 @triton.jit
 def _norm_backward_rows(
-    dx_ptr, sums_ptr, x_ptr, dy_ptr, dtotal_ptr, w_ptr, OUTER, INNER, N, GROUPS, dx_strides, x_strides, dy_strides,
-    dtotal_strides, ALIGN: tl.constexpr, FLAT: tl.constexpr, EPS: tl.constexpr, CENTRED: tl.constexpr,
-    FAR: tl.constexpr, DW: tl.constexpr, DB: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    dx_ptr, dw_ptr, db_ptr, x_ptr, dy_ptr, dtotal_ptr, w_ptr, OUTER, INNER, N, GROUPS, dx_strides, x_strides,
+    dy_strides, dtotal_strides, ALIGN: tl.constexpr, FLAT: tl.constexpr, EPS: tl.constexpr, CENTRED: tl.constexpr,
+    FAR: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     STAGES: tl.constexpr, TOGETHER: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Tiles of ROWS rows; GROUPS programs take all of them in turn. Rows of STAGES loops are loaded ahead."""
@@ -578,16 +573,16 @@ def _norm_backward_rows(
         factor = (1 / tl.sqrt(squares / N + EPS))[:, None]  # [ROWS, 1]
         factor = tl.where(live, factor, 0.0)  # of rows beyond the last it may be infinite, or NaN
         n = (x - _mean(total[:, None], N) if CENTRED else x) * factor  # [ROWS, BLOCK]
-        dw = dw + dy * n if DW else dw
-        db = db + dy if DB else db
+        dw = dw + dy * n if dw_ptr is not None else dw
+        db = db + dy if db_ptr is not None else db
         dx = dy * w.to(FLOAT) - n * (products[:, None] * factor / N)
         dx = (dx - gs[:, None] / N if CENTRED else dx) * factor
         at = row_offset(outer, inner, dtotal_strides, ALIGN)
         dx = _add_total(dx, dtotal_ptr, at, columns.to(tl.int64) * dtotal_strides[2], inside)
         at = row_offset(outer, inner, dx_strides, ALIGN)
         store_chunk(dx_ptr + at, dx, 0, dx_strides[2], N, live, BLOCK, 1)  # write MN
-    dw, db = tl.sum(dw, 0)[None, :], tl.sum(db, 0)[None, :]
-    _store_partial_rows(sums_ptr, dw, db, tl.program_id(0), columns, columns < N, GROUPS, N, DW, DB)
+    _store_partial_row(dw_ptr, tl.sum(dw, 0)[None, :], tl.program_id(0), columns, columns < N, N)
+    _store_partial_row(db_ptr, tl.sum(db, 0)[None, :], tl.program_id(0), columns, columns < N, N)
 
 
 # Gradients of rows that several programs share -----------------------------------------------------------------------
@@ -684,9 +679,9 @@ def _merge_sums(words, more, lanes, N, SPAN, EPS: tl.constexpr, CENTRED: tl.cons
 
 @triton.jit(do_not_specialize=["M", "GROUPS", "PARTS", "PROCESSORS"])
 def _norm_backward_shared(
-    dx_ptr, sums_ptr, workspace_ptr, x_ptr, dy_ptr, dtotal_ptr, w_ptr, M, N, x_stride, dy_stride, dtotal_stride, GROUPS,
-    SPAN, PARTS, PROCESSORS, ALIGN: tl.constexpr, EPS: tl.constexpr, CENTRED: tl.constexpr, FAR: tl.constexpr,
-    DW: tl.constexpr, DB: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr, STAGES: tl.constexpr,
+    dx_ptr, dw_ptr, db_ptr, workspace_ptr, x_ptr, dy_ptr, dtotal_ptr, w_ptr, M, N, x_stride, dy_stride, dtotal_stride,
+    GROUPS, SPAN, PARTS, PROCESSORS, ALIGN: tl.constexpr, EPS: tl.constexpr, CENTRED: tl.constexpr, FAR: tl.constexpr,
+    BLOCK: tl.constexpr, LANES: tl.constexpr, STAGES: tl.constexpr,
     TRIES: tl.constexpr, LATE: tl.constexpr,
 ):  # fmt: skip
     """One row after another is shared by PARTS programs, each of which has SPAN columns; GROUPS such groups have all.
@@ -726,15 +721,15 @@ def _norm_backward_shared(
         mean, factor, mean_product, mean_g = _merge_sums(words, more_words, lanes, N, SPAN, EPS, CENTRED)
         away = accumulated(x) - mean  # [BLOCK]
         scaled = accumulated(dy) * factor
-        dw = dw + scaled * away if DW else dw
-        db = db + accumulated(dy) if DB else db
+        dw = dw + scaled * away if dw_ptr is not None else dw
+        db = db + accumulated(dy) if db_ptr is not None else db
         dx = scaled * accumulated(w) - away * (mean_product * factor * factor)
         dx = dx - mean_g * factor if CENTRED else dx
         dx = _add_total(dx, dtotal_ptr, row * (dtotal_stride * ALIGN) + begin, columns, inside)
         tl.store(dx_ptr + (row * N + begin) + columns, dx, mask=inside)  # write MN
         x, dy = next_x, next_dy
-    if DW or DB:
-        _store_partial_rows(sums_ptr, dw, db, group, begin + columns, inside, GROUPS, N, DW, DB)
+    _store_partial_row(dw_ptr, dw, group, begin + columns, inside, N)
+    _store_partial_row(db_ptr, db, group, begin + columns, inside, N)
 
 
 @triton.jit
@@ -932,6 +927,17 @@ def _across_backward(layout: Layout, size: int) -> dict[str, Any] | None:
     return {"ROWS": rows, "BLOCK": block, "num_warps": max(1, rows * block // 512)}
 
 
+def _partial_rows(
+    dw: Tensor | None, db: Tensor | None, groups: int, x: Tensor
+) -> tuple[Tensor | None, tuple[Tensor | None, Tensor | None]]:
+    """Memory for what groups add up for dw and db, and its parts; one group alone writes dw and db."""
+    vectors = (dw is not None) + (db is not None)
+    if groups == 1 or not vectors:
+        return None, (dw, db)
+    sums = empty((vectors, groups, x.shape[-1]), accumulated_in(x.dtype), x.device)
+    return sums, (None if dw is None else sums[0], None if db is None else sums[-1])
+
+
 def _backward_into(
     found: list[Tensor], x: Tensor, dy: Tensor, dtotal: Tensor | None, weight: Tensor | None, bias: Tensor | None,
     centred: bool, eps: float,
@@ -961,27 +967,26 @@ def _backward_into(
     tensors = (*ins, *([None] if dtotal is None else []), weight if weight is None else contiguous(weight))
     newer = capability is not None and capability >= (9, 0)  # whose multiprocessors have more shared memory
     given = {"ALIGN": align, "EPS": eps, "CENTRED": centred, "FAR": centred and size > 2}
-    given |= {"DW": dw is not None, "DB": db is not None}
-    vectors = (dw is not None) + (db is not None)
     early: dict[str, bool] = {}  # how the second kernel is launched
     if constants is None and config is None:
         share = shared(parts._replace(registers=_BACKWARD_REGISTERS[centred]), n, size, 1)
         groups = min(inner, resident // share.parts)
-        sums = empty((vectors, groups, n), accumulated_in(x.dtype), x.device) if vectors else None
+        sums, left = _partial_rows(dw, db, groups, x)
         words, late = workspace((inner + groups) * share.parts * (2 if centred else 1), x.device)
         given |= {**share.constants, "STAGES": (4 if newer else 2) - (dtotal is not None), **late}
         del given["VEC"]
         launch(
-            _norm_backward_shared, (groups * share.parts,), dx, sums, words, *tensors, inner, n // align,
+            _norm_backward_shared, (groups * share.parts,), dx, *left, words, *tensors, inner, n // align,
             *(stride for _, stride, _ in places[1:]), groups, share.span, share.parts, processors, **given,
         )  # fmt: skip
     else:
         constants = constants or row_constants(config, n, inner)
         warps = constants["num_warps"]
         groups = min(outer * triton.cdiv(inner, constants["ROWS"]), max(1, 16 // warps) * processors)
-        sums = empty((vectors, groups, n), accumulated_in(x.dtype), x.device) if vectors else None
+        sums, left = _partial_rows(dw, db, groups, x)
         # Where wide programs fill the multiprocessors, those of the second kernel would be in the way of the last.
-        if vectors and (warps <= 4 or groups * warps <= 8 * processors) and 3 * dx.numel() * size <= _NOTICEABLE:
+        room = warps <= 4 or groups * warps <= 8 * processors
+        if sums is not None and room and 3 * dx.numel() * size <= _NOTICEABLE:
             early = overlapping(x.device)
         stages = (4 if newer and centred else 3) - (dtotal is not None) if layout.along else 1
         given |= {**constants, "STAGES": min(stages, 16 // size), "TOGETHER": capability is not None}
@@ -989,10 +994,11 @@ def _backward_into(
         given["BLOCK"] = max(2, given["BLOCK"])
         given.pop("CHUNKS", None)
         launch(
-            _norm_backward_rows, (groups,), dx, sums, *tensors, outer, inner, n // align, groups, *places,
+            _norm_backward_rows, (groups,), dx, *left, *tensors, outer, inner, n // align, groups, *places,
             FLAT=outer == 1, EARLY=bool(early), maxnreg=128, **given,
         )  # fmt: skip
     if sums is not None:
+        vectors = len(sums)
         # Many partial rows of few columns: one load after another would wait for memory.
         many = groups > 32 and n * vectors < 32 * processors
         rows, block, warps = (min(512, triton.next_power_of_2(groups)), 8, 8) if many else (32, 32, 4)
