@@ -119,7 +119,7 @@ def roomy(empty):
 
 
 def zeroed(padded):
-    """`padded` of `linear_cross_entropy`, whose pads, and nothing else, count as written."""
+    """`padded` of `losses`, whose pads, and nothing else, count as written."""
 
     def zeros(shape, pitch, *rest):
         made = padded(shape, pitch, *rest)
@@ -134,10 +134,10 @@ def run(tool, taken, words):
     import torch
     import torch.utils._pytree as pytree
 
-    from fusebook.kernels import linear_cross_entropy
+    from fusebook.kernels import losses
     from fusebook.measure import inputs
 
-    linear_cross_entropy.padded = zeroed(linear_cross_entropy.padded)
+    losses.padded = zeroed(losses.padded)
     exact, whole = torch.empty, roomy(torch.empty)
     numbered, after = [], 0
     for part in cases(words):

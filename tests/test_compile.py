@@ -19,7 +19,6 @@ SPILLS = {
     "_swiglu": "float32 of 17 to 32 rows, whose tiles of two warps were fastest all the same",
     "_softmax_shared": "with a limit of registers more programs run at once, faster than no limit and no spills",
     "_softmax_backward_shared": "the same",
-    "_entropy_parts": "a few bytes besides the logits of a wide row, which fill the registers",
     "_norm_backward_shared": "parts of x and dy and the sums for the weights fill the registers",
     "_norm_backward_rows": "float64: a few bytes besides the sums for the weights",
     "_scatter_nd_scan": "the scan over all indices, which one program does",

@@ -27,13 +27,12 @@ FAMILIES = {
     "distributed": (("kmeans",), "SharedKMeans(3, 16)(wide, wide[:3].clone())"),
     "logistic_step": ((), "logistic_step(wide, wide[:, 0] * 0, wide[0] * 0, wide[0, :1] * 0, 0.1, 0)"),
     "adamw": ((), "adamw_step([wide], [wide * 1], [wide * 0], [wide * 0], step=1)"),
+    "losses": ((), "cross_entropy(x, at).backward(); linear_cross_entropy(x, w.mT, at).backward()"),
     "norms": (
         (),
         "rms_norm(x, w[0]).sum().backward(); add_layer_norm(x, x, w[0]); rms_norm(wide, dtype=torch.int8)",
     ),
-    # These still need files besides.
-    "cross_entropy": (("_entropy", "_layouts"), "cross_entropy(x, at).backward()"),
-    "linear_cross_entropy": (("_entropy", "_few", "_layouts"), "linear_cross_entropy(x, w.mT, at).backward()"),
+    "quantized": ((), "quantized_matmul(wide.half(), quantize(wide.half(), 8, 32))"),
 }
 
 #: In a process without Fusebook: the launches of each copy; then with it, those of the package.

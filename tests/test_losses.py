@@ -8,15 +8,14 @@ import types
 import pytest
 import torch
 import torch.nn.functional as F
+import triton
+import triton.language as tl  # noqa: F401  (which the interpreter looks for)
 
 import fusebook
 from fusebook.cards import OPS, losses
-from fusebook.kernels import _entropy, _few
-from fusebook.kernels import linear_cross_entropy as module
+from fusebook.kernels import _rows
+from fusebook.kernels import losses as kernels
 from fusebook.kernels._call import launching, uncached
-from fusebook.kernels._entropy import Terms, entropy_into, entropy_plan, plan_of
-from fusebook.kernels._layouts import Plan
-from fusebook.kernels.linear_cross_entropy import CHUNK_BYTES, chunk_plan, kept_plan, pieces_plan, whole_plan
 from fusebook.measure import check
 from fusebook.measure.inputs import generator
 
@@ -24,8 +23,35 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = pytest.mark.parametrize(
     "dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=lambda t: str(t)[6:]
 )
-#: A tile of several rows; a row in tiles; a row of two programs, or in float64 one that is read twice.
-WIDTHS = pytest.mark.parametrize("N", [37, 5001, 33000])
+#: Several rows of a program; a row in chunks; a row shared by three programs, which torch computes in float64.
+WIDTHS = pytest.mark.parametrize("N", ["rows", "chunks", "shared"], indirect=True)
+
+
+@pytest.fixture
+def force(monkeypatch):
+    """Choose a kernel and its launch config, in the interpreter as well."""
+
+    def forced(kind):
+        if kind == "rows":
+            return
+        chunks = (_rows.Config(2**40, 256, 4),) if kind == "chunks" else ()
+        monkeypatch.setattr(kernels, "interpreted", lambda device: False)
+        monkeypatch.setattr(kernels, "_ROWS", dict.fromkeys((2, 4, 8), chunks))
+        parts = (_rows.Parts(2**40, 1024, 4),) if kind == "shared" else ()
+        monkeypatch.setattr(kernels, "_PARTS", {2: parts, 4: parts, 8: ()})
+        monkeypatch.setattr(kernels, "_CHUNK", 256)
+        if DEVICE == "cpu":  # programs run in turn: looking again finds nothing new
+            monkeypatch.setattr(_rows, "TRIES", 0)
+
+    with uncached():
+        yield forced
+
+
+@pytest.fixture
+def N(request, force):
+    """A width, and the kernel for it."""
+    force(request.param)
+    return {"rows": 37, "chunks": 1001, "shared": 3001}[request.param]
 
 
 def drawn(M, N, dtype=torch.float32, seed=0):
@@ -73,7 +99,7 @@ TERMS = {
 @WIDTHS
 @pytest.mark.parametrize("terms", TERMS.values(), ids=TERMS)
 def test_every_term_is_that_of_torch_in_float64(terms, N, dtype):
-    if N > 6000 and (dtype not in (torch.float64, torch.bfloat16) or "weight" not in terms):
+    if N > 1001 and (dtype not in (torch.float64, torch.bfloat16) or "weight" not in terms):
         pytest.skip("the kernel is the same")
     x, target, weight = drawn(4, N, dtype)
     target[target < 0] = terms.get("ignore_index", -100)
@@ -153,42 +179,132 @@ def test_it_has_a_gradient_under_transforms_and_compiled():
     assert_close(own.grad, dx)
 
 
-@pytest.mark.parametrize("N", [37, 5000, 33000])  # rows that begin within a vector are added up in another order
+@WIDTHS
 def test_a_row_does_not_depend_on_how_many_there_are(N):
-    x, target, _ = drawn(4, N)
+    x, target, _ = drawn(4, N - N % 8)  # rows that begin within a vector are added up in another order
     losses, dx = fusebook.cross_entropy_with_gradient(x, target, reduction="none")
     for rows in (slice(0, 1), slice(1, 4)):
         some = fusebook.cross_entropy_with_gradient(x[rows].clone(), target[rows].clone(), reduction="none")
         assert torch.equal(some[0], losses[rows]) and torch.equal(some[1], dx[rows])
 
 
-@pytest.mark.parametrize("tries", [0, 4096])
-def test_programs_of_a_row_that_do_not_find_each_other_give_the_same_bits_in_place(tries, monkeypatch):
-    if tries and DEVICE == "cpu":
-        pytest.skip("interpreted programs never find those behind them")
-    x, target, _ = drawn(2, 70001, torch.bfloat16)
-    plan = plan_of(x, x)
-    assert plan.parts > 1
-    loss, dx = fusebook.cross_entropy_with_gradient(x, target)
-    other = plan._replace(constants={**plan.constants, "TRIES": tries})
-    monkeypatch.setattr(_entropy, "entropy_plan", lambda *_, **__: other)
-    here = torch.empty(1, device=DEVICE)
-    entropy_into(here, x, x, target, None, Terms(None, "mean", -100, 0.0, 0.0, None))
-    assert torch.equal(x, dx) and torch.equal(here[0], loss)
+@triton.jit
+def nothing(workspace_ptr, word):
+    """Replaces `publish`, so that no program finds a word that another one has published."""
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("parts", [2, 3])
+@pytest.mark.parametrize("n", [2048, 2047], ids=["aligned", "odd"])
+@pytest.mark.parametrize("when", ["in turn", "on time", "late"])
+def test_a_shared_row_has_the_same_bits_whenever_words_arrive(when, n, parts, dtype, force, monkeypatch):
+    """Also if its gradient overwrites the logits, from which no missing word can be computed any more."""
+    if DEVICE == "cuda" and when != "in turn":
+        pytest.skip("publish cannot be replaced in compiled code")
+    force("shared")
+    table = (_rows.Parts(2**40, 1088 if parts == 2 else 768, 4),)
+    monkeypatch.setattr(kernels, "_PARTS", {2: table, 4: table})
+    x, target, _ = drawn(3, n, dtype)
+    x[0, : n // 3 * 2] = -math.inf  # a part, or two, without anything
+    target[0] = n - 1
+    config, options = kernels._launch_config(x, x), {"label_smoothing": 0.1, "softcap": 200.0}
+    assert config.parts == parts
+    for terms in ({}, {"reduction": "none"}, options):
+        loss, dx = fusebook.cross_entropy_with_gradient(x, target, **terms)
+        if terms is not options:  # with smoothing, -inf makes an infinite loss
+            want, want_dx = wanted(x, target, **terms)
+            assert_close(loss[..., None], want[..., None])
+            assert_close(dx, want_dx)
+        with monkeypatch.context() as patch:
+            if when == "late":
+                patch.setattr(kernels, "publish", nothing)
+            elif when == "on time":  # the words of the launch before
+                boards, made = [], kernels._prepare
+                patch.setattr(kernels, "_prepare", lambda *a, made=made, to=boards: to.append(made(*a)) or to[-1])
+                fusebook.cross_entropy_with_gradient(x, target, **terms)
+                words = boards[0].words.view(3, parts)
+                assert (words != 0).sum(1).tolist() == [parts, 0, parts]  # row 1 is ignored
+                patch.setattr(kernels, "_prepare", lambda *a, to=boards: to[0])
+                patch.setattr(kernels, "_part_word", None)  # nothing to compute again
+            here = x.clone().requires_grad_()
+            found = fusebook.cross_entropy(here * 1, target, inplace=dtype != torch.float16, **terms)
+            (got,) = torch.autograd.grad(found.sum(), here)
+        assert torch.equal(found, loss) and torch.equal(got, dx)
 
 
 @pytest.mark.parametrize("programs", [1, 2, 5])
 def test_programs_of_short_rows_take_them_in_turn(programs, monkeypatch):
     x, target, _ = drawn(9, 37, torch.bfloat16)
     loss, dx = wanted(x, target)
-    plan = Plan("rows", {"ROWS": 2, "BLOCK": 64}, programs, 1)
-    monkeypatch.setattr(_entropy, "entropy_plan", lambda *_, **__: plan)
-    for here in (torch.full_like(x, math.nan), x):  # beside the logits, and over them
-        found = torch.empty(1, device=DEVICE)
+    monkeypatch.setattr(kernels, "INTERPRETER", _rows.Config(2**40, 64, 1, 128))
+    monkeypatch.setattr(kernels, "_ROWS", {2: (_rows.Config(2**40, 64, 1, 128),)})
+    monkeypatch.setattr(kernels, "_MOST_PROGRAMS", programs)
+    for here in (torch.full_like(x, math.nan), x):  # apart from the logits, and over them
+        found, terms = torch.empty(1, device=DEVICE), kernels.Terms(None, "mean", -100, 0.0, 0.0, None)
         with launching(x):
-            entropy_into(found, here, x, target, None, Terms(None, "mean", -100, 0.0, 0.0, None))
+            kernels._entropy_into(found, here, x, target, None, terms)
         assert_close(found[0], loss)
         assert_close(here, dx)
+
+
+@pytest.mark.parametrize("few", [0, 1024])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_a_mean_is_the_same_whether_a_kernel_sums_weights_before(few, weighted, monkeypatch):
+    x, target, weight = drawn(600, 9)
+    x.clamp_(-1, 1)  # a class that is nearly certain has no digits
+    weight = weight if weighted else None
+    loss, dx = wanted(x, target, weight)
+    monkeypatch.setattr(kernels, "_FEW_TARGETS", few)
+    monkeypatch.setattr(kernels, "_MORE_TARGETS", few)
+    with uncached():
+        got, got_dx = fusebook.cross_entropy_with_gradient(x, target, weight)
+        assert_close(fusebook.cross_entropy(x, target, weight), loss)
+    assert_close(got, loss)
+    assert_close(got_dx, dx)
+
+
+@pytest.mark.parametrize("terms", TERMS.values(), ids=TERMS)
+def test_rows_that_no_kernel_holds_are_computed_by_torch(terms, monkeypatch):
+    monkeypatch.setattr(kernels, "WIDEST", 16)
+    monkeypatch.setattr(kernels, "launch", refuse_rows(kernels.launch))
+    for dtype in (torch.bfloat16, torch.float64):
+        x, target, weight = drawn(5, 37, dtype)
+        x[2], x[3, 4] = math.nan, -math.inf
+        target[target < 0] = terms.get("ignore_index", -100)
+        own = terms | {"weight": weight if terms.get("weight") else None}
+        if terms.get("label_smoothing"):
+            x[3, 4] = 1.0
+        loss, dx = wanted(torch.where(x.isnan(), 0.0, x), target, **own)
+        with uncached():
+            got, got_dx = fusebook.cross_entropy_with_gradient(x, target, **own)
+            alone = fusebook.cross_entropy(x, target, **own)
+            here = x.clone().requires_grad_()
+            over = fusebook.cross_entropy(here * 1, target, inplace=True, **own)
+            g = torch.arange(1.0, 1 + over.numel(), device=DEVICE).view(over.shape).to(over.dtype)
+            (over_dx,) = torch.autograd.grad(over, here, g)
+            finite = torch.where(x.isfinite(), x, 0.0)
+            h = torch.eye(5, dtype=dtype, device=DEVICE)
+            linear = fusebook.linear_cross_entropy_with_gradients(h, finite.T, target, rows=2, **own)
+        for found in (got, alone, over.detach()):
+            assert_close(found, loss)
+        assert_close(got_dx, dx)
+        assert_close(over_dx, dx * g.reshape(-1, 1).double())
+        loss, dx = wanted(finite, target, **own)
+        assert_close(linear[0], loss)
+        assert_close(linear[2].T, dx)
+        target[1] = 37
+        with uncached():
+            own = {"reduction": "none", "check": False, "ignore_index": terms.get("ignore_index", -100)}
+            got, got_dx = fusebook.cross_entropy_with_gradient(x, target, **own)
+        assert got.isnan().tolist() == got_dx.isnan().any(1).tolist() == [False, True, False, False, False]
+
+
+def refuse_rows(launch):
+    def launched(kernel, *given, **how):
+        assert kernel not in (kernels._cross_entropy_rows, kernels._cross_entropy_shared)
+        return launch(kernel, *given, **how)
+
+    return launched
 
 
 # Bad input
@@ -215,7 +331,7 @@ def test_special_values_are_where_torch_has_them(N):
 @pytest.mark.parametrize("weighted", [False, True], ids=["alike", "weighted"])
 def test_logits_may_be_the_least_and_the_largest_numbers(weighted, smoothing, N, dtype):
     """As they are where a mask shuns infinity: their sums, and their products with log2(e), would overflow."""
-    if N > 6000 and weighted and dtype != torch.bfloat16:
+    if N > 1001 and weighted and dtype != torch.bfloat16:
         pytest.skip("the kernel is the same")
     x, target, weight = drawn(5, N, dtype)
     least = torch.finfo(dtype).min
@@ -345,10 +461,11 @@ def test_programs_weigh_each_target_and_each_class_once():
     rng = torch.Generator(DEVICE).manual_seed(3)
     weight = torch.rand(9001, generator=rng, device=DEVICE)
     target = torch.randint(0, 9001, (9003,), generator=rng, device=DEVICE)
-    sums = torch.empty(4, device=DEVICE)
-    _entropy._begin[(2,)](None, sums, target, weight, 0, len(target), len(weight), 7, BLOCK=1024, COUNTS=2, EARLY=False)
-    torch.testing.assert_close(sums[:2].sum(), weight[target[target != 7]].sum())
-    torch.testing.assert_close(sums[2:].sum(), weight.sum())
+    sums = torch.empty(2, device=DEVICE)
+    kernels._sum_targets[(2,)](
+        sums, sums, target, weight, 0, len(target), len(weight), 7, COUNTS=2, BLOCK=1024, EARLY=False
+    )
+    torch.testing.assert_close(sums.sum(), weight[target[target != 7]].sum())
 
 
 def test_a_loss_far_from_zero_has_its_digits():
@@ -363,7 +480,7 @@ def test_a_loss_far_from_zero_has_its_digits():
 @WIDTHS
 @pytest.mark.parametrize("size", [0.03, 3.0, 300.0])  # below the cap, about it, above it
 def test_a_cap_leaves_logits_their_digits(size, N, dtype):
-    if N > 6000 and dtype in (torch.float32, torch.float16):
+    if N > 1001 and dtype in (torch.float32, torch.float16):
         pytest.skip("the kernel is the same")
     numbers, other, _ = drawn(4, N, dtype)
     numbers = size / 3 * (numbers - 100 * (numbers > 50))
@@ -416,70 +533,6 @@ def exact(M, K, N, dtype):
     rng = torch.Generator(DEVICE).manual_seed(1)
     both = (torch.randint(-2, 3, (length, K), generator=rng, device=DEVICE).to(dtype) / 4 for length in (M, N))
     return *both, torch.randint(0, N, (M,), generator=rng, device=DEVICE)
-
-
-def beside_nan(x, place):
-    """The same numbers as rows of wider ones, whose other numbers are NaN; how much wider, and where they begin."""
-    more, first = place
-    wide = x.new_full((len(x), x.shape[1] + more), math.nan)
-    wide[:, first : first + x.shape[1]] = x
-    return wide[:, first : first + x.shape[1]]
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("place", [(0, 0), (8, 8), (3, 1)], ids=str)
-@pytest.mark.parametrize("size", [(170, 304, 14), (70, 131, 16), (70, 131, 11), (5, 3, 1)], ids=str)
-@pytest.mark.parametrize("terms", TERMS.values(), ids=TERMS)
-def test_few_classes_in_half_types_are_multiplied_by_kernels(terms, size, place, dtype, monkeypatch):
-    M, K, N = size
-    h, head, target = exact(M, K, N, dtype)
-    h, head = beside_nan(h, place), beside_nan(head, place)
-    target[1::5] = terms.get("ignore_index", -100)
-    weight = torch.arange(1.0, 1 + N, device=DEVICE) if terms.get("weight") else None
-    terms = terms | {"weight": weight}
-    loss, dx = wanted(h.double() @ head.double().T, target, **terms)
-    launched, launch = [], _few.launch
-    monkeypatch.setattr(_few, "launch", lambda *given, **how: launched.append(given[0]) or launch(*given, **how))
-    monkeypatch.setattr(module, "apply", None)  # a library's product
-    monkeypatch.setattr(module, "WHOLE", (0, -1))  # copies for it
-    own = h.detach().requires_grad_(), head.detach().requires_grad_()
-    with uncached():
-        got = fusebook.linear_cross_entropy(*own, target, **terms)
-        g = 2.0 ** (4 + torch.arange(got.numel(), device=DEVICE) % 3).view(got.shape)
-        found = [torch.autograd.grad(got, own, g, retain_graph=True) for _ in range(2)]
-    assert set(launched) == {_few._few_logits, _few._few_gradients, *([_few._few_sums] if M > 64 else [])}
-    assert_close(got.detach(), loss)
-    assert all(map(torch.equal, *found))
-    dx *= g.double().reshape(-1, 1)
-    for dt, a, b in ((found[0][0], dx, head.double()), (found[0][1], dx.T, h.double())):
-        # Gradients of logits are rounded, and sums; the interpreter cuts bfloat16 off, which is twice as far.
-        near = (1.1 if dtype == torch.float16 else 2.1) * torch.finfo(dtype).eps * (a.abs() @ b.abs())
-        assert ((dt - a @ b).abs() <= near + torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps).all()
-
-
-def test_few_classes_are_few_halves_at_once():
-    plan = functools.partial(_few.few_plan, processors=132, whole=True)
-    assert plan(4096, 8192, 15, torch.float16) and plan(1, 1, 1, torch.bfloat16)
-    assert not plan(4096, 8192, 17, torch.float16) and not plan(4096, 8200, 15, torch.float16)
-    assert not plan(4096, 8192, 15, torch.float32)
-    assert not plan(4096, 8192, 16, torch.float16) and not plan(4096, 8192, 8, torch.float16)  # a library's best case
-    assert plan(4096, 8191, 16, torch.float16, whole=False)
-
-
-@pytest.mark.parametrize("rows", [None, 4])
-def test_few_classes_beside_a_target_that_is_none(rows):
-    """It is refused, or loses its own loss and gradient; and of several chunks a library multiplies the same."""
-    h, head, target = exact(6, 9, 5, torch.bfloat16)
-    loss, dx = wanted(h.double() @ head.double().T, target, reduction="none")
-    target[4] = 5
-    with pytest.raises(IndexError, match="from 0 to 4"):
-        fusebook.linear_cross_entropy(h, head, target, rows=rows)
-    got = fusebook.linear_cross_entropy(h.requires_grad_(), head, target, reduction="none", rows=rows, check=False)
-    (dh,) = torch.autograd.grad(got.sum(), h)
-    assert got.isnan().tolist() == dh.isnan().all(1).tolist() == [False] * 4 + [True, False]
-    assert_close(got[:4].detach(), loss[:4])
-    near = 2.1 * torch.finfo(h.dtype).eps * (dx.abs() @ head.double().abs())
-    assert ((dh - dx @ head.double()).abs() <= near)[:4].all()
 
 
 @pytest.mark.parametrize("rows", [None, 4, 3])
@@ -603,18 +656,18 @@ def test_what_is_right_of_a_head_is_found_by_some_rows_at_a_time(M, monkeypatch)
 def test_rows_beside_whole_vectors_are_copied_into_whole_ones(size, dtype, rows, monkeypatch):
     M, K, N = size
     given = losses.LINEAR_CROSS_ENTROPY.make(generator(3, DEVICE), dtype, M=M, K=K, N=N)
-    run, copies, copy = OPS["linear_cross_entropy"].variants["fusebook"].run, [], module._whole_into
+    run, copies, copy = OPS["linear_cross_entropy"].variants["fusebook"].run, [], kernels._copy_into
 
     def copied(out, x, *ignored):
         if x is not None and out.shape != x.shape:
             copies.append(out)
         copy(out, x, *ignored)
 
-    monkeypatch.setattr(module, "_whole_into", copied)
-    monkeypatch.setattr(module, "chunk_plan", lambda m, *_: min(m, rows or m))
+    monkeypatch.setattr(kernels, "_copy_into", copied)
+    monkeypatch.setattr(kernels, "_rows_of_chunk", lambda m, *_: min(m, rows or m))
     found = []
     for plan in ((math.inf, math.inf), (0, -1)):
-        monkeypatch.setattr(module, "WHOLE", plan)
+        monkeypatch.setattr(kernels, "PADDED", plan)
         with uncached():
             found.append(run(*given))
         assert bool(copies) == (plan == (0, -1))
@@ -628,7 +681,7 @@ def test_rows_beside_whole_vectors_are_copied_into_whole_ones(size, dtype, rows,
 
 
 def test_what_is_no_number_in_states_that_are_ignored_stays_out_of_copied_gradients(monkeypatch):
-    monkeypatch.setattr(module, "WHOLE", (0, -1))
+    monkeypatch.setattr(kernels, "PADDED", (0, -1))
     h, head, target, _ = losses.LINEAR_CROSS_ENTROPY.make(generator(3, DEVICE), torch.bfloat16, M=5, K=9, N=21)
     h[2], target[2] = math.inf, -100
     with uncached():
@@ -636,17 +689,14 @@ def test_what_is_no_number_in_states_that_are_ignored_stays_out_of_copied_gradie
     assert dh.isfinite().all() and not dh[2].any()
 
 
-@pytest.mark.parametrize("place", [(20, 24, 0, 4), (19, 20, 0, 1), (20, 21, 0, 1), (20, 24, 2, 2), (18, 24, 0, 2)])
-def test_copies_are_made_in_words_that_rows_are_whole_of(place, monkeypatch):
-    """Where a row begins, where it ends, and how far the next one is."""
-    k, stride, first, word = place
-    memory, words = torch.randn(first + 5 * stride, device=DEVICE).half(), []
+@pytest.mark.parametrize("place", [(20, 24, 0), (19, 20, 0), (20, 21, 0), (16, 24, 8), (18, 24, 1)])
+def test_copies_are_whole_wherever_rows_begin_and_end(place):
+    k, stride, first = place
+    memory = torch.randn(first + 5 * stride, device=DEVICE).half()
     x, out = memory.as_strided((5, k), (stride, 1), first), torch.full((8, 24), math.nan, device=DEVICE).half()
-    launch = module.launch
-    monkeypatch.setattr(module, "launch", lambda *given, **how: words.append(how["WORD"]) or launch(*given, **how))
     with launching(x):
-        module._whole_into(out, x)
-    assert words == [word] and torch.equal(out, F.pad(x, (0, 24 - k, 0, 3)))
+        kernels._copy_into(out, x)
+    assert torch.equal(out, F.pad(x, (0, 24 - k, 0, 3)))
 
 
 @pytest.mark.parametrize("way", ["loss", "gradients", "kept"])
@@ -654,15 +704,15 @@ def test_plans_of_copies_know_how_many_products_and_copies_there_are(way, monkey
     """Of a loss, of one with its gradients, and of one whose logits are kept, with those of its backward pass."""
     h, head, target, _ = losses.LINEAR_CROSS_ENTROPY.make(generator(3, DEVICE), torch.float16, M=7, K=19, N=21)
     told, copies, products = [], [], []
-    copy, apply, wide = module._whole_into, module.apply, module._wide_product
+    copy, apply, wide = kernels._copy_into, kernels.apply, kernels._wide_matmul
 
     def applied(function, *given, **how):
-        products.extend([function] * (function in (torch.mm, torch.addmm, wide, module._add_lowered)))
+        products.extend([function] * (function in (F.linear, torch.mm, torch.addmm, wide, kernels._add_lowered)))
         return apply(function, *given, **how)
 
-    monkeypatch.setattr(module, "whole_plan", lambda *_, **how: told.append((how["products"], how["copies"])) or True)
-    monkeypatch.setattr(module, "_whole_into", lambda *both: copies.append(both) or copy(*both))
-    monkeypatch.setattr(module, "apply", applied)
+    monkeypatch.setattr(kernels, "_pads", lambda *_, **how: told.append((how["products"], how["copies"])) or True)
+    monkeypatch.setattr(kernels, "_copy_into", lambda *both: copies.append(both) or copy(*both))
+    monkeypatch.setattr(kernels, "apply", applied)
     with uncached():
         if way == "loss":
             fusebook.linear_cross_entropy(h, head, target)
@@ -675,13 +725,13 @@ def test_plans_of_copies_know_how_many_products_and_copies_there_are(way, monkey
 
 def test_copies_are_worth_it():
     """Where both sides of the logits are long."""
-    options = {"aligned": False, "products": 3, "copies": 4}
-    assert whole_plan(4096, 4095, 50257, 2, **options) and not whole_plan(4096, 4095, 50257, 4, **options)
-    assert whole_plan(4096, 4096, 50257, 2, **options)
-    assert not whole_plan(4096, 4096, 50257, 2, **options | {"aligned": True})
-    assert not whole_plan(10**6, 4095, 2, 2, **options) and not whole_plan(2, 4095, 10**6, 2, **options)
-    assert not whole_plan(64, 63, 64, 2, **options)
-    assert whole_plan(5000, 1025, 40, 2, **options) and not whole_plan(5000, 1026, 40, 2, **options)
+    options = {"on_vectors": False, "products": 3, "copies": 4}
+    assert kernels._pads(4096, 4095, 50257, 2, **options) and not kernels._pads(4096, 4095, 50257, 4, **options)
+    assert kernels._pads(4096, 4096, 50257, 2, **options)
+    assert not kernels._pads(4096, 4096, 50257, 2, **options | {"on_vectors": True})
+    assert not kernels._pads(10**6, 4095, 2, 2, **options) and not kernels._pads(2, 4095, 10**6, 2, **options)
+    assert not kernels._pads(64, 63, 64, 2, **options)
+    assert kernels._pads(5000, 1025, 40, 2, **options) and not kernels._pads(5000, 1026, 40, 2, **options)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
@@ -692,7 +742,7 @@ def test_logits_of_a_scaled_loss_are_kept_for_one_backward_pass(size, reduction,
     own = h.requires_grad_(), head.requires_grad_()
     found = {}
     for kept in (False, True):
-        monkeypatch.setattr(module, "KEPT", kept)
+        monkeypatch.setattr(kernels, "KEPT", kept)
         with uncached():
             loss = fusebook.linear_cross_entropy(*own, target, reduction=reduction)
             g = scale * torch.arange(1, 1 + loss.numel(), device=DEVICE).view(loss.shape).float()
@@ -737,7 +787,7 @@ def test_what_is_wrong_is_refused_where_a_gradient_is_recorded_too(dtype):
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="on the CPU pages that nobody touches take no memory")
 def test_rows_may_be_scaled_by_numbers_that_lie_2_to_the_30_apart(monkeypatch):
-    monkeypatch.setattr(module, "FEW", 0)
+    monkeypatch.setattr(kernels, "FEW_CLASSES", 0)
     h, head, target, _ = losses.LINEAR_CROSS_ENTROPY.make(generator(3, DEVICE), torch.float16, M=3, K=19, N=21)
     own, g = (h.requires_grad_(), head.requires_grad_()), torch.empty_strided((3,), (2**30,))
     loss = fusebook.linear_cross_entropy(*own, target, reduction="none")
@@ -747,8 +797,8 @@ def test_rows_may_be_scaled_by_numbers_that_lie_2_to_the_30_apart(monkeypatch):
 
 
 def test_logits_are_kept_where_they_are_fewer_than_what_they_are_of():
-    assert kept_plan(2214, 1024, 17, 2) and kept_plan(512, 1024, 32000, 2)
-    assert not kept_plan(8192, 1024, 32000, 2) and not kept_plan(2**20, 2**13, 2**13, 2)
+    assert kernels._keeps(2214, 1024, 17, 2) and kernels._keeps(512, 1024, 32000, 2)
+    assert not kernels._keeps(8192, 1024, 32000, 2) and not kernels._keeps(2**20, 2**13, 2**13, 2)
     for sizes, rows, kept in (
         (((2, 3, 19), 13), None, True),
         (((2, 3, 3), 13), None, False),
@@ -768,7 +818,7 @@ def test_what_lies_between_rows_of_logits_reaches_no_result(given, monkeypatch):
     """Kernels and cuBLAS read whole vectors of memory that nobody has written."""
     dtype, M, K, N = given
     h, head, target, scale = losses.LINEAR_CROSS_ENTROPY.make(generator(0, DEVICE), dtype, M=M, K=K, N=N)
-    empty, shapes = module.empty, []
+    empty, shapes = kernels.empty, []
 
     def found(poison):
         def poisoned(*options):
@@ -776,8 +826,7 @@ def test_what_lies_between_rows_of_logits_reaches_no_result(given, monkeypatch):
             shapes.append(memory.shape)
             return memory.fill_(poison)
 
-        for each in (module, _few):
-            monkeypatch.setattr(each, "empty", poisoned)
+        monkeypatch.setattr(kernels, "empty", poisoned)
         own = h.clone().requires_grad_(), head.clone().requires_grad_()
         with uncached():
             loss = scale * fusebook.linear_cross_entropy(*own, target)
@@ -825,13 +874,12 @@ PRODUCTS = {
     "as they are": (torch.float32, (7, 6, 11), {}),
     "in float64": (torch.float64, (7, 5, 300), {}),
     "of whole vectors": (torch.bfloat16, (7, 16, 24), {}),
-    "copied": (torch.bfloat16, (7, 19, 21), {"WHOLE": (0, -1)}),
-    "raised": (torch.float16, (7, 16, 24), {"FEW": 0}),
-    "raised and copied": (torch.float16, (7, 19, 21), {"FEW": 0, "WHOLE": (0, -1)}),
+    "copied": (torch.bfloat16, (7, 19, 21), {"PADDED": (0, -1)}),
+    "raised": (torch.float16, (7, 16, 24), {"FEW_CLASSES": 0}),
+    "raised and copied": (torch.float16, (7, 19, 21), {"FEW_CLASSES": 0, "PADDED": (0, -1)}),
     "in two pieces": (torch.bfloat16, (7, 16, 21), {"APART": (1, 1)}),
-    "raised in two pieces": (torch.float16, (7, 16, 21), {"APART": (1, 1), "FEW": 0}),
+    "raised in two pieces": (torch.float16, (7, 16, 21), {"APART": (1, 1), "FEW_CLASSES": 0}),
     "of few classes": (torch.bfloat16, (70, 19, 5), {}),
-    "of few classes in float16": (torch.float16, (7, 16, 13), {}),
 }
 ROWS = pytest.mark.parametrize("rows", [None, 3], ids=["at once", "in chunks"])
 
@@ -840,7 +888,7 @@ def planned(case, monkeypatch):
     """Hidden states, a head and targets that an implementation is planned for."""
     dtype, (M, K, N), limits = case
     for name, limit in limits.items():
-        monkeypatch.setattr(module, name, limit)
+        monkeypatch.setattr(kernels, name, limit)
     return exact(M, K, N, dtype)
 
 
@@ -962,7 +1010,7 @@ def test_a_rival_that_cannot_be_imported_is_refused_and_not_wrong(monkeypatch, t
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("N", [13, 4203])
 def test_classes_beside_whole_vectors_are_multiplied_apart(N, dtype, monkeypatch):
-    monkeypatch.setattr(module, "APART", (1, 1))
+    monkeypatch.setattr(kernels, "APART", (1, 1))
     h, head, target, scale = losses.LINEAR_CROSS_ENTROPY.make(generator(3), dtype, M=7, K=16, N=N)
     own = h.requires_grad_(), head.requires_grad_()
     loss = scale * fusebook.linear_cross_entropy(*own, target % 4 + N - 4, rows=3)
@@ -974,38 +1022,44 @@ def test_classes_beside_whole_vectors_are_multiplied_apart(N, dtype, monkeypatch
 
 
 def test_what_is_multiplied_apart_is_worth_it_and_reaches_every_class():
-    assert pieces_plan(8192, 768, 50257, 2, aligned=True) == (50264, (slice(0, 50256), slice(50256, 50257)))
-    assert pieces_plan(8, 768, 50257, 2, aligned=True) == (50264, (slice(0, 50257),))
-    assert pieces_plan(8192, 770, 50257, 2, aligned=True) == (50264, (slice(0, 50257),))
-    assert pieces_plan(2**30, 8, 999, 2, aligned=True) == (1000, (slice(0, 999),))
+    assert kernels._pieces(8192, 768, 50257, 2, on_vectors=True) == (50264, (slice(0, 50256), slice(50256, 50257)))
+    assert kernels._pieces(8, 768, 50257, 2, on_vectors=True) == (50264, (slice(0, 50257),))
+    assert kernels._pieces(8192, 770, 50257, 2, on_vectors=True) == (50264, (slice(0, 50257),))
+    assert kernels._pieces(2**30, 8, 999, 2, on_vectors=True) == (1000, (slice(0, 999),))
     for given in ((99, 8, 50257, 2, False), (99, 8, 50257, 4, True), (99, 8, 50256, 2, True), (99, 8, 7, 2, True)):
-        assert pieces_plan(*given[:4], aligned=given[4]) == (given[2], (slice(0, given[2]),))
+        assert kernels._pieces(*given[:4], on_vectors=given[4]) == (given[2], (slice(0, given[2]),))
 
 
 def test_a_chunk_is_as_many_rows_as_fit():
-    assert chunk_plan(100, 32000, 2) == 100 and chunk_plan(0, 5, 4) == 1 and chunk_plan(5, 2**40, 2) == 1
+    rows_of = kernels._rows_of_chunk
+    assert rows_of(100, 32000, 2) == 100 and rows_of(0, 5, 4) == 1 and rows_of(5, 2**40, 2) == 1
     for m in (8191, 8192, 8193, 100001):
-        rows = chunk_plan(m, 128256, 2)
-        assert rows % 128 == 0 and rows * 128256 * 2 <= CHUNK_BYTES
+        rows = rows_of(m, 128256, 2)
+        assert rows % 128 == 0 and rows * 128256 * 2 <= kernels.CHUNK_BYTES
         assert rows * math.ceil(m / rows) - m < 128 * math.ceil(m / rows), "chunks are alike"
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])
 @pytest.mark.parametrize("n", [1, 4096, 4097, 32768, 53249, 128256, 256000, 2**20])
-def test_every_number_of_a_row_belongs_to_one_program(n, size):
+@pytest.mark.parametrize("more", [0, 1, 16])
+def test_every_element_of_a_row_belongs_to_one_program(n, size, more, monkeypatch):
+    monkeypatch.setattr(kernels, "interpreted", lambda device: False)
     dtype = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}[size]
-    for vector, even in ((1, False), (16 // size, False), (16 // size, True)):
-        plan = entropy_plan(7, n, dtype, (9, 0), vector=vector, even=even)
-        if plan.kernel == "rows":
-            assert plan.programs * plan.constants["ROWS"] >= 7 and plan.constants["BLOCK"] >= n
-            continue
-        assert plan.constants["EVEN"] == (even and n % vector == 0)
-        reach = n if plan.constants["EVEN"] else n + vector - 1
-        assert plan.programs == 7 * plan.parts and plan.span * plan.parts >= reach
-        if chunks := plan.constants["CHUNKS"]:
-            block = plan.constants["BLOCK"]
-            last = n - (plan.parts - 1) * plan.span
-            assert block * chunks >= plan.span and last > (chunks - 2) * block, "an inner tile would need a mask"
+    x = torch.empty(7, n + more, dtype=dtype)[:, :n]
+    for dx in (None, x, torch.empty(7, n, dtype=dtype)):
+        config = kernels._launch_config(x, dx)
+        if config is None:
+            assert size == 8 and n > 4096
+        elif not config.parts:
+            assert config.programs * config.constants["ROWS"] >= 7
+            assert config.constants["BLOCK"] * config.constants["CHUNKS"] >= n
+        else:
+            vec, block = config.constants["VEC"], config.constants["BLOCK"]
+            span, reach = config.span * vec, n if (n + more) % vec == 0 else n + vec - 1
+            assert config.programs == 7 * config.parts and span * config.parts >= reach
+            assert block * config.constants["CHUNKS"] >= span
+            last = n - (config.parts - 1) * span
+            assert block * config.constants["INNER"] <= max(0, min(span, last)), "an inner chunk would need a mask"
 
 
 def test_the_gradient_of_a_state_whose_class_is_certain_is_scored_beside_what_is_added_up(device):

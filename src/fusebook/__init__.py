@@ -21,7 +21,6 @@ if "TRITON_INTERPRET" not in os.environ and importlib.util.find_spec("torch"):
             os.environ["TRITON_INTERPRET"] = "1"
 
 from fusebook.kernels.adamw import adamw_step, adamw_step_eager
-from fusebook.kernels.cross_entropy import cross_entropy, cross_entropy_eager, cross_entropy_with_gradient
 from fusebook.kernels.distributed import AllReduceNorm, SharedKMeans, kmeans_share
 from fusebook.kernels.elementwise import (
     add_add_multiply,
@@ -46,12 +45,15 @@ from fusebook.kernels.kmeans import (
     kmeans_update,
     kmeans_update_eager,
 )
-from fusebook.kernels.linear_cross_entropy import (
+from fusebook.kernels.logistic_step import logistic_fit, logistic_step, logistic_step_eager
+from fusebook.kernels.losses import (
+    cross_entropy,
+    cross_entropy_eager,
+    cross_entropy_with_gradient,
     linear_cross_entropy,
     linear_cross_entropy_eager,
     linear_cross_entropy_with_gradients,
 )
-from fusebook.kernels.logistic_step import logistic_fit, logistic_step, logistic_step_eager
 from fusebook.kernels.norms import (
     add_layer_norm,
     add_rms_norm,

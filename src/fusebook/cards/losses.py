@@ -15,8 +15,9 @@ from torch import Tensor
 from fusebook.cards import _draws
 from fusebook.cards._peers import compiling, foreign, matrices
 from fusebook.kernels._call import FLOATING, accumulated
-from fusebook.kernels.cross_entropy import cross_entropy_eager, cross_entropy_with_gradient
-from fusebook.kernels.linear_cross_entropy import (
+from fusebook.kernels.losses import (
+    cross_entropy_eager,
+    cross_entropy_with_gradient,
     linear_cross_entropy,
     linear_cross_entropy_eager,
     linear_cross_entropy_with_gradients,

@@ -426,6 +426,7 @@ class Config(NamedTuple):
     block: int
     warps: int
     elements: int = 0
+    registers: int | None = None  # the most that a thread takes; None leaves it to the compiler
 
 
 class Parts(NamedTuple):
@@ -461,7 +462,8 @@ def row_constants(config: Config, n: int, inner: int) -> dict[str, Any]:
     chunks = triton.cdiv(n, block)
     rows = max(1, min(config.elements // (block * chunks), triton.next_power_of_2(inner)))
     rows = 1 << rows.bit_length() - 1
-    return {"ROWS": rows, "BLOCK": block, "CHUNKS": chunks, "num_warps": config.warps}
+    limit = {"maxnreg": config.registers} if config.registers else {}
+    return {"ROWS": rows, "BLOCK": block, "CHUNKS": chunks, "num_warps": config.warps, **limit}
 
 
 def across_constants(layout: Layout, size: int, interpret: bool) -> dict[str, Any] | None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fusebook.kernels._call import FLOATING, OPERATORS
-from fusebook.kernels.cross_entropy import cross_entropy
+from fusebook.kernels.losses import cross_entropy
 from fusebook.kernels.scatter import _scatter
 from fusebook.kernels.softmax import _softmax
 from fusebook.ort.custom import custom_op
