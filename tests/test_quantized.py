@@ -216,10 +216,10 @@ def test_export_keeps_the_call(device):
     assert torch.equal(exported.module()(x), quantized_matmul(x, packed) + 1)
 
 
-def refusals():
-    weight = torch.randn(16, 64).half()
+def refusals(device):
+    weight = torch.randn(16, 64, device=device).half()
     packed = quantize(weight)
-    x = torch.randn(2, 64).half()
+    x = torch.randn(2, 64, device=device).half()
     codes, scales, _ = packed.codes()
     yield "float32", lambda: quantized_matmul(x.float(), packed), TypeError, "float16 or bfloat16"
     yield "columns", lambda: quantized_matmul(x[:, 1:], packed), ValueError, r"\[\.\.\., 64\]|64"
@@ -233,18 +233,16 @@ def refusals():
     yield "scales", lambda: PackedWeight.from_codes(codes, scales * float("inf")), ValueError, "finite scales"
     yield "groups", lambda: PackedWeight.from_codes(codes, scales, group=32), ValueError, "scales"
     yield "codes", lambda: PackedWeight.from_codes(codes + 16, scales), ValueError, "below 16"
-    zeros = torch.full((16, 1), 16)
+    zeros = torch.full((16, 1), 16, device=device)
     yield "zeros", lambda: PackedWeight.from_codes(codes, scales, zeros), ValueError, "from 0 to 15"
     yield "unlike", lambda: quantized_swiglu(x, packed, quantize(weight, 8)), ValueError, "quantize both alike"
     yield "dtype", lambda: packed.dequantize(torch.float32), ValueError, "float16"
 
 
-@pytest.mark.parametrize(("call", "error", "text"), [pytest.param(*r[1:], id=r[0]) for r in refusals()])
-def test_refusals(call, error, text, device):
-    if device == "cuda":
-        pytest.skip("arguments of this test are on the CPU, which is refused first")
-    with pytest.raises(error, match=text):
-        call()
+def test_refusals(device):
+    for what, call, error, text in refusals(device):
+        with pytest.raises(error, match=text):
+            pytest.fail(f"{what} is not refused: {call()}")
 
 
 def test_public_names():
