@@ -1,6 +1,7 @@
 """Weights of four and eight bits: packing, products, formats of others, and refusals."""
 
 import dataclasses
+import functools
 
 import numpy
 import pytest
@@ -138,12 +139,13 @@ def test_quantize_rounds_to_the_nearest_code(device):
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_formats_of_others_come_back(bits):
+def test_formats_of_others_come_back(bits, device):
     """Written here by NumPy, from what the formats say, and read again."""
     N, K, group, rng = 64, 256, 64, numpy.random.default_rng(0)
     codes = rng.integers(0, 2**bits, (N, K), dtype=numpy.uint8)
     zeros = rng.integers(0, 2**bits, (N, K // group), dtype=numpy.uint8)
-    scales = torch.rand(N, K // group).half()
+    scales = torch.rand(N, K // group, device=device).half()
+    given = functools.partial(torch.as_tensor, device=device)
     each = 32 // bits
 
     def words(lines):
@@ -152,23 +154,19 @@ def test_formats_of_others_come_back(bits):
             lines.reshape(*lines.shape[:-1], -1, each).astype(numpy.uint64)
             << numpy.arange(each, dtype=numpy.uint64) * bits
         )
-        return torch.from_numpy(parts.sum(-1).astype(numpy.uint32).view(numpy.int32))
+        return given(parts.sum(-1).astype(numpy.uint32).view(numpy.int32))
 
     def check(packed):
         found = packed.codes()
-        assert torch.equal(found[0], torch.from_numpy(codes)) and torch.equal(found[1], scales)
-        assert torch.equal(found[2], torch.from_numpy(zeros))
+        assert torch.equal(found[0], given(codes)) and torch.equal(found[1], scales)
+        assert torch.equal(found[2], given(zeros))
 
-    check(PackedWeight.from_codes(torch.from_numpy(codes), scales, torch.from_numpy(zeros), bits=bits, group=group))
+    check(PackedWeight.from_codes(given(codes), scales, given(zeros), bits=bits, group=group))
     stored = (zeros.astype(int) - 1) % 2**bits
     check(PackedWeight.from_gptq(words(codes).T, scales.T, words(stored.T.astype(numpy.uint8)), bits=bits, group=group))
-    blob = words(codes).numpy().view(numpy.uint8).reshape(N, K // group, -1)
+    blob = words(codes).cpu().numpy().view(numpy.uint8).reshape(N, K // group, -1)
     flat = zeros if bits == 8 else zeros[:, ::2] | zeros[:, 1::2] << 4
-    check(
-        PackedWeight.from_onnx(
-            torch.from_numpy(blob), scales.reshape(-1), torch.from_numpy(flat), K=K, bits=bits, group=group
-        )
-    )
+    check(PackedWeight.from_onnx(given(blob), scales.reshape(-1), given(flat), K=K, bits=bits, group=group))
     if bits == 4:
         place = [0, 2, 4, 6, 1, 3, 5, 7]  # AWQ: which of eight columns is at each position of a word
         lines, points = codes.T.reshape(K, -1, 8)[..., place], zeros.T.reshape(K // group, -1, 8)[..., place]
