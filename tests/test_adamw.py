@@ -405,6 +405,16 @@ def test_strides_of_axes_of_length_1_decide_nothing(device):
     close(ps, want)
 
 
+def test_a_small_gradient_after_a_large_one_is_kept_where_beta1_is_small(device):
+    ps, gs, ms, vs = model(device, [(9,)])
+    given = [[30 * g for g in gs], [1e-6 * g for g in gs]]
+    want = by_torch(ps, given, lr=0.1, betas=(0.0, 0.0))
+    for step, grads in enumerate(given, 1):
+        adamw_step(ps, grads, ms, vs, step=step, lr=0.1, beta1=0.0, beta2=0.0)
+    close(ps, want)
+    assert torch.equal(ms[0], given[1][0])
+
+
 # Memory ---------------------------------------------------------------------------------------------------------------
 
 
@@ -670,15 +680,59 @@ def test_bad_input_is_refused_in_one_sentence_and_nothing_is_written(error, mess
     assert all(torch.equal(a, b) for a, b in zip((*ps, *ms, *vs), before, strict=True))
 
 
-@pytest.mark.parametrize("single", ["count", "rate", "norm"])
-def test_the_operator_itself_refuses_what_is_not_one_number(single, device):
+def by_operator(ps, gs, ms, vs, **options):
     """As code does that was compiled or exported before."""
     given = {"count": None, "step": 1, "rate": None, "lr": 0.1, "beta1": 0.9, "beta2": 0.9, "eps": 0.0}
     given |= {"weight_decay": 0.0, "maximize": False, "seed": None, "norm": None, "max_norm": 1.0}
-    ps, gs, ms, vs = model(device, [(8,)])
+    torch.ops.fusebook.adamw_step(ps, gs, ms, vs, [], [], **given | options)
+
+
+@pytest.mark.parametrize("single", ["count", "rate", "norm"])
+def test_the_operator_itself_refuses_what_is_not_one_number(single, device):
+    lists = model(device, [(8,)])
     for size in (0, 2):
         with pytest.raises(ValueError, match=f"to be one number, got shape .{size},."):
-            torch.ops.fusebook.adamw_step(ps, gs, ms, vs, [], [], **given | {single: torch.ones(size, device=device)})
+            by_operator(*lists, **{single: torch.ones(size, device=device)})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"step": 0},
+        {"lr": float("nan")},
+        {"beta1": 1.0},
+        {"beta2": -0.5},
+        {"eps": -1.0},
+        {"max_norm": -1.0},
+        {"seed": 1},
+    ],
+    ids=str,
+)
+def test_the_operator_itself_refuses_numbers_out_of_range(options, device):
+    lists = model(device, [(8,)])
+    before = lists[0][0].clone()
+    with pytest.raises((ValueError, TypeError), match=f"adamw_step: expected .*{next(iter(options))}"):
+        by_operator(*lists, **options)
+    assert torch.equal(lists[0][0], before)
+
+
+@pytest.mark.parametrize("place", range(1, 4))
+@pytest.mark.parametrize("length", [0, 1, 3])
+def test_the_operator_itself_refuses_lists_of_other_lengths(place, length, device):
+    lists = list(model(device, [(8,), (8,)]))
+    lists[place] = [torch.zeros(8, device=device) for _ in range(length)]
+    with pytest.raises(ValueError, match=f"expected 2 {PLACES[place]} as there are params, got {length}"):
+        by_operator(*lists)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_one_tensor_on_meta_is_refused_under_a_dispatch_mode(place, device):
+    """There the dispatcher takes all for tensors on meta, of which nothing is computed."""
+    with (
+        FlopCounterMode(display=False),
+        pytest.raises(ValueError, match="expected .* as .* is, got .*; move one of them"),
+    ):
+        adamw_step(**with_one(place, lambda t: t.to("meta"), device))
 
 
 # The card -------------------------------------------------------------------------------------------------------------

@@ -122,7 +122,7 @@ def _chunk(
     v_ptr = _memory(tl.load(row + 3 * tensors), first, S, ALIGNED)
     top_ptr = _memory(tl.load(row + 4 * tensors), first, S, ALIGNED)
     exact_ptr = _memory(tl.load(row + 5 * tensors), first, tl.float32, ALIGNED)
-    scale, keep, size, eps, rest1, beta2, rest2, root = scalars
+    scale, keep, size, eps, beta1, rest1, beta2, rest2, root = scalars
     for step in range(STEPS):
         at = step * BLOCK + tl.arange(0, BLOCK)  # [BLOCK], as all that follows
         mask = None if ALIGNED else at < live
@@ -130,7 +130,8 @@ def _chunk(
         m = tl.load(m_ptr + at, mask).to(FLOAT)
         v = tl.load(v_ptr + at, mask).to(FLOAT)
         p = tl.load((exact_ptr if EXACT else p_ptr) + at, mask).to(FLOAT) * keep
-        m += rest1 * (g - m)
+        # From the nearer of the two, as torch.lerp: where beta1 is 0, m is g, whatever it was.
+        m = tl.where(rest1 < 0.5, m + rest1 * (g - m), g - beta1 * (g - m))
         v = v * beta2 + rest2 * g * g
         tl.store(m_ptr + at, m.to(S), mask)
         tl.store(v_ptr + at, v.to(S), mask)
@@ -178,8 +179,8 @@ def _adamw_chunks(
         key = _mixed(_mixed(_mixed(seed.to(tl.uint32)) ^ t.to(tl.uint32)) ^ tl.program_id(0).to(tl.uint32))
     scalars = (
         scale.to(FLOAT), (1 - rate * decay).to(FLOAT), (rate / fraction1).to(FLOAT), tl.full([1], eps, FLOAT),
-        (1 - one * beta1).to(FLOAT), tl.full([1], beta2, FLOAT), (1 - one * beta2).to(FLOAT),
-        tl.sqrt(fraction2).to(FLOAT),
+        tl.full([1], beta1, FLOAT), (1 - one * beta1).to(FLOAT), tl.full([1], beta2, FLOAT),
+        (1 - one * beta2).to(FLOAT), tl.sqrt(fraction2).to(FLOAT),
     )  # fmt: skip
     row = table_ptr + i
     grad = tl.load(grads_ptr + i) if grads_ptr.dtype.element_ty == tl.int64 else grads_ptr.to(tl.int64)
@@ -400,9 +401,42 @@ def _laid(t: Tensor) -> list[int]:
     return [stride for n, stride in zip(t.shape, t.stride(), strict=True) if n != 1]
 
 
+def _check_lengths(params: list[Any], named: dict[str, list[Any]]) -> None:
+    """Refuse lists of other lengths; the last two may be empty."""
+    for name, of in named.items():
+        if len(of) != len(params) and (of or name in _LISTED[:4]):
+            raise ValueError(
+                f"{_NAME}: expected {len(params)} {name} as there are params, got {len(of)}; give one for each"
+            )
+
+
+def _check_numbers(
+    params: list[Any], step: int, lr: float, beta1: float, beta2: float, eps: float, decay: float, seed: int | None,
+    most: float,
+) -> None:  # fmt: skip
+    """Refuse numbers out of range, and a seed where nothing is rounded by chance."""
+
+    def within(what: str, value: float, fine: bool, accepted: str) -> None:
+        if not fine:
+            raise ValueError(f"{_NAME}: expected {what} {accepted}, got {value}; see torch.optim.AdamW")
+
+    within("step", step, step >= 1, "of 1 or more")
+    for what, size in (("beta1", beta1), ("beta2", beta2)):
+        within(what, size, 0 <= size < 1, "from 0 to below 1")
+    for what, size in (("lr", lr), ("eps", eps), ("weight_decay", decay)):
+        within(what, size, 0 <= size < math.inf, "of 0 or more")
+    within("max_norm", most, most >= 0, "of 0 or more")  # below, gradients would change their signs
+    if seed is not None:
+        if other := next((p.dtype for p in params if getattr(p, "dtype", torch.bfloat16) != torch.bfloat16), None):
+            raise TypeError(
+                f"{_NAME}: expected bfloat16 where a seed asks for stochastic rounding, got {other}; give no seed"
+            )
+
+
 def _check_lists(params: Any, ms: Any, vs: Any, tops: Any, exacts: Any, grads: Any) -> None:
     """Refuse lists of which a step would not be what torch's is."""
     named = {"grads": grads, "exp_avgs": ms, "exp_avg_sqs": vs, "max_exp_avg_sqs": tops, "masters": exacts}
+    _check_lengths(params, named)
     for i, p in enumerate(params):
         of = f"params[{i}]"
         check_tensor(_NAME, of, p)
@@ -440,7 +474,8 @@ def _stepped(
     exacts: list[Tensor], count: Tensor | None, step: int, rate: Tensor | None, lr: float, beta1: float, beta2: float,
     eps: float, decay: float, maximize: bool, seed: int | None, norm: Tensor | None, most: float,
 ) -> None:  # fmt: skip
-    """The operator: what of a call can be known without its tensors is checked."""
+    """The operator."""
+    _check_numbers(params, step, lr, beta1, beta2, eps, decay, seed, most)
     if not params:
         return
     states = [*params, *ms, *vs, *tops, *exacts]
@@ -506,7 +541,21 @@ _SCHEMA = (
 LIBRARY.define(_SCHEMA, tags=torch.Tag.pt2_compliant_tag)
 for _device in ("CUDA", "CPU"):
     LIBRARY.impl(_NAME, _stepped, _device)
-torch.library.register_fake(f"{NAMESPACE}::{_NAME}", lambda *_: None, lib=LIBRARY)
+
+
+def _without_memory(
+    params: list[Tensor], grads: list[Tensor], ms: list[Tensor], vs: list[Tensor], tops: list[Tensor],
+    exacts: list[Tensor], count: Tensor | None, step: int, rate: Tensor | None, lr: float, beta1: float, beta2: float,
+    eps: float, decay: float, maximize: bool, seed: int | None, norm: Tensor | None, most: float,
+) -> None:  # fmt: skip
+    """The operator under a compiler. The dispatcher also comes here where only some of the tensors are on meta."""
+    _check_numbers(params, step, lr, beta1, beta2, eps, decay, seed, most)
+    given = [t for t in (*params, *grads, *ms, *vs, *tops, *exacts, count, rate, norm) if t is not None]
+    for t in given:
+        check_alike(_NAME, "all tensors", t, "the first", given[0], dtype=False)
+
+
+torch.library.register_fake(f"{NAMESPACE}::{_NAME}", _without_memory, lib=LIBRARY)
 _custom = getattr(torch.ops, NAMESPACE).adamw_step.default
 
 
@@ -527,11 +576,6 @@ def _listed(what: str, of: Any) -> list[Any]:
     except TypeError:
         pass
     raise TypeError(f"{_NAME}: expected {what} to be a list of tensors, got {type(of).__name__}; put it in a list")
-
-
-def _within(what: str, value: float, fine: bool, accepted: str) -> None:
-    if not fine:
-        raise ValueError(f"{_NAME}: expected {what} {accepted}, got {value}; see torch.optim.AdamW")
 
 
 _SINGLES = {
@@ -625,11 +669,7 @@ def adamw_step(
     """
     given: Any = (params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, masters)
     lists: Any = [_listed(name, of) for name, of in zip(_LISTED, given, strict=True)]
-    for name, of in zip(_LISTED[1:], lists[1:], strict=True):
-        if len(of) != len(lists[0]) and (of or name in _LISTED[:4]):
-            raise ValueError(
-                f"{_NAME}: expected {len(lists[0])} {name} as there are params, got {len(of)}; give one for each"
-            )
+    _check_lengths(lists[0], dict(zip(_LISTED[1:], lists[1:], strict=True)))
     if _NONE in set(map(type, lists[1])):  # as torch.optim has it, these are left as they are
         some = [i for i, g in enumerate(lists[1]) if g is not None]
         lists = [[of[i] for i in some] if of else of for of in lists]
@@ -639,7 +679,6 @@ def adamw_step(
     if lists[0]:
         check_tensor(_NAME, "params[0]", first)
     done = 1 if count is not None else integer(_NAME, "step", step, "give the number of this step")
-    _within("step", done, done >= 1, "of 1 or more")
     flag(_NAME, "maximize", maximize)
     beta1, beta2, speed, eps, decay, most = (
         value if type(value) is float else number(_NAME, what, value, "see torch.optim.AdamW")
@@ -648,17 +687,8 @@ def adamw_step(
             ("weight_decay", weight_decay), ("max_norm", max_norm),
         )
     )  # fmt: skip
-    for what, size in (("beta1", beta1), ("beta2", beta2)):
-        _within(what, size, 0 <= size < 1, "from 0 to below 1")
-    for what, size in (("lr", speed), ("eps", eps), ("weight_decay", decay)):
-        _within(what, size, 0 <= size < math.inf, "of 0 or more")
-    _within("max_norm", most, most >= 0, "of 0 or more")  # below, gradients would change their signs
     if seed is not None:
         seed = integer(_NAME, "seed", seed, "None rounds to the nearest")
-        if other := next((p.dtype for p in lists[0] if getattr(p, "dtype", torch.bfloat16) != torch.bfloat16), None):
-            raise TypeError(
-                f"{_NAME}: expected bfloat16 where a seed asks for stochastic rounding, got {other}; give no seed"
-            )
     numbers: Any = count, done, rate, speed, beta1, beta2, eps, decay, maximize, seed, norm, most
     if not watched():
         _stepped(*lists, *numbers)
