@@ -282,6 +282,29 @@ def test_a_tensor_without_memory_is_refused_in_one_sentence():
             wrap(lambda x: graph({"a": a, "b": x})["c"])(torch.ones(3, 2, 2))
 
 
+class Liar(torch.Tensor):
+    """A tensor that says it is contiguous, and at another address."""
+
+    def is_contiguous(self, *_, **__):
+        return True
+
+    def data_ptr(self):
+        return torch.Tensor.data_ptr(self) + 4
+
+
+def test_a_subclass_is_read_where_its_memory_is():
+    graph = Graph(matmul(), device="cpu")
+    a, want = torch.eye(2), torch.arange(4.0).view(2, 2)
+    given, turned = want.clone().as_subclass(Liar), want.T.contiguous().T.as_subclass(Liar)
+    memory = torch.zeros(2, 2)
+    assert torch.equal(graph({"a": a, "b": given})["c"], want)
+    assert torch.equal(graph({"a": a, "b": turned})["c"], want)
+    graph.bind({"a": a, "b": given}, {"c": memory.as_subclass(Liar)})()
+    assert torch.equal(memory, want)
+    with pytest.raises(ValueError, match="expected b to be contiguous"):
+        graph.bind({"a": a, "b": turned})
+
+
 def test_a_copy_that_is_fake_is_refused():
     from torch._subclasses.fake_tensor import FakeTensorMode
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from fusebook.kernels._call import integer
 from fusebook.ort.custom import _ELEMENTS, CustomOp, register
@@ -371,6 +372,9 @@ def _own(name: str, value: Any, graph: Graph, type_: str, copied: bool = False) 
         raise TypeError(
             f"ort.Graph: expected {name} to be a torch.Tensor, got {type(value).__name__}; use torch.as_tensor"
         )
+    if type(value) not in (Tensor, Parameter) and _stored(value):  # it may describe other memory than it has
+        with torch._C.DisableTorchFunctionSubclass(), torch._C._DisableTorchDispatch():
+            value = Tensor.as_subclass(value, Tensor)
     if _NAMES.get(value.dtype) != type_:
         raise TypeError(f"ort.Graph: expected {name} to be {type_}, got {value.dtype}; cast it first")
     if value.device.type != "cpu" and value.device != graph.device:
