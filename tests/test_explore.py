@@ -43,6 +43,10 @@ def test_a_draw_is_a_problem_of_its_card(op):
     assert drawn(op, 20) == drawn(op, 20) != drawn(op, 20, seed=1)
 
 
+#: Operators whose rows are the tokens of one step of decoding, at most 64.
+DECODE = {"quantized_matmul"}
+
+
 @pytest.mark.parametrize("op", OPS.values(), ids=OPS)
 def test_no_draw_moves_more_than_is_allowed(op):
     most = 0
@@ -50,7 +54,7 @@ def test_no_draw_moves_more_than_is_allowed(op):
         sizes = {k: v for k, v in dims.items() if k not in ("dtype", "layout")}
         cost = op.cost(_draws.itemsize(dims["dtype"]), **sizes)
         most = max(most, cost.read + cost.write)
-    assert _draws.BYTES / 8 < most <= _draws.BYTES
+    assert _draws.BYTES / (16 if op.name in DECODE else 8) < most <= _draws.BYTES
 
 
 @pytest.mark.parametrize("op", OPS.values(), ids=OPS)
@@ -62,7 +66,7 @@ def test_draws_are_of_all_kinds(op):
     assert len({dims["dtype"] for dims in found}) >= 2
     first = next(k for k, v in found[0].items() if isinstance(v, int))
     few = sum(dims[first] <= 64 for dims in found) / MANY
-    assert few > 0.05 and any(dims[first] > 10_000 for dims in found)
+    assert few > 0.05 and (op.name in DECODE or any(dims[first] > 10_000 for dims in found))
 
 
 # Where widths from models are drawn, and how the card calls them.

@@ -39,6 +39,7 @@ _WAYS: dict[str, tuple[str, Any, str]] = {
     "reduce-overhead": ("#8d5bd6", (0, (3, 1, 1, 1, 1, 1)), "1"),
     "torch": ("#009e73", (0, (5, 1)), "s"),
     "packed": ("#2f9e44", (0, (5, 1)), "s"),
+    "tinygemm": ("#a0803c", (0, (3, 2)), "X"),
     "Liger": ("#c98500", (0, (7, 2)), "v"),
     "quack": ("#e0562b", (0, (2, 1)), "o"),
     "ONNX Runtime": ("#c2607f", (0, (4, 1, 1, 1)), "p"),
