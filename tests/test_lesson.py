@@ -21,7 +21,7 @@ import fusebook.lesson as lesson
 import style
 import synthetic
 from fusebook.cards import OPS
-from fusebook.lesson import _memory, _numbers, evidence, picture
+from fusebook.lesson import _memory, _numbers, _weights, evidence, picture
 from fusebook.lesson.evidence import Claim, Frames, NotRecorded
 from fusebook.measure import bench, sources, timing
 from fusebook.measure import machine as machines
@@ -200,6 +200,17 @@ def test_a_marker_says_what_a_step_gains_over_the_one_before():
         _numbers.filled("{gain two over zero at N=256}", found)
 
 
+def test_a_marker_names_the_rows_where_the_width_is_not_enough():
+    found = steps(eager=3.0, one=2.0, two=1.0)
+    more = found["steps"].assign(shape="1x9x256", gpu_us=[3.0, 2.0, 4.0])
+    found["steps"] = pd.concat([found["steps"].assign(shape="11x9x256"), more])
+    text = "{gain two at M=11, N=256}, {gain two at M=1, N=256}, {gain two at M=2, N=256}"
+    assert _numbers.filled(text, found) == (
+        "(2.0x faster than step 1 at M = 11, N = 256), (2.0x slower than step 1 at M = 1, N = 256), "
+        "(not measured at M = 2, N = 256)"
+    )
+
+
 def test_a_ratio_that_is_missing_has_no_sign():
     claim = Claim("id", "It is {a:.1x} and {b:.2x} faster.", lambda frames: pd.Series([1.0]), "", "", numbers=dict)
     assert evidence.evaluate(claim, {"a": 2.0, "b": None}).text == "It is 2.0x and (not measured) faster."
@@ -311,6 +322,51 @@ def test_steps_without_a_record_say_so(losses, monkeypatch, tmp_path):
     assert "no record of cross_entropy_steps" in losses.steps(**dict.fromkeys(losses.about.STEPS, forgetful)).text
 
 
+# Weights of few bits --------------------------------------------------------------------------------------------------
+
+CODE = """
+.L_x_0:
+        /*0000*/                   LDG.E.128 R4, desc[UR4][R2.64] ;
+        /*0010*/                   FFMA R0, R4, R5, R0 ;
+        /*0020*/              @P0  BRA `(.L_x_1) ;
+        /*0030*/              @!P1 BRA `(.L_x_0) ;
+.L_x_1:
+        /*0040*/                   EXIT ;
+.L_x_2:
+        /*0050*/                   BRA `(.L_x_2);
+"""
+
+
+def test_the_loop_of_a_kernel_is_what_is_branched_back_to():
+    assert [line.split()[0] for line in _weights.loop_of(CODE)] == ["LDG.E.128", "FFMA", "@P0", "@!P1"]
+
+
+@pytest.mark.parametrize(("products", "weights"), [(0, 32), (4, 32), (2, 16)])
+def test_instructions_are_counted_for_each_weight(products, weights, monkeypatch):
+    code = CODE.replace("FFMA", "HMMA.16816.F32", 1).replace("/*0010*/", "/*0010*/", 1) if products else CODE
+    line = next(line for line in code.splitlines() if "HMMA" in line or "FFMA" in line)
+    code = code.replace(line, "\n".join([line] * max(products, 1)))
+    monkeypatch.setattr(_weights, "subprocess", SimpleNamespace(check_output=lambda *_, **__: code))
+    counted = _weights.look(SimpleNamespace(asm={"cubin": b""}))
+    assert counted == {"instructions": (3 + max(products, 1)) / weights}
+
+
+def test_rounding_a_weight_costs_more_with_fewer_bits_and_larger_groups(replayed):
+    page = lesson.open("plot_203_four_bits")
+    rng = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(8, 512, generator=rng), torch.randn(32, 512, generator=rng)
+    text = page.rounding(x, weight, bits=(8, 4), groups=(32, 0)).text
+    found = [float(value) for value in re.findall(r"([\d.]+)%", text)]
+    assert len(found) == 4 and 0.1 < found[0] < found[1] < 2 < found[2] < found[3] < 25
+
+
+def test_every_step_of_four_bits_is_correct_for_more_rows_than_a_tile(replayed):
+    names = runpy.run_path(str(ROOT / "examples" / "plot_203_four_bits.py"), run_name="lesson")
+    given = names["page"].stress(11, 384, 32, dtype=torch.float16, seed=3)
+    for step in ("shift", "pairs", "tensor"):
+        assert names["page"].check(names[f"matmul_{step}"], *given).good
+
+
 # Memory ---------------------------------------------------------------------------------------------------------------
 
 SIZES = {"M": 64, "K": 8, "N": 100}
@@ -355,6 +411,7 @@ def test_a_lesson_on_memory_begins_with_memory(replayed):
     "shown",
     [
         picture.passes(4),
+        picture.operand(5),
         _memory.over_time("held", {"a": [0.0, 2.0, 1.0], "b": [1.0]}),
         _memory.trade("rows", pd.DataFrame({"rows": [4, 8], "GiB": [0.1, 0.2], "ms": [2.0, 1.0]})),
         picture.rows(2, 3, 4),

@@ -151,7 +151,7 @@ QUANTIZED_MATMUL = Op(
     cost=_cost,
     variants={
         "eager": Variant(quantized_matmul_eager, cost=_cost_eager, needs=()),
-        "torch, 16 bits": Variant(_linear, cost=_cost_dense, needs=(), prepare=_dense),
+        "torch in 16 bits": Variant(_linear, cost=_cost_dense, needs=(), prepare=_dense),
         "tinygemm": Variant(_tinygemm, prepare=_for_tinygemm),
         "fusebook": Variant(quantized_matmul, needs=(), prepare=_packed),
         "ONNX Runtime": Variant(onnx_run, needs=ORT, prepare=_onnx),

@@ -214,10 +214,13 @@ def predicted(op: Op, eager: Callable[..., Any], fused: float) -> tuple[float, l
 
 
 def plain(function: Callable[..., Any]) -> list[Any]:
-    """A launcher with the Triton kernels that it launches, for a count of lines."""
+    """A launcher with the Triton kernels that it launches, and with what they call, for a count of lines."""
     from triton.runtime import JITFunction
     from triton.runtime.interpreter import InterpretedFunction
 
-    code = function.__code__
-    found = [function.__globals__.get(name) for name in code.co_names]
-    return [function, *(value for value in found if isinstance(value, JITFunction | InterpretedFunction))]
+    found: list[Any] = [function]
+    for part in found:  # grows meanwhile
+        code = getattr(part, "fn", part)
+        named = [code.__globals__.get(name) for name in code.__code__.co_names]
+        found += [v for v in named if isinstance(v, JITFunction | InterpretedFunction) and v not in found]
+    return found

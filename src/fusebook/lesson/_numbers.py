@@ -25,8 +25,10 @@ from fusebook.page import _place, show, verdicts
 from fusebook.page.counters import counters
 from fusebook.page.show import Shown
 
-#: ``{gain rows at N=256}``, or ``{gain rows over eager at N=256, bfloat16}``.
-MARKER = re.compile(r"\{gain (?P<step>\w+)(?: over (?P<over>\w+))? at N=(?P<width>\d+)(?:, (?P<dtype>\w+))?\}")
+#: ``{gain rows at N=256}``, ``{gain rows over eager at N=256, bfloat16}``, or ``{gain rows at M=8, N=256}``.
+MARKER = re.compile(
+    r"\{gain (?P<step>\w+)(?: over (?P<over>\w+))? at (?:M=(?P<rows>\d+), )?N=(?P<width>\d+)(?:, (?P<dtype>\w+))?\}"
+)
 #: What a reader sees instead of the name of a variant.
 _SAID = {"eager": "eager PyTorch"}
 
@@ -56,7 +58,14 @@ def origin(frame: pd.DataFrame) -> str:
 # Gains in headings ----------------------------------------------------------------------------------------------------
 
 
-def gain(frames: Frames, step: str, width: str, dtype: str | None = None, over: str | None = None) -> str:
+def gain(
+    frames: Frames,
+    step: str,
+    width: str,
+    dtype: str | None = None,
+    over: str | None = None,
+    rows: str | None = None,
+) -> str:
     """What a step gains over another, or the one before, e.g. ``(1.35x faster than step 1 at N = 256)``.
 
     With ``memory`` for the dtype, what it saves in the lesson's first dtype: ``(4.0x less memory than step 1 ...)``.
@@ -73,13 +82,15 @@ def gain(frames: Frames, step: str, width: str, dtype: str | None = None, over: 
     before = over or order[order.index(step) - 1]
     label = before if before == order[0] else f"step {order.index(before)}"
     memory = dtype == "memory"
-    at = f"at N = {width}" + (f" in {dtype}" if dtype and not memory else "")
-    dtype, column = (frames.about.DTYPES[0], "peak_bytes") if memory else (dtype or "float32", "gpu_us")
+    at = f"at {f'M = {rows}, ' if rows else ''}N = {width}" + (f" in {dtype}" if dtype and not memory else "")
+    first = frames.about.DTYPES[0]
+    dtype, column = (first, "peak_bytes") if memory else (dtype or first, "gpu_us")
+    shape = f"{rows}x.*" if rows else ".*"
     try:
-        rows = tables.where(frames["steps"], dtype=dtype, shape=lambda s: s.str.endswith(f"x{width}"))
+        found = tables.where(frames["steps"], dtype=dtype, shape=lambda s: s.str.fullmatch(rf"{shape}x{width}"))
     except NotRecorded:
         return f"(not measured {at})"
-    taken = rows.drop_duplicates("step").set_index("step")[column].reindex([before, step])
+    taken = found.drop_duplicates("step").set_index("step")[column].reindex([before, step])
     if taken.isna().any():
         return f"(not measured {at})"
     ratio = float(taken[before] / taken[step])
@@ -107,18 +118,21 @@ def measured_steps(
 ) -> pd.DataFrame:
     """Check and time every step at each size of the lesson, with a copy of the same bytes."""
     names = [name for name, value in op.edges[0].items() if isinstance(value, int)]
-    library = {"fusebook": op.variants["fusebook"].run}
+    library, look = op.variants["fusebook"], getattr(about, "LOOK", None)
     parts = []
     for dtype in about.DTYPES:
         for shape in about.SHAPES:
             dims = {**op.edges[0], **dict(zip(names, shape, strict=True))}
             given = op.make(inputs.generator(0), getattr(torch, dtype), **dims)
             yard = check.yardstick(op, given)
-            calls = {name: functools.partial(step, *given) for name, step in {**steps, **extra, **library}.items()}
-            calls["copy"] = functools.partial(torch.empty_like(given[0]).copy_, given[0])
-            frame = bench.staircase(calls, functools.partial(_is_correct, yard), repeat=15)
+            calls = {name: functools.partial(step, *given) for name, step in {**steps, **extra}.items()}
+            calls["fusebook"] = functools.partial(library.run, *library.given(*given))
+            cost = op.cost(getattr(torch, dtype).itemsize, **dims)
+            least = torch.empty((cost.read + cost.write) // 2, dtype=torch.int8, device=yard.want[0].device)
+            calls["copy"] = functools.partial(torch.empty_like(least).copy_, least)
+            frame = bench.staircase(calls, functools.partial(_is_correct, yard), repeat=15, look=look)
             frame = frame.rename(columns={"us": "gpu_us", "right": "correct"})
-            frame["peak_bytes"] = [bench._peak(op.variants["fusebook"], calls[name]) for name in frame["step"]]
+            frame["peak_bytes"] = [bench._peak(library, calls[name]) for name in frame["step"]]
             copied = frame["step"] == "copy"
             frame = frame.assign(copy_us=frame.loc[copied, "gpu_us"].iloc[0])[~copied]
             parts.append(frame.assign(shape="x".join(map(str, shape)), dtype=dtype))
@@ -126,11 +140,10 @@ def measured_steps(
 
 
 def staircase(op: Op, frame: pd.DataFrame, steps: Mapping[str, Callable[..., Any]]) -> pd.DataFrame:
-    """Percent of copy speed by step and size, and the lines of each step."""
-    at = frame["shape"].str.rpartition("x")[2] + " " + frame["dtype"]
-    wide = frame.assign(at=at, share=100 * frame["copy_us"] / frame["gpu_us"]).pivot_table(
-        "share", "step", "at", sort=False
-    )
+    """Percent of copy speed by step and size, or what ``at`` says of it, and the lines of each step."""
+    if "at" not in frame:
+        frame = frame.assign(at=frame["shape"].str.rpartition("x")[2] + " " + frame["dtype"])
+    wide = frame.assign(share=100 * frame["copy_us"] / frame["gpu_us"]).pivot_table("share", "step", "at", sort=False)
     wide = wide.reindex([*steps, "fusebook"])
     lines = {name: show.lines_of(*plain(step)) for name, step in steps.items()}
     lines["fusebook"] = show.lines_behind(op.variants["fusebook"].run)

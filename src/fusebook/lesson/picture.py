@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from fusebook.page.draw import _AMBER, _BLUE, _WIDTH, _arrow, _box, _drawing, _text
 from fusebook.page.show import Shown
 
-__all__ = ["bars", "chunks", "passes", "rows", "segments", "shared_row", "tile"]
+__all__ = ["bars", "chunks", "operand", "passes", "rows", "segments", "shared_row", "tile"]
 
 _LEFT = 78.0
 
@@ -136,6 +136,36 @@ def shared_row(programs: int) -> Shown:
     told.append("and writes its own part of the result")
     caption = f"{programs} programs share one row. The only data they exchange is {programs} pairs of numbers."
     return _drawing(caption, told, 158, parts)
+
+
+def operand(lane: int) -> Shown:
+    """Which lane of a warp holds which weight of an instruction of a tensor core, and what its words hold.
+
+    Parameters
+    ----------
+    lane : int
+        The lane whose elements are marked.
+    """
+    width, height, top = 17.0, 13.0, 18.0
+    parts, own = [_text(0, 12, "16 rows x 16 columns: lanes 0 to 31")], []
+    for row in range(16):
+        for column in range(16):
+            x, y, holder = column * width, top + row * height, row % 8 * 4 + column % 8 // 2
+            if holder == lane:
+                parts.append(_box(x, y, width, height, _AMBER))
+                own.append((row, column))
+            parts.append(_text(x + width / 2, y + 11, str(holder), "middle"))
+    left = 16 * width + 22
+    parts.append(_text(left, 12, f"lane {lane} loads 8 words"))
+    for i in range(len(own)):
+        y = top + i * 26
+        parts += [_box(left + j * 17, y, 17, 20, _BLUE) for j in range(8)]
+        parts += [_text(left + j * 17 + 8.5, y + 14, str(j), "middle") for j in range(8)]
+    places = ", ".join(f"({row}, {column})" for row, column in own)
+    told = [f"lane {lane} holds the elements {places}", "it loads eight words, one for each of them"]
+    told.append("code j of a word is for instruction j")
+    caption = f"Left: who holds which weight. Right: the words of lane {lane}; code j is for instruction j."
+    return _drawing(caption, told, top + 16 * height + 4, parts)
 
 
 def passes(chunks: int) -> Shown:

@@ -477,7 +477,12 @@ def _variant(op: Op, name: str) -> Variant:
 
 
 def staircase(
-    steps: timing.Functions, right: Callable[[Any], bool], *, kind: str = "cold", repeat: int = 30
+    steps: timing.Functions,
+    right: Callable[[Any], bool],
+    *,
+    kind: str = "cold",
+    repeat: int = 30,
+    look: Callable[[Any], Mapping[str, Any]] | None = None,
 ) -> pd.DataFrame:
     """The gain of each step towards a kernel.
 
@@ -489,6 +494,8 @@ def staircase(
         Whether such a result is right.
     kind : str
         The clock, of `fusebook.measure.timing.KINDS`.
+    look : callable, optional
+        From that kernel, compiled, to more columns.
 
     Returns
     -------
@@ -503,6 +510,7 @@ def staircase(
         kernel = max(found, key=lambda k: k.n_regs, default=None)
         if kernel is not None:
             row |= {"registers": kernel.n_regs, "spilled": kernel.n_spills, "warps": kernel.metadata.num_warps}
+            row |= look(kernel) if look else {}
         rows.append(row)
     times = timing.measure(steps, repeat=repeat, kinds=(kind,))
     return pd.DataFrame(rows).assign(us=[q.q50 * 1e6 if (q := times[r["step"]][kind]) else math.nan for r in rows])

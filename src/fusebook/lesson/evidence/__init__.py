@@ -12,6 +12,8 @@ STEPS, SHAPES, DTYPES
     The steps of the lesson in their order, the sizes at which they are timed, and in which dtypes.
 PAGE
     The class of its page, where that is not `fusebook.lesson.Page`.
+LOOK
+    What is noted of the compiled kernel of a step, where that is more than `fusebook.measure.bench.staircase` does.
 EXTRA_STEPS
     Steps that only the evidence shows: functions from the lesson's steps to one more.
 KERNELS

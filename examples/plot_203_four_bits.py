@@ -1,0 +1,450 @@
+"""
+One token at a time: weights of four bits
+=========================================
+
+A language model that writes one token reads every weight once. Weights of
+four bits need a quarter of the bytes of float16, but unpacking them costs
+instructions. We write the matmul in three steps, until memory is the limit.
+
+You will learn
+
+- how many instructions per weight a GPU can afford,
+- how to turn codes into float16 numbers, two at a time,
+- how to feed tensor cores, so that eight tokens cost what one costs.
+
+Prerequisites: :doc:`plot_002_measuring`, :doc:`plot_102_softmax`. No GPU is
+needed: without one, kernels run in Triton's interpreter, on the CPU, and
+times come from a record.
+"""
+
+import functools
+
+import fusebook  # first: without a GPU it turns Triton's interpreter on
+import fusebook.lesson as lesson
+
+# sphinx_gallery_tags = ["matmul", "quantization", "inference"]
+import torch
+import triton
+import triton.language as tl
+
+page = lesson.open("plot_203_four_bits")
+page.verdict()
+
+# %%
+# The third roof: instructions per weight
+# ---------------------------------------
+#
+# A layer multiplies M rows of x, one per token, by a weight of N rows and K
+# columns. Here the weight is *codes* from 0 to 15 and a *scale* for each
+# *group* of 128 columns in a row. The value of a code is (code - 8) * scale.
+
+
+@functools.lru_cache(maxsize=4)  # a weight is converted once
+def dequantized(codes, scales):
+    return (codes.to(scales.dtype) - 8) * scales.repeat_interleave(128, 1)
+
+
+def matmul_float16(x, codes, scales, bits=4):
+    return x @ dequantized(codes, scales).T  # reads 2NK bytes
+
+
+# %%
+# With one row of x, each weight is read once and used once, so time is bytes
+# over bandwidth. That is the first roof; the second, arithmetic, is far away.
+# The third one is instructions. Each multiprocessor of the GPU has four
+# schedulers, and each issues one instruction per clock, for 32 threads.
+
+issued = 132 * 4 * 32 * 1.98e9  # instructions per second of an H100's threads
+unit = issued / 3.35e12 / 8  # for each bit that its memory delivers
+budget = {f"{n} bits": n * unit for n in (16, 8, 4)}
+texts = {name: f"{count:.1f}" for name, count in budget.items()}
+page.picture.bars("Instructions per weight that arrives", budget, texts)
+
+# %%
+# A four-bit weight leaves five instructions. They must do for its part of the
+# load and of the address, for unpacking, and for the product and the sum.
+#
+# .. _four-bits-shift:
+#
+# Step 1: shift and mask {gain shift at M=1, N=28672}
+# ---------------------------------------------------
+#
+# A word of 32 bits holds eight codes of one group. They are 16 columns apart,
+# so that code j of 16 neighbouring words meets 16 neighbouring columns of x.
+# K is a multiple of 128 on this page, and N of 16; the library takes any.
+
+
+@functools.lru_cache(maxsize=4)  # a weight is packed once
+def pack(codes):
+    N, K = codes.shape
+    parts = codes.view(N, K // 128, 8, 16).to(torch.int32)
+    shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=codes.device)
+    return (parts << shifts[:, None]).sum(2, dtype=torch.int32)  # [N, G, 16]
+
+
+@triton.jit
+def shift_and_mask(
+    y_ptr, x_ptr, w_ptr, s_ptr, N, W, G,  # W words and G groups in a row
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    n = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]  # [ROWS, 1]
+    x_ptr += tl.program_id(0) * W * 8  # one row of x
+    total = tl.zeros([ROWS, BLOCK], tl.float32)
+    for start in range(0, W, BLOCK):
+        at = start + tl.arange(0, BLOCK)[None, :]  # [1, BLOCK]
+        inside = (at < W) & (n < N)
+        words = tl.load(w_ptr + n * W + at, mask=inside, other=0)
+        part = tl.zeros([ROWS, BLOCK], tl.float32)
+        for j in tl.static_range(8):  # unrolled: j is a constant
+            column = at // 16 * 128 + j * 16 + at % 16
+            x = tl.load(x_ptr + column, mask=at < W, other=0.0)
+            code = (words >> 4 * j) & 15
+            part += (code - 8).to(tl.float32) * x.to(tl.float32)
+        scale = tl.load(s_ptr + n * G + at // 16, mask=inside, other=0.0)
+        total += part * scale.to(tl.float32)
+    y = tl.sum(total, 1)[:, None]
+    tl.store(y_ptr + tl.program_id(0) * N + n, y, mask=n < N)
+
+
+def matmul_shift(x, codes, scales, bits=4):
+    (M, K), N = x.shape, len(codes)
+    y, sizes = x.new_empty(M, N), (N, K // 8, K // 128)
+    tile = {"ROWS": 4, "BLOCK": 128, "num_warps": 1}
+    grid = M, triton.cdiv(N, 4)
+    shift_and_mask[grid](y, x, pack(codes), scales, *sizes, **tile)
+    return y
+
+
+given = page.stress(3, 1280, 48, dtype=torch.float16)  # M, K, N
+page.check(matmul_shift, *given)
+page.instructions("shift")
+
+# %%
+# ``page.stress`` makes x with difficult rows: large values, and rows far from
+# zero. The error is relative to the matmul in float64 with the values of the
+# codes, in *eps*, the distance from 1 to the next float16.
+#
+# A program is one warp of 32 threads, and has four rows of the weight. Each
+# thread loads 16 bytes of a row at once: four words. A code then takes a
+# shift, a mask, a subtraction, a conversion and a multiply-add, all five.
+
+# %%
+# .. _four-bits-pairs:
+#
+# Step 2: two codes at a time {gain pairs at M=1, N=28672}
+# --------------------------------------------------------
+#
+# The bits ``0x6400`` are the float16 number 1024, where one step of the last
+# bit is 1. So ``0x6400 | code`` is 1024 + code: a *magic number*, converted by
+# one logical operation. Subtracting 1032 is exact and leaves code - 8. A
+# register holds two float16, and one instruction treats both.
+#
+# Triton has no such operations, so ``inline_asm_elementwise`` inserts PTX, the
+# GPU's assembly language. With ``pack=2`` it treats two neighbouring elements
+# at once: ``$8`` and ``$9`` are two words, ``$0`` to ``$7`` eight pairs of
+# results. ``lop3`` with ``0xea`` is (a & b) | c, and ``prmt`` picks bytes.
+
+
+@triton.jit
+def numbers(words, PLAIN: tl.constexpr):
+    """The eight codes of each word, less 8: a tuple of float16 tiles."""
+    if PLAIN:  # the interpreter knows no PTX
+        found = ()
+        for j in tl.static_range(8):
+            found += ((((words >> 4 * j) & 15) - 8).to(tl.float16),)
+        return found
+    else:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 t, u, m, low, high, less, part, add;
+            mov.b32 m, 0x64006400;     mov.b32 less, 0x64086408;  // 1024, 1032
+            mov.b32 part, 0x2C002C00;  mov.b32 add, 0xD480D480;   // 1/16, -72
+            mov.b32 low, 0x000f000f;   mov.b32 high, 0x00f000f0;
+            prmt.b32 t, $8, $9, 0x5410;  // the lower halves of both words
+            prmt.b32 u, $8, $9, 0x7632;  // the upper halves
+            lop3.b32 $0, t, low, m, 0xea;  lop3.b32 $1, t, high, m, 0xea;
+            lop3.b32 $4, u, low, m, 0xea;  lop3.b32 $5, u, high, m, 0xea;
+            shr.u32 t, t, 8;               shr.u32 u, u, 8;
+            lop3.b32 $2, t, low, m, 0xea;  lop3.b32 $3, t, high, m, 0xea;
+            lop3.b32 $6, u, low, m, 0xea;  lop3.b32 $7, u, high, m, 0xea;
+            sub.f16x2 $0, $0, less;  fma.rn.f16x2 $1, $1, part, add;
+            sub.f16x2 $2, $2, less;  fma.rn.f16x2 $3, $3, part, add;
+            sub.f16x2 $4, $4, less;  fma.rn.f16x2 $5, $5, part, add;
+            sub.f16x2 $6, $6, less;  fma.rn.f16x2 $7, $7, part, add;
+            }""",
+            "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r", [words],
+            (tl.float16,) * 8, is_pure=True, pack=2,
+        )  # fmt: skip
+
+
+# %%
+# Every second code is four bits higher, so it arrives 16 times as large. A
+# multiply-add corrects that: (1024 + 16 * code) / 16 - 72 is code - 8. The
+# products are float16 pairs, too. Eight of them are added before the sum is
+# converted to float32, which costs little accuracy. All codes of a group have
+# one scale, so a thread multiplies by it *once a group*, not once per word.
+
+
+@triton.jit
+def products(w, x, PLAIN: tl.constexpr):
+    """For each word, the sum of its eight products."""
+    if PLAIN:
+        total = w[0].to(tl.float32) * x[0]
+        for j in tl.static_range(1, 8):
+            total += w[j].to(tl.float32) * x[j]
+        return total
+    else:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 s; .reg .b16 a, b;
+            mul.f16x2 s, $2, $10; fma.rn.f16x2 s, $3, $11, s;
+            fma.rn.f16x2 s, $4, $12, s; fma.rn.f16x2 s, $5, $13, s;
+            fma.rn.f16x2 s, $6, $14, s; fma.rn.f16x2 s, $7, $15, s;
+            fma.rn.f16x2 s, $8, $16, s; fma.rn.f16x2 s, $9, $17, s;
+            mov.b32 {a, b}, s; cvt.f32.f16 $0, a; cvt.f32.f16 $1, b;
+            }""",
+            "=f,=f,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r", w + x,
+            tl.float32, is_pure=True, pack=2,
+        )  # fmt: skip
+
+
+@triton.jit
+def in_pairs(
+    y_ptr, x_ptr, w_ptr, s_ptr, N, W, G,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, PLAIN: tl.constexpr,
+):  # fmt: skip
+    n = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]
+    x_ptr += tl.program_id(0) * W * 8
+    total = tl.zeros([ROWS, BLOCK // 4], tl.float32)
+    for start in range(0, W, BLOCK):
+        at = start + tl.arange(0, BLOCK)[None, :]
+        words = tl.load(w_ptr + n * W + at, mask=(at < W) & (n < N), other=0)
+        x = ()
+        for j in tl.static_range(8):
+            column = at // 16 * 128 + j * 16 + at % 16
+            xj = tl.load(x_ptr + column, mask=at < W, other=0.0)
+            x += (tl.broadcast_to(xj, [ROWS, BLOCK]),)
+        part = products(numbers(words, PLAIN), x, PLAIN)
+        part = tl.sum(tl.reshape(part, [ROWS, BLOCK // 4, 4]), 2)
+        four = start // 4 + tl.arange(0, BLOCK // 4)[None, :]  # a thread's
+        inside = (four < W // 4) & (n < N)
+        scale = tl.load(s_ptr + n * G + four // 4, mask=inside, other=0.0)
+        total += part * scale.to(tl.float32)
+    y = tl.sum(total, 1)[:, None]
+    tl.store(y_ptr + tl.program_id(0) * N + n, y, mask=n < N)
+
+
+def matmul_pairs(x, codes, scales, bits=4):
+    (M, K), N = x.shape, len(codes)
+    y, sizes = x.new_empty(M, N), (N, K // 8, K // 128)
+    tile = {"ROWS": 4, "BLOCK": 128, "num_warps": 1, "PLAIN": not x.is_cuda}
+    grid = M, triton.cdiv(N, 4)
+    in_pairs[grid](y, x, pack(codes), scales, *sizes, **tile)
+    return y
+
+
+page.check(matmul_pairs, *given)
+page.instructions("pairs")
+
+# %%
+# .. _four-bits-tensor:
+#
+# Step 3: tensor cores {gain tensor at M=8, N=28672}
+# --------------------------------------------------
+#
+# Steps 1 and 2 spend all their instructions again for each row of x. A tensor
+# core multiplies 16 x 16 weights with *eight* rows of x in one instruction,
+# ``mma.m16n8k16``: eight rows take as long as one. The weights are those that
+# ``numbers`` of step 2 makes.
+#
+# The instruction prescribes which of the 32 threads of a warp, its *lanes*,
+# holds which weight. Each lane holds eight of the 256:
+
+page.picture.operand(lane=5)
+
+# %%
+# So we pack the weight for the lanes. A lane loads eight words, one for each
+# of its places, and the eight codes of a word are for eight instructions. Then
+# each code is loaded by the lane that needs it, and none has to move.
+
+
+@functools.lru_cache(maxsize=4)
+def pack_for_lanes(codes):
+    N, K = codes.shape  # 16 rows are 2 x 8, 128 columns are 4 x 4 x 2 x 2 x 2
+    parts = codes.view(N // 16, 2, 8, K // 128, 4, 4, 2, 2, 2)
+    parts = parts.permute(0, 3, 7, 2, 5, 1, 8, 4, 6).to(torch.int32)
+    parts = parts.reshape(N // 16, K // 128, 256, 8)  # 256 words for 16 x 128
+    shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=codes.device)
+    return (parts << shifts).sum(3, dtype=torch.int32)
+
+
+@triton.jit
+def operand(w):
+    """Numbers as loaded, [8, 128], as 16 x 16 weights for each of 4 warps."""
+    w = tl.reshape(w, [2, 4, 8, 4, 2, 2])  # column half, warp, row, pair, ...
+    return tl.reshape(tl.permute(w, [1, 4, 2, 0, 3, 5]), [4, 16, 16])
+
+
+@triton.jit
+def eight_rows(y_ptr, x_ptr, w_ptr, s_ptr, M, N, K, PLAIN: tl.constexpr):
+    tile, blocks, first = tl.program_id(0), K // 128, tl.program_id(1) * 8
+    warp = tl.arange(0, 4)[:, None]  # each takes every fourth block
+    h = tl.arange(0, 8)[:, None]  # two halves of a block, for each warp
+    i = tl.arange(0, 256)[None, :]  # eight rows of x by 32 columns
+    n = tile * 16 + tl.arange(0, 16)[None, :]
+    total = tl.zeros([4, 16, 8], tl.float32)
+    for b in range(0, blocks, 4):
+        at = (tile * blocks + b + h % 4) * 256 + h // 4 * 128
+        at += tl.arange(0, 128)[None, :]
+        w = tl.load(w_ptr + at, mask=b + h % 4 < blocks, other=0)
+        w = numbers(w, PLAIN)
+        part = tl.zeros([4, 16, 8], tl.float32)
+        for q in tl.static_range(4):
+            m, k = first + i // 32, (b + warp) * 128 + q * 32 + i % 32
+            inside = (m < M) & (k < K)
+            x = tl.load(x_ptr + m * K + k, mask=inside, other=0.0)
+            x = tl.reshape(x, [4, 8, 4, 2, 2, 2])  # warp, row, pair, which, ..
+            x = tl.permute(x, [0, 4, 2, 5, 1, 3])
+            even, odd = tl.split(tl.reshape(x, [4, 16, 8, 2]))
+            part = tl.dot(operand(w[2 * q]), even, part)
+            part = tl.dot(operand(w[2 * q + 1]), odd, part)
+        inside = b + warp < blocks
+        scale = tl.load(s_ptr + n * blocks + b + warp, mask=inside, other=0.0)
+        total += part * scale.to(tl.float32)[:, :, None]
+    y = tl.trans(tl.sum(total, 0))  # [8, 16], the sum over the warps
+    m = first + tl.arange(0, 8)[:, None]
+    tl.store(y_ptr + m * N + n, y, mask=m < M)
+
+
+def matmul_tensor(x, codes, scales, bits=4):
+    (M, K), N = x.shape, len(codes)
+    y, words = x.new_empty(M, N), pack_for_lanes(codes)
+    grid = N // 16, triton.cdiv(M, 8)
+    eight_rows[grid](y, x, words, scales, M, N, K, PLAIN=not x.is_cuda)
+    return y
+
+
+page.check(matmul_tensor, *given)
+page.instructions("tensor")
+
+# %%
+# The reshapes name the bits of a lane's number and move nothing. A sum may
+# take its columns in any order: in this one, a lane's eight columns of x are
+# neighbours, one load of 16 bytes. Four warps share the columns. The library's
+# kernel keeps two tiles of sums, so that it reads a weight once for 16 rows:
+
+page.source("quantized_matmul", fold=True)
+
+# %%
+# What do four bits cost?
+# -----------------------
+#
+# The errors above are those of kernels, which compute what the codes say. The
+# codes lose far more: ``fusebook.quantize`` rounds a weight, and the result
+# moves by this much:
+
+weight = torch.randn(64, 1280, device=given[0].device)
+page.rounding(given[0], weight, bits=(8, 4), groups=(32, 128, 0))
+
+# %%
+# Group 0 is a whole row. GPTQ and AWQ choose codes for a smaller error of the
+# result. Test a model on its own task.
+
+# %%
+# How fast is it?
+# ---------------
+#
+# *GPU time* is the time of one call on the GPU, whose L2 cache holds none of
+# the data before (*cold L2*). In the figure the weight has 8192 x 8192 codes.
+# *torch in 16 bits* is cuBLAS with the same weight in float16, and *eager*
+# converts the weight in each call.
+
+page.plot("times", over="M")
+
+# %%
+# The table has a weight of 28672 x 8192 codes, and a copy that moves as many
+# bytes as 100 %. Lines of code count a kernel with its launcher.
+
+steps = {"shift": matmul_shift, "pairs": matmul_pairs}
+page.steps(float16=matmul_float16, **steps, tensor=matmul_tensor)
+
+# %%
+# *tinygemm* is torch's own kernel for weights of four bits, in bfloat16.
+
+page.findings()
+
+# %%
+# .. _four-bits-use:
+#
+# When to use it
+# --------------
+#
+# Quantize when a model is loaded, and multiply for each token. The library
+# also takes eight bits, zero points, a bias and any sizes:
+
+packed = fusebook.quantize(weight[:48].half(), bits=4, group=128)
+y = fusebook.quantized_matmul(given[0], packed)
+
+# %%
+# - **Weights of others.** ``fusebook.PackedWeight`` repacks them at load:
+#   ``from_awq``, ``from_gptq`` and ``from_onnx``, for the initializers of ONNX
+#   Runtime's MatMulNBits. ``from_codes`` takes codes and scales as above.
+# - **Do not use it** for prompts and training, where rows are many: above 96
+#   rows it converts the whole weight in each call and multiplies by cuBLAS.
+#   It refuses float32.
+
+page.use()
+
+# %%
+# Takeaways
+# ---------
+#
+# - Divide instructions per second by weights per second: that is the budget.
+# - Put integers into the mantissa of a float, and subtract what was there.
+# - Apply a scale to a sum, and not to each of its terms.
+# - Store a weight in the order of the registers that will hold it.
+#
+# Exercises
+# ---------
+#
+# Each function is incorrect. Fix it and run its cell again.
+#
+# 1. Zero points
+# ~~~~~~~~~~~~~~
+#
+# A code's value is (code - zero) * scale, with a zero point for each group.
+# Change no kernel: sums of x over the groups are all that is missing.
+
+
+def with_zeros(x, codes, scales, zeros):
+    return matmul_shift(x, codes, scales)
+
+
+def by_torch(x, codes, scales, zeros):
+    wide = [t.to(x.dtype).repeat_interleave(128, 1) for t in (zeros, scales)]
+    return x @ ((codes.to(x.dtype) - wide[0]) * wide[1]).T
+
+
+x, codes, scales, _ = page.stress(3, 256, 16, dtype=torch.float16, seed=1)
+zeros = (codes[:, ::128] + 3) % 16
+page.exercise(with_zeros, by_torch, [(x, codes, scales, zeros)])
+
+# %%
+# 2. Magic numbers in bfloat16
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+#
+# bfloat16 has seven bits of mantissa, so its magic number is another one.
+
+
+def magic(codes):
+    return (codes | 0x6400).view(torch.bfloat16) - 1032
+
+
+codes = torch.arange(16).short()
+page.exercise(magic, lambda c: (c - 8).bfloat16(), [(codes,)])
+
+# %%
+# Evidence
+# --------
+
+page.footer()

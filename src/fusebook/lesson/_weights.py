@@ -1,0 +1,134 @@
+"""A lesson on weights of few bits: instructions per weight, and what rounding a weight costs."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+import torch
+import triton
+
+import fusebook
+from fusebook import plots
+from fusebook.lesson import _numbers
+from fusebook.lesson._page import Page, _or_banner
+from fusebook.lesson.evidence import Frames, NotRecorded
+from fusebook.page import _place
+from fusebook.page.show import Shown, rich
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["WeightsPage", "look", "loop_of", "per_weight"]
+
+
+# Instructions ---------------------------------------------------------------------------------------------------------
+
+
+def loop_of(code: str) -> list[str]:
+    """The instructions of the longest loop in a disassembled kernel: from a label to the branch back to it."""
+    lines: list[str] = []
+    labels: dict[str, int] = {}
+    longest: list[str] = []
+    for line in code.splitlines():
+        if label := re.match(r"\s*(\.L_x_\d+):", line):
+            labels[label[1]] = len(lines)
+        elif found := re.match(r"\s+/\*[0-9a-f]+\*/\s+(.*?)\s*;", line):
+            lines.append(found[1])
+            back = re.search(r"\bBRA\b.*(\.L_x_\d+)", found[1])
+            if back and back[1] in labels:
+                longest = max(longest, lines[labels[back[1]] :], key=len)
+    return longest
+
+
+def look(kernel: Any) -> dict[str, Any]:
+    """Instructions of a compiled kernel's longest loop for each weight of four bits, by Triton's disassembler.
+
+    An instruction of a tensor core takes 8 weights of each thread, for 8 rows. Without any, words are loaded 16 bytes
+    at a time, which are 32 weights.
+    """
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        code = subprocess.check_output([triton.knobs.nvidia.nvdisasm.path, "-c", file.name], text=True)
+    loop = loop_of(code)
+    products = sum("HMMA" in line for line in loop)
+    weights = 8 * products or 32 * sum("LDG.E.128" in line for line in loop)
+    return {"instructions": len(loop) / weights if weights else float("nan")}
+
+
+def per_weight(frames: Frames) -> pd.Series:
+    """Instructions of a thread for each weight of one row of x, by step, where it has a kernel of Triton."""
+    steps = frames["steps"]
+    if "instructions" not in steps:
+        raise NotRecorded("instructions were not counted")
+    return steps.drop_duplicates("step").set_index("step")["instructions"].dropna()
+
+
+# The page -------------------------------------------------------------------------------------------------------------
+
+
+class WeightsPage(Page):
+    """The page of a lesson whose subject is a weight of few bits."""
+
+    def instructions(self, step: str) -> Shown:
+        """How many instructions a step needs for each weight, as counted in its record, and how many there may be.
+
+        Parameters
+        ----------
+        step : str
+            As the evidence names it.
+        """
+        try:
+            count = per_weight(self.frames if self.frames.replay else Frames(self.about)).get(step)
+        except NotRecorded:
+            count = None
+        text = f"Instructions for each weight in the loop of `{step}`: "
+        text += "not counted." if count is None else f"{count:.1f}, counted in the compiled kernel for one row of x."
+        return Shown(f"<p>{rich(text)}</p>", text.replace("`", ""))._now()
+
+    def rounding(self, x: torch.Tensor, weight: torch.Tensor, bits: Sequence[int], groups: Sequence[int]) -> Shown:
+        """How far ``x @ weight.T`` moves when the weight is rounded: root mean square over that of the result.
+
+        Parameters
+        ----------
+        x, weight : torch.Tensor
+        bits, groups : sequence of int
+            Formats of `fusebook.quantize`.
+        """
+        x, weight = x.double(), weight.double()
+        want, said = x @ weight.T, []
+        for width in bits:
+            found = []
+            for group in groups:
+                codes, scales, _ = fusebook.quantize(weight.float(), width, group).codes()
+                wide = scales.double().repeat_interleave(group or weight.shape[1], 1)[:, : weight.shape[1]]
+                off = x @ ((codes.double() - 2 ** (width - 1)) * wide - weight).T
+                found.append(f"{(off.square().mean() / want.square().mean()).sqrt():.2%} (group {group})")
+            said.append(f"{width} bits: {', '.join(found)}")
+        text = f"What rounding changes in the result, root mean square. {'; '.join(said)}."
+        return Shown(f"<p>{rich(text)}</p>", text)._now()
+
+    @_or_banner
+    def plot(self, kind: str, over: str) -> Axes | Shown:
+        """The sweep over rows: GPU time by implementation."""
+        sweep = self._sweep()
+        ax: Axes = getattr(plots, kind)(sweep, over, kind="cold", xlabel=f"rows of x, {over}")
+        ax.set_xscale("log", base=2)
+        ax.xaxis.set_major_formatter("{x:g}")
+        if _place.script():
+            return Shown("", f"Figure: {ax.get_title(loc='left')} ({_numbers.origin(sweep)})")._now()
+        return ax
+
+    def _staircase(self, frame: pd.DataFrame, steps: Mapping[str, Callable[..., Any]]) -> tuple[pd.DataFrame, str]:
+        rows = frame["shape"].str.partition("x")[0]
+        words = rows + rows.map(lambda count: " row" if count == "1" else " rows")
+        wide = _numbers.staircase(self.op, frame.assign(at=words), steps)
+        count = per_weight(self.frames).rename(index={"fusebook": f"fusebook.{self.op.name}"})
+        count.index = [next((name for name in wide.index if name.endswith(step)), step) for step in count.index]
+        wide.insert(len(wide.columns) - 1, "instructions per weight", count)
+        return wide, "Percent of copy speed in GPU time, by rows of x, float16"
