@@ -135,7 +135,7 @@ def test_the_word_follows_the_caller(df):
     assert word(scaled(large, "fusebook", 3, large["N"] == 32768)) == "yes at most sizes"
     assert word(large[large["variant"] == "fusebook"]) == "not measured"
     some = scaled(large, "fusebook", 3, large["N"] < 2048)
-    assert word(scaled(some, "fusebook", 1.2 / 1.01, some["N"].between(2048, 9000))) == "it depends"
+    assert word(scaled(some, "fusebook", 1.2 / 1.01, some["N"].between(2048, 20000))) == "it depends"
 
 
 def test_other_arithmetic_is_no_rival(df):
@@ -148,7 +148,7 @@ def test_choices_name_every_way_within_two_percent(df):
     large = df[df["config"] == "large"]
     table = verdicts.choices(SOFTMAX, large)
     assert set(table["best"]) == {"fusebook"}
-    assert table.loc[("65536x1000", "float32"), "take"] == "quack, ours"  # 1.02 against 1.01
+    assert table.loc[("131072x1024", "float32"), "take"] == "quack, ours"  # 1.02 against 1.01
     assert table.loc[("65536x781", "float32"), "take"] == "ours"  # which quack refuses
     even = verdicts.choices(SOFTMAX, scaled(large, "torch", 1.01 / 1.3))
     assert even.loc[("65536x781", "float32"), "take"] == "torch, ours"
@@ -359,7 +359,7 @@ def test_the_front_page_says_when_and_what_is_stale_or_left_out(monkeypatch, df)
     assert "Not in the table, since a page compares whole graphs of them: onnxruntime_nodes. " in said
     assert f"Of {len(stale) + len(df)} results 3 are of code that was changed after they were measured" in said
     assert "pages name them: softmax (3)." in said and "check=False" not in said
-    assert f"another way is faster than ours at {len(faster)} of 68 sizes" in said
+    assert f"another way is faster than ours at {len(faster)} of 60 sizes" in said
     assert "torch.compile was not measured" not in said
     found["softmax"] = stale[stale["variant"] != "torch.compile"]
     assert "Compared with torch only, as torch.compile was not measured: softmax." in front.left_out()
