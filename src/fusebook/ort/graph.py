@@ -243,7 +243,8 @@ class Bound:
         self._computed = [name for name in graph.outputs if name not in inputs]
         self._fresh = [name for name in self._computed if name not in outputs]
         self._written = [value for value in self._given.values() if not value.is_inference()]
-        self._places = [(n, t, t.data_ptr()) for n, t in (*self._inputs.items(), *self._given.items())]
+        bound = () if copied else (*inputs.items(), *outputs.items())  # `copied` is for one run, at once
+        self._places = [(name, value, _layout(value)) for name, value in bound]
         for name in self._passed:
             given, value = self._given.get(name), self._inputs[name]
             if given is not None and given.shape != value.shape:
@@ -274,10 +275,11 @@ class Bound:
 
     def _run(self) -> dict[str, Tensor]:
         graph = self.graph
-        for name, value, address in self._places:
-            if value.data_ptr() != address:
+        for name, value, layout in self._places:
+            if _layout(value) != layout:
                 raise RuntimeError(
-                    f"ort.Graph: expected {name} to stay where it was bound, got memory elsewhere; bind it again"
+                    f"ort.Graph: expected {name} to stay where it was bound, and as it was, got another address, "
+                    "dtype, shape or strides; bind it again"
                 )
         # Copied before the run, which may write over them where memory of an input is given for an output.
         passed = {name: self._inputs[name].detach().to(graph.device, copy=True) for name in self._passed}
@@ -372,9 +374,8 @@ def _own(name: str, value: Any, graph: Graph, type_: str, copied: bool = False) 
         raise TypeError(
             f"ort.Graph: expected {name} to be a torch.Tensor, got {type(value).__name__}; use torch.as_tensor"
         )
-    if type(value) not in (Tensor, Parameter) and _stored(value):  # it may describe other memory than it has
-        with torch._C.DisableTorchFunctionSubclass(), torch._C._DisableTorchDispatch():
-            value = Tensor.as_subclass(value, Tensor)
+    if type(value) not in (Tensor, Parameter) and _stored(value):
+        value = _plain(value)
     if _NAMES.get(value.dtype) != type_:
         raise TypeError(f"ort.Graph: expected {name} to be {type_}, got {value.dtype}; cast it first")
     if value.device.type != "cpu" and value.device != graph.device:
@@ -396,6 +397,14 @@ def _own(name: str, value: Any, graph: Graph, type_: str, copied: bool = False) 
             "first"
         )
     return dense
+
+
+def _plain(value: Tensor) -> Tensor:
+    """The same memory without the subclass, which may describe other memory than there is."""
+    if type(value) in (Tensor, Parameter):
+        return value
+    with torch._C.DisableTorchFunctionSubclass(), torch._C._DisableTorchDispatch():
+        return Tensor.as_subclass(value, Tensor)  # type: ignore[arg-type]
 
 
 def _stored(x: Tensor) -> bool:
@@ -431,6 +440,12 @@ def _apart(inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
                 f"ort.Graph: expected memory for {name} that holds nothing else, got some of {shared[0]}'s; give "
                 "memory of its own, or all of an input's"
             )
+
+
+def _layout(value: Tensor) -> tuple[Any, ...]:
+    """What a program may change of a tensor, and a binding does not notice."""
+    value = _plain(value)
+    return value.data_ptr(), value.dtype, value.shape, value.stride(), value.is_neg()
 
 
 def _place(value: Tensor, graph: Graph) -> tuple[str, int, int, Sequence[int], int]:
