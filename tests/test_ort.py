@@ -617,6 +617,10 @@ def _ones(graph):
     graph.node[0].attribute[0].t.float_data[:] = [1.0]
 
 
+def _negative_zeros(graph):
+    graph.node[0].attribute[0].t.float_data[:] = [-0.0]
+
+
 def _kept_elsewhere(graph):
     graph.output.append(oh.make_tensor_value_info("data", 1, None))
 
@@ -625,7 +629,7 @@ def _maximum(graph):
     graph.node[3].attribute[0].s = b"max"
 
 
-@pytest.mark.parametrize("change", [_ones, _kept_elsewhere, _maximum], ids=lambda f: f.__name__[1:])
+@pytest.mark.parametrize("change", [_ones, _negative_zeros, _kept_elsewhere, _maximum], ids=lambda f: f.__name__[1:])
 def test_a_chain_that_means_something_else_stays(change):
     pytest.importorskip("onnxscript")
     assert ("fusebook", "MaskedScatterNDOfShape") not in domains(export.fuse(changed(change)))

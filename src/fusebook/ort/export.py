@@ -249,7 +249,7 @@ def _is_zero(attribute: Any) -> bool:
         return False
     floating = made.dtype.name in ("FLOAT", "FLOAT16", "BFLOAT16", "DOUBLE")
     numbers = _numbers(made) if floating else None
-    return numbers is not None and not numbers.any()
+    return numbers is not None and not any(numbers.tobytes())  # -0.0 stays where nothing is added
 
 
 def _sparse(nodes: Any, initializers: Any = ()) -> bool:
