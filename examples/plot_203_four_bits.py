@@ -343,7 +343,7 @@ page.source("quantized_matmul", fold=True)
 # codes lose far more: ``fusebook.quantize`` rounds a weight, and the result
 # moves by this much:
 
-weight = torch.randn(64, 1280, device=given[0].device)
+weight = torch.randn(64, 1280, generator=torch.Generator().manual_seed(0))
 page.rounding(given[0], weight, bits=(8, 4), groups=(32, 128, 0))
 
 # %%
@@ -382,7 +382,7 @@ page.findings()
 # Quantize when a model is loaded, and multiply for each token. The library
 # also takes eight bits, zero points, a bias and any sizes:
 
-packed = fusebook.quantize(weight[:48].half(), bits=4, group=128)
+packed = fusebook.quantize(weight.to(given[0]), bits=4, group=128)
 y = fusebook.quantized_matmul(given[0], packed)
 
 # %%

@@ -236,7 +236,12 @@ def test_special_values_are_where_float64_has_them(op, variant, device):
                 given = (*made[:i], spoilt(value), *made[i + 1 :])
                 yard = check.yardstick(op, given)
                 what = f"argument {i}, {dims}, {dtype}"
-                assert_right_or_refused(yard, variant, variant.given(*given), what, "got nan at")
+                try:
+                    arguments = variant.given(*given)
+                except ValueError as refusal:  # a scale that is packed
+                    assert "expected finite" in str(refusal)
+                    continue
+                assert_right_or_refused(yard, variant, arguments, what, "got nan at")
 
 
 @each_of_ours
@@ -365,6 +370,8 @@ def test_gradients_in_every_dtype_are_those_of_float64(op, variant, device):
     """Inputs are within one of zero, because the gradient of a saturated softmax cancels."""
     if variant.math:
         pytest.skip("the gradients are those without TF32")
+    if any(isinstance(v, PackedWeight) for v in problem(op, variant, usual(op), device)[1]):
+        pytest.skip("has no gradient of a packed weight; test_quantized.py has that of x")
     if not differentiable(variant, problem(op, variant, usual(op), device)[1]):
         pytest.skip("has no gradient, and says so")
     for dims in edges(op, 2, 2**13):

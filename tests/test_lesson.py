@@ -493,6 +493,7 @@ def a_gpu(monkeypatch, replayed):
     monkeypatch.setattr(bench, "run", run)
     monkeypatch.setattr(evidence.load("plot_102_softmax"), "SHAPES", ((6, 256), (5, 781), (4, 2048), (3, 3000)))
     monkeypatch.setattr(evidence.load("plot_105_cross_entropy"), "SHAPES", ((5, 1000), (3, 32000)))
+    monkeypatch.setattr(evidence.load("plot_203_four_bits"), "SHAPES", ((1, 256, 32), (8, 256, 32), (16, 256, 32)))
     head = evidence.load("plot_108_chunked_head")
     monkeypatch.setattr(head, "SHAPES", ((37, 16, 1000),))
     rows = pd.DataFrame({"rows": [256, 1024, 8192], "gpu_us": 2.0, "peak_bytes": 2.0, "beyond": 1.0})
@@ -582,6 +583,7 @@ def test_a_page_that_is_run_for_its_counters_launches_its_steps_alone(a_gpu, mon
             "plot_108_chunked_head",
             {"linear_cross_entropy", "pages/linear_cross_entropy_steps", "pages/linear_cross_entropy_chunks"},
         ),
+        ("plot_203_four_bits", {"quantized_matmul", "pages/quantized_matmul_steps"}),
     ],
 )
 def test_what_no_step_of_a_lesson_shows_is_recorded_too(name, files, a_gpu, tmp_path, monkeypatch):
@@ -596,7 +598,7 @@ def test_what_no_step_of_a_lesson_shows_is_recorded_too(name, files, a_gpu, tmp_
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU that is there needs no other one")
-@pytest.mark.parametrize("name", ["plot_105_cross_entropy", "plot_108_chunked_head"])
+@pytest.mark.parametrize("name", ["plot_105_cross_entropy", "plot_108_chunked_head", "plot_203_four_bits"])
 def test_on_a_gpu_a_lesson_with_several_inputs_times_its_steps(name, a_gpu):
     page = runpy.run_path(str(ROOT / "examples" / f"{name}.py"), run_name="lesson")["page"]
     frame = page.frames["steps"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import subprocess
 import tempfile
@@ -100,7 +101,7 @@ class WeightsPage(Page):
         bits, groups : sequence of int
             Formats of `fusebook.quantize`.
         """
-        x, weight = x.double(), weight.double()
+        x, weight = x.double(), weight.double().to(x.device)
         want, said = x @ weight.T, []
         for width in bits:
             found = []
@@ -128,7 +129,8 @@ class WeightsPage(Page):
         rows = frame["shape"].str.partition("x")[0]
         words = rows + rows.map(lambda count: " row" if count == "1" else " rows")
         wide = _numbers.staircase(self.op, frame.assign(at=words), steps)
-        count = per_weight(self.frames).rename(index={"fusebook": f"fusebook.{self.op.name}"})
-        count.index = [next((name for name in wide.index if name.endswith(step)), step) for step in count.index]
-        wide.insert(len(wide.columns) - 1, "instructions per weight", count)
+        with contextlib.suppress(NotRecorded):
+            named = {name: f"step {i}, {name}" for i, name in enumerate(steps)}
+            count = per_weight(self.frames).rename({**named, "fusebook": f"fusebook.{self.op.name}"})
+            wide.insert(len(wide.columns) - 1, "instructions per weight", count)
         return wide, "Percent of copy speed in GPU time, by rows of x, float16"
