@@ -84,7 +84,7 @@ def pack(codes):
 
 @triton.jit
 def shift_and_mask(
-    y_ptr, x_ptr, w_ptr, s_ptr, N, W, G,  # W words and G groups in a row
+    y_ptr, x_ptr, q_ptr, s_ptr, N, W, G,  # W words and G groups in a row
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]  # [ROWS, 1]
@@ -93,7 +93,7 @@ def shift_and_mask(
     for start in range(0, W, BLOCK):
         at = start + tl.arange(0, BLOCK)[None, :]  # [1, BLOCK]
         inside = (at < W) & (n < N)
-        words = tl.load(w_ptr + n * W + at, mask=inside, other=0)
+        words = tl.load(q_ptr + n * W + at, mask=inside, other=0)
         part = tl.zeros([ROWS, BLOCK], tl.float32)
         for j in tl.static_range(8):  # unrolled: j is a constant
             column = at // 16 * 128 + j * 16 + at % 16
@@ -210,7 +210,7 @@ def products(w, x, PLAIN: tl.constexpr):
 
 @triton.jit
 def in_pairs(
-    y_ptr, x_ptr, w_ptr, s_ptr, N, W, G,
+    y_ptr, x_ptr, q_ptr, s_ptr, N, W, G,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, PLAIN: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]
@@ -218,7 +218,7 @@ def in_pairs(
     total = tl.zeros([ROWS, BLOCK // 4], tl.float32)
     for start in range(0, W, BLOCK):
         at = start + tl.arange(0, BLOCK)[None, :]
-        words = tl.load(w_ptr + n * W + at, mask=(at < W) & (n < N), other=0)
+        words = tl.load(q_ptr + n * W + at, mask=(at < W) & (n < N), other=0)
         x = ()
         for j in tl.static_range(8):
             column = at // 16 * 128 + j * 16 + at % 16
@@ -286,7 +286,7 @@ def operand(w):
 
 
 @triton.jit
-def eight_rows(y_ptr, x_ptr, w_ptr, s_ptr, M, N, K, PLAIN: tl.constexpr):
+def eight_rows(y_ptr, x_ptr, q_ptr, s_ptr, M, N, K, PLAIN: tl.constexpr):
     tile, blocks, first = tl.program_id(0), K // 128, tl.program_id(1) * 8
     warp = tl.arange(0, 4)[:, None]  # each takes every fourth block
     h = tl.arange(0, 8)[:, None]  # two halves of a block, for each warp
@@ -296,7 +296,7 @@ def eight_rows(y_ptr, x_ptr, w_ptr, s_ptr, M, N, K, PLAIN: tl.constexpr):
     for b in range(0, blocks, 4):
         at = (tile * blocks + b + h % 4) * 256 + h // 4 * 128
         at += tl.arange(0, 128)[None, :]
-        w = tl.load(w_ptr + at, mask=b + h % 4 < blocks, other=0)
+        w = tl.load(q_ptr + at, mask=b + h % 4 < blocks, other=0)
         w = numbers(w, PLAIN)
         part = tl.zeros([4, 16, 8], tl.float32)
         for q in tl.static_range(4):

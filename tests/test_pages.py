@@ -296,7 +296,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-constants = {"BLOCK": 1024, "ROWS": 4, "CHUNKS": 13, "SALT": 12345}  # and 16 for others
+constants = {"BLOCK": 1024, "ROWS": 4, "CHUNKS": 13, "SALT": 12345, "PLAIN": False}  # and 16 for others
 numbers = dict.fromkeys(("T", "keep", "size", "root", "eps"), "fp32")  # and i32 for others
 
 
@@ -312,12 +312,14 @@ def compiled(script, copy):
         if node.name in called:  # a part of others, and compiled with them
             continue
         kernel = getattr(module, node.name)
-        for pointer in ("*fp32", "*bf16"):
+        # Codes in words are multiplied with float16.
+        for pointer in ("*fp16",) if "q_ptr" in kernel.arg_names else ("*fp32", "*bf16"):
             text = " ".join(ast.unparse(k) for k in kernels if k is node or k.name in called)
             if pointer == "*bf16" and ("tl.exp" in text or "tl.sqrt" in text) and "float32" not in text:
                 continue  # it converts nothing: it is for float32
             kinds = {a: pointer if a.endswith("_ptr") else numbers.get(a, "i32") for a in kernel.arg_names}
             kinds |= {a: "*i64" for a in ("target_ptr", "table_ptr", "chunks_ptr") if a in kinds}
+            kinds |= {"q_ptr": "*i32"} if "q_ptr" in kinds else {}
             kinds |= {"T": "i32"} if "table_ptr" in kinds else {}  # how many tensors, and no temperature
             given = {(p.num,): constants.get(p.name, 16) for p in kernel.params if p.is_constexpr}
             kinds |= {p.name: "constexpr" for p in kernel.params if p.is_constexpr}
