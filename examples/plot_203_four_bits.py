@@ -117,7 +117,6 @@ def matmul_shift(x, codes, scales, bits=4):
 
 given = page.stress(3, 1280, 48, dtype=torch.float16)  # M, K, N
 page.check(matmul_shift, *given)
-page.instructions("shift")
 
 # %%
 # ``page.stress`` makes x with difficult rows: large values, and rows far from
@@ -244,7 +243,6 @@ def matmul_pairs(x, codes, scales, bits=4):
 
 
 page.check(matmul_pairs, *given)
-page.instructions("pairs")
 
 # %%
 # .. _four-bits-tensor:
@@ -325,7 +323,6 @@ def matmul_tensor(x, codes, scales, bits=4):
 
 
 page.check(matmul_tensor, *given)
-page.instructions("tensor")
 
 # %%
 # The reshapes name the bits of a lane's number and move nothing. A sum may

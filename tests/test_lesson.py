@@ -365,6 +365,10 @@ def test_every_step_of_four_bits_is_correct_for_more_rows_than_a_tile(replayed):
     given = names["page"].stress(11, 384, 32, dtype=torch.float16, seed=3)
     for step in ("shift", "pairs", "tensor"):
         assert names["page"].check(names[f"matmul_{step}"], *given).good
+    known = [{"step": "pairs", "shape": "1x8x8", "instructions": 2.94}]
+    names["page"].frames.known["steps"] = pd.DataFrame(known)
+    shown = names["page"].check(names["matmul_pairs"], *given)
+    assert "is correct on 11 x 384" in shown.html and shown.html.endswith("with one row of x: 2.9.</p>")
 
 
 # Memory ---------------------------------------------------------------------------------------------------------------

@@ -204,7 +204,9 @@ class Page:
 
     def _heading(self) -> str:
         """The heading above the line that runs in a script, with its gain; empty where it has none."""
-        frame = sys._getframe(2)
+        frame: Any = sys._getframe(1)
+        while Path(frame.f_code.co_filename).parent == Path(__file__).parent:
+            frame = frame.f_back
         try:
             lines = Path(frame.f_code.co_filename).read_text(encoding="utf-8").splitlines()[: frame.f_lineno]
         except OSError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import re
 import subprocess
 import tempfile
@@ -76,21 +77,22 @@ def per_weight(frames: Frames) -> pd.Series:
 class WeightsPage(Page):
     """The page of a lesson whose subject is a weight of few bits."""
 
-    def instructions(self, step: str) -> Shown:
-        """How many instructions a step needs for each weight, as counted in its record, and how many there may be.
-
-        Parameters
-        ----------
-        step : str
-            As the evidence names it.
-        """
+    def check(self, function: Callable[..., Any], *given: Any) -> Shown:
+        """Whether a function is correct, and, for a step, how many instructions its record counts for each weight."""
+        line = super().check(function, *given)
+        step = function.__name__.removeprefix("matmul_")
+        if step not in self.about.STEPS[1:]:
+            return line
         try:
             count = per_weight(self.frames if self.frames.replay else Frames(self.about)).get(step)
         except NotRecorded:
             count = None
-        text = f"Instructions for each weight in the loop of `{step}`: "
-        text += "not counted." if count is None else f"{count:.1f}, counted in the compiled kernel for one row of x."
-        return Shown(f"<p>{rich(text)}</p>", text.replace("`", ""))._now()
+        text = "Instructions for each weight, in the loop of the compiled kernel with one row of x: "
+        text += "not counted." if count is None else f"{count:.1f}."
+        Shown("", text)._now()
+        shown = copy.copy(line)
+        shown.html, shown.text = f"{line.html}<p>{text}</p>", f"{line.text}\n{text}"
+        return shown
 
     def rounding(self, x: torch.Tensor, weight: torch.Tensor, bits: Sequence[int], groups: Sequence[int]) -> Shown:
         """How far ``x @ weight.T`` moves when the weight is rounded: root mean square over that of the result.
