@@ -73,7 +73,7 @@ def _or_banner(show: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return show(*given, **named)
         except NoResults as missing:
-            if _place.flag("FUSEBOOK_STRICT"):
+            if _place.flag("FUSEBOOK_STRICT") and not getattr(given[0].about, "UNRECORDED", False):
                 raise
             return missing.banner._now()
 
@@ -382,7 +382,7 @@ class Page:
         held = sum(o.holds is True for o in found)
         text = f"Evidence: {len(found)} checks behind this page, {held} hold."
         if missing := sum(o.holds is None for o in found):
-            text += f" {missing} were not measured."
+            text += f" {missing} {'was' if missing == 1 else 'were'} not measured."
         address = _numbers.site(f"evidence/{self.name}")
         failed, linked = [], []
         for kind, what in (("claim", "claims"), ("target", "targets"), ("statement", "statements of others")):
