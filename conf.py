@@ -69,7 +69,9 @@ autodoc_typehints = "none"  # numpydoc's sections say it, in words
 autosummary_generate = False  # tables only: a page holds a group
 numpydoc_xref_param_type = True
 LINKED = ("torch.Tensor", "torch.dtype", "pandas.DataFrame", "pandas.Series", "matplotlib.axes.Axes")
-OURS = {"Op": "op", "Variant": "op", "Cost": "op", "Machine": "machine"}
+OURS = {
+    name: f"measure.{home}" for name, home in {"Op": "op", "Variant": "op", "Cost": "op", "Machine": "machine"}.items()
+}
 # Its own words, as "sequence", lead to pages of Python that nobody needs.
 numpydoc_xref_aliases = {word: word for word in numpydoc.xref.DEFAULT_LINKS}
 numpydoc_xref_aliases |= {name: f":py:class:`{name}`" for name in LINKED}

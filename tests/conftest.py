@@ -22,6 +22,7 @@ import promised
 import trials
 import warm
 from fusebook.measure import compiled as compiled_module
+from fusebook.measure import machine
 from fusebook.page import _place
 
 interpreting.hasten()
@@ -45,7 +46,8 @@ def _same_seed():
 
 @pytest.fixture(autouse=True)
 def _nothing_was_shown_before(monkeypatch):
-    """What a page has asked for in one test is not named in another."""
+    """What a page has asked for in one test is not named in another, and no page runs."""
+    monkeypatch.setattr(machine, "running", "")
     monkeypatch.setattr(_place, "shown", {})
 
 

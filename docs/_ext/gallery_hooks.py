@@ -135,12 +135,15 @@ def pictures(block, block_vars, gallery_conf):
 
 def reset_argv(gallery_conf, script_vars):
     """No arguments for the page; and the place to learn which page runs."""
+    from fusebook.measure import machine
+
     page = script_vars.get("src_file", "")
     if page and not runner.begin:  # a process beside Sphinx, which runs pages at the same time
         import fusebook_site
 
         fusebook_site.equip(Path(script_vars["target_file"]).parent, beside=True)
     runner.script = script_vars
+    machine.running = Path(page).stem
     if runner.twins:
         runner.twins.begin()
     if runner.begin:

@@ -22,7 +22,7 @@ from fusebook.cards import OPS
 from fusebook.lesson import _checks, _numbers, evidence
 from fusebook.lesson import picture as pictures
 from fusebook.lesson.evidence import Frames, Measured, Recorded
-from fusebook.measure import inputs
+from fusebook.measure import inputs, machine
 from fusebook.page import _place, show
 from fusebook.page.claims import Claim, Claims, exercise
 from fusebook.page.results import NoResults, measured, results, study
@@ -51,6 +51,7 @@ def open(name: str) -> Page:
         Names the lessons that there are.
     """
     about = evidence.load(name)
+    machine.running = name
     counted = about.FRAMES.get("counters")
     kind = getattr(about, "PAGE", Page)
     made: Page = (_Counted if counted and os.environ.get("_FUSEBOOK_COUNT") == counted.name else kind)(about)

@@ -632,9 +632,13 @@ def refuse_removed_variables() -> None:
             raise ValueError(f"{name} went with version 0.2.0: unset it; {instead}")
 
 
+#: The page that runs in a notebook or on the site, where `__main__` has no file; the gallery and lessons set it.
+running = ""
+
+
 def page_number(name: str = "") -> str:
     """The number in a page's file name, of the page that runs by default; empty if there is none."""
-    name = name or pathlib.Path(getattr(sys.modules.get("__main__"), "__file__", None) or "").name
+    name = name or running or pathlib.Path(getattr(sys.modules.get("__main__"), "__file__", None) or "").name
     found = re.match(r"plot_(\d+)_", name)
     return found[1] if found else ""
 
