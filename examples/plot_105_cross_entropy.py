@@ -194,6 +194,8 @@ def in_chunks(
     columns = tl.arange(0, BLOCK)
     x_ptr += row * N
     dx_ptr += row * N
+    t = tl.load(target_ptr + row)
+    x_t = tl.load(x_ptr + t).to(tl.float32)  # before others overwrite it
     top = -3.4028234663852886e38  # the lowest float32: -inf less -inf is NaN
     total = 0.0
     for start in range(0, N, BLOCK):
@@ -204,8 +206,6 @@ def in_chunks(
         total *= tl.exp(top - higher)  # the sum so far, rescaled
         total += tl.sum(tl.exp(x - higher), 0)
         top = higher
-    t = tl.load(target_ptr + row)
-    x_t = tl.load(x_ptr + t).to(tl.float32)  # before it may be overwritten
     tl.store(loss_ptr + row, tl.log(total) + (top - x_t))
     for start in range(0, N, BLOCK):
         at = start + columns

@@ -77,6 +77,8 @@ def over_logits(loss_ptr, x_ptr, target_ptr, N, scale, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)  # int32 overflows past 2**31 elements
     columns = tl.arange(0, BLOCK)
     x_ptr += row * N
+    t = tl.load(target_ptr + row)
+    x_t = tl.load(x_ptr + t).to(tl.float32)  # before others overwrite it
     top = -3.4028234663852886e38  # the lowest float32: -inf less -inf is NaN
     total = 0.0
     for start in range(0, N, BLOCK):
@@ -87,8 +89,6 @@ def over_logits(loss_ptr, x_ptr, target_ptr, N, scale, BLOCK: tl.constexpr):
         total *= tl.exp(top - higher)  # the sum so far, for the new maximum
         total += tl.sum(tl.exp(x - higher), 0)
         top = higher
-    t = tl.load(target_ptr + row)
-    x_t = tl.load(x_ptr + t).to(tl.float32)  # before it is overwritten
     tl.store(loss_ptr + row, tl.log(total) + (top - x_t))
     for start in range(0, N, BLOCK):
         at = start + columns
