@@ -474,7 +474,7 @@ def _keep(expression: Expression, ctx: Any, inputs: tuple[Any, ...], output: Any
 def _gradients(expression: Expression, ctx: Any, *dys: Tensor | None) -> tuple[Tensor, ...]:
     """Each in its operand's shape and dtype: what was broadcast is summed up."""
     operands = ctx.saved_tensors
-    if len(dys) > 1 and any(d is None for d in dys):  # a result that nobody asked for
+    if len(dys) > 1 and any(d is None for d in dys):  # a result that is not used
         shape, dtype = torch.broadcast_shapes(*(t.shape for t in operands)), _dtype_of(operands)
         dys = tuple(torch.zeros(shape, dtype=dtype, device=operands[0].device) if d is None else d for d in dys)
     found = expression.gradients(*operands, *dys)
