@@ -409,6 +409,13 @@ def test_a_lesson_on_memory_begins_with_memory(replayed):
     assert "1024 rows: " in page.trade().text
 
 
+def test_a_size_without_a_time_has_no_bar():
+    frame = pd.DataFrame({"rows": [4, 8], "GiB": [0.1, 0.2], "ms": [float("nan"), 1.0]})
+    shown = _memory.trade("rows", frame)
+    assert "4 rows: 0.10 GiB, time not measured; 8 rows: 0.20 GiB, 1.0 ms" in shown.text
+    assert "nan" not in shown._repr_html_()
+
+
 @pytest.mark.parametrize(
     "shown",
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from unittest import mock
@@ -132,13 +133,16 @@ def trade(caption: str, frame: pd.DataFrame) -> Shown:
     for i, row in enumerate(frame.to_dict("records")):
         y = top + i * step
         parts.append(_text(left - 8, y + 13, f"{row['rows']} rows", "end"))
-        for x, name, text, colour in (
-            (left, "GiB", f"{row['GiB']:.2f}", _AMBER),
-            (right, "ms", f"{row['ms']:.1f}", _BLUE),
-        ):
+        words = []
+        for x, name, form, colour in ((left, "GiB", ".2f", _AMBER), (right, "ms", ".1f", _BLUE)):
+            if math.isnan(row[name]):  # as the record says: the GPU did not stay busy during the call
+                words.append("time not measured")
+                parts.append(_text(x, y + 13, "not measured"))
+                continue
+            words.append(f"{row[name]:{form}} {name}")
             long = width * row[name] / float(frame[name].max())
-            parts += [_box(x, y, long, 16, colour), _text(x + long + 5, y + 13, text)]
-        told.append(f"{row['rows']} rows: {row['GiB']:.2f} GiB, {row['ms']:.1f} ms")
+            parts += [_box(x, y, long, 16, colour), _text(x + long + 5, y + 13, f"{row[name]:{form}}")]
+        told.append(f"{row['rows']} rows: {', '.join(words)}")
     return _drawing(caption, told, top + step * len(frame) + 4, parts)
 
 
