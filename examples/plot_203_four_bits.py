@@ -179,32 +179,9 @@ def numbers(words, PLAIN: tl.constexpr):
 # %%
 # Every second code is four bits higher, so it arrives 16 times as large. A
 # multiply-add corrects that: (1024 + 16 * code) / 16 - 72 is code - 8. The
-# products are float16 pairs, too. Eight of them are added before the sum is
-# converted to float32, which costs little accuracy. All codes of a group have
-# one scale, so a thread multiplies by it *once a group*, not once per word.
-
-
-@triton.jit
-def products(w, x, PLAIN: tl.constexpr):
-    """For each word, the sum of its eight products."""
-    if PLAIN:
-        total = w[0].to(tl.float32) * x[0]
-        for j in tl.static_range(1, 8):
-            total += w[j].to(tl.float32) * x[j]
-        return total
-    else:
-        return tl.inline_asm_elementwise(
-            """{
-            .reg .b32 s; .reg .b16 a, b;
-            mul.f16x2 s, $2, $10; fma.rn.f16x2 s, $3, $11, s;
-            fma.rn.f16x2 s, $4, $12, s; fma.rn.f16x2 s, $5, $13, s;
-            fma.rn.f16x2 s, $6, $14, s; fma.rn.f16x2 s, $7, $15, s;
-            fma.rn.f16x2 s, $8, $16, s; fma.rn.f16x2 s, $9, $17, s;
-            mov.b32 {a, b}, s; cvt.f32.f16 $0, a; cvt.f32.f16 $1, b;
-            }""",
-            "=f,=f,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r", w + x,
-            tl.float32, is_pure=True, pack=2,
-        )  # fmt: skip
+# products are float16 too, and the compiler makes pairs of them by itself.
+# Four are added before the sum is converted to float32, which costs little
+# accuracy. A scale is multiplied *once a group*, not once per word.
 
 
 @triton.jit
@@ -218,12 +195,14 @@ def in_pairs(
     for start in range(0, W, BLOCK):
         at = start + tl.arange(0, BLOCK)[None, :]
         words = tl.load(q_ptr + n * W + at, mask=(at < W) & (n < N), other=0)
-        x = ()
-        for j in tl.static_range(8):
-            column = at // 16 * 128 + j * 16 + at % 16
-            xj = tl.load(x_ptr + column, mask=at < W, other=0.0)
-            x += (tl.broadcast_to(xj, [ROWS, BLOCK]),)
-        part = products(numbers(words, PLAIN), x, PLAIN)
+        w = numbers(words, PLAIN)
+        part = tl.zeros([ROWS, BLOCK], tl.float32)
+        for j in tl.static_range(0, 8, 4):
+            few = tl.zeros([ROWS, BLOCK], tl.float16)
+            for i in tl.static_range(j, j + 4):
+                column = at // 16 * 128 + i * 16 + at % 16
+                few += w[i] * tl.load(x_ptr + column, mask=at < W, other=0.0)
+            part += few.to(tl.float32)
         part = tl.sum(tl.reshape(part, [ROWS, BLOCK // 4, 4]), 2)
         four = start // 4 + tl.arange(0, BLOCK // 4)[None, :]  # a thread's
         inside = (four < W // 4) & (n < N)

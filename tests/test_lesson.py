@@ -320,6 +320,16 @@ def test_steps_without_a_record_say_so(losses, monkeypatch, tmp_path):
     assert "no record of cross_entropy_steps" in losses.steps(**dict.fromkeys(losses.about.STEPS, forgetful)).text
 
 
+def test_a_lesson_that_is_not_recorded_says_so_under_its_title(losses, monkeypatch, tmp_path):
+    monkeypatch.setattr(machines, "places", lambda *_: [tmp_path])
+    monkeypatch.setattr(losses.about, "UNRECORDED", True, raising=False)
+    monkeypatch.setenv("FUSEBOOK_STRICT", "1")
+    box = losses.verdict()
+    assert "No GPU has measured this lesson yet" in box.text and "nox -s record -- plot_105" in box.text
+    assert 'class="fb-box' in box.html and 'class="fb-verdict-line"' in box.html
+    assert losses.use().text == "Not measured yet."
+
+
 # Weights of few bits --------------------------------------------------------------------------------------------------
 
 CODE = """

@@ -67,18 +67,28 @@ class _Pictures:
 
 
 def _or_banner(show: Callable[..., Any]) -> Callable[..., Any]:
-    """A method that shows how to record what it lacks, so that a new lesson can be read before it is recorded."""
+    """A method that shows how to record what it lacks, so that a new lesson can be read before it is recorded.
+
+    A lesson whose evidence has ``UNRECORDED = True`` says in the box under its title that no GPU has measured it, and
+    elsewhere in a line; a strict build accepts that.
+    """
 
     @functools.wraps(show)
-    def shown(*given: Any, **named: Any) -> Any:
+    def shown(page: Page, *given: Any, **named: Any) -> Any:
         try:
-            return show(*given, **named)
+            return show(page, *given, **named)
         except NoResults as missing:
-            if _place.flag("FUSEBOOK_STRICT") and not getattr(given[0].about, "UNRECORDED", False):
+            if getattr(page.about, "UNRECORDED", False):
+                return page._unrecorded() if show.__name__ == "verdict" else Shown(_NOT_YET, "Not measured yet.")._now()
+            if _place.flag("FUSEBOOK_STRICT"):
                 raise
             return missing.banner._now()
 
     return shown
+
+
+#: What a lesson shows where figures will be.
+_NOT_YET = '<p class="fb-check">Not measured yet.</p>'
 
 
 class _Findings(Claims):
@@ -147,6 +157,18 @@ class Page:
             f'<div class="fb-box fb-verdict-box"><div>{made}<p class="fb-box-claims">{show.rich(label)}. {linked}</p>'
             f"</div>{bars._repr_html_() if bars else ''}</div>",
             "\n".join([*(line.replace("**", "") for line in lines), f"({label})"]),
+        )._now()
+
+    def _unrecorded(self) -> Shown:
+        """The box of a lesson that no GPU has measured."""
+        said = [
+            "**Not measured.** No GPU has measured this lesson yet, so it shows no times. Its code runs on the CPU, in "
+            "Triton's interpreter, and is checked there.",
+            f"On a machine with a GPU, `nox -s record -- {self.name}` measures it.",
+        ]
+        return Shown(
+            f'<div class="fb-box fb-verdict-box"><p class="fb-verdict-line">{_numbers.joined(said)}</p></div>',
+            "\n".join(said).replace("**", ""),
         )._now()
 
     def traffic(self, *, fused: float, **eager: Callable[..., Any]) -> Shown:

@@ -87,8 +87,9 @@ class WeightsPage(Page):
             count = per_weight(self.frames if self.frames.replay else Frames(self.about)).get(step)
         except NotRecorded:
             count = None
-        text = "Instructions for each weight, in the loop of the compiled kernel with one row of x: "
-        text += "not counted." if count is None else f"{count:.1f}."
+        if count is None:
+            return line
+        text = f"Instructions for each weight, in the loop of the compiled kernel with one row of x: {count:.1f}."
         Shown("", text)._now()
         shown = copy.copy(line)
         shown.html, shown.text = f"{line.html}<p>{text}</p>", f"{line.text}\n{text}"
