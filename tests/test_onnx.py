@@ -4,6 +4,7 @@ import copy
 import gc
 import pickle
 import threading
+from collections.abc import Mapping
 
 import numpy as np
 import pytest
@@ -233,6 +234,34 @@ def test_each_run_of_a_binding_has_outputs_of_its_own(device):
     first = bound()["y"]
     x[0] = 0
     assert bound()["y"].tolist() == [[2, 3]] and first.tolist() == [[0, 2, 3]]
+
+
+def test_an_option_of_cuda_changes_nothing_on_the_cpu():
+    proto = one_node("Neg", {"x": torch.float32}, {"y": torch.float32}, domain="")
+    graph = Graph(proto, device="cpu", options={"enable_cuda_graph": "1"})
+    x = torch.ones(2)
+    bound = graph.bind({"x": x})
+    first = bound()["y"]
+    x.fill_(2)
+    assert bound()["y"].tolist() == [-2, -2] and first.tolist() == [-1, -1]
+
+
+class AnyName(Mapping):
+    """It lists one name, and has a tensor for every other, too."""
+
+    def __getitem__(self, name):
+        return torch.ones(2)
+
+    def __iter__(self):
+        return iter(["x"])
+
+    def __len__(self):
+        return 1
+
+
+def test_the_names_of_a_mapping_are_those_that_it_lists():
+    graph = Graph(one_node("Neg", {"x": torch.float32}, {"y": torch.float32}, domain=""), device="cpu")
+    assert graph(AnyName())["y"].tolist() == [-1, -1]
 
 
 def test_threads_share_a_binding():

@@ -165,7 +165,8 @@ class Graph:
         known = _NAMES.values()
         self.defaults = {n.name: n.type for n in self.session.get_overridable_initializers() if n.type in known}
         # A captured CUDA graph writes to the same memory in every run.
-        self._fixed = str((options or {}).get("enable_cuda_graph")).lower() in ("1", "true")
+        captured = str((options or {}).get("enable_cuda_graph")).lower() in ("1", "true")
+        self._fixed = captured and self.device.type == "cuda"
 
     def __reduce__(self) -> Any:
         raise TypeError(
@@ -226,8 +227,8 @@ class Bound:
             # Made once: to make an event takes as long as to record one.
             self._before, self._after = torch.cuda.Event(), torch.cuda.Event()
         types = graph.inputs | graph.defaults
-        _named("inputs", inputs, types, graph.inputs)
-        _named("outputs", outputs, graph.outputs, ())
+        inputs = _named("inputs", inputs, types, graph.inputs)
+        outputs = _named("outputs", outputs, graph.outputs, ())
         # Their memory is bound by address, so they are kept.
         self._inputs = {name: _own(name, value, graph, types[name], copied) for name, value in inputs.items()}
         self._given = {name: _own(name, value, graph, graph.outputs[name]) for name, value in outputs.items()}
@@ -356,16 +357,18 @@ def _tensors(what: str, nodes: Sequence[Any]) -> dict[str, str]:
     return {node.name: node.type for node in nodes}
 
 
-def _named(what: str, given: Any, known: Mapping[str, str], needed: Iterable[str]) -> None:
-    """Refuse what maps no names, names that are not known, and those that lack."""
+def _named(what: str, given: Any, known: Mapping[str, str], needed: Iterable[str]) -> dict[str, Any]:
+    """Tensors by names; refuse what maps no names, names that are not known, and those that lack."""
     if not isinstance(given, Mapping):
         raise TypeError(f"ort.Graph: expected {what} to map names to tensors, got {type(given).__name__}; pass a dict")
+    given = dict(given)  # another mapping may also have names that it does not list
     unknown = [str(name) for name in given if name not in known]
     lacking = [name for name in needed if name not in given]
     if unknown or lacking:
         wrong = f"unknown {', '.join(unknown)}" if unknown else f"no {', '.join(lacking)}"
         accepted = ", ".join(known) or "no name"
         raise ValueError(f"ort.Graph: expected {what} of {accepted}, got {wrong}; name them as the graph does")
+    return given
 
 
 def _own(name: str, value: Any, graph: Graph, type_: str, copied: bool = False) -> Tensor:
