@@ -20,6 +20,7 @@ if "TRITON_INTERPRET" not in os.environ and importlib.util.find_spec("torch"):
         else:
             os.environ["TRITON_INTERPRET"] = "1"
 
+from fusebook import optim as optim
 from fusebook.kernels.adamw import adamw_step, adamw_step_eager
 from fusebook.kernels.distributed import AllReduceNorm, SharedKMeans, kmeans_share
 from fusebook.kernels.elementwise import (

@@ -1,0 +1,387 @@
+"""The optimizer: step by step against torch's own, and with all that people put around an optimizer."""
+
+import copy
+import io
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+from fusebook.optim import AdamW
+
+BOTH = torch.optim.AdamW, AdamW
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def parameters(device, dtype=torch.float32):
+    """Three axes in another order, a ragged chunk, none, one number without an axis."""
+    torch.manual_seed(0)
+    shapes = (33, 17), (1500,), (0,), ()
+    ps = [torch.randn(3, 5, 4, device=device).to(dtype).permute(2, 0, 1)]
+    return [torch.nn.Parameter(p) for p in ps + [torch.randn(s, device=device).to(dtype) for s in shapes]]
+
+
+def gradients(ps, seed):
+    """New gradients, with strides of their own."""
+    torch.manual_seed(seed)
+    for p in ps:
+        p.grad = torch.randn(p.shape, device=p.device).to(p.dtype)
+
+
+def after(optimizer, ps, steps, first=0):
+    for i in range(first, first + steps):
+        gradients(ps, i)
+        optimizer.step()
+    return optimizer
+
+
+def close(got, want, rtol=1e-6):
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=rtol, atol=rtol)
+
+
+def close_states(a, b, rtol=1e-6):
+    a, b = a.state_dict()["state"], b.state_dict()["state"]
+    assert a.keys() == b.keys()
+    for i in a:
+        assert a[i].keys() == b[i].keys()
+        assert all(a[i][key].dtype == b[i][key].dtype for key in a[i])
+        close(a[i].values(), [b[i][key].to(a[i][key].device) for key in a[i]], rtol)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"amsgrad": True, "weight_decay": 0.0},
+        {"maximize": True, "betas": (0.0, 0.5), "eps": 1e-3},
+        {"capturable": True, "lr": torch.tensor(0.01, dtype=torch.float64)},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_five_steps_are_those_of_torch(options, dtype, device):
+    lists = [parameters(device, dtype) for _ in BOTH]
+    theirs = {k: v for k, v in options.items() if k != "capturable"}
+    if "lr" in options and device == "cuda":
+        options = options | {"lr": options["lr"].cuda()}
+    made = torch.optim.AdamW(lists[0], foreach=False, **theirs), AdamW(lists[1], **options)
+    for optimizer, ps in zip(made, lists, strict=True):
+        after(optimizer, ps, 5)
+    close(*lists, 1e-6 if dtype == torch.float32 else 1e-14)
+    close_states(*made, 1e-6 if dtype == torch.float32 else 1e-14)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_of_half_types_a_step_is_that_of_float32_rounded_once(dtype, device):
+    ps = parameters(device, dtype)
+    exact = [torch.nn.Parameter(p.detach().float()) for p in ps]
+    after(AdamW(ps, lr=0.1), ps, 1)
+    optimizer = torch.optim.AdamW(exact, lr=0.1, foreach=False)
+    for p, e in zip(ps, exact, strict=True):
+        e.grad = p.grad.float()
+    optimizer.step()
+    close(ps, [e.to(dtype) for e in exact], 1e-2 if dtype == torch.bfloat16 else 1e-3)
+
+
+def test_bfloat16_is_rounded_by_chance_and_the_rest_to_the_nearest(device):
+    p = torch.nn.Parameter(torch.ones(4096, dtype=torch.bfloat16, device=device))
+    q = torch.nn.Parameter(torch.ones(3, device=device))
+    optimizer = AdamW([p, q], lr=2**-10, weight_decay=0.0, seed=7)  # an eighth of a step of bfloat16 below 1
+    p.grad, q.grad = torch.ones_like(p), torch.ones_like(q)
+    optimizer.step()
+    assert set(p.tolist()) == {1.0, 1 - 2**-8} and 0.15 < (p < 1).float().mean() < 0.35
+    close([q], [torch.full_like(q, 1 - 2**-10)])
+    assert optimizer.state_dict()["param_groups"][0]["seed"] == 7
+
+
+@pytest.mark.parametrize("capturable", [False, True])
+def test_each_loads_the_state_of_the_other(capturable, device):
+    lists = [parameters(device) for _ in BOTH]
+    made = torch.optim.AdamW(lists[0], lr=0.1, amsgrad=True), AdamW(lists[1], amsgrad=True, capturable=capturable)
+    after(made[0], lists[0], 2)
+    after(made[1], lists[1], 1)
+    saved = io.BytesIO()
+    torch.save({"ps": lists[0], **made[0].state_dict()}, saved)
+    saved.seek(0)
+    state = torch.load(saved)
+    for p, q in zip(lists[1], state.pop("ps"), strict=True):
+        p.data.copy_(q.data)
+    made[1].load_state_dict(state)
+    for optimizer, ps in zip(made, lists, strict=True):
+        after(optimizer, ps, 2, 2)
+    close(*lists)
+    close_states(*made)
+    assert made[1].param_groups[0]["lr"] == 0.1 and made[1].param_groups[0]["seed"] is None
+    made[0].load_state_dict(copy.deepcopy(made[1].state_dict()))
+    counts = [s["step"] for s in made[0].state.values()]
+    assert len({c.data_ptr() for c in counts}) == len(counts), "torch adds 1 to each of them"
+    for optimizer, ps in zip(made, lists, strict=True):
+        after(optimizer, ps, 1, 4)
+    close(*lists)
+    close_states(*made)
+
+
+def test_groups_late_groups_schedulers_and_clipping(device):
+    lists = [parameters(device) for _ in BOTH]
+    made = []
+    for kind, ps in zip(BOTH, lists, strict=True):
+        optimizer = kind([{"params": [("a", ps[0])], "lr": 0.3, "betas": (0.5, 0.9)}, {"params": [("b", ps[1])]}])
+        schedulers = [
+            torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 5),
+            torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.2, 10),
+        ]
+        for i in range(5):
+            if i == 2:
+                optimizer.add_param_group({"params": [("c", p) for p in ps[2:]], "weight_decay": 0.5})
+                schedulers = schedulers[:0]
+            gradients(ps, i)
+            torch.nn.utils.clip_grad_norm_(ps, 0.1)
+            optimizer.step()
+            for scheduler in schedulers:
+                scheduler.step()
+        made.append(optimizer)
+    close(*lists)
+    close_states(*made)
+    assert made[1].state_dict()["param_groups"][2]["param_names"] == ["c"] * 3
+
+
+@pytest.mark.parametrize("capturable", [False, True])
+def test_parameters_without_gradient_are_left_and_count_their_own_steps(capturable, device):
+    lists = [parameters(device) for _ in BOTH]
+    made = torch.optim.AdamW(lists[0], foreach=False), AdamW(lists[1], capturable=capturable)
+    for optimizer, ps in zip(made, lists, strict=True):
+        for i, without in enumerate([(), (0, 3), (0, 1, 2, 3, 4), (0,), (), (1,)]):
+            gradients(ps, i)
+            for j in without:
+                ps[j].grad = None
+            optimizer.step()
+    close(*lists)
+    close_states(*made)
+
+
+def test_one_launch_steps_what_did_as_many_steps(device, monkeypatch):
+    lists = []
+    monkeypatch.setattr("fusebook.optim.adamw_step", lambda ps, *_, **__: lists.append(len(ps)))
+    ps = parameters(device)
+    optimizer = AdamW(ps)
+    after(optimizer, ps[1:], 2)
+    after(optimizer, ps, 1)
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    after(optimizer, ps, 1)
+    assert lists == [4, 4, 1, 4, 1, 4]
+
+
+def test_closures_hooks_copies_and_pickles(device):
+    ps = parameters(device)
+    optimizer, called = AdamW(ps), []
+    optimizer.register_step_pre_hook(lambda *_: called.append("pre"))
+    optimizer.register_step_post_hook(lambda *_: called.append("post"))
+
+    def closure():
+        optimizer.zero_grad()
+        loss = sum(p.square().sum() for p in ps)
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure).requires_grad and called == ["pre", "post"]
+    for other in (copy.deepcopy(optimizer), torch.load(_saved(optimizer), weights_only=False)):
+        close_states(other, optimizer)
+        after(other, other.param_groups[0]["params"], 2)
+        assert {s["step"].item() for s in other.state.values()} == {3}
+    assert {s["step"].item() for s in optimizer.state.values()} == {1}
+
+
+def _saved(value):
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return file
+
+
+def test_a_scaler_skips_a_step_with_infinite_gradients(device):
+    results = []
+    for kind in BOTH:
+        ps = parameters(device)
+        optimizer, scaler = kind(ps, lr=0.1), torch.amp.GradScaler(device, 2.0**10)
+        for i in range(4):
+            gradients(ps, i)
+            scaler.scale(torch.zeros((), device=device))  # makes the scale
+            for p in ps:
+                p.grad *= scaler.get_scale()
+            if i == 1:
+                ps[1].grad[7] = float("inf")
+            if i == 2:
+                scaler.unscale_(optimizer)
+                torch.nn.utils.clip_grad_norm_(ps, 0.1)
+            scaler.step(optimizer)
+            scaler.update()
+        assert scaler.get_scale() == 2.0**9 and {s["step"].item() for s in optimizer.state.values()} == {3}
+        results.append(ps)
+    close(*results)
+
+
+def test_a_scale_that_the_step_would_have_to_undo_is_refused(device):
+    ps = parameters(device)
+    optimizer = AdamW(ps)
+    optimizer.grad_scale = torch.ones((), device=device)
+    gradients(ps, 0)
+    with pytest.raises(RuntimeError, match="AdamW: expected gradients that are scaled back, got grad_scale"):
+        optimizer.step()
+
+
+def test_step_inside_torch_compile_leaves_the_graph(device):
+    lists = [parameters(device) for _ in BOTH]
+    made = [kind(ps) for kind, ps in zip(BOTH, lists, strict=True)]
+    for ps in lists:
+        gradients(ps, 0)
+    made[0].step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.compile(made[1].step, backend="eager")()
+    close(*lists)
+
+
+# Bad input ------------------------------------------------------------------------------------------------------------
+
+
+def _without(state, key):
+    del state["state"][1][key]
+
+
+REFUSED = {
+    "another shape": ("exp_avg of shape", lambda s: s["state"][1].update(exp_avg=torch.zeros(7))),
+    "no tensor": ("exp_avg_sq of shape .* got int", lambda s: s["state"][1].update(exp_avg_sq=3)),
+    "steps of several": ("step to be one number", lambda s: s["state"][1].update(step=torch.zeros(2))),
+    "no average": ("a state with exp_avg_sq", lambda s: _without(s, "exp_avg_sq")),
+    "no maximum": ("a state with max_exp_avg_sq", lambda s: _without(s, "max_exp_avg_sq")),
+    "another optimizer": ("groups with betas", lambda s: s["param_groups"][0].pop("betas")),
+    "too few": ("doesn't match the size", lambda s: s["param_groups"][0]["params"].pop()),
+}
+
+
+@pytest.mark.parametrize(("message", "change"), REFUSED.values(), ids=REFUSED)
+def test_a_state_of_another_model_is_refused_before_anything_changes(message, change, device):
+    ps = parameters(device)
+    optimizer = after(AdamW(ps, amsgrad=True), ps, 1)
+    before = copy.deepcopy(optimizer.state_dict())
+    state = copy.deepcopy(before)
+    for values in state["state"].values():
+        values["exp_avg"] += 1
+    state["param_groups"][0]["lr"] = 5.0
+    change(state)
+    with pytest.raises(ValueError, match=message):
+        optimizer.load_state_dict(state)
+    assert optimizer.param_groups[0]["lr"] == 1e-3
+    for a, b in zip(optimizer.state_dict()["state"].values(), before["state"].values(), strict=True):
+        assert all(torch.equal(a[key], b[key]) for key in a)
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "options"),
+    [
+        (ValueError, "Invalid learning rate", {"lr": -1.0}),
+        (ValueError, "Invalid beta", {"betas": (1.0, 0.9)}),
+        (TypeError, "expected seed to be an integer", {"seed": 0.5}),
+        (TypeError, "fused", {"fused": True}),
+    ],
+)
+def test_bad_options_are_refused(error, message, options, device):
+    with pytest.raises(error, match=message):
+        AdamW(parameters(device), **options)
+
+
+def test_gradients_that_no_kernel_takes_are_refused(device):
+    p = torch.nn.Parameter(torch.zeros(4, 4, device=device))
+    p.grad = torch.eye(4, device=device).to_sparse()
+    with pytest.raises(TypeError, match="to be dense"):
+        AdamW([p]).step()
+    p = torch.nn.Parameter(torch.zeros(4, device=device, dtype=torch.complex64))
+    p.grad = torch.zeros_like(p)
+    with pytest.raises(TypeError, match="complex64"):
+        AdamW([p]).step()
+
+
+# Several processes ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def mesh():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield init_device_mesh("cpu", (1,))
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on the CPU, where kernels compile for a GPU")
+def test_dtensors_step_their_shards_whatever_the_gradient_is(mesh):
+    torch.manual_seed(0)
+    whole = torch.nn.Parameter(torch.randn(6, 4))
+    p = torch.nn.Parameter(distribute_tensor(whole.detach().clone(), mesh, [Shard(0)]))
+    optimizer, want = AdamW([p], lr=0.1), torch.optim.AdamW([whole], lr=0.1)
+    for placement in (Shard(0), Replicate(), Partial()):
+        whole.grad = torch.randn(6, 4)
+        p.grad = DTensor.from_local(whole.grad, mesh, [placement])
+        optimizer.step()
+        want.step()
+    close([p.full_tensor()], [whole])
+    assert isinstance(optimizer.state[p]["exp_avg"], DTensor)
+    state = copy.deepcopy(optimizer.state_dict())
+    state["state"][0]["exp_avg"] = state["state"][0]["exp_avg"].full_tensor()
+    with pytest.raises(ValueError, match=r"expected exp_avg to be placed .*set_optimizer_state_dict"):
+        optimizer.load_state_dict(state)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on the CPU, where kernels compile for a GPU")
+@pytest.mark.slow
+def test_fsdp2_with_the_tools_of_checkpoints(mesh):
+    models, made = [], []
+    for kind in BOTH:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.ReLU(), torch.nn.Linear(7, 3))
+        fully_shard(model[0], mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        optimizer = kind(model.parameters(), lr=0.1)
+        for i in range(4):
+            if i == 2:
+                state = copy.deepcopy(get_optimizer_state_dict(model, optimizer))
+                optimizer = kind(model.parameters())
+                set_optimizer_state_dict(model, optimizer, state)
+            optimizer.zero_grad()
+            model(torch.ones(2, 5) * i).square().sum().backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+        models.append([p.full_tensor() for p in model.parameters()])
+        made.append(optimizer)
+    close(*models)
+    assert {s["step"].item() for s in made[1].state.values()} == {4}
+
+
+# A GPU ----------------------------------------------------------------------------------------------------------------
+
+
+@needs_cuda
+def test_a_graph_holds_the_step_and_refuses_the_first_one():
+    lists = [parameters("cuda") for _ in BOTH]
+    made = torch.optim.AdamW(lists[0]), AdamW(lists[1], capturable=True)
+    graph = torch.cuda.CUDAGraph()
+    for ps in lists:
+        gradients(ps, 0)
+    with pytest.raises(RuntimeError, match="step once, then capture"), torch.cuda.graph(graph):
+        made[1].step()
+    made[1].step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made[1].step()
+    for _ in range(3):
+        graph.replay()
+    for _ in range(4):
+        made[0].step()
+    close(*lists, 1e-5)
+    assert {s["step"].item() for s in made[1].state_dict()["state"].values()} == {4}
