@@ -20,6 +20,7 @@ if "TRITON_INTERPRET" not in os.environ and importlib.util.find_spec("torch"):
         else:
             os.environ["TRITON_INTERPRET"] = "1"
 
+from fusebook import nn as nn
 from fusebook import optim as optim
 from fusebook.kernels.adamw import adamw_step, adamw_step_eager
 from fusebook.kernels.distributed import AllReduceNorm, SharedKMeans, kmeans_share
@@ -94,7 +95,7 @@ class _Moved:
 
 sys.meta_path.append(_Moved)
 
-# Names that NumPy has too are missing: `from fusebook import *` must not replace `exp`.
+# Names that NumPy or torch has too are missing: `from fusebook import *` must not replace `exp` or `nn`.
 __all__ = [
     "AllReduceNorm",
     "KMeans",

@@ -1,0 +1,124 @@
+"""The modules: the same parameters, results and gradients as what they replace, and sentences for bad input."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fusebook
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+class Gemma(nn.Module):
+    """Gemma's norm: rows times one more than the weight."""
+
+    def __init__(self, n, eps):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.zeros(n)), eps
+
+    def forward(self, x):
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * (1 + self.weight)
+
+
+class Chain(nn.Module):
+    """A Llama's MLP, one operation after another."""
+
+    def __init__(self, k, n, bias):
+        super().__init__()
+        self.gate_proj, self.up_proj = nn.Linear(k, n, bias), nn.Linear(k, n, bias)
+        self.down_proj = nn.Linear(n, k, bias)
+
+    def forward(self, x):
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Head(nn.Module):
+    """A last layer and its loss, with the names of `torch.nn.LinearCrossEntropyLoss`."""
+
+    def __init__(self, k, n, bias, weight=None, **options):
+        super().__init__()
+        self.linear, self.options = nn.Linear(k, n, bias), options
+        self.register_buffer("weight", weight)
+
+    def forward(self, x, target):
+        return F.cross_entropy(self.linear(x), target, self.weight, **self.options)
+
+
+COUNTS = torch.tensor([0.5, 2.0, 1.0, 3.0, 0.0])
+PAIRS = {
+    "rms": (lambda: fusebook.nn.RMSNorm(8, 1e-2), lambda: nn.RMSNorm(8, 1e-2)),
+    "rms without weight": (
+        lambda: fusebook.nn.RMSNorm(8, 1e-2, elementwise_affine=False),
+        lambda: nn.RMSNorm(8, 1e-2, elementwise_affine=False),
+    ),
+    "gemma": (lambda: fusebook.nn.RMSNorm(8, 1e-2, add_one=True), lambda: Gemma(8, 1e-2)),
+    "layer": (lambda: fusebook.nn.LayerNorm(8), lambda: nn.LayerNorm(8)),
+    "layer without bias": (lambda: fusebook.nn.LayerNorm(8, bias=False), lambda: nn.LayerNorm(8, bias=False)),
+    "swiglu": (lambda: fusebook.nn.SwiGLU(8, 16), lambda: Chain(8, 16, False)),
+    "swiglu with bias": (lambda: fusebook.nn.SwiGLU(8, 16, bias=True, recompute=True), lambda: Chain(8, 16, True)),
+    "loss": (lambda: fusebook.nn.LinearCrossEntropyLoss(8, 5), lambda: Head(8, 5, False)),
+    "loss with options": (
+        lambda: fusebook.nn.LinearCrossEntropyLoss(8, 5, bias=True, weight=COUNTS, label_smoothing=0.1),
+        lambda: Head(8, 5, True, COUNTS, label_smoothing=0.1),
+    ),
+}
+
+
+@pytest.mark.parametrize(("ours", "theirs"), PAIRS.values(), ids=PAIRS)
+def test_a_module_is_what_it_replaces(ours, theirs):
+    module, plain = ours().to(DEVICE, torch.float64), theirs().to(DEVICE, torch.float64)
+    for own, other in zip(module.parameters(), plain.parameters(), strict=True):
+        if own.dim() == 1 and "Linear" not in str(plain):
+            torch.testing.assert_close(own, other, rtol=0, atol=0)  # as they begin
+        nn.init.uniform_(other, -1, 1)
+    module.load_state_dict(plain.state_dict())
+    assert list(module.state_dict()) == list(plain.state_dict())
+    x = torch.randn(2, 3, 8, dtype=torch.float64, device=DEVICE)
+    rest = []
+    if hasattr(plain, "linear"):
+        x, rest = x.flatten(0, 1), [torch.tensor([0, 1, 4, 2, -100, 3], device=DEVICE)]
+    results = []
+    for each in (module, plain):
+        given = x.clone().requires_grad_()
+        y = each(given, *rest)
+        y.backward(torch.ones_like(y).cumsum(-1) if y.dim() else None)
+        results.append([y, given.grad, *(p.grad for p in each.parameters())])
+    torch.testing.assert_close(*results)
+
+
+def test_a_bfloat16_weight_is_not_rounded_after_one_is_added():
+    norm = fusebook.nn.RMSNorm(64, add_one=True, device=DEVICE, dtype=torch.bfloat16)
+    nn.init.constant_(norm.weight, 2.0**-10)  # next to 1 bfloat16 has steps of 2**-7
+    x = torch.randn(2, 64, device=DEVICE)
+    expected = fusebook.rms_norm(x, torch.full((64,), 1 + 2.0**-10, device=DEVICE))
+    torch.testing.assert_close(norm(x), expected, rtol=1e-6, atol=0)
+
+
+def test_what_a_module_does_not_take():
+    for norm in (fusebook.nn.RMSNorm, fusebook.nn.LayerNorm):
+        with pytest.raises(ValueError, match="to have one axis"):
+            norm((3, 4))
+        with pytest.raises(ValueError, match="expected rows of 4 elements"):
+            norm(4, elementwise_affine=False, device=DEVICE)(torch.ones(2, 5, device=DEVICE))
+    with pytest.raises(TypeError, match=r"options among .*, got reduce; leave"):
+        fusebook.nn.LinearCrossEntropyLoss(4, 5, reduce="mean")
+    mlp = fusebook.nn.SwiGLU(4, 8, device=DEVICE)
+    mlp.up_proj = nn.Bilinear(4, 4, 8)
+    with pytest.raises(TypeError, match=r"up_proj to be a torch.nn.Linear, got Bilinear; call fusebook.silu_mul"):
+        mlp(torch.ones(2, 4, device=DEVICE))
+
+
+def test_weights_of_another_kind_are_taken_or_refused():
+    x = torch.randn(3, 8, dtype=torch.bfloat16, device=DEVICE)
+    norm = fusebook.nn.RMSNorm(8, device=DEVICE)
+    assert norm(x).dtype == torch.bfloat16
+    with pytest.raises(TypeError, match="swiglu: expected gate to be"):
+        fusebook.nn.SwiGLU(8, 16, device=DEVICE)(x)
+    with pytest.raises(TypeError, match="expected head to be"):
+        fusebook.nn.LinearCrossEntropyLoss(8, 5, device=DEVICE)(x, torch.tensor([0, 1, 2], device=DEVICE))
+    norm.weight = nn.Parameter(norm.weight.detach().to_sparse())
+    with pytest.raises(TypeError, match="expected weight to be dense"):
+        norm(x)
+    meta = fusebook.nn.SwiGLU(8, 16, device="meta")
+    assert meta(torch.ones(3, 8, device="meta")).is_meta
