@@ -68,6 +68,7 @@ from fusebook.kernels.norms import (
 )
 from fusebook.kernels.products import concat_gemm, concat_gemm_eager, swiglu, swiglu_eager
 from fusebook.kernels.quantized import PackedWeight, quantize, quantized_matmul, quantized_swiglu
+from fusebook.kernels.rope import rope, rope_eager
 from fusebook.kernels.scatter import (
     embedding_backward,
     masked_scatter_nd_eager,
@@ -140,6 +141,8 @@ __all__ = [
     "rms_norm",
     "rms_norm_backward",
     "rms_norm_eager",
+    "rope",
+    "rope_eager",
     "scatter_nd_of_shape",
     "silu",
     "silu_eager",
