@@ -32,6 +32,7 @@ FAMILIES = {
         (),
         "rms_norm(x, w[0]).sum().backward(); add_layer_norm(x, x, w[0]); rms_norm(wide, dtype=torch.int8)",
     ),
+    "rope": ((), "rope(x, w[:4, :8], w[:4, :8], heads=None).sum().backward(); rope(wide, w[0], w[1], heads=None)"),
     "quantized": ((), "quantized_matmul(wide.half(), quantize(wide.half(), 8, 32))"),
 }
 

@@ -234,7 +234,12 @@ def _check(
 ) -> tuple[Any, ...]:
     """The arguments, with the rotary dimension, and with the axis of heads counted from the end."""
     name = "rope"
-    given = {"k": (k, ""), "cos": (cos, "", FLOATING), "sin": (sin, "", FLOATING), "positions": (positions, "", INTEGERS)}
+    given = {
+        "k": (k, ""),
+        "cos": (cos, "", FLOATING),
+        "sin": (sin, "", FLOATING),
+        "positions": (positions, "", INTEGERS),
+    }
     optional = {what: value for what, value in given.items() if value[0] is not None or what in ("cos", "sin")}
     shapes(name, x=(x, ""), **optional)
     flag(name, "interleaved", interleaved)
@@ -359,7 +364,7 @@ def _batched(tensors: int, info: Any, in_dims: tuple[Any, ...], *inputs: Any) ->
     return found, 0 if tensors == 1 else (0, 0)
 
 
-_TERMS = "Tensor cos, Tensor sin, Tensor? positions, int rotary_dim, int? heads, bool interleaved, bool inverse"
+_TERMS = "Tensor cos, Tensor sin, Tensor? positions, SymInt rotary_dim, int? heads, bool interleaved, bool inverse"
 _rope_one = Operator(
     "rope",
     f"(Tensor x, {_TERMS}) -> Tensor",
