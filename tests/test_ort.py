@@ -773,3 +773,101 @@ def test_without_onnxscript_there_is_a_sentence(monkeypatch):
             ModuleNotFoundError, match="onnxscript is not installed; it comes with Fusebook's extra 'ort'"
         ):
             call()
+
+
+# Weights of few bits --------------------------------------------------------------------------------------------------
+
+
+def nbits(K=96, N=48, bits=4, group=32, dtype=torch.float16, zeros=False, bias=False, g_idx=False, constant=True):
+    """A model of MatMulNBits, its initializers, and the values of its weight in float64."""
+    rng = torch.Generator().manual_seed(K + N + bits)
+    groups, kind = -(-K // group), {torch.float16: 10, torch.bfloat16: 16}[dtype]
+    codes = torch.randint(2**bits, (N, groups * group), generator=rng, dtype=torch.uint8)
+    points = torch.randint(2**bits, (N, groups), generator=rng, dtype=torch.uint8)
+    scales = (torch.rand(N, groups, generator=rng) + 0.5).to(dtype)
+
+    def stored(values):
+        values = torch.nn.functional.pad(values, (0, values.shape[1] % (8 // bits)))
+        return values if bits == 8 else values[:, ::2] | values[:, 1::2] << 4
+
+    given = {"codes": stored(codes).view(N, groups, -1), "scales": scales}
+    if zeros:
+        given["zeros"] = stored(points)
+    if g_idx:
+        given["g_idx"] = torch.arange(K, dtype=torch.int32) // group
+    if bias:
+        given["bias"] = torch.randn(N, generator=rng).to(dtype)
+    names = ["x", *(name if name in given else "" for name in ("codes", "scales", "zeros", "g_idx", "bias"))]
+    while not names[-1]:
+        names.pop()
+    made = oh.make_node("MatMulNBits", names, ["y"], domain="com.microsoft", K=K, N=N, bits=bits, block_size=group)
+    kinds = {torch.uint8: 2, torch.int32: 6, dtype: kind}
+    constants = [
+        oh.make_tensor(name, kinds[v.dtype], v.shape, v.contiguous().view(torch.uint8).numpy().tobytes(), raw=True)
+        for name, v in given.items()
+    ]
+    graph_inputs = [oh.make_tensor_value_info("x", kind, ["M", K])]
+    if not constant:
+        graph_inputs.append(oh.make_tensor_value_info("scales", kind, scales.shape))
+    graph = oh.make_graph([made], "g", graph_inputs, [oh.make_tensor_value_info("y", kind, ["M", N])], constants)
+    opsets = [oh.make_opsetid("", 18), oh.make_opsetid("com.microsoft", 1)]
+    middle = points.double() if zeros else torch.full((N, groups), 2.0 ** (bits - 1)).double()
+    wide = [v.repeat_interleave(group, 1) for v in (middle, scales.double())]
+    weight = ((codes.double() - wide[0]) * wide[1])[:, :K]
+    return oh.make_model(graph, ir_version=10, opset_imports=opsets), given, weight
+
+
+@pytest.mark.parametrize(
+    ("M", "options"),
+    [
+        (1, {}),
+        (8, {"zeros": True, "bias": True, "group": 64, "K": 208}),
+        (9, {"bits": 8, "group": 128, "K": 256, "bias": True}),
+        (16, {"bits": 8, "zeros": True, "N": 17}),
+        (3, {"dtype": torch.bfloat16, "zeros": True}),
+    ],
+)
+def test_a_matmul_of_few_bits_becomes_ours(M, options, device):
+    pytest.importorskip("onnxscript")
+    proto, given, weight = nbits(**options)
+    fused = export.fuse(proto)
+    assert domains(fused) == [("fusebook", "QuantizedMatMul")]
+    names = {tensor.name for tensor in fused.graph.initializer}
+    assert names == {"y/words", "y/scales"} | {f"y/{n}" for n in given if n == "zeros"} | {
+        n for n in given if n == "bias"
+    }
+    x = torch.randn(M, weight.shape[1], generator=torch.Generator().manual_seed(M)).to(given["scales"].dtype)
+    got = Graph(fused, device=device, ops=NODES)({"x": x.to(device)})["y"].double().cpu()
+    exact = x.double() @ weight.T + given.get("bias", torch.zeros(1)).double()
+    eps = torch.finfo(x.dtype).eps
+    error = (got - exact).abs() / (eps * exact.abs() + 2**-18 * (x.double().abs() @ weight.abs().T))
+    assert error.max() <= 1
+    if x.dtype == torch.float16:  # of which ONNX Runtime's CPU has a kernel
+        theirs = Graph(proto, device="cpu")({"x": x})["y"].double()
+        torch.testing.assert_close(got, theirs, atol=0.05, rtol=0.02)
+
+
+def test_a_weight_of_few_bits_comes_back():
+    pytest.importorskip("onnxscript")
+    proto, given, _ = nbits(K=208, group=64, zeros=True)
+    tensors = {
+        t.name: torch.from_numpy(onnx.numpy_helper.to_array(t).copy()) for t in export.fuse(proto).graph.initializer
+    }
+    packed = fusebook.PackedWeight(*(tensors[f"y/{name}"] for name in ("words", "scales", "zeros")), (48, 208), 4, 64)
+    codes, scales, zeros = packed.codes()
+    codes = torch.nn.functional.pad(codes, (0, 256 - 208))
+    want = given["codes"].view(48, -1)
+    assert torch.equal((codes[:, ::2] | codes[:, 1::2] << 4)[:, :104], want[:, :104])
+    assert torch.equal(zeros[:, ::2] | zeros[:, 1::2] << 4, given["zeros"]) and torch.equal(scales, given["scales"])
+
+
+@pytest.mark.parametrize("options", [{"group": 256, "K": 256}, {"constant": False}, {"K": 100}])
+def test_a_matmul_of_few_bits_that_ours_does_not_take_stays(options):
+    pytest.importorskip("onnxscript")
+    assert domains(export.fuse(nbits(**options)[0])) == [("com.microsoft", "MatMulNBits")]
+
+
+def test_a_matmul_whose_groups_are_scattered_stays_with_a_sentence():
+    pytest.importorskip("onnxscript")
+    with pytest.warns(UserWarning, match=r"expected MatMulNBits without g_idx.*stays as it is"):
+        assert domains(export.fuse(nbits(g_idx=True)[0])) == [("com.microsoft", "MatMulNBits")]

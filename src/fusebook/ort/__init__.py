@@ -9,9 +9,9 @@ from fusebook.ort.aot import build
 from fusebook.ort.custom import CustomOp, custom_op, register
 from fusebook.ort.export import fuse, translations
 from fusebook.ort.graph import Bound, Graph
-from fusebook.ort.nodes import LOSSES, MASKED_SCATTER_ND, NODES, NORMS, SCATTER_ND, SOFTMAX
+from fusebook.ort.nodes import LOSSES, MASKED_SCATTER_ND, NODES, NORMS, QUANTIZED_MATMUL, SCATTER_ND, SOFTMAX
 
 __all__ = [
-    "LOSSES", "MASKED_SCATTER_ND", "NODES", "NORMS", "SCATTER_ND", "SOFTMAX", "Bound", "CustomOp", "Graph", "build",
-    "custom_op", "fuse", "register", "translations",
+    "LOSSES", "MASKED_SCATTER_ND", "NODES", "NORMS", "QUANTIZED_MATMUL", "SCATTER_ND", "SOFTMAX", "Bound", "CustomOp",
+    "Graph", "build", "custom_op", "fuse", "register", "translations",
 ]  # fmt: skip

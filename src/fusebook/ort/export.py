@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 
 from fusebook.extras import extra
 from fusebook.kernels._call import OPERATORS, Operator
+from fusebook.kernels.quantized import PackedWeight
 from fusebook.ort.custom import CustomOp
 from fusebook.ort.graph import _NAMES, _NUMBERS
 from fusebook.ort.nodes import NODES
@@ -76,7 +78,7 @@ def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
     import onnx_ir
 
     op = onnxscript.opset18
-    softmax_node, scatter_node, masked_node = (_symbol(onnxscript, node) for node in NODES)
+    softmax_node, scatter_node, masked_node = (_symbol(onnxscript, node) for node in NODES[:3])
 
     def softmax(x, dim: int):  # type: ignore[no-untyped-def]
         return softmax_node(x, axis=dim)
@@ -252,6 +254,45 @@ def _is_zero(attribute: Any) -> bool:
     return numbers is not None and not any(numbers.tobytes())  # -0.0 stays where nothing is added
 
 
+def _torch(value: Any) -> torch.Tensor | None:
+    """The numbers of an initializer that no caller may replace, else None."""
+    tensor = value.const_value if value is not None and not value.is_graph_input() else None
+    numbers = None if tensor is None else _numbers(tensor)
+    if tensor is None or numbers is None or tensor.dtype.name not in ("UINT8", "FLOAT16", "BFLOAT16"):
+        return None
+    if tensor.dtype.name == "BFLOAT16":  # which numpy has not
+        return torch.from_numpy(numbers.view("int16").copy()).view(torch.bfloat16)
+    return torch.from_numpy(numbers.copy())
+
+
+def _packed(node: Any) -> PackedWeight | None:
+    """The weight of a MatMulNBits, repacked; None where Fusebook's kernel does not take it."""
+    values = dict(zip(("A", "B", "scales", "zero_points", "g_idx", "bias"), node.inputs, strict=False))
+    if values.get("g_idx") is not None:
+        warnings.warn(
+            f"fuse: expected MatMulNBits without g_idx, whose groups are neighbouring columns, got {node.name!r} with "
+            "it; the node stays as it is",
+            stacklevel=2,
+        )
+        return None
+    sizes = {
+        name: node.attributes.get_int(name, 4 if name == "bits" else 0) for name in ("N", "K", "bits", "block_size")
+    }
+    N, K, bits, group = sizes.values()
+    blob, scales, zeros = (_torch(values.get(name)) for name in ("B", "scales", "zero_points"))
+    if bits not in (4, 8) or group not in (32, 64, 128) or K % 16 or blob is None or scales is None:
+        return None
+    if values.get("zero_points") is not None and (zeros is None or zeros.dtype != torch.uint8):
+        return None  # those in float
+    groups = -(-K // group)
+    fits = blob.shape == (N, groups, group * bits // 8) and scales.numel() == N * groups
+    if not fits or scales.dtype == torch.uint8 or (zeros is not None and zeros.numel() != N * -(-groups * bits // 8)):
+        return None
+    if not scales.isfinite().all():
+        return None
+    return PackedWeight.from_onnx(blob, scales, zeros, K=K, bits=bits, group=group)
+
+
 def _sparse(nodes: Any, initializers: Any = ()) -> bool:
     """Whether there are sparse tensors in a graph, or in one within it."""
     attributes = [a for node in nodes for a in node.attribute]
@@ -264,11 +305,13 @@ def _sparse(nodes: Any, initializers: Any = ()) -> bool:
 
 
 def fuse(model: Any) -> Any:
-    """Replace chains of standard operators by Fusebook's.
+    """Replace chains of standard operators, and matmuls with weights of few bits, by Fusebook's.
 
     ``ScatterND(ConstantOfShape(shape), indices, Where(Equal(indices, masked), 0, updates), reduction="add")`` becomes
-    MaskedScatterNDOfShape; without Equal and Where it becomes ScatterNDOfShape. A model is data: nothing in it is run,
-    and no other file that it names is read.
+    MaskedScatterNDOfShape; without Equal and Where it becomes ScatterNDOfShape. ONNX Runtime's MatMulNBits becomes
+    QuantizedMatMul, whose weight is packed for Fusebook's kernel: of four or eight bits in blocks of 32, 64 or 128,
+    with float16 or bfloat16 scales and a K that is a multiple of 16. A model is data: nothing in it is run, and no
+    other file that it names is read.
 
     Parameters
     ----------
@@ -281,7 +324,8 @@ def fuse(model: Any) -> Any:
         A model of the kind that was given. A chain that means something else (other constants, those that a caller may
         replace or that are in another file, integers, indices of several components under a mask, updates that Where
         broadcasts, zeros that another node reads), or of which that is not known, stays as it is. Sizes are known to be
-        equal where they are the same number or have the same name.
+        equal where they are the same number or have the same name. A MatMulNBits with ``g_idx`` stays too, with a
+        warning.
 
     Raises
     ------
@@ -355,8 +399,40 @@ def fuse(model: Any) -> Any:
     def plain_fused(op, shape, indices, updates, zeros):  # type: ignore[no-untyped-def]
         return op.ScatterNDOfShape(shape, indices, updates, reduction="add", _domain="fusebook", _version=1)
 
+    found: dict[Any, PackedWeight] = {}
+
+    def nbits(op, x, codes, scales):  # type: ignore[no-untyped-def]
+        return op.MatMulNBits(
+            x, codes, scales, _domain="com.microsoft", _allow_other_inputs=True, _allow_other_attributes=True,
+            _outputs=["y"],
+        )  # fmt: skip
+
+    def nbits_fits(_, x, codes, scales, y):  # type: ignore[no-untyped-def]
+        packed = _packed(y.producer())
+        if packed is not None:
+            found[y] = packed
+        return packed is not None
+
+    def nbits_fused(op, x, codes, scales, y):  # type: ignore[no-untyped-def]
+        packed, inputs = found.pop(y), y.producer().inputs
+
+        def kept(name: str, value: torch.Tensor) -> Any:
+            array = value.view(torch.int16).numpy() if value.dtype == torch.bfloat16 else value.numpy()
+            kind = onnx_ir.DataType(_NUMBERS[value.dtype])
+            full = f"{y.name}/{name}"
+            return op.initializer(onnx_ir.Tensor(array.view(kind.numpy()), name=full), name=full)
+
+        bias = inputs[5] if len(inputs) > 5 else None
+        return op.QuantizedMatMul(
+            x, kept("words", packed.words), kept("scales", packed.scales),
+            None if packed.zeros is None else kept("zeros", packed.zeros), bias,
+            N=packed.shape[0], K=packed.shape[1], bits=packed.bits, group=packed.group,
+            _domain="fusebook", _version=1,
+        )  # fmt: skip
+
     rules = pattern.RewriteRuleSet(
         [
+            pattern.RewriteRule(nbits, nbits_fused, nbits_fits, name="QuantizedMatMul"),
             pattern.RewriteRule(masked, masked_fused, masked_fits, name="MaskedScatterNDOfShape"),
             pattern.RewriteRule(plain, plain_fused, plain_fits, name="ScatterNDOfShape"),
         ],

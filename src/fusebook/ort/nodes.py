@@ -9,11 +9,12 @@ from torch import Tensor
 
 from fusebook.kernels._call import FLOATING, OPERATORS
 from fusebook.kernels.losses import cross_entropy
+from fusebook.kernels.quantized import _matmul
 from fusebook.kernels.scatter import _scatter
 from fusebook.kernels.softmax import _softmax
 from fusebook.ort.custom import custom_op
 
-__all__ = ["LOSSES", "MASKED_SCATTER_ND", "NODES", "NORMS", "SCATTER_ND", "SOFTMAX"]
+__all__ = ["LOSSES", "MASKED_SCATTER_ND", "NODES", "NORMS", "QUANTIZED_MATMUL", "SCATTER_ND", "SOFTMAX"]
 
 _norm = OPERATORS["norm"]
 _add_norm = OPERATORS["add_norm"]
@@ -58,6 +59,13 @@ def _loss(scores: Tensor, labels: Tensor, weights: Tensor | None, *, reduction: 
     return cross_entropy(scores.movedim(1, -1), labels, weights, **options).to(scores.dtype)
 
 
+def _quantized(
+    x: Tensor, words: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, out: Tensor, *,
+    N: int, K: int, bits: int, group: int,
+) -> None:  # fmt: skip
+    _matmul.write(out, x, [words, scales] + ([] if zeros is None else [zeros]), [], bias, N, K, bits, group)
+
+
 _SCATTERED: dict[str, Any] = {
     "inputs": {"shape": torch.int64, "indices": "I", "updates": "T"},
     "outputs": {"y": "T"},
@@ -77,7 +85,17 @@ MASKED_SCATTER_ND = custom_op(
     "MaskedScatterNDOfShape", _masked, attributes={"reduction": "add", "maskedValue": -1}, **_SCATTERED
 )  # fmt: skip
 
-NODES = (SOFTMAX, SCATTER_ND, MASKED_SCATTER_ND)
+#: ``QuantizedMatMul(x, words, scales, zeros, bias, N, K, bits, group) -> y``, of a `fusebook.PackedWeight`. `zeros` and
+#: `bias` may be left out.
+QUANTIZED_MATMUL = custom_op(
+    "QuantizedMatMul", _quantized,
+    {"x": "T", "words": torch.int32, "scales": "T", "zeros": torch.int8, "bias": "T"}, {"y": "T"},
+    lambda x, *_, N, **__: (*x.shape[:-1], N),
+    types={"T": (torch.float16, torch.bfloat16)}, attributes={"N": int, "K": int, "bits": int, "group": int},
+    optional=("zeros", "bias"),
+)  # fmt: skip
+
+NODES = (SOFTMAX, SCATTER_ND, MASKED_SCATTER_ND, QUANTIZED_MATMUL)
 
 _NORMED: dict[str, Any] = {"shape": "x", "types": {"T": FLOATING, "V": FLOATING}}
 #: ``RMSNormalization(x, scale, axis=-1, epsilon=1e-5) -> y``, ``LayerNormalization(x, scale, bias, ...) -> y`` and
