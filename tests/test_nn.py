@@ -1,5 +1,9 @@
 """The modules: the same parameters, results and gradients as what they replace, and sentences for bad input."""
 
+import copy
+import io
+import pickle
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -122,3 +126,75 @@ def test_weights_of_another_kind_are_taken_or_refused():
         norm(x)
     meta = fusebook.nn.SwiGLU(8, 16, device="meta")
     assert meta(torch.ones(3, 8, device="meta")).is_meta
+
+
+# Weights of few bits --------------------------------------------------------------------------------------------------
+
+
+def quantized(bias=True, dtype=torch.float16, **options):
+    torch.manual_seed(0)
+    return fusebook.nn.QuantizedLinear.from_linear(nn.Linear(72, 20, bias, DEVICE, dtype), **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"bits": 8, "group": 32, "symmetric": False, "bias": False}])
+def test_a_quantized_layer_is_its_matmul_and_comes_back(options):
+    layer, x = quantized(**options), torch.randn(2, 3, 72, device=DEVICE, dtype=torch.float16)
+    want = fusebook.quantized_matmul(x, layer.packed, layer.bias)
+    assert torch.equal(layer(x), want)
+    exact = F.linear(
+        x.double(), layer.packed.dequantize().double(), None if layer.bias is None else layer.bias.double()
+    )
+    torch.testing.assert_close(want.double(), exact, atol=2e-3, rtol=2e-3)
+    again = fusebook.nn.QuantizedLinear(72, 20, device=DEVICE, dtype=torch.float16, **{"bias": True, **options})
+    assert not again(x).any()
+    again.load_state_dict(torch.load(_saved(layer.state_dict()), weights_only=True))
+    copies = [again, copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), layer.to(DEVICE)]
+    assert all(torch.equal(each(x), want) for each in copies)
+    assert {*layer.state_dict()} >= {"words", "scales", "format"}
+
+
+def _saved(state):
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return file
+
+
+def test_a_quantized_layer_that_is_cast_keeps_its_scales():
+    layer = quantized(dtype=torch.float32)
+    cast = copy.deepcopy(layer).to(torch.bfloat16)
+    assert cast.scales.dtype == torch.float32 and torch.equal(cast.scales, layer.scales)
+    x = torch.randn(3, 72, device=DEVICE).bfloat16()
+    assert cast.bias.dtype == torch.bfloat16
+    torch.testing.assert_close(cast(x), layer(x), atol=0.02, rtol=0.02)
+    with pytest.raises(TypeError, match="expected x to be float16 or bfloat16"):
+        layer(x.float())
+
+
+def test_gradients_of_a_quantized_layer_flow_to_its_input_and_bias():
+    layer, x = quantized(), torch.randn(3, 72, device=DEVICE, dtype=torch.float16, requires_grad=True)
+    assert [name for name, _ in layer.named_parameters()] == ["bias"]
+    layer(x).sum().backward()
+    weight = layer.packed.dequantize()
+    torch.testing.assert_close(x.grad, weight.sum(0).expand(3, 72), atol=5e-3, rtol=5e-3)
+    torch.testing.assert_close(layer.bias.grad, torch.full_like(layer.bias, 3))
+
+
+def test_a_quantized_layer_compiles():
+    layer, x = quantized(), torch.randn(3, 72, device=DEVICE, dtype=torch.float16)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(x), layer(x))
+
+
+def test_what_a_quantized_layer_refuses():
+    layer = quantized()
+    other = fusebook.nn.QuantizedLinear(72, 20, group=64, device=DEVICE, dtype=torch.float16)
+    with pytest.raises(ValueError, match=r"of version 1, bits 4, group 64, .*got version 1, bits 4, group 128"):
+        other.load_state_dict(layer.state_dict())
+    newer = {**layer.state_dict(), "format": layer.format + torch.tensor([1, 0, 0, 0, 0], device=layer.format.device)}
+    with pytest.raises(ValueError, match=r"got version 2, .* pack weights of another version again"):
+        layer.load_state_dict(newer)
+    with pytest.raises(TypeError, match="expected a torch.nn.Linear, got Bilinear"):
+        fusebook.nn.QuantizedLinear.from_linear(nn.Bilinear(4, 4, 8))
+    meta = fusebook.nn.QuantizedLinear(72, 20, device="meta", dtype=torch.float16)
+    assert meta(torch.ones(3, 72, device="meta", dtype=torch.float16)).is_meta

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Modules on Fusebook's operators, with the parameters and the state_dict keys of what they replace."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -9,8 +10,9 @@ from torch import Tensor, nn
 from fusebook.kernels.losses import linear_cross_entropy
 from fusebook.kernels.norms import layer_norm, rms_norm
 from fusebook.kernels.products import swiglu
+from fusebook.kernels.quantized import VERSION, PackedWeight, quantize, quantized_matmul
 
-__all__ = ["LayerNorm", "LinearCrossEntropyLoss", "RMSNorm", "SwiGLU"]
+__all__ = ["LayerNorm", "LinearCrossEntropyLoss", "QuantizedLinear", "RMSNorm", "SwiGLU"]
 
 
 def _check_rows(module: nn.Module, shape: tuple[int, ...], x: Any) -> None:
@@ -207,3 +209,123 @@ class LinearCrossEntropyLoss(nn.Module):
     def extra_repr(self) -> str:
         """List the options that were given."""
         return ", ".join(f"{name}={value!r}" for name, value in self.options.items())
+
+
+class QuantizedLinear(nn.Module):
+    """`fusebook.quantized_matmul` as a module: a linear layer whose weight has four or eight bits.
+
+    Made by `from_linear`. What the constructor makes is zero, for a state_dict to be loaded into.
+
+    Parameters
+    ----------
+    in_features, out_features : int
+        The elements of a row of the input, and of the result.
+    bias : bool
+        Whether a bias is added.
+    bits, group, symmetric
+        As of `fusebook.quantize`.
+    device, dtype
+        Of the scales and of the bias: float16, bfloat16 or float32.
+
+    Notes
+    -----
+    The weight is fixed: it is in buffers, and training changes the bias alone. Gradients flow to the input. The input
+    is float16 or bfloat16, and so is the result; a bias of another dtype is cast. Scales keep their dtype where the
+    module is cast, as other ones would not fit the codes.
+    """
+
+    format: Tensor
+    words: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        bits: int = 4,
+        group: int = 128,
+        symmetric: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        sizes = out_features, in_features
+        dtype = torch.get_default_dtype() if dtype is None else dtype
+        packed = PackedWeight.of_zeros(*sizes, bits, group, symmetric, dtype=dtype, device=device)
+        self._keep(packed, torch.zeros(out_features, dtype=dtype, device=device) if bias else None)
+
+    def _keep(self, packed: PackedWeight, bias: Tensor | None) -> None:
+        self.out_features, self.in_features = packed.shape
+        self.bits, self.group, self.symmetric = packed.bits, packed.group, packed.zeros is None
+        self.register_buffer("words", packed.words)
+        self.register_buffer("scales", packed.scales)
+        self.register_buffer("zeros", packed.zeros)
+        self.register_buffer("format", torch.tensor(self._format()))  # so that a state_dict has it
+        self.bias = None if bias is None else nn.Parameter(bias)
+
+    def _format(self) -> list[int]:
+        return [VERSION, self.bits, self.group, self.out_features, self.in_features]
+
+    @classmethod
+    def from_linear(
+        cls, linear: nn.Linear, bits: int = 4, group: int = 128, symmetric: bool = True
+    ) -> "QuantizedLinear":
+        """Quantize a layer; its weight and its bias stay as they are.
+
+        Parameters
+        ----------
+        linear : torch.nn.Linear
+            Of finite weights, on the device on which the module will run.
+        bits, group, symmetric
+            As of `fusebook.quantize`.
+        """
+        if not isinstance(linear, nn.Linear) or type(linear).forward is not nn.Linear.forward:
+            raise TypeError(
+                f"QuantizedLinear.from_linear: expected a torch.nn.Linear, got {type(linear).__name__}; merge an "
+                "adapter into its layer first"
+            )
+        made = cls.__new__(cls)
+        nn.Module.__init__(made)
+        bias = None if linear.bias is None else linear.bias.detach().clone()
+        made._keep(quantize(linear.weight, bits, group, symmetric), bias)
+        return made.train(linear.training)
+
+    @property
+    def packed(self) -> PackedWeight:
+        """The weight, as `fusebook.quantized_matmul` takes it."""
+        shape = self.out_features, self.in_features
+        return PackedWeight(self.words, self.scales, self.zeros, shape, self.bits, self.group)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply rows along the last axis by the weight."""
+        bias: Tensor | None = self.bias
+        if bias is not None and isinstance(x, Tensor):
+            bias = bias.to(x.dtype)
+        return quantized_matmul(x, self.packed, bias)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "QuantizedLinear":
+        before = self.scales
+        super()._apply(fn, recurse)
+        if self.scales.dtype != before.dtype:
+            self.scales = before.to(self.scales.device)
+        return self
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
+        found = state_dict.get(f"{prefix}format")
+        if found is not None and found.tolist() != self._format():
+            names = ("version", "bits", "group", "out_features", "in_features")
+            got, wanted = (", ".join(map("{} {}".format, names, values)) for values in (found.tolist(), self._format()))
+            raise ValueError(
+                f"QuantizedLinear: expected a packed weight of {wanted}, got {got}; make the module alike, and pack "
+                "weights of another version again"
+            )
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+    def extra_repr(self) -> str:
+        """Say what was given, besides the device and the dtype."""
+        text = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+        return f"{text}, bits={self.bits}, group={self.group}, symmetric={self.symmetric}"

@@ -414,6 +414,32 @@ class PackedWeight:
         return cls(words, _by_tile(scales, tiles), zeros, (N, K), bits, group)
 
     @classmethod
+    def of_zeros(
+        cls, N: int, K: int, bits: int = 4, group: int = 128, symmetric: bool = True, *,
+        dtype: torch.dtype = torch.float16, device: torch.device | str | None = None,
+    ) -> PackedWeight:  # fmt: skip
+        """Return a weight of zeros, e.g. to load one into: its scales are zero.
+
+        Parameters
+        ----------
+        N, K : int
+            Rows and columns.
+        bits, group, symmetric
+            As in `quantize`.
+        dtype : torch.dtype
+            Of the scales.
+        device : torch.device
+        """
+        name = "PackedWeight.of_zeros"
+        _check_format(name, bits, group)
+        one_of(name, "dtype", dtype, _SCALES)
+        tiles, G = -(-N // 16), -(-K // group) if group else min(K, 1)
+        words = torch.zeros(tiles, -(-K // (512 // bits)), 2, 128, dtype=torch.int32, device=device)
+        scales = torch.zeros(tiles, G, 8, 2, dtype=dtype, device=device)
+        zeros = None if symmetric else scales.to(torch.int8)
+        return cls(words, scales, zeros, (N, K), bits, group)
+
+    @classmethod
     def from_gptq(
         cls, qweight: Tensor, scales: Tensor, qzeros: Tensor | None = None, *, bits: int = 4, group: int = 128,
         zero_offset: int = 1,
