@@ -21,7 +21,7 @@ import fusebook.lesson as lesson
 import style
 import synthetic
 from fusebook.cards import OPS
-from fusebook.lesson import _memory, _numbers, _weights, evidence, picture
+from fusebook.lesson import _decode, _memory, _numbers, _weights, evidence, picture
 from fusebook.lesson.evidence import Claim, Frames, NotRecorded
 from fusebook.measure import bench, sources, timing
 from fusebook.measure import machine as machines
@@ -359,6 +359,13 @@ def test_instructions_are_counted_for_each_weight(products, weights, monkeypatch
     assert counted == {"instructions": (3 + max(products, 1)) / weights}
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="what is timed there is recorded")
+def test_a_decode_loop_is_the_same_by_each_matmul():
+    frame = _decode.tokens(layers=1, hidden=128, inner=256, heads=4, shared=2, past=5, sequences=2, device="cpu")
+    assert frame["implementation"].tolist() == ["bfloat16", "fusebook"]
+    assert frame["off"].max() < 0.01 and frame["tokens per second"].isna().all()
+
+
 def test_rounding_a_weight_costs_more_with_fewer_bits_and_larger_groups(replayed):
     page = lesson.open("plot_203_four_bits")
     rng = torch.Generator().manual_seed(0)
@@ -513,6 +520,9 @@ def a_gpu(monkeypatch, replayed):
     monkeypatch.setattr(evidence.load("plot_102_softmax"), "SHAPES", ((6, 256), (5, 781), (4, 2048), (3, 3000)))
     monkeypatch.setattr(evidence.load("plot_105_cross_entropy"), "SHAPES", ((5, 1000), (3, 32000)))
     monkeypatch.setattr(evidence.load("plot_203_four_bits"), "SHAPES", ((1, 256, 32), (8, 256, 32), (16, 256, 32)))
+    loop = pd.DataFrame({"implementation": ["bfloat16", "tinygemm", "fusebook"], "tokens per second": [1.0, 2.0, 3.0]})
+    frames = evidence.load("plot_203_four_bits").FRAMES
+    monkeypatch.setitem(frames, "tokens", dataclasses.replace(frames["tokens"], function=lambda: loop))
     head = evidence.load("plot_108_chunked_head")
     monkeypatch.setattr(head, "SHAPES", ((37, 16, 1000),))
     rows = pd.DataFrame({"rows": [256, 1024, 8192], "gpu_us": 2.0, "peak_bytes": 2.0, "beyond": 1.0})
@@ -602,7 +612,7 @@ def test_a_page_that_is_run_for_its_counters_launches_its_steps_alone(a_gpu, mon
             "plot_108_chunked_head",
             {"linear_cross_entropy", "pages/linear_cross_entropy_steps", "pages/linear_cross_entropy_chunks"},
         ),
-        ("plot_203_four_bits", {"quantized_matmul", "pages/quantized_matmul_steps"}),
+        ("plot_203_four_bits", {"quantized_matmul", "pages/quantized_matmul_steps", "pages/quantized_matmul_tokens"}),
     ],
 )
 def test_what_no_step_of_a_lesson_shows_is_recorded_too(name, files, a_gpu, tmp_path, monkeypatch):
