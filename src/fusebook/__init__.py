@@ -76,6 +76,7 @@ from fusebook.kernels.scatter import (
     scatter_nd_of_shape,
 )
 from fusebook.kernels.softmax import softmax, softmax_backward, softmax_backward_eager, softmax_eager
+from fusebook.patching import Patched, patch, unpatch
 
 __version__ = "0.1.0"
 
@@ -101,6 +102,7 @@ __all__ = [
     "AllReduceNorm",
     "KMeans",
     "PackedWeight",
+    "Patched",
     "SharedKMeans",
     "adamw_step",
     "adamw_step_eager",
@@ -135,6 +137,7 @@ __all__ = [
     "masked_scatter_nd_of_shape",
     "multiply_add",
     "multiply_add_eager",
+    "patch",
     "quantize",
     "quantized_matmul",
     "quantized_swiglu",
@@ -154,4 +157,5 @@ __all__ = [
     "softmax_eager",
     "swiglu",
     "swiglu_eager",
+    "unpatch",
 ]

@@ -1,0 +1,381 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Fusebook's operators in a model of transformers: `patch` puts them in, and `unpatch` takes them out.
+
+A module keeps its class, parameters and hooks, and gets another ``forward`` of its own. Two questions decide about it.
+Where is its forward from? It must be that of a known family, so a subclass with another one is left alone. What does it
+compute? Its class runs at a small size, and the result and the gradients must be those of the replacement. The second
+question finds what another release of transformers, another activation or another helper changed.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fusebook.kernels.elementwise import silu_mul, silu_mul_eager
+from fusebook.kernels.losses import linear_cross_entropy
+from fusebook.kernels.norms import rms_norm, rms_norm_eager
+
+__all__ = ["Patched", "patch", "unpatch"]
+
+#: The families of transformers whose modules are known, and the modules that define them.
+FAMILIES = ("gemma", "llama", "mistral", "qwen2", "qwen3")
+_SOURCES = tuple(f"transformers.models.{family}.modeling_{family}" for family in FAMILIES)
+
+
+class Patched(NamedTuple):
+    """What `patch` did, by the names of modules. Printed, it has a line for each kind of module."""
+
+    #: What computes each replaced module.
+    replaced: dict[str, str]
+    #: Why each other module of a known kind was left alone.
+    left: dict[str, str]
+
+    def __str__(self) -> str:
+        """List each sentence once, with the first module that it is about."""
+        lines = []
+        for title, sentences in zip(self._fields, self, strict=True):
+            for sentence in dict.fromkeys(sentences.values()):
+                first, *more = (name or "the model" for name, said in sentences.items() if said == sentence)
+                lines.append(f"{title}: {first}{f' and {len(more)} more' if more else ''}: {sentence}")
+        return "\n".join(lines)
+
+
+# Replacements --------------------------------------------------------------------------------------------------------
+
+# Each is made of the operator that it calls: Fusebook's in a model, PyTorch's where it is compared.
+
+
+def _rms(norm: Callable[..., Any]) -> Callable[..., Tensor]:
+    def forward(self: Any, hidden_states: Tensor) -> Tensor:
+        weight = self.weight
+        if hidden_states.dtype != weight.dtype:  # the result has the wider one
+            hidden_states = hidden_states.to(torch.promote_types(hidden_states.dtype, weight.dtype))
+        return norm(hidden_states, weight, eps=self.variance_epsilon)  # type: ignore[no-any-return]
+
+    return forward
+
+
+def _rms_of_one_more(norm: Callable[..., Any]) -> Callable[..., Tensor]:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        weight = self.weight
+        weight = 1 + weight.to(torch.promote_types(weight.dtype, torch.float32))
+        return norm(x, weight, eps=self.eps)  # type: ignore[no-any-return]
+
+    return forward
+
+
+def _mlp(product: Callable[..., Any]) -> Callable[..., Tensor]:
+    def forward(self: Any, x: Tensor) -> Tensor:  # calls the layers, which may have hooks and adapters
+        return self.down_proj(product(self.gate_proj(x), self.up_proj(x)))  # type: ignore[no-any-return]
+
+    return forward
+
+
+class _Kind(NamedTuple):
+    make: Callable[[Callable[..., Any]], Callable[..., Any]]
+    fused: Callable[..., Any]
+    eager: Callable[..., Any]
+    said: str
+
+
+_NORMS = (
+    _Kind(_rms, rms_norm, rms_norm_eager, "fusebook.rms_norm"),
+    _Kind(_rms_of_one_more, rms_norm, rms_norm_eager, "fusebook.rms_norm with 1 + weight"),
+)
+_MLPS = (_Kind(_mlp, silu_mul, silu_mul_eager, "fusebook.silu_mul between its matmuls"),)
+
+
+def _kinds_of(module: nn.Module) -> tuple[_Kind, ...]:
+    """The replacements that a module may have, by its parameters and children."""
+    own = dict(module.named_parameters(recurse=False))
+    children = {name for name, _ in module.named_children()}
+    if {*own} == {"weight"} and own["weight"].dim() == 1 and not children:
+        return _NORMS
+    return _MLPS if {"gate_proj", "up_proj", "down_proj"} <= children else ()
+
+
+def _values(*shape: int) -> Tensor:
+    """Numbers without a pattern that use no generator."""
+    size = torch.Size(shape).numel()
+    return torch.arange(1, size + 1, dtype=torch.float64, device="cpu").mul_(1.7).sin_().float().view(shape)
+
+
+def _small(module: nn.Module) -> nn.Module:
+    """A module of the same class and options, on the CPU, with rows of 8 elements."""
+    small = object.__new__(type(module))  # nobody knows the arguments of its class
+    nn.Module.__init__(small)
+    vars(small).update({name: value for name, value in vars(module).items() if name not in vars(small)})
+    for name, _ in module.named_parameters(recurse=False):
+        small.register_parameter(name, nn.Parameter(_values(8)))
+    for name, child in module.named_children():
+        if name.endswith("_proj"):
+            rows, columns = (8, 16) if name == "down_proj" else (16, 8)
+            child = nn.Linear(columns, rows, getattr(child, "bias", None) is not None, device="meta")
+            for key, p in [*child.named_parameters()]:
+                setattr(child, key, nn.Parameter(_values(*p.shape)))
+        small.add_module(name, child)
+    return small
+
+
+def _differs(module: nn.Module, kind: _Kind) -> str:
+    """How the results or gradients of a module's class differ from those of a replacement; empty if they agree."""
+    small = _small(module)
+    found = []
+    with torch.inference_mode(False), torch.enable_grad():
+        for forward in (type(module).forward, kind.make(kind.eager)):
+            # Rows so small that eps counts, so large that a limit would, and some between.
+            x = (_values(4, 8) * torch.tensor([[1e-3], [0.1], [1.0], [1e3]], device="cpu")).requires_grad_()
+            try:
+                y = forward(small, x)
+                rows = [y, *torch.autograd.grad(y, [x, *small.parameters()], _values(*y.shape))]
+            except Exception as error:  # whatever it does, it is not known
+                return f"it does not run at a small size: {type(error).__name__}: {error}"
+            found.append(rows)
+    for own, other in zip(*found, strict=True):
+        if own.shape != other.shape or own.dtype != other.dtype:
+            return f"it returns {tuple(own.shape)} in {own.dtype}, not {tuple(other.shape)} in {other.dtype}"
+        if not bool(((own - other).abs().amax(-1) <= 1e-4 * other.abs().amax(-1)).all()):
+            return f"at a small size its results or gradients are not those of {kind.said}"
+    return ""
+
+
+# The loss ------------------------------------------------------------------------------------------------------------
+
+
+class _WithoutLogits:
+    """What the forward of a causal LM gets as its model: the head returns hidden states, and the loss applies it."""
+
+    def __init__(self, whole: Any) -> None:
+        self.model, self.config, self.whole = whole.model, whole.config, whole
+
+    def lm_head(self, hidden: Tensor) -> Tensor:
+        return hidden
+
+    def loss_function(
+        self,
+        logits: Tensor,
+        labels: Tensor,
+        vocab_size: int | None = None,
+        num_items_in_batch: Any = None,
+        ignore_index: int = -100,
+        shift_labels: Tensor | None = None,
+        **rest: Any,
+    ) -> Tensor:
+        if shift_labels is None:  # each token predicts the next one, and the last one nothing
+            shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        target = shift_labels.reshape(-1).to(logits.device)
+        summed = num_items_in_batch is not None
+        options = {"reduction": "sum" if summed else "mean", "ignore_index": ignore_index}
+        loss = self.whole.lm_head(logits.reshape(-1, logits.shape[-1]), target, **options)
+        if isinstance(num_items_in_batch, Tensor):
+            num_items_in_batch = num_items_in_batch.to(loss.device)
+        return loss / num_items_in_batch if summed else loss  # type: ignore[no-any-return]
+
+
+def _head(check: bool | None) -> Callable[..., Tensor]:
+    """The forward of a last layer that computes its loss, too: within the module, where FSDP has its weights."""
+
+    def forward(self: Any, input: Tensor, target: Tensor | None = None, **options: Any) -> Tensor:
+        if target is None:
+            return nn.functional.linear(input, self.weight, self.bias)
+        return linear_cross_entropy(input, self.weight, target, bias=self.bias, check=check, **options)
+
+    return forward
+
+
+def _causal(original: Callable[..., Any], loss: Callable[..., Any]) -> Callable[..., Any]:
+    names = [*inspect.signature(original).parameters][1:]
+
+    @functools.wraps(original)  # trainers read its signature
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        as_dict = given.get("return_dict")
+        if (
+            given.get("labels") is None
+            or not torch.is_grad_enabled()
+            or self.loss_function is not loss
+            or not (self.config.return_dict if as_dict is None else as_dict)
+        ):
+            return original(self, *args, **kwargs)
+        output = original(_WithoutLogits(self), **given)
+        return type(output)(**{**output, "logits": None})
+
+    return forward
+
+
+class _Nothing:
+    """An output all of whose fields are None, but for those that are given."""
+
+    def __init__(self, **fields: Any) -> None:
+        vars(self).update(fields)
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+def _unknown_loss(model: Any, known: Callable[..., Any]) -> str:
+    """Why the logits of a causal LM are needed; empty if they go from its head to its loss, and nowhere else."""
+    head = model.lm_head
+    if type(head).forward is not nn.Linear.forward or "forward" in vars(head):
+        return f"its head is a {type(head).__name__}, or has a forward of its own, and no plain torch.nn.Linear"
+    if model.loss_function is not known:
+        return "its loss is not transformers' ForCausalLMLoss"
+    hidden, logits, labels, loss, items = torch.zeros(1, 2, 3, device="cpu"), object(), object(), object(), object()
+    seen: list[Any] = []
+    stub = types.SimpleNamespace(
+        config=model.config,
+        model=lambda *args, **kwargs: _Nothing(last_hidden_state=hidden),
+        lm_head=lambda x: seen.append(x.shape) or logits,
+        loss_function=lambda **given: seen.append(given) or loss,
+    )
+    try:
+        output = type(model).forward(stub, input_ids=None, labels=labels, num_items_in_batch=items, return_dict=True)
+        shape, given = seen
+        same = shape == hidden.shape and given["logits"] is logits is output.logits
+        same = same and given["labels"] is labels and given["num_items_in_batch"] is items and output.loss is loss
+    except Exception as error:
+        return f"its forward is not one that is known: {type(error).__name__}: {error}"
+    return "" if same else "its forward does more with the logits than to pass them to the loss"
+
+
+# Patching ------------------------------------------------------------------------------------------------------------
+
+
+def _put(module: nn.Module, forward: Callable[..., Any]) -> None:
+    forward.fusebook = True  # type: ignore[attr-defined]
+    module.forward = types.MethodType(forward, module)
+
+
+def _is_ours(forward: Any) -> bool:
+    return hasattr(getattr(forward, "__func__", None), "fusebook")
+
+
+def _unknown(module: nn.Module) -> str:
+    """Why the forward of a module is not that of a known family; empty if it is."""
+    own = vars(module).get("forward")
+    if own is not None:
+        return "it is patched already" if _is_ours(own) else "its forward was set on the module itself"
+    definer = next(c for c in type(module).__mro__ if "forward" in vars(c))
+    if definer.__module__ not in _SOURCES:
+        return f"the forward of {definer.__module__}.{definer.__qualname__} is not known; known are {_known()}"
+    source = getattr(vars(definer)["forward"], "__module__", None)
+    if source != definer.__module__:
+        return f"the forward of {definer.__qualname__} was replaced by one of {source}"
+    return ""
+
+
+def _known() -> str:
+    return ", ".join(family.capitalize() for family in FAMILIES)
+
+
+def _candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module, tuple[_Kind, ...]]]:
+    for name, module in model.named_modules():
+        kinds = _kinds_of(module)
+        if kinds or isinstance(getattr(module, "lm_head", None), nn.Module):
+            yield name, module, kinds
+
+
+def patch(model: nn.Module, *, loss: bool = True, check: bool | None = None) -> Patched:
+    """Let a model of transformers compute with Fusebook's operators: Llama, Mistral, Qwen2, Qwen3 or Gemma.
+
+    RMS norms become `rms_norm`, and the MLP's activation and product one `silu_mul`. If the model is given ``labels``
+    and a gradient is recorded, its loss becomes `linear_cross_entropy`. Parameters, state_dict, classes and hooks of
+    the modules stay.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        The model, or a module that has it inside, such as DistributedDataParallel. Patch before torch.compile.
+    loss : bool
+        Whether to replace the loss. Its logits are then not computed: ``output.logits`` is None in a step that records
+        a gradient and has labels. In evaluation, under `torch.no_grad`, logits are there as before.
+    check : bool, optional
+        As of `linear_cross_entropy`: whether labels are read on the host before the loss.
+
+    Returns
+    -------
+    Patched
+        ``replaced`` and ``left``: by the name of each module, a sentence. Print it to see each sentence once.
+
+    Raises
+    ------
+    TypeError
+        If `model` is no `torch.nn.Module`.
+
+    Notes
+    -----
+    A module is replaced if its forward is that of a known family, and if its class gives the same results and gradients
+    at a small size. Everything else is left alone: a subclass with another forward, Gemma's MLP, which has another
+    activation, and families that are not known. A weight that is sparse or a DTensor when the module runs is refused.
+
+    Examples
+    --------
+    >>> import fusebook, transformers  # doctest: +SKIP
+    >>> model = transformers.AutoModelForCausalLM.from_pretrained("path")  # doctest: +SKIP
+    >>> print(fusebook.patch(model))  # doctest: +SKIP
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"patch: expected model to be a torch.nn.Module, got {type(model).__name__}; pass the model itself"
+        )
+    replaced: dict[str, str] = {}
+    left: dict[str, str] = {}
+    tried: dict[Any, str] = {}
+    for name, module, kinds in _candidates(model):
+        if why := _unknown(module):
+            left[name] = why
+        elif kinds:
+            activation = getattr(module, "act_fn", None)
+            for kind in kinds:
+                options = tuple((key, value) for key, value in vars(module).items() if isinstance(value, (int, float)))
+                key = type(module), kind, activation, options
+                if key not in tried:
+                    tried[key] = _differs(module, kind)
+                if not tried[key]:
+                    _put(module, kind.make(kind.fused))
+                    replaced[name] = kind.said
+                    left.pop(name, None)
+                    break
+                left.setdefault(name, tried[key])
+            if name in left and activation is not None:
+                left[name] += f"; its activation is {type(activation).__name__}"
+        elif not loss:
+            left[name] = "its loss was not to be replaced"
+        else:
+            from transformers.loss.loss_utils import ForCausalLMLoss
+
+            if why := _unknown_loss(module, ForCausalLMLoss):
+                left[name] = why
+            else:
+                _put(module.lm_head, _head(check))
+                _put(module, _causal(type(module).forward, ForCausalLMLoss))
+                replaced[name] = "fusebook.linear_cross_entropy for its loss, without logits"
+    if not replaced and not left:
+        left[""] = f"it has no module of a known kind; known are those of {_known()}"
+    return Patched(replaced, left)
+
+
+def unpatch(model: nn.Module) -> list[str]:
+    """Undo `patch`, in this model or in a copy of it.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        What `patch` was given.
+
+    Returns
+    -------
+    list of str
+        The names of the modules that have their own forward again.
+    """
+    found = [(name, m) for name, m in model.named_modules() if _is_ours(vars(m).get("forward"))]
+    for _, module in found:
+        del module.forward
+    return [name for name, _ in found]
