@@ -229,16 +229,24 @@ def _unknown_loss(model: Any, known: Callable[..., Any]) -> str:
         return "its loss is not transformers' ForCausalLMLoss"
     hidden, logits, labels, loss, items = torch.zeros(1, 2, 3, device="cpu"), object(), object(), object(), object()
     seen: list[Any] = []
+
+    def returning(result: Any) -> Callable[..., Any]:
+        def noted(*given: Any, **named: Any) -> Any:
+            seen.append((given, named))
+            return result
+
+        return noted
+
     stub = types.SimpleNamespace(
         config=model.config,
         model=lambda *args, **kwargs: _Nothing(last_hidden_state=hidden),
-        lm_head=lambda x: seen.append(x.shape) or logits,
-        loss_function=lambda **given: seen.append(given) or loss,
+        lm_head=returning(logits),
+        loss_function=returning(loss),
     )
     try:
         output = type(model).forward(stub, input_ids=None, labels=labels, num_items_in_batch=items, return_dict=True)
-        shape, given = seen
-        same = shape == hidden.shape and given["logits"] is logits is output.logits
+        ((rows,), _), (_, given) = seen
+        same = rows.shape == hidden.shape and given["logits"] is logits is output.logits
         same = same and given["labels"] is labels and given["num_items_in_batch"] is items and output.loss is loss
     except Exception as error:
         return f"its forward is not one that is known: {type(error).__name__}: {error}"
@@ -354,7 +362,7 @@ def patch(model: nn.Module, *, loss: bool = True, check: bool | None = None) -> 
             if why := _unknown_loss(module, ForCausalLMLoss):
                 left[name] = why
             else:
-                _put(module.lm_head, _head(check))
+                _put(module.get_submodule("lm_head"), _head(check))
                 _put(module, _causal(type(module).forward, ForCausalLMLoss))
                 replaced[name] = "fusebook.linear_cross_entropy for its loss, without logits"
     if not replaced and not left:
