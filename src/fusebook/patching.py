@@ -9,10 +9,11 @@ question finds what another release of transformers, another activation or anoth
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from fusebook.kernels.elementwise import silu_mul, silu_mul_eager
 from fusebook.kernels.losses import linear_cross_entropy
 from fusebook.kernels.norms import rms_norm, rms_norm_eager
+from fusebook.kernels.rope import rope, rope_eager
 
 __all__ = ["Patched", "patch", "unpatch"]
 
@@ -144,6 +146,61 @@ def _differs(module: nn.Module, kind: _Kind) -> str:
         if not bool(((own - other).abs().amax(-1) <= 1e-4 * other.abs().amax(-1)).all()):
             return f"at a small size its results or gradients are not those of {kind.said}"
     return ""
+
+
+# Rotary embedding ----------------------------------------------------------------------------------------------------
+
+_ROTATE = "apply_rotary_pos_emb"  # the global function that every attention calls
+
+
+def _rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Any:
+    return rope(q, cos, sin, k, heads=unsqueeze_dim - 4)
+
+
+def _with_global(function: Any, name: str, value: Any) -> Any:
+    """A copy of a function, and of the one that it wraps, in which a global name has another value."""
+    inner, cells, names = getattr(function, "__wrapped__", None), function.__closure__, function.__globals__
+    if inner is None:
+        names = {**names, name: value}
+        names.pop("__name__")  # or torch.compile looks for the globals of this module
+    else:
+        within = _with_global(inner, name, value)
+        cells = tuple(types.CellType(within) if c.cell_contents is inner else c for c in cells or ())
+    made = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__, cells)
+    made.__kwdefaults__ = function.__kwdefaults__
+    if inner is not None:
+        made.__wrapped__ = within  # type: ignore[attr-defined]
+    return made
+
+
+def _unknown_rotation(attention: nn.Module) -> str:
+    """Why an attention's rotation cannot be replaced; empty if it can."""
+    inner = inspect.unwrap(type(attention).forward)
+    rotate = inner.__globals__.get(_ROTATE)
+    if _ROTATE not in inner.__code__.co_names or getattr(rotate, "__module__", None) != inner.__module__:
+        return f"its forward does not call the {_ROTATE} of its own module"
+    x, angles = _values(2, 1, 2, 3, 8), _values(1, 3, 4).repeat(1, 1, 2)
+    for dim in (1, 2):
+        q, k = x if dim == 1 else x.transpose(2, 3)
+        found = rotate(q, k, angles.cos(), angles.sin(), unsqueeze_dim=dim)
+        wanted = [rope_eager(t, angles.cos().unsqueeze(dim), angles.sin().unsqueeze(dim)) for t in (q, k)]
+        if not all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(found, wanted, strict=True)):
+            return f"its {_ROTATE} does not compute what fusebook.rope does"
+    return ""
+
+
+def _unknown_angles(rotary: nn.Module) -> str:
+    """Why the angles of a model may be others than `rope` reads: each of the first half twice; empty if they are."""
+    if why := _unknown(rotary):
+        return f"angles are from its model's rotary_emb, and {why}"
+    small = copy.copy(rotary)
+    vars(small)["_buffers"] = {name: _values(4) for name in rotary._buffers}
+    try:
+        angles = type(rotary).forward(small, _values(1, 3, 8), torch.arange(3, device="cpu")[None])
+    except Exception as error:
+        return f"its model's rotary_emb does not run at a small size: {type(error).__name__}: {error}"
+    twice = all(torch.equal(*t.chunk(2, -1)) for t in angles)
+    return "" if twice else "the angles of its model's rotary_emb are not each there twice"
 
 
 # The loss ------------------------------------------------------------------------------------------------------------
@@ -279,23 +336,31 @@ def _unknown(module: nn.Module) -> str:
     return ""
 
 
+def _put_first(module: nn.Module, kinds: tuple[_Kind, ...], tried: dict[Any, str]) -> tuple[str, str]:
+    """Replace the forward of a module by the first kind that computes the same: what replaced it, or why none did."""
+    options = tuple((key, value) for key, value in vars(module).items() if isinstance(value, (int, float)))
+    activation = getattr(module, "act_fn", None)
+    for kind in reversed(kinds):  # of several reasons the last one counts, which is the first kind's
+        key = type(module), kind, activation, options
+        if key not in tried:
+            tried[key] = _differs(module, kind)
+        why = tried[key]
+        if not why:
+            _put(module, kind.make(kind.fused))
+            return kind.said, ""
+    return "", why if activation is None else f"{why}; its activation is {type(activation).__name__}"
+
+
 def _known() -> str:
     return ", ".join(family.capitalize() for family in FAMILIES)
-
-
-def _candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module, tuple[_Kind, ...]]]:
-    for name, module in model.named_modules():
-        kinds = _kinds_of(module)
-        if kinds or isinstance(getattr(module, "lm_head", None), nn.Module):
-            yield name, module, kinds
 
 
 def patch(model: nn.Module, *, loss: bool = True, check: bool | None = None) -> Patched:
     """Let a model of transformers compute with Fusebook's operators: Llama, Mistral, Qwen2, Qwen3 or Gemma.
 
-    RMS norms become `rms_norm`, and the MLP's activation and product one `silu_mul`. If the model is given ``labels``
-    and a gradient is recorded, its loss becomes `linear_cross_entropy`. Parameters, state_dict, classes and hooks of
-    the modules stay.
+    RMS norms become `rms_norm`, the MLP's activation and product `silu_mul`, and the rotary embedding `rope`. If the
+    model is given ``labels`` and a gradient is recorded, its loss becomes `linear_cross_entropy`. Parameters,
+    state_dict, classes and hooks of the modules stay.
 
     Parameters
     ----------
@@ -336,35 +401,39 @@ def patch(model: nn.Module, *, loss: bool = True, check: bool | None = None) -> 
     replaced: dict[str, str] = {}
     left: dict[str, str] = {}
     tried: dict[Any, str] = {}
-    for name, module, kinds in _candidates(model):
-        if why := _unknown(module):
-            left[name] = why
+    rotaries: list[Any] = [
+        m.rotary_emb for m in model.modules() if isinstance(getattr(m, "rotary_emb", None), nn.Module)
+    ]
+    angles = [_unknown_angles(rotary) for rotary in rotaries] or ["no rotary_emb is in what was given"]
+    for name, module in model.named_modules():
+        kinds, children = _kinds_of(module), {child for child, _ in module.named_children()}
+        attention, whole = {"q_proj", "k_proj"} <= children, "lm_head" in children
+        if not (kinds or attention or whole):
+            continue
+        said, why = "", _unknown(module)
+        if why:
+            pass
         elif kinds:
-            activation = getattr(module, "act_fn", None)
-            for kind in kinds:
-                options = tuple((key, value) for key, value in vars(module).items() if isinstance(value, (int, float)))
-                key = type(module), kind, activation, options
-                if key not in tried:
-                    tried[key] = _differs(module, kind)
-                if not tried[key]:
-                    _put(module, kind.make(kind.fused))
-                    replaced[name] = kind.said
-                    left.pop(name, None)
-                    break
-                left.setdefault(name, tried[key])
-            if name in left and activation is not None:
-                left[name] += f"; its activation is {type(activation).__name__}"
+            said, why = _put_first(module, kinds, tried)
+        elif attention:
+            said, why = "fusebook.rope for its queries and keys", next(filter(None, angles), "")
+            why = why or _unknown_rotation(module)
+            if not why:
+                _put(module, _with_global(type(module).forward, _ROTATE, _rotate))
         elif not loss:
-            left[name] = "its loss was not to be replaced"
+            why = "its loss was not to be replaced"
         else:
             from transformers.loss.loss_utils import ForCausalLMLoss
 
-            if why := _unknown_loss(module, ForCausalLMLoss):
-                left[name] = why
-            else:
+            said = "fusebook.linear_cross_entropy for its loss, without logits"
+            why = _unknown_loss(module, ForCausalLMLoss)
+            if not why:
                 _put(module.get_submodule("lm_head"), _head(check))
                 _put(module, _causal(type(module).forward, ForCausalLMLoss))
-                replaced[name] = "fusebook.linear_cross_entropy for its loss, without logits"
+        if why:
+            left[name] = why
+        else:
+            replaced[name] = said
     if not replaced and not left:
         left[""] = f"it has no module of a known kind; known are those of {_known()}"
     return Patched(replaced, left)

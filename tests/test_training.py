@@ -1,0 +1,395 @@
+"""Models of transformers with the library's operators: what is replaced and left, and five steps of training."""
+
+import copy
+import functools
+import inspect
+import os
+import pickle
+import socket
+
+import pytest
+import torch
+from torch import nn
+
+import fusebook
+
+transformers = pytest.importorskip("transformers")
+
+from transformers.models.gemma import modeling_gemma  # noqa: E402
+from transformers.models.llama import modeling_llama  # noqa: E402
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma")
+IDS = torch.tensor([[5, 1, 99, 4], [7, 127, 0, 31]], device=DEVICE)
+
+
+def tiny(family="Llama", **options):
+    """A model with two layers, and the same weights each time."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 128}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "pad_token_id": None}
+    config = getattr(transformers, f"{family}Config")(
+        **sizes, **heads, max_position_embeddings=32, bos_token_id=1, eos_token_id=2, **options
+    )
+    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    for name, p in model.named_parameters():
+        if name.endswith("norm.weight"):
+            nn.init.uniform_(p, 0.5, 1.5)
+    return model.to(DEVICE)
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return tiny()
+
+
+def patched(model, **options):
+    model = copy.deepcopy(model)
+    said = fusebook.patch(model, **options)
+    assert said.replaced
+    return model
+
+
+def gradients(model, **given):
+    loss = model(**{"input_ids": IDS, "labels": IDS, **given}).loss
+    found = torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad])
+    return [loss.detach(), *found]
+
+
+def close(a, b, rtol=1e-5):
+    """Each tensor within `rtol` of the other's largest element."""
+    for x, y in zip(a, b, strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=rtol * y.abs().max().item(), check_dtype=False)
+
+
+# What is replaced ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_module_gives_what_it_gave(family):
+    model = tiny(family).double()
+    fused = copy.deepcopy(model)
+    replaced, left = fusebook.patch(fused)
+    layers = {name.rpartition(".")[2] for name in replaced}
+    norms = {"norm", "input_layernorm", "post_attention_layernorm"} | ({"q_norm", "k_norm"} & layers)
+    assert layers == {"", "self_attn"} | norms | ({"mlp"} if family != "Gemma" else set())
+    assert ("q_norm" in layers) == (family == "Qwen3")
+    assert {why.rpartition("; ")[2] for why in left.values()} == (
+        {"its activation is GELUTanh"} if family == "Gemma" else set()
+    )
+    assert list(fused.state_dict()) == list(model.state_dict())
+    seen = []
+
+    def compared(name, module, args, kwargs, y):
+        own = fused.get_submodule(name)(*args, **kwargs)
+        seen.append(name)
+        close([own[0] if isinstance(own, tuple) else own], [y[0] if isinstance(y, tuple) else y])
+
+    for name in {*replaced} - {""}:
+        model.get_submodule(name).register_forward_hook(functools.partial(compared, name), with_kwargs=True)
+    want = gradients(model)
+    assert {*seen} == {*replaced} - {""}
+    close(gradients(fused), want)
+    assert {*fusebook.unpatch(fused)} == {*replaced, "lm_head"} and not fusebook.unpatch(fused)
+    assert not any("forward" in vars(m) for m in fused.modules())
+
+
+class Clipped(modeling_llama.LlamaRMSNorm):
+    def forward(self, hidden_states):
+        return super().forward(hidden_states).clamp(-1e4, 1e4)
+
+
+class Halved(modeling_gemma.GemmaRMSNorm):
+    """It inherits the forward and changes what that calls."""
+
+    def _norm(self, x):
+        return super()._norm(x) / 2
+
+
+class Scaled(modeling_llama.LlamaForCausalLM):
+    def forward(self, **given):
+        return super().forward(**given)
+
+
+def test_what_computes_something_else_is_left_alone(llama, monkeypatch):
+    model = copy.deepcopy(llama)
+    layers, norms = model.model.layers, model.model
+    layers[0].input_layernorm.__class__ = Clipped
+    layers[1].input_layernorm.forward = lambda x: x
+    layers[0].mlp.act_fn = nn.GELU()
+    norms.norm.variance_epsilon = 0.5  # another number is no other computation
+    model.lm_head = nn.Sequential(model.lm_head)
+    replaced, left = fusebook.patch(model)
+    assert left["model.layers.0.input_layernorm"].startswith("the forward of test_training.Clipped is not known")
+    assert left["model.layers.1.input_layernorm"] == "its forward was set on the module itself"
+    assert left["model.layers.0.mlp"].endswith("fusebook.silu_mul between its matmuls; its activation is GELU")
+    assert left[""].startswith("its head is a Sequential")
+    assert "model.norm" in replaced and len(left) == 4
+
+    gemma = tiny("Gemma")
+    gemma.model.norm.__class__ = Halved
+    assert "results or gradients are not those" in fusebook.patch(gemma).left["model.norm"]
+
+    whole = copy.deepcopy(llama)
+    whole.__class__ = Scaled
+    assert "test_training.Scaled is not known" in fusebook.patch(whole).left[""]
+    again = fusebook.patch(whole)
+    assert not again.replaced and again.left["model.norm"] == "it is patched already"
+
+    custom = copy.deepcopy(llama)
+    custom.loss_function = lambda **given: given["logits"].sum()
+    assert fusebook.patch(custom).left[""] == "its loss is not transformers' ForCausalLMLoss"
+    with monkeypatch.context() as patch:
+        patch.setattr(modeling_llama, "apply_rotary_pos_emb", lambda q, k, cos, sin: (q, k))
+        patch.setattr(modeling_llama.LlamaMLP, "forward", lambda self, x: x)
+        left = fusebook.patch(copy.deepcopy(llama)).left
+    assert "does not call the apply_rotary_pos_emb of its own module" in left["model.layers.0.self_attn"]
+    assert left["model.layers.0.mlp"] == "the forward of LlamaMLP was replaced by one of test_training"
+    monkeypatch.setattr(modeling_llama, "rotate_half", lambda x: x)
+    assert "does not compute what fusebook.rope does" in str(fusebook.patch(copy.deepcopy(llama)))
+
+
+class Capped(modeling_llama.LlamaForCausalLM):
+    """As a later release may be: logits pass a cap."""
+
+    def forward(self, input_ids=None, labels=None, **given):
+        hidden = self.model(input_ids=input_ids).last_hidden_state
+        logits = torch.tanh(self.lm_head(hidden))
+        return transformers.modeling_outputs.CausalLMOutputWithPast(
+            loss=self.loss_function(logits=logits, labels=labels, vocab_size=128, **given), logits=logits
+        )
+
+
+def test_a_loss_of_changed_logits_is_left_alone(llama, monkeypatch):
+    model = copy.deepcopy(llama)
+    capped = Capped.forward
+    capped.__module__ = modeling_llama.__name__
+    monkeypatch.setattr(modeling_llama.LlamaForCausalLM, "forward", capped)
+    assert "its forward is not one that is known: TypeError: tanh()" in fusebook.patch(model).left[""]
+
+
+def test_other_families_and_models_are_left_alone(llama):
+    model = tiny("Olmo")
+    replaced, left = fusebook.patch(model)
+    assert not replaced and left[""].startswith("the forward of transformers.models.olmo.modeling_olmo.OlmoForCausalLM")
+    assert left[""].endswith("is not known; known are Gemma, Llama, Mistral, Qwen2, Qwen3")
+    said = str(fusebook.patch(nn.Linear(2, 3)))
+    assert said == "left: the model: it has no module of a known kind; known are those of " + left[""][-37:]
+    with pytest.raises(TypeError, match="torch.nn.Module, got str; pass the model"):
+        fusebook.patch("llama")
+    layer = copy.deepcopy(llama.model.layers[0])
+    assert fusebook.patch(layer).left == {"self_attn": "no rotary_emb is in what was given"}
+
+
+# The loss ------------------------------------------------------------------------------------------------------------
+
+
+def test_logits_are_there_unless_a_gradient_is_recorded_for_labels(llama):
+    model = patched(llama)
+    with torch.no_grad():
+        want = llama(IDS, labels=IDS)
+        close([*model(IDS, labels=IDS).to_tuple()[:2]], [*want.to_tuple()[:2]])
+    output = model(IDS, None, None, None, None, IDS)  # labels by position
+    assert output.logits is None and "logits" not in output and output.loss.dtype == torch.float32
+    close([output.loss], [want.loss])
+    assert model(IDS).logits is not None
+    loss, logits = model(IDS, labels=IDS, return_dict=False)[:2]
+    close([loss, logits], [want.loss, want.logits])
+    assert patched(llama, loss=False)(IDS, labels=IDS).logits is not None
+    model.loss_function = lambda logits, labels, **rest: logits.sum()  # after patching
+    close([model(IDS, labels=IDS).loss], [want.logits.sum()])
+    assert inspect.signature(model.forward) == inspect.signature(llama.forward)
+    close([patched(llama).generate(IDS, max_new_tokens=2, do_sample=False)], [llama.generate(IDS, max_new_tokens=2)])
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"num_items_in_batch": torch.tensor(3)},
+        {"num_items_in_batch": 5, "ignore_index": 4},
+        {"shift_labels": IDS.flip(1)},
+        {"labels": torch.where(IDS > 90, -100, IDS)},
+        {"attention_mask": torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1]], device=DEVICE), "output_hidden_states": True},
+    ],
+    ids=str,
+)
+def test_what_the_loss_is_given(llama, given):
+    close(gradients(patched(llama), **given), gradients(llama, **given))
+
+
+def test_labels_that_are_no_class_are_named(llama):
+    with pytest.raises(IndexError, match="128"):
+        patched(llama, check=True)(IDS, labels=IDS + 1)
+    assert patched(llama, check=False)(IDS, labels=IDS + 1).loss.isnan()
+
+
+def test_copies_and_pickles(llama):
+    model = patched(llama)
+    again = copy.deepcopy(model)
+    with torch.no_grad():
+        again.model.norm.weight.mul_(2)
+    want = copy.deepcopy(llama)
+    want.model.norm.weight.data.mul_(2)
+    close(gradients(again), gradients(want))
+    loaded = pickle.loads(pickle.dumps(model))  # with the forwards of its classes
+    close(gradients(loaded), gradients(llama))
+
+
+# Weights of other kinds ----------------------------------------------------------------------------------------------
+
+
+def test_weights_of_another_dtype(llama):
+    plain = copy.deepcopy(llama).to(torch.bfloat16)
+    for module in plain.modules():
+        if isinstance(module, modeling_llama.LlamaRMSNorm):
+            module.float()
+    x = torch.randn(2, 3, 64, device=DEVICE, dtype=torch.bfloat16)
+    norm = patched(plain).model.norm
+    assert norm(x).dtype == plain.model.norm(x).dtype == torch.float32
+    close([norm(x)], [plain.model.norm(x)], 1e-2)
+    mlp = patched(plain).model.layers[0].mlp
+    close([mlp(x)], [plain.model.layers[0].mlp(x)], 2e-2)
+    with pytest.raises(RuntimeError, match="same dtype"):  # from torch's matmul, as before
+        mlp(x.float())
+
+
+def test_weights_without_memory_or_in_other_layouts(llama):
+    meta = patched(copy.deepcopy(llama).to("meta"))
+    assert meta(IDS.to("meta"), labels=IDS.to("meta")).loss.is_meta
+    norm = patched(llama).model.norm
+    norm.weight = nn.Parameter(norm.weight.detach().to_sparse())
+    with pytest.raises(TypeError, match="expected weight to be dense"):
+        norm(torch.ones(2, 64, device=DEVICE))
+
+
+# Training ------------------------------------------------------------------------------------------------------------
+
+
+def trained(model, run=None, optimizer=torch.optim.AdamW, scaler=None, count=5, ids=IDS):
+    """The losses of some steps, and the gradients of the first one and the last."""
+    run, made, losses, found = model if run is None else run, optimizer(model.parameters(), lr=1e-3), [], []
+    for i in range(count):
+        with torch.autocast(DEVICE, torch.bfloat16, enabled=scaler is not None):
+            loss = run(input_ids=ids, labels=ids).loss
+        (loss if scaler is None else scaler.scale(loss)).backward()
+        if scaler is not None:
+            scaler.unscale_(made)
+        losses.append(loss.detach())
+        found += (
+            [getattr(p.grad, "full_tensor", p.grad.clone)() for p in model.parameters()] if i in (0, count - 1) else []
+        )
+        if scaler is None:
+            made.step()
+        else:
+            scaler.step(made)
+            scaler.update()
+        made.zero_grad()
+    return [torch.stack(losses), *found]
+
+
+@functools.cache
+def by_torch(dtype=torch.float64):
+    return trained(tiny().to(dtype))
+
+
+def scaled(model):
+    return trained(model, scaler=torch.amp.GradScaler(DEVICE, init_scale=2.0**10))
+
+
+def checkpointed(model):
+    model.train()
+    model.config.use_cache = False
+    model.gradient_checkpointing_enable()
+    return trained(model)
+
+
+def compiled(model):
+    torch._dynamo.reset()
+    # What is traced is the same for every backend; inductor takes ten times as long.
+    return trained(model, torch.compile(model, backend="aot_eager" if DEVICE == "cpu" else "inductor", fullgraph=True))
+
+
+def offloaded(model):
+    with torch.autograd.graph.save_on_cpu():
+        return trained(model)
+
+
+WAYS = {
+    "plain": lambda model: trained(model, optimizer=fusebook.optim.AdamW),
+    "checkpoints": checkpointed,
+    "offload": offloaded,
+    "compile": compiled,
+    "GradScaler": scaled,
+}
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_five_steps(how, llama):
+    found = WAYS[how](patched(llama))
+    if how == "GradScaler":  # of float32 with bfloat16's matmuls: as far from float64 as torch is
+        other = WAYS[how](copy.deepcopy(llama))
+        for a, b, true in zip(found, other, by_torch(), strict=True):
+            scale = true.abs().max()
+            assert (a - true).abs().max() <= 1.5 * (b - true).abs().max() + 2e-3 * scale
+    else:
+        close(found, by_torch(), 1e-4)
+
+
+def one_of_two(rank, port, folder):
+    """Steps of a process of two, each with half of the batch."""
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+
+    torch.set_num_threads(1)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE="2")
+    dist.init_process_group("gloo")
+    ids = IDS[rank : rank + 1]
+    found = {}
+    model = patched(tiny())
+    wrapped = DistributedDataParallel(model)
+    found["DDP"] = trained(model, wrapped, ids=ids)
+    del wrapped  # its destructor hung at times once the group was gone
+    mesh = dist.device_mesh.init_device_mesh(DEVICE, (2,))
+    for how in ("FSDP2", "FSDP2 before patching", "FSDP2 with the head apart"):
+        model = tiny()
+        if how != "FSDP2 before patching":
+            fusebook.patch(model)
+        for module in [*model.model.layers, *([model.lm_head] if "apart" in how else []), model]:
+            fully_shard(module, mesh=mesh)
+        if how == "FSDP2 before patching":
+            assert "" in fusebook.patch(model).replaced
+        found[how] = trained(model, optimizer=fusebook.optim.AdamW, count=5 if how == "FSDP2" else 1, ids=ids)
+    try:  # outside of the model its weights are in pieces
+        model.model.norm(torch.ones(2, 64))
+    except TypeError as error:
+        assert "pass to_local()" in str(error)
+    else:
+        raise AssertionError("a norm of half a weight")
+    for tensors in found.values():
+        dist.all_reduce(tensors[0])  # the mean loss of both
+        tensors[0] /= 2
+    if not rank:
+        torch.save(found, os.path.join(folder, "found"))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="two processes on the CPU")
+def test_five_steps_of_two_processes(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    torch.multiprocessing.spawn(one_of_two, (port, str(tmp_path)), nprocs=2)
+    found = torch.load(tmp_path / "found")
+    assert len(found) == 4
+    parameters = len(by_torch()) // 2
+    for how, tensors in found.items():
+        if len(tensors[0]) == 1:
+            tensors += tensors[1:]
+            close(
+                [tensors[0], *tensors[1 : 1 + parameters]], [by_torch()[0][:1], *by_torch()[1 : 1 + parameters]], 1e-4
+            )
+        else:
+            close(tensors, by_torch(), 1e-4)
