@@ -479,8 +479,12 @@ def exported(module, given, **more):
     )
 
 
-@pytest.mark.parametrize(("dtype", "opset"), [(torch.float32, 18), (torch.float16, 23), (torch.float64, 18)], ids=str)
-def test_operators_become_standard_nodes(dtype, opset, device):
+@pytest.mark.parametrize(
+    ("dtype", "opset", "learned"),
+    [(torch.float32, 18, False), (torch.float16, 23, True), (torch.float64, 18, True)],
+    ids=str,
+)
+def test_operators_become_standard_nodes(dtype, opset, learned, device):
     rng = inputs.generator(0)
 
     def made(batch):
@@ -491,7 +495,9 @@ def test_operators_become_standard_nodes(dtype, opset, device):
         return tuple(t if i in (4, 5) else t.to(torch.float64 if i == 10 else dtype) for i, t in enumerate(found))
 
     dynamic = ({0: torch.export.Dim("batch")},) * 2 + ({},) * 2 + ({0: torch.export.Dim("batch")},) + ({},) * 6
-    program = exported(Everything(), made(3), opset_version=opset, dynamic_shapes=dynamic)
+    given = made(3)
+    given[0].requires_grad_(learned)  # then all of them record a gradient, as with parameters
+    program = exported(Everything(), given, opset_version=opset, dynamic_shapes=dynamic)
     assert {node.domain for node in program.model_proto.graph.node} == {""}
     graph = Graph(program, device=device)
     eps = torch.finfo(dtype).eps
@@ -536,7 +542,7 @@ def test_translations_has_each_operator_and_names_those_that_become_nodes():
     assert known == {
         getattr(torch.ops.fusebook, name).default
         for name in ("softmax", "scatter_nd", "norm", "add_norm", "cross_entropy", "linear_cross_entropy", "swiglu",
-                     "concat_gemm", "multiply", "double", "add_sub", "multiply_add", "silu", "silu_mul",
+                     "swiglu_kept", "concat_gemm", "multiply", "double", "add_sub", "multiply_add", "silu", "silu_mul",
                      "add_add_multiply", "exp")
     }  # fmt: skip
     named = re.findall("``([a-z_]+)``", export.translations.__doc__.partition("The export of")[0])

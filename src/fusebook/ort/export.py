@@ -151,14 +151,18 @@ def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
         logits.dtype = h.dtype
         return cross_entropy(logits, target, weight, reduction, ignore_index, smoothing, z, cap)
 
-    def swiglu(x, gate, up, bias, tf32: bool, strategy: str):  # type: ignore[no-untyped-def]
-        g, u = op.MatMul(x, gate), op.MatMul(x, up)
+    def swiglu_kept(x, gate, up, bias, tf32: bool, strategy: str):  # type: ignore[no-untyped-def]
+        products = op.MatMul(x, gate), op.MatMul(x, up)
+        g, u = products
         if x.dtype not in (1, 11):
             g, u = op.Cast(g, to=1), op.Cast(u, to=1)
         if bias is not None:
             both = [op.Gather(bias, op.Constant(value_int=i), axis=0) for i in (0, 1)]
             g, u = (op.Add(y, op.CastLike(b, y)) for y, b in zip((g, u), both, strict=True))
-        return op.CastLike(op.Mul(op.Mul(g, op.Sigmoid(g)), u), x)
+        return op.CastLike(op.Mul(op.Mul(g, op.Sigmoid(g)), u), x), *products
+
+    def swiglu(x, gate, up, bias, tf32: bool, strategy: str):  # type: ignore[no-untyped-def]
+        return swiglu_kept(x, gate, up, bias, tf32, strategy)[0]
 
     def concat_gemm(x, weights, tf32: bool, strategy: str):  # type: ignore[no-untyped-def]
         return op.Concat(*[op.MatMul(x, w) for w in weights], axis=-1)
@@ -183,6 +187,7 @@ def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
         "cross_entropy": cross_entropy,
         "linear_cross_entropy": linear_cross_entropy,
         "swiglu": swiglu,
+        "swiglu_kept": swiglu_kept,  # what torch.export sees where a weight is a parameter
         "concat_gemm": concat_gemm,
         "multiply": elementwise(lambda x, y: op.Mul(x, y)),
         "double": elementwise(lambda x: op.Add(x, x)),
