@@ -129,6 +129,10 @@ _by_turns: Any = threading.RLock() if INTERPRETED else contextlib.nullcontext()
 # Devices and states --------------------------------------------------------------------------------------------------
 
 
+#: The capability of a GPU of AMD, which has nothing that launchers choose by: the driver's 9.4 is not NVIDIA's.
+AMD = (0, 0)
+
+
 @functools.cache
 def gpu(device: torch.device) -> tuple[tuple[int, int] | None, int]:
     """Capability and multiprocessors of a device; in the interpreter None, and few enough for small tests to share."""
@@ -136,9 +140,13 @@ def gpu(device: torch.device) -> tuple[tuple[int, int] | None, int]:
         return None, 4
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
+        if torch.version.hip is not None:
+            return AMD, properties.multi_processor_count
         return (properties.major, properties.minor), properties.multi_processor_count
     driver = triton.runtime.driver.active  # of a GPU that is absent
-    return divmod(driver.get_current_target().arch, 10), driver.utils.get_device_properties(0)["multiprocessor_count"]
+    target = driver.get_current_target()
+    capability = divmod(target.arch, 10) if target.backend == "cuda" else AMD
+    return capability, driver.utils.get_device_properties(0)["multiprocessor_count"]
 
 
 def runs_on(device: torch.device) -> bool:
@@ -521,8 +529,16 @@ def side_by_side(device: torch.device, *wanted: tuple[Sequence[int], torch.dtype
     return [memory[start : start + size].view(dtype).view(shape) for (shape, dtype), size, start in cut]
 
 
+@functools.cache
+def _limits_registers() -> bool:
+    """Whether Triton's compiler takes `maxnreg`: that for AMD's GPUs does not."""
+    return INTERPRETED or triton.runtime.driver.active.get_current_target().backend == "cuda"
+
+
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> Any:
     """Launch a kernel: ``kernel[grid](*args, **constants)``."""
+    if "maxnreg" in constants and not _limits_registers():
+        del constants["maxnreg"]
     recording = _state.recording
     if recording is None:
         with _by_turns:

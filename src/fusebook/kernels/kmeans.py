@@ -44,6 +44,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ._call import (
+    AMD,
     OPERATORS,
     Operator,
     accumulated,
@@ -847,7 +848,7 @@ class Config(NamedTuple):
 
 
 #: GPUs whose tensor cores multiply float64 about as fast as other units multiply float32.
-_DOUBLES = ((8, 0), (9, 0), (10, 0))
+_DOUBLES = ((8, 0), (9, 0), (10, 0), AMD)
 
 _ANY = 2**63
 # Tuned on an H200. Lines of all tables begin with a limit, and the first line whose limit fits holds.

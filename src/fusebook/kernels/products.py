@@ -32,7 +32,21 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ._call import INTERPRETED, Distance, Operator, apply, contiguous, empty, flag, gpu, launch, lower, one_of, shapes
+from ._call import (
+    AMD,
+    INTERPRETED,
+    Distance,
+    Operator,
+    apply,
+    contiguous,
+    empty,
+    flag,
+    gpu,
+    launch,
+    lower,
+    one_of,
+    shapes,
+)
 
 __all__ = ["concat_gemm", "concat_gemm_eager", "swiglu", "swiglu_eager"]
 
@@ -555,7 +569,7 @@ def _constants(c: Config, x: Tensor, math: str) -> dict[str, Any]:
         "BK": c.bk,
         "FLAT": c.bulk > 0,
         "SPLIT": c.split,
-        "PRECISION": "tf32x3" if math == "float32" else "tf32",
+        "PRECISION": "tf32" if math != "float32" else "ieee" if capability == AMD else "tf32x3",
         "WIDE": INTERPRETED and x.dtype == torch.bfloat16,
         "num_warps": c.warps,
         "num_stages": c.stages,

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._call import INTERPRETED, Operator, apply, check_alike, contiguous, empty, gpu, launch, one_of, shapes
+from ._call import AMD, INTERPRETED, Operator, apply, check_alike, contiguous, empty, gpu, launch, one_of, shapes
 
 __all__ = ["PackedWeight", "quantize", "quantized_matmul", "quantized_swiglu"]
 
@@ -641,7 +641,7 @@ def _tensors(name: str, packed: Any) -> list[Tensor]:
 
 def _plain(device: torch.device) -> bool:
     """Whether codes become numbers without PTX: in the interpreter, and on other GPUs than NVIDIA's."""
-    return INTERPRETED or torch.version.hip is not None
+    return INTERPRETED or gpu(device)[0] == AMD
 
 
 def _constants(bits: int, group: int, device: torch.device) -> dict[str, Any]:

@@ -42,6 +42,8 @@ class AbsentGPU(DriverBase):
         Bytes of shared memory that a block may use.
     launched : callable, optional
         Called with the metadata of each kernel that would be launched.
+    target : GPUTarget, optional
+        What to compile for, where it is no GPU of NVIDIA's; by default that of `capability`.
     """
 
     def __init__(
@@ -50,9 +52,12 @@ class AbsentGPU(DriverBase):
         multiprocessors: int = 132,
         shared: int = 227 * 1024,
         launched: Callable[[Any], None] = lambda metadata: None,
+        target: GPUTarget | None = None,
     ) -> None:
         self.arch = 10 * capability[0] + capability[1]
-        self.properties = {"max_shared_mem": shared, "multiprocessor_count": multiprocessors, "warpSize": 32}
+        self.target = target or GPUTarget("cuda", self.arch, 32)
+        warp = self.target.warp_size
+        self.properties = {"max_shared_mem": shared, "multiprocessor_count": multiprocessors, "warpSize": warp}
         self.launched = launched
         self.utils = self  # Triton looks for get_device_properties and load_binary there
 
@@ -66,7 +71,7 @@ class AbsentGPU(DriverBase):
     map_python_to_cpp_type = get_benchmarker = _unasked
 
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", self.arch, 32)
+        return self.target
 
     def get_active_torch_device(self) -> torch.device:
         return torch.device("cpu")
