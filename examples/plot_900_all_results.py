@@ -9,10 +9,11 @@
 All results
 ===========
 
-Every recorded time of the library's operators and of their rivals on one GPU,
-in one table and under rooflines. Nothing is measured here: this page reads the
-package's records, which the page of each operator measures. ``FUSEBOOK_GPU``
-chooses another GPU.
+Every recorded time of the library's operators and of their rivals in one
+table, and those of one GPU under rooflines. Nothing is measured here: this
+page reads the package's records, which the page of each operator measures. The
+first two tables have every recorded GPU to choose from; ``FUSEBOOK_GPU``
+chooses that of the others. :doc:`/gpus` says what changes from GPU to GPU.
 
 For whom: those who look for one number, or for the sizes at which ours loses.
 
@@ -23,9 +24,10 @@ Read before: 002.
 # Every record
 # ------------
 #
-# One row per operator, way, size and dtype. *Cold* and *warm* are the device's
-# time, *host* the host's. *Paid* is the larger of host and cold: what an eager
-# program of many calls pays for each. *Call* is one call that is waited for.
+# One row per GPU, operator, way, size and dtype. *Cold* and *warm* are the
+# device's time, *host* the host's. *Paid* is the larger of host and cold: what
+# an eager program of many calls pays for each. *Call* is one call that is
+# waited for.
 # Bold: no way of the same arithmetic is faster by more than 2 %; TF32 in place
 # of float32 is another arithmetic. Click a heading to sort, the funnel beside
 # it to filter. Left out is a single step of PyTorch on all cores of the CPU,
@@ -36,6 +38,7 @@ Read before: 002.
 import fusebook  # noqa: F401  before triton: it decides how kernels run
 from fusebook import plots, tables
 from fusebook.cards import FAMILIES, OPS
+from fusebook.measure import machine
 from fusebook.page import (
     claim,
     claims,
@@ -51,12 +54,34 @@ from fusebook.page import (
 
 import pandas as pd
 
-found = {
-    name: frame[frame["variant"] != "torch on the CPU"]
-    for name, frame in records().items()
+
+def on_gpu(records):
+    """The records of a GPU without the steps on the CPU."""
+    return {
+        name: frame[frame["variant"] != "torch on the CPU"]
+        for name, frame in records.items()
+    }
+
+
+def of_each_gpu(tables):
+    """A table of each GPU in one, with a column for the GPU's name."""
+    for gpu, one in tables.items():
+        one.insert(0, "GPU", gpu.removeprefix("NVIDIA "))
+    return pd.concat(tables.values(), ignore_index=True)
+
+
+found = on_gpu(records())
+gpus = {
+    machine.recorded(gpu).name: on_gpu(records(gpu)) for gpu in machine.slugs()
 }
-every, best = verdicts.every(found)
-sortable(every, "Every record, in microseconds and percent", best)
+if machine.slug() not in machine.slugs():  # it is that of FUSEBOOK_RECORDS
+    gpus[machine.recorded().name] = found
+every, best = zip(*map(verdicts.every, gpus.values()), strict=True)
+sortable(
+    of_each_gpu(dict(zip(gpus, every, strict=True))),
+    "Every record, in microseconds and percent",
+    pd.concat(best, ignore_index=True),
+)
 
 # %%
 everything = pd.concat(found.values(), ignore_index=True)
@@ -71,7 +96,8 @@ downloads(everything, "all_results")
 # fastest.
 
 sortable(
-    verdicts.winners(found), "Which way for which size, the smallest first"
+    of_each_gpu({gpu: verdicts.winners(on) for gpu, on in gpus.items()}),
+    "Which way for which size, the smallest first",
 )
 
 # %%

@@ -1,7 +1,7 @@
 /* Which tables sort and filter, and by what: words are chosen from a list, numbers are searched. */
 document.addEventListener("DOMContentLoaded", () => {
   if (!window.DataTable) return;
-  const words = ["operator", "way", "size", "dtype", "status", "take, for the caller", "take, on the device"];
+  const words = ["GPU", "operator", "way", "size", "dtype", "status", "take, for the caller", "take, on the device"];
   document.querySelectorAll(".fb-sortable").forEach((box) => {
     const table = box.querySelector("table");
     const heads = [...table.tHead.rows[0].cells].map((cell) => cell.textContent);

@@ -31,7 +31,7 @@ from fusebook.measure import timing
 from fusebook.measure.op import Cost
 
 __all__ = [
-    "RECORDS", "SHIPPED", "Machine", "aten", "beside_torch", "cache_folder", "clocks_and_power",
+    "NEWEST", "RECORDS", "SHIPPED", "Machine", "aten", "beside_torch", "cache_folder", "clocks_and_power",
     "current", "here", "newest", "overrides", "page_number", "places", "recorded", "seconds", "slug", "slug_of",
     "slugs", "versions",
 ]  # fmt: skip
@@ -41,6 +41,9 @@ RECORDS = pathlib.Path(__file__).parents[1] / "records"
 
 #: The GPU whose records are replayed unless another is asked for.
 SHIPPED = "nvidia-h200"
+
+#: The newest releases that this version of the package is tested with.
+NEWEST = {"torch": "2.13", "triton": "3.9"}
 
 _GIB = 2**30
 # Grids at which the launch floor is measured.

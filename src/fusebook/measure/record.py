@@ -414,9 +414,9 @@ def _other_version(variant: Any, then: Mapping[str, str]) -> str:
     return ""
 
 
-def read_all() -> dict[str, pd.DataFrame]:
-    """The records of all operators that have one, as of `read`."""
-    return {name: read(name) for name in OPS if exists(name)}
+def read_all(gpu: str | None = None) -> dict[str, pd.DataFrame]:
+    """The records of all operators that have one, as of `read`; of one GPU if it is named."""
+    return {name: read(name, gpu) for name in OPS if exists(name, gpu)}
 
 
 # A whole GPU ----------------------------------------------------------------------------------------------------------

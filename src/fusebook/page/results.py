@@ -375,20 +375,25 @@ def measured(
     return _told(frame)
 
 
-def records() -> dict[str, pd.DataFrame]:
-    """Every record of the named GPU, by operator; nothing is measured.
+def records(gpu: str | None = None) -> dict[str, pd.DataFrame]:
+    """Every record of a GPU, by operator; nothing is measured.
 
     As of `fusebook.measure.record.read`.
+
+    Parameters
+    ----------
+    gpu : str, optional
+        Of `fusebook.measure.machine.slugs`; by default, for each operator, the GPU that its page replays.
 
     Raises
     ------
     NoResults
         Where there is none.
     """
-    _place.note(machine.places()[0])  # a record that is added belongs to them
-    found = {name: _noted(frame) for name, frame in record.read_all().items()}
+    _place.note(machine.RECORDS / gpu if gpu else machine.places()[0])  # a record that is added belongs to them
+    found = {name: _noted(frame) for name, frame in record.read_all(gpu).items()}
     if not found:
-        _nothing(f"any operator on {machine.slug()}", "nox -s record")
+        _nothing(f"any operator on {gpu or machine.slug()}", "nox -s record")
     return found
 
 

@@ -14,7 +14,7 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
@@ -25,7 +25,7 @@ import torch
 from triton.runtime.jit import KernelInterface
 
 from fusebook import tables
-from fusebook.measure import bench
+from fusebook.measure import bench, machine
 from fusebook.measure.bench import Origin
 from fusebook.page import _place
 
@@ -172,7 +172,15 @@ def _once(texts: list[str]) -> str:
     for part in "; ".join(texts).split(";"):
         name, _, version = part.strip().partition(" ")
         seen.setdefault(name, {})[version] = None
-    return "; ".join(f"{name} {' and '.join(found)}" for name, found in seen.items() if name)
+    return "; ".join(f"{name} {' and '.join(found)}{_newer(name, found)}" for name, found in seen.items() if name)
+
+
+def _newer(name: str, found: Iterable[str]) -> str:
+    """A note where all versions of a library are older than the newest that the package is tested with."""
+    newest = machine.NEWEST.get(name)
+    numbers = [tuple(map(int, re.findall(r"\d+", version)[:2])) for version in found]
+    older = newest and all(number < tuple(map(int, newest.split("."))) for number in numbers)
+    return f" (the newest is {newest})" if older else ""
 
 
 def _raw(frame: pd.DataFrame) -> tuple[str, str]:
