@@ -41,11 +41,12 @@ def pages_of(name, backreferences):
     backreferences : pathlib.Path
         Where sphinx-gallery keeps which page uses what.
     """
-    own = [page for _, names, page in families() if name.removeprefix("fusebook.") in names and page]
+    known = pages.pages()
+    own = [page for _, names, page in families() if name.removeprefix("fusebook.") in names and page in known]
     index = backreferences / "backreferences_all.json"
     used = json.loads(index.read_text(encoding="utf-8")).get(name, []) if index.exists() else []
     text = json.dumps(used)
-    return [*own, *(number for number, page in pages.pages().items() if number not in own and page.path.name in text)]
+    return [*own, *(number for number, page in known.items() if number not in own and page.path.name in text)]
 
 
 class Kernels(SphinxDirective):
