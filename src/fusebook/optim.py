@@ -34,7 +34,7 @@ class AdamW(torch.optim.AdamW):
     betas, eps, weight_decay, amsgrad, maximize
         As of `torch.optim.AdamW`.
     capturable : bool
-        Count steps on the device, so that a CUDA graph can hold the step. Make one step before the capture.
+        Count steps on the device, so that a CUDA graph can hold the step. Step once before the capture.
     seed : int, optional
         Round bfloat16 parameters by chance, see `fusebook.adamw_step`. Saved with the state.
 

@@ -205,7 +205,7 @@ def _rope_into(
     tensors = [t for pair in zip(outs, ins, strict=True) for t in pair]
     by_position = (cos if positions is None else positions[..., None]).expand(*sizes, -1)
     folded, strides = _folded(sizes, [*([t.stride(i) for i in axes] for t in tensors), by_position.stride()[:-1]])
-    # Of a table with as many columns as are rotated, each angle is there twice.
+    # A table with as many columns as elements are rotated has each angle twice.
     twice = 2 if interleaved and cos.shape[-1] == rotary else 1
     steps = [(t.stride(-1), 0 if heads is None else t.stride(heads)) for t in tensors]
     steps.append((cos.stride(-1) * twice, cos.stride(0) if positions is not None else 0))
@@ -408,34 +408,33 @@ def rope(
     Parameters
     ----------
     x : torch.Tensor
-        Heads of several positions, such as (batch, heads, sequence, dim), of any strides; float16, bfloat16, float32 or
-        float64, on CUDA, or on the CPU where Triton interprets. An axis of heads is at `heads`. The other axes but the
-        last are the axes of positions.
+        Queries, such as (batch, heads, sequence, dim), with any strides. Its dtype is float16, bfloat16, float32 or
+        float64. It is on a CUDA device, or on the CPU where Triton interprets. All axes except `heads` and the last
+        one are axes of positions.
     cos, sin : torch.Tensor
-        A table of shape (*positions*, columns), which broadcasts to the axes of positions: (sequence, columns),
-        or (batch, sequence, columns) as in transformers. Of any floating dtype. It has ``rotary_dim / 2`` columns, or
-        ``rotary_dim``, where each angle is there twice: its second half repeats the first, or if `interleaved` every
-        second column repeats the one before. Repetitions are not read.
+        Tables of any floating dtype, such as (sequence, columns), or (batch, sequence, columns) as in transformers.
+        The axes before the columns broadcast to the axes of positions. There are ``rotary_dim / 2`` columns, one a
+        pair. Or there are ``rotary_dim`` columns: then the second half must repeat the first. If `interleaved`, every
+        second column must repeat the one before it. Repeated columns are not read.
     k : torch.Tensor, optional
-        Keys, of the shape and dtype of `x` but for the number of heads.
+        Keys, with the shape and dtype of `x`, but any number of heads.
     positions : torch.Tensor, optional
-        int32 or int64, of a shape that broadcasts to the axes of positions. They choose the rows of a table of shape
-        (rows, columns).
+        Rows of tables of shape (rows, columns), int32 or int64. Their shape broadcasts to the axes of positions.
     rotary_dim : int, optional
-        The first so many elements of a head are rotated, and the others copied. Without it, all are rotated.
+        How many elements of a head are rotated. The others are copied. By default, all are rotated.
     heads : int or None
-        The axis of heads: -3 for (batch, heads, sequence, dim), and -2 for (batch, sequence, heads, dim) and (tokens,
-        heads, dim). None where there is no such axis.
+        The axis of heads. It is -3 for (batch, heads, sequence, dim), and -2 for (tokens, heads, dim) or (batch,
+        sequence, heads, dim). None if there is no such axis.
     interleaved : bool
-        A pair is two neighbours, as in GPT-J. Otherwise it is an element of the first half and one of the second, as
-        in Llama and GPT-NeoX.
+        Whether a pair is two neighbours, as in GPT-J. Otherwise a pair has an element of each half, as in Llama and
+        GPT-NeoX.
     inplace : bool
         Overwrite `x` and `k`, and return them. No gradient can be recorded.
 
     Returns
     -------
     torch.Tensor or tuple of torch.Tensor
-        The rotated `x`, or ``(x, k)`` where `k` is given, in their dtypes, with their strides where they have no gaps.
+        The rotated `x`, or both if `k` is given. Dtypes are those of the arguments, and so are strides without gaps.
 
     Raises
     ------
@@ -452,7 +451,7 @@ def rope(
     Notes
     -----
     A position without a row in the table gives NaN. Arithmetic is float32, float64 for float64, and each result is
-    rounded once. It can be differentiated any number of times, by `x` and `k`.
+    rounded once. It can be differentiated any number of times, with respect to `x` and `k`.
 
     Rotary embeddings are from J. Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021.
 
