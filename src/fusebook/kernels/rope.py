@@ -18,6 +18,7 @@ each result is rounded once.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -371,7 +372,7 @@ _rope_one = Operator(
     check=_check_one,
     outputs=lambda x, *_: empty_like(x),
     into=lambda y, x, *rest: _rope_into((y,), (x,), *rest),
-    gradient=(_backward, lambda *given: _keep(1, *given)),
+    gradient=(_backward, functools.partial(_keep, 1)),
     batched=lambda *given: _batched(1, *given),
 )
 _rope_two = Operator(
@@ -380,7 +381,7 @@ _rope_two = Operator(
     check=_check,
     outputs=lambda x, k, *_: (empty_like(x), empty_like(k)),
     into=lambda found, x, k, *rest: _rope_into(found, (x, k), *rest),
-    gradient=(_backward, lambda *given: _keep(2, *given)),
+    gradient=(_backward, functools.partial(_keep, 2)),
     batched=lambda *given: _batched(2, *given),
 )
 
