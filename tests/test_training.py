@@ -120,7 +120,7 @@ def test_what_computes_something_else_is_left_alone(llama, monkeypatch):
     norms.norm.variance_epsilon = 0.5  # another number is no other computation
     model.lm_head = nn.Sequential(model.lm_head)
     replaced, left = fusebook.patch(model)
-    assert left["model.layers.0.input_layernorm"].startswith("the forward of test_training.Clipped is not known")
+    assert left["model.layers.0.input_layernorm"].partition(";")[0].endswith("Clipped is not known")
     assert left["model.layers.1.input_layernorm"] == "its forward was set on the module itself"
     assert left["model.layers.0.mlp"].endswith("fusebook.silu_mul between its matmuls; its activation is GELU")
     assert left[""].startswith("its head is a Sequential")
@@ -144,7 +144,7 @@ def test_what_computes_something_else_is_left_alone(llama, monkeypatch):
         patch.setattr(modeling_llama.LlamaMLP, "forward", lambda self, x: x)
         left = fusebook.patch(copy.deepcopy(llama)).left
     assert "does not call the apply_rotary_pos_emb of its own module" in left["model.layers.0.self_attn"]
-    assert left["model.layers.0.mlp"] == "the forward of LlamaMLP was replaced by one of test_training"
+    assert left["model.layers.0.mlp"] == f"the forward of LlamaMLP was replaced by one of {__name__}"
     monkeypatch.setattr(modeling_llama, "rotate_half", lambda x: x)
     assert "does not compute what fusebook.rope does" in str(fusebook.patch(copy.deepcopy(llama)))
 
@@ -174,7 +174,11 @@ def test_other_families_and_models_are_left_alone(llama):
     assert not replaced and left[""].startswith("the forward of transformers.models.olmo.modeling_olmo.OlmoForCausalLM")
     assert left[""].endswith("is not known; known are Gemma, Llama, Mistral, Qwen2, Qwen3")
     said = str(fusebook.patch(nn.Linear(2, 3)))
-    assert said == "left: the model: it has no module of a known kind; known are those of " + left[""][-37:]
+    assert (
+        said
+        == "left: the model: it has no module of a known kind; known are those of "
+        + left[""].rpartition("known are ")[2]
+    )
     with pytest.raises(TypeError, match="torch.nn.Module, got str; pass the model"):
         fusebook.patch("llama")
     layer = copy.deepcopy(llama.model.layers[0])
@@ -223,16 +227,14 @@ def test_labels_that_are_no_class_are_named(llama):
     assert patched(llama, check=False)(IDS, labels=IDS + 1).loss.isnan()
 
 
-def test_copies_and_pickles(llama):
-    model = patched(llama)
+def test_copies_and_pickles():
+    model, want = patched(tiny()), tiny()
     again = copy.deepcopy(model)
-    with torch.no_grad():
-        again.model.norm.weight.mul_(2)
-    want = copy.deepcopy(llama)
+    again.model.norm.weight.data.mul_(2)
     want.model.norm.weight.data.mul_(2)
     close(gradients(again), gradients(want))
     loaded = pickle.loads(pickle.dumps(model))  # with the forwards of its classes
-    close(gradients(loaded), gradients(llama))
+    close(gradients(loaded), gradients(tiny()))
 
 
 # Weights of other kinds ----------------------------------------------------------------------------------------------
@@ -269,7 +271,7 @@ def trained(model, run=None, optimizer=torch.optim.AdamW, scaler=None, count=5, 
     """The losses of some steps, and the gradients of the first one and the last."""
     run, made, losses, found = model if run is None else run, optimizer(model.parameters(), lr=1e-3), [], []
     for i in range(count):
-        with torch.autocast(DEVICE, torch.bfloat16, enabled=scaler is not None):
+        with torch.autocast(DEVICE, torch.float16, enabled=scaler is not None):
             loss = run(input_ids=ids, labels=ids).loss
         (loss if scaler is None else scaler.scale(loss)).backward()
         if scaler is not None:
@@ -326,13 +328,10 @@ WAYS = {
 @pytest.mark.parametrize("how", WAYS)
 def test_five_steps(how, llama):
     found = WAYS[how](patched(llama))
-    if how == "GradScaler":  # of float32 with bfloat16's matmuls: as far from float64 as torch is
-        other = WAYS[how](copy.deepcopy(llama))
-        for a, b, true in zip(found, other, by_torch(), strict=True):
-            scale = true.abs().max()
-            assert (a - true).abs().max() <= 1.5 * (b - true).abs().max() + 2e-3 * scale
-    else:
-        close(found, by_torch(), 1e-4)
+    other = scaled(copy.deepcopy(llama)) if how == "GradScaler" else by_torch(torch.float32)
+    slack = 2e-4 if how == "GradScaler" else 2e-5  # of float16's matmuls, or of float32
+    for a, b, true in zip(found, other, by_torch(), strict=True):
+        assert (a - true).norm() <= 2 * (b - true).norm() + slack * true.norm()
 
 
 def one_of_two(rank, port, folder):
@@ -351,15 +350,15 @@ def one_of_two(rank, port, folder):
     found["DDP"] = trained(model, wrapped, ids=ids)
     del wrapped  # its destructor hung at times once the group was gone
     mesh = dist.device_mesh.init_device_mesh(DEVICE, (2,))
-    for how in ("FSDP2", "FSDP2 before patching", "FSDP2 with the head apart"):
-        model = tiny()
-        if how != "FSDP2 before patching":
-            fusebook.patch(model)
-        for module in [*model.model.layers, *([model.lm_head] if "apart" in how else []), model]:
-            fully_shard(module, mesh=mesh)
-        if how == "FSDP2 before patching":
-            assert "" in fusebook.patch(model).replaced
-        found[how] = trained(model, optimizer=fusebook.optim.AdamW, count=5 if how == "FSDP2" else 1, ids=ids)
+    model = patched(tiny())
+    for module in [*model.model.layers, model]:
+        fully_shard(module, mesh=mesh)
+    found["FSDP2"] = trained(model, optimizer=fusebook.optim.AdamW, ids=ids)
+    model = tiny()
+    for module in [*model.model.layers, model.lm_head, model]:
+        fully_shard(module, mesh=mesh)
+    assert len(fusebook.patch(model).replaced) == 10  # parts of weights are no obstacle, nor is a head of another group
+    found["FSDP2 before patching"] = trained(model, count=1, ids=ids)
     with pytest.raises(TypeError, match=r"pass to_local\(\)"):  # outside of the model its weights are in pieces
         model.model.norm(torch.ones(2, 64))
     for tensors in found.values():
@@ -379,13 +378,8 @@ def test_five_steps_of_two_processes(tmp_path):
         port = free.getsockname()[1]
     torch.multiprocessing.spawn(one_of_two, (port, str(tmp_path)), nprocs=2)
     found = torch.load(tmp_path / "found")
-    assert len(found) == 4
-    parameters = len(by_torch()) // 2
-    for tensors in found.values():
-        if len(tensors[0]) == 1:
-            tensors += tensors[1:]
-            close(
-                [tensors[0], *tensors[1 : 1 + parameters]], [by_torch()[0][:1], *by_torch()[1 : 1 + parameters]], 1e-4
-            )
-        else:
-            close(tensors, by_torch(), 1e-4)
+    assert len(found) == 3
+    first = 1 + len(by_torch()) // 2
+    for losses, *rest in found.values():
+        close([losses, *rest[: first - 1]], [by_torch()[0][: len(losses)], *by_torch()[1:first]], 1e-4)
+        close(rest[first - 1 :] if len(losses) > 1 else [], by_torch()[first:] if len(losses) > 1 else [], 1e-3)

@@ -32,11 +32,13 @@ _SOURCES = tuple(f"transformers.models.{family}.modeling_{family}" for family in
 
 
 class Patched(NamedTuple):
-    """What `patch` did, by the names of modules. Printed, it has a line for each kind of module."""
+    """What `patch` did. Printed, it has a line for each kind of module.
 
-    #: What computes each replaced module.
+    ``replaced`` has what computes each replaced module, by its name. ``left`` has why each other module that is of a
+    known kind was left alone.
+    """
+
     replaced: dict[str, str]
-    #: Why each other module of a known kind was left alone.
     left: dict[str, str]
 
     def __str__(self) -> str:
