@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Fusebook's operators in a model of transformers: `patch` puts them in, and `unpatch` takes them out.
 
-A module keeps its class, parameters and hooks, and gets another ``forward`` of its own. Two questions decide about it.
+A module keeps its class, parameters and hooks, and gets another ``forward``. Two questions decide about it.
 Where is its forward from? It must be that of a known family, so a subclass with another one is left alone. What does it
 compute? Its class runs at a small size, and the result and the gradients must be those of the replacement. The second
 question finds what another release of transformers, another activation or another helper changed.
@@ -89,31 +89,29 @@ class _Kind(NamedTuple):
     said: str
 
 
-_NORMS = (
-    _Kind(_rms, rms_norm, rms_norm_eager, "fusebook.rms_norm"),
-    _Kind(_rms_of_one_more, rms_norm, rms_norm_eager, "fusebook.rms_norm with 1 + weight"),
-)
-_MLPS = (_Kind(_mlp, silu_mul, silu_mul_eager, "fusebook.silu_mul between its matmuls"),)
+_RMS = _Kind(_rms, rms_norm, rms_norm_eager, "fusebook.rms_norm")
+_RMS_OF_ONE_MORE = _Kind(_rms_of_one_more, rms_norm, rms_norm_eager, "fusebook.rms_norm with 1 + weight")
+_MLP = _Kind(_mlp, silu_mul, silu_mul_eager, "fusebook.silu_mul between its matmuls")
 
 
-def _kinds_of(module: nn.Module) -> tuple[_Kind, ...]:
-    """The replacements that a module may have, by its parameters and children."""
+def _kind_of(module: nn.Module) -> _Kind | None:
+    """The replacement that a module may have, by its parameters, children and options."""
     own = dict(module.named_parameters(recurse=False))
     children = {name for name, _ in module.named_children()}
     if {*own} == {"weight"} and own["weight"].dim() == 1 and not children:
-        return _NORMS
-    return _MLPS if {"gate_proj", "up_proj", "down_proj"} <= children else ()
+        return _RMS if hasattr(module, "variance_epsilon") else _RMS_OF_ONE_MORE
+    return _MLP if {"gate_proj", "up_proj", "down_proj"} <= children else None
 
 
 def _values(*shape: int) -> Tensor:
     """Numbers without a pattern that use no generator."""
     size = torch.Size(shape).numel()
-    return torch.arange(1, size + 1, dtype=torch.float64, device="cpu").mul_(1.7).sin_().float().view(shape)
+    return torch.arange(1, size + 1, dtype=torch.float64, device="cpu").mul_(1.7).sin_().view(shape)
 
 
 def _small(module: nn.Module) -> nn.Module:
     """A module of the same class and options, on the CPU, with rows of 8 elements."""
-    small = object.__new__(type(module))  # nobody knows the arguments of its class
+    small = object.__new__(type(module))  # the arguments of its class are not known
     nn.Module.__init__(small)
     vars(small).update({name: value for name, value in vars(module).items() if name not in vars(small)})
     for name, _ in module.named_parameters(recurse=False):
@@ -130,22 +128,21 @@ def _small(module: nn.Module) -> nn.Module:
 
 def _differs(module: nn.Module, kind: _Kind) -> str:
     """How the results or gradients of a module's class differ from those of a replacement; empty if they agree."""
-    small = _small(module)
     found = []
     with torch.inference_mode(False), torch.enable_grad():
+        small = _small(module)
         for forward in (type(module).forward, kind.make(kind.eager)):
             # Rows so small that eps counts, so large that a limit would, and some between.
-            x = (_values(4, 8) * torch.tensor([[1e-3], [0.1], [1.0], [1e3]], device="cpu")).requires_grad_()
+            scales = torch.tensor([[1e-3], [0.1], [1.0], [1e3]], dtype=torch.float64, device="cpu")
+            x = (_values(4, 8) * scales).requires_grad_()
             try:
                 y = forward(small, x)
-                rows = [y, *torch.autograd.grad(y, [x, *small.parameters()], _values(*y.shape))]
+                found.append([y, *torch.autograd.grad(y, [x, *small.parameters()], _values(*y.shape))])
             except Exception as error:  # whatever it does, it is not known
                 return f"it does not run at a small size: {type(error).__name__}: {error}"
-            found.append(rows)
     for own, other in zip(*found, strict=True):
-        if own.shape != other.shape or own.dtype != other.dtype:
-            return f"it returns {tuple(own.shape)} in {own.dtype}, not {tuple(other.shape)} in {other.dtype}"
-        if not bool(((own - other).abs().amax(-1) <= 1e-4 * other.abs().amax(-1)).all()):
+        # Norms compute in float32, whatever they are given.
+        if own.shape != other.shape or not bool(((own - other).abs() <= 1e-4 * other.abs().amax(-1, True)).all()):
             return f"at a small size its results or gradients are not those of {kind.said}"
     return ""
 
@@ -338,21 +335,6 @@ def _unknown(module: nn.Module) -> str:
     return ""
 
 
-def _put_first(module: nn.Module, kinds: tuple[_Kind, ...], tried: dict[Any, str]) -> tuple[str, str]:
-    """Replace the forward of a module by the first kind that computes the same: what replaced it, or why none did."""
-    options = tuple((key, value) for key, value in vars(module).items() if isinstance(value, (int, float)))
-    activation = getattr(module, "act_fn", None)
-    for kind in reversed(kinds):  # of several reasons the last one counts, which is the first kind's
-        key = type(module), kind, activation, options
-        if key not in tried:
-            tried[key] = _differs(module, kind)
-        why = tried[key]
-        if not why:
-            _put(module, kind.make(kind.fused))
-            return kind.said, ""
-    return "", why if activation is None else f"{why}; its activation is {type(activation).__name__}"
-
-
 def _known() -> str:
     return ", ".join(family.capitalize() for family in FAMILIES)
 
@@ -408,15 +390,24 @@ def patch(model: nn.Module, *, loss: bool = True, check: bool | None = None) -> 
     ]
     angles = [_unknown_angles(rotary) for rotary in rotaries] or ["no rotary_emb is in what was given"]
     for name, module in model.named_modules():
-        kinds, children = _kinds_of(module), {child for child, _ in module.named_children()}
+        kind, children = _kind_of(module), {child for child, _ in module.named_children()}
         attention, whole = {"q_proj", "k_proj"} <= children, "lm_head" in children
-        if not (kinds or attention or whole):
+        if not (kind or attention or whole):
             continue
         said, why = "", _unknown(module)
         if why:
             pass
-        elif kinds:
-            said, why = _put_first(module, kinds, tried)
+        elif kind:
+            options = {name: value for name, value in vars(module).items() if isinstance(value, (int, float))}
+            activation = getattr(module, "act_fn", None)
+            key = type(module), kind, activation, *options.items()
+            if key not in tried:
+                tried[key] = _differs(module, kind)
+            said, why = kind.said, tried[key]
+            if why and activation is not None:
+                why += f"; its activation is {type(activation).__name__}"
+            elif not why:
+                _put(module, kind.make(kind.fused))
         elif attention:
             said, why = "fusebook.rope for its queries and keys", next(filter(None, angles), "")
             why = why or _unknown_rotation(module)
