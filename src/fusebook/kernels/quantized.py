@@ -31,6 +31,13 @@ __all__ = ["PackedWeight", "quantize", "quantized_matmul", "quantized_swiglu"]
 VERSION = 1
 #: More rows than these are multiplied by cuBLAS, after the weight was converted once.
 FEW_ROWS = 96
+#: Constants of the kernel, for so many rows of x and fewer. SLICES is one number, so that a row's bits are the same in
+#: all of them.
+LAUNCHES: dict[float, dict[str, int]] = {
+    8: {"SLICES": 4, "EACH": 2, "AHEAD": 1, "ROWS": 1, "TILES": 1},
+    16: {"SLICES": 4, "EACH": 1, "AHEAD": 1, "ROWS": 2, "TILES": 2},
+    float("inf"): {"SLICES": 4, "EACH": 1, "AHEAD": 1, "ROWS": 1, "TILES": 2},
+}
 
 # Codes to numbers ----------------------------------------------------------------------------------------------------
 #
@@ -137,9 +144,11 @@ def _numbers(words, HALF: tl.constexpr, BITS: tl.constexpr, PLAIN: tl.constexpr)
 
 # Matmul --------------------------------------------------------------------------------------------------------------
 #
-# A program owns 16 rows of the weight and 8 * TILES rows of x. Each of its SLICES warps takes every SLICES-th block of
-# columns, and adds up products in registers; at the end the warps' sums are added. The reshapes below name the bits of
-# a lane: `row` 8 and `pair` 4 make 32 lanes. They move nothing: the loads already have the layout that an mma asks for.
+# A program owns ROWS times 16 rows of the weight, and 8 * TILES rows of x. Each of its SLICES warps takes every
+# SLICES-th block of columns, EACH of them in a step, and adds up products in registers. Loads are issued AHEAD steps
+# before. At the end the sums of the warps are added, so the bits of a result depend on SLICES alone. The reshapes below
+# name the bits of a lane: `row` 8 and `pair` 4 make 32 lanes. They move nothing: the loads already have the layout that
+# an mma asks for.
 
 
 @triton.jit
@@ -236,63 +245,118 @@ def _added(
 
 
 @triton.jit
-def _load_block(
-    w_ptr, s_ptr, z_ptr, at, group_at, block, blocks, groups,
-    SLICES: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
+def _load_blocks(
+    w_ptr, s_ptr, z_ptr, tile, last, block, blocks, groups,
+    SLICES: tl.constexpr, EACH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr,
+    PARTS: tl.constexpr,
 ):  # fmt: skip
-    return (
-        _load_words(w_ptr, at, block, blocks, SLICES),
-        _load_groups(s_ptr, group_at, block, groups, SLICES, COLUMNS, GROUP, PARTS),
-        _load_groups(z_ptr, group_at, block, groups, SLICES, COLUMNS, GROUP, PARTS),
-    )
+    """Words, scales and zero points of a step, EACH blocks of each of ROWS tiles; the last tile may be read twice."""
+    found = ()
+    for r in tl.static_range(ROWS):
+        row = tl.minimum(tile + r, last).to(tl.int64)
+        for e in tl.static_range(EACH):
+            here = block + e * SLICES
+            found += ((
+                _load_words(w_ptr, row * blocks * 256, here, blocks, SLICES),
+                _load_groups(s_ptr, row * groups * 16, here, groups, SLICES, COLUMNS, GROUP, PARTS),
+                _load_groups(z_ptr, row * groups * 16, here, groups, SLICES, COLUMNS, GROUP, PARTS),
+            ),)  # fmt: skip
+    return found
+
+
+@triton.jit
+def _load_xs(
+    x_ptr, first, block, M, K, SLICES: tl.constexpr, EACH: tl.constexpr, TILES: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    found = ()
+    for e in tl.static_range(EACH):
+        found += (_load_x(x_ptr, first, block + e * SLICES, M, K, SLICES, TILES, COLUMNS),)
+    return found
+
+
+@triton.jit
+def _added_blocks(
+    totals, w, xs,
+    SLICES: tl.constexpr, EACH: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr, BITS: tl.constexpr,
+    PARTS: tl.constexpr, ZEROS: tl.constexpr, HALF: tl.constexpr, PLAIN: tl.constexpr,
+):  # fmt: skip
+    found = ()
+    for r in tl.static_range(ROWS):
+        total = totals[r]
+        for e in tl.static_range(EACH):
+            b = w[r * EACH + e]
+            total = _added(total, b[0], b[1], b[2], xs[e], SLICES, TILES, BITS, PARTS, ZEROS, HALF, PLAIN)
+        found += (total,)
+    return found
+
+
+@triton.jit
+def _shifted_by(queue, last):
+    """A queue without its first element, and with a new last one."""
+    found = ()
+    for i in tl.static_range(1, len(queue)):
+        found += (queue[i],)
+    found += (last,)
+    return found
 
 
 @triton.jit
 def _quantized(
     y_ptr, x_ptr, w_ptr, s_ptr, z_ptr, gate_w_ptr, gate_s_ptr, gate_z_ptr, bias_ptr, M, N, K, blocks, groups,
-    SLICES: tl.constexpr, TILES: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
-    PLAIN: tl.constexpr,
+    SLICES: tl.constexpr, EACH: tl.constexpr, AHEAD: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr,
+    BITS: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr, PLAIN: tl.constexpr,
 ):  # fmt: skip
     """``y[M, N] = x[M, K] @ w[N, K].T``, and a bias; with a gate, ``silu(x @ gate.T) * y``."""
-    columns: tl.constexpr = 512 // BITS
+    C: tl.constexpr = 512 // BITS
+    STEP: tl.constexpr = SLICES * EACH
     half: tl.constexpr = x_ptr.dtype.element_ty == tl.float16
     zeros: tl.constexpr = z_ptr is not None
-    rows = tl.program_id(0)
+    gated: tl.constexpr = gate_w_ptr is not None
+    tile, last = tl.program_id(0) * ROWS, tl.cdiv(N, 16) - 1
     first = tl.program_id(1) * 8 * TILES
-    at = rows.to(tl.int64) * blocks * 256
-    group_at = rows.to(tl.int64) * groups * 16
-    total = tl.zeros([SLICES, 2, 8, TILES, 4, 2], tl.float32)
-    gate = total
-    w = _load_block(w_ptr, s_ptr, z_ptr, at, group_at, 0, blocks, groups, SLICES, columns, GROUP, PARTS)
-    g = w
-    if gate_w_ptr is not None:
-        g = _load_block(
-            gate_w_ptr, gate_s_ptr, gate_z_ptr, at, group_at, 0, blocks, groups, SLICES, columns, GROUP, PARTS
-        )
-    xs = _load_x(x_ptr, first, 0, M, K, SLICES, TILES, columns)
-    for block in range(0, blocks, SLICES):
-        # Ask for the next block, then work on this one.
-        next = block + SLICES
-        next_w = _load_block(w_ptr, s_ptr, z_ptr, at, group_at, next, blocks, groups, SLICES, columns, GROUP, PARTS)
+    totals, w, g = (), (), ()  # type: Any, Any, Any
+    for _ in tl.static_range(ROWS):
+        totals += (tl.zeros([SLICES, 2, 8, TILES, 4, 2], tl.float32),)
+    gates = totals
+    for i in tl.static_range(AHEAD):
+        w += (_load_blocks(
+            w_ptr, s_ptr, z_ptr, tile, last, i * STEP, blocks, groups, SLICES, EACH, ROWS, C, GROUP, PARTS
+        ),)  # fmt: skip
+        if gated:
+            g += (_load_blocks(
+                gate_w_ptr, gate_s_ptr, gate_z_ptr, tile, last, i * STEP, blocks, groups,
+                SLICES, EACH, ROWS, C, GROUP, PARTS,
+            ),)  # fmt: skip
+    xs = _load_xs(x_ptr, first, 0, M, K, SLICES, EACH, TILES, C)
+    for block in range(0, blocks, STEP):
+        # Ask for the next blocks, then work on these.
+        b = block + AHEAD * STEP
+        next_w = _load_blocks(
+            w_ptr, s_ptr, z_ptr, tile, last, b, blocks, groups, SLICES, EACH, ROWS, C, GROUP, PARTS
+        )  # fmt: skip
         next_g = next_w
-        if gate_w_ptr is not None:
-            next_g = _load_block(
-                gate_w_ptr, gate_s_ptr, gate_z_ptr, at, group_at, next, blocks, groups, SLICES, columns, GROUP, PARTS
-            )
-        next_xs = _load_x(x_ptr, first, next, M, K, SLICES, TILES, columns)
-        total = _added(total, w[0], w[1], w[2], xs, SLICES, TILES, BITS, PARTS, zeros, half, PLAIN)
-        if gate_w_ptr is not None:
-            gate = _added(gate, g[0], g[1], g[2], xs, SLICES, TILES, BITS, PARTS, zeros, half, PLAIN)
-        w, g, xs = next_w, next_g, next_xs
-    n = rows * 16 + tl.arange(0, 16)[:, None]
+        if gated:
+            next_g = _load_blocks(
+                gate_w_ptr, gate_s_ptr, gate_z_ptr, tile, last, b, blocks, groups,
+                SLICES, EACH, ROWS, C, GROUP, PARTS,
+            )  # fmt: skip
+        next_xs = _load_xs(x_ptr, first, block + STEP, M, K, SLICES, EACH, TILES, C)
+        totals = _added_blocks(totals, w[0], xs, SLICES, EACH, ROWS, TILES, BITS, PARTS, zeros, half, PLAIN)
+        w = _shifted_by(w, next_w)
+        if gated:
+            gates = _added_blocks(gates, g[0], xs, SLICES, EACH, ROWS, TILES, BITS, PARTS, zeros, half, PLAIN)
+            g = _shifted_by(g, next_g)
+        xs = next_xs
     m = first + tl.arange(0, 8 * TILES)[None, :]
-    y = tl.reshape(tl.sum(total, 0), [16, 8 * TILES])
-    if bias_ptr is not None:
-        y += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)
-    if gate_w_ptr is not None:
-        z = tl.reshape(tl.sum(gate, 0), [16, 8 * TILES])
-        y *= z / (1 + tl.exp(-z))
-    tl.store(y_ptr + m * N + n, y.to(y_ptr.dtype.element_ty), mask=(m < M) & (n < N))
+    for r in tl.static_range(ROWS):
+        n = (tile + r) * 16 + tl.arange(0, 16)[:, None]
+        y = tl.reshape(tl.sum(totals[r], 0), [16, 8 * TILES])
+        if bias_ptr is not None:
+            y += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)
+        if gated:
+            z = tl.reshape(tl.sum(gates[r], 0), [16, 8 * TILES])
+            y *= z / (1 + tl.exp(-z))
+        tl.store(y_ptr + m * N + n, y.to(y_ptr.dtype.element_ty), mask=(m < M) & (n < N))
 
 
 @triton.jit
@@ -675,12 +739,13 @@ def _into(
     words, scales, zeros = _three(packed)
     assert words is not None and scales is not None
     tiles, blocks = words.shape[:2]
-    slices = 8 if 8 * tiles <= 32 * gpu(x.device)[1] else 4  # 32 warps in a multiprocessor hide the latency of memory
-    wide = 1 if M <= 8 else 2
+    how = LAUNCHES[next(most for most in LAUNCHES if most >= M)]
+    if gate:
+        how |= {"EACH": 1, "ROWS": 1}  # a gate fills the registers of a second block
     launch(
-        _quantized, (tiles, -(-M // (8 * wide))), out, flat, words, scales, zeros, *_three(gate), bias, M, N, K, blocks,
-        scales.shape[1], SLICES=slices, TILES=wide, PARTS=max(1, 512 // bits // (group or 2**30)), num_warps=slices,
-        num_stages=1, **_constants(bits, group, x.device),
+        _quantized, (-(-tiles // how["ROWS"]), -(-M // (8 * how["TILES"]))), out, flat, words, scales, zeros,
+        *_three(gate), bias, M, N, K, blocks, scales.shape[1], **how, PARTS=max(1, 512 // bits // (group or 2**30)),
+        num_warps=how["SLICES"], num_stages=1, **_constants(bits, group, x.device),
     )  # fmt: skip
 
 
