@@ -85,6 +85,9 @@ def test_large_small_and_hostile_values(dtype, device):
         x[1, 5] = value
         y = quantized_matmul(x, packed)
         assert not y[1].isfinite().any() and y[[0, 2]].isfinite().all(), "only the row that has it"
+    packed.scales[0, 0, 3, 0] = float("nan")  # of row 3
+    y = quantized_matmul(torch.randn(3, K, device=device).to(dtype), packed)
+    assert y[:, 3].isnan().all() and y[:, :3].isfinite().all() and y[:, 4:].isfinite().all()
     tiny = quantize(torch.full((N, K), torch.finfo(torch.float32).tiny, device=device), 4, 128)
     assert not quantized_matmul(torch.zeros(1, K, device=device, dtype=dtype), tiny).any()
 
@@ -246,6 +249,8 @@ def refusals(device):
     yield "codes", lambda: PackedWeight.from_codes(codes + 16, scales), ValueError, "below 16"
     zeros = torch.full((16, 1), 16, device=device)
     yield "zeros", lambda: PackedWeight.from_codes(codes, scales, zeros), ValueError, "from 0 to 15"
+    yield "below", lambda: PackedWeight.from_codes(codes, scales, zeros - 17), ValueError, "got -1 to -1"
+    yield "device", lambda: quantized_matmul(x, packed.to("meta")), ValueError, "the weight.*meta"
     yield "unlike", lambda: quantized_swiglu(x, packed, quantize(weight, 8)), ValueError, "quantize both alike"
     yield "dtype", lambda: packed.dequantize(torch.float32), ValueError, "float16"
 
