@@ -1,9 +1,11 @@
 """Operators of ONNX Runtime whose kernels are Python functions. On a machine with a GPU both providers are tried."""
 
+import copy
 import functools
 import gc
 import os
 import pathlib
+import pickle
 import resource
 import subprocess
 import sys
@@ -319,7 +321,9 @@ def test_descriptions_that_contradict_themselves_are_refused():
         with pytest.raises(error, match=message) as raised:
             custom_op(**{"name": "Some", **one, **given})
         assert "\n" not in str(raised.value)
-    op = unary()
+    op = unary(types={"T": f})  # one type is a list of one
+    with pytest.raises(TypeError, match="ops to be a list of operators, got one operator"):
+        Graph(one_node("Unary", {"x": f}, {"y": f}), device="cpu", ops=op)
     with pytest.raises(TypeError, match="operators from onnx.custom_op, got str"):
         register(ort.SessionOptions(), "Unary")
     with pytest.raises(ValueError, match="names that differ"):
@@ -339,6 +343,15 @@ def test_operators_of_one_name_in_different_sessions_and_several_domains_in_one(
     proto = model(nodes, {"x": f}, {"y": f})
     proto.opset_import.append(oh.make_opsetid("elsewhere", 1))
     assert Graph(proto, device="cpu", ops=[twice, there])({"x": x})["y"][0].item() == 3
+
+
+def test_a_pickled_operator_takes_nothing_of_its_process_along():
+    x = torch.ones(2)
+    op = custom_op("Unary", torch.neg, {"x": "T"}, {"y": "T"}, types={"T": FLOATS})
+    assert graph(op)({"x": x})["y"][0].item() == -1
+    for copied in (pickle.loads(pickle.dumps(op)), copy.deepcopy(op)):
+        assert copied.number != op.number and not copied._overloads
+        assert graph(copied)({"x": x})["y"][0].item() == -1 and repr(copied) == repr(op)
 
 
 def test_a_domain_comes_once_to_a_session():

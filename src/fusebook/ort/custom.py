@@ -358,7 +358,7 @@ class CustomOp:
         self.inputs = dict(inputs)
         self.outputs = dict(outputs)
         self.shape = shape
-        self.types = {key: tuple(value) for key, value in types.items()}
+        self.types = {k: (value,) if isinstance(value, torch.dtype) else tuple(value) for k, value in types.items()}
         self.attributes = dict(attributes)
         self.host = tuple(host)
         self.optional = tuple(optional)
@@ -366,6 +366,11 @@ class CustomOp:
         self._check()
         self.number = next(_numbers)
         self._overloads: list[int] = []
+
+    def __reduce__(self) -> Any:
+        # A copy has a number and overloads of its own: these are of this process, and would end another one.
+        given = self.name, self.launcher, self.inputs, self.outputs, self.shape, self.types, self.attributes
+        return CustomOp, (*given, self.host, self.optional, self.domain)
 
     def __repr__(self) -> str:
         return f"CustomOp({self.domain}::{self.name}({', '.join(self.inputs)}) -> {', '.join(self.outputs)})"

@@ -118,6 +118,8 @@ class Graph:
         settings.log_severity_level = 4  # errors are raised, and need not be printed as well
         if library is not None:
             settings.register_custom_ops_library(os.fspath(library))
+        if isinstance(ops, CustomOp):
+            raise TypeError("ort.Graph: expected ops to be a list of operators, got one operator; put it in a list")
         register(settings, *ops)
         self.stream: torch.cuda.Stream | None = None
         providers: list[Any] = ["CPUExecutionProvider"]
