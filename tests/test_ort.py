@@ -303,7 +303,9 @@ def test_compiled_nodes_refuse_in_one_sentence(library):
 def test_what_cannot_be_built_is_refused(tmp_path, monkeypatch):
     for given, message in (({"arch": [70]}, "architectures from 80"), ({"dtype": ["int8"]}, "dtypes of float32"),
                            ({"arch": []}, "an architecture and a dtype at least"),
-                           ({"arch": [90.0]}, "architectures from 80"), ({"arch": "90"}, "expected lists, such as"),
+                           ({"arch": [90.0]}, "architectures from 80"),
+                           ({"arch": ["90"]}, "such as 90 for sm_90, got '90'"),
+                           ({"arch": "90"}, "expected lists, such as"),
                            ({"arch": 90}, "expected lists, such as"), ({"dtype": "float32"}, "expected lists, such as"),
                            ({"workers": -1}, "workers from 1 up, got -1"), ({"workers": 0}, "workers from 1 up, got 0"),
                            ({"workers": "2"}, "workers to be an integer, got str")):  # fmt: skip
@@ -369,12 +371,13 @@ def test_the_library_is_told_of_the_smallest_variant_first(tmp_path, monkeypatch
     """It takes the first that is large enough."""
     key = dict(arch=90, kind="FILL", type=0, aligned=1)
     found = [key | {"limit": limit} for limit in (1024, 64, 4096, 256)]
-    monkeypatch.setattr(aot, "_compiled", lambda *_: found)
+    monkeypatch.setattr(aot, "_compiled", lambda wanted, *_: found if wanted else [])
     monkeypatch.setattr(aot, "_table", lambda rows, *_: " ".join(str(row["limit"]) for row in rows))
     monkeypatch.setattr(
         aot, "compile_c", lambda files, path, include, *_, **__: Path(include[2:], "table.h").read_text()
     )
-    assert build(tmp_path / "x.so", arch=[90], dtype=["float32"]) == "64 256 1024 4096"
+    for arch, dtype in (([90], ["float32"]), (map(int, ["90"]), iter(["float32"]))):  # or what can be read once
+        assert build(tmp_path / "x.so", arch=arch, dtype=dtype) == "64 256 1024 4096"
 
 
 def test_kernels_stand_where_the_table_says(tmp_path):

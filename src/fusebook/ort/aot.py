@@ -320,15 +320,16 @@ def build(
         raise TypeError(f"fusebook.ort: expected lists, such as [90] and ['float32'], got {arch!r} and {dtype!r}")
     if workers is not None:
         workers = integer("fusebook.ort", "workers", workers, "leave it out", "from 1 up", lambda n: n > 0)
+    arch, dtype = [*arch], [*dtype]  # iterators too, which can be read once
     for number in arch:
-        if not isinstance(number, int) or not 80 <= number < 200:
-            raise ValueError(f"fusebook.ort: expected architectures from 80 on, such as 90 for sm_90, got {number}")
+        if not hasattr(number, "__index__") or not 80 <= number < 200:
+            raise ValueError(f"fusebook.ort: expected architectures from 80 on, such as 90 for sm_90, got {number!r}")
     for name in dtype:
         if name not in TYPES:
             raise ValueError(f"fusebook.ort: expected dtypes of {', '.join(TYPES)}, got {name!r}")
     if not arch or not dtype:
         raise ValueError("fusebook.ort: expected an architecture and a dtype at least, got none; see --help")
-    wanted = [(number, spec) for number in dict.fromkeys(arch) for spec in specs(dtype)]
+    wanted = [(int(number), spec) for number in dict.fromkeys(arch) for spec in specs(dtype)]
     remedy = "give another file as out (--out) in a folder"
     beside(pathlib.Path(out), remedy).unlink()  # compiling takes minutes: look first
     with _scratch() as folder:
