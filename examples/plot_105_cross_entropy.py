@@ -3,7 +3,7 @@ Cross entropy with its gradient
 ===============================
 
 The loss of a language model reads a score for every word of its vocabulary.
-In eager PyTorch, loss and gradient move five times the memory they have to. We
+In eager PyTorch, loss and gradient move five times the bytes they have to. We
 write both as one Triton kernel, and then let it read rows of any width.
 
 You will learn
@@ -12,9 +12,9 @@ You will learn
 - how to reduce a row that is wider than the registers of a program,
 - when a kernel may overwrite its input, and what that saves.
 
-Prerequisites: :doc:`plot_002_measuring`, :doc:`plot_102_softmax`. No GPU is
-needed: without one, kernels run in Triton's interpreter, and times come from
-a record.
+Prerequisites: :doc:`plot_002_measuring`, :doc:`plot_102_softmax`. You can run
+this page without a GPU. Kernels then run in Triton's interpreter, and times
+are those recorded on the GPU that the box names.
 """
 
 import fusebook  # first: without a GPU it turns Triton's interpreter on
@@ -43,7 +43,8 @@ page.verdict()
 #
 # The gradient is the softmax of the row, less one at the class. *Eager*
 # PyTorch runs each line below as one or more kernels, and every kernel reads
-# and writes memory. M is the number of rows, and the loss is their mean.
+# and writes memory. M is the number of rows, and the loss is their mean. What
+# is read and written per row only is left out of the comments.
 
 
 def loss_eager(x, target):
@@ -61,8 +62,11 @@ def loss_eager(x, target):
 page.traffic(eager=loss_eager, fused=2)
 
 # %%
-# The least is to read each logit once and to write each gradient once. Memory
-# decides the time here, as it does in softmax: **we predict 5x.**
+# Six operations move whole matrices, MN elements. The others move up to 21
+# elements per row, which is nothing next to N. The least is to read each logit
+# once and to write each gradient once. If memory decides the time, as it does
+# in softmax, **we predict 5x.** PyTorch's own ``F.cross_entropy`` has fewer
+# kernels than this: it is *torch* in the box.
 
 # %%
 # .. _loss-two-kernels:
@@ -70,10 +74,11 @@ page.traffic(eager=loss_eager, fused=2)
 # Step 1: a forward and a backward kernel {gain two at N=32000, bfloat16}
 # -----------------------------------------------------------------------
 #
-# Triton starts many instances of a kernel at once, called programs. Program
-# *i* owns row *i*. The forward kernel loads the row into registers and reduces
-# it to its maximum and its sum. It writes the loss, and both numbers for
-# later. The backward kernel needs only these two and the logits.
+# Triton starts many instances of a kernel, called :term:`programs <program>`.
+# Program *i* owns row *i*. The forward kernel loads the row into
+# :term:`registers <register>` and reduces it to its maximum and its sum. It
+# writes the loss, and both numbers for later. The backward kernel needs only
+# these two and the logits. **We predict 10 / 3 = 3.3x** for 3MN elements.
 
 
 @triton.jit
@@ -106,7 +111,7 @@ def backward(
     tl.store(dx_ptr + at, dx * scale, mask=columns < N)  # write N
 
 
-def sizes(N):  # a tile for a row, and at most 64 elements per thread
+def sizes(N):  # a tile for a row; up to 65536 columns, 64 elements a thread
     block = triton.next_power_of_2(N)
     return {"BLOCK": block, "num_warps": min(32, max(4, block // 2048))}
 
@@ -126,8 +131,9 @@ page.check(loss_two, x, target)
 # %%
 # ``scale`` is 1/M, since the loss is a mean. ``page.stress`` makes the
 # difficult rows of page 102, and errors are relative to the result in float64.
-# Their unit *eps* is the distance from 1 to the next number. A *warp* is 32
-# threads, and ``tl.constexpr`` marks a constant of the compiled kernel.
+# Their unit *eps* is the distance from 1 to the next number. A warp is 32
+# threads, and ``num_warps`` is how many a program has. ``tl.constexpr`` marks
+# a constant of the compiled kernel.
 
 # %%
 # .. _loss-one-kernel:
@@ -137,7 +143,7 @@ page.check(loss_two, x, target)
 #
 # The forward kernel already holds what the gradient needs. If it writes the
 # gradient as well, nothing is read twice: 2MN instead of 3MN. **We predict
-# 1.5 times the speed.** The lines with a comment replace the backward kernel.
+# 1.5x.** The lines with a comment replace the backward kernel.
 
 
 @triton.jit
@@ -175,11 +181,13 @@ page.check(loss_one, x, target)
 #
 # A vocabulary of 128256 needs a tile of 131072 float32 elements, 512 KiB. A
 # multiprocessor, which runs the program, has 256 KiB of registers. The
-# compiler then *spills*: it moves the rest to memory and back.
+# compiler then *spills*: it moves the rest to memory and back. Step 2 spills
+# more than step 1, as it needs the row once more, for the gradient.
 #
 # Instead, a loop holds one chunk at a time. The maximum is known only at the
 # end, so the sum is rescaled whenever a larger one turns up. This is the
-# *online softmax*. A second loop reads the chunks again for the gradient.
+# online softmax. A second loop reads the chunks again for the gradient. For a
+# row that fits the registers, that second read is a loss.
 
 page.picture.passes(chunks=4)
 
@@ -235,7 +243,7 @@ page.check(loss_chunks, *page.stress(4, 128256))
 # In training nothing reads the logits after the loss, so the gradient may take
 # their memory. This is safe here for one reason: only program *i* reads row
 # *i*. It loads each chunk before it overwrites it, and the class's logit first
-# of all. Step 1 cannot do this, as its two kernels share the logits.
+# of all.
 
 
 def in_place(x, target):
@@ -250,10 +258,10 @@ page.check(in_place, x, target)
 # Rows shared by several programs
 # -------------------------------
 #
-# The library reads every row once, however wide: several programs hold its
-# parts in their registers. Each publishes the maximum and the sum of its part
-# in a *workspace*, a small buffer in global memory. Then it waits for those of
-# the others and merges them. Page :doc:`plot_102_softmax` has a picture.
+# The library reads every row once, up to ``2**20`` classes: several programs
+# hold its parts in their registers. Each publishes the maximum and the sum of
+# its part in a *workspace*, a small buffer in global memory. Then it waits for
+# those of the others and merges them. :doc:`plot_102_softmax` has a picture.
 #
 # A launch does not promise that all programs run at the same time, so a
 # program that has waited too long computes a missing pair itself. In place
@@ -290,19 +298,27 @@ page.check_all(loss_two, loss_one, loss_chunks, special=True)
 #
 # *GPU time* is the time of one call on the GPU, after the L2 cache was flushed
 # (*cold L2*). The figure shows the least traffic, 2MN elements, divided by it.
-# The *roofline* is the bandwidth of large copies; *a copy* moves as many
-# bytes.
+# The *roofline* is the bandwidth of large copies; *a copy* moves as many bytes
+# as the least. Liger, a library of kernels, has no line: it waits for the GPU
+# in every call, so it has an end-to-end time only. It overwrites the logits,
+# so each call gets a copy of them.
 
 page.plot("bandwidth", over="N")
 
 # %%
-# The table compares the steps, with a copy of the same bytes as 100 %. Lines
+# The table compares the steps, with a copy of the least traffic as 100 %. So
+# step 1, which moves 3MN elements, cannot exceed 67 %, and eager 20 %. Lines
 # of code count kernels with their launcher; the library's serve all options.
 
 steps = {"two": loss_two, "one": loss_one, "chunks": loss_chunks}
 page.steps(eager=loss_eager, **steps)
 
 # %%
+# - Eager's subtraction and division broadcast a value per row. PyTorch's
+#   kernel for that loads single elements of 2 bytes, where others load 16.
+# - In step 2 at 32000 classes, the registers of a multiprocessor hold one
+#   program. While it computes, memory waits. Step 1's kernels compute less.
+
 page.findings()
 
 # %%
@@ -311,23 +327,28 @@ page.findings()
 # When to use it
 # --------------
 #
-# ``fusebook.cross_entropy`` takes the place of ``F.cross_entropy`` in a
-# training step. It also has class weights, label smoothing, a z-loss and a
-# soft cap, and it works under ``torch.compile``.
+# ``fusebook.cross_entropy`` replaces ``F.cross_entropy`` in a training step.
+# It has the same ``weight``, ``ignore_index``, ``reduction`` and
+# ``label_smoothing``, and works under ``torch.compile``. It also has a z-loss,
+# see exercise 2, and a soft cap, which keeps logits between two bounds.
 
 logits = x.clone().requires_grad_()
 loss = fusebook.cross_entropy(logits, target, inplace=True)
 loss.backward()  # hands out the gradient that the forward pass computed
 
 # %%
-# - **Memory.** Besides the logits there is their gradient, which is as large,
-#   or nothing with ``inplace=True``. The workspace is small.
+# - **Memory.** A call allocates the gradient, which is as large as the logits,
+#   or writes it over the logits with ``inplace=True``. The rest is small.
 # - **Options.** ``check=True`` raises an error for a class that does not
 #   exist, and waits for the GPU. By default such a class gives NaN on a GPU,
 #   and an error on the CPU.
-# - **Do not use it** when a linear layer computes the logits: page
-#   :doc:`plot_108_chunked_head` never stores them all. Do not use ``inplace``
-#   when something else reads the logits, a metric for example.
+# - **Rows** of more than ``2**20`` classes are computed by torch. So are rows
+#   of more than 4096 classes in float64.
+# - **Logits from a linear layer**, as in a language model, need not exist.
+#   Pass the hidden states and the layer's weight to
+#   ``fusebook.linear_cross_entropy``: see :doc:`plot_108_chunked_head`.
+# - **Do not use** ``inplace`` when something else reads the logits, such as a
+#   metric.
 
 page.use()
 

@@ -12,9 +12,9 @@ You will learn
 - how to turn scores into their gradient without new memory,
 - how to trade time for memory with the number of rows in a chunk.
 
-Prerequisites: :doc:`plot_002_measuring`, :doc:`plot_105_cross_entropy`. No GPU
-is needed: without one, kernels run in Triton's interpreter, and times come
-from a record.
+Prerequisites: :doc:`plot_002_measuring`, :doc:`plot_105_cross_entropy`. You
+can run this page without a GPU. Kernels then run in Triton's interpreter, and
+times are those recorded on the GPU that the box names.
 """
 
 import fusebook  # first: without a GPU it turns Triton's interpreter on
@@ -48,12 +48,12 @@ def head_torch(h, head, target, scale=1.0):
 page.memory(torch=head_torch)
 
 # %%
-# ``scale`` is the gradient of the loss: 1, or what a loss scaler has set. The
-# picture counts the bytes of all tensors after each operation. At its peak, a
-# step holds three matrices of M x N: the logarithms of the probabilities, and
-# two more in the backward pass. What remains at the end are the gradients that
-# the step returns. Every implementation needs them, so the box above leaves
-# them out.
+# ``scale`` is the gradient of the loss. It is 1, unless the loss was multiplied
+# to keep small gradients above zero in float16. The picture counts the bytes
+# of all tensors after each operation. At its peak, a step holds three matrices
+# of M x N: the logarithms of the probabilities, and two more in the backward
+# pass. At the end it holds the gradients that it returns. Every implementation
+# returns these, so the box above subtracts their size from each peak.
 
 # %%
 # .. _head-in-place:
@@ -61,9 +61,10 @@ page.memory(torch=head_torch)
 # Step 1: logits become their gradient {gain in_place at N=128256, memory}
 # ------------------------------------------------------------------------
 #
-# The gradient of the logits is all that the two gradients need. Page
-# :doc:`plot_105_cross_entropy` computes it together with the loss. Program *i*
-# owns row *i* and reads it twice, in chunks of BLOCK columns.
+# The gradients of the hidden states and of the head are matmuls with the
+# gradient of the logits. :doc:`plot_105_cross_entropy` computes that together
+# with the loss. Program *i* owns row *i* and reads it twice, in chunks of
+# BLOCK columns.
 
 page.picture.passes(chunks=4)
 
@@ -112,13 +113,14 @@ def head_in_place(h, head, target, scale=1.0):
     return losses.mean(), logits @ head, logits.T @ h
 
 
-given = page.stress(37, 16, 1000)  # M, K, N
+given = page.stress(37, 16, 10000)  # M, K, N
 page.check(head_in_place, *given)
 
 # %%
-# ``page.stress`` makes hidden states, a head and classes. The error is
-# relative to the result in float64, and its unit *eps* is the distance from 1
-# to the next number of the dtype.
+# ``page.stress`` makes hidden states, a head and classes. A row of 10000
+# logits takes two chunks of columns. The error is relative to the result in
+# float64, and its unit *eps* is the distance from 1 to the next number of the
+# dtype.
 
 # %%
 # .. _head-chunks:
@@ -126,9 +128,9 @@ page.check(head_in_place, *given)
 # Step 2: some rows at a time {gain chunks at N=128256, memory}
 # -------------------------------------------------------------
 #
-# Nothing joins the rows but two sums: the loss and the gradient of the head.
-# So a loop can take a chunk of rows, use its logits, and give their memory to
-# the next chunk. The matmuls are those of PyTorch.
+# Rows meet in two sums only: the loss, and the gradient of the head. So a loop
+# can take a chunk of rows, use its logits, and give their memory to the next
+# chunk. The matmuls are those of PyTorch.
 
 
 def head_in_chunks(h, head, target, scale=1.0, rows=1024):
@@ -146,7 +148,11 @@ def head_in_chunks(h, head, target, scale=1.0, rows=1024):
     return losses.mean(), dh, dhead
 
 
-page.check(head_in_chunks, *given)
+def sixteen_rows(h, head, target, scale=1.0):
+    return head_in_chunks(h, head, target, scale, rows=16)
+
+
+page.check(sixteen_rows, *given)  # three chunks, of 16, 16 and 5 rows
 
 # %%
 # ``out=`` matters. In ``logits = h[part] @ head.T`` Python frees the old
@@ -155,16 +161,23 @@ page.check(head_in_chunks, *given)
 page.memory(torch=head_torch, in_place=head_in_place, chunks=head_in_chunks)
 
 # %%
-# In chunks, memory starts with the buffer and both gradients, and hardly
-# grows.
+# In chunks, memory starts with the buffer for 1024 rows of logits and both
+# gradients, and hardly grows.
 
 # %%
 # How many rows?
 # --------------
 #
-# Few rows need little memory. But each chunk reads the whole head, and reads
-# and writes its whole gradient. A matmul of few rows does too little work for
-# that, so it waits for memory. The library's ``rows=`` shows the trade:
+# All versions do the same three matmuls, 6MKN operations. **We predict the same
+# time for all**, about 26 ms at the rate of an H100's data sheet, as long as
+# chunks have enough rows.
+#
+# How many are enough? With R rows, the first two matmuls do 2RKN operations
+# each and read the head, 2KN bytes in bfloat16: R operations per byte. The
+# third reads and writes the head's gradient: half as many. By its data sheet,
+# an H100 does about 300 operations while it reads a byte. **We predict** that
+# 1024 rows cost little, and that 256 rows wait for memory. The library's
+# ``rows=`` shows the trade:
 
 page.trade()
 
@@ -181,11 +194,11 @@ def four_rows(h, head, target, scale=1.0):
 
 
 half = page.stress(256, 16, 97, dtype=torch.bfloat16)
-page.check(head_in_chunks, *half)
+page.check(head_in_chunks, *half)  # one chunk
 
 # %%
 
-page.check(four_rows, *half)
+page.check(four_rows, *half)  # 64 chunks
 
 # %%
 # .. _head-recompute:
@@ -208,7 +221,8 @@ page.check(four_rows, *half)
 
 def full_chunks(h, head, target, scale=1.0, rows=16):
     whole = len(h) // rows * rows
-    loss, dh, dhead = head_in_chunks(h[:whole], head, target[:whole], scale)
+    part = h[:whole], head, target[:whole], scale
+    loss, dh, dhead = head_in_chunks(*part, rows=rows)
     return loss, F.pad(dh, (0, 0, 0, len(h) - whole)), dhead
 
 
@@ -219,9 +233,11 @@ page.catches(full_chunks, even=page.stress(32, 16, 97), odd=given)
 # ---------------
 #
 # *GPU time* is the time of one call on the GPU, after its L2 cache was
-# flushed. Memory is the peak of a call beyond its inputs, as PyTorch's
-# allocator sees it. Lines of code count kernels with their launchers; the
-# library's serve all shapes, dtypes and options.
+# flushed. It is missing for ``head_torch``: ``new_tensor`` copies a number to
+# the GPU and waits, so the call cannot be timed alone. Memory is the peak of a
+# call beyond its inputs, as PyTorch's allocator sees it. Lines of code count
+# kernels with their launchers; the library's serve all shapes, dtypes and
+# options.
 
 steps = {"in_place": head_in_place, "chunks": head_in_chunks}
 page.steps(torch=head_torch, **steps)
@@ -236,26 +252,28 @@ page.findings()
 # --------------
 #
 # Give the library the hidden states and the head's weight, and never compute
-# logits. It adds a bias, class weights, label smoothing, a z-loss and a soft
-# cap, ignores rows, and works under ``torch.compile``.
+# logits. It takes a ``bias`` and all options of ``fusebook.cross_entropy`` but
+# ``inplace``, and works under ``torch.compile``.
 
 h, head, target, _ = given
 h, head = h.requires_grad_(), head.requires_grad_()
 loss = fusebook.linear_cross_entropy(h, head, target)
 loss.backward()  # hands out the gradients that the forward pass computed
 
+# With less memory, and more time: 1024 rows of logits at a time.
+loss = fusebook.linear_cross_entropy(h, head, target, rows=1024)
+
 # %%
 # - **Memory.** The gradients of the hidden states and of the head, which every
 #   implementation returns, and at most 1 GiB of logits, or those of ``rows``.
-#   The gradients exist from the forward pass on.
+#   The gradients exist from the forward pass on, not from the backward pass.
 # - **Options.** ``check=True`` raises an error for a class that does not
 #   exist, and waits for the GPU. By default such a class gives NaN on a GPU,
 #   and an error on the CPU.
-# - **float16.** There the gradients wait for the scale of the loss. The
-#   backward pass computes the logits again, unless they are few.
+# - **float16.** There the gradients wait for the backward pass, which knows the
+#   scale of the loss. It computes the logits again, unless they are few.
 # - **Do not use it** when something else needs the logits. When all of them
-#   fit into 1 GiB, ``torch.compile`` of the torch code above takes as little
-#   memory.
+#   fit into 1 GiB, it saves nothing over ``torch.compile`` of ``head_torch``.
 
 page.use()
 
@@ -278,7 +296,7 @@ page.use()
 # ~~~~~~~~~
 #
 # Many heads add a bias to the logits of each class. Add it, and return its
-# gradient as a fourth result. No chunk may be kept for it.
+# gradient as a fourth result. Keep no chunk for it.
 
 
 def with_bias(h, head, bias, target):

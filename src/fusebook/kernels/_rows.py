@@ -87,7 +87,7 @@ def rows_of_tile(tile, INNER, ROWS: tl.constexpr, FLAT: tl.constexpr):
 
 @triton.jit
 def rows_of_program(INNER, ROWS: tl.constexpr, FLAT: tl.constexpr):
-    """The same where each program has one tile."""
+    """Which rows a program owns, and which of them exist, where each program has one tile."""
     return rows_of_tile(tl.program_id(0), INNER, ROWS, FLAT)
 
 
@@ -212,7 +212,7 @@ def unpack(words):
 
 @triton.jit
 def publish(workspace_ptr, word):
-    """Write a word so that the other programs of the row can see it."""
+    """Write a word, 64 bits that hold a pair, so that the other programs of the row can see it."""
     tl.atomic_xchg(workspace_ptr, word, sem="relaxed")
 
 
@@ -224,7 +224,7 @@ def first_missing(words, lanes):
 
 @triton.jit
 def wait_for(workspace_ptr, lanes, PARTS, NEUTRAL: tl.constexpr, TRIES: tl.constexpr):
-    """The words of a row [LANES], NEUTRAL in lanes from PARTS on; and the first that is missing after TRIES, or LANES.
+    """Wait for the words of a row [LANES], NEUTRAL from PARTS on; also the first one missing after TRIES, or LANES.
 
     LANES is at least the number of threads, so that one thread loads each word. The first missing one has passed
     through shared memory: all threads have the same, and branch alike.

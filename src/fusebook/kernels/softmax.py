@@ -176,7 +176,8 @@ def _softmax_shared(
             publish(workspace_ptr + missing, word)
             words = tl.where(lanes == missing, word, words)
             missing = first_missing(words, lanes)
-        # Its own part again, so that the loop need not hold it. missing - LANES is an opaque zero.
+        # Load its own part again, so that the loop does not keep it in registers. The index adds missing - LANES,
+        # which is 0 here: without it the compiler would keep the part.
         x, _ = _softmax_part(x_ptr, begin, N, part + missing - LANES, SPAN, VEC, BLOCK)
     top, total = merge_max_sum(words)
     scale = 1 / total
@@ -249,7 +250,8 @@ def _softmax_backward_shared(
             publish(workspace_ptr + missing, word)
             words = tl.where(lanes == missing, word, words)
             missing = first_missing(words, lanes)
-        # Its own part again, so that the loop need not hold it. missing - LANES is an opaque zero.
+        # Load its own part again, so that the loop does not keep it in registers. The index adds missing - LANES,
+        # which is 0 here: without it the compiler would keep the part.
         part += missing - LANES
         y, dy, _ = _backward_part(y_ptr, dy_ptr, y_begin, dy_begin, N, part, SPAN, VEC, BLOCK)
     dot = merge_sum(words)

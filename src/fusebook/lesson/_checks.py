@@ -214,7 +214,9 @@ def predicted(op: Op, eager: Callable[..., Any], fused: float) -> tuple[float, l
 
 
 def plain(function: Callable[..., Any]) -> list[Any]:
-    """A launcher with the Triton kernels that it launches, and with what they call, for a count of lines."""
+    """A launcher with the kernels and functions of its file that it calls, and what they call, to count lines."""
+    import types
+
     from triton.runtime import JITFunction
     from triton.runtime.interpreter import InterpretedFunction
 
@@ -222,5 +224,7 @@ def plain(function: Callable[..., Any]) -> list[Any]:
     for part in found:  # grows meanwhile
         code = getattr(part, "fn", part)
         named = [code.__globals__.get(name) for name in code.__code__.co_names]
-        found += [v for v in named if isinstance(v, JITFunction | InterpretedFunction) and v not in found]
+        own = (v for v in named if isinstance(v, types.FunctionType) and v.__globals__ is code.__globals__)
+        kernels = (v for v in named if isinstance(v, JITFunction | InterpretedFunction))
+        found += [v for v in (*own, *kernels) if v not in found]
     return found

@@ -173,14 +173,14 @@ class MemoryPage(Page):
         gpu = point["gpu_us"].dropna().drop("fusebook").sort_values() / 1000
         slower = ", ".join(f"{name} {ms:.1f} ms" for name, ms in gpu.items())
         lines = [
-            f"**Memory.** With {size}, a call holds **{beyond['fusebook']:.2f} GiB** at its peak besides inputs and "
-            f"gradients. Others: {saved}.",
+            f"**Memory.** With {size}, the peak of a call is **{beyond['fusebook']:.2f} GiB** above its inputs "
+            f"and gradients. Others: {saved}. The gradients are {own['write_bytes'] / GIB:.2f} GiB in each.",
             f"**Time.** It takes **{own['gpu_us'] / 1000:.1f} ms** of GPU time. Others: {slower}.",
             self._smaller(frame),
         ]
         bars = dict(beyond.sort_values(ascending=False).rename({"fusebook": "Fusebook"}))
         shown = picture.bars(
-            f"Memory of {_size(own, frame)}, {own['dtype']}, besides inputs and gradients.",
+            f"Peak memory of {_size(own, frame)}, {own['dtype']}, above inputs and gradients.",
             bars,
             {n: f"{gib:.2f} GiB" for n, gib in bars.items()},
             ["Fusebook"],
@@ -202,8 +202,12 @@ class MemoryPage(Page):
         if not len(equal):
             return f"**Sizes.** No other implementation takes as little memory at any of {len(peak)} sizes."
         best = peak.drop(columns="fusebook").loc[equal].idxmin(axis=1)
-        named = ", ".join(f"{size} ({best[size]})" for size in equal)
-        return f"**Sizes.** At {len(equal)} of {len(peak)} sizes another takes as little memory or less: {named}."
+        named = ", ".join(f"{size.replace('x', ' x ')} ({best[size]})" for size in equal)
+        names = " x ".join(tables.dims(frame))
+        return (
+            f"**Sizes.** At {len(equal)} of {len(peak)} sizes another takes as little memory or less: "
+            f"{names} = {named}."
+        )
 
     def _box(self, lines: Sequence[str], bars: Shown, label: str) -> Shown:
         links = [(f"fusebook.{self.op.name}", "api"), ("evidence", f"evidence/{self.name}")]
@@ -213,12 +217,15 @@ class MemoryPage(Page):
             if (address := _numbers.site(document))
         )
         made = "".join(f'<p class="fb-verdict-line">{_numbers.joined([line])}</p>' for line in lines)
-        label = label[:1].upper() + label[1:]
+        label = f"{label[:1].upper()}{label[1:]}. {self._legend()}".strip()
         return Shown(
-            f'<div class="fb-box fb-verdict-box"><div>{made}<p class="fb-box-claims">{show.rich(label)}. {linked}</p>'
+            f'<div class="fb-box fb-verdict-box"><div>{made}<p class="fb-box-claims">{show.rich(label)} {linked}</p>'
             f"</div>{bars._repr_html_()}</div>",
-            "\n".join([*(line.replace("**", "") for line in lines), f"({label})"]),
+            "\n".join([*(_numbers.plainly([line]) for line in lines), f"({label})"]),
         )._now()
+
+    def _legend(self) -> str:
+        return "torch is a matmul and PyTorch's loss, and torch.compile compiles the two."
 
     def memory(self, **functions: Callable[..., Any]) -> Shown:
         """Count the memory that functions hold over time at the verdict's size, and draw it.
@@ -273,20 +280,20 @@ class MemoryPage(Page):
         made = show.table(told, f"{size}; without a GPU time: the call waits for the GPU", fold=False)
         why = {"wrong": "its error is above the tolerance", "refused": "it raises"}
         left = [
-            f"{name} has no row: {why.get(row['status'], row['status'])} ({row['note'].partition(';')[0]})."
+            f"The implementation `{name}` has no row: {why.get(row['status'], row['status'])} "
+            f"({row['note'].partition(';')[0]})."
             for name, row in point[~ok].iterrows()
         ]
-        needs, install = _numbers.requires(), _numbers.install()
+        install = _numbers.install()
         return Shown(
-            f"{made._repr_html_()}<p>{_numbers.joined(left)}</p>"
-            f"<p>{show.rich(needs)} <strong>Install:</strong> <code>{html.escape(install)}</code></p>",
-            "\n".join([*left, f"Install: {install}", needs]),
+            f"{made._repr_html_()}<p>{_numbers.joined(left)}</p><p>{_numbers.joined(install)}</p>",
+            "\n".join([*(_numbers.plainly([line]) for line in left), _numbers.plainly(install)]),
         )._now()
 
     def _staircase(self, frame: pd.DataFrame, steps: Mapping[str, Callable[..., Any]]) -> tuple[pd.DataFrame, str]:
         wide = frame.drop_duplicates("step").set_index("step").reindex([*steps, "fusebook"])
         lines = {name: show.lines_of(*_numbers.plain(step)) for name, step in steps.items()}
-        lines["fusebook"] = show.lines_behind(self.op.variants["fusebook"].run)
+        lines["fusebook"] = _numbers.library_lines(self.op)
         told = pd.DataFrame(
             {
                 "GiB, gradients included": wide["peak_bytes"] / GIB,
@@ -297,4 +304,5 @@ class MemoryPage(Page):
         numbered = {name: f"step {i}, {name}" if i else name for i, name in enumerate(steps)}
         told = told.rename(index={**numbered, "fusebook": f"fusebook.{self.op.name}"})
         size = " x ".join(map(str, self.about.SHAPES[0]))
-        return told, f"Memory beyond the inputs, and GPU time, of {size} in {self.about.DTYPES[0]}"
+        waits = "; without a GPU time: the call waits for the GPU" if wide["gpu_us"].isna().any() else ""
+        return told, f"Memory beyond the inputs, and GPU time, of {size} in {self.about.DTYPES[0]}{waits}"

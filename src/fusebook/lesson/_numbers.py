@@ -30,7 +30,7 @@ MARKER = re.compile(
     r"\{gain (?P<step>\w+)(?: over (?P<over>\w+))? at (?:M=(?P<rows>\d+), )?N=(?P<width>\d+)(?:, (?P<dtype>\w+))?\}"
 )
 #: What a reader sees instead of the name of a variant.
-_SAID = {"eager": "eager PyTorch"}
+_SAID = {"eager": "eager PyTorch", "Liger (of a copy)": "Liger"}
 
 
 def microseconds(value: float) -> str:
@@ -44,15 +44,14 @@ def times(ratio: float) -> str:
 
 
 def origin(frame: pd.DataFrame) -> str:
-    """On which GPU rows were measured, and when or at which commit."""
+    """On which GPU rows were measured, and when; the evidence names versions and commits."""
     found = frame.attrs.get("origin")
     if not isinstance(found, Origin) or found.machine is None:
         return ""
     if found.measured:
         return f"measured now on {found.machine.name}"
     where = show.gathered(frame)
-    commit = where.commits[-1][:12] if where.commits else "unknown"
-    return f"record of {where.machine.name}, commit {commit}, {where.dates[-1]}"
+    return f"record of {where.machine.name}, {where.dates[-1]}"
 
 
 # Gains in headings ----------------------------------------------------------------------------------------------------
@@ -146,11 +145,16 @@ def staircase(op: Op, frame: pd.DataFrame, steps: Mapping[str, Callable[..., Any
     wide = frame.assign(share=100 * frame["copy_us"] / frame["gpu_us"]).pivot_table("share", "step", "at", sort=False)
     wide = wide.reindex([*steps, "fusebook"])
     lines = {name: show.lines_of(*plain(step)) for name, step in steps.items()}
-    lines["fusebook"] = show.lines_behind(op.variants["fusebook"].run)
+    lines["fusebook"] = library_lines(op)
     numbered = {name: f"step {i}, {name}" if i else name for i, name in enumerate(steps)}
     wide = wide.assign(lines=pd.Series(lines)).rename(index={**numbered, "fusebook": f"fusebook.{op.name}"})
     wide.index.name = wide.columns.name = None
     return wide
+
+
+def library_lines(op: Op) -> int:
+    """Lines of code behind a public function of the library, which serve all of its options."""
+    return show.lines_behind(getattr(fusebook, op.name))
 
 
 def code_of(op: Op, about: Any, steps: Mapping[str, Callable[..., Any]]) -> list[Any]:
@@ -192,9 +196,16 @@ def _against(op: Op, frame: pd.DataFrame, *groups: str) -> pd.Series:
     return tables.behind(verdicts.compared(op, frame, groups))["times as long"]
 
 
-def _libraries(op: Op, frame: pd.DataFrame) -> list[str]:
+def _libraries(op: Op, frame: pd.DataFrame, timed: bool = False) -> list[str]:
+    """The libraries that ran, or those that have a GPU time, by the names that a reader sees."""
     found = verdicts.compared(op, frame, ("libraries",))
-    return list(dict.fromkeys(found.loc[(found["group"] == "libraries") & (found["status"] == "ok"), "variant"]))
+    ran = found["gpu_us"].notna() if timed else found["status"] == "ok"
+    return list(dict.fromkeys(found.loc[(found["group"] == "libraries") & ran, "variant"]))
+
+
+def said(names: Sequence[str], word: str = "and") -> str:
+    """Names of variants as a reader sees them: ``Liger and quack``."""
+    return f" {word} ".join(_SAID.get(name, name) for name in names)
 
 
 def _pace(ratios: pd.Series, sizes: str, other: str) -> str:
@@ -202,8 +213,24 @@ def _pace(ratios: pd.Series, sizes: str, other: str) -> str:
     ratio, lost = float(ratios.median()), int((ratios > 1 + tables.WITHIN).sum())
     word = f"{times(1 / ratio)} faster than" if ratio < 1 else f"{times(ratio)} slower than"
     word = "as fast as" if abs(ratio - 1) <= tables.WITHIN else word
-    worst = f"at {lost} of them, {times(ratios.max())} at worst" if lost else "at none of them"
-    return f"In the median of {sizes} it is {word} {other}. It is slower by more than 2 % {worst}."
+    worst = f"At {lost} of them it is slower, at worst by {times(ratios.max())}" if lost else "It is slower at none"
+    return f"Over {sizes}, it is {word} {other} in the median. {worst}; 2 % count as equal."
+
+
+def _many(frame: pd.DataFrame) -> str:
+    """What points of a frame are called."""
+    return "pairs of size and dtype" if frame["dtype"].ne(frame["dtype"].iloc[0]).any() else "sizes"
+
+
+def legend(variants: Sequence[str], libraries: Sequence[str]) -> str:
+    """What the names in a verdict mean."""
+    meant = {"eager": "eager is one PyTorch operation after another", "torch": "torch is PyTorch's own function"}
+    found = [text for name, text in meant.items() if name in variants]
+    if libraries:
+        kind = "libraries of kernels" if len(libraries) > 1 else "a library of kernels"
+        found.append(f"{said(libraries)} {'are' if len(libraries) > 1 else 'is'} {kind}")
+    text = "; ".join(found)
+    return f"{text[:1].upper()}{text[1:]}." if text else ""
 
 
 def verdict(op: Op, frame: pd.DataFrame, example: Mapping[str, Any]) -> tuple[list[str], Shown | None]:
@@ -215,18 +242,20 @@ def verdict(op: Op, frame: pd.DataFrame, example: Mapping[str, Any]) -> tuple[li
     own: Any = point.loc["fusebook"]
     at = f"{' x '.join(str(own[name]) for name in tables.dims(frame))} in {own['dtype']}"
     others = point.drop(index="fusebook")[gpu].sort_values()
-    said = ", ".join(f"{_SAID.get(str(name), name)} {us / own[gpu]:.3g}" for name, us in others.items())
+    longer = ", ".join(f"{said([str(name)])} {us / own[gpu]:.3g}" for name, us in others.items())
     lines = [
-        f"**Time.** {at} takes **{microseconds(own[gpu])}** of GPU time. Others take this many times as long: {said}."
+        f"**Time.** `fusebook.{op.name}` takes **{microseconds(own[gpu])}** of GPU time at {at}. "
+        f"Others take this many times as long: {longer}."
     ]
     torchs, libraries = _against(op, frame, "torch", "torch.compile"), _against(op, frame, "libraries")
-    text = f"**All sizes.** {_pace(torchs, f'{len(torchs)} sizes', 'the faster of torch and torch.compile')}"
+    many = _many(frame)
+    pace = _pace(torchs, f"{len(torchs)} recorded {many}", "the faster of torch and torch.compile")
+    text = f"**All sizes.** {pace}"
     if len(libraries):
-        names = _libraries(op, frame)
-        some = f"the {len(libraries)} sizes that {' or '.join(names)} takes"
-        both = " and ".join(names)
-        sizes = "the same sizes" if len(libraries) == len(torchs) else some
-        text += " " + _pace(libraries, sizes, f"the faster of {both}")
+        names = _libraries(op, frame, timed=True)
+        some = f"the {len(libraries)} {many} that {said(names, 'or')} takes"
+        fastest = said(names) if len(names) == 1 else f"the faster of {said(names)}"
+        text += " " + _pace(libraries, "the same" if len(libraries) == len(torchs) else some, fastest)
     lines.append(text)
     lines.append(f"**Memory.** {_memory_of(frame, 'fusebook')} {_memory_of(frame, next(iter(op.variants)))}")
     bars = {**others.sort_values(ascending=False), "Fusebook": own[gpu], "a copy": own["copy_us"]}
@@ -261,7 +290,7 @@ def choices(op: Op, frame: pd.DataFrame) -> pd.DataFrame:
     libraries = _libraries(op, frame)
     named = {
         f"fusebook.{op.name}": ["ours"],
-        " or ".join(libraries) or "a library": ["libraries"],
+        said(libraries, "or") or "a library": ["libraries"],
         "torch or torch.compile": ["torch", "torch.compile"],
     }
     found = {kind: verdicts.choices(op, frame, kind) for kind in ("cold", "paid")}
@@ -273,7 +302,7 @@ def choices(op: Op, frame: pd.DataFrame) -> pd.DataFrame:
             own, least = table[groups].min(axis=1), table[[*verdicts.GROUPS, "ours"]].min(axis=1)
             row[title] = f"{int((own <= (1 + tables.WITHIN) * least).sum())} of {own.notna().sum()}"
         cold = found["cold"]
-        row["GPU time"] = times(float((cold[groups].min(axis=1) / cold["ours"]).median()))
+        row["median GPU time"] = times(float((cold[groups].min(axis=1) / cold["ours"]).median()))
         variants = ["fusebook"] if groups == ["ours"] else libraries if groups == ["libraries"] else groups
         most = [ratio for variant in variants if (ratio := _extra(frame, variant)) == ratio]
         row["peak memory"] = f"{max(most):.1f} x output" if most else ""
@@ -285,19 +314,24 @@ def limits(op: Op, frame: pd.DataFrame, gradient: pd.DataFrame | None) -> list[s
     """When not to use the library: where another implementation is faster, and where the launch decides; its memory."""
     everything = _against(op, frame, *verdicts.GROUPS)
     lost = everything[everything > 1 + tables.WITHIN].sort_values(ascending=False)
-    said = [f"**Do not use it** where another implementation is faster: at {len(lost)} of {len(everything)} sizes."]
+    many = _many(frame)
+    told = f"No other implementation is more than 2 % faster at any of {len(everything)} recorded {many}."
+    if len(lost):
+        told = f"**Do not use it** where another implementation is faster: at {len(lost)} of {len(everything)} {many}."
+    said = [told]
     if len(lost):
         behind = tables.behind(verdicts.compared(op, frame, verdicts.GROUPS)).loc[lost.index[:3]].reset_index()
         places = zip(behind["label"], behind["dtype"], behind["best other"], behind["times as long"], strict=True)
         worst = [
-            f"{size.replace('x', ' x ')} {dtype} ({other}, {times(ratio)})" for size, dtype, other, ratio in places
+            f"{size.replace('x', ' x ')} in {dtype} ({other} is {times(ratio)} faster)"
+            for size, dtype, other, ratio in places
         ]
-        said.append(f"The largest losses: {', '.join(worst)}.")
+        said.append(f"It loses most at {', '.join(worst)}.")
     launch = [tables.where(frame, variant=name, status="ok")["launch_us"].median() for name in ("fusebook", "torch")]
     if launch == [us for us in launch if us == us]:
         said.append(
-            "**Small inputs gain nothing** where the kernel is shorter than its launch, which takes "
-            f"{launch[0]:.1f} us of CPU time (torch: {launch[1]:.1f} us)."
+            f"**Small inputs:** the CPU takes {launch[0]:.1f} us to launch a call (torch: {launch[1]:.1f} us). "
+            "A kernel that is shorter than that makes no call faster."
         )
     said.append(f"**Memory:** {_memory_of(frame, 'fusebook')}")
     if gradient is not None:
@@ -305,22 +339,27 @@ def limits(op: Op, frame: pd.DataFrame, gradient: pd.DataFrame | None) -> list[s
     return said
 
 
-def install() -> str:
-    """How to install the library: the wheel of the published site, else that of the archive, or a checkout."""
+def install() -> list[str]:
+    """How to install the library, and what it needs by the metadata of the installed package."""
     wheel = f"fusebook-{fusebook.__version__}-py3-none-any.whl"
     if url := os.environ.get("FUSEBOOK_URL", "").rstrip("/"):
-        return f"pip install {url}/wheel/{wheel}"
-    return f"pip install {wheel}  # of the zip above; in a checkout: pip install ."
-
-
-def requires() -> str:
-    """What the library needs, by the metadata of the installed package."""
-    needs = "an NVIDIA GPU of compute capability 8.0 or later (Ampere), Linux"
+        told = [f"**Install:** `pip install {url}/wheel/{wheel}`."]
+    else:
+        told = [f"**Install:** `pip install {wheel}`, the file in the zip under this page's title."]
+        told.append("In a checkout of the source, `pip install .` does the same.")
+    needs = "Linux"
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         about = importlib.metadata.metadata("fusebook")
         packages = [line for line in about.get_all("Requires-Dist") or () if "extra ==" not in line]
         needs += f", Python {about['Requires-Python']}, {', '.join(packages)}"
-    return f"Requires {needs}."
+    told.append(f"It needs {needs}.")
+    told.append("Compiled kernels need an NVIDIA GPU of compute capability 8.0 or later (Ampere).")
+    return [*told, "Without one, the same calls run in Triton's interpreter, which is slow."]
+
+
+def plainly(sentences: Sequence[str]) -> str:
+    """Sentences as plain text, without marks of strong words and code."""
+    return " ".join(sentences).replace("**", "").replace("`", "")
 
 
 def site(document: str) -> str:

@@ -152,11 +152,11 @@ class Page:
         )
         made = "".join(f'<p class="fb-verdict-line">{_numbers.joined([line])}</p>' for line in lines)
         label = _numbers.origin(self._everything())
-        label = label[:1].upper() + label[1:]
+        label = f"{label[:1].upper()}{label[1:]}. {self._legend()}".strip()
         return Shown(
-            f'<div class="fb-box fb-verdict-box"><div>{made}<p class="fb-box-claims">{show.rich(label)}. {linked}</p>'
+            f'<div class="fb-box fb-verdict-box"><div>{made}<p class="fb-box-claims">{show.rich(label)} {linked}</p>'
             f"</div>{bars._repr_html_() if bars else ''}</div>",
-            "\n".join([*(line.replace("**", "") for line in lines), f"({label})"]),
+            "\n".join([*(_numbers.plainly([line]) for line in lines), f"({label})"]),
         )._now()
 
     def _unrecorded(self) -> Shown:
@@ -170,6 +170,11 @@ class Page:
             f'<div class="fb-box fb-verdict-box"><p class="fb-verdict-line">{_numbers.joined(said)}</p></div>',
             "\n".join(said).replace("**", ""),
         )._now()
+
+    def _legend(self) -> str:
+        """What the names in the box mean."""
+        frame = self._everything()
+        return _numbers.legend([*frame["variant"].unique()], _numbers._libraries(self.op, frame))
 
     def traffic(self, *, fused: float, **eager: Callable[..., Any]) -> Shown:
         """Count what eager code moves, on the meta device, and draw it above what a fused kernel has to move.
@@ -349,7 +354,7 @@ class Page:
         frame = self._everything()
         made = show.table(
             _numbers.choices(self.op, frame),
-            "Sizes at which it is the fastest, within 2 %; median GPU time, Fusebook = 1; peak memory",
+            "Sizes at which each is the fastest or within 2 % of it; median GPU time, Fusebook = 1; peak memory",
             fold=False,
         )
         gradient = f"{self.op.name}_backward"
@@ -358,11 +363,10 @@ class Page:
             frame,
             self.frames.of(gradient) if gradient in self.about.OPERATORS and self.frames.replay else None,
         )
-        needs, install = _numbers.requires(), _numbers.install()
+        install = _numbers.install()
         return Shown(
-            f"{made._repr_html_()}<p>{_numbers.joined(sentences)}</p>"
-            f"<p>{show.rich(needs)} <strong>Install:</strong> <code>{html.escape(install)}</code></p>",
-            "\n".join([*(line.replace("**", "") for line in sentences), f"Install: {install}", needs]),
+            f"{made._repr_html_()}<p>{_numbers.joined(sentences)}</p><p>{_numbers.joined(install)}</p>",
+            "\n".join([*(_numbers.plainly([line]) for line in sentences), _numbers.plainly(install)]),
         )._now()
 
     def exercise(
@@ -406,22 +410,22 @@ class Page:
         text = f"Evidence: {len(found)} checks behind this page, {held} hold."
         if missing := sum(o.holds is None for o in found):
             text += f" {missing} {'was' if missing == 1 else 'were'} not measured."
-        address = _numbers.site(f"evidence/{self.name}")
-        failed, linked = [], []
-        for kind, what in (("claim", "claims"), ("target", "targets"), ("statement", "statements of others")):
-            if names := [o.claim.id for o in found if o.holds is False and o.claim.kind == kind]:
-                failed.append(f"{what}: {', '.join(names)}")
-                made = (f'<a href="{html.escape(address)}#{name}">{name}</a>' if address else name for name in names)
-                linked.append(f"{what}: {', '.join(made)}")
-        more = "All claims, sizes, clocks and counters"
-        link = f' <a href="{html.escape(address)}">{more}</a>.' if address else ""
+        address = html.escape(_numbers.site(f"evidence/{self.name}"))
+        failed, items = [], []
+        for o in (o for o in found if o.holds is False):
+            what = {"claim": "claim", "target": "target", "statement": "statement of others"}[o.claim.kind]
+            failed.append(f"{what}: {o.text} ({o.detail})".replace("`", ""))
+            named = f'<a href="{address}#{o.claim.id}">{what}</a>' if address else what
+            items.append(f"<li>{named}: {show.rich(o.text)} ({show.rich(o.detail)})</li>")
+        link = f' <a href="{address}">All claims, sizes, clocks and counters</a>.' if address else ""
         solutions = show.solution(f"solutions/{self.name}.py")
-        ran = show.environment()
-        fails = f" These do not: {'; '.join(linked)}." if linked else ""
+        ran, fails = show.environment(), f"{len(items)} {'does' if len(items) == 1 else 'do'} not hold"
+        listed = f'<details class="fb-fold"><summary>{fails}</summary><ul>{"".join(items)}</ul></details>'
         return Shown(
-            f'{solutions._repr_html_()}<p class="fb-evidence"><strong>{text}</strong>{fails}{link}</p>'
+            f'{solutions._repr_html_()}<p class="fb-evidence"><strong>{text}</strong>{link}</p>'
+            f"{listed if items else ''}"
             f'<details class="fb-fold"><summary>What this page ran on</summary>{ran._repr_html_()}</details>',
-            text + (f" These do not: {'; '.join(failed)}." if failed else ""),
+            "\n- ".join([f"{text} {fails}:" if items else text, *failed]),
         )._now()
 
     def _record(self) -> None:

@@ -221,13 +221,11 @@ class Outcome:
     def detail(self) -> str:
         """The condition, at how many points it is fulfilled, and the worst one."""
         if not len(self.good):
-            return "not measured" if self.numbers.empty else ""
+            return "not measured" if self.claim.condition else ""
         if len(self.good) == 1:
             return f"{self.worst}; condition {self.claim.condition}"
         held, many = self.good.sum(), len(self.good)
-        fails = (
-            f"holds at {held} of {many} points and fails at {many - held}" if held < many else f"at all {many} points"
-        )
+        fails = f"holds at {held} of {many} points" if held < many else f"at all {many} points"
         return f"{fails}; worst {self.worst}; condition {self.claim.condition}"
 
 
@@ -272,6 +270,8 @@ def evaluate(claim: Claim, frames: Frames) -> Outcome:
     if len(values):
         more = {"least": values.min(), "most": values.max(), "median": values.median(), **more}
     text = _Fields().format(claim.text, count=len(values), good=int(good.sum()), **more)
+    if "(not measured)" in text:  # a sentence that lacks a number is neither true nor false
+        good, worst = pd.Series(dtype=bool), ""
     return Outcome(claim, text, values, good, worst)
 
 
