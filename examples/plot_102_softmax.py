@@ -110,7 +110,8 @@ def softmax_one_row(x, num_warps=4):
 # third has three values that are twenty times larger, and a third is shifted
 # by 100. In the interpreter there are at most 64 rows. The error is relative
 # to the result in float64. Its unit *eps* is the distance from 1 to the next
-# number of the dtype, and the tolerance allows for sums in any order.
+# number of the dtype, and the tolerance allows for sums in any order. The
+# findings below compare each gain with its prediction.
 
 x = page.stress(1823, 781)
 page.check(softmax_one_row, x)
@@ -191,8 +192,8 @@ page.picture.chunks(columns=12672, block=16384, chunk=1024)
 #   values once per row, as in step 1, and not once per chunk.
 #
 # In the machine code for an H200 each of the three changes saves between a
-# seventh and a fifth of step 1's instructions; together they save half. We
-# have not timed them one by one.
+# seventh and a fifth of step 1's instructions; together they save half, and
+# memory waits less. We have not timed them one by one.
 
 
 @triton.jit
@@ -281,14 +282,16 @@ page.check_all(softmax_one_row, softmax_rows, softmax_chunks, special=True)
 # elements, by the GPU time. The *roofline* is the bandwidth of large copies:
 # no kernel that reads and writes memory is faster. *A copy* is ``y.copy_(x)``
 # of the same matrix. With 4096 rows, narrow matrices are so small that
-# starting a kernel takes much of the time, even of a copy.
+# starting a kernel takes much of the time, even of a copy. Liger and quack are
+# libraries of kernels.
 
 page.plot("bandwidth", over="N")
 
 # %%
 # The table compares the steps at four widths, with a copy of the same matrix
-# as 100 %, and with more rows than the figure. Lines of code count a kernel
-# with its launcher; the library's serve all shapes, dtypes and the gradient.
+# as 100 % and more rows than in the figure. It is a run of its own, so times
+# differ slightly from the box. Lines of code count a kernel with its launcher;
+# those of the library serve all shapes, dtypes and the gradient.
 
 steps = {"one_row": softmax_one_row, "rows": softmax_rows}
 page.steps(eager=softmax_eager, **steps, chunks=softmax_chunks)
@@ -301,8 +304,8 @@ page.steps(eager=softmax_eager, **steps, chunks=softmax_chunks)
 #   instructions as in float32, and these decide the time. The library gives
 #   such a row to one warp, whose threads need fewer exchanges, and no waits.
 # - From 4096 columns on, step 2 also has one row per program. It compiles to
-#   step 1's instructions in another order. At 12672 columns a multiprocessor
-#   holds few warps, and the order decides how many loads are in flight.
+#   step 1's instructions in another order. That changes the time at 12672
+#   columns, where a multiprocessor holds few warps.
 # - Eager's subtraction and division broadcast a value per row. PyTorch's
 #   kernel for that loads single elements instead of 16 bytes. It does so in
 #   bfloat16 as well, where an element has half the bytes.

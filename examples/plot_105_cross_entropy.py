@@ -78,7 +78,8 @@ page.traffic(eager=loss_eager, fused=2)
 # Program *i* owns row *i*. The forward kernel loads the row into
 # :term:`registers <register>` and reduces it to its maximum and its sum. It
 # writes the loss, and both numbers for later. The backward kernel needs only
-# these two and the logits. **We predict 10 / 3 = 3.3x** for 3MN elements.
+# these two and the logits. The two move 3MN elements, and **we predict
+# 10 / 3 = 3.3x.**
 
 
 @triton.jit
@@ -316,8 +317,11 @@ page.steps(eager=loss_eager, **steps)
 # %%
 # - Eager's subtraction and division broadcast a value per row. PyTorch's
 #   kernel for that loads single elements of 2 bytes, where others load 16.
-# - In step 2 at 32000 classes, the registers of a multiprocessor hold one
-#   program. While it computes, memory waits. Step 1's kernels compute less.
+# - At 32000 classes, the registers of a multiprocessor hold one program of
+#   steps 1 and 2. While it computes, memory waits. Step 2 computes more for
+#   each element that it moves.
+# - At 1000 classes a thread has eight elements, and the exchange between
+#   threads takes much of the time, as on page 102.
 
 page.findings()
 
@@ -337,8 +341,9 @@ loss = fusebook.cross_entropy(logits, target, inplace=True)
 loss.backward()  # hands out the gradient that the forward pass computed
 
 # %%
-# - **Memory.** A call allocates the gradient, which is as large as the logits,
-#   or writes it over the logits with ``inplace=True``. The rest is small.
+# - **Memory.** A call allocates the gradient, the *output* of the table, which
+#   is as large as the logits. With ``inplace=True`` it overwrites the logits
+#   instead. The rest is small.
 # - **Options.** ``check=True`` raises an error for a class that does not
 #   exist, and waits for the GPU. By default such a class gives NaN on a GPU,
 #   and an error on the CPU.

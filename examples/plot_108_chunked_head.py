@@ -48,10 +48,10 @@ def head_torch(h, head, target, scale=1.0):
 page.memory(torch=head_torch)
 
 # %%
-# ``scale`` is the gradient of the loss. It is 1, unless the loss was multiplied
-# to keep small gradients above zero in float16. The picture counts the bytes
-# of all tensors after each operation. At its peak, a step holds three matrices
-# of M x N: the logarithms of the probabilities, and two more in the backward
+# ``scale`` is the gradient of the loss. It is 1, unless a factor on the loss
+# keeps small gradients above zero in float16. The picture counts the bytes of
+# all tensors after each operation. At its peak, a step holds three matrices of
+# M x N: the logarithms of the probabilities, and two more in the backward
 # pass. At the end it holds the gradients that it returns. Every implementation
 # returns these, so the box above subtracts their size from each peak.
 
@@ -168,9 +168,9 @@ page.memory(torch=head_torch, in_place=head_in_place, chunks=head_in_chunks)
 # How many rows?
 # --------------
 #
-# All versions do the same three matmuls, 6MKN operations. **We predict the same
-# time for all**, about 26 ms at the rate of an H100's data sheet, as long as
-# chunks have enough rows.
+# All versions do the same three matmuls, 6MKN operations. **We predict the
+# same time for all**, about 26 ms at the rate of an H100's data sheet, as long
+# as chunks have enough rows.
 #
 # How many are enough? With R rows, the first two matmuls do 2RKN operations
 # each and read the head, 2KN bytes in bfloat16: R operations per byte. The
@@ -208,8 +208,8 @@ page.check(four_rows, *half)  # 64 chunks
 #
 # A kernel could multiply and keep each logit in registers. But the gradient
 # needs the sum over the whole row first, so every logit would be computed
-# twice: four matmuls instead of three. Matmuls take nearly all of the time
-# here, and reading a chunk of logits again costs far less.
+# twice: four matmuls instead of three. Matmuls take most of the time here, and
+# reading a chunk of logits again costs far less.
 
 # %%
 # Is it correct?
@@ -266,14 +266,16 @@ loss = fusebook.linear_cross_entropy(h, head, target, rows=1024)
 # %%
 # - **Memory.** The gradients of the hidden states and of the head, which every
 #   implementation returns, and at most 1 GiB of logits, or those of ``rows``.
-#   The gradients exist from the forward pass on, not from the backward pass.
+#   The forward pass already allocates the gradients.
 # - **Options.** ``check=True`` raises an error for a class that does not
 #   exist, and waits for the GPU. By default such a class gives NaN on a GPU,
 #   and an error on the CPU.
-# - **float16.** There the gradients wait for the backward pass, which knows the
-#   scale of the loss. It computes the logits again, unless they are few.
+# - **float16.** There the gradients wait for the backward pass, which knows
+#   the scale of the loss. It computes the logits again, unless they are few.
 # - **Do not use it** when something else needs the logits. When all of them
 #   fit into 1 GiB, it saves nothing over ``torch.compile`` of ``head_torch``.
+#
+# In the table, *torch, in chunks* is ``F.linear_cross_entropy`` of PyTorch.
 
 page.use()
 

@@ -167,7 +167,7 @@ WORDS = (
     *("NVML", "occupancy", "online softmax", "persistent kernel", "pinned memory", "pointer table"),
     *("programmatic dependent launch", "rank", "roof", "roofline", "sector", "shared memory", "split-K"),
     *("stochastic rounding", "stream-K", "symmetric memory", "tensor core", "TF32", "tile", "TMA", "warp"),
-    "wave quantization",
+    *("wave quantization", "Liger", "quack"),
 )
 _LONGEST_FIRST = "|".join(sorted(map(re.escape, WORDS), key=len, reverse=True))
 _WORD = re.compile(rf"(?<![\w-])({_LONGEST_FIRST})s?(?![\w-])", flags=re.IGNORECASE)

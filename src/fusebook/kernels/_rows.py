@@ -52,13 +52,13 @@ def finite_or_zero(top):
 
 @triton.jit
 def opaque_zero(N, value):
-    """Zero, because N is not negative. The compiler cannot know that, and computes it after the float32 `value`."""
+    """Zero, as N is not negative, which the compiler cannot know. It is computed after the float32 `value`."""
     return (tl.minimum(N, 0) & value.to(tl.int32, bitcast=True)).to(tl.int16)
 
 
 @triton.jit
 def reconvert(x, zero):
-    """The elements as `accumulated`; fp16 and bf16 are converted a second time.
+    """The elements in float32, as `accumulated`, but converted from fp16 and bf16 a second time.
 
     Meanwhile they are held two to a register, and not as float32 values, one to a register. `zero` is an `opaque_zero`:
     without it the compiler sees the conversion before, and keeps its result.
@@ -147,7 +147,7 @@ def row_max(chunks, CHUNKS: tl.constexpr):
 
 @triton.jit
 def row_vectors(begin, N, first, SIZE, VEC: tl.constexpr):
-    """A window of SIZE elements of the row at `begin`; it begins `first` elements after the row's first vector.
+    """Where a window of SIZE elements is, `first` elements after the start of the first vector of the row.
 
     Returns its offset, and from which to below which of its elements belong to the row.
     """
@@ -224,7 +224,9 @@ def first_missing(words, lanes):
 
 @triton.jit
 def wait_for(workspace_ptr, lanes, PARTS, NEUTRAL: tl.constexpr, TRIES: tl.constexpr):
-    """Wait for the words of a row [LANES], NEUTRAL from PARTS on; also the first one missing after TRIES, or LANES.
+    """Wait for the words of all programs of a row. Return these, and the first that is missing, or LANES if none is.
+
+    The words [LANES] are NEUTRAL from PARTS on. After TRIES loads it waits no longer.
 
     LANES is at least the number of threads, so that one thread loads each word. The first missing one has passed
     through shared memory: all threads have the same, and branch alike.

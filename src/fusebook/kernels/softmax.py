@@ -144,7 +144,7 @@ def _softmax_rows(
 
 @triton.jit
 def _softmax_part(x_ptr, begin, N, part, SPAN, VEC: tl.constexpr, BLOCK: tl.constexpr):
-    """The elements of a part [BLOCK]; its maximum and the sum of exponentials relative to that, as a word."""
+    """The elements of a part [BLOCK]; its maximum and sum of exponentials, packed into a word."""
     at, low, high = row_vectors(begin, N, part * SPAN, SPAN, VEC)
     x = load_row_part(x_ptr + at, low, high, float("-inf"), VEC, BLOCK)  # read MN
     top = tl.max(accumulated(x), 0)

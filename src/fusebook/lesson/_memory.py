@@ -278,10 +278,9 @@ class MemoryPage(Page):
         own: Any = point.loc["fusebook"]
         size = f"{_size(own, frame)} in {own['dtype']}"
         made = show.table(told, f"{size}; without a GPU time: the call waits for the GPU", fold=False)
-        why = {"wrong": "its error is above the tolerance", "refused": "it raises"}
+        why = {"wrong": "its error is above the tolerance", "refused": "it raised an error"}
         left = [
-            f"The implementation `{name}` has no row: {why.get(row['status'], row['status'])} "
-            f"({row['note'].partition(';')[0]})."
+            f"*{name}* has no row, as {why.get(row['status'], row['status'])}: {row['note'].partition(';')[0]}."
             for name, row in point[~ok].iterrows()
         ]
         install = _numbers.install()

@@ -213,8 +213,8 @@ def _pace(ratios: pd.Series, sizes: str, other: str) -> str:
     ratio, lost = float(ratios.median()), int((ratios > 1 + tables.WITHIN).sum())
     word = f"{times(1 / ratio)} faster than" if ratio < 1 else f"{times(ratio)} slower than"
     word = "as fast as" if abs(ratio - 1) <= tables.WITHIN else word
-    worst = f"At {lost} of them it is slower, at worst by {times(ratios.max())}" if lost else "It is slower at none"
-    return f"Over {sizes}, it is {word} {other} in the median. {worst}; 2 % count as equal."
+    worst = f"slower at {lost} of them, at worst {times(ratios.max())}" if lost else "slower at none of them"
+    return f"Over {sizes}, it is {word} {other} in the median, and {worst}."
 
 
 def _many(frame: pd.DataFrame) -> str:
@@ -255,8 +255,8 @@ def verdict(op: Op, frame: pd.DataFrame, example: Mapping[str, Any]) -> tuple[li
         names = _libraries(op, frame, timed=True)
         some = f"the {len(libraries)} {many} that {said(names, 'or')} takes"
         fastest = said(names) if len(names) == 1 else f"the faster of {said(names)}"
-        text += " " + _pace(libraries, "the same" if len(libraries) == len(torchs) else some, fastest)
-    lines.append(text)
+        text += " " + _pace(libraries, f"the same {many}" if len(libraries) == len(torchs) else some, fastest)
+    lines.append(f"{text} Times within 2 % count as equal.")
     lines.append(f"**Memory.** {_memory_of(frame, 'fusebook')} {_memory_of(frame, next(iter(op.variants)))}")
     bars = {**others.sort_values(ascending=False), "Fusebook": own[gpu], "a copy": own["copy_us"]}
     caption = f"GPU time of {at} (cold L2 cache)."

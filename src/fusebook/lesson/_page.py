@@ -174,7 +174,7 @@ class Page:
     def _legend(self) -> str:
         """What the names in the box mean."""
         frame = self._everything()
-        return _numbers.legend([*frame["variant"].unique()], _numbers._libraries(self.op, frame))
+        return _numbers.legend([*frame["variant"].unique()], _numbers._libraries(self.op, frame, timed=True))
 
     def traffic(self, *, fused: float, **eager: Callable[..., Any]) -> Shown:
         """Count what eager code moves, on the meta device, and draw it above what a fused kernel has to move.

@@ -194,7 +194,7 @@ def passes(chunks: int) -> Shown:
     told = ["program i owns row i and never waits for another program"]
     told += [f"pass 1 reads {chunks} chunks and keeps the row's max and sum in registers"]
     told += ["pass 2 reads each chunk again and writes its gradient"]
-    caption = "Pass 1 reads the row for the loss. Pass 2 reads it again, mostly from the L2 cache, for the gradient."
+    caption = "Pass 1 reads the row for the loss. Pass 2 reads it again, from L2 or memory, for the gradient."
     return _drawing(caption, told, 160, parts)
 
 

@@ -30,12 +30,15 @@ COUNTED = (3168, 12672)
 
 _ONE_ROW = ("one_row", "one_row, more warps")
 _BOTH = "float32,bfloat16"
-_GRADIENTS = "65536x781,131072x1024,32768x4096,16384x12672,8192x65536"
+# Few enough to be measured in two minutes: the figure's widths, rows of 3 KiB to 256 KiB, vocabularies.
+_WIDTHS = "4096x256,4096x1280,4096x3328,4096x8448,4096x10496,4096x12544"
+_LARGE = "65536x781,32768x4096,16384x12672,16384x32768,8192x65536"
+_GRADIENTS = "65536x781,32768x4096,8192x65536"
 FRAMES = {
-    "sweep": Recorded("softmax", "triton"),
-    "small": Recorded("softmax", "4096x256,4096x1024,64x8192,16x131072"),
-    "large": Recorded("softmax", "large", _BOTH),
-    "vocabulary": Recorded("softmax", "llama", _BOTH),
+    "sweep": Recorded("softmax", _WIDTHS),
+    "small": Recorded("softmax", "4096x256,64x8192,16x131072"),
+    "large": Recorded("softmax", _LARGE, _BOTH),
+    "vocabulary": Recorded("softmax", "4096x32000,256x128256,4096x128256", _BOTH),
     "gradient": Recorded("softmax_backward", _GRADIENTS, _BOTH, ("eager", "torch", "fusebook")),
     "steps": Measured(
         "softmax_steps",
@@ -301,13 +304,13 @@ def _one(value: float) -> pd.Series:
 
 # Claims ---------------------------------------------------------------------------------------------------------------
 
-_SWEEP = "4096 rows, nine widths of 256 to 12544 columns, float32, cold L2"
+_SWEEP = "4096 rows, six widths of 256 to 12544 columns, float32, cold L2"
 _MEMORY = "widths of the sweep at which memory decides; narrower rows are partly served by L2"
 _MEDIUM = "rows of 4 to 64 KiB at which memory decides, float32 and bfloat16"
 _STEPS = "the sizes of the step table, float32 and bfloat16"
 _ALL = "every recorded size, float32 and bfloat16"
 _COUNTERS = "3168 rows of 12672 columns, float32"
-_SMALL = "four small sizes, float32, warm L2"
+_SMALL = "three small sizes, float32, warm L2"
 _2022 = "Triton 1.1.2, tutorial *Fused Softmax* (2022)"
 
 CLAIMS = (
