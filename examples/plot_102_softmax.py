@@ -11,9 +11,8 @@ You will learn
 - how to reduce along a row in Triton, with masks and padding,
 - how to choose rows and chunks per program for narrow and wide rows.
 
-Prerequisites: :doc:`plot_002_measuring`, :doc:`plot_101_elementwise`. You can
-run this page without a GPU. Kernels then run in Triton's interpreter, on the
-CPU, and times are those recorded on the GPU that the box names.
+Prerequisites: :doc:`plot_002_measuring`, :doc:`plot_101_elementwise`. Without
+a GPU, kernels run in Triton's interpreter, and times are recorded ones.
 """
 
 import fusebook  # first: without a GPU it turns Triton's interpreter on
@@ -37,13 +36,12 @@ page.verdict()
 #
 #    y_i = \frac{e^{x_i - m}}{\sum_j e^{x_j - m}}, \qquad m = \max_j x_j
 #
-# Subtracting the maximum *m* does not change the result. It keeps the
-# exponential from overflowing, which happens from 89 on in float32.
+# Subtracting the maximum keeps the exponential from overflowing, from 89 on.
 #
 # *Eager* PyTorch runs each operation when it is called. Each line below is one
 # kernel, a function that runs on the GPU: it reads its inputs from memory and
-# writes its output back. The comments count elements. PyTorch also has one
-# kernel for all of it, ``torch.softmax``: that is *torch* in the box.
+# writes its output back. The comments count elements. (PyTorch's own kernel
+# for all of it, ``torch.softmax``, is *torch* in the box.)
 
 
 def softmax_eager(x):
@@ -57,11 +55,11 @@ def softmax_eager(x):
 page.traffic(eager=softmax_eager, fused=2)
 
 # %%
-# A *fused* kernel does all five at once. It reads the input once, keeps what
-# is in between in :term:`registers <register>`, and writes the result once.
-# Softmax needs about five operations per element. By its data sheet, an H200
-# executes about fifty instructions while it reads and writes one float32
-# element. So memory should decide the time: **we predict 4x.**
+# A *fused* kernel reads the input once, keeps what is in between in
+# :term:`registers <register>`, and writes the result once. By its data sheet,
+# an H200 executes about fifty instructions while it reads and writes a float32
+# element, and softmax has five operations per element. So memory should decide
+# the time: **we predict 4x.**
 
 # %%
 # .. _softmax-one-row:
@@ -78,7 +76,7 @@ page.traffic(eager=softmax_eager, fused=2)
 # loads and stores away from the padding. ``other`` is what a load puts there:
 # minus infinity changes no maximum, and its exponential, 0, changes no sum.
 
-page.picture.rows(rows=3, columns=12, block=16)
+page.picture.rows(rows=2, columns=12, block=16)
 
 # %%
 
@@ -105,23 +103,20 @@ def softmax_one_row(x, num_warps=4):
 
 # %%
 # ``one_row[(M,)](...)`` launches M programs. A ``tl.constexpr`` is a constant
-# of the compiled kernel, which is compiled once for each value. We check the
-# kernel on difficult rows, made by ``page.stress``. A third is ``randn``. A
-# third has three values that are twenty times larger, and a third is shifted
-# by 100. In the interpreter there are at most 64 rows. The error is relative
-# to the result in float64. Its unit *eps* is the distance from 1 to the next
-# number of the dtype, and the tolerance allows for sums in any order. The
-# findings below compare each gain with its prediction.
+# of the compiled kernel, which is compiled once for each value. We check it on
+# difficult rows, made by ``page.stress``: a third is ``randn``, a third has
+# three values that are 20 times larger, and a third is shifted by 100. The
+# error is relative to the result in float64. Its unit *eps* is the distance
+# from 1 to the next number of the dtype.
 
 x = page.stress(1823, 781)
 page.check(softmax_one_row, x)
 
 # %%
 # ``num_warps=4`` gives each program 4 warps of 32 threads. A row of 12672
-# columns is padded to 16384, so each thread holds 128 values in registers. The
-# registers of a :term:`multiprocessor`, of which an H200 has 132, then suffice
-# for two or three programs instead of 16. While these compute, memory waits.
-# Steps 2 and 3 fit the work of a program to the width of the row.
+# columns is padded to 16384, so each thread holds 128 values in registers. A
+# :term:`multiprocessor` then has registers for two or three programs instead
+# of 16, and while these compute, memory waits.
 
 # %%
 # .. _softmax-rows:
@@ -129,14 +124,11 @@ page.check(softmax_one_row, x)
 # Step 2: several rows per program {gain rows at N=256}
 # -----------------------------------------------------
 #
-# With 256 columns, each of a program's 128 threads has two elements. To find a
-# maximum and a sum, threads exchange values in 14 steps and wait several times
-# for each other, however few elements they have. So step 1 executes some fifty
-# instructions per element, and these decide the time, not memory.
-#
-# Here a program owns several rows, as a two-dimensional tile of 4096 elements.
-# A thread has 32 of them, and executes half as many instructions for each.
-# Besides the arguments, the lines with a comment differ from step 1.
+# With 256 columns, each of a program's 128 threads has two elements. For the
+# maximum and the sum they exchange values in 14 steps, however few they have.
+# So step 1 executes some fifty instructions per element, and these decide the
+# time, not memory. Here a program owns several rows. A thread has 32 elements,
+# and half as many instructions for each. Lines with a comment differ.
 
 page.picture.tile(rows=3, columns=12, block=16, per=2)
 
@@ -174,26 +166,21 @@ page.check(softmax_rows, x)
 # Step 3: chunks of a row {gain chunks over one_row at N=12672, bfloat16}
 # -----------------------------------------------------------------------
 #
-# This kernel changes step 1 for wide rows. Its first change is a tuple of
+# For wide rows this kernel changes step 1 in three places. It holds a tuple of
 # equal chunks instead of one tile:
 
 page.picture.chunks(columns=12672, block=16384, chunk=1024)
 
 # %%
-# There are three changes in all, and a consequence:
-#
 # - *Chunks* have less padding: a thread holds 104 values instead of 128. The
 #   compiler unrolls ``tl.static_range``, so all chunks stay in registers.
-# - *One division* per row replaces one per element. Compiled, a division is
-#   several instructions, and a multiplication is one.
-# - ``tl.exp2`` is one instruction of the GPU. ``tl.exp`` uses it too, but adds
-#   instructions for results below 1e-38, which ``tl.exp2`` rounds to zero.
-# - ``tops`` keeps the maximum of each place of a chunk. So threads exchange
-#   values once per row, as in step 1, and not once per chunk.
+# - *One division* per row replaces one per element, which is several
+#   instructions. A multiplication is one.
+# - ``tl.exp2`` is one instruction. ``tl.exp`` uses it too, but adds more for
+#   results below 1e-38, which ``tl.exp2`` rounds to zero.
 #
-# In the machine code for an H200 each of the three changes saves between a
-# seventh and a fifth of step 1's instructions; together they save half, and
-# memory waits less. We have not timed them one by one.
+# In the machine code each change saves a seventh to a fifth of step 1's
+# instructions. Together they save half; we have not timed them one by one.
 
 
 @triton.jit
@@ -201,19 +188,18 @@ def in_chunks(y_ptr, x_ptr, N, BLOCK: tl.constexpr, CHUNKS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     chunks = ()
-    tops = tl.full([BLOCK], float("-inf"), tl.float32)
+    tops = tl.full([BLOCK], float("-inf"), tl.float32)  # per place of a chunk
     for i in tl.static_range(CHUNKS):
         inside = i * BLOCK + columns < N
         at = row * N + i * BLOCK + columns
         x = tl.load(x_ptr + at, mask=inside, other=float("-inf"))  # read N
         chunks += (x.to(tl.float32),)
         tops = tl.maximum(tops, chunks[i])
-    top = tl.max(tops, 0)
+    top = tl.max(tops, 0)  # threads exchange values once per row, as in step 1
     exps = ()  # kept, so that each is computed once
     sums = tl.zeros([BLOCK], tl.float32)
     for i in tl.static_range(CHUNKS):
-        # A GPU has an instruction for 2**x, and log2(e) converts to it.
-        exps += (tl.exp2((chunks[i] - top) * 1.4426950408889634),)
+        exps += (tl.exp2((chunks[i] - top) * 1.4426950408889634),)  # log2(e)
         sums += exps[i]
     scale = 1 / tl.sum(sums, 0)  # one division per row
     for i in tl.static_range(CHUNKS):
@@ -247,8 +233,7 @@ page.picture.shared_row(programs=4)
 
 # %%
 # A launch does not promise that all programs of a row run at the same time. So
-# a program that has waited too long computes the missing pairs itself. The
-# library's kernel has this, several rows per program, and chunks:
+# a program that has waited too long computes the missing pairs itself.
 
 page.source("softmax", fold=True)
 
@@ -267,9 +252,8 @@ def forgetful(x):
 page.catches(forgetful, randn=torch.randn(64, 781), stress=x)
 
 # %%
-# Plain ``randn`` inputs would have let the mistake pass. Therefore every check
-# of this page uses stress inputs. The next one adds small, odd and wide rows,
-# 16-bit dtypes, and rows with special values.
+# Therefore every check of this page uses stress inputs. The next one adds
+# small, odd and wide rows, bfloat16 and float16, and rows of special values.
 
 page.check_all(softmax_one_row, softmax_rows, softmax_chunks, special=True)
 
@@ -281,34 +265,28 @@ page.check_all(softmax_one_row, softmax_rows, softmax_chunks, special=True)
 # the data before (*cold L2*). The figure divides the least traffic, 2MN
 # elements, by the GPU time. The *roofline* is the bandwidth of large copies:
 # no kernel that reads and writes memory is faster. *A copy* is ``y.copy_(x)``
-# of the same matrix. With 4096 rows, narrow matrices are so small that
-# starting a kernel takes much of the time, even of a copy. Liger and quack are
-# libraries of kernels.
+# of the same matrix. Liger and quack are libraries of kernels.
 
 page.plot("bandwidth", over="N")
 
 # %%
-# The table compares the steps at four widths, with a copy of the same matrix
-# as 100 % and more rows than in the figure. It is a run of its own, so times
-# differ slightly from the box. Lines of code count a kernel with its launcher;
-# those of the library serve all shapes, dtypes and the gradient.
+# The table compares the steps, with a copy as 100 % and more rows than in the
+# figure. It is a run of its own, and differs slightly from the box. Lines of
+# code include the launcher; the library's serve all shapes and the gradient.
 
 steps = {"one_row": softmax_one_row, "rows": softmax_rows}
 page.steps(eager=softmax_eager, **steps, chunks=softmax_chunks)
 
 # %%
-# - At 256 columns, three quarters of step 3's chunk of 1024 are padding, and
-#   padding takes as many instructions as elements do.
+# - At 256 columns, three quarters of step 3's chunk are padding.
 # - At 781 columns, rows do not begin at multiples of 16 bytes, so each load
-#   fetches one element. In bfloat16, half the bytes then need as many
-#   instructions as in float32, and these decide the time. The library gives
-#   such a row to one warp, whose threads need fewer exchanges, and no waits.
-# - From 4096 columns on, step 2 also has one row per program. It compiles to
-#   step 1's instructions in another order. That changes the time at 12672
-#   columns, where a multiprocessor holds few warps.
+#   fetches one element. In bfloat16, half the bytes need as many instructions,
+#   and these decide the time. The library gives such a row to one warp, whose
+#   threads exchange values in fewer steps.
+# - From 4096 columns on, step 2 also has one row per program, and step 1's
+#   instructions in another order. That matters where warps are few, at 12672.
 # - Eager's subtraction and division broadcast a value per row. PyTorch's
-#   kernel for that loads single elements instead of 16 bytes. It does so in
-#   bfloat16 as well, where an element has half the bytes.
+#   kernel for that loads single elements, of 2 bytes in bfloat16.
 
 page.findings()
 
@@ -318,9 +296,8 @@ page.findings()
 # When to use it
 # --------------
 #
-# To change a kernel, copy it from this page. To use softmax, call the library.
-# It takes any axis, any strides, and float16, bfloat16, float32 and float64.
-# Its backward pass is one kernel too, and it works under ``torch.compile``. It
+# Call the library for any axis, any strides, and float16 to float64. Its
+# backward pass is one kernel too, and it works under ``torch.compile``. It
 # passes rows of more than ``2**20`` elements to torch. *End to end*, a call
 # takes the larger of its GPU time and the CPU's time to launch it.
 

@@ -2,9 +2,9 @@
 Cross entropy with its gradient
 ===============================
 
-The loss of a language model reads a score for every word of its vocabulary.
-In eager PyTorch, loss and gradient move five times the bytes they have to. We
-write both as one Triton kernel, and then let it read rows of any width.
+In eager PyTorch, the loss of a language model and its gradient move five times
+the bytes they have to. We write both as one Triton kernel, for rows of any
+width.
 
 You will learn
 
@@ -12,9 +12,8 @@ You will learn
 - how to reduce a row that is wider than the registers of a program,
 - when a kernel may overwrite its input, and what that saves.
 
-Prerequisites: :doc:`plot_002_measuring`, :doc:`plot_102_softmax`. You can run
-this page without a GPU. Kernels then run in Triton's interpreter, and times
-are those recorded on the GPU that the box names.
+Prerequisites: :doc:`plot_002_measuring`, :doc:`plot_102_softmax`. Without a
+GPU, kernels run in Triton's interpreter, and times are recorded ones.
 """
 
 import fusebook  # first: without a GPU it turns Triton's interpreter on
@@ -62,17 +61,16 @@ def loss_eager(x, target):
 page.traffic(eager=loss_eager, fused=2)
 
 # %%
-# Six operations move whole matrices, MN elements. The others move up to 21
-# elements per row, which is nothing next to N. The least is to read each logit
-# once and to write each gradient once. If memory decides the time, as it does
-# in softmax, **we predict 5x.** PyTorch's own ``F.cross_entropy`` has fewer
-# kernels than this: it is *torch* in the box.
+# The 21M are values per row, which are nothing next to N. The least is to read
+# each logit once and to write each gradient once. If memory decides the time,
+# **we predict 5x.** (PyTorch's own ``F.cross_entropy``, *torch* in the box,
+# has fewer kernels than this.)
 
 # %%
 # .. _loss-two-kernels:
 #
-# Step 1: a forward and a backward kernel {gain two at N=32000, bfloat16}
-# -----------------------------------------------------------------------
+# Step 1: two kernels {gain two at N=32000, bfloat16}
+# ---------------------------------------------------
 #
 # Triton starts many instances of a kernel, called :term:`programs <program>`.
 # Program *i* owns row *i*. The forward kernel loads the row into
@@ -177,8 +175,8 @@ page.check(loss_one, x, target)
 # %%
 # .. _loss-chunks:
 #
-# Step 3: a loop over chunks, for wide rows {gain chunks at N=128256, bfloat16}
-# -----------------------------------------------------------------------------
+# Step 3: a loop over chunks {gain chunks at N=128256, bfloat16}
+# --------------------------------------------------------------
 #
 # A vocabulary of 128256 needs a tile of 131072 float32 elements, 512 KiB. A
 # multiprocessor, which runs the program, has 256 KiB of registers. The
@@ -300,9 +298,7 @@ page.check_all(loss_two, loss_one, loss_chunks, special=True)
 # *GPU time* is the time of one call on the GPU, after the L2 cache was flushed
 # (*cold L2*). The figure shows the least traffic, 2MN elements, divided by it.
 # The *roofline* is the bandwidth of large copies; *a copy* moves as many bytes
-# as the least. Liger, a library of kernels, has no line: it waits for the GPU
-# in every call, so it has an end-to-end time only. It overwrites the logits,
-# so each call gets a copy of them.
+# as the least. The library Liger has no line: each call waits for the GPU.
 
 page.plot("bandwidth", over="N")
 
@@ -318,10 +314,8 @@ page.steps(eager=loss_eager, **steps)
 # - Eager's subtraction and division broadcast a value per row. PyTorch's
 #   kernel for that loads single elements of 2 bytes, where others load 16.
 # - At 32000 classes, the registers of a multiprocessor hold one program of
-#   steps 1 and 2. While it computes, memory waits. Step 2 computes more for
-#   each element that it moves.
-# - At 1000 classes a thread has eight elements, and the exchange between
-#   threads takes much of the time, as on page 102.
+#   steps 1 and 2. While it computes, memory waits, and step 2 computes more
+#   for each element that it moves.
 
 page.findings()
 
@@ -342,16 +336,13 @@ loss.backward()  # hands out the gradient that the forward pass computed
 
 # %%
 # - **Memory.** A call allocates the gradient, the *output* of the table, which
-#   is as large as the logits. With ``inplace=True`` it overwrites the logits
-#   instead. The rest is small.
-# - **Options.** ``check=True`` raises an error for a class that does not
-#   exist, and waits for the GPU. By default such a class gives NaN on a GPU,
-#   and an error on the CPU.
-# - **Rows** of more than ``2**20`` classes are computed by torch. So are rows
-#   of more than 4096 classes in float64.
-# - **Logits from a linear layer**, as in a language model, need not exist.
-#   Pass the hidden states and the layer's weight to
-#   ``fusebook.linear_cross_entropy``: see :doc:`plot_108_chunked_head`.
+#   is as large as the logits. With ``inplace=True`` it overwrites them.
+# - **Options.** A class that does not exist gives NaN on a GPU. ``check=True``
+#   waits for the GPU and raises an error.
+# - **Rows** of more than ``2**20`` classes (4096 in float64) go to torch.
+# - **Logits from a linear layer**, as in a language model, need not exist:
+#   ``fusebook.linear_cross_entropy`` takes its input and its weight. See
+#   :doc:`page 108 <plot_108_chunked_head>`.
 # - **Do not use** ``inplace`` when something else reads the logits, such as a
 #   metric.
 

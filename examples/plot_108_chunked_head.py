@@ -12,9 +12,8 @@ You will learn
 - how to turn scores into their gradient without new memory,
 - how to trade time for memory with the number of rows in a chunk.
 
-Prerequisites: :doc:`plot_002_measuring`, :doc:`plot_105_cross_entropy`. You
-can run this page without a GPU. Kernels then run in Triton's interpreter, and
-times are those recorded on the GPU that the box names.
+Prerequisites: :doc:`plot_002_measuring`, :doc:`plot_105_cross_entropy`.
+Without a GPU, kernels run in Triton's interpreter; times are recorded ones.
 """
 
 import fusebook  # first: without a GPU it turns Triton's interpreter on

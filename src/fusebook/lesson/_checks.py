@@ -85,7 +85,7 @@ def caught(op: Op, function: Callable[..., Any], named: dict[str, Any]) -> Line:
     for name, given in named.items():
         yard, got, verdict = _judged(op, function, given if isinstance(given, tuple) else (given,))
         where = "" if verdict.ok else f" ({yard.where(got)})"
-        said.append(f"{'passes' if verdict.ok else 'fails'} on `{name}` inputs{where}")
+        said.append(f"{'passes' if verdict.ok else 'fails'} on `{name}`{where}")
         last = verdict.ok
     return Line(not last, f"`{_name(function)}` {', and '.join(said)}.").strictly()
 
@@ -128,9 +128,8 @@ def all_checked(
                 numbers = f"error {_eps(verdict.error, given)}, tolerance {_eps(verdict.tolerance, given)}"
                 where = f"{sizes(given[0])}: {numbers}; {yard.where(got)}"
                 return Line(False, f"`{_name(function)}` is incorrect on {where}.").strictly()
-    names = ", ".join(f"`{_name(function)}`" for function in functions)
-    rows = ", with rows of -inf, NaN, inf and the largest finite values" if special else ""
-    text = f"All correct on {count} inputs in float32, bfloat16 and float16{rows}: {names}."
+    rows = ", with rows of -inf, NaN, inf and largest finite values" if special else ""
+    text = f"All {len(functions)} are correct on {count} inputs in three dtypes{rows}."
     return Line(True, text).strictly()
 
 

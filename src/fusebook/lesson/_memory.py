@@ -180,7 +180,8 @@ class MemoryPage(Page):
         ]
         bars = dict(beyond.sort_values(ascending=False).rename({"fusebook": "Fusebook"}))
         shown = picture.bars(
-            f"Peak memory of {_size(own, frame)}, {own['dtype']}, above inputs and gradients.",
+            f"Peak memory of {_size(own, frame)}, {own['dtype']}, above inputs and gradients. "
+            "torch is a matmul and PyTorch's loss; torch.compile compiles the two.",
             bars,
             {n: f"{gib:.2f} GiB" for n, gib in bars.items()},
             ["Fusebook"],
@@ -217,15 +218,12 @@ class MemoryPage(Page):
             if (address := _numbers.site(document))
         )
         made = "".join(f'<p class="fb-verdict-line">{_numbers.joined([line])}</p>' for line in lines)
-        label = f"{label[:1].upper()}{label[1:]}. {self._legend()}".strip()
+        label = label[:1].upper() + label[1:]
         return Shown(
-            f'<div class="fb-box fb-verdict-box"><div>{made}<p class="fb-box-claims">{show.rich(label)} {linked}</p>'
+            f'<div class="fb-box fb-verdict-box"><div>{made}<p class="fb-box-claims">{show.rich(label)}. {linked}</p>'
             f"</div>{bars._repr_html_()}</div>",
             "\n".join([*(_numbers.plainly([line]) for line in lines), f"({label})"]),
         )._now()
-
-    def _legend(self) -> str:
-        return "torch is a matmul and PyTorch's loss, and torch.compile compiles the two."
 
     def memory(self, **functions: Callable[..., Any]) -> Shown:
         """Count the memory that functions hold over time at the verdict's size, and draw it.
@@ -280,7 +278,7 @@ class MemoryPage(Page):
         made = show.table(told, f"{size}; without a GPU time: the call waits for the GPU", fold=False)
         why = {"wrong": "its error is above the tolerance", "refused": "it raised an error"}
         left = [
-            f"*{name}* has no row, as {why.get(row['status'], row['status'])}: {row['note'].partition(';')[0]}."
+            f"`{name}` has no row, as {why.get(row['status'], row['status'])}: {row['note'].partition(';')[0]}."
             for name, row in point[~ok].iterrows()
         ]
         install = _numbers.install()

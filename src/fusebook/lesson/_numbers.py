@@ -213,7 +213,7 @@ def _pace(ratios: pd.Series, sizes: str, other: str) -> str:
     ratio, lost = float(ratios.median()), int((ratios > 1 + tables.WITHIN).sum())
     word = f"{times(1 / ratio)} faster than" if ratio < 1 else f"{times(ratio)} slower than"
     word = "as fast as" if abs(ratio - 1) <= tables.WITHIN else word
-    worst = f"slower at {lost} of them, at worst {times(ratios.max())}" if lost else "slower at none of them"
+    worst = f"slower at {lost}, at worst {times(ratios.max())}" if lost else "slower at none"
     return f"Over {sizes}, it is {word} {other} in the median, and {worst}."
 
 
@@ -255,11 +255,12 @@ def verdict(op: Op, frame: pd.DataFrame, example: Mapping[str, Any]) -> tuple[li
         names = _libraries(op, frame, timed=True)
         some = f"the {len(libraries)} {many} that {said(names, 'or')} takes"
         fastest = said(names) if len(names) == 1 else f"the faster of {said(names)}"
-        text += " " + _pace(libraries, f"the same {many}" if len(libraries) == len(torchs) else some, fastest)
+        text += " " + _pace(libraries, "all of these" if len(libraries) == len(torchs) else some, fastest)
     lines.append(f"{text} Times within 2 % count as equal.")
     lines.append(f"**Memory.** {_memory_of(frame, 'fusebook')} {_memory_of(frame, next(iter(op.variants)))}")
     bars = {**others.sort_values(ascending=False), "Fusebook": own[gpu], "a copy": own["copy_us"]}
-    caption = f"GPU time of {at} (cold L2 cache)."
+    names = legend([*others.index], _libraries(op, frame, timed=True))
+    caption = f"GPU time of {at} (cold L2 cache). {names}"
     return lines, picture.bars(caption, bars, {n: microseconds(us) for n, us in bars.items()}, ["Fusebook"])
 
 
@@ -311,7 +312,7 @@ def choices(op: Op, frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def limits(op: Op, frame: pd.DataFrame, gradient: pd.DataFrame | None) -> list[str]:
-    """When not to use the library: where another implementation is faster, and where the launch decides; its memory."""
+    """When not to use the library: where another is faster, and where the launch decides; memory of its gradient."""
     everything = _against(op, frame, *verdicts.GROUPS)
     lost = everything[everything > 1 + tables.WITHIN].sort_values(ascending=False)
     many = _many(frame)
@@ -320,22 +321,21 @@ def limits(op: Op, frame: pd.DataFrame, gradient: pd.DataFrame | None) -> list[s
         told = f"**Do not use it** where another implementation is faster: at {len(lost)} of {len(everything)} {many}."
     said = [told]
     if len(lost):
-        behind = tables.behind(verdicts.compared(op, frame, verdicts.GROUPS)).loc[lost.index[:3]].reset_index()
+        behind = tables.behind(verdicts.compared(op, frame, verdicts.GROUPS)).loc[lost.index[:2]].reset_index()
         places = zip(behind["label"], behind["dtype"], behind["best other"], behind["times as long"], strict=True)
         worst = [
             f"{size.replace('x', ' x ')} in {dtype} ({other} is {times(ratio)} faster)"
             for size, dtype, other, ratio in places
         ]
-        said.append(f"It loses most at {', '.join(worst)}.")
+        said.append(f"It loses most at {' and '.join(worst)}.")
     launch = [tables.where(frame, variant=name, status="ok")["launch_us"].median() for name in ("fusebook", "torch")]
     if launch == [us for us in launch if us == us]:
         said.append(
             f"**Small inputs:** the CPU takes {launch[0]:.1f} us to launch a call (torch: {launch[1]:.1f} us). "
-            "A kernel that is shorter than that makes no call faster."
+            "A shorter kernel makes no call faster."
         )
-    said.append(f"**Memory:** {_memory_of(frame, 'fusebook')}")
     if gradient is not None:
-        said.append(_memory_of(gradient, "fusebook", "its backward pass", "the gradient"))
+        said.append(f"**Memory:** {_memory_of(gradient, 'fusebook', 'its backward pass', 'the gradient')}")
     return said
 
 
@@ -346,15 +346,14 @@ def install() -> list[str]:
         told = [f"**Install:** `pip install {url}/wheel/{wheel}`."]
     else:
         told = [f"**Install:** `pip install {wheel}`, the file in the zip under this page's title."]
-        told.append("In a checkout of the source, `pip install .` does the same.")
+        told.append("In a checkout, `pip install .` does the same.")
     needs = "Linux"
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         about = importlib.metadata.metadata("fusebook")
         packages = [line for line in about.get_all("Requires-Dist") or () if "extra ==" not in line]
         needs += f", Python {about['Requires-Python']}, {', '.join(packages)}"
     told.append(f"It needs {needs}.")
-    told.append("Compiled kernels need an NVIDIA GPU of compute capability 8.0 or later (Ampere).")
-    return [*told, "Without one, the same calls run in Triton's interpreter, which is slow."]
+    return [*told, "Compiled kernels need an NVIDIA GPU of compute capability 8.0 or later (Ampere)."]
 
 
 def plainly(sentences: Sequence[str]) -> str:

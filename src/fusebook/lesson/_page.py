@@ -152,9 +152,9 @@ class Page:
         )
         made = "".join(f'<p class="fb-verdict-line">{_numbers.joined([line])}</p>' for line in lines)
         label = _numbers.origin(self._everything())
-        label = f"{label[:1].upper()}{label[1:]}. {self._legend()}".strip()
+        label = label[:1].upper() + label[1:]
         return Shown(
-            f'<div class="fb-box fb-verdict-box"><div>{made}<p class="fb-box-claims">{show.rich(label)} {linked}</p>'
+            f'<div class="fb-box fb-verdict-box"><div>{made}<p class="fb-box-claims">{show.rich(label)}. {linked}</p>'
             f"</div>{bars._repr_html_() if bars else ''}</div>",
             "\n".join([*(_numbers.plainly([line]) for line in lines), f"({label})"]),
         )._now()
@@ -170,11 +170,6 @@ class Page:
             f'<div class="fb-box fb-verdict-box"><p class="fb-verdict-line">{_numbers.joined(said)}</p></div>',
             "\n".join(said).replace("**", ""),
         )._now()
-
-    def _legend(self) -> str:
-        """What the names in the box mean."""
-        frame = self._everything()
-        return _numbers.legend([*frame["variant"].unique()], _numbers._libraries(self.op, frame, timed=True))
 
     def traffic(self, *, fused: float, **eager: Callable[..., Any]) -> Shown:
         """Count what eager code moves, on the meta device, and draw it above what a fused kernel has to move.
@@ -282,7 +277,7 @@ class Page:
         sweep = self._sweep()
         frame = sweep[sweep["dtype"] == sweep["dtype"].iloc[0]]
         frame.attrs.update(sweep.attrs)
-        ax = getattr(plots, kind)(frame, xlabel=f"columns of a row, {over}" if over == "N" else over, size=(8.0, 3.2))
+        ax = getattr(plots, kind)(frame, xlabel=f"columns of a row, {over}" if over == "N" else over, size=(8.0, 2.6))
         if _place.script():
             return Shown("", f"Figure: {ax.get_title(loc='left')} ({_numbers.origin(sweep)})")._now()
         return ax

@@ -240,4 +240,4 @@ def segments(caption: str, moved: Mapping[str, Sequence[tuple[str, float, float]
         total = sum(read + write for _, read, write in steps)
         parts.append(_text(left + scale * most + 8, y - 22 * len(steps) / 2 + 4, f"{name}: {total:g} {unit}"))
         y += 12
-    return _drawing(caption, told, y, parts)
+    return _drawing(caption, told, y - 8, parts)
