@@ -40,8 +40,8 @@ page.verdict()
 #
 # *Eager* PyTorch runs each operation when it is called. Each line below is one
 # kernel, a function that runs on the GPU: it reads its inputs from memory and
-# writes its output back. The comments count elements. (PyTorch's own kernel
-# for all of it, ``torch.softmax``, is *torch* in the box.)
+# writes its output back. The comments count elements. PyTorch's own kernel
+# for all of it, ``torch.softmax``, is *torch* in the box.
 
 
 def softmax_eager(x):
@@ -104,7 +104,7 @@ def softmax_one_row(x, num_warps=4):
 # %%
 # ``one_row[(M,)](...)`` launches M programs. A ``tl.constexpr`` is a constant
 # of the compiled kernel, which is compiled once for each value. We check it on
-# difficult rows, made by ``page.stress``: a third is ``randn``, a third has
+# difficult rows, made by ``page.stress``. A third is ``randn``, a third has
 # three values that are 20 times larger, and a third is shifted by 100. The
 # error is relative to the result in float64. Its unit *eps* is the distance
 # from 1 to the next number of the dtype.
@@ -128,7 +128,7 @@ page.check(softmax_one_row, x)
 # maximum and the sum they exchange values in 14 steps, however few they have.
 # So step 1 executes some fifty instructions per element, and these decide the
 # time, not memory. Here a program owns several rows. A thread has 32 elements,
-# and half as many instructions for each. Lines with a comment differ.
+# and half as many instructions for each. Comments mark what differs.
 
 page.picture.tile(rows=3, columns=12, block=16, per=2)
 
@@ -271,7 +271,7 @@ page.plot("bandwidth", over="N")
 
 # %%
 # The table compares the steps, with a copy as 100 % and more rows than in the
-# figure. It is a run of its own, and differs slightly from the box. Lines of
+# figure. It is another run, and differs slightly from the box. Lines of
 # code include the launcher; the library's serve all shapes and the gradient.
 
 steps = {"one_row": softmax_one_row, "rows": softmax_rows}

@@ -42,7 +42,7 @@ page.verdict()
 #
 # The gradient is the softmax of the row, less one at the class. *Eager*
 # PyTorch runs each line below as one or more kernels, and every kernel reads
-# and writes memory. M is the number of rows, and the loss is their mean. What
+# and writes memory. The loss is the mean over the M rows. What
 # is read and written per row only is left out of the comments.
 
 
@@ -61,10 +61,10 @@ def loss_eager(x, target):
 page.traffic(eager=loss_eager, fused=2)
 
 # %%
-# The 21M are values per row, which are nothing next to N. The least is to read
+# 21M is 21 values per row, which is nothing next to N. The least is to read
 # each logit once and to write each gradient once. If memory decides the time,
-# **we predict 5x.** (PyTorch's own ``F.cross_entropy``, *torch* in the box,
-# has fewer kernels than this.)
+# **we predict 5x.** PyTorch's own ``F.cross_entropy``, *torch* in the box, has
+# fewer kernels than this.
 
 # %%
 # .. _loss-two-kernels:
@@ -76,8 +76,8 @@ page.traffic(eager=loss_eager, fused=2)
 # Program *i* owns row *i*. The forward kernel loads the row into
 # :term:`registers <register>` and reduces it to its maximum and its sum. It
 # writes the loss, and both numbers for later. The backward kernel needs only
-# these two and the logits. The two move 3MN elements, and **we predict
-# 10 / 3 = 3.3x.**
+# these two and the logits. The two move 3MN elements instead of 10MN, so **we
+# predict 10 / 3 times the speed.**
 
 
 @triton.jit
@@ -142,7 +142,7 @@ page.check(loss_two, x, target)
 #
 # The forward kernel already holds what the gradient needs. If it writes the
 # gradient as well, nothing is read twice: 2MN instead of 3MN. **We predict
-# 1.5x.** The lines with a comment replace the backward kernel.
+# 3 / 2 times the speed.** Lines with a comment replace the backward kernel.
 
 
 @triton.jit

@@ -167,9 +167,9 @@ page.memory(torch=head_torch, in_place=head_in_place, chunks=head_in_chunks)
 # How many rows?
 # --------------
 #
-# All versions do the same three matmuls, 6MKN operations. **We predict the
-# same time for all**, about 26 ms at the rate of an H100's data sheet, as long
-# as chunks have enough rows.
+# All versions do the same three matmuls, 6MKN operations, for which an H100's
+# data sheet promises 989 TFLOP/s. **We predict the same time for all**, as
+# long as chunks have enough rows.
 #
 # How many are enough? With R rows, the first two matmuls do 2RKN operations
 # each and read the head, 2KN bytes in bfloat16: R operations per byte. The

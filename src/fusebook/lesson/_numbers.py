@@ -259,8 +259,8 @@ def verdict(op: Op, frame: pd.DataFrame, example: Mapping[str, Any]) -> tuple[li
     lines.append(f"{text} Times within 2 % count as equal.")
     lines.append(f"**Memory.** {_memory_of(frame, 'fusebook')} {_memory_of(frame, next(iter(op.variants)))}")
     bars = {**others.sort_values(ascending=False), "Fusebook": own[gpu], "a copy": own["copy_us"]}
-    names = legend([*others.index], _libraries(op, frame, timed=True))
-    caption = f"GPU time of {at} (cold L2 cache). {names}"
+    meant = legend([*others.index], _libraries(op, frame, timed=True))
+    caption = f"GPU time of {at} (cold L2 cache). {meant}"
     return lines, picture.bars(caption, bars, {n: microseconds(us) for n, us in bars.items()}, ["Fusebook"])
 
 

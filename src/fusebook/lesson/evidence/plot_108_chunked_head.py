@@ -201,8 +201,9 @@ CLAIMS = (
     Claim(
         "same-call",
         "Three matmuls take at least {roof:.1f} ms at the rate that this GPU was measured to reach: they draw "
-        "{power:.0f} W, so the GPU lowers its clock. The library's call takes {box:.1f} ms in the box, {picture:.1f} ms in "
-        "the picture and {table:.1f} ms in the table, which are three runs. Compare times within one.",
+        "{power:.0f} W, so the GPU lowers its clock. The library's call takes {box:.1f} ms in the box, "
+        "{picture:.1f} ms in the picture and {table:.1f} ms in the table, which are three runs. Compare times within "
+        "one.",
         lambda frames: _one(max(ms := _same(frames)) / min(ms)),
         "<= 1.1",
         _EXAMPLE + "; longest over shortest",
