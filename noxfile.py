@@ -257,7 +257,7 @@ def explore(session):
 #: What tells one Triton from another: every kernel compiled, and interpreted where a GPU is missing.
 PROMISED = [
     f"tests/test_{name}.py"
-    for name in "adamw cards compile elementwise gemm kmeans losses norms scatter_nd softmax".split()
+    for name in "adamw cards compile elementwise gemm kmeans losses norms rope scatter_nd softmax".split()
 ]
 
 
