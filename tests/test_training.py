@@ -1,15 +1,18 @@
 """Models of transformers with the library's operators: what is replaced and left, and five steps of training."""
 
+import collections
 import copy
 import functools
 import inspect
 import os
 import pickle
 import socket
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusebook
 
@@ -94,6 +97,30 @@ def test_each_module_gives_what_it_gave(family):
     assert not any("forward" in vars(m) for m in fused.modules())
 
 
+class Operators(TorchDispatchMode):
+    """Count the library's operators that run."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = collections.Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "fusebook":
+            self.counts[func.__name__.partition(".")[0]] += 1
+        return func(*args, **(kwargs or {}))
+
+
+EACH = {"norm": 5, "rope_two": 2, "silu_mul": 2}
+
+
+def test_the_operators_run(llama):
+    model = patched(llama)
+    with Operators() as mode:
+        model(IDS, labels=IDS).loss
+    loss_of = {name: n for name, n in mode.counts.items() if "linear" in name}
+    assert mode.counts == EACH | loss_of and sum(loss_of.values()) == 1
+
+
 class Clipped(modeling_llama.LlamaRMSNorm):
     def forward(self, hidden_states):
         return super().forward(hidden_states).clamp(-1e4, 1e4)
@@ -149,23 +176,23 @@ def test_what_computes_something_else_is_left_alone(llama, monkeypatch):
     assert "does not compute what fusebook.rope does" in str(fusebook.patch(copy.deepcopy(llama)))
 
 
-class Capped(modeling_llama.LlamaForCausalLM):
-    """As a later release may be: logits pass a cap."""
-
-    def forward(self, input_ids=None, labels=None, **given):
-        hidden = self.model(input_ids=input_ids).last_hidden_state
-        logits = torch.tanh(self.lm_head(hidden))
-        return transformers.modeling_outputs.CausalLMOutputWithPast(
-            loss=self.loss_function(logits=logits, labels=labels, vocab_size=128, **given), logits=logits
-        )
-
-
 def test_a_loss_of_changed_logits_is_left_alone(llama, monkeypatch):
-    model = copy.deepcopy(llama)
-    capped = Capped.forward
-    capped.__module__ = modeling_llama.__name__
-    monkeypatch.setattr(modeling_llama.LlamaForCausalLM, "forward", capped)
-    assert "its forward is not one that is known: TypeError: tanh()" in fusebook.patch(model).left[""]
+    """As the forward of a later release may be."""
+
+    def capped(self, input_ids=None, labels=None, **given):
+        logits = torch.tanh(self.lm_head(self.model(input_ids=input_ids).last_hidden_state))
+        return SimpleNamespace(loss=self.loss_function(logits=logits, labels=labels, **given), logits=logits)
+
+    def last(self, input_ids=None, labels=None, **given):
+        logits = self.lm_head(self.model(input_ids=input_ids).last_hidden_state[:, -1:])
+        return SimpleNamespace(loss=self.loss_function(logits=logits, labels=labels, **given), logits=logits)
+
+    for forward, said in ((capped, "is not one that is known: TypeError: tanh()"), (last, "more with the logits than")):
+        forward.__module__ = modeling_llama.__name__
+        monkeypatch.setattr(modeling_llama.LlamaForCausalLM, "forward", forward)
+        assert (
+            f"its forward {'does ' if forward is last else ''}{said}" in fusebook.patch(copy.deepcopy(llama)).left[""]
+        )
 
 
 def test_other_families_and_models_are_left_alone(llama):
@@ -307,8 +334,16 @@ def checkpointed(model):
 
 def compiled(model):
     torch._dynamo.reset()
-    # What is traced is the same for every backend; inductor takes ten times as long.
-    return trained(model, torch.compile(model, backend="aot_eager" if DEVICE == "cpu" else "inductor", fullgraph=True))
+    graphs = []
+
+    def backend(graph, inputs):  # inductor is given the same graph, and takes ten times as long on the CPU
+        graphs.append(graph.code)
+        return torch._dynamo.lookup_backend("aot_eager" if DEVICE == "cpu" else "inductor")(graph, inputs)
+
+    found = trained(model, torch.compile(model, backend=backend, fullgraph=True))
+    (code,) = graphs
+    assert {name: code.count(f"torch.ops.fusebook.{name}.default(") for name in EACH} == EACH
+    return found
 
 
 def offloaded(model):
