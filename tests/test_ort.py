@@ -413,6 +413,7 @@ def test_every_kernel_of_the_library_has_a_variant_for_every_size():
         specs = [spec for spec in aot.specs([name])]
         kinds = {spec.kind for spec in specs}
         assert {"KEYS", "SCAN", "FILL", "ATOMIC", "SORT", "SEGMENTS", "SOFTMAX_ROWS", "SOFTMAX_WIDE"} <= kinds
+        assert ("QUANTIZED + 11" in kinds) == (name in ("float16", "bfloat16"))
         assert ("ROUND" in kinds) == (name in ("float16", "bfloat16"))
         by = [(s.kind, s.type, s.aligned, s.limit) for s in specs]
         assert len(set(by)) == len(by)
@@ -842,8 +843,8 @@ def test_a_matmul_of_few_bits_becomes_ours(M, options, device):
     fused = export.fuse(proto)
     assert domains(fused) == [("fusebook", "QuantizedMatMul")]
     names = {tensor.name for tensor in fused.graph.initializer}
-    assert names == {"y/words", "y/scales"} | {f"y/{n}" for n in given if n == "zeros"} | {
-        n for n in given if n == "bias"
+    assert names == {"y/words", "y/scales", "bias" if "bias" in given else "y/bias"} | {
+        f"y/{n}" for n in given if n == "zeros"
     }
     x = torch.randn(M, weight.shape[1], generator=torch.Generator().manual_seed(M)).to(given["scales"].dtype)
     got = Graph(fused, device=device, ops=NODES)({"x": x.to(device)})["y"].double().cpu()
@@ -854,6 +855,18 @@ def test_a_matmul_of_few_bits_becomes_ours(M, options, device):
     if x.dtype == torch.float16:  # of which ONNX Runtime's CPU has a kernel
         theirs = Graph(proto, device="cpu")({"x": x})["y"].double()
         torch.testing.assert_close(got, theirs, atol=0.05, rtol=0.02)
+
+
+@pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
+@pytest.mark.parametrize("options", [{}, {"zeros": True, "group": 64, "K": 208}, {"bits": 8, "zeros": True, "N": 17}])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_a_compiled_matmul_of_few_bits_is_that_of_python(options, dtype, library):
+    proto, _, weight = nbits(dtype=dtype, **options)
+    fused = export.fuse(proto)
+    compiled, python = Graph(fused, library=library), Graph(fused, ops=NODES)
+    for M in (0, 1, 8, 9, 16, 33):
+        x = torch.randn(M, weight.shape[1], device="cuda", dtype=dtype)
+        assert torch.equal(compiled({"x": x})["y"], python({"x": x})["y"])
 
 
 def test_a_weight_of_few_bits_comes_back():

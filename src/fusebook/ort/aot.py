@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from fusebook.kernels._call import integer
+from fusebook.kernels.quantized import LAUNCHES
 from fusebook.measure.machine import cache_folder
 from fusebook.ort.custom import C, beside, compile_c
 
@@ -63,10 +64,12 @@ class Spec:
     module: str
     function: str
     signature: dict[str, Any]  # Triton's types of the arguments
-    constants: dict[str, int | bool]
+    constants: dict[str, int | bool | None]
     warps: int
     late: str = ""
     early: str = ""
+    sixteens: tuple[str, ...] = ()  # arguments that are multiples of 16
+    stages: int = 3
 
 
 def specs(types: Sequence[str]) -> Iterator[Spec]:
@@ -152,6 +155,29 @@ def specs(types: Sequence[str]) -> Iterator[Spec]:
                     {"ALIGN": 1, "ROWS": 32, "BLOCK": 256 // size, "GROUP": 1}, 4,
                 )  # fmt: skip
 
+    for type_, name in enumerate(TYPES):
+        if name in types and TYPES[name][1] == 2:
+            yield from _quantized(type_, f"*{TYPES[name][0]}")
+
+
+def _quantized(type_: int, pointer: str) -> Iterator[Spec]:
+    """Matmuls with weights of few bits, for up to 8 rows of x, and for 16 at a time."""
+    formats = [(bits, group, zeros) for bits in (4, 8) for group in (32, 64, 128) for zeros in (False, True)]
+    sizes = dict.fromkeys(("M", "N", "K", "blocks", "groups"), "i32")
+    for number, (bits, group, zeros) in enumerate(formats):
+        given = {"y_ptr": pointer, "x_ptr": pointer, "w_ptr": "*i32", "s_ptr": pointer, "bias_ptr": pointer}
+        given |= {"z_ptr": "*i8"} if zeros else {}
+        absent: dict[str, int | bool | None] = dict.fromkeys(
+            ("gate_w_ptr", "gate_s_ptr", "gate_z_ptr", *(() if zeros else ("z_ptr",)))
+        )
+        for rows in (8, 16):
+            how = LAUNCHES[rows]
+            constants = {"BITS": bits, "GROUP": group, "PARTS": max(1, 512 // bits // group), "PLAIN": False}
+            yield Spec(
+                f"QUANTIZED + {number}", type_, True, rows, how["ROWS"], "fusebook.kernels.quantized", "_quantized",
+                given | sizes, {**absent, **how, **constants}, how["SLICES"], sixteens=("K",), stages=1,
+            )  # fmt: skip
+
 
 # Compiling ---------------------------------------------------------------------------------------------------------
 
@@ -176,10 +202,16 @@ def compile_one(spec: Spec, arch: int, folder: pathlib.Path) -> dict[str, object
     constants = {(names.index(name),): value for name, value in chosen.items()}
     # Only what is aligned is promised to be.
     attributes = {
-        (i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if spec.aligned and name.endswith("_ptr")
+        (i,): [["tt.divisibility", 16]]
+        for i, name in enumerate(names)
+        if name in spec.signature and ((spec.aligned and name.endswith("_ptr")) or name in spec.sixteens)
     }
     source = ASTSource(kernel, signature=signature, constexprs=constants, attrs=attributes)
-    options = {"num_warps": spec.warps, **({"launch_pdl": True} if spec.late and overlaps else {})}
+    options = {
+        "num_warps": spec.warps,
+        "num_stages": spec.stages,
+        **({"launch_pdl": True} if spec.late and overlaps else {}),
+    }
     made = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     entry = re.search(r"\.entry\s+\w+\s*\(([^)]*)\)", made.asm["ptx"])
     assert entry is not None

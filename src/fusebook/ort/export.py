@@ -428,6 +428,8 @@ def fuse(model: Any) -> Any:
             return op.initializer(onnx_ir.Tensor(array.view(kind.numpy()), name=full), name=full)
 
         bias = inputs[5] if len(inputs) > 5 else None
+        if bias is None:  # kernels that are compiled ahead of time add one
+            bias = kept("bias", packed.scales.new_zeros(packed.shape[0]))
         return op.QuantizedMatMul(
             x, kept("words", packed.words), kept("scales", packed.scales),
             None if packed.zeros is None else kept("zeros", packed.zeros), bias,

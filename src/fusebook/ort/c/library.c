@@ -22,7 +22,8 @@ typedef struct {
   const char *name;
 } Entry;
 
-enum { KEYS, SCAN, FILL, ATOMIC, ROUND, SORT, SEGMENTS, SOFTMAX_ROWS, SOFTMAX_WIDE, SOFTMAX_AXIS };
+enum { KEYS, SCAN, FILL, ATOMIC, ROUND, SORT, SEGMENTS, SOFTMAX_ROWS, SOFTMAX_WIDE, SOFTMAX_AXIS,
+       QUANTIZED /* and the eleven behind it: see quantized() */ };
 
 #include "table.h" /* ENTRIES, ARCHITECTURES, TYPES, and the constants that plan and kernels must agree on */
 
@@ -150,6 +151,7 @@ typedef struct {
   int device;
   void *stream;
   uint64_t scratch; /* one block a run, handed out in pieces */
+  unsigned across;  /* programs along the second axis; 0 is 1 */
 } Run;
 
 static Status begin(Run *run, Api api, void *context) {
@@ -189,6 +191,7 @@ static Status launch(const Run *run, const Entry *e, int overlap, int64_t progra
   if (!e) return refuse(run->api, ORT_NOT_IMPLEMENTED, "fusebook: this library was built without this type; build it with --dtype");
   if (programs > INT32_MAX) return refuse(run->api, ORT_NOT_IMPLEMENTED, "fusebook: the tensors are too large for one launch");
   if (programs < 1) return NULL;
+  unsigned across = run->across ? run->across : 1;
   function = __atomic_load_n(&devices[run->device].functions[e - ENTRIES], __ATOMIC_ACQUIRE);
   if (!function) {
     Status status = NULL;
@@ -202,11 +205,11 @@ static Status launch(const Run *run, const Entry *e, int overlap, int64_t progra
   if (overlap && e->late && driver.cuLaunchKernelEx) {
     /* It starts while the kernel ahead of it still runs, and waits in its own code for what it needs of that one. */
     Attribute early = {.id = 6, .value = {.allowed = 1}}; /* programmatic stream serialization */
-    Configuration how = {{(unsigned)programs, 1, 1}, {e->threads, 1, 1}, e->shared, run->stream, &early, 1};
+    Configuration how = {{(unsigned)programs, across, 1}, {e->threads, 1, 1}, e->shared, run->stream, &early, 1};
     return cuda(run->api, driver.cuLaunchKernelEx(&how, function, parameters, NULL), e->name);
   }
   return cuda(run->api,
-              driver.cuLaunchKernel(function, (unsigned)programs, 1, 1, e->threads, 1, 1, e->shared, run->stream,
+              driver.cuLaunchKernel(function, (unsigned)programs, across, 1, e->threads, 1, 1, e->shared, run->stream,
                                     parameters, NULL),
               e->name);
 }
@@ -233,6 +236,7 @@ static const int SIZES[] = {4, 2, 2, 8};
 typedef struct {
   Api api;
   int64_t axis, masked;
+  int64_t N, K, bits, group; /* of a weight of few bits */
 } Kernel;
 
 static Status softmax(Kernel *kernel, void *context) {
@@ -398,14 +402,63 @@ static Status scatter(Kernel *kernel, void *context, const char *name) {
   return status;
 }
 
+/* A matmul with a weight as fusebook.PackedWeight has it: x, words, scales, zero points or nothing, bias. */
+static Status quantized(Kernel *kernel, void *context) {
+  Api api = kernel->api;
+  const void *values[5];
+  void *made = NULL;
+  View views[5], *x = views;
+  uint64_t y;
+  Run run;
+  Status status = NULL;
+  int64_t N = kernel->N, K = kernel->K, tiles = ceil_div(N, 16), blocks = ceil_div(K, 512 / kernel->bits), M = 1;
+  int64_t groups = ceil_div(K, kernel->group), sizes[MOST_AXES];
+  for (int i = 0; i < 5; i++) {
+    if ((status = KernelContext_GetInput(api)(context, i, &values[i]))) return status;
+    if (values[i] && (status = view(api, values[i], &views[i]))) return status;
+    if (!values[i] && i != 3)
+      return refuse(api, ORT_INVALID_ARGUMENT, "QuantizedMatMul: expected a bias, got none; fusebook.ort.fuse gives one");
+  }
+  if (!x->axes || x->sizes[x->axes - 1] != K)
+    return refuse(api, ORT_INVALID_ARGUMENT, "QuantizedMatMul: expected x of %lld columns, got another; give it that shape",
+                  (long long)K);
+  const int64_t words[] = {tiles, blocks, 2, 128}, scales[] = {tiles, groups, 8, 2};
+  int fits = views[4].axes == 1 && views[4].sizes[0] == N;
+  for (int i = 1; i < 4; i++)
+    for (int a = 0; a < 4 && values[i]; a++)
+      fits = fits && views[i].axes == 4 && views[i].sizes[a] == (i == 1 ? words : scales)[a];
+  if (!fits)
+    return refuse(api, ORT_INVALID_ARGUMENT, "QuantizedMatMul: expected a weight of %lld rows and %lld columns in the order "
+                  "of Fusebook's kernel, got other sizes; make the node by fusebook.ort.fuse", (long long)N, (long long)K);
+  for (size_t i = 0; i + 1 < x->axes; i++) M *= sizes[i] = x->sizes[i];
+  sizes[x->axes - 1] = N;
+  status = KernelContext_GetOutput(api)(context, 0, sizes, x->axes, &made);
+  if (status || (status = GetTensorMutableData(api)(made, (void **)&y))) return status;
+  if (!M || !N) return NULL;
+  if (M * (N > K ? N : K) > INT32_MAX)
+    return refuse(api, ORT_NOT_IMPLEMENTED, "QuantizedMatMul: expected less than 2**31 elements of x and of y, got more; split x");
+  if (((uintptr_t)x->data | y) % 16)
+    return refuse(api, ORT_NOT_IMPLEMENTED, "QuantizedMatMul: expected x and y at multiples of 16 bytes, got others; copy x");
+  if ((status = begin(&run, api, context))) return status;
+  int which = QUANTIZED + ((kernel->bits == 8) * 3 + (kernel->group == 64) + 2 * (kernel->group == 128)) * 2 + !!values[3];
+  const Entry *e = choose(&run, which, type_of(x->type), 1, M);
+  int32_t m = M, n = N, k = K, b = blocks, g = groups;
+  if (e) run.across = (unsigned)ceil_div(M, e->limit);
+  int64_t programs = ceil_div(tiles, e ? e->rows : 1);
+  const void **w = &views[1].data, **s = &views[2].data, **z = &views[3].data, **bias = &views[4].data;
+  if (values[3]) return LAUNCH(&run, e, programs, &y, &x->data, w, s, z, bias, &m, &n, &k, &b, &g);
+  return LAUNCH(&run, e, programs, &y, &x->data, w, s, bias, &m, &n, &k, &b, &g);
+}
+
+static Status compute_quantized(void *kernel, void *context) { return quantized(kernel, context); }
 static Status compute_softmax(void *kernel, void *context) { return softmax(kernel, context); }
 static Status compute_scatter(void *kernel, void *context) { return scatter(kernel, context, "ScatterNDOfShape"); }
 static Status compute_masked(void *kernel, void *context) { return scatter(kernel, context, "MaskedScatterNDOfShape"); }
 
 /* Operators ----------------------------------------------------------------------------------------------------- */
 
-enum { OP_SOFTMAX, OP_SCATTER, OP_MASKED };
-static const char *const NAMES[] = {"Softmax", "ScatterNDOfShape", "MaskedScatterNDOfShape"};
+enum { OP_SOFTMAX, OP_SCATTER, OP_MASKED, OP_QUANTIZED, OPS };
+static const char *const NAMES[] = {"Softmax", "ScatterNDOfShape", "MaskedScatterNDOfShape", "QuantizedMatMul"};
 static const int ELEMENTS[] = {FLOAT32, FLOAT16, BFLOAT16, FLOAT64};
 
 /* Whether an attribute is there. An array is read from one of any kind; it then has no elements. */
@@ -427,11 +480,20 @@ static Status integer(Api api, const void *info, const char *op, const char *nam
 
 static Status create_kernel(const CustomOp *op, Api api, const void *info, void **out) {
   int which = (int)OVERLOAD(op)->number;
-  Kernel made = {api, -1, which == OP_MASKED ? -1 : INT64_MIN};
+  Kernel made = {.api = api, .axis = -1, .masked = which == OP_MASKED ? -1 : INT64_MIN};
   Status status = NULL;
   if (which == OP_SOFTMAX) status = integer(api, info, NAMES[which], "axis", &made.axis);
   if (which == OP_MASKED) status = integer(api, info, NAMES[which], "maskedValue", &made.masked);
-  if (!status && which != OP_SOFTMAX) {
+  if (which == OP_QUANTIZED) {
+    int64_t *fields[] = {&made.N, &made.K, &made.bits, &made.group};
+    const char *const names[] = {"N", "K", "bits", "group"};
+    for (int i = 0; i < 4 && !status; i++) status = integer(api, info, NAMES[which], names[i], fields[i]);
+    int known = (made.bits == 4 || made.bits == 8) && (made.group == 32 || made.group == 64 || made.group == 128);
+    if (!status && !(known && made.N >= 0 && made.K > 0 && made.K % 16 == 0 && made.N < INT32_MAX && made.K < INT32_MAX))
+      status = refuse(api, ORT_NOT_IMPLEMENTED, "QuantizedMatMul: expected bits of 4 or 8, a group of 32, 64 or 128, and K "
+                      "a multiple of 16, got another format; make the node by fusebook.ort.fuse");
+  }
+  if (!status && (which == OP_SCATTER || which == OP_MASKED)) {
     char reduction[32] = "add";
     size_t length = sizeof reduction;
     Status absent = KernelInfoGetAttribute_string(api)(info, "reduction", reduction, &length);
@@ -454,20 +516,28 @@ static Status create_kernel(const CustomOp *op, Api api, const void *info, void 
 
 static void destroy_kernel(void *kernel) { free(kernel); }
 
-static Overload overloads[3 * TYPES * 2];
+static Overload overloads[OPS * TYPES * 2];
 static void *domain;
 
 static Status define(Api api) {
-  static Status (*const compute[])(void *, void *) = {compute_softmax, compute_scatter, compute_masked};
+  static Status (*const compute[])(void *, void *) = {compute_softmax, compute_scatter, compute_masked,
+                                                     compute_quantized};
   void *made = NULL;
   Overload *o = overloads;
   Status status = CreateCustomOpDomain(api)("fusebook", &made);
-  for (int which = 0; which < 3; which++)
+  for (int which = 0; which < OPS; which++)
     for (int type = 0; type < 4; type++)
       for (int on_gpu = 0; on_gpu < 2 && BUILT[type]; on_gpu++, o++) {
         *o = (Overload){.number = which, .name = NAMES[which], .cuda = on_gpu, .inputs = 1, .outputs = 1,
                         .input_types = {ELEMENTS[type]}, .output_types = {ELEMENTS[type]}};
-        if (which != OP_SOFTMAX) { /* shape, indices and updates */
+        if (which == OP_QUANTIZED) { /* x, words, scales, zero points and bias */
+          if (ELEMENTS[type] != FLOAT16 && ELEMENTS[type] != BFLOAT16) break;
+          o->inputs = 5;
+          o->input_types[1] = INT32;
+          o->input_types[2] = o->input_types[4] = ELEMENTS[type];
+          o->input_types[3] = INT8;
+          o->characteristics[3] = o->characteristics[4] = OPTIONAL;
+        } else if (which != OP_SOFTMAX) { /* shape, indices and updates */
           o->inputs = 3;
           o->input_types[0] = o->input_types[1] = INT64;
           o->input_types[2] = ELEMENTS[type];
