@@ -362,9 +362,9 @@ packed = fusebook.quantize(weight.to(given[0]), bits=4, group=128)
 y = fusebook.quantized_matmul(given[0], packed)
 
 # %%
-# - **Weights of others.** ``fusebook.PackedWeight`` repacks them at load:
-#   ``from_awq``, ``from_gptq`` and ``from_onnx``, for the initializers of ONNX
-#   Runtime's MatMulNBits. ``from_codes`` takes codes and scales as above.
+# - **Other forms.** ``fusebook.nn.QuantizedLinear`` is a layer.
+#   ``fusebook.PackedWeight`` has ``from_awq`` and ``from_gptq``, and
+#   ``fusebook.ort.fuse`` replaces ONNX Runtime's MatMulNBits in a model.
 # - **Do not use it** for prompts and training, where rows are many: above 96
 #   rows it converts the whole weight in each call and multiplies by cuBLAS.
 #   It refuses float32.

@@ -122,6 +122,7 @@ class WeightsPage(Page):
         """The sweep over rows: GPU time by implementation."""
         sweep = self._sweep()
         ax: Axes = getattr(plots, kind)(sweep, over, kind="cold", xlabel=f"rows of x, {over}")
+        ax.figure.set_size_inches(8.0, 3.0)  # type: ignore[union-attr]
         ax.set_xscale("log", base=2)
         ax.xaxis.set_major_formatter("{x:g}")
         if _place.script():
