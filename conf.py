@@ -49,6 +49,7 @@ extensions = [
     "sphinx_gallery.gen_gallery",
     "fusebook_site",
     "front",
+    "on_gpus",
     "lessons",
     "evidence_pages",
     "reading",

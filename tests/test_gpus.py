@@ -1,0 +1,124 @@
+"""What is said of other GPUs: what was compiled is of today's code, and nothing is chosen by a GPU's name."""
+
+import ast
+import os
+import re
+import types
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+import triton
+
+import gpus
+import on_gpus
+from fusebook.cards import OPS
+from fusebook.kernels import _call
+from fusebook.measure import machine
+from fusebook.page import show
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def test_every_operator_was_compiled_for_every_gpu():
+    rows = gpus.rows()
+    ours = [name for name, op in OPS.items() if "fusebook" in op.variants]
+    missing = [(kind.names[0], name) for kind in gpus.KINDS for name in ours if (kind.names[0], name) not in rows]
+    assert not missing, "python tests/gpus.py compiles them"
+    shared = {kind.names[0]: kind.shared for kind in gpus.KINDS}
+    assert all(int(row["shared"]) <= shared[gpu] for (gpu, _), row in rows.items() if row["status"] == "compiled")
+
+
+def test_what_runs_on_nvidias_gpus_compiles():
+    failed = {key: row["status"] for key, row in gpus.rows().items() if row["status"] not in ("compiled", "refused")}
+    assert not {key for key in failed if key[0] != "MI300X"}, failed
+
+
+def test_a_row_of_other_code_is_compiled_again_and_says_so(monkeypatch):
+    kind, op = gpus.KINDS[0], OPS["softmax"]
+    key = kind.names[0], op.name
+    fresh = {key: {"code": gpus.sources.of_variant(op, "fusebook")[0], "operator": op.name}}
+    assert gpus.due([kind], [op.name], fresh) == []
+    old = {key: fresh[key] | {"code": "0"}}
+    assert gpus.due([kind], [op.name], old) == [(kind, op)]
+    for rows, names in ((fresh, []), (old, ["softmax"])):
+        monkeypatch.setattr(on_gpus, "compiled", lambda rows=rows: rows)
+        assert on_gpus.stale() == names
+
+
+def test_a_cell_says_how_it_is_known(monkeypatch):
+    row = {"status": "compiled", "features": "fp8; mma"}
+    failed = {"status": "KeyError: no", "features": ""}
+    monkeypatch.setattr(on_gpus, "compiled", lambda: {("A100", "softmax"): row, ("L4", "softmax"): failed})
+    monkeypatch.setattr(on_gpus, "ran", lambda gpu, op: gpu == "H200")
+    assert [on_gpus.word(gpu, "softmax") for gpu in ("A100", "L4", "H200", "B200")] == [
+        "compiled", "fails", "ran", "predicted",
+    ]  # fmt: skip
+    assert on_gpus.features("A100", "softmax") == {"fp8", "mma"}
+    paths = on_gpus.paths().loc["softmax"]
+    assert paths.loc["fp8", "A100"] == "compiled" and paths.loc["fp8", "L4"] == ""
+    assert paths.loc["instead: refused; int8 runs", "L4"] == "fails"
+
+
+def _row(us, **more):
+    same = {"code": "1", "variant": "torch", "versions": "torch 2.11.0", "math": "", "dtype": "bfloat16"}
+    return pd.Series(same | {"zone": "memory", "gpu_us": us, "copy_us": 10.0, "floor_us": 2.0} | more)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "words"),
+    [
+        ((_row(10), _row(10)), (_row(20), _row(10)), "bandwidth: only Fusebook follows it"),
+        ((_row(10), _row(10)), (_row(10), _row(20)), "bandwidth: only torch follows it"),
+        ((_row(10), _row(10)), (_row(15), _row(10)), "not explained by bandwidth, L2, rate or launch"),
+        ((_row(10), _row(10)), (_row(20, code="2"), _row(10)), "different kernels"),
+        ((_row(10), _row(10)), (_row(20), _row(10, versions="torch 2.13.0")), "the versions"),
+    ],
+)
+def test_a_cause_is_named_where_one_implementation_follows_it(first, second, words):
+    fast, slow = (types.SimpleNamespace(copy=copy, rates={"bfloat16": 1.0}) for copy in (2.0, 1.0))
+    assert words in on_gpus.cause([first, second], [fast, slow])
+
+
+def test_no_code_chooses_by_the_name_of_a_gpu():
+    """A launch config depends on capability, multiprocessors and sizes; names are for records and messages."""
+    for file in sorted((ROOT / "src" / "fusebook" / "kernels").glob("*.py")):
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        said = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Expr)}  # docstrings
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in said:
+                assert not re.search(r"\b([ABH]\d{2,3}|L4|L40|RTX|GeForce|MI\d{3})\b", node.value), (
+                    file.name,
+                    node.value,
+                )
+            if isinstance(node, ast.Attribute):
+                by_name = node.attr == "name" and "propert" in ast.unparse(node.value)
+                assert node.attr != "get_device_name" and not by_name, f"{file.name}:{node.lineno}"
+
+
+def test_the_newest_versions_are_those_that_are_tested():
+    here = {"torch": torch.__version__, "triton": triton.__version__}
+    number = {name: tuple(map(int, version.split(".")[:2])) for name, version in here.items()}
+    newest = {name: tuple(map(int, version.split("."))) for name, version in machine.NEWEST.items()}
+    assert all(number[name] <= newest[name] for name in newest), "raise machine.NEWEST"
+    if os.environ.get("CI") and not torch.cuda.is_available():
+        assert number == newest
+
+
+def test_a_page_says_which_version_is_newer():
+    newest = machine.NEWEST["triton"]
+    assert show._once(["torch 2.11.0; triton 3.6.0"]).endswith(f"triton 3.6.0 (the newest is {newest})")
+    assert show._once([f"triton {newest}.1", "triton 3.6.0", "quack 0.1"]) == f"triton {newest}.1 and 3.6.0; quack 0.1"
+
+
+def test_an_amd_gpu_has_no_capability_of_nvidias(monkeypatch):
+    """Its driver says 9.4, as if it were a later Hopper; AMD's compiler takes neither option of such a launch."""
+    like = types.SimpleNamespace(major=9, minor=4, multi_processor_count=304)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: like)
+    monkeypatch.setattr(_call, "INTERPRETED", False)
+    for hip, capability in ((None, (9, 4)), ("6.4", _call.AMD)):
+        monkeypatch.setattr(torch.version, "hip", hip)
+        assert _call.gpu.__wrapped__(torch.device("cuda")) == (capability, 304)
+    monkeypatch.setattr(_call, "gpu", lambda device: (_call.AMD, 304))
+    assert _call.overlapping(torch.device("cuda")) == {}
