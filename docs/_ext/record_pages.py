@@ -9,7 +9,8 @@ those of the record. Each card's file belongs to one page, that of its family.
 
 With one GPU a page has the host to itself, and all clocks are recorded in one run. With several GPUs the first run
 records the clocks of the GPUs, one page per GPU. A second run, one page at a time, records the clocks of the host.
-Pages that ask for several GPUs, by ``options(gpus=2)``, are recorded last, if ``--gpus`` gives as many.
+Pages that ask for several GPUs, by ``options(gpus=2)``, are recorded last, if ``--gpus`` gives as many: with four, on
+1, 2 and 4 of them.
 """
 
 import argparse
@@ -142,8 +143,10 @@ class Queue:
         }
         env = {name: value for name, value in env.items() if value is not None}
         start = time.monotonic()
+        many = gpu.id.count(",") + 1
+        command = [sys.executable, str(page), *(["--gpus", str(many)] if many > 1 else [])]
         with open(folder / "log", "a") as log:  # pages offer their tables in the current folder
-            code = subprocess.run([sys.executable, str(page)], cwd=folder, env=env, stdout=log, stderr=log).returncode
+            code = subprocess.run(command, cwd=folder, env=env, stdout=log, stderr=log).returncode
         seconds = time.monotonic() - start
         with self.lock:
             if not code:
@@ -286,7 +289,7 @@ def main(argv):
         for page, more in Queue(gpus[:1], BUILD, done).run(well, _FUSEBOOK_CLOCKS="host").items():
             took[page] = None if more is None else took[page] + more
     for page in [page for page in pages if page not in took]:
-        those = GPU(",".join(gpu.id for gpu in gpus[: needs(page)]), gpus[0].name)
+        those = GPU(",".join(gpu.id for gpu in gpus), gpus[0].name)
         took |= Queue([those], BUILD, done).run([page])
     failed = [page.stem for page, seconds in took.items() if seconds is None]
     kept = out / slug / "seconds.json"
