@@ -234,8 +234,19 @@ def test_stale_pages_are_listed_without_a_gpu_and_one_that_fails_is_among_them(p
     monkeypatch.setattr(record_pages, "ROOT", tmp_path)
     monkeypatch.setattr(record_pages, "BUILD", tmp_path / "build")
     monkeypatch.setattr(record_pages, "visible", list)
-    assert record_pages.main(["--stale", "--list"]) == 0
-    assert "stale: plot_1, plot_2\n" in capsys.readouterr().out
+    monkeypatch.setattr(record_pages, "RECORDS", tmp_path / "kept")
+    for gpu, seconds in (("nvidia-h200", {"plot_1": 300, "plot_2": 60}), ("nvidia-l4", {"plot_1": 400})):
+        (tmp_path / "kept" / gpu).mkdir(parents=True)
+        (tmp_path / "kept" / gpu / "seconds.json").write_text(json.dumps(seconds))
+    for gpu, told in (
+        (None, ["plot_1 plot_2  # about 360 s"]),
+        ("nvidia-l4", ["plot_1  # about 400 s", "plot_2  # about 60 s"]),
+    ):
+        monkeypatch.setenv("FUSEBOOK_GPU", gpu or "")
+        assert record_pages.main(["--stale", "--list"]) == 0
+        out = capsys.readouterr().out
+        assert "stale: plot_1, plot_2\n" in out and f"{gpu or 'nvidia-h200'}: about" in out
+        assert [line for line in out.splitlines() if "about" in line][:-1] == [f"nox -s record -- {t}" for t in told]
 
 
 def test_a_page_of_two_gpus_is_last_has_both_and_is_left_where_there_is_one(tmp_path, pages, two_gpus, capsys):

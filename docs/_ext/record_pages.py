@@ -2,7 +2,10 @@
 
     nox -s record -- --gpus all        # one page per GPU, longest first
     nox -s record -- --stale           # the pages whose records are missing or of older code
-    nox -s record -- --stale --list    # only name them; needs no GPU
+    nox -s record -- --stale --list    # only name them, and the commands that record them; needs no GPU
+
+Without a GPU, FUSEBOOK_GPU says which GPU's records are meant. Seconds are those of the last recording, there or on
+another GPU.
 
 A page is recorded whole: its process writes into a folder of its own, and when it has ended well its files replace
 those of the record. Each card's file belongs to one page, that of its family.
@@ -29,7 +32,7 @@ import threading
 import time
 from pathlib import Path
 
-__all__ = ["GPU", "Queue", "chosen", "failures", "installed", "longest_first", "needs", "visible"]
+__all__ = ["GPU", "Queue", "chosen", "commands", "failures", "installed", "longest_first", "needs", "visible"]
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build" / "record"
@@ -79,6 +82,28 @@ def chosen(words, there):
 def longest_first(pages, seconds):
     """Pages in the order of their last recorded seconds; one that was never recorded may be the longest."""
     return sorted(pages, key=lambda page: -seconds.get(page.stem, float("inf")))
+
+
+#: Seconds that a command which `commands` writes may take.
+LONGEST = 450
+#: Seconds of a page that was never recorded.
+UNKNOWN = 150
+
+
+def commands(pages, seconds):
+    """Commands that record pages, each within `LONGEST` if its pages are, with the seconds that they take."""
+    packed = []
+    for page in longest_first(pages, seconds):
+        took = seconds.get(page.stem, UNKNOWN)
+        at = next((one for one in packed if one[1] == needs(page) and one[2] + took <= LONGEST), None)
+        if at is None:
+            packed.append(at := [[], needs(page), 0])
+        at[0].append(page.stem)
+        at[2] += took
+    return [
+        (f"nox -s record -- {'--gpus all ' if gpus > 1 else ''}{' '.join(names)}", total)
+        for names, gpus, total in packed
+    ]
 
 
 class Queue:
@@ -243,7 +268,7 @@ def main(argv):
     args = parser.parse_args(argv)
     if args.list and not args.stale:
         parser.error("--list goes with --stale")
-    there = visible() or ([GPU("", machine.SHIPPED)] if args.list else [])
+    there = visible() or ([GPU("", os.environ.get("FUSEBOOK_GPU") or machine.SHIPPED)] if args.list else [])
     if not there:
         parser.error("record needs an NVIDIA GPU, and nvidia-smi -L lists none: run it on the machine to be recorded")
     every = sorted((ROOT / "examples").glob("plot_*.py"))
@@ -255,13 +280,17 @@ def main(argv):
     except ValueError as error:
         parser.error(str(error))
     slug = machine.slug_of(gpus[0].name)
-    known = _seconds(RECORDS / slug) or _seconds(RECORDS / machine.SHIPPED)
+    known = _seconds(RECORDS / machine.SHIPPED) | _seconds(RECORDS / slug)
     out = args.out or RECORDS
     recorded = {"FUSEBOOK_GPU": slug, "FUSEBOOK_RECORDS": str(args.out) if args.out and args.out.exists() else None}
     if args.stale:
         pages = stale(pages, gpus[0], **recorded)
         print("stale:", ", ".join(page.stem for page in pages) or "nothing")
     if args.list:
+        todo = commands(pages, known)
+        for command, took in todo:
+            print(f"{command}  # about {took:.0f} s")
+        print(f"{slug}: about {sum(took for _, took in todo) / 60:.0f} minutes in all")
         return 0
     if args.changed:
         pages = [page for page in pages if _seconds(out / "stamps").get(page.stem) != _stamp(page)]
