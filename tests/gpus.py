@@ -97,7 +97,7 @@ def dtypes(op):
 
 
 def compiled(kind, op):
-    """The row of an operator, and hashes of each kernel's code; in a process of its own, as Triton has one driver."""
+    """The row of an operator, and hashes of each kernel's code; in a separate process, as Triton has one driver."""
     launched, found, digests = [], set(), {}
 
     def note(metadata):

@@ -85,9 +85,9 @@ def verdicts(found):
             cold = verdict.torch["cold"]
             row = rows.setdefault(verdict.op.name, {})
             row[column(slug)] = verdict.word
-            row[f"{column(slug)}, GPU time"] = f"{cold.range}, {cold.counts}" if cold.points else "none measured"
+            row[f"{column(slug)}, GPU time"] = cold.range if cold.points else ""
     names = [f"{column(slug)}{more}" for slug in found for more in ("", ", GPU time")]
-    return pd.DataFrame.from_dict(rows, orient="index").reindex(columns=names).fillna("not recorded")
+    return pd.DataFrame.from_dict(rows, orient="index").reindex(columns=names).fillna("")
 
 
 def flips(found):
@@ -118,7 +118,7 @@ def flips(found):
 
 
 def _point(frame, at):
-    """The row of ours, and that of the fastest other implementation."""
+    """The row of Fusebook, and that of the fastest other implementation."""
     from fusebook import tables
 
     rows = frame[(tables.label(frame) == at[0]) & (frame["dtype"] == at[1]) & frame["status"].eq("ok")]
@@ -136,7 +136,7 @@ def cause(points, on):
     Parameters
     ----------
     points : list of two pairs
-        Of each GPU the rows of ours and of the fastest other.
+        Of each GPU the rows of Fusebook and of the fastest other.
     on : list of Machine
     """
     (ours, other), (ours_too, other_too) = points
@@ -348,7 +348,7 @@ class Flips(_Generated):
         says = f"Recorded on more than one GPU: {', '.join(f'``{op}``' for op in sorted(common)) or 'nothing yet'}."
         return [
             *self.parse_text_to_nodes(says),
-            self.shown(flips(frames()), "Problems that Fusebook wins on one GPU and loses on another, cold L2"),
+            self.shown(flips(frames()), "Problems whose result differs between two GPUs, GPU time with a cold L2"),
         ]
 
 
