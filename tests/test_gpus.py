@@ -122,3 +122,6 @@ def test_an_amd_gpu_has_no_capability_of_nvidias(monkeypatch):
         assert _call.gpu.__wrapped__(torch.device("cuda")) == (capability, 304)
     monkeypatch.setattr(_call, "gpu", lambda device: (_call.AMD, 304))
     assert _call.overlapping(torch.device("cuda")) == {}
+    monkeypatch.setattr(_call, "_nvidia", lambda: False)
+    taken = _call.launch({(1,): lambda **options: options}, (1,), maxnreg=64, num_warps=32)
+    assert taken == {"num_warps": 16}

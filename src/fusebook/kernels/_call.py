@@ -530,15 +530,16 @@ def side_by_side(device: torch.device, *wanted: tuple[Sequence[int], torch.dtype
 
 
 @functools.cache
-def _limits_registers() -> bool:
-    """Whether Triton's compiler takes `maxnreg`: that for AMD's GPUs does not."""
+def _nvidia() -> bool:
+    """Whether launches are for a GPU of NVIDIA."""
     return INTERPRETED or triton.runtime.driver.active.get_current_target().backend == "cuda"
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> Any:
     """Launch a kernel: ``kernel[grid](*args, **constants)``."""
-    if "maxnreg" in constants and not _limits_registers():
-        del constants["maxnreg"]
+    if not _nvidia():  # AMD's compiler limits no registers, and 16 of its warps are 1024 threads, the most
+        constants.pop("maxnreg", None)
+        constants["num_warps"] = min(16, constants.get("num_warps", 4))
     recording = _state.recording
     if recording is None:
         with _by_turns:
