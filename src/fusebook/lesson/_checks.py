@@ -134,23 +134,30 @@ def all_checked(
 
 
 class _Traffic(TorchDispatchMode):
-    """Note how many elements each operation reads and writes."""
+    """Note how many elements each operation reads and writes; one of a longer dtype counts as several."""
 
-    def __init__(self) -> None:
+    def __init__(self, itemsize: int) -> None:
         super().__init__()
+        self.itemsize = itemsize
         self.seen: list[tuple[str, int, int]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        name, given = func.overloadpacket.__name__, [a for a in args if isinstance(a, torch.Tensor)]
+        name = func.overloadpacket.__name__.replace("_to_copy", "convert")
+        given = {id(a): a for a in args if isinstance(a, torch.Tensor)}.values()  # x * x reads x once
         if name in ("gather", "scatter_"):  # one element per index, of a tensor that is not read as a whole
             self.seen.append((name, 2 * args[2].numel(), args[2].numel()))
         elif not all(r.alias_info and not r.alias_info.is_write for r in func._schema.returns):  # a view moves nothing
-            self.seen.append((name, sum(a.numel() for a in given), out.numel()))
+            self.seen.append((name, sum(map(self._elements, given)), self._elements(out)))
         return out
 
+    def _elements(self, a: torch.Tensor) -> int:
+        return a.numel() * max(1, a.itemsize // self.itemsize) if a.is_floating_point() else a.numel()
 
-def traffic(op: Op, function: Callable[..., Any]) -> tuple[list[tuple[str, str, str]], str, list[tuple[int, int]], int]:
+
+def traffic(
+    op: Op, function: Callable[..., Any], dtype: torch.dtype
+) -> tuple[list[tuple[str, str, str]], str, list[tuple[int, int]], int]:
     """Count what a function moves, on the meta device, which has shapes and no memory.
 
     Returns
@@ -166,9 +173,9 @@ def traffic(op: Op, function: Callable[..., Any]) -> tuple[list[tuple[str, str, 
     """
     names = [name for name, value in op.edges[0].items() if isinstance(value, int)]
     dims = dict(zip(names, _PRIMES, strict=False))
-    made = op.make(inputs.generator(0, "cpu"), torch.float32, **{**op.edges[0], **dims})
+    made = op.make(inputs.generator(0, "cpu"), dtype, **{**op.edges[0], **dims})
     shapes = [v.to("meta") if isinstance(v, torch.Tensor) else v for v in made]
-    with _Traffic() as counted:
+    with _Traffic(dtype.itemsize) as counted:
         function(*shapes)
     seen = counted.seen
     unit = int(np.prod(list(dims.values())))
@@ -186,7 +193,9 @@ def traffic(op: Op, function: Callable[..., Any]) -> tuple[list[tuple[str, str, 
     return steps, total, [(read, write) for _, read, write in seen], unit
 
 
-def predicted(op: Op, eager: Callable[..., Any], fused: float) -> tuple[float, list[tuple[str, int, int]], str]:
+def predicted(
+    op: Op, eager: Callable[..., Any], fused: float, dtype: torch.dtype
+) -> tuple[float, list[tuple[str, int, int]], str]:
     """What a fused kernel saves by the count of elements, against what the card states.
 
     Raises
@@ -194,16 +203,17 @@ def predicted(op: Op, eager: Callable[..., Any], fused: float) -> tuple[float, l
     ValueError
         Where the count of the eager code, or `fused`, is not what the card states.
     """
-    steps, total, counted, unit = traffic(op, eager)
+    steps, total, counted, unit = traffic(op, eager, dtype)
     names = [name for name, value in op.edges[0].items() if isinstance(value, int)]
     dims = {**op.edges[0], **dict(zip(names, _PRIMES, strict=False))}
-    least, first = op.cost(1, **dims), next(iter(op.variants.values()))
-    stated = first.cost(1, **dims) if first.cost else least
+    least, first = op.cost(dtype.itemsize, **dims), next(iter(op.variants.values()))
+    stated = first.cost(dtype.itemsize, **dims) if first.cost else least
     moved = sum(read + write for read, write in counted)
-    if round(moved / unit) != round((stated.read + stated.write) / unit):  # cards leave out what rows add
-        raise ValueError(f"page.traffic: counted {moved} elements, the card states {stated.read + stated.write}")
-    if round((least.read + least.write) / unit) != fused:
-        raise ValueError(f"page.traffic: expected fused={round((least.read + least.write) / unit)}, got {fused:g}")
+    known, most = ((cost.read + cost.write) / dtype.itemsize for cost in (least, stated))
+    if round(moved / unit) != round(most / unit):  # cards leave out what rows add
+        raise ValueError(f"page.traffic: counted {moved} elements, the card states {most:.0f}")
+    if round(known / unit) != fused:
+        raise ValueError(f"page.traffic: expected fused={round(known / unit)}, got {fused:g}")
     bars = [
         (name, round(read / unit), round(write / unit))
         for (name, _, _), (read, write) in zip(steps, counted, strict=True)

@@ -15,6 +15,7 @@ import torch
 
 import fusebook
 from fusebook import tables
+from fusebook.cards import OPS
 from fusebook.lesson import picture
 from fusebook.lesson._checks import plain
 from fusebook.lesson.evidence import Frames, NotRecorded
@@ -79,7 +80,7 @@ def gain(
         if named not in known:
             raise ValueError(f"gain: expected a step of {', '.join(known)}, got {named!r}")
     before = over or order[order.index(step) - 1]
-    label = before if before == order[0] else f"step {order.index(before)}"
+    label = labels(frames.about)[before]
     memory = dtype == "memory"
     at = f"at {f'M = {rows}, ' if rows else ''}N = {width}" + (f" in {dtype}" if dtype and not memory else "")
     first = frames.about.DTYPES[0]
@@ -108,6 +109,25 @@ def filled(text: str, frames: Frames) -> str:
 # Steps ----------------------------------------------------------------------------------------------------------------
 
 
+def labels(about: Any) -> dict[str, str]:
+    """What a reader sees instead of the name of a step: a number, but for the first one of each operator."""
+    found: dict[str, str] = {}
+    seen: set[str] = set()
+    for step in about.STEPS:
+        operator = getattr(about, "OTHER_STEPS", {}).get(step, "")
+        found[step] = f"step {len(found) - len(seen) + 1}" if operator in seen else step.replace("_", " ")
+        seen.add(operator)
+    return found
+
+
+def by_operator(op: Op, about: Any, steps: Mapping[str, Any]) -> list[tuple[Op, str, dict[str, Any]]]:
+    """Each operator of a lesson's steps, the name of the library's own step, and the operator's steps."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, step in steps.items():
+        found.setdefault(getattr(about, "OTHER_STEPS", {}).get(name, op.name), {})[name] = step
+    return [(OPS[n], "fusebook" if n == op.name else f"fusebook.{n}", some) for n, some in found.items()]
+
+
 def _is_correct(yard: check.Yardstick, got: Any) -> bool:
     return yard.judge(got).ok
 
@@ -116,38 +136,46 @@ def measured_steps(
     op: Op, about: Any, steps: Mapping[str, Callable[..., Any]], extra: Mapping[str, Callable[..., Any]]
 ) -> pd.DataFrame:
     """Check and time every step at each size of the lesson, with a copy of the same bytes."""
-    names = [name for name, value in op.edges[0].items() if isinstance(value, int)]
-    library, look = op.variants["fusebook"], getattr(about, "LOOK", None)
     parts = []
-    for dtype in about.DTYPES:
-        for shape in about.SHAPES:
-            dims = {**op.edges[0], **dict(zip(names, shape, strict=True))}
-            given = op.make(inputs.generator(0), getattr(torch, dtype), **dims)
-            yard = check.yardstick(op, given)
-            calls = {name: functools.partial(step, *given) for name, step in {**steps, **extra}.items()}
-            calls["fusebook"] = functools.partial(library.run, *library.given(*given))
-            cost = op.cost(getattr(torch, dtype).itemsize, **dims)
-            least = torch.empty((cost.read + cost.write) // 2, dtype=torch.int8, device=yard.want[0].device)
-            calls["copy"] = functools.partial(torch.empty_like(least).copy_, least)
-            frame = bench.staircase(calls, functools.partial(_is_correct, yard), repeat=15, look=look)
-            frame = frame.rename(columns={"us": "gpu_us", "right": "correct"})
-            frame["peak_bytes"] = [bench._peak(library, calls[name]) for name in frame["step"]]
-            copied = frame["step"] == "copy"
-            frame = frame.assign(copy_us=frame.loc[copied, "gpu_us"].iloc[0])[~copied]
-            parts.append(frame.assign(shape="x".join(map(str, shape)), dtype=dtype))
+    for operator, own, some in by_operator(op, about, {**steps, **extra}):
+        library, look = operator.variants["fusebook"], getattr(about, "LOOK", None)
+        for dtype in about.DTYPES:
+            for shape in about.SHAPES:
+                dims, given = _inputs(operator, shape, dtype)
+                yard = check.yardstick(operator, given)
+                calls = {name: functools.partial(step, *given) for name, step in some.items()}
+                calls[own] = functools.partial(library.run, *library.given(*given))
+                cost = operator.cost(getattr(torch, dtype).itemsize, **dims)
+                least = torch.empty((cost.read + cost.write) // 2, dtype=torch.int8, device=yard.want[0].device)
+                calls["copy"] = functools.partial(torch.empty_like(least).copy_, least)
+                frame = bench.staircase(calls, functools.partial(_is_correct, yard), repeat=15, look=look)
+                frame = frame.rename(columns={"us": "gpu_us", "right": "correct"})
+                frame["peak_bytes"] = [bench._peak(library, calls[name]) for name in frame["step"]]
+                copied = frame["step"] == "copy"
+                frame = frame.assign(copy_us=frame.loc[copied, "gpu_us"].iloc[0])[~copied]
+                parts.append(frame.assign(shape="x".join(map(str, shape)), dtype=dtype))
     return pd.concat(parts, ignore_index=True)
 
 
-def staircase(op: Op, frame: pd.DataFrame, steps: Mapping[str, Callable[..., Any]]) -> pd.DataFrame:
+def _inputs(op: Op, shape: Sequence[int], dtype: str) -> tuple[dict[str, Any], tuple[Any, ...]]:
+    names = [name for name, value in op.edges[0].items() if isinstance(value, int)]
+    dims = {**op.edges[0], **dict(zip(names, shape, strict=True))}
+    return dims, op.make(inputs.generator(0), getattr(torch, dtype), **dims)
+
+
+def staircase(op: Op, about: Any, frame: pd.DataFrame, steps: Mapping[str, Callable[..., Any]]) -> pd.DataFrame:
     """Percent of copy speed by step and size, or what ``at`` says of it, and the lines of each step."""
     if "at" not in frame:
         frame = frame.assign(at=frame["shape"].str.rpartition("x")[2] + " " + frame["dtype"])
     wide = frame.assign(share=100 * frame["copy_us"] / frame["gpu_us"]).pivot_table("share", "step", "at", sort=False)
-    wide = wide.reindex([*steps, "fusebook"])
-    lines = {name: show.lines_of(*plain(step)) for name, step in steps.items()}
-    lines["fusebook"] = library_lines(op)
-    numbered = {name: f"step {i}, {name}" if i else name for i, name in enumerate(steps)}
-    wide = wide.assign(lines=pd.Series(lines)).rename(index={**numbered, "fusebook": f"fusebook.{op.name}"})
+    groups, told = by_operator(op, about, steps), labels(about)
+    lines, named = {}, {}
+    for operator, own, some in groups:
+        for name, step in some.items():
+            lines[name] = show.lines_of(*plain(step))
+            named[name] = f"{told[name]}, {name}" if told[name].startswith("step ") else told[name]
+        lines[own], named[own] = library_lines(operator), f"fusebook.{operator.name}"
+    wide = wide.reindex([*lines]).assign(lines=pd.Series(lines)).rename(index=named)
     wide.index.name = wide.columns.name = None
     return wide
 
@@ -159,19 +187,20 @@ def library_lines(op: Op) -> int:
 
 def code_of(op: Op, about: Any, steps: Mapping[str, Callable[..., Any]]) -> list[Any]:
     """What decides the times of steps: each step, those of the evidence, the library's, the sizes and the dtypes."""
-    library = op.variants["fusebook"].run
-    return [*steps.values(), *about.EXTRA_STEPS.values(), library, about.SHAPES, about.DTYPES]
+    libraries = [operator.variants["fusebook"].run for operator, _, _ in by_operator(op, about, steps)]
+    return [*steps.values(), *about.EXTRA_STEPS.values(), *libraries, about.SHAPES, about.DTYPES]
 
 
 def counted(op: Op, about: Any, name: str, steps: Mapping[str, Callable[..., Any]], page: str) -> pd.DataFrame:
     """What the hardware counters say of the steps, for the evidence."""
 
     def to_count() -> dict[str, Callable[[], Any]]:
-        names = [name for name, value in op.edges[0].items() if isinstance(value, int)]
-        dims = {**op.edges[0], **dict(zip(names, about.COUNTED, strict=True))}
-        given = op.make(inputs.generator(0), getattr(torch, about.DTYPES[0]), **dims)
-        every = {**steps, "fusebook": op.variants["fusebook"].run}
-        return {name: functools.partial(step, *given) for name, step in every.items()}
+        calls: dict[str, Callable[[], Any]] = {}
+        for operator, own, some in by_operator(op, about, steps):
+            _, given = _inputs(operator, about.COUNTED, about.DTYPES[0])
+            every = {**some, own: operator.variants["fusebook"].run}
+            calls |= {name: functools.partial(step, *given) for name, step in every.items()}
+        return calls
 
     return counters(name, to_count, page, [*code_of(op, about, steps), about.COUNTED])
 

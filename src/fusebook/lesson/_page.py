@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import html
 import inspect
@@ -110,6 +111,18 @@ class Page:
         self.picture = _Pictures()
         self._whole: dict[tuple[int, ...], int] = {}
 
+    def of(self, operator: str) -> Page:
+        """The same lesson with another one of its operators, whose inputs and checks these are then.
+
+        Parameters
+        ----------
+        operator : str
+            Its name.
+        """
+        other = copy.copy(self)
+        other.op = OPS[operator]
+        return other
+
     # What is measured or replayed
 
     def _sweep(self) -> pd.DataFrame:
@@ -182,7 +195,7 @@ class Page:
             The code, by its name.
         """
         ((name, function),) = eager.items()
-        gain, steps, total = _checks.predicted(self.op, function, fused)
+        gain, steps, total = _checks.predicted(self.op, function, fused, getattr(torch, self.about.DTYPES[0]))
         unit = "".join(key for key, value in self.op.edges[0].items() if isinstance(value, int))
         half = [("one kernel", fused / 2, fused / 2)]
         return pictures.segments(
@@ -278,6 +291,8 @@ class Page:
         frame = sweep[sweep["dtype"] == sweep["dtype"].iloc[0]]
         frame.attrs.update(sweep.attrs)
         ax = getattr(plots, kind)(frame, xlabel=f"columns of a row, {over}" if over == "N" else over, size=(8.0, 2.6))
+        if frame[over].max() > 100 * frame[over].min():
+            ax.set_xscale("log", base=2)
         if _place.script():
             return Shown("", f"Figure: {ax.get_title(loc='left')} ({_numbers.origin(sweep)})")._now()
         return ax
@@ -313,11 +328,13 @@ class Page:
         if _recording() and "counters" in self.about.FRAMES:
             self.frames.known["counters"] = self._count(steps)
         wide, caption = self._staircase(renamed, steps)
+        caption += "; empty: not measured" if wide.drop(columns="lines").isna().any(axis=None) else ""
         return show.table(wide, f"{caption}; {_numbers.origin(frame)}", fold=False)
 
     def _staircase(self, frame: pd.DataFrame, steps: Mapping[str, Callable[..., Any]]) -> tuple[pd.DataFrame, str]:
         """The table of the steps, and what it shows."""
-        return _numbers.staircase(self.op, frame, steps), "Percent of copy speed in GPU time, by N and dtype"
+        wide = _numbers.staircase(self.op, self.about, frame, steps)
+        return wide, "Percent of copy speed in GPU time, by N and dtype"
 
     def _extra(self, steps: Mapping[str, Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
         return {name: made(steps) for name, made in self.about.EXTRA_STEPS.items()}

@@ -132,7 +132,7 @@ class WeightsPage(Page):
     def _staircase(self, frame: pd.DataFrame, steps: Mapping[str, Callable[..., Any]]) -> tuple[pd.DataFrame, str]:
         rows = frame["shape"].str.partition("x")[0]
         words = rows + rows.map(lambda count: " row" if count == "1" else " rows")
-        wide = _numbers.staircase(self.op, frame.assign(at=words), steps)
+        wide = _numbers.staircase(self.op, self.about, frame.assign(at=words), steps)
         with contextlib.suppress(NotRecorded):
             named = {name: f"step {i}, {name}" for i, name in enumerate(steps)}
             count = per_weight(self.frames).rename({**named, "fusebook": f"fusebook.{self.op.name}"})

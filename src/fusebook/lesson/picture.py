@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from fusebook.page.draw import _AMBER, _BLUE, _WIDTH, _arrow, _box, _drawing, _text
 from fusebook.page.show import Shown
 
-__all__ = ["bars", "chunks", "operand", "passes", "rows", "segments", "shared_row", "tile"]
+__all__ = ["bars", "chunks", "operand", "partial_sums", "passes", "rows", "segments", "shared_row", "tile"]
 
 _LEFT = 78.0
 
@@ -196,6 +196,36 @@ def passes(chunks: int) -> Shown:
     told += ["pass 2 reads each chunk again and writes its gradient"]
     caption = "Pass 1 reads the row for the loss. Pass 2 reads it again, from L2 or memory, for the gradient."
     return _drawing(caption, told, 160, parts)
+
+
+def partial_sums(rows: int, programs: int) -> Shown:
+    """Programs that each own several rows: their partial sums stay in registers, and are added at the end.
+
+    Parameters
+    ----------
+    rows, programs : int
+    """
+    turns = rows // programs
+    width = (_WIDTH - _LEFT - 10) / (turns + 2)
+    names = [*(f"turn {i + 1}" for i in range(turns)), "registers", "kernel 2"]
+    parts = [_text(_LEFT + (i + 0.5) * width - 6, 13, name, "middle") for i, name in enumerate(names)]
+    for p in range(programs):
+        y = 20.0 + 30 * p
+        parts.append(_text(_LEFT - 8, y + 15, f"program {p}", "end"))
+        for i, name in enumerate([*(f"row {p + i * programs}" for i in range(turns)), f"part {p}"]):
+            x = _LEFT + i * width
+            parts += [_box(x + 2, y, width - 16, 22, _BLUE if i < turns else _AMBER)]
+            parts += [
+                _text(x + width / 2 - 6, y + 15, name, "middle"),
+                _arrow(x + width - 13, y + 11, x + width, y + 11),
+            ]
+    x, height = _LEFT + (turns + 1) * width, 30.0 * programs
+    parts += [_box(x + 2, 20, width - 16, height - 8, _AMBER)]
+    parts.append(_text(x + width / 2 - 6, 21 + height / 2, "dw", "middle"))
+    told = [f"program {p} owns rows {', '.join(map(str, range(p, rows, programs)))}" for p in range(programs)]
+    told += ["each keeps its part of dw in registers", "another kernel waits for all parts and adds them"]
+    caption = "A program keeps its part of dw in registers and waits for no other. Kernel 2 waits for all parts."
+    return _drawing(caption, told, 20 + height, parts)
 
 
 def bars(caption: str, values: Mapping[str, float], texts: Mapping[str, str], marked: Sequence[str] = ()) -> Shown:
