@@ -32,7 +32,11 @@ ROOT = Path(__file__).resolve().parents[1]
 VERDICTS = ROOT / "tests" / "verdicts.csv"
 LESSONS = evidence.lessons()
 #: Claims that a record has no numbers for, by lesson: the evidence says so, until the page is recorded again.
-WAITING = {"plot_105_cross_entropy": {"counters-others"}, "plot_108_chunked_head": {"in-place-gain"}}
+WAITING = {
+    "plot_104_norms": {"rows-narrow"},
+    "plot_105_cross_entropy": {"counters-others"},
+    "plot_108_chunked_head": {"in-place-gain"},
+}
 
 
 @pytest.fixture
@@ -211,6 +215,19 @@ def test_a_marker_names_the_rows_where_the_width_is_not_enough():
     )
 
 
+def test_the_first_step_of_each_operator_is_a_baseline():
+    about = evidence.load("plot_104_norms")
+    assert list(_numbers.labels(about).values()) == [
+        *("eager", "step 1", "step 2", "two kernels", "step 3", "eager gradient", "step 4", "step 5"),
+    ]
+    groups = _numbers.by_operator(OPS["rms_norm"], about, dict.fromkeys(about.STEPS))
+    assert [(op.name, own, len(some)) for op, own, some in groups] == [
+        ("rms_norm", "fusebook", 3),
+        ("add_rms_norm", "fusebook.add_rms_norm", 2),
+        ("rms_norm_backward", "fusebook.rms_norm_backward", 3),
+    ]
+
+
 def test_a_ratio_that_is_missing_has_no_sign():
     claim = Claim("id", "It is {a:.1x} and {b:.2x} faster.", lambda frames: pd.Series([1.0]), "", "", numbers=dict)
     assert evidence.evaluate(claim, {"a": 2.0, "b": None}).text == "It is 2.0x and (not measured) faster."
@@ -305,6 +322,24 @@ def test_views_and_gathers_are_no_traffic_of_a_matrix(losses):
     shown = losses.traffic(eager=eager, fused=2).text
     assert shown.startswith("Counted: 10MN + ") and " elements in 6 kernels, 2MN in one. Predicted: 5.0x." in shown
     assert "gather" not in shown and "unsqueeze" not in shown
+
+
+def test_traffic_counts_a_longer_dtype_as_several_elements(replayed):
+    norms = lesson.open("plot_104_norms")
+
+    def eager(x, weight):
+        wide = x.float()
+        normed = wide * torch.rsqrt((wide * wide).mean(-1, keepdim=True) + 1e-6)
+        return normed.to(x.dtype) * weight
+
+    assert norms.traffic(eager=eager, fused=2).text.startswith("Counted: 18MN + ")
+
+
+def test_a_lesson_takes_inputs_and_checks_of_its_other_operators(replayed):
+    summed = lesson.open("plot_104_norms").of("add_rms_norm")
+    x, residual, weight = summed.stress(5, 20)
+    assert summed.check(fusebook.add_rms_norm, x, residual, weight).good
+    assert not summed.check(lambda x, r, w: (fusebook.rms_norm(x, w), x + r), x, residual, weight).good
 
 
 def test_a_mistake_may_take_more_than_one_input(losses):
@@ -439,6 +474,7 @@ def test_a_size_without_a_time_has_no_bar():
     "shown",
     [
         picture.passes(4),
+        picture.partial_sums(6, 3),
         picture.operand(5),
         _memory.over_time("held", {"a": [0.0, 2.0, 1.0], "b": [1.0]}),
         _memory.trade("rows", pd.DataFrame({"rows": [4, 8], "GiB": [0.1, 0.2], "ms": [2.0, 1.0]})),
@@ -519,6 +555,7 @@ def a_gpu(monkeypatch, replayed):
 
     monkeypatch.setattr(bench, "run", run)
     monkeypatch.setattr(evidence.load("plot_102_softmax"), "SHAPES", ((6, 256), (5, 781), (4, 2048), (3, 3000)))
+    monkeypatch.setattr(evidence.load("plot_104_norms"), "SHAPES", ((9, 256), (3, 8192)))
     monkeypatch.setattr(evidence.load("plot_105_cross_entropy"), "SHAPES", ((5, 1000), (3, 32000)))
     monkeypatch.setattr(evidence.load("plot_203_four_bits"), "SHAPES", ((1, 256, 32), (8, 256, 32), (16, 256, 32)))
     loop = pd.DataFrame({"implementation": ["bfloat16", "tinygemm", "fusebook"], "tokens per second": [1.0, 2.0, 3.0]})
@@ -608,6 +645,7 @@ def test_a_page_that_is_run_for_its_counters_launches_its_steps_alone(a_gpu, mon
 @pytest.mark.parametrize(
     ("name", "files"),
     [
+        ("plot_104_norms", {*evidence.load("plot_104_norms").OPERATORS, "pages/norms_steps"}),
         ("plot_105_cross_entropy", {"cross_entropy", "pages/cross_entropy_steps", "pages/cross_entropy_in_place"}),
         (
             "plot_108_chunked_head",

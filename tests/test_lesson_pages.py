@@ -192,15 +192,24 @@ spec = importlib.util.spec_from_file_location("kernels_of_a_notebook", sys.argv[
 module = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
 given = torch.load(sys.argv[2])
-torch.save({name: getattr(module, name)(*given["given"]) for name in given["names"]}, sys.argv[2])
+torch.save({name: getattr(module, name)(*inputs) for name, inputs in given.items()}, sys.argv[2])
 """
 
 
 def extracted(path):
-    """The kernels and launchers of a notebook, with imports of torch and Triton, and the names of the launchers."""
+    """The kernels and launchers of a notebook, with imports of torch and Triton, and the operator of each launcher."""
     tree = ast.parse("\n".join(re.sub(r"(?m)^\s*%.*$", "", cell) for cell in cells(path)[1:]))
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    checked = [c.args[0].id for c in calls if ast.unparse(c.func) == "page.check" and isinstance(c.args[0], ast.Name)]
+    pages = {"page": evidence.load(path.stem).OPERATORS[0]}  # and what `page.of` returns
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.value).startswith("page.of("):
+            pages[node.targets[0].id] = node.value.args[0].value
+    checks = {f"{name}.check": op for name, op in pages.items()}
+    checked = {
+        c.args[0].id: checks[ast.unparse(c.func)]
+        for c in calls
+        if ast.unparse(c.func) in checks and isinstance(c.args[0], ast.Name)
+    }
     functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
     wanted, named = set(checked), {f.name: {n.id for n in ast.walk(f) if isinstance(n, ast.Name)} for f in functions}
     while more := {name for f in wanted for name in named[f]} & named.keys() - wanted:
@@ -208,30 +217,31 @@ def extracted(path):
     kept = [f for f in functions if f.name in wanted]
     head = "import functools\nimport torch\nimport torch.nn.functional as F\n"
     head += "import triton\nimport triton.language as tl\n\n\n"
-    return head + "\n\n\n".join(map(ast.unparse, kept)) + "\n", list(dict.fromkeys(checked))
+    return head + "\n\n\n".join(map(ast.unparse, kept)) + "\n", checked
 
 
 @each
 def test_kernels_of_a_notebook_run_without_the_library(path, tmp_path):
-    text, names = extracted(path)
-    assert names and "fusebook" not in text and "page." not in text
+    text, checked = extracted(path)
+    assert checked and "fusebook" not in text and "page." not in text
     file, data = tmp_path / "kernels.py", tmp_path / "data.pt"
     file.write_text(text)
-    op = OPS[evidence.load(path.stem).OPERATORS[0]]
-    sizes = [name for name, value in op.edges[0].items() if isinstance(value, int)]
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    small = dict(zip(sizes, (5, 128, 304) if len(sizes) == 3 else (5, 300), strict=True))
-    given = op.make(inputs.generator(0, device), op.dtypes[0], **{**op.edges[0], **small})
-    torch.save({"given": given, "names": names}, data)
+    given = {}
+    for op in map(OPS.get, dict.fromkeys(checked.values())):
+        sizes = [name for name, value in op.edges[0].items() if isinstance(value, int)]
+        small = dict(zip(sizes, (5, 128, 304) if len(sizes) == 3 else (5, 300), strict=True))
+        given[op.name] = op.make(inputs.generator(0, device), op.dtypes[0], **{**op.edges[0], **small})
+    torch.save({name: given[op] for name, op in checked.items()}, data)
     done = warm.run(
         "-c", ALONE, str(file), str(data), *([] if device == "cuda" else ["interpret"]), env=dict(os.environ)
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    yard = check.yardstick(op, given)
     for name, got in torch.load(data).items():
-        assert yard.judge(got).ok, name
+        op = OPS[checked[name]]
+        assert check.yardstick(op, given[op.name]).judge(got).ok, name
         eps = torch.finfo(op.dtypes[0]).eps
-        torch.testing.assert_close(got, op.reference(*given), atol=10 * eps, rtol=100 * eps)
+        torch.testing.assert_close(got, op.reference(*given[op.name]), atol=10 * eps, rtol=100 * eps)
 
 
 #: Runs the first cells of a notebook as IPython does, magics included, and says where the library came from.

@@ -186,8 +186,8 @@ RST = """.. DO NOT EDIT
 
 .. _a_label:
 
-Norms, with a residual and in eight bits
-========================================
+From NumPy to C++ and CUDA: torch.compile
+=========================================
 
 A softmax.
 
@@ -198,7 +198,7 @@ Read before: 002, 101.
 
 .. code-block:: Python
 
-    "Norms"
+    "NumPy"
 """
 
 
@@ -246,20 +246,20 @@ def test_the_box_says_what_the_results_of_the_page_decide(facts, df):
 
 
 def test_the_box_stands_under_the_title_and_says_what_to_have_read(monkeypatch, tmp_path, facts):
-    page = tmp_path / "auto_examples" / "plot_104_norms.box.json"
+    page = tmp_path / "auto_examples" / "plot_302_numpy_to_cuda.box.json"
     page.parent.mkdir()
     page.write_text(box.json.dumps(facts))
     watched = []
     env = types.SimpleNamespace(note_dependency=lambda file, docname: watched.append(file))
     app = types.SimpleNamespace(srcdir=tmp_path, env=env, config=types.SimpleNamespace(fusebook_repository=""))
     source = [RST]
-    box.insert(app, "auto_examples/plot_104_norms", source)
-    _, after = source[0].split(f"{pages.pages()['104'].title}\n{'=' * len(pages.pages()['104'].title)}\n")
+    box.insert(app, "auto_examples/plot_302_numpy_to_cuda", source)
+    _, after = source[0].split(f"{pages.pages()['302'].title}\n{'=' * len(pages.pages()['302'].title)}\n")
     assert after.lstrip().startswith(".. container:: fb-box")
     assert "Read before" not in after and "For whom" not in after
     assert re.match(r"\.\. container:: fb-box\n\n   \*\*For\*\* those who .*\*\*Minutes:\*\* \d+\.\n", after.lstrip())
     assert ":doc:`002 " in after
-    assert ":download:`notebook <plot_104_norms.ipynb>`" in after
+    assert ":download:`notebook <plot_302_numpy_to_cuda.ipynb>`" in after
     assert "Test GPU" in after
     assert "Colab" not in after
     assert str(page) in watched
@@ -269,11 +269,11 @@ def test_the_box_stands_under_the_title_and_says_what_to_have_read(monkeypatch, 
 
 
 def test_a_page_without_results_has_a_box_that_says_so():
-    about = pages.pages()["104"]
+    about = pages.pages()["302"]
     shown = box.rst(about, {}, "https://github.com/a/b")
     assert "No results." in shown
     assert "no results here" in shown
-    assert "https://colab.research.google.com/github/a/b/blob/gh-pages/notebooks/plot_104_norms.ipynb" in shown
+    assert "https://colab.research.google.com/github/a/b/blob/gh-pages/notebooks/plot_302_numpy_to_cuda.ipynb" in shown
 
 
 # The pages
