@@ -21,7 +21,7 @@ import fusebook.lesson as lesson
 import style
 import synthetic
 from fusebook.cards import OPS
-from fusebook.lesson import _decode, _memory, _numbers, _weights, evidence, picture
+from fusebook.lesson import _decode, _memory, _numbers, _products, _weights, evidence, picture
 from fusebook.lesson.evidence import Claim, Frames, NotRecorded
 from fusebook.measure import bench, sources, timing
 from fusebook.measure import machine as machines
@@ -31,11 +31,14 @@ from toy import machine
 ROOT = Path(__file__).resolve().parents[1]
 VERDICTS = ROOT / "tests" / "verdicts.csv"
 LESSONS = evidence.lessons()
+#: Whose steps take several inputs.
+SEVERAL = ["plot_105_cross_entropy", "plot_108_chunked_head", "plot_201_gemm_concat", "plot_203_four_bits"]
 #: Claims that a record has no numbers for, by lesson: the evidence says so, until the page is recorded again.
 WAITING = {
     "plot_104_norms": {"rows-narrow"},
     "plot_105_cross_entropy": {"counters-others"},
     "plot_108_chunked_head": {"in-place-gain"},
+    "plot_201_gemm_concat": {"grouped-gain", "grouped-reads"},
 }
 
 
@@ -423,6 +426,37 @@ def test_every_step_of_four_bits_is_correct_for_more_rows_than_a_tile(replayed):
     assert "is correct on 11 x 384" in shown.html and shown.html.endswith("with one row of x: 2.9.</p>")
 
 
+# Matmuls --------------------------------------------------------------------------------------------------------------
+
+
+def test_the_rates_of_matmuls_are_read_from_older_records_too(replayed):
+    spec = evidence.load("plot_201_gemm_concat").FRAMES["steps"]
+    old = pd.DataFrame({"step": ["eager", "step one, 64 x 64"], "right": True, "us": [2.0, 4.0], "n": [1000, 1000]})
+    frame = spec.renamed(old)
+    assert frame["shape"].tolist() == ["1000x1000x1000"] * 2 and frame["correct"].all()
+    found = _products.rates(frame)
+    assert found.columns.tolist() == ["n = 1000"] and found["n = 1000"].to_dict() == {"eager": 2000.0, "small": 1000.0}
+    assert spec.renamed(frame).equals(frame)
+
+
+def test_a_lesson_on_matmuls_shows_what_a_caller_gets(replayed):
+    page = lesson.open("plot_201_gemm_concat")
+    time, sizes, memory, *_ = page.verdict().text.splitlines()
+    assert (
+        "x of 1024 x 1024 with two weights of 1024 x 1024 in bfloat16 takes" in time
+        and "chosen" not in time
+        and "ORT" not in sizes
+    )
+    assert re.match(r"Memory\. Fusebook allocates the output.* A concat of two matmuls allocates 2\.0 times", memory)
+    assert "a library" not in page.use().text
+
+
+def test_the_walk_in_groups_reads_fewer_strips():
+    text = picture.walk(rows=4, columns=12, running=12, group=4).text
+    assert "1 of 4 rows of x and 12 of 12 columns of w" in text and "4 of 4 rows of x and 3 of 12 columns of w" in text
+    assert "a column of tiles of w1" in picture.product(rows=4, columns=4, program=13).text
+
+
 # Memory ---------------------------------------------------------------------------------------------------------------
 
 SIZES = {"M": 64, "K": 8, "N": 100}
@@ -476,6 +510,8 @@ def test_a_size_without_a_time_has_no_bar():
         picture.passes(4),
         picture.partial_sums(6, 3),
         picture.operand(5),
+        picture.product(4, 4, 13),
+        picture.walk(4, 12, 12, 4),
         _memory.over_time("held", {"a": [0.0, 2.0, 1.0], "b": [1.0]}),
         _memory.trade("rows", pd.DataFrame({"rows": [4, 8], "GiB": [0.1, 0.2], "ms": [2.0, 1.0]})),
         picture.rows(2, 3, 4),
@@ -561,6 +597,7 @@ def a_gpu(monkeypatch, replayed):
     loop = pd.DataFrame({"implementation": ["bfloat16", "tinygemm", "fusebook"], "tokens per second": [1.0, 2.0, 3.0]})
     frames = evidence.load("plot_203_four_bits").FRAMES
     monkeypatch.setitem(frames, "tokens", dataclasses.replace(frames["tokens"], function=lambda: loop))
+    monkeypatch.setattr(evidence.load("plot_201_gemm_concat"), "SHAPES", ((64, 64, 64), (128, 128, 128)))
     head = evidence.load("plot_108_chunked_head")
     monkeypatch.setattr(head, "SHAPES", ((37, 16, 1000),))
     rows = pd.DataFrame({"rows": [256, 1024, 8192], "gpu_us": 2.0, "peak_bytes": 2.0, "beyond": 1.0})
@@ -652,6 +689,7 @@ def test_a_page_that_is_run_for_its_counters_launches_its_steps_alone(a_gpu, mon
             {"linear_cross_entropy", "pages/linear_cross_entropy_steps", "pages/linear_cross_entropy_chunks"},
         ),
         ("plot_203_four_bits", {"quantized_matmul", "pages/quantized_matmul_steps", "pages/quantized_matmul_tokens"}),
+        ("plot_201_gemm_concat", {"concat_gemm", "pages/gemm_steps", "pages/gemm_quack"}),
     ],
 )
 def test_what_no_step_of_a_lesson_shows_is_recorded_too(name, files, a_gpu, tmp_path, monkeypatch):
@@ -659,6 +697,10 @@ def test_what_no_step_of_a_lesson_shows_is_recorded_too(name, files, a_gpu, tmp_
     losses = evidence.load("plot_105_cross_entropy")
     function = dataclasses.replace(losses.FRAMES["in place"], function=lambda: in_place)
     monkeypatch.setitem(losses.FRAMES, "in place", function)
+    products = evidence.load("plot_201_gemm_concat")
+    quack = pd.DataFrame({"step": ["fusebook"], "gpu_us": 1.0, "n": 256})
+    function = dataclasses.replace(products.FRAMES["quack"], function=lambda: quack)
+    monkeypatch.setitem(products.FRAMES, "quack", function)
     monkeypatch.setenv("_FUSEBOOK_RECORD", str(tmp_path / "records"))
     runpy.run_path(str(ROOT / "examples" / f"{name}.py"), run_name="lesson")
     folder = tmp_path / "records" / "test-gpu"
@@ -666,7 +708,7 @@ def test_what_no_step_of_a_lesson_shows_is_recorded_too(name, files, a_gpu, tmp_
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU that is there needs no other one")
-@pytest.mark.parametrize("name", ["plot_105_cross_entropy", "plot_108_chunked_head", "plot_203_four_bits"])
+@pytest.mark.parametrize("name", SEVERAL)
 def test_on_a_gpu_a_lesson_with_several_inputs_times_its_steps(name, a_gpu):
     page = runpy.run_path(str(ROOT / "examples" / f"{name}.py"), run_name="lesson")["page"]
     frame = page.frames["steps"]

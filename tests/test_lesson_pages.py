@@ -241,7 +241,11 @@ def test_kernels_of_a_notebook_run_without_the_library(path, tmp_path):
         op = OPS[checked[name]]
         assert check.yardstick(op, given[op.name]).judge(got).ok, name
         eps = torch.finfo(op.dtypes[0]).eps
-        torch.testing.assert_close(got, op.reference(*given[op.name]), atol=10 * eps, rtol=100 * eps)
+        want = op.reference(*given[op.name])
+        if isinstance(want, torch.Tensor):  # the sums of a matmul are as exact as their row is large
+            size = want.square().mean(-1, keepdim=True).sqrt().clamp(min=1)
+            got, want = got / size, want / size
+        torch.testing.assert_close(got, want, atol=10 * eps, rtol=100 * eps)
 
 
 #: Runs the first cells of a notebook as IPython does, magics included, and says where the library came from.

@@ -31,7 +31,14 @@ MARKER = re.compile(
     r"\{gain (?P<step>\w+)(?: over (?P<over>\w+))? at (?:M=(?P<rows>\d+), )?N=(?P<width>\d+)(?:, (?P<dtype>\w+))?\}"
 )
 #: What a reader sees instead of the name of a variant.
-_SAID = {"eager": "eager PyTorch", "Liger (of a copy)": "Liger"}
+_SAID = {
+    "eager": "eager PyTorch",
+    "Liger (of a copy)": "Liger",
+    "two + cat": "a concat of two matmuls",
+    "cat + one": "a concat and one matmul",
+    "packed": "weights packed before",
+    "views": "two matmuls into views",
+}
 
 
 def microseconds(value: float) -> str:
@@ -262,14 +269,15 @@ def legend(variants: Sequence[str], libraries: Sequence[str]) -> str:
     return f"{text[:1].upper()}{text[1:]}." if text else ""
 
 
-def verdict(op: Op, frame: pd.DataFrame, example: Mapping[str, Any]) -> tuple[list[str], Shown | None]:
-    """Three sentences on time, on all sizes and on memory; and the times of one size as bars."""
+def verdict(op: Op, frame: pd.DataFrame, example: Mapping[str, Any], words: str = "") -> tuple[list[str], Shown | None]:
+    """Three sentences on time, on all sizes and on memory; and the times of one size, in `words`, as bars."""
     gpu = "gpu_us"
     point = tables.timed(_point(frame, example), "cold").drop_duplicates("variant").set_index("variant")
     if "fusebook" not in point.index:
         return ["Not measured."], None
     own: Any = point.loc["fusebook"]
-    at = f"{' x '.join(str(own[name]) for name in tables.dims(frame))} in {own['dtype']}"
+    words = words or f"{' x '.join(f'{{{name}}}' for name in tables.dims(frame))} in {{dtype}}"
+    at = words.format(**own)
     others = point.drop(index="fusebook")[gpu].sort_values()
     longer = ", ".join(f"{said([str(name)])} {us / own[gpu]:.3g}" for name, us in others.items())
     lines = [
@@ -287,7 +295,8 @@ def verdict(op: Op, frame: pd.DataFrame, example: Mapping[str, Any]) -> tuple[li
         text += " " + _pace(libraries, "all of these" if len(libraries) == len(torchs) else some, fastest)
     lines.append(f"{text} Times within 2 % count as equal.")
     lines.append(f"**Memory.** {_memory_of(frame, 'fusebook')} {_memory_of(frame, next(iter(op.variants)))}")
-    bars = {**others.sort_values(ascending=False), "Fusebook": own[gpu], "a copy": own["copy_us"]}
+    bars = {**others.sort_values(ascending=False), "Fusebook": own[gpu]}
+    bars |= {"a copy": own["copy_us"]} if own["zone"] != "compute" else {}
     meant = legend([*others.index], _libraries(op, frame, timed=True))
     caption = f"GPU time of {at} (cold L2 cache). {meant}"
     return lines, picture.bars(caption, bars, {n: microseconds(us) for n, us in bars.items()}, ["Fusebook"])
@@ -295,12 +304,18 @@ def verdict(op: Op, frame: pd.DataFrame, example: Mapping[str, Any]) -> tuple[li
 
 def _extra(frame: pd.DataFrame, variant: str) -> float:
     """Memory that an implementation allocates at its peak, in outputs: 1 is the output alone."""
-    rows = tables.where(frame, variant=variant, status="ok", zone="memory")
+    rows = _large(frame, variant)
     return float((rows["peak_bytes"] / rows["write_bytes"]).median())
 
 
+def _large(frame: pd.DataFrame, variant: str) -> pd.DataFrame:
+    """The sizes that memory decides; where arithmetic decides all large ones, every size."""
+    rows = tables.where(frame, variant=variant, status="ok")
+    return tables.where(rows, zone="memory") if rows["zone"].eq("memory").any() else rows
+
+
 def _memory_of(frame: pd.DataFrame, variant: str, name: str = "", output: str = "the output") -> str:
-    rows = tables.where(frame, variant=variant, status="ok", zone="memory")
+    rows = _large(frame, variant)
     ratio, beyond = _extra(frame, variant), float((rows["peak_bytes"] - rows["write_bytes"]).max())
     name = name or ("Fusebook" if variant == "fusebook" else _SAID.get(variant, variant))
     name = name[:1].upper() + name[1:]
@@ -320,7 +335,7 @@ def choices(op: Op, frame: pd.DataFrame) -> pd.DataFrame:
     libraries = _libraries(op, frame)
     named = {
         f"fusebook.{op.name}": ["ours"],
-        said(libraries, "or") or "a library": ["libraries"],
+        **({said(libraries, "or"): ["libraries"]} if libraries else {}),
         "torch or torch.compile": ["torch", "torch.compile"],
     }
     found = {kind: verdicts.choices(op, frame, kind) for kind in ("cold", "paid")}

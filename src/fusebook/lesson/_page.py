@@ -127,7 +127,7 @@ class Page:
 
     def _sweep(self) -> pd.DataFrame:
         if "sweep" not in self.frames.known:
-            self.frames.known["sweep"] = self.asked.results()
+            self.frames.known["sweep"] = self.asked.results(variants=self.about.FRAMES["sweep"].variants)
         return self.frames["sweep"]
 
     def _everything(self) -> pd.DataFrame:
@@ -152,7 +152,9 @@ class Page:
     @_or_banner
     def verdict(self) -> Shown:
         """The box: time at one size, over all sizes, and memory."""
-        lines, bars = _numbers.verdict(self.op, self._everything(), self.about.EXAMPLE)
+        lines, bars = _numbers.verdict(
+            self.op, self._everything(), self.about.EXAMPLE, getattr(self.about, "WORDS", "")
+        )
         links = [
             (f"fusebook.{self.op.name}", "api"),
             ("evidence", f"evidence/{self.name}"),

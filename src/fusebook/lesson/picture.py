@@ -7,7 +7,19 @@ from collections.abc import Mapping, Sequence
 from fusebook.page.draw import _AMBER, _BLUE, _WIDTH, _arrow, _box, _drawing, _text
 from fusebook.page.show import Shown
 
-__all__ = ["bars", "chunks", "operand", "partial_sums", "passes", "rows", "segments", "shared_row", "tile"]
+__all__ = [
+    "bars",
+    "chunks",
+    "operand",
+    "partial_sums",
+    "passes",
+    "product",
+    "rows",
+    "segments",
+    "shared_row",
+    "tile",
+    "walk",
+]
 
 _LEFT = 78.0
 
@@ -271,3 +283,85 @@ def segments(caption: str, moved: Mapping[str, Sequence[tuple[str, float, float]
         parts.append(_text(left + scale * most + 8, y - 22 * len(steps) / 2 + 4, f"{name}: {total:g} {unit}"))
         y += 12
     return _drawing(caption, told, y - 8, parts)
+
+
+def product(rows: int, columns: int, program: int) -> Shown:
+    """Two matmuls of one input as tiles of one output: what one program loads, and where its tile is.
+
+    Parameters
+    ----------
+    rows, columns : int
+        Of tiles, of each product.
+    program : int
+        Its number: tiles are counted row by row, over both products.
+    """
+    side, left, top, deep = 22.0, 168.0, 92.0, 66.0
+    r, c = divmod(program, 2 * columns)
+    parts = []
+    for i in range(2):
+        x = left + i * columns * side
+        parts += [_box(x, 18, columns * side, deep, _BLUE, False), _text(x + 4, 12, f"w{i}: K x N")]
+    parts += [_box(left - 8 - deep, top, deep, rows * side, _BLUE, False), _text(left - 8 - deep, top - 6, "x: M x K")]
+    for i in range(rows):
+        for j in range(2 * columns):
+            mine = (i, j) == (r, c)
+            parts.append(_box(left + j * side, top + i * side, side, side, _AMBER if mine else _BLUE, mine))
+    x, y = left + c * side, top + r * side
+    parts += [_box(x, 18, side, deep, _BLUE), _box(left - 8 - deep, y, deep, side, _BLUE)]
+    parts += [_box(x, 18 + deep / 3, side, deep / 3, _AMBER), _box(left - 8 - deep * 2 / 3, y, deep / 3, side, _AMBER)]
+    parts.append(_text(left + columns * side, top + rows * side + 16, "y: M x 2N, a program for each tile", "middle"))
+    parts.append(_text(left - 8 - deep - 6, y + 15, "walks along K", "end"))
+    parts.append(_text(left + 2 * columns * side + 6, y + 15, f"program {program}"))
+    weight = f"w{c // columns}"
+    told = [f"program {program} owns one tile of y", f"it reads a row of tiles of x and a column of tiles of {weight}"]
+    caption = (
+        f"Program {program} owns the amber tile of y and keeps its sum in registers. Each turn of its loop loads one "
+        f"tile of x and one of {weight}."
+    )
+    return _drawing(caption, told, top + rows * side + 22, parts)
+
+
+def walk(rows: int, columns: int, running: int, group: int) -> Shown:
+    """Which tiles the running programs have, row by row and in groups of rows, and what they read.
+
+    Parameters
+    ----------
+    rows, columns : int
+        Of tiles.
+    running : int
+        Programs that run at once.
+    group : int
+        Rows of a group.
+    """
+    side, high, left = 26.0, 19.0, 64.0
+    parts, told, y = [], [], 4.0
+    for name, height in (("row by row", 1), (f"in groups of {group} rows", group)):
+        at = {}
+        for tile in range(rows * columns):
+            first, inside = tile // (height * columns) * height, tile % (height * columns)
+            tall = min(rows - first, height)
+            at[first + inside % tall, inside // tall] = tile
+        busy = [place for place, tile in at.items() if tile < running]
+        strips = [{place[axis] for place in busy} for axis in (0, 1)]
+        count = " + ".join(str(len(strip)) for strip in strips)
+        total = sum(map(len, strips))
+        parts.append(_text(left, y + 10, f"{name}: {count} = {total} strips"))
+        y += 18
+        for j in range(columns):
+            parts.append(_box(left + j * side + 2, y, side - 4, 10, _AMBER, j in strips[1]))
+        parts.append(_text(left + columns * side + 6, y + 10, "w"))
+        y += 14
+        for i in range(rows):
+            parts.append(_box(left - 16, y + i * high + 2, 10, high - 4, _AMBER, i in strips[0]))
+            for j in range(columns):
+                parts.append(_box(left + j * side, y + i * high, side, high, _BLUE, at[i, j] < running))
+                parts.append(_text(left + j * side + side / 2, y + i * high + 14, str(at[i, j]), "middle"))
+        parts.append(_text(left - 22, y + rows * high / 2 + 4, "x", "end"))
+        y += rows * high + 14
+        rest = f"{len(strips[0])} of {rows} rows of x and {len(strips[1])} of {columns} columns of w"
+        told.append(f"{name}, the first {running} programs read {rest}")
+    caption = (
+        f"Tiles of the output by program id; the first {running} programs run (filled). Each needs one strip of x and "
+        "one of the weights (amber)."
+    )
+    return _drawing(caption, told, y - 6, parts)
