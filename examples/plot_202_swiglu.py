@@ -205,7 +205,7 @@ def step_one(x, gate, up, BM=64, BN=64, warps=4):
 # of a third axis. A descriptor of three axes then fetches 2 x 128 columns at
 # once, from two places in memory, and they arrive as 256. Each thread then
 # holds the gate and the up value of the same column. ``LATE`` is the
-# :term:`programmatic dependent launch` of :doc:`plot_201_gemm_concat`. Where
+# :term:`programmatic dependent launch` of :doc:`plot_204_descriptors`. Where
 # float32 has a few rows only, ``SPLIT`` programs share the sum over K of a
 # tile, and a second kernel adds their parts.
 

@@ -216,7 +216,8 @@ def extracted(path):
         wanted |= more
     kept = [f for f in functions if f.name in wanted]
     head = "import functools\nimport torch\nimport torch.nn.functional as F\n"
-    head += "import triton\nimport triton.language as tl\n\n\n"
+    head += "import triton\nimport triton.language as tl\n"
+    head += "from triton.tools.tensor_descriptor import TensorDescriptor\n\n\n"
     return head + "\n\n\n".join(map(ast.unparse, kept)) + "\n", checked
 
 

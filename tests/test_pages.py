@@ -320,6 +320,7 @@ def compiled(script, copy):
             kinds = {a: pointer if a.endswith("_ptr") else numbers.get(a, "i32") for a in kernel.arg_names}
             kinds |= {a: "*i64" for a in ("target_ptr", "table_ptr", "chunks_ptr") if a in kinds}
             kinds |= {"q_ptr": "*i32"} if "q_ptr" in kinds else {}
+            kinds |= {a: f"tensordesc<{pointer[1:]}[16,16]>" for a in kinds if a.endswith("_tiles")}
             kinds |= {"T": "i32"} if "table_ptr" in kinds else {}  # how many tensors, and no temperature
             given = {(p.num,): constants.get(p.name, 16) for p in kernel.params if p.is_constexpr}
             kinds |= {p.name: "constexpr" for p in kernel.params if p.is_constexpr}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.metadata
+import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +20,7 @@ from fusebook.cards import OPS
 from fusebook.lesson import picture
 from fusebook.lesson._checks import plain
 from fusebook.lesson.evidence import Frames, NotRecorded
-from fusebook.measure import bench, check, inputs
+from fusebook.measure import bench, check, inputs, timing
 from fusebook.measure.bench import Origin
 from fusebook.measure.op import Op
 from fusebook.page import _place, show, verdicts
@@ -76,6 +77,7 @@ def gain(
     """What a step gains over another, or the one before, e.g. ``(1.35x faster than step 1 at N = 256)``.
 
     With ``memory`` for the dtype, what it saves in the lesson's first dtype: ``(4.0x less memory than step 1 ...)``.
+    With ``warm``, the gain of calls in a row.
 
     Raises
     ------
@@ -88,14 +90,17 @@ def gain(
             raise ValueError(f"gain: expected a step of {', '.join(known)}, got {named!r}")
     before = over or order[order.index(step) - 1]
     label = labels(frames.about)[before]
-    memory = dtype == "memory"
-    at = f"at {f'M = {rows}, ' if rows else ''}N = {width}" + (f" in {dtype}" if dtype and not memory else "")
+    memory, special = dtype == "memory", {"memory": "peak_bytes", "warm": "gpu_warm_us"}
+    at = f"at {f'M = {rows}, ' if rows else ''}N = {width}"
+    at += f" in {dtype}" if dtype and dtype not in special else ", warm" if dtype == "warm" else ""
     first = frames.about.DTYPES[0]
-    dtype, column = (first, "peak_bytes") if memory else (dtype or first, "gpu_us")
+    dtype, column = (first, special[dtype]) if dtype in special else (dtype or first, "gpu_us")
     shape = f"{rows}x.*" if rows else ".*"
     try:
         found = tables.where(frames["steps"], dtype=dtype, shape=lambda s: s.str.fullmatch(rf"{shape}x{width}"))
     except NotRecorded:
+        return f"(not measured {at})"
+    if column not in found:
         return f"(not measured {at})"
     taken = found.drop_duplicates("step").set_index("step")[column].reindex([before, step])
     if taken.isna().any():
@@ -157,6 +162,9 @@ def measured_steps(
                 calls["copy"] = functools.partial(torch.empty_like(least).copy_, least)
                 frame = bench.staircase(calls, functools.partial(_is_correct, yard), repeat=15, look=look)
                 frame = frame.rename(columns={"us": "gpu_us", "right": "correct"})
+                if getattr(about, "WARM", False):
+                    warm = timing.warm(calls)
+                    frame["gpu_warm_us"] = [q.q50 * 1e6 if (q := warm[name]) else math.nan for name in frame["step"]]
                 frame["peak_bytes"] = [bench._peak(library, calls[name]) for name in frame["step"]]
                 copied = frame["step"] == "copy"
                 frame = frame.assign(copy_us=frame.loc[copied, "gpu_us"].iloc[0])[~copied]

@@ -18,6 +18,7 @@ import numpy as np
 import pandas as pd
 import torch
 
+import fusebook
 from fusebook import plots
 from fusebook.cards import OPS
 from fusebook.lesson import _checks, _numbers, evidence
@@ -358,8 +359,10 @@ class Page:
         return show.table(frame, caption, fold=False)
 
     def findings(self) -> Shown:
-        """The claims that the lesson shows: at most four."""
+        """The claims that the lesson shows: at most four. Before it is recorded, those that have numbers."""
         found = [evidence.evaluate(claim, self.frames) for claim in self.about.CLAIMS if claim.lesson]
+        if getattr(self.about, "UNRECORDED", False):
+            found = [o for o in found if len(o.numbers)] or found
         return _Findings([Claim(o.text, o.holds, False, kind=o.claim.kind, detail=o.shown) for o in found])._now()
 
     @_or_banner
@@ -409,7 +412,7 @@ class Page:
         fold : bool
             Whether it is shown on demand only.
         """
-        module = sys.modules[OPS[name].variants["fusebook"].run.__module__]
+        module = sys.modules[getattr(fusebook, name).__module__]  # a card may wrap it
         kernels = [getattr(module, kernel) for kernel in self.about.KERNELS[name]]
         source, helpers = show.Source(*kernels, doc=False), _helpers(kernels)
         shown = show.Folded(f"The kernel of `fusebook.{name}`", helpers, source) if fold else source

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from fusebook.page.draw import _AMBER, _BLUE, _WIDTH, _arrow, _box, _drawing, _text
+from fusebook.page.draw import _AMBER, _BLUE, _WIDTH, _arrow, _box, _drawing, _text, lanes
 from fusebook.page.show import Shown
 
 __all__ = [
     "bars",
     "chunks",
+    "lanes",
     "operand",
     "partial_sums",
     "passes",

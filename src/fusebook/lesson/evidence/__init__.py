@@ -17,6 +17,8 @@ PAGE
     The class of its page, where that is not `fusebook.lesson.Page`.
 LOOK
     What is noted of the compiled kernel of a step, where that is more than `fusebook.measure.bench.staircase` does.
+WARM
+    Whether calls of the steps in a row are timed, too.
 EXTRA_STEPS
     Steps that only the evidence shows: functions from the lesson's steps to one more.
 KERNELS

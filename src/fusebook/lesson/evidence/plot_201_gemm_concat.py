@@ -27,6 +27,7 @@ WORDS = "x of {M} x {K} with two weights of {K} x {N} in {dtype}"
 STEPS = ("eager", "small", "large", "grouped")
 SHAPES = ((1024, 1024, 1024), (4096, 4096, 4096))
 DTYPES = ("bfloat16",)
+WARM = True
 KERNELS: Mapping[str, tuple[str, ...]] = {}
 #: M, K and N at which Nsight Compute counts.
 COUNTED = (8192, 8192, 8192)
