@@ -37,7 +37,7 @@ _SAID = {
     "Liger (of a copy)": "Liger",
     "two + cat": "a concat of two matmuls",
     "cat + one": "a concat and one matmul",
-    "packed": "weights packed before",
+    "packed": "one matmul of packed weights",
     "views": "two matmuls into views",
 }
 
