@@ -199,15 +199,11 @@ page.check(matmul_descriptors, *given)
 # take as long as three turns, and the store as long as two. Then 5 of 69 turns
 # can be saved: **we predict 7 % at most.**
 
-page.picture.lanes(
-    "One of 132 multiprocessors: what it loads and what it multiplies",
-    {
-        "step 2: loads": [(0, 4, "tile 0"), (6.5, 10.5, "tile 132")],
-        "step 2: multiplies": [(1, 5, "tile 0"), (7.5, 11.5, "tile 132")],
-        "step 3: loads": [(0, 4, "tile 0"), (4, 8, "tile 132")],
-        "step 3: multiplies": [(1, 5, "tile 0"), (5, 9, "tile 132")],
-    },
-)
+spans = {"step 2: loads": [(0, 4, "tile 0"), (6.5, 10.5, "tile 132")]}
+spans["step 2: multiplies"] = [(1, 5, "tile 0"), (7.5, 11.5, "tile 132")]
+spans["step 3: loads"] = [(0, 4, "tile 0"), (4, 8, "tile 132")]
+spans["step 3: multiplies"] = [(1, 5, "tile 0"), (5, 9, "tile 132")]
+page.picture.lanes("What one of 132 multiprocessors does", spans)
 
 # %%
 # The lines that differ from step 2 have a comment.
@@ -269,14 +265,10 @@ page.check(matmul_persistent, *given)
 # until all that the first kernel wrote can be read. A gap of a microsecond
 # counts where the matmuls are small.
 
-page.picture.lanes(
-    "Two kernels in one stream, with programmatic dependent launch",
-    {
-        "first kernel": [(0, 4, "multiplies")],
-        "second kernel": [(2.6, 4.05, "waits"), (4.05, 8, "multiplies")],
-    },
-    [("first kernel", 4, "second kernel", 4.05)],
-)
+spans = {"first kernel": [(0, 4, "multiplies")]}
+spans["second kernel"] = [(2.6, 4.05, "waits"), (4.05, 8, "multiplies")]
+arrow = ("first kernel", 4, "second kernel", 4.05)
+page.picture.lanes("Two kernels in one stream", spans, [arrow])
 
 # %%
 
@@ -321,16 +313,9 @@ page.source("concat_gemm", fold=True)
 # ---------------
 #
 # *GPU time* is the time of one call on the GPU, whose L2 cache holds none of
-# the data before (*cold L2*). The figure compares with one matmul of weights
-# that were *packed*, put side by side before. *two + cat* concatenates two
-# matmuls, and *fusebook* is the library's kernel.
-
-page.plot("packed", over="N")
-
-# %%
-# The table has the rate in TFLOP/s, or 10 to the 12 operations per second. An
-# H100 has 989 of them by its data sheet. Lines of code count a kernel with its
-# launcher.
+# the data before (*cold L2*). The table has the rate in TFLOP/s, or 10 to the
+# 12 operations per second. An H100 has 989 of them by its data sheet. Lines of
+# code count a kernel with its launcher. Page 201 has a figure with more sizes.
 
 steps = {"pointers": matmul_pointers, "descriptors": matmul_descriptors}
 steps |= {"persistent": matmul_persistent, "dependent": matmul_dependent}
