@@ -450,12 +450,8 @@ def test_the_rates_of_matmuls_are_read_from_older_records_too(replayed):
 def test_a_lesson_on_matmuls_shows_what_a_caller_gets(replayed):
     page = lesson.open("plot_201_gemm_concat")
     time, sizes, memory, *_ = page.verdict().text.splitlines()
-    assert (
-        "x of 1024 x 1024 with two weights of 1024 x 1024 in bfloat16 takes" in time
-        and "chosen" not in time
-        and "ORT" not in sizes
-    )
-    assert re.match(r"Memory\. Fusebook allocates the output.* A concat of two matmuls allocates 2\.0 times", memory)
+    assert "1024 x 1024 with two weights of 1024 x 1024 in bfloat16" in time and "chosen" not in time
+    assert "ORT" not in sizes and "Fusebook allocates the output" in memory and "2.0 times" in memory
     assert "a library" not in page.use().text
 
 
