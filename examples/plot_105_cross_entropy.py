@@ -343,8 +343,7 @@ loss.backward()  # hands out the gradient that the forward pass computed
 # - **Logits from a linear layer**, as in a language model, need not exist:
 #   ``fusebook.linear_cross_entropy`` takes its input and its weight. See
 #   :doc:`page 108 <plot_108_chunked_head>`.
-# - **Do not use** ``inplace`` when something else reads the logits, such as a
-#   metric.
+# - **Do not use** ``inplace`` when something else reads the logits.
 
 page.use()
 
@@ -367,8 +366,7 @@ page.use()
 # ~~~~~~~~~~~~~~~
 #
 # The tokens of a prompt do not count: their class is -100. Their loss and
-# their gradient are zero, even if a logit is NaN. The mean is over the other
-# rows.
+# gradient are zero, even if a logit is NaN. The mean is over the others.
 
 
 def ignoring(x, target):
@@ -405,7 +403,6 @@ def with_z_loss(x, target):
 
 
 def z_loss(x, target):
-    """The same by PyTorch."""
     x = x.detach().requires_grad_()
     with torch.enable_grad():
         loss = torch.nn.functional.cross_entropy(x, target)
