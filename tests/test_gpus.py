@@ -93,7 +93,7 @@ def test_no_code_chooses_by_the_name_of_a_gpu():
                     node.value,
                 )
             if isinstance(node, ast.Attribute):
-                by_name = node.attr == "name" and "propert" in ast.unparse(node.value)
+                by_name = node.attr == "name" and "properties" in ast.unparse(node.value)
                 assert node.attr != "get_device_name" and not by_name, f"{file.name}:{node.lineno}"
 
 
