@@ -17,6 +17,7 @@ import hashlib
 import multiprocessing
 import os
 import re
+import struct
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -96,6 +97,13 @@ def dtypes(op):
     return [dtype for dtype in (torch.bfloat16, torch.float32) if dtype in op.dtypes] or list(op.dtypes)[:1]
 
 
+def instructions(binary):
+    """The machine code in an ELF file, without what else a compiler notes there."""
+    (start,), (size, many, _) = struct.unpack_from("<Q", binary, 0x28), struct.unpack_from("<HHH", binary, 0x3A)
+    heads = [struct.unpack_from("<IIQQQQ", binary, start + i * size) for i in range(many)]
+    return b"".join(binary[at : at + length] for _, kind, flags, _, at, length in heads if kind == 1 and flags & 4)
+
+
 def compiled(kind, op):
     """The row of an operator, and hashes of each kernel's code; in a separate process, as Triton has one driver."""
     launched, found, digests = [], set(), {}
@@ -106,7 +114,7 @@ def compiled(kind, op):
     class Reading(AbsentGPU):
         def load_binary(self, name, kernel, shared, device):
             found.update(feature for feature, pattern in FEATURES.items() if re.search(pattern, texts[-1]))
-            digests.setdefault(name, set()).add(hashlib.sha256(texts[-1].encode()).hexdigest())
+            digests.setdefault(name, set()).add(hashlib.sha256(instructions(kernel)).hexdigest())
             return super().load_binary(name, kernel, shared, device)
 
     texts = [""]
