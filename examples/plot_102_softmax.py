@@ -3,7 +3,7 @@ Fused softmax: read once, write once
 ====================================
 
 Softmax in eager PyTorch moves four times the bytes it has to. We write it as
-one Triton kernel, in three steps, until it is as fast as a copy of the matrix.
+one Triton kernel in three versions, and compare each with a copy of its bytes.
 
 You will learn
 
@@ -36,7 +36,8 @@ page.verdict()
 #
 #    y_i = \frac{e^{x_i - m}}{\sum_j e^{x_j - m}}, \qquad m = \max_j x_j
 #
-# Subtracting the maximum keeps the exponential from overflowing, from 89 on.
+# In float32, the exponential of 89 overflows. Less the maximum, none is above
+# 1.
 #
 # *Eager* PyTorch runs each operation when it is called. Each line below is one
 # kernel, a function that runs on the GPU: it reads its inputs from memory and
@@ -58,8 +59,8 @@ page.traffic(eager=softmax_eager, fused=2)
 # A *fused* kernel reads the input once, keeps what is in between in
 # :term:`registers <register>`, and writes the result once. By its data sheet,
 # an H200 executes about fifty instructions while it reads and writes a float32
-# element, and softmax has five operations per element. So memory should decide
-# the time: **we predict 4x.**
+# element. Softmax has five operations per element. Even if each takes several
+# instructions, memory should decide the time: **we predict 4x.**
 
 # %%
 # .. _softmax-one-row:
@@ -263,9 +264,9 @@ page.check_all(softmax_one_row, softmax_rows, softmax_chunks, special=True)
 #
 # *GPU time* is the time of one call on the GPU, whose L2 cache holds none of
 # the data before (*cold L2*). The figure divides the least traffic, 2MN
-# elements, by the GPU time. The *roofline* is the bandwidth of large copies:
-# no kernel that reads and writes memory is faster. *A copy* is ``y.copy_(x)``
-# of the same matrix. Liger and quack are libraries of kernels.
+# elements, by the GPU time. The *roofline* is the bandwidth of large copies: a
+# kernel can hardly move its bytes faster. *A copy* is ``y.copy_(x)`` of the
+# same matrix. Liger and quack are libraries of kernels.
 
 page.plot("bandwidth", over="N")
 
@@ -283,8 +284,9 @@ page.steps(eager=softmax_eager, **steps, chunks=softmax_chunks)
 #   fetches one element. In bfloat16, half the bytes need as many instructions,
 #   and these decide the time. The library gives such a row to one warp, whose
 #   threads exchange values in fewer steps.
-# - From 4096 columns on, step 2 also has one row per program, and step 1's
-#   instructions in another order. That matters where warps are few, at 12672.
+# - From 4096 columns on, step 2 also has one row per program, but the compiler
+#   orders its instructions differently. We have not measured which order does
+#   what; the two differ most at 12672, where the fewest warps run at once.
 # - Eager's subtraction and division broadcast a value per row. PyTorch's
 #   kernel for that loads single elements, of 2 bytes in bfloat16.
 
@@ -310,8 +312,8 @@ page.use()
 #
 # - Count the traffic before you write a kernel: the count is your prediction.
 # - Compare with a copy of the same bytes. A kernel at copy speed is finished.
-# - Start with one row per program. Group narrow rows, split wide rows into
-#   chunks, and time each step.
+# - Start with one row per program. Group narrow rows. Give wide rows more
+#   warps, or split them into chunks. Time each step.
 # - Test on stress inputs: they find mistakes that ``randn`` lets pass.
 #
 # Exercises

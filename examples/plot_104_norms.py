@@ -94,7 +94,8 @@ x, weight = page.stress(1823, 781)
 page.check(norm_one_row, x, weight)
 
 # %%
-# Errors are relative to float64. Their unit *eps*: from 1 to the next number.
+# Errors are relative to the result in float64. Their unit *eps* is the
+# distance from 1 to the next number.
 
 # %%
 # .. _norm-rows:
@@ -116,9 +117,9 @@ def some_rows(
     inside = (rows < M)[:, None] & (columns < N)[None, :]  # [ROWS, BLOCK]
     at = rows[:, None] * N + columns[None, :]  # [ROWS, BLOCK]
     x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    mean = tl.sum(x * x, 1)[:, None] / N  # a sum per row, along axis 1
+    factor = 1 / tl.sqrt(tl.sum(x * x, 1)[:, None] / N + 1e-6)  # [ROWS, 1]
     w = tl.load(w_ptr + columns, mask=columns < N)[None, :]  # [1, BLOCK]
-    tl.store(y_ptr + at, x / tl.sqrt(mean + 1e-6) * w, mask=inside)
+    tl.store(y_ptr + at, x * factor * w, mask=inside)
 
 
 def norm_rows(x, weight):
@@ -238,11 +239,12 @@ gradient.check(gradient_atomic, x, dy, weight)
 # Step 5: many rows per program {gain partial at N=8192}
 # ------------------------------------------------------
 #
-# In step 4, all programs add to the same N elements and wait for each other
-# there, in an order that changes from call to call. Here a few hundred
-# programs share the rows: program *p* of *P* owns rows p, p + P, p + 2P and so
-# on. It sums its part of ``dw`` in registers, and writes it once. A second
-# kernel adds the P parts in a fixed order.
+# In step 4, all programs add to the same N elements, and the L2 cache executes
+# these additions one after another. Their order changes from call to call, and
+# with it the last bits of ``dw``. Here a few hundred programs share the rows:
+# program *p* of *P* owns rows p, p + P, p + 2P and so on. It sums its part of
+# ``dw`` in registers, and writes it once. A second kernel adds the P parts in
+# a fixed order.
 
 page.picture.partial_sums(rows=6, programs=3)
 
@@ -339,16 +341,18 @@ page.use()
 # Takeaways
 # ---------
 #
-# - What is in registers can be used again for nothing: do not keep a row's
-#   sums for the backward pass.
+# - To use a row again while it is in registers costs no traffic. So the
+#   backward pass computes a row's sums again, and the forward pass does not
+#   store them.
 # - Fuse the operation before a kernel if the kernel reads its result anyway.
-# - For a sum over rows, give each program many, and sum in registers first.
+# - For a sum over rows, give each program many rows. It adds them in
+#   registers.
 #
 # Exercises
 # ---------
 #
-# Each function is incorrect, and the line below it says where. Fix it and run
-# the cell again. No GPU is needed.
+# Each function is incorrect, and the line below it names a wrong element of
+# its result. Fix it and run the cell again. No GPU is needed.
 #
 # 1. Weights around one
 # ~~~~~~~~~~~~~~~~~~~~~

@@ -186,7 +186,7 @@ page.check(loss_one, x, target)
 # Instead, a loop holds one chunk at a time. The maximum is known only at the
 # end, so the sum is rescaled whenever a larger one turns up. This is the
 # online softmax. A second loop reads the chunks again for the gradient. For a
-# row that fits the registers, that second read is a loss.
+# row that fits the registers, that second read is wasted.
 
 page.picture.passes(chunks=4)
 
@@ -239,10 +239,9 @@ page.check(loss_chunks, *page.stress(4, 128256))
 # In place: no memory for the gradient
 # ------------------------------------
 #
-# In training nothing reads the logits after the loss, so the gradient may take
-# their memory. This is safe here for one reason: only program *i* reads row
-# *i*. It loads each chunk before it overwrites it, and the class's logit first
-# of all.
+# If nothing else reads the logits after the loss, the gradient may take their
+# memory. This is safe here: only program *i* reads row *i*. It loads each
+# chunk before it overwrites it, and the class's logit before both.
 
 
 def in_place(x, target):
@@ -260,14 +259,16 @@ page.check(in_place, x, target)
 # The library reads every row once, up to ``2**20`` classes: several programs
 # hold its parts in their registers. Each publishes the maximum and the sum of
 # its part in a *workspace*, a small buffer in global memory. Then it waits for
-# those of the others and merges them. :doc:`plot_102_softmax` has a picture.
+# those of the others and merges them. Page 102 has :doc:`a picture
+# <plot_102_softmax>`.
 #
 # A launch does not promise that all programs run at the same time, so a
 # program that has waited too long computes a missing pair itself. In place
-# this has a trap: the other program may just be slow, and overwrite its logits
-# with the gradient meanwhile. The pair is therefore published by a
-# compare-and-swap, an atomic operation: if the other program's own pair is
-# there, that one counts.
+# this has a trap. While a helper reads the part of a slow program, that
+# program may publish its pair and begin to overwrite its part. So a pair is
+# published by a compare-and-swap, an atomic operation that writes only where
+# no pair is yet. The slow program published before it overwrote anything: its
+# pair stays.
 
 # %%
 # Is it correct?
@@ -304,8 +305,8 @@ page.plot("bandwidth", over="N")
 
 # %%
 # The table compares the steps, with a copy of the least traffic as 100 %. So
-# step 1, which moves 3MN elements, cannot exceed 67 %, and eager 20 %. Lines
-# of code count kernels with their launcher; the library's serve all options.
+# step 1, which moves 3MN elements, cannot exceed 67 %, and eager 20 %. Step 3
+# reads each row twice, too.
 
 steps = {"two": loss_two, "one": loss_one, "chunks": loss_chunks}
 page.steps(eager=loss_eager, **steps)
@@ -359,8 +360,8 @@ page.use()
 # Exercises
 # ---------
 #
-# Each function is incorrect, and the line below it says where. Fix it and run
-# the cell again. No GPU is needed.
+# Each function is incorrect, and the line below it names a wrong element of
+# its result. Fix it and run the cell again. No GPU is needed.
 #
 # 1. Ignored rows
 # ~~~~~~~~~~~~~~~

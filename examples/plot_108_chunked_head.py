@@ -175,8 +175,8 @@ page.memory(torch=head_torch, in_place=head_in_place, chunks=head_in_chunks)
 # each and read the head, 2KN bytes in bfloat16: R operations per byte. The
 # third reads and writes the head's gradient: half as many. By its data sheet,
 # an H100 does about 300 operations while it reads a byte. **We predict** that
-# 1024 rows cost little, and that 256 rows wait for memory. The library's
-# ``rows=`` shows the trade:
+# 1024 rows cost little, and that at 512 rows the third matmul begins to wait
+# for memory. The library's ``rows=`` shows the trade:
 
 page.trade()
 
@@ -233,10 +233,10 @@ page.catches(full_chunks, even=page.stress(32, 16, 97), odd=given)
 #
 # *GPU time* is the time of one call on the GPU, after its L2 cache was
 # flushed. It is missing for ``head_torch``: ``new_tensor`` copies a number to
-# the GPU and waits, so the call cannot be timed alone. Memory is the peak of a
-# call beyond its inputs, as PyTorch's allocator sees it. Lines of code count
-# kernels with their launchers; the library's serve all shapes, dtypes and
-# options.
+# the GPU and waits, so the call cannot be timed alone. *torch* in the box is
+# the same step without that copy. Memory is the peak of a call beyond its
+# inputs, as PyTorch's allocator sees it. Lines of code count kernels with
+# their launchers; the library's serve all shapes, dtypes and options.
 
 steps = {"in_place": head_in_place, "chunks": head_in_chunks}
 page.steps(torch=head_torch, **steps)
@@ -270,11 +270,14 @@ loss = fusebook.linear_cross_entropy(h, head, target, rows=1024)
 #   exist, and waits for the GPU. By default such a class gives NaN on a GPU,
 #   and an error on the CPU.
 # - **float16.** There the gradients wait for the backward pass, which knows
-#   the scale of the loss. It computes the logits again, unless they are few.
+#   the scale of the loss. It computes the logits again, unless they are few:
+#   one more matmul. Times on this page are of bfloat16.
 # - **Do not use it** when something else needs the logits. When all of them
-#   fit into 1 GiB, it saves nothing over ``torch.compile`` of ``head_torch``.
+#   fit into 1 GiB, only ``rows=`` saves memory over ``torch.compile`` of
+#   ``head_torch``.
 #
-# In the table, *torch, in chunks* is ``F.linear_cross_entropy`` of PyTorch.
+# In the table, *torch, in chunks* is ``F.linear_cross_entropy``, which PyTorch
+# has from 2.13 on.
 
 page.use()
 
@@ -283,21 +286,23 @@ page.use()
 # ---------
 #
 # - Draw memory over time before you save any: the peak is what counts.
-# - Sums join chunks. Whatever is no sum over rows can stay in its chunk.
+# - Only sums over rows, here the loss and the head's gradient, need all
+#   chunks. The rest can go with its chunk.
 # - Write over what is not needed any more, and reuse one buffer in a loop.
-# - A chunk needs enough rows to keep the matmul busy. More only take memory.
+# - A chunk needs enough rows to keep the matmul busy. More rows gain little
+#   time and take much memory.
 #
 # Exercises
 # ---------
 #
-# Each function is incorrect, and the line below it says where. Fix it and run
-# the cell again. No GPU is needed.
+# Each function is incorrect, and the line below it names a wrong element of
+# its result. Fix it and run the cell again. No GPU is needed.
 #
 # 1. A bias
 # ~~~~~~~~~
 #
 # Many heads add a bias to the logits of each class. Add it, and return its
-# gradient as a fourth result. Keep no chunk for it.
+# gradient as a fourth result. It needs no logits of another chunk.
 
 
 def with_bias(h, head, bias, target):

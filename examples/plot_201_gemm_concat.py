@@ -4,7 +4,7 @@ Matmuls and concat: write each result into its place
 
 A layer often multiplies one input by several weights, such as those of
 queries and keys. Concatenating the results copies all of them. We avoid the
-copy without a kernel first, and then with a matmul of our own in three steps.
+copy without a kernel first. Then a matmul of our own shows how tiles work.
 
 You will learn
 
@@ -52,7 +52,7 @@ page.picture.bars(caption, share, percent)
 
 # %%
 # A matmul's work grows with the cube of n, and the copy with the square. So
-# the copy's share of the time falls as n grows. The numbers are *at most*,
+# the copy's share of the time falls as n grows. The numbers are upper bounds,
 # since small matrices stay in the GPU's :term:`L2 cache`, from which a copy
 # reads faster than from memory.
 #
@@ -127,8 +127,8 @@ page.picture.product(rows=4, columns=4, program=13)
 # %%
 # A program walks along K. Each turn of its loop loads a tile of x and a tile
 # of the weight, and ``tl.dot`` adds their product to the sum. It runs on the
-# :term:`tensor cores <tensor core>`, units that do nothing but multiply small
-# matrices. *ieee* means that float32 is not rounded to :term:`TF32` first.
+# :term:`tensor cores <tensor core>`, units that multiply small matrices, for
+# bfloat16. float32 is not rounded to :term:`TF32` for them, by *ieee*.
 
 given = page.stress(70, 96, 72)  # M, K, N
 page.check(in_views, *given)
@@ -138,9 +138,9 @@ page.check(in_views, *given)
 page.check(small_tiles, *given)
 
 # %%
-# ``page.stress`` makes difficult inputs: rows of x with large values, and rows
-# far from zero. The error is relative to the result in float64, and its unit
-# *eps* is the distance from 1 to the next number of the dtype.
+# ``page.stress`` makes rows of x with large values, and rows far from zero.
+# The error is relative to float64, in *eps*, the distance from 1 to the next
+# number.
 
 # %%
 # .. _concat-large:
@@ -268,11 +268,10 @@ page.plot("packed", over="N")
 
 # %%
 # The prediction left out launches: *two + cat* launches three kernels, *views*
-# two, and *packed* one. Small matmuls are shorter than that.
+# two, and *packed* one. A small matmul takes less time than its launch.
 #
 # The table has the rate of the steps in TFLOP/s, or 10 to the 12 operations
-# per second. *Warm* is one of many calls in a row. Lines of code count a
-# kernel with its launcher.
+# per second. *Warm* is one of many calls in a row.
 
 steps = {"small": small_tiles, "large": large_tiles, "grouped": in_groups}
 page.steps(eager=two_and_cat, **steps)
@@ -304,8 +303,8 @@ y = fusebook.concat_gemm(x, [w0, w1])
 # - **Checks.** There is no ``check=``: only shapes and dtypes are compared,
 #   and no call waits for the GPU.
 # - **Training.** The backward pass is torch's matmuls.
-# - **Do not use it** for packed weights, or for one weight. The sizes below
-#   include packed weights, which torch multiplies in one call.
+# - **Do not use it** for packed weights, or for one weight. The table shows
+#   what torch gains by packing.
 
 page.use()
 
@@ -321,8 +320,8 @@ page.use()
 # Exercises
 # ---------
 #
-# Each function is incorrect, and the line below it says where. Fix it and run
-# its cell again. No GPU is needed.
+# Each function is incorrect, and the line below it names a wrong element of
+# its result. Fix it and run its cell again. No GPU is needed.
 #
 # 1. Unequal widths
 # ~~~~~~~~~~~~~~~~~

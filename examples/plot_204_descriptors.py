@@ -91,7 +91,8 @@ def by_pointers(
 
 
 def sizes(x, w):  # M, N, K, then the constants of all kernels of this page
-    constants = {"BM": 128, "BN": 256, "BK": 64, "WIDEN": not x.is_cuda}
+    BK = 128 // x.element_size()  # so that float32 fits shared memory, too
+    constants = {"BM": 128, "BN": 256, "BK": BK, "WIDEN": not x.is_cuda}
     return (x.shape[0], w.shape[1], w.shape[0]), constants | {"num_warps": 8}
 
 
@@ -165,8 +166,9 @@ def described(x, height, width):
 def all_described(x, w0, w1):
     y = x.new_empty(x.shape[0], 2 * w0.shape[1])
     found = [described(half, 128, 256) for half in y.chunk(2, 1)]
-    found += [described(x, 128, 64)]
-    return y, found + [described(w, 64, 256) for w in (w0, w1)]
+    BK = sizes(x, w0)[1]["BK"]
+    found += [described(x, 128, BK)]
+    return y, found + [described(w, BK, 256) for w in (w0, w1)]
 
 
 def matmul_descriptors(x, w0, w1):
@@ -179,10 +181,11 @@ def matmul_descriptors(x, w0, w1):
 page.check(matmul_descriptors, *given)
 
 # %%
-# A descriptor has one base, so each weight has its own, and so has each half
-# of the output. A kernel cannot choose between descriptors as between
-# pointers. ``tl.static_range`` therefore repeats the code, with one weight in
-# each copy. Rows have to begin at multiples of 16 bytes.
+# A descriptor has one base, so each weight has its own. So has each half of
+# the output: what reaches beyond the left half must not land in the right one.
+# ``tl.where`` chooses between two pointers, but not between two descriptors.
+# ``tl.static_range`` therefore repeats the code, with one weight in each copy.
+# Rows have to begin at multiples of 16 bytes.
 
 # %%
 # .. _tiles-persistent:
@@ -195,9 +198,10 @@ page.check(matmul_descriptors, *given)
 # multiprocessor. It takes one tile after another, and its loads run ahead into
 # the next tile.
 #
-# A tile with K = 4096 takes 64 turns of the loop. Suppose that the first loads
-# take as long as three turns, and the store as long as two. Then 5 of 69 turns
-# can be saved: **we predict 7 % at most.**
+# A tile with K = 4096 takes 64 turns of the loop. We guess that the first
+# loads take as long as three turns, and the store as long as two. The loads
+# can be hidden, and part of the store: **we predict 7 % at most**, 5 of 69
+# turns.
 
 spans = {"step 2: loads": [(0, 4, "tile 0"), (6.5, 10.5, "tile 132")]}
 spans["step 2: multiplies"] = [(1, 5, "tile 0"), (7.5, 11.5, "tile 132")]
@@ -261,9 +265,10 @@ page.check(matmul_persistent, *given)
 #
 # Between two kernels the GPU is idle: the second one starts after the last
 # program of the first has ended. With :term:`programmatic dependent launch`
-# its programs start earlier, on multiprocessors that are free. They wait there
-# until all that the first kernel wrote can be read. A gap of a microsecond
-# counts where the matmuls are small.
+# its programs start earlier, where a program of the first kernel has finished
+# its last tile while others still compute. They wait there until all that the
+# first kernel wrote can be read. A gap of a microsecond counts where the
+# matmuls are small.
 
 spans = {"first kernel": [(0, 4, "multiplies")]}
 spans["second kernel"] = [(2.6, 4.05, "waits"), (4.05, 8, "multiplies")]
@@ -292,7 +297,7 @@ def matmul_dependent(x, w0, w1):
     (M, N, K), constants = sizes(x, w0)
     y, found = all_described(x, w0, w1)
     programs = programs_for(x, tiles(M, N))
-    late = x.is_cuda and torch.cuda.get_device_capability() >= (9, 0)
+    late = x.is_cuda and torch.cuda.get_device_capability(x.device) >= (9, 0)
     early = {"LATE": late} | ({"launch_pdl": True} if late else {})
     dependent[(programs,)](*found, M, N, K, programs, **constants, **early)
     return y
@@ -354,15 +359,16 @@ page.use()
 # ---------
 #
 # - Let the copy engine compute addresses, so that threads need not.
-# - Between tiles, keep loading: one long loop is better than many short ones.
-# - Give every program as many tiles as the others.
+# - Between tiles, keep loading: one long loop can hide what short ones wait
+#   for.
+# - Spread the tiles: no program should have two more than another.
 # - A kernel that says where it has to wait can start early.
 #
 # Exercises
 # ---------
 #
-# Each function is incorrect, and the line below it says where. Fix it and run
-# its cell again. No GPU is needed.
+# Each function is incorrect, and the line below it names a wrong element of
+# its result. Fix it and run its cell again. No GPU is needed.
 #
 # 1. Equal shares
 # ~~~~~~~~~~~~~~~

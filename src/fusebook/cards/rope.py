@@ -121,7 +121,9 @@ def _draw(rng: random.Random) -> Dims:
     """The heads of a model, and as many tokens as the bytes allow: one sequence, several, or one token of each."""
     kind = _draws.dtype(rng)
     H, K, R, P, style = rng.choice(_MODELS)
-    tokens = _draws.count(rng, _draws.BYTES // (2 * (H + K) * (2 * R + P) * _draws.itemsize(kind)))
+    # Read and written once, with a row of both tables where there is one sequence.
+    each = (2 * (H + K) * (2 * R + P) + 2 * R) * _draws.itemsize(kind)
+    tokens = _draws.count(rng, _draws.BYTES // each)
     B = rng.choice([1, 1, min(tokens, 4), tokens])
     point = _point(B, max(1, tokens // B), H, K, R, P, style)
     return point | {"dtype": kind, "layout": _draws.layout(rng, _draws.ROWS)}

@@ -384,7 +384,7 @@ def limits(op: Op, frame: pd.DataFrame, gradient: pd.DataFrame | None) -> list[s
     if launch == [us for us in launch if us == us]:
         said.append(
             f"**Small inputs:** the CPU takes {launch[0]:.1f} us to launch a call (torch: {launch[1]:.1f} us). "
-            "A shorter kernel makes no call faster."
+            "Where that takes longer than the kernel, a faster kernel makes no call faster."
         )
     if gradient is not None:
         said.append(f"**Memory:** {_memory_of(gradient, 'fusebook', 'its backward pass', 'the gradient')}")

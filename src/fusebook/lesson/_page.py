@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Page", "open"]
 
-#: Rows at most of inputs in Triton's interpreter, which takes a program at a time.
-_INTERPRETED = 64
+#: Rows at most of inputs in Triton's interpreter, which takes a program at a time; no group of rows divides it.
+_INTERPRETED = 67
 
 
 def open(name: str) -> Page:
@@ -208,7 +208,7 @@ class Page:
         )._now()
 
     def stress(self, *sizes: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
-        """Inputs that do not forgive, of the operator's card; at most 64 rows in Triton's interpreter.
+        """Inputs that do not forgive, of the operator's card; at most 67 rows in Triton's interpreter.
 
         Parameters
         ----------

@@ -171,8 +171,8 @@ CLAIMS = (
     ),
     Claim(
         "time-kept",
-        "It costs no time: at {count} sizes it takes {least:.2f} to {most:.2f} times the GPU time of the fastest other "
-        "implementation.",
+        "It takes little or no time: at {count} sizes it takes {least:.2f} to {most:.2f} times the GPU time of the "
+        "fastest other implementation.",
         _behind,
         "<= 1.02",
         _ALL + "; GPU time of Fusebook over that of the fastest other implementation",
