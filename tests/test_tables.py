@@ -237,6 +237,11 @@ def test_pretty_writes_whole_columns_without_a_point():
 # Plots
 
 
+def test_bandwidth_is_over_the_size_that_varies(sweep):
+    tall = sweep.assign(M=sweep["N"], N=64)
+    assert [*plots.bandwidth(tall).lines[0].get_xdata()] == [*plots.bandwidth(sweep).lines[0].get_xdata()]
+
+
 def test_bandwidth_divides_the_least_bytes_by_the_time(sweep):
     ours = sweep[(sweep["variant"] == "fusebook") & (sweep["status"] == "ok")].sort_values("N")
     lines = {line.get_label(): line.get_ydata() for line in plots.bandwidth(sweep).lines}

@@ -247,7 +247,7 @@ def _shade(ax: Axes, xs: Sequence[float], zones: Sequence[str]) -> None:
 
 
 def bandwidth(df: pd.DataFrame, *, xlabel: str = "", size: tuple[float, float] = (8.0, 4.6)) -> Axes:
-    """Bandwidth over N, cold: a line a variant with its 20 to 80 % band, the measured roof, and the zones.
+    """Bandwidth over N, or the size that varies, cold: a line a variant with its 20 to 80 % band, the roof, the zones.
 
     Parameters
     ----------
@@ -262,29 +262,31 @@ def bandwidth(df: pd.DataFrame, *, xlabel: str = "", size: tuple[float, float] =
     if len(dtypes) > 1:
         raise ValueError(f"plots.bandwidth: expected one dtype, got {', '.join(dtypes)}; draw one figure each")
     first = df.iloc[0]
-    others = [f"{n} = {first[n]}" for n in tables.dims(df) if n != "N" and len(df[n].unique()) == 1]
+    over = next((n for n in ("N", *tables.dims(df)) if len(df[n].unique()) > 1), "N")
+    others = [f"{n} = {first[n]}" for n in tables.dims(df) if n != over and len(df[n].unique()) == 1]
     what, found = ", ".join([_words(first["op"]), first["dtype"], *others]), _found(df, "copy")
     rate = "bandwidth of the least traffic (GB/s)"
-    ax = axes(found or what, xlabel or "size N", rate, size, [what if found else "", _gpu(df), "GPU time, cold L2"])
+    small = [what if found else "", _gpu(df), "GPU time, cold L2"]
+    ax = axes(found or what, xlabel or f"size {over}", rate, size, small)
 
     def rate_of(rows: pd.DataFrame, column: str) -> pd.Series:
         return (rows["read_bytes"] + rows["write_bytes"]) / rows[column].astype(float) / 1e3
 
     ends: _Ends = {}
     for name, drawn in _styles(list(dict.fromkeys(df["variant"]))).items():
-        rows = tables.timed(df[df["variant"] == name], "cold").sort_values("N")
+        rows = tables.timed(df[df["variant"] == name], "cold").sort_values(over)
         if rows.empty:
             continue
-        _line(ax, ends, name, rows["N"], rate_of(rows, "gpu_us"), **drawn)
+        _line(ax, ends, name, rows[over], rate_of(rows, "gpu_us"), **drawn)
         band = rate_of(rows, "gpu_us_80"), rate_of(rows, "gpu_us_20")
-        ax.fill_between(rows["N"].astype(float), *band, color=drawn["color"], alpha=0.18, linewidth=0)
-    points = df.dropna(subset=["roof_us"]).drop_duplicates("N").sort_values("N")
+        ax.fill_between(rows[over].astype(float), *band, color=drawn["color"], alpha=0.18, linewidth=0)
+    points = df.dropna(subset=["roof_us"]).drop_duplicates(over).sort_values(over)
     if len(points):
         for name, column, dash in (("roofline", "roof_us", "-"), ("a copy", "copy_us", (0, (1, 2)))):
             if points[column].notna().any():
                 how = {"color": INK, "linewidth": 1.2, "linestyle": dash, "zorder": 2}
-                _line(ax, ends, name, points["N"], rate_of(points, column), **how)
-        _shade(ax, points["N"].astype(float).tolist(), points["zone"].astype(str).tolist())
+                _line(ax, ends, name, points[over], rate_of(points, column), **how)
+        _shade(ax, points[over].astype(float).tolist(), points["zone"].astype(str).tolist())
     ax.set_ylim(bottom=0)
     ax.margins(x=0.01)
     _name_ends(ax, ends)
