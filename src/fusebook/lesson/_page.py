@@ -340,7 +340,8 @@ class Page:
         return wide, "Percent of copy speed in GPU time, by N and dtype"
 
     def _extra(self, steps: Mapping[str, Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
-        return {name: made(steps) for name, made in self.about.EXTRA_STEPS.items()}
+        found = {name: made(steps) for name, made in self.about.EXTRA_STEPS.items()}
+        return {name: step for name, step in found.items() if step}
 
     def _count(self, steps: Mapping[str, Callable[..., Any]]) -> pd.DataFrame:
         script = getattr(sys.modules["__main__"], "__file__", "") or ""

@@ -20,7 +20,7 @@ LOOK
 WARM
     Whether calls of the steps in a row are timed, too.
 EXTRA_STEPS
-    Steps that only the evidence shows: functions from the lesson's steps to one more.
+    Steps that only the evidence shows: functions from the lesson's steps to one more, or to None where it cannot run.
 KERNELS
     Kernels of the library that the lesson shows, by operator.
 CLAIMS, LOG
