@@ -1556,9 +1556,9 @@ claims(
 #
 # The manual lists CUDA, OpenCL, PyCUDA and PyOpenCL. What has changed is that
 # one need not leave Python: kernels are written in Triton, or in CUDA C and
-# compiled as the program runs, by CuPy or by NVIDIA's own `cuda.core`. The
-# first examples of the manual, a product, a double, a sum and a difference,
-# stand side by side in both on :doc:`plot_101_elementwise`.
+# compiled as the program runs, by CuPy or by NVIDIA's own `cuda.core`. Of the
+# first examples of the manual, a product, a sum and a difference are kernels
+# in Triton on :doc:`plot_101_elementwise`.
 #
 # Of `PyCUDA <https://github.com/inducer/pycuda>`__ the manual names five
 # advantages: it is convenient, it binds all of the driver's interface, it

@@ -33,7 +33,8 @@ VERDICTS = ROOT / "tests" / "verdicts.csv"
 LESSONS = evidence.lessons()
 #: Whose steps take several inputs.
 SEVERAL = ["plot_105_cross_entropy", "plot_108_chunked_head", "plot_203_four_bits", "plot_204_descriptors"]
-#: What page 104 times.
+#: What pages 101 and 104 time.
+ELEMENTWISE = ["add_sub", "multiply", "multiply_add", "silu", "add_add_multiply", "double", "exp"]
 NORMS = ["rms_norm", "add_rms_norm", "rms_norm_fp8", "layer_norm", "rms_norm_backward", "layer_norm_backward"]
 #: Claims that a record has no numbers for, by lesson: the evidence says so, until the page is recorded again.
 WAITING = {
@@ -513,6 +514,7 @@ def test_a_size_without_a_time_has_no_bar():
 @pytest.mark.parametrize(
     "shown",
     [
+        picture.blocks(20, 8),
         picture.passes(4),
         picture.partial_sums(6, 3),
         picture.operand(5),
@@ -535,6 +537,7 @@ def test_pictures_are_drawn_and_described(shown):
 
 
 def test_padding_is_told_from_data():
+    assert picture.blocks(20, 8).text.endswith("program 2 owns elements 16 to 19; the last 4 of 8 are masked.")
     assert "program 1 owns row 1" in picture.rows(2, 3, 4).text and "masks 1 of 4" in picture.rows(2, 3, 4).text
     assert "program 1 owns row 2; 1 row of the last tile past the end: masked" in picture.tile(3, 3, 4, 2).text
     assert "one tile of 128 has 28 elements of padding; 7 chunks of 16 have 12" in picture.chunks(100, 128, 16).text
@@ -598,6 +601,7 @@ def a_gpu(monkeypatch, replayed):
 
     monkeypatch.setattr(bench, "run", run)
     monkeypatch.setattr(evidence.load("plot_102_softmax"), "SHAPES", ((6, 256), (5, 781), (4, 2048), (3, 3000)))
+    monkeypatch.setattr(evidence.load("plot_101_elementwise"), "SHAPES", ((9, 100),))
     monkeypatch.setattr(evidence.load("plot_104_norms"), "SHAPES", ((9, 256), (3, 8192)))
     monkeypatch.setattr(evidence.load("plot_105_cross_entropy"), "SHAPES", ((5, 1000), (3, 32000)))
     monkeypatch.setattr(evidence.load("plot_203_four_bits"), "SHAPES", ((1, 256, 32), (8, 256, 32), (16, 256, 32)))
@@ -690,6 +694,7 @@ def test_a_page_that_is_run_for_its_counters_launches_its_steps_alone(a_gpu, mon
 @pytest.mark.parametrize(
     ("name", "files"),
     [
+        ("plot_101_elementwise", {*ELEMENTWISE, "pages/elementwise_steps"}),
         ("plot_104_norms", {*NORMS, "pages/norms_steps"}),
         ("plot_105_cross_entropy", {"cross_entropy", "pages/cross_entropy_steps", "pages/cross_entropy_in_place"}),
         (

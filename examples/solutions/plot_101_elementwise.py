@@ -29,33 +29,7 @@ def multiply_matrix(x, y):
     return out
 
 
-# 2. One more pointer, one more load.
-
-
-def product(x, y):
-    return multiply_matrix(x, y)
-
-
-# 3. One more pointer on the other side, one more store; no more loads.
-
-
-@triton.jit
-def _both(s_ptr, d_ptr, a_ptr, b_ptr, SIZE, BLOCK: tl.constexpr):
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    a = tl.load(a_ptr + i, mask=i < SIZE)
-    b = tl.load(b_ptr + i, mask=i < SIZE)
-    tl.store(s_ptr + i, a + b, mask=i < SIZE)
-    tl.store(d_ptr + i, a - b, mask=i < SIZE)
-
-
-def sum_and_difference(x, y):
-    s, d = torch.empty_like(x), torch.empty_like(x)
-    SIZE = x.numel()
-    _both[(triton.cdiv(SIZE, 512),)](s, d, x, y, SIZE, BLOCK=512)
-    return s, d
-
-
-# 4. The output is a vector; row and column of an element follow from its
+# 2. The output is a vector; row and column of an element follow from its
 # number, and its address in each operand from its row and column. Divisions
 # are slow, and reading across is slower: the library's kernel has tiles.
 
@@ -90,22 +64,7 @@ def multiply_as_it_lies(x, y):
     return out
 
 
-# 5. Both operands, and no thread beyond the last element.
-
-
-def product_in_c():
-    return """
-    extern "C" __global__
-    void product(float* out, const float* x, const float* y, long long n)
-    {
-        long long i = (long long) blockIdx.x * blockDim.x + threadIdx.x;
-        if (i < n) out[i] = x[i] * y[i];
-    }
-    """
-
-
 if __name__ == "__main__":
     x = torch.arange(6.0).view(2, 3)
     x = x.cuda() if torch.cuda.is_available() else x
-    print(multiply_matrix(x, x), product(x, x), sum_and_difference(x, x))
-    print(multiply_as_it_lies(x.T, x.T))
+    print(multiply_matrix(x, x), multiply_as_it_lies(x.T, x.T))

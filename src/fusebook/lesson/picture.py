@@ -9,6 +9,7 @@ from fusebook.page.show import Shown
 
 __all__ = [
     "bars",
+    "blocks",
     "chunks",
     "lanes",
     "operand",
@@ -60,6 +61,32 @@ def rows(rows: int, columns: int, block: int) -> Shown:
     told.append(f"each loads {columns} elements and masks {block - columns} of {block}")
     caption = f"Program i owns row i. Its tile has {block} elements; the last {block - columns} are masked padding."
     return _drawing(caption, told, 24 + rows * (height + 6), parts)
+
+
+def blocks(size: int, block: int) -> Shown:
+    """One block of a vector per program: the last block ends after the vector.
+
+    Parameters
+    ----------
+    size : int
+        Elements of the vector.
+    block : int
+        Elements of a program's block.
+    """
+    programs = -(-size // block)
+    width, gap = (_WIDTH - 4 - 8 * (programs - 1)) / (programs * block), 8.0
+    parts, told = [], []
+    for p in range(programs):
+        x, first = 2 + p * (block * width + gap), p * block
+        inside = min(block, size - first)
+        parts += [_text(x + block * width / 2, 12, f"program {p}", "middle"), *_cells(x, 20, width, 22, inside, block)]
+        parts += [_text(x + (i + 0.5) * width, 35, str(first + i), "middle") for i in range(inside)]
+        told.append(f"program {p} owns elements {first} to {first + inside - 1}")
+    masked = programs * block - size
+    told.append(f"the last {masked} of {block} are masked")
+    parts.append(_text(_WIDTH - 2, 58, f"{masked} masked", "end"))
+    caption = f"A vector of SIZE = {size} elements. Each program owns BLOCK = {block} of them; dashed is masked."
+    return _drawing(caption, told, 62, parts)
 
 
 def tile(rows: int, columns: int, block: int, per: int) -> Shown:
