@@ -2,9 +2,8 @@
 One token at a time: weights of four bits
 =========================================
 
-A language model that writes one token reads every weight once. Weights of
-four bits need a quarter of the bytes of float16, but unpacking them costs
-instructions. We write the matmul in three steps, until memory is the limit.
+A language model reads every weight once for each token. Four bits are a
+quarter of the bytes of float16, but unpacking them costs instructions.
 
 You will learn
 
@@ -34,9 +33,9 @@ page.verdict()
 # The third roof: instructions per weight
 # ---------------------------------------
 #
-# A layer multiplies M rows of x, one per token, by a weight of N rows and K
-# columns. Here the weight is *codes* from 0 to 15 and a *scale* for each
-# *group* of 128 columns in a row. The value of a code is (code - 8) * scale.
+# A layer multiplies M rows of x, one per token, by a weight [N, K]. Here it is
+# *codes* from 0 to 15, and a *scale* for each *group* of 128 columns in a row.
+# The value of a code is (code - 8) * scale.
 
 
 @functools.lru_cache(maxsize=4)  # a weight is converted once
@@ -49,20 +48,19 @@ def matmul_float16(x, codes, scales, bits=4):
 
 
 # %%
-# With one row of x, each weight is read once and used once, so time is bytes
-# over bandwidth. That is the first roof; the second, arithmetic, is far away.
-# The third one is instructions. Each multiprocessor of the GPU has four
-# schedulers, and each issues one instruction per clock, for 32 threads.
+# With one row of x, each weight is read and used once, so time is bytes over
+# bandwidth: the first roof. The second, arithmetic, is far away. The third is
+# *instructions*. A multiprocessor has four schedulers, and each issues one
+# instruction per clock, for 32 threads. With the data sheet of an H100:
 
-issued = 132 * 4 * 32 * 1.98e9  # instructions per second of an H100's threads
-unit = issued / 3.35e12 / 8  # for each bit that its memory delivers
+issued = 132 * 4 * 32 * 1.98e9  # per second: multiprocessors to clock
+unit = issued / 3.35e12 / 8  # for each bit that the memory delivers
 budget = {f"{n} bits": n * unit for n in (16, 8, 4)}
 texts = {name: f"{count:.1f}" for name, count in budget.items()}
 page.picture.bars("Instructions per weight that arrives", budget, texts)
 
 # %%
-# A four-bit weight leaves five instructions. They must do for its part of the
-# load and of the address, for unpacking, and for the product and the sum.
+# Loads and addresses are included. A kernel that needs more lets memory wait.
 #
 # .. _four-bits-shift:
 #
@@ -75,57 +73,68 @@ page.picture.bars("Instructions per weight that arrives", budget, texts)
 
 
 @functools.lru_cache(maxsize=4)  # a weight is packed once
-def pack(codes):
-    N, K = codes.shape
-    parts = codes.view(N, K // 128, 8, 16).to(torch.int32)
+def pack(codes, shape=(-1, 8, 16), order=(0, 2, 1)):
+    parts = codes.view(shape).permute(order).reshape(-1, 8).to(torch.int32)
     shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=codes.device)
-    return (parts << shifts[:, None]).sum(2, dtype=torch.int32)  # [N, G, 16]
+    return (parts << shifts).sum(1, dtype=torch.int32)
 
 
 @triton.jit
-def shift_and_mask(
+def one_row(
     y_ptr, x_ptr, q_ptr, s_ptr, N, W, G,  # W words and G groups in a row
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    PRODUCTS: tl.constexpr, WORDS: tl.constexpr, PLAIN: tl.constexpr,
+    ROWS: tl.constexpr = 4, BLOCK: tl.constexpr = 128,
 ):  # fmt: skip
     n = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]  # [ROWS, 1]
     x_ptr += tl.program_id(0) * W * 8  # one row of x
-    total = tl.zeros([ROWS, BLOCK], tl.float32)
+    total = tl.zeros([ROWS, BLOCK // WORDS], tl.float32)
     for start in range(0, W, BLOCK):
         at = start + tl.arange(0, BLOCK)[None, :]  # [1, BLOCK]
-        inside = (at < W) & (n < N)
-        words = tl.load(q_ptr + n * W + at, mask=inside, other=0)
-        part = tl.zeros([ROWS, BLOCK], tl.float32)
-        for j in tl.static_range(8):  # unrolled: j is a constant
-            column = at // 16 * 128 + j * 16 + at % 16
-            x = tl.load(x_ptr + column, mask=at < W, other=0.0)
-            code = (words >> 4 * j) & 15
-            part += (code - 8).to(tl.float32) * x.to(tl.float32)
-        scale = tl.load(s_ptr + n * G + at // 16, mask=inside, other=0.0)
+        words = tl.load(q_ptr + n * W + at, mask=(at < W) & (n < N), other=0)
+        part = PRODUCTS(words, x_ptr, at, W, PLAIN)  # [ROWS, BLOCK]
+        part = tl.sum(tl.reshape(part, [ROWS, BLOCK // WORDS, WORDS]), 2)
+        some = start + tl.arange(0, BLOCK // WORDS)[None, :] * WORDS
+        inside = (some < W) & (n < N)
+        scale = tl.load(s_ptr + n * G + some // 16, mask=inside, other=0.0)
         total += part * scale.to(tl.float32)
     y = tl.sum(total, 1)[:, None]
     tl.store(y_ptr + tl.program_id(0) * N + n, y, mask=n < N)
 
 
-def matmul_shift(x, codes, scales, bits=4):
+@triton.jit
+def shifted(words, x_ptr, at, W, PLAIN: tl.constexpr):
+    part = tl.zeros(words.shape, tl.float32)
+    for j in tl.static_range(8):  # unrolled: j is a constant
+        column = at // 16 * 128 + j * 16 + at % 16
+        x = tl.load(x_ptr + column, mask=at < W, other=0.0)
+        code = (words >> 4 * j) & 15
+        part += (code - 8).to(tl.float32) * x.to(tl.float32)
+    return part
+
+
+def row_by_row(x, codes, scales, **step):
     (M, K), N = x.shape, len(codes)
     y, sizes = x.new_empty(M, N), (N, K // 8, K // 128)
-    tile = {"ROWS": 4, "BLOCK": 128, "num_warps": 1}
-    grid = M, triton.cdiv(N, 4)
-    shift_and_mask[grid](y, x, pack(codes), scales, *sizes, **tile)
+    step |= {"PLAIN": not x.is_cuda, "num_warps": 1}
+    one_row[M, N // 4](y, x, pack(codes), scales, *sizes, **step)
     return y
+
+
+def matmul_shift(x, codes, scales, bits=4):
+    return row_by_row(x, codes, scales, PRODUCTS=shifted, WORDS=1)
 
 
 given = page.stress(3, 1280, 48, dtype=torch.float16)  # M, K, N
 page.check(matmul_shift, *given)
 
 # %%
-# ``page.stress`` makes x with difficult rows: large values, and rows far from
-# zero. The error is relative to the matmul in float64 with the values of the
-# codes, in *eps*, the distance from 1 to the next float16.
+# x has large values and rows far from zero. The error is relative to float64
+# with the same codes, in *eps*, the distance from 1 to the next float16.
+# *SASS per weight* counts the instructions of the compiled loop, one row of x.
 #
-# A program is one warp of 32 threads, and has four rows of the weight. Each
-# thread loads 16 bytes of a row at once: four words. A code then takes a
-# shift, a mask, a subtraction, a conversion and a multiply-add, all five.
+# A program is one warp, and has four rows of the weight. A thread loads four
+# words of a row at once. A code then takes a shift, a mask, a subtraction, a
+# conversion and a multiply-add: the whole budget.
 
 # %%
 # .. _four-bits-pairs:
@@ -134,19 +143,18 @@ page.check(matmul_shift, *given)
 # --------------------------------------------------------
 #
 # The bits ``0x6400`` are the float16 number 1024, where one step of the last
-# bit is 1. So ``0x6400 | code`` is 1024 + code: a *magic number*, converted by
-# one logical operation. Subtracting 1032 is exact and leaves code - 8. A
-# register holds two float16, and one instruction treats both.
+# bit is 1. So ``0x6400 | code`` is 1024 + code, converted by one logical
+# operation. Subtracting 1032 is exact and leaves code - 8. A register holds
+# two float16, and one instruction treats both.
 #
 # Triton has no such operations, so ``inline_asm_elementwise`` inserts PTX, the
-# GPU's assembly language. With ``pack=2`` it treats two neighbouring elements
-# at once: ``$8`` and ``$9`` are two words, ``$0`` to ``$7`` eight pairs of
-# results. ``lop3`` with ``0xea`` is (a & b) | c, and ``prmt`` picks bytes.
+# GPU's assembly language, for two neighbouring words at once: ``$8`` and
+# ``$9``. ``$0`` to ``$7`` are eight pairs of results. ``lop3`` with ``0xea``
+# is (a & b) | c, and ``prmt`` picks bytes.
 
 
 @triton.jit
 def numbers(words, PLAIN: tl.constexpr):
-    """The eight codes of each word, less 8: a tuple of float16 tiles."""
     if PLAIN:  # the interpreter knows no PTX
         found = ()
         for j in tl.static_range(8):
@@ -177,48 +185,28 @@ def numbers(words, PLAIN: tl.constexpr):
 
 
 # %%
-# Every second code is four bits higher, so it arrives 16 times as large. A
-# multiply-add corrects that: (1024 + 16 * code) / 16 - 72 is code - 8. The
-# products are float16 too, and the compiler makes pairs of them by itself.
-# Four are added before the sum is converted to float32, which costs little
-# accuracy. A scale is multiplied *once a group*, not once per word.
+# Every second code is four bits higher, so it arrives 16 times as large:
+# (1024 + 16 * code) / 16 - 72 is code - 8. The products are float16 too, and
+# the compiler makes pairs of them. Four are added before float32 takes over,
+# which costs accuracy: see the error. A scale is multiplied once for the four
+# words of a thread, not once per word: ``WORDS=4``.
 
 
 @triton.jit
-def in_pairs(
-    y_ptr, x_ptr, q_ptr, s_ptr, N, W, G,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, PLAIN: tl.constexpr,
-):  # fmt: skip
-    n = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]
-    x_ptr += tl.program_id(0) * W * 8
-    total = tl.zeros([ROWS, BLOCK // 4], tl.float32)
-    for start in range(0, W, BLOCK):
-        at = start + tl.arange(0, BLOCK)[None, :]
-        words = tl.load(q_ptr + n * W + at, mask=(at < W) & (n < N), other=0)
-        w = numbers(words, PLAIN)
-        part = tl.zeros([ROWS, BLOCK], tl.float32)
-        for j in tl.static_range(0, 8, 4):
-            few = tl.zeros([ROWS, BLOCK], tl.float16)
-            for i in tl.static_range(j, j + 4):
-                column = at // 16 * 128 + i * 16 + at % 16
-                few += w[i] * tl.load(x_ptr + column, mask=at < W, other=0.0)
-            part += few.to(tl.float32)
-        part = tl.sum(tl.reshape(part, [ROWS, BLOCK // 4, 4]), 2)
-        four = start // 4 + tl.arange(0, BLOCK // 4)[None, :]  # a thread's
-        inside = (four < W // 4) & (n < N)
-        scale = tl.load(s_ptr + n * G + four // 4, mask=inside, other=0.0)
-        total += part * scale.to(tl.float32)
-    y = tl.sum(total, 1)[:, None]
-    tl.store(y_ptr + tl.program_id(0) * N + n, y, mask=n < N)
+def in_pairs(words, x_ptr, at, W, PLAIN: tl.constexpr):
+    w = numbers(words, PLAIN)
+    part = tl.zeros(words.shape, tl.float32)
+    for j in tl.static_range(0, 8, 4):
+        few = tl.zeros(words.shape, tl.float16)
+        for i in tl.static_range(j, j + 4):
+            column = at // 16 * 128 + i * 16 + at % 16
+            few += w[i] * tl.load(x_ptr + column, mask=at < W, other=0.0)
+        part += few.to(tl.float32)
+    return part
 
 
 def matmul_pairs(x, codes, scales, bits=4):
-    (M, K), N = x.shape, len(codes)
-    y, sizes = x.new_empty(M, N), (N, K // 8, K // 128)
-    tile = {"ROWS": 4, "BLOCK": 128, "num_warps": 1, "PLAIN": not x.is_cuda}
-    grid = M, triton.cdiv(N, 4)
-    in_pairs[grid](y, x, pack(codes), scales, *sizes, **tile)
-    return y
+    return row_by_row(x, codes, scales, PRODUCTS=in_pairs, WORDS=4)
 
 
 page.check(matmul_pairs, *given)
@@ -231,28 +219,16 @@ page.check(matmul_pairs, *given)
 #
 # Steps 1 and 2 spend all their instructions again for each row of x. A tensor
 # core multiplies 16 x 16 weights with *eight* rows of x in one instruction,
-# ``mma.m16n8k16``: eight rows take as long as one. The weights are those that
-# ``numbers`` of step 2 makes.
-#
-# The instruction prescribes which of the 32 threads of a warp, its *lanes*,
-# holds which weight. Each lane holds eight of the 256:
+# ``mma.m16n8k16``. The weights are those that ``numbers`` of step 2 makes. The
+# instruction prescribes which of the 32 threads of a warp, its *lanes*, holds
+# which weight:
 
 page.picture.operand(lane=5)
 
 # %%
 # So we pack the weight for the lanes. A lane loads eight words, one for each
-# of its places, and the eight codes of a word are for eight instructions. Then
-# each code is loaded by the lane that needs it, and none has to move.
-
-
-@functools.lru_cache(maxsize=4)
-def pack_for_lanes(codes):
-    N, K = codes.shape  # 16 rows are 2 x 8, 128 columns are 4 x 4 x 2 x 2 x 2
-    parts = codes.view(N // 16, 2, 8, K // 128, 4, 4, 2, 2, 2)
-    parts = parts.permute(0, 3, 7, 2, 5, 1, 8, 4, 6).to(torch.int32)
-    parts = parts.reshape(N // 16, K // 128, 256, 8)  # 256 words for 16 x 128
-    shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=codes.device)
-    return (parts << shifts).sum(3, dtype=torch.int32)
+# of its places in the figure, and code j of a word is for instruction j. Then
+# no weight has to change its lane.
 
 
 @triton.jit
@@ -268,11 +244,11 @@ def eight_rows(y_ptr, x_ptr, q_ptr, s_ptr, M, N, K, PLAIN: tl.constexpr):
     warp = tl.arange(0, 4)[:, None]  # each takes every fourth block
     h = tl.arange(0, 8)[:, None]  # two halves of a block, for each warp
     i = tl.arange(0, 256)[None, :]  # eight rows of x by 32 columns
+    word = tl.arange(0, 128)[None, :]
     n = tile * 16 + tl.arange(0, 16)[None, :]
     total = tl.zeros([4, 16, 8], tl.float32)
     for b in range(0, blocks, 4):
-        at = (tile * blocks + b + h % 4) * 256 + h // 4 * 128
-        at += tl.arange(0, 128)[None, :]
+        at = (tile * blocks + b + h % 4) * 256 + h // 4 * 128 + word
         w = tl.load(q_ptr + at, mask=b + h % 4 < blocks, other=0)
         w = numbers(w, PLAIN)
         part = tl.zeros([4, 16, 8], tl.float32)
@@ -295,8 +271,9 @@ def eight_rows(y_ptr, x_ptr, q_ptr, s_ptr, M, N, K, PLAIN: tl.constexpr):
 
 def matmul_tensor(x, codes, scales, bits=4):
     (M, K), N = x.shape, len(codes)
-    y, words = x.new_empty(M, N), pack_for_lanes(codes)
-    grid = N // 16, triton.cdiv(M, 8)
+    blocks = N // 16, 2, 8, K // 128, 4, 4, 2, 2, 2  # of 16 rows, 128 columns
+    words = pack(codes, blocks, (0, 3, 7, 2, 5, 1, 8, 4, 6))
+    y, grid = x.new_empty(M, N), (N // 16, triton.cdiv(M, 8))
     eight_rows[grid](y, x, words, scales, M, N, K, PLAIN=not x.is_cuda)
     return y
 
@@ -305,9 +282,8 @@ page.check(matmul_tensor, *given)
 
 # %%
 # The reshapes name the bits of a lane's number and move nothing. A sum may
-# take its columns in any order: in this one, a lane's eight columns of x are
-# neighbours, one load of 16 bytes. Four warps share the columns. The library's
-# kernel keeps two tiles of sums, so that it reads a weight once for 16 rows:
+# take its columns in any order: here a lane's eight columns of x are
+# neighbours. The library's kernel reads a weight once for 16 rows:
 
 page.source("quantized_matmul", fold=True)
 
@@ -316,15 +292,13 @@ page.source("quantized_matmul", fold=True)
 # -----------------------
 #
 # The errors above are those of kernels, which compute what the codes say. The
-# codes lose far more: ``fusebook.quantize`` rounds a weight, and the result
-# moves by this much:
+# rounding of a weight to codes costs far more. Group 0 is a whole row:
 
 weight = torch.randn(64, 1280, generator=torch.Generator().manual_seed(0))
 page.rounding(given[0], weight, bits=(8, 4), groups=(32, 128, 0))
 
 # %%
-# Group 0 is a whole row. GPTQ and AWQ choose codes for a smaller error of the
-# result. Test a model on its own task.
+# GPTQ and AWQ choose codes for a smaller error. Test a model on its own task.
 
 # %%
 # How fast is it?
@@ -338,14 +312,14 @@ page.rounding(given[0], weight, bits=(8, 4), groups=(32, 128, 0))
 page.plot("times", over="M")
 
 # %%
-# The table has a weight of 28672 x 8192 codes, and a copy that moves as many
-# bytes as 100 %. Lines of code count a kernel with its launcher.
+# In the table the weight has 28672 x 8192 codes, and 100 % is a copy that
+# moves as many bytes. Lines of code are those of kernel and launcher.
+# *tinygemm* is torch's own kernel for weights of four bits, in bfloat16.
 
 steps = {"shift": matmul_shift, "pairs": matmul_pairs}
 page.steps(float16=matmul_float16, **steps, tensor=matmul_tensor)
 
 # %%
-# *tinygemm* is torch's own kernel for weights of four bits, in bfloat16.
 
 page.findings()
 
@@ -356,18 +330,15 @@ page.findings()
 # --------------
 #
 # Quantize when a model is loaded, and multiply for each token. The library
-# also takes eight bits, zero points, a bias and any sizes:
+# also takes eight bits, zero points, a bias and any sizes; a layer is
+# ``fusebook.nn.QuantizedLinear``.
 
 packed = fusebook.quantize(weight.to(given[0]), bits=4, group=128)
 y = fusebook.quantized_matmul(given[0], packed)
 
 # %%
-# - **Other forms.** ``fusebook.nn.QuantizedLinear`` is a layer.
-#   ``fusebook.PackedWeight`` has ``from_awq`` and ``from_gptq``, and
-#   ``fusebook.ort.fuse`` replaces ONNX Runtime's MatMulNBits in a model.
-# - **Do not use it** for prompts and training, where rows are many: above 96
-#   rows it converts the whole weight in each call and multiplies by cuBLAS.
-#   It refuses float32.
+# **Do not use it** for prompts and training, where rows are many: above 96
+# rows it converts the whole weight in each call and multiplies by cuBLAS.
 
 page.use()
 
@@ -383,12 +354,8 @@ page.use()
 # Exercises
 # ---------
 #
-# Each function is incorrect. Fix it and run its cell again.
-#
-# 1. Zero points
-# ~~~~~~~~~~~~~~
-#
-# A code's value is (code - zero) * scale, with a zero point for each group.
+# With *zero points* a code's value is (code - zero) * scale, and each group
+# has its own zero. This function ignores them. Fix it and run its cell again.
 # Change no kernel: sums of x over the groups are all that is missing.
 
 
@@ -404,20 +371,6 @@ def by_torch(x, codes, scales, zeros):
 x, codes, scales, _ = page.stress(3, 256, 16, dtype=torch.float16, seed=1)
 zeros = (codes[:, ::128] + 3) % 16
 page.exercise(with_zeros, by_torch, [(x, codes, scales, zeros)])
-
-# %%
-# 2. Magic numbers in bfloat16
-# ~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-#
-# bfloat16 has seven bits of mantissa, so its magic number is another one.
-
-
-def magic(codes):
-    return (codes | 0x6400).view(torch.bfloat16) - 1032
-
-
-codes = torch.arange(16).short()
-page.exercise(magic, lambda c: (c - 8).bfloat16(), [(codes,)])
 
 # %%
 # Evidence

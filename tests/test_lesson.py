@@ -415,6 +415,8 @@ def test_a_decode_loop_is_the_same_by_each_matmul():
     frame = _decode.tokens(layers=1, hidden=128, inner=256, heads=4, shared=2, past=5, sequences=2, device="cpu")
     assert frame["implementation"].tolist() == ["bfloat16", "fusebook"]
     assert frame["off"].max() < 0.01 and frame["tokens per second"].isna().all()
+    renamed = evidence.load("plot_203_four_bits").FRAMES["tokens"].renamed(frame)
+    assert renamed["step"].tolist() == ["bfloat16", "fusebook"]
 
 
 def test_rounding_a_weight_costs_more_with_fewer_bits_and_larger_groups(replayed):
@@ -434,7 +436,7 @@ def test_every_step_of_four_bits_is_correct_for_more_rows_than_a_tile(replayed):
     known = [{"step": "pairs", "shape": "1x8x8", "instructions": 2.94}]
     names["page"].frames.known["steps"] = pd.DataFrame(known)
     shown = names["page"].check(names["matmul_pairs"], *given)
-    assert "is correct on 11 x 384" in shown.html and shown.html.endswith("with one row of x: 2.9.</p>")
+    assert "is correct on 11 x 384" in shown.html and shown.html.endswith("eps. SASS per weight: 2.9.</p>")
 
 
 # Matmuls --------------------------------------------------------------------------------------------------------------

@@ -309,8 +309,8 @@ def compiled(script, copy):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     for node in kernels:
-        if node.name in called:  # a part of others, and compiled with them
-            continue
+        if node.name in called or any(isinstance(n, ast.Return) for n in ast.walk(node)):
+            continue  # a part of others, and compiled with them
         kernel = getattr(module, node.name)
         # Codes in words are multiplied with float16.
         for pointer in ("*fp16",) if "q_ptr" in kernel.arg_names else ("*fp32", "*bf16"):
@@ -322,7 +322,8 @@ def compiled(script, copy):
             kinds |= {"q_ptr": "*i32"} if "q_ptr" in kinds else {}
             kinds |= {a: f"tensordesc<{pointer[1:]}[16,16]>" for a in kinds if a.endswith("_tiles")}
             kinds |= {"T": "i32"} if "table_ptr" in kinds else {}  # how many tensors, and no temperature
-            given = {(p.num,): constants.get(p.name, 16) for p in kernel.params if p.is_constexpr}
+            passed = {"PRODUCTS": getattr(module, "in_pairs", None)}
+            given = {(p.num,): (constants | passed).get(p.name, 16) for p in kernel.params if p.is_constexpr}
             kinds |= {p.name: "constexpr" for p in kernel.params if p.is_constexpr}
             source = ASTSource(kernel, signature=kinds, constexprs=given)
             triton.compile(source, target=GPUTarget("cuda", 90, 32))

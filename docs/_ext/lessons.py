@@ -111,7 +111,7 @@ def fix_headings(app, doctree):
         if labels := [doctree.nameids[name] for name in section["names"] if doctree.nametypes.get(name)]:
             section["ids"] = labels
         title = section.next_node(nodes.title)
-        if found := re.fullmatch(r"(.* )(\(.* at N = .*\))", title.astext()):
+        if found := re.fullmatch(r"(.* )(\(.* at (?:M = \d+, )?N = .*\))", title.astext()):
             title.children = []
             title += [nodes.Text(found[1]), nodes.inline("", found[2], classes=["fb-gain"])]
     next(iter(doctree.findall(nodes.section)))["classes"].append("fb-lesson")

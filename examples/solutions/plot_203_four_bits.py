@@ -1,12 +1,7 @@
-"""Solutions to the exercises of the page on weights of four bits."""
+"""Solution to the exercise of the page on weights of four bits."""
 
-import torch
-
-# 1. (code - zero) is (code - 8) less (zero - 8). The second part is the same
+# (code - zero) is (code - 8) less (zero - 8). The second part is the same
 # for a whole group, so it multiplies the sum of x over that group.
-#
-# 2. bfloat16 has seven bits after the first one: 0x4300 is 128, where one step
-# of the last bit is 1. Less 136, the difference is code - 8.
 
 
 def matmul_without(x, codes, scales):
@@ -18,7 +13,3 @@ def with_zeros(x, codes, scales, zeros, matmul=matmul_without):
     sums = x.float().view(len(x), -1, 128).sum(2)  # [M, G]
     shift = (zeros.float() - 8) * scales.float()  # [N, G]
     return (matmul(x, codes, scales).float() - sums @ shift.T).to(x.dtype)
-
-
-def magic(codes):
-    return (codes | 0x4300).view(torch.bfloat16) - 136

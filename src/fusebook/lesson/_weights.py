@@ -89,10 +89,10 @@ class WeightsPage(Page):
             count = None
         if count is None:
             return line
-        text = f"Instructions for each weight, in the loop of the compiled kernel with one row of x: {count:.1f}."
+        text = f"SASS per weight: {count:.1f}."
         Shown("", text)._now()
         shown = copy.copy(line)
-        shown.html, shown.text = f"{line.html}<p>{text}</p>", f"{line.text}\n{text}"
+        shown.html, shown.text = f"{line.html.removesuffix('</p>')} {text}</p>", f"{line.text}\n{text}"
         return shown
 
     def rounding(self, x: torch.Tensor, weight: torch.Tensor, bits: Sequence[int], groups: Sequence[int]) -> Shown:
@@ -122,7 +122,7 @@ class WeightsPage(Page):
         """The sweep over rows: GPU time by implementation."""
         sweep = self._sweep()
         ax: Axes = getattr(plots, kind)(sweep, over, kind="cold", xlabel=f"rows of x, {over}")
-        ax.figure.set_size_inches(8.0, 3.0)  # type: ignore[union-attr]
+        ax.figure.set_size_inches(8.0, 2.6)  # type: ignore[union-attr]
         ax.set_xscale("log", base=2)
         ax.xaxis.set_major_formatter("{x:g}")
         if _place.script():

@@ -186,7 +186,7 @@ def operand(lane: int) -> Shown:
     lane : int
         The lane whose elements are marked.
     """
-    width, height, top = 17.0, 13.0, 18.0
+    width, height, top = 17.0, 11.0, 18.0
     parts, own = [_text(0, 12, "16 rows x 16 columns: lanes 0 to 31")], []
     for row in range(16):
         for column in range(16):
@@ -194,11 +194,11 @@ def operand(lane: int) -> Shown:
             if holder == lane:
                 parts.append(_box(x, y, width, height, _AMBER))
                 own.append((row, column))
-            parts.append(_text(x + width / 2, y + 11, str(holder), "middle"))
+            parts.append(_text(x + width / 2, y + 9.5, str(holder), "middle"))
     left = 16 * width + 22
     parts.append(_text(left, 12, f"lane {lane} loads 8 words"))
     for i in range(len(own)):
-        y = top + i * 26
+        y = top + i * 22
         parts += [_box(left + j * 17, y, 17, 20, _BLUE) for j in range(8)]
         parts += [_text(left + j * 17 + 8.5, y + 14, str(j), "middle") for j in range(8)]
     places = ", ".join(f"({row}, {column})" for row, column in own)
@@ -270,7 +270,8 @@ def partial_sums(rows: int, programs: int) -> Shown:
 
 def bars(caption: str, values: Mapping[str, float], texts: Mapping[str, str], marked: Sequence[str] = ()) -> Shown:
     """A horizontal bar per name, with its text; those that are marked have the second colour."""
-    left, step, width = 90.0, 22.0, 300.0
+    # A letter is about 6.2 wide.
+    left, step, width = max(90.0, 14 + 6.2 * max(map(len, values))), 22.0, 300.0
     scale = (width - left - 60) / max(values.values())
     parts = []
     for i, (name, value) in enumerate(values.items()):

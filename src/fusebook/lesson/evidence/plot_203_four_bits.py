@@ -19,6 +19,7 @@ LOOK = _weights.look
 UNRECORDED = True
 OPERATORS = ("quantized_matmul",)
 EXAMPLE = {"M": 1, "K": 8192, "N": 28672, "weights": "int4", "dtype": "float16"}
+WORDS = "{M} row by {N} x {K} in {weights}"
 STEPS = ("float16", "shift", "pairs", "tensor")
 SHAPES = ((1, 8192, 28672), (8, 8192, 28672), (16, 8192, 28672))
 DTYPES = ("float16",)
@@ -32,7 +33,7 @@ FRAMES = {
     "tinygemm": Recorded("quantized_matmul", "one", "bfloat16", (_DENSE, "tinygemm", "fusebook")),
     "int8": Recorded("quantized_matmul", "int8", "float16", (_DENSE, "fusebook", _ORT)),
     "steps": Measured("quantized_matmul_steps"),
-    "tokens": Measured("quantized_matmul_tokens", function=_decode.tokens),
+    "tokens": Measured("quantized_matmul_tokens", {"implementation": "step"}, _decode.tokens),
 }
 
 
@@ -84,7 +85,7 @@ def _issued(frames: Frames) -> pd.Series:
 
 def _tokens(frames: Frames) -> pd.Series:
     """Tokens per second of the decode loop, by implementation."""
-    return frames["tokens"].set_index("implementation")["tokens per second"]
+    return frames["tokens"].set_index("step")["tokens per second"]
 
 
 def _every(frames: Frames) -> pd.DataFrame:
