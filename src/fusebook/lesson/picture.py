@@ -186,7 +186,7 @@ def operand(lane: int) -> Shown:
     lane : int
         The lane whose elements are marked.
     """
-    width, height, top = 17.0, 11.0, 18.0
+    width, height, top = 17.0, 12.0, 18.0
     parts, own = [_text(0, 12, "16 rows x 16 columns: lanes 0 to 31")], []
     for row in range(16):
         for column in range(16):
@@ -194,11 +194,11 @@ def operand(lane: int) -> Shown:
             if holder == lane:
                 parts.append(_box(x, y, width, height, _AMBER))
                 own.append((row, column))
-            parts.append(_text(x + width / 2, y + 9.5, str(holder), "middle"))
+            parts.append(_text(x + width / 2, y + 10, str(holder), "middle"))
     left = 16 * width + 22
     parts.append(_text(left, 12, f"lane {lane} loads 8 words"))
     for i in range(len(own)):
-        y = top + i * 22
+        y = top + i * 24
         parts += [_box(left + j * 17, y, 17, 20, _BLUE) for j in range(8)]
         parts += [_text(left + j * 17 + 8.5, y + 14, str(j), "middle") for j in range(8)]
     places = ", ".join(f"({row}, {column})" for row, column in own)
