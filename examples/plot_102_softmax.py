@@ -36,8 +36,7 @@ page.verdict()
 #
 #    y_i = \frac{e^{x_i - m}}{\sum_j e^{x_j - m}}, \qquad m = \max_j x_j
 #
-# In float32, the exponential of 89 overflows. Less the maximum, none is above
-# 1.
+# Less the maximum, no exponential overflows, as that of 89 does in float32.
 #
 # *Eager* PyTorch runs each operation when it is called. Each line below is one
 # kernel, a function that runs on the GPU: it reads its inputs from memory and
@@ -266,7 +265,7 @@ page.check_all(softmax_one_row, softmax_rows, softmax_chunks, special=True)
 # the data before (*cold L2*). The figure divides the least traffic, 2MN
 # elements, by the GPU time. The *roofline* is the bandwidth of large copies: a
 # kernel can hardly move its bytes faster. *A copy* is ``y.copy_(x)`` of the
-# same matrix. Liger and quack are libraries of kernels.
+# same matrix.
 
 page.plot("bandwidth", over="N")
 
@@ -285,8 +284,7 @@ page.steps(eager=softmax_eager, **steps, chunks=softmax_chunks)
 #   and these decide the time. The library gives such a row to one warp, whose
 #   threads exchange values in fewer steps.
 # - From 4096 columns on, step 2 also has one row per program, but the compiler
-#   orders its instructions differently. We have not measured which order does
-#   what; the two differ most at 12672, where the fewest warps run at once.
+#   orders its instructions differently. We have not found out what that does.
 # - Eager's subtraction and division broadcast a value per row. PyTorch's
 #   kernel for that loads single elements, of 2 bytes in bfloat16.
 
@@ -312,8 +310,7 @@ page.use()
 #
 # - Count the traffic before you write a kernel: the count is your prediction.
 # - Compare with a copy of the same bytes. A kernel at copy speed is finished.
-# - Start with one row per program. Group narrow rows. Give wide rows more
-#   warps, or split them into chunks. Time each step.
+# - Group narrow rows; give wide rows more warps, or chunks. Time each step.
 # - Test on stress inputs: they find mistakes that ``randn`` lets pass.
 #
 # Exercises

@@ -259,8 +259,7 @@ page.check(in_place, x, target)
 # The library reads every row once, up to ``2**20`` classes: several programs
 # hold its parts in their registers. Each publishes the maximum and the sum of
 # its part in a *workspace*, a small buffer in global memory. Then it waits for
-# those of the others and merges them. Page 102 has :doc:`a picture
-# <plot_102_softmax>`.
+# those of the others and merges them.
 #
 # A launch does not promise that all programs run at the same time, so a
 # program that has waited too long computes a missing pair itself. In place
@@ -353,7 +352,6 @@ page.use()
 # ---------
 #
 # - Compute a gradient where its inputs are in registers: in the forward pass.
-# - A row that does not fit the registers needs a loop, or several programs.
 # - Rescale a running sum when a larger maximum turns up: the online softmax.
 # - Overwrite an input only if no other program can still read it.
 #
@@ -375,7 +373,6 @@ def ignoring(x, target):
 
 
 def ignored(x, target):
-    """The same by PyTorch, where rows that do not count are left out."""
     x = x.detach().requires_grad_()
     with torch.enable_grad():
         keep = target != -100

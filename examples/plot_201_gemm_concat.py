@@ -168,8 +168,7 @@ page.check(large_tiles, *given)
 # tiles, so half of a GPU with 132 multiprocessors has nothing to do.
 #
 # Good tiles are found by trying them: ``triton.autotune`` times a list of
-# sizes at the first call of each shape. The library has a table instead, whose
-# rows were checked and timed before.
+# sizes at the first call of each shape. The library has a table instead.
 
 # %%
 # .. _concat-grouped:
@@ -300,8 +299,7 @@ y = fusebook.concat_gemm(x, [w0, w1])
 # - **Layout.** ``linear.weight.T`` of torch.nn.Linear is taken without a copy.
 #   Weights whose rows do not begin at multiples of 16 bytes may be copied.
 # - **float32** follows torch's setting of TF32. float64 is torch's matmul.
-# - **Checks.** There is no ``check=``: only shapes and dtypes are compared,
-#   and no call waits for the GPU.
+# - **Checks.** There is no ``check=``, and no call waits for the GPU.
 # - **Training.** The backward pass is torch's matmuls.
 # - **Do not use it** for packed weights, or for one weight. The table shows
 #   what torch gains by packing.
