@@ -271,8 +271,8 @@ page.plot("bandwidth", over="N")
 
 # %%
 # The table compares the steps, with a copy as 100 % and more rows than in the
-# figure. It is another run, and differs slightly from the box. Lines of
-# code include the launcher; the library's serve all shapes and the gradient.
+# figure. It is another run than that of the box. Lines of code include the
+# launcher.
 
 steps = {"one_row": softmax_one_row, "rows": softmax_rows}
 page.steps(eager=softmax_eager, **steps, chunks=softmax_chunks)
@@ -309,7 +309,7 @@ page.use()
 # ---------
 #
 # - Count the traffic before you write a kernel: the count is your prediction.
-# - Compare with a copy of the same bytes. A kernel at copy speed is finished.
+# - Compare with a copy of as many bytes. At its speed a kernel is finished.
 # - Group narrow rows; give wide rows more warps, or chunks. Time each step.
 # - Test on stress inputs: they find mistakes that ``randn`` lets pass.
 #

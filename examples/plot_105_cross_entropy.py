@@ -313,9 +313,8 @@ page.steps(eager=loss_eager, **steps)
 # %%
 # - Eager's subtraction and division broadcast a value per row. PyTorch's
 #   kernel for that loads single elements of 2 bytes, where others load 16.
-# - At 32000 classes, the registers of a multiprocessor hold one program of
-#   steps 1 and 2. While it computes, memory waits, and step 2 computes more
-#   for each element that it moves.
+# - At 32000 classes, a multiprocessor holds one program of steps 1 and 2, so
+#   memory waits while it computes.
 
 page.findings()
 
@@ -352,7 +351,6 @@ page.use()
 # ---------
 #
 # - Compute a gradient where its inputs are in registers: in the forward pass.
-# - Rescale a running sum when a larger maximum turns up: the online softmax.
 # - Overwrite an input only if no other program can still read it.
 #
 # Exercises

@@ -311,7 +311,6 @@ page.use()
 # ---------
 #
 # - Before you concatenate, ask where each result could have been written.
-# - Do not judge by one size: work, copies and launches grow differently.
 # - Larger tiles use each loaded element more often, until too few are left.
 # - Programs that run together should share what they read.
 #
