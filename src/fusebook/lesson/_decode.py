@@ -75,8 +75,8 @@ class Stack:
         ]  # fmt: skip
         self.norm = torch.ones(hidden, device=device, dtype=torch.bfloat16)
         self.cache = [draw(2, sequences, shared, past + 1, self.width) for _ in range(layers)]
-        angles = past / 10000 ** (torch.arange(0, self.width, 2, device=device) / self.width)
-        self.turn = torch.polar(torch.ones_like(angles), angles)
+        angles = past / 10000 ** (torch.arange(0, self.width, 2, device=device)[None] / self.width)
+        self.turn = angles.cos(), angles.sin()
         self.begin = draw(sequences, hidden)
 
     def step(self, kind: str) -> Callable[[Tensor], Tensor]:
@@ -101,11 +101,9 @@ class Stack:
     def _attended(self, rows: Tensor, cache: Tensor) -> Tensor:
         """Attention of one token a sequence, whose key and value enter the cache."""
         each = rows.view(len(rows), -1, 1, self.width)
-        turned = torch.view_as_complex(each[:, : self.heads + self.shared].float().unflatten(-1, (-1, 2)))
-        turned = torch.view_as_real(turned * self.turn).flatten(-2).to(rows.dtype)
-        q, k = turned.split([self.heads, self.shared], 1)
-        cache[0, :, :, self.past :] = k
-        cache[1, :, :, self.past :] = each[:, self.heads + self.shared :]
+        q, k, v = each.split([self.heads, self.shared, self.shared], 1)
+        q, cache[0, :, :, self.past :] = fusebook.rope(q, *self.turn, k, interleaved=True)
+        cache[1, :, :, self.past :] = v
         attend: Any = torch.nn.functional.scaled_dot_product_attention
         return attend(q, cache[0], cache[1], enable_gqa=True).reshape(len(rows), -1)  # type: ignore[no-any-return]
 

@@ -35,7 +35,7 @@ import importlib
 import operator
 import re
 import string
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -49,7 +49,10 @@ from fusebook.page import _place
 with extra("book"):
     import pandas as pd
 
-__all__ = ["Claim", "Frames", "Measured", "NotRecorded", "Outcome", "Recorded", "evaluate", "lessons", "load"]
+__all__ = [
+    "Claim", "Frames", "Measured", "NotRecorded", "Outcome", "Recorded", "evaluate", "lessons", "load",
+    "steps_correct",
+]  # fmt: skip
 
 _COMPARE = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt, "==": operator.eq}
 
@@ -200,6 +203,23 @@ class Claim:
     kind: str = "claim"
     lesson: bool = False
     numbers: Callable[[Frames], Mapping[str, Any]] | None = None
+
+
+def steps_correct(
+    scope: str,
+    text: str = "Every step is correct at the sizes at which it was timed.",
+    keys: Sequence[str] = ("step", "shape"),
+) -> Claim:
+    """The claim that every step of a lesson gave a correct result when it was timed.
+
+    Parameters
+    ----------
+    scope, text : str
+        As of `Claim`.
+    keys : sequence of str
+        Columns of the lesson's steps that name a result.
+    """
+    return Claim("steps-correct", text, lambda frames: frames["steps"].set_index([*keys])["correct"], "== 1", scope)
 
 
 @dataclass(frozen=True)

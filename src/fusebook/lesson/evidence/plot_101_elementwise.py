@@ -15,7 +15,7 @@ import fusebook
 from fusebook import tables
 from fusebook.cards import OPS
 from fusebook.extras import extra
-from fusebook.lesson.evidence import Claim, Frames, Measured, NotRecorded, Recorded
+from fusebook.lesson.evidence import Claim, Frames, Measured, NotRecorded, Recorded, steps_correct
 
 with extra("book"):
     import pandas as pd
@@ -273,13 +273,7 @@ CLAIMS = (
         "<= 1",
         "every recorded size of seven expressions, float32 and bfloat16",
     ),
-    Claim(
-        "steps-correct",
-        "Every step gives the elements of PyTorch.",
-        lambda frames: frames["steps"].set_index("step")["correct"],
-        "== 1",
-        _STEP,
-    ),
+    steps_correct(_STEP, "Every step gives the elements of PyTorch.", keys=["step"]),
     # Hardware counters
     Claim(
         "counters-once",

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fusebook import tables
 from fusebook.extras import extra
-from fusebook.lesson.evidence import Claim, Frames, Measured, NotRecorded, Recorded
+from fusebook.lesson.evidence import Claim, Frames, Measured, NotRecorded, Recorded, steps_correct
 
 with extra("book"):
     import pandas as pd
@@ -367,12 +367,10 @@ CLAIMS = (
         "<= 1",
         _ALL,
     ),
-    Claim(
-        "steps-correct",
-        "Every step is correct on stress inputs at the sizes at which it was timed.",
-        lambda frames: frames["steps"].set_index(["step", "shape", "dtype"])["correct"],
-        "== 1",
+    steps_correct(
         _STEPS,
+        "Every step is correct on stress inputs at the sizes at which it was timed.",
+        keys=["step", "shape", "dtype"],
     ),
     Claim(
         "deterministic",

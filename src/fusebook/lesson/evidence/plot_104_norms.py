@@ -7,7 +7,7 @@ from typing import Any
 
 from fusebook import tables
 from fusebook.extras import extra
-from fusebook.lesson.evidence import Claim, Frames, Measured, NotRecorded, Recorded
+from fusebook.lesson.evidence import Claim, Frames, Measured, NotRecorded, Recorded, steps_correct
 
 with extra("book"):
     import pandas as pd
@@ -249,13 +249,7 @@ CLAIMS = (
         "<= 1",
         _ALL,
     ),
-    Claim(
-        "steps-correct",
-        "Every step is correct at the sizes at which it was timed.",
-        lambda frames: frames["steps"].set_index(["step", "shape"])["correct"],
-        "== 1",
-        _STEPS,
-    ),
+    steps_correct(_STEPS),
     Claim(
         "deterministic",
         "Two runs give the same bits, of gradients too.",

@@ -14,7 +14,7 @@ import fusebook
 from fusebook import tables
 from fusebook.cards import OPS
 from fusebook.extras import extra
-from fusebook.lesson.evidence import Claim, Frames, Measured, NotRecorded, Recorded
+from fusebook.lesson.evidence import Claim, Frames, Measured, NotRecorded, Recorded, steps_correct
 from fusebook.measure import bench, timing
 
 with extra("book"):
@@ -209,13 +209,7 @@ CLAIMS = (
         "<= 1",
         _ALL,
     ),
-    Claim(
-        "steps-correct",
-        "Every step is correct on stress inputs at the sizes at which it was timed.",
-        lambda frames: frames["steps"].set_index(["step", "shape"])["correct"],
-        "== 1",
-        _STEPS,
-    ),
+    steps_correct(_STEPS, "Every step is correct on stress inputs at the sizes at which it was timed."),
     Claim(
         "deterministic",
         "Two runs of `fusebook.cross_entropy` give the same bits.",

@@ -13,7 +13,7 @@ from fusebook import tables
 from fusebook.cards import OPS
 from fusebook.extras import extra
 from fusebook.lesson import _memory
-from fusebook.lesson.evidence import Claim, Frames, Measured, NotRecorded, Recorded
+from fusebook.lesson.evidence import Claim, Frames, Measured, NotRecorded, Recorded, steps_correct
 from fusebook.measure import bench, inputs, timing
 
 with extra("book"):
@@ -132,13 +132,7 @@ CLAIMS = (
         "<= 1",
         _ALL,
     ),
-    Claim(
-        "steps-correct",
-        "Every step is correct at the size at which it was timed.",
-        lambda frames: frames["steps"].set_index(["step", "shape"])["correct"],
-        "== 1",
-        _EXAMPLE,
-    ),
+    steps_correct(_EXAMPLE, "Every step is correct at the size at which it was timed."),
     Claim(
         "deterministic",
         "Two runs of `fusebook.linear_cross_entropy` give the same bits.",

@@ -13,7 +13,7 @@ from fusebook import tables
 from fusebook.cards import OPS
 from fusebook.extras import extra
 from fusebook.lesson import _products
-from fusebook.lesson.evidence import Claim, Frames, Measured, NotRecorded, Recorded
+from fusebook.lesson.evidence import Claim, Frames, Measured, NotRecorded, Recorded, steps_correct
 from fusebook.measure import bench, check, inputs
 from fusebook.measure.op import Cost
 
@@ -315,13 +315,7 @@ CLAIMS = (
         "<= 1",
         "every recorded size",
     ),
-    Claim(
-        "steps-correct",
-        "Every step is correct at the sizes at which it was timed.",
-        lambda frames: frames["steps"].set_index(["step", "shape"])["correct"],
-        "== 1",
-        _STEPS,
-    ),
+    steps_correct(_STEPS),
     Claim(
         "quack-correct",
         "The matmuls of quack, torch and the library are correct at the sizes at which they were compared.",

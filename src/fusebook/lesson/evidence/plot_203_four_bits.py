@@ -8,7 +8,7 @@ from typing import Any
 from fusebook import tables
 from fusebook.extras import extra
 from fusebook.lesson import _decode, _weights
-from fusebook.lesson.evidence import Claim, Frames, Measured, NotRecorded, Recorded
+from fusebook.lesson.evidence import Claim, Frames, Measured, NotRecorded, Recorded, steps_correct
 
 with extra("book"):
     import pandas as pd
@@ -198,13 +198,7 @@ CLAIMS = (
         kind="target",
     ),
     # Steps
-    Claim(
-        "steps-correct",
-        "Every step is correct at the sizes at which it was timed.",
-        lambda frames: frames["steps"].set_index(["step", "shape"])["correct"],
-        "== 1",
-        _STEPS + "; 1, 8 and 16 rows",
-    ),
+    steps_correct(_STEPS + "; 1, 8 and 16 rows"),
     Claim(
         "shift-over-budget",
         "Step 1 needs more instructions for each weight than the budget of five.",

@@ -8,7 +8,7 @@ from typing import Any
 from fusebook import tables
 from fusebook.extras import extra
 from fusebook.lesson import _products
-from fusebook.lesson.evidence import Claim, Frames, Measured, NotRecorded, Recorded
+from fusebook.lesson.evidence import Claim, Frames, Measured, NotRecorded, Recorded, steps_correct
 
 with extra("book"):
     import pandas as pd
@@ -126,13 +126,7 @@ CLAIMS = (
         },
     ),
     # Steps
-    Claim(
-        "steps-correct",
-        "Every step is correct at the sizes at which it was timed.",
-        lambda frames: frames["steps"].set_index(["step", "shape"])["correct"],
-        "== 1",
-        "n = 1024, 4096 and 8192, bfloat16",
-    ),
+    steps_correct("n = 1024, 4096 and 8192, bfloat16"),
     Claim(
         "no-spills",
         "No step spills registers.",
