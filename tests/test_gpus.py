@@ -69,10 +69,21 @@ def _row(us, **more):
 @pytest.mark.parametrize(
     ("first", "second", "words"),
     [
-        ((_row(10), _row(10)), (_row(20), _row(10)), "bandwidth: only Fusebook follows it"),
-        ((_row(10), _row(10)), (_row(10), _row(20)), "bandwidth: only torch follows it"),
+        (
+            (_row(10), _row(10)),
+            (_row(20), _row(10)),
+            "bandwidth (x 0.50): Fusebook follows it (x 0.50), torch does not (x 1.00)",
+        ),
+        (
+            (_row(10), _row(10)),
+            (_row(10), _row(20)),
+            "bandwidth (x 0.50): torch follows it (x 0.50), Fusebook does not",
+        ),
         ((_row(10), _row(10)), (_row(15), _row(10)), "not explained by bandwidth, L2, rate or launch"),
+        ((_row(10), _row(10.4)), (_row(21), _row(20)), "not explained"),
+        ((_row(10, zone="launch"), _row(10)), (_row(9.5), _row(10)), "a launch takes most of the time"),
         ((_row(10), _row(10)), (_row(20, code="2"), _row(10)), "different kernels"),
+        ((_row(10), _row(10)), (_row(20, code=""), _row(10)), "bandwidth"),
         ((_row(10), _row(10)), (_row(20), _row(10, versions="torch 2.13.0")), "the versions"),
     ],
 )

@@ -38,10 +38,6 @@ ELEMENTWISE = ["add_sub", "multiply", "multiply_add", "silu", "add_add_multiply"
 NORMS = ["rms_norm", "add_rms_norm", "rms_norm_fp8", "layer_norm", "rms_norm_backward", "layer_norm_backward"]
 #: Claims that a record has no numbers for, by lesson: the evidence says so, until the page is recorded again.
 WAITING = {
-    "plot_104_norms": {"rows-narrow"},
-    "plot_105_cross_entropy": {"counters-others"},
-    "plot_108_chunked_head": {"in-place-gain"},
-    "plot_201_gemm_concat": {"grouped-gain", "grouped-reads"},
     "plot_204_descriptors": {
         *("descriptors-gain", "persistent-gain", "dependent-gain", "steps-correct", "no-spills", "views-reached"),
         "library-best-step",
@@ -442,14 +438,9 @@ def test_every_step_of_four_bits_is_correct_for_more_rows_than_a_tile(replayed):
 # Matmuls --------------------------------------------------------------------------------------------------------------
 
 
-def test_the_rates_of_matmuls_are_read_from_older_records_too(replayed):
-    spec = evidence.load("plot_201_gemm_concat").FRAMES["steps"]
-    old = pd.DataFrame({"step": ["eager", "step one, 64 x 64"], "right": True, "us": [2.0, 4.0], "n": [1000, 1000]})
-    frame = spec.renamed(old)
-    assert frame["shape"].tolist() == ["1000x1000x1000"] * 2 and frame["correct"].all()
-    found = _products.rates(frame)
+def test_the_rates_of_matmuls_are_in_teraflops():
+    found = _products.rates(pd.DataFrame({"step": ["eager", "small"], "gpu_us": [2.0, 4.0], "shape": "1000x1000x1000"}))
     assert found.columns.tolist() == ["n = 1000"] and found["n = 1000"].to_dict() == {"eager": 2000.0, "small": 1000.0}
-    assert spec.renamed(frame).equals(frame)
 
 
 def test_a_lesson_on_matmuls_shows_what_a_caller_gets(replayed):
