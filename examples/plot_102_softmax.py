@@ -56,10 +56,10 @@ page.traffic(eager=softmax_eager, fused=2)
 
 # %%
 # A *fused* kernel reads the input once, keeps what is in between in
-# :term:`registers <register>`, and writes the result once. By its data sheet,
-# an H200 executes about fifty instructions while it reads and writes a float32
-# element. Softmax has five operations per element. Even if each takes several
-# instructions, memory should decide the time: **we predict 4x.**
+# :term:`registers <register>`, and writes the result once. By their data
+# sheets, an H200 executes about 55 instructions, and an H100 about 80, while
+# it reads and writes a float32 element. Softmax has five operations. If each
+# takes several instructions, memory still decides: **we predict 4x.**
 
 # %%
 # .. _softmax-one-row:
@@ -115,8 +115,9 @@ page.check(softmax_one_row, x)
 # %%
 # ``num_warps=4`` gives each program 4 warps of 32 threads. A row of 12672
 # columns is padded to 16384, so each thread holds 128 values in registers. A
-# :term:`multiprocessor` then has registers for two or three programs instead
-# of 16, and while these compute, memory waits.
+# :term:`multiprocessor` has room for 16 programs of 4 warps, but registers for
+# two of these, and while two compute, memory waits. With 16 warps a thread
+# holds 32 values. *How fast is it?* compares that with step 3.
 
 # %%
 # .. _softmax-rows:
@@ -126,9 +127,9 @@ page.check(softmax_one_row, x)
 #
 # With 256 columns, each of a program's 128 threads has two elements. For the
 # maximum and the sum they exchange values in 14 steps, however few they have.
-# So step 1 executes some fifty instructions per element, and these decide the
-# time, not memory. Here a program owns several rows. A thread has 32 elements,
-# and half as many instructions for each. Comments mark what differs.
+# So step 1 executes some fifty instructions per element, about as many as an
+# H200 has time for. Here a program owns several rows. A thread has 32
+# elements, and half as many instructions for each. Comments mark changes.
 
 page.picture.tile(rows=3, columns=12, block=16, per=2)
 
@@ -283,8 +284,8 @@ page.steps(eager=softmax_eager, **steps, chunks=softmax_chunks)
 #   fetches one element. In bfloat16, half the bytes need as many instructions,
 #   and these decide the time. The library gives such a row to one warp, whose
 #   threads exchange values in fewer steps.
-# - From 4096 columns on, step 2 also has one row per program, but the compiler
-#   orders its instructions differently. We have not found out what that does.
+# - From 4096 columns on, step 2 also has one row per program. At 12672 it is
+#   faster than step 1, which takes as many registers. We do not know why.
 # - Eager's subtraction and division broadcast a value per row. PyTorch's
 #   kernel for that loads single elements, of 2 bytes in bfloat16.
 
@@ -298,8 +299,8 @@ page.findings()
 #
 # Call the library for any axis, any strides, and float16 to float64. Its
 # backward pass is one kernel too, and it works under ``torch.compile``. It
-# passes rows of more than ``2**20`` elements to torch. *End to end*, a call
-# takes the larger of its GPU time and the CPU's time to launch it.
+# passes rows of more than ``2**20`` elements to torch. In the table, *end to
+# end* is the larger of a call's GPU time and the CPU's time to launch it.
 
 y = fusebook.softmax(x, dim=-1)
 page.use()

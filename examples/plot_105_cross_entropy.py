@@ -175,8 +175,8 @@ page.check(loss_one, x, target)
 # %%
 # .. _loss-chunks:
 #
-# Step 3: a loop over chunks {gain chunks at N=128256, bfloat16}
-# --------------------------------------------------------------
+# Step 3: a loop over chunks {gain chunks over two at N=128256, bfloat16}
+# -----------------------------------------------------------------------
 #
 # A vocabulary of 128256 needs a tile of 131072 float32 elements, 512 KiB. A
 # multiprocessor, which runs the program, has 256 KiB of registers. The
@@ -331,7 +331,7 @@ page.findings()
 
 logits = x.clone().requires_grad_()
 loss = fusebook.cross_entropy(logits, target, inplace=True)
-loss.backward()  # hands out the gradient that the forward pass computed
+loss.backward()  # hands out that gradient; a scaled loss costs a pass
 
 # %%
 # - **Memory.** A call allocates the gradient, the *output* of the table, which
@@ -339,9 +339,9 @@ loss.backward()  # hands out the gradient that the forward pass computed
 # - **Options.** A class that does not exist gives NaN on a GPU. ``check=True``
 #   waits for the GPU and raises an error.
 # - **Rows** of more than ``2**20`` classes (4096 in float64) go to torch.
-# - **Logits from a linear layer**, as in a language model, need not exist:
-#   ``fusebook.linear_cross_entropy`` takes its input and its weight. See
-#   :doc:`page 108 <plot_108_chunked_head>`.
+# - **Launch times** below are of loss and gradient, in torch by autograd.
+# - **Logits from a linear layer**, as in a language model, need not exist: see
+#   :doc:`fusebook.linear_cross_entropy <plot_108_chunked_head>`.
 # - **Do not use** ``inplace`` when something else reads the logits.
 
 page.use()

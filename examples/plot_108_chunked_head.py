@@ -52,7 +52,8 @@ page.memory(torch=head_torch)
 # all tensors after each operation. At its peak, a step holds three matrices of
 # M x N: the logarithms of the probabilities, and two more in the backward
 # pass. At the end it holds the gradients that it returns. Every implementation
-# returns these, so the box above subtracts their size from each peak.
+# returns these, so the box above subtracts their size from each peak, also
+# from that of *torch*, which comes before its gradients exist.
 
 # %%
 # .. _head-in-place:

@@ -128,7 +128,8 @@ page.picture.product(rows=4, columns=4, program=13)
 # A program walks along K. Each turn of its loop loads a tile of x and a tile
 # of the weight, and ``tl.dot`` adds their product to the sum. It runs on the
 # :term:`tensor cores <tensor core>`, units that multiply small matrices, for
-# bfloat16. float32 is not rounded to :term:`TF32` for them, by *ieee*.
+# bfloat16. float32 is not rounded to :term:`TF32` for them, by *ieee*. Offsets
+# are int32, so a matrix of 2**31 elements or more needs ``.to(tl.int64)``.
 
 given = page.stress(70, 96, 72)  # M, K, N
 page.check(in_views, *given)
@@ -189,7 +190,8 @@ page.picture.walk(rows=4, columns=12, running=12, group=4)
 # read about 32 times, since L2 cannot hold them until the next rows begin. In
 # groups of eight rows they are read 8 times, and x is read once in either
 # order. The weights are two thirds of the data: **we predict that all data is
-# read 22 times row by row, and 6 times in groups.**
+# read 22 times row by row, and 6 times in groups.** At n = 4096 the data is
+# only twice as large as L2, so the order matters less.
 
 
 @triton.jit
@@ -231,7 +233,8 @@ def in_groups(x, w0, w1):
     return launched(grouped, x, w0, w1, BM=128, BN=256, warps=8)
 
 
-page.check(in_groups, *given)
+x, w0, w1 = given
+page.check(in_groups, x.repeat(17, 1), w0, w1)  # rows of tiles in two groups
 
 # %%
 # The library's kernel takes its tiles in groups of eight rows, too. It loads
@@ -270,7 +273,8 @@ page.plot("packed", over="N")
 # two, and *packed* one. A small matmul takes less time than its launch.
 #
 # The table has the rate of the steps in TFLOP/s, or 10 to the 12 operations
-# per second. *Warm* is one of many calls in a row.
+# per second. *Warm* is one of many calls in a row. At n = 4096 these draw all
+# the power that the GPU may, so it lowers its clock, and each call is slower.
 
 steps = {"small": small_tiles, "large": large_tiles, "grouped": in_groups}
 page.steps(eager=two_and_cat, **steps)

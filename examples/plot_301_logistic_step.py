@@ -422,9 +422,9 @@ draw.lanes(
 # What the hardware counts
 # ~~~~~~~~~~~~~~~~~~~~~~~~
 #
-# How often does X come from memory? By the counters of the GPU (see
-# :doc:`plot_101_elementwise`), for one step of 100000 x 784, and for a hundred
-# steps of the pictures in one launch, whose programs talk by messages.
+# How often does X come from memory? By the counters of the GPU, which Nsight
+# Compute reads, for one step of 100000 x 784, and for a hundred steps of the
+# pictures in one launch, whose programs talk by messages.
 # Sectors and :term:`occupancy` are of the kernel that reads most. On the chip
 # it has few warps on purpose: they keep the data in registers.
 

@@ -385,7 +385,7 @@ Folded("The library's kernels", Kernels(fusebook.kmeans_assign))
 # What the hardware counts
 # ~~~~~~~~~~~~~~~~~~~~~~~~
 #
-# By the counters of the GPU (see :doc:`plot_101_elementwise`), for the 20
+# By the counters of the GPU, which Nsight Compute reads, for the 20
 # million points: the bytes from memory, the :term:`sectors <sector>` that a
 # load of a :term:`warp` asks for in the kernel that reads most, and its
 # :term:`occupancy`. An int64 label has as many bytes as a point, and an update

@@ -129,7 +129,8 @@ def all_checked(
                 where = f"{sizes(given[0])}: {numbers}; {yard.where(got)}"
                 return Line(False, f"`{_name(function)}` is incorrect on {where}.").strictly()
     rows = ", with rows of -inf, NaN, inf and largest finite values" if special else ""
-    text = f"All {len(functions)} are correct on {count} inputs in three dtypes{rows}."
+    which = f"All {len(functions)} are" if len(functions) > 1 else f"`{_name(functions[0])}` is"
+    text = f"{which} correct on {count} inputs in three dtypes{rows}."
     return Line(True, text).strictly()
 
 

@@ -202,7 +202,8 @@ class Page:
         unit = "".join(key for key, value in self.op.edges[0].items() if isinstance(value, int))
         half = [("one kernel", fused / 2, fused / 2)]
         return pictures.segments(
-            f"Counted: {total} elements in {len(steps)} kernels, {fused:g}{unit} in one. Predicted: {gain:.1f}x.",
+            f"Counted: {total} elements. {len(steps)} kernels move {unit} or more; one moves {fused:g}{unit}. "
+            f"Predicted: {gain:.1f}x.",
             {name: steps, "fused": half},
             unit,
         )._now()
