@@ -116,8 +116,8 @@ page.check(softmax_one_row, x)
 # ``num_warps=4`` gives each program 4 warps of 32 threads. A row of 12672
 # columns is padded to 16384, so each thread holds 128 values in registers. A
 # :term:`multiprocessor` has room for 16 programs of 4 warps, but registers for
-# two of these, and while two compute, memory waits. With 16 warps a thread
-# holds 32 values. *How fast is it?* compares that with step 3.
+# two of these, and while two compute, memory waits. The findings below compare
+# 16 warps with step 3.
 
 # %%
 # .. _softmax-rows:
@@ -272,8 +272,7 @@ page.plot("bandwidth", over="N")
 
 # %%
 # The table compares the steps, with a copy as 100 % and more rows than in the
-# figure. It is another run than that of the box. Lines of code include the
-# launcher.
+# figure. It is another run than that of the box.
 
 steps = {"one_row": softmax_one_row, "rows": softmax_rows}
 page.steps(eager=softmax_eager, **steps, chunks=softmax_chunks)

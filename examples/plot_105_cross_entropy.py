@@ -131,8 +131,7 @@ page.check(loss_two, x, target)
 # ``scale`` is 1/M, since the loss is a mean. ``page.stress`` makes the
 # difficult rows of page 102, and errors are relative to the result in float64.
 # Their unit *eps* is the distance from 1 to the next number. A warp is 32
-# threads, and ``num_warps`` is how many a program has. ``tl.constexpr`` marks
-# a constant of the compiled kernel.
+# threads, and ``num_warps`` is how many a program has.
 
 # %%
 # .. _loss-one-kernel:
@@ -356,8 +355,8 @@ page.use()
 # Exercises
 # ---------
 #
-# Each function is incorrect, and the line below it names a wrong element of
-# its result. Fix it and run the cell again. No GPU is needed.
+# Each function is incorrect, and the line below it names a wrong element. Fix
+# it and run the cell again. No GPU is needed.
 #
 # 1. Ignored rows
 # ~~~~~~~~~~~~~~~

@@ -237,9 +237,8 @@ x, w0, w1 = given
 page.check(in_groups, x.repeat(17, 1), w0, w1)  # rows of tiles in two groups
 
 # %%
-# The library's kernel takes its tiles in groups of eight rows, too. It loads
-# them by tensor descriptors, and its programs take one tile after another, as
-# :doc:`plot_204_descriptors` shows.
+# The library's kernel groups its tiles, too. :doc:`plot_204_descriptors` shows
+# how it loads them.
 
 # %%
 # Is it correct?
@@ -321,8 +320,8 @@ page.use()
 # Exercises
 # ---------
 #
-# Each function is incorrect, and the line below it names a wrong element of
-# its result. Fix it and run its cell again. No GPU is needed.
+# Each function is incorrect, and the line below it names a wrong element. Fix
+# it and run its cell again. No GPU is needed.
 #
 # 1. Unequal widths
 # ~~~~~~~~~~~~~~~~~

@@ -84,7 +84,8 @@ def _row(us, **more):
         ((_row(10, zone="launch"), _row(10)), (_row(9.5), _row(10)), "a launch takes most of the time"),
         ((_row(10), _row(10)), (_row(20, code="2"), _row(10)), "different kernels"),
         ((_row(10), _row(10)), (_row(20, code=""), _row(10)), "bandwidth"),
-        ((_row(10), _row(10)), (_row(20), _row(10, versions="torch 2.13.0")), "the versions"),
+        ((_row(10), _row(10)), (_row(20), _row(10, versions="torch 2.13.0")), "the versions: torch 2.11.0 and 2.13.0"),
+        ((_row(10), _row(10)), (_row(20), _row(10, versions="torch 2.11.0; ptxas 12.8")), "bandwidth"),
     ],
 )
 def test_a_cause_is_named_where_one_implementation_follows_it(first, second, words):

@@ -144,12 +144,14 @@ def cause(points, on):
     (ours, other), (ours_too, other_too) = points
     if ours["code"] and ours_too["code"] and ours["code"] != ours_too["code"]:
         return "the code: the two GPUs were recorded with different kernels"
-    if other["variant"] == other_too["variant"] and other["versions"] != other_too["versions"]:
-        return f"the versions: {other['versions']}, and {other_too['versions']}"
+    installed = [dict(part.split(" ", 1) for part in row["versions"].split("; ")) for row in (other, other_too)]
+    apart = [name for name in installed[0] if installed[1].get(name, installed[0][name]) != installed[0][name]]
+    if other["variant"] == other_too["variant"] and apart:  # a package that one record does not name decides nothing
+        return "the versions: " + "; ".join(f"{name} {installed[0][name]} and {installed[1][name]}" for name in apart)
     zone = ours["zone"]
-    apart = max(abs(ours["gpu_us"] - other["gpu_us"]), abs(ours_too["gpu_us"] - other_too["gpu_us"]))
-    if zone == "launch" and apart < SMALL:
-        return f"a launch takes most of the time, and they differ by {apart:.1f} us or less"
+    most = max(abs(ours["gpu_us"] - other["gpu_us"]), abs(ours_too["gpu_us"] - other_too["gpu_us"]))
+    if zone == "launch" and most < SMALL:
+        return f"a launch takes most of the time, and they differ by {most:.1f} us or less"
     bandwidth = ("bandwidth", on[1].copy / on[0].copy)
     limits = {
         "memory": [bandwidth],
