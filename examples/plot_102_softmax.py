@@ -58,8 +58,8 @@ page.traffic(eager=softmax_eager, fused=2)
 # A *fused* kernel reads the input once, keeps what is in between in
 # :term:`registers <register>`, and writes the result once. By their data
 # sheets, an H200 executes about 55 instructions, and an H100 about 80, while
-# it reads and writes a float32 element. Softmax has five operations. If each
-# takes several instructions, memory still decides: **we predict 4x.**
+# it reads and writes a float32 element. Softmax has five operations, so memory
+# should decide: **we predict 4x.**
 
 # %%
 # .. _softmax-one-row:
@@ -115,9 +115,8 @@ page.check(softmax_one_row, x)
 # %%
 # ``num_warps=4`` gives each program 4 warps of 32 threads. A row of 12672
 # columns is padded to 16384, so each thread holds 128 values in registers. A
-# :term:`multiprocessor` has room for 16 programs of 4 warps, but registers for
-# two of these, and while two compute, memory waits. The findings below compare
-# 16 warps with step 3.
+# :term:`multiprocessor` has room for 16 such programs, but registers for two,
+# and while two compute, memory waits. The findings have step 1 with 16 warps.
 
 # %%
 # .. _softmax-rows:
@@ -178,7 +177,7 @@ page.picture.chunks(columns=12672, block=16384, chunk=1024)
 # - *One division* per row replaces one per element, which is several
 #   instructions. A multiplication is one.
 # - ``tl.exp2`` is one instruction. ``tl.exp`` uses it too, but adds more for
-#   results below 1e-38, which ``tl.exp2`` rounds to zero.
+#   results below 1e-38, which ``tl.exp2`` makes zero.
 #
 # In the machine code each change saves a seventh to a fifth of step 1's
 # instructions. Together they save half; we have not timed them one by one.

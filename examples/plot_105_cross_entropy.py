@@ -313,7 +313,7 @@ page.steps(eager=loss_eager, **steps)
 # - Eager's subtraction and division broadcast a value per row. PyTorch's
 #   kernel for that loads single elements of 2 bytes, where others load 16.
 # - At 32000 classes, a multiprocessor holds one program of steps 1 and 2, so
-#   memory waits while it computes.
+#   memory often waits.
 
 page.findings()
 
@@ -355,8 +355,8 @@ page.use()
 # Exercises
 # ---------
 #
-# Each function is incorrect, and the line below it names a wrong element. Fix
-# it and run the cell again. No GPU is needed.
+# Each function is incorrect, and the line below it says where. Fix it and run
+# the cell again. No GPU is needed.
 #
 # 1. Ignored rows
 # ~~~~~~~~~~~~~~~

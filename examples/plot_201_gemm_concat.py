@@ -4,7 +4,7 @@ Matmuls and concat: write each result into its place
 
 A layer often multiplies one input by several weights, such as those of
 queries and keys. Concatenating the results copies all of them. We avoid the
-copy without a kernel first. Then a matmul of our own shows how tiles work.
+copy without a kernel first. Then our own matmul shows how tiles work.
 
 You will learn
 
@@ -78,8 +78,8 @@ def in_views(x, w0, w1):
 # ---------------------------------------------------
 #
 # Views still take two launches of cuBLAS, NVIDIA's library of tuned matmuls.
-# One kernel of our own can compute both: the tiles of both weights are
-# numbered together, and a program picks its weight by its number.
+# One kernel can compute both: the tiles of both weights are numbered together,
+# and a program picks its weight by its number.
 
 
 @triton.jit
@@ -263,7 +263,7 @@ page.catches(whole_steps, even=page.stress(70, 128, 72), odd=given)
 # the data before (*cold L2*). The figure compares implementations with one
 # large matmul of weights that were *packed*: put side by side once, when the
 # model is loaded. *two + cat* is the eager code above, and *cat + one* puts
-# the weights side by side in each call.
+# the weights together in each call.
 
 page.plot("packed", over="N")
 
@@ -273,7 +273,7 @@ page.plot("packed", over="N")
 #
 # The table has the rate of the steps in TFLOP/s, or 10 to the 12 operations
 # per second. *Warm* is one of many calls in a row. At n = 4096 these draw all
-# the power that the GPU may, so it lowers its clock, and each call is slower.
+# the power that the GPU may, so it lowers its clock, and calls are slower.
 
 steps = {"small": small_tiles, "large": large_tiles, "grouped": in_groups}
 page.steps(eager=two_and_cat, **steps)
@@ -320,8 +320,8 @@ page.use()
 # Exercises
 # ---------
 #
-# Each function is incorrect, and the line below it names a wrong element. Fix
-# it and run its cell again. No GPU is needed.
+# Each function is incorrect, and the line below it says where. Fix it and run
+# its cell again. No GPU is needed.
 #
 # 1. Unequal widths
 # ~~~~~~~~~~~~~~~~~
