@@ -191,7 +191,7 @@ page.picture.walk(rows=4, columns=12, running=12, group=4)
 # groups of eight rows they are read 8 times, and x is read once in either
 # order. The weights are two thirds of the data: **we predict that all data is
 # read 22 times row by row, and 6 times in groups.** At n = 4096 the data is
-# only twice as large as L2, so the order matters less.
+# about twice as large as L2, so the order matters less.
 
 
 @triton.jit
@@ -272,8 +272,8 @@ page.plot("packed", over="N")
 # two, and *packed* one. A small matmul takes less time than its launch.
 #
 # The table has the rate of the steps in TFLOP/s, or 10 to the 12 operations
-# per second. *Warm* is one of many calls in a row. At n = 4096 these draw all
-# the power that the GPU may, so it lowers its clock, and calls are slower.
+# per second. *Warm* is one of many calls in a row. On an H100 these draw all
+# its power at n = 4096, so it lowers its clock, and calls are slower.
 
 steps = {"small": small_tiles, "large": large_tiles, "grouped": in_groups}
 page.steps(eager=two_and_cat, **steps)
