@@ -2,11 +2,14 @@
 
 import copy
 import io
+import math
 import warnings
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses import FakeTensorMode
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -98,6 +101,21 @@ def test_bfloat16_is_rounded_by_chance_and_the_rest_to_the_nearest(device):
     assert set(p.tolist()) == {1.0, 1 - 2**-8} and 0.15 < (p < 1).float().mean() < 0.35
     close([q], [torch.full_like(q, 1 - 2**-10)])
     assert optimizer.state_dict()["param_groups"][0]["seed"] == 7
+
+
+@pytest.mark.parametrize("seed", [np.int32(7), 2**63 - 1])
+def test_groups_have_seeds_of_any_integer(seed, device):
+    lists = [parameters(device, torch.bfloat16) for _ in BOTH]
+    for ps, of in zip(lists, (seed, int(seed)), strict=True):
+        after(AdamW([{"params": ps[:1], "seed": of}, {"params": ps[1:], "seed": of}]), ps, 1)
+    assert all(map(torch.equal, *lists))
+
+
+def test_fake_tensors_step():
+    with FakeTensorMode():
+        ps = parameters("cpu")
+        optimizer = after(AdamW(ps), ps, 2)
+    assert optimizer.state[ps[0]]["exp_avg"].shape == ps[0].shape
 
 
 @pytest.mark.parametrize("capturable", [False, True])
@@ -258,6 +276,12 @@ REFUSED = {
     "another shape": ("exp_avg of shape", lambda s: s["state"][1].update(exp_avg=torch.zeros(7))),
     "no tensor": ("exp_avg_sq of shape .* got int", lambda s: s["state"][1].update(exp_avg_sq=3)),
     "steps of several": ("step to be one number", lambda s: s["state"][1].update(step=torch.zeros(2))),
+    "steps that are none": ("a number of steps done", lambda s: s["state"][1].update(step=torch.tensor(math.nan))),
+    "steps below 0": ("a number of steps done", lambda s: s["state"][1].update(step=-1.0)),
+    "half a step": ("a number of steps done", lambda s: s["state"][1].update(step=torch.tensor(2.5))),
+    "steps in a word": ("a number of steps done", lambda s: s["state"][1].update(step=None)),
+    "sparse": ("exp_avg to be dense", lambda s: s["state"][1].update(exp_avg=s["state"][1]["exp_avg"].to_sparse())),
+    "one beta": ("betas to be two numbers", lambda s: s["param_groups"][0].update(betas=(0.9,))),
     "no average": ("a state with exp_avg_sq", lambda s: _without(s, "exp_avg_sq")),
     "no maximum": ("a state with max_exp_avg_sq", lambda s: _without(s, "max_exp_avg_sq")),
     "another optimizer": ("groups with betas", lambda s: s["param_groups"][0].pop("betas")),
@@ -294,6 +318,22 @@ def test_a_state_of_another_model_is_refused_before_anything_changes(message, ch
 def test_bad_options_are_refused(error, message, options, device):
     with pytest.raises(error, match=message):
         AdamW(parameters(device), **options)
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "group"),
+    [
+        (TypeError, "seed to be an integer, got str", {"seed": "7"}),
+        (ValueError, "a state with max_exp_avg_sq", {"amsgrad": True}),
+        (TypeError, "beta1 to be a number, got str", {"betas": ("a", 0.9)}),
+    ],
+)
+def test_what_a_group_is_set_to_later_is_refused_in_a_sentence(error, message, group, device):
+    ps = parameters(device, torch.bfloat16)
+    optimizer = after(AdamW(ps, seed=1), ps, 1)
+    optimizer.param_groups[0].update(group)
+    with pytest.raises(error, match=message):
+        after(optimizer, ps, 1)
 
 
 def test_gradients_that_no_kernel_takes_are_refused(device):

@@ -16,6 +16,7 @@ __all__ = ["AdamW"]
 #: `torch.compiler.disable` that does not import the compiler, as torch's own optimizers have it.
 _uncompiled: Any = getattr(torch, "_disable_dynamo", lambda function: function)
 _STATE = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+_DENSE = torch.strided
 
 
 class AdamW(torch.optim.AdamW):
@@ -67,7 +68,7 @@ class AdamW(torch.optim.AdamW):
         capturable: bool = False, seed: int | None = None,
     ) -> None:  # fmt: skip
         if seed is not None:
-            seed = integer("AdamW", "seed", seed, "None rounds to the nearest")
+            seed = _seed(seed)
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, capturable=capturable)
         self.defaults["seed"] = seed
         for group in self.param_groups:
@@ -100,7 +101,8 @@ class AdamW(torch.optim.AdamW):
         capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
         launches = [made for group in self.param_groups for made in self._launches(group, capturing)]
         for i, (group, params, count) in enumerate(launches):
-            self._launch(group, params, count, None if group["seed"] is None else group["seed"] + i * 0x9E3779B1)
+            seed = None if group["seed"] is None else _seed(group["seed"]) + i * 0x9E3779B1
+            self._launch(group, params, count, None if seed is None else seed % 0x7FFFFFFF)  # more is not used
         return loss
 
     def _launches(self, group: dict[str, Any], capturing: bool) -> list[tuple[dict[str, Any], list[Tensor], Tensor]]:
@@ -113,7 +115,8 @@ class AdamW(torch.optim.AdamW):
                 "capturable=False; step once, then capture"
             )
         for p in new:
-            self.state[p]["step"] = torch.zeros(())
+            # Of a known number, so that fake tensors count too.
+            self.state[p]["step"] = torch.tensor(0.0, device="cpu")
             self.state[p].update({key: torch.zeros_like(p) for key in _STATE[: 3 if group["amsgrad"] else 2]})
         if new:
             self._share_counts(group, new)
@@ -144,7 +147,12 @@ class AdamW(torch.optim.AdamW):
 
     def _launch(self, group: dict[str, Any], params: list[Tensor], count: Tensor, seed: int | None) -> None:
         states = [self.state[p] for p in params]
-        lists = [[_local(s[key]) for s in states] for key in _STATE[: 3 if group["amsgrad"] else 2]]
+        try:
+            lists = [[_local(s[key]) for s in states] for key in _STATE[: 3 if group["amsgrad"] else 2]]
+        except KeyError:  # since amsgrad was set
+            _check_group(group, self.state)
+            raise
+        beta1, beta2 = (b.item() if isinstance(b, Tensor) else b for b in group["betas"])
         mine = [_local(p) for p in params]
         lr = group["lr"]
         if isinstance(lr, Tensor):  # as torch.optim has it, one on the CPU is a number
@@ -152,9 +160,9 @@ class AdamW(torch.optim.AdamW):
             lr = lr.item() if lr.device.type == "cpu" != device.type else lr.to(device)
         adamw_step(
             mine, [_gradient(p, local) for p, local in zip(params, mine, strict=True)], *lists,
-            step=count if group["capturable"] else int(count), lr=lr, beta1=float(group["betas"][0]),
-            beta2=float(group["betas"][1]), eps=group["eps"], weight_decay=group["weight_decay"],
-            maximize=group["maximize"], seed=seed if params[0].dtype == torch.bfloat16 else None,
+            step=count if group["capturable"] else int(count), lr=lr, beta1=beta1, beta2=beta2,
+            eps=group["eps"], weight_decay=group["weight_decay"], maximize=group["maximize"],
+            seed=seed if params[0].dtype == torch.bfloat16 else None,
         )  # fmt: skip
         for s in states:
             s["step"] = count
@@ -198,11 +206,17 @@ class AdamW(torch.optim.AdamW):
             self._share_counts(group, stepped)
 
 
+def _seed(value: Any) -> int:
+    return integer("AdamW", "seed", value, "None rounds to the nearest")
+
+
 def _check_group(group: dict[str, Any], states: Any) -> None:
     """Refuse a state that is not one of AdamW for these parameters."""
     remedy = "load a state of AdamW for the same model"
     if missing := [key for key in ("lr", "betas", "eps", "weight_decay") if key not in group]:
         raise ValueError(f"AdamW: expected groups with {missing[0]}, got {sorted(group)}; {remedy}")
+    if not isinstance(group["betas"], (tuple, list)) or len(group["betas"]) != 2:
+        raise ValueError(f"AdamW: expected betas to be two numbers, got {group['betas']!r}; {remedy}")
     for p in group["params"]:
         state = states.get(p)
         if not state:
@@ -214,11 +228,20 @@ def _check_group(group: dict[str, Any], states: Any) -> None:
             if key == "step":
                 if isinstance(value, Tensor) and value.numel() != 1:
                     raise ValueError(f"AdamW: expected step to be one number, got {tuple(value.shape)}; {remedy}")
+                try:
+                    dense = getattr(value, "layout", _DENSE) is _DENSE
+                    known = dense and 0 <= float(value) < 2**63 and float(value) % 1 == 0
+                except (TypeError, ValueError, OverflowError, RuntimeError):  # text, complex numbers, or on meta
+                    known = False
+                if not known:
+                    raise ValueError(f"AdamW: expected step to be a number of steps done, got {value!r}; {remedy}")
             elif not isinstance(value, Tensor) or value.shape != p.shape:
                 got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
                 raise ValueError(
                     f"AdamW: expected {key} of shape {tuple(p.shape)} as its parameter, got {got}; {remedy}"
                 )
+            elif value.layout is not _DENSE:
+                raise ValueError(f"AdamW: expected {key} to be dense, got {value.layout}; {remedy}")
             elif _placed(value) != _placed(p):
                 raise ValueError(
                     f"AdamW: expected {key} to be placed as its parameter, which is {_placed(p)}, got "
