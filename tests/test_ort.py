@@ -788,7 +788,9 @@ def test_without_onnxscript_there_is_a_sentence(monkeypatch):
 # Weights of few bits --------------------------------------------------------------------------------------------------
 
 
-def nbits(K=96, N=48, bits=4, group=32, dtype=torch.float16, zeros=False, bias=False, g_idx=False, constant=True):
+def nbits(
+    K=96, N=48, bits=4, group=32, dtype=torch.float16, zeros=False, bias=False, g_idx=False, constant=True, **more
+):
     """A model of MatMulNBits, its initializers, and the values of its weight in float64."""
     rng = torch.Generator().manual_seed(K + N + bits)
     groups, kind = -(-K // group), {torch.float16: 10, torch.bfloat16: 16}[dtype]
@@ -810,7 +812,8 @@ def nbits(K=96, N=48, bits=4, group=32, dtype=torch.float16, zeros=False, bias=F
     names = ["x", *(name if name in given else "" for name in ("codes", "scales", "zeros", "g_idx", "bias"))]
     while not names[-1]:
         names.pop()
-    made = oh.make_node("MatMulNBits", names, ["y"], domain="com.microsoft", K=K, N=N, bits=bits, block_size=group)
+    sizes = {"K": K, "N": N, "bits": bits, "block_size": group, **more}
+    made = oh.make_node("MatMulNBits", names, ["y"], domain="com.microsoft", **sizes)
     kinds = {torch.uint8: 2, torch.int32: 6, dtype: kind}
     constants = [
         oh.make_tensor(name, kinds[v.dtype], v.shape, v.contiguous().view(torch.uint8).numpy().tobytes(), raw=True)
@@ -883,10 +886,27 @@ def test_a_weight_of_few_bits_comes_back():
     assert torch.equal(zeros[:, ::2] | zeros[:, 1::2] << 4, given["zeros"]) and torch.equal(scales, given["scales"])
 
 
-@pytest.mark.parametrize("options", [{"group": 256, "K": 256}, {"constant": False}, {"K": 100}])
+@pytest.mark.parametrize(
+    "options",
+    [{"group": 256, "K": 256}, {"constant": False}, {"K": 100}, {"weight_prepacked": 1}, {"accuracy_level": "4"}],
+)
 def test_a_matmul_of_few_bits_that_ours_does_not_take_stays(options):
     pytest.importorskip("onnxscript")
     assert domains(export.fuse(nbits(**options)[0])) == [("com.microsoft", "MatMulNBits")]
+
+
+def test_a_repacked_weight_takes_no_name_of_the_model():
+    pytest.importorskip("onnxscript")
+    proto, _, _ = nbits()
+    names = ["y/words", "y/bias", "y/scales"]
+    proto.graph.initializer.extend(oh.make_tensor(n, 10, [1], [i]) for i, n in enumerate(names, 2))
+    proto.graph.node.append(oh.make_node("Sum", ["y", *names], ["z"]))
+    proto.graph.output.append(oh.make_tensor_value_info("z", 10, None))
+    given = proto.SerializeToString()
+    fused = Graph(export.fuse(proto), device="cpu", ops=NODES)
+    assert proto.SerializeToString() == given
+    got = fused({"x": torch.ones(1, 96, dtype=torch.float16)})
+    torch.testing.assert_close(got["z"], got["y"] + 9)
 
 
 def test_a_matmul_whose_groups_are_scattered_stays_with_a_sentence():

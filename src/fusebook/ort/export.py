@@ -280,10 +280,12 @@ def _packed(node: Any) -> PackedWeight | None:
             stacklevel=2,
         )
         return None
-    sizes = {
-        name: node.attributes.get_int(name, 4 if name == "bits" else 0) for name in ("N", "K", "bits", "block_size")
-    }
-    N, K, bits, group = sizes.values()
+    known = {"N": 0, "K": 0, "bits": 4, "block_size": 0, "accuracy_level": 0, "weight_prepacked": 0}
+    sizes = known | {name: attribute.value for name, attribute in node.attributes.items()}
+    # Packed for another kernel, of another kind, or what is not known here.
+    if sizes.keys() != known.keys() or {*map(type, sizes.values())} != {int} or sizes["weight_prepacked"]:
+        return None
+    N, K, bits, group, *_ = sizes.values()
     blob, scales, zeros = (_torch(values.get(name)) for name in ("B", "scales", "zero_points"))
     if bits not in (4, 8) or group not in (32, 64, 128) or K % 16 or blob is None or scales is None:
         return None
@@ -405,6 +407,10 @@ def fuse(model: Any) -> Any:
         return op.ScatterNDOfShape(shape, indices, updates, reduction="add", _domain="fusebook", _version=1)
 
     found: dict[Any, PackedWeight] = {}
+    # What is no ModelProto would be rewritten where it is.
+    whole = onnx_ir.from_proto(given) if proto else given.clone()
+    taken = {v.name for node in whole.graph.all_nodes() for v in (*node.inputs, *node.outputs) if v is not None}
+    taken |= {v.name for graph in (whole.graph, *whole.graph.subgraphs()) for v in (*graph.inputs, *graph.outputs)}
 
     def nbits(op, x, codes, scales):  # type: ignore[no-untyped-def]
         return op.MatMulNBits(
@@ -425,6 +431,9 @@ def fuse(model: Any) -> Any:
             array = value.view(torch.int16).numpy() if value.dtype == torch.bfloat16 else value.numpy()
             kind = onnx_ir.DataType(_NUMBERS[value.dtype])
             full = f"{y.name}/{name}"
+            while full in taken:
+                full += "_"
+            taken.add(full)
             return op.initializer(onnx_ir.Tensor(array.view(kind.numpy()), name=full), name=full)
 
         bias = inputs[5] if len(inputs) > 5 else None
@@ -445,5 +454,5 @@ def fuse(model: Any) -> Any:
         ],
         commute=True,
     )
-    # What is no ModelProto would be rewritten where it is.
-    return rewrite(model.clone() if isinstance(model, onnx_ir.Model) else model, pattern_rewrite_rules=rules)
+    fused = rewrite(whole, pattern_rewrite_rules=rules)
+    return onnx_ir.to_proto(fused) if proto else fused
