@@ -872,6 +872,15 @@ def test_a_compiled_matmul_of_few_bits_is_that_of_python(options, dtype, library
         assert torch.equal(compiled({"x": x})["y"], python({"x": x})["y"])
 
 
+def test_a_weight_of_other_sizes_is_refused(device):
+    pytest.importorskip("onnxscript")
+    fused = export.fuse(nbits()[0])
+    fused.graph.node[0].attribute.append(oh.make_attribute("group", 64))
+    del fused.graph.node[0].attribute[[a.name for a in fused.graph.node[0].attribute].index("group")]
+    with pytest.raises(Exception, match="expected scales of shape"):
+        Graph(fused, device=device, ops=NODES)({"x": torch.zeros(1, 96, dtype=torch.float16, device=device)})
+
+
 def test_a_weight_of_few_bits_comes_back():
     pytest.importorskip("onnxscript")
     proto, given, _ = nbits(K=208, group=64, zeros=True)

@@ -250,8 +250,17 @@ def refusals(device):
     zeros = torch.full((16, 1), 16, device=device)
     yield "zeros", lambda: PackedWeight.from_codes(codes, scales, zeros), ValueError, "from 0 to 15"
     yield "below", lambda: PackedWeight.from_codes(codes, scales, zeros - 17), ValueError, "got -1 to -1"
-    yield "device", lambda: quantized_matmul(x, packed.to("meta")), ValueError, "the weight.*meta"
+    yield "device", lambda: quantized_matmul(x, packed.to("meta")), ValueError, "words.*meta"
     yield "unlike", lambda: quantized_swiglu(x, packed, quantize(weight, 8)), ValueError, "quantize both alike"
+    changes = {
+        "words of shape": {"words": packed.words[:0]}, "scales of shape": {"group": 32}, "4 or 8": {"bits": 2},
+        "scales without gaps": {"scales": packed.scales.expand(1, 1, 8, 2).transpose(2, 3)},
+        "zeros to be int8": {"zeros": packed.words}, "to be 0, 32": {"group": -1}, "words to be": {"words": None},
+    }  # fmt: skip
+    for text, change in changes.items():
+        made = dataclasses.replace(packed, **change)
+        for use in (lambda p: quantized_matmul(x, p), lambda p: quantized_swiglu(x, p, p), PackedWeight.dequantize):
+            yield text, lambda use=use, made=made: use(made), (TypeError, ValueError), text
     yield "dtype", lambda: packed.dequantize(torch.float32), ValueError, "float16"
 
 

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._call import AMD, INTERPRETED, Operator, apply, check_alike, contiguous, empty, gpu, launch, one_of, shapes
+from ._call import AMD, INTERPRETED, Operator, apply, contiguous, empty, gpu, launch, one_of, shapes
 
 __all__ = ["PackedWeight", "quantize", "quantized_matmul", "quantized_swiglu"]
 
@@ -755,11 +755,25 @@ def _outputs(
     return empty((*x.shape[:-1], N), x.dtype, x.device)
 
 
+def _sizes(name: str, of: str, packed: list[Tensor], N: int, K: int, bits: int, group: int) -> dict[str, Any]:
+    """What `shapes` refuses packed data by, beyond which the kernel would read."""
+    _check_format(name, bits, group)
+    tiles, G = -(-N // 16), -(-K // group) if group else min(K, 1)
+    scales = tiles, G, 8, 2
+    sizes = ((tiles, -(-K // (512 // bits)), 2, 128), (torch.int32,)), (scales, _SCALES), (scales, (torch.int8,))
+    named = dict(zip((f"{of}words", f"{of}scales", f"{of}zeros"), packed, strict=False))
+    for what, t in named.items():
+        if isinstance(t, Tensor) and not t.is_contiguous():
+            raise ValueError(f"{name}: expected {what} without gaps, got strides {t.stride()}; call contiguous()")
+    return {what: (t, *size) for (what, t), size in zip(named.items(), sizes, strict=False)}
+
+
 def _check(x: Any, packed: Any, gate: Any, bias: Any, N: int, K: int, bits: int, group: int) -> tuple[Any, ...]:
     name = "quantized_swiglu" if gate else "quantized_matmul"
-    shapes(name, x=(x, ("...", K), _INPUTS), **({} if bias is None else {"bias": (bias, (N,))}))
-    for t in (*packed, *gate):
-        check_alike(name, "the weight", t, "x", x, dtype=False)
+    named: dict[str, Any] = {"x": (x, ("...", K), _INPUTS)} | ({} if bias is None else {"bias": (bias, (N,))})
+    for of, tensors in (("", packed), ("gate_", gate)):
+        named |= _sizes(name, of, tensors, N, K, bits, group)
+    shapes(name, **named)
     return x, packed, gate, bias, N, K, bits, group
 
 
@@ -785,10 +799,15 @@ def _lower(device: str, call: Any, x: Any, packed: Any, gate: Any, bias: Any, *r
     return call(x.to(dtype), packed, gate, None if bias is None else bias.to(dtype), *rest)
 
 
+def _check_values(packed: Any, N: int, K: int, bits: int, group: int, dtype: torch.dtype) -> tuple[Any, ...]:
+    shapes("dequantize", **_sizes("dequantize", "", packed, N, K, bits, group))
+    return packed, N, K, bits, group, dtype
+
+
 _values = Operator(
     "dequantize",
     "(Tensor[] packed, int N, int K, int bits, int group, ScalarType dtype) -> Tensor",
-    check=lambda *given: given,
+    check=_check_values,
     outputs=lambda packed, N, K, bits, group, dtype: empty((N, K), dtype, packed[0].device),
     into=_values_into,
 )
