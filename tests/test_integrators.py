@@ -12,7 +12,6 @@ import multiprocessing
 import os
 import pickle
 import socket
-import subprocess
 import sys
 
 import pytest
@@ -23,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import fusebook
+import warm
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SIZE, CLASSES = 16, 24
@@ -300,7 +300,7 @@ def test_another_process(method, right):
         pytest.skip("CUDA starts in no fork")
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}  # OpenMP survives no fork
     code = f"import test_integrators\nif __name__ == '__main__': test_integrators.in_another({method!r})"
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300)
+    done = warm.run("-c", code, env=env)
     assert not done.returncode, done.stderr
     close([torch.tensor(g, device=DEVICE) for g in json.loads(done.stdout)], right[1])
 
@@ -308,33 +308,39 @@ def test_another_process(method, right):
 # Several processes ---------------------------------------------------------------------------------------------------
 
 
-def one_of_two(rank, port, how, folder):
-    """The gradients that a process of two finds, each with half of the batch."""
+#: What shares a model between processes: gradients in buckets, in views of the buckets, and weights in pieces.
+SHARED = ("DDP", "DDP by views", "FSDP2")
+
+
+def one_of_two(rank, port, folder):
+    """The gradients that a process of two finds, each with half of the batch, by each of `SHARED`."""
     import torch.distributed as dist
     from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel
 
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE="2")
     dist.init_process_group("gloo")
-    model = Model()
     part = slice(4 * rank, 4 * rank + 4)
     x, target = batch(8)
-    if how == "FSDP2":
-        mesh = torch.distributed.device_mesh.init_device_mesh(DEVICE, (2,))
-        fully_shard(model, mesh=mesh)
-        model(x[part], target[part]).backward()
-        found = [p.grad.full_tensor() for p in model.parameters()]
-        message = ""
-        try:  # outside of the module its weights are in pieces
-            fusebook.rms_norm(x, model.first)
-        except TypeError as error:
-            message = str(error)
-        assert "pass to_local()" in message, message
-    else:
-        wrapped = DistributedDataParallel(model, gradient_as_bucket_view="views" in how)
-        wrapped(x[part], target[part]).backward()
-        found = [p.grad for p in model.parameters()]
-        del wrapped  # its destructor hung at times once the group was gone
+    found = {}
+    for how in SHARED:
+        model = Model()
+        if how == "FSDP2":
+            mesh = torch.distributed.device_mesh.init_device_mesh(DEVICE, (2,))
+            fully_shard(model, mesh=mesh)
+            model(x[part], target[part]).backward()
+            found[how] = [p.grad.full_tensor() for p in model.parameters()]
+            message = ""
+            try:  # outside of the module its weights are in pieces
+                fusebook.rms_norm(x, model.first)
+            except TypeError as error:
+                message = str(error)
+            assert "pass to_local()" in message, message
+        else:
+            wrapped = DistributedDataParallel(model, gradient_as_bucket_view="views" in how)
+            wrapped(x[part], target[part]).backward()
+            found[how] = [p.grad.clone() for p in model.parameters()]
+            del wrapped  # its destructor hung at times once the group was gone
     if not rank:
         torch.save(found, os.path.join(folder, "found"))
     dist.barrier()
@@ -342,11 +348,12 @@ def one_of_two(rank, port, how, folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["DDP", "DDP by views", "FSDP2"])
-def test_two_processes(how, tmp_path):
+def test_two_processes(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    torch.multiprocessing.spawn(one_of_two, (port, how, str(tmp_path)), nprocs=2)
-    found = torch.load(tmp_path / "found", map_location=DEVICE)
-    close(found, gradients(Model(fused=False), *batch(8))[1][1:])
+    torch.multiprocessing.spawn(one_of_two, (port, str(tmp_path)), nprocs=2)
+    found, want = torch.load(tmp_path / "found", map_location=DEVICE), gradients(Model(fused=False), *batch(8))[1][1:]
+    assert tuple(found) == SHARED
+    for how in SHARED:
+        close(found[how], want, msg=lambda text, how=how: f"{how}: {text}")

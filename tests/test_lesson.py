@@ -31,8 +31,8 @@ from toy import machine
 ROOT = Path(__file__).resolve().parents[1]
 VERDICTS = ROOT / "tests" / "verdicts.csv"
 LESSONS = evidence.lessons()
-#: Whose steps take several inputs.
-SEVERAL = ["plot_105_cross_entropy", "plot_108_chunked_head", "plot_203_four_bits", "plot_204_descriptors"]
+#: Pages that also run in the mode that measures: one on memory, and one on matmuls.
+SEVERAL = ["plot_108_chunked_head", "plot_204_descriptors"]
 #: What pages 101 and 104 time.
 ELEMENTWISE = ["add_sub", "multiply", "multiply_add", "silu", "add_add_multiply", "double", "exp"]
 NORMS = ["rms_norm", "add_rms_norm", "rms_norm_fp8", "layer_norm", "rms_norm_backward", "layer_norm_backward"]
@@ -710,7 +710,10 @@ def test_what_no_step_of_a_lesson_shows_is_recorded_too(name, files, a_gpu, tmp_
     function = dataclasses.replace(products.FRAMES["quack"], function=lambda: quack)
     monkeypatch.setitem(products.FRAMES, "quack", function)
     monkeypatch.setenv("_FUSEBOOK_RECORD", str(tmp_path / "records"))
-    runpy.run_path(str(ROOT / "examples" / f"{name}.py"), run_name="lesson")
+    page = runpy.run_path(str(ROOT / "examples" / f"{name}.py"), run_name="lesson")["page"]
+    steps = page.frames["steps"]
+    assert {*page.about.STEPS, "fusebook"} <= set(steps["step"]) & set(a_gpu)
+    assert steps["correct"].all() and steps["gpu_us"].notna().all()
     folder = tmp_path / "records" / "test-gpu"
     assert {path.relative_to(folder).with_suffix("").as_posix() for path in folder.rglob("*.csv")} == files
 

@@ -262,26 +262,54 @@ print("LIBRARY", sys.modules["fusebook"].__file__)
 """
 
 
-@pytest.mark.slow
-@each
-def test_a_zip_runs_in_an_empty_folder_without_an_index(path, tmp_path, monkeypatch):
-    """A fresh environment that has what the library needs, and not the library; pip has no index."""
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
     pytest.importorskip("hatchling")
+    return fusebook_site.build_wheel(tmp_path_factory.mktemp("built") / "wheel")
+
+
+@pytest.fixture
+def downloaded(wheel, tmp_path, monkeypatch):
+    """A function that makes the zip of a lesson as the site publishes it, and unpacks it into an empty folder."""
     monkeypatch.delenv("FUSEBOOK_URL", raising=False)
     folder, empty = tmp_path / "downloads", tmp_path / "empty"
     folder.mkdir()
-    empty.mkdir()
-    made = folder / f"{path.stem}.zip"
-    with zipfile.ZipFile(made, "w") as archive:
-        archive.write(path, path.name)
-        archive.writestr(f"{path.stem}.ipynb", json.dumps(notebook(path)))
-    wheel = fusebook_site.build_wheel(tmp_path / "wheel")
-    fusebook_site.publish_scripts(folder, "", tmp_path, wheel)
-    with zipfile.ZipFile(made) as archive:
-        assert {*archive.namelist()} == {path.name, f"{path.stem}.ipynb", lessons.wheel()}
-        archive.extractall(empty)
-    assert lessons.left((empty / path.name).read_text(encoding="utf-8")) == []
 
+    def unpacked(path):
+        made = folder / f"{path.stem}.zip"
+        with zipfile.ZipFile(made, "w") as archive:
+            archive.write(path, path.name)
+            archive.writestr(f"{path.stem}.ipynb", json.dumps(notebook(path)))
+        fusebook_site.publish_scripts(folder, "", tmp_path, wheel)
+        with zipfile.ZipFile(made) as archive:
+            assert {*archive.namelist()} == {path.name, f"{path.stem}.ipynb", lessons.wheel()}
+            archive.extractall(empty)
+        return empty
+
+    return unpacked
+
+
+def first_cells(folder, path):
+    """The code of the first six cells of a notebook that was downloaded."""
+    written = json.loads((folder / f"{path.stem}.ipynb").read_text(encoding="utf-8"))
+    return ["".join(cell["source"]) for cell in written["cells"] if cell["cell_type"] == "code"][:6]
+
+
+@pytest.mark.slow
+@each
+def test_a_zip_has_the_lesson_its_notebook_and_the_wheel(path, downloaded):
+    folder = downloaded(path)
+    assert lessons.left((folder / path.name).read_text(encoding="utf-8")) == []
+    cells = first_cells(folder, path)
+    assert any("@triton.jit" in cell for cell in cells[:5]), "the first kernel is within five cells"
+    assert cells[0] == lessons.first_cell().rstrip(), "what installs the wheel is the same on every page"
+
+
+@pytest.mark.slow
+def test_a_zip_runs_in_an_empty_folder_without_an_index(downloaded, tmp_path):
+    """A fresh environment that has what the library needs, and not the library; pip has no index."""
+    path = LESSONS[0]
+    empty = downloaded(path)
     # What is installed here, but for the library: links, as a copy of torch takes a gigabyte.
     packages = tmp_path / "packages"
     packages.mkdir()
@@ -291,10 +319,7 @@ def test_a_zip_runs_in_an_empty_folder_without_an_index(path, tmp_path, monkeypa
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "venv")], check=True)
     (site,) = (tmp_path / "venv").glob("lib/python*/site-packages")
     (site / "packages.pth").write_text(f"{packages}\n")
-    written = json.loads((empty / f"{path.stem}.ipynb").read_text(encoding="utf-8"))
-    first = ["".join(cell["source"]) for cell in written["cells"] if cell["cell_type"] == "code"][:6]
-    assert any("@triton.jit" in cell for cell in first[:5]), "the first kernel is within five cells"
-    (tmp_path / "cells.json").write_text(json.dumps(first))
+    (tmp_path / "cells.json").write_text(json.dumps(first_cells(empty, path)))
     kept = {
         name: value for name, value in os.environ.items() if not name.startswith(("FUSEBOOK_", "_FUSEBOOK_", "PYTHON"))
     }
