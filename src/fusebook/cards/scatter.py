@@ -223,7 +223,7 @@ _CONFIGS: dict[str, tuple[dict[str, int | str], ...]] = {
 
 # One of everything; several rows a tile, the last ragged, masked ones among them; duplicates enough for chunks; a row
 # wider than a tile; all updates to one row, more than a chunk and less than two; Zipf; everything masked; no updates;
-# no columns; more updates than one scan, one owner's default and one sort by counting take in the interpreter.
+# no columns; more updates than one scan and one sort by counting take in the interpreter.
 _EDGES = (
     _point(1, 1, 1),
     _point(5, 3, 11),
@@ -234,7 +234,6 @@ _EDGES = (
     _point(4, 6, 10, "masked"),
     _point(5, 3, 0),
     _point(5, 0, 4),
-    _point(200, 4, 200),
     _point(70, 2, 300),
 )
 MASKED_SCATTER_ND = Op(
