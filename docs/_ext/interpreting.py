@@ -130,13 +130,4 @@ def hasten_calls():
         return launch(self, *args, **kwargs)
 
     interpreter._patch_builtin, interpreter._patch_lang = replace_builtins, replace_once
-    if triton.__version__ < "3.7":
-        # It takes arrays of one number for numbers, as NumPy did until 2.3.
-        change = interpreter._patch_lang_tensor
-
-        def change_and_index(tensor, scope):
-            change(tensor, scope)
-            scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-        interpreter._patch_lang_tensor = change_and_index
     interpreter.GridExecutor.__call__ = launch_anew

@@ -149,24 +149,18 @@ def gpu(device: torch.device) -> tuple[tuple[int, int] | None, int]:
     return capability, driver.utils.get_device_properties(0)["multiprocessor_count"]
 
 
-def runs_on(device: torch.device) -> bool:
-    """Whether Triton can launch a kernel on a tensor of this device."""
-    if INTERPRETED or device.type == "cuda":
-        return device.type in ("cpu", "cuda")
-    try:
-        return triton.runtime.driver.active.get_active_torch_device().type == device.type
-    except RuntimeError:  # no GPU, so no driver
-        return False
-
-
 def check_device(name: str, tensor: Tensor) -> None:
     """Refuse, by ValueError, a tensor on the CPU where Triton does not interpret; `name` is for the message."""
     # Of a tensor on another device, such as meta, only the shape is asked.
-    if tensor.device.type in ("cpu", "cuda") and not runs_on(tensor.device):
-        raise ValueError(
-            f"{name}: expected a CUDA tensor, got one on {tensor.device.type}; move it to a GPU, or set "
-            "TRITON_INTERPRET=1 before Triton is imported, which runs the kernel in Triton's interpreter on the CPU"
-        )
+    if INTERPRETED or tensor.device.type != "cpu":
+        return
+    with contextlib.suppress(RuntimeError):  # no GPU, so no driver
+        if triton.runtime.driver.active.get_active_torch_device().type == "cpu":  # compiled for a GPU that is absent
+            return
+    raise ValueError(
+        f"{name}: expected a CUDA tensor, got one on cpu; move it to a GPU, or set TRITON_INTERPRET=1 before Triton is "
+        "imported, which runs the kernel in Triton's interpreter on the CPU"
+    )
 
 
 @contextlib.contextmanager
@@ -290,7 +284,7 @@ def _nested(flat: Sequence[Any], lengths: list[int | None] | None) -> Sequence[A
 
 def _flat(args: Sequence[Any]) -> list[Tensor]:
     """The tensors among arguments, also in lists."""
-    return [a for a in _spread(args)[0] if isinstance(a, Tensor)]
+    return [b for a in args for b in (a if type(a) in (list, tuple) else (a,)) if isinstance(b, Tensor)]
 
 
 class _Replay:
@@ -453,14 +447,6 @@ class _Recording(TorchDispatchMode):
             (_TORCH, (function, plain, {n: v for n, v in options.items() if n not in holes}, views, made))
         )
 
-    def finished(self, result: Any, device: int) -> _Replay | None:
-        """The replay; None where the call did something that would be missing."""
-        places = [i for t in _flat([result]) for i, other in enumerate(self.tensors) if other is t]
-        if self.incomplete or len(places) != len(_flat([result])):
-            return None
-        results = places[0] if isinstance(result, Tensor) else None if result is None else type(result)(places)
-        return _Replay(device, self.steps, results)
-
 
 def _below(compiled: Any, grid: Any, known: Any, count: int) -> tuple[Any, tuple[Any, ...], bool]:
     """The function that Triton's launcher calls, what it passes before a kernel's arguments, and whether as a tuple.
@@ -580,8 +566,12 @@ def record(tensors: Sequence[Tensor], call: Callable[[], Any]) -> tuple[Any, _Re
             result = call()
     finally:
         _state.recording = None
-    devices = {t.get_device() for t in tensors}
-    return result, recording.finished(result, devices.pop()) if len(devices) == 1 else None
+    found, devices = _flat([result]), {t.get_device() for t in tensors}
+    places = [i for t in found for i, other in enumerate(recording.tensors) if other is t]
+    if recording.incomplete or len(places) != len(found) or len(devices) != 1:
+        return result, None
+    results = places[0] if isinstance(result, Tensor) else None if result is None else type(result)(places)
+    return result, _Replay(devices.pop(), recording.steps, results)
 
 
 # Arguments of an operator --------------------------------------------------------------------------------------------
@@ -904,10 +894,7 @@ class Operator:
         inputs = self.check(*args)
         found = _flat(inputs)
         for t in found:
-            if hasattr(t, "to_local"):
-                raise TypeError(
-                    f"{self.name}: expected tensors of one process, got a {type(t).__name__}; pass to_local()"
-                )
+            check_local(self.name, "each tensor", t)
             if self.listed and not _stored(t):
                 raise NotImplementedError(
                     f"{self.name}: expected a gradient at a time, got a batch of them, for which torch's "
