@@ -185,12 +185,12 @@ def _step_us(frames: Frames, n: int) -> pd.Series:
     return steps[steps["shape"].str.endswith(f"x{n}")].drop_duplicates("step").set_index("step")["gpu_us"]
 
 
-def _drawn(frames: Frames) -> pd.DataFrame:
-    """Clock, power and times of the library's kernel in bfloat16, by n."""
+def _drawn(frames: Frames, column: str, n: int = 4096) -> float:
+    """A number of the library's kernel in bfloat16 at n: a clock, a power or a time."""
     rows = tables.where(frames["sweep"], variant="fusebook", dtype="bfloat16").set_index("N")
-    if "sm_mhz" not in rows:
+    if column not in rows:
         raise NotRecorded("the record has no clocks")
-    return rows
+    return float(rows[column].to_dict()[n])
 
 
 def _one_over_two(frames: Frames, suffix: str = "", kind: str = "cold") -> pd.Series:
@@ -322,12 +322,12 @@ CLAIMS = (
         "power",
         "At n = 4096 the GPU draws {watts:.0f} W, and its clock is at {median:.0%} of that at n = 256. Calls in a row "
         "take {warm:.2f} times as long as one with a cold L2.",
-        lambda frames: pd.Series({"n = 4096": (rows := _drawn(frames)).loc[4096, "sm_mhz"] / rows.loc[256, "sm_mhz"]}),
+        lambda frames: pd.Series({"n = 4096": _drawn(frames, "sm_mhz") / _drawn(frames, "sm_mhz", 256)}),
         "< 0.95",
         "n = 4096 and n = 256, bfloat16; clock and power seen after all implementations, time of the library's kernel",
         numbers=lambda frames: {
-            "watts": (row := _drawn(frames).loc[4096])["power_w"],
-            "warm": row["gpu_warm_us"] / row["gpu_us"],
+            "watts": _drawn(frames, "power_w"),
+            "warm": _drawn(frames, "gpu_warm_us") / _drawn(frames, "gpu_us"),
         },
     ),
     Claim(
