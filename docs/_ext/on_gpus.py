@@ -154,7 +154,7 @@ def cause(points, on):
         return f"a launch takes most of the time, and they differ by {most:.1f} us or less"
     bandwidth = ("bandwidth", on[1].copy / on[0].copy)
     limits = {
-        "memory": [bandwidth],
+        "memory": [bandwidth, ("the rate of a copy of that size", ours["copy_us"] / ours_too["copy_us"])],
         "L2": [bandwidth, ("the L2 cache", ours["copy_us"] / ours_too["copy_us"])],
         "compute": [("the matrix rate, by multiprocessors, clock and power", _rate(on[1], ours) / _rate(on[0], ours))],
         "launch": [("the time of a launch", ours["floor_us"] / ours_too["floor_us"])],
