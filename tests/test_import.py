@@ -177,10 +177,12 @@ COMMANDS = sorted(
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_command_without_its_extra_ends_in_a_sentence(command, tmp_path):
-    (tmp_path / "sitecustomize.py").write_text(f"{HIDE}\nHidden.names = {EXTRAS}\n")
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT / "src")])}
-    done = subprocess.run([sys.executable, "-m", command, "--help"], capture_output=True, text=True, env=env)
+def test_a_command_without_its_extra_ends_in_a_sentence(command):
+    code = f"{HIDE}\nHidden.names = {EXTRAS}\nimport runpy\nsys.argv = ['', '--help']\n"
+    code += f"sys.orig_argv = ['python', '-m', {command!r}, '--help']\n"
+    code += f"try:\n    runpy.run_module({command!r}, run_name='__main__', alter_sys=True)\n"
+    code += "except ModuleNotFoundError:\n    sys.excepthook(*sys.exc_info())\n    sys.exit(1)"
+    done = warm.run("-c", code, env={**os.environ, "PYTHONPATH": str(ROOT / "src")})
     if done.returncode:
         (said,) = done.stderr.splitlines()
         assert said.startswith("fusebook: the module ") and "pip install 'PATH[book]'" in said
