@@ -205,8 +205,8 @@ def test_a_model_exported_compiled_in_place_batched_and_under_autocast(device):
 @pytest.mark.parametrize(("pairs", "shape"), [*itertools.product((4, 16), ((3, 5), (1, 1), (7, 3)))])
 def test_tiles_of_a_gpu_cover_all_heads_and_tokens(pairs, shape, device, monkeypatch):
     """Several tiles of heads, of keys more than of queries too, and several tokens a program, the last ones ragged."""
-    monkeypatch.setattr(family, "_INTERPRETER", family.Config(2**63, pairs, 4))
-    monkeypatch.setattr(family, "_CONFIGS", {4: (family.Config(2**63, pairs, 4),)})
+    for name in ("_BYTES", "_INTERPRETED"):
+        monkeypatch.setattr(family, name, 4 * pairs)
     (tokens, heads), rng = shape, generator(0, device)
     for n in (1, 9):
         q, k = (torch.randn(tokens, h, 6, generator=rng, device=device) for h in (heads, n))
@@ -220,9 +220,7 @@ def test_tiles_of_a_gpu_cover_all_heads_and_tokens(pairs, shape, device, monkeyp
 
 def test_a_launch_takes_heads_before_tokens():
     config = family._rope_config
-    assert config(8192, 32, 8, 64, 2, False) | {"num_warps": 4} == dict(
-        TOKENS=1, HEADS=32, K_TILE=8, TILES=1, BLOCK=64, num_warps=4
-    )
+    assert config(8192, 32, 8, 64, 2, False) == dict(TOKENS=1, HEADS=32, K_TILE=8, TILES=1, BLOCK=64, num_warps=4)
     assert config(8192, 128, 1, 64, 2, False)["TILES"] == 4 and config(1, 1, 0, 4096, 8, False)["HEADS"] == 1
     assert config(5, 1, 0, 1, 8, False)["TOKENS"] == 8
 
