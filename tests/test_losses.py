@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl  # noqa: F401  (which the interpreter looks for)
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
 
 import fusebook
 from fusebook.cards import OPS, losses
@@ -986,6 +988,36 @@ def test_a_bias_has_a_gradient_under_transforms_and_compiled():
     loss.backward(retain_graph=True)  # its gradient was found before
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_compiled_step_computes_the_logits_once(biased):
+    h, head, target = exact(6, 5, 9, torch.float32)
+    own = [h.clone().requires_grad_(), head.clone().requires_grad_()]
+    bias = torch.arange(9.0, device=DEVICE).requires_grad_() if biased else None
+    graphs = []
+
+    def noted(graph, _):
+        graphs.append([node.target for node in graph.graph.nodes])
+        return make_boxed_func(graph)
+
+    def step(h, head, bias):
+        loss = kernels.linear_cross_entropy_in_graph(h.neg(), head, target, bias=bias, rows=4, z_loss=0.5)
+        each = kernels.linear_cross_entropy_in_graph(h.neg(), head, target, bias=bias, reduction="none")
+        return 2 * loss, each.detach()
+
+    torch.compiler.reset()
+    backend = aot_autograd(fw_compiler=noted, bw_compiler=noted)
+    loss, _ = torch.compile(step, fullgraph=True, backend=backend)(*own, bias)
+    leaves = own + [bias] * biased
+    found = torch.autograd.grad(loss, leaves)
+    forward, backward = ({t for t in graph if "fusebook" in str(t)} for graph in graphs)
+    ops = torch.ops.fusebook
+    assert forward == {ops.linear_cross_entropy_with_gradients.default, ops.linear_cross_entropy.default}
+    assert not backward
+    want = fusebook.linear_cross_entropy(own[0].neg(), own[1], target, bias=bias, rows=4, z_loss=0.5)
+    for got, true in zip(found, torch.autograd.grad(2 * want, leaves), strict=True):
+        assert_close(got, true.double())
 
 
 def test_a_bias_that_does_not_fit_is_refused():
