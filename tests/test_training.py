@@ -1,6 +1,7 @@
 """Models of transformers with the library's operators: what is replaced and left, and five steps of training."""
 
 import collections
+import contextlib
 import copy
 import functools
 import inspect
@@ -12,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusebook
@@ -262,6 +264,40 @@ def test_copies_and_pickles():
     close(gradients(again), gradients(want))
     loaded = pickle.loads(pickle.dumps(model))  # with the forwards of its classes
     close(gradients(loaded), gradients(tiny()))
+
+
+# Memory --------------------------------------------------------------------------------------------------------------
+
+
+def noted(model):
+    """A patched model, and where it puts the memory of what norms and activations return."""
+    kept = {}
+    for name, module in model.model.layers.named_modules():
+        if name.endswith("layernorm"):
+            module.register_forward_hook(lambda _, args, y, name=name: kept.update({name: y}))
+        elif name.endswith("down_proj"):
+            module.register_forward_pre_hook(lambda _, args, name=name: kept.update({name: args[0]}))
+    return model, kept
+
+
+@pytest.mark.parametrize("how", ["recompute", "default", "offload"])
+def test_recompute_keeps_neither_norms_nor_products(how, llama):
+    model, kept = noted(patched(llama, recompute=how != "default"))
+    with torch.autograd.graph.save_on_cpu() if how == "offload" else contextlib.nullcontext():
+        loss = model(IDS, labels=IDS).loss
+    refs = [StorageWeakRef(t.untyped_storage()) for t in kept.values()]
+    kept.clear()
+    assert len(refs) == 6 and all(ref.expired() == (how == "recompute") for ref in refs)
+    for again in (True, False):  # the second time from what the first one has computed
+        found = torch.autograd.grad(loss, [*model.parameters()], retain_graph=again)
+        close(found, gradients(llama)[1:])
+
+
+def test_what_was_changed_in_place_is_kept(llama):
+    changed, want = patched(llama, recompute=True), copy.deepcopy(llama)
+    for model in (changed, want):
+        model.model.layers[0].input_layernorm.register_forward_hook(lambda _, args, y: y.mul_(2))
+    close(gradients(changed), gradients(want))
 
 
 # Weights of other kinds ----------------------------------------------------------------------------------------------

@@ -9,18 +9,19 @@ question finds what another release of transformers, another activation or anoth
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import inspect
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from fusebook.kernels.elementwise import silu_mul, silu_mul_eager
-from fusebook.kernels.losses import linear_cross_entropy
+from fusebook.kernels.losses import linear_cross_entropy_in_graph
 from fusebook.kernels.norms import rms_norm, rms_norm_eager
 from fusebook.kernels.rope import rope, rope_eager
 
@@ -49,6 +50,91 @@ class Patched(NamedTuple):
                 first, *more = (name or "the model" for name, said in sentences.items() if said == sentence)
                 lines.append(f"{title}: {first}{f' and {len(more)} more' if more else ''}: {sentence}")
         return "\n".join(lines)
+
+
+# What a backward pass computes again ---------------------------------------------------------------------------------
+
+_autograd: Any = torch._C._autograd
+
+
+def _memory(t: Tensor) -> Any:
+    """What two tensors of the same elements in the same memory share."""
+    return t.data_ptr(), t.numel(), t.dtype, t.is_contiguous(), t._version
+
+
+class _Again:
+    """How a result is computed again: once for all operations whose gradients need it."""
+
+    def __init__(self, y: Tensor, function: Callable[..., Any], args: Sequence[Tensor], options: Any) -> None:
+        self.memory, self.function, self.options = _memory(y), function, options
+        self.args = [t.detach() for t in args]
+        self.found: Tensor | None = None
+
+    def __call__(self) -> Tensor:
+        if self.found is None:
+            with torch.no_grad():
+                self.found = self.function(*self.args, **self.options)
+        return self.found
+
+
+def _again(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of tensors whose result says how to compute it again.
+
+    It does not under autocast, where it would have another dtype, nor where others decide what is kept for the backward
+    pass: a compiler, checkpointing or offload.
+    """
+
+    def call(*args: Tensor, **options: Any) -> Any:
+        y = function(*args, **options)
+        if (
+            not torch.compiler.is_compiling()
+            and type(y) is Tensor
+            and y.requires_grad
+            and y.is_contiguous()
+            and not y.is_meta
+            and not torch.is_autocast_enabled(y.device.type)
+            and _autograd._saved_tensors_hooks_is_enabled()
+            and not _autograd._top_saved_tensors_default_hooks(True)
+        ):
+            y.fusebook_again = _Again(y, function, args, options)  # type: ignore[attr-defined]
+        return y
+
+    return call
+
+
+def _recomputing(y: Tensor) -> Any:
+    """Operations within it keep how `y` is computed, and not `y`."""
+    again: Any = None if torch.compiler.is_compiling() else getattr(y, "fusebook_again", None)
+    if again is None:
+        return contextlib.nullcontext()
+
+    def pack(t: Tensor) -> Any:
+        same = type(t) is Tensor and t.layout is torch.strided and _memory(t) == again.memory
+        return (again, t.shape) if same else t.detach()
+
+    def unpack(kept: Any) -> Tensor:
+        return kept if isinstance(kept, Tensor) else kept[0]().view(kept[1])
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+
+def _mlp_again(product: Callable[..., Any]) -> Callable[..., Tensor]:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        with _recomputing(x):
+            gate, up = self.gate_proj(x), self.up_proj(x)
+        y = product(gate, up)
+        with _recomputing(y):
+            return self.down_proj(y)  # type: ignore[no-any-return]
+
+    return forward
+
+
+def _attention_again(function: Callable[..., Any]) -> Callable[..., Any]:
+    def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        with _recomputing(hidden_states):
+            return function(self, hidden_states, *args, **kwargs)
+
+    return forward
 
 
 # Replacements --------------------------------------------------------------------------------------------------------
@@ -87,11 +173,14 @@ class _Kind(NamedTuple):
     fused: Callable[..., Any]
     eager: Callable[..., Any]
     said: str
+    again: Callable[[Callable[..., Any]], Callable[..., Any]]  # if it is given what says how to compute it again
 
 
-_RMS = _Kind(_rms, rms_norm, rms_norm_eager, "fusebook.rms_norm")
-_RMS_OF_ONE_MORE = _Kind(_rms_of_one_more, rms_norm, rms_norm_eager, "fusebook.rms_norm with 1 + weight")
-_MLP = _Kind(_mlp, silu_mul, silu_mul_eager, "fusebook.silu_mul between its matmuls")
+_RMS = _Kind(_rms, rms_norm, rms_norm_eager, "fusebook.rms_norm", _rms)
+_RMS_OF_ONE_MORE = _Kind(
+    _rms_of_one_more, rms_norm, rms_norm_eager, "fusebook.rms_norm with 1 + weight", _rms_of_one_more
+)
+_MLP = _Kind(_mlp, silu_mul, silu_mul_eager, "fusebook.silu_mul between its matmuls", _mlp_again)
 
 
 def _kind_of(module: nn.Module) -> _Kind | None:
@@ -235,13 +324,18 @@ class _WithoutLogits:
         return loss / num_items_in_batch if summed else loss  # type: ignore[no-any-return]
 
 
-def _head(check: bool | None) -> Callable[..., Tensor]:
+#: Hidden states whose logits are in memory at a time, without and with `recompute`.
+_ROWS = 2048, 1024
+
+
+def _head(check: bool | None, rows: int) -> Callable[..., Tensor]:
     """The forward of a last layer that computes its loss, too: within the module, where FSDP has its weights."""
 
     def forward(self: Any, input: Tensor, target: Tensor | None = None, **options: Any) -> Tensor:
         if target is None:
             return nn.functional.linear(input, self.weight, self.bias)
-        return linear_cross_entropy(input, self.weight, target, bias=self.bias, check=check, **options)
+        options |= {"rows": rows, "check": check}
+        return linear_cross_entropy_in_graph(input, self.weight, target, bias=self.bias, **options)
 
     return forward
 
@@ -339,7 +433,7 @@ def _known() -> str:
     return ", ".join(family.capitalize() for family in FAMILIES)
 
 
-def patch(model: nn.Module, *, loss: bool = True, check: bool | None = None) -> Patched:
+def patch(model: nn.Module, *, loss: bool = True, recompute: bool = False, check: bool | None = None) -> Patched:
     """Let a model of transformers compute with Fusebook's operators: Llama, Mistral, Qwen2, Qwen3 or Gemma.
 
     RMS norms become `rms_norm`, the MLP's activation and product `silu_mul`, and the rotary embedding `rope`. If the
@@ -353,6 +447,10 @@ def patch(model: nn.Module, *, loss: bool = True, check: bool | None = None) -> 
     loss : bool
         Whether to replace the loss. Its logits are then not computed: ``output.logits`` is None in a step that records
         a gradient and has labels. In evaluation, under `torch.no_grad`, logits are there as before.
+    recompute : bool
+        Whether to save memory at the cost of some time. The backward pass then computes the results of norms and MLPs'
+        activations again, and the loss takes fewer rows at a time. It leaves everything as it is under torch.compile,
+        autocast and checkpointing, which decide themselves what is kept.
     check : bool, optional
         As of `linear_cross_entropy`: whether labels are read on the host before the loss.
 
@@ -371,6 +469,9 @@ def patch(model: nn.Module, *, loss: bool = True, check: bool | None = None) -> 
     A module is replaced if its forward is that of a known family, and if its class gives the same results and gradients
     at a small size. Everything else is left alone: a subclass with another forward, Gemma's MLP, which has another
     activation, and families that are not known. A weight that is sparse or a DTensor when the module runs is refused.
+
+    A patched module refers to itself. The memory of a model that was deleted is free after `gc.collect`, or at once if
+    the model was unpatched before.
 
     Examples
     --------
@@ -407,12 +508,13 @@ def patch(model: nn.Module, *, loss: bool = True, check: bool | None = None) -> 
             if why and activation is not None:
                 why += f"; its activation is {type(activation).__name__}"
             elif not why:
-                _put(module, kind.make(kind.fused))
+                _put(module, kind.again(_again(kind.fused)) if recompute else kind.make(kind.fused))
         elif attention:
             said, why = "fusebook.rope for its queries and keys", next(filter(None, angles), "")
             why = why or _unknown_rotation(module)
             if not why:
-                _put(module, _with_global(type(module).forward, _ROTATE, _rotate))
+                forward = _with_global(type(module).forward, _ROTATE, _rotate)
+                _put(module, _attention_again(forward) if recompute else forward)
         elif not loss:
             why = "its loss was not to be replaced"
         else:
@@ -421,7 +523,7 @@ def patch(model: nn.Module, *, loss: bool = True, check: bool | None = None) -> 
             said = "fusebook.linear_cross_entropy for its loss, without logits"
             why = _unknown_loss(module, ForCausalLMLoss)
             if not why:
-                _put(module.get_submodule("lm_head"), _head(check))
+                _put(module.get_submodule("lm_head"), _head(check, _ROWS[recompute]))
                 _put(module, _causal(type(module).forward, ForCausalLMLoss))
         if why:
             left[name] = why
