@@ -307,6 +307,15 @@ def test_only_gradients_that_are_asked_for_are_computed(recompute, device, monke
     assert not given
 
 
+def test_gradients_have_the_strides_of_weights(device):
+    """Or autograd would copy them."""
+    x, gate, up = drawn(6, 8, device=device), drawn(5, 8, device=device).requires_grad_(), drawn(8, 5, device=device)
+    found = torch.autograd.grad(fusebook.swiglu(x, gate.T, up.requires_grad_()).sum(), [gate, up])
+    want = torch.autograd.grad(swiglu_eager(x, gate.T, up).sum(), [gate, up])
+    assert [t.stride() for t in found] == [(8, 1), (5, 1)]
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(found, want, strict=True))
+
+
 @pytest.mark.parametrize("recompute", [False, True])
 def test_gradients_of_each_sample_are_those_of_the_chain(recompute, device):
     x, a, b = (drawn(*shape, device=device) for shape in ((6, 2, 8), (8, 5), (8, 5)))

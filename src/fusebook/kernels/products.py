@@ -817,6 +817,11 @@ def _through_gate(dy: Tensor, g: Tensor, u: Tensor, bias: Tensor | None) -> Sequ
     return dy * u * s * (1 + g * (1 - s)), dy * g * s
 
 
+def _of_weight(x: Tensor, d: Tensor, w: Tensor) -> Tensor:
+    """The gradient of a weight with its strides; otherwise autograd would copy it."""
+    return torch.mm(d.mT, x).mT if w.stride(0) == 1 else torch.mm(x.mT, d)
+
+
 def _backward(ctx: Any, dy: Any) -> tuple[Any, ...]:
     """Both products again unless they were kept; one pass for their gradients; the rest are torch's products."""
     x, gate, up, bias, *products = ctx.saved_tensors
@@ -829,14 +834,14 @@ def _backward(ctx: Any, dy: Any) -> tuple[Any, ...]:
     g, u = map(_flat, products) if kept else (x @ gate, x @ up)
     dg, du = _through_gate(dy, g, u, bias)
     del g, u  # their memory is free for what follows
-    dx, columns = None, x.mT
+    dx = None
     if _wanted(given):
         dx = _sum_of_products([(dg, gate.mT), (du, up.mT)])
         dx = dx if given is x else dx.view(given.shape)
     return (
         dx,
-        torch.mm(columns, dg) if _wanted(gate) else None,
-        torch.mm(columns, du) if _wanted(up) else None,
+        _of_weight(x, dg, gate) if _wanted(gate) else None,
+        _of_weight(x, du, up) if _wanted(up) else None,
         torch.stack([dg.sum(0), du.sum(0)]) if bias is not None and _wanted(bias) else None,
         None,
         None,
