@@ -499,9 +499,9 @@ def test_a_lesson_on_memory_begins_with_memory(replayed):
 
 
 def test_a_size_without_a_time_has_no_bar():
-    frame = pd.DataFrame({"rows": [4, 8], "GiB": [0.1, 0.2], "ms": [float("nan"), 1.0]})
-    shown = _memory.trade("rows", frame)
-    assert "4 rows: 0.10 GiB, time not measured; 8 rows: 0.20 GiB, 1.0 ms" in shown.text
+    frame = pd.DataFrame({"GiB": [0.1, 0.2], "time in ms": [float("nan"), 1.0]}, index=["4 rows", "8 rows"])
+    shown = _memory.pairs("rows", frame)
+    assert "4 rows: 0.10 GiB, not measured; 8 rows: 0.20 GiB, 1.0 ms" in shown.text
     assert "nan" not in shown._repr_html_()
 
 
@@ -515,7 +515,7 @@ def test_a_size_without_a_time_has_no_bar():
         picture.product(4, 4, 13),
         picture.walk(4, 12, 12, 4),
         _memory.over_time("held", {"a": [0.0, 2.0, 1.0], "b": [1.0]}),
-        _memory.trade("rows", pd.DataFrame({"rows": [4, 8], "GiB": [0.1, 0.2], "ms": [2.0, 1.0]})),
+        _memory.pairs("rows", pd.DataFrame({"GiB": [0.1, 0.2], "ms": [2.0, 1.0]}, index=["4 rows", "8 rows"])),
         picture.rows(2, 3, 4),
         picture.tile(3, 3, 4, 2),
         picture.chunks(100, 128, 16),

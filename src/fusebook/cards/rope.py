@@ -22,12 +22,12 @@ PAGE = 305
 
 
 def _make(
-    rng: torch.Generator, dtype: torch.dtype, *, B: int, S: int, H: int, K: int, R: int, P: int, style: str
+    rng: torch.Generator, dtype: torch.dtype, *, B: int, H: int, K: int, R: int, P: int, N: int, style: str
 ) -> tuple[Any, ...]:
     """Queries and keys (batch, heads, sequence, dim) as a linear layer returns them, and half tables."""
-    q, k = (rough(rng, (B, S, heads, 2 * R + P), dtype).transpose(1, 2) for heads in (H, K))
+    q, k = (rough(rng, (B, N, heads, 2 * R + P), dtype).transpose(1, 2) for heads in (H, K))
     # Far positions too, where the cosine of the last pair is not near 1.
-    at = torch.arange(S, device=rng.device, dtype=torch.float64) * 37
+    at = torch.arange(N, device=rng.device, dtype=torch.float64) * 37
     angles = at[:, None] * 10000.0 ** (-torch.arange(R, device=rng.device, dtype=torch.float64) / max(1, R))
     return q, k, angles.cos().to(dtype), angles.sin().to(dtype), style
 
@@ -91,21 +91,21 @@ def _liger(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, style: str) -> Any:
     return LigerRopeFunction.apply(q, k, cos, sin)
 
 
-def _cost(itemsize: int, *, B: int, S: int, H: int, K: int, R: int, P: int, style: str) -> Cost:
-    size = B * S * (H + K) * (2 * R + P)
-    return Cost(read=(size + 2 * S * R) * itemsize, write=size * itemsize, flop=6 * B * S * (H + K) * R)
+def _cost(itemsize: int, *, B: int, H: int, K: int, R: int, P: int, N: int, style: str) -> Cost:
+    size = B * N * (H + K) * (2 * R + P)
+    return Cost(read=(size + 2 * N * R) * itemsize, write=size * itemsize, flop=6 * B * N * (H + K) * R)
 
 
-def _cost_eager(itemsize: int, *, B: int, S: int, H: int, K: int, R: int, P: int, style: str) -> Cost:
+def _cost_eager(itemsize: int, *, B: int, H: int, K: int, R: int, P: int, N: int, style: str) -> Cost:
     # See `rope_eager`; what is not rotated is copied by a concatenation of all.
-    size = 2 * B * S * (H + K) * R
-    whole = B * S * (H + K) * (2 * R + P) if P else 0
-    read, write = 11 * size // 2 + whole + 8 * S * R, 9 * size // 2 + whole
-    return Cost(read=read * itemsize, write=write * itemsize, flop=6 * B * S * (H + K) * R)
+    size = 2 * B * N * (H + K) * R
+    whole = B * N * (H + K) * (2 * R + P) if P else 0
+    read, write = 11 * size // 2 + whole + 8 * N * R, 9 * size // 2 + whole
+    return Cost(read=read * itemsize, write=write * itemsize, flop=6 * B * N * (H + K) * R)
 
 
-def _point(B: int, S: int, H: int, K: int, R: int, P: int = 0, style: str = "neox") -> dict[str, int | str]:
-    return {"B": B, "S": S, "H": H, "K": K, "R": R, "P": P, "style": style}
+def _point(B: int, N: int, H: int, K: int, R: int, P: int = 0, style: str = "neox") -> dict[str, int | str]:
+    return {"B": B, "H": H, "K": K, "R": R, "P": P, "N": N, "style": style}
 
 
 #: Heads of queries, of keys, rotated pairs, and elements that are not rotated: Llama 3 8B (and Qwen 3
@@ -141,7 +141,7 @@ ROPE = Op(
     make=_make,
     cost=_cost,
     configs={
-        "small": tuple(_point(1, S, 32, 8, 64) for S in (1, 16, 512)),
+        "small": tuple(_point(1, N, 32, 8, 64) for N in (1, 16, 512)),
         "medium": (_point(1, 2048, 32, 8, 64), _point(1, 2048, 32, 8, 64, 0, "interleaved")),
         "large": (
             _point(4, 2048, 32, 8, 64), _point(1, 8192, 32, 8, 64), _point(4, 2048, 32, 8, 64, 0, "interleaved"),

@@ -25,7 +25,7 @@ from fusebook.page.draw import _AMBER, _BLUE, _WIDTH, _arrow, _box, _drawing, _t
 from fusebook.page.results import measured
 from fusebook.page.show import Shown
 
-__all__ = ["MemoryPage", "counted", "over_time", "trade"]
+__all__ = ["MemoryPage", "counted", "over_time", "pairs"]
 
 GIB = 2**30
 
@@ -117,32 +117,37 @@ def over_time(caption: str, held: Mapping[str, Sequence[float]]) -> Shown:
     return _drawing(caption, told, ground + 48, parts)
 
 
-def trade(caption: str, frame: pd.DataFrame) -> Shown:
-    """Time against memory, by the rows of a chunk.
+def pairs(caption: str, frame: pd.DataFrame, together: bool = False) -> Shown:
+    """Two numbers of each row as bars in two panels, such as time and memory.
 
     Parameters
     ----------
     caption : str
     frame : pandas.DataFrame
-        ``rows``, ``GiB`` and ``ms``.
+        Two columns, whose titles end in their unit; its index names the rows.
+    together : bool
+        Whether both panels have one scale.
     """
-    left, top, width, step = 84.0, 18.0, (_WIDTH - 84 - 20) / 2 - 36, 21.0
-    right = left + width + 56
-    parts = [_text(left, 12, "memory in GiB"), _text(right, 12, "GPU time in ms")]
+    left, top, step = max(84.0, 14 + 6.2 * max(map(len, map(str, frame.index)))), 18.0, 21.0
+    width = (_WIDTH - left - 20) / 2 - 36
+    panels = dict(zip(map(str, frame), ((left, _AMBER), (left + width + 56, _BLUE)), strict=True))
+    parts = [_text(x, 12, title) for title, (x, _) in panels.items()]
     told = []
-    for i, row in enumerate(frame.to_dict("records")):
+    for i, (label, row) in enumerate(zip(frame.index, frame.to_dict("records"), strict=True)):
         y = top + i * step
-        parts.append(_text(left - 8, y + 13, f"{row['rows']} rows", "end"))
+        parts.append(_text(left - 8, y + 13, str(label), "end"))
         words = []
-        for x, name, form, colour in ((left, "GiB", ".2f", _AMBER), (right, "ms", ".1f", _BLUE)):
-            if math.isnan(row[name]):  # as the record says: the GPU did not stay busy during the call
-                words.append("time not measured")
+        for title, (x, colour) in panels.items():
+            unit = title.split()[-1]
+            if math.isnan(row[title]):  # as the record says: the GPU did not stay busy during the call
+                words.append("not measured")
                 parts.append(_text(x, y + 13, "not measured"))
                 continue
-            words.append(f"{row[name]:{form}} {name}")
-            long = width * row[name] / float(frame[name].max())
-            parts += [_box(x, y, long, 16, colour), _text(x + long + 5, y + 13, f"{row[name]:{form}}")]
-        told.append(f"{row['rows']} rows: {', '.join(words)}")
+            shown = f"{row[title]:{'.2f' if unit == 'GiB' else '.1f'}}"
+            words.append(f"{shown} {unit}")
+            long = width * row[title] / float((frame if together else frame[[title]]).max().max())
+            parts += [_box(x, y, long, 16, colour), _text(x + long + 5, y + 13, shown)]
+        told.append(f"{label}: {', '.join(words)}")
     return _drawing(caption, told, top + step * len(frame) + 4, parts)
 
 
@@ -252,10 +257,11 @@ class MemoryPage(Page):
             self.frames.known["rows"] = spec.renamed(frame)
             self.frames.known["rows"].attrs.update(frame.attrs)
         frame = self.frames["rows"]
-        shown = pd.DataFrame({"rows": frame["step"], "GiB": frame["beyond"] / GIB, "ms": frame["gpu_us"] / 1000})
+        shown = pd.DataFrame({"memory in GiB": frame["beyond"] / GIB, "GPU time in ms": frame["gpu_us"] / 1000})
+        shown.index = pd.Index([f"{rows} rows" for rows in frame["step"]])
         size = " x ".join(str(v) for name, v in self.about.EXAMPLE.items() if name != "dtype")
         caption = f"{size} by rows of a chunk, memory beyond inputs and gradients; {_numbers.origin(frame)}."
-        return trade(caption, shown)._now()
+        return pairs(caption, shown)._now()
 
     @_or_banner
     def use(self) -> Shown:
