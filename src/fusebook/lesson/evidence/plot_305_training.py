@@ -6,6 +6,7 @@ import contextlib
 import functools
 import gc
 import importlib.util
+import inspect
 import json
 import math
 import re
@@ -121,14 +122,24 @@ def _alone(operator: str, model: Any) -> Run:
     return model, _torchs(model)
 
 
-def _patched(model: Any) -> Run:
-    fusebook.patch(model)
+def _patched(model: Any, **options: Any) -> Run:
+    fusebook.patch(model, **options)
     return model, _books(model)
 
 
 def _compiled(run: Callable[[Any], Run], model: Any) -> Run:
     model, optimizer = run(model)
     return torch.compile(model), optimizer
+
+
+def _causal(run: Callable[[Any], Run], model: Any) -> Run:
+    """Without a mask: before torch 2.14 transformers makes one while it is compiled, and attention reads it."""
+    import transformers
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    transformers.AttentionInterface.register("causal", sdpa_attention_forward)
+    model.set_attn_implementation("causal")
+    return _compiled(run, model)
 
 
 def _eager(model: Any) -> Run:
@@ -156,9 +167,13 @@ IMPLEMENTATIONS: dict[str, Callable[[Any], Run]] = {
     **REPLACED,
     "Fusebook": _patched,
     "torch.compile": functools.partial(_compiled, _eager),
+    "torch.compile, causal": functools.partial(_causal, _eager),
     "Fusebook in torch.compile": functools.partial(_compiled, _patched),
+    "Fusebook in torch.compile, causal": functools.partial(_causal, _patched),
     "Liger": _liger,
 }
+if "recompute" in inspect.signature(fusebook.patch).parameters:
+    IMPLEMENTATIONS["Fusebook, recompute"] = functools.partial(_patched, recompute=True)
 #: Implementations that are measured with every model and length.
 EVERYWHERE = ("eager", "Fusebook", "Liger")
 
@@ -178,6 +193,41 @@ def _wait() -> float:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()
+
+
+#: Kinds of kernels, and what names of theirs contain; the first that fits. All others are PyTorch's.
+KINDS = {
+    "attention": r"sdpa|flash|fmha|compute_dot_do_o|convert_dq",
+    "matmuls": r"nvjet|gemm|cutlass|splitK|xmma",
+    "AdamW": r"adamw|multi_tensor_apply|_copy_states",
+    "loss": r"softmax|nll_loss|_cross_entropy",
+    "norms": r"_norm_|_column_sums",
+    "rope": r"_rope_",
+    "MLP's product": r"_elementwise_flat",
+}
+OTHER = "other kernels of PyTorch"
+
+
+def kind_of(kernel: str) -> str:
+    """What a kernel of a training step is for, as far as its name says."""
+    found = (kind for kind, pattern in KINDS.items() if re.search(pattern, kernel, re.IGNORECASE))
+    return next(found, OTHER)
+
+
+def _kernels(step: Callable[[], Any], steps: int = 2) -> dict[str, float]:
+    """Milliseconds of the kernels of a step, by their kind."""
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        for _ in range(steps):
+            step()
+        _wait()
+    ms = dict.fromkeys([*KINDS, OTHER], 0.0)
+    for event in found.key_averages():
+        if event.device_type == DeviceType.CUDA:
+            ms[kind_of(event.key)] += event.self_device_time_total / steps / 1e3
+    return {f"{kind}, ms": t for kind, t in ms.items()}
 
 
 def _row(name: str, model: str, tokens: int, blocks: int = 4, each: int = 4, **sizes: Any) -> dict[str, Any]:
@@ -204,6 +254,8 @@ def _row(name: str, model: str, tokens: int, blocks: int = 4, each: int = 4, **s
         peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else math.nan
         row |= {"ms": float(pd.Series(ms).median()), "least_ms": min(ms), "most_ms": max(ms), "peak_bytes": peak}
         row |= {"loss": float(losses[0]), "last_loss": float(losses[-1]), "note": ""}
+        if torch.cuda.is_available():
+            row |= _kernels(functools.partial(_step, run, optimizer, ids))
     except torch.OutOfMemoryError as error:
         row["note"] = str(error).partition(".")[0]
     return row
@@ -230,61 +282,6 @@ def training() -> pd.DataFrame:
         if ran.returncode:
             raise RuntimeError(f"Liger's patched models: {ran.stderr[-2000:]}")
         rows += json.loads(ran.stdout.splitlines()[-1])
-    return pd.DataFrame(rows)
-
-
-#: Kinds of kernels, and what names of theirs contain; the first that fits. All others are PyTorch's.
-KINDS = {
-    "attention": r"sdpa|flash|fmha|compute_dot_do_o|convert_dq",
-    "matmuls": r"nvjet|gemm|cutlass|splitK|xmma",
-    "AdamW": r"adamw|multi_tensor_apply|_copy_states",
-    "loss": r"softmax|nll_loss|_cross_entropy",
-    "norms": r"_norm_|_column_sums",
-    "rope": r"_rope_",
-    "MLP's product": r"_elementwise_flat",
-}
-OTHER = "other kernels of PyTorch"
-
-
-def kind_of(kernel: str) -> str:
-    """What a kernel of a training step is for, as far as its name says."""
-    found = (kind for kind, pattern in KINDS.items() if re.search(pattern, kernel, re.IGNORECASE))
-    return next(found, OTHER)
-
-
-def profile(steps: int = 2) -> pd.DataFrame:
-    """Milliseconds of the kernels of a step by their kind, eager and patched, and for how long none runs."""
-    from torch.autograd import DeviceType
-    from torch.profiler import ProfilerActivity
-    from torch.profiler import profile as recording
-
-    _needs_transformers()
-    rows = []
-    for name in ("eager", "Fusebook"):
-        model = _build("Llama")
-        run, optimizer = IMPLEMENTATIONS[name](model)
-        ids = torch.randint(model.config.vocab_size, (SEQUENCES, LENGTHS[0]), device=_device())
-        for _ in range(3):
-            _step(run, optimizer, ids)
-        begun = _wait()
-        for _ in range(4):
-            _step(run, optimizer, ids)
-        ms = (_wait() - begun) / 4 * 1e3
-        with recording(activities=[ProfilerActivity.CUDA]) as found:
-            for _ in range(steps):
-                _step(run, optimizer, ids)
-            _wait()
-        taken = dict.fromkeys([*KINDS, OTHER], (0, 0.0))
-        for event in found.key_averages():
-            if event.device_type == DeviceType.CUDA:
-                kind = kind_of(event.key)
-                count, us = taken[kind]
-                taken[kind] = count + event.count, us + event.self_device_time_total
-        busy = {kind: (count / steps, us / steps / 1e3) for kind, (count, us) in taken.items()}
-        rows += [{"implementation": name, "kind": kind, "kernels": n, "ms": t} for kind, (n, t) in busy.items()]
-        idle = max(0.0, ms - sum(t for _, t in busy.values()))
-        rows.append({"implementation": name, "kind": "no kernel", "kernels": 0, "ms": idle})
-        del model, run, optimizer
     return pd.DataFrame(rows)
 
 
@@ -388,7 +385,6 @@ FRAMES = {
     "steps": Measured("rope_steps"),
     "gradient": Measured("rope_gradient", _NAMED, rotated_back),
     "training": Measured("training", _NAMED, training),
-    "profile": Measured("training_profile", _NAMED, profile),
     "losses": Measured("training_losses", {"run": "step"}, losses),
     "gradients": Measured("training_gradients", _NAMED, gradients),
 }
@@ -444,10 +440,9 @@ class TrainingPage(_memory.MemoryPage):
     @_or_banner
     def profile(self) -> Shown:
         """The kernels of a step by their kind, eager next to patched: measured on a GPU, else replayed."""
-        frame = self._frame("profile")
-        wide = frame.pivot_table("ms", "kind", "step", sort=False)[["eager", "Fusebook"]]
+        frame = self._frame("training")
+        wide = pd.DataFrame({f"{name}, ms": _shares(_point(frame), name) for name in ("eager", "Fusebook")})
         caption = f"Milliseconds of a step by kind of kernel, {SEQUENCES} x {LENGTHS[0]} tokens"
-        wide = wide.rename(columns=lambda name: f"{name}, ms")
         return _memory.pairs(f"{caption}; {_numbers.origin(frame)}.", wide, together=True)._now()
 
     @_or_banner
@@ -562,9 +557,18 @@ def _error_ratio(frames: Frames, dtype: str = "bfloat16") -> pd.Series:
     return wide["Fusebook"] / wide["eager"]
 
 
-def _shares(frames: Frames, name: str) -> pd.Series:
-    """Milliseconds of a step by kind of kernel."""
-    return tables.where(frames["profile"], step=name).set_index("kind")["ms"]
+def _shares(point: Any, name: str) -> pd.Series:
+    """Milliseconds of a step by kind of kernel, and those without one."""
+    ms = pd.Series({kind: float(point.loc[name, f"{kind}, ms"]) for kind in [*KINDS, OTHER]})
+    ms["no kernel"] = max(0.0, point.loc[name, "ms"] - ms.sum())
+    return ms
+
+
+def _kinds(frames: Frames, name: str) -> pd.Series:
+    point = _point(frames["training"])
+    if name not in point.index:
+        raise NotRecorded(f"{name} was not measured")
+    return _shares(point, name)
 
 
 def _gradient(frames: Frames) -> pd.Series:
@@ -606,7 +610,7 @@ CLAIMS = (
         lesson=True,
         numbers=lambda frames: {
             **_ms(frames, "Fusebook", "torch.compile", "eager"),
-            "matmul": _shares(frames, "eager")[["matmuls", "attention"]].sum(),
+            "matmul": _kinds(frames, "eager")[["matmuls", "attention"]].sum(),
         },
     ),
     Claim(
@@ -696,12 +700,12 @@ CLAIMS = (
     Claim(
         "idle",
         "Kernels run in {share:.0%} of an eager step, and in {own:.0%} of a patched one.",
-        lambda frames: _one(_shares(frames, "Fusebook")["no kernel"] / _shares(frames, "Fusebook").sum()),
+        lambda frames: _one(_kinds(frames, "Fusebook")["no kernel"] / _kinds(frames, "Fusebook").sum()),
         "",
         _LLAMA + "; share of a patched step without a kernel",
         numbers=lambda frames: {
-            "share": 1 - (eager := _shares(frames, "eager"))["no kernel"] / eager.sum(),
-            "own": 1 - (own := _shares(frames, "Fusebook"))["no kernel"] / own.sum(),
+            "share": 1 - (eager := _kinds(frames, "eager"))["no kernel"] / eager.sum(),
+            "own": 1 - (own := _kinds(frames, "Fusebook"))["no kernel"] / own.sum(),
         },
     ),
     Claim(
