@@ -13,8 +13,9 @@ You will learn
 - how to write a kernel whose gradient is the same kernel,
 - how to replace parts of a model, and check that it still learns the same.
 
-Prerequisites: :doc:`plot_104_norms`, :doc:`plot_108_chunked_head`. Without a
-GPU, kernels run in Triton's interpreter; times are recorded ones.
+Prerequisites: :doc:`plot_002_measuring`, :doc:`plot_104_norms`,
+:doc:`plot_108_chunked_head`. Without a GPU, kernels run in Triton's
+interpreter; times are recorded ones.
 """
 
 import fusebook  # first: without a GPU it turns Triton's interpreter on
@@ -33,11 +34,11 @@ page.verdict()
 # The rotary embedding
 # --------------------
 #
-# Attention compares *queries* with *keys*, a vector of 2R elements for each
-# token and head. To tell it positions, a model rotates them: elements i and
-# R + i of a vector are a pair (a, b), which turns by an angle that grows with
-# the position n of the token, n / 10000^(i/R). Two tables [N, R] hold cosines
-# and sines. ``q`` is [B, H, N, 2R]: B sequences of N tokens, with H heads.
+# Attention compares *queries* with *keys*: a vector of 2R elements each, for
+# each token and head. The vectors carry the token's position n by rotation.
+# Elements i and R + i are a pair (a, b), which turns by the angle
+# n / 10000^(i/R). Two tables [N, R] hold the cosines and sines. ``q`` is
+# [B, H, N, 2R]: B sequences of N tokens, with H heads.
 
 
 def rope_eager(q, k, cos, sin, style="neox"):
@@ -304,8 +305,8 @@ rotation = fusebook.rope(q, cos, sin, k)  # a new q and a new k
 #   place.
 # - **Logits.** In a step with labels, a patched model computes no logits.
 #   ``fusebook.patch(model, loss=False)`` keeps them.
-# - **Do not patch** for ``torch.compile`` of a whole model without looking at
-#   the table: the compiler fuses these operations, too, but not into ours.
+# - **Inside torch.compile** the compiler fuses most of these operations, too.
+#   Patch before you compile, and measure your model with and without.
 
 page.use()
 
@@ -356,9 +357,10 @@ page.exercise(neighbours, by_pairs, [page.stress(1, 2, 1, 4, 0, 3)[:4]])
 
 
 def in_halves(h, head, target):
-    parts = zip(h.chunk(2), target.chunk(2), strict=True)
-    losses = [fusebook.linear_cross_entropy(x, head, t) for x, t in parts]
-    return (losses[0] + losses[1]) / 2
+    total = 0.0
+    for x, t in zip(h.chunk(2), target.chunk(2), strict=True):
+        total += fusebook.linear_cross_entropy(x, head, t) / 2
+    return total
 
 
 def at_once(h, head, target):
