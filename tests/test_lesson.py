@@ -436,6 +436,45 @@ def test_every_step_of_four_bits_is_correct_for_more_rows_than_a_tile(replayed):
     assert "is correct on 11 x 384" in shown.html and shown.html.endswith("eps. SASS per weight: 2.9.</p>")
 
 
+# Training -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kernel", "kind"),
+    [
+        ("nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NNT", "matmuls"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_26", "attention"),
+        ("void at::native::(anonymous namespace)::multi_tensor_apply_kernel<at::native::...>", "AdamW"),
+        ("_cross_entropy_shared", "loss"),
+        ("_norm_backward_rows", "norms"),
+        ("_rope_heads", "rope"),
+        ("_elementwise_flat", "MLP's product"),
+        ("void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>", "other kernels"),
+    ],
+)
+def test_kernels_of_a_step_are_sorted_by_their_names(kernel, kind):
+    assert evidence.load("plot_305_training").kind_of(kernel).startswith(kind)
+
+
+def test_one_replacement_is_put_in_alone_and_a_page_trains_as_before(replayed, monkeypatch):
+    pytest.importorskip("transformers")
+    about = evidence.load("plot_305_training")
+    small = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "vocab_size": 128}
+    small |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    operators = ["rms_norm", "rope", "silu_mul", "linear_cross_entropy"]
+    for operator, count in zip(operators, (3, 1, 1, 2), strict=True):
+        model, _ = about._alone(operator, about._build("Llama", **small))
+        assert len(fusebook.unpatch(model)) == count, operator
+    names = runpy.run_path(str(ROOT / "examples" / "plot_305_training.py"), run_name="lesson")
+    ids = torch.arange(24, device=about._device()).view(2, 12) % 128
+    model, other = (about._build("Llama", torch.float32, **small) for _ in range(2))
+    run, optimizer = about._eager(model)
+    other_optimizer = names["patched"](other)
+    for _ in range(2):
+        wanted = about._step(run, optimizer, ids)
+        torch.testing.assert_close(names["train"](other, other_optimizer, ids), wanted, rtol=1e-5, atol=0)
+
+
 # Matmuls --------------------------------------------------------------------------------------------------------------
 
 
@@ -602,6 +641,15 @@ def a_gpu(monkeypatch, replayed):
     loop = pd.DataFrame({"implementation": ["bfloat16", "tinygemm", "fusebook"], "tokens per second": [1.0, 2.0, 3.0]})
     frames = evidence.load("plot_203_four_bits").FRAMES
     monkeypatch.setitem(frames, "tokens", dataclasses.replace(frames["tokens"], function=lambda: loop))
+    training = evidence.load("plot_305_training")
+    monkeypatch.setattr(training, "SHAPES", ((2, 3, 2, 8, 0, 37),))
+    kinds = {f"{kind}, ms": 0.1 for kind in [*training.KINDS, training.OTHER]}
+    trained = pd.DataFrame({"implementation": [*training.IMPLEMENTATIONS], "model": "Llama", "tokens": 2048, **kinds})
+    trained = trained.assign(ms=1.0, peak_bytes=2.0**30)
+    few = {"training": trained, "losses": trained.rename(columns={"implementation": "run"}), "gradients": trained}
+    for name, frame in {**few, "gradient": trained}.items():
+        spec = dataclasses.replace(training.FRAMES[name], function=lambda frame=frame: frame)
+        monkeypatch.setitem(training.FRAMES, name, spec)
     for name in ("plot_201_gemm_concat", "plot_204_descriptors"):
         monkeypatch.setattr(evidence.load(name), "SHAPES", ((64, 64, 64), (128, 128, 128)))
     head = evidence.load("plot_108_chunked_head")
@@ -698,6 +746,15 @@ def test_a_page_that_is_run_for_its_counters_launches_its_steps_alone(a_gpu, mon
         ("plot_203_four_bits", {"quantized_matmul", "pages/quantized_matmul_steps", "pages/quantized_matmul_tokens"}),
         ("plot_201_gemm_concat", {"concat_gemm", "pages/gemm_steps", "pages/gemm_quack"}),
         ("plot_204_descriptors", {"pages/gemm_persistent_steps"}),
+        (
+            "plot_305_training",
+            {
+                "rope",
+                *(f"pages/{name}" for name in ("rope_steps", "rope_gradient", "training")),
+                "pages/training_losses",
+                "pages/training_gradients",
+            },
+        ),
     ],
 )
 def test_what_no_step_of_a_lesson_shows_is_recorded_too(name, files, a_gpu, tmp_path, monkeypatch):
@@ -725,7 +782,8 @@ def test_on_a_gpu_a_lesson_with_several_inputs_times_its_steps(name, a_gpu):
     frame = page.frames["steps"]
     assert set(frame["step"]) == {*page.about.STEPS, "fusebook"} <= set(a_gpu)
     assert frame["correct"].all() and frame["gpu_us"].notna().all() and "peak_bytes" in frame
-    assert {"sweep", "steps"} <= set(page.frames.known) <= {"sweep", "steps", "rows"}, "nothing is replayed"
+    shown = {"training"} if name == "plot_305_training" else {"sweep"}
+    assert shown | {"steps"} <= set(page.frames.known) <= shown | {"steps", "rows"}, "nothing is replayed"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU that is there needs no other one")

@@ -197,7 +197,7 @@ torch.save({name: getattr(module, name)(*inputs) for name, inputs in given.items
 
 
 def extracted(path):
-    """The kernels, launchers and classes of a notebook, with imports of torch and Triton, and the operator of each launcher."""
+    """Kernels, launchers and classes of a notebook, with imports of torch and Triton, and each launcher's operator."""
     tree = ast.parse("\n".join(re.sub(r"(?m)^\s*%.*$", "", cell) for cell in cells(path)[1:]))
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     pages = {"page": evidence.load(path.stem).OPERATORS[0]}  # and what `page.of` returns
