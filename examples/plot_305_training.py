@@ -13,9 +13,8 @@ You will learn
 - how to write a kernel whose gradient is the same kernel,
 - how to replace parts of a model, and check that it still learns the same.
 
-Prerequisites: :doc:`plot_002_measuring`, :doc:`plot_104_norms`,
-:doc:`plot_108_chunked_head`. Without a GPU, kernels run in Triton's
-interpreter; times are recorded ones.
+Prerequisites: :doc:`plot_002_measuring`, :doc:`plot_108_chunked_head`.
+Without a GPU, kernels run in Triton's interpreter; times are recorded ones.
 """
 
 import fusebook  # first: without a GPU it turns Triton's interpreter on

@@ -129,8 +129,8 @@ def pairs(caption: str, frame: pd.DataFrame, together: bool = False) -> Shown:
         Whether both panels have one scale.
     """
     left, top, step = max(84.0, 14 + 6.2 * max(map(len, map(str, frame.index)))), 18.0, 21.0
-    width = (_WIDTH - left - 20) / 2 - 36
-    panels = dict(zip(map(str, frame), ((left, _AMBER), (left + width + 56, _BLUE)), strict=True))
+    width = (_WIDTH - left - 20) / 2 - 40
+    panels = dict(zip(map(str, frame), ((left, _AMBER), (left + width + 60, _BLUE)), strict=True))
     parts = [_text(x, 12, title) for title, (x, _) in panels.items()]
     told = []
     for i, (label, row) in enumerate(zip(frame.index, frame.to_dict("records"), strict=True)):
