@@ -47,7 +47,8 @@ def rope_eager(q, k, cos, sin, style="neox"):
         a, b = x.chunk(2, -1)
         return torch.cat((-b, a), -1)  # read 1.5, write 1.5
 
-    return tuple(x * cos + swapped(x) * sin for x in (q, k))  # 4 and 3
+    # read 4, write 3
+    return tuple(x * cos + swapped(x) * sin for x in (q, k))
 
 
 # %%
@@ -111,7 +112,7 @@ def rope_one(q, k, cos, sin, style="neox"):
     return tuple(found)
 
 
-given = page.stress(2, 5, 3, 24, 0, 37)  # B, H, heads of k, R, -, N
+given = page.stress(2, 5, 3, 24, 0, 37)  # B, H, heads of k, R, 0, N
 page.check(rope_one, *given)
 
 # %%
@@ -192,7 +193,7 @@ def by_gradient(q, k, cos, sin, style="neox"):
 page.check(by_gradient, *given)
 
 # %%
-# And the check catches a gradient that forgets to turn back:
+# The check catches a backward pass without ``back=True``, which would return:
 
 
 def forgetful(q, k, cos, sin, style="neox"):
@@ -231,9 +232,9 @@ page.source("rope", fold=True)
 page.profile()
 
 # %%
-# Matmuls and attention are PyTorch's in both. What a kernel can save is the
-# rest: the elementwise kernels of norms, rotary embedding and MLPs, and the
-# loss. *Fusebook* is the same model with our kernels:
+# *Fusebook* is the same model with kernels of this book. Matmuls and attention
+# are PyTorch's in both. What kernels can save is the rest: the loss, AdamW,
+# and the elementwise kernels of norms, rotary embedding and MLPs.
 
 
 def patched(model, lr=1e-4):
