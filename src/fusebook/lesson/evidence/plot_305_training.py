@@ -167,9 +167,9 @@ IMPLEMENTATIONS: dict[str, Callable[[Any], Run]] = {
     **REPLACED,
     "Fusebook": _patched,
     "torch.compile": functools.partial(_compiled, _eager),
-    "torch.compile, causal": functools.partial(_causal, _eager),
+    "torch.compile, no mask": functools.partial(_causal, _eager),
     "Fusebook, compiled": functools.partial(_compiled, _patched),
-    "Fusebook, compiled, causal": functools.partial(_causal, _patched),
+    "Fusebook, compiled, no mask": functools.partial(_causal, _patched),
     "Liger": _liger,
 }
 if "recompute" in inspect.signature(fusebook.patch).parameters:
