@@ -607,7 +607,7 @@ CLAIMS = (
     Claim(
         "step-time",
         "A step takes {ms0:.1f} ms with Fusebook and {ms1:.1f} ms with torch.compile: {median:.2f} of its time. "
-        "There attention takes {slow:.1f} ms, and {fast:.1f} ms elsewhere, as transformers makes a mask. Without a mask "
+        "There attention takes {slow:.1f} ms, and {fast:.1f} ms elsewhere, as transformers makes a mask. Without one, "
         "torch.compile takes {ms2:.1f} ms.",
         lambda frames: _over(frames, "Fusebook", "torch.compile"),
         "<= 0.84",
