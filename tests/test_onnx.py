@@ -118,7 +118,7 @@ def test_empty_tensors_and_bytes_and_files(tmp_path):
     assert a.data_ptr() == 0 and graphs_of_torch._place(a, graph)[-1] != 0
 
 
-def test_wrong_calls_are_refused_in_one_sentence():
+def test_wrong_calls_are_refused_in_one_sentence(tmp_path):
     graph = Graph(matmul(), device="cpu")
     a = torch.zeros(2, 2)
     refused = [
@@ -139,9 +139,13 @@ def test_wrong_calls_are_refused_in_one_sentence():
         assert "\n" not in str(raised.value)
     with pytest.raises(ValueError, match="cpu or cuda"):
         Graph(matmul(), device="meta")
-    for threads, error in ((-1, ValueError), ("2", TypeError), (1.5, TypeError)):
+    for threads, error in ((-1, ValueError), (10**6, ValueError), ("2", TypeError), (1.5, TypeError)):
         with pytest.raises(error, match="ort.Graph: expected threads .*; give 1, or 0 for one a core"):
             Graph(matmul(), device="cpu", threads=threads)
+    (tmp_path / "\udcff.onnx").touch()  # a byte that is no UTF-8
+    for path in ("", tmp_path, tmp_path / "absent.onnx", tmp_path / "\udcff.onnx"):
+        with pytest.raises(FileNotFoundError, match="ort.Graph: expected the path of a file, whose name is UTF-8, got"):
+            Graph(path, device="cpu")
     for call in (copy.copy, copy.deepcopy, pickle.dumps):
         for session in (graph, graph.bind({"a": a, "b": a})):
             with pytest.raises(TypeError, match="ort.Graph: expected a session to stay where it is"):

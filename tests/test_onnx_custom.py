@@ -7,6 +7,7 @@ import os
 import pathlib
 import pickle
 import resource
+import shutil
 import subprocess
 import sys
 import threading
@@ -515,6 +516,13 @@ def test_a_compiler_that_fails_leaves_nothing(monkeypatch, tmp_path):
     with pytest.raises(RuntimeError, match="failed: .*error: .*; set CC"):
         custom.compile_c([source], tmp_path / "made.so")
     assert [f.name for f in tmp_path.iterdir()] == ["wrong.c"]
+    compiler = tmp_path / "compiler"
+    compiler.touch(0o755)
+    monkeypatch.setenv("CC", str(compiler))
+    for says, message in (("printf 'no room: \\377' >&2; exit 1", "no room: "), ("exit 3", "it returned 3; set CC")):
+        compiler.write_text(f"#!/bin/sh\n{says}\n")
+        with pytest.raises(RuntimeError, match=f"compiler failed: {message}"):
+            custom.compile_c([source], tmp_path / "made.so")
 
 
 def test_a_cache_that_cannot_be_written_is_named(monkeypatch, tmp_path):
@@ -541,6 +549,16 @@ def test_the_shim_is_not_registered_by_hand():
     unary()._defined()
     with pytest.raises(Exception, match="registered by fusebook.ort.register"):
         ort.SessionOptions().register_custom_ops_library(str(custom._library_path()))
+
+
+def test_a_library_may_lie_in_the_working_directory_and_in_a_folder_of_any_name(monkeypatch, tmp_path):
+    odd = tmp_path / os.fsdecode(b"\xff")
+    odd.mkdir()
+    library = pathlib.Path(shutil.copy(custom._library_path(), odd / "made.so"))
+    monkeypatch.chdir(odd)
+    for path in (library, os.fsencode(library), "made.so"):
+        with pytest.raises(Exception, match="registered by fusebook.ort.register"):
+            Graph(b"", device="cpu", library=path)
 
 
 def test_a_session_may_outlive_the_interpreter(tmp_path):

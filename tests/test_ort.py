@@ -351,6 +351,19 @@ def test_a_build_names_its_kernels_and_what_it_cannot_write(tmp_path, monkeypatc
         build(out)
 
 
+def test_no_process_imports_from_the_working_directory(tmp_path, monkeypatch):
+    (tmp_path / "json.py").write_text("raise SystemExit('imported')\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RuntimeError, match="missing.so"):
+        alone(card.model(card.MODELS[2]), "missing.so", "CPUExecutionProvider")
+    said = tmp_path / "python"
+    said.write_text('#!/bin/sh\necho "$1" >&2; exit 1\n')
+    said.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(said))
+    with pytest.raises(RuntimeError, match="the kernels do not compile: -P"):
+        aot._compiled([(90, next(aot.specs(["float32"])))], tmp_path, 1, False)
+
+
 def test_temporary_files_may_lie_in_a_folder_of_any_name(tmp_path, monkeypatch):
     keys = ("arch", "type", "aligned", "limit", "rows", "size", "shared", "threads", "late", "parameters")
 

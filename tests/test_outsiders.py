@@ -3,6 +3,9 @@
 Each gives torch's answer, or a sentence.
 """
 
+import os
+import signal
+import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 
@@ -181,3 +184,25 @@ def test_threads_take_turns_in_the_interpreter():
         for found in pool.map(work, range(4)):
             for got, want in found:
                 torch.testing.assert_close(got, want)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="a forked process cannot use a GPU")
+def test_a_process_forked_while_threads_launch_launches_too():
+    x, ended = drawn(16, 64, seed=0), threading.Event()
+
+    def work():
+        while not ended.is_set():
+            fusebook.softmax(x)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        for _ in range(3):
+            if not (child := os.fork()):
+                signal.alarm(20)
+                fusebook.softmax(x)
+                os._exit(0)
+            assert os.waitpid(child, 0)[1] == 0
+    finally:
+        ended.set()
+        thread.join()

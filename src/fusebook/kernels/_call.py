@@ -18,6 +18,7 @@ import itertools
 import math
 import numbers
 import operator
+import os
 import pkgutil
 import threading
 import types
@@ -125,6 +126,8 @@ if INTERPRETED:
 
 #: The interpreter replaces Triton's language while a kernel runs: in one thread at a time.
 _by_turns: Any = threading.RLock() if INTERPRETED else contextlib.nullcontext()
+if INTERPRETED:  # a process that is forked meanwhile would wait for a thread that it does not have
+    os.register_at_fork(before=_by_turns.acquire, after_in_parent=_by_turns.release, after_in_child=_by_turns.release)
 
 # Devices and states --------------------------------------------------------------------------------------------------
 

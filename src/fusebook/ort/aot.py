@@ -261,13 +261,13 @@ def _compiled(
         job.write_text(json.dumps(jobs[i::workers]))
         code = "import pathlib, sys; from fusebook.ort import aot; aot._worker(pathlib.Path(sys.argv[1]))"
         with job.with_suffix(".err").open("w") as errors:
-            command = [sys.executable, "-c", code, str(job)]
+            command = [sys.executable, "-P", "-c", code, str(job)]  # -P: nothing of the working directory
             # The command's own output is the library's path.
             said = 2 if progress else subprocess.DEVNULL
             process = subprocess.Popen(command, env=environment, stdout=said, stderr=errors)
         running.append((job, process))
     try:
-        failed = [job for job, process in running if process.wait(timeout=900)]
+        failed = [job for job, process in running if process.wait()]
     finally:
         for _, process in running:
             process.kill()

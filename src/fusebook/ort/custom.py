@@ -94,12 +94,13 @@ def compile_c(
     try:
         done = subprocess.run(
             [compiler, *flags, *map(str, sources), "-o", str(part), *options],
-            capture_output=True, text=True, check=False, cwd=folder,
+            capture_output=True, text=True, errors="replace", check=False, cwd=folder,
         )  # fmt: skip
         if done.returncode:
             lines = done.stderr.splitlines()
             full = next((line for line in lines if "No space left" in line), "")
             first = full or next((line for line in lines if "error" in line), done.stderr.strip()[:200])
+            first = first or f"it returned {done.returncode}"
             advice = "free some, or set TMPDIR to another folder" if full else "set CC to a compiler of C11"
             raise RuntimeError(f"fusebook.ort: {compiler} failed: {first}; {advice}")
         part.chmod(0o755)  # the temporary file is for one user only
@@ -167,7 +168,11 @@ class _Shim:
 
 
 #: For one thread at a time: the library has one place for what is registered next, and is loaded once.
-_registering = threading.Lock()
+_registering = threading.RLock()
+# A process that is forked meanwhile would wait for a thread that it does not have.
+os.register_at_fork(
+    before=_registering.acquire, after_in_parent=_registering.release, after_in_child=_registering.release
+)
 
 
 @functools.cache
@@ -656,6 +661,6 @@ def register(options: Any, *ops: CustomOp) -> None:
                 shim.selections[key] = shim.library.fusebook_together(domain.encode(), array, _size(len(overloads)))
             shim.library.fusebook_select(shim.selections[key])
             try:
-                options.register_custom_ops_library(str(shim.path))
+                options.register_custom_ops_library(os.fsencode(shim.path))  # which need not be UTF-8
             finally:
                 shim.library.fusebook_select(None)

@@ -105,19 +105,22 @@ class Graph:
         options: Mapping[str, str] | None = None,
     ) -> None:
         ort = _onnxruntime()
-        self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        default = "cuda" if torch.cuda.is_available() else "cpu"
+        self.device = torch.device(default if device is None else device)
         if self.device.type not in ("cpu", "cuda"):
             raise ValueError(f"ort.Graph: expected device to be cpu or cuda, got {self.device}; choose one of them")
         if self.device.type == "cuda" and not torch.cuda.is_available():
             raise RuntimeError("ort.Graph: expected a CUDA device, and torch finds none; pass device='cpu'")
         settings = ort.SessionOptions()
         settings.intra_op_num_threads = integer(
-            "ort.Graph", "threads", threads, "give 1, or 0 for one a core", "from 0 up", lambda n: n >= 0
+            "ort.Graph", "threads", threads, "give 1, or 0 for one a core", "from 0 to 1024", lambda n: 0 <= n <= 1024
         )
         settings.inter_op_num_threads = 1
         settings.log_severity_level = 4  # errors are raised, and need not be printed as well
         if library is not None:
-            settings.register_custom_ops_library(os.fspath(library))
+            # A name without a folder would be looked for in the system's folders only; bytes, as it may be no UTF-8.
+            path = os.path.abspath(library) if os.path.isfile(library) else library
+            settings.register_custom_ops_library(os.fsencode(path))
         if isinstance(ops, CustomOp):
             raise TypeError("ort.Graph: expected ops to be a list of operators, got one operator; put it in a list")
         register(settings, *ops)
@@ -324,8 +327,16 @@ def _onnxruntime() -> Any:
 
 def _readable(model: Any) -> Any:
     """A model as ONNX Runtime takes it: a path, or bytes."""
-    if isinstance(model, (str, bytes, os.PathLike)):
-        return os.fspath(model)
+    if isinstance(model, bytes):
+        return model
+    if isinstance(model, (str, os.PathLike)):
+        path = os.fsdecode(model)
+        if not os.path.isfile(path) or path.encode(errors="replace").decode() != path:
+            raise FileNotFoundError(
+                f"ort.Graph: expected the path of a file, whose name is UTF-8, got {path!r}; correct it, or pass "
+                "the file's bytes"
+            )
+        return path
     model = getattr(model, "model_proto", model)  # of torch.onnx.ONNXProgram
     if type(model).__module__.partition(".")[0] == "onnx_ir" and type(model).__name__ == "Model":
         import onnx_ir
