@@ -23,7 +23,7 @@ ort = pytest.importorskip("onnxruntime")
 
 import onnx.helper as oh  # noqa: E402
 
-from fusebook.ort import Graph, custom, custom_op, register  # noqa: E402
+from fusebook.ort import NODES, Graph, custom, custom_op, register  # noqa: E402
 from graphs import KINDS, model, one_node, registered_by_an_old_onnx_runtime  # noqa: E402
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -429,6 +429,13 @@ def test_threads_that_come_first_load_the_library_once(device, monkeypatch):
     for thread in threads:
         thread.join()
     assert len(loaded) == 1 and found == {i: [i] * 3 for i in range(8)}
+
+
+def test_torch_compile_does_not_follow_into_a_kernel(device):
+    made = Graph(one_node("Softmax", {"x": torch.float32}, {"y": torch.float32}), device=device, ops=NODES)
+    x = torch.randn(2, 3, device=device)
+    compiled = torch.compile(lambda x: made({"x": x * 1})["y"] + 1, backend="eager")
+    torch.testing.assert_close(compiled(x), torch.softmax(x, -1) + 1)
 
 
 def test_threads_share_a_session(device):

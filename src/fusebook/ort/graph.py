@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from fusebook.kernels._call import integer
+from fusebook.kernels._call import _modes, _tracing, integer
 from fusebook.ort.custom import _ELEMENTS, CustomOp, register
 
 __all__ = ["Bound", "Graph"]
@@ -200,6 +201,8 @@ class Graph:
         ValueError, TypeError
             For a missing or unknown name, a wrong dtype, a tensor that is not contiguous or has no memory, and for
             outputs that overlap each other or a part of an input.
+        NotImplementedError
+            Where the call is traced, or tensors are fake.
         """
         return Bound(self, inputs, {} if outputs is None else outputs)
 
@@ -225,6 +228,7 @@ class Bound:
     def __init__(
         self, graph: Graph, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor], *, copied: bool = False
     ) -> None:
+        _check_tracing()
         self.graph = graph
         self._binding = graph.session.io_binding()
         self._lock = threading.RLock()  # the binding holds the outputs of one run
@@ -280,6 +284,7 @@ class Bound:
             return self._run()
 
     def _run(self) -> dict[str, Tensor]:
+        _check_tracing()
         graph = self.graph
         for name, value, layout in self._places:
             if _layout(value) != layout:
@@ -382,6 +387,17 @@ def _named(what: str, given: Any, known: Mapping[str, str], needed: Iterable[str
         accepted = ", ".join(known) or "no name"
         raise ValueError(f"ort.Graph: expected {what} of {accepted}, got {wrong}; name them as the graph does")
     return given
+
+
+def _check_tracing() -> None:
+    """Refuse a call that is traced, whose outputs would be constants, and one by the rules of fake tensors."""
+    modes = _get_current_dispatch_mode_stack() if _modes() else []
+    proxies = any(type(mode).__name__ == "ProxyTorchDispatchMode" for mode in modes)
+    if _tracing() or proxies or any(not getattr(mode, "allow_non_fake_inputs", True) for mode in modes):
+        raise NotImplementedError(
+            "ort.Graph: expected a call that is made, got one under torch.export, torch.jit.trace, "
+            "make_fx or FakeTensorMode; call it outside of them"
+        )
 
 
 def _own(name: str, value: Any, graph: Graph, type_: str, copied: bool = False) -> Tensor:
