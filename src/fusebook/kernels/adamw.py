@@ -652,6 +652,9 @@ def adamw_step(
     -----
     Tensors on meta are checked, and nothing is computed.
 
+    Autograd does not see a step: a derivative with respect to what a parameter, or `lr`, was computed from takes the
+    new values for given. To differentiate through steps, write them in operations of PyTorch.
+
     Arithmetic is float32, float64 for float64, and is the same in every run. The first step of a list puts tables of
     addresses on the device; later ones look whether they still hold. A graph that is captured behind such a step reads
     its tables, which then live as long as the process, and copies at most the addresses of gradients, where these lie
