@@ -206,10 +206,10 @@ page.check(matmul_descriptors, *given)
 
 spans = {"step 2: loads": [(0, 4, "tile 0"), (7, 11, "tile 132")]}
 spans["step 2: multiplies"] = [(1, 5, "tile 0"), (8, 12, "tile 132")]
-spans["step 2: stores"] = [(5, 7, "tile 0"), (12, 14, "tile 132")]
+spans["step 2: stores"] = [(5, 7, "0"), (12, 14, "132")]
 spans["step 3: loads"] = [(0, 4, "tile 0"), (4, 8, "tile 132")]
 spans["step 3: multiplies"] = [(1, 5, "tile 0"), (6, 10, "tile 132")]
-spans["step 3: stores"] = [(5, 7, "tile 0"), (10, 12, "tile 132")]
+spans["step 3: stores"] = [(5, 7, "0"), (10, 12, "132")]
 page.picture.lanes("What one of 132 multiprocessors does", spans)
 
 # %%
