@@ -190,7 +190,7 @@ page.picture.walk(rows=4, columns=12, running=12, group=4)
 # read about 32 times, since L2 cannot hold them until the next rows begin. In
 # groups of eight rows they are read 8 times, and x is read once in either
 # order. The weights are two thirds of the data: **we predict that all data is
-# read 22 times row by row, and 6 times in groups.** At n = 4096 the data is
+# read 22 times row by row, and 6 times in groups**. At n = 4096 the data is
 # about twice as large as L2, so the order matters less.
 
 
