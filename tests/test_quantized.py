@@ -100,12 +100,14 @@ def test_a_row_does_not_depend_on_others(device):
         assert torch.equal(quantized_matmul(x[:M], packed), whole[:M])
 
 
-@pytest.mark.parametrize("how", [{"EACH": 2}, {"AHEAD": 2}, {"ROWS": 2}, {"ROWS": 3, "EACH": 2, "AHEAD": 3}], ids=str)
+@pytest.mark.parametrize(
+    "how", [{"DEPTH": 3}, {"ABREAST": 2}, {"ROWS": 2}, {"ROWS": 2, "ABREAST": 2, "DEPTH": 2}], ids=str
+)
 @pytest.mark.parametrize("M", [3, 16])
 def test_a_row_does_not_depend_on_the_launch(M, how, device, monkeypatch):
     packed = quantize(torch.randn(40, 700, device=device).half(), 8, 64, False)
     x, bias = torch.randn(M, 700, device=device).half(), torch.randn(40, device=device).half()
-    simple = {"SLICES": 4, "EACH": 1, "AHEAD": 1, "ROWS": 1, "TILES": -(-M // 8)}
+    simple = {"SLICES": 4, "ABREAST": 1, "DEPTH": 1, "ROWS": 1, "TILES": -(-M // 8)}
     monkeypatch.setattr(quantized, "LAUNCHES", {float("inf"): simple})
     want = quantized_matmul(x, packed, bias), quantized_swiglu(x, packed, packed)
     monkeypatch.setattr(quantized, "LAUNCHES", {float("inf"): simple | how})

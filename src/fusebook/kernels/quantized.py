@@ -34,9 +34,9 @@ FEW_ROWS = 96
 #: Constants of the kernel, for so many rows of x and fewer. SLICES is one number, so that a row's bits are the same in
 #: all of them.
 LAUNCHES: dict[float, dict[str, int]] = {
-    8: {"SLICES": 4, "EACH": 2, "AHEAD": 1, "ROWS": 1, "TILES": 1},
-    16: {"SLICES": 4, "EACH": 1, "AHEAD": 1, "ROWS": 2, "TILES": 2},
-    float("inf"): {"SLICES": 4, "EACH": 1, "AHEAD": 1, "ROWS": 1, "TILES": 2},
+    8: {"SLICES": 4, "ABREAST": 1, "DEPTH": 2, "ROWS": 1, "TILES": 1},
+    16: {"SLICES": 4, "ABREAST": 2, "DEPTH": 2, "ROWS": 1, "TILES": 2},
+    float("inf"): {"SLICES": 4, "ABREAST": 1, "DEPTH": 2, "ROWS": 1, "TILES": 2},
 }
 
 # Codes to numbers ----------------------------------------------------------------------------------------------------
@@ -144,102 +144,107 @@ def _numbers(words, HALF: tl.constexpr, BITS: tl.constexpr, PLAIN: tl.constexpr)
 
 # Matmul --------------------------------------------------------------------------------------------------------------
 #
-# A program owns ROWS times 16 rows of the weight, and 8 * TILES rows of x. Each of its SLICES warps takes every
-# SLICES-th block of columns, EACH of them in a step, and adds up products in registers. Loads are issued AHEAD steps
-# before. At the end the sums of the warps are added, so the bits of a result depend on SLICES alone. The reshapes below
-# name the bits of a lane: `row` 8 and `pair` 4 make 32 lanes. They move nothing: the loads already have the layout that
-# an mma asks for.
+# A program owns ABREAST times ROWS tiles of the weight, of 16 rows each, and 8 * TILES rows of x. A warp takes every
+# SLICES-th block of columns of a tile, or of ROWS tiles, and adds up products in registers. Its next DEPTH blocks are
+# on their way meanwhile, each in registers of its own. At the end the sums of SLICES warps are added, so the bits of a
+# result depend on SLICES alone. The reshapes below name the bits of a lane: `row` 8 and `pair` 4 make 32 lanes. They
+# move nothing: the loads already have the layout that an mma asks for.
 
 
 @triton.jit
-def _weights(tile, SLICES: tl.constexpr):
-    """Numbers as loaded, as the first operand of products of 16 columns: ``[SLICES, 16, 16]``."""
-    tile = tl.reshape(tile, [2, SLICES, 8, 4, 2, 2])  # half of the columns, slice, row, pair, half of the rows, in pair
-    return tl.reshape(tl.permute(tile, [1, 4, 2, 0, 3, 5]), [SLICES, 16, 16])
+def _weights(tile, BATCH: tl.constexpr):
+    """Numbers as loaded, as the first operand of products of 16 columns: ``[BATCH, 16, 16]``."""
+    tile = tl.reshape(tile, [2, BATCH, 8, 4, 2, 2])  # half of the columns, slice, row, pair, half of the rows, in pair
+    return tl.reshape(tl.permute(tile, [1, 4, 2, 0, 3, 5]), [BATCH, 16, 16])
 
 
 @triton.jit
-def _load_words(w_ptr, at, block, blocks, SLICES: tl.constexpr):
-    a = tl.arange(0, 2 * SLICES)[:, None]
-    mask = block + a % SLICES < blocks
-    # Volatile: the compiler would move the load to its use, one step of the loop later, and wait there for memory.
+def _load_words(w_ptr, tile, last, block, blocks, SLICES: tl.constexpr, ABREAST: tl.constexpr):
+    a = tl.arange(0, 2 * SLICES * ABREAST)[:, None]
+    here = block + a // ABREAST % SLICES
+    row = tl.minimum(tile + a % ABREAST, last).to(tl.int64)
+    # Volatile: the compiler would move the load to its use, a turn of the loop later, and wait there for memory.
     return tl.load(
-        w_ptr + at + (block + a % SLICES) * 256 + a // SLICES * 128 + tl.arange(0, 128)[None, :],
-        mask=mask, other=0, volatile=True,
+        w_ptr + (row * blocks + here) * 256 + a // (SLICES * ABREAST) * 128 + tl.arange(0, 128)[None, :],
+        mask=here < blocks, other=0, volatile=True,
     )  # fmt: skip
 
 
 @triton.jit
 def _load_groups(
-    ptr, at, block, groups, SLICES: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr
+    ptr, tile, last, block, groups,
+    SLICES: tl.constexpr, ABREAST: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Scales, or zero points, of a block's rows: a tuple with a tile for each group in the block, empty without any."""
-    a = tl.arange(0, SLICES)[:, None]
+    a = tl.arange(0, SLICES * ABREAST)[:, None]
     c = tl.arange(0, 64)[None, :]
     found = ()
     if ptr is not None:
+        row = tl.minimum(tile + a % ABREAST, last).to(tl.int64)
         for n in tl.static_range(PARTS):
-            group = ((block + a) * COLUMNS + n * GROUP) // GROUP
-            at_group = at + group * 16 + c // 8 * 2 + c % 2
-            found += (tl.load(ptr + at_group, mask=group < groups, other=0, volatile=True),)
+            group = ((block + a // ABREAST) * COLUMNS + n * GROUP) // GROUP
+            at = (row * groups + group) * 16 + c // 8 * 2 + c % 2
+            found += (tl.load(ptr + at, mask=group < groups, other=0, volatile=True),)
     return found
 
 
 @triton.jit
-def _per_row(value, SLICES: tl.constexpr):
+def _per_row(value, BATCH: tl.constexpr):
     """Loaded scales in the layout of the sums."""
-    value = tl.reshape(value.to(tl.float32), [SLICES, 8, 4, 2, 1, 1])  # slice, row, pair, half of the rows
+    value = tl.reshape(value.to(tl.float32), [BATCH, 8, 4, 2, 1, 1])  # slice and tile, row, pair, half of the rows
     return tl.permute(value, [0, 3, 1, 4, 2, 5])
 
 
 @triton.jit
-def _load_x(x_ptr, first, block, M, K, SLICES: tl.constexpr, TILES: tl.constexpr, COLUMNS: tl.constexpr):
+def _load_x(
+    x_ptr, first, block, M, K, SLICES: tl.constexpr, ABREAST: tl.constexpr, TILES: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
     """The columns of x that a block of the weight is multiplied with: a tuple with a tile for each 32 of them."""
-    a = tl.arange(0, TILES * SLICES)[:, None]
+    a = tl.arange(0, TILES * SLICES * ABREAST)[:, None]
     i = tl.arange(0, 256)[None, :]
-    m = first + a // SLICES * 8 + i // 32
+    m = first + a // (SLICES * ABREAST) * 8 + i // 32
     found = ()
     for q in tl.static_range(COLUMNS // 32):
-        k = (block + a % SLICES) * COLUMNS + q * 32 + i % 32
+        k = (block + a // ABREAST % SLICES) * COLUMNS + q * 32 + i % 32
         found += (tl.load(x_ptr + m * K + k, mask=(m < M) & (k < K), other=0.0),)
     return found
 
 
 @triton.jit
-def _two_of_x(x, SLICES: tl.constexpr, TILES: tl.constexpr, PLAIN: tl.constexpr):
-    """32 columns of x as the second operands of two products: ``[SLICES, 16, 8 * TILES]`` each."""
+def _two_of_x(x, BATCH: tl.constexpr, TILES: tl.constexpr, PLAIN: tl.constexpr):
+    """32 columns of x as the second operands of two products: ``[BATCH, 16, 8 * TILES]`` each."""
     if PLAIN:
         x = x.to(tl.float32)  # the interpreter's products of bfloat16 are wrong
-    x = tl.reshape(x, [TILES, SLICES, 8, 4, 2, 2, 2])  # tile, slice, row, pair, product, half of the columns, in pair
-    return tl.split(tl.reshape(tl.permute(x, [1, 5, 3, 6, 0, 2, 4]), [SLICES, 16, 8 * TILES, 2]))
+    x = tl.reshape(x, [TILES, BATCH, 8, 4, 2, 2, 2])  # tile, batch, row, pair, product, half of the columns, in pair
+    return tl.split(tl.reshape(tl.permute(x, [1, 5, 3, 6, 0, 2, 4]), [BATCH, 16, 8 * TILES, 2]))
 
 
 @triton.jit
 def _added(
     total, words, scales, zeros, xs,
-    SLICES: tl.constexpr, TILES: tl.constexpr, BITS: tl.constexpr, PARTS: tl.constexpr, ZEROS: tl.constexpr,
+    BATCH: tl.constexpr, TILES: tl.constexpr, BITS: tl.constexpr, PARTS: tl.constexpr, ZEROS: tl.constexpr,
     HALF: tl.constexpr, PLAIN: tl.constexpr,
 ):  # fmt: skip
     """The sums, and a block's products: those of each group are scaled together."""
     columns: tl.constexpr = 512 // BITS
     numbers = _numbers(words, HALF, BITS, PLAIN)
-    part = tl.zeros([SLICES, 16, 8 * TILES], tl.float32)
-    ones = tl.full([SLICES, 16, 16], 1.0, tl.float32 if PLAIN else tl.float16 if HALF else tl.bfloat16)
+    part = tl.zeros([BATCH, 16, 8 * TILES], tl.float32)
+    ones = tl.full([BATCH, 16, 16], 1.0, tl.float32 if PLAIN else tl.float16 if HALF else tl.bfloat16)
     of_x = part
     for q in tl.static_range(columns // 32):
-        x, y = _two_of_x(xs[q], SLICES, TILES, PLAIN)
-        part = tl.dot(_weights(numbers[2 * q], SLICES), x, part)
-        part = tl.dot(_weights(numbers[2 * q + 1], SLICES), y, part)
+        x, y = _two_of_x(xs[q], BATCH, TILES, PLAIN)
+        part = tl.dot(_weights(numbers[2 * q], BATCH), x, part)
+        part = tl.dot(_weights(numbers[2 * q + 1], BATCH), y, part)
         if ZEROS:
             of_x = tl.dot(ones, y, tl.dot(ones, x, of_x))
         if (q + 1) * PARTS % (columns // 32) == 0:  # the end of a group
-            here = tl.reshape(part, [SLICES, 2, 8, TILES, 4, 2])
+            here = tl.reshape(part, [BATCH, 2, 8, TILES, 4, 2])
             if ZEROS:
-                here -= _per_row(zeros[q * PARTS // (columns // 32)], SLICES) * tl.reshape(
-                    of_x, [SLICES, 2, 8, TILES, 4, 2]
+                here -= _per_row(zeros[q * PARTS // (columns // 32)], BATCH) * tl.reshape(
+                    of_x, [BATCH, 2, 8, TILES, 4, 2]
                 )
                 of_x = tl.zeros_like(of_x)
-            total += here * _per_row(scales[q * PARTS // (columns // 32)], SLICES)
+            total += here * _per_row(scales[q * PARTS // (columns // 32)], BATCH)
             part = tl.zeros_like(part)
     return total
 
@@ -247,114 +252,87 @@ def _added(
 @triton.jit
 def _load_blocks(
     w_ptr, s_ptr, z_ptr, tile, last, block, blocks, groups,
-    SLICES: tl.constexpr, EACH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr,
+    SLICES: tl.constexpr, ABREAST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr,
     PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Words, scales and zero points of a step, EACH blocks of each of ROWS tiles; the last tile may be read twice."""
+    """Words, scales and zero points of a block of each tile; the last tile may be read twice."""
     found = ()
     for r in tl.static_range(ROWS):
-        row = tl.minimum(tile + r, last).to(tl.int64)
-        for e in tl.static_range(EACH):
-            here = block + e * SLICES
-            found += ((
-                _load_words(w_ptr, row * blocks * 256, here, blocks, SLICES),
-                _load_groups(s_ptr, row * groups * 16, here, groups, SLICES, COLUMNS, GROUP, PARTS),
-                _load_groups(z_ptr, row * groups * 16, here, groups, SLICES, COLUMNS, GROUP, PARTS),
-            ),)  # fmt: skip
-    return found
-
-
-@triton.jit
-def _load_xs(
-    x_ptr, first, block, M, K, SLICES: tl.constexpr, EACH: tl.constexpr, TILES: tl.constexpr, COLUMNS: tl.constexpr
-):  # fmt: skip
-    found = ()
-    for e in tl.static_range(EACH):
-        found += (_load_x(x_ptr, first, block + e * SLICES, M, K, SLICES, TILES, COLUMNS),)
+        at = tile + r * ABREAST
+        found += ((
+            _load_words(w_ptr, at, last, block, blocks, SLICES, ABREAST),
+            _load_groups(s_ptr, at, last, block, groups, SLICES, ABREAST, COLUMNS, GROUP, PARTS),
+            _load_groups(z_ptr, at, last, block, groups, SLICES, ABREAST, COLUMNS, GROUP, PARTS),
+        ),)  # fmt: skip
     return found
 
 
 @triton.jit
 def _added_blocks(
     totals, w, xs,
-    SLICES: tl.constexpr, EACH: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr, BITS: tl.constexpr,
+    BATCH: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr, BITS: tl.constexpr,
     PARTS: tl.constexpr, ZEROS: tl.constexpr, HALF: tl.constexpr, PLAIN: tl.constexpr,
 ):  # fmt: skip
     found = ()
     for r in tl.static_range(ROWS):
-        total = totals[r]
-        for e in tl.static_range(EACH):
-            b = w[r * EACH + e]
-            total = _added(total, b[0], b[1], b[2], xs[e], SLICES, TILES, BITS, PARTS, ZEROS, HALF, PLAIN)
-        found += (total,)
-    return found
-
-
-@triton.jit
-def _shifted_by(queue, last):
-    """A queue without its first element, and with a new last one."""
-    found = ()
-    for i in tl.static_range(1, len(queue)):
-        found += (queue[i],)
-    found += (last,)
+        b = w[r]
+        found += (_added(totals[r], b[0], b[1], b[2], xs, BATCH, TILES, BITS, PARTS, ZEROS, HALF, PLAIN),)
     return found
 
 
 @triton.jit
 def _quantized(
     y_ptr, x_ptr, w_ptr, s_ptr, z_ptr, gate_w_ptr, gate_s_ptr, gate_z_ptr, bias_ptr, M, N, K, blocks, groups,
-    SLICES: tl.constexpr, EACH: tl.constexpr, AHEAD: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr,
+    SLICES: tl.constexpr, ABREAST: tl.constexpr, DEPTH: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr,
     BITS: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr, PLAIN: tl.constexpr,
 ):  # fmt: skip
     """``y[M, N] = x[M, K] @ w[N, K].T``, and a bias; with a gate, ``silu(x @ gate.T) * y``."""
     C: tl.constexpr = 512 // BITS
-    STEP: tl.constexpr = SLICES * EACH
+    BATCH: tl.constexpr = SLICES * ABREAST
     half: tl.constexpr = x_ptr.dtype.element_ty == tl.float16
     zeros: tl.constexpr = z_ptr is not None
     gated: tl.constexpr = gate_w_ptr is not None
-    tile, last = tl.program_id(0) * ROWS, tl.cdiv(N, 16) - 1
+    tile, last = tl.program_id(0) * (ROWS * ABREAST), tl.cdiv(N, 16) - 1
     first = tl.program_id(1) * 8 * TILES
     totals, w, g = (), (), ()  # type: Any, Any, Any
     for _ in tl.static_range(ROWS):
-        totals += (tl.zeros([SLICES, 2, 8, TILES, 4, 2], tl.float32),)
+        totals += (tl.zeros([BATCH, 2, 8, TILES, 4, 2], tl.float32),)
     gates = totals
-    for i in tl.static_range(AHEAD):
+    for d in tl.static_range(DEPTH):
         w += (_load_blocks(
-            w_ptr, s_ptr, z_ptr, tile, last, i * STEP, blocks, groups, SLICES, EACH, ROWS, C, GROUP, PARTS
+            w_ptr, s_ptr, z_ptr, tile, last, d * SLICES, blocks, groups, SLICES, ABREAST, ROWS, C, GROUP, PARTS
         ),)  # fmt: skip
         if gated:
             g += (_load_blocks(
-                gate_w_ptr, gate_s_ptr, gate_z_ptr, tile, last, i * STEP, blocks, groups,
-                SLICES, EACH, ROWS, C, GROUP, PARTS,
+                gate_w_ptr, gate_s_ptr, gate_z_ptr, tile, last, d * SLICES, blocks, groups,
+                SLICES, ABREAST, ROWS, C, GROUP, PARTS,
             ),)  # fmt: skip
-    xs = _load_xs(x_ptr, first, 0, M, K, SLICES, EACH, TILES, C)
-    for block in range(0, blocks, STEP):
-        # Ask for the next blocks, then work on these.
-        b = block + AHEAD * STEP
-        next_w = _load_blocks(
-            w_ptr, s_ptr, z_ptr, tile, last, b, blocks, groups, SLICES, EACH, ROWS, C, GROUP, PARTS
-        )  # fmt: skip
-        next_g = next_w
-        if gated:
-            next_g = _load_blocks(
-                gate_w_ptr, gate_s_ptr, gate_z_ptr, tile, last, b, blocks, groups,
-                SLICES, EACH, ROWS, C, GROUP, PARTS,
-            )  # fmt: skip
-        next_xs = _load_xs(x_ptr, first, block + STEP, M, K, SLICES, EACH, TILES, C)
-        totals = _added_blocks(totals, w[0], xs, SLICES, EACH, ROWS, TILES, BITS, PARTS, zeros, half, PLAIN)
-        w = _shifted_by(w, next_w)
-        if gated:
-            gates = _added_blocks(gates, g[0], xs, SLICES, EACH, ROWS, TILES, BITS, PARTS, zeros, half, PLAIN)
-            g = _shifted_by(g, next_g)
-        xs = next_xs
+    for start in range(0, blocks, DEPTH * SLICES):
+        # Work on the oldest block, and ask for another one in its registers. No register is copied: a copy would wait.
+        next_w, next_g = (), ()  # type: Any, Any
+        for d in tl.static_range(DEPTH):
+            block = start + d * SLICES
+            ahead = block + DEPTH * SLICES
+            xs = _load_x(x_ptr, first, block, M, K, SLICES, ABREAST, TILES, C)
+            totals = _added_blocks(totals, w[d], xs, BATCH, ROWS, TILES, BITS, PARTS, zeros, half, PLAIN)
+            next_w += (_load_blocks(
+                w_ptr, s_ptr, z_ptr, tile, last, ahead, blocks, groups, SLICES, ABREAST, ROWS, C, GROUP, PARTS
+            ),)  # fmt: skip
+            if gated:
+                gates = _added_blocks(gates, g[d], xs, BATCH, ROWS, TILES, BITS, PARTS, zeros, half, PLAIN)
+                next_g += (_load_blocks(
+                    gate_w_ptr, gate_s_ptr, gate_z_ptr, tile, last, ahead, blocks, groups,
+                    SLICES, ABREAST, ROWS, C, GROUP, PARTS,
+                ),)  # fmt: skip
+        w, g = next_w, next_g
     m = first + tl.arange(0, 8 * TILES)[None, :]
     for r in tl.static_range(ROWS):
-        n = (tile + r) * 16 + tl.arange(0, 16)[:, None]
-        y = tl.reshape(tl.sum(totals[r], 0), [16, 8 * TILES])
+        n = (tile + r * ABREAST) * 16 + tl.arange(0, 16 * ABREAST)[:, None]
+        y = tl.sum(tl.reshape(totals[r], [SLICES, 16 * ABREAST, 8 * TILES]), 0)
         if bias_ptr is not None:
             y += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)
         if gated:
-            z = tl.reshape(tl.sum(gates[r], 0), [16, 8 * TILES])
+            z = tl.sum(tl.reshape(gates[r], [SLICES, 16 * ABREAST, 8 * TILES]), 0)
             y *= z / (1 + tl.exp(-z))
         tl.store(y_ptr + m * N + n, y.to(y_ptr.dtype.element_ty), mask=(m < M) & (n < N))
 
@@ -367,7 +345,7 @@ def _dequantize(
     """The values ``[N, K]`` of a weight: 16 rows by SLICES blocks in a program."""
     columns: tl.constexpr = 512 // BITS
     rows, block = tl.program_id(0), tl.program_id(1) * SLICES
-    words = _load_words(w_ptr, rows.to(tl.int64) * blocks * 256, block, blocks, SLICES)
+    words = _load_words(w_ptr, rows, rows, block, blocks, SLICES, 1)
     t = _numbers(words, out_ptr.dtype.element_ty == tl.float16, BITS, PLAIN)
     if BITS == 4:
         value = tl.join(
@@ -741,11 +719,12 @@ def _into(
     tiles, blocks = words.shape[:2]
     how = LAUNCHES[next(most for most in LAUNCHES if most >= M)]
     if gate:
-        how |= {"EACH": 1, "ROWS": 1}  # a gate fills the registers of a second block
+        how |= {"ROWS": 1}  # a gate fills the registers of a second block
+    grid = -(-tiles // (how["ROWS"] * how["ABREAST"])), -(-M // (8 * how["TILES"]))
     launch(
-        _quantized, (-(-tiles // how["ROWS"]), -(-M // (8 * how["TILES"]))), out, flat, words, scales, zeros,
-        *_three(gate), bias, M, N, K, blocks, scales.shape[1], **how, PARTS=max(1, 512 // bits // (group or 2**30)),
-        num_warps=how["SLICES"], num_stages=1, **_constants(bits, group, x.device),
+        _quantized, grid, out, flat, words, scales, zeros, *_three(gate), bias, M, N, K, blocks, scales.shape[1],
+        **how, PARTS=max(1, 512 // bits // (group or 2**30)),
+        num_warps=how["SLICES"] * how["ABREAST"], num_stages=1, **_constants(bits, group, x.device),
     )  # fmt: skip
 
 

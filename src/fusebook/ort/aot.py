@@ -174,8 +174,9 @@ def _quantized(type_: int, pointer: str) -> Iterator[Spec]:
             how = LAUNCHES[rows]
             constants = {"BITS": bits, "GROUP": group, "PARTS": max(1, 512 // bits // group), "PLAIN": False}
             yield Spec(
-                f"QUANTIZED + {number}", type_, True, rows, how["ROWS"], "fusebook.kernels.quantized", "_quantized",
-                given | sizes, {**absent, **how, **constants}, how["SLICES"], sixteens=("K",), stages=1,
+                f"QUANTIZED + {number}", type_, True, rows, how["ROWS"] * how["ABREAST"], "fusebook.kernels.quantized",
+                "_quantized", given | sizes, {**absent, **how, **constants}, how["SLICES"] * how["ABREAST"],
+                sixteens=("K",), stages=1,
             )  # fmt: skip
 
 
