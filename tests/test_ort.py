@@ -426,7 +426,7 @@ def test_every_kernel_of_the_library_has_a_variant_for_every_size():
         specs = [spec for spec in aot.specs([name])]
         kinds = {spec.kind for spec in specs}
         assert {"KEYS", "SCAN", "FILL", "ATOMIC", "SORT", "SEGMENTS", "SOFTMAX_ROWS", "SOFTMAX_WIDE"} <= kinds
-        assert ("QUANTIZED + 11" in kinds) == (name in ("float16", "bfloat16"))
+        assert ("QUANTIZED + 23" in kinds) == (name in ("float16", "bfloat16"))
         assert ("ROUND" in kinds) == (name in ("float16", "bfloat16"))
         by = [(s.kind, s.type, s.aligned, s.limit) for s in specs]
         assert len(set(by)) == len(by)

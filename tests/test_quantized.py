@@ -9,7 +9,7 @@ import torch
 
 import fusebook
 from fusebook import PackedWeight, quantize, quantized_matmul, quantized_swiglu
-from fusebook.kernels import quantized
+from fusebook.kernels import _call, quantized
 
 HALVES = [torch.float16, torch.bfloat16]
 
@@ -101,18 +101,33 @@ def test_a_row_does_not_depend_on_others(device):
 
 
 @pytest.mark.parametrize(
-    "how", [{"DEPTH": 3}, {"ABREAST": 2}, {"ROWS": 2}, {"ROWS": 2, "ABREAST": 2, "DEPTH": 2}], ids=str
+    "how",
+    [{"DEPTH": 3}, {"ABREAST": 2, "EARLY": True}, {"ROWS": 2}, {"ROWS": 2, "ABREAST": 2, "DEPTH": 2, "EARLY": True}],
+    ids=str,
 )
 @pytest.mark.parametrize("M", [3, 16])
 def test_a_row_does_not_depend_on_the_launch(M, how, device, monkeypatch):
     packed = quantize(torch.randn(40, 700, device=device).half(), 8, 64, False)
     x, bias = torch.randn(M, 700, device=device).half(), torch.randn(40, device=device).half()
-    simple = {"SLICES": 4, "ABREAST": 1, "DEPTH": 1, "ROWS": 1, "TILES": -(-M // 8)}
-    monkeypatch.setattr(quantized, "LAUNCHES", {float("inf"): simple})
+    simple = {"SLICES": 4, "ABREAST": 1, "DEPTH": 1, "ROWS": 1, "TILES": -(-M // 8), "EARLY": False}
+    monkeypatch.setattr(quantized, "launch_config", lambda *_: dict(simple))
     want = quantized_matmul(x, packed, bias), quantized_swiglu(x, packed, packed)
-    monkeypatch.setattr(quantized, "LAUNCHES", {float("inf"): simple | how})
-    assert torch.equal(quantized_matmul(x, packed, bias), want[0])
-    assert torch.equal(quantized_swiglu(x, packed, packed), want[1])
+    monkeypatch.setattr(quantized, "launch_config", lambda *_: simple | how)
+    with _call.uncached():
+        assert torch.equal(quantized_matmul(x, packed, bias), want[0])
+        assert torch.equal(quantized_swiglu(x, packed, packed), want[1])
+
+
+def test_slices_do_not_depend_on_rows(device):
+    """A weight of 4 slices, and one of 8."""
+    for N, K in ((8192, 64), (16, 128)):
+        packed = PackedWeight.of_zeros(N, K, group=0, device=device)
+        packed.words.random_(-(2**31), 2**31 - 1)
+        packed.scales.fill_(0.5)
+        x = torch.randn(9, K, device=device).half()
+        whole = quantized_matmul(x, packed)
+        assert torch.equal(quantized_matmul(x[:1], packed), whole[:1])
+        assert quantized.slices_of(*packed.words.shape[:2]) == (4 if N == 8192 else 8)
 
 
 def test_strides_offsets_and_axes(device):
@@ -252,7 +267,8 @@ def refusals(device):
     zeros = torch.full((16, 1), 16, device=device)
     yield "zeros", lambda: PackedWeight.from_codes(codes, scales, zeros), ValueError, "from 0 to 15"
     yield "below", lambda: PackedWeight.from_codes(codes, scales, zeros - 17), ValueError, "got -1 to -1"
-    yield "device", lambda: quantized_matmul(x, packed.to("meta")), ValueError, "words.*meta"
+    for other in {"cpu", "meta"} - {device}:
+        yield "device", lambda other=other: quantized_matmul(x, packed.to(other)), ValueError, f"words.*{other}"
     yield "unlike", lambda: quantized_swiglu(x, packed, quantize(weight, 8)), ValueError, "quantize both alike"
     changes = {
         "words of shape": {"words": packed.words[:0]}, "scales of shape": {"group": 32}, "4 or 8": {"bits": 2},

@@ -31,13 +31,9 @@ __all__ = ["PackedWeight", "quantize", "quantized_matmul", "quantized_swiglu"]
 VERSION = 1
 #: More rows than these are multiplied by cuBLAS, after the weight was converted once.
 FEW_ROWS = 96
-#: Constants of the kernel, for so many rows of x and fewer. SLICES is one number, so that a row's bits are the same in
-#: all of them.
-LAUNCHES: dict[float, dict[str, int]] = {
-    8: {"SLICES": 4, "ABREAST": 1, "DEPTH": 2, "ROWS": 1, "TILES": 1},
-    16: {"SLICES": 4, "ABREAST": 2, "DEPTH": 2, "ROWS": 1, "TILES": 2},
-    float("inf"): {"SLICES": 4, "ABREAST": 1, "DEPTH": 2, "ROWS": 1, "TILES": 2},
-}
+#: A weight of fewer tiles, or of so many blocks in a tile, is cut into 8 slices, others into 4. It does not depend on
+#: the rows of x, so that the bits of a row do not either.
+MANY_TILES, MANY_BLOCKS = 512, 128
 
 # Codes to numbers ----------------------------------------------------------------------------------------------------
 #
@@ -146,9 +142,9 @@ def _numbers(words, HALF: tl.constexpr, BITS: tl.constexpr, PLAIN: tl.constexpr)
 #
 # A program owns ABREAST times ROWS tiles of the weight, of 16 rows each, and 8 * TILES rows of x. A warp takes every
 # SLICES-th block of columns of a tile, or of ROWS tiles, and adds up products in registers. Its next DEPTH blocks are
-# on their way meanwhile, each in registers of its own. At the end the sums of SLICES warps are added, so the bits of a
-# result depend on SLICES alone. The reshapes below name the bits of a lane: `row` 8 and `pair` 4 make 32 lanes. They
-# move nothing: the loads already have the layout that an mma asks for.
+# on their way meanwhile, each in registers of its own; with EARLY so is x. At the end the sums of SLICES warps are
+# added, so the bits of a result depend on SLICES alone. The reshapes below name the bits of a lane: `row` 8 and `pair`
+# 4 make 32 lanes. They move nothing: the loads already have the layout that an mma asks for.
 
 
 @triton.jit
@@ -284,7 +280,7 @@ def _added_blocks(
 def _quantized(
     y_ptr, x_ptr, w_ptr, s_ptr, z_ptr, gate_w_ptr, gate_s_ptr, gate_z_ptr, bias_ptr, M, N, K, blocks, groups,
     SLICES: tl.constexpr, ABREAST: tl.constexpr, DEPTH: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr,
-    BITS: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr, PLAIN: tl.constexpr,
+    EARLY: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr, PLAIN: tl.constexpr,
 ):  # fmt: skip
     """``y[M, N] = x[M, K] @ w[N, K].T``, and a bias; with a gate, ``silu(x @ gate.T) * y``."""
     C: tl.constexpr = 512 // BITS
@@ -294,7 +290,7 @@ def _quantized(
     gated: tl.constexpr = gate_w_ptr is not None
     tile, last = tl.program_id(0) * (ROWS * ABREAST), tl.cdiv(N, 16) - 1
     first = tl.program_id(1) * 8 * TILES
-    totals, w, g = (), (), ()  # type: Any, Any, Any
+    totals, w, g, xs = (), (), (), ()  # type: Any, Any, Any, Any
     for _ in tl.static_range(ROWS):
         totals += (tl.zeros([BATCH, 2, 8, TILES, 4, 2], tl.float32),)
     gates = totals
@@ -307,24 +303,28 @@ def _quantized(
                 gate_w_ptr, gate_s_ptr, gate_z_ptr, tile, last, d * SLICES, blocks, groups,
                 SLICES, ABREAST, ROWS, C, GROUP, PARTS,
             ),)  # fmt: skip
+        if EARLY:
+            xs += (_load_x(x_ptr, first, d * SLICES, M, K, SLICES, ABREAST, TILES, C),)
     for start in range(0, blocks, DEPTH * SLICES):
         # Work on the oldest block, and ask for another one in its registers. No register is copied: a copy would wait.
-        next_w, next_g = (), ()  # type: Any, Any
+        next_w, next_g, next_xs = (), (), ()  # type: Any, Any, Any
         for d in tl.static_range(DEPTH):
             block = start + d * SLICES
             ahead = block + DEPTH * SLICES
-            xs = _load_x(x_ptr, first, block, M, K, SLICES, ABREAST, TILES, C)
-            totals = _added_blocks(totals, w[d], xs, BATCH, ROWS, TILES, BITS, PARTS, zeros, half, PLAIN)
+            x = xs[d] if EARLY else _load_x(x_ptr, first, block, M, K, SLICES, ABREAST, TILES, C)
+            totals = _added_blocks(totals, w[d], x, BATCH, ROWS, TILES, BITS, PARTS, zeros, half, PLAIN)
             next_w += (_load_blocks(
                 w_ptr, s_ptr, z_ptr, tile, last, ahead, blocks, groups, SLICES, ABREAST, ROWS, C, GROUP, PARTS
             ),)  # fmt: skip
             if gated:
-                gates = _added_blocks(gates, g[d], xs, BATCH, ROWS, TILES, BITS, PARTS, zeros, half, PLAIN)
+                gates = _added_blocks(gates, g[d], x, BATCH, ROWS, TILES, BITS, PARTS, zeros, half, PLAIN)
                 next_g += (_load_blocks(
                     gate_w_ptr, gate_s_ptr, gate_z_ptr, tile, last, ahead, blocks, groups,
                     SLICES, ABREAST, ROWS, C, GROUP, PARTS,
                 ),)  # fmt: skip
-        w, g = next_w, next_g
+            if EARLY:
+                next_xs += (_load_x(x_ptr, first, ahead, M, K, SLICES, ABREAST, TILES, C),)
+        w, g, xs = next_w, next_g, next_xs
     m = first + tl.arange(0, 8 * TILES)[None, :]
     for r in tl.static_range(ROWS):
         n = (tile + r * ABREAST) * 16 + tl.arange(0, 16 * ABREAST)[:, None]
@@ -702,6 +702,19 @@ def _values_into(out: Tensor, packed: list[Tensor], N: int, K: int, bits: int, g
     launch(_dequantize, grid, out, words, scales, zeros, *sizes, SLICES=4, **_constants(bits, group, out.device))
 
 
+def slices_of(tiles: int, blocks: int) -> int:
+    """Warps that share the columns of a tile."""
+    return 4 if tiles >= MANY_TILES and blocks < MANY_BLOCKS else 8
+
+
+def launch_config(M: int, slices: int) -> dict[str, Any]:
+    """Constants of `_quantized` for so many rows of x: four or eight warps in a program, eight for more than 8 rows."""
+    if M <= 8:
+        return {"SLICES": slices, "ABREAST": 1, "DEPTH": 8 // slices, "ROWS": 1, "TILES": 1, "EARLY": True}
+    # Two tiles of the weight share x in registers, and two more in the L1 cache.
+    return {"SLICES": slices, "ABREAST": 8 // slices, "DEPTH": 1, "ROWS": 2, "TILES": 2, "EARLY": False}
+
+
 def _into(
     out: Tensor, x: Tensor, packed: list[Tensor], gate: list[Tensor], bias: Tensor | None,
     N: int, K: int, bits: int, group: int,
@@ -717,9 +730,9 @@ def _into(
     words, scales, zeros = _three(packed)
     assert words is not None and scales is not None
     tiles, blocks = words.shape[:2]
-    how = LAUNCHES[next(most for most in LAUNCHES if most >= M)]
+    how = launch_config(M, slices_of(tiles, blocks))
     if gate:
-        how |= {"ROWS": 1}  # a gate fills the registers of a second block
+        how |= {"DEPTH": 1, "ROWS": 1}  # a gate fills the registers of a second block
     grid = -(-tiles // (how["ROWS"] * how["ABREAST"])), -(-M // (8 * how["TILES"]))
     launch(
         _quantized, grid, out, flat, words, scales, zeros, *_three(gate), bias, M, N, K, blocks, scales.shape[1],

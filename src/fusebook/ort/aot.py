@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import pathlib
@@ -21,7 +22,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from fusebook.kernels._call import integer
-from fusebook.kernels.quantized import LAUNCHES
+from fusebook.kernels.quantized import MANY_BLOCKS, MANY_TILES, launch_config
 from fusebook.measure.machine import cache_folder
 from fusebook.ort.custom import C, beside, compile_c
 
@@ -41,6 +42,8 @@ _CONSTANTS = {
     "SORT_MINE": 4,
     "CHUNK": 32,
     "KEYS_BLOCK": 256,
+    "MANY_TILES": MANY_TILES,
+    "MANY_BLOCKS": MANY_BLOCKS,
 }
 # Softmax by rows: the width of a tile, its rows, its warps.
 _ROWS = (
@@ -161,21 +164,21 @@ def specs(types: Sequence[str]) -> Iterator[Spec]:
 
 
 def _quantized(type_: int, pointer: str) -> Iterator[Spec]:
-    """Matmuls with weights of few bits, for up to 8 rows of x, and for 16 at a time."""
+    """Matmuls with weights of few bits in 4 or 8 slices, for up to 8 rows of x, and for 16 at a time."""
     formats = [(bits, group, zeros) for bits in (4, 8) for group in (32, 64, 128) for zeros in (False, True)]
     sizes = dict.fromkeys(("M", "N", "K", "blocks", "groups"), "i32")
-    for number, (bits, group, zeros) in enumerate(formats):
+    for number, (slices, (bits, group, zeros)) in enumerate(itertools.product((4, 8), formats)):
         given = {"y_ptr": pointer, "x_ptr": pointer, "w_ptr": "*i32", "s_ptr": pointer, "bias_ptr": pointer}
         given |= {"z_ptr": "*i8"} if zeros else {}
         absent: dict[str, int | bool | None] = dict.fromkeys(
             ("gate_w_ptr", "gate_s_ptr", "gate_z_ptr", *(() if zeros else ("z_ptr",)))
         )
         for rows in (8, 16):
-            how = LAUNCHES[rows]
+            how = launch_config(rows, slices)
             constants = {"BITS": bits, "GROUP": group, "PARTS": max(1, 512 // bits // group), "PLAIN": False}
             yield Spec(
                 f"QUANTIZED + {number}", type_, True, rows, how["ROWS"] * how["ABREAST"], "fusebook.kernels.quantized",
-                "_quantized", given | sizes, {**absent, **how, **constants}, how["SLICES"] * how["ABREAST"],
+                "_quantized", given | sizes, {**absent, **how, **constants}, slices * how["ABREAST"],
                 sixteens=("K",), stages=1,
             )  # fmt: skip
 

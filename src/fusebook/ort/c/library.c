@@ -23,7 +23,7 @@ typedef struct {
 } Entry;
 
 enum { KEYS, SCAN, FILL, ATOMIC, ROUND, SORT, SEGMENTS, SOFTMAX_ROWS, SOFTMAX_WIDE, SOFTMAX_AXIS,
-       QUANTIZED /* and the eleven behind it: see quantized() */ };
+       QUANTIZED /* and the 23 behind it: see quantized() */ };
 
 #include "table.h" /* ENTRIES, ARCHITECTURES, TYPES, and the constants that plan and kernels must agree on */
 
@@ -441,6 +441,7 @@ static Status quantized(Kernel *kernel, void *context) {
     return refuse(api, ORT_NOT_IMPLEMENTED, "QuantizedMatMul: expected x and y at multiples of 16 bytes, got others; copy x");
   if ((status = begin(&run, api, context))) return status;
   int which = QUANTIZED + ((kernel->bits == 8) * 3 + (kernel->group == 64) + 2 * (kernel->group == 128)) * 2 + !!values[3];
+  if (tiles < MANY_TILES || blocks >= MANY_BLOCKS) which += 12; /* eight slices */
   const Entry *e = choose(&run, which, type_of(x->type), 1, M);
   int32_t m = M, n = N, k = K, b = blocks, g = groups;
   if (e) run.across = (unsigned)ceil_div(M, e->limit);
