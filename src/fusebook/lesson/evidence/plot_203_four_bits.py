@@ -302,8 +302,8 @@ LOG = (
     "Published, and not measured here: on one H200, Marlin takes 20.3 us for a weight of 8192 x 8192, 38.1 us for "
     "8192 x 16384 and 138.4 us for 8192 x 81920, which is 37 to 54 % of that GPU's bandwidth "
     "(https://github.com/tile-ai/TileOPs/issues/1874).",
-    "The package of ONNX Runtime 1.31 has its fpA_intB kernels for four bits in blocks of 32 alone, where the weight is "
-    "a constant of the graph. Groups of 128 take other kernels, whatever ORT_FPA_INTB_GEMM says.",
+    "The package of ONNX Runtime 1.31 has its fpA_intB kernels for four bits in blocks of 32 alone, where the weight "
+    "is a constant of the graph. Groups of 128 take other kernels, whatever ORT_FPA_INTB_GEMM says.",
     "ONNX Runtime gets the weight as an input of the graph, so that one session serves all values of it. tinygemm "
     "takes bfloat16 alone.",
 )
