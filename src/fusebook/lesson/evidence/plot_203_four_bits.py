@@ -299,9 +299,9 @@ LOG = (
     "the kernel, Triton does not see that they are multiples of 16, and loads one word at a time.",
     "The decode loop times a whole step in a CUDA graph, whose result is the input of the next one. Norms, rotary "
     "positions and attention over the cache are alike in all; `quantized_swiglu` computes gate and up in one launch.",
-    "Published, and not measured here: on one H200, Marlin takes 20.3 us for a weight of 8192 x 8192, 38.1 us for "
-    "8192 x 16384 and 138.4 us for 8192 x 81920, which is 37 to 54 % of that GPU's bandwidth "
-    "(https://github.com/tile-ai/TileOPs/issues/1874).",
+    "Times of Marlin are published, and not measured here: https://github.com/tile-ai/TileOPs/issues/1874. On one H200 "
+    "a weight of 8192 x 8192 takes 20.3 us, one of 8192 x 16384 38.1 us, and one of 8192 x 81920 138.4 us. That is 37 "
+    "to 54 % of the GPU's bandwidth.",
     "The package of ONNX Runtime 1.31 has its fpA_intB kernels for four bits in blocks of 32 alone, where the weight "
     "is a constant of the graph. Groups of 128 take other kernels, whatever ORT_FPA_INTB_GEMM says.",
     "ONNX Runtime gets the weight as an input of the graph, so that one session serves all values of it. tinygemm "
