@@ -779,8 +779,8 @@ CLAIMS = (
     ),
     Claim(
         "order-alone",
-        "Two eager runs that differ by the order of sequences alone are up to {order:.4f} apart, and a patched run is up "
-        "to {own:.4f} from eager.",
+        "Two eager runs that differ by the order of sequences alone are up to {order:.4f} apart, and a patched run is "
+        "up to {own:.4f} from eager.",
         _apart,
         "",
         _SMALL + ", bfloat16; largest distance from the first eager run",
@@ -857,7 +857,7 @@ LOG = (
     "mask* is an attention of the same code for which transformers makes no mask.",
     "Kernels are sorted by their names. In an eager step, those of norms, rotary embedding and MLP's product have the "
     "same names as other elementwise kernels, so they are not separate.",
-    "Two eager runs can give the same bits, so they show no spread. Another order of sequences changes sums over tokens "
-    "alone: every activation keeps its bits, and in a trial patched runs left the range of such runs. Another "
+    "Two eager runs can give the same bits, so they show no spread. Another order of sequences changes sums over "
+    "tokens alone: every activation keeps its bits, and in a trial patched runs left the range of such runs. Another "
     "implementation of attention rounds activations differently, as any kernel does, so one run has that.",
 )
