@@ -277,9 +277,9 @@ page.replacements()
 #
 # Fused kernels round less often, so results differ in the last bits, and in
 # 100 steps these differences grow. How much may they? As much as by rounding
-# alone. So we train a small Llama three times by eager PyTorch: as it is, with
-# the sequences of a batch in another order, and with attention by other
-# operations. Then we look how far patched runs leave the range of the three.
+# alone. So we train a small Llama three times by eager PyTorch. The second run
+# has the sequences of a batch in another order, and the third one computes
+# attention by other operations. How far do patched runs leave their range?
 #
 # Gradients are compared layer by layer with those in float64, before the first
 # step and after 100. Patched ones may be as far from these as eager's are.
