@@ -782,8 +782,7 @@ def test_on_a_gpu_a_lesson_with_several_inputs_times_its_steps(name, a_gpu):
     frame = page.frames["steps"]
     assert set(frame["step"]) == {*page.about.STEPS, "fusebook"} <= set(a_gpu)
     assert frame["correct"].all() and frame["gpu_us"].notna().all() and "peak_bytes" in frame
-    shown = {"training"} if name == "plot_305_training" else {"sweep"}
-    assert shown | {"steps"} <= set(page.frames.known) <= shown | {"steps", "rows"}, "nothing is replayed"
+    assert {"sweep", "steps"} <= set(page.frames.known) <= {"sweep", "steps", "rows"}, "nothing is replayed"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU that is there needs no other one")
