@@ -159,8 +159,9 @@ def test_wide_rows_across_are_copied(dtype, monkeypatch):
             kernels, "across_constants", lambda layout, *_: constants(layout, *_) if layout.sizes[2] <= 1000 else None
         )
     with _call.uncached():
-        x = torch.randn(2100, 260, device=DEVICE).to(dtype).mT
-        y = torch.softmax(torch.randn(260, 2100, device=DEVICE), 1).to(dtype)
+        rows = 260 if CUDA else 36
+        x = torch.randn(2100, rows, device=DEVICE).to(dtype).mT
+        y = torch.softmax(torch.randn(rows, 2100, device=DEVICE), 1).to(dtype)
         assert_softmax(x, 1)
         assert len(copied) == 1
         assert_softmax(x[:, :100], 1)  # these fit into registers
