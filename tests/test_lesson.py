@@ -42,6 +42,7 @@ WAITING = {
         *("descriptors-gain", "persistent-gain", "dependent-gain", "steps-correct", "no-spills", "views-reached"),
         "library-best-step",
     },
+    "plot_304_adamw": {"class-host", "kept-gain"},
 }
 
 
@@ -219,6 +220,14 @@ def test_a_marker_names_the_rows_where_the_width_is_not_enough():
         "(2.0x faster than step 1 at M = 11, N = 256), (2.0x slower than step 1 at M = 1, N = 256), "
         "(not measured at M = 2, N = 256)"
     )
+
+
+def test_a_marker_names_the_rows_of_a_matrix_and_takes_the_clock_of_the_lesson():
+    rows = [("one", "16x784", 3.0), ("two", "16x784", 2.0), ("one", "400x784", 8.0), ("two", "400x784", 2.0)]
+    frame = pd.DataFrame(rows, columns=["step", "shape", "end_to_end_us"]).assign(dtype="float32")
+    about = SimpleNamespace(STEPS=("one", "two"), DTYPES=("float32",), CLOCK="paid")
+    frames = type("", (dict,), {"about": about})(steps=frame)
+    assert _numbers.gain(frames, "two", "784", rows="400") == "(4.0x faster than one at M = 400, N = 784)"
 
 
 def test_the_first_step_of_each_operator_is_a_baseline():
@@ -502,6 +511,37 @@ def test_the_walk_in_groups_reads_fewer_strips():
 SIZES = {"M": 64, "K": 8, "N": 100}
 
 
+def test_a_lesson_on_launches_shows_end_to_end_times_and_bytes(replayed):
+    steps = lesson.open("plot_304_adamw")
+    text = steps.verdict().text
+    assert "of end-to-end time, the larger of CPU launch time and GPU time, at 10,000,000 elements in 1000" in text
+    assert "Fusebook allocates nothing beyond its inputs. The loop allocates at most 38.1 MiB" in text
+    assert "median end-to-end time" in steps.use().html and "x output" not in steps.use().html
+
+
+def test_a_step_in_place_is_checked_on_copies(replayed):
+    steps = lesson.open("plot_304_adamw")
+    given = steps.stress(300, 2)
+    before = [v.clone() for v in given[:4]]
+
+    def one(ps, gs, ms, vs, t, lr):
+        fusebook.adamw_step(ps, gs, ms, vs, step=t, lr=lr, weight_decay=0.1)
+        return *ps, *ms, *vs
+
+    assert "is correct on 300, float32" in steps.check(one, *given).text
+    assert all(torch.equal(a, b) for a, b in zip(before, given, strict=False))
+
+
+def test_a_read_and_a_write_of_one_kernel_are_those_of_the_card(replayed):
+    def loop(ps, gs, ms, vs, t, lr):
+        for p, g, m, v in zip(ps, gs, ms, vs, strict=True):
+            fusebook.adamw_step_eager([p], [g], [m], [v], t, lr, 0.9, 0.999, 1e-8, 0.1)
+
+    shown = lesson.open("plot_304_adamw").traffic(loop=loop, fused=7).text
+    assert shown.startswith("Counted: 20M elements. 8 kernels move M or more; one moves 7M. Predicted: 2.9x.")
+    assert "fused, one kernel: reads 4 M and writes 3 M" in shown
+
+
 def test_memory_is_counted_after_each_operation():
     op = OPS["linear_cross_entropy"]
 
@@ -652,6 +692,11 @@ def a_gpu(monkeypatch, replayed):
         monkeypatch.setitem(training.FRAMES, name, spec)
     for name in ("plot_201_gemm_concat", "plot_204_descriptors"):
         monkeypatch.setattr(evidence.load(name), "SHAPES", ((64, 64, 64), (128, 128, 128)))
+    monkeypatch.setattr(evidence.load("plot_304_adamw"), "SHAPES", ((3000, 1), (300, 7)))
+    frames = evidence.load("plot_304_adamw").FRAMES
+    for name in ("host", "walk", "billion"):
+        small = pd.DataFrame({"step": ["fusebook"], "us": 1.0})
+        monkeypatch.setitem(frames, name, dataclasses.replace(frames[name], function=lambda rows=small: rows))
     head = evidence.load("plot_108_chunked_head")
     monkeypatch.setattr(head, "SHAPES", ((37, 16, 1000),))
     rows = pd.DataFrame({"rows": [256, 1024, 8192], "gpu_us": 2.0, "peak_bytes": 2.0, "beyond": 1.0})
@@ -755,6 +800,7 @@ def test_a_page_that_is_run_for_its_counters_launches_its_steps_alone(a_gpu, mon
                 "pages/training_gradients",
             },
         ),
+        ("plot_304_adamw", {"adamw_step", *(f"pages/adamw_{name}" for name in ("steps", "host", "walk", "billion"))}),
     ],
 )
 def test_what_no_step_of_a_lesson_shows_is_recorded_too(name, files, a_gpu, tmp_path, monkeypatch):

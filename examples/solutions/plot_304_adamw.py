@@ -1,7 +1,7 @@
 """Solutions to the exercises of the page on an optimizer step in one launch.
 
-They import from nothing but PyTorch and Triton once fusebook has decided
-whether kernels are interpreted.
+They import only PyTorch and Triton once fusebook has decided whether kernels
+are interpreted.
 """
 
 import fusebook  # noqa: F401  before triton
@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-# 1. The decay shrinks the parameter, and the averages never see it.
+# 1. The decay shrinks the parameter, and the averages do not contain it.
 
 
 def decoupled(p, g, m, v, t, lr, decay):
@@ -21,16 +21,16 @@ def decoupled(p, g, m, v, t, lr, decay):
     return p - lr / (1 - 0.9**t) * m / root, m, v
 
 
-# 2. As many chunks as are begun: none where there is no number.
+# 2. The number of chunks is rounded up: none where there is no element.
 
 
 def pairs(sizes, block):
-    begun = [-(-n // block) for n in sizes]
-    rows = [(i, c) for i, count in enumerate(begun) for c in range(count)]
+    counts = [-(-n // block) for n in sizes]
+    rows = [(i, c) for i, count in enumerate(counts) for c in range(count)]
     return torch.tensor(rows).view(-1, 2)
 
 
-# 3. One number more to load, the same for all programs.
+# 3. One more element to load, the same for all programs.
 
 
 @triton.jit
@@ -40,7 +40,7 @@ def _clipped(
     m_ptr,
     v_ptr,
     norm_ptr,
-    most,
+    limit,
     N,
     keep,
     size,
@@ -50,7 +50,7 @@ def _clipped(
 ):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = i < N
-    factor = most / tl.load(norm_ptr)
+    factor = limit / tl.load(norm_ptr)
     g = tl.load(g_ptr + i, mask=inside)
     g *= tl.where(factor < 1, factor, 1.0)
     m = 0.9 * tl.load(m_ptr + i, mask=inside) + 0.1 * g
@@ -60,9 +60,9 @@ def _clipped(
     tl.store(p_ptr + i, p, mask=inside)
 
 
-def clipped(p, g, m, v, norm, most, t, lr):
+def clipped(p, g, m, v, norm, limit, t, lr):
     p, N = p.clone(), p.numel()
-    numbers = 1 - lr * 0.01, lr / (1 - 0.9**t), (1 - 0.999**t) ** 0.5, 1e-8
+    shared = 1 - lr * 0.1, lr / (1 - 0.9**t), (1 - 0.999**t) ** 0.5, 1e-8
     grid = (triton.cdiv(N, 1024),)
-    _clipped[grid](p, g, m, v, norm, most, N, *numbers, BLOCK=1024)
+    _clipped[grid](p, g, m, v, norm, limit, N, *shared, BLOCK=1024)
     return p

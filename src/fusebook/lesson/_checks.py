@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -156,10 +156,29 @@ class _Traffic(TorchDispatchMode):
         return a.numel() * max(1, a.itemsize // self.itemsize) if a.is_floating_point() else a.numel()
 
 
+def units(op: Op, unit: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The sizes whose product is the unit of a count of elements, and what a reader sees instead of each."""
+    return dict(unit) if unit else {name: name for name, value in op.edges[0].items() if isinstance(value, int)}
+
+
 def traffic(
-    op: Op, function: Callable[..., Any], dtype: torch.dtype
+    op: Op,
+    function: Callable[..., Any],
+    dtype: torch.dtype,
+    unit: Mapping[str, str] | None = None,
+    taking: Callable[..., Sequence[Any]] | None = None,
 ) -> tuple[list[tuple[str, str, str]], str, list[tuple[int, int]], int]:
     """Count what a function moves, on the meta device, which has shapes and no memory.
+
+    Parameters
+    ----------
+    op : Op
+    function : callable
+    dtype : torch.dtype
+    unit : mapping of str to str, optional
+        As `units` takes it; all others of its sizes are those of the card's first edge.
+    taking : callable, optional
+        From the card's inputs to the arguments of `function`.
 
     Returns
     -------
@@ -172,18 +191,20 @@ def traffic(
     int
         Elements of the unit, which is the product of all sizes.
     """
-    names = [name for name, value in op.edges[0].items() if isinstance(value, int)]
-    dims = dict(zip(names, _PRIMES, strict=False))
+    letters = units(op, unit)
+    dims = dict(zip(letters, _PRIMES, strict=False))
     made = op.make(inputs.generator(0, "cpu"), dtype, **{**op.edges[0], **dims})
     shapes = [v.to("meta") if isinstance(v, torch.Tensor) else v for v in made]
+    shapes = [*taking(*shapes)] if taking else shapes
     with _Traffic(dtype.itemsize) as counted:
         function(*shapes)
     seen = counted.seen
-    unit = int(np.prod(list(dims.values())))
+    product = int(np.prod(list(dims.values())))
 
     def written(count: int) -> str:
         said = []
-        for name, size in [("".join(names), unit), *sorted(dims.items(), key=lambda item: -item[1])]:
+        by_size = sorted(((letters[name], size) for name, size in dims.items()), key=lambda item: -item[1])
+        for name, size in [("".join(letters.values()), product), *by_size]:
             many, count = divmod(count, size)
             said += [f"{many if many > 1 else ''}{name}"] if many else []
         return " + ".join([*said, *([str(count)] if count else [])])
@@ -191,11 +212,16 @@ def traffic(
     steps = [(name, written(read), written(write)) for name, read, write in seen]
     total = written(sum(read + write for _, read, write in seen))
     total = re.sub(r" \+ \d+$", "", total)  # without a few elements that belong to no row
-    return steps, total, [(read, write) for _, read, write in seen], unit
+    return steps, total, [(read, write) for _, read, write in seen], product
 
 
 def predicted(
-    op: Op, eager: Callable[..., Any], fused: float, dtype: torch.dtype
+    op: Op,
+    eager: Callable[..., Any],
+    fused: float,
+    dtype: torch.dtype,
+    unit: Mapping[str, str] | None = None,
+    taking: Callable[..., Sequence[Any]] | None = None,
 ) -> tuple[float, list[tuple[str, int, int]], str]:
     """What a fused kernel saves by the count of elements, against what the card states.
 
@@ -204,23 +230,23 @@ def predicted(
     ValueError
         Where the count of the eager code, or `fused`, is not what the card states.
     """
-    steps, total, counted, unit = traffic(op, eager, dtype)
-    names = [name for name, value in op.edges[0].items() if isinstance(value, int)]
-    dims = {**op.edges[0], **dict(zip(names, _PRIMES, strict=False))}
+    steps, total, counted, one = traffic(op, eager, dtype, unit, taking)
+    dims = {**op.edges[0], **dict(zip(units(op, unit), _PRIMES, strict=False))}
     least, first = op.cost(dtype.itemsize, **dims), next(iter(op.variants.values()))
     stated = first.cost(dtype.itemsize, **dims) if first.cost else least
     moved = sum(read + write for read, write in counted)
     known, most = ((cost.read + cost.write) / dtype.itemsize for cost in (least, stated))
-    if round(moved / unit) != round(most / unit):  # cards leave out what rows add
+    if round(moved / one) != round(most / one):  # cards leave out what rows add
         raise ValueError(f"page.traffic: counted {moved} elements, the card states {most:.0f}")
-    if round(known / unit) != fused:
-        raise ValueError(f"page.traffic: expected fused={round(known / unit)}, got {fused:g}")
+    if round(known / one) != fused:
+        raise ValueError(f"page.traffic: expected fused={round(known / one)}, got {fused:g}")
     bars = [
-        (name, round(read / unit), round(write / unit))
+        (name, round(read / one), round(write / one))
         for (name, _, _), (read, write) in zip(steps, counted, strict=True)
-        if read + write > unit / 2
+        if read + write > one / 2
     ]
-    return round(moved / unit) / fused, bars, total
+    bars.append(("one kernel", round(least.read / dtype.itemsize / one), round(least.write / dtype.itemsize / one)))
+    return round(moved / one) / fused, bars, total
 
 
 def plain(function: Callable[..., Any]) -> list[Any]:

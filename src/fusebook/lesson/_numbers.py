@@ -34,11 +34,13 @@ MARKER = re.compile(
 #: What a reader sees instead of the name of a variant.
 _SAID = {
     "eager": "eager PyTorch",
+    "loop": "the loop",
     "Liger (of a copy)": "Liger",
     "two + cat": "a concat of two matmuls",
     "cat + one": "a concat and one matmul",
     "packed": "one matmul of packed weights",
     "views": "two matmuls into views",
+    "fusebook steps": "single fused steps",
 }
 
 
@@ -94,10 +96,11 @@ def gain(
     at = f"at {f'M = {rows}, ' if rows else ''}N = {width}"
     at += f" in {dtype}" if dtype and dtype not in special else ", warm" if dtype == "warm" else ""
     first = frames.about.DTYPES[0]
-    dtype, column = (first, special[dtype]) if dtype in special else (dtype or first, "gpu_us")
-    shape = f"{rows}x.*" if rows else ".*"
+    clock = tables.column(getattr(frames.about, "CLOCK", "cold"))
+    dtype, column = (first, special[dtype]) if dtype in special else (dtype or first, clock)
+    shape = rf"{rows}x(.*x)?{width}" if rows else f".*x{width}"
     try:
-        found = tables.where(frames["steps"], dtype=dtype, shape=lambda s: s.str.fullmatch(rf"{shape}x{width}"))
+        found = tables.where(frames["steps"], dtype=dtype, shape=lambda s: s.str.fullmatch(shape))
     except NotRecorded:
         return f"(not measured {at})"
     if column not in found:
@@ -203,7 +206,8 @@ def library_lines(op: Op) -> int:
 def code_of(op: Op, about: Any, steps: Mapping[str, Callable[..., Any]]) -> list[Any]:
     """What decides the times of steps: each step, those of the evidence, the library's, the sizes and the dtypes."""
     libraries = [operator.variants["fusebook"].run for operator, _, _ in by_operator(op, about, steps)]
-    return [*steps.values(), *about.EXTRA_STEPS.values(), *libraries, about.SHAPES, about.DTYPES]
+    timed = [about.timed] if hasattr(about, "timed") else []
+    return [*steps.values(), *about.EXTRA_STEPS.values(), *libraries, *timed, about.SHAPES, about.DTYPES]
 
 
 def counted(op: Op, about: Any, name: str, steps: Mapping[str, Callable[..., Any]], page: str) -> pd.DataFrame:
@@ -223,21 +227,21 @@ def counted(op: Op, about: Any, name: str, steps: Mapping[str, Callable[..., Any
 # The verdict, and when to use the library -----------------------------------------------------------------------------
 
 
-def _point(frame: pd.DataFrame, example: Mapping[str, Any]) -> pd.DataFrame:
+def _point(frame: pd.DataFrame, example: Mapping[str, Any], kind: str = "cold") -> pd.DataFrame:
     """The rows of the example; where it was not measured, of the largest size that most implementations have."""
     rows = tables.where(frame, **example)
     if rows["variant"].eq("fusebook").any():
         return rows
-    timed = tables.timed(frame, "cold")
+    timed = tables.timed(frame, kind)
     sizes = tables.label(timed) + timed["dtype"]
     many = sizes.map(sizes.value_counts())
     best = timed.assign(size=sizes)[many == many.max()].sort_values("roof_us")["size"].iloc[-1]
     return timed[sizes == best]
 
 
-def _against(op: Op, frame: pd.DataFrame, *groups: str) -> pd.Series:
-    """The GPU time of Fusebook over that of the fastest implementation of some groups, by size and dtype."""
-    return tables.behind(verdicts.compared(op, frame, groups))["times as long"]
+def _against(op: Op, frame: pd.DataFrame, *groups: str, kind: str = "cold") -> pd.Series:
+    """The time of Fusebook over that of the fastest implementation of some groups, by size and dtype."""
+    return tables.behind(verdicts.compared(op, frame, groups), kind=kind)["times as long"]
 
 
 def _libraries(op: Op, frame: pd.DataFrame, timed: bool = False) -> list[str]:
@@ -268,7 +272,13 @@ def _many(frame: pd.DataFrame) -> str:
 
 def legend(variants: Sequence[str], libraries: Sequence[str]) -> str:
     """What the names in a verdict mean."""
-    meant = {"eager": "eager is one PyTorch operation after another", "torch": "torch is PyTorch's own function"}
+    meant = {
+        "eager": "eager is one PyTorch operation after another",
+        "torch": "torch is PyTorch's own function",
+        "loop": "the loop has one PyTorch operation after another for each tensor",
+        "foreach": "foreach and fused=True are options of torch.optim.AdamW",
+        "eager in a graph": "a graph is a CUDA graph, captured before",
+    }
     found = [text for name, text in meant.items() if name in variants]
     if libraries:
         kind = "libraries of kernels" if len(libraries) > 1 else "a library of kernels"
@@ -277,10 +287,19 @@ def legend(variants: Sequence[str], libraries: Sequence[str]) -> str:
     return f"{text[:1].upper()}{text[1:]}." if text else ""
 
 
-def verdict(op: Op, frame: pd.DataFrame, example: Mapping[str, Any], words: str = "") -> tuple[list[str], Shown | None]:
+#: What a clock is called in a verdict, and in the caption of its bars.
+_CLOCKS = {
+    "cold": ("GPU time", "GPU time of {at} (cold L2 cache)"),
+    "paid": ("end-to-end time, the larger of CPU launch time and GPU time,", "End-to-end time of {at}"),
+}
+
+
+def verdict(
+    op: Op, frame: pd.DataFrame, example: Mapping[str, Any], words: str = "", kind: str = "cold"
+) -> tuple[list[str], Shown | None]:
     """Three sentences on time, on all sizes and on memory; and the times of one size, in `words`, as bars."""
-    gpu = "gpu_us"
-    point = tables.timed(_point(frame, example), "cold").drop_duplicates("variant").set_index("variant")
+    gpu, (clock, title) = tables.column(kind), _CLOCKS[kind]
+    point = tables.timed(_point(frame, example, kind), kind).drop_duplicates("variant").set_index("variant")
     if "fusebook" not in point.index:
         return ["Not measured."], None
     own: Any = point.loc["fusebook"]
@@ -289,10 +308,11 @@ def verdict(op: Op, frame: pd.DataFrame, example: Mapping[str, Any], words: str 
     others = point.drop(index="fusebook")[gpu].sort_values()
     longer = ", ".join(f"{said([str(name)])} {us / own[gpu]:.3g}" for name, us in others.items())
     lines = [
-        f"**Time.** `fusebook.{op.name}` takes **{microseconds(own[gpu])}** of GPU time at {at}. "
+        f"**Time.** `fusebook.{op.name}` takes **{microseconds(own[gpu])}** of {clock} at {at}. "
         f"Others take this many times as long: {longer}."
     ]
-    torchs, libraries = _against(op, frame, "torch", "torch.compile"), _against(op, frame, "libraries")
+    torchs = _against(op, frame, "torch", "torch.compile", kind=kind)
+    libraries = _against(op, frame, "libraries", kind=kind)
     many = _many(frame)
     compiles = any(way.recompiles for way in op.variants.values())
     other = "the faster of torch and torch.compile" if compiles else "the fastest code of torch"
@@ -304,11 +324,11 @@ def verdict(op: Op, frame: pd.DataFrame, example: Mapping[str, Any], words: str 
         fastest = said(names) if len(names) == 1 else f"the faster of {said(names)}"
         text += " " + _pace(libraries, "all of these" if len(libraries) == len(torchs) else some, fastest)
     lines.append(f"{text} Times within 2 % count as equal.")
-    lines.append(f"**Memory.** {_memory_of(frame, 'fusebook')} {_memory_of(frame, next(iter(op.variants)))}")
+    lines.append(f"**Memory.** {_memory_of(op, frame, 'fusebook')} {_memory_of(op, frame, next(iter(op.variants)))}")
     bars = {**others.sort_values(ascending=False), "Fusebook": own[gpu]}
-    bars |= {"a copy": own["copy_us"]} if own["zone"] != "compute" else {}
+    bars |= {"a copy": own["copy_us"]} if own["zone"] != "compute" and kind == "cold" else {}
     meant = legend([*others.index], _libraries(op, frame, timed=True))
-    caption = f"GPU time of {at} (cold L2 cache). {meant}"
+    caption = f"{title.format(at=at)}. {meant}"
     return lines, picture.bars(caption, bars, {n: microseconds(us) for n, us in bars.items()}, ["Fusebook"])
 
 
@@ -324,13 +344,24 @@ def _large(frame: pd.DataFrame, variant: str) -> pd.DataFrame:
     return tables.where(rows, zone="memory") if rows["zone"].eq("memory").any() else rows
 
 
-def _memory_of(frame: pd.DataFrame, variant: str, name: str = "", output: str = "the output") -> str:
+def _held(op: Op, frame: pd.DataFrame, variant: str) -> float | None:
+    """Bytes at most, of an operator that works in place, or whose outputs are small next to its workspace."""
+    rows = _large(frame, variant)
+    if op.variants["fusebook"].in_place:
+        return float(rows["peak_bytes"].max())
+    return float((rows["peak_bytes"] - rows["write_bytes"]).max()) if _extra(frame, "fusebook") > 10 else None
+
+
+def _memory_of(op: Op, frame: pd.DataFrame, variant: str, name: str = "", output: str = "the output") -> str:
     rows = _large(frame, variant)
     ratio, beyond = _extra(frame, variant), float((rows["peak_bytes"] - rows["write_bytes"]).max())
     name = name or ("Fusebook" if variant == "fusebook" else _SAID.get(variant, variant))
     name = name[:1].upper() + name[1:]
     if ratio != ratio:
         return f"{name}: not measured."
+    if (held := _held(op, frame, variant)) is not None:
+        place = "its inputs" if op.variants["fusebook"].in_place else f"inputs and {output.removeprefix('the ')}"
+        return f"{name} allocates {f'at most {_bytes(held)}' if held else 'nothing'} beyond {place}."
     if ratio < 1.02:
         return f"{name} allocates {output} and {f'at most {_bytes(beyond)} more' if beyond > 0 else 'nothing else'}."
     return f"{name} allocates {ratio:.1f} times {output}."
@@ -340,7 +371,16 @@ def _bytes(count: float) -> str:
     return f"{count / 2**20:.3g} MiB" if count >= 2**20 else f"{count / 2**10:.3g} KiB"
 
 
-def choices(op: Op, frame: pd.DataFrame) -> pd.DataFrame:
+def _most(op: Op, frame: pd.DataFrame, variants: Sequence[str]) -> str:
+    """The peak memory of those of some implementations that take most: outputs, or bytes beyond them."""
+    found = [variant for variant in variants if _extra(frame, variant) == _extra(frame, variant)]
+    held = [_held(op, frame, variant) for variant in found]
+    if not found or None in held:
+        return f"{max(_extra(frame, variant) for variant in found):.1f} x output" if found else ""
+    return _bytes(most) if (most := max(value for value in held if value is not None)) else "nothing"
+
+
+def choices(op: Op, frame: pd.DataFrame, clock: str = "cold") -> pd.DataFrame:
     """Three choices with time and memory: Fusebook, the libraries, torch."""
     libraries = _libraries(op, frame)
     named = {
@@ -356,18 +396,20 @@ def choices(op: Op, frame: pd.DataFrame) -> pd.DataFrame:
             table = found[kind]
             own, least = table[groups].min(axis=1), table[[*verdicts.GROUPS, "ours"]].min(axis=1)
             row[title] = f"{int((own <= (1 + tables.WITHIN) * least).sum())} of {own.notna().sum()}"
-        cold = found["cold"]
-        row["median GPU time"] = times(float((cold[groups].min(axis=1) / cold["ours"]).median()))
+        table = found[clock]
+        of = "GPU" if clock == "cold" else "end-to-end"
+        row[f"median {of} time"] = times(float((table[groups].min(axis=1) / table["ours"]).median()))
         variants = ["fusebook"] if groups == ["ours"] else libraries if groups == ["libraries"] else groups
-        most = [ratio for variant in variants if (ratio := _extra(frame, variant)) == ratio]
-        row["peak memory"] = f"{max(most):.1f} x output" if most else ""
+        if variants is groups and "torch" not in op.variants:
+            variants = [name for name in [*op.variants][1:] if verdicts.group(op, name) in groups]
+        row["peak memory"] = _most(op, frame, variants)
         rows[name] = row
     return pd.DataFrame.from_dict(rows, orient="index")
 
 
-def limits(op: Op, frame: pd.DataFrame, gradient: pd.DataFrame | None) -> list[str]:
+def limits(op: Op, frame: pd.DataFrame, gradient: pd.DataFrame | None, kind: str = "cold") -> list[str]:
     """When not to use the library: where another is faster, and where the launch decides; memory of its gradient."""
-    everything = _against(op, frame, *verdicts.GROUPS)
+    everything = _against(op, frame, *verdicts.GROUPS, kind=kind)
     lost = everything[everything > 1 + tables.WITHIN].sort_values(ascending=False)
     many = _many(frame)
     told = f"No other implementation is more than 2 % faster at any of {len(everything)} recorded {many}."
@@ -375,7 +417,8 @@ def limits(op: Op, frame: pd.DataFrame, gradient: pd.DataFrame | None) -> list[s
         told = f"**Do not use it** where another implementation is faster: at {len(lost)} of {len(everything)} {many}."
     said = [told]
     if len(lost):
-        behind = tables.behind(verdicts.compared(op, frame, verdicts.GROUPS)).loc[lost.index[:2]].reset_index()
+        behind = tables.behind(verdicts.compared(op, frame, verdicts.GROUPS), kind=kind)
+        behind = behind.loc[lost.index[:2]].reset_index()
         places = zip(behind["label"], behind["dtype"], behind["best other"], behind["times as long"], strict=True)
         worst = [
             f"{size.replace('x', ' x ')} in {dtype} ({other} is {times(ratio)} faster)"
@@ -383,13 +426,13 @@ def limits(op: Op, frame: pd.DataFrame, gradient: pd.DataFrame | None) -> list[s
         ]
         said.append(f"It loses most at {' and '.join(worst)}.")
     launch = [tables.where(frame, variant=name, status="ok")["launch_us"].median() for name in ("fusebook", "torch")]
-    if launch == [us for us in launch if us == us]:
+    if kind == "cold" and launch == [us for us in launch if us == us]:
         said.append(
             f"**Small inputs:** the CPU takes {launch[0]:.1f} us to launch a call (torch: {launch[1]:.1f} us). "
             "Where that takes longer than the kernel, a faster kernel makes no call faster."
         )
     if gradient is not None:
-        said.append(f"**Memory:** {_memory_of(gradient, 'fusebook', 'its backward pass', 'the gradient')}")
+        said.append(f"**Memory:** {_memory_of(op, gradient, 'fusebook', 'its backward pass', 'the gradient')}")
     return said
 
 

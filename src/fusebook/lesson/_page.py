@@ -27,6 +27,7 @@ from fusebook.lesson.evidence import Frames, Measured, Recorded
 from fusebook.measure import inputs, machine
 from fusebook.page import _place, show
 from fusebook.page.claims import Claim, Claims, exercise
+from fusebook.page.counters import counters
 from fusebook.page.results import NoResults, measured, results, study
 from fusebook.page.show import Shown
 
@@ -153,9 +154,8 @@ class Page:
     @_or_banner
     def verdict(self) -> Shown:
         """The box: time at one size, over all sizes, and memory."""
-        lines, bars = _numbers.verdict(
-            self.op, self._everything(), self.about.EXAMPLE, getattr(self.about, "WORDS", "")
-        )
+        words, kind = getattr(self.about, "WORDS", ""), getattr(self.about, "CLOCK", "cold")
+        lines, bars = _numbers.verdict(self.op, self._everything(), self.about.EXAMPLE, words, kind)
         links = [
             (f"fusebook.{self.op.name}", "api"),
             ("evidence", f"evidence/{self.name}"),
@@ -198,13 +198,13 @@ class Page:
             The code, by its name.
         """
         ((name, function),) = eager.items()
-        gain, steps, total = _checks.predicted(self.op, function, fused, getattr(torch, self.about.DTYPES[0]))
-        unit = "".join(key for key, value in self.op.edges[0].items() if isinstance(value, int))
-        half = [("one kernel", fused / 2, fused / 2)]
+        sizes, dtype = getattr(self.about, "UNIT", None), getattr(torch, self.about.DTYPES[0])
+        gain, steps, total = _checks.predicted(self.op, function, fused, dtype, sizes, self._taking)
+        unit = "".join(_checks.units(self.op, sizes).values())
         return pictures.segments(
-            f"Counted: {total} elements. {len(steps)} kernels move {unit} or more; one moves {fused:g}{unit}. "
+            f"Counted: {total} elements. {len(steps) - 1} kernels move {unit} or more; one moves {fused:g}{unit}. "
             f"Predicted: {gain:.1f}x.",
-            {name: steps, "fused": half},
+            {name: steps[:-1], "fused": steps[-1:]},
             unit,
         )._now()
 
@@ -227,6 +227,14 @@ class Page:
             inputs.generator(seed), dtype, **{**self.op.edges[0], **dict(zip(names, taken, strict=True))}
         )
         return made[0] if len(made) == 1 else made
+
+    def _taking(self, *given: Any) -> Sequence[Any]:
+        """The arguments of a step, from the card's inputs."""
+        return given
+
+    def _outputs(self, got: Any, *given: Any) -> Any:
+        """The card's outputs, from the result of a step and from the card's inputs."""
+        return got
 
     def check(self, function: Callable[..., Any], *given: Any) -> Shown:
         """Whether a function is correct: its error against float64, and the tolerance.
@@ -321,7 +329,7 @@ class Page:
         extra = self._extra(steps) if _recording() else {}
 
         def measured_steps() -> pd.DataFrame:
-            return _numbers.measured_steps(self.op, self.about, steps, extra)
+            return self._measured(steps, extra)
 
         code_of = _numbers.code_of(self.op, self.about, steps)
         frame = measured(spec.name, measured_steps, by_device=True, code_of=code_of)
@@ -335,6 +343,12 @@ class Page:
         caption += "; empty: not measured" if wide.drop(columns="lines").isna().any(axis=None) else ""
         return show.table(wide, f"{caption}; {_numbers.origin(frame)}", fold=False)
 
+    def _measured(
+        self, steps: Mapping[str, Callable[..., Any]], extra: Mapping[str, Callable[..., Any]]
+    ) -> pd.DataFrame:
+        """What this run measures of the steps."""
+        return _numbers.measured_steps(self.op, self.about, steps, extra)
+
     def _staircase(self, frame: pd.DataFrame, steps: Mapping[str, Callable[..., Any]]) -> tuple[pd.DataFrame, str]:
         """The table of the steps, and what it shows."""
         wide = _numbers.staircase(self.op, self.about, frame, steps)
@@ -347,6 +361,9 @@ class Page:
     def _count(self, steps: Mapping[str, Callable[..., Any]]) -> pd.DataFrame:
         script = getattr(sys.modules["__main__"], "__file__", "") or ""
         name = self.about.FRAMES["counters"].name
+        if hasattr(self.about, "to_count"):
+            to_count = functools.partial(self.about.to_count, steps)
+            return counters(name, to_count, script, _numbers.code_of(self.op, self.about, steps))
         return _numbers.counted(self.op, self.about, name, {**steps, **self._extra(steps)}, script)
 
     def table(self, frame: pd.DataFrame, caption: str) -> Shown:
@@ -372,8 +389,8 @@ class Page:
         """When to use the library: a table of three choices, where it loses, and how to install it."""
         frame = self._everything()
         made = show.table(
-            _numbers.choices(self.op, frame),
-            "Sizes at which each is the fastest or within 2 % of it; median GPU time, Fusebook = 1; peak memory",
+            _numbers.choices(self.op, frame, getattr(self.about, "CLOCK", "cold")),
+            "Sizes at which each is the fastest or within 2 % of it; median time, Fusebook = 1; peak memory",
             fold=False,
         )
         gradient = f"{self.op.name}_backward"
@@ -381,6 +398,7 @@ class Page:
             self.op,
             frame,
             self.frames.of(gradient) if gradient in self.about.OPERATORS and self.frames.replay else None,
+            getattr(self.about, "CLOCK", "cold"),
         )
         install = _numbers.install()
         return Shown(

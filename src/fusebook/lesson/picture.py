@@ -19,6 +19,7 @@ __all__ = [
     "rows",
     "segments",
     "shared_row",
+    "table",
     "tile",
     "walk",
 ]
@@ -176,6 +177,41 @@ def shared_row(programs: int) -> Shown:
     told.append("and writes its own part of the result")
     caption = f"{programs} programs share one row. The only data they exchange is {programs} pairs of numbers."
     return _drawing(caption, told, 158, parts)
+
+
+def table(sizes: Sequence[int], block: int) -> Shown:
+    """Programs that find their tensor in a table: one for each chunk of a list of tensors.
+
+    Parameters
+    ----------
+    sizes : sequence of int
+        Elements of each tensor.
+    block : int
+        Elements of a chunk.
+    """
+    chunks = [(i, c) for i, size in enumerate(sizes) for c in range(-(-size // block))]
+    step, left, right = 24.0, 92.0, 308.0
+    height = 24 + step * len(chunks)
+    parts = [_text(left + 45, 12, "chunks", "middle"), _text(left + 150, 12, "table", "middle")]
+    parts.append(_text((right + _WIDTH) / 2, 12, "tensors in memory", "middle"))
+    scale, told = (_WIDTH - right - 4) / max(sizes), []
+    rows = {i: 20 + (height - 24) * (i + 0.5) / len(sizes) - 9 for i in range(len(sizes))}
+    for i, size in enumerate(sizes):
+        parts.append(_box(left + 112, rows[i], 76, 18, _AMBER))
+        parts.append(_text(left + 150, rows[i] + 13, f"{i}: N, p, g, ..", "middle"))
+        parts.append(_arrow(left + 188, rows[i] + 9, right - 2, rows[i] + 9))
+        for c in range(-(-size // block)):
+            wide = min(block, size - c * block)
+            parts.append(_box(right + scale * c * block, rows[i], scale * wide, 18, _BLUE))
+            parts.append(_text(right + scale * (c * block + wide / 2), rows[i] + 13, str(c), "middle"))
+    for program, (i, c) in enumerate(chunks):
+        y = 20 + step * program
+        parts.append(_text(left - 8, y + 13, f"program {program}", "end"))
+        parts += [_box(left, y, 90, 18, _BLUE), _text(left + 45, y + 13, f"tensor {i}, {c}", "middle")]
+        parts.append(_arrow(left + 90, y + 9, left + 110, rows[i] + 9))
+        told.append(f"program {program} steps chunk {c} of tensor {i}")
+    caption = f"A program for each chunk of {block} elements. It reads its chunk's tensor, and that tensor's addresses."
+    return _drawing(caption, told, height, parts)
 
 
 def operand(lane: int) -> Shown:

@@ -17,12 +17,19 @@ PAGE
     The class of its page, where that is not `fusebook.lesson.Page`.
 LOOK
     What is noted of the compiled kernel of a step, where that is more than `fusebook.measure.bench.staircase` does.
+CLOCK
+    Optional: the clock of the verdict, of its figure and of the gains: ``cold``, or ``paid``, end-to-end time.
 WARM
     Whether calls of the steps in a row are timed, too.
+UNIT
+    Optional: the sizes whose product is the unit of counted elements, and a letter for each, for the page's reader.
 EXTRA_STEPS
     Steps that only the evidence shows: functions from the lesson's steps to one more, or to None where it cannot run.
 KERNELS
     Kernels of the library that the lesson shows, by operator.
+taking, missing, timed, to_count, TABLE
+    Optional: how steps are called and timed, where that needs more than the card's inputs; see
+    `fusebook.lesson._launches`.
 CLAIMS, LOG
     Every `Claim`; and paragraphs on what was tried.
 """
