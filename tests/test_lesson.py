@@ -512,15 +512,16 @@ SIZES = {"M": 64, "K": 8, "N": 100}
 
 
 def test_a_lesson_on_launches_shows_end_to_end_times_and_bytes(replayed):
-    steps = lesson.open("plot_304_adamw")
+    steps, fits = lesson.open("plot_304_adamw"), lesson.open("plot_301_logistic_step")
     text = steps.verdict().text
     assert "of end-to-end time, the larger of CPU launch time and GPU time, at 10,000,000 elements in 1000" in text
     assert "Fusebook allocates nothing beyond its inputs. The loop allocates at most 38.1 MiB" in text
-    assert "median end-to-end time" in steps.use().html and "x output" not in steps.use().html
+    assert "MiB beyond inputs and output" in fits.verdict().text
+    assert "median end-to-end time" in fits.use().html and "x output" not in fits.use().html
 
 
-def test_a_step_in_place_is_checked_on_copies(replayed):
-    steps = lesson.open("plot_304_adamw")
+def test_a_step_in_place_is_checked_on_copies_and_one_without_a_loss_is_completed(replayed):
+    steps, fits = lesson.open("plot_304_adamw"), lesson.open("plot_301_logistic_step").of("logistic_step")
     given = steps.stress(300, 2)
     before = [v.clone() for v in given[:4]]
 
@@ -530,6 +531,8 @@ def test_a_step_in_place_is_checked_on_copies(replayed):
 
     assert "is correct on 300, float32" in steps.check(one, *given).text
     assert all(torch.equal(a, b) for a, b in zip(before, given, strict=False))
+    shown = fits.check(lambda *given: fusebook.logistic_step(*given)[:2], *fits.stress(20, 7))
+    assert "is correct on 20 x 7" in shown.text
 
 
 def test_a_read_and_a_write_of_one_kernel_are_those_of_the_card(replayed):
@@ -697,6 +700,11 @@ def a_gpu(monkeypatch, replayed):
     for name in ("host", "walk", "billion"):
         small = pd.DataFrame({"step": ["fusebook"], "us": 1.0})
         monkeypatch.setitem(frames, name, dataclasses.replace(frames[name], function=lambda rows=small: rows))
+    fit = evidence.load("plot_301_logistic_step")
+    monkeypatch.setattr(fit, "SHAPES", ((4, 30), (6, 30)))
+    monkeypatch.setattr(fit, "_STEPS", 2)
+    small = pd.DataFrame({"step": ["fusebook"], "seconds": 1.0})
+    monkeypatch.setitem(fit.FRAMES, "seconds", dataclasses.replace(fit.FRAMES["seconds"], function=lambda: small))
     head = evidence.load("plot_108_chunked_head")
     monkeypatch.setattr(head, "SHAPES", ((37, 16, 1000),))
     rows = pd.DataFrame({"rows": [256, 1024, 8192], "gpu_us": 2.0, "peak_bytes": 2.0, "beyond": 1.0})
@@ -800,6 +808,10 @@ def test_a_page_that_is_run_for_its_counters_launches_its_steps_alone(a_gpu, mon
                 "pages/training_gradients",
             },
         ),
+        (
+            "plot_301_logistic_step",
+            {"logistic_fit", "logistic_step", "pages/logistic_steps", "pages/logistic_seconds"},
+        ),
         ("plot_304_adamw", {"adamw_step", *(f"pages/adamw_{name}" for name in ("steps", "host", "walk", "billion"))}),
     ],
 )
@@ -816,7 +828,7 @@ def test_what_no_step_of_a_lesson_shows_is_recorded_too(name, files, a_gpu, tmp_
     page = runpy.run_path(str(ROOT / "examples" / f"{name}.py"), run_name="lesson")["page"]
     steps = page.frames["steps"]
     assert {*page.about.STEPS, "fusebook"} <= set(steps["step"]) & set(a_gpu)
-    assert steps["correct"].all() and steps["gpu_us"].notna().all()
+    assert steps["correct"].all() and steps["gpu_us" if "gpu_us" in steps else "gpu_warm_us"].notna().all()
     folder = tmp_path / "records" / "test-gpu"
     assert {path.relative_to(folder).with_suffix("").as_posix() for path in folder.rglob("*.csv")} == files
 

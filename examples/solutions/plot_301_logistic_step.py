@@ -1,7 +1,7 @@
 """Solutions to the exercises of the page on a training step in one kernel.
 
-They import from nothing but PyTorch and Triton once fusebook has decided
-whether kernels are interpreted.
+They import only PyTorch and Triton once fusebook has decided whether kernels
+are interpreted.
 """
 
 import fusebook  # noqa: F401  before triton
@@ -10,15 +10,14 @@ import torch
 import triton
 import triton.language as tl
 
-# 1. log(1 + exp(-|z|)) never overflows, and the rest of the loss is a piece of
-# the margin itself.
+# 1. log(1 + exp(-|z|)) never overflows. The rest of the loss is z, or zero.
 
 
 def cross_entropy(z, y):
     return z.clamp(min=0) - z * y + torch.log1p(torch.exp(-z.abs()))
 
 
-# 2. Two more values that live in registers for all steps.
+# 2. Two more values stay in registers for all steps.
 
 
 @triton.jit
@@ -68,7 +67,7 @@ def fit_with_momentum(X, y, w, b, lr, l2, mu, steps):
     return w, b
 
 
-# 3. The weight of a row is loaded beside its target.
+# 3. The weight of a row is loaded together with its target.
 
 
 @triton.jit

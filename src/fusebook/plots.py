@@ -354,8 +354,9 @@ def times(df: pd.DataFrame, x: str = "N", *, kind: str = "call", title: str = ""
     first = df.iloc[0]
     what = title or f"{_words(first['op'])}, {first['dtype']}"
     found = _fastest(df, kind)
-    below = [what if found else "", _gpu(df), kind]
-    ax = axes(found or what, xlabel or f"size {x}", f"{kind} time (microseconds)", below=below)
+    clock = "end-to-end" if kind == "paid" else kind
+    below = [what if found else "", _gpu(df), clock]
+    ax = axes(found or what, xlabel or f"size {x}", f"{clock} time (microseconds)", below=below)
     ax.set_yscale("log")
     ends: _Ends = {}
     for name, drawn in _styles(list(dict.fromkeys(df["variant"]))).items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -260,6 +261,7 @@ def plain(function: Callable[..., Any]) -> list[Any]:
     for part in found:  # grows meanwhile
         code = getattr(part, "fn", part)
         named = [code.__globals__.get(name) for name in code.__code__.co_names]
+        named = [v.__wrapped__ if isinstance(v, functools._lru_cache_wrapper) else v for v in named]
         own = (v for v in named if isinstance(v, types.FunctionType) and v.__globals__ is code.__globals__)
         kernels = (v for v in named if isinstance(v, JITFunction | InterpretedFunction))
         found += [v for v in (*own, *kernels) if v not in found]

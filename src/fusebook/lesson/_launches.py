@@ -63,6 +63,9 @@ class LaunchesPage(Page):
         ax: Axes = getattr(plots, kind)(rows, over, kind="paid", xlabel=self.about.OVER)
         ax.figure.set_size_inches(8.0, 2.8)  # type: ignore[union-attr]
         ax.set_xscale("log")
+        sizes = sorted(rows[over].unique())
+        ax.set_xticks(sizes, [f"{size:.0f}" for size in sizes])
+        ax.xaxis.minorticks_off()
         if _place.script():
             return Shown("", f"Figure: {ax.get_title(loc='left')} ({_numbers.origin(sweep)})")._now()
         return ax

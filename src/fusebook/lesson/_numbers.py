@@ -40,7 +40,6 @@ _SAID = {
     "cat + one": "a concat and one matmul",
     "packed": "one matmul of packed weights",
     "views": "two matmuls into views",
-    "fusebook steps": "single fused steps",
 }
 
 
@@ -278,6 +277,7 @@ def legend(variants: Sequence[str], libraries: Sequence[str]) -> str:
         "loop": "the loop has one PyTorch operation after another for each tensor",
         "foreach": "foreach and fused=True are options of torch.optim.AdamW",
         "eager in a graph": "a graph is a CUDA graph, captured before",
+        "fusebook steps": "fusebook steps are two launches each",
     }
     found = [text for name, text in meant.items() if name in variants]
     if libraries:

@@ -308,7 +308,7 @@ def bars(caption: str, values: Mapping[str, float], texts: Mapping[str, str], ma
     """A horizontal bar per name, with its text; those that are marked have the second colour."""
     # A letter is about 6.2 wide.
     left, step, width = max(90.0, 14 + 6.2 * max(map(len, values))), 22.0, 300.0
-    scale = (width - left - 60) / max(values.values())
+    scale = (width - left - 68) / max(values.values())
     parts = []
     for i, (name, value) in enumerate(values.items()):
         y = 2 + i * step
