@@ -94,11 +94,11 @@ def step_chunk(p_ptr, g_ptr, m_ptr, v_ptr, i, inside, keep, size, root, eps):
 
 @triton.jit
 def one_tensor(
-    p_ptr, g_ptr, m_ptr, v_ptr, N, keep, size, root, eps, BLOCK: tl.constexpr
+    p_ptr, g_ptr, m_ptr, v_ptr, end, keep, size, root, eps, BLOCK: tl.constexpr
 ):
     first = tl.program_id(0).to(tl.int64) * BLOCK  # may exceed 2**31
     i = first + tl.arange(0, BLOCK)
-    step_chunk(p_ptr, g_ptr, m_ptr, v_ptr, i, i < N, keep, size, root, eps)
+    step_chunk(p_ptr, g_ptr, m_ptr, v_ptr, i, i < end, keep, size, root, eps)
 
 
 def shared(t, lr):
@@ -108,9 +108,8 @@ def shared(t, lr):
 
 def adamw_per_tensor(ps, gs, ms, vs, t, lr):
     for p, g, m, v in zip(ps, gs, ms, vs, strict=True):
-        N = p.numel()
-        launch = one_tensor[(triton.cdiv(N, 1024),)]
-        launch(p, g, m, v, N, *shared(t, lr), BLOCK=1024)
+        launch = one_tensor[(triton.cdiv(p.numel(), 1024),)]
+        launch(p, g, m, v, p.numel(), *shared(t, lr), BLOCK=1024)
     return *ps, *ms, *vs
 
 
@@ -140,19 +139,19 @@ page.picture.table(sizes=(9, 3, 6), block=4)
 
 @triton.jit
 def all_tensors(
-    table_ptr, chunks_ptr, T, keep, size, root, eps, BLOCK: tl.constexpr
+    table_ptr, chunks_ptr, N, keep, size, root, eps, BLOCK: tl.constexpr
 ):
     chunk = tl.load(chunks_ptr + tl.program_id(0))
     tensor, first = chunk >> 32, (chunk & 0xFFFFFFFF) * BLOCK
     FLOATS: tl.constexpr = tl.pointer_type(tl.float32)
     row = table_ptr + tensor
-    N = tl.load(row)
-    p_ptr = tl.load(row + T).to(FLOATS)
-    g_ptr = tl.load(row + 2 * T).to(FLOATS)
-    m_ptr = tl.load(row + 3 * T).to(FLOATS)
-    v_ptr = tl.load(row + 4 * T).to(FLOATS)
+    end = tl.load(row)  # the tensor has so many elements
+    p_ptr = tl.load(row + N).to(FLOATS)
+    g_ptr = tl.load(row + 2 * N).to(FLOATS)
+    m_ptr = tl.load(row + 3 * N).to(FLOATS)
+    v_ptr = tl.load(row + 4 * N).to(FLOATS)
     i = first + tl.arange(0, BLOCK)
-    step_chunk(p_ptr, g_ptr, m_ptr, v_ptr, i, i < N, keep, size, root, eps)
+    step_chunk(p_ptr, g_ptr, m_ptr, v_ptr, i, i < end, keep, size, root, eps)
 
 
 def chunks_of(sizes, block):

@@ -517,6 +517,8 @@ def test_a_lesson_on_launches_shows_end_to_end_times_and_bytes(replayed):
     assert "of end-to-end time, the larger of CPU launch time and GPU time, at 10,000,000 elements in 1000" in text
     assert "Fusebook allocates nothing beyond its inputs. The loop allocates at most 38.1 MiB" in text
     assert "MiB beyond inputs and output" in fits.verdict().text
+    steps.frames.known["steps"] = pd.DataFrame({"step": ["loop", "kept"]})
+    assert "Not measured yet: step 1, step 2.)" in steps.verdict().text
     assert "median end-to-end time" in fits.use().html and "x output" not in fits.use().html
 
 

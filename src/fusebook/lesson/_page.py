@@ -23,7 +23,7 @@ from fusebook import plots
 from fusebook.cards import OPS
 from fusebook.lesson import _checks, _numbers, evidence
 from fusebook.lesson import picture as pictures
-from fusebook.lesson.evidence import Frames, Measured, Recorded
+from fusebook.lesson.evidence import Frames, Measured, NotRecorded, Recorded
 from fusebook.measure import inputs, machine
 from fusebook.page import _place, show
 from fusebook.page.claims import Claim, Claims, exercise
@@ -168,12 +168,21 @@ class Page:
         )
         made = "".join(f'<p class="fb-verdict-line">{_numbers.joined([line])}</p>' for line in lines)
         label = _numbers.origin(self._everything())
-        label = label[:1].upper() + label[1:]
+        label = f"{label[:1].upper()}{label[1:]}.{self._lacking()}"
         return Shown(
-            f'<div class="fb-box fb-verdict-box"><div>{made}<p class="fb-box-claims">{show.rich(label)}. {linked}</p>'
+            f'<div class="fb-box fb-verdict-box"><div>{made}<p class="fb-box-claims">{show.rich(label)} {linked}</p>'
             f"</div>{bars._repr_html_() if bars else ''}</div>",
             "\n".join([*(_numbers.plainly([line]) for line in lines), f"({label})"]),
         )._now()
+
+    def _lacking(self) -> str:
+        """Which steps the record lacks; empty where it has all, or none."""
+        try:
+            known = set(self.frames["steps"]["step"])
+        except NotRecorded:
+            return ""
+        told = [label for name, label in _numbers.labels(self.about).items() if name not in known]
+        return f" Not measured yet: {', '.join(told)}." if told else ""
 
     def _unrecorded(self) -> Shown:
         """The box of a lesson that no GPU has measured."""

@@ -198,7 +198,7 @@ def table(sizes: Sequence[int], block: int) -> Shown:
     rows = {i: 20 + (height - 24) * (i + 0.5) / len(sizes) - 9 for i in range(len(sizes))}
     for i, size in enumerate(sizes):
         parts.append(_box(left + 112, rows[i], 76, 18, _AMBER))
-        parts.append(_text(left + 150, rows[i] + 13, f"{i}: N, p, g, ..", "middle"))
+        parts.append(_text(left + 150, rows[i] + 13, f"{i}: size, p, ..", "middle"))
         parts.append(_arrow(left + 188, rows[i] + 9, right - 2, rows[i] + 9))
         for c in range(-(-size // block)):
             wide = min(block, size - c * block)
