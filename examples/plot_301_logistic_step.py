@@ -35,8 +35,8 @@ page.verdict()
 #
 # Logistic regression has M rows :math:`x_i` of N features, and targets
 # :math:`y_i` of 0 or 1. It predicts :math:`p_i = \sigma(x_i w + b)`. A step
-# moves the weights down the gradient of the cross entropy, with a penalty
-# :math:`\lambda`:
+# moves the weights down the gradient of the cross entropy, to which
+# :math:`\lambda \sum_j w_j^2` is added as a penalty:
 #
 # .. math::
 #

@@ -58,7 +58,7 @@ def adamw_loop(ps, gs, ms, vs, t, lr):
         root /= (1 - 0.999**t) ** 0.5
         root += 1e-8
         p.addcdiv_(m, root, value=-lr / (1 - 0.9**t))
-    return *ps, *ms, *vs
+    return *ps, *ms, *vs  # what has changed, for the check
 
 
 page.traffic(loop=adamw_loop, fused=7)
@@ -76,8 +76,8 @@ page.traffic(loop=adamw_loop, fused=7)
 # Step 1: one launch per tensor {gain per_tensor at N=1000}
 # ---------------------------------------------------------
 #
-# Each element is stepped by itself, in registers. What all elements share, the
-# CPU computes. A program owns a *chunk* of 1024 elements.
+# Each element is stepped by itself, in registers. The CPU computes the factors
+# that all elements share. A program owns a *chunk* of 1024 elements.
 
 
 @triton.jit
@@ -126,15 +126,15 @@ page.check(adamw_per_tensor, *given)
 # Step 2: a table of addresses {gain table at N=1000}
 # ---------------------------------------------------
 #
-# A kernel has a fixed number of arguments, and a list of tensors has any. But
-# an address is a number, and a kernel can read numbers from memory. The
-# :term:`pointer table` has the size and four addresses of each tensor. A list
-# of chunks says which tensor a program owns, and which part of it.
+# A kernel has a fixed number of arguments, and a list may have any number of
+# tensors. But an address is a number, and a kernel can read numbers from
+# memory. The :term:`pointer table` has the size and four addresses of each
+# tensor. A list of chunks says which part of which tensor a program owns.
 
 page.picture.table(sizes=(9, 3, 6), block=4)
 
 # %%
-# ``.to(tl.pointer_type(tl.float32))`` makes a pointer of a number.
+# ``.to(tl.pointer_type(tl.float32))`` turns a number into a pointer.
 
 
 @triton.jit
@@ -257,7 +257,7 @@ page.picture.bars("Mean distance from the start; 0.02 is exact", far, texts)
 # --------------
 #
 # A check is worth what it catches. This step has no bias corrections. They
-# are 1 after many steps, so a check late in a training would let it pass:
+# are 1 after many steps, so a check late in training would let it pass:
 
 
 def uncorrected(ps, gs, ms, vs, t, lr):
