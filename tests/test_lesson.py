@@ -42,7 +42,6 @@ WAITING = {
         *("descriptors-gain", "persistent-gain", "dependent-gain", "steps-correct", "no-spills", "views-reached"),
         "library-best-step",
     },
-    "plot_304_adamw": {"class-host", "kept-gain", "library-over-kept"},
 }
 
 

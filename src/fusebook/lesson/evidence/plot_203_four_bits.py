@@ -15,8 +15,6 @@ with extra("book"):
 
 PAGE = _weights.WeightsPage
 LOOK = _weights.look
-#: No GPU has recorded this page yet: a strict build shows that, too.
-UNRECORDED = True
 OPERATORS = ("quantized_matmul",)
 EXAMPLE = {"M": 1, "K": 8192, "N": 28672, "weights": "int4", "dtype": "float16"}
 WORDS = "{M} row by {N} x {K} in {weights}"

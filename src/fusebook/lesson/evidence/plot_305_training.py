@@ -33,8 +33,6 @@ from fusebook.page.show import Shown
 with extra("book"):
     import pandas as pd
 
-#: No GPU has recorded this page yet: a strict build shows that, too.
-UNRECORDED = True
 OPERATORS = ("rope",)
 EXAMPLE = {"B": 4, "H": 32, "K": 8, "R": 64, "P": 0, "N": 2048, "style": "neox", "dtype": "bfloat16"}
 STEPS = ("eager", "one", "both")
