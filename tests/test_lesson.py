@@ -38,6 +38,7 @@ ELEMENTWISE = ["add_sub", "multiply", "multiply_add", "silu", "add_add_multiply"
 NORMS = ["rms_norm", "add_rms_norm", "rms_norm_fp8", "layer_norm", "rms_norm_backward", "layer_norm_backward"]
 #: Claims that a record has no numbers for, by lesson: the evidence says so, until the page is recorded again.
 WAITING = {
+    "plot_202_swiglu": {"stacked-gain", "few-gain"},
     "plot_204_descriptors": {
         *("descriptors-gain", "persistent-gain", "dependent-gain", "steps-correct", "no-spills", "views-reached"),
         "library-best-step",
@@ -596,6 +597,7 @@ def test_a_size_without_a_time_has_no_bar():
         picture.partial_sums(6, 3),
         picture.operand(5),
         picture.product(4, 4, 13),
+        picture.gated(4, 6, 9),
         picture.walk(4, 12, 12, 4),
         _memory.over_time("held", {"a": [0.0, 2.0, 1.0], "b": [1.0]}),
         _memory.pairs("rows", pd.DataFrame({"GiB": [0.1, 0.2], "ms": [2.0, 1.0]}, index=["4 rows", "8 rows"])),
@@ -706,6 +708,7 @@ def a_gpu(monkeypatch, replayed):
     monkeypatch.setattr(fit, "_STEPS", 2)
     small = pd.DataFrame({"step": ["fusebook"], "seconds": 1.0})
     monkeypatch.setitem(fit.FRAMES, "seconds", dataclasses.replace(fit.FRAMES["seconds"], function=lambda: small))
+    monkeypatch.setattr(evidence.load("plot_202_swiglu"), "SHAPES", ((66, 64, 64), (1, 64, 64)))
     head = evidence.load("plot_108_chunked_head")
     monkeypatch.setattr(head, "SHAPES", ((37, 16, 1000),))
     rows = pd.DataFrame({"rows": [256, 1024, 8192], "gpu_us": 2.0, "peak_bytes": 2.0, "beyond": 1.0})
@@ -799,6 +802,7 @@ def test_a_page_that_is_run_for_its_counters_launches_its_steps_alone(a_gpu, mon
         ),
         ("plot_203_four_bits", {"quantized_matmul", "pages/quantized_matmul_steps", "pages/quantized_matmul_tokens"}),
         ("plot_201_gemm_concat", {"concat_gemm", "pages/gemm_steps", "pages/gemm_quack"}),
+        ("plot_202_swiglu", {"swiglu", "pages/swiglu_compiled", "pages/swiglu_in_turn"}),
         ("plot_204_descriptors", {"pages/gemm_persistent_steps"}),
         (
             "plot_305_training",
@@ -825,6 +829,10 @@ def test_what_no_step_of_a_lesson_shows_is_recorded_too(name, files, a_gpu, tmp_
     quack = pd.DataFrame({"step": ["fusebook"], "gpu_us": 1.0, "n": 256})
     function = dataclasses.replace(products.FRAMES["quack"], function=lambda: quack)
     monkeypatch.setitem(products.FRAMES, "quack", function)
+    gated = evidence.load("plot_202_swiglu")
+    monkeypatch.setattr(gated, "EXTRA_STEPS", {})
+    function = dataclasses.replace(gated.FRAMES["turns"], function=lambda: quack)
+    monkeypatch.setitem(gated.FRAMES, "turns", function)
     monkeypatch.setenv("_FUSEBOOK_RECORD", str(tmp_path / "records"))
     page = runpy.run_path(str(ROOT / "examples" / f"{name}.py"), run_name="lesson")["page"]
     steps = page.frames["steps"]

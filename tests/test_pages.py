@@ -321,6 +321,7 @@ def compiled(script, copy):
             kinds |= {a: "*i64" for a in ("target_ptr", "table_ptr", "chunks_ptr") if a in kinds}
             kinds |= {"q_ptr": "*i32"} if "q_ptr" in kinds else {}
             kinds |= {a: f"tensordesc<{pointer[1:]}[16,16]>" for a in kinds if a.endswith("_tiles")}
+            kinds |= {"pair_tiles": f"tensordesc<{pointer[1:]}[2,16,16]>"} if "pair_tiles" in kinds else {}
             kinds |= {"T": "i32"} if "table_ptr" in kinds else {}  # how many tensors, and no temperature
             passed = {"PRODUCTS": getattr(module, "in_pairs", None)}
             given = {(p.num,): (constants | passed).get(p.name, 16) for p in kernel.params if p.is_constexpr}

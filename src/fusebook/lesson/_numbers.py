@@ -39,6 +39,7 @@ _SAID = {
     "two + cat": "a concat of two matmuls",
     "cat + one": "a concat and one matmul",
     "packed": "one matmul of packed weights",
+    "packed + compiled": "packed weights and torch.compile",
     "views": "two matmuls into views",
 }
 

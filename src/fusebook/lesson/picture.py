@@ -11,6 +11,7 @@ __all__ = [
     "bars",
     "blocks",
     "chunks",
+    "gated",
     "lanes",
     "operand",
     "partial_sums",
@@ -306,8 +307,8 @@ def partial_sums(rows: int, programs: int) -> Shown:
 
 def bars(caption: str, values: Mapping[str, float], texts: Mapping[str, str], marked: Sequence[str] = ()) -> Shown:
     """A horizontal bar per name, with its text; those that are marked have the second colour."""
-    # A letter is about 6.2 wide.
-    left, step, width = max(90.0, 14 + 6.2 * max(map(len, values))), 22.0, 300.0
+    # A letter is about 6.6 wide.
+    left, step, width = max(90.0, 14 + 6.6 * max(map(len, values))), 22.0, 300.0
     scale = (width - left - 68) / max(values.values())
     parts = []
     for i, (name, value) in enumerate(values.items()):
@@ -382,6 +383,48 @@ def product(rows: int, columns: int, program: int) -> Shown:
     caption = (
         f"Program {program} owns the amber tile of y and keeps its sum in registers. Each turn of its loop loads one "
         f"tile of x and one of {weight}."
+    )
+    return _drawing(caption, told, top + rows * side + 22, parts)
+
+
+def gated(rows: int, columns: int, program: int) -> Shown:
+    """Two matmuls in one kernel: what one program loads of x and of both weights, and what it keeps.
+
+    Parameters
+    ----------
+    rows, columns : int
+        Of tiles of the output.
+    program : int
+        Its number: tiles are counted column by column.
+    """
+    side, left, deep, gap = 20.0, 112.0, 44.0, 20.0
+    c, r = divmod(program, rows)
+    top, x, parts = 2 * deep + gap + 22, left + c * side, []
+    for name, y in (("gate", 12.0), ("up", 12 + deep + gap)):
+        parts += [_box(left, y, columns * side, deep, _BLUE, False), _box(x, y, side, deep, _BLUE)]
+        parts += [_box(x, y + deep / 3, side, deep / 3, _AMBER), _text(left - 8, y + 26, f"{name}: K x N", "end")]
+    for i in range(rows):
+        for j in range(columns):
+            mine = (i, j) == (r, c)
+            parts.append(_box(left + j * side, top + i * side, side, side, _AMBER if mine else _BLUE, mine))
+    y, start = top + r * side, left - 8 - deep
+    parts += [_box(start, top, deep, rows * side, _BLUE, False), _box(start, y, deep, side, _BLUE)]
+    parts += [_box(start + deep / 3, y, deep / 3, side, _AMBER), _text(start - 6, y + 15, "x: M x K", "end")]
+    parts.append(_text(left + columns * side / 2, top + rows * side + 16, "y: M x N", "middle"))
+    right = left + columns * side + 26
+    steps = ("g += x @ gate", "u += x @ up", "y = silu(g) * u")
+    for i, (name, kept) in enumerate(zip(steps, ("registers", "registers", "stored"), strict=True)):
+        at = 34 + 58.0 * i
+        parts += [_box(right, at, 116, 30, _AMBER if i < 2 else _BLUE), _text(right + 58, at + 19, name, "middle")]
+        parts.append(_text(right + 122, at + 19, kept))
+        parts += [_arrow(right + 58, at + 30, right + 58, at + 57)] if i == 1 else []
+    parts.append(_text(right, 24, f"program {program}, in each turn:"))
+    parts.append(_text(right + 66, 142, "after the loop"))
+    told = [f"program {program} owns one tile of y", "each turn loads a tile of x, of gate and of up"]
+    told.append("two sums stay in registers, and y is written once")
+    caption = (
+        f"Program {program} owns the amber tile of y. Each turn loads one tile of x and one of each weight (amber). "
+        "Before a turn it waits for these three tiles only."
     )
     return _drawing(caption, told, top + rows * side + 22, parts)
 
