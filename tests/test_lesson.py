@@ -33,11 +33,13 @@ VERDICTS = ROOT / "tests" / "verdicts.csv"
 LESSONS = evidence.lessons()
 #: Pages that also run in the mode that measures: one on memory, and one on matmuls.
 SEVERAL = ["plot_108_chunked_head", "plot_204_descriptors"]
-#: What pages 101 and 104 time.
+#: What pages 101, 103 and 104 time.
 ELEMENTWISE = ["add_sub", "multiply", "multiply_add", "silu", "add_add_multiply", "double", "exp"]
+SCATTERS = ["masked_scatter_nd_of_shape", "scatter_nd_of_shape", "embedding_backward"]
 NORMS = ["rms_norm", "add_rms_norm", "rms_norm_fp8", "layer_norm", "rms_norm_backward", "layer_norm_backward"]
 #: Claims that a record has no numbers for, by lesson: the evidence says so, until the page is recorded again.
 WAITING = {
+    "plot_103_scatter_nd": {"sorted-gain"},
     "plot_202_swiglu": {"stacked-gain", "few-gain"},
     "plot_204_descriptors": {
         *("descriptors-gain", "persistent-gain", "dependent-gain", "steps-correct", "no-spills", "views-reached"),
@@ -598,6 +600,7 @@ def test_a_size_without_a_time_has_no_bar():
         picture.operand(5),
         picture.product(4, 4, 13),
         picture.gated(4, 6, 9),
+        picture.owners("updates", [1, -1, 0, 1], 3),
         picture.walk(4, 12, 12, 4),
         _memory.over_time("held", {"a": [0.0, 2.0, 1.0], "b": [1.0]}),
         _memory.pairs("rows", pd.DataFrame({"GiB": [0.1, 0.2], "ms": [2.0, 1.0]}, index=["4 rows", "8 rows"])),
@@ -709,6 +712,7 @@ def a_gpu(monkeypatch, replayed):
     small = pd.DataFrame({"step": ["fusebook"], "seconds": 1.0})
     monkeypatch.setitem(fit.FRAMES, "seconds", dataclasses.replace(fit.FRAMES["seconds"], function=lambda: small))
     monkeypatch.setattr(evidence.load("plot_202_swiglu"), "SHAPES", ((66, 64, 64), (1, 64, 64)))
+    monkeypatch.setattr(evidence.load("plot_103_scatter_nd"), "SHAPES", ((16, 32, 32), (40, 32, 20)))
     head = evidence.load("plot_108_chunked_head")
     monkeypatch.setattr(head, "SHAPES", ((37, 16, 1000),))
     rows = pd.DataFrame({"rows": [256, 1024, 8192], "gpu_us": 2.0, "peak_bytes": 2.0, "beyond": 1.0})
@@ -794,6 +798,7 @@ def test_a_page_that_is_run_for_its_counters_launches_its_steps_alone(a_gpu, mon
     ("name", "files"),
     [
         ("plot_101_elementwise", {*ELEMENTWISE, "pages/elementwise_steps"}),
+        ("plot_103_scatter_nd", {*SCATTERS, "pages/scatter_nd_source"}),
         ("plot_104_norms", {*NORMS, "pages/norms_steps"}),
         ("plot_105_cross_entropy", {"cross_entropy", "pages/cross_entropy_steps", "pages/cross_entropy_in_place"}),
         (

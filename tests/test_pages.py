@@ -318,7 +318,8 @@ def compiled(script, copy):
             if pointer == "*bf16" and ("tl.exp" in text or "tl.sqrt" in text) and "float32" not in text:
                 continue  # it converts nothing: it is for float32
             kinds = {a: pointer if a.endswith("_ptr") else numbers.get(a, "i32") for a in kernel.arg_names}
-            kinds |= {a: "*i64" for a in ("target_ptr", "table_ptr", "chunks_ptr") if a in kinds}
+            whole = ("target_ptr", "table_ptr", "chunks_ptr", "k_ptr", "keys_ptr", "order_ptr")
+            kinds |= {a: "*i64" for a in whole if a in kinds}
             kinds |= {"q_ptr": "*i32"} if "q_ptr" in kinds else {}
             kinds |= {a: f"tensordesc<{pointer[1:]}[16,16]>" for a in kinds if a.endswith("_tiles")}
             kinds |= {"pair_tiles": f"tensordesc<{pointer[1:]}[2,16,16]>"} if "pair_tiles" in kinds else {}

@@ -49,25 +49,6 @@ def _max(y_ptr, k_ptr, u_ptr, D, n, N: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(y_ptr + r * D + columns, top, mask=columns < D)
 
 
-# 3. A row has two names, r and r - R, and there are as many programs as rows.
-
-
-@triton.jit
-def _both(y_ptr, k_ptr, u_ptr, D, n, N: tl.constexpr, BLOCK: tl.constexpr):
-    r = tl.program_id(0).to(tl.int64)
-    i = tl.arange(0, N)
-    k = tl.load(k_ptr + i, mask=i < n, other=0)
-    mine = ((k == r) | (k == r - tl.num_programs(0))) & (i < n)
-    columns = tl.arange(0, BLOCK)
-    total = tl.zeros([BLOCK], tl.float32)
-    at = tl.min(tl.where(mine, i, N), 0)
-    while at < N:
-        u_row = u_ptr + at.to(tl.int64) * D + columns
-        total += tl.load(u_row, mask=columns < D, other=0.0)
-        at = tl.min(tl.where(mine & (i > at), i, N), 0)
-    tl.store(y_ptr + r * D + columns, total, mask=columns < D)
-
-
 def _owned(kernel, shape, indices, updates):
     y = updates.new_empty(shape)
     n, D = updates.shape
@@ -84,13 +65,8 @@ def scatter_max(shape, indices, updates):
     return _owned(_max, shape, indices, updates)
 
 
-def from_both_ends(shape, indices, updates):
-    return _owned(_both, shape, indices, updates)
-
-
 if __name__ == "__main__":
     k = torch.tensor([[1], [3], [1]])
     k = k.cuda() if torch.cuda.is_available() else k
     ones = torch.ones(3, 2, device=k.device)
     print(scatter_mean((4, 2), k, 6 * ones), scatter_max((4, 2), k, ones))
-    print(from_both_ends((4, 2), k - 4, ones))

@@ -262,7 +262,7 @@ def bandwidth(df: pd.DataFrame, *, xlabel: str = "", size: tuple[float, float] =
     if len(dtypes) > 1:
         raise ValueError(f"plots.bandwidth: expected one dtype, got {', '.join(dtypes)}; draw one figure each")
     first = df.iloc[0]
-    over = next((n for n in ("N", *tables.dims(df)) if len(df[n].unique()) > 1), "N")
+    over = next((n for n in ("N", *tables.dims(df)) if n in df and len(df[n].unique()) > 1), "N")
     others = [f"{n} = {first[n]}" for n in tables.dims(df) if n != over and len(df[n].unique()) == 1]
     what, found = ", ".join([_words(first["op"]), first["dtype"], *others]), _found(df, "copy")
     rate = "bandwidth of the least traffic (GB/s)"

@@ -71,7 +71,7 @@ def _eps(value: float, given: Sequence[Any]) -> str:
 def checked(op: Op, function: Callable[..., Any], given: Sequence[Any], rows: str = "", more: str = "") -> Line:
     """The line of `fusebook.lesson.Page.check`."""
     yard, got, verdict = _judged(op, function, given)
-    where = sizes(next(v for v in given if isinstance(v, torch.Tensor)), rows)
+    where = sizes(next(v for v in given if isinstance(v, torch.Tensor) and v.is_floating_point()), rows)
     numbers = f"error {_eps(verdict.error, given)}, tolerance {_eps(verdict.tolerance, given)}"
     if verdict.ok:
         text = f"`{_name(function)}` is correct on {where}: {numbers}."

@@ -301,6 +301,7 @@ def verdict(
     """Three sentences on time, on all sizes and on memory; and the times of one size, in `words`, as bars."""
     gpu, (clock, title) = tables.column(kind), _CLOCKS[kind]
     point = tables.timed(_point(frame, example, kind), kind).drop_duplicates("variant").set_index("variant")
+    point = point[[bool(verdicts.group(op, str(name))) for name in point.index]]  # neither strategies nor checked calls
     if "fusebook" not in point.index:
         return ["Not measured."], None
     own: Any = point.loc["fusebook"]

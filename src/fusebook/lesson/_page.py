@@ -311,7 +311,8 @@ class Page:
         sweep = self._sweep()
         frame = sweep[sweep["dtype"] == sweep["dtype"].iloc[0]]
         frame.attrs.update(sweep.attrs)
-        ax = getattr(plots, kind)(frame, xlabel=f"columns of a row, {over}" if over == "N" else over, size=(8.0, 2.6))
+        label = getattr(self.about, "XLABEL", f"columns of a row, {over}" if over == "N" else over)
+        ax = getattr(plots, kind)(frame, xlabel=label, size=(8.0, 2.6))
         if frame[over].max() > 100 * frame[over].min():
             ax.set_xscale("log", base=2)
         if _place.script():
@@ -361,7 +362,7 @@ class Page:
     def _staircase(self, frame: pd.DataFrame, steps: Mapping[str, Callable[..., Any]]) -> tuple[pd.DataFrame, str]:
         """The table of the steps, and what it shows."""
         wide = _numbers.staircase(self.op, self.about, frame, steps)
-        return wide, "Percent of copy speed in GPU time, by N and dtype"
+        return wide, f"Percent of copy speed in GPU time, {getattr(self.about, 'BY', 'by N and dtype')}"
 
     def _extra(self, steps: Mapping[str, Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
         found = {name: made(steps) for name, made in self.about.EXTRA_STEPS.items()}

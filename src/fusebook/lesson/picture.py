@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from fusebook.page.draw import _AMBER, _BLUE, _WIDTH, _arrow, _box, _drawing, _text, lanes
+from fusebook.page.draw import _AMBER, _BLUE, _WIDTH, _arrow, _box, _drawing, _text, lanes, owners
 from fusebook.page.show import Shown
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "gated",
     "lanes",
     "operand",
+    "owners",
     "partial_sums",
     "passes",
     "product",
