@@ -502,6 +502,24 @@ def test_a_lesson_on_matmuls_shows_what_a_caller_gets(replayed):
     assert "a library" not in page.use().text
 
 
+def test_a_lesson_on_tokens_has_shares_of_the_roofline_and_memory_of_torch(replayed):
+    page = lesson.open("plot_202_swiglu")
+    frame = page.frames["steps"]
+    wide, _ = page._staircase(frame, dict.fromkeys(page.about.STEPS, forgetful))
+    assert wide.columns.tolist() == ["4096 tokens", "1 token", "lines"]
+    assert 50 < wide.loc["step 1, small", "4096 tokens"] < wide.loc["fusebook.swiglu", "4096 tokens"] < 105
+    memory = _numbers.choices(page.op, page._everything()).loc["torch or torch.compile", "peak memory"]
+    assert memory.endswith(" x output"), "no variant is named torch: the one that holds least"
+
+
+def test_a_verdict_leaves_out_strategies_and_checked_calls(replayed):
+    page = lesson.open("plot_103_scatter_nd")
+    time = page.verdict().text.splitlines()[0]
+    assert "ONNX Runtime" in time and "sorted" not in time and "checked" not in time
+    checked = page.check(fusebook.masked_scatter_nd_of_shape, *page.stress(5, 7, 20)).text
+    assert "is correct on 20 x 7, float32" in checked, "of updates, not of indices"
+
+
 def test_the_walk_in_groups_reads_fewer_strips():
     text = picture.walk(rows=4, columns=12, running=12, group=4).text
     assert "1 of 4 rows of x and 12 of 12 columns of w" in text and "4 of 4 rows of x and 3 of 12 columns of w" in text

@@ -374,7 +374,8 @@ class Page:
         if hasattr(self.about, "to_count"):
             to_count = functools.partial(self.about.to_count, steps)
             return counters(name, to_count, script, _numbers.code_of(self.op, self.about, steps))
-        return _numbers.counted(self.op, self.about, name, {**steps, **self._extra(steps)}, script)
+        extra = self._extra(steps) if getattr(self.about, "COUNT_EXTRA", True) else {}
+        return _numbers.counted(self.op, self.about, name, {**steps, **extra}, script)
 
     def table(self, frame: pd.DataFrame, caption: str) -> Shown:
         """A table with a caption.

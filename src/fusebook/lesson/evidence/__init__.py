@@ -25,6 +25,8 @@ UNIT
     Optional: the sizes whose product is the unit of counted elements, and a letter for each, for the page's reader.
 EXTRA_STEPS
     Steps that only the evidence shows: functions from the lesson's steps to one more, or to None where it cannot run.
+COUNT_EXTRA
+    Whether Nsight Compute counts these, too; by default it does.
 BY, XLABEL
     Optional: by which sizes the table of the steps is, and what the x axis of the figure shows.
 KERNELS

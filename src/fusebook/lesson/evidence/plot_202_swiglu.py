@@ -49,6 +49,10 @@ EXTRA_STEPS: Mapping[str, Callable[..., Callable[..., Any]]] = {
 }
 
 
+#: max-autotune would search again in the process that counts.
+COUNT_EXTRA = False
+
+
 @functools.lru_cache(maxsize=1)  # packed before the clock starts
 def _prepared(given: tuple[Any, ...]) -> tuple[Any, ...]:
     return _OP.variants["packed + compiled"].given(*given)
