@@ -276,10 +276,8 @@ page.plot("fusebook", over="M")
 
 # %%
 # The prediction left out launches, of which eager has four. With few tokens
-# they are most of the gain.
-#
-# In the table 100 % is the *roofline*. For many tokens it is the rate of
-# torch's matmuls, and for few the rate at which memory is read.
+# they are most of the gain. In the table 100 % is the *roofline*: the rate of
+# torch's matmuls for many tokens, and that of reading memory for few.
 
 steps = {"small": swiglu_small, "large": swiglu_large}
 steps |= {"stacked": swiglu_stacked, "few": swiglu_few}
@@ -294,13 +292,12 @@ page.findings()
 # When to use it
 # --------------
 #
-# For inference, give the library both weights as they are:
+# For inference, give the library both weights as they are. A whole layer is
+# ``fusebook.nn.SwiGLU``.
 
 y = fusebook.swiglu(x, gate, up)
 
 # %%
-# A whole feed-forward layer is ``fusebook.nn.SwiGLU``.
-#
 # - **Layout.** ``linear.weight.T`` is taken without a copy. Weights by rows
 #   are left to torch's matmuls, or are copied.
 # - **float32** follows torch's setting of TF32. float64 is torch's matmul.

@@ -85,7 +85,7 @@ class TokensPage(ProductsPage):
         """The sweep over tokens, in a low figure."""
         ax = super().plot(kind, over)
         if not isinstance(ax, Shown):
-            ax.figure.set_size_inches(8.0, 2.8)  # type: ignore[union-attr]
+            ax.figure.set_size_inches(8.0, 2.6)  # type: ignore[union-attr]
         return ax
 
     def _staircase(self, frame: pd.DataFrame, steps: Mapping[str, Callable[..., Any]]) -> tuple[pd.DataFrame, str]:
