@@ -12,6 +12,8 @@ from fusebook import PackedWeight, quantize, quantized_matmul, quantized_swiglu
 from fusebook.kernels import _call, quantized
 
 HALVES = [torch.float16, torch.bfloat16]
+#: How far to each side a row goes, of the largest number.
+LARGE = [(0.0, 1.0), (1.0, 0.0), (0.43, 1.0), (0.4286, 1.0), (1.0, 0.43), (0.45, 0.52)]
 
 
 def values(packed):
@@ -171,6 +173,21 @@ def test_quantize_rounds_to_the_nearest_code(device):
         torch.testing.assert_close(values(packed), torch.full((2, 64), same).double(), rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_the_largest_numbers_stay_finite(bits, symmetric, dtype, device):
+    top = torch.finfo(dtype).max
+    ends = [(low, high) for low, high in LARGE if dtype == torch.float16 or low + high <= 1]  # differences in float32
+    rows = [torch.linspace(-low * top, high * top, 32, dtype=torch.float64).to(dtype) for low, high in ends]
+    weight = torch.stack(rows).to(device)
+    packed = quantize(weight, bits, 32, symmetric)
+    made = packed.dequantize(dtype)
+    assert made.isfinite().all()
+    step = packed.codes()[1].double()
+    assert ((made.double() - weight.double()).abs() <= 1.1 * step + 2 * torch.finfo(dtype).eps * top).all()
+
+
 @pytest.mark.parametrize("bits", [4, 8])
 def test_formats_of_others_come_back(bits, device):
     """Written here by NumPy, from what the formats say, and read again."""
@@ -260,6 +277,8 @@ def refusals(device):
     yield "bits", lambda: quantize(weight, bits=3), ValueError, "4 or 8"
     yield "group", lambda: quantize(weight, group=100), ValueError, "whole rows"
     yield "nan", lambda: quantize(weight * float("nan")), ValueError, "finite"
+    yield "meta", lambda: quantize(weight.to("meta")), ValueError, "values can be read, got one on meta"
+    yield "flag", lambda: quantize(weight, symmetric="no"), TypeError, "symmetric to be True or False"
     yield "axes", lambda: quantize(weight[0]), ValueError, r"\[N, K\]"
     yield "scales", lambda: PackedWeight.from_codes(codes, scales * float("inf")), ValueError, "finite scales"
     yield "groups", lambda: PackedWeight.from_codes(codes, scales, group=32), ValueError, "scales"

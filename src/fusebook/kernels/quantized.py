@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._call import AMD, INTERPRETED, Operator, apply, contiguous, empty, gpu, launch, one_of, shapes
+from ._call import AMD, INTERPRETED, Operator, apply, contiguous, empty, flag, gpu, launch, one_of, shapes
 
 __all__ = ["PackedWeight", "quantize", "quantized_matmul", "quantized_swiglu"]
 
@@ -600,6 +600,13 @@ def _fields(words: Tensor, bits: int) -> Tensor:
     return parts.to(torch.uint8).reshape(*words.shape[:-1], -1)
 
 
+def _scales(span: Tensor, codes: int, dtype: torch.dtype) -> Tensor:
+    """Scales for so many codes, in a dtype; one that was rounded up must not carry its largest number beyond it."""
+    scales = (span / codes).to(dtype)
+    over = (scales.to(span.dtype) * codes).to(dtype).isinf() & span.to(dtype).isfinite()
+    return torch.where(over, scales * (1 - torch.finfo(dtype).eps), scales)
+
+
 def quantize(weight: Tensor, bits: int = 4, group: int = 128, symmetric: bool = True) -> PackedWeight:
     """Round a weight to four or eight bits, with a scale for each group of columns in a row.
 
@@ -637,7 +644,10 @@ def quantize(weight: Tensor, bits: int = 4, group: int = 128, symmetric: bool = 
     """
     name = "quantize"
     _check_format(name, bits, group)
+    flag(name, "symmetric", symmetric)
     shapes(name, weight=(weight, "[N, K]"))
+    if weight.is_meta:
+        raise ValueError(f"{name}: expected a weight whose values can be read, got one on meta; see of_zeros")
     N, K = weight.shape
     weight = weight.detach()
     if not weight.isfinite().all():
@@ -650,11 +660,11 @@ def quantize(weight: Tensor, bits: int = 4, group: int = 128, symmetric: bool = 
     most, middle = 2**bits - 1, 2 ** (bits - 1)
     dtype = weight.dtype if weight.dtype in _INPUTS else torch.float32
     if symmetric:
-        scales = (values.abs().amax(-1) / (middle - 1)).to(dtype)
+        scales = _scales(values.abs().amax(-1), middle - 1, dtype)
         offset: Any = middle
     else:
         low, high = values.amin(-1).clamp(max=0), values.amax(-1).clamp(min=0)
-        scales = ((high - low) / most).to(dtype)
+        scales = _scales(high - low, most, dtype)
     step = scales.to(values.dtype)[..., None]
     step = torch.where(step > 0, step, torch.ones_like(step))
     zeros = None
@@ -662,7 +672,10 @@ def quantize(weight: Tensor, bits: int = 4, group: int = 128, symmetric: bool = 
         zeros = (-low[..., None] / step).round().clamp(0, most)
         offset = zeros
         zeros = zeros[..., 0].to(torch.uint8)
-    codes = ((values / step).round() + offset).clamp(0, most).to(torch.uint8).flatten(1)[:, :K]
+    codes = ((values / step).round() + offset).clamp(0, most)
+    made = (codes - offset) * step
+    codes = codes - torch.where(made.to(dtype).isinf(), made.sign(), 0)  # the largest numbers, rounded away from 0
+    codes = codes.to(torch.uint8).flatten(1)[:, :K]
     return PackedWeight.from_codes(codes, scales, zeros, bits=bits, group=group)
 
 
