@@ -208,8 +208,9 @@ def test_other_families_and_models_are_left_alone(llama):
         == "left: the model: it has no module of a known kind; known are those of "
         + left[""].rpartition("known are ")[2]
     )
-    with pytest.raises(TypeError, match="torch.nn.Module, got str; pass the model"):
-        fusebook.patch("llama")
+    for call in (fusebook.patch, fusebook.unpatch):
+        with pytest.raises(TypeError, match="torch.nn.Module, got str; pass the model"):
+            call("llama")
     layer = copy.deepcopy(llama.model.layers[0])
     assert fusebook.patch(layer).left == {"self_attn": "no rotary_emb is in what was given"}
 

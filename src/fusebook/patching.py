@@ -479,10 +479,7 @@ def patch(model: nn.Module, *, loss: bool = True, recompute: bool = False, check
     >>> model = transformers.AutoModelForCausalLM.from_pretrained("path")  # doctest: +SKIP
     >>> print(fusebook.patch(model))  # doctest: +SKIP
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"patch: expected model to be a torch.nn.Module, got {type(model).__name__}; pass the model itself"
-        )
+    _check_model("patch", model)
     replaced: dict[str, str] = {}
     left: dict[str, str] = {}
     tried: dict[Any, str] = {}
@@ -534,6 +531,13 @@ def patch(model: nn.Module, *, loss: bool = True, recompute: bool = False, check
     return Patched(replaced, left)
 
 
+def _check_model(name: str, model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"{name}: expected model to be a torch.nn.Module, got {type(model).__name__}; pass the model itself"
+        )
+
+
 def unpatch(model: nn.Module) -> list[str]:
     """Undo `patch`, in this model or in a copy of it.
 
@@ -547,6 +551,7 @@ def unpatch(model: nn.Module) -> list[str]:
     list of str
         The names of the modules that have their own forward again.
     """
+    _check_model("unpatch", model)
     found = [(name, m) for name, m in model.named_modules() if _is_ours(vars(m).get("forward"))]
     for _, module in found:
         del module.forward
