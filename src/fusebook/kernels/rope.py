@@ -417,7 +417,7 @@ def rope(
         Whether a pair is two neighbours, as in GPT-J. Otherwise a pair has an element of each half, as in Llama and
         GPT-NeoX.
     inplace : bool
-        Overwrite `x` and `k`, and return them. No gradient can be recorded.
+        Overwrite `x` and `k`, which must not overlap, and return them. No gradient can be recorded.
 
     Returns
     -------
