@@ -284,8 +284,8 @@ page.check(matmul_tensor, *given)
 # %%
 # The reshapes name the bits of a lane's number and move nothing. A sum may
 # take its columns in any order: here a lane's eight columns of x are
-# neighbours. Without ``num_stages=1`` Triton loads words by way of shared
-# memory. The library's kernel asks for the next blocks before it works on
+# neighbours. Without ``num_stages=1`` Triton copies words to shared memory
+# first. The library's kernel asks for the next blocks before it works on
 # these, and reads a weight once for 16 rows:
 
 page.source("quantized_matmul", fold=True)
@@ -318,8 +318,8 @@ page.plot("times", over="M")
 # In the table the weight has 28672 x 8192 codes, and 100 % is a copy that
 # moves as many bytes. Lines of code are those of kernel and launcher.
 # *tinygemm* is torch's own kernel for weights of four bits, in bfloat16.
-# Marlin, in CUDA C++, needs a build of its own; its published times are in
-# the evidence, which is linked below.
+# Marlin is written in CUDA C++ and is built separately. Its published times
+# are in the evidence, which is linked below.
 
 steps = {"shift": matmul_shift, "pairs": matmul_pairs}
 page.steps(float16=matmul_float16, **steps, tensor=matmul_tensor)

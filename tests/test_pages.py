@@ -312,18 +312,18 @@ def compiled(script, copy):
         if node.name in called or any(isinstance(n, ast.Return) for n in ast.walk(node)):
             continue  # a part of others, and compiled with them
         kernel = getattr(module, node.name)
-        # Codes in words are multiplied with float16.
-        for pointer in ("*fp16",) if "q_ptr" in kernel.arg_names else ("*fp32", "*bf16"):
+        # Codes in words are multiplied with float16. Where there is q_out, q and k are queries and keys.
+        codes = "q_ptr" in kernel.arg_names and "q_out" not in kernel.arg_names
+        for pointer in ("*fp16",) if codes else ("*fp32", "*bf16"):
             text = " ".join(ast.unparse(k) for k in kernels if k is node or k.name in called)
             if pointer == "*bf16" and ("tl.exp" in text or "tl.sqrt" in text) and "float32" not in text:
                 continue  # it converts nothing: it is for float32
-            kinds = {a: pointer if a.endswith("_ptr") else numbers.get(a, "i32") for a in kernel.arg_names}
+            kinds = {a: pointer if a.endswith(("_ptr", "_out")) else numbers.get(a, "i32") for a in kernel.arg_names}
             whole = ("target_ptr", "table_ptr", "chunks_ptr", "k_ptr", "keys_ptr", "order_ptr")
-            kinds |= {a: "*i64" for a in whole if a in kinds}
-            kinds |= {"q_ptr": "*i32"} if "q_ptr" in kinds else {}
+            kinds |= {a: "*i64" for a in whole if a in kinds and "q_out" not in kinds}
+            kinds |= {"q_ptr": "*i32"} if codes else {}
             kinds |= {a: f"tensordesc<{pointer[1:]}[16,16]>" for a in kinds if a.endswith("_tiles")}
             kinds |= {"pair_tiles": f"tensordesc<{pointer[1:]}[2,16,16]>"} if "pair_tiles" in kinds else {}
-            kinds |= {"T": "i32"} if "table_ptr" in kinds else {}  # how many tensors, and no temperature
             passed = {"PRODUCTS": getattr(module, "in_pairs", None)}
             given = {(p.num,): (constants | passed).get(p.name, 16) for p in kernel.params if p.is_constexpr}
             kinds |= {p.name: "constexpr" for p in kernel.params if p.is_constexpr}

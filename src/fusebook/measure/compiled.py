@@ -146,7 +146,7 @@ def registers(launch: Callable[..., Any], *given: Any) -> tuple[str, list[int]]:
     """
     paths = os.pathsep.join(filter(None, [str(pathlib.Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]))
     env = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-P", "-W", "ignore", "-c", _REGISTERS, launch.__name__, json.dumps(given)]
+    command = [sys.executable, "-W", "ignore", "-c", _REGISTERS, launch.__name__, json.dumps(given)]
     source = textwrap.dedent(inspect.getsource(launch))
     process = subprocess.run(command, input=source, capture_output=True, text=True, env=env)
     if process.returncode:
