@@ -61,8 +61,8 @@ with extra("book"):
     import pandas as pd
 
 __all__ = [
-    "Claim", "Frames", "Measured", "NotRecorded", "Outcome", "Recorded", "evaluate", "lessons", "load",
-    "steps_correct",
+    "Claim", "Frames", "Measured", "NotRecorded", "Outcome", "Recorded", "deterministic", "evaluate", "lessons", "load",
+    "steps_correct", "within_tolerance",
 ]  # fmt: skip
 
 _COMPARE = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt, "==": operator.eq}
@@ -231,6 +231,34 @@ def steps_correct(
         Columns of the lesson's steps that name a result.
     """
     return Claim("steps-correct", text, lambda frames: frames["steps"].set_index([*keys])["correct"], "== 1", scope)
+
+
+def within_tolerance(rows: Callable[[Frames], pd.DataFrame], scope: str, text: str) -> Claim:
+    """The claim that results of an operator's record are within tolerance.
+
+    Parameters
+    ----------
+    rows : callable
+        From `Frames` to the rows of the record.
+    scope, text : str
+        As of `Claim`.
+    """
+    return Claim(
+        "within-tolerance", text, lambda frames: (some := rows(frames))["error"] / some["tolerance"], "<= 1", scope
+    )
+
+
+def deterministic(rows: Callable[[Frames], pd.DataFrame], scope: str, text: str) -> Claim:
+    """The claim that two runs gave the same bits at each row of an operator's record.
+
+    Parameters
+    ----------
+    rows : callable
+        From `Frames` to the rows of the record.
+    scope, text : str
+        As of `Claim`.
+    """
+    return Claim("deterministic", text, lambda frames: rows(frames)["deterministic"].eq("yes"), "== 1", scope)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import fusebook
 from fusebook import tables
 from fusebook.cards import OPS
 from fusebook.extras import extra
-from fusebook.lesson.evidence import Claim, Frames, Measured, NotRecorded, Recorded, steps_correct
+from fusebook.lesson.evidence import Claim, Frames, Measured, NotRecorded, Recorded, steps_correct, within_tolerance
 
 with extra("book"):
     import pandas as pd
@@ -232,12 +232,10 @@ CLAIMS = (
         "four chains; " + _STEP,
     ),
     # Correctness
-    Claim(
-        "within-tolerance",
-        "Fusebook is within tolerance wherever it was timed.",
-        lambda frames: (rows := _own(frames))["error"] / rows["tolerance"],
-        "<= 1",
+    within_tolerance(
+        _own,
         "every recorded size of seven expressions, float32 and bfloat16",
+        "Fusebook is within tolerance wherever it was timed.",
     ),
     steps_correct(_STEP, "Every step gives the elements of PyTorch.", keys=["step"]),
     # Hardware counters

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fusebook import tables
 from fusebook.extras import extra
-from fusebook.lesson.evidence import Claim, Frames, Measured, NotRecorded, Recorded, steps_correct
+from fusebook.lesson.evidence import Claim, Frames, Measured, NotRecorded, Recorded, deterministic, steps_correct
 
 with extra("book"):
     import pandas as pd
@@ -372,12 +372,10 @@ CLAIMS = (
         "Every step is correct on stress inputs at the sizes at which it was timed.",
         keys=["step", "shape", "dtype"],
     ),
-    Claim(
-        "deterministic",
-        "Two runs of `fusebook.softmax` give the same bits.",
-        lambda frames: _own(frames)["deterministic"].eq("yes"),
-        "== 1",
+    deterministic(
+        _own,
         "large sizes and vocabularies, float32 and bfloat16",
+        "Two runs of `fusebook.softmax` give the same bits.",
     ),
     Claim(
         "memory-output",

@@ -16,7 +16,7 @@ import fusebook
 from fusebook import tables
 from fusebook.cards import OPS
 from fusebook.extras import extra
-from fusebook.lesson.evidence import Claim, Frames, Measured, NotRecorded, Recorded
+from fusebook.lesson.evidence import Claim, Frames, Measured, NotRecorded, Recorded, deterministic, within_tolerance
 from fusebook.measure import bench
 
 with extra("book"):
@@ -387,12 +387,10 @@ CLAIMS = (
         numbers=lambda frames: {"atomic": (read := _read(frames))["atomic"], "sorted": read["fusebook sorted"]},
     ),
     # Correctness
-    Claim(
-        "within-tolerance",
-        "`fusebook.masked_scatter_nd_of_shape` is within tolerance wherever it was timed.",
-        lambda frames: (rows := _every(frames, "fusebook"))["error"] / rows["tolerance"],
-        "<= 1",
+    within_tolerance(
+        lambda frames: _every(frames, "fusebook"),
         "every recorded size, float32 and float16",
+        "`fusebook.masked_scatter_nd_of_shape` is within tolerance wherever it was timed.",
     ),
     Claim(
         "repeats-correct",
@@ -406,12 +404,10 @@ CLAIMS = (
         "<= 1",
         _REPEATED + ", float32 and float16",
     ),
-    Claim(
-        "deterministic",
-        "Two runs with sorted updates give the same bits.",
-        lambda frames: _every(frames, "fusebook sorted")["deterministic"].eq("yes"),
-        "== 1",
+    deterministic(
+        lambda frames: _every(frames, "fusebook sorted"),
         "every recorded size, float32 and float16",
+        "Two runs with sorted updates give the same bits.",
     ),
     Claim(
         "steps-correct",

@@ -7,7 +7,16 @@ from typing import Any
 
 from fusebook import tables
 from fusebook.extras import extra
-from fusebook.lesson.evidence import Claim, Frames, Measured, NotRecorded, Recorded, steps_correct
+from fusebook.lesson.evidence import (
+    Claim,
+    Frames,
+    Measured,
+    NotRecorded,
+    Recorded,
+    deterministic,
+    steps_correct,
+    within_tolerance,
+)
 
 with extra("book"):
     import pandas as pd
@@ -202,21 +211,9 @@ CLAIMS = (
         _STEPS,
     ),
     # Correctness
-    Claim(
-        "within-tolerance",
-        "The library is within tolerance wherever it was timed.",
-        lambda frames: (rows := _own(frames))["error"] / rows["tolerance"],
-        "<= 1",
-        _ALL,
-    ),
+    within_tolerance(_own, _ALL, "The library is within tolerance wherever it was timed."),
     steps_correct(_STEPS),
-    Claim(
-        "deterministic",
-        "Two runs give the same bits, of gradients too.",
-        lambda frames: _own(frames)["deterministic"].eq("yes"),
-        "== 1",
-        _ALL,
-    ),
+    deterministic(_own, _ALL, "Two runs give the same bits, of gradients too."),
     Claim(
         "rows-alone",
         "A row that is normalised has the same bits alone and among others.",

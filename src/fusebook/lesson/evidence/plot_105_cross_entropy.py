@@ -14,7 +14,16 @@ import fusebook
 from fusebook import tables
 from fusebook.cards import OPS
 from fusebook.extras import extra
-from fusebook.lesson.evidence import Claim, Frames, Measured, NotRecorded, Recorded, steps_correct
+from fusebook.lesson.evidence import (
+    Claim,
+    Frames,
+    Measured,
+    NotRecorded,
+    Recorded,
+    deterministic,
+    steps_correct,
+    within_tolerance,
+)
 from fusebook.measure import bench, timing
 
 with extra("book"):
@@ -193,21 +202,9 @@ CLAIMS = (
         _COUNTERS,
     ),
     # Correctness
-    Claim(
-        "within-tolerance",
-        "`fusebook.cross_entropy` is within tolerance wherever it was timed.",
-        lambda frames: (rows := _own(frames))["error"] / rows["tolerance"],
-        "<= 1",
-        _ALL,
-    ),
+    within_tolerance(_own, _ALL, "`fusebook.cross_entropy` is within tolerance wherever it was timed."),
     steps_correct(_STEPS, "Every step is correct on stress inputs at the sizes at which it was timed."),
-    Claim(
-        "deterministic",
-        "Two runs of `fusebook.cross_entropy` give the same bits.",
-        lambda frames: _own(frames)["deterministic"].eq("yes"),
-        "== 1",
-        _ALL,
-    ),
+    deterministic(_own, _ALL, "Two runs of `fusebook.cross_entropy` give the same bits."),
     Claim(
         "memory-output",
         "`fusebook.cross_entropy` allocates the gradient, and at most 2 MiB for loss and workspace.",

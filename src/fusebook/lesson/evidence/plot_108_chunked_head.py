@@ -13,7 +13,16 @@ from fusebook import tables
 from fusebook.cards import OPS
 from fusebook.extras import extra
 from fusebook.lesson import _memory
-from fusebook.lesson.evidence import Claim, Frames, Measured, NotRecorded, Recorded, steps_correct
+from fusebook.lesson.evidence import (
+    Claim,
+    Frames,
+    Measured,
+    NotRecorded,
+    Recorded,
+    deterministic,
+    steps_correct,
+    within_tolerance,
+)
 from fusebook.measure import bench, inputs, timing
 
 with extra("book"):
@@ -125,21 +134,9 @@ _ALL = "every recorded size, bfloat16"
 
 CLAIMS = (
     # Correctness
-    Claim(
-        "within-tolerance",
-        "`fusebook.linear_cross_entropy` is within tolerance wherever it was timed.",
-        lambda frames: (rows := _own(frames))["error"] / rows["tolerance"],
-        "<= 1",
-        _ALL,
-    ),
+    within_tolerance(_own, _ALL, "`fusebook.linear_cross_entropy` is within tolerance wherever it was timed."),
     steps_correct(_EXAMPLE, "Every step is correct at the size at which it was timed."),
-    Claim(
-        "deterministic",
-        "Two runs of `fusebook.linear_cross_entropy` give the same bits.",
-        lambda frames: _own(frames)["deterministic"].eq("yes"),
-        "== 1",
-        _ALL,
-    ),
+    deterministic(_own, _ALL, "Two runs of `fusebook.linear_cross_entropy` give the same bits."),
     Claim(
         "liger-correct",
         "Liger is within tolerance at {fine} of {count} sizes. It has no row in the lesson's table where it is not.",

@@ -8,7 +8,16 @@ from typing import Any
 from fusebook import tables
 from fusebook.extras import extra
 from fusebook.lesson import _decode, _weights
-from fusebook.lesson.evidence import Claim, Frames, Measured, NotRecorded, Recorded, steps_correct
+from fusebook.lesson.evidence import (
+    Claim,
+    Frames,
+    Measured,
+    NotRecorded,
+    Recorded,
+    deterministic,
+    steps_correct,
+    within_tolerance,
+)
 
 with extra("book"):
     import pandas as pd
@@ -253,20 +262,8 @@ CLAIMS = (
         "one sequence with 512 tokens before, hidden states of 4096, random weights, a step in a CUDA graph",
         numbers=lambda frames: dict(_tokens(frames)),
     ),
-    Claim(
-        "within-tolerance",
-        "`fusebook.quantized_matmul` is within tolerance wherever it was timed.",
-        lambda frames: (rows := _every(frames))["error"] / rows["tolerance"],
-        "<= 1",
-        _ALL,
-    ),
-    Claim(
-        "deterministic",
-        "Two runs of `fusebook.quantized_matmul` give the same bits.",
-        lambda frames: _every(frames)["deterministic"].eq("yes"),
-        "== 1",
-        _ALL,
-    ),
+    within_tolerance(_every, _ALL, "`fusebook.quantized_matmul` is within tolerance wherever it was timed."),
+    deterministic(_every, _ALL, "Two runs of `fusebook.quantized_matmul` give the same bits."),
     Claim(
         "crossover",
         "With a weight of 8192 x 8192, cuBLAS with a float16 weight is faster at {lost} of {count} numbers of rows. "

@@ -8,7 +8,16 @@ from typing import Any
 from fusebook import tables
 from fusebook.extras import extra
 from fusebook.lesson import _products
-from fusebook.lesson.evidence import Claim, Frames, Measured, NotRecorded, Recorded, steps_correct
+from fusebook.lesson.evidence import (
+    Claim,
+    Frames,
+    Measured,
+    NotRecorded,
+    Recorded,
+    deterministic,
+    steps_correct,
+    within_tolerance,
+)
 
 with extra("book"):
     import pandas as pd
@@ -151,20 +160,8 @@ CLAIMS = (
         "n = 1024, 4096 and 8192, bfloat16, cold L2",
     ),
     # The library
-    Claim(
-        "within-tolerance",
-        "The library's kernel is within tolerance wherever it was timed.",
-        lambda frames: (rows := _own(frames))["error"] / rows["tolerance"],
-        "<= 1",
-        _ALL,
-    ),
-    Claim(
-        "deterministic",
-        "Two runs of the library's kernel give the same bits.",
-        lambda frames: _own(frames)["deterministic"].eq("yes"),
-        "== 1",
-        _ALL,
-    ),
+    within_tolerance(_own, _ALL, "The library's kernel is within tolerance wherever it was timed."),
+    deterministic(_own, _ALL, "Two runs of the library's kernel give the same bits."),
 )
 
 LOG = (

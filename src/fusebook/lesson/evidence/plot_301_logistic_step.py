@@ -15,7 +15,16 @@ from fusebook import tables
 from fusebook.cards import OPS
 from fusebook.extras import extra
 from fusebook.lesson import _launches
-from fusebook.lesson.evidence import Claim, Frames, Measured, NotRecorded, Recorded, steps_correct
+from fusebook.lesson.evidence import (
+    Claim,
+    Frames,
+    Measured,
+    NotRecorded,
+    Recorded,
+    deterministic,
+    steps_correct,
+    within_tolerance,
+)
 from fusebook.measure import bench, inputs
 
 with extra("book"):
@@ -402,20 +411,8 @@ CLAIMS = (
         "<= 1.05",
         _SWEEP + "; warm",
     ),
-    Claim(
-        "within-tolerance",
-        "Both functions are within tolerance wherever they were timed.",
-        lambda frames: (rows := _every(frames))["error"] / rows["tolerance"],
-        "<= 1",
-        _ALL,
-    ),
-    Claim(
-        "deterministic",
-        "Two runs give the same bits.",
-        lambda frames: _every(frames)["deterministic"].eq("yes"),
-        "== 1",
-        _ALL,
-    ),
+    within_tolerance(_every, _ALL, "Both functions are within tolerance wherever they were timed."),
+    deterministic(_every, _ALL, "Two runs give the same bits."),
     # Hardware counters
     Claim(
         "counters-eager",

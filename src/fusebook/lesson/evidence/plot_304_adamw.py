@@ -16,7 +16,16 @@ from fusebook import tables
 from fusebook.cards import OPS
 from fusebook.extras import extra
 from fusebook.lesson import _launches
-from fusebook.lesson.evidence import Claim, Frames, Measured, NotRecorded, Recorded, steps_correct
+from fusebook.lesson.evidence import (
+    Claim,
+    Frames,
+    Measured,
+    NotRecorded,
+    Recorded,
+    deterministic,
+    steps_correct,
+    within_tolerance,
+)
 from fusebook.measure import check, inputs, timing
 
 with extra("book"):
@@ -436,20 +445,8 @@ CLAIMS = (
         numbers=lambda frames: {"mean": _walk(frames, "master")},
     ),
     # Correctness
-    Claim(
-        "within-tolerance",
-        "`fusebook.adamw_step` is within tolerance wherever it was timed.",
-        lambda frames: (rows := _every(frames))["error"] / rows["tolerance"],
-        "<= 1",
-        _ALL,
-    ),
-    Claim(
-        "deterministic",
-        "Two runs give the same bits.",
-        lambda frames: _every(frames)["deterministic"].eq("yes"),
-        "== 1",
-        _ALL,
-    ),
+    within_tolerance(_every, _ALL, "`fusebook.adamw_step` is within tolerance wherever it was timed."),
+    deterministic(_every, _ALL, "Two runs give the same bits."),
     # Hardware counters
     Claim(
         "counters-once",

@@ -24,7 +24,16 @@ from fusebook.cards import OPS
 from fusebook.extras import extra
 from fusebook.lesson import _memory, _numbers
 from fusebook.lesson._page import _or_banner
-from fusebook.lesson.evidence import Claim, Frames, Measured, NotRecorded, Recorded, steps_correct
+from fusebook.lesson.evidence import (
+    Claim,
+    Frames,
+    Measured,
+    NotRecorded,
+    Recorded,
+    deterministic,
+    steps_correct,
+    within_tolerance,
+)
 from fusebook.measure import inputs, timing
 from fusebook.page import show
 from fusebook.page.results import NoResults, measured
@@ -529,6 +538,12 @@ def _ms(frames: Frames, *names: str) -> dict[str, Any]:
     return found | {f"gib{i}": value / GIB for i, value in enumerate(point["peak_bytes"])}
 
 
+def _target(id: str, text: str, own: str, other: str, condition: str, column: str = "ms") -> Claim:
+    """A target for one implementation next to another, whose numbers are in the text."""
+    values = functools.partial(_over, own=own, other=other, column=column)
+    return Claim(id, text, values, condition, _LLAMA, kind="target", numbers=lambda frames: _ms(frames, own, other))
+
+
 def _saved(frames: Frames) -> pd.Series:
     """Milliseconds that each replacement alone saves of a step."""
     ms = _point(frames["training"])["ms"]
@@ -666,43 +681,36 @@ CLAIMS = (
         numbers=lambda frames: _ms(frames, "Fusebook", "torch.compile, no mask"),
     ),
     # Targets
-    Claim(
+    _target(
         "recompute-memory",
         "With `recompute=True` the peak is {median:.2f} of that of torch.compile: {gib0:.1f} and {gib1:.1f} GiB.",
-        lambda frames: _over(frames, "Fusebook, recompute", "torch.compile", "peak_bytes"),
+        "Fusebook, recompute",
+        "torch.compile",
         "<= 0.56",
-        _LLAMA,
-        kind="target",
-        numbers=lambda frames: _ms(frames, "Fusebook, recompute", "torch.compile"),
+        "peak_bytes",
     ),
-    Claim(
+    _target(
         "recompute-time",
         "With `recompute=True` a step takes {median:.2f} of the time of torch.compile: {ms0:.1f} and {ms1:.1f} ms.",
-        lambda frames: _over(frames, "Fusebook, recompute", "torch.compile"),
+        "Fusebook, recompute",
+        "torch.compile",
         "<= 0.9",
-        _LLAMA,
-        kind="target",
-        numbers=lambda frames: _ms(frames, "Fusebook, recompute", "torch.compile"),
     ),
-    Claim(
+    _target(
         "liger-time",
         "A step takes {median:.2f} of the time that it takes with Liger's patch: {ms0:.1f} and {ms1:.1f} ms, in "
         "{gib0:.1f} and {gib1:.1f} GiB.",
-        lambda frames: _over(frames, "Fusebook", "Liger"),
+        "Fusebook",
+        "Liger",
         "<= 0.85",
-        _LLAMA,
-        kind="target",
-        numbers=lambda frames: _ms(frames, "Fusebook", "Liger"),
     ),
-    Claim(
+    _target(
         "inside-compile",
         "Inside torch.compile, a patched step takes {median:.2f} of the time of torch.compile alone, in {gib0:.1f} "
         "instead of {gib1:.1f} GiB.",
-        lambda frames: _over(frames, "Fusebook, compiled", "torch.compile"),
+        "Fusebook, compiled",
+        "torch.compile",
         "<= 0.97",
-        _LLAMA,
-        kind="target",
-        numbers=lambda frames: _ms(frames, "Fusebook, compiled", "torch.compile"),
     ),
     # A step
     Claim(
@@ -829,20 +837,8 @@ CLAIMS = (
         "<= 1.02",
         _ALL + "; GPU time over that of the fastest other implementation",
     ),
-    Claim(
-        "within-tolerance",
-        "`fusebook.rope` is within tolerance wherever it was timed.",
-        lambda frames: (rows := _own(frames))["error"] / rows["tolerance"],
-        "<= 1",
-        _ALL,
-    ),
-    Claim(
-        "deterministic",
-        "Two runs of `fusebook.rope` give the same bits.",
-        lambda frames: _own(frames)["deterministic"].eq("yes"),
-        "== 1",
-        _ALL,
-    ),
+    within_tolerance(_own, _ALL, "`fusebook.rope` is within tolerance wherever it was timed."),
+    deterministic(_own, _ALL, "Two runs of `fusebook.rope` give the same bits."),
 )
 
 LOG = (
