@@ -616,6 +616,7 @@ def test_a_size_without_a_time_has_no_bar():
         picture.passes(4),
         picture.partial_sums(6, 3),
         picture.operand(5),
+        picture.coordinates(4),
         picture.product(4, 4, 13),
         picture.gated(4, 6, 9),
         picture.owners("updates", [1, -1, 0, 1], 3),
@@ -731,6 +732,7 @@ def a_gpu(monkeypatch, replayed):
     monkeypatch.setitem(fit.FRAMES, "seconds", dataclasses.replace(fit.FRAMES["seconds"], function=lambda: small))
     monkeypatch.setattr(evidence.load("plot_202_swiglu"), "SHAPES", ((66, 64, 64), (1, 64, 64)))
     monkeypatch.setattr(evidence.load("plot_103_scatter_nd"), "SHAPES", ((16, 32, 32), (40, 32, 20)))
+    monkeypatch.setattr(evidence.load("plot_303_kmeans"), "SHAPES", ((300, 2, 2),))
     head = evidence.load("plot_108_chunked_head")
     monkeypatch.setattr(head, "SHAPES", ((37, 16, 1000),))
     rows = pd.DataFrame({"rows": [256, 1024, 8192], "gpu_us": 2.0, "peak_bytes": 2.0, "beyond": 1.0})
@@ -840,6 +842,7 @@ def test_a_page_that_is_run_for_its_counters_launches_its_steps_alone(a_gpu, mon
             "plot_301_logistic_step",
             {"logistic_fit", "logistic_step", "pages/logistic_steps", "pages/logistic_seconds"},
         ),
+        ("plot_303_kmeans", {"kmeans_assign", "kmeans_update", "kmeans_step", "pages/kmeans_teaching"}),
         ("plot_304_adamw", {"adamw_step", *(f"pages/adamw_{name}" for name in ("steps", "host", "walk", "billion"))}),
     ],
 )

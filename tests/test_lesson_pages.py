@@ -35,6 +35,9 @@ ROOT = Path(__file__).resolve().parents[1]
 LESSONS = [ROOT / "examples" / f"{name}.py" for name in evidence.lessons()]
 each = pytest.mark.parametrize("path", LESSONS, ids=lambda path: path.stem)
 
+#: Sizes at which kernels of a notebook run alone, in float32, where a lesson's kernels take no others.
+SMALL = {"plot_303_kmeans": (300, 2, 2)}
+
 #: Limits of a page; see docs/contributing.rst.
 LINES, FIRST_KERNEL, CALLS, NAMES, VERDICTS, TABLES, SCREENS = 450, 90, 30, 3, 8, 2, 8
 
@@ -232,9 +235,11 @@ def test_kernels_of_a_notebook_run_without_the_library(path, tmp_path):
     given = {}
     for op in map(OPS.get, dict.fromkeys(checked.values())):
         sizes = [name for name, value in op.edges[0].items() if isinstance(value, int)]
-        small = dict(zip(sizes, {2: (5, 300), 3: (5, 128, 304), 6: (2, 3, 1, 5, 0, 7)}[len(sizes)], strict=True))
+        few = SMALL.get(path.stem) or {2: (5, 300), 3: (5, 128, 304), 6: (2, 3, 1, 5, 0, 7)}[len(sizes)]
+        small = dict(zip(sizes, few, strict=True))
         small |= {"steps": 4} if "steps" in small else {}
-        given[op.name] = op.make(inputs.generator(0, device), op.dtypes[0], **{**op.edges[0], **small})
+        dtype = torch.float32 if path.stem in SMALL else op.dtypes[0]
+        given[op.name] = op.make(inputs.generator(0, device), dtype, **{**op.edges[0], **small})
     torch.save({name: page.of(op)._taking(*given[op]) for name, op in checked.items()}, data)
     done = warm.run(
         "-c", ALONE, str(file), str(data), *([] if device == "cuda" else ["interpret"]), env=dict(os.environ)
@@ -246,6 +251,8 @@ def test_kernels_of_a_notebook_run_without_the_library(path, tmp_path):
         assert check.yardstick(op, given[op.name]).judge(got).ok, name
         eps = torch.finfo(op.dtypes[0]).eps
         want = op.reference(*given[op.name])
+        if isinstance(want, torch.Tensor) and not want.is_floating_point():
+            continue  # the card has judged labels by their distances
         got = got if isinstance(want, torch.Tensor) else tuple(got)
         if isinstance(want, torch.Tensor):  # the sums of a matmul are as exact as their row is large
             size = want.square().mean(-1, keepdim=True).sqrt().clamp(min=1)

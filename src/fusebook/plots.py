@@ -142,7 +142,7 @@ def _found(df: pd.DataFrame, of: str) -> str:
     own, best = points.pop("fusebook"), points.max(axis=1).dropna()
     text = f"Fusebook runs at {100 * own.median():.0f} % of {'copy speed' if of == 'copy' else 'the roofline'}"
     text += f"; the best other at {100 * best.median():.0f} %" if len(best) else ""
-    return f"{text} (medians of {len(own)} {bound}sizes)"
+    return f"{text} ({f'medians of {len(own)} {bound}sizes' if len(own) > 1 else f'at one {bound}size'})"
 
 
 def _fastest(df: pd.DataFrame, kind: str) -> str:

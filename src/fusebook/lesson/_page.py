@@ -230,7 +230,7 @@ class Page:
         names = [key for key, value in self.op.edges[0].items() if isinstance(value, int)]
         taken = list(sizes)
         if self.op.rows and not torch.cuda.is_available():
-            taken[0] = min(taken[0], _INTERPRETED)
+            taken[0] = min(taken[0], getattr(self.about, "INTERPRETED", _INTERPRETED))
             self._whole[tuple(taken)] = sizes[0]
         made = self.op.make(
             inputs.generator(seed), dtype, **{**self.op.edges[0], **dict(zip(names, taken, strict=True))}

@@ -11,6 +11,7 @@ __all__ = [
     "bars",
     "blocks",
     "chunks",
+    "coordinates",
     "gated",
     "lanes",
     "operand",
@@ -179,6 +180,36 @@ def shared_row(programs: int) -> Shown:
     told.append("and writes its own part of the result")
     caption = f"{programs} programs share one row. The only data they exchange is {programs} pairs of numbers."
     return _drawing(caption, told, 158, parts)
+
+
+def coordinates(points: int) -> Shown:
+    """Points of two coordinates in memory: a load for each coordinate, and one load of two points for each thread.
+
+    Parameters
+    ----------
+    points : int
+        An even number of them.
+    """
+    width, height = (_WIDTH - _LEFT - 4) / (2 * points), 20.0
+
+    def cells(y: float, name: str, texts: Mapping[int, str], colour: str, wide: int = 1) -> list[str]:
+        made = [_text(_LEFT - 8, y + 15, name, "end")]
+        for i, text in texts.items():
+            x = _LEFT + i * width
+            made += [_box(x + 1, y, wide * width - 2, height, colour)]
+            made += [_text(x + wide * width / 2, y + 15, text, "middle")]
+        return made
+
+    parts = cells(4, "memory", {i: f"{'xy'[i % 2]}{i // 2}" for i in range(2 * points)}, _BLUE)
+    for load in range(2):
+        texts = {2 * i + load: f"t{i}" for i in range(points)}
+        parts += cells(40 + 24 * load, f"step 1, {'xy'[load]}", texts, _AMBER)
+    parts += cells(100, "step 2", {4 * t: f"thread {t}: 16 bytes" for t in range(points // 2)}, _AMBER, 4)
+    told = ["memory holds x and y of one point after another"]
+    told += [f"in step 1, a load takes {name} of each point, which is every second word" for name in "xy"]
+    told += [f"in step 2, thread {t} loads points {2 * t} and {2 * t + 1} at once" for t in range(points // 2)]
+    caption = "Step 1 loads twice, with gaps; thread i (ti) has point i. Step 2 loads once, without gaps."
+    return _drawing(caption, told, 124, parts)
 
 
 def table(sizes: Sequence[int], block: int) -> Shown:

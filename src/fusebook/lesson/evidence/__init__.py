@@ -29,6 +29,8 @@ COUNT_EXTRA
     Whether Nsight Compute counts these, too; by default it does.
 BY, XLABEL
     Optional: by which sizes the table of the steps is, and what the x axis of the figure shows.
+INTERPRETED
+    Optional: rows at most of inputs in Triton's interpreter, where a program has many of them.
 KERNELS
     Kernels of the library that the lesson shows, by operator.
 taking, missing, timed, to_count, TABLE
@@ -135,7 +137,7 @@ class Measured:
     def renamed(self, frame: pd.DataFrame) -> pd.DataFrame:
         """The same rows under today's names."""
         frame = frame.rename(columns=dict(self.older))
-        return frame.assign(step=frame["step"].replace(dict(self.older)))
+        return frame.assign(step=frame["step"].replace(dict(self.older))) if "step" in frame else frame
 
 
 class Frames(Mapping[str, Any]):

@@ -1,0 +1,429 @@
+"""Evidence of the lesson on k-means assignment."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from fusebook import tables
+from fusebook.cards.kmeans import KMEANS_ASSIGN, KMEANS_STEP
+from fusebook.extras import extra
+from fusebook.lesson import _numbers, _points
+from fusebook.lesson.evidence import (
+    Claim,
+    Frames,
+    Measured,
+    Recorded,
+    deterministic,
+    steps_correct,
+    within_tolerance,
+)
+from fusebook.measure import bench, check, inputs
+
+with extra("book"):
+    import pandas as pd
+
+PAGE = _points.PointsPage
+OPERATORS = ("kmeans_assign", "kmeans_update", "kmeans_step")
+EXAMPLE = {"n": 20_000_000, "d": 2, "k": 2, "labels": "int64", "law": "blobs", "dtype": "float32"}
+WORDS = "{n:,.0f} points of {d} coordinates in {dtype}, {k} centres, {labels} labels"
+ROWS = "{labels} labels"
+STEPS = ("eager", "one_pass", "pairs")
+SHAPES = ((20_000_000, 2, 2),)
+#: Of labels: the points are float32.
+DTYPES = ("int64", "int32", "uint8")
+INTERPRETED = 3000
+EXTRA_STEPS: Mapping[str, Callable[..., Any]] = {}
+KERNELS = {"kmeans_assign": ("_kmeans_few",)}
+CAPTION = "GPU time in microseconds, cold L2: 20 million points of two coordinates in float32, two centres"
+TABLE = {f"{labels} labels": ("gpu_us", f"{labels}x20000000") for labels in DTYPES}
+
+
+# What is measured -----------------------------------------------------------------------------------------------------
+
+
+def timed(steps: Mapping[str, Callable[..., Any]]) -> pd.DataFrame:
+    """Check and time every step, and the library, with labels of each dtype."""
+    parts = []
+    n, d, k = SHAPES[0]
+    for labels in DTYPES:
+        given = KMEANS_ASSIGN.make(inputs.generator(0), torch.float32, n=n, d=d, k=k, labels=labels, law="blobs")
+        yard = check.yardstick(KMEANS_ASSIGN, given)
+        every = {**steps, "fusebook": KMEANS_ASSIGN.variants["fusebook"].run}
+        calls = {name: functools.partial(step, *given) for name, step in every.items()}
+        frame = bench.staircase(calls, functools.partial(_numbers._is_correct, yard))
+        frame = frame.rename(columns={"us": "gpu_us", "right": "correct"})
+        parts.append(frame.assign(shape=f"{labels}x{n}", dtype=labels))
+    return pd.concat(parts, ignore_index=True)
+
+
+def to_count(steps: Mapping[str, Callable[..., Any]]) -> dict[str, Callable[[], Any]]:
+    """What Nsight Compute counts: the steps, and an iteration in two calls and in one pass."""
+    points = torch.randn(*SHAPES[0][:2], device="cuda")
+    given = points, points[:2].clone(), torch.int64
+    every = {name: steps[name] for name in STEPS[1:]}
+    every |= {"two calls": KMEANS_STEP.variants["fusebook, two calls"].run}
+    every |= {"one iteration": KMEANS_STEP.variants["fusebook"].run}
+    return {name: functools.partial(step, *given) for name, step in every.items()}
+
+
+# Records --------------------------------------------------------------------------------------------------------------
+
+
+class _Steps(Measured):
+    """Steps, under a shape and a dtype that name their labels."""
+
+    def renamed(self, frame: pd.DataFrame) -> pd.DataFrame:
+        """The same rows under today's names."""
+        frame = super().renamed(frame)
+        if "shape" in frame:
+            return frame
+        return frame.assign(shape=frame["labels"] + "x20000000", dtype=frame["labels"])
+
+
+_OLDER = {
+    "us": "gpu_us",
+    "right": "correct",
+    "step one": "one_pass",
+    "step two": "pairs",
+    "the library's": "fusebook",
+    "assignment, then update": "two calls",
+    "both in a pass": "one iteration",
+    "step three, float64": "float64",
+    "step four, a screen": "filtered",
+}
+_PLANE = ("eager", "torch.cdist", "torch.compile", "fusebook", "fusebook, checked")
+_PRODUCTS = ("torch.cdist", "torch.compile", "torch.compile, product", "fusebook")
+_UPDATES = ("eager", "torch.compile", "sorted", "product", "torch.compile, product", "fusebook")
+_ITERATIONS = ("eager", "torch.compile", "fusebook", "fusebook, two calls")
+FRAMES: dict[str, Any] = {
+    "sweep": Recorded("kmeans_assign", "plane", "float32", _PLANE),
+    "double": Recorded("kmeans_assign", "20000000x2x2", "float64", ("eager", "torch.compile", "fusebook")),
+    "wide": Recorded("kmeans_assign", "wide", "float32", _PRODUCTS),
+    "laws": Recorded("kmeans_assign", "laws", "float32", ("torch.cdist", "fusebook")),
+    "update": Recorded("kmeans_update", "plane,wide", "float32", _UPDATES),
+    "step": Recorded("kmeans_step", "plane,wide", "float32", _ITERATIONS),
+    "steps": _Steps("kmeans_teaching", _OLDER),
+    "counters": Measured("kmeans_counters", _OLDER),
+    "screen": Measured("kmeans_screen_steps", _OLDER),
+    "product": Measured("kmeans_product"),
+    "iteration": Measured("kmeans_iteration"),
+    "end": Measured("kmeans_end"),
+}
+
+
+# What claims read -----------------------------------------------------------------------------------------------------
+
+
+def _every(frames: Frames) -> pd.DataFrame:
+    rows = tables.where(frames.of("kmeans_assign"), variant="fusebook")
+    return rows.set_index([tables.label(rows), "dtype"])
+
+
+def _plane(frames: Frames) -> pd.DataFrame:
+    return tables.together(frames["sweep"], frames["double"])
+
+
+def _over(frames: Frames, name: str = "sweep", of: str = "roof", **where: Any) -> pd.Series:
+    """The library's GPU time over a ceiling."""
+    rows = tables.where(frames[name], **where)
+    return 1 / tables.share(rows, "fusebook", of=of)
+
+
+def _us(frames: Frames) -> Any:
+    """GPU time: a row per step, a column per dtype of labels."""
+    return frames["steps"].pivot_table("gpu_us", "step", "dtype", sort=False)
+
+
+def _one(value: float, name: str = "") -> pd.Series:
+    return pd.Series([value], index=[name])
+
+
+def _counted(frames: Frames, column: str) -> pd.Series:
+    """Points' bytes that are read, or sectors per load of the kernel that reads most, by step."""
+    seen = frames["counters"]
+    if column == "read":
+        return seen.groupby("step", sort=False)["read"].sum() / 160e6
+    largest = seen.loc[seen.groupby("step", sort=False)["read"].idxmax()]
+    return largest.set_index("step")[column]
+
+
+def _checked(frames: Frames) -> pd.Series:
+    """Latency of a checked call over that of one without a check."""
+    us = frames["sweep"].pivot_table("latency_us", "labels", "variant", sort=False)
+    ratio: pd.Series = us["fusebook, checked"] / us["fusebook"]
+    return ratio
+
+
+def _wider(frames: Frames, variant: str) -> pd.Series:
+    """How many times as long another implementation takes with 64 and with 128 coordinates."""
+    return tables.ratio(tables.where(frames["wide"], d=[64, 128]), variant, "fusebook")
+
+
+def _correct(frames: Frames, variant: str) -> pd.Series:
+    """Whether labels are correct, by where the points are."""
+    return tables.where(frames["laws"], variant=variant).set_index("law")["status"].eq("ok")
+
+
+def _of_plane(frames: Frames, what: str) -> pd.Series:
+    """Time over that of the assignment, for 20 million points."""
+    rows = tables.where(frames["iteration"], d=2)
+    return rows[what] / rows["assign"]
+
+
+# Claims ---------------------------------------------------------------------------------------------------------------
+
+_POINTS = "20 million points of two coordinates in float32, two centres"
+_LABELS = _POINTS + "; labels in int64, int32 and uint8; GPU time, cold L2"
+_INT64 = _POINTS + "; labels in int64; GPU time, cold L2"
+_ALL = "every recorded size and dtype"
+_COUNTERS = _POINTS + "; hardware counters"
+_WIDE = "1,000,000 x 64 by 256 centres and 65,536 x 128 by 1024; float32, GPU time, cold L2"
+_LAWS = "1,000,000 x 64 by 256 centres, float32"
+
+CLAIMS = (
+    # The lesson's findings
+    Claim(
+        "gain-over-eager",
+        "With int64 labels, the bytes predict 4x faster than eager PyTorch. Measured is {median:.1x}, and {narrow:.1x} "
+        "with uint8 labels.",
+        lambda frames: tables.ratio(tables.where(frames["sweep"], labels="int64"), "eager", "fusebook"),
+        ">= 3",
+        _INT64,
+        lesson=True,
+        numbers=lambda frames: {
+            "narrow": tables.ratio(tables.where(frames["sweep"], labels="uint8"), "eager", "fusebook").iloc[0]
+        },
+    ),
+    Claim(
+        "narrow-labels",
+        "The library is {median:.2x} faster with uint8 labels than with int64 labels; the bytes predict 1.78x.",
+        lambda frames: _one((us := _us(frames).loc["fusebook"])["int64"] / us["uint8"]),
+        ">= 1.6",
+        _LABELS,
+        lesson=True,
+    ),
+    Claim(
+        "pairs-wider",
+        "With int64 and int32 labels, the two steps differ by less than 5 %.",
+        lambda frames: ((us := _us(frames)).loc["one_pass"] / us.loc["pairs"]).drop("uint8").sub(1).abs(),
+        "< 0.05",
+        _LABELS + "; step 1 over step 2, less 1",
+    ),
+    Claim(
+        "compiled-plane",
+        "`torch.compile` takes {least:.2f} to {most:.2f} times as long as the library.",
+        lambda frames: tables.ratio(_plane(frames), "torch.compile", "fusebook"),
+        ">= 0.98",
+        _LABELS + "; also float64 points with int64 labels",
+        lesson=True,
+    ),
+    Claim(
+        "checked",
+        "The latency of a checked call, which waits for its answer, is {least:.1f} to {most:.1f} times that of a call "
+        "without a check.",
+        _checked,
+        "> 1.5",
+        _POINTS + "; labels in int64, int32 and uint8; latency",
+        lesson=True,
+    ),
+    # Steps
+    Claim(
+        "pairs-narrow",
+        "With uint8 labels, loading pairs is {median:.2x} faster.",
+        lambda frames: _one((us := _us(frames)["uint8"])["one_pass"] / us["pairs"]),
+        "> 1.2",
+        _LABELS + "; step 1 over step 2",
+    ),
+    steps_correct(_LABELS),
+    # Ceilings
+    Claim(
+        "target-int64",
+        "With int64 labels the library takes at most 1.10 times as long as the roofline: {median:.2f} times.",
+        lambda frames: _over(frames, labels="int64"),
+        "<= 1.10",
+        _INT64,
+        kind="target",
+    ),
+    Claim(
+        "target-float64",
+        "With float64 points the library takes at most 1.10 times as long as the roofline: {median:.2f} times.",
+        lambda frames: _over(frames, "double"),
+        "<= 1.10",
+        _INT64.replace("float32", "float64"),
+        kind="target",
+    ),
+    Claim(
+        "target-int32",
+        "With int32 labels the library takes at most 1.15 times as long as the roofline: {median:.2f} times.",
+        lambda frames: _over(frames, labels="int32"),
+        "<= 1.15",
+        _INT64.replace("int64", "int32"),
+        kind="target",
+    ),
+    Claim(
+        "target-uint8",
+        "With uint8 labels the library takes at most 1.15 times as long as the roofline: {median:.2f} times.",
+        lambda frames: _over(frames, labels="uint8"),
+        "<= 1.15",
+        _INT64.replace("int64", "uint8"),
+        kind="target",
+    ),
+    Claim(
+        "over-copy",
+        "With two coordinates the library takes at most {most:.2f} times as long as a copy of the same bytes.",
+        lambda frames: pd.concat([_over(frames, name, "copy") for name in ("sweep", "double")]),
+        "<= 1.02",
+        _LABELS + "; also float64 points with int64 labels",
+    ),
+    # Correctness
+    within_tolerance(_every, _ALL, "`fusebook.kmeans_assign` is within tolerance wherever it was timed."),
+    deterministic(_every, _ALL, "Two runs give the same labels."),
+    # Hardware counters
+    Claim(
+        "counters-once",
+        "Steps 1 and 2 read the points once, within 2 %.",
+        lambda frames: (_counted(frames, "read").reindex(STEPS[1:]) - 1).abs(),
+        "< 0.02",
+        _COUNTERS,
+    ),
+    Claim(
+        "counters-sectors",
+        "A load of step 1 asks for {one:.1f} sectors of 32 bytes on average, and one of step 2 for {two:.1f}. Four of "
+        "five loads of step 2 are of centres, a sector each, and the fifth has 16 sectors of points.",
+        lambda frames: _one(abs(_counted(frames, "sectors")["pairs"] - (4 * 1 + 16) / 5)),
+        "< 0.1",
+        _COUNTERS + "; distance of step 2 from 4",
+        numbers=lambda frames: {
+            "one": (sectors := _counted(frames, "sectors"))["one_pass"],
+            "two": sectors["pairs"],
+        },
+    ),
+    # Many coordinates: page 306
+    Claim(
+        "target-cdist",
+        "With 64 and 128 coordinates the library is at least twice as fast as `torch.cdist` and `argmin`: {least:.1f}x "
+        "to {most:.1f}x.",
+        lambda frames: _wider(frames, "torch.cdist"),
+        ">= 2",
+        _WIDE,
+        kind="target",
+    ),
+    Claim(
+        "target-compiled-wide",
+        "There it is at least twice as fast as `torch.compile` of the eager code: {least:.0f}x to {most:.0f}x.",
+        lambda frames: _wider(frames, "torch.compile"),
+        ">= 2",
+        _WIDE,
+        kind="target",
+    ),
+    Claim(
+        "target-compiled-matmul",
+        "There it is at least twice as fast as a compiled matmul, which is how scikit-learn computes distances: "
+        "{least:.1f}x to {most:.1f}x.",
+        lambda frames: _wider(frames, "torch.compile, product"),
+        ">= 2",
+        _WIDE,
+        kind="target",
+    ),
+    Claim(
+        "target-matmul",
+        "There it takes at most 1.5 times as long as the matmul alone, in float32 without TF32: {least:.2f} to "
+        "{most:.2f} times.",
+        lambda frames: (rows := frames["product"].set_index(["n", "d", "k"]))["fusebook"] / rows["bare product"],
+        "<= 1.5",
+        _WIDE,
+        kind="target",
+    ),
+    Claim(
+        "fastest-wide",
+        "With 16, 64 and 128 coordinates the library takes {least:.2f} to {most:.2f} times as long as the fastest "
+        "other implementation.",
+        lambda frames: tables.behind(frames["wide"])["times as long"],
+        "< 0.98",
+        "1,000,000 x 16 by 16 centres, 1,000,000 x 64 by 256 and 65,536 x 128 by 1024; float32, GPU time, cold L2",
+    ),
+    Claim(
+        "anywhere-correct",
+        "The library is correct for points in clusters, far from the origin, and with centres far from each other.",
+        lambda frames: _correct(frames, "fusebook"),
+        "== 1",
+        _LAWS,
+    ),
+    Claim(
+        "cdist-incorrect",
+        "`torch.cdist` with `argmin` is incorrect far from the origin, and where centres are far from each other: from "
+        "25 rows on it computes a matmul.",
+        lambda frames: _correct(frames, "torch.cdist").drop("blobs"),
+        "== 0",
+        _LAWS,
+    ),
+    Claim(
+        "filter-correct",
+        "The matmul in float64 of all points is correct, and so is that behind a filter in TF32.",
+        lambda frames: tables.where(frames["screen"], step=["float64", "filtered"]).set_index(["step", "n"])["correct"],
+        "== 1",
+        _WIDE,
+    ),
+    # The update and an iteration: page 307
+    Claim(
+        "update-fastest",
+        "From a million points on, the update takes at most {most:.2f} times as long as the fastest other "
+        "implementation.",
+        lambda frames: tables.behind(tables.where(frames["update"], n=[1_000_000, 20_000_000]))["times as long"],
+        "<= 1.02",
+        "20 million points in the plane, 1,000,000 x 64 by 256 centres, even and skewed; float32, GPU time, cold L2",
+    ),
+    Claim(
+        "target-two-calls",
+        "Assignment and update, two calls, take at most 2.2 times as long as the assignment: {median:.2f} times.",
+        lambda frames: _of_plane(frames, "both, two calls"),
+        "<= 2.2",
+        _INT64,
+        kind="target",
+    ),
+    Claim(
+        "target-one-pass",
+        "An iteration in one pass takes at most 1.5 times as long as the assignment: {median:.2f} times.",
+        lambda frames: _of_plane(frames, "one iteration"),
+        "<= 1.5",
+        _INT64,
+        kind="target",
+    ),
+    Claim(
+        "same-bits",
+        "A hundred iterations of the same points give the same bits.",
+        lambda frames: frames["iteration"].set_index(["n", "d", "k"])["same of 100"],
+        "== 100",
+        "20 million points in the plane and two centres; 1,000,000 x 64 and 256 centres; float32",
+    ),
+    Claim(
+        "counters-iteration",
+        "An iteration in one pass reads the bytes of the points once, and two calls read {two:.2f} times as many.",
+        lambda frames: abs(_counted(frames, "read")[["one iteration"]] - 1),
+        "< 0.02",
+        _COUNTERS + "; distance of one pass from 1",
+        numbers=lambda frames: {"two": _counted(frames, "read")["two calls"]},
+    ),
+    # K-means as a whole: page 308
+    Claim(
+        "inertia",
+        "The inertia is that of scikit-learn, to one part in ten thousand.",
+        lambda frames: (
+            (rows := frames["end"].set_index("points"))["inertia, fusebook"] / rows["inertia, scikit-learn"] - 1
+        ).abs(),
+        "< 0.0001",
+        "2,000,000 points in the plane and 3 centres; 200,000 x 16 and 16 centres; distance of the ratio from 1",
+    ),
+)
+
+LOG = (
+    "Inductor's kernel for the eager code is step 1: it loads every second word, twice. The second load finds its "
+    "bytes in the L1 cache, so both steps read the points once.",
+    "With uint8 labels the library asks the L2 cache to evict points first, as they are read once. With wider labels "
+    "that costs a little, and it does not.",
+    "A checked call has no GPU time, as it waits for its answer: events cannot time what waits.",
+)
